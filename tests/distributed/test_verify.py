@@ -499,7 +499,7 @@ EXPECTED = {
     sum_instead_of_average: (
         EVERY,
         "gradient",
-        "embed.weight",
+        "norm.weight",
         "summed over the data-parallel ranks",
     ),
     norm_of_shards: (("zero1", "zero2", "zero3"), "gradient norm", "", "norm of what rank"),
@@ -507,7 +507,7 @@ EXPECTED = {
     clip_by_local_norms: (
         ("zero1", "zero2", "zero3"),
         "gradient",
-        "embed.weight",
+        "norm.weight",
         "clipped by local norms",
     ),
     stale_copy_of_a_tied_weight: (
@@ -522,7 +522,7 @@ EXPECTED = {
         ("zero1", "zero2", "zero3"),
         "update",
         "embed.weight",
-        "optimizer sees or keeps something else",
+        "was given one process's gradients",
     ),
     shard_borders_by_the_floor: (
         ("zero1", "zero2", "zero3"),
@@ -533,16 +533,21 @@ EXPECTED = {
     gradients_reduced_in_bfloat16: (
         ("zero2", "zero3"),
         "gradient",
-        "embed.weight",
+        "norm.weight",
         "bfloat16's rounding",
     ),
     evaluation_of_something_else: (EVERY, "evaluation loss", "", "a forward without gradients"),
-    updated_weights_that_stay_away: (("zero1",), "loss", "", "saw other weights: a stale copy"),
+    updated_weights_that_stay_away: (
+        ("zero1",),
+        "update",
+        "embed.weight",
+        "does not reach the model",
+    ),
     a_slice_updated_with_the_gradient_of_the_step_before: (
         ("zero1",),
-        "loss",
-        "",
-        "saw other weights: a stale copy",
+        "update",
+        "embed.weight",
+        "1 updates agree",
     ),
     weights_by_rank: (EVERY, "initial weight", "embed.weight", "depend on the layout"),
 }
@@ -738,9 +743,9 @@ def sum_on_the_wire() -> None:
 
 COMPRESSED = ("bf16", "fp16", "int8", "powersgd", "topk")
 EXPECTED_COMPRESSED = {
-    second_rounding_forgotten: (("int8",), "gradient", "embed.weight", ""),
-    own_places_for_all: (("topk",), "gradient", "embed.weight", ""),
-    sum_on_the_wire: (COMPRESSED, "gradient", "embed.weight", ""),
+    second_rounding_forgotten: (("int8",), "gradient", "norm.weight", ""),
+    own_places_for_all: (("topk",), "gradient", "norm.weight", ""),
+    sum_on_the_wire: (COMPRESSED, "gradient", "norm.weight", ""),
 }
 
 
@@ -792,5 +797,6 @@ def one_rank_rounds_otherwise() -> None:
 def test_ranks_that_drift_apart_are_found() -> None:
     rows = rows_of(small_job(), one_rank_rounds_otherwise, 2, ("float64",), compressed=True)
     for row in rows.values():
-        assert row["first"]["what"] == "weight"
-        assert "the ranks hold different weights" in row["first"]["cause"]
+        assert row["first"]["what"] == "replica of gradient"
+        assert row["first"]["ranks"] == [1]
+        assert "replicas drift apart" in row["first"]["cause"]

@@ -8,7 +8,7 @@ step K step-K (gradients), weights-K and buffers-K .safetensors hold the tensors
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
@@ -72,6 +72,11 @@ class AppliedBlocks:
     @property
     def lr(self) -> float:
         return self._leader.lr
+
+    @property
+    def names(self) -> Collection[str]:
+        """The parameters of which there are gradients."""
+        return self._leader.sizes[gradients_of(0)].keys()
 
     def open(self, step: int) -> AbstractContextManager[TraceReader]:
         """The gradients of a step, before clipping."""
