@@ -541,7 +541,7 @@ EXPECTED = {
         ("zero1",),
         "update",
         "embed.weight",
-        "does not reach the model",
+        "stale rows",
     ),
     a_slice_updated_with_the_gradient_of_the_step_before: (
         ("zero1",),

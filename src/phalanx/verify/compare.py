@@ -135,6 +135,12 @@ class Comparison:
         """True if the weight has moved on a rank, in a set of weights."""
         return self.observations[rank]["tensors"][kind].get(name, NO_DOTS)[1] > 0
 
+    def stays_in_part(self, kind: str, name: str, rank: int) -> bool:
+        """True if some elements of a weight have moved as they should and the others not at all."""
+        _, moved, along, *_ = self.observations[rank]["tensors"][kind].get(name, NO_DOTS)
+        # Each element a of the movement is 0 or the reference's r: a (a - r) = 0.
+        return moved > 0 and abs(moved - along) <= 1e-9 * moved
+
     def _covers_evenly(self, name: str) -> bool:
         is_even = self._even.get(name)
         if is_even is None:

@@ -241,6 +241,13 @@ class Diagnosis:
         if stays:
             where = f"rank {', '.join(map(str, stays))}"
             return f"it is not updated on {where}, and stays as it was: a stale part"
+        stays = [rank for rank in ranks if self._compared.stays_in_part(kind, name, rank)]
+        if stays:
+            where = f"rank {', '.join(map(str, stays))}"
+            return (
+                f"some of its elements on {where} are not updated, and the others are: borders of"
+                " shards are off, or what other ranks update does not reach the model: stale rows"
+            )
         holders = self._compared.holders(name)
         if len(ranks) < len(holders):
             where = f"rank {', '.join(map(str, ranks))}"
