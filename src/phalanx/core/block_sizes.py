@@ -87,13 +87,13 @@ def shrink_block_sizes() -> BlockSizes:
     return BlockSizes(
         # Zigzag cuts 64 tokens for four ranks of cp into chunks of 8.
         query_block=3,
-        loss_chunk_tokens=5,
-        # A norm shares its bucket, a matrix of 32 x 32 in fp32 fills one; in ZeRO-1 such a matrix
-        # takes several.
-        bucket_bytes=2053,
-        norm_elements=37,
+        # No smaller: with tp each chunk has collectives of its own.
+        loss_chunk_tokens=37,
+        # Norms share their bucket, a matrix of 32 x 90 in float64 fills one.
+        bucket_bytes=16_411,
+        norm_elements=1009,
         cpu_dropout_pairs=101,
         gpu_dropout_pairs=101,
-        init_elements=61,
+        init_elements=1009,
         mapped_scratch_bytes=1,
     )
