@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -18,6 +19,7 @@ from phalanx.job.schema import Job
 from phalanx.launch.rank_link import RankLink
 from phalanx.mesh.compat import TORCH_VERSION
 from phalanx.mesh.mesh import open_mesh
+from phalanx.parallel.executor import Batch
 from phalanx.parallel.parallelize import transforms
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
@@ -27,7 +29,7 @@ from phalanx.verify.judged_layout import JudgedLayout
 from phalanx.verify.layout_run import LayoutRun
 from phalanx.verify.lossy import describe_compression, find_tolerance
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
-from phalanx.verify.references import References
+from phalanx.verify.references import References, has_float64
 from phalanx.verify.rerouted import compare_routes
 from phalanx.verify.row import ROWS, Row
 from phalanx.verify.scope import list_judged, list_not_judged
@@ -38,6 +40,7 @@ from phalanx.verify.verdict import Comparator
 FLOAT64_COMPILED = (2, 13)
 # Times, of one block: in training and evaluation, with and without gradients, for each module.
 MOST_COMPILED = 64
+STEPS_IN_FLOAT32 = 3
 # Imported in the server, once, instead of in every rank: ranks are forks of it.
 transforms()
 
@@ -58,18 +61,28 @@ def compare_layouts(payload: VerifyPayload) -> None:
         all_steps = make_global_steps(job, first, payload.data_dir, num_steps=payload.num_steps)
         # groupby joins neighbours only: the cases come type by type (`verify.drive`).
         for dtype, cases in itertools.groupby(payload.cases, key=lambda case: case.dtype):
-            steps = cast_steps(all_steps, getattr(torch, dtype))
+            steps = cast_steps(_choose_steps(all_steps, dtype, run_dir), getattr(torch, dtype))
             references = References(mesh, run_dir, job, first, dtype, steps)
             for case in cases:
                 row = verify_layout(job, case, references, payload.model_name)
-                if mesh.rank == 0:
+                if row is not None:
                     # As each case ends: the process that started us reads along.
                     with open(run_dir / ROWS, "a") as file:
                         file.write(json.dumps(row.to_json()) + "\n")
 
 
-def verify_layout(job: Job, case: VerifyCase, references: References, model_name: str) -> Row:
-    """The row of one layout. Collective."""
+def _choose_steps(steps: list[list[Batch]], dtype: str, run_dir: Path) -> list[list[Batch]]:
+    """All steps in float64, which sees what comes late; float32 sees what is of its type, in the
+    first of them. All where the module has no float64."""
+    if dtype == "float64" or not has_float64(run_dir):
+        return steps
+    return steps[:STEPS_IN_FLOAT32]
+
+
+def verify_layout(
+    job: Job, case: VerifyCase, references: References, model_name: str
+) -> Row | None:
+    """The row of one layout on rank 0, None on the others. Collective."""
     began = time.monotonic()
     plan, dtype = case.plan, references.dtype
     reference, steps = references.open_for(plan)
@@ -103,6 +116,9 @@ def verify_layout(job: Job, case: VerifyCase, references: References, model_name
         if run.is_amid_schedule:
             raise
         return _refuse(case, model_name, dtype, str(error))
+    # The others have the same observations, and nobody to tell.
+    if references.mesh.rank != 0:
+        return None
     verdict = Comparator(
         reference,
         result.observations,
