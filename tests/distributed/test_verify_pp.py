@@ -284,13 +284,13 @@ EXPECTED: dict[
         (*ZERO, "pp2-zero1-zb-v"),
         (*ZERO[1:], "pp2-zero1-zb-v"),
         "gradient",
-        "blocks.0",
-        (0,),
+        ".ffn.down.weight",
+        None,
         W,
     ),
-    weights_freed_between_the_halves: (4, ZERO, ZERO[1:], "gradient", "blocks.0", (0,), W),
+    weights_freed_between_the_halves: (4, ZERO, ZERO[1:], "gradient", ".ffn.down.weight", None, W),
     a_dropped_w: (2, BOTH, BOTH[1:], "gradient", "blocks.1.", (1,), W),
-    w_of_the_microbatch_before: (2, BOTH, BOTH[1:], "gradient", "blocks.0.", (0,), W),
+    w_of_the_microbatch_before: (2, BOTH, BOTH[1:], "gradient", "blocks.3.", (3,), W),
     tied_gradients_not_added_up: (
         2,
         BOTH[:1],
@@ -344,7 +344,7 @@ EXPECTED: dict[
         BOTH,
         BOTH,
         "gradient",
-        "embed.weight",
+        "norm.weight",
         None,
         "clipped by local norms",
     ),
@@ -353,8 +353,8 @@ EXPECTED: dict[
         ("pp2-ddp-zb-v",),
         ("pp2-ddp-zb-v",),
         "gradient",
-        "embed.weight",
-        (0, 3),
+        "norm.weight",
+        (3,),
         "never averaged",
     ),
 }
@@ -470,7 +470,7 @@ def test_statistics_of_a_batch_are_compared_at_equal_microbatches(
     rows = rows_of(job, None, 2, ("float64",), shape, only=(*BOTH, "ddp"))
     assert len(rows) == 3
     assert differing(rows) == {}
-    assert all(row["errors"]["buffer"] > 0 for row in rows.values())
+    assert all("buffer" in row["errors"] for row in rows.values())
 
 
 @pytest.mark.parametrize(

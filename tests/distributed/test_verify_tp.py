@@ -175,7 +175,7 @@ EXPECTED: dict[Callable[[], None], tuple[Any, tuple[str, ...], str, str, str]] =
         SMALL,
         ("sequence", "whole"),
         "gradient",
-        "blocks.0.attention.k.weight",
+        "blocks.1.attention.v.",
         "nobody added them up",
     ),
     head_cut_apart_from_the_embedding: (
@@ -189,7 +189,7 @@ EXPECTED: dict[Callable[[], None], tuple[Any, tuple[str, ...], str, str, str]] =
         SMALL,
         ("sequence", "whole"),
         "gradient",
-        "embed.weight",
+        "norm.weight",
         "the backward lacks a sum over the ranks",
     ),
     masks_by_rank_of_tp: ("dropout", ("whole",), "dropout", "layers.0.inner.drop", ""),
@@ -205,7 +205,7 @@ EXPECTED: dict[Callable[[], None], tuple[Any, tuple[str, ...], str, str, str]] =
         SMALL,
         ("sequence", "whole"),
         "gradient",
-        "embed.weight",
+        "norm.weight",
         "clipped by local norms",
     ),
 }

@@ -270,17 +270,12 @@ class Diagnosis:
         )
 
     def explain_load(self, load: Sequence[int], expected: Sequence[int]) -> str:
-        counts = load[: len(expected)]
-        factor = sum(counts) / max(1, sum(expected))
-        if counts and all(
-            count == round(factor * number) for count, number in zip(counts, expected, strict=True)
-        ):
-            return (
-                f"each load is {factor:.4g} x what came: tokens are counted more than once, or on"
-                " some ranks alone"
-            )
+        """The cause of a load (choices of each expert, then those that were dropped) while routers
+        choose as in one process."""
+        counted, came = sum(load[: len(expected)]), sum(expected)
         return (
-            "routers chose as in one process, and what came to their experts was counted otherwise"
+            f"{counted} choices were counted and {came} were made: the load is not that of the whole"
+            " batch, for counts of some ranks or microbatches are missing, or counted twice"
         )
 
     def _explain_gradient(
