@@ -10,7 +10,12 @@ import torch
 
 from models import CPU
 from phalanx.core.errors import JobError
-from phalanx.job.learning_rate import PeakRate, overrides_on_resume, peak_rate, resolve_optim
+from phalanx.job.learning_rate import (
+    PeakLearningRate,
+    overrides_on_resume,
+    peak_rate,
+    resolve_optim,
+)
 from phalanx.job.load import load_job
 from phalanx.job.schema import Job, Optim
 from phalanx.observe.bus import Bus
@@ -67,7 +72,7 @@ def test_it_says_why() -> None:
 def test_the_plan_has_the_rate_and_the_reason() -> None:
     scaled = job(64, lr_scaling="auto", reference_batch_size=16)
     plan = make_plan(scaled, cluster=CPU)
-    assert PeakRate(plan.peak_lr, plan.reasons[-1]) == peak_rate(scaled)
+    assert PeakLearningRate(plan.peak_lr, plan.reasons[-1]) == peak_rate(scaled)
     assert f"why     {peak_rate(scaled).why}" in describe_plan(plan)
     assert Plan.from_json(plan.to_json()).peak_lr == plan.peak_lr
 

@@ -101,7 +101,7 @@ def pack(arrays: Arrays) -> tuple[list[Message], int]:
     return layout, fd
 
 
-def unpack(layout: list[Message], fd: int) -> Arrays:
+def map_arrays(layout: list[Message], fd: int) -> Arrays:
     """The arrays of `pack`, mapped: nothing is copied. Closes `fd`."""
     memory = mmap.mmap(fd, 0)
     # The map keeps the file, and the arrays keep the map.

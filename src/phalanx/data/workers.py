@@ -29,7 +29,7 @@ import phalanx
 from phalanx.core.errors import DataError
 from phalanx.data.user_dataset import UserFacts
 from phalanx.data.whereabouts import Whereabouts, WorkerPosition, new_whereabouts
-from phalanx.data.worker import Arrays, Message, error_of, receive, send, unpack
+from phalanx.data.worker import Arrays, Message, error_of, map_arrays, receive, send
 from phalanx.data.worker_log import WorkerLog
 from phalanx.observe.events import Event, LoaderWorkerReplaced
 
@@ -164,7 +164,7 @@ class WorkerPool:
             assert message["step"] == worker.owed.popleft(), (
                 "answers come in the order of the questions"
             )
-            self._ready[message["step"]] = unpack(message["arrays"], fd)
+            self._ready[message["step"]] = map_arrays(message["arrays"], fd)
 
     def _replace(self, number: int, *, is_silent: bool = False) -> None:
         """Kill what is left of a worker and give its steps to a new one."""

@@ -28,7 +28,7 @@ TRAINED_WEIGHTS_LR = {"adamw": 2e-5, "sgd": 1e-3}
 
 
 @dataclass(frozen=True)
-class PeakRate:
+class PeakLearningRate:
     """`why` says how `lr` came from the job's; empty where it is the job's."""
 
     lr: float
@@ -55,7 +55,7 @@ def scaling_rule(optim: Optim) -> str | None:
     return rule
 
 
-def peak_rate(job: Job) -> PeakRate:
+def peak_rate(job: Job) -> PeakLearningRate:
     """The rate at the end of warm-up."""
     rule = scaling_rule(job.optim)
     reference, batch = job.optim.reference_batch_size, job.train.global_batch_size
@@ -75,23 +75,23 @@ def peak_rate(job: Job) -> PeakRate:
     )
     if unscaled.why:
         why += f"; {unscaled.why}"
-    return PeakRate(lr, why)
+    return PeakLearningRate(lr, why)
 
 
-def unscaled_rate(job: Job) -> PeakRate:
+def unscaled_rate(job: Job) -> PeakLearningRate:
     """The rate for `optim.reference_batch_size`: the job's, or where it says "auto" the default
     for its weights."""
     if job.optim.lr != "auto":
-        return PeakRate(job.optim.lr)
+        return PeakLearningRate(job.optim.lr)
     trained = trained_weights(job.model)
     if not trained or job.optim.kind not in TRAINED_WEIGHTS_LR:
-        return PeakRate(RANDOM_WEIGHTS_LR)
+        return PeakLearningRate(RANDOM_WEIGHTS_LR)
     lr = TRAINED_WEIGHTS_LR[job.optim.kind]
     why = (
         f"the weights of {trained} are trained already; random ones would get"
         f" {RANDOM_WEIGHTS_LR:.3g}"
     )
-    return PeakRate(lr, f"lr {lr:.3g}: {why}")
+    return PeakLearningRate(lr, f"lr {lr:.3g}: {why}")
 
 
 def trained_weights(model: Model) -> str:

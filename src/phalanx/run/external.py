@@ -36,7 +36,7 @@ from phalanx.run.resume import Resumed
 from phalanx.run.supervised import open_supervisor_bus, require_ours
 
 if TYPE_CHECKING:
-    from phalanx.run.launched_rank import DecisionStore
+    from phalanx.run.launched_rank import RankZeroStore
 
 STATUS = {
     ExitCode.OK: "finished",
@@ -70,11 +70,11 @@ def train_as_rank(
     `run.dir`.
     """
     # Not before: it imports torch, and a guard that is forked needs none of it.
-    from phalanx.run.launched_rank import DecisionStore
+    from phalanx.run.launched_rank import RankZeroStore
 
     ranks = launched.rank_env
     # Before anything can be refused: the others must be told of it.
-    store = DecisionStore(job, ranks)
+    store = RankZeroStore(job, ranks)
     if ranks.rank != 0:
         return _follow(job, ranks, store, began_s, output)
     is_restart = ranks.attempt > 0 and (run_dir / JOB_FILE).exists()
@@ -108,7 +108,7 @@ def train_as_rank(
 def _lead(
     prepared: PreparedRun,
     run: RankRun,
-    store: DecisionStore,
+    store: RankZeroStore,
     resumed: Resumed | None,
     output: RunOutput,
 ) -> RunEnd:
@@ -154,7 +154,7 @@ def _set_handlers(handlers: Mapping[signal.Signals, Any]) -> None:
 
 
 def _follow(
-    job: Job, ranks: RankEnv, store: DecisionStore, began_s: float, output: RunOutput
+    job: Job, ranks: RankEnv, store: RankZeroStore, began_s: float, output: RunOutput
 ) -> RunEnd:
     """Train as a rank other than 0.
 

@@ -30,7 +30,7 @@ READ_TIMEOUT_S = 20.0
 _DECISION = "decision"
 
 
-class DecisionStore:
+class RankZeroStore:
     """The ranks' key-value store, through which rank 0 tells the others its decision, once."""
 
     def __init__(self, job: Job, ranks: RankEnv) -> None:

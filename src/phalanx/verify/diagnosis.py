@@ -274,8 +274,8 @@ class Diagnosis:
         choose as in one process."""
         counted, came = sum(load[: len(expected)]), sum(expected)
         return (
-            f"{counted} choices were counted and {came} were made: the load is not that of the whole"
-            " batch, for counts of some ranks or microbatches are missing, or counted twice"
+            f"{counted} choices were counted and {came} were made: the load is not that of the"
+            " whole batch, for counts of some ranks or microbatches are missing, or counted twice"
         )
 
     def _explain_gradient(
