@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from phalanx.core.errors import PhalanxError, ResourceError, UsageError
@@ -56,6 +57,7 @@ def verify_job(
     rows: list[Row] = []
 
     def add_row(row: Row) -> None:
+        row = _share_cause(row, rows)
         rows.append(row)
         on_row(row)
 
@@ -68,6 +70,20 @@ def verify_job(
     return VerifyResult(
         tuple(rows), selection.notes, selection.not_judged, selection.required, stop_code=stop_code
     )
+
+
+def _share_cause(row: Row, earlier: Sequence[Row]) -> Row:
+    """`row` with the cause that an earlier one of the same layout has for the same kind of
+    difference: float64, which comes first, tells more of it than types with fewer digits."""
+    if row.first is None:
+        return row
+    for other in earlier:
+        if other.layout == row.layout and other.first is not None:
+            if other.first.what == row.first.what:
+                return replace(row, first=replace(row.first, cause=other.first.cause))
+            cause = f"what makes {other.dtype} differ: {other.first.cause}"
+            return replace(row, first=replace(row.first, cause=cause))
+    return row
 
 
 def _run_cases(
