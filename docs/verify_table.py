@@ -24,10 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES
 from phalanx.verify.cases import list_compressed_layouts, list_layouts
-from phalanx.verify.lossy import is_lossy
 from phalanx.verify.pipelines import list_pipelines
 from phalanx.verify.products import list_expert_layouts, list_products
-from phalanx.verify.verdict import TOLERANCE
+from phalanx.verify.trace_facts import TOLERANCE
 from throughput.machine import cpu_model, num_cores
 
 HERE = Path(__file__).parent
@@ -221,9 +220,6 @@ SHORT = (  # what every run of the tests judges
 EASED = "judged by what rounding to float32 costs"  # begins the note on it
 STEPS = 2  # gradients of the second are those of weights that the layout has moved
 ERRORS = ("loss", "norm", "gradient", "weight", "update")
-NOT_JUDGED = (
-    "weight",
-)  # where a part of gradients stays behind: of the last step, and told beside what is judged
 LOSSY = "lossy:"
 
 
@@ -234,15 +230,14 @@ HEAD = (
     ),
     f"Each row is {STEPS} optimizer steps of several microbatches, with uneven numbers of targets.",
     (
-        'Allowed are 1e-10 in float64 (1e-8 after the job\'s optimizer, "update") and 1e-5 in'
-        " float32, unless a cell says otherwise: models that compute in float32 on their way (the"
-        " norms of most Hugging Face models do) are judged by that in float64, too, and casts of"
-        " gradients by what they round."
+        "Allowed are 1e-10 in float64 and 1e-5 in float32, unless a cell says otherwise: models"
+        " that compute in float32 on their way (the norms of most Hugging Face models do) are"
+        ' judged by that in float64, too, but for "update", and casts of gradients by what they'
+        " round."
     ),
     (
         'Compressed gradients equal nothing by design ("lossy"): of int8, powersgd and topk'
-        ' "gradient" is what the first step sends and what it keeps, added up, and weights are told'
-        " and not judged."
+        ' "gradient" is what a step sends and what it newly keeps, added up.'
     ),
     "A layout that a model cannot have is refused, with the nearest that it can.",
 )
@@ -292,13 +287,8 @@ def cell_of(row: dict[str, Any]) -> str:
     if not row["ok"]:
         return f"**differs**: {(row['first'] or {}).get('text', '')}"
     told = [name for name in ERRORS if name in row["errors"]]
-    lossy, apart = (
-        row["compress"] != "none",
-        [name for name in told if name in NOT_JUDGED and is_lossy(row["compress"])],
-    )
-    found = f"{LOSSY} " if lossy else ""
-    found += ", ".join(f"{name} {row['errors'][name]:.0e}" for name in told if name not in apart)
-    found += "".join(f"; not judged: {name} {row['errors'][name]:.0e}" for name in apart)
+    found = f"{LOSSY} " if row["compress"] != "none" else ""
+    found += ", ".join(f"{name} {row['errors'][name]:.0e}" for name in told)
     if row["tolerance"] != TOLERANCE[row["dtype"]]:
         found += f" (allowed {row['tolerance']:.0e})"
     if any(note.startswith(EASED) for note in row["notes"]):
