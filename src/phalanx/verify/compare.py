@@ -20,7 +20,7 @@ from phalanx.verify.trace_facts import Trace, weights_of
 
 NO_DOTS = (0.0,) * 5
 # The least square of the cosine between an error and the reference that makes one a multiple.
-MULTIPLE = 0.999
+MULTIPLE = 1 - 1e-5
 
 Block = tuple[tuple[int, ...], tuple[int, ...]]
 Box = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -134,6 +134,10 @@ class Comparison:
     def moves(self, kind: str, name: str, rank: int) -> bool:
         """True if the weight has moved on a rank, in a set of weights."""
         return self.observations[rank]["tensors"][kind].get(name, NO_DOTS)[1] > 0
+
+    def has_other_shape(self, kind: str, name: str, rank: int) -> bool:
+        """True if a rank's part does not have the shape that its place in the tensor has."""
+        return self.observations[rank]["tensors"][kind].get(name, NO_DOTS)[1] < 0
 
     def stays_in_part(self, kind: str, name: str, rank: int) -> bool:
         """True if some elements of a weight have moved as they should and the others not at all."""

@@ -203,6 +203,11 @@ class Diagnosis:
                 "the ranks' parts do not make the tensor: borders of shards are off, or another"
                 " dimension is cut than the one that is gathered"
             )
+        if any(self._compared.has_other_shape(kind, name, rank) for rank in ranks):
+            return (
+                "a rank's part has another shape than its place in the tensor: borders of shards"
+                " are off"
+            )
         squares = [self._compared.square(kind, off[0], rank) for rank in ranks]
         if not all(map(math.isfinite, squares)):
             return NOT_FINITE
@@ -285,9 +290,11 @@ class Diagnosis:
         it."""
         cause = (
             self._explain_scaling(kind, off, step)
+            or self._explain_unreduced(kind, name)
             or self._explain_by_stage(kind, name, off)
             or self._experts.explain_gradient(kind, off, ranks)
             or self._explain_parts(kind, name, ranks, step)
+            or self._explain_kept(step)
             or self._explain_rounding(kind, off, ranks)
         )
         if cause:
@@ -312,6 +319,21 @@ class Diagnosis:
             )
         return (
             "every gradient differs, and not by a factor: the forward, or the loss, is not the same"
+        )
+
+    def _explain_kept(self, step: int) -> str:
+        """The cause of gradients that are wrong with what compression keeps of them; "" without
+        such a compression."""
+        if not self._layout.keeps_error:
+            return ""
+        if step == 0:
+            return (
+                "what is sent and what the ranks keep do not add up: a part of it is lost, or is"
+                " both sent and kept"
+            )
+        return (
+            "in the first step what is sent and what is kept add up, and later they do not: what"
+            " was kept is not all sent in the next step"
         )
 
     def _describe_backward(self) -> str:
@@ -371,12 +393,15 @@ class Diagnosis:
                 f"each rank of tp has its own part of the gradient of {name}, and nobody added them"
                 ' up: a rule "partial" is missing, or parts that ranks hold alike are not summed'
             )
-        if self._dp > 1 and self._is_mean_right(kind, name):
-            return (
-                f"each data-parallel rank has a gradient of {name} of its own, and their mean is"
-                " right: never averaged"
-            )
         return ""
+
+    def _explain_unreduced(self, kind: str, name: str) -> str:
+        if self._dp == 1 or not self._is_mean_right(kind, name):
+            return ""
+        return (
+            f"each data-parallel rank has a gradient of {name} of its own, and their mean is"
+            " right: never averaged"
+        )
 
     def _explain_copies(self, name: str, factor: float) -> str:
         """The cause of a wrong factor of a tensor that all ranks of tp hold alike; "" if it is

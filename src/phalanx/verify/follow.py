@@ -37,7 +37,7 @@ Dots = tuple[float, float, float, float, float]
 reference's.
 
 The last is |r|^2 again, of a block that several ranks hold while they differ in others (fused keys)
-its share.
+its share. A block of another shape than its place has: infinite, and |a|^2 is -inf.
 """
 BlockDigest = tuple[tuple[int, ...], tuple[int, ...], str]
 """(offset and size of a block in the whole tensor, digest of its bits)."""
@@ -257,8 +257,9 @@ def compare_blocks(
                 actual = shard.tensor[box.local_slices].double().cpu()
                 reference_block = reader.block(name, box.global_offset, box.size).double()
                 if actual.shape != reference_block.shape:
-                    # It stands where no such block is.
-                    actual = torch.full_like(reference_block, float("nan"))
+                    # It stands where no such block is: its size is told as less than nothing.
+                    dots += torch.tensor((math.inf, -math.inf, 0.0, 0.0, 0.0), dtype=torch.float64)
+                    continue
                 if since is not None:
                     before = earlier.block(name, box.global_offset, box.size).double()
                     actual, reference_block = actual - before, reference_block - before

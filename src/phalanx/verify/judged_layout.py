@@ -6,13 +6,15 @@ from dataclasses import dataclass
 
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.plan import Plan
+from phalanx.verify.lossy import is_lossy
 
 
 @dataclass(frozen=True)
 class JudgedLayout:
     """`dp`: shares of the batch's tokens; `tp`: ranks that work on the same one; `cp`: ranks that
     share its sequences; `ep`: ranks that have different experts. `recompute`: parts of the forward
-    are computed again for the backward. `pipeline`: how the model is cut."""
+    are computed again for the backward. `keeps_error`: a part of each gradient stays behind by
+    design. `pipeline`: how the model is cut."""
 
     dp: int
     tp: int = 1
@@ -20,6 +22,7 @@ class JudgedLayout:
     ep: int = 1
     num_microbatches: int = 1
     recompute: bool = False
+    keeps_error: bool = False
     pipeline: Pipeline | None = None
 
     @classmethod
@@ -32,5 +35,6 @@ class JudgedLayout:
             ep=layout.ep,
             num_microbatches=plan.num_microbatches,
             recompute=plan.activations.recompute != "none" or plan.activations.offload,
+            keeps_error=is_lossy(plan.parallel.compress),
             pipeline=plan.pipeline,
         )
