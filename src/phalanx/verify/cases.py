@@ -199,7 +199,7 @@ def list_layouts(num_ranks: int, *, experts: bool = False) -> Iterator[tuple[str
             yield f"{prefix}tp{tp}", {**axes, "tp": tp}
             if name == "one":
                 yield f"tp{tp}-whole-sequence", {**axes, "tp": tp, "sequence_parallel": False}
-                yield f"tp{tp}-chunks", {**axes, "tp": tp, "tp_chunks": 2}
+                yield f"tp{tp}-chunks", {**axes, "tp": tp, "tp_chunks": 3}
                 yield f"tp{tp}-selective", {**axes, "tp": tp, "train.recompute": "selective"}
     if num_ranks == 1:
         yield "one-offload-optimizer", {"offload": "optimizer"}
