@@ -43,6 +43,8 @@ BUFFER_OFF = 1e-8  # relative; far above float64's rounding
 
 
 # float32 rounds by 6e-8, float16 by 5e-4 and bfloat16 by 4e-3 at most; sums lose more, or less.
+# The cosine that rounding of a few dozen elements has by chance.
+LEVEL = 0.4
 NARROW_TYPES = ((1e-9, 1e-6, "float32"), (3e-5, 3e-4, "float16"), (3e-4, 1e-2, "bfloat16"))
 
 
@@ -467,10 +469,16 @@ class Diagnosis:
             return ""
         # An error that grows with the tensor is a wrong factor or a wrong input, not rounding.
         directions = sorted(abs(self._compared.direction(kind, name)) for name in off)
-        if directions[len(directions) // 2] > 0.2:
+        if directions[len(directions) // 2] > LEVEL:
             return ""
         error = self._compared.error(kind, off[-1])
         for low, high, narrow in NARROW_TYPES:
+            if low < error < high and self._layout.recompute:
+                return (
+                    f"{len(off)} of {len(self._trace.order)} tensors differ: the backward goes"
+                    f" wrong where it meets {off[-1]}: what is recomputed there is not what the"
+                    f" forward computed, by about the rounding of {narrow}"
+                )
             if low < error < high:
                 return (
                     f"the errors are of the size of {narrow}'s rounding, in {len(off)} tensors and"
