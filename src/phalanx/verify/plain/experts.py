@@ -1,0 +1,114 @@
+"""A mixture of experts, one expert after another: token-choice top-k (arXiv 1701.06538), shared
+experts (DeepSeekMoE, arXiv 2401.06066), sigmoid scores, the bias by which experts are chosen and
+the loss that balances each sequence (DeepSeek-V3, arXiv 2412.19437, section 2.1.2; arXiv
+2408.15664), and a capacity (GShard, arXiv 2006.16668, section 2.2).
+
+Shape suffixes: B batch, T sequence, D model width, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from phalanx.verify.plain.layers import Tensors, activate, feed_forward
+from phalanx.verify.plain.settings import PlainSettings
+
+
+class Routed(NamedTuple):
+    """output_BTD; balance: the auxiliary loss, summed over sequences, each times its tokens;
+    counts_E: the tokens that chose each expert, dropped ones among them."""
+
+    output_BTD: torch.Tensor
+    balance: torch.Tensor
+    counts_E: torch.Tensor
+
+
+def mixture_of_experts(
+    settings: PlainSettings, parameters: Tensors, buffers: Tensors, name: str, x_BTD: torch.Tensor
+) -> Routed:
+    scores_BTE = _scores(settings, parameters[f"{name}.router.weight"], x_BTD)
+    chosen_by = scores_BTE.detach()
+    if settings.balance_bias > 0:
+        chosen_by = chosen_by + buffers[f"{name}.router.bias"]
+    best_BTK = chosen_by.topk(settings.experts_per_token, dim=-1).indices
+    experts_E = torch.arange(settings.num_experts, device=x_BTD.device)
+    chosen_BTE = (best_BTK[..., None] == experts_E).any(dim=2)
+
+    weights_BTE = scores_BTE * chosen_BTE
+    if settings.router_normalize:
+        weights_BTE = weights_BTE / weights_BTE.sum(-1, keepdim=True)
+    weights_BTE = weights_BTE * settings.router_scale * _has_room(settings, chosen_BTE)
+
+    output_BTD = torch.zeros_like(x_BTD)
+    for expert in range(settings.num_experts):
+        made_BTD = _one_expert(settings, parameters, f"{name}.experts", expert, x_BTD)
+        output_BTD = output_BTD + weights_BTE[..., expert, None].to(x_BTD.dtype) * made_BTD
+    if settings.num_shared_experts > 0:
+        output_BTD = output_BTD + feed_forward(settings, parameters, f"{name}.shared", x_BTD)
+    balance = _balance_loss(settings, scores_BTE, chosen_BTE)
+    return Routed(output_BTD, balance, chosen_BTE.sum((0, 1)))
+
+
+def move_bias(
+    settings: PlainSettings, bias_E: torch.Tensor, counts_E: torch.Tensor
+) -> torch.Tensor:
+    """The bias after a step whose tokens chose experts `counts_E` times (arXiv 2408.15664,
+    algorithm 1): more for those with less than the mean."""
+    counts_E = counts_E.to(torch.float64)
+    error_E = counts_E.mean() - counts_E
+    return bias_E + settings.balance_bias * torch.sign(error_E).to(bias_E.dtype)
+
+
+def _scores(settings: PlainSettings, weight: torch.Tensor, x_BTD: torch.Tensor) -> torch.Tensor:
+    """[B, T, E], in fp32 at least."""
+    wide = torch.promote_types(x_BTD.dtype, torch.float32)
+    logits_BTE = torch.einsum("btd,ed->bte", x_BTD.to(wide), weight.to(wide))
+    if settings.router_scores == "sigmoid":
+        return torch.sigmoid(logits_BTE)
+    return torch.softmax(logits_BTE, dim=-1)
+
+
+def _has_room(settings: PlainSettings, chosen_BTE: torch.Tensor) -> torch.Tensor:
+    """[B, T, E], 1 or 0: an expert takes the first of a sequence's tokens that chose it, up to its
+    even share times the capacity factor, and at least one."""
+    if settings.expert_capacity == 0:
+        return torch.ones_like(chosen_BTE)
+    batch_size, num_tokens, num_experts = chosen_BTE.shape
+    share = num_tokens * settings.experts_per_token / num_experts
+    # A product that is whole but for its last bits is that whole number.
+    room = max(1, math.ceil(settings.expert_capacity * share - 1e-6))
+    has_room = torch.zeros_like(chosen_BTE)
+    for row in range(batch_size):
+        taken = [0] * num_experts
+        for token in range(num_tokens):
+            for expert in chosen_BTE[row, token].nonzero().flatten().tolist():
+                has_room[row, token, expert] = taken[expert] < room
+                taken[expert] += 1
+    return has_room
+
+
+def _one_expert(
+    settings: PlainSettings, parameters: Tensors, name: str, expert: int, x_BTD: torch.Tensor
+) -> torch.Tensor:
+    """What one expert would make of each token. Experts have no biases."""
+    up = torch.einsum("btd,fd->btf", x_BTD, parameters[f"{name}.up.weight"][expert])
+    inner = activate(settings.activation, up)
+    if settings.activation in ("swiglu", "geglu", "geglu_tanh"):
+        gate = torch.einsum("btd,fd->btf", x_BTD, parameters[f"{name}.gate.weight"][expert])
+        inner = activate(settings.activation, gate) * up
+    return torch.einsum("btf,df->btd", inner, parameters[f"{name}.down.weight"][expert])
+
+
+def _balance_loss(
+    settings: PlainSettings, scores_BTE: torch.Tensor, chosen_BTE: torch.Tensor
+) -> torch.Tensor:
+    """Equations 17 to 20 of DeepSeek-V3, per sequence, times its tokens: losses are summed over
+    tokens here, and averaged by who trains."""
+    num_tokens = chosen_BTE.shape[1]
+    spread = settings.num_experts / (settings.experts_per_token * num_tokens)
+    f_BE = spread * chosen_BTE.sum(1).to(scores_BTE.dtype)
+    p_BE = (scores_BTE / scores_BTE.sum(-1, keepdim=True)).mean(1)
+    return settings.balance_loss * num_tokens * (f_BE * p_BE).sum()
