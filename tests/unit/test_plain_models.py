@@ -14,7 +14,7 @@ import torch
 
 import phalanx.verify.plain
 from phalanx.job.model import shape_of
-from phalanx.job.presets.table import preset_names
+from phalanx.job.presets import preset_names
 from phalanx.job.schema import Job
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.nn import attention, latent_attention, rotary
