@@ -50,6 +50,16 @@ USUAL = [
     Decoding("deepseek-v2-lite"),
     Decoding("deepseek-v3", {"balance_loss": 0.1}),
 ]
+# What no published model has together, and a job may.
+LOCAL = {"sliding_window": 9, "global_every": 2, "local_rope_theta": 100.0}
+MIXED = [
+    Decoding("deepseek-v3", LOCAL),
+    Decoding("qwen3-0.6b", {**LOCAL, "rope_scaling": "yarn", "rope_factor": 4.0}),
+    Decoding("qwen3-0.6b", {"activation": "geglu", "bias": "all", "norm_plus_one": True}),
+    Decoding("small-deepseek", {"norm": "layernorm", "bias": "all", "post_norms": True}),
+    Decoding("small-deepseek", {"activation": "gelu", "router_normalize": False}),
+    Decoding("mixtral-8x7b", {"router_scores": "sigmoid", "expert_capacity": 0.5}),
+]
 
 
 def _shape(case: Decoding) -> DecoderShape:
@@ -148,6 +158,12 @@ def test_decoders_compute_what_the_plain_ones_do(case: Decoding) -> None:
     assert _list_different(found, plain) == []
 
 
+@pytest.mark.parametrize("case", MIXED)
+def test_settings_of_several_models_mix(case: Decoding) -> None:
+    found, plain, _ = _run_both(_shape(case))
+    assert _list_different(found, plain) == []
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("preset", [name for name in preset_names() if "vit" not in name])
 def test_every_preset_computes_what_the_plain_one_does(preset: str) -> None:
@@ -175,7 +191,7 @@ def test_a_reversed_ramp_of_llama3_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("index", [2, 7], ids=["heads", "latent"])
 def test_a_lost_temperature_of_yarn_is_seen(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (rotary, latent_attention):
-        monkeypatch.setattr(module, "yarn_temperature", lambda shape: 1.0)
+        monkeypatch.setattr(module, "yarn_temperature", lambda shape, local=False: 1.0)
     found, plain, _ = _run_both(_shape(USUAL[index]))
     assert "loss" in _list_different(found, plain)
 

@@ -55,7 +55,7 @@ class LatentAttention(nn.Module):
         # YaRN's temperature is on whole queries and keys here, not on their rotated parts alone
         # (DeepSeek-V2's code).
         # Squared, because it is on queries alone: scores get the factor of both.
-        self.query_scale = yarn_temperature(shape) ** 2
+        self.query_scale = yarn_temperature(shape, local=window > 0) ** 2
 
     def forward(
         self,

@@ -88,15 +88,18 @@ def rotary_table(
     angle_BTE = positions_BT[..., None].to(wide) * frequencies
     table = torch.stack((angle_BTE.cos(), angle_BTE.sin()))[:, :, None]
     # Latent attention has the temperature on whole queries and keys.
-    if not shape.kv_rank and not (local and shape.local_rope_theta):
+    if not shape.kv_rank:
         # On queries and keys alike: both are rotated by this table.
-        table = table * yarn_temperature(shape)
+        table = table * yarn_temperature(shape, local=local)
     return table
 
 
-def yarn_temperature(shape: DecoderShape) -> float:
-    """The factor of queries and keys under YaRN (arXiv 2309.00071, section 3.4); 1 without it."""
-    if shape.rope_scaling != "yarn":
+def yarn_temperature(shape: DecoderShape, *, local: bool = False) -> float:
+    """The factor of queries and keys under YaRN (arXiv 2309.00071, section 3.4); 1 without it.
+
+    `local`: of blocks with a sliding window, which are unscaled if they have a base of their own.
+    """
+    if shape.rope_scaling != "yarn" or (local and shape.local_rope_theta):
         return 1.0
     return 0.1 * shape.rope_mscale * math.log(shape.rope_factor) + 1
 
