@@ -26,11 +26,11 @@ class RowPrinter:
 
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
-        self._not_judged: tuple[str, ...] = ()
+        self._shared_notes: tuple[str, ...] = ()
         self._refused: list[Row] = []
 
     def print_selection(self, selection: Selection) -> None:
-        self._not_judged = selection.not_judged
+        self._shared_notes = (*selection.notes, *selection.not_judged)
         if not self._as_json:
             refusals = describe_refused(selection.refused_rows)
             for line in [*selection.notes, *selection.not_judged, *refusals]:
@@ -39,7 +39,7 @@ class RowPrinter:
     def print_row(self, row: Row) -> None:
         if self._as_json:
             body = row.to_json()
-            print_json("verify-row", body | {"notes": [*row.notes, *self._not_judged]})
+            print_json("verify-row", body | {"notes": [*row.notes, *self._shared_notes]})
         elif row.ok is None:
             # Those without one are the selection's, and printed with it.
             if row.dtype:
