@@ -1,0 +1,70 @@
+"""The row "plain" of verify: phalanx's module in one process, judged by the plain one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from models import CPU
+from phalanx.core.errors import LayoutError
+from phalanx.job.schema import Job
+from phalanx.nn import rotary
+from phalanx.nn.routing import Router
+from phalanx.verify.batches import make_global_steps
+from phalanx.verify.cases import make_cases, make_verified_job, shrink_job
+from phalanx.verify.plain_row import judge_plain
+from phalanx.verify.row import Row
+
+
+def _judge(preset: str) -> Row:
+    job = Job.model_validate({"model": {"preset": preset}, "data": {"seq_len": 32}})
+    job = make_verified_job(shrink_job(job)[0], 1)
+    (case,) = make_cases(job, [("one", {})], num_ranks=1, cluster=CPU, shape=None)
+    assert case.plan is not None
+    steps = make_global_steps(job, case.plan, None, num_steps=2)
+    return judge_plain(job, case.plan, steps, "float64")
+
+
+@pytest.mark.parametrize("preset", ["llama3.1-8b", "small-deepseek", "deepseek-v2-lite", "gpt2"])
+def test_decoders_are_equal(preset: str) -> None:
+    row = _judge(preset)
+    assert row.ok, row.first
+    assert 0 < row.errors["gradient"] < row.tolerance
+
+
+def test_a_wrong_forward_is_found_in_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    share = rotary._llama3_share
+    monkeypatch.setattr(rotary, "_llama3_share", lambda *args: 1 - share(*args))
+    row = _judge("llama3.1-8b")
+    assert not row.ok
+    assert row.first is not None
+    assert row.first.what == "loss"
+    assert "phalanx.nn" in row.first.cause
+
+
+def test_a_wrong_backward_is_found_nearest_to_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = rotary.rotate
+
+    def half_the_gradient(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        y = forward(x, table)
+        return y / 2 + y.detach() / 2
+
+    monkeypatch.setattr("phalanx.nn.attention.rotate", half_the_gradient)
+    row = _judge("llama3.1-8b")
+    assert row.first is not None
+    assert (row.first.what, row.first.step) == ("gradient", 0)
+    assert row.first.name in ("blocks.1.attention.q.weight", "blocks.1.attention.k.weight")
+
+
+def test_biases_that_move_the_wrong_way_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    move = Router.move_bias
+    monkeypatch.setattr(Router, "move_bias", lambda self, counts: move(self, -counts))
+    row = _judge("small-deepseek")
+    assert row.first is not None
+    assert row.first.what == "buffer"
+    assert row.first.name.endswith("router.bias")
+
+
+def test_other_models_have_no_such_row() -> None:
+    with pytest.raises(LayoutError, match="decoders alone"):
+        _judge("small-vit")
