@@ -39,6 +39,14 @@ def command(
     steps: Annotated[
         int, typer.Option("--steps", min=1, max=100, metavar="K", help="Optimizer steps.")
     ] = NUM_STEPS,
+    types: Annotated[
+        str,
+        typer.Option(
+            "--types",
+            metavar="NAMES",
+            help="Of float64, float32, bf16, fp16; else the first two and the job's own.",
+        ),
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per row.")] = False,
 ) -> int:
     """Prove that a layout computes what one process computes: loss, every gradient, every weight.
@@ -53,6 +61,7 @@ def command(
         ranks=ranks,
         shrink=shrink,
         steps=steps,
+        types=types,
         as_json=as_json,
     )
 
@@ -65,6 +74,7 @@ def print_verification(
     ranks: int | None = None,
     shrink: bool = False,
     steps: int = NUM_STEPS,
+    types: str = "",
     as_json: bool = False,
 ) -> int:
     """Load the job of these arguments, verify it and print its rows. Returns the exit code."""
@@ -85,6 +95,7 @@ def print_verification(
             layouts,
             ranks=ranks,
             steps=steps,
+            types=types,
             shrink=shrink,
             on_selection=printer.print_selection,
             on_row=printer.print_row,

@@ -18,8 +18,9 @@ from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
-from phalanx.plan.precision import detect_precision
+from phalanx.plan.precision import detect_precision, replace_precision
 from phalanx.verify import contexts, pipelines, products
+from phalanx.verify.number_types import COMPUTE_OF, LAYOUT_LOSS_SCALE
 
 NUM_MICROBATCHES = 3
 ROWS_PER_RANK = 2  # of each microbatch
@@ -73,6 +74,22 @@ def make_verified_job(job: Job, num_ranks: int) -> Job:
     return _job(body)
 
 
+def narrow_job(job: Job, dtype: str) -> Job:
+    """A job that is verified, in a narrow type: weights float32, forward and backward in `dtype`;
+    fp16 with a fixed loss scale, so that no step is skipped."""
+    narrow = replace_precision(job, COMPUTE_OF[dtype])
+    fixed = narrow.precision.model_copy(update={"loss_scale": LAYOUT_LOSS_SCALE})
+    return narrow.model_copy(update={"precision": fixed})
+
+
+def list_narrow_layouts(
+    layouts: Mapping[str, Mapping[str, Any]],
+) -> list[tuple[str, Mapping[str, Any]]]:
+    """The layouts that are judged in narrow types: all that do not compress gradients, which
+    rounds them more."""
+    return [(name, axes) for name, axes in layouts.items() if "compress" not in axes]
+
+
 def describe_changes(asked: Job, verified: Job) -> str:
     """What of a job is changed to be judged, with both values; "" for nothing."""
     keys = (
@@ -91,13 +108,14 @@ def describe_changes(asked: Job, verified: Job) -> str:
     return ", ".join(changes)
 
 
-def list_not_judged(job: Job) -> list[str]:
-    """A line for each setting of a job that `make_verified_job` leaves out."""
+def list_not_judged(job: Job, types: Sequence[str]) -> list[str]:
+    """A line for each setting of a job that is left out where layouts are judged in `types`."""
     compute = detect_precision(job)
-    line = f"not judged: precision.compute={compute}: layouts are judged in float64 and float32"
-    if compute == "fp32":
+    judged = [COMPUTE_OF.get(dtype, dtype) for dtype in types]
+    if compute == "fp32" or compute in judged:
         return []
-    return [line]
+    names = ", ".join(judged)
+    return [f"not judged: precision.compute={compute}: layouts are judged in {names}"]
 
 
 def shrink_job(job: Job, *, num_blocks: int = 2) -> tuple[Job, str]:

@@ -5,7 +5,7 @@ Torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,18 +18,22 @@ from phalanx.job.schema import Data, Job
 from phalanx.job.user_dataset import is_own_dataset
 from phalanx.plan.cluster import detect_cluster
 from phalanx.plan.plan import Plan
+from phalanx.plan.precision import detect_precision
 from phalanx.verify.cases import (
     SMALL_VOCAB,
     Case,
     describe_changes,
     list_compressed_layouts,
     list_layouts,
+    list_narrow_layouts,
     list_not_judged,
     make_cases,
     make_verified_job,
+    narrow_job,
     read_job_layout,
     shrink_job,
 )
+from phalanx.verify.number_types import COMPUTE_OF, is_narrow, resolve_types
 from phalanx.verify.pipelines import count_blocks_for
 from phalanx.verify.row import Row
 
@@ -45,12 +49,15 @@ class Selection:
 
     `required`: layouts whose refusal is a failure, because they were named. `notes` and
     `not_judged` are lines for a person: what is compared, and what of the job is not.
+    `cases_of_type`: type -> its cases, in the order in which they are judged; a narrow type has
+    plans of its own, and fewer.
     """
 
     job: Job
     cases: tuple[Case, ...]
     num_steps: int
     required: frozenset[str]
+    cases_of_type: Mapping[str, tuple[Case, ...]]
     notes: tuple[str, ...]
     not_judged: tuple[str, ...]
 
@@ -65,9 +72,26 @@ class Selection:
         return [case for case in self.cases if case.plan is not None]
 
     @property
+    def work(self) -> list[tuple[str, Case]]:
+        """(type, case) of each row that ranks are to write."""
+        return [
+            (dtype, case)
+            for dtype, cases in self.cases_of_type.items()
+            for case in cases
+            if case.plan is not None
+        ]
+
+    @property
     def refused_rows(self) -> list[Row]:
         """A row with the reason for each case that has no plan."""
-        return [self.row_of(case, refused=case.refused) for case in self.cases if case.plan is None]
+        rows = [self.row_of(case, refused=case.refused) for case in self.cases if case.plan is None]
+        refused = {row.layout for row in rows}
+        for dtype, cases in self.cases_of_type.items():
+            for case in cases:
+                # What fits a layout in one type may not in another.
+                if case.plan is None and case.name not in refused:
+                    rows.append(self.row_of(case, dtype=dtype, refused=case.refused))
+        return rows
 
     def row_of(self, case: Case, *, dtype: str = "", refused: str = "", crashed: str = "") -> Row:
         """The row of a case of which nothing was compared, since it was refused or crashed."""
@@ -86,10 +110,16 @@ class Selection:
 
 
 def choose_layouts(
-    job: Job, layouts: str | Sequence[str], *, ranks: int | None, steps: int, shrink: bool
+    job: Job,
+    layouts: str | Sequence[str],
+    *,
+    ranks: int | None,
+    steps: int,
+    shrink: bool,
+    types: str | Sequence[str] = "",
 ) -> Selection:
     """The selection for `layouts`: "asked", "all", or names (one string with commas, or a
-    sequence).
+    sequence), in `types`, as `verify_job` has them.
 
     Raises PhalanxError for a name that is no layout, for data that is not there and for a model
     that is too large.
@@ -105,7 +135,8 @@ def choose_layouts(
         job, changes = shrink_job(job, num_blocks=count_blocks_for(axes_of_name.values()))
         notes.append(f"shrunk  {changes or 'nothing: it is small'}")
     # Before the job is changed, of which this says what is left out.
-    omissions = list_not_judged(job)
+    dtypes = resolve_types(types, detect_precision(job))
+    omissions = list_not_judged(job, dtypes)
     asked, job = job, make_verified_job(job, num_ranks)
     notes.append(f"changed {describe_changes(asked, job)}")
     if job.data.mixture or not (
@@ -125,12 +156,27 @@ def choose_layouts(
     cases = make_cases(
         job, list(axes_of_name.items()), num_ranks=num_ranks, cluster=cluster, shape=shape
     )
+    cases_of_type = {dtype: tuple(cases) for dtype in dtypes if not is_narrow(dtype)}
+    for dtype in filter(is_narrow, dtypes):
+        narrow_cases = make_cases(
+            narrow_job(job, dtype),
+            list_narrow_layouts(axes_of_name),
+            num_ranks=num_ranks,
+            cluster=cluster,
+            shape=shape,
+        )
+        # Compilers fuse, and so round less often than one process does.
+        cases_of_type[dtype] = tuple(
+            case for case in narrow_cases if case.plan is None or not case.plan.compile
+        )
+        omissions += _list_left_out(dtype, axes_of_name, cases_of_type[dtype])
     selection = Selection(
         job,
         tuple(cases),
         num_steps=steps,
         # Of "all" some never fit a model; only one that a person named must not be refused.
         required=frozenset(layout_names) - {"all"},
+        cases_of_type=cases_of_type,
         notes=(),
         not_judged=tuple(omissions),
     )
@@ -138,6 +184,18 @@ def choose_layouts(
     if plans:
         notes.append(_describe_work(selection.model_name, plans, num_ranks, steps))
     return replace(selection, notes=tuple(notes))
+
+
+def _list_left_out(dtype: str, layout_names: Iterable[str], cases: Sequence[Case]) -> list[str]:
+    """A line about the layouts that are not judged in a narrow type; none for none."""
+    judged = {case.name for case in cases}
+    missing = [name for name in layout_names if name not in judged]
+    if not missing:
+        return []
+    return [
+        f"not judged in {COMPUTE_OF[dtype]}: {', '.join(missing)}: compression and compilers round"
+        " otherwise than one process does"
+    ]
 
 
 def _describe_work(model_name: str, plans: Sequence[Plan], num_ranks: int, num_steps: int) -> str:

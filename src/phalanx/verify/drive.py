@@ -24,7 +24,7 @@ from phalanx.verify.cases import Case
 from phalanx.verify.choose import Selection, choose_layouts
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
 from phalanx.verify.result import VerifyResult
-from phalanx.verify.row import DTYPES, NUM_STEPS, ROWS, Row
+from phalanx.verify.row import NUM_STEPS, ROWS, Row
 
 
 def verify_job(
@@ -34,6 +34,7 @@ def verify_job(
     ranks: int | None = None,
     steps: int = NUM_STEPS,
     shrink: bool = False,
+    types: str | Sequence[str] = "",
     on_selection: Callable[[Selection], None] = lambda selection: None,
     on_row: Callable[[Row], None] = lambda row: None,
 ) -> VerifyResult:
@@ -42,7 +43,8 @@ def verify_job(
     `layouts`: "asked" (the job's own), "all" (each layout of `ranks` ranks), or names (one string
     with commas, or a sequence). `ranks`: how many processes of this machine; by default as many as
     the job says, else 4. `steps`: optimizer steps of each layout. `shrink`: a built-in model is
-    compared at two blocks and small widths.
+    compared at two blocks and small widths. `types`: "float64", "float32", "bf16" and "fp16" (one
+    string with commas, or a sequence); by default the first two, and the job's own compute type.
 
     `on_selection` is called once, before ranks start; `on_row` with each row as it comes. Prints
     nothing. A rank that crashes is a row; a stop by Ctrl-C or SIGTERM is the result's `stop_code`.
@@ -52,7 +54,7 @@ def verify_job(
     for key, value in (("ranks", ranks), ("steps", steps)):
         if value is not None and value < 1:
             raise UsageError(f"{key}={value}: at least 1 is needed")
-    selection = choose_layouts(job, layouts, ranks=ranks, steps=steps, shrink=shrink)
+    selection = choose_layouts(job, layouts, ranks=ranks, steps=steps, shrink=shrink, types=types)
     on_selection(selection)
     rows: list[Row] = []
 
@@ -64,7 +66,7 @@ def verify_job(
     for row in selection.refused_rows:
         add_row(row)
     stop_code = None
-    if selection.planned:
+    if selection.work:
         with scratch_directory("verify") as scratch:
             stop_code = _run_cases(selection, scratch, add_row)
     return VerifyResult(
@@ -100,7 +102,7 @@ def _run_cases(
     if is_own_dataset(job.data.source) and not job.data.mixture:
         data_dir = prepare_corpus(job.data, directory / "data", vocab_size=None).directory
     # float64 first: references in float32 look for its traces (`_find_float64`).
-    remaining = [(dtype, case) for dtype in DTYPES for case in selection.planned]
+    remaining = selection.work
     while remaining:
         row_reader = _RowReader(directory / ROWS, add_row)
         outcome = _run_group(selection, remaining, directory, data_dir, on_tick=row_reader.poll)

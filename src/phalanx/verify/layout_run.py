@@ -20,6 +20,7 @@ from phalanx.plan.plan import Plan
 from phalanx.run.one_process.original_module import build_original_module
 from phalanx.verify.begin import with_lr
 from phalanx.verify.follow import follow
+from phalanx.verify.number_types import parameter_type
 from phalanx.verify.routes import RouteWatch, read_routes
 from phalanx.verify.trace_facts import Trace
 
@@ -74,6 +75,8 @@ class LayoutRun:
         )
 
     def _build(self, trace: Trace, mesh: Mesh) -> tuple[ParallelModel, tuple[str, ...]]:
-        module, notes = build_original_module(self.job, self.plan, trace.dtype, materialize=False)
+        module, notes = build_original_module(
+            self.job, self.plan, parameter_type(trace.dtype), materialize=False
+        )
         self._model = parallelize(module, self.plan, mesh, seed=self.job.run.seed)
         return self._model, notes

@@ -24,10 +24,12 @@ from phalanx.parallel.parallelize import transforms
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.plan.rule_checks import check_rules, describe_whole_matrices
+from phalanx.verify.bands import describe_bands, summarize_bands
 from phalanx.verify.batches import cast_steps, make_global_steps, take_share
 from phalanx.verify.judged_layout import JudgedLayout
 from phalanx.verify.layout_run import LayoutRun
 from phalanx.verify.lossy import describe_compression, find_tolerance
+from phalanx.verify.number_types import find_near_tie, is_narrow, parameter_type
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
 from phalanx.verify.references import References, has_float64
 from phalanx.verify.rerouted import compare_routes
@@ -61,7 +63,9 @@ def compare_layouts(payload: VerifyPayload) -> None:
         all_steps = make_global_steps(job, first, payload.data_dir, num_steps=payload.num_steps)
         # groupby joins neighbours only: the cases come type by type (`verify.drive`).
         for dtype, cases in itertools.groupby(payload.cases, key=lambda case: case.dtype):
-            steps = cast_steps(_choose_steps(all_steps, dtype, run_dir), getattr(torch, dtype))
+            steps = cast_steps(
+                _choose_steps(all_steps, dtype, run_dir), getattr(torch, parameter_type(dtype))
+            )
             references = References(mesh, run_dir, job, first, dtype, steps)
             for case in cases:
                 row = verify_layout(job, case, references, payload.model_name)
@@ -91,7 +95,7 @@ def verify_layout(
     if plan.compile and dtype == "float64" and TORCH_VERSION < FLOAT64_COMPILED:
         return _refuse(case, model_name, dtype, _describe_narrow_compiler())
     tolerance = find_tolerance(
-        plan.parallel.compress, TOLERANCE["float32" if reference.narrows else dtype]
+        plan.parallel.compress, TOLERANCE["float32" if reference.narrows else parameter_type(dtype)]
     )
     run = LayoutRun(job, plan)
     if plan.compile:
@@ -103,7 +107,8 @@ def verify_layout(
         ):
             rank_steps = take_share(steps, inner.data_parallel_rank, plan.layout.data_parallel_size)
             result = run.run(reference, rank_steps, inner)
-            routed = compare_routes(result, references, reference, steps, tolerance)
+            near_tie = find_near_tie(dtype, tolerance)
+            routed = compare_routes(result, references, reference, steps, near_tie)
             # A token near the border of two experts may go to the other one by rounding alone:
             # then the reference is what one process computes that routes alike.
             if routed.flips:
@@ -135,7 +140,7 @@ def verify_layout(
         dtype=dtype,
         ok=verdict.first is None,
         errors=verdict.errors,
-        tolerance=tolerance,
+        tolerance=summarize_bands(reference).median if is_narrow(dtype) else tolerance,
         first=verdict.first,
         notes=result.notes + _list_notes(plan, reference, tolerance, verdict.relaxed),
         judged=list_judged(plan, reference, job.optim.kind),
@@ -149,7 +154,7 @@ def verify_layout(
 def _choose_block_sizes(dtype: str) -> BlockSizes:
     """Sizes so small that each loop of a layout runs several times, where the reference has one
     block. In float32 attention has one mask, as it has in usual training."""
-    if dtype == "float32":
+    if dtype != "float64":
         return replace(shrink_block_sizes(), query_block=BlockSizes().query_block)
     return shrink_block_sizes()
 
@@ -182,6 +187,8 @@ def _list_notes(
         )
     if plan.parallel.compress != "none":
         notes.append(describe_compression(plan.parallel.compress, tolerance))
+    if is_narrow(trace.dtype):
+        notes.append(describe_bands(trace))
     if relaxed:
         notes.append(
             f"judged by what rounding to float32 costs in one process: {', '.join(relaxed[:3])}"

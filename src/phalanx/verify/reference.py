@@ -70,6 +70,7 @@ def train_alone(
     move: float,
     around: Around = lambda step, first_row, num_rows: nullcontext(),
     applied: AppliedGradients | None = None,
+    loss_scale: float = 1.0,
 ) -> None:
     """Train `module` for `steps`, each a list of microbatches, and show each step to `observer`.
 
@@ -77,12 +78,14 @@ def train_alone(
     job. In place of that, the first update moves the weights by `move` of their norm. From the
     second step on (the only one, if there is one) gradients are clipped to `clip` x their norm, so
     that clipping is active. With `applied`, its gradients and its learning rate are used for
-    updates. A tied tensor has its first name.
+    updates. A tied tensor has its first name. Gradients are computed of `loss_scale` x loss.
     """
     optimizer: torch.optim.Optimizer | None = None
     lr = 0.0
     for number, microbatches in enumerate(steps):
-        loss, count = _run_microbatches(module, loss_sum, microbatches, number + 1, around)
+        loss, count = _run_microbatches(
+            module, loss_sum, microbatches, number + 1, around, loss_scale
+        )
         if not count:
             raise ArithmeticError(f"step {number + 1} has no target")
         named = dict(module.named_parameters())
@@ -90,7 +93,7 @@ def train_alone(
         # Once, by the targets of all microbatches: a mean of their means would weigh them alike.
         for parameter in named.values():
             if parameter.grad is not None:
-                parameter.grad /= count
+                parameter.grad /= count * loss_scale
         gradients = {name: parameter.grad for name, parameter in named.items()}
         norm = _norm(gradients.values())
         # So that NaN is refused, too.
@@ -152,10 +155,15 @@ def _choose_gradients(
 
 
 def _run_microbatches(
-    module: nn.Module, loss_sum: LossSum, microbatches: Sequence[Batch], step: int, around: Around
+    module: nn.Module,
+    loss_sum: LossSum,
+    microbatches: Sequence[Batch],
+    step: int,
+    around: Around,
+    loss_scale: float,
 ) -> tuple[float, int]:
-    """(sum of the losses of a step, number of its targets); leaves the gradients of that sum in
-    `module`. `step` is counted from 1."""
+    """(sum of the losses of a step, number of its targets); leaves the gradients of `loss_scale` x
+    that sum in `module`. `step` is counted from 1."""
     module.zero_grad()
     loss, count, first_row = 0.0, 0, 0
     for batch in microbatches:
@@ -163,7 +171,7 @@ def _run_microbatches(
         with around(step, first_row, num_rows):
             total, targets = loss_sum(module, batch)
         first_row += num_rows
-        total.backward()
+        (total * loss_scale).backward()
         loss, count = loss + total.item(), count + int(targets)
     return loss, count
 

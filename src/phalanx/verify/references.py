@@ -28,6 +28,18 @@ from phalanx.verify.batches import cast_steps, split_again
 from phalanx.verify.begin import copy_begin, randomize_constants, with_lr
 from phalanx.verify.flips import EVALUATION, Reroute, train_step
 from phalanx.verify.forward_probe import Probe, describe_failure, probe
+from phalanx.verify.narrow_reference import (
+    NUM_NUDGED,
+    AutocastLoss,
+    nudge_steps,
+    nudge_weights,
+)
+from phalanx.verify.number_types import (
+    REFERENCE_LOSS_SCALE,
+    WIDE,
+    is_narrow,
+    parameter_type,
+)
 from phalanx.verify.pipelines import num_microbatches
 from phalanx.verify.reference import Around, evaluate_alone, train_alone
 from phalanx.verify.routes import Choices, Routes, are_alike, read_routes, write_routes
@@ -73,9 +85,7 @@ class References:
             directory, failure = self._directory_of(self.dtype, count), ""
             # A group that crashed may have left it; trace.json is written last.
             if self.mesh.rank == 0 and not (directory / TRACE).exists():
-                exact = self._directory_of("float64", count)
-                # All types follow float64's weights, so that they differ by rounding alone.
-                leader = read_trace(exact) if (exact / TRACE).exists() else None
+                leader = self._find_leader(count)
                 failure, _ = _write_reference(
                     directory, self.job, self.plan, self.dtype, steps, leader=leader
                 )
@@ -83,6 +93,16 @@ class References:
             failure = self.mesh.gather_json(failure)[0]
             self._traces[count] = failure or read_trace(directory)
         return self._traces[count]
+
+    def _find_leader(self, count: int) -> Trace | None:
+        """The trace whose weights this type follows, so that they differ by rounding alone:
+        float64's, or float32's for a narrow type; None where there is none."""
+        for dtype in WIDE[: 2 if is_narrow(self.dtype) else 1]:
+            directory = self._directory_of(dtype, count)
+            if dtype != self.dtype and (directory / TRACE).exists():
+                trace = read_trace(directory)
+                return trace if trace.leader is None else read_trace(trace.leader)
+        return None
 
     def _directory_of(self, dtype: str, count: int) -> Path:
         return self.run_dir / f"reference-{dtype}-{count}"
@@ -124,20 +144,24 @@ def _write_reference(
     forced: Choices | None = None,
     *,
     leader: Trace | None = None,
-    nudged: bool = False,
+    nudged: int = 0,
 ) -> tuple[str, list[Reroute]]:
     """Write it, or return why there is none: what the module does in one process is no layout's
     fault.
 
     And what its routers would have chosen instead of `forced`. `leader`: whose gradients are
-    applied; None: its own. `nudged`: of the module with weights that are rounded otherwise.
+    applied; None: its own. `nudged`: of the module with weights that are rounded otherwise, by the
+    generator with this seed; 0: as they are.
 
     Raises ResourceError where the disk refuses: that is not the module's fault either.
     """
 
-    writer = _ReferenceWriter(
-        directory, job, plan, dtype, steps, forced, leader, nudged, loss_sum=JobLoss(job, plan)
-    )
+    loss_sum = JobLoss(job, plan)
+    if is_narrow(dtype):
+        loss_sum = AutocastLoss(job, plan, getattr(torch, dtype))
+        if nudged:
+            steps = nudge_steps(steps, getattr(torch, dtype), nudged)
+    writer = _ReferenceWriter(directory, job, plan, dtype, steps, forced, leader, nudged, loss_sum)
     try:
         with _repeatable():
             return "", writer.write()
@@ -165,12 +189,14 @@ class _ReferenceWriter:
     steps: Sequence[Sequence[Batch]]
     forced: Choices | None
     leader: Trace | None
-    nudged: bool
+    nudged: int
     loss_sum: JobLoss
 
     def write(self) -> list[Reroute]:
         """Write it, and return what its routers would have chosen instead of `forced`."""
-        probed = probe(self._build, self.loss_sum, self.steps[0][0], self.job.run.seed)
+        # Not in a narrow type, whose rounding looks as if rows saw each other.
+        wide_loss = JobLoss(self.job, self.plan)
+        probed = probe(self._build, wide_loss, self.steps[0][0], self.job.run.seed)
         module = self._build()
         initial = {name: p.detach().clone() for name, p in module.named_parameters()}
         randomized = self._begin(module)
@@ -186,6 +212,7 @@ class _ReferenceWriter:
             move=MOVE,
             around=_around(DropoutMasks(module, self.job.run.seed), routes, train_step),
             applied=None if self.leader is None else AppliedBlocks(self.leader),
+            loss_scale=REFERENCE_LOSS_SCALE if self.dtype == "float16" else 1.0,
         )
         with routes.record(EVALUATION):
             evaluation = evaluate_alone(module, self.loss_sum, self.steps[-1])
@@ -195,12 +222,14 @@ class _ReferenceWriter:
             evaluation=evaluation,
             leader=None if self.leader is None else self.leader.directory,
             loads=routes.count_loads(len(self.steps)),
-            other=self._find_other(probed, routes, writer),
+            others=self._find_others(probed, routes, writer),
         )
         return list(routes.reroutes)
 
     def _build(self) -> nn.Module:
-        return build_original_module(self.job, self.plan, self.dtype, materialize=True)[0]
+        return build_original_module(
+            self.job, self.plan, parameter_type(self.dtype), materialize=True
+        )[0]
 
     def _begin(self, module: nn.Module) -> tuple[str, ...]:
         """Give it the weights of the first step; the names of those that are random since then."""
@@ -209,22 +238,36 @@ class _ReferenceWriter:
         else:
             copy_begin(module, self.leader)
             randomized = self.leader.randomized
-        if self.nudged:
+        if self.nudged and is_narrow(self.dtype):
+            nudge_weights(module, getattr(torch, self.dtype), self.nudged)
+        elif self.nudged:
             _nudge(module)
         return randomized
 
-    def _find_other(self, probed: Probe, routes: Routes, writer: TraceWriter) -> Path | None:
-        """The directory of the same steps in float64, or else from nudged weights; None where
+    def _find_others(self, probed: Probe, routes: Routes, writer: TraceWriter) -> list[Path]:
+        """The directories of the same steps in float64, or else from nudged weights; none where
         rounding is not judged, or there is neither."""
         if self.nudged:
-            return None
+            return []
+        if is_narrow(self.dtype):
+            nudges = [self._write_nudged(routes, writer, seed) for seed in range(1, NUM_NUDGED + 1)]
+            # Without a band nothing can be judged.
+            missing = [failure for failure, _ in nudges if failure]
+            if missing:
+                raise ArithmeticError(f"with weights rounded otherwise, {missing[0]}")
+            return [directory for _, directory in nudges]
         if self.dtype == "float32":
             exact = self._find_float64(routes.choices)
             if exact is not None:
-                return exact
+                return [exact]
         elif not probed.narrows:
-            return None
-        nudged = self.directory.parent / f"{self.directory.name}-nudged"
+            return []
+        failure, nudged = self._write_nudged(routes, writer, 1)
+        return [] if failure else [nudged]
+
+    def _write_nudged(self, routes: Routes, writer: TraceWriter, seed: int) -> tuple[str, Path]:
+        """(why there is none, the directory) of the same steps from nudged weights."""
+        nudged = self.directory.parent / f"{self.directory.name}-nudged-{seed}"
         leader = self.leader or writer.trace
         failure, _ = _write_reference(
             nudged,
@@ -234,11 +277,9 @@ class _ReferenceWriter:
             self.steps,
             routes.choices,
             leader=leader,
-            nudged=True,
+            nudged=seed,
         )
-        if failure:
-            return None
-        return nudged
+        return failure, nudged
 
     def _find_float64(self, choices: Choices) -> Path | None:
         """The directory of the same steps in float64, routed alike; None where float64 is not

@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from phalanx.verify.flips import Reroute
+from phalanx.verify.number_types import WIDE
 
 ROWS = "rows.jsonl"
-DTYPES = ("float64", "float32")
+DTYPES = WIDE
 # Enough for what begins late, and for moments to have a past.
 NUM_STEPS = 6
 

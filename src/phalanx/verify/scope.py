@@ -5,9 +5,12 @@ Torch-free.
 
 from __future__ import annotations
 
+import math
+
 from phalanx.core.units import plural
 from phalanx.plan.plan import Plan
 from phalanx.verify.lossy import is_lossy
+from phalanx.verify.number_types import COMPUTE_OF
 from phalanx.verify.trace_facts import Trace, buffers_of, gradients_of
 
 
@@ -46,4 +49,11 @@ def list_not_judged(plan: Plan, trace: Trace) -> tuple[str, ...]:
         not_judged.append("dropout, which is switched off: each rank draws its own")
     if is_lossy(plan.parallel.compress):
         not_judged.append("how far what is sent is from the gradient")
+    too_wide = [name for name, band in trace.bands().items() if band == math.inf]
+    if too_wide:
+        examples = ", ".join(too_wide[:3])
+        not_judged.append(
+            f"{plural(len(too_wide), 'gradient')} in {COMPUTE_OF[trace.dtype]}, which rounding"
+            f" alone changes by more than half: {examples}"
+        )
     return tuple(not_judged)

@@ -20,9 +20,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from phalanx.verify.forward_probe import Probe
+from phalanx.verify.number_types import is_narrow
 from phalanx.verify.reference import AloneStep
 from phalanx.verify.trace_facts import (
     BEGIN,
+    BUFFERS,
     GRADIENTS,
     INITIAL,
     TRACE,
@@ -161,14 +163,16 @@ class TraceWriter:
         evaluation: float,
         leader: Path | None,
         loads: Sequence[Mapping[str, Sequence[int]]],
-        other: Path | None,
+        others: Sequence[Path],
     ) -> None:
-        """Write trace.json. `other`: the directory of the same in float64, or from weights that are
-        rounded otherwise, which tells how much of a tensor is rounding."""
+        """Write trace.json. `others`: directories of the same in float64, or from weights that are
+        rounded otherwise, which tell how much of a tensor is rounding: the most of them counts."""
         rounding: dict[str, dict[str, float]] = {}
-        if other is not None:
-            kinds = [kind for kind in self._sizes if kind.startswith(GRADIENTS)]
-            rounding = {kind: _distances(self._directory, other, kind) for kind in kinds}
+        strays: dict[str, float] = {}
+        for other in others:
+            self._widen(rounding, other)
+            if is_narrow(self._dtype):
+                self._widen_scalars(strays, evaluation, read_trace(other))
         body = {
             "dtype": self._dtype,
             "lr": self._lr,
@@ -179,11 +183,32 @@ class TraceWriter:
             "randomized": self._randomized,
             "loads": loads,
             "rounding": rounding,
+            "strays": strays,
             "evaluation": evaluation,
             **asdict(probed),
         }
         # Last: whoever finds this file finds the others.
         (self._directory / TRACE).write_text(json.dumps(body))
+
+    def _widen(self, rounding: dict[str, dict[str, float]], other: Path) -> None:
+        """Make each distance in `rounding` at least that to `other`."""
+        judged = (GRADIENTS, BUFFERS) if is_narrow(self._dtype) else (GRADIENTS,)
+        for kind in self._sizes:
+            if not kind.startswith(judged):
+                continue
+            largest = rounding.setdefault(kind, {})
+            for name, distance in _distances(self._directory, other, kind).items():
+                largest[name] = max(distance, largest.get(name, 0.0))
+
+    def _widen_scalars(self, strays: dict[str, float], evaluation: float, other: Trace) -> None:
+        """Make each number in `strays` at least how far the same of `other` is from it."""
+        pairs = [("evaluation", evaluation, other.evaluation or evaluation)]
+        for step, nudged in zip(self._steps, other.steps, strict=True):
+            pairs.append(("loss", step.loss, nudged.loss))
+            pairs.append(("grad_norm", step.grad_norm, nudged.grad_norm))
+        for attribute, value, nudged_value in pairs:
+            stray = abs(value - nudged_value) / max(abs(value), 1e-30)
+            strays[attribute] = max(stray, strays.get(attribute, 0.0))
 
 
 def _distances(directory: Path, other_directory: Path, kind: str) -> dict[str, float]:

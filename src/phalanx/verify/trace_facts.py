@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from phalanx.verify.number_types import EPSILON, is_narrow, parameter_type
+
 GRADIENTS = "step-"
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 # Of a usual tensor: a gradient this small is zero but for rounding. A bias before BatchNorm and the
@@ -15,6 +17,8 @@ TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 ROUNDING_64, ROUNDING_32 = 1e-10, 1e-5
 
 MOST_RELAXED = 1e-2  # mistakes are larger
+# A tensor whose band is wider is not judged in a narrow type: rounding alone makes another of it.
+WIDEST_BAND = 0.5
 # Two differ by twice what each lost, and ranks add up in another order.
 ROUNDINGS = 4
 
@@ -25,7 +29,6 @@ BUFFERS = "buffers-"  # persistent ones
 TRACE = "trace.json"
 # An update rounds each element a few times, relative to the weight and not to how far it moves.
 UPDATE_ROUNDINGS = 8
-EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23}
 
 
 def gradients_of(step: int) -> str:
@@ -87,6 +90,9 @@ class Trace:
     """The part of the loss that lets rows see each other: "model", "objective", or nothing."""
     moved: tuple[str, ...] = ()
     """Buffers that a forward changes, kept in checkpoints or not."""
+    strays: Mapping[str, float] = field(default_factory=dict)
+    """Of a narrow type: "loss", "grad_norm" and "evaluation" -> how far, relative to itself, it is
+    from the same with weights rounded otherwise; the most of all steps."""
     evaluation: float | None = None
     """Loss of the last step's microbatches in evaluation mode, after the last step; None: it is
     not to be compared."""
@@ -112,10 +118,40 @@ class Trace:
         Sums that cancel (the gradient of a norm of keys) lose digits in any order that ranks add
         them up in.
         """
+        if is_narrow(self.dtype):
+            return self._band(kind, name, usual)
         lost = self.rounding.get(kind, {}).get(name, 0.0)
         if not lost:
             return usual
         return max(usual, min(MOST_RELAXED, ROUNDINGS * lost / self.scale(kind, name)))
+
+    def scalar_tolerance(self, attribute: str, usual: float) -> float:
+        """The tolerance of "loss", "grad_norm" or "evaluation": `usual`, or in a narrow type a few
+        times what rounding costs it."""
+        if not is_narrow(self.dtype):
+            return usual
+        return max(ROUNDINGS * self.strays.get(attribute, 0.0), EPSILON[self.dtype] / 16)
+
+    def bands(self) -> dict[str, float]:
+        """Of a narrow type: gradient -> how far it may be off, relative to its size; infinite where
+        rounding alone changes it by more than half."""
+        if not is_narrow(self.dtype):
+            return {}
+        kind = gradients_of(0)
+        return {name: self._band(kind, name, 0.0) for name in self.sizes[kind]}
+
+    def _band(self, kind: str, name: str, usual: float) -> float:
+        prefix = kind.rpartition("-")[0]
+        kinds = [other for other in self.rounding if other.rpartition("-")[0] == prefix]
+        # Weights and updates: from equal gradients, in float32.
+        if not kinds:
+            return usual
+        # Of all steps: of a tensor with few elements, one may hardly move by chance.
+        lost = [self.rounding[other][name] / (self.scale(other, name) or 1.0) for other in kinds]
+        band = max(ROUNDINGS * max(lost), EPSILON[self.dtype] / 2)
+        if band > WIDEST_BAND:
+            return math.inf
+        return band
 
     def norm(self, kind: str, name: str) -> float:
         """The norm of the tensor itself, of weights, too."""
@@ -129,7 +165,8 @@ class Trace:
         has no digits of its own: its error is relative to a usual tensor's size.
         """
         if kind.startswith(WEIGHTS):
-            rounding = UPDATE_ROUNDINGS * EPSILON[self.dtype] / TOLERANCE[self.dtype]
+            stored = parameter_type(self.dtype)
+            rounding = UPDATE_ROUNDINGS * EPSILON[stored] / TOLERANCE[stored]
             return max(self.sizes[kind][name], rounding * self.norm(kind, name))
         usual = self._usual(kind)
         if self._is_rounding(kind, name):
@@ -149,7 +186,7 @@ class Trace:
         if not kind.startswith(GRADIENTS):
             return False
         share = ROUNDING_64
-        if self.narrows or self.dtype == "float32":
+        if self.narrows or self.dtype != "float64":
             share = ROUNDING_32
         return 0 < self.sizes[kind][name] <= share * self._usual(kind)
 
@@ -171,6 +208,7 @@ def read_trace(directory: Path) -> Trace:
         mixes_rows=body["mixes_rows"],
         dropped=tuple(body["dropped"]),
         rounding=body["rounding"],
+        strays=body["strays"],
         mixed_by=body["mixed_by"],
         moved=tuple(body["moved"]),
         evaluation=body["evaluation"],

@@ -14,6 +14,7 @@ from phalanx.verify.compare import Comparison, replace_nan
 from phalanx.verify.diagnosis import ROWS_MIXED, Diagnosis
 from phalanx.verify.flips import EVALUATION, Misrouted, train_step
 from phalanx.verify.judged_layout import JudgedLayout
+from phalanx.verify.number_types import is_narrow, parameter_type
 from phalanx.verify.row import Difference
 from phalanx.verify.trace_facts import (
     INITIAL,
@@ -107,6 +108,9 @@ class Comparator:
 
     def _find_relaxed(self) -> tuple[str, ...]:
         relaxed: dict[str, None] = {}
+        # All of them are judged so, and the row says by how much.
+        if is_narrow(self._trace.dtype):
+            return ()
         for kind in map(gradients_of, range(len(self._trace.steps))):
             for name in self._compared.list_compared(kind):
                 allowed = self._trace.tolerance(kind, name, self._tolerance)
@@ -195,8 +199,9 @@ class Comparator:
             for observation in self._observations
         ]
         worst = max(range(len(errors)), key=lambda rank: errors[rank])
-        if errors[worst] > self._tolerance:
-            ranks = tuple(rank for rank, error in enumerate(errors) if error > self._tolerance)
+        tolerance = self._trace.scalar_tolerance(attribute, self._tolerance)
+        if errors[worst] > tolerance:
+            ranks = tuple(rank for rank, error in enumerate(errors) if error > tolerance)
             value = self._observations[worst][key][step]
             if kind == "loss":
                 cause = self._diagnosis.explain_loss(value, step)
@@ -207,8 +212,9 @@ class Comparator:
     def _evaluation(self) -> Iterator[Difference]:
         errors = self._compared.evaluation_errors()
         worst = max(range(len(errors)), key=lambda rank: errors[rank])
-        if errors[worst] > self._tolerance:
-            ranks = tuple(rank for rank, error in enumerate(errors) if error > self._tolerance)
+        tolerance = self._trace.scalar_tolerance("evaluation", self._tolerance)
+        if errors[worst] > tolerance:
+            ranks = tuple(rank for rank, error in enumerate(errors) if error > tolerance)
             cause = (
                 "weights and buffers agree, so a forward without gradients does something else than"
                 " one with them"
@@ -259,7 +265,7 @@ class Comparator:
         usual = self._tolerance
         # The gradients that led to it are the reference's own, to the bit.
         if label == "update":
-            usual = TOLERANCE[self._trace.dtype]
+            usual = TOLERANCE[parameter_type(self._trace.dtype)]
         tolerance_of: dict[str, float] = {}
         for name in self._compared.list_compared(kind):
             tolerance = self._trace.tolerance(kind, name, usual)

@@ -1,0 +1,54 @@
+"""How far gradients may be off in a narrow type, in a few numbers and in words.
+
+Torch-free.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+
+from phalanx.verify.number_types import COMPUTE_OF
+from phalanx.verify.trace_facts import ROUNDINGS, Trace
+
+
+@dataclass(frozen=True)
+class Bands:
+    """The narrowest, median and widest band of the gradients that are judged, relative to their
+    size; `widest_name`: which gradient has the widest. Zeros where none is judged."""
+
+    narrowest: float
+    median: float
+    widest: float
+    widest_name: str
+
+
+def summarize_bands(trace: Trace) -> Bands:
+    """The bands of a trace in a narrow type."""
+    bands = {name: band for name, band in trace.bands().items() if band < math.inf}
+    if not bands:
+        return Bands(0.0, 0.0, 0.0, "")
+    widest_name = max(bands, key=lambda name: bands[name])
+    return Bands(
+        min(bands.values()), statistics.median(bands.values()), bands[widest_name], widest_name
+    )
+
+
+def describe_bands(trace: Trace) -> str:
+    """The bands of a trace in a narrow type, in a sentence."""
+    bands = summarize_bands(trace)
+    if not bands.widest_name:
+        return f"{COMPUTE_OF[trace.dtype]}: no gradient is judged, for rounding changes all by half"
+    norm = trace.scalar_tolerance("grad_norm", 0.0)
+    loss = trace.scalar_tolerance("loss", 0.0)
+    return (
+        f"{COMPUTE_OF[trace.dtype]}: gradients may be off by {_percent(bands.narrowest)} to"
+        f" {_percent(bands.widest)} (widest: {bands.widest_name}; median"
+        f" {_percent(bands.median)}), their norm by {_percent(norm)}, the loss by {_percent(loss)}:"
+        f" {ROUNDINGS} x what weights rounded otherwise change in one process"
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %"

@@ -1,0 +1,61 @@
+"""The types of numbers that layouts are judged in: two whose rounding is known, and two narrow ones
+whose rounding is measured.
+
+In float64 and float32 module and layout compute in that type. In bfloat16 and float16 parameters
+are float32 and a forward computes as `precision.compute` bf16 and fp16 do. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from phalanx.core.errors import UsageError, did_you_mean
+
+WIDE = ("float64", "float32")
+COMPUTE_OF = {"bfloat16": "bf16", "float16": "fp16"}
+"""The narrow types, and their names in a job's precision.compute."""
+_NARROW_OF = {compute: dtype for dtype, compute in COMPUTE_OF.items()}
+NAMES = (*WIDE, *_NARROW_OF)
+
+EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
+NEAR_TIE = 8  # roundings of what a router reads, which several layers have rounded
+# So that gradients are neither below what float16 has (6e-5, with all digits) nor above (65504).
+# A layout's is of a loss per target of a rank, the reference's of the sum over targets.
+LAYOUT_LOSS_SCALE, REFERENCE_LOSS_SCALE = 2.0**14, 2.0**6
+
+
+def is_narrow(dtype: str) -> bool:
+    """True for types whose rounding is measured: bfloat16 and float16."""
+    return dtype in COMPUTE_OF
+
+
+def parameter_type(dtype: str) -> str:
+    """The type of parameters, gradients and updates in a row of `dtype`."""
+    return "float32" if is_narrow(dtype) else dtype
+
+
+def find_near_tie(dtype: str, usual: float) -> float:
+    """How far apart the scores of two experts may be, as a part of the largest, for rounding to
+    turn them: `usual` in wide types."""
+    if not is_narrow(dtype):
+        return usual
+    return NEAR_TIE * EPSILON[dtype]
+
+
+def resolve_types(types: str | Sequence[str], compute: str) -> tuple[str, ...]:
+    """The types of rows that `types` names (one string with commas, or a sequence), wide ones
+    first; of "" float64, float32 and the job's own (`compute`, as in precision.compute).
+
+    Raises UsageError for another name.
+    """
+    names = types.split(",") if isinstance(types, str) else list(types)
+    names = [name.strip() for name in names if name.strip()]
+    if not names:
+        names = [*WIDE, *({compute} & set(_NARROW_OF))]
+    for name in names:
+        if name not in NAMES:
+            raise UsageError(
+                f"--types: {name!r} is no type that layouts are judged in",
+                fix=did_you_mean(name, NAMES) or f"one or more of {', '.join(NAMES)}",
+            )
+    return tuple(_NARROW_OF.get(name, name) for name in NAMES if name in names)

@@ -1,0 +1,149 @@
+"""Rows of `verify` in bf16 and fp16: correct layouts are equal, planted bugs above the stated band
+are found, and an error below it is not.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from models import CPU
+from phalanx.job.schema import Job
+from phalanx.parallel.model import ParallelModel
+from phalanx.verify import rank as verify_rank
+from phalanx.verify.cases import (
+    list_layouts,
+    make_cases,
+    make_verified_job,
+    narrow_job,
+    shrink_job,
+)
+from phalanx.verify.number_types import COMPUTE_OF
+from phalanx.verify.payloads import VerifyCase, VerifyPayload
+from phalanx.verify.row import ROWS
+from ranks import run_ranks
+
+pytestmark = pytest.mark.usefixtures("warm_starts")
+
+Rows = dict[str, dict[str, Any]]
+Plant = Callable[[], None]
+EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_dim": 24}
+LAYOUTS = ("ddp", "zero3", "ddp-tp2", "cp4", "pp2-zero3-1f1b")
+
+
+def judge(
+    rank: int, num_ranks: int, model: dict[str, int], directory: str, plant: Plant | None, only: Any
+) -> None:
+    """One rank's part of `phalanx verify --types bf16,fp16`, with a bug in it."""
+    if plant is not None:
+        plant()
+    job = shrink_job(Job.model_validate({"model": model, "data": {"seq_len": 16}}))[0]
+    job = make_verified_job(job, num_ranks)
+    layouts = [pair for pair in list_layouts(num_ranks, experts=True) if pair[0] in only]
+    work = [
+        VerifyCase(dtype, case.name, case.parallel, case.plan)
+        for dtype in COMPUTE_OF
+        for case in make_cases(
+            narrow_job(job, dtype), layouts, num_ranks=num_ranks, cluster=CPU, shape=None
+        )
+        if case.plan is not None
+    ]
+    verify_rank.compare_layouts(
+        VerifyPayload(job, Path(directory), None, 2, num_ranks, "small", tuple(work))
+    )
+
+
+def rows_with(
+    plant: Plant | None,
+    num_ranks: int = 2,
+    only: tuple[str, ...] = ("ddp",),
+    model: dict[str, int] | None = None,
+) -> Rows:
+    with tempfile.TemporaryDirectory() as directory:
+        run_ranks(num_ranks, judge, num_ranks, model or {}, directory, plant, only)
+        lines = (Path(directory) / ROWS).read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    return {f"{row['layout']} {row['dtype']}": row for row in rows}
+
+
+@pytest.mark.parametrize(
+    "model", [{}, pytest.param(EXPERTS, marks=pytest.mark.long)], ids=["dense", "experts"]
+)
+def test_correct_layouts_are_equal(model: dict[str, int]) -> None:
+    rows = rows_with(None, 4, LAYOUTS, model)
+    assert len(rows) == len(LAYOUTS) * len(COMPUTE_OF)
+    assert {name: row["first"] for name, row in rows.items() if not row["ok"]} == {}
+    for row in rows.values():
+        # A band that nothing exceeds would make every row equal.
+        assert 0 < row["tolerance"] < 0.2, row["notes"]
+        assert row["errors"]["gradient"] > 0, row["layout"]
+        assert any("gradients may be off by" in note for note in row["notes"])
+
+
+def scale_gradient(factor: float, name: str = "blocks.1.attention.q.weight") -> None:
+    """Multiply the gradient of one parameter before it is reduced and clipped."""
+    own = ParallelModel.reduce_and_clip
+
+    def scaled(self: ParallelModel, *args: Any, **options: Any) -> Any:
+        parameter = dict(self.named_parameters()).get(name)
+        if parameter is not None and parameter.grad is not None:
+            parameter.grad.mul_(factor)
+        return own(self, *args, **options)
+
+    ParallelModel.reduce_and_clip = scaled  # type: ignore[method-assign]
+
+
+def sum_not_average() -> None:
+    scale_gradient(2.0)
+
+
+def rank_misses_reduction() -> None:
+    own = ParallelModel.reduce_and_clip
+
+    def without(self: ParallelModel, *args: Any, **options: Any) -> Any:
+        if dist.get_rank() == 1:
+            for parameter in self.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(1.5)
+        return own(self, *args, **options)
+
+    ParallelModel.reduce_and_clip = without  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("plant", [sum_not_average, rank_misses_reduction])
+def test_bugs_above_the_band_are_found(plant: Plant) -> None:
+    for name, row in rows_with(plant).items():
+        assert row["ok"] is False, name
+        assert row["first"]["what"] in ("gradient", "gradient norm"), row["first"]
+
+
+def four_bands() -> None:
+    # The widest band of the small decoder in bf16 is 9 %.
+    scale_gradient(1.4)
+
+
+def below_the_band() -> None:
+    # A third of the narrowest band of the small decoder in bf16; eight times one in fp16.
+    scale_gradient(1.012)
+
+
+def test_the_band_is_what_is_said() -> None:
+    """An error of a part of the band is not found, and one of several is: in the type's own."""
+    rows = rows_with(below_the_band)
+    assert rows["ddp bfloat16"]["ok"], rows["ddp bfloat16"]["first"]
+    rows = rows_with(four_bands)
+    for row in rows.values():
+        assert row["first"]["name"] == "blocks.1.attention.q.weight"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["zero3", "tp2"])
+def test_bugs_are_found_in_other_layouts(layout: str) -> None:
+    for name, row in rows_with(four_bands, 2, (layout,)).items():
+        assert row["ok"] is False, name
