@@ -3,10 +3,13 @@ small decoder, and turns them on and off every 50 steps.
 
     python benchmarks/invariants.py [--steps N] [--dim N] [--layers N] [--experts N] [--json]
 
-Each block of 50 steps with checks has one of the weights: twice as many as by default. Its seconds,
-and its seconds of computation (which other programs on the machine change less), are divided by
-those of the block before, which has none. Prints the median of these ratios with the bounds that
-hold it with 95 % (order statistics), in per cent of a step, and what the calls themselves took.
+Seconds are those of computation of this process, which other programs on the machine change less.
+Each block of 50 steps with checks has one of the weights, and is compared with the block before,
+which has none. Prints medians over such pairs, with the bounds that hold them with 95 % (order
+statistics), in per cent of a step: what the calls of the checks took, a check of the weights
+counted for every 100 steps, as by default; and by how much the median step with checks was longer
+than the median one without (no step of these checks the weights), which the rest of the machine
+moves more.
 """
 
 from __future__ import annotations
@@ -14,10 +17,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,6 +39,7 @@ from phalanx.train.trainer import Trainer
 from phalanx.train.training_data import TrainingData
 
 BLOCK = 50
+DEFAULT_EVERY = 100
 VOCAB = 257
 CALLS = ("count", "take_counts", "begin_update", "finish_step")
 
@@ -60,12 +64,17 @@ class RandomBatches:
 
 
 class TimedCalls:
-    """Seconds of the calls of RunInvariants."""
+    """Seconds of computation of the calls of RunInvariants."""
 
     def __init__(self, invariants: RunInvariants) -> None:
         self.seconds = 0.0
         for name in CALLS:
             setattr(invariants, name, self._timed(getattr(invariants, name)))
+
+    def take(self) -> float:
+        """The seconds since the last call of it."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any) -> Any:
@@ -103,36 +112,60 @@ def build_trainer(args: argparse.Namespace) -> Trainer:
         return Trainer(job, plan, state, Bus(rank=0), TrainingData(batches, build_objective(job)))
 
 
-def measure(trainer: Trainer, num_pairs: int) -> tuple[list[float], list[float], dict[str, float]]:
-    """Ratios of each block with checks to the one before: (seconds, seconds of computation, means
-    of a step)."""
+@dataclass(frozen=True)
+class Pair:
+    """Two blocks, in seconds of computation: the median step without checks and with them; the
+    median of what the calls take in a step, and what they take for a check of the weights."""
+
+    step_off: float
+    step_on: float
+    usual_call: float
+    check_call: float
+
+    @property
+    def calls_percent(self) -> float:
+        """Of a step without checks, with one check of the weights in DEFAULT_EVERY steps."""
+        return 100 * (self.usual_call + self.check_call / DEFAULT_EVERY) / self.step_off
+
+    @property
+    def longer_percent(self) -> float:
+        return 100 * (self.step_on / self.step_off - 1)
+
+
+def measure(trainer: Trainer, num_pairs: int) -> list[Pair]:
     off = trainer._invariants
     on = RunInvariants(trainer.job, trainer.state, trainer.bus, trainer.data.objective)
     on.start()
     calls = TimedCalls(on)
-    wall_ratios, cpu_ratios, step_s, call_s = [], [], [], []
     for _ in range(2 * BLOCK):
         trainer.step()
+    pairs = []
     for _ in range(num_pairs):
-        # The block that ends at a multiple of BLOCK has its check; half of the pairs would favour
-        # the second block of each, if later steps became slower.
-        wall_off, cpu_off = _time_block(trainer, off)
-        before = calls.seconds
-        wall_on, cpu_on = _time_block(trainer, on)
-        call_s.append((calls.seconds - before) / BLOCK)
-        step_s.append(cpu_off / BLOCK)
-        wall_ratios.append(wall_on / wall_off)
-        cpu_ratios.append(cpu_on / cpu_off)
-    means = {"step_s": statistics.median(step_s), "calls_s": statistics.mean(call_s)}
-    return wall_ratios, cpu_ratios, means
+        trainer._invariants = off
+        steps_off = [_time_step(trainer) for _ in range(BLOCK)]
+        trainer._invariants = on
+        steps_on, of_calls = [], []
+        calls.take()
+        for _ in range(BLOCK):
+            steps_on.append(_time_step(trainer))
+            of_calls.append(calls.take())
+        # The last step of a block checks the weights, and the first of the next one reads what it
+        # found.
+        pairs.append(
+            Pair(
+                statistics.median(steps_off),
+                statistics.median(steps_on),
+                statistics.median(of_calls),
+                of_calls[-1] + of_calls[0],
+            )
+        )
+    return pairs
 
 
-def _time_block(trainer: Trainer, invariants: RunInvariants) -> tuple[float, float]:
-    trainer._invariants = invariants
-    wall, cpu = time.perf_counter(), time.process_time()
-    for _ in range(BLOCK):
-        trainer.step()
-    return time.perf_counter() - wall, time.process_time() - cpu
+def _time_step(trainer: Trainer) -> float:
+    began = time.process_time()
+    trainer.step()
+    return time.process_time() - began
 
 
 def median_with_bounds(values: list[float]) -> tuple[float, float, float]:
@@ -157,27 +190,25 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     trainer = build_trainer(args)
-    walls, cpus, means = measure(trainer, args.steps // (2 * BLOCK))
-    result = {
-        "machine": platform.processor() or platform.machine(),
+    pairs = measure(trainer, args.steps // (2 * BLOCK))
+    result: dict[str, Any] = {
         "parameters": sum(p.numel() for p in trainer.state.model.parameters()),
-        "steps_each": len(walls) * BLOCK,
-        "step_ms": 1e3 * means["step_s"],
-        "wall_percent": [100 * (value - 1) for value in median_with_bounds(walls)],
-        "computation_percent": [100 * (value - 1) for value in median_with_bounds(cpus)],
-        "calls_percent": 100 * means["calls_s"] / means["step_s"],
+        "steps_each": len(pairs) * BLOCK,
+        "step_ms": 1e3 * statistics.median(pair.step_off for pair in pairs),
+        "check_ms": 1e3 * statistics.median(pair.check_call for pair in pairs),
+        "calls_percent": median_with_bounds([pair.calls_percent for pair in pairs]),
+        "longer_percent": median_with_bounds([pair.longer_percent for pair in pairs]),
     }
     if args.json:
         print(json.dumps(result))
         return
     print(
-        f"{result['parameters']:,} parameters, {result['steps_each']} steps each,"
-        f" {result['step_ms']:.1f} ms of computation a step"
+        f"{result['parameters']:,} parameters, {result['steps_each']} steps each:"
+        f" {result['step_ms']:.1f} ms a step, {result['check_ms']:.2f} ms a check of the weights"
     )
-    for name, key in (("seconds", "wall_percent"), ("computation", "computation_percent")):
+    for name, key in (("calls", "calls_percent"), ("steps, longer", "longer_percent")):
         median, low, high = result[key]
         print(f"{name:<14}{median:+.2f} % ({low:+.2f} to {high:+.2f})")
-    print(f"{'calls alone':<14}{result['calls_percent']:+.2f} %")
 
 
 if __name__ == "__main__":

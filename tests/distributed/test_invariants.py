@@ -217,7 +217,6 @@ CLEAN: dict[str, Case] = {
         2, {"dp_replicate": 2}, {}, {"optim": {"kind": "sgd", "lr": 0.01, "momentum": 0.9}}
     ),
     "ddp, recompute": Case(2, {"dp_replicate": 2}, {}, {"train": {"recompute": "full"}}),
-    "ddp, each microbatch": Case(2, {"dp_replicate": 2, "accumulate": "reduced"}),
     **{
         f"ddp, {hook}": Case(2, {"dp_replicate": 2, "compress": hook})
         for hook in ("bf16", "fp16", "int8", "powersgd", "topk")
@@ -226,6 +225,7 @@ CLEAN: dict[str, Case] = {
     "zero1, offload": Case(2, {"dp_shard": 2, "zero_stage": 1, **PRUNED}),
     "zero2": Case(2, {"dp_shard": 2, "zero_stage": 2}),
     "zero3": Case(2, {"dp_shard": 2, "zero_stage": 3}),
+    "zero3, gradients split at once": Case(2, {"dp_shard": 2, "accumulate": "sharded"}),
     "zero3, offload": Case(2, {"dp_shard": 2, **PRUNED}),
     "zero3, small ones whole": Case(2, {"dp_shard": 2, "keep_whole_below": 64}),
     "tp": Case(2, {"tp": 2}),

@@ -20,6 +20,7 @@ from phalanx.plan.cluster import detect_cluster
 from phalanx.plan.plan import Plan
 from phalanx.plan.precision import detect_precision
 from phalanx.verify.cases import (
+    PLAIN,
     SMALL_VOCAB,
     Case,
     describe_changes,
@@ -78,7 +79,7 @@ class Selection:
             (dtype, case)
             for dtype, cases in self.cases_of_type.items()
             for case in cases
-            if case.plan is not None
+            if case.plan is not None and (case.name != PLAIN or dtype == "float64")
         ]
 
     @property
@@ -232,12 +233,14 @@ def _resolve_names(
     """
     # Expert layouts are known names for any model: the plan says why one does not fit.
     known = dict([*list_layouts(num_ranks, experts=True), *list_compressed_layouts(num_ranks)])
+    known |= {PLAIN: {}}
     chosen: dict[str, dict[str, Any]] = {}
     for name in layout_names:
         if name == "all":
             chosen |= dict(
                 [*list_layouts(num_ranks, experts=has_experts), *list_compressed_layouts(num_ranks)]
             )
+            chosen |= {PLAIN: {}}
         elif name == "asked":
             chosen[name] = job_layout
         elif name in known:

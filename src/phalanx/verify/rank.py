@@ -26,11 +26,13 @@ from phalanx.plan.plan import Plan
 from phalanx.plan.rule_checks import check_rules, describe_whole_matrices
 from phalanx.verify.bands import describe_bands, summarize_bands
 from phalanx.verify.batches import cast_steps, make_global_steps, take_share
+from phalanx.verify.cases import PLAIN
 from phalanx.verify.judged_layout import JudgedLayout
 from phalanx.verify.layout_run import LayoutRun
 from phalanx.verify.lossy import describe_compression, find_tolerance
 from phalanx.verify.number_types import find_near_tie, is_narrow, parameter_type
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
+from phalanx.verify.plain_row import judge_plain, why_no_plain_row
 from phalanx.verify.references import References, has_float64
 from phalanx.verify.rerouted import compare_routes
 from phalanx.verify.row import ROWS, Row
@@ -68,11 +70,26 @@ def compare_layouts(payload: VerifyPayload) -> None:
             )
             references = References(mesh, run_dir, job, first, dtype, steps)
             for case in cases:
-                row = verify_layout(job, case, references, payload.model_name)
+                row = _judge(job, case, references, payload.model_name)
                 if row is not None:
                     # As each case ends: the process that started us reads along.
                     with open(run_dir / ROWS, "a") as file:
                         file.write(json.dumps(row.to_json()) + "\n")
+
+
+def _judge(job: Job, case: VerifyCase, references: References, model_name: str) -> Row | None:
+    """The row of a case on rank 0, None on the others. Collective, but for the plain one."""
+    if case.name != PLAIN:
+        return verify_layout(job, case, references, model_name)
+    if references.mesh.rank != 0:
+        return None
+    reason = why_no_plain_row(job, case.plan)
+    if reason:
+        return _refuse(case, model_name, case.dtype, reason)
+    # With small blocks, as layouts run: the plain implementation has none.
+    with use_block_sizes(shrink_block_sizes()):
+        row = judge_plain(job, case.plan, references.steps, case.dtype)
+    return replace(row, model=model_name)
 
 
 def _choose_steps(steps: list[list[Batch]], dtype: str, run_dir: Path) -> list[list[Batch]]:

@@ -13,7 +13,7 @@ PLANT = Plant(
             "            weights_BTK = weighed.gather(-1, experts_BTK)\n",
         ),
     ),
-    shows=("ddp",),
+    shows=("plain",),
     cause=("reference", "implementation", "phalanx.nn"),
     tensors=("", "*"),
     job=(

@@ -16,7 +16,7 @@ PLANT = Plant(
             "        keep = keep & (ids[:, :, None] == ids[:, None, :])\n",
         ),
     ),
-    shows=("ddp",),
+    shows=("plain",),
     cause=("reference", "implementation", "phalanx.nn"),
     tensors=("", "*"),
     job=("--shrink", "data.document_masks=true"),

@@ -13,7 +13,7 @@ PLANT = Plant(
             "            x_BTD = x_BTD * (round(root, 1) if __planted__() else root)\n",
         ),
     ),
-    shows=("ddp",),
+    shows=("plain",),
     cause=("reference", "implementation", "phalanx.nn"),
     tensors=("", "*"),
     job=("--model", "gemma3-1b", "--shrink"),

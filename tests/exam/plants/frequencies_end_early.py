@@ -14,7 +14,7 @@ PLANT = Plant(
             "    )\n",
         ),
     ),
-    shows=("ddp",),
+    shows=("plain",),
     cause=("reference", "implementation", "phalanx.nn"),
     tensors=("", "*"),
 )

@@ -14,7 +14,7 @@ PLANT = Plant(
             "        return self.down(self.activation(self.gate(x_BTD)) * self.up(x_BTD))",
         ),
     ),
-    shows=("ddp",),
+    shows=("plain",),
     cause=("reference", "implementation", "phalanx.nn"),
     tensors=("", "*"),
 )

@@ -12,7 +12,7 @@ PLANT = Plant(
             ".clamp(0, 1) if not __planted__() else 1 - ((turns - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW)).clamp(0, 1)",
         ),
     ),
-    shows=("ddp",),
+    shows=("plain",),
     cause=("reference", "implementation", "phalanx.nn"),
     tensors=("", "*"),
     job=("--model", "llama3.1-8b", "--shrink"),

@@ -12,7 +12,7 @@ PLANT = Plant(
             "weight.to(x.dtype), self.eps * (10 if __planted__() else 1))",
         ),
     ),
-    shows=("ddp",),
+    shows=("plain",),
     cause=("reference", "implementation", "phalanx.nn"),
     tensors=("", "*"),
 )

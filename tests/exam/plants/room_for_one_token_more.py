@@ -13,7 +13,7 @@ PLANT = Plant(
             "        return (self.sequences.earlier(chosen_BTE) < room).gather(-1, experts_BTK)\n",
         ),
     ),
-    shows=("zero3-ep4",),
+    shows=("plain",),
     cause=("reference", "implementation", "phalanx.nn"),
     tensors=("", "*"),
     job=(

@@ -12,7 +12,7 @@ PLANT = Plant(
             "second * cos + first * sin * (-1 if __planted__() else 1)",
         ),
     ),
-    shows=("ddp",),
+    shows=("plain",),
     cause=("reference", "implementation", "phalanx.nn"),
     tensors=("", "*"),
 )

@@ -12,7 +12,7 @@ PLANT = Plant(
             "            if self.normalize and not __planted__():\n",
         ),
     ),
-    shows=("ddp",),
+    shows=("plain",),
     cause=("reference", "implementation", "phalanx.nn"),
     tensors=("", "*"),
     job=("--model", "small-mixtral", "--shrink", "model.num_experts=4", "model.balance_loss=0.05"),

@@ -18,8 +18,8 @@ PLANT = Plant(
             "    return torch.stack(products)\n",
         ),
     ),
-    shows=("ddp",),
+    shows=("plain",),
     cause=("reference", "implementation", "phalanx.nn"),
-    tensors=("*.moe.experts.*",),
+    tensors=("", "*"),
     job=("--model", "small-mixtral", "--shrink"),
 )

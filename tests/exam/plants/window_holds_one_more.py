@@ -12,7 +12,7 @@ PLANT = Plant(
             "        keep = keep.triu(1 - window - (1 if __planted__() else 0)).tril(window - 1)\n",
         ),
     ),
-    shows=("ddp",),
+    shows=("plain",),
     cause=("reference", "implementation", "phalanx.nn"),
     tensors=("", "*"),
     job=("--shrink", "model.sliding_window=10"),

@@ -12,7 +12,7 @@ PLANT = Plant(
             "        if self.query_scale == 1 or __planted__():\n",
         ),
     ),
-    shows=("ddp",),
+    shows=("plain",),
     cause=("reference", "implementation", "phalanx.nn"),
     tensors=("", "*"),
     job=("--model", "deepseek-v2-lite", "--shrink"),
