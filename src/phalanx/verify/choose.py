@@ -190,7 +190,7 @@ def choose_layouts(
 def _list_left_out(dtype: str, layout_names: Iterable[str], cases: Sequence[Case]) -> list[str]:
     """A line about the layouts that are not judged in a narrow type; none for none."""
     judged = {case.name for case in cases}
-    missing = [name for name in layout_names if name not in judged]
+    missing = [name for name in layout_names if name not in judged and name != PLAIN]
     if not missing:
         return []
     return [
