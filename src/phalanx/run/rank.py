@@ -37,7 +37,7 @@ from phalanx.observe.bus import CLOSE_AFTER_ERROR_S, CLOSE_MORE_S, Bus, OpenSink
 from phalanx.observe.events import Envelope, InvariantChecked, Note, RunStarted, SinkDropped
 from phalanx.parallel.parallelize import transforms
 from phalanx.resilience.fault import fault_listener
-from phalanx.resilience.guards import SkippedStepsGuard
+from phalanx.run.build_trainer import build_trainer
 from phalanx.run.data import (
     check_masks,
     open_held_out,
@@ -264,16 +264,8 @@ def _build_trainer(
         source_weights=dict(zip(corpus.names, corpus.weights, strict=True)),
         records=batches.record,
     )
-    return Trainer(
-        job,
-        plan,
-        state,
-        rank.bus,
-        data,
-        storage=storage,
-        guards=(SkippedStepsGuard(job.resilience.max_skipped_steps),),
-        stop=rank.stop,
-        memory=rank.meter,
+    return build_trainer(
+        job, plan, state, rank.bus, data, storage=storage, stop=rank.stop, memory=rank.meter
     )
 
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from phalanx.checkpoint.all_ranks import all_ranks_or_raise
 from phalanx.checkpoint.folder import Folder, place_in_run
 from phalanx.checkpoint.ownership.store_owner import find_refusal
@@ -62,13 +64,22 @@ def open_state(
 
 
 def build_state(
-    job: Job, plan: Plan, mesh: Mesh, phases: Phases, *, tokenizer: str = "", draws: bool = True
+    job: Job,
+    plan: Plan,
+    mesh: Mesh,
+    phases: Phases,
+    *,
+    module: nn.Module | None = None,
+    tokenizer: str = "",
+    draws: bool = True,
 ) -> TrainState:
     """The model of the job, made parallel by the plan, with its optimizer: step 0.
 
-    Without `draws` a built-in model has zeros for weights, and all of its state must be restored.
+    `module`: the job's, where it is built already (in another type, say). Without `draws` a
+    built-in model has zeros for weights, and all of its state must be restored.
     """
-    module = build_model(job, plan.model_shape)
+    if module is None:
+        module = build_model(job, plan.model_shape)
     # The initialisation of a user's own model may make more than a checkpoint holds.
     initialize = draws or job.model.is_foreign
     model = parallelize(module, plan, mesh, phases=phases, seed=job.run.seed, initialize=initialize)

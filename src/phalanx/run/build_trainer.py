@@ -1,0 +1,42 @@
+"""The trainer of a run, as every rank composes it of the run's state, data and storage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from phalanx.checkpoint.run_storage import RunStorage
+from phalanx.job.schema import Job
+from phalanx.observe.bus import Bus
+from phalanx.plan.plan import Plan
+from phalanx.resilience.guards import SkippedStepsGuard
+from phalanx.train.memory import MemoryMeter
+from phalanx.train.state import TrainState
+from phalanx.train.stop import StopFlags
+from phalanx.train.trainer import Guard, Trainer
+from phalanx.train.training_data import TrainingData
+
+
+def build_trainer(
+    job: Job,
+    plan: Plan,
+    state: TrainState,
+    bus: Bus,
+    data: TrainingData,
+    *,
+    storage: RunStorage,
+    stop: StopFlags | None = None,
+    memory: MemoryMeter | None = None,
+    guards: Sequence[Guard] = (),
+) -> Trainer:
+    """The trainer that `phalanx train` runs; `guards` come on top of the run's own."""
+    return Trainer(
+        job,
+        plan,
+        state,
+        bus,
+        data,
+        storage=storage,
+        guards=(SkippedStepsGuard(job.resilience.max_skipped_steps), *guards),
+        stop=stop,
+        memory=memory,
+    )

@@ -1,0 +1,157 @@
+"""The runs through the trainer that a model is judged in: which layouts, which job, which steps are
+what. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from phalanx.core.typed_json import JsonObject
+from phalanx.job.costs import ModelCosts
+from phalanx.job.schema import Job
+from phalanx.plan.cluster import Cluster
+from phalanx.plan.plan import LossScaling, Plan
+from phalanx.verify.cases import Case, make_cases
+
+PREFIX = "trainer-"
+SECOND_OPTIMIZERS = ("adamw", "sgd")
+"""The optimizers that `verify/plain/training.py` has written out."""
+NUM_STEPS = 10
+WARMUP_STEPS = 2
+# Good steps, of which the last finds what a skipped one left, follow each of both.
+OVERFLOW_STEP, NO_TARGETS_STEP = 4, 7
+HALF_MASKED_STEP = 2
+"""The step in which the second half of the batch has no target: whole microbatches have none."""
+SAVE_EVERY, STOP_STEP = 3, 5
+"""Step 3 is saved in the background, step 5 at a stop."""
+EVAL_EVERY = 3
+EVALUATED_STEPS = frozenset((3, 6, 9, 10))
+# Squares of such gradients are infinite, while the gradients are not.
+OVERFLOW_FACTOR = 1e200
+SCALING = LossScaling(initial=1024.0, growth_steps=2)
+
+
+@dataclass(frozen=True)
+class TrainerCase:
+    """A run in the layout of `plan`: stopped after STOP_STEP and resumed in it, and resumed from
+    the first checkpoint in the layout of `other_plan`."""
+
+    name: str
+    parallel: JsonObject
+    plan: Plan
+    other_name: str
+    other_plan: Plan
+
+
+def list_trainer_layouts(num_ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Layouts of `num_ranks` ranks in which the trainer is judged: one for each way in which its
+    state lies in ranks. A run is resumed in its own and in the next one of them."""
+    if num_ranks == 1:
+        yield "one", {}
+        return
+    yield "ddp", {"dp_replicate": num_ranks}
+    yield "zero3", {"dp_shard": num_ranks, "zero_stage": 3}
+    rest = num_ranks // 2
+    others: dict[str, Any] = {}
+    if rest > 1:
+        others = {"dp_shard": rest, "zero_stage": 3}
+    infix = "-zero3" if others else ""
+    if num_ranks % 2 == 0:
+        yield f"tp2{infix}", {**others, "tp": 2}
+    yield "zero1", {"dp_shard": num_ranks, "zero_stage": 1}
+    if num_ranks % 2 == 0:
+        yield f"pp2{infix}-1f1b", {**others, "pp": 2, "schedule": "1f1b"}
+    yield "zero1-offload-optimizer", {
+        "dp_shard": num_ranks,
+        "zero_stage": 1,
+        "offload": "optimizer",
+    }
+
+
+LOSS_SCALE = "loss-scale"
+
+
+def list_trainer_names(num_ranks: int) -> list[str]:
+    """Names of all cases of so many ranks."""
+    names = [PREFIX + name for name, _ in list_trainer_layouts(num_ranks)]
+    return [*names, PREFIX + LOSS_SCALE]
+
+
+def make_trainer_job(job: Job) -> Job:
+    """The verified job as a run of NUM_STEPS steps, in which every phase of the schedule is
+    passed."""
+    body = job.to_json()
+    body["train"]["steps"] = NUM_STEPS
+    body["optim"]["warmup_steps"] = WARMUP_STEPS
+    body["eval"] |= {"every_steps": EVAL_EVERY, "keep_best": False, "metric": "loss", "mode": None}
+    body["checkpoint"] |= {
+        "every_steps": SAVE_EVERY,
+        "every_minutes": None,
+        "every": None,
+        "mtbf_hours": None,
+        "at_end": False,
+        "asynchronous": True,
+        "keep_last": None,
+        "keep_every": None,
+        "url": None,
+    }
+    body["resilience"] |= {"max_skipped_steps": 10, "inject": ()}
+    return Job.model_validate(body)
+
+
+NOT_JUDGED = (
+    "not judged: metrics of an own objective, the best step, saves by the clock, random draws"
+    " other than dropout's"
+)
+
+
+def find_refusal(job: Job) -> str:
+    """Why no run of the job is judged; empty if runs are."""
+    if job.optim.kind in SECOND_OPTIMIZERS:
+        return ""
+    return (
+        f"optim.kind={job.optim.kind} is not written out a second time:"
+        f" {' and '.join(SECOND_OPTIMIZERS)} are"
+    )
+
+
+def make_trainer_cases(
+    job: Job, *, num_ranks: int, cluster: Cluster, shape: ModelCosts | None
+) -> list[TrainerCase | Case]:
+    """A case for each layout that the model fits; else the refused Case, with its reason.
+
+    `job` is one of `make_trainer_job`.
+    """
+    planned: list[Case] = []
+    cases: list[TrainerCase | Case] = []
+    layouts = list(list_trainer_layouts(num_ranks))
+    for case in make_cases(job, layouts, num_ranks=num_ranks, cluster=cluster, shape=shape):
+        if case.plan is None:
+            cases.append(replace(case, name=PREFIX + case.name))
+        else:
+            planned.append(case)
+    for index, case in enumerate(planned):
+        other = planned[(index + 1) % len(planned)]
+        assert case.plan is not None and other.plan is not None
+        cases.append(
+            TrainerCase(
+                PREFIX + case.name, dict(case.parallel), case.plan, other.name, other.plan
+            )
+        )
+    if planned:
+        cases.append(_scale_loss(planned))
+    return cases
+
+
+def _scale_loss(planned: list[Case]) -> TrainerCase:
+    """The first layout with a loss that is scaled as in fp16, resumed in the second."""
+    case, other = planned[0], planned[min(1, len(planned) - 1)]
+    assert case.plan is not None and other.plan is not None
+    return TrainerCase(
+        PREFIX + LOSS_SCALE,
+        dict(case.parallel),
+        replace(case.plan, loss_scaling=SCALING),
+        other.name,
+        replace(other.plan, loss_scaling=SCALING),
+    )

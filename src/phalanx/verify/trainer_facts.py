@@ -1,0 +1,125 @@
+"""What the second loop computed, without its tensors, and what ranks observed of the trainer.
+Torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from phalanx.core.typed_json import JsonRecord
+
+FACTS = "run.json"
+WEIGHT, BUFFER, COPY, GRADIENT, STATE = "weight", "buffer", "copy", "gradient", "optim"
+"""Kinds of tensors: those of the model; COPY, what the optimizer updates, where that is other
+memory; STATE is followed by the slot: optim/exp_avg."""
+
+Dots = tuple[float, float, float, float]
+"""Over the elements that a rank holds, with `a` the trainer's and `r` the second loop's tensor:
+|a - r|^2, |a - b|^2, (a - b).(r - b), |r - b|^2. `b` is the weight a step before, and zero for other
+kinds than weights."""
+
+
+@dataclass(frozen=True)
+class StepRecord(JsonRecord):
+    """A step of the second loop; see `PlainStep`. `sizes`: kind -> name -> norm of the tensor after
+    the step, of a weight how far it is from where it began."""
+
+    step: int
+    loss: float
+    num_targets: int
+    grad_norm: float
+    rate: float
+    skipped: str
+    is_clipped: bool
+    tokens_seen: int
+    loss_scale: float
+    evaluation: float | None
+    sizes: Mapping[str, Mapping[str, float]]
+
+    def scale(self, kind: str, name: str) -> float:
+        """The size that errors of a tensor are relative to: its own, or a thousandth of a usual
+        one's if more."""
+        sizes = self.sizes.get(kind, {})
+        if not sizes:
+            return 1.0
+        usual = _root_mean_square(sizes.values())
+        return max(sizes.get(name, 0.0), 1e-3 * usual) or 1.0
+
+
+@dataclass(frozen=True)
+class RunRecord(JsonRecord):
+    """The steps of the second loop. `unused`: parameters that never had a gradient; `narrows`: the
+    module computes in fewer digits than float64 on its way."""
+
+    max_norm: float
+    narrows: bool
+    unused: tuple[str, ...]
+    steps: tuple[StepRecord, ...]
+
+    def after(self, step: int) -> StepRecord:
+        """The record of a step, counted from 1."""
+        return self.steps[step - 1]
+
+
+@dataclass
+class StateObservation(JsonRecord):
+    """The state of one rank after `step` steps, beside the second loop's.
+
+    `tensors`: kind -> name -> Dots; `numbers`: name -> by how much a slot without dimensions is
+    off; `left`: name -> norm of a gradient that is there although no step has begun; `modes`: names
+    of modules that are not in the mode in which they began.
+    """
+
+    step: int
+    counted_step: int
+    tokens_seen: int
+    samples_seen: int
+    tensors: dict[str, dict[str, Dots]] = field(default_factory=dict)
+    numbers: dict[str, float] = field(default_factory=dict)
+    left: dict[str, float] = field(default_factory=dict)
+    modes: tuple[str, ...] = ()
+
+
+@dataclass
+class StepObservation(JsonRecord):
+    """One step of the trainer on one rank: what its guards saw, and what its optimizer was given.
+
+    `num_updates`: how often the optimizer stepped; `rates`: learning rates of its groups;
+    `gradients`: name -> Dots of what it was given.
+    """
+
+    step: int
+    loss: float
+    num_targets: int
+    grad_norm: float
+    reason: str
+    loss_scale: float
+    num_updates: int = 0
+    rates: tuple[float, ...] = ()
+    gradients: dict[str, Dots] = field(default_factory=dict)
+
+
+@dataclass
+class AttemptObservation(JsonRecord):
+    """One attempt of a run on one rank.
+
+    `name` says what it is, in words. `end`: why it ended, of the trainer. `evaluations`: step ->
+    loss, of rank 0. `error`: what all ranks raised alike. `held`: name -> the part of it that the
+    rank has.
+    """
+
+    name: str
+    first_step: int
+    end: str = ""
+    error: str = ""
+    held: dict[str, str] = field(default_factory=dict)
+    states: list[StateObservation] = field(default_factory=list)
+    steps: list[StepObservation] = field(default_factory=list)
+    evaluations: dict[str, float] = field(default_factory=dict)
+    checkpoints: tuple[int, ...] = ()
+
+
+def _root_mean_square(sizes: Iterable[float]) -> float:
+    values = list(sizes)
+    return math.sqrt(sum(size**2 for size in values) / len(values))

@@ -1,0 +1,249 @@
+"""The reference of a judged run: the second loop's numbers, and its tensors after each step, in
+files."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from phalanx.job.learning_rate import unscaled_rate
+from phalanx.job.schema import Job
+from phalanx.plan.plan import Plan
+from phalanx.run.one_process.dropout_masks import DropoutMasks
+from phalanx.run.one_process.job_loss import JobLoss
+from phalanx.run.one_process.original_module import build_original_module
+from phalanx.verify.forward_probe import describe_failure, probe
+from phalanx.verify.plain.training import (
+    HeldOutSource,
+    OptimizerRule,
+    PlainRun,
+    PlainStep,
+    RateSchedule,
+    Tensors,
+    train_plainly,
+)
+from phalanx.verify.trainer_batches import SOURCE_WEIGHTS, RunBatches
+from phalanx.verify.trainer_cases import (
+    EVALUATED_STEPS,
+    NUM_STEPS,
+    OVERFLOW_FACTOR,
+    OVERFLOW_STEP,
+    SCALING,
+    WARMUP_STEPS,
+)
+from phalanx.verify.trainer_facts import (
+    BUFFER,
+    FACTS,
+    GRADIENT,
+    STATE,
+    WEIGHT,
+    RunRecord,
+    StepRecord,
+)
+
+# The defaults of `optim.weight_decay` in docs/job.md.
+WEIGHT_DECAY = {"adamw": 0.1, "sgd": 0.0}
+
+
+def write_run_reference(
+    directory: Path, job: Job, plan: Plan, batches: RunBatches, num_microbatches: int
+) -> str:
+    """Write the reference, or return why there is none: what the module does in one process is no
+    layout's fault."""
+    try:
+        _ReferenceWriter(directory, job, plan, batches, num_microbatches).write()
+    except Exception as error:
+        traceback.print_exc()  # in the rank's log
+        return describe_failure(error, "float64")
+    return ""
+
+
+@dataclass
+class _ReferenceWriter:
+    directory: Path
+    job: Job
+    plan: Plan
+    batches: RunBatches
+    num_microbatches: int
+    _loss_sum: JobLoss = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._loss_sum = JobLoss(self.job, self.plan)
+
+    def write(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        probed = probe(self._build, self._loss_sum, self._list_steps()[0][0], self.job.run.seed)
+        norms: list[float] = []
+        for step in self._train(self._build(), max_norm=None):
+            if not step.skipped:
+                norms.append(step.grad_norm)
+        max_norm = _split_in_half(norms)
+        module = self._build()
+        start = {name: p.detach().clone() for name, p in module.named_parameters()}
+        _save(self._path(0), _list_tensors(start, {}, {}, {}))
+        records, unused = [], set(start)
+        for step in self._train(module, max_norm=max_norm):
+            tensors = _list_tensors(step.weights, step.buffers, step.gradients, step.states)
+            _save(self._path(step.step), tensors)
+            unused -= {name for name, gradient in step.gradients.items() if gradient.any()}
+            records.append(_make_record(step, start))
+        run = RunRecord(max_norm, probed.narrows, tuple(sorted(unused)), tuple(records))
+        # Last: whoever finds this file finds the others.
+        (self.directory / FACTS).write_text(json.dumps(run.to_json()))
+
+    def _path(self, step: int) -> Path:
+        return self.directory / f"step-{step}.safetensors"
+
+    def _build(self) -> nn.Module:
+        return build_original_module(self.job, self.plan, "float64", materialize=True)[0]
+
+    def _list_steps(self) -> list[list[Mapping[str, torch.Tensor]]]:
+        numbers = range(1, NUM_STEPS + 1)
+        return [self.batches.microbatches(number, self.num_microbatches) for number in numbers]
+
+    def _train(self, module: nn.Module, *, max_norm: float | None) -> Iterator[PlainStep]:
+        masks = DropoutMasks(module, self.job.run.seed)
+
+        def around(step: int, first_row: int, num_rows: int) -> AbstractContextManager[None]:
+            return masks.fill(step, first_row, num_rows)
+
+        sources: dict[str, HeldOutSource] = {}
+        for name, batch in self.batches.held_out.items():
+            sources[name] = HeldOutSource(SOURCE_WEIGHTS[name], [batch])
+        run = PlainRun(
+            steps=self._list_steps(),
+            held_out=sources,
+            evaluated=EVALUATED_STEPS,
+            schedule=_make_schedule(self.job),
+            rule=_make_rule(self.job),
+            max_norm=max_norm,
+            gradient_factors={OVERFLOW_STEP: OVERFLOW_FACTOR},
+            loss_scale=(SCALING.initial, SCALING.growth_steps),
+        )
+        return train_plainly(module, self._loss_sum, run, around=around)
+
+
+def _make_schedule(job: Job) -> RateSchedule:
+    optim = job.optim
+    return RateSchedule(
+        kind=optim.schedule,
+        peak=unscaled_rate(job).lr,
+        warmup=WARMUP_STEPS,
+        num_steps=NUM_STEPS,
+        last_over_peak=optim.min_lr_ratio,
+        decay_fraction=optim.decay_fraction,
+    )
+
+
+def _make_rule(job: Job) -> OptimizerRule:
+    optim, decay = job.optim, job.optim.weight_decay
+    if decay == "auto":
+        decay = WEIGHT_DECAY[optim.kind]
+    return OptimizerRule(optim.kind, decay, optim.betas, optim.eps, optim.momentum)
+
+
+def _split_in_half(norms: list[float]) -> float:
+    """A norm that half of the steps exceed."""
+    if len(norms) < 2:
+        raise ArithmeticError("fewer than two steps have targets and finite gradients")
+    ordered = sorted(norms)
+    middle = len(ordered) // 2
+    return (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def _list_tensors(
+    weights: Tensors, buffers: Tensors, gradients: Tensors, states: Mapping[str, Tensors]
+) -> Tensors:
+    """All tensors after a step by KIND/NAME, of the optimizer's slots by optim/SLOT/NAME."""
+    tensors: Tensors = {}
+    for kind, group in ((WEIGHT, weights), (BUFFER, buffers), (GRADIENT, gradients)):
+        for name, tensor in group.items():
+            tensors[f"{kind}/{name}"] = tensor
+    for name, slots in states.items():
+        for slot, tensor in slots.items():
+            tensors[f"{STATE}/{slot}/{name}"] = tensor
+    return tensors
+
+
+def _save(path: Path, tensors: Tensors) -> None:
+    copies: Tensors = {}
+    for key, tensor in tensors.items():
+        # safetensors refuses memory that is not contiguous, or that two tensors share.
+        copies[key] = tensor.detach().clone(memory_format=torch.contiguous_format)
+    save_file(copies, path)
+
+
+def _make_record(step: PlainStep, start: Tensors) -> StepRecord:
+    moved: Tensors = {}
+    for name, tensor in step.weights.items():
+        moved[name] = tensor.detach() - start[name]
+    sizes = {WEIGHT: _norms(moved), BUFFER: _norms(step.buffers), GRADIENT: _norms(step.gradients)}
+    for name, slots in step.states.items():
+        for slot, tensor in slots.items():
+            sizes.setdefault(f"{STATE}/{slot}", {})[name] = tensor.double().norm().item()
+    return StepRecord(
+        step=step.step,
+        loss=step.loss,
+        num_targets=step.num_targets,
+        grad_norm=step.grad_norm,
+        rate=step.rate,
+        skipped=step.skipped,
+        is_clipped=step.is_clipped,
+        tokens_seen=step.tokens_seen,
+        loss_scale=step.loss_scale,
+        evaluation=step.evaluation,
+        sizes=sizes,
+    )
+
+
+def _norms(tensors: Tensors) -> dict[str, float]:
+    norms: dict[str, float] = {}
+    for name, tensor in tensors.items():
+        if tensor.numel() and not tensor.is_complex():
+            norms[name] = tensor.detach().double().norm().item()
+    return norms
+
+
+class RunReader:
+    """Reads blocks of the reference's tensors; files stay open until the end."""
+
+    def __init__(self, directory: Path) -> None:
+        self.record = RunRecord.from_json(json.loads((directory / FACTS).read_text()))
+        self._directory = directory
+        self._files: dict[int, Any] = {}
+        self._keys: dict[int, frozenset[str]] = {}
+
+    def has(self, step: int, key: str) -> bool:
+        self._open(step)
+        return key in self._keys[step]
+
+    def block(
+        self, step: int, key: str, offset: tuple[int, ...], size: tuple[int, ...]
+    ) -> torch.Tensor:
+        """The elements [offset, offset + size) of a tensor after a step (0: the beginning)."""
+        file = self._open(step)
+        # A tensor without dimensions has no slices.
+        if not size:
+            tensor: torch.Tensor = file.get_tensor(key)
+            return tensor
+        block: torch.Tensor = file.get_slice(key)[
+            tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
+        ]
+        return block
+
+    def _open(self, step: int) -> Any:
+        if step not in self._files:
+            path = self._directory / f"step-{step}.safetensors"
+            self._files[step] = safe_open(path, framework="pt")  # type: ignore[no-untyped-call]
+            self._keys[step] = frozenset(self._files[step].keys())
+        return self._files[step]

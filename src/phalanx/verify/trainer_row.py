@@ -1,0 +1,93 @@
+"""The row of a run through the trainer: a second loop writes the reference, all ranks train, stop
+and resume, and what they observed is compared."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.core.errors import LayoutError
+from phalanx.job.schema import Job
+from phalanx.mesh.mesh import Mesh
+from phalanx.verify.row import Row
+from phalanx.verify.trainer_batches import RunBatches, make_run_batches
+from phalanx.verify.trainer_cases import LOSS_SCALE, NOT_JUDGED, TrainerCase, find_refusal
+from phalanx.verify.trainer_facts import FACTS, AttemptObservation
+from phalanx.verify.trainer_reference import RunReader, write_run_reference
+from phalanx.verify.trainer_run import TrainerRun
+from phalanx.verify.trainer_verdict import RunComparator
+
+
+@dataclass(frozen=True)
+class TrainerPlace:
+    """Where runs through the trainer are judged: the group of ranks, a directory that all of them
+    see, and the job's own dataset if it has one."""
+
+    mesh: Mesh
+    run_dir: Path
+    data_dir: Path | None
+    model_name: str
+
+
+def judge_trainer(job: Job, case: TrainerCase, place: TrainerPlace) -> Row:
+    """The row of one case of `make_trainer_cases`; `job` is that of `make_trainer_job`.
+    Collective."""
+    began = time.monotonic()
+    refusal = find_refusal(job)
+    if refusal:
+        return _refuse(case, place, refusal)
+    batches = make_run_batches(job, case.plan, place.data_dir)
+    readers: list[RunReader] = []
+    for plan in (case.plan, case.other_plan):
+        reader = _open_reference(job, case, plan.num_microbatches, batches, place)
+        if isinstance(reader, str):
+            return _refuse(case, place, reader)
+        readers.append(reader)
+    run = TrainerRun(job, case, batches, place.run_dir / case.name, *readers)
+    try:
+        observed = run.run()
+    except LayoutError as error:
+        # About the module, before any step, and the same on every rank.
+        return _refuse(case, place, str(error))
+    gathered = place.mesh.gather_json([attempt.to_json() for attempt in observed])
+    by_rank = [[AttemptObservation.from_json(body) for body in bodies] for bodies in gathered]
+    comparator = RunComparator(
+        by_rank,
+        readers[0].record,
+        readers[1].record,
+        batch_size=job.train.global_batch_size,
+        is_scaled=case.name.endswith(LOSS_SCALE),
+    )
+    first = comparator.find_first()
+    return Row(
+        layout=case.name,
+        parallel=case.parallel,
+        model=place.model_name,
+        dtype="float64",
+        ok=first is None,
+        errors=comparator.errors(),
+        tolerance=comparator.tolerance,
+        first=first,
+        notes=(*comparator.notes(), NOT_JUDGED),
+        wall_s=round(time.monotonic() - began, 3),
+    )
+
+
+def _open_reference(
+    job: Job, case: TrainerCase, num_microbatches: int, batches: RunBatches, place: TrainerPlace
+) -> RunReader | str:
+    """The reference in so many microbatches, which rank 0 writes where it is not there yet; or why
+    there is none. Collective."""
+    directory = place.run_dir / f"trainer-reference-{num_microbatches}"
+    failure = ""
+    if place.mesh.rank == 0 and not (directory / FACTS).exists():
+        failure = write_run_reference(directory, job, case.plan, batches, num_microbatches)
+    failure = place.mesh.gather_json(failure)[0]
+    return failure or RunReader(directory)
+
+
+def _refuse(case: TrainerCase, place: TrainerPlace, reason: str) -> Row:
+    return Row(
+        case.name, case.parallel, place.model_name, "float64", None, {}, 0.0, refused=reason
+    )

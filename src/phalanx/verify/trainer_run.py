@@ -1,0 +1,335 @@
+"""Runs the real Trainer in a layout: stopped, resumed in the same and in another layout, and
+observed between its steps beside the second loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from phalanx.checkpoint.run_storage import RunStorage
+from phalanx.core.errors import CheckpointError, NumericsError
+from phalanx.core.phases import Phases
+from phalanx.job.schema import Job
+from phalanx.mesh.logical import LogicalShard, full_name, local_tensor
+from phalanx.mesh.mesh import Mesh, open_mesh
+from phalanx.nn.build import build_objective
+from phalanx.observe.bus import Bus
+from phalanx.observe.events import EvalFinished
+from phalanx.observe.tail import read_recorded
+from phalanx.parallel.step_stats import StepStats
+from phalanx.plan.plan import Plan
+from phalanx.run.build_trainer import build_trainer
+from phalanx.run.one_process.original_module import build_original_module
+from phalanx.run.weights import build_state, find_checkpoints, restore_newest
+from phalanx.train.state import TrainState
+from phalanx.train.stop import StopFlags
+from phalanx.train.training_data import TrainingData
+from phalanx.verify.follow import describe_held
+from phalanx.verify.trainer_batches import SOURCE_WEIGHTS, RankBatches, RunBatches, SpoiledStep
+from phalanx.verify.trainer_cases import STOP_STEP, TrainerCase
+from phalanx.verify.trainer_facts import (
+    BUFFER,
+    COPY,
+    GRADIENT,
+    STATE,
+    WEIGHT,
+    AttemptObservation,
+    Dots,
+    StateObservation,
+    StepObservation,
+)
+from phalanx.verify.trainer_reference import RunReader
+
+_NO_DOTS: Dots = (0.0, 0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class TrainerRun:
+    """The attempts of one case. `reference` is that of the case's layout, `other_reference` that
+    of the layout it is resumed in: of as many microbatches as those have."""
+
+    job: Job
+    case: TrainerCase
+    batches: RunBatches
+    run_dir: Path
+    reference: RunReader
+    other_reference: RunReader
+
+    def run(self) -> list[AttemptObservation]:
+        """Train until the stop, resume in the same layout, and in the other. Collective; one
+        observation of this rank for each attempt that began."""
+        case = self.case
+        observed = [self._train("", case.plan, self.reference, attempt=0)]
+        if observed[0].error:
+            return observed
+        resumed = self._train(
+            "resumed in the same layout", case.plan, self.reference, attempt=1, from_newest=True
+        )
+        observed.append(resumed)
+        if not resumed.error:
+            elsewhere = f"resumed in {case.other_name}"
+            observed.append(
+                self._train(elsewhere, case.other_plan, self.other_reference, attempt=2)
+            )
+        return observed
+
+    def _train(
+        self,
+        name: str,
+        plan: Plan,
+        reader: RunReader,
+        *,
+        attempt: int,
+        from_newest: bool = False,
+    ) -> AttemptObservation:
+        with open_mesh(plan.layout, device="cpu") as mesh:
+            bus = Bus(rank=mesh.rank, attempt=attempt, run_dir=self.run_dir)
+            observation = AttemptObservation(name, first_step=1)
+            try:
+                self._train_in(mesh, plan, reader, bus, observation, from_newest=from_newest)
+            # Both are raised on every rank alike.
+            except (CheckpointError, NumericsError) as error:
+                observation.error = f"{type(error).__name__}: {error}"
+            finally:
+                bus.close()
+            observation.evaluations = _read_evaluations(self.run_dir, mesh.rank, attempt)
+            return observation
+
+    def _train_in(
+        self,
+        mesh: Mesh,
+        plan: Plan,
+        reader: RunReader,
+        bus: Bus,
+        observation: AttemptObservation,
+        *,
+        from_newest: bool,
+    ) -> None:
+        is_resumed = bool(observation.name)
+        job = self._make_job(reader, saves=not is_resumed)
+        storage, phases = RunStorage.open(self.run_dir), Phases()
+        module, _ = build_original_module(self.job, plan, "float64", materialize=False)
+        # With weights of its own, also where all of them are restored: they must not stay.
+        state = build_state(job, plan, mesh, phases, module=module)
+        if is_resumed:
+            names = find_checkpoints(storage, mesh)
+            folders = [storage.store.folder(checkpoint) for checkpoint in names]
+            observation.checkpoints = tuple(folder.step for folder in folders)
+            if not names:
+                return
+            chosen = names[:1] if from_newest else names[-1:]
+            restored = restore_newest(storage, chosen, state, bus, fallback=False)
+            observation.first_step = restored.step + 1
+        stop = StopFlags()
+        observer = _RunObserver(state, module, reader, observation, mesh, stop)
+        if not is_resumed:
+            observer.stop_step = STOP_STEP
+        batches = RankBatches(self.batches, plan, mesh, observer.begin_step)
+        data = TrainingData(
+            batches,
+            SpoiledStep(batches).wrap(build_objective(job)),
+            batches.held_out(),
+            source_weights=SOURCE_WEIGHTS,
+        )
+        trainer = build_trainer(
+            job, plan, state, bus, data, storage=storage, stop=stop, guards=(observer,)
+        )
+        with observer.watching():
+            observation.end = trainer.run()
+        observer.observe_state(state.step)
+
+    def _make_job(self, reader: RunReader, *, saves: bool) -> Job:
+        """The job, which clips to what half of the steps exceed; an attempt that is resumed saves
+        nothing."""
+        body = self.job.to_json()
+        body["optim"]["clip_norm"] = reader.record.max_norm
+        if not saves:
+            body["checkpoint"]["every_steps"] = None
+        return Job.model_validate(body)
+
+
+@dataclass
+class _RunObserver:
+    """Observes one attempt: as a guard, as a hook of the optimizer, and between steps.
+
+    Before each update it gives the optimizer the second loop's gradients: rounding then does not
+    grow from step to step, and each update is judged by itself.
+    """
+
+    state: TrainState
+    module: nn.Module
+    reader: RunReader
+    observation: AttemptObservation
+    mesh: Mesh
+    stop: StopFlags
+    stop_step: int | None = None
+    _modes: dict[str, bool] = field(default_factory=dict)
+    _step: StepObservation | None = None
+
+    def __post_init__(self) -> None:
+        self._modes = {name: part.training for name, part in self.module.named_modules()}
+
+    def watching(self) -> Any:
+        """A context in which updates are observed."""
+        return _Hooked(self.state.optimizer, self._before_update)
+
+    def begin_step(self, step: int) -> None:
+        """Observe the state that `step` begins with; ask for a stop after the last step."""
+        self.observe_state(step - 1)
+        # One rank's request is enough.
+        if step == self.stop_step and self.mesh.rank == self.mesh.world_size - 1:
+            self.stop.sigterm = True
+
+    def reason_to_skip(self, step: int, facts: StepStats) -> str | None:
+        """Note the facts of a step; None: a guard that never objects."""
+        self._step = StepObservation(
+            step=step,
+            loss=facts.loss,
+            num_targets=facts.num_targets,
+            grad_norm=facts.grad_norm,
+            reason=facts.reason_to_skip or "",
+            loss_scale=facts.loss_scale,
+        )
+        self.observation.steps.append(self._step)
+        return None
+
+    def observe_state(self, step: int) -> None:
+        """Compare the state with the second loop's after `step`."""
+        state = self.state
+        observed = StateObservation(step, state.step, state.tokens_seen, state.samples_seen)
+        shards = state.model.shards()
+        self.observation.held = {name: describe_held(shard) for name, shard in shards.items()}
+        for name, shard in shards.items():
+            kind = WEIGHT if self.reader.has(step, f"{WEIGHT}/{name}") else BUFFER
+            self._compare(observed, kind, name, shard, step)
+        trained = state.model.trained_shards()
+        for raw_name, parameter in state.model.named_parameters():
+            name = full_name(raw_name)
+            copy = trained[name].like(name, local_tensor(parameter).detach())
+            self._compare(observed, COPY, name, copy, step)
+            self._compare_slots(observed, name, parameter, trained[name], step)
+            if parameter.grad is not None:
+                norm = local_tensor(parameter.grad).norm().item()
+                if norm != 0:
+                    observed.left[name] = norm
+        modes = {name: part.training for name, part in self.module.named_modules()}
+        observed.modes = tuple(name for name, mode in modes.items() if mode != self._modes[name])
+        self.observation.states.append(observed)
+
+    def _compare_slots(
+        self,
+        observed: StateObservation,
+        name: str,
+        parameter: nn.Parameter,
+        owner: LogicalShard,
+        step: int,
+    ) -> None:
+        for slot, value in self.state.optimizer.state.get(parameter, {}).items():
+            # Before the first step there is nothing in it.
+            if not isinstance(value, torch.Tensor) or not step:
+                continue
+            key = f"{STATE}/{slot}/{name}"
+            if value.shape == parameter.shape and value.ndim:
+                shard = owner.like(name, local_tensor(value).detach())
+                self._compare(observed, f"{STATE}/{slot}", name, shard, step)
+            elif self.reader.has(step, key):
+                expected = self.reader.block(step, key, (), ())
+                observed.numbers[f"{slot}/{name}"] = float(local_tensor(value)) - float(expected)
+
+    def _compare(
+        self, observed: StateObservation, kind: str, name: str, shard: LogicalShard, step: int
+    ) -> None:
+        reference_kind = WEIGHT if kind == COPY else kind
+        key = f"{reference_kind}/{name}"
+        # Buffers have no record of the beginning.
+        if not self.reader.has(step, key):
+            return
+        before = f"{step - 1}" if reference_kind == WEIGHT and step else None
+        observed.tensors.setdefault(kind, {})[name] = self._measure(shard, key, step, before)
+
+    def _measure(self, shard: LogicalShard, key: str, step: int, before: str | None) -> Dots:
+        sums = torch.zeros(4, dtype=torch.float64)
+        for actual, box in _blocks(shard):
+            if not (actual.is_floating_point() or actual.dtype in (torch.int64, torch.bool)):
+                continue
+            reference = self.reader.block(step, key, box.global_offset, box.size).double()
+            actual = actual.double()
+            off = actual - reference
+            if before is not None:
+                base = self.reader.block(int(before), key, box.global_offset, box.size).double()
+                actual, reference = actual - base, reference - base
+            products = (off * off, actual * actual, actual * reference, reference * reference)
+            sums += torch.stack([product.sum() for product in products])
+        first, second, third, fourth = sums.tolist()
+        return first, second, third, fourth
+
+    def _before_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Compare the gradients that the optimizer is given, and put the second loop's in their
+        place."""
+        step = self._step
+        assert step is not None, "an update comes after the facts of its step"
+        step.num_updates += 1
+        rates = [group["lr"] for group in optimizer.param_groups if group["params"]]
+        step.rates = tuple(map(float, rates))
+        # A second update of a step: its gradients are in place already.
+        if step.num_updates > 1:
+            return
+        trained = self.state.model.trained_shards()
+        for raw_name, parameter in self.state.model.named_parameters():
+            name = full_name(raw_name)
+            key = f"{GRADIENT}/{name}"
+            if not self.reader.has(step.step, key):
+                continue
+            if parameter.grad is None:
+                zeros = torch.zeros_like(trained[name].tensor)
+                shard = trained[name].like(name, zeros)
+                step.gradients[name] = self._measure(shard, key, step.step, None)
+                continue
+            shard = trained[name].like(name, local_tensor(parameter.grad).detach())
+            step.gradients[name] = self._measure(shard, key, step.step, None)
+            for block, box in _blocks(shard):
+                block.copy_(self.reader.block(step.step, key, box.global_offset, box.size))
+
+
+@dataclass
+class _Hooked:
+    """A context with a hook before each update of an optimizer."""
+
+    optimizer: torch.optim.Optimizer
+    hook: Any
+    _handle: Any = None
+
+    def __enter__(self) -> None:
+        self._handle = self.optimizer.register_step_pre_hook(self.hook)
+
+    def __exit__(self, *error: object) -> None:
+        self._handle.remove()
+
+
+def _blocks(shard: LogicalShard) -> Iterator[tuple[torch.Tensor, Any]]:
+    """Each block of a shard, as a view of its local tensor, and where it stands."""
+    for box in shard.boxes:
+        slices = tuple(slice(o, o + n) for o, n in zip(box.local_offset, box.size, strict=True))
+        yield shard.tensor[slices], box
+
+
+def _read_evaluations(run_dir: Path, rank: int, attempt: int) -> dict[str, float]:
+    """Step -> loss of the evaluations that rank 0 has recorded in an attempt."""
+    losses: dict[str, float] = {}
+    if rank != 0:
+        return losses
+    for envelope in read_recorded(run_dir, EvalFinished):
+        event = envelope.event
+        if envelope.attempt == attempt and isinstance(event, EvalFinished):
+            losses[str(event.step)] = event.loss
+    return losses
+
+
+def list_tensor_kinds(observed: Mapping[str, Any]) -> list[str]:
+    """Kinds of tensors of an observed state, those of the model first."""
+    return sorted(observed, key=lambda kind: (kind not in (WEIGHT, BUFFER), kind))
