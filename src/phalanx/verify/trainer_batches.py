@@ -17,7 +17,7 @@ from phalanx.mesh.mesh import Mesh
 from phalanx.parallel.executor import Batch, Objective
 from phalanx.plan.plan import Plan
 from phalanx.train.evaluation import HeldOut
-from phalanx.verify.batches import cast_steps, make_global_steps
+from phalanx.verify.batches import cast_steps, has_step_without_targets, make_global_steps
 from phalanx.verify.trainer_cases import (
     HALF_MASKED_STEP,
     NO_TARGETS_STEP,
@@ -44,7 +44,8 @@ class RunBatches:
 def make_run_batches(job: Job, plan: Plan, data_dir: Path | None) -> RunBatches:
     """Batches in float64: made up, or of the data in `data_dir`.
 
-    In HALF_MASKED_STEP the second half of the rows has no targets, in NO_TARGETS_STEP none has.
+    In HALF_MASKED_STEP the second half of the rows has no targets, in NO_TARGETS_STEP none has;
+    not where an own objective may not know what that is.
     """
     num_batches = NUM_STEPS + len(SOURCE_WEIGHTS)
     made = make_global_steps(job, plan, data_dir, num_steps=num_batches)
@@ -55,19 +56,16 @@ def make_run_batches(job: Job, plan: Plan, data_dir: Path | None) -> RunBatches:
         )
     steps = batches[:NUM_STEPS]
     num_rows = len(next(iter(steps[0].values())))
-    for step, first_row in ((HALF_MASKED_STEP, num_rows // 2), (NO_TARGETS_STEP, 0)):
-        steps[step - 1] = _mask_rows(steps[step - 1], first_row)
+    if has_step_without_targets(job, plan, num_batches):
+        for step, first_row in ((HALF_MASKED_STEP, num_rows // 2), (NO_TARGETS_STEP, 0)):
+            steps[step - 1] = _mask_rows(steps[step - 1], first_row)
     held_out = dict(zip(SOURCE_WEIGHTS, batches[NUM_STEPS:], strict=True))
     return RunBatches(tuple(steps), held_out)
 
 
 def _mask_rows(batch: Batch, first_row: int) -> Batch:
-    """The batch without the targets of the rows from `first_row` on; as it is where targets are
-    not classes."""
-    targets = batch.get("targets")
-    if targets is None or targets.is_floating_point():
-        return batch
-    masked = targets.clone()
+    """The batch without the targets of the rows from `first_row` on."""
+    masked = batch["targets"].clone()
     masked[first_row:] = IGNORE_INDEX
     return {**batch, "targets": masked}
 

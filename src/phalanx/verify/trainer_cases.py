@@ -3,6 +3,7 @@ what. Torch-free."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -97,12 +98,22 @@ def make_trainer_job(job: Job) -> Job:
         "url": None,
     }
     body["resilience"] |= {"max_skipped_steps": 10, "inject": ()}
-    return Job.model_validate(body)
+    return Job.model_validate_json(json.dumps(body))
 
 
+JUDGED = (
+    "learning rates",
+    "clipping",
+    "skipped steps",
+    "weights and optimizer state after each step",
+    "evaluations",
+    "a checkpoint saved in the background, and one at a stop",
+    "runs resumed in the same and in another layout",
+)
 NOT_JUDGED = (
-    "not judged: metrics of an own objective, the best step, saves by the clock, random draws"
-    " other than dropout's"
+    "metrics of an own objective, the best step",
+    "saves by the clock",
+    "random draws other than dropout's",
 )
 
 

@@ -114,8 +114,8 @@ class AttemptObservation(JsonRecord):
     end: str = ""
     error: str = ""
     held: dict[str, str] = field(default_factory=dict)
-    states: list[StateObservation] = field(default_factory=list)
-    steps: list[StepObservation] = field(default_factory=list)
+    states: tuple[StateObservation, ...] = ()
+    steps: tuple[StepObservation, ...] = ()
     evaluations: dict[str, float] = field(default_factory=dict)
     checkpoints: tuple[int, ...] = ()
 

@@ -12,7 +12,13 @@ from phalanx.job.schema import Job
 from phalanx.mesh.mesh import Mesh
 from phalanx.verify.row import Row
 from phalanx.verify.trainer_batches import RunBatches, make_run_batches
-from phalanx.verify.trainer_cases import LOSS_SCALE, NOT_JUDGED, TrainerCase, find_refusal
+from phalanx.verify.trainer_cases import (
+    JUDGED,
+    LOSS_SCALE,
+    NOT_JUDGED,
+    TrainerCase,
+    find_refusal,
+)
 from phalanx.verify.trainer_facts import FACTS, AttemptObservation
 from phalanx.verify.trainer_reference import RunReader, write_run_reference
 from phalanx.verify.trainer_run import TrainerRun
@@ -69,7 +75,9 @@ def judge_trainer(job: Job, case: TrainerCase, place: TrainerPlace) -> Row:
         errors=comparator.errors(),
         tolerance=comparator.tolerance,
         first=first,
-        notes=(*comparator.notes(), NOT_JUDGED),
+        notes=comparator.notes(),
+        judged=JUDGED,
+        not_judged=(*comparator.list_not_judged(), *NOT_JUDGED),
         wall_s=round(time.monotonic() - began, 3),
     )
 

@@ -3,7 +3,8 @@ observed between its steps beside the second loop."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -150,7 +151,7 @@ class TrainerRun:
         body["optim"]["clip_norm"] = reader.record.max_norm
         if not saves:
             body["checkpoint"]["every_steps"] = None
-        return Job.model_validate(body)
+        return Job.model_validate_json(json.dumps(body))
 
 
 @dataclass
@@ -195,7 +196,7 @@ class _RunObserver:
             reason=facts.reason_to_skip or "",
             loss_scale=facts.loss_scale,
         )
-        self.observation.steps.append(self._step)
+        self.observation.steps += (self._step,)
         return None
 
     def observe_state(self, step: int) -> None:
@@ -219,7 +220,7 @@ class _RunObserver:
                     observed.left[name] = norm
         modes = {name: part.training for name, part in self.module.named_modules()}
         observed.modes = tuple(name for name, mode in modes.items() if mode != self._modes[name])
-        self.observation.states.append(observed)
+        self.observation.states += (observed,)
 
     def _compare_slots(
         self,
@@ -328,8 +329,3 @@ def _read_evaluations(run_dir: Path, rank: int, attempt: int) -> dict[str, float
         if envelope.attempt == attempt and isinstance(event, EvalFinished):
             losses[str(event.step)] = event.loss
     return losses
-
-
-def list_tensor_kinds(observed: Mapping[str, Any]) -> list[str]:
-    """Kinds of tensors of an observed state, those of the model first."""
-    return sorted(observed, key=lambda kind: (kind not in (WEIGHT, BUFFER), kind))

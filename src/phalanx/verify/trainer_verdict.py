@@ -1,0 +1,463 @@
+"""Compares what all ranks observed of the trainer with the second loop: equal, or what differs
+first, in which step, and the likely cause. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from phalanx.verify.row import Difference
+from phalanx.verify.trainer_cases import EVALUATED_STEPS, NUM_STEPS, SAVE_EVERY, STOP_STEP
+from phalanx.verify.trainer_facts import (
+    BUFFER,
+    COPY,
+    GRADIENT,
+    STATE,
+    WEIGHT,
+    AttemptObservation,
+    Dots,
+    RunRecord,
+    StateObservation,
+    StepObservation,
+    StepRecord,
+)
+
+TOLERANCE, NARROW_TOLERANCE = 1e-8, 1e-4
+SAME = 1e-3  # ratios that are alike
+_REASONS = {
+    "": ("",),
+    "no_targets": ("no_targets",),
+    "not_finite": ("nonfinite_gradients", "overflow"),
+}
+
+
+class RunComparator:
+    """Compares the attempts of all ranks with the second loop.
+
+    `by_rank`: of each rank its attempts. `record` is of the layout of the first two attempts,
+    `other` of the one that the last is resumed in. `is_scaled`: the loss was multiplied by a scale.
+    """
+
+    def __init__(
+        self,
+        by_rank: Sequence[Sequence[AttemptObservation]],
+        record: RunRecord,
+        other: RunRecord,
+        *,
+        batch_size: int,
+        is_scaled: bool,
+    ) -> None:
+        self._by_rank, self._records = by_rank, (record, record, other)
+        self._batch_size, self._is_scaled = batch_size, is_scaled
+        self.tolerance = TOLERANCE
+        if record.narrows or other.narrows:
+            self.tolerance = NARROW_TOLERANCE
+        self._worst: dict[str, float] = {}
+
+    def find_first(self) -> Difference | None:
+        """The first difference; None if the trainer equals the second loop."""
+        return next(self._list_differences(), None)
+
+    def errors(self) -> dict[str, float]:
+        """The largest relative error of each kind, up to the first difference."""
+        return dict(self._worst)
+
+    def notes(self) -> tuple[str, ...]:
+        """What a reader must know of the tolerance."""
+        if not self._records[0].narrows:
+            return ()
+        return (
+            "the module computes in fewer digits than float64 on its way, and is judged by those",
+        )
+
+    def list_not_judged(self) -> tuple[str, ...]:
+        """What this run had nothing of."""
+        record = self._records[0]
+        lines = []
+        if record.unused:
+            lines.append(f"parameters without a gradient: {', '.join(record.unused)}")
+        if not any(step.skipped == "no_targets" for step in record.steps):
+            lines.append("a step without targets: the data has none")
+        num_clipped = sum(step.is_clipped for step in record.steps)
+        if num_clipped == 0:
+            lines.append("active clipping")
+        if num_clipped == sum(not step.skipped for step in record.steps):
+            lines.append("steps below the clipping norm")
+        return tuple(lines)
+
+    def _list_differences(self) -> Iterator[Difference]:
+        for index, of_ranks in enumerate(zip(*self._by_rank, strict=True)):
+            yield from self._compare_attempt(of_ranks, self._records[index])
+
+    def _compare_attempt(
+        self, ranks: Sequence[AttemptObservation], record: RunRecord
+    ) -> Iterator[Difference]:
+        attempt = ranks[0]
+        is_first, first_step = not attempt.name, attempt.first_step
+        due = _list_checkpoints()
+        if not is_first and attempt.checkpoints != due:
+            yield self._number(
+                "checkpoints",
+                first_step - 1,
+                float(len(attempt.checkpoints) - len(due)) or math.nan,
+                f"the run saved steps {list(attempt.checkpoints)}, not {list(due)}",
+            )
+        steps = {rank: {s.step: s for s in seen.steps} for rank, seen in enumerate(ranks)}
+        states = {rank: seen.states for rank, seen in enumerate(ranks)}
+        for index, observed in enumerate(attempt.states):
+            of_ranks = [states[rank][index] for rank in range(len(ranks))]
+            if observed.step:
+                yield from self._evaluation(attempt, record.after(observed.step))
+            began = attempt.name if index == 0 else ""
+            yield from self._state(of_ranks, record, began, ranks)
+            following = observed.step + 1
+            if all(following in of_rank for of_rank in steps.values()):
+                step_ranks = [of_rank[following] for of_rank in steps.values()]
+                yield from self._step(step_ranks, record, attempt, ranks)
+        if attempt.error:
+            yield self._number("run", _last_step(attempt), math.nan, self._explain_error(attempt))
+        expected = "sigterm" if is_first else "finished"
+        last = STOP_STEP if is_first else NUM_STEPS
+        if attempt.end != expected or _last_step(attempt) != last:
+            cause = (
+                f"the run ended with {attempt.end or 'nothing'} after step {_last_step(attempt)},"
+                f" not with {expected} after step {last}"
+            )
+            yield self._number("end of the run", last, math.nan, cause)
+
+    def _explain_error(self, attempt: AttemptObservation) -> str:
+        if attempt.name:
+            return f"{attempt.name}, the run cannot be restored: {attempt.error}"
+        return attempt.error
+
+    # Between two steps
+
+    def _state(
+        self,
+        ranks: Sequence[StateObservation],
+        record: RunRecord,
+        restored: str,
+        attempts: Sequence[AttemptObservation],
+    ) -> Iterator[Difference]:
+        """What differs between two steps. `restored`: how the run was resumed just before, in
+        words."""
+        step = ranks[0].step
+        yield from self._counters(ranks, record, restored)
+        is_evaluated = step in EVALUATED_STEPS and not restored
+        for rank, observed in enumerate(ranks):
+            if observed.modes:
+                cause = "modules are in another mode than before: an evaluation leaves its mode"
+                yield self._number("mode", step, float(len(observed.modes)), cause, rank)
+            for name in observed.left:
+                cause = "the step before is left in gradients: they were not cleared"
+                if step and record.after(step).skipped:
+                    cause = "a skipped step is left in gradients: they were not cleared"
+                yield self._named("gradient", name, step, observed.left[name], rank, "", cause)
+        for kind in _list_kinds(ranks):
+            yield from self._tensors(kind, ranks, record, restored, attempts, is_evaluated)
+        for rank, observed in enumerate(ranks):
+            for key, off in observed.numbers.items():
+                if off == 0:
+                    continue
+                slot, _, name = key.partition("/")
+                cause = self._explain_state(f"{STATE}/{slot}", step, record, restored)
+                what = f"optimizer state {slot} of"
+                yield self._named(what, name, step, abs(off), rank, "", cause)
+
+    def _counters(
+        self, ranks: Sequence[StateObservation], record: RunRecord, restored: str
+    ) -> Iterator[Difference]:
+        step = ranks[0].step
+        tokens = record.after(step).tokens_seen if step else 0
+        for rank, observed in enumerate(ranks):
+            pairs = (
+                ("step", observed.counted_step, step),
+                ("tokens seen", observed.tokens_seen, tokens),
+                ("samples seen", observed.samples_seen, step * self._batch_size),
+            )
+            for what, actual, expected in pairs:
+                if actual == expected:
+                    continue
+                cause = f"{what}: {actual} after step {step}, not {expected}"
+                if restored:
+                    cause += f": not restored from the checkpoint ({restored})"
+                yield self._number(what, step, abs(actual - expected), cause, rank)
+
+    def _tensors(
+        self,
+        kind: str,
+        ranks: Sequence[StateObservation],
+        record: RunRecord,
+        restored: str,
+        attempts: Sequence[AttemptObservation],
+        is_evaluated: bool,
+    ) -> Iterator[Difference]:
+        step = ranks[0].step
+        reference = record.steps[step - 1] if step else None
+        label = {WEIGHT: "weight", COPY: "weight of the optimizer", BUFFER: "buffer"}.get(kind)
+        if step == 0:
+            label = f"initial {label}"
+        sums = [observed.tensors.get(kind, {}) for observed in ranks]
+        skipped_names = record.unused if kind != BUFFER else ()
+        size_kind = WEIGHT if kind == COPY else kind
+        off = self._find_off(sums, reference, size_kind, skipped_names)
+        for name, (error, rank) in off.items():
+            if kind == BUFFER and is_evaluated:
+                cause = "a buffer is another one than before: an evaluation leaves its buffers"
+            elif kind in (WEIGHT, COPY, BUFFER):
+                cause = self._explain_weight(name, sums, step, record, restored, is_evaluated)
+            else:
+                cause = self._explain_state(kind, step, record, restored)
+            what = label or f"optimizer state {kind.partition('/')[2]} of"
+            held = attempts[rank].held.get(name, "")
+            yield self._named(what, name, step, error, rank, held, cause)
+
+    def _find_off(
+        self,
+        sums: Sequence[Mapping[str, Dots]],
+        reference: StepRecord | None,
+        kind: str,
+        skipped_names: Sequence[str],
+    ) -> dict[str, tuple[float, int]]:
+        """Name -> (relative error, the rank that has most of it) of tensors that are off."""
+        off: dict[str, tuple[float, int]] = {}
+        names = dict.fromkeys(name for of_rank in sums for name in of_rank)
+        for name in names:
+            if name in skipped_names:
+                continue
+            # Before the first step nothing has a size: any error counts.
+            scale = 1.0
+            if reference is not None:
+                scale = reference.scale(kind, name)
+            errors = [math.sqrt(of_rank[name][0]) if name in of_rank else 0.0 for of_rank in sums]
+            # NaN is the worst of all.
+            worst = max(range(len(errors)), key=lambda rank: _nan_to_inf(errors[rank]))
+            error = errors[worst] / scale
+            self._note(kind.partition("/")[0], error)
+            if not error <= self.tolerance:
+                off[name] = error, worst
+        return off
+
+    def _explain_weight(
+        self,
+        name: str,
+        sums: Sequence[Mapping[str, Dots]],
+        step: int,
+        record: RunRecord,
+        restored: str,
+        is_evaluated: bool,
+    ) -> str:
+        if restored:
+            return f"not restored from the checkpoint: {restored}"
+        if not step:
+            return "the trainer begins with other weights"
+        if record.after(step).skipped:
+            return "a skipped step is applied, or changed weights all the same"
+        moved = sum(of_rank[name][1] for of_rank in sums if name in of_rank)
+        expected = sum(of_rank[name][3] for of_rank in sums if name in of_rank)
+        if moved == 0 and expected:
+            return "the optimizer's update did not move it: not updated, a stale copy"
+        ratio = math.sqrt(moved / expected) if expected else math.inf
+        if abs(ratio - 2) < 0.2:
+            return f"it moved {ratio:.3g} times as far: the optimizer's update is made twice"
+        if is_evaluated:
+            return "the update, or the evaluation behind it, changed it otherwise"
+        return (
+            "gradients and rate are right, and the update is not the optimizer's by its"
+            " definition: decay of the wrong parameters, eps, betas or counts"
+        )
+
+    def _explain_state(self, kind: str, step: int, record: RunRecord, restored: str) -> str:
+        slot = kind.partition("/")[2]
+        words = {
+            "exp_avg": "first moments",
+            "exp_avg_sq": "second moments",
+            "step": "counts of updates",
+            "momentum_buffer": "momentum",
+        }.get(slot, slot)
+        if restored:
+            return f"{words} of the optimizer are not restored from the checkpoint: {restored}"
+        if step and record.after(step).skipped:
+            return f"{words} of the optimizer went on in a skipped step"
+        return f"{words} are not what the optimizer's definition makes of the same gradients"
+
+    # Within a step
+
+    def _step(
+        self,
+        ranks: Sequence[StepObservation],
+        record: RunRecord,
+        attempt: AttemptObservation,
+        attempts: Sequence[AttemptObservation],
+    ) -> Iterator[Difference]:
+        reference = record.after(ranks[0].step)
+        for rank, observed in enumerate(ranks):
+            yield from self._facts(observed, reference, record, rank, attempt)
+        for rank, observed in enumerate(ranks):
+            yield from self._updates(observed, reference, rank)
+        sums = [observed.gradients for observed in ranks]
+        off = self._find_off(sums, reference, GRADIENT, record.unused)
+        for name, (error, rank) in off.items():
+            held = attempts[rank].held.get(name, "")
+            cause = self._explain_gradients(sums, reference)
+            yield self._named("gradient", name, reference.step, error, rank, held, cause)
+
+    def _facts(
+        self,
+        observed: StepObservation,
+        reference: StepRecord,
+        record: RunRecord,
+        rank: int,
+        attempt: AttemptObservation,
+    ) -> Iterator[Difference]:
+        step = reference.step
+        if observed.num_targets != reference.num_targets:
+            cause = self._explain_targets(observed, record)
+            off = float(observed.num_targets - reference.num_targets)
+            yield self._number("number of targets", step, abs(off), cause, rank)
+        if reference.skipped != "no_targets":
+            error = _relative(observed.loss, reference.loss)
+            self._note("loss", error)
+            if not error <= self.tolerance:
+                yield self._number("loss", step, error, self._explain_loss(step, attempt), rank)
+            scale = reference.loss_scale if self._is_scaled else 0.0
+            if observed.loss_scale != scale:
+                cause = f"the loss scale is {observed.loss_scale:g}, not {scale:g}"
+                if attempt.name and step == attempt.first_step:
+                    cause += f": not restored from the checkpoint ({attempt.name})"
+                error = _relative(observed.loss_scale, scale)
+                yield self._number("loss scale", step, error, cause, rank)
+        if not reference.skipped:
+            error = _relative(observed.grad_norm, reference.grad_norm)
+            self._note("norm", error)
+            if not error <= self.tolerance:
+                cause = "gradients before clipping are others, of equal weights and data"
+                yield self._number("gradient norm", step, error, cause, rank)
+        if observed.reason not in _REASONS[reference.skipped]:
+            cause = (
+                f"the step is taken for {observed.reason or 'a good one'}, and must be skipped:"
+                f" {reference.skipped}"
+            )
+            if not reference.skipped:
+                cause = f"a good step is skipped: {observed.reason}"
+            yield self._number("skipped step", step, 1.0, cause, rank)
+
+    def _explain_targets(self, observed: StepObservation, record: RunRecord) -> str:
+        for other in record.steps:
+            if other.num_targets == observed.num_targets:
+                return f"the step trains on the data of step {other.step}: the batch is another one"
+        return "the data of the step is not that of its samples"
+
+    def _explain_loss(self, step: int, attempt: AttemptObservation) -> str:
+        cause = (
+            "weights and number of targets are equal: other data, or dropout masks of another step"
+        )
+        if attempt.name and step == attempt.first_step:
+            cause += f", for it begins anew where the run is {attempt.name}"
+        return cause
+
+    def _updates(
+        self, observed: StepObservation, reference: StepRecord, rank: int
+    ) -> Iterator[Difference]:
+        step, expected = reference.step, 0 if reference.skipped else 1
+        if observed.num_updates != expected:
+            cause = f"the optimizer's update is made {observed.num_updates} times, not once"
+            if not observed.num_updates:
+                cause = "the step is good, and not updated: weights are stale, did not move"
+            if reference.skipped:
+                cause = f"a step that must be skipped ({reference.skipped}) is applied"
+            yield self._number("update", step, abs(observed.num_updates - expected), cause, rank)
+        for rate in observed.rates:
+            error = _relative(rate, reference.rate)
+            self._note("rate", error)
+            if not error <= 1e-12:
+                cause = (
+                    f"the learning rate of a group is {rate:.4g}, by the schedule it is"
+                    f" {reference.rate:.4g}"
+                )
+                yield self._number("learning rate", step, error, cause, rank)
+
+    def _explain_gradients(self, sums: Sequence[Mapping[str, Dots]], reference: StepRecord) -> str:
+        actual, crossed, expected = 0.0, 0.0, 0.0
+        for of_rank in sums:
+            for _, own, mixed, theirs in of_rank.values():
+                actual, crossed, expected = actual + own, crossed + mixed, expected + theirs
+        ratio = math.sqrt(actual / expected) if expected else math.inf
+        is_parallel = abs(crossed - math.sqrt(actual * expected)) <= SAME * expected
+        if is_parallel and abs(ratio - 1) > SAME:
+            clipped = "clipped" if reference.is_clipped else "left as they are"
+            return (
+                f"all gradients are {ratio:.3g} times as large as they should be, {clipped} by the"
+                " norm: clipping"
+            )
+        return "the norm before clipping is right, and the gradients that are applied are others"
+
+    # Evaluations
+
+    def _evaluation(
+        self, attempt: AttemptObservation, reference: StepRecord
+    ) -> Iterator[Difference]:
+        step = reference.step
+        # What a run has on record is not evaluated again.
+        if step < attempt.first_step:
+            return
+        actual, expected = attempt.evaluations.get(str(step)), reference.evaluation
+        if (actual is None) != (expected is None):
+            cause = "an evaluation that is due is not done"
+            if expected is None:
+                cause = "an evaluation is done that is not due"
+            yield self._number("evaluation loss", step, math.nan, cause)
+        if actual is None or expected is None:
+            return
+        error = _relative(actual, expected)
+        self._note("evaluation", error)
+        if not error <= self.tolerance:
+            cause = (
+                "the evaluation does not give the loss per target of its sources, by their weights,"
+                " in evaluation mode"
+            )
+            yield self._number("evaluation loss", step, error, cause)
+
+    def _note(self, kind: str, error: float) -> None:
+        self._worst[kind] = max(self._worst.get(kind, 0.0), _nan_to_inf(error))
+
+    def _number(
+        self, what: str, step: int, error: float, cause: str, rank: int = 0
+    ) -> Difference:
+        return self._named(what, "", step, error, rank, "", cause)
+
+    def _named(
+        self, what: str, name: str, step: int, error: float, rank: int, held: str, cause: str
+    ) -> Difference:
+        # Steps of differences are counted from 0.
+        return Difference(what, name, max(0, step - 1), error, rank, (rank,), held, cause)
+
+
+def _list_checkpoints() -> tuple[int, ...]:
+    """The steps that the first attempt saves, the newest first."""
+    regular = [step for step in range(1, STOP_STEP) if step % SAVE_EVERY == 0]
+    return (STOP_STEP, *reversed(regular))
+
+
+def _last_step(attempt: AttemptObservation) -> int:
+    if not attempt.states:
+        return 0
+    return attempt.states[-1].step
+
+
+def _list_kinds(ranks: Sequence[StateObservation]) -> list[str]:
+    """Kinds of tensors: states of the optimizer first, of which weights are made."""
+    kinds = dict.fromkeys(kind for observed in ranks for kind in observed.tensors)
+    return sorted(kinds, key=lambda kind: (not kind.startswith(STATE), kind))
+
+
+def _relative(actual: float, expected: float) -> float:
+    if actual == expected:
+        return 0.0
+    return abs(actual - expected) / max(abs(expected), 1e-300)
+
+
+def _nan_to_inf(value: float) -> float:
+    if math.isnan(value):
+        return math.inf
+    return value
