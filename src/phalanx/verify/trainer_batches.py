@@ -18,6 +18,7 @@ from phalanx.parallel.executor import Batch, Objective
 from phalanx.plan.plan import Plan
 from phalanx.train.evaluation import HeldOut
 from phalanx.verify.batches import cast_steps, has_step_without_targets, make_global_steps
+from phalanx.verify.cases import NUM_MICROBATCHES
 from phalanx.verify.trainer_cases import (
     HALF_MASKED_STEP,
     NO_TARGETS_STEP,
@@ -59,7 +60,10 @@ def make_run_batches(job: Job, plan: Plan, data_dir: Path | None) -> RunBatches:
     if has_step_without_targets(job, plan, num_batches):
         for step, first_row in ((HALF_MASKED_STEP, num_rows // 2), (NO_TARGETS_STEP, 0)):
             steps[step - 1] = _mask_rows(steps[step - 1], first_row)
-    held_out = dict(zip(SOURCE_WEIGHTS, batches[NUM_STEPS:], strict=True))
+    held_out: dict[str, Batch] = {}
+    for name, batch in zip(SOURCE_WEIGHTS, batches[NUM_STEPS:], strict=True):
+        # A part is enough, which has a row for each rank.
+        held_out[name] = split_rows(batch, NUM_MICROBATCHES)[0]
     return RunBatches(tuple(steps), held_out)
 
 
@@ -96,8 +100,7 @@ class RankBatches:
         """This rank's share of the held-out batches, by source."""
         sources: dict[str, list[Batch]] = {}
         for name, batch in self.batches.held_out.items():
-            halves = split_rows(batch, self.plan.num_microbatches)
-            sources[name] = [self._share(half) for half in halves]
+            sources[name] = [self._share(batch)]
         return sources
 
     def _share(self, batch: Batch) -> Batch:

@@ -63,11 +63,14 @@ def list_trainer_layouts(num_ranks: int) -> Iterator[tuple[str, dict[str, Any]]]
     yield "zero1", {"dp_shard": num_ranks, "zero_stage": 1}
     if num_ranks % 2 == 0:
         yield f"pp2{infix}-1f1b", {**others, "pp": 2, "schedule": "1f1b"}
-    yield "zero1-offload-optimizer", {
-        "dp_shard": num_ranks,
-        "zero_stage": 1,
-        "offload": "optimizer",
-    }
+    yield (
+        "zero1-offload-optimizer",
+        {
+            "dp_shard": num_ranks,
+            "zero_stage": 1,
+            "offload": "optimizer",
+        },
+    )
 
 
 LOSS_SCALE = "loss-scale"
@@ -144,11 +147,10 @@ def make_trainer_cases(
             planned.append(case)
     for index, case in enumerate(planned):
         other = planned[(index + 1) % len(planned)]
-        assert case.plan is not None and other.plan is not None
+        assert case.plan is not None
+        assert other.plan is not None
         cases.append(
-            TrainerCase(
-                PREFIX + case.name, dict(case.parallel), case.plan, other.name, other.plan
-            )
+            TrainerCase(PREFIX + case.name, dict(case.parallel), case.plan, other.name, other.plan)
         )
     if planned:
         cases.append(_scale_loss(planned))
@@ -158,7 +160,8 @@ def make_trainer_cases(
 def _scale_loss(planned: list[Case]) -> TrainerCase:
     """The first layout with a loss that is scaled as in fp16, resumed in the second."""
     case, other = planned[0], planned[min(1, len(planned) - 1)]
-    assert case.plan is not None and other.plan is not None
+    assert case.plan is not None
+    assert other.plan is not None
     return TrainerCase(
         PREFIX + LOSS_SCALE,
         dict(case.parallel),

@@ -16,8 +16,8 @@ memory; STATE is followed by the slot: optim/exp_avg."""
 
 Dots = tuple[float, float, float, float]
 """Over the elements that a rank holds, with `a` the trainer's and `r` the second loop's tensor:
-|a - r|^2, |a - b|^2, (a - b).(r - b), |r - b|^2. `b` is the weight a step before, and zero for other
-kinds than weights."""
+|a - r|^2, |a - b|^2, (a - b).(r - b), |r - b|^2. `b` is the weight a step before, and zero for
+other kinds than weights."""
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,4 @@ def _open_reference(
 
 
 def _refuse(case: TrainerCase, place: TrainerPlace, reason: str) -> Row:
-    return Row(
-        case.name, case.parallel, place.model_name, "float64", None, {}, 0.0, refused=reason
-    )
+    return Row(case.name, case.parallel, place.model_name, "float64", None, {}, 0.0, refused=reason)

@@ -102,6 +102,12 @@ class RunComparator:
                 float(len(attempt.checkpoints) - len(due)) or math.nan,
                 f"the run saved steps {list(attempt.checkpoints)}, not {list(due)}",
             )
+        if not is_first and attempt.states and attempt.states[0].step != first_step - 1:
+            cause = (
+                f"the run goes on after step {attempt.states[0].step}, and the checkpoint is of step"
+                f" {first_step - 1}: not restored from it ({attempt.name})"
+            )
+            yield self._number("step", first_step - 1, 1.0, cause)
         steps = {rank: {s.step: s for s in seen.steps} for rank, seen in enumerate(ranks)}
         states = {rank: seen.states for rank, seen in enumerate(ranks)}
         for index, observed in enumerate(attempt.states):
@@ -421,9 +427,7 @@ class RunComparator:
     def _note(self, kind: str, error: float) -> None:
         self._worst[kind] = max(self._worst.get(kind, 0.0), _nan_to_inf(error))
 
-    def _number(
-        self, what: str, step: int, error: float, cause: str, rank: int = 0
-    ) -> Difference:
+    def _number(self, what: str, step: int, error: float, cause: str, rank: int = 0) -> Difference:
         return self._named(what, "", step, error, rank, "", cause)
 
     def _named(

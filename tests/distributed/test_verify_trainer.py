@@ -1,0 +1,204 @@
+"""Runs through the trainer equal a second loop, and bugs of the training loop are found with their
+cause."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from exam.plant import load_plant
+from exam.sit import MODULES
+
+from models import CPU
+from phalanx.job.module_probe import measure_foreign_shape
+from phalanx.job.schema import Job
+from phalanx.mesh.mesh import open_mesh
+from phalanx.plan.layout import Layout
+from phalanx.verify.cases import make_verified_job, shrink_job
+from phalanx.verify.row import Row
+from phalanx.verify.trainer_cases import (
+    NUM_STEPS,
+    TrainerCase,
+    list_trainer_names,
+    make_trainer_cases,
+    make_trainer_job,
+)
+from phalanx.verify.trainer_row import TrainerPlace, judge_trainer
+from planted import plant_bug
+from plants import some
+from ranks import run_ranks
+
+DECODER = {"data": {"seq_len": 16}}
+
+
+def make_job(sections: dict[str, Any], num_ranks: int) -> Job:
+    job = Job.model_validate(sections)
+    if not job.model.is_foreign:
+        job, _ = shrink_job(job, num_blocks=2)
+    return make_trainer_job(make_verified_job(job, num_ranks))
+
+
+def judge_cases(
+    rank: int,
+    num_ranks: int,
+    sections: dict[str, Any],
+    directory: str,
+    only: Sequence[str],
+    plant: str,
+) -> list[dict[str, Any]]:
+    if plant:
+        plant_bug(plant)
+    job = make_job(sections, num_ranks)
+    shape = measure_foreign_shape(job)
+    cases = make_trainer_cases(job, num_ranks=num_ranks, cluster=CPU, shape=shape)
+    rows = []
+    with open_mesh(Layout(dp_replicate=num_ranks), device="cpu") as mesh:
+        place = TrainerPlace(mesh, Path(directory), None, "small")
+        for case in cases:
+            if isinstance(case, TrainerCase) and (not only or case.name in only):
+                rows.append(judge_trainer(job, case, place).to_json())
+    return rows
+
+
+def rows_of(
+    *only: str,
+    num_ranks: int = 2,
+    sections: dict[str, Any] | None = None,
+    plant: str = "",
+    references: Path | None = None,
+) -> dict[str, Row]:
+    """The rows of rank 0; `references`: a folder in which those of the second loop stay."""
+    with tempfile.TemporaryDirectory() as directory:
+        if references is not None:
+            shutil.copytree(references, directory, dirs_exist_ok=True)
+        results = run_ranks(
+            num_ranks, judge_cases, num_ranks, sections or DECODER, directory, only, plant
+        )
+        if references is not None:
+            for folder in Path(directory).glob("trainer-reference-*"):
+                shutil.copytree(folder, references / folder.name, dirs_exist_ok=True)
+    return {body["layout"]: Row.from_json(body) for body in results[0]}
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("references")
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "names"),
+    [
+        (2, ("ddp", "zero3", "tp2", "pp2-1f1b")),
+        pytest.param(2, ("zero1", "zero1-offload-optimizer", "loss-scale"), marks=pytest.mark.long),
+        pytest.param(4, (), marks=pytest.mark.long),
+    ],
+)
+def test_the_trainer_equals_the_second_loop(num_ranks: int, names: tuple[str, ...]) -> None:
+    expected = [f"trainer-{name}" for name in names] or list_trainer_names(num_ranks)
+    rows = rows_of(*expected, num_ranks=num_ranks)
+    assert set(rows) == set(expected)
+    assert {name: row.first for name, row in rows.items() if row.ok is not True} == {}
+    for row in rows.values():
+        kinds = ("loss", "norm", "gradient", "weight", "optim", "evaluation", "rate")
+        assert set(row.errors) == set(kinds), row.layout
+        # Something was compared: sums in another order round otherwise.
+        assert 0 < row.errors["gradient"] < 1e-12
+        assert not any("clip" in line for line in row.not_judged), "both kinds of steps"
+
+
+OWN_MODULES = ("exam_models:WithDropout", "exam_models:WithBatchNorm")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "sections",
+    [
+        *({"model": {"kind": kind}, "data": {"seq_len": 16}} for kind in OWN_MODULES),
+        {**DECODER, "optim": {"kind": "sgd", "schedule": "wsd", "weight_decay": 0.1}},
+        {**DECODER, "optim": {"schedule": "linear"}, "model": {"tie_embeddings": True}},
+    ],
+    ids=["dropout", "batchnorm", "sgd", "tied"],
+)
+def test_other_jobs_equal_the_second_loop(
+    sections: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(MODULES)
+    rows = rows_of("trainer-ddp", "trainer-zero3", sections=sections)
+    assert len(rows) == 2
+    assert {name: row.first for name, row in rows.items() if row.ok is not True} == {}
+
+
+def test_an_optimizer_without_a_second_version_is_refused() -> None:
+    job = {**DECODER, "optim": {"kind": "user_code:adam"}}
+    (row,) = rows_of("trainer-ddp", sections=job).values()
+    assert row.ok is None
+    assert "user_code:adam is not written out a second time" in row.refused
+
+
+# (plant, the case in which it is looked for, what differs, the step in which it shows)
+PLANTS = [
+    ("skipped_step_is_applied", "zero3", "update", 4),
+    ("second_moments_not_restored", "ddp", "optimizer state exp_avg_sq of", 5),
+    ("clip_norm_not_handed_on", "ddp", "gradient", 1),
+    ("schedule_ends_a_step_late", "ddp", "learning rate", 3),
+    ("guarded_step_counts_no_skip", "ddp", "optimizer state step of", 4),
+    ("skipped_gradients_stay", "zero3", "gradient", 4),
+    ("step_restored_one_short", "ddp", "step", 5),
+    ("loss_scale_not_restored", "loss-scale", "loss scale", 4),
+    ("rate_of_the_step_before", "ddp", "learning rate", 1),
+    ("gradients_never_cleared", "ddp", "gradient", 1),
+    ("only_one_group_gets_the_rate", "zero3", "learning rate", 1),
+    ("step_reads_last_steps_data", "ddp", "number of targets", 2),
+    ("infinite_norm_is_finite", "ddp", "skipped step", 4),
+    ("overflow_keeps_the_scale", "loss-scale", "loss scale", 5),
+    ("stops_to_update_at_step_4", "zero3", "update", 5),
+    ("update_doubled_at_step_5", "ddp", "update", 5),
+    ("offloaded_weights_not_refreshed", "zero1-offload-optimizer", "weight of the optimizer", 5),
+    ("first_moments_saved_of_a_copy", "zero3", "optimizer state exp_avg of", 5),
+    ("a_piece_lands_beside_its_place", "ddp", "optimizer state exp_avg of", 3),
+    ("momentum_of_rank_1_is_lost", "tp2", "optimizer state exp_avg of", 2),
+    ("all_decays_when_sharded", "zero3", "weight of the optimizer", 1),
+    ("moments_swapped_in_stages", "pp2-1f1b", "optimizer state exp_avg of", 1),
+    ("adamw_never_counts_when_sharded", "zero3", "weight of the optimizer", 2),
+]
+
+
+@pytest.mark.parametrize("bug", some(PLANTS, every=3), ids=lambda bug: bug[0])
+def test_a_bug_of_the_training_loop_is_found(
+    bug: tuple[str, str, str, int], references: Path
+) -> None:
+    plant, case, what, step = bug
+    row = rows_of(f"trainer-{case}", plant=plant, references=references)[f"trainer-{case}"]
+    first = row.first
+    assert first is not None, "equal"
+    assert (first.what, first.step + 1) == (what, step), str(first)
+    assert load_plant(plant).names_cause(first.cause), first.cause
+    assert load_plant(plant).names_tensor(first.name), first.name
+
+
+@pytest.mark.parametrize(
+    ("bug", "kind", "what"),
+    [
+        pytest.param(
+            "step_of_a_dropout_is_not_handed_on",
+            *("WithDropout", "loss"),
+            marks=pytest.mark.long,
+        ),
+        ("evaluation_leaves_its_mode", "WithDropout", "mode"),
+        ("evaluation_moves_statistics", "WithBatchNorm", "buffer"),
+    ],
+)
+def test_a_bug_that_only_some_modules_show_is_found(
+    bug: str, kind: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(MODULES)
+    sections = {"model": {"kind": f"exam_models:{kind}"}, "data": {"seq_len": 16}}
+    (row,) = rows_of("trainer-ddp", sections=sections, plant=bug).values()
+    assert row.first is not None
+    assert row.first.what == what, str(row.first)
+    assert load_plant(bug).names_cause(row.first.cause), row.first.cause
+    assert row.first.step < NUM_STEPS
