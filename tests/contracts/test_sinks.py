@@ -54,6 +54,7 @@ ORDINARY: dict[str, Any] = {
     "dict[str, list[int]]": {"blocks.0": [3, 5]},
     "dict[str, Any]": {"deep": [1, {"x": None}]},
     "list[int]": [1, 2],
+    "list[str]": ["blocks.0.norm.weight", "text"],
     "bool": True,
     "list[list[float]]": [[0.1, 0.2], [0.3, 0.4]],
     "list[list[list[Any]]]": [[["0F0", 0.0, 0.1]], [["1F0", 0.1, 0.2]]],

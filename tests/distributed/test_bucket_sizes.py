@@ -11,7 +11,7 @@ import torch
 
 from collectives import CountCollectives
 from models import decoder, global_batches, plan, share
-from phalanx.core.block_sizes import BlockSizes, shrink_block_sizes, use_block_sizes
+from phalanx.core.block_sizes import BlockSizes, use_block_sizes
 from phalanx.mesh.mesh import open_mesh
 from phalanx.nn.objective import causal_cross_entropy
 from phalanx.parallel.parallelize import parallelize
@@ -36,7 +36,7 @@ def train(rank: int) -> dict[str, tuple[Outcome, Outcome]]:
     found = {}
     for name, (_, axes) in LAYOUTS.items():
         usual = _train(axes)
-        with use_block_sizes(BlockSizes(bucket_bytes=shrink_block_sizes().bucket_bytes)):
+        with use_block_sizes(BlockSizes(bucket_bytes=2053)):
             found[name] = usual, _train(axes)
     return found
 

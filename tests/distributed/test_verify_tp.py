@@ -190,7 +190,7 @@ EXPECTED: dict[Callable[[], None], tuple[Any, tuple[str, ...], str, str, str]] =
         ("sequence", "whole"),
         "gradient",
         "norm.weight",
-        "the backward lacks a sum over the ranks",
+        " sum",
     ),
     masks_by_rank_of_tp: ("dropout", ("whole",), "dropout", "layers.0.inner.drop", ""),
     bias_on_every_rank: ("attention", ("whole",), "loss", "", "a bias is added on every one"),

@@ -159,7 +159,6 @@ PLANTS = [
     ("update_doubled_at_step_5", "ddp", "update", 5),
     ("offloaded_weights_not_refreshed", "zero1-offload-optimizer", "weight of the optimizer", 5),
     ("first_moments_saved_of_a_copy", "zero3", "optimizer state exp_avg of", 5),
-    ("a_piece_lands_beside_its_place", "ddp", "optimizer state exp_avg of", 3),
     ("momentum_of_rank_1_is_lost", "tp2", "optimizer state exp_avg of", 2),
     ("all_decays_when_sharded", "zero3", "weight of the optimizer", 1),
     ("moments_swapped_in_stages", "pp2-1f1b", "optimizer state exp_avg of", 1),

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from models import fill, shape
-from phalanx.core.block_sizes import BlockSizes, block_sizes, shrink_block_sizes, use_block_sizes
+from phalanx.core.block_sizes import BlockSizes, block_sizes, use_block_sizes
 from phalanx.mesh import counter_rng, malloc
 from phalanx.mesh.attend_blocks import VisibleKeys
 from phalanx.mesh.counter_rng import keep_mask
@@ -29,7 +29,18 @@ from phalanx.nn.objective import CausalOutput, causal_cross_entropy
 from phalanx.parallel import gradients
 from phalanx.parallel.gradients import HeldBlock, own_squares
 
-USUAL, SMALL = BlockSizes(), shrink_block_sizes()
+USUAL = BlockSizes()
+# Smaller than those that `verify` takes, so that each of these loops runs three times.
+SMALL = BlockSizes(
+    query_block=3,
+    loss_chunk_tokens=5,
+    bucket_bytes=2053,
+    norm_elements=37,
+    cpu_dropout_pairs=101,
+    gpu_dropout_pairs=101,
+    init_elements=61,
+    mapped_scratch_bytes=1,
+)
 NUM_TOKENS, WIDTH, FFN_WIDTH, VOCAB = 64, 32, 90, 251
 Tensors = tuple[torch.Tensor, ...]
 

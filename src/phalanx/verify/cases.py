@@ -25,6 +25,8 @@ from phalanx.verify.number_types import COMPUTE_OF, LAYOUT_LOSS_SCALE
 NUM_MICROBATCHES = 3
 ROWS_PER_RANK = 2  # of each microbatch
 SMALL_EXPERTS = 8
+# No layouts: runs through the trainer have names of their own, which begin so.
+TRAINER = "trainer-"
 # No layout: phalanx's own module in one process, beside a second implementation of it.
 PLAIN = "plain"
 # A prime: some rank has less of the embedding than the others.
@@ -53,6 +55,14 @@ class Case:
     parallel: Mapping[str, Any]
     plan: Plan | None
     refused: str = ""
+    other_name: str = ""
+    other_plan: Plan | None = None
+    """Of a run through the trainer: the layout in which it is resumed, too."""
+
+
+def is_of_one_type(name: str) -> bool:
+    """True for what is judged in float64 alone: it is no layout."""
+    return name == PLAIN or name.startswith(TRAINER)
 
 
 def make_verified_job(job: Job, num_ranks: int) -> Job:
@@ -90,7 +100,9 @@ def list_narrow_layouts(
     """The layouts that are judged in narrow types: all that do not compress gradients, which
     rounds them more."""
     return [
-        (name, axes) for name, axes in layouts.items() if "compress" not in axes and name != PLAIN
+        (name, axes)
+        for name, axes in layouts.items()
+        if "compress" not in axes and not is_of_one_type(name)
     ]
 
 

@@ -22,8 +22,10 @@ from phalanx.plan.precision import detect_precision
 from phalanx.verify.cases import (
     PLAIN,
     SMALL_VOCAB,
+    TRAINER,
     Case,
     describe_changes,
+    is_of_one_type,
     list_compressed_layouts,
     list_layouts,
     list_narrow_layouts,
@@ -37,6 +39,7 @@ from phalanx.verify.cases import (
 from phalanx.verify.number_types import COMPUTE_OF, is_narrow, resolve_types
 from phalanx.verify.pipelines import count_blocks_for
 from phalanx.verify.row import Row
+from phalanx.verify.trainer_cases import list_trainer_names, make_runs
 
 DEFAULT_RANKS = 4
 MAX_NAMED = 16  # layouts, of a hundred and more, in a message
@@ -79,7 +82,7 @@ class Selection:
             (dtype, case)
             for dtype, cases in self.cases_of_type.items()
             for case in cases
-            if case.plan is not None and (case.name != PLAIN or dtype == "float64")
+            if case.plan is not None and (dtype == "float64" or not is_of_one_type(case.name))
         ]
 
     @property
@@ -154,8 +157,18 @@ def choose_layouts(
             fix="--shrink judges the same kind of model at small widths",
         )
     cluster = detect_cluster("cpu")
+    axes_of_layout = {
+        name: axes for name, axes in axes_of_name.items() if not name.startswith(TRAINER)
+    }
     cases = make_cases(
-        job, list(axes_of_name.items()), num_ranks=num_ranks, cluster=cluster, shape=shape
+        job, list(axes_of_layout.items()), num_ranks=num_ranks, cluster=cluster, shape=shape
+    )
+    cases += make_runs(
+        job,
+        [name for name in axes_of_name if name.startswith(TRAINER)],
+        num_ranks=num_ranks,
+        cluster=cluster,
+        shape=shape,
     )
     cases_of_type = {dtype: tuple(cases) for dtype in dtypes if not is_narrow(dtype)}
     for dtype in filter(is_narrow, dtypes):
@@ -190,7 +203,7 @@ def choose_layouts(
 def _list_left_out(dtype: str, layout_names: Iterable[str], cases: Sequence[Case]) -> list[str]:
     """A line about the layouts that are not judged in a narrow type; none for none."""
     judged = {case.name for case in cases}
-    missing = [name for name in layout_names if name not in judged and name != PLAIN]
+    missing = [name for name in layout_names if name not in judged and not is_of_one_type(name)]
     if not missing:
         return []
     return [
@@ -233,14 +246,14 @@ def _resolve_names(
     """
     # Expert layouts are known names for any model: the plan says why one does not fit.
     known = dict([*list_layouts(num_ranks, experts=True), *list_compressed_layouts(num_ranks)])
-    known |= {PLAIN: {}}
+    known |= {key: {} for key in (PLAIN, *list_trainer_names(num_ranks))}
     chosen: dict[str, dict[str, Any]] = {}
     for name in layout_names:
         if name == "all":
             chosen |= dict(
                 [*list_layouts(num_ranks, experts=has_experts), *list_compressed_layouts(num_ranks)]
             )
-            chosen |= {PLAIN: {}}
+            chosen |= {key: {} for key in (PLAIN, *list_trainer_names(num_ranks))}
         elif name == "asked":
             chosen[name] = job_layout
         elif name in known:

@@ -292,9 +292,9 @@ class Diagnosis:
         it."""
         cause = (
             self._explain_scaling(kind, off, step)
+            or self._experts.explain_gradient(kind, off, ranks)
             or self._explain_unreduced(kind, name)
             or self._explain_by_stage(kind, name, off)
-            or self._experts.explain_gradient(kind, off, ranks)
             or self._explain_parts(kind, name, ranks, step)
             or self._explain_kept(step)
             or self._explain_rounding(kind, off, ranks)

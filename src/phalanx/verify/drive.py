@@ -136,7 +136,7 @@ def _run_group(
     on_tick: Callable[[], None],
 ) -> Outcome:
     cases = tuple(
-        VerifyCase(dtype, case.name, case.parallel, case.plan)
+        VerifyCase(dtype, case.name, case.parallel, case.plan, case.other_name, case.other_plan)
         for dtype, case in work
         if case.plan is not None
     )

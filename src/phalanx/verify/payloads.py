@@ -12,12 +12,16 @@ from phalanx.plan.plan import Plan
 
 @dataclass(frozen=True)
 class VerifyCase:
-    """One layout in one floating-point type. `parallel`: its keys in the job, for the row."""
+    """One layout in one floating-point type. `parallel`: its keys in the job, for the row.
+
+    `other_name` and `other_plan`: of a run through the trainer, where it is resumed, too."""
 
     dtype: str
     name: str
     parallel: JsonObject
     plan: Plan
+    other_name: str = ""
+    other_plan: Plan | None = None
 
 
 @dataclass(frozen=True)

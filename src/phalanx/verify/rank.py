@@ -36,8 +36,10 @@ from phalanx.verify.plain_row import judge_plain, why_no_plain_row
 from phalanx.verify.references import References, has_float64
 from phalanx.verify.rerouted import compare_routes
 from phalanx.verify.row import ROWS, Row
-from phalanx.verify.scope import list_judged, list_not_judged
+from phalanx.verify.scope import list_judged, list_not_compared
 from phalanx.verify.trace_facts import TOLERANCE, Trace
+from phalanx.verify.trainer_cases import TrainerCase, make_trainer_job
+from phalanx.verify.trainer_row import TrainerPlace, judge_trainer
 from phalanx.verify.verdict import Comparator
 
 # The first torch known to compile attention's backward in float64; 2.11 is known not to.
@@ -70,15 +72,18 @@ def compare_layouts(payload: VerifyPayload) -> None:
             )
             references = References(mesh, run_dir, job, first, dtype, steps)
             for case in cases:
-                row = _judge(job, case, references, payload.model_name)
+                row = _judge(payload, case, references)
                 if row is not None:
                     # As each case ends: the process that started us reads along.
                     with open(run_dir / ROWS, "a") as file:
                         file.write(json.dumps(row.to_json()) + "\n")
 
 
-def _judge(job: Job, case: VerifyCase, references: References, model_name: str) -> Row | None:
+def _judge(payload: VerifyPayload, case: VerifyCase, references: References) -> Row | None:
     """The row of a case on rank 0, None on the others. Collective, but for the plain one."""
+    job, model_name = payload.job, payload.model_name
+    if case.other_plan is not None:
+        return _judge_run(payload, case, case.other_plan, references)
     if case.name != PLAIN:
         return verify_layout(job, case, references, model_name)
     if references.mesh.rank != 0:
@@ -90,6 +95,19 @@ def _judge(job: Job, case: VerifyCase, references: References, model_name: str) 
     with use_block_sizes(shrink_block_sizes()):
         row = judge_plain(job, case.plan, references.steps, case.dtype)
     return replace(row, model=model_name)
+
+
+def _judge_run(
+    payload: VerifyPayload, case: VerifyCase, other_plan: Plan, references: References
+) -> Row | None:
+    """The row of a run through the trainer on rank 0, None on the others. Collective."""
+    mesh = references.mesh
+    place = TrainerPlace(mesh, payload.run_dir, payload.data_dir, payload.model_name)
+    run = TrainerCase(case.name, case.parallel, case.plan, case.other_name, other_plan)
+    row = judge_trainer(make_trainer_job(payload.job), run, place)
+    if mesh.rank != 0:
+        return None
+    return row
 
 
 def _choose_steps(steps: list[list[Batch]], dtype: str, run_dir: Path) -> list[list[Batch]]:
@@ -161,7 +179,7 @@ def verify_layout(
         first=verdict.first,
         notes=result.notes + _list_notes(plan, reference, tolerance, verdict.relaxed),
         judged=list_judged(plan, reference, job.optim.kind),
-        not_judged=list_not_judged(plan, reference),
+        not_judged=list_not_compared(plan, reference),
         compress=plan.parallel.compress,
         flips=routed.flips,
         wall_s=round(time.monotonic() - began, 3),

@@ -38,7 +38,7 @@ def list_judged(plan: Plan, trace: Trace, optimizer: str) -> tuple[str, ...]:
     return tuple(judged)
 
 
-def list_not_judged(plan: Plan, trace: Trace) -> tuple[str, ...]:
+def list_not_compared(plan: Plan, trace: Trace) -> tuple[str, ...]:
     """What such a row did not compare."""
     not_judged = []
     still = [name for name in trace.sizes[gradients_of(0)] if trace.has_no_gradient(name)]

@@ -4,7 +4,7 @@ what. Torch-free."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,9 +13,9 @@ from phalanx.job.costs import ModelCosts
 from phalanx.job.schema import Job
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.plan import LossScaling, Plan
+from phalanx.verify.cases import TRAINER as PREFIX
 from phalanx.verify.cases import Case, make_cases
 
-PREFIX = "trainer-"
 SECOND_OPTIMIZERS = ("adamw", "sgd")
 """The optimizers that `verify/plain/training.py` has written out."""
 NUM_STEPS = 10
@@ -155,6 +155,34 @@ def make_trainer_cases(
     if planned:
         cases.append(_scale_loss(planned))
     return cases
+
+
+def make_runs(
+    job: Job,
+    names: Sequence[str],
+    *,
+    num_ranks: int,
+    cluster: Cluster,
+    shape: ModelCosts | None,
+) -> list[Case]:
+    """The cases of `names`; of a verified job."""
+    if not names:
+        return []
+    runs: list[Case] = []
+    job = make_trainer_job(job)
+    for case in make_trainer_cases(job, num_ranks=num_ranks, cluster=cluster, shape=shape):
+        if case.name not in names:
+            continue
+        if isinstance(case, TrainerCase):
+            case = Case(
+                case.name,
+                case.parallel,
+                case.plan,
+                other_name=case.other_name,
+                other_plan=case.other_plan,
+            )
+        runs.append(case)
+    return runs
 
 
 def _scale_loss(planned: list[Case]) -> TrainerCase:

@@ -104,8 +104,8 @@ class RunComparator:
             )
         if not is_first and attempt.states and attempt.states[0].step != first_step - 1:
             cause = (
-                f"the run goes on after step {attempt.states[0].step}, and the checkpoint is of step"
-                f" {first_step - 1}: not restored from it ({attempt.name})"
+                f"the run goes on after step {attempt.states[0].step}, and the checkpoint is of"
+                f" step {first_step - 1}: not restored from it ({attempt.name})"
             )
             yield self._number("step", first_step - 1, 1.0, cause)
         steps = {rank: {s.step: s for s in seen.steps} for rank, seen in enumerate(ranks)}

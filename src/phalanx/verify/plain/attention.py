@@ -12,8 +12,8 @@ import math
 
 import torch
 
-from phalanx.verify.plain.layers import Tensors, linear, rms_norm
-from phalanx.verify.plain.rotary import rotate_halves, rotate_neighbours, temperature
+from phalanx.verify.plain.layers import Tensors, apply_linear, rms_norm
+from phalanx.verify.plain.rotary import rotate_halves, rotate_pairs, temperature
 from phalanx.verify.plain.settings import PlainSettings
 
 # Of the norms of latents, in DeepSeek's published code.
@@ -53,9 +53,9 @@ def attention(
             settings, parameters, name, x_BTD, angles_BTP, visible_BTS, is_local=is_local
         )
     into, width = settings.bias != "none", settings.head_dim
-    q = linear(parameters, f"{name}.q", x_BTD, bias=into).unflatten(-1, (-1, width))
-    k = linear(parameters, f"{name}.k", x_BTD, bias=into).unflatten(-1, (-1, width))
-    v = linear(parameters, f"{name}.v", x_BTD, bias=into).unflatten(-1, (-1, width))
+    q = apply_linear(parameters, f"{name}.q", x_BTD, bias=into).unflatten(-1, (-1, width))
+    k = apply_linear(parameters, f"{name}.k", x_BTD, bias=into).unflatten(-1, (-1, width))
+    v = apply_linear(parameters, f"{name}.v", x_BTD, bias=into).unflatten(-1, (-1, width))
     if settings.qk_norm:
         eps, plus_one = settings.norm_eps, settings.norm_plus_one
         q = rms_norm(q, parameters[f"{name}.q_norm.weight"], eps, plus_one=plus_one)
@@ -65,7 +65,7 @@ def attention(
         q = warmth * rotate_halves(q, angles_BTP)
         k = warmth * rotate_halves(k, angles_BTP)
     out_BTHV = _softmax_attention(q, k, v, visible_BTS)
-    return linear(parameters, f"{name}.o", out_BTHV.flatten(2), bias=settings.bias == "all")
+    return apply_linear(parameters, f"{name}.o", out_BTHV.flatten(2), bias=settings.bias == "all")
 
 
 def _softmax_attention(
@@ -97,27 +97,27 @@ def _latent_attention(
     rotated, plus_one = settings.rope_head_dim, settings.norm_plus_one
     plain, values = settings.head_dim - rotated, settings.value_head_dim
     if settings.query_rank > 0:
-        query_latent = linear(parameters, f"{name}.q_down", x_BTD)
+        query_latent = apply_linear(parameters, f"{name}.q_down", x_BTD)
         weight = parameters[f"{name}.q_norm.weight"]
         query_latent = rms_norm(query_latent, weight, LATENT_EPS, plus_one=plus_one)
-        queries = linear(parameters, f"{name}.q_up", query_latent)
+        queries = apply_linear(parameters, f"{name}.q_up", query_latent)
     else:
-        queries = linear(parameters, f"{name}.q", x_BTD)
+        queries = apply_linear(parameters, f"{name}.q", x_BTD)
     queries = queries.unflatten(-1, (settings.num_heads, plain + rotated))
     q_plain, q_rotated = queries[..., :plain], queries[..., plain:]
 
-    down = linear(parameters, f"{name}.kv_down", x_BTD)
+    down = apply_linear(parameters, f"{name}.kv_down", x_BTD)
     latent, k_shared = down[..., : settings.kv_rank], down[..., settings.kv_rank :]
     latent = rms_norm(latent, parameters[f"{name}.kv_norm.weight"], LATENT_EPS, plus_one=plus_one)
-    up = linear(parameters, f"{name}.kv_up", latent)
+    up = apply_linear(parameters, f"{name}.kv_up", latent)
     up = up.unflatten(-1, (settings.num_heads, plain + values))
     k_plain, v_BSHV = up[..., :plain], up[..., plain:]
 
-    q_rotated = rotate_neighbours(q_rotated, angles_BTP)
-    k_rotated = rotate_neighbours(k_shared[:, :, None], angles_BTP)[:, :, 0]
+    q_rotated = rotate_pairs(q_rotated, angles_BTP)
+    k_rotated = rotate_pairs(k_shared[:, :, None], angles_BTP)[:, :, 0]
     scores = torch.einsum("bthe,bshe->bhts", q_plain, k_plain)
     scores = scores + torch.einsum("bthr,bsr->bhts", q_rotated, k_rotated)
     scale = temperature(settings, is_local=is_local) ** 2 / math.sqrt(plain + rotated)
     weights = (scores * scale).masked_fill(~visible_BTS[:, None], -math.inf).softmax(-1)
     out_BTHV = torch.einsum("bhts,bshv->bthv", weights, v_BSHV)
-    return linear(parameters, f"{name}.o", out_BTHV.flatten(2))
+    return apply_linear(parameters, f"{name}.o", out_BTHV.flatten(2))

@@ -12,7 +12,9 @@ from phalanx.verify.plain.settings import PlainSettings
 Tensors = Mapping[str, torch.Tensor]
 
 
-def linear(parameters: Tensors, name: str, x: torch.Tensor, *, bias: bool = False) -> torch.Tensor:
+def apply_linear(
+    parameters: Tensors, name: str, x: torch.Tensor, *, bias: bool = False
+) -> torch.Tensor:
     y = torch.einsum("...i,oi->...o", x, parameters[f"{name}.weight"])
     if bias:
         y = y + parameters[f"{name}.bias"]
@@ -63,10 +65,10 @@ def feed_forward(
 ) -> torch.Tensor:
     """Two matrices, or with a gate three (Shazeer, "GLU variants", arXiv 2002.05202)."""
     bias = settings.bias == "all"
-    up = linear(parameters, f"{name}.up", x, bias=bias)
+    up = apply_linear(parameters, f"{name}.up", x, bias=bias)
     if settings.activation in ("swiglu", "geglu", "geglu_tanh"):
-        gate = linear(parameters, f"{name}.gate", x, bias=bias)
+        gate = apply_linear(parameters, f"{name}.gate", x, bias=bias)
         inner = activate(settings.activation, gate) * up
     else:
         inner = activate(settings.activation, up)
-    return linear(parameters, f"{name}.down", inner, bias=bias)
+    return apply_linear(parameters, f"{name}.down", inner, bias=bias)

@@ -92,7 +92,7 @@ def rotate_halves(x_BTHE: torch.Tensor, angles_BTP: torch.Tensor) -> torch.Tenso
     return torch.cat(turned, dim=-1).to(x_BTHE.dtype)
 
 
-def rotate_neighbours(x_BTHE: torch.Tensor, angles_BTP: torch.Tensor) -> torch.Tensor:
+def rotate_pairs(x_BTHE: torch.Tensor, angles_BTP: torch.Tensor) -> torch.Tensor:
     """Feature 2p is paired with feature 2p + 1, as in RoFormer's equation 34 and DeepSeek's
     weights."""
     even, odd = x_BTHE[..., 0::2], x_BTHE[..., 1::2]
