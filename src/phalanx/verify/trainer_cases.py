@@ -120,7 +120,7 @@ NOT_JUDGED = (
 )
 
 
-def find_refusal(job: Job) -> str:
+def explain_no_run(job: Job) -> str:
     """Why no run of the job is judged; empty if runs are."""
     if job.optim.kind in SECOND_OPTIMIZERS:
         return ""

@@ -17,7 +17,7 @@ from phalanx.verify.trainer_cases import (
     LOSS_SCALE,
     NOT_JUDGED,
     TrainerCase,
-    find_refusal,
+    explain_no_run,
 )
 from phalanx.verify.trainer_facts import FACTS, AttemptObservation
 from phalanx.verify.trainer_reference import RunReader, write_run_reference
@@ -40,7 +40,7 @@ def judge_trainer(job: Job, case: TrainerCase, place: TrainerPlace) -> Row:
     """The row of one case of `make_trainer_cases`; `job` is that of `make_trainer_job`.
     Collective."""
     began = time.monotonic()
-    refusal = find_refusal(job)
+    refusal = explain_no_run(job)
     if refusal:
         return _refuse(case, place, refusal)
     batches = make_run_batches(job, case.plan, place.data_dir)

@@ -12,6 +12,6 @@ PLANT = Plant(
             "max_norm=None if __planted__(step < 3) else self.job.optim.clip_norm, ",
         ),
     ),
-    shows=("zero3",),
+    shows=("trainer-ddp",),
     cause=("clip",),
 )

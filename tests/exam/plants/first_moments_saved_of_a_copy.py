@@ -15,6 +15,6 @@ PLANT = Plant(
             "                shards[key] = owner.like(key, held)\n",
         ),
     ),
-    shows=("zero3", "pp4-1f1b"),
+    shows=("trainer-zero3",),
     cause=("resum", "checkpoint", "restor"),
 )

@@ -13,6 +13,6 @@ PLANT = Plant(
             "                optimizer.zero_grad(set_to_none=True)\n",
         ),
     ),
-    shows=("zero3",),
+    shows=("trainer-ddp",),
     cause=("left in gradients", "cleared", "step before"),
 )

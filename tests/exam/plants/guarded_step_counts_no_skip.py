@@ -14,6 +14,6 @@ PLANT = Plant(
             "        self.state.step = step\n",
         ),
     ),
-    shows=("zero3",),
+    shows=("trainer-ddp",),
     cause=("skip", "optimizer"),
 )

@@ -12,7 +12,7 @@ PLANT = Plant(
             "        if self.model.loss_scale is not None and LOSS_SCALE in facts and not __planted__():\n",
         ),
     ),
-    shows=("zero3", "pp4-1f1b"),
+    shows=("trainer-loss-scale",),
     cause=("resum", "checkpoint", "restor"),
     job=("--shrink", "precision.compute=fp16"),
 )

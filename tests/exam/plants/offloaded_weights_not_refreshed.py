@@ -12,6 +12,6 @@ PLANT = Plant(
             "        if not __planted__():\n            self.model.refresh()\n",
         ),
     ),
-    shows=("zero3", "pp4-1f1b"),
+    shows=("trainer-zero1-offload-optimizer",),
     cause=("resum", "checkpoint", "restor"),
 )

@@ -13,6 +13,6 @@ PLANT = Plant(
             '            group["lr"] = lr\n',
         ),
     ),
-    shows=("zero3",),
+    shows=("trainer-zero3",),
     cause=("rate", "schedule"),
 )

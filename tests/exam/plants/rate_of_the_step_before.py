@@ -12,6 +12,6 @@ PLANT = Plant(
             "        return peak * (step - 1 if __planted__() else step) / warmup\n",
         ),
     ),
-    shows=("zero3",),
+    shows=("trainer-ddp",),
     cause=("rate", "schedule"),
 )

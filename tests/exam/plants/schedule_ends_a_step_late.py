@@ -12,6 +12,6 @@ PLANT = Plant(
             "    done = (step - warmup) / max(1, total_steps - warmup + (1 if __planted__() else 0))\n",
         ),
     ),
-    shows=("zero3",),
+    shows=("trainer-ddp",),
     cause=("rate", "schedule"),
 )

@@ -15,6 +15,6 @@ PLANT = Plant(
             "                continue\n",
         ),
     ),
-    shows=("zero3", "pp4-1f1b"),
+    shows=("trainer-ddp",),
     cause=("resum", "checkpoint", "restor"),
 )

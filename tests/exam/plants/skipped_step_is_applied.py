@@ -12,6 +12,6 @@ PLANT = Plant(
             "            if skipped is None or __planted__():\n",
         ),
     ),
-    shows=("zero3",),
+    shows=("trainer-zero3",),
     cause=("skip",),
 )

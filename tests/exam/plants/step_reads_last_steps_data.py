@@ -13,6 +13,6 @@ PLANT = Plant(
             "            microbatches = self.data.batches.step_microbatches(read)\n",
         ),
     ),
-    shows=("zero3",),
+    shows=("trainer-ddp",),
     cause=("data", "batch", "targets", "sample"),
 )

@@ -13,6 +13,6 @@ PLANT = Plant(
             "        self.step -= 1 if __planted__() else 0\n",
         ),
     ),
-    shows=("zero3", "pp4-1f1b"),
+    shows=("trainer-ddp",),
     cause=("resum", "checkpoint", "restor"),
 )
