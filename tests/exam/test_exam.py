@@ -41,6 +41,8 @@ def test_every_plant_applies() -> None:
 def test_layouts_of_plants_exist() -> None:
     from phalanx.verify.cases import PLAIN, list_compressed_layouts, list_layouts
 
+    from phalanx.verify.trainer_cases import list_trainer_names
+
     for plant in (*list_plants(), *generate_variants(0)):
         known = dict(
             [
@@ -48,7 +50,11 @@ def test_layouts_of_plants_exist() -> None:
                 *list_compressed_layouts(plant.num_ranks),
             ]
         )
-        assert set(plant.shows) | set(plant.clean) <= {*known, PLAIN}, plant.name
+        assert set(plant.shows) | set(plant.clean) <= {
+            *known,
+            PLAIN,
+            *list_trainer_names(plant.num_ranks),
+        }, plant.name
 
 
 @pytest.mark.long
