@@ -40,7 +40,6 @@ def test_every_plant_applies() -> None:
 
 def test_layouts_of_plants_exist() -> None:
     from phalanx.verify.cases import PLAIN, list_compressed_layouts, list_layouts
-
     from phalanx.verify.trainer_cases import list_trainer_names
 
     for plant in (*list_plants(), *generate_variants(0)):
