@@ -309,6 +309,7 @@ OURS = {
     "verify/rank.py": "writes into a folder made for it",
     "verify/trace.py": "reads what our own ranks wrote, in a folder made for it",
     "verify/trace_facts.py": "reads what our own ranks wrote, in a folder made for it",
+    "verify/trainer_reference.py": "reads what our own ranks wrote, in a folder made for it",
     "suggest/rank.py": "writes what the command reads, in a temporary folder",
     "checkpoint/exchange/import_weights.py": "writes into a temporary folder",
     "core/uncaught.py": "writes the file that a launcher made for it",
