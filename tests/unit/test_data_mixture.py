@@ -27,7 +27,7 @@ def test_shares_are_exact_in_every_run_of_samples(
     weights: list[float], seed: int, table: int
 ) -> None:
     mixture = Mixture(weights, seed)
-    source = mixture.turns(np.arange(TABLE) + table * TABLE).source
+    source = mixture.locate_samples(np.arange(TABLE) + table * TABLE).source
     counts = np.bincount(source, minlength=len(weights))
     assert counts.tolist() == mixture.quotas.tolist()
     runs = np.stack(
@@ -42,7 +42,7 @@ def test_every_sample_of_a_source_has_its_turn_once(
     weights: list[float], seed: int, num_runs: int
 ) -> None:
     mixture = Mixture(weights, seed)
-    source, index = mixture.turns(np.arange(num_runs * SHUFFLED))
+    source, index = mixture.locate_samples(np.arange(num_runs * SHUFFLED))
     for number in range(len(weights)):
         mine = np.sort(index[source == number])
         assert np.array_equal(mine, np.arange(mine.size)), number
@@ -51,29 +51,31 @@ def test_every_sample_of_a_source_has_its_turn_once(
 def test_turns_depend_on_nothing_but_seed_and_index() -> None:
     indices = np.random.default_rng(0).integers(0, 2**50, (40, 5))
     mixture = Mixture([5, 1, 2], seed=1)
-    together = mixture.turns(indices)
-    again = [Mixture([5, 1, 2], seed=1).turns(np.array([i])) for i in indices.ravel()]
+    together = mixture.locate_samples(indices)
+    again = [Mixture([5, 1, 2], seed=1).locate_samples(np.array([i])) for i in indices.ravel()]
     assert together.source.ravel().tolist() == [int(turn.source[0]) for turn in again]
     assert together.sample.ravel().tolist() == [int(turn.sample[0]) for turn in again]
     some = np.arange(10_000)
     assert not np.array_equal(
-        mixture.turns(some).source, Mixture([5, 1, 2], seed=2).turns(some).source
+        mixture.locate_samples(some).source, Mixture([5, 1, 2], seed=2).locate_samples(some).source
     )
 
 
 def test_turns_have_no_rhythm() -> None:
-    source = Mixture([1, 1], seed=0).turns(np.arange(64_000)).source
+    source = Mixture([1, 1], seed=0).locate_samples(np.arange(64_000)).source
     for period in (2, 4, 8, 16):
         assert abs(source[::period].mean() - 0.5) < 0.03, period
 
 
 def test_the_order_never_changes_between_releases() -> None:
     # A checkpoint's cursor means these samples. If this fails, old runs no longer resume exactly.
-    source, index = Mixture([0.7, 0.2, 0.1], seed=0).turns(np.array([0, 1, 2, 3, 65_536, 10**9]))
+    source, index = Mixture([0.7, 0.2, 0.1], seed=0).locate_samples(
+        np.array([0, 1, 2, 3, 65_536, 10**9])
+    )
     assert source.tolist() == [0, 2, 1, 0, 0, 1]
     assert index.tolist() == [15, 5, 12, 38, 45_908, 199_996_950]
 
 
 @pytest.mark.parametrize("weights", [[1.0], [3]])
 def test_one_source_has_every_turn(weights: list[float]) -> None:
-    assert Mixture(weights, seed=0).turns(np.arange(1_000)).source.max() == 0
+    assert Mixture(weights, seed=0).locate_samples(np.arange(1_000)).source.max() == 0

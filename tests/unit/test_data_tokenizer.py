@@ -20,7 +20,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, tra
 from phalanx.core.batch import BYTE_VOCAB_SIZE
 from phalanx.core.errors import DataError, EnvironmentProblem
 from phalanx.data import cuts
-from phalanx.data.cuts import cutter_for
+from phalanx.data.cuts import build_text_cutter
 from phalanx.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, replace_surrogates
 
 CORPUS = [
@@ -260,7 +260,7 @@ def whole(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def in_pieces(tokenizer: Tokenizer, text: str) -> list[int]:
-    pieces = list(cutter_for(tokenizer).pieces(text, "test"))
+    pieces = list(build_text_cutter(tokenizer).pieces(text, "test"))
     assert "".join(pieces) == text
     return np.concatenate([*tokenizer.encode_batch(pieces)]).astype(int).tolist()
 
@@ -309,14 +309,14 @@ def test_pieces_have_the_tokens_of_the_whole(
 def test_which_tokenizers_take_their_documents_in_pieces(
     saved: dict[str, Path], name: str, can_cut: bool
 ) -> None:
-    assert cutter_for(load_tokenizer(str(saved[name]))).can_cut is can_cut
+    assert build_text_cutter(load_tokenizer(str(saved[name]))).can_cut is can_cut
 
 
 def test_neighbours_agree_where_a_file_is_cut_between_them(tokenizer: Tokenizer) -> None:
     """Spans find their own beginnings: cuts are the same for all who ask, ascending, and keep
     the tokens."""
     data = ("".join(CORPUS) * 3).encode() + b"\xff\xfe bad bytes\nand more \xe6\xbc\n" * 40
-    cutter, file = cutter_for(tokenizer), io.BytesIO(data)
+    cutter, file = build_text_cutter(tokenizer), io.BytesIO(data)
     offsets = [0, 1, 777, 5_000, 5_001, 9_999, len(data) - 5, len(data)]
     found = [cutter.find_cut_in_file(file, offset, len(data)) for offset in offsets]
     assert found == sorted(found)
@@ -335,7 +335,7 @@ def test_a_huge_document_that_cannot_be_cut_is_refused(
     monkeypatch.setattr(cuts, "MAX_WHOLE_CHARS", 1000)
     with pytest.raises(DataError, match=r"books\.jsonl: .*in one piece.*divide it into documents"):
         list(
-            cutter_for(load_tokenizer(str(saved["unigram"]))).pieces(
+            build_text_cutter(load_tokenizer(str(saved["unigram"]))).pieces(
                 "a line\n" * 200, "books.jsonl"
             )
         )

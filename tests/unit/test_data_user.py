@@ -14,9 +14,9 @@ import torch
 
 from phalanx.core.errors import DataError, LayoutError
 from phalanx.data import workers
-from phalanx.data.loader import Share, build_held_out_batches
+from phalanx.data.loader import BatchShare, build_held_out_batches
 from phalanx.data.prepare import prepare_corpus
-from phalanx.data.user_dataset import LOOKED_AT, UserSamples, collate, digest_of_some
+from phalanx.data.user_dataset import LOOKED_AT, UserSamples, collate, digest_sample_subset
 from phalanx.job.schema import Data
 from phalanx.job.user_dataset import is_own_dataset, num_workers
 from phalanx.parallel.call.bind_batch import call_with_batch
@@ -263,7 +263,9 @@ def test_held_out_samples_are_dealt_once_and_in_equally_many_batches(
 ) -> None:
     corpus = prepare("good")
     for num_ranks, micro in itertools.product((1, 2, 3, 5, 7), (1, 2, 4)):
-        shares = [Share(micro * num_ranks, micro, num_ranks, rank) for rank in range(num_ranks)]
+        shares = [
+            BatchShare(micro * num_ranks, micro, num_ranks, rank) for rank in range(num_ranks)
+        ]
         found = [
             build_held_out_batches(corpus, share, seq_len=1, max_tokens=100, seed=0)[""]
             for share in shares
@@ -277,7 +279,7 @@ def test_held_out_samples_are_dealt_once_and_in_equally_many_batches(
 
 def test_no_held_out_dataset_is_no_evaluation(prepare: Callable[..., object]) -> None:
     corpus = prepare("good", held_out=None)
-    assert build_held_out_batches(corpus, Share(4, 4), seq_len=1, max_tokens=100, seed=0) == {}
+    assert build_held_out_batches(corpus, BatchShare(4, 4), seq_len=1, max_tokens=100, seed=0) == {}
 
 
 def test_fewer_held_out_samples_than_ranks_are_refused(prepare: Callable[..., object]) -> None:
@@ -285,7 +287,7 @@ def test_fewer_held_out_samples_than_ranks_are_refused(prepare: Callable[..., ob
     with pytest.raises(
         DataError, match="7 held-out samples cannot be shared by 8 data-parallel ranks"
     ):
-        build_held_out_batches(corpus, Share(8, 1, 8, 0), seq_len=1, max_tokens=100, seed=0)
+        build_held_out_batches(corpus, BatchShare(8, 1, 8, 0), seq_len=1, max_tokens=100, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -341,7 +343,11 @@ def test_datasets_that_differ_in_few_samples_are_told_apart_though_one_looks_the
         [{"inputs": np.zeros(2), "labels": (i >> bit) & 1} for i in range(64)] for bit in (0, 1)
     )
     assert sum(a["labels"] == b["labels"] for a, b in zip(one, other, strict=True)) == 32
-    assert digest_of_some(Listed(one), "own:data") == digest_of_some(Listed(one), "own:data")
-    assert digest_of_some(Listed(one), "own:data") != digest_of_some(Listed(other), "own:data")
+    assert digest_sample_subset(Listed(one), "own:data") == digest_sample_subset(
+        Listed(one), "own:data"
+    )
+    assert digest_sample_subset(Listed(one), "own:data") != digest_sample_subset(
+        Listed(other), "own:data"
+    )
     for length in (1, LOOKED_AT + 1):  # places that exist, of samples that could not be stacked
-        digest_of_some(Listed([{"inputs": np.zeros(i)} for i in range(length)]), "own:data")
+        digest_sample_subset(Listed([{"inputs": np.zeros(i)} for i in range(length)]), "own:data")

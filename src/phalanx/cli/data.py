@@ -182,13 +182,13 @@ def stats(
     from phalanx.cli._json import print_errors_as_json, print_json
     from phalanx.cli._progress import ProgressLine
     from phalanx.data.dataset import open_dataset
-    from phalanx.data.stats import measure
+    from phalanx.data.stats import measure_dataset
     from phalanx.report.dataset_page import write_dataset_page
 
     with print_errors_as_json(as_json):
         opened = open_dataset(Path(dataset))
         with ProgressLine("reading") as line:
-            measured = measure(opened, line.count_to(opened.num_token_bytes))
+            measured = measure_dataset(opened, line.count_to(opened.num_token_bytes))
         if page is not None:
             write_dataset_page(Path(page), opened, measured)
     if as_json:

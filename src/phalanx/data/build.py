@@ -34,7 +34,7 @@ from phalanx.data.build_folder import (
 )
 from phalanx.data.build_options import BuildOptions, collect_build_options
 from phalanx.data.build_pool import run_tasks
-from phalanx.data.cuts import cutter_for
+from phalanx.data.cuts import build_text_cutter
 from phalanx.data.dataset import (
     MANIFEST,
     Dataset,
@@ -42,7 +42,7 @@ from phalanx.data.dataset import (
     is_dataset,
     open_dataset,
 )
-from phalanx.data.encode import Counts, ShardOutcome, sum_counts
+from phalanx.data.encode import EncodingCounts, ShardOutcome, sum_encoding_counts
 from phalanx.data.readers import plan_parts
 from phalanx.data.shards import dtype_for, open_shard
 from phalanx.data.sources import SourceListing, find_files
@@ -71,12 +71,12 @@ class BuildProgress:
     included.
     """
 
-    counts: Counts
+    counts: EncodingCounts
     total_bytes: int
     num_shards_done: int
     num_shards: int
     num_shards_kept: int
-    kept_counts: Counts  # of shards that an interrupted build left
+    kept_counts: EncodingCounts  # of shards that an interrupted build left
     elapsed_s: float
     num_workers: int
 
@@ -93,17 +93,19 @@ class _Build:
     num_workers: int
     began: float = field(default_factory=time.monotonic)
     kept_shards: tuple[int, ...] = ()
-    running: dict[int, Counts] = field(default_factory=dict)
+    running: dict[int, EncodingCounts] = field(default_factory=dict)
 
     def progress(self) -> BuildProgress:
         done = [outcome.counts for outcome in self.outcomes.values()]
         return BuildProgress(
-            counts=sum_counts([*done, *self.running.values()]),
+            counts=sum_encoding_counts([*done, *self.running.values()]),
             total_bytes=sum(task.weight for task in self.tasks),
             num_shards_done=len(self.outcomes),
             num_shards=len(self.tasks),
             num_shards_kept=len(self.kept_shards),
-            kept_counts=sum_counts(self.outcomes[number].counts for number in self.kept_shards),
+            kept_counts=sum_encoding_counts(
+                self.outcomes[number].counts for number in self.kept_shards
+            ),
             elapsed_s=time.monotonic() - self.began,
             num_workers=self.num_workers,
         )
@@ -135,7 +137,7 @@ def build_dataset(
     """
     encoder = load_tokenizer(tokenizer)
     sources = find_files(inputs, named, out)
-    cutter = cutter_for(encoder)
+    cutter = build_text_cutter(encoder)
     files = [file for listing in sources for file in listing.files]
     total_bytes = sum(file.num_bytes for file in files)
     shard_bytes = shard_bytes or default_shard_bytes(total_bytes)
@@ -228,7 +230,7 @@ def _build(
         if progress is not None:
             progress(build.progress())
 
-    def on_counts(number: int, counts: Counts) -> None:
+    def on_counts(number: int, counts: EncodingCounts) -> None:
         build.running[number] = counts
         report()
 

@@ -23,13 +23,13 @@ from typing import IO, Any, cast
 from phalanx.core import errors
 from phalanx.core.errors import DataError, PhalanxError, ResourceError
 from phalanx.core.files import resource_error
-from phalanx.data.encode import Counts, ShardOutcome, build_shard
+from phalanx.data.encode import EncodingCounts, ShardOutcome, build_shard
 from phalanx.data.spans import Task
 from phalanx.data.tokenizer import Tokenizer
 
 _HOME = str(Path(__file__).parents[2])
 
-Running = Callable[[int, Counts], None]
+Running = Callable[[int, EncodingCounts], None]
 Done = Callable[[Task, ShardOutcome], None]
 
 
@@ -118,7 +118,7 @@ def _build_in_workers(
                     if "error" in message:
                         raise _error_of(message)
                     if "running" in message:
-                        running(worker.task.number, Counts(**message["running"]))
+                        running(worker.task.number, EncodingCounts(**message["running"]))
                         continue
                     done(worker.task, ShardOutcome.from_json(message["done"]))
                     num_left -= 1

@@ -15,7 +15,7 @@ from typing import Any
 from phalanx.core.errors import PhalanxError
 from phalanx.core.terminal import filter_output, unwrap_stream
 from phalanx.data.build_pool import error_message
-from phalanx.data.encode import Counts, build_shard
+from phalanx.data.encode import EncodingCounts, build_shard
 from phalanx.data.spans import Task
 from phalanx.data.tokenizer import load_tokenizer
 
@@ -25,7 +25,7 @@ def main() -> None:
     # Ctrl-C reaches the whole group; the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(messages,), daemon=True).start()
+    threading.Thread(target=_forward_lines, args=(messages,), daemon=True).start()
     hello = messages.get()
     out = Path(hello["out"])
     try:
@@ -33,24 +33,24 @@ def main() -> None:
         while True:
             task = Task.from_json(messages.get()["task"])
             outcome = build_shard(task, out, tokenizer, hello["column"], _report)
-            _say({"done": outcome.to_json()})
+            _send_message({"done": outcome.to_json()})
     except (PhalanxError, OSError) as error:
-        _say(error_message(error, out))
+        _send_message(error_message(error, out))
         threading.Event().wait()  # the parent has read it when it ends us
 
 
-def _listen(messages: queue.SimpleQueue[dict[str, Any]]) -> None:
+def _forward_lines(messages: queue.SimpleQueue[dict[str, Any]]) -> None:
     """Pass lines on; at their end the parent is gone, and whatever is being built is nobody's."""
     for line in sys.stdin.buffer:
         messages.put(json.loads(line))
     os._exit(0)
 
 
-def _report(counts: Counts) -> None:
-    _say({"running": vars(counts)})
+def _report(counts: EncodingCounts) -> None:
+    _send_message({"running": vars(counts)})
 
 
-def _say(message: dict[str, Any]) -> None:
+def _send_message(message: dict[str, Any]) -> None:
     stream = unwrap_stream(sys.stdout)  # the parent's pipe
     stream.write(json.dumps(message) + "\n")
     stream.flush()

@@ -12,7 +12,7 @@ MOST_NAMES = 20  # of columns or fields, in a message
 
 
 @dataclass
-class Reading:
+class ReadPosition:
     """The position of a reader: what progress and the summary need. `read` is in the units of
     Span.weight.
     """
@@ -21,7 +21,9 @@ class Reading:
     num_null_rows: int = 0
 
 
-def no_column(column: str, known: list[str], where: str, noun: str, they: str) -> DataError:
+def missing_column_error(
+    column: str, known: list[str], where: str, noun: str, they: str
+) -> DataError:
     """Names what is there, and the nearest of it."""
     why = f"{they} none"
     if known:

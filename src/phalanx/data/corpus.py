@@ -23,7 +23,7 @@ from phalanx.data.dataset import TokenizerFacts, open_dataset
 from phalanx.data.token_sources import (
     FileFacts,
     Kind,
-    OpenSource,
+    OpenTokenSource,
     check_source_unchanged,
     num_bytes_of,
     open_arrays,
@@ -122,7 +122,7 @@ class Corpus:
                 user = UserFacts(**value["user"])
             return cls(directory, dict(value["wanted"]), components, user)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise _unusable(directory, f"{type(error).__name__}: {error}") from None
+            raise _unusable_corpus_error(directory, f"{type(error).__name__}: {error}") from None
 
     @property
     def source(self) -> str:
@@ -186,7 +186,7 @@ class Corpus:
         # An absolute one stays what it is.
         return self.directory / component.path
 
-    def open_component(self, component: Component) -> tuple[OpenSource, Splits]:
+    def open_component(self, component: Component) -> tuple[OpenTokenSource, Splits]:
         """Map the tokens of a source and tell its sides apart.
 
         DataError if it is not what it was.
@@ -227,7 +227,7 @@ def load_corpus(out_dir: Path) -> Corpus:
         why = f"{Path(error.filename or MANIFEST).name}: {error.strerror}"
         raise unreadable(error, out_dir, UNUSABLE, why=why, fix=NEW_RUN) from None
     except ValueError as error:
-        raise _unusable(out_dir, f"{MANIFEST} is not JSON: {error}") from None
+        raise _unusable_corpus_error(out_dir, f"{MANIFEST} is not JSON: {error}") from None
 
 
 def verify_corpus(corpus: Corpus, *, is_new: bool = False) -> list[str]:
@@ -276,5 +276,5 @@ def _load_unchanged_tokenizer(name: str, digest: str) -> Tokenizer:
     return tokenizer
 
 
-def _unusable(out_dir: Path, why: str) -> DataError:
+def _unusable_corpus_error(out_dir: Path, why: str) -> DataError:
     return DataError(UNUSABLE, where=str(out_dir), why=why, fix=NEW_RUN)

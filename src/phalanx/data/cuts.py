@@ -29,7 +29,7 @@ _MARGIN_BYTES = 4 * _CONTEXT_CHARS + 4 * _MAX_SPACE_CHARS
 _PROBES = (("One line of text", "\nanother line"), ("One line of text\n", "another line"))
 
 
-class Cutter:
+class TextCutter:
     """Cuts texts where `same(before, after)`: the two have the tokens of both together.
 
     With `anywhere` (a token is a byte) files are cut at any byte.
@@ -40,7 +40,7 @@ class Cutter:
         # Tokenizers that mark where a text begins fail both: no place in any text is searched then.
         self.can_cut = anywhere or any(same(*probe) for probe in _PROBES)
 
-    def holds(self, text: str, at: int) -> bool:
+    def can_cut_at(self, text: str, at: int) -> bool:
         """True if `text` has the same tokens when it is cut at `at`."""
         before, after = text[max(0, at - _CONTEXT_CHARS) : at], text[at : at + _CONTEXT_CHARS]
         return self._same(replace_surrogates(before), replace_surrogates(after))
@@ -49,8 +49,8 @@ class Cutter:
         """The first good place at or after `start`, or None in this text."""
         at = text.find("\n", start)
         while at >= 0:
-            for position in _places(text, at):
-                if position >= start and self.holds(text, position):
+            for position in _list_cut_offsets(text, at):
+                if position >= start and self.can_cut_at(text, position):
                     return position
             at = text.find("\n", at + 1)
         return None
@@ -91,26 +91,26 @@ class Cutter:
             start = cut
         rest = text[start:]
         if len(rest) > MAX_WHOLE_CHARS:
-            raise too_long(len(rest), where)
+            raise text_too_long_error(len(rest), where)
         yield rest
 
 
-def cutter_for(tokenizer: Tokenizer) -> Cutter:
+def build_text_cutter(tokenizer: Tokenizer) -> TextCutter:
     """Cuts that keep the tokens of one tokenizer."""
 
     def same(before: str, after: str) -> bool:
         together, *parts = tokenizer.encode_batch([before + after, before, after])
         return list(together) == [*parts[0], *parts[1]]
 
-    return Cutter(same, anywhere=tokenizer.kind == "bytes")
+    return TextCutter(same, anywhere=tokenizer.kind == "bytes")
 
 
-def row_too_long(where: str, summary: str) -> DataError:
+def row_too_long_error(where: str, summary: str) -> DataError:
     fix = "cut the text into several rows, or give it as a text file"
     return DataError(summary, where=where, why="a row is read whole, and is one document", fix=fix)
 
 
-def too_long(num_chars: int, where: str) -> DataError:
+def text_too_long_error(num_chars: int, where: str) -> DataError:
     return DataError(
         f"{num_chars // MIB} million characters in one piece",
         where=where,
@@ -122,7 +122,7 @@ def too_long(num_chars: int, where: str) -> DataError:
     )
 
 
-def _places(text: str, line_end: int) -> Iterator[int]:
+def _list_cut_offsets(text: str, line_end: int) -> Iterator[int]:
     """Behind a line's end, and before the white space it stands in, if that is short."""
     start, end = line_end, line_end + 1
     while start > 0 and text[start - 1].isspace() and end - start < _MAX_SPACE_CHARS:

@@ -82,10 +82,10 @@ class DatasetManifest:
             manifest._check_types()
             return manifest
         except KeyError as error:
-            raise _unusable(where, f"{error} is missing") from None
+            raise _unusable_dataset_error(where, f"{error} is missing") from None
         except Exception as error:
             # Values of wrong types fail wherever they are used first: all of it means the same.
-            raise _unusable(where, str(error)) from None
+            raise _unusable_dataset_error(where, str(error)) from None
 
     def _check_types(self) -> None:
         """Raises ValueError for a value that `to_json` never gives, named."""
@@ -278,7 +278,7 @@ def read_dataset_manifest(directory: Path) -> tuple[DatasetManifest, str]:
             error, path, "dataset.json cannot be used", fix="build the dataset again"
         ) from None
     except ValueError as error:
-        raise _unusable(path, f"not JSON: {error}") from None
+        raise _unusable_dataset_error(path, f"not JSON: {error}") from None
     return DatasetManifest.from_json(value, path), hashlib.sha256(content).hexdigest()[:16]
 
 
@@ -325,11 +325,11 @@ def _open_listed_shard(directory: Path, manifest: DatasetManifest, facts: ShardF
         or shard.dtype != manifest.dtype
         or shard.vocab_size != manifest.vocab_size
     ):
-        raise _swapped_error(shard, _difference(shard, manifest, facts))
+        raise _swapped_error(shard, _describe_shard_difference(shard, manifest, facts))
     return shard
 
 
-def _difference(shard: Shard, manifest: DatasetManifest, facts: ShardFacts) -> str:
+def _describe_shard_difference(shard: Shard, manifest: DatasetManifest, facts: ShardFacts) -> str:
     """The first of what tells two shards apart, their checksum above all."""
     observed = {
         "checksum": shard.facts.xxh3,
@@ -370,7 +370,7 @@ def _join_problems(
     )
 
 
-def _unusable(path: Path, why: str) -> DataError:
+def _unusable_dataset_error(path: Path, why: str) -> DataError:
     return DataError(
         "dataset.json cannot be used", where=str(path), why=why, fix="build the dataset again"
     )

@@ -15,8 +15,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from phalanx.core.units import MIB
-from phalanx.data.columns import Reading
-from phalanx.data.cuts import cutter_for
+from phalanx.data.columns import ReadPosition
+from phalanx.data.cuts import build_text_cutter
 from phalanx.data.readers import TextPiece, read_content, read_pieces
 from phalanx.data.shard_writer import ShardWriter
 from phalanx.data.shards import ShardFacts, dtype_for
@@ -29,7 +29,7 @@ REPORT_S = 0.2
 
 
 @dataclass
-class Counts:
+class EncodingCounts:
     """Counts of what was encoded so far, of one task or of all."""
 
     read_bytes: float = 0.0  # of the input files, compressed or not
@@ -44,8 +44,8 @@ class Counts:
     wall_s: float = 0.0
 
 
-def sum_counts(parts: Iterable[Counts]) -> Counts:
-    total = Counts()
+def sum_encoding_counts(parts: Iterable[EncodingCounts]) -> EncodingCounts:
+    total = EncodingCounts()
     for part in parts:
         for name, value in vars(part).items():
             setattr(total, name, getattr(total, name) + value)
@@ -57,7 +57,7 @@ class ShardOutcome:
     """The result of a task; without facts if it held no token."""
 
     facts: ShardFacts | None
-    counts: Counts = field(default_factory=Counts)
+    counts: EncodingCounts = field(default_factory=EncodingCounts)
     content: str = ""  # digest of what went in, see `digest_content`
 
     def to_json(self) -> dict[str, Any]:
@@ -68,13 +68,13 @@ class ShardOutcome:
         facts = None
         if value["facts"]:
             facts = ShardFacts(**value["facts"])
-        return cls(facts, Counts(**value["counts"]), value["content"])
+        return cls(facts, EncodingCounts(**value["counts"]), value["content"])
 
 
-Report = Callable[[Counts], None]
+Report = Callable[[EncodingCounts], None]
 
 
-class Content:
+class ContentDigest:
     """A digest of what lies in the inputs of a task: the same wherever they lie, whenever they were
     written.
     """
@@ -96,7 +96,7 @@ class Content:
 def digest_content(task: Task, column: str) -> str:
     """The digest that `build_shard` gives the content of `task`. Raises DataError for a file that
     cannot be read."""
-    content = Content()
+    content = ContentDigest()
     for span in task.spans:
         content.add(span, column)
     return str(content)
@@ -109,7 +109,7 @@ def build_shard(
     writing fails.
     """
     began = time.monotonic()
-    counts, reading, content = Counts(), Reading(), Content()
+    counts, reading, content = EncodingCounts(), ReadPosition(), ContentDigest()
     reported_s = 0.0
     first = task.spans[0]
     # A text that began in the shard before is no new document here.
@@ -141,9 +141,9 @@ def build_shard(
 
 
 def _pieces(
-    task: Task, column: str, tokenizer: Tokenizer, reading: Reading, content: Content
+    task: Task, column: str, tokenizer: Tokenizer, reading: ReadPosition, content: ContentDigest
 ) -> Iterator[TextPiece]:
-    cutter = cutter_for(tokenizer)
+    cutter = build_text_cutter(tokenizer)
     for span in task.spans:
         # One pass before the other: the second finds the bytes in memory.
         content.add(span, column)
@@ -163,34 +163,36 @@ def _batches(pieces: Iterator[TextPiece]) -> Iterator[list[TextPiece]]:
         yield batch
 
 
-class Encoded(NamedTuple):
+class EncodedBatch(NamedTuple):
     """The ids of all pieces of a batch one after another, and how many each has."""
 
     ids: NDArray[np.integer]
     sizes: NDArray[np.int64]
 
 
-def _encode_bytes(batch: list[TextPiece], tokenizer: Tokenizer) -> Encoded:
+def _encode_bytes(batch: list[TextPiece], tokenizer: Tokenizer) -> EncodedBatch:
     """A byte is a token."""
     joined = b"".join(piece.text for piece in batch)  # type: ignore[misc]
-    return Encoded(
+    return EncodedBatch(
         np.frombuffer(joined, np.uint8), np.array([len(piece.text) for piece in batch], np.int64)
     )
 
 
-def _encode_text(batch: list[TextPiece], tokenizer: Tokenizer) -> Encoded:
+def _encode_text(batch: list[TextPiece], tokenizer: Tokenizer) -> EncodedBatch:
     encodings = tokenizer.encode_batch([piece.text for piece in batch])  # type: ignore[misc]
-    return Encoded(np.concatenate(encodings), np.array([ids.size for ids in encodings], np.int64))
+    return EncodedBatch(
+        np.concatenate(encodings), np.array([ids.size for ids in encodings], np.int64)
+    )
 
 
-def _ends_in_text(encoded: Encoded, tokenizer: Tokenizer) -> int:
+def _ends_in_text(encoded: EncodedBatch, tokenizer: Tokenizer) -> int:
     if tokenizer.end_of_document is None or tokenizer.kind == "bytes":
         return 0
     return int(np.count_nonzero(encoded.ids == tokenizer.end_of_document))
 
 
 def _write(
-    writer: ShardWriter, batch: list[TextPiece], encoded: Encoded, end_of_document: int | None
+    writer: ShardWriter, batch: list[TextPiece], encoded: EncodedBatch, end_of_document: int | None
 ) -> None:
     """Put the ends of documents into a batch and write it in one go."""
     ends = np.array([piece.ends for piece in batch]) & (end_of_document is not None)
@@ -219,7 +221,7 @@ def _write(
         writer.begin_document(begun)
 
 
-def _count(counts: Counts, batch: list[TextPiece], reading: Reading) -> None:
+def _count(counts: EncodingCounts, batch: list[TextPiece], reading: ReadPosition) -> None:
     for piece in batch:
         counts.text_bytes += piece.num_bytes
         counts.num_documents += piece.ends

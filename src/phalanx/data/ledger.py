@@ -20,7 +20,7 @@ from phalanx.core.errors import DataError
 from phalanx.core.files import read_json
 from phalanx.data.corpus import load_corpus
 from phalanx.data.samples import Samples, open_samples
-from phalanx.data.user_dataset import digest_of
+from phalanx.data.user_dataset import digest_sample
 from phalanx.observe.events import RunStarted, SamplesRead
 from phalanx.observe.tail import EventTail
 
@@ -31,7 +31,7 @@ MAX_SAMPLE, MAX_OF_A_STEP, MAX_STEPS, MAX_RANKS = 2**60, 2**24, 2**53, 2**20
 
 
 @dataclass(frozen=True)
-class StepReading:
+class StepRecord:
     """One rank's record of one step."""
 
     attempt: int
@@ -39,7 +39,7 @@ class StepReading:
 
 
 @dataclass(frozen=True)
-class Start:
+class AttemptStart:
     """The beginning of an attempt: the step it continued from, and what none of its records can
     exceed.
     """
@@ -99,26 +99,26 @@ def check_ledger(run_dir: Path) -> LedgerReport:
             where=str(run_dir),
             fix="train with observe.samples=true",
         )
-    readings: list[StepReading] = []
+    readings: list[StepRecord] = []
     problems: list[str] = []
     # Damaged ones first: all that follows counts as far as the records say.
     for reading in events:
-        if damage := _damage(reading.event, starts.get(reading.attempt)):
+        if damage := _find_record_damage(reading.event, starts.get(reading.attempt)):
             event = reading.event
             problems.append(
                 f"step {event.step}: rank {event.data_parallel_rank} has a damaged record: {damage}"
             )
         else:
             readings.append(reading)
-    done, incomplete = _complete_steps(_last_attempts(readings, starts))
-    problems += [*incomplete, *_not_in_order(done)]
-    problems += _differing_again(readings)
-    samples = _open(run_dir)
+    done, incomplete = _complete_steps(_select_final_records(readings, starts))
+    problems += [*incomplete, *_find_order_problems(done)]
+    problems += _find_changed_samples(readings)
+    samples = _open_run_samples(run_dir)
     counted_readings = [reading for step in done.values() for reading in step]
     num_compared = 0
     if samples is not None:
         num_compared = len(counted_readings)
-        problems += _wrong_content(counted_readings, samples)
+        problems += _find_wrong_checksums(counted_readings, samples)
     return LedgerReport(
         num_samples=sum(_num_samples(reading.event) for reading in counted_readings),
         num_steps=len(done),
@@ -128,22 +128,22 @@ def check_ledger(run_dir: Path) -> LedgerReport:
     )
 
 
-def _read_events(run_dir: Path) -> tuple[list[StepReading], dict[int, Start]]:
+def _read_events(run_dir: Path) -> tuple[list[StepRecord], dict[int, AttemptStart]]:
     """All records, and how each attempt began."""
-    readings: list[StepReading] = []
-    starts: dict[int, Start] = {}
+    readings: list[StepRecord] = []
+    starts: dict[int, AttemptStart] = {}
     for envelope in EventTail(run_dir, all_ranks=True).poll():
         if isinstance(envelope.event, SamplesRead):
-            readings.append(StepReading(envelope.attempt, envelope.event))
+            readings.append(StepRecord(envelope.attempt, envelope.event))
         elif isinstance(envelope.event, RunStarted):
             event = envelope.event
-            starts[envelope.attempt] = Start(
+            starts[envelope.attempt] = AttemptStart(
                 int(event.step), int(event.total_steps), int(event.world_size)
             )
     return readings, starts
 
 
-def _damage(event: SamplesRead, start: Start | None) -> str:
+def _find_record_damage(event: SamplesRead, start: AttemptStart | None) -> str:
     """Why a record cannot be what a rank wrote; empty if it can. Nothing that follows is longer
     than it says.
     """
@@ -169,13 +169,13 @@ def _is_whole(value: object, least: int, beyond: int) -> bool:
     return type(value) is int and least <= value < beyond
 
 
-def _last_attempts(
-    readings: Sequence[StepReading], starts: dict[int, Start]
-) -> dict[int, list[StepReading]]:
+def _select_final_records(
+    readings: Sequence[StepRecord], starts: dict[int, AttemptStart]
+) -> dict[int, list[StepRecord]]:
     """By step, the records that count: an attempt undoes all that was done after the step it
     continued from.
     """
-    counted: dict[int, list[StepReading]] = {}
+    counted: dict[int, list[StepRecord]] = {}
     # An attempt that recorded nothing undoes steps, too.
     for attempt in sorted({reading.attempt for reading in readings} | set(starts)):
         own_readings = [reading for reading in readings if reading.attempt == attempt]
@@ -192,19 +192,19 @@ def _last_attempts(
 
 
 def _complete_steps(
-    counted: dict[int, list[StepReading]],
-) -> tuple[dict[int, list[StepReading]], list[str]]:
+    counted: dict[int, list[StepRecord]],
+) -> tuple[dict[int, list[StepRecord]], list[str]]:
     """The steps that every rank has recorded. The newest may be incomplete: ranks were stopped in
     between.
     """
-    done: dict[int, list[StepReading]] = {}
+    done: dict[int, list[StepRecord]] = {}
     problems: list[str] = []
     newest, expected = max(counted, default=0), 1
     for step, readings in counted.items():
         if step > expected:
             problems.append(f"{_name_steps(expected, step)}: no rank has a record")
         expected = step + 1
-        by_rank: dict[int, StepReading] = {}
+        by_rank: dict[int, StepRecord] = {}
         for reading in readings:
             rank = int(reading.event.data_parallel_rank)
             if rank in by_rank and by_rank[rank].event.ranges != reading.event.ranges:
@@ -218,7 +218,7 @@ def _complete_steps(
     return done, problems
 
 
-def _find_missing_ranks(by_rank: dict[int, StepReading]) -> list[int]:
+def _find_missing_ranks(by_rank: dict[int, StepRecord]) -> list[int]:
     """The data-parallel ranks of a step that have no record, by what the others say of their
     number."""
     sizes = [int(reading.event.data_parallel_size) for reading in by_rank.values()]
@@ -238,7 +238,7 @@ def _name_ranks(ranks: Sequence[int]) -> str:
     return text
 
 
-def _not_in_order(done: dict[int, list[StepReading]]) -> Iterator[str]:
+def _find_order_problems(done: dict[int, list[StepRecord]]) -> Iterator[str]:
     """Steps that do not begin where the one before ended, and samples that a step repeats or leaves
     out.
     """
@@ -265,9 +265,9 @@ def _samples_are(first: int, beyond: int) -> str:
     return f"{_name_samples(first, beyond)} {verb}"
 
 
-def _differing_again(readings: Sequence[StepReading]) -> Iterator[str]:
+def _find_changed_samples(readings: Sequence[StepRecord]) -> Iterator[str]:
     """Samples that were read again after a restart, with another content."""
-    first_readings: dict[tuple[int, ...], StepReading] = {}
+    first_readings: dict[tuple[int, ...], StepRecord] = {}
     for reading in readings:
         key = tuple(map(int, reading.event.ranges))
         first = first_readings.setdefault(key, reading)
@@ -276,7 +276,7 @@ def _differing_again(readings: Sequence[StepReading]) -> Iterator[str]:
             yield f"step {reading.event.step}: {summary} as {_name_samples(key[0], key[1])}"
 
 
-def _wrong_content(readings: Sequence[StepReading], samples: Samples) -> Iterator[str]:
+def _find_wrong_checksums(readings: Sequence[StepRecord], samples: Samples) -> Iterator[str]:
     """Readings whose checksum is not that of the samples they name. Those of an unusual size are
     not even compared.
     """
@@ -293,7 +293,7 @@ def _wrong_content(readings: Sequence[StepReading], samples: Samples) -> Iterato
         for first, beyond in _ranges(reading.event):
             parts.append(np.arange(first, beyond, dtype=np.int64))
         indices = np.concatenate(parts)
-        if digest_of(samples.take(indices)) != reading.event.xxh3:
+        if digest_sample(samples.take(indices)) != reading.event.xxh3:
             rank = reading.event.data_parallel_rank
             yield (
                 f"step {reading.event.step}: what rank {rank} was given is not what the order of"
@@ -301,7 +301,7 @@ def _wrong_content(readings: Sequence[StepReading], samples: Samples) -> Iterato
             )
 
 
-def _open(run_dir: Path) -> Samples | None:
+def _open_run_samples(run_dir: Path) -> Samples | None:
     """The run's samples, to compare with; None for a user's own dataset, whose code is not run
     here.
     """

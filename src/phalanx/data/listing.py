@@ -23,7 +23,7 @@ _SHARD = re.compile(r"shard-\d{5,}\.tokens")
 _NOT_LIBRARY_SOURCE = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 
 
-class Listed(NamedTuple):
+class FileListing(NamedTuple):
     """The folder that names are relative to, the sorted names of regular files, and how much was
     left out."""
 
@@ -33,7 +33,7 @@ class Listed(NamedTuple):
     num_not_files: int = 0  # broken links, linked folders, pipes, sockets, devices
 
 
-def list_files(source: str, out: Path | None) -> Listed:
+def list_files(source: str, out: Path | None) -> FileListing:
     """Raises DataError for a source that is not there or is a dataset itself, OSError for a
     folder it cannot list."""
     if source == "stdlib":
@@ -45,7 +45,7 @@ def list_files(source: str, out: Path | None) -> Listed:
         _refuse_dataset(path, source)
         return _walk(path, frozenset(), out)
     if source and path.exists():
-        return Listed(path.parent, [path.name])
+        return FileListing(path.parent, [path.name])
     if glob.has_magic(source) and "://" not in source:
         root, pattern = _split_pattern(path)
         matches = glob.glob(pattern, root_dir=root, recursive=True)
@@ -60,10 +60,10 @@ def list_files(source: str, out: Path | None) -> Listed:
                 not_files.add(os.path.realpath(path))
         listed = _leave_out_datasets(root, sorted(names), out)
         return listed._replace(num_not_files=len(not_files))
-    raise _missing(source)
+    raise _missing_source_error(source)
 
 
-def _walk(root: Path, ignored_folders: frozenset[str], out: Path | None) -> Listed:
+def _walk(root: Path, ignored_folders: frozenset[str], out: Path | None) -> FileListing:
     """The non-hidden files below `root`.
 
     Linked folders are not followed, but counted like all that is no file.
@@ -94,10 +94,10 @@ def _walk(root: Path, ignored_folders: frozenset[str], out: Path | None) -> List
                 names.append(path.relative_to(root).as_posix())
             else:
                 num_not_files += 1
-    return Listed(root, sorted(names), num_datasets, num_not_files)
+    return FileListing(root, sorted(names), num_datasets, num_not_files)
 
 
-def _leave_out_datasets(root: Path, names: list[str], out: Path | None) -> Listed:
+def _leave_out_datasets(root: Path, names: list[str], out: Path | None) -> FileListing:
     """The names of a pattern that are text: without those inside of datasets and of `out`."""
     reasons: dict[Path, str] = {Path("."): ""}  # the input itself was refused before
     datasets = set()
@@ -112,7 +112,7 @@ def _leave_out_datasets(root: Path, names: list[str], out: Path | None) -> Liste
                     datasets.add(os.path.realpath(path))
         if not any(reasons[folder] for folder in folders):
             text_names.append(name)
-    return Listed(root, text_names, len(datasets))
+    return FileListing(root, text_names, len(datasets))
 
 
 def _reason_to_skip(
@@ -177,15 +177,15 @@ def _split_pattern(pattern: Path) -> tuple[Path, str]:
     return Path(*parts[:first]), str(Path(*parts[first:]))
 
 
-def _missing(source: str) -> DataError:
+def _missing_source_error(source: str) -> DataError:
     if "://" in source:
         fix = "only files of this machine are read: copy it here first"
     else:
-        fix = _near_name(source) or 'give a file, a folder, a pattern, or "stdlib"'
+        fix = _suggest_file_name(source) or 'give a file, a folder, a pattern, or "stdlib"'
     return DataError("no such file or folder", where=str(source), fix=fix)
 
 
-def _near_name(source: str) -> str:
+def _suggest_file_name(source: str) -> str:
     """'did you mean "x"?' for a name that exists beside the first missing part of `source`, or
     nothing."""
     path = _path(source)

@@ -24,7 +24,7 @@ from phalanx.data.corpus import Corpus
 from phalanx.data.order import num_held_out_targets
 from phalanx.data.samples import Arrays, Samples, SampleSpec, Windows
 from phalanx.data.tokens import Split, TokenSequence
-from phalanx.data.user_dataset import UserFacts, UserSamples, digest_of, open_user_dataset
+from phalanx.data.user_dataset import UserFacts, UserSamples, digest_sample, open_user_dataset
 from phalanx.data.workers import WorkerPool
 from phalanx.observe.events import Event, SamplesRead
 
@@ -32,7 +32,7 @@ Batch = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Share:
+class BatchShare:
     """The part of every global batch that a rank reads, and from where on: `done_samples` were
     consumed by `done_steps`.
     """
@@ -93,7 +93,7 @@ class TrainBatches:
     def __init__(
         self,
         spec: SampleSpec,
-        share: Share,
+        share: BatchShare,
         *,
         workers: int = 0,
         worker_timeout_s: float = 60.0,
@@ -136,7 +136,7 @@ class TrainBatches:
         else:
             loaded = self._load(step)
         if self._keep_record:
-            self._digests[step] = digest_of(loaded.arrays)
+            self._digests[step] = digest_sample(loaded.arrays)
         size = self.share.micro_batch_size
         microbatches = []
         for number in range(self.share.num_microbatches):
@@ -169,10 +169,10 @@ class TrainBatches:
         assert self._samples is not None
         return self._samples.take(self.share.sample_indices(step).ravel())
 
-    def _load(self, step: int) -> _Loaded:
+    def _load(self, step: int) -> _LoadedStep:
         return self._to_tensors(self._build(step))
 
-    def _to_tensors(self, arrays: Arrays) -> _Loaded:
+    def _to_tensors(self, arrays: Arrays) -> _LoadedStep:
         pins = self._pin_for is not None and self._pin_for.type == "cuda"
         if pins:
             # The device of a new thread is GPU 0: pinning would open a context there, whichever
@@ -185,10 +185,10 @@ class TrainBatches:
             if pins:
                 tensor = tensor.pin_memory()
             tensors[name] = tensor
-        return _Loaded(arrays, tensors)
+        return _LoadedStep(arrays, tensors)
 
 
-class _Loaded(NamedTuple):
+class _LoadedStep(NamedTuple):
     """The arrays that were read for a step, and the same as tensors."""
 
     arrays: Arrays
@@ -200,13 +200,13 @@ class _Prefetch:
     waits.
     """
 
-    def __init__(self, load: Callable[[int], _Loaded]) -> None:
+    def __init__(self, load: Callable[[int], _LoadedStep]) -> None:
         # One thread: steps are built in the order in which they were asked for.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="phalanx-data")
         self._load = load
-        self._waiting: tuple[int, Future[_Loaded]] | None = None
+        self._waiting: tuple[int, Future[_LoadedStep]] | None = None
 
-    def get(self, step: int) -> _Loaded:
+    def get(self, step: int) -> _LoadedStep:
         if self._waiting is not None and self._waiting[0] == step:
             future = self._waiting[1]
         else:  # the first step, or a jump: after resuming, rolling back
@@ -315,7 +315,7 @@ class HeldOutSamples:
 
 def build_held_out_batches(
     corpus: Corpus,
-    share: Share,
+    share: BatchShare,
     *,
     seq_len: int,
     max_tokens: int,
@@ -332,7 +332,7 @@ def build_held_out_batches(
     """
     if corpus.user is not None:
         return _own_held_out(corpus.user, share, max_tokens, seed)
-    budgets = shares(max_tokens, corpus.weights)
+    budgets = split_by_weights(max_tokens, corpus.weights)
     batches_by_source: dict[str, Iterable[Batch]] = {}
     for number, sequence in enumerate(corpus.sequences(split)):
         ends_are_marked = corpus.components[number].end_of_document is not None
@@ -348,7 +348,7 @@ def build_held_out_batches(
 
 
 def _own_held_out(
-    user: UserFacts, share: Share, max_samples: int, seed: int
+    user: UserFacts, share: BatchShare, max_samples: int, seed: int
 ) -> dict[str, Iterable[Batch]]:
     if min(user.num_held_out, max_samples) == 0:
         return {}
@@ -366,6 +366,6 @@ def _own_held_out(
     return {"": HeldOutSamples(samples, num_samples, *share.place)}
 
 
-def shares(total: int, weights: Sequence[float]) -> list[int]:
+def split_by_weights(total: int, weights: Sequence[float]) -> list[int]:
     """`total` divided by weight, rounded down."""
     return [int(total * weight / sum(weights)) for weight in weights]

@@ -16,9 +16,9 @@ from phalanx.core.units import format_bytes, plural
 from phalanx.data.dataset import TokenizerFacts
 from phalanx.data.prepare import (
     build_named_tokenizer,
-    check_end_fits,
+    require_end_token_fits,
     other_tokenizer_error,
-    too_short,
+    too_few_tokens_error,
 )
 from phalanx.data.sources import find_files
 from phalanx.data.token_sources import check_ids, describe_source, find_kind, open_arrays
@@ -31,7 +31,7 @@ from phalanx.job.user_dataset import is_own_dataset
 
 
 @dataclass(frozen=True)
-class LookedAt:
+class SourceSummary:
     """One source.
 
     The numbers of tokens are None of text, which nobody has counted. `words` are for people.
@@ -47,10 +47,10 @@ class LookedAt:
 
 
 @dataclass(frozen=True)
-class DataLook:
+class DataSummary:
     """All sources of a job, or the user's own dataset."""
 
-    sources: tuple[LookedAt, ...] = ()
+    sources: tuple[SourceSummary, ...] = ()
     user: UserFacts | None = None
 
     @property
@@ -64,7 +64,9 @@ class DataLook:
         return bool(self.sources) and all(source.num_train is not None for source in self.sources)
 
 
-def look_at_data(data: Data, *, vocab_size: int | None, default_tokenizer: str = BYTES) -> DataLook:
+def inspect_data(
+    data: Data, *, vocab_size: int | None, default_tokenizer: str = BYTES
+) -> DataSummary:
     """Read what `data` names as far as its kind says it by itself.
 
     `vocab_size`: the model's, None if data decides. `default_tokenizer` is for text where `data`
@@ -74,31 +76,33 @@ def look_at_data(data: Data, *, vocab_size: int | None, default_tokenizer: str =
     too short or of other ids than the vocabulary has.
     """
     if is_own_dataset(data.source) and not data.mixture:
-        return DataLook(user=probe_user_dataset(data.source, data.args, data.worker_timeout_s))
+        return DataSummary(user=probe_user_dataset(data.source, data.args, data.worker_timeout_s))
     sources = [(part.source, part.weight) for part in data.mixture] or [(data.source, 1.0)]
     looked = []
     for source, weight in sources:
-        looked.append(_look(source, weight, data, vocab_size, default_tokenizer))
+        looked.append(_inspect_source(source, weight, data, vocab_size, default_tokenizer))
     first = looked[0]
     for other in looked[1:]:
         if other.tokenizer != first.tokenizer:
             raise other_tokenizer_error(
                 first.source, first.tokenizer, other.source, other.tokenizer
             )
-    return DataLook(tuple(looked))
+    return DataSummary(tuple(looked))
 
 
-def _look(source: str, weight: float, data: Data, vocab_size: int | None, default: str) -> LookedAt:
+def _inspect_source(
+    source: str, weight: float, data: Data, vocab_size: int | None, default: str
+) -> SourceSummary:
     if is_own_dataset(source):
         fix = "a mixture takes text and token ids; mix them inside your dataset"
         raise DataError("your own dataset cannot be a part of a mixture", where=source, fix=fix)
     if find_kind(source) is None:
-        return _look_at_text(source, weight, data.tokenizer or default, vocab_size)
-    return _look_at_ids(source, weight, data, vocab_size)
+        return _inspect_text(source, weight, data.tokenizer or default, vocab_size)
+    return _inspect_token_ids(source, weight, data, vocab_size)
 
 
-def _look_at_text(source: str, weight: float, name: str, vocab_size: int | None) -> LookedAt:
-    check_end_fits(name, vocab_size, source)
+def _inspect_text(source: str, weight: float, name: str, vocab_size: int | None) -> SourceSummary:
+    require_end_token_fits(name, vocab_size, source)
     tokenizer = load_tokenizer(name)
     (listing,) = find_files([source])
     size = format_bytes(sum(file.num_bytes for file in listing.files))
@@ -107,10 +111,12 @@ def _look_at_text(source: str, weight: float, name: str, vocab_size: int | None)
         f" ({name})"
     )
     facts = TokenizerFacts(tokenizer.kind, tokenizer.digest)
-    return LookedAt(source, weight, facts, tokenizer.vocab_size, None, None, words)
+    return SourceSummary(source, weight, facts, tokenizer.vocab_size, None, None, words)
 
 
-def _look_at_ids(source: str, weight: float, data: Data, vocab_size: int | None) -> LookedAt:
+def _inspect_token_ids(
+    source: str, weight: float, data: Data, vocab_size: int | None
+) -> SourceSummary:
     kind_and_path = find_kind(source)
     assert kind_and_path is not None, "of token ids"
     # Without checksums: a plan keeps nothing that they could be compared with.
@@ -131,6 +137,6 @@ def _look_at_ids(source: str, weight: float, data: Data, vocab_size: int | None)
     splits = split_tokens(opened.arrays, data.held_out_fraction, split_by, keys)
     train, held_out = (splits[split].num_tokens for split in SPLITS)
     if train < data.seq_len + 1:
-        raise too_short(source, train, data.seq_len)
+        raise too_few_tokens_error(source, train, data.seq_len)
     words = f"{train:,} training tokens, {held_out:,} held out; vocabulary {needed:,}"
-    return LookedAt(source, weight, tokenizer, needed, train, held_out, words)
+    return SourceSummary(source, weight, tokenizer, needed, train, held_out, words)

@@ -25,7 +25,7 @@ SHUFFLED = 64
 _SPREAD = 0x9E3779B97F4A7C15
 
 
-class Turn(NamedTuple):
+class SampleSources(NamedTuple):
     """The source of each sample, by number, and the sample's index in that source, from 0."""
 
     source: Int64s
@@ -53,7 +53,7 @@ class Mixture:
         self._rank = np.concatenate(ranks)[by_time]
         self._key = stable_hash64("mixture", seed)
 
-    def turns(self, indices: NDArray[np.integer]) -> Turn:
+    def locate_samples(self, indices: NDArray[np.integer]) -> SampleSources:
         """Whose turn each global sample number is; both of the same shape as `indices`."""
         flat = np.asarray(indices, np.int64).ravel()
         runs, within = np.divmod(flat, SHUFFLED)
@@ -61,7 +61,7 @@ class Mixture:
         tables, slot = np.divmod(runs * SHUFFLED + permute(within, SHUFFLED, keys), TABLE)
         source = self._source[slot]
         sample = self._rank[slot] + tables * self.quotas[source]
-        return Turn(source.reshape(np.shape(indices)), sample.reshape(np.shape(indices)))
+        return SampleSources(source.reshape(np.shape(indices)), sample.reshape(np.shape(indices)))
 
 
 def divide_table(weights: Sequence[float]) -> Int64s:

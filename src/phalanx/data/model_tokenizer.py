@@ -95,7 +95,7 @@ def _facts_of_file(path: Path) -> TokenizerFacts | None:
 
 
 @dataclass(frozen=True)
-class SourceTokens:
+class SourceTokenizer:
     """The tokenizer that makes, or made, the tokens of one source, by `name`. `is_default`: the job
     names none.
     """
@@ -132,7 +132,7 @@ def default_tokenizer(data: Data, brought: ModelTokenizer | None) -> str:
     return BYTES
 
 
-def find_source_tokens(data: Data, brought: ModelTokenizer | None) -> list[SourceTokens]:
+def find_source_tokenizers(data: Data, brought: ModelTokenizer | None) -> list[SourceTokenizer]:
     """The tokens of the sources of [data], as far as they are known without reading the sources.
 
     Raises DataError.
@@ -148,20 +148,22 @@ def find_source_tokens(data: Data, brought: ModelTokenizer | None) -> list[Sourc
             name = data.tokenizer or default_tokenizer(data, brought)
             tokenizer = load_tokenizer(name)
             facts, size = TokenizerFacts(tokenizer.kind, tokenizer.digest), tokenizer.vocab_size
-            tokens_by_source.append(SourceTokens(source, facts, size, name, True, is_default))
+            tokens_by_source.append(SourceTokenizer(source, facts, size, name, True, is_default))
         elif kind[0] == "dataset":
             manifest, _ = read_dataset_manifest(kind[1])
             tokens_by_source.append(
-                SourceTokens(source, manifest.tokenizer, manifest.vocab_size, "", False, is_default)
+                SourceTokenizer(
+                    source, manifest.tokenizer, manifest.vocab_size, "", False, is_default
+                )
             )
         else:
-            tokens_by_source.append(SourceTokens(source, NO_TOKENIZER, 0, "", False, is_default))
+            tokens_by_source.append(SourceTokenizer(source, NO_TOKENIZER, 0, "", False, is_default))
     return tokens_by_source
 
 
-def find_corpus_tokens(
-    corpus: Corpus, tokens: Sequence[SourceTokens], data: Data
-) -> list[SourceTokens]:
+def find_corpus_tokenizers(
+    corpus: Corpus, tokens: Sequence[SourceTokenizer], data: Data
+) -> list[SourceTokenizer]:
     """The tokens of the sources of a prepared corpus: a resumed run reads the data that it began
     with, whatever the sources are by now.
     """
@@ -169,7 +171,7 @@ def find_corpus_tokens(
     corpus_tokens = []
     for component in corpus.components:
         corpus_tokens.append(
-            SourceTokens(
+            SourceTokenizer(
                 component.source,
                 component.tokenizer,
                 component.vocab_size,
@@ -182,7 +184,7 @@ def find_corpus_tokens(
     return corpus_tokens
 
 
-def require_rows(tokens: Sequence[SourceTokens], vocab_size: int | None) -> None:
+def require_vocabulary_fits(tokens: Sequence[SourceTokenizer], vocab_size: int | None) -> None:
     """Raise DataError for text whose tokenizer has more tokens than the model has rows: before it
     is tokenized.
 
@@ -206,7 +208,7 @@ def require_rows(tokens: Sequence[SourceTokens], vocab_size: int | None) -> None
 
 
 def describe_tokenizers(
-    brought: ModelTokenizer | None, tokens: Sequence[SourceTokens], vocab_size: int | None
+    brought: ModelTokenizer | None, tokens: Sequence[SourceTokenizer], vocab_size: int | None
 ) -> MoreRemarks:
     """A plan's remarks and warnings about the tokenizers.
 
@@ -239,7 +241,7 @@ def describe_tokenizers(
     return MoreRemarks(tuple(dict.fromkeys(reasons)), tuple(dict.fromkeys(warnings)))
 
 
-def _describe_missing_tokenizer(brought: ModelTokenizer, one: SourceTokens) -> str:
+def _describe_missing_tokenizer(brought: ModelTokenizer, one: SourceTokenizer) -> str:
     if not brought.is_trained:
         return f"text becomes bytes: {brought.owner} brings no tokenizer"
     return (
@@ -249,7 +251,7 @@ def _describe_missing_tokenizer(brought: ModelTokenizer, one: SourceTokens) -> s
 
 
 def _describe_other_tokenizer(
-    brought: ModelTokenizer, one: SourceTokens, vocab_size: int | None
+    brought: ModelTokenizer, one: SourceTokenizer, vocab_size: int | None
 ) -> str:
     name = one.name or _name_by_digest(one.facts)
     size = f"{one.vocab_size:,}"

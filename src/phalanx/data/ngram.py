@@ -91,11 +91,11 @@ def fit_kneser_ney(tokens: Tokens, vocab_size: int, order: int) -> Model:
     """Interpolated modified Kneser-Ney of 1 to `order` tokens; the model uses as much context as
     it is given."""
     grams = count_grams(tokens, order, vocab_size)
-    levels = [Level.build(grams, vocab_size)]
+    levels = [KneserNeyOrder.build(grams, vocab_size)]
     for shorter in range(order - 1, 0, -1):
         # Ones: a shorter gram counts once for each distinct token before it (Kneser-Ney).
         grams = _sum_by_key(grams.keys % vocab_size**shorter, np.ones_like(grams.counts))
-        levels.insert(0, Level.build(grams, vocab_size))
+        levels.insert(0, KneserNeyOrder.build(grams, vocab_size))
 
     def probabilities(token: Int64s, *previous: Int64s) -> Floats:
         probability, context, digit = np.full(token.shape, 1 / vocab_size), np.zeros_like(token), 1
@@ -121,7 +121,7 @@ class NgramCounts:
         """The count of each of `keys`, 0 where it was not seen."""
         if not self.keys.size:
             return np.zeros_like(keys)
-        at, is_known = _find(keys, self.keys)
+        at, is_known = _find_indices(keys, self.keys)
         return np.where(is_known, self.counts[at], 0)
 
 
@@ -144,7 +144,7 @@ def count_grams(tokens: Tokens, order: int, vocab_size: int) -> NgramCounts:
 
 
 @dataclass(frozen=True)
-class Level:
+class KneserNeyOrder:
     """One order of Kneser-Ney: P(token | context) = discounted(gram) / total(context) +
     weight(context) * P(shorter).
 
@@ -158,7 +158,7 @@ class Level:
     weights: Floats  # of each context
 
     @classmethod
-    def build(cls, grams: NgramCounts, vocab_size: int) -> Level:
+    def build(cls, grams: NgramCounts, vocab_size: int) -> KneserNeyOrder:
         # No more than the count itself, or a share would be negative.
         discounts = np.minimum(_discounts(grams.counts)[np.minimum(grams.counts, 3)], grams.counts)
         contexts, first, sizes = np.unique(
@@ -175,8 +175,8 @@ class Level:
         its first token."""
         if self.contexts.size == 0:
             return shorter
-        at, is_known = _find(grams, self.grams)
-        context_at, context_seen = _find(grams // vocab_size, self.contexts)
+        at, is_known = _find_indices(grams, self.grams)
+        context_at, context_seen = _find_indices(grams // vocab_size, self.contexts)
         interpolated = np.where(is_known, self.shares[at], 0.0) + self.weights[context_at] * shorter
         return np.where(context_seen, interpolated, shorter)
 
@@ -208,7 +208,7 @@ def _sum_by_key(keys: Int64s, counts: Int64s) -> NgramCounts:
     return NgramCounts(keys[first], np.add.reduceat(counts[order], first))
 
 
-def _find(keys: Int64s, ascending: Int64s) -> tuple[Int64s, NDArray[np.bool_]]:
+def _find_indices(keys: Int64s, ascending: Int64s) -> tuple[Int64s, NDArray[np.bool_]]:
     """Each key's index in `ascending`, and True if it is there (else the index is any valid
     one)."""
     # Beyond the last one there is no index: any other will do, for it is not equal.

@@ -39,7 +39,7 @@ def permute(index: NDArray[np.integer], n: int, key: int | Uint64s) -> NDArray[n
     round_keys = []
     for number in range(1, _NUM_ROUNDS + 1):
         # np.uint64 refuses a number that does not fit.
-        round_keys.append(mix(keys + np.uint64(number * _GOLDEN & _MASK64)))
+        round_keys.append(mix_bits(keys + np.uint64(number * _GOLDEN & _MASK64)))
     num_bits = (n - 1).bit_length()
     permuted = _feistel(values, round_keys, num_bits)
     # This ends: the cycle of a value in [0, n) comes back to that value.
@@ -59,13 +59,13 @@ def _feistel(values: Uint64s, round_keys: list[Uint64s], num_bits: int) -> Uint6
     low, high = values & low_mask, values >> np.uint64(low_bits)
     for number, round_key in enumerate(round_keys):
         if number % 2 == 0:
-            high = high ^ (mix(low ^ round_key) & high_mask)
+            high = high ^ (mix_bits(low ^ round_key) & high_mask)
         else:
-            low = low ^ (mix(high ^ round_key) & low_mask)
+            low = low ^ (mix_bits(high ^ round_key) & low_mask)
     return (high << np.uint64(low_bits)) | low
 
 
-def mix(values: Uint64s) -> Uint64s:
+def mix_bits(values: Uint64s) -> Uint64s:
     """A bijective hash of 64 bits (the finaliser of SplitMix64, Steele et al. 2014)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -106,14 +106,18 @@ class SampleOrder:
         return starts.reshape(np.shape(indices))
 
     def _epoch_keys(self, epochs: NDArray[np.int64]) -> Uint64s:
-        return mix(epochs.astype(np.uint64) ^ np.uint64(stable_hash64("sample order", self.seed)))
+        return mix_bits(
+            epochs.astype(np.uint64) ^ np.uint64(stable_hash64("sample order", self.seed))
+        )
 
     def _phases(self, epoch_keys: Uint64s) -> NDArray[np.int64]:
         """Number of tokens that each epoch leaves out before its first window, of those that it
         leaves out at all.
         """
         num_left_out = (self.num_tokens - 1) % self.seq_len
-        return (mix(epoch_keys ^ np.uint64(_PHASE)) % np.uint64(num_left_out + 1)).astype(np.int64)
+        return (mix_bits(epoch_keys ^ np.uint64(_PHASE)) % np.uint64(num_left_out + 1)).astype(
+            np.int64
+        )
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,9 @@ class ShuffledOrder:
         from 0).
         """
         epochs, samples = np.divmod(np.asarray(indices, dtype=np.int64).ravel(), self.num_samples)
-        keys = mix(epochs.astype(np.uint64) ^ np.uint64(stable_hash64("sample order", self.seed)))
+        keys = mix_bits(
+            epochs.astype(np.uint64) ^ np.uint64(stable_hash64("sample order", self.seed))
+        )
         return permute(samples, self.num_samples, keys).reshape(np.shape(indices))
 
 

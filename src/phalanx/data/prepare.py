@@ -20,7 +20,7 @@ from phalanx.data.token_sources import (
     describe_source,
     find_kind,
     open_arrays,
-    outside,
+    id_out_of_range_error,
 )
 from phalanx.data.tokenizer import BYTES, load_tokenizer
 from phalanx.data.tokens import SPLITS, choose_split, split_tokens
@@ -49,7 +49,7 @@ def prepare_corpus(
         corpus.tokenizer()
         _check_fits(corpus, data, vocab_size)
         return corpus
-    with _nothing_left_on_error(out_dir):
+    with _remove_new_files_on_error(out_dir):
         corpus = _prepare(data, out_dir, vocab_size, default_tokenizer)
         # Before the fact sheet is written: with it the data counts as prepared.
         _check_fits(corpus, data, vocab_size)
@@ -87,7 +87,7 @@ def _prepare_component(
     source: str, weight: float, data: Data, own_dir: Path, vocab_size: int | None, default: str
 ) -> Component:
     """`own_dir` is where text is built."""
-    described, path = _find(source, data, own_dir, vocab_size, default)
+    described, path = _find_source(source, data, own_dir, vocab_size, default)
     if data.document_masks and described.kind == "npy":
         fix = "build shards from text, or use a Megatron dataset, which know theirs"
         raise DataError(
@@ -123,7 +123,7 @@ def _prepare_component(
     )
 
 
-def _find(
+def _find_source(
     source: str, data: Data, own_dir: Path, vocab_size: int | None, default: str
 ) -> tuple[SourceDescription, str]:
     """The description of a source, and the path that the fact sheet gives for it. Text is built
@@ -135,17 +135,17 @@ def _find(
     if kind is not None:
         return describe_source(*kind), str(kind[1])
     tokenizer = data.tokenizer or default
-    check_end_fits(tokenizer, vocab_size, source)
+    require_end_token_fits(tokenizer, vocab_size, source)
     # A run that cannot begin leaves nothing behind, not even finished shards.
     build_dataset([source], own_dir, tokenizer=tokenizer, column=data.column, keep_unfinished=False)
     return describe_source("dataset", own_dir), own_dir.name
 
 
-def check_end_fits(tokenizer: str, vocab_size: int | None, source: str) -> None:
+def require_end_token_fits(tokenizer: str, vocab_size: int | None, source: str) -> None:
     """Every document ends with this token: without a row for it nothing needs to be built."""
     end = load_tokenizer(tokenizer).end_of_document
     if vocab_size is not None and end is not None and end >= vocab_size:
-        error = outside(end, vocab_size, f"data.source {source}")
+        error = id_out_of_range_error(end, vocab_size, f"data.source {source}")
         raise DataError(
             error.what, where=error.where, why="it is the end of a document", fix=error.fix
         )
@@ -224,13 +224,13 @@ def _check_fits(corpus: Corpus, data: Data, vocab_size: int | None) -> None:
     for component in corpus.components:
         num_tokens = component.splits["train"].num_tokens
         if num_tokens < data.seq_len + 1:
-            raise too_short(component.source, num_tokens, data.seq_len)
+            raise too_few_tokens_error(component.source, num_tokens, data.seq_len)
         opened, _ = corpus.open_component(component)
         if vocab_size is not None and component.vocab_size > vocab_size:
             check_ids(opened, vocab_size)
 
 
-def too_short(source: str, num_tokens: int, seq_len: int) -> DataError:
+def too_few_tokens_error(source: str, num_tokens: int, seq_len: int) -> DataError:
     fix = "give more data"
     if num_tokens > 1:
         fix = f"lower data.seq_len to at most {num_tokens - 1} or give more data"
@@ -243,7 +243,7 @@ def too_short(source: str, num_tokens: int, seq_len: int) -> DataError:
 
 
 @contextlib.contextmanager
-def _nothing_left_on_error(out_dir: Path) -> Iterator[None]:
+def _remove_new_files_on_error(out_dir: Path) -> Iterator[None]:
     """Create `out_dir`; if the block fails, what is new in it goes again."""
     existed = out_dir.exists()
     try:

@@ -19,8 +19,8 @@ from phalanx.core.digest import stable_hash64
 from phalanx.core.errors import DataError
 from phalanx.core.files import open_regular
 from phalanx.core.units import MIB
-from phalanx.data.columns import Reading
-from phalanx.data.cuts import MAX_WHOLE_CHARS, PIECE_CHARS, Cutter, too_long
+from phalanx.data.columns import ReadPosition
+from phalanx.data.cuts import MAX_WHOLE_CHARS, PIECE_CHARS, TextCutter, text_too_long_error
 from phalanx.data.rows_arrow import (
     arrow_content,
     arrow_parts,
@@ -31,7 +31,7 @@ from phalanx.data.rows_arrow import (
 )
 from phalanx.data.rows_json import json_rows
 from phalanx.data.sources import SourceFile
-from phalanx.data.spans import FileParts, FileSpan, divide_into_steps, keep_uncut
+from phalanx.data.spans import FileParts, FileSpan, divide_at_any_byte, keep_file_in_one_part
 from phalanx.data.tokenizer import replace_surrogates
 from phalanx.data.unreadable import unreadable
 
@@ -84,13 +84,13 @@ def plan_parts(file: SourceFile, column: str, step_bytes: int, can_cut_text: boo
     without a `column` of text.
     """
     if file.format == "jsonl" or (file.format == "text" and can_cut_text):
-        return divide_into_steps(file, step_bytes)
+        return divide_at_any_byte(file, step_bytes)
     if file.format == "parquet":
         return parquet_parts(file, column)
     if file.format == "arrow":
         return arrow_parts(file, column)
     _check_compression(file)
-    return keep_uncut(file)
+    return keep_file_in_one_part(file)
 
 
 def _check_compression(file: SourceFile) -> None:
@@ -113,7 +113,7 @@ def _check_compression(file: SourceFile) -> None:
 
 
 def read_pieces(
-    span: FileSpan, column: str, cutter: Cutter, wants_bytes: bool, reading: Reading
+    span: FileSpan, column: str, cutter: TextCutter, wants_bytes: bool, reading: ReadPosition
 ) -> Iterator[TextPiece]:
     """The documents of a span in order. Raises DataError (exit 4) naming the file and the line or
     row.
@@ -183,7 +183,7 @@ def _check_same_times(span: FileSpan) -> None:
 
 
 def _read_text(
-    span: FileSpan, cutter: Cutter, wants_bytes: bool, reading: Reading
+    span: FileSpan, cutter: TextCutter, wants_bytes: bool, reading: ReadPosition
 ) -> Iterator[TextPiece]:
     key = document_key(span.name)
     with open_regular(span.path) as file:
@@ -216,7 +216,7 @@ def _blocks(file: BinaryIO, num_bytes: int) -> Iterator[bytes]:
 
 
 def _decoded_blocks(
-    file: BinaryIO, num_bytes: int, span: FileSpan, cutter: Cutter
+    file: BinaryIO, num_bytes: int, span: FileSpan, cutter: TextCutter
 ) -> Iterator[tuple[str, int, bool]]:
     """The text of each block, its size in bytes, and True if it is UTF-8."""
     for block in _blocks_between_cuts(file, num_bytes, span, cutter):
@@ -225,7 +225,7 @@ def _decoded_blocks(
 
 
 def _blocks_between_cuts(
-    file: BinaryIO, num_bytes: int, span: FileSpan, cutter: Cutter
+    file: BinaryIO, num_bytes: int, span: FileSpan, cutter: TextCutter
 ) -> Iterator[bytes]:
     """Blocks of about PIECE_CHARS that end where the tokenizer allows it; larger ones where it does
     not.
@@ -245,7 +245,7 @@ def _blocks_between_cuts(
             searched = (cut or max(start, len(text) - _LEAST_BEHIND)) - start
             pending = text[start:].encode("utf-8", "surrogateescape")
         if len(pending) > MAX_WHOLE_CHARS:
-            raise too_long(len(pending), span.path)
+            raise text_too_long_error(len(pending), span.path)
     if pending:
         yield pending
 
@@ -261,7 +261,7 @@ def _decode(block: bytes) -> tuple[str, bool]:
 
 
 def _row_pieces(
-    key: int, text: str, where: str, cutter: Cutter, wants_bytes: bool
+    key: int, text: str, where: str, cutter: TextCutter, wants_bytes: bool
 ) -> Iterator[TextPiece]:
     is_utf8 = True
     try:

@@ -10,10 +10,10 @@ from phalanx.core.errors import DataError
 from phalanx.core.files import open_regular, regular_path
 from phalanx.core.registry import require
 from phalanx.core.units import MIB, format_bytes
-from phalanx.data.columns import MOST_NAMES, Reading, no_column
-from phalanx.data.cuts import MAX_ROW_BYTES, row_too_long
+from phalanx.data.columns import MOST_NAMES, ReadPosition, missing_column_error
+from phalanx.data.cuts import MAX_ROW_BYTES, row_too_long_error
 from phalanx.data.sources import SourceFile
-from phalanx.data.spans import FileParts, FileSpan, keep_uncut
+from phalanx.data.spans import FileParts, FileSpan, keep_file_in_one_part
 from phalanx.data.unreadable import unreadable
 
 # Whichever is less: rows may be of any length, and become Python strings all at once.
@@ -40,7 +40,7 @@ def arrow_parts(file: SourceFile, column: str) -> FileParts:
         _check_column(table.schema, column, file.path)
         if isinstance(table, arrow.ipc.RecordBatchFileReader):
             return _weigh_units(file, [1] * table.num_record_batches)
-    return keep_uncut(file)
+    return keep_file_in_one_part(file)
 
 
 def _weigh_units(file: SourceFile, sizes: list[int]) -> FileParts:
@@ -122,7 +122,7 @@ def _open_arrow(path: str) -> Any:
 def _check_column(schema: Any, column: str, path: str) -> None:
     arrow = _arrow(path)
     if column not in schema.names:
-        raise no_column(column, list(schema.names), path, "column", "its columns are")
+        raise missing_column_error(column, list(schema.names), path, "column", "its columns are")
     if schema.names.count(column) > 1:
         summary = f"{schema.names.count(column)} columns are called {column!r}"
         raise DataError(summary, where=path, fix="write it again with other names")
@@ -144,7 +144,7 @@ def _check_column(schema: Any, column: str, path: str) -> None:
         )
 
 
-def parquet_rows(span: FileSpan, column: str, reading: Reading) -> Iterator[tuple[int, str]]:
+def parquet_rows(span: FileSpan, column: str, reading: ReadPosition) -> Iterator[tuple[int, str]]:
     """(number of the row in its file, its text)."""
     with _open_file(span.path, _open_parquet) as parquet:
         sizes = [parquet.metadata.row_group(i).num_rows for i in range(span.end)]
@@ -188,7 +188,7 @@ def parquet_content(span: FileSpan, column: str) -> Iterator[bytes]:
                     yield block
 
 
-def arrow_rows(span: FileSpan, column: str, reading: Reading) -> Iterator[tuple[int, str]]:
+def arrow_rows(span: FileSpan, column: str, reading: ReadPosition) -> Iterator[tuple[int, str]]:
     """(number of the record batch times 2**32, plus that of the row in it; its text)."""
     with _open_file(span.path, _open_arrow) as table:
         yield from _column_rows(_arrow_batches(table, span), column, span, None, reading)
@@ -225,7 +225,7 @@ def _column_rows(
     column: str,
     span: FileSpan,
     num_rows: int | None,
-    reading: Reading,
+    reading: ReadPosition,
 ) -> Iterator[tuple[int, str]]:
     arrow = _arrow(span.path)
     before, num_read, row = reading.read, 0, 0
@@ -266,7 +266,7 @@ def _check_lengths(values: Any, span: FileSpan, first: int) -> None:
         # Many rows may share an entry of a dictionary: the batch's first stands for them.
         if texts is values:
             row += arrow.compute.index(lengths, longest).as_py()
-        raise row_too_long(f"{span.path}: row {row}", f"a cell of {format_bytes(longest)}")
+        raise row_too_long_error(f"{span.path}: row {row}", f"a cell of {format_bytes(longest)}")
 
 
 def _damage_error(span: FileSpan, where: str, error: Exception) -> DataError:

@@ -13,14 +13,14 @@ from phalanx.core.errors import DataError
 from phalanx.core.files import open_regular
 from phalanx.core.registry import require
 from phalanx.core.units import MIB, format_bytes
-from phalanx.data.columns import Reading, no_column
-from phalanx.data.cuts import MAX_ROW_BYTES, row_too_long
+from phalanx.data.columns import ReadPosition, missing_column_error
+from phalanx.data.cuts import MAX_ROW_BYTES, row_too_long_error
 from phalanx.data.spans import FileSpan
 
 _BLOCK_BYTES = MIB
 
 
-def json_rows(span: FileSpan, column: str, reading: Reading) -> Iterator[tuple[int, str]]:
+def json_rows(span: FileSpan, column: str, reading: ReadPosition) -> Iterator[tuple[int, str]]:
     """(byte offset of the line, in what was decompressed; its text)."""
     with open_regular(span.path) as raw:
         file = _decompress(raw, span)
@@ -33,7 +33,7 @@ def json_rows(span: FileSpan, column: str, reading: Reading) -> Iterator[tuple[i
             if not line:
                 return
             if len(line) > MAX_ROW_BYTES:
-                raise row_too_long(
+                raise row_too_long_error(
                     _locate_row(span, offset), f"a line of more than {format_bytes(MAX_ROW_BYTES)}"
                 )
             text = _text_of(line, column, lambda: _locate_row(span, offset))  # noqa: B023
@@ -89,7 +89,7 @@ def _text_of(line: bytes, column: str, where: Callable[[], str]) -> str | None:
             f"the row is {_kind(row)}, not an object", where=where(), fix="one JSON object per line"
         )
     if column not in row:
-        raise no_column(column, list(row), where(), "field", "it has")
+        raise missing_column_error(column, list(row), where(), "field", "it has")
     text = row[column]
     if text is not None and not isinstance(text, str):
         raise DataError(f"the field {column!r} is {_kind(text)}, not a string", where=where())

@@ -124,7 +124,7 @@ class MixedSamples:
         self._sources, self._mixture = sources, mixture
 
     def take(self, indices: NDArray[np.int64]) -> Arrays:
-        source_of, sample_of = self._mixture.turns(np.asarray(indices).ravel())
+        source_of, sample_of = self._mixture.locate_samples(np.asarray(indices).ravel())
         columns: Arrays = {}
         for number, source in enumerate(self._sources):
             rows = np.flatnonzero(source_of == number)

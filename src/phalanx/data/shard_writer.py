@@ -25,7 +25,7 @@ from phalanx.data.shards import (
 )
 
 
-class _Sums:
+class _ChunkChecksums:
     """XXH3-64 of each CHUNK_BYTES of a stream."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class ShardWriter:
         self._tokenizer_digest, self._continues = tokenizer_digest, continues
         self._partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
         self._file: BinaryIO | None = None
-        self._sums = _Sums()
+        self._sums = _ChunkChecksums()
         self._ends, self._keys = array("Q"), array("Q")
         self._num_tokens, self._max_token_id = 0, -1
         self._key: int | None = None  # of a document that has no token yet

@@ -85,7 +85,7 @@ def dtype_for(vocab_size: int) -> str:
 
 
 @dataclass(frozen=True)
-class _Sections:
+class _SectionOffsets:
     """Offsets of the parts of a shard, in bytes from its beginning."""
 
     ends_at: int
@@ -94,7 +94,7 @@ class _Sections:
     num_sums: int
 
     @classmethod
-    def place(cls, num_tokens: int, num_documents: int, dtype: str) -> _Sections:
+    def place(cls, num_tokens: int, num_documents: int, dtype: str) -> _SectionOffsets:
         token_bytes = num_tokens * np.dtype(dtype).itemsize
         ends_at = PAYLOAD_AT + -(-token_bytes // WORD_BYTES) * WORD_BYTES
         keys_at = ends_at + num_documents * WORD_BYTES
@@ -135,7 +135,7 @@ def open_shard(path: Path) -> Shard:
             fix = "raise ulimit -n, or build larger shards"
         raise unreadable(error, path, "the shard cannot be read", fix=fix) from None
     num_tokens, num_documents, dtype = facts["num_tokens"], facts["num_documents"], facts["dtype"]
-    sections = _Sections.place(num_tokens, num_documents, dtype)
+    sections = _SectionOffsets.place(num_tokens, num_documents, dtype)
     if num_bytes != sections.num_bytes:
         summary = "the shard has bytes after its end"
         if num_bytes < sections.num_bytes:
@@ -228,7 +228,7 @@ def verify_shard(path: Path, progress: Progress | None = None) -> list[DataError
         shard = open_shard(path)
     except DataError as error:
         return [error]
-    sections = _Sections.place(shard.facts.num_tokens, shard.facts.num_documents, shard.dtype)
+    sections = _SectionOffsets.place(shard.facts.num_tokens, shard.facts.num_documents, shard.dtype)
     try:
         ranges = _join_ranges(_differing_chunks(shard, sections, progress))
         damaged = [_damage_in_range(shard, sections, start, stop) for start, stop in ranges]
@@ -242,7 +242,7 @@ def verify_shard(path: Path, progress: Progress | None = None) -> list[DataError
         ]
     except OSError as error:
         return [unreadable(error, path, "the shard cannot be read")]
-    return damaged or list(_contradictions(shard))
+    return damaged or list(_find_contradictions(shard))
 
 
 class _BadSumsError(Exception):
@@ -250,7 +250,7 @@ class _BadSumsError(Exception):
 
 
 def _differing_chunks(
-    shard: Shard, sections: _Sections, progress: Progress | None
+    shard: Shard, sections: _SectionOffsets, progress: Progress | None
 ) -> Iterator[tuple[int, int]]:
     """Byte ranges whose checksum differs."""
     with open_regular(shard.path) as file:
@@ -284,7 +284,7 @@ def _join_ranges(ranges: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
-def _damage_in_range(shard: Shard, sections: _Sections, start: int, stop: int) -> DataError:
+def _damage_in_range(shard: Shard, sections: _SectionOffsets, start: int, stop: int) -> DataError:
     contents: list[str] = []
     itemsize = np.dtype(shard.dtype).itemsize
     if start < sections.ends_at:
@@ -301,7 +301,7 @@ def _damage_in_range(shard: Shard, sections: _Sections, start: int, stop: int) -
     )
 
 
-def _contradictions(shard: Shard) -> Iterator[DataError]:
+def _find_contradictions(shard: Shard) -> Iterator[DataError]:
     """Errors of a shard whose checksums are good: another writer's contradictions."""
     high = -1
     # In parts: the file cache need not hold all of a shard at once.

@@ -94,7 +94,7 @@ def find_files(
         for number, source in enumerate(sources):
             # The first has none: what it holds is named as if it were alone.
             prefix = f"{number}/" if number else ""
-            listings.append(_find(source, prefix, out, real))
+            listings.append(_find_source_files(source, prefix, out, real))
         if not any(file.num_bytes for listing in listings for file in listing.files):
             raise DataError(
                 "there is no text in it", where=", ".join(sources), why="every file is empty"
@@ -128,7 +128,9 @@ class _RealPaths:
         return os.path.join(self._folders[folder], name)
 
 
-def _find(source: str, prefix: str, out: Path | None, real: _RealPaths) -> SourceListing:
+def _find_source_files(
+    source: str, prefix: str, out: Path | None, real: _RealPaths
+) -> SourceListing:
     """`prefix` keeps documents apart that have the same name in several inputs."""
     try:
         listed = list_files(source, out)
@@ -182,15 +184,15 @@ def _stat_regular(path: Path) -> os.stat_result:
 
 def _is_empty(path: Path, status: os.stat_result, kind: Format) -> bool:
     # Files of /proc have a size of 0 and something in them.
-    return not status.st_size and kind in ("text", "jsonl") and not _start_of(path, 1)
+    return not status.st_size and kind in ("text", "jsonl") and not _read_file_start(path, 1)
 
 
 def _is_binary(path: Path) -> bool:
     """NUL in its first 8 KiB."""
-    return b"\0" in _start_of(path, _SNIFF_BYTES)
+    return b"\0" in _read_file_start(path, _SNIFF_BYTES)
 
 
-def _start_of(path: Path, num_bytes: int) -> bytes:
+def _read_file_start(path: Path, num_bytes: int) -> bytes:
     try:
         with open_regular(path) as file:
             return file.read(num_bytes)
@@ -202,7 +204,7 @@ def _has_object_per_line(path: Path) -> bool:
     """True if the first two lines that are not blank are a JSON object each: one alone may be any
     JSON file.
     """
-    start = _start_of(path, _JSON_SNIFF_BYTES)
+    start = _read_file_start(path, _JSON_SNIFF_BYTES)
     lines = [line for line in start.removeprefix(codecs.BOM_UTF8).splitlines() if line.strip()]
     if len(lines) < 2:
         return False

@@ -100,7 +100,7 @@ def plan_tasks(files: Sequence[FileParts], shard_bytes: int) -> list[Task]:
     tasks: list[Task] = []
     spans: list[FileSpan] = []
     weight = 0
-    for span in _spans(files, shard_bytes):
+    for span in _split_large_files(files, shard_bytes):
         # A little more than a shard is better than a small one at its end.
         if spans and weight + span.weight > shard_bytes + shard_bytes // _LEAST_PART:
             tasks.append(Task(len(tasks), tuple(spans)))
@@ -115,7 +115,7 @@ def plan_tasks(files: Sequence[FileParts], shard_bytes: int) -> list[Task]:
     return tasks
 
 
-def _spans(files: Sequence[FileParts], shard_bytes: int) -> Iterator[FileSpan]:
+def _split_large_files(files: Sequence[FileParts], shard_bytes: int) -> Iterator[FileSpan]:
     """The files, those larger than a shard cut into pieces of about its size."""
     for parts in files:
         first, weight, num_left = 0, 0, sum(parts.weights)
@@ -136,12 +136,12 @@ def _span(parts: FileParts, first: int, beyond: int, weight: int) -> FileSpan:
     )
 
 
-def divide_into_steps(file: SourceFile, step_bytes: int) -> FileParts:
+def divide_at_any_byte(file: SourceFile, step_bytes: int) -> FileParts:
     """A file that can be cut at any byte (whoever reads it finds the next line)."""
     starts = range(0, file.num_bytes, step_bytes) or [0]
     units = [*starts, file.num_bytes]
     return FileParts(file, tuple(units), tuple(end - start for start, end in pairwise(units)))
 
 
-def keep_uncut(file: SourceFile) -> FileParts:
+def keep_file_in_one_part(file: SourceFile) -> FileParts:
     return FileParts(file, (0, file.num_bytes), (file.num_bytes,))

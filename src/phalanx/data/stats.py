@@ -76,9 +76,9 @@ class DatasetStats:
         }
 
 
-def measure(dataset: Dataset, progress: Progress | None = None) -> DatasetStats:
+def measure_dataset(dataset: Dataset, progress: Progress | None = None) -> DatasetStats:
     """Read all tokens of a dataset once."""
-    lengths, num_of_length = _lengths(dataset.shards)
+    lengths, num_of_length = _count_document_lengths(dataset.shards)
     counts = np.zeros(dataset.vocab_size, np.int64)
     for shard in dataset.shards:
         for start in range(0, len(shard.tokens), _CHUNK_TOKENS):
@@ -97,13 +97,13 @@ def measure(dataset: Dataset, progress: Progress | None = None) -> DatasetStats:
         num_tokens_used=int((counts > 0).sum()),
         mean_length=dataset.num_tokens / num_documents,
         quantiles=_quantiles(lengths, num_of_length),
-        bins=_bins(lengths, num_of_length),
-        frequent=_frequent(dataset, counts),
-        counts_by_rank=_by_rank(counts),
+        bins=_bin_document_lengths(lengths, num_of_length),
+        frequent=_list_frequent_tokens(dataset, counts),
+        counts_by_rank=_count_tokens_by_rank(counts),
     )
 
 
-def _lengths(shards: Sequence[Shard]) -> tuple[Int64s, Int64s]:
+def _count_document_lengths(shards: Sequence[Shard]) -> tuple[Int64s, Int64s]:
     """Distinct document lengths, ascending, and how many documents have each.
 
     A continued document counts once.
@@ -137,7 +137,7 @@ def _quantiles(lengths: Int64s, counts: Int64s) -> dict[float, int]:
     return {part: int(lengths[index]) for part, index in zip(QUANTILES, places, strict=True)}
 
 
-def _bins(lengths: Int64s, counts: Int64s) -> tuple[LengthBin, ...]:
+def _bin_document_lengths(lengths: Int64s, counts: Int64s) -> tuple[LengthBin, ...]:
     """Powers of two: 1, 2 to 3, 4 to 7, and so on; parts of them where there would be few."""
     first, last = int(lengths[0]).bit_length() - 1, int(lengths[-1]).bit_length() - 1
     num_parts = 1 << (-(-_FEW_BINS // (last + 1 - first)) - 1).bit_length()
@@ -158,7 +158,7 @@ def _bins(lengths: Int64s, counts: Int64s) -> tuple[LengthBin, ...]:
     return tuple(bins)
 
 
-def _frequent(dataset: Dataset, counts: Int64s) -> tuple[FrequentToken, ...]:
+def _list_frequent_tokens(dataset: Dataset, counts: Int64s) -> tuple[FrequentToken, ...]:
     tokenizer = dataset.load_tokenizer()
     frequent = []
     # Stable, so that of tokens as frequent as each other the smaller id comes first.
@@ -174,7 +174,7 @@ def _frequent(dataset: Dataset, counts: Int64s) -> tuple[FrequentToken, ...]:
     return tuple(frequent)
 
 
-def _by_rank(counts: Int64s) -> tuple[tuple[int, int], ...]:
+def _count_tokens_by_rank(counts: Int64s) -> tuple[tuple[int, int], ...]:
     """Zipf's picture: the count of the most frequent token, of the second, ... thinned out
     evenly on a log scale."""
     descending = np.sort(counts[counts > 0])[::-1]

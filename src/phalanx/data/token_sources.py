@@ -52,7 +52,7 @@ class FileFacts:
 
 
 @dataclass(frozen=True)
-class OpenSource:
+class OpenTokenSource:
     """The arrays of a source, and the file that each of them is in."""
 
     arrays: tuple[TokenArray, ...]
@@ -104,14 +104,14 @@ def _holds_shards(path: Path) -> bool:
     return os.path.isdir(path) and any(path.glob("shard-*.tokens"))
 
 
-def open_arrays(kind: Kind, path: Path) -> OpenSource:
+def open_arrays(kind: Kind, path: Path) -> OpenTokenSource:
     """Map the tokens. Raises DataError."""
     if kind == "dataset":
         dataset = open_dataset(path)
-        return OpenSource(dataset.shards, tuple(shard.path for shard in dataset.shards))
+        return OpenTokenSource(dataset.shards, tuple(shard.path for shard in dataset.shards))
     if kind == "npy":
-        return OpenSource((PlainArray.from_tokens(_open_npy(path)),), (path,))
-    return OpenSource((open_megatron(path, path.with_suffix(".idx")),), (path,))
+        return OpenTokenSource((PlainArray.from_tokens(_open_npy(path)),), (path,))
+    return OpenTokenSource((open_megatron(path, path.with_suffix(".idx")),), (path,))
 
 
 def describe_source(kind: Kind, path: Path, *, with_checksums: bool = True) -> SourceDescription:
@@ -135,7 +135,7 @@ def describe_source(kind: Kind, path: Path, *, with_checksums: bool = True) -> S
         kind=kind,
         path=path,
         tokenizer=NO_TOKENIZER,
-        vocab_size=_largest(array.tokens, path) + 1,
+        vocab_size=_find_largest_id(array.tokens, path) + 1,
         end_of_document=None,
         files=files,
         source_bytes=path.stat().st_size,
@@ -216,7 +216,7 @@ def verify_source(kind: Kind, path: Path, files: Mapping[str, FileFacts]) -> Ite
             yield _change_error(path.parent / name, "its checksum is another one")
 
 
-def check_ids(opened: OpenSource, vocab_size: int) -> None:
+def check_ids(opened: OpenTokenSource, vocab_size: int) -> None:
     """Raise DataError at the first id that is not below `vocab_size`, with its file and the
     token's place in it."""
     for array, path in zip(opened.arrays, opened.paths, strict=True):
@@ -226,10 +226,12 @@ def check_ids(opened: OpenSource, vocab_size: int) -> None:
             continue
         bad_token = find_outside(array.tokens, vocab_size)
         if bad_token is not None:
-            raise outside(bad_token[1], vocab_size, f"{path}: position {bad_token[0]}")
+            raise id_out_of_range_error(
+                bad_token[1], vocab_size, f"{path}: position {bad_token[0]}"
+            )
 
 
-def outside(token: int, vocab_size: int, where: str) -> DataError:
+def id_out_of_range_error(token: int, vocab_size: int, where: str) -> DataError:
     if token < 0:
         return DataError(f"token id {token} is negative", where=where)
     if vocab_size >= MAX_VOCAB_SIZE:  # nobody set it
@@ -248,7 +250,7 @@ def _change_error(path: Path, why: str) -> DataError:
     return DataError(CHANGED, where=str(path), why=why, fix=PUT_BACK)
 
 
-def _largest(tokens: Tokens, path: Path) -> int:
+def _find_largest_id(tokens: Tokens, path: Path) -> int:
     """The largest id, all of them read.
 
     DataError for one that is negative or needs more than 32 bits.
@@ -258,7 +260,9 @@ def _largest(tokens: Tokens, path: Path) -> int:
         chunk = np.asarray(tokens[start : start + CHUNK_TOKENS])
         bad_token = find_outside(chunk, MAX_VOCAB_SIZE)
         if bad_token is not None:
-            raise outside(bad_token[1], MAX_VOCAB_SIZE, f"{path}: position {start + bad_token[0]}")
+            raise id_out_of_range_error(
+                bad_token[1], MAX_VOCAB_SIZE, f"{path}: position {start + bad_token[0]}"
+            )
         largest = max(largest, int(chunk.max()))
     return largest
 

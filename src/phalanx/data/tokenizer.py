@@ -164,22 +164,24 @@ def load_tokenizer(name: str) -> Tokenizer:
     try:
         tokenizer = tokenizers.Tokenizer.from_str(content.decode())
     except Exception as error:  # whatever the library raises: it says what it did not understand
-        raise _not_one(path, str(error)) from None
+        raise _not_a_tokenizer_error(path, str(error)) from None
     if not tokenizer.get_vocab_size():
-        raise _not_one(path, "its vocabulary is empty")
+        raise _not_a_tokenizer_error(path, "its vocabulary is empty")
     # Both may be saved in the file, and would cut or fill documents.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     end_id = None
-    for name_of_end in _end_names(path, tokenizer):
+    for name_of_end in _list_end_token_names(path, tokenizer):
         end_id = tokenizer.token_to_id(name_of_end)
         if end_id is not None:
             break
-    _take_spelling_as_text(tokenizers, tokenizer, end_id)
+    _encode_special_tokens_as_text(tokenizers, tokenizer, end_id)
     return HuggingFaceTokenizer(tokenizer, digest(json.loads(content)), end_id)
 
 
-def _take_spelling_as_text(library: Any, tokenizer: Any, end_of_document: int | None) -> None:
+def _encode_special_tokens_as_text(
+    library: Any, tokenizer: Any, end_of_document: int | None
+) -> None:
     """A corpus may write about "<|endoftext|>" and not end there.
 
     The end is special whatever the file says.
@@ -212,11 +214,11 @@ def _read(path: Path) -> bytes:
     except OSError as error:
         raise unreadable(error, path, "the tokenizer cannot be read") from None
     except (ValueError, RecursionError) as error:
-        raise _not_one(path, str(error)) from None
+        raise _not_a_tokenizer_error(path, str(error)) from None
     return content
 
 
-def _not_one(path: Path, why: str) -> DataError:
+def _not_a_tokenizer_error(path: Path, why: str) -> DataError:
     return DataError(
         "not a Hugging Face tokenizer.json",
         where=str(path),
@@ -225,7 +227,7 @@ def _not_one(path: Path, why: str) -> DataError:
     )
 
 
-def _end_names(path: Path, tokenizer: Any) -> list[str]:
+def _list_end_token_names(path: Path, tokenizer: Any) -> list[str]:
     """Names of the token that ends a document, best first: what the tokenizer's own files say, then
     the usual ones, then what the model beside it ends with (in models that converse that is the end
     of a turn).

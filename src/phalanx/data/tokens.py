@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.data.order import mix
+from phalanx.data.order import mix_bits
 
 Tokens = NDArray[np.integer]
 Int64s = NDArray[np.int64]
@@ -44,7 +44,7 @@ class TokenArray(Protocol):
 
 
 @dataclass(frozen=True)
-class Extent:
+class TokenRange:
     """Neighbouring tokens: from `start` to `stop` of array number `array`."""
 
     array: int
@@ -140,19 +140,19 @@ class TokenSequence:
         sequence, cut off or not.
         """
         if self._document_ends is None:
-            parts = [self._ends_in(number) for number in range(len(self._arrays))]
+            parts = [self._document_ends_in(number) for number in range(len(self._arrays))]
             ends = np.concatenate([*parts, np.array([self.num_tokens], np.int64)])
             # Ascending already: only repetitions go.
             self._document_ends = ends[np.diff(ends, prepend=0) > 0]
         return self._document_ends
 
-    def _ends_in(self, number: int) -> Int64s:
+    def _document_ends_in(self, number: int) -> Int64s:
         """The ends of documents of array `number` that lie inside its extents, as places in the
         sequence.
         """
         rows = np.flatnonzero(self._array_of == number)
         ends = np.asarray(self._arrays[number].ends).astype(np.int64)
-        if rows.size and self._goes_on(number):
+        if rows.size and self._continues_in_next_array(number):
             # The array's end is no end of this document, whose rest is in the next one.
             ends = ends[:-1]
         if rows.size == 0 or ends.size == 0:
@@ -164,7 +164,7 @@ class TokenSequence:
         is_inside = (at >= 0) & (within <= sizes[at])
         return np.asarray((self._bounds[rows][at] + within)[is_inside], np.int64)
 
-    def _goes_on(self, number: int) -> bool:
+    def _continues_in_next_array(self, number: int) -> bool:
         """True if the last document of an array is also the first of the next: a long one that two
         shards share.
         """
@@ -340,13 +340,15 @@ def _split_at(arrays: Sequence[TokenArray], num_train: int) -> Splits:
     train, held_out, before = [], [], 0
     for number, array in enumerate(arrays):
         cut = min(max(0, num_train - before), len(array.tokens))
-        train.append(Extent(number, 0, cut))
-        held_out.append(Extent(number, cut, len(array.tokens)))
+        train.append(TokenRange(number, 0, cut))
+        held_out.append(TokenRange(number, cut, len(array.tokens)))
         before += len(array.tokens)
-    return Splits(_fill_extents(arrays, train), _fill_extents(arrays, held_out))
+    return Splits(_fill_token_ranges(arrays, train), _fill_token_ranges(arrays, held_out))
 
 
-def _fill_extents(arrays: Sequence[TokenArray], extents: Sequence[Extent]) -> TokenSequence:
+def _fill_token_ranges(
+    arrays: Sequence[TokenArray], extents: Sequence[TokenRange]
+) -> TokenSequence:
     array_of, starts, stops = [], [], []
     for extent in extents:
         if extent.stop > extent.start:
@@ -391,4 +393,4 @@ class PlainArray:
 def hash_numbers(numbers: Int64s) -> Uint64s:
     """Keys of documents that have numbers instead of names."""
     # From 1 on: 0 is hashed to 0, which is below every fraction.
-    return mix(numbers.astype(np.uint64) + np.uint64(1))
+    return mix_bits(numbers.astype(np.uint64) + np.uint64(1))

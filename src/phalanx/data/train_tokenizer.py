@@ -13,8 +13,8 @@ from phalanx.core.digest import stable_hash64
 from phalanx.core.errors import DataError, UsageError
 from phalanx.core.files import resource_error, write_bytes_atomic
 from phalanx.core.registry import require
-from phalanx.data.columns import Reading
-from phalanx.data.cuts import Cutter
+from phalanx.data.columns import ReadPosition
+from phalanx.data.cuts import TextCutter
 from phalanx.data.readers import plan_parts, read_pieces
 from phalanx.data.sources import find_files
 from phalanx.data.spans import FileSpan, Task, plan_tasks
@@ -129,7 +129,7 @@ class _Corpus:
             self._share = max_text_bytes / max(1, self.total_bytes)
         parts = [plan_parts(file, column, max(1, file.num_bytes), True) for file in files]
         self._tasks: list[Task] = plan_tasks(parts, max(1, self.total_bytes))
-        self._reading = Reading()
+        self._reading = ReadPosition()
         self._began = time.monotonic()
         self.text_bytes, self.last, self.is_read = 0, "", False
 
@@ -142,13 +142,13 @@ class _Corpus:
 
     def texts(self) -> Iterator[str]:
         # A word more or less at the end of a piece does not matter.
-        cutter = Cutter(lambda before, after: True)
+        cutter = TextCutter(lambda before, after: True)
         for task in self._tasks:
             for span in task.spans:
                 yield from self._texts_of(span, cutter)
         self.is_read = True
 
-    def _texts_of(self, span: FileSpan, cutter: Cutter) -> Iterator[str]:
+    def _texts_of(self, span: FileSpan, cutter: TextCutter) -> Iterator[str]:
         pieces = read_pieces(span, self._column, cutter, False, self._reading)
         for number, piece in enumerate(pieces):
             if piece.text and self._is_sampled(piece.key, number):

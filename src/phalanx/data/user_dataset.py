@@ -216,14 +216,14 @@ def _seed_generators(seed: int) -> None:
 def first_shapes(
     dataset: Any, source: str, on_sample: Callable[[int | None], None]
 ) -> dict[str, list[int]]:
-    """The shapes of the entries of the sample that `digest_of_some` takes first."""
+    """The shapes of the entries of the sample that `digest_sample_subset` takes first."""
     samples = UserSamples(dataset, source, seed=0)
     samples.on_sample = on_sample
     sample = samples.take(np.array([0]))
     return {key: list(array.shape[1:]) for key, array in sample.items()}
 
 
-def digest_of_some(
+def digest_sample_subset(
     dataset: Any, source: str, on_sample: Callable[[int | None], None] = lambda _index: None
 ) -> str:
     """Digest of up to LOOKED_AT samples at places that a key chose, one by one: they need not have
@@ -232,13 +232,13 @@ def digest_of_some(
     samples = UserSamples(dataset, source, seed=0)
     samples.on_sample = on_sample
     digests = [
-        digest_of(samples.take(np.array([number])))
+        digest_sample(samples.take(np.array([number])))
         for number in range(min(LOOKED_AT, len(dataset)))
     ]
     return xxhash.xxh3_64_hexdigest(" ".join(digests).encode())
 
 
-def digest_of(arrays: Arrays) -> str:
+def digest_sample(arrays: Arrays) -> str:
     """Hex of XXH3-64 over names, types, shapes and bytes."""
     checksum = xxhash.xxh3_64()
     for name in sorted(arrays):

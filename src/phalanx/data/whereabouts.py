@@ -37,17 +37,17 @@ class WorkerPosition:
         return "an answer"
 
 
-class Whereabouts:
+class WorkerStatus:
     """Written by the process that reads the dataset, read by the one that waits for it."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self._memory = mmap.mmap(fd, _STATE.size)
 
-    def opens(self, split: str) -> None:
+    def mark_opening(self, split: str) -> None:
         self._write(next(number for number, name in _SPLITS.items() if name == split))
 
-    def reads(self, sample: int | None) -> None:
+    def mark_reading(self, sample: int | None) -> None:
         """`None`: between samples."""
         self._write(_ELSEWHERE if sample is None else sample)
 
@@ -67,11 +67,11 @@ class Whereabouts:
         _STATE.pack_into(self._memory, 0, time.monotonic(), number)
 
 
-def new_whereabouts() -> Whereabouts:
+def create_worker_status() -> WorkerStatus:
     fd = open_unnamed_file("phalanx-place")
     os.ftruncate(fd, _STATE.size)
-    whereabouts = Whereabouts(fd)
-    whereabouts.reads(None)
+    whereabouts = WorkerStatus(fd)
+    whereabouts.mark_reading(None)
     return whereabouts
 
 

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.errors import DataError, PhalanxError
-from phalanx.data.whereabouts import Whereabouts, open_unnamed_file
+from phalanx.data.whereabouts import WorkerStatus, open_unnamed_file
 
 _LENGTH = struct.Struct("<I")
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
@@ -82,7 +82,7 @@ def _receive_exactly(link: socket.socket, size: int, fds: list[int]) -> bytes:
     return data
 
 
-def pack(arrays: Arrays) -> tuple[list[Message], int]:
+def pack_arrays(arrays: Arrays) -> tuple[list[Message], int]:
     """The layout of the arrays, and an unnamed file that holds them."""
     layout: list[Message] = []
     size = 0
@@ -102,7 +102,7 @@ def pack(arrays: Arrays) -> tuple[list[Message], int]:
 
 
 def map_arrays(layout: list[Message], fd: int) -> Arrays:
-    """The arrays of `pack`, mapped: nothing is copied. Closes `fd`."""
+    """The arrays of `pack_arrays`, mapped: nothing is copied. Closes `fd`."""
     memory = mmap.mmap(fd, 0)
     # The map keeps the file, and the arrays keep the map.
     os.close(fd)
@@ -114,7 +114,7 @@ def map_arrays(layout: list[Message], fd: int) -> Arrays:
     return arrays
 
 
-def serve(link: socket.socket, whereabouts: Whereabouts) -> None:
+def serve(link: socket.socket, whereabouts: WorkerStatus) -> None:
     """Answer until the rank closes the connection."""
     samples: Any = None
     while (received := receive(link)) is not None:
@@ -128,7 +128,7 @@ def serve(link: socket.socket, whereabouts: Whereabouts) -> None:
                 sys.path[:] = message["sys_path"]
                 answer = {"facts": _probe(message["probe"], whereabouts)}
             else:
-                layout, fd = pack(samples.take(np.array(message["indices"], np.int64)))
+                layout, fd = pack_arrays(samples.take(np.array(message["indices"], np.int64)))
                 answer = {"step": message["step"], "arrays": layout}
         except Exception as error:
             traceback.print_exc()
@@ -139,23 +139,23 @@ def serve(link: socket.socket, whereabouts: Whereabouts) -> None:
             os.close(fd)
 
 
-def _open(spec: Message, whereabouts: Whereabouts) -> Any:
+def _open(spec: Message, whereabouts: WorkerStatus) -> Any:
     from phalanx.data.samples import SampleSpec
     from phalanx.data.user_dataset import UserSamples
 
     samples = SampleSpec(**spec).open()
     if isinstance(samples, UserSamples):
-        samples.on_sample = whereabouts.reads
+        samples.on_sample = whereabouts.mark_reading
     return samples
 
 
-def _probe(request: Message, whereabouts: Whereabouts) -> Message:
-    from phalanx.data.user_dataset import digest_of_some, first_shapes, open_user_dataset
+def _probe(request: Message, whereabouts: WorkerStatus) -> Message:
+    from phalanx.data.user_dataset import digest_sample_subset, first_shapes, open_user_dataset
 
     source, args = request["source"], request["args"]
-    whereabouts.opens("train")
+    whereabouts.mark_opening("train")
     train = open_user_dataset(source, args, "train")
-    whereabouts.opens("held_out")
+    whereabouts.mark_opening("held_out")
     held_out = open_user_dataset(source, args, "held_out")
     num_held_out = 0
     if held_out is not None:
@@ -163,8 +163,8 @@ def _probe(request: Message, whereabouts: Whereabouts) -> Message:
     return {
         "num_train": len(train),
         "num_held_out": num_held_out,
-        "some_samples": digest_of_some(train, source, whereabouts.reads),
-        "first_shapes": first_shapes(train, source, whereabouts.reads),
+        "some_samples": digest_sample_subset(train, source, whereabouts.mark_reading),
+        "first_shapes": first_shapes(train, source, whereabouts.mark_reading),
     }
 
 
@@ -220,7 +220,7 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     _end_with_the_rank(link, int(sys.argv[2]))
     try:
-        serve(link, Whereabouts(int(sys.argv[3])))
+        serve(link, WorkerStatus(int(sys.argv[3])))
     # The rank is gone, or has closed its end: nobody waits for the answer.
     except BrokenPipeError:
         pass

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 import phalanx
 from phalanx.core.errors import DataError
 from phalanx.data.user_dataset import UserFacts
-from phalanx.data.whereabouts import Whereabouts, WorkerPosition, new_whereabouts
+from phalanx.data.whereabouts import WorkerStatus, WorkerPosition, create_worker_status
 from phalanx.data.worker import Arrays, Message, error_of, map_arrays, receive, send
 from phalanx.data.worker_log import WorkerLog
 from phalanx.observe.events import Event, LoaderWorkerReplaced
@@ -51,7 +51,7 @@ class _Worker:
     process: subprocess.Popen[bytes]
     link: socket.socket
     log: WorkerLog
-    whereabouts: Whereabouts
+    whereabouts: WorkerStatus
     owed: deque[int] = field(default_factory=deque)
     heard_s: float = field(default_factory=lambda: time.monotonic() + START_S)
 
@@ -97,10 +97,10 @@ class WorkerPool:
             self._workers = [self._start(number) for number in range(self._num_workers)]
             self._next_step = step
         while self._next_step < step + STEPS_AHEAD * self._num_workers:
-            self._ask(self._next_step)
+            self._request_steps(self._next_step)
             self._next_step += 1
         while step not in self._ready:
-            self._hear(step % self._num_workers)
+            self._receive_answer(step % self._num_workers)
         self._replacements.pop(step, None)
         answer = self._ready.pop(step)
         # A jump forward leaves steps behind that are never asked for.
@@ -123,7 +123,7 @@ class WorkerPool:
             steps.update(worker.owed)
         return steps
 
-    def _ask(self, step: int) -> None:
+    def _request_steps(self, step: int) -> None:
         number = step % self._num_workers
         self._workers[number].owed.append(step)
         try:
@@ -138,7 +138,7 @@ class WorkerPool:
             worker.heard_s = max(worker.heard_s, time.monotonic())
         send(worker.link, {"step": step, "indices": self._indices_of(step).ravel().tolist()})
 
-    def _hear(self, number: int) -> None:
+    def _receive_answer(self, number: int) -> None:
         """Take the next answer of a worker, or replace it."""
         worker = self._workers[number]
         # 0 would mean not to wait at all.
@@ -217,7 +217,7 @@ class WorkerPool:
 
 def _spawn(log: WorkerLog, name: str) -> _Worker:
     parent_end, child_end = socket.socketpair()
-    whereabouts = new_whereabouts()
+    whereabouts = create_worker_status()
     numbers = [str(number) for number in (child_end.fileno(), os.getpid(), whereabouts.fd)]
     # First on the path, so that a worker runs the same phalanx as its rank.
     root = str(Path(phalanx.__file__).resolve().parents[1])

@@ -11,11 +11,11 @@ import torch
 
 from phalanx.core.errors import DataError
 from phalanx.data.corpus import Corpus
-from phalanx.data.loader import Share, TrainBatches, build_held_out_batches
+from phalanx.data.loader import BatchShare, TrainBatches, build_held_out_batches
 from phalanx.data.samples import SampleSpec
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.data.tokens import SPLITS, Split
-from phalanx.data.user_dataset import LOOKED_AT, UserFacts, digest_of_some, open_user_dataset
+from phalanx.data.user_dataset import LOOKED_AT, UserFacts, digest_sample_subset, open_user_dataset
 from phalanx.job.learning_rate import peak_rate
 from phalanx.job.schema import Job
 from phalanx.job.user_dataset import num_workers
@@ -88,8 +88,10 @@ def _emit_split(corpus: Corpus, bus: Bus) -> None:
             bus.emit(Note(f"held_out_by_{component.split_by}", facts))
 
 
-def _build_share(plan: Plan, mesh: Mesh, *, done_steps: int = 0, done_samples: int = 0) -> Share:
-    return Share(
+def _build_share(
+    plan: Plan, mesh: Mesh, *, done_steps: int = 0, done_samples: int = 0
+) -> BatchShare:
+    return BatchShare(
         global_batch_size=plan.global_batch_size,
         micro_batch_size=plan.micro_batch_size,
         data_parallel_size=plan.layout.data_parallel_size,
@@ -152,7 +154,7 @@ def _inspect_dataset(user: UserFacts) -> dict[str, int | str]:
     """Length and digest of a user's dataset as this process opens it, or the error."""
     try:
         dataset = open_user_dataset(user.source, user.args, "train")
-        digest = digest_of_some(dataset, user.source)
+        digest = digest_sample_subset(dataset, user.source)
     except DataError as error:
         return {"error": str(error)}
     return {"length": len(dataset), "samples": digest}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from phalanx.data.look import look_at_data
+from phalanx.data.look import inspect_data
 from phalanx.data.tokenizer import BYTES
 from phalanx.job.model import find_vocab_size_of, shape_of
 from phalanx.job.module_probe import measure_foreign_shape
@@ -71,7 +71,7 @@ def _plan_with_data(job: Job) -> tuple[Plan, list[str]]:
     if is_usual or ((shape or shape_of(job, vocab_size=1)).reads_images and _has_tokens(job)):
         return make_plan(job, shape=shape, more=tokens.remarks()), []
     fixed = find_vocab_size_of(job.model)
-    look = look_at_data(job.data, vocab_size=fixed, default_tokenizer=tokens.default or BYTES)
+    look = inspect_data(job.data, vocab_size=fixed, default_tokenizer=tokens.default or BYTES)
     plan = make_plan(
         job,
         vocab_size=fixed or look.vocab_size,

@@ -14,14 +14,14 @@ from phalanx.core.store_urls import local_directory
 from phalanx.data.corpus import Corpus
 from phalanx.data.model_tokenizer import (
     ModelTokenizer,
-    SourceTokens,
+    SourceTokenizer,
     default_tokenizer,
     describe_tokenizers,
-    find_corpus_tokens,
+    find_corpus_tokenizers,
     find_directory_tokenizer,
     find_run_tokenizer,
-    find_source_tokens,
-    require_rows,
+    find_source_tokenizers,
+    require_vocabulary_fits,
 )
 from phalanx.job.hugging_face import config_path, is_hugging_face, weights_directory
 from phalanx.job.model import find_vocab_size_of
@@ -38,15 +38,15 @@ class JobTokens:
 
     job: Job
     brought: ModelTokenizer | None
-    sources: tuple[SourceTokens, ...]
+    sources: tuple[SourceTokenizer, ...]
     default: str
     vocab_size: int | None
 
     def remarks(self, corpus: Corpus | None = None) -> MoreRemarks:
         """Remarks about the corpus once it is there, else about what it will be."""
-        sources: Sequence[SourceTokens] = self.sources
+        sources: Sequence[SourceTokenizer] = self.sources
         if corpus is not None:
-            sources = find_corpus_tokens(corpus, self.sources, self.job.data)
+            sources = find_corpus_tokenizers(corpus, self.sources, self.job.data)
         return describe_tokenizers(self.brought, sources, self.vocab_size)
 
 
@@ -59,8 +59,8 @@ def find_tokens(job: Job, *, is_prepared: bool = False) -> JobTokens:
     brought, vocab_size = model_tokenizer(job.model), find_vocab_size_of(job.model)
     if is_prepared:
         return JobTokens(job, brought, (), "", vocab_size)
-    sources = find_source_tokens(job.data, brought)
-    require_rows(sources, vocab_size)
+    sources = find_source_tokenizers(job.data, brought)
+    require_vocabulary_fits(sources, vocab_size)
     default = ""
     # Token ids need no tokenizer.
     if any(source.is_text for source in sources):

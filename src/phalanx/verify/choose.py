@@ -11,7 +11,7 @@ from typing import Any
 
 from phalanx.core.errors import LayoutError, UsageError, did_you_mean
 from phalanx.core.units import format_count, plural
-from phalanx.data.look import look_at_data
+from phalanx.data.look import inspect_data
 from phalanx.job.model import shape_of
 from phalanx.job.module_probe import measure_foreign_shape
 from phalanx.job.schema import Data, Job
@@ -147,7 +147,7 @@ def choose_layouts(
         job.data.source == Data().source or is_own_dataset(job.data.source)
     ):
         # What is judged is made up, but data that is not there is a mistake.
-        look_at_data(job.data, vocab_size=None)
+        inspect_data(job.data, vocab_size=None)
     shape = measure_foreign_shape(job)
     num_params = (shape or shape_of(job, SMALL_VOCAB)).num_params
     if num_params > LARGE_PARAMS:
