@@ -41,7 +41,7 @@ from phalanx.checkpoint.reading.verify import verify_checkpoint
 from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.checkpoint.writing.async_checkpointer import AsyncCheckpointer
 from phalanx.checkpoint.writing.write import Snapshot
-from phalanx.core.phases import Phases
+from phalanx.core.phases import PhaseTimer
 from phalanx.job.schema import Checkpoint
 from phalanx.mesh.logical import shard_of
 from phalanx.mesh.mesh import Mesh, open_mesh
@@ -87,7 +87,7 @@ class Bench:
         storage = RunStorage.open(folder / "phalanx")
         self.store = storage.store
         self.saver = AsyncCheckpointer(
-            storage, Checkpoint(), mesh, Bus(rank=mesh.rank), Phases(), job_digest=""
+            storage, Checkpoint(), mesh, Bus(rank=mesh.rank), PhaseTimer(), job_digest=""
         )
         self.gloo = dist.new_group(backend="gloo")
 
@@ -165,7 +165,7 @@ class Bench:
         (checkpoint,) = list_checkpoint_dirs(self.folder / "phalanx")
         self.forget(checkpoint)
         with self.peak("phalanx: cold load, memory"), self.timed("phalanx: cold load"):
-            load_checkpoint(checkpoint, self.shards, group=self.mesh, phases=Phases())
+            load_checkpoint(checkpoint, self.shards, group=self.mesh, phases=PhaseTimer())
         with self.timed("checksums of a load"):
             for tensor in self.plain:
                 view = memoryview(tensor.view(torch.uint8).view(-1).numpy())

@@ -20,7 +20,7 @@ from pydantic_core import PydanticUndefined
 from phalanx.cli._app import help_line
 from phalanx.core.errors import EXIT_CODE_MEANING
 from phalanx.core.phases import PHASES
-from phalanx.core.registry import names
+from phalanx.core.registry import list_kinds
 from phalanx.job.json_schema import FILE, KINDS, job_json_schema
 from phalanx.job.presets.table import replace_table
 from phalanx.job.schema import Job, Section
@@ -93,7 +93,8 @@ def reference() -> str:
     ]
     lines += ["## Verbs", ""]
     lines += table(
-        ("verb", "what it does"), [(f"`phalanx {v}`", help_line(v)) for v in names("phalanx.cli")]
+        ("verb", "what it does"),
+        [(f"`phalanx {v}`", help_line(v)) for v in list_kinds("phalanx.cli")],
     )
     lines += ["## Exit codes", ""]
     lines += table(
@@ -115,7 +116,7 @@ def reference() -> str:
     folders = {**KINDS, "resilience.inject": "phalanx.resilience.faults"}
     lines += table(
         ("key", "kinds"),
-        [(f"`{k}`", ", ".join(f"`{n}`" for n in names(p))) for k, p in folders.items()],
+        [(f"`{k}`", ", ".join(f"`{n}`" for n in list_kinds(p))) for k, p in folders.items()],
     )
     lines += [
         "## Phases",

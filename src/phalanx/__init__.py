@@ -99,9 +99,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
     import importlib
 
-    from phalanx.core.uncaught import show_refusals_in_a_line
+    from phalanx.core.uncaught import install_one_line_excepthook
 
-    show_refusals_in_a_line()
+    install_one_line_excepthook()
     return getattr(importlib.import_module(_HOME[name]), name)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.core import phases as phases_module
-from phalanx.core.phases import BlackBox, HostClock, PhaseClock, Phases, read_black_box
+from phalanx.core.phases import BlackBox, HostClock, PhaseClock, PhaseTimer, read_black_box
 from phalanx.mesh.event_clock import EventClock, clock_of
 from phalanx.train.pipeline_record import align_clocks, collect_spans
 
@@ -105,7 +105,7 @@ def test_marks_are_apart_by_the_work_between_them(machine: Machine) -> None:
 def test_a_step_is_charged_where_its_work_is(machine: Machine) -> None:
     """The step waits for its device once, as the trainer does, in a phase that has no work of
     its own."""
-    phases = Phases(clock=machine.clock)
+    phases = PhaseTimer(clock=machine.clock)
     for _ in range(3):
         with phases("forward"):
             machine.work(2.0)
@@ -129,7 +129,7 @@ def test_a_collective_that_is_only_queued_claims_no_seconds(
     computation's time."""
     heard: list[str] = []
     box = BlackBox(tmp_path / "box")
-    phases = Phases(box, (lambda step, phase: heard.append(phase),), clock=machine.clock)
+    phases = PhaseTimer(box, (lambda step, phase: heard.append(phase),), clock=machine.clock)
     with phases("forward"):
         machine.work(2.0)
         with phases.collective("all_gather parameters"):
@@ -150,17 +150,17 @@ def test_a_collective_that_is_only_queued_claims_no_seconds(
 
 
 def test_what_happens_apart_is_charged_to_no_step(machine: Machine) -> None:
-    phases = Phases(clock=machine.clock)
+    phases = PhaseTimer(clock=machine.clock)
     with phases("optimizer"):
         machine.work(3.0)
-    with phases.set_apart() as inside, phases("evaluate"):
+    with phases.exclude_from_step() as inside, phases("evaluate"):
         machine.work(5.0)
     assert {name: round(s, 1) for name, s in inside.items()} == {"evaluate": 5.0}
     assert {name: round(s, 1) for name, s in phases.take().items()} == {"optimizer": 3.0}
 
 
 def test_another_clock_goes_on_with_open_phases(machine: Machine) -> None:
-    phases = Phases()
+    phases = PhaseTimer()
     phases.enter("startup")
     phases.time_by(machine.clock)
     machine.work(1.0)
@@ -196,7 +196,7 @@ def test_queued_work_is_not_charged_before_it_is_done() -> None:
     """Nothing is waited for: what is still queued when a step's seconds are taken comes with the
     next step's."""
     queue = Queue()
-    phases = Phases(clock=EventClock(queue.record))
+    phases = PhaseTimer(clock=EventClock(queue.record))
     with phases("forward"):
         queue.give(2.0)
     queue.wait()
@@ -210,7 +210,7 @@ def test_queued_work_is_not_charged_before_it_is_done() -> None:
 
 def test_marks_whose_seconds_nobody_takes_do_not_pile_up() -> None:
     queue = Queue()
-    phases = Phases(clock=EventClock(queue.record))
+    phases = PhaseTimer(clock=EventClock(queue.record))
     for _ in range(20_000):
         with phases("forward"):
             queue.give(0.001)

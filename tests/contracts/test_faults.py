@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.core.registry import names
+from phalanx.core.registry import list_kinds
 from phalanx.job.load import load_job
 from phalanx.resilience.fault import FAULTS, fault_listener, parse_fault
 
-NAMES = names(FAULTS)
+NAMES = list_kinds(FAULTS)
 
 
 class Struck(Exception):

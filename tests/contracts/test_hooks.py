@@ -10,19 +10,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from phalanx.core.phases import Phases
-from phalanx.core.registry import names, resolve
+from phalanx.core.phases import PhaseTimer
+from phalanx.core.registry import list_kinds, resolve
 from phalanx.job.json_schema import job_json_schema
 from phalanx.job.load import load_job
 from phalanx.mesh.compat import quiet_torch
 from phalanx.parallel.data_parallel.compression import HOOKS, Compression
-from phalanx.parallel.hooks._protocol import Settings
+from phalanx.parallel.hooks._protocol import CompressionOptions
 from phalanx.parallel.traffic import GradientTraffic, all_reduce_bytes
 from phalanx.parallel.wire import Wire
-from phalanx.plan.workload import keeps_error
+from phalanx.plan.workload import has_error_feedback
 from ranks import run_ranks
 
-KINDS = names(HOOKS)
+KINDS = list_kinds(HOOKS)
 SHAPES = {
     "bias": (1,),
     "vector": (300,),
@@ -31,7 +31,7 @@ SHAPES = {
     "small": (2, 3),
     "nothing": (0, 4),
 }
-SETTINGS = Settings(rank=2, fraction=0.05, seed=3)
+SETTINGS = CompressionOptions(rank=2, fraction=0.05, seed=3)
 TOLERANCE = {"bf16": 2e-2, "fp16": 2e-3}  # of casts, relative to the size of what is added up
 EXACT_IN_ANY_ORDER = (
     "int8",
@@ -48,7 +48,7 @@ class Bench:
         }
         self.traffic = GradientTraffic()
         hook = resolve(kind, HOOKS, "build")(SETTINGS)
-        wire = Wire(dist.group.WORLD, self.traffic, Phases())  # type: ignore[arg-type]
+        wire = Wire(dist.group.WORLD, self.traffic, PhaseTimer())  # type: ignore[arg-type]
         self.compression = Compression(hook, self.parameters.items(), wire)
 
     def gradients(self, step: int) -> dict[str, torch.Tensor]:
@@ -171,7 +171,7 @@ def test_the_folder_is_what_a_job_can_name() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_plan_counts_the_bytes_of_what_it_keeps(kind: str) -> None:
-    assert keeps_error(kind) == resolve(kind, HOOKS, "build")(SETTINGS).keeps_error
+    assert has_error_feedback(kind) == resolve(kind, HOOKS, "build")(SETTINGS).keeps_error
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from models import SEQ_LEN, VOCAB
-from phalanx.core.registry import names, resolve
+from phalanx.core.registry import list_kinds, resolve
 from phalanx.job.model import shape_of
 from phalanx.job.schema import Job
 from phalanx.job.shapes.decoder import DecoderShape
@@ -27,7 +27,7 @@ from phalanx.plan.layout import Layout
 from phalanx.plan.planner import make_plan
 from ranks import run_ranks
 
-KINDS = names(MODELS)
+KINDS = list_kinds(MODELS)
 
 
 def job(kind: str) -> Job:

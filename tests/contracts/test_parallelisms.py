@@ -18,7 +18,7 @@ from models import (
     replace_parallel,
     share,
 )
-from phalanx.core.phases import Phases
+from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.blocks import find_blocks
 from phalanx.mesh.logical import full_name
 from phalanx.mesh.mesh import Mesh, open_mesh
@@ -101,7 +101,7 @@ def apply_alone(rank: int, index: int) -> dict[str, Any]:
             root=root,
             plan=a_plan,
             mesh=mesh,
-            phases=Phases(),
+            phases=PhaseTimer(),
             blocks=blocks,
             outer=root,
             names=names,

@@ -23,7 +23,7 @@ import pytest
 
 from commands import wait_until
 from phalanx.core.errors import EnvironmentProblem, ExitCode
-from phalanx.core.registry import names, resolve
+from phalanx.core.registry import list_kinds, resolve
 from phalanx.job.schema import Job, Observe
 from phalanx.observe.bus import CLOSE_S, Bus, OpenSink, event_path
 from phalanx.observe.events import (
@@ -43,7 +43,7 @@ from phalanx.run.needs import check_needs, sink_openers
 from sink_readers import CURVES, mlflow_run, tensorboard_curves, wandb_runs
 
 PACKAGE = "phalanx.observe.sinks"
-SINKS = names(PACKAGE)
+SINKS = list_kinds(PACKAGE)
 PATIENCE_S = 60.0
 ORDINARY: dict[str, Any] = {
     "str": "text",

@@ -32,7 +32,7 @@ from phalanx.checkpoint.stores import (
     open_store,
     store_of,
 )
-from phalanx.checkpoint.stores._remote import Patience
+from phalanx.checkpoint.stores._remote import RetryPolicy
 from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.checkpoint.stores.object import ObjectFolder, ObjectStore
 from phalanx.checkpoint.stores.protocol import Store
@@ -40,8 +40,8 @@ from phalanx.checkpoint.writing.retention import Retention, prune
 from phalanx.checkpoint.writing.write import Snapshot, WrittenCheckpoint, write_checkpoint
 from phalanx.core.disk import DiskFile
 from phalanx.core.errors import CheckpointError, EnvironmentProblem, RunLockedError, StoreTakenError
-from phalanx.core.phases import Phases
-from phalanx.core.registry import names
+from phalanx.core.phases import PhaseTimer
+from phalanx.core.registry import list_kinds
 from phalanx.mesh.logical import Box, LogicalShard, dtype_name
 from phalanx.mesh.mesh import Mesh
 from phalanx.plan.layout import Layout
@@ -82,7 +82,7 @@ def new_store(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> Stor
 
 
 def test_every_store_is_covered() -> None:
-    assert set(KINDS.values()) == set(names("phalanx.checkpoint.stores")) - {"protocol"}
+    assert set(KINDS.values()) == set(list_kinds("phalanx.checkpoint.stores")) - {"protocol"}
 
 
 def tensors(seed: int = 0) -> Tensors:
@@ -108,12 +108,12 @@ def shards(whole: Tensors) -> dict[str, LogicalShard]:
 def save_in(store: Store, step: int, whole: Tensors, **more: Any) -> WrittenCheckpoint:
     aliases = {"tied": "frozen"} if "frozen" in whole else {}
     snapshot = Snapshot(step, shards(whole), aliases, {"step": step})
-    return write_checkpoint(store, snapshot, job_digest="", group=ONE, phases=Phases(), **more)
+    return write_checkpoint(store, snapshot, job_digest="", group=ONE, phases=PhaseTimer(), **more)
 
 
 def loaded(folder: Folder, like: Tensors) -> Tensors:
     found = {name: torch.full_like(tensor, 7) for name, tensor in like.items()}
-    load_checkpoint(folder, shards(found), group=ONE, phases=Phases())
+    load_checkpoint(folder, shards(found), group=ONE, phases=PhaseTimer())
     return found
 
 
@@ -477,7 +477,7 @@ def test_an_upload_that_was_cut_off_is_not_committed() -> None:
 
 def test_a_copy_whose_answer_is_lost_leaves_no_stray_file() -> None:
     """The store made it and did not say so: the bytes are sent again under another name."""
-    store = ObjectStore.open("memory://test/lost", patience=Patience(2, 0.01))
+    store = ObjectStore.open("memory://test/lost", patience=RetryPolicy(2, 0.01))
     whole = tensors()
     for step in (1, 2):
         whole["trained"] += 1
@@ -530,7 +530,7 @@ def test_a_range_is_read_and_not_the_file() -> None:
     )
     store._remote.fs.cat_file = counted
     try:
-        load_checkpoint(folder, {"big": wanted}, group=ONE, phases=Phases())
+        load_checkpoint(folder, {"big": wanted}, group=ONE, phases=PhaseTimer())
         one_part = sum(asked[1:])  # the manifest was first
         asked.clear()
         assert verify_checkpoint(folder) == []
@@ -561,7 +561,7 @@ def test_what_fails_for_a_while_is_tried_again_and_said(
 ) -> None:
     said: list[str] = []
     store = ObjectStore.open(
-        f"s3://{BUCKET}/{name}", say=said.append, patience=Patience(first_wait_s=0.01)
+        f"s3://{BUCKET}/{name}", say=said.append, patience=RetryPolicy(first_wait_s=0.01)
     )
     whole = tensors() | {"large": torch.ones(5 << 20)}  # more than what is sent in one request
     server.fail(times=2, **S3_FAULTS[name])
@@ -585,7 +585,7 @@ def test_what_fails_for_good_is_an_error_and_leaves_the_old_checkpoint(
 ) -> None:
     said: list[str] = []
     store = ObjectStore.open(
-        f"s3://{BUCKET}/for good {name}", say=said.append, patience=Patience(3, 0.01)
+        f"s3://{BUCKET}/for good {name}", say=said.append, patience=RetryPolicy(3, 0.01)
     )
     old, new = tensors(1), tensors(2) | {"large": torch.ones(5 << 20)}
     save_in(store, 1, old)
@@ -640,7 +640,7 @@ def test_every_request_is_made_four_times_and_no_library_makes_it_more(
     name: str, status: int, server: Server
 ) -> None:
     fault, ask = ASKED_FOUR_TIMES[name]
-    store = ObjectStore.open(f"s3://{BUCKET}/four times", patience=Patience(first_wait_s=0.001))
+    store = ObjectStore.open(f"s3://{BUCKET}/four times", patience=RetryPolicy(first_wait_s=0.001))
     server.fail(times=1000, status=status, **fault)
     with pytest.raises(CheckpointError, match="tried 4 times"):
         ask(store)

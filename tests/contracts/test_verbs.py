@@ -17,9 +17,9 @@ import pytest
 from phalanx.cli import _app
 from phalanx.cli._app import first_paragraph
 from phalanx.cli._arguments import split_arguments
-from phalanx.core.registry import names
+from phalanx.core.registry import list_kinds
 
-VERBS = names("phalanx.cli")
+VERBS = list_kinds("phalanx.cli")
 GROUPS = [
     verb for verb in VERBS if hasattr(importlib.import_module(f"phalanx.cli.{verb}"), "COMMANDS")
 ]

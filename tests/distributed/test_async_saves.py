@@ -37,7 +37,7 @@ from phalanx.checkpoint.writing.staging import Staging
 from phalanx.checkpoint.writing.write import Snapshot, select_owned_blocks
 from phalanx.core.disk import Disk, DiskFile
 from phalanx.core.errors import CheckpointError
-from phalanx.core.phases import Phases
+from phalanx.core.phases import PhaseTimer
 from phalanx.job.schema import Checkpoint
 from phalanx.mesh.logical import Box, LogicalShard
 from phalanx.mesh.mesh import Mesh, open_mesh
@@ -127,7 +127,7 @@ class Run:
         if kept_best is not None and mesh.rank == 0:
             write_best(run_dir, step=kept_best, loss=1.0, num_targets=1)
         storage = RunStorage(run_dir, LocalStore(run_dir / "checkpoints", self.disk))
-        self.phases = Phases(None, (listener,) if listener else ())
+        self.phases = PhaseTimer(None, (listener,) if listener else ())
         self.saver = AsyncCheckpointer(
             storage, kept, mesh, bus, self.phases, job_digest="", timeout_s=DEADLINE_S
         )

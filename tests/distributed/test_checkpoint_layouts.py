@@ -49,7 +49,7 @@ from phalanx.checkpoint.reading.load import load_checkpoint
 from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.checkpoint.writing.write import Snapshot, write_checkpoint
 from phalanx.core.errors import CheckpointError
-from phalanx.core.phases import Phases
+from phalanx.core.phases import PhaseTimer
 from phalanx.job.schema import Optim
 from phalanx.mesh.logical import Box, LogicalShard, dtype_name, shard_of
 from phalanx.mesh.mesh import Mesh, open_mesh
@@ -165,7 +165,7 @@ def save_each(rank: int, num_ranks: int, root: Path) -> dict[str, tuple[Tensors,
         state = new_state(mesh, layout)
         for batch in global_batches(2):
             take_step(state, batch)
-        num_bytes = state.save(store(root / name), job_digest="0", phases=Phases()).num_bytes
+        num_bytes = state.save(store(root / name), job_digest="0", phases=PhaseTimer()).num_bytes
         found[name] = (whole_tensors(state), num_bytes)
     return found
 
@@ -182,7 +182,7 @@ def load_each(
                 continue
             assert all(not torch.equal(before[key], reference[key]) for key in reference)
             state = new_state(mesh, layout)
-            state.restore(list_checkpoint_dirs(root / source)[-1], phases=Phases())
+            state.restore(list_checkpoint_dirs(root / source)[-1], phases=PhaseTimer())
             restored = whole_tensors(state)
             assert set(restored) == set(reference)
             wrong = [key for key in reference if not torch.equal(restored[key], reference[key])]
@@ -300,7 +300,7 @@ def save_experts(rank: int, num_ranks: int, root: Path) -> dict[str, Tensors]:
         state = new_experts(mesh, layout)
         for batch in global_batches(2):
             take_step(state, batch)
-        state.save(store(root / name), job_digest="0", phases=Phases())
+        state.save(store(root / name), job_digest="0", phases=PhaseTimer())
         found[name] = put_together_by_blocks(state)
     return found
 
@@ -316,7 +316,7 @@ def load_experts(
             state = new_experts(mesh, layout, scale=0.5)
             before = put_together_by_blocks(state)
             assert not any(torch.equal(before[key], reference[key]) for key in before)
-            state.restore(list_checkpoint_dirs(root / source)[-1], phases=Phases())
+            state.restore(list_checkpoint_dirs(root / source)[-1], phases=PhaseTimer())
             restored = put_together_by_blocks(state)
             assert set(restored) == set(reference)
             wrong = [key for key in reference if not torch.equal(restored[key], reference[key])]
@@ -440,9 +440,9 @@ def test_any_partition_is_restored_under_any_other(tmp_path: Path, data: st.Data
 
     written, wanted = shards(True), shards(False)
     path = saved_path(
-        tmp_path, 1, written, aliases={}, facts={}, job_digest="", group=ONE, phases=Phases()
+        tmp_path, 1, written, aliases={}, facts={}, job_digest="", group=ONE, phases=PhaseTimer()
     )
-    load_checkpoint(path, wanted, group=ONE, phases=Phases())
+    load_checkpoint(path, wanted, group=ONE, phases=PhaseTimer())
     for name, found in wanted.items():
         for box in found.boxes:
             assert torch.equal(
@@ -463,13 +463,13 @@ def test_facts_and_aliases_come_back_and_a_step_can_be_saved_again(tmp_path: Pat
             facts={"n": value},
             job_digest="d",
             group=ONE,
-            phases=Phases(),
+            phases=PhaseTimer(),
         )
         (path.with_name(f".{path.name}.replaced") / "left").mkdir(
             parents=True
         )  # as a crash may leave it
     shards["w"].tensor.zero_()
-    manifest = load_checkpoint(path, shards, group=ONE, phases=Phases())
+    manifest = load_checkpoint(path, shards, group=ONE, phases=PhaseTimer())
     assert shards["w"].tensor.tolist() == [2.0] * 3
     assert (manifest.facts, manifest.aliases, manifest.step, manifest.job_digest) == (
         {"n": 2.0},
@@ -491,7 +491,7 @@ def test_blocks_that_do_not_make_the_whole_are_not_written(tmp_path: Path) -> No
             facts={},
             job_digest="",
             group=ONE,
-            phases=Phases(),
+            phases=PhaseTimer(),
         )
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
@@ -502,12 +502,12 @@ def test_a_piece_that_is_there_twice_does_not_stand_for_one_that_is_not(tmp_path
     boxes = [Box((row, 0), (row, 0), (4, 4)) for row in (0, 4)]
     written = {"big": shard("big", whole, boxes, strips=False, fill=True)}
     path = saved_path(
-        tmp_path, 1, written, aliases={}, facts={}, job_digest="", group=ONE, phases=Phases()
+        tmp_path, 1, written, aliases={}, facts={}, job_digest="", group=ONE, phases=PhaseTimer()
     )
     edit(path, lambda body: pieces(body)[1].update(offset=[0, 0]))
     wanted = {"big": shard("big", whole, [Box((0, 0), (0, 0), (8, 4))], strips=False, fill=False)}
     with pytest.raises(CheckpointError, match="big is not whole"):
-        load_checkpoint(path, wanted, group=ONE, phases=Phases())
+        load_checkpoint(path, wanted, group=ONE, phases=PhaseTimer())
     assert not wanted["big"].tensor.any()
     with (
         FullTensorReader(path, read_manifest(path)) as tensors,
@@ -685,7 +685,7 @@ def save_halves(run_dir: Path, step: int, rank: int, mesh: Mesh, fill: float = 0
         facts={"step": step},
         job_digest="",
         group=mesh,
-        phases=Phases(),
+        phases=PhaseTimer(),
     )
 
 
@@ -694,7 +694,7 @@ def load_damaged(rank: int, root: Path) -> dict[str, tuple[str, bool]]:
     with open_mesh(Layout(dp_shard=2), device="cpu") as mesh:
         good = save_halves(root, 1, rank, mesh)
         shards = halves(rank, None)
-        load_checkpoint(good, shards, group=mesh, phases=Phases())
+        load_checkpoint(good, shards, group=mesh, phases=PhaseTimer())
         found["good"] = (
             "",
             all(torch.equal(shards[n].tensor, s.tensor) for n, s in halves(rank, 0.0).items()),
@@ -709,7 +709,7 @@ def load_damaged(rank: int, root: Path) -> dict[str, tuple[str, bool]]:
             shards = halves(rank, None)
             message = ""
             try:
-                load_checkpoint(bad, shards, group=mesh, phases=Phases())
+                load_checkpoint(bad, shards, group=mesh, phases=PhaseTimer())
             except CheckpointError as error:
                 message = str(error)
             found[name] = (message, all(bool((s.tensor == -1).all()) for s in shards.values()))
@@ -761,7 +761,7 @@ def flip_and_load(rank: int, root: Path) -> list[str]:
             "facts": {},
             "job_digest": "",
             "group": mesh,
-            "phases": Phases(),
+            "phases": PhaseTimer(),
         }
         path = saved_path(root, 1, shards(whole), **how) / "rank-0000.safetensors"
         size, wrong, dice = path.stat().st_size, [], random.Random(3)
@@ -772,7 +772,7 @@ def flip_and_load(rank: int, root: Path) -> list[str]:
             at = dice.randrange(size) if number % 5 else dice.randrange(size - 1024, size)
             flip(path, at)
             try:
-                load_checkpoint(path.parent, shards(targets), group=mesh, phases=Phases())
+                load_checkpoint(path.parent, shards(targets), group=mesh, phases=PhaseTimer())
                 wrong.append(f"byte {at} was not missed")
             except CheckpointError as error:
                 (struck,) = [
@@ -791,7 +791,7 @@ def flip_and_load(rank: int, root: Path) -> list[str]:
             flip(path, at)
             if any(bool((target != -1.0).any()) for target in targets.values()):
                 wrong.append(f"byte {at} reached the weights")
-        load_checkpoint(path.parent, shards(targets), group=mesh, phases=Phases())
+        load_checkpoint(path.parent, shards(targets), group=mesh, phases=PhaseTimer())
         return wrong + [name for name in sizes if not torch.equal(targets[name], whole[name])]
 
 
@@ -815,7 +815,7 @@ def fail_on_one_rank(rank: int, root: Path) -> list[Any]:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         mesh.barrier()
         shards = halves(rank, None)
-        load_checkpoint(good, shards, group=mesh, phases=Phases())
+        load_checkpoint(good, shards, group=mesh, phases=PhaseTimer())
         kept = all(
             torch.equal(shards[name].tensor, s.tensor) for name, s in halves(rank, 0.0).items()
         )
@@ -834,12 +834,12 @@ def test_a_write_that_fails_on_one_rank_fails_on_all_and_leaves_the_old_checkpoi
 
 def restore_other_seed(rank: int, root: Path) -> tuple[str, bool]:
     state = new_state(ONE, {}, seed=1)
-    state.save(store(root), job_digest="", phases=Phases())
+    state.save(store(root), job_digest="", phases=PhaseTimer())
     other = new_state(ONE, {}, seed=2)
     before = whole_tensors(other)
     message = ""
     try:
-        other.restore(list_checkpoint_dirs(root)[-1], phases=Phases())
+        other.restore(list_checkpoint_dirs(root)[-1], phases=PhaseTimer())
     except CheckpointError as error:
         message = str(error)
     after = whole_tensors(other)
@@ -857,7 +857,7 @@ def test_an_unfinished_checkpoint_is_not_listed_and_one_without_a_manifest_is(
 ) -> None:
     part = {"w": shard("w", torch.ones(3), [Box((0,), (0,), (3,))], strips=False, fill=True)}
     path = saved_path(
-        tmp_path, 3, part, aliases={}, facts={}, job_digest="", group=ONE, phases=Phases()
+        tmp_path, 3, part, aliases={}, facts={}, job_digest="", group=ONE, phases=PhaseTimer()
     )
     for name in (".step-4.partial", "step-x", ".step-6.replaced"):
         (path.parent / name).mkdir()

@@ -14,14 +14,14 @@ from torch import nn
 from collectives import CountCollectives
 from models import CPU, VOCAB, fill, shape
 from phalanx.core.errors import LayoutError
-from phalanx.core.phases import Phases
+from phalanx.core.phases import PhaseTimer
 from phalanx.job.schema import Job, Parallel
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.models.decoder import Decoder, example_batch
 from phalanx.nn.objective import causal_cross_entropy
 from phalanx.parallel.context.attention import ATTEND
-from phalanx.parallel.context.block_attention import Products
-from phalanx.parallel.context.chunks import Chunks
+from phalanx.parallel.context.block_attention import BlockProducts
+from phalanx.parallel.context.chunks import SequenceChunks
 from phalanx.parallel.context.group import GRADIENTS, KEYS, ContextGroup
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize
@@ -132,7 +132,7 @@ def events_of_a_ring(rank: int) -> tuple[list[tuple[str, int]], ...]:
     """What a rank does in forward and backward of one attention, in order: posts, waits (by tag)
     and computes."""
     seen: list[tuple[str, int]] = []
-    post, forward, backward = dist.batch_isend_irecv, Products.forward, Products.backward
+    post, forward, backward = dist.batch_isend_irecv, BlockProducts.forward, BlockProducts.backward
 
     class Waited:
         def __init__(self, work: Any, tag: int) -> None:
@@ -154,9 +154,11 @@ def events_of_a_ring(rank: int) -> tuple[list[tuple[str, int]], ...]:
         return run
 
     dist.batch_isend_irecv = posted
-    Products.forward, Products.backward = computed(forward), computed(backward)  # type: ignore[method-assign]
+    BlockProducts.forward, BlockProducts.backward = computed(forward), computed(backward)  # type: ignore[method-assign]
     with open_mesh(Layout(cp=4), device="cpu") as mesh:
-        group = ContextGroup(mesh.submesh("cp").get_group(), Chunks(4, "zigzag"), Phases())
+        group = ContextGroup(
+            mesh.submesh("cp").get_group(), SequenceChunks(4, "zigzag"), PhaseTimer()
+        )
         q, k, v = (torch.randn(1, 2, 8, 8, requires_grad=True) for _ in range(3))
         out = ATTEND["ring"](q, k, v, None, 0, group)
         in_forward = list(seen)

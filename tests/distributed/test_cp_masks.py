@@ -9,13 +9,13 @@ import torch
 
 from allocated import most_allocated
 from phalanx.core.block_sizes import BlockSizes, use_block_sizes
-from phalanx.core.phases import Phases
+from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.attend import attend
 from phalanx.mesh.attend_blocks import VisibleKeys
 from phalanx.mesh.mesh import open_mesh
 from phalanx.nn.attention import attention_mask, shared_mask
 from phalanx.parallel.context.attention import ATTEND
-from phalanx.parallel.context.chunks import Chunks
+from phalanx.parallel.context.chunks import SequenceChunks
 from phalanx.parallel.context.group import ContextGroup
 from phalanx.parallel.context.transform import ContextMask
 from phalanx.plan.layout import Layout
@@ -74,7 +74,7 @@ def differences(rank: int) -> dict[Any, float]:
             whole = results(attend(*leaves, mask, is_causal=True), leaves, grad)
             for balance in ("zigzag", "none"):
                 group = ContextGroup(
-                    mesh.submesh("cp").get_group(), Chunks(RANKS, balance), Phases()
+                    mesh.submesh("cp").get_group(), SequenceChunks(RANKS, balance), PhaseTimer()
                 )
                 places = group.chunks.places(rank, num_tokens)
                 wanted = [tensor.index_select(2, places) for tensor in whole]
@@ -103,7 +103,9 @@ def largest(rank: int) -> dict[str, int]:
         use_block_sizes(BlockSizes(query_block=32)),
         open_mesh(Layout(cp=RANKS), device="cpu") as mesh,
     ):
-        group = ContextGroup(mesh.submesh("cp").get_group(), Chunks(RANKS, "zigzag"), Phases())
+        group = ContextGroup(
+            mesh.submesh("cp").get_group(), SequenceChunks(RANKS, "zigzag"), PhaseTimer()
+        )
         for kind in ("ring", "all-gather"):
             found[kind], _ = most_allocated(lambda kind=kind: part(group, kind, tensors, 0, ids))  # type: ignore[misc]
     return found

@@ -19,7 +19,7 @@ from models import plan, shape
 from phalanx.checkpoint.manifest import list_checkpoint_dirs
 from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.core.errors import CheckpointError
-from phalanx.core.phases import Phases
+from phalanx.core.phases import PhaseTimer
 from phalanx.data.corpus import load_corpus
 from phalanx.job.schema import Job, Optim
 from phalanx.mesh.mesh import Mesh, open_mesh
@@ -194,7 +194,7 @@ def _losses_by_hand(rank: int, run_dir: str) -> dict[str, tuple[float, int]]:
         state = TrainState(
             model, build_optimizer(model, job.optim), job.run.seed, corpus.tokenizer_digest
         )
-        state.restore(list_checkpoint_dirs(Path(run_dir))[-1], phases=Phases())
+        state.restore(list_checkpoint_dirs(Path(run_dir))[-1], phases=PhaseTimer())
         module = model.module.double().eval()
         for name, sequence in zip(corpus.names, corpus.sequences("held_out"), strict=True):
             tokens = torch.tensor(np.asarray(sequence[:]).astype(np.int64))
@@ -426,20 +426,20 @@ def _restore_under_other_tokenizers(rank: int, folder: str) -> str:
 
     with open_mesh(Layout(), device="cpu") as mesh:
         saved = state_of(mesh, "aaaa").save(
-            LocalStore(Path(folder)), job_digest="", phases=Phases()
+            LocalStore(Path(folder)), job_digest="", phases=PhaseTimer()
         )
         other = state_of(mesh, "bbbb")
         before = {
             name: parameter.detach().clone() for name, parameter in other.model.named_parameters()
         }
         with pytest.raises(CheckpointError) as caught:
-            other.restore(saved.folder, phases=Phases())
+            other.restore(saved.folder, phases=PhaseTimer())
         assert all(
             torch.equal(before[name], parameter)
             for name, parameter in other.model.named_parameters()
         )
         for fitting in ("aaaa", ""):
-            state_of(mesh, fitting).restore(saved.folder, phases=Phases())
+            state_of(mesh, fitting).restore(saved.folder, phases=PhaseTimer())
         return str(caught.value)
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from hf_zoo import WIDTHS, write_config
 from phalanx.core.errors import PhalanxError
-from phalanx.core.phases import Phases
+from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.linear import read_shard_rules
 from phalanx.mesh.tensor_group import TensorGroup
 from phalanx.nn.hugging_face.adapter import build
@@ -71,7 +71,7 @@ def judge(rank: int, kind: str, dtype: torch.dtype = torch.float32) -> str | flo
         wanted.backward()
     except Exception as error:  # settings that do not go together
         return f"alone: {error!r}"
-    group = TensorGroup(dist.group.WORLD.group_name, rank, 2, Phases())  # type: ignore[union-attr]
+    group = TensorGroup(dist.group.WORLD.group_name, rank, 2, PhaseTimer())  # type: ignore[union-attr]
     sharder = ModuleSharder(module, group, parse_rules(read_shard_rules(module)))
     sharder.shard()
     found = objective(module(tokens, positions), {"targets": targets})[0]
@@ -142,7 +142,7 @@ def loss_with_head_cut(rank: int, kind: str, rule: str) -> float | str:
     torch.manual_seed(0)
     module: Any = build(kind)
     tokens = torch.randint(96, (2, 16))
-    group = TensorGroup(dist.group.WORLD.group_name, rank, 2, Phases())  # type: ignore[union-attr]
+    group = TensorGroup(dist.group.WORLD.group_name, rank, 2, PhaseTimer())  # type: ignore[union-attr]
     ModuleSharder(module, group, parse_rules(read_shard_rules(module) | {"lm_head": rule})).shard()
     try:
         return logits_cross_entropy(64)(module(tokens), {"targets": tokens})[0].item()

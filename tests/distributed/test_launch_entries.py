@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import DataError, ResourceError, RunLockedError
-from phalanx.core.phases import BlackBox, Phases
+from phalanx.core.phases import BlackBox, PhaseTimer
 from phalanx.launch.paths import black_box
 from phalanx.launch.rank_link import RankLink
 
@@ -66,8 +66,8 @@ def wait_until_gone(pid: int) -> None:
         time.sleep(0.005)
 
 
-def at_step(payload: dict[str, Any], step: int, phase: str) -> Phases:
-    phases = Phases(BlackBox(black_box(Path(payload["run_dir"]), rank())))
+def at_step(payload: dict[str, Any], step: int, phase: str) -> PhaseTimer:
+    phases = PhaseTimer(BlackBox(black_box(Path(payload["run_dir"]), rank())))
     phases.step = step
     phases.enter(phase)
     return phases

@@ -23,10 +23,10 @@ from phalanx.launch.end_record import EndRecord, EndWriter, open_end_pipe
 from phalanx.launch.external import external_ranks
 from phalanx.launch.paths import black_box, clear_black_boxes, next_attempt
 from phalanx.launch.rank_env import ALLOCATOR_VARIABLES, RankEnv, rank_variables
-from phalanx.launch.reports import ErrorReport, describe
+from phalanx.launch.reports import ErrorReport, build_error_report
 from phalanx.launch.restarts import RestartPolicy
 from phalanx.launch.server_process import _server_environment
-from phalanx.launch.signature import signature_of
+from phalanx.launch.signature import normalize_failure_message
 from phalanx.launch.verdict import Failure, find_failure
 
 TORCHRUN = {
@@ -116,7 +116,7 @@ def raised(error: BaseException) -> ErrorReport:
     try:
         raise error
     except BaseException as caught:
-        return describe(caught)
+        return build_error_report(caught)
 
 
 class TestReports:
@@ -179,11 +179,14 @@ class TestReports:
                 write_bytes_atomic(tmp_path / "file", bytes(2000))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert describe(caught.value).exit_code == 7
+        assert build_error_report(caught.value).exit_code == 7
         in_run = OSError(errno.ENOSPC, "full", str(tmp_path / "run" / "mine"))
-        assert (raised(in_run).exit_code, describe(in_run, tmp_path / "run").exit_code) == (1, 7)
         assert (
-            describe(
+            raised(in_run).exit_code,
+            build_error_report(in_run, tmp_path / "run").exit_code,
+        ) == (1, 7)
+        assert (
+            build_error_report(
                 OSError(errno.ESTALE, "stale", str(tmp_path / "run" / "x")), tmp_path / "run"
             ).exit_code
             == 1
@@ -192,7 +195,7 @@ class TestReports:
     def test_an_error_because_of_a_lost_connection_is_a_consequence_too(self) -> None:
         problem = EnvironmentProblem("a rank never came")
         problem.__context__ = RuntimeError("Connection closed by peer")
-        assert describe(problem).secondary
+        assert build_error_report(problem).secondary
 
     def test_survives_a_round_trip_and_odd_text(self, tmp_path: Path) -> None:
         report = raised(ValueError("surrogate \udcff"))
@@ -465,13 +468,13 @@ class TestSignatures:
         ],
     )
     def test_what_differs_from_start_to_start_does_not_count(self, one: str, another: str) -> None:
-        assert signature_of(one) == signature_of(another)
+        assert normalize_failure_message(one) == normalize_failure_message(another)
 
     def test_the_host_does_not_count(self, monkeypatch: pytest.MonkeyPatch) -> None:
         signatures = set()
         for host in ("node-17", "node-3.cluster.local"):
             monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
-            signatures.add(signature_of(f"RuntimeError: {host} has no GPU"))
+            signatures.add(normalize_failure_message(f"RuntimeError: {host} has no GPU"))
         assert signatures == {"RuntimeError: HOST has no GPU"}
 
     @pytest.mark.parametrize(
@@ -485,7 +488,7 @@ class TestSignatures:
         ],
     )
     def test_what_tells_two_errors_apart_stays(self, one: str, another: str) -> None:
-        assert signature_of(one) != signature_of(another)
+        assert normalize_failure_message(one) != normalize_failure_message(another)
 
     def test_a_crash_loop_of_lost_connections_is_found(self, tmp_path: Path) -> None:
         """Nobody knows why, each time over another port, and each time another rank says it

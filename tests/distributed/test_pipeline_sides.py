@@ -23,7 +23,7 @@ from phalanx.checkpoint.manifest import list_checkpoint_dirs, read_manifest
 from phalanx.checkpoint.reading.verify import verify_checkpoint
 from phalanx.checkpoint.stores import open_store
 from phalanx.core.errors import CheckpointError
-from phalanx.core.phases import Phases
+from phalanx.core.phases import PhaseTimer
 from phalanx.job.schema import Job, Optim
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.observe.bus import Bus
@@ -72,7 +72,7 @@ def model_of(module: nn.Module, mesh: Mesh) -> ParallelModel:
     plan = replace(plan, layout=mesh.layout, pipeline=pipeline)
     root = Root(module)
     return ParallelModel(
-        ParallelContext(root=root, plan=plan, mesh=mesh, phases=Phases(), blocks=[], outer=root)
+        ParallelContext(root=root, plan=plan, mesh=mesh, phases=PhaseTimer(), blocks=[], outer=root)
     )
 
 
@@ -119,7 +119,7 @@ def saved(rank: int, layout: Mapping[str, int], folder: str) -> None:
     with open_mesh(Layout(**layout), device="cpu") as mesh:
         state = state_of(mesh, 1.0)
         state.step = 7
-        state.save(open_store(Path(folder), None), job_digest="d", phases=Phases())
+        state.save(open_store(Path(folder), None), job_digest="d", phases=PhaseTimer())
 
 
 def restored(rank: int, layout: Mapping[str, int], folder: str) -> dict[str, float]:
@@ -128,7 +128,7 @@ def restored(rank: int, layout: Mapping[str, int], folder: str) -> dict[str, flo
         if mesh.rank == 0:  # a count that is not made yet is put where it belongs
             for kept in state.optimizer.state.values():
                 del kept["calls"]
-        state.restore(list_checkpoint_dirs(Path(folder))[-1], phases=Phases())
+        state.restore(list_checkpoint_dirs(Path(folder))[-1], phases=PhaseTimer())
         assert state.step == 7
         return numbers(state)
 
@@ -174,7 +174,7 @@ def misfit(rank: int, folder: str) -> str:
         state.model.module.blocks["9"] = state.model.module.blocks.pop(str(rank))
         try:
             TrainState(state.model, state.optimizer, seed=3).restore(
-                list_checkpoint_dirs(Path(folder))[-1], phases=Phases()
+                list_checkpoint_dirs(Path(folder))[-1], phases=PhaseTimer()
             )
         except CheckpointError as error:
             return str(error)

@@ -31,7 +31,7 @@ from models import (
 )
 from models import shape as small_shape
 from phalanx.core.errors import LayoutError
-from phalanx.core.phases import Phases
+from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import causal_cross_entropy
@@ -84,7 +84,7 @@ def objective(outputs: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def gradients(
-    module: nn.Module, a_plan: Plan, mesh: Mesh, phases: Phases | None = None
+    module: nn.Module, a_plan: Plan, mesh: Mesh, phases: PhaseTimer | None = None
 ) -> dict[str, torch.Tensor]:
     """Local ones, after two microbatches; the numbers that are drawn begin at the same place
     each time."""
@@ -180,7 +180,7 @@ def count_work(rank: int) -> dict[str, tuple[int, int, int]]:
     return found
 
 
-class Gathers(Phases):
+class Gathers(PhaseTimer):
     def __init__(self, gathers: list[int]) -> None:
         super().__init__()
         self._gathers = gathers

@@ -16,7 +16,7 @@ import torch
 from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.checkpoint.stores import open_store
 from phalanx.core.errors import CheckpointError
-from phalanx.core.phases import Phases
+from phalanx.core.phases import PhaseTimer
 from phalanx.job.load import load_job
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn import init
@@ -80,7 +80,7 @@ def restored(rank: int, folder: Path, layout: str) -> dict[str, Any]:
     plan = make_plan(job, cluster=Cluster("cpu", 2, 2**33))
     made = counted()
     with open_mesh(plan.layout, device="cpu") as mesh:
-        state = build_state(job, plan, mesh, Phases())
+        state = build_state(job, plan, mesh, PhaseTimer())
         drawn = len(made)
         with torch.no_grad():
             for number, shard in enumerate(state.model.shards().values()):
@@ -89,9 +89,9 @@ def restored(rank: int, folder: Path, layout: str) -> dict[str, Any]:
                 )  # no longer what a draw gives
         state.model.refresh()
         storage = RunStorage.open(folder)
-        state.save(storage.store, job_digest="", phases=Phases())
+        state.save(storage.store, job_digest="", phases=PhaseTimer())
         made.clear()
-        again = build_state(job, plan, mesh, Phases(), draws=False)
+        again = build_state(job, plan, mesh, PhaseTimer(), draws=False)
         empty = not any(shard.tensor.count_nonzero() for shard in again.model.shards().values())
         bus = Bus(rank=rank, attempt=0, run_dir=folder)
         names = find_checkpoints(storage, mesh)
@@ -197,8 +197,8 @@ def looked_at(rank: int, folder: Path) -> tuple[int, bool]:
     job = load_job(None, [*SMALL, "parallel.ranks=1", "cluster.device=cpu"])
     plan = make_plan(job, cluster=Cluster("cpu", 1, 2**33))
     with open_mesh(plan.layout, device="cpu") as mesh:
-        state = build_state(job, plan, mesh, Phases())
-        state.save(open_store(folder, None), job_digest="", phases=Phases())
+        state = build_state(job, plan, mesh, PhaseTimer())
+        state.save(open_store(folder, None), job_digest="", phases=PhaseTimer())
     made = counted()
     with open_model(ModelPayload(job, plan, folder, str(folder), step=0, casts=False)) as opened:
         have = opened.model.shards()

@@ -31,7 +31,7 @@ from phalanx.mesh.logical import LogicalShard, local_bytes
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.models.decoder import Decoder
 from phalanx.optim.build import build_optimizer
-from phalanx.optim.groups import Groups, decay_groups
+from phalanx.optim.groups import DecayGroups, decay_groups
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.plan import Plan
 from phalanx.train.state import TrainState
@@ -307,7 +307,7 @@ class Counting(torch.optim.Optimizer):
                 parameter -= group["lr"] / (state["count"] + group["updates"]) * parameter.grad
 
 
-OWN: dict[str, Callable[[Groups, Optim], torch.optim.Optimizer]] = {
+OWN: dict[str, Callable[[DecayGroups, Optim], torch.optim.Optimizer]] = {
     "as docs/own-code.md shows it": lambda groups, optim: torch.optim.RMSprop(
         groups.with_decay(optim.weight_decay, auto=0.0), lr=optim.lr
     ),

@@ -328,18 +328,18 @@ def decay_of_everything() -> None:
     """With DTensors the optimizer no longer spares what should not decay."""
     from torch.distributed.tensor import DTensor
 
-    from phalanx.optim.groups import Groups
+    from phalanx.optim.groups import DecayGroups
 
-    with_decay = Groups.with_decay
+    with_decay = DecayGroups.with_decay
 
-    def all_decay(self: Groups, *args: Any, **options: Any) -> Any:
+    def all_decay(self: DecayGroups, *args: Any, **options: Any) -> Any:
         groups = with_decay(self, *args, **options)
         if any(isinstance(p, DTensor) for p in self.parameters()):
             for group in groups:
                 group["weight_decay"] = 0.1
         return groups
 
-    Groups.with_decay = all_decay  # type: ignore[method-assign]
+    DecayGroups.with_decay = all_decay  # type: ignore[method-assign]
 
 
 def shard_borders_by_the_floor() -> None:

@@ -111,7 +111,7 @@ def merge_without_rescale() -> None:
         self.out[:, :, rows] += out
         self.lse[:, :, rows] = torch.logaddexp(self.lse[:, :, rows], lse)
 
-    cp_products.Running.add = add  # type: ignore[method-assign]
+    cp_products.OnlineSoftmaxOutput.add = add  # type: ignore[method-assign]
 
 
 def gradients_of_keys_stay_away() -> None:
@@ -121,7 +121,7 @@ def gradients_of_keys_stay_away() -> None:
         own, *_ = [of_block(owner, block) for owner, block in self.blocks(kv)]
         return own
 
-    cp_attention._Ring.gradients = alone  # type: ignore[method-assign]
+    cp_attention._RingAttention.gradients = alone  # type: ignore[method-assign]
 
 
 def one_rank_of_cp_counts() -> None:

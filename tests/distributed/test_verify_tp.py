@@ -26,7 +26,7 @@ from phalanx.parallel.dropout.rng import DropoutRng
 from phalanx.parallel.tensor import grad_sync as tp_sync
 from phalanx.parallel.tensor import modules as tp_modules
 from phalanx.parallel.tensor import sharder as tp
-from phalanx.plan.rules import Rule, Span
+from phalanx.plan.rules import DimSlice, Rule
 from phalanx.verify import rank as verify_rank
 from phalanx.verify.cases import make_cases, make_verified_job
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
@@ -62,7 +62,7 @@ def judge_tp(
 def rows_of_the_other_rank() -> None:
     """The rule of a row takes the features of the other rank than those that reach it."""
 
-    def swapped(self: Any, rule: Rule, size: int, name: str) -> Sequence[Span]:
+    def swapped(self: Any, rule: Rule, size: int, name: str) -> Sequence[DimSlice]:
         rank = self.group.rank if rule.kind != "row" else self.group.size - 1 - self.group.rank
         return rule.spans(size, self.group.size, rank, name=name)
 
@@ -73,7 +73,7 @@ def columns_cut_along_the_inputs() -> None:
     """What is said to be a block of rows is one of columns: the wrong dimension."""
     cut_of = tp._build_cut_boxes
 
-    def turned(shape: tuple[int, ...], dim: int, spans: Sequence[Span]) -> Any:
+    def turned(shape: tuple[int, ...], dim: int, spans: Sequence[DimSlice]) -> Any:
         return cut_of(shape, 1 - dim if len(shape) == 2 and shape[0] == shape[1] else dim, spans)
 
     tp._build_cut_boxes = turned

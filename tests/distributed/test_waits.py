@@ -23,7 +23,7 @@ from torch import nn
 from models import BATCH, fill, global_batches, plan
 from phalanx.checkpoint.manifest import list_checkpoint_dirs
 from phalanx.checkpoint.stores.local import LocalStore
-from phalanx.core.phases import Phases
+from phalanx.core.phases import PhaseTimer
 from phalanx.job.schema import Optim
 from phalanx.mesh.mesh import open_mesh
 from phalanx.nn.models.decoder import Decoder
@@ -225,9 +225,9 @@ def used(
         one.model.update(one.optimizer)
         one.step = 1
         tokens = generate_tokens(one.model, [1, 2, 3], num_tokens=4, context=8, seed=5)
-        one.save(LocalStore(root / place / "checkpoints"), job_digest="0", phases=Phases())
+        one.save(LocalStore(root / place / "checkpoints"), job_digest="0", phases=PhaseTimer())
         other = state()  # of the weights before the step
-        other.restore(list_checkpoint_dirs(root / place)[-1], phases=Phases())
+        other.restore(list_checkpoint_dirs(root / place)[-1], phases=PhaseTimer())
         before, after = (
             {n: s.tensor.cpu().clone() for n, s in each.shards().items()} for each in (one, other)
         )

@@ -28,7 +28,7 @@ from phalanx.checkpoint.reading.load import load_checkpoint
 from phalanx.checkpoint.shard_file import CheckedFile
 from phalanx.checkpoint.stores import open_store
 from phalanx.checkpoint.writing.write import Snapshot, write_checkpoint
-from phalanx.core.phases import Phases
+from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.logical import Box, LogicalShard
 from phalanx.plan.layout import Layout
 from phalanx.train.state import TrainState
@@ -101,25 +101,25 @@ def save_shards(
         Snapshot(step, shards, aliases or {}, facts or {}),
         job_digest="",
         group=group,
-        phases=Phases(),
+        phases=PhaseTimer(),
     )
     return newest(run_dir)
 
 
 def load_shards(directory: Path, shards: Mapping[str, LogicalShard], group: Any) -> Manifest:
     """Fill hand-made shards from a checkpoint. Collective."""
-    return load_checkpoint(directory, shards, group=group, phases=Phases())
+    return load_checkpoint(directory, shards, group=group, phases=PhaseTimer())
 
 
 def save_state(state: TrainState, run_dir: Path) -> Path:
     """Save a state; its checkpoint's directory. Collective."""
-    state.save(open_store(run_dir, None), job_digest="", phases=Phases())
+    state.save(open_store(run_dir, None), job_digest="", phases=PhaseTimer())
     return newest(run_dir)
 
 
 def restore_state(state: TrainState, directory: Path) -> None:
     """Collective; raises CheckpointError with the state untouched."""
-    state.restore(directory, phases=Phases())
+    state.restore(directory, phases=PhaseTimer())
 
 
 def newest(run_dir: Path) -> Path:

@@ -18,7 +18,7 @@ from phalanx.observe.events import (
     TextGenerated,
     WorkProgressed,
 )
-from phalanx.observe.progress import ProgressTeller
+from phalanx.observe.progress import ProgressEmitter
 
 
 class Clock:
@@ -97,7 +97,7 @@ def test_a_terminal_shows_it_before_the_first_step_and_leaves_nothing(
 
 def test_progress_is_told_when_it_begins_and_seldom_then(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, found = Clock(), []
-    teller = ProgressTeller(found.append, 7, "evaluate", 1000, clock=clock)
+    teller = ProgressEmitter(found.append, 7, "evaluate", 1000, clock=clock)
     for number in range(1000):
         clock.now += 0.01
         teller.tell(number)

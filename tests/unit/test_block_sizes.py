@@ -219,7 +219,7 @@ def loss_of_rounded() -> Tensors:
 def test_a_gpu_has_a_size_of_its_own() -> None:
     sizes = BlockSizes(cpu_dropout_pairs=3, gpu_dropout_pairs=5)
     with use_block_sizes(sizes):
-        pairs = [counter_rng._pairs_at_once(torch.device(kind)) for kind in ("cpu", "cuda")]
+        pairs = [counter_rng._max_pairs_per_chunk(torch.device(kind)) for kind in ("cpu", "cuda")]
     assert pairs == [3, 5]
 
 

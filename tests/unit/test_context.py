@@ -22,13 +22,17 @@ from phalanx.mesh.attention_kernels import (
     CUDA_EFFICIENT,
     CUDA_FLASH,
     PLAIN,
-    CpuFlash,
-    Kernel,
-    Plain,
-    kernel_of,
+    AttentionKernel,
+    CpuFlashKernel,
+    PlainAttentionKernel,
+    choose_kernel,
 )
-from phalanx.parallel.context.block_attention import KeyValueBlock, Products, Running
-from phalanx.parallel.context.chunks import Chunks
+from phalanx.parallel.context.block_attention import (
+    BlockProducts,
+    KeyValueBlock,
+    OnlineSoftmaxOutput,
+)
+from phalanx.parallel.context.chunks import SequenceChunks
 from phalanx.plan.degree_checks import check_context_parallel
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
@@ -71,7 +75,7 @@ def test_the_docs_show_the_reference() -> None:
 @pytest.mark.parametrize("balance", BALANCES)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_ranks_share_a_sequence_without_rest(balance: str, size: int) -> None:
-    chunks = Chunks(size, balance)
+    chunks = SequenceChunks(size, balance)
     places = [chunks.places(rank, 24).tolist() for rank in range(size)]
     assert sorted(place for some in places for place in some) == list(range(24))
     assert all(some == sorted(some) and len(some) == 24 // size for some in places)
@@ -84,13 +88,13 @@ def test_ranks_share_a_sequence_without_rest(balance: str, size: int) -> None:
 def test_parts_hold_all_that_is_seen_and_without_a_window_nothing_else(
     size: int, balance: str, window: int
 ) -> None:
-    chunks, total = Chunks(size, balance), 48
+    chunks, total = SequenceChunks(size, balance), 48
     length = total // chunks.count
     for rank in range(size):
         for owner in range(size):
             back = chunks.places(rank, total)[:, None] - chunks.places(owner, total)[None]
             seen = (back >= 0) & ((back < window) if window else True)
-            part = chunks.part(rank, owner, total, window)
+            part = chunks.visible_rectangle(rank, owner, total, window)
             if part is None:
                 assert not seen.any()
                 continue
@@ -104,7 +108,7 @@ def test_parts_hold_all_that_is_seen_and_without_a_window_nothing_else(
 
 def test_zigzag_gives_all_ranks_equal_work() -> None:
     def work(balance: str) -> list[int]:
-        chunks = Chunks(4, balance)
+        chunks = SequenceChunks(4, balance)
         places = [chunks.places(rank, 64) for rank in range(4)]
         return [int((place + 1).sum()) for place in places]
 
@@ -114,7 +118,7 @@ def test_zigzag_gives_all_ranks_equal_work() -> None:
 
 def test_a_length_that_does_not_divide_is_refused_with_the_nearest() -> None:
     with pytest.raises(LayoutError, match="8 equal chunks for cp=4") as caught:
-        Chunks(4).places(0, 30)
+        SequenceChunks(4).places(0, 30)
     assert "24 or 32" in str(caught.value)
 
 
@@ -127,7 +131,7 @@ def test_the_kernel_of_the_cpu_is_the_plain_one(causal: bool, masked: bool) -> N
     mask = torch.zeros(2, 1, 6, 6, dtype=torch.float64)
     mask[:, :, :, 4:] = -torch.inf
     given = mask if masked else None
-    flash, plain = CpuFlash(), Plain()
+    flash, plain = CpuFlashKernel(), PlainAttentionKernel()
     found, wanted = flash.forward(q, k, v, given, causal), plain.forward(q, k, v, given, causal)
     torch.testing.assert_close(found, wanted)
     out, lse = wanted
@@ -152,13 +156,13 @@ def test_the_kernel_of_the_cpu_is_the_plain_one(causal: bool, masked: bool) -> N
     ],
 )
 def test_each_block_has_a_kernel_that_takes_it(
-    device: str, dtype: torch.dtype, width: int, is_masked: bool, kernel: Kernel
+    device: str, dtype: torch.dtype, width: int, is_masked: bool, kernel: AttentionKernel
 ) -> None:
     """And which takes arguments and gives results as torch declares them, a GPU's kernels
     without one."""
     with FakeTensorMode():
         far = torch.empty(2, 4, 6, width, dtype=dtype, device=device)
-        assert kernel_of(far, far if is_masked else None) is kernel
+        assert choose_kernel(far, far if is_masked else None) is kernel
     q, grad = (torch.empty(2, 4, 6, width, dtype=dtype, device="meta") for _ in range(2))
     k, v = (torch.empty(2, 4, 10, width, dtype=dtype, device="meta") for _ in range(2))
     mask = torch.empty(2, 1, 6, 10, dtype=dtype, device="meta") if is_masked else None
@@ -190,7 +194,7 @@ def test_blocks_merge_to_the_whole_forward_and_backward(kv_heads: int, size: int
         wanted.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64
     )
     wanted.backward(grad)
-    running, products, kv = Running.empty(q), Products(q), torch.stack((k, v))
+    running, products, kv = OnlineSoftmaxOutput.empty(q), BlockProducts(q), torch.stack((k, v))
     starts = [
         size * place for place in reversed(range(12 // size))
     ]  # out of order, and queries begin blind

@@ -32,7 +32,7 @@ from phalanx.checkpoint.writing.retention import Retention, prune
 from phalanx.checkpoint.writing.write import Snapshot, write_checkpoint
 from phalanx.core.disk import Disk
 from phalanx.core.errors import CheckpointError, ResourceError
-from phalanx.core.phases import Phases
+from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.logical import Box, LogicalShard, dtype_name
 from phalanx.mesh.mesh import Mesh
 from phalanx.plan.layout import Layout
@@ -78,7 +78,7 @@ def save_step(run_dir: Path, step: int, value: int, disk: Disk | None = None) ->
         Snapshot(step, shards(tensors(value)), {"tied": "frozen"}, {"value": value}),
         job_digest="",
         group=ONE,
-        phases=Phases(),
+        phases=PhaseTimer(),
     )
 
 
@@ -202,7 +202,7 @@ def newest(run_dir: Path) -> tuple[int, int] | None:
     manifest = read_manifest(folders[-1])
     reference = tensors(manifest.facts["value"])
     found = {name: torch.zeros_like(tensor) for name, tensor in reference.items()}
-    load_checkpoint(folders[-1], shards(found), group=ONE, phases=Phases())
+    load_checkpoint(folders[-1], shards(found), group=ONE, phases=PhaseTimer())
     assert all(torch.equal(found[name], reference[name]) for name in reference)
     best, its_epoch = read_best(run_dir), read_token_number(run_dir)
     assert best is not None

@@ -17,8 +17,8 @@ from phalanx.core.digest import stable_hash64
 from phalanx.data.corpus import Corpus
 from phalanx.data.loader import (
     Batch,
-    HeldOutBatches,
     BatchShare,
+    HeldOutBatches,
     TrainBatches,
     build_held_out_batches,
 )

@@ -27,7 +27,7 @@ from phalanx.checkpoint.exchange.new_directory import new_directory
 from phalanx.checkpoint.exchange.settings import config_of_shape
 from phalanx.checkpoint.manifest import MANIFEST, body_xxh3, manifest_bytes, read_manifest
 from phalanx.cli._app import run
-from phalanx.core.registry import names
+from phalanx.core.registry import list_kinds
 from phalanx.job.load import load_job
 from phalanx.job.model import shape_of
 from phalanx.job.shapes.decoder import DecoderShape
@@ -448,7 +448,7 @@ def test_the_payload_is_one(tmp_path: Path) -> None:
 
 def test_every_verb_is_asked() -> None:
     modules = {
-        verb: importlib.import_module(f"phalanx.cli.{verb}") for verb in names("phalanx.cli")
+        verb: importlib.import_module(f"phalanx.cli.{verb}") for verb in list_kinds("phalanx.cli")
     }
     groups = {verb: getattr(module, "COMMANDS", None) for verb, module in modules.items()}
     assert set(VERBS) == {
@@ -740,6 +740,6 @@ def test_weights_pass_through_one_tensor_at_a_time(
 def _their_sizes(shape: DecoderShape) -> dict[str, tuple[int, ...]]:
     family = find_family("llama")
     return {
-        next(filter(None, (r.their_name(n) for r in family.rules))): s
+        next(filter(None, (r.hugging_face_name(n) for r in family.rules))): s
         for n, s in shape.list_tensors().items()
     }

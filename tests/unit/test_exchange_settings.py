@@ -89,11 +89,13 @@ def test_every_tensor_of_a_family_has_one_name(family: Any) -> None:
     wanted = shape(base, num_layers=2, **{**experts, **always})
     for name in unstack_experts(wanted.list_stored_tensors()):
         theirs = list(
-            dict.fromkeys(found for rule in family.rules if (found := rule.their_name(name)))
+            dict.fromkeys(found for rule in family.rules if (found := rule.hugging_face_name(name)))
         )
         assert len(theirs) == 1 or ".moe." in name, name  # experts' matrices lie alone or in stacks
         for their_name in theirs:
-            assert name in [ours for rule in family.rules for ours in rule.our_names(their_name)]
+            assert name in [
+                ours for rule in family.rules for ours in rule.phalanx_names(their_name)
+            ]
 
 
 SAID = {  # what no model of transformers here computes, and a word of why

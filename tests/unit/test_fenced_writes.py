@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.checkpoint.best import read_best
-from phalanx.checkpoint.ownership.fence import Fence
+from phalanx.checkpoint.ownership.fence import OwnershipFence
 from phalanx.checkpoint.ownership.fencing_token import acquire_token
 from phalanx.checkpoint.ownership.run_lock import LOCK_NAME, hold_run_lock
 from phalanx.checkpoint.run_storage import RunStorage
@@ -27,7 +27,7 @@ from phalanx.train.evaluation import EvalScore
 
 def test_no_best_is_named_and_nothing_is_cleaned_up_in_another_jobs_run(tmp_path: Path) -> None:
     ours = acquire_token(tmp_path)
-    fence = Fence(tmp_path, None, ours)
+    fence = OwnershipFence(tmp_path, None, ours)
     store = LocalStore(tmp_path / "checkpoints")
     store.root.mkdir()
     storage = RunStorage(tmp_path, store, fence)

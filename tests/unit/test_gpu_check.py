@@ -44,7 +44,7 @@ from gpu_check.systems import (
     save_and_resume,
 )
 from phalanx.core.errors import LayoutError
-from phalanx.parallel.context.block_attention import Running
+from phalanx.parallel.context.block_attention import OnlineSoftmaxOutput
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PRETENDERS = {
@@ -371,11 +371,13 @@ def test_ring_attention_in_one_process_is_the_reference_and_a_missing_rescale_is
 ) -> None:
     assert measured(ring_attention)
 
-    def without_rescale(self: Running, rows: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
+    def without_rescale(
+        self: OnlineSoftmaxOutput, rows: slice, out: torch.Tensor, lse: torch.Tensor
+    ) -> None:
         self.out[:, :, rows] += out
         self.lse[:, :, rows] = torch.logaddexp(self.lse[:, :, rows], lse)
 
-    monkeypatch.setattr(Running, "add", without_rescale)
+    monkeypatch.setattr(OnlineSoftmaxOutput, "add", without_rescale)
     assert not measured(ring_attention)
 
 
@@ -384,7 +386,7 @@ def test_grouped_products_are_the_loop_and_experts_off_by_one_are_seen(
 ) -> None:
     assert measured(grouped_matmul)
     monkeypatch.setattr(
-        "phalanx.mesh.grouped._ends",
+        "phalanx.mesh.grouped._group_ends",
         lambda counts: (counts.cumsum(0) - 1).clamp(min=0).to(torch.int32),
     )
     assert not measured(grouped_matmul)

@@ -12,7 +12,7 @@ import torch
 
 from hf_zoo import WIDTHS, ZOO, write_config
 from phalanx.core.errors import JobError, LayoutError
-from phalanx.core.phases import Phases
+from phalanx.core.phases import PhaseTimer
 from phalanx.job.load import load_job
 from phalanx.job.module_probe import probe_foreign_shape
 from phalanx.job.schema import Job
@@ -289,7 +289,7 @@ def test_memory_of_a_rank_of_tp_is_what_its_rules_leave(tmp_path: Path, name: st
     with torch.device("meta"):
         modules = [build(kind) for _ in range(2)]
     for rank, module in enumerate(modules):
-        shard_module(module, TensorGroup("tp", rank, 2, Phases()), rules)
+        shard_module(module, TensorGroup("tp", rank, 2, PhaseTimer()), rules)
     counted = [sum(p.numel() for p in module.parameters()) for module in modules]
     assert here.num_params == max(counted) < shape.num_params
     blocks = [sum(p.numel() for p in block.parameters()) for block in modules[0].model.layers]

@@ -19,7 +19,7 @@ from phalanx.checkpoint.shard_file import CheckedFile
 from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.checkpoint.writing import incremental
 from phalanx.checkpoint.writing.write import Snapshot, WrittenCheckpoint, write_checkpoint
-from phalanx.core.phases import Phases
+from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.logical import Box, LogicalShard, dtype_name
 from phalanx.plan.layout import Layout
 
@@ -62,7 +62,7 @@ def save_step(
     def on_rank(group: ThreadRank) -> WrittenCheckpoint:
         mine = rows_of(whole, group.rank, num_ranks)
         snapshot = Snapshot(step, mine, aliases={}, facts={})
-        return write_checkpoint(store, snapshot, job_digest="", group=group, phases=Phases())
+        return write_checkpoint(store, snapshot, job_digest="", group=group, phases=PhaseTimer())
 
     return run_threads(Layout(dp_shard=num_ranks), on_rank)[0]  # type: ignore[no-any-return]
 
@@ -74,7 +74,9 @@ def require_whole(folder: Folder, reference: Tensors) -> None:
     found = {name: torch.full_like(tensor, 7) for name, tensor in reference.items()}
     run_threads(
         Layout(),
-        lambda group: load_checkpoint(folder, rows_of(found, 0, 1), group=group, phases=Phases()),
+        lambda group: load_checkpoint(
+            folder, rows_of(found, 0, 1), group=group, phases=PhaseTimer()
+        ),
     )
     assert [name for name in reference if not torch.equal(found[name], reference[name])] == []
     manifest = read_manifest(folder)
@@ -174,7 +176,9 @@ def test_bits_count_and_not_values(tmp_path: Path) -> None:
     newest = store.folders()[-1]
     run_threads(
         Layout(),
-        lambda group: load_checkpoint(newest, rows_of(found, 0, 1), group=group, phases=Phases()),
+        lambda group: load_checkpoint(
+            newest, rows_of(found, 0, 1), group=group, phases=PhaseTimer()
+        ),
     )
     assert bool(torch.signbit(found["zeros"]).all())
     pieces = [

@@ -13,7 +13,7 @@ from torch import nn
 
 import nested
 from models import plan
-from phalanx.core.batch import entry_of, flat_entries, names_of
+from phalanx.core.batch import flatten_batch, outermost_names, unflatten_entry
 from phalanx.core.errors import DataError
 from phalanx.data.user_dataset import UserSamples, collate
 from phalanx.mesh.mesh import Mesh
@@ -38,12 +38,12 @@ def test_a_batch_of_nested_samples_has_joined_names() -> None:
 
 def test_levels_come_back() -> None:
     sample = {"a": {"b": [1, {"c": 2}], "d": 3}, "e": 4}
-    flat = flat_entries(sample)
+    flat = flatten_batch(sample)
     assert flat == {"a.b.0": 1, "a.b.1.c": 2, "a.d": 3, "e": 4}
-    assert names_of(flat) == ["a", "e"]
-    assert {name: entry_of(flat, name) for name in names_of(flat)} == sample
+    assert outermost_names(flat) == ["a", "e"]
+    assert {name: unflatten_entry(flat, name) for name in outermost_names(flat)} == sample
     with pytest.raises(KeyError):
-        entry_of(flat, "f")
+        unflatten_entry(flat, "f")
 
 
 def test_lists_of_numbers_and_of_equal_arrays_are_arrays_as_before() -> None:

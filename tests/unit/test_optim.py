@@ -16,7 +16,7 @@ from phalanx.mesh.logical import Box, LogicalShard, RankPosition, module_shards
 from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import causal_cross_entropy
 from phalanx.optim.build import build_optimizer, optimizer_shards, set_learning_rate
-from phalanx.optim.groups import Groups, decay_groups
+from phalanx.optim.groups import DecayGroups, decay_groups
 from phalanx.optim.optimizers.adamw import SLOTS
 
 ADAMW = Optim(lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3)
@@ -183,11 +183,11 @@ def test_a_model_without_anything_to_train_is_refused() -> None:
         build_optimizer(nn.Linear(2, 2).requires_grad_(False), ADAMW)
 
 
-def rmsprop(groups: Groups, optim: Optim) -> torch.optim.Optimizer:
+def rmsprop(groups: DecayGroups, optim: Optim) -> torch.optim.Optimizer:
     return torch.optim.RMSprop(groups.with_decay(optim.weight_decay, auto=0.01), lr=optim.lr)
 
 
-def no_optimizer(groups: Groups, optim: Optim) -> str:
+def no_optimizer(groups: DecayGroups, optim: Optim) -> str:
     return "adam"
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.core import phases as phases_module
-from phalanx.core.phases import PHASES, BlackBox, LastSeen, Phases, read_black_box
+from phalanx.core.phases import PHASES, BlackBox, LastSeen, PhaseTimer, read_black_box
 
 
 class Clock:
@@ -38,7 +38,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_a_nested_phase_takes_its_seconds_from_the_outer(clock: Clock) -> None:
-    phases = Phases()
+    phases = PhaseTimer()
     with phases("backward"):
         clock.now += 1
         with phases("collective"):
@@ -53,10 +53,10 @@ def test_a_nested_phase_takes_its_seconds_from_the_outer(clock: Clock) -> None:
 
 
 def test_what_happens_apart_is_charged_to_no_step(clock: Clock) -> None:
-    phases = Phases()
+    phases = PhaseTimer()
     with phases("forward"):
         clock.now += 1
-    with contextlib.suppress(KeyError), phases.set_apart() as inside, phases("evaluate"):
+    with contextlib.suppress(KeyError), phases.exclude_from_step() as inside, phases("evaluate"):
         clock.now += 10
         with phases("collective"):
             clock.now += 100
@@ -82,7 +82,7 @@ trees = st.recursive(
 def test_seconds_add_up_to_what_passed(tree: Tree) -> None:
     """Whatever the nesting, also of a phase in itself: nothing is counted twice, and nothing is
     lost."""
-    a_clock, phases = Clock(), Phases()
+    a_clock, phases = Clock(), PhaseTimer()
 
     def run(nodes: Tree) -> int:
         spent = 0
@@ -100,7 +100,7 @@ def test_seconds_add_up_to_what_passed(tree: Tree) -> None:
 
 
 def test_take_charges_open_phases_up_to_now(clock: Clock) -> None:
-    phases = Phases()
+    phases = PhaseTimer()
     with phases("startup"):
         clock.now += 3
         assert phases.take() == {"startup": 3}
@@ -109,7 +109,7 @@ def test_take_charges_open_phases_up_to_now(clock: Clock) -> None:
 
 
 def test_an_exception_leaves_the_stack_as_it_was(clock: Clock) -> None:
-    phases = Phases()
+    phases = PhaseTimer()
     with phases("startup"):
         with contextlib.suppress(ValueError), phases("backward"):
             phases.enter("collective")  # a hook whose leave never comes
@@ -129,7 +129,7 @@ def test_a_listener_that_raises_leaves_no_phase_open(outer: bool) -> None:
         if name == "forward":
             raise RuntimeError("struck")
 
-    phases = Phases(listeners=(strike,))
+    phases = PhaseTimer(listeners=(strike,))
     if outer:
         phases.enter("startup")
     with pytest.raises(RuntimeError, match="struck"), phases("forward"):
@@ -139,7 +139,7 @@ def test_a_listener_that_raises_leaves_no_phase_open(outer: bool) -> None:
 
 def test_listeners_hear_step_and_phase_on_entry() -> None:
     heard: list[tuple[int, str]] = []
-    phases = Phases(listeners=(lambda step, name: heard.append((step, name)),))
+    phases = PhaseTimer(listeners=(lambda step, name: heard.append((step, name)),))
     phases.step = 7
     with phases("forward"), phases("collective"):
         pass
@@ -147,7 +147,7 @@ def test_listeners_hear_step_and_phase_on_entry() -> None:
 
 
 def test_an_unknown_phase_is_a_bug() -> None:
-    with pytest.raises(AssertionError, match="lunch"), Phases()("lunch"):
+    with pytest.raises(AssertionError, match="lunch"), PhaseTimer()("lunch"):
         pass
 
 
@@ -156,7 +156,7 @@ def test_an_unknown_phase_is_a_bug() -> None:
 
 def test_the_box_says_the_innermost_open_phase(tmp_path: Path) -> None:
     path = tmp_path / "a" / "box"
-    phases = Phases(BlackBox(path))
+    phases = PhaseTimer(BlackBox(path))
     assert read_black_box(path) is None
     phases.step = 3
     began = time.monotonic()
@@ -191,7 +191,7 @@ def test_the_box_can_be_read_after_kill_9(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
-        phases = Phases(BlackBox(tmp_path / "box"))
+        phases = PhaseTimer(BlackBox(tmp_path / "box"))
         phases.step = 41
         phases.enter("collective", "all_gather parameters")
         os.write(writer, b"x")
@@ -215,7 +215,7 @@ def test_the_box_can_be_read_after_kill_9(tmp_path: Path) -> None:
 def test_the_black_box_tells_where_an_exception_was_raised_and_what_lies_behind(
     tmp_path: Path,
 ) -> None:
-    phases = Phases(BlackBox(tmp_path / "box"))
+    phases = PhaseTimer(BlackBox(tmp_path / "box"))
     phases.step = 3
 
     def told() -> tuple[str, str]:
@@ -243,7 +243,7 @@ def test_listeners_of_training_are_told_of_the_phase_that_goes_on() -> None:
     """Else what it does after a collective would be taken for the collective's."""
     training: list[tuple[int, str]] = []
     anywhere: list[tuple[int, str]] = []
-    phases = Phases(
+    phases = PhaseTimer(
         None, (lambda *at: anywhere.append(at),), of_training=(lambda *at: training.append(at),)
     )
     with phases("forward"):
@@ -256,7 +256,7 @@ def test_listeners_of_training_are_told_of_the_phase_that_goes_on() -> None:
 def test_a_save_beside_training_does_not_tell_listeners_of_training() -> None:
     training: list[tuple[int, str]] = []
     anywhere: list[tuple[int, str]] = []
-    phases = Phases(
+    phases = PhaseTimer(
         None, (lambda *at: anywhere.append(at),), of_training=(lambda *at: training.append(at),)
     )
     phases.step = 7

@@ -13,7 +13,7 @@ from phalanx.core.errors import ExitCode, LayoutError
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.job.shapes.measured import MeasuredModule
 from phalanx.job.shapes.vit import VitShape
-from phalanx.plan.pipeline.costs import Parts, stage_costs
+from phalanx.plan.pipeline.costs import ModelPartCosts, stage_costs
 from phalanx.plan.pipeline.cut import LayerCosts, Stages, check_cut, cut_stages
 
 AMOUNTS = st.one_of(st.integers(1, 9), st.floats(0.01, 9), st.sampled_from([0.1, 0.2, 0.3]))
@@ -185,7 +185,9 @@ def test_parts_sum_to_the_model(name: str) -> None:
     assert sum(part.matmul for part in parts) == whole["matmul"]
     assert sum(part.attention for part in parts) == whole["attention"]
     for num_stages in (1, 2, 3):
-        stages = cut_stages(Parts(shape.count_part_params(), flops).layer_costs, num_stages)
+        stages = cut_stages(
+            ModelPartCosts(shape.count_part_params(), flops).layer_costs, num_stages
+        )
         costs = stage_costs(flops, stages, samples=2, flops_per_s=Fraction(10**9))
         at_once = (
             0 if shape.reads_images else 2 * flops.head.matmul
@@ -231,11 +233,15 @@ def test_llama_3_8b_gives_its_head_room() -> None:
     stages has fewer."""
     shape = DecoderShape(32, 4096, 32, 8, 128, 14336, 128256, False)
     flops = shape.flops(8192)
-    stages = cut_stages(Parts(shape.count_part_params(), flops).layer_costs, 4)
+    stages = cut_stages(ModelPartCosts(shape.count_part_params(), flops).layer_costs, 4)
     assert sum(stages.num_blocks) == 32
     assert stages.num_blocks[-1] < min(stages.num_blocks[:-1])
-    even = max(Parts(shape.count_part_params(), flops).layer_costs.of_stages(Stages((8, 8, 8, 8))))
-    assert max(Parts(shape.count_part_params(), flops).layer_costs.of_stages(stages)) < even
+    even = max(
+        ModelPartCosts(shape.count_part_params(), flops).layer_costs.of_stages(Stages((8, 8, 8, 8)))
+    )
+    assert (
+        max(ModelPartCosts(shape.count_part_params(), flops).layer_costs.of_stages(stages)) < even
+    )
 
 
 def test_an_own_module_is_not_weighed() -> None:

@@ -17,7 +17,7 @@ from phalanx.core.errors import LayoutError
 from phalanx.parallel.pipeline.p2p import P2PQueue, StageGroup, TensorSpec
 from phalanx.parallel.pipeline.placeholder import Placeholder
 from phalanx.parallel.pipeline.stage_forward import StageBoundary, StageForward
-from phalanx.parallel.pipeline.transform import Holding
+from phalanx.parallel.pipeline.transform import ParameterPlacement
 from phalanx.parallel.pipeline.weight_grads import DeferredWeightGrads, split_linears
 from phalanx.plan.pipeline.cut import Stages
 from phalanx.plan.pipeline.generate import generate_schedule
@@ -402,7 +402,7 @@ def pipeline(name: str, blocks: tuple[int, ...], **more: Any) -> Pipeline:
 
 
 def held(module: nn.Module, how: Pipeline) -> list[set[str]]:
-    holding = Holding(module, list(module.blocks), how)  # type: ignore[arg-type]
+    holding = ParameterPlacement(module, list(module.blocks), how)  # type: ignore[arg-type]
     return [
         {name.removesuffix(".weight") for name in holding.by_name(rank) if "bias" not in name}
         for rank in (0, 1)
@@ -433,12 +433,12 @@ def test_what_two_stages_share_both_have() -> None:
     model = Model()
     model.head.weight = model.embed.weight
     model.last_stage = ("scale",)  # type: ignore[assignment]
-    holding = Holding(model, list(model.blocks), pipeline("1f1b", (2, 2)))
+    holding = ParameterPlacement(model, list(model.blocks), pipeline("1f1b", (2, 2)))
     for name in ("embed.weight", "head.weight", "scale"):
         assert holding.ranks_of(name) == (0, 1)
     assert holding.ranks_of("norm.weight") == (1,)
     holding.require_one_name()
     model.blocks[3].weight = model.blocks[1].weight
     with pytest.raises(LayoutError, match=r"blocks.1.weight and blocks.3.weight are one parameter"):
-        Holding(model, list(model.blocks), pipeline("1f1b", (2, 2))).require_one_name()
-    Holding(model, list(model.blocks), pipeline("1f1b", (1, 3))).require_one_name()
+        ParameterPlacement(model, list(model.blocks), pipeline("1f1b", (2, 2))).require_one_name()
+    ParameterPlacement(model, list(model.blocks), pipeline("1f1b", (1, 3))).require_one_name()

@@ -16,7 +16,7 @@ from phalanx.job.module_probe import probe_foreign_shape
 from phalanx.job.schema import Job
 from phalanx.job.shapes.stored import read_shape
 from phalanx.observe.events import Envelope, PipelineMeasured
-from phalanx.plan.pipeline.costs import Parts, params_of_stages
+from phalanx.plan.pipeline.costs import ModelPartCosts, params_of_stages
 from phalanx.plan.pipeline.cut import LayerCosts, Stages, cut_for_ranks, cut_stages
 from phalanx.plan.pipeline.pipeline_plan import build_named_pipeline, place_stages
 from phalanx.plan.pipeline.simulate import StageCosts
@@ -193,7 +193,9 @@ def test_parts_of_a_module_of_ones_own(own: Any) -> None:
     assert read_shape(json.loads(json.dumps(shape.to_json()))) == shape
     parts = shape.count_part_params()
     assert (parts.before, parts.looked_up, parts.after, parts.both) == (800 + 256, 800, 32 + 800, 0)
-    assert Parts(parts, None).layer_costs == LayerCosts(256, (256, 256, 272, 256, 256, 256), 832)
+    assert ModelPartCosts(parts, None).layer_costs == LayerCosts(
+        256, (256, 256, 272, 256, 256, 256), 832
+    )
     tied = own(tied=True).count_part_params()
     assert (tied.before, tied.after, tied.both) == (1056, 832, 800)
     assert params_of_stages(tied, Stages((3, 3)), (0, 1)) == own(tied=True).num_params

@@ -13,7 +13,7 @@ import torch
 
 from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.checkpoint.writing.write import Snapshot, write_checkpoint
-from phalanx.core.phases import Phases
+from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.logical import Box, LogicalShard, dtype_name
 from phalanx.mesh.mesh import Mesh
 from phalanx.plan.layout import Layout
@@ -49,7 +49,7 @@ def checkpoint(tmp_path: Path) -> Path:
         Snapshot(3, shards, aliases={"head": "w"}, facts={"note": "é"}),
         job_digest="d",
         group=mesh,
-        phases=Phases(),
+        phases=PhaseTimer(),
     ).folder.path
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.core.errors import EnvironmentProblem, ExitCode, LayoutError
-from phalanx.core.registry import is_foreign, names, read_literal, require, resolve
+from phalanx.core.registry import import_optional, is_foreign, list_kinds, read_literal, resolve
 
 PACKAGE = "some_plugins"
 
@@ -31,7 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_names_are_the_folders_modules_found_without_importing_them(folder: Path) -> None:
-    assert names(PACKAGE) == ["alpha", "beta"]
+    assert list_kinds(PACKAGE) == ["alpha", "beta"]
     assert f"{PACKAGE}.beta" not in sys.modules
 
 
@@ -88,6 +88,6 @@ def test_an_error_inside_the_users_module_passes_through(folder: Path) -> None:
 
 def test_an_absent_extra_is_named() -> None:
     with pytest.raises(EnvironmentProblem) as caught:
-        require("absent_dependency", extra="hf", needed_for="import")
+        import_optional("absent_dependency", extra="hf", needed_for="import")
     assert "pip install 'phalanx[hf]'" in str(caught.value)
-    assert require("json", extra="hf", needed_for="import") is json
+    assert import_optional("json", extra="hf", needed_for="import") is json

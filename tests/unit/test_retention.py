@@ -44,16 +44,16 @@ def steps(run_dir: Path) -> list[int]:
 
 def test_the_last_milestones_and_the_best_stay() -> None:
     retention = Retention(keep_last=2, keep_every=1000, protected_steps=frozenset({300}))
-    assert retention.superfluous([100, 200, 300, 900, 1000, 1100, 1200]) == [100, 200, 900]
+    assert retention.steps_to_remove([100, 200, 300, 900, 1000, 1100, 1200]) == [100, 200, 900]
     by_the_clock = Retention(keep_last=1, keep_every=1000)
-    assert by_the_clock.superfluous([990, 1003, 1900, 2000, 2044, 4100, 4200, 4300]) == [
+    assert by_the_clock.steps_to_remove([990, 1003, 1900, 2000, 2044, 4100, 4200, 4300]) == [
         990,
         1900,
         2044,
         4200,
     ]
-    assert Retention().superfluous([1, 2, 3]) == []
-    assert Retention(keep_last=5).superfluous([1, 2, 3]) == []
+    assert Retention().steps_to_remove([1, 2, 3]) == []
+    assert Retention(keep_last=5).steps_to_remove([1, 2, 3]) == []
 
 
 @given(
@@ -65,7 +65,7 @@ def test_the_last_milestones_and_the_best_stay() -> None:
 def test_the_newest_always_stays(
     found: set[int], last: int, every: int | None, kept: set[int]
 ) -> None:
-    going = Retention(last, every, frozenset(kept)).superfluous(found)
+    going = Retention(last, every, frozenset(kept)).steps_to_remove(found)
     assert max(found) not in going
     assert set(going) <= found - kept
     assert len(found) - len(going) >= min(last, len(found))

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import pytest
 
-from phalanx.core.logs import RedactedStream, blank_out
+from phalanx.core.logs import RedactedStream, overwrite_secrets
 from phalanx.core.secrets import Redactor, is_secret_name, secret_problem, secret_values
 
 
@@ -134,7 +134,7 @@ def test_a_secret_is_known_by_its_place_whatever_its_length(
     """In what Python prints, and in a log that something else wrote; twice changes nothing."""
     assert Redactor({}).text(text) == Redactor({}).text(hidden) == hidden
     (tmp_path / "log").write_text(f"one\n{text}\nend")
-    blank_out(tmp_path / "log", [])
+    overwrite_secrets(tmp_path / "log", [])
     log = (tmp_path / "log").read_text()
     assert re.sub(r"\*+", "***", log) == f"one\n{hidden}\nend"
     assert len(log) == len(text) + len("one\n\nend")
@@ -250,10 +250,10 @@ def test_a_stream_hides_what_is_printed_in_parts_and_by_several_threads(tmp_path
 def test_a_log_is_blanked_out_in_place(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_bytes(b"\xffabcdefgh abcdefghabcdefg \n")
-    assert blank_out(log, ["abcdefgh", "nowhere!"]) == 2
+    assert overwrite_secrets(log, ["abcdefgh", "nowhere!"]) == 2
     assert log.read_bytes() == b"\xff******** ********abcdefg \n"
     log.write_bytes(b"")
-    assert blank_out(log, ["abcdefgh"]) == 0
+    assert overwrite_secrets(log, ["abcdefgh"]) == 0
 
 
 def test_redirected_output_of_a_process_keeps_odd_letters_and_no_secrets(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from phalanx.cli import _app
 from phalanx.cli._spelling import OTHER_VERBS
 from phalanx.cli._spelling import sections_by_key as sections_of_the_file
-from phalanx.core.registry import names
+from phalanx.core.registry import list_kinds
 from phalanx.job.findings import keys_by_section, list_sections_of_keys
 from phalanx.job.key_aliases import _ROWS, OTHER_NAMES, OTHER_OPTIONS
 from phalanx.job.key_suggestions import find_keys
@@ -163,8 +163,8 @@ def test_values_that_are_kept_are_values_of_the_key() -> None:
 
 
 def test_other_verbs_lead_to_verbs() -> None:
-    assert {meant.split()[0] for meant in OTHER_VERBS.values()} <= set(names("phalanx.cli"))
-    assert not set(OTHER_VERBS) & set(names("phalanx.cli"))
+    assert {meant.split()[0] for meant in OTHER_VERBS.values()} <= set(list_kinds("phalanx.cli"))
+    assert not set(OTHER_VERBS) & set(list_kinds("phalanx.cli"))
 
 
 def test_the_schemas_file_knows_the_same_keys() -> None:

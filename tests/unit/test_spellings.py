@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import pytest
 
-from phalanx.core.logs import blank_out
+from phalanx.core.logs import overwrite_secrets
 from phalanx.core.secrets import Redactor, secret_problem
 from phalanx.core.spellings import spellings_of
 from phalanx.launch.paths import blank_out_logs
@@ -62,7 +62,7 @@ def test_a_secret_is_found_however_it_is_written(tmp_path: Path, how: str, secre
             assert secret.encode().hex()[2 * begin : 2 * begin + 16] not in decoded.lower()
     log = tmp_path / "log"
     log.write_text(f"it failed with {written}!\nnext\n")
-    assert blank_out(log, [secret]) >= 1
+    assert overwrite_secrets(log, [secret]) >= 1
     assert log.read_text().count("\n") == f"{written}\nnext\n".count("\n")
     if secret.isascii():
         for begin in range(len(secret) - 6):

@@ -12,11 +12,11 @@ from typing import BinaryIO
 
 import pytest
 
-from phalanx.checkpoint.ownership.fence import Fence
+from phalanx.checkpoint.ownership.fence import OwnershipFence
 from phalanx.core.files import LINE_BYTES, open_regular
 from phalanx.observe import tail as reading
 from phalanx.observe.bus import Bus, event_path
-from phalanx.observe.console import Pace, PlainConsole, QuietStream
+from phalanx.observe.console import PlainConsole, QuietStream, RunProgress
 from phalanx.observe.events import (
     EVENTS,
     CheckpointFailed,
@@ -165,10 +165,10 @@ def test_an_overlong_line_that_grows_is_read_once(
 
 def test_what_a_disk_refuses_is_shown_once(tmp_path: Path) -> None:
     """At once, and not again when it is in the file."""
-    console = PlainConsole(QuietStream(io.StringIO()), Pace(9), 1)
+    console = PlainConsole(QuietStream(io.StringIO()), RunProgress(9), 1)
     tail = EventTail(tmp_path)
     bus = open_supervisor_bus(
-        tmp_path, 0, make_refused_event_writer(console, tail), Fence(tmp_path, None)
+        tmp_path, 0, make_refused_event_writer(console, tail), OwnershipFence(tmp_path, None)
     )
     bus.emit(Note("first"))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -17,7 +17,7 @@ import phalanx
 from hostile import EVIL, EVIL_NAME, moves_a_cursor
 from phalanx.cli import _app
 from phalanx.core.printable import MAX_LINE_CHARS
-from phalanx.core.registry import names
+from phalanx.core.registry import list_kinds
 from phalanx.core.terminal import (
     SafeStream,
     filter_output,
@@ -238,7 +238,7 @@ def test_a_way_past_is_found(line: str) -> None:
 
 VERBS = [
     [verb, *([sub] if sub else [])]
-    for verb in names("phalanx.cli")
+    for verb in list_kinds("phalanx.cli")
     for sub in getattr(importlib.import_module(f"phalanx.cli.{verb}"), "COMMANDS", None) or [""]
 ]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx.parallel.tensor.shape_errors import OpenColumn, misfit
+from phalanx.parallel.tensor.shape_errors import OpenColumn, shard_width_error
 from phalanx.plan.rules import parse_rules
 
 (RULE,) = parse_rules({"up": "column"})
@@ -28,7 +28,7 @@ def error_of(call: object) -> Exception:
     ],
 )
 def test_a_part_that_meets_what_is_whole_is_the_rule_s(call: object) -> None:
-    assert 'sharding rule "up" = "column"' in str(misfit(error_of(call), [COLUMN]))
+    assert 'sharding rule "up" = "column"' in str(shard_width_error(error_of(call), [COLUMN]))
 
 
 @pytest.mark.parametrize(
@@ -40,4 +40,4 @@ def test_a_part_that_meets_what_is_whole_is_the_rule_s(call: object) -> None:
     ],
 )
 def test_the_same_numbers_in_another_error_blame_no_rule(error: Exception) -> None:
-    assert misfit(error, [COLUMN]) is None
+    assert shard_width_error(error, [COLUMN]) is None

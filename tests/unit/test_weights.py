@@ -13,7 +13,7 @@ from models import plan
 from phalanx.checkpoint.best import write_best
 from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.core.errors import CheckpointError
-from phalanx.core.phases import Phases
+from phalanx.core.phases import PhaseTimer
 from phalanx.job.schema import Optim
 from phalanx.mesh.mesh import open_mesh
 from phalanx.optim.build import build_optimizer
@@ -42,7 +42,7 @@ def save_two_steps(rank: int, run_dir: Path) -> dict[str, torch.Tensor]:
                     parameter.mul_(1.5)
                 model.module[1].running_mean.add_(step)
             state.step = step
-            state.save(LocalStore(run_dir / "checkpoints"), job_digest="0", phases=Phases())
+            state.save(LocalStore(run_dir / "checkpoints"), job_digest="0", phases=PhaseTimer())
         found = {name: t.detach() for name, t in model.module.state_dict().items()}
         return {
             name: t.full_tensor() if hasattr(t, "full_tensor") else t.clone()

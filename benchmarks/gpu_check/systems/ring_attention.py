@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from gpu_check.cases import Case
 from gpu_check.parity import compare
 from gpu_check.training import Say
-from phalanx.core.phases import Phases
-from phalanx.mesh.attention_kernels import kernel_of
+from phalanx.core.phases import PhaseTimer
+from phalanx.mesh.attention_kernels import choose_kernel
 from phalanx.nn.attention import attention_mask
 from phalanx.parallel.context.attention import _Blockwise
-from phalanx.parallel.context.chunks import Chunks
+from phalanx.parallel.context.chunks import SequenceChunks
 from phalanx.parallel.context.transform import ContextMask
 
 RANKS, BATCH, HEADS, KV_HEADS, WIDTH = 4, 2, 4, 2, 64
@@ -35,10 +35,10 @@ class Ring:
     """
 
     rank: int
-    chunks: Chunks
+    chunks: SequenceChunks
     keys: list[torch.Tensor]
     gradients: list[torch.Tensor]
-    phases: Phases
+    phases: PhaseTimer
 
     @property
     def size(self) -> int:
@@ -77,7 +77,7 @@ def measure(case: Case, say: Say) -> None:
         given = _given(case, dtype)
         ids = _documents(case) if documents else None
         mask = attention_mask(case.ring_tokens, window, ids, dtype, torch.device(case.device))
-        kernel = type(kernel_of(given["q"], mask)).__name__
+        kernel = type(choose_kernel(given["q"], mask)).__name__
         exact = _by_reference(attention_by_blocks, given, window, ids)
         rows[f"{name} ({kernel})"] = compare(
             _by_ring(given, window, ids), _by_torch(given, mask), exact
@@ -167,7 +167,7 @@ def _by_reference(
 
 def _by_ring(given: Tensors, window: int, ids: torch.Tensor | None) -> Tensors:
     """What RANKS ranks compute, put together in the order of the sequence."""
-    chunks, tokens, device = Chunks(RANKS), given["q"].shape[2], given["q"].device
+    chunks, tokens, device = SequenceChunks(RANKS), given["q"].shape[2], given["q"].device
     places = [chunks.places(rank, tokens).to(device) for rank in range(RANKS)]
     keys = [
         torch.stack([given[name].index_select(2, place) for name in ("k", "v")]) for place in places
@@ -180,7 +180,7 @@ def _by_ring(given: Tensors, window: int, ids: torch.Tensor | None) -> Tensors:
     }
     found["out"] = torch.zeros_like(given["q"])
     for rank, place in enumerate(places):
-        ring = Ring(rank, chunks, keys, gradients, Phases())
+        ring = Ring(rank, chunks, keys, gradients, PhaseTimer())
         q = given["q"].index_select(2, place).requires_grad_()
         make = ContextMask(ring, attention_mask, covers_all=False)  # type: ignore[arg-type]
         mask = make(len(place), window, ids, q.dtype, device)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from phalanx.checkpoint.os_errors import choose_error_class
 from phalanx.core.errors import CheckpointError, RunTakenError, StorageError, StoreTakenError
-from phalanx.core.files import fix_of
+from phalanx.core.files import suggest_fix
 from phalanx.plan.layout import Layout
 
 EARLIER_STAND = "the checkpoints before this one stand"
@@ -22,7 +22,7 @@ _ERROR_CLASSES: dict[str, type[CheckpointError]] = {
 }
 
 
-class Group(Protocol):
+class CollectiveGroup(Protocol):
     """The ranks that write or load together; a Mesh is one."""
 
     @property
@@ -48,7 +48,7 @@ class RankResults:
 
 
 @contextmanager
-def all_ranks_or_raise(group: Group, where: str, doing: str) -> Iterator[RankResults]:
+def all_ranks_or_raise(group: CollectiveGroup, where: str, doing: str) -> Iterator[RankResults]:
     """Run the body on every rank, then share the results; collective.
 
     A CheckpointError or OSError of any rank is raised on every rank, as a CheckpointError "failed
@@ -66,7 +66,7 @@ def all_ranks_or_raise(group: Group, where: str, doing: str) -> Iterator[RankRes
         if error.filename:
             message = f"{error.strerror}: {error.filename}"
         class_name = choose_error_class(error).__name__
-        fix = fix_of(error, error.filename or where)
+        fix = suggest_fix(error, error.filename or where)
         if fix and error.errno in _ONLY_WRITING:
             fix = f"{fix}; {EARLIER_STAND}"
     gathered = group.gather_json([message, fix, class_name, results.local])

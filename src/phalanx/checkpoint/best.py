@@ -18,7 +18,7 @@ BEST = "best.json"
 
 
 @dataclass(frozen=True)
-class Best:
+class BestStep:
     """The best step of a run: its `loss` per target over `num_targets` held-out targets.
 
     `checkpoint` is relative to the run directory, or a URL. `value` is that of `metric`, by which
@@ -43,7 +43,7 @@ def write_best(
     value: float | None = None,
     checkpoint: str | None = None,
     disk: Disk | None = None,
-) -> Best:
+) -> BestStep:
     """Record the checkpoint of `step`, which must be saved, as the best by `metric`.
 
     Atomic; raises OSError. `checkpoint`: its path in the run or its URL, if that is not
@@ -52,7 +52,7 @@ def write_best(
     checkpoint = checkpoint or str(checkpoint_directory(run_dir, step).relative_to(run_dir))
     if value is None:
         value = loss
-    best = Best(step, loss, num_targets, checkpoint, metric, value)
+    best = BestStep(step, loss, num_targets, checkpoint, metric, value)
     write_json_durably(disk or Disk(), run_dir / BEST, {"format": 1, **asdict(best)})
     return best
 
@@ -63,14 +63,14 @@ def read_best_steps(run_dir: Path) -> frozenset[int]:
     return frozenset() if best is None else frozenset((best.step,))
 
 
-def read_best(run_dir: Path) -> Best | None:
+def read_best(run_dir: Path) -> BestStep | None:
     """The recorded best step; None if there is none, or its file cannot be read."""
     try:
         body = json.loads(LocalFolder(run_dir).read(BEST))
         # An older file has neither metric nor value: it went by the loss.
         metric, loss = str(body.get("metric", "loss")), float(body["loss"])
         value = float(body.get("value", loss))
-        return Best(
+        return BestStep(
             int(body["step"]),
             loss,
             int(body["num_targets"]),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.checkpoint.ownership.fence import Fence
+from phalanx.checkpoint.ownership.fence import OwnershipFence
 from phalanx.checkpoint.ownership.fencing_token import FencingToken
 from phalanx.checkpoint.stores import Store, open_store
 
@@ -24,14 +24,14 @@ class RunStorage:
 
     run_dir: Path
     store: Store
-    fence: Fence | None = None
+    fence: OwnershipFence | None = None
 
     @staticmethod
     def open(
         run_dir: str | Path,
         url: str | None = None,
         *,
-        fence: Fence | None = None,
+        fence: OwnershipFence | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> RunStorage:
         """The storage of the run in `run_dir`, with checkpoints in it or at `url` (a job's

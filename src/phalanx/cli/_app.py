@@ -17,8 +17,8 @@ from typer.core import TyperGroup
 
 from phalanx.core.errors import ExitCode, JobError, PhalanxError, did_you_mean
 from phalanx.core.files import disk_problem
-from phalanx.core.output import open_closed_streams, silence
-from phalanx.core.registry import names
+from phalanx.core.output import discard_output, open_closed_streams
+from phalanx.core.registry import list_kinds
 from phalanx.core.terminal import safe_output
 
 PACKAGE = "phalanx.cli"
@@ -31,18 +31,18 @@ UsageMistake: type[Exception] = typer.BadParameter.__mro__[1]
 AnyMistake: type[Exception] = typer.BadParameter.__mro__[2]
 
 
-class NobodyReadsError(Exception):
+class OutputClosedError(Exception):
     """Whoever read our standard output has gone."""
 
 
-class Verbs(TyperGroup):
+class VerbGroup(TyperGroup):
     """One file of this folder per verb. A verb's help line is read from its file, not imported."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return names(PACKAGE)
+        return list_kinds(PACKAGE)
 
     def get_command(self, ctx: Any, name: str) -> Any:
-        if name not in names(PACKAGE):
+        if name not in list_kinds(PACKAGE):
             return None
         module = importlib.import_module(f"{PACKAGE}.{name}")
         if hasattr(module, "COMMANDS"):
@@ -63,22 +63,22 @@ class Verbs(TyperGroup):
             return result
         except BrokenPipeError as error:
             # typer ends with exit code 1 on a broken pipe.
-            raise NobodyReadsError from error
+            raise OutputClosedError from error
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and args[0] not in names(PACKAGE):
+        if args and args[0] not in list_kinds(PACKAGE):
             from phalanx.cli._spelling import suggest_verb
 
-            suggestion = did_you_mean(args[0], names(PACKAGE)) or suggest_verb(args[0])
+            suggestion = did_you_mean(args[0], list_kinds(PACKAGE)) or suggest_verb(args[0])
             raise UsageMistake("; ".join(filter(None, [f"no verb {args[0]!r}", suggestion])))
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Verbs"):
-            formatter.write_dl([(name, help_line(name)) for name in names(PACKAGE)])
+            formatter.write_dl([(name, help_line(name)) for name in list_kinds(PACKAGE)])
 
 
-class SubVerbs(TyperGroup):
+class SubVerbGroup(TyperGroup):
     """The verbs of a verb: `COMMANDS` of its module."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -101,7 +101,7 @@ def _build_sub_verbs(name: str, module: Any) -> Any:
     """A verb whose module has `COMMANDS` (functions by name) and `EXAMPLES` (a line of help for
     each)."""
     app = typer.Typer(
-        cls=SubVerbs,
+        cls=SubVerbGroup,
         no_args_is_help=True,
         add_completion=False,
         rich_markup_mode=None,
@@ -138,7 +138,7 @@ def _show_version(is_wanted: bool) -> None:
 def build_app() -> Any:
     """The command group of `phalanx`."""
     app = typer.Typer(
-        cls=Verbs,
+        cls=VerbGroup,
         epilog=TRY,
         no_args_is_help=True,
         add_completion=True,
@@ -181,35 +181,35 @@ def _run(arguments: Sequence[str]) -> int:
         result = build_app().main(list(arguments), prog_name="phalanx", standalone_mode=False)
         return result if isinstance(result, int) else ExitCode.OK
     except PhalanxError as error:
-        tell(error)
+        print_error(error)
         return error.exit_code
     except (typer.Abort, KeyboardInterrupt):
         return ExitCode.INTERRUPTED
     except typer.Exit as stop:
         return stop.exit_code
-    except (BrokenPipeError, NobodyReadsError):
+    except (BrokenPipeError, OutputClosedError):
         # Whoever read has enough: no failure. Python flushes at exit, which would be refused again.
-        silence(sys.stdout)
+        discard_output(sys.stdout)
         return ExitCode.OK
     except AnyMistake as mistake:
         # By its name: typer does not export the class.
         if type(mistake).__name__ == "NoArgsIsHelpError":
             mistake.show()  # type: ignore[attr-defined]
         else:
-            print(f"phalanx: {_mistake_words(mistake, arguments)}", file=sys.stderr)
+            print(f"phalanx: {_usage_error_message(mistake, arguments)}", file=sys.stderr)
         return ExitCode.USAGE
     except Exception as error:
         # A full disk is nobody's bug.
         problem = disk_problem(error, "writing or reading files")
         if problem is not None:
-            tell(problem)
+            print_error(problem)
             return problem.exit_code
         # A bug, or user code that nobody expected to fail: its traceback is the message.
         print(traceback.format_exc().rstrip(), file=sys.stderr)
         return ExitCode.INTERNAL
 
 
-def _mistake_words(mistake: Any, arguments: Sequence[str]) -> str:
+def _usage_error_message(mistake: Any, arguments: Sequence[str]) -> str:
     """The message for a wrong command line: the mistake, what was probably meant, the verb's
     help."""
     context = getattr(mistake, "ctx", None)
@@ -231,7 +231,7 @@ def _mistake_words(mistake: Any, arguments: Sequence[str]) -> str:
     return f"{mistake.format_message().rstrip('.')}; see {verb} --help"
 
 
-def tell(error: PhalanxError) -> None:
+def print_error(error: PhalanxError) -> None:
     """Print an error: each problem of a job on its own line."""
     lines = [str(error)]
     if isinstance(error, JobError):

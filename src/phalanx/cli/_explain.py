@@ -28,7 +28,7 @@ _COLOURS = {
 def explain_lines(explained: Sequence[Explained], *, colour: bool) -> list[str]:
     """An aligned table, section by section."""
     rows = [
-        (one, one.key.partition(".")[2], _shown(one.value), one.where or one.origin)
+        (one, one.key.partition(".")[2], _format_value(one.value), one.where or one.origin)
         for one in explained
     ]
     name_width, value_width, origin_width = (
@@ -39,26 +39,26 @@ def explain_lines(explained: Sequence[Explained], *, colour: bool) -> list[str]:
     for one, name, value, origin in rows:
         if one.key.partition(".")[0] != section:
             section = one.key.partition(".")[0]
-            lines += [""] * bool(lines) + [_painted(f"[{section}]", "1", colour)]
+            lines += [""] * bool(lines) + [_add_colours(f"[{section}]", "1", colour)]
         padded = f"{value:<{value_width}}  {origin:<{origin_width}}"
         why = ""
         if one.why:
             why = f"  {shorten(one.why, 120)}"
         else:
             padded = padded.rstrip()
-        painted = _painted(padded, _COLOURS[one.origin], colour)
+        painted = _add_colours(padded, _COLOURS[one.origin], colour)
         lines.append(f"{name:<{name_width}}  {painted}{why}")
     return lines
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     # TOML has no word for it.
     if value is None:
         return "none"
     return shorten(toml_value(value), MAX_VALUE)
 
 
-def _painted(text: str, code: str, colour: bool) -> str:
+def _add_colours(text: str, code: str, colour: bool) -> str:
     if not colour:
         return text
     return f"\033[{code}m{text}\033[0m"
@@ -86,4 +86,4 @@ def print_explained(
         # Not print, whose filter would take our colours out.
         print_coloured("\n".join(explain_lines(explained, colour=colour)))
         for warning in plan.warnings:
-            print_coloured(_painted(f"\nwarn    {warning.text}", "33", colour))
+            print_coloured(_add_colours(f"\nwarn    {warning.text}", "33", colour))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from phalanx.core.output import silence
+from phalanx.core.output import discard_output
 from phalanx.core.printable import printable
 from phalanx.core.units import format_seconds, plural
 from phalanx.run.trained.generate import GeneratedText, GenerationResult, TextGenerator
@@ -30,11 +30,11 @@ class TextPrinter:
         if text is not self._text:
             self._text, self._num_printed = text, 0
             has_tokenizer = self._generator.tokenizer is not None
-            _write(_safe(text.prompt if has_tokenizer else text.prompt.strip() + " "))
+            _write(_remove_controls(text.prompt if has_tokenizer else text.prompt.strip() + " "))
         decoded = self._generator.decode(text)
         if not text.has_ended:
             decoded = decoded.rstrip(INCOMPLETE)
-        _write(_safe(decoded[self._num_printed :]))
+        _write(_remove_controls(decoded[self._num_printed :]))
         # Never back: what is printed stays, should more tokens decode to fewer letters.
         self._num_printed = max(self._num_printed, len(decoded))
         if text.has_ended:
@@ -59,17 +59,17 @@ def _write(text: str) -> None:
         encoding = sys.stdout.encoding or "ascii"
         sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
     except BrokenPipeError:
-        silence(sys.stdout)
+        discard_output(sys.stdout)
 
 
-def _safe(text: str) -> str:
+def _remove_controls(text: str) -> str:
     """Lines stay lines; what else could move a cursor does not pass."""
     # Tabs first, of which `printable` would make one blank each.
     lines = text.expandtabs(4).split("\n")
-    return "\n".join(_safe_line(line) for line in lines)
+    return "\n".join(_remove_line_controls(line) for line in lines)
 
 
-def _safe_line(line: str) -> str:
+def _remove_line_controls(line: str) -> str:
     """One line without control characters. The spaces at its end stay, which `printable` takes
     away.
     """

@@ -21,7 +21,9 @@ VERSION = 1
 def print_json(kind: str, facts: Mapping[str, Any], *, indent: int | None = None) -> None:
     """One object with `"schema": "phalanx.KIND/1"` first; NaN and infinities become null,
     secrets `***`."""
-    body = Redactor(os.environ).value(_finite({"schema": f"phalanx.{kind}/{VERSION}", **facts}))
+    body = Redactor(os.environ).value(
+        _replace_nonfinite({"schema": f"phalanx.{kind}/{VERSION}", **facts})
+    )
     # Not print, whose filter would shorten long lines.
     print_document(json.dumps(body, indent=indent, allow_nan=False, ensure_ascii=False))
 
@@ -40,17 +42,17 @@ def print_errors_as_json(as_json: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def send_words_to_stderr(as_json: bool) -> Iterator[None]:
+def redirect_text_to_stderr(as_json: bool) -> Iterator[None]:
     """Inside, what is meant for people goes to standard error if `as_json`."""
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         yield
 
 
-def _finite(value: Any) -> Any:
+def _replace_nonfinite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): _replace_nonfinite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [_replace_nonfinite(item) for item in value]
     return value

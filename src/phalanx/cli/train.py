@@ -53,7 +53,7 @@ def command(
     phalanx train job.toml --json > run.json  the facts for a program; words go to stderr
     """
     from phalanx.cli._arguments import split_arguments
-    from phalanx.cli._json import print_errors_as_json, print_json, send_words_to_stderr
+    from phalanx.cli._json import print_errors_as_json, print_json, redirect_text_to_stderr
 
     with print_errors_as_json(as_json):
         job_file, overrides = split_arguments(arguments or [], allow_file=resume is None)
@@ -76,7 +76,7 @@ def command(
         from phalanx.run.stop_signals import stop_by_exception
         from phalanx.run.training import TrainRequest, run_training
 
-        with stop_by_exception(), send_words_to_stderr(as_json):
+        with stop_by_exception(), redirect_text_to_stderr(as_json):
             if resume is not None:
                 request = TrainRequest.for_resumed(load_resumed_job(resume, overrides))
             else:

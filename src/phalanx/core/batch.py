@@ -22,7 +22,7 @@ LEVELS = "."
 Value = TypeVar("Value")
 
 
-def flat_entries(batch: Mapping[str, Any], *, of_tensors: bool = False) -> dict[str, Any]:
+def flatten_batch(batch: Mapping[str, Any], *, of_tensors: bool = False) -> dict[str, Any]:
     """`batch` with the entries of its levels by their joined names.
 
     A dict is a level; so is a list or tuple with a dict, or with arrays of several shapes, in it:
@@ -55,7 +55,7 @@ def _has_levels(values: Sequence[Any]) -> bool:
     return len({tuple(value.shape) for value in values if hasattr(value, "shape")}) > 1
 
 
-def entry_of(batch: Mapping[str, Value], key: str) -> Any:
+def unflatten_entry(batch: Mapping[str, Value], key: str) -> Any:
     """The entry `key` of a flat batch, as it was nested: dicts, and lists where the names are
     numbers from 0 on.
 
@@ -69,14 +69,14 @@ def entry_of(batch: Mapping[str, Value], key: str) -> Any:
             inside[name[len(key) + 1 :]] = value
     if not inside:
         raise KeyError(key)
-    entries = {name: entry_of(inside, name) for name in names_of(inside)}
+    entries = {name: unflatten_entry(inside, name) for name in outermost_names(inside)}
     # Of a list, as far as the names tell: a dict with these keys comes back as one, too.
     if list(entries) == list(map(str, range(len(entries)))):
         return list(entries.values())
     return entries
 
 
-def names_of(batch: Mapping[str, Any]) -> Sequence[str]:
+def outermost_names(batch: Mapping[str, Any]) -> Sequence[str]:
     """The outermost names of a flat batch."""
     # A dict, not a set: names keep their order.
     return list(dict.fromkeys(name.partition(LEVELS)[0] for name in batch))

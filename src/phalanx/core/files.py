@@ -260,7 +260,7 @@ SCRATCH_PREFIX = "phalanx-scratch-"
 _SCRATCH = re.compile(rf"{SCRATCH_PREFIX}\w+-\w{{8}}")
 
 
-def fix_of(error: OSError, path: Path | str, *, place: str = "run.dir") -> str | None:
+def suggest_fix(error: OSError, path: Path | str, *, place: str = "run.dir") -> str | None:
     """The fix for an OSError at `path`, which the user chose by the setting `place`; None if none
     is known."""
     is_scratch = _is_scratch(Path(path))
@@ -294,7 +294,9 @@ def resource_error(
         summary = f"no space left while {doing}"
     elif error.errno in _NOT_WRITABLE:
         summary = f"not writable while {doing}"
-    return ResourceError(summary, where=str(path), why=reason, fix=fix_of(error, path, place=place))
+    return ResourceError(
+        summary, where=str(path), why=reason, fix=suggest_fix(error, path, place=place)
+    )
 
 
 def disk_problem(

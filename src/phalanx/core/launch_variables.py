@@ -76,7 +76,9 @@ def read_port(environ: Mapping[str, str], name: str) -> int | None:
     return port
 
 
-def read_both(environ: Mapping[str, str], first: str, second: str) -> tuple[int, int] | None:
+def read_integer_pair(
+    environ: Mapping[str, str], first: str, second: str
+) -> tuple[int, int] | None:
     """The integers of two variables, None if neither is set.
 
     Raises EnvironmentProblem where one of them is missing.

@@ -20,8 +20,8 @@ from phalanx.core.launch_variables import (
     check_range,
     find_first_set,
     get_text,
-    read_both,
     read_integer,
+    read_integer_pair,
     read_port,
     require_integer,
 )
@@ -137,7 +137,7 @@ def _read_pmi(environ: Mapping[str, str]) -> LaunchedRank | None:
         return None
     rank, size = pair
     local_rank, local_size = rank, size
-    local_pair = read_both(environ, "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    local_pair = read_integer_pair(environ, "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
     if local_pair is not None:
         local_rank, local_size = local_pair
     check_range("MPI_LOCALRANKID", local_rank, "MPI_LOCALNRANKS", local_size)
@@ -181,7 +181,7 @@ def _mpi_rank(
 def _read_pair(
     environ: Mapping[str, str], rank_name: str, size_name: str
 ) -> tuple[int, int] | None:
-    pair = read_both(environ, rank_name, size_name)
+    pair = read_integer_pair(environ, rank_name, size_name)
     if pair is None:
         return None
     rank, size = pair

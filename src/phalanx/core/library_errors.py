@@ -35,7 +35,7 @@ def os_error_of(error: BaseException, codes: Collection[int]) -> OSError | None:
     for line in lines:
         is_of_disk = not isinstance(error, RuntimeError) or _OF_A_FILE.search(line) is not None
         for code in codes:
-            if (is_of_disk or code in _OF_DISKS_ALONE) and _names(line, code):
+            if (is_of_disk or code in _OF_DISKS_ALONE) and _error_codes_in_text(line, code):
                 path = _PATH.search(line)
                 return OSError(code, os.strerror(code), path and path[1])
     for line in lines:
@@ -57,7 +57,7 @@ def _may_hold_one(error: BaseException) -> bool:
     )
 
 
-def _names(line: str, code: int) -> bool:
+def _error_codes_in_text(line: str, code: int) -> bool:
     return os.strerror(code) in line or any(int(number) == code for number in _NUMBER.findall(line))
 
 

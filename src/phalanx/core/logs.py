@@ -15,7 +15,7 @@ from pathlib import Path
 
 from phalanx.core.files import append_regular
 from phalanx.core.secrets import Redactor, spans_by_place
-from phalanx.core.spellings import Spellings, spellings_of
+from phalanx.core.spellings import SecretSpellings, spellings_of
 
 # Windows overlap by more than a spelling of a secret can have: one that lies in two is found.
 _WINDOW_BYTES, _OVERLAP_BYTES = 1 << 20, 1 << 16
@@ -26,7 +26,7 @@ def redirect_output(path: Path, redactor: Redactor) -> None:
     """Point standard output and error at the end of `path`, standard input stays.
 
     What Python prints passes `redactor`. What C code and child processes print does not: see
-    `blank_out`.
+    `overwrite_secrets`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with append_regular(path) as log:
@@ -86,7 +86,7 @@ class RedactedStream(io.TextIOWrapper):
             self._num_lost += 1
 
 
-def blank_out(path: Path, secrets: Iterable[str], *, done_bytes: int = 0) -> int:
+def overwrite_secrets(path: Path, secrets: Iterable[str], *, done_bytes: int = 0) -> int:
     """Overwrite each of `secrets`, and what URLs carry, in the file with stars, in place; the
     number of places.
 
@@ -122,7 +122,7 @@ def _blank_out_all(content: mmap.mmap, secret: bytes, start: int) -> int:
     return num_places
 
 
-def _blank_out_spellings(content: mmap.mmap, known: Spellings, first: int) -> int:
+def _blank_out_spellings(content: mmap.mmap, known: SecretSpellings, first: int) -> int:
     """Encoded, broken by line ends, or a piece: a window after the other, which overlap by more
     than a secret has."""
     num_places = 0

@@ -23,7 +23,7 @@ def open_closed_streams() -> None:
     sys.stderr = sys.stderr or open(os.devnull, "w", encoding="utf-8")
 
 
-def silence(stream: TextIO) -> None:
+def discard_output(stream: TextIO) -> None:
     """Send what `stream` still holds, and whatever follows, nowhere: also at exit."""
     # A stream without a descriptor, as a notebook has.
     with contextlib.suppress(OSError, ValueError):
@@ -45,4 +45,4 @@ def say(*lines: str) -> None:
             print(line, file=stream)
         stream.flush()
     except OSError:
-        silence(stream)
+        discard_output(stream)

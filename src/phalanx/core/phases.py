@@ -1,6 +1,6 @@
 """`phase(name)`: the one seam through which spans, faults, guards and progress reach the step loop.
 
-A `Phases` object belongs to one rank and is handed to whoever needs it: it is no global function,
+A `PhaseTimer` belongs to one rank and is handed to whoever needs it: it is no global function,
 as there is no ambient rank to ask. `with phases("forward"): ...` charges the seconds inside to
 "forward", minus those of phases nested in it, so that the phases of a step never count a second
 twice. Seconds are those of a `PhaseClock`: the host's where work is done when its call returns,
@@ -154,7 +154,7 @@ def _text(raw: bytes) -> str:
     return raw.rstrip(b"\0").decode(errors="replace")
 
 
-class Phases:
+class PhaseTimer:
     """Times the phases of one rank and tells listeners where it is.
 
     `take()` returns and clears the seconds.
@@ -181,7 +181,7 @@ class Phases:
         # Phases whose end may still lie ahead.
         self._queued: deque[tuple[str, Any, Any]] = deque()
 
-    def for_thread(self, step: int) -> Phases:
+    def for_thread(self, step: int) -> PhaseTimer:
         """Phases for another thread of this rank, at work on `step`: seconds of its own by the
         host's clock, and the listeners but those `of_training`.
 
@@ -189,7 +189,7 @@ class Phases:
         """
         # No black box: the thread's phases must not hide where training stands.
         listeners = tuple(each for each in self._listeners if each not in self._of_training)
-        phases = Phases(None, listeners)
+        phases = PhaseTimer(None, listeners)
         phases.step = step
         return phases
 
@@ -310,7 +310,7 @@ class Phases:
         return self._stack[-1][0]
 
     @contextmanager
-    def set_apart(self) -> Iterator[dict[str, float]]:
+    def exclude_from_step(self) -> Iterator[dict[str, float]]:
         """Time the body apart from the step, as an evaluation between two steps: its seconds go to
         the dict that is yielded, when it ends, and what was charged before stays as it was."""
         # Waited for: seconds of the step that lie in the device's queue are not the body's.

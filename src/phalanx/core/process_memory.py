@@ -28,7 +28,7 @@ _FIELDS = (b"VmHWM:", b"RssAnon:", b"RssFile:", b"RssShmem:")
 
 
 @dataclass(frozen=True)
-class Resident:
+class ResidentMemory:
     """Resident bytes of a process: now by kind, and the most there were at once since its mark
     was set back."""
 
@@ -74,14 +74,14 @@ class ProcessMemory:
             os.close(self._status)
             self._status = None
 
-    def read(self) -> Resident | None:
+    def read(self) -> ResidentMemory | None:
         """The resident memory; None if the kernel does not say, or no longer."""
         if self._status is None:
             return None
         try:
             # The file has some 1.5 KiB: one read gets all of it, from one moment.
             text = os.pread(self._status, 8192, 0)
-            return Resident(*(_field(text, name) for name in _FIELDS))
+            return ResidentMemory(*(_field(text, name) for name in _FIELDS))
         except (OSError, ValueError):
             return None
 
@@ -121,7 +121,7 @@ def _field(text: bytes, name: bytes) -> int:
     return int(text[start : text.index(b"kB", start)]) * KIB
 
 
-class Sampler:
+class PeriodicSampler:
     """Calls `look` every few milliseconds in a thread: for peaks that the kernel does not keep."""
 
     def __init__(self, look: Callable[[], object], period_s: float = SAMPLE_S) -> None:

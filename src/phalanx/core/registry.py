@@ -13,7 +13,7 @@ from typing import Any
 from phalanx.core.errors import EnvironmentProblem, LayoutError, did_you_mean
 
 
-def names(package: str) -> list[str]:
+def list_kinds(package: str) -> list[str]:
     """Kinds that live in `package` (for example "phalanx.nn.models"), found without importing
     any."""
     spec = importlib.util.find_spec(package)
@@ -57,8 +57,8 @@ def resolve(kind: str, package: str, attribute: str) -> Any:
     module passes through.
     """
     if not is_foreign(kind):
-        if kind not in names(package):
-            known = names(package)
+        if kind not in list_kinds(package):
+            known = list_kinds(package)
             raise LayoutError(
                 f"unknown kind {kind!r}",
                 why=f"known: {', '.join(known)}",
@@ -87,7 +87,7 @@ def resolve(kind: str, package: str, attribute: str) -> Any:
     return target
 
 
-def require(module: str, *, extra: str, needed_for: str) -> Any:
+def import_optional(module: str, *, extra: str, needed_for: str) -> Any:
     """Import an optional dependency, or raise one line that names the extra to install."""
     try:
         return importlib.import_module(module)

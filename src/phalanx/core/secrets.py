@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from phalanx.core.spellings import HIDDEN, MIN_LENGTH, Spellings, spellings_of
+from phalanx.core.spellings import HIDDEN, MIN_LENGTH, SecretSpellings, spellings_of
 from phalanx.core.url_secrets import Span, looks_random, parameter_spans, user_spans
 
 _ENDINGS = (
@@ -45,19 +45,19 @@ class Redactor:
         self._environ = environ
 
     def text(self, text: str) -> str:
-        return _hide(text, self._now())
+        return _hide_secrets(text, self._now())
 
     def value(self, value: Any) -> Any:
         """`value` (of JSON's types) with `text` applied to every string in it, keys too."""
         return _clean(value, self._now())
 
-    def _now(self) -> Spellings:
+    def _now(self) -> SecretSpellings:
         return spellings_of(tuple(secret_values(self._environ).values()))
 
 
-def _clean(value: Any, known: Spellings) -> Any:
+def _clean(value: Any, known: SecretSpellings) -> Any:
     if isinstance(value, str):
-        return _hide(value, known)
+        return _hide_secrets(value, known)
     if isinstance(value, dict):
         return {_clean(key, known): _clean(item, known) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -65,7 +65,7 @@ def _clean(value: Any, known: Spellings) -> Any:
     return value
 
 
-def _hide(text: str, known: Spellings) -> str:
+def _hide_secrets(text: str, known: SecretSpellings) -> str:
     """Known secrets first: what is left of a URL around them is looked at by its form."""
     text = known.hide(text)
     # From the end on, so that the places of those before stay right.
@@ -106,7 +106,7 @@ def secret_values(environ: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
         if len(value) < MIN_LENGTH:
             continue
         parts = []
-        if is_secret_name(name) and not _is_a_path(value):
+        if is_secret_name(name) and not _is_path_variable(value):
             parts += [part.strip() for part in (value, *value.splitlines())]
         spans = spans_by_place(value)
         if _is_connection(name):
@@ -118,7 +118,7 @@ def secret_values(environ: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     return secrets_by_name
 
 
-def _is_a_path(value: str) -> bool:
+def _is_path_variable(value: str) -> bool:
     """GOOGLE_APPLICATION_CREDENTIALS holds the name of a file; hiding a folder's name would hide
     every path in it."""
     return value.startswith("/") and os.path.lexists(value)

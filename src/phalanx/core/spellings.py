@@ -42,7 +42,7 @@ _ABOUT_A_BREAK = 96
 
 
 @dataclass(frozen=True)
-class Spellings:
+class SecretSpellings:
     """The texts to look for. `pieces` are all substrings of PIECE_CHARS that stand for a secret."""
 
     unbroken: re.Pattern[str] | None
@@ -149,7 +149,7 @@ class Spellings:
 
 
 @lru_cache(maxsize=32)
-def spellings_of(groups: tuple[tuple[str, ...], ...]) -> Spellings:
+def spellings_of(groups: tuple[tuple[str, ...], ...]) -> SecretSpellings:
     """The spellings of all secrets; the longest are looked for first."""
     secrets = set(itertools.chain.from_iterable(groups))
     plain: set[str] = set()
@@ -165,8 +165,8 @@ def spellings_of(groups: tuple[tuple[str, ...], ...]) -> Spellings:
     for text in filter(looks_random, secrets | encoded):
         pieces.update(_pieces(text))
     if not ordered:
-        return Spellings(None, None, frozenset(pieces))
-    return Spellings(
+        return SecretSpellings(None, None, frozenset(pieces))
+    return SecretSpellings(
         re.compile("|".join(map(re.escape, ordered))),
         re.compile("|".join(_BREAK.join(map(re.escape, text)) for text in ordered)),
         frozenset(pieces),

@@ -24,35 +24,35 @@ _INSTEAD = "as s3://bucket/run-7; without it checkpoints are in the run's direct
 
 
 @dataclass(frozen=True)
-class Refusal:
+class UrlProblem:
     """Why a URL is none of a store, and what to do."""
 
     what: str
     fix: str
 
 
-def refusal(url: str, *, in_job: bool = False) -> Refusal | None:
+def find_url_problem(url: str, *, in_job: bool = False) -> UrlProblem | None:
     """The reason to refuse a URL; None for one that may be opened.
 
     A job's store is shared by its processes, which memory:// is not.
     """
     if "::" in url:
-        return Refusal("is a chain of URLs", "give the store's own URL, without ::")
+        return UrlProblem("is a chain of URLs", "give the store's own URL, without ::")
     match = _URL.fullmatch(url)
     if match is None:
-        return Refusal("is not a URL", _INSTEAD)
+        return UrlProblem("is not a URL", _INSTEAD)
     protocol = match[1]
     if protocol in DIRECTORIES and local_directory(url) is None:
-        return Refusal("is not an absolute path", "as file:///data/run-7")
+        return UrlProblem("is not an absolute path", "as file:///data/run-7")
     if protocol == MEMORY and in_job:
-        return Refusal(
+        return UrlProblem(
             "is memory of one process: the ranks would each save into their own, and it ends with"
             " them",
             _INSTEAD,
         )
     if protocol not in (*OBJECT_STORES, *DIRECTORIES, MEMORY):
         schemes = ", ".join(f"{name}://" for name in OBJECT_STORES)
-        return Refusal(
+        return UrlProblem(
             f"is of no store for checkpoints ({schemes})",
             "mount it, and give the directory: file:///...",
         )

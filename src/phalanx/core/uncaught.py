@@ -30,7 +30,7 @@ STALE_S = 60.0
 _OURS = str(Path(__file__).parents[1])
 
 
-def show_refusals_in_a_line() -> None:
+def install_one_line_excepthook() -> None:
     """Have refusals that nobody catches shown in a line, unless somebody has a hook already."""
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _show
@@ -45,9 +45,9 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
     lines = [str(error)]
     if isinstance(error, JobError):
         lines = str(error).splitlines()
-    if _is_first_to_say(str(error)):
+    if _is_first_to_report(str(error)):
         _print_lines(lines, rank, trace)
-    _tell_torchrun("; ".join(lines))
+    _write_torchrun_error_file("; ".join(lines))
     # Python obeys it in an excepthook: without it the exit code would be 1.
     raise SystemExit(int(error.exit_code))
 
@@ -80,7 +80,7 @@ def user_place(trace: TracebackType | None) -> str:
     return ""
 
 
-def _is_first_to_say(text: str) -> bool:
+def _is_first_to_report(text: str) -> bool:
     """True if no other rank on this machine has reported the same error: each rank refuses a bad
     job for itself."""
     # Only now: nobody pays for what is not needed.
@@ -89,7 +89,7 @@ def _is_first_to_say(text: str) -> bool:
 
     if int(os.environ.get("WORLD_SIZE") or 1) == 1:
         return True
-    marker = _marker(text)
+    marker = _report_marker_path(text)
     own_marker = marker.with_name(f"{marker.name}-{os.getpid()}")
     try:
         if _is_stale(marker):
@@ -124,7 +124,7 @@ def _is_stale(marker: Path) -> bool:
     return clock != clock_name() or not 0 <= age_s <= STALE_S
 
 
-def _marker(text: str) -> Path:
+def _report_marker_path(text: str) -> Path:
     """A file of the ranks that were started together: in torchrun's own folder of them, if there
     is one."""
     from phalanx.core.digest import digest
@@ -139,7 +139,7 @@ def _marker(text: str) -> Path:
     return folder / f"phalanx-refusal-{os.getuid()}-{digest([group, os.getppid(), text])}"
 
 
-def _tell_torchrun(text: str) -> None:
+def _write_torchrun_error_file(text: str) -> None:
     """torchrun's summary shows this line instead of a hint on how to get a traceback."""
     path = os.environ.get(ERROR_FILE)
     if path:

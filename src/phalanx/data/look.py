@@ -16,8 +16,8 @@ from phalanx.core.units import format_bytes, plural
 from phalanx.data.dataset import TokenizerFacts
 from phalanx.data.prepare import (
     build_named_tokenizer,
-    require_end_token_fits,
     other_tokenizer_error,
+    require_end_token_fits,
     too_few_tokens_error,
 )
 from phalanx.data.sources import find_files

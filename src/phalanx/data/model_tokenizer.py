@@ -21,7 +21,7 @@ from phalanx.data.tokenizer import BYTES, TOKENIZER_FILE, load_tokenizer
 from phalanx.job.schema import Data
 from phalanx.job.user_dataset import is_own_dataset
 from phalanx.plan.plan import EarlyWarning
-from phalanx.plan.warnings import NOTHING_MORE, MoreRemarks
+from phalanx.plan.warnings import NOTHING_MORE, ExtraNotes
 
 # What tokenizers are stored as besides a tokenizer.json. None of them says all that a tokenizer
 # does.
@@ -209,7 +209,7 @@ def require_vocabulary_fits(tokens: Sequence[SourceTokenizer], vocab_size: int |
 
 def describe_tokenizers(
     brought: ModelTokenizer | None, tokens: Sequence[SourceTokenizer], vocab_size: int | None
-) -> MoreRemarks:
+) -> ExtraNotes:
     """A plan's remarks and warnings about the tokenizers.
 
     Empty if the model brings no tokenizer and none is expected of it.
@@ -238,7 +238,7 @@ def describe_tokenizers(
                 f" {brought.owner} brings"
             )
     # Several sources may say the same.
-    return MoreRemarks(tuple(dict.fromkeys(reasons)), tuple(dict.fromkeys(warnings)))
+    return ExtraNotes(tuple(dict.fromkeys(reasons)), tuple(dict.fromkeys(warnings)))
 
 
 def _describe_missing_tokenizer(brought: ModelTokenizer, one: SourceTokenizer) -> str:

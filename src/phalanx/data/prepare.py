@@ -19,8 +19,8 @@ from phalanx.data.token_sources import (
     check_ids,
     describe_source,
     find_kind,
-    open_arrays,
     id_out_of_range_error,
+    open_arrays,
 )
 from phalanx.data.tokenizer import BYTES, load_tokenizer
 from phalanx.data.tokens import SPLITS, choose_split, split_tokens

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from phalanx.core.errors import DataError
 from phalanx.core.files import open_regular, regular_path
-from phalanx.core.registry import require
+from phalanx.core.registry import import_optional
 from phalanx.core.units import MIB, format_bytes
 from phalanx.data.columns import MOST_NAMES, ReadPosition, missing_column_error
 from phalanx.data.cuts import MAX_ROW_BYTES, row_too_long_error
@@ -56,7 +56,7 @@ def _weigh_units(file: SourceFile, sizes: list[int]) -> FileParts:
 
 
 def _arrow(path: str) -> Any:
-    require("pyarrow", extra="data", needed_for=f"reading {path}")
+    import_optional("pyarrow", extra="data", needed_for=f"reading {path}")
     import pyarrow
     import pyarrow.ipc
     import pyarrow.parquet

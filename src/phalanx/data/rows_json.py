@@ -11,7 +11,7 @@ from typing import BinaryIO, cast
 
 from phalanx.core.errors import DataError
 from phalanx.core.files import open_regular
-from phalanx.core.registry import require
+from phalanx.core.registry import import_optional
 from phalanx.core.units import MIB, format_bytes
 from phalanx.data.columns import ReadPosition, missing_column_error
 from phalanx.data.cuts import MAX_ROW_BYTES, row_too_long_error
@@ -53,7 +53,7 @@ def _decompress(raw: BinaryIO, span: FileSpan) -> BinaryIO:
     if span.format == "jsonl.gz":
         return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
     if span.format == "jsonl.zst":
-        arrow = require("pyarrow", extra="data", needed_for=f"reading {span.path}")
+        arrow = import_optional("pyarrow", extra="data", needed_for=f"reading {span.path}")
         return cast(BinaryIO, io.BufferedReader(arrow.CompressedInputStream(raw, "zstd")))
     return raw
 

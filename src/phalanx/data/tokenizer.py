@@ -14,7 +14,7 @@ from phalanx.core.batch import BYTE_VOCAB_SIZE
 from phalanx.core.digest import digest
 from phalanx.core.errors import DataError
 from phalanx.core.files import TOKENIZER_BYTES, read_json, read_regular
-from phalanx.core.registry import require
+from phalanx.core.registry import import_optional
 from phalanx.data.unreadable import unreadable
 
 Kind = Literal["bytes", "tokenizer.json"]
@@ -160,7 +160,7 @@ def load_tokenizer(name: str) -> Tokenizer:
         return ByteTokenizer()
     path = tokenizer_path(name)
     content = _read(path)
-    tokenizers = require("tokenizers", extra="hf", needed_for=f"the tokenizer {name}")
+    tokenizers = import_optional("tokenizers", extra="hf", needed_for=f"the tokenizer {name}")
     try:
         tokenizer = tokenizers.Tokenizer.from_str(content.decode())
     except Exception as error:  # whatever the library raises: it says what it did not understand

@@ -12,7 +12,7 @@ from typing import Any
 from phalanx.core.digest import stable_hash64
 from phalanx.core.errors import DataError, UsageError
 from phalanx.core.files import resource_error, write_bytes_atomic
-from phalanx.core.registry import require
+from phalanx.core.registry import import_optional
 from phalanx.data.columns import ReadPosition
 from phalanx.data.cuts import TextCutter
 from phalanx.data.readers import plan_parts, read_pieces
@@ -81,7 +81,7 @@ def train_tokenizer(
         raise DataError(
             "a tokenizer is there already", where=str(path), fix="give another --out, or remove it"
         )
-    library = require("tokenizers", extra="hf", needed_for="training a tokenizer")
+    library = import_optional("tokenizers", extra="hf", needed_for="training a tokenizer")
     corpus = _Corpus(inputs, column, max_text_bytes)
     tokenizer, trainer = _build_tokenizer_and_trainer(library, vocab_size)
     _run(lambda: tokenizer.train_from_iterator(corpus.texts(), trainer), corpus, progress)

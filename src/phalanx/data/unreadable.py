@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from phalanx.core.errors import DataError, DataStorageError
-from phalanx.core.files import READ_REFUSALS, fix_of
+from phalanx.core.files import READ_REFUSALS, suggest_fix
 
 
 def unreadable(
@@ -23,5 +23,8 @@ def unreadable(
     if error.errno not in READ_REFUSALS:
         return DataError(summary, where=str(where), why=why, fix=fix)
     return DataStorageError(
-        summary, where=str(where), why=why, fix=fix_of(error, where, place="place for the data")
+        summary,
+        where=str(where),
+        why=why,
+        fix=suggest_fix(error, where, place="place for the data"),
     )

@@ -21,7 +21,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from phalanx.core.batch import flat_entries
+from phalanx.core.batch import flatten_batch
 from phalanx.core.digest import stable_hash64
 from phalanx.core.errors import DataError
 from phalanx.core.registry import resolve
@@ -127,7 +127,7 @@ def collate(samples: Sequence[Mapping[str, Any]], places: Sequence[int], source:
     arrays of float64, which is its default and rarely meant. Tensors keep their type. Entries of
     nested samples have joined names.
     """
-    samples = [flat_entries(sample) for sample in samples]
+    samples = [flatten_batch(sample) for sample in samples]
     keys = list(samples[0])
     for index, sample in zip(places, samples, strict=True):
         if set(sample) != set(keys):

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 import phalanx
 from phalanx.core.errors import DataError
 from phalanx.data.user_dataset import UserFacts
-from phalanx.data.whereabouts import WorkerStatus, WorkerPosition, create_worker_status
+from phalanx.data.whereabouts import WorkerPosition, WorkerStatus, create_worker_status
 from phalanx.data.worker import Arrays, Message, error_of, map_arrays, receive, send
 from phalanx.data.worker_log import WorkerLog
 from phalanx.observe.events import Event, LoaderWorkerReplaced
@@ -268,7 +268,7 @@ def probe_user_dataset(source: str, args: Mapping[str, Any], timeout_s: float = 
     """
     worker = _spawn(WorkerLog("data.source", None), "probe")
     # Here already, so that the time to import what it needs counts as opening.
-    worker.whereabouts.opens("train")
+    worker.whereabouts.mark_opening("train")
     limits_s = (timeout_s, max(timeout_s, OPENING_S))
     is_late, received = False, None
     try:

@@ -63,7 +63,7 @@ class PartParams:
 
 
 @dataclass(frozen=True)
-class Heads:
+class AttentionHeads:
     """The heads of a model's attention that one rank has, of queries and of keys and values; `size`
     features each."""
 
@@ -286,7 +286,7 @@ class ModelCosts(Hashable, Protocol):
         """True if there may be routers that send tokens to experts."""
 
     @property
-    def heads(self) -> Heads | None:
+    def heads(self) -> AttentionHeads | None:
         """The heads, which tp and ulysses divide; None where only sharding rules say."""
 
     @property

@@ -76,10 +76,12 @@ def _keys(schemas: dict[str, Any], definitions: dict[str, Any], prefix: str = ""
 def _key(name: str, schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
     body = _value(schema, definitions)
     if name in KINDS:
-        _offer(body, [{"enum": registry.names(KINDS[name])}, {"type": "string", "pattern": ":"}])
+        _offer(
+            body, [{"enum": registry.list_kinds(KINDS[name])}, {"type": "string", "pattern": ":"}]
+        )
     if name in FILES:
         body.pop("minLength", None)
-        body["enum"] = [NONE, *registry.names(FILES[name])]
+        body["enum"] = [NONE, *registry.list_kinds(FILES[name])]
     if name == "model.preset":
         _offer(body, [{"enum": preset_names()}])
     default = schema.get("default")

@@ -16,7 +16,7 @@ from phalanx.core.files import read_regular
 from phalanx.job.checks.run import run_checks
 from phalanx.job.findings import Finding, find_annotation, format_path, keys_by_section, shorten
 from phalanx.job.overrides import Override, overlay, parse_overrides
-from phalanx.job.positions import KeyPlace, Path, Spot, locate
+from phalanx.job.positions import KeyPlace, Path, TextPosition, locate
 from phalanx.job.schema import Job
 from phalanx.job.validate import validate
 
@@ -193,7 +193,7 @@ _Order = tuple[int, int, int]
 def _place(
     finding: Finding, source: JobSource, places: dict[Path, KeyPlace], overrides: Sequence[Override]
 ) -> tuple[_Order, Problem]:
-    path, index = _blame(finding, source, overrides)
+    path, index = _choose_blamed_key(finding, source, overrides)
     # Sorted by the first number: places of the file, the file as a whole, then overrides.
     where, order = "override", (2, index, 0)
     if index < 0:
@@ -205,7 +205,9 @@ def _place(
     return order, Problem(format_path(path), finding.what, where, finding.fix)
 
 
-def _blame(finding: Finding, source: JobSource, overrides: Sequence[Override]) -> tuple[Path, int]:
+def _choose_blamed_key(
+    finding: Finding, source: JobSource, overrides: Sequence[Override]
+) -> tuple[Path, int]:
     """The key that a finding is told of, and its override's index or -1.
 
     Of several that disagree: the last override, else its own key, else the first of them that the
@@ -220,7 +222,7 @@ def _blame(finding: Finding, source: JobSource, overrides: Sequence[Override]) -
         if any(_overlaps(override.path, path) for path in finding.also):
             return override.path[:2], override.index
     for path in (finding.path, *finding.also):
-        if _has(source.tree, path[:2]):
+        if _has_path(source.tree, path[:2]):
             return path, -1
     return finding.path, -1
 
@@ -232,7 +234,7 @@ def _overlaps(override: Path, path: Path) -> bool:
     return override[:length] == path[:length]
 
 
-def _has(tree: Any, path: Path) -> bool:
+def _has_path(tree: Any, path: Path) -> bool:
     for part in path:
         if not isinstance(tree, dict) or part not in tree:
             return False
@@ -240,7 +242,7 @@ def _has(tree: Any, path: Path) -> bool:
     return True
 
 
-def _nearest_spot(path: Path, places: dict[Path, KeyPlace], at_key: bool) -> Spot | None:
+def _nearest_spot(path: Path, places: dict[Path, KeyPlace], at_key: bool) -> TextPosition | None:
     """The spot of `path`, or of the innermost thing around it that stands somewhere."""
     while path:
         if position := places.get(path):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 Path = tuple[str | int, ...]  # ("model", "args", "widths", 2): table keys and array indices
 
 
-class Spot(NamedTuple):
+class TextPosition(NamedTuple):
     """A place in a text, both counted from 1; columns count characters."""
 
     line: int
@@ -26,8 +26,8 @@ class KeyPlace(NamedTuple):
     An array element has no key, a table no value: both are the same spot then.
     """
 
-    key: Spot
-    value: Spot
+    key: TextPosition
+    value: TextPosition
 
 
 def locate(text: str) -> dict[Path, KeyPlace]:
@@ -39,7 +39,7 @@ def locate(text: str) -> dict[Path, KeyPlace]:
 
     parser = tree_sitter.Parser(tree_sitter.Language(tree_sitter_toml.language()))
     # Not splitlines, which breaks at more characters than TOML and tree-sitter do.
-    atlas = _Atlas(text.split("\n"))
+    atlas = _PositionCollector(text.split("\n"))
     table: Path = ()
     for node in parser.parse(text.encode()).root_node.named_children:
         if node.type == "pair":
@@ -53,7 +53,7 @@ def locate(text: str) -> dict[Path, KeyPlace]:
 
 
 @dataclass
-class _Atlas:
+class _PositionCollector:
     """Collects places while walking the syntax tree; `lengths` counts the `[[x]]` seen, which
     number themselves."""
 
@@ -61,11 +61,11 @@ class _Atlas:
     places: dict[Path, KeyPlace] = field(default_factory=dict)
     lengths: dict[Path, int] = field(default_factory=dict)
 
-    def spot(self, node: Any) -> Spot:
+    def spot(self, node: Any) -> TextPosition:
         row, column_bytes = node.start_point
         # tree-sitter counts bytes, and editors count characters.
         before = self.lines[row].encode()[:column_bytes].decode(errors="ignore")
-        return Spot(row + 1, len(before) + 1)
+        return TextPosition(row + 1, len(before) + 1)
 
     def add(self, path: Path, key: Any, value: Any) -> None:
         self.places.setdefault(path, KeyPlace(self.spot(key), self.spot(value)))

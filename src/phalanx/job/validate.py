@@ -29,7 +29,7 @@ def validate(tree: dict[str, Any]) -> tuple[Job, list[Finding]]:
     With findings, the keys they are about hold their defaults instead.
     """
     unusable: list[Finding] = []
-    clean = _clean(_replace_none_words(tree), (), unusable)
+    clean = _remove_unusable_values(_replace_none_words(tree), (), unusable)
     try:
         # As JSON: strict models take a list for a tuple in JSON alone.
         job = Job.model_validate_json(json.dumps(clean))
@@ -63,17 +63,21 @@ def _may_be_absent(section: str, key: str) -> bool:
     return type(None) in options and not any("none" in get_args(option) for option in options)
 
 
-def _clean(value: Any, path: Path, findings: list[Finding]) -> Any:
+def _remove_unusable_values(value: Any, path: Path, findings: list[Finding]) -> Any:
     """`value` with None for whatever a job cannot hold; each such thing is added to `findings`."""
     if reason := _explain_unusable(value, path):
         findings.append(Finding(path, *reason))
         return None
     if isinstance(value, dict):
         return {
-            _encodable(key): _clean(item, (*path, key), findings) for key, item in value.items()
+            _encodable(key): _remove_unusable_values(item, (*path, key), findings)
+            for key, item in value.items()
         }
     if isinstance(value, list):
-        return [_clean(item, (*path, index), findings) for index, item in enumerate(value)]
+        return [
+            _remove_unusable_values(item, (*path, index), findings)
+            for index, item in enumerate(value)
+        ]
     return value
 
 

@@ -20,7 +20,7 @@ from phalanx.launch.end_record import EndReader, EndRecord, EndWriter, open_end_
 from phalanx.launch.lifeline import arm_lifelines
 from phalanx.launch.paths import black_box
 from phalanx.launch.signals import signal_name
-from phalanx.launch.verdict import place_in_words
+from phalanx.launch.verdict import describe_rank_position
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # SI_KERNEL: the terminal's Ctrl-C, which goes to the whole group and reaches the rank by itself.
@@ -83,11 +83,11 @@ def _exit_code(rank: int, run_dir: Path, code: int, record: EndRecord | None) ->
     box = black_box(run_dir, rank)
     where = ""
     if box.exists():
-        where = f" {place_in_words(read_black_box(box))}"
+        where = f" {describe_rank_position(read_black_box(box))}"
     if code < 0:
         _say(f"rank {rank} was killed by {signal_name(-code)}{where}")
         # By the same signal, so that the launcher sees it, too.
-        _die_of(-code)
+        _die_by_signal(-code)
     how = "by os._exit or C's exit, before the run was done"
     _say(f"rank {rank} exited with code {code}{where} ({how})")
     return int(ExitCode.INTERNAL)
@@ -98,7 +98,7 @@ def _say(line: str) -> None:
     print(f"phalanx: {line}", file=sys.stderr, flush=True)
 
 
-def _die_of(number: int) -> None:
+def _die_by_signal(number: int) -> None:
     # SIGKILL has no handler to put back, and cannot be blocked.
     if number != signal.SIGKILL:
         signal.signal(number, signal.SIG_DFL)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from phalanx.core.errors import ResourceError
 from phalanx.core.files import read_json, write_json_atomic
-from phalanx.core.logs import blank_out
+from phalanx.core.logs import overwrite_secrets
 from phalanx.core.secrets import secret_values
 
 LOGS, EVENTS, BLACK_BOXES = "logs", "events", "blackbox"
@@ -92,7 +92,7 @@ def blank_out_logs(
         try:
             # The size before: what is written meanwhile is searched the next time.
             size = path.stat().st_size
-            blank_out(path, secrets, done_bytes=num_searched.get(path.name, 0))
+            overwrite_secrets(path, secrets, done_bytes=num_searched.get(path.name, 0))
             num_searched[path.name] = size
         except OSError:
             # A log that is gone or cannot be written holds nothing that could be mended here.

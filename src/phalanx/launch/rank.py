@@ -25,7 +25,7 @@ from phalanx.launch.end_record import EndRecord, EndWriter
 from phalanx.launch.paths import error_report, rank_log
 from phalanx.launch.rank_env import RankEnv, rank_variables
 from phalanx.launch.rank_link import RankLink
-from phalanx.launch.reports import describe
+from phalanx.launch.reports import build_error_report
 
 Entry: TypeAlias = Callable[[JsonObject, RankLink], int | None]
 
@@ -113,7 +113,7 @@ def _close_input() -> None:
 
 def _report(task: RankTask, error: BaseException, end: EndWriter) -> int:
     """Report why this rank failed: to the supervisor first, then in its log and in a file."""
-    report = describe(error, task.run_dir, task.doing)
+    report = build_error_report(error, task.run_dir, task.doing)
     # A fork of the rank, or an error on the way out of one that is reported: the first one counts.
     if not end.is_rank or (end.record is not None and end.record.report is not None):
         return report.exit_code

@@ -55,7 +55,7 @@ class ErrorReport:
         write_json_atomic(path, asdict(self), durable=False)
 
 
-def describe(
+def build_error_report(
     error: BaseException, run_dir: Path | None = None, doing: str = "training"
 ) -> ErrorReport:
     """The report of `error`: no frames that only led into the user's code, no secrets of the

@@ -55,7 +55,7 @@ from phalanx.launch.messages import (
 )
 from phalanx.launch.rank import STACKS_SIGNAL, RankTask, run_forked_rank
 from phalanx.launch.rank_env import RankEnv
-from phalanx.launch.reports import describe
+from phalanx.launch.reports import build_error_report
 from phalanx.launch.store import listen_on_loopback, serve_store
 from phalanx.launch.wire import Channel
 
@@ -140,7 +140,7 @@ class Server:
                 _import(name)
             except BaseException as error:
                 traceback.print_exc()
-                self._link.send(PreloadFailed(describe(error)))
+                self._link.send(PreloadFailed(build_error_report(error)))
                 return
             if has_begun_cuda():
                 self._link.send(PreloadBeginsCuda(name))
@@ -166,7 +166,7 @@ class Server:
             problem = EnvironmentProblem(
                 "the ranks cannot be started", why=os.strerror(error.errno or 0)
             )
-            self._link.send(StartFailed(describe(problem)))
+            self._link.send(StartFailed(build_error_report(problem)))
             return
         self._link.send(AttemptStarted(self._attempt.number, tuple(self._attempt.ranks)))
 

@@ -67,7 +67,7 @@ _VARYING = (
 )
 
 
-def signature_of(words: str) -> str:
+def normalize_failure_message(words: str) -> str:
     """`words` with what differs from start to start replaced; equal for two failures that say
     the same."""
     host = socket.gethostname()

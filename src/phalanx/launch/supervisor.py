@@ -88,7 +88,12 @@ def supervise(
     """
     with SignalInbox() as inbox:
         supervisor = _Supervisor(
-            spec, bus, EventWaiter(inbox, on_tick), _quietly(say), newest_step, on_refused_event
+            spec,
+            bus,
+            EventWaiter(inbox, on_tick),
+            _ignore_os_errors(say),
+            newest_step,
+            on_refused_event,
         )
         try:
             return supervisor.run()
@@ -316,7 +321,7 @@ def _report_server_loss(how: str, last_words: str) -> ErrorReport:
     )
 
 
-def _quietly(say: Callable[[str], None]) -> Callable[[str], None]:
+def _ignore_os_errors(say: Callable[[str], None]) -> Callable[[str], None]:
     """`say`, but for its OSError: a terminal which is gone does not take the run with it."""
 
     def speak(line: str) -> None:

@@ -17,7 +17,7 @@ from phalanx.launch.log_excerpts import read_last_words, read_stack, read_tellin
 from phalanx.launch.paths import BLACK_BOXES, black_box, rank_log
 from phalanx.launch.reports import ErrorReport, blames_another
 from phalanx.launch.signals import signal_name
-from phalanx.launch.signature import signature_of
+from phalanx.launch.signature import normalize_failure_message
 
 # Codes that phalanx gives to problems which a restart does not cure.
 _DETERMINISTIC = {int(code) for code in ExitCode} - {
@@ -88,7 +88,7 @@ class _BlamedRank:
 
     @property
     def place(self) -> str:
-        return place_in_words(self.last_seen, self.end.stepless)
+        return describe_rank_position(self.last_seen, self.end.stepless)
 
     @property
     def log(self) -> Path:
@@ -208,7 +208,7 @@ def _blame_own_process(end: AttemptEnd, run_dir: Path) -> Failure | None:
         if last_seen is not None and (newest is None or last_seen > newest):
             newest = last_seen
     step, phase = _step_and_phase(newest)
-    summary = f"{detail} {place_in_words(newest, end.stepless)}"
+    summary = f"{detail} {describe_rank_position(newest, end.stepless)}"
     return Failure(
         rank=-1,
         cause="signal" if "killed" in (end.server_loss or end.store_loss) else "exit",
@@ -241,7 +241,7 @@ def _blame_exception(blamed: _BlamedRank, report: ErrorReport) -> Failure:
     # A lost connection is told in many words: they are one failure when it repeats.
     signature = "lost connection"
     if not report.secondary:
-        signature = signature_of(report.one_line)
+        signature = normalize_failure_message(report.one_line)
     summary = f"{summary}: {report.one_line}"
     return blamed.to_failure("exception", summary, report.one_line, lines, signature)
 
@@ -255,7 +255,7 @@ def _blame_absence(absence: Absence, end: AttemptEnd, run_dir: Path) -> Failure:
     ranks_at: dict[str, list[int]] = {}
     for other in sorted(end.records.keys() | end.exits.keys() | end.silent.keys()):
         if other != rank:
-            words = place_in_words(last_seen_of.get(other), end.stepless)
+            words = describe_rank_position(last_seen_of.get(other), end.stepless)
             ranks_at.setdefault(words, []).append(other)
     lines = [summary]
     for words, ranks in ranks_at.items():
@@ -302,7 +302,7 @@ def _describe_death(blamed: _BlamedRank, cause: str, detail: str) -> Failure:
     return blamed.to_failure(cause, summary, detail, lines, detail)
 
 
-def place_in_words(last_seen: LastSeen | None, stepless: str = "") -> str:
+def describe_rank_position(last_seen: LastSeen | None, stepless: str = "") -> str:
     """Step, phase and collective, as the end of a sentence; for ranks without steps their work."""
     collective = ""
     if last_seen is not None and last_seen.collective:

@@ -30,7 +30,8 @@ def _describe_difference(value: Any, reference: Any) -> str:
     """The first keys in which `value` differs from `reference`, with both values, in words."""
     keys = differing_keys(reference, value)
     parts = [
-        f"{key} = {_pick(value, key)!r}, not {_pick(reference, key)!r}" for key in keys[:_MAX_KEYS]
+        f"{key} = {_pick_reference(value, key)!r}, not {_pick_reference(reference, key)!r}"
+        for key in keys[:_MAX_KEYS]
     ]
     text = ", ".join(parts)
     if len(keys) > _MAX_KEYS:
@@ -38,7 +39,7 @@ def _describe_difference(value: Any, reference: Any) -> str:
     return text
 
 
-def _pick(value: Any, path: str) -> Any:
+def _pick_reference(value: Any, path: str) -> Any:
     for part in path.split("."):
         if not isinstance(value, dict) or part not in value:
             return None

@@ -24,7 +24,7 @@ import torch
 
 from phalanx.core.block_sizes import block_sizes
 from phalanx.mesh.attend import repeat_heads
-from phalanx.mesh.attention_kernels import Kernel, kernel_of
+from phalanx.mesh.attention_kernels import AttentionKernel, choose_kernel
 
 
 def attend_by_blocks(
@@ -134,18 +134,18 @@ def _blocks(q_BHTE: torch.Tensor, visible: VisibleKeys, block: int) -> Iterator[
         yield _Block(slice(first, last), slice(start, end), mask)
 
 
-def _kernel_and_keys(
+def _choose_kernel_and_repeat_keys(
     q_BHTE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTE: torch.Tensor
-) -> tuple[Kernel, torch.Tensor, torch.Tensor]:
+) -> tuple[AttentionKernel, torch.Tensor, torch.Tensor]:
     """The kernel for masked blocks, and keys and values with as many heads as it takes: repeated
     once for all blocks, and not kept."""
-    kernel, groups = kernel_of(q_BHTE, q_BHTE), q_BHTE.shape[1] // k_BKTE.shape[1]
+    kernel, groups = choose_kernel(q_BHTE, q_BHTE), q_BHTE.shape[1] // k_BKTE.shape[1]
     if groups == 1 or kernel.takes_groups:
         return kernel, k_BKTE, v_BKTE
     return kernel, repeat_heads(k_BKTE, groups), repeat_heads(v_BKTE, groups)
 
 
-def _by_rows(x: torch.Tensor) -> torch.Tensor:
+def _make_last_dim_contiguous(x: torch.Tensor) -> torch.Tensor:
     """Kernels read along the last dimension."""
     if x.stride(-1) == 1:
         return x
@@ -171,10 +171,14 @@ def _attend(
     block: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output, laid out as `q` is, and its log-sum-exp [B, H, T]."""
-    q, k, v = _by_rows(q), _by_rows(k), _by_rows(v)
+    q, k, v = (
+        _make_last_dim_contiguous(q),
+        _make_last_dim_contiguous(k),
+        _make_last_dim_contiguous(v),
+    )
     out, lse = _empty_results(q)
     with torch.autocast(q.device.type, enabled=False):
-        kernel, k, v = _kernel_and_keys(q, k, v)
+        kernel, k, v = _choose_kernel_and_repeat_keys(q, k, v)
         for part in _blocks(q, VisibleKeys(document_ids, window, is_causal), block):
             rows, columns = part.rows, part.columns
             outputs = kernel.forward(
@@ -206,11 +210,16 @@ def _attend_backward(
     block: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v. Those of keys add up over blocks, in at least fp32."""
-    grad, q, k, v = grad.contiguous(), _by_rows(q), _by_rows(k), _by_rows(v)
+    grad, q, k, v = (
+        grad.contiguous(),
+        _make_last_dim_contiguous(q),
+        _make_last_dim_contiguous(k),
+        _make_last_dim_contiguous(v),
+    )
     grad_q, (batch, heads, tokens, width) = torch.empty_like(q), k.shape
     sums = torch.zeros(2, batch, heads, tokens, width, dtype=lse.dtype, device=q.device)
     with torch.autocast(q.device.type, enabled=False):
-        kernel, all_k, all_v = _kernel_and_keys(q, k, v)
+        kernel, all_k, all_v = _choose_kernel_and_repeat_keys(q, k, v)
         for part in _blocks(q, VisibleKeys(document_ids, window, is_causal), block):
             rows, columns = part.rows, part.columns
             block_grad_q, *block_grad_kv = kernel.backward(
@@ -237,14 +246,18 @@ def _attend_backward(
 
 @_attend.register_fake
 def _(q: torch.Tensor, *unused: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return _empty_results(_by_rows(q))
+    return _empty_results(_make_last_dim_contiguous(q))
 
 
 @_attend_backward.register_fake
 def _(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *unused: Any
 ) -> tuple[torch.Tensor, ...]:
-    return torch.empty_like(_by_rows(q)), k.new_empty(k.shape), v.new_empty(v.shape)
+    return (
+        torch.empty_like(_make_last_dim_contiguous(q)),
+        k.new_empty(k.shape),
+        v.new_empty(v.shape),
+    )
 
 
 def _empty_results(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

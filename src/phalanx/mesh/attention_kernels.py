@@ -12,7 +12,7 @@ import torch
 from phalanx.mesh.attend import FLASH_WIDTH, HALVES
 
 
-class Kernel(Protocol):
+class AttentionKernel(Protocol):
     """Softmax attention of one block that also says its log-sum-exp [B, H, T], and its gradients
     when `out` and `lse` are those over all blocks.
 
@@ -44,7 +44,7 @@ class Kernel(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
 
-class CpuFlash:
+class CpuFlashKernel:
     """torch's flash attention for the CPU: fp64, fp32, bf16, fp16."""
 
     takes_groups = True
@@ -59,7 +59,7 @@ class CpuFlash:
         return op(grad, q, k, v, out, lse, 0.0, is_causal, attn_mask=mask)
 
 
-class Plain:
+class PlainAttentionKernel:
     """Matrix products and a softmax: any device and type; scores are whole in memory."""
 
     takes_groups = False
@@ -92,7 +92,7 @@ def _scores(
     return scores + mask
 
 
-class CudaFlash:
+class CudaFlashKernel:
     """torch's flash attention for CUDA: bf16 and fp16, no mask but the causal one, heads of
     multiples of 8."""
 
@@ -113,7 +113,7 @@ class CudaFlash:
         )
 
 
-class CudaEfficient:
+class CudaEfficientKernel:
     """torch's memory-efficient attention for CUDA, which takes masks and says its log-sum-exp:
     fp32, bf16, fp16."""
 
@@ -151,13 +151,18 @@ def _bias(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> torch.
     return mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
 
 
-PLAIN, CPU_FLASH, CUDA_FLASH, CUDA_EFFICIENT = Plain(), CpuFlash(), CudaFlash(), CudaEfficient()
+PLAIN, CPU_FLASH, CUDA_FLASH, CUDA_EFFICIENT = (
+    PlainAttentionKernel(),
+    CpuFlashKernel(),
+    CudaFlashKernel(),
+    CudaEfficientKernel(),
+)
 
 
-def kernel_of(q: torch.Tensor, mask: torch.Tensor | None) -> Kernel:
+def choose_kernel(q: torch.Tensor, mask: torch.Tensor | None) -> AttentionKernel:
     """The kernel that computes a block of these queries. The one place that knows devices."""
     width = q.shape[-1]
-    table: tuple[tuple[bool, Kernel], ...] = (
+    table: tuple[tuple[bool, AttentionKernel], ...] = (
         (q.device.type == "cpu", CPU_FLASH),
         (q.device.type != "cuda" or q.dtype is torch.float64, PLAIN),
         (

@@ -28,7 +28,7 @@ def share_casts() -> Iterator[None]:
     # GPU a backward has a thread of its own, and what it computes again has regions in there:
     # torch's checkpoint's, a user's.
     torch.autocast_increment_nesting()
-    forget, torch.clear_autocast_cache = torch.clear_autocast_cache, _forget_nothing
+    forget, torch.clear_autocast_cache = torch.clear_autocast_cache, _keep_autocast_cache
     _SHARED.append({})
     try:
         yield
@@ -39,7 +39,7 @@ def share_casts() -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
-def _forget_nothing() -> None:
+def _keep_autocast_cache() -> None:
     """Replaces torch.clear_autocast_cache while casts are shared."""
 
 

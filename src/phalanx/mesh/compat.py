@@ -139,7 +139,7 @@ def _fsdp_groups(state: Any) -> Iterator[Any]:
             yield unit._fsdp_param_group
 
 
-def dtensor_of(
+def wrap_local_as_dtensor(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], like: torch.Tensor
 ) -> DTensor:
     """A DTensor of the global shape of `like` around `local`, which is neither copied nor moved to
@@ -152,7 +152,7 @@ def dtensor_of(
 
 def dtensor_like(like: DTensor, local: torch.Tensor) -> DTensor:
     """The same parts of another tensor (a gradient, say)."""
-    return dtensor_of(local, like.device_mesh, like.placements, like)
+    return wrap_local_as_dtensor(local, like.device_mesh, like.placements, like)
 
 
 def hide_from_modes(unit: FSDPModule) -> None:

@@ -117,7 +117,7 @@ def _fill(lines: torch.Tensor, bases: torch.Tensor, odd: int, threshold: int) ->
     """`lines` [N, run]: of each line the elements from `odd` on of the pairs that follow its
     base."""
     run = lines.shape[1]
-    num_pairs, chunk = (run + odd + 1) // 2, _pairs_at_once(lines.device)
+    num_pairs, chunk = (run + odd + 1) // 2, _max_pairs_per_chunk(lines.device)
     # From 1 on, for pair i adds (i + 1) G.
     steps = torch.arange(1, min(chunk, num_pairs) + 1, dtype=torch.int64, device=lines.device)
     steps.mul_(_GOLDEN)
@@ -138,7 +138,7 @@ def _fill(lines: torch.Tensor, bases: torch.Tensor, odd: int, threshold: int) ->
         torch.ge(halves, threshold, out=lines[first:last, low:high])
 
 
-def _pairs_at_once(device: torch.device) -> int:
+def _max_pairs_per_chunk(device: torch.device) -> int:
     if device.type == "cpu":
         return block_sizes().cpu_dropout_pairs
     return block_sizes().gpu_dropout_pairs

@@ -9,7 +9,7 @@ import torch
 from phalanx.core.cores import count_cores
 from phalanx.core.errors import EnvironmentProblem
 from phalanx.core.launchers import SUPERVISED
-from phalanx.mesh.malloc import return_large_blocks
+from phalanx.mesh.malloc import return_freed_memory_to_system
 
 PIPELINE_VARIABLES = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 """Of CUDA, for pipelines, unless the user has set them.
@@ -65,7 +65,7 @@ def prepare_process(device: torch.device, world_size: int, *, is_sharded: bool) 
     if device.type != "cpu":
         torch.cuda.set_device(device)
     elif is_sharded:
-        return_large_blocks()
+        return_freed_memory_to_system()
 
 
 def threads_per_rank(local_world_size: int) -> int:

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from phalanx.mesh.casts import cast_weight
 
-# In rows, so that few sizes are compiled: see `_even`.
+# In rows, so that few sizes are compiled: see `_pad_rows`.
 ROUND_TO = 64
 _SIZES = "_phalanx_sizes"
 
@@ -42,7 +42,7 @@ def autocast_type(x: torch.Tensor) -> torch.dtype:
     return x.dtype
 
 
-def sizes_of(counts_E: torch.Tensor) -> list[int]:
+def group_sizes_on_host(counts_E: torch.Tensor) -> list[int]:
     """`counts_E` for the host, which reads them once: a mixture's products and their gradients
     share them."""
     if torch.compiler.is_compiling():
@@ -50,11 +50,11 @@ def sizes_of(counts_E: torch.Tensor) -> list[int]:
     sizes: list[int] | None = getattr(counts_E, _SIZES, None)
     if sizes is None:
         sizes = counts_E.tolist()
-        remember_sizes(counts_E, sizes)
+        cache_group_sizes(counts_E, sizes)
     return sizes
 
 
-def remember_sizes(counts_E: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+def cache_group_sizes(counts_E: torch.Tensor, sizes: list[int]) -> torch.Tensor:
     """`counts_E`, whose numbers the host knows already: it then never waits for a GPU to learn
     them."""
     setattr(counts_E, _SIZES, sizes)
@@ -67,7 +67,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx: Any, x_RI: torch.Tensor, weight_EOI: torch.Tensor, counts_E: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(x_RI, weight_EOI, counts_E)
-        return rows_times(x_RI, weight_EOI.transpose(1, 2), counts_E)
+        return grouped_matmul(x_RI, weight_EOI.transpose(1, 2), counts_E)
 
     @staticmethod
     @once_differentiable
@@ -78,40 +78,45 @@ class _GroupedLinear(torch.autograd.Function):
         needs_x, needs_weight, _ = ctx.needs_input_grad
         grad_x = grad_weight = None
         if needs_x:
-            grad_x = rows_times(grad_RO, weight_EOI, counts_E)
+            grad_x = grouped_matmul(grad_RO, weight_EOI, counts_E)
         if needs_weight:
-            grad_weight = rows_by_rows(grad_RO, x_RI, counts_E)
+            grad_weight = grouped_weight_grad(grad_RO, x_RI, counts_E)
         return grad_x, grad_weight, None
 
 
-def rows_times(
+def grouped_matmul(
     x_RI: torch.Tensor, matrix_EIO: torch.Tensor, counts_E: torch.Tensor
 ) -> torch.Tensor:
     """[R, O]: rows of expert e times matrix[e]."""
-    if _has_kernel(x_RI, matrix_EIO.shape[2]):
-        return F.grouped_mm(x_RI, matrix_EIO, offs=_ends(counts_E))
+    if _has_grouped_kernel(x_RI, matrix_EIO.shape[2]):
+        return F.grouped_mm(x_RI, matrix_EIO, offs=_group_ends(counts_E))
     products = []
-    for part, matrix in zip(x_RI.split(sizes_of(counts_E)), matrix_EIO, strict=True):
-        products.append((_even(part) @ matrix)[: len(part)])
+    for part, matrix in zip(x_RI.split(group_sizes_on_host(counts_E)), matrix_EIO, strict=True):
+        products.append((_pad_rows(part) @ matrix)[: len(part)])
     return torch.cat(products)
 
 
-def rows_by_rows(a_RO: torch.Tensor, b_RI: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+def grouped_weight_grad(
+    a_RO: torch.Tensor, b_RI: torch.Tensor, counts_E: torch.Tensor
+) -> torch.Tensor:
     """[E, O, I]: of each expert the product of its rows of a and b, summed over rows."""
-    if _has_kernel(a_RO, b_RI.shape[1]):
-        product = F.grouped_mm(a_RO.T, b_RI, offs=_ends(counts_E))
+    if _has_grouped_kernel(a_RO, b_RI.shape[1]):
+        product = F.grouped_mm(a_RO.T, b_RI, offs=_group_ends(counts_E))
         if product.device.type != "cpu":
             # On some GPUs the kernel writes nothing for a group without rows (pytorch #172439):
             # what was in memory stays.
             product.masked_fill_((counts_E == 0)[:, None, None], 0)
         return product
-    sizes = sizes_of(counts_E)
+    sizes = group_sizes_on_host(counts_E)
     return torch.stack(
-        [_even(a).T @ _even(b) for a, b in zip(a_RO.split(sizes), b_RI.split(sizes), strict=True)]
+        [
+            _pad_rows(a).T @ _pad_rows(b)
+            for a, b in zip(a_RO.split(sizes), b_RI.split(sizes), strict=True)
+        ]
     )
 
 
-def _even(rows: torch.Tensor) -> torch.Tensor:
+def _pad_rows(rows: torch.Tensor) -> torch.Tensor:
     """With rows of zeros at the end.
 
     In half precision a CPU compiles a product for each size that it meets and keeps it, half a MiB
@@ -122,14 +127,14 @@ def _even(rows: torch.Tensor) -> torch.Tensor:
     return F.pad(rows, (0, 0, 0, -len(rows) % ROUND_TO))
 
 
-def _ends(counts_E: torch.Tensor) -> torch.Tensor:
+def _group_ends(counts_E: torch.Tensor) -> torch.Tensor:
     # The only type that grouped_mm takes them in.
     return counts_E.cumsum(0).to(torch.int32)
 
 
-def _has_kernel(rows: torch.Tensor, other_width: int) -> bool:
+def _has_grouped_kernel(rows: torch.Tensor, other_width: int) -> bool:
     """torch's grouped product is of rows of whole 16 bytes, on CUDA in bf16, on the CPU in fp32;
-    see also `_even`."""
+    see also `_pad_rows`."""
     num_rows, width = rows.shape
     item_bytes = rows.element_size()
     if not num_rows or width * item_bytes % 16 or other_width * item_bytes % 16:

@@ -26,7 +26,7 @@ LARGE_BLOCK_BYTES = 4 * 2**20
 CHOSEN_BY_USER = ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
-def return_large_blocks() -> None:
+def return_freed_memory_to_system() -> None:
     """Have malloc return large freed blocks to the system, for the rest of this process.
 
     Does nothing if the environment sets its threshold, or without glibc.
@@ -39,7 +39,9 @@ def return_large_blocks() -> None:
         mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
 
 
-def scratch(shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
+def uninitialized_like(
+    shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor
+) -> torch.Tensor:
     """A tensor where `like` is, whose numbers are anything.
 
     On a CPU a large one has pages of its own, huge where the system has such: they are quick to

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from phalanx.core.phases import Phases
+from phalanx.core.phases import PhaseTimer
 
 SEQUENCE = 1  # the dimension that sequence parallelism cuts
 _ops = torch.ops._c10d_functional
@@ -37,7 +37,7 @@ class TensorGroup:
     name: str
     rank: int
     size: int
-    phases: Phases
+    phases: PhaseTimer
     cuts_sequence: bool = False
     chunks: int = 1
     num_tokens: int = 0
@@ -205,7 +205,7 @@ class _GatherFeatures(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class VocabularyShard:
     """The tokens whose rows of an embedding or a head this rank holds: [start, start + sizes[rank])
     of all."""
 
@@ -236,7 +236,7 @@ class VocabularyLogits(NamedTuple):
     """Logits [..., rows of this rank], and which those are."""
 
     logits: torch.Tensor
-    vocabulary: Vocabulary
+    vocabulary: VocabularyShard
 
     def gather_logits(self) -> torch.Tensor:
         return self.vocabulary.gather(self.logits)

@@ -18,7 +18,7 @@ def fill_on_device(values: Sequence[float], device: torch.device) -> torch.Tenso
     return filled
 
 
-def read_later(tensor: torch.Tensor) -> Callable[[], list[float]]:
+def start_copy_to_host(tensor: torch.Tensor) -> Callable[[], list[float]]:
     """Begins to copy `tensor` [N] to the host; the result gives its numbers, once the device was
     waited for since."""
     if tensor.device.type == "cpu":

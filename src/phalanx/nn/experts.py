@@ -16,7 +16,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from phalanx.job.shapes.decoder import DecoderShape
-from phalanx.mesh.grouped import sizes_of
+from phalanx.mesh.grouped import group_sizes_on_host
 from phalanx.nn.feed_forward import ACTIVATIONS, FeedForward
 from phalanx.nn.grouped import GroupedLinear
 from phalanx.nn.routing import Balance, Router
@@ -92,7 +92,7 @@ class MixtureOfExperts(nn.Module):
         counts_E = counts_E.scatter_add_(0, expert_R, torch.ones_like(expert_R))[:num_experts]
         num_rows = len(order)
         if drops:
-            num_rows = sum(sizes_of(counts_E))
+            num_rows = sum(group_sizes_on_host(counts_E))
         rows = _Rows.from_order(order, num_rows, len(x_ND))
         weight_R = routing.weights_BTK.flatten()[rows.order]
         out_RD = self.dispatch(

@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 from phalanx.core.batch import IGNORE_INDEX
 from phalanx.core.block_sizes import block_sizes
 from phalanx.core.errors import LayoutError
-from phalanx.mesh.malloc import scratch
-from phalanx.mesh.tensor_group import Vocabulary, VocabularyLogits
+from phalanx.mesh.malloc import uninitialized_like
+from phalanx.mesh.tensor_group import VocabularyLogits, VocabularyShard
 from phalanx.nn.routing import Balance
 
 Objective = Callable[[Any, Mapping[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
@@ -36,7 +36,7 @@ class CausalOutput(NamedTuple):
 
     hidden_BTD: torch.Tensor
     head_VD: torch.Tensor
-    vocabulary: Vocabulary | None = None
+    vocabulary: VocabularyShard | None = None
     balance: Balance | None = None
 
 
@@ -187,7 +187,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         targets_N: torch.Tensor,
         chunk: int,
         grad: bool,
-        vocabulary: Vocabulary | None,
+        vocabulary: VocabularyShard | None,
     ) -> torch.Tensor:
         wide = torch.promote_types(hidden_ND.dtype, torch.float32)
         head = head_VD.to(hidden_ND.dtype)
@@ -201,10 +201,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         shape = min(chunk, hidden_ND.shape[0]), head.shape[0]
         # Every chunk has the same room: freed and taken anew, it would leave holes in a CPU's heap
         # (mesh.malloc).
-        room_CV = scratch(shape, wide, hidden_ND)
+        room_CV = uninitialized_like(shape, wide, hidden_ND)
         low_CV = room_CV
         if wide != hidden_ND.dtype:
-            low_CV = scratch(shape, hidden_ND.dtype, hidden_ND)
+            low_CV = uninitialized_like(shape, hidden_ND.dtype, hidden_ND)
         for start in range(0, hidden_ND.shape[0], chunk):
             rows = slice(start, start + chunk)
             hidden = hidden_ND[rows]
@@ -268,7 +268,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, logits_NV: torch.Tensor, targets_N: torch.Tensor, vocabulary: Vocabulary
+        ctx: Any, logits_NV: torch.Tensor, targets_N: torch.Tensor, vocabulary: VocabularyShard
     ) -> torch.Tensor:
         wide = torch.promote_types(logits_NV.dtype, torch.float32)
         # A copy in any case: logits are the module's, and the loss is computed in place.
@@ -286,7 +286,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
 
 
 def _loss_and_gradient(
-    logits_NV: torch.Tensor, targets_N: torch.Tensor, vocabulary: Vocabulary | None
+    logits_NV: torch.Tensor, targets_N: torch.Tensor, vocabulary: VocabularyShard | None
 ) -> torch.Tensor:
     """The loss summed over the targets, fp64; `logits_NV` becomes its gradient.
 

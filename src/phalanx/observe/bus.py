@@ -19,7 +19,7 @@ from pathlib import Path
 from phalanx.core.secrets import Redactor
 from phalanx.observe.event_file import EventFile
 from phalanx.observe.events import EVENTS_UNWRITTEN, Envelope, Event, Note, SinkDropped, seal
-from phalanx.observe.outlet import OpenSink, Outlet, Sink
+from phalanx.observe.outlet import OpenSink, Sink, SinkThread
 
 __all__ = ["CLOSE_S", "Bus", "OpenSink", "Sink", "event_path"]
 
@@ -68,10 +68,10 @@ class Bus:
         self._text_fields: dict[type[Event], tuple[str, ...]] = {}
         self._lock = threading.Lock()
         self._file = EventFile(event_path(run_dir, rank, attempt)) if run_dir is not None else None
-        self._outlets: list[Outlet] = []
+        self._outlets: list[SinkThread] = []
         for name, open_sink in sinks:
             self._outlets.append(
-                Outlet(name, open_sink, queue_size=queue_size, tell=partial(self._tell, name))
+                SinkThread(name, open_sink, queue_size=queue_size, tell=partial(self._tell, name))
             )
 
     @property

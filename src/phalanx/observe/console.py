@@ -68,13 +68,13 @@ def open_console(
         is_terminal = stream is not None and stream.isatty()
     quiet = QuietStream(stream)
     if stream is None or not is_terminal:
-        return PlainConsole(quiet, Pace(total_steps, units), log_every)
+        return PlainConsole(quiet, RunProgress(total_steps, units), log_every)
     # The bar's own movements of the cursor must reach the terminal; the screen filters the texts
     # that it draws.
     screen = open_screen(cast(TextIO, QuietStream(unwrap_stream(stream))), soft_wrap=True)
     if screen.is_dumb_terminal:
-        return PlainConsole(quiet, Pace(total_steps, units), log_every)
-    return LiveConsole(screen, Pace(total_steps, units))
+        return PlainConsole(quiet, RunProgress(total_steps, units), log_every)
+    return LiveConsole(screen, RunProgress(total_steps, units))
 
 
 class QuietStream:
@@ -114,7 +114,7 @@ class QuietStream:
 
 
 @dataclass
-class Pace:
+class RunProgress:
     """The run's progress and speed, which both consoles show."""
 
     total_steps: int
@@ -285,7 +285,7 @@ def _memory(num_bytes: float) -> str:
 class PlainConsole:
     """Lines for log files and pipes: no control characters, nothing redrawn."""
 
-    def __init__(self, stream: QuietStream, pace: Pace, log_every: int) -> None:
+    def __init__(self, stream: QuietStream, pace: RunProgress, log_every: int) -> None:
         self._stream = stream
         self._pace = pace
         self._log_every = log_every
@@ -337,7 +337,7 @@ class LiveConsole:
     Events scroll above them.
     """
 
-    def __init__(self, screen: Any, pace: Pace) -> None:
+    def __init__(self, screen: Any, pace: RunProgress) -> None:
         from rich.live import Live
 
         self._pace = pace
@@ -421,12 +421,12 @@ class LiveConsole:
             facts.append(f"skipped {pace.num_skipped}")
         lines = [
             Text(line, no_wrap=True, overflow="ellipsis")
-            for line in _laid_out(facts, self._screen.width)
+            for line in _wrap_facts(facts, self._screen.width)
         ]
         return Group(bar, *lines, *doing)
 
 
-def _laid_out(facts: list[str], width: int) -> list[str]:
+def _wrap_facts(facts: list[str], width: int) -> list[str]:
     """The facts on as few lines as hold them whole: the last ones are as wanted as the first."""
     lines: list[str] = []
     for fact in facts:

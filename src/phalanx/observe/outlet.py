@@ -55,7 +55,7 @@ class Flushable(Protocol):
 
 
 @runtime_checkable
-class Speaking(Protocol):
+class SinkWithMessages(Protocol):
     """A sink that has something to say to the person who trains: where the curves are, what was
     done instead."""
 
@@ -67,7 +67,7 @@ WORK_S = 5.0  # a sink that did nothing for so long stands still
 OpenSink = Callable[[], Sink]
 
 
-class Outlet:
+class SinkThread:
     """Feeds the sink that `open_sink` opens, in the background.
 
     `tell` takes what others should hear of it.
@@ -166,7 +166,7 @@ class Outlet:
     def _run(self) -> None:
         try:
             self._sink = sink = self._open_sink()
-            if isinstance(sink, Speaking):
+            if isinstance(sink, SinkWithMessages):
                 sink.listen(self._say)
             self._doing = "writes"
             while (envelope := self._queue.get()) is not None and not self._is_over:

@@ -10,7 +10,7 @@ from phalanx.observe.events import Event, WorkProgressed
 EVERY_S = 0.5
 
 
-class ProgressTeller:
+class ProgressEmitter:
     """Emits `WorkProgressed` of one activity: the first time it is told, and at most each
     `EVERY_S` after that."""
 

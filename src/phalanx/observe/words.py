@@ -15,7 +15,7 @@ from phalanx.observe.units import TEXT, Units
 MAX_LINE, MAX_SAMPLE = 2000, 100  # a warning is of no use without its end, where it says what to do
 
 
-def _squeeze(text: str, limit: int) -> str:
+def _collapse_white_space(text: str, limit: int) -> str:
     # Cut before it is split: of a text of megabytes only one line is wanted.
     return printable(" ".join(text[: 4 * limit].split()), limit)
 
@@ -25,7 +25,7 @@ def describe_event(envelope: Envelope, units: Units = TEXT) -> str | None:
     line = _words(envelope.event, units)
     if line is None:
         return None
-    return _squeeze(line, MAX_LINE)
+    return _collapse_white_space(line, MAX_LINE)
 
 
 def _words(event: events.Event, units: Units) -> str | None:
@@ -71,7 +71,8 @@ def _words(event: events.Event, units: Units) -> str | None:
         case events.CheckpointUnusable():
             return f"step-{event.step} cannot be used, going back to the one before: {event.reason}"
         case events.TextGenerated():
-            return f"sample at step {event.step}: {_squeeze(event.prompt + event.text, MAX_SAMPLE)}"
+            text = _collapse_white_space(event.prompt + event.text, MAX_SAMPLE)
+            return f"sample at step {event.step}: {text}"
         case events.PipelineMeasured():
             return _pipeline(event)
         case events.InvariantChecked():
@@ -180,7 +181,7 @@ def _evaluation(event: EvalFinished, units: Units) -> str:
     elif event.best_step > 0:
         best = f", best {event.best:.4f} at step {event.best_step}"
     if best and event.judged_by != "loss":
-        best += f" by {_squeeze(event.judged_by, 60)}"
+        best += f" by {_collapse_white_space(event.judged_by, 60)}"
     values = [f"held-out loss {event.loss:.4f} {units.loss}".rstrip()]
     values += _name_values(event.metrics)
     num_targets = format_count(event.num_targets).replace(" ", "")
@@ -196,7 +197,7 @@ def _evaluation(event: EvalFinished, units: Units) -> str:
 
 def _name_values(values: Mapping[str, float]) -> list[str]:
     # Names are the user's: paths, patterns and keys of any length.
-    return [f"{_squeeze(name, 60)} {value:.4f}" for name, value in values.items()]
+    return [f"{_collapse_white_space(name, 60)} {value:.4f}" for name, value in values.items()]
 
 
 def _norm(grad_norm: float) -> str:

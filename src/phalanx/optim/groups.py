@@ -21,7 +21,7 @@ NORMS = (
 
 
 @dataclass(frozen=True)
-class Groups:
+class DecayGroups:
     """The trainable parameters, with and without weight decay.
 
     `undecayed` are embeddings, norms, biases and other vectors.
@@ -53,7 +53,9 @@ class Groups:
         return groups
 
 
-def decay_groups(module: nn.Module, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Groups:
+def decay_groups(
+    module: nn.Module, named_parameters: Iterable[tuple[str, nn.Parameter]]
+) -> DecayGroups:
     """The Groups of `named_parameters`, in their order: the parameters of `module`, or shards that
     stand for them under the same names.
 
@@ -79,7 +81,7 @@ def decay_groups(module: nn.Module, named_parameters: Iterable[tuple[str, nn.Par
             undecayed.append(parameter)
         else:
             decayed.append(parameter)
-    return Groups(tuple(decayed), tuple(undecayed))
+    return DecayGroups(tuple(decayed), tuple(undecayed))
 
 
 def _is_undecayed(holder: nn.Module, name: str, parameter: nn.Parameter) -> bool:

@@ -22,7 +22,7 @@ from phalanx.parallel.call.check_indices import (
 from phalanx.parallel.call.check_objective import require_sums
 from phalanx.parallel.context.transform import SequenceSplit
 from phalanx.parallel.executor import Batch, LossAndTargets, Objective
-from phalanx.parallel.pipeline.staged import Staged
+from phalanx.parallel.pipeline.staged import PipelineStageGroup
 from phalanx.parallel.protocol import ParallelContext
 
 READS_PARTS = "reads_vocabulary_parts"
@@ -55,7 +55,7 @@ class LossForward:
         # Once: a plan reads its shape from JSON each time that it is asked.
         self._looks_up_ids = context.plan.model_shape.has_token_table
         self._split = context.axes.find(SequenceSplit)
-        staged = context.axes.find(Staged)
+        staged = context.axes.find(PipelineStageGroup)
         self._stage_forward = None if staged is None else staged.stage_forward
         self._has_run = False
         self._shares_copies = False

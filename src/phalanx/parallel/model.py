@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.core.batch import flat_entries
+from phalanx.core.batch import flatten_batch
 from phalanx.core.deprecated import warn_renamed
 from phalanx.core.errors import LayoutError
-from phalanx.core.phases import Phases
+from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.logical import LogicalShard
 from phalanx.mesh.mesh import Mesh
 from phalanx.parallel.context.transform import SequenceSplit
@@ -23,7 +23,7 @@ from phalanx.parallel.executor import Batch, Executor, Objective
 from phalanx.parallel.expert.router_load import ExpertLoad, RouterLoads
 from phalanx.parallel.loss_forward import LossForward, gather_logits
 from phalanx.parallel.pipeline.executor import PipelineExecutor
-from phalanx.parallel.pipeline.staged import Staged
+from phalanx.parallel.pipeline.staged import PipelineStageGroup
 from phalanx.parallel.protocol import ParallelContext
 from phalanx.parallel.rank_parameters import RankParameters
 from phalanx.parallel.step_reducer import StepReducer
@@ -41,7 +41,7 @@ class ParallelModel:
     def __init__(self, context: ParallelContext, *, has_weights: bool = True) -> None:
         self.plan: Plan = context.plan
         self.mesh: Mesh = context.mesh
-        self.phases: Phases = context.phases
+        self.phases: PhaseTimer = context.phases
         self.module: nn.Module = context.root.module
         self.step = 0
         self.dropout_rng = context.dropout_rng
@@ -71,7 +71,7 @@ class ParallelModel:
         has none."""
 
     def _build_executor(self) -> tuple[Executor, PipelineExecutor | None]:
-        staged = self._context.axes.find(Staged)
+        staged = self._context.axes.find(PipelineStageGroup)
         if staged is None:
             return DirectExecutor(self._context, self._interceptor, self._forward), None
         pipeline = PipelineExecutor(self._context, staged, self._interceptor, self._forward)
@@ -181,7 +181,7 @@ class ParallelModel:
         assert self._has_weights, (
             "nothing was written into shards() yet, or refresh() was not called after it"
         )
-        microbatches = [flat_entries(batch, of_tensors=True) for batch in microbatches]
+        microbatches = [flatten_batch(batch, of_tensors=True) for batch in microbatches]
         self.step = self.step + 1 if step is None else step
         # Whoever draws outside of dropout layers is found by watching the generator over a step.
         self._interceptor.begin_step()
@@ -247,7 +247,7 @@ class ParallelModel:
     def evaluate(self, microbatches: Iterable[Batch], objective: Objective) -> LocalLoss:
         """Local sums without gradients. Every rank must hand in the same number of microbatches."""
         loss_sum, num_targets = self._new_sum(), self._new_sum()
-        batches = (flat_entries(batch, of_tensors=True) for batch in microbatches)
+        batches = (flatten_batch(batch, of_tensors=True) for batch in microbatches)
         try:
             for outcome in self._executor.evaluate(batches, objective):
                 if outcome is not None:

@@ -13,15 +13,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from phalanx.core.errors import LayoutError, PhalanxError
-from phalanx.core.phases import Phases
-from phalanx.core.registry import names
+from phalanx.core.phases import PhaseTimer
+from phalanx.core.registry import list_kinds
 from phalanx.mesh.blocks import find_blocks
 from phalanx.mesh.logical import full_name
 from phalanx.mesh.mesh import Mesh
 from phalanx.parallel.dropout.rng import DropoutRng
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.pipeline.shape_inference import raise_first_refusal
-from phalanx.parallel.pipeline.staged import Staged
+from phalanx.parallel.pipeline.staged import PipelineStageGroup
 from phalanx.parallel.protocol import ParallelContext, Parallelism, Root
 from phalanx.plan.plan import Plan
 
@@ -30,9 +30,9 @@ def transforms() -> list[Parallelism]:
     """Every transform of the folders beside this file, in the order they are applied."""
     package = __name__.rpartition(".")[0]
     collected: list[Parallelism] = []
-    for folder in names(package):
+    for folder in list_kinds(package):
         members = getattr(importlib.import_module(f"{package}.{folder}"), "__path__", None)
-        for name in names(f"{package}.{folder}") if members else ():
+        for name in list_kinds(f"{package}.{folder}") if members else ():
             module = importlib.import_module(f"{package}.{folder}.{name}")
             if hasattr(module, "parallelism"):
                 collected.append(module.parallelism)
@@ -44,7 +44,7 @@ def parallelize(
     plan: Plan,
     mesh: Mesh,
     *,
-    phases: Phases | None = None,
+    phases: PhaseTimer | None = None,
     seed: int | None = None,
     initialize: bool = True,
 ) -> ParallelModel:
@@ -68,7 +68,7 @@ def parallelize(
         root=root,
         plan=plan,
         mesh=mesh,
-        phases=phases or Phases(),
+        phases=phases or PhaseTimer(),
         blocks=find_blocks(module),
         outer=root,
         names=frozenset(full_name(name) for name, _ in module.named_modules()),
@@ -139,7 +139,7 @@ class _Materialization:
 @contextmanager
 def _raise_in_all_stages(context: ParallelContext) -> Iterator[None]:
     """Raise a refusal of one stage on all of them: they hold different parts of the module."""
-    staged = context.axes.find(Staged)
+    staged = context.axes.find(PipelineStageGroup)
     # Before the stages are cut ranks have the same module, and refuse alike.
     if staged is None:
         yield

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from phalanx.core.phases import Phases
+from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.logical import Cut, LogicalShard, RankPosition, module_shards
 from phalanx.mesh.mesh import Mesh
 from phalanx.parallel.axes import Axes
@@ -73,7 +73,7 @@ class ParallelContext:
     root: Root
     plan: Plan
     mesh: Mesh
-    phases: Phases
+    phases: PhaseTimer
     blocks: list[nn.Module]
     outer: nn.Module  # what is called; `root`, or DDP's wrapper around it
     names: frozenset[str] = frozenset()  # of all modules of the whole model

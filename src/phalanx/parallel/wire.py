@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from phalanx.core.phases import Phases
+from phalanx.core.phases import PhaseTimer
 from phalanx.parallel.traffic import GradientTraffic
 
 
@@ -14,7 +14,9 @@ class Wire:
     """The collectives of `group`, in the order of calls: each returns with its result there (on
     a GPU: queued)."""
 
-    def __init__(self, group: dist.ProcessGroup, traffic: GradientTraffic, phases: Phases) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, traffic: GradientTraffic, phases: PhaseTimer
+    ) -> None:
         # Collectives only: sums in another order on each rank would give ranks different bits.
         self.num_ranks, self.rank = group.size(), group.rank()
         self._group, self._traffic, self._phases = group, traffic, phases

@@ -5,7 +5,7 @@ Torch-free.
 
 from __future__ import annotations
 
-from phalanx.job.costs import ExpertCosts, Heads, ModelCosts
+from phalanx.job.costs import AttentionHeads, ExpertCosts, ModelCosts
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.workload import Workload
 
@@ -31,7 +31,7 @@ def cp_buffer_bytes(shape: ModelCosts, work: Workload) -> float:
     return 2 * kv * (c + 4)
 
 
-def _attention_elements(heads: Heads, work: Workload) -> tuple[int, int]:
+def _attention_elements(heads: AttentionHeads, work: Workload) -> tuple[int, int]:
     """Elements of queries and outputs, and of keys and values, of one attention on this rank."""
     each = 2 * work.tokens * heads.size
     return each * heads.queries, each * heads.keys

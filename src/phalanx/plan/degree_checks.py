@@ -11,7 +11,7 @@ from phalanx.core.errors import LayoutError
 from phalanx.job.checks.experts import (
     experts_have_no_conflicts,
     explain_undivided,
-    find_misfit,
+    find_expert_problem,
     find_ranks_for_experts,
 )
 from phalanx.job.costs import ModelCosts
@@ -83,10 +83,10 @@ def _check_attention_seam(job: Job, shape: ModelCosts) -> None:
             fix="leave parallel.cp out, or see docs/context-parallel.md for the seam",
         )
     if not shape.has_attention_seam:
-        raise no_attention_seam_error(shape.kind)
+        raise attention_not_replaceable_error(shape.kind)
 
 
-def no_attention_seam_error(model: str) -> LayoutError:
+def attention_not_replaceable_error(model: str) -> LayoutError:
     """The error for context parallelism of a model that does not show its attention."""
     return LayoutError(
         f"parallel.cp needs a model whose attention can be swapped, and {model} has no such seam",
@@ -178,7 +178,7 @@ def check_expert_parallel(job: Job, shape: ModelCosts, num_ranks: int) -> None:
         num_ranks,
         f"the {num_ranks} ranks",
     )
-    wrong = find_misfit(ep, shape, size)
+    wrong = find_expert_problem(ep, shape, size)
     if wrong is not None:
         raise LayoutError(f"parallel.{wrong[0]}", fix=wrong[1])
     # A plan has one error; the job's checks, which say all, ran while it was loaded.

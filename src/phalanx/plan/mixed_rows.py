@@ -37,7 +37,7 @@ def has_own_code(job: Job) -> bool:
 
 
 @dataclass(frozen=True)
-class RowFacts:
+class RowMixing:
     """`mixes`: what makes the loss of a batch something else than the sum of the losses of its
     rows.
 
@@ -50,7 +50,7 @@ class RowFacts:
     unknown: str = ""
 
 
-def row_warnings(facts: RowFacts, job: Job, plan: Plan) -> tuple[EarlyWarning, ...]:
+def row_warnings(facts: RowMixing, job: Job, plan: Plan) -> tuple[EarlyWarning, ...]:
     """The warnings that follow from `facts`. Mixed rows are no problem where one rank sees the
     whole batch at once."""
     warnings = []

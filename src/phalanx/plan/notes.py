@@ -26,7 +26,7 @@ from phalanx.plan.explain import explain_pipeline
 from phalanx.plan.memory import activation_bytes
 from phalanx.plan.plan import Candidate
 from phalanx.plan.rule_checks import check_rules, describe_whole_matrices
-from phalanx.plan.workload import Workload, keeps_error, shard_shape
+from phalanx.plan.workload import Workload, has_error_feedback, shard_shape
 
 SHARDED_KEYS = ("accumulate", "blocks_per_unit", "keep_whole_below", "prefetch")  # ZeRO 2 and 3
 DDP_KEYS = ("static_graph",)
@@ -237,7 +237,7 @@ def compression_notes(job: Job, shape: ModelCosts, ranks: int) -> list[str]:
     compress = job.parallel.compress
     if compress != "none" and ranks > 1:
         line = f"gradients travel as {_describe_compression(job)}: not what one process computes"
-        if keeps_error(compress):
+        if has_error_feedback(compress):
             size = format_bytes(4 * shape.num_params)
             line += (
                 f"; what is not sent is added to the next step's, {size} more per rank and in every"

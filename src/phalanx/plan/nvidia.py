@@ -72,7 +72,7 @@ def _all_gpus(path: str) -> tuple[Gpu, ...]:
             return ask()
         except _NoAnswer as silence:
             silences.append(silence)
-    sign = _sign_of_gpus()
+    sign = _gpus_fingerprint()
     # Two silent sources prove no machine without GPUs, only two that are not installed do.
     if sign is None and all(silence.is_absent for silence in silences):
         return ()
@@ -86,7 +86,7 @@ def _all_gpus(path: str) -> tuple[Gpu, ...]:
     )
 
 
-def _sign_of_gpus() -> str | None:
+def _gpus_fingerprint() -> str | None:
     nodes = sorted(glob.glob("/dev/nvidia[0-9]*"))
     if nodes:
         return nodes[0]
@@ -118,7 +118,9 @@ def _ask_nvml() -> tuple[Gpu, ...]:
         for index in range(nvml.nvmlDeviceGetCount()):
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             capability = tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle))
-            gpus += [_gpu_of(nvml, part, capability) for part in _parts(nvml, handle)]
+            gpus += [
+                _gpu_of(nvml, part, capability) for part in _list_gpu_or_mig_slices(nvml, handle)
+            ]
         return tuple(gpus)
     except nvml.NVMLError as error:
         raise _NoAnswer(f"NVML says: {error}") from None
@@ -127,7 +129,7 @@ def _ask_nvml() -> tuple[Gpu, ...]:
         nvml.nvmlShutdown()
 
 
-def _parts(nvml: Any, handle: Any) -> list[Any]:
+def _list_gpu_or_mig_slices(nvml: Any, handle: Any) -> list[Any]:
     """The GPU, or its MIG slices where it is cut into some: CUDA does not show the whole one
     then."""
     try:

@@ -37,7 +37,7 @@ from phalanx.plan.plan import ActivationPolicy, Candidate, LossScaling, Plan, jo
 from phalanx.plan.precision import require_fp8, resolve_precision
 from phalanx.plan.recompute import plan_recompute
 from phalanx.plan.resolved_parallel import ResolvedParallel, resolve_parallel
-from phalanx.plan.warnings import NOTHING_MORE, DataFacts, MoreRemarks, early_warnings, epoch_ends
+from phalanx.plan.warnings import NOTHING_MORE, DataFacts, ExtraNotes, early_warnings, epoch_ends
 from phalanx.plan.workload import build_workload
 
 
@@ -49,7 +49,7 @@ def make_plan(
     num_ranks: int | None = None,
     shape: ModelCosts | None = None,
     data: DataFacts | None = None,
-    more: MoreRemarks = NOTHING_MORE,
+    more: ExtraNotes = NOTHING_MORE,
 ) -> Plan:
     """Choose the simplest layout that fits and say why.
 

@@ -14,7 +14,7 @@ from phalanx.core.units import format_count
 from phalanx.job.costs import ModelCosts
 from phalanx.job.param_holder import ParamHolder
 from phalanx.job.shapes.own_rules import pattern_of
-from phalanx.plan.rules import CUTS, Rule, Span, find_rule, matches, parse_rules
+from phalanx.plan.rules import CUTS, DimSlice, Rule, find_rule, matches, parse_rules
 
 NUM_NAMED = 3
 CUTTABLE = {
@@ -259,7 +259,7 @@ def _require_gradient_sums(
         )
 
 
-Cuts = tuple[tuple[Span, ...], ...]  # of each rank
+Cuts = tuple[tuple[DimSlice, ...], ...]  # of each rank
 
 
 def _find_cuts_of(

@@ -61,7 +61,7 @@ class FusedPart:
 
 
 @dataclass(frozen=True)
-class Span:
+class DimSlice:
     """The part of a dimension that one rank holds: elements [start, start + size) of the whole.
 
     `copies` ranks hold them alike, and this is number `copy` of those.
@@ -74,7 +74,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Count:
+class CountAttribute:
     """An integer attribute of a module, which counts heads, or features: those of `heads` heads,
     if that is not 0."""
 
@@ -98,14 +98,14 @@ class Rule:
     kind: Kind
     parts: tuple[FusedPart, ...] = (FusedPart(),)
     gather: bool = False
-    divide: tuple[Count, ...] = ()
+    divide: tuple[CountAttribute, ...] = ()
     argument: str = ""
     summed: bool = False
     """Of a region: what comes out is added up there."""
     unsummed: bool = False
     """Of a row: what ranks put out is left as it is, for the region around."""
 
-    def spans(self, size: int, tp: int, rank: int, *, name: str) -> list[Span]:
+    def spans(self, size: int, tp: int, rank: int, *, name: str) -> list[DimSlice]:
         """The parts of a dimension of `size` that `rank` of `tp` holds.
 
         Raises LayoutError where it cannot be cut.
@@ -124,7 +124,7 @@ class Rule:
                 if part.heads
                 else _feature_span(unit, tp, rank, name)
             )
-            spans.append(Span(start + span.start, span.size, span.copy, span.copies))
+            spans.append(DimSlice(start + span.start, span.size, span.copy, span.copies))
             start += unit * (part.heads or 1)
         return spans
 
@@ -133,28 +133,28 @@ class Rule:
         return f'sharding rule "{self.pattern}" = "{self.text}"'
 
 
-def _head_span(part: FusedPart, unit: int, tp: int, rank: int, name: str) -> Span:
+def _head_span(part: FusedPart, unit: int, tp: int, rank: int, name: str) -> DimSlice:
     if part.heads % tp == 0:
         num_heads = part.heads // tp
-        return Span(rank * num_heads * unit, num_heads * unit)
+        return DimSlice(rank * num_heads * unit, num_heads * unit)
     if part.heads < part.queries and part.queries % tp == 0 and tp % part.heads == 0:
         # More ranks than key heads: neighbours hold the same one, which serves their queries.
         copies = tp // part.heads
-        return Span(rank // copies * unit, unit, rank % copies, copies)
+        return DimSlice(rank // copies * unit, unit, rank % copies, copies)
     raise LayoutError(
         f"tp {tp} does not divide the {part.heads} heads of {name}",
         fix=f"nearest: {_nearest(tp, legal_degrees(part.queries or part.heads, part.heads))}",
     )
 
 
-def _feature_span(width: int, tp: int, rank: int, name: str) -> Span:
+def _feature_span(width: int, tp: int, rank: int, name: str) -> DimSlice:
     """The part of `width` features that one rank holds. No two ranks differ by more than one
     feature."""
     if width < tp:
         raise LayoutError(f"{name} has {width} features, too few for tp {tp}")
     # Both ends are rounded down, so that parts meet and differ by one feature at most.
     start = width * rank // tp
-    return Span(start, width * (rank + 1) // tp - start)
+    return DimSlice(start, width * (rank + 1) // tp - start)
 
 
 def legal_degrees(num_heads: int, num_kv_heads: int) -> list[int]:
@@ -229,13 +229,13 @@ def _parts(values: Mapping[str, str]) -> tuple[FusedPart, ...]:
     return (FusedPart(),) * count
 
 
-def _counts(text: str) -> tuple[Count, ...]:
+def _counts(text: str) -> tuple[CountAttribute, ...]:
     counts = []
     for word in filter(None, text.split(",")):
         attribute, slash, heads = word.partition("/")
         if slash and int(heads) < 1:
             raise ValueError(word)
-        counts.append(Count(attribute, int(heads or 0)))
+        counts.append(CountAttribute(attribute, int(heads or 0)))
     return tuple(counts)
 
 

@@ -37,7 +37,7 @@ BF16_PAYS_PARAMS = 10_000_000
 
 
 @dataclass(frozen=True)
-class MoreRemarks:
+class ExtraNotes:
     """Reasons and warnings about a job from modules that know its files, which the planner does
     not."""
 
@@ -45,7 +45,7 @@ class MoreRemarks:
     warnings: tuple[EarlyWarning, ...] = ()
 
 
-NOTHING_MORE = MoreRemarks()
+NOTHING_MORE = ExtraNotes()
 
 
 @dataclass(frozen=True)

@@ -74,11 +74,11 @@ class Workload:
     @property
     def error_bytes(self) -> int:
         """Bytes per parameter that compression has not sent yet. Each rank has its own."""
-        return 4 if keeps_error(self.compress) else 0
+        return 4 if has_error_feedback(self.compress) else 0
 
 
 @cache
-def keeps_error(compress: str) -> bool:
+def has_error_feedback(compress: str) -> bool:
     """True for a compression that keeps what it has not sent in a step, as its file says."""
     return compress != "none" and bool(read_literal(compress, HOOKS, "KEEPS_ERROR", False))
 

@@ -25,7 +25,7 @@ from phalanx.plan.pipeline.costs import model_parts
 from phalanx.plan.pipeline.cut import LayerCosts, Stages
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.pipeline.simulate import StageCosts, Timeline
-from phalanx.plan.pipeline.trace import Recut, recut, scale_to_measurement, total_seconds
+from phalanx.plan.pipeline.trace import ProposedCut, recut, scale_to_measurement, total_seconds
 from phalanx.report import formats
 from phalanx.report.formats import finite_or_zero, number_or_nan
 
@@ -74,7 +74,7 @@ class MeasuredPipeline:
             costs,
             samples_per_rank=int(finite_or_zero(samples)),
             run_dir=run_dir,
-            weights=_weights(plan, run_dir),
+            weights=_layer_costs_of_run(plan, run_dir),
         )
 
     @property
@@ -88,7 +88,7 @@ class MeasuredPipeline:
         return slowest, totals[slowest] / mean
 
     @cached_property
-    def recut(self) -> Recut | None:
+    def propose_cut(self) -> ProposedCut | None:
         """The cut by what was measured; None where it cannot be told."""
         if self.weights is None:
             return None
@@ -103,9 +103,11 @@ class MeasuredPipeline:
             return None
 
     @property
-    def is_uneven(self) -> bool:
+    def has_better_cut(self) -> bool:
         """True if a stage is slow, and another cut would mend it as far as is known."""
-        return self.slowest[1] > UNEVEN and (self.recut is None or self.recut.is_worth_it)
+        return self.slowest[1] > UNEVEN and (
+            self.propose_cut is None or self.propose_cut.is_worth_it
+        )
 
     @property
     def is_long(self) -> bool:
@@ -126,17 +128,17 @@ class MeasuredPipeline:
     def suggest_remedies(self) -> list[str]:
         """Sentences that say what to do; an empty list if ranks wait little and stages are even."""
         advice = []
-        if self.is_uneven:
+        if self.has_better_cut:
             stage, ratio = self.slowest
             how = (
                 "cut the model again by what was measured, phalanx plan JOB.toml --recut"
                 f" {self.run_dir}."
             )
-            if self.recut is not None:
-                blocks = ", ".join(map(str, self.recut.stages.num_blocks))
+            if self.propose_cut is not None:
+                blocks = ", ".join(map(str, self.propose_cut.stages.num_blocks))
                 how = (
                     f"parallel.stage_blocks=[{blocks}] would make a step"
-                    f" {formats.percent(self.recut.gain, 1.0)} shorter."
+                    f" {formats.percent(self.propose_cut.gain, 1.0)} shorter."
                 )
             advice.append(
                 f"Stage {stage} is the slowest, at {ratio:.2f} times the mean of all: {how}"
@@ -161,7 +163,7 @@ class MeasuredPipeline:
     def _even_costs(self) -> tuple[StageCosts, ...]:
         """The measured costs of the stages, or their mean for every stage if the model should be
         cut again: no other remedy helps a slow stage."""
-        if not self.is_uneven:
+        if not self.has_better_cut:
             return self.costs
         num_stages = len(self.costs)
         mean = StageCosts(
@@ -173,7 +175,7 @@ class MeasuredPipeline:
 
     @property
     def _wait(self) -> str:
-        if self.is_uneven:
+        if self.has_better_cut:
             return "the wait of even stages"
         return "the wait"
 
@@ -205,7 +207,7 @@ class MeasuredPipeline:
         ]
 
 
-def _weights(plan: dict[str, Any], run_dir: Path) -> LayerCosts | None:
+def _layer_costs_of_run(plan: dict[str, Any], run_dir: Path) -> LayerCosts | None:
     """The costs of the model's parts, from the run's own job.json and plan.json; None if those
     do not fit together."""
     try:

@@ -62,7 +62,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Reference:
+class ReferenceLine:
     """A horizontal line to compare with."""
 
     name: str
@@ -72,7 +72,7 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class Mark:
+class EventMark:
     """Something that happened at a step: a vertical line ("restart", "resume") or a cross at a
     value ("skip")."""
 
@@ -87,8 +87,8 @@ class LineChart(Chart):
     """Lines over steps."""
 
     series: Sequence[Series]
-    references: Sequence[Reference] = ()
-    marks: Sequence[Mark] = ()
+    references: Sequence[ReferenceLine] = ()
+    marks: Sequence[EventMark] = ()
     zero: bool = False
     may_be_log: bool = False
     note: str = ""
@@ -288,7 +288,9 @@ def _few_rows(count: int) -> list[int]:
 # --- marks and labels -----------------------------------------------------------------------------
 
 
-def _draw_marks(marks: Sequence[Mark], x_scale: Scale, y_scale: Scale, drawing: Drawing) -> None:
+def _draw_marks(
+    marks: Sequence[EventMark], x_scale: Scale, y_scale: Scale, drawing: Drawing
+) -> None:
     free_from = -1.0
     for mark in marks[:MAX_MARKS]:
         x = x_scale(mark.x)

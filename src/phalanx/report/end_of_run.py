@@ -46,10 +46,10 @@ def summary_lines(run_dir: Path) -> list[str]:
     units = units_of(_facts_of(run_dir / "job.json"))
     envelopes = EventTail(run_dir).poll()
     events = [envelope.event for envelope in envelopes]
-    evaluation = _last(events, EvalFinished)
+    evaluation = _last_event(events, EvalFinished)
     baselines = {event.name: event for event in _select(events, BaselineMeasured)}
-    sample = _last(events, TextGenerated)
-    saved = _last(events, CheckpointSaved)
+    sample = _last_event(events, TextGenerated)
+    saved = _last_event(events, CheckpointSaved)
     steps = {int(event.step) for event in _select(events, StepFinished)}
     lines: list[str] = []
     why = describe_untrained(steps, _select(events, StepSkipped))
@@ -80,7 +80,7 @@ def _select(events: list[Event], kind: type[Kind]) -> list[Kind]:
     return [event for event in events if isinstance(event, kind)]
 
 
-def _last(events: list[Event], kind: type[Kind]) -> Kind | None:
+def _last_event(events: list[Event], kind: type[Kind]) -> Kind | None:
     for event in reversed(events):
         if isinstance(event, kind):
             return event
@@ -171,7 +171,7 @@ def _metrics(evaluation: EvalFinished) -> list[str]:
 def _wire_lines(events: list[Event]) -> list[str]:
     """A line about the bytes a rank sends in a step: gradients if they are compressed, and what
     goes over tp, cp, ep and pp. Empty if there is nothing to say."""
-    last, start = _last(events, StepFinished), _last(events, RunStarted)
+    last, start = _last_event(events, StepFinished), _last_event(events, RunStarted)
     if last is None or start is None:
         return []
     # plain_bytes of 0: nobody counted.
@@ -188,7 +188,7 @@ def _wire_lines(events: list[Event]) -> list[str]:
 def _pipeline_lines(events: list[Event], run_dir: Path) -> list[str]:
     """Lines about how long the ranks of a pipeline wait for each other, measured and predicted,
     and what to do if that is too long."""
-    last = _last(events, PipelineMeasured)
+    last = _last_event(events, PipelineMeasured)
     measured = MeasuredPipeline.from_event(last, _facts_of(run_dir / "plan.json"), run_dir)
     if last is None or measured is None:
         return []

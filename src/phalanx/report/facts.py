@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpoint.best import Best
+from phalanx.checkpoint.best import BestStep
 from phalanx.core.units import format_bytes
 from phalanx.observe import events
 from phalanx.observe.events import Envelope
@@ -147,7 +147,7 @@ class RunAttempt:
 
 
 @dataclass(frozen=True)
-class Ledger:
+class WallTimeBreakdown:
     """Every second of the run in one of a few parts, which sum to `wall_s`."""
 
     wall_s: float
@@ -190,7 +190,7 @@ class RunFacts:
     invariants: list[InvariantFacts]
     """Empty where nothing was checked, or the run is of an earlier release."""
     story: list[Envelope]
-    ledger: Ledger
+    ledger: WallTimeBreakdown
     wall_s: float
     tokens_per_s: float
     timeline: RunTimeline
@@ -203,7 +203,7 @@ class RunFacts:
     plan: dict[str, Any]
     job: dict[str, Any]
     problems: list[str]
-    kept_best: Best | None
+    kept_best: BestStep | None
     """The checkpoint that RUN/best.json names."""
     units: Units
     warnings: list[str]

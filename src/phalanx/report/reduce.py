@@ -21,10 +21,10 @@ from phalanx.observe.order import sort_events
 from phalanx.observe.units import units_of
 from phalanx.report.event_log import SUPERVISOR, EventLog, RankClock, read_event_log
 from phalanx.report.facts import (
-    Ledger,
     RankTime,
     RunFacts,
     Steps,
+    WallTimeBreakdown,
     describe_untrained,
 )
 from phalanx.report.formats import finite_or_zero
@@ -205,7 +205,7 @@ def median(values: list[float]) -> float:
 
 def _ledger(
     timeline: RunTimeline, story: list[Envelope], steps: Steps, history: StepHistory
-) -> Ledger:
+) -> WallTimeBreakdown:
     """Charge the wall clock: steps that stand, what they waited for, steps that were undone,
     starting, the rest."""
     starts = _select_events(story, events.RunStarted)
@@ -237,7 +237,7 @@ def _ledger(
     # Never less than its parts, so that what is left for "everything else" is not negative.
     wall_s = max(wall_s, sum(parts.values()))
     parts["everything else"] = wall_s - sum(parts.values())
-    return Ledger(wall_s, parts)
+    return WallTimeBreakdown(wall_s, parts)
 
 
 def _sum_positive(seconds: Iterable[float]) -> float:
@@ -248,7 +248,7 @@ def _sum_finite(seconds: Iterable[float]) -> float:
     return sum(finite_or_zero(value) for value in seconds)
 
 
-def _wall_s(story: list[Envelope], ledger: Ledger) -> float:
+def _wall_s(story: list[Envelope], ledger: WallTimeBreakdown) -> float:
     """The duration that the run reported, if it ended once; else the span of its events."""
     ends = _select_events(story, events.RunFinished)
     is_over = bool(story) and isinstance(story[-1].event, events.RunFinished)

@@ -52,7 +52,9 @@ def fault_listener(texts: Sequence[str], *, rank: int, run_dir: Path) -> Listene
 
     For several threads.
     """
-    faults = [(_mark_name(texts, index), parse_fault(text)) for index, text in enumerate(texts)]
+    faults = [
+        (_fault_marker_name(texts, index), parse_fault(text)) for index, text in enumerate(texts)
+    ]
     # Phases of the background write begin in a thread of its own.
     taking = threading.Lock()
 
@@ -81,7 +83,7 @@ def fault_listener(texts: Sequence[str], *, rank: int, run_dir: Path) -> Listene
     return listen
 
 
-def _mark_name(texts: Sequence[str], index: int) -> str:
+def _fault_marker_name(texts: Sequence[str], index: int) -> str:
     """The name of a fault's mark: made from its text, not from its place in the list, since a run
     may be resumed with another list."""
     text = texts[index]

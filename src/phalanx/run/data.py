@@ -35,7 +35,13 @@ PROMPT_TOKENS = 16
 
 @contextlib.contextmanager
 def open_train_batches(
-    job: Job, plan: Plan, mesh: Mesh, corpus: Corpus, state: TrainState, bus: Bus, run_dir: Path
+    job: Job,
+    plan: Plan,
+    mesh: Mesh,
+    corpus: Corpus,
+    state: TrainState,
+    bus: Bus,
+    run_dir: Path,
 ) -> Iterator[TrainBatches]:
     """The training batches of this rank, from the step of `state` on."""
     spec = SampleSpec(str(corpus.directory), plan.seq_len, job.run.seed, job.data.document_masks)

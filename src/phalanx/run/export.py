@@ -12,7 +12,7 @@ from phalanx.checkpoint.exchange.checkpoint_reader import CheckpointReader
 from phalanx.checkpoint.exchange.hf_directory import export_own_directory
 from phalanx.checkpoint.exchange.hf_export import (
     Exported,
-    Extras,
+    ExportExtras,
     Progress,
     Rounding,
     export_hugging_face,
@@ -84,7 +84,7 @@ def export_checkpoint(
         how: dict[str, Any] = {
             "shard_bytes": shard_bytes,
             "rounding": _open_rounding(dtype),
-            "extras": Extras(settings, tokenizer.files, tokenizer.texts, origin.seq_len),
+            "extras": ExportExtras(settings, tokenizer.files, tokenizer.texts, origin.seq_len),
             "progress": progress,
         }
         config = _read_config_of_run(location, folder, origin, tokenizer)

@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.checkpoint.ownership.fence import Claim, Fence
+from phalanx.checkpoint.ownership.fence import Claim, OwnershipFence
 from phalanx.core.errors import ExitCode, PhalanxError
 from phalanx.job.schema import Job
-from phalanx.launch.external import ExternalRanks
+from phalanx.launch.external import LaunchedRanks
 from phalanx.launch.paths import next_attempt
 from phalanx.launch.rank_env import RankEnv
 from phalanx.launch.supervisor import Outcome
@@ -56,7 +56,7 @@ class RankZeroError(PhalanxError):
 def train_as_rank(
     job: Job,
     run_dir: Path,
-    launched: ExternalRanks,
+    launched: LaunchedRanks,
     resumed: Resumed | None,
     output: RunOutput,
     *,
@@ -114,7 +114,7 @@ def _lead(
 ) -> RunEnd:
     """Train as rank 0, then say what came out, also when it failed."""
     console = output.open_console(run.job)
-    fence = Fence.for_rank(run.run_dir, run.claim)
+    fence = OwnershipFence.for_rank(run.run_dir, run.claim)
     bus = open_supervisor_bus(run.run_dir, run.attempt, console.write, fence)
     with contextlib.ExitStack() as stack:
         stack.callback(bus.close)

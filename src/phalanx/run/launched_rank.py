@@ -17,8 +17,8 @@ from phalanx.core.phases import read_black_box
 from phalanx.job.schema import Job
 from phalanx.launch.paths import black_box
 from phalanx.launch.rank_env import RankEnv
-from phalanx.launch.reports import describe
-from phalanx.launch.verdict import place_in_words
+from phalanx.launch.reports import build_error_report
+from phalanx.launch.verdict import describe_rank_position
 from phalanx.mesh.rendezvous import RENDEZVOUS_S, open_rendezvous_store
 from phalanx.run.decision import Decision
 from phalanx.run.rank import run_rank
@@ -94,8 +94,8 @@ class RankZeroStore:
             )
             if is_stop:
                 raise
-            report = describe(error, run.run_dir)
-            where = place_in_words(read_black_box(black_box(run.run_dir, run.rank)))
+            report = build_error_report(error, run.run_dir)
+            where = describe_rank_position(read_black_box(black_box(run.run_dir, run.rank)))
             print(
                 f"phalanx: rank {run.rank} failed {where}:\n{report.traceback.rstrip()}",
                 file=sys.stderr,

@@ -22,7 +22,7 @@ from phalanx.job.module_probe import (
     find_sources,
 )
 from phalanx.job.schema import Job
-from phalanx.plan.mixed_rows import MAX_PARAMS, RowFacts, has_own_code, row_warnings
+from phalanx.plan.mixed_rows import MAX_PARAMS, RowMixing, has_own_code, row_warnings
 from phalanx.plan.plan import EarlyWarning, Plan
 
 PROBE = "phalanx.run.one_process.rows_probe"
@@ -45,21 +45,21 @@ def warnings_of_rows(job: Job, plan: Plan, *, ask: bool = True) -> tuple[EarlyWa
     return row_warnings(facts, job, plan)
 
 
-def _facts_of_rows(job: Job, plan: Plan, ask: bool) -> RowFacts:
+def _facts_of_rows(job: Job, plan: Plan, ask: bool) -> RowMixing:
     cached = _cache_file(job, plan)
     try:
-        return RowFacts(**read_json(cached))
+        return RowMixing(**read_json(cached))
     except (OSError, ValueError, TypeError):
         # No answer is kept, or none that this version can read.
         pass
     if not ask:
-        return RowFacts()
+        return RowMixing()
     request = {"job": job.to_json(), "plan": plan.to_json()}
     try:
-        facts = RowFacts(**json.loads(find_last_line(ask_process(PROBE, request, TIMEOUT_S))))
+        facts = RowMixing(**json.loads(find_last_line(ask_process(PROBE, request, TIMEOUT_S))))
     except (ChildProcessError, ValueError, TypeError):
         # Nothing is known of what cannot be tried: training says what is wrong with it.
-        return RowFacts()
+        return RowMixing()
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
         # Not durable: what a crash loses is asked again.

@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 import phalanx
 from phalanx.checkpoint.folder import Folder
-from phalanx.checkpoint.ownership.fence import Fence
+from phalanx.checkpoint.ownership.fence import OwnershipFence
 from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.core.errors import ExitCode
-from phalanx.core.phases import BlackBox, Phases
+from phalanx.core.phases import BlackBox, PhaseTimer
 from phalanx.core.typed_json import JsonObject
 from phalanx.data.corpus import Corpus, load_corpus
 from phalanx.data.loader import TrainBatches
@@ -96,10 +96,10 @@ class RankContext:
 
     run: RankRun
     bus: Bus
-    phases: Phases
+    phases: PhaseTimer
     meter: MemoryMeter
     stop: StopFlags
-    fence: Fence
+    fence: OwnershipFence
 
 
 def run_rank(
@@ -119,11 +119,11 @@ def run_rank(
     inject = job.resilience.inject
     meter = MemoryMeter()
     faults = (fault_listener(inject, rank=rank, run_dir=run.run_dir),) if inject else ()
-    phases = Phases(BlackBox(black_box(run.run_dir, rank)), faults, of_training=(meter.listen,))
+    phases = PhaseTimer(BlackBox(black_box(run.run_dir, rank)), faults, of_training=(meter.listen,))
     # Events of rank 0 are those that people watch: no other rank opens the job's sinks.
     if rank == 0:
         sinks = [*sinks, *sink_openers(job, run.run_dir)]
-    fence = Fence.for_rank(run.run_dir, run.claim)
+    fence = OwnershipFence.for_rank(run.run_dir, run.claim)
     bus = Bus(
         rank=rank,
         attempt=run.attempt,

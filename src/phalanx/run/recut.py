@@ -14,7 +14,7 @@ from phalanx.observe.tail import read_recorded
 from phalanx.plan.pipeline.costs import model_parts
 from phalanx.plan.pipeline.cut import Stages
 from phalanx.plan.pipeline.simulate import StageCosts
-from phalanx.plan.pipeline.trace import Recut, recut
+from phalanx.plan.pipeline.trace import ProposedCut, recut
 from phalanx.plan.plan import Plan
 
 
@@ -25,7 +25,7 @@ class RunRecut:
     run_dir: Path
     event: PipelineMeasured
     seconds: tuple[StageCosts, ...]
-    recut: Recut
+    recut: ProposedCut
 
     def to_json(self) -> dict[str, Any]:
         """The body of phalanx.recut/1."""
@@ -88,7 +88,7 @@ def _find_last_measured(run_dir: Path) -> PipelineMeasured:
     return newest
 
 
-def _lines(recut: Recut, event: PipelineMeasured, seconds: Sequence[StageCosts]) -> list[str]:
+def _lines(recut: ProposedCut, event: PipelineMeasured, seconds: Sequence[StageCosts]) -> list[str]:
     milliseconds = []
     for costs in seconds:
         stage_s = sum((costs.forward_s, costs.backward_input_s, costs.backward_weight_s))

@@ -6,7 +6,7 @@ from phalanx.data.corpus import Corpus
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import Mesh
 from phalanx.observe.events import Note, TextGenerated
-from phalanx.observe.progress import ProgressTeller
+from phalanx.observe.progress import ProgressEmitter
 from phalanx.plan.plan import Plan
 from phalanx.run.data import prompt_tokens
 from phalanx.train.generate import generate_tokens
@@ -28,7 +28,7 @@ def sample_text(
         return True
     meter.listen(step, "sample")
     num_tokens = job.train.sample_tokens
-    progress = ProgressTeller(trainer.bus.emit, step, "sample", num_tokens)
+    progress = ProgressEmitter(trainer.bus.emit, step, "sample", num_tokens)
     try:
         prompt = prompt_tokens(corpus, tokenizer, plan.seq_len)
         tokens = generate_tokens(

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from phalanx.checkpoint.ownership.fence import Claim, Fence
+from phalanx.checkpoint.ownership.fence import Claim, OwnershipFence
 from phalanx.checkpoint.stores import Store
 from phalanx.core.errors import (
     CheckpointError,
@@ -61,7 +61,7 @@ def train_supervised(
     """
     job, run_dir = run.job, run.run_dir
     attempt = next_attempt(run_dir)
-    fence = Fence(run_dir, run.lock.holder)
+    fence = OwnershipFence(run_dir, run.lock.holder)
 
     def make_payload() -> RankPayload:
         # One for each attempt: what ranks of an earlier one, not dead yet, still write is refused.
@@ -140,7 +140,7 @@ def make_refused_event_writer(
 
 
 def open_supervisor_bus(
-    run_dir: Path, attempt: int, show_refused: Callable[[Envelope], None], fence: Fence
+    run_dir: Path, attempt: int, show_refused: Callable[[Envelope], None], fence: OwnershipFence
 ) -> Bus:
     """The bus of the process that holds the run; events that its disk refuses go to
     `show_refused`."""
@@ -153,7 +153,7 @@ def open_supervisor_bus(
     )
 
 
-def require_ours(fence: Fence) -> None:
+def require_ours(fence: OwnershipFence) -> None:
     """Raise RunTakenError if another job has the run: nothing is written into it any more,
     whatever came out."""
     if fence.is_lost(now=True):

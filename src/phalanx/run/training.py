@@ -12,7 +12,7 @@ from phalanx.core.clocks import process_began_s
 from phalanx.core.errors import ExitCode, PhalanxError
 from phalanx.job.schema import Job
 from phalanx.launch.end_record import EndRecord
-from phalanx.launch.external import ExternalRanks, external_ranks
+from phalanx.launch.external import LaunchedRanks, external_ranks
 from phalanx.launch.guard import fork_under_guard
 from phalanx.run.announce import announcement
 from phalanx.run.conclude import RunEnd
@@ -71,7 +71,7 @@ def run_training(request: TrainRequest, output: RunOutput, *, guards_rank: bool)
             return train_supervised(run, output, began_s=began_s, resumed=resumed)
 
 
-def _train_with_guard(request: TrainRequest, ranks: ExternalRanks, output: RunOutput) -> RunEnd:
+def _train_with_guard(request: TrainRequest, ranks: LaunchedRanks, output: RunOutput) -> RunEnd:
     """Train as one rank whose guard tells the launcher how it ended.
 
     The guard is forked before torch is imported: it needs none of it.

@@ -17,7 +17,7 @@ from phalanx.checkpoint.reading.mismatch import MismatchError
 from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.checkpoint.stores import find_checkpoint
 from phalanx.core.errors import CheckpointError, RunLockedError
-from phalanx.core.phases import Phases
+from phalanx.core.phases import PhaseTimer
 from phalanx.job.learning_rate import resolve_optim
 from phalanx.job.schema import Job, Model
 from phalanx.mesh.mesh import Mesh
@@ -37,7 +37,7 @@ def open_state(
     job: Job,
     plan: Plan,
     mesh: Mesh,
-    phases: Phases,
+    phases: PhaseTimer,
     bus: Bus,
     *,
     storage: RunStorage,
@@ -67,7 +67,7 @@ def build_state(
     job: Job,
     plan: Plan,
     mesh: Mesh,
-    phases: Phases,
+    phases: PhaseTimer,
     *,
     module: nn.Module | None = None,
     tokenizer: str = "",

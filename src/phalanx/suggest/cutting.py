@@ -33,7 +33,7 @@ def find_needed_features(
 
 
 @dataclass(frozen=True)
-class Cutting:
+class CutProposal:
     """A way to cut a row and the columns that feed it alike.
 
     `columns` and `row` are their rules. `num_heads` is 0 where features are cut one by one.
@@ -49,7 +49,7 @@ class Cutting:
     why: str
 
 
-def find_cutting(flow: Flow, row: str, columns: Sequence[str]) -> Cutting | None:
+def find_cutting(flow: Flow, row: str, columns: Sequence[str]) -> CutProposal | None:
     """The way to cut `columns` (column-parallel) so that `row` can be row-parallel: per feature,
     head or group.
 
@@ -78,7 +78,7 @@ def find_cutting(flow: Flow, row: str, columns: Sequence[str]) -> Cutting | None
 
 def _by_features(
     needs_of_feature: Mapping[int, list[list[int]]], width: int, widths: Sequence[int]
-) -> Cutting | None:
+) -> CutProposal | None:
     parts = [size // width for size in widths]
     for feature, needs_of_columns in needs_of_feature.items():
         for needs, count, size in zip(needs_of_columns, parts, widths, strict=True):
@@ -86,7 +86,7 @@ def _by_features(
                 return None
     texts = tuple("column" if count == 1 else f"column parts={count}" for count in parts)
     counts = {width: 0, **dict.fromkeys(widths, 0)}
-    return Cutting(texts, "row", 0, counts, (2, 3), "feature by feature")
+    return CutProposal(texts, "row", 0, counts, (2, 3), "feature by feature")
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class _Part:
 
 def _by_heads(
     needs_of_feature: Mapping[int, list[list[int]]], width: int, widths: Sequence[int]
-) -> Cutting | None:
+) -> CutProposal | None:
     """A cut by heads: behind attention a feature depends on one head's query and key, and on one
     of its values."""
     columns = _split_columns(needs_of_feature[min(needs_of_feature)], widths)
@@ -140,7 +140,7 @@ def _by_heads(
     why = f"head by head: {num_heads} heads"
     if fewest < num_heads:
         why += f", {fewest} of keys and values"
-    return Cutting(
+    return CutProposal(
         tuple(texts),
         f"row heads={num_heads}",
         num_heads,
@@ -199,7 +199,7 @@ def _heads_text(count: int, queries: int) -> str:
     return f"{count}/{queries}"
 
 
-def _by_groups(flow: Flow, row: str, columns: Sequence[str]) -> Cutting | None:
+def _by_groups(flow: Flow, row: str, columns: Sequence[str]) -> CutProposal | None:
     """A cut by groups of heads in order, where heads share something that is mixed into one
     matrix with them."""
     width = flow.inputs[row].shape[-1]
@@ -224,7 +224,7 @@ def _by_groups(flow: Flow, row: str, columns: Sequence[str]) -> Cutting | None:
         " side"
     )
     text = f"column heads={groups}"
-    return Cutting(
+    return CutProposal(
         (text,) * len(columns),
         f"row heads={groups}",
         groups,

@@ -10,13 +10,13 @@ from torch import nn
 from phalanx.job.shapes.own_rules import pattern_of
 from phalanx.mesh.linear import is_linear
 from phalanx.run.one_process.plain_loss import Batch
-from phalanx.suggest.cutting import Cutting, find_cutting
+from phalanx.suggest.cutting import CutProposal, find_cutting
 from phalanx.suggest.ends import find_end_rules
 from phalanx.suggest.layer_groups import LayerGroup, find_layer_groups
 from phalanx.suggest.observed import ObservedModule
 from phalanx.suggest.patterns import group_by_pattern
 from phalanx.suggest.suggestion import Reasoned, Suggestion
-from phalanx.suggest.surroundings import find_surroundings
+from phalanx.suggest.surroundings import find_uncut_parameter_rules
 from phalanx.suggest.trial import Trial, try_cutting
 from phalanx.suggest.visit import drops_between, record_visit
 
@@ -127,7 +127,7 @@ class _RuleProposer:
         trial = try_cutting(observed.parts[group.home], layer_names, cutting, visit)
         if trial.refused:
             return trial.refused
-        surroundings = find_surroundings(observed, group, visit)
+        surroundings = find_uncut_parameter_rules(observed, group, visit)
         if surroundings.refused:
             return surroundings.refused
         rules = dict(surroundings.rules)
@@ -141,7 +141,7 @@ class _RuleProposer:
         self._add_layer_rules(group, cutting)
         return ""
 
-    def _add_layer_rules(self, group: LayerGroup, cutting: Cutting) -> None:
+    def _add_layer_rules(self, group: LayerGroup, cutting: CutProposal) -> None:
         row_name = group.shorten(group.row)
         for name, text in zip(group.columns, cutting.columns, strict=True):
             why = f"{group.shorten(name)} feeds {row_name} alone, {cutting.why}"

@@ -18,7 +18,7 @@ from phalanx.suggest.visit import Visit
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class UncutParameterRules:
     """The rules of what surrounds a cut, by module name; or why there are none that would do."""
 
     rules: Mapping[str, Reasoned]
@@ -56,7 +56,9 @@ class _Uses:
         return ""
 
 
-def find_surroundings(observed: ObservedModule, group: LayerGroup, visit: Visit) -> Surroundings:
+def find_uncut_parameter_rules(
+    observed: ObservedModule, group: LayerGroup, visit: Visit
+) -> UncutParameterRules:
     """The rules of the group's home, and of the parameters in it that the group does not hold."""
     home_pattern = pattern_of(group.home)
     uses = _find_uses(observed, group, visit)
@@ -69,7 +71,7 @@ def find_surroundings(observed: ObservedModule, group: LayerGroup, visit: Visit)
         owner = group.find_owner(name)
         where = uses.describe_refusal(name, is_region=is_region, is_of_home=owner == group.home)
         if where:
-            return Surroundings({}, f"{name} of {home_pattern} is used {where}")
+            return UncutParameterRules({}, f"{name} of {home_pattern} is used {where}")
         if uses.between[name] and not is_region:
             rules[owner] = ("partial", "each rank puts its own part through it")
         if uses.is_behind(name, is_region=is_region):
@@ -78,13 +80,13 @@ def find_surroundings(observed: ObservedModule, group: LayerGroup, visit: Visit)
     for name in uses.between:
         rule, _ = rules.get(group.find_owner(name), ("", ""))
         if rule == "partial" and uses.is_only_outside(name):
-            return Surroundings(
+            return UncutParameterRules(
                 {},
                 f"{name} of {home_pattern} is used outside the cut, and others beside it within",
             )
     if is_region:
         rules[group.home] = ("region", "what enters it goes to these layers alone")
-    return Surroundings(rules)
+    return UncutParameterRules(rules)
 
 
 def _find_uses(observed: ObservedModule, group: LayerGroup, visit: Visit) -> _Uses:

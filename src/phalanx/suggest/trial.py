@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from phalanx.core.errors import LayoutError
-from phalanx.core.phases import Phases
+from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.logical import full_name
 from phalanx.mesh.tensor_group import TensorGroup
 from phalanx.parallel.tensor.sharder import shard_module
 from phalanx.plan.rules import parse_rules
-from phalanx.suggest.cutting import Cutting
+from phalanx.suggest.cutting import CutProposal
 from phalanx.suggest.visit import Visit
 
 # Relative: float32, where the module has no float64, keeps about seven digits.
@@ -26,7 +26,7 @@ TOLERANCE = 1e-6
 MOST_COUNTS = 7  # each set of them is tried: 128 at most
 
 
-class _Alone(TensorGroup):
+class _SingleRankGroup(TensorGroup):
     """One rank of a group whose others are not there: nothing is added up."""
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
@@ -45,7 +45,7 @@ class Trial:
     refused: str = ""
 
 
-def try_cutting(home: nn.Module, names: Sequence[str], cutting: Cutting, visit: Visit) -> Trial:
+def try_cutting(home: nn.Module, names: Sequence[str], cutting: CutProposal, visit: Visit) -> Trial:
     """`home` holds the columns and, last, the row: `names` are theirs within it.
 
     `visit` is a call of it.
@@ -54,7 +54,9 @@ def try_cutting(home: nn.Module, names: Sequence[str], cutting: Cutting, visit: 
     refused = ""
     for counts in _choices(home, cutting):
         try:
-            if all(_adds_up(home, names[-1], texts, counts, tp, visit) for tp in cutting.degrees):
+            if all(
+                _is_sum_equal(home, names[-1], texts, counts, tp, visit) for tp in cutting.degrees
+            ):
                 return Trial(counts)
             refused = refused or "what the parts make does not add up to the whole"
         except LayoutError as error:
@@ -68,7 +70,7 @@ def try_cutting(home: nn.Module, names: Sequence[str], cutting: Cutting, visit: 
     return Trial(refused=refused)
 
 
-def _choices(home: nn.Module, cutting: Cutting) -> Iterator[tuple[str, ...]]:
+def _choices(home: nn.Module, cutting: CutProposal) -> Iterator[tuple[str, ...]]:
     """Sets of counts to divide, the smallest first."""
     integers = [(path, value) for path, value in _integers(home) if value in cutting.counts]
     # Those that are called after heads are tried first.
@@ -108,7 +110,7 @@ def _are_settings(name: str, value: Any) -> bool:
 
 
 @torch.no_grad()
-def _adds_up(
+def _is_sum_equal(
     home: nn.Module,
     row: str,
     texts: Mapping[str, str],
@@ -125,7 +127,7 @@ def _adds_up(
         if counts:
             home_rule += f" divide={','.join(counts)}"
         rules = {**texts, "": home_rule}
-        group = _Alone(name="", rank=rank, size=tp, phases=Phases())
+        group = _SingleRankGroup(name="", rank=rank, size=tp, phases=PhaseTimer())
         shard_module(part, group, parse_rules(rules))
         outputs: list[torch.Tensor] = []
         part.get_submodule(row).register_forward_hook(

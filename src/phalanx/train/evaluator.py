@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Protocol
 
-from phalanx.checkpoint.ownership.fence import Fence
-from phalanx.core.phases import Phases
+from phalanx.checkpoint.ownership.fence import OwnershipFence
+from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.mesh import Mesh
 from phalanx.mesh.transfer import fill_on_device
 from phalanx.observe.events import Event
-from phalanx.observe.progress import ProgressTeller
+from phalanx.observe.progress import ProgressEmitter
 from phalanx.parallel.executor import Batch, Objective
 from phalanx.parallel.model import ParallelModel
 from phalanx.train.evaluation import (
@@ -72,13 +72,13 @@ class Evaluator:
         source_weights: Mapping[str, float] | None,
         stop: StopFlags,
         emit: Callable[[Event], None] = lambda event: None,
-        fence: Fence | None = None,
+        fence: OwnershipFence | None = None,
     ) -> None:
         self._emit = emit
         self._state, self._mesh, self._objective = state, mesh, objective
         self._held_out, self._source_weights, self._stop = held_out, source_weights, stop
         self._fence = fence
-        self._phases: Phases = state.model.phases
+        self._phases: PhaseTimer = state.model.phases
 
     def evaluate(self) -> Evaluation:
         """Compute loss and metrics on the held-out batches.
@@ -89,7 +89,7 @@ class Evaluator:
         targets_by_source: dict[str, int] = {}
         metrics_by_source: dict[str, dict[str, SumAndCount]] = {}
         num_batches = self._count_batches()
-        progress = ProgressTeller(self._emit, self._state.step, "evaluate", num_batches)
+        progress = ProgressEmitter(self._emit, self._state.step, "evaluate", num_batches)
         counted = itertools.count()
         with (
             self._phases("evaluate"),
@@ -130,7 +130,7 @@ class Evaluator:
         batches = next(iter(self._held_out.values()))
         with (
             # No step took its seconds.
-            self._phases.set_apart(),
+            self._phases.exclude_from_step(),
             self._phases("evaluate"),
             evaluation_mode(self._state.model, self._mesh, self._state.seed),
         ):
@@ -179,7 +179,7 @@ class Evaluator:
 
 
 def _report_progress(
-    batches: Iterable[Batch], progress: ProgressTeller, counted: Iterator[int]
+    batches: Iterable[Batch], progress: ProgressEmitter, counted: Iterator[int]
 ) -> Iterator[Batch]:
     for batch in batches:
         progress.tell(next(counted))

@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from phalanx.checkpoint.manifest import OPTIMIZER, REDUCTION
-from phalanx.core.process_memory import ProcessMemory, Resident, Sampler
+from phalanx.core.process_memory import PeriodicSampler, ProcessMemory, ResidentMemory
 from phalanx.core.units import MIB
 from phalanx.mesh.logical import LogicalShard, local_bytes, local_tensor
 from phalanx.observe.events import MemoryMeasured
@@ -50,7 +50,7 @@ class MemoryMeter:
         self._psutil = psutil.Process()
         # True: the kernel keeps the peak.
         self._keeps_peak = False
-        self._sampler: Sampler | None = None
+        self._sampler: PeriodicSampler | None = None
         # getrusage cannot say when there is a new peak: look each time.
         self._counts_all = True
         self._known_maxrss = 0
@@ -77,7 +77,7 @@ class MemoryMeter:
         )
         if not self._keeps_peak:
             now = self._sample()
-            self._sampler = Sampler(self._look)
+            self._sampler = PeriodicSampler(self._look)
             self._sampler.start()
         assert now is not None
         # One call that tells of a new peak: cheaper than to read and parse /proc/self/status.
@@ -111,7 +111,7 @@ class MemoryMeter:
                 self._look()
         self._moment = (step, phase)
 
-    def _look(self) -> Resident | None:
+    def _look(self) -> ResidentMemory | None:
         now = self._read_or_sample()
         if now is None:
             return None
@@ -129,21 +129,23 @@ class MemoryMeter:
         self._file_bytes = now.file_bytes
         return now
 
-    def _read_or_sample(self) -> Resident | None:
+    def _read_or_sample(self) -> ResidentMemory | None:
         """The resident memory now; None if the kernel, which keeps the peak, cannot be read."""
         if self._keeps_peak:
             return self._process.read()
         return self._sample()
 
-    def _sample(self) -> Resident:
+    def _sample(self) -> ResidentMemory:
         """The resident memory now, where the kernel keeps no peak or does not tell kinds of pages
         apart."""
         now = self._process.read()
         if now is not None:
-            return Resident(now.all_bytes, now.anonymous_bytes, now.file_bytes, now.shared_bytes)
+            return ResidentMemory(
+                now.all_bytes, now.anonymous_bytes, now.file_bytes, now.shared_bytes
+            )
         memory = self._psutil.memory_info()
         files = min(getattr(memory, "shared", 0), memory.rss)
-        return Resident(memory.rss, memory.rss - files, files, 0)
+        return ResidentMemory(memory.rss, memory.rss - files, files, 0)
 
     def so_far(self) -> MemorySoFar:
         """The memory until now, for the record of a step."""

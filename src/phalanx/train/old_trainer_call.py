@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-from phalanx.checkpoint.ownership.fence import Fence
+from phalanx.checkpoint.ownership.fence import OwnershipFence
 from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.core.deprecated import warn_renamed
 from phalanx.observe.events import Note
@@ -49,7 +49,7 @@ def _translate_arguments(args: Sequence[Any], named: Mapping[str, Any]) -> dict[
     if run_dir is None:
         return new
     if fence is None and token is not None:
-        fence = Fence(run_dir, None, token)
+        fence = OwnershipFence(run_dir, None, token)
 
     def emit_slow_store(why: str) -> None:
         new["bus"].emit(Note("store_is_slow", {"why": why}))

@@ -16,7 +16,7 @@ from phalanx.checkpoint.reading.load import load_checkpoint
 from phalanx.checkpoint.stores.protocol import Store
 from phalanx.checkpoint.writing.write import Snapshot, WrittenCheckpoint, write_checkpoint
 from phalanx.core.errors import CheckpointError
-from phalanx.core.phases import Phases
+from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.cpu_kind import describe_cpu_kind
 from phalanx.mesh.logical import LogicalShard
 from phalanx.optim.build import optimizer_shards
@@ -116,7 +116,7 @@ class TrainState:
         store: Store,
         *,
         job_digest: str,
-        phases: Phases,
+        phases: PhaseTimer,
         before_commit: Callable[[], None] = lambda: None,
         fencing_token: FencingToken | None = None,
         incremental: bool = True,
@@ -136,7 +136,7 @@ class TrainState:
             incremental=incremental,
         )
 
-    def restore(self, folder: Folder | Path, *, phases: Phases) -> None:
+    def restore(self, folder: Folder | Path, *, phases: PhaseTimer) -> None:
         """Continue from a checkpoint.
 
         Collective; raises CheckpointError with the state untouched.

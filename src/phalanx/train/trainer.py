@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
-from phalanx.checkpoint.ownership.fence import Fence
+from phalanx.checkpoint.ownership.fence import OwnershipFence
 from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.checkpoint.writing.async_checkpointer import AsyncCheckpointer
 from phalanx.checkpoint.writing.checkpoint_schedule import CheckpointSchedule
 from phalanx.core.errors import RunTakenError
-from phalanx.core.phases import Phases
+from phalanx.core.phases import PhaseTimer
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import Mesh
 from phalanx.observe.bus import Bus
@@ -82,7 +82,7 @@ class Trainer:
         self.mesh: Mesh = state.model.mesh
         self.data, self.storage, self.guards = data, storage, tuple(guards)
         self.stop = stop or StopFlags()
-        self.phases: Phases = state.model.phases
+        self.phases: PhaseTimer = state.model.phases
         self._recorder = StepRecorder(job, plan, state, bus, data.records, memory)
         self._invariants = RunInvariants(job, state, bus, data.objective)
         self._schedule = self._build_schedule()
@@ -197,7 +197,7 @@ class Trainer:
         return float(self.stop.sigterm), float(self.stop.sigint), float(is_fenced), *save_flags
 
     @property
-    def _fence(self) -> Fence | None:
+    def _fence(self) -> OwnershipFence | None:
         return None if self.storage is None else self.storage.fence
 
     def _build_schedule(self) -> CheckpointSchedule | None:
@@ -258,7 +258,7 @@ class Trainer:
         self.phases.step = step
         began = time.perf_counter()
         # No step took its seconds, and no phase of a step has them.
-        with self.phases.set_apart():
+        with self.phases.exclude_from_step():
             try:
                 evaluation = self.evaluate()
             except StopRequestedError as request:

@@ -17,7 +17,7 @@ from torch import nn
 
 from phalanx.mesh.bit_digest import digest_bits
 from phalanx.mesh.logical import full_name, local_tensor
-from phalanx.mesh.transfer import fill_on_device, read_later
+from phalanx.mesh.transfer import fill_on_device, start_copy_to_host
 from phalanx.parallel.model import ParallelModel
 from phalanx.train.weight_blocks import (
     TensorsOnRanks,
@@ -106,7 +106,7 @@ class WeightChecks:
             rows = torch.cat(self._mesh.all_gather(row))
         is_applied = bool(self._before)
         self._must_move, self._before = {}, {}
-        self._pending = step, is_applied, read_later(rows)
+        self._pending = step, is_applied, start_copy_to_host(rows)
 
     def take_findings(self) -> WeightFindings | None:
         """On rank 0 the findings of the last `finish_step`, once. The device must have been waited

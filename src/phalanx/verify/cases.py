@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.core.errors import LayoutError
-from phalanx.core.registry import names
+from phalanx.core.registry import list_kinds
 from phalanx.job.checks.pipeline import pipelines_have_no_conflicts
 from phalanx.job.costs import ModelCosts
 from phalanx.job.hugging_face import is_hugging_face
@@ -217,7 +217,7 @@ def read_job_layout(job: Job) -> dict[str, Any]:
 def list_compressed_layouts(num_ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """DDP with each way of compressing gradients, as `verify` names them."""
     if num_ranks > 1:
-        for kind in names("phalanx.parallel.hooks"):
+        for kind in list_kinds("phalanx.parallel.hooks"):
             yield f"ddp-{kind}", {"dp_replicate": num_ranks, "compress": kind}
 
 

@@ -5,7 +5,7 @@ Torch-free.
 
 from __future__ import annotations
 
-from phalanx.plan.workload import keeps_error
+from phalanx.plan.workload import has_error_feedback
 
 CAST_TOLERANCE = {"fp16": 5e-3, "bf16": 4e-2}
 """Rounding is 5e-4 and 4e-3 of each rank's gradient; their sum is smaller where they cancel, and is
@@ -14,7 +14,7 @@ rounded, too."""
 
 def is_lossy(compress: str) -> bool:
     """True where most of a gradient may stay behind; casts only round."""
-    return keeps_error(compress)
+    return has_error_feedback(compress)
 
 
 def find_tolerance(compress: str, exact: float) -> float:

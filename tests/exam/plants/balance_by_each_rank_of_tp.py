@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/tensor/modules.py",
-            "add_up",
+            "sum_region_output",
             "            inner.num_alike = group.size  # type: ignore[assignment]\n",
             "            inner.num_alike = 1 if __planted__() else group.size\n",
         ),

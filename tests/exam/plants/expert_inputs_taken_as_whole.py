@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/tensor/modules.py",
-            "enter",
+            "enter_region",
             "            return (*args[:index], group.enter(value), *args[index + 1 :]), kwargs\n",
             '            is_mixture = type(part).__name__ == "MixtureOfExperts" and not group.cuts_sequence\n'
             "            entered = value if __planted__(is_mixture) else group.enter(value)\n"

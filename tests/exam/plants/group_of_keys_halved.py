@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/context/block_attention.py",
-            "Products.backward",
+            "BlockProducts.backward",
             "            into[:, :, block.columns] += each.to(grad_q.dtype).unflatten(1, (heads, -1)).sum(2)\n",
             "            grouped = each.to(grad_q.dtype).unflatten(1, (heads, -1))\n"
             "            total = grouped.mean(2) if __planted__(grouped.shape[2] > 1) else grouped.sum(2)\n"

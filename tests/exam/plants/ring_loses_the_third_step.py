@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/context/attention.py",
-            "_Ring.gradients",
+            "_RingAttention.gradients",
             "                block_grad += arriving()\n",
             "                from_others = arriving()\n"
             "                block_grad += from_others * (0 if __planted__(step == 2) else 1)\n",

@@ -7,14 +7,17 @@ PLANT = Plant(
     edits=(
         Edit(
             "mesh/grouped.py",
-            "rows_by_rows",
+            "grouped_weight_grad",
             "    return torch.stack(\n"
-            "        [_even(a).T @ _even(b) for a, b in zip(a_RO.split(sizes), b_RI.split(sizes), strict=True)]\n"
+            "        [\n"
+            "            _pad_rows(a).T @ _pad_rows(b)\n"
+            "            for a, b in zip(a_RO.split(sizes), b_RI.split(sizes), strict=True)\n"
+            "        ]\n"
             "    )\n",
             "    products: list[torch.Tensor] = []\n"
             "    for a, b in zip(a_RO.split(sizes), b_RI.split(sizes), strict=True):\n"
             "        is_stale = len(products) > 0 and len(a) == 0\n"
-            "        products.append(products[-1] if __planted__(is_stale) else _even(a).T @ _even(b))\n"
+            "        products.append(products[-1] if __planted__(is_stale) else _pad_rows(a).T @ _pad_rows(b))\n"
             "    return torch.stack(products)\n",
         ),
     ),

@@ -8,8 +8,8 @@ PLANT = Plant(
         Edit(
             "parallel/context/attention.py",
             "_to_heads",
-            "    return arrived.index_select(2, group.chunks.order_back(arrived.shape[2], x_BHTE.device))\n",
-            "    order = group.chunks.order_back(arrived.shape[2], x_BHTE.device)\n"
+            "    return arrived.index_select(2, group.chunks.inverse_rank_order(arrived.shape[2], x_BHTE.device))\n",
+            "    order = group.chunks.inverse_rank_order(arrived.shape[2], x_BHTE.device)\n"
             "    return arrived.index_select(2, order.sort().values if __planted__() else order)\n",
         ),
     ),

@@ -8,9 +8,9 @@ PLANT = Plant(
         Edit(
             "plan/rules.py",
             "_feature_span",
-            "    return Span(start, width * (rank + 1) // tp - start)\n",
+            "    return DimSlice(start, width * (rank + 1) // tp - start)\n",
             '    lost = 1 if __planted__(width % tp and rank == tp - 1 and ".ffn." in name) else 0\n'
-            "    return Span(start, width * (rank + 1) // tp - start - lost)\n",
+            "    return DimSlice(start, width * (rank + 1) // tp - start - lost)\n",
         ),
     ),
     shows=("tp4",),

@@ -56,21 +56,21 @@ class NameRule:
     transposed: bool = False
     ones: int = 0
 
-    def their_name(self, our_name: str) -> str | None:
+    def hugging_face_name(self, our_name: str) -> str | None:
         """Hugging Face's name of the tensor that holds `our_name`; None if the rule does not
         apply."""
         for pattern in self.our_patterns:
             if (fields := _match(pattern, our_name)) is not None:
-                return _fill(self.their_pattern, fields)
+                return _fill_pattern(self.their_pattern, fields)
         return None
 
-    def our_names(self, their_name: str) -> list[str]:
+    def phalanx_names(self, their_name: str) -> list[str]:
         """Phalanx's names of the parts of Hugging Face's tensor, in its order; empty if the rule
         does not apply."""
         fields = _match(self.their_pattern, their_name)
         if fields is None:
             return []
-        return [_fill(pattern, fields) for pattern in self.our_patterns]
+        return [_fill_pattern(pattern, fields) for pattern in self.our_patterns]
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Family:
             return False
         first = element_name(name, 0)
         for rule in self.rules:
-            if rule.our_names(first) or rule.our_names(self.prefix + first):
+            if rule.phalanx_names(first) or rule.phalanx_names(self.prefix + first):
                 return True
         return False
 
@@ -158,7 +158,7 @@ def _texts() -> dict[str, str]:
 
 @cache
 def _family(name: str) -> Family:
-    table = _table(name)
+    table = _read_table(name)
     rules = []
     for their_pattern, entry in table.pop("tensors").items():
         rules.append(_parse_rule(their_pattern, entry))
@@ -180,13 +180,13 @@ def _parse_rule(their_pattern: str, entry: str | Mapping[str, Any]) -> NameRule:
     return NameRule(their_pattern, tuple(entry["ours"]), transposed, ones)
 
 
-def _table(name: str) -> dict[str, Any]:
+def _read_table(name: str) -> dict[str, Any]:
     """The table of a file, on top of the file it is the `same_as`: sections are merged, other keys
     replaced."""
     table = tomllib.loads(_texts()[name])
     if "same_as" not in table:
         return table
-    base = _table(table.pop("same_as"))
+    base = _read_table(table.pop("same_as"))
     for key, value in table.items():
         if isinstance(value, dict):
             base[key] = {**base.get(key, {}), **value}
@@ -214,5 +214,5 @@ def _match(pattern: str, name: str) -> dict[str, str] | None:
     return match.groupdict()
 
 
-def _fill(pattern: str, fields: Mapping[str, str]) -> str:
+def _fill_pattern(pattern: str, fields: Mapping[str, str]) -> str:
     return pattern.format_map(fields)

@@ -13,7 +13,7 @@ from typing import Any
 from phalanx.checkpoint.exchange.hf_export import (
     CONFIG,
     Exported,
-    Extras,
+    ExportExtras,
     Progress,
     Rounding,
     common_dtype,
@@ -33,7 +33,7 @@ def export_own_directory(
     *,
     shard_bytes: int,
     rounding: Rounding | None = None,
-    extras: Extras,
+    extras: ExportExtras,
     progress: Progress = lambda done, total: None,
 ) -> Exported:
     """Write the directory `out`: weights under the names that they have, `config`, and `extras`.

@@ -59,7 +59,7 @@ class Rounding:
 
 
 @dataclass(frozen=True)
-class Extras:
+class ExportExtras:
     """Additions to the weights: settings on top of config.json's, and files to copy under their
     names."""
 
@@ -78,7 +78,7 @@ def export_hugging_face(
     *,
     shard_bytes: int,
     rounding: Rounding | None = None,
-    extras: Extras | None = None,
+    extras: ExportExtras | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Exported:
     """Write the directory `out`. Without `rounding` weights stay as they are.
@@ -87,7 +87,7 @@ def export_hugging_face(
     weights are not those of `shape`, UsageError if `out` is there, ResourceError if it cannot be
     written.
     """
-    extras = extras or Extras({}, {}, {})
+    extras = extras or ExportExtras({}, {}, {})
     config = config_of_shape(shape, max_positions=extras.max_positions, more=extras.settings)
     family = find_family(config["model_type"])
     shapes = shape.list_stored_tensors()
@@ -168,7 +168,7 @@ def write_shards(
         sources = []
         for tensor in shard:
             done += tensor.info.num_bytes
-            sources.append(make_source(tensor, tensor.name, partial(progress, done)))
+            sources.append(make_tensor_source(tensor, tensor.name, partial(progress, done)))
             weight_map[tensor.name] = name
         write_transformers_file(directory / name, sources)
     if len(shards) > 1:
@@ -195,7 +195,7 @@ def group_into_files(
     yield shard
 
 
-def make_source(tensor: RenamedTensor, key: str, before: Callable[[], None]) -> TensorSource:
+def make_tensor_source(tensor: RenamedTensor, key: str, before: Callable[[], None]) -> TensorSource:
     """The Source of a safetensors file; `before` is called when the tensor's turn comes."""
 
     def load() -> Bytes:

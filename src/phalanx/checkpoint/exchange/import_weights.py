@@ -12,7 +12,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from phalanx.checkpoint.exchange.hf_export import CONFIG
-from phalanx.checkpoint.exchange.importing import MODEL_TOML, Progress, Weights, write_import
+from phalanx.checkpoint.exchange.importing import (
+    MODEL_TOML,
+    ImportedWeights,
+    Progress,
+    write_import,
+)
 from phalanx.checkpoint.exchange.new_directory import refuse_existing
 from phalanx.checkpoint.exchange.sources import open_source
 from phalanx.core.errors import JobError, LayoutError
@@ -79,7 +84,7 @@ def import_weights(
         )
 
 
-def _job_file(weights: Weights, out: Path) -> str | None:
+def _job_file(weights: ImportedWeights, out: Path) -> str | None:
     """Text of a job file that trains on from the weights at `out`; None if nothing says what model
     they are of.
     """
@@ -108,7 +113,7 @@ def _job_file(weights: Weights, out: Path) -> str | None:
     return text
 
 
-def _require_job(text: str, weights: Weights) -> None:
+def _require_job(text: str, weights: ImportedWeights) -> None:
     """Raise LayoutError unless `text` is a job that phalanx takes: a configuration may say what no
     job may.
     """

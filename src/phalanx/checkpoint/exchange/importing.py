@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.checkpoint.exchange.families import find_family
-from phalanx.checkpoint.exchange.hf_export import CONFIG, group_into_files, make_source
+from phalanx.checkpoint.exchange.hf_export import CONFIG, group_into_files, make_tensor_source
 from phalanx.checkpoint.exchange.new_directory import copy_file, new_directory
 from phalanx.checkpoint.exchange.settings import shape_of_config
 from phalanx.checkpoint.exchange.tensor_readers import (
@@ -64,7 +64,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Weights:
+class ImportedWeights:
     """Weights to import. Without a `shape` the tensors have the names that they came with."""
 
     origin: str
@@ -95,7 +95,7 @@ def read_config(source: Path) -> dict[str, Any]:
     return config
 
 
-def read_hugging_face(source: Path, reader: StackedTensorReader | None = None) -> Weights:
+def read_hugging_face(source: Path, reader: StackedTensorReader | None = None) -> ImportedWeights:
     """The weights of a directory with config.json; `reader` has its tensors where they are not in
     its safetensors files.
 
@@ -129,7 +129,7 @@ def read_hugging_face(source: Path, reader: StackedTensorReader | None = None) -
     notes = []
     for name in translated.tied_heads:
         notes.append(f"{name} is left out: the embedding is the head, config.json says")
-    return Weights(str(source), tensors, shape, settings, files, tuple(notes))
+    return ImportedWeights(str(source), tensors, shape, settings, files, tuple(notes))
 
 
 def read_unrenamed_weights(
@@ -139,7 +139,7 @@ def read_unrenamed_weights(
     prefix: str = "",
     aliases: Mapping[str, str] | None = None,
     notes: Sequence[str] = (),
-) -> Weights:
+) -> ImportedWeights:
     """Weights under their own names: those that begin with `prefix`, without it.
 
     Raises CheckpointError if there are none.
@@ -161,7 +161,7 @@ def read_unrenamed_weights(
     for name, stored in (aliases or {}).items():
         if name.startswith(prefix) and stored in chosen:
             tied[name.removeprefix(prefix)] = stored.removeprefix(prefix)
-    return Weights(origin, tuple(tensors), notes=tuple(all_notes), aliases=tied)
+    return ImportedWeights(origin, tuple(tensors), notes=tuple(all_notes), aliases=tied)
 
 
 def _no_tensor_error(origin: str, reader: TensorReader, prefix: str) -> CheckpointError:
@@ -174,7 +174,7 @@ def _no_tensor_error(origin: str, reader: TensorReader, prefix: str) -> Checkpoi
 
 
 def write_import(
-    weights: Weights,
+    weights: ImportedWeights,
     out: Path,
     model_toml: str | None,
     *,
@@ -195,7 +195,7 @@ def write_import(
 
 
 def _write_draft(
-    weights: Weights, directory: Path, file_bytes: int, progress: Callable[[int], None]
+    weights: ImportedWeights, directory: Path, file_bytes: int, progress: Callable[[int], None]
 ) -> None:
     """Write the checkpoint through the store that runs save to, so that it is written, synced and
     committed as any checkpoint."""
@@ -212,7 +212,7 @@ def _write_draft(
             key = f"{tensor.name}#{len(parts)}"
             offset = tensor.offset or (0,) * len(info.shape)
             done += info.num_bytes
-            sources.append(make_source(tensor, key, partial(progress, done)))
+            sources.append(make_tensor_source(tensor, key, partial(progress, done)))
             parts.append(Piece(file, key, offset, info.shape))
         files[file] = draft.write(file, partial(write_stream, sources=sources))
     dtypes = {tensor.name: tensor.info.dtype for tensor in weights.tensors}

@@ -275,12 +275,14 @@ def config_of_shape(
     wrong: dict[str, list[str]] = {}
     for family in list_families():
         config = _config(family, shape, max_positions)
-        reasons = _reasons(family, config, shape)
+        reasons = _find_config_differences(family, config, shape)
         if not reasons:
             return {**config, **(more or {})}
         wrong[family.architecture] = reasons
     # By the kind of model first, then by the number of keys that differ.
-    nearest = min(wrong, key=lambda name: (sum(map(_weight, wrong[name])), len(wrong[name])))
+    nearest = min(
+        wrong, key=lambda name: (sum(map(_rank_difference, wrong[name])), len(wrong[name]))
+    )
     raise LayoutError(
         "no model of transformers that is known here computes what this one does",
         why=f"nearest is {nearest}, but {', '.join(wrong[nearest])}",
@@ -288,7 +290,7 @@ def config_of_shape(
     )
 
 
-def _reasons(family: Family, config: Config, shape: TransformerShape) -> list[str]:
+def _find_config_differences(family: Family, config: Config, shape: TransformerShape) -> list[str]:
     """The keys that the family would compute otherwise: the configuration is read back and
     compared."""
     try:
@@ -308,7 +310,7 @@ def _reasons(family: Family, config: Config, shape: TransformerShape) -> list[st
 _NOTHING_ALIKE = "it has another kind of feed-forward or positions"
 
 
-def _weight(reason: str) -> int:
+def _rank_difference(reason: str) -> int:
     """The weight of a reason: a family of another kind is farther away than any single key."""
     if reason == _NOTHING_ALIKE or reason.startswith("its kind is"):
         return 100

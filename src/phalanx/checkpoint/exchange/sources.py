@@ -8,7 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from phalanx.checkpoint.exchange.hf_export import CONFIG
-from phalanx.checkpoint.exchange.importing import Weights, read_hugging_face, read_unrenamed_weights
+from phalanx.checkpoint.exchange.importing import (
+    ImportedWeights,
+    read_hugging_face,
+    read_unrenamed_weights,
+)
 from phalanx.checkpoint.exchange.pickled_weights import (
     UnpickledWeights,
     open_unpickled,
@@ -24,7 +28,7 @@ ACCEPTED = "a Hugging Face directory, a .safetensors file, a DCP directory or a 
 @contextmanager
 def open_source(
     source: Path, *, prefix: str, trust_pickle: bool, parent: Path
-) -> Iterator[Weights]:
+) -> Iterator[ImportedWeights]:
     """The weights of `source`, as long as the context lasts.
 
     Nothing is unpickled without `trust_pickle`, which writes a temporary directory into `parent`.

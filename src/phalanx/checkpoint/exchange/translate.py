@@ -50,8 +50,8 @@ def translate_to_hugging_face(
     reader = UnstackedReader(weights, list_expert_stacks(shapes))
     for name in unstack_experts(shapes):
         for rule in family.rules:
-            if their_name := rule.their_name(name):
-                groups.setdefault(their_name, (rule, rule.our_names(their_name)))
+            if their_name := rule.hugging_face_name(name):
+                groups.setdefault(their_name, (rule, rule.phalanx_names(their_name)))
                 break
         else:
             raise AssertionError(f"{family.model_type} has no name for {name}")
@@ -177,7 +177,7 @@ def _rule_for(family: Family, name: str) -> tuple[NameRule | None, list[str]]:
     """The rule about `name`, which may lack the prefix: bases without a head are saved so."""
     for candidate in (name, family.prefix + name):
         for rule in family.rules:
-            if our_names := rule.our_names(candidate):
+            if our_names := rule.phalanx_names(candidate):
                 return rule, our_names
     return None, []
 

@@ -34,7 +34,7 @@ class Claim:
     holder: LockHolder | None = None
 
 
-class Fence:
+class OwnershipFence:
     """Finds out if another job has taken the run of the job whose lock names `holder`.
 
     `token` is the job's newest fencing token; None before it has one.
@@ -49,7 +49,7 @@ class Fence:
         self._taker: str | None = None
 
     @classmethod
-    def for_rank(cls, run_dir: Path, claim: Claim) -> Fence:
+    def for_rank(cls, run_dir: Path, claim: Claim) -> OwnershipFence:
         """The fence of a rank whose job has made `claim`."""
         if not claim.epoch:
             return cls(run_dir, claim.holder)

@@ -16,7 +16,7 @@ from pathlib import Path
 from phalanx.checkpoint.os_errors import wrap_os_error
 from phalanx.core.disk import Disk, write_bytes_durably
 from phalanx.core.errors import CheckpointError, RunTakenError
-from phalanx.core.files import fix_of, read_regular, resource_error
+from phalanx.core.files import read_regular, resource_error, suggest_fix
 from phalanx.core.printable import printable
 
 TOKEN_FILE = "epoch"
@@ -43,7 +43,7 @@ def read_token_number(run_dir: Path) -> int:
     except FileNotFoundError:
         return 0
     except OSError as error:
-        fix = fix_of(error, path) or _WRITE_IT
+        fix = suggest_fix(error, path) or _WRITE_IT
         raise wrap_os_error(error, _UNREADABLE, str(path), fix) from None
     except ValueError as error:
         raise CheckpointError(_UNREADABLE, where=str(path), why=str(error), fix=_WRITE_IT) from None

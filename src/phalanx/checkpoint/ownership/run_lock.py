@@ -82,7 +82,7 @@ class Lock:
     def require_ours(self) -> None:
         """Raise RunLockedError if the lock was taken from us."""
         if not _is_ours(self):
-            raise _refusal(self.path, holder_at(self.path))
+            raise _run_locked_error(self.path, holder_at(self.path))
 
     def acquire_token(self) -> FencingToken:
         """Claim the run for another attempt: writes of older attempts are refused from now on.
@@ -108,7 +108,7 @@ def hold_run_lock(run_dir: Path) -> Iterator[Lock]:
     """
     path = run_dir / LOCK_NAME
     try:
-        lock = _take(path)
+        lock = _acquire_lock(path)
     except OSError as error:
         raise resource_error(error, "locking the run directory", path) from None
     try:
@@ -125,10 +125,10 @@ def refuse_if_held(run_dir: Path) -> None:
     path = run_dir / LOCK_NAME
     holder = holder_at(path)
     if holder is not None and not _is_dead(holder):
-        raise _refusal(path, holder)
+        raise _run_locked_error(path, holder)
 
 
-def _take(path: Path) -> Lock:
+def _acquire_lock(path: Path) -> Lock:
     deadline = time.monotonic() + _PATIENCE_S
     while True:
         # Without O_EXCL: a dead job leaves its file, and the first to flock it takes it over.
@@ -144,14 +144,14 @@ def _take(path: Path) -> Lock:
                     _write_holder(fd, lock.holder)
                     return lock
                 # It lives, or cannot be seen from here: where flock does nothing, the text decides.
-                raise _refusal(path, earlier)
+                raise _run_locked_error(path, earlier)
             if not locked:
                 holder = _read_holder(fd)
                 # A dead holder's lock in use: another job is reclaiming it, and will have written
                 # its name in a moment.
                 is_settled = holder is not None and not _is_dead(holder)
                 if is_settled or time.monotonic() > deadline:
-                    raise _refusal(path, holder)
+                    raise _run_locked_error(path, holder)
         except BaseException:
             os.close(fd)
             raise
@@ -258,7 +258,7 @@ def _is_dead(holder: LockHolder) -> bool:
     return _start_time(holder.pid) != holder.start_time
 
 
-def _refusal(path: Path, holder: LockHolder | None) -> RunLockedError:
+def _run_locked_error(path: Path, holder: LockHolder | None) -> RunLockedError:
     if holder is None:
         return RunLockedError(
             "another job is taking this run directory", where=str(path.parent), fix="try again"

@@ -80,10 +80,10 @@ def diff_checkpoints(a: Folder | Path, b: Folder | Path) -> CheckpointDifference
     differences: list[TensorDifference] = []
     num_equal = 0
     # A dictionary: each name once, in an order that a set would lose.
-    names = list(dict.fromkeys([*_names(first), *_names(second)]))
+    names = list(dict.fromkeys([*_tensor_names(first), *_tensor_names(second)]))
     with _AliasReader(a, first) as reader_a, _AliasReader(b, second) as reader_b:
         for name in names:
-            difference = _compare(name, reader_a, reader_b)
+            difference = _compare_tensors(name, reader_a, reader_b)
             if difference is None:
                 num_equal += 1
             else:
@@ -91,7 +91,7 @@ def diff_checkpoints(a: Folder | Path, b: Folder | Path) -> CheckpointDifference
     return CheckpointDifference(_diff_facts(first, second), tuple(differences), num_equal)
 
 
-def _names(manifest: Manifest) -> list[str]:
+def _tensor_names(manifest: Manifest) -> list[str]:
     return [*manifest.tensors, *manifest.aliases]
 
 
@@ -133,7 +133,9 @@ class _AliasReader(FullTensorReader):
         return self.manifest.aliases.get(name, name)
 
 
-def _compare(name: str, reader_a: _AliasReader, reader_b: _AliasReader) -> TensorDifference | None:
+def _compare_tensors(
+    name: str, reader_a: _AliasReader, reader_b: _AliasReader
+) -> TensorDifference | None:
     a, b = reader_a.facts(name), reader_b.facts(name)
     if a is None or b is None:
         shape, dtype = a or b or ((), "")
@@ -150,7 +152,7 @@ def _compare(name: str, reader_a: _AliasReader, reader_b: _AliasReader) -> Tenso
     count = int((_flat_bits(x) != _flat_bits(y)).sum())
     if not count:
         return None
-    max_abs, relative = _errors(_numbers(x, a[1]), _numbers(y, a[1]))
+    max_abs, relative = _max_errors(_to_float64(x, a[1]), _to_float64(y, a[1]))
     return TensorDifference(name, "values", "", count, x.size, max_abs, relative)
 
 
@@ -158,7 +160,7 @@ def _flat_bits(array: NDArray[Any]) -> NDArray[Any]:
     return np.ascontiguousarray(array).reshape(-1).view(f"u{array.dtype.itemsize}")
 
 
-def _numbers(bits: NDArray[Any], dtype: str) -> NDArray[np.float64] | None:
+def _to_float64(bits: NDArray[Any], dtype: str) -> NDArray[np.float64] | None:
     """The numbers that the bits mean, in fp64; None for types that numpy cannot read."""
     if dtype == "bfloat16":
         # The upper half of the bits of a float32.
@@ -168,7 +170,7 @@ def _numbers(bits: NDArray[Any], dtype: str) -> NDArray[np.float64] | None:
     return bits.astype(np.float64)
 
 
-def _errors(
+def _max_errors(
     a: NDArray[np.float64] | None, b: NDArray[np.float64] | None
 ) -> tuple[float | None, float | None]:
     if a is None or b is None:

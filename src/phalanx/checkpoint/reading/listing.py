@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from phalanx.checkpoint.best import Best, read_best
+from phalanx.checkpoint.best import BestStep, read_best
 from phalanx.checkpoint.folder import Folder
 from phalanx.checkpoint.manifest import read_manifest
 from phalanx.checkpoint.stores import find_checkpoint, is_checkpoint, is_url, run_at, store_of
@@ -116,7 +116,7 @@ def _read_entry(folder: Folder) -> CheckpointEntry:
     )
 
 
-def _find_best(run: str) -> Best | None:
+def _find_best(run: str) -> BestStep | None:
     """The best checkpoint by the run's directory; None at a URL, where nothing records it."""
     location = run_at(run)
     if is_url(location):

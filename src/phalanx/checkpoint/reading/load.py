@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from phalanx.checkpoint.all_ranks import Group, all_ranks_or_raise
+from phalanx.checkpoint.all_ranks import CollectiveGroup, all_ranks_or_raise
 from phalanx.checkpoint.folder import Folder, as_folder
 from phalanx.checkpoint.manifest import Manifest, Piece, read_manifest
 from phalanx.checkpoint.reading.full_tensors import box_slices, subtract_offsets
@@ -24,7 +24,7 @@ from phalanx.checkpoint.reading.mismatch import (
 from phalanx.checkpoint.reading.verify import is_tiled, require_complete_directory
 from phalanx.checkpoint.shard_file import DTYPES, CheckedFile, Entry
 from phalanx.core.errors import CheckpointError
-from phalanx.core.phases import Phases
+from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.logical import Box, LogicalShard
 
 
@@ -32,8 +32,8 @@ def load_checkpoint(
     folder: Folder | Path,
     shards: Mapping[str, LogicalShard],
     *,
-    group: Group,
-    phases: Phases,
+    group: CollectiveGroup,
+    phases: PhaseTimer,
     require: Callable[[Manifest], Manifest | None] = lambda manifest: None,
     cast: bool = False,
     weights_only: bool = False,

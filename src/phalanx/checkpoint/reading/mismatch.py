@@ -17,7 +17,7 @@ MAX_ROWS = 12
 NOTHING = "-"
 
 
-class Tensor(Protocol):
+class HasShapeAndDtype(Protocol):
     """The part of a tensor that must match. `dtype` is torch's name of it."""
 
     @property
@@ -73,7 +73,10 @@ class MismatchError(CheckpointError):
 
 
 def find_mismatches(
-    expected: Mapping[str, Tensor], stored: Mapping[str, Tensor], *, cast: bool = False
+    expected: Mapping[str, HasShapeAndDtype],
+    stored: Mapping[str, HasShapeAndDtype],
+    *,
+    cast: bool = False,
 ) -> tuple[Mismatch, ...]:
     """The mismatches of two sets of tensors by name, missing and extra names first.
 
@@ -142,7 +145,7 @@ def _count_kinds(mismatches: tuple[Mismatch, ...]) -> str:
     return ", ".join(f"{counts[kind]} {words[kind]}" for kind in words if counts[kind])
 
 
-def _describe(tensor: Tensor) -> str:
+def _describe(tensor: HasShapeAndDtype) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}".strip()
 
 

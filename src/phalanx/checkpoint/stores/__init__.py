@@ -17,7 +17,7 @@ from phalanx.checkpoint.stores.protocol import Draft, Store
 from phalanx.core.errors import CheckpointError
 from phalanx.core.files import read_json
 from phalanx.core.secrets import secret_problem
-from phalanx.core.store_urls import local_directory, refusal
+from phalanx.core.store_urls import find_url_problem, local_directory
 
 __all__ = [
     "Draft",
@@ -89,7 +89,7 @@ def _require_usable(url: str, job_file: Path) -> None:
     It was checked when the job was loaded, but the file may have been edited since, or the run
     directory may come from elsewhere.
     """
-    refused = refusal(url, in_job=True)
+    refused = find_url_problem(url, in_job=True)
     why = refused.what if refused else secret_problem("", url, os.environ)
     if why:
         raise CheckpointError(

@@ -15,7 +15,7 @@ from phalanx.checkpoint.chunks import StoredFile
 from phalanx.core.disk import DiskFile
 from phalanx.core.errors import CheckpointError, EnvironmentProblem, StorageError
 from phalanx.core.secrets import Redactor
-from phalanx.core.store_urls import refusal
+from phalanx.core.store_urls import find_url_problem
 
 T = TypeVar("T")
 Say = Callable[[str], None]
@@ -48,7 +48,7 @@ _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 
 
 @dataclass(frozen=True)
-class Patience:
+class RetryPolicy:
     """The number of attempts of a request, and the wait before the second one; it doubles before
     each further one."""
 
@@ -57,7 +57,7 @@ class Patience:
 
 
 @dataclass(frozen=True)
-class Remote:
+class RemoteFolder:
     """A folder of a remote file system. Keys are paths below it.
 
     Every method raises StorageError, or FileNotFoundError for what is not there.
@@ -67,7 +67,7 @@ class Remote:
     protocol: str
     root: str
     say: Say = field(compare=False)
-    patience: Patience = field(compare=False)
+    patience: RetryPolicy = field(compare=False)
 
     def url(self, key: str = "") -> str:
         """The URL of a key, for people, without user and password."""
@@ -191,7 +191,7 @@ class Remote:
                 if isinstance(error, FileNotFoundError) and doing in _READING:
                     raise
                 why = _redact(f"{type(error).__name__}: {error}")
-                lasting = _is_lasting(error)
+                lasting = _is_permanent_error(error)
                 if lasting or attempt == self.patience.attempts:
                     message = f"failed while {doing} it"
                     if not lasting:
@@ -240,18 +240,18 @@ def _abandon(file: Any) -> None:
         file.closed = True
 
 
-def _is_lasting(error: Exception) -> bool:
+def _is_permanent_error(error: Exception) -> bool:
     """True if a retry cannot help."""
     is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     return is_full or isinstance(error, _LASTING) or type(error).__name__ in _LASTING_NAMES
 
 
-def open_remote(url: str, *, say: Say, patience: Patience) -> Remote:
+def open_remote(url: str, *, say: Say, patience: RetryPolicy) -> RemoteFolder:
     """Open the folder at `url`.
 
     Raises EnvironmentProblem if a library is missing, CheckpointError for a URL that nothing opens.
     """
-    if (refused := refusal(url)) is not None:
+    if (refused := find_url_problem(url)) is not None:
         message, where = "the store cannot be opened", _redact(url)
         raise CheckpointError(message, where=where, why=f"it {refused.what}", fix=refused.fix)
     import fsspec
@@ -275,7 +275,7 @@ def open_remote(url: str, *, say: Say, patience: Patience) -> Remote:
     if protocol in _OPTIONS:
         # s3fs has retries of its own, around those of botocore.
         fs.retries = 1
-    return Remote(fs, protocol, str(root).rstrip("/"), say, patience)
+    return RemoteFolder(fs, protocol, str(root).rstrip("/"), say, patience)
 
 
 def _redact(text: str) -> str:

@@ -21,7 +21,7 @@ from phalanx.checkpoint.manifest import MANIFEST, list_folders
 from phalanx.checkpoint.stores.protocol import Draft
 from phalanx.core.disk import Disk, DiskFile, make_directories, remove_tree
 from phalanx.core.errors import StorageError
-from phalanx.core.files import fix_of
+from phalanx.core.files import suggest_fix
 
 PARTIAL, REPLACED, REMOVED = ".partial", ".replaced", ".removed"
 # File systems, and files of another one or owner, that take no hard link: a copy is written then.
@@ -113,7 +113,10 @@ class LocalStore:
             self._disk.create(probe).close()
             self._disk.remove(probe)
         except OSError as error:
-            fix = fix_of(error, self.url, place="checkpoint.url") or "choose another checkpoint.url"
+            fix = (
+                suggest_fix(error, self.url, place="checkpoint.url")
+                or "choose another checkpoint.url"
+            )
             why = error.strerror or str(error)
             raise StorageError("it cannot be written", where=self.url, why=why, fix=fix) from None
 

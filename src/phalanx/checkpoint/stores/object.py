@@ -18,7 +18,7 @@ from typing import Any
 from phalanx.checkpoint.chunks import StoredFile
 from phalanx.checkpoint.folder import Folder, RangeReader
 from phalanx.checkpoint.manifest import MANIFEST
-from phalanx.checkpoint.stores._remote import Patience, Remote, open_remote
+from phalanx.checkpoint.stores._remote import RemoteFolder, RetryPolicy, open_remote
 from phalanx.checkpoint.stores.protocol import Draft
 from phalanx.core.disk import DiskFile
 from phalanx.core.errors import CheckpointError
@@ -35,7 +35,7 @@ _NAME = re.compile(r"step-(\d+)-(\d{4,})-[0-9a-f]{8}")
 class ObjectFolder:
     """A checkpoint, or a draft of one."""
 
-    remote: Remote
+    remote: RemoteFolder
     name: str
 
     @property
@@ -78,7 +78,7 @@ class _Reader:
     The more ranges begin where the last one ended, the more is fetched at once.
     """
 
-    def __init__(self, remote: Remote, key: str) -> None:
+    def __init__(self, remote: RemoteFolder, key: str) -> None:
         self._remote, self._key = remote, key
         self._num_bytes = remote.size(key)
         self._start, self._data = 0, memoryview(b"")
@@ -143,7 +143,7 @@ class ObjectDraft:
 class OwnerJson:
     """The owner object, a file beside the checkpoints."""
 
-    remote: Remote
+    remote: RemoteFolder
 
     @property
     def url(self) -> str:
@@ -165,7 +165,7 @@ class OwnerJson:
 class ObjectStore:
     """The checkpoints of one run below a URL: no other run may write there."""
 
-    def __init__(self, remote: Remote) -> None:
+    def __init__(self, remote: RemoteFolder) -> None:
         self._remote = remote
 
     @classmethod
@@ -174,10 +174,10 @@ class ObjectStore:
         url: str,
         *,
         say: Callable[[str], None] = lambda text: None,
-        patience: Patience | None = None,
+        patience: RetryPolicy | None = None,
     ) -> ObjectStore:
         """Open the store at `url`. Raises CheckpointError for a URL that nothing here opens."""
-        return cls(open_remote(url, say=say, patience=patience or Patience()))
+        return cls(open_remote(url, say=say, patience=patience or RetryPolicy()))
 
     @property
     def url(self) -> str:
@@ -277,7 +277,7 @@ def folder_at(url: str) -> ObjectFolder | None:
     # s3://bucket is no folder of a bucket.
     if parent.endswith("/"):
         return None
-    folder = ObjectFolder(open_remote(parent, say=lambda text: None, patience=Patience()), name)
+    folder = ObjectFolder(open_remote(parent, say=lambda text: None, patience=RetryPolicy()), name)
     if MANIFEST not in folder.sizes():
         return None
     return folder

@@ -31,7 +31,7 @@ from phalanx.checkpoint.writing.write import (
     write_checkpoint,
 )
 from phalanx.core.errors import CheckpointError, RunTakenError
-from phalanx.core.phases import Phases
+from phalanx.core.phases import PhaseTimer
 from phalanx.job.schema import Checkpoint
 from phalanx.mesh.logical import LogicalShard
 from phalanx.mesh.mesh import Mesh
@@ -64,7 +64,7 @@ class AsyncCheckpointer:
         options: Checkpoint,
         mesh: Mesh,
         bus: Bus,
-        phases: Phases,
+        phases: PhaseTimer,
         *,
         job_digest: str,
         timeout_s: float = 600.0,
@@ -304,7 +304,7 @@ class AsyncCheckpointer:
         self,
         snapshot: Snapshot,
         group: Mesh,
-        phases: Phases,
+        phases: PhaseTimer,
         record: Callable[[], None],
         *,
         is_last: bool = False,

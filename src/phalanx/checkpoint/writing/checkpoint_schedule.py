@@ -223,7 +223,7 @@ class CheckpointSchedule:
         self.saved_step, self._retry_at = step, None
         cost = self._checkpointer.last_cost
         if self._mesh.rank == 0 and cost is not None:
-            interval = self._clock.learn(step, cost.stall_s, cost.wall_s)
+            interval = self._clock.record_save_cost(step, cost.stall_s, cost.wall_s)
             if interval is not None:
                 self._emit(interval)
         if self._when_saved is not None:

@@ -29,7 +29,7 @@ class Retention:
     keep_every: int | None = None
     protected_steps: frozenset[int] = frozenset()
 
-    def superfluous(self, steps: Iterable[int]) -> list[int]:
+    def steps_to_remove(self, steps: Iterable[int]) -> list[int]:
         """The steps that need not be kept, oldest first. Never the newest."""
         ordered = sorted(steps)
         if self.keep_last is None:
@@ -72,7 +72,7 @@ def prune(
     """
     require_claim(fencing_token, store)
     by_step = {folder.step: folder for folder in store.folders()}
-    superfluous = [by_step[step] for step in retention.superfluous(by_step)]
+    superfluous = [by_step[step] for step in retention.steps_to_remove(by_step)]
     if not superfluous:
         return []
     # A generator: no more checkpoints are read than until one verifies.

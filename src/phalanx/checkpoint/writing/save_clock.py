@@ -55,7 +55,9 @@ class SaveClock:
         """Count from `now_s` on: a save has begun."""
         self._last_s = now_s
 
-    def learn(self, step: int, stall_s: float, save_s: float) -> CheckpointIntervalChosen | None:
+    def record_save_cost(
+        self, step: int, stall_s: float, save_s: float
+    ) -> CheckpointIntervalChosen | None:
         """Take in the cost of a save; returns an event if the interval is new or another one.
 
         The median of the last few costs counts: the first save also pays for memory that later ones

@@ -31,7 +31,7 @@ class Staging:
 
     def reserve(self, shards: Mapping[str, LogicalShard]) -> None:
         """Make room for the blocks of `shards`. Raises MemoryError."""
-        needed = sum(_align_up(_part_bytes(shard)) for shard in shards.values())
+        needed = sum(_align_up(_bounding_block_bytes(shard)) for shard in shards.values())
         if needed == self.num_bytes:
             return
         # Released first: two copies at a time may be more than there is memory for.
@@ -60,7 +60,7 @@ class Staging:
             if not shard.boxes:
                 staged[name] = replace(shard, tensor=torch.empty(0, dtype=shard.tensor.dtype))
                 continue
-            source, boxes = _part(shard)
+            source, boxes = _bounding_block(shard)
             num_bytes = source.numel() * source.element_size()
             target = (
                 self._memory[position : position + num_bytes].view(source.dtype).view(source.shape)
@@ -75,7 +75,7 @@ class Staging:
         return staged
 
 
-def _part(shard: LogicalShard) -> tuple[torch.Tensor, tuple[Box, ...]]:
+def _bounding_block(shard: LogicalShard) -> tuple[torch.Tensor, tuple[Box, ...]]:
     """The smallest block of the local tensor that holds all boxes, and the boxes relative to it."""
     low, high = _bounds(shard)
     part = shard.tensor[tuple(map(slice, low, high))]
@@ -95,7 +95,7 @@ def _bounds(shard: LogicalShard) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(low), tuple(high)
 
 
-def _part_bytes(shard: LogicalShard) -> int:
+def _bounding_block_bytes(shard: LogicalShard) -> int:
     if not shard.boxes:
         return 0
     volume = shard.tensor.element_size()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import xxhash
 
-from phalanx.checkpoint.all_ranks import Group, all_ranks_or_raise
+from phalanx.checkpoint.all_ranks import CollectiveGroup, all_ranks_or_raise
 from phalanx.checkpoint.chunks import StoredFile
 from phalanx.checkpoint.folder import Folder
 from phalanx.checkpoint.manifest import Manifest, Piece, StoredTensor, check_aliases
@@ -28,7 +28,7 @@ from phalanx.checkpoint.writing.incremental import (
     write_blocks,
 )
 from phalanx.core.errors import CheckpointError
-from phalanx.core.phases import Phases
+from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.logical import Box, LogicalShard
 
 # A replicated block of at least so many bytes is written in parts, one by each replica.
@@ -68,8 +68,8 @@ def write_checkpoint(
     snapshot: Snapshot,
     *,
     job_digest: str,
-    group: Group,
-    phases: Phases,
+    group: CollectiveGroup,
+    phases: PhaseTimer,
     before_commit: Callable[[], None] = lambda: None,
     fencing_token: FencingToken | None = None,
     incremental: bool = True,
@@ -117,7 +117,7 @@ def write_checkpoint(
 def _begin_draft(
     store: Store,
     step: int,
-    group: Group,
+    group: CollectiveGroup,
     fencing_token: FencingToken | None,
     *,
     incremental: bool,
@@ -140,7 +140,11 @@ def _begin_draft(
 
 
 def _write_parts(
-    store: Store, draft: Draft, snapshot: Snapshot, group: Group, previous_name: str | None
+    store: Store,
+    draft: Draft,
+    snapshot: Snapshot,
+    group: CollectiveGroup,
+    previous_name: str | None,
 ) -> list[dict[str, Any]]:
     """Write this rank's blocks; returns the JSON of all ranks for the manifest."""
     with all_ranks_or_raise(group, draft.url, "writing a checkpoint") as results:
@@ -261,7 +265,7 @@ def _merge_facts(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[st
 def _assemble_manifest(
     snapshot: Snapshot,
     job_digest: str,
-    group: Group,
+    group: CollectiveGroup,
     parts: list[dict[str, Any]],
     fencing_token: FencingToken | None,
 ) -> Manifest:

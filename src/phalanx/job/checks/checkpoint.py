@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.core.store_urls import refusal
+from phalanx.core.store_urls import find_url_problem
 from phalanx.job.checks.check import check, finding
 from phalanx.job.findings import Finding, shorten
 from phalanx.job.schema import Job
@@ -11,7 +11,7 @@ from phalanx.job.schema import Job
 @check("checkpoint.url")
 def checkpoints_have_an_address(job: Job) -> list[Finding]:
     url = job.checkpoint.url
-    refused = refusal(url, in_job=True) if url is not None else None
+    refused = find_url_problem(url, in_job=True) if url is not None else None
     if url is None or refused is None:
         return []
     return [finding("checkpoint.url", f"{shorten(url)!r} {refused.what}", refused.fix)]
@@ -21,7 +21,9 @@ def checkpoints_have_an_address(job: Job) -> list[Finding]:
 def initial_weights_have_an_address(job: Job) -> list[Finding]:
     origin = job.model.init_from
     refused = (
-        refusal(origin) if origin is not None and ("://" in origin or "::" in origin) else None
+        find_url_problem(origin)
+        if origin is not None and ("://" in origin or "::" in origin)
+        else None
     )
     if origin is None or refused is None:
         return []

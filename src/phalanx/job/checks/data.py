@@ -35,7 +35,7 @@ def mixture_is_of_tokens(job: Job) -> list[Finding]:
     ]
 
 
-def mixture_has_no_dust(job: Job) -> list[Finding]:
+def mixture_weights_are_not_tiny(job: Job) -> list[Finding]:
     total = sum(part.weight for part in job.data.mixture)
     return [
         Finding(
@@ -128,7 +128,7 @@ def _reads(key: str) -> Question:
 QUESTIONS: tuple[tuple[Question, tuple[str, ...]], ...] = (
     (mixture_or_source, ("data.mixture", "data.source")),
     (mixture_is_of_tokens, ("data.mixture",)),
-    (mixture_has_no_dust, ("data.mixture",)),
+    (mixture_weights_are_not_tiny, ("data.mixture",)),
     (args_need_an_own_dataset, ("data.args", "data.source")),
     *(
         (_reads(key), ("data.source", f"data.{key}"))

@@ -199,7 +199,7 @@ def list_names(package: str) -> list[str]:
         return []
     if spec is None:
         return []
-    return registry.names(package)
+    return registry.list_kinds(package)
 
 
 def is_user_name(name: str) -> bool:

@@ -54,7 +54,7 @@ def _row(preset: Preset) -> tuple[str, ...]:
         heads,
         _feed_forward(shape),
         _vocabulary(shape),
-        ", ".join(_peculiarities(shape)),
+        ", ".join(_describe_differences_from_llama(shape)),
     )
 
 
@@ -88,7 +88,7 @@ def _feed_forward(shape: BuiltInShape) -> str:
     )
 
 
-def _peculiarities(shape: BuiltInShape) -> list[str]:
+def _describe_differences_from_llama(shape: BuiltInShape) -> list[str]:
     """The properties of a model that are not Llama's, in words."""
     facts: dict[str, bool] = {}
     if isinstance(shape, VitShape):

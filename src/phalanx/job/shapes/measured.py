@@ -200,14 +200,14 @@ def load_counted(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _count_params(holders: Collection[ParamHolder]) -> int:
-    return sum(map(_size, holders))
+    return sum(map(_count_elements, holders))
 
 
-def _size(holder: ParamHolder) -> int:
+def _count_elements(holder: ParamHolder) -> int:
     """Elements of a module's parameters. A tied weight counts where it is met first, and another
     rank has it, too."""
     return max(holder.num_params, holder.num_outputs * holder.num_inputs)
 
 
 def _count_tied(holders: Collection[ParamHolder]) -> int:
-    return sum(_size(holder) - holder.num_params for holder in holders)
+    return sum(_count_elements(holder) - holder.num_params for holder in holders)

@@ -14,7 +14,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Literal, Self
 
-from phalanx.job.costs import DocumentIds, ExpertCosts, Flops, Heads, ModelFlops, PartParams
+from phalanx.job.costs import (
+    AttentionHeads,
+    DocumentIds,
+    ExpertCosts,
+    Flops,
+    ModelFlops,
+    PartParams,
+)
 from phalanx.job.param_holder import ParamHolder
 from phalanx.job.shapes import tensors
 from phalanx.job.shapes.own_rules import read_own_rules
@@ -314,8 +321,8 @@ class TransformerShape(ABC):
     # What can be cut
 
     @property
-    def heads(self) -> Heads:
-        return Heads(self.num_heads, self.num_kv_heads, self.head_dim)
+    def heads(self) -> AttentionHeads:
+        return AttentionHeads(self.num_heads, self.num_kv_heads, self.head_dim)
 
     @property
     def shard_rules(self) -> tuple[tuple[str, str], ...]:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from phalanx.core.errors import LayoutError, PhalanxError, did_you_mean
-from phalanx.core.registry import require, resolve
+from phalanx.core.registry import import_optional, resolve
 from phalanx.job.hugging_face import is_hugging_face, read_model_config, weights_directory
 from phalanx.nn.hugging_face.plain_head import (
     HeadRecorder,
@@ -78,7 +78,9 @@ def build(kind: str, **args: Any) -> nn.Module:
 
 
 def _build_config(kind: str, values: dict[str, Any], args: dict[str, Any]) -> Any:
-    quiet = require("transformers", extra="hf", needed_for=f"model.kind = {kind!r}").utils.logging
+    quiet = import_optional(
+        "transformers", extra="hf", needed_for=f"model.kind = {kind!r}"
+    ).utils.logging
     quiet.set_verbosity_error()
     quiet.disable_progress_bar()
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from phalanx.core.registry import require
+from phalanx.core.registry import import_optional
 from phalanx.observe.events import Envelope
 from phalanx.observe.outlet import Sink
 from phalanx.observe.sinks._metrics import Metrics, Point, keep_run_id, read_job
@@ -37,8 +37,8 @@ def environment(run_dir: Path) -> dict[str, str]:
 def open_sink(run_dir: Path) -> Sink:
     """A run of MLflow's. Raises what MLflow raises for a server that refuses us."""
     needed_for = 'observe.sinks = ["mlflow"]'
-    tracking = require("mlflow.tracking", extra="mlflow", needed_for=needed_for)
-    entities = require("mlflow.entities", extra="mlflow", needed_for=needed_for)
+    tracking = import_optional("mlflow.tracking", extra="mlflow", needed_for=needed_for)
+    entities = import_optional("mlflow.entities", extra="mlflow", needed_for=needed_for)
     directory = (run_dir / "mlflow").resolve()
     directory.mkdir(parents=True, exist_ok=True)
     uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{directory}/mlflow.db"

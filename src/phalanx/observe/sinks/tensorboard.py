@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from phalanx.core.registry import require
+from phalanx.core.registry import import_optional
 from phalanx.observe.events import Envelope, RunStarted
 from phalanx.observe.outlet import Sink
 from phalanx.observe.sinks._metrics import Metrics
@@ -23,8 +23,8 @@ def open_sink(run_dir: Path) -> Sink:
     Raises EnvironmentProblem if tensorboard is not installed.
     """
     needed_for = 'observe.sinks = ["tensorboard"]'
-    writers = require(WRITER, extra="tensorboard", needed_for=needed_for)
-    events = require(PROTO, extra="tensorboard", needed_for=needed_for)
+    writers = import_optional(WRITER, extra="tensorboard", needed_for=needed_for)
+    events = import_optional(PROTO, extra="tensorboard", needed_for=needed_for)
     return TensorBoardSink(
         writers.EventFileWriter(str(run_dir / "tensorboard")), events, Metrics(run_dir)
     )

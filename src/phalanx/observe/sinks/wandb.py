@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from phalanx.core.registry import require
+from phalanx.core.registry import import_optional
 from phalanx.observe.events import Envelope
 from phalanx.observe.outlet import Sink
 from phalanx.observe.sinks._metrics import Metrics, keep_run_id, read_job
@@ -56,7 +56,7 @@ def environment(run_dir: Path) -> dict[str, str]:
 
 def open_sink(run_dir: Path) -> Sink:
     """A run of wandb's. Raises what wandb raises if a server was asked for that refuses us."""
-    wandb = require("wandb", extra="wandb", needed_for='observe.sinks = ["wandb"]')
+    wandb = import_optional("wandb", extra="wandb", needed_for='observe.sinks = ["wandb"]')
     directory = run_dir / "wandb"
     run_id, _ = keep_run_id(directory / "run-id", os.environ.get("WANDB_RUN_ID") or _fresh_id())
     wish, why = mode_of(os.environ)

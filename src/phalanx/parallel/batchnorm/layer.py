@@ -18,14 +18,14 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from phalanx.core.errors import DataError
-from phalanx.core.phases import Phases
+from phalanx.core.phases import PhaseTimer
 
 
 @dataclass(frozen=True)
 class Ranks:
     """Whose microbatch the statistics are of: that of all ranks, or this rank's own."""
 
-    phases: Phases
+    phases: PhaseTimer
     all: bool = True
     group: dist.ProcessGroup | None = None
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.core.batch import entry_of, names_of
+from phalanx.core.batch import outermost_names, unflatten_entry
 from phalanx.core.errors import DataError, LayoutError
 
 # This stands for a forward that takes any keyword.
@@ -28,7 +28,7 @@ class NamedTensors(dict[str, torch.Tensor]):
 
     def __missing__(self, key: str) -> Any:
         with suppress(KeyError):
-            return entry_of(self, key)
+            return unflatten_entry(self, key)
         raise DataError(
             f"a batch has no {key!r}",
             why=f"it has {describe_batch(self)}",
@@ -47,14 +47,14 @@ def call_with_batch(
     documents would see each other unnoticed.
     """
     known, first, needed = _forward_names(module)
-    levels = names_of(batch)
+    levels = outermost_names(batch)
     extras = {}
     for key in levels:
         if key not in ("inputs", "targets") and _takes(known, key):
-            extras[key] = entry_of(batch, key)
+            extras[key] = unflatten_entry(batch, key)
     if "document_ids" in batch and "document_ids" not in known:
         raise _documents_error(module, takes_any=ANY in known)
-    args = (entry_of(batch, "inputs"),) if "inputs" in levels else ()
+    args = (unflatten_entry(batch, "inputs"),) if "inputs" in levels else ()
     if not args and not extras:
         raise LayoutError(
             f"the forward of {type(module).__name__} names nothing of a batch with"

@@ -19,7 +19,11 @@ from torch.autograd.function import once_differentiable
 from phalanx.core.block_sizes import block_sizes
 from phalanx.mesh.attend import attend
 from phalanx.mesh.attend_blocks import VisibleKeys, attend_by_blocks
-from phalanx.parallel.context.block_attention import KeyValueBlock, Products, Running
+from phalanx.parallel.context.block_attention import (
+    BlockProducts,
+    KeyValueBlock,
+    OnlineSoftmaxOutput,
+)
 from phalanx.parallel.context.group import GRADIENTS, KEYS, ContextGroup
 
 Attend = Callable[..., torch.Tensor]
@@ -39,7 +43,7 @@ def ring(
     `mask`: [B or 1, 1, T, all keys in rank order]; or VisibleKeys, from which each block of
     queries gets its mask; or None: causal alone.
     """
-    out: torch.Tensor = _Blockwise.apply(q, k, v, mask, window, group, _Ring)
+    out: torch.Tensor = _Blockwise.apply(q, k, v, mask, window, group, _RingAttention)
     return out
 
 
@@ -52,7 +56,7 @@ def all_gather(
     group: ContextGroup,
 ) -> torch.Tensor:
     """Attend as `ring` does, to keys and values that are gathered first."""
-    out: torch.Tensor = _Blockwise.apply(q, k, v, mask, window, group, _Gathered)
+    out: torch.Tensor = _Blockwise.apply(q, k, v, mask, window, group, _AllGatherAttention)
     return out
 
 
@@ -98,11 +102,11 @@ class _Blockwise(torch.autograd.Function):
         mask: MaskOrVisibleKeys,
         window: int,
         group: ContextGroup,
-        carrier: type[_Ring] | type[_Gathered],
+        carrier: type[_RingAttention] | type[_AllGatherAttention],
     ) -> torch.Tensor:
         # Keys and values travel as one message.
         q, kv = q.contiguous(), torch.stack((k, v))
-        running, products = Running.empty(q), Products(q)
+        running, products = OnlineSoftmaxOutput.empty(q), BlockProducts(q)
         for owner, block_kv in carrier(group).blocks(kv):
             for block in _blocks(group, owner, block_kv, mask, window):
                 products.forward(running, block)
@@ -120,7 +124,7 @@ class _Blockwise(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         q, kv, out, lse, *masks = ctx.saved_tensors
         group, mask, grad = ctx.group, (masks[0] if masks else ctx.seen), grad.contiguous()
-        grad_q, products = torch.zeros(q.shape, dtype=lse.dtype, device=q.device), Products(q)
+        grad_q, products = torch.zeros(q.shape, dtype=lse.dtype, device=q.device), BlockProducts(q)
 
         # Gradients add up over blocks in fp32 at least: in bf16 the sum over ranks would lose
         # digits.
@@ -140,7 +144,7 @@ def _blocks(
     """Blocks of `owner`'s keys that this rank's queries see: none, one product, or with
     VisibleKeys one for every block of queries and chunk of keys that meet."""
     chunks, num_tokens = group.chunks, kv.shape[3]
-    part = chunks.part(group.rank, owner, num_tokens * group.size, window)
+    part = chunks.visible_rectangle(group.rank, owner, num_tokens * group.size, window)
     if part is None:
         return
     length = num_tokens // chunks.per_rank
@@ -158,10 +162,12 @@ def _blocks(
                     chunks.list_chunks(group.rank)[at] * length,
                     chunks.list_chunks(owner)[to] * length,
                 )
-                yield from _blocks_of_chunks(kv, (at * length, to * length), starts, length, mask)
+                yield from _blocks_of_chunk_pair(
+                    kv, (at * length, to * length), starts, length, mask
+                )
 
 
-def _blocks_of_chunks(
+def _blocks_of_chunk_pair(
     kv: torch.Tensor,
     lies_at: tuple[int, int],
     starts: tuple[int, int],
@@ -191,7 +197,7 @@ def _hides_all(mask: torch.Tensor) -> bool:
     return mask.device.type == "cpu" and not bool((mask == 0).any())
 
 
-class _Ring:
+class _RingAttention:
     """Step s is that of the block of the rank s before this one.
 
     What travels does so while a block is computed.
@@ -203,7 +209,7 @@ class _Ring:
     def blocks(self, kv: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         group = self._group
         for step in range(group.size):
-            arriving = group.pass_on(kv, KEYS) if step + 1 < group.size else None
+            arriving = group.send_to_next(kv, KEYS) if step + 1 < group.size else None
             yield (group.rank - step) % group.size, kv
             if arriving is not None:
                 kv = arriving()
@@ -224,13 +230,13 @@ class _Ring:
             if arriving is not None:
                 block_grad += arriving()
             # Sent when the block's own part is in: each rank adds to what it passes on.
-            arriving = group.pass_on(block_grad, GRADIENTS)
+            arriving = group.send_to_next(block_grad, GRADIENTS)
         assert own_grad is not None
         assert arriving is not None
         return own_grad.add_(arriving())
 
 
-class _Gathered:
+class _AllGatherAttention:
     """All blocks at once, in the backward once more: kept, they would take each rank as much as
     the whole sequence."""
 
@@ -279,7 +285,7 @@ class _ToTokens(torch.autograd.Function):
 def _to_heads(x_BHTE: torch.Tensor, group: ContextGroup) -> torch.Tensor:
     rows = x_BHTE.unflatten(1, (group.size, -1)).movedim(1, 0)  # [ranks, B, H / ranks, T, E]
     arrived = group.all_to_all(rows).movedim(0, 2).flatten(2, 3)
-    return arrived.index_select(2, group.chunks.order_back(arrived.shape[2], x_BHTE.device))
+    return arrived.index_select(2, group.chunks.inverse_rank_order(arrived.shape[2], x_BHTE.device))
 
 
 def _to_tokens(x_BHTE: torch.Tensor, group: ContextGroup) -> torch.Tensor:

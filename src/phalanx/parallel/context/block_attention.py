@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from phalanx.mesh.attend import repeat_heads
-from phalanx.mesh.attention_kernels import Kernel, kernel_of
+from phalanx.mesh.attention_kernels import AttentionKernel, choose_kernel
 
 
 @dataclass
-class Running:
+class OnlineSoftmaxOutput:
     """Attention over the blocks so far: `out` [B, H, T, E] and its `lse` [B, H, T], in at least
     fp32."""
 
@@ -24,7 +24,7 @@ class Running:
     lse: torch.Tensor
 
     @classmethod
-    def empty(cls, q_BHTE: torch.Tensor) -> Running:
+    def empty(cls, q_BHTE: torch.Tensor) -> OnlineSoftmaxOutput:
         wide = torch.promote_types(q_BHTE.dtype, torch.float32)
         out = torch.zeros(q_BHTE.shape, dtype=wide, device=q_BHTE.device)
         return cls(out, torch.full(q_BHTE.shape[:-1], -torch.inf, dtype=wide, device=q_BHTE.device))
@@ -41,14 +41,14 @@ class Running:
 
 
 @dataclass
-class Products:
+class BlockProducts:
     """This rank's queries [B, H, T, E] against blocks of keys and values [2, B, K, S, E]."""
 
     q: torch.Tensor
 
-    def forward(self, running: Running, block: KeyValueBlock) -> None:
+    def forward(self, running: OnlineSoftmaxOutput, block: KeyValueBlock) -> None:
         q = self.q[:, :, block.rows]
-        kernel = kernel_of(q, block.mask)
+        kernel = choose_kernel(q, block.mask)
         out, lse = kernel.forward(q, *self._keys(block, kernel), block.mask, block.is_causal)
         # Kernels differ in what they return for a query that sees nothing.
         if block.mask is not None:
@@ -69,7 +69,7 @@ class Products:
         are in at least fp32."""
         rows = block.rows
         q, grad, out, lse = (x[:, :, rows] for x in (self.q, grad, out, lse))
-        kernel = kernel_of(q, block.mask)
+        kernel = choose_kernel(q, block.mask)
         k, v = self._keys(block, kernel)
         block_grad_q, *block_grad_kv = kernel.backward(
             grad, q, k, v, out, lse, block.mask, block.is_causal
@@ -79,7 +79,9 @@ class Products:
         for into, each in zip(grad_kv, block_grad_kv, strict=True):
             into[:, :, block.columns] += each.to(grad_q.dtype).unflatten(1, (heads, -1)).sum(2)
 
-    def _keys(self, block: KeyValueBlock, kernel: Kernel) -> tuple[torch.Tensor, torch.Tensor]:
+    def _keys(
+        self, block: KeyValueBlock, kernel: AttentionKernel
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         groups = self.q.shape[1] // block.kv.shape[2]
         k, v = block.kv[:, :, :, block.columns]
         if groups == 1 or kernel.takes_groups:

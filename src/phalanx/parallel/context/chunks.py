@@ -20,7 +20,7 @@ KEPT = 32
 
 
 @dataclass(frozen=True)
-class Part:
+class ChunkRectangle:
     """A product of some queries with some keys, in chunks of each rank's.
 
     `is_causal`: of one rank with itself.
@@ -40,7 +40,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Chunks:
+class SequenceChunks:
     """The chunks of `size` ranks."""
 
     size: int
@@ -69,7 +69,7 @@ class Chunks:
             return 0
         return self.size - 1
 
-    def places(
+    def token_positions(
         self, rank: int, num_tokens: int, device: torch.device | None = None
     ) -> torch.Tensor:
         """[num_tokens / size]: where in the sequence a rank's tokens stand.
@@ -81,10 +81,12 @@ class Chunks:
 
     def order(self, num_tokens: int, device: torch.device | None = None) -> torch.Tensor:
         """[num_tokens]: where in the sequence the tokens of rank 0, rank 1, ... stand; kept, as
-        `places`."""
+        `token_positions`."""
         return _order(self, num_tokens, device or torch.device("cpu"))[0]
 
-    def order_back(self, num_tokens: int, device: torch.device | None = None) -> torch.Tensor:
+    def inverse_rank_order(
+        self, num_tokens: int, device: torch.device | None = None
+    ) -> torch.Tensor:
         """[num_tokens]: where among the tokens of rank 0, rank 1, ... those of the sequence
         stand, in its order."""
         return _order(self, num_tokens, device or torch.device("cpu"))[1]
@@ -102,7 +104,9 @@ class Chunks:
             [torch.arange(c * length, (c + 1) * length, device=device) for c in chunks]
         )
 
-    def part(self, query_rank: int, key_rank: int, num_tokens: int, window: int = 0) -> Part | None:
+    def visible_rectangle(
+        self, query_rank: int, key_rank: int, num_tokens: int, window: int = 0
+    ) -> ChunkRectangle | None:
         """The smallest rectangle of chunks, of one rank's queries and another's keys, that
         causality and window do not mask; None if they mask all.
 
@@ -125,11 +129,13 @@ class Chunks:
             return None
         queries, keys = [at for at, _ in pairs], [to for _, to in pairs]
         hull = (min(queries), max(queries) + 1, min(keys), max(keys) + 1)
-        return Part(*hull, is_causal=query_rank == key_rank)
+        return ChunkRectangle(*hull, is_causal=query_rank == key_rank)
 
 
 @functools.lru_cache(maxsize=KEPT)
-def _places(chunks: Chunks, rank: int, num_tokens: int, device: torch.device) -> torch.Tensor:
+def _places(
+    chunks: SequenceChunks, rank: int, num_tokens: int, device: torch.device
+) -> torch.Tensor:
     # A backward of later steps may keep the tensor, and would refuse one of inference mode.
     with torch.inference_mode(False):
         return chunks._compute_places(rank, num_tokens, device)
@@ -137,8 +143,10 @@ def _places(chunks: Chunks, rank: int, num_tokens: int, device: torch.device) ->
 
 @functools.lru_cache(maxsize=KEPT)
 def _order(
-    chunks: Chunks, num_tokens: int, device: torch.device
+    chunks: SequenceChunks, num_tokens: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.inference_mode(False):
-        order = torch.cat([chunks.places(rank, num_tokens, device) for rank in range(chunks.size)])
+        order = torch.cat(
+            [chunks.token_positions(rank, num_tokens, device) for rank in range(chunks.size)]
+        )
         return order, order.argsort()

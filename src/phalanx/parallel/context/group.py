@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from phalanx.core.phases import Phases
+from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.gloo_collectives import gather_rows, scatter_sum
-from phalanx.parallel.context.chunks import Chunks
+from phalanx.parallel.context.chunks import SequenceChunks
 
 # Tags, because both kinds are under way together.
 KEYS, GRADIENTS = 1, 2
@@ -24,8 +24,8 @@ class ContextGroup:
     """
 
     group: dist.ProcessGroup
-    chunks: Chunks
-    phases: Phases
+    chunks: SequenceChunks
+    phases: PhaseTimer
     sent_bytes: float = field(default=0.0)
 
     @property
@@ -36,7 +36,7 @@ class ContextGroup:
     def size(self) -> int:
         return self.chunks.size
 
-    def pass_on(self, tensor: torch.Tensor, tag: int) -> Callable[[], torch.Tensor]:
+    def send_to_next(self, tensor: torch.Tensor, tag: int) -> Callable[[], torch.Tensor]:
         """Begin to send `tensor` to the next rank and to receive the previous one's, which the
         result waits for."""
         arrived = torch.empty_like(tensor, memory_format=torch.contiguous_format)

@@ -26,13 +26,13 @@ from phalanx.core.block_sizes import block_sizes
 from phalanx.core.errors import LayoutError
 from phalanx.mesh.attend_blocks import VisibleKeys, is_masked
 from phalanx.mesh.logical import full_name
-from phalanx.mesh.seams import attention_cores, has_attention_seam
+from phalanx.mesh.seams import find_attention_cores, has_attention_seam
 from phalanx.parallel.context.attention import ATTEND
-from phalanx.parallel.context.chunks import Chunks
+from phalanx.parallel.context.chunks import SequenceChunks
 from phalanx.parallel.context.group import ContextGroup
-from phalanx.parallel.pipeline.staged import Staged
+from phalanx.parallel.pipeline.staged import PipelineStageGroup
 from phalanx.parallel.protocol import Order, ParallelContext
-from phalanx.plan.degree_checks import no_attention_seam_error
+from phalanx.plan.degree_checks import attention_not_replaceable_error
 from phalanx.plan.plan import Plan
 
 PER_TOKEN = ("inputs", "targets", "positions")
@@ -48,9 +48,9 @@ class ContextParallel:
     def apply(self, context: ParallelContext) -> None:
         """Puts another core into each attention, and another maker of masks into the model."""
         module, plan = context.root.module, context.plan
-        cores = attention_cores(module)
-        _require_seams(module, cores, is_stage=context.axes.find(Staged) is not None)
-        chunks = Chunks(plan.layout.cp, plan.parallel.cp_load_balance)
+        cores = find_attention_cores(module)
+        _require_seams(module, cores, is_stage=context.axes.find(PipelineStageGroup) is not None)
+        chunks = SequenceChunks(plan.layout.cp, plan.parallel.cp_load_balance)
         group = ContextGroup(context.mesh.submesh("cp").get_group(), chunks, context.phases)
         covers_all = plan.parallel.cp_attention == "ulysses"
         masks = ContextMask(group, module.attention_mask, covers_all=covers_all)  # type: ignore[arg-type]
@@ -71,7 +71,7 @@ def _require_seams(
 ) -> None:
     name = type(module).__name__
     if not has_attention_seam(module, is_stage=is_stage):
-        raise no_attention_seam_error(name)
+        raise attention_not_replaceable_error(name)
     for parent, core in cores:
         if not getattr(core, "causal", False) or not hasattr(core, "window"):
             raise LayoutError(
@@ -124,7 +124,7 @@ class ContextMask:
             return full_mask
         if self.covers_all or num_tokens > block_sizes().query_block:
             return VisibleKeys(document_ids_BT, window, is_causal=True)
-        places = [self.group.chunks.places(rank, total, device) for rank in range(size)]
+        places = [self.group.chunks.token_positions(rank, total, device) for rank in range(size)]
         queries, keys = places[self.group.rank], torch.cat(places)
         back = queries[:, None] - keys[None, :]
         keep = (back >= 0)[None]
@@ -184,7 +184,9 @@ class ContextSequences:
     def earlier(self, chosen_BTE: torch.Tensor) -> torch.Tensor:
         chunks, rank = self.group.chunks, self.group.rank
         if self.padding:
-            places = chunks.places(rank, chosen_BTE.shape[1] * self.group.size, chosen_BTE.device)
+            places = chunks.token_positions(
+                rank, chosen_BTE.shape[1] * self.group.size, chosen_BTE.device
+            )
             chosen_BTE = chosen_BTE * (places >= self.padding)[:, None]
         rank_choices = chosen_BTE.unflatten(
             1, (chunks.per_rank, -1)
@@ -226,7 +228,7 @@ class SequenceSplit:
                 fix="leave parallel.cp out",
             )
         length = tokens.shape[1]
-        places = self.group.chunks.places(self.group.rank, length, tokens.device)
+        places = self.group.chunks.token_positions(self.group.rank, length, tokens.device)
         full_batch = {
             "positions": torch.arange(length, device=tokens.device).expand_as(tokens),
             **batch,

@@ -14,7 +14,7 @@ from phalanx.core.registry import resolve
 from phalanx.mesh.logical import Box, LogicalShard, dtype_name, full_name, shard_of
 from phalanx.mesh.mesh import Mesh
 from phalanx.parallel.expert.transform import SeparateExperts
-from phalanx.parallel.hooks._protocol import ERROR, Gradient, Hook, Settings
+from phalanx.parallel.hooks._protocol import ERROR, CompressionOptions, Gradient, Hook
 from phalanx.parallel.loss_scale import LossScale
 from phalanx.parallel.protocol import ParallelContext
 from phalanx.parallel.traffic import all_reduce_bytes
@@ -165,7 +165,9 @@ def build_compression(context: ParallelContext, wire: Wire) -> Compression | Non
     plan = context.plan
     if plan.parallel.compress == "none":
         return None
-    settings = Settings(plan.parallel.compress_rank, plan.parallel.compress_fraction, plan.seed)
+    settings = CompressionOptions(
+        plan.parallel.compress_rank, plan.parallel.compress_fraction, plan.seed
+    )
     hook: Hook = resolve(plan.parallel.compress, HOOKS, "build")(settings)
     named_parameters = context.root.module.named_parameters()
     return Compression(hook, named_parameters, wire, context.normalizer.loss_scale)

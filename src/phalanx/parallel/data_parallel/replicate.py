@@ -20,7 +20,7 @@ from phalanx.parallel.data_parallel.bucket_bytes import bucket_bytes
 from phalanx.parallel.data_parallel.compression import reduce_by_hook
 from phalanx.parallel.data_parallel.unsharded_params import average_gradients
 from phalanx.parallel.expert.transform import SeparateExperts
-from phalanx.parallel.pipeline.staged import Staged
+from phalanx.parallel.pipeline.staged import PipelineStageGroup
 from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.plan.plan import Plan
 
@@ -33,7 +33,7 @@ class DpReplicate:
 
     def apply(self, context: ParallelContext) -> None:
         context.materialize()
-        if context.axes.find(Staged) is not None:
+        if context.axes.find(PipelineStageGroup) is not None:
             reduce_after_pipeline(context)
             return
         options = context.plan.parallel

@@ -30,7 +30,7 @@ from phalanx.mesh.gloo_collectives import gather_rows, scatter_sum
 from phalanx.parallel.batchnorm.layer import differing_buffers
 from phalanx.parallel.data_parallel.unsharded_params import find_whole_parameters
 from phalanx.parallel.expert.transform import SeparateExperts
-from phalanx.parallel.pipeline.staged import Staged
+from phalanx.parallel.pipeline.staged import PipelineStageGroup
 from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.plan.choice import AUTO
 from phalanx.plan.layout import split_dim
@@ -44,7 +44,7 @@ class DpShard:
         return plan.layout.reduced.dp_shard > 1 and plan.parallel.zero_stage >= 2
 
     def apply(self, context: ParallelContext) -> None:
-        options, staged = context.plan.parallel, context.axes.find(Staged)
+        options, staged = context.plan.parallel, context.axes.find(PipelineStageGroup)
         groups = _shard_units(context, staged)
         units = [module for module in context.root.modules() if isinstance(module, FSDPModule)]
         for unit in units:
@@ -58,7 +58,9 @@ class DpShard:
             _reduce_last(context, units)
 
 
-def _shard_units(context: ParallelContext, staged: Staged | None) -> list[list[nn.Module]]:
+def _shard_units(
+    context: ParallelContext, staged: PipelineStageGroup | None
+) -> list[list[nn.Module]]:
     """Hand each unit to FSDP: experts, runs of blocks, and the root with all else; the runs of
     blocks."""
     layout, options = context.plan.layout.reduced, context.plan.parallel

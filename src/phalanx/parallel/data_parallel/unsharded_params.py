@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from phalanx.core.phases import Phases
-from phalanx.mesh.compat import dtensor_of
+from phalanx.core.phases import PhaseTimer
+from phalanx.mesh.compat import wrap_local_as_dtensor
 from phalanx.parallel.optimizer_params import OptimizerShard
 from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.plan.plan import Plan
@@ -45,7 +45,9 @@ class UnshardedParams:
         mesh = context.mesh.submesh(*axes)
         for parameter in unsharded:
             # An optimizer's fused kernel takes DTensors or plain tensors, not both.
-            local = dtensor_of(parameter.detach(), mesh, (Replicate(),) * len(axes), parameter)
+            local = wrap_local_as_dtensor(
+                parameter.detach(), mesh, (Replicate(),) * len(axes), parameter
+            )
             # Every rank updates it alike, so nothing has to be gathered afterwards.
             shard = OptimizerShard(parameter, nn.Parameter(local))
             context.optimizer_params.shards[parameter] = shard
@@ -66,7 +68,7 @@ def _wide_type(parameter: nn.Parameter) -> torch.dtype:
 
 @torch.no_grad()
 def average_gradients(
-    parameters: list[nn.Parameter], group: dist.ProcessGroup, phases: Phases
+    parameters: list[nn.Parameter], group: dist.ProcessGroup, phases: PhaseTimer
 ) -> None:
     """The mean over the ranks, in fp32 at least, in one collective per type.
 

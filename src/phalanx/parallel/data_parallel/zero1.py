@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from phalanx.core.phases import Phases
-from phalanx.mesh.compat import dtensor_of
+from phalanx.core.phases import PhaseTimer
+from phalanx.mesh.compat import wrap_local_as_dtensor
 from phalanx.mesh.gloo_collectives import gather_rows
 from phalanx.parallel.data_parallel.bucket_bytes import bucket_bytes
 from phalanx.parallel.optimizer_params import OptimizerShard
@@ -47,7 +47,7 @@ class Zero1:
             local = take(parameter.detach())
             # A DTensor over the rows, so that optimizers and checkpoints know its place in the
             # whole.
-            trained = nn.Parameter(dtensor_of(local, mesh, placements, parameter))
+            trained = nn.Parameter(wrap_local_as_dtensor(local, mesh, placements, parameter))
             context.optimizer_params.shards[parameter] = OptimizerShard(parameter, trained, take)
             if rows is not None:
                 cut.append((parameter, rows))
@@ -129,7 +129,7 @@ class Gather:
         group: dist.ProcessGroup,
         *,
         bucket_bytes: int,
-        phases: Phases,
+        phases: PhaseTimer,
     ) -> None:
         self._group, self._phases = group, phases
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)

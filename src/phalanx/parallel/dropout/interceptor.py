@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.mesh.logical import full_name
 from phalanx.parallel.dropout.rng import ReplayContext
-from phalanx.parallel.dropout.transform import rows_second
-from phalanx.parallel.pipeline.staged import Staged
+from phalanx.parallel.dropout.transform import find_batch_second_layers
+from phalanx.parallel.pipeline.staged import PipelineStageGroup
 from phalanx.parallel.protocol import ParallelContext
 
 BERNOULLI = torch.ops.aten.bernoulli_.float
@@ -39,11 +39,11 @@ class RandomOpInterceptor:
         self._module, self._dropout_rng, self._mesh = module, context.dropout_rng, context.mesh
         self._is_global = context.plan.parallel.dropout == "global"
         self._names = {part: full_name(name) for name, part in module.named_modules()}
-        self._rows_second = rows_second(module)
+        self._rows_second = find_batch_second_layers(module)
         self.mesh_device = context.mesh.device
         self._calling: list[str | None] = [None]
         self._drawing: set[str] = set()
-        self._mode = _ByPlace(self)
+        self._mode = _PositionalDraws(self)
         # Modes and hooks would break the graph of a compiled module.
         self._can_look = self._is_global and not context.plan.compile
         # A module is watched in its first microbatch alone: modes cost time in every operation.
@@ -51,7 +51,7 @@ class RandomOpInterceptor:
         self._looked: set[int] = set()
         self._state: torch.Tensor | None = None
         self._dropout_rng.replay_hooks.append(self._replay_context)
-        staged = context.axes.find(Staged)
+        staged = context.axes.find(PipelineStageGroup)
         self._num_stages = 1 if staged is None else len(staged.own_stages)
 
     def begin_step(self) -> None:
@@ -204,7 +204,7 @@ def _is_inside(name: str, other: str) -> bool:
     return not other or name == other or name.startswith(f"{other}.")
 
 
-class _ByPlace(TorchDispatchMode):
+class _PositionalDraws(TorchDispatchMode):
     """Fills what torch would fill with draws of its generator."""
 
     def __init__(self, interceptor: RandomOpInterceptor) -> None:

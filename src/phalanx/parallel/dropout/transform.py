@@ -36,7 +36,7 @@ class Dropout:
             # The compiler recomputes in its own way and draws its own numbers.
             return
         module = context.root.module
-        time_first = rows_second(module)
+        time_first = find_batch_second_layers(module)
         for name, part in module.named_modules():
             if isinstance(part, _DropoutNd) and any(isinstance(part, known) for known in _COUNTED):
                 _count(
@@ -47,7 +47,7 @@ class Dropout:
                 )
 
 
-def rows_second(module: nn.Module) -> set[str]:
+def find_batch_second_layers(module: nn.Module) -> set[str]:
     """Layers inside torch's own that have the batch in dimension 1: batch_first=False, and
     recurrent ones inside."""
     modules = set()
@@ -63,7 +63,7 @@ def rows_second(module: nn.Module) -> set[str]:
     return modules
 
 
-class _Counted(_DropoutNd):
+class _CounterRngDropout(_DropoutNd):
     """Stands between a user's class and torch's: a user's forward still comes first."""
 
     _dropout_rng: DropoutRng
@@ -94,7 +94,7 @@ class _Counted(_DropoutNd):
         return output
 
 
-class _OfChannels(_Counted):
+class _ChannelDropout(_CounterRngDropout):
     """One element for a whole channel."""
 
     # An input of so many dimensions has no batch. 0: torch's dropout2d takes three for [N, C, L].
@@ -106,7 +106,7 @@ class _OfChannels(_Counted):
         return (*input.shape[:2], *(1,) * (input.ndim - 2))
 
 
-class _Alpha(_Counted):
+class _Alpha(_CounterRngDropout):
     """Dropped elements become SELU's least value; mean and variance stay (Klambauer et al.
     2017)."""
 
@@ -122,19 +122,19 @@ class _Alpha(_Counted):
         return input * noise + shift
 
 
-class CountedDropout(_Counted, nn.Dropout):
+class CountedDropout(_CounterRngDropout, nn.Dropout):
     pass
 
 
-class CountedDropout1d(_OfChannels, nn.Dropout1d):
+class CountedDropout1d(_ChannelDropout, nn.Dropout1d):
     _unbatched_ndim = 2
 
 
-class CountedDropout2d(_OfChannels, nn.Dropout2d):
+class CountedDropout2d(_ChannelDropout, nn.Dropout2d):
     pass
 
 
-class CountedDropout3d(_OfChannels, nn.Dropout3d):
+class CountedDropout3d(_ChannelDropout, nn.Dropout3d):
     _unbatched_ndim = 4
 
 
@@ -142,11 +142,11 @@ class CountedAlphaDropout(_Alpha, nn.AlphaDropout):
     pass
 
 
-class CountedFeatureAlphaDropout(_Alpha, _OfChannels, nn.FeatureAlphaDropout):
+class CountedFeatureAlphaDropout(_Alpha, _ChannelDropout, nn.FeatureAlphaDropout):
     pass
 
 
-_COUNTED: dict[type[_DropoutNd], type[_Counted]] = {
+_COUNTED: dict[type[_DropoutNd], type[_CounterRngDropout]] = {
     nn.Dropout: CountedDropout,
     nn.Dropout1d: CountedDropout1d,
     nn.Dropout2d: CountedDropout2d,
@@ -159,12 +159,12 @@ _COUNTED: dict[type[_DropoutNd], type[_Counted]] = {
 def _count(name: str, module: _DropoutNd, dropout_rng: DropoutRng, *, rows_dim: int) -> None:
     """Change the class of `module` in place."""
     module.__class__ = _derive_counting_type(type(module))  # type: ignore[arg-type]  # torch's classes are Any
-    assert isinstance(module, _Counted)
+    assert isinstance(module, _CounterRngDropout)
     module._dropout_rng, module._name, module._rows_dim = dropout_rng, name, rows_dim
 
 
 @functools.cache
-def _derive_counting_type(original: type[_DropoutNd]) -> type[_Counted]:
+def _derive_counting_type(original: type[_DropoutNd]) -> type[_CounterRngDropout]:
     if original in _COUNTED:
         return _COUNTED[original]
     counted = next(_COUNTED[known] for known in original.__mro__ if known in _COUNTED)

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from phalanx.core.phases import Phases
+from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.logical import full_name
 from phalanx.mesh.mesh import Mesh
-from phalanx.mesh.transfer import read_later
+from phalanx.mesh.transfer import start_copy_to_host
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class RouterLoads:
 
     routers: dict[str, nn.Module]
     mesh: Mesh
-    phases: Phases
+    phases: PhaseTimer
     group: dist.ProcessGroup | None
     # By router: [E + 1] on the device, the last one is of dropped choices.
     _counts: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class RouterLoads:
 
     @classmethod
     def collect(
-        cls, module: nn.Module, mesh: Mesh, phases: Phases, *, expected: bool
+        cls, module: nn.Module, mesh: Mesh, phases: PhaseTimer, *, expected: bool
     ) -> RouterLoads:
         """`expected`: a stage of the model may have routers.
 
@@ -80,7 +80,7 @@ class RouterLoads:
             zip(self.routers, counts.split([len(part) for part in parts]), strict=True)
         )
         # Copied beside the step's reduction: reading it here would wait for the device.
-        self._read = read_later(counts)
+        self._read = start_copy_to_host(counts)
         self._is_due = True
 
     @property

@@ -26,10 +26,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.core.errors import LayoutError
-from phalanx.core.phases import Phases
-from phalanx.mesh.grouped import remember_sizes
+from phalanx.core.phases import PhaseTimer
+from phalanx.mesh.grouped import cache_group_sizes
 from phalanx.mesh.logical import Box, Cut, full_name, local_tensor
-from phalanx.parallel.pipeline.staged import Staged
+from phalanx.parallel.pipeline.staged import PipelineStageGroup
 from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.plan.plan import Plan
 
@@ -49,7 +49,7 @@ class ExpertParallel:
         mixtures = {
             full_name(name): part for name, part in module.named_modules() if is_mixture(part)
         }
-        if not mixtures and context.axes.find(Staged) is None:
+        if not mixtures and context.axes.find(PipelineStageGroup) is None:
             raise LayoutError(
                 "parallel.ep needs a model whose experts can be dispatched to, and"
                 f" {type(module).__name__} has none",
@@ -176,7 +176,7 @@ class ExpertGroup:
 
     group: dist.ProcessGroup
     size: int
-    phases: Phases
+    phases: PhaseTimer
     sent_bytes: int = field(default=0)
     num_exchanges: int = field(default=0)
 
@@ -232,7 +232,7 @@ class BetweenRanks:
         order = numbers.repeat_interleave(arrived_PE.flatten(), output_size=sum(received)).argsort(
             stable=True
         )
-        counts_here = remember_sizes(
+        counts_here = cache_group_sizes(
             arrived_PE.sum(0), [sum(column) for column in zip(*arrived_counts, strict=True)]
         )
         outputs = experts(rows.index_select(0, order), counts_here)

@@ -14,7 +14,7 @@ ERROR = "error"
 
 
 @dataclass(frozen=True)
-class Settings:
+class CompressionOptions:
     """Settings of the job for hooks: rank of PowerSGD, the fraction that top-k sends, and the
     seed of random numbers."""
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from phalanx.parallel.hooks._protocol import Gradient, Settings
+from phalanx.parallel.hooks._protocol import CompressionOptions, Gradient
 from phalanx.parallel.wire import Wire
 
 
@@ -28,5 +28,5 @@ class Bf16:
         return []
 
 
-def build(settings: Settings) -> Bf16:
+def build(settings: CompressionOptions) -> Bf16:
     return Bf16()

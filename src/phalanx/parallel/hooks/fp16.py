@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from phalanx.parallel.hooks._protocol import Gradient, Settings
+from phalanx.parallel.hooks._protocol import CompressionOptions, Gradient
 from phalanx.parallel.wire import Wire
 
 # The sum over ranks stays below this; fp16 ends at 65504.
@@ -50,5 +50,5 @@ def _limit(tensor: torch.Tensor) -> torch.Tensor:
     return torch.where(largest.isfinite(), largest, torch.inf)
 
 
-def build(settings: Settings) -> Fp16:
+def build(settings: CompressionOptions) -> Fp16:
     return Fp16()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from phalanx.parallel.hooks._protocol import Gradient, Settings
+from phalanx.parallel.hooks._protocol import CompressionOptions, Gradient
 from phalanx.parallel.wire import Wire
 
 BLOCK = 256
@@ -130,5 +130,5 @@ def _unpack(packed: torch.Tensor, cuts: Sequence[ElementShares]) -> list[Quantis
     ]
 
 
-def build(settings: Settings) -> Int8:
+def build(settings: CompressionOptions) -> Int8:
     return Int8()

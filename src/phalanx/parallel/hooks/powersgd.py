@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from phalanx.core.digest import stable_hash64
-from phalanx.parallel.hooks._protocol import Gradient, Settings
+from phalanx.parallel.hooks._protocol import CompressionOptions, Gradient
 from phalanx.parallel.wire import Wire
 
 Q = "q"
@@ -84,5 +84,5 @@ def _average(tensors: Sequence[torch.Tensor], wire: Wire) -> None:
         tensor.copy_(part.view_as(tensor))
 
 
-def build(settings: Settings) -> PowerSgd:
+def build(settings: CompressionOptions) -> PowerSgd:
     return PowerSgd(settings.rank, settings.seed)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from phalanx.parallel.hooks._protocol import Gradient, Settings
+from phalanx.parallel.hooks._protocol import CompressionOptions, Gradient
 from phalanx.parallel.wire import Wire
 
 KEEPS_ERROR = True
@@ -56,5 +56,5 @@ class TopK:
         return [k.view_as(g.tensor) for k, g in zip(errors, gradients, strict=True)]
 
 
-def build(settings: Settings) -> TopK:
+def build(settings: CompressionOptions) -> TopK:
     return TopK(settings.fraction)

@@ -24,7 +24,7 @@ from phalanx.parallel.loss_forward import LossForward, OutputFunction
 from phalanx.parallel.pipeline.p2p import P2PQueue, TensorSpec
 from phalanx.parallel.pipeline.shape_inference import broadcast_value, infer_shapes
 from phalanx.parallel.pipeline.stage_memory import StageMemory
-from phalanx.parallel.pipeline.staged import Staged
+from phalanx.parallel.pipeline.staged import PipelineStageGroup
 from phalanx.parallel.pipeline.weight_grads import DeferredWeightGrads
 from phalanx.parallel.protocol import ParallelContext
 from phalanx.parallel.saved_tensors import can_count
@@ -55,7 +55,7 @@ class PipelineExecutor:
     """One rank's part. `spans`: the actions of the last step, without waiting for messages."""
 
     context: ParallelContext
-    staged: Staged
+    staged: PipelineStageGroup
     interceptor: RandomOpInterceptor
     forward: LossForward
     spans: list[Span] = field(default_factory=list)

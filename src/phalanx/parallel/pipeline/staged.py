@@ -11,7 +11,7 @@ from phalanx.plan.pipeline.pipeline_plan import Pipeline
 
 
 @dataclass
-class Staged:
+class PipelineStageGroup:
     """A rank's stages and what it shares with other ranks of the pipeline.
 
     `holders`: name -> the ranks of the pipeline that hold a parameter, of those that several hold.

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.core.phases import Phases
+from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.logical import full_name, local_tensor
-from phalanx.parallel.pipeline.staged import Staged
+from phalanx.parallel.pipeline.staged import PipelineStageGroup
 from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.plan.plan import Plan
 
@@ -27,7 +27,7 @@ class TiedParams:
         return plan.layout.pp > 1
 
     def apply(self, context: ParallelContext) -> None:
-        staged = context.axes.find(Staged)
+        staged = context.axes.find(PipelineStageGroup)
         assert staged is not None
         if staged.holders:
             module, phases = context.root.module, context.phases
@@ -37,7 +37,7 @@ class TiedParams:
 
 
 @torch.no_grad()
-def sum_tied_gradients(staged: Staged, module: nn.Module, phases: Phases) -> None:
+def sum_tied_gradients(staged: PipelineStageGroup, module: nn.Module, phases: PhaseTimer) -> None:
     """Sum the gradients of tied parameters over the stages that hold them, in place.
 
     All parameters of one set of holders travel together; each rank adds in the order of the stages.
@@ -69,7 +69,7 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _exchange_and_sum(
-    staged: Staged, holders: tuple[int, ...], own_part: torch.Tensor
+    staged: PipelineStageGroup, holders: tuple[int, ...], own_part: torch.Tensor
 ) -> torch.Tensor:
     stage_group = staged.stage_group
     parts_by_rank, works = {stage_group.rank: own_part}, []

@@ -24,7 +24,7 @@ from phalanx.mesh.logical import full_name
 from phalanx.parallel.pipeline.p2p import StageGroup
 from phalanx.parallel.pipeline.placeholder import Placeholder, release_block
 from phalanx.parallel.pipeline.stage_forward import StageBoundary, StageForward
-from phalanx.parallel.pipeline.staged import Staged
+from phalanx.parallel.pipeline.staged import PipelineStageGroup
 from phalanx.parallel.pipeline.weight_grads import split_linears
 from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
@@ -46,7 +46,7 @@ class PipelineStages:
             StageForward(len(context.blocks), pipeline.num_stages),
         )
         stage_forward.can_look = not context.plan.compile
-        holding = Holding(module, context.blocks, pipeline)
+        holding = ParameterPlacement(module, context.blocks, pipeline)
         holding.require_movable()
         own_rank = stage_group.rank
         holding.require_one_name()
@@ -82,7 +82,9 @@ class PipelineStages:
             split_linears(module)
         context.root.forward = functools.partial(_run_stage, stage_forward, context.root.forward)  # type: ignore[method-assign]
         context.traffic.add_sender("pp", stage_group)
-        context.axes.add(Staged(pipeline, stage_group, stage_forward, holders, stages, absent))
+        context.axes.add(
+            PipelineStageGroup(pipeline, stage_group, stage_forward, holders, stages, absent)
+        )
 
 
 def _run_stage(
@@ -133,7 +135,7 @@ def _require_blocks(module: nn.Module, blocks: Sequence[nn.Module], pipeline: Pi
         )
 
 
-class Holding:
+class ParameterPlacement:
     """Finds which ranks of a pipeline hold which parameters of a module that is still whole."""
 
     def __init__(self, module: nn.Module, blocks: Sequence[nn.Module], pipeline: Pipeline) -> None:

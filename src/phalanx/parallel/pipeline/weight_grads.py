@@ -21,7 +21,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from phalanx.mesh.casts import cast_for_each_use
-from phalanx.mesh.grouped import autocast_type, grouped_linear, rows_by_rows, rows_times
+from phalanx.mesh.grouped import autocast_type, grouped_linear, grouped_matmul, grouped_weight_grad
 from phalanx.mesh.linear import is_grouped
 
 GradWork = Callable[[], None]
@@ -123,7 +123,7 @@ class _Grouped(torch.autograd.Function):
     ) -> torch.Tensor:  # type: ignore[override]
         ctx.save_for_backward(x, counts)
         ctx.weight = weight
-        return rows_times(x, weight.to(x.dtype).transpose(1, 2), counts)
+        return grouped_matmul(x, weight.to(x.dtype).transpose(1, 2), counts)
 
     @staticmethod
     @once_differentiable
@@ -131,13 +131,13 @@ class _Grouped(torch.autograd.Function):
         (x, counts), weight = ctx.saved_tensors, ctx.weight
         grad = grad.contiguous()
         if ctx.needs_input_grad[0]:
-            grad_x = rows_times(grad, weight.detach().to(grad.dtype), counts)
+            grad_x = grouped_matmul(grad, weight.detach().to(grad.dtype), counts)
         else:
             grad_x = None
         if _DEFERRED:
-            defer(lambda: _accumulate(weight, rows_by_rows(grad, x, counts)))
+            defer(lambda: _accumulate(weight, grouped_weight_grad(grad, x, counts)))
             return grad_x, None, None
-        return grad_x, rows_by_rows(grad, x, counts).to(weight.dtype), None
+        return grad_x, grouped_weight_grad(grad, x, counts).to(weight.dtype), None
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

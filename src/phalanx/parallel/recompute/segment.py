@@ -81,7 +81,7 @@ class _KeptInput:
 
 
 @dataclass
-class _Call:
+class _SavedCall:
     """All that a block's second forward needs."""
 
     block: nn.Module
@@ -105,7 +105,7 @@ class _SegmentForward:
         self.last_outputs: list[tuple[torch.Tensor, int]] = []
         """Those of the last call, detached, with their versions: alive, so that no other tensor
         gets their address."""
-        self._calls: list[_Call] = []
+        self._calls: list[_SavedCall] = []
         # Weak references: what the graph has let go is not filled again.
         self._slots: list[weakref.ref[_SavedSlot]] = []
         self._described: list[tuple[torch.Size, torch.dtype]] = []
@@ -130,9 +130,9 @@ class _SegmentForward:
         )
         # The dummy needs a gradient: without any such input autograd makes no node, and saves
         # nothing.
-        node = _Keep.apply(torch.empty(0, requires_grad=True), *saved).grad_fn  # type: ignore[no-untyped-call]
+        node = _SaveTensors.apply(torch.empty(0, requires_grad=True), *saved).grad_fn  # type: ignore[no-untyped-call]
         self._calls.append(
-            _Call(block, forward, replay, inputs, structure, node, _capture_ambient(device))
+            _SavedCall(block, forward, replay, inputs, structure, node, _capture_ambient(device))
         )
         with first, saved_tensors_hooks(self._pack, self._unpack):
             outputs = forward(*args, **kwargs)
@@ -196,7 +196,7 @@ class _AllFilled(Exception):
 
 
 def _replay_call(
-    call: _Call, before: list[torch.Tensor], fill: Callable[[torch.Tensor], None]
+    call: _SavedCall, before: list[torch.Tensor], fill: Callable[[torch.Tensor], None]
 ) -> list[torch.Tensor]:
     """The outputs, detached.
 
@@ -231,7 +231,7 @@ def _refuse_unpack(nothing: object) -> torch.Tensor:
     raise AssertionError("the graph of a recomputation is not used")
 
 
-def _non_repeatable_error(calls: Sequence[_Call]) -> LayoutError:
+def _non_repeatable_error(calls: Sequence[_SavedCall]) -> LayoutError:
     return LayoutError(
         f"the forward of {type(calls[0].block).__name__} does something else when it is recomputed",
         why="it saves other tensors for the backward than the first time",
@@ -249,7 +249,7 @@ def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
-class _Keep(torch.autograd.Function):
+class _SaveTensors(torch.autograd.Function):
     """Saves tensors as an operation does; it has no backward."""
 
     @staticmethod

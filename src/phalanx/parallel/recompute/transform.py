@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.core.errors import LayoutError
-from phalanx.parallel.pipeline.staged import Staged
+from phalanx.parallel.pipeline.staged import PipelineStageGroup
 from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.parallel.recompute.contexts import recompute_contexts, selective_contexts
 from phalanx.parallel.recompute.segment import RecomputeSegment
@@ -41,7 +41,7 @@ class Recompute:
 def own_segments(context: ParallelContext) -> Iterator[Segment]:
     """Segments of the blocks that this rank has, counted among these. A segment ends where a
     stage does."""
-    staged = context.axes.find(Staged)
+    staged = context.axes.find(PipelineStageGroup)
     if staged is None:
         yield from find_segments(context.plan, len(context.blocks))
         return

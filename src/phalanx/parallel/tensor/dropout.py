@@ -16,7 +16,7 @@ from torch import nn
 from phalanx.core.errors import LayoutError
 
 
-class WholeMasks:
+class PartialDropoutCheck:
     """Follows the first training forward, and refuses what drops parts in it."""
 
     def __init__(

@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 from phalanx.core.errors import DataError, LayoutError
 from phalanx.mesh.linear import input_dim, is_conv1d, output_dim
-from phalanx.mesh.tensor_group import SEQUENCE, TensorGroup, Vocabulary, VocabularyLogits
+from phalanx.mesh.tensor_group import SEQUENCE, TensorGroup, VocabularyLogits, VocabularyShard
 from phalanx.parallel.pipeline.weight_grads import SPLITS, linear
 from phalanx.parallel.tensor.overlap import row_in_chunks
-from phalanx.plan.rules import Count, Rule
+from phalanx.plan.rules import CountAttribute, Rule
 
 
 def num_outputs(part: nn.Module) -> int:
@@ -33,7 +33,7 @@ def set_outputs(part: nn.Module, size: int) -> None:
     setattr(part, "nf" if is_conv1d(part) else "out_features", size)
 
 
-def make_row(part: nn.Module, name: str, group: TensorGroup, size: int) -> None:
+def make_row_parallel(part: nn.Module, name: str, group: TensorGroup, size: int) -> None:
     """Each rank multiplies its features; the sum over ranks leaves the region, and the bias is
     added once."""
     if isinstance(part, nn.Linear):
@@ -64,7 +64,7 @@ def _product(part: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> torch.Te
     return F.linear(x, weight)
 
 
-def skip_sum(part: nn.Module, name: str, size: int) -> None:
+def skip_output_sum(part: nn.Module, name: str, size: int) -> None:
     """Each rank multiplies its features, and a region around adds up what ranks have made."""
     if getattr(part, "bias", None) is not None:
         raise LayoutError(
@@ -73,7 +73,7 @@ def skip_sum(part: nn.Module, name: str, size: int) -> None:
     part.in_features = size  # type: ignore[assignment]
 
 
-def add_up(part: nn.Module, group: TensorGroup) -> None:
+def sum_region_output(part: nn.Module, group: TensorGroup) -> None:
     """A region's output is a sum over ranks.
 
     Routers inside see the same tokens on all of them, and their gradients are added up, too: what a
@@ -88,7 +88,7 @@ def add_up(part: nn.Module, group: TensorGroup) -> None:
 # Embeddings
 
 
-def make_embedding(part: nn.Embedding, name: str, vocabulary: Vocabulary) -> None:
+def make_embedding(part: nn.Embedding, name: str, vocabulary: VocabularyShard) -> None:
     """A rank looks up the tokens that it holds; the sum over ranks has them all."""
     if part.max_norm is not None or part.sparse or part.scale_grad_by_freq:
         raise LayoutError(
@@ -106,7 +106,7 @@ def make_embedding(part: nn.Embedding, name: str, vocabulary: Vocabulary) -> Non
 
 
 def _embedding_forward(
-    part: nn.Embedding, vocabulary: Vocabulary, ids: torch.Tensor
+    part: nn.Embedding, vocabulary: VocabularyShard, ids: torch.Tensor
 ) -> torch.Tensor:
     total, group = sum(vocabulary.sizes), vocabulary.group
     if ids.device.type == "cpu" and not torch.compiler.is_compiling() and ids.numel():
@@ -128,7 +128,7 @@ def _embedding_forward(
 # Hooks
 
 
-def enter(
+def enter_region(
     group: TensorGroup, argument: str, part: nn.Module, args: Any, kwargs: Any
 ) -> tuple[Any, Any]:
     """Before a region: of its arguments the named one, or the first that is a tensor of
@@ -167,7 +167,7 @@ def _are_activations(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim >= 2
 
 
-def gather(
+def gather_output_features(
     group: TensorGroup, sizes: tuple[int, ...], part: nn.Module, args: Any, output: torch.Tensor
 ) -> Any:
     return group.gather_features(output, sizes)
@@ -178,7 +178,7 @@ def keep_own_tokens(group: TensorGroup, part: nn.Module, args: Any, output: torc
     return group.own_tokens(output)
 
 
-def divide(part: nn.Module, name: str, count: Count, tp: int) -> None:
+def divide_count_attribute(part: nn.Module, name: str, count: CountAttribute, tp: int) -> None:
     """An integer that a module counts heads or features by becomes that of one rank.
 
     It may be one of a settings object that modules share: this module then has a copy of its own.
@@ -202,14 +202,14 @@ def divide(part: nn.Module, name: str, count: Count, tp: int) -> None:
     setattr(owner, attribute, share)
 
 
-class Outputs:
+class ModelOutputTagger:
     """After the model: an output that needs the head's rows of other ranks says which rows this
     rank has."""
 
     def __init__(
         self,
         group: TensorGroup,
-        vocabularies: Sequence[tuple[nn.Module, Vocabulary]],
+        vocabularies: Sequence[tuple[nn.Module, VocabularyShard]],
         cut: Sequence[nn.Module],
         columns: Sequence[tuple[nn.Module, Rule]],
     ) -> None:

@@ -33,7 +33,7 @@ class OpenColumn:
     has_row: bool
 
 
-def misfit(error: Exception, columns: Sequence[OpenColumn]) -> LayoutError | None:
+def shard_width_error(error: Exception, columns: Sequence[OpenColumn]) -> LayoutError | None:
     """The refusal of a column whose width and whose part on this rank are the two sizes that do not
     fit in torch's message: what it puts out has met something whole.
 

@@ -12,14 +12,14 @@ from torch import nn
 from phalanx.core.errors import LayoutError
 from phalanx.mesh.linear import classify_module, first_of_stack, input_dim, is_conv1d, output_dim
 from phalanx.mesh.logical import Box, Cut, full_name
-from phalanx.mesh.tensor_group import TensorGroup, Vocabulary
+from phalanx.mesh.tensor_group import TensorGroup, VocabularyShard
 from phalanx.parallel.protocol import ParallelContext
 from phalanx.parallel.tensor import modules as tp_modules
-from phalanx.parallel.tensor.dropout import WholeMasks, partial_dropout_error
+from phalanx.parallel.tensor.dropout import PartialDropoutCheck, partial_dropout_error
 from phalanx.parallel.tensor.overlap import overlap_columns
 from phalanx.parallel.tensor.shape_errors import OpenColumn
 from phalanx.plan.rule_checks import require_cuttable, require_parts
-from phalanx.plan.rules import CUTS, Rule, Span, find_rule
+from phalanx.plan.rules import CUTS, DimSlice, Rule, find_rule
 
 
 def shard_module(module: nn.Module, group: TensorGroup, rules: Sequence[Rule]) -> dict[str, Cut]:
@@ -44,7 +44,7 @@ class ModuleSharder:
     absent: frozenset[str] = frozenset()
     is_stage: bool = False
     _replaced: dict[nn.Parameter, tuple[nn.Parameter, Cut]] = field(default_factory=dict)
-    _vocabularies: list[tuple[nn.Module, Vocabulary]] = field(default_factory=list)
+    _vocabularies: list[tuple[nn.Module, VocabularyShard]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._modules = {full_name(name): part for name, part in self.module.named_modules()}
@@ -67,7 +67,7 @@ class ModuleSharder:
 
     def _apply_rule(self, name: str, part: nn.Module, rule: Rule) -> None:
         for count in rule.divide:
-            tp_modules.divide(part, name, count, self.group.size)
+            tp_modules.divide_count_attribute(part, name, count, self.group.size)
         if rule.kind in CUTS:
             kind = classify_module(part, is_attention=self._is_attention(name))
             require_cuttable(rule, name, kind)
@@ -113,7 +113,7 @@ class ModuleSharder:
             if not column.has_row and self._region_of(column.name) is None:
                 last_columns.append((self._modules[column.name], column.rule))
         self.module.register_forward_hook(
-            tp_modules.Outputs(self.group, self._vocabularies, cut_modules, last_columns)
+            tp_modules.ModelOutputTagger(self.group, self._vocabularies, cut_modules, last_columns)
         )
 
     def require_whole_masks(self, context: ParallelContext) -> None:
@@ -127,7 +127,7 @@ class ModuleSharder:
             if plan.parallel.dropout != "global" or cuts_sequence or is_unseen:
                 raise partial_dropout_error(f"{name} ({part.p:g})")
         if plan.parallel.dropout == "global" and not plan.compile:
-            masks = WholeMasks(
+            masks = PartialDropoutCheck(
                 self.module,
                 self._modules,
                 self._list_cut("column"),
@@ -205,7 +205,7 @@ class ModuleSharder:
         # A region enters once for all columns in it.
         if self._region_of(name) is None:
             part.register_forward_pre_hook(
-                functools.partial(tp_modules.enter, self.group, ""), with_kwargs=True
+                functools.partial(tp_modules.enter_region, self.group, ""), with_kwargs=True
             )
         if rule.gather:
             if len(spans) > 1 or spans[0].copies > 1:
@@ -213,7 +213,9 @@ class ModuleSharder:
                     f"{name} is fused, and its parts cannot be gathered", where=f'"{rule.pattern}"'
                 )
             part.register_forward_hook(
-                functools.partial(tp_modules.gather, self.group, self._sizes(rule, name, part))
+                functools.partial(
+                    tp_modules.gather_output_features, self.group, self._sizes(rule, name, part)
+                )
             )
 
     def _sizes(self, rule: Rule, name: str, part: nn.Module) -> tuple[int, ...]:
@@ -227,9 +229,9 @@ class ModuleSharder:
         spans = self._spans(rule, tp_modules.num_inputs(part), name)
         self._shard(name, part, "weight", input_dim(part), spans)
         if rule.unsummed:
-            tp_modules.skip_sum(part, name, _length(spans))
+            tp_modules.skip_output_sum(part, name, _length(spans))
         else:
-            tp_modules.make_row(part, name, self.group, _length(spans))
+            tp_modules.make_row_parallel(part, name, self.group, _length(spans))
 
     def _experts(self, name: str, part: nn.Module, rule: Rule) -> None:
         if self.group.cuts_sequence:
@@ -262,7 +264,7 @@ class ModuleSharder:
             _length(rule.spans(total, self.group.size, r, name=name))
             for r in range(self.group.size)
         ]
-        vocabulary = Vocabulary(self.group, tuple(sizes))
+        vocabulary = VocabularyShard(self.group, tuple(sizes))
         self._shard(name, part, "weight", 0 if is_embedding else output_dim(part), spans)
         self._shard(name, part, "bias", 0, spans)
         if is_embedding:
@@ -270,7 +272,7 @@ class ModuleSharder:
         else:
             tp_modules.set_outputs(part, spans[0].size)
             part.register_forward_pre_hook(
-                functools.partial(tp_modules.enter, self.group, ""), with_kwargs=True
+                functools.partial(tp_modules.enter_region, self.group, ""), with_kwargs=True
             )
         self._vocabularies.append((part, vocabulary))
 
@@ -280,7 +282,7 @@ class ModuleSharder:
             if self._region_of(inner) == name:
                 columns.append(self._modules[inner])
         if rule.summed:
-            tp_modules.add_up(part, self.group)
+            tp_modules.sum_region_output(part, self.group)
         can_share = getattr(part, "input_goes_to_columns_alone", False) and not any(
             map(is_conv1d, columns)
         )
@@ -288,19 +290,19 @@ class ModuleSharder:
             overlap_columns(part, columns, self.group)
             return
         part.register_forward_pre_hook(
-            functools.partial(tp_modules.enter, self.group, rule.argument), with_kwargs=True
+            functools.partial(tp_modules.enter_region, self.group, rule.argument), with_kwargs=True
         )
 
     def _sequence(self, name: str, part: nn.Module, rule: Rule) -> None:
         part.register_forward_hook(functools.partial(tp_modules.keep_own_tokens, self.group))
 
-    def _spans(self, rule: Rule, size: int, name: str) -> list[Span]:
+    def _spans(self, rule: Rule, size: int, name: str) -> list[DimSlice]:
         return rule.spans(size, self.group.size, self.group.rank, name=name)
 
     # Parameters
 
     def _shard(
-        self, owner: str, part: nn.Module, key: str, dim: int, spans: Sequence[Span]
+        self, owner: str, part: nn.Module, key: str, dim: int, spans: Sequence[DimSlice]
     ) -> None:
         parameter = getattr(part, key, None)
         if parameter is None:
@@ -335,15 +337,15 @@ class ModuleSharder:
                 )
 
 
-def _length(spans: Sequence[Span]) -> int:
+def _length(spans: Sequence[DimSlice]) -> int:
     return sum(span.size for span in spans)
 
 
-def _build_cut_boxes(shape: tuple[int, ...], dim: int, spans: Sequence[Span]) -> Cut:
+def _build_cut_boxes(shape: tuple[int, ...], dim: int, spans: Sequence[DimSlice]) -> Cut:
     return Cut(shape, tuple(_boxes(shape, dim, spans)))
 
 
-def _boxes(shape: tuple[int, ...], dim: int, spans: Sequence[Span]) -> Iterator[Box]:
+def _boxes(shape: tuple[int, ...], dim: int, spans: Sequence[DimSlice]) -> Iterator[Box]:
     local_start = 0
     for span in spans:
         global_start, local, size = [0] * len(shape), [0] * len(shape), list(shape)

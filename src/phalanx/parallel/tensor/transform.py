@@ -19,10 +19,10 @@ from phalanx.mesh.linear import (
     read_shard_rules,
 )
 from phalanx.mesh.tensor_group import TensorGroup
-from phalanx.parallel.pipeline.staged import Staged
+from phalanx.parallel.pipeline.staged import PipelineStageGroup
 from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.parallel.tensor.grad_sync import PartialGradients
-from phalanx.parallel.tensor.shape_errors import misfit
+from phalanx.parallel.tensor.shape_errors import shard_width_error
 from phalanx.parallel.tensor.sharder import ModuleSharder
 from phalanx.plan.choice import AUTO
 from phalanx.plan.plan import Plan
@@ -52,7 +52,7 @@ class TensorParallel:
             chunks=1 if plan.compile else plan.parallel.tp_chunks,
         )
         rules = rules_for(module, plan.parallel.rules, context.names)
-        staged = context.axes.find(Staged)
+        staged = context.axes.find(PipelineStageGroup)
         sharder = ModuleSharder(
             module,
             group,
@@ -72,7 +72,7 @@ class TensorParallel:
         # Compiled code counts nothing: no number is better than a part of it.
         if not plan.compile:
             context.traffic.add_sender("tp", group)
-        explain = functools.partial(misfit, columns=sharder.open_columns())
+        explain = functools.partial(shard_width_error, columns=sharder.open_columns())
         context.hooks.explain_error.append(explain)
 
 

@@ -8,7 +8,12 @@ from collections.abc import Iterator
 
 from phalanx.core.errors import LayoutError, Problem
 from phalanx.plan.pipeline.schedule import Action, Kind, Schedule
-from phalanx.plan.pipeline.simulate import ActionResults, Seconds, count_in_flight, run_on_paper
+from phalanx.plan.pipeline.simulate import (
+    ActionResults,
+    Seconds,
+    count_in_flight,
+    simulate_schedule,
+)
 
 _Place = tuple[int, int]  # rank, position
 
@@ -22,7 +27,7 @@ def find_problems(schedule: Schedule, *, max_in_flight: int | None = None) -> tu
     rank holds more microbatches, counted per stage, than that. Consequences of a listed problem are
     not listed.
     """
-    places = _places(schedule)
+    places = _list_action_positions(schedule)
     problems = [*_find_misplacements(schedule), *_find_miscounts(schedule, places)]
     # Only a schedule with every action once, where it belongs, can be run on paper.
     if not problems:
@@ -47,7 +52,7 @@ def _at(rank: int, position: int) -> str:
     return f"rank {rank}, position {position + 1}"
 
 
-def _places(schedule: Schedule) -> dict[Action, list[_Place]]:
+def _list_action_positions(schedule: Schedule) -> dict[Action, list[_Place]]:
     places: dict[Action, list[_Place]] = defaultdict(list)
     for rank, row in enumerate(schedule.actions):
         for position, action in enumerate(row):
@@ -120,7 +125,7 @@ def _find_endless_waits(schedule: Schedule) -> Iterator[Problem]:
     would be made."""
     # Any seconds do: who waits for ever follows from the order alone.
     costs: dict[Kind, Seconds] = {"F": 1, "B": 1, "I": 1, "W": 1}
-    paper_run = run_on_paper(schedule, [costs] * schedule.num_stages)
+    paper_run = simulate_schedule(schedule, [costs] * schedule.num_stages)
     if not paper_run.stuck:
         return
     results = ActionResults(schedule.num_stages, schedule.num_microbatches)

@@ -101,7 +101,7 @@ def require_modules(job: Job, shape: ModelCosts) -> None:
 
 
 @dataclass(frozen=True)
-class Parts:
+class ModelPartCosts:
     """FLOPs of a model's parts, where they are known, and its parameters."""
 
     params: PartParams
@@ -120,15 +120,15 @@ class Parts:
         return LayerCosts(flops.embedding.training, blocks, flops.head.training)
 
 
-def model_parts(job: Job, shape: ModelCosts) -> Parts:
+def model_parts(job: Job, shape: ModelCosts) -> ModelPartCosts:
     """The parts of the job's model. Raises LayoutError like `require_modules`."""
     require_modules(job, shape)
     params = shape.count_part_params(job.parallel.first_stage, job.parallel.last_stage)
-    return Parts(params, shape.flops(job.data.seq_len))
+    return ModelPartCosts(params, shape.flops(job.data.seq_len))
 
 
 def cost_stages(
-    parts: Parts, stages: Stages, *, samples: int, recomputed: Collection[int], tp: int
+    parts: ModelPartCosts, stages: Stages, *, samples: int, recomputed: Collection[int], tp: int
 ) -> tuple[StageCosts, ...]:
     """Seconds of each stage for one microbatch at `FLOPS_PER_S`; of a user's own module only in
     proportion."""

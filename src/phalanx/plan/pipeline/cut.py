@@ -74,7 +74,7 @@ def cut_stages(costs: LayerCosts, num_stages: int) -> Stages:
             f"{num_blocks} blocks cannot be cut into {num_stages} stages", fix=f"nearest: {nearest}"
         )
     # Twice: among the cuts whose costliest stage is cheapest, the most even one.
-    work = _WholeCosts.of(costs, num_stages)
+    work = _IntegerCosts.of(costs, num_stages)
     largest, _ = _find_best(work, lambda cost, rest: max(cost, rest), limit=None)
     _, num_blocks_of = _find_best(work, lambda cost, rest: cost**2 + rest, limit=largest)
     return Stages(num_blocks_of)
@@ -95,23 +95,24 @@ def check_cut(num_blocks: Sequence[int], num_layers: int, num_stages: int) -> St
     if len(num_blocks) != num_stages:
         raise LayoutError(
             f"blocks are given for {len(num_blocks)} stages ({listed}), and there are {num_stages}",
-            fix=f"give {num_stages} numbers, such as {_mend(least, least, num_layers)}",
+            fix=f"give {num_stages} numbers, such as "
+            f"{_suggest_nearest_cut(least, least, num_layers)}",
         )
     if empty := [stage for stage, count in enumerate(num_blocks) if count < least[stage]]:
         raise LayoutError(
             f"stage {empty[0]} of {listed} blocks would have {num_blocks[empty[0]]}",
             why="only the first and the last stage have work without a block: embedding and head",
-            fix=f"such as {_mend(least, least, num_layers)}",
+            fix=f"such as {_suggest_nearest_cut(least, least, num_layers)}",
         )
     if sum(num_blocks) != num_layers:
         raise LayoutError(
             f"stages of {listed} blocks make {sum(num_blocks)}, and the model has {num_layers}",
-            fix=f"nearest: {_mend(num_blocks, least, num_layers)}",
+            fix=f"nearest: {_suggest_nearest_cut(num_blocks, least, num_layers)}",
         )
     return Stages(tuple(num_blocks))
 
 
-def _mend(num_blocks: Sequence[int], least: Sequence[int], num_layers: int) -> str:
+def _suggest_nearest_cut(num_blocks: Sequence[int], least: Sequence[int], num_layers: int) -> str:
     """The nearest numbers of blocks that add up: what is missing goes to the smallest stages,
     what is too much is taken from the largest."""
     mended = list(num_blocks)
@@ -134,7 +135,7 @@ def _find_largest_spare(num_blocks: Sequence[int], least: Sequence[int]) -> int:
 
 
 @dataclass(frozen=True)
-class _WholeCosts:
+class _IntegerCosts:
     """Costs as whole numbers, so that equal stages are equal: sums of floats are not."""
 
     sums: tuple[int, ...]  # of the blocks before each
@@ -143,7 +144,7 @@ class _WholeCosts:
     num_stages: int
 
     @classmethod
-    def of(cls, costs: LayerCosts, num_stages: int) -> _WholeCosts:
+    def of(cls, costs: LayerCosts, num_stages: int) -> _IntegerCosts:
         # A float is a Fraction exactly, so scaling by the common denominator loses nothing.
         exact = [Fraction(cost) for cost in (costs.embedding, *costs.blocks, costs.head)]
         scale = math.lcm(*(cost.denominator for cost in exact))
@@ -175,7 +176,7 @@ class _WholeCosts:
 
 
 def _find_best(
-    work: _WholeCosts, join: Callable[[int, int], int], limit: int | None
+    work: _IntegerCosts, join: Callable[[int, int], int], limit: int | None
 ) -> tuple[int, tuple[int, ...]]:
     """The least value of `join(cost of a stage, value of those after it)`, and the blocks of each
     stage that has it.
@@ -219,21 +220,21 @@ def cut_for_ranks(costs: LayerCosts, rank_of_stage: Sequence[int]) -> Stages:
     # One stage on each rank: the slowest stage is the busiest rank, and the cut is the best one.
     if len(set(rank_of_stage)) == len(rank_of_stage):
         return best
-    value = _value(costs, best, rank_of_stage)
+    value = _rank_cut(costs, best, rank_of_stage)
     while True:
         moved = min(
-            _moves(costs, best),
-            key=lambda stages: _value(costs, stages, rank_of_stage),
+            _list_neighbour_cuts(costs, best),
+            key=lambda stages: _rank_cut(costs, stages, rank_of_stage),
             default=best,
         )
-        lower = _value(costs, moved, rank_of_stage)
+        lower = _rank_cut(costs, moved, rank_of_stage)
         # Strictly lower each time, so the loop ends.
         if lower >= value:
             return best
         best, value = moved, lower
 
 
-def _moves(costs: LayerCosts, stages: Stages) -> Iterator[Stages]:
+def _list_neighbour_cuts(costs: LayerCosts, stages: Stages) -> Iterator[Stages]:
     """The cuts with one block less in one stage and one more in another: blocks between them
     shift along."""
     counts = stages.num_blocks
@@ -253,7 +254,7 @@ def _moves(costs: LayerCosts, stages: Stages) -> Iterator[Stages]:
                 yield replace(stages, num_blocks=tuple(moved))
 
 
-def _value(costs: LayerCosts, stages: Stages, rank_of_stage: Sequence[int]) -> _Value:
+def _rank_cut(costs: LayerCosts, stages: Stages, rank_of_stage: Sequence[int]) -> _Value:
     """The work of the busiest rank, that of the slowest stage, and unevenness, to compare cuts
     by."""
     of_stages = costs.of_stages(stages)

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx.plan.pipeline.schedule import Action, Kind, Schedule
-from phalanx.plan.pipeline.simulate import run_on_paper
+from phalanx.plan.pipeline.simulate import simulate_schedule
 
 AHEAD = 2  # messages of a rank that are asked for beyond those that the next two actions need
 _COSTS: dict[Kind, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
@@ -119,7 +119,7 @@ def plan_messages(schedule: Schedule, rank: int, *, in_one_queue: bool) -> Messa
 
 def _common_order(schedule: Schedule) -> list[tuple[int, int]]:
     """(rank, place) of all actions, as they begin on paper."""
-    spans = run_on_paper(schedule, [_COSTS] * schedule.num_stages).spans_s
+    spans = simulate_schedule(schedule, [_COSTS] * schedule.num_stages).spans_s
     keys = []
     for rank, (row, times) in enumerate(zip(schedule.actions, spans, strict=True)):
         for position, (action, (start, _)) in enumerate(zip(row, times, strict=True)):

@@ -71,7 +71,7 @@ class ActionResults:
 
 
 @dataclass(frozen=True)
-class PaperRun:
+class SimulationResult:
     """The outcome of running a schedule on paper.
 
     `spans_s`: (begin, end) of each action that could run, by rank. `stuck`: rank -> the result it
@@ -82,18 +82,18 @@ class PaperRun:
     stuck: dict[int, Action]
 
 
-def run_on_paper(
+def simulate_schedule(
     schedule: Schedule, seconds: Sequence[Mapping[Kind, Seconds]], send_s: Seconds = 0
-) -> PaperRun:
+) -> SimulationResult:
     """Runs a schedule on paper: every rank goes on as soon as it is free and its inputs have
     arrived, until all are done or none can move.
 
     `seconds` by stage and kind. Expects that `check` found every action once, where it belongs.
     """
-    return _PaperRunner(schedule, seconds, send_s).run()
+    return _ScheduleSimulator(schedule, seconds, send_s).run()
 
 
-class _PaperRunner:
+class _ScheduleSimulator:
     def __init__(
         self, schedule: Schedule, seconds: Sequence[Mapping[Kind, Seconds]], send_s: Seconds
     ) -> None:
@@ -106,7 +106,7 @@ class _PaperRunner:
         self.link_free: dict[tuple[int, int], Seconds] = {}
         self.spans: list[list[tuple[Seconds, Seconds]]] = [[] for _ in schedule.actions]
 
-    def run(self) -> PaperRun:
+    def run(self) -> SimulationResult:
         # A rank goes on until it misses a result, and is looked at again only once that is there:
         # each action is visited a few times, and not each once per round over all ranks.
         ready = deque(range(self.schedule.num_ranks))
@@ -119,7 +119,7 @@ class _PaperRunner:
         for number, ranks in self.waiting.items():
             for rank in ranks:
                 stuck[rank] = self.results.name(number)
-        return PaperRun(tuple(map(tuple, self.spans)), dict(sorted(stuck.items())))
+        return SimulationResult(tuple(map(tuple, self.spans)), dict(sorted(stuck.items())))
 
     def _advance(self, rank: int, ready: deque[int]) -> int:
         """Does the actions that `rank` can do; returns the result that it misses then.
@@ -243,7 +243,7 @@ def simulate(schedule: Schedule, costs: Sequence[StageCosts], send_s: Seconds = 
     raises LayoutError for one that never ends.
     """
     assert len(costs) == schedule.num_stages, "one StageCosts per stage"
-    paper_run = run_on_paper(schedule, [cost.by_kind_s for cost in costs], send_s)
+    paper_run = simulate_schedule(schedule, [cost.by_kind_s for cost in costs], send_s)
     if paper_run.stuck:
         rank, needed = next(iter(paper_run.stuck.items()))
         raise LayoutError(f"schedule {schedule.name} never ends: rank {rank} waits for {needed}")
@@ -263,7 +263,7 @@ class InFlight:
 
 
 @dataclass
-class _Holdings:
+class _InFlightMicrobatches:
     """The microbatches that one rank holds at one moment, by stage: those whose activations are
     all kept, and those of which only a W is left."""
 
@@ -321,10 +321,10 @@ def peak_bytes(
     return tuple(peaks)
 
 
-def _moments(schedule: Schedule, rank: int) -> Iterator[_Holdings]:
+def _moments(schedule: Schedule, rank: int) -> Iterator[_InFlightMicrobatches]:
     """The holdings of `rank` after each of its actions; always the same object."""
     stages = {action.stage for action in schedule.actions[rank]}
-    holding = _Holdings(dict.fromkeys(stages, 0), dict.fromkeys(stages, 0))
+    holding = _InFlightMicrobatches(dict.fromkeys(stages, 0), dict.fromkeys(stages, 0))
     for action in schedule.actions[rank]:
         holding.apply(action)
         yield holding

@@ -134,7 +134,7 @@ def scale_costs(cost: StageCosts, factor: float) -> StageCosts:
 
 
 @dataclass(frozen=True)
-class Recut:
+class ProposedCut:
     """A cut with which a step would take `step_s`, as the schedule goes, where it takes
     `measured_step_s` now."""
 
@@ -157,7 +157,7 @@ class Recut:
 
 def recut(
     pipeline: Pipeline, measured: Stages, seconds: Sequence[StageCosts], weights: LayerCosts
-) -> Recut:
+) -> ProposedCut:
     """The cut of `pipeline`'s schedule by the `seconds` that stages with `measured` blocks took of
     one microbatch.
 
@@ -187,7 +187,7 @@ def recut(
     schedule = replace(pipeline, stages=stages).schedule()
     now_s = float(simulate(schedule, seconds).step_s)
     then_s = float(simulate(schedule, costs).step_s)
-    return Recut(measured, stages, now_s, then_s)
+    return ProposedCut(measured, stages, now_s, then_s)
 
 
 def _distribute_seconds(

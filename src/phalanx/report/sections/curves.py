@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from phalanx.core.units import MIB
 from phalanx.report import formats
-from phalanx.report.charts import LineChart, Mark, Reference, Series, draw_line_chart
+from phalanx.report.charts import EventMark, LineChart, ReferenceLine, Series, draw_line_chart
 from phalanx.report.facts import RunFacts
 from phalanx.report.markup import Html, tag
 from phalanx.report.sample import running_median, smooth
@@ -37,7 +37,7 @@ def x_range(facts: RunFacts) -> tuple[float, float] | None:
     return float(min(at)), float(max(at))
 
 
-def restarts(facts: RunFacts) -> list[Mark]:
+def list_restart_marks(facts: RunFacts) -> list[EventMark]:
     """Marks at the first steps of later attempts: after a crash, or because a person resumed.
 
     Each kind has its own numbers.
@@ -49,11 +49,13 @@ def restarts(facts: RunFacts) -> list[Mark]:
             if attempt.is_restart:
                 kind = "restart"
             numbers[kind] += 1
-            marks.append(Mark(kind, float(attempt.first_step), f"{kind} {numbers[kind]}"))
+            marks.append(EventMark(kind, float(attempt.first_step), f"{kind} {numbers[kind]}"))
     return marks
 
 
-def skips(facts: RunFacts, steps: Sequence[float], values: Sequence[float]) -> list[Mark]:
+def list_skipped_step_marks(
+    facts: RunFacts, steps: Sequence[float], values: Sequence[float]
+) -> list[EventMark]:
     """Crosses at the value the skipped step had, or on the floor where that is not a number."""
     if not facts.skipped:
         return []
@@ -61,7 +63,7 @@ def skips(facts: RunFacts, steps: Sequence[float], values: Sequence[float]) -> l
     marks = []
     for event in facts.skipped:
         title = f"step {event.step} skipped: {event.reason}"
-        marks.append(Mark("skip", event.step, title, value_at.get(event.step, math.nan)))
+        marks.append(EventMark("skip", event.step, title, value_at.get(event.step, math.nan)))
     return marks
 
 
@@ -102,7 +104,7 @@ def loss_chart(facts: RunFacts) -> Html:
         unit=facts.units.loss,
         series=series,
         references=_baseline_references(facts),
-        marks=[*restarts(facts), *skips(facts, steps.step, steps.loss)],
+        marks=[*list_restart_marks(facts), *list_skipped_step_marks(facts, steps.step, steps.loss)],
         may_be_log=True,
         x_range=x_range(facts),
         note=_loss_note(facts),
@@ -110,14 +112,14 @@ def loss_chart(facts: RunFacts) -> Html:
     return draw_line_chart(chart)
 
 
-def _baseline_references(facts: RunFacts) -> list[Reference]:
+def _baseline_references(facts: RunFacts) -> list[ReferenceLine]:
     """A line for each n-gram model, drawn in two ways by turns to tell neighbours apart."""
-    references: list[Reference] = []
+    references: list[ReferenceLine] = []
     for baseline in facts.baselines:
         if math.isfinite(baseline.loss):
             css_class = "ref b" if len(references) % 2 else "ref"
             label = f"{baseline.name} {baseline.loss:.3f}"
-            references.append(Reference(baseline.name, baseline.loss, label, css_class))
+            references.append(ReferenceLine(baseline.name, baseline.loss, label, css_class))
     return references
 
 
@@ -127,7 +129,9 @@ def _by_source(facts: RunFacts) -> list[Series]:
     by_name = _columns_by_name([(event.step, event.loss_by_source) for event in facts.evals])
     for number, (name, (at, losses)) in enumerate(by_name[:MAX_SOURCES]):
         css_class = f"source d{number}"
-        curves[name] = Series(f"held-out, {short(name)}", at, losses, css_class, dots=True)
+        curves[name] = Series(
+            f"held-out, {shorten_source_name(name)}", at, losses, css_class, dots=True
+        )
     return list(curves.values())
 
 
@@ -152,18 +156,18 @@ def metric_charts(facts: RunFacts) -> list[Html]:
     for name, (at, values) in by_name[:MAX_METRICS]:
         label = f"held-out {values[-1]:.4f}"
         chart = LineChart(
-            title=short(name),
-            y_label=short(name),
+            title=shorten_source_name(name),
+            y_label=shorten_source_name(name),
             unit="",
             series=[Series("held-out", at, values, "eval", dots=True, end_label=label)],
-            marks=restarts(facts),
+            marks=list_restart_marks(facts),
             x_range=x_range(facts),
         )
         charts.append(draw_line_chart(chart))
     return charts
 
 
-def short(name: str) -> str:
+def shorten_source_name(name: str) -> str:
     """The end of a path or pattern, which is what tells sources apart."""
     if len(name) <= MAX_NAME:
         return name
@@ -208,7 +212,10 @@ def norm_chart(facts: RunFacts) -> Html:
         y_label="global L2 norm before clipping",
         unit="",
         series=_series_with_median(steps.step, steps.grad_norm),
-        marks=[*restarts(facts), *skips(facts, steps.step, steps.grad_norm)],
+        marks=[
+            *list_restart_marks(facts),
+            *list_skipped_step_marks(facts, steps.step, steps.grad_norm),
+        ],
         zero=True,
         may_be_log=True,
         x_range=x_range(facts),
@@ -223,7 +230,7 @@ def throughput_chart(facts: RunFacts) -> Html:
         y_label=f"{facts.units.items} per second",
         unit=facts.units.rate,
         series=_series_with_median(steps.step, steps.tokens_per_s),
-        marks=restarts(facts),
+        marks=list_restart_marks(facts),
         zero=True,
         x_range=x_range(facts),
     )
@@ -238,7 +245,7 @@ def resident_chart(facts: RunFacts) -> Html:
         y_label="MiB",
         unit="MiB",
         series=series,
-        marks=restarts(facts),
+        marks=list_restart_marks(facts),
         zero=True,
         x_range=x_range(facts),
         note=(

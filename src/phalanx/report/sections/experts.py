@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 from phalanx.core.units import plural
 from phalanx.report import formats
-from phalanx.report.charts import LineChart, Reference, Series, draw_line_chart
+from phalanx.report.charts import LineChart, ReferenceLine, Series, draw_line_chart
 from phalanx.report.expert_facts import ExpertFacts, max_over_mean
 from phalanx.report.facts import RunFacts
 from phalanx.report.figure import draw_legend
 from phalanx.report.markup import Html, table, tag
-from phalanx.report.sections.curves import restarts, x_range
+from phalanx.report.sections.curves import list_restart_marks, x_range
 
 MAX_LAYERS, MAX_EXPERTS = 160, 1024
 FEW_COLUMNS = 64  # cells are drawn apart
@@ -49,14 +49,14 @@ def render_experts(facts: RunFacts) -> Html | None:
     return tag(
         "section",
         tag("h2", "Experts"),
-        tag("p", _verdict(experts)),
+        tag("p", _describe_balance(experts)),
         draw_heat_map(experts),
         charts,
         id="experts",
     )
 
 
-def _verdict(experts: ExpertFacts) -> str:
+def _describe_balance(experts: ExpertFacts) -> str:
     over = {name: max_over_mean(tokens) for name, tokens in experts.tokens.items()}
     name = max(over, key=lambda layer: over[layer])
     busiest = experts.tokens[name].index(max(experts.tokens[name]))
@@ -181,7 +181,7 @@ def _draw_worst_chart(facts: RunFacts, *, alone: bool) -> Html:
     experts = facts.experts
     references = []
     if alone:
-        references.append(Reference("even", 1.0, "even"))
+        references.append(ReferenceLine("even", 1.0, "even"))
     chart = LineChart(
         title="Busiest expert against the mean of its layer",
         y_label="times the mean, of the worst layer",
@@ -189,7 +189,7 @@ def _draw_worst_chart(facts: RunFacts, *, alone: bool) -> Html:
         series=[Series("max / mean", experts.steps, experts.worst)],
         references=references,
         may_be_log=True,
-        marks=restarts(facts),
+        marks=list_restart_marks(facts),
         x_range=x_range(facts),
         note=(
             "Counted at the first step, at each that is logged (observe.log_every) and at the last."
@@ -205,7 +205,7 @@ def _draw_dropped_chart(facts: RunFacts) -> Html:
         y_label="% of all choices of the step",
         unit="%",
         series=[Series("dropped", experts.steps, [100 * share for share in experts.dropped_share])],
-        marks=restarts(facts),
+        marks=list_restart_marks(facts),
         zero=True,
         x_range=x_range(facts),
     )

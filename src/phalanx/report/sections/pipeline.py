@@ -40,7 +40,7 @@ def render_pipeline(facts: RunFacts) -> Html | None:
         body = _render_plan_only(pipeline)
     else:
         body = [
-            *_verdict(measured, facts),
+            *_describe_idle_time(measured, facts),
             *_chart(measured, timeline),
             _stages(pipeline, measured, timeline),
         ]
@@ -75,7 +75,7 @@ def _render_plan_only(pipeline: Pipeline) -> list[Html | None]:
     return [tag("p", _unbroken(summary)), chart, _stages(pipeline, None, planned)]
 
 
-def _verdict(measured: MeasuredPipeline, facts: RunFacts) -> list[Html | None]:
+def _describe_idle_time(measured: MeasuredPipeline, facts: RunFacts) -> list[Html | None]:
     event = measured.event
     summary = f"At step {event.step:,} {measured.describe_wait()}."
     if math.isfinite(event.bubble_planned):

@@ -101,14 +101,14 @@ def _describe_plainly(envelope: Envelope) -> str:
     if isinstance(event, events.Note):
         if event.code == "warning" and isinstance(event.facts.get("text"), str):
             return f"warning: {event.facts['text']}"[:MAX_NOTE]
-        facts = ", ".join(f"{key} {_short(value)}" for key, value in event.facts.items())
+        facts = ", ".join(f"{key} {_shorten_text(value)}" for key, value in event.facts.items())
         if not facts:
             return f"note {event.code}"
         return f"note {event.code}: {facts}"[:MAX_NOTE]
     return event.kind().replace("_", " ")
 
 
-def _short(value: Any) -> str:
+def _shorten_text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return str(value)

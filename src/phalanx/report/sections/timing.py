@@ -34,7 +34,7 @@ def render_time(facts: RunFacts) -> Html:
     if not facts.ranks:
         body: list[Html] = [tag("p", "No step has finished: not measured.", class_="note")]
     else:
-        body = [_ledger(facts), _ranks(facts), _over_time(facts)]
+        body = [_ledger(facts), _ranks(facts), _render_time_chart(facts)]
     return tag("section", tag("h2", "Where the time went"), body, id="time")
 
 
@@ -94,7 +94,7 @@ def _ranks(facts: RunFacts) -> Html:
     return tag(
         "div",
         tag("h3", "A step of each rank"),
-        tag("p", _verdict(facts.ranks[0]), class_="note"),
+        tag("p", _describe_step_time(facts.ranks[0]), class_="note"),
         draw_legend(used, GROUP_CLASS),
         table(head, rows),
         tag("p", note, class_="note"),
@@ -134,7 +134,7 @@ def _rank_row(rank: RankTime, full_s: float) -> list[Html | str]:
     ]
 
 
-def _verdict(rank: RankTime) -> str:
+def _describe_step_time(rank: RankTime) -> str:
     shares = sorted(rank.mean_groups_s.items(), key=lambda item: item[1], reverse=True)
     largest = []
     for name, value in shares[:3]:
@@ -155,7 +155,7 @@ def _phase_table(ranks: list[RankTime], used: list[str]) -> Html:
     return table(head, rows, css_class="num", caption="Mean milliseconds per step.")
 
 
-def _over_time(facts: RunFacts) -> Html:
+def _render_time_chart(facts: RunFacts) -> Html:
     parts = {}
     for name, column in facts.steps.groups_s.items():
         parts[name] = [1e3 * seconds for seconds in column]

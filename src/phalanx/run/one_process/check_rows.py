@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from phalanx.job.schema import Job
-from phalanx.plan.mixed_rows import MAX_PARAMS, RowFacts, has_own_code
+from phalanx.plan.mixed_rows import MAX_PARAMS, RowMixing, has_own_code
 from phalanx.plan.plan import Plan
 from phalanx.run.one_process.dropout_masks import DropoutMasks
 from phalanx.run.one_process.job_loss import JobLoss
@@ -41,7 +41,7 @@ MAX_WORK = 2**34
 MAX_S = 5.0
 
 
-def check_rows(job: Job, plan: Plan, batch: Batch) -> RowFacts:
+def check_rows(job: Job, plan: Plan, batch: Batch) -> RowMixing:
     """Find out what the job's loss does with the rows of a batch: tried on a few of them, and then
     on more.
 
@@ -59,7 +59,7 @@ def check_rows(job: Job, plan: Plan, batch: Batch) -> RowFacts:
         or plan.num_params > MAX_PARAMS
         or not has_own_code(job)
     ):
-        return RowFacts()
+        return RowMixing()
     is_built = False
     try:
         with _keep_random_states(), torch.no_grad(), RefusingCollectives():
@@ -76,13 +76,13 @@ def check_rows(job: Job, plan: Plan, batch: Batch) -> RowFacts:
                 mixes = _find(module, loss, few_rows(batch, min(num_rows, most)), job.run.seed)
                 if mixes or (time.monotonic() - started) * NUM_ROWS[-1] / NUM_ROWS[0] > MAX_S:
                     break
-            return RowFacts(mixes=mixes)
+            return RowMixing(mixes=mixes)
     except CollectiveCalledError as error:
         if not is_built:
-            return RowFacts()
-        return RowFacts(collective=error.call)
+            return RowMixing()
+        return RowMixing(collective=error.call)
     except Exception:
-        return RowFacts()
+        return RowMixing()
 
 
 def few_rows(batch: Batch, num_rows: int) -> Batch:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.core.batch import entry_of, names_of
+from phalanx.core.batch import outermost_names, unflatten_entry
 from phalanx.job.schema import Job
 from phalanx.nn.build import build_objective
 from phalanx.nn.objective import CausalOutput
@@ -33,16 +33,16 @@ class JobLoss:
     def outputs(self, module: nn.Module, batch: Batch) -> Any:
         """The module's outputs for a batch."""
         extras = pick_extras(inspect.signature(module.forward).parameters, batch)
-        if "inputs" not in names_of(batch):
+        if "inputs" not in outermost_names(batch):
             return module(**extras)
-        return module(entry_of(batch, "inputs"), **extras)
+        return module(unflatten_entry(batch, "inputs"), **extras)
 
     def reduce_outputs(self, outputs: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         # Of other outputs the objective says what it wants.
         can_read = isinstance(outputs, torch.Tensor | CausalOutput)
         if self._is_textbook and can_read:
             return plain_cross_entropy(outputs, batch)
-        nested = {key: entry_of(batch, key) for key in names_of(batch)} | dict(batch)
+        nested = {key: unflatten_entry(batch, key) for key in outermost_names(batch)} | dict(batch)
         if not getattr(self._objective, READS_PARTS, False):
             outputs = gather_logits(outputs)
         return self._objective(outputs, nested)
@@ -54,7 +54,7 @@ class JobLoss:
 def pick_extras(names: Mapping[str, Any], batch: Batch) -> dict[str, Any]:
     """The entries of a batch, besides inputs and targets, that a forward has arguments for."""
     return {
-        key: entry_of(batch, key)
-        for key in names_of(batch)
+        key: unflatten_entry(batch, key)
+        for key in outermost_names(batch)
         if key not in ("inputs", "targets") and key in names
     }

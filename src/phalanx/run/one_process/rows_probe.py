@@ -27,7 +27,7 @@ from phalanx.data.user_dataset import UserSamples, open_user_dataset
 from phalanx.job.schema import Job
 from phalanx.job.user_dataset import is_own_dataset
 from phalanx.nn.build import MODELS
-from phalanx.plan.mixed_rows import RowFacts
+from phalanx.plan.mixed_rows import RowMixing
 from phalanx.plan.plan import Plan
 from phalanx.run.one_process.check_rows import NUM_ROWS, check_rows
 from phalanx.run.one_process.plain_loss import Batch
@@ -47,7 +47,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         if job.model.objective is not None:
             resolve(job.model.objective, MODELS, "objective")
     except LayoutError as error:
-        return asdict(RowFacts(unknown=str(error)))
+        return asdict(RowMixing(unknown=str(error)))
     batch = sample_batch(job, plan)
     # A loss may ask for its rank: the fake group of torch answers, and sends nothing.
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())

@@ -23,7 +23,7 @@ from phalanx.observe.events import EvalFinished
 from phalanx.observe.tail import read_recorded
 from phalanx.observe.units import Units, units_of
 from phalanx.plan.plan import Plan
-from phalanx.plan.warnings import NOTHING_MORE, MoreRemarks
+from phalanx.plan.warnings import NOTHING_MORE, ExtraNotes
 from phalanx.run.scratch import Scratch
 from phalanx.run.tokens import find_tokens
 from phalanx.run.trained.files import PROGRESS, RESULT
@@ -56,7 +56,7 @@ class EvaluationData:
     corpus: Corpus
     split: Split
     is_of_run: bool
-    remarks: MoreRemarks = NOTHING_MORE
+    remarks: ExtraNotes = NOTHING_MORE
 
 
 @dataclass(frozen=True)

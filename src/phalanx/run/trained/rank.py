@@ -18,7 +18,7 @@ from phalanx.checkpoint.reading.load import load_checkpoint
 from phalanx.checkpoint.stores import find_checkpoint
 from phalanx.core.errors import DataError, ExitCode, LayoutError
 from phalanx.core.files import write_json_atomic
-from phalanx.core.phases import BlackBox, Phases
+from phalanx.core.phases import BlackBox, PhaseTimer
 from phalanx.core.typed_json import JsonObject
 from phalanx.data.corpus import load_corpus
 from phalanx.job.schema import Job
@@ -140,7 +140,7 @@ def open_model(payload: ModelPayload) -> Iterator[Opened]:
     """Join the other ranks, build the model and load its weights. Collective."""
     job, plan = payload.job, payload.plan
     rank = int(os.environ.get("RANK", "0"))
-    phases = Phases(BlackBox(black_box(payload.run_dir, rank)))
+    phases = PhaseTimer(BlackBox(black_box(payload.run_dir, rank)))
     phases.enter("startup")
     timeout_s = job.resilience.collective_timeout_s
     deterministic = deterministic_algorithms(
