@@ -51,7 +51,7 @@ def part(
     group: ContextGroup, kind: str, tensors: list[torch.Tensor], window: int, ids: Any
 ) -> list[torch.Tensor]:
     """Output and gradients of this rank's tokens."""
-    places = group.chunks.places(group.rank, tensors[0].shape[2])
+    places = group.chunks.token_positions(group.rank, tensors[0].shape[2])
     *qkv, grad = (tensor.index_select(2, places) for tensor in tensors)
     leaves = [tensor.requires_grad_() for tensor in qkv]
     make = ContextMask(group, shared_mask, covers_all=kind == "ulysses")
@@ -76,7 +76,7 @@ def differences(rank: int) -> dict[Any, float]:
                 group = ContextGroup(
                     mesh.submesh("cp").get_group(), SequenceChunks(RANKS, balance), PhaseTimer()
                 )
-                places = group.chunks.places(rank, num_tokens)
+                places = group.chunks.token_positions(rank, num_tokens)
                 wanted = [tensor.index_select(2, places) for tensor in whole]
                 for kind in ATTEND:
                     with use_block_sizes(BlockSizes(query_block=4)):

@@ -76,7 +76,7 @@ def test_the_docs_show_the_reference() -> None:
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_ranks_share_a_sequence_without_rest(balance: str, size: int) -> None:
     chunks = SequenceChunks(size, balance)
-    places = [chunks.places(rank, 24).tolist() for rank in range(size)]
+    places = [chunks.token_positions(rank, 24).tolist() for rank in range(size)]
     assert sorted(place for some in places for place in some) == list(range(24))
     assert all(some == sorted(some) and len(some) == 24 // size for some in places)
     assert places[chunks.last_rank][-1] == 23
@@ -92,7 +92,10 @@ def test_parts_hold_all_that_is_seen_and_without_a_window_nothing_else(
     length = total // chunks.count
     for rank in range(size):
         for owner in range(size):
-            back = chunks.places(rank, total)[:, None] - chunks.places(owner, total)[None]
+            back = (
+                chunks.token_positions(rank, total)[:, None]
+                - chunks.token_positions(owner, total)[None]
+            )
             seen = (back >= 0) & ((back < window) if window else True)
             part = chunks.visible_rectangle(rank, owner, total, window)
             if part is None:
@@ -109,7 +112,7 @@ def test_parts_hold_all_that_is_seen_and_without_a_window_nothing_else(
 def test_zigzag_gives_all_ranks_equal_work() -> None:
     def work(balance: str) -> list[int]:
         chunks = SequenceChunks(4, balance)
-        places = [chunks.places(rank, 64) for rank in range(4)]
+        places = [chunks.token_positions(rank, 64) for rank in range(4)]
         return [int((place + 1).sum()) for place in places]
 
     assert len(set(work("zigzag"))) == 1
@@ -118,7 +121,7 @@ def test_zigzag_gives_all_ranks_equal_work() -> None:
 
 def test_a_length_that_does_not_divide_is_refused_with_the_nearest() -> None:
     with pytest.raises(LayoutError, match="8 equal chunks for cp=4") as caught:
-        SequenceChunks(4).places(0, 30)
+        SequenceChunks(4).token_positions(0, 30)
     assert "24 or 32" in str(caught.value)
 
 

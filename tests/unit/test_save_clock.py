@@ -45,7 +45,7 @@ def test_minutes_count_from_the_last_save() -> None:
     clock.restart(230.0)
     assert not clock.is_due(1, 349.0)
     assert clock.is_due(1, 350.0)
-    assert clock.learn(3, 1.0, 2.0) is None
+    assert clock.record_save_cost(3, 1.0, 2.0) is None
 
 
 def test_without_a_clock_nothing_is_due_by_time() -> None:
@@ -59,7 +59,7 @@ def test_auto_measures_early_and_says_what_it_chose() -> None:
     assert clock.is_due(FIRST_AUTO_STEPS, 0.1)
     assert clock.is_due(1, FIRST_AUTO_S)
     clock.restart(50.0)
-    chosen = clock.learn(12, 2.0, 30.0)
+    chosen = clock.record_save_cost(12, 2.0, 30.0)
     assert chosen is not None
     expected_s = math.sqrt(2 * 2.0 * 36000.0)
     assert (chosen.step, chosen.stall_s, chosen.save_s, chosen.mtbf_s) == (12, 2.0, 30.0, 36000.0)
@@ -71,15 +71,15 @@ def test_auto_measures_early_and_says_what_it_chose() -> None:
 def test_the_median_of_the_last_saves_counts_and_small_changes_are_not_said() -> None:
     """The first save also pays for its memory; one slow disk does not make saves rare for good."""
     clock = SaveClock(Checkpoint(every="auto", mtbf_hours=1.0), now_s=0.0)
-    assert clock.learn(1, 8.0, 9.0) is not None
-    assert clock.learn(2, 1.0, 2.0) is not None  # 4.5 s now
-    assert clock.learn(3, 1.0, 2.0) is not None  # 1 s
-    assert clock.learn(4, 1.2, 2.0) is None
-    assert clock.learn(5, 500.0, 600.0) is None
+    assert clock.record_save_cost(1, 8.0, 9.0) is not None
+    assert clock.record_save_cost(2, 1.0, 2.0) is not None  # 4.5 s now
+    assert clock.record_save_cost(3, 1.0, 2.0) is not None  # 1 s
+    assert clock.record_save_cost(4, 1.2, 2.0) is None
+    assert clock.record_save_cost(5, 500.0, 600.0) is None
     assert clock.interval_s == pytest.approx(math.sqrt(2 * 1.2 * 3600))
 
 
 def test_the_first_of_several_intervals_counts() -> None:
     clock = SaveClock(Checkpoint(every="auto", mtbf_hours=1.0, every_minutes=1.0), now_s=0.0)
-    clock.learn(1, 8.0, 9.0)  # each 240 s
+    clock.record_save_cost(1, 8.0, 9.0)  # each 240 s
     assert clock.is_due(2, 61.0)

@@ -168,7 +168,7 @@ def _by_reference(
 def _by_ring(given: Tensors, window: int, ids: torch.Tensor | None) -> Tensors:
     """What RANKS ranks compute, put together in the order of the sequence."""
     chunks, tokens, device = SequenceChunks(RANKS), given["q"].shape[2], given["q"].device
-    places = [chunks.places(rank, tokens).to(device) for rank in range(RANKS)]
+    places = [chunks.token_positions(rank, tokens).to(device) for rank in range(RANKS)]
     keys = [
         torch.stack([given[name].index_select(2, place) for name in ("k", "v")]) for place in places
     ]

@@ -34,7 +34,7 @@ _TUPLE = "tuple"
 _UNKNOWN = object()
 
 
-class StoredTensor(Protocol):
+class StoredTensorSpec(Protocol):
     """Shape and type of a stored tensor. `dtype` is torch's name of it."""
 
     @property
@@ -139,7 +139,7 @@ def plan_restores(
 def make_slots(
     optimizer: torch.optim.Optimizer,
     named_parameters: Named,
-    stored: Mapping[str, StoredTensor],
+    stored: Mapping[str, StoredTensorSpec],
     full_shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> list[Undo]:
     """Make the tensors of state that a checkpoint holds and the optimizer does not have yet.
@@ -257,7 +257,7 @@ def _make_slot(
     optimizer: torch.optim.Optimizer,
     owner: nn.Parameter | None,
     full_shape: tuple[int, ...] | None,
-    facts: StoredTensor,
+    facts: StoredTensorSpec,
 ) -> torch.Tensor:
     """A tensor of zeros for a slot: cut as its parameter is if the stored one has the parameter's
     `full_shape`, else not cut. Single numbers lie on the device where torch would have put them."""
