@@ -273,9 +273,9 @@ def test_workers_end_when_closed_and_when_their_rank_is_killed(
 
     script = f"""
 import os, sys, signal, psutil
-from phalanx.data.loader import Share, TrainBatches
+from phalanx.data.loader import BatchShare, TrainBatches
 from phalanx.data.samples import SampleSpec
-batches = TrainBatches(SampleSpec({str(tokens)!r}, {SEQ_LEN}, 3), Share(12, 12), workers=2)
+batches = TrainBatches(SampleSpec({str(tokens)!r}, {SEQ_LEN}, 3), BatchShare(12, 12), workers=2)
 batches.step_microbatches(1)
 pids = [child.pid for child in psutil.Process().children()]
 while {{psutil.Process(pid).name() for pid in pids}} != {{"phalanx-data"}}:  # their name once they are at work

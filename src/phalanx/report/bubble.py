@@ -88,7 +88,7 @@ class MeasuredPipeline:
         return slowest, totals[slowest] / mean
 
     @cached_property
-    def propose_cut(self) -> ProposedCut | None:
+    def proposed_cut(self) -> ProposedCut | None:
         """The cut by what was measured; None where it cannot be told."""
         if self.weights is None:
             return None
@@ -103,10 +103,10 @@ class MeasuredPipeline:
             return None
 
     @property
-    def has_better_cut(self) -> bool:
+    def is_worth_recutting(self) -> bool:
         """True if a stage is slow, and another cut would mend it as far as is known."""
         return self.slowest[1] > UNEVEN and (
-            self.propose_cut is None or self.propose_cut.is_worth_it
+            self.proposed_cut is None or self.proposed_cut.is_worth_it
         )
 
     @property
@@ -128,17 +128,17 @@ class MeasuredPipeline:
     def suggest_remedies(self) -> list[str]:
         """Sentences that say what to do; an empty list if ranks wait little and stages are even."""
         advice = []
-        if self.has_better_cut:
+        if self.is_worth_recutting:
             stage, ratio = self.slowest
             how = (
                 "cut the model again by what was measured, phalanx plan JOB.toml --recut"
                 f" {self.run_dir}."
             )
-            if self.propose_cut is not None:
-                blocks = ", ".join(map(str, self.propose_cut.stages.num_blocks))
+            if self.proposed_cut is not None:
+                blocks = ", ".join(map(str, self.proposed_cut.stages.num_blocks))
                 how = (
                     f"parallel.stage_blocks=[{blocks}] would make a step"
-                    f" {formats.percent(self.propose_cut.gain, 1.0)} shorter."
+                    f" {formats.percent(self.proposed_cut.gain, 1.0)} shorter."
                 )
             advice.append(
                 f"Stage {stage} is the slowest, at {ratio:.2f} times the mean of all: {how}"
@@ -163,7 +163,7 @@ class MeasuredPipeline:
     def _even_costs(self) -> tuple[StageCosts, ...]:
         """The measured costs of the stages, or their mean for every stage if the model should be
         cut again: no other remedy helps a slow stage."""
-        if not self.has_better_cut:
+        if not self.is_worth_recutting:
             return self.costs
         num_stages = len(self.costs)
         mean = StageCosts(
@@ -175,7 +175,7 @@ class MeasuredPipeline:
 
     @property
     def _wait(self) -> str:
-        if self.has_better_cut:
+        if self.is_worth_recutting:
             return "the wait of even stages"
         return "the wait"
 
