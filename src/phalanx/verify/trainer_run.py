@@ -14,7 +14,7 @@ from torch import nn
 
 from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.core.errors import CheckpointError, NumericsError
-from phalanx.core.phases import Phases
+from phalanx.core.phases import PhaseTimer
 from phalanx.job.schema import Job
 from phalanx.mesh.logical import LogicalShard, full_name, local_tensor
 from phalanx.mesh.mesh import Mesh, open_mesh
@@ -113,7 +113,7 @@ class TrainerRun:
     ) -> None:
         is_resumed = bool(observation.name)
         job = self._make_job(reader, saves=not is_resumed)
-        storage, phases = RunStorage.open(self.run_dir), Phases()
+        storage, phases = RunStorage.open(self.run_dir), PhaseTimer()
         module, _ = build_original_module(self.job, plan, "float64", materialize=False)
         # With weights of its own, also where all of them are restored: they must not stay.
         state = build_state(job, plan, mesh, phases, module=module)

@@ -16,9 +16,9 @@ The types, one walk of the data:
    stage before waits for) and W (gradient of the weights, which nobody waits for, so that it can
    fill what would be a bubble).
 2. `Schedule` says which rank holds which stage, and what each rank does in which order. When is not
-   said: an action begins once its rank is free and its input is there (`simulate.simulate_schedule`),
-   which is all that `check` and `simulate` know of running one. Sends and receives are not listed;
-   they follow from the actions.
+   said: an action begins once its rank is free and its input is there
+   (`simulate.simulate_schedule`), which is all that `check` and `simulate` know of running one.
+   Sends and receives are not listed; they follow from the actions.
 3. Named schedules come from `generate`, in the order in which torch's own classes run them; a
    schedule of one's own comes from a CSV file in the format that torch's pipeline runtime reads.
    Both go through `check`.
