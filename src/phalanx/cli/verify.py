@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from phalanx.cli._options import JobArguments
 from phalanx.verify.row import NUM_STEPS
+
+if TYPE_CHECKING:
+    from phalanx.run.suspected_job import SuspectedJob
 
 EXAMPLE = "Example: phalanx verify job.toml --layouts=all --ranks=4"
 
@@ -19,6 +23,14 @@ def command(
         str | None,
         typer.Option(
             "--model", metavar="NAME", help="A preset, or package.module:factory, instead."
+        ),
+    ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            "--job",
+            metavar="RUN",
+            help="The job of this run, at the layout that it had.",
         ),
     ] = None,
     layouts: Annotated[
@@ -57,6 +69,7 @@ def command(
     return print_verification(
         arguments or [],
         model=model,
+        run=run,
         layouts=layouts,
         ranks=ranks,
         shrink=shrink,
@@ -70,6 +83,7 @@ def print_verification(
     arguments: Sequence[str],
     *,
     model: str | None = None,
+    run: Path | None = None,
     layouts: str = "asked",
     ranks: int | None = None,
     shrink: bool = False,
@@ -89,9 +103,15 @@ def print_verification(
     refuse_launcher("verify")
     printer = RowPrinter(as_json=as_json)
     with print_errors_as_json(as_json):
-        job_file, overrides = split_arguments(arguments)
+        if run is not None:
+            suspected = _load_suspected(run, arguments, model, as_json=as_json)
+            job, ranks = suspected.job, ranks or suspected.num_ranks
+            shrink = shrink or suspected.needs_small_widths
+        else:
+            job_file, overrides = split_arguments(arguments)
+            job = load_job(job_file, override_model(model, overrides))
         result = verify_job(
-            load_job(job_file, override_model(model, overrides)),
+            job,
             layouts,
             ranks=ranks,
             steps=steps,
@@ -103,6 +123,25 @@ def print_verification(
         printer.print_refused()
     if result.stop_code is None and not as_json:
         print(f"verdict {result.summary}")
-        if layouts == "asked" and model is None and all(row.ok for row in result.rows):
+        is_own_job = layouts == "asked" and model is None and run is None
+        if is_own_job and all(row.ok for row in result.rows):
             print(next_line("train", *arguments))
     return result.exit_code
+
+
+def _load_suspected(
+    run_dir: Path, arguments: Sequence[str], model: str | None, *, as_json: bool
+) -> SuspectedJob:
+    """The job of a run with the overrides of `arguments`; says what is judged otherwise."""
+    from phalanx.cli._arguments import split_arguments
+    from phalanx.core.errors import UsageError
+    from phalanx.run.suspected_job import load_suspected_job
+
+    if model is not None:
+        raise UsageError("--model and --job name two models", fix="give one of them")
+    _, overrides = split_arguments(arguments, allow_file=False)
+    suspected = load_suspected_job(run_dir, overrides)
+    if not as_json:
+        for change in suspected.changes:
+            print(f"changed {change}")
+    return suspected

@@ -1,0 +1,146 @@
+"""The job of a run that is suspected, as `phalanx verify --job RUN` judges it: at the layout that
+the run had, with as little changed as this machine asks for.
+
+Torch-free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.core.errors import UsageError
+from phalanx.core.files import read_json
+from phalanx.core.units import format_bytes
+from phalanx.job.load import load_job_json
+from phalanx.job.model import shape_of
+from phalanx.job.schema import Job
+from phalanx.plan.cluster import Cluster, detect_cluster
+from phalanx.plan.plan import Plan
+
+AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+"""In the order in which degrees are halved: replicas are the most alike."""
+RANKS_PER_CORE = 4
+LEAST_RANKS = 8
+"""This many ranks are started on any machine."""
+PARAMETER_BYTES = 48
+"""Of a parameter in float64: weight, gradient, two moments, and what they are compared with."""
+MAX_PARAMS = 200_000_000
+"""As many as `phalanx verify` judges without --shrink."""
+
+
+@dataclass(frozen=True)
+class SuspectedJob:
+    """A run's job as it is judged, on `num_ranks` ranks. `changes`: lines about what is not as in
+    the run; `needs_small_widths`: fewer blocks alone do not make the model fit."""
+
+    job: Job
+    num_ranks: int
+    changes: tuple[str, ...]
+    needs_small_widths: bool
+
+
+def load_suspected_job(
+    run_dir: Path, overrides: Sequence[str] = (), *, cluster: Cluster | None = None
+) -> SuspectedJob:
+    """The job of the run in `run_dir` with `overrides` on top.
+
+    `cluster`: the machine that judges; by default this one's CPU. Raises UsageError where there is
+    no run, or one that was never planned.
+    """
+    if not (run_dir / "job.json").is_file() or not (run_dir / "plan.json").is_file():
+        raise UsageError(
+            "no run is there", where=str(run_dir), fix="give a directory that phalanx train wrote"
+        )
+    job = load_job_json(run_dir / "job.json", overrides)
+    plan = Plan.from_json(read_json(run_dir / "plan.json"))
+    cluster = cluster or detect_cluster("cpu")
+    degrees = {axis: int(getattr(plan.layout, axis)) for axis in AXES}
+    fewer = reduce_degrees(degrees, max(LEAST_RANKS, RANKS_PER_CORE * cluster.num_devices))
+    changes = []
+    if fewer != degrees:
+        changes.append(
+            f"{math.prod(fewer.values())} ranks in place of {math.prod(degrees.values())}:"
+            f" {_list_changes(degrees, fewer)}"
+        )
+    body = job.to_json()
+    body["parallel"] |= _pin_layout(plan, fewer, is_cut_anew=fewer["pp"] != degrees["pp"])
+    num_ranks = math.prod(fewer.values())
+    num_params, limit = int(plan.num_params), _limit_params(cluster, num_ranks)
+    num_layers = fewest = int(plan.model_shape.num_layers)
+    if not job.model.is_foreign:
+        fewest = _reduce_blocks(body, plan, fewer["pp"], limit)
+    if fewest != num_layers:
+        changes.append(f"{fewest} blocks in place of {num_layers}")
+        num_params = _count_params(body, plan)
+    if num_params > limit:
+        changes.append(
+            f"{num_params:,} parameters, of which {format_bytes(cluster.memory_bytes)} hold"
+            f" {limit:,} on {num_ranks} ranks in float64: small widths"
+        )
+    return SuspectedJob(Job.from_json(body), num_ranks, tuple(changes), num_params > limit)
+
+
+def reduce_degrees(degrees: dict[str, int], most_ranks: int) -> dict[str, int]:
+    """The degrees with at most `most_ranks` ranks, if that can be: each that was above 1 stays
+    above it, so that every axis of the run is judged."""
+    fewer = dict(degrees)
+    for axis in AXES:
+        while math.prod(fewer.values()) > most_ranks and fewer[axis] > 2:
+            fewer[axis] = _next_divisor(fewer[axis])
+    return fewer
+
+
+def _next_divisor(degree: int) -> int:
+    """The largest divisor of `degree` below it, at least 2."""
+    return next((d for d in range(degree // 2, 1, -1) if degree % d == 0), 2)
+
+
+def _pin_layout(plan: Plan, degrees: dict[str, int], *, is_cut_anew: bool) -> dict[str, Any]:
+    """Keys of [parallel] that name the layout of the run, which its job may have left open."""
+    pinned: dict[str, Any] = {**degrees, "ranks": math.prod(degrees.values())}
+    if plan.layout.ep > 1:
+        pinned["ep"] = math.gcd(plan.layout.ep, degrees["dp_shard"] * degrees["cp"])
+    if degrees["dp_shard"] > 1:
+        pinned["zero_stage"] = plan.parallel.zero_stage
+    if degrees["pp"] > 1 and plan.parallel.schedule:
+        pinned["schedule"] = plan.parallel.schedule
+    if is_cut_anew:
+        # Which blocks each stage has was said of another number of stages.
+        pinned |= {"stage_blocks": (), "stages_per_rank": None}
+    return pinned
+
+
+def _limit_params(cluster: Cluster, num_ranks: int) -> int:
+    """The most parameters that half of the memory holds on all ranks and in the reference."""
+    in_memory = cluster.memory_bytes // 2 // (PARAMETER_BYTES * (num_ranks + 1))
+    return min(MAX_PARAMS, in_memory)
+
+
+def _reduce_blocks(body: dict[str, Any], plan: Plan, num_stages: int, limit: int) -> int:
+    """Halve the blocks of a built-in model in `body` until it fits. Two stay, and of a pipeline
+    two for each stage. Returns how many there are."""
+    num_layers = int(plan.model_shape.num_layers)
+    least = 2
+    if num_stages > 1:
+        least = 2 * num_stages * plan.parallel.stages_per_rank
+    num_params = int(plan.num_params)
+    while num_params > limit and num_layers > least:
+        num_layers = max(least, num_layers // 2)
+        body["model"]["num_layers"] = num_layers
+        body["parallel"]["stage_blocks"] = ()
+        num_params = _count_params(body, plan)
+    return num_layers
+
+
+def _count_params(body: dict[str, Any], plan: Plan) -> int:
+    return int(shape_of(Job.from_json(body), plan.vocab_size).num_params)
+
+
+def _list_changes(before: dict[str, int], after: dict[str, int]) -> str:
+    return ", ".join(
+        f"{axis} {before[axis]} -> {after[axis]}" for axis in AXES if before[axis] != after[axis]
+    )
