@@ -31,7 +31,7 @@ MAX_SAMPLE, MAX_OF_A_STEP, MAX_STEPS, MAX_RANKS = 2**60, 2**24, 2**53, 2**20
 
 
 @dataclass(frozen=True)
-class StepRecord:
+class RankStepSamples:
     """One rank's record of one step."""
 
     attempt: int
@@ -99,7 +99,7 @@ def check_ledger(run_dir: Path) -> LedgerReport:
             where=str(run_dir),
             fix="train with observe.samples=true",
         )
-    readings: list[StepRecord] = []
+    readings: list[RankStepSamples] = []
     problems: list[str] = []
     # Damaged ones first: all that follows counts as far as the records say.
     for reading in events:
@@ -128,13 +128,13 @@ def check_ledger(run_dir: Path) -> LedgerReport:
     )
 
 
-def _read_events(run_dir: Path) -> tuple[list[StepRecord], dict[int, AttemptStart]]:
+def _read_events(run_dir: Path) -> tuple[list[RankStepSamples], dict[int, AttemptStart]]:
     """All records, and how each attempt began."""
-    readings: list[StepRecord] = []
+    readings: list[RankStepSamples] = []
     starts: dict[int, AttemptStart] = {}
     for envelope in EventTail(run_dir, all_ranks=True).poll():
         if isinstance(envelope.event, SamplesRead):
-            readings.append(StepRecord(envelope.attempt, envelope.event))
+            readings.append(RankStepSamples(envelope.attempt, envelope.event))
         elif isinstance(envelope.event, RunStarted):
             event = envelope.event
             starts[envelope.attempt] = AttemptStart(
@@ -170,12 +170,12 @@ def _is_whole(value: object, least: int, beyond: int) -> bool:
 
 
 def _select_final_records(
-    readings: Sequence[StepRecord], starts: dict[int, AttemptStart]
-) -> dict[int, list[StepRecord]]:
+    readings: Sequence[RankStepSamples], starts: dict[int, AttemptStart]
+) -> dict[int, list[RankStepSamples]]:
     """By step, the records that count: an attempt undoes all that was done after the step it
     continued from.
     """
-    counted: dict[int, list[StepRecord]] = {}
+    counted: dict[int, list[RankStepSamples]] = {}
     # An attempt that recorded nothing undoes steps, too.
     for attempt in sorted({reading.attempt for reading in readings} | set(starts)):
         own_readings = [reading for reading in readings if reading.attempt == attempt]
@@ -192,19 +192,19 @@ def _select_final_records(
 
 
 def _complete_steps(
-    counted: dict[int, list[StepRecord]],
-) -> tuple[dict[int, list[StepRecord]], list[str]]:
+    counted: dict[int, list[RankStepSamples]],
+) -> tuple[dict[int, list[RankStepSamples]], list[str]]:
     """The steps that every rank has recorded. The newest may be incomplete: ranks were stopped in
     between.
     """
-    done: dict[int, list[StepRecord]] = {}
+    done: dict[int, list[RankStepSamples]] = {}
     problems: list[str] = []
     newest, expected = max(counted, default=0), 1
     for step, readings in counted.items():
         if step > expected:
             problems.append(f"{_name_steps(expected, step)}: no rank has a record")
         expected = step + 1
-        by_rank: dict[int, StepRecord] = {}
+        by_rank: dict[int, RankStepSamples] = {}
         for reading in readings:
             rank = int(reading.event.data_parallel_rank)
             if rank in by_rank and by_rank[rank].event.ranges != reading.event.ranges:
@@ -218,7 +218,7 @@ def _complete_steps(
     return done, problems
 
 
-def _find_missing_ranks(by_rank: dict[int, StepRecord]) -> list[int]:
+def _find_missing_ranks(by_rank: dict[int, RankStepSamples]) -> list[int]:
     """The data-parallel ranks of a step that have no record, by what the others say of their
     number."""
     sizes = [int(reading.event.data_parallel_size) for reading in by_rank.values()]
@@ -238,7 +238,7 @@ def _name_ranks(ranks: Sequence[int]) -> str:
     return text
 
 
-def _find_order_problems(done: dict[int, list[StepRecord]]) -> Iterator[str]:
+def _find_order_problems(done: dict[int, list[RankStepSamples]]) -> Iterator[str]:
     """Steps that do not begin where the one before ended, and samples that a step repeats or leaves
     out.
     """
@@ -265,9 +265,9 @@ def _samples_are(first: int, beyond: int) -> str:
     return f"{_name_samples(first, beyond)} {verb}"
 
 
-def _find_changed_samples(readings: Sequence[StepRecord]) -> Iterator[str]:
+def _find_changed_samples(readings: Sequence[RankStepSamples]) -> Iterator[str]:
     """Samples that were read again after a restart, with another content."""
-    first_readings: dict[tuple[int, ...], StepRecord] = {}
+    first_readings: dict[tuple[int, ...], RankStepSamples] = {}
     for reading in readings:
         key = tuple(map(int, reading.event.ranges))
         first = first_readings.setdefault(key, reading)
@@ -276,7 +276,7 @@ def _find_changed_samples(readings: Sequence[StepRecord]) -> Iterator[str]:
             yield f"step {reading.event.step}: {summary} as {_name_samples(key[0], key[1])}"
 
 
-def _find_wrong_checksums(readings: Sequence[StepRecord], samples: Samples) -> Iterator[str]:
+def _find_wrong_checksums(readings: Sequence[RankStepSamples], samples: Samples) -> Iterator[str]:
     """Readings whose checksum is not that of the samples they name. Those of an unusual size are
     not even compared.
     """

@@ -21,7 +21,7 @@ other kinds than weights."""
 
 
 @dataclass(frozen=True)
-class StepRecord(JsonRecord):
+class ReferenceStep(JsonRecord):
     """A step of the second loop; see `PlainStep`. `sizes`: kind -> name -> norm of the tensor after
     the step, of a weight how far it is from where it began."""
 
@@ -55,9 +55,9 @@ class RunRecord(JsonRecord):
     max_norm: float
     narrows: bool
     unused: tuple[str, ...]
-    steps: tuple[StepRecord, ...]
+    steps: tuple[ReferenceStep, ...]
 
-    def after(self, step: int) -> StepRecord:
+    def after(self, step: int) -> ReferenceStep:
         """The record of a step, counted from 1."""
         return self.steps[step - 1]
 

@@ -47,8 +47,8 @@ from phalanx.verify.trainer_facts import (
     GRADIENT,
     STATE,
     WEIGHT,
+    ReferenceStep,
     RunRecord,
-    StepRecord,
 )
 
 # The defaults of `optim.weight_decay` in docs/job.md.
@@ -183,7 +183,7 @@ def _save(path: Path, tensors: Tensors) -> None:
     save_file(copies, path)
 
 
-def _make_record(step: PlainStep, start: Tensors) -> StepRecord:
+def _make_record(step: PlainStep, start: Tensors) -> ReferenceStep:
     moved: Tensors = {}
     for name, tensor in step.weights.items():
         moved[name] = tensor.detach() - start[name]
@@ -191,7 +191,7 @@ def _make_record(step: PlainStep, start: Tensors) -> StepRecord:
     for name, slots in step.states.items():
         for slot, tensor in slots.items():
             sizes.setdefault(f"{STATE}/{slot}", {})[name] = tensor.double().norm().item()
-    return StepRecord(
+    return ReferenceStep(
         step=step.step,
         loss=step.loss,
         num_targets=step.num_targets,

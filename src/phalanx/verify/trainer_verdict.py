@@ -16,10 +16,10 @@ from phalanx.verify.trainer_facts import (
     WEIGHT,
     AttemptObservation,
     Dots,
+    ReferenceStep,
     RunRecord,
     StateObservation,
     StepObservation,
-    StepRecord,
 )
 
 TOLERANCE, NARROW_TOLERANCE = 1e-8, 1e-4
@@ -221,7 +221,7 @@ class RunComparator:
     def _find_off(
         self,
         sums: Sequence[Mapping[str, Dots]],
-        reference: StepRecord | None,
+        reference: ReferenceStep | None,
         kind: str,
         skipped_names: Sequence[str],
     ) -> dict[str, tuple[float, int]]:
@@ -311,7 +311,7 @@ class RunComparator:
     def _facts(
         self,
         observed: StepObservation,
-        reference: StepRecord,
+        reference: ReferenceStep,
         record: RunRecord,
         rank: int,
         attempt: AttemptObservation,
@@ -363,7 +363,7 @@ class RunComparator:
         return cause
 
     def _updates(
-        self, observed: StepObservation, reference: StepRecord, rank: int
+        self, observed: StepObservation, reference: ReferenceStep, rank: int
     ) -> Iterator[Difference]:
         step, expected = reference.step, 0 if reference.skipped else 1
         if observed.num_updates != expected:
@@ -383,7 +383,9 @@ class RunComparator:
                 )
                 yield self._number("learning rate", step, error, cause, rank)
 
-    def _explain_gradients(self, sums: Sequence[Mapping[str, Dots]], reference: StepRecord) -> str:
+    def _explain_gradients(
+        self, sums: Sequence[Mapping[str, Dots]], reference: ReferenceStep
+    ) -> str:
         actual, crossed, expected = 0.0, 0.0, 0.0
         for of_rank in sums:
             for _, own, mixed, theirs in of_rank.values():
@@ -401,7 +403,7 @@ class RunComparator:
     # Evaluations
 
     def _evaluation(
-        self, attempt: AttemptObservation, reference: StepRecord
+        self, attempt: AttemptObservation, reference: ReferenceStep
     ) -> Iterator[Difference]:
         step = reference.step
         # What a run has on record is not evaluated again.
