@@ -39,7 +39,11 @@ def test_every_plant_applies() -> None:
 
 
 def test_layouts_of_plants_exist() -> None:
-    from phalanx.verify.cases import PLAIN, list_compressed_layouts, list_layouts
+    from phalanx.verify.cases import (
+        SECOND_IMPLEMENTATIONS,
+        list_compressed_layouts,
+        list_layouts,
+    )
     from phalanx.verify.trainer_cases import list_trainer_names
 
     for plant in (*list_plants(), *generate_variants(0)):
@@ -51,7 +55,7 @@ def test_layouts_of_plants_exist() -> None:
         )
         assert set(plant.shows) | set(plant.clean) <= {
             *known,
-            PLAIN,
+            *SECOND_IMPLEMENTATIONS,
             *list_trainer_names(plant.num_ranks),
         }, plant.name
 

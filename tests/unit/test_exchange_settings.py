@@ -364,3 +364,20 @@ def test_layers_with_windows_are_read_in_every_spelling() -> None:
     gemma = {**config_of_shape(shape("gemma3-1b")), "layer_types": None}
     assert shape_of_config(gemma) == normalize_shape(shape("gemma3-1b"))
     assert shape_of_config({**gemma, "sliding_window_pattern": 3}).global_every == 3
+
+
+@pytest.mark.parametrize("name", ["mistral-7b", "qwen2.5-0.5b", "qwen3-0.6b"])
+def test_a_window_of_null_is_none_and_an_absent_one_the_default(name: str) -> None:
+    """Mistral 7B v0.2 and v0.3 say null: to transformers, too, a token attends to all before it."""
+    config = {**config_of_shape(shape(name)), "use_sliding_window": True, "layer_types": None}
+    assert shape_of_config({**config, "sliding_window": None}).sliding_window == 0
+    del config["sliding_window"]
+    config["max_window_layers"] = 0
+    assert shape_of_config(config).sliding_window == 4096
+
+
+def test_a_llama_whose_heads_do_not_divide_its_width_is_a_mistral_without_a_window() -> None:
+    odd = shape("llama3-8b", dim=32, num_heads=3, num_kv_heads=1, head_dim=8)
+    config = config_of_shape(odd)
+    assert (config["model_type"], config["sliding_window"]) == ("mistral", None)
+    assert shape_of_config(config) == normalize_shape(odd)

@@ -27,8 +27,9 @@ ROWS_PER_RANK = 2  # of each microbatch
 SMALL_EXPERTS = 8
 # No layouts: runs through the trainer have names of their own, which begin so.
 TRAINER = "trainer-"
-# No layout: phalanx's own module in one process, beside a second implementation of it.
-PLAIN = "plain"
+# No layouts: phalanx's own module in one process, beside a second implementation of it.
+PLAIN, HUGGING_FACE = "plain", "hugging-face"
+SECOND_IMPLEMENTATIONS = (PLAIN, HUGGING_FACE)
 # A prime: some rank has less of the embedding than the others.
 SMALL_VOCAB = 251
 MAX_SEQ_LEN = 64
@@ -62,7 +63,7 @@ class Case:
 
 def is_of_one_type(name: str) -> bool:
     """True for what is judged in float64 alone: it is no layout."""
-    return name == PLAIN or name.startswith(TRAINER)
+    return name in SECOND_IMPLEMENTATIONS or name.startswith(TRAINER)
 
 
 def make_verified_job(job: Job, num_ranks: int) -> Job:

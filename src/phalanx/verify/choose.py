@@ -20,7 +20,7 @@ from phalanx.plan.cluster import detect_cluster
 from phalanx.plan.plan import Plan
 from phalanx.plan.precision import detect_precision
 from phalanx.verify.cases import (
-    PLAIN,
+    SECOND_IMPLEMENTATIONS,
     SMALL_VOCAB,
     TRAINER,
     Case,
@@ -246,14 +246,14 @@ def _resolve_names(
     """
     # Expert layouts are known names for any model: the plan says why one does not fit.
     known = dict([*list_layouts(num_ranks, experts=True), *list_compressed_layouts(num_ranks)])
-    known |= {key: {} for key in (PLAIN, *list_trainer_names(num_ranks))}
+    known |= {key: {} for key in (*SECOND_IMPLEMENTATIONS, *list_trainer_names(num_ranks))}
     chosen: dict[str, dict[str, Any]] = {}
     for name in layout_names:
         if name == "all":
             chosen |= dict(
                 [*list_layouts(num_ranks, experts=has_experts), *list_compressed_layouts(num_ranks)]
             )
-            chosen |= {key: {} for key in (PLAIN, *list_trainer_names(num_ranks))}
+            chosen |= {key: {} for key in (*SECOND_IMPLEMENTATIONS, *list_trainer_names(num_ranks))}
         elif name == "asked":
             chosen[name] = job_layout
         elif name in known:

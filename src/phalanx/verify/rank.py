@@ -26,7 +26,8 @@ from phalanx.plan.plan import Plan
 from phalanx.plan.rule_checks import check_rules, describe_whole_matrices
 from phalanx.verify.bands import describe_bands, summarize_bands
 from phalanx.verify.batches import cast_steps, make_global_steps, take_share
-from phalanx.verify.cases import PLAIN
+from phalanx.verify.cases import PLAIN, SECOND_IMPLEMENTATIONS
+from phalanx.verify.hugging_face_row import judge_hugging_face, why_no_hugging_face_row
 from phalanx.verify.judged_layout import JudgedLayout
 from phalanx.verify.layout_run import LayoutRun
 from phalanx.verify.lossy import describe_compression, find_tolerance
@@ -80,21 +81,33 @@ def compare_layouts(payload: VerifyPayload) -> None:
 
 
 def _judge(payload: VerifyPayload, case: VerifyCase, references: References) -> Row | None:
-    """The row of a case on rank 0, None on the others. Collective, but for the plain one."""
-    job, model_name = payload.job, payload.model_name
+    """The row of a case on rank 0, None on the others. Collective, but for those of a second
+    implementation."""
     if case.other_plan is not None:
         return _judge_run(payload, case, case.other_plan, references)
-    if case.name != PLAIN:
-        return verify_layout(job, case, references, model_name)
+    if case.name not in SECOND_IMPLEMENTATIONS:
+        return verify_layout(payload.job, case, references, payload.model_name)
     if references.mesh.rank != 0:
         return None
-    reason = why_no_plain_row(job, case.plan)
-    if reason:
-        return _refuse(case, model_name, case.dtype, reason)
-    # With small blocks, as layouts run: the plain implementation has none.
+    # With small blocks, as layouts run: a second implementation has none.
     with use_block_sizes(shrink_block_sizes()):
-        row = judge_plain(job, case.plan, references.steps, case.dtype)
-    return replace(row, model=model_name)
+        row = _judge_by_second(payload, case, references.steps)
+    return replace(row, model=payload.model_name)
+
+
+def _judge_by_second(
+    payload: VerifyPayload, case: VerifyCase, steps: Sequence[Sequence[Batch]]
+) -> Row:
+    job, plan = payload.job, case.plan
+    if case.name == PLAIN:
+        reason = why_no_plain_row(job, plan)
+    else:
+        reason = why_no_hugging_face_row(job, plan)
+    if reason:
+        return _refuse(case, payload.model_name, case.dtype, reason)
+    if case.name == PLAIN:
+        return judge_plain(job, plan, steps, case.dtype)
+    return judge_hugging_face(job, plan, steps, payload.run_dir)
 
 
 def _judge_run(

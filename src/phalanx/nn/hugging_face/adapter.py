@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,12 @@ from torch import nn
 
 from phalanx.core.errors import LayoutError, PhalanxError, did_you_mean
 from phalanx.core.registry import import_optional, resolve
-from phalanx.job.hugging_face import is_hugging_face, read_model_config, weights_directory
+from phalanx.job.hugging_face import (
+    PREFIX,
+    is_hugging_face,
+    read_model_config,
+    weights_directory,
+)
 from phalanx.nn.hugging_face.plain_head import (
     HeadRecorder,
     build_head_output,
@@ -30,6 +36,8 @@ from phalanx.nn.objective import HeadOutput
 
 MODELS = "phalanx.nn.models"
 LAYERDROPS = ("layerdrop", "decoder_layerdrop", "encoder_layerdrop")
+# transformers' name of an implementation that is written out.
+EAGER = "eager"
 # Attribute of a module: numbers for its `MeasuredModule`.
 FACTS = "shape_facts"
 
@@ -61,7 +69,10 @@ def build(kind: str, **args: Any) -> nn.Module:
                 config, dtype=torch.float32, attn_implementation=_attention(auto, config)
             )
         else:
-            module = _load_with_weights(kind, auto, config, directory)
+            attention = _attention(auto, config)
+            module = _load_with_weights(kind, auto, config, directory, torch.float32, attention)
+            # `from_pretrained` returns a model in evaluation mode.
+            module.train()
     except PhalanxError:
         raise
     except Exception as error:
@@ -75,6 +86,21 @@ def build(kind: str, **args: Any) -> nn.Module:
         reads_images = module.main_input_name == "pixel_values"
         require_trainable(kind, adapted, getattr(adapted, FACTS), reads_images=reads_images)
     return adapted
+
+
+def load_original(directory: Path, dtype: torch.dtype) -> nn.Module:
+    """transformers' own module of a directory with weights, in evaluation mode, with attention and
+    experts that are written out.
+
+    Raises LayoutError for what cannot be built, or has other weights than its config says.
+    """
+    kind = f"{PREFIX}{directory}"
+    values = read_model_config(kind)
+    config = _build_config(kind, values, {})
+    auto = _choose_auto_class(kind, values, config)
+    return _load_with_weights(
+        kind, auto, config, directory, dtype, EAGER, experts_implementation=EAGER
+    )
 
 
 def _build_config(kind: str, values: dict[str, Any], args: dict[str, Any]) -> Any:
@@ -198,19 +224,29 @@ def _attention(auto: Any, config: Any) -> str:
     chosen = next(filter(lambda model: model.__name__ in architectures, classes), classes[0])
     if getattr(chosen, "_supports_sdpa", False):
         return "sdpa"
-    return "eager"
+    return EAGER
 
 
-def _load_with_weights(kind: str, auto: Any, config: Any, directory: Any) -> nn.Module:
+def _load_with_weights(
+    kind: str,
+    auto: Any,
+    config: Any,
+    directory: Path,
+    dtype: torch.dtype,
+    attention: str,
+    **options: str,
+) -> nn.Module:
+    """The module in evaluation mode. `options`: more arguments of `from_pretrained`."""
     # Nothing is downloaded, and nothing unpickled.
     module, loading_info = auto.from_pretrained(
         str(directory),
         config=config,
-        dtype=torch.float32,
-        attn_implementation=_attention(auto, config),
+        dtype=dtype,
+        attn_implementation=attention,
         local_files_only=True,
         use_safetensors=True,
         output_loading_info=True,
+        **options,
     )
     for key_kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         names = sorted(map(str, loading_info.get(key_kind) or ()))
@@ -223,8 +259,7 @@ def _load_with_weights(kind: str, auto: Any, config: Any, directory: Any) -> nn.
                 why=why,
                 fix="name the config.json itself to begin from random weights",
             )
-    # `from_pretrained` returns a model in evaluation mode.
-    model: nn.Module = module.train()
+    model: nn.Module = module
     return model
 
 

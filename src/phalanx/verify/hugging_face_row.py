@@ -1,0 +1,231 @@
+"""Judges phalanx's own module, in one process, by Hugging Face's module of the same model.
+
+The weights go there as `phalanx checkpoint export` writes them, and the gradients come back as
+`import` reads them, so that names, orientation and config.json are judged, too.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from phalanx.checkpoint.exchange.families import find_family
+from phalanx.checkpoint.exchange.hf_export import ExportExtras, export_hugging_face
+from phalanx.checkpoint.exchange.importing import read_hugging_face
+from phalanx.checkpoint.exchange.settings import config_of_shape, normalize_for_inference
+from phalanx.checkpoint.exchange.tensor_readers import TensorInfo
+from phalanx.checkpoint.reading.full_tensors import Bits, bits_type
+from phalanx.core.batch import IGNORE_INDEX
+from phalanx.core.errors import LayoutError
+from phalanx.job.schema import Job
+from phalanx.job.shapes.decoder import DecoderShape
+from phalanx.job.shapes.transformer import TransformerShape
+from phalanx.nn.hugging_face.adapter import load_original
+from phalanx.plan.plan import Plan
+from phalanx.run.one_process.plain_loss import Batch
+from phalanx.verify.cases import HUGGING_FACE
+from phalanx.verify.float64_casts import cast_to_float64
+from phalanx.verify.row import Row
+from phalanx.verify.second_implementation import StepResult, Tensors, judge_by
+
+DTYPE = "float64"
+JUDGED = ("loss", "gradients", "config.json", "names and orientation of exported tensors")
+CAUSE = (
+    "phalanx.nn and transformers' {} disagree, or the names, orientation or config.json of an"
+    " export are wrong: where the row plain is equal it is the export"
+)
+NOTE = (
+    "beside {} of transformers {}, whose casts to float32 (norms, softmax, rotary positions) are"
+    " float64 here: its formulas are compared, and not its rounding"
+)
+# Keys of a shape that no module of transformers computes alike, and what is left out with them.
+LEFT_OUT = {
+    "balance_loss": "the balance loss, 0 in this row: transformers has another one",
+    "expert_capacity": "the capacity of experts, none in this row: transformers drops no token",
+}
+BIASES = "how routers' biases move: transformers leaves them as they are"
+
+
+@dataclass(frozen=True)
+class HuggingFaceImplementation:
+    """transformers' module of a shape as a second implementation; files come and go in
+    `directory`."""
+
+    shape: TransformerShape
+    directory: Path
+    cause: str
+    notes: tuple[str, ...]
+    not_judged: tuple[str, ...]
+    judged = JUDGED
+
+    def compute(self, module: nn.Module, microbatches: Sequence[Batch]) -> StepResult:
+        with TemporaryDirectory(dir=self.directory) as folder, cast_to_float64() as casts:
+            exported, gradients = Path(folder) / "weights", Path(folder) / "gradients"
+            # No token is padding: transformers gives the row of such a one no gradient.
+            extras = ExportExtras({"pad_token_id": None}, {}, {})
+            weights = _ModuleReader(module)
+            export_hugging_face(weights, self.shape, exported, shard_bytes=2**40, extras=extras)
+            theirs = load_original(exported, torch.float64)
+            # Memory that nothing has filled yet may be of any type.
+            casts.is_narrowed = False
+            total, count = 0.0, 0
+            for batch in microbatches:
+                loss = self._loss_sum(theirs, batch)
+                loss.backward()
+                total += loss.item()
+                count += int((batch["targets"] != IGNORE_INDEX).sum())
+            narrows = casts.is_narrowed
+            _write_gradients(theirs, count, gradients)
+            return StepResult(total / count, count, self._read_tensors(gradients), narrows=narrows)
+
+    def _loss_sum(self, theirs: Any, batch: Batch) -> torch.Tensor:
+        targets = batch["targets"]
+        if self.shape.reads_images:
+            logits = theirs(pixel_values=batch["inputs"]).logits
+            return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+        # Positions that begin again are documents to transformers, too.
+        positions = batch.get("positions")
+        logits = theirs(input_ids=batch["inputs"], position_ids=positions, use_cache=False).logits
+        loss: torch.Tensor = theirs.loss_function(
+            logits=logits,
+            labels=targets,
+            shift_labels=targets,
+            vocab_size=logits.shape[-1],
+            # Of a sum, and not of a mean.
+            num_items_in_batch=1,
+        )
+        return loss
+
+    def _read_tensors(self, directory: Path) -> dict[str, torch.Tensor]:
+        """The tensors of a directory of transformers under phalanx's names.
+
+        Raises LayoutError if its config.json is read as another model.
+        """
+        imported = read_hugging_face(directory)
+        assert imported.shape is not None
+        _require_same(imported.shape, self.shape)
+        sizes = self.shape.list_stored_tensors()
+        tensors = {name: torch.zeros(size, dtype=torch.float64) for name, size in sizes.items()}
+        for part in imported.tensors:
+            # A copy in C order: the file goes, and some are transposed.
+            values = torch.from_numpy(np.array(part.load(), order="C").view(DTYPE))
+            if part.offset is None:
+                tensors[part.name].copy_(values)
+            else:
+                # An expert's matrix of a stack.
+                tensors[part.name][part.offset[0]].copy_(values.reshape(sizes[part.name][1:]))
+        return tensors
+
+
+def _require_same(imported: TransformerShape, exported: TransformerShape) -> None:
+    values = normalize_for_inference(imported).to_json()
+    for key, value in normalize_for_inference(exported).to_json().items():
+        if values[key] != value:
+            raise LayoutError(
+                "the config.json that transformers writes of an export is read as another model",
+                why=f"its {key} is {values[key]} and was {value}",
+            )
+
+
+class _ModuleReader:
+    """Reads the tensors of a module, as exports read those of a checkpoint."""
+
+    where = "the judged module"
+
+    def __init__(self, module: nn.Module) -> None:
+        self._tensors: Tensors = module.state_dict()
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: TensorInfo(tuple(tensor.shape), DTYPE) for name, tensor in self._tensors.items()
+        }
+
+    def load(self, name: str) -> Bits:
+        bits: Bits = self._tensors[name].contiguous().numpy().view(bits_type(DTYPE))
+        return bits
+
+    def load_element(self, name: str, number: int) -> Bits:
+        element: Bits = self.load(name)[number]
+        return element
+
+
+@torch.no_grad()
+def _write_gradients(theirs: Any, count: int, directory: Path) -> None:
+    """Write the gradients per target as transformers writes weights, in the weights' place."""
+    for parameter in theirs.parameters():
+        if parameter.grad is None:
+            parameter.zero_()
+        else:
+            parameter.copy_(parameter.grad / count)
+    theirs.save_pretrained(str(directory))
+
+
+def why_no_hugging_face_row(job: Job, plan: Plan) -> str:
+    """Why no module of transformers computes what this job's does; "" if one does."""
+    if job.model.is_foreign or not isinstance(plan.model_shape, TransformerShape):
+        return "modules of transformers are references for phalanx's own models alone"
+    if job.model.objective is not None:
+        return "modules of transformers are references for phalanx's own loss alone"
+    if importlib.util.find_spec("transformers") is None:
+        return "transformers is not installed: pip install 'phalanx[hf]'"
+    try:
+        config = config_of_shape(_read_comparable_shape(plan))
+    except LayoutError as error:
+        return f"{error.what} ({error.why})"
+    family = find_family(config["model_type"])
+    if "auto_map" in family.written:
+        return f"transformers has no {family.architecture}: a file of code brings it"
+    return ""
+
+
+def judge_hugging_face(
+    job: Job, plan: Plan, steps: Sequence[Sequence[Batch]], directory: Path
+) -> Row:
+    """The row "hugging-face", in float64: phalanx's module in one process, judged by that of
+    transformers, as `judge_by` says. Files come and go in `directory`.
+
+    Raises LayoutError where `why_no_hugging_face_row` has a reason, or where transformers cannot
+    open what is exported; MismatchError where its tensors are not the exported ones.
+    """
+    refused = why_no_hugging_face_row(job, plan)
+    if refused:
+        raise LayoutError(refused)
+    import transformers
+
+    shape = _read_comparable_shape(plan)
+    architecture = find_family(config_of_shape(shape)["model_type"]).architecture
+    second = HuggingFaceImplementation(
+        shape,
+        directory,
+        CAUSE.format(architecture),
+        (NOTE.format(architecture, transformers.__version__),),
+        _list_left_out(plan),
+    )
+    plan = replace(plan, shape=shape.to_json())
+    return judge_by(second, job, plan, steps, DTYPE, HUGGING_FACE)
+
+
+def _read_comparable_shape(plan: Plan) -> TransformerShape:
+    """The plan's shape without what no module of transformers computes alike."""
+    shape = plan.model_shape
+    assert isinstance(shape, TransformerShape)
+    if isinstance(shape, DecoderShape):
+        return replace(shape, balance_loss=0.0, expert_capacity=0.0)
+    return shape
+
+
+def _list_left_out(plan: Plan) -> tuple[str, ...]:
+    shape = plan.model_shape
+    if not isinstance(shape, DecoderShape):
+        return ()
+    left_out = [reason for key, reason in LEFT_OUT.items() if getattr(shape, key)]
+    if shape.balance_bias:
+        left_out.append(BIASES)
+    return tuple(left_out)

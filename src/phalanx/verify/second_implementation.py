@@ -1,0 +1,186 @@
+"""Judges phalanx's own module, in one process, by a second implementation of it: loss, gradients
+and the buffers that a step moves."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from phalanx.job.schema import Job
+from phalanx.nn.build import build_objective
+from phalanx.plan.plan import Plan
+from phalanx.run.one_process.job_loss import JobLoss
+from phalanx.run.one_process.original_module import build_original_module
+from phalanx.run.one_process.plain_loss import Batch
+from phalanx.verify.begin import randomize_constants
+from phalanx.verify.reference import forward_order
+from phalanx.verify.row import Difference, Row
+from phalanx.verify.trace_facts import TOLERANCE
+
+NUM_STEPS = 2
+MOVE = 0.01  # of each weight's norm, by the first step
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one implementation makes of a step: the loss per target, and its gradients per target;
+    `buffers` after it, of those that are compared. `narrows`: it rounded to float32 on its way."""
+
+    loss: float
+    num_targets: int
+    gradients: Tensors
+    buffers: Tensors = field(default_factory=dict)
+    narrows: bool = False
+
+
+class SecondImplementation(Protocol):
+    """Computes a step of phalanx's module by other code.
+
+    `judged` and `not_judged`: what of it is compared, in words. `cause`: what a difference may
+    come from. `notes`: sentences for its row.
+    """
+
+    @property
+    def judged(self) -> tuple[str, ...]: ...
+
+    @property
+    def not_judged(self) -> tuple[str, ...]: ...
+
+    @property
+    def cause(self) -> str: ...
+
+    @property
+    def notes(self) -> tuple[str, ...]: ...
+
+    def compute(self, module: nn.Module, microbatches: Sequence[Batch]) -> StepResult:
+        """The result of a step from the weights and buffers of `module`, which stay as they
+        are. Gradients have phalanx's names."""
+
+
+def judge_by(
+    second: SecondImplementation,
+    job: Job,
+    plan: Plan,
+    steps: Sequence[Sequence[Batch]],
+    dtype: str,
+    layout: str,
+) -> Row:
+    """The row `layout`: phalanx's module in one process, judged by a second implementation.
+
+    steps: the microbatches of each, of which two are taken. Before the second the weights are moved
+    along the first one's gradients. In float32 a near-tie of a router may be decided otherwise:
+    decoders with experts are for float64.
+    """
+    began = time.monotonic()
+    module, _ = build_original_module(job, plan, dtype, materialize=True)
+    randomize_constants(module)
+    outputs = JobLoss(job, plan).outputs
+    order = forward_order(module, partial(outputs, module, steps[0][0]))
+    differences: list[Difference] = []
+    narrows = False
+    for number, microbatches in enumerate(steps[:NUM_STEPS]):
+        other = second.compute(module, microbatches)
+        own = _compute_own(job, plan, module, microbatches)
+        differences += _compare(number, own, other, order, second.cause)
+        narrows = narrows or other.narrows
+        _move_weights(module)
+    tolerance, notes = TOLERANCE[dtype], second.notes
+    if narrows:
+        tolerance = TOLERANCE["float32"]
+        notes += (f"it computes in fewer digits than {dtype} on its way, and is judged by those",)
+    first = next((error for error in differences if error.error > tolerance), None)
+    return Row(
+        layout=layout,
+        parallel={},
+        model=plan.model_shape.kind,
+        dtype=dtype,
+        ok=first is None,
+        errors=_list_worst(differences),
+        tolerance=tolerance,
+        first=first,
+        notes=notes,
+        judged=second.judged,
+        not_judged=second.not_judged,
+        wall_s=round(time.monotonic() - began, 3),
+    )
+
+
+def gradients_per_target(parameters: Tensors, count: int) -> dict[str, torch.Tensor]:
+    """The gradients of a sum over `count` targets, each divided by that; 0 where a parameter had
+    no part."""
+    gradients = {}
+    for name, parameter in parameters.items():
+        gradients[name] = torch.zeros_like(parameter)
+        if parameter.grad is not None:
+            gradients[name] = parameter.grad / count
+    return gradients
+
+
+def _compute_own(
+    job: Job, plan: Plan, module: nn.Module, microbatches: Sequence[Batch]
+) -> StepResult:
+    outputs, objective = JobLoss(job, plan).outputs, build_objective(job)
+    module.zero_grad()
+    total, count = 0.0, 0
+    for batch in microbatches:
+        loss, num_targets = objective(outputs(module, batch), batch)
+        loss.backward()
+        total, count = total + loss.item(), count + int(num_targets)
+    # Routers move their biases by the load of the step.
+    if hasattr(module, "after_step"):
+        module.after_step()
+    gradients = gradients_per_target(dict(module.named_parameters()), count)
+    return StepResult(total / count, count, gradients, dict(module.named_buffers()))
+
+
+def _compare(
+    step: int, own: StepResult, other: StepResult, order: Sequence[str], cause: str
+) -> Iterator[Difference]:
+    """All that is compared, in the order in which things go wrong: of the gradients first the one
+    that is nearest to the loss."""
+
+    def difference(what: str, name: str, error: float) -> Difference:
+        # NaN is above any tolerance.
+        if math.isnan(error):
+            error = math.inf
+        return Difference(what, name, step, error, 0, (0,), "whole", cause)
+
+    error = abs(own.loss - other.loss) / abs(other.loss)
+    if own.num_targets != other.num_targets:
+        error = math.inf
+    yield difference("loss", "", error)
+    # Some gradients are 0 but for rounding: a key's bias without rotary positions.
+    norms = {name: float(gradient.norm()) for name, gradient in other.gradients.items()}
+    floor = 1e-4 * max(norms.values())
+    for name in reversed(order):
+        off = float((own.gradients[name] - other.gradients[name]).norm())
+        yield difference("gradient", name, off / max(norms[name], floor))
+    for name, buffer in other.buffers.items():
+        off = float((own.buffers[name] - buffer).norm())
+        yield difference("buffer", name, off / max(float(buffer.norm()), 1e-30))
+
+
+def _list_worst(differences: Sequence[Difference]) -> dict[str, float]:
+    """The largest error of each kind."""
+    worst: dict[str, float] = {}
+    for difference in differences:
+        worst[difference.what] = max(worst.get(difference.what, 0.0), difference.error)
+    return worst
+
+
+@torch.no_grad()
+def _move_weights(module: nn.Module) -> None:
+    """Against the gradients, each weight by `MOVE` of its norm."""
+    for parameter in module.parameters():
+        if parameter.grad is None or not parameter.grad.any():
+            continue
+        parameter -= parameter.grad * (MOVE * parameter.norm() / parameter.grad.norm())

@@ -1,0 +1,285 @@
+"""The row "hugging-face" of verify: phalanx's modules beside those of transformers, by export and
+import.
+
+All of it runs in one forked process: transformers takes seconds to import.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from models import CPU
+from phalanx.checkpoint.exchange import families
+from phalanx.checkpoint.exchange.families import list_families
+from phalanx.core.errors import LayoutError
+from phalanx.job.presets import preset_names
+from phalanx.job.schema import Job
+from phalanx.nn import norms, rotary
+from phalanx.nn.routing import Router
+from phalanx.plan.plan import Plan
+from phalanx.verify.batches import cast_steps, make_global_steps
+from phalanx.verify.cases import make_cases, make_verified_job, shrink_job
+from phalanx.verify.float64_casts import cast_to_float64
+from phalanx.verify.hugging_face_row import judge_hugging_face, why_no_hugging_face_row
+from phalanx.verify.row import Row
+from ranks import run_ranks
+
+SEQ_LEN = 32
+# Frequencies of heads of 8 features lie on both sides of it, and positions beyond it.
+ORIGINAL_LEN = 16
+
+
+@dataclass(frozen=True)
+class Model:
+    preset: str
+    model_type: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    documents: bool = False
+
+    @property
+    def name(self) -> str:
+        return " ".join((self.preset, *self.changes))
+
+
+def scaled(kind: str) -> dict[str, Any]:
+    return {"rope_scaling": kind, "rope_factor": 4.0, "rope_original_len": ORIGINAL_LEN}
+
+
+MIXTRAL = Model("mixtral-8x7b", "mixtral", {"expert_capacity": 1.0, "balance_loss": 0.01})
+MODELS = [
+    Model("small", "llama"),
+    Model("llama3.1-8b", "llama", scaled("llama3"), documents=True),
+    Model("llama3.2-3b", "mistral"),
+    Model("mistral-7b", "mistral", scaled("yarn"), documents=True),
+    Model("qwen2.5-0.5b", "qwen2"),
+    Model("qwen3-0.6b", "qwen3"),
+    Model("gemma-2b", "gemma"),
+    Model("gemma3-1b", "gemma3_text", documents=True),
+    Model("gpt2", "gpt2", documents=True),
+    MIXTRAL,
+    Model("qwen3-30b-a3b", "qwen3_moe", {"router_normalize": False}),
+    Model("small-latent", "deepseek_v3", scaled("yarn")),
+    Model("small-deepseek", "dots1", {"qk_norm": True, "num_shared_experts": 2}),
+    Model("small-deepseek", "glm4_moe"),
+    Model("small-vit", "vit"),
+]
+# V2 without experts is written as V3, and the class of DeepSeek-MoE is not in transformers.
+NEVER_WRITTEN = {"deepseek_v2", "deepseek"}
+
+
+def make_plan(model: Model) -> tuple[Job, Plan]:
+    data: dict[str, Any] = {"seq_len": SEQ_LEN, "document_masks": model.documents}
+    if "vit" in model.preset:
+        data["source"] = "my.data:images"
+    body = {"model": {"preset": model.preset, **model.changes}, "data": data}
+    job = make_verified_job(shrink_job(Job.model_validate(body))[0], 1)
+    (case,) = make_cases(job, [("one", {})], num_ranks=1, cluster=CPU, shape=None)
+    assert case.plan is not None, case.refused
+    return job, case.plan
+
+
+def judge(model: Model, place: Path) -> Row:
+    job, plan = make_plan(model)
+    steps = cast_steps(make_global_steps(job, plan, None, num_steps=2), torch.float64)
+    return judge_hugging_face(job, plan, steps, place)
+
+
+def judge_all(rank: int, models: Sequence[Model], place: Path) -> dict[str, Row]:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    return {model.name: judge(model, place) for model in models}
+
+
+def judge_models_and_mistakes(rank: int, place: Path) -> dict[str, Row]:
+    return judge_all(rank, MODELS, place) | judge_mistakes(place)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Row]:
+    pytest.importorskip("transformers")
+    place = tmp_path_factory.mktemp("rows")
+    found = run_ranks(1, judge_models_and_mistakes, place)[0]
+    assert list(place.iterdir()) == []
+    return found  # type: ignore[no-any-return]
+
+
+def test_every_family_that_is_exported_is_judged() -> None:
+    judged = {model.model_type for model in MODELS}
+    assert judged | NEVER_WRITTEN == {family.model_type for family in list_families()}
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_families_are_equal(model: Model, rows: Mapping[str, Row]) -> None:
+    row = rows[model.name]
+    assert row.ok, row.first
+    assert row.tolerance == 1e-10
+    assert 0 < row.errors["gradient"] < 1e-13
+    (family,) = [family for family in list_families() if family.model_type == model.model_type]
+    assert family.architecture in row.notes[0]
+
+
+def test_what_is_left_out_is_said(rows: Mapping[str, Row]) -> None:
+    assert rows["small"].not_judged == ()
+    words = " ".join(rows[MIXTRAL.name].not_judged)
+    assert "balance loss" in words
+    assert "capacity" in words
+    assert "biases" not in words
+    assert "biases" in " ".join(rows["small-deepseek"].not_judged)
+
+
+@pytest.mark.long
+def test_every_preset_is_equal_or_refused(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    models, refused = [], set()
+    for name in preset_names():
+        model = Model(name, "")
+        if why_no_hugging_face_row(*make_plan(model)):
+            refused.add(name)
+        else:
+            models.append(model)
+    assert refused == {"deepseek-moe-16b", "deepseek-v2-lite", "deepseek-v3"}
+    rows = run_ranks(1, judge_all, models, tmp_path)[0]
+    assert {name: row.first for name, row in rows.items() if not row.ok} == {}
+
+
+# Mistakes
+
+
+def reverse_ramp(patch: pytest.MonkeyPatch) -> None:
+    share = rotary._llama3_share
+    patch.setattr(rotary, "_llama3_share", lambda *args: 1 - share(*args))
+
+
+def halve_the_gradient(patch: pytest.MonkeyPatch) -> None:
+    forward = rotary.rotate
+
+    def half(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        y = forward(x, table)
+        return y / 2 + y.detach() / 2
+
+    patch.setattr("phalanx.nn.attention.rotate", half)
+
+
+def enlarge_eps(patch: pytest.MonkeyPatch) -> None:
+    build = norms.build_norm
+
+    def with_more(*args: Any) -> Any:
+        norm = build(*args)
+        norm.eps *= 1.5
+        return norm
+
+    patch.setattr("phalanx.nn.block.build_norm", with_more)
+
+
+def enlarge_weights(patch: pytest.MonkeyPatch) -> None:
+    forward = Router.forward
+
+    def more(self: Router, x_BTD: torch.Tensor) -> Any:
+        routing = forward(self, x_BTD)
+        return routing._replace(weights_BTK=routing.weights_BTK * 1.01)
+
+    patch.setattr(Router, "forward", more)
+
+
+def swap_gate_and_up(patch: pytest.MonkeyPatch) -> None:
+    parse = families._parse_rule
+
+    def parse_other(their_pattern: str, entry: Any) -> Any:
+        for name, other in ((".gate_proj.", ".up_proj."), (".up_proj.", ".gate_proj.")):
+            if name in their_pattern:
+                return parse(their_pattern.replace(name, other), entry)
+        return parse(their_pattern, entry)
+
+    patch.setattr(families, "_parse_rule", parse_other)
+
+
+MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Model, str, tuple[str, ...]]] = {
+    "frequencies": (reverse_ramp, MODELS[1], "loss", ("",)),
+    "gradient": (
+        halve_the_gradient,
+        MODELS[0],
+        "gradient",
+        ("blocks.1.attention.q.weight", "blocks.1.attention.k.weight"),
+    ),
+    "eps": (enlarge_eps, MODELS[0], "loss", ("",)),
+    "weights of experts": (enlarge_weights, MIXTRAL, "loss", ("",)),
+    "exported names": (swap_gate_and_up, MODELS[0], "loss", ("",)),
+}
+
+
+def judge_mistakes(place: Path) -> dict[str, Row]:
+    rows = {}
+    for name, (plant, model, _, _) in MISTAKES.items():
+        with pytest.MonkeyPatch.context() as patch:
+            plant(patch)
+            families._family.cache_clear()
+            rows[name] = judge(model, place)
+    families._family.cache_clear()
+    return rows
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_is_found(case: str, rows: Mapping[str, Row]) -> None:
+    """Of phalanx.nn, and of the names of exports."""
+    row = rows[case]
+    _, _, what, names = MISTAKES[case]
+    assert not row.ok
+    assert row.first is not None
+    assert (row.first.what, row.first.step) == (what, 0)
+    assert row.first.name in names
+    assert "export" in row.first.cause
+    assert "ForCausalLM" in row.first.cause
+
+
+# What cannot be judged
+
+
+@pytest.mark.parametrize(
+    ("preset", "words"),
+    [("deepseek-v3", "kv_rank"), ("deepseek-moe-16b", "transformers has no DeepseekForCausalLM")],
+)
+def test_a_model_that_transformers_has_not_is_refused(
+    preset: str, words: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(LayoutError, match=words):
+        judge(Model(preset, ""), tmp_path)
+
+
+def test_without_transformers_the_row_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+
+    def find_others(name: str, package: str | None = None) -> Any:
+        return None if name == "transformers" else find(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_others)
+    assert "not installed" in why_no_hugging_face_row(*make_plan(MODELS[0]))
+
+
+def test_casts_to_float32_are_to_float64() -> None:
+    x = torch.full((3,), 1 / 3, dtype=torch.float64)
+    with cast_to_float64() as casts:
+        results = [
+            x.to(torch.float32),
+            x.float(),
+            x.type(torch.float32),
+            torch.softmax(x, -1, dtype=torch.float32),
+            torch.arange(3, dtype=torch.float32),
+            torch.zeros(3),
+        ]
+        assert {result.dtype for result in results} == {torch.float64}
+        assert torch.equal(results[0], x)
+        assert not casts.is_narrowed
+        assert x.bfloat16().dtype is torch.bfloat16
+        assert casts.is_narrowed
+    assert x.float().dtype is torch.float32
+    assert torch.get_default_dtype() is torch.float32
