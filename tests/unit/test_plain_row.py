@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,19 +11,23 @@ from models import CPU
 from phalanx.core.errors import LayoutError
 from phalanx.job.schema import Job
 from phalanx.nn import rotary
+from phalanx.nn.models.vit import VisionTransformer
 from phalanx.nn.routing import Router
-from phalanx.verify.batches import make_global_steps
+from phalanx.verify.batches import cast_steps, make_global_steps
 from phalanx.verify.cases import make_cases, make_verified_job, shrink_job
 from phalanx.verify.plain_row import judge_plain
 from phalanx.verify.row import Row
 
 
-def _judge(preset: str) -> Row:
-    job = Job.model_validate({"model": {"preset": preset}, "data": {"seq_len": 32}})
+def _judge(preset: str, **model: Any) -> Row:
+    data = {"seq_len": 32}
+    if "vit" in preset:
+        data |= {"source": "my.data:images"}
+    job = Job.model_validate({"model": {"preset": preset, **model}, "data": data})
     job = make_verified_job(shrink_job(job)[0], 1)
     (case,) = make_cases(job, [("one", {})], num_ranks=1, cluster=CPU, shape=None)
     assert case.plan is not None
-    steps = make_global_steps(job, case.plan, None, num_steps=2)
+    steps = cast_steps(make_global_steps(job, case.plan, None, num_steps=2), torch.float64)
     return judge_plain(job, case.plan, steps, "float64")
 
 
@@ -65,6 +71,33 @@ def test_biases_that_move_the_wrong_way_are_found(monkeypatch: pytest.MonkeyPatc
     assert row.first.name.endswith("router.bias")
 
 
+VISION: list[dict[str, Any]] = [
+    {},
+    {"pooling": "mean", "qk_norm": True, "bias": "none"},
+    {"post_norms": True, "norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2},
+]
+
+
+@pytest.mark.parametrize("model", VISION, ids=lambda model: " ".join(model) or "published")
+def test_vision_transformers_are_equal(model: dict[str, Any]) -> None:
+    row = _judge("small-vit", **model)
+    assert row.ok, row.first
+    assert 0 < row.errors["gradient"] < row.tolerance
+    assert row.judged == ("loss", "gradients")
+
+
+def test_patches_that_are_transposed_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    embed = VisionTransformer._embed
+
+    def embed_transposed(self: VisionTransformer, images: torch.Tensor) -> torch.Tensor:
+        return embed(self, images.transpose(2, 3))
+
+    monkeypatch.setattr(VisionTransformer, "_embed", embed_transposed)
+    row = _judge("small-vit")
+    assert row.first is not None
+    assert row.first.what == "loss"
+
+
 def test_other_models_have_no_such_row() -> None:
-    with pytest.raises(LayoutError, match="decoders alone"):
-        _judge("small-vit")
+    with pytest.raises(LayoutError, match="own loss alone"):
+        _judge("small", objective="my.losses:objective")

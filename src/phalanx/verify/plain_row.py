@@ -1,4 +1,4 @@
-"""Judges phalanx's own decoder, in one process, by the plain implementation of it: loss, gradients
+"""Judges phalanx's own model, in one process, by the plain implementation of it: loss, gradients
 and the routers' biases of two steps."""
 
 from __future__ import annotations
@@ -12,28 +12,40 @@ from torch import nn
 from phalanx.core.errors import LayoutError
 from phalanx.job.schema import Job
 from phalanx.job.shapes.decoder import DecoderShape
+from phalanx.job.shapes.vit import VitShape
 from phalanx.plan.plan import Plan
 from phalanx.run.one_process.plain_loss import Batch
 from phalanx.verify.cases import PLAIN
 from phalanx.verify.plain.decoder import plain_biases, plain_loss
-from phalanx.verify.plain.settings import PlainSettings
-from phalanx.verify.plain_settings import make_plain_settings
+from phalanx.verify.plain.settings import PlainSettings, VisionSettings
+from phalanx.verify.plain.vision import plain_vision_loss
+from phalanx.verify.plain_settings import make_plain_settings, make_vision_settings
 from phalanx.verify.row import Row
-from phalanx.verify.second_implementation import StepResult, gradients_per_target, judge_by
+from phalanx.verify.second_implementation import (
+    StepResult,
+    Tensors,
+    gradients_per_target,
+    judge_by,
+)
 
 
 @dataclass(frozen=True)
 class PlainImplementation:
     """`phalanx.verify.plain` as a second implementation."""
 
-    settings: PlainSettings
-    judged = ("loss", "gradients", "routers' biases")
+    settings: PlainSettings | VisionSettings
     not_judged = ()
     cause = (
         "phalanx.nn and a plain implementation from the papers' definitions disagree: the reference"
         " itself may be wrong, and then every layout is, alike"
     )
     notes = ()
+
+    @property
+    def judged(self) -> tuple[str, ...]:
+        if isinstance(self.settings, VisionSettings):
+            return ("loss", "gradients")
+        return ("loss", "gradients", "routers' biases")
 
     def compute(self, module: nn.Module, microbatches: Sequence[Batch]) -> StepResult:
         parameters = {
@@ -43,18 +55,28 @@ class PlainImplementation:
         buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
         total, count = 0.0, 0
         for batch in microbatches:
-            loss, num_targets = plain_loss(self.settings, parameters, buffers, batch)
+            loss, num_targets = self._loss(parameters, buffers, batch)
             loss.backward()
             total, count = total + loss.item(), count + num_targets
+        gradients = gradients_per_target(parameters, count)
+        if isinstance(self.settings, VisionSettings):
+            return StepResult(total / count, count, gradients)
         whole = {key: torch.cat([batch[key] for batch in microbatches]) for key in microbatches[0]}
         biases = plain_biases(self.settings, parameters, buffers, whole)
-        return StepResult(total / count, count, gradients_per_target(parameters, count), biases)
+        return StepResult(total / count, count, gradients, biases)
+
+    def _loss(
+        self, parameters: Tensors, buffers: Tensors, batch: Batch
+    ) -> tuple[torch.Tensor, int]:
+        if isinstance(self.settings, VisionSettings):
+            return plain_vision_loss(self.settings, parameters, batch)
+        return plain_loss(self.settings, parameters, buffers, batch)
 
 
 def why_no_plain_row(job: Job, plan: Plan) -> str:
     """Why there is no plain implementation of this job; "" if there is one."""
-    if job.model.is_foreign or not isinstance(plan.model_shape, DecoderShape):
-        return "there is a plain implementation of phalanx's decoders alone"
+    if job.model.is_foreign or not isinstance(plan.model_shape, DecoderShape | VitShape):
+        return "there is a plain implementation of phalanx's own models alone"
     if job.model.objective is not None:
         return "there is a plain implementation of phalanx's own loss alone"
     return ""
@@ -69,6 +91,12 @@ def judge_plain(job: Job, plan: Plan, steps: Sequence[Sequence[Batch]], dtype: s
     refused = why_no_plain_row(job, plan)
     if refused:
         raise LayoutError(refused)
-    assert isinstance(plan.model_shape, DecoderShape)
-    plain = PlainImplementation(make_plain_settings(plan.model_shape))
-    return judge_by(plain, job, plan, steps, dtype, PLAIN)
+    return judge_by(_choose_implementation(plan), job, plan, steps, dtype, PLAIN)
+
+
+def _choose_implementation(plan: Plan) -> PlainImplementation:
+    shape = plan.model_shape
+    if isinstance(shape, VitShape):
+        return PlainImplementation(make_vision_settings(shape))
+    assert isinstance(shape, DecoderShape)
+    return PlainImplementation(make_plain_settings(shape))

@@ -1,4 +1,4 @@
-"""From the shape of a job's decoder to the settings of the plain implementation. Torch-free."""
+"""From the shape of a job's model to the settings of the plain implementation. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,12 +6,20 @@ from dataclasses import fields
 from typing import Any
 
 from phalanx.job.shapes.decoder import DecoderShape
-from phalanx.verify.plain.settings import PlainSettings
+from phalanx.job.shapes.transformer import TransformerShape
+from phalanx.job.shapes.vit import VitShape
+from phalanx.verify.plain.settings import BlockSettings, PlainSettings, VisionSettings
 
 
 def make_plain_settings(shape: DecoderShape) -> PlainSettings:
-    """The numbers of `shape` that settings have, each under the same name."""
-    values: dict[str, Any] = {
-        field.name: getattr(shape, field.name) for field in fields(PlainSettings)
-    }
-    return PlainSettings(**values)
+    """The numbers of a decoder that settings have, each under the same name."""
+    return PlainSettings(**_take_values(shape, PlainSettings))
+
+
+def make_vision_settings(shape: VitShape) -> VisionSettings:
+    """The numbers of a vision transformer that settings have, each under the same name."""
+    return VisionSettings(**_take_values(shape, VisionSettings))
+
+
+def _take_values(shape: TransformerShape, settings: type[BlockSettings]) -> dict[str, Any]:
+    return {field.name: getattr(shape, field.name) for field in fields(settings)}

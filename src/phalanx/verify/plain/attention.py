@@ -1,4 +1,4 @@
-"""Causal softmax attention (arXiv 1706.03762) with grouped queries (arXiv 2305.13245), a sliding
+"""Softmax attention (arXiv 1706.03762) with grouped queries (arXiv 2305.13245), a sliding
 window (Mistral 7B, arXiv 2310.06825, section 2) and documents that do not see each other; and
 multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
@@ -14,7 +14,7 @@ import torch
 
 from phalanx.verify.plain.layers import Tensors, apply_linear, rms_norm
 from phalanx.verify.plain.rotary import rotate_halves, rotate_pairs, temperature
-from phalanx.verify.plain.settings import PlainSettings
+from phalanx.verify.plain.settings import BlockSettings, PlainSettings
 
 # Of the norms of latents, in DeepSeek's published code.
 LATENT_EPS = 1e-6
@@ -52,6 +52,23 @@ def attention(
         return _latent_attention(
             settings, parameters, name, x_BTD, angles_BTP, visible_BTS, is_local=is_local
         )
+    warmth = temperature(settings, is_local=is_local)
+    return attention_of_heads(
+        settings, parameters, name, x_BTD, visible_BTS, angles_BTP=angles_BTP, warmth=warmth
+    )
+
+
+def attention_of_heads(
+    settings: BlockSettings,
+    parameters: Tensors,
+    name: str,
+    x_BTD: torch.Tensor,
+    visible_BTS: torch.Tensor,
+    *,
+    angles_BTP: torch.Tensor | None = None,
+    warmth: float = 1.0,
+) -> torch.Tensor:
+    """[B, T, D]; with angles queries and keys are rotated, and multiplied by `warmth`."""
     into, width = settings.bias != "none", settings.head_dim
     q = apply_linear(parameters, f"{name}.q", x_BTD, bias=into).unflatten(-1, (-1, width))
     k = apply_linear(parameters, f"{name}.k", x_BTD, bias=into).unflatten(-1, (-1, width))
@@ -61,7 +78,6 @@ def attention(
         q = rms_norm(q, parameters[f"{name}.q_norm.weight"], eps, plus_one=plus_one)
         k = rms_norm(k, parameters[f"{name}.k_norm.weight"], eps, plus_one=plus_one)
     if angles_BTP is not None:
-        warmth = temperature(settings, is_local=is_local)
         q = warmth * rotate_halves(q, angles_BTP)
         k = warmth * rotate_halves(k, angles_BTP)
     out_BTHV = _softmax_attention(q, k, v, visible_BTS)

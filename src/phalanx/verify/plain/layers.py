@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from phalanx.verify.plain.settings import PlainSettings
+from phalanx.verify.plain.settings import BlockSettings
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -41,7 +41,7 @@ def layer_norm(
 
 
 def stream_norm(
-    settings: PlainSettings, parameters: Tensors, name: str, x: torch.Tensor
+    settings: BlockSettings, parameters: Tensors, name: str, x: torch.Tensor
 ) -> torch.Tensor:
     """A norm of the residual stream, of the settings' kind."""
     weight = parameters[f"{name}.weight"]
@@ -61,7 +61,7 @@ def activate(kind: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def feed_forward(
-    settings: PlainSettings, parameters: Tensors, name: str, x: torch.Tensor
+    settings: BlockSettings, parameters: Tensors, name: str, x: torch.Tensor
 ) -> torch.Tensor:
     """Two matrices, or with a gate three (Shazeer, "GLU variants", arXiv 2002.05202)."""
     bias = settings.bias == "all"

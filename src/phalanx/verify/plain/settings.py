@@ -1,4 +1,4 @@
-"""`PlainSettings`: the numbers of a decoder, as plain values. Torch-free."""
+"""The numbers of a decoder and of a vision transformer, as plain values. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class PlainSettings:
-    """Named as the keys of a job's [model] section, which docs say what they mean. 0 stands for
-    "there is none"."""
+class BlockSettings:
+    """The numbers of a stack of blocks.
+
+    Named as the keys of a job's [model] section, which docs say what they mean. 0 stands for
+    "there is none".
+    """
 
     num_layers: int
     dim: int
@@ -23,6 +26,20 @@ class PlainSettings:
     post_norms: bool
     bias: str
     qk_norm: bool
+
+
+@dataclass(frozen=True)
+class VisionSettings(BlockSettings):
+    """The numbers of a vision transformer."""
+
+    patch_size: int
+    pooling: str
+
+
+@dataclass(frozen=True)
+class PlainSettings(BlockSettings):
+    """The numbers of a decoder."""
+
     tie_embeddings: bool
     scale_embeddings: bool
 
