@@ -10,7 +10,8 @@ import torch
 from models import CPU
 from phalanx.core.errors import LayoutError
 from phalanx.job.schema import Job
-from phalanx.nn import rotary
+from phalanx.mesh import grouped
+from phalanx.nn import attention, rotary
 from phalanx.nn.models.vit import VisionTransformer
 from phalanx.nn.routing import Router
 from phalanx.verify.batches import cast_steps, make_global_steps
@@ -60,6 +61,38 @@ def test_a_wrong_backward_is_found_nearest_to_the_loss(monkeypatch: pytest.Monke
     assert row.first is not None
     assert (row.first.what, row.first.step) == ("gradient", 0)
     assert row.first.name in ("blocks.1.attention.q.weight", "blocks.1.attention.k.weight")
+
+
+def test_a_mask_of_all_pairs_is_judged_beside_those_of_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Layouts and the first step have blocks of three queries."""
+    make_mask = attention.attention_mask
+
+    def one_more(num_tokens: int, window: int, *args: Any, **options: Any) -> torch.Tensor | None:
+        return make_mask(num_tokens, window + bool(window), *args, **options)
+
+    monkeypatch.setattr(attention, "attention_mask", one_more)
+    row = _judge("mistral-7b")
+    assert row.first is not None
+    assert (row.first.what, row.first.step) == ("loss", 1)
+
+
+def test_a_wrong_gradient_of_an_expert_without_tokens_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = grouped.grouped_weight_grad
+
+    def stale(a: torch.Tensor, b: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        gradient = right(a, b, counts)
+        gradient[counts == 0] = gradient[counts > 0][0]
+        return gradient
+
+    monkeypatch.setattr(grouped, "grouped_weight_grad", stale)
+    row = _judge("small-deepseek")
+    assert row.first is not None
+    assert (row.first.what, row.first.step) == ("gradient", 2)
+    assert ".moe.experts." in row.first.name
 
 
 def test_biases_that_move_the_wrong_way_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

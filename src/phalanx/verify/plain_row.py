@@ -1,5 +1,5 @@
 """Judges phalanx's own model, in one process, by the plain implementation of it: loss, gradients
-and the routers' biases of two steps."""
+and the routers' biases of a few steps."""
 
 from __future__ import annotations
 

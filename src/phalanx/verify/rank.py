@@ -89,9 +89,7 @@ def _judge(payload: VerifyPayload, case: VerifyCase, references: References) -> 
         return verify_layout(payload.job, case, references, payload.model_name)
     if references.mesh.rank != 0:
         return None
-    # With small blocks, as layouts run: a second implementation has none.
-    with use_block_sizes(shrink_block_sizes()):
-        row = _judge_by_second(payload, case, references.steps)
+    row = _judge_by_second(payload, case, references.steps)
     return replace(row, model=payload.model_name)
 
 

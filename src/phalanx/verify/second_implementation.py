@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from phalanx.core.batch import IGNORE_INDEX
+from phalanx.core.block_sizes import BlockSizes, shrink_block_sizes, use_block_sizes
 from phalanx.job.schema import Job
 from phalanx.nn.build import build_objective
 from phalanx.plan.plan import Plan
@@ -24,8 +26,9 @@ from phalanx.verify.reference import forward_order
 from phalanx.verify.row import Difference, Row
 from phalanx.verify.trace_facts import TOLERANCE
 
-NUM_STEPS = 2
-MOVE = 0.01  # of each weight's norm, by the first step
+MOVE = 0.01  # of each weight's norm, by a step
+# So few that some experts get none.
+SHORT = 2
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -76,9 +79,9 @@ def judge_by(
 ) -> Row:
     """The row `layout`: phalanx's module in one process, judged by a second implementation.
 
-    steps: the microbatches of each, of which two are taken. Before the second the weights are moved
-    along the first one's gradients. In float32 a near-tie of a router may be decided otherwise:
-    decoders with experts are for float64.
+    steps: the microbatches of each, of which the first two are taken, and a short one. Between
+    steps the weights are moved along the gradients. In float32 a near-tie of a router may be
+    decided otherwise: decoders with experts are for float64.
     """
     began = time.monotonic()
     module, _ = build_original_module(job, plan, dtype, materialize=True)
@@ -87,9 +90,10 @@ def judge_by(
     order = forward_order(module, partial(outputs, module, steps[0][0]))
     differences: list[Difference] = []
     narrows = False
-    for number, microbatches in enumerate(steps[:NUM_STEPS]):
+    for number, (microbatches, sizes) in enumerate(_choose_steps(steps)):
         other = second.compute(module, microbatches)
-        own = _compute_own(job, plan, module, microbatches)
+        with use_block_sizes(sizes):
+            own = _compute_own(job, plan, module, microbatches)
         differences += _compare(number, own, other, order, second.cause)
         narrows = narrows or other.narrows
         _move_weights(module)
@@ -123,6 +127,33 @@ def gradients_per_target(parameters: Tensors, count: int) -> dict[str, torch.Ten
         if parameter.grad is not None:
             gradients[name] = parameter.grad / count
     return gradients
+
+
+def _choose_steps(
+    steps: Sequence[Sequence[Batch]],
+) -> Iterator[tuple[Sequence[Batch], BlockSizes]]:
+    """The microbatches of each judged step, and the sizes of blocks with which phalanx's module
+    computes it."""
+    # A small model reaches loops over blocks with small blocks alone, and what is computed at once
+    # (attention's one mask) with the usual ones.
+    yield from zip(steps, (shrink_block_sizes(), BlockSizes()), strict=False)
+    yield [_cut_batch(steps[0][0])], BlockSizes()
+
+
+def _cut_batch(batch: Batch) -> Batch:
+    """The first sequence that has a target, from there on for `SHORT` tokens; or its image."""
+    targets = batch["targets"]
+    first = (targets != IGNORE_INDEX).nonzero()[0]
+    row = slice(int(first[0]), int(first[0]) + 1)
+    cut = {key: tensor[row] for key, tensor in batch.items()}
+    if targets.ndim == 1:
+        return cut
+    # The last tokens, if the target is one of them.
+    start = max(0, min(int(first[1]), targets.shape[1] - SHORT))
+    for key, tensor in batch.items():
+        if tensor.shape[:2] == targets.shape:
+            cut[key] = tensor[row, start : start + SHORT]
+    return cut
 
 
 def _compute_own(
