@@ -10,7 +10,7 @@ import importlib.util
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,14 @@ import torch
 from models import CPU
 from phalanx.checkpoint.exchange import families
 from phalanx.checkpoint.exchange.families import list_families
+from phalanx.checkpoint.exchange.importing import ImportedWeights
 from phalanx.core.errors import LayoutError
 from phalanx.job.presets import preset_names
 from phalanx.job.schema import Job
 from phalanx.nn import norms, rotary
 from phalanx.nn.routing import Router
 from phalanx.plan.plan import Plan
+from phalanx.verify import hugging_face_row
 from phalanx.verify.batches import cast_steps, make_global_steps
 from phalanx.verify.cases import make_cases, make_verified_job, shrink_job
 from phalanx.verify.float64_casts import cast_to_float64
@@ -202,41 +204,71 @@ def swap_gate_and_up(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(families, "_parse_rule", parse_other)
 
 
-MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Model, str, tuple[str, ...]]] = {
-    "frequencies": (reverse_ramp, MODELS[1], "loss", ("",)),
-    "gradient": (
-        halve_the_gradient,
-        MODELS[0],
-        "gradient",
-        ("blocks.1.attention.q.weight", "blocks.1.attention.k.weight"),
+def swap_gate_and_up_of_imports(patch: pytest.MonkeyPatch) -> None:
+    read = hugging_face_row.read_hugging_face
+
+    def read_other(directory: Path) -> ImportedWeights:
+        weights = read(directory)
+        swapped = {".ffn.gate.": ".ffn.up.", ".ffn.up.": ".ffn.gate."}
+        tensors = []
+        for tensor in weights.tensors:
+            for name, other in swapped.items():
+                if name in tensor.name:
+                    tensor = replace(tensor, name=tensor.name.replace(name, other))
+                    break
+            tensors.append(tensor)
+        return replace(weights, tensors=tuple(tensors))
+
+    patch.setattr(hugging_face_row, "read_hugging_face", read_other)
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """`what` differs first, of one of the tensors `names`; the cause says `cause`."""
+
+    plant: Callable[[pytest.MonkeyPatch], None]
+    model: Model = MODELS[0]
+    what: str = "loss"
+    names: tuple[str, ...] = ("",)
+    cause: str = "the reference itself may be wrong"
+
+
+Q_OR_K = ("blocks.1.attention.q.weight", "blocks.1.attention.k.weight")
+MISTAKES = {
+    "frequencies": Mistake(reverse_ramp, MODELS[1]),
+    "gradient": Mistake(halve_the_gradient, what="gradient", names=Q_OR_K),
+    "eps": Mistake(enlarge_eps),
+    "weights of experts": Mistake(enlarge_weights, MIXTRAL),
+    "exported names": Mistake(swap_gate_and_up, cause="what is exported is another model"),
+    "imported names": Mistake(
+        swap_gate_and_up_of_imports,
+        what="gradient",
+        names=("blocks.1.ffn.up.weight",),
+        cause="is imported under another name",
     ),
-    "eps": (enlarge_eps, MODELS[0], "loss", ("",)),
-    "weights of experts": (enlarge_weights, MIXTRAL, "loss", ("",)),
-    "exported names": (swap_gate_and_up, MODELS[0], "loss", ("",)),
 }
 
 
 def judge_mistakes(place: Path) -> dict[str, Row]:
     rows = {}
-    for name, (plant, model, _, _) in MISTAKES.items():
+    for name, mistake in MISTAKES.items():
         with pytest.MonkeyPatch.context() as patch:
-            plant(patch)
+            mistake.plant(patch)
             families._family.cache_clear()
-            rows[name] = judge(model, place)
+            rows[name] = judge(mistake.model, place)
     families._family.cache_clear()
     return rows
 
 
 @pytest.mark.parametrize("case", MISTAKES)
 def test_a_mistake_is_found(case: str, rows: Mapping[str, Row]) -> None:
-    """Of phalanx.nn, and of the names of exports."""
-    row = rows[case]
-    _, _, what, names = MISTAKES[case]
+    """Of phalanx.nn, and of the names of exports and imports."""
+    row, mistake = rows[case], MISTAKES[case]
     assert not row.ok
     assert row.first is not None
-    assert (row.first.what, row.first.step) == (what, 0)
-    assert row.first.name in names
-    assert "export" in row.first.cause
+    assert (row.first.what, row.first.step) == (mistake.what, 0)
+    assert row.first.name in mistake.names
+    assert mistake.cause in row.first.cause
     assert "ForCausalLM" in row.first.cause
 
 

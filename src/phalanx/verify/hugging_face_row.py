@@ -34,14 +34,23 @@ from phalanx.plan.plan import Plan
 from phalanx.run.one_process.plain_loss import Batch
 from phalanx.verify.cases import HUGGING_FACE
 from phalanx.verify.float64_casts import cast_to_float64
-from phalanx.verify.row import Row
+from phalanx.verify.plain_row import judge_plain
+from phalanx.verify.row import Difference, Row
 from phalanx.verify.second_implementation import StepResult, Tensors, judge_by
 
 DTYPE = "float64"
 JUDGED = ("loss", "gradients", "config.json", "names and orientation of exported tensors")
-CAUSE = (
-    "phalanx.nn and transformers' {} disagree, or the names, orientation or config.json of an"
-    " export are wrong: where the row plain is equal it is the export"
+BY_MODULE = (
+    "phalanx.nn disagrees with transformers' {} and with the plain implementation: the reference"
+    " itself may be wrong, and then every layout is, alike"
+)
+BY_EXPORT = (
+    "phalanx.nn and the plain implementation agree, so what is exported is another model to"
+    " transformers' {}: the name or orientation of a tensor, or config.json, is wrong"
+)
+BY_IMPORT = (
+    "phalanx.nn and the plain implementation agree, and so does the loss of transformers' {}: what"
+    " it saves is imported under another name, or in another orientation"
 )
 NOTE = (
     "beside {} of transformers {}, whose casts to float32 (norms, softmax, rotary positions) are"
@@ -62,10 +71,11 @@ class HuggingFaceImplementation:
 
     shape: TransformerShape
     directory: Path
-    cause: str
     notes: tuple[str, ...]
     not_judged: tuple[str, ...]
     judged = JUDGED
+    # `judge_hugging_face` finds it once something differs.
+    cause = ""
 
     def compute(self, module: nn.Module, microbatches: Sequence[Batch]) -> StepResult:
         with TemporaryDirectory(dir=self.directory) as folder, cast_to_float64() as casts:
@@ -201,15 +211,22 @@ def judge_hugging_face(
 
     shape = _read_comparable_shape(plan)
     architecture = find_family(config_of_shape(shape)["model_type"]).architecture
-    second = HuggingFaceImplementation(
-        shape,
-        directory,
-        CAUSE.format(architecture),
-        (NOTE.format(architecture, transformers.__version__),),
-        _list_left_out(plan),
-    )
+    note = NOTE.format(architecture, transformers.__version__)
+    second = HuggingFaceImplementation(shape, directory, (note,), _list_left_out(plan))
     plan = replace(plan, shape=shape.to_json())
-    return judge_by(second, job, plan, steps, DTYPE, HUGGING_FACE)
+    row = judge_by(second, job, plan, steps, DTYPE, HUGGING_FACE)
+    if row.first is None:
+        return row
+    cause = _find_cause(row.first, judge_plain(job, plan, steps, DTYPE)).format(architecture)
+    return replace(row, first=replace(row.first, cause=cause))
+
+
+def _find_cause(first: Difference, plain: Row) -> str:
+    if not plain.ok:
+        return BY_MODULE
+    if first.what == "loss":
+        return BY_EXPORT
+    return BY_IMPORT
 
 
 def _read_comparable_shape(plan: Plan) -> TransformerShape:
