@@ -28,6 +28,7 @@ from phalanx.verify.cases import (
     make_verified_job,
     shrink_job,
 )
+from phalanx.verify.choose import choose_layouts
 from phalanx.verify.compare import covers_evenly
 from phalanx.verify.judged_layout import JudgedLayout
 from phalanx.verify.result import VerifyResult
@@ -107,6 +108,21 @@ def test_a_refused_layout_says_why() -> None:
     cases = make_cases(job, [("bad", {"dp_shard": 3})], num_ranks=4, cluster=CPU, shape=None)
     assert cases[0].plan is None
     assert "3" in cases[0].refused
+
+
+@pytest.mark.parametrize("types", ["float32", "bf16", "float64"])
+def test_what_is_judged_in_float64_alone_is_refused_without_it(types: str) -> None:
+    layouts = ["one", "plain", "hugging-face"]
+    chosen = choose_layouts(Job(), layouts, ranks=1, steps=2, shrink=True, types=types)
+    refused = {row.layout: row.refused for row in chosen.refused_rows}
+    worked = {case.name for _, case in chosen.work}
+    if types == "float64":
+        assert (refused, worked) == ({}, set(layouts))
+    else:
+        assert set(refused) == {"plain", "hugging-face"}
+        assert all("float64 alone" in reason for reason in refused.values())
+        assert worked == {"one"}
+    assert chosen.required == set(layouts)
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,8 @@ def choose_layouts(
         cluster=cluster,
         shape=shape,
     )
+    if "float64" not in dtypes:
+        cases = _refuse_one_type(cases)
     cases_of_type = {dtype: tuple(cases) for dtype in dtypes if not is_narrow(dtype)}
     for dtype in filter(is_narrow, dtypes):
         narrow_cases = make_cases(
@@ -198,6 +200,17 @@ def choose_layouts(
     if plans:
         notes.append(_describe_work(selection.model_name, plans, num_ranks, steps))
     return replace(selection, notes=tuple(notes))
+
+
+def _refuse_one_type(cases: Sequence[Case]) -> list[Case]:
+    """`cases`, without a plan where they are judged in float64 alone."""
+    reason = "judged in float64 alone, which is not among the types"
+    refused = []
+    for case in cases:
+        if is_of_one_type(case.name) and case.plan is not None:
+            case = replace(case, plan=None, refused=reason)
+        refused.append(case)
+    return refused
 
 
 def _list_left_out(dtype: str, layout_names: Iterable[str], cases: Sequence[Case]) -> list[str]:
