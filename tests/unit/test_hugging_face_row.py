@@ -18,16 +18,17 @@ import pytest
 import torch
 
 from models import CPU
-from phalanx.checkpoint.exchange import families
+from phalanx.checkpoint.exchange import families, translate
 from phalanx.checkpoint.exchange.families import list_families
 from phalanx.checkpoint.exchange.importing import ImportedWeights
 from phalanx.core.errors import LayoutError
 from phalanx.job.presets import preset_names
 from phalanx.job.schema import Job
+from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.nn import norms, rotary
 from phalanx.nn.routing import Router
 from phalanx.plan.plan import Plan
-from phalanx.verify import hugging_face_row
+from phalanx.verify import float64_casts, hugging_face_row
 from phalanx.verify.batches import cast_steps, make_global_steps
 from phalanx.verify.cases import make_cases, make_verified_job, shrink_job
 from phalanx.verify.float64_casts import cast_to_float64
@@ -101,8 +102,19 @@ def judge_all(rank: int, models: Sequence[Model], place: Path) -> dict[str, Row]
     return {model.name: judge(model, place) for model in models}
 
 
+NARROWED = "with casts to float32"
+
+
+def judge_narrowed(place: Path) -> Row:
+    """transformers as it is: its casts are to float32."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(float64_casts, "_widen", lambda value: value)
+        return judge(MODELS[0], place)
+
+
 def judge_models_and_mistakes(rank: int, place: Path) -> dict[str, Row]:
-    return judge_all(rank, MODELS, place) | judge_mistakes(place)
+    rows = judge_all(rank, MODELS, place) | judge_mistakes(place)
+    return rows | {NARROWED: judge_narrowed(place)}
 
 
 @pytest.fixture(scope="module")
@@ -222,6 +234,28 @@ def swap_gate_and_up_of_imports(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(hugging_face_row, "read_hugging_face", read_other)
 
 
+def misname_exports(patch: pytest.MonkeyPatch) -> None:
+    merge = translate._merge
+
+    def misname(their_name: str, *args: Any) -> Any:
+        if their_name.endswith("layers.1.mlp.up_proj.weight"):
+            their_name = their_name.replace("up_proj", "upward")
+        return merge(their_name, *args)
+
+    patch.setattr(translate, "_merge", misname)
+
+
+def read_another_base(patch: pytest.MonkeyPatch) -> None:
+    read = hugging_face_row.read_hugging_face
+
+    def read_other(directory: Path) -> ImportedWeights:
+        weights = read(directory)
+        assert isinstance(weights.shape, DecoderShape)
+        return replace(weights, shape=replace(weights.shape, rope_theta=11.0))
+
+    patch.setattr(hugging_face_row, "read_hugging_face", read_other)
+
+
 @dataclass(frozen=True)
 class Mistake:
     """`what` differs first, of one of the tensors `names`; the cause says `cause`."""
@@ -246,6 +280,15 @@ MISTAKES = {
         names=("blocks.1.ffn.up.weight",),
         cause="is imported under another name",
     ),
+    "a name that transformers does not know": Mistake(
+        misname_exports,
+        what="exported weight",
+        names=("blocks.1.ffn.up.weight",),
+        cause="missing keys: model.layers.1.mlp.up_proj.weight",
+    ),
+    "imported settings": Mistake(
+        read_another_base, what="imported config.json", cause="its rope_theta is 11.0"
+    ),
 }
 
 
@@ -269,7 +312,6 @@ def test_a_mistake_is_found(case: str, rows: Mapping[str, Row]) -> None:
     assert (row.first.what, row.first.step) == (mistake.what, 0)
     assert row.first.name in mistake.names
     assert mistake.cause in row.first.cause
-    assert "ForCausalLM" in row.first.cause
 
 
 # What cannot be judged
@@ -295,6 +337,14 @@ def test_without_transformers_the_row_is_refused(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(importlib.util, "find_spec", find_others)
     assert "not installed" in why_no_hugging_face_row(*make_plan(MODELS[0]))
+
+
+def test_what_narrows_all_the_same_is_judged_by_float32(rows: Mapping[str, Row]) -> None:
+    row = rows[NARROWED]
+    assert row.ok
+    assert row.tolerance == 1e-5
+    assert 1e-10 < row.errors["gradient"] < 1e-5
+    assert "fewer digits" in row.notes[1]
 
 
 def test_casts_to_float32_are_to_float64() -> None:

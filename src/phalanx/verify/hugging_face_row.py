@@ -24,6 +24,7 @@ from phalanx.checkpoint.exchange.importing import read_hugging_face
 from phalanx.checkpoint.exchange.settings import config_of_shape, normalize_for_inference
 from phalanx.checkpoint.exchange.tensor_readers import TensorInfo
 from phalanx.checkpoint.reading.full_tensors import Bits, bits_type
+from phalanx.checkpoint.reading.mismatch import MismatchError
 from phalanx.core.batch import IGNORE_INDEX
 from phalanx.core.errors import LayoutError
 from phalanx.job.schema import Job
@@ -33,10 +34,15 @@ from phalanx.nn.hugging_face.adapter import load_original
 from phalanx.plan.plan import Plan
 from phalanx.run.one_process.plain_loss import Batch
 from phalanx.verify.cases import HUGGING_FACE
-from phalanx.verify.float64_casts import cast_to_float64
+from phalanx.verify.float64_casts import NARROW, cast_to_float64
 from phalanx.verify.plain_row import judge_plain
 from phalanx.verify.row import Difference, Row
-from phalanx.verify.second_implementation import StepResult, Tensors, judge_by
+from phalanx.verify.second_implementation import (
+    StepResult,
+    Tensors,
+    WeightsError,
+    judge_by,
+)
 
 DTYPE = "float64"
 JUDGED = ("loss", "gradients", "config.json", "names and orientation of exported tensors")
@@ -80,13 +86,9 @@ class HuggingFaceImplementation:
     def compute(self, module: nn.Module, microbatches: Sequence[Batch]) -> StepResult:
         with TemporaryDirectory(dir=self.directory) as folder, cast_to_float64() as casts:
             exported, gradients = Path(folder) / "weights", Path(folder) / "gradients"
-            # No token is padding: transformers gives the row of such a one no gradient.
-            extras = ExportExtras({"pad_token_id": None}, {}, {})
-            weights = _ModuleReader(module)
-            export_hugging_face(weights, self.shape, exported, shard_bytes=2**40, extras=extras)
-            theirs = load_original(exported, torch.float64)
-            # Memory that nothing has filled yet may be of any type.
-            casts.is_narrowed = False
+            self._export(module, exported)
+            theirs = _load_exported(exported)
+            casts.is_narrowed = _has_narrow_tensors(theirs)
             total, count = 0.0, 0
             for batch in microbatches:
                 loss = self._loss_sum(theirs, batch)
@@ -96,6 +98,17 @@ class HuggingFaceImplementation:
             narrows = casts.is_narrowed
             _write_gradients(theirs, count, gradients)
             return StepResult(total / count, count, self._read_tensors(gradients), narrows=narrows)
+
+    def _export(self, module: nn.Module, directory: Path) -> None:
+        # No token is padding: transformers gives the row of such a one no gradient.
+        extras = ExportExtras({"pad_token_id": None}, {}, {})
+        weights = _ModuleReader(module)
+        # Several files, and an index.
+        size = 1 + sum(info.num_bytes for info in weights.tensors.values()) // 3
+        try:
+            export_hugging_face(weights, self.shape, directory, shard_bytes=size, extras=extras)
+        except MismatchError as error:
+            raise _make_weights_error("exported weight", error) from None
 
     def _loss_sum(self, theirs: Any, batch: Batch) -> torch.Tensor:
         targets = batch["targets"]
@@ -118,9 +131,12 @@ class HuggingFaceImplementation:
     def _read_tensors(self, directory: Path) -> dict[str, torch.Tensor]:
         """The tensors of a directory of transformers under phalanx's names.
 
-        Raises LayoutError if its config.json is read as another model.
+        Raises WeightsError if they are not those of the model.
         """
-        imported = read_hugging_face(directory)
+        try:
+            imported = read_hugging_face(directory)
+        except (MismatchError, LayoutError) as error:
+            raise _make_weights_error("imported weight", error) from None
         assert imported.shape is not None
         _require_same(imported.shape, self.shape)
         sizes = self.shape.list_stored_tensors()
@@ -136,14 +152,47 @@ class HuggingFaceImplementation:
         return tensors
 
 
+def _load_exported(directory: Path) -> Any:
+    """transformers' module of an export. Raises WeightsError where it does not open that."""
+    try:
+        return load_original(directory, torch.float64)
+    except LayoutError as error:
+        message = f"transformers does not open what is exported: {error.why or error.what}"
+    name = ""
+    try:
+        read_hugging_face(directory)
+    except (MismatchError, LayoutError) as error:
+        name = _name_mismatch(error)
+    raise WeightsError("exported weight", name, message)
+
+
+def _make_weights_error(what: str, error: MismatchError | LayoutError) -> WeightsError:
+    # One line: `str()` of a mismatch is a table.
+    return WeightsError(what, _name_mismatch(error), f"{error.what} ({error.why})")
+
+
+def _name_mismatch(error: MismatchError | LayoutError) -> str:
+    """The first tensor that does not fit; "" for an error about config.json."""
+    if isinstance(error, MismatchError):
+        return error.mismatches[0].name
+    return ""
+
+
 def _require_same(imported: TransformerShape, exported: TransformerShape) -> None:
+    """Raise WeightsError for the first key that differs."""
     values = normalize_for_inference(imported).to_json()
     for key, value in normalize_for_inference(exported).to_json().items():
         if values[key] != value:
-            raise LayoutError(
-                "the config.json that transformers writes of an export is read as another model",
-                why=f"its {key} is {values[key]} and was {value}",
+            cause = (
+                "the config.json that transformers writes of an export is read as another model:"
+                f" its {key} is {values[key]} and was {value}"
             )
+            raise WeightsError("imported config.json", "", cause)
+
+
+def _has_narrow_tensors(module: nn.Module) -> bool:
+    tensors = [*module.parameters(), *module.buffers()]
+    return any(tensor.dtype in NARROW for tensor in tensors)
 
 
 class _ModuleReader:
@@ -201,8 +250,7 @@ def judge_hugging_face(
     """The row "hugging-face", in float64: phalanx's module in one process, judged by that of
     transformers, as `judge_by` says. Files come and go in `directory`.
 
-    Raises LayoutError where `why_no_hugging_face_row` has a reason, or where transformers cannot
-    open what is exported; MismatchError where its tensors are not the exported ones.
+    Raises LayoutError where `why_no_hugging_face_row` has a reason.
     """
     refused = why_no_hugging_face_row(job, plan)
     if refused:
@@ -215,7 +263,8 @@ def judge_hugging_face(
     second = HuggingFaceImplementation(shape, directory, (note,), _list_left_out(plan))
     plan = replace(plan, shape=shape.to_json())
     row = judge_by(second, job, plan, steps, DTYPE, HUGGING_FACE)
-    if row.first is None:
+    # Anything else says itself what is wrong.
+    if row.first is None or row.first.what not in ("loss", "gradient"):
         return row
     cause = _find_cause(row.first, judge_plain(job, plan, steps, DTYPE)).format(architecture)
     return replace(row, first=replace(row.first, cause=cause))

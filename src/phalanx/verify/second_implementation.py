@@ -45,6 +45,15 @@ class StepResult:
     narrows: bool = False
 
 
+class WeightsError(Exception):
+    """A second implementation cannot take the weights of a module, or give gradients back: `what`
+    is wrong, of the tensor `name` ("" for none in particular)."""
+
+    def __init__(self, what: str, name: str, cause: str) -> None:
+        super().__init__(what, name, cause)
+        self.what, self.name, self.cause = what, name, cause
+
+
 class SecondImplementation(Protocol):
     """Computes a step of phalanx's module by other code.
 
@@ -66,7 +75,7 @@ class SecondImplementation(Protocol):
 
     def compute(self, module: nn.Module, microbatches: Sequence[Batch]) -> StepResult:
         """The result of a step from the weights and buffers of `module`, which stay as they
-        are. Gradients have phalanx's names."""
+        are. Gradients have phalanx's names. Raises WeightsError."""
 
 
 def judge_by(
@@ -91,7 +100,13 @@ def judge_by(
     differences: list[Difference] = []
     narrows = False
     for number, (microbatches, sizes) in enumerate(_choose_steps(steps)):
-        other = second.compute(module, microbatches)
+        try:
+            other = second.compute(module, microbatches)
+        except WeightsError as error:
+            differences.append(
+                Difference(error.what, error.name, number, math.inf, 0, (0,), "whole", error.cause)
+            )
+            break
         with use_block_sizes(sizes):
             own = _compute_own(job, plan, module, microbatches)
         differences += _compare(number, own, other, order, second.cause)
