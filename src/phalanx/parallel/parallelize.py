@@ -16,6 +16,7 @@ from phalanx.core.errors import LayoutError, PhalanxError
 from phalanx.core.phases import PhaseTimer
 from phalanx.core.registry import list_kinds
 from phalanx.mesh.blocks import find_blocks
+from phalanx.mesh.dtensors import describe_dtensor, explain_lossy_gather, list_dtensors
 from phalanx.mesh.logical import full_name
 from phalanx.mesh.mesh import Mesh
 from phalanx.parallel.dropout.rng import DropoutRng
@@ -90,7 +91,8 @@ def parallelize(
 
 
 def _require_suitable(module: nn.Module, plan: Plan, mesh: Mesh) -> None:
-    """Raises LayoutError for a mesh of other ranks, and for a module without shapes or weights."""
+    """Raises LayoutError for a mesh of other ranks, and for a module without shapes or weights, or
+    with tensors that are cut already."""
     name = type(module).__name__
     if plan.layout.world_size != mesh.world_size:
         raise LayoutError(
@@ -102,12 +104,30 @@ def _require_suitable(module: nn.Module, plan: Plan, mesh: Mesh) -> None:
                 f"the shape of {parameter_name} is not known yet: {name} is lazy",
                 fix="call it once with a sample in your factory, or use the layer that is not lazy",
             )
+    _require_plain_tensors(module)
     on_meta = any(parameter.is_meta for parameter in module.parameters())
     if on_meta and not hasattr(module, "initialize"):
         raise LayoutError(
             f"{name} is on the meta device and cannot fill itself",
             fix="give it initialize(shards, seed) or build it with real weights",
         )
+
+
+def _require_plain_tensors(module: nn.Module) -> None:
+    """Raises LayoutError for a module with DTensors, and says where torch gathers one wrongly."""
+    dtensors = list_dtensors(module)
+    if not dtensors:
+        return
+    # Of several, one that a gather would damage: the others need no more than what `fix` says.
+    lossy = [(name, tensor) for name, tensor in dtensors if explain_lossy_gather(tensor)]
+    name, tensor = (lossy or dtensors)[0]
+    raise LayoutError(
+        f"{name} is a DTensor already ({describe_dtensor(tensor)}), and phalanx cuts a module"
+        " itself",
+        why=explain_lossy_gather(tensor) or None,
+        fix="give it the module with plain tensors, and say by shard_rules what tensor parallelism"
+        " cuts (docs/your-own-module.md)",
+    )
 
 
 class _Materialization:
