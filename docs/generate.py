@@ -162,6 +162,7 @@ def targets() -> dict[Path, str]:
     schema = schema_text()
     models, own_code, costs = HERE / "models.md", HERE / "own-code.md", HERE / "strategies.md"
     checkpoints, pipeline = HERE / "checkpoint-format.md", HERE / "pipeline.md"
+    found = HERE / "found.md"
     with_tables = runpy.run_path(str(HERE / "strategies.py"))["with_tables"]
     with_schedules = runpy.run_path(str(HERE / "pipeline_table.py"))["with_schedules"]
     with_counts = runpy.run_path(str(HERE / "layout_counts.py"))["with_counts"]
@@ -171,6 +172,7 @@ def targets() -> dict[Path, str]:
         PACKAGE / FILE: schema,
         models: replace_table(models.read_text(encoding="utf-8")),
         own_code: with_examples(own_code.read_text(encoding="utf-8")),
+        found: with_examples(found.read_text(encoding="utf-8")),
         costs: with_tables(costs.read_text(encoding="utf-8")),
         pipeline: with_schedules(pipeline.read_text(encoding="utf-8")),
         checkpoints: with_counts(checkpoints.read_text(encoding="utf-8")),

@@ -47,14 +47,13 @@ def _gather(rank: int, shape: tuple[int, ...]) -> list[tuple[int, bool, bool, bo
     return outcomes
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (2, 1)])
-def test_a_flattened_gather_loses_the_rows_that_the_warning_counts(shape: tuple[int, ...]) -> None:
-    for outcomes in run_ranks(shape[0] * shape[1], _gather, shape):
+def test_a_flattened_gather_loses_the_rows_that_the_warning_counts() -> None:
+    shape = (2, 2)
+    for outcomes in run_ranks(4, _gather, shape):
         for size, before, after, stepwise in outcomes:
             assert before, "a mesh without a flattened dimension"
             assert stepwise, "the way out that the warning names"
             assert after == (count_lost_rows(size, shape) == 0), f"{size} rows: {MENDED}"
-    assert bool(count_lost_rows(5, shape)) == (shape == (2, 2))
 
 
 @pytest.mark.parametrize(

@@ -385,17 +385,29 @@ class Diagnosis:
                 f"only rank {', '.join(map(str, ranks))} differs: its part was not reduced, or is"
                 " stale"
             )
+        # A tensor of one element is a multiple on every rank: if each has another factor, that says
+        # less than that they have parts of it.
+        if not self._has_one_factor(kind, name, ranks) and self._is_sum_of_parts(kind, name):
+            return (
+                f"each rank of tp has its own part of the gradient of {name}, and nobody added them"
+                ' up: a rule "partial" is missing, or parts that ranks hold alike are not summed'
+            )
         factor = self._compared.factor(kind, [name], ranks[0])
         if factor is not None and abs(factor - 1) > 1e-3:
             return self._explain_copies(name, factor) or self._factors.describe(
                 f"the gradient of {name}", factor, step
             )
-        if self._is_sum_of_parts(kind, name):
-            return (
-                f"each rank of tp has its own part of the gradient of {name}, and nobody added them"
-                ' up: a rule "partial" is missing, or parts that ranks hold alike are not summed'
-            )
         return ""
+
+    def _has_one_factor(self, kind: str, name: str, ranks: Sequence[int]) -> bool:
+        """True if each rank's part of a tensor is the same multiple of the reference."""
+        factors = []
+        for rank in ranks:
+            factor = self._compared.factor(kind, [name], rank)
+            if factor is None:
+                return False
+            factors.append(factor)
+        return max(factors) - min(factors) <= 1e-4 * max(map(abs, factors))
 
     def _explain_unreduced(self, kind: str, name: str) -> str:
         if self._dp == 1 or not self._is_mean_right(kind, name):
