@@ -74,7 +74,10 @@ def test_all_layouts_are_of_all_ranks_and_have_plans(num_ranks: int) -> None:
         assert case.plan is not None, case.refused
         assert case.plan.world_size == num_ranks
         pp = case.plan.layout.pp
-        assert case.plan.num_microbatches == (2 * pp if pp > 1 else NUM_MICROBATCHES)
+        if pp > 1:
+            assert case.plan.num_microbatches >= 2 * pp
+        else:
+            assert case.plan.num_microbatches == NUM_MICROBATCHES
         for key, value in case.parallel.items():
             if key in AXES:
                 assert getattr(case.plan.layout, key) == value

@@ -46,12 +46,14 @@ def test_every_schedule_is_judged_alone_with_fsdp_with_tp_and_with_both() -> Non
     assert both == {"pp": 2, "schedule": "zb-v", "dp_shard": 2, "zero_stage": 3, "tp": 2}
 
 
-def test_a_pipeline_has_the_fewest_microbatches_that_every_schedule_runs() -> None:
-    for case in cases_of(8, 16).values():
+def test_two_schedules_without_replicas_run_many_microbatches_and_the_others_the_fewest() -> None:
+    for name, case in cases_of(8, 16).items():
         plan = case.plan
         assert plan is not None, case.refused
         assert plan.pipeline is not None
-        assert plan.num_microbatches == plan.pipeline.num_microbatches == 2 * plan.layout.pp
+        is_many = name in ("pp8-1f1b", "pp8-zb-v", "pp4-tp2-1f1b", "pp4-tp2-zb-v")
+        assert plan.pipeline.num_microbatches == (24 if is_many else 2 * plan.layout.pp), name
+        assert plan.num_microbatches == plan.pipeline.num_microbatches
         assert plan.micro_batch_size * plan.num_microbatches * plan.layout.data_parallel_size == 48
 
 

@@ -320,7 +320,9 @@ class Diagnosis:
                 " ranks of tp where the head or the last region is entered"
             )
         return (
-            "every gradient differs, and not by a factor: the forward, or the loss, is not the same"
+            "every gradient differs, not by a factor, and the loss agrees: the backward goes wrong"
+            " where it begins: microbatches or tokens weigh otherwise in it than in the loss, or"
+            " some of them are lost"
         )
 
     def _explain_kept(self, step: int) -> str:

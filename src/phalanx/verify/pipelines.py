@@ -21,6 +21,10 @@ AXES = ("pp", "schedule", "schedule_file", "stages_per_rank", "stage_blocks")
 # Which of the model's modules these stages hold, in any pipeline.
 OF_THE_MODEL = ("first_stage", "last_stage")
 MICROBATCHES_PER_RANK = 2  # the fewest that every schedule can run
+# One with whole backwards and one with split ones: they run many small microbatches, far more than
+# are in flight at a time.
+SCHEDULES_OF_MANY = ("1f1b", "zb-v")
+ROWS_OF_SMALL_MICROBATCH = 2
 _OUTSIDE_BLOCKS = 1  # the head can be a stage of its own
 
 Layouts = Iterator[tuple[str, dict[str, Any]]]
@@ -103,7 +107,10 @@ def num_microbatches(plan: Plan) -> int:
         return 0
     if plan.pipeline.schedule_name == FROM_FILE:
         return plan.pipeline.num_microbatches
-    return MICROBATCHES_PER_RANK * plan.layout.pp
+    least = MICROBATCHES_PER_RANK * plan.layout.pp
+    if plan.pipeline.schedule_name not in SCHEDULES_OF_MANY or plan.layout.data_parallel_size > 1:
+        return least
+    return max(least, plan.global_batch_size // ROWS_OF_SMALL_MICROBATCH)
 
 
 def count_blocks_for(layouts: Iterable[Mapping[str, Any]]) -> int:

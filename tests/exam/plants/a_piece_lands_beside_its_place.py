@@ -14,6 +14,6 @@ PLANT = Plant(
             "    return box_slices(local_start, size)\n",
         ),
     ),
-    shows=("zero3", "pp4-1f1b"),
+    shows=("trainer-tp2-zero3", "trainer-pp2-zero3-1f1b"),
     cause=("resum", "checkpoint", "restor"),
 )

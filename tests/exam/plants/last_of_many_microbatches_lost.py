@@ -14,5 +14,5 @@ PLANT = Plant(
     ),
     shows=("pp4-1f1b", "pp2-tp2-zb-v"),
     cause=("microbatch",),
-    job=("--shrink", "train.global_batch_size=96"),
+    job=("--shrink",),
 )
