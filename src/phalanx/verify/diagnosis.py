@@ -113,6 +113,11 @@ class Diagnosis:
         factor = math.inf
         if reference:
             factor = loss / reference
+        if not self._factors.explain(factor, 0):
+            return (
+                "it is no multiple of one process's that the layout's numbers explain: the forward"
+                " of some rank, or of all, computes something else"
+            )
         return self._factors.describe("it", factor, 0)
 
     def find_moved_buffer(self) -> str:

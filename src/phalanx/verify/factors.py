@@ -19,14 +19,20 @@ class FactorWords:
     def describe(self, subject: str, factor: float, step: int) -> str:
         """A sentence: `subject` is so many times the reference, and what that number is."""
         sentence = f"{subject} is {describe_times(factor)} the reference"
+        meanings = self.explain(factor, step)
+        if not meanings:
+            return sentence
+        return f"{sentence}: {meanings}"
+
+    def explain(self, factor: float, step: int) -> str:
+        """What the number usually means, by the layout's own numbers; "" where it is none of
+        them."""
         meanings = []
         for number, words in self._list_meanings(step):
             # Numbers near 1 (one target of many) are told apart by more digits.
             if abs(factor / number - 1) < min(1e-3, 0.1 * abs(number - 1)):
                 meanings.append(words)
-        if not meanings:
-            return sentence
-        return f"{sentence}: {', or '.join(dict.fromkeys(meanings))}"
+        return ", or ".join(dict.fromkeys(meanings))
 
     def _list_meanings(self, step: int) -> Iterator[tuple[float, str]]:
         layout, targets = self._layout, self._trace.steps[step].num_targets
