@@ -4,14 +4,16 @@ not right."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 import phalanx
-from commands import run, run_all
+from commands import environment, finish, run, run_all, start, survivors, wait_until
 from phalanx.core.errors import ExitCode
 from phalanx.verify.cases import list_compressed_layouts, list_layouts
 from phalanx.verify.row import Row
@@ -261,3 +263,54 @@ def test_a_job_is_verified_from_python_outside_the_main_thread(
     with pytest.raises(phalanx.PhalanxError, match="'dpp' is no layout"):
         phalanx.verify_job(job, "dpp", ranks=2)
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_stopped_command_says_so_and_goes_on_with_the_rows_that_are_missing(
+    tmp_path: Path,
+) -> None:
+    home = environment(HOME=str(tmp_path))
+    asked = (
+        *("verify", "--shrink", "--ranks", "2", "--json"),
+        *("--layouts", "ddp,zero1,zero2,zero3,tp2,pp2-1f1b"),
+    )
+    kept = tmp_path / ".cache" / "phalanx" / "verify"
+    process = start(*asked, cwd=tmp_path, env=home)
+    wait_until(lambda: list(kept.glob("*/kept-rows.jsonl")), 60.0)
+    os.kill(process.pid, signal.SIGINT)
+    stopped = finish(process)
+    first = rows_of(stopped.out)
+    assert stopped.code == ExitCode.INTERRUPTED
+    assert "not judged" in stopped.err
+    assert "The same command goes on from here" in stopped.err
+    assert survivors(kept) == []
+
+    # What a power cut tore is judged again.
+    file = next(kept.glob("*/kept-rows.jsonl"))
+    file.write_text(file.read_text() + '{"layout": "zero')
+    done = run(*asked, cwd=tmp_path, env=home)
+    rows = rows_of(done.out)
+    assert done.code == ExitCode.OK, done.err
+    note = "judged before the command was stopped"
+    taken_over = [note in row["notes"] for row in rows]  # type: ignore[operator]
+    assert taken_over == [True] * len(first) + [False] * (len(rows) - len(first))
+    assert len(rows) == 12
+    assert 0 < len(first) < 12
+    assert list(kept.iterdir()) == []
+
+
+def test_rows_of_other_code_are_not_taken_over(tmp_path: Path) -> None:
+    own(tmp_path)
+    home = environment(HOME=str(tmp_path))
+    asked = (
+        *("verify", "--model", "own:build", "--ranks", "2", "--json"),
+        *("--layouts", "ddp,zero1,zero2,zero3,ddp-static,zero1-offload-optimizer"),
+    )
+    kept = tmp_path / ".cache" / "phalanx" / "verify"
+    process = start(*asked, cwd=tmp_path, env=home)
+    wait_until(lambda: list(kept.glob("*/kept-rows.jsonl")), 60.0)
+    os.kill(process.pid, signal.SIGTERM)
+    assert finish(process).code == ExitCode.PREEMPTED
+    (tmp_path / "own.py").write_text(OWN.replace("by_rank=0, dropout", "by_rank=1, dropout"))
+    done = run(*asked, cwd=tmp_path, env=home)
+    assert done.code == ExitCode.VERIFICATION, done.err
+    assert all(row["ok"] is False for row in rows_of(done.out))

@@ -102,7 +102,7 @@ def sit(plant: Plant, processes: Processes | None = None) -> Score:
 def verify_command(job: Sequence[str], layouts: str, num_ranks: int) -> list[str]:
     return [
         *(sys.executable, "-m", "phalanx", "verify", "--json", *job),
-        *("--layouts", layouts, "--ranks", str(num_ranks)),
+        *("--layouts", layouts, "--ranks", str(num_ranks), "--no-resume"),
     ]
 
 

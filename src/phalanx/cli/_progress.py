@@ -25,8 +25,10 @@ class ProgressLine:
     began.
     """
 
-    def __init__(self, verb: str, *, is_terminal: bool | None = None) -> None:
-        self._verb = verb
+    def __init__(
+        self, verb: str, *, is_terminal: bool | None = None, line_s: float = LINE_S
+    ) -> None:
+        self._verb, self._line_s = verb, line_s
         self._stream = QuietStream(sys.stderr)
         self._is_terminal = sys.stderr.isatty() if is_terminal is None else is_terminal
         self._bar: Any = None
@@ -48,7 +50,7 @@ class ProgressLine:
         measure.
         """
         now = time.monotonic()
-        if now - self._told_s < (REDRAW_S if self._is_terminal else LINE_S):
+        if now - self._told_s < (REDRAW_S if self._is_terminal else self._line_s):
             return
         self._told_s = now
         words = instead or self._words(
@@ -103,8 +105,13 @@ class ProgressLine:
         trace: TracebackType | None,
     ) -> None:
         """The bar goes: the lines after it say it all."""
+        self.hide()
+
+    def hide(self) -> None:
+        """Take the bar away, so that lines can be printed; the next `update` draws it again."""
         if self._bar is not None:
             self._bar.stop()
+            self._bar = None
 
 
 def _open_bar(stream: TextIO, verb: str) -> Any:

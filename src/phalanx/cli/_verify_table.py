@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from phalanx.cli._json import print_json
+from phalanx.cli._progress import ProgressLine
+from phalanx.core.units import format_seconds, plural
 from phalanx.verify.choose import Selection
+from phalanx.verify.progress import VerifyProgress
+from phalanx.verify.result import VerifyResult
 from phalanx.verify.row import DTYPES, Row
 
 # In this order.
@@ -19,6 +23,28 @@ ERRORS = (
     "evaluation",
     "update",
 )
+
+
+# Rows are printed as they come: where nobody redraws, a line now and then says when the last will.
+PROGRESS_LINE_S = 30.0
+
+
+def show_row_progress(line: ProgressLine, progress: VerifyProgress) -> None:
+    """Show which row is judged, how many there are, and how long the rest may take."""
+    words = [f"{progress.num_done:,}/{progress.num_rows:,} rows"]
+    if progress.running:
+        words.append(f"now {progress.running}")
+    if progress.left_s is not None and progress.num_done < progress.num_rows:
+        words.append(f"eta {format_seconds(progress.left_s)}")
+    line.update(progress.num_done, progress.num_rows, instead="  ".join(words))
+
+
+def describe_stop(result: VerifyResult) -> str:
+    """A line for a comparison that was stopped: what was not judged, and how to go on."""
+    sentence = f"stopped {plural(result.num_missing, 'row')} not judged; so far {result.summary}"
+    if not result.can_resume:
+        return sentence
+    return f"{sentence}. The same command goes on from here"
 
 
 class RowPrinter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +14,7 @@ from phalanx.verify.row import NUM_STEPS
 
 if TYPE_CHECKING:
     from phalanx.run.suspected_job import SuspectedJob
+    from phalanx.verify.row import Row
 
 EXAMPLE = "Example: phalanx verify job.toml --layouts=all --ranks=4"
 
@@ -59,6 +61,10 @@ def command(
             help="Of float64, float32, bf16, fp16; else the first two and the job's own.",
         ),
     ] = "",
+    resume: Annotated[
+        bool,
+        typer.Option(help="Take over the rows that the same command had before it was stopped."),
+    ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per row.")] = False,
 ) -> int:
     """Prove that a layout computes what one process computes: loss, every gradient, every weight.
@@ -75,6 +81,7 @@ def command(
         shrink=shrink,
         steps=steps,
         types=types,
+        resume=resume,
         as_json=as_json,
     )
 
@@ -89,20 +96,30 @@ def print_verification(
     shrink: bool = False,
     steps: int = NUM_STEPS,
     types: str = "",
+    resume: bool = False,
     as_json: bool = False,
 ) -> int:
     """Load the job of these arguments, verify it and print its rows. Returns the exit code."""
     from phalanx.cli._arguments import override_model, split_arguments
     from phalanx.cli._json import print_errors_as_json
     from phalanx.cli._launched import refuse_launcher
-    from phalanx.cli._verify_table import RowPrinter
+    from phalanx.cli._progress import ProgressLine
+    from phalanx.cli._verify_table import (
+        PROGRESS_LINE_S,
+        RowPrinter,
+        describe_stop,
+        show_row_progress,
+    )
     from phalanx.job.load import load_job
     from phalanx.run.next_command import next_line
     from phalanx.verify.drive import verify_job
 
     refuse_launcher("verify")
     printer = RowPrinter(as_json=as_json)
-    with print_errors_as_json(as_json):
+    with (
+        print_errors_as_json(as_json),
+        ProgressLine("judging", line_s=PROGRESS_LINE_S) as line,
+    ):
         if run is not None:
             suspected = _load_suspected(run, arguments, model, as_json=as_json)
             job, ranks = suspected.job, ranks or suspected.num_ranks
@@ -110,6 +127,11 @@ def print_verification(
         else:
             job_file, overrides = split_arguments(arguments)
             job = load_job(job_file, override_model(model, overrides))
+
+        def print_row(row: Row) -> None:
+            line.hide()
+            printer.print_row(row)
+
         result = verify_job(
             job,
             layouts,
@@ -118,9 +140,14 @@ def print_verification(
             types=types,
             shrink=shrink,
             on_selection=printer.print_selection,
-            on_row=printer.print_row,
+            on_row=print_row,
+            on_progress=lambda progress: show_row_progress(line, progress),
+            resume=resume,
         )
+        line.hide()
         printer.print_refused()
+    if result.stop_code is not None:
+        print(describe_stop(result), file=sys.stderr)
     if result.stop_code is None and not as_json:
         print(f"verdict {result.summary}")
         is_own_job = layouts == "asked" and model is None and run is None

@@ -80,7 +80,7 @@ def use_block_sizes(sizes: BlockSizes) -> Iterator[None]:
 
 
 def shrink_block_sizes() -> BlockSizes:
-    """Sizes with which a model of width 30, feed-forward width 90 and 251 tokens goes through each
+    """Sizes with which a model of width 32, feed-forward width 90 and 251 tokens goes through each
     loop at least three times in sequences of 64 tokens on four ranks. All are odd: last blocks are
     shorter, and borders fall inside of rows and between the halves of pairs.
     """
@@ -89,7 +89,7 @@ def shrink_block_sizes() -> BlockSizes:
         query_block=3,
         # No smaller: with tp each chunk has collectives of its own.
         loss_chunk_tokens=37,
-        # Norms share their bucket, a matrix of 30 x 90 in float64 fills one.
+        # Norms share their bucket, a matrix of 32 x 90 in float64 fills one.
         bucket_bytes=16_411,
         norm_elements=1009,
         cpu_dropout_pairs=101,

@@ -151,8 +151,9 @@ def shrink_job(job: Job, *, num_blocks: int = 2) -> tuple[Job, str]:
         "num_heads": heads,
         "num_kv_heads": heads // groups,
         "head_dim": 8,
-        # No multiples of four: uneven on four ranks and more, and so is their product.
-        "dim": 30,
+        # The heads divide it: modules of transformers ask for that.
+        "dim": 32,
+        # No multiple of four: uneven on four ranks and more.
         "ffn_dim": 90,
     }
     if isinstance(shape, DecoderShape):

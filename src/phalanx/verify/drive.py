@@ -19,12 +19,13 @@ from phalanx.launch.paths import next_attempt
 from phalanx.launch.supervisor import LaunchSpec, Outcome, supervise
 from phalanx.observe.bus import Bus
 from phalanx.run.launched import refuse_launched_ranks
-from phalanx.run.scratch import Scratch, scratch_directory
 from phalanx.verify.cases import Case
 from phalanx.verify.choose import Selection, choose_layouts
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
+from phalanx.verify.progress import RowTimes, VerifyProgress
 from phalanx.verify.result import VerifyResult
 from phalanx.verify.row import NUM_STEPS, ROWS, Row
+from phalanx.verify.stopped_work import Work, count_done, open_work
 
 
 def verify_job(
@@ -37,6 +38,8 @@ def verify_job(
     types: str | Sequence[str] = "",
     on_selection: Callable[[Selection], None] = lambda selection: None,
     on_row: Callable[[Row], None] = lambda row: None,
+    on_progress: Callable[[VerifyProgress], None] = lambda progress: None,
+    resume: bool = False,
 ) -> VerifyResult:
     """Compare layouts of `job` with one process: loss, every gradient, every weight.
 
@@ -46,8 +49,10 @@ def verify_job(
     compared at two blocks and small widths. `types`: "float64", "float32", "bf16" and "fp16" (one
     string with commas, or a sequence); by default the first two, and the job's own compute type.
 
-    `on_selection` is called once, before ranks start; `on_row` with each row as it comes. Prints
-    nothing. A rank that crashes is a row; a stop by Ctrl-C or SIGTERM is the result's `stop_code`.
+    `on_selection` is called once, before ranks start; `on_row` with each row as it comes;
+    `on_progress` several times a second. Prints nothing. A rank that crashes is a row; a stop by
+    Ctrl-C or SIGTERM is the result's `stop_code`. With `resume`, rows that the same call had before
+    a stop are taken over, with a note, if code and versions are the same.
     Raises PhalanxError for what a user can mend.
     """
     refuse_launched_ranks("verify")
@@ -65,12 +70,33 @@ def verify_job(
 
     for row in selection.refused_rows:
         add_row(row)
-    stop_code = None
+    stop_code, resumes = None, False
     if selection.work:
-        with scratch_directory("verify") as scratch:
-            stop_code = _run_cases(selection, scratch, add_row)
+        with open_work(selection, resume=resume) as work:
+            for row in work.earlier_rows:
+                add_row(row)
+            times = RowTimes(
+                [(dtype, case.name) for dtype, case in selection.work], len(work.earlier_rows)
+            )
+
+            def keep_row(row: Row) -> None:
+                add_row(row)
+                work.keep(rows[-1])
+                times.finish_row()
+
+            stop_code = _run_cases(
+                selection, work, keep_row, on_tick=lambda: on_progress(times.read())
+            )
+            work.stays = stop_code is not None and work.can_stay
+            resumes = work.stays
     return VerifyResult(
-        tuple(rows), selection.notes, selection.not_judged, selection.required, stop_code=stop_code
+        tuple(rows),
+        selection.notes,
+        selection.not_judged,
+        selection.required,
+        stop_code=stop_code,
+        num_missing=len(selection.work) - count_done(selection, rows),
+        can_resume=resumes,
     )
 
 
@@ -89,23 +115,33 @@ def _share_cause(row: Row, earlier: Sequence[Row]) -> Row:
 
 
 def _run_cases(
-    selection: Selection, scratch: Scratch, add_row: Callable[[Row], None]
+    selection: Selection,
+    work: Work,
+    add_row: Callable[[Row], None],
+    *,
+    on_tick: Callable[[], None],
 ) -> int | None:
-    """Run one group of ranks through each case in each type; after a crash, another goes on behind
-    it.
+    """Run one group of ranks through each case in each type that has no row yet; after a crash,
+    another goes on behind it.
 
     Returns the exit code of a stop, or None. Raises ResourceError where a disk refuses: that is no
     layout's fault.
     """
-    job, directory = selection.job, scratch.directory
+    job, scratch = selection.job, work.scratch
+    directory = scratch.directory
     data_dir: Path | None = None
     if is_own_dataset(job.data.source) and not job.data.mixture:
         data_dir = prepare_corpus(job.data, directory / "data", vocab_size=None).directory
     # float64 first: references in float32 look for its traces (`_find_float64`).
-    remaining = selection.work
+    remaining = selection.work[len(work.earlier_rows) :]
     while remaining:
         row_reader = _RowReader(directory / ROWS, add_row)
-        outcome = _run_group(selection, remaining, directory, data_dir, on_tick=row_reader.poll)
+
+        def tick(reader: _RowReader = row_reader) -> None:
+            reader.poll()
+            on_tick()
+
+        outcome = _run_group(selection, remaining, directory, data_dir, on_tick=tick)
         # The last rows may have come behind the last tick.
         row_reader.poll()
         if outcome.status in ("interrupted", "preempted"):

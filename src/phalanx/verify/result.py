@@ -15,7 +15,8 @@ class VerifyResult:
 
     `notes` and `not_judged` are lines for a person: what was compared, and what of the job was not.
     `required`: layouts whose refusal is a failure. `stop_code` is the exit code of a stop by a
-    person or a scheduler; None if the comparison came to its end.
+    person or a scheduler; None if the comparison came to its end. `num_missing`: rows that a stop
+    has left out; with `can_resume` the same call has to judge only these.
     """
 
     rows: tuple[Row, ...]
@@ -23,6 +24,8 @@ class VerifyResult:
     not_judged: tuple[str, ...] = ()
     required: frozenset[str] = frozenset()
     stop_code: int | None = None
+    num_missing: int = 0
+    can_resume: bool = False
 
     @property
     def is_equal(self) -> bool:

@@ -17,5 +17,5 @@ PLANT = Plant(
     shows=("ddp-int8",),
     cause=("sent", "keep", "order"),
     clean=("ddp-topk",),
-    job=("--shrink",),
+    job=("--model", "gpt2", "--shrink"),
 )

@@ -1,0 +1,194 @@
+"""The directory in which layouts are judged; after a stop it stays, and the same command goes on in
+it.
+
+It holds the rows so far and the references that later rows need. Torch-free.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from phalanx.core.digest import digest
+from phalanx.core.files import append_regular, read_regular
+from phalanx.job.hugging_face import is_hugging_face
+from phalanx.job.module_probe import file_states, find_sources
+from phalanx.run.scratch import Scratch, scratch_directory
+from phalanx.verify.choose import Selection
+from phalanx.verify.row import ROWS, Row
+
+STOPPED = "~/.cache/phalanx/verify"
+KEPT_ROWS, LOCK = "kept-rows.jsonl", "lock"
+NOTE = "judged before the command was stopped"
+FORGOTTEN_AFTER_S = 7 * 24 * 3600.0
+PACKAGE = Path(__file__).parents[1]
+OWN_CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+PACKAGES = ("torch", "transformers", "numpy")
+
+
+@dataclass
+class Work:
+    """`scratch`: where ranks write. `earlier_rows`: those of a command that was stopped, in the
+    order in which they are judged. `stays`: the directory is left for the next command."""
+
+    scratch: Scratch
+    earlier_rows: tuple[Row, ...] = ()
+    can_stay: bool = False
+    stays: bool = field(default=False, init=False)
+
+    def keep(self, row: Row) -> None:
+        """Write a row down for a command that goes on after a stop."""
+        if not self.can_stay:
+            return
+        line = json.dumps(row.to_json()) + "\n"
+        try:
+            with append_regular(self.scratch.directory / KEPT_ROWS) as file:
+                file.write(line.encode())
+        except OSError:
+            # A row that is missing would shift those behind it.
+            self.can_stay = False
+
+
+@contextmanager
+def open_work(selection: Selection, *, resume: bool) -> Iterator[Work]:
+    """Open the directory that a stopped command has left for the same work, or a new one.
+
+    It is removed at the end unless `Work.stays` is set. Without `resume`, where the user's own code
+    has no source, or where another process works in it, it is one of its own that never stays.
+    """
+    key = _identify(selection) if resume else None
+    handle = None if key is None else _lock(Path(STOPPED).expanduser() / key)
+    if key is None or handle is None:
+        with scratch_directory("verify") as scratch:
+            yield Work(scratch)
+        return
+    directory = Path(STOPPED).expanduser() / key
+    _forget_old(directory)
+    work = Work(Scratch(directory), _read_rows(directory, selection), can_stay=True)
+    try:
+        _rewrite(work)
+        yield work
+    finally:
+        if not work.stays:
+            work.scratch.remove()
+            with suppress(OSError):
+                _lock_file(directory).unlink()
+        os.close(handle)
+
+
+def _identify(selection: Selection) -> str | None:
+    """A name for this work: what is judged, and by which code; None if some of the code has no
+    source that could be looked at."""
+    job: Any = selection.job.to_json()
+    sources = sorted(PACKAGE.rglob("*.py"))
+    for text in _list_texts(job):
+        if OWN_CODE.fullmatch(text) and not is_hugging_face(text):
+            own = find_sources(text.partition(":")[0].split("."))
+            if not own:
+                return None
+            sources += own
+    work = [
+        (dtype, case.name, dict(case.parallel), case.other_name) for dtype, case in selection.work
+    ]
+    versions = [sys.version, *map(_find_version, PACKAGES)]
+    # Paths are part of it: rows hold for the code of one installation.
+    return digest([job, work, selection.num_steps, versions, file_states(sources)])
+
+
+def _list_texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _list_texts(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _list_texts(item)
+
+
+def _find_version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _lock(directory: Path) -> int | None:
+    """The handle of the directory's lock, held until it is closed; None where another process
+    holds it, or nothing can be written."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        handle = os.open(_lock_file(directory), os.O_RDWR | os.O_CREAT)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        return None
+    return handle
+
+
+def _lock_file(directory: Path) -> Path:
+    """Beside the directory: it is there before, and goes after it."""
+    return directory.with_suffix(f".{LOCK}")
+
+
+def _forget_old(used: Path) -> None:
+    """Remove what was left beside `used` a week ago, and nobody came back to."""
+    with suppress(OSError):
+        for directory in used.parent.iterdir():
+            if directory.stem == used.name:
+                continue
+            if time.time() - directory.stat().st_mtime < FORGOTTEN_AFTER_S:
+                continue
+            if directory.is_dir():
+                shutil.rmtree(directory, ignore_errors=True)
+            else:
+                directory.unlink()
+
+
+def _read_rows(directory: Path, selection: Selection) -> tuple[Row, ...]:
+    """The first rows of the work that are whole and tell of no crash, which may be of the stop."""
+    rows: list[Row] = []
+    try:
+        lines = read_regular(directory / KEPT_ROWS).splitlines()
+    except OSError:
+        return ()
+    for line, (dtype, case) in zip(lines, selection.work, strict=False):
+        try:
+            row = Row.from_json(json.loads(line))
+        except (ValueError, TypeError, KeyError, AttributeError):
+            break
+        if (row.dtype, row.layout) != (dtype, case.name) or row.crashed:
+            break
+        if NOTE not in row.notes:
+            row = replace(row, notes=(*row.notes, NOTE))
+        rows.append(row)
+    return tuple(rows)
+
+
+def _rewrite(work: Work) -> None:
+    """Leave the earlier rows alone in the file, without what is torn behind them."""
+    directory = work.scratch.directory
+    for name in (ROWS, KEPT_ROWS):
+        (directory / name).unlink(missing_ok=True)
+    for row in work.earlier_rows:
+        work.keep(row)
+
+
+def count_done(selection: Selection, rows: Sequence[Row]) -> int:
+    """How many of the rows that ranks are to write are among `rows`."""
+    names = {(dtype, case.name) for dtype, case in selection.work}
+    return sum((row.dtype, row.layout) in names for row in rows)
