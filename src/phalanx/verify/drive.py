@@ -87,7 +87,9 @@ def verify_job(
             stop_code = _run_cases(
                 selection, work, keep_row, on_tick=lambda: on_progress(times.read())
             )
-            work.stays = stop_code is not None and work.can_stay
+            # What ends otherwise, by an error say, can be resumed, too.
+            if stop_code is None:
+                work.stays = False
             resumes = work.stays
     return VerifyResult(
         tuple(rows),

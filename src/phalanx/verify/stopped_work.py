@@ -13,7 +13,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -21,15 +21,18 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.digest import digest
+from phalanx.core.errors import ResourceError
 from phalanx.core.files import append_regular, read_regular
 from phalanx.job.hugging_face import is_hugging_face
 from phalanx.job.module_probe import file_states, find_sources
 from phalanx.run.scratch import Scratch, scratch_directory
 from phalanx.verify.choose import Selection
-from phalanx.verify.row import ROWS, Row
+from phalanx.verify.row import Row
 
 STOPPED = "~/.cache/phalanx/verify"
 KEPT_ROWS, LOCK = "kept-rows.jsonl", "lock"
+# Each has a file that is written last, and says that it is whole.
+REFERENCES = ("reference-", "trainer-reference-")
 NOTE = "judged before the command was stopped"
 FORGOTTEN_AFTER_S = 7 * 24 * 3600.0
 PACKAGE = Path(__file__).parents[1]
@@ -40,16 +43,23 @@ PACKAGES = ("torch", "transformers", "numpy")
 @dataclass
 class Work:
     """`scratch`: where ranks write. `earlier_rows`: those of a command that was stopped, in the
-    order in which they are judged. `stays`: the directory is left for the next command."""
+    order in which they are judged. `is_same_code`: no file of the code has changed since then.
+    `stays`: the directory is left for the next command."""
 
     scratch: Scratch
     earlier_rows: tuple[Row, ...] = ()
-    can_stay: bool = False
-    stays: bool = field(default=False, init=False)
+    is_same_code: Callable[[], bool] = lambda: False
+    stays: bool = False
+    _keeps: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._keeps = self.stays
 
     def keep(self, row: Row) -> None:
         """Write a row down for a command that goes on after a stop."""
-        if not self.can_stay:
+        # Ranks import the code anew after a crash: from then on rows may be of other code.
+        self._keeps = self._keeps and self.is_same_code()
+        if not self._keeps:
             return
         line = json.dumps(row.to_json()) + "\n"
         try:
@@ -57,15 +67,15 @@ class Work:
                 file.write(line.encode())
         except OSError:
             # A row that is missing would shift those behind it.
-            self.can_stay = False
+            self._keeps = False
 
 
 @contextmanager
 def open_work(selection: Selection, *, resume: bool) -> Iterator[Work]:
     """Open the directory that a stopped command has left for the same work, or a new one.
 
-    It is removed at the end unless `Work.stays` is set. Without `resume`, where the user's own code
-    has no source, or where another process works in it, it is one of its own that never stays.
+    It stays unless `Work.stays` is unset, or a disk refuses. Without `resume`, where the user's own
+    code has no source, or where another process works in it, it is one of its own that never stays.
     """
     key = _identify(selection) if resume else None
     handle = None if key is None else _lock(Path(STOPPED).expanduser() / key)
@@ -75,10 +85,18 @@ def open_work(selection: Selection, *, resume: bool) -> Iterator[Work]:
         return
     directory = Path(STOPPED).expanduser() / key
     _forget_old(directory)
-    work = Work(Scratch(directory), _read_rows(directory, selection), can_stay=True)
+    work = Work(
+        Scratch(directory),
+        _read_rows(directory, selection),
+        lambda: _identify(selection) == key,
+        stays=True,
+    )
     try:
-        _rewrite(work)
+        _clear(work)
         yield work
+    except ResourceError:
+        work.stays = False
+        raise
     finally:
         if not work.stays:
             work.scratch.remove()
@@ -179,11 +197,16 @@ def _read_rows(directory: Path, selection: Selection) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def _rewrite(work: Work) -> None:
-    """Leave the earlier rows alone in the file, without what is torn behind them."""
-    directory = work.scratch.directory
-    for name in (ROWS, KEPT_ROWS):
-        (directory / name).unlink(missing_ok=True)
+def _clear(work: Work) -> None:
+    """Leave the references and the earlier rows alone: not what is torn behind them, and no run of
+    the trainer that was stopped, whose checkpoints could stand in for those of the next."""
+    for path in work.scratch.directory.iterdir():
+        if path.name.startswith(REFERENCES):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
     for row in work.earlier_rows:
         work.keep(row)
 
