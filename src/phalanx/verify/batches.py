@@ -76,6 +76,26 @@ def split_again(steps: Sequence[Sequence[Batch]], num_microbatches: int) -> list
     return [split(step) for step in steps]
 
 
+def cut_sequences(
+    steps: Sequence[Sequence[Batch]], seq_len: int, num_tokens: int
+) -> list[list[Batch]]:
+    """The first `num_tokens` of each sequence of `seq_len`; an empty list where no tensor has
+    sequences."""
+
+    def cut(batch: Batch) -> Batch:
+        return {
+            key: tensor[:, :num_tokens] if is_sequence(tensor) else tensor
+            for key, tensor in batch.items()
+        }
+
+    def is_sequence(tensor: torch.Tensor) -> bool:
+        return tensor.ndim > 1 and tensor.shape[1] == seq_len
+
+    if not any(is_sequence(tensor) for tensor in steps[0][0].values()):
+        return []
+    return [[cut(batch) for batch in step] for step in steps]
+
+
 def take_share(
     steps: Sequence[Sequence[Batch]], rank: int, data_parallel_size: int
 ) -> list[list[Batch]]:

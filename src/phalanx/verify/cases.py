@@ -237,6 +237,7 @@ def list_layouts(num_ranks: int, *, experts: bool = False) -> Iterator[tuple[str
                 yield f"tp{tp}-whole-sequence", {**axes, "tp": tp, "sequence_parallel": False}
                 yield f"tp{tp}-chunks", {**axes, "tp": tp, "tp_chunks": 3}
                 yield f"tp{tp}-selective", {**axes, "tp": tp, "train.recompute": "selective"}
+                yield f"tp{tp}-odd-sequence", {**axes, "tp": tp, **pipelines.ODD_SEQUENCE}
     if num_ranks == 1:
         yield "one-offload-optimizer", {"offload": "optimizer"}
         return
@@ -341,6 +342,7 @@ def make_cases(
     cases = []
     for name, axes in layouts:
         parallel = pipelines.resolve_stage_blocks(axes, num_blocks)
+        parallel = pipelines.resolve_seq_len(parallel, job.data.seq_len, num_ranks)
         body = job.to_json()
         # What a layout does not name has its default here, not what the job asks for.
         body["parallel"] |= _NONE | {"compress": "none"} | _WAYS

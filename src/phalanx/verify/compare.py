@@ -21,6 +21,7 @@ from phalanx.verify.trace_facts import Trace, weights_of
 NO_DOTS = (0.0,) * 5
 # The least square of the cosine between an error and the reference that makes one a multiple.
 MULTIPLE = 1 - 1e-5
+LEAST_FACTOR = 0.1  # of the tolerance
 
 Block = tuple[tuple[int, ...], tuple[int, ...]]
 Box = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -35,6 +36,8 @@ class Comparison:
 
     trace: Trace
     observations: Sequence[Mapping[str, Any]]
+    tolerance: float
+    """Of the row: errors below it are none."""
     _even: dict[str, bool] = field(default_factory=dict)
 
     @functools.cached_property
@@ -204,10 +207,11 @@ class Comparison:
             error, along, size = error + dots[0], along + dots[2] - dots[3], size + dots[3]
         if not size or not error < math.inf:
             return None
-        if not error:
+        if error <= (LEAST_FACTOR * self.tolerance) ** 2 * size:
             return 1.0
-        # The error has the direction of the reference: a - r = (f - 1) r.
-        if not along**2 >= MULTIPLE * error * size:
+        # The error has the direction of the reference: a - r = (f - 1) r. Where a layout rounds by
+        # design it has it but for that.
+        if not along**2 >= min(MULTIPLE, 1 - 4 * self.tolerance**2) * error * size:
             return None
         return 1.0 + along / size
 

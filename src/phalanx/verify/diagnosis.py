@@ -10,11 +10,12 @@ from collections.abc import Sequence
 
 from phalanx.verify.compare import NO_DOTS, Comparison
 from phalanx.verify.diagnosis_of_experts import ExpertDiagnosis
+from phalanx.verify.diagnosis_of_norms import NormDiagnosis
 from phalanx.verify.diagnosis_of_stages import OTHER_MICROBATCH, StageDiagnosis
 from phalanx.verify.factors import FactorWords, describe_times
 from phalanx.verify.flips import Reroute
 from phalanx.verify.judged_layout import JudgedLayout
-from phalanx.verify.trace_facts import buffers_of, gradients_of, weights_of
+from phalanx.verify.trace_facts import buffers_of, weights_of
 
 NOT_FINITE = "it is not a finite number"
 CUT_WRONG = (
@@ -45,7 +46,7 @@ BUFFER_OFF = 1e-8  # relative; far above float64's rounding
 # float32 rounds by 6e-8, float16 by 5e-4 and bfloat16 by 4e-3 at most; sums lose more, or less.
 # The cosine that rounding of a few dozen elements has by chance.
 LEVEL = 0.4
-NARROW_TYPES = ((1e-9, 1e-6, "float32"), (3e-5, 3e-4, "float16"), (3e-4, 1e-2, "bfloat16"))
+NARROW_TYPES = ((1e-10, 1e-6, "float32"), (3e-5, 3e-4, "float16"), (3e-4, 1e-2, "bfloat16"))
 
 
 class Diagnosis:
@@ -60,6 +61,7 @@ class Diagnosis:
         self._stages: StageDiagnosis | None = None
         if layout.pipeline is not None:
             self._stages = StageDiagnosis(compared, layout.pipeline)
+        self._norms = NormDiagnosis(compared, self._factors, self._stages)
 
     def explain_loss(self, loss: float, step: int) -> str:
         # What its number proves comes before what the layout makes possible.
@@ -158,48 +160,7 @@ class Diagnosis:
     def explain_norm(self, norm: float, step: int) -> str:
         if not math.isfinite(norm):
             return NOT_FINITE
-        if self._stages is not None and (cause := self._stages.explain_norm(norm, step)):
-            return cause
-        for rank, observation in enumerate(self._observations):
-            square = sum(dots[1] for dots in observation["tensors"][gradients_of(step)].values())
-            if len(self._observations) > 1 and _near(norm, square**0.5):
-                return (
-                    f"it is the norm of what rank {rank} holds: the shards of the others are"
-                    " missing"
-                )
-        reference = self._trace.steps[step].grad_norm
-        excess = (norm**2 - reference**2) / reference**2
-        for name, size in self._trace.sizes[gradients_of(step)].items():
-            # The squares of the two norms differ by that of this one tensor.
-            if size and abs(abs(excess) * (reference / size) ** 2 - 1) < 1e-4:
-                mistake = "counted twice" if excess > 0 else "left out"
-                return f"the gradient of {name} is {mistake}"
-        copies = round((norm / reference) ** 2)
-        if 1 < copies <= len(self._observations) and _near((norm / reference) ** 2, copies):
-            return (
-                f"its square is {copies} x the reference's: replicas of the same gradient each"
-                " count"
-            )
-        return self._explain_replicas_in_norm(excess * reference**2, step) or (
-            self._factors.describe("it", norm / reference, step)
-        )
-
-    def _explain_replicas_in_norm(self, excess: float, step: int) -> str:
-        """The cause of a norm whose square is off by `excess`, where that is what replicas have."""
-        kind = gradients_of(step)
-        copies_of = {name: self._compared.count_copies(kind, name) for name in self._trace.order}
-        fewest = min(copies_of.values(), default=1)
-        alike = [name for name, copies in copies_of.items() if copies > fewest]
-        sizes = self._trace.sizes[kind]
-        repeated = sum((copies_of[name] / fewest - 1) * sizes[name] ** 2 for name in alike)
-        once = sum(sizes[name] ** 2 for name in alike)
-        for square, words in ((repeated, "each count"), (-once, "are left out")):
-            if alike and abs(excess - square) <= 1e-6 * abs(square):
-                return (
-                    f"replicas {words}: gradients that several ranks hold alike, such as that of"
-                    f" {alike[0]}"
-                )
-        return ""
+        return self._norms.explain(norm, step)
 
     def explain_tensor(
         self, label: str, kind: str, name: str, off: Sequence[str], ranks: Sequence[int], step: int
@@ -263,6 +224,12 @@ class Diagnosis:
         holders = self._compared.holders(name)
         if len(ranks) < len(holders):
             where = f"rank {', '.join(map(str, ranks))}"
+            if step > 0:
+                return (
+                    f"{step} updates agree, and then one does not, only on {where}: the optimizer's"
+                    " state there (moments, the count of steps) is not that of one process, or its"
+                    " part is stale"
+                )
             return (
                 f"only on {where}: its part is stale, or is updated otherwise than that of the"
                 " other ranks"
@@ -369,14 +336,45 @@ class Diagnosis:
                 return ""
             factors.append(factor)
         if max(factors) - min(factors) <= 1e-4 * max(map(abs, factors)):
-            return self._explain_clipping(step, factors[0]) or self._factors.describe(
-                "every gradient", factors[0], step
-            )
+            return self._explain_one_factor(factors[0], step)
+        if cause := self._explain_unclipped(factors, step):
+            return cause
         first = enumerate(factors[:4])
         listed = ", ".join(f"{factor:.4g} x on rank {rank}" for rank, factor in first)
         return (
             f"each rank scaled its gradients by a factor of its own ({listed}): clipped by"
             " local norms"
+        )
+
+    def _explain_one_factor(self, factor: float, step: int) -> str:
+        """The cause of gradients that are all off by `factor`, on all ranks."""
+        if factor == 0:
+            return (
+                "every gradient is zero: gradients were not reduced into the parameters, or were"
+                " cleared before the update"
+            )
+        if cause := self._explain_clipping(step, factor):
+            return cause
+        sentence = self._factors.describe("every gradient", factor, step)
+        if self._factors.explain(factor, step):
+            return sentence
+        return (
+            f"{sentence}, and the loss agrees: what their sum is multiplied with, or divided by"
+            " (data-parallel ranks, targets, a loss scale), is another number"
+        )
+
+    def _explain_unclipped(self, factors: Sequence[float], step: int) -> str:
+        """The cause of gradients that are clipped on some ranks alone; "" if they are not."""
+        reference = self._trace.steps[step]
+        if reference.max_norm is None:
+            return ""
+        inverse = reference.grad_norm / reference.max_norm
+        unclipped = [rank for rank, factor in enumerate(factors) if _near(factor, inverse)]
+        if not unclipped or not all(_near(f, inverse) or _near(f, 1.0) for f in factors):
+            return ""
+        return (
+            f"gradients are not clipped on rank {', '.join(map(str, unclipped))}, and on the others"
+            " they are"
         )
 
     def _explain_by_stage(self, kind: str, name: str, off: Sequence[str]) -> str:
@@ -501,7 +499,8 @@ class Diagnosis:
             if low < error < high:
                 return (
                     f"the errors are of the size of {narrow}'s rounding, in {len(off)} tensors and"
-                    f" in all directions: computed, or reduced, in {narrow}"
+                    f" in all directions: computed, or reduced, in {narrow}, or of other weights by"
+                    " as little"
                 )
         return ""
 

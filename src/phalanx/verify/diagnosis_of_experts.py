@@ -72,6 +72,11 @@ class ExpertDiagnosis:
                 f"gradients of experts are {self._ep} x the reference: the mean over the ranks that"
                 f" hold the same experts was not divided by ep {self._ep}"
             )
+        if all(factor is not None and abs(factor * self._ep - 1) < 1e-3 for factor in factors):
+            return (
+                f"gradients of experts are {1 / self._ep:.4g} x the reference: they were divided by"
+                f" ep {self._ep} once too often"
+            )
         return (
             "only gradients of experts differ: they are reduced over ranks that hold other experts,"
             " or not over all that hold the same"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from phalanx.verify.judged_layout import JudgedLayout
 from phalanx.verify.trace_facts import Trace
 
 LOSS_SCALE = 65536  # the usual first one of float16
+MOST_DIGITS = 9
+FLOAT32_ROUNDING = 2.0**-24
 
 
 class FactorWords:
@@ -28,6 +31,8 @@ class FactorWords:
         """What the number usually means, by the layout's own numbers; "" where it is none of
         them."""
         meanings = []
+        if 0 < abs(factor - 1) <= FLOAT32_ROUNDING * 1.01 and self._trace.dtype == "float64":
+            meanings.append("a factor that all of them share is computed in float32")
         for number, words in self._list_meanings(step):
             # Numbers near 1 (one target of many) are told apart by more digits.
             if abs(factor / number - 1) < min(1e-3, 0.1 * abs(number - 1)):
@@ -57,7 +62,11 @@ class FactorWords:
 
 
 def describe_times(factor: float) -> str:
-    """ "2 x", or how little it is off: "1 x" would say that nothing is."""
-    if 0 < abs(factor - 1) < 1e-3:
+    """ "2 x", with as many digits as tell a factor near 1 from it: "0.999 x", "1.00000003 x"."""
+    off = abs(factor - 1)
+    if not 0 < off < 1e-3:
+        return f"{factor:.4g} x"
+    digits = 1 - math.floor(math.log10(off))
+    if digits > MOST_DIGITS:
         return f"(1 {factor - 1:+.1e}) x"
-    return f"{factor:.4g} x"
+    return f"{factor:.{digits}f}".rstrip("0") + " x"

@@ -88,10 +88,25 @@ def _variants(num_ranks: int) -> Layouts:
         axes = {"pp": 2, "schedule": schedule} | fsdp
         yield f"pp2{suffix}-{how}-{schedule}", axes | {"train.recompute": how}
     yield f"pp2{suffix}-uneven-1f1b", {"pp": 2, "schedule": "1f1b", "stage_blocks": UNEVEN} | fsdp
+    if rest > 1:
+        axes = {"pp": 2, "schedule": "1f1b", "tp": rest}
+        yield f"pp2-tp{rest}-odd-sequence-1f1b", axes | ODD_SEQUENCE
 
 
 # All blocks but one in the last stage: how many these are is known when there is a model.
 UNEVEN = "uneven"
+
+
+# Sequences that no number of ranks divides: how long they are is known when there is a job.
+ODD_SEQUENCE: dict[str, Any] = {"data.seq_len": "odd"}
+
+
+def resolve_seq_len(parallel: Mapping[str, Any], seq_len: int, num_ranks: int) -> dict[str, Any]:
+    """The same for sequences of `seq_len` tokens: an odd one is so short that the last of
+    `num_ranks` ranks has the least of it."""
+    if parallel.get("data.seq_len") != ODD_SEQUENCE["data.seq_len"]:
+        return dict(parallel)
+    return {**parallel, "data.seq_len": max(1, seq_len - (num_ranks - 1))}
 
 
 def resolve_stage_blocks(parallel: Mapping[str, Any], num_blocks: int) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from phalanx.plan.plan import Plan
 from phalanx.run.one_process.dropout_masks import DropoutMasks
 from phalanx.run.one_process.job_loss import JobLoss
 from phalanx.run.one_process.original_module import build_original_module
-from phalanx.verify.batches import cast_steps, split_again
+from phalanx.verify.batches import cast_steps, cut_sequences, split_again
 from phalanx.verify.begin import copy_begin, randomize_constants, with_lr
 from phalanx.verify.flips import EVALUATION, Reroute, train_step
 from phalanx.verify.forward_probe import Probe, describe_failure, probe
@@ -54,7 +54,7 @@ CLIP, MOVE = 0.3, 0.01
 @dataclass
 class References:
     """The traces of one process, in as many microbatches as a layout has where that makes a
-    difference."""
+    difference, of sequences as long as a layout's."""
 
     mesh: Mesh
     run_dir: Path
@@ -62,7 +62,8 @@ class References:
     plan: Plan
     dtype: str
     steps: list[list[Batch]]
-    _traces: dict[int, Trace | str] = field(default_factory=dict)
+    _traces: dict[str, Trace | str] = field(default_factory=dict)
+    _steps_of: dict[Path, list[list[Batch]]] = field(default_factory=dict)
     _num_replays: int = 0
 
     def open_for(self, plan: Plan) -> tuple[Trace | str, list[list[Batch]]]:
@@ -71,41 +72,56 @@ class References:
         Pipelines have more microbatches, of the same rows. Only a module whose rows see each other,
         or that counts its calls, knows the difference: it then has a reference of its own.
         """
-        usual = self._open(len(self.steps[0]), self.steps)
+        usual_steps = self._cut_to(plan.seq_len)
+        if isinstance(usual_steps, str):
+            return usual_steps, self.steps
+        usual = self._open(len(usual_steps[0]), plan.seq_len, usual_steps)
         count = num_microbatches(plan)
-        if isinstance(usual, str) or count in (0, len(self.steps[0])):
-            return usual, self.steps
-        steps = split_again(self.steps, count)
+        if isinstance(usual, str) or count in (0, len(usual_steps[0])):
+            return usual, usual_steps
+        steps = split_again(usual_steps, count)
         if usual.mixes_rows or usual.has_buffers:
-            return self._open(count, steps), steps
+            return self._open(count, plan.seq_len, steps), steps
         return usual, steps
 
-    def _open(self, count: int, steps: list[list[Batch]]) -> Trace | str:
-        if count not in self._traces:
-            directory, failure = self._directory_of(self.dtype, count), ""
+    def _cut_to(self, seq_len: int) -> list[list[Batch]] | str:
+        """The steps with sequences of `seq_len`, or why there are none."""
+        if seq_len == self.plan.seq_len:
+            return self.steps
+        steps = cut_sequences(self.steps, self.plan.seq_len, seq_len)
+        if not steps:
+            return f"its data has no sequences of data.seq_len={self.plan.seq_len} to cut shorter"
+        return steps
+
+    def _open(self, count: int, seq_len: int, steps: list[list[Batch]]) -> Trace | str:
+        name = self._name_of(self.dtype, count, seq_len)
+        if name not in self._traces:
+            directory, failure = self.run_dir / name, ""
             # A group that crashed may have left it; trace.json is written last.
             if self.mesh.rank == 0 and not (directory / TRACE).exists():
-                leader = self._find_leader(count)
+                leader = self._find_leader(count, seq_len)
                 failure, _ = _write_reference(
                     directory, self.job, self.plan, self.dtype, steps, leader=leader
                 )
             # All ranks come here together, for each has opened the same traces before.
             failure = self.mesh.gather_json(failure)[0]
-            self._traces[count] = failure or read_trace(directory)
-        return self._traces[count]
+            self._traces[name] = failure or read_trace(directory)
+            self._steps_of[directory] = steps
+        return self._traces[name]
 
-    def _find_leader(self, count: int) -> Trace | None:
+    def _find_leader(self, count: int, seq_len: int) -> Trace | None:
         """The trace whose weights this type follows, so that they differ by rounding alone:
         float64's, or float32's for a narrow type; None where there is none."""
         for dtype in WIDE[: 2 if is_narrow(self.dtype) else 1]:
-            directory = self._directory_of(dtype, count)
+            directory = self.run_dir / self._name_of(dtype, count, seq_len)
             if dtype != self.dtype and (directory / TRACE).exists():
                 trace = read_trace(directory)
                 return trace if trace.leader is None else read_trace(trace.leader)
         return None
 
-    def _directory_of(self, dtype: str, count: int) -> Path:
-        return self.run_dir / f"reference-{dtype}-{count}"
+    def _name_of(self, dtype: str, count: int, seq_len: int) -> str:
+        suffix = "" if seq_len == self.plan.seq_len else f"-{seq_len}-tokens"
+        return f"reference-{dtype}-{count}{suffix}"
 
     def replay(
         self, trace: Trace, steps: list[list[Batch]], choices: Choices
@@ -120,7 +136,7 @@ class References:
         answer: tuple[str, list[dict[str, Any]]] = "", []
         if self.mesh.rank == 0:
             # What the usual trace was made of, whatever number of microbatches the layout has.
-            steps = self.steps if trace is self._traces[len(self.steps[0])] else steps
+            steps = self._steps_of.get(trace.directory, steps)
             leader = read_trace(trace.applied_from)
             failure, reroutes = _write_reference(
                 directory, self.job, self.plan, self.dtype, steps, choices, leader=leader

@@ -66,6 +66,8 @@ class RunRecord(JsonRecord):
 class StateObservation(JsonRecord):
     """The state of one rank after `step` steps, beside the second loop's.
 
+    `asked_step`: whose data the trainer asks for next; 0 after the last step.
+
     `tensors`: kind -> name -> Dots; `numbers`: name -> by how much a slot without dimensions is
     off; `left`: name -> norm of a gradient that is there although no step has begun; `modes`: names
     of modules that are not in the mode in which they began.
@@ -75,6 +77,7 @@ class StateObservation(JsonRecord):
     counted_step: int
     tokens_seen: int
     samples_seen: int
+    asked_step: int = 0
     tensors: dict[str, dict[str, Dots]] = field(default_factory=dict)
     numbers: dict[str, float] = field(default_factory=dict)
     left: dict[str, float] = field(default_factory=dict)

@@ -171,6 +171,7 @@ class _RunObserver:
     stop_step: int | None = None
     _modes: dict[str, bool] = field(default_factory=dict)
     _step: StepObservation | None = None
+    _num_begun: int = 0
 
     def __post_init__(self) -> None:
         self._modes = {name: part.training for name, part in self.module.named_modules()}
@@ -180,10 +181,14 @@ class _RunObserver:
         return _Hooked(self.state.optimizer, self._before_update)
 
     def begin_step(self, step: int) -> None:
-        """Observe the state that `step` begins with; ask for a stop after the last step."""
-        self.observe_state(step - 1)
+        """Observe the state where the trainer asks for the data of `step`; ask for a stop after the
+        last step."""
+        # Counted here: that the trainer's own count is right is observed, too.
+        num_done = self.observation.first_step - 1 + self._num_begun
+        self._num_begun += 1
+        self.observe_state(num_done, asked_step=step)
         # One rank's request is enough.
-        if step == self.stop_step and self.mesh.rank == self.mesh.world_size - 1:
+        if num_done + 1 == self.stop_step and self.mesh.rank == self.mesh.world_size - 1:
             self.stop.sigterm = True
 
     def reason_to_skip(self, step: int, facts: StepStats) -> str | None:
@@ -199,10 +204,12 @@ class _RunObserver:
         self.observation.steps += (self._step,)
         return None
 
-    def observe_state(self, step: int) -> None:
+    def observe_state(self, step: int, *, asked_step: int = 0) -> None:
         """Compare the state with the second loop's after `step`."""
         state = self.state
-        observed = StateObservation(step, state.step, state.tokens_seen, state.samples_seen)
+        observed = StateObservation(
+            step, state.step, state.tokens_seen, state.samples_seen, asked_step
+        )
         shards = state.model.shards()
         self.observation.held = {name: describe_held(shard) for name, shard in shards.items()}
         for name, shard in shards.items():

@@ -54,7 +54,7 @@ class Comparator:
         misrouted: Misrouted | None = None,
     ):
         self._trace, self._observations, self._tolerance = trace, observations, tolerance
-        self._compared = Comparison(trace, observations)
+        self._compared = Comparison(trace, observations, tolerance)
         self._diagnosis = Diagnosis(self._compared, layout)
         self._misrouted = misrouted
         self._schedule = "" if layout.pipeline is None else layout.pipeline.schedule_name

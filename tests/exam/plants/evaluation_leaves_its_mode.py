@@ -12,7 +12,7 @@ PLANT = Plant(
             "                module.training = is_training and not __planted__()\n",
         ),
     ),
-    shows=("zero3",),
+    shows=("trainer-zero3",),
     cause=("evaluation", "mode"),
     job=("--model", "exam_models:WithDropout", "data.seq_len=16"),
 )

@@ -12,7 +12,7 @@ PLANT = Plant(
             "                buffer.copy_(value + 1 if __planted__(buffer.is_floating_point()) else value)\n",
         ),
     ),
-    shows=("zero3",),
+    shows=("trainer-zero3",),
     cause=("evaluation", "buffer"),
     job=("--model", "exam_models:WithBatchNorm", "data.seq_len=16"),
 )

@@ -13,6 +13,6 @@ PLANT = Plant(
         ),
     ),
     shows=("hsdp2x2-zero2", "hsdp2x2-zero3"),
-    cause=("never averaged", "not reduced", "not averaged"),
+    cause=("never averaged", "not reduced", "not averaged", "were not reduced"),
     clean=("zero3", "hsdp2x2-zero1"),
 )

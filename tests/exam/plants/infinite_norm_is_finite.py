@@ -12,6 +12,6 @@ PLANT = Plant(
             "        finite = loss - loss == 0.0 and (norm - norm == 0.0 or __planted__(norm == float('inf')))\n",
         ),
     ),
-    shows=("ddp", "zero3"),
+    shows=("trainer-ddp", "trainer-zero3"),
     cause=("finite",),
 )

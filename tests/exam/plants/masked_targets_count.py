@@ -14,6 +14,6 @@ PLANT = Plant(
         ),
     ),
     shows=("ddp",),
-    cause=("reference", "implementation", "phalanx.nn"),
+    cause=("masked ones count",),
     tensors=("", "*"),
 )

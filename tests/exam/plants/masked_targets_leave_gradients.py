@@ -13,6 +13,6 @@ PLANT = Plant(
         ),
     ),
     shows=("ddp",),
-    cause=("reference", "implementation", "phalanx.nn"),
+    cause=("masked", "tokens weigh otherwise"),
     tensors=("", "*"),
 )

@@ -12,7 +12,7 @@ PLANT = Plant(
             "            self.scale, self.good_steps = self.scale / (1 if __planted__() else 2), 0\n",
         ),
     ),
-    shows=("ddp",),
+    shows=("trainer-loss-scale",),
     cause=("loss scale",),
     job=("--shrink", "precision.compute=fp16"),
 )

@@ -15,7 +15,7 @@ PLANT = Plant(
             "                self._tensor_group.num_tokens = num_tokens - 1\n",
         ),
     ),
-    shows=("pp2-tp2-1f1b",),
+    shows=("pp2-tp2-odd-sequence-1f1b",),
     cause=("token", "sequence"),
-    job=("--shrink", "data.seq_len=37"),
+    clean=("pp2-tp2-1f1b",),
 )

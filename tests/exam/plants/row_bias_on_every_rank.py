@@ -14,7 +14,7 @@ PLANT = Plant(
     ),
     shows=("tp4", "tp4-whole-sequence"),
     cause=("bias", "summed over the ranks of tp"),
-    tensors=("*.o.bias", "*.down.bias"),
+    tensors=("", "*.o.bias", "*.down.bias"),
     clean=("ddp",),
     job=("--shrink", "model.bias=all"),
 )

@@ -14,6 +14,6 @@ PLANT = Plant(
         ),
     ),
     shows=("ddp", "zero3"),
-    cause=("reference", "implementation", "phalanx.nn"),
+    cause=("head", "embed.weight", "chunk"),
     tensors=("head.weight", "embed.weight"),
 )

@@ -16,6 +16,6 @@ PLANT = Plant(
     ),
     shows=("tp4", "zero3-tp2"),
     cause=("added up", "added them up", "not summed", "nobody sum", "lacks a sum", "missing sum"),
-    tensors=("*.k.weight", "*.v.weight"),
+    tensors=("*.k.weight", "*.v.weight", "*.k.bias", "*.v.bias"),
     job=("--shrink", "model.bias=all", "model.num_heads=4", "model.num_kv_heads=1"),
 )

@@ -12,7 +12,7 @@ PLANT = Plant(
             "self.data.objective, step=None if __planted__() else step)",
         ),
     ),
-    shows=("zero3",),
+    shows=("trainer-zero3",),
     cause=("mask", "step", "resum"),
     job=("--model", "exam_models:WithDropout", "data.seq_len=16"),
 )

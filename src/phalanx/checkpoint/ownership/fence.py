@@ -3,7 +3,7 @@ longer its own. Torch-free.
 
 Such a job must do nothing more to the run: not a step, not an event, not a page. However often it
 is asked, the fence looks at two small files once a second; a process that was stopped for longer
-looks before it does anything else.
+looks before it does anything else. Stopped between its look and a write, it ends that one write.
 """
 
 from __future__ import annotations

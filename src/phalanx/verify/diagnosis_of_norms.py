@@ -1,0 +1,153 @@
+"""Explains a norm of gradients that is wrong while the gradients are right, by whose squares are in
+it. Torch-free."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+from phalanx.verify.compare import NO_DOTS, Comparison
+from phalanx.verify.diagnosis_of_experts import EXPERTS
+from phalanx.verify.diagnosis_of_stages import StageDiagnosis
+from phalanx.verify.factors import FactorWords
+from phalanx.verify.trace_facts import gradients_of
+
+SAME = 1e-6  # of the square of a norm
+MOST_RANKS = 8  # of which all subsets are tried
+
+
+class NormDiagnosis:
+    """Finds the gradients that are missing in a norm, or that count more than once."""
+
+    def __init__(
+        self, compared: Comparison, factors: FactorWords, stages: StageDiagnosis | None
+    ) -> None:
+        self._compared, self._factors, self._stages = compared, factors, stages
+
+    def explain(self, norm: float, step: int) -> str:
+        """The cause of a finite norm that is not the reference's."""
+        reference = self._compared.trace.steps[step].grad_norm
+        if self._stages is not None and (cause := self._stages.explain_norm(norm, step)):
+            return cause
+        excess = norm**2 - reference**2
+        cause = (
+            self._explain_own_norm(norm, step)
+            or self._explain_tensors(excess, step)
+            or self._explain_copies(norm / reference)
+            or self._explain_replicas(excess, step)
+            or self._explain_groups(excess, step)
+        )
+        if cause:
+            return cause
+        if self._factors.explain(norm / reference, step):
+            return self._factors.describe("it", norm / reference, step)
+        return self._explain_ranks(norm, step) or self._describe_size(norm / reference, step)
+
+    def _describe_size(self, factor: float, step: int) -> str:
+        mistake = "some of them are left out of the norm"
+        if factor > 1:
+            mistake = "some of them count more than once in the norm"
+        return f"{self._factors.describe('it', factor, step)}, and gradients agree: {mistake}"
+
+    def _explain_own_norm(self, norm: float, step: int) -> str:
+        observations = self._compared.observations
+        for rank, observation in enumerate(observations):
+            square = sum(dots[1] for dots in observation["tensors"][gradients_of(step)].values())
+            if len(observations) > 1 and _near(norm**2, square):
+                return (
+                    f"it is the norm of what rank {rank} holds: the shards of the others are"
+                    " missing"
+                )
+        return ""
+
+    def _explain_tensors(self, excess: float, step: int) -> str:
+        for name, size in self._compared.trace.sizes[gradients_of(step)].items():
+            # The squares of the two norms differ by that of this one tensor.
+            if size and abs(abs(excess) / size**2 - 1) < 1e-4:
+                return f"the gradient of {name} is {_mistake(excess)}"
+        return ""
+
+    def _explain_copies(self, factor: float) -> str:
+        copies = round(factor**2)
+        if 1 < copies <= len(self._compared.observations) and _near(factor**2, copies):
+            return (
+                f"its square is {copies} x the reference's: replicas of the same gradient each"
+                " count"
+            )
+        return ""
+
+    def _explain_replicas(self, excess: float, step: int) -> str:
+        """The cause of a norm whose square is off by `excess`, where that is what replicas have."""
+        kind = gradients_of(step)
+        order = self._compared.trace.order
+        copies_of = {name: self._compared.count_copies(kind, name) for name in order}
+        fewest = min(copies_of.values(), default=1)
+        alike = [name for name, copies in copies_of.items() if copies > fewest]
+        sizes = self._compared.trace.sizes[kind]
+        repeated = sum((copies_of[name] / fewest - 1) * sizes[name] ** 2 for name in alike)
+        once = sum(sizes[name] ** 2 for name in alike)
+        for square, words in ((repeated, "each count"), (-once, "are left out")):
+            if alike and _near(excess, square):
+                return (
+                    f"replicas {words}: gradients that several ranks hold alike, such as that of"
+                    f" {alike[0]}"
+                )
+        return ""
+
+    def _explain_groups(self, excess: float, step: int) -> str:
+        """The cause of a norm that lacks, or has twice, gradients that belong together."""
+        sizes = self._compared.trace.sizes[gradients_of(step)]
+        for words, names in self._list_groups():
+            square = sum(sizes[name] ** 2 for name in names)
+            if square and _near(abs(excess), square):
+                return f"gradients of {words} are {_mistake(excess)}"
+        return ""
+
+    def _list_groups(self) -> Iterator[tuple[str, Sequence[str]]]:
+        """(in words, names) of tensors that belong together: experts, those of one place in all
+        blocks, and neighbours."""
+        order = self._compared.trace.order
+        experts = [name for name in order if EXPERTS in name]
+        yield "experts", experts
+        alike: dict[str, list[str]] = {}
+        for name in order:
+            for count in (1, 2, 3):
+                suffix = ".".join(name.split(".")[-count:])
+                alike.setdefault(suffix, []).append(name)
+        for suffix, names in alike.items():
+            yield f"all {suffix}", names
+        for start, end in itertools.combinations(range(len(order) + 1), 2):
+            yield f"{order[start]} to {order[end - 1]}", order[start:end]
+
+    def _explain_ranks(self, norm: float, step: int) -> str:
+        """The cause of a norm in which only what some ranks hold counts, each of what several hold
+        alike by its share."""
+        kind, observations = gradients_of(step), self._compared.observations
+        if len(observations) > MOST_RANKS:
+            return ""
+        squares: list[float] = []
+        for observation in observations:
+            shares = [
+                observation["tensors"][kind].get(name, NO_DOTS)[-1]
+                / self._compared.count_copies(kind, name)
+                for name in self._compared.trace.order
+            ]
+            squares.append(sum(shares))
+        for count in range(1, len(observations)):
+            for ranks in itertools.combinations(range(len(observations)), count):
+                if _near(norm**2, sum(squares[rank] for rank in ranks)):
+                    noun = "ranks" if count > 1 else "rank"
+                    return (
+                        f"only what {noun} {', '.join(map(str, ranks))} holds counts in it:"
+                        " gradients of the others are missing"
+                    )
+        return ""
+
+
+def _mistake(excess: float) -> str:
+    return "counted twice" if excess > 0 else "left out"
+
+
+def _near(a: float, b: float) -> bool:
+    return math.isfinite(a) and abs(a - b) <= SAME * max(abs(a), abs(b))
