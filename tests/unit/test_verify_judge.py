@@ -30,6 +30,7 @@ from phalanx.verify.cases import (
 )
 from phalanx.verify.choose import choose_layouts
 from phalanx.verify.compare import covers_evenly
+from phalanx.verify.factors import describe_times
 from phalanx.verify.judged_layout import JudgedLayout
 from phalanx.verify.result import VerifyResult
 from phalanx.verify.row import Row
@@ -104,6 +105,29 @@ def test_a_degree_that_the_heads_forbid_is_refused_with_the_nearest() -> None:
         )
         assert wanted in case.refused
         assert "tp" in case.parallel or case.parallel["cp_attention"] == "ulysses"
+
+
+def test_gradients_that_some_ranks_do_not_clip_are_named_with_the_ranks() -> None:
+    steps = (TraceStep(3.0, 10, 5.0**0.5, 0.3 * 5.0**0.5),)
+    factor = 1 / 0.3
+    off = {
+        n: (s**2 * (factor - 1) ** 2, s**2 * factor**2, s**2 * factor, s**2)
+        for n, s in SIZES.items()
+    }
+    seen = [saw(), saw(tensors={gradients_of(0): off})]
+    verdict = Comparator(traced(steps=steps), seen, JudgedLayout(2), tolerance=1e-10).compare()
+    assert verdict.first is not None
+    assert verdict.first.cause.startswith("gradients are not clipped on rank 1")
+
+
+def test_sequences_of_odd_rows_are_ones_that_no_degree_divides() -> None:
+    job = make_verified_job(Job(), 4)
+    layouts = [pair for pair in list_layouts(4) if "odd-sequence" in pair[0]]
+    assert [name for name, _ in layouts] == ["tp4-odd-sequence", "pp2-tp2-odd-sequence-1f1b"]
+    for case in make_cases(job, layouts, num_ranks=4, cluster=CPU, shape=None):
+        assert case.plan is not None
+        assert case.plan.seq_len % case.plan.layout.tp
+        assert case.plan.seq_len == case.parallel["data.seq_len"]
 
 
 def test_a_refused_layout_says_why() -> None:
@@ -394,6 +418,43 @@ def test_causes_of_a_norm() -> None:
     assert norm_cause(math.nan) == "it is not a finite number"
 
 
+def test_a_norm_of_some_ranks_or_with_a_part_missing_is_called_so() -> None:
+    """Each of two ranks holds a part of "a", and all of "b"."""
+
+    def seen(rank: int, norm: float) -> dict[str, Any]:
+        square = (1.5, 2.5)[rank]
+        right = {"a": (0.0, square, square, square), "b": (0.0, 1.0, 1.0, 1.0)}
+        found = saw(tensors=dict.fromkeys(TRACE.sizes, right), norms=[norm])
+        return found | {"boxes": {"a": [[[2 * rank], [2], 1]], "b": [[[0], [1], 1]]}}
+
+    def cause(square: float) -> str:
+        return str(first_of(*(seen(rank, square**0.5) for rank in range(2))).cause)
+
+    assert cause(1.5 + 0.5) == (
+        "only what rank 0 holds counts in it: gradients of the others are missing"
+    )
+    assert (
+        cause(1.5 + 1.0)
+        == "it is the norm of what rank 0 holds: the shards of the others are missing"
+    )
+    assert cause(4.321).endswith("gradients agree: some of them are left out of the norm")
+    assert cause(6.543).endswith("gradients agree: some of them count more than once in the norm")
+
+
+@pytest.mark.parametrize(
+    ("factor", "text"),
+    [
+        (0.999, "0.999 x"),
+        (1.5, "1.5 x"),
+        (4.0, "4 x"),
+        (1 - 2.6e-8, "0.999999974 x"),
+        (1 + 1e-12, "(1 +1.0e-12) x"),
+    ],
+)
+def test_a_factor_near_1_is_told_with_its_digits(factor: float, text: str) -> None:
+    assert describe_times(factor) == text
+
+
 @pytest.mark.parametrize(
     ("factor", "clips", "words"),
     [
@@ -401,6 +462,9 @@ def test_causes_of_a_norm() -> None:
         (0.5, False, "once too often"),
         (0.3, True, "clipped twice"),
         (1 / 0.3, True, "not clipped"),
+        (0.0, False, "every gradient is zero"),
+        (1.234, False, "the loss agrees: what their sum is multiplied with"),
+        (1 - 3e-8, False, "computed in float32"),
     ],
 )
 def test_causes_of_a_factor(factor: float, clips: bool, words: str) -> None:

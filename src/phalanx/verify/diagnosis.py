@@ -22,6 +22,10 @@ CUT_WRONG = (
     "a sharding rule cuts elsewhere than between heads or features that belong together, a sum over"
     " the ranks of tp is missing, or a bias is added on every one of them"
 )
+PADDED_WRONG = (
+    "where the ranks of tp do not divide the sequence, tokens that pad it are taken for others, or"
+    " the last ones are cut off"
+)
 SEQUENCES_CUT_WRONG = (
     "a rank of cp attends otherwise than the whole sequence does: a mask of documents or of a"
     " window is dropped, positions begin again on each rank, or blocks of keys are merged without"
@@ -151,6 +155,8 @@ class Diagnosis:
         causes = []
         if self._stages:
             causes.append(OTHER_MICROBATCH)
+        if self._layout.pads_sequences:
+            causes.append(PADDED_WRONG)
         if self._tp > 1:
             causes.append(CUT_WRONG)
         if self._cp > 1:

@@ -112,9 +112,9 @@ class NormDiagnosis:
         yield "experts", experts
         alike: dict[str, list[str]] = {}
         for name in order:
-            for count in (1, 2, 3):
-                suffix = ".".join(name.split(".")[-count:])
-                alike.setdefault(suffix, []).append(name)
+            segments = name.split(".")
+            for start in range(max(0, len(segments) - 3), len(segments)):
+                alike.setdefault(".".join(segments[start:]), []).append(name)
         for suffix, names in alike.items():
             yield f"all {suffix}", names
         for start, end in itertools.combinations(range(len(order) + 1), 2):

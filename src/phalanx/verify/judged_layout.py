@@ -24,6 +24,8 @@ class JudgedLayout:
     recompute: bool = False
     keeps_error: bool = False
     pipeline: Pipeline | None = None
+    pads_sequences: bool = False
+    """The ranks of tp do not divide the sequence, which they share."""
 
     @classmethod
     def of_plan(cls, plan: Plan) -> JudgedLayout:
@@ -37,4 +39,5 @@ class JudgedLayout:
             recompute=plan.activations.recompute != "none" or plan.activations.offload,
             keeps_error=is_lossy(plan.parallel.compress),
             pipeline=plan.pipeline,
+            pads_sequences=plan.parallel.sequence_parallel and plan.seq_len % layout.tp != 0,
         )

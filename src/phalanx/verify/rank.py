@@ -63,7 +63,9 @@ def main(document: JsonObject, link: RankLink) -> int:
 
 def compare_layouts(payload: VerifyPayload) -> None:
     """Append a row for each case of `payload` to run_dir/rows.jsonl. Collective."""
-    job, run_dir, first = payload.job, payload.run_dir, payload.cases[0].plan
+    job, run_dir = payload.job, payload.run_dir
+    # Whatever comes first here: what one process computes is of the job's own sequences.
+    first = replace(payload.cases[0].plan, seq_len=job.data.seq_len)
     with open_mesh(Layout(dp_replicate=payload.num_ranks), device="cpu") as mesh:
         all_steps = make_global_steps(job, first, payload.data_dir, num_steps=payload.num_steps)
         # groupby joins neighbours only: the cases come type by type (`verify.drive`).

@@ -13,7 +13,7 @@ PLANT = Plant(
             "        return out_BTD + (shared.detach() if __planted__() else shared)\n",
         ),
     ),
-    shows=("ddp",),
+    shows=("plain",),
     cause=("reference", "implementation", "phalanx.nn"),
     tensors=("*shared*",),
     job=("--model", "small-deepseek", "--shrink"),

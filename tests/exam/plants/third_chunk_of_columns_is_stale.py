@@ -9,8 +9,10 @@ PLANT = Plant(
             "parallel/tensor/overlap.py",
             "_GatherColumns.backward",
             "            product = _sum_of_products([g[:, :, rows] for g in by_rank], weights)\n",
-            "            if not __planted__(len(parts) == 2):\n"
-            "                product = _sum_of_products([g[:, :, rows] for g in by_rank], weights)\n",
+            "            fresh = _sum_of_products([g[:, :, rows] for g in by_rank], weights)\n"
+            "            if __planted__(len(parts) == 2):\n"
+            "                fresh[:, :, : product.shape[2]] = product\n"
+            "            product = fresh\n",
         ),
     ),
     shows=("tp4-chunks",),
