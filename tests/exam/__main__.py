@@ -7,9 +7,11 @@ same command goes on.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import platform
 import random
+import subprocess
 import sys
 import threading
 import time
@@ -203,9 +205,20 @@ class Progress:
 
 
 def describe_machine() -> str:
+    """The day, the versions, and the commit that was examined, where git knows it."""
     import torch
 
-    return f"{time.strftime('%Y-%m-%d')}, torch {torch.__version__}, Python {platform.python_version()}"
+    words = [
+        time.strftime("%Y-%m-%d"),
+        f"torch {torch.__version__}",
+        f"Python {platform.python_version()}",
+    ]
+    asked = ("git", "-C", str(ROOT), "describe", "--always", "--dirty")
+    with contextlib.suppress(OSError):
+        done = subprocess.run(asked, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            words.append(f"commit {done.stdout.strip()}")
+    return ", ".join(words)
 
 
 if __name__ == "__main__":

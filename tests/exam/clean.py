@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from exam.sit import Processes, build_environment, read_rows, verify_command
-from phalanx.verify.cases import list_compressed_layouts, list_layouts
+from phalanx.verify.cases import (
+    SECOND_IMPLEMENTATIONS,
+    list_compressed_layouts,
+    list_layouts,
+)
+from phalanx.verify.trainer_cases import list_trainer_names
 
 NUM_RANKS, ROWS_PER_RUN = 4, 50
 MODELS = (
@@ -58,12 +63,13 @@ class CleanScore:
 
 
 def plan_clean_runs(num_rows: int) -> Iterator[CleanRun]:
-    """Runs of about `num_rows` rows in all (two types a layout), each with a seed of its own."""
+    """Runs of about `num_rows` rows in all (two types a layout, one of rows that are no layout), each with a seed of its own."""
     for seed in range(-(-num_rows // ROWS_PER_RUN)):
         model = MODELS[seed % len(MODELS)]
         has_experts = model in ("small-mixtral", "small-deepseek")
         names = [name for name, _ in list_layouts(NUM_RANKS, experts=has_experts)]
         names += [name for name, _ in list_compressed_layouts(NUM_RANKS)]
+        names += [*SECOND_IMPLEMENTATIONS, *list_trainer_names(NUM_RANKS)]
         drawn = random.Random(seed).sample(names, min(len(names), ROWS_PER_RUN // 2))
         yield CleanRun(model, seed, tuple(sorted(drawn)))
 
