@@ -15,6 +15,7 @@ import pytest
 import phalanx
 from commands import environment, finish, run, run_all, start, survivors, wait_until
 from phalanx.core.errors import ExitCode
+from phalanx.plan.nvidia import visible_gpus
 from phalanx.verify.cases import list_compressed_layouts, list_layouts
 from phalanx.verify.row import Row
 
@@ -172,11 +173,21 @@ def test_refusals(tmp_path: Path) -> None:
         ("--model", "llama3-9b"): (3, "llama3-8b"),
         ("--layouts", "some"): (2, "'some' is no layout of 4 ranks"),
         ("--model", "own:build", "--shrink"): (3, "smaller model.args"),
+        ("--device", "tpu"): (2, "'tpu' is no device; one of cpu, cuda"),
     }
+    if not visible_gpus():
+        cases[("--device", "cuda")] = (6, "--device=cpu judges the same layouts")
     for arguments, (code, text) in cases.items():
         done = run("verify", *arguments, cwd=tmp_path)
         assert (done.code, text in done.out + done.err) == (code, True), (arguments, done.err)
         assert "Traceback" not in done.err
+
+
+def test_experts_of_one_process_are_judged(tmp_path: Path) -> None:
+    """Nothing to reduce: there is no process group."""
+    model = ("--model", "small-mixtral", "--shrink", "--ranks", "1", "--layouts", "one")
+    done = run("verify", *model, "--steps", "2", "--types", "float64", cwd=tmp_path)
+    assert (done.code, "1 of 1 rows equal" in done.out) == (0, True), done.out + done.err
 
 
 ODD = """

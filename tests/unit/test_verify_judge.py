@@ -17,8 +17,9 @@ import phalanx.run.one_process.plain_loss as plain_loss
 import phalanx.verify.reference as reference
 from models import CPU
 from phalanx.cli._verify_table import describe_refused
-from phalanx.core.errors import ExitCode, LayoutError
+from phalanx.core.errors import EnvironmentProblem, ExitCode, LayoutError
 from phalanx.job.schema import Job
+from phalanx.plan.cluster import Cluster
 from phalanx.plan.layout import AXES
 from phalanx.verify.cases import (
     NUM_MICROBATCHES,
@@ -150,6 +151,23 @@ def test_what_is_judged_in_float64_alone_is_refused_without_it(types: str) -> No
         assert all("float64 alone" in reason for reason in refused.values())
         assert worked == {"one"}
     assert chosen.required == set(layouts)
+
+
+def test_on_gpus_layouts_are_judged_and_runs_of_the_trainer_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpus = Cluster("cuda", 2, 80 << 30, "a GPU", (9, 0))
+    monkeypatch.setattr("phalanx.verify.choose.detect_cluster", lambda device: gpus)
+    names = ["ddp", "plain", "trainer-ddp"]
+    chosen = choose_layouts(Job(), names, ranks=2, steps=2, shrink=True, device="cuda")
+    assert chosen.device == "cuda"
+    assert {case.name for _, case in chosen.work} == {"ddp", "plain"}
+    assert [(row.layout, "CPU alone" in row.refused) for row in chosen.refused_rows] == [
+        ("trainer-ddp", True)
+    ]
+    assert any("a GPU: layouts compute on it" in note for note in chosen.notes)
+    with pytest.raises(EnvironmentProblem, match=r"3 ranks need as many GPUs.*has 2"):
+        choose_layouts(Job(), ["ddp"], ranks=3, steps=2, shrink=True, device="cuda")
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,14 @@ def command(
             help="Of float64, float32, bf16, fp16; else the first two and the job's own.",
         ),
     ] = "",
+    device: Annotated[
+        str,
+        typer.Option(
+            "--device",
+            metavar="cpu|cuda",
+            help="Where layouts compute: cuda needs a GPU for each rank.",
+        ),
+    ] = "cpu",
     resume: Annotated[
         bool,
         typer.Option(help="Take over the rows that the same command had before it was stopped."),
@@ -81,6 +89,7 @@ def command(
         shrink=shrink,
         steps=steps,
         types=types,
+        device=device,
         resume=resume,
         as_json=as_json,
     )
@@ -96,6 +105,7 @@ def print_verification(
     shrink: bool = False,
     steps: int = NUM_STEPS,
     types: str = "",
+    device: str = "cpu",
     resume: bool = False,
     as_json: bool = False,
 ) -> int:
@@ -138,6 +148,7 @@ def print_verification(
             ranks=ranks,
             steps=steps,
             types=types,
+            device=device,
             shrink=shrink,
             on_selection=printer.print_selection,
             on_row=print_row,

@@ -108,6 +108,14 @@ def take_share(
     return [[part(batch) for batch in step] for step in steps]
 
 
+def move_steps(steps: Sequence[Sequence[Batch]], device: torch.device) -> list[list[Batch]]:
+    """The same on `device`, where a forward then takes these very tensors."""
+    return [
+        [{key: tensor.to(device) for key, tensor in batch.items()} for batch in step]
+        for step in steps
+    ]
+
+
 def cast_steps(steps: Sequence[Sequence[Batch]], dtype: torch.dtype) -> list[list[Batch]]:
     """Numbers in `dtype`; tokens and labels as they are."""
     return [[_cast_batch(batch, dtype) for batch in step] for step in steps]

@@ -9,14 +9,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from phalanx.core.errors import LayoutError, UsageError, did_you_mean
+from phalanx.core.errors import EnvironmentProblem, LayoutError, UsageError, did_you_mean
 from phalanx.core.units import format_count, plural
 from phalanx.data.look import inspect_data
 from phalanx.job.model import shape_of
 from phalanx.job.module_probe import measure_foreign_shape
 from phalanx.job.schema import Data, Job
 from phalanx.job.user_dataset import is_own_dataset
-from phalanx.plan.cluster import detect_cluster
+from phalanx.plan.cluster import Cluster, detect_cluster
 from phalanx.plan.plan import Plan
 from phalanx.plan.precision import detect_precision
 from phalanx.verify.cases import (
@@ -42,6 +42,7 @@ from phalanx.verify.row import Row
 from phalanx.verify.trainer_cases import list_trainer_names, make_runs
 
 DEFAULT_RANKS = 4
+DEVICES = ("cpu", "cuda")
 MAX_NAMED = 16  # layouts, of a hundred and more, in a message
 # In float64: a copy per rank, and the reference's gradients of each step on disk.
 LARGE_PARAMS = 200_000_000
@@ -64,6 +65,7 @@ class Selection:
     cases_of_type: Mapping[str, tuple[Case, ...]]
     notes: tuple[str, ...]
     not_judged: tuple[str, ...]
+    device: str = "cpu"
 
     @property
     def model_name(self) -> str:
@@ -121,9 +123,10 @@ def choose_layouts(
     steps: int,
     shrink: bool,
     types: str | Sequence[str] = "",
+    device: str = "cpu",
 ) -> Selection:
     """The selection for `layouts`: "asked", "all", or names (one string with commas, or a
-    sequence), in `types`, as `verify_job` has them.
+    sequence), in `types`, as `verify_job` has them, on `device`.
 
     Raises PhalanxError for a name that is no layout, for data that is not there and for a model
     that is too large.
@@ -156,7 +159,7 @@ def choose_layouts(
             " of one machine",
             fix="--shrink judges the same kind of model at small widths",
         )
-    cluster = detect_cluster("cpu")
+    cluster = _find_devices(device, num_ranks)
     axes_of_layout = {
         name: axes for name, axes in axes_of_name.items() if not name.startswith(TRAINER)
     }
@@ -172,6 +175,8 @@ def choose_layouts(
     )
     if "float64" not in dtypes:
         cases = _refuse_one_type(cases)
+    if device == "cuda":
+        cases = _refuse_trainer(cases)
     cases_of_type = {dtype: tuple(cases) for dtype in dtypes if not is_narrow(dtype)}
     for dtype in filter(is_narrow, dtypes):
         narrow_cases = make_cases(
@@ -195,11 +200,45 @@ def choose_layouts(
         cases_of_type=cases_of_type,
         notes=(),
         not_judged=tuple(omissions),
+        device=device,
     )
     plans = [case.plan for case in cases if case.plan is not None]
     if plans:
-        notes.append(_describe_work(selection.model_name, plans, num_ranks, steps))
+        notes.append(_describe_work(selection, plans, num_ranks))
+    if device == "cuda":
+        notes.append(f"device  {cluster.name}: layouts compute on it, the reference on the CPU")
     return replace(selection, notes=tuple(notes))
+
+
+def _find_devices(device: str, num_ranks: int) -> Cluster:
+    """What the ranks compute on.
+
+    Raises UsageError for another name, and EnvironmentProblem where there is no GPU for each rank.
+    """
+    if device not in DEVICES:
+        raise UsageError(f"--device: {device!r} is no device", fix=f"one of {', '.join(DEVICES)}")
+    try:
+        cluster = detect_cluster(device)
+    except EnvironmentProblem as error:
+        fix = "--device=cpu judges the same layouts without one"
+        raise EnvironmentProblem(error.what, why=error.why, fix=fix) from None
+    if device == "cuda" and cluster.num_devices < num_ranks:
+        raise EnvironmentProblem(
+            f"{plural(num_ranks, 'rank')} need as many GPUs, and this machine has"
+            f" {cluster.num_devices}",
+            fix=f"--ranks={cluster.num_devices}, or --device=cpu",
+        )
+    return cluster
+
+
+def _refuse_trainer(cases: Sequence[Case]) -> list[Case]:
+    """`cases`, without a plan where they run the trainer, which is judged on the CPU alone."""
+    refused = []
+    for case in cases:
+        if case.name.startswith(TRAINER) and case.plan is not None:
+            case = replace(case, plan=None, refused="the trainer is judged on the CPU alone")
+        refused.append(case)
+    return refused
 
 
 def _refuse_one_type(cases: Sequence[Case]) -> list[Case]:
@@ -225,11 +264,12 @@ def _list_left_out(dtype: str, layout_names: Iterable[str], cases: Sequence[Case
     ]
 
 
-def _describe_work(model_name: str, plans: Sequence[Plan], num_ranks: int, num_steps: int) -> str:
+def _describe_work(selection: Selection, plans: Sequence[Plan], num_ranks: int) -> str:
     plan = plans[0]
+    ranks = plural(num_ranks, f"{selection.device} rank")
     return (
-        f"judged  {model_name}, {plan.num_params:,} parameters, on {plural(num_ranks, 'cpu rank')}:"
-        f" {plural(num_steps, 'step')} of {plan.global_batch_size} samples in"
+        f"judged  {selection.model_name}, {plan.num_params:,} parameters, on {ranks}:"
+        f" {plural(selection.num_steps, 'step')} of {plan.global_batch_size} samples in"
         f" {_describe_microbatches(plans)}"
     )
 

@@ -36,6 +36,7 @@ def verify_job(
     steps: int = NUM_STEPS,
     shrink: bool = False,
     types: str | Sequence[str] = "",
+    device: str = "cpu",
     on_selection: Callable[[Selection], None] = lambda selection: None,
     on_row: Callable[[Row], None] = lambda row: None,
     on_progress: Callable[[VerifyProgress], None] = lambda progress: None,
@@ -48,6 +49,7 @@ def verify_job(
     the job says, else 4. `steps`: optimizer steps of each layout. `shrink`: a built-in model is
     compared at two blocks and small widths. `types`: "float64", "float32", "bf16" and "fp16" (one
     string with commas, or a sequence); by default the first two, and the job's own compute type.
+    `device`: where layouts compute, "cpu" or "cuda"; the reference is always the CPU's.
 
     `on_selection` is called once, before ranks start; `on_row` with each row as it comes;
     `on_progress` several times a second. Prints nothing. A rank that crashes is a row; a stop by
@@ -59,7 +61,9 @@ def verify_job(
     for key, value in (("ranks", ranks), ("steps", steps)):
         if value is not None and value < 1:
             raise UsageError(f"{key}={value}: at least 1 is needed")
-    selection = choose_layouts(job, layouts, ranks=ranks, steps=steps, shrink=shrink, types=types)
+    selection = choose_layouts(
+        job, layouts, ranks=ranks, steps=steps, shrink=shrink, types=types, device=device
+    )
     on_selection(selection)
     rows: list[Row] = []
 
@@ -187,6 +191,7 @@ def _run_group(
         num_ranks=num_ranks,
         model_name=selection.model_name,
         cases=cases,
+        device=selection.device,
     )
     spec = LaunchSpec(
         entry="phalanx.verify.rank:main",

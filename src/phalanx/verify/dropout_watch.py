@@ -66,6 +66,7 @@ class DropoutWatch:
         is_stand_in = part.training and bool(args[0].isnan().any())
         if mask is not None and part.training and not is_stand_in:
             # Where the input is zero, the output does not show whether it was dropped.
+            mask = mask.to(output.device)
             off = (((output != 0) != mask) & (args[0] != 0)).double().mean().item()
             if off:
                 self.wrong.setdefault((self._step, name), off)

@@ -30,7 +30,7 @@ class VerifyPayload(JsonRecord):
     each.
 
     `data_dir`: the job's own dataset, None for made-up tokens. `model_name` is for the rows, which
-    rank 0 writes into `run_dir`.
+    rank 0 writes into `run_dir`. `device`: where layouts compute, "cpu" or "cuda".
     """
 
     job: Job
@@ -40,3 +40,4 @@ class VerifyPayload(JsonRecord):
     num_ranks: int
     model_name: str
     cases: tuple[VerifyCase, ...]
+    device: str = "cpu"

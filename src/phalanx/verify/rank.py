@@ -25,7 +25,7 @@ from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.plan.rule_checks import check_rules, describe_whole_matrices
 from phalanx.verify.bands import describe_bands, summarize_bands
-from phalanx.verify.batches import cast_steps, make_global_steps, take_share
+from phalanx.verify.batches import cast_steps, make_global_steps, move_steps, take_share
 from phalanx.verify.cases import PLAIN, SECOND_IMPLEMENTATIONS
 from phalanx.verify.hugging_face_row import judge_hugging_face, why_no_hugging_face_row
 from phalanx.verify.judged_layout import JudgedLayout
@@ -66,7 +66,10 @@ def compare_layouts(payload: VerifyPayload) -> None:
     job, run_dir = payload.job, payload.run_dir
     # Whatever comes first here: what one process computes is of the job's own sequences.
     first = replace(payload.cases[0].plan, seq_len=job.data.seq_len)
-    with open_mesh(Layout(dp_replicate=payload.num_ranks), device="cpu") as mesh:
+    if payload.device == "cuda":
+        # The CPU computes float32 in float32: so must what is compared with it.
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    with open_mesh(Layout(dp_replicate=payload.num_ranks), device=payload.device) as mesh:
         all_steps = make_global_steps(job, first, payload.data_dir, num_steps=payload.num_steps)
         # groupby joins neighbours only: the cases come type by type (`verify.drive`).
         for dtype, cases in itertools.groupby(payload.cases, key=lambda case: case.dtype):
@@ -136,7 +139,7 @@ def verify_layout(
 ) -> Row | None:
     """The row of one layout on rank 0, None on the others. Collective."""
     began = time.monotonic()
-    plan, dtype = case.plan, references.dtype
+    plan, dtype, mesh = case.plan, references.dtype, references.mesh
     reference, steps = references.open_for(plan)
     if isinstance(reference, str):
         return _refuse(case, model_name, dtype, reference)
@@ -151,9 +154,10 @@ def verify_layout(
     try:
         with (
             use_block_sizes(_choose_block_sizes(dtype)),
-            open_mesh(plan.layout, device="cpu") as inner,
+            open_mesh(plan.layout, device=mesh.device.type) as inner,
         ):
             rank_steps = take_share(steps, inner.data_parallel_rank, plan.layout.data_parallel_size)
+            rank_steps = move_steps(rank_steps, inner.device)
             result = run.run(reference, rank_steps, inner)
             near_tie = find_near_tie(dtype, tolerance)
             routed = compare_routes(result, references, reference, steps, near_tie)
@@ -170,7 +174,7 @@ def verify_layout(
             raise
         return _refuse(case, model_name, dtype, str(error))
     # The others have the same observations, and nobody to tell.
-    if references.mesh.rank != 0:
+    if mesh.rank != 0:
         return None
     verdict = Comparator(
         reference,

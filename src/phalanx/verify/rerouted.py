@@ -14,7 +14,13 @@ from phalanx.parallel.executor import Batch
 from phalanx.verify.flips import Misrouted, Reroute, find_misrouted
 from phalanx.verify.layout_run import LayoutResult
 from phalanx.verify.references import References
-from phalanx.verify.routes import Choices, are_alike, find_disagreement, read_routes
+from phalanx.verify.routes import (
+    Choices,
+    are_alike,
+    find_disagreement,
+    read_routes,
+    reduce_over_ranks,
+)
 from phalanx.verify.trace_facts import Trace
 
 RANKS_DISAGREE = (
@@ -104,8 +110,10 @@ def _unknown(key: str, row: int, token: int) -> Reroute:
 
 def _ranks_with(layout_result: LayoutResult, reroute: Reroute) -> tuple[int, ...]:
     """The ranks that route the token. Collective."""
+    if not dist.is_initialized():
+        return (0,)
     routes_token = torch.zeros(dist.get_world_size(), dtype=torch.int64)
     key = f"{reroute.phase}/{reroute.router}"
     routes_token[dist.get_rank()] = layout_result.watch.has(key, reroute.row, reroute.token)
-    dist.all_reduce(routes_token)
+    routes_token = reduce_over_ranks(routes_token, dist.ReduceOp.SUM)
     return tuple(routes_token.nonzero().flatten().tolist())

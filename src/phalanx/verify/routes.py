@@ -166,7 +166,7 @@ class RouteWatch:
                 index * model.plan.layout.data_parallel_size + model.mesh.data_parallel_rank
             ) * num_rows
         self._parts.setdefault(
-            (key, first_row), (experts_BTK.sort(-1).values, Places.of_model(model))
+            (key, first_row), (experts_BTK.sort(-1).values.cpu(), Places.of_model(model))
         )
 
     def has(self, key: str, row: int, token: int) -> bool:
@@ -193,8 +193,8 @@ class RouteWatch:
                             first_row : first_row + len(chosen),
                             places.find_tokens(complete.shape[1]),
                         ] = chosen
-            dist.all_reduce(most, op=dist.ReduceOp.MAX)
-            dist.all_reduce(least, op=dist.ReduceOp.MIN)
+            most = reduce_over_ranks(most, dist.ReduceOp.MAX)
+            least = reduce_over_ranks(least, dist.ReduceOp.MIN)
             # Maximum and minimum over ranks are equal where all that have the token choose alike.
             gathered[key] = most.masked_fill((most != least) & (most >= 0), -2)
         return gathered
@@ -227,6 +227,16 @@ class Places:
 
 # Above any expert's number, so that the minimum over ranks is of one that chose.
 _ABSENT = 2**31
+
+
+def reduce_over_ranks(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+    """The tensor on the CPU, reduced over all ranks on the device that their group is of."""
+    if not dist.is_initialized():
+        return tensor
+    if dist.get_backend() == "nccl":
+        tensor = tensor.cuda()
+    dist.all_reduce(tensor, op=op)
+    return tensor.cpu()
 
 
 def write_routes(directory: Path, choices: Choices) -> None:

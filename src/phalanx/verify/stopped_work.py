@@ -121,7 +121,9 @@ def _identify(selection: Selection) -> str | None:
     ]
     versions = [sys.version, *map(_find_version, PACKAGES)]
     # Paths are part of it: rows hold for the code of one installation.
-    return digest([job, work, selection.num_steps, versions, file_states(sources)])
+    return digest(
+        [job, work, selection.num_steps, selection.device, versions, file_states(sources)]
+    )
 
 
 def _list_texts(value: Any) -> Iterator[str]:
