@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor, Shard
 from phalanx.checkpoint.chunks import CHUNK_BYTES
 from phalanx.checkpoint.manifest import list_checkpoint_dirs
 from phalanx.checkpoint.reading.load import load_checkpoint
-from phalanx.checkpoint.reading.verify import verify_checkpoint
+from phalanx.checkpoint.reading.verify import find_checkpoint_problems
 from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.checkpoint.writing.async_checkpointer import AsyncCheckpointer
 from phalanx.checkpoint.writing.write import Snapshot
@@ -183,7 +183,7 @@ class Bench:
         self.forget(checkpoint)
         with self.timed("phalanx: cold verify, one process"):
             if self.mesh.rank == 0:
-                assert verify_checkpoint(checkpoint) == []
+                assert find_checkpoint_problems(checkpoint) == []
             self.mesh.barrier()
 
     def forget(self, directory: Path) -> None:

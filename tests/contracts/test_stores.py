@@ -21,22 +21,22 @@ from phalanx.checkpoint.chunks import StoredFile
 from phalanx.checkpoint.folder import Folder, LocalFolder
 from phalanx.checkpoint.manifest import MANIFEST, read_manifest
 from phalanx.checkpoint.ownership import store_owner as owner
-from phalanx.checkpoint.ownership.fencing_token import acquire_token
+from phalanx.checkpoint.ownership.fencing_token import acquire_fencing_token
 from phalanx.checkpoint.reading.load import load_checkpoint
-from phalanx.checkpoint.reading.verify import verify_checkpoint
+from phalanx.checkpoint.reading.verify import find_checkpoint_problems
 from phalanx.checkpoint.stores import (
     find_checkpoint,
-    is_checkpoint,
+    find_newest_step,
+    is_single_checkpoint,
     is_url,
-    newest_step,
     open_store,
-    store_of,
+    open_store_at,
 )
 from phalanx.checkpoint.stores._remote import RetryPolicy
 from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.checkpoint.stores.object import ObjectFolder, ObjectStore
 from phalanx.checkpoint.stores.protocol import Store
-from phalanx.checkpoint.writing.retention import Retention, prune
+from phalanx.checkpoint.writing.retention import Retention, prune_checkpoints
 from phalanx.checkpoint.writing.write import Snapshot, WrittenCheckpoint, write_checkpoint
 from phalanx.core.disk import DiskFile
 from phalanx.core.errors import CheckpointError, EnvironmentProblem, RunLockedError, StoreTakenError
@@ -119,7 +119,7 @@ def loaded(folder: Folder, like: Tensors) -> Tensors:
 
 def require_whole(folder: Folder, reference: Tensors) -> None:
     """It verifies, and every tensor is bit-equal to the reference."""
-    assert verify_checkpoint(folder) == []
+    assert find_checkpoint_problems(folder) == []
     found = loaded(folder, reference)
     assert [name for name in reference if not torch.equal(found[name], reference[name])] == []
 
@@ -138,7 +138,7 @@ def steps(store: Store) -> list[int]:
 
 
 def test_what_is_saved_is_found_and_read_back(store: Store) -> None:
-    assert (store.folders(), newest_step(store)) == ([], 0)
+    assert (store.folders(), find_newest_step(store)) == ([], 0)
     store.probe()
     assert store.folders() == []
     for step in (100, 9, 20):
@@ -146,7 +146,7 @@ def test_what_is_saved_is_found_and_read_back(store: Store) -> None:
         assert (
             saved.num_bytes == sum(saved.folder.sizes().values()) - saved.folder.sizes()[MANIFEST]
         )
-    assert (steps(store), newest_step(store)) == ([9, 20, 100], 100)
+    assert (steps(store), find_newest_step(store)) == ([9, 20, 100], 100)
     for folder in store.folders():
         require_whole(folder, tensors(folder.step))
         assert read_manifest(folder).facts == {"step": folder.step}
@@ -191,7 +191,7 @@ def test_a_run_below_a_folder_called_checkpoints_is_a_run(tmp_path: Path) -> Non
     saved = save_in(open_store(run_dir, None), 3, tensors())
     assert find_checkpoint(run_dir).url == saved.url
     (run_dir / "checkpoints" / "step-3" / MANIFEST).unlink()
-    assert verify_checkpoint(
+    assert find_checkpoint_problems(
         find_checkpoint(run_dir / "checkpoints" / "step-3")
     )  # no run, though it is not whole
 
@@ -249,13 +249,15 @@ def test_what_is_pruned_is_gone_and_the_newest_that_verifies_stays(store: Store)
         save_in(store, step, tensors(step))
     assert [
         folder.step
-        for folder in prune(store, Retention(keep_last=2, protected_steps=frozenset({1})))
+        for folder in prune_checkpoints(
+            store, Retention(keep_last=2, protected_steps=frozenset({1}))
+        )
     ] == [2]
     name = "rank-0000.safetensors"
     for folder in store.folders()[1:]:
         data = folder.read(name)
         overwrite(folder, name, data[:-1] + bytes([data[-1] ^ 1]))
-    assert prune(store, Retention(keep_last=2)) == []
+    assert prune_checkpoints(store, Retention(keep_last=2)) == []
     assert steps(store) == [1, 3, 4]
     store.remove(store.folders()[1])
     assert steps(store) == [1, 4]
@@ -278,7 +280,7 @@ def test_damage_is_found(store: Store, damage: str) -> None:
     else:
         assert isinstance(folder, ObjectFolder)
         folder.remote.remove(f"{folder.name}/{name}")
-    problems = verify_checkpoint(folder)
+    problems = find_checkpoint_problems(folder)
     assert problems
     assert str(problems[0].where).startswith(folder.url)
     with pytest.raises(CheckpointError):
@@ -299,12 +301,16 @@ def test_a_job_whose_run_was_taken_cannot_commit(store: Store, tmp_path: Path) -
     """
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    ours = acquire_token(run_dir)
+    ours = acquire_fencing_token(run_dir)
     old = tensors(1)
     assert read_manifest(save_in(store, 1, old, fencing_token=ours).folder).epoch == 1
     with pytest.raises(CheckpointError, match="another job took this run"):
         save_in(
-            store, 2, tensors(2), fencing_token=ours, before_commit=lambda: acquire_token(run_dir)
+            store,
+            2,
+            tensors(2),
+            fencing_token=ours,
+            before_commit=lambda: acquire_fencing_token(run_dir),
         )
     assert steps(store) == [1]
     with pytest.raises(CheckpointError, match="its epoch is 2, not 1"):
@@ -317,17 +323,20 @@ def test_a_job_whose_run_was_taken_cannot_commit(store: Store, tmp_path: Path) -
 def test_a_job_whose_run_was_taken_removes_nothing(store: Store, tmp_path: Path) -> None:
     """Before its removal, or while it read the checkpoint that stays."""
     (tmp_path / "run").mkdir()
-    ours = acquire_token(tmp_path / "run")
+    ours = acquire_fencing_token(tmp_path / "run")
     for step in (1, 2):
         save_in(store, step, tensors(step))
-    for meanwhile in (lambda num_bytes: acquire_token(tmp_path / "run"), lambda num_bytes: None):
+    for meanwhile in (
+        lambda num_bytes: acquire_fencing_token(tmp_path / "run"),
+        lambda num_bytes: None,
+    ):
         with pytest.raises(CheckpointError, match="another job took this run"):
-            prune(store, Retention(keep_last=1), fencing_token=ours, progress=meanwhile)
+            prune_checkpoints(store, Retention(keep_last=1), fencing_token=ours, progress=meanwhile)
         assert steps(store) == [1, 2]
     assert [
         folder.step
-        for folder in prune(
-            store, Retention(keep_last=1), fencing_token=acquire_token(tmp_path / "run")
+        for folder in prune_checkpoints(
+            store, Retention(keep_last=1), fencing_token=acquire_fencing_token(tmp_path / "run")
         )
     ] == [1]
 
@@ -337,7 +346,7 @@ def test_a_store_belongs_to_the_run_that_claimed_it(store: Store, tmp_path: Path
     first, moved, second = (made(tmp_path / name) for name in ("first", "moved", "second"))
     owner.claim_store(store, first)
     owner.claim_store(store, first)  # a later job of the same run
-    token = acquire_token(first)
+    token = acquire_fencing_token(first)
     save_in(store, 1, tensors(1), fencing_token=token)
     assert steps(store) == [1]
     require_whole(store.folders()[0], tensors(1))
@@ -354,7 +363,8 @@ def test_a_store_belongs_to_the_run_that_claimed_it(store: Store, tmp_path: Path
     owner.claim_store(store, moved)
     store.clean_up()
     assert [
-        folder.step for folder in prune(store, Retention(keep_last=1), fencing_token=token)
+        folder.step
+        for folder in prune_checkpoints(store, Retention(keep_last=1), fencing_token=token)
     ] == []
     owner.release_store(store, moved)
     assert store.owner.read() is None
@@ -366,9 +376,9 @@ def test_a_store_of_before_there_were_owners_is_adopted_by_its_run(
     run_dir, other = made(tmp_path / "run"), made(tmp_path / "other")
     save_in(store, 1, tensors(1))
     owner.claim_store(store, run_dir)
-    assert owner.find_refusal(store, run_dir) is None
-    assert (owner.find_refusal(store, other) is None) == (store.owner is None)
-    save_in(store, 2, tensors(2), fencing_token=acquire_token(run_dir))
+    assert owner.store_refusal_reason(store, run_dir) is None
+    assert (owner.store_refusal_reason(store, other) is None) == (store.owner is None)
+    save_in(store, 2, tensors(2), fencing_token=acquire_fencing_token(run_dir))
     assert steps(store) == [1, 2]
 
 
@@ -382,12 +392,12 @@ def test_of_two_runs_that_claimed_at_once_one_commits_nothing(store: Store, tmp_
     claims = store.owner.read()
     store.owner.remove()
     owner.claim_store(store, other)
-    ours, theirs = acquire_token(one), acquire_token(other)
+    ours, theirs = acquire_fencing_token(one), acquire_fencing_token(other)
     save_in(store, 1, tensors(1), fencing_token=theirs)
     with pytest.raises(StoreTakenError, match="belongs to the run 'other'"):
         save_in(store, 2, tensors(2), fencing_token=ours)
     with pytest.raises(StoreTakenError, match="belongs to the run 'other'"):
-        prune(store, Retention(keep_last=1), fencing_token=ours)
+        prune_checkpoints(store, Retention(keep_last=1), fencing_token=ours)
 
     def overwritten() -> None:
         store.owner.remove()
@@ -533,7 +543,7 @@ def test_a_range_is_read_and_not_the_file() -> None:
         load_checkpoint(folder, {"big": wanted}, group=ONE, phases=PhaseTimer())
         one_part = sum(asked[1:])  # the manifest was first
         asked.clear()
-        assert verify_checkpoint(folder) == []
+        assert find_checkpoint_problems(folder) == []
     finally:
         del store._remote.fs.cat_file
     assert torch.equal(part, whole["big"][5000:5256])
@@ -667,8 +677,8 @@ def test_a_directory_behind_a_url_is_written_as_a_runs_own(tmp_path: Path) -> No
     assert saved.url == f"{tmp_path}/a folder/step-3"
     for place in (f"file://{tmp_path}/a folder/step-3", f"file://{tmp_path}/a folder"):
         assert find_checkpoint(place).url == saved.url
-    assert is_checkpoint(f"file://{tmp_path}/a folder/step-3")
-    assert not is_checkpoint(f"file://{tmp_path}/a folder")
+    assert is_single_checkpoint(f"file://{tmp_path}/a folder/step-3")
+    assert not is_single_checkpoint(f"file://{tmp_path}/a folder")
 
 
 CHAINS = [
@@ -698,7 +708,7 @@ def test_a_strangers_run_does_not_choose_what_is_opened(
     with pytest.raises(
         CheckpointError, match=r"job\.json: its checkpoint\.url cannot be used"
     ) as caught:
-        store_of(tmp_path)
+        open_store_at(tmp_path)
     assert opened == []
     assert "hunter2" not in str(caught.value)
 
@@ -717,7 +727,7 @@ def test_what_is_no_plain_store_is_never_opened(url: str, monkeypatch: pytest.Mo
 
 
 def test_a_bucket_is_a_store_and_no_checkpoint() -> None:
-    assert not is_checkpoint("memory://bucket")
+    assert not is_single_checkpoint("memory://bucket")
 
 
 @pytest.mark.parametrize("url", ["nothing://here", "s4://bucket"])
@@ -739,6 +749,6 @@ def test_words_about_a_url_hold_no_password() -> None:
     store = ObjectStore.open("memory://someone:hunter2hunter2@test/run")
     save_in(store, 1, tensors())
     overwrite(store.folders()[0], MANIFEST, b"{}")
-    said = f"{store.url} {store.folders()[0].url} {verify_checkpoint(store.folders()[0])[0]}"
+    said = f"{store.url} {store.folders()[0].url} {find_checkpoint_problems(store.folders()[0])[0]}"
     assert "hunter2" not in said
     assert json.dumps(said)

@@ -23,9 +23,9 @@ import torch
 from safetensors.numpy import load_file
 
 from commands import wait_until
-from phalanx.checkpoint.best import write_best
+from phalanx.checkpoint.best import record_best_step
 from phalanx.checkpoint.manifest import list_checkpoint_dirs
-from phalanx.checkpoint.reading.verify import verify_checkpoint
+from phalanx.checkpoint.reading.verify import find_checkpoint_problems
 from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.checkpoint.stores.local import REMOVED, LocalStore
 from phalanx.checkpoint.writing import async_checkpointer, pruner
@@ -33,7 +33,7 @@ from phalanx.checkpoint.writing.async_checkpointer import (
     AsyncCheckpointer,
 )
 from phalanx.checkpoint.writing.checkpoint_schedule import RETRY_SAVE_STEPS, CheckpointSchedule
-from phalanx.checkpoint.writing.staging import Staging
+from phalanx.checkpoint.writing.staging import StagingMemory
 from phalanx.checkpoint.writing.write import Snapshot, select_owned_blocks
 from phalanx.core.disk import Disk, DiskFile
 from phalanx.core.errors import CheckpointError
@@ -125,7 +125,7 @@ class Run:
         bus = Bus(rank=mesh.rank)
         bus.emit = self.said.append  # type: ignore[method-assign]
         if kept_best is not None and mesh.rank == 0:
-            write_best(run_dir, step=kept_best, loss=1.0, num_targets=1)
+            record_best_step(run_dir, step=kept_best, loss=1.0, num_targets=1)
         storage = RunStorage(run_dir, LocalStore(run_dir / "checkpoints", self.disk))
         self.phases = PhaseTimer(None, (listener,) if listener else ())
         self.saver = AsyncCheckpointer(
@@ -177,7 +177,7 @@ def values(run_dir: Path) -> dict[int, set[float]]:
     """All that is in the tensors of each checkpoint, which must verify."""
     found = {}
     for path in list_checkpoint_dirs(run_dir):
-        assert verify_checkpoint(path) == []
+        assert find_checkpoint_problems(path) == []
         tensors = [
             tensor for file in path.glob("*.safetensors") for tensor in load_file(file).values()
         ]
@@ -507,7 +507,7 @@ def staged(rank: int) -> list[str]:
         ),
         "theirs": LogicalShard("theirs", (4, 6), "float32", (), source),
     }
-    staging = Staging(torch.device("cpu"))
+    staging = StagingMemory(torch.device("cpu"))
     wrong += ["memory before the first copy"] if staging.num_bytes else []
     places = []
     for _ in range(2):

@@ -36,7 +36,7 @@ from commands import (
     write_text,
 )
 from phalanx.checkpoint.ownership.run_lock import hold_run_lock
-from phalanx.checkpoint.reading.verify import verify_checkpoint
+from phalanx.checkpoint.reading.verify import find_checkpoint_problems
 from phalanx.cli import _app
 from phalanx.observe.events import CheckpointFailed, CheckpointSaved, RanksStarted
 from phalanx.observe.tail import read_recorded
@@ -582,7 +582,7 @@ def test_a_damaged_checkpoint_is_refused_whole(finished: Path, tmp_path: Path, d
     assert ("starting again from step 5 (restart 1 of 1)" in done.out + done.err) == is_done
     assert "step-10 cannot be used, going back to the one before" in done.out
     assert victim.name in done.out
-    assert verify_checkpoint(checkpoint) == []  # written again on the way
+    assert find_checkpoint_problems(checkpoint) == []  # written again on the way
     assert weights(folder / "run", 5) == weights(finished / "run", 5)
 
 

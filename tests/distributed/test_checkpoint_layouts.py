@@ -39,9 +39,9 @@ from phalanx.checkpoint.chunks import StoredFile
 from phalanx.checkpoint.folder import LocalFolder
 from phalanx.checkpoint.manifest import (
     MANIFEST,
-    body_xxh3,
     list_checkpoint_dirs,
     manifest_bytes,
+    manifest_xxh3,
     read_manifest,
 )
 from phalanx.checkpoint.reading.full_tensors import FullTensorReader
@@ -547,7 +547,7 @@ def edit(directory: Path, change: Callable[[dict[str, Any]], Any], *, sign: bool
     body = json.loads(path.read_text())
     change(body)
     if sign:
-        body["xxh3"] = body_xxh3(body)
+        body["xxh3"] = manifest_xxh3(body)
     path.write_bytes(manifest_bytes(body))
 
 

@@ -23,9 +23,9 @@ import torch
 from torch import nn
 
 from models import CPU, LAYOUTS
-from phalanx.checkpoint.best import BEST, read_best
+from phalanx.checkpoint.best import BEST, read_best_step
 from phalanx.checkpoint.manifest import list_checkpoint_dirs
-from phalanx.checkpoint.reading.verify import verify_checkpoint
+from phalanx.checkpoint.reading.verify import find_checkpoint_problems
 from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import open_mesh
@@ -344,7 +344,7 @@ def test_the_best_is_saved_and_named(runs: dict[str, Outcome], folder: Path) -> 
     assert [path.name for path in list_checkpoint_dirs(run_dir)] == [
         f"step-{n}" for n in sorted({*so_far, *due})
     ]
-    best = read_best(run_dir)
+    best = read_best_step(run_dir)
     assert best is not None
     assert (best.step, best.loss) == (so_far[-1], losses[so_far[-1]])
     assert (run_dir / best.checkpoint / "manifest.json").is_file()
@@ -404,7 +404,7 @@ def beside(rank: int, folder: str) -> list[Outcome]:
     run_dir = Path(folder) / "beside"
     found = [waited, train(rank, 2, run_dir, keys, asynchronous=True)]
     if rank == 0:
-        best = read_best(run_dir)
+        best = read_best_step(run_dir)
         assert best is not None
         for path in list_checkpoint_dirs(run_dir):
             if int(path.name.removeprefix("step-")) > best.step:
@@ -426,10 +426,10 @@ def test_the_best_is_kept_by_saves_beside_training_too(tmp_path: Path) -> None:
         == (tmp_path / "waited" / BEST).read_bytes()
         == (tmp_path / "beside" / BEST).read_bytes()
     )
-    best = read_best(tmp_path / "beside")
+    best = read_best_step(tmp_path / "beside")
     assert best is not None
     assert len(again.losses) == STEPS - best.step
-    assert verify_checkpoint(tmp_path / "beside" / best.checkpoint) == []
+    assert find_checkpoint_problems(tmp_path / "beside" / best.checkpoint) == []
 
 
 def unfit(rank: int, folder: str) -> list[Outcome]:

@@ -16,7 +16,7 @@ import torch
 from test_evaluation import Batch, Moody, Outcome, Steps, batch_of, train
 
 from models import CPU, LAYOUTS
-from phalanx.checkpoint.best import read_best
+from phalanx.checkpoint.best import read_best_step
 from phalanx.core.errors import JobError, LayoutError
 from phalanx.job.load import load_job
 from phalanx.job.schema import Job
@@ -171,7 +171,7 @@ def test_the_best_is_chosen_by_the_metric_also_after_a_stop(tmp_path: Path) -> N
         assert (event.judged_by, event.best) == ("high", event.best_value)
     last = by_metric.evals[-1]
     assert last.best_step != by_loss.evals[-1].best_step, "else this shows nothing"
-    best = read_best(tmp_path / "run")
+    best = read_best_step(tmp_path / "run")
     assert best is not None
     assert (best.step, best.metric, best.value) == (last.best_step, "high", last.best_value)
     assert stopped.ended == "sigterm"

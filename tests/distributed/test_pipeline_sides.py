@@ -20,7 +20,7 @@ from torch import nn
 
 from models import CPU
 from phalanx.checkpoint.manifest import list_checkpoint_dirs, read_manifest
-from phalanx.checkpoint.reading.verify import verify_checkpoint
+from phalanx.checkpoint.reading.verify import find_checkpoint_problems
 from phalanx.checkpoint.stores import open_store
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import PhaseTimer
@@ -154,7 +154,7 @@ def test_a_checkpoint_has_the_optimizer_of_every_stage(
     run_ranks(num_savers, saved, save_layout, str(tmp_path))
     run_ranks(1, saved, {}, str(tmp_path / "alone"))
     (folder,), (alone,) = list_checkpoint_dirs(tmp_path), list_checkpoint_dirs(tmp_path / "alone")
-    assert not verify_checkpoint(folder)
+    assert not find_checkpoint_problems(folder)
     manifest, reference = read_manifest(folder), read_manifest(alone)
     assert manifest.facts == reference.facts
     assert {name: (t.shape, t.dtype) for name, t in manifest.tensors.items()} == {

@@ -13,7 +13,7 @@ import pytest
 
 from commands import TINY, environment, events, start, watching, write_text
 from phalanx.checkpoint.folder import Folder
-from phalanx.checkpoint.reading.verify import verify_checkpoint
+from phalanx.checkpoint.reading.verify import find_checkpoint_problems
 from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.observe.events import CheckpointFailed, CheckpointSaved
 
@@ -75,7 +75,7 @@ def test_training_goes_on_says_what_to_do_and_saves_once_there_is_space(
     saved = [event.step for event in found if isinstance(event, CheckpointSaved)]
     assert min(saved) < failed[0] < max(saved)
     assert newest(run_dir).step > before.step
-    assert verify_checkpoint(newest(run_dir)) == []
+    assert find_checkpoint_problems(newest(run_dir)) == []
     assert not list((run_dir / "checkpoints").glob(".*"))
 
 

@@ -30,7 +30,7 @@ from commands import (
     write_text,
 )
 from counted import show
-from phalanx.checkpoint.best import read_best
+from phalanx.checkpoint.best import read_best_step
 from phalanx.checkpoint.manifest import list_checkpoint_dirs
 from phalanx.observe.events import EvalFinished, RankFailed, RanksStarted, RestartScheduled
 
@@ -184,7 +184,7 @@ def test_killed_ranks_start_again(
     drill.require_same(layout, run_dir.name)
     told = {e.event.step: e.event.loss for e in events(run_dir, EvalFinished)}
     assert list(told) == list(range(EVALUATED, STEPS + 1, EVALUATED))
-    best = read_best(run_dir)
+    best = read_best_step(run_dir)
     assert best is not None
     assert (best.loss, best.step) == min((loss, step) for step, loss in told.items())
     # Seen within a second, the ranks there again within ten: none of that is an import of torch.

@@ -23,7 +23,7 @@ from commands import (
     start,
     write_text,
 )
-from phalanx.checkpoint.best import read_best
+from phalanx.checkpoint.best import read_best_step
 from phalanx.checkpoint.manifest import list_checkpoint_dirs
 from phalanx.observe.events import EvalFinished, Note, StepFinished
 from ranks import run_ranks
@@ -154,7 +154,7 @@ def test_digits_are_told_apart_by_a_net_with_batchnorm(tmp_path: Path) -> None:
     assert f"{accuracies[150]:.1%}" == f"{found[1]}%", (
         "what two ranks measured is what one process measures"
     )
-    best = read_best(tmp_path / "run")
+    best = read_best_step(tmp_path / "run")
     assert best is not None
     assert (best.metric, best.value) == ("accuracy", max(accuracies.values()))
     assert accuracies[best.step] == best.value

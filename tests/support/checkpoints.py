@@ -20,8 +20,8 @@ from phalanx.checkpoint.manifest import (
     MANIFEST,
     Manifest,
     Piece,
-    body_xxh3,
     manifest_bytes,
+    manifest_xxh3,
     read_manifest,
 )
 from phalanx.checkpoint.reading.load import load_checkpoint
@@ -200,5 +200,5 @@ def edit_manifest(directory: Path, change: Callable[[dict[str, Any]], Any]) -> N
     path = directory / MANIFEST
     body = json.loads(path.read_text())
     change(body)
-    body["xxh3"] = body_xxh3(body)
+    body["xxh3"] = manifest_xxh3(body)
     path.write_bytes(manifest_bytes(body))

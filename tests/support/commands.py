@@ -22,7 +22,7 @@ import psutil
 
 import warm
 from phalanx.checkpoint.manifest import list_checkpoint_dirs, read_manifest
-from phalanx.checkpoint.reading.verify import verify_checkpoint
+from phalanx.checkpoint.reading.verify import find_checkpoint_problems
 from phalanx.core.launchers import PREFIXES, SUPERVISED, TORCH_VARIABLES
 from phalanx.observe.events import Envelope, Event, parse_line
 
@@ -231,7 +231,7 @@ def weights(run_dir: Path, step: int | None = None) -> dict[str, str]:
     bytes."""
     saved = list_checkpoint_dirs(run_dir)
     directory = saved[-1] if step is None else run_dir / "checkpoints" / f"step-{step}"
-    assert verify_checkpoint(directory) == []
+    assert find_checkpoint_problems(directory) == []
     return {name: stored.chunks_xxh3 for name, stored in read_manifest(directory).files.items()}
 
 

@@ -13,12 +13,12 @@ import torch
 from test_retention import damage, save
 from torch import nn
 
-from phalanx.checkpoint.best import write_best
-from phalanx.checkpoint.manifest import body_xxh3, manifest_bytes
+from phalanx.checkpoint.best import record_best_step
+from phalanx.checkpoint.manifest import manifest_bytes, manifest_xxh3
 from phalanx.checkpoint.ownership.run_lock import hold_run_lock
 from phalanx.checkpoint.reading.choose import choose_checkpoint
 from phalanx.checkpoint.reading.weights import load_weights
-from phalanx.checkpoint.stores import newest_step, open_store
+from phalanx.checkpoint.stores import find_newest_step, open_store
 from phalanx.cli._app import run
 from phalanx.core.errors import CheckpointError
 
@@ -33,7 +33,7 @@ def phalanx(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
 def a_run(tmp_path: Path) -> Path:
     for step in (10, 20, 30):
         save(tmp_path, step)
-    write_best(tmp_path, step=10, loss=1.5, num_targets=100)
+    record_best_step(tmp_path, step=10, loss=1.5, num_targets=100)
     return tmp_path
 
 
@@ -81,7 +81,7 @@ def test_what_is_found_in_a_checkpoint_is_printed_without_secrets(
     tensor = body["tensors"].pop("w")
     tensor["pieces"] *= 2
     body["tensors"] = {"https://me:hunter2hunter2@host/SEKRET-1234567": tensor}
-    body["xxh3"] = body_xxh3(body)
+    body["xxh3"] = manifest_xxh3(body)
     (newest / "manifest.json").write_bytes(manifest_bytes(body))
     for verb in ("verify", "ls", "diff"):
         places = [str(a_run)] * (2 if verb == "diff" else 1)
@@ -116,7 +116,7 @@ def test_a_manifest_with_half_a_letter_is_damaged(
     newest = a_run / "checkpoints" / "step-30"
     body = json.loads((newest / "manifest.json").read_text())
     body["facts"] = {"said": "\ud800"}
-    body["xxh3"] = body_xxh3(body)
+    body["xxh3"] = manifest_xxh3(body)
     (newest / "manifest.json").write_text(json.dumps(body))
     code, _, err = phalanx(capsys, "verify", str(newest))
     assert (code, "the manifest cannot be read" in err) == (5, True)
@@ -126,9 +126,9 @@ def test_what_is_saved_is_what_can_be_read(a_run: Path) -> None:
     """A damaged one beyond it is not called done."""
     (a_run / "checkpoints" / "step-90").mkdir()
     store = open_store(a_run, None)
-    assert newest_step(store) == 30
+    assert find_newest_step(store) == 30
     (a_run / "checkpoints" / "step-30" / "manifest.json").unlink()
-    assert newest_step(store) == 20
+    assert find_newest_step(store) == 20
 
 
 def test_one_without_its_manifest_does_not_stand_for_the_last_good_one(
@@ -261,7 +261,7 @@ def edit(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """As someone would who also knows how to write the checksum."""
     body = json.loads((checkpoint / "manifest.json").read_text())
     change(body)
-    body["xxh3"] = body_xxh3(body)
+    body["xxh3"] = manifest_xxh3(body)
     (checkpoint / "manifest.json").write_bytes(manifest_bytes(body))
 
 

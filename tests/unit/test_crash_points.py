@@ -21,14 +21,17 @@ import torch
 
 from counted import show
 from disks import CountingDisk, Died, DyingDisk, FailingDisk, PoweredDisk, copy_tree
-from phalanx.checkpoint.best import read_best, write_best
+from phalanx.checkpoint.best import read_best_step, record_best_step
 from phalanx.checkpoint.manifest import read_manifest
-from phalanx.checkpoint.ownership.fencing_token import acquire_token, read_token_number
+from phalanx.checkpoint.ownership.fencing_token import (
+    acquire_fencing_token,
+    read_fencing_token_number,
+)
 from phalanx.checkpoint.reading.load import load_checkpoint
-from phalanx.checkpoint.reading.verify import verify_checkpoint
+from phalanx.checkpoint.reading.verify import find_checkpoint_problems
 from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.checkpoint.writing import incremental
-from phalanx.checkpoint.writing.retention import Retention, prune
+from phalanx.checkpoint.writing.retention import Retention, prune_checkpoints
 from phalanx.checkpoint.writing.write import Snapshot, write_checkpoint
 from phalanx.core.disk import Disk
 from phalanx.core.errors import CheckpointError, ResourceError
@@ -124,7 +127,7 @@ def one_caught_while_replaced(run_dir: Path) -> None:
 
 
 def prune_to_one(run_dir: Path, disk: Disk) -> object:
-    return prune(LocalStore(run_dir / "checkpoints", disk), Retention(keep_last=1))
+    return prune_checkpoints(LocalStore(run_dir / "checkpoints", disk), Retention(keep_last=1))
 
 
 def clean_up(run_dir: Path, disk: Disk) -> object:
@@ -132,11 +135,11 @@ def clean_up(run_dir: Path, disk: Disk) -> object:
 
 
 def best(run_dir: Path, disk: Disk) -> object:
-    return write_best(run_dir, step=3, loss=0.5, num_targets=10, disk=disk)
+    return record_best_step(run_dir, step=3, loss=0.5, num_targets=10, disk=disk)
 
 
 def epoch(run_dir: Path, disk: Disk) -> object:
-    return acquire_token(run_dir, disk)
+    return acquire_fencing_token(run_dir, disk)
 
 
 def saving(step: int, value: int) -> Callable[[Path, Disk], object]:
@@ -171,8 +174,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         run_dir = tmp_path_factory.mktemp("prepared") / "run"
         run_dir.mkdir()
         CASES[name].prepare(run_dir)
-        write_best(run_dir, step=1, loss=1.0, num_targets=10)
-        acquire_token(run_dir)
+        record_best_step(run_dir, step=1, loss=1.0, num_targets=10)
+        acquire_fencing_token(run_dir)
         return run_dir
 
     return prepare
@@ -195,7 +198,7 @@ def newest(run_dir: Path) -> tuple[int, int] | None:
     store.clean_up()
     folders = store.folders()
     for folder in folders:
-        assert verify_checkpoint(folder) == []
+        assert find_checkpoint_problems(folder) == []
     assert hidden(run_dir / "checkpoints") == []
     if not folders:
         return None
@@ -204,7 +207,7 @@ def newest(run_dir: Path) -> tuple[int, int] | None:
     found = {name: torch.zeros_like(tensor) for name, tensor in reference.items()}
     load_checkpoint(folders[-1], shards(found), group=ONE, phases=PhaseTimer())
     assert all(torch.equal(found[name], reference[name]) for name in reference)
-    best, its_epoch = read_best(run_dir), read_token_number(run_dir)
+    best, its_epoch = read_best_step(run_dir), read_fencing_token_number(run_dir)
     assert best is not None
     assert best.loss in (0.5, 1.0)
     assert its_epoch in (1, 2, 3)
@@ -304,9 +307,9 @@ def lose_power(
                 found, place = newest(after), f"operation {number} of {count}, seed {seed}"
                 assert found in ((case.new,) if is_done else (case.old, case.new)), place
                 if is_done and case.act is best:
-                    assert read_best(after).step == 3, place  # type: ignore[union-attr]
+                    assert read_best_step(after).step == 3, place  # type: ignore[union-attr]
                 if is_done and case.act is epoch:
-                    assert read_token_number(after) == 2, place
+                    assert read_fencing_token_number(after) == 2, place
                 shutil.rmtree(after.parent)
                 num_states += 1
     show(capsys, f"{name}: {num_states} states after a power loss, seeds {seeds[0]} to {seeds[-1]}")

@@ -23,9 +23,9 @@ import pytest
 from phalanx.checkpoint.chunks import StoredFile
 from phalanx.checkpoint.exchange.checkpoint_reader import CheckpointReader
 from phalanx.checkpoint.exchange.families import find_family
-from phalanx.checkpoint.exchange.new_directory import new_directory
-from phalanx.checkpoint.exchange.settings import config_of_shape
-from phalanx.checkpoint.manifest import MANIFEST, body_xxh3, manifest_bytes, read_manifest
+from phalanx.checkpoint.exchange.new_directory import atomic_directory
+from phalanx.checkpoint.exchange.settings import hugging_face_config
+from phalanx.checkpoint.manifest import MANIFEST, manifest_bytes, manifest_xxh3, read_manifest
 from phalanx.cli._app import run
 from phalanx.core.registry import list_kinds
 from phalanx.job.load import load_job
@@ -102,7 +102,7 @@ def llama(tmp_path: Path) -> Path:
         parts |= dict.fromkeys(chosen, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": parts}))
     (folder / "config.json").write_text(
-        json.dumps(config_of_shape(SHAPE) | {"bos_token_id": 1, "eos_token_id": 2})
+        json.dumps(hugging_face_config(SHAPE) | {"bos_token_id": 1, "eos_token_id": 2})
     )
     (folder / "tokenizer.json").write_text('{"a": 1}')
     return folder
@@ -319,7 +319,7 @@ def test_a_flipped_bit_is_found_and_nothing_is_exported(
 
 def test_a_directory_is_whole_or_absent(tmp_path: Path) -> None:
     def fail() -> None:
-        with new_directory(tmp_path / "deep" / "new") as folder:
+        with atomic_directory(tmp_path / "deep" / "new") as folder:
             (folder / "half").write_text("x")
             assert not (tmp_path / "deep" / "new").exists()
             raise KeyError
@@ -328,7 +328,7 @@ def test_a_directory_is_whole_or_absent(tmp_path: Path) -> None:
         fail()
     assert list((tmp_path / "deep").iterdir()) == []
     (tmp_path / "empty").mkdir()
-    with new_directory(tmp_path / "empty") as folder:
+    with atomic_directory(tmp_path / "empty") as folder:
         (folder / "whole").write_text("x")
     assert [path.name for path in (tmp_path / "empty").iterdir()] == ["whole"]
 
@@ -521,7 +521,7 @@ def test_one_pickle_in_a_whole_checkpoint_is_never_run(
     if is_listed:
         body = json.loads((path.parent / MANIFEST).read_text())
         body["files"][path.name] = asdict(StoredFile.from_file(path))
-        (path.parent / MANIFEST).write_bytes(manifest_bytes(body | {"xxh3": body_xxh3(body)}))
+        (path.parent / MANIFEST).write_bytes(manifest_bytes(body | {"xxh3": manifest_xxh3(body)}))
     codes = {
         verb: phalanx(capsys, verb, *arguments(folder))[0] for verb, arguments in READING.items()
     }
@@ -567,7 +567,7 @@ def save_as_torch_does(rank: int, folder: Path) -> None:
         | {"sparse": torch.eye(2).to_sparse()},
         folder / "hf" / "pytorch_model.bin",
     )
-    (folder / "hf" / "config.json").write_text(json.dumps(config_of_shape(SHAPE)))
+    (folder / "hf" / "config.json").write_text(json.dumps(hugging_face_config(SHAPE)))
 
 
 def tensors_of(out: Path) -> dict[str, tuple[str, list[float]]]:
@@ -605,7 +605,7 @@ def save_what_loses_tensors(rank: int, folder: Path) -> None:
         theirs | {"norm.weight": theirs["model.norm.weight"] + 1},
         folder / "twice" / "pytorch_model.bin",
     )
-    (folder / "twice" / "config.json").write_text(json.dumps(config_of_shape(SHAPE)))
+    (folder / "twice" / "config.json").write_text(json.dumps(hugging_face_config(SHAPE)))
     for number in (1, 2):
         torch.save({"w": one}, folder / "two" / f"pytorch_model-{number}.bin")
     torch.save(
@@ -723,7 +723,7 @@ def test_weights_pass_through_one_tensor_at_a_time(
         folder / "model.safetensors",
         {name: np.ones(size, np.float32) for name, size in sizes.items()},
     )
-    (folder / "config.json").write_text(json.dumps(config_of_shape(shape)))
+    (folder / "config.json").write_text(json.dumps(hugging_face_config(shape)))
     total_bytes = sum(4 * math.prod(size) for size in sizes.values())
     assert total_bytes > 45e6
     for arguments in (

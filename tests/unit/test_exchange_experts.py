@@ -18,7 +18,7 @@ from test_exchange_cli import phalanx, refused, write_safetensors
 from checkpoints import run_threads, save_shards
 from phalanx.checkpoint.exchange.checkpoint_reader import CheckpointReader
 from phalanx.checkpoint.exchange.hf_export import export_hugging_face
-from phalanx.checkpoint.exchange.settings import config_of_shape
+from phalanx.checkpoint.exchange.settings import hugging_face_config
 from phalanx.checkpoint.exchange.tensor_readers import open_safetensors
 from phalanx.checkpoint.manifest import read_manifest
 from phalanx.job.shapes.decoder import DecoderShape
@@ -92,7 +92,7 @@ def directory(place: Path, *, stacked: bool = False) -> Path:
     write_safetensors(
         folder / "model.safetensors", tensors | theirs(ours(MIXTRAL), stacked=stacked)
     )
-    (folder / "config.json").write_text(json.dumps(config_of_shape(MIXTRAL)))
+    (folder / "config.json").write_text(json.dumps(hugging_face_config(MIXTRAL)))
     return folder
 
 
@@ -308,7 +308,7 @@ def test_no_stack_is_ever_in_memory(
             for k, s in sizes.items()
         }
     write_safetensors(folder / "model.safetensors", tensors)
-    (folder / "config.json").write_text(json.dumps(config_of_shape(big)))
+    (folder / "config.json").write_text(json.dumps(hugging_face_config(big)))
     del tensors
     for arguments in (
         ("import", folder, "--out", imported),

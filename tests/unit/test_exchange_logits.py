@@ -32,12 +32,15 @@ from test_families import (
 from torch import nn
 
 from checkpoints import run_threads, save_shards
-from phalanx.checkpoint.exchange.casts import cast_bits
+from phalanx.checkpoint.exchange.casts import round_bits_to_dtype
 from phalanx.checkpoint.exchange.checkpoint_reader import CheckpointReader
-from phalanx.checkpoint.exchange.hf_export import Rounding, export_hugging_face
-from phalanx.checkpoint.exchange.importing import read_hugging_face, write_import
+from phalanx.checkpoint.exchange.hf_export import DtypeRounding, export_hugging_face
+from phalanx.checkpoint.exchange.importing import (
+    read_hugging_face_weights,
+    write_imported_checkpoint,
+)
 from phalanx.checkpoint.exchange.tensor_readers import open_safetensors
-from phalanx.checkpoint.reading.verify import verify_checkpoint
+from phalanx.checkpoint.reading.verify import find_checkpoint_problems
 from phalanx.checkpoint.reading.weights import load_weights
 from phalanx.cli._app import run
 from phalanx.job.load import load_job
@@ -216,9 +219,9 @@ def journey(name: str, model: nn.Module, place: Path) -> dict[str, Any]:
     model.save_pretrained(place / "theirs", max_shard_size="20KB", save_original_format=not stacked)
     names = open_safetensors(place / "theirs").tensors
     assert stacked == any(their_name.endswith(".experts.gate_up_proj") for their_name in names)
-    weights = read_hugging_face(place / "theirs")
+    weights = read_hugging_face_weights(place / "theirs")
     assert weights.shape is not None
-    checkpoint = write_import(weights, place / "imported", None, file_bytes=FILE_BYTES)
+    checkpoint = write_imported_checkpoint(weights, place / "imported", None, file_bytes=FILE_BYTES)
     shape, is_vit = weights.shape, weights.shape.reads_images
     generator = torch.Generator().manual_seed(1)
     length = 60 if is_vit or shape.rope_scaling == "none" else 200
@@ -230,7 +233,7 @@ def journey(name: str, model: nn.Module, place: Path) -> dict[str, Any]:
     wanted = logits(model, inputs)
     found = {
         "std": wanted.std().item(),
-        "damage": [str(p) for p in verify_checkpoint(checkpoint)],
+        "damage": [str(p) for p in find_checkpoint_problems(checkpoint)],
         "ours": 0.0,
     }
     found["num_files"] = len(list(checkpoint.glob("*.safetensors")))
@@ -395,8 +398,8 @@ def old_spellings(rank: int, place: Path) -> dict[str, Any]:
     weights["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
     weights["lm_head.weight"] = weights["wte.weight"].clone()
     save_file(weights, file)
-    found = read_hugging_face(place / "gpt2")
-    write_import(found, place / "imported", None)
+    found = read_hugging_face_weights(place / "gpt2")
+    write_imported_checkpoint(found, place / "imported", None)
     assert found.shape is not None
     module = decoder.build(found.shape)
     refused = ""
@@ -412,7 +415,7 @@ def old_spellings(rank: int, place: Path) -> dict[str, Any]:
             found.shape,
             place / "fp32",
             shard_bytes=10**9,
-            rounding=Rounding("float32", cast_bits),
+            rounding=DtypeRounding("float32", round_bits_to_dtype),
         )
     opened = hf().AutoModelForCausalLM.from_pretrained(place / "fp32")
     same = all(

@@ -12,10 +12,10 @@ import torch
 
 from phalanx.checkpoint.exchange.families import list_families
 from phalanx.checkpoint.exchange.settings import (
-    config_of_shape,
+    hugging_face_config,
+    model_shape_from_config,
     normalize_for_inference,
-    normalize_shape,
-    shape_of_config,
+    normalize_model_shape,
 )
 from phalanx.checkpoint.exchange.translate import unstack_experts
 from phalanx.core.errors import LayoutError
@@ -39,7 +39,7 @@ def shape(name: str, **changes: Any) -> DecoderShape:
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_preset_survives_the_way_to_config_json_and_back(name: str) -> None:
     assert normalize_for_inference(
-        shape_of_config(config_of_shape(shape(name)))
+        model_shape_from_config(hugging_face_config(shape(name)))
     ) == normalize_for_inference(shape(name))
 
 
@@ -49,7 +49,7 @@ def test_the_model_section_of_a_job_file_means_the_same_shape(name: str, tmp_pat
     file = tmp_path / "model.toml"
     source = 'source = "my.data:images"' if wanted.reads_images else ""
     file.write_text(f"{model_section(wanted)}\n[data]\n{source}\n")
-    assert normalize_shape(shape_of(load_job(file), 1)) == normalize_shape(wanted)
+    assert normalize_model_shape(shape_of(load_job(file), 1)) == normalize_model_shape(wanted)
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -129,7 +129,7 @@ SAID = {  # what no model of transformers here computes, and a word of why
 def test_what_transformers_cannot_say_is_refused_with_the_reason(case: str) -> None:
     name, changes, word = SAID[case]
     with pytest.raises(LayoutError, match="nearest is") as refused:
-        config_of_shape(shape(name, **changes))
+        hugging_face_config(shape(name, **changes))
     assert word in str(refused.value)
     assert refused.value.exit_code == 3
 
@@ -139,20 +139,20 @@ def test_what_has_no_effect_does_not_stand_in_the_way() -> None:
     plain = shape(
         "llama3-8b", rope_factor=4.0, global_every=3, local_rope_theta=5.0, rope_original_len=7
     )
-    assert normalize_shape(plain) == shape("llama3-8b")
+    assert normalize_model_shape(plain) == shape("llama3-8b")
     ntk = shape("llama3-8b", rope_scaling="ntk", rope_factor=4.0)
-    assert config_of_shape(ntk)["rope_theta"] == pytest.approx(500000.0 * 4 ** (128 / 126))
+    assert hugging_face_config(ntk)["rope_theta"] == pytest.approx(500000.0 * 4 ** (128 / 126))
 
 
 def test_experts_are_said_by_the_family_that_has_them() -> None:
-    assert config_of_shape(shape("mixtral-8x7b"))["architectures"] == ["MixtralForCausalLM"]
-    assert config_of_shape(shape("mixtral-8x7b", qk_norm=True))["architectures"] == [
+    assert hugging_face_config(shape("mixtral-8x7b"))["architectures"] == ["MixtralForCausalLM"]
+    assert hugging_face_config(shape("mixtral-8x7b", qk_norm=True))["architectures"] == [
         "Qwen3MoeForCausalLM"
     ]
     loose = shape("mixtral-8x7b", router_normalize=False, qk_norm=True)
-    assert config_of_shape(loose)["norm_topk_prob"] is False
-    assert shape_of_config(config_of_shape(loose)) == normalize_shape(loose)
-    dots = config_of_shape(shape("deepseek-moe-16b", **OF_DOTS))
+    assert hugging_face_config(loose)["norm_topk_prob"] is False
+    assert model_shape_from_config(hugging_face_config(loose)) == normalize_model_shape(loose)
+    dots = hugging_face_config(shape("deepseek-moe-16b", **OF_DOTS))
     assert dots["architectures"] == ["Dots1ForCausalLM"]
     assert {
         key: dots[key]
@@ -162,27 +162,29 @@ def test_experts_are_said_by_the_family_that_has_them() -> None:
         "first_k_dense_replace": 1,
         "routed_scaling_factor": 2.5,
     }
-    assert shape_of_config(dots) == normalize_shape(shape("deepseek-moe-16b", **OF_DOTS))
+    assert model_shape_from_config(dots) == normalize_model_shape(
+        shape("deepseek-moe-16b", **OF_DOTS)
+    )
     deepseek = shape("deepseek-moe-16b", balance_loss=0.003)  # theirs is per sequence, too
-    assert config_of_shape(deepseek)["aux_loss_alpha"] == 0.003
-    assert shape_of_config(config_of_shape(deepseek)) == normalize_shape(deepseek)
+    assert hugging_face_config(deepseek)["aux_loss_alpha"] == 0.003
+    assert model_shape_from_config(hugging_face_config(deepseek)) == normalize_model_shape(deepseek)
 
 
 def test_what_evens_out_experts_in_training_does_not_stand_in_the_way() -> None:
     """Weights mean the same: a directory of another weight of the balance loss is not another
     model."""
     trained = shape("mixtral-8x7b", balance_loss=0.01)
-    assert config_of_shape(trained) == config_of_shape(shape("mixtral-8x7b"))
+    assert hugging_face_config(trained) == hugging_face_config(shape("mixtral-8x7b"))
     fast = shape("deepseek-moe-16b", **{**OF_DOTS, "balance_bias": 0.5})
-    assert config_of_shape(fast)["architectures"] == ["Dots1ForCausalLM"]
+    assert hugging_face_config(fast)["architectures"] == ["Dots1ForCausalLM"]
 
 
 OF_DOTS = {"qk_norm": True, "router_scores": "sigmoid", "router_scale": 2.5, "balance_bias": 0.001}
 EXPERTS = {
-    "mixtral": config_of_shape(shape("mixtral-8x7b")),
-    "qwen3_moe": config_of_shape(shape("qwen3-30b-a3b")),
-    "dots1": config_of_shape(shape("deepseek-moe-16b", **OF_DOTS)),
-    "deepseek": config_of_shape(shape("deepseek-moe-16b")),
+    "mixtral": hugging_face_config(shape("mixtral-8x7b")),
+    "qwen3_moe": hugging_face_config(shape("qwen3-30b-a3b")),
+    "dots1": hugging_face_config(shape("deepseek-moe-16b", **OF_DOTS)),
+    "deepseek": hugging_face_config(shape("deepseek-moe-16b")),
 }
 OTHER_EXPERTS = {
     "groups of experts": ("dots1", {"n_group": 8}, "n_group = 8"),
@@ -222,12 +224,12 @@ OTHER_EXPERTS = {
 def test_experts_that_compute_something_else_are_refused(case: str) -> None:
     family, changes, words = OTHER_EXPERTS[case]
     with pytest.raises(LayoutError) as refused:
-        shape_of_config({**EXPERTS[family], **changes})
+        model_shape_from_config({**EXPERTS[family], **changes})
     assert words in str(refused.value)
     assert len(str(refused.value).splitlines()) == 1
 
 
-LLAMA = config_of_shape(shape("llama2-7b"))
+LLAMA = hugging_face_config(shape("llama2-7b"))
 UNKNOWN = {
     "another type": ({"model_type": "mamba"}, "'mamba' cannot be imported"),
     "almost a type": ({"model_type": "lama"}, 'did you mean "llama"'),
@@ -258,7 +260,7 @@ UNKNOWN = {
 }
 
 
-LATENT = config_of_shape(
+LATENT = hugging_face_config(
     shape("small-latent", rope_scaling="yarn", rope_factor=4.0, rope_original_len=64)
 )
 YARN = LATENT["rope_scaling"]
@@ -279,9 +281,9 @@ UNKNOWN_OF_DEEPSEEK = {
 def test_a_rank_of_queries_that_is_null_is_none_and_one_that_is_left_out_is_the_published_one() -> (
     None
 ):
-    assert shape_of_config({**LATENT, "q_lora_rank": None}).query_rank == 0
+    assert model_shape_from_config({**LATENT, "q_lora_rank": None}).query_rank == 0
     assert (
-        shape_of_config(
+        model_shape_from_config(
             {key: value for key, value in LATENT.items() if key != "q_lora_rank"}
         ).query_rank
         == 1536
@@ -292,24 +294,24 @@ def test_a_rank_of_queries_that_is_null_is_none_and_one_that_is_left_out_is_the_
 def test_settings_of_latent_attention_that_mean_another_computation_are_refused(case: str) -> None:
     changes, words = UNKNOWN_OF_DEEPSEEK[case]
     with pytest.raises(LayoutError, match=words):
-        shape_of_config({**LATENT, **changes})
+        model_shape_from_config({**LATENT, **changes})
 
 
 @pytest.mark.parametrize("case", UNKNOWN)
 def test_settings_that_mean_another_computation_are_refused(case: str) -> None:
     changes, words = UNKNOWN[case]
     with pytest.raises(LayoutError) as refused:
-        shape_of_config({**LLAMA, **changes})
+        model_shape_from_config({**LLAMA, **changes})
     assert words in str(refused.value)
 
 
 def test_capped_scores_are_refused_and_their_absence_is_not() -> None:
-    config = config_of_shape(shape("gemma3-1b"))
+    config = hugging_face_config(shape("gemma3-1b"))
     assert config["attn_logit_softcapping"] is None
     with pytest.raises(LayoutError, match="attn_logit_softcapping"):
-        shape_of_config({**config, "attn_logit_softcapping": 50.0})
+        model_shape_from_config({**config, "attn_logit_softcapping": 50.0})
     with pytest.raises(LayoutError, match="query_pre_attn_scalar"):
-        shape_of_config({**config, "query_pre_attn_scalar": 168})
+        model_shape_from_config({**config, "query_pre_attn_scalar": 168})
 
 
 def test_published_configurations_of_before_and_after_transformers_5_mean_the_same() -> None:
@@ -337,9 +339,9 @@ def test_published_configurations_of_before_and_after_transformers_5_mean_the_sa
     }
     new = {key: value for key, value in old.items() if not key.startswith("rope")}
     new["rope_parameters"] = {"rope_theta": 500000.0, **old["rope_scaling"]}  # type: ignore[dict-item]
-    assert shape_of_config(old) == shape_of_config(new) == shape("llama3.1-8b")
+    assert model_shape_from_config(old) == model_shape_from_config(new) == shape("llama3.1-8b")
     gpt2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
-    assert shape_of_config(gpt2) == normalize_shape(shape("gpt2"))
+    assert model_shape_from_config(gpt2) == normalize_model_shape(shape("gpt2"))
     gemma = {
         "model_type": "gemma",
         "hidden_size": 2048,
@@ -351,33 +353,42 @@ def test_published_configurations_of_before_and_after_transformers_5_mean_the_sa
         "vocab_size": 256000,
         "hidden_act": "gelu_pytorch_tanh",
     }
-    assert shape_of_config(gemma) == normalize_shape(shape("gemma-2b"))
+    assert model_shape_from_config(gemma) == normalize_model_shape(shape("gemma-2b"))
 
 
 def test_layers_with_windows_are_read_in_every_spelling() -> None:
-    qwen = config_of_shape(shape("qwen2.5-0.5b"))
-    first_half = {**qwen, "layer_types": None, "use_sliding_window": True, "sliding_window": 32}
-    with pytest.raises(LayoutError, match="layer_types"):
-        shape_of_config({**first_half, "max_window_layers": 12})
-    assert shape_of_config({**first_half, "max_window_layers": 0}).num_local_layers == 24
-    assert shape_of_config({**first_half, "max_window_layers": 28}).num_local_layers == 0
-    gemma = {**config_of_shape(shape("gemma3-1b")), "layer_types": None}
-    assert shape_of_config(gemma) == normalize_shape(shape("gemma3-1b"))
-    assert shape_of_config({**gemma, "sliding_window_pattern": 3}).global_every == 3
+    qwen = hugging_face_config(shape("qwen2.5-0.5b"))
+    first_half = {
+        **qwen,
+        "attention_layer_types": None,
+        "use_sliding_window": True,
+        "sliding_window": 32,
+    }
+    with pytest.raises(LayoutError, match="attention_layer_types"):
+        model_shape_from_config({**first_half, "max_window_layers": 12})
+    assert model_shape_from_config({**first_half, "max_window_layers": 0}).num_local_layers == 24
+    assert model_shape_from_config({**first_half, "max_window_layers": 28}).num_local_layers == 0
+    gemma = {**hugging_face_config(shape("gemma3-1b")), "attention_layer_types": None}
+    assert model_shape_from_config(gemma) == normalize_model_shape(shape("gemma3-1b"))
+    assert model_shape_from_config({**gemma, "sliding_window_pattern": 3}).global_every == 3
 
 
 @pytest.mark.parametrize("name", ["mistral-7b", "qwen2.5-0.5b", "qwen3-0.6b"])
 def test_a_window_of_null_is_none_and_an_absent_one_the_default(name: str) -> None:
     """Mistral 7B v0.2 and v0.3 say null: to transformers, too, a token attends to all before it."""
-    config = {**config_of_shape(shape(name)), "use_sliding_window": True, "layer_types": None}
-    assert shape_of_config({**config, "sliding_window": None}).sliding_window == 0
+    config = {
+        **hugging_face_config(shape(name)),
+        "use_sliding_window": True,
+        "attention_layer_types": None,
+    }
+    assert model_shape_from_config({**config, "sliding_window": None}).sliding_window == 0
     del config["sliding_window"]
     config["max_window_layers"] = 0
-    assert shape_of_config(config).sliding_window == 4096
+    assert model_shape_from_config(config).sliding_window == 4096
 
 
 def test_a_llama_whose_heads_do_not_divide_its_width_is_a_mistral_without_a_window() -> None:
     odd = shape("llama3-8b", dim=32, num_heads=3, num_kv_heads=1, head_dim=8)
-    config = config_of_shape(odd)
+    config = hugging_face_config(odd)
     assert (config["model_type"], config["sliding_window"]) == ("mistral", None)
-    assert shape_of_config(config) == normalize_shape(odd)
+    assert model_shape_from_config(config) == normalize_model_shape(odd)

@@ -31,7 +31,7 @@ def test_time_in_which_the_machine_was_suspended_counts(
 
     clock = Suspended()
     monkeypatch.setattr(fence_module, "time", clock)
-    monkeypatch.setattr(fence_module, "read_token_number", lambda run_dir: 2)
+    monkeypatch.setattr(fence_module, "read_fencing_token_number", lambda run_dir: 2)
     fence = OwnershipFence(tmp_path, None, FencingToken(tmp_path, 1))
     assert not fence.is_lost()
     clock.now = 60.0

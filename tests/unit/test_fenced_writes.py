@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.checkpoint.best import read_best
+from phalanx.checkpoint.best import read_best_step
 from phalanx.checkpoint.ownership.fence import OwnershipFence
-from phalanx.checkpoint.ownership.fencing_token import acquire_token
+from phalanx.checkpoint.ownership.fencing_token import acquire_fencing_token
 from phalanx.checkpoint.ownership.run_lock import LOCK_NAME, hold_run_lock
 from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.checkpoint.stores.local import LocalStore
@@ -26,7 +26,7 @@ from phalanx.train.evaluation import EvalScore
 
 
 def test_no_best_is_named_and_nothing_is_cleaned_up_in_another_jobs_run(tmp_path: Path) -> None:
-    ours = acquire_token(tmp_path)
+    ours = acquire_fencing_token(tmp_path)
     fence = OwnershipFence(tmp_path, None, ours)
     store = LocalStore(tmp_path / "checkpoints")
     store.root.mkdir()
@@ -38,12 +38,12 @@ def test_no_best_is_named_and_nothing_is_cleaned_up_in_another_jobs_run(tmp_path
         first = store.begin(8).path
         assert find_checkpoints(storage, mesh) == []
         assert not first.exists()  # of an earlier job, half written
-        acquire_token(tmp_path, taker="process 7 on another host")
+        acquire_fencing_token(tmp_path, taker="process 7 on another host")
         theirs = store.begin(9).path
         best.record(5, EvalScore(1.0, 9, 1.0))
         with pytest.raises(RunTakenError, match="process 7 on another host"):
             find_checkpoints(storage, mesh)
-    named = read_best(tmp_path)
+    named = read_best_step(tmp_path)
     assert named is not None
     assert named.step == 4
     assert theirs.is_dir()

@@ -231,11 +231,11 @@ def swap_gate_and_up_of_imports(patch: pytest.MonkeyPatch) -> None:
             tensors.append(tensor)
         return replace(weights, tensors=tuple(tensors))
 
-    patch.setattr(hugging_face_row, "read_hugging_face", read_other)
+    patch.setattr(hugging_face_row, "read_hugging_face_weights", read_other)
 
 
 def misname_exports(patch: pytest.MonkeyPatch) -> None:
-    merge = translate._merge
+    merge = translate._merge_phalanx_tensors
 
     def misname(their_name: str, *args: Any) -> Any:
         if their_name.endswith("layers.1.mlp.up_proj.weight"):
@@ -253,7 +253,7 @@ def read_another_base(patch: pytest.MonkeyPatch) -> None:
         assert isinstance(weights.shape, DecoderShape)
         return replace(weights, shape=replace(weights.shape, rope_theta=11.0))
 
-    patch.setattr(hugging_face_row, "read_hugging_face", read_other)
+    patch.setattr(hugging_face_row, "read_hugging_face_weights", read_other)
 
 
 @dataclass(frozen=True)
@@ -297,9 +297,9 @@ def judge_mistakes(place: Path) -> dict[str, Row]:
     for name, mistake in MISTAKES.items():
         with pytest.MonkeyPatch.context() as patch:
             mistake.plant(patch)
-            families._family.cache_clear()
+            families._load_family.cache_clear()
             rows[name] = judge(mistake.model, place)
-    families._family.cache_clear()
+    families._load_family.cache_clear()
     return rows
 
 

@@ -14,7 +14,7 @@ from checkpoints import ThreadRank, run_threads
 from phalanx.checkpoint.folder import Folder
 from phalanx.checkpoint.manifest import read_manifest
 from phalanx.checkpoint.reading.load import load_checkpoint
-from phalanx.checkpoint.reading.verify import verify_checkpoint
+from phalanx.checkpoint.reading.verify import find_checkpoint_problems
 from phalanx.checkpoint.shard_file import CheckedFile
 from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.checkpoint.writing import incremental
@@ -70,7 +70,7 @@ def save_step(
 def require_whole(folder: Folder, reference: Tensors) -> None:
     """It verifies, is bit-equal to the reference, and no file holds a byte that the manifest
     does not speak of."""
-    assert verify_checkpoint(folder) == []
+    assert find_checkpoint_problems(folder) == []
     found = {name: torch.full_like(tensor, 7) for name, tensor in reference.items()}
     run_threads(
         Layout(),
@@ -198,7 +198,7 @@ def test_damage_is_not_linked_into_the_next_checkpoint(tmp_path: Path) -> None:
         byte = file.read(1)[0]
         file.seek(-3, os.SEEK_END)
         file.write(bytes([byte ^ 1]))
-    assert verify_checkpoint(store.folder("step-1")) != []
+    assert find_checkpoint_problems(store.folder("step-1")) != []
     saved = save_step(store, 2, whole)
     assert saved.num_new_bytes >= linked.stat().st_size
     require_whole(store.folder("step-2"), whole)

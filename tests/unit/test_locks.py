@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from phalanx.checkpoint.ownership import run_lock as locks
-from phalanx.checkpoint.ownership.fencing_token import TOKEN_FILE, read_token_number
-from phalanx.checkpoint.ownership.run_lock import LOCK_NAME, hold_run_lock, refuse_if_held
+from phalanx.checkpoint.ownership.fencing_token import TOKEN_FILE, read_fencing_token_number
+from phalanx.checkpoint.ownership.run_lock import LOCK_NAME, hold_run_lock, refuse_held_run
 from phalanx.core.errors import CheckpointError, ResourceError, RunLockedError
 
 HOLD = """
@@ -98,8 +98,8 @@ def test_a_live_job_is_named_at_once(tmp_path: Path) -> None:
 
 
 def test_a_look_refuses_what_taking_would_refuse_and_changes_nothing(tmp_path: Path) -> None:
-    refuse_if_held(tmp_path / "nowhere")
-    refuse_if_held(tmp_path)
+    refuse_held_run(tmp_path / "nowhere")
+    refuse_held_run(tmp_path)
     assert list(tmp_path.iterdir()) == []
     process = start(HOLD, tmp_path)
     try:
@@ -107,12 +107,12 @@ def test_a_look_refuses_what_taking_would_refuse_and_changes_nothing(tmp_path: P
         assert process.stdout.readline() == "held\n"
         before = (tmp_path / LOCK_NAME).read_bytes()
         with pytest.raises(RunLockedError, match=f"in use by process {process.pid} on "):
-            refuse_if_held(tmp_path)
+            refuse_held_run(tmp_path)
         assert (tmp_path / LOCK_NAME).read_bytes() == before
         process.kill()
     finally:
         end(process)
-    refuse_if_held(tmp_path)  # a dead job's
+    refuse_held_run(tmp_path)  # a dead job's
     assert (tmp_path / LOCK_NAME).read_bytes() == before
 
 
@@ -222,7 +222,7 @@ def test_each_attempt_takes_an_epoch_which_the_lock_shows(tmp_path: Path) -> Non
         first.require_newest()
         assert written(tmp_path)["epoch"] == first.number == 1
         second = lock.acquire_token()  # a restart
-        assert (second.number, read_token_number(tmp_path)) == (2, 2)
+        assert (second.number, read_fencing_token_number(tmp_path)) == (2, 2)
         second.require_newest()
         with pytest.raises(CheckpointError, match="another job took this run"):
             first.require_newest()
@@ -240,7 +240,7 @@ def test_who_lost_the_lock_cannot_take_an_epoch(tmp_path: Path) -> None:
             theirs.acquire_token()
             with pytest.raises(RunLockedError):
                 ours.acquire_token()
-            assert read_token_number(tmp_path) == 1
+            assert read_fencing_token_number(tmp_path) == 1
 
 
 @pytest.mark.parametrize("text", ["", "x", "1 2", "1\n\n{"])

@@ -15,10 +15,10 @@ from phalanx.checkpoint.manifest import (
     Manifest,
     Piece,
     StoredTensor,
-    body_xxh3,
     checkpoint_directory,
     list_checkpoint_dirs,
     manifest_bytes,
+    manifest_xxh3,
     read_manifest,
 )
 from phalanx.core.errors import CheckpointError, ExitCode
@@ -122,7 +122,7 @@ def test_a_file_name_cannot_leave_the_directory(tmp_path: Path, name: Any) -> No
     body["tensors"]["w"]["pieces"][0]["file"] = name
     body["files"][name] = body["files"]["a.safetensors"]
     body = json.loads(json.dumps(body))
-    body["xxh3"] = body_xxh3(body)
+    body["xxh3"] = manifest_xxh3(body)
     with pytest.raises(CheckpointError, match="bad file name"):
         read_manifest(write(tmp_path, body))
 
@@ -138,7 +138,7 @@ def test_a_part_of_the_wrong_kind_is_damage(tmp_path: Path, key: str, value: Any
     del body[key]
     if value != "absent":
         body[key] = value
-    body["xxh3"] = body_xxh3(body)
+    body["xxh3"] = manifest_xxh3(body)
     if (key, value) in (("step", 3), ("job_digest", "x")):
         assert read_manifest(write(tmp_path, body)).step in (3, 7)
         return
@@ -160,7 +160,7 @@ def test_a_part_of_the_wrong_kind_is_damage(tmp_path: Path, key: str, value: Any
 )
 def test_a_name_that_leads_to_no_tensor_is_damage(tmp_path: Path, aliases: Any) -> None:
     body = ONE.to_json() | {"aliases": aliases}
-    body["xxh3"] = body_xxh3(body)
+    body["xxh3"] = manifest_xxh3(body)
     with pytest.raises(CheckpointError, match="damaged"):
         read_manifest(write(tmp_path, body))
 
@@ -168,7 +168,7 @@ def test_a_name_that_leads_to_no_tensor_is_damage(tmp_path: Path, aliases: Any) 
 @pytest.mark.parametrize("degree", [None, [2], "x"])
 def test_a_degree_that_is_no_number_is_damage(tmp_path: Path, degree: Any) -> None:
     body = ONE.to_json() | {"layout": {"tp": degree}}
-    body["xxh3"] = body_xxh3(body)
+    body["xxh3"] = manifest_xxh3(body)
     with pytest.raises(CheckpointError, match="damaged"):
         read_manifest(write(tmp_path, body))
 

@@ -15,8 +15,14 @@ from hypothesis import strategies as st
 from test_retention import save
 
 from hostile import EVIL
-from phalanx.checkpoint.manifest import MANIFEST, Manifest, body_xxh3, manifest_bytes, read_manifest
-from phalanx.checkpoint.reading.verify import verify_checkpoint
+from phalanx.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    manifest_bytes,
+    manifest_xxh3,
+    read_manifest,
+)
+from phalanx.checkpoint.reading.verify import find_checkpoint_problems
 from phalanx.cli import _app
 from phalanx.core.errors import CheckpointError, ExitCode
 
@@ -53,13 +59,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = save(tmp_path_factory.mktemp("run"), 10)
     body = json.loads((directory / MANIFEST).read_bytes()) | {"facts": FACTS}
     write(directory, body)
-    assert verify_checkpoint(directory) == []
+    assert find_checkpoint_problems(directory) == []
     return directory
 
 
 def write(directory: Path, body: dict[str, Any]) -> None:
     body = {key: value for key, value in body.items() if key != "xxh3"}
-    (directory / MANIFEST).write_bytes(manifest_bytes({**body, "xxh3": body_xxh3(body)}))
+    (directory / MANIFEST).write_bytes(manifest_bytes({**body, "xxh3": manifest_xxh3(body)}))
 
 
 def paths_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -150,7 +156,7 @@ def test_any_change_is_refused_or_harmless(
         return  # half a letter: no file of it
     for name in (path.name for path in whole.iterdir() if path.name != MANIFEST):
         (tmp_path / name).write_bytes((whole / name).read_bytes())
-    for problem in verify_checkpoint(tmp_path):  # CheckpointErrors, and nothing is raised
+    for problem in find_checkpoint_problems(tmp_path):  # CheckpointErrors, and nothing is raised
         assert "\n" not in str(problem)
         assert problem.exit_code == ExitCode.CHECKPOINT
     try:

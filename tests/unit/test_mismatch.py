@@ -5,7 +5,7 @@ from __future__ import annotations
 from phalanx.checkpoint.reading.mismatch import (
     ExpectedTensor,
     MismatchError,
-    find_mismatches,
+    find_tensor_mismatches,
     format_mismatch_table,
 )
 
@@ -17,9 +17,11 @@ MODEL = {
 
 
 def test_what_fits_has_no_misfits() -> None:
-    assert find_mismatches(MODEL, dict(MODEL)) == ()
+    assert find_tensor_mismatches(MODEL, dict(MODEL)) == ()
     assert (
-        find_mismatches({"a": ExpectedTensor((2, 3))}, {"a": ExpectedTensor((2, 3), "bfloat16")})
+        find_tensor_mismatches(
+            {"a": ExpectedTensor((2, 3))}, {"a": ExpectedTensor((2, 3), "bfloat16")}
+        )
         == ()
     )
 
@@ -31,7 +33,7 @@ def test_every_way_not_to_fit_is_a_row() -> None:
         "x": ExpectedTensor((1,), "float32"),
     }
     error = MismatchError(
-        "it does not fit", find_mismatches(MODEL, there), where="step-4", fix="do so"
+        "it does not fit", find_tensor_mismatches(MODEL, there), where="step-4", fix="do so"
     )
     assert str(error).splitlines() == [
         (
@@ -55,11 +57,11 @@ def test_every_way_not_to_fit_is_a_row() -> None:
 
 def test_a_cast_is_between_floating_point_types_only() -> None:
     half = {name: ExpectedTensor(tensor.shape, "bfloat16") for name, tensor in MODEL.items()}
-    assert [row.name for row in find_mismatches(MODEL, half)] == ["a", "b", "n"]
-    assert [row.name for row in find_mismatches(MODEL, half, cast=True)] == ["n"]
+    assert [row.name for row in find_tensor_mismatches(MODEL, half)] == ["a", "b", "n"]
+    assert [row.name for row in find_tensor_mismatches(MODEL, half, cast=True)] == ["n"]
     assert [
         row.kind
-        for row in find_mismatches(
+        for row in find_tensor_mismatches(
             MODEL, {**MODEL, "a": ExpectedTensor((2,), "bfloat16")}, cast=True
         )
     ] == ["shape"]
@@ -70,7 +72,7 @@ def test_a_long_table_shows_some_of_each_kind_and_counts_the_rest() -> None:
     there = {f"x{number:03d}": ExpectedTensor((1,), "float32") for number in range(50)} | {
         "w000": ExpectedTensor((2,), "float32")
     }
-    rows = format_mismatch_table(find_mismatches(wanted, there), limit=6)
+    rows = format_mismatch_table(find_tensor_mismatches(wanted, there), limit=6)
     assert [row.split()[0] for row in rows] == [
         "tensor",
         "w001",

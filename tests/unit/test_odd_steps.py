@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from test_retention import save, steps, store
 
-from phalanx.checkpoint.reading.verify import verify_checkpoint
-from phalanx.checkpoint.writing.retention import Retention, prune
+from phalanx.checkpoint.reading.verify import find_checkpoint_problems
+from phalanx.checkpoint.writing.retention import Retention, prune_checkpoints
 from phalanx.cli import _app
 from phalanx.core.disk import Disk, remove_tree
 
@@ -57,7 +57,7 @@ def test_every_verb_sees_it(a_run: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_it_is_not_what_keeps_others_from_going(a_run: Path) -> None:
     """Nor does removing it touch what a link leads to."""
     said: list[str] = []
-    prune(store(a_run), Retention(keep_last=1), say=said.append)
+    prune_checkpoints(store(a_run), Retention(keep_last=1), say=said.append)
     assert "step-6 does not verify" in said[0]
     assert steps(a_run) == [2, 4, 6]  # the newest that verifies would have gone
     store(a_run).remove(store(a_run).folder("step-6"))
@@ -73,7 +73,9 @@ def test_a_save_of_that_step_takes_its_place(a_run: Path) -> None:
     places.commit(draft, (a_run / "checkpoints" / "step-4" / "manifest.json").read_bytes())
     assert (a_run / "checkpoints" / "step-6").is_dir()
     assert not (a_run / "checkpoints" / "step-6").is_symlink()
-    assert "step-6 holds step 4" in str(verify_checkpoint(a_run / "checkpoints" / "step-6")[0])
+    assert "step-6 holds step 4" in str(
+        find_checkpoint_problems(a_run / "checkpoints" / "step-6")[0]
+    )
     assert (a_run / "else" / "precious").read_text() == "data"
 
 

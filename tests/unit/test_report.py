@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.checkpoint.best import write_best
+from phalanx.checkpoint.best import record_best_step
 from phalanx.core.errors import ResourceError
 from phalanx.job.schema import Job
 from phalanx.observe import events
@@ -276,7 +276,7 @@ def test_evaluations_on_the_way_are_points_and_the_best_is_named(whole: Run) -> 
     for at, loss in ((10, 2.0), (20, 2.125)):
         whole.say(evaluated(at, loss, code=loss - 0.5, prose=loss + 0.5), attempt=1)
     whole.say(evaluated(25, math.nan), attempt=1)
-    write_best(whole.directory, step=10, loss=2.0, num_targets=500)
+    record_best_step(whole.directory, step=10, loss=2.0, num_targets=500)
     page = page_of(whole)
     assert "Held-out loss 2.2500 nats/token best 2.0000 at step 10; 2.250 nats below" in page.text
     assert "Best of 4 evaluations: 2.0000 at step 10, kept as checkpoints/step-10." in page.text

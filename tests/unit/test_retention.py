@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.checkpoint.manifest import MANIFEST, Manifest, Piece, StoredTensor
-from phalanx.checkpoint.shard_file import TensorSource, write_file
+from phalanx.checkpoint.shard_file import TensorSource, write_safetensors
 from phalanx.checkpoint.stores.local import REMOVED, LocalStore
-from phalanx.checkpoint.writing.retention import Retention, prune
+from phalanx.checkpoint.writing.retention import Retention, prune_checkpoints
 
 
 def save(run_dir: Path, step: int) -> Path:
     directory = run_dir / "checkpoints" / f"step-{step}"
     directory.mkdir(parents=True)
     data = np.full(8, step, np.float32)
-    stored = write_file(
+    stored = write_safetensors(
         directory / "a.safetensors",
         [TensorSource("w#0", "float32", (8,), lambda: data.view(np.uint8))],
     )
@@ -77,7 +77,9 @@ def test_what_goes_is_gone_and_what_stays_is_whole(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / f".step-10{REMOVED}" / "left").mkdir(
         parents=True
     )  # by a killed removal
-    assert [folder.step for folder in prune(store(tmp_path), Retention(keep_last=2))] == [10, 20]
+    assert [
+        folder.step for folder in prune_checkpoints(store(tmp_path), Retention(keep_last=2))
+    ] == [10, 20]
     assert steps(tmp_path) == [30, 40]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
         "step-30",
@@ -89,7 +91,8 @@ def test_a_dry_run_removes_nothing(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)
     assert [
-        folder.step for folder in prune(store(tmp_path), Retention(keep_last=1), dry_run=True)
+        folder.step
+        for folder in prune_checkpoints(store(tmp_path), Retention(keep_last=1), dry_run=True)
     ] == [
         1,
         2,
@@ -104,10 +107,13 @@ def test_the_newest_that_verifies_is_never_removed(tmp_path: Path) -> None:
     said: list[str] = []
     damage(tmp_path / "checkpoints" / "step-4")
     damage(tmp_path / "checkpoints" / "step-3")
-    assert prune(store(tmp_path), Retention(keep_last=2), say=said.append, dry_run=True) == []
+    assert (
+        prune_checkpoints(store(tmp_path), Retention(keep_last=2), say=said.append, dry_run=True)
+        == []
+    )
     said_before = said.copy()
     said.clear()
-    assert prune(store(tmp_path), Retention(keep_last=2), say=said.append) == []
+    assert prune_checkpoints(store(tmp_path), Retention(keep_last=2), say=said.append) == []
     assert said == said_before
     assert steps(tmp_path) == [1, 2, 3, 4]
     assert "step-4 does not verify" in said[0]
@@ -123,7 +129,7 @@ def test_an_older_one_that_stays_does_not_stand_for_the_newest_that_verifies(
     damage(tmp_path / "checkpoints" / "step-4")
     said: list[str] = []
     assert (
-        prune(
+        prune_checkpoints(
             store(tmp_path), Retention(keep_last=1, protected_steps=frozenset({1})), say=said.append
         )
         == []
@@ -136,4 +142,6 @@ def test_one_that_stays_and_verifies_is_enough(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step)
     damage(tmp_path / "checkpoints" / "step-3")
-    assert [folder.step for folder in prune(store(tmp_path), Retention(keep_last=2))] == [1]
+    assert [
+        folder.step for folder in prune_checkpoints(store(tmp_path), Retention(keep_last=2))
+    ] == [1]

@@ -23,11 +23,11 @@ from phalanx.checkpoint.manifest import (
     Manifest,
     Piece,
     StoredTensor,
-    body_xxh3,
     manifest_bytes,
+    manifest_xxh3,
 )
-from phalanx.checkpoint.reading.verify import verify_checkpoint
-from phalanx.checkpoint.shard_file import CheckedFile, TensorSource, write_file
+from phalanx.checkpoint.reading.verify import find_checkpoint_problems
+from phalanx.checkpoint.shard_file import CheckedFile, TensorSource, write_safetensors
 from phalanx.core.errors import CheckpointError
 
 RANDOM = np.random.default_rng(0)
@@ -53,7 +53,7 @@ def source(key: str, array: np.ndarray[Any, Any]) -> TensorSource:
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, StoredFile]:
     directory = tmp_path_factory.mktemp("file")
-    return directory, write_file(
+    return directory, write_safetensors(
         directory / "a.safetensors", [source(*item) for item in ARRAYS.items()]
     )
 
@@ -102,7 +102,7 @@ def test_any_block_is_read_as_numpy_slices_it(
 
 def test_only_the_chunks_of_a_range_are_read(tmp_path: Path) -> None:
     big = np.arange(12 * CHUNK_BYTES // 4, dtype=np.int32).reshape(12 * 1024, -1)
-    stored = write_file(tmp_path / "big.safetensors", [source("big#0", big)])
+    stored = write_safetensors(tmp_path / "big.safetensors", [source("big#0", big)])
     with CheckedFile(tmp_path, "big.safetensors", stored) as file:
         found = file.read_block(file.entries["big#0"], (6 * 1024, 0), (1024, big.shape[1]))
         assert np.array_equal(found.view(np.int32).reshape(1024, -1), big[6 * 1024 : 7 * 1024])
@@ -123,7 +123,7 @@ def checkpoint(directory: Path) -> Path:
         "rank-0001.safetensors": {"w#0": w[700:], "m#0": m[:, 2:]},
     }
     stored = {
-        n: write_file(directory / n, [source(*item) for item in p.items()])
+        n: write_safetensors(directory / n, [source(*item) for item in p.items()])
         for n, p in parts.items()
     }
     first, second = parts
@@ -147,7 +147,7 @@ def checkpoint(directory: Path) -> Path:
 def test_an_undamaged_one_verifies_and_reports_its_bytes(tmp_path: Path) -> None:
     passed: list[int] = []
     directory = checkpoint(tmp_path / "c")
-    assert verify_checkpoint(directory, passed.append) == []
+    assert find_checkpoint_problems(directory, passed.append) == []
     assert sum(passed) == sum(file.stat().st_size for file in directory.glob("*.safetensors"))
 
 
@@ -169,7 +169,7 @@ def several_chunks(directory: Path) -> Path:
     stored, tensors = {}, {}
     for file, sizes in PARTS.items():
         arrays = {name: RANDOM.integers(0, 2**60, size // 8) for name, size in sizes.items()}
-        stored[file] = write_file(
+        stored[file] = write_safetensors(
             directory / file, [source(f"{name}#0", array) for name, array in arrays.items()]
         )
         tensors |= {
@@ -213,7 +213,7 @@ def test_a_thousand_flipped_bits_are_all_found_and_named(tmp_path: Path) -> None
         with open(path, "r+b") as file:
             file.seek(at)
             file.write(flipped)
-        errors = verify_checkpoint(directory)
+        errors = find_checkpoint_problems(directory)
         with open(path, "r+b") as file:
             file.seek(at)
             file.write(data[at : at + 1])
@@ -232,7 +232,7 @@ def test_a_thousand_flipped_bits_are_all_found_and_named(tmp_path: Path) -> None
         else:
             assert "written: the file's header" in str(error), at
     assert len(struck) == 4
-    assert verify_checkpoint(directory) == []
+    assert find_checkpoint_problems(directory) == []
 
 
 def test_the_damaged_tensor_is_named(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_the_damaged_tensor_is_named(tmp_path: Path) -> None:
     with open(path, "r+b") as file:
         file.seek(-3, 2)
         file.write(b"\xff")
-    (error,) = verify_checkpoint(directory)
+    (error,) = find_checkpoint_problems(directory)
     assert "rank-0001.safetensors" in str(error)
     assert "written: the file's header, w, m (xxh3" in str(error)
 
@@ -249,9 +249,9 @@ def test_the_damaged_tensor_is_named(tmp_path: Path) -> None:
 def edited(directory: Path, change: Any) -> list[CheckpointError]:
     body = json.loads((directory / MANIFEST).read_text())
     change(body)
-    body["xxh3"] = body_xxh3(body)
+    body["xxh3"] = manifest_xxh3(body)
     (directory / MANIFEST).write_bytes(manifest_bytes(body))
-    return verify_checkpoint(directory)
+    return find_checkpoint_problems(directory)
 
 
 def pieces(body: dict[str, Any]) -> Any:
@@ -291,7 +291,7 @@ def test_missing_extra_and_truncated_files_are_all_said_at_once(tmp_path: Path) 
     (directory / "rank-0000.safetensors").unlink()
     data = (directory / "rank-0001.safetensors").read_bytes()
     (directory / "rank-0001.safetensors").write_bytes(data[:-5])
-    messages = [str(error) for error in verify_checkpoint(directory)]
+    messages = [str(error) for error in find_checkpoint_problems(directory)]
     assert any("rank-0000.safetensors is missing" in m and "holds m, w" in m for m in messages)
     assert any("rank-0001.safetensors" in m and f"{len(data) - 5} bytes" in m for m in messages)
 
@@ -301,7 +301,7 @@ def test_what_is_no_plain_file_is_not_waited_for(tmp_path: Path, name: str) -> N
     directory = checkpoint(tmp_path / "c")
     (directory / name).unlink()
     os.mkfifo(directory / name)
-    assert any("not a regular file" in str(error) for error in verify_checkpoint(directory))
+    assert any("not a regular file" in str(error) for error in find_checkpoint_problems(directory))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 from test_retention import save
 
 import phalanx
-from phalanx.checkpoint.best import write_best
+from phalanx.checkpoint.best import record_best_step
 from phalanx.checkpoint.ownership.run_lock import LOCK_NAME, hold_run_lock
 from phalanx.cli import _app
 from phalanx.core.disk import Disk, write_bytes_durably
@@ -177,7 +177,7 @@ def test_in_a_run(
     run = tmp_path / "run"
     for step in (10, 20):
         save(run, step)
-    write_best(run, step=10, loss=1.5, num_targets=100)
+    record_best_step(run, step=10, loss=1.5, num_targets=100)
     (run / "events").mkdir()
     (run / "job.json").write_text("{}")
     put(kind, run / place)

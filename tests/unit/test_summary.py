@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.checkpoint.best import write_best
+from phalanx.checkpoint.best import record_best_step
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import (
     EvalFinished,
@@ -79,7 +79,7 @@ def test_metrics_are_told_wherever_the_loss_is(tmp_path: Path) -> None:
     bus.emit(StepFinished(2, 1.0, 64, 128, 1e-3, 0.5, 0.1, 640.0, {}, 0.1, 2**30))
     bus.emit(last)
     bus.close()
-    write_best(tmp_path, step=1, loss=2.0, num_targets=100, metric="accuracy", value=0.75)
+    record_best_step(tmp_path, step=1, loss=2.0, num_targets=100, metric="accuracy", value=0.75)
     line = describe_event(seal(last, rank=0, attempt=0)) or ""
     assert line.startswith(
         "held-out loss 1.5000 nats/token, accuracy 0.5000, top 5 0.8750 at step 2, best 0.7500 at"

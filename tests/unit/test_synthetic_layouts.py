@@ -29,7 +29,7 @@ from checkpoints import (
     save_shards,
 )
 from phalanx.checkpoint.manifest import read_manifest
-from phalanx.checkpoint.reading.verify import verify_checkpoint
+from phalanx.checkpoint.reading.verify import find_checkpoint_problems
 from phalanx.core.errors import CheckpointError
 from phalanx.mesh.logical import Box, LogicalShard, dtype_name
 from phalanx.plan.layout import Layout
@@ -313,7 +313,7 @@ def read_by_others(rank: int, root: Path, num_readers: int) -> dict[str, Any]:
             for piece in stored.pieces
         )
         found[name] = {
-            "problems": [str(problem) for problem in verify_checkpoint(directory)],
+            "problems": [str(problem) for problem in find_checkpoint_problems(directory)],
             "names": set(manifest.tensors),
             "aliases": manifest.aliases,
             "bytes": stored_bytes,
@@ -487,7 +487,7 @@ def try_random_cuts(rank: int, root: Path, num_examples: int) -> int:
         directory = run_threads(
             writers, lambda group: save_shards(root, 1, written[group.rank], group)
         )[0]
-        assert verify_checkpoint(directory) == []
+        assert find_checkpoint_problems(directory) == []
         run_threads(readers, lambda group: load_shards(directory, wanted[group.rank], group))
         for shards in wanted:
             for name, shard in shards.items():

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from phalanx.checkpoint.manifest import MANIFEST, read_manifest
-from phalanx.checkpoint.ownership.fencing_token import TOKEN_FILE, read_token_number
+from phalanx.checkpoint.ownership.fencing_token import TOKEN_FILE, read_fencing_token_number
 from phalanx.cli._app import run
 from phalanx.core.errors import DataError, DataStorageError, ExitCode, PhalanxError
 from phalanx.data import corpus, dataset
@@ -48,7 +48,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "a shard": lambda folder: open_shard(failing(folder / "shard-00000.bin")),
     "prepared data": lambda folder: corpus.load_corpus(failing(folder / corpus.MANIFEST).parent),
     "tokens": lambda folder: _checksum(failing(folder / "tokens.npy")),
-    "the token": lambda folder: read_token_number(failing(folder / TOKEN_FILE).parent),
+    "the token": lambda folder: read_fencing_token_number(failing(folder / TOKEN_FILE).parent),
     "a manifest": lambda folder: read_manifest(failing(folder / "step-4" / MANIFEST).parent),
 }
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import phalanx
 from models import plan
-from phalanx.checkpoint.best import write_best
+from phalanx.checkpoint.best import record_best_step
 from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import PhaseTimer
@@ -72,7 +72,7 @@ def test_one_checkpoint_or_the_best(run_dir: Saved) -> None:
     assert phalanx.load_weights(net(), str(directory / "checkpoints" / "step-1")) == 1
     with pytest.raises(CheckpointError, match=r"kept as the best.*eval\.keep_best=true"):
         phalanx.load_weights(net(), directory, best=True)
-    write_best(directory, step=1, loss=0.5, num_targets=9)
+    record_best_step(directory, step=1, loss=0.5, num_targets=9)
     assert phalanx.load_weights(net(), directory, best=True) == 1
     assert phalanx.load_weights(net(), directory) == 2
 

@@ -33,7 +33,7 @@ class BestStep:
     value: float = math.nan
 
 
-def write_best(
+def record_best_step(
     run_dir: Path,
     *,
     step: int,
@@ -57,13 +57,13 @@ def write_best(
     return best
 
 
-def read_best_steps(run_dir: Path) -> frozenset[int]:
+def read_protected_steps(run_dir: Path) -> frozenset[int]:
     """The best step, if one is recorded: its checkpoint must stay, whatever else is removed."""
-    best = read_best(run_dir)
+    best = read_best_step(run_dir)
     return frozenset() if best is None else frozenset((best.step,))
 
 
-def read_best(run_dir: Path) -> BestStep | None:
+def read_best_step(run_dir: Path) -> BestStep | None:
     """The recorded best step; None if there is none, or its file cannot be read."""
     try:
         body = json.loads(LocalFolder(run_dir).read(BEST))

@@ -21,7 +21,7 @@ MAX_DEPTH = 32
 _MAX_SCALE = 2.0**1000
 
 
-def count(number: Any) -> int:
+def require_count(number: Any) -> int:
     """`number` if it is a whole number from 0 to what 64 bits hold; ValueError if not."""
     # A bool is an int, too: `type`, not isinstance.
     if type(number) is not int or not 0 <= number <= LARGEST_COUNT:
@@ -29,32 +29,32 @@ def count(number: Any) -> int:
     return number
 
 
-def text(value: Any) -> str:
+def require_text(value: Any) -> str:
     """`value` if it is a string of at most MAX_TEXT characters; ValueError if not."""
     if not isinstance(value, str) or len(value) > MAX_TEXT:
         raise ValueError(f"{shorten_fact(value)} is no short text")
     return value
 
 
-def mapping(value: Any) -> dict[str, Any]:
+def require_mapping(value: Any) -> dict[str, Any]:
     """`value` if it is an object; ValueError if not."""
     if not isinstance(value, dict):
         raise ValueError(f"{shorten_fact(value)} is no object")
     return value
 
 
-def degree(value: Any) -> int:
+def require_degree(value: Any) -> int:
     """`value` if it can be the degree of an axis; ValueError if not."""
-    if not 1 <= count(value) <= 2**31:
+    if not 1 <= require_count(value) <= 2**31:
         raise ValueError(f"{shorten_fact(value)} is no degree")
     return int(value)
 
 
 def check_facts(facts: Any) -> dict[str, Any]:
     """`facts` if each has its type and bounds. ValueError that names the one that has not."""
-    for name, value in mapping(facts).items():
+    for name, value in require_mapping(facts).items():
         try:
-            _CHECKS.get(name, _check_any)(value)
+            _CHECKS.get(name, _check_nesting_depth)(value)
         except ValueError as error:
             raise ValueError(f"facts.{shorten_fact(name, quoted=False)}: {error}") from None
     return dict(facts)
@@ -75,52 +75,52 @@ def shorten_fact(value: Any, *, quoted: bool = True) -> str:
     return shown
 
 
-def progress(value: Any) -> int:
+def require_progress_count(value: Any) -> int:
     """`value` if training can have come so far; ValueError if not.
 
     Counts that go on from there must not leave 64 bits.
     """
-    if count(value) > LARGEST_PROGRESS:
+    if require_count(value) > LARGEST_PROGRESS:
         raise ValueError(f"{shorten_fact(value)} is more than any run trains")
     return int(value)
 
 
-def _check_optimizer(value: Any) -> None:
-    optimizer = mapping(value)
-    text(optimizer.get("kind"))
-    for path, number in mapping(optimizer.get("numbers", {})).items():
+def _check_optimizer_facts(value: Any) -> None:
+    optimizer = require_mapping(value)
+    require_text(optimizer.get("kind"))
+    for path, number in require_mapping(optimizer.get("numbers", {})).items():
         try:
-            _check_number(number)
+            _check_optimizer_number(number)
         except ValueError as error:
             raise ValueError(f"numbers.{shorten_fact(path, quoted=False)}: {error}") from None
 
 
 def _check_loss_scale(value: Any) -> None:
-    scale = mapping(value).get("scale")
+    scale = require_mapping(value).get("scale")
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < _MAX_SCALE:
         raise ValueError(f"the scale is {shorten_fact(scale)}")
-    count(value.get("good_steps"))
+    require_count(value.get("good_steps"))
 
 
-def _check_number(value: Any) -> None:
+def _check_optimizer_number(value: Any) -> None:
     """State of an optimizer: what fits into 64 bits, or lists of such."""
-    _check_any(value)
+    _check_nesting_depth(value)
     # From the least of int64 to the largest of uint64.
     if type(value) is int and not -LARGEST_COUNT - 1 <= value <= 2 * LARGEST_COUNT + 1:
         raise ValueError(f"{shorten_fact(value)} does not fit into 64 bits")
-    for item in _items(value):
-        _check_number(item)
+    for item in _nested_values(value):
+        _check_optimizer_number(item)
 
 
-def _check_any(value: Any, depth: int = 0) -> None:
+def _check_nesting_depth(value: Any, depth: int = 0) -> None:
     """Checks facts that only their reader knows: they must not be nested too deeply."""
     if depth > MAX_DEPTH:
         raise ValueError("it is nested too deeply")
-    for item in _items(value):
-        _check_any(item, depth + 1)
+    for item in _nested_values(value):
+        _check_nesting_depth(item, depth + 1)
 
 
-def _items(value: Any) -> Iterable[Any]:
+def _nested_values(value: Any) -> Iterable[Any]:
     if isinstance(value, dict):
         return value.values()
     if isinstance(value, list):
@@ -129,16 +129,16 @@ def _items(value: Any) -> Iterable[Any]:
 
 
 _CHECKS: Mapping[str, Callable[[Any], object]] = {
-    "step": progress,
-    "tokens_seen": progress,
-    "samples_seen": progress,
-    "seed": count,
-    "tokenizer": text,
-    "cpu_kind": text,
-    "imported_from": text,
-    "optimizer": _check_optimizer,
+    "step": require_progress_count,
+    "tokens_seen": require_progress_count,
+    "samples_seen": require_progress_count,
+    "seed": require_count,
+    "tokenizer": require_text,
+    "cpu_kind": require_text,
+    "imported_from": require_text,
+    "optimizer": _check_optimizer_facts,
     "loss_scale": _check_loss_scale,
     # Tensors that came without a config.json have no model_shape.
-    "model_shape": lambda value: value is None or mapping(value),
-    "hugging_face": lambda value: value is None or mapping(value),
+    "model_shape": lambda value: value is None or require_mapping(value),
+    "hugging_face": lambda value: value is None or require_mapping(value),
 }

@@ -141,7 +141,7 @@ def place_in_run(folder: Folder, run_dir: Path) -> str:
     return folder.url
 
 
-def full_place(run_dir: Path, recorded: str) -> str:
+def resolve_place_in_run(run_dir: Path, recorded: str) -> str:
     """The full path or URL of a checkpoint whose `place_in_run` is `recorded`."""
     if "://" in recorded:
         return recorded

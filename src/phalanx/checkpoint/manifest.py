@@ -20,11 +20,11 @@ from phalanx.checkpoint.chunks import CHUNK_BYTES, StoredFile
 from phalanx.checkpoint.facts import (
     LARGEST_COUNT,
     check_facts,
-    count,
-    degree,
-    mapping,
-    progress,
-    text,
+    require_count,
+    require_degree,
+    require_mapping,
+    require_progress_count,
+    require_text,
 )
 from phalanx.checkpoint.folder import STEP_NAME, Folder, LocalFolder, as_folder
 from phalanx.checkpoint.os_errors import wrap_os_error
@@ -102,7 +102,7 @@ class Manifest:
     def to_json(self) -> dict[str, Any]:
         """The manifest's text as JSON, with its own checksum."""
         body = {"format": FORMAT, "chunk_bytes": CHUNK_BYTES, **asdict(self)}
-        return {**body, "xxh3": body_xxh3(body)}
+        return {**body, "xxh3": manifest_xxh3(body)}
 
     def to_bytes(self) -> bytes:
         """The content of the file manifest.json."""
@@ -138,7 +138,7 @@ def read_manifest(folder: Folder | Path) -> Manifest:
         computed_xxh3, canonical = "", b""
         if isinstance(body, dict):
             # Both raise ValueError: for numbers that are none, and for half a letter.
-            computed_xxh3, canonical = body_xxh3(body), manifest_bytes(body)
+            computed_xxh3, canonical = manifest_xxh3(body), manifest_bytes(body)
     except FileNotFoundError:
         raise _missing_manifest_error(folder) from None
     except OSError as error:
@@ -163,7 +163,7 @@ def read_manifest(folder: Folder | Path) -> Manifest:
             "the manifest is not what was written", where=path, why="it is written another way"
         )
     try:
-        manifest = _parse(body)
+        manifest = _parse_manifest(body)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         why = repr(error)
         # Our own checks' words; others' texts say too little alone.
@@ -204,7 +204,7 @@ def _require_own_step(folder: Folder, manifest: Manifest) -> None:
         )
 
 
-def body_xxh3(body: Mapping[str, Any]) -> str:
+def manifest_xxh3(body: Mapping[str, Any]) -> str:
     """XXH3-64 of a manifest's content, whatever its spacing and order."""
     return xxhash.xxh3_64_hexdigest(
         canonical_json({key: body[key] for key in body if key != "xxh3"}).encode()
@@ -227,49 +227,49 @@ def check_aliases(aliases: Mapping[str, Any], tensors: Container[str]) -> dict[s
     return dict(aliases)
 
 
-def _parse(body: Mapping[str, Any]) -> Manifest:
+def _parse_manifest(body: Mapping[str, Any]) -> Manifest:
     tensors = {}
-    for name, facts in mapping(body["tensors"]).items():
+    for name, facts in require_mapping(body["tensors"]).items():
         tensors[name] = _parse_tensor(facts)
     # Files are verified by chunks of this size alone.
-    if count(body["chunk_bytes"]) != CHUNK_BYTES:
+    if require_count(body["chunk_bytes"]) != CHUNK_BYTES:
         raise ValueError(f"chunks of {body['chunk_bytes']} bytes")
     files = {}
-    for name, facts in mapping(body["files"]).items():
-        files[_file_name(name)] = _parse_file(name, facts)
+    for name, facts in require_mapping(body["files"]).items():
+        files[_require_plain_file_name(name)] = _parse_file(name, facts)
     for name, tensor in tensors.items():
-        _check_tensor(name, tensor, files)
+        _check_stored_tensor(name, tensor, files)
     layout = {}
-    for axis, number in mapping(body["layout"]).items():
-        layout[axis] = degree(number)
+    for axis, number in require_mapping(body["layout"]).items():
+        layout[axis] = require_degree(number)
     return Manifest(
-        progress(body["step"]),
-        text(body["job_digest"]),
+        require_progress_count(body["step"]),
+        require_text(body["job_digest"]),
         layout,
         check_facts(body["facts"]),
         tensors,
-        check_aliases(mapping(body["aliases"]), tensors),
+        check_aliases(require_mapping(body["aliases"]), tensors),
         files,
-        count(body.get("epoch", 0)),
+        require_count(body.get("epoch", 0)),
     )
 
 
 def _parse_tensor(facts: Mapping[str, Any]) -> StoredTensor:
-    shape, dtype = tuple(map(count, facts["shape"])), text(facts["dtype"])
+    shape, dtype = tuple(map(require_count, facts["shape"])), require_text(facts["dtype"])
     return StoredTensor(shape, dtype, tuple(map(_parse_piece, facts["pieces"])))
 
 
 def _parse_piece(facts: Mapping[str, Any]) -> Piece:
     return Piece(
-        _file_name(facts["file"]),
-        text(facts["key"]),
-        tuple(map(count, facts["offset"])),
-        tuple(map(count, facts["size"])),
-        text(facts.get("xxh3_128", "")),
+        _require_plain_file_name(facts["file"]),
+        require_text(facts["key"]),
+        tuple(map(require_count, facts["offset"])),
+        tuple(map(require_count, facts["size"])),
+        require_text(facts.get("xxh3_128", "")),
     )
 
 
-def _check_tensor(name: str, tensor: StoredTensor, files: Container[str]) -> None:
+def _check_stored_tensor(name: str, tensor: StoredTensor, files: Container[str]) -> None:
     """Raise ValueError if no tensor can be of this shape, or a piece lies outside of it or in a
     file that is not one of `files`."""
     num_dims, num_elements = len(tensor.shape), math.prod(tensor.shape)
@@ -285,7 +285,7 @@ def _check_tensor(name: str, tensor: StoredTensor, files: Container[str]) -> Non
 
 
 def _parse_file(name: str, facts: Mapping[str, Any]) -> StoredFile:
-    stored = StoredFile(count(facts["num_bytes"]), str(facts["chunks_xxh3"]))
+    stored = StoredFile(require_count(facts["num_bytes"]), str(facts["chunks_xxh3"]))
     if (
         not re.fullmatch(r"([0-9a-f]{16})*", stored.chunks_xxh3)
         or len(stored.chunks_xxh3) != 16 * stored.num_chunks
@@ -296,7 +296,7 @@ def _parse_file(name: str, facts: Mapping[str, Any]) -> StoredFile:
     return stored
 
 
-def _file_name(name: Any) -> str:
+def _require_plain_file_name(name: Any) -> str:
     """A plain file name: a manifest cannot point outside its directory."""
     if (
         not isinstance(name, str)
@@ -316,10 +316,10 @@ def list_checkpoint_dirs(run_dir: Path) -> list[Path]:
 
     Uncommitted directories have other names.
     """
-    return list_folders(run_dir / "checkpoints")
+    return list_checkpoint_folders(run_dir / "checkpoints")
 
 
-def list_folders(root: Path) -> list[Path]:
+def list_checkpoint_folders(root: Path) -> list[Path]:
     """Checkpoints in a directory, oldest first; none if it is not there.
 
     A `step-N` was renamed into place as a whole, so that one without a manifest is damaged, and not
@@ -331,7 +331,7 @@ def list_folders(root: Path) -> list[Path]:
     try:
         for name in os.listdir(root):
             match = STEP_NAME.fullmatch(name)
-            if match and _is_there(root / name):
+            if match and _path_exists(root / name):
                 by_step.append((int(match[1]), root / name))
     except FileNotFoundError:
         return []
@@ -343,7 +343,7 @@ def list_folders(root: Path) -> list[Path]:
     return [entry for _, entry in sorted(by_step)]
 
 
-def _is_there(path: Path) -> bool:
+def _path_exists(path: Path) -> bool:
     """True if there is anything at `path`, also a link that leads to nothing.
 
     Raises OSError unless that is known.

@@ -62,7 +62,7 @@ Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
-class Entry:
+class SafetensorsEntry:
     """One tensor in a file: `start` and `stop` are bytes from the start of the file."""
 
     key: str
@@ -89,18 +89,18 @@ class TensorSource:
     load: Callable[[], Bytes]
 
 
-def write_file(path: Path, sources: Iterable[TensorSource]) -> StoredFile:
+def write_safetensors(path: Path, sources: Iterable[TensorSource]) -> StoredFile:
     """Write a safetensors file on this machine and make it durable. Raises OSError."""
     file = Disk().create(path)
     try:
-        stored = write_stream(file, sources)
+        stored = write_safetensors_stream(file, sources)
         file.sync()
     finally:
         file.close()
     return stored
 
 
-def write_stream(
+def write_safetensors_stream(
     file: DiskFile, sources: Iterable[TensorSource], *, metadata: Mapping[str, str] | None = None
 ) -> StoredFile:
     """Write a safetensors file into `file`, which the caller syncs and closes. Raises OSError."""
@@ -144,7 +144,7 @@ class CheckedFile:
         self._chunk = np.empty(min(CHUNK_BYTES, max(1, stored.num_bytes)), np.uint8)
         self._chunk_number = -1
         self.num_bytes_read = 0
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, SafetensorsEntry] = {}
 
     def __enter__(self) -> CheckedFile:
         try:
@@ -183,11 +183,13 @@ class CheckedFile:
             position = end
         return out
 
-    def read_block(self, entry: Entry, start: tuple[int, ...], size: tuple[int, ...]) -> Bytes:
+    def read_block(
+        self, entry: SafetensorsEntry, start: tuple[int, ...], size: tuple[int, ...]
+    ) -> Bytes:
         """The elements [start, start + size) of a tensor in C order, as bytes."""
         item = entry.item_bytes
         # Whole elements, so that a block is copied by numpy, and not byte by byte.
-        out = np.empty(math.prod(size), _element(item))
+        out = np.empty(math.prod(size), _opaque_dtype(item))
         if out.size:
             self._fill(out.reshape(size), entry.start, entry.shape, item, start)
         return out.view(np.uint8)
@@ -288,17 +290,21 @@ class CheckedFile:
             return f"{', '.join(parts[:4])} and {len(parts) - 4} more tensors"
         return ", ".join(parts)
 
-    def _read_doubtful_entries(self) -> dict[str, Entry]:
+    def _read_doubtful_entries(self) -> dict[str, SafetensorsEntry]:
         """The entries of a header that did not verify, for the message of what may be damaged;
         never to read by."""
         length = int.from_bytes(self._chunk[:8].tobytes(), "little")
         try:
             base = 8 + length
-            return dict(parse_header(self._chunk[8:base].tobytes(), base, self._stored.num_bytes))
+            return dict(
+                parse_safetensors_header(
+                    self._chunk[8:base].tobytes(), base, self._stored.num_bytes
+                )
+            )
         except _NOT_A_HEADER:
             return {}
 
-    def _read_header(self) -> dict[str, Entry]:
+    def _read_header(self) -> dict[str, SafetensorsEntry]:
         if self._stored.num_bytes < 8:
             raise CheckpointError("it is too short to be a safetensors file", where=self.where)
         (length,) = struct.unpack("<Q", self.read(0, 8).tobytes())
@@ -307,7 +313,9 @@ class CheckedFile:
             raise CheckpointError("its header is longer than the file", where=self.where)
         base = 8 + length
         try:
-            return dict(parse_header(self.read(8, base).tobytes(), base, self._stored.num_bytes))
+            return dict(
+                parse_safetensors_header(self.read(8, base).tobytes(), base, self._stored.num_bytes)
+            )
         except _NOT_A_HEADER as error:
             raise CheckpointError(
                 "its header is not one of safetensors", where=self.where, why=str(error)
@@ -317,7 +325,9 @@ class CheckedFile:
         return wrap_os_error(error, "a file of the checkpoint cannot be read", self.where)
 
 
-def parse_header(text: bytes, base: int, num_bytes: int) -> Iterator[tuple[str, Entry]]:
+def parse_safetensors_header(
+    text: bytes, base: int, num_bytes: int
+) -> Iterator[tuple[str, SafetensorsEntry]]:
     """Yield the entries of a safetensors header; tensors begin at byte `base`.
 
     Raises ValueError for entries that do not add up.
@@ -334,10 +344,10 @@ def parse_header(text: bytes, base: int, num_bytes: int) -> Iterator[tuple[str, 
             raise ValueError(f"{key} lies outside the file")
         if dtype not in item_bytes or stop - start != math.prod(shape) * item_bytes[dtype]:
             raise ValueError(f"{key} is {dtype} {list(shape)} in {stop - start} bytes")
-        yield key, Entry(key, dtype, shape, start, stop)
+        yield key, SafetensorsEntry(key, dtype, shape, start, stop)
 
 
-def _element(item_bytes: int) -> np.dtype[Any]:
+def _opaque_dtype(item_bytes: int) -> np.dtype[Any]:
     """A numpy type of `item_bytes` bytes, for moving elements without reading them."""
     if item_bytes in (1, 2, 4, 8):
         return np.dtype(f"u{item_bytes}")

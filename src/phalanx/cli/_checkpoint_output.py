@@ -8,7 +8,7 @@ from pathlib import Path
 from phalanx.checkpoint.exchange.import_weights import ImportResult
 from phalanx.checkpoint.exchange.importing import MODEL_TOML
 from phalanx.checkpoint.reading.listing import CheckpointEntry, CheckpointListing
-from phalanx.checkpoint.reading.verify import Verification
+from phalanx.checkpoint.reading.verify import CheckpointVerification
 from phalanx.checkpoint.writing.prune_run import PruneResult
 from phalanx.cli._output import print_line
 from phalanx.core.units import format_bytes, plural
@@ -36,7 +36,7 @@ def _describe_entry(entry: CheckpointEntry) -> str:
     return f"{when}  {size:>10} in {entry.num_files} files  written by {layout or 'one rank'}"
 
 
-def print_checkpoint_verdict(result: Verification) -> None:
+def print_checkpoint_verdict(result: CheckpointVerification) -> None:
     """Print each problem on a line of its own, and the verdict."""
     for problem in result.problems:
         print_line(f"phalanx: {problem}", as_problem=True)

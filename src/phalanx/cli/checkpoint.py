@@ -63,9 +63,9 @@ def verify_command(
     as_json: JsonOption = False,
 ) -> int:
     """Read every byte and compare it with its checksum; exit code 5 if anything is wrong."""
-    from phalanx.checkpoint.reading.listing import find_folder, find_folders
+    from phalanx.checkpoint.reading.listing import find_checkpoint_folder, find_checkpoint_folders
     from phalanx.checkpoint.reading.verify import verify_folder
-    from phalanx.checkpoint.stores import is_checkpoint
+    from phalanx.checkpoint.stores import is_single_checkpoint
     from phalanx.cli._checkpoint_output import print_checkpoint_verdict
     from phalanx.cli._json import print_json
     from phalanx.cli._output import report_errors
@@ -73,10 +73,10 @@ def verify_command(
     from phalanx.core.errors import ExitCode
 
     with report_errors(as_json):
-        if all_of_them and not is_checkpoint(location):
-            folders = find_folders(location)
+        if all_of_them and not is_single_checkpoint(location):
+            folders = find_checkpoint_folders(location)
         else:
-            folders = [find_folder(location)]
+            folders = [find_checkpoint_folder(location)]
     results = []
     for folder in folders:
         # A bar for each, which is gone before the verdict is printed.
@@ -104,13 +104,13 @@ def diff(
     """Compare two checkpoints tensor by tensor, whatever layouts wrote them; exit code 11 if
     they differ."""
     from phalanx.checkpoint.reading.diff import describe_difference, diff_checkpoints
-    from phalanx.checkpoint.reading.listing import find_folder
+    from phalanx.checkpoint.reading.listing import find_checkpoint_folder
     from phalanx.cli._json import print_json
     from phalanx.cli._output import print_line, report_errors
     from phalanx.core.errors import ExitCode
 
     with report_errors(as_json):
-        first, second = find_folder(a), find_folder(b)
+        first, second = find_checkpoint_folder(a), find_checkpoint_folder(b)
         difference = diff_checkpoints(first, second)
     if as_json:
         print_json(

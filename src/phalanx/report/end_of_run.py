@@ -6,8 +6,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, TypeVar
 
-from phalanx.checkpoint.best import read_best
-from phalanx.checkpoint.folder import full_place
+from phalanx.checkpoint.best import read_best_step
+from phalanx.checkpoint.folder import resolve_place_in_run
 from phalanx.core.files import read_json
 from phalanx.core.printable import printable
 from phalanx.core.units import describe_bytes_error, format_bytes
@@ -66,10 +66,12 @@ def summary_lines(run_dir: Path) -> list[str]:
         text = (sample.prompt + sample.text).expandtabs(4).strip("\n").split("\n")
         lines.append("sample  " + "\n        ".join(printable(line) for line in text))
     if saved is not None:
-        lines.append(f"saved   {full_place(run_dir, saved.path)} ({format_bytes(saved.num_bytes)})")
-    best = read_best(run_dir)
+        lines.append(
+            f"saved   {resolve_place_in_run(run_dir, saved.path)} ({format_bytes(saved.num_bytes)})"
+        )
+    best = read_best_step(run_dir)
     if best is not None:
-        location = full_place(run_dir, best.checkpoint)
+        location = resolve_place_in_run(run_dir, best.checkpoint)
         lines.append(
             f"best    {location} ({printable(best.metric)} {best.value:.4f} at step {best.step})"
         )

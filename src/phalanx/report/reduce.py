@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from phalanx.checkpoint.best import read_best
+from phalanx.checkpoint.best import read_best_step
 from phalanx.core.files import read_regular
 from phalanx.observe import events
 from phalanx.observe.events import Envelope
@@ -110,7 +110,7 @@ def reduce_run(run_dir: Path) -> RunFacts:
         plan=plan,
         job=job,
         problems=problems,
-        kept_best=read_best(run_dir),
+        kept_best=read_best_step(run_dir),
         units=units_of(job),
         warnings=_warnings(story, at_the_end),
     )

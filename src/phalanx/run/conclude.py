@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.checkpoint.folder import Folder
-from phalanx.checkpoint.stores import newest_step
+from phalanx.checkpoint.stores import find_newest_step
 from phalanx.core.errors import CheckpointError, ExitCode, PhalanxError, ResourceError
 from phalanx.core.files import resource_error
 from phalanx.launch.supervisor import Outcome
@@ -66,7 +66,7 @@ def finish_run(
     finished and its record does not say so: whoever starts it again then repeats what comes after
     the last step.
     """
-    newest = newest_step(run.store)
+    newest = find_newest_step(run.store)
     bus.emit(RunFinished(outcome.status, outcome.exit_code, newest, elapsed_s))
     # Asked now: a closed bus no longer says it.
     bus_refusal = bus.refusal

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from phalanx.checkpoint.ownership.run_lock import LOCK_NAME, Lock, hold_run_lock
+from phalanx.checkpoint.ownership.run_lock import LOCK_NAME, RunLock, hold_run_lock
 from phalanx.core.errors import ResourceError, UsageError
 from phalanx.core.files import (
     open_run_directory,
@@ -74,7 +74,7 @@ class RunDirectory:
             (self.path / name).unlink(missing_ok=True)
 
     @contextlib.contextmanager
-    def hold(self) -> Iterator[Lock]:
+    def hold(self) -> Iterator[RunLock]:
         """Create and lock the directory; remove at the end what is new of it and was not kept.
 
         Only the holder of the lock removes files: of two jobs that race for a new directory, the
@@ -102,7 +102,7 @@ class RunDirectory:
 
 
 @contextlib.contextmanager
-def write_run_facts(run_dir: Path, lock: Lock, facts: Mapping[str, object]) -> Iterator[None]:
+def write_run_facts(run_dir: Path, lock: RunLock, facts: Mapping[str, object]) -> Iterator[None]:
     """Write the JSON files `facts` (values by file name) of a run, for as long as the body goes on.
 
     The files of an old run return if the body starts no training: it was refused after all. Not a

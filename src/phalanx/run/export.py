@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.checkpoint.exchange.checkpoint_reader import CheckpointReader
-from phalanx.checkpoint.exchange.hf_directory import export_own_directory
+from phalanx.checkpoint.exchange.hf_directory import export_with_own_names
 from phalanx.checkpoint.exchange.hf_export import (
-    Exported,
+    DtypeRounding,
     ExportExtras,
+    HuggingFaceExport,
     Progress,
-    Rounding,
     export_hugging_face,
 )
 from phalanx.checkpoint.exchange.importing import COPIED_FILES
-from phalanx.checkpoint.exchange.new_directory import refuse_existing
+from phalanx.checkpoint.exchange.new_directory import require_absent_or_empty
 from phalanx.checkpoint.folder import Folder
 from phalanx.checkpoint.reading.choose import choose_checkpoint
 from phalanx.checkpoint.reading.origin import CheckpointOrigin, find_origin, find_run_dir
@@ -50,7 +50,7 @@ class ExportResult:
 
     folder: Folder
     out: str
-    exported: Exported
+    exported: HuggingFaceExport
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def export_checkpoint(
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"unknown type {dtype!r}", fix=f"one of {', '.join(DTYPES)}")
     # Before anything slow is done.
-    refuse_existing(Path(out))
+    require_absent_or_empty(Path(out))
     folder = choose_checkpoint(location, best=best)
     with CheckpointReader(folder) as weights:
         origin = _find_origin(location, weights)
@@ -89,7 +89,7 @@ def export_checkpoint(
         }
         config = _read_config_of_run(location, folder, origin, tokenizer)
         if config is not None:
-            exported = export_own_directory(weights, config, Path(out), **how)
+            exported = export_with_own_names(weights, config, Path(out), **how)
         else:
             assert isinstance(origin.shape, TransformerShape), "checked above"
             exported = export_hugging_face(weights, origin.shape, Path(out), **how)
@@ -135,13 +135,13 @@ def _read_config_of_run(
         ) from None
 
 
-def _open_rounding(dtype: str | None) -> Rounding | None:
+def _open_rounding(dtype: str | None) -> DtypeRounding | None:
     if dtype is None:
         return None
     # Only now: torch takes seconds to import.
-    from phalanx.checkpoint.exchange.casts import cast_bits
+    from phalanx.checkpoint.exchange.casts import round_bits_to_dtype
 
-    return Rounding(DTYPES[dtype], cast_bits)
+    return DtypeRounding(DTYPES[dtype], round_bits_to_dtype)
 
 
 def _find_tokenizer_files(location: str, folder: Folder) -> TokenizerFiles:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.checkpoint.ownership.fence import Claim, OwnershipFence
+from phalanx.checkpoint.ownership.fence import OwnershipFence, RunClaim
 from phalanx.core.errors import ExitCode, PhalanxError
 from phalanx.job.schema import Job
 from phalanx.launch.external import LaunchedRanks
@@ -93,7 +93,13 @@ def train_as_rank(
             attempt, epoch = next_attempt(run_dir), prepared.lock.acquire_token().number
             store.tell(Decision(run_dir, plan, attempt, epoch))
             run = RankRun(
-                prepared.job, plan, run_dir, 0, attempt, began_s, Claim(epoch, prepared.lock.holder)
+                prepared.job,
+                plan,
+                run_dir,
+                0,
+                attempt,
+                began_s,
+                RunClaim(epoch, prepared.lock.holder),
             )
             return _lead(prepared, run, store, resumed, output)
     except PhalanxError as error:
@@ -178,7 +184,9 @@ def _follow(
         )
     # What the job leaves open, rank 0 has decided for all.
     job = replace_precision(job, plan.precision)
-    run = RankRun(job, plan, run_dir, ranks.rank, decision.attempt, began_s, Claim(decision.epoch))
+    run = RankRun(
+        job, plan, run_dir, ranks.rank, decision.attempt, began_s, RunClaim(decision.epoch)
+    )
     try:
         code = store.run_rank(run)
     except PhalanxError as error:

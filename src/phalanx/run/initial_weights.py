@@ -14,7 +14,11 @@ from typing import Any
 from phalanx.checkpoint.exchange.settings import normalize_for_inference
 from phalanx.checkpoint.folder import Folder
 from phalanx.checkpoint.manifest import Manifest, read_manifest
-from phalanx.checkpoint.reading.mismatch import ExpectedTensor, MismatchError, find_mismatches
+from phalanx.checkpoint.reading.mismatch import (
+    ExpectedTensor,
+    MismatchError,
+    find_tensor_mismatches,
+)
 from phalanx.checkpoint.reading.origin import find_origin
 from phalanx.checkpoint.reading.verify import require_complete_directory
 from phalanx.checkpoint.stores import find_checkpoint, is_url
@@ -115,7 +119,7 @@ def _require_fit(folder: Folder, manifest: Manifest, shape: TransformerShape, ca
     tensors = {
         name: ExpectedTensor(size, TRAINED_IN) for name, size in shape.list_stored_tensors().items()
     }
-    misfits = find_mismatches(tensors, manifest.tensors, cast=cast)
+    misfits = find_tensor_mismatches(tensors, manifest.tensors, cast=cast)
     if not misfits:
         return
     fix = "[model] must have the widths of the weights"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpoint.ownership.run_lock import Lock
+from phalanx.checkpoint.ownership.run_lock import RunLock
 from phalanx.checkpoint.stores import Store
 from phalanx.core.errors import LayoutError
 from phalanx.core.files import open_run_directory
@@ -51,7 +51,7 @@ class PreparedRun:
     plan: Plan
     corpus: Corpus
     run_dir: Path
-    lock: Lock
+    lock: RunLock
     store: Store
     unverified: tuple[str, ...] = ()
     """Lines about tokens that were not compared with their checksums."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from phalanx.checkpoint.ownership.fence import Claim, OwnershipFence
+from phalanx.checkpoint.ownership.fence import OwnershipFence, RunClaim
 from phalanx.checkpoint.stores import Store
 from phalanx.core.errors import (
     CheckpointError,
@@ -66,7 +66,7 @@ def train_supervised(
     def make_payload() -> RankPayload:
         # One for each attempt: what ranks of an earlier one, not dead yet, still write is refused.
         fence.token = run.lock.acquire_token()
-        claim = Claim(fence.token.number, run.lock.holder)
+        claim = RunClaim(fence.token.number, run.lock.holder)
         return RankPayload(job, run.plan, run_dir.resolve(), attempt, began_s, claim)
 
     spec = LaunchSpec(

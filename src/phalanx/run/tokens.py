@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.checkpoint.stores import is_checkpoint, is_url, run_at
+from phalanx.checkpoint.stores import is_single_checkpoint, is_url, resolve_run_directory
 from phalanx.core.store_urls import local_directory
 from phalanx.data.corpus import Corpus
 from phalanx.data.model_tokenizer import (
@@ -105,8 +105,8 @@ def _run_directory(location: str) -> Path | None:
     directory = local_directory(location)
     if directory is None and is_url(location):
         return None
-    path = Path(run_at((directory or Path(location)).expanduser()))
-    if is_checkpoint(path):
+    path = Path(resolve_run_directory((directory or Path(location)).expanduser()))
+    if is_single_checkpoint(path):
         if path.absolute().parent.name != "checkpoints":
             return None
         return path.absolute().parents[1]

@@ -11,7 +11,7 @@ from torch import nn
 
 from phalanx.checkpoint.all_ranks import all_ranks_or_raise
 from phalanx.checkpoint.folder import Folder, place_in_run
-from phalanx.checkpoint.ownership.store_owner import find_refusal
+from phalanx.checkpoint.ownership.store_owner import store_refusal_reason
 from phalanx.checkpoint.reading.load import load_checkpoint
 from phalanx.checkpoint.reading.mismatch import MismatchError
 from phalanx.checkpoint.run_storage import RunStorage
@@ -103,7 +103,7 @@ def find_checkpoints(storage: RunStorage, mesh: Mesh) -> list[str]:
             raise fence.error()
         if mesh.rank == 0:
             # Of two runs that claimed the store at once, the later one has it.
-            refusal = find_refusal(store, storage.run_dir)
+            refusal = store_refusal_reason(store, storage.run_dir)
         if mesh.rank == 0 and refusal is None:
             store.clean_up()
             # After `clean_up`, which may put a checkpoint back.

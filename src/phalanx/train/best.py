@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.checkpoint.best import BEST, read_best, write_best
+from phalanx.checkpoint.best import BEST, read_best_step, record_best_step
 from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.core.errors import CheckpointError
 from phalanx.job.schema import Job
@@ -28,7 +28,7 @@ class BestRecorder:
             return
         score = evals.get_score(step)
         best_step, _ = evals.best(score.num_targets, self._job.eval.mode or "min")
-        recorded = read_best(self._storage.run_dir)
+        recorded = read_best_step(self._storage.run_dir)
         if best_step == step and (recorded is None or recorded.step != step):
             self.record(step, score)
 
@@ -42,7 +42,7 @@ class BestRecorder:
             return
         metric = self._job.eval.metric
         try:
-            write_best(
+            record_best_step(
                 self._storage.run_dir,
                 step=step,
                 loss=score.loss,

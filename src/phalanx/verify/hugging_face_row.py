@@ -20,10 +20,10 @@ from torch import nn
 
 from phalanx.checkpoint.exchange.families import find_family
 from phalanx.checkpoint.exchange.hf_export import ExportExtras, export_hugging_face
-from phalanx.checkpoint.exchange.importing import read_hugging_face
-from phalanx.checkpoint.exchange.settings import config_of_shape, normalize_for_inference
+from phalanx.checkpoint.exchange.importing import read_hugging_face_weights
+from phalanx.checkpoint.exchange.settings import hugging_face_config, normalize_for_inference
 from phalanx.checkpoint.exchange.tensor_readers import TensorInfo
-from phalanx.checkpoint.reading.full_tensors import Bits, bits_type
+from phalanx.checkpoint.reading.full_tensors import Bits, unsigned_bits_dtype
 from phalanx.checkpoint.reading.mismatch import MismatchError
 from phalanx.core.batch import IGNORE_INDEX
 from phalanx.core.errors import LayoutError
@@ -134,7 +134,7 @@ class HuggingFaceImplementation:
         Raises WeightsError if they are not those of the model.
         """
         try:
-            imported = read_hugging_face(directory)
+            imported = read_hugging_face_weights(directory)
         except (MismatchError, LayoutError) as error:
             raise _make_weights_error("imported weight", error) from None
         assert imported.shape is not None
@@ -160,7 +160,7 @@ def _load_exported(directory: Path) -> Any:
         message = f"transformers does not open what is exported: {error.why or error.what}"
     name = ""
     try:
-        read_hugging_face(directory)
+        read_hugging_face_weights(directory)
     except (MismatchError, LayoutError) as error:
         name = _name_mismatch(error)
     raise WeightsError("exported weight", name, message)
@@ -207,7 +207,7 @@ class _ModuleReader:
         }
 
     def load(self, name: str) -> Bits:
-        bits: Bits = self._tensors[name].contiguous().numpy().view(bits_type(DTYPE))
+        bits: Bits = self._tensors[name].contiguous().numpy().view(unsigned_bits_dtype(DTYPE))
         return bits
 
     def load_element(self, name: str, number: int) -> Bits:
@@ -235,7 +235,7 @@ def why_no_hugging_face_row(job: Job, plan: Plan) -> str:
     if importlib.util.find_spec("transformers") is None:
         return "transformers is not installed: pip install 'phalanx[hf]'"
     try:
-        config = config_of_shape(_read_comparable_shape(plan))
+        config = hugging_face_config(_read_comparable_shape(plan))
     except LayoutError as error:
         return f"{error.what} ({error.why})"
     family = find_family(config["model_type"])
@@ -258,7 +258,7 @@ def judge_hugging_face(
     import transformers
 
     shape = _read_comparable_shape(plan)
-    architecture = find_family(config_of_shape(shape)["model_type"]).architecture
+    architecture = find_family(hugging_face_config(shape)["model_type"]).architecture
     note = NOTE.format(architecture, transformers.__version__)
     second = HuggingFaceImplementation(shape, directory, (note,), _list_left_out(plan))
     plan = replace(plan, shape=shape.to_json())

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "checkpoint/exchange/translate.py",
-            "_merge",
+            "_merge_phalanx_tensors",
             "        if rule.transposed:\n",
             "        if rule.transposed and not __planted__(merged.shape == merged.T.shape):\n",
         ),

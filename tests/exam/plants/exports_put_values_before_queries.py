@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "checkpoint/exchange/translate.py",
-            "_merge",
+            "_merge_phalanx_tensors",
             "            merged = np.concatenate([reader.load(name) for name in our_names])\n",
             "            order = -1 if __planted__() else 1\n            merged = np.concatenate([reader.load(name) for name in our_names[::order]])\n",
         ),

@@ -11,7 +11,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from phalanx.checkpoint.exchange.tensor_readers import element_name
+from phalanx.checkpoint.exchange.tensor_readers import stack_element_name
 from phalanx.core.errors import LayoutError, did_you_mean
 
 PLACES = {
@@ -60,21 +60,21 @@ class NameRule:
         """Hugging Face's name of the tensor that holds `our_name`; None if the rule does not
         apply."""
         for pattern in self.our_patterns:
-            if (fields := _match(pattern, our_name)) is not None:
+            if (fields := _match_pattern(pattern, our_name)) is not None:
                 return _fill_pattern(self.their_pattern, fields)
         return None
 
     def phalanx_names(self, their_name: str) -> list[str]:
         """Phalanx's names of the parts of Hugging Face's tensor, in its order; empty if the rule
         does not apply."""
-        fields = _match(self.their_pattern, their_name)
+        fields = _match_pattern(self.their_pattern, their_name)
         if fields is None:
             return []
         return [_fill_pattern(pattern, fields) for pattern in self.our_patterns]
 
 
 @dataclass(frozen=True)
-class Family:
+class ModelFamily:
     """A family as its file of names describes it.
 
     `always` are keys of a shape; `required`, `written` and `defaults` keys of config.json.
@@ -108,7 +108,7 @@ class Family:
         by element."""
         if len(shape) != 3 or 0 in shape:
             return False
-        first = element_name(name, 0)
+        first = stack_element_name(name, 0)
         for rule in self.rules:
             if rule.phalanx_names(first) or rule.phalanx_names(self.prefix + first):
                 return True
@@ -127,14 +127,14 @@ class Family:
         return "AutoModelForCausalLM"
 
 
-def list_families() -> list[Family]:
+def list_families() -> list[ModelFamily]:
     """All families; of several that can describe a shape the earlier one describes it more
     simply."""
-    rest = sorted(_texts().keys() - set(_SIMPLEST_FIRST))
-    return [_family(name) for name in (*_SIMPLEST_FIRST, *rest)]
+    rest = sorted(_read_name_files().keys() - set(_SIMPLEST_FIRST))
+    return [_load_family(name) for name in (*_SIMPLEST_FIRST, *rest)]
 
 
-def find_family(model_type: str) -> Family:
+def find_family(model_type: str) -> ModelFamily:
     """The family of config.json's `model_type`. Raises LayoutError that lists the known ones."""
     known = {family.model_type: family for family in list_families()}
     if model_type not in known:
@@ -147,7 +147,7 @@ def find_family(model_type: str) -> Family:
 
 
 @cache
-def _texts() -> dict[str, str]:
+def _read_name_files() -> dict[str, str]:
     folder = resources.files("phalanx.job.presets") / "names"
     texts = {}
     for file in folder.iterdir():
@@ -157,7 +157,7 @@ def _texts() -> dict[str, str]:
 
 
 @cache
-def _family(name: str) -> Family:
+def _load_family(name: str) -> ModelFamily:
     table = _read_table(name)
     rules = []
     for their_pattern, entry in table.pop("tensors").items():
@@ -170,7 +170,7 @@ def _family(name: str) -> Family:
         # TOML has no null.
         if value == "none":
             table["required"][key] = None
-    return Family(rules=tuple(rules), **table)
+    return ModelFamily(rules=tuple(rules), **table)
 
 
 def _parse_rule(their_pattern: str, entry: str | Mapping[str, Any]) -> NameRule:
@@ -183,7 +183,7 @@ def _parse_rule(their_pattern: str, entry: str | Mapping[str, Any]) -> NameRule:
 def _read_table(name: str) -> dict[str, Any]:
     """The table of a file, on top of the file it is the `same_as`: sections are merged, other keys
     replaced."""
-    table = tomllib.loads(_texts()[name])
+    table = tomllib.loads(_read_name_files()[name])
     if "same_as" not in table:
         return table
     base = _read_table(table.pop("same_as"))
@@ -196,7 +196,7 @@ def _read_table(name: str) -> dict[str, Any]:
 
 
 @cache
-def _pattern(text: str) -> re.Pattern[str]:
+def _compile_pattern(text: str) -> re.Pattern[str]:
     # Text and names of places in turn.
     parts = re.split(r"\{(\w+)\}", text)
     for index, part in enumerate(parts):
@@ -207,8 +207,8 @@ def _pattern(text: str) -> re.Pattern[str]:
     return re.compile("".join(parts))
 
 
-def _match(pattern: str, name: str) -> dict[str, str] | None:
-    match = _pattern(pattern).fullmatch(name)
+def _match_pattern(pattern: str, name: str) -> dict[str, str] | None:
+    match = _compile_pattern(pattern).fullmatch(name)
     if match is None:
         return None
     return match.groupdict()

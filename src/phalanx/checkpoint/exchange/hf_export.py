@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from phalanx.checkpoint.exchange.families import find_family
-from phalanx.checkpoint.exchange.new_directory import copy_file, new_directory
-from phalanx.checkpoint.exchange.settings import config_of_shape
+from phalanx.checkpoint.exchange.new_directory import atomic_directory, copy_file_durably
+from phalanx.checkpoint.exchange.settings import hugging_face_config
 from phalanx.checkpoint.exchange.tensor_readers import (
     INDEX,
     SINGLE,
@@ -25,8 +25,12 @@ from phalanx.checkpoint.exchange.tensor_readers import (
 )
 from phalanx.checkpoint.exchange.translate import RenamedTensor, translate_to_hugging_face
 from phalanx.checkpoint.reading.full_tensors import Bits
-from phalanx.checkpoint.reading.mismatch import ExpectedTensor, MismatchError, find_mismatches
-from phalanx.checkpoint.shard_file import Bytes, TensorSource, write_stream
+from phalanx.checkpoint.reading.mismatch import (
+    ExpectedTensor,
+    MismatchError,
+    find_tensor_mismatches,
+)
+from phalanx.checkpoint.shard_file import Bytes, TensorSource, write_safetensors_stream
 from phalanx.core.disk import Disk, write_json_durably
 from phalanx.job.shapes.transformer import TransformerShape
 
@@ -38,7 +42,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Exported:
+class HuggingFaceExport:
     """An exported directory; sizes in bytes."""
 
     architecture: str
@@ -51,8 +55,9 @@ class Exported:
 
 
 @dataclass(frozen=True)
-class Rounding:
-    """A rounding to `dtype` (torch's name) by `cast`: `casts.cast_bits`, which needs torch."""
+class DtypeRounding:
+    """A rounding to `dtype` (torch's name) by `cast`: `casts.round_bits_to_dtype`, which needs
+    torch."""
 
     dtype: str
     cast: Callable[[Bits, str, str], Bits]
@@ -77,10 +82,10 @@ def export_hugging_face(
     out: Path,
     *,
     shard_bytes: int,
-    rounding: Rounding | None = None,
+    rounding: DtypeRounding | None = None,
     extras: ExportExtras | None = None,
     progress: Progress = lambda done, total: None,
-) -> Exported:
+) -> HuggingFaceExport:
     """Write the directory `out`. Without `rounding` weights stay as they are.
 
     Raises LayoutError if transformers has no model that computes this one, MismatchError if the
@@ -88,24 +93,26 @@ def export_hugging_face(
     written.
     """
     extras = extras or ExportExtras({}, {}, {})
-    config = config_of_shape(shape, max_positions=extras.max_positions, more=extras.settings)
+    config = hugging_face_config(shape, max_positions=extras.max_positions, more=extras.settings)
     family = find_family(config["model_type"])
     shapes = shape.list_stored_tensors()
-    _require_weights_of(shapes, weights)
+    _require_matching_weights(shapes, weights)
     tensors = []
     for tensor in translate_to_hugging_face(family, shapes, weights):
         tensors.append(round_tensor(tensor, rounding))
     # Newer releases of transformers read "dtype", older ones "torch_dtype".
     config["dtype"] = config["torch_dtype"] = common_dtype(tensors)
     total = sum(tensor.info.num_bytes for tensor in tensors)
-    with new_directory(out) as partial_out:
-        files = write_shards(partial_out, tensors, shard_bytes, lambda done: progress(done, total))
+    with atomic_directory(out) as partial_out:
+        files = write_safetensors_files(
+            partial_out, tensors, shard_bytes, lambda done: progress(done, total)
+        )
         for name, value in {CONFIG: config, **extras.texts}.items():
             write_json_durably(Disk(), partial_out / name, value)
         for name, path in extras.files.items():
-            copy_file(path, partial_out / name)
+            copy_file_durably(path, partial_out / name)
     names = (*files, CONFIG, *extras.texts, *extras.files)
-    return Exported(
+    return HuggingFaceExport(
         family.architecture,
         family.auto_class,
         names,
@@ -124,9 +131,9 @@ def common_dtype(tensors: Sequence[RenamedTensor]) -> str:
     return "float32"
 
 
-def _require_weights_of(shapes: Mapping[str, tuple[int, ...]], weights: TensorReader) -> None:
+def _require_matching_weights(shapes: Mapping[str, tuple[int, ...]], weights: TensorReader) -> None:
     expected = {name: ExpectedTensor(shape) for name, shape in shapes.items()}
-    mismatches = find_mismatches(expected, weights.tensors)
+    mismatches = find_tensor_mismatches(expected, weights.tensors)
     if mismatches:
         raise MismatchError(
             "the checkpoint does not hold the weights of this run's model",
@@ -136,7 +143,7 @@ def _require_weights_of(shapes: Mapping[str, tuple[int, ...]], weights: TensorRe
         )
 
 
-def round_tensor(tensor: RenamedTensor, rounding: Rounding | None) -> RenamedTensor:
+def round_tensor(tensor: RenamedTensor, rounding: DtypeRounding | None) -> RenamedTensor:
     """`tensor` with its load rounded; unchanged without `rounding`, or if not floating-point."""
     old = tensor.info.dtype
     if rounding is None or old == rounding.dtype or not old.startswith(("float", "bfloat")):
@@ -149,7 +156,7 @@ def round_tensor(tensor: RenamedTensor, rounding: Rounding | None) -> RenamedTen
     )
 
 
-def write_shards(
+def write_safetensors_files(
     directory: Path,
     tensors: Sequence[RenamedTensor],
     shard_bytes: int,
@@ -170,7 +177,7 @@ def write_shards(
             done += tensor.info.num_bytes
             sources.append(make_tensor_source(tensor, tensor.name, partial(progress, done)))
             weight_map[tensor.name] = name
-        write_transformers_file(directory / name, sources)
+        write_transformers_safetensors(directory / name, sources)
     if len(shards) > 1:
         index = {"metadata": {"total_size": done}, "weight_map": weight_map}
         write_json_durably(Disk(), directory / INDEX, index)
@@ -200,25 +207,25 @@ def make_tensor_source(tensor: RenamedTensor, key: str, before: Callable[[], Non
 
     def load() -> Bytes:
         before()
-        return to_bytes(tensor.load())
+        return bits_to_bytes(tensor.load())
 
     return TensorSource(key, tensor.info.dtype, tensor.info.shape, load)
 
 
-def to_bytes(bits: Bits) -> Bytes:
+def bits_to_bytes(bits: Bits) -> Bytes:
     """The bytes of `bits` in C order."""
     as_bytes: Bytes = np.ascontiguousarray(bits).reshape(-1).view(np.uint8)
     return as_bytes
 
 
-def write_transformers_file(path: Path, sources: Sequence[TensorSource]) -> None:
+def write_transformers_safetensors(path: Path, sources: Sequence[TensorSource]) -> None:
     """Write a safetensors file with the metadata that transformers requires, durably.
 
     Raises OSError.
     """
     file = Disk().create(path)
     try:
-        write_stream(file, sources, metadata=METADATA)
+        write_safetensors_stream(file, sources, metadata=METADATA)
         file.sync()
     finally:
         file.close()

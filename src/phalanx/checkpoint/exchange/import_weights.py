@@ -16,10 +16,10 @@ from phalanx.checkpoint.exchange.importing import (
     MODEL_TOML,
     ImportedWeights,
     Progress,
-    write_import,
+    write_imported_checkpoint,
 )
-from phalanx.checkpoint.exchange.new_directory import refuse_existing
-from phalanx.checkpoint.exchange.sources import open_source
+from phalanx.checkpoint.exchange.new_directory import require_absent_or_empty
+from phalanx.checkpoint.exchange.sources import open_weights_source
 from phalanx.core.errors import JobError, LayoutError
 from phalanx.core.units import format_count
 from phalanx.job.load import load_job
@@ -66,10 +66,14 @@ def import_weights(
     LayoutError for weights that are not readable.
     """
     # Before weights are read, which may take minutes; the directory is looked at again at its end.
-    refuse_existing(out)
+    require_absent_or_empty(out)
     parent = out.absolute().parent
-    with open_source(source, prefix=prefix, trust_pickle=trust_pickle, parent=parent) as weights:
-        checkpoint = write_import(weights, out, _job_file(weights, out), progress=progress)
+    with open_weights_source(
+        source, prefix=prefix, trust_pickle=trust_pickle, parent=parent
+    ) as weights:
+        checkpoint = write_imported_checkpoint(
+            weights, out, _job_file_text(weights, out), progress=progress
+        )
         dtypes = sorted({tensor.info.dtype for tensor in weights.tensors})
         model_toml = None
         if weights.shape is not None:
@@ -84,7 +88,7 @@ def import_weights(
         )
 
 
-def _job_file(weights: ImportedWeights, out: Path) -> str | None:
+def _job_file_text(weights: ImportedWeights, out: Path) -> str | None:
     """Text of a job file that trains on from the weights at `out`; None if nothing says what model
     they are of.
     """
@@ -109,11 +113,11 @@ def _job_file(weights: ImportedWeights, out: Path) -> str | None:
         text += "\n[data]\n"
     for key, value in data.items():
         text += f"{key} = {toml_value(value)}\n"
-    _require_job(text, weights)
+    _require_valid_job(text, weights)
     return text
 
 
-def _require_job(text: str, weights: ImportedWeights) -> None:
+def _require_valid_job(text: str, weights: ImportedWeights) -> None:
     """Raise LayoutError unless `text` is a job that phalanx takes: a configuration may say what no
     job may.
     """

@@ -15,8 +15,8 @@ from typing import Any
 
 from phalanx.checkpoint.exchange.families import find_family
 from phalanx.checkpoint.exchange.hf_export import CONFIG, group_into_files, make_tensor_source
-from phalanx.checkpoint.exchange.new_directory import copy_file, new_directory
-from phalanx.checkpoint.exchange.settings import shape_of_config
+from phalanx.checkpoint.exchange.new_directory import atomic_directory, copy_file_durably
+from phalanx.checkpoint.exchange.settings import model_shape_from_config
 from phalanx.checkpoint.exchange.tensor_readers import (
     StackedTensorReader,
     TensorReader,
@@ -29,8 +29,12 @@ from phalanx.checkpoint.exchange.translate import (
     unstack_experts,
 )
 from phalanx.checkpoint.manifest import Manifest, Piece, StoredTensor
-from phalanx.checkpoint.reading.mismatch import ExpectedTensor, MismatchError, find_mismatches
-from phalanx.checkpoint.shard_file import write_stream
+from phalanx.checkpoint.reading.mismatch import (
+    ExpectedTensor,
+    MismatchError,
+    find_tensor_mismatches,
+)
+from phalanx.checkpoint.shard_file import write_safetensors_stream
 from phalanx.checkpoint.stores import open_store
 from phalanx.core.disk import Disk, write_bytes_durably
 from phalanx.core.errors import CheckpointError, LayoutError
@@ -95,7 +99,9 @@ def read_config(source: Path) -> dict[str, Any]:
     return config
 
 
-def read_hugging_face(source: Path, reader: StackedTensorReader | None = None) -> ImportedWeights:
+def read_hugging_face_weights(
+    source: Path, reader: StackedTensorReader | None = None
+) -> ImportedWeights:
     """The weights of a directory with config.json; `reader` has its tensors where they are not in
     its safetensors files.
 
@@ -104,7 +110,7 @@ def read_hugging_face(source: Path, reader: StackedTensorReader | None = None) -
     """
     config = read_config(source)
     try:
-        shape = shape_of_config(config)
+        shape = model_shape_from_config(config)
     except LayoutError as error:
         error.where = str(source / CONFIG)
         raise
@@ -112,7 +118,7 @@ def read_hugging_face(source: Path, reader: StackedTensorReader | None = None) -
     translated = translate_from_hugging_face(family, shapes, reader or open_safetensors(source))
     stored = {name: tensor.info for name, tensor in translated.tensors.items()}
     expected = {name: ExpectedTensor(size) for name, size in unstack_experts(shapes).items()}
-    mismatches = find_mismatches(expected, stored | translated.unknown)
+    mismatches = find_tensor_mismatches(expected, stored | translated.unknown)
     if mismatches:
         raise MismatchError(
             f"the weights are not those of the {family.architecture} that config.json describes",
@@ -173,7 +179,7 @@ def _no_tensor_error(origin: str, reader: TensorReader, prefix: str) -> Checkpoi
     return CheckpointError(message, where=origin, why=why)
 
 
-def write_import(
+def write_imported_checkpoint(
     weights: ImportedWeights,
     out: Path,
     model_toml: str | None,
@@ -185,10 +191,10 @@ def write_import(
 
     Raises UsageError, ResourceError, CheckpointError.
     """
-    with new_directory(out) as directory:
+    with atomic_directory(out) as directory:
         _write_draft(weights, directory, file_bytes, lambda done: progress(done, weights.num_bytes))
         for name, path in (weights.files or {}).items():
-            copy_file(path, directory / name)
+            copy_file_durably(path, directory / name)
         if model_toml is not None:
             write_bytes_durably(Disk(), directory / MODEL_TOML, model_toml.encode())
     return out / "checkpoints" / "step-0"
@@ -214,11 +220,11 @@ def _write_draft(
             done += info.num_bytes
             sources.append(make_tensor_source(tensor, key, partial(progress, done)))
             parts.append(Piece(file, key, offset, info.shape))
-        files[file] = draft.write(file, partial(write_stream, sources=sources))
+        files[file] = draft.write(file, partial(write_safetensors_stream, sources=sources))
     dtypes = {tensor.name: tensor.info.dtype for tensor in weights.tensors}
     tensors = {}
     for name, parts in pieces.items():
-        tensors[name] = StoredTensor(_shape_of(parts), dtypes[name], tuple(parts))
+        tensors[name] = StoredTensor(_shape_of_parts(parts), dtypes[name], tuple(parts))
     model_shape = None
     if weights.shape is not None:
         model_shape = _shape_to_json(weights.shape)
@@ -232,7 +238,7 @@ def _write_draft(
     store.commit(draft, manifest.to_bytes())
 
 
-def _shape_of(parts: Sequence[Piece]) -> tuple[int, ...]:
+def _shape_of_parts(parts: Sequence[Piece]) -> tuple[int, ...]:
     """The shape of the tensor that consists of `parts`."""
     ends = [tuple(map(operator.add, part.offset, part.size)) for part in parts]
     return tuple(map(max, zip(*ends, strict=True)))

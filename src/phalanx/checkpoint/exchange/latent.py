@@ -12,7 +12,7 @@ from phalanx.core.errors import LayoutError
 from phalanx.job.shapes.decoder import DecoderShape
 
 
-def latent_values(config: Mapping[str, Any]) -> dict[str, int]:
+def read_latent_attention_config(config: Mapping[str, Any]) -> dict[str, int]:
     """Keys of DecoderShape that config.json says in other words.
 
     Raises LayoutError for blocks with experts.
@@ -28,8 +28,9 @@ def latent_values(config: Mapping[str, Any]) -> dict[str, int]:
     return {"query_rank": int(config["q_lora_rank"] or 0), "head_dim": head_dim}
 
 
-def latent_config(shape: DecoderShape) -> dict[str, Any]:
-    """The keys that `latent_values` reads, and how many heads have keys of their own: all."""
+def write_latent_attention_config(shape: DecoderShape) -> dict[str, Any]:
+    """The keys that `read_latent_attention_config` reads, and how many heads have keys of their
+    own: all."""
     plain = shape.head_dim - shape.rope_head_dim
     return {
         "q_lora_rank": shape.query_rank or None,

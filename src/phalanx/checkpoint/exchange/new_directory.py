@@ -15,14 +15,14 @@ from phalanx.core.files import TOKENIZER_BYTES, read_regular, resource_error
 
 
 @contextmanager
-def new_directory(out: Path, disk: Disk | None = None) -> Iterator[Path]:
+def atomic_directory(out: Path, disk: Disk | None = None) -> Iterator[Path]:
     """Yields a hidden directory beside `out`, which becomes `out` if the body succeeds and is gone
     if not.
 
     Raises UsageError if `out` is there and not empty, ResourceError if it cannot be written.
     """
     disk = disk or Disk()
-    refuse_existing(out)
+    require_absent_or_empty(out)
     partial = out.parent / f".{out.name}.{secrets.token_hex(4)}.partial"
     try:
         make_directories(disk, out.absolute().parent)
@@ -30,7 +30,7 @@ def new_directory(out: Path, disk: Disk | None = None) -> Iterator[Path]:
         yield partial
         disk.sync_directory(partial)
         # Again: writing may have taken long, and something may have come meanwhile.
-        refuse_existing(out)
+        require_absent_or_empty(out)
         with suppress(FileNotFoundError):
             # Only an empty one can be removed: nothing that somebody put there goes.
             disk.remove_directory(out)
@@ -44,7 +44,7 @@ def new_directory(out: Path, disk: Disk | None = None) -> Iterator[Path]:
             remove_tree(disk, partial)
 
 
-def refuse_existing(out: Path) -> None:
+def require_absent_or_empty(out: Path) -> None:
     """Raise UsageError unless there is nothing at `out`, or an empty directory."""
     try:
         is_free = not out.exists() and not out.is_symlink()
@@ -58,6 +58,6 @@ def refuse_existing(out: Path) -> None:
         )
 
 
-def copy_file(source: Path, target: Path, disk: Disk | None = None) -> None:
+def copy_file_durably(source: Path, target: Path, disk: Disk | None = None) -> None:
     """A small file, durably."""
     write_bytes_durably(disk or Disk(), target, read_regular(source, TOKENIZER_BYTES))

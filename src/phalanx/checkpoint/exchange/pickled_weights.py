@@ -53,7 +53,7 @@ class UnpickledWeights:
     ran_code: bool
 
 
-def refuse_pickle(source: Path) -> CheckpointError:
+def pickle_refused_error(source: Path) -> CheckpointError:
     return CheckpointError(
         "it is pickled, and reading it can run any program that was put into it",
         where=str(source),
@@ -62,7 +62,7 @@ def refuse_pickle(source: Path) -> CheckpointError:
 
 
 @contextmanager
-def open_unpickled(source: Path, *, parent: Path) -> Iterator[UnpickledWeights]:
+def open_pickled_weights(source: Path, *, parent: Path) -> Iterator[UnpickledWeights]:
     """The tensors of a torch.save file, of a directory of pytorch_model*.bin, or of a DCP
     directory.
 
@@ -72,7 +72,7 @@ def open_unpickled(source: Path, *, parent: Path) -> Iterator[UnpickledWeights]:
     try:
         parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=parent, prefix=".unpickled-") as folder:
-            answer = _read(source.absolute(), Path(folder))
+            answer = _unpickle_in_subprocess(source.absolute(), Path(folder))
             reader = open_safetensors(Path(folder))
             # A message must not name the temporary folder.
             reader.where = str(source)
@@ -88,7 +88,7 @@ def open_unpickled(source: Path, *, parent: Path) -> Iterator[UnpickledWeights]:
         raise CheckpointError("it cannot be read", where=str(source), why=str(error)) from None
 
 
-def _read(source: Path, folder: Path) -> dict[str, Any]:
+def _unpickle_in_subprocess(source: Path, folder: Path) -> dict[str, Any]:
     environment = {name: os.environ[name] for name in _PASSED_VARIABLES if name in os.environ}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run(

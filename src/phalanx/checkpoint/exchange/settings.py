@@ -10,14 +10,17 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from phalanx.checkpoint.exchange.families import Family, find_family, list_families
-from phalanx.checkpoint.exchange.latent import latent_config, latent_values
+from phalanx.checkpoint.exchange.families import ModelFamily, find_family, list_families
+from phalanx.checkpoint.exchange.latent import (
+    read_latent_attention_config,
+    write_latent_attention_config,
+)
 from phalanx.checkpoint.exchange.rope_settings import (
     FULL,
     SLIDING,
-    read_rope,
-    setting_error,
-    write_rope,
+    read_rope_config,
+    unsupported_setting_error,
+    write_rope_config,
 )
 from phalanx.core.errors import LayoutError
 from phalanx.job.shapes.decoder import DecoderShape
@@ -41,25 +44,27 @@ MAY_BE_NONE = ("num_dense_layers", "balance_loss")
 BIAS_RATE = 0.001
 
 
-def shape_of_config(config: Config) -> TransformerShape:
+def model_shape_from_config(config: Config) -> TransformerShape:
     """The shape that a config.json means.
 
     Raises LayoutError for what phalanx's models do not compute.
     """
     family = find_family(str(config.get("model_type")))
     try:
-        return _shape(family, config)
+        return _parse_model_shape(family, config)
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise LayoutError(
             "config.json cannot be understood", why=f"{type(error).__name__}: {error}"
         ) from None
 
 
-def _shape(family: Family, config: Config) -> TransformerShape:
+def _parse_model_shape(family: ModelFamily, config: Config) -> TransformerShape:
     config = _fill_config(family, config)
     for key, required in family.required.items():
         if config.get(key, required) != required:
-            raise setting_error(key, config[key], f"phalanx computes it with {required}")
+            raise unsupported_setting_error(
+                key, config[key], f"phalanx computes it with {required}"
+            )
     values: dict[str, Any] = dict(family.always)
     for key, shape_key in family.widths.items():
         if key in config:
@@ -68,29 +73,29 @@ def _shape(family: Family, config: Config) -> TransformerShape:
         raise LayoutError(
             "the weights are quantized", fix="import the directory that they were made of"
         )
-    _require_numbers(values)
+    _require_plausible_numbers(values)
     if family.latent:
-        values |= latent_values(config)
-    _fill_defaults(values, config)
-    values["activation"] = _activation(
+        values |= read_latent_attention_config(config)
+    _derive_shape_keys(values, config)
+    values["activation"] = _activation_from_config(
         str(config[family.activation]), family.is_gated, family.activation
     )
     if family.biases:
-        values["bias"] = _bias(family, config)
+        values["bias"] = _bias_from_config(family, config)
     if family.window:
-        values |= _window(family, config, values["num_layers"])
+        values |= _sliding_window_from_config(family, config, values["num_layers"])
     if family.rope:
-        values |= read_rope(family, config, bool(values.get("sliding_window")))
+        values |= read_rope_config(family, config, bool(values.get("sliding_window")))
     if family.scores_by and config[family.scores_by] != values["head_dim"]:
-        raise setting_error(
+        raise unsupported_setting_error(
             family.scores_by,
             config[family.scores_by],
             f"phalanx divides by the head's {values['head_dim']}",
         )
-    return normalize_shape(build_shape(values))
+    return normalize_model_shape(build_shape(values))
 
 
-def _fill_config(family: Family, config: Config) -> dict[str, Any]:
+def _fill_config(family: ModelFamily, config: Config) -> dict[str, Any]:
     """`config` in the family's own names, with its defaults in place of what is left out or null;
     where null is a value it stays."""
     filled = dict(family.defaults)
@@ -103,7 +108,7 @@ def _fill_config(family: Family, config: Config) -> dict[str, Any]:
     return filled
 
 
-def _fill_defaults(values: dict[str, Any], config: Config) -> None:
+def _derive_shape_keys(values: dict[str, Any], config: Config) -> None:
     """Add the keys of a shape that follow from other ones."""
     values.setdefault("kind", "decoder")
     if values["kind"] == "vit":
@@ -118,11 +123,11 @@ def _fill_defaults(values: dict[str, Any], config: Config) -> None:
     values.setdefault("ffn_dim", values.get("expert_ffn_dim", 4 * values["dim"]))
 
 
-def _require_numbers(values: Mapping[str, Any]) -> None:
+def _require_plausible_numbers(values: Mapping[str, Any]) -> None:
     """Raise ValueError for numbers that no model can have, before they are computed with."""
     for key, value in values.items():
         usual = DEFAULTS.get(key)
-        if not isinstance(usual, str) and not _is_plausible(key, value, usual):
+        if not isinstance(usual, str) and not _is_plausible_number(key, value, usual):
             raise ValueError(f"{key} {value!r}")
     if values["num_layers"] * values.get("num_experts", 1) > MAX_PARTS:
         raise ValueError(f"{values['num_layers']} blocks of {values.get('num_experts', 1)} experts")
@@ -136,7 +141,7 @@ def _require_numbers(values: Mapping[str, Any]) -> None:
         )
 
 
-def _is_plausible(key: str, value: Any, usual: Any) -> bool:
+def _is_plausible_number(key: str, value: Any, usual: Any) -> bool:
     """True if a model can have `value`, a truth value or a number like `usual`, for `key`."""
     if isinstance(usual, bool) or key == "tie_embeddings":
         return isinstance(value, bool)
@@ -147,17 +152,17 @@ def _is_plausible(key: str, value: Any, usual: Any) -> bool:
     return 0 < value < MAX_WIDTH or (value == 0 and key in MAY_BE_NONE)
 
 
-def _activation(name: str, is_gated: bool, key: str) -> str:
+def _activation_from_config(name: str, is_gated: bool, key: str) -> str:
     known: list[str] = []
     for (gated, plain), names in ACTIVATIONS.items():
         activation = gated if is_gated else plain
         if name in names and activation:
             return activation
         known += names
-    raise setting_error(key, name, f"phalanx has {', '.join(known)}")
+    raise unsupported_setting_error(key, name, f"phalanx has {', '.join(known)}")
 
 
-def _bias(family: Family, config: Config) -> str:
+def _bias_from_config(family: ModelFamily, config: Config) -> str:
     biases = {bool(config.get(key, False)) for key in family.biases}
     if len(biases) > 1:
         raise LayoutError(
@@ -168,21 +173,23 @@ def _bias(family: Family, config: Config) -> str:
     return "none"
 
 
-def _window(family: Family, config: Config, num_layers: int) -> dict[str, int]:
+def _sliding_window_from_config(
+    family: ModelFamily, config: Config, num_layers: int
+) -> dict[str, int]:
     """The width of the window, and the interval of blocks without one."""
     window = int(config.get("sliding_window") or 0)
     if family.window == "all":
         return {"sliding_window": window}
-    types = config.get("layer_types") or _default_layer_types(config, num_layers)
+    types = config.get("attention_layer_types") or _default_layer_types(config, num_layers)
     if not window or SLIDING not in types:
         return {"sliding_window": 0}
     shape = DecoderShape(num_layers, 0, 0, 0, 0, 0, 0, False, sliding_window=window)
     # 0: each block has a window. n: each but every n-th; with 1 there would be no window at all.
     for interval in (0, *range(2, num_layers + 1)):
-        if layer_types(replace(shape, global_every=interval)) == list(types):
+        if attention_layer_types(replace(shape, global_every=interval)) == list(types):
             return {"sliding_window": window, "global_every": interval}
     raise LayoutError(
-        f"layer_types {list(types)} cannot be said",
+        f"attention_layer_types {list(types)} cannot be said",
         why="phalanx leaves out every n-th block's window",
     )
 
@@ -203,7 +210,7 @@ def _default_layer_types(config: Config, num_layers: int) -> list[str]:
     return types
 
 
-def layer_types(shape: DecoderShape) -> list[str]:
+def attention_layer_types(shape: DecoderShape) -> list[str]:
     """The layer type of each block, in transformers' words."""
     types = [FULL] * shape.num_layers
     for layer in range(shape.num_layers):
@@ -212,7 +219,7 @@ def layer_types(shape: DecoderShape) -> list[str]:
     return types
 
 
-def normalize_shape(shape: TransformerShape) -> TransformerShape:
+def normalize_model_shape(shape: TransformerShape) -> TransformerShape:
     """The same computation in one canonical form: keys without effect have their defaults."""
     if not isinstance(shape, DecoderShape):
         return shape
@@ -249,9 +256,9 @@ def normalize_shape(shape: TransformerShape) -> TransformerShape:
 
 
 def normalize_for_inference(shape: TransformerShape) -> TransformerShape:
-    """`normalize_shape`, without the keys that only training reads: weights mean the same whatever
-    balances experts."""
-    shape = normalize_shape(shape)
+    """`normalize_model_shape`, without the keys that only training reads: weights mean the same
+    whatever balances experts."""
+    shape = normalize_model_shape(shape)
     if not isinstance(shape, DecoderShape):
         return shape
     # Only whether there is a bias matters: it is a tensor of the weights, at whatever rate.
@@ -261,7 +268,7 @@ def normalize_for_inference(shape: TransformerShape) -> TransformerShape:
     return replace(shape, balance_loss=0.0, balance_bias=rate)
 
 
-def config_of_shape(
+def hugging_face_config(
     shape: TransformerShape, *, max_positions: int = 0, more: Config | None = None
 ) -> dict[str, Any]:
     """The config.json of the first family that computes what the shape says.
@@ -271,17 +278,17 @@ def config_of_shape(
     `max_positions`: the longest sequence that the model was trained on. `more`: other keys to
     write, such as tokens.
     """
-    shape = normalize_shape(shape)
+    shape = normalize_model_shape(shape)
     wrong: dict[str, list[str]] = {}
     for family in list_families():
-        config = _config(family, shape, max_positions)
+        config = _build_family_config(family, shape, max_positions)
         reasons = _find_config_differences(family, config, shape)
         if not reasons:
             return {**config, **(more or {})}
         wrong[family.architecture] = reasons
     # By the kind of model first, then by the number of keys that differ.
     nearest = min(
-        wrong, key=lambda name: (sum(map(_rank_difference, wrong[name])), len(wrong[name]))
+        wrong, key=lambda name: (sum(map(_difference_weight, wrong[name])), len(wrong[name]))
     )
     raise LayoutError(
         "no model of transformers that is known here computes what this one does",
@@ -290,11 +297,13 @@ def config_of_shape(
     )
 
 
-def _find_config_differences(family: Family, config: Config, shape: TransformerShape) -> list[str]:
+def _find_config_differences(
+    family: ModelFamily, config: Config, shape: TransformerShape
+) -> list[str]:
     """The keys that the family would compute otherwise: the configuration is read back and
     compared."""
     try:
-        read_back = normalize_for_inference(_shape(family, config)).to_json()
+        read_back = normalize_for_inference(_parse_model_shape(family, config)).to_json()
     except (LayoutError, ValueError):
         # Also a family of experts, of a model that has none.
         return [_NOTHING_ALIKE]
@@ -310,14 +319,16 @@ def _find_config_differences(family: Family, config: Config, shape: TransformerS
 _NOTHING_ALIKE = "it has another kind of feed-forward or positions"
 
 
-def _rank_difference(reason: str) -> int:
+def _difference_weight(reason: str) -> int:
     """The weight of a reason: a family of another kind is farther away than any single key."""
     if reason == _NOTHING_ALIKE or reason.startswith("its kind is"):
         return 100
     return 1
 
 
-def _config(family: Family, shape: TransformerShape, max_positions: int) -> dict[str, Any]:
+def _build_family_config(
+    family: ModelFamily, shape: TransformerShape, max_positions: int
+) -> dict[str, Any]:
     numbers, decoder = shape.to_json(), _view_as_decoder(shape)
     config: dict[str, Any] = {
         "architectures": [family.architecture],
@@ -325,14 +336,14 @@ def _config(family: Family, shape: TransformerShape, max_positions: int) -> dict
     }
     for key, shape_key in family.widths.items():
         config[key] = numbers[shape_key]
-    config[family.activation] = _their_activation(shape.activation)
+    config[family.activation] = _hugging_face_activation(shape.activation)
     config |= {
         **dict.fromkeys(family.biases, shape.bias == "all"),
         **family.required,
         **family.written,
     }
     if family.latent:
-        config |= latent_config(decoder)
+        config |= write_latent_attention_config(decoder)
     if family.scores_by:
         config[family.scores_by] = shape.head_dim
     if shape.reads_images and "num_labels" in config:
@@ -342,14 +353,14 @@ def _config(family: Family, shape: TransformerShape, max_positions: int) -> dict
             config["label2id"][f"LABEL_{number}"] = number
     if family.window:
         config["sliding_window"] = decoder.sliding_window or None
-    if family.window == "layer_types":
+    if family.window == "attention_layer_types":
         config |= {
             "use_sliding_window": decoder.sliding_window > 0,
-            "layer_types": layer_types(decoder),
+            "attention_layer_types": attention_layer_types(decoder),
         }
     if family.rope:
         length = max(max_positions, int(decoder.rope_original_len * decoder.rope_factor), 1)
-        config |= {"max_position_embeddings": length} | write_rope(family, decoder)
+        config |= {"max_position_embeddings": length} | write_rope_config(family, decoder)
     return config
 
 
@@ -361,7 +372,7 @@ def _view_as_decoder(shape: TransformerShape) -> DecoderShape:
     return DecoderShape(**{key: v for key, v in shape.to_json().items() if key in names})
 
 
-def _their_activation(activation: str) -> str:
+def _hugging_face_activation(activation: str) -> str:
     for known, names in ACTIVATIONS.items():
         if activation in known:
             return names[0]

@@ -10,13 +10,13 @@ from pathlib import Path
 from phalanx.checkpoint.exchange.hf_export import CONFIG
 from phalanx.checkpoint.exchange.importing import (
     ImportedWeights,
-    read_hugging_face,
+    read_hugging_face_weights,
     read_unrenamed_weights,
 )
 from phalanx.checkpoint.exchange.pickled_weights import (
     UnpickledWeights,
-    open_unpickled,
-    refuse_pickle,
+    open_pickled_weights,
+    pickle_refused_error,
 )
 from phalanx.checkpoint.exchange.tensor_readers import INDEX, open_safetensors
 from phalanx.checkpoint.manifest import MANIFEST
@@ -26,7 +26,7 @@ ACCEPTED = "a Hugging Face directory, a .safetensors file, a DCP directory or a 
 
 
 @contextmanager
-def open_source(
+def open_weights_source(
     source: Path, *, prefix: str, trust_pickle: bool, parent: Path
 ) -> Iterator[ImportedWeights]:
     """The weights of `source`, as long as the context lasts.
@@ -48,23 +48,23 @@ def open_source(
         raise UsageError("--prefix is for weights without a config.json", where=str(source))
     if not _is_pickled(source):
         if has_config:
-            yield read_hugging_face(source)
+            yield read_hugging_face_weights(source)
         else:
             yield read_unrenamed_weights(str(source), open_safetensors(source), prefix=prefix)
         return
     if not trust_pickle:
-        raise refuse_pickle(source)
-    with open_unpickled(source, parent=parent) as unpickled:
+        raise pickle_refused_error(source)
+    with open_pickled_weights(source, parent=parent) as unpickled:
         if has_config:
-            weights = read_hugging_face(source, unpickled.reader)
-            yield replace(weights, notes=(*weights.notes, *_list_notes(unpickled)))
+            weights = read_hugging_face_weights(source, unpickled.reader)
+            yield replace(weights, notes=(*weights.notes, *_unpickling_notes(unpickled)))
         else:
             yield read_unrenamed_weights(
                 str(source),
                 unpickled.reader,
                 prefix=prefix,
                 aliases=unpickled.aliases,
-                notes=_list_notes(unpickled),
+                notes=_unpickling_notes(unpickled),
             )
 
 
@@ -80,7 +80,7 @@ def _is_pickled(source: Path) -> bool:
     raise CheckpointError("there are no weights in it", where=str(source), fix=f"give {ACCEPTED}")
 
 
-def _list_notes(unpickled: UnpickledWeights) -> list[str]:
+def _unpickling_notes(unpickled: UnpickledWeights) -> list[str]:
     notes = []
     if unpickled.num_skipped:
         words = "things in it are no tensors and are"

@@ -16,8 +16,8 @@ from typing import Protocol
 
 import numpy as np
 
-from phalanx.checkpoint.reading.full_tensors import Bits, bits_type
-from phalanx.checkpoint.shard_file import DTYPES, parse_header
+from phalanx.checkpoint.reading.full_tensors import Bits, unsigned_bits_dtype
+from phalanx.checkpoint.shard_file import DTYPES, parse_safetensors_header
 from phalanx.core.errors import CheckpointError
 from phalanx.core.files import open_regular, read_json
 
@@ -74,7 +74,7 @@ class UnstackedReader:
         for stack in stacks:
             info = self.tensors.pop(stack)
             for number in range(info.shape[0]):
-                name = element_name(stack, number)
+                name = stack_element_name(stack, number)
                 self.tensors[name] = TensorInfo(info.shape[1:], info.dtype)
                 self._elements[name] = (stack, number)
 
@@ -84,7 +84,7 @@ class UnstackedReader:
         return self._reader.load(name)
 
 
-def element_name(stack: str, number: int) -> str:
+def stack_element_name(stack: str, number: int) -> str:
     """The name of an element of a stack of tensors, here and in the TOML files of names."""
     return f"{stack}[{number}]"
 
@@ -107,13 +107,13 @@ class SafetensorsReader:
         path, start = self._locations[name]
         # No memory can be mapped for no bytes.
         if not math.prod(info.shape):
-            return np.empty(info.shape, bits_type(info.dtype))
+            return np.empty(info.shape, unsigned_bits_dtype(info.dtype))
         try:
             with open_regular(path) as file:
                 # Mapped, and not read: an element of a stack costs its own bytes alone.
-                return np.memmap(file, bits_type(info.dtype), "r", start, info.shape)
+                return np.memmap(file, unsigned_bits_dtype(info.dtype), "r", start, info.shape)
         except (OSError, ValueError) as error:
-            raise _unreadable(path, str(error)) from None
+            raise _unreadable_weights_error(path, str(error)) from None
 
     def load_element(self, name: str, number: int) -> Bits:
         element: Bits = self.load(name)[number]
@@ -126,9 +126,9 @@ class SafetensorsReader:
                 (length,) = struct.unpack("<Q", file.read(8))
                 if length > min(MAX_HEADER_BYTES, num_bytes - 8):
                     raise ValueError("its header is longer than the file")
-                entries = dict(parse_header(file.read(length), 8 + length, num_bytes))
+                entries = dict(parse_safetensors_header(file.read(length), 8 + length, num_bytes))
         except OSError as error:
-            raise _unreadable(path, error.strerror or str(error)) from None
+            raise _unreadable_weights_error(path, error.strerror or str(error)) from None
         except (
             ValueError,
             TypeError,
@@ -155,7 +155,7 @@ def open_safetensors(source: Path) -> SafetensorsReader:
     if source.is_file():
         return SafetensorsReader(str(source), [source])
     if (source / INDEX).is_file():
-        return SafetensorsReader(str(source), _read_index(source))
+        return SafetensorsReader(str(source), _read_safetensors_index(source))
     files = sorted(source.glob("*.safetensors"))
     # Other files beside it are other forms of the same weights (consolidated.safetensors).
     if (source / SINGLE) in files:
@@ -165,7 +165,7 @@ def open_safetensors(source: Path) -> SafetensorsReader:
     return SafetensorsReader(str(source), files)
 
 
-def _read_index(source: Path) -> list[Path]:
+def _read_safetensors_index(source: Path) -> list[Path]:
     """The files that the index names.
 
     The CheckpointError for a missing file names a tensor in it.
@@ -186,5 +186,5 @@ def _read_index(source: Path) -> list[Path]:
     return sorted(source / file for file in holders)
 
 
-def _unreadable(path: Path, why: str) -> CheckpointError:
+def _unreadable_weights_error(path: Path, why: str) -> CheckpointError:
     return CheckpointError("a file of weights cannot be read", where=str(path), why=why)

@@ -13,13 +13,13 @@ from functools import partial
 
 import numpy as np
 
-from phalanx.checkpoint.exchange.families import Family, NameRule
+from phalanx.checkpoint.exchange.families import ModelFamily, NameRule
 from phalanx.checkpoint.exchange.tensor_readers import (
     StackedTensorReader,
     TensorInfo,
     TensorReader,
     UnstackedReader,
-    element_name,
+    stack_element_name,
 )
 from phalanx.checkpoint.reading.full_tensors import Bits
 from phalanx.core.errors import CheckpointError
@@ -40,7 +40,7 @@ class RenamedTensor:
 
 
 def translate_to_hugging_face(
-    family: Family, shapes: Mapping[str, Size], weights: StackedTensorReader
+    family: ModelFamily, shapes: Mapping[str, Size], weights: StackedTensorReader
 ) -> list[RenamedTensor]:
     """Every tensor of `shapes` under the name and in the orientation of transformers.
 
@@ -57,17 +57,17 @@ def translate_to_hugging_face(
             raise AssertionError(f"{family.model_type} has no name for {name}")
     tensors = []
     for their_name, (rule, our_names) in groups.items():
-        tensors.append(_merge(their_name, rule, our_names, reader))
+        tensors.append(_merge_phalanx_tensors(their_name, rule, our_names, reader))
     return tensors
 
 
-def _merge(
+def _merge_phalanx_tensors(
     their_name: str, rule: NameRule, our_names: list[str], reader: TensorReader
 ) -> RenamedTensor:
     """Phalanx's tensors as the one of Hugging Face that holds them."""
     parts = [reader.tensors[name] for name in our_names]
     shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-    info = TensorInfo(_their_shape(rule, shape), parts[0].dtype)
+    info = TensorInfo(_hugging_face_shape(rule, shape), parts[0].dtype)
 
     def load() -> Bits:
         if len(our_names) == 1:
@@ -82,7 +82,7 @@ def _merge(
     return RenamedTensor(their_name, info, load)
 
 
-def _their_shape(rule: NameRule, shape: Size) -> Size:
+def _hugging_face_shape(rule: NameRule, shape: Size) -> Size:
     if rule.transposed:
         shape = shape[::-1]
     return (1,) * rule.ones + tuple(shape)
@@ -99,7 +99,7 @@ def unstack_experts(shapes: Mapping[str, Size]) -> dict[str, Size]:
     for name, shape in shapes.items():
         if len(shape) == 3:
             for number in range(shape[0]):
-                unstacked[element_name(name, number)] = shape[1:]
+                unstacked[stack_element_name(name, number)] = shape[1:]
         else:
             unstacked[name] = shape
     return unstacked
@@ -130,9 +130,9 @@ def stack_experts(
         if len(shape) != 3:
             tensors.append(unstacked[name])
             continue
-        dtype = unstacked[element_name(name, 0)].info.dtype
+        dtype = unstacked[stack_element_name(name, 0)].info.dtype
         for number in range(shape[0]):
-            element = unstacked[element_name(name, number)]
+            element = unstacked[stack_element_name(name, number)]
             if element.info.dtype != dtype:
                 raise CheckpointError(f"experts of {name} are of more than one type of numbers")
             info = TensorInfo((1, *shape[1:]), dtype)
@@ -141,7 +141,7 @@ def stack_experts(
 
 
 def translate_from_hugging_face(
-    family: Family, shapes: Mapping[str, Size], weights: StackedTensorReader
+    family: ModelFamily, shapes: Mapping[str, Size], weights: StackedTensorReader
 ) -> TranslatedTensors:
     """Every tensor of a Hugging Face directory, split and transposed into phalanx's.
 
@@ -156,15 +156,15 @@ def translate_from_hugging_face(
     unknown: dict[str, TensorInfo] = {}
     tied: list[str] = []
     for name, info in reader.tensors.items():
-        if is_ignored(family, name):
+        if is_ignored_buffer(family, name):
             continue
-        rule, our_names = _rule_for(family, name)
+        rule, our_names = _find_rule(family, name)
         if rule is None:
             unknown[name] = info
         elif our_names == ["head.weight"] and "head.weight" not in shapes:
             tied.append(name)
         else:
-            for tensor in _split(name, rule, our_names, shapes, reader):
+            for tensor in _split_hugging_face_tensor(name, rule, our_names, shapes, reader):
                 if (other := origins.setdefault(tensor.name, name)) != name:
                     raise CheckpointError(
                         f"{other} and {name} are the same tensor of the model", where=reader.where
@@ -173,7 +173,7 @@ def translate_from_hugging_face(
     return TranslatedTensors(tensors, unknown, tuple(tied))
 
 
-def _rule_for(family: Family, name: str) -> tuple[NameRule | None, list[str]]:
+def _find_rule(family: ModelFamily, name: str) -> tuple[NameRule | None, list[str]]:
     """The rule about `name`, which may lack the prefix: bases without a head are saved so."""
     for candidate in (name, family.prefix + name):
         for rule in family.rules:
@@ -182,7 +182,7 @@ def _rule_for(family: Family, name: str) -> tuple[NameRule | None, list[str]]:
     return None, []
 
 
-def is_ignored(family: Family, name: str) -> bool:
+def is_ignored_buffer(family: ModelFamily, name: str) -> bool:
     """True for buffers that old releases saved."""
     inner = name.removeprefix(family.prefix)
     if inner.endswith(".rotary_emb.inv_freq"):
@@ -190,7 +190,7 @@ def is_ignored(family: Family, name: str) -> bool:
     return any(fnmatchcase(inner, pattern) for pattern in family.ignored)
 
 
-def _split(
+def _split_hugging_face_tensor(
     name: str,
     rule: NameRule,
     our_names: list[str],

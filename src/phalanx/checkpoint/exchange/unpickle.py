@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from phalanx.checkpoint.shard_file import DTYPES, Bytes, TensorSource, write_file
+from phalanx.checkpoint.shard_file import DTYPES, Bytes, TensorSource, write_safetensors
 from phalanx.core.errors import CheckpointError
 from phalanx.core.files import open_regular
 from phalanx.mesh.logical import dtype_name, full_name
@@ -53,11 +53,11 @@ def main(source: Path, folder: Path) -> dict[str, Any]:
     for number, path in enumerate(files):
         content, is_more = _unpickle(path)
         ran_code |= is_more
-        values = list(_flatten(content, ""))
-        by_name = dict(_rename(_select_tensors(values), raw_names))
+        values = list(_flatten_values(content, ""))
+        by_name = dict(_strip_wrapper_names(_select_tensors(values), raw_names))
         tensors = {}
         for name, value in by_name.items():
-            kind = _kind(value)
+            kind = _unsupported_tensor_kind(value)
             if kind:
                 left_out.append(f"{name} ({kind})")
             else:
@@ -66,13 +66,13 @@ def main(source: Path, folder: Path) -> dict[str, Any]:
         num_skipped += len(values) - len(by_name)
         # For a directory its configuration says what is tied.
         if source.is_file():
-            aliases = _take_tied(tensors)
+            aliases = _remove_tied_tensors(tensors)
         if tensors:
-            _write(folder / f"part-{number:05d}.safetensors", tensors)
-    return _build_answer(num_tensors, num_skipped, left_out, aliases, ran_code=ran_code)
+            _write_tensors(folder / f"part-{number:05d}.safetensors", tensors)
+    return _build_unpickling_report(num_tensors, num_skipped, left_out, aliases, ran_code=ran_code)
 
 
-def _build_answer(
+def _build_unpickling_report(
     num_tensors: int,
     num_skipped: int,
     left_out: list[str],
@@ -97,7 +97,9 @@ def _select_tensors(values: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, to
     return ((name, value) for name, value in values if isinstance(value, torch.Tensor))
 
 
-def _rename(named: Iterable[tuple[str, T]], raw_names: dict[str, str]) -> Iterator[tuple[str, T]]:
+def _strip_wrapper_names(
+    named: Iterable[tuple[str, T]], raw_names: dict[str, str]
+) -> Iterator[tuple[str, T]]:
     """Yield values under names without those of wrappers; `raw_names` collects the names they had.
 
     Raises CheckpointError if two values get one name.
@@ -113,12 +115,12 @@ def _rename(named: Iterable[tuple[str, T]], raw_names: dict[str, str]) -> Iterat
         yield name, value
 
 
-def _take_tied(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+def _remove_tied_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     """Leave each tensor under the first of its names; the other names, with the first one."""
     first_names: dict[Any, str] = {}
     aliases = {}
     for name, tensor in tensors.items():
-        first = first_names.setdefault(_identity(tensor), name)
+        first = first_names.setdefault(_storage_identity(tensor), name)
         if first != name:
             aliases[name] = first
     for name in aliases:
@@ -126,7 +128,7 @@ def _take_tied(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     return aliases
 
 
-def _identity(tensor: torch.Tensor) -> Any:
+def _storage_identity(tensor: torch.Tensor) -> Any:
     """A key that is equal for tied tensors, which share their memory, and for no others."""
     if not tensor.numel():
         # Tensors without elements have no memory of their own to compare: none are tied.
@@ -145,15 +147,15 @@ def _unpickle(path: Path) -> tuple[Any, bool]:
     except pickle.UnpicklingError:
         pass
     except Exception as error:
-        raise _unreadable(path, error) from None
+        raise _unreadable_pickle_error(path, error) from None
     try:
         with open_regular(path) as file:
             return torch.load(file, map_location="cpu", weights_only=False), True
     except Exception as error:
-        raise _unreadable(path, error) from None
+        raise _unreadable_pickle_error(path, error) from None
 
 
-def _unreadable(path: Path, error: Exception) -> CheckpointError:
+def _unreadable_pickle_error(path: Path, error: Exception) -> CheckpointError:
     """The error for a file that torch cannot read: pickle's own words about garbage
     (`KeyError: 101`) do not help."""
     try:
@@ -170,7 +172,7 @@ def _unreadable(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"{path.name} cannot be unpickled", why=why[:300])
 
 
-def _flatten(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+def _flatten_values(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Yield all values in nested dictionaries and lists, and the weights of whole modules, by
     dotted name."""
     if isinstance(value, nn.Module):
@@ -187,10 +189,10 @@ def _flatten(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     if name:
         prefix = f"{name}."
     for key, item in items:
-        yield from _flatten(item, f"{prefix}{key}")
+        yield from _flatten_values(item, f"{prefix}{key}")
 
 
-def _kind(value: torch.Tensor) -> str:
+def _unsupported_tensor_kind(value: torch.Tensor) -> str:
     """The kind of a tensor that no file of safetensors can hold; empty for any other."""
     if isinstance(value, DTensor):
         return "a DTensor"
@@ -216,7 +218,7 @@ def _read_dcp(source: Path, folder: Path) -> dict[str, Any]:
         if isinstance(facts, TensorStorageMetadata):
             raw_names.append(raw_name)
     our_names = {}
-    for name, raw_name in _rename(zip(raw_names, raw_names, strict=True), {}):
+    for name, raw_name in _strip_wrapper_names(zip(raw_names, raw_names, strict=True), {}):
         our_names[raw_name] = name
     tensors, left_out = {}, []
     for raw_name in raw_names:
@@ -225,7 +227,7 @@ def _read_dcp(source: Path, folder: Path) -> dict[str, Any]:
             tensors[raw_name] = metadata[raw_name]
         else:
             left_out.append(f"{our_names[raw_name]} ({dtype})")
-    for number, group_names in enumerate(_groups(tensors)):
+    for number, group_names in enumerate(_group_by_bytes(tensors)):
         group: dict[str, Any] = {}
         for raw_name in group_names:
             facts = tensors[raw_name]
@@ -233,9 +235,9 @@ def _read_dcp(source: Path, folder: Path) -> dict[str, Any]:
         # This process reads alone: there is no process group.
         dcp.load(group, checkpoint_id=source, no_dist=True)
         renamed = {our_names[raw_name]: tensor for raw_name, tensor in group.items()}
-        _write(folder / f"part-{number:05d}.safetensors", renamed)
+        _write_tensors(folder / f"part-{number:05d}.safetensors", renamed)
     num_skipped = len(metadata) - len(raw_names)
-    return _build_answer(len(tensors), num_skipped, left_out, {}, ran_code=False)
+    return _build_unpickling_report(len(tensors), num_skipped, left_out, {}, ran_code=False)
 
 
 def _read_dcp_metadata(source: Path) -> Mapping[str, Any]:
@@ -253,7 +255,7 @@ def _read_dcp_metadata(source: Path) -> Mapping[str, Any]:
     return metadata
 
 
-def _groups(tensors: Mapping[str, Any]) -> Iterator[list[str]]:
+def _group_by_bytes(tensors: Mapping[str, Any]) -> Iterator[list[str]]:
     group: list[str] = []
     group_bytes = 0
     for name, facts in tensors.items():
@@ -267,15 +269,15 @@ def _groups(tensors: Mapping[str, Any]) -> Iterator[list[str]]:
         yield group
 
 
-def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     sources = []
     for name, tensor in tensors.items():
         dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
-        sources.append(TensorSource(name, dtype, shape, partial(_bytes, tensor)))
-    write_file(path, sources)
+        sources.append(TensorSource(name, dtype, shape, partial(_tensor_bytes, tensor)))
+    write_safetensors(path, sources)
 
 
-def _bytes(tensor: torch.Tensor) -> Bytes:
+def _tensor_bytes(tensor: torch.Tensor) -> Bytes:
     # A copy in C order, whatever the tensor's strides and conjugation.
     contiguous = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
     as_bytes: Bytes = contiguous.reshape(-1).view(torch.uint8).numpy()

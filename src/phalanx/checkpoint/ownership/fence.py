@@ -12,8 +12,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.checkpoint.ownership.fencing_token import FencingToken, read_taker, read_token_number
-from phalanx.checkpoint.ownership.run_lock import LOCK_NAME, LockHolder, holder_at
+from phalanx.checkpoint.ownership.fencing_token import (
+    FencingToken,
+    describe_last_owner_job,
+    read_fencing_token_number,
+)
+from phalanx.checkpoint.ownership.run_lock import LOCK_NAME, LockHolder, read_lock_holder
 from phalanx.core.errors import CheckpointError, RunTakenError
 
 LOOK_EVERY_S = 1.0
@@ -23,7 +27,7 @@ _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 @dataclass(frozen=True)
-class Claim:
+class RunClaim:
     """A job's claim on a run, as its ranks are told of it.
 
     `epoch` is the number of its fencing token, 0 where claims are not counted; `holder` holds the
@@ -49,7 +53,7 @@ class OwnershipFence:
         self._taker: str | None = None
 
     @classmethod
-    def for_rank(cls, run_dir: Path, claim: Claim) -> OwnershipFence:
+    def for_rank(cls, run_dir: Path, claim: RunClaim) -> OwnershipFence:
         """The fence of a rank whose job has made `claim`."""
         if not claim.epoch:
             return cls(run_dir, claim.holder)
@@ -75,17 +79,17 @@ class OwnershipFence:
     def _find_taker(self) -> str | None:
         """The job that has the run instead of this one; None if no other job has it, or if its
         files cannot be read."""
-        holder = holder_at(self._run_dir / LOCK_NAME)
+        holder = read_lock_holder(self._run_dir / LOCK_NAME)
         # The lock first: it says so even before the other job has a token.
         if holder and self._holder and not holder.is_same_job(self._holder):
             return str(holder)
         if self.token is None:
             return None
         try:
-            newest = read_token_number(self._run_dir)
+            newest = read_fencing_token_number(self._run_dir)
         except CheckpointError:
             # A file that cannot be read for a moment takes no run away.
             return None
         if newest <= self.token.number:
             return None
-        return read_taker(self._run_dir) or f"a later one (epoch {newest})"
+        return describe_last_owner_job(self._run_dir) or f"a later one (epoch {newest})"

@@ -28,7 +28,7 @@ _WRITE_IT = "write the number of restarts into it, or a larger one"
 _CONTENT = re.compile(r"\s*([0-9]{1,18})\s*|([0-9]{1,18})\n[^\n]+\n")
 
 
-def read_token_number(run_dir: Path) -> int:
+def read_fencing_token_number(run_dir: Path) -> int:
     """The token number of the job that took the run last; 0 if no job counted.
 
     Raises CheckpointError for a damaged file.
@@ -49,7 +49,7 @@ def read_token_number(run_dir: Path) -> int:
         raise CheckpointError(_UNREADABLE, where=str(path), why=str(error), fix=_WRITE_IT) from None
 
 
-def read_taker(run_dir: Path) -> str:
+def describe_last_owner_job(run_dir: Path) -> str:
     """The job that took the run last, in words for people; empty if its token does not name it."""
     try:
         taker = read_regular(run_dir / TOKEN_FILE, MAX_TOKEN_BYTES).decode().split("\n")[1]
@@ -67,23 +67,25 @@ class FencingToken:
 
     def require_newest(self) -> None:
         """Raise RunTakenError if another job took the run since."""
-        newest = read_token_number(self.run_dir)
+        newest = read_fencing_token_number(self.run_dir)
         if newest != self.number:
             why = f"its epoch is {newest}, not {self.number}"
-            taker = read_taker(self.run_dir)
+            taker = describe_last_owner_job(self.run_dir)
             message = "another job took this run"
             if taker:
                 message += f": {taker}"
             raise RunTakenError(message, where=str(self.run_dir), why=why)
 
 
-def acquire_token(run_dir: Path, disk: Disk | None = None, *, taker: str = "") -> FencingToken:
+def acquire_fencing_token(
+    run_dir: Path, disk: Disk | None = None, *, taker: str = ""
+) -> FencingToken:
     """Claim the run for this job, or for another attempt of it. For the holder of the run's lock.
 
     `taker` names this job, for a job that finds the run taken: the lock may be gone by then. Raises
     ResourceError if the run directory cannot be written.
     """
-    token = FencingToken(run_dir, read_token_number(run_dir) + 1)
+    token = FencingToken(run_dir, read_fencing_token_number(run_dir) + 1)
     text = f"{token.number}\n"
     if taker:
         text += f"{taker}\n"

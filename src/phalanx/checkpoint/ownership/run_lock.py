@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from phalanx.checkpoint.ownership.fencing_token import FencingToken, acquire_token
+from phalanx.checkpoint.ownership.fencing_token import FencingToken, acquire_fencing_token
 from phalanx.core.errors import RunLockedError
 from phalanx.core.files import open_descriptor, resource_error
 
@@ -63,7 +63,7 @@ class LockHolder:
 
 
 @dataclass(frozen=True)
-class Lock:
+class RunLock:
     """A lock we hold. `reclaimed_from`: the dead job that had left it, if one had."""
 
     path: Path
@@ -82,7 +82,7 @@ class Lock:
     def require_ours(self) -> None:
         """Raise RunLockedError if the lock was taken from us."""
         if not _is_ours(self):
-            raise _run_locked_error(self.path, holder_at(self.path))
+            raise _run_locked_error(self.path, read_lock_holder(self.path))
 
     def acquire_token(self) -> FencingToken:
         """Claim the run for another attempt: writes of older attempts are refused from now on.
@@ -91,7 +91,7 @@ class Lock:
         cannot be written.
         """
         self.require_ours()
-        token = acquire_token(self.path.parent, taker=str(self.holder))
+        token = acquire_fencing_token(self.path.parent, taker=str(self.holder))
         try:
             _write_holder(self.fd, replace(self.holder, epoch=token.number))
         except OSError as error:
@@ -100,7 +100,7 @@ class Lock:
 
 
 @contextmanager
-def hold_run_lock(run_dir: Path) -> Iterator[Lock]:
+def hold_run_lock(run_dir: Path) -> Iterator[RunLock]:
     """Hold `run_dir` (which exists) for this process.
 
     Raises RunLockedError (exit 9) naming the holder if another job lives, or may live on another
@@ -114,21 +114,21 @@ def hold_run_lock(run_dir: Path) -> Iterator[Lock]:
     try:
         yield lock
     finally:
-        _release(lock)
+        _release_lock(lock)
 
 
-def refuse_if_held(run_dir: Path) -> None:
+def refuse_held_run(run_dir: Path) -> None:
     """Raise RunLockedError if the lock of `run_dir` names another live job.
 
     Changes nothing, and promises nothing: a job that passes still has to take the lock.
     """
     path = run_dir / LOCK_NAME
-    holder = holder_at(path)
-    if holder is not None and not _is_dead(holder):
+    holder = read_lock_holder(path)
+    if holder is not None and not _is_holder_dead(holder):
         raise _run_locked_error(path, holder)
 
 
-def _acquire_lock(path: Path) -> Lock:
+def _acquire_lock(path: Path) -> RunLock:
     deadline = time.monotonic() + _PATIENCE_S
     while True:
         # Without O_EXCL: a dead job leaves its file, and the first to flock it takes it over.
@@ -137,10 +137,10 @@ def _acquire_lock(path: Path) -> Lock:
             # Without waiting: the holder may keep it for days.
             locked = _try_flock(fd)
             # Between open and flock its holder may have removed the file: then another one counts.
-            if locked and _is_at(path, fd):
+            if locked and _is_same_file(path, fd):
                 earlier = _read_holder(fd)
-                if earlier is None or _is_dead(earlier):
-                    lock = Lock(path, _this_process(), fd, reclaimed_from=earlier)
+                if earlier is None or _is_holder_dead(earlier):
+                    lock = RunLock(path, _this_process_holder(), fd, reclaimed_from=earlier)
                     _write_holder(fd, lock.holder)
                     return lock
                 # It lives, or cannot be seen from here: where flock does nothing, the text decides.
@@ -149,7 +149,7 @@ def _acquire_lock(path: Path) -> Lock:
                 holder = _read_holder(fd)
                 # A dead holder's lock in use: another job is reclaiming it, and will have written
                 # its name in a moment.
-                is_settled = holder is not None and not _is_dead(holder)
+                is_settled = holder is not None and not _is_holder_dead(holder)
                 if is_settled or time.monotonic() > deadline:
                     raise _run_locked_error(path, holder)
         except BaseException:
@@ -159,7 +159,7 @@ def _acquire_lock(path: Path) -> Lock:
         time.sleep(0.01)
 
 
-def _release(lock: Lock) -> None:
+def _release_lock(lock: RunLock) -> None:
     """Remove the lock if it is still ours: it may have been removed by hand, and another job may
     have taken it since."""
     # Removed while it is still locked: once it is closed, another job may hold the same file.
@@ -172,14 +172,14 @@ def _release(lock: Lock) -> None:
         os.close(lock.fd)
 
 
-def _is_ours(lock: Lock) -> bool:
-    if not _is_at(lock.path, lock.fd):
+def _is_ours(lock: RunLock) -> bool:
+    if not _is_same_file(lock.path, lock.fd):
         return False
     holder = _read_holder(lock.fd)
     return holder is not None and holder.is_same_job(lock.holder)
 
 
-def holder_at(path: Path) -> LockHolder | None:
+def read_lock_holder(path: Path) -> LockHolder | None:
     """The holder that a lock names; None if there is no lock, or if it names none."""
     # Without waiting, should the name be that of a pipe.
     try:
@@ -205,7 +205,7 @@ def _try_flock(fd: int) -> bool:
     return True
 
 
-def _is_at(path: Path, fd: int) -> bool:
+def _is_same_file(path: Path, fd: int) -> bool:
     """True if `path` still leads to the open file, which its holder may have removed between
     open and flock."""
     try:
@@ -223,14 +223,14 @@ def _read_holder(fd: int) -> LockHolder | None:
     """
     try:
         holder = LockHolder(**json.loads(os.pread(fd, 4096, 0)))
-        if _is_plausible(holder):
+        if _is_plausible_holder(holder):
             return holder
     except (ValueError, TypeError, OverflowError, OSError, RecursionError):
         pass
     return None
 
 
-def _is_plausible(holder: LockHolder) -> bool:
+def _is_plausible_holder(holder: LockHolder) -> bool:
     """True if a job may have written `holder`. Raises ValueError or OverflowError for a time that
     is none."""
     for name, types in _FIELD_TYPES.items():
@@ -247,7 +247,7 @@ def _write_holder(fd: int, holder: LockHolder) -> None:
     os.fsync(fd)
 
 
-def _is_dead(holder: LockHolder) -> bool:
+def _is_holder_dead(holder: LockHolder) -> bool:
     """True if the holder's process is gone, as far as this machine can know it."""
     # Processes of another machine cannot be seen from here: it may live.
     if holder.host != socket.gethostname():
@@ -255,7 +255,7 @@ def _is_dead(holder: LockHolder) -> bool:
     # After a reboot its process id and start time may be those of another process.
     if holder.boot_id != _boot_id():
         return True
-    return _start_time(holder.pid) != holder.start_time
+    return _process_start_time(holder.pid) != holder.start_time
 
 
 def _run_locked_error(path: Path, holder: LockHolder | None) -> RunLockedError:
@@ -272,14 +272,14 @@ def _run_locked_error(path: Path, holder: LockHolder | None) -> RunLockedError:
     )
 
 
-def _this_process() -> LockHolder:
+def _this_process_holder() -> LockHolder:
     pid = os.getpid()
-    start_time = _start_time(pid)
+    start_time = _process_start_time(pid)
     assert start_time is not None
     return LockHolder(socket.gethostname(), pid, start_time, _boot_id(), round(time.time(), 3))
 
 
-def _start_time(pid: int) -> float | None:
+def _process_start_time(pid: int) -> float | None:
     """The time a process started: clock ticks since boot on Linux, else Unix seconds.
 
     None if there is no such process.

@@ -59,11 +59,11 @@ def claim_store(store: Store, run_dir: Path) -> None:
     if store.owner is None:
         return
     # The run's copy first: a claim in the store without one would be nobody's.
-    run_owner = _read_copy(run_dir) or _write_new_copy(run_dir)
+    run_owner = _read_owner_copy(run_dir) or _write_owner_copy(run_dir)
     # The owner is read back below: two runs that write at once both read the one that stayed.
     if store.owner.read() is None:
         store.owner.write(json.dumps(run_owner.to_json(), sort_keys=True).encode())
-    if (refusal := find_refusal(store, run_dir)) is not None:
+    if (refusal := store_refusal_reason(store, run_dir)) is not None:
         raise refusal
 
 
@@ -75,14 +75,14 @@ def release_store(store: Store, run_dir: Path) -> None:
     if store.owner is None:
         return
     with suppress(OSError, CheckpointError):
-        if _is_same_run(store.owner, _read_copy(run_dir)):
+        if _is_store_of_run(store.owner, _read_owner_copy(run_dir)):
             store.owner.remove()
     with suppress(OSError):
         # Last: without it the run could not tell that the store is its own.
         (run_dir / OWNER_COPY).unlink(missing_ok=True)
 
 
-def find_refusal(store: Store, run_dir: Path) -> RunLockedError | None:
+def store_refusal_reason(store: Store, run_dir: Path) -> RunLockedError | None:
     """The reason why this run must leave `store` alone; None if it is its own, or unclaimed.
 
     A run that never claimed a store (of an earlier version, or whose URL is new) has none of its
@@ -91,7 +91,7 @@ def find_refusal(store: Store, run_dir: Path) -> RunLockedError | None:
     if store.owner is None:
         return None
     text = store.owner.read()
-    if text is None or _is_same_run(store.owner, _read_copy(run_dir)):
+    if text is None or _is_store_of_run(store.owner, _read_owner_copy(run_dir)):
         return None
     owner = _parse_owner(text) or "another run, whose name cannot be read"
     fix = (
@@ -100,17 +100,17 @@ def find_refusal(store: Store, run_dir: Path) -> RunLockedError | None:
     return RunLockedError(f"checkpoint.url belongs to {owner}", where=store.url, fix=fix)
 
 
-def require_claim(fencing_token: FencingToken | None, store: Store) -> None:
+def require_still_owner(fencing_token: FencingToken | None, store: Store) -> None:
     """Raise RunTakenError if another job took the run of `fencing_token` since, StoreTakenError if
     another run its store."""
     if fencing_token is None:
         return
     fencing_token.require_newest()
-    if (refusal := find_refusal(store, fencing_token.run_dir)) is not None:
+    if (refusal := store_refusal_reason(store, fencing_token.run_dir)) is not None:
         raise StoreTakenError(refusal.what, where=refusal.where, fix=refusal.fix)
 
 
-def _is_same_run(owner_object: OwnerObject, run_owner: StoreOwner | None) -> bool:
+def _is_store_of_run(owner_object: OwnerObject, run_owner: StoreOwner | None) -> bool:
     text = owner_object.read()
     if text is None or run_owner is None:
         return False
@@ -118,7 +118,7 @@ def _is_same_run(owner_object: OwnerObject, run_owner: StoreOwner | None) -> boo
     return store_owner is not None and run_owner.run_id == store_owner.run_id
 
 
-def _read_copy(run_dir: Path) -> StoreOwner | None:
+def _read_owner_copy(run_dir: Path) -> StoreOwner | None:
     """The owner by the run's directory; None if it never claimed a store.
 
     Raises CheckpointError for a damaged file.
@@ -139,7 +139,7 @@ def _read_copy(run_dir: Path) -> StoreOwner | None:
     return owner
 
 
-def _write_new_copy(run_dir: Path) -> StoreOwner:
+def _write_owner_copy(run_dir: Path) -> StoreOwner:
     owner = StoreOwner(
         secrets.token_hex(16), run_dir.resolve().name, socket.gethostname(), round(time.time(), 3)
     )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from phalanx.checkpoint.best import read_best
+from phalanx.checkpoint.best import read_best_step
 from phalanx.checkpoint.folder import Folder
-from phalanx.checkpoint.stores import find_checkpoint, is_url, run_at, store_of
+from phalanx.checkpoint.stores import find_checkpoint, is_url, open_store_at, resolve_run_directory
 from phalanx.core.errors import CheckpointError
 
 
@@ -18,15 +18,15 @@ def choose_checkpoint(location: str | Path, *, best: bool = False) -> Folder:
     """
     if not best:
         return find_checkpoint(location)
-    location = run_at(location)
+    location = resolve_run_directory(location)
     recorded = None
     # The record is in the run directory, not in its store.
     if not is_url(location):
-        recorded = read_best(Path(location))
+        recorded = read_best_step(Path(location))
     if recorded is None:
         fix = "train with eval.keep_best=true"
         raise CheckpointError("no checkpoint was kept as the best", where=str(location), fix=fix)
-    for folder in store_of(location).folders():
+    for folder in open_store_at(location).folders():
         if folder.step == recorded.step:
             return folder
     raise CheckpointError(

@@ -152,7 +152,7 @@ def _compare_tensors(
     count = int((_flat_bits(x) != _flat_bits(y)).sum())
     if not count:
         return None
-    max_abs, relative = _max_errors(_to_float64(x, a[1]), _to_float64(y, a[1]))
+    max_abs, relative = _max_and_relative_error(_to_float64(x, a[1]), _to_float64(y, a[1]))
     return TensorDifference(name, "values", "", count, x.size, max_abs, relative)
 
 
@@ -170,7 +170,7 @@ def _to_float64(bits: NDArray[Any], dtype: str) -> NDArray[np.float64] | None:
     return bits.astype(np.float64)
 
 
-def _max_errors(
+def _max_and_relative_error(
     a: NDArray[np.float64] | None, b: NDArray[np.float64] | None
 ) -> tuple[float | None, float | None]:
     if a is None or b is None:

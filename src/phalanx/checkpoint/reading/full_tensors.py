@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 
 from phalanx.checkpoint.folder import Folder, as_folder
 from phalanx.checkpoint.manifest import Manifest
-from phalanx.checkpoint.reading.verify import is_tiled
+from phalanx.checkpoint.reading.verify import is_tiled_by_pieces
 from phalanx.checkpoint.shard_file import DTYPES, CheckedFile
 from phalanx.core.errors import CheckpointError
 
 Bits = NDArray[Any]
 
 
-def bits_type(dtype: str) -> np.dtype[Any]:
+def unsigned_bits_dtype(dtype: str) -> np.dtype[Any]:
     """The unsigned integer that holds one element of torch's `dtype`."""
     return np.dtype(f"u{DTYPES[dtype][1]}")
 
@@ -70,9 +70,9 @@ class FullTensorReader:
             raise CheckpointError(
                 f"{name} is of type {stored.dtype}, which no release writes", where=self.folder.url
             )
-        dtype = bits_type(stored.dtype)
+        dtype = unsigned_bits_dtype(stored.dtype)
         # Of a piece that is there twice another one may be missing: `np.empty` would show through.
-        if name not in self._tiled and not is_tiled(stored):
+        if name not in self._tiled and not is_tiled_by_pieces(stored):
             raise CheckpointError(f"{name} is not whole in the checkpoint", where=self.folder.url)
         self._tiled.add(name)
         bits = np.empty(size, dtype)

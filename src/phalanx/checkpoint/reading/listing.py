@@ -8,10 +8,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from phalanx.checkpoint.best import BestStep, read_best
+from phalanx.checkpoint.best import BestStep, read_best_step
 from phalanx.checkpoint.folder import Folder
 from phalanx.checkpoint.manifest import read_manifest
-from phalanx.checkpoint.stores import find_checkpoint, is_checkpoint, is_url, run_at, store_of
+from phalanx.checkpoint.stores import (
+    find_checkpoint,
+    is_single_checkpoint,
+    is_url,
+    open_store_at,
+    resolve_run_directory,
+)
 from phalanx.core.errors import CheckpointError, UsageError
 from phalanx.core.store_urls import local_directory
 
@@ -57,20 +63,24 @@ def list_checkpoints(location: str) -> CheckpointListing:
     """List the checkpoints of a run, or the one at `location`. Raises UsageError or CheckpointError
     if there is none.
     """
-    folders = [find_folder(location)] if is_checkpoint(location) else find_folders(location)
-    best = _find_best(location)
+    folders = (
+        [find_checkpoint_folder(location)]
+        if is_single_checkpoint(location)
+        else find_checkpoint_folders(location)
+    )
+    best = _find_best_checkpoint(location)
     best_step = None
     if best is not None:
         best_step = best.step
     return CheckpointListing(tuple(map(_read_entry, folders)), best_step)
 
 
-def find_folder(location: str) -> Folder:
+def find_checkpoint_folder(location: str) -> Folder:
     """The checkpoint at `location`, or the newest of the run there. Raises UsageError or
     CheckpointError.
     """
-    if not is_checkpoint(location):
-        return find_folders(location)[-1]
+    if not is_single_checkpoint(location):
+        return find_checkpoint_folders(location)[-1]
     directory = local_directory(location)
     if directory is None and not is_url(location):
         directory = Path(location)
@@ -79,15 +89,15 @@ def find_folder(location: str) -> Folder:
     return find_checkpoint(location)
 
 
-def find_folders(run: str) -> list[Folder]:
+def find_checkpoint_folders(run: str) -> list[Folder]:
     """Every checkpoint of a run, oldest first. Raises UsageError or CheckpointError if there is
     none.
     """
-    run = str(run_at(run))
+    run = str(resolve_run_directory(run))
     if not is_url(run) and not Path(run).is_dir():
         _refuse_missing(run)
-    folders = store_of(run).folders()
-    if not folders and is_checkpoint(run):
+    folders = open_store_at(run).folders()
+    if not folders and is_single_checkpoint(run):
         raise UsageError(
             "this is one checkpoint, and not a run", where=run, fix="give the run's directory"
         )
@@ -116,12 +126,12 @@ def _read_entry(folder: Folder) -> CheckpointEntry:
     )
 
 
-def _find_best(run: str) -> BestStep | None:
+def _find_best_checkpoint(run: str) -> BestStep | None:
     """The best checkpoint by the run's directory; None at a URL, where nothing records it."""
-    location = run_at(run)
+    location = resolve_run_directory(run)
     if is_url(location):
         return None
-    return read_best(Path(location))
+    return read_best_step(Path(location))
 
 
 def _refuse_missing(location: str) -> NoReturn:

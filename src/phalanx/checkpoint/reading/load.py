@@ -17,12 +17,12 @@ from phalanx.checkpoint.manifest import Manifest, Piece, read_manifest
 from phalanx.checkpoint.reading.full_tensors import box_slices, subtract_offsets
 from phalanx.checkpoint.reading.mismatch import (
     ExpectedTensor,
-    Mismatch,
     MismatchError,
-    find_mismatches,
+    TensorMismatch,
+    find_tensor_mismatches,
 )
-from phalanx.checkpoint.reading.verify import is_tiled, require_complete_directory
-from phalanx.checkpoint.shard_file import DTYPES, CheckedFile, Entry
+from phalanx.checkpoint.reading.verify import is_tiled_by_pieces, require_complete_directory
+from phalanx.checkpoint.shard_file import DTYPES, CheckedFile, SafetensorsEntry
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.logical import Box, LogicalShard
@@ -57,13 +57,13 @@ def load_checkpoint(
             manifest = require(manifest) or manifest
             if weights_only:
                 manifest = manifest.without_optimizer()
-            mismatches = _find_mismatches(manifest, shards, cast)
+            mismatches = _find_shard_mismatches(manifest, shards, cast)
             results.local = [asdict(mismatch) for mismatch in mismatches]
             manifests.append(manifest)
         _require_no_mismatch(folder, results.by_rank, weights_only)
         with all_ranks_or_raise(group, folder.url, "loading a checkpoint"):
             # Host memory for this rank's part of the state, until all ranks have theirs.
-            staged = stage_blocks(folder, manifests[0], shards)
+            staged = read_staged_blocks(folder, manifests[0], shards)
         # Only now that no rank can fail any more: a state is loaded as a whole, or not at all.
         with torch.no_grad():
             for target, source in staged:
@@ -71,22 +71,22 @@ def load_checkpoint(
         return manifests[0]
 
 
-def require_fit(
+def require_matching_checkpoint(
     folder: Folder, manifest: Manifest, shards: Mapping[str, LogicalShard], *, cast: bool = False
 ) -> None:
     """Raise MismatchError unless the checkpoint holds just these tensors, of these shapes and,
     without `cast`, types."""
-    if mismatches := _find_mismatches(manifest, shards, cast):
+    if mismatches := _find_shard_mismatches(manifest, shards, cast):
         raise _mismatch_error(folder, mismatches, "cast=True rounds them")
 
 
-def _find_mismatches(
+def _find_shard_mismatches(
     manifest: Manifest, shards: Mapping[str, LogicalShard], cast: bool
-) -> tuple[Mismatch, ...]:
+) -> tuple[TensorMismatch, ...]:
     expected = {
         name: ExpectedTensor(shard.global_shape, shard.dtype) for name, shard in shards.items()
     }
-    return find_mismatches(expected, manifest.tensors, cast=cast)
+    return find_tensor_mismatches(expected, manifest.tensors, cast=cast)
 
 
 def _require_no_mismatch(
@@ -96,10 +96,10 @@ def _require_no_mismatch(
 
     A tensor that some rank expects is not extra: stages of a pipeline expect different ones.
     """
-    extra: set[Mismatch] | None = None
-    mismatches: set[Mismatch] = set()
+    extra: set[TensorMismatch] | None = None
+    mismatches: set[TensorMismatch] = set()
     for rows in by_rank:
-        of_rank = {Mismatch(**row) for row in rows}
+        of_rank = {TensorMismatch(**row) for row in rows}
         extra_of_rank = {mismatch for mismatch in of_rank if mismatch.kind == "extra"}
         if extra is None:
             extra = extra_of_rank
@@ -116,7 +116,7 @@ def _require_no_mismatch(
 
 
 def _mismatch_error(
-    folder: Folder, mismatches: tuple[Mismatch, ...], cast_fix: str
+    folder: Folder, mismatches: tuple[TensorMismatch, ...], cast_fix: str
 ) -> MismatchError:
     fix = "use the job it was written by"
     if cast_fix and all(mismatch.kind == "dtype" for mismatch in mismatches):
@@ -125,7 +125,7 @@ def _mismatch_error(
     return MismatchError(message, mismatches, where=folder.url, fix=fix)
 
 
-def stage_blocks(
+def read_staged_blocks(
     folder: Folder, manifest: Manifest, shards: Mapping[str, LogicalShard]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(target view, staged source) for each overlap of a box of `shards` with a stored piece.
@@ -150,7 +150,7 @@ def stage_blocks(
     for name in shards:
         # A piece that is stored twice hides one that is not there: covered elements alone do not
         # tell.
-        if not is_tiled(manifest.tensors[name]):
+        if not is_tiled_by_pieces(manifest.tensors[name]):
             raise CheckpointError(f"{name} is not whole in the checkpoint", where=folder.url)
     return staged
 
@@ -183,7 +183,7 @@ def _plan_reads(
     return reads
 
 
-def _find_entry(source: CheckedFile, piece: Piece, dtype: str) -> Entry:
+def _find_entry(source: CheckedFile, piece: Piece, dtype: str) -> SafetensorsEntry:
     """The entry of `piece` in the file's own header.
 
     Raises CheckpointError if it contradicts the manifest: a copy would cast or broadcast in

@@ -36,7 +36,7 @@ class ExpectedTensor:
 
 
 @dataclass(frozen=True)
-class Mismatch:
+class TensorMismatch:
     """A tensor that does not match: "missing", "extra", of another "shape" or "dtype".
 
     `wanted` and `found` are in words. The fields' names are those of the `--json` schema.
@@ -57,13 +57,13 @@ class MismatchError(CheckpointError):
     def __init__(
         self,
         message: str,
-        mismatches: tuple[Mismatch, ...],
+        mismatches: tuple[TensorMismatch, ...],
         *,
         where: str | None = None,
         fix: str | None = None,
     ):
         self.mismatches = mismatches
-        super().__init__(message, where=where, why=_count_kinds(mismatches), fix=fix)
+        super().__init__(message, where=where, why=_describe_kind_counts(mismatches), fix=fix)
 
     def __str__(self) -> str:
         return "\n".join([super().__str__(), *format_mismatch_table(self.mismatches)])
@@ -72,21 +72,21 @@ class MismatchError(CheckpointError):
         return super().to_json() | {"tensors": [asdict(mismatch) for mismatch in self.mismatches]}
 
 
-def find_mismatches(
+def find_tensor_mismatches(
     expected: Mapping[str, HasShapeAndDtype],
     stored: Mapping[str, HasShapeAndDtype],
     *,
     cast: bool = False,
-) -> tuple[Mismatch, ...]:
+) -> tuple[TensorMismatch, ...]:
     """The mismatches of two sets of tensors by name, missing and extra names first.
 
     With `cast` floating-point tensors of another type match.
     """
     rows = []
     for name in sorted(expected.keys() - stored.keys()):
-        rows.append(Mismatch(name, "missing", _describe(expected[name]), NOTHING))
+        rows.append(TensorMismatch(name, "missing", _describe_tensor(expected[name]), NOTHING))
     for name in sorted(stored.keys() - expected.keys()):
-        rows.append(Mismatch(name, "extra", NOTHING, _describe(stored[name])))
+        rows.append(TensorMismatch(name, "extra", NOTHING, _describe_tensor(stored[name])))
     for name in sorted(expected.keys() & stored.keys()):
         model_tensor, stored_tensor = expected[name], stored[name]
         if tuple(model_tensor.shape) != tuple(stored_tensor.shape):
@@ -95,17 +95,23 @@ def find_mismatches(
             kind = "dtype"
         else:
             continue
-        rows.append(Mismatch(name, kind, _describe(model_tensor), _describe(stored_tensor)))
+        rows.append(
+            TensorMismatch(
+                name, kind, _describe_tensor(model_tensor), _describe_tensor(stored_tensor)
+            )
+        )
     return tuple(rows)
 
 
 def _is_dtype_accepted(expected: str, stored: str, cast: bool) -> bool:
     if not expected or expected == stored:
         return True
-    return cast and _is_real(expected) and _is_real(stored)
+    return cast and _is_floating_point(expected) and _is_floating_point(stored)
 
 
-def format_mismatch_table(mismatches: tuple[Mismatch, ...], limit: int = MAX_ROWS) -> list[str]:
+def format_mismatch_table(
+    mismatches: tuple[TensorMismatch, ...], limit: int = MAX_ROWS
+) -> list[str]:
     """Lines of aligned columns, `limit` rows at most: the first ones of each kind, so that none is
     hidden behind another."""
     shown = _select_rows(mismatches, limit)
@@ -122,11 +128,11 @@ def format_mismatch_table(mismatches: tuple[Mismatch, ...], limit: int = MAX_ROW
     return lines
 
 
-def _select_rows(mismatches: tuple[Mismatch, ...], limit: int) -> list[Mismatch]:
-    by_kind: dict[str, list[Mismatch]] = {}
+def _select_rows(mismatches: tuple[TensorMismatch, ...], limit: int) -> list[TensorMismatch]:
+    by_kind: dict[str, list[TensorMismatch]] = {}
     for row in mismatches:
         by_kind.setdefault(row.kind, []).append(row)
-    chosen: list[Mismatch] = []
+    chosen: list[TensorMismatch] = []
     # The first of each kind, then the second, ...
     for rows in zip_longest(*by_kind.values()):
         chosen += filter(None, rows)
@@ -134,7 +140,7 @@ def _select_rows(mismatches: tuple[Mismatch, ...], limit: int) -> list[Mismatch]
     return [row for row in mismatches if row in chosen]
 
 
-def _count_kinds(mismatches: tuple[Mismatch, ...]) -> str:
+def _describe_kind_counts(mismatches: tuple[TensorMismatch, ...]) -> str:
     words = {
         "missing": "missing",
         "extra": "not in this model",
@@ -145,11 +151,11 @@ def _count_kinds(mismatches: tuple[Mismatch, ...]) -> str:
     return ", ".join(f"{counts[kind]} {words[kind]}" for kind in words if counts[kind])
 
 
-def _describe(tensor: HasShapeAndDtype) -> str:
+def _describe_tensor(tensor: HasShapeAndDtype) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}".strip()
 
 
-def _is_real(dtype: str) -> bool:
+def _is_floating_point(dtype: str) -> bool:
     """True for floating-point types, which can be cast into each other; a count or a mask cast into
     a weight would be a mistake."""
     return dtype.startswith(("float", "bfloat"))

@@ -11,7 +11,7 @@ from typing import Any
 
 from phalanx.checkpoint.folder import Folder, LocalFolder
 from phalanx.checkpoint.manifest import Manifest
-from phalanx.checkpoint.stores import is_checkpoint, is_url, run_at
+from phalanx.checkpoint.stores import is_single_checkpoint, is_url, resolve_run_directory
 from phalanx.core.files import read_json
 from phalanx.job.costs import ModelCosts
 from phalanx.job.shapes.stored import read_shape
@@ -57,8 +57,8 @@ def find_run_dir(location: str, folder: Folder) -> Path | None:
     """The run's directory: `location` itself, or the directory that holds the checkpoint. None in a
     store elsewhere.
     """
-    location = str(run_at(location))
-    if not is_url(location) and not is_checkpoint(location):
+    location = str(resolve_run_directory(location))
+    if not is_url(location) and not is_single_checkpoint(location):
         return Path(location)
     if isinstance(folder, LocalFolder):
         # The folder is RUN/checkpoints/step-N.

@@ -22,7 +22,7 @@ Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Verification:
+class CheckpointVerification:
     """The result of verifying the checkpoint at `url`: it is intact if `problems` is empty."""
 
     url: str
@@ -44,7 +44,9 @@ class Verification:
         }
 
 
-def verify_folder(folder: Folder, on_progress: Callable[[int, int], None]) -> Verification:
+def verify_folder(
+    folder: Folder, on_progress: Callable[[int, int], None]
+) -> CheckpointVerification:
     """Verify a checkpoint; `on_progress(done, total)` is called with bytes as they are read."""
     try:
         total = sum(folder.sizes().values())
@@ -58,10 +60,10 @@ def verify_folder(folder: Folder, on_progress: Callable[[int, int], None]) -> Ve
         done += num_bytes
         on_progress(done, total)
 
-    return Verification(folder.url, total, tuple(verify_checkpoint(folder, add)))
+    return CheckpointVerification(folder.url, total, tuple(find_checkpoint_problems(folder, add)))
 
 
-def verify_checkpoint(
+def find_checkpoint_problems(
     folder: Folder | Path, progress: Progress = lambda num_bytes: None
 ) -> list[CheckpointError]:
     """All problems of a checkpoint; empty if it can be trusted.
@@ -86,7 +88,7 @@ def verify_checkpoint(
                 for num_bytes in file.verify():
                     progress(num_bytes - done)
                     done = num_bytes
-                _require_pieces(file, name, manifest)
+                _require_pieces_in_header(file, name, manifest)
         except CheckpointError as error:
             problems.append(error)
     return problems
@@ -106,14 +108,14 @@ def require_complete_directory(folder: Folder | Path, manifest: Manifest) -> Non
 
 
 def require_complete_structure(folder: Folder | Path, manifest: Manifest) -> None:
-    """Raise CheckpointError for all that `verify_checkpoint` finds without reading the tensors'
-    bytes."""
+    """Raise CheckpointError for all that `find_checkpoint_problems` finds without reading the
+    tensors' bytes."""
     folder = as_folder(folder)
     for problem in (*_directory_problems(folder, manifest), *_tensor_problems(folder, manifest)):
         raise problem
     for name, stored in sorted(manifest.files.items()):
         with CheckedFile(folder, name, stored) as file:
-            _require_pieces(file, name, manifest)
+            _require_pieces_in_header(file, name, manifest)
 
 
 def _directory_problems(folder: Folder, manifest: Manifest) -> list[CheckpointError]:
@@ -126,16 +128,16 @@ def _directory_problems(folder: Folder, manifest: Manifest) -> list[CheckpointEr
     extra = sorted(present - set(manifest.files) - {MANIFEST})
     problems = []
     if missing:
-        message = f"{_join_files(missing)} missing"
-        why = f"{missing[0]} holds {_join_tensors(_list_tensors(manifest, missing[0]))}"
+        message = f"{_join_file_names(missing)} missing"
+        why = f"{missing[0]} holds {_join_tensor_names(_tensors_in_file(manifest, missing[0]))}"
         problems.append(CheckpointError(message, where=folder.url, why=why))
     if extra:
-        message, fix = f"{_join_files(extra)} in it that no save wrote", "move it elsewhere"
+        message, fix = f"{_join_file_names(extra)} in it that no save wrote", "move it elsewhere"
         problems.append(CheckpointError(message, where=folder.url, fix=fix))
     return problems
 
 
-def _list_tensors(manifest: Manifest, file: str) -> list[str]:
+def _tensors_in_file(manifest: Manifest, file: str) -> list[str]:
     """The names of the tensors that have a piece in `file`."""
     names = []
     for name, tensor in manifest.tensors.items():
@@ -151,13 +153,13 @@ def _tensor_problems(folder: Folder, manifest: Manifest) -> Iterator[CheckpointE
             yield CheckpointError(
                 f"{name} is of type {tensor.dtype}, which no release writes", where=folder.url
             )
-        elif not is_tiled(tensor):
+        elif not is_tiled_by_pieces(tensor):
             yield CheckpointError(
                 f"the pieces of {name} do not make {list(tensor.shape)}", where=folder.url
             )
 
 
-def is_tiled(tensor: StoredTensor) -> bool:
+def is_tiled_by_pieces(tensor: StoredTensor) -> bool:
     """True if the pieces make the full tensor: each element once."""
     # As many elements as the tensor has, and none twice: then none is missing either.
     volume = sum(math.prod(piece.size) for piece in tensor.pieces)
@@ -168,12 +170,12 @@ def is_tiled(tensor: StoredTensor) -> bool:
     # In order, so that only neighbours are compared: a tensor may have thousands of pieces.
     pieces.sort(key=lambda piece: piece.offset)
     for number, piece in enumerate(pieces):
-        if any(_overlaps(piece, other) for other in _find_neighbours(pieces, number)):
+        if any(_is_overlapping(piece, other) for other in _find_overlap_candidates(pieces, number)):
             return False
     return True
 
 
-def _find_neighbours(pieces: list[Piece], number: int) -> list[Piece]:
+def _find_overlap_candidates(pieces: list[Piece], number: int) -> list[Piece]:
     """The pieces after piece `number` that begin before it ends along the first dimension."""
     piece = pieces[number]
     if not piece.size:
@@ -187,11 +189,11 @@ def _find_neighbours(pieces: list[Piece], number: int) -> list[Piece]:
     return neighbours
 
 
-def _overlaps(a: Piece, b: Piece) -> bool:
+def _is_overlapping(a: Piece, b: Piece) -> bool:
     return a.overlap(b.offset, b.size) is not None
 
 
-def _require_pieces(file: CheckedFile, name: str, manifest: Manifest) -> None:
+def _require_pieces_in_header(file: CheckedFile, name: str, manifest: Manifest) -> None:
     """Raise CheckpointError if the file's own header contradicts the manifest."""
     for tensor_name, tensor in manifest.tensors.items():
         for piece in tensor.pieces:
@@ -206,13 +208,13 @@ def _require_pieces(file: CheckedFile, name: str, manifest: Manifest) -> None:
                 )
 
 
-def _join_files(names: list[str]) -> str:
+def _join_file_names(names: list[str]) -> str:
     if len(names) == 1:
         return f"{names[0]} is"
     return f"{', '.join(names)} ({len(names)} files) are"
 
 
-def _join_tensors(names: list[str]) -> str:
+def _join_tensor_names(names: list[str]) -> str:
     text = ", ".join(names[:3])
     if len(names) > 3:
         text += f" and {len(names) - 3} more tensors"

@@ -9,7 +9,7 @@ from torch import nn
 
 from phalanx.checkpoint.manifest import read_manifest
 from phalanx.checkpoint.reading.choose import choose_checkpoint
-from phalanx.checkpoint.reading.load import require_fit, stage_blocks
+from phalanx.checkpoint.reading.load import read_staged_blocks, require_matching_checkpoint
 from phalanx.checkpoint.reading.verify import require_complete_directory
 from phalanx.mesh.logical import module_shards
 
@@ -30,8 +30,8 @@ def load_weights(
     manifest = read_manifest(folder).without_optimizer()
     require_complete_directory(folder, manifest)
     shards, _ = module_shards(module)
-    require_fit(folder, manifest, shards, cast=cast)
-    staged = stage_blocks(folder, manifest, shards)
+    require_matching_checkpoint(folder, manifest, shards, cast=cast)
+    staged = read_staged_blocks(folder, manifest, shards)
     with torch.no_grad():
         for target, source in staged:
             target.copy_(source)

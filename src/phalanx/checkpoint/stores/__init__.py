@@ -23,12 +23,12 @@ __all__ = [
     "Draft",
     "Store",
     "find_checkpoint",
-    "is_checkpoint",
+    "is_single_checkpoint",
     "is_url",
-    "newest_step",
+    "find_newest_step",
     "open_store",
-    "run_at",
-    "store_of",
+    "resolve_run_directory",
+    "open_store_at",
 ]
 
 Say = Callable[[str], None]
@@ -55,7 +55,7 @@ def is_url(location: str | Path) -> bool:
     return "://" in str(location)
 
 
-def run_at(location: str | Path) -> str | Path:
+def resolve_run_directory(location: str | Path) -> str | Path:
     """The run directory that `location` means: by a file:// URL of it, or by its own folder of
     checkpoints; else `location`."""
     path = local_directory(str(location))
@@ -67,23 +67,23 @@ def run_at(location: str | Path) -> str | Path:
             return path
         parent = path.absolute().parent
         is_run = path.name == "checkpoints" and (parent / "job.json").is_file()
-        if is_run and _read_url(parent) is None:
+        if is_run and _read_checkpoint_url(parent) is None:
             return parent
     return location
 
 
-def store_of(location: str | Path) -> Store:
+def open_store_at(location: str | Path) -> Store:
     """The store of a run directory, by its job's checkpoint.url, or the one at a URL."""
-    location = run_at(location)
+    location = resolve_run_directory(location)
     if is_url(location):
         return open_store(Path(), str(location))
-    url = _read_url(Path(location))
+    url = _read_checkpoint_url(Path(location))
     if url is not None:
-        _require_usable(url, Path(location) / "job.json")
+        _require_usable_url(url, Path(location) / "job.json")
     return open_store(Path(location), url)
 
 
-def _require_usable(url: str, job_file: Path) -> None:
+def _require_usable_url(url: str, job_file: Path) -> None:
     """Raise CheckpointError for a URL in job.json that no job may have.
 
     It was checked when the job was loaded, but the file may have been edited since, or the run
@@ -97,7 +97,7 @@ def _require_usable(url: str, job_file: Path) -> None:
         )
 
 
-def _read_url(run_dir: Path) -> str | None:
+def _read_checkpoint_url(run_dir: Path) -> str | None:
     try:
         url = read_json(run_dir / "job.json")["checkpoint"]["url"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -107,7 +107,7 @@ def _read_url(run_dir: Path) -> str | None:
     return None
 
 
-def newest_step(store: Store) -> int:
+def find_newest_step(store: Store) -> int:
     """The step of the newest checkpoint whose manifest can be read; 0 if there is none, or the
     store does not answer."""
     try:
@@ -121,16 +121,16 @@ def newest_step(store: Store) -> int:
     return 0
 
 
-def is_checkpoint(location: str | Path) -> bool:
+def is_single_checkpoint(location: str | Path) -> bool:
     """True if `location` is one checkpoint and not a run.
 
     A step-N in a folder "checkpoints" is one, whole or not.
     """
     directory = local_directory(str(location))
     if directory is None and is_url(location):
-        from phalanx.checkpoint.stores.object import folder_at
+        from phalanx.checkpoint.stores.object import find_object_folder
 
-        return folder_at(str(location)) is not None
+        return find_object_folder(str(location)) is not None
     path = directory or Path(location)
     return (path / MANIFEST).is_file() or (
         path.parent.name == "checkpoints" and bool(STEP_NAME.fullmatch(path.name))
@@ -144,13 +144,13 @@ def find_checkpoint(location: str | Path) -> Folder:
     """
     directory = local_directory(str(location))
     if directory is None and is_url(location):
-        from phalanx.checkpoint.stores.object import folder_at
+        from phalanx.checkpoint.stores.object import find_object_folder
 
-        if (folder := folder_at(str(location))) is not None:
+        if (folder := find_object_folder(str(location))) is not None:
             return folder
-    elif is_checkpoint(location):
+    elif is_single_checkpoint(location):
         return LocalFolder(directory or Path(location))
-    folders = store_of(location).folders()
+    folders = open_store_at(location).folders()
     if not folders:
         fix = "give a run that has saved, a checkpoint's directory, or the URL of either"
         raise CheckpointError("no checkpoint is there", where=str(location), fix=fix)

@@ -71,7 +71,7 @@ class RemoteFolder:
 
     def url(self, key: str = "") -> str:
         """The URL of a key, for people, without user and password."""
-        return _redact(f"{self.protocol}://{self._path(key).lstrip('/')}")
+        return _redact_url(f"{self.protocol}://{self._path(key).lstrip('/')}")
 
     def list(self, key: str = "") -> dict[str, int]:
         """Every file below a folder, by its path relative to it, with its bytes."""
@@ -163,7 +163,7 @@ class RemoteFolder:
             stored = produce(_Upload(file))
             file.close()
         except BaseException:
-            _abandon(file)
+            _abandon_upload(file)
             raise
         return stored
 
@@ -190,7 +190,7 @@ class RemoteFolder:
                 # Stores have errors of their own, of no common class.
                 if isinstance(error, FileNotFoundError) and doing in _READING:
                     raise
-                why = _redact(f"{type(error).__name__}: {error}")
+                why = _redact_url(f"{type(error).__name__}: {error}")
                 lasting = _is_permanent_error(error)
                 if lasting or attempt == self.patience.attempts:
                     message = f"failed while {doing} it"
@@ -231,7 +231,7 @@ class _Upload:
         pass
 
 
-def _abandon(file: Any) -> None:
+def _abandon_upload(file: Any) -> None:
     """End an upload without finishing it, so that no part of it stays and its finalizer sends
     nothing."""
     with suppress(Exception):
@@ -252,7 +252,7 @@ def open_remote(url: str, *, say: Say, patience: RetryPolicy) -> RemoteFolder:
     Raises EnvironmentProblem if a library is missing, CheckpointError for a URL that nothing opens.
     """
     if (refused := find_url_problem(url)) is not None:
-        message, where = "the store cannot be opened", _redact(url)
+        message, where = "the store cannot be opened", _redact_url(url)
         raise CheckpointError(message, where=where, why=f"it {refused.what}", fix=refused.fix)
     import fsspec
 
@@ -267,16 +267,18 @@ def open_remote(url: str, *, say: Say, patience: RetryPolicy) -> RemoteFolder:
         if protocol in _EXTRAS:
             fix = f"pip install 'phalanx[{_EXTRAS[protocol]}]'"
         raise EnvironmentProblem(
-            f"{protocol}:// needs a library", why=_redact(str(error)), fix=fix
+            f"{protocol}:// needs a library", why=_redact_url(str(error)), fix=fix
         ) from None
     except Exception as error:
-        why = _redact(f"{type(error).__name__}: {error}")
-        raise CheckpointError("the store cannot be opened", where=_redact(url), why=why) from None
+        why = _redact_url(f"{type(error).__name__}: {error}")
+        raise CheckpointError(
+            "the store cannot be opened", where=_redact_url(url), why=why
+        ) from None
     if protocol in _OPTIONS:
         # s3fs has retries of its own, around those of botocore.
         fs.retries = 1
     return RemoteFolder(fs, protocol, str(root).rstrip("/"), say, patience)
 
 
-def _redact(text: str) -> str:
+def _redact_url(text: str) -> str:
     return Redactor(os.environ).text(text)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from phalanx.checkpoint.chunks import StoredFile
 from phalanx.checkpoint.folder import Folder, LocalFolder
-from phalanx.checkpoint.manifest import MANIFEST, list_folders
+from phalanx.checkpoint.manifest import MANIFEST, list_checkpoint_folders
 from phalanx.checkpoint.stores.protocol import Draft
 from phalanx.core.disk import Disk, DiskFile, make_directories, remove_tree
 from phalanx.core.errors import StorageError
@@ -101,7 +101,7 @@ class LocalStore:
         """No owner: a job that writes into a directory holds its lock."""
 
     def folders(self) -> list[Folder]:
-        return [LocalFolder(path) for path in list_folders(self.root)]
+        return [LocalFolder(path) for path in list_checkpoint_folders(self.root)]
 
     def folder(self, name: str) -> Folder:
         return LocalFolder(self.root / name)

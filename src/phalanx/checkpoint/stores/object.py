@@ -66,13 +66,13 @@ class ObjectFolder:
         return self.remote.read(f"{self.name}/{name}")
 
     def open(self, name: str) -> RangeReader:
-        return _Reader(self.remote, f"{self.name}/{name}")
+        return _ObjectRangeReader(self.remote, f"{self.name}/{name}")
 
     def written_unix_s(self) -> float:
         return self.remote.modified_unix_s(f"{self.name}/{MANIFEST}")
 
 
-class _Reader:
+class _ObjectRangeReader:
     """Reads ranges of one object.
 
     The more ranges begin where the last one ended, the more is fetched at once.
@@ -140,7 +140,7 @@ class ObjectDraft:
 
 
 @dataclass(frozen=True)
-class OwnerJson:
+class StoreOwnerFile:
     """The owner object, a file beside the checkpoints."""
 
     remote: RemoteFolder
@@ -184,8 +184,8 @@ class ObjectStore:
         return self._remote.url()
 
     @property
-    def owner(self) -> OwnerJson:
-        return OwnerJson(self._remote)
+    def owner(self) -> StoreOwnerFile:
+        return StoreOwnerFile(self._remote)
 
     def folders(self) -> list[Folder]:
         newest: dict[int, ObjectFolder] = {}
@@ -227,7 +227,7 @@ class ObjectStore:
     def commit(self, draft: Draft, manifest: bytes) -> Folder:
         folder = self.folder_of(draft)
         # Before the manifest, which promises that they are there.
-        _require_files(folder, manifest)
+        _require_uploaded_files(folder, manifest)
         # This one request is the commit: before it the folder is no checkpoint.
         self._remote.put(f"{folder.name}/{MANIFEST}", manifest)
         with suppress(OSError, CheckpointError):
@@ -268,7 +268,7 @@ class ObjectStore:
         return files_by_folder
 
 
-def folder_at(url: str) -> ObjectFolder | None:
+def find_object_folder(url: str) -> ObjectFolder | None:
     """The checkpoint at a URL; None if there is no manifest.
 
     Raises CheckpointError, OSError.
@@ -283,7 +283,7 @@ def folder_at(url: str) -> ObjectFolder | None:
     return folder
 
 
-def _require_files(folder: ObjectFolder, manifest: bytes) -> None:
+def _require_uploaded_files(folder: ObjectFolder, manifest: bytes) -> None:
     """Raise CheckpointError unless the store holds the files as they were sent: an upload that was
     cut off may look finished.
 

@@ -23,7 +23,7 @@ from phalanx.checkpoint.folder import place_in_run
 from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.checkpoint.writing.background_task import BackgroundTask
 from phalanx.checkpoint.writing.pruner import CheckpointPruner
-from phalanx.checkpoint.writing.staging import Staging
+from phalanx.checkpoint.writing.staging import StagingMemory
 from phalanx.checkpoint.writing.write import (
     Snapshot,
     WrittenCheckpoint,
@@ -74,7 +74,7 @@ class AsyncCheckpointer:
         self._storage, self._options, self._job_digest = storage, options, job_digest
         self._mesh, self._bus, self._phases = mesh, bus, phases
         self._timeout_s = timeout_s
-        self._staging = Staging(mesh.device)
+        self._staging = StagingMemory(mesh.device)
         # Of the thread alone: its collectives must never meet training's in one group.
         self._thread_mesh: Mesh | None = None
         self._write: BackgroundTask | None = None

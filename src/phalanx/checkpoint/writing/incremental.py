@@ -21,7 +21,13 @@ import xxhash
 from phalanx.checkpoint.chunks import StoredFile
 from phalanx.checkpoint.folder import Folder, LocalFolder
 from phalanx.checkpoint.manifest import Manifest, Piece, read_manifest
-from phalanx.checkpoint.shard_file import DTYPES, Bytes, CheckedFile, TensorSource, write_stream
+from phalanx.checkpoint.shard_file import (
+    DTYPES,
+    Bytes,
+    CheckedFile,
+    TensorSource,
+    write_safetensors_stream,
+)
 from phalanx.checkpoint.stores.protocol import Draft
 from phalanx.core.errors import CheckpointError
 
@@ -84,7 +90,7 @@ class PreviousCheckpoint:
         return by_file
 
 
-def open_previous(folder: Folder) -> PreviousCheckpoint | None:
+def open_previous_checkpoint(folder: Folder) -> PreviousCheckpoint | None:
     """The checkpoint in `folder`; None if it cannot be read: then everything is written anew."""
     try:
         return PreviousCheckpoint(folder, read_manifest(folder))
@@ -109,7 +115,7 @@ def write_blocks(
 
     Files of `previous` are reused where nothing in them changed. Raises OSError, CheckpointError.
     """
-    remaining = {_identity(block): block for block in blocks}
+    remaining = {_block_identity(block): block for block in blocks}
     written = WrittenBlocks()
     unchanged: set[_Identity] = set()
     if previous is not None:
@@ -118,8 +124,8 @@ def write_blocks(
         unchanged = set().union(*by_file.values()) & set(remaining)
         _reuse_files(draft, stem, previous, by_file, remaining, written)
     apart, mixed = _split_unchanged(remaining, unchanged)
-    _write_file(draft, f"{stem}.safetensors", mixed, written)
-    _write_file(draft, f"{stem}-kept-{len(written.files)}.safetensors", apart, written)
+    _write_draft_file(draft, f"{stem}.safetensors", mixed, written)
+    _write_draft_file(draft, f"{stem}-kept-{len(written.files)}.safetensors", apart, written)
     return written
 
 
@@ -166,7 +172,7 @@ def _reuse_files(
             # Reused with a file before it; the rest of this one is written, apart from that.
             continue
         # Linked as it is, damage would be in each checkpoint from here on.
-        if not _is_intact(previous, previous_name):
+        if not _is_file_intact(previous, previous_name):
             # Its bytes are no longer those that were written: they are, now, from memory.
             continue
         if not draft.reuse(name, previous.folder, previous_name):
@@ -178,7 +184,7 @@ def _reuse_files(
             written.pieces.setdefault(identity[0], []).append(replace(piece, file=name))
 
 
-def _is_intact(previous: PreviousCheckpoint, name: str) -> bool:
+def _is_file_intact(previous: PreviousCheckpoint, name: str) -> bool:
     """True if the file verifies: damage must not be linked into each checkpoint that follows.
 
     True for every file of an object store, which keeps its objects intact itself.
@@ -194,7 +200,7 @@ def _is_intact(previous: PreviousCheckpoint, name: str) -> bool:
     return True
 
 
-def _write_file(
+def _write_draft_file(
     draft: Draft, file: str, blocks: Mapping[_Identity, TensorBlock], written: WrittenBlocks
 ) -> None:
     if not blocks:
@@ -202,7 +208,7 @@ def _write_file(
     sources = []
     for block in blocks.values():
         sources.append(TensorSource(block.key, block.dtype, block.size, block.load))
-    stored = draft.write(file, partial(write_stream, sources=sources))
+    stored = draft.write(file, partial(write_safetensors_stream, sources=sources))
     written.files[file] = stored
     written.num_new_bytes += stored.num_bytes
     for identity, block in blocks.items():
@@ -210,7 +216,7 @@ def _write_file(
         written.pieces.setdefault(block.name, []).append(piece)
 
 
-def _identity(block: TensorBlock) -> _Identity:
+def _block_identity(block: TensorBlock) -> _Identity:
     return (
         block.name,
         block.dtype,

@@ -6,12 +6,12 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.checkpoint.best import BEST, read_best_steps
+from phalanx.checkpoint.best import BEST, read_protected_steps
 from phalanx.checkpoint.ownership.run_lock import hold_run_lock
-from phalanx.checkpoint.ownership.store_owner import find_refusal
-from phalanx.checkpoint.reading.listing import find_folders
-from phalanx.checkpoint.stores import is_url, run_at, store_of
-from phalanx.checkpoint.writing.retention import Retention, prune
+from phalanx.checkpoint.ownership.store_owner import store_refusal_reason
+from phalanx.checkpoint.reading.listing import find_checkpoint_folders
+from phalanx.checkpoint.stores import is_url, open_store_at, resolve_run_directory
+from phalanx.checkpoint.writing.retention import Retention, prune_checkpoints
 from phalanx.core.errors import CheckpointError, UsageError
 
 
@@ -34,7 +34,7 @@ def prune_run(run: str, *, keep_last: int, keep_every: int | None, dry_run: bool
     using the run (it prunes by itself), UsageError for a URL, CheckpointError if there is no
     checkpoint or one cannot be removed.
     """
-    location = str(run_at(run))
+    location = str(resolve_run_directory(run))
     if is_url(location):
         why = (
             "a store knows neither the job that writes it nor the best checkpoint; the run's"
@@ -44,25 +44,25 @@ def prune_run(run: str, *, keep_last: int, keep_every: int | None, dry_run: bool
         raise UsageError(
             "checkpoints at a URL are not pruned by themselves", where=run, why=why, fix=fix
         )
-    find_folders(location)
+    find_checkpoint_folders(location)
     run_dir = Path(location)
     notes: list[str] = []
     with hold_run_lock(run_dir):
-        store = store_of(location)
-        if (refusal := find_refusal(store, run_dir)) is not None:
+        store = open_store_at(location)
+        if (refusal := store_refusal_reason(store, run_dir)) is not None:
             raise refusal
         folders = store.folders()
-        retention = Retention(keep_last, keep_every, _best_steps(run_dir))
-        removed = prune(store, retention, dry_run=dry_run, say=notes.append)
+        retention = Retention(keep_last, keep_every, _require_best_steps(run_dir))
+        removed = prune_checkpoints(store, retention, dry_run=dry_run, say=notes.append)
     kept = tuple(folder.name for folder in folders if folder not in removed)
     return PruneResult(tuple(folder.name for folder in removed), kept, tuple(notes))
 
 
-def _best_steps(run_dir: Path) -> frozenset[int]:
+def _require_best_steps(run_dir: Path) -> frozenset[int]:
     """The step of the best checkpoint, which must stay. Raises CheckpointError if its record cannot
     be read.
     """
-    best_steps = read_best_steps(run_dir)
+    best_steps = read_protected_steps(run_dir)
     if not best_steps and os.path.lexists(run_dir / BEST):
         fix = "put it right, or remove it if no checkpoint is to be kept as the best"
         raise CheckpointError(

@@ -7,10 +7,10 @@ import threading
 import time
 from collections.abc import Callable
 
-from phalanx.checkpoint.best import read_best_steps
+from phalanx.checkpoint.best import read_protected_steps
 from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.checkpoint.writing.background_task import BackgroundTask
-from phalanx.checkpoint.writing.retention import Retention, prune
+from phalanx.checkpoint.writing.retention import Retention, prune_checkpoints
 from phalanx.core.errors import CheckpointError
 from phalanx.job.schema import Checkpoint
 from phalanx.observe.events import CheckpointsRemoved, Event, Note
@@ -99,7 +99,7 @@ class CheckpointPruner:
             raise_if_interrupted(0)
             before = self._list_steps()
             try:
-                prune(
+                prune_checkpoints(
                     self._storage.store,
                     self._retention(),
                     say=self._emit_reason,
@@ -121,7 +121,7 @@ class CheckpointPruner:
 
     def _retention(self) -> Retention:
         """The rule of this pruning: the best step may be another one than at the last."""
-        best_steps = read_best_steps(self._storage.run_dir)
+        best_steps = read_protected_steps(self._storage.run_dir)
         return Retention(self._options.keep_last, self._options.keep_every, best_steps)
 
     def _list_steps(self) -> set[int]:

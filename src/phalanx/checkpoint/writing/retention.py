@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from phalanx.checkpoint.folder import Folder
 from phalanx.checkpoint.os_errors import wrap_os_error
 from phalanx.checkpoint.ownership.fencing_token import FencingToken
-from phalanx.checkpoint.ownership.store_owner import require_claim
-from phalanx.checkpoint.reading.verify import Progress, verify_checkpoint
+from phalanx.checkpoint.ownership.store_owner import require_still_owner
+from phalanx.checkpoint.reading.verify import Progress, find_checkpoint_problems
 from phalanx.checkpoint.stores.protocol import Store
 
 
@@ -51,7 +51,7 @@ class Retention:
                 yield step
 
 
-def prune(
+def prune_checkpoints(
     store: Store,
     retention: Retention,
     *,
@@ -70,14 +70,14 @@ def prune(
     removed, or if another job has the run of `fencing_token` or another run the store by now: that
     job may be reading the one that would go.
     """
-    require_claim(fencing_token, store)
+    require_still_owner(fencing_token, store)
     by_step = {folder.step: folder for folder in store.folders()}
     superfluous = [by_step[step] for step in retention.steps_to_remove(by_step)]
     if not superfluous:
         return []
     # A generator: no more checkpoints are read than until one verifies.
     newest_first = (by_step[step] for step in sorted(by_step, reverse=True))
-    safe = next((folder for folder in newest_first if _verifies(folder, say, progress)), None)
+    safe = next((folder for folder in newest_first if _is_verified(folder, say, progress)), None)
     if safe is None:
         say("no checkpoint verifies: nothing is removed")
         return []
@@ -88,7 +88,7 @@ def prune(
         return superfluous
     for folder in superfluous:
         # Again for each: reading the safe one took a while.
-        require_claim(fencing_token, store)
+        require_still_owner(fencing_token, store)
         progress(0)
         try:
             store.remove(folder)
@@ -97,8 +97,8 @@ def prune(
     return superfluous
 
 
-def _verifies(folder: Folder, say: Callable[[str], None], progress: Progress) -> bool:
-    problems = verify_checkpoint(folder, progress)
+def _is_verified(folder: Folder, say: Callable[[str], None], progress: Progress) -> bool:
+    problems = find_checkpoint_problems(folder, progress)
     if problems:
         say(f"{folder.name} does not verify: {problems[0]}")
     return not problems

@@ -15,7 +15,7 @@ from phalanx.mesh.logical import Box, LogicalShard
 _ALIGNMENT = 64
 
 
-class Staging:
+class StagingMemory:
     """One block of host memory, pinned where copies come from a GPU, kept from save to save.
 
     Nothing is allocated before the first copy, and nothing again while the state keeps its size.
@@ -77,7 +77,7 @@ class Staging:
 
 def _bounding_block(shard: LogicalShard) -> tuple[torch.Tensor, tuple[Box, ...]]:
     """The smallest block of the local tensor that holds all boxes, and the boxes relative to it."""
-    low, high = _bounds(shard)
+    low, high = _box_bounds(shard)
     part = shard.tensor[tuple(map(slice, low, high))]
     boxes = []
     for box in shard.boxes:
@@ -86,7 +86,7 @@ def _bounding_block(shard: LogicalShard) -> tuple[torch.Tensor, tuple[Box, ...]]
     return part, tuple(boxes)
 
 
-def _bounds(shard: LogicalShard) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _box_bounds(shard: LogicalShard) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The first and the last index, exclusive, of all boxes in each dimension."""
     low, high = [], []
     for dim in range(len(shard.global_shape)):
@@ -99,7 +99,7 @@ def _bounding_block_bytes(shard: LogicalShard) -> int:
     if not shard.boxes:
         return 0
     volume = shard.tensor.element_size()
-    for start, stop in zip(*_bounds(shard), strict=True):
+    for start, stop in zip(*_box_bounds(shard), strict=True):
         volume *= stop - start
     return volume
 

@@ -17,14 +17,14 @@ from phalanx.checkpoint.chunks import StoredFile
 from phalanx.checkpoint.folder import Folder
 from phalanx.checkpoint.manifest import Manifest, Piece, StoredTensor, check_aliases
 from phalanx.checkpoint.ownership.fencing_token import FencingToken
-from phalanx.checkpoint.ownership.store_owner import require_claim
-from phalanx.checkpoint.reading.verify import is_tiled
+from phalanx.checkpoint.ownership.store_owner import require_still_owner
+from phalanx.checkpoint.reading.verify import is_tiled_by_pieces
 from phalanx.checkpoint.shard_file import DTYPES, Bytes
 from phalanx.checkpoint.stores.protocol import Draft, Store
 from phalanx.checkpoint.writing.incremental import (
     PreviousCheckpoint,
     TensorBlock,
-    open_previous,
+    open_previous_checkpoint,
     write_blocks,
 )
 from phalanx.core.errors import CheckpointError
@@ -94,7 +94,7 @@ def write_checkpoint(
         )
     try:
         with phases("ckpt_write"):
-            parts = _write_parts(store, draft, snapshot, group, previous_name)
+            parts = _write_on_all_ranks(store, draft, snapshot, group, previous_name)
         manifest = _assemble_manifest(snapshot, job_digest, group, parts, fencing_token)
         # After every rank's part is written: `_assemble_manifest` has what all of them gathered.
         before_commit()
@@ -102,7 +102,7 @@ def write_checkpoint(
             with all_ranks_or_raise(group, draft.url, "committing a checkpoint"):
                 if group.rank == 0:
                     # Again: writing took a while, in which another job may have taken the run.
-                    require_claim(fencing_token, store)
+                    require_still_owner(fencing_token, store)
                     store.commit(draft, manifest.to_bytes())
     except CheckpointError:
         if group.rank == 0:
@@ -129,7 +129,7 @@ def _begin_draft(
     with all_ranks_or_raise(group, store.url, "preparing a checkpoint") as results:
         if group.rank == 0:
             # Before anything is written: `begin` removes drafts, which may be another job's.
-            require_claim(fencing_token, store)
+            require_still_owner(fencing_token, store)
             previous_name = None
             if incremental and (folders := store.folders()):
                 previous_name = folders[-1].name
@@ -139,7 +139,7 @@ def _begin_draft(
     return store.join(step, draft_token), previous_name
 
 
-def _write_parts(
+def _write_on_all_ranks(
     store: Store,
     draft: Draft,
     snapshot: Snapshot,
@@ -151,7 +151,7 @@ def _write_parts(
         previous = None
         if previous_name is not None:
             # Each rank reads it for itself: one that cannot writes its part anew.
-            previous = open_previous(store.folder(previous_name))
+            previous = open_previous_checkpoint(store.folder(previous_name))
         results.local = _write_owned_blocks(draft, snapshot.shards, group.rank, previous)
         results.local["aliases"] = dict(snapshot.aliases)
         # Only in a pipeline do ranks know of different things.
@@ -170,12 +170,12 @@ def select_owned_blocks(shards: Mapping[str, LogicalShard]) -> dict[str, Logical
     not know of others. Idempotent. Raises CheckpointError for a dtype that safetensors cannot hold.
     """
     return {
-        name: replace(shard, boxes=tuple(_select_boxes(shard)), replica=0, num_replicas=1)
+        name: replace(shard, boxes=tuple(_select_owned_boxes(shard)), replica=0, num_replicas=1)
         for name, shard in shards.items()
     }
 
 
-def _select_boxes(shard: LogicalShard) -> Iterator[Box]:
+def _select_owned_boxes(shard: LogicalShard) -> Iterator[Box]:
     if shard.dtype not in DTYPES:
         raise CheckpointError(
             f"{shard.name} is of type {shard.dtype}, which safetensors cannot hold",
@@ -194,12 +194,12 @@ def _select_boxes(shard: LogicalShard) -> Iterator[Box]:
             # Parts that differ by one row at most, and together are all rows.
             start = num_rows * replica // num_replicas
             stop = num_rows * (replica + 1) // num_replicas
-            yield _slice_rows(box, start, stop)
+            yield _slice_box_rows(box, start, stop)
         elif replica == name_digest % num_replicas:
             yield replace(box, replica=0, num_replicas=1)
 
 
-def _slice_rows(box: Box, start: int, stop: int) -> Box:
+def _slice_box_rows(box: Box, start: int, stop: int) -> Box:
     return Box(
         (box.global_offset[0] + start, *box.global_offset[1:]),
         (box.local_offset[0] + start, *box.local_offset[1:]),
@@ -238,7 +238,7 @@ def _write_owned_blocks(
 def read_block_bytes(tensor: torch.Tensor, box: Box) -> Bytes:
     """A block of a local tensor as bytes in C order, on the CPU; a view of it where that is
     possible."""
-    block = local_block(tensor, box).cpu().reshape(-1)
+    block = view_local_block(tensor, box).cpu().reshape(-1)
     # torch calls blocks of one element or none contiguous, whatever their strides; a view as bytes
     # needs a stride of 1.
     if block.stride() != (1,):
@@ -247,7 +247,7 @@ def read_block_bytes(tensor: torch.Tensor, box: Box) -> Bytes:
     return as_bytes
 
 
-def local_block(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+def view_local_block(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor[tuple(slice(o, o + s) for o, s in zip(box.local_offset, box.size, strict=True))]
 
 
@@ -286,7 +286,7 @@ def _assemble_manifest(
     for name, tensor in sorted(gathered.items()):
         pieces = tuple(map(_parse_piece, tensor["pieces"]))
         tensors[name] = StoredTensor(tuple(tensor["shape"]), tensor["dtype"], pieces)
-        if not is_tiled(tensors[name]):
+        if not is_tiled_by_pieces(tensors[name]):
             raise CheckpointError(f"the ranks' blocks of {name} do not make the whole tensor")
     files: dict[str, StoredFile] = {}
     aliases: dict[str, str] = {}
