@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs = list(plan_clean_runs(options.clean))
     results, processes = Results(RESULTS), Processes(timeout_s=options.timeout)
     code = digest_sources()
-    works = list_sittings((*plants, *variants), code, processes)
+    works = list_sittings((*plants, *variants), code, processes, options.types)
     works += list_runs(runs, code, processes)
     try:
         do_all(works, results, processes, num_at_once=options.jobs, is_quiet=options.json)
@@ -101,18 +101,22 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
     parser.add_argument("--jobs", type=int, default=2, help="how many run at a time")
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds for each")
+    parser.add_argument("--types", default="", help="of verify: float64,bf16,fp16, say")
     parser.add_argument("--json", action="store_true", help="one object for each result")
     return parser.parse_args(arguments)
 
 
-def list_sittings(plants: Sequence[Plant], code: str, processes: Processes) -> list[Work]:
+def list_sittings(
+    plants: Sequence[Plant], code: str, processes: Processes, types: str
+) -> list[Work]:
     works = []
+    suffix = f"/{types}" if types else ""
     for plant in plants:
 
         def run(plant: Plant = plant) -> dict[str, Any]:
-            return sit(plant, processes).to_json()
+            return sit(plant, processes, types=types).to_json()
 
-        works.append(Work(plant.name, f"{code}/{plant.digest}", run, 12.0))
+        works.append(Work(plant.name, f"{code}/{plant.digest}{suffix}", run, 12.0))
     return works
 
 

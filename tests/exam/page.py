@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from exam.clean import CleanScore
 from exam.generate import SEAMS, SIZES
 from exam.plant import AXES, Plant
-from exam.score import OUTCOMES, VISIBLE, Score
+from exam.score import BANDS, NARROW, OUTCOMES, UPDATE_BAND, VISIBLE, Score
 
 Sat = Sequence[tuple[Plant, Score]]
 
@@ -45,6 +45,8 @@ def format_page(
         "## The clean side\n",
         _format_clean(sat, clean),
     ]
+    if any(score.narrow for _, score in sat):
+        parts += ["## Narrow types\n", format_narrow(sat)]
     if generated:
         parts += ["## The ladder of sizes\n", _format_ladder(generated)]
     parts += ["## Each plant\n", _format_plants(sat)]
@@ -92,6 +94,27 @@ def _format_clean(sat: Sat, clean: Sequence[CleanScore]) -> str:
         *(f"- {run.name}: {alarm}" for run in clean for alarm in run.alarms),
         *(f"- {line}" for line in wrong),
     ]
+    return "\n".join(lines) + "\n"
+
+
+def format_narrow(sat: Sat) -> str:
+    """What rows of narrow types found of the plants, where they have any."""
+    lines = [
+        f"Of the plants whose effect on a gradient in float64 is at least {BANDS} x the median band of the type (of updates,"
+        f" {BANDS} x {UPDATE_BAND:g}); the others are below what the type shows.\n",
+        "| type | found | missed | share found | below |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for dtype in NARROW:
+        outcomes = [score.narrow[dtype] for _, score in sat if dtype in score.narrow]
+        found, missed, below = (outcomes.count(word) for word in ("found", "missed", "below"))
+        share = f"{100 * found / (found + missed):.0f} %" if found + missed else ""
+        lines.append(f"| {dtype} | {found} | {missed} | {share} | {below} |")
+    for dtype in NARROW:
+        for word in ("missed", "below"):
+            names = [plant.name for plant, score in sat if score.narrow.get(dtype) == word]
+            if names:
+                lines.append(f"\n{dtype}, {word}: {', '.join(names)}")
     return "\n".join(lines) + "\n"
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from exam.plant import Plant
 
 DIFFERS = 11  # the exit code of `phalanx verify` when a layout differs
 VISIBLE = 1e-5  # the relative error that a comparison of two curves sees
+NARROW = ("bfloat16", "float16")
+BANDS = 4  # an effect of so many times the median band must be found
+UPDATE_BAND = 1e-5  # of updates, which these rows make in float32
 OUTCOMES = ("found", "missed", "crashed", "refused", "hung", "not run")
 
 Row = Mapping[str, Any]
@@ -41,6 +44,8 @@ class Score:
     seconds: float = 0.0
     loss_error: float = 0.0
     norm_error: float = 0.0
+    narrow: Mapping[str, str] = field(default_factory=dict)
+    """Narrow type -> "found", "missed", or "below": too little an effect for what the type rounds."""
 
     @property
     def is_found(self) -> bool:
@@ -60,7 +65,7 @@ class Score:
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> Score:
-        known = {field.name for field in fields(cls)}
+        known = {each.name for each in fields(cls)}
         values = {key: value for key, value in body.items() if key in known}
         lists = {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
         return cls(**values | lists)
@@ -84,6 +89,7 @@ def score_rows(plant: Plant, rows: Sequence[Row], *, exit_code: int, text: str) 
         "num_clean_rows": len(clean),
         "loss_error": _find_worst(judged, "loss"),
         "norm_error": _find_worst(judged, "norm"),
+        "narrow": {dtype: outcome for dtype in NARROW if (outcome := _judge_narrow(judged, dtype))},
     }
     if not differing or exit_code != DIFFERS:
         return Score(plant.name, _name_failure(judged), message=text[-500:], **shared)
@@ -99,6 +105,24 @@ def score_rows(plant: Plant, rows: Sequence[Row], *, exit_code: int, text: str) 
         message=f"{differing[0]['layout']} {differing[0]['dtype']}: {first['text']}: {first['cause']}",
         **shared,
     )
+
+
+def _judge_narrow(rows: Sequence[Row], dtype: str) -> str:
+    """How rows of a narrow type did with a bug whose effect their float64 rows measure; "" where
+    there are none of both."""
+    exact = {row["layout"]: row for row in rows if row["dtype"] == "float64" and row["errors"]}
+    narrow = [row for row in rows if row["dtype"] == dtype and row["layout"] in exact]
+    if not narrow:
+        return ""
+    if any(row["first"] is not None for row in narrow):
+        return "found"
+    for row in narrow:
+        gradient, update = (
+            _find_worst([exact[row["layout"]]], kind) for kind in ("gradient", "update")
+        )
+        if gradient >= BANDS * row["tolerance"] or update >= BANDS * UPDATE_BAND:
+            return "missed"
+    return "below"
 
 
 def _find_worst(rows: Iterable[Row], kind: str) -> float:

@@ -80,14 +80,17 @@ class Processes:
                     os.killpg(process.pid, signal.SIGTERM)
 
 
-def sit(plant: Plant, processes: Processes | None = None) -> Score:
-    """Run `phalanx verify` with the plant's edits, in processes of its own."""
+def sit(plant: Plant, processes: Processes | None = None, *, types: str = "") -> Score:
+    """Run `phalanx verify` with the plant's edits, in processes of its own; in `types`, or those
+    that it takes by itself."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="exam-") as directory:
         folder = Path(directory)
         environment = write_edits(plant, folder)
         layouts = dict.fromkeys((*plant.shows, *plant.clean))
         command = verify_command(plant.job, ",".join(layouts), plant.num_ranks)
+        if types:
+            command += ("--types", types)
         done = (processes or Processes()).run(command, folder, environment)
         marks = set(os.listdir(folder / "ran"))
     seconds = round(time.monotonic() - began, 1)

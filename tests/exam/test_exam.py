@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from exam.generate import SEAMS, SIZES, generate_variants
-from exam.page import format_page
+from exam.page import format_narrow, format_page
 from exam.plant import PACKAGE, Edit, Plant, find_stale, list_plants, load_plant
 from exam.results import Results
 from exam.score import Score, score_rows
@@ -204,6 +204,20 @@ def test_what_curves_would_show(norm: float | None) -> None:
     rows = [row("zero3", errors={"loss": 1e-7, "norm": norm}), row("tp4", errors={})]
     score = score_rows(PLANT, rows, exit_code=0, text="")
     assert (score.shows_in_loss, score.shows_in_norm) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("gradient", "is_found", "outcome"),
+    [(0.5, True, "found"), (0.5, False, "missed"), (0.01, False, "below")],
+)
+def test_a_narrow_type_must_find_what_is_far_above_its_band(
+    gradient: float, is_found: bool, outcome: str
+) -> None:
+    exact = row("zero3", first=first(), errors={"gradient": gradient})
+    narrow = row("zero3", "bfloat16", first=first() if is_found else None, tolerance=0.1)
+    score = score_rows(PLANT, [exact, narrow], exit_code=11, text="")
+    assert score.narrow == {"bfloat16": outcome}
+    assert f"| bfloat16 | {int(is_found)} |" in format_narrow([(PLANT, score)])
 
 
 def test_scores_and_results_survive_a_file(tmp_path: Path) -> None:
