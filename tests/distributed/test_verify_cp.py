@@ -153,3 +153,9 @@ def test_planted_bugs_are_found_and_named(plant: Callable[[], None]) -> None:
     assert (first["what"], name in first["name"], cause in first["cause"]) == (what, True, True), (
         first
     )
+    if what == "loss":
+        # What comes before attention in a forward (embeddings, norms) is right.
+        assert (
+            "the first output that differs is that of blocks.0.attention, on rank"
+            in (first["origin"])
+        )

@@ -295,6 +295,21 @@ def test_a_loss_that_was_not_reduced_is_called_so() -> None:
     assert "not reduced" in first_of(mine, other).cause
 
 
+def test_a_wrong_loss_names_the_first_wrong_output_and_its_ranks() -> None:
+    early, late = (0, 3, "blocks.0", 0.5, 2, 7), (0, 9, "norm", 0.1, 0, 0)
+    other_step = (1, 0, "embed", 0.9, 0, 0)
+    seen = [
+        saw(losses=[3.1], outputs=[late]),
+        saw(losses=[3.1], outputs=[early, other_step]),
+        saw(losses=[3.1]),
+    ]
+    first = first_of(*seen)
+    assert (first.what, first.rank, first.ranks) == ("loss", 1, (1,))
+    assert "the first output that differs is that of blocks.0, on rank 1, by 5.0e-01" in str(first)
+    assert str(first).endswith("first in row 2, token 7")
+    assert first_of(saw(losses=[3.1]), saw()).origin == ""
+
+
 HALF_A, HALF_B, LATE = ((0,), (2,), 1), ((2,), (2,), 1), ((1,), (2,), 1)
 SHARED_A = (*HALF_A[:2], 2)  # held by two ranks that differ in what else they hold
 

@@ -22,6 +22,7 @@ from phalanx.parallel.model import ParallelModel
 from phalanx.verify.begin import write_begin
 from phalanx.verify.dropout_watch import DropoutWatch
 from phalanx.verify.kept_errors import KeptErrors
+from phalanx.verify.outputs import FirstOutput
 from phalanx.verify.trace import AppliedBlocks, TraceReader
 from phalanx.verify.trace_facts import (
     BEGIN,
@@ -70,6 +71,8 @@ class RankObservations:
     wrong_masks: list[tuple[int, str, float]] = field(default_factory=list)
     loads: list[dict[str, tuple[int, ...]]] = field(default_factory=list)
     digests: dict[str, dict[str, list[BlockDigest]]] = field(default_factory=dict)
+    outputs: list[FirstOutput] = field(default_factory=list)
+    """The first wrong output of each step in which there is one."""
     apart: dict[str, float] = field(default_factory=dict)
     """Errors by design, by what they are of."""
 

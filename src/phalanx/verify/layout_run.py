@@ -21,8 +21,9 @@ from phalanx.run.one_process.original_module import build_original_module
 from phalanx.verify.begin import with_lr
 from phalanx.verify.follow import follow
 from phalanx.verify.number_types import parameter_type
+from phalanx.verify.outputs import OutputWatch
 from phalanx.verify.routes import RouteWatch, read_routes
-from phalanx.verify.trace_facts import Trace
+from phalanx.verify.trace_facts import TOLERANCE, Trace
 
 
 @dataclass
@@ -57,6 +58,7 @@ class LayoutRun:
         objective, watch = build_objective(self.job), RouteWatch()
         model, notes = self._build(trace, mesh)
         watch.attach(model)
+        outputs = OutputWatch(model)
         observations = follow(
             model,
             objective,
@@ -65,6 +67,8 @@ class LayoutRun:
             lambda lr: build_optimizer(model, with_lr(self.job.optim, lr)),
             seed=self.job.run.seed,
         )
+        tolerance = TOLERANCE[parameter_type(trace.dtype)]
+        observations.outputs = outputs.find_first(trace.directory, tolerance)
         all_observations = mesh.gather_json(observations.to_json())
         return LayoutResult(
             all_observations,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -40,6 +40,7 @@ from phalanx.verify.number_types import (
     is_narrow,
     parameter_type,
 )
+from phalanx.verify.outputs import OutputTrace
 from phalanx.verify.pipelines import num_microbatches
 from phalanx.verify.reference import Around, evaluate_alone, train_alone
 from phalanx.verify.routes import Choices, Routes, are_alike, read_routes, write_routes
@@ -216,7 +217,7 @@ class _ReferenceWriter:
         module = self._build()
         initial = {name: p.detach().clone() for name, p in module.named_parameters()}
         randomized = self._begin(module)
-        routes = Routes(module, self.forced)
+        routes, outputs = Routes(module, self.forced), OutputTrace(module)
         writer = TraceWriter(self.directory, self.dtype, module, initial, randomized)
         train_alone(
             module,
@@ -226,13 +227,14 @@ class _ReferenceWriter:
             writer,
             clip=CLIP,
             move=MOVE,
-            around=_around(DropoutMasks(module, self.job.run.seed), routes, train_step),
+            around=_around(DropoutMasks(module, self.job.run.seed), routes, outputs),
             applied=None if self.leader is None else AppliedBlocks(self.leader),
             loss_scale=REFERENCE_LOSS_SCALE if self.dtype == "float16" else 1.0,
         )
         with routes.record(EVALUATION):
             evaluation = evaluate_alone(module, self.loss_sum, self.steps[-1])
         write_routes(self.directory, routes.choices)
+        outputs.write(self.directory)
         writer.finish(
             probed,
             evaluation=evaluation,
@@ -314,12 +316,14 @@ class _ReferenceWriter:
         return alike
 
 
-def _around(masks: DropoutMasks, routes: Routes, phase: Callable[[int], str]) -> Around:
-    """The context that each forward of the reference runs in: masks and routes of its step."""
+def _around(masks: DropoutMasks, routes: Routes, outputs: OutputTrace) -> Around:
+    """The context that each forward of the reference runs in: masks, routes and outputs of its
+    step."""
 
     @contextmanager
     def around(step: int, first_row: int, num_rows: int) -> Iterator[None]:
-        with masks.fill(step, first_row, num_rows), routes.record(phase(step - 1)):
+        phase = train_step(step - 1)
+        with masks.fill(step, first_row, num_rows), routes.record(phase), outputs.record(phase):
             yield
 
     return around

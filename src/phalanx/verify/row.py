@@ -34,6 +34,8 @@ class Difference:
     cause: str
     stages: tuple[int, ...] = ()
     schedule: str = ""
+    origin: str = ""
+    """Of a loss: where the forward begins to go wrong, in words; "" where nobody saw it."""
 
     def __str__(self) -> str:
         text = self.what
@@ -52,6 +54,8 @@ class Difference:
             text += f", of {noun} {' and '.join(map(str, self.stages))}"
         if self.schedule:
             text += f", in schedule {self.schedule}"
+        if self.origin:
+            text += f"; {self.origin}"
         return text
 
 

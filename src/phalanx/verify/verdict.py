@@ -207,7 +207,32 @@ class Comparator:
                 cause = self._diagnosis.explain_loss(value, step)
             else:
                 cause = self._diagnosis.explain_norm(value, step)
-            yield Difference(kind, "", step, errors[worst], worst, ranks, "", cause)
+            difference = Difference(kind, "", step, errors[worst], worst, ranks, "", cause)
+            if kind == "loss":
+                difference = self._locate(difference)
+            yield difference
+
+    def _locate(self, difference: Difference) -> Difference:
+        """The difference of a loss with the first output that differs in its step, and on which
+        ranks; as it is where none does."""
+        firsts = {
+            rank: first
+            for rank, observation in enumerate(self._observations)
+            for first in observation.get("outputs", ())
+            if first[0] == difference.step
+        }
+        if not firsts:
+            return difference
+        place = min(first[1] for first in firsts.values())
+        ranks = tuple(rank for rank, first in firsts.items() if first[1] == place)
+        worst = max(ranks, key=lambda rank: replace_nan(firsts[rank][3]))
+        name, error = firsts[worst][2:4]
+        row, token = min(tuple(firsts[rank][4:]) for rank in ranks)
+        origin = (
+            f"the first output that differs is that of {name}, on rank"
+            f" {', '.join(map(str, ranks))}, by {error:.1e}: first in row {row}, token {token}"
+        )
+        return replace(difference, rank=worst, ranks=ranks, origin=origin)
 
     def _evaluation(self) -> Iterator[Difference]:
         errors = self._compared.evaluation_errors()

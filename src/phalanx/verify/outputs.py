@@ -1,0 +1,201 @@
+"""What modules make of each token, in one process and on every rank of a layout: it tells where a
+forward begins to go wrong.
+
+Of an output [B, T, D] one number a token is kept, its projection on a random vector: a layout whose
+ranks have some rows, or some tokens, then compares just these. Modules that ranks cut by features
+are left out.
+
+Shape suffixes: B rows of a forward, T tokens of a sequence, D features.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from phalanx.core.digest import stable_hash64
+from phalanx.mesh.logical import full_name
+from phalanx.parallel.model import ParallelModel
+from phalanx.verify.flips import train_step
+from phalanx.verify.routes import Places
+
+OUTPUTS = "outputs.safetensors"
+FirstOutput = tuple[int, int, str, float, int, int]
+"""(step, from 0; place in the order of the forward; name of the module; relative error; row of the
+batch; token)."""
+
+
+class OutputTrace:
+    """The outputs of one process, whose forwards take the rows of a batch in their order."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._phase = ""
+        self._parts: dict[tuple[str, str, int], list[torch.Tensor]] = {}
+        for name, part in list_watched(module):
+            part.register_forward_hook(functools.partial(self._note, name))
+
+    @contextmanager
+    def record(self, phase: str) -> Iterator[None]:
+        """Inside, forwards are noted."""
+        self._phase = phase
+        try:
+            yield
+        finally:
+            self._phase = ""
+
+    def write(self, directory: Path) -> None:
+        """Write what was noted, but for modules that a forward calls more than once."""
+        fewest: dict[str, int] = {}
+        for (phase, _, _), parts in self._parts.items():
+            rows = sum(map(len, parts))
+            fewest[phase] = min(rows, fewest.get(phase, rows))
+        tensors: dict[str, torch.Tensor] = {}
+        for place, ((phase, name, width), parts) in enumerate(self._parts.items()):
+            projection_BT = torch.cat(parts)
+            if len(projection_BT) == fewest[phase]:
+                tensors[f"{phase}/{place}/{width}/{name}"] = projection_BT
+        if tensors:
+            save_file(tensors, directory / OUTPUTS)
+
+    def _note(self, name: str, _: nn.Module, args: Any, output: Any) -> None:
+        hidden_BTD = _find_hidden_states(output)
+        if not self._phase or hidden_BTD is None:
+            return
+        key = (self._phase, name, hidden_BTD.shape[-1])
+        parts = self._parts.setdefault(key, [])
+        # torch.cat takes no sequences of other lengths.
+        if not parts or parts[0].shape[1] == hidden_BTD.shape[1]:
+            parts.append(_project(hidden_BTD))
+
+
+class OutputWatch:
+    """The outputs of a layout's modules in training, of the rows and tokens of this rank."""
+
+    def __init__(self, model: ParallelModel) -> None:
+        self._model = model
+        self._parts: dict[tuple[str, str, int, int], torch.Tensor] = {}
+        # What is compiled takes no hooks.
+        if not model.plan.compile:
+            for name, part in list_watched(model.module):
+                part.register_forward_hook(functools.partial(self._note, name))
+
+    def find_first(self, directory: Path, tolerance: float) -> list[FirstOutput]:
+        """For each step the first output, in the order of the forward, that is further than
+        `tolerance` from the one that `OutputTrace` has written; of this rank alone."""
+        if not self._parts or not (directory / OUTPUTS).exists():
+            return []
+        firsts: dict[int, FirstOutput] = {}
+        for key, reference_BT in load_file(directory / OUTPUTS).items():
+            phase, place, width, name = key.split("/", 3)
+            found = self._compare(phase, name, int(width), reference_BT, tolerance)
+            if found is None:
+                continue
+            step = int(phase.rpartition("-")[2])
+            first = (step, int(place), name, found.error, found.row, found.token)
+            if step not in firsts or first[1] < firsts[step][1]:
+                firsts[step] = first
+        return [firsts[step] for step in sorted(firsts)]
+
+    def _compare(
+        self, phase: str, name: str, width: int, reference_BT: torch.Tensor, tolerance: float
+    ) -> _WrongToken | None:
+        """The first token of a module that is wrong on this rank."""
+        scale = float(reference_BT.square().mean().sqrt())
+        for (other, module, first_row, features), local_BT in sorted(self._parts.items()):
+            if (other, module, features) != (phase, name, width):
+                continue
+            tokens = self._find_tokens(reference_BT.shape[1], local_BT.shape[1])
+            rows = reference_BT[first_row : first_row + len(local_BT)]
+            if tokens is None or len(rows) != len(local_BT):
+                continue
+            error_BT = (local_BT[:, : len(tokens)] - rows[:, tokens]).abs() / (scale or 1.0)
+            # Not `error > tolerance`: NaN is above any.
+            wrong = (~(error_BT <= tolerance)).nonzero()
+            if len(wrong):
+                row, column = wrong[0].tolist()
+                error = float(error_BT.max())
+                return _WrongToken(error, first_row + row, int(tokens[column]))
+        return None
+
+    def _find_tokens(self, length: int, num_local: int) -> torch.Tensor | None:
+        """Which tokens of a sequence of `length` the `num_local` of this rank are; None if they
+        are cut otherwise."""
+        tokens = Places.of_model(self._model).find_tokens(length)
+        if num_local == len(tokens):
+            return tokens
+        layout = self._model.plan.layout
+        # What pads the sequence stands behind its last token.
+        if num_local != -(-len(tokens) // layout.tp):
+            return None
+        first = self._model.mesh.coordinates["tp"] * num_local
+        return tokens[first : first + num_local]
+
+    def _note(self, name: str, _: nn.Module, args: Any, output: Any) -> None:
+        moment, hidden_BTD = self._model.dropout_rng.moment, _find_hidden_states(output)
+        # Inside a backward this is a recomputation; an evaluation has no moment.
+        if moment is None or hidden_BTD is None or torch._C._current_graph_task_id() != -1:
+            return
+        # What stages compute to learn shapes is thrown away, and so are the NaN that stand in for
+        # the hidden states before a later stage's blocks.
+        pipeline = self._model.pipeline
+        if pipeline is not None and (
+            pipeline.is_inferring_shapes or bool(hidden_BTD.isnan().all())
+        ):
+            return
+        phase = train_step(moment.step - 1)
+        key = (phase, name, moment.first_row, hidden_BTD.shape[-1])
+        if key not in self._parts:
+            self._parts[key] = _project(hidden_BTD)
+
+
+@dataclass(frozen=True)
+class _WrongToken:
+    error: float
+    row: int
+    token: int
+
+
+def list_watched(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Name and module of all whose outputs are hidden states: those outside of lists of blocks,
+    the blocks, and what these are made of."""
+    watched = []
+    for raw_name, part in module.named_modules():
+        name = full_name(raw_name)
+        segments = name.split(".")
+        numbers = [index for index, segment in enumerate(segments) if segment.isdecimal()]
+        is_deep = bool(numbers) and len(segments) > numbers[0] + 2
+        if name and not is_deep and not isinstance(part, nn.ModuleList | nn.ModuleDict):
+            watched.append((name, part))
+    return watched
+
+
+def _find_hidden_states(output: Any) -> torch.Tensor | None:
+    """The [B, T, D] of a module's output: it, or the first of a tuple; None if it is something
+    else."""
+    if isinstance(output, tuple | list) and output:
+        output = output[0]
+    is_tensor = type(output) is torch.Tensor and output.ndim == 3 and output.is_floating_point()
+    if not is_tensor:
+        return None
+    hidden_BTD: torch.Tensor = output
+    return hidden_BTD
+
+
+@torch.no_grad()
+def _project(hidden_BTD: torch.Tensor) -> torch.Tensor:
+    """[B, T] float64, on the CPU."""
+    return hidden_BTD.detach().double().cpu() @ _random_vector(hidden_BTD.shape[-1])
+
+
+@functools.cache
+def _random_vector(width: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(stable_hash64("outputs", width) % 2**63)
+    return torch.randn(width, generator=generator, dtype=torch.float64)
