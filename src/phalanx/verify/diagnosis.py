@@ -258,6 +258,11 @@ class Diagnosis:
         """The cause of a load (choices of each expert, then those that were dropped) while routers
         choose as in one process."""
         counted, came = sum(load[: len(expected)]), sum(expected)
+        if self._dp > 1 and counted * self._dp == came:
+            return (
+                f"{counted} choices were counted and {came} were made: only those of one rank, so"
+                " that biases of routers are moved by other counts than the whole batch's"
+            )
         return (
             f"{counted} choices were counted and {came} were made: the load is not that of the"
             " whole batch, for counts of some ranks or microbatches are missing, or counted twice"
@@ -323,6 +328,8 @@ class Diagnosis:
         words = []
         if self._layout.recompute:
             words.append("what is recomputed there is not what the forward computed")
+        if self._layout.has_chunks:
+            words.append("a chunk of the sequence has another's gradient, or none")
         if self._tp > 1:
             words.append("a sum over the ranks of tp is missing where its region is entered")
         if not words:
@@ -386,7 +393,15 @@ class Diagnosis:
     def _explain_by_stage(self, kind: str, name: str, off: Sequence[str]) -> str:
         if self._stages is None:
             return ""
-        return self._stages.explain_gradient(kind, name, off)
+        cause = self._stages.explain_gradient(kind, name, off)
+        narrow = self._find_narrow_type(kind, off)
+        if cause and narrow:
+            return (
+                f"{len(off)} of {len(self._trace.order)} tensors differ, by about the rounding of"
+                f" {narrow}: what is computed apart from the others (W), or sent between stages, is"
+                f" in {narrow}"
+            )
+        return cause
 
     def _explain_parts(self, kind: str, name: str, ranks: Sequence[int], step: int) -> str:
         """The cause of one tensor's gradient by what each rank has of it; "" if its parts say
@@ -490,24 +505,34 @@ class Diagnosis:
             return ""
         if len(ranks) < len(self._compared.holders(off[-1])):
             return ""
+        narrow = self._find_narrow_type(kind, off)
+        if narrow and self._layout.recompute:
+            return (
+                f"{len(off)} of {len(self._trace.order)} tensors differ: the backward goes wrong"
+                f" where it meets {off[-1]}: what is recomputed there is not what the forward"
+                f" computed, by about the rounding of {narrow}"
+            )
+        if narrow:
+            return (
+                f"the errors are of the size of {narrow}'s rounding, in {len(off)} tensors and in"
+                f" all directions: computed, or reduced, in {narrow}, or of other weights by as"
+                " little"
+            )
+        return ""
+
+    def _find_narrow_type(self, kind: str, off: Sequence[str]) -> str:
+        """The type whose rounding has the size of errors in float64 that have no direction; "" if
+        there is none."""
+        if self._trace.dtype != "float64" or self._trace.narrows:
+            return ""
         # An error that grows with the tensor is a wrong factor or a wrong input, not rounding.
         directions = sorted(abs(self._compared.direction(kind, name)) for name in off)
         if directions[len(directions) // 2] > LEVEL:
             return ""
         error = self._compared.error(kind, off[-1])
         for low, high, narrow in NARROW_TYPES:
-            if low < error < high and self._layout.recompute:
-                return (
-                    f"{len(off)} of {len(self._trace.order)} tensors differ: the backward goes"
-                    f" wrong where it meets {off[-1]}: what is recomputed there is not what the"
-                    f" forward computed, by about the rounding of {narrow}"
-                )
             if low < error < high:
-                return (
-                    f"the errors are of the size of {narrow}'s rounding, in {len(off)} tensors and"
-                    f" in all directions: computed, or reduced, in {narrow}, or of other weights by"
-                    " as little"
-                )
+                return narrow
         return ""
 
 

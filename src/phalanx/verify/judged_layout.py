@@ -24,6 +24,8 @@ class JudgedLayout:
     recompute: bool = False
     keeps_error: bool = False
     pipeline: Pipeline | None = None
+    has_chunks: bool = False
+    """Regions of tp go through a sequence in chunks."""
     pads_sequences: bool = False
     """The ranks of tp do not divide the sequence, which they share."""
 
@@ -39,5 +41,6 @@ class JudgedLayout:
             recompute=plan.activations.recompute != "none" or plan.activations.offload,
             keeps_error=is_lossy(plan.parallel.compress),
             pipeline=plan.pipeline,
+            has_chunks=plan.parallel.tp_chunks > 1,
             pads_sequences=plan.parallel.sequence_parallel and plan.seq_len % layout.tp != 0,
         )

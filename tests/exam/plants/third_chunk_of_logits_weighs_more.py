@@ -15,7 +15,7 @@ PLANT = Plant(
         ),
     ),
     shows=("ddp", "tp4"),
-    cause=("reference", "implementation", "phalanx.nn"),
+    cause=("weigh otherwise", "chunk"),
     tensors=("", "*"),
     size=1e-05,
 )
