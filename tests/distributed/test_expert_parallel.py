@@ -27,7 +27,7 @@ from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.run.one_process.plain_loss import plain_cross_entropy
-from phalanx.verify.reference import AloneStep, train_alone
+from phalanx.verify.reference import OneProcessStep, train_in_one_process
 from ranks import run_ranks
 
 BATCH, SEQ_LEN, LAYERS, STEPS = 8, 16, 4, 2
@@ -119,7 +119,7 @@ def alone(**changed: Any) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]
     steps: list[dict[str, Any]] = []
 
     class Steps:
-        def on_gradients(self, number: int, found: AloneStep) -> None:
+        def on_gradients(self, number: int, found: OneProcessStep) -> None:
             gradients = {
                 name: None if g is None else g.clone() for name, g in found.gradients.items()
             }
@@ -130,7 +130,7 @@ def alone(**changed: Any) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]
 
         def on_update(self, number: int) -> None: ...
 
-    train_alone(
+    train_in_one_process(
         module,
         loss_sum,
         [[batch] for batch in batches()],

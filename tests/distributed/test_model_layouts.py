@@ -11,7 +11,7 @@ import torch
 from test_parity import follow, full, over_all_ranks, sgd
 from torch import nn
 
-from bare_loop import Tensors, Trace, train_alone
+from bare_loop import Tensors, Trace, train_in_one_process
 from models import BATCH, LAYOUTS, SEQ_LEN, fill, global_batches, plan, shape
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.job.shapes.vit import VitShape
@@ -85,7 +85,7 @@ def batches(name: str, dtype: torch.dtype = torch.float64) -> list[Tensors]:
 
 
 def compute_references(rank: int) -> dict[str, Trace]:
-    return {name: train_alone(filled(name), batches(name), sgd, 0.5) for name in SHAPES}
+    return {name: train_in_one_process(filled(name), batches(name), sgd, 0.5) for name in SHAPES}
 
 
 def compare(rank: int, references: dict[str, Trace]) -> dict[Any, Any]:

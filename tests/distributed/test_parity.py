@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from bare_loop import Tensors, Trace, error, train_alone
+from bare_loop import Tensors, Trace, error, train_in_one_process
 from collectives import CountCollectives
 from models import (
     LAYOUTS,
@@ -103,14 +103,14 @@ def compute_references(rank: int) -> dict[Any, Trace]:
     references: dict[Any, Trace] = {}
     for dtype, tied in itertools.product(TOLERANCE, (True, False)):
         batches = global_batches(STEPS, documents=not tied)
-        references[dtype, tied] = train_alone(
+        references[dtype, tied] = train_in_one_process(
             decoder(tied=tied, dtype=dtype), batches, sgd, CLIP[tied]
         )
-        references["adamw", dtype, tied] = train_alone(
+        references["adamw", dtype, tied] = train_in_one_process(
             decoder(tied=tied, dtype=dtype), batches, adamw_by_hand, CLIP[tied]
         )
     for name in ODD_MODELS:
-        references[name] = train_alone(odd_model(name), odd_batches(), sgd, None)
+        references[name] = train_in_one_process(odd_model(name), odd_batches(), sgd, None)
     return references
 
 
@@ -143,7 +143,7 @@ def follow(
     reference: Trace,
     rate: str,
 ) -> dict[str, float]:
-    """The same steps as `train_alone`, through a ParallelModel.
+    """The same steps as `train_in_one_process`, through a ParallelModel.
 
     Returns this rank's part of the error of each tensor.
 

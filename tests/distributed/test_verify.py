@@ -308,8 +308,8 @@ def one_rank_misses_a_reduction() -> None:
 
 def same_share_on_every_rank() -> None:
     """Every rank reads the share of rank 0."""
-    share = verify_rank.take_share
-    verify_rank.take_share = lambda steps, rank, size: share(steps, 0, size)  # type: ignore[assignment]
+    share = verify_rank.take_rank_rows
+    verify_rank.take_rank_rows = lambda steps, rank, size: share(steps, 0, size)  # type: ignore[assignment]
 
 
 def weights_by_rank() -> None:

@@ -34,7 +34,7 @@ def logits_of(outputs: Any) -> torch.Tensor:
     return outputs if isinstance(outputs, torch.Tensor) else outputs[0] @ outputs[1].T
 
 
-def train_alone(
+def train_in_one_process(
     module: nn.Module,
     batches: Sequence[Mapping[str, torch.Tensor]],
     optimizer: Any,

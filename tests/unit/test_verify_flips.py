@@ -19,10 +19,10 @@ from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.nn.models.decoder import Decoder, example_batch
 from phalanx.verify.cases import list_layouts, make_cases, make_verified_job, shrink_job
 from phalanx.verify.flips import Reroute, find_misrouted
-from phalanx.verify.pipelines import count_blocks_for
+from phalanx.verify.pipelines import count_needed_blocks
 from phalanx.verify.products import list_expert_layouts, list_products
 from phalanx.verify.result import VerifyResult
-from phalanx.verify.routes import Routes, are_alike, find_disagreement
+from phalanx.verify.routes import Routes, find_disputed_token, have_same_choices
 from phalanx.verify.row import Row
 
 SHAPE = DecoderShape(
@@ -64,7 +64,7 @@ def test_choices_are_noted_row_by_row() -> None:
     assert set(routes.choices) == {KEY, "step-0/blocks.0.moe.router"}
     assert routes.choices[KEY].shape == (4, 6, 2)
     assert (routes.choices[KEY].diff() > 0).all(), "in ascending order"
-    assert find_disagreement(routes.choices) is None
+    assert find_disputed_token(routes.choices) is None
 
 
 def test_forced_choices_are_taken_and_those_that_differ_are_told() -> None:
@@ -76,7 +76,7 @@ def test_forced_choices_are_taken_and_those_that_differ_are_told() -> None:
     own = set(other[KEY][3, 2].tolist())
     left, taken = min(own), min(set(range(4)) - own)
     other[KEY][3, 2] = torch.tensor(sorted(own - {left} | {taken}))
-    assert not are_alike(other, usual.choices)
+    assert not have_same_choices(other, usual.choices)
     forced, changed = routed(other)
     (found,) = forced.reroutes
     assert (found.router, found.phase, found.row, found.token) == (ROUTER, "step-0", 3, 2)
@@ -95,7 +95,7 @@ def test_forced_choices_are_taken_and_those_that_differ_are_told() -> None:
 def test_ranks_that_disagree_are_found() -> None:
     choices = {KEY: torch.ones(2, 3, 2, dtype=torch.int64)}
     choices[KEY][1, 2] = -2
-    assert find_disagreement(choices) == (KEY, 1, 2)
+    assert find_disputed_token(choices) == (KEY, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_layouts_of_experts_have_plans(preset: str, num_ranks: int) -> None:
     assert len(set(every)) == len(every)
     assert {name for name, _ in layouts} <= set(every)
     job = Job.model_validate({"model": {"preset": preset}, "data": {"seq_len": 32}})
-    small, said = shrink_job(job, num_blocks=count_blocks_for(keys for _, keys in layouts))
+    small, said = shrink_job(job, num_blocks=count_needed_blocks(keys for _, keys in layouts))
     shape = shape_of(small, 251)
     assert shape.num_expert_layers >= 2
     assert shape.num_experts == 8

@@ -62,7 +62,9 @@ def has_step_without_targets(job: Job, plan: Plan, num_steps: int) -> bool:
     return is_textbook and num_steps > STEP_WITHOUT_TARGETS
 
 
-def split_again(steps: Sequence[Sequence[Batch]], num_microbatches: int) -> list[list[Batch]]:
+def split_into_microbatches(
+    steps: Sequence[Sequence[Batch]], num_microbatches: int
+) -> list[list[Batch]]:
     """The same rows of each step in the same order, in that many equal microbatches."""
 
     def split(step: Sequence[Batch]) -> list[Batch]:
@@ -96,7 +98,7 @@ def cut_sequences(
     return [[cut(batch) for batch in step] for step in steps]
 
 
-def take_share(
+def take_rank_rows(
     steps: Sequence[Sequence[Batch]], rank: int, data_parallel_size: int
 ) -> list[list[Batch]]:
     """The part of one data-parallel rank: of each microbatch an equal run of rows."""

@@ -32,7 +32,7 @@ def randomize_constants(module: nn.Module) -> tuple[str, ...]:
 
 
 @torch.no_grad()
-def copy_begin(module: nn.Module, leader: Trace) -> None:
+def copy_starting_weights(module: nn.Module, leader: Trace) -> None:
     """Give a module the weights with which the first step of `leader` begins."""
     with TraceReader(leader, BEGIN) as reader:
         for name, parameter in module.named_parameters():
@@ -40,7 +40,7 @@ def copy_begin(module: nn.Module, leader: Trace) -> None:
 
 
 @torch.no_grad()
-def write_begin(model: ParallelModel, trace: Trace) -> None:
+def write_starting_weights(model: ParallelModel, trace: Trace) -> None:
     """Give a layout the weights with which the first step of `trace` begins, where its own are
     others. Collective."""
     shards, is_changed = model.shards(), False
@@ -59,7 +59,7 @@ def write_begin(model: ParallelModel, trace: Trace) -> None:
         model.refresh()
 
 
-def with_lr(optim: Optim, lr: float | None) -> Optim:
+def replace_learning_rate(optim: Optim, lr: float | None) -> Optim:
     """The job's optimizer with the learning rate of a reference; None: its own."""
     if lr is None:
         return optim

@@ -74,7 +74,7 @@ def make_verified_job(job: Job, num_ranks: int) -> Job:
     body["train"] |= {
         "global_batch_size": rows_per_rank
         * num_ranks
-        * pipelines.find_batch_factor(job.parallel, rows_per_rank),
+        * pipelines.find_batch_multiple(job.parallel, rows_per_rank),
         "micro_batch_size": None,
     }
     body["precision"]["compute"] = "fp32"
@@ -84,7 +84,7 @@ def make_verified_job(job: Job, num_ranks: int) -> Job:
         # Zigzag cuts a sequence into 2 x cp parts, and cp is any divisor of the ranks.
         length, chunks = min(job.data.seq_len, MAX_SEQ_LEN), 2 * num_ranks
         body["data"]["seq_len"] = length - length % chunks if length >= chunks else length
-    return _job(body)
+    return _parse_job(body)
 
 
 def narrow_job(job: Job, dtype: str) -> Job:
@@ -164,7 +164,7 @@ def shrink_job(job: Job, *, num_blocks: int = 2) -> tuple[Job, str]:
     changed = {key: value for key, value in small.items() if getattr(shape, key) != value}
     body["model"] |= changed
     changes = ", ".join(f"{key} {getattr(shape, key)} -> {value}" for key, value in changed.items())
-    return _job(body), changes
+    return _parse_job(body), changes
 
 
 def _shrink_decoder(shape: DecoderShape, num_blocks: int) -> dict[str, Any]:
@@ -181,13 +181,13 @@ def _shrink_decoder(shape: DecoderShape, num_blocks: int) -> dict[str, Any]:
     if shape.vocab_size:
         small["vocab_size"] = min(shape.vocab_size, SMALL_VOCAB)
     if shape.num_experts:
-        small |= _few_experts(shape)
+        small |= _shrink_experts(shape)
     if shape.sliding_window:
         small["sliding_window"] = min(shape.sliding_window, MAX_SEQ_LEN // 4)
     return small
 
 
-def _few_experts(shape: DecoderShape) -> dict[str, Any]:
+def _shrink_experts(shape: DecoderShape) -> dict[str, Any]:
     """At least two blocks with them, and a width that no two ranks of tp halve evenly by four."""
     dense = min(shape.num_dense_layers, 1)
     return {
@@ -227,7 +227,7 @@ def list_layouts(num_ranks: int, *, experts: bool = False) -> Iterator[tuple[str
     """Every layout of exactly `num_ranks` ranks that can be named today; with `experts` those
     that spread them, too."""
     for tp in (d for d in range(1, num_ranks + 1) if num_ranks % d == 0):
-        for name, axes in _data_parallel(num_ranks // tp):
+        for name, axes in _list_data_parallel_layouts(num_ranks // tp):
             if tp == 1:
                 yield name, axes
                 continue
@@ -250,7 +250,7 @@ def list_layouts(num_ranks: int, *, experts: bool = False) -> Iterator[tuple[str
         yield from products.list_expert_layouts(num_ranks)
 
 
-def _data_parallel(num_ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def _list_data_parallel_layouts(num_ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
     if num_ranks == 1:
         yield "one", {}
         return
@@ -315,7 +315,7 @@ def list_data_parallel_variants(num_ranks: int) -> Iterator[tuple[str, dict[str,
         axes = {"dp_replicate": replicas, "dp_shard": num_ranks // replicas, "zero_stage": 3}
         accumulate = {"accumulate": "sharded", "keep_whole_below": 64}
         yield f"hsdp{replicas}x{num_ranks // replicas}-accumulate", {**axes, **accumulate}
-        # The first split alone: `_data_parallel` has all of them.
+        # The first split alone: `_list_data_parallel_layouts` has all of them.
         break
 
 
@@ -335,7 +335,11 @@ def make_cases(
     def plan_of(body: Mapping[str, Any]) -> Plan:
         vocab_size = (shape.vocab_size if shape else 0) or SMALL_VOCAB
         return make_plan(
-            _job(body), cluster=cluster, vocab_size=vocab_size, num_ranks=num_ranks, shape=shape
+            _parse_job(body),
+            cluster=cluster,
+            vocab_size=vocab_size,
+            num_ranks=num_ranks,
+            shape=shape,
         )
 
     num_blocks = (shape or shape_of(job, SMALL_VOCAB)).num_layers
@@ -351,7 +355,7 @@ def make_cases(
             body[section or "parallel"][name_of_key] = value
         try:
             if "pp" in parallel:
-                _require_possible(_job(body))
+                _require_pipeline_without_conflicts(_parse_job(body))
             else:
                 # Without a pipeline there is no stage to hold modules of the model.
                 body["parallel"] |= dict.fromkeys(pipelines.OF_THE_MODEL, ())
@@ -367,11 +371,11 @@ def make_cases(
     return cases
 
 
-def _require_possible(job: Job) -> None:
+def _require_pipeline_without_conflicts(job: Job) -> None:
     """Raises LayoutError for what the job asks for, and a pipeline cannot do."""
     for problem in pipelines_have_no_conflicts.run(job):
         raise LayoutError(f"{'.'.join(map(str, problem.path))} is {problem.what}", fix=problem.fix)
 
 
-def _job(body: Mapping[str, Any]) -> Job:
+def _parse_job(body: Mapping[str, Any]) -> Job:
     return Job.model_validate_json(json.dumps(body))

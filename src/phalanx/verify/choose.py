@@ -37,7 +37,7 @@ from phalanx.verify.cases import (
     shrink_job,
 )
 from phalanx.verify.number_types import COMPUTE_OF, is_narrow, resolve_types
-from phalanx.verify.pipelines import count_blocks_for
+from phalanx.verify.pipelines import count_needed_blocks
 from phalanx.verify.row import Row
 from phalanx.verify.trainer_cases import list_trainer_names, make_runs
 
@@ -134,12 +134,12 @@ def choose_layouts(
     layout_names = layouts.split(",") if isinstance(layouts, str) else layouts
     layout_names = [name.strip() for name in layout_names]
     job_layout = read_job_layout(job)
-    num_ranks = ranks or job.parallel.ranks or _num_ranks_of(job_layout) or DEFAULT_RANKS
+    num_ranks = ranks or job.parallel.ranks or _multiply_degrees(job_layout) or DEFAULT_RANKS
     has_experts = not job.model.is_foreign and shape_of(job, SMALL_VOCAB).experts is not None
     axes_of_name = _resolve_names(layout_names, job_layout, num_ranks, has_experts=has_experts)
     notes = []
     if shrink:
-        job, changes = shrink_job(job, num_blocks=count_blocks_for(axes_of_name.values()))
+        job, changes = shrink_job(job, num_blocks=count_needed_blocks(axes_of_name.values()))
         notes.append(f"shrunk  {changes or 'nothing: it is small'}")
     # Before the job is changed, of which this says what is left out.
     dtypes = resolve_types(types, detect_precision(job))
@@ -326,7 +326,7 @@ def _suggest_name(name: str, known: Sequence[str]) -> str:
     return did_you_mean(name, [*known, "all", "asked"]) or f"one of {examples}: docs/verify.md"
 
 
-def _num_ranks_of(parallel: dict[str, Any]) -> int:
+def _multiply_degrees(parallel: dict[str, Any]) -> int:
     """The product of the degrees that a layout sets; 0 if it sets none above 1."""
     # Not ep, which has no ranks of its own: it spreads experts over those of dp and cp.
     product = 1

@@ -49,7 +49,7 @@ class Comparison:
                 stages_of[name] = tuple(stages)
         return stages_of
 
-    def holders(self, name: str) -> list[int]:
+    def find_holding_ranks(self, name: str) -> list[int]:
         """The ranks that have a part of the parameter."""
         ranks = []
         for rank, observation in enumerate(self.observations):
@@ -57,9 +57,9 @@ class Comparison:
                 ranks.append(rank)
         return ranks
 
-    def list_squares(self, kind: str, name: str) -> list[float]:
+    def list_squared_errors(self, kind: str, name: str) -> list[float]:
         """By rank the square of its part's error; 0 where it has no part."""
-        return [self.square(kind, name, rank) for rank in range(len(self.observations))]
+        return [self.squared_error(kind, name, rank) for rank in range(len(self.observations))]
 
     def scalar_error(self, value: float, attribute: str, step: int) -> float:
         reference = getattr(self.trace.steps[step], attribute)
@@ -85,16 +85,16 @@ class Comparison:
         return errors
 
     def error(self, kind: str, name: str) -> float:
-        square = sum(self.list_squares(kind, name))
+        square = sum(self.list_squared_errors(kind, name))
         scale = self.trace.scale(kind, name)
         if not square:
-            return max(0.0, self.gap(kind, name))
+            return max(0.0, self.coverage_gap(kind, name))
         # NaN is no number; a scale of 0: all tensors of the set are zero in one process.
         if square != square or not scale:
             return math.inf
-        return max(square**0.5 / scale, self.gap(kind, name))
+        return max(square**0.5 / scale, self.coverage_gap(kind, name))
 
-    def gap(self, kind: str, name: str) -> float:
+    def coverage_gap(self, kind: str, name: str) -> float:
         """0 if the blocks of all ranks make the tensor a whole number of times, else how far
         they are from it."""
         if not self._covers_evenly(name):
@@ -103,14 +103,14 @@ class Comparison:
         if size == 0:
             return 0.0
         # All blocks hold the tensor `copies` times: a border that is off makes it no integer.
-        copies = self._sum_held(kind, name) / size
+        copies = self._sum_reference_squares(kind, name) / size
         # At least one: a tensor that no rank holds is not zero times there, but missing.
         gap = abs(copies - max(1, round(copies)))
         if not gap > 1e-6:
             return 0.0
         return gap
 
-    def _sum_held(self, kind: str, name: str) -> float:
+    def _sum_reference_squares(self, kind: str, name: str) -> float:
         """The square of the reference over the blocks of all ranks."""
         total = 0.0
         for observation in self.observations:
@@ -122,9 +122,9 @@ class Comparison:
         size = self.trace.sizes[kind].get(name, 0.0) ** 2
         if not size:
             return 1
-        return max(1, round(self._sum_held(kind, name) / size))
+        return max(1, round(self._sum_reference_squares(kind, name) / size))
 
-    def direction(self, kind: str, name: str) -> float:
+    def error_cosine(self, kind: str, name: str) -> float:
         """The cosine between the error of a tensor and the reference: near 0 for rounding."""
         error, along, size = 0.0, 0.0, 0.0
         for observation in self.observations:
@@ -134,7 +134,7 @@ class Comparison:
             return 0.0
         return along / (error * size) ** 0.5
 
-    def moves(self, kind: str, name: str, rank: int) -> bool:
+    def has_moved(self, kind: str, name: str, rank: int) -> bool:
         """True if the weight has moved on a rank, in a set of weights."""
         return self.observations[rank]["tensors"][kind].get(name, NO_DOTS)[1] > 0
 
@@ -142,7 +142,7 @@ class Comparison:
         """True if a rank's part does not have the shape that its place in the tensor has."""
         return self.observations[rank]["tensors"][kind].get(name, NO_DOTS)[1] < 0
 
-    def stays_in_part(self, kind: str, name: str, rank: int) -> bool:
+    def moves_in_part(self, kind: str, name: str, rank: int) -> bool:
         """True if some elements of a weight have moved as they should and the others not at all."""
         _, moved, along, *_ = self.observations[rank]["tensors"][kind].get(name, NO_DOTS)
         # Each element a of the movement is 0 or the reference's r: a (a - r) = 0.
@@ -168,7 +168,7 @@ class Comparison:
         kind = weights_of(self.trace.num_steps - 1)
         errors = [0.0]
         for name, norm in self.trace.norms.get(kind, {}).items():
-            square = sum(self.list_squares(kind, name))
+            square = sum(self.list_squared_errors(kind, name))
             if square:
                 errors.append(replace_nan(square**0.5 / norm) if norm else math.inf)
         return max(errors)
@@ -195,10 +195,10 @@ class Comparison:
                 digests_of.setdefault((tuple(offset), tuple(size)), {})[rank] = digest
         return digests_of
 
-    def square(self, kind: str, name: str, rank: int) -> float:
+    def squared_error(self, kind: str, name: str, rank: int) -> float:
         return float(self.observations[rank]["tensors"][kind].get(name, NO_DOTS)[0])
 
-    def factor(self, kind: str, names: Sequence[str], rank: int) -> float | None:
+    def multiple_of_reference(self, kind: str, names: Sequence[str], rank: int) -> float | None:
         """The factor by which a rank's part is a multiple of the reference; None if it is no
         multiple."""
         error, along, size = 0.0, 0.0, 0.0
@@ -231,10 +231,10 @@ def covers_evenly(boxes_of_ranks: Sequence[Sequence[Box]]) -> bool:
     if len({number / box[2] for box, number in count.items()}) > 1:
         return False
     blocks = [box[:2] for box in count]
-    return not any(_overlap(a, b) for a, b in itertools.combinations(blocks, 2))
+    return not any(_have_overlap(a, b) for a, b in itertools.combinations(blocks, 2))
 
 
-def _overlap(a: Block, b: Block) -> bool:
+def _have_overlap(a: Block, b: Block) -> bool:
     spans = zip(*a, *b, strict=True)
     return all(
         start_a < start_b + size_b and start_b < start_a + size_a

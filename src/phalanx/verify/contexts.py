@@ -22,7 +22,7 @@ def list_context_layouts(num_ranks: int) -> Layouts:
                 suffix = "" if kind == "ring" else f"-{kind}"
                 yield f"{prefix}cp{cp}{suffix}", {"cp": cp, "cp_attention": kind} | axes
     if num_ranks > 1:
-        yield from _variants(num_ranks)
+        yield from _list_context_variants(num_ranks)
 
 
 def _list_other_axes(rest: int) -> Layouts:
@@ -34,7 +34,7 @@ def _list_other_axes(rest: int) -> Layouts:
     yield f"tp{rest}-", {"tp": rest}
 
 
-def _variants(num_ranks: int) -> Layouts:
+def _list_context_variants(num_ranks: int) -> Layouts:
     """Sequences cut into one run, shards over cp alone and over copies of them, recomputation."""
     cp = {"cp": num_ranks}
     yield f"cp{num_ranks}-one-run", cp | {"cp_load_balance": "none"}

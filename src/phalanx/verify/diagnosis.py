@@ -95,10 +95,10 @@ class Diagnosis:
             present = [mean for mean in observation["local_means"][step] if mean == mean]
             by_rank.append(present)
             means += present
-        if means and _near(loss, _mean(means)):
+        if means and _is_near(loss, _mean(means)):
             return "a mean of means: microbatches count alike, however many targets they have"
         for rank, present in enumerate(by_rank):
-            if self._dp > 1 and _near(loss, _mean(present)):
+            if self._dp > 1 and _is_near(loss, _mean(present)):
                 return f"it is the loss of rank {rank} alone: it was not reduced"
         return ""
 
@@ -172,7 +172,7 @@ class Diagnosis:
         self, label: str, kind: str, name: str, off: Sequence[str], ranks: Sequence[int], step: int
     ) -> str:
         # Before values: parts that do not make the tensor are not comparable with it.
-        if self._compared.gap(kind, name):
+        if self._compared.coverage_gap(kind, name):
             return (
                 "the ranks' parts do not make the tensor: borders of shards are off, or another"
                 " dimension is cut than the one that is gathered"
@@ -182,7 +182,7 @@ class Diagnosis:
                 "a rank's part has another shape than its place in the tensor: borders of shards"
                 " are off"
             )
-        squares = [self._compared.square(kind, off[0], rank) for rank in ranks]
+        squares = [self._compared.squared_error(kind, off[0], rank) for rank in ranks]
         if not all(map(math.isfinite, squares)):
             return NOT_FINITE
         if label == "initial weight":
@@ -215,19 +215,19 @@ class Diagnosis:
                 " freeze it"
             )
         kind = weights_of(step)
-        factors = [self._compared.factor(kind, [name], rank) for rank in ranks]
-        stays = [rank for rank in ranks if not self._compared.moves(kind, name, rank)]
+        factors = [self._compared.multiple_of_reference(kind, [name], rank) for rank in ranks]
+        stays = [rank for rank in ranks if not self._compared.has_moved(kind, name, rank)]
         if stays:
             where = f"rank {', '.join(map(str, stays))}"
             return f"it is not updated on {where}, and stays as it was: a stale part"
-        stays = [rank for rank in ranks if self._compared.stays_in_part(kind, name, rank)]
+        stays = [rank for rank in ranks if self._compared.moves_in_part(kind, name, rank)]
         if stays:
             where = f"rank {', '.join(map(str, stays))}"
             return (
                 f"some of its elements on {where} are not updated, and the others are: borders of"
                 " shards are off, or what other ranks update does not reach the model: stale rows"
             )
-        holders = self._compared.holders(name)
+        holders = self._compared.find_holding_ranks(name)
         if len(ranks) < len(holders):
             where = f"rank {', '.join(map(str, ranks))}"
             if step > 0:
@@ -279,13 +279,13 @@ class Diagnosis:
             or self._explain_unreduced(kind, name)
             or self._explain_by_stage(kind, name, off)
             or self._explain_parts(kind, name, ranks, step)
-            or self._explain_kept(step)
+            or self._explain_compression_errors(step)
             or self._explain_rounding(kind, off, ranks)
         )
         if cause:
             return cause
         num_tensors = len(self._trace.order)
-        if self._cp > 1 and step == 0 and any(map(_is_of_keys, off)):
+        if self._cp > 1 and step == 0 and any(map(_is_key_or_value_weight, off)):
             return KEYS_LOST
         if len(off) < num_tensors:
             return (
@@ -308,7 +308,7 @@ class Diagnosis:
             " some of them are lost"
         )
 
-    def _explain_kept(self, step: int) -> str:
+    def _explain_compression_errors(self, step: int) -> str:
         """The cause of gradients that are wrong with what compression keeps of them; "" without
         such a compression."""
         if not self._layout.keeps_error:
@@ -344,7 +344,7 @@ class Diagnosis:
             return ""
         factors: list[float] = []
         for rank in range(len(self._observations)):
-            factor = self._compared.factor(kind, off, rank)
+            factor = self._compared.multiple_of_reference(kind, off, rank)
             if factor is None:
                 return ""
             factors.append(factor)
@@ -382,8 +382,8 @@ class Diagnosis:
         if reference.max_norm is None:
             return ""
         inverse = reference.grad_norm / reference.max_norm
-        unclipped = [rank for rank, factor in enumerate(factors) if _near(factor, inverse)]
-        if not unclipped or not all(_near(f, inverse) or _near(f, 1.0) for f in factors):
+        unclipped = [rank for rank, factor in enumerate(factors) if _is_near(factor, inverse)]
+        if not unclipped or not all(_is_near(f, inverse) or _is_near(f, 1.0) for f in factors):
             return ""
         return (
             f"gradients are not clipped on rank {', '.join(map(str, unclipped))}, and on the others"
@@ -406,7 +406,7 @@ class Diagnosis:
     def _explain_parts(self, kind: str, name: str, ranks: Sequence[int], step: int) -> str:
         """The cause of one tensor's gradient by what each rank has of it; "" if its parts say
         nothing."""
-        if len(ranks) < len(self._compared.holders(name)):
+        if len(ranks) < len(self._compared.find_holding_ranks(name)):
             return (
                 f"only rank {', '.join(map(str, ranks))} differs: its part was not reduced, or is"
                 " stale"
@@ -418,7 +418,7 @@ class Diagnosis:
                 f"each rank of tp has its own part of the gradient of {name}, and nobody added them"
                 ' up: a rule "partial" is missing, or parts that ranks hold alike are not summed'
             )
-        factor = self._compared.factor(kind, [name], ranks[0])
+        factor = self._compared.multiple_of_reference(kind, [name], ranks[0])
         if factor is not None and abs(factor - 1) > 1e-3:
             return self._explain_copies(name, factor) or self._factors.describe(
                 f"the gradient of {name}", factor, step
@@ -429,7 +429,7 @@ class Diagnosis:
         """True if each rank's part of a tensor is the same multiple of the reference."""
         factors = []
         for rank in ranks:
-            factor = self._compared.factor(kind, [name], rank)
+            factor = self._compared.multiple_of_reference(kind, [name], rank)
             if factor is None:
                 return False
             factors.append(factor)
@@ -503,7 +503,7 @@ class Diagnosis:
             return ""
         if len(off) < max(2, len(self._trace.order) // 4):
             return ""
-        if len(ranks) < len(self._compared.holders(off[-1])):
+        if len(ranks) < len(self._compared.find_holding_ranks(off[-1])):
             return ""
         narrow = self._find_narrow_type(kind, off)
         if narrow and self._layout.recompute:
@@ -526,7 +526,7 @@ class Diagnosis:
         if self._trace.dtype != "float64" or self._trace.narrows:
             return ""
         # An error that grows with the tensor is a wrong factor or a wrong input, not rounding.
-        directions = sorted(abs(self._compared.direction(kind, name)) for name in off)
+        directions = sorted(abs(self._compared.error_cosine(kind, name)) for name in off)
         if directions[len(directions) // 2] > LEVEL:
             return ""
         error = self._compared.error(kind, off[-1])
@@ -536,7 +536,7 @@ class Diagnosis:
         return ""
 
 
-def _near(a: float, b: float) -> bool:
+def _is_near(a: float, b: float) -> bool:
     return b == b and abs(a - b) <= 1e-6 * max(abs(a), abs(b))
 
 
@@ -546,5 +546,5 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _is_of_keys(name: str) -> bool:
+def _is_key_or_value_weight(name: str) -> bool:
     return name.endswith((".k.weight", ".v.weight"))

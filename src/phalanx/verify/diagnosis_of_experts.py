@@ -66,7 +66,7 @@ class ExpertDiagnosis:
     def _explain_experts(self, kind: str, off: Sequence[str], ranks: Sequence[int]) -> str:
         if self._ep == 1:
             return ""
-        factors = [self._compared.factor(kind, off, rank) for rank in ranks]
+        factors = [self._compared.multiple_of_reference(kind, off, rank) for rank in ranks]
         if all(factor is not None and abs(factor / self._ep - 1) < 1e-3 for factor in factors):
             return (
                 f"gradients of experts are {self._ep} x the reference: the mean over the ranks that"

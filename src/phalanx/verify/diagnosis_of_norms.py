@@ -54,7 +54,7 @@ class NormDiagnosis:
         observations = self._compared.observations
         for rank, observation in enumerate(observations):
             square = sum(dots[1] for dots in observation["tensors"][gradients_of(step)].values())
-            if len(observations) > 1 and _near(norm**2, square):
+            if len(observations) > 1 and _is_near(norm**2, square):
                 return (
                     f"it is the norm of what rank {rank} holds: the shards of the others are"
                     " missing"
@@ -65,12 +65,12 @@ class NormDiagnosis:
         for name, size in self._compared.trace.sizes[gradients_of(step)].items():
             # The squares of the two norms differ by that of this one tensor.
             if size and abs(abs(excess) / size**2 - 1) < 1e-4:
-                return f"the gradient of {name} is {_mistake(excess)}"
+                return f"the gradient of {name} is {_name_mistake(excess)}"
         return ""
 
     def _explain_copies(self, factor: float) -> str:
         copies = round(factor**2)
-        if 1 < copies <= len(self._compared.observations) and _near(factor**2, copies):
+        if 1 < copies <= len(self._compared.observations) and _is_near(factor**2, copies):
             return (
                 f"its square is {copies} x the reference's: replicas of the same gradient each"
                 " count"
@@ -88,7 +88,7 @@ class NormDiagnosis:
         repeated = sum((copies_of[name] / fewest - 1) * sizes[name] ** 2 for name in alike)
         once = sum(sizes[name] ** 2 for name in alike)
         for square, words in ((repeated, "each count"), (-once, "are left out")):
-            if alike and _near(excess, square):
+            if alike and _is_near(excess, square):
                 return (
                     f"replicas {words}: gradients that several ranks hold alike, such as that of"
                     f" {alike[0]}"
@@ -100,8 +100,8 @@ class NormDiagnosis:
         sizes = self._compared.trace.sizes[gradients_of(step)]
         for words, names in self._list_groups():
             square = sum(sizes[name] ** 2 for name in names)
-            if square and _near(abs(excess), square):
-                return f"gradients of {words} are {_mistake(excess)}"
+            if square and _is_near(abs(excess), square):
+                return f"gradients of {words} are {_name_mistake(excess)}"
         return ""
 
     def _list_groups(self) -> Iterator[tuple[str, Sequence[str]]]:
@@ -136,7 +136,7 @@ class NormDiagnosis:
             squares.append(sum(shares))
         for count in range(1, len(observations)):
             for ranks in itertools.combinations(range(len(observations)), count):
-                if _near(norm**2, sum(squares[rank] for rank in ranks)):
+                if _is_near(norm**2, sum(squares[rank] for rank in ranks)):
                     noun = "ranks" if count > 1 else "rank"
                     return (
                         f"only what {noun} {', '.join(map(str, ranks))} holds counts in it:"
@@ -145,9 +145,9 @@ class NormDiagnosis:
         return ""
 
 
-def _mistake(excess: float) -> str:
+def _name_mistake(excess: float) -> str:
     return "counted twice" if excess > 0 else "left out"
 
 
-def _near(a: float, b: float) -> bool:
+def _is_near(a: float, b: float) -> bool:
     return math.isfinite(a) and abs(a - b) <= SAME * max(abs(a), abs(b))

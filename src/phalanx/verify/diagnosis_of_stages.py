@@ -35,11 +35,11 @@ class StageDiagnosis:
             # Or each of a parameter's holders counts a part of it.
             squares[sum(sizes[name] ** 2 / count for name, count in holders_of.items())] = stages
         for square, stages in squares.items():
-            if _near(norm**2, square):
+            if _is_near(norm**2, square):
                 return f"it is the norm of {stages} alone: those of the other stages are missing"
         for square, stages in squares.items():
             for sign, words in ((1, "counted twice"), (-1, "left out")):
-                if _near(norm**2 - reference**2, sign * square):
+                if _is_near(norm**2 - reference**2, sign * square):
                     return f"the gradients of {stages} are {words}"
         return ""
 
@@ -112,5 +112,5 @@ def _list_numbers(noun: str, numbers: Sequence[int]) -> str:
     return f"{noun}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
-def _near(a: float, b: float) -> bool:
+def _is_near(a: float, b: float) -> bool:
     return abs(a - b) <= 1e-6 * max(abs(a), abs(b))

@@ -68,7 +68,7 @@ def verify_job(
     rows: list[Row] = []
 
     def add_row(row: Row) -> None:
-        row = _share_cause(row, rows)
+        row = _take_over_cause(row, rows)
         rows.append(row)
         on_row(row)
 
@@ -106,7 +106,7 @@ def verify_job(
     )
 
 
-def _share_cause(row: Row, earlier: Sequence[Row]) -> Row:
+def _take_over_cause(row: Row, earlier: Sequence[Row]) -> Row:
     """`row` with the cause that an earlier one of the same layout has for the same kind of
     difference: float64, which comes first, tells more of it than types with fewer digits."""
     if row.first is None:

@@ -30,11 +30,11 @@ class DropoutWatch:
                 isinstance(part, nn.Dropout)
                 and 0 < part.p < 1
                 and not part.inplace
-                and not _is_own(type(part))
+                and not _is_user_class(type(part))
             ):
                 part.register_forward_hook(
                     # `name` is bound here: a closure would see the last one of the loop.
-                    lambda part, args, out, name=name: self._look(name, part, args, out)
+                    lambda part, args, out, name=name: self._check_mask(name, part, args, out)
                 )
 
     def begin_step(self, step: int, microbatches: Sequence[Mapping[str, torch.Tensor]]) -> None:
@@ -57,7 +57,7 @@ class DropoutWatch:
         share, shares = self._place
         self._definition.begin(self._step, (index * shares + share) * self._rows, self._rows)
 
-    def _look(self, name: str, part: nn.Dropout, args: Any, output: Any) -> None:
+    def _check_mask(self, name: str, part: nn.Dropout, args: Any, output: Any) -> None:
         # Inside a backward this is a recomputation: its gradients show what it drew.
         if torch._C._current_graph_task_id() != -1:
             return
@@ -72,7 +72,7 @@ class DropoutWatch:
                 self.wrong.setdefault((self._step, name), off)
 
 
-def _is_own(kind: type) -> bool:
+def _is_user_class(kind: type) -> bool:
     """A user's class, which may make something else of what it drops."""
     return any(
         "forward" in vars(base) and base.__module__.split(".")[0] not in ("torch", "phalanx")

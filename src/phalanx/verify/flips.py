@@ -50,7 +50,7 @@ class Reroute:
 
 
 @dataclass(frozen=True)
-class Misrouted:
+class MisroutedToken:
     """A token that goes elsewhere without a near-tie.
 
     `ranks` route it; `cause` is known, or to be found.

@@ -19,7 +19,7 @@ import xxhash
 from phalanx.mesh.logical import LogicalShard, full_name, local_tensor
 from phalanx.parallel.executor import Batch, Objective
 from phalanx.parallel.model import ParallelModel
-from phalanx.verify.begin import write_begin
+from phalanx.verify.begin import write_starting_weights
 from phalanx.verify.dropout_watch import DropoutWatch
 from phalanx.verify.kept_errors import KeptErrors
 from phalanx.verify.outputs import FirstOutput
@@ -97,7 +97,7 @@ def follow(
     applied, kept = AppliedBlocks(trace), KeptErrors(model)
     share = {"share": model.mesh.data_parallel_rank, "shares": model.plan.layout.data_parallel_size}
     watch = DropoutWatch(model.module, seed, **share) if trace.dropped else None
-    write_begin(model, trace)
+    write_starting_weights(model, trace)
     optimizer = build_optimizer(applied.lr)
     for number, (microbatches, reference) in enumerate(zip(steps, trace.steps, strict=True)):
         optimizer.zero_grad()

@@ -58,7 +58,7 @@ def probe(build: Callable[[], nn.Module], loss: Loss, batch: Batch, seed: int) -
     narrowing, masks, before = _Narrowing(), DropoutMasks(module, seed), _buffers(module)
     rows = num_rows_of(batch)
     # Dropout takes its masks from `masks` and draws nothing: any draw that is left is refused.
-    with _refusing_draws(module), masks.fill(1, 0, rows), narrowing:
+    with _forbid_random_draws(module), masks.fill(1, 0, rows), narrowing:
         order = forward_order(module, lambda: sums.append(loss(module, batch)))
     moved = tuple(
         name for name, buffer in _buffers(module).items() if not _is_same(before.get(name), buffer)
@@ -131,7 +131,7 @@ class _Draws:
 
 
 @contextmanager
-def _refusing_draws(module: nn.Module) -> Iterator[None]:
+def _forbid_random_draws(module: nn.Module) -> Iterator[None]:
     draws, hooks = _Draws(), []
     for path, part in module.named_modules():
         name = f"{path} ({type(part).__name__})" if path else type(part).__name__
@@ -155,7 +155,7 @@ def describe_failure(error: Exception, dtype: str) -> str:
     """Why there is no reference: nothing that a layout could be blamed for."""
     if isinstance(error, LayoutError):
         return str(error)
-    # An ArithmeticError is the reference's own (`train_alone`) and says all in its words.
+    # An ArithmeticError is the reference's own (`train_in_one_process`) and says all in its words.
     kind = "" if isinstance(error, ArithmeticError) else f"{type(error).__name__}: "
     return f"the module alone, in one process in {dtype}: {kind}{_first_line(error)}"
 

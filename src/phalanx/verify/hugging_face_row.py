@@ -41,7 +41,7 @@ from phalanx.verify.second_implementation import (
     StepResult,
     Tensors,
     WeightsError,
-    judge_by,
+    judge_by_implementation,
 )
 
 DTYPE = "float64"
@@ -108,7 +108,7 @@ class HuggingFaceImplementation:
         try:
             export_hugging_face(weights, self.shape, directory, shard_bytes=size, extras=extras)
         except MismatchError as error:
-            raise _make_weights_error("exported weight", error) from None
+            raise _describe_other_weights("exported weight", error) from None
 
     def _loss_sum(self, theirs: Any, batch: Batch) -> torch.Tensor:
         targets = batch["targets"]
@@ -136,7 +136,7 @@ class HuggingFaceImplementation:
         try:
             imported = read_hugging_face_weights(directory)
         except (MismatchError, LayoutError) as error:
-            raise _make_weights_error("imported weight", error) from None
+            raise _describe_other_weights("imported weight", error) from None
         assert imported.shape is not None
         _require_same(imported.shape, self.shape)
         sizes = self.shape.list_stored_tensors()
@@ -162,16 +162,16 @@ def _load_exported(directory: Path) -> Any:
     try:
         read_hugging_face_weights(directory)
     except (MismatchError, LayoutError) as error:
-        name = _name_mismatch(error)
+        name = _describe_mismatch(error)
     raise WeightsError("exported weight", name, message)
 
 
-def _make_weights_error(what: str, error: MismatchError | LayoutError) -> WeightsError:
+def _describe_other_weights(what: str, error: MismatchError | LayoutError) -> WeightsError:
     # One line: `str()` of a mismatch is a table.
-    return WeightsError(what, _name_mismatch(error), f"{error.what} ({error.why})")
+    return WeightsError(what, _describe_mismatch(error), f"{error.what} ({error.why})")
 
 
-def _name_mismatch(error: MismatchError | LayoutError) -> str:
+def _describe_mismatch(error: MismatchError | LayoutError) -> str:
     """The first tensor that does not fit; "" for an error about config.json."""
     if isinstance(error, MismatchError):
         return error.mismatches[0].name
@@ -235,7 +235,7 @@ def why_no_hugging_face_row(job: Job, plan: Plan) -> str:
     if importlib.util.find_spec("transformers") is None:
         return "transformers is not installed: pip install 'phalanx[hf]'"
     try:
-        config = hugging_face_config(_read_comparable_shape(plan))
+        config = hugging_face_config(_find_comparable_shape(plan))
     except LayoutError as error:
         return f"{error.what} ({error.why})"
     family = find_family(config["model_type"])
@@ -248,7 +248,7 @@ def judge_hugging_face(
     job: Job, plan: Plan, steps: Sequence[Sequence[Batch]], directory: Path
 ) -> Row:
     """The row "hugging-face", in float64: phalanx's module in one process, judged by that of
-    transformers, as `judge_by` says. Files come and go in `directory`.
+    transformers, as `judge_by_implementation` says. Files come and go in `directory`.
 
     Raises LayoutError where `why_no_hugging_face_row` has a reason.
     """
@@ -257,12 +257,12 @@ def judge_hugging_face(
         raise LayoutError(refused)
     import transformers
 
-    shape = _read_comparable_shape(plan)
+    shape = _find_comparable_shape(plan)
     architecture = find_family(hugging_face_config(shape)["model_type"]).architecture
     note = NOTE.format(architecture, transformers.__version__)
     second = HuggingFaceImplementation(shape, directory, (note,), _list_left_out(plan))
     plan = replace(plan, shape=shape.to_json())
-    row = judge_by(second, job, plan, steps, DTYPE, HUGGING_FACE)
+    row = judge_by_implementation(second, job, plan, steps, DTYPE, HUGGING_FACE)
     # Anything else says itself what is wrong.
     if row.first is None or row.first.what not in ("loss", "gradient"):
         return row
@@ -278,7 +278,7 @@ def _find_cause(first: Difference, plain: Row) -> str:
     return BY_IMPORT
 
 
-def _read_comparable_shape(plan: Plan) -> TransformerShape:
+def _find_comparable_shape(plan: Plan) -> TransformerShape:
     """The plan's shape without what no module of transformers computes alike."""
     shape = plan.model_shape
     assert isinstance(shape, TransformerShape)

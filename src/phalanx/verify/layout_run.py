@@ -18,7 +18,7 @@ from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.plan import Plan
 from phalanx.run.one_process.original_module import build_original_module
-from phalanx.verify.begin import with_lr
+from phalanx.verify.begin import replace_learning_rate
 from phalanx.verify.follow import follow
 from phalanx.verify.number_types import parameter_type
 from phalanx.verify.outputs import OutputWatch
@@ -64,7 +64,7 @@ class LayoutRun:
             objective,
             steps,
             trace,
-            lambda lr: build_optimizer(model, with_lr(self.job.optim, lr)),
+            lambda lr: build_optimizer(model, replace_learning_rate(self.job.optim, lr)),
             seed=self.job.run.seed,
         )
         tolerance = TOLERANCE[parameter_type(trace.dtype)]

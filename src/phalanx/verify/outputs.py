@@ -25,7 +25,7 @@ from phalanx.core.digest import stable_hash64
 from phalanx.mesh.logical import full_name
 from phalanx.parallel.model import ParallelModel
 from phalanx.verify.flips import train_step
-from phalanx.verify.routes import Places
+from phalanx.verify.routes import TokenPlaces
 
 OUTPUTS = "outputs.safetensors"
 FirstOutput = tuple[int, int, str, float, int, int]
@@ -128,7 +128,7 @@ class OutputWatch:
     def _find_tokens(self, length: int, num_local: int) -> torch.Tensor | None:
         """Which tokens of a sequence of `length` the `num_local` of this rank are; None if they
         are cut otherwise."""
-        tokens = Places.of_model(self._model).find_tokens(length)
+        tokens = TokenPlaces.of_model(self._model).find_tokens(length)
         if num_local == len(tokens):
             return tokens
         layout = self._model.plan.layout

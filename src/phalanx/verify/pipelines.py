@@ -34,13 +34,13 @@ def list_pipelines(num_ranks: int) -> Layouts:
     """Every schedule alone, with FSDP, with TP and with both; what else there is inside of
     stages with one or two."""
     for pp in (d for d in range(2, num_ranks + 1) if num_ranks % d == 0):
-        for suffix, axes in _inside(num_ranks // pp):
+        for suffix, axes in _list_layouts_inside_stages(num_ranks // pp):
             for schedule in SCHEDULE_NAMES:
                 yield f"pp{pp}{suffix}-{schedule}", {"pp": pp, "schedule": schedule} | axes
-    yield from _variants(num_ranks)
+    yield from _list_pipeline_variants(num_ranks)
 
 
-def _inside(rest: int) -> Layouts:
+def _list_layouts_inside_stages(rest: int) -> Layouts:
     """The layouts of the `rest` ranks of each stage: FSDP, TP, and the two together."""
     if rest == 1:
         yield "", {}
@@ -51,7 +51,7 @@ def _inside(rest: int) -> Layouts:
         yield "-zero3-tp2", {"dp_shard": rest // 2, "zero_stage": 3, "tp": 2}
 
 
-def _variants(num_ranks: int) -> Layouts:
+def _list_pipeline_variants(num_ranks: int) -> Layouts:
     """Other ways of data parallelism, of recomputing and of cutting, in a schedule with whole
     backwards and in one that splits them."""
     if num_ranks % 2:
@@ -128,7 +128,7 @@ def num_microbatches(plan: Plan) -> int:
     return max(least, plan.global_batch_size // ROWS_OF_SMALL_MICROBATCH)
 
 
-def count_blocks_for(layouts: Iterable[Mapping[str, Any]]) -> int:
+def count_needed_blocks(layouts: Iterable[Mapping[str, Any]]) -> int:
     """The number of blocks that all of these layouts need: of a pipeline one less than its
     stages."""
     needed = 0
@@ -149,7 +149,7 @@ def _num_stages(parallel: Mapping[str, Any]) -> int:
     )
 
 
-def find_batch_factor(parallel: Parallel, rows_per_rank: int) -> int:
+def find_batch_multiple(parallel: Parallel, rows_per_rank: int) -> int:
     """The factor by which a batch of `rows_per_rank` grows so that a schedule from a file has
     its microbatches."""
     if parallel.degrees.pp == 1 or parallel.schedule_file is None:

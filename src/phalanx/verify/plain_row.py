@@ -25,7 +25,7 @@ from phalanx.verify.second_implementation import (
     StepResult,
     Tensors,
     gradients_per_target,
-    judge_by,
+    judge_by_implementation,
 )
 
 
@@ -84,14 +84,14 @@ def why_no_plain_row(job: Job, plan: Plan) -> str:
 
 def judge_plain(job: Job, plan: Plan, steps: Sequence[Sequence[Batch]], dtype: str) -> Row:
     """The row "plain": phalanx's module in one process, judged by the plain implementation, as
-    `judge_by` says.
+    `judge_by_implementation` says.
 
     Raises LayoutError where `why_no_plain_row` has a reason.
     """
     refused = why_no_plain_row(job, plan)
     if refused:
         raise LayoutError(refused)
-    return judge_by(_choose_implementation(plan), job, plan, steps, dtype, PLAIN)
+    return judge_by_implementation(_choose_implementation(plan), job, plan, steps, dtype, PLAIN)
 
 
 def _choose_implementation(plan: Plan) -> PlainImplementation:

@@ -70,10 +70,10 @@ def list_expert_layouts(num_ranks: int) -> Layouts:
         f"pp2-zero3-ep{half}-full-1f1b",
         {"pp": 2, "schedule": "1f1b", **_zero3(half), "ep": half} | full,
     )
-    yield from _products_of_experts(num_ranks)
+    yield from _list_products_with_experts(num_ranks)
 
 
-def _products_of_experts(num_ranks: int) -> Layouts:
+def _list_products_with_experts(num_ranks: int) -> Layouts:
     if num_ranks % 8:
         return
     shards = num_ranks // 4

@@ -25,7 +25,7 @@ from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.plan.rule_checks import check_rules, describe_whole_matrices
 from phalanx.verify.bands import describe_bands, summarize_bands
-from phalanx.verify.batches import cast_steps, make_global_steps, move_steps, take_share
+from phalanx.verify.batches import cast_steps, make_global_steps, move_steps, take_rank_rows
 from phalanx.verify.cases import PLAIN, SECOND_IMPLEMENTATIONS
 from phalanx.verify.hugging_face_row import judge_hugging_face, why_no_hugging_face_row
 from phalanx.verify.judged_layout import JudgedLayout
@@ -140,7 +140,7 @@ def verify_layout(
     """The row of one layout on rank 0, None on the others. Collective."""
     began = time.monotonic()
     plan, dtype, mesh = case.plan, references.dtype, references.mesh
-    reference, steps = references.open_for(plan)
+    reference, steps = references.find_for_plan(plan)
     if isinstance(reference, str):
         return _refuse(case, model_name, dtype, reference)
     if plan.compile and dtype == "float64" and TORCH_VERSION < FLOAT64_COMPILED:
@@ -156,7 +156,9 @@ def verify_layout(
             use_block_sizes(_choose_block_sizes(dtype)),
             open_mesh(plan.layout, device=mesh.device.type) as inner,
         ):
-            rank_steps = take_share(steps, inner.data_parallel_rank, plan.layout.data_parallel_size)
+            rank_steps = take_rank_rows(
+                steps, inner.data_parallel_rank, plan.layout.data_parallel_size
+            )
             rank_steps = move_steps(rank_steps, inner.device)
             result = run.run(reference, rank_steps, inner)
             near_tie = find_near_tie(dtype, tolerance)

@@ -26,7 +26,7 @@ rows)."""
 
 
 @dataclass(frozen=True)
-class AloneStep:
+class OneProcessStep:
     """One step: loss per target; `grad_norm` and `gradients` before clipping, None where a
     parameter had no part. `lr`: of the optimizer in every step."""
 
@@ -39,9 +39,9 @@ class AloneStep:
 
 
 class Observer(Protocol):
-    """Is called in each step of `train_alone`; steps are counted from 0."""
+    """Is called in each step of `train_in_one_process`; steps are counted from 0."""
 
-    def on_gradients(self, number: int, step: AloneStep) -> None:
+    def on_gradients(self, number: int, step: OneProcessStep) -> None:
         """When the gradients of a step are there."""
 
     def on_update(self, number: int) -> None:
@@ -59,7 +59,7 @@ class AppliedGradients(Protocol):
         """The whole gradient of a parameter, clipped."""
 
 
-def train_alone(
+def train_in_one_process(
     module: nn.Module,
     loss_sum: LossSum,
     steps: Sequence[Sequence[Batch]],
@@ -108,7 +108,9 @@ def train_alone(
         max_norm = None
         if number > 0 or len(steps) == 1:
             max_norm = clip * norm
-        observer.on_gradients(number, AloneStep(loss / count, count, norm, max_norm, lr, gradients))
+        observer.on_gradients(
+            number, OneProcessStep(loss / count, count, norm, max_norm, lr, gradients)
+        )
         # Routers move their biases by the load of the step (`Decoder.after_step`).
         if hasattr(module, "after_step"):
             module.after_step()
@@ -186,7 +188,9 @@ def _norm(tensors: Iterable[torch.Tensor | None]) -> float:
 
 
 @torch.no_grad()
-def evaluate_alone(module: nn.Module, loss_sum: LossSum, microbatches: Sequence[Batch]) -> float:
+def evaluate_in_one_process(
+    module: nn.Module, loss_sum: LossSum, microbatches: Sequence[Batch]
+) -> float:
     """Loss per target in evaluation mode, as the module is."""
     loss, count, was_training = 0.0, 0, module.training
     module.eval()

@@ -24,8 +24,8 @@ from phalanx.plan.plan import Plan
 from phalanx.run.one_process.dropout_masks import DropoutMasks
 from phalanx.run.one_process.job_loss import JobLoss
 from phalanx.run.one_process.original_module import build_original_module
-from phalanx.verify.batches import cast_steps, cut_sequences, split_again
-from phalanx.verify.begin import copy_begin, randomize_constants, with_lr
+from phalanx.verify.batches import cast_steps, cut_sequences, split_into_microbatches
+from phalanx.verify.begin import copy_starting_weights, randomize_constants, replace_learning_rate
 from phalanx.verify.flips import EVALUATION, Reroute, train_step
 from phalanx.verify.forward_probe import Probe, describe_failure, probe
 from phalanx.verify.narrow_reference import (
@@ -42,8 +42,8 @@ from phalanx.verify.number_types import (
 )
 from phalanx.verify.outputs import OutputTrace
 from phalanx.verify.pipelines import num_microbatches
-from phalanx.verify.reference import Around, evaluate_alone, train_alone
-from phalanx.verify.routes import Choices, Routes, are_alike, read_routes, write_routes
+from phalanx.verify.reference import Around, evaluate_in_one_process, train_in_one_process
+from phalanx.verify.routes import Choices, Routes, have_same_choices, read_routes, write_routes
 from phalanx.verify.trace import AppliedBlocks, TraceWriter
 from phalanx.verify.trace_facts import TRACE, Trace, read_trace
 
@@ -67,7 +67,7 @@ class References:
     _steps_of: dict[Path, list[list[Batch]]] = field(default_factory=dict)
     _num_replays: int = 0
 
-    def open_for(self, plan: Plan) -> tuple[Trace | str, list[list[Batch]]]:
+    def find_for_plan(self, plan: Plan) -> tuple[Trace | str, list[list[Batch]]]:
         """(the trace, or why there is none; the microbatches of each step). Collective.
 
         Pipelines have more microbatches, of the same rows. Only a module whose rows see each other,
@@ -80,7 +80,7 @@ class References:
         count = num_microbatches(plan)
         if isinstance(usual, str) or count in (0, len(usual_steps[0])):
             return usual, usual_steps
-        steps = split_again(usual_steps, count)
+        steps = split_into_microbatches(usual_steps, count)
         if usual.mixes_rows or usual.has_buffers:
             return self._open(count, plan.seq_len, steps), steps
         return usual, steps
@@ -95,7 +95,7 @@ class References:
         return steps
 
     def _open(self, count: int, seq_len: int, steps: list[list[Batch]]) -> Trace | str:
-        name = self._name_of(self.dtype, count, seq_len)
+        name = self._reference_name(self.dtype, count, seq_len)
         if name not in self._traces:
             directory, failure = self.run_dir / name, ""
             # A group that crashed may have left it; trace.json is written last.
@@ -114,13 +114,13 @@ class References:
         """The trace whose weights this type follows, so that they differ by rounding alone:
         float64's, or float32's for a narrow type; None where there is none."""
         for dtype in WIDE[: 2 if is_narrow(self.dtype) else 1]:
-            directory = self.run_dir / self._name_of(dtype, count, seq_len)
+            directory = self.run_dir / self._reference_name(dtype, count, seq_len)
             if dtype != self.dtype and (directory / TRACE).exists():
                 trace = read_trace(directory)
                 return trace if trace.leader is None else read_trace(trace.leader)
         return None
 
-    def _name_of(self, dtype: str, count: int, seq_len: int) -> str:
+    def _reference_name(self, dtype: str, count: int, seq_len: int) -> str:
         suffix = "" if seq_len == self.plan.seq_len else f"-{seq_len}-tokens"
         return f"reference-{dtype}-{count}{suffix}"
 
@@ -180,7 +180,7 @@ def _write_reference(
             steps = nudge_steps(steps, getattr(torch, dtype), nudged)
     writer = _ReferenceWriter(directory, job, plan, dtype, steps, forced, leader, nudged, loss_sum)
     try:
-        with _repeatable():
+        with _use_one_thread():
             return "", writer.write()
     # Of a reference that this one needs: it has its words already.
     except ResourceError:
@@ -219,11 +219,11 @@ class _ReferenceWriter:
         randomized = self._begin(module)
         routes, outputs = Routes(module, self.forced), OutputTrace(module)
         writer = TraceWriter(self.directory, self.dtype, module, initial, randomized)
-        train_alone(
+        train_in_one_process(
             module,
             self.loss_sum,
             self.steps,
-            lambda lr: build_optimizer(module, with_lr(self.job.optim, lr)),
+            lambda lr: build_optimizer(module, replace_learning_rate(self.job.optim, lr)),
             writer,
             clip=CLIP,
             move=MOVE,
@@ -232,7 +232,7 @@ class _ReferenceWriter:
             loss_scale=REFERENCE_LOSS_SCALE if self.dtype == "float16" else 1.0,
         )
         with routes.record(EVALUATION):
-            evaluation = evaluate_alone(module, self.loss_sum, self.steps[-1])
+            evaluation = evaluate_in_one_process(module, self.loss_sum, self.steps[-1])
         write_routes(self.directory, routes.choices)
         outputs.write(self.directory)
         writer.finish(
@@ -254,12 +254,12 @@ class _ReferenceWriter:
         if self.leader is None:
             randomized = randomize_constants(module)
         else:
-            copy_begin(module, self.leader)
+            copy_starting_weights(module, self.leader)
             randomized = self.leader.randomized
         if self.nudged and is_narrow(self.dtype):
             nudge_weights(module, getattr(torch, self.dtype), self.nudged)
         elif self.nudged:
-            _nudge(module)
+            _perturb_by_roundings(module)
         return randomized
 
     def _find_others(self, probed: Probe, routes: Routes, writer: TraceWriter) -> list[Path]:
@@ -304,7 +304,7 @@ class _ReferenceWriter:
         judged."""
         if self.leader is None or self.leader.dtype != "float64":
             return None
-        if are_alike(choices, read_routes(self.leader.directory)):
+        if have_same_choices(choices, read_routes(self.leader.directory)):
             return self.leader.directory
         alike = self.directory.parent / f"{self.directory.name}-float64"
         steps = cast_steps(self.steps, torch.float64)
@@ -330,7 +330,7 @@ def _around(masks: DropoutMasks, routes: Routes, outputs: OutputTrace) -> Around
 
 
 @torch.no_grad()
-def _nudge(module: nn.Module) -> None:
+def _perturb_by_roundings(module: nn.Module) -> None:
     """Every weight by up to a few roundings to float32, by chance: what that changes, no order
     of sums can promise."""
     generator = torch.Generator().manual_seed(0)
@@ -342,7 +342,7 @@ def _nudge(module: nn.Module) -> None:
 
 
 @contextmanager
-def _repeatable() -> Iterator[None]:
+def _use_one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1 if os.environ.get("RANK") else threads)
     try:

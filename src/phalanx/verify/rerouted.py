@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 
 from phalanx.parallel.executor import Batch
-from phalanx.verify.flips import Misrouted, Reroute, find_misrouted
+from phalanx.verify.flips import MisroutedToken, Reroute, find_misrouted
 from phalanx.verify.layout_run import LayoutResult
 from phalanx.verify.references import References
 from phalanx.verify.routes import (
     Choices,
-    are_alike,
-    find_disagreement,
+    find_disputed_token,
+    have_same_choices,
     read_routes,
     reduce_over_ranks,
 )
@@ -40,19 +40,21 @@ class Rerouted:
 
     trace: Trace
     flips: tuple[Reroute, ...] = ()
-    misrouted: Misrouted | None = None
+    misrouted: MisroutedToken | None = None
 
     def confirm(self, second_run: LayoutResult) -> Rerouted:
         """The same after a second run, which is misrouted if it chooses other experts than
         `trace`."""
-        difference = _first_other(second_run.choices, read_routes(self.trace.directory))
+        difference = _find_first_other_choice(second_run.choices, read_routes(self.trace.directory))
         if difference is None:
             return self
-        reroute = _unknown(*difference)
+        reroute = _make_unknown_reroute(*difference)
         return replace(
             self,
             flips=(),
-            misrouted=Misrouted(reroute, _ranks_with(second_run, reroute), NOT_REPEATED),
+            misrouted=MisroutedToken(
+                reroute, _find_ranks_of_token(second_run, reroute), NOT_REPEATED
+            ),
         )
 
 
@@ -65,23 +67,27 @@ def compare_routes(
 ) -> Rerouted:
     """`steps`: those of the layout, of all ranks. Collective."""
     # The choices are those of all ranks, so all take the same branch, and meet in collectives.
-    if are_alike(layout_result.choices, read_routes(trace.directory)):
+    if have_same_choices(layout_result.choices, read_routes(trace.directory)):
         return Rerouted(trace)
-    token_place = find_disagreement(layout_result.choices)
+    token_place = find_disputed_token(layout_result.choices)
     if token_place is not None:
-        reroute = _unknown(*token_place)
+        reroute = _make_unknown_reroute(*token_place)
         return Rerouted(
-            trace, (), Misrouted(reroute, _ranks_with(layout_result, reroute), RANKS_DISAGREE)
+            trace,
+            (),
+            MisroutedToken(reroute, _find_ranks_of_token(layout_result, reroute), RANKS_DISAGREE),
         )
     replayed, reroutes = references.replay(trace, steps, layout_result.choices)
     wrong = _sort_by_forward(find_misrouted(reroutes, tolerance), trace)
     if isinstance(replayed, str):
         cause = f"one process that routes alike has no reference: {replayed}"
-        difference = _first_other(layout_result.choices, read_routes(trace.directory))
+        difference = _find_first_other_choice(layout_result.choices, read_routes(trace.directory))
         assert difference is not None
-        return Rerouted(trace, (), Misrouted(_unknown(*difference), (0,), cause))
+        return Rerouted(trace, (), MisroutedToken(_make_unknown_reroute(*difference), (0,), cause))
     if wrong:
-        return Rerouted(trace, (), Misrouted(wrong[0], _ranks_with(layout_result, wrong[0])))
+        return Rerouted(
+            trace, (), MisroutedToken(wrong[0], _find_ranks_of_token(layout_result, wrong[0]))
+        )
     return Rerouted(replayed, tuple(_sort_by_forward(reroutes, trace)))
 
 
@@ -94,7 +100,7 @@ def _sort_by_forward(reroutes: Sequence[Reroute], trace: Trace) -> list[Reroute]
     )
 
 
-def _first_other(choices: Choices, reference: Choices) -> tuple[str, int, int] | None:
+def _find_first_other_choice(choices: Choices, reference: Choices) -> tuple[str, int, int] | None:
     for key, choice in choices.items():
         token_place = (choice != reference[key]).any(-1).nonzero()
         if len(token_place):
@@ -103,12 +109,12 @@ def _first_other(choices: Choices, reference: Choices) -> tuple[str, int, int] |
     return None
 
 
-def _unknown(key: str, row: int, token: int) -> Reroute:
+def _make_unknown_reroute(key: str, row: int, token: int) -> Reroute:
     phase, _, router = key.partition("/")
     return Reroute(router, phase, row, token, -1, -1, math.inf)
 
 
-def _ranks_with(layout_result: LayoutResult, reroute: Reroute) -> tuple[int, ...]:
+def _find_ranks_of_token(layout_result: LayoutResult, reroute: Reroute) -> tuple[int, ...]:
     """The ranks that route the token. Collective."""
     if not dist.is_initialized():
         return (0,)

@@ -128,7 +128,7 @@ class RouteWatch:
     """The choices of a layout's modules, on the tokens of this rank."""
 
     def __init__(self) -> None:
-        self._parts: dict[tuple[str, int], tuple[torch.Tensor, Places]] = {}
+        self._parts: dict[tuple[str, int], tuple[torch.Tensor, TokenPlaces]] = {}
 
     def attach(self, model: ParallelModel) -> None:
         """Note its choices."""
@@ -166,7 +166,7 @@ class RouteWatch:
                 index * model.plan.layout.data_parallel_size + model.mesh.data_parallel_rank
             ) * num_rows
         self._parts.setdefault(
-            (key, first_row), (experts_BTK.sort(-1).values.cpu(), Places.of_model(model))
+            (key, first_row), (experts_BTK.sort(-1).values.cpu(), TokenPlaces.of_model(model))
         )
 
     def has(self, key: str, row: int, token: int) -> bool:
@@ -201,7 +201,7 @@ class RouteWatch:
 
 
 @dataclass(frozen=True)
-class Places:
+class TokenPlaces:
     """The tokens of a sequence that a rank of `cp` has."""
 
     cp: int
@@ -209,7 +209,7 @@ class Places:
     zigzag: bool
 
     @classmethod
-    def of_model(cls, model: ParallelModel) -> Places:
+    def of_model(cls, model: ParallelModel) -> TokenPlaces:
         plan = model.plan
         is_zigzag = plan.parallel.cp_load_balance == "zigzag"
         return cls(plan.layout.cp, model.mesh.coordinates["cp"], is_zigzag)
@@ -252,12 +252,12 @@ def read_routes(directory: Path) -> dict[str, torch.Tensor]:
     return load_file(directory / ROUTES)
 
 
-def are_alike(first: Choices, second: Choices) -> bool:
+def have_same_choices(first: Choices, second: Choices) -> bool:
     """True if what both have is the same."""
     return all(torch.equal(choice, second[key]) for key, choice in first.items() if key in second)
 
 
-def find_disagreement(choices: Choices) -> tuple[str, int, int] | None:
+def find_disputed_token(choices: Choices) -> tuple[str, int, int] | None:
     """(key, row, token) of the first token that ranks route differently, or that nobody routes."""
     for key, choice in choices.items():
         misrouted = (choice < 0).any(-1).nonzero()

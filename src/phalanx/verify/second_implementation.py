@@ -78,7 +78,7 @@ class SecondImplementation(Protocol):
         are. Gradients have phalanx's names. Raises WeightsError."""
 
 
-def judge_by(
+def judge_by_implementation(
     second: SecondImplementation,
     job: Job,
     plan: Plan,

@@ -84,7 +84,7 @@ def open_work(selection: Selection, *, resume: bool) -> Iterator[Work]:
             yield Work(scratch)
         return
     directory = Path(STOPPED).expanduser() / key
-    _forget_old(directory)
+    _remove_old_work(directory)
     work = Work(
         Scratch(directory),
         _read_rows(directory, selection),
@@ -92,7 +92,7 @@ def open_work(selection: Selection, *, resume: bool) -> Iterator[Work]:
         stays=True,
     )
     try:
-        _clear(work)
+        _remove_but_references(work)
         yield work
     except ResourceError:
         work.stays = False
@@ -165,7 +165,7 @@ def _lock_file(directory: Path) -> Path:
     return directory.with_suffix(f".{LOCK}")
 
 
-def _forget_old(used: Path) -> None:
+def _remove_old_work(used: Path) -> None:
     """Remove what was left beside `used` a week ago, and nobody came back to."""
     with suppress(OSError):
         for directory in used.parent.iterdir():
@@ -199,7 +199,7 @@ def _read_rows(directory: Path, selection: Selection) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def _clear(work: Work) -> None:
+def _remove_but_references(work: Work) -> None:
     """Leave the references and the earlier rows alone: not what is torn behind them, and no run of
     the trainer that was stopped, whose checkpoints could stand in for those of the next."""
     for path in work.scratch.directory.iterdir():

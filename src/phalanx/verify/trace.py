@@ -21,7 +21,7 @@ from torch import nn
 
 from phalanx.verify.forward_probe import Probe
 from phalanx.verify.number_types import is_narrow
-from phalanx.verify.reference import AloneStep
+from phalanx.verify.reference import OneProcessStep
 from phalanx.verify.trace_facts import (
     BEGIN,
     BUFFERS,
@@ -96,7 +96,7 @@ class AppliedBlocks:
 
 
 class TraceWriter:
-    """Keeps what a reference computes in `directory`, as `train_alone` shows it.
+    """Keeps what a reference computes in `directory`, as `train_in_one_process` shows it.
 
     Atomic enough: trace.json is written last.
     """
@@ -121,7 +121,7 @@ class TraceWriter:
         self._begin = {name: p.detach().clone() for name, p in module.named_parameters()}
         self._sizes[BEGIN] = _save(directory / BEGIN, self._begin)
 
-    def on_gradients(self, number: int, step: AloneStep) -> None:
+    def on_gradients(self, number: int, step: OneProcessStep) -> None:
         gradients = {}
         for name, parameter in self._module.named_parameters():
             gradient = step.gradients[name]

@@ -30,7 +30,7 @@ from phalanx.verify.plain.training import (
     PlainStep,
     RateSchedule,
     Tensors,
-    train_plainly,
+    train_by_definition,
 )
 from phalanx.verify.trainer_batches import SOURCE_WEIGHTS, RunBatches
 from phalanx.verify.trainer_cases import (
@@ -130,7 +130,7 @@ class _ReferenceWriter:
             gradient_factors={OVERFLOW_STEP: OVERFLOW_FACTOR},
             loss_scale=(SCALING.initial, SCALING.growth_steps),
         )
-        return train_plainly(module, self._loss_sum, run, around=around)
+        return train_by_definition(module, self._loss_sum, run, around=around)
 
 
 def _make_schedule(job: Job) -> RateSchedule:

@@ -96,7 +96,7 @@ class RunComparator:
         is_first, first_step = not attempt.name, attempt.first_step
         due = _list_checkpoints()
         if not is_first and attempt.checkpoints != due:
-            yield self._number(
+            yield self._make_number_difference(
                 "checkpoints",
                 first_step - 1,
                 float(len(attempt.checkpoints) - len(due)) or math.nan,
@@ -107,15 +107,17 @@ class RunComparator:
         for index, observed in enumerate(attempt.states):
             of_ranks = [states[rank][index] for rank in range(len(ranks))]
             if observed.step:
-                yield from self._evaluation(attempt, record.after(observed.step))
+                yield from self._compare_evaluation(attempt, record.after(observed.step))
             began = attempt.name if index == 0 else ""
-            yield from self._state(of_ranks, record, began, ranks)
+            yield from self._compare_state(of_ranks, record, began, ranks)
             following = observed.step + 1
             if all(following in of_rank for of_rank in steps.values()):
                 step_ranks = [of_rank[following] for of_rank in steps.values()]
-                yield from self._step(step_ranks, record, attempt, ranks)
+                yield from self._compare_step(step_ranks, record, attempt, ranks)
         if attempt.error:
-            yield self._number("run", _last_step(attempt), math.nan, self._explain_error(attempt))
+            yield self._make_number_difference(
+                "run", _last_step(attempt), math.nan, self._explain_error(attempt)
+            )
         expected = "sigterm" if is_first else "finished"
         last = STOP_STEP if is_first else NUM_STEPS
         if attempt.end != expected or _last_step(attempt) != last:
@@ -123,7 +125,7 @@ class RunComparator:
                 f"the run ended with {attempt.end or 'nothing'} after step {_last_step(attempt)},"
                 f" not with {expected} after step {last}"
             )
-            yield self._number("end of the run", last, math.nan, cause)
+            yield self._make_number_difference("end of the run", last, math.nan, cause)
 
     def _explain_error(self, attempt: AttemptObservation) -> str:
         if attempt.name:
@@ -132,7 +134,7 @@ class RunComparator:
 
     # Between two steps
 
-    def _state(
+    def _compare_state(
         self,
         ranks: Sequence[StateObservation],
         record: RunRecord,
@@ -142,19 +144,23 @@ class RunComparator:
         """What differs between two steps. `restored`: how the run was resumed just before, in
         words."""
         step = ranks[0].step
-        yield from self._counters(ranks, record, restored)
+        yield from self._compare_counters(ranks, record, restored)
         is_evaluated = step in EVALUATED_STEPS and not restored
         for rank, observed in enumerate(ranks):
             if observed.modes:
                 cause = "modules are in another mode than before: an evaluation leaves its mode"
-                yield self._number("mode", step, float(len(observed.modes)), cause, rank)
+                yield self._make_number_difference(
+                    "mode", step, float(len(observed.modes)), cause, rank
+                )
             for name in observed.left:
                 cause = "the step before is left in gradients: they were not cleared"
                 if step and record.after(step).skipped:
                     cause = "a skipped step is left in gradients: they were not cleared"
-                yield self._named("gradient", name, step, observed.left[name], rank, "", cause)
+                yield self._make_tensor_difference(
+                    "gradient", name, step, observed.left[name], rank, "", cause
+                )
         for kind in _list_kinds(ranks):
-            yield from self._tensors(kind, ranks, record, restored, attempts, is_evaluated)
+            yield from self._compare_tensors(kind, ranks, record, restored, attempts, is_evaluated)
         for rank, observed in enumerate(ranks):
             for key, off in observed.numbers.items():
                 if off == 0:
@@ -162,9 +168,9 @@ class RunComparator:
                 slot, _, name = key.partition("/")
                 cause = self._explain_state(f"{STATE}/{slot}", step, record, restored)
                 what = f"optimizer state {slot} of"
-                yield self._named(what, name, step, abs(off), rank, "", cause)
+                yield self._make_tensor_difference(what, name, step, abs(off), rank, "", cause)
 
-    def _counters(
+    def _compare_counters(
         self, ranks: Sequence[StateObservation], record: RunRecord, restored: str
     ) -> Iterator[Difference]:
         step = ranks[0].step
@@ -181,7 +187,7 @@ class RunComparator:
                 cause = f"{what}: {actual} after step {step}, not {expected}"
                 if restored:
                     cause += f": not restored from the checkpoint ({restored})"
-                yield self._number(what, step, abs(actual - expected), cause, rank)
+                yield self._make_number_difference(what, step, abs(actual - expected), cause, rank)
             following = step + 1
             if observed.asked_step not in (0, following):
                 cause = (
@@ -191,9 +197,9 @@ class RunComparator:
                 if restored:
                     cause += f", where the run is {restored}"
                 error = float(abs(observed.asked_step - following))
-                yield self._number("data", following, error, cause, rank)
+                yield self._make_number_difference("data", following, error, cause, rank)
 
-    def _tensors(
+    def _compare_tensors(
         self,
         kind: str,
         ranks: Sequence[StateObservation],
@@ -220,7 +226,7 @@ class RunComparator:
                 cause = self._explain_state(kind, step, record, restored)
             what = label or f"optimizer state {kind.partition('/')[2]} of"
             held = attempts[rank].held.get(name, "")
-            yield self._named(what, name, step, error, rank, held, cause)
+            yield self._make_tensor_difference(what, name, step, error, rank, held, cause)
 
     def _find_off(
         self,
@@ -243,7 +249,7 @@ class RunComparator:
             # NaN is the worst of all.
             worst = max(range(len(errors)), key=lambda rank: _nan_to_inf(errors[rank]))
             error = errors[worst] / scale
-            self._note(kind.partition("/")[0], error)
+            self._note_worst_error(kind.partition("/")[0], error)
             if not error <= self.tolerance:
                 off[name] = error, worst
         return off
@@ -293,7 +299,7 @@ class RunComparator:
 
     # Within a step
 
-    def _step(
+    def _compare_step(
         self,
         ranks: Sequence[StepObservation],
         record: RunRecord,
@@ -302,17 +308,19 @@ class RunComparator:
     ) -> Iterator[Difference]:
         reference = record.after(ranks[0].step)
         for rank, observed in enumerate(ranks):
-            yield from self._facts(observed, reference, record, rank, attempt)
+            yield from self._compare_step_facts(observed, reference, record, rank, attempt)
         for rank, observed in enumerate(ranks):
-            yield from self._updates(observed, reference, rank)
+            yield from self._compare_updates(observed, reference, rank)
         sums = [observed.gradients for observed in ranks]
         off = self._find_off(sums, reference, GRADIENT, record.unused)
         for name, (error, rank) in off.items():
             held = attempts[rank].held.get(name, "")
             cause = self._explain_gradients(sums, reference)
-            yield self._named("gradient", name, reference.step, error, rank, held, cause)
+            yield self._make_tensor_difference(
+                "gradient", name, reference.step, error, rank, held, cause
+            )
 
-    def _facts(
+    def _compare_step_facts(
         self,
         observed: StepObservation,
         reference: ReferenceStep,
@@ -324,12 +332,14 @@ class RunComparator:
         if observed.num_targets != reference.num_targets:
             cause = self._explain_targets(observed, record)
             off = float(observed.num_targets - reference.num_targets)
-            yield self._number("number of targets", step, abs(off), cause, rank)
+            yield self._make_number_difference("number of targets", step, abs(off), cause, rank)
         if reference.skipped != "no_targets":
             error = _relative(observed.loss, reference.loss)
-            self._note("loss", error)
+            self._note_worst_error("loss", error)
             if not error <= self.tolerance:
-                yield self._number("loss", step, error, self._explain_loss(step, attempt), rank)
+                yield self._make_number_difference(
+                    "loss", step, error, self._explain_loss(step, attempt), rank
+                )
             scale = reference.loss_scale if self._is_scaled else 0.0
             if observed.loss_scale != scale:
                 cause = f"the loss scale is {observed.loss_scale:g}, not {scale:g}"
@@ -340,13 +350,13 @@ class RunComparator:
                         f" ({attempt.name})"
                     )
                 error = _relative(observed.loss_scale, scale)
-                yield self._number("loss scale", step, error, cause, rank)
+                yield self._make_number_difference("loss scale", step, error, cause, rank)
         if not reference.skipped:
             error = _relative(observed.grad_norm, reference.grad_norm)
-            self._note("norm", error)
+            self._note_worst_error("norm", error)
             if not error <= self.tolerance:
                 cause = "gradients before clipping are others, of equal weights and data"
-                yield self._number("gradient norm", step, error, cause, rank)
+                yield self._make_number_difference("gradient norm", step, error, cause, rank)
         if observed.reason not in _REASONS[reference.skipped]:
             cause = (
                 f"the step is taken for {observed.reason or 'a good one'}, and must be skipped:"
@@ -354,7 +364,7 @@ class RunComparator:
             )
             if not reference.skipped:
                 cause = f"a good step is skipped: {observed.reason}"
-            yield self._number("skipped step", step, 1.0, cause, rank)
+            yield self._make_number_difference("skipped step", step, 1.0, cause, rank)
 
     def _explain_targets(self, observed: StepObservation, record: RunRecord) -> str:
         for other in record.steps:
@@ -370,7 +380,7 @@ class RunComparator:
             cause += f", for it begins anew where the run is {attempt.name}"
         return cause
 
-    def _updates(
+    def _compare_updates(
         self, observed: StepObservation, reference: ReferenceStep, rank: int
     ) -> Iterator[Difference]:
         step, expected = reference.step, 0 if reference.skipped else 1
@@ -380,16 +390,18 @@ class RunComparator:
                 cause = "the step is good, and not updated: weights are stale, did not move"
             if reference.skipped:
                 cause = f"a step that must be skipped ({reference.skipped}) is applied"
-            yield self._number("update", step, abs(observed.num_updates - expected), cause, rank)
+            yield self._make_number_difference(
+                "update", step, abs(observed.num_updates - expected), cause, rank
+            )
         for rate in observed.rates:
             error = _relative(rate, reference.rate)
-            self._note("rate", error)
+            self._note_worst_error("rate", error)
             if not error <= 1e-12:
                 cause = (
                     f"the learning rate of a group is {rate:.4g}, by the schedule it is"
                     f" {reference.rate:.4g}"
                 )
-                yield self._number("learning rate", step, error, cause, rank)
+                yield self._make_number_difference("learning rate", step, error, cause, rank)
 
     def _explain_gradients(
         self, sums: Sequence[Mapping[str, Dots]], reference: ReferenceStep
@@ -410,7 +422,7 @@ class RunComparator:
 
     # Evaluations
 
-    def _evaluation(
+    def _compare_evaluation(
         self, attempt: AttemptObservation, reference: ReferenceStep
     ) -> Iterator[Difference]:
         step = reference.step
@@ -422,25 +434,27 @@ class RunComparator:
             cause = "an evaluation that is due is not done"
             if expected is None:
                 cause = "an evaluation is done that is not due"
-            yield self._number("evaluation loss", step, math.nan, cause)
+            yield self._make_number_difference("evaluation loss", step, math.nan, cause)
         if actual is None or expected is None:
             return
         error = _relative(actual, expected)
-        self._note("evaluation", error)
+        self._note_worst_error("evaluation", error)
         if not error <= self.tolerance:
             cause = (
                 "the evaluation does not give the loss per target of its sources, by their weights,"
                 " in evaluation mode"
             )
-            yield self._number("evaluation loss", step, error, cause)
+            yield self._make_number_difference("evaluation loss", step, error, cause)
 
-    def _note(self, kind: str, error: float) -> None:
+    def _note_worst_error(self, kind: str, error: float) -> None:
         self._worst[kind] = max(self._worst.get(kind, 0.0), _nan_to_inf(error))
 
-    def _number(self, what: str, step: int, error: float, cause: str, rank: int = 0) -> Difference:
-        return self._named(what, "", step, error, rank, "", cause)
+    def _make_number_difference(
+        self, what: str, step: int, error: float, cause: str, rank: int = 0
+    ) -> Difference:
+        return self._make_tensor_difference(what, "", step, error, rank, "", cause)
 
-    def _named(
+    def _make_tensor_difference(
         self, what: str, name: str, step: int, error: float, rank: int, held: str, cause: str
     ) -> Difference:
         # Steps of differences are counted from 0.

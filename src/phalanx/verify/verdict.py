@@ -12,7 +12,7 @@ from typing import Any
 
 from phalanx.verify.compare import Comparison, replace_nan
 from phalanx.verify.diagnosis import ROWS_MIXED, Diagnosis
-from phalanx.verify.flips import EVALUATION, Misrouted, train_step
+from phalanx.verify.flips import EVALUATION, MisroutedToken, train_step
 from phalanx.verify.judged_layout import JudgedLayout
 from phalanx.verify.number_types import is_narrow, parameter_type
 from phalanx.verify.row import Difference
@@ -51,7 +51,7 @@ class Comparator:
         layout: JudgedLayout,
         *,
         tolerance: float,
-        misrouted: Misrouted | None = None,
+        misrouted: MisroutedToken | None = None,
     ):
         self._trace, self._observations, self._tolerance = trace, observations, tolerance
         self._compared = Comparison(trace, observations, tolerance)
@@ -80,33 +80,33 @@ class Comparator:
             errors["buffer"] = max(self._compared.worst(buffers_of(step)) for step in steps)
         if self._trace.evaluation is not None:
             errors["evaluation"] = max(self._compared.evaluation_errors())
-        return Verdict(errors, first, self._find_relaxed())
+        return Verdict(errors, first, self._list_relaxed_gradients())
 
     def _differences(self) -> Iterator[Difference]:
         """All differences, in the order in which things go wrong: names, initial weights, and of
         each step what leads to its gradients, its update and its buffers."""
-        yield from self._strange_names()
-        yield from self._tensors("initial weight", INITIAL, 0)
+        yield from self._compare_names()
+        yield from self._compare_tensors("initial weight", INITIAL, 0)
         last = self._trace.num_steps - 1
         for step in range(self._trace.num_steps):
-            yield from self._counts(step)
-            yield from self._masks(step)
-            yield from self._routing(train_step(step))
-            yield from self._scalar("loss", "losses", "loss", step)
-            yield from self._tensors("gradient", gradients_of(step), step)
-            yield from self._scalar("gradient norm", "norms", "grad_norm", step)
-            yield from self._replicas("gradient", gradients_of(step), step)
-            yield from self._loads(step)
-            yield from self._tensors("update", weights_of(step), step)
+            yield from self._compare_target_counts(step)
+            yield from self._compare_dropout_masks(step)
+            yield from self._compare_routing(train_step(step))
+            yield from self._compare_scalar("loss", "losses", "loss", step)
+            yield from self._compare_tensors("gradient", gradients_of(step), step)
+            yield from self._compare_scalar("gradient norm", "norms", "grad_norm", step)
+            yield from self._compare_replicas("gradient", gradients_of(step), step)
+            yield from self._compare_loads(step)
+            yield from self._compare_tensors("update", weights_of(step), step)
             if self._trace.has_buffers:
-                yield from self._tensors("buffer", buffers_of(step), step)
-        yield from self._replicas("weight", weights_of(last), last)
+                yield from self._compare_tensors("buffer", buffers_of(step), step)
+        yield from self._compare_replicas("weight", weights_of(last), last)
         if self._trace.has_buffers:
-            yield from self._replicas("buffer", buffers_of(last), last)
-        yield from self._routing(EVALUATION)
-        yield from self._evaluation()
+            yield from self._compare_replicas("buffer", buffers_of(last), last)
+        yield from self._compare_routing(EVALUATION)
+        yield from self._compare_evaluation()
 
-    def _find_relaxed(self) -> tuple[str, ...]:
+    def _list_relaxed_gradients(self) -> tuple[str, ...]:
         relaxed: dict[str, None] = {}
         # All of them are judged so, and the row says by how much.
         if is_narrow(self._trace.dtype):
@@ -120,7 +120,7 @@ class Comparator:
 
     # Names and numbers
 
-    def _strange_names(self) -> Iterator[Difference]:
+    def _compare_names(self) -> Iterator[Difference]:
         for key, words in (("unknown", "no tensor of the module"), ("absent", "on no rank")):
             names_of_ranks = [set(observation[key]) for observation in self._observations]
             # Unknown on any rank; absent where all lack it, for a rank has only its stage's.
@@ -138,7 +138,7 @@ class Comparator:
                 )
                 yield Difference(f"{words}:", name, 0, math.inf, ranks[0], ranks, "its name", cause)
 
-    def _counts(self, step: int) -> Iterator[Difference]:
+    def _compare_target_counts(self, step: int) -> Iterator[Difference]:
         num_expected = self._trace.steps[step].num_targets
         for rank, observation in enumerate(self._observations):
             num_targets = observation["num_targets"][step]
@@ -154,7 +154,7 @@ class Comparator:
                 yield Difference("number of targets", "", step, error, rank, (rank,), "", cause)
                 return
 
-    def _masks(self, step: int) -> Iterator[Difference]:
+    def _compare_dropout_masks(self, step: int) -> Iterator[Difference]:
         """The dropout layers with wrong masks, in the order in which a forward meets them."""
         wrong: list[dict[str, float]] = []
         names: dict[str, None] = {}
@@ -181,7 +181,7 @@ class Comparator:
                 "dropout", name, step, wrong[worst][name], worst, ranks, "its mask", cause
             )
 
-    def _routing(self, phase: str) -> Iterator[Difference]:
+    def _compare_routing(self, phase: str) -> Iterator[Difference]:
         misrouted = self._misrouted
         if misrouted is None or misrouted.reroute.phase != phase:
             return
@@ -193,7 +193,9 @@ class Comparator:
             "routing", reroute.router, step, reroute.margin, ranks[0], ranks, misrouted.where, cause
         )
 
-    def _scalar(self, kind: str, key: str, attribute: str, step: int) -> Iterator[Difference]:
+    def _compare_scalar(
+        self, kind: str, key: str, attribute: str, step: int
+    ) -> Iterator[Difference]:
         errors = [
             self._compared.scalar_error(observation[key][step], attribute, step)
             for observation in self._observations
@@ -234,7 +236,7 @@ class Comparator:
         )
         return replace(difference, rank=worst, ranks=ranks, origin=origin)
 
-    def _evaluation(self) -> Iterator[Difference]:
+    def _compare_evaluation(self) -> Iterator[Difference]:
         errors = self._compared.evaluation_errors()
         worst = max(range(len(errors)), key=lambda rank: errors[rank])
         tolerance = self._trace.scalar_tolerance("evaluation", self._tolerance)
@@ -247,7 +249,7 @@ class Comparator:
             step = len(self._trace.steps) - 1
             yield Difference("evaluation loss", "", step, errors[worst], worst, ranks, "", cause)
 
-    def _loads(self, step: int) -> Iterator[Difference]:
+    def _compare_loads(self, step: int) -> Iterator[Difference]:
         """What came to experts, as routers count it for their biases and for the run's page."""
         if not self._trace.loads:
             return
@@ -272,7 +274,7 @@ class Comparator:
 
     # Tensors
 
-    def _replicas(self, label: str, kind: str, step: int) -> Iterator[Difference]:
+    def _compare_replicas(self, label: str, kind: str, step: int) -> Iterator[Difference]:
         """The first tensor of a set that ranks hold alike, and not with the same bits."""
         unequal = self._compared.find_unequal_replicas(kind)
         if unequal is None:
@@ -286,7 +288,7 @@ class Comparator:
         error = self._compared.error(kind, name)
         yield Difference(f"replica of {label}", name, step, error, ranks[0], ranks, part, cause)
 
-    def _tensors(self, label: str, kind: str, step: int) -> Iterator[Difference]:
+    def _compare_tensors(self, label: str, kind: str, step: int) -> Iterator[Difference]:
         usual = self._tolerance
         # The gradients that led to it are the reference's own, to the bit.
         if label == "update":
@@ -302,7 +304,7 @@ class Comparator:
         ordered = reversed(off) if label == "gradient" else iter(off)
         for name in ordered:
             tolerance = tolerance_of[name]
-            shares = self._compared.list_squares(kind, name)
+            shares = self._compared.list_squared_errors(kind, name)
             # The square of the error is a sum over ranks: each may have its share of the bound.
             limit = (tolerance * self._trace.scale(kind, name)) ** 2 / len(shares)
             # Not `share > limit`: NaN is above any limit.

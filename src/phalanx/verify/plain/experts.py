@@ -40,11 +40,11 @@ def mixture_of_experts(
     weights_BTE = scores_BTE * chosen_BTE
     if settings.router_normalize:
         weights_BTE = weights_BTE / weights_BTE.sum(-1, keepdim=True)
-    weights_BTE = weights_BTE * settings.router_scale * _has_room(settings, chosen_BTE)
+    weights_BTE = weights_BTE * settings.router_scale * _is_within_capacity(settings, chosen_BTE)
 
     output_BTD = torch.zeros_like(x_BTD)
     for expert in range(settings.num_experts):
-        made_BTD = _one_expert(settings, parameters, f"{name}.experts", expert, x_BTD)
+        made_BTD = _run_expert(settings, parameters, f"{name}.experts", expert, x_BTD)
         output_BTD = output_BTD + weights_BTE[..., expert, None].to(x_BTD.dtype) * made_BTD
     if settings.num_shared_experts > 0:
         output_BTD = output_BTD + feed_forward(settings, parameters, f"{name}.shared", x_BTD)
@@ -71,7 +71,7 @@ def _scores(settings: PlainSettings, weight: torch.Tensor, x_BTD: torch.Tensor) 
     return torch.softmax(logits_BTE, dim=-1)
 
 
-def _has_room(settings: PlainSettings, chosen_BTE: torch.Tensor) -> torch.Tensor:
+def _is_within_capacity(settings: PlainSettings, chosen_BTE: torch.Tensor) -> torch.Tensor:
     """[B, T, E], 1 or 0: an expert takes the first of a sequence's tokens that chose it, up to its
     even share times the capacity factor, and at least one."""
     if settings.expert_capacity == 0:
@@ -90,7 +90,7 @@ def _has_room(settings: PlainSettings, chosen_BTE: torch.Tensor) -> torch.Tensor
     return has_room
 
 
-def _one_expert(
+def _run_expert(
     settings: PlainSettings, parameters: Tensors, name: str, expert: int, x_BTD: torch.Tensor
 ) -> torch.Tensor:
     """What one expert would make of each token. Experts have no biases."""

@@ -200,7 +200,7 @@ def find_decayed(module: nn.Module) -> set[str]:
     return {name for name, tensor in module.named_parameters() if id(tensor) not in exempt}
 
 
-def train_plainly(
+def train_by_definition(
     module: nn.Module,
     loss_sum: LossSum,
     run: PlainRun,
@@ -246,7 +246,7 @@ def train_plainly(
                 module.after_step()
         evaluation = None
         if number in run.evaluated:
-            evaluation = evaluate_plainly(module, loss_sum, run.held_out)
+            evaluation = evaluate_by_definition(module, loss_sum, run.held_out)
         yield PlainStep(
             step=number,
             loss=loss / max(1, count),
@@ -303,7 +303,7 @@ def _apply(
 
 
 @torch.no_grad()
-def evaluate_plainly(
+def evaluate_by_definition(
     module: nn.Module, loss_sum: LossSum, held_out: Mapping[str, HeldOutSource]
 ) -> float:
     """Loss per target in evaluation mode: the mean of the sources' own, by their weights. A source
