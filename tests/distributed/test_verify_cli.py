@@ -190,6 +190,13 @@ def test_experts_of_one_process_are_judged(tmp_path: Path) -> None:
     assert (done.code, "1 of 1 rows equal" in done.out) == (0, True), done.out + done.err
 
 
+def test_learned_positions_beside_a_tied_embedding_are_cut_in_every_stage(tmp_path: Path) -> None:
+    """The last stage holds the embedding for its head, and the first one the positions."""
+    model = ("--model", "gpt2", "--shrink", "--ranks", "4", "--layouts", "pp2-tp2-1f1b")
+    done = run("verify", *model, "--steps", "1", "--types", "float64", cwd=tmp_path)
+    assert (done.code, "1 of 1 rows equal" in done.out) == (0, True), done.out + done.err
+
+
 ODD = """
 import torch
 import torch.nn.functional as F

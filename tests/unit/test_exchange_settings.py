@@ -360,7 +360,7 @@ def test_layers_with_windows_are_read_in_every_spelling() -> None:
     qwen = hugging_face_config(shape("qwen2.5-0.5b"))
     first_half = {
         **qwen,
-        "attention_layer_types": None,
+        "layer_types": None,
         "use_sliding_window": True,
         "sliding_window": 32,
     }
@@ -368,7 +368,7 @@ def test_layers_with_windows_are_read_in_every_spelling() -> None:
         model_shape_from_config({**first_half, "max_window_layers": 12})
     assert model_shape_from_config({**first_half, "max_window_layers": 0}).num_local_layers == 24
     assert model_shape_from_config({**first_half, "max_window_layers": 28}).num_local_layers == 0
-    gemma = {**hugging_face_config(shape("gemma3-1b")), "attention_layer_types": None}
+    gemma = {**hugging_face_config(shape("gemma3-1b")), "layer_types": None}
     assert model_shape_from_config(gemma) == normalize_model_shape(shape("gemma3-1b"))
     assert model_shape_from_config({**gemma, "sliding_window_pattern": 3}).global_every == 3
 
@@ -379,7 +379,7 @@ def test_a_window_of_null_is_none_and_an_absent_one_the_default(name: str) -> No
     config = {
         **hugging_face_config(shape(name)),
         "use_sliding_window": True,
-        "attention_layer_types": None,
+        "layer_types": None,
     }
     assert model_shape_from_config({**config, "sliding_window": None}).sliding_window == 0
     del config["sliding_window"]

@@ -15,7 +15,7 @@ from phalanx.plan.cluster import Cluster
 from phalanx.plan.communication import ep_buffer_bytes, ep_bytes_per_step
 from phalanx.plan.explain import describe_plan
 from phalanx.plan.layout import Layout
-from phalanx.plan.memory import StateBytes, rank_params, state_bytes, uneven_share
+from phalanx.plan.memory import StateBytes, rank_params, state_bytes, uneven_expert_share
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.plan.workload import Workload
@@ -84,8 +84,8 @@ def test_where_no_dimension_of_experts_divides_the_rank_that_has_most_is_planned
     beyond = found.model_shape.experts.count_chosen_params() * (1 / 8 - 1 / 64)
     assert zero1.predicted_bytes["optimizer"] == round(even + 8 * beyond)
     odd = replace(found.model_shape, dim=4095, expert_ffn_dim=14335)
-    assert uneven_share(odd, 3, 64, 8) == 1 / 8 - 1 / 64
-    assert uneven_share(found.model_shape, 3, 64, 8) == 0
+    assert uneven_expert_share(odd, 3, 64, 8) == 1 / 8 - 1 / 64
+    assert uneven_expert_share(found.model_shape, 3, 64, 8) == 0
 
 
 def test_shards_are_as_large_and_gathered_ones_smaller() -> None:

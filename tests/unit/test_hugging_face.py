@@ -27,7 +27,7 @@ from phalanx.parallel.loss_forward import gather_logits
 from phalanx.parallel.tensor.sharder import shard_module
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.planner import make_plan
-from phalanx.plan.rule_checks import check_rules, describe_whole_matrices
+from phalanx.plan.rule_checks import check_rules, describe_unsharded_matrices
 from phalanx.plan.workload import shard_shape
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
@@ -154,7 +154,7 @@ def test_the_planner_measures_it_and_says_what_stays_whole(tmp_path: Path) -> No
     assert (shape.num_layers, shape.vocab_size, shape.max_positions) == (2, 100, 64)
     with torch.device("meta"):
         assert shape.num_params == sum(p.numel() for p in build(kind, vocab_size=100).parameters())
-    line = describe_whole_matrices(check_rules({}, shape, 2), shape)
+    line = describe_unsharded_matrices(check_rules({}, shape, 2), shape)
     assert "no rule covers" in line
     assert "model.layers.*.mlp.shared_expert.gate_proj" in line
     assert "mlp.experts" not in line

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from models import CPU
 from phalanx.job.schema import Job
 from phalanx.job.shapes.measured import MeasuredModule
-from phalanx.plan.mixed_rows import RowMixing, row_warnings
+from phalanx.plan.mixed_rows import RowMixing, warn_of_mixed_rows
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.run.one_process.check_rows import check_rows
@@ -148,7 +148,7 @@ def test_the_warning_says_which_numbers_change_the_loss(
     facts: RowMixing, ranks: int, micro: int | None, words: list[str]
 ) -> None:
     job = job_of("contrastive", ranks=ranks, micro=micro)
-    said = row_warnings(facts, job, plan_of(job))
+    said = warn_of_mixed_rows(facts, job, plan_of(job))
     assert len(said) == bool(words), said
     assert [word for word in words if word not in said[0].text] == []
 

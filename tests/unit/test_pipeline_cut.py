@@ -14,7 +14,7 @@ from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.job.shapes.measured import MeasuredModule
 from phalanx.job.shapes.vit import VitShape
 from phalanx.plan.pipeline.costs import ModelPartCosts, stage_costs
-from phalanx.plan.pipeline.cut import LayerCosts, Stages, check_cut, cut_stages
+from phalanx.plan.pipeline.cut import LayerCosts, Stages, check_requested_cut, cut_stages
 
 AMOUNTS = st.one_of(st.integers(1, 9), st.floats(0.01, 9), st.sampled_from([0.1, 0.2, 0.3]))
 
@@ -95,7 +95,7 @@ def test_more_stages_than_work(costs: LayerCosts, num_stages: int, nearest: int)
 
 @pytest.mark.parametrize("given_cut", [(3, 3, 3, 3), (4, 4, 4, 0), (0, 5, 5, 2), (1, 9, 1, 1)])
 def test_a_cut_of_ones_own(given_cut: tuple[int, ...]) -> None:
-    assert check_cut(given_cut, 12, 4) == Stages(given_cut)
+    assert check_requested_cut(given_cut, 12, 4) == Stages(given_cut)
 
 
 @pytest.mark.parametrize(
@@ -134,15 +134,15 @@ def test_a_cut_of_ones_own(given_cut: tuple[int, ...]) -> None:
 )
 def test_a_cut_of_ones_own_that_does_not_add_up(given_cut: tuple[int, ...], wanted: str) -> None:
     with pytest.raises(LayoutError) as caught:
-        check_cut(given_cut, 15, 4)
+        check_requested_cut(given_cut, 15, 4)
     assert str(caught.value) == wanted
 
 
 def test_a_cut_of_few_blocks() -> None:
     with pytest.raises(LayoutError, match=r"nearest: 0, 1, 1, 0$"):
-        check_cut((1, 1, 1, 1), 2, 4)
+        check_requested_cut((1, 1, 1, 1), 2, 4)
     with pytest.raises(LayoutError, match="2 blocks cannot be cut into 5 stages; nearest: 2"):
-        check_cut((1, 1, 1, 1, 1), 2, 5)
+        check_requested_cut((1, 1, 1, 1, 1), 2, 5)
 
 
 SHAPES = {

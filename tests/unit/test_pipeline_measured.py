@@ -24,10 +24,10 @@ from phalanx.plan.pipeline.pipeline_plan import Pipeline, build_named_pipeline
 from phalanx.plan.pipeline.simulate import StageCosts, Timeline, simulate
 from phalanx.plan.pipeline.trace import (
     build_timeline,
+    forward_backward_seconds,
     mean_stage_costs,
     scale_to_measurement,
     splits_backward,
-    total_seconds,
 )
 from phalanx.plan.planner import make_plan
 from phalanx.report.bubble import MeasuredPipeline, read_pipeline
@@ -121,7 +121,7 @@ def test_a_stage_that_splits_some_backwards_keeps_all_their_seconds() -> None:
     assert (cost.forward_s, cost.backward_input_s, cost.backward_weight_s) == pytest.approx(
         (1.0, 0.625, 1.875)
     )
-    assert total_seconds(cost) * 2 == pytest.approx(7.0)
+    assert forward_backward_seconds(cost) * 2 == pytest.approx(7.0)
 
 
 def test_zero_is_the_first_action_of_any_rank() -> None:
@@ -149,7 +149,7 @@ def test_the_plan_is_shown_at_the_speed_that_was_measured() -> None:
     planned = pipeline(costs=costs)
     found = scale_to_measurement(planned, [StageCosts(0.01, 0.02, 0.0)] * 4)
     assert found is not None
-    assert sum(map(total_seconds, mean_stage_costs(found))) == pytest.approx(4 * 0.03)
+    assert sum(map(forward_backward_seconds, mean_stage_costs(found))) == pytest.approx(4 * 0.03)
     assert float(found.bubble) == pytest.approx(float(planned.timeline().bubble))  # type: ignore[union-attr]
     assert scale_to_measurement(pipeline(costs=()), [EVEN] * 4) is None
     with pytest.raises(LayoutError, match="3 stages were measured"):

@@ -21,7 +21,7 @@ from phalanx.plan.pipeline.cut import Stages
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES
 from phalanx.plan.pipeline.memory import (
     pipeline_memory,
-    rank_activations,
+    rank_activation_bytes,
     stage_bytes,
 )
 from phalanx.plan.pipeline.pipeline_plan import Pipeline, build_named_pipeline
@@ -119,13 +119,13 @@ def test_one_stage_less_is_one_microbatch_less_of_1f1b() -> None:
     """Stages of equal blocks hold 4, 3, 2 and 1 microbatches; those of GPipe all 8."""
     pipeline = build_named_pipeline("1f1b", 4, 8, FOUR)
     one = [stage_bytes(EIGHT_BLOCKS, WORK, pipeline, stage).saved for stage in range(4)]
-    assert list(rank_activations(EIGHT_BLOCKS, WORK, pipeline)) == [
+    assert list(rank_activation_bytes(EIGHT_BLOCKS, WORK, pipeline)) == [
         4 * one[0],
         3 * one[1],
         2 * one[2],
         one[3],
     ]
-    every = rank_activations(EIGHT_BLOCKS, WORK, build_named_pipeline("gpipe", 4, 8, FOUR))
+    every = rank_activation_bytes(EIGHT_BLOCKS, WORK, build_named_pipeline("gpipe", 4, 8, FOUR))
     assert list(every) == [8 * size for size in one]
 
 
@@ -147,8 +147,8 @@ def test_recompute_holds_inputs_of_all_microbatches_and_one_block(name: str) -> 
         assert again.redone == activation_bytes(alone, of_model) - bytes_at_forward_end(
             alone, of_model
         )
-    assert max(rank_activations(EIGHT_BLOCKS, full, pipeline)) < max(
-        rank_activations(EIGHT_BLOCKS, WORK, pipeline)
+    assert max(rank_activation_bytes(EIGHT_BLOCKS, full, pipeline)) < max(
+        rank_activation_bytes(EIGHT_BLOCKS, WORK, pipeline)
     )
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.core.errors import ExitCode, LayoutError
-from phalanx.plan.pipeline.check import find_problems, require_runnable
+from phalanx.plan.pipeline.check import find_problems, require_runnable_schedule
 from phalanx.plan.pipeline.closed_forms import peak_in_flight
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, generate_schedule
 from phalanx.plan.pipeline.schedule import (
@@ -242,9 +242,9 @@ def test_the_first_fault_refuses() -> None:
     with pytest.raises(
         LayoutError, match=r"own cannot run: 0F0: is missing on rank 0 \(and 1 more\)$"
     ) as caught:
-        require_runnable(own("0B0", "1B0"))
+        require_runnable_schedule(own("0B0", "1B0"))
     assert "\n" not in str(caught.value)
-    require_runnable(generate_schedule("zb-v", 4, 8))
+    require_runnable_schedule(generate_schedule("zb-v", 4, 8))
 
 
 def test_memory_in_flight_is_limited_on_demand() -> None:

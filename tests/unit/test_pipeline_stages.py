@@ -16,11 +16,11 @@ from phalanx.job.module_probe import probe_foreign_shape
 from phalanx.job.schema import Job
 from phalanx.job.shapes.stored import read_shape
 from phalanx.observe.events import Envelope, PipelineMeasured
-from phalanx.plan.pipeline.costs import ModelPartCosts, params_of_stages
+from phalanx.plan.pipeline.costs import ModelPartCosts, count_params_of_stages
 from phalanx.plan.pipeline.cut import LayerCosts, Stages, cut_for_ranks, cut_stages
 from phalanx.plan.pipeline.pipeline_plan import build_named_pipeline, place_stages
 from phalanx.plan.pipeline.simulate import StageCosts
-from phalanx.plan.pipeline.stages import blocks_in_full, split_at_stages
+from phalanx.plan.pipeline.stages import fully_recomputed_blocks, split_at_stages
 from phalanx.plan.pipeline.trace import recut
 from phalanx.plan.planner import make_plan
 from phalanx.plan.segments import Segment, list_segments
@@ -110,7 +110,7 @@ def test_segments_of_recompute_end_where_stages_do() -> None:
     assert [(s.start, s.stop) for s in found] == [(0, 3), (3, 4), (4, 6), (6, 8), (8, 9)]
     assert {s.mode for s in found} == {"full"}
     assert split_at_stages(segments, Stages((0, 9, 0))) == segments
-    assert blocks_in_full((Segment(1, 3, "full"), Segment(3, 4, "selective"))) == {1, 2}
+    assert fully_recomputed_blocks((Segment(1, 3, "full"), Segment(3, 4, "selective"))) == {1, 2}
     assert plan(recompute={"recompute": "full"}).activations.recompute_segments == list_segments(
         "full", 8
     )
@@ -198,10 +198,10 @@ def test_parts_of_a_module_of_ones_own(own: Any) -> None:
     )
     tied = own(tied=True).count_part_params()
     assert (tied.before, tied.after, tied.both) == (1056, 832, 800)
-    assert params_of_stages(tied, Stages((3, 3)), (0, 1)) == own(tied=True).num_params
+    assert count_params_of_stages(tied, Stages((3, 3)), (0, 1)) == own(tied=True).num_params
     moved = shape.count_part_params(["norm"], ["st*"])
     assert (moved.before, moved.after, moved.both) == (1056 + 32, 832 + 256, 256 + 32)
-    assert params_of_stages(moved, Stages((3, 3)), (0, 1)) == shape.num_params
+    assert count_params_of_stages(moved, Stages((3, 3)), (0, 1)) == shape.num_params
 
 
 def test_a_module_of_ones_own_is_cut_by_parameters(own: Any) -> None:

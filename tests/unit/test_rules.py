@@ -28,8 +28,8 @@ from phalanx.nn.models.decoder import build
 from phalanx.parallel.tensor.sharder import _build_cut_boxes
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.planner import make_plan
-from phalanx.plan.rule_checks import check_rules, describe_whole_matrices
-from phalanx.plan.rules import Rule, find_rule, legal_degrees, parse_rules
+from phalanx.plan.rule_checks import check_rules, describe_unsharded_matrices
+from phalanx.plan.rules import Rule, find_rule, legal_tp_degrees, parse_rules
 
 HOLDERS = (
     ParamHolder("embed", "embedding", 251 * 16, 251, 16),
@@ -137,7 +137,7 @@ def test_columns_whose_features_may_be_taken_are_left_to_the_ranks(rules: dict[s
 
 def test_what_no_rule_covers_is_named_with_its_size() -> None:
     rules = check_rules(FUSED, SHAPE, 2)
-    line = describe_whole_matrices(rules, SHAPE)
+    line = describe_unsharded_matrices(rules, SHAPE)
     assert line.startswith(
         "tp: no rule covers `embed`, 4.02 K parameters, `layers.*.conv`, 2.30 K parameters, "
     )
@@ -146,7 +146,7 @@ def test_what_no_rule_covers_is_named_with_its_size() -> None:
     every = FUSED | dict.fromkeys(
         ("embed", "layers.*.mixer.in_proj", "layers.*.conv", "layers.*.mha"), "replicate"
     )
-    assert describe_whole_matrices(check_rules(every, SHAPE, 2), SHAPE) == ""
+    assert describe_unsharded_matrices(check_rules(every, SHAPE, 2), SHAPE) == ""
 
 
 def test_rules_of_the_module_stand_behind_those_of_the_job() -> None:
@@ -242,7 +242,7 @@ def test_what_ranks_hold_makes_the_whole(
     except LayoutError:
         heads = max((max(part.heads, part.queries) for part in rule.parts), default=0)
         keys = min((part.heads for part in rule.parts), default=0)
-        assert tp not in legal_degrees(heads, keys) if heads else unit < tp
+        assert tp not in legal_tp_degrees(heads, keys) if heads else unit < tp
         return
     held: Counter[tuple[int, ...]] = Counter()
     claimed: dict[tuple[int, ...], int] = {}

@@ -20,7 +20,7 @@ from phalanx.plan.choice import Choice
 from phalanx.plan.communication import cp_buffer_bytes, ep_buffer_bytes
 from phalanx.plan.layout import Layout
 from phalanx.plan.memory import activation_bytes, rank_memory, staging_bytes
-from phalanx.plan.pipeline.memory import pipeline_memory, rank_activations, rank_staging
+from phalanx.plan.pipeline.memory import pipeline_memory, rank_activation_bytes, rank_staging_bytes
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.plan import Candidate
 from phalanx.plan.recompute import suggest_recompute
@@ -42,10 +42,10 @@ class CandidateEvaluator:
     @property
     def model_parallel_size(self) -> int:
         """Ranks that work on the same samples."""
-        return self.work.cp * self._model_ranks
+        return self.work.cp * self._num_ranks_per_model
 
     @property
-    def _model_ranks(self) -> int:
+    def _num_ranks_per_model(self) -> int:
         if self.pipeline is None:
             return self.work.tp
         return self.work.tp * self.pipeline.num_ranks
@@ -53,13 +53,13 @@ class CandidateEvaluator:
     @property
     def num_shares(self) -> int:
         """Ranks that hold the same part of the model."""
-        return self.num_ranks // self._model_ranks
+        return self.num_ranks // self._num_ranks_per_model
 
     def staging_bytes(self) -> int:
         """Bytes of the copy that a rank's saves are written from."""
         shape = shard_shape(self.shape, self.work.tp, self.work.rules)
         if self.pipeline is not None:
-            return max(rank_staging(shape, self.work, self.pipeline, self.num_shares))
+            return max(rank_staging_bytes(shape, self.work, self.pipeline, self.num_shares))
         return staging_bytes(shape, self.work, self.num_shares)
 
     def memory(self, zero_stage: int, shards: int) -> dict[str, int]:
@@ -69,9 +69,9 @@ class CandidateEvaluator:
                 self.memory_by_rank(zero_stage, shards), key=lambda memory: sum(memory.values())
             )
         memory = rank_memory(self.shape, self.work, zero_stage, shards, self.device, self.num_ranks)
-        return self._add_buffers(memory)
+        return self._add_communication_buffers(memory)
 
-    def _add_buffers(self, memory: dict[str, int]) -> dict[str, int]:
+    def _add_communication_buffers(self, memory: dict[str, int]) -> dict[str, int]:
         """`memory` with the buffers of cp and ep in its communication."""
         shape = shard_shape(self.shape, self.work.tp, self.work.rules)
         buffers = round(cp_buffer_bytes(shape, self.work) + ep_buffer_bytes(shape, self.work))
@@ -85,7 +85,7 @@ class CandidateEvaluator:
         memories = pipeline_memory(
             self.shape, self.work, self.pipeline, zero_stage, shards, self.device, self.num_shares
         )
-        return tuple(self._add_buffers(memory) for memory in memories)
+        return tuple(self._add_communication_buffers(memory) for memory in memories)
 
     def pipeline_of(self, candidate: Candidate) -> Pipeline | None:
         """The pipeline with the memory that its ranks need under `candidate`; None if pp is 1."""
@@ -99,7 +99,7 @@ class CandidateEvaluator:
         has most."""
         shape = shard_shape(self.shape, work.tp, work.rules)
         if self.pipeline is not None:
-            return max(rank_activations(shape, work, self.pipeline))
+            return max(rank_activation_bytes(shape, work, self.pipeline))
         return activation_bytes(shape, work)
 
     def has_room_for(self, memory: dict[str, int]) -> bool:
@@ -188,7 +188,7 @@ def _filter_candidates(
     runnable = [candidate for candidate in candidates if _can_offload(job, candidate)]
     if not runnable:
         _require_offload(job, candidates[0])
-    choice = _find_fixed_stage(job, candidates[0].layout)
+    choice = _find_fixed_zero_stage(job, candidates[0].layout)
     if choice is None:
         return runnable, []
     # The stage is always among them: zero1 beside ep, which is left out, `check_degrees` refused.
@@ -197,7 +197,7 @@ def _filter_candidates(
     return [only], [choice.why or f"{only.name} over {only.layout}, as the job says"]
 
 
-def _find_fixed_stage(job: Job, layout: Layout) -> Choice[int] | None:
+def _find_fixed_zero_stage(job: Job, layout: Layout) -> Choice[int] | None:
     """The ZeRO stage that the job's keys leave as the only one, with a reason if it is another
     than that the job says so; None if several are left."""
     parallel, shares = job.parallel, layout.data_parallel_size
@@ -256,7 +256,7 @@ def _no_fit_error(
         fix = (
             _suggest_recompute_that_fits(least, evaluator)
             or suggest_ep_degree(job, evaluator, least)
-            or _suggest_shrinking(largest)
+            or _suggest_reducing_category(largest)
             or _suggest_more_ranks(evaluator)
         )
     return LayoutError(
@@ -297,14 +297,14 @@ def _suggest_more_ranks(evaluator: CandidateEvaluator) -> str:
                 " model"
             )
     largest = max(memory, key=lambda part: memory[part])
-    remedy = _suggest_shrinking(largest) or "use a smaller model or ranks with more memory"
+    remedy = _suggest_reducing_category(largest) or "use a smaller model or ranks with more memory"
     return (
         f"{remedy}: more ranks do not help, over {more:,} of them {largest} alone take"
         f" {format_bytes(memory[largest])}"
     )
 
 
-def _suggest_shrinking(largest: str) -> str:
+def _suggest_reducing_category(largest: str) -> str:
     return {
         "activations": "use a smaller train.micro_batch_size or train.recompute=full",
         "loss": "use a smaller train.loss_chunk_tokens",

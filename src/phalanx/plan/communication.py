@@ -62,10 +62,10 @@ def ep_buffer_bytes(shape: ModelCosts, work: Workload) -> float:
     those that come."""
     if work.ep == 1 or shape.experts is None:
         return 0
-    return 2 * _row_bytes(shape.experts, work)
+    return 2 * _routed_row_bytes(shape.experts, work)
 
 
-def _row_bytes(experts: ExpertCosts, work: Workload) -> int:
+def _routed_row_bytes(experts: ExpertCosts, work: Workload) -> int:
     """Bytes of all rows that a rank's tokens send to experts of one block."""
     return work.tokens * experts.per_token * experts.dim * work.compute_bytes
 

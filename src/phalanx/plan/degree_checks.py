@@ -18,9 +18,9 @@ from phalanx.job.costs import ModelCosts
 from phalanx.job.hugging_face import is_hugging_face
 from phalanx.job.nearest import divisors, multiples_near, nearest
 from phalanx.job.schema import Job
-from phalanx.plan.degrees import choose_load_balance
+from phalanx.plan.degrees import choose_cp_load_balance
 from phalanx.plan.rule_checks import check_overrides, check_rules
-from phalanx.plan.rules import describe_heads, legal_degrees
+from phalanx.plan.rules import describe_heads, legal_tp_degrees
 from phalanx.plan.workload import cuts_sequence
 
 Check = Callable[[Job, ModelCosts], None]
@@ -43,7 +43,7 @@ def check_tensor_parallel(job: Job, shape: ModelCosts) -> None:
         # Rules are read even where they have no effect, so that a mistake is not kept for later.
         check_rules(job.parallel.rules, shape, tp)
         return
-    legal = legal_degrees(heads.queries, heads.keys)
+    legal = legal_tp_degrees(heads.queries, heads.keys)
     if tp not in legal:
         raise LayoutError(
             f"parallel.tp {tp} does not divide {describe_heads(heads.queries, heads.keys)}",
@@ -66,7 +66,7 @@ def check_context_parallel(job: Job, shape: ModelCosts) -> None:
             check(job, shape)
 
 
-def _check_token_sequences(job: Job, shape: ModelCosts) -> None:
+def _check_sequence_can_be_split(job: Job, shape: ModelCosts) -> None:
     if shape.why_samples_stay_whole:
         raise LayoutError(
             f"parallel.cp {job.parallel.cp} cuts sequences of tokens, and"
@@ -75,7 +75,7 @@ def _check_token_sequences(job: Job, shape: ModelCosts) -> None:
         )
 
 
-def _check_attention_seam(job: Job, shape: ModelCosts) -> None:
+def _check_attention_is_replaceable(job: Job, shape: ModelCosts) -> None:
     if is_hugging_face(job.model.kind):
         raise LayoutError(
             f"parallel.cp {job.parallel.cp} needs an attention that asks other ranks for their keys"
@@ -94,7 +94,7 @@ def attention_not_replaceable_error(model: str) -> LayoutError:
     )
 
 
-def _check_objective_is_ours(job: Job, shape: ModelCosts) -> None:
+def _check_objective_is_builtin(job: Job, shape: ModelCosts) -> None:
     if job.model.objective is not None:
         raise LayoutError(
             f"parallel.cp {job.parallel.cp} gives an objective a part of each sequence, and nobody"
@@ -112,7 +112,7 @@ def _check_eager_blocks(job: Job, shape: ModelCosts) -> None:
         )
 
 
-def _check_gradients_are_whole(job: Job, shape: ModelCosts) -> None:
+def _check_no_compression_with_cp(job: Job, shape: ModelCosts) -> None:
     # Ranks of cp reduce gradients as more of dp_shard, where no hook of DDP runs.
     if job.parallel.compress != "none":
         raise LayoutError(
@@ -122,9 +122,9 @@ def _check_gradients_are_whole(job: Job, shape: ModelCosts) -> None:
         )
 
 
-def _check_chunks_divide(job: Job, shape: ModelCosts) -> None:
+def _check_cp_chunks_divide_sequence(job: Job, shape: ModelCosts) -> None:
     chunks = job.parallel.degrees.cp
-    if choose_load_balance(job).value == "zigzag":
+    if choose_cp_load_balance(job).value == "zigzag":
         chunks *= 2  # each rank has an early and a late one
     if job.data.seq_len % chunks:
         raise LayoutError(
@@ -156,12 +156,12 @@ def _check_heads_divide(job: Job, shape: ModelCosts) -> None:
 
 # In this order: what no edit of the job could mend comes first, and what one number would, last.
 CONTEXT_CHECKS: tuple[Check, ...] = (
-    _check_token_sequences,
-    _check_attention_seam,
-    _check_objective_is_ours,
+    _check_sequence_can_be_split,
+    _check_attention_is_replaceable,
+    _check_objective_is_builtin,
     _check_eager_blocks,
-    _check_gradients_are_whole,
-    _check_chunks_divide,
+    _check_no_compression_with_cp,
+    _check_cp_chunks_divide_sequence,
     _check_heads_divide,
 )
 

@@ -19,7 +19,7 @@ from phalanx.plan.pipeline.requested_schedule import RequestedSchedule, split_pi
 MAX_CPU_RANKS = 8
 
 
-def choose_ranks(job: Job, cluster: Cluster, running: int | None) -> Choice[int]:
+def choose_num_ranks(job: Job, cluster: Cluster, running: int | None) -> Choice[int]:
     """The number of ranks. `running`: the number of those that run already, if any do."""
     requested = _find_requested_ranks(job)
     if running is not None:
@@ -178,12 +178,12 @@ def split_batch(
     return micro, share // micro
 
 
-def choose_replicas(layout: Layout) -> Choice[int]:
+def choose_dp_replicate(layout: Layout) -> Choice[int]:
     """The number of copies of the model, or of its shards, and what it follows from."""
     return Choice(layout.dp_replicate, _divide_ranks(layout, "dp_replicate"))
 
 
-def choose_shards(layout: Layout, zero_stage: int) -> Choice[int]:
+def choose_dp_shard(layout: Layout, zero_stage: int) -> Choice[int]:
     """The number of ranks that a copy is sharded over, and what it follows from."""
     why = _divide_ranks(layout, "dp_shard")
     if layout.ep > 1 and zero_stage == 0:
@@ -202,7 +202,7 @@ def _divide_ranks(layout: Layout, axis: str) -> str:
     return " / ".join(factors)
 
 
-def choose_load_balance(job: Job) -> Choice[str]:
+def choose_cp_load_balance(job: Job) -> Choice[str]:
     """The way in which sequences are cut between the ranks of cp."""
     if job.parallel.cp_attention == "ulysses":
         return Choice("none", "ulysses computes on whole sequences, in any order of their parts")

@@ -12,7 +12,7 @@ from phalanx.job.schema import Job
 from phalanx.plan.choice import AS_JOB_SAYS
 from phalanx.plan.communication import pp_bytes_per_step
 from phalanx.plan.pipeline.bubble import find_busiest_rank
-from phalanx.plan.pipeline.costs import model_parts
+from phalanx.plan.pipeline.costs import model_part_costs
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.pipeline.simulate import count_in_flight
 from phalanx.plan.pipeline.stages import add_recompute_costs
@@ -104,7 +104,7 @@ def explain_pipeline(
 def _explain_stages(
     job: Job, shape: ModelCosts, work: Workload, pipeline: Pipeline, why: str
 ) -> str:
-    layer_costs = model_parts(job, shape).layer_costs
+    layer_costs = model_part_costs(job, shape).layer_costs
     layers = add_recompute_costs(layer_costs, work.segments or ())
     rank, ratio = find_busiest_rank(layers.of_stages(pipeline.stages), pipeline.rank_of_stage)
     counts = pipeline.stages.num_blocks

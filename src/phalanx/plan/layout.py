@@ -125,7 +125,7 @@ def fill_layout(
     )
 
 
-def split_dim(shape: Sequence[int], num_ranks: int) -> int:
+def zero_split_dim(shape: Sequence[int], num_ranks: int) -> int:
     """The dimension along which zero2 and zero3 split a parameter: the first.
 
     Of a stack of matrices, as experts are, another where that makes even parts: there may be fewer

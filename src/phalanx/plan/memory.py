@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from phalanx.job.costs import ActivationCosts, ModelCosts
 from phalanx.job.schema import Parallel
-from phalanx.plan.layout import split_dim
+from phalanx.plan.layout import zero_split_dim
 from phalanx.plan.segments import Segment, list_segments
 from phalanx.plan.workload import Workload, shard_shape
 
@@ -82,11 +82,15 @@ def activation_bytes(shape: ModelCosts, work: Workload) -> int:
     activations = shape.activations
     if activations is None:
         return 0
-    in_blocks = work.tokens * peak_of_segments(*count_segment_bytes(shape, work))
-    return in_blocks + _outside_blocks(activations, work) + activations.block_mask(work)
+    in_blocks = work.tokens * peak_segment_bytes(*count_segment_bytes(shape, work))
+    return (
+        in_blocks
+        + _activation_bytes_outside_blocks(activations, work)
+        + activations.block_mask(work)
+    )
 
 
-def peak_of_segments(saved: Sequence[int], redone: Sequence[int]) -> int:
+def peak_segment_bytes(saved: Sequence[int], redone: Sequence[int]) -> int:
     """The largest number of bytes that segments save and recompute at one time; arguments as
     `count_segment_bytes` returns them."""
     # The first moment: the forward is over, nothing is redone yet.
@@ -103,7 +107,7 @@ def bytes_at_forward_end(shape: ModelCosts, work: Workload) -> int:
     if shape.activations is None:
         return 0
     saved, _ = count_segment_bytes(shape, work)
-    return work.tokens * sum(saved) + _outside_blocks(shape.activations, work)
+    return work.tokens * sum(saved) + _activation_bytes_outside_blocks(shape.activations, work)
 
 
 def activation_bytes_on_device(shape: ModelCosts, work: Workload) -> int:
@@ -117,7 +121,7 @@ def activation_bytes_on_device(shape: ModelCosts, work: Workload) -> int:
         now + after + recomputed
         for now, after, recomputed in zip(saved, [*saved[1:], 0], redone, strict=True)
     )
-    outside = _outside_blocks(activations, work) + activations.block_mask(work)
+    outside = _activation_bytes_outside_blocks(activations, work) + activations.block_mask(work)
     return work.tokens * max(pairs) + outside
 
 
@@ -161,7 +165,7 @@ def _bytes_of_segment(shape: ModelCosts, work: Workload, segment: Segment) -> tu
     return first.entering, total
 
 
-def _outside_blocks(activations: ActivationCosts, work: Workload) -> int:
+def _activation_bytes_outside_blocks(activations: ActivationCosts, work: Workload) -> int:
     ends = activations.embedding(work) + activations.final_norm(work)
     return activations.everywhere(work) + ends
 
@@ -173,7 +177,7 @@ def loss_bytes(shape: ModelCosts, work: Workload) -> int:
     return shape.activations.loss(work).at_once
 
 
-def allocator_gradient_bytes(
+def allocator_retained_gradient_bytes(
     shape: ModelCosts, work: Workload, zero_stage: int, *, accumulates: bool
 ) -> int:
     """Bytes of freed gradients that glibc keeps on a CPU, beside what is alive.
@@ -216,7 +220,7 @@ def communication_bytes(
         # Between microbatches gradients are not reduced, and stay whole.
         accumulated = params * 4
     # `rest` is the root's unit: what lies outside of blocks.
-    unit, rest = unit_params(shape, work.options, work.ep)
+    unit, rest = fsdp_unit_params(shape, work.options, work.ep)
     if zero_stage == 3:
         # The root unit (embedding, head) stays whole through the forward; a unit of blocks is
         # gathered beside it, and those that are fetched ahead. A segment that is redone has all of
@@ -229,7 +233,7 @@ def communication_bytes(
     return params * work.compute_bytes + max(rest, unit) * 4 + accumulated
 
 
-def unit_params(shape: ModelCosts, options: Parallel, ep: int = 1) -> tuple[int, int]:
+def fsdp_unit_params(shape: ModelCosts, options: Parallel, ep: int = 1) -> tuple[int, int]:
     """(parameters of a unit of blocks, parameters of the root's unit). Of the experts only those of
     one rank of ep count."""
     if options.blocks_per_unit == "all":
@@ -244,7 +248,7 @@ def rank_params(shape: ModelCosts, ep: int) -> int:
     return shape.num_params - shape.blocks_params + shape.count_blocks(ep)
 
 
-def uneven_share(shape: ModelCosts, zero_stage: int, dp_size: int, ep: int) -> float:
+def uneven_expert_share(shape: ModelCosts, zero_stage: int, dp_size: int, ep: int) -> float:
     """The fraction of the experts' parameters that the rank with most of them holds beyond an even
     part, where they are split.
 
@@ -256,13 +260,13 @@ def uneven_share(shape: ModelCosts, zero_stage: int, dp_size: int, ep: int) -> f
     if zero_stage == 0 or experts is None:
         return 0.0
     stack, ranks = (experts.count // ep, experts.width, experts.dim), dp_size // ep
-    if zero_stage >= 2 and stack[split_dim(stack, ranks)] % ranks == 0:
+    if zero_stage >= 2 and stack[zero_split_dim(stack, ranks)] % ranks == 0:
         return 0.0
     # The rank with most has ceil(stack / ranks) of the experts, where 1 / dp_size would be even.
     return math.ceil(stack[0] / ranks) / experts.count - 1 / dp_size
 
 
-def uneven_params(
+def uneven_expert_params(
     shape: ModelCosts,
     zero_stage: int,
     dp_size: int,
@@ -274,7 +278,7 @@ def uneven_params(
     if shape.experts is None:
         return 0.0
     chosen = sum(shape.experts.count_chosen_params(*blocks) for blocks in ranges)
-    return chosen * uneven_share(shape, zero_stage, dp_size, ep)
+    return chosen * uneven_expert_share(shape, zero_stage, dp_size, ep)
 
 
 def staging_bytes(shape: ModelCosts, work: Workload, num_ranks: int) -> int:
@@ -282,7 +286,7 @@ def staging_bytes(shape: ModelCosts, work: Workload, num_ranks: int) -> int:
     part of weights and optimizer state, which is equal in every layout, because no block is written
     twice."""
     split = shape.num_params * (StateBytes().parameters + work.optimizer_bytes) / num_ranks
-    return round(split + shape.num_params * work.error_bytes)
+    return round(split + shape.num_params * work.error_feedback_bytes)
 
 
 def rank_memory(
@@ -298,12 +302,12 @@ def rank_memory(
     # Where shards are cut over dp_size ranks, experts are cut as often: over ep, and over dp_size /
     # ep.
     params = rank_params(shape, work.ep) if zero_stage <= 1 else shape.num_params
-    uneven = uneven_params(shape, zero_stage, dp_size, work.ep)
+    uneven = uneven_expert_params(shape, zero_stage, dp_size, work.ep)
     memory = state_bytes(
         params, zero_stage, dp_size, StateBytes(optimizer=work.optimizer_bytes), uneven
     )
     memory["compression"] = (
-        shape.num_params * work.error_bytes if zero_stage == 0 and num_ranks > 1 else 0
+        shape.num_params * work.error_feedback_bytes if zero_stage == 0 and num_ranks > 1 else 0
     )
     if shape.activations is not None:
         # a CPU has no other memory to move them to
@@ -313,7 +317,7 @@ def rank_memory(
         memory["loss"] = loss_bytes(shape, work)
         memory["communication"] = communication_bytes(
             shape, work, zero_stage, num_ranks
-        ) + fp8_bytes(shape, work)
+        ) + fp8_cast_bytes(shape, work)
         # FSDP keeps shards, too, and what is gathered of them counts as communication
         if zero_stage == 2:
             memory["parameters"] = memory["parameters"] / dp_size + uneven * StateBytes().parameters
@@ -321,11 +325,11 @@ def rank_memory(
         memory["staging"] = staging_bytes(shape, work, num_ranks // work.tp)
     # With several ranks gradients go into the buckets of DDP, even of a single microbatch.
     accumulates = work.num_microbatches > 1 or num_ranks > 1
-    freed = allocator_gradient_bytes(shape, work, zero_stage, accumulates=accumulates)
-    return place_on_device(memory, work, device, freed)
+    freed = allocator_retained_gradient_bytes(shape, work, zero_stage, accumulates=accumulates)
+    return adjust_memory_for_device(memory, work, device, freed)
 
 
-def place_on_device(
+def adjust_memory_for_device(
     memory: dict[str, float], work: Workload, device: str, freed: int
 ) -> dict[str, int]:
     """Bytes by category, with what a device needs besides and without what waits on the host.
@@ -359,7 +363,7 @@ def _fp8_params(shape: ModelCosts, work: Workload) -> int:
     return shape.activations.fp8_params()
 
 
-def fp8_bytes(shape: ModelCosts, work: Workload) -> int:
+def fp8_cast_bytes(shape: ModelCosts, work: Workload) -> int:
     """Bytes of what one product casts to fp8, of the largest."""
     if work.precision != "fp8" or shape.activations is None:
         return 0

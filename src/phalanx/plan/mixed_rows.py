@@ -28,7 +28,7 @@ COLLECTIVE = (
 )
 
 
-def has_own_code(job: Job) -> bool:
+def has_user_loss_code(job: Job) -> bool:
     """True if there is code in the loss that phalanx does not know: what else there is computes
     each row by itself."""
     return job.model.objective is not None or (
@@ -50,7 +50,7 @@ class RowMixing:
     unknown: str = ""
 
 
-def row_warnings(facts: RowMixing, job: Job, plan: Plan) -> tuple[EarlyWarning, ...]:
+def warn_of_mixed_rows(facts: RowMixing, job: Job, plan: Plan) -> tuple[EarlyWarning, ...]:
     """The warnings that follow from `facts`. Mixed rows are no problem where one rank sees the
     whole batch at once."""
     warnings = []

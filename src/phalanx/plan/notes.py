@@ -21,11 +21,11 @@ from phalanx.plan.communication import (
     cp_bytes_per_step,
     ep_bytes_per_step,
 )
-from phalanx.plan.degrees import choose_load_balance
+from phalanx.plan.degrees import choose_cp_load_balance
 from phalanx.plan.explain import explain_pipeline
 from phalanx.plan.memory import activation_bytes
 from phalanx.plan.plan import Candidate
-from phalanx.plan.rule_checks import check_rules, describe_whole_matrices
+from phalanx.plan.rule_checks import check_rules, describe_unsharded_matrices
 from phalanx.plan.workload import Workload, has_error_feedback, shard_shape
 
 SHARDED_KEYS = ("accumulate", "blocks_per_unit", "keep_whole_below", "prefetch")  # ZeRO 2 and 3
@@ -70,7 +70,7 @@ def list_notes(
 
 def _tp_notes(job: Job, evaluator: CandidateEvaluator) -> list[str]:
     shape, work, requested = evaluator.shape, evaluator.work, job.parallel.sequence_parallel
-    lines = [describe_whole_matrices(check_rules(job.parallel.rules, shape, work.tp), shape)]
+    lines = [describe_unsharded_matrices(check_rules(job.parallel.rules, shape, work.tp), shape)]
     if work.cuts_sequence:
         how = "cut between regions (sequence parallelism)"
     elif requested is False:
@@ -110,7 +110,7 @@ def note_ignored_keys(job: Job, chosen: Candidate) -> list[str]:
     layout = {"one": "one rank", "tp": "tp alone"}.get(chosen.name, chosen.name)
     if chosen.layout.pp > 1 and chosen.name != "pp":
         layout += " with pp"
-    lines = [_note_without_effect(job, _list_ignored_keys(chosen), f"under {layout}")]
+    lines = [_note_keys_without_effect(job, _list_ignored_keys(chosen), f"under {layout}")]
     if (
         job.parallel.zero_stage
         and chosen.layout.reduced.dp_shard == 1
@@ -119,9 +119,9 @@ def note_ignored_keys(job: Job, chosen: Candidate) -> list[str]:
         problem = f"parallel.zero_stage={job.parallel.zero_stage} shards nothing"
         lines.append(f"{problem}: {layout} leaves no ranks to shard over")
     if chosen.layout.tp == 1:
-        lines.append(_note_without_effect(job, ("rules",), "without parallel.tp"))
+        lines.append(_note_keys_without_effect(job, ("rules",), "without parallel.tp"))
     elif job.train.compile:
-        lines.append(_note_without_effect(job, ("tp_chunks",), "under train.compile"))
+        lines.append(_note_keys_without_effect(job, ("tp_chunks",), "under train.compile"))
     return [line for line in lines if line]
 
 
@@ -137,7 +137,7 @@ def _list_ignored_keys(chosen: Candidate) -> tuple[str, ...]:
     return tuple(dict.fromkeys(ignored))
 
 
-def _note_without_effect(job: Job, keys: Sequence[str], where: str) -> str:
+def _note_keys_without_effect(job: Job, keys: Sequence[str], where: str) -> str:
     """A line on those of `keys` that the job sets to anything but their default; "" if none is."""
     changed = []
     for key in keys:
@@ -162,7 +162,7 @@ def cp_notes(job: Job, shape: ModelCosts, work: Workload) -> list[str]:
     }
     lines = [
         f"cp: {work.cp} ranks have {job.data.seq_len // work.cp} of each sequence's"
-        f" {job.data.seq_len} tokens, {how[choose_load_balance(job).value]}; {work.cp_attention}"
+        f" {job.data.seq_len} tokens, {how[choose_cp_load_balance(job).value]}; {work.cp_attention}"
         " attention"
     ]
     if shape.heads is not None:
@@ -170,7 +170,7 @@ def cp_notes(job: Job, shape: ModelCosts, work: Workload) -> list[str]:
         lines[0] += f" sends {sent} per rank and step"
     if (
         job.parallel.cp_attention == "ulysses"
-        and job.parallel.cp_load_balance != choose_load_balance(job).value
+        and job.parallel.cp_load_balance != choose_cp_load_balance(job).value
     ):
         lines.append(
             "cp_load_balance is left to ulysses, which has equal work with one run of tokens each"

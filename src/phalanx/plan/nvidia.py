@@ -31,7 +31,7 @@ class Gpu:
     capability: tuple[int, int] = (0, 0)
 
 
-class _NoAnswer(Exception):
+class _GpuQueryFailure(Exception):
     """The reason why a source (NVML, nvidia-smi) tells nothing of GPUs. `is_absent`: the source is
     not there."""
 
@@ -67,10 +67,10 @@ def _all_gpus(path: str) -> tuple[Gpu, ...]:
     """`path` is where nvidia-smi is looked for. Asked once: an answer can take many seconds."""
     silences = []
     # NVML first: it tells MIG slices and reserved memory, which this query of nvidia-smi does not.
-    for ask in (_ask_nvml, _ask_nvidia_smi):
+    for ask in (_query_nvml, _query_nvidia_smi):
         try:
             return ask()
-        except _NoAnswer as silence:
+        except _GpuQueryFailure as silence:
             silences.append(silence)
     sign = _gpus_fingerprint()
     # Two silent sources prove no machine without GPUs, only two that are not installed do.
@@ -98,11 +98,11 @@ def _gpus_fingerprint() -> str | None:
     return "NVIDIA's driver (libcuda.so.1)"
 
 
-def _ask_nvml() -> tuple[Gpu, ...]:
+def _query_nvml() -> tuple[Gpu, ...]:
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ImportError:
-        raise _NoAnswer("nvidia-ml-py is not installed", is_absent=True) from None
+        raise _GpuQueryFailure("nvidia-ml-py is not installed", is_absent=True) from None
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
@@ -112,18 +112,19 @@ def _ask_nvml() -> tuple[Gpu, ...]:
             getattr(nvml, "NVML_ERROR_DRIVER_NOT_LOADED", 9),
         )
         code = getattr(error, "value", None)
-        raise _NoAnswer(f"NVML says: {error}", is_absent=code in absent) from None
+        raise _GpuQueryFailure(f"NVML says: {error}", is_absent=code in absent) from None
     try:
         gpus: list[Gpu] = []
         for index in range(nvml.nvmlDeviceGetCount()):
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             capability = tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle))
             gpus += [
-                _gpu_of(nvml, part, capability) for part in _list_gpu_or_mig_slices(nvml, handle)
+                _build_nvml_gpu(nvml, part, capability)
+                for part in _list_gpu_or_mig_slices(nvml, handle)
             ]
         return tuple(gpus)
     except nvml.NVMLError as error:
-        raise _NoAnswer(f"NVML says: {error}") from None
+        raise _GpuQueryFailure(f"NVML says: {error}") from None
     finally:
         # NVML counts its users: each nvmlInit wants a shutdown, after an error as well.
         nvml.nvmlShutdown()
@@ -147,24 +148,24 @@ def _list_gpu_or_mig_slices(nvml: Any, handle: Any) -> list[Any]:
     return slices
 
 
-def _gpu_of(nvml: Any, handle: Any, capability: tuple[int, int]) -> Gpu:
+def _build_nvml_gpu(nvml: Any, handle: Any, capability: tuple[int, int]) -> Gpu:
     name, uuid = nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetUUID(handle)
     try:  # the second version knows what the driver keeps for itself
         memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
         usable = memory.total - memory.reserved
     except (nvml.NVMLError, AttributeError, TypeError):
         usable = nvml.nvmlDeviceGetMemoryInfo(handle).total
-    return Gpu(_text(name), int(usable), _text(uuid), capability)
+    return Gpu(_decode_text(name), int(usable), _decode_text(uuid), capability)
 
 
-def _text(value: Any) -> str:
+def _decode_text(value: Any) -> str:
     # Old releases of nvidia-ml-py return bytes.
     if isinstance(value, bytes):
         return value.decode()
     return str(value)
 
 
-def _ask_nvidia_smi() -> tuple[Gpu, ...]:
+def _query_nvidia_smi() -> tuple[Gpu, ...]:
     fields = "name,memory.total,uuid,compute_cap,mig.mode.current"
     query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
@@ -172,28 +173,30 @@ def _ask_nvidia_smi() -> tuple[Gpu, ...]:
             query, capture_output=True, text=True, errors="replace", timeout=PATIENCE_S
         )
     except FileNotFoundError:
-        raise _NoAnswer("there is no nvidia-smi", is_absent=True) from None
+        raise _GpuQueryFailure("there is no nvidia-smi", is_absent=True) from None
     except OSError as error:
-        raise _NoAnswer(f"nvidia-smi cannot be run: {error.strerror}") from None
+        raise _GpuQueryFailure(f"nvidia-smi cannot be run: {error.strerror}") from None
     except subprocess.TimeoutExpired:
-        raise _NoAnswer(f"nvidia-smi did not answer in {PATIENCE_S:g} s") from None
+        raise _GpuQueryFailure(f"nvidia-smi did not answer in {PATIENCE_S:g} s") from None
     output = " ".join((done.stdout + done.stderr).split())[:120]
     if "no devices were found" in output.lower():
         return ()
     if done.returncode != 0:  # an image that has it, on a machine without a driver
         reason = output or f"exit code {done.returncode}"
-        raise _NoAnswer(f"nvidia-smi says: {reason}", is_absent=True)
-    return tuple(_parse_line(line) for line in done.stdout.splitlines() if line.strip())
+        raise _GpuQueryFailure(f"nvidia-smi says: {reason}", is_absent=True)
+    return tuple(_parse_nvidia_smi_line(line) for line in done.stdout.splitlines() if line.strip())
 
 
-def _parse_line(line: str) -> Gpu:
+def _parse_nvidia_smi_line(line: str) -> Gpu:
     # From the right: the name, which comes first, may hold a comma.
     parts = [part.strip() for part in line.rsplit(",", 4)]
     if len(parts) != 5 or not parts[1].isdigit():
-        raise _NoAnswer(f"nvidia-smi says {line.strip()[:80]!r} of a GPU")
+        raise _GpuQueryFailure(f"nvidia-smi says {line.strip()[:80]!r} of a GPU")
     name, mebibytes, uuid, capability, mig = parts
     if mig == "Enabled":
-        raise _NoAnswer(f"{name} is cut into MIG slices, whose memory nvidia-smi does not list")
+        raise _GpuQueryFailure(
+            f"{name} is cut into MIG slices, whose memory nvidia-smi does not list"
+        )
     major, _, minor = capability.partition(".")
     version = (0, 0)
     if major.isdigit() and minor.isdigit():

@@ -24,20 +24,26 @@ from phalanx.plan.choice import Choice
 from phalanx.plan.cluster import Cluster, detect_cluster, rank_capacity_bytes
 from phalanx.plan.degree_checks import check_degrees
 from phalanx.plan.degrees import (
-    choose_load_balance,
-    choose_ranks,
-    choose_replicas,
-    choose_shards,
+    choose_cp_load_balance,
+    choose_dp_replicate,
+    choose_dp_shard,
+    choose_num_ranks,
     split_batch,
 )
 from phalanx.plan.notes import headroom_notes, list_notes
 from phalanx.plan.pipeline.requested_schedule import find_requested_schedule
-from phalanx.plan.pipeline.stages import list_pipeline_choices, plan_sized_pipeline
+from phalanx.plan.pipeline.stages import list_pipeline_choices, plan_pipeline_and_microbatches
 from phalanx.plan.plan import ActivationPolicy, Candidate, LossScaling, Plan, job_digest
 from phalanx.plan.precision import require_fp8, resolve_precision
 from phalanx.plan.recompute import plan_recompute
 from phalanx.plan.resolved_parallel import ResolvedParallel, resolve_parallel
-from phalanx.plan.warnings import NOTHING_MORE, DataFacts, ExtraNotes, early_warnings, epoch_ends
+from phalanx.plan.warnings import (
+    NOTHING_MORE,
+    DataFacts,
+    ExtraNotes,
+    describe_partial_epoch_batch,
+    early_warnings,
+)
 from phalanx.plan.workload import build_workload
 
 
@@ -68,9 +74,9 @@ def make_plan(
         shape = measure_foreign_shape(job) or shape_of(job, vocab_size or BYTE_VOCAB_SIZE)
     # Before a layout is looked for: what the model cannot read no layout mends.
     _require_vocabulary(shape, vocab_size)
-    _require_positions(shape, job.data.seq_len)
-    _require_masks(job, shape)
-    ranks = choose_ranks(job, cluster, num_ranks)
+    _require_enough_positions(shape, job.data.seq_len)
+    _require_document_masks(job, shape)
+    ranks = choose_num_ranks(job, cluster, num_ranks)
     reasons = [ranks.why]
     evaluator = _build_evaluator(job, shape, cluster, ranks.value, reasons)
     candidates = evaluate_candidates(job, evaluator)
@@ -92,7 +98,7 @@ def make_plan(
     plan = _build_plan(job, evaluator, alternatives, reasons, vocab_size)
     plan = replace(plan, parallel=parallel, precision_is_auto=precision_is_auto)
     plan = replace(plan, value_reasons=_list_value_reasons(job, plan, why_precision))
-    ends = epoch_ends(job, plan, data)
+    ends = describe_partial_epoch_batch(job, plan, data)
     return replace(
         plan,
         reasons=(*reasons, *filter(None, [ends])),
@@ -122,14 +128,14 @@ def _build_evaluator(
     require_fp8(work, cluster.device, tokens_are_known=shape.activations is not None)
     pipeline = None
     if requested is not None:
-        work, pipeline = plan_sized_pipeline(job, shape, requested, work, ranks, reasons)
+        work, pipeline = plan_pipeline_and_microbatches(job, shape, requested, work, ranks, reasons)
     else:
         work = plan_recompute(job, shape, work, reasons)
     capacity_bytes = rank_capacity_bytes(job, cluster, ranks)
     return CandidateEvaluator(shape, work, ranks, capacity_bytes, cluster.device, pipeline)
 
 
-def _require_positions(shape: ModelCosts, seq_len: int) -> None:
+def _require_enough_positions(shape: ModelCosts, seq_len: int) -> None:
     """Raises LayoutError for sequences longer than the positions of a measured module; the shapes
     of built-in models are checked while loading."""
     if 0 < shape.longest_sequence < seq_len:
@@ -139,7 +145,7 @@ def _require_positions(shape: ModelCosts, seq_len: int) -> None:
         )
 
 
-def _require_masks(job: Job, shape: ModelCosts) -> None:
+def _require_document_masks(job: Job, shape: ModelCosts) -> None:
     """Raises LayoutError for data.document_masks with a module that cannot honour them, which every
     rank would refuse."""
     acceptance = shape.takes_document_ids
@@ -221,10 +227,10 @@ def _resolve_parallel(
         why_stage = "nothing is sharded"
     choices: dict[str, Choice[Any]] = {
         "ranks": ranks,
-        "dp_replicate": choose_replicas(chosen.layout),
-        "dp_shard": choose_shards(chosen.layout, chosen.zero_stage),
+        "dp_replicate": choose_dp_replicate(chosen.layout),
+        "dp_shard": choose_dp_shard(chosen.layout, chosen.zero_stage),
         "zero_stage": Choice(chosen.zero_stage, why_stage),
-        "cp_load_balance": choose_load_balance(job),
+        "cp_load_balance": choose_cp_load_balance(job),
     }
     pipeline = evaluator.pipeline_of(chosen)
     return resolve_parallel(

@@ -47,7 +47,7 @@ def replace_precision(job: Job, compute: str) -> Job:
     )
 
 
-def keep_precision(plan: Plan, before: Plan | None, cluster: Cluster) -> Plan:
+def keep_precision_of_run(plan: Plan, before: Plan | None, cluster: Cluster) -> Plan:
     """`plan` of a run that goes on, with what is to be said of its type of numbers; `before` is the
     run's last plan.
 

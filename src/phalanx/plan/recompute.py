@@ -32,7 +32,7 @@ def plan_recompute(job: Job, shape: ModelCosts, work: Workload, reasons: list[st
             return activation_bytes(shape, replace(work, segments=segments))
 
         # Segments of one rank: without a pipeline it has all blocks.
-        segments = fit_budget(job, shape, work, range(shape.num_layers), activations)
+        segments = fit_recompute_budget(job, shape, work, range(shape.num_layers), activations)
     else:
         segments = job_segments(job, shape)
     work = replace(work, segments=segments)
@@ -46,24 +46,24 @@ def job_segments(job: Job, shape: ModelCosts) -> tuple[Segment, ...]:
     return list_segments(mode, shape.num_layers, interval) if shape.num_layers else ()
 
 
-def fit_budget(
+def fit_recompute_budget(
     job: Job,
     shape: ModelCosts,
     work: Workload,
     blocks: Sequence[int],
     activations: Callable[[tuple[Segment, ...]], float],
 ) -> tuple[Segment, ...]:
-    """The first segments of `_list_by_cost` with which `activations` of one rank, whose blocks are
-    `blocks`, fit its budget."""
+    """The first segments of `_list_segment_choices_by_cost` with which `activations` of one rank,
+    whose blocks are `blocks`, fit its budget."""
     if shape.activations is None:
         raise LayoutError(
             "train.recompute=budget needs activations that can be predicted, and those of your own"
             " module cannot",
             fix="set train.recompute to selective, full, every-k or sqrt",
         )
-    budget_bytes = budget_bytes_of(job)
+    budget_bytes = recompute_budget_bytes(job)
     least: tuple[Segment, ...] = ()
-    for counted in _list_by_cost(len(blocks)):
+    for counted in _list_segment_choices_by_cost(len(blocks)):
         least = tuple(Segment(blocks[s.start], blocks[s.start] + 1, s.mode) for s in counted)
         if activations(least) <= budget_bytes:
             return least
@@ -71,23 +71,23 @@ def fit_budget(
     raise LayoutError(
         f"with every block recomputed activations take {format_bytes(needed)} per rank, and "
         f"train.recompute_budget_gib allows {format_bytes(budget_bytes)}",
-        fix=f"allow {_round_up(needed / 2**30)} GiB"
+        fix=f"allow {_round_up_to_three_digits(needed / 2**30)} GiB"
         + (" or use a smaller train.micro_batch_size" * (work.micro_batch_size > 1)),
     )
 
 
-def budget_bytes_of(job: Job) -> int:
+def recompute_budget_bytes(job: Job) -> int:
     return round((job.train.recompute_budget_gib or 0) * 2**30)
 
 
-def _round_up(value: float) -> str:
+def _round_up_to_three_digits(value: float) -> str:
     """`value` rounded up to three digits."""
     # Up and never down: what a message proposes has to be enough.
     digits = 2 - math.floor(math.log10(value))
     return f"{math.ceil(value * 10**digits) / 10**digits:.{max(0, digits)}f}"
 
 
-def _list_by_cost(num_blocks: int) -> Iterator[tuple[Segment, ...]]:
+def _list_segment_choices_by_cost(num_blocks: int) -> Iterator[tuple[Segment, ...]]:
     """Choices of segments from cheap to dear: more and more blocks selectively, which costs little;
     then more and more of them in full."""
     for num_selective in range(num_blocks + 1):
@@ -111,7 +111,7 @@ def recompute_notes(
         return [line]
     line += f", activations {format_bytes(size)}"
     if mode == "budget":
-        line += f" of the {format_bytes(budget_bytes_of(job))} asked"
+        line += f" of the {format_bytes(recompute_budget_bytes(job))} asked"
     return [line]
 
 

@@ -43,19 +43,19 @@ def check_rules(overrides: Mapping[str, str], shape: ModelCosts, tp: int) -> tup
         unproven, name = of_job, f"a {shape.kind} with these rules"
     if not shape.module_names:  # of a probe that says none
         return of_job
-    require_matches(unproven, shape.module_names)
+    require_rule_matches_module(unproven, shape.module_names)
     if not any(rule.kind in CUTS for rule in rules):
         raise missing_rules_error(name)
     for holder in shape.holders:
         rule = find_rule(unproven, holder.name)
         if rule is not None and rule.kind in CUTS:
-            _check(rule, holder, tp)
+            _check_rule(rule, holder, tp)
     if not shape.has_proven_rules:
-        _require_rows(rules, shape.holders)
+        _require_row_rules(rules, shape.holders)
     return rules
 
 
-def _require_rows(rules: Sequence[Rule], holders: Sequence[ParamHolder]) -> None:
+def _require_row_rules(rules: Sequence[Rule], holders: Sequence[ParamHolder]) -> None:
     """Raises LayoutError for columns where nothing takes parts of features: no row anywhere, and
     no sum."""
     column, takes_parts = None, any(rule.summed for rule in rules)
@@ -67,10 +67,10 @@ def _require_rows(rules: Sequence[Rule], holders: Sequence[ParamHolder]) -> None
             column = column or rule
         takes_parts = takes_parts or rule.kind == "row"
     if column is not None and not takes_parts:
-        raise missing_row_error(column, "no row takes them")
+        raise missing_row_rule_error(column, "no row takes them")
 
 
-def missing_row_error(column: Rule, problem: str) -> LayoutError:
+def missing_row_rule_error(column: Rule, problem: str) -> LayoutError:
     return LayoutError(
         f"a rank has a part of the features that it puts out, and {problem}",
         where=f'sharding rule "{column.pattern}" = "{column.text}"',
@@ -85,7 +85,7 @@ def missing_rules_error(model: str) -> LayoutError:
     )
 
 
-def require_matches(rules: Iterable[Rule], names: Sequence[str]) -> None:
+def require_rule_matches_module(rules: Iterable[Rule], names: Sequence[str]) -> None:
     """Raises LayoutError for a rule that is for no module."""
     for rule in rules:
         if not any(matches(rule.pattern, name) for name in names):
@@ -122,7 +122,7 @@ def require_cuttable(rule: Rule, name: str, kind: str) -> None:
         )
 
 
-def require_parts(rule: Rule, name: str, kind: str) -> None:
+def require_fused_expert_parts(rule: Rule, name: str, kind: str) -> None:
     """Raises LayoutError for experts whose first matrices hold other parts than the rule says."""
     num_parts, contents, text = 1, "up alone", "experts"
     if kind == "stacked with gates":
@@ -135,16 +135,16 @@ def require_parts(rule: Rule, name: str, kind: str) -> None:
         )
 
 
-def _check(rule: Rule, holder: ParamHolder, tp: int) -> None:
+def _check_rule(rule: Rule, holder: ParamHolder, tp: int) -> None:
     require_cuttable(rule, holder.name, holder.kind)
-    require_parts(rule, holder.name, holder.kind)
+    require_fused_expert_parts(rule, holder.name, holder.kind)
     size = holder.num_outputs
     if rule.kind == "row":
         size = holder.num_inputs
     rule.spans(size, tp, 0, name=holder.name)
 
 
-def describe_whole_matrices(rules: Sequence[Rule], shape: ModelCosts) -> str:
+def describe_unsharded_matrices(rules: Sequence[Rule], shape: ModelCosts) -> str:
     """A line about matrices that no rule names, which stay whole on every rank; "" if there are
     none to name."""
     if shape.has_proven_rules:
@@ -194,9 +194,9 @@ def check_overrides(
             uncut = [name for name in inside if name not in names]
             _require_gradient_sums(rules, region, uncut, is_cut=any(cuts.values()))
     if "embed" in holders:
-        _require_ends(rules, holders, cuts_sequence=cuts_sequence)
+        _require_embedding_and_head_rules(rules, holders, cuts_sequence=cuts_sequence)
     else:
-        _require_whole_classes(find_rule(rules, "head"))
+        _require_unsharded_classes(find_rule(rules, "head"))
 
 
 def _require_equal_cuts(
@@ -281,7 +281,9 @@ def _find_cuts(rule: Rule | None, holder: ParamHolder, tp: int) -> Cuts:
     return tuple(tuple(rule.spans(size, tp, rank, name=holder.name)) for rank in range(tp))
 
 
-def _require_ends(rules: Sequence[Rule], modules: Collection[str], *, cuts_sequence: bool) -> None:
+def _require_embedding_and_head_rules(
+    rules: Sequence[Rule], modules: Collection[str], *, cuts_sequence: bool
+) -> None:
     """Raises LayoutError for rules of embedding or head that do not go with a cut sequence, or with
     a loss by tokens. `modules`: names of those that hold parameters."""
     head_name = "head" if "head" in modules else "embed"  # a tied one
@@ -307,7 +309,7 @@ def _require_ends(rules: Sequence[Rule], modules: Collection[str], *, cuts_seque
             )
 
 
-def _require_whole_classes(head: Rule | None) -> None:
+def _require_unsharded_classes(head: Rule | None) -> None:
     if head is not None and (head.kind == "row" or (head.kind == "column" and not head.gather)):
         problem = "a head over classes needs all features and all classes"
         raise LayoutError(

@@ -141,9 +141,10 @@ def _head_span(part: FusedPart, unit: int, tp: int, rank: int, name: str) -> Dim
         # More ranks than key heads: neighbours hold the same one, which serves their queries.
         copies = tp // part.heads
         return DimSlice(rank // copies * unit, unit, rank % copies, copies)
+    degrees = legal_tp_degrees(part.queries or part.heads, part.heads)
     raise LayoutError(
         f"tp {tp} does not divide the {part.heads} heads of {name}",
-        fix=f"nearest: {_nearest(tp, legal_degrees(part.queries or part.heads, part.heads))}",
+        fix=f"nearest: {_format_nearest_degrees(tp, degrees)}",
     )
 
 
@@ -157,7 +158,7 @@ def _feature_span(width: int, tp: int, rank: int, name: str) -> DimSlice:
     return DimSlice(start, width * (rank + 1) // tp - start)
 
 
-def legal_degrees(num_heads: int, num_kv_heads: int) -> list[int]:
+def legal_tp_degrees(num_heads: int, num_kv_heads: int) -> list[int]:
     """The degrees of tp that attention with so many heads can have, in ascending order."""
     degrees = [tp for tp in range(1, num_heads + 1) if num_heads % tp == 0]
     return [tp for tp in degrees if num_kv_heads % tp == 0 or tp % num_kv_heads == 0]
@@ -168,7 +169,7 @@ def describe_heads(num_heads: int, num_kv_heads: int) -> str:
     return f"{plural(num_heads, 'head')} with {plural(num_kv_heads, 'key-value head')}"
 
 
-def _nearest(degree: int, legal: list[int]) -> str:
+def _format_nearest_degrees(degree: int, legal: list[int]) -> str:
     below, above = [d for d in legal if d < degree][-1:], [d for d in legal if d > degree][:1]
     return " or ".join(map(str, below + above))
 
@@ -201,7 +202,10 @@ def _parse(pattern: str, text: str) -> Rule:
             )
         values[key] = value
     try:
-        parts, divide = _parts(values), _counts(values.get("divide", ""))
+        parts, divide = (
+            _parse_fused_parts(values),
+            _parse_count_attributes(values.get("divide", "")),
+        )
     except ValueError:
         raise LayoutError(
             "its numbers cannot be read",
@@ -214,7 +218,7 @@ def _parse(pattern: str, text: str) -> Rule:
     )
 
 
-def _parts(values: Mapping[str, str]) -> tuple[FusedPart, ...]:
+def _parse_fused_parts(values: Mapping[str, str]) -> tuple[FusedPart, ...]:
     if "heads" in values:
         parts = []
         for word in values["heads"].split("+"):
@@ -229,7 +233,7 @@ def _parts(values: Mapping[str, str]) -> tuple[FusedPart, ...]:
     return (FusedPart(),) * count
 
 
-def _counts(text: str) -> tuple[CountAttribute, ...]:
+def _parse_count_attributes(text: str) -> tuple[CountAttribute, ...]:
     counts = []
     for word in filter(None, text.split(",")):
         attribute, slash, heads = word.partition("/")

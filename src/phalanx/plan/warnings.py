@@ -21,7 +21,7 @@ from phalanx.job.learning_rate import (
     unscaled_rate,
 )
 from phalanx.job.schema import Job
-from phalanx.plan.pipeline.bubble import warn_of_compiled_halves, warn_of_long_bubble
+from phalanx.plan.pipeline.bubble import warn_of_compiled_split_backward, warn_of_long_bubble
 from phalanx.plan.plan import EarlyWarning, Plan
 
 LARGE_BATCH_TOKENS = 2**18
@@ -88,7 +88,7 @@ def _warn_of_no_warmup(job: Job, plan: Plan, data: DataFacts | None) -> str | No
     high = HIGH_LR.get(job.optim.kind, math.inf)
     remedy = f"set optim.warmup_steps, {max(1, min(job.train.steps // 20, 2000))} say"
     is_large, size = tokens >= LARGE_BATCH_TOKENS, f"{tokens:,} tokens"
-    if _is_samples(job, data):
+    if _counts_own_samples(job, data):
         is_large, size = batch >= LARGE_BATCH_SAMPLES, f"{batch:,} samples"
     if is_large:
         return (
@@ -127,7 +127,7 @@ def _warn_of_high_lr(job: Job, plan: Plan, data: DataFacts | None) -> str | None
     )
 
 
-def _warn_of_few_statistics(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
+def _warn_of_small_batchnorm_batch(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     norms, ranks = plan.model_shape.num_batchnorms, plan.layout.data_parallel_size
     micro = plan.micro_batch_size
     if not norms:
@@ -271,14 +271,14 @@ def _warn_of_bubble(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
 
 
 def _warn_of_compiled_stages(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
-    return warn_of_compiled_halves(job, plan)
+    return warn_of_compiled_split_backward(job, plan)
 
 
 RULES: tuple[tuple[str, Rule], ...] = (
     ("no_warmup", _warn_of_no_warmup),
     ("lr_ignores_batch", _warn_of_fixed_lr),
     ("high_lr_of_trained_weights", _warn_of_high_lr),
-    ("few_batchnorm_samples", _warn_of_few_statistics),
+    ("few_batchnorm_samples", _warn_of_small_batchnorm_batch),
     ("dropout_depends_on_layout", _warn_of_dropout),
     ("dataset_below_batch", _warn_of_small_dataset),
     ("many_epochs", _warn_of_many_epochs),
@@ -292,7 +292,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
 )
 
 
-def epoch_ends(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
+def describe_partial_epoch_batch(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     """A line on samples that do not fill a batch, which other trainers drop; None where there are
     none.
 
@@ -311,7 +311,7 @@ def epoch_ends(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     )
 
 
-def _is_samples(job: Job, data: DataFacts | None) -> bool:
+def _counts_own_samples(job: Job, data: DataFacts | None) -> bool:
     return data is not None and data.unit == "samples"
 
 

@@ -72,7 +72,7 @@ class Workload:
         return self.compute_bytes
 
     @property
-    def error_bytes(self) -> int:
+    def error_feedback_bytes(self) -> int:
         """Bytes per parameter that compression has not sent yet. Each rank has its own."""
         return 4 if has_error_feedback(self.compress) else 0
 
@@ -104,7 +104,7 @@ def build_workload(
         num_microbatches,
         document_masks=job.data.document_masks,
         optimizer_bytes=_optimizer_bytes(job),
-        copies_state=_copies_state(job),
+        copies_state=_needs_save_copy(job),
         tp=tp,
         rules=check_rules(job.parallel.rules, shape, tp),
         cuts_sequence=cuts_sequence(job, shape),
@@ -135,7 +135,7 @@ def _optimizer_bytes(job: Job) -> int:
     return 8
 
 
-def _copies_state(job: Job) -> bool:
+def _needs_save_copy(job: Job) -> bool:
     """True if anything is saved on the way: the saves at the end and at a stop are waited for,
     and need no copy."""
     return job.checkpoint.asynchronous and (job.checkpoint.has_interval or job.eval.keep_best)

@@ -18,14 +18,19 @@ from phalanx.plan.pipeline.bubble import (
     LIMIT,
     MAX_ACTIONS,
     UNEVEN,
-    bubble_with_half_stages,
     find_enough_microbatches,
+    predict_bubble_with_halved_stages,
 )
-from phalanx.plan.pipeline.costs import model_parts
+from phalanx.plan.pipeline.costs import model_part_costs
 from phalanx.plan.pipeline.cut import LayerCosts, Stages
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.pipeline.simulate import StageCosts, Timeline
-from phalanx.plan.pipeline.trace import ProposedCut, recut, scale_to_measurement, total_seconds
+from phalanx.plan.pipeline.trace import (
+    ProposedCut,
+    forward_backward_seconds,
+    recut,
+    scale_to_measurement,
+)
 from phalanx.report import formats
 from phalanx.report.formats import finite_or_zero, number_or_nan
 
@@ -60,7 +65,7 @@ class MeasuredPipeline:
         try:
             costs = tuple(StageCosts(*map(float, row)) for row in event.stage_seconds)
             in_flight = [int(count) for count in event.in_flight]
-            is_whole = all(math.isfinite(total_seconds(cost)) for cost in costs)
+            is_whole = all(math.isfinite(forward_backward_seconds(cost)) for cost in costs)
         except (TypeError, ValueError):
             return None
         fits = len(costs) == pipeline.num_stages and len(in_flight) == pipeline.num_ranks
@@ -80,7 +85,7 @@ class MeasuredPipeline:
     @property
     def slowest(self) -> tuple[int, float]:
         """The slowest stage, and how many times the mean it takes."""
-        totals = [total_seconds(cost) for cost in self.costs]
+        totals = [forward_backward_seconds(cost) for cost in self.costs]
         mean = sum(totals) / len(totals)
         slowest = max(range(len(totals)), key=totals.__getitem__)
         if not mean:
@@ -196,7 +201,7 @@ class MeasuredPipeline:
 
     def _suggest_interleaving(self) -> list[str]:
         """Two stages on each rank instead of one, if blocks can be cut so."""
-        bubble = bubble_with_half_stages(self.pipeline, self._even_costs)
+        bubble = predict_bubble_with_halved_stages(self.pipeline, self._even_costs)
         # Less than a tenth shorter is not worth another schedule.
         if bubble is None or bubble > 0.9 * self.event.bubble_predicted:
             return []
@@ -212,7 +217,7 @@ def _layer_costs_of_run(plan: dict[str, Any], run_dir: Path) -> LayerCosts | Non
     do not fit together."""
     try:
         job = Job.model_validate_json(read_regular(run_dir / "job.json"))
-        return model_parts(job, read_shape(plan["shape"])).layer_costs
+        return model_part_costs(job, read_shape(plan["shape"])).layer_costs
     except (OSError, ValueError, TypeError, KeyError, LayoutError):
         return None
 

@@ -22,7 +22,7 @@ from phalanx.job.module_probe import (
     find_sources,
 )
 from phalanx.job.schema import Job
-from phalanx.plan.mixed_rows import MAX_PARAMS, RowMixing, has_own_code, row_warnings
+from phalanx.plan.mixed_rows import MAX_PARAMS, RowMixing, has_user_loss_code, warn_of_mixed_rows
 from phalanx.plan.plan import EarlyWarning, Plan
 
 PROBE = "phalanx.run.one_process.rows_probe"
@@ -37,12 +37,12 @@ def warnings_of_rows(job: Job, plan: Plan, *, ask: bool = True) -> tuple[EarlyWa
 
     Without `ask`, user code is not called: only an answer that is kept from before counts.
     """
-    if not has_own_code(job) or plan.num_params > MAX_PARAMS:
+    if not has_user_loss_code(job) or plan.num_params > MAX_PARAMS:
         return ()
     facts = _facts_of_rows(job, plan, ask)
     if facts.unknown:
         raise LayoutError(f"model.objective={job.model.objective}: {facts.unknown}")
-    return row_warnings(facts, job, plan)
+    return warn_of_mixed_rows(facts, job, plan)
 
 
 def _facts_of_rows(job: Job, plan: Plan, ask: bool) -> RowMixing:

@@ -22,7 +22,7 @@ from phalanx.launch.paths import refuse_linked_folders
 from phalanx.plan.cluster import Cluster, detect_cluster
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
-from phalanx.plan.precision import keep_precision, replace_precision
+from phalanx.plan.precision import keep_precision_of_run, replace_precision
 from phalanx.run.data_counts import count_data
 from phalanx.run.directory import (
     DATA_FOLDER,
@@ -176,11 +176,11 @@ def _plan_with_data(
         more=tokens.remarks(corpus),
     )
     _refuse_images(corpus, plan.model_shape)
-    plan = keep_precision(plan, basis.earlier_plan, basis.cluster)
+    plan = keep_precision_of_run(plan, basis.earlier_plan, basis.cluster)
     # A run is known by it, wherever it goes on.
     job = replace_precision(job, plan.precision)
-    row_warnings = warnings_of_rows(job, plan, ask=not resume)
-    plan = replace(plan, warnings=(*plan.warnings, *row_warnings))
+    warn_of_mixed_rows = warnings_of_rows(job, plan, ask=not resume)
+    plan = replace(plan, warnings=(*plan.warnings, *warn_of_mixed_rows))
     return job, plan, corpus, unverified
 
 

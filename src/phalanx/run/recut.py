@@ -11,7 +11,7 @@ from phalanx.core.errors import LayoutError, UsageError
 from phalanx.job.schema import Job
 from phalanx.observe.events import PipelineMeasured
 from phalanx.observe.tail import read_recorded
-from phalanx.plan.pipeline.costs import model_parts
+from phalanx.plan.pipeline.costs import model_part_costs
 from phalanx.plan.pipeline.cut import Stages
 from phalanx.plan.pipeline.simulate import StageCosts
 from phalanx.plan.pipeline.trace import ProposedCut, recut
@@ -66,7 +66,7 @@ def recut_of_run(job: Job, plan: Plan, run_dir: Path) -> RunRecut:
             "stages have three numbers, and these have not", where=str(run_dir)
         ) from None
     # Recomputation is in what was measured, and so not in what shares it out.
-    weights = model_parts(job, plan.model_shape).layer_costs
+    weights = model_part_costs(job, plan.model_shape).layer_costs
     return RunRecut(
         run_dir,
         event,

@@ -23,7 +23,7 @@ from phalanx.parallel.executor import Batch
 from phalanx.parallel.parallelize import transforms
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
-from phalanx.plan.rule_checks import check_rules, describe_whole_matrices
+from phalanx.plan.rule_checks import check_rules, describe_unsharded_matrices
 from phalanx.verify.bands import describe_bands, summarize_bands
 from phalanx.verify.batches import cast_steps, make_global_steps, move_steps, take_rank_rows
 from phalanx.verify.cases import PLAIN, SECOND_IMPLEMENTATIONS
@@ -234,7 +234,7 @@ def _list_notes(
     notes = []
     if plan.layout.tp > 1:
         rules = check_rules(plan.parallel.rules, plan.model_shape, plan.layout.tp)
-        notes.append(describe_whole_matrices(rules, plan.model_shape))
+        notes.append(describe_unsharded_matrices(rules, plan.model_shape))
     if trace.narrows and trace.dtype == "float64":
         notes.append(
             "the module computes in fewer digits than float64 on its way, and is judged by those"

@@ -180,7 +180,7 @@ def _sliding_window_from_config(
     window = int(config.get("sliding_window") or 0)
     if family.window == "all":
         return {"sliding_window": window}
-    types = config.get("attention_layer_types") or _default_layer_types(config, num_layers)
+    types = config.get("layer_types") or _default_layer_types(config, num_layers)
     if not window or SLIDING not in types:
         return {"sliding_window": 0}
     shape = DecoderShape(num_layers, 0, 0, 0, 0, 0, 0, False, sliding_window=window)
@@ -189,7 +189,7 @@ def _sliding_window_from_config(
         if attention_layer_types(replace(shape, global_every=interval)) == list(types):
             return {"sliding_window": window, "global_every": interval}
     raise LayoutError(
-        f"attention_layer_types {list(types)} cannot be said",
+        f"layer_types {list(types)} cannot be said",
         why="phalanx leaves out every n-th block's window",
     )
 
@@ -353,10 +353,10 @@ def _build_family_config(
             config["label2id"][f"LABEL_{number}"] = number
     if family.window:
         config["sliding_window"] = decoder.sliding_window or None
-    if family.window == "attention_layer_types":
+    if family.window == "layer_types":
         config |= {
             "use_sliding_window": decoder.sliding_window > 0,
-            "attention_layer_types": attention_layer_types(decoder),
+            "layer_types": attention_layer_types(decoder),
         }
     if family.rope:
         length = max(max_positions, int(decoder.rope_original_len * decoder.rope_factor), 1)

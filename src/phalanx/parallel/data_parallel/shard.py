@@ -33,7 +33,7 @@ from phalanx.parallel.expert.transform import SeparateExperts
 from phalanx.parallel.pipeline.staged import PipelineStageGroup
 from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.plan.choice import AUTO
-from phalanx.plan.layout import split_dim
+from phalanx.plan.layout import zero_split_dim
 from phalanx.plan.plan import Plan
 
 
@@ -133,7 +133,7 @@ def _reduce_last(context: ParallelContext, units: list[FSDPModule]) -> None:
 
 
 def _evenly(num_ranks: int) -> Callable[[nn.Parameter], Shard]:
-    return lambda parameter: Shard(split_dim(parameter.shape, num_ranks))
+    return lambda parameter: Shard(zero_split_dim(parameter.shape, num_ranks))
 
 
 def keep_for_pipeline(context: ParallelContext, units: list[FSDPModule]) -> None:

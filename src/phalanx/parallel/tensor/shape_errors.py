@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx.core.errors import LayoutError
-from phalanx.plan.rule_checks import missing_row_error
+from phalanx.plan.rule_checks import missing_row_rule_error
 from phalanx.plan.rules import Rule
 
 MISFITS = (
@@ -54,7 +54,7 @@ def shard_width_error(error: Exception, columns: Sequence[OpenColumn]) -> Layout
     if not matches:
         return None
     column = min(matches, key=lambda column: column.has_row)
-    return missing_row_error(
+    return missing_row_rule_error(
         column.rule,
         f"those of {column.name}, {column.rank_size} of {column.full_size}, meet what is whole:"
         f" {message}",

@@ -18,7 +18,7 @@ from phalanx.parallel.tensor import modules as tp_modules
 from phalanx.parallel.tensor.dropout import PartialDropoutCheck, partial_dropout_error
 from phalanx.parallel.tensor.overlap import overlap_columns
 from phalanx.parallel.tensor.shape_errors import OpenColumn
-from phalanx.plan.rule_checks import require_cuttable, require_parts
+from phalanx.plan.rule_checks import require_cuttable, require_fused_expert_parts
 from phalanx.plan.rules import CUTS, DimSlice, Rule, find_rule
 
 
@@ -50,9 +50,18 @@ class ModuleSharder:
         self._modules = {full_name(name): part for name, part in self.module.named_modules()}
         self._rules: dict[str, Rule] = {}
         for name in self._modules:
-            rule = None if name in self.absent else find_rule(self.rules, name)
-            if rule is not None:
+            rule = find_rule(self.rules, name)
+            if rule is not None and name in self.absent:
+                self._follow_absent(self._modules[name], rule)
+            elif rule is not None:
                 self._rules[name] = rule
+
+    def _follow_absent(self, part: nn.Module, rule: Rule) -> None:
+        """Cut the sequence behind an embedding whose parameters another stage holds: what this
+        stage has beside it, tied to its head say, is cut there, and they are added."""
+        is_embedding = rule.kind in ("vocab", "sequence") and isinstance(part, nn.Embedding)
+        if self.group.cuts_sequence and is_embedding:
+            part.register_forward_hook(functools.partial(tp_modules.keep_own_tokens, self.group))
 
     def shard(self) -> None:
         """Cut what rules name, and check that what follows fits."""
@@ -241,7 +250,7 @@ class ModuleSharder:
             )
         # Gate and up are fused in the first matrix (parts=2); `down` takes one product of both.
         first, hidden = first_of_stack(part), part.down_proj.shape[2]  # type: ignore[union-attr,index]
-        require_parts(rule, name, classify_module(part, is_attention=False))
+        require_fused_expert_parts(rule, name, classify_module(part, is_attention=False))
         self._shard(name, part, first, 1, self._spans(rule, getattr(part, first).shape[1], name))
         self._shard(
             name,

@@ -28,7 +28,7 @@ from phalanx.plan.choice import AUTO
 from phalanx.plan.plan import Plan
 from phalanx.plan.rule_checks import (
     missing_rules_error,
-    require_matches,
+    require_rule_matches_module,
 )
 from phalanx.plan.rules import CUTS, Rule, parse_rules
 
@@ -93,7 +93,7 @@ def rules_for(
     rules = parse_rules({**job_rules, **brought})
     if not any(rule.kind in CUTS for rule in rules):
         raise missing_rules_error(type(module).__name__)
-    require_matches(rules, list(names))
+    require_rule_matches_module(rules, list(names))
     return rules
 
 

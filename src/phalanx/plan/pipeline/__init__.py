@@ -4,7 +4,7 @@ Torch-free.
 
 The types, one walk of the data:
 
-    ModelCosts ─► costs.model_parts ─► cut.cut_stages ─► Stages ─► costs.cost_stages ─► StageCosts
+    ModelCosts ─► model_part_costs ─► cut.cut_stages ─► Stages ─► predict_stage_costs ─► StageCosts
                                                                                              │
     name, ranks, microbatches ─► generate.generate_schedule ─┐                               ▼
     a CSV file ─► schedule.read_schedule ────────────────────┴─► Schedule ─► simulate.simulate

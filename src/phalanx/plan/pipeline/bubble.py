@@ -13,12 +13,12 @@ from phalanx.core.errors import LayoutError
 from phalanx.core.units import plural
 from phalanx.job.nearest import divisors
 from phalanx.job.schema import Job
-from phalanx.plan.pipeline.costs import model_parts
+from phalanx.plan.pipeline.costs import model_part_costs
 from phalanx.plan.pipeline.cut import LayerCosts, cut_for_ranks
 from phalanx.plan.pipeline.generate import default_stages_per_rank, generate_schedule
 from phalanx.plan.pipeline.pipeline_plan import Pipeline, place_stages
 from phalanx.plan.pipeline.simulate import Seconds, StageCosts, simulate
-from phalanx.plan.pipeline.trace import scale_costs, splits_backward, total_seconds
+from phalanx.plan.pipeline.trace import forward_backward_seconds, scale_costs, splits_backward
 from phalanx.plan.plan import Plan
 
 LIMIT = 0.2  # of the ranks' time; waiting more than that is worth a change
@@ -61,7 +61,7 @@ def find_enough_microbatches(
         costs = pipeline.costs
     if pipeline.rows or not costs:
         return None
-    for count, is_divided in _counts(pipeline.num_microbatches, share):
+    for count, is_divided in _list_larger_microbatch_counts(pipeline.num_microbatches, share):
         # A microbatch of fewer samples takes less time in all stages alike, which no share depends
         # on.
         bubble = bubble_of(
@@ -72,7 +72,7 @@ def find_enough_microbatches(
     return None
 
 
-def _counts(now: int, share: int) -> Iterator[tuple[int, bool]]:
+def _list_larger_microbatch_counts(now: int, share: int) -> Iterator[tuple[int, bool]]:
     """Larger numbers of microbatches to try, with True where they divide `share`: those first,
     because they leave the batch as it is."""
     for count in divisors(share):
@@ -87,10 +87,10 @@ def predict_interleaved_bubble(pipeline: Pipeline, layers: LayerCosts) -> float 
     """The bubble with two stages on each rank; None if that cannot be, or a rank has more now."""
     if pipeline.schedule_name not in ("gpipe", "1f1b"):
         return None
-    return bubble_with_schedule(pipeline, layers, "interleaved")
+    return predict_bubble_with_schedule(pipeline, layers, "interleaved")
 
 
-def bubble_with_schedule(pipeline: Pipeline, layers: LayerCosts, name: str) -> float | None:
+def predict_bubble_with_schedule(pipeline: Pipeline, layers: LayerCosts, name: str) -> float | None:
     """The bubble of a named schedule in place of the pipeline's, `layers` cut anew; None if that
     cannot be."""
     per_rank = default_stages_per_rank(name)
@@ -103,7 +103,9 @@ def bubble_with_schedule(pipeline: Pipeline, layers: LayerCosts, name: str) -> f
     return bubble_of(name, pipeline.num_ranks, pipeline.num_microbatches, per_rank, costs)
 
 
-def bubble_with_half_stages(pipeline: Pipeline, costs: Sequence[StageCosts]) -> float | None:
+def predict_bubble_with_halved_stages(
+    pipeline: Pipeline, costs: Sequence[StageCosts]
+) -> float | None:
     """The bubble with two stages on each rank, each half of one of now; None if that cannot be."""
     if pipeline.schedule_name not in ("gpipe", "1f1b") or min(pipeline.stages.num_blocks) < 2:
         return None
@@ -139,7 +141,7 @@ def warn_of_long_bubble(job: Job, plan: Plan) -> str | None:
         remedy = f"write more microbatches into {job.parallel.schedule_file}{named}"
     else:
         remedy = _suggest_settings(job, plan, plan.pipeline, float(timeline.bubble))
-    work = [total_seconds(cost) for cost in plan.pipeline.costs]
+    work = [forward_backward_seconds(cost) for cost in plan.pipeline.costs]
     rank, ratio = find_busiest_rank(work, plan.pipeline.rank_of_stage)
     if ratio > UNEVEN:
         remedy += f"; rank {rank} has {ratio:.2f} times the mean work"
@@ -173,7 +175,7 @@ def _suggest_settings(job: Job, plan: Plan, pipeline: Pipeline, bubble: float) -
                 f" train.micro_batch_size={plan.micro_batch_size}"
             )
         fixes.append(f"{how} ({count} microbatches: {new_bubble:.0%})")
-    layers = model_parts(job, plan.model_shape).layer_costs
+    layers = model_part_costs(job, plan.model_shape).layer_costs
     interleaved = predict_interleaved_bubble(pipeline, layers)
     if interleaved is not None and interleaved < MUCH_SMALLER * bubble:
         fixes.append(f"parallel.schedule=interleaved ({interleaved:.0%})")
@@ -195,7 +197,7 @@ def _suggest_schedule_name(pipeline: Pipeline, share: int) -> str:
     return ""
 
 
-def warn_of_compiled_halves(job: Job, plan: Plan) -> str | None:
+def warn_of_compiled_split_backward(job: Job, plan: Plan) -> str | None:
     """The warning for a schedule that puts off gradients of weights with compiled blocks, which
     do their backward at once."""
     if plan.pipeline is None or not plan.compile or not splits_backward(plan.pipeline.schedule()):
@@ -208,14 +210,14 @@ def warn_of_compiled_halves(job: Job, plan: Plan) -> str | None:
         f"schedule {name} puts off gradients of weights (W), and train.compile leaves nothing to"
         " put off: compiled blocks do both halves of a backward at once"
     )
-    layers = model_parts(job, plan.model_shape).layer_costs
+    layers = model_part_costs(job, plan.model_shape).layer_costs
     timeline = plan.pipeline.timeline()
     if timeline is None:
         return message
     now = float(timeline.bubble)
     bubbles = []
     for other in ("1f1b", "interleaved"):
-        bubble = bubble_with_schedule(plan.pipeline, layers, other)
+        bubble = predict_bubble_with_schedule(plan.pipeline, layers, other)
         if bubble is not None:
             bubbles.append((bubble, other))
     message += f"; ranks wait {now:.0%} of each step"

@@ -28,16 +28,16 @@ def find_problems(schedule: Schedule, *, max_in_flight: int | None = None) -> tu
     not listed.
     """
     places = _list_action_positions(schedule)
-    problems = [*_find_misplacements(schedule), *_find_miscounts(schedule, places)]
+    problems = [*_find_misplaced_actions(schedule), *_find_miscounted_actions(schedule, places)]
     # Only a schedule with every action once, where it belongs, can be run on paper.
     if not problems:
-        problems = list(_find_endless_waits(schedule))
+        problems = list(_find_deadlocked_ranks(schedule))
     if not problems and max_in_flight is not None:
         problems = list(_find_too_many_in_flight(schedule, max_in_flight))
     return tuple(problems)
 
 
-def require_runnable(schedule: Schedule, *, max_in_flight: int | None = None) -> None:
+def require_runnable_schedule(schedule: Schedule, *, max_in_flight: int | None = None) -> None:
     """Raises LayoutError with the first problem that `find_problems` finds, and how many more
     there are."""
     problems = find_problems(schedule, max_in_flight=max_in_flight)
@@ -48,7 +48,7 @@ def require_runnable(schedule: Schedule, *, max_in_flight: int | None = None) ->
         raise LayoutError(message)
 
 
-def _at(rank: int, position: int) -> str:
+def _format_position(rank: int, position: int) -> str:
     return f"rank {rank}, position {position + 1}"
 
 
@@ -60,14 +60,14 @@ def _list_action_positions(schedule: Schedule) -> dict[Action, list[_Place]]:
     return places
 
 
-def _find_misplacements(schedule: Schedule) -> Iterator[Problem]:
+def _find_misplaced_actions(schedule: Schedule) -> Iterator[Problem]:
     """A problem for each action of a stage or microbatch that does not exist, or on a rank that
     does not hold the stage."""
     for rank, row in enumerate(schedule.actions):
         if not row:
             yield Problem(f"rank {rank}", "has nothing to do")
         for position, action in enumerate(row):
-            where = _at(rank, position)
+            where = _format_position(rank, position)
             if action.stage >= schedule.num_stages:
                 yield Problem(str(action), f"there are {schedule.num_stages} stages, from 0", where)
             elif action.microbatch >= schedule.num_microbatches:
@@ -81,22 +81,24 @@ def _find_misplacements(schedule: Schedule) -> Iterator[Problem]:
                 yield Problem(str(action), f"stage {action.stage} is on rank {owner}", where)
 
 
-def _find_miscounts(schedule: Schedule, places: dict[Action, list[_Place]]) -> Iterator[Problem]:
+def _find_miscounted_actions(
+    schedule: Schedule, places: dict[Action, list[_Place]]
+) -> Iterator[Problem]:
     """A problem for each action that is done twice, or never."""
     for action, occurrences in places.items():
         for rank, position in occurrences[1:]:
             yield Problem(
                 str(action),
-                f"comes a second time; the first is at {_at(*occurrences[0])}",
-                _at(rank, position),
+                f"comes a second time; the first is at {_format_position(*occurrences[0])}",
+                _format_position(rank, position),
             )
     # Over all that should be there: an action that nobody does is in no row.
     for stage, owner in enumerate(schedule.rank_of_stage):
         for microbatch in range(schedule.num_microbatches):
-            yield from _find_miscounts_of_microbatch(stage, microbatch, owner, places)
+            yield from _find_miscounted_actions_of_microbatch(stage, microbatch, owner, places)
 
 
-def _find_miscounts_of_microbatch(
+def _find_miscounted_actions_of_microbatch(
     stage: int, microbatch: int, owner: int, places: dict[Action, list[_Place]]
 ) -> Iterator[Problem]:
     forward, backward, inputs, weights = (
@@ -109,7 +111,9 @@ def _find_miscounts_of_microbatch(
     if backward in places:
         for half in halves:
             yield Problem(
-                str(half), f"is part of {backward}, which is there too", _at(*places[half][0])
+                str(half),
+                f"is part of {backward}, which is there too",
+                _format_position(*places[half][0]),
             )
     elif not halves:
         yield Problem(str(backward), f"{missing}, and so are {inputs} and {weights}")
@@ -117,10 +121,14 @@ def _find_miscounts_of_microbatch(
         half, other = inputs, weights
         if halves == [weights]:
             half, other = weights, inputs
-        yield Problem(str(other), f"{missing}; {half} is half of a backward", _at(*places[half][0]))
+        yield Problem(
+            str(other),
+            f"{missing}; {half} is half of a backward",
+            _format_position(*places[half][0]),
+        )
 
 
-def _find_endless_waits(schedule: Schedule) -> Iterator[Problem]:
+def _find_deadlocked_ranks(schedule: Schedule) -> Iterator[Problem]:
     """A problem for each rank that never ends: where it stands, and where what it waits for
     would be made."""
     # Any seconds do: who waits for ever follows from the order alone.
@@ -142,11 +150,13 @@ def _find_endless_waits(schedule: Schedule) -> Iterator[Problem]:
         if maker_rank != rank:
             stop = standing[maker_rank]
             problem = (
-                f"waits for {maker} of {_at(maker_rank, position)}, and rank {maker_rank} stands at"
-                f" position {stop + 1}, {schedule.actions[maker_rank][stop]}"
+                f"waits for {maker} of {_format_position(maker_rank, position)}, and rank"
+                f" {maker_rank} stands at position {stop + 1}, {schedule.actions[maker_rank][stop]}"
             )
         yield Problem(
-            str(schedule.actions[rank][standing[rank]]), problem, _at(rank, standing[rank])
+            str(schedule.actions[rank][standing[rank]]),
+            problem,
+            _format_position(rank, standing[rank]),
         )
 
 

@@ -55,7 +55,7 @@ def stage_costs(
 FLOPS_PER_S = 1e12  # a scale: what a plan says of a pipeline are parts of a step
 
 
-def params_of_stages(params: PartParams, stages: Stages, stages_held: Collection[int]) -> int:
+def count_params_of_stages(params: PartParams, stages: Stages, stages_held: Collection[int]) -> int:
     """Parameters of a rank that holds the stages `stages_held` of a model whose parts have
     `params`."""
     last = len(stages.num_blocks) - 1
@@ -73,7 +73,7 @@ def params_of_stages(params: PartParams, stages: Stages, stages_held: Collection
     return num_params
 
 
-def require_modules(job: Job, shape: ModelCosts) -> None:
+def require_stage_modules(job: Job, shape: ModelCosts) -> None:
     """Raises LayoutError for names in first_stage or last_stage that there are not, or that are
     in a block."""
     if not (job.parallel.first_stage or job.parallel.last_stage):
@@ -120,14 +120,14 @@ class ModelPartCosts:
         return LayerCosts(flops.embedding.training, blocks, flops.head.training)
 
 
-def model_parts(job: Job, shape: ModelCosts) -> ModelPartCosts:
-    """The parts of the job's model. Raises LayoutError like `require_modules`."""
-    require_modules(job, shape)
+def model_part_costs(job: Job, shape: ModelCosts) -> ModelPartCosts:
+    """The parts of the job's model. Raises LayoutError like `require_stage_modules`."""
+    require_stage_modules(job, shape)
     params = shape.count_part_params(job.parallel.first_stage, job.parallel.last_stage)
     return ModelPartCosts(params, shape.flops(job.data.seq_len))
 
 
-def cost_stages(
+def predict_stage_costs(
     parts: ModelPartCosts, stages: Stages, *, samples: int, recomputed: Collection[int], tp: int
 ) -> tuple[StageCosts, ...]:
     """Seconds of each stage for one microbatch at `FLOPS_PER_S`; of a user's own module only in

@@ -75,12 +75,12 @@ def cut_stages(costs: LayerCosts, num_stages: int) -> Stages:
         )
     # Twice: among the cuts whose costliest stage is cheapest, the most even one.
     work = _IntegerCosts.of(costs, num_stages)
-    largest, _ = _find_best(work, lambda cost, rest: max(cost, rest), limit=None)
-    _, num_blocks_of = _find_best(work, lambda cost, rest: cost**2 + rest, limit=largest)
+    largest, _ = _find_optimal_cut(work, lambda cost, rest: max(cost, rest), limit=None)
+    _, num_blocks_of = _find_optimal_cut(work, lambda cost, rest: cost**2 + rest, limit=largest)
     return Stages(num_blocks_of)
 
 
-def check_cut(num_blocks: Sequence[int], num_layers: int, num_stages: int) -> Stages:
+def check_requested_cut(num_blocks: Sequence[int], num_layers: int, num_stages: int) -> Stages:
     """The stages as the user wants them.
 
     Raises LayoutError if they do not add up, naming the nearest that do.
@@ -121,11 +121,11 @@ def _suggest_nearest_cut(num_blocks: Sequence[int], least: Sequence[int], num_la
         if missing > 0:
             mended[mended.index(min(mended))] += 1
         else:
-            mended[_find_largest_spare(mended, least)] -= 1
+            mended[_find_largest_shrinkable_stage(mended, least)] -= 1
     return ", ".join(map(str, mended))
 
 
-def _find_largest_spare(num_blocks: Sequence[int], least: Sequence[int]) -> int:
+def _find_largest_shrinkable_stage(num_blocks: Sequence[int], least: Sequence[int]) -> int:
     """The first of the largest stages that have more blocks than the least they may have."""
     spare = list(num_blocks)
     for stage, low in enumerate(least):
@@ -175,7 +175,7 @@ class _IntegerCosts:
         return range(first, self.num_blocks - (after - (self.head > 0)) + 1)
 
 
-def _find_best(
+def _find_optimal_cut(
     work: _IntegerCosts, join: Callable[[int, int], int], limit: int | None
 ) -> tuple[int, tuple[int, ...]]:
     """The least value of `join(cost of a stage, value of those after it)`, and the blocks of each
@@ -220,14 +220,14 @@ def cut_for_ranks(costs: LayerCosts, rank_of_stage: Sequence[int]) -> Stages:
     # One stage on each rank: the slowest stage is the busiest rank, and the cut is the best one.
     if len(set(rank_of_stage)) == len(rank_of_stage):
         return best
-    value = _rank_cut(costs, best, rank_of_stage)
+    value = _cut_sort_key(costs, best, rank_of_stage)
     while True:
         moved = min(
             _list_neighbour_cuts(costs, best),
-            key=lambda stages: _rank_cut(costs, stages, rank_of_stage),
+            key=lambda stages: _cut_sort_key(costs, stages, rank_of_stage),
             default=best,
         )
-        lower = _rank_cut(costs, moved, rank_of_stage)
+        lower = _cut_sort_key(costs, moved, rank_of_stage)
         # Strictly lower each time, so the loop ends.
         if lower >= value:
             return best
@@ -254,7 +254,7 @@ def _list_neighbour_cuts(costs: LayerCosts, stages: Stages) -> Iterator[Stages]:
                 yield replace(stages, num_blocks=tuple(moved))
 
 
-def _rank_cut(costs: LayerCosts, stages: Stages, rank_of_stage: Sequence[int]) -> _Value:
+def _cut_sort_key(costs: LayerCosts, stages: Stages, rank_of_stage: Sequence[int]) -> _Value:
     """The work of the busiest rank, that of the slowest stage, and unevenness, to compare cuts
     by."""
     of_stages = costs.of_stages(stages)

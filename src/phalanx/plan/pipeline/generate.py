@@ -20,8 +20,8 @@ def generate_gpipe(num_ranks: int, num_microbatches: int, stages_per_rank: int =
     """GPipe: all forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965)."""
     rows = []
     for rank in range(num_ranks):
-        forwards = _list_actions("F", rank, num_microbatches)
-        backwards = _list_actions("B", rank, num_microbatches)
+        forwards = _list_actions_of_stage("F", rank, num_microbatches)
+        backwards = _list_actions_of_stage("B", rank, num_microbatches)
         rows.append((*forwards, *backwards))
     return Schedule("gpipe", num_microbatches, loop_placement(num_ranks, 1), tuple(rows))
 
@@ -31,14 +31,14 @@ def generate_1f1b(num_ranks: int, num_microbatches: int, stages_per_rank: int = 
     (arXiv 2006.09503)."""
     rows = []
     for rank in range(num_ranks):
-        forwards = _list_actions("F", rank, num_microbatches)
-        backwards = _list_actions("B", rank, num_microbatches)
+        forwards = _list_actions_of_stage("F", rank, num_microbatches)
+        backwards = _list_actions_of_stage("B", rank, num_microbatches)
         # As many forwards ahead as there are stages behind it: then the first gradient is back.
-        rows.append(tuple(_alternate(forwards, backwards, num_ranks - 1 - rank)))
+        rows.append(tuple(_alternate_forward_backward(forwards, backwards, num_ranks - 1 - rank)))
     return Schedule("1f1b", num_microbatches, loop_placement(num_ranks, 1), tuple(rows))
 
 
-def _list_actions(kind: Kind, stage: int, num_microbatches: int) -> list[Action]:
+def _list_actions_of_stage(kind: Kind, stage: int, num_microbatches: int) -> list[Action]:
     return [Action(kind, stage, microbatch) for microbatch in range(num_microbatches)]
 
 
@@ -47,12 +47,16 @@ def generate_interleaved(num_ranks: int, num_microbatches: int, stages_per_rank:
     (Narayanan et al. 2021, arXiv 2104.04473)."""
     rows = []
     for rank in range(num_ranks):
-        forwards = list(_passes("F", rank, num_ranks, num_microbatches, stages_per_rank))
-        backwards = list(_passes("B", rank, num_ranks, num_microbatches, stages_per_rank))
+        forwards = list(
+            _list_interleaved_actions("F", rank, num_ranks, num_microbatches, stages_per_rank)
+        )
+        backwards = list(
+            _list_interleaved_actions("B", rank, num_ranks, num_microbatches, stages_per_rank)
+        )
         # Twice the hops to the last rank: a forward has to get there, and its gradient back.
-        ahead = _num_ahead(num_ranks, num_microbatches, stages_per_rank)
+        ahead = _num_warmup_forwards(num_ranks, num_microbatches, stages_per_rank)
         ahead += 2 * (num_ranks - 1 - rank)
-        rows.append(tuple(_alternate(forwards, backwards, ahead)))
+        rows.append(tuple(_alternate_forward_backward(forwards, backwards, ahead)))
     placement = loop_placement(num_ranks, stages_per_rank)
     return Schedule("interleaved", num_microbatches, placement, tuple(rows))
 
@@ -67,28 +71,45 @@ def generate_interleaved_zero_bubble(
     """
     rows = []
     for rank in range(num_ranks):
-        forwards = list(_passes("F", rank, num_ranks, num_microbatches, stages_per_rank))
-        inputs = list(_passes("I", rank, num_ranks, num_microbatches, stages_per_rank))
-        ahead = _num_ahead(num_ranks, num_microbatches, stages_per_rank) + num_ranks - 1 - rank
-        rows.append(tuple(_insert_weight_actions(_alternate(forwards, inputs, ahead), lag=rank)))
+        forwards = list(
+            _list_interleaved_actions("F", rank, num_ranks, num_microbatches, stages_per_rank)
+        )
+        inputs = list(
+            _list_interleaved_actions("I", rank, num_ranks, num_microbatches, stages_per_rank)
+        )
+        ahead = (
+            _num_warmup_forwards(num_ranks, num_microbatches, stages_per_rank)
+            + num_ranks
+            - 1
+            - rank
+        )
+        rows.append(
+            tuple(
+                _insert_weight_actions(
+                    _alternate_forward_backward(forwards, inputs, ahead), lag=rank
+                )
+            )
+        )
     placement = loop_placement(num_ranks, stages_per_rank)
     return Schedule("interleaved-zero-bubble", num_microbatches, placement, tuple(rows))
 
 
-def num_rounds(num_ranks: int, num_microbatches: int) -> int:
+def num_interleaved_rounds(num_ranks: int, num_microbatches: int) -> int:
     """The number of rounds of about `num_ranks` microbatches that interleaved schedules take
     through all stages of a rank."""
     # As in torch's schedules, to which tests hold ours.
     return max(1, num_microbatches // num_ranks)
 
 
-def _num_ahead(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> int:
+def _num_warmup_forwards(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> int:
     """The number of forwards that the last rank does before its first backward: all of a round,
     but in its last stage."""
-    return (stages_per_rank - 1) * (num_microbatches // num_rounds(num_ranks, num_microbatches))
+    return (stages_per_rank - 1) * (
+        num_microbatches // num_interleaved_rounds(num_ranks, num_microbatches)
+    )
 
 
-def _passes(
+def _list_interleaved_actions(
     kind: Kind, rank: int, num_ranks: int, num_microbatches: int, stages_per_rank: int
 ) -> Iterator[Action]:
     """The actions of one kind on a rank: a round of microbatches goes through one stage, then
@@ -97,14 +118,14 @@ def _passes(
     if kind != "F":
         # A gradient comes from the stage after, so the last stage has it first.
         stages = stages[::-1]
-    size = num_microbatches // num_rounds(num_ranks, num_microbatches)
+    size = num_microbatches // num_interleaved_rounds(num_ranks, num_microbatches)
     for first in range(0, num_microbatches, size):
         for stage in stages:
             for microbatch in range(first, first + size):
                 yield Action(kind, stage, microbatch)
 
 
-def _alternate(
+def _alternate_forward_backward(
     forwards: Sequence[Action], backwards: Sequence[Action], ahead: int
 ) -> Iterator[Action]:
     ahead = min(ahead, len(forwards))
@@ -177,7 +198,7 @@ def can_run_microbatches(name: str, num_ranks: int, num_microbatches: int) -> bo
     named = _find_schedule_kind(name)
     if num_microbatches < max(1, named.least_microbatches_per_rank * num_ranks):
         return False
-    return not named.in_rounds or _fills_rounds(num_ranks, num_microbatches)
+    return not named.in_rounds or _divides_into_rounds(num_ranks, num_microbatches)
 
 
 def default_stages_per_rank(name: str) -> int:
@@ -193,7 +214,7 @@ def _find_schedule_kind(name: str) -> _NamedSchedule:
     return _SCHEDULES[name]
 
 
-def can_have_stages(name: str, stages_per_rank: int) -> bool:
+def can_have_stages_per_rank(name: str, stages_per_rank: int) -> bool:
     """True if a named schedule can have `stages_per_rank`."""
     named = _find_schedule_kind(name)
     most = named.most_stages_per_rank or stages_per_rank
@@ -205,7 +226,7 @@ def require_stages_per_rank(name: str, wish: int) -> None:
     the nearest that it can."""
     named = _find_schedule_kind(name)
     least, most = named.least_stages_per_rank, named.most_stages_per_rank
-    if can_have_stages(name, wish):
+    if can_have_stages_per_rank(name, wish):
         return
     nearest = least
     if most and wish > most:
@@ -226,15 +247,15 @@ def _require_microbatches(name: str, named: _NamedSchedule, num_ranks: int, wish
             why="it has two stages per rank and wants a microbatch in each",
             fix=f"nearest: {least}",
         )
-    if not named.in_rounds or _fills_rounds(num_ranks, wish):
+    if not named.in_rounds or _divides_into_rounds(num_ranks, wish):
         return
     # One microbatch always fills its round, and so does the next multiple of the ranks.
     below = above = wish
-    while not _fills_rounds(num_ranks, below):
+    while not _divides_into_rounds(num_ranks, below):
         below -= 1
-    while not _fills_rounds(num_ranks, above):
+    while not _divides_into_rounds(num_ranks, above):
         above += 1
-    rounds = num_rounds(num_ranks, wish)
+    rounds = num_interleaved_rounds(num_ranks, wish)
     raise LayoutError(
         f"schedule {name} on {num_ranks} ranks cannot run {wish} microbatches",
         why=f"they do not divide into {rounds} equal rounds",
@@ -242,5 +263,5 @@ def _require_microbatches(name: str, named: _NamedSchedule, num_ranks: int, wish
     )
 
 
-def _fills_rounds(num_ranks: int, num_microbatches: int) -> bool:
-    return num_microbatches % num_rounds(num_ranks, num_microbatches) == 0
+def _divides_into_rounds(num_ranks: int, num_microbatches: int) -> bool:
+    return num_microbatches % num_interleaved_rounds(num_ranks, num_microbatches) == 0

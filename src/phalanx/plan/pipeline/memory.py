@@ -9,14 +9,14 @@ from functools import lru_cache
 from phalanx.job.costs import ModelCosts
 from phalanx.plan.memory import (
     StateBytes,
-    allocator_gradient_bytes,
+    adjust_memory_for_device,
+    allocator_retained_gradient_bytes,
     count_segment_bytes,
-    peak_of_segments,
-    place_on_device,
+    peak_segment_bytes,
     state_bytes,
-    uneven_params,
+    uneven_expert_params,
 )
-from phalanx.plan.pipeline.costs import params_of_stages
+from phalanx.plan.pipeline.costs import count_params_of_stages
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.pipeline.schedule import Schedule
 from phalanx.plan.pipeline.simulate import peak_bytes
@@ -58,15 +58,15 @@ def pipeline_memory(
     params = shape.count_part_params(pipeline.first_stage, pipeline.last_stage)
     rank_params = shape.count_part_params(pipeline.first_stage, pipeline.last_stage, work.ep)
     schedule = pipeline.schedule()
-    activations_by_rank = rank_activations(shape, work, pipeline)
-    staging = rank_staging(shape, work, pipeline, num_shares)
+    activations_by_rank = rank_activation_bytes(shape, work, pipeline)
+    staging = rank_staging_bytes(shape, work, pipeline, num_shares)
     memories = []
     for rank in range(pipeline.num_ranks):
         stages = pipeline.stages_of(rank)
-        num_params = params_of_stages(params, pipeline.stages, stages)
-        num_rank_params = params_of_stages(rank_params, pipeline.stages, stages)
+        num_params = count_params_of_stages(params, pipeline.stages, stages)
+        num_rank_params = count_params_of_stages(rank_params, pipeline.stages, stages)
         ranges = [pipeline.stages.ranges[stage] for stage in stages]
-        uneven = uneven_params(shape, zero_stage, dp_size, work.ep, ranges)
+        uneven = uneven_expert_params(shape, zero_stage, dp_size, work.ep, ranges)
         memory = _state_bytes(num_params, num_rank_params, work, zero_stage, dp_size, uneven)
         if shape.activations is not None:
             memory["activations"] = activations_by_rank[rank]
@@ -77,14 +77,14 @@ def pipeline_memory(
         if device == "cpu" and work.copies_state:
             memory["staging"] = staging[rank]
         # Gradients of a pipeline add up over its microbatches on any number of ranks.
-        freed = allocator_gradient_bytes(shape, work, zero_stage, accumulates=True)
-        memories.append(place_on_device(memory, work, device, freed))
+        freed = allocator_retained_gradient_bytes(shape, work, zero_stage, accumulates=True)
+        memories.append(adjust_memory_for_device(memory, work, device, freed))
     return tuple(memories)
 
 
 # A plan asks again for each candidate, and these do not depend on its ZeRO stage.
 @lru_cache(maxsize=32)
-def rank_activations(shape: ModelCosts, work: Workload, pipeline: Pipeline) -> tuple[int, ...]:
+def rank_activation_bytes(shape: ModelCosts, work: Workload, pipeline: Pipeline) -> tuple[int, ...]:
     """Bytes of activations of each pipeline rank, at the worst moment: all microbatches in
     flight, and what is recomputed of one of them; 0 where nobody knows."""
     if shape.activations is None:
@@ -125,7 +125,9 @@ def stage_bytes(shape: ModelCosts, work: Workload, pipeline: Pipeline, stage: in
         for layer in range(first, end):
             block = activations.block(layer, work.compute_bytes, work.sequence_parts)
             for_weights += block.weight_inputs
-    passing = tokens * (peak_of_segments(saved, redone) - sum(saved)) + activations.block_mask(work)
+    passing = tokens * (peak_segment_bytes(saved, redone) - sum(saved)) + activations.block_mask(
+        work
+    )
     return StageBytes(tokens * sum(saved) + outside, passing, tokens * for_weights)
 
 
@@ -154,7 +156,7 @@ def _state_bytes(
     return memory
 
 
-def rank_staging(
+def rank_staging_bytes(
     shape: ModelCosts, work: Workload, pipeline: Pipeline, num_shares: int
 ) -> tuple[int, ...]:
     """Bytes of the copy that saves are written from, of each pipeline rank, as
@@ -164,7 +166,7 @@ def rank_staging(
     """
     params = shape.count_part_params(pipeline.first_stage, pipeline.last_stage)
     num_params = (
-        params_of_stages(params, pipeline.stages, pipeline.stages_of(rank))
+        count_params_of_stages(params, pipeline.stages, pipeline.stages_of(rank))
         for rank in range(pipeline.num_ranks)
     )
     return tuple(

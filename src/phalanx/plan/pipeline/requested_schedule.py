@@ -8,7 +8,7 @@ from pathlib import Path
 from phalanx.core.errors import LayoutError
 from phalanx.job.nearest import divisors, nearest
 from phalanx.job.schema import Job
-from phalanx.plan.pipeline.check import require_runnable
+from phalanx.plan.pipeline.check import require_runnable_schedule
 from phalanx.plan.pipeline.generate import (
     can_run_microbatches,
     default_stages_per_rank,
@@ -54,7 +54,7 @@ def find_requested_schedule(job: Job) -> RequestedSchedule | None:
         return None
     if file is not None:
         written = read_schedule(Path(file))
-        require_runnable(written)
+        require_runnable_schedule(written)
         if written.num_ranks != num_ranks:
             raise LayoutError(
                 f"the schedule is for {written.num_ranks} ranks, and parallel.pp is {num_ranks}",

@@ -153,7 +153,9 @@ def read_schedule(path: Path) -> Schedule:
     # Empty lines at the end are the editor's: no ranks without actions.
     while rows and not any(cell.strip() for cell in rows[-1]):
         rows.pop()
-    actions = tuple(tuple(_parse_row(path, line, cells)) for line, cells in enumerate(rows, 1))
+    actions = tuple(
+        tuple(_parse_schedule_row(path, line, cells)) for line, cells in enumerate(rows, 1)
+    )
     if not actions:
         raise LayoutError(
             "the schedule is empty", where=str(path), fix="write one line per rank: 0F0,0F1,0B0,0B1"
@@ -170,9 +172,9 @@ def schedule_to_csv(schedule: Schedule) -> str:
     return "".join(",".join(map(str, row)) + "\n" for row in schedule.actions)
 
 
-def _parse_row(path: Path, line: int, cells: list[str]) -> Iterator[Action]:
+def _parse_schedule_row(path: Path, line: int, cells: list[str]) -> Iterator[Action]:
     for number, cell in enumerate(cells, 1):
-        for part in _split_cell(cell):
+        for part in _split_csv_cell(cell):
             try:
                 yield Action.from_text(part)
             except LayoutError as error:
@@ -186,7 +188,7 @@ def _parse_row(path: Path, line: int, cells: list[str]) -> Iterator[Action]:
                 raise LayoutError(error.what, where=where, fix=error.fix) from None
 
 
-def _split_cell(cell: str) -> list[str]:
+def _split_csv_cell(cell: str) -> list[str]:
     """The texts of the actions in a cell: none for a bubble, two where torch may overlap them."""
     text = cell.strip()
     if not text:

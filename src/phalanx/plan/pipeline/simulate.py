@@ -186,7 +186,7 @@ class StageCosts:
         }
 
     @property
-    def unsplit(self) -> StageCosts:
+    def without_split_backward(self) -> StageCosts:
         """The costs where the half of the input does both, as in compiled blocks: W takes
         nothing."""
         return StageCosts(self.forward_s, self.backward_input_s + self.backward_weight_s, 0)
@@ -298,7 +298,7 @@ def count_in_flight(schedule: Schedule) -> InFlight:
     per_stage = [0] * schedule.num_stages
     per_rank, for_weights = [0] * schedule.num_ranks, [0] * schedule.num_ranks
     for rank in range(schedule.num_ranks):
-        for holding in _moments(schedule, rank):
+        for holding in _replay_in_flight(schedule, rank):
             for stage, count in holding.before_backward.items():
                 per_stage[stage] = max(per_stage[stage], count + holding.for_weights[stage])
             waiting = sum(holding.for_weights.values())
@@ -315,13 +315,13 @@ def peak_bytes(
     peaks = []
     for rank in range(schedule.num_ranks):
         peak = 0
-        for holding in _moments(schedule, rank):
+        for holding in _replay_in_flight(schedule, rank):
             peak = max(peak, holding.num_bytes(activation_bytes, weight_input_bytes))
         peaks.append(peak)
     return tuple(peaks)
 
 
-def _moments(schedule: Schedule, rank: int) -> Iterator[_InFlightMicrobatches]:
+def _replay_in_flight(schedule: Schedule, rank: int) -> Iterator[_InFlightMicrobatches]:
     """The holdings of `rank` after each of its actions; always the same object."""
     stages = {action.stage for action in schedule.actions[rank]}
     holding = _InFlightMicrobatches(dict.fromkeys(stages, 0), dict.fromkeys(stages, 0))

@@ -13,13 +13,13 @@ from phalanx.job.nearest import divisors
 from phalanx.job.schema import Job
 from phalanx.plan.choice import Choice
 from phalanx.plan.pipeline.bubble import LIMIT, find_enough_microbatches
-from phalanx.plan.pipeline.costs import cost_stages, model_parts
-from phalanx.plan.pipeline.cut import LayerCosts, Stages, check_cut, cut_for_ranks
-from phalanx.plan.pipeline.generate import can_have_stages
-from phalanx.plan.pipeline.memory import rank_activations
+from phalanx.plan.pipeline.costs import model_part_costs, predict_stage_costs
+from phalanx.plan.pipeline.cut import LayerCosts, Stages, check_requested_cut, cut_for_ranks
+from phalanx.plan.pipeline.generate import can_have_stages_per_rank
+from phalanx.plan.pipeline.memory import rank_activation_bytes
 from phalanx.plan.pipeline.pipeline_plan import FROM_FILE, Pipeline, build_named_pipeline
 from phalanx.plan.pipeline.requested_schedule import DEFAULT_SCHEDULE, RequestedSchedule
-from phalanx.plan.recompute import fit_budget, job_segments, recompute_notes
+from phalanx.plan.recompute import fit_recompute_budget, job_segments, recompute_notes
 from phalanx.plan.segments import Segment
 from phalanx.plan.workload import Workload, shard_shape
 
@@ -46,7 +46,7 @@ def plan_pipeline(
                 ' "layers.*"'
             ),
         )
-    parts = model_parts(job, shape)
+    parts = model_part_costs(job, shape)
     has_budget = job.train.recompute == "budget"
     # What a budget recomputes follows from the cut, which is made without it, therefore.
     segments = () if has_budget else job_segments(job, shape)
@@ -55,22 +55,22 @@ def plan_pipeline(
         job, requested, work, _cut_stages(job, shape, requested, costs, num_ranks)
     )
     if has_budget:
-        segments = _fit_budget_by_rank(job, shape, work, pipeline)
+        segments = _fit_recompute_budget_by_rank(job, shape, work, pipeline)
     work = replace(work, segments=split_at_stages(segments, pipeline.stages))
-    recomputed, samples = blocks_in_full(segments), work.micro_batch_size
-    seconds = cost_stages(
+    recomputed, samples = fully_recomputed_blocks(segments), work.micro_batch_size
+    seconds = predict_stage_costs(
         parts, pipeline.stages, samples=samples, recomputed=recomputed, tp=work.tp
     )
     # Compiled blocks do both halves of a backward at once: nothing is put off to a W.
     if job.train.compile:
-        seconds = tuple(cost.unsplit for cost in seconds)
+        seconds = tuple(cost.without_split_backward for cost in seconds)
     shard = shard_shape(shape, work.tp, work.rules)
-    size = max(rank_activations(shard, work, pipeline))
+    size = max(rank_activation_bytes(shard, work, pipeline))
     reasons += recompute_notes(job, shape, work.segments or (), size)
     return work, replace(pipeline, costs=seconds)
 
 
-def plan_sized_pipeline(
+def plan_pipeline_and_microbatches(
     job: Job,
     shape: ModelCosts,
     requested: RequestedSchedule,
@@ -148,7 +148,7 @@ def _build_pipeline(
     )
 
 
-def _fit_budget_by_rank(
+def _fit_recompute_budget_by_rank(
     job: Job, shape: ModelCosts, work: Workload, pipeline: Pipeline
 ) -> tuple[Segment, ...]:
     """The segments with which each rank recomputes as few of its blocks as it must."""
@@ -160,13 +160,13 @@ def _fit_budget_by_rank(
 
         # A default binds this rank: a closure would see the loop's variable as it is when called.
         def activations(segments: tuple[Segment, ...], rank: int = rank) -> float:
-            return rank_activations(shard, replace(work, segments=segments), pipeline)[rank]
+            return rank_activation_bytes(shard, replace(work, segments=segments), pipeline)[rank]
 
-        segments_of_all += fit_budget(job, shape, work, blocks, activations)
+        segments_of_all += fit_recompute_budget(job, shape, work, blocks, activations)
     return tuple(sorted(segments_of_all, key=lambda segment: segment.start))
 
 
-def blocks_in_full(segments: Collection[Segment]) -> frozenset[int]:
+def fully_recomputed_blocks(segments: Collection[Segment]) -> frozenset[int]:
     """The blocks that are recomputed in full, matrix products and all."""
     blocks: set[int] = set()
     for segment in segments:
@@ -190,7 +190,7 @@ def split_at_stages(segments: Collection[Segment], stages: Stages) -> tuple[Segm
 def add_recompute_costs(costs: LayerCosts, segments: Collection[Segment]) -> LayerCosts:
     """`costs` with recomputation."""
     blocks = list(costs.blocks)
-    for block in blocks_in_full(segments):
+    for block in fully_recomputed_blocks(segments):
         # A forward is a third of a block's cost, and done again it is a third more.
         blocks[block] = blocks[block] * 4 / 3
     return replace(costs, blocks=tuple(blocks))
@@ -201,7 +201,7 @@ def _cut_stages(
 ) -> Stages:
     num_blocks, num_stages = shape.num_layers, requested.num_stages
     if job.parallel.stage_blocks:
-        return check_cut(job.parallel.stage_blocks, num_blocks, num_stages)
+        return check_requested_cut(job.parallel.stage_blocks, num_blocks, num_stages)
     most = num_blocks + (costs.embedding > 0) + (costs.head > 0)
     if num_stages > most:
         per_rank = num_stages // requested.num_ranks
@@ -210,13 +210,13 @@ def _cut_stages(
         )
         raise LayoutError(
             f"{num_blocks} blocks cannot be cut into the {num_stages} stages of {over}",
-            fix=_fewer_stages(job, requested, most, num_ranks)
+            fix=_suggest_fewer_stages(job, requested, most, num_ranks)
             or "leave parallel.pp out, or use a deeper model",
         )
     return cut_for_ranks(costs, requested.rank_of_stage)
 
 
-def _fewer_stages(job: Job, requested: RequestedSchedule, most: int, num_ranks: int) -> str:
+def _suggest_fewer_stages(job: Job, requested: RequestedSchedule, most: int, num_ranks: int) -> str:
     """The fix of a job that asks for more than `most` stages: fewer on each rank, fewer ranks,
     or one on each rank."""
     if requested.written is not None:
@@ -226,7 +226,11 @@ def _fewer_stages(job: Job, requested: RequestedSchedule, most: int, num_ranks: 
     degrees = divisors(num_ranks // (of_job.tp * of_job.cp))
     if job.parallel.ranks is None:  # as many as the degrees make
         degrees = list(range(1, pp))
-    fewer = [d for d in range(1, per_rank) if d * pp <= most and can_have_stages(requested.name, d)]
+    fewer = [
+        d
+        for d in range(1, per_rank)
+        if d * pp <= most and can_have_stages_per_rank(requested.name, d)
+    ]
     narrower = [d for d in degrees if 1 < d < pp and d * per_rank <= most]
     fixes = [f"parallel.stages_per_rank={fewer[-1]}"] if fewer else []
     fixes += [f"parallel.pp={narrower[-1]}"] if narrower else []

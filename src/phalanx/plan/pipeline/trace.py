@@ -101,7 +101,7 @@ def mean_stage_costs(timeline: Timeline) -> tuple[StageCosts, ...]:
     return tuple(costs)
 
 
-def total_seconds(cost: StageCosts) -> float:
+def forward_backward_seconds(cost: StageCosts) -> float:
     """Seconds of forward and backward of one microbatch in a stage."""
     return float(cost.forward_s + cost.backward_input_s + cost.backward_weight_s)
 
@@ -118,10 +118,10 @@ def scale_to_measurement(pipeline: Pipeline, measured: Sequence[StageCosts]) -> 
         raise LayoutError(
             f"{len(measured)} stages were measured, and {len(pipeline.costs)} planned"
         )
-    planned_s = sum(map(total_seconds, pipeline.costs))
+    planned_s = sum(map(forward_backward_seconds, pipeline.costs))
     scale = 0.0
     if planned_s:
-        scale = sum(map(total_seconds, measured)) / planned_s
+        scale = sum(map(forward_backward_seconds, measured)) / planned_s
     return simulate(pipeline.schedule(), [scale_costs(cost, scale) for cost in pipeline.costs])
 
 
@@ -176,7 +176,7 @@ def recut(
             f" {len(weights.blocks)}",
             fix="give a run of this model",
         )
-    totals = [total_seconds(cost) for cost in seconds]
+    totals = [forward_backward_seconds(cost) for cost in seconds]
     layers = _distribute_seconds(totals, measured, weights)
     stages = cut_for_ranks(layers, pipeline.rank_of_stage)
     by_kind = []

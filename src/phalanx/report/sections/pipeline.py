@@ -10,7 +10,7 @@ from phalanx.core.errors import LayoutError
 from phalanx.plan.pipeline.bubble import LIMIT
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.pipeline.simulate import StageCosts, Timeline, count_in_flight, simulate
-from phalanx.plan.pipeline.trace import build_timeline, total_seconds
+from phalanx.plan.pipeline.trace import build_timeline, forward_backward_seconds
 from phalanx.report import formats
 from phalanx.report.bubble import MeasuredPipeline, read_pipeline
 from phalanx.report.facts import RunFacts
@@ -170,7 +170,7 @@ def _measured_columns(measured: MeasuredPipeline, timeline: Timeline) -> dict[st
         seconds["backward, weights"] = [cost.backward_weight_s for cost in costs]
     else:
         seconds["backward"] = [cost.backward_input_s + cost.backward_weight_s for cost in costs]
-    seconds["in all"] = list(map(total_seconds, costs))
+    seconds["in all"] = list(map(forward_backward_seconds, costs))
     columns = {}
     for head, values in seconds.items():
         columns[head] = [formats.milliseconds(float(value)) for value in values]
@@ -183,7 +183,7 @@ def _measured_columns(measured: MeasuredPipeline, timeline: Timeline) -> dict[st
 
 def _shares_of_mean(costs: Sequence[StageCosts]) -> list[str]:
     """The seconds of each stage over the mean of all, as text."""
-    totals = list(map(total_seconds, costs))
+    totals = list(map(forward_backward_seconds, costs))
     mean_s = sum(totals) / len(totals)
     if not mean_s:
         return ["–"] * len(totals)

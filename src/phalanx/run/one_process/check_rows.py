@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from phalanx.job.schema import Job
-from phalanx.plan.mixed_rows import MAX_PARAMS, RowMixing, has_own_code
+from phalanx.plan.mixed_rows import MAX_PARAMS, RowMixing, has_user_loss_code
 from phalanx.plan.plan import Plan
 from phalanx.run.one_process.dropout_masks import DropoutMasks
 from phalanx.run.one_process.job_loss import JobLoss
@@ -57,7 +57,7 @@ def check_rows(job: Job, plan: Plan, batch: Batch) -> RowMixing:
         most < min(NUM_ROWS[0], num_rows_of(batch))
         or most < 2
         or plan.num_params > MAX_PARAMS
-        or not has_own_code(job)
+        or not has_user_loss_code(job)
     ):
         return RowMixing()
     is_built = False

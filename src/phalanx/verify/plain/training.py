@@ -236,6 +236,7 @@ def train_by_definition(
         is_clipped, rate = False, run.schedule.rate(number)
         if skipped:
             gradients = {}
+            _forget_loads(module)
         else:
             is_clipped = run.max_norm is not None and norm > run.max_norm
             if is_clipped and run.max_norm is not None:
@@ -263,6 +264,13 @@ def train_by_definition(
             states=states,
             evaluation=evaluation,
         )
+
+
+def _forget_loads(module: nn.Module) -> None:
+    """What tokens of a skipped step chose moves no bias, nor does it in the next step."""
+    for part in module.modules():
+        if hasattr(part, "load") and hasattr(part, "num_experts"):
+            part.load.take(part.num_experts, next(part.parameters()).device)
 
 
 def _accumulate(
