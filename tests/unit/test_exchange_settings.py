@@ -364,7 +364,7 @@ def test_layers_with_windows_are_read_in_every_spelling() -> None:
         "use_sliding_window": True,
         "sliding_window": 32,
     }
-    with pytest.raises(LayoutError, match="attention_layer_types"):
+    with pytest.raises(LayoutError, match="layer_types"):
         model_shape_from_config({**first_half, "max_window_layers": 12})
     assert model_shape_from_config({**first_half, "max_window_layers": 0}).num_local_layers == 24
     assert model_shape_from_config({**first_half, "max_window_layers": 28}).num_local_layers == 0
