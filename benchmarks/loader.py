@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.data.loader import BatchShare, TrainBatches
+from phalanx.data.loader import RankBatchShare, TrainBatches
 from phalanx.data.prepare import prepare_corpus
 from phalanx.data.samples import SampleSpec
 from phalanx.job.schema import Data
@@ -70,7 +70,7 @@ def measure(spec: SampleSpec, workers: int, steps: int, repeats: int, step_s: fl
     """Read `steps` steps after two of warm-up, `repeats` times."""
     rates, waits = [], []
     for _ in range(repeats):
-        batches = TrainBatches(spec, BatchShare(BATCH, BATCH), workers=workers)
+        batches = TrainBatches(spec, RankBatchShare(BATCH, BATCH), workers=workers)
         for step in (1, 2):
             batches.step_microbatches(step)
         began, waited_s = time.perf_counter(), 0.0

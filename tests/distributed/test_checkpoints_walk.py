@@ -38,7 +38,7 @@ def download(rank: int, folder: Path) -> None:
     import transformers
     from tokenizers import Tokenizer
 
-    from phalanx.data.tokenizer_files import byte_tokenizer
+    from phalanx.data.tokenizer_files import build_byte_tokenizer_json
 
     widths = {
         "hidden_size": 32,
@@ -50,7 +50,7 @@ def download(rank: int, folder: Path) -> None:
         **widths, head_dim=16, intermediate_size=48, vocab_size=300, bos_token_id=1
     )
     transformers.Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    tokenizer = Tokenizer.from_str(json.dumps(byte_tokenizer()))
+    tokenizer = Tokenizer.from_str(json.dumps(build_byte_tokenizer_json()))
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|endoftext|>"
     ).save_pretrained(folder)

@@ -19,7 +19,7 @@ from commands import write_text
 from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.core.files import write_json_atomic
 from phalanx.data.corpus import load_corpus
-from phalanx.data.loader import BatchShare, TrainBatches
+from phalanx.data.loader import RankBatchShare, TrainBatches
 from phalanx.data.prepare import prepare_corpus
 from phalanx.data.samples import SampleSpec
 from phalanx.job.schema import Data, Job, Optim
@@ -191,7 +191,7 @@ def train(
     mesh = state.model.mesh
     corpus = load_corpus(run_dir / "data")
     spec = SampleSpec(str(corpus.directory), plan.seq_len, job.run.seed, job.data.document_masks)
-    share = BatchShare(
+    share = RankBatchShare(
         plan.global_batch_size,
         plan.micro_batch_size,
         plan.layout.data_parallel_size,

@@ -381,14 +381,14 @@ def test_a_build_that_finishes_between_a_look_and_the_lock_is_not_overwritten(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_bytes: int
 ) -> None:
     out = tmp_path / "out"
-    lock = module._lock
+    lock = module._lock_state_folder
 
     def late(directory: Path) -> int:
-        monkeypatch.setattr(module, "_lock", lock)
+        monkeypatch.setattr(module, "_lock_state_folder", lock)
         build(corpus, out)  # somebody else was quicker
         return lock(directory)
 
-    monkeypatch.setattr(module, "_lock", late)
+    monkeypatch.setattr(module, "_lock_state_folder", late)
     if shard_bytes == SMALL:
         told: list[BuildProgress] = []
         build(corpus, out, progress=told.append)

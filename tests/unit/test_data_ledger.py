@@ -14,7 +14,7 @@ import pytest
 from phalanx.core.errors import DataError
 from phalanx.core.files import write_json_atomic
 from phalanx.data.ledger import check_ledger
-from phalanx.data.loader import BatchShare, TrainBatches
+from phalanx.data.loader import RankBatchShare, TrainBatches
 from phalanx.data.prepare import prepare_corpus
 from phalanx.data.samples import SampleSpec
 from phalanx.job.schema import Data, Job, Observe, Run
@@ -57,7 +57,7 @@ def read(
     """
     before = steps[0] - 1
     for rank in range(ranks) if only is None else only:
-        share = BatchShare(
+        share = RankBatchShare(
             batch,
             batch // ranks,
             ranks,

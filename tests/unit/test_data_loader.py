@@ -17,14 +17,14 @@ from phalanx.core.digest import stable_hash64
 from phalanx.data.corpus import Corpus
 from phalanx.data.loader import (
     Batch,
-    BatchShare,
     HeldOutBatches,
+    RankBatchShare,
     TrainBatches,
     build_held_out_batches,
 )
 from phalanx.data.order import SampleOrder
 from phalanx.data.prepare import prepare_corpus
-from phalanx.data.samples import Arrays, SampleSpec, TokenSamples, Windows, open_samples
+from phalanx.data.samples import Arrays, SampleSpec, SampleWindows, TokenSamples, open_samples
 from phalanx.job.schema import Data, Source
 from second_device import CUDA, second_device
 
@@ -53,7 +53,7 @@ def open_batches(corpus: Corpus) -> Iterator[object]:
         micro: int = 2, dp: int = 1, rank: int = 0, prefetch: bool = False, seed: int = 3
     ) -> TrainBatches:
         spec = SampleSpec(str(corpus.directory), SEQ_LEN, seed)
-        opened.append(TrainBatches(spec, BatchShare(12, micro, dp, rank), prefetch=prefetch))
+        opened.append(TrainBatches(spec, RankBatchShare(12, micro, dp, rank), prefetch=prefetch))
         return opened[-1]
 
     yield open_one
@@ -65,7 +65,7 @@ def held_out_of(
     corpus: Corpus, micro: int, dp: int, rank: int, max_tokens: int | None = None
 ) -> HeldOutBatches:
     return HeldOutBatches(
-        corpus.sequences("held_out")[0], Windows(SEQ_LEN), micro, dp, rank, max_tokens
+        corpus.sequences("held_out")[0], SampleWindows(SEQ_LEN), micro, dp, rank, max_tokens
     )
 
 
@@ -114,7 +114,7 @@ def test_the_union_over_ranks_is_what_one_rank_reads_in_order(
 
 
 def test_the_cursor_counts_samples_of_all_ranks() -> None:
-    share = BatchShare(12, 2, 3, 1)
+    share = RankBatchShare(12, 2, 3, 1)
     assert [share.cursor(step) for step in (1, 2, 11)] == [0, 12, 120]
     assert share.sample_indices(2).tolist() == [[14, 15], [20, 21]]
 
@@ -122,8 +122,8 @@ def test_the_cursor_counts_samples_of_all_ranks() -> None:
 def test_another_batch_size_and_number_of_ranks_go_on_where_the_samples_ended() -> None:
     """Two ranks with batches of 8 for five steps, then four ranks with batches of 12: each
     sample once, in order."""
-    before = [BatchShare(8, 2, 2, rank) for rank in range(2)]
-    after = [BatchShare(12, 3, 4, rank, done_steps=5, done_samples=40) for rank in range(4)]
+    before = [RankBatchShare(8, 2, 2, rank) for rank in range(2)]
+    after = [RankBatchShare(12, 3, 4, rank, done_steps=5, done_samples=40) for rank in range(4)]
     steps = [[share.sample_indices(step) for share in before] for step in range(1, 6)]
     steps += [[share.sample_indices(step) for share in after] for step in range(6, 11)]
     seen = [sorted(np.concatenate([part.ravel() for part in parts]).tolist()) for parts in steps]
@@ -286,7 +286,7 @@ def test_masks_number_the_documents_of_a_sample_and_restart_positions(documents:
 
 def test_held_out_documents_are_masked_too(documents: Corpus) -> None:
     ranks = [
-        build_held_out_batches(documents, BatchShare(4, 2, 2, rank), **EVERYTHING)
+        build_held_out_batches(documents, RankBatchShare(4, 2, 2, rank), **EVERYTHING)
         for rank in (0, 1)
     ]
     for batch in itertools.chain(*(rank[""] for rank in ranks)):
@@ -306,8 +306,10 @@ def test_where_no_token_marks_an_end_the_last_token_of_a_document_has_no_target(
 ) -> None:
     (sequence,) = documents.sequences("train")
     starts = np.arange(0, 160, SEQ_LEN)
-    marked = Windows(SEQ_LEN, document_masks=True).cut(sequence, starts)
-    unmarked = Windows(SEQ_LEN, document_masks=True, ends_are_marked=False).cut(sequence, starts)
+    marked = SampleWindows(SEQ_LEN, document_masks=True).cut(sequence, starts)
+    unmarked = SampleWindows(SEQ_LEN, document_masks=True, ends_are_marked=False).cut(
+        sequence, starts
+    )
     assert np.array_equal(unmarked["targets"] == IGNORE_INDEX, marked["inputs"] == EOD)
 
 
@@ -340,8 +342,10 @@ def test_samples_of_a_mixture_come_by_weight_each_source_in_an_order_of_its_own(
 
 def test_a_mixture_is_the_same_at_any_number_of_ranks(mixed: Corpus) -> None:
     spec = SampleSpec(str(mixed.directory), SEQ_LEN, 3)
-    alone = TrainBatches(spec, BatchShare(12, 12), prefetch=False)
-    ranks = [TrainBatches(spec, BatchShare(12, 2, 3, rank), prefetch=False) for rank in range(3)]
+    alone = TrainBatches(spec, RankBatchShare(12, 12), prefetch=False)
+    ranks = [
+        TrainBatches(spec, RankBatchShare(12, 2, 3, rank), prefetch=False) for rank in range(3)
+    ]
     for step in (1, 30):
         parts = zip(*(rank.step_microbatches(step) for rank in ranks), strict=True)
         assert [row for part in parts for row in rows(list(part))] == rows(
@@ -350,7 +354,9 @@ def test_a_mixture_is_the_same_at_any_number_of_ranks(mixed: Corpus) -> None:
 
 
 def test_a_mixture_is_evaluated_by_source_with_tokens_by_weight(mixed: Corpus) -> None:
-    found = build_held_out_batches(mixed, BatchShare(4, 4), seq_len=SEQ_LEN, max_tokens=100, seed=0)
+    found = build_held_out_batches(
+        mixed, RankBatchShare(4, 4), seq_len=SEQ_LEN, max_tokens=100, seed=0
+    )
     assert list(found) == mixed.names
     assert [batches.num_targets for batches in found.values()] == [75, 25]
 
@@ -359,7 +365,7 @@ def test_a_mixture_is_evaluated_by_source_with_tokens_by_weight(mixed: Corpus) -
 
 
 def test_a_record_names_what_was_read_and_is_told_once(corpus: Corpus) -> None:
-    share = BatchShare(12, 2, 3, 1, done_steps=4, done_samples=100)
+    share = RankBatchShare(12, 2, 3, 1, done_steps=4, done_samples=100)
     batches = TrainBatches(
         SampleSpec(str(corpus.directory), SEQ_LEN, 3), share, prefetch=False, keep_record=True
     )
@@ -385,14 +391,14 @@ def test_batches_for_a_gpu_lie_in_page_locked_memory_before_they_are_asked_for(
     """
     chosen: list[tuple[str, object]] = []
     spec = SampleSpec(str(corpus.directory), SEQ_LEN, 3)
-    plain = TrainBatches(spec, BatchShare(12, 4), prefetch=False).step_microbatches(1)
+    plain = TrainBatches(spec, RankBatchShare(12, 4), prefetch=False).step_microbatches(1)
     with second_device() as waits, pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             torch.cuda,
             "set_device",
             lambda device: chosen.append((threading.current_thread().name, device)),
         )
-        batches = TrainBatches(spec, BatchShare(12, 4), pin_for=CUDA)
+        batches = TrainBatches(spec, RankBatchShare(12, 4), pin_for=CUDA)
         try:
             found = batches.step_microbatches(1)
         finally:

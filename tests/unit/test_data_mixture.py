@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.data.mixture import SHUFFLED, TABLE, Mixture, divide_table
+from phalanx.data.mixture import SHUFFLED, TABLE, Mixture, divide_by_weights
 
 weights_of = st.lists(st.floats(0.01, 100), min_size=1, max_size=6)
 
@@ -16,7 +16,7 @@ weights_of = st.lists(st.floats(0.01, 100), min_size=1, max_size=6)
 @settings(deadline=None, max_examples=30)
 @given(weights=weights_of)
 def test_quotas_are_the_shares_rounded_and_sum_up(weights: list[float]) -> None:
-    found = divide_table(weights)
+    found = divide_by_weights(weights)
     assert found.sum() == TABLE
     assert np.abs(found - np.array(weights) / sum(weights) * TABLE).max() < 1
 

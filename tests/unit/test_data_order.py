@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.data.order import SampleOrder, ShuffledOrder, num_held_out_targets, permute
+from phalanx.data.order import SampleOrder, ShuffledOrder, num_held_out_targets, permute_indices
 
 keys = st.integers(0, 2**64 - 1)
 
@@ -16,28 +16,30 @@ keys = st.integers(0, 2**64 - 1)
 @settings(deadline=None, max_examples=60)
 @given(n=st.integers(1, 3000), key=keys)
 def test_permute_is_a_bijection_for_any_n(n: int, key: int) -> None:
-    assert sorted(permute(np.arange(n), n, key)) == list(range(n))
+    assert sorted(permute_indices(np.arange(n), n, key)) == list(range(n))
 
 
 @settings(deadline=None, max_examples=30)
 @given(n=st.integers(1, 2**62), key=keys, index=st.integers(0, 2**62))
 def test_permute_stays_inside_at_any_size_and_needs_no_table(n: int, key: int, index: int) -> None:
-    at = permute(np.array([index % n]), n, key)[0]
+    at = permute_indices(np.array([index % n]), n, key)[0]
     assert 0 <= at < n
 
 
 @settings(deadline=None, max_examples=40)
 @given(n=st.integers(100, 2000), first=keys, second=keys)
 def test_distinct_keys_give_different_orders(n: int, first: int, second: int) -> None:
-    same = np.array_equal(permute(np.arange(n), n, first), permute(np.arange(n), n, second))
+    same = np.array_equal(
+        permute_indices(np.arange(n), n, first), permute_indices(np.arange(n), n, second)
+    )
     assert same == (first == second)
 
 
 def test_a_key_per_index_is_the_same_as_one_call_per_key() -> None:
     keys_of = np.array([3, 3, 9, 2**63], dtype=np.uint64)
-    together = permute(np.array([5, 6, 5, 5]), 77, keys_of)
+    together = permute_indices(np.array([5, 6, 5, 5]), 77, keys_of)
     one_by_one = [
-        permute(np.array([i]), 77, int(key))[0]
+        permute_indices(np.array([i]), 77, int(key))[0]
         for i, key in zip([5, 6, 5, 5], keys_of, strict=True)
     ]
     assert list(together) == one_by_one
@@ -45,7 +47,7 @@ def test_a_key_per_index_is_the_same_as_one_call_per_key() -> None:
 
 def test_permute_spreads_every_index_evenly_over_keys() -> None:
     n, num_keys = 16, 20_000
-    at = permute(np.full(num_keys, 3), n, np.arange(num_keys, dtype=np.uint64))
+    at = permute_indices(np.full(num_keys, 3), n, np.arange(num_keys, dtype=np.uint64))
     counts = np.bincount(at, minlength=n)
     assert abs(counts - num_keys / n).max() < 6 * np.sqrt(num_keys / n)
 

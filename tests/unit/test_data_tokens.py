@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.data.tokens import PlainArray, choose_split, find_outside, hash_numbers, split_tokens
+from phalanx.data.tokens import (
+    UndividedTokenArray,
+    choose_split,
+    document_keys_from_numbers,
+    find_token_outside_vocabulary,
+    split_tokens,
+)
 
 
 class Array:
@@ -19,7 +25,7 @@ class Array:
     def __init__(self, lengths: list[int], first_token: int, numbers: list[int]) -> None:
         self.tokens = np.arange(first_token, first_token + sum(lengths)).astype("<u4")
         self.ends = np.cumsum(lengths).astype(np.uint64)
-        self.keys = hash_numbers(np.array(numbers, np.int64))
+        self.keys = document_keys_from_numbers(np.array(numbers, np.int64))
 
 
 def arrays_of(lengths: list[list[int]]) -> list[Array]:
@@ -89,7 +95,7 @@ def test_a_split_by_position_is_a_cut(lengths: list[list[int]], fraction: float)
 
 
 def test_gather_takes_starts_of_any_shape() -> None:
-    sequence = split_tokens([PlainArray.from_tokens(np.arange(50))], 0.0, "position").train
+    sequence = split_tokens([UndividedTokenArray.from_tokens(np.arange(50))], 0.0, "position").train
     starts = np.array([[0, 7], [40, 47]])
     assert sequence.gather(starts, 3).tolist() == (starts[..., None] + np.arange(3)).tolist()
     assert sequence.gather(np.zeros((0,), np.int64), 3).shape == (0, 3)
@@ -177,7 +183,7 @@ def test_ten_million_documents_take_no_loop() -> None:
     make few extents."""
     array = Array([1], 0, [0])
     array.ends = np.arange(1, 10_000_001).astype(np.uint64)
-    array.keys = hash_numbers(np.arange(10_000_000))
+    array.keys = document_keys_from_numbers(np.arange(10_000_000))
     array.tokens = np.zeros(10_000_000, np.uint16)
     splits = split_tokens([array], 0.001, "document")
     assert splits.train.num_tokens + splits.held_out.num_tokens == 10_000_000
@@ -186,7 +192,7 @@ def test_ten_million_documents_take_no_loop() -> None:
 
 def test_the_first_token_outside_a_vocabulary_is_found() -> None:
     tokens = np.zeros(100, np.int32)
-    assert find_outside(tokens, 1) is None
+    assert find_token_outside_vocabulary(tokens, 1) is None
     tokens[40], tokens[70] = 9, -3
-    assert find_outside(tokens, 9) == (40, 9)
-    assert find_outside(tokens, 10) == (70, -3)
+    assert find_token_outside_vocabulary(tokens, 9) == (40, 9)
+    assert find_token_outside_vocabulary(tokens, 10) == (70, -3)

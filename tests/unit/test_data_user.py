@@ -14,9 +14,9 @@ import torch
 
 from phalanx.core.errors import DataError, LayoutError
 from phalanx.data import workers
-from phalanx.data.loader import BatchShare, build_held_out_batches
+from phalanx.data.loader import RankBatchShare, build_held_out_batches
 from phalanx.data.prepare import prepare_corpus
-from phalanx.data.user_dataset import LOOKED_AT, UserSamples, collate, digest_sample_subset
+from phalanx.data.user_dataset import LOOKED_AT, UserSamples, collate_samples, digest_sample_subset
 from phalanx.job.schema import Data
 from phalanx.job.user_dataset import is_own_dataset, num_workers
 from phalanx.parallel.call.bind_batch import call_with_batch
@@ -103,7 +103,7 @@ def test_what_cannot_be_a_batch(samples: tuple[object, ...], said: str) -> None:
 
 def test_nothing_is_shared_with_the_samples() -> None:
     array = np.zeros(3)
-    batch = collate([{"inputs": array}], [0], "own:data")
+    batch = collate_samples([{"inputs": array}], [0], "own:data")
     batch["inputs"][:] = 1
     assert array.sum() == 0
 
@@ -264,7 +264,7 @@ def test_held_out_samples_are_dealt_once_and_in_equally_many_batches(
     corpus = prepare("good")
     for num_ranks, micro in itertools.product((1, 2, 3, 5, 7), (1, 2, 4)):
         shares = [
-            BatchShare(micro * num_ranks, micro, num_ranks, rank) for rank in range(num_ranks)
+            RankBatchShare(micro * num_ranks, micro, num_ranks, rank) for rank in range(num_ranks)
         ]
         found = [
             build_held_out_batches(corpus, share, seq_len=1, max_tokens=100, seed=0)[""]
@@ -279,7 +279,10 @@ def test_held_out_samples_are_dealt_once_and_in_equally_many_batches(
 
 def test_no_held_out_dataset_is_no_evaluation(prepare: Callable[..., object]) -> None:
     corpus = prepare("good", held_out=None)
-    assert build_held_out_batches(corpus, BatchShare(4, 4), seq_len=1, max_tokens=100, seed=0) == {}
+    assert (
+        build_held_out_batches(corpus, RankBatchShare(4, 4), seq_len=1, max_tokens=100, seed=0)
+        == {}
+    )
 
 
 def test_fewer_held_out_samples_than_ranks_are_refused(prepare: Callable[..., object]) -> None:
@@ -287,7 +290,9 @@ def test_fewer_held_out_samples_than_ranks_are_refused(prepare: Callable[..., ob
     with pytest.raises(
         DataError, match="7 held-out samples cannot be shared by 8 data-parallel ranks"
     ):
-        build_held_out_batches(corpus, BatchShare(8, 1, 8, 0), seq_len=1, max_tokens=100, seed=0)
+        build_held_out_batches(
+            corpus, RankBatchShare(8, 1, 8, 0), seq_len=1, max_tokens=100, seed=0
+        )
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import torch
 
 from commands import wait_until
 from phalanx.core.errors import DataError
-from phalanx.data.loader import Batch, BatchShare, TrainBatches
+from phalanx.data.loader import Batch, RankBatchShare, TrainBatches
 from phalanx.data.prepare import prepare_corpus
 from phalanx.data.samples import SampleSpec
 from phalanx.job.schema import Data
@@ -78,7 +78,7 @@ def open_batches(tokens: Path, heard: list[Event]) -> Iterator[Open]:
     opened: list[TrainBatches] = []
 
     def open_one(directory: Path = tokens, workers: int = 2, **options: object) -> TrainBatches:
-        share = BatchShare(BATCH, 4, data_parallel_size=3, data_parallel_rank=1)
+        share = RankBatchShare(BATCH, 4, data_parallel_size=3, data_parallel_rank=1)
         spec = SampleSpec(str(directory), SEQ_LEN, seed=3)
         opened.append(TrainBatches(spec, share, workers=workers, emit=heard.append, **options))
         return opened[-1]
@@ -251,7 +251,7 @@ def test_own_samples_are_a_permutation_of_each_epoch_and_draw_the_same_everywher
     assert np.array_equal(np.random.get_state()[1], before[0])
     assert torch.equal(torch.get_rng_state(), before[1])
     every = [
-        TrainBatches(SampleSpec(str(directory), 1, 3), BatchShare(1_000, 500, 2, rank))
+        TrainBatches(SampleSpec(str(directory), 1, 3), RankBatchShare(1_000, 500, 2, rank))
         for rank in (0, 1)
     ]
     first, second = (
@@ -273,9 +273,9 @@ def test_workers_end_when_closed_and_when_their_rank_is_killed(
 
     script = f"""
 import os, sys, signal, psutil
-from phalanx.data.loader import BatchShare, TrainBatches
+from phalanx.data.loader import RankBatchShare, TrainBatches
 from phalanx.data.samples import SampleSpec
-batches = TrainBatches(SampleSpec({str(tokens)!r}, {SEQ_LEN}, 3), BatchShare(12, 12), workers=2)
+batches = TrainBatches(SampleSpec({str(tokens)!r}, {SEQ_LEN}, 3), RankBatchShare(12, 12), workers=2)
 batches.step_microbatches(1)
 pids = [child.pid for child in psutil.Process().children()]
 while {{psutil.Process(pid).name() for pid in pids}} != {{"phalanx-data"}}:  # their name once they are at work

@@ -15,7 +15,7 @@ import nested
 from models import plan
 from phalanx.core.batch import flatten_batch, outermost_names, unflatten_entry
 from phalanx.core.errors import DataError
-from phalanx.data.user_dataset import UserSamples, collate
+from phalanx.data.user_dataset import UserSamples, collate_samples
 from phalanx.mesh.mesh import Mesh
 from phalanx.parallel.call.bind_batch import NamedTensors, call_with_batch
 from phalanx.parallel.parallelize import parallelize
@@ -47,7 +47,7 @@ def test_levels_come_back() -> None:
 
 
 def test_lists_of_numbers_and_of_equal_arrays_are_arrays_as_before() -> None:
-    batch = collate([{"ids": [1, 2], "pair": [np.zeros(2), np.ones(2)]}], [0], "mine")
+    batch = collate_samples([{"ids": [1, 2], "pair": [np.zeros(2), np.ones(2)]}], [0], "mine")
     assert {name: array.shape for name, array in batch.items()} == {
         "ids": (1, 2),
         "pair": (1, 2, 2),
@@ -56,7 +56,7 @@ def test_lists_of_numbers_and_of_equal_arrays_are_arrays_as_before() -> None:
 
 def test_samples_of_other_levels_are_refused_by_their_names() -> None:
     with pytest.raises(DataError, match=r"sample 0 has \['a.x'\], sample 1 has \['a.y'\]"):
-        collate([{"a": {"x": 1}}, {"a": {"y": 1}}], [0, 1], "mine")
+        collate_samples([{"a": {"x": 1}}, {"a": {"y": 1}}], [0, 1], "mine")
 
 
 def test_a_forward_gets_levels_by_name_and_an_objective_reads_them() -> None:

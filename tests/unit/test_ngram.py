@@ -16,7 +16,7 @@ from phalanx.data import ngram
 from phalanx.data.loader import HeldOutBatches
 from phalanx.data.ngram import fit_and_score, fit_kneser_ney, fit_unigram
 from phalanx.data.prepare import prepare_corpus
-from phalanx.data.samples import Windows
+from phalanx.data.samples import SampleWindows
 from phalanx.data.tokens import SPLITS
 from phalanx.job.schema import Data
 
@@ -152,7 +152,7 @@ def test_the_targets_are_those_of_the_held_out_batches(
     data = Data(source=str(tmp_path / "ids.npy"), held_out_fraction=0.3, seq_len=16)
     corpus = prepare_corpus(data, tmp_path / "data", vocab_size=None)
     train, held_out = (corpus.sequences(split)[0] for split in SPLITS)
-    batches = HeldOutBatches(held_out, Windows(16), 2, 1, 0, max_tokens)
+    batches = HeldOutBatches(held_out, SampleWindows(16), 2, 1, 0, max_tokens)
     targets = np.concatenate(
         [batch["targets"][batch["targets"] != IGNORE_INDEX].numpy() for batch in batches]
     )

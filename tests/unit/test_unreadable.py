@@ -23,10 +23,10 @@ from phalanx.core.errors import DataError, DataStorageError, ExitCode, PhalanxEr
 from phalanx.data import corpus, dataset
 from phalanx.data.build import build_dataset
 from phalanx.data.shards import open_shard
-from phalanx.data.sources import find_files
-from phalanx.data.token_sources import _checksum
+from phalanx.data.sources import list_source_files
+from phalanx.data.token_sources import _file_checksum
 from phalanx.data.tokenizer import load_tokenizer
-from phalanx.data.unreadable import unreadable
+from phalanx.data.unreadable import unreadable_data_error
 
 
 def failing(path: Path) -> Path:
@@ -40,14 +40,14 @@ def failing(path: Path) -> Path:
 
 
 READERS: dict[str, Callable[[Path], Any]] = {
-    "a text": lambda folder: find_files([str(failing(folder / "a.txt"))]),
+    "a text": lambda folder: list_source_files([str(failing(folder / "a.txt"))]),
     "a tokenizer": lambda folder: load_tokenizer(str(failing(folder / "tokenizer.json"))),
     "a dataset": lambda folder: dataset.read_dataset_manifest(
         failing(folder / dataset.MANIFEST).parent
     ),
     "a shard": lambda folder: open_shard(failing(folder / "shard-00000.bin")),
     "prepared data": lambda folder: corpus.load_corpus(failing(folder / corpus.MANIFEST).parent),
-    "tokens": lambda folder: _checksum(failing(folder / "tokens.npy")),
+    "tokens": lambda folder: _file_checksum(failing(folder / "tokens.npy")),
     "the token": lambda folder: read_fencing_token_number(failing(folder / TOKEN_FILE).parent),
     "a manifest": lambda folder: read_manifest(failing(folder / "step-4" / MANIFEST).parent),
 }
@@ -64,9 +64,12 @@ def test_a_disk_that_fails_is_exit_7_and_said_to_be_one(what: str, tmp_path: Pat
 
 def test_what_is_missing_or_may_not_be_read_is_the_datas_own_problem(tmp_path: Path) -> None:
     for code in (errno.ENOENT, errno.EACCES, errno.EISDIR, errno.EINVAL, errno.EMFILE):
-        assert type(unreadable(OSError(code, os.strerror(code)), tmp_path)) is DataError
+        assert type(unreadable_data_error(OSError(code, os.strerror(code)), tmp_path)) is DataError
     for code in (errno.EIO, errno.ESTALE, errno.ENODEV):
-        assert type(unreadable(OSError(code, os.strerror(code)), tmp_path)) is DataStorageError
+        assert (
+            type(unreadable_data_error(OSError(code, os.strerror(code)), tmp_path))
+            is DataStorageError
+        )
 
 
 def test_a_dataset_with_a_failing_shard_is_exit_7_in_every_verb(

@@ -43,10 +43,10 @@ from phalanx.data.dataset import (
     open_dataset,
 )
 from phalanx.data.encode import EncodingCounts, ShardOutcome, sum_encoding_counts
-from phalanx.data.readers import plan_parts
-from phalanx.data.shards import dtype_for, open_shard
-from phalanx.data.sources import SourceListing, find_files
-from phalanx.data.spans import Task, default_shard_bytes, plan_tasks
+from phalanx.data.readers import plan_file_parts
+from phalanx.data.shards import open_shard, smallest_token_dtype
+from phalanx.data.sources import SourceListing, list_source_files
+from phalanx.data.spans import ShardTask, default_shard_bytes, plan_tasks
 from phalanx.data.tokenizer import (
     CONFIG_FILE,
     TOKENIZER_FILE,
@@ -54,7 +54,7 @@ from phalanx.data.tokenizer import (
     load_tokenizer,
     tokenizer_path,
 )
-from phalanx.data.unchanged import check_inputs_unchanged, file_times, find_changed
+from phalanx.data.unchanged import check_inputs_unchanged, file_times, find_changed_files
 
 OPTIONS = "options.json"
 # Files are cut into shards at multiples of this, or of a shard's size where that is smaller.
@@ -88,7 +88,7 @@ Progress = Callable[[BuildProgress], None]
 class _Build:
     """One build as it goes on."""
 
-    tasks: list[Task]
+    tasks: list[ShardTask]
     outcomes: dict[int, ShardOutcome]
     num_workers: int
     began: float = field(default_factory=time.monotonic)
@@ -136,13 +136,13 @@ def build_dataset(
     at it.
     """
     encoder = load_tokenizer(tokenizer)
-    sources = find_files(inputs, named, out)
+    sources = list_source_files(inputs, named, out)
     cutter = build_text_cutter(encoder)
     files = [file for listing in sources for file in listing.files]
     total_bytes = sum(file.num_bytes for file in files)
     shard_bytes = shard_bytes or default_shard_bytes(total_bytes)
     step_bytes = min(_STEP_BYTES, shard_bytes)
-    parts = [plan_parts(file, column, step_bytes, cutter.can_cut) for file in files]
+    parts = [plan_file_parts(file, column, step_bytes, cutter.can_cut) for file in files]
     tasks = plan_tasks(parts, shard_bytes)
     options = collect_build_options(sources, encoder, column, shard_bytes)
     check_output_folder(out)
@@ -156,8 +156,10 @@ def build_dataset(
             if is_dataset(out):
                 return _reuse_dataset(out, options, tasks, file_times(sources))
             try:
-                workers = num_workers or _useful_workers(encoder, total_bytes)
-                return _build(tasks, sources, encoder, tokenizer, options, out, workers, progress)
+                workers = num_workers or _count_useful_workers(encoder, total_bytes)
+                return _build_missing_shards(
+                    tasks, sources, encoder, tokenizer, options, out, workers, progress
+                )
             # Ctrl-C, too: with keep_unfinished=False nothing of this build stays.
             except BaseException:
                 if not keep_unfinished:
@@ -169,43 +171,43 @@ def build_dataset(
         raise resource_error(error, "writing the token shards", out, place="folder") from None
 
 
-def _useful_workers(encoder: Tokenizer, total_bytes: int) -> int:
+def _count_useful_workers(encoder: Tokenizer, total_bytes: int) -> int:
     if encoder.kind == "bytes" and total_bytes < _QUICK_BYTES:
         return 1
     return count_cores()
 
 
 def _reuse_dataset(
-    out: Path, options: BuildOptions, tasks: list[Task], changed_ns: dict[str, int]
+    out: Path, options: BuildOptions, tasks: list[ShardTask], changed_ns: dict[str, int]
 ) -> Dataset:
     """The dataset that is already there, if it is the one that is wanted."""
     dataset = open_dataset(out)
     differing = options.list_differences(dataset.manifest)
     if differing:
-        raise _another(out, f"other {', '.join(differing)}")
+        raise _other_dataset_error(out, f"other {', '.join(differing)}")
     contents = dict(enumerate(dataset.manifest.contents))
     for task in tasks:
-        paths = find_changed(
+        paths = find_changed_files(
             task, contents.get(task.number), options.column, changed_ns, out / MANIFEST
         )
         if paths:
             why = f"{paths[0]} had another content when it was built"
             if len(paths) > 1:
                 why += f" (or another of {len(paths)} that were written lately)"
-            raise _another(out, why)
+            raise _other_dataset_error(out, why)
     # Of a build that was killed on its very last step.
     with contextlib.suppress(OSError):
         shutil.rmtree(out / STATE)
     return dataset
 
 
-def _another(out: Path, why: str) -> DataError:
+def _other_dataset_error(out: Path, why: str) -> DataError:
     fix = "give another --out, or remove that folder"
     return DataError("another dataset is there", where=str(out), why=why, fix=fix)
 
 
-def _build(
-    tasks: list[Task],
+def _build_missing_shards(
+    tasks: list[ShardTask],
     sources: list[SourceListing],
     encoder: Tokenizer,
     tokenizer: str,
@@ -224,7 +226,7 @@ def _build(
     num_workers = min(num_workers, max(1, len(todo)))
     build = _Build(tasks, finished, num_workers, kept_shards=tuple(finished))
     # After partial files are gone and kept shards are known: neither needs room.
-    _check_room(todo, encoder, out)
+    _check_disk_space(todo, encoder, out)
 
     def report() -> None:
         if progress is not None:
@@ -234,15 +236,15 @@ def _build(
         build.running[number] = counts
         report()
 
-    def on_shard(task: Task, outcome: ShardOutcome) -> None:
-        _write_note(out, task, outcome)
+    def on_shard(task: ShardTask, outcome: ShardOutcome) -> None:
+        _write_shard_note(out, task, outcome)
         build.running.pop(task.number, None)
         build.outcomes[task.number] = outcome
         report()
 
     report()
     run_tasks(todo, out, encoder, tokenizer, options.column, build.num_workers, on_counts, on_shard)
-    return _finish(build, sources, encoder, tokenizer, options, out)
+    return _write_finished_dataset(build, sources, encoder, tokenizer, options, out)
 
 
 def _require_same_options(out: Path, options: BuildOptions) -> None:
@@ -267,7 +269,7 @@ def _require_same_options(out: Path, options: BuildOptions) -> None:
     write_json_atomic(path, options.to_json())
 
 
-def _write_note(out: Path, task: Task, outcome: ShardOutcome) -> None:
+def _write_shard_note(out: Path, task: ShardTask, outcome: ShardOutcome) -> None:
     """Written when the shard is durable under its name."""
     path = out / STATE / f"{task.number:05d}.json"
     # Not durable: a note that a power cut takes costs one shard.
@@ -275,7 +277,7 @@ def _write_note(out: Path, task: Task, outcome: ShardOutcome) -> None:
 
 
 def _read_finished_shards(
-    tasks: list[Task], changed_ns: dict[str, int], column: str, out: Path
+    tasks: list[ShardTask], changed_ns: dict[str, int], column: str, out: Path
 ) -> dict[int, ShardOutcome]:
     """Outcomes of an interrupted build that still hold: same inputs, and the shard is the one of
     the note.
@@ -288,7 +290,7 @@ def _read_finished_shards(
             outcome = ShardOutcome.from_json(note["outcome"])
             if note["task"] != task.digest:
                 continue
-            if find_changed(task, outcome.content, column, changed_ns, path):
+            if find_changed_files(task, outcome.content, column, changed_ns, path):
                 continue
             if outcome.facts is not None and open_shard(out / task.file).facts != outcome.facts:
                 continue
@@ -299,7 +301,7 @@ def _read_finished_shards(
     return outcomes
 
 
-def _check_room(todo: list[Task], encoder: Tokenizer, out: Path) -> None:
+def _check_disk_space(todo: list[ShardTask], encoder: Tokenizer, out: Path) -> None:
     """Said at once rather than after an hour."""
     # Only for bytes: other tokenizers make less of it, who knows how much.
     if encoder.kind != "bytes":
@@ -324,7 +326,7 @@ def _check_room(todo: list[Task], encoder: Tokenizer, out: Path) -> None:
         )
 
 
-def _finish(
+def _write_finished_dataset(
     build: _Build,
     sources: list[SourceListing],
     encoder: Tokenizer,
@@ -352,7 +354,7 @@ def _finish(
     manifest = DatasetManifest(
         tokenizer=options.tokenizer,
         vocab_size=encoder.vocab_size,
-        dtype=dtype_for(encoder.vocab_size),
+        dtype=smallest_token_dtype(encoder.vocab_size),
         end_of_document=options.end_of_document,
         column=options.column,
         shard_bytes=options.shard_bytes,

@@ -53,14 +53,14 @@ def check_output_folder(out: Path) -> None:
 @contextlib.contextmanager
 def lock_output_folder(out: Path) -> Iterator[None]:
     """Hold OUT/.build for this process: the lock goes with it, however it ends."""
-    handle = _lock(out)
+    handle = _lock_state_folder(out)
     try:
         yield
     finally:
         os.close(handle)
 
 
-def _lock(out: Path) -> int:
+def _lock_state_folder(out: Path) -> int:
     path = out / STATE / LOCK
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)

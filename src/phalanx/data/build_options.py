@@ -36,10 +36,10 @@ class BuildOptions:
     def list_differences(self, manifest: DatasetManifest) -> list[str]:
         """The names of the options, inputs included, that a finished dataset was not built with."""
         listed, options = manifest.to_json(), asdict(self)
-        return differing_keys(_select(listed), _select(options))
+        return differing_keys(_select_manifest_options(listed), _select_manifest_options(options))
 
 
-def _select(options: Mapping[str, Any]) -> dict[str, Any]:
+def _select_manifest_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return {key: options[key] for key in _IN_MANIFEST}
 
 

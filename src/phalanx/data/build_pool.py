@@ -24,17 +24,17 @@ from phalanx.core import errors
 from phalanx.core.errors import DataError, PhalanxError, ResourceError
 from phalanx.core.files import resource_error
 from phalanx.data.encode import EncodingCounts, ShardOutcome, build_shard
-from phalanx.data.spans import Task
+from phalanx.data.spans import ShardTask
 from phalanx.data.tokenizer import Tokenizer
 
 _HOME = str(Path(__file__).parents[2])
 
 Running = Callable[[int, EncodingCounts], None]
-Done = Callable[[Task, ShardOutcome], None]
+Done = Callable[[ShardTask, ShardOutcome], None]
 
 
 def run_tasks(
-    tasks: list[Task],
+    tasks: list[ShardTask],
     out: Path,
     encoder: Tokenizer,
     tokenizer: str,
@@ -55,7 +55,7 @@ def run_tasks(
 @dataclass
 class _Worker:
     process: subprocess.Popen[bytes]
-    task: Task | None = None
+    task: ShardTask | None = None
     unread: bytearray = field(default_factory=bytearray)
 
     def send(self, message: dict[str, Any]) -> None:
@@ -66,7 +66,7 @@ class _Worker:
         except BrokenPipeError:
             raise self.explain_death() from None
 
-    def give(self, task: Task) -> None:
+    def give(self, task: ShardTask) -> None:
         self.task = task
         self.send({"task": task.to_json()})
 
@@ -98,7 +98,7 @@ class _Worker:
 
 
 def _build_in_workers(
-    tasks: list[Task], hello: dict[str, Any], num_workers: int, running: Running, done: Done
+    tasks: list[ShardTask], hello: dict[str, Any], num_workers: int, running: Running, done: Done
 ) -> None:
     # The last is taken first, so reversed: shards are built in the order of their numbers.
     waiting = list(reversed(tasks))
@@ -116,7 +116,7 @@ def _build_in_workers(
                 for message in worker.messages():
                     assert worker.task is not None
                     if "error" in message:
-                        raise _error_of(message)
+                        raise _error_from_message(message)
                     if "running" in message:
                         running(worker.task.number, EncodingCounts(**message["running"]))
                         continue
@@ -165,7 +165,7 @@ def _remove_partials(out: Path) -> None:
         partial_file.unlink(missing_ok=True)
 
 
-def error_message(error: PhalanxError | OSError, out: Path) -> dict[str, Any]:
+def error_to_message(error: PhalanxError | OSError, out: Path) -> dict[str, Any]:
     """An error of a worker as a message; an OSError is one of writing, since readers raise
     DataError.
     """
@@ -174,7 +174,7 @@ def error_message(error: PhalanxError | OSError, out: Path) -> dict[str, Any]:
     return resource_error(error, "writing the token shards", out, place="folder").to_json()
 
 
-def _error_of(message: dict[str, Any]) -> PhalanxError:
+def _error_from_message(message: dict[str, Any]) -> PhalanxError:
     # By its class, which has the exit code.
     kind = getattr(errors, message["error"], DataError)
     return cast(

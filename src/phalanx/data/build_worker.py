@@ -14,9 +14,9 @@ from typing import Any
 
 from phalanx.core.errors import PhalanxError
 from phalanx.core.terminal import filter_output, unwrap_stream
-from phalanx.data.build_pool import error_message
+from phalanx.data.build_pool import error_to_message
 from phalanx.data.encode import EncodingCounts, build_shard
-from phalanx.data.spans import Task
+from phalanx.data.spans import ShardTask
 from phalanx.data.tokenizer import load_tokenizer
 
 
@@ -31,11 +31,11 @@ def main() -> None:
     try:
         tokenizer = load_tokenizer(hello["tokenizer"])
         while True:
-            task = Task.from_json(messages.get()["task"])
-            outcome = build_shard(task, out, tokenizer, hello["column"], _report)
+            task = ShardTask.from_json(messages.get()["task"])
+            outcome = build_shard(task, out, tokenizer, hello["column"], _report_counts)
             _send_message({"done": outcome.to_json()})
     except (PhalanxError, OSError) as error:
-        _send_message(error_message(error, out))
+        _send_message(error_to_message(error, out))
         threading.Event().wait()  # the parent has read it when it ends us
 
 
@@ -46,7 +46,7 @@ def _forward_lines(messages: queue.SimpleQueue[dict[str, Any]]) -> None:
     os._exit(0)
 
 
-def _report(counts: EncodingCounts) -> None:
+def _report_counts(counts: EncodingCounts) -> None:
     _send_message({"running": vars(counts)})
 
 

@@ -12,7 +12,7 @@ MOST_NAMES = 20  # of columns or fields, in a message
 
 
 @dataclass
-class ReadPosition:
+class ReadingPosition:
     """The position of a reader: what progress and the summary need. `read` is in the units of
     Span.weight.
     """

@@ -25,14 +25,21 @@ from phalanx.data.token_sources import (
     Kind,
     OpenTokenSource,
     check_source_unchanged,
-    num_bytes_of,
-    open_arrays,
+    open_token_arrays,
+    token_source_bytes,
     verify_source,
 )
 from phalanx.data.tokenizer import Tokenizer, load_tokenizer
-from phalanx.data.tokens import SPLITS, Split, SplitBy, Splits, TokenSequence, split_tokens
-from phalanx.data.unreadable import unreadable
-from phalanx.data.user_dataset import UserFacts
+from phalanx.data.tokens import (
+    SPLITS,
+    Split,
+    SplitBy,
+    TokenSequence,
+    TrainHeldOutSplit,
+    split_tokens,
+)
+from phalanx.data.unreadable import unreadable_data_error
+from phalanx.data.user_dataset import UserDatasetFacts
 
 FORMAT = 3  # 2: other samples, and other documents held out, of the same tokens
 MANIFEST = "corpus.json"
@@ -42,7 +49,7 @@ VERIFIED_BYTES = 2 * GIB  # more than this is not read before every start
 
 
 @dataclass(frozen=True)
-class SplitFacts:
+class SplitCounts:
     """One side of a source. `num_documents` counts documents with at least one token in it."""
 
     num_tokens: int
@@ -50,7 +57,7 @@ class SplitFacts:
 
 
 @dataclass(frozen=True)
-class Component:
+class CorpusComponent:
     """One source. `path` is relative to the corpus where the run has a copy of its own, else
     absolute.
     """
@@ -66,7 +73,7 @@ class Component:
     end_of_document: int | None
     split_by: SplitBy
     held_out_keys: tuple[int, ...]  # of few documents
-    splits: dict[Split, SplitFacts]
+    splits: dict[Split, SplitCounts]
     source_bytes: int
     num_skipped_files: int
 
@@ -81,12 +88,12 @@ class Component:
         return "there is one document, or none that training can spare"
 
     @classmethod
-    def from_json(cls, value: Any) -> Component:
+    def from_json(cls, value: Any) -> CorpusComponent:
         fields = dict(value)
         fields["files"] = {str(name): FileFacts(**facts) for name, facts in fields["files"].items()}
         fields["tokenizer"] = TokenizerFacts(**fields["tokenizer"])
         fields["held_out_keys"] = tuple(map(int, fields["held_out_keys"]))
-        fields["splits"] = {split: SplitFacts(**fields["splits"][split]) for split in SPLITS}
+        fields["splits"] = {split: SplitCounts(**fields["splits"][split]) for split in SPLITS}
         return cls(**fields)
 
 
@@ -98,8 +105,8 @@ class Corpus:
 
     directory: Path
     wanted: dict[str, Any]  # the keys of [data] that it was prepared for
-    components: tuple[Component, ...]
-    user: UserFacts | None = None
+    components: tuple[CorpusComponent, ...]
+    user: UserDatasetFacts | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Everything but `directory`: the same tokens give the same JSON wherever the run lies."""
@@ -116,10 +123,10 @@ class Corpus:
         try:
             if value["format"] != FORMAT:
                 raise ValueError(f"{MANIFEST} was written by another release")
-            components = tuple(map(Component.from_json, value["components"]))
+            components = tuple(map(CorpusComponent.from_json, value["components"]))
             user = None
             if value["user"]:
-                user = UserFacts(**value["user"])
+                user = UserDatasetFacts(**value["user"])
             return cls(directory, dict(value["wanted"]), components, user)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise _unusable_corpus_error(directory, f"{type(error).__name__}: {error}") from None
@@ -172,21 +179,23 @@ class Corpus:
         return names
 
     @property
-    def splits(self) -> dict[Split, SplitFacts]:
+    def splits(self) -> dict[Split, SplitCounts]:
         """Over all components."""
         splits = {}
         for split in SPLITS:
             facts = [component.splits[split] for component in self.components]
-            splits[split] = SplitFacts(
+            splits[split] = SplitCounts(
                 sum(side.num_tokens for side in facts), sum(side.num_documents for side in facts)
             )
         return splits
 
-    def path_of(self, component: Component) -> Path:
+    def path_of(self, component: CorpusComponent) -> Path:
         # An absolute one stays what it is.
         return self.directory / component.path
 
-    def open_component(self, component: Component) -> tuple[OpenTokenSource, Splits]:
+    def open_component(
+        self, component: CorpusComponent
+    ) -> tuple[OpenTokenSource, TrainHeldOutSplit]:
         """Map the tokens of a source and tell its sides apart.
 
         DataError if it is not what it was.
@@ -195,7 +204,7 @@ class Corpus:
         # Before it is mapped: reading behind the end of a file that is shorter by now would kill
         # the process (SIGBUS).
         check_source_unchanged(component.kind, path, component.files)
-        opened = open_arrays(component.kind, path)
+        opened = open_token_arrays(component.kind, path)
         fraction, keys = self.wanted["held_out_fraction"], component.held_out_keys
         return opened, split_tokens(opened.arrays, fraction, component.split_by, keys)
 
@@ -225,7 +234,7 @@ def load_corpus(out_dir: Path) -> Corpus:
         return Corpus.from_json(read_json(out_dir / MANIFEST), out_dir)
     except OSError as error:
         why = f"{Path(error.filename or MANIFEST).name}: {error.strerror}"
-        raise unreadable(error, out_dir, UNUSABLE, why=why, fix=NEW_RUN) from None
+        raise unreadable_data_error(error, out_dir, UNUSABLE, why=why, fix=NEW_RUN) from None
     except ValueError as error:
         raise _unusable_corpus_error(out_dir, f"{MANIFEST} is not JSON: {error}") from None
 
@@ -239,7 +248,7 @@ def verify_corpus(corpus: Corpus, *, is_new: bool = False) -> list[str]:
     Raises DataError for the first thing that is wrong, and says how many there are.
     """
     unread = [part for part in corpus.components if not (is_new and _was_just_read(part))]
-    num_bytes = sum(num_bytes_of(component.files) for component in unread)
+    num_bytes = sum(token_source_bytes(component.files) for component in unread)
     if num_bytes > VERIFIED_BYTES:
         note = f"{format_bytes(num_bytes)} of tokens were not compared with their checksums"
         for component in unread:
@@ -257,13 +266,13 @@ def verify_corpus(corpus: Corpus, *, is_new: bool = False) -> list[str]:
     return []
 
 
-def _was_just_read(component: Component) -> bool:
+def _was_just_read(component: CorpusComponent) -> bool:
     """True if preparing the source read or wrote all of it: not so for shards that lie elsewhere,
     whose headers say what is in them."""
     return component.kind != "dataset" or not _is_foreign(component)
 
 
-def _is_foreign(component: Component) -> bool:
+def _is_foreign(component: CorpusComponent) -> bool:
     """True if the file was written elsewhere, by another program."""
     return os.path.isabs(component.path)
 

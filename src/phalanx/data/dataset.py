@@ -16,7 +16,7 @@ from phalanx.core.errors import DataError, DataStorageError
 from phalanx.core.files import MANIFEST_BYTES, check_name, parse_json, read_regular
 from phalanx.data.shards import DTYPES, Progress, Shard, ShardFacts, open_shard, verify_shard
 from phalanx.data.tokenizer import BYTES, TOKENIZER_FILE, Tokenizer, load_tokenizer
-from phalanx.data.unreadable import unreadable
+from phalanx.data.unreadable import unreadable_data_error
 
 FORMAT = 1
 MANIFEST = "dataset.json"
@@ -96,7 +96,9 @@ class DatasetManifest:
         for number, facts in enumerate(self.inputs):
             for name in ("num_files", "num_bytes"):
                 counts[f"inputs.{number}.{name}"] = facts[name]
-            _require(isinstance(facts["source"], str), f"inputs.{number}.source", facts["source"])
+            _require_value(
+                isinstance(facts["source"], str), f"inputs.{number}.source", facts["source"]
+            )
         for shard in self.shards:
             for name, value in vars(shard).items():
                 if name.startswith("num_"):
@@ -104,13 +106,13 @@ class DatasetManifest:
         counts["vocab_size"] = self.vocab_size
         for name, value in counts.items():
             # Not isinstance: True is an int, too.
-            _require(type(value) is int and value >= 0, name, value)
+            _require_value(type(value) is int and value >= 0, name, value)
         end = self.end_of_document
-        _require(
+        _require_value(
             end is None or (type(end) is int and 0 <= end < self.vocab_size), "end_of_document", end
         )
         for name, text in {"column": self.column, **vars(self.tokenizer)}.items():
-            _require(isinstance(text, str), name, text)
+            _require_value(isinstance(text, str), name, text)
 
 
 def add_checksum(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,7 +137,7 @@ def _check_checksum(value: Any) -> dict[str, Any]:
     return fields
 
 
-def _require(is_good: bool, name: str, value: object) -> None:
+def _require_value(is_good: bool, name: str, value: object) -> None:
     if not is_good:
         raise ValueError(f"{name} is {value!r}")
 
@@ -220,7 +222,7 @@ def open_dataset(directory: Path) -> Dataset:
     Raises DataError (exit 4); all bad shards are named at once.
     """
     manifest, manifest_digest = read_dataset_manifest(directory)
-    _allow_open_files(len(manifest.shards))
+    _raise_open_file_limit(len(manifest.shards))
     shards: list[Shard] = []
     problems: list[DataError] = []
     for facts in manifest.shards:
@@ -229,11 +231,11 @@ def open_dataset(directory: Path) -> Dataset:
         except DataError as error:
             problems.append(error)
     if problems:
-        raise _choose_error(directory, manifest, problems)
+        raise _combine_shard_errors(directory, manifest, problems)
     return Dataset(directory, manifest, tuple(shards), manifest_digest)
 
 
-def _choose_error(
+def _combine_shard_errors(
     directory: Path, manifest: DatasetManifest, problems: Sequence[DataError]
 ) -> DataError:
     """The error to raise for the `problems` of all shards together."""
@@ -243,10 +245,10 @@ def _choose_error(
             return problem
     if len(problems) == 1:
         return problems[0]
-    return _join_problems(directory, manifest, problems)
+    return _join_shard_problems(directory, manifest, problems)
 
 
-def _allow_open_files(num_shards: int) -> None:
+def _raise_open_file_limit(num_shards: int) -> None:
     """Raise this process's own limit where the shards would not fit, as far as it may be raised."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # Python keeps a descriptor for each map, see `_map_shard`.
@@ -274,7 +276,7 @@ def read_dataset_manifest(directory: Path) -> tuple[DatasetManifest, str]:
         fix = "phalanx data build makes one"
         raise DataError("is no folder of token shards", where=str(directory), fix=fix) from None
     except OSError as error:
-        raise unreadable(
+        raise unreadable_data_error(
             error, path, "dataset.json cannot be used", fix="build the dataset again"
         ) from None
     except ValueError as error:
@@ -310,13 +312,13 @@ def _open_listed_shard(directory: Path, manifest: DatasetManifest, facts: ShardF
     shard = open_shard(directory / facts.file)
     # What tells most comes first: the checksum differs for any of these reasons.
     if shard.tokenizer_digest != manifest.tokenizer.digest:
-        raise _swapped_error(
+        raise _swapped_shard_error(
             shard,
             f"made with tokenizer {shard.tokenizer_digest}, the dataset with"
             f" {manifest.tokenizer.digest}",
         )
     if shard.facts.max_token_id >= manifest.vocab_size:
-        raise _swapped_error(
+        raise _swapped_shard_error(
             shard,
             f"token {shard.facts.max_token_id}, the dataset's vocabulary has {manifest.vocab_size}",
         )
@@ -325,7 +327,7 @@ def _open_listed_shard(directory: Path, manifest: DatasetManifest, facts: ShardF
         or shard.dtype != manifest.dtype
         or shard.vocab_size != manifest.vocab_size
     ):
-        raise _swapped_error(shard, _describe_shard_difference(shard, manifest, facts))
+        raise _swapped_shard_error(shard, _describe_shard_difference(shard, manifest, facts))
     return shard
 
 
@@ -347,12 +349,12 @@ def _describe_shard_difference(shard: Shard, manifest: DatasetManifest, facts: S
     return f"{name} {observed[name]}, dataset.json says {listed[name]}"
 
 
-def _swapped_error(shard: Shard, why: str) -> DataError:
+def _swapped_shard_error(shard: Shard, why: str) -> DataError:
     fix = "put the shard of this dataset back, or build it again"
     return DataError("the shard is not of this dataset", where=str(shard.path), why=why, fix=fix)
 
 
-def _join_problems(
+def _join_shard_problems(
     directory: Path, manifest: DatasetManifest, problems: Sequence[DataError]
 ) -> DataError:
     """One error that names the first shards of many that cannot be used."""

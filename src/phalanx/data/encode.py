@@ -15,12 +15,12 @@ import xxhash
 from numpy.typing import NDArray
 
 from phalanx.core.units import MIB
-from phalanx.data.columns import ReadPosition
+from phalanx.data.columns import ReadingPosition
 from phalanx.data.cuts import build_text_cutter
-from phalanx.data.readers import TextPiece, read_content, read_pieces
+from phalanx.data.readers import TextPiece, read_digested_content, read_pieces
 from phalanx.data.shard_writer import ShardWriter
-from phalanx.data.shards import ShardFacts, dtype_for
-from phalanx.data.spans import FileSpan, Task
+from phalanx.data.shards import ShardFacts, smallest_token_dtype
+from phalanx.data.spans import ShardTask, SourceFileSpan
 from phalanx.data.tokenizer import Tokenizer
 
 BATCH_BYTES = 2 * MIB  # of text, in memory together with what the tokenizer makes of it
@@ -82,18 +82,18 @@ class ContentDigest:
     def __init__(self) -> None:
         self._hash = xxhash.xxh3_128()
 
-    def add(self, span: FileSpan, column: str) -> None:
+    def add(self, span: SourceFileSpan, column: str) -> None:
         self._hash.update(
             f"{span.name}\x1f{span.format}\x1f{span.begin}\x1f{span.end}\x1f".encode()
         )
-        for part in read_content(span, column):
+        for part in read_digested_content(span, column):
             self._hash.update(part)
 
     def __str__(self) -> str:
         return self._hash.hexdigest()
 
 
-def digest_content(task: Task, column: str) -> str:
+def digest_content(task: ShardTask, column: str) -> str:
     """The digest that `build_shard` gives the content of `task`. Raises DataError for a file that
     cannot be read."""
     content = ContentDigest()
@@ -103,29 +103,29 @@ def digest_content(task: Task, column: str) -> str:
 
 
 def build_shard(
-    task: Task, out: Path, tokenizer: Tokenizer, column: str, report: Report
+    task: ShardTask, out: Path, tokenizer: Tokenizer, column: str, report: Report
 ) -> ShardOutcome:
     """Write the shard of `task` in `out`: whole or absent. Raises DataError, and OSError where
     writing fails.
     """
     began = time.monotonic()
-    counts, reading, content = EncodingCounts(), ReadPosition(), ContentDigest()
+    counts, reading, content = EncodingCounts(), ReadingPosition(), ContentDigest()
     reported_s = 0.0
     first = task.spans[0]
     # A text that began in the shard before is no new document here.
     continues = first.format == "text" and first.begin > 0
     encode = _encode_bytes if tokenizer.kind == "bytes" else _encode_text
-    dtype = dtype_for(tokenizer.vocab_size)
+    dtype = smallest_token_dtype(tokenizer.vocab_size)
     with ShardWriter(
         out / task.file, dtype, tokenizer.vocab_size, tokenizer.digest, continues=continues
     ) as writer:
-        for batch in _batches(_pieces(task, column, tokenizer, reading, content)):
+        for batch in _batch_pieces(_read_text_pieces(task, column, tokenizer, reading, content)):
             began_encoding = time.monotonic()
             encoded = encode(batch, tokenizer)
             counts.encode_s += time.monotonic() - began_encoding
-            counts.num_ends_in_text += _ends_in_text(encoded, tokenizer)
-            _write(writer, batch, encoded, tokenizer.end_of_document)
-            _count(counts, batch, reading)
+            counts.num_ends_in_text += _count_end_tokens_in_text(encoded, tokenizer)
+            _write_batch(writer, batch, encoded, tokenizer.end_of_document)
+            _count_batch(counts, batch, reading)
             counts.num_tokens = writer.num_tokens
             counts.wall_s = time.monotonic() - began
             if counts.wall_s - reported_s >= REPORT_S:
@@ -140,8 +140,12 @@ def build_shard(
     return ShardOutcome(facts, counts, str(content))
 
 
-def _pieces(
-    task: Task, column: str, tokenizer: Tokenizer, reading: ReadPosition, content: ContentDigest
+def _read_text_pieces(
+    task: ShardTask,
+    column: str,
+    tokenizer: Tokenizer,
+    reading: ReadingPosition,
+    content: ContentDigest,
 ) -> Iterator[TextPiece]:
     cutter = build_text_cutter(tokenizer)
     for span in task.spans:
@@ -150,7 +154,7 @@ def _pieces(
         yield from read_pieces(span, column, cutter, tokenizer.kind == "bytes", reading)
 
 
-def _batches(pieces: Iterator[TextPiece]) -> Iterator[list[TextPiece]]:
+def _batch_pieces(pieces: Iterator[TextPiece]) -> Iterator[list[TextPiece]]:
     batch: list[TextPiece] = []
     num_bytes = 0
     for piece in pieces:
@@ -185,13 +189,13 @@ def _encode_text(batch: list[TextPiece], tokenizer: Tokenizer) -> EncodedBatch:
     )
 
 
-def _ends_in_text(encoded: EncodedBatch, tokenizer: Tokenizer) -> int:
+def _count_end_tokens_in_text(encoded: EncodedBatch, tokenizer: Tokenizer) -> int:
     if tokenizer.end_of_document is None or tokenizer.kind == "bytes":
         return 0
     return int(np.count_nonzero(encoded.ids == tokenizer.end_of_document))
 
 
-def _write(
+def _write_batch(
     writer: ShardWriter, batch: list[TextPiece], encoded: EncodedBatch, end_of_document: int | None
 ) -> None:
     """Put the ends of documents into a batch and write it in one go."""
@@ -221,7 +225,7 @@ def _write(
         writer.begin_document(begun)
 
 
-def _count(counts: EncodingCounts, batch: list[TextPiece], reading: ReadPosition) -> None:
+def _count_batch(counts: EncodingCounts, batch: list[TextPiece], reading: ReadingPosition) -> None:
     for piece in batch:
         counts.text_bytes += piece.num_bytes
         counts.num_documents += piece.ends

@@ -19,7 +19,7 @@ import numpy as np
 from phalanx.core.errors import DataError
 from phalanx.core.files import read_json
 from phalanx.data.corpus import load_corpus
-from phalanx.data.samples import Samples, open_samples
+from phalanx.data.samples import SampleSource, open_samples
 from phalanx.data.user_dataset import digest_sample
 from phalanx.observe.events import RunStarted, SamplesRead
 from phalanx.observe.tail import EventTail
@@ -120,7 +120,7 @@ def check_ledger(run_dir: Path) -> LedgerReport:
         num_compared = len(counted_readings)
         problems += _find_wrong_checksums(counted_readings, samples)
     return LedgerReport(
-        num_samples=sum(_num_samples(reading.event) for reading in counted_readings),
+        num_samples=sum(_count_samples(reading.event) for reading in counted_readings),
         num_steps=len(done),
         num_attempts=len({reading.attempt for reading in readings}),
         num_compared=num_compared,
@@ -151,21 +151,28 @@ def _find_record_damage(event: SamplesRead, start: AttemptStart | None) -> str:
     if start is not None:
         total_steps = min(start.total_steps, MAX_STEPS)
         num_ranks = min(start.world_size, MAX_RANKS)
-    if not _is_whole(event.step, 1, total_steps + 1):
+    if not _is_integer_in_range(event.step, 1, total_steps + 1):
         return f"the attempt has steps 1 to {total_steps}"
     size = event.data_parallel_size
-    if not (_is_whole(size, 1, num_ranks + 1) and _is_whole(event.data_parallel_rank, 0, size)):
+    if not (
+        _is_integer_in_range(size, 1, num_ranks + 1)
+        and _is_integer_in_range(event.data_parallel_rank, 0, size)
+    ):
         return f"it is of {size} data-parallel ranks, and there are {num_ranks} ranks"
     edges = event.ranges
-    if not edges or len(edges) % 2 or not all(_is_whole(edge, 0, MAX_SAMPLE) for edge in edges):
+    if (
+        not edges
+        or len(edges) % 2
+        or not all(_is_integer_in_range(edge, 0, MAX_SAMPLE) for edge in edges)
+    ):
         return "its ranges are no pairs of sample numbers"
-    sizes = [beyond - first for first, beyond in _ranges(event)]
+    sizes = [beyond - first for first, beyond in _sample_ranges(event)]
     if min(sizes) <= 0 or sum(sizes) > MAX_OF_A_STEP:
         return "its ranges are empty or absurdly long"
     return ""
 
 
-def _is_whole(value: object, least: int, beyond: int) -> bool:
+def _is_integer_in_range(value: object, least: int, beyond: int) -> bool:
     return type(value) is int and least <= value < beyond
 
 
@@ -202,7 +209,7 @@ def _complete_steps(
     newest, expected = max(counted, default=0), 1
     for step, readings in counted.items():
         if step > expected:
-            problems.append(f"{_name_steps(expected, step)}: no rank has a record")
+            problems.append(f"{_format_step_numbers(expected, step)}: no rank has a record")
         expected = step + 1
         by_rank: dict[int, RankStepSamples] = {}
         for reading in readings:
@@ -214,7 +221,7 @@ def _complete_steps(
         if not missing:
             done[step] = list(by_rank.values())
         elif step < newest:
-            problems.append(f"step {step}: rank {_name_ranks(missing)} has no record")
+            problems.append(f"step {step}: rank {_format_rank_numbers(missing)} has no record")
     return done, problems
 
 
@@ -225,13 +232,13 @@ def _find_missing_ranks(by_rank: dict[int, RankStepSamples]) -> list[int]:
     return [rank for rank in range(max(sizes, default=0)) if rank not in by_rank]
 
 
-def _name_steps(first: int, beyond: int) -> str:
+def _format_step_numbers(first: int, beyond: int) -> str:
     if beyond == first + 1:
         return f"step {first}"
     return f"steps {first} to {beyond - 1}"
 
 
-def _name_ranks(ranks: Sequence[int]) -> str:
+def _format_rank_numbers(ranks: Sequence[int]) -> str:
     text = ", ".join(map(str, ranks[:MAX_SHOWN]))
     if len(ranks) > MAX_SHOWN:
         text += f" and {len(ranks) - MAX_SHOWN:,} more"
@@ -244,25 +251,25 @@ def _find_order_problems(done: dict[int, list[RankStepSamples]]) -> Iterator[str
     """
     expected = 0
     for step, readings in done.items():
-        ranges = sorted(edge for reading in readings for edge in _ranges(reading.event))
+        ranges = sorted(edge for reading in readings for edge in _sample_ranges(reading.event))
         for first, beyond in ranges:
             if first > expected:
-                yield f"step {step}: {_samples_are(expected, first)} missing"
+                yield f"step {step}: {_samples_as_subject(expected, first)} missing"
             elif first < expected:
-                yield f"step {step}: {_samples_are(first, min(beyond, expected))} repeated"
+                yield f"step {step}: {_samples_as_subject(first, min(beyond, expected))} repeated"
             expected = max(expected, beyond)
 
 
-def _name_samples(first: int, beyond: int) -> str:
+def _format_sample_numbers(first: int, beyond: int) -> str:
     if beyond - first == 1:
         return f"sample {first}"
     return f"samples {first} to {beyond - 1}"
 
 
-def _samples_are(first: int, beyond: int) -> str:
+def _samples_as_subject(first: int, beyond: int) -> str:
     """The beginning of a sentence: "sample 3 is", "samples 3 to 5 are"."""
     verb = "is" if beyond - first == 1 else "are"
-    return f"{_name_samples(first, beyond)} {verb}"
+    return f"{_format_sample_numbers(first, beyond)} {verb}"
 
 
 def _find_changed_samples(readings: Sequence[RankStepSamples]) -> Iterator[str]:
@@ -273,24 +280,27 @@ def _find_changed_samples(readings: Sequence[RankStepSamples]) -> Iterator[str]:
         first = first_readings.setdefault(key, reading)
         if first.event.xxh3 != reading.event.xxh3:
             summary = f"attempt {first.attempt} and attempt {reading.attempt} read other content"
-            yield f"step {reading.event.step}: {summary} as {_name_samples(key[0], key[1])}"
+            numbers = _format_sample_numbers(key[0], key[1])
+            yield f"step {reading.event.step}: {summary} as {numbers}"
 
 
-def _find_wrong_checksums(readings: Sequence[RankStepSamples], samples: Samples) -> Iterator[str]:
+def _find_wrong_checksums(
+    readings: Sequence[RankStepSamples], samples: SampleSource
+) -> Iterator[str]:
     """Readings whose checksum is not that of the samples they name. Those of an unusual size are
     not even compared.
     """
-    sizes = Counter((reading.attempt, _num_samples(reading.event)) for reading in readings)
+    sizes = Counter((reading.attempt, _count_samples(reading.event)) for reading in readings)
     usual: dict[int, int] = {}
     for (attempt, size), _ in sizes.most_common():
         usual.setdefault(attempt, size)
     for reading in readings:
-        if (size := _num_samples(reading.event)) != usual[reading.attempt]:
+        if (size := _count_samples(reading.event)) != usual[reading.attempt]:
             read = f"rank {reading.event.data_parallel_rank} read {size} samples"
             yield f"step {reading.event.step}: {read}, and {usual[reading.attempt]} in other steps"
             continue
         parts = []
-        for first, beyond in _ranges(reading.event):
+        for first, beyond in _sample_ranges(reading.event):
             parts.append(np.arange(first, beyond, dtype=np.int64))
         indices = np.concatenate(parts)
         if digest_sample(samples.take(indices)) != reading.event.xxh3:
@@ -301,7 +311,7 @@ def _find_wrong_checksums(readings: Sequence[RankStepSamples], samples: Samples)
             )
 
 
-def _open_run_samples(run_dir: Path) -> Samples | None:
+def _open_run_samples(run_dir: Path) -> SampleSource | None:
     """The run's samples, to compare with; None for a user's own dataset, whose code is not run
     here.
     """
@@ -317,10 +327,10 @@ def _open_run_samples(run_dir: Path) -> Samples | None:
     )
 
 
-def _ranges(event: SamplesRead) -> list[tuple[int, int]]:
+def _sample_ranges(event: SamplesRead) -> list[tuple[int, int]]:
     edges = list(map(int, event.ranges))
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-def _num_samples(event: SamplesRead) -> int:
-    return sum(beyond - first for first, beyond in _ranges(event))
+def _count_samples(event: SamplesRead) -> int:
+    return sum(beyond - first for first, beyond in _sample_ranges(event))

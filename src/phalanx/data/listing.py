@@ -38,12 +38,12 @@ def list_files(source: str, out: Path | None) -> FileListing:
     folder it cannot list."""
     if source == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
-        listed = _walk(root, _NOT_LIBRARY_SOURCE, None)
+        listed = _walk_files(root, _NOT_LIBRARY_SOURCE, None)
         return listed._replace(names=[name for name in listed.names if name.endswith(".py")])
-    path = _path(source)
+    path = _expand_user_path(source)
     if source and path.is_dir():
         _refuse_dataset(path, source)
-        return _walk(path, frozenset(), out)
+        return _walk_files(path, frozenset(), out)
     if source and path.exists():
         return FileListing(path.parent, [path.name])
     if glob.has_magic(source) and "://" not in source:
@@ -63,7 +63,7 @@ def list_files(source: str, out: Path | None) -> FileListing:
     raise _missing_source_error(source)
 
 
-def _walk(root: Path, ignored_folders: frozenset[str], out: Path | None) -> FileListing:
+def _walk_files(root: Path, ignored_folders: frozenset[str], out: Path | None) -> FileListing:
     """The non-hidden files below `root`.
 
     Linked folders are not followed, but counted like all that is no file.
@@ -107,7 +107,7 @@ def _leave_out_datasets(root: Path, names: list[str], out: Path | None) -> FileL
         for folder in folders:
             if folder not in reasons:
                 path = root / folder
-                reasons[folder] = _reason_to_skip(path, _names_in(path), out)
+                reasons[folder] = _reason_to_skip(path, _list_folder_names(path), out)
                 if reasons[folder] == "dataset":
                     datasets.add(os.path.realpath(path))
         if not any(reasons[folder] for folder in folders):
@@ -131,7 +131,7 @@ def _reason_to_skip(
 def find_dataset_around(folder: Path) -> Path | None:
     """The dataset, finished or not, in whose folder `folder` lies or would lie."""
     for parent in Path(os.path.abspath(folder)).parents:
-        if _holds_dataset(parent, _names_in(parent)):
+        if _holds_dataset(parent, _list_folder_names(parent)):
             return parent
     return None
 
@@ -149,7 +149,7 @@ def _holds_dataset(folder: Path, names: Sequence[str]) -> bool:
 
 
 def _refuse_dataset(folder: Path, source: str) -> None:
-    names = _names_in(folder)
+    names = _list_folder_names(folder)
     if not _holds_dataset(folder, names):
         return
     if _DATASET in names:
@@ -162,7 +162,7 @@ def _refuse_dataset(folder: Path, source: str) -> None:
     )
 
 
-def _names_in(folder: Path) -> list[str]:
+def _list_folder_names(folder: Path) -> list[str]:
     try:
         return os.listdir(folder)
     except OSError:  # said where its files are read
@@ -188,15 +188,15 @@ def _missing_source_error(source: str) -> DataError:
 def _suggest_file_name(source: str) -> str:
     """'did you mean "x"?' for a name that exists beside the first missing part of `source`, or
     nothing."""
-    path = _path(source)
+    path = _expand_user_path(source)
     missing = path
     while missing.parent != missing and not os.path.exists(missing.parent):
         missing = missing.parent
-    known = _names_in(missing.parent)
+    known = _list_folder_names(missing.parent)
     if os.sep not in source:
         known.append("stdlib")
     return did_you_mean(missing.name, known)
 
 
-def _path(source: str) -> Path:
+def _expand_user_path(source: str) -> Path:
     return Path(os.path.expanduser(source))

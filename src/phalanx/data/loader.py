@@ -22,9 +22,14 @@ from phalanx.core.batch import IGNORE_INDEX
 from phalanx.core.errors import DataError
 from phalanx.data.corpus import Corpus
 from phalanx.data.order import num_held_out_targets
-from phalanx.data.samples import Arrays, Samples, SampleSpec, Windows
+from phalanx.data.samples import Arrays, SampleSource, SampleSpec, SampleWindows
 from phalanx.data.tokens import Split, TokenSequence
-from phalanx.data.user_dataset import UserFacts, UserSamples, digest_sample, open_user_dataset
+from phalanx.data.user_dataset import (
+    UserDatasetFacts,
+    UserSamples,
+    digest_sample,
+    open_user_dataset,
+)
 from phalanx.data.workers import WorkerPool
 from phalanx.observe.events import Event, SamplesRead
 
@@ -32,7 +37,7 @@ Batch = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class BatchShare:
+class RankBatchShare:
     """The part of every global batch that a rank reads, and from where on: `done_samples` were
     consumed by `done_steps`.
     """
@@ -93,7 +98,7 @@ class TrainBatches:
     def __init__(
         self,
         spec: SampleSpec,
-        share: BatchShare,
+        share: RankBatchShare,
         *,
         workers: int = 0,
         worker_timeout_s: float = 60.0,
@@ -105,7 +110,7 @@ class TrainBatches:
         pin_for: torch.device | None = None,
     ) -> None:
         self.share, self._pin_for = share, pin_for
-        self._samples: Samples | None = None
+        self._samples: SampleSource | None = None
         self._reader: WorkerPool | _Prefetch | None = None
         if workers:
             self._reader = WorkerPool(
@@ -232,7 +237,7 @@ class HeldOutBatches:
     def __init__(
         self,
         sequence: TokenSequence,
-        windows: Windows,
+        windows: SampleWindows,
         micro_batch_size: int,
         data_parallel_size: int,
         data_parallel_rank: int,
@@ -276,7 +281,9 @@ class HeldOutBatches:
             del fill["document_ids"]
         padded = {name: np.full(seq_len, value, np.int64) for name, value in fill.items()}
         if num_real:
-            cut = Windows(num_real, self._windows.document_masks, self._windows.ends_are_marked)
+            cut = SampleWindows(
+                num_real, self._windows.document_masks, self._windows.ends_are_marked
+            )
             for name, array in cut.cut(self._sequence, np.array([start])).items():
                 padded[name][:num_real] = array[0]
         if not self._windows.document_masks:
@@ -315,7 +322,7 @@ class HeldOutSamples:
 
 def build_held_out_batches(
     corpus: Corpus,
-    share: BatchShare,
+    share: RankBatchShare,
     *,
     seq_len: int,
     max_tokens: int,
@@ -331,12 +338,12 @@ def build_held_out_batches(
     number of samples. Raises DataError if there are fewer than ranks.
     """
     if corpus.user is not None:
-        return _own_held_out(corpus.user, share, max_tokens, seed)
+        return _build_user_held_out(corpus.user, share, max_tokens, seed)
     budgets = split_by_weights(max_tokens, corpus.weights)
     batches_by_source: dict[str, Iterable[Batch]] = {}
     for number, sequence in enumerate(corpus.sequences(split)):
         ends_are_marked = corpus.components[number].end_of_document is not None
-        windows = Windows(seq_len, document_masks, ends_are_marked)
+        windows = SampleWindows(seq_len, document_masks, ends_are_marked)
         if len(sequence) > 1 and budgets[number]:
             name = ""
             if len(budgets) > 1:
@@ -347,8 +354,8 @@ def build_held_out_batches(
     return batches_by_source
 
 
-def _own_held_out(
-    user: UserFacts, share: BatchShare, max_samples: int, seed: int
+def _build_user_held_out(
+    user: UserDatasetFacts, share: RankBatchShare, max_samples: int, seed: int
 ) -> dict[str, Iterable[Batch]]:
     if min(user.num_held_out, max_samples) == 0:
         return {}

@@ -20,11 +20,16 @@ from phalanx.data.prepare import (
     require_end_token_fits,
     too_few_tokens_error,
 )
-from phalanx.data.sources import find_files
-from phalanx.data.token_sources import check_ids, describe_source, find_kind, open_arrays
+from phalanx.data.sources import list_source_files
+from phalanx.data.token_sources import (
+    check_token_ids,
+    describe_source,
+    find_token_source_kind,
+    open_token_arrays,
+)
 from phalanx.data.tokenizer import BYTES, load_tokenizer
 from phalanx.data.tokens import SPLITS, choose_split, split_tokens
-from phalanx.data.user_dataset import UserFacts
+from phalanx.data.user_dataset import UserDatasetFacts
 from phalanx.data.workers import probe_user_dataset
 from phalanx.job.schema import Data
 from phalanx.job.user_dataset import is_own_dataset
@@ -51,7 +56,7 @@ class DataSummary:
     """All sources of a job, or the user's own dataset."""
 
     sources: tuple[SourceSummary, ...] = ()
-    user: UserFacts | None = None
+    user: UserDatasetFacts | None = None
 
     @property
     def vocab_size(self) -> int | None:
@@ -96,7 +101,7 @@ def _inspect_source(
     if is_own_dataset(source):
         fix = "a mixture takes text and token ids; mix them inside your dataset"
         raise DataError("your own dataset cannot be a part of a mixture", where=source, fix=fix)
-    if find_kind(source) is None:
+    if find_token_source_kind(source) is None:
         return _inspect_text(source, weight, data.tokenizer or default, vocab_size)
     return _inspect_token_ids(source, weight, data, vocab_size)
 
@@ -104,7 +109,7 @@ def _inspect_source(
 def _inspect_text(source: str, weight: float, name: str, vocab_size: int | None) -> SourceSummary:
     require_end_token_fits(name, vocab_size, source)
     tokenizer = load_tokenizer(name)
-    (listing,) = find_files([source])
+    (listing,) = list_source_files([source])
     size = format_bytes(sum(file.num_bytes for file in listing.files))
     words = (
         f"{plural(len(listing.files), 'file')} of text, {size}; vocabulary {tokenizer.vocab_size:,}"
@@ -117,7 +122,7 @@ def _inspect_text(source: str, weight: float, name: str, vocab_size: int | None)
 def _inspect_token_ids(
     source: str, weight: float, data: Data, vocab_size: int | None
 ) -> SourceSummary:
-    kind_and_path = find_kind(source)
+    kind_and_path = find_token_source_kind(source)
     assert kind_and_path is not None, "of token ids"
     # Without checksums: a plan keeps nothing that they could be compared with.
     described = describe_source(*kind_and_path, with_checksums=False)
@@ -129,10 +134,10 @@ def _inspect_token_ids(
     tokenizer, needed = described.tokenizer, described.vocab_size
     if data.tokenizer is not None:
         tokenizer, _, needed = build_named_tokenizer(data.tokenizer, described, source)
-    opened = open_arrays(described.kind, described.path)
+    opened = open_token_arrays(described.kind, described.path)
     # Raises, with the place of the first id that has no row in the model.
     if vocab_size is not None and needed > vocab_size:
-        check_ids(opened, vocab_size)
+        check_token_ids(opened, vocab_size)
     split_by, keys = choose_split(opened.arrays, data.held_out_fraction, data.seq_len)
     splits = split_tokens(opened.arrays, data.held_out_fraction, split_by, keys)
     train, held_out = (splits[split].num_tokens for split in SPLITS)

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from phalanx.core.errors import DataError
 from phalanx.core.files import open_regular
-from phalanx.data.tokens import Int64s, Tokens, Uint64s, hash_numbers
-from phalanx.data.unreadable import unreadable
+from phalanx.data.tokens import Int64s, Tokens, Uint64s, document_keys_from_numbers
+from phalanx.data.unreadable import unreadable_data_error
 
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
 _OLD_MAGIC = b"TNTIDX\x00\x00"  # the formats before memory-mapping
@@ -66,24 +66,30 @@ def open_megatron(bin_path: Path, idx_path: Path) -> MegatronFile:
         index, tokens = _map_file(idx_path), _map_file(bin_path)
     except OSError as error:
         fix = "a Megatron dataset is a .bin with its .idx"
-        raise unreadable(error, error.filename or idx_path, fix=fix) from None
+        raise unreadable_data_error(error, error.filename or idx_path, fix=fix) from None
     dtype, lengths, pointers, boundaries = _read_index(index, idx_path)
     itemsize = np.dtype(dtype).itemsize
     ends = np.cumsum(lengths)
     # Pointers could lead anywhere; one view of the whole .bin needs them in a row.
     if not np.array_equal(pointers, (ends - lengths) * itemsize):
-        raise _wrong(idx_path, "its sequences do not follow one another in the .bin")
+        raise _unusable_megatron_error(
+            idx_path, "its sequences do not follow one another in the .bin"
+        )
     expected = int(ends[-1]) * itemsize
     if len(tokens) != expected:
-        raise _wrong(bin_path, f"it has {len(tokens)} bytes, and its index describes {expected}")
+        raise _unusable_megatron_error(
+            bin_path, f"it has {len(tokens)} bytes, and its index describes {expected}"
+        )
     if boundaries[0] != 0 or boundaries[-1] != len(lengths) or (np.diff(boundaries) < 0).any():
-        raise _wrong(idx_path, f"its documents do not cover its {len(lengths)} sequences in order")
+        raise _unusable_megatron_error(
+            idx_path, f"its documents do not cover its {len(lengths)} sequences in order"
+        )
     document_ends = np.concatenate([np.zeros(1, np.int64), ends])[boundaries[1:]]
     return MegatronFile(
         bin_path=bin_path,
         tokens=tokens.view(dtype),
         ends=document_ends.astype(np.uint64),
-        keys=hash_numbers(np.arange(len(document_ends))),
+        keys=document_keys_from_numbers(np.arange(len(document_ends))),
     )
 
 
@@ -105,19 +111,19 @@ def _read_index(index: NDArray[np.uint8], path: Path) -> tuple[str, Int64s, Int6
             "an index of Megatron's older format, which cannot be read", where=str(path), fix=fix
         )
     if len(head) < _HEAD.size or not head.startswith(MAGIC):
-        raise _wrong(path, f"it begins with {head[:9]!r}, not with {MAGIC!r}")
+        raise _unusable_megatron_error(path, f"it begins with {head[:9]!r}, not with {MAGIC!r}")
     _, version, code, num_sequences, num_boundaries = _HEAD.unpack(head)
     if version != VERSION:
-        raise _wrong(path, f"it has version {version}, not {VERSION}")
+        raise _unusable_megatron_error(path, f"it has version {version}, not {VERSION}")
     if code not in DTYPES:
-        raise _wrong(path, f"type {code} is not one of token ids")
+        raise _unusable_megatron_error(path, f"type {code} is not one of token ids")
     if num_sequences == 0 or num_boundaries < 2:
-        raise _wrong(path, "it describes no document")
+        raise _unusable_megatron_error(path, "it describes no document")
     columns = (("<i4", num_sequences), ("<i8", num_sequences), ("<i8", num_boundaries))
     expected = _HEAD.size + sum(np.dtype(dtype).itemsize * count for dtype, count in columns)
     # With modes, one byte more for each sequence.
     if len(index) not in (expected, expected + num_sequences):
-        raise _wrong(
+        raise _unusable_megatron_error(
             path, f"it has {len(index)} bytes, and {num_sequences} sequences need {expected}"
         )
     sections, at = [], _HEAD.size
@@ -128,11 +134,13 @@ def _read_index(index: NDArray[np.uint8], path: Path) -> tuple[str, Int64s, Int6
         at += size
     lengths, pointers, boundaries = sections
     if (lengths < 0).any() or not lengths.any():
-        raise _wrong(path, "its sequences hold no tokens")
+        raise _unusable_megatron_error(path, "its sequences hold no tokens")
     if (boundaries < 0).any() or (boundaries > num_sequences).any():
-        raise _wrong(path, f"its documents do not cover its {num_sequences} sequences in order")
+        raise _unusable_megatron_error(
+            path, f"its documents do not cover its {num_sequences} sequences in order"
+        )
     return DTYPES[code], lengths, pointers, boundaries
 
 
-def _wrong(path: Path, why: str) -> DataError:
+def _unusable_megatron_error(path: Path, why: str) -> DataError:
     return DataError("not a usable Megatron dataset", where=str(path), why=why)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.digest import stable_hash64
-from phalanx.data.order import permute
+from phalanx.data.order import permute_indices
 
 Int64s = NDArray[np.int64]
 
@@ -40,7 +40,7 @@ class Mixture:
     """
 
     def __init__(self, weights: Sequence[float], seed: int) -> None:
-        self.quotas = divide_table(weights)
+        self.quotas = divide_by_weights(weights)
         times, ranks = [], []
         for quota in self.quotas.tolist():
             # In the middle of `quota` equal parts of the table: as even as can be.
@@ -58,13 +58,13 @@ class Mixture:
         flat = np.asarray(indices, np.int64).ravel()
         runs, within = np.divmod(flat, SHUFFLED)
         keys = (runs.astype(np.uint64) * np.uint64(_SPREAD)) ^ np.uint64(self._key)
-        tables, slot = np.divmod(runs * SHUFFLED + permute(within, SHUFFLED, keys), TABLE)
+        tables, slot = np.divmod(runs * SHUFFLED + permute_indices(within, SHUFFLED, keys), TABLE)
         source = self._source[slot]
         sample = self._rank[slot] + tables * self.quotas[source]
         return SampleSources(source.reshape(np.shape(indices)), sample.reshape(np.shape(indices)))
 
 
-def divide_table(weights: Sequence[float]) -> Int64s:
+def divide_by_weights(weights: Sequence[float]) -> Int64s:
     """Number of the TABLE samples that each source has: its share, rounded so that the sum is exact
     (largest remainders).
     """

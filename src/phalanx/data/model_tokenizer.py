@@ -16,7 +16,7 @@ from phalanx.core.errors import DataError
 from phalanx.core.files import TOKENIZER_BYTES, read_json
 from phalanx.data.corpus import MANIFEST, Corpus, load_corpus
 from phalanx.data.dataset import TokenizerFacts, read_dataset_manifest
-from phalanx.data.token_sources import NO_TOKENIZER, find_kind
+from phalanx.data.token_sources import NO_TOKENIZER, find_token_source_kind
 from phalanx.data.tokenizer import BYTES, TOKENIZER_FILE, load_tokenizer
 from phalanx.job.schema import Data
 from phalanx.job.user_dataset import is_own_dataset
@@ -142,7 +142,7 @@ def find_source_tokenizers(data: Data, brought: ModelTokenizer | None) -> list[S
         return []
     tokens_by_source = []
     for source in sources:
-        kind = find_kind(source)
+        kind = find_token_source_kind(source)
         is_default = data.tokenizer is None
         if kind is None:
             name = data.tokenizer or default_tokenizer(data, brought)

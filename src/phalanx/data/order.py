@@ -24,7 +24,7 @@ _PHASE = 0x5851F42D4C957F2D
 _MASK64 = 2**64 - 1
 
 
-def permute(index: NDArray[np.integer], n: int, key: int | Uint64s) -> NDArray[np.int64]:
+def permute_indices(index: NDArray[np.integer], n: int, key: int | Uint64s) -> NDArray[np.int64]:
     """Apply a keyed permutation of [0, n) to each of `index`: a bijection for every key and every
     n >= 1.
 
@@ -102,7 +102,9 @@ class SampleOrder:
             np.asarray(indices, dtype=np.int64).ravel(), self.samples_per_epoch
         )
         keys = self._epoch_keys(epochs)
-        starts = permute(samples, self.samples_per_epoch, keys) * self.seq_len + self._phases(keys)
+        starts = permute_indices(
+            samples, self.samples_per_epoch, keys
+        ) * self.seq_len + self._phases(keys)
         return starts.reshape(np.shape(indices))
 
     def _epoch_keys(self, epochs: NDArray[np.int64]) -> Uint64s:
@@ -136,7 +138,7 @@ class ShuffledOrder:
         keys = mix_bits(
             epochs.astype(np.uint64) ^ np.uint64(stable_hash64("sample order", self.seed))
         )
-        return permute(samples, self.num_samples, keys).reshape(np.shape(indices))
+        return permute_indices(samples, self.num_samples, keys).reshape(np.shape(indices))
 
 
 def num_held_out_targets(num_tokens: int, max_tokens: int | None) -> int:

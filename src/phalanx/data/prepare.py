@@ -12,15 +12,15 @@ from typing import Any
 from phalanx.core.errors import DataError
 from phalanx.core.files import resource_error, write_json_atomic
 from phalanx.data.build import build_dataset
-from phalanx.data.corpus import MANIFEST, Component, Corpus, SplitFacts, load_corpus
+from phalanx.data.corpus import MANIFEST, Corpus, CorpusComponent, SplitCounts, load_corpus
 from phalanx.data.dataset import TokenizerFacts
 from phalanx.data.token_sources import (
     SourceDescription,
-    check_ids,
+    check_token_ids,
     describe_source,
-    find_kind,
+    find_token_source_kind,
     id_out_of_range_error,
-    open_arrays,
+    open_token_arrays,
 )
 from phalanx.data.tokenizer import BYTES, load_tokenizer
 from phalanx.data.tokens import SPLITS, choose_split, split_tokens
@@ -44,15 +44,15 @@ def prepare_corpus(
     """
     if os.path.exists(out_dir / MANIFEST):
         corpus = load_corpus(out_dir)
-        _check_same_request(corpus, data)
+        _require_same_request(corpus, data)
         # An error of the tokenizer is raised now, not when the first text is asked for.
         corpus.tokenizer()
-        _check_fits(corpus, data, vocab_size)
+        _check_corpus_fits_model(corpus, data, vocab_size)
         return corpus
     with _remove_new_files_on_error(out_dir):
         corpus = _prepare(data, out_dir, vocab_size, default_tokenizer)
         # Before the fact sheet is written: with it the data counts as prepared.
-        _check_fits(corpus, data, vocab_size)
+        _check_corpus_fits_model(corpus, data, vocab_size)
         try:
             write_json_atomic(out_dir / MANIFEST, corpus.to_json())
         except OSError as error:
@@ -61,7 +61,7 @@ def prepare_corpus(
 
 
 def _prepare(data: Data, out_dir: Path, vocab_size: int | None, default: str) -> Corpus:
-    request = _request(data)
+    request = _preparation_request(data)
     if is_own_dataset(data.source) and not data.mixture:
         return Corpus(
             out_dir, request, (), probe_user_dataset(data.source, data.args, data.worker_timeout_s)
@@ -75,7 +75,7 @@ def _prepare(data: Data, out_dir: Path, vocab_size: int | None, default: str) ->
     return Corpus(out_dir, request, tuple(components))
 
 
-def _request(data: Data) -> dict[str, Any]:
+def _preparation_request(data: Data) -> dict[str, Any]:
     """The keys of [data] that decide what is prepared and how it is split."""
     keys = ("source", "args", "tokenizer", "column", "held_out_fraction")
     request: dict[str, Any] = {name: getattr(data, name) for name in keys}
@@ -85,7 +85,7 @@ def _request(data: Data) -> dict[str, Any]:
 
 def _prepare_component(
     source: str, weight: float, data: Data, own_dir: Path, vocab_size: int | None, default: str
-) -> Component:
+) -> CorpusComponent:
     """`own_dir` is where text is built."""
     described, path = _find_source(source, data, own_dir, vocab_size, default)
     if data.document_masks and described.kind == "npy":
@@ -99,13 +99,13 @@ def _prepare_component(
         tokenizer, tokenizer_path, needed_size = build_named_tokenizer(
             data.tokenizer, described, source
         )
-    opened = open_arrays(described.kind, described.path)
+    opened = open_token_arrays(described.kind, described.path)
     split_by, held_out_keys = choose_split(opened.arrays, data.held_out_fraction, data.seq_len)
     splits = split_tokens(opened.arrays, data.held_out_fraction, split_by, held_out_keys)
     split_facts = {}
     for split in SPLITS:
-        split_facts[split] = SplitFacts(splits[split].num_tokens, splits[split].num_documents)
-    return Component(
+        split_facts[split] = SplitCounts(splits[split].num_tokens, splits[split].num_documents)
+    return CorpusComponent(
         source=source,
         weight=weight,
         kind=described.kind,
@@ -131,7 +131,7 @@ def _find_source(
     if is_own_dataset(source):
         fix = "a mixture takes text and token ids; mix them inside your dataset"
         raise DataError("your own dataset cannot be a part of a mixture", where=source, fix=fix)
-    kind = find_kind(source)
+    kind = find_token_source_kind(source)
     if kind is not None:
         return describe_source(*kind), str(kind[1])
     tokenizer = data.tokenizer or default
@@ -180,7 +180,7 @@ def build_named_tokenizer(
     return of_shards, "", described.vocab_size
 
 
-def _check_one_tokenizer(components: Sequence[Component]) -> None:
+def _check_one_tokenizer(components: Sequence[CorpusComponent]) -> None:
     first = components[0]
     for other in components[1:]:
         if other.tokenizer != first.tokenizer:
@@ -204,9 +204,9 @@ def other_tokenizer_error(
     )
 
 
-def _check_same_request(corpus: Corpus, data: Data) -> None:
+def _require_same_request(corpus: Corpus, data: Data) -> None:
     differences = []
-    for key, value in _request(data).items():
+    for key, value in _preparation_request(data).items():
         earlier = corpus.wanted.get(key)
         if value != earlier:
             differences.append(f"data.{key} {earlier!r}, the job wants {value!r}")
@@ -219,7 +219,7 @@ def _check_same_request(corpus: Corpus, data: Data) -> None:
         )
 
 
-def _check_fits(corpus: Corpus, data: Data, vocab_size: int | None) -> None:
+def _check_corpus_fits_model(corpus: Corpus, data: Data, vocab_size: int | None) -> None:
     """There is a sequence to train on, and every id has a row in the model."""
     for component in corpus.components:
         num_tokens = component.splits["train"].num_tokens
@@ -227,7 +227,7 @@ def _check_fits(corpus: Corpus, data: Data, vocab_size: int | None) -> None:
             raise too_few_tokens_error(component.source, num_tokens, data.seq_len)
         opened, _ = corpus.open_component(component)
         if vocab_size is not None and component.vocab_size > vocab_size:
-            check_ids(opened, vocab_size)
+            check_token_ids(opened, vocab_size)
 
 
 def too_few_tokens_error(source: str, num_tokens: int, seq_len: int) -> DataError:

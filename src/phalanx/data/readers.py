@@ -19,21 +19,26 @@ from phalanx.core.digest import stable_hash64
 from phalanx.core.errors import DataError
 from phalanx.core.files import open_regular
 from phalanx.core.units import MIB
-from phalanx.data.columns import ReadPosition
+from phalanx.data.columns import ReadingPosition
 from phalanx.data.cuts import MAX_WHOLE_CHARS, PIECE_CHARS, TextCutter, text_too_long_error
 from phalanx.data.rows_arrow import (
-    arrow_content,
     arrow_parts,
     arrow_rows,
-    parquet_content,
     parquet_parts,
     parquet_rows,
+    read_arrow_column_buffers,
+    read_parquet_column_pages,
 )
 from phalanx.data.rows_json import json_rows
 from phalanx.data.sources import SourceFile
-from phalanx.data.spans import FileParts, FileSpan, divide_at_any_byte, keep_file_in_one_part
+from phalanx.data.spans import (
+    SourceFileParts,
+    SourceFileSpan,
+    divide_at_any_byte,
+    keep_file_in_one_part,
+)
 from phalanx.data.tokenizer import replace_surrogates
-from phalanx.data.unreadable import unreadable
+from phalanx.data.unreadable import unreadable_data_error
 
 BLOCK_BYTES = MIB
 # A zstd file may begin with frames of metadata: 16 magic numbers (RFC 8878, section 3.1.2).
@@ -79,7 +84,9 @@ def row_keys(name: str) -> Callable[[int], int]:
     return key_of
 
 
-def plan_parts(file: SourceFile, column: str, step_bytes: int, can_cut_text: bool) -> FileParts:
+def plan_file_parts(
+    file: SourceFile, column: str, step_bytes: int, can_cut_text: bool
+) -> SourceFileParts:
     """The parts into which a file can be divided. Raises DataError for a Parquet or Arrow file
     without a `column` of text.
     """
@@ -104,7 +111,7 @@ def _check_compression(file: SourceFile) -> None:
         with open_regular(file.path) as opened:
             magic = opened.read(4)
     except OSError as error:
-        raise unreadable(error, file.path) from None
+        raise unreadable_data_error(error, file.path) from None
     if not magic.startswith(magics):
         kind = "gzip" if file.format == "jsonl.gz" else "zstd"
         raise DataError(
@@ -113,7 +120,11 @@ def _check_compression(file: SourceFile) -> None:
 
 
 def read_pieces(
-    span: FileSpan, column: str, cutter: TextCutter, wants_bytes: bool, reading: ReadPosition
+    span: SourceFileSpan,
+    column: str,
+    cutter: TextCutter,
+    wants_bytes: bool,
+    reading: ReadingPosition,
 ) -> Iterator[TextPiece]:
     """The documents of a span in order. Raises DataError (exit 4) naming the file and the line or
     row.
@@ -121,7 +132,7 @@ def read_pieces(
     before = reading.read
     with _name_file_in_errors(span):
         if span.format == "text":
-            yield from _read_text(span, cutter, wants_bytes, reading)
+            yield from _read_text_file(span, cutter, wants_bytes, reading)
         else:
             read_rows = {"parquet": parquet_rows, "arrow": arrow_rows}.get(span.format, json_rows)
             key_of = row_keys(span.name)
@@ -138,23 +149,23 @@ def read_pieces(
     reading.read = before + span.weight
 
 
-def read_content(span: FileSpan, column: str) -> Iterator[Any]:
+def read_digested_content(span: SourceFileSpan, column: str) -> Iterator[Any]:
     """Buffers of bytes that decide what `read_pieces` gives: as they lie in the file, nothing is
     parsed.
     """
     with _name_file_in_errors(span):
         if span.format == "parquet":
-            yield from parquet_content(span, column)
+            yield from read_parquet_column_pages(span, column)
         elif span.format == "arrow":
-            yield from arrow_content(span, column)
+            yield from read_arrow_column_buffers(span, column)
         else:
             with open_regular(span.path, buffering=0) as file:
                 file.seek(span.begin)
-                yield from _blocks(file, span.end - span.begin)
+                yield from _read_blocks(file, span.end - span.begin)
 
 
 @contextmanager
-def _name_file_in_errors(span: FileSpan) -> Iterator[None]:
+def _name_file_in_errors(span: SourceFileSpan) -> Iterator[None]:
     """Turn errors of the body into a DataError that names the file."""
     try:
         yield
@@ -163,12 +174,12 @@ def _name_file_in_errors(span: FileSpan) -> Iterator[None]:
             "not a gzip file, or a damaged one", where=span.path, why=str(error)
         ) from None
     except OSError as error:
-        raise unreadable(error, span.path) from None
+        raise unreadable_data_error(error, span.path) from None
     except (EOFError, zlib.error) as error:
         raise DataError("the compressed file is damaged", where=span.path, why=str(error)) from None
 
 
-def _check_same_times(span: FileSpan) -> None:
+def _check_same_times(span: SourceFileSpan) -> None:
     status = os.stat(span.path)
     if (status.st_size, status.st_mtime_ns) != (span.file_bytes, span.modified_ns):
         raise DataError(
@@ -182,8 +193,8 @@ def _check_same_times(span: FileSpan) -> None:
 # --- text ---------------------------------------------------------------------------------------
 
 
-def _read_text(
-    span: FileSpan, cutter: TextCutter, wants_bytes: bool, reading: ReadPosition
+def _read_text_file(
+    span: SourceFileSpan, cutter: TextCutter, wants_bytes: bool, reading: ReadingPosition
 ) -> Iterator[TextPiece]:
     key = document_key(span.name)
     with open_regular(span.path) as file:
@@ -195,7 +206,7 @@ def _read_text(
         file.seek(start)
         pieces: Iterator[tuple[str | bytes, int, bool]]
         if wants_bytes:
-            pieces = ((block, len(block), True) for block in _blocks(file, end - start))
+            pieces = ((block, len(block), True) for block in _read_blocks(file, end - start))
         else:
             pieces = _decoded_blocks(file, end - start, span, cutter)
         begins = True
@@ -209,29 +220,29 @@ def _read_text(
             yield TextPiece(key, nothing, begins, True, 0)
 
 
-def _blocks(file: BinaryIO, num_bytes: int) -> Iterator[bytes]:
+def _read_blocks(file: BinaryIO, num_bytes: int) -> Iterator[bytes]:
     while num_bytes and (block := file.read(min(BLOCK_BYTES, num_bytes))):
         num_bytes -= len(block)
         yield block
 
 
 def _decoded_blocks(
-    file: BinaryIO, num_bytes: int, span: FileSpan, cutter: TextCutter
+    file: BinaryIO, num_bytes: int, span: SourceFileSpan, cutter: TextCutter
 ) -> Iterator[tuple[str, int, bool]]:
     """The text of each block, its size in bytes, and True if it is UTF-8."""
     for block in _blocks_between_cuts(file, num_bytes, span, cutter):
-        text, is_utf8 = _decode(block)
+        text, is_utf8 = _decode_block(block)
         yield text, len(block), is_utf8
 
 
 def _blocks_between_cuts(
-    file: BinaryIO, num_bytes: int, span: FileSpan, cutter: TextCutter
+    file: BinaryIO, num_bytes: int, span: SourceFileSpan, cutter: TextCutter
 ) -> Iterator[bytes]:
     """Blocks of about PIECE_CHARS that end where the tokenizer allows it; larger ones where it does
     not.
     """
     pending, searched = b"", 0
-    for block in _blocks(file, num_bytes):
+    for block in _read_blocks(file, num_bytes):
         pending += block
         if len(pending) > 2 * PIECE_CHARS and cutter.can_cut:
             text = pending.decode("utf-8", "surrogateescape")
@@ -250,7 +261,7 @@ def _blocks_between_cuts(
         yield pending
 
 
-def _decode(block: bytes) -> tuple[str, bool]:
+def _decode_block(block: bytes) -> tuple[str, bool]:
     try:
         return block.decode("utf-8"), True
     except UnicodeDecodeError:

@@ -10,52 +10,52 @@ from phalanx.core.errors import DataError
 from phalanx.core.files import open_regular, regular_path
 from phalanx.core.registry import import_optional
 from phalanx.core.units import MIB, format_bytes
-from phalanx.data.columns import MOST_NAMES, ReadPosition, missing_column_error
+from phalanx.data.columns import MOST_NAMES, ReadingPosition, missing_column_error
 from phalanx.data.cuts import MAX_ROW_BYTES, row_too_long_error
 from phalanx.data.sources import SourceFile
-from phalanx.data.spans import FileParts, FileSpan, keep_file_in_one_part
-from phalanx.data.unreadable import unreadable
+from phalanx.data.spans import SourceFileParts, SourceFileSpan, keep_file_in_one_part
+from phalanx.data.unreadable import unreadable_data_error
 
 # Whichever is less: rows may be of any length, and become Python strings all at once.
 _ROWS_PER_BATCH, _BATCH_BYTES = 1024, 4 * MIB
 
 
-def parquet_parts(file: SourceFile, column: str) -> FileParts:
+def parquet_parts(file: SourceFile, column: str) -> SourceFileParts:
     """Row groups. Raises DataError for a file without a `column` of text."""
     with _open_file(file.path, _open_parquet) as parquet:
         _check_column(parquet.schema_arrow, column, file.path)
         sizes = []
         for number in range(parquet.num_row_groups):
             sizes.append(parquet.metadata.row_group(number).total_byte_size)
-        return _weigh_units(file, sizes)
+        return _weigh_parts(file, sizes)
 
 
-def arrow_parts(file: SourceFile, column: str) -> FileParts:
+def arrow_parts(file: SourceFile, column: str) -> SourceFileParts:
     """Record batches; a stream has no index of them and stays whole.
 
     Raises DataError like `parquet_parts`.
     """
-    arrow = _arrow(file.path)
+    arrow = _import_pyarrow(file.path)
     with _open_file(file.path, _open_arrow) as table:
         _check_column(table.schema, column, file.path)
         if isinstance(table, arrow.ipc.RecordBatchFileReader):
-            return _weigh_units(file, [1] * table.num_record_batches)
+            return _weigh_parts(file, [1] * table.num_record_batches)
     return keep_file_in_one_part(file)
 
 
-def _weigh_units(file: SourceFile, sizes: list[int]) -> FileParts:
+def _weigh_parts(file: SourceFile, sizes: list[int]) -> SourceFileParts:
     """Parts that share the bytes of the file in proportion to `sizes`."""
     if not sizes:
-        return FileParts(file, (0, 0), (file.num_bytes,))
+        return SourceFileParts(file, (0, 0), (file.num_bytes,))
     total = max(1, sum(sizes))
     edges = [file.num_bytes * so_far // total for so_far in accumulate(sizes, initial=0)]
     # Where all sizes are 0, too, the parts make up the file.
     edges[-1] = file.num_bytes
     weights = tuple(end - start for start, end in pairwise(edges))
-    return FileParts(file, tuple(range(len(sizes) + 1)), weights)
+    return SourceFileParts(file, tuple(range(len(sizes) + 1)), weights)
 
 
-def _arrow(path: str) -> Any:
+def _import_pyarrow(path: str) -> Any:
     import_optional("pyarrow", extra="data", needed_for=f"reading {path}")
     import pyarrow
     import pyarrow.ipc
@@ -65,7 +65,7 @@ def _arrow(path: str) -> Any:
 
 
 def _open_file(path: str, opener: Callable[[str], Any]) -> Any:
-    arrow = _arrow(path)
+    arrow = _import_pyarrow(path)
     opened = path
     try:
         with regular_path(path) as opened:
@@ -76,9 +76,9 @@ def _open_file(path: str, opener: Callable[[str], Any]) -> Any:
     except (arrow.ArrowException, OSError) as error:
         # pyarrow names the file that it was given, which may be a descriptor's.
         why = _first_line(error).replace(opened, path)
-        summary = f"not a readable {_flavour(path)} file"
+        summary = f"not a readable {_format_name(path)} file"
         if isinstance(error, OSError):
-            raise unreadable(error, path, summary, why=why) from None
+            raise unreadable_data_error(error, path, summary, why=why) from None
         raise DataError(summary, where=path, why=why) from None
 
 
@@ -89,7 +89,7 @@ def _first_line(error: Exception) -> str:
     return type(error).__name__
 
 
-def _flavour(path: str) -> str:
+def _format_name(path: str) -> str:
     if path.lower().endswith(".parquet"):
         return "Parquet"
     return "Arrow"
@@ -97,13 +97,13 @@ def _flavour(path: str) -> str:
 
 def _open_parquet(path: str) -> Any:
     # With pre_buffer, pyarrow's default, it reads all of a row group ahead.
-    return _arrow(path).parquet.ParquetFile(path, pre_buffer=False)
+    return _import_pyarrow(path).parquet.ParquetFile(path, pre_buffer=False)
 
 
 def _open_arrow(path: str) -> Any:
     """Both formats: the one with an index at its end (.feather) and the stream (what Hugging
     Face datasets write)."""
-    arrow = _arrow(path)
+    arrow = _import_pyarrow(path)
     with open_regular(path) as file:
         magic = file.read(6)
     if magic.startswith(b"FEA1"):
@@ -120,7 +120,7 @@ def _open_arrow(path: str) -> Any:
 
 
 def _check_column(schema: Any, column: str, path: str) -> None:
-    arrow = _arrow(path)
+    arrow = _import_pyarrow(path)
     if column not in schema.names:
         raise missing_column_error(column, list(schema.names), path, "column", "its columns are")
     if schema.names.count(column) > 1:
@@ -144,7 +144,9 @@ def _check_column(schema: Any, column: str, path: str) -> None:
         )
 
 
-def parquet_rows(span: FileSpan, column: str, reading: ReadPosition) -> Iterator[tuple[int, str]]:
+def parquet_rows(
+    span: SourceFileSpan, column: str, reading: ReadingPosition
+) -> Iterator[tuple[int, str]]:
     """(number of the row in its file, its text)."""
     with _open_file(span.path, _open_parquet) as parquet:
         sizes = [parquet.metadata.row_group(i).num_rows for i in range(span.end)]
@@ -153,7 +155,7 @@ def parquet_rows(span: FileSpan, column: str, reading: ReadPosition) -> Iterator
 
 
 def _parquet_batches(
-    parquet: Any, column: str, span: FileSpan, first: int
+    parquet: Any, column: str, span: SourceFileSpan, first: int
 ) -> Iterator[tuple[int, Any]]:
     """One row group after another: pyarrow holds the pages of all that it is asked for at once."""
     for number in range(span.begin, span.end):
@@ -168,7 +170,7 @@ def _parquet_batches(
             first += batch.num_rows
 
 
-def parquet_content(span: FileSpan, column: str) -> Iterator[bytes]:
+def read_parquet_column_pages(span: SourceFileSpan, column: str) -> Iterator[bytes]:
     """The pages of the column, as they lie in the file."""
     with (
         _open_file(span.path, _open_parquet) as parquet,
@@ -188,22 +190,24 @@ def parquet_content(span: FileSpan, column: str) -> Iterator[bytes]:
                     yield block
 
 
-def arrow_rows(span: FileSpan, column: str, reading: ReadPosition) -> Iterator[tuple[int, str]]:
+def arrow_rows(
+    span: SourceFileSpan, column: str, reading: ReadingPosition
+) -> Iterator[tuple[int, str]]:
     """(number of the record batch times 2**32, plus that of the row in it; its text)."""
     with _open_file(span.path, _open_arrow) as table:
         yield from _column_rows(_arrow_batches(table, span), column, span, None, reading)
 
 
-def _arrow_batches(table: Any, span: FileSpan) -> Iterator[tuple[int, Any]]:
-    if isinstance(table, _arrow(span.path).ipc.RecordBatchFileReader):
+def _arrow_batches(table: Any, span: SourceFileSpan) -> Iterator[tuple[int, Any]]:
+    if isinstance(table, _import_pyarrow(span.path).ipc.RecordBatchFileReader):
         # By batch: rows of those before this span are not counted, and numbers stay the same.
         return ((i << 32, table.get_batch(i)) for i in range(span.begin, span.end))
     return ((i << 32, batch) for i, batch in enumerate(table))
 
 
-def arrow_content(span: FileSpan, column: str) -> Iterator[Any]:
+def read_arrow_column_buffers(span: SourceFileSpan, column: str) -> Iterator[Any]:
     """The column's buffers, as they lie in the file."""
-    arrow = _arrow(span.path)
+    arrow = _import_pyarrow(span.path)
     with _open_file(span.path, _open_arrow) as table:
         try:
             for number, batch in _arrow_batches(table, span):
@@ -223,11 +227,11 @@ def arrow_content(span: FileSpan, column: str) -> Iterator[Any]:
 def _column_rows(
     batches: Iterator[tuple[int, Any]],
     column: str,
-    span: FileSpan,
+    span: SourceFileSpan,
     num_rows: int | None,
-    reading: ReadPosition,
+    reading: ReadingPosition,
 ) -> Iterator[tuple[int, str]]:
-    arrow = _arrow(span.path)
+    arrow = _import_pyarrow(span.path)
     before, num_read, row = reading.read, 0, 0
     try:
         for first, batch in batches:
@@ -236,7 +240,7 @@ def _column_rows(
             row = first
             _check_lengths(values, span, first)
             for start in range(0, len(values), step):
-                for text in _texts(values.slice(start, step)):
+                for text in _values_to_texts(values.slice(start, step)):
                     if text is None:
                         reading.num_null_rows += 1
                     else:
@@ -249,7 +253,7 @@ def _column_rows(
         raise _damage_error(span, f": after row {row}", error) from None
 
 
-def _check_lengths(values: Any, span: FileSpan, first: int) -> None:
+def _check_lengths(values: Any, span: SourceFileSpan, first: int) -> None:
     """Raise DataError for a cell that is too long to be a row, before it is made a string."""
     import pyarrow as arrow
     import pyarrow.compute
@@ -269,15 +273,15 @@ def _check_lengths(values: Any, span: FileSpan, first: int) -> None:
         raise row_too_long_error(f"{span.path}: row {row}", f"a cell of {format_bytes(longest)}")
 
 
-def _damage_error(span: FileSpan, where: str, error: Exception) -> DataError:
+def _damage_error(span: SourceFileSpan, where: str, error: Exception) -> DataError:
     return DataError(
-        f"the {_flavour(span.path)} file is damaged",
+        f"the {_format_name(span.path)} file is damaged",
         where=f"{span.path}{where}",
         why=_first_line(error),
     )
 
 
-def _texts(values: Any) -> list[str | None]:
+def _values_to_texts(values: Any) -> list[str | None]:
     try:
         return cast("list[str | None]", values.to_pylist())
     except UnicodeDecodeError:

@@ -13,14 +13,16 @@ from phalanx.core.errors import DataError
 from phalanx.core.files import open_regular
 from phalanx.core.registry import import_optional
 from phalanx.core.units import MIB, format_bytes
-from phalanx.data.columns import ReadPosition, missing_column_error
+from phalanx.data.columns import ReadingPosition, missing_column_error
 from phalanx.data.cuts import MAX_ROW_BYTES, row_too_long_error
-from phalanx.data.spans import FileSpan
+from phalanx.data.spans import SourceFileSpan
 
 _BLOCK_BYTES = MIB
 
 
-def json_rows(span: FileSpan, column: str, reading: ReadPosition) -> Iterator[tuple[int, str]]:
+def json_rows(
+    span: SourceFileSpan, column: str, reading: ReadingPosition
+) -> Iterator[tuple[int, str]]:
     """(byte offset of the line, in what was decompressed; its text)."""
     with open_regular(span.path) as raw:
         file = _decompress(raw, span)
@@ -36,7 +38,7 @@ def json_rows(span: FileSpan, column: str, reading: ReadPosition) -> Iterator[tu
                 raise row_too_long_error(
                     _locate_row(span, offset), f"a line of more than {format_bytes(MAX_ROW_BYTES)}"
                 )
-            text = _text_of(line, column, lambda: _locate_row(span, offset))  # noqa: B023
+            text = _row_text(line, column, lambda: _locate_row(span, offset))  # noqa: B023
             if text is not None:
                 yield offset, text
             elif not line.isspace():
@@ -49,7 +51,7 @@ def json_rows(span: FileSpan, column: str, reading: ReadPosition) -> Iterator[tu
                 reading.read = before + raw.tell()
 
 
-def _decompress(raw: BinaryIO, span: FileSpan) -> BinaryIO:
+def _decompress(raw: BinaryIO, span: SourceFileSpan) -> BinaryIO:
     if span.format == "jsonl.gz":
         return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
     if span.format == "jsonl.zst":
@@ -73,7 +75,7 @@ def _to_next_line(file: BinaryIO, offset: int) -> int:
     return at
 
 
-def _text_of(line: bytes, column: str, where: Callable[[], str]) -> str | None:
+def _row_text(line: bytes, column: str, where: Callable[[], str]) -> str | None:
     """The field of a row; None if it is null, or the line is blank."""
     if line.isspace():
         return None
@@ -86,17 +88,21 @@ def _text_of(line: bytes, column: str, where: Callable[[], str]) -> str | None:
         ) from None
     if not isinstance(row, dict):
         raise DataError(
-            f"the row is {_kind(row)}, not an object", where=where(), fix="one JSON object per line"
+            f"the row is {_json_type_name(row)}, not an object",
+            where=where(),
+            fix="one JSON object per line",
         )
     if column not in row:
         raise missing_column_error(column, list(row), where(), "field", "it has")
     text = row[column]
     if text is not None and not isinstance(text, str):
-        raise DataError(f"the field {column!r} is {_kind(text)}, not a string", where=where())
+        raise DataError(
+            f"the field {column!r} is {_json_type_name(text)}, not a string", where=where()
+        )
     return text
 
 
-def _locate_row(span: FileSpan, offset: int) -> str:
+def _locate_row(span: SourceFileSpan, offset: int) -> str:
     """file:line, counted only when something is wrong."""
     with open_regular(span.path) as raw:
         file = _decompress(raw, span)
@@ -107,7 +113,7 @@ def _locate_row(span: FileSpan, offset: int) -> str:
     return f"{span.path}:{line}"
 
 
-def _kind(value: object) -> str:
+def _json_type_name(value: object) -> str:
     if value is None:
         return "null"
     # By exact type, for a bool is an int as well.

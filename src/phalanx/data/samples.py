@@ -22,7 +22,7 @@ from phalanx.data.user_dataset import UserSamples, open_user_dataset
 Arrays = dict[str, NDArray[Any]]
 
 
-class Samples(Protocol):
+class SampleSource(Protocol):
     """A source of samples. Memory-mapped, and any index is reached at once."""
 
     def take(self, indices: NDArray[np.int64]) -> Arrays:
@@ -42,14 +42,16 @@ class SampleSpec:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    def open(self) -> Samples:
+    def open(self) -> SampleSource:
         """Raises DataError if the corpus is missing, damaged or another one by now."""
         return open_samples(
             load_corpus(Path(self.directory)), self.seq_len, self.seed, self.document_masks
         )
 
 
-def open_samples(corpus: Corpus, seq_len: int, seed: int, document_masks: bool = False) -> Samples:
+def open_samples(
+    corpus: Corpus, seq_len: int, seed: int, document_masks: bool = False
+) -> SampleSource:
     """The training samples of a corpus."""
     if corpus.user is not None:
         dataset = open_user_dataset(corpus.user.source, corpus.user.args, "train")
@@ -63,7 +65,7 @@ def open_samples(corpus: Corpus, seq_len: int, seed: int, document_masks: bool =
             source_seed = stable_hash64("source", seed, number)
         order = SampleOrder(sequence.num_tokens, seq_len, source_seed)
         ends_are_marked = corpus.components[number].end_of_document is not None
-        windows = Windows(seq_len, document_masks, ends_are_marked)
+        windows = SampleWindows(seq_len, document_masks, ends_are_marked)
         sources.append(TokenSamples(sequence, order, windows))
     if not is_mixture:
         return sources[0]
@@ -71,7 +73,7 @@ def open_samples(corpus: Corpus, seq_len: int, seed: int, document_masks: bool =
 
 
 @dataclass(frozen=True)
-class Windows:
+class SampleWindows:
     """The rules by which a run of seq_len + 1 tokens becomes a sample.
 
     With document masks, `document_ids` count the documents of a sample from 0 and `positions`
@@ -110,7 +112,7 @@ class Windows:
 class TokenSamples:
     """Windows of one sequence, in its order."""
 
-    def __init__(self, sequence: TokenSequence, order: SampleOrder, windows: Windows) -> None:
+    def __init__(self, sequence: TokenSequence, order: SampleOrder, windows: SampleWindows) -> None:
         self._sequence, self._order, self._windows = sequence, order, windows
 
     def take(self, indices: NDArray[np.int64]) -> Arrays:

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from phalanx.core.digest import canonical_json
 from phalanx.core.errors import DataError
 from phalanx.core.files import open_regular
-from phalanx.data.unreadable import unreadable
+from phalanx.data.unreadable import unreadable_data_error
 
 MAGIC, VERSION = b"PHXSHARD", 1
 PAYLOAD_AT = 4096  # the header has a page to itself
@@ -77,7 +77,7 @@ class Shard:
     keys: NDArray[np.uint64]  # [num_documents]
 
 
-def dtype_for(vocab_size: int) -> str:
+def smallest_token_dtype(vocab_size: int) -> str:
     """The smallest type that holds every id of a vocabulary."""
     if vocab_size <= 2**16:
         return "<u2"
@@ -133,7 +133,7 @@ def open_shard(path: Path) -> Shard:
         fix = None
         if error.errno == errno.EMFILE:
             fix = "raise ulimit -n, or build larger shards"
-        raise unreadable(error, path, "the shard cannot be read", fix=fix) from None
+        raise unreadable_data_error(error, path, "the shard cannot be read", fix=fix) from None
     num_tokens, num_documents, dtype = facts["num_tokens"], facts["num_documents"], facts["dtype"]
     sections = _SectionOffsets.place(num_tokens, num_documents, dtype)
     if num_bytes != sections.num_bytes:
@@ -230,9 +230,9 @@ def verify_shard(path: Path, progress: Progress | None = None) -> list[DataError
         return [error]
     sections = _SectionOffsets.place(shard.facts.num_tokens, shard.facts.num_documents, shard.dtype)
     try:
-        ranges = _join_ranges(_differing_chunks(shard, sections, progress))
+        ranges = _join_neighbouring_ranges(_differing_chunks(shard, sections, progress))
         damaged = [_damage_in_range(shard, sections, start, stop) for start, stop in ranges]
-    except _BadSumsError:
+    except _DamagedChecksumsError:
         return [
             _damage_error(
                 path,
@@ -241,11 +241,11 @@ def verify_shard(path: Path, progress: Progress | None = None) -> list[DataError
             )
         ]
     except OSError as error:
-        return [unreadable(error, path, "the shard cannot be read")]
+        return [unreadable_data_error(error, path, "the shard cannot be read")]
     return damaged or list(_find_contradictions(shard))
 
 
-class _BadSumsError(Exception):
+class _DamagedChecksumsError(Exception):
     """The list of checksums is itself damaged."""
 
 
@@ -259,7 +259,7 @@ def _differing_chunks(
         raw = file.read()
         # First, for with these damaged every chunk would seem to be.
         if xxhash.xxh3_64_hexdigest(raw) != facts["sums_xxh3"]:
-            raise _BadSumsError
+            raise _DamagedChecksumsError
         file.seek(PAYLOAD_AT)
         expected = iter(np.frombuffer(raw, "<u8").tolist())
         at = PAYLOAD_AT
@@ -273,7 +273,7 @@ def _differing_chunks(
                 progress(len(data))
 
 
-def _join_ranges(ranges: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
+def _join_neighbouring_ranges(ranges: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
     """Neighbours become one range."""
     joined: list[tuple[int, int]] = []
     for start, stop in ranges:

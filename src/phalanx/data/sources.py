@@ -20,7 +20,7 @@ from typing import Literal
 from phalanx.core.errors import DataError
 from phalanx.core.files import open_regular
 from phalanx.data.listing import list_files
-from phalanx.data.unreadable import unreadable
+from phalanx.data.unreadable import unreadable_data_error
 
 Format = Literal["text", "jsonl", "jsonl.gz", "jsonl.zst", "parquet", "arrow"]
 
@@ -70,7 +70,7 @@ class SourceListing:
     num_json_text: int = 0  # .json files that do not hold an object per line: text
 
 
-def format_of(name: str) -> Format:
+def detect_file_format(name: str) -> Format:
     """The kind of a file's content, by its ending; anything that is not known to be rows is one
     document of text.
     """
@@ -80,7 +80,7 @@ def format_of(name: str) -> Format:
     return "text"
 
 
-def find_files(
+def list_source_files(
     sources: Sequence[str], named: str = "data.source", out: Path | None = None
 ) -> list[SourceListing]:
     """The files of each input, each file once. Datasets in an input are left out, and so is the
@@ -88,7 +88,7 @@ def find_files(
 
     Raises DataError for an input where there is nothing to read, as a value of `named`.
     """
-    real = _RealPaths()
+    real = _SeenFiles()
     try:
         listings = []
         for number, source in enumerate(sources):
@@ -105,7 +105,7 @@ def find_files(
     return listings
 
 
-class _RealPaths:
+class _SeenFiles:
     """The files that were seen, whatever way led to them."""
 
     def __init__(self) -> None:
@@ -129,19 +129,19 @@ class _RealPaths:
 
 
 def _find_source_files(
-    source: str, prefix: str, out: Path | None, real: _RealPaths
+    source: str, prefix: str, out: Path | None, real: _SeenFiles
 ) -> SourceListing:
     """`prefix` keeps documents apart that have the same name in several inputs."""
     try:
         listed = list_files(source, out)
     except OSError as error:
-        raise unreadable(error, error.filename or source) from None
+        raise unreadable_data_error(error, error.filename or source) from None
     files: list[SourceFile] = []
     num_skipped = num_repeated = num_empty = num_json_text = 0
     for name in listed.names:
         path = listed.root / name
-        status = _stat_regular(path)
-        kind = format_of(name)
+        status = _stat_regular_file(path)
+        kind = detect_file_format(name)
         if not real.is_new(path):
             num_repeated += 1
         elif _is_empty(path, status, kind):
@@ -171,12 +171,12 @@ def _find_source_files(
     )
 
 
-def _stat_regular(path: Path) -> os.stat_result:
+def _stat_regular_file(path: Path) -> os.stat_result:
     """The status of a file. Raises DataError for what is no regular file, or cannot be read."""
     try:
         status = path.stat()
     except OSError as error:
-        raise unreadable(error, path) from None
+        raise unreadable_data_error(error, path) from None
     if not stat.S_ISREG(status.st_mode):
         raise DataError("not a regular file", where=str(path))
     return status
@@ -197,7 +197,7 @@ def _read_file_start(path: Path, num_bytes: int) -> bytes:
         with open_regular(path) as file:
             return file.read(num_bytes)
     except OSError as error:
-        raise unreadable(error, path) from None
+        raise unreadable_data_error(error, path) from None
 
 
 def _has_object_per_line(path: Path) -> bool:

@@ -22,7 +22,7 @@ _LEAST_PART = 4  # a file is never cut so that less than this fraction of a shar
 
 
 @dataclass(frozen=True)
-class FileSpan:
+class SourceFileSpan:
     """A part of a file, in its own units: bytes of text and JSONL, row groups of Parquet, record
     batches of Arrow.
     """
@@ -43,11 +43,11 @@ class FileSpan:
 
 
 @dataclass(frozen=True)
-class Task:
+class ShardTask:
     """The input that becomes one shard."""
 
     number: int
-    spans: tuple[FileSpan, ...]
+    spans: tuple[SourceFileSpan, ...]
 
     @property
     def file(self) -> str:
@@ -66,12 +66,12 @@ class Task:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Task:
-        return cls(value["number"], tuple(FileSpan(**span) for span in value["spans"]))
+    def from_json(cls, value: dict[str, Any]) -> ShardTask:
+        return cls(value["number"], tuple(SourceFileSpan(**span) for span in value["spans"]))
 
 
 @dataclass(frozen=True)
-class FileParts:
+class SourceFileParts:
     """The parts that a file can be cut into: `weights[i]` bytes for part i of its units; one part
     if it cannot be cut."""
 
@@ -93,29 +93,31 @@ def default_shard_bytes(total_bytes: int) -> int:
     return max(min(max(usual, LEAST_SHARD_BYTES), MOST_SHARD_BYTES), least)
 
 
-def plan_tasks(files: Sequence[FileParts], shard_bytes: int) -> list[Task]:
+def plan_tasks(files: Sequence[SourceFileParts], shard_bytes: int) -> list[ShardTask]:
     """Fill one shard after another with about `shard_bytes` of input each, in the order of the
     files.
     """
-    tasks: list[Task] = []
-    spans: list[FileSpan] = []
+    tasks: list[ShardTask] = []
+    spans: list[SourceFileSpan] = []
     weight = 0
     for span in _split_large_files(files, shard_bytes):
         # A little more than a shard is better than a small one at its end.
         if spans and weight + span.weight > shard_bytes + shard_bytes // _LEAST_PART:
-            tasks.append(Task(len(tasks), tuple(spans)))
+            tasks.append(ShardTask(len(tasks), tuple(spans)))
             spans, weight = [], 0
         spans.append(span)
         weight += span.weight
         if weight >= shard_bytes:
-            tasks.append(Task(len(tasks), tuple(spans)))
+            tasks.append(ShardTask(len(tasks), tuple(spans)))
             spans, weight = [], 0
     if spans:
-        tasks.append(Task(len(tasks), tuple(spans)))
+        tasks.append(ShardTask(len(tasks), tuple(spans)))
     return tasks
 
 
-def _split_large_files(files: Sequence[FileParts], shard_bytes: int) -> Iterator[FileSpan]:
+def _split_large_files(
+    files: Sequence[SourceFileParts], shard_bytes: int
+) -> Iterator[SourceFileSpan]:
     """The files, those larger than a shard cut into pieces of about its size."""
     for parts in files:
         first, weight, num_left = 0, 0, sum(parts.weights)
@@ -124,24 +126,26 @@ def _split_large_files(files: Sequence[FileParts], shard_bytes: int) -> Iterator
             num_left -= part
             is_last = number == len(parts.weights) - 1
             if is_last or (weight >= shard_bytes and num_left >= shard_bytes // _LEAST_PART):
-                yield _span(parts, first, number + 1, weight)
+                yield _whole_file_span(parts, first, number + 1, weight)
                 first, weight = number + 1, 0
 
 
-def _span(parts: FileParts, first: int, beyond: int, weight: int) -> FileSpan:
+def _whole_file_span(
+    parts: SourceFileParts, first: int, beyond: int, weight: int
+) -> SourceFileSpan:
     file = parts.file
     start, end = parts.units[first], parts.units[beyond]
-    return FileSpan(
+    return SourceFileSpan(
         file.name, file.path, file.format, file.num_bytes, file.modified_ns, start, end, weight
     )
 
 
-def divide_at_any_byte(file: SourceFile, step_bytes: int) -> FileParts:
+def divide_at_any_byte(file: SourceFile, step_bytes: int) -> SourceFileParts:
     """A file that can be cut at any byte (whoever reads it finds the next line)."""
     starts = range(0, file.num_bytes, step_bytes) or [0]
     units = [*starts, file.num_bytes]
-    return FileParts(file, tuple(units), tuple(end - start for start, end in pairwise(units)))
+    return SourceFileParts(file, tuple(units), tuple(end - start for start, end in pairwise(units)))
 
 
-def keep_file_in_one_part(file: SourceFile) -> FileParts:
-    return FileParts(file, (0, file.num_bytes), (file.num_bytes,))
+def keep_file_in_one_part(file: SourceFile) -> SourceFileParts:
+    return SourceFileParts(file, (0, file.num_bytes), (file.num_bytes,))

@@ -30,8 +30,14 @@ from phalanx.data.dataset import (
 )
 from phalanx.data.megatron import megatron_paths, open_megatron
 from phalanx.data.shards import verify_shard
-from phalanx.data.tokens import CHUNK_TOKENS, PlainArray, TokenArray, Tokens, find_outside
-from phalanx.data.unreadable import unreadable
+from phalanx.data.tokens import (
+    CHUNK_TOKENS,
+    TokenArray,
+    Tokens,
+    UndividedTokenArray,
+    find_token_outside_vocabulary,
+)
+from phalanx.data.unreadable import unreadable_data_error
 
 Kind = Literal["dataset", "npy", "megatron"]
 NO_TOKENIZER = TokenizerFacts("none", "")
@@ -76,7 +82,7 @@ class SourceDescription:
     num_skipped_files: int
 
 
-def find_kind(source: str) -> tuple[Kind, Path] | None:
+def find_token_source_kind(source: str) -> tuple[Kind, Path] | None:
     """The kind of a source of token ids, and the directory or file it is; None if it is text, or
     nothing."""
     path = Path(os.path.expanduser(source))
@@ -104,13 +110,13 @@ def _holds_shards(path: Path) -> bool:
     return os.path.isdir(path) and any(path.glob("shard-*.tokens"))
 
 
-def open_arrays(kind: Kind, path: Path) -> OpenTokenSource:
+def open_token_arrays(kind: Kind, path: Path) -> OpenTokenSource:
     """Map the tokens. Raises DataError."""
     if kind == "dataset":
         dataset = open_dataset(path)
         return OpenTokenSource(dataset.shards, tuple(shard.path for shard in dataset.shards))
     if kind == "npy":
-        return OpenTokenSource((PlainArray.from_tokens(_open_npy(path)),), (path,))
+        return OpenTokenSource((UndividedTokenArray.from_tokens(_open_npy(path)),), (path,))
     return OpenTokenSource((open_megatron(path, path.with_suffix(".idx")),), (path,))
 
 
@@ -121,7 +127,7 @@ def describe_source(kind: Kind, path: Path, *, with_checksums: bool = True) -> S
     """
     if kind == "dataset":
         return _describe_dataset(path)
-    array = open_arrays(kind, path).arrays[0]
+    array = open_token_arrays(kind, path).arrays[0]
     paths = [path]
     if kind == "megatron":
         paths.append(path.with_suffix(".idx"))
@@ -129,7 +135,7 @@ def describe_source(kind: Kind, path: Path, *, with_checksums: bool = True) -> S
     for file in paths:
         num_bytes, checksum = file.stat().st_size, ""
         if with_checksums:
-            checksum = _checksum(file)
+            checksum = _file_checksum(file)
         files[file.name] = FileFacts(num_bytes, checksum)
     return SourceDescription(
         kind=kind,
@@ -145,7 +151,7 @@ def describe_source(kind: Kind, path: Path, *, with_checksums: bool = True) -> S
 
 def _describe_dataset(path: Path) -> SourceDescription:
     dataset = open_dataset(path)
-    files = {MANIFEST: FileFacts((path / MANIFEST).stat().st_size, _checksum(path / MANIFEST))}
+    files = {MANIFEST: FileFacts((path / MANIFEST).stat().st_size, _file_checksum(path / MANIFEST))}
     for shard in dataset.shards:
         files[shard.facts.file] = FileFacts(shard.facts.num_bytes, shard.facts.xxh3)
     # Raises unless it is the one of the shards.
@@ -175,9 +181,9 @@ def check_source_unchanged(kind: Kind, path: Path, files: Mapping[str, FileFacts
         try:
             num_bytes = (folder / name).stat().st_size
         except OSError as error:
-            raise unreadable(error, folder / name, CHANGED, fix=PUT_BACK) from None
+            raise unreadable_data_error(error, folder / name, CHANGED, fix=PUT_BACK) from None
         if num_bytes != facts.num_bytes:
-            raise _change_error(
+            raise _changed_source_error(
                 folder / name, f"it has {num_bytes} bytes instead of {facts.num_bytes}"
             )
 
@@ -186,21 +192,21 @@ def _check_manifest(path: Path, files: Mapping[str, FileFacts]) -> None:
     """Raise DataError, naming the first shard that is another one, if dataset.json is not what
     it was."""
     try:
-        if _checksum(path / MANIFEST) == files[MANIFEST].xxh3:
+        if _file_checksum(path / MANIFEST) == files[MANIFEST].xxh3:
             return
         manifest, _ = read_dataset_manifest(path)
     except DataStorageError:
         # A disk that fails says nothing about the content.
         raise
     except DataError as error:
-        raise _change_error(path / MANIFEST, error.why or error.what) from None
+        raise _changed_source_error(path / MANIFEST, error.why or error.what) from None
     now = {shard.file: FileFacts(shard.num_bytes, shard.xxh3) for shard in manifest.shards}
     different = MANIFEST
     for name, facts in files.items():
         if name != MANIFEST and now.get(name) != facts:
             different = name
             break
-    raise _change_error(path / different, "dataset.json describes another one now")
+    raise _changed_source_error(path / different, "dataset.json describes another one now")
 
 
 def verify_source(kind: Kind, path: Path, files: Mapping[str, FileFacts]) -> Iterator[DataError]:
@@ -212,11 +218,11 @@ def verify_source(kind: Kind, path: Path, files: Mapping[str, FileFacts]) -> Ite
                 yield from verify_shard(path / name)
         return
     for name, facts in files.items():
-        if _checksum(path.parent / name) != facts.xxh3:
-            yield _change_error(path.parent / name, "its checksum is another one")
+        if _file_checksum(path.parent / name) != facts.xxh3:
+            yield _changed_source_error(path.parent / name, "its checksum is another one")
 
 
-def check_ids(opened: OpenTokenSource, vocab_size: int) -> None:
+def check_token_ids(opened: OpenTokenSource, vocab_size: int) -> None:
     """Raise DataError at the first id that is not below `vocab_size`, with its file and the
     token's place in it."""
     for array, path in zip(opened.arrays, opened.paths, strict=True):
@@ -224,7 +230,7 @@ def check_ids(opened: OpenTokenSource, vocab_size: int) -> None:
         facts = getattr(array, "facts", None)
         if facts is not None and facts.max_token_id < vocab_size:
             continue
-        bad_token = find_outside(array.tokens, vocab_size)
+        bad_token = find_token_outside_vocabulary(array.tokens, vocab_size)
         if bad_token is not None:
             raise id_out_of_range_error(
                 bad_token[1], vocab_size, f"{path}: position {bad_token[0]}"
@@ -246,7 +252,7 @@ def id_out_of_range_error(token: int, vocab_size: int, where: str) -> DataError:
     )
 
 
-def _change_error(path: Path, why: str) -> DataError:
+def _changed_source_error(path: Path, why: str) -> DataError:
     return DataError(CHANGED, where=str(path), why=why, fix=PUT_BACK)
 
 
@@ -258,7 +264,7 @@ def _find_largest_id(tokens: Tokens, path: Path) -> int:
     largest = -1
     for start in range(0, len(tokens), CHUNK_TOKENS):
         chunk = np.asarray(tokens[start : start + CHUNK_TOKENS])
-        bad_token = find_outside(chunk, MAX_VOCAB_SIZE)
+        bad_token = find_token_outside_vocabulary(chunk, MAX_VOCAB_SIZE)
         if bad_token is not None:
             raise id_out_of_range_error(
                 bad_token[1], MAX_VOCAB_SIZE, f"{path}: position {start + bad_token[0]}"
@@ -277,7 +283,7 @@ def _open_npy(path: Path) -> Tokens:
             # Unlike np.load it never unpickles.
             ids = np.lib.format.open_memmap(opened, mode="r")
     except OSError as error:
-        raise unreadable(error, f"data.source {path}") from None
+        raise unreadable_data_error(error, f"data.source {path}") from None
     except (ValueError, EOFError) as error:
         raise DataError(
             "not a readable .npy file", where=f"data.source {path}", why=str(error)
@@ -292,7 +298,7 @@ def _open_npy(path: Path) -> Tokens:
     return ids
 
 
-def _checksum(path: Path) -> str:
+def _file_checksum(path: Path) -> str:
     """Hex of XXH3-64 over the file's bytes."""
     checksum = xxhash.xxh3_64()
     try:
@@ -300,9 +306,9 @@ def _checksum(path: Path) -> str:
             while chunk := file.read(1 << 22):
                 checksum.update(chunk)
     except OSError as error:
-        raise unreadable(error, path) from None
+        raise unreadable_data_error(error, path) from None
     return checksum.hexdigest()
 
 
-def num_bytes_of(files: Mapping[str, FileFacts]) -> int:
+def token_source_bytes(files: Mapping[str, FileFacts]) -> int:
     return sum(facts.num_bytes for facts in files.values())

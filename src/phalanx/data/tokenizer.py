@@ -15,7 +15,7 @@ from phalanx.core.digest import digest
 from phalanx.core.errors import DataError
 from phalanx.core.files import TOKENIZER_BYTES, read_json, read_regular
 from phalanx.core.registry import import_optional
-from phalanx.data.unreadable import unreadable
+from phalanx.data.unreadable import unreadable_data_error
 
 Kind = Literal["bytes", "tokenizer.json"]
 BYTES = "bytes"  # what data.tokenizer calls them
@@ -159,7 +159,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     if name == "bytes":
         return ByteTokenizer()
     path = tokenizer_path(name)
-    content = _read(path)
+    content = _read_tokenizer_file(path)
     tokenizers = import_optional("tokenizers", extra="hf", needed_for=f"the tokenizer {name}")
     try:
         tokenizer = tokenizers.Tokenizer.from_str(content.decode())
@@ -206,13 +206,13 @@ def tokenizer_path(name: str) -> Path:
     return path
 
 
-def _read(path: Path) -> bytes:
+def _read_tokenizer_file(path: Path) -> bytes:
     try:
         content = read_regular(path, TOKENIZER_BYTES)
         if not isinstance(json.loads(content), dict):
             raise ValueError("it is JSON, but not an object")
     except OSError as error:
-        raise unreadable(error, path, "the tokenizer cannot be read") from None
+        raise unreadable_data_error(error, path, "the tokenizer cannot be read") from None
     except (ValueError, RecursionError) as error:
         raise _not_a_tokenizer_error(path, str(error)) from None
     return content

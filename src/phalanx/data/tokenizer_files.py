@@ -46,7 +46,7 @@ def collect_tokenizer_files(
 
     Raises DataError if the tokenizer is not where it was, or is another one by now.
     """
-    if brought is not None and _is_models(corpus, brought):
+    if brought is not None and _is_models_tokenizer(corpus, brought):
         return _collect_models_files(corpus, brought, file_names)
     tokenizer = corpus.tokenizer()
     if tokenizer is None:
@@ -58,14 +58,18 @@ def collect_tokenizer_files(
         settings["eos_token_id"] = tokenizer.end_of_document
     if tokenizer.kind == BYTES:
         return TokenizerFiles(
-            texts={TOKENIZER_FILE: byte_tokenizer(), CONFIG_FILE: _config(END)}, settings=settings
+            texts={
+                TOKENIZER_FILE: build_byte_tokenizer_json(),
+                CONFIG_FILE: _tokenizer_config(END),
+            },
+            settings=settings,
         )
     first = corpus.components[0]
     path = tokenizer_path(first.tokenizer_path or str(corpus.path_of(first)))
     files = {TOKENIZER_FILE: path, **_existing_files(path.parent, _BESIDE)}
     texts = {}
     if CONFIG_FILE not in files:
-        texts[CONFIG_FILE] = _config(tokenizer.end_name)
+        texts[CONFIG_FILE] = _tokenizer_config(tokenizer.end_name)
     return TokenizerFiles(files, texts, settings)
 
 
@@ -76,7 +80,7 @@ def _collect_models_files(
     texts = {}
     # The file that tells AutoTokenizer which class it is, and which token ends a text.
     if CONFIG_FILE not in files:
-        texts[CONFIG_FILE] = _config(load_tokenizer(str(brought.name)).end_name)
+        texts[CONFIG_FILE] = _tokenizer_config(load_tokenizer(str(brought.name)).end_name)
     note = ""
     if not corpus.is_text:
         note = f"the run's data had no text: the tokenizer is the one of {brought.owner}"
@@ -88,14 +92,14 @@ def _existing_files(directory: Path, names: Sequence[str]) -> dict[str, Path]:
     return {name: directory / name for name in names if (directory / name).is_file()}
 
 
-def _config(end: str | None) -> dict[str, Any]:
+def _tokenizer_config(end: str | None) -> dict[str, Any]:
     config = {"tokenizer_class": "PreTrainedTokenizerFast"}
     if end:
         config["eos_token"] = end
     return config
 
 
-def _is_models(corpus: Corpus, brought: ModelTokenizer) -> bool:
+def _is_models_tokenizer(corpus: Corpus, brought: ModelTokenizer) -> bool:
     """True if the tokens are, or may be for all that is known, those of the model's
     tokenizer.json."""
     if brought.facts is None or brought.facts.kind == BYTES:
@@ -103,7 +107,7 @@ def _is_models(corpus: Corpus, brought: ModelTokenizer) -> bool:
     return not corpus.is_text or corpus.components[0].tokenizer == brought.facts
 
 
-def byte_tokenizer() -> dict[str, Any]:
+def build_byte_tokenizer_json() -> dict[str, Any]:
     """A tokenizer.json of phalanx's bytes: the id of a byte is the byte, without merges, and 256
     ends a document.
     """

@@ -177,7 +177,7 @@ class TokenSequence:
 CHUNK_TOKENS = 1 << 22
 
 
-def find_outside(tokens: Tokens, vocab_size: int) -> tuple[int, int] | None:
+def find_token_outside_vocabulary(tokens: Tokens, vocab_size: int) -> tuple[int, int] | None:
     """(offset, token) of the first token outside [0, vocab_size), or None."""
     for start in range(0, len(tokens), CHUNK_TOKENS):
         chunk = np.asarray(tokens[start : start + CHUNK_TOKENS])
@@ -188,7 +188,7 @@ def find_outside(tokens: Tokens, vocab_size: int) -> tuple[int, int] | None:
 
 
 @dataclass(frozen=True)
-class Splits:
+class TrainHeldOutSplit:
     """The two sides of a source; no document is on both unless it was split by position."""
 
     train: TokenSequence
@@ -218,7 +218,7 @@ def choose_split(arrays: Sequence[TokenArray], fraction: float, seq_len: int) ->
     if fraction == 0:
         return SplitChoice("position")
     needed, total = seq_len + 1, sum(len(array.tokens) for array in arrays)
-    num_held_out = sum(_num_held_out(array, fraction) for array in arrays)
+    num_held_out = sum(_count_held_out_tokens(array, fraction) for array in arrays)
     if min(num_held_out, total - num_held_out) >= needed:
         return SplitChoice("document")
     if total >= 2 * needed:
@@ -274,7 +274,7 @@ def _take_smallest_keys(
 
 def split_tokens(
     arrays: Sequence[TokenArray], fraction: float, split_by: SplitBy, keys: Sequence[int] = ()
-) -> Splits:
+) -> TrainHeldOutSplit:
     """Hold out the documents whose key, as a part of 2**64, lies below `fraction`: wherever they
     lie, whatever else is.
 
@@ -292,15 +292,19 @@ def split_tokens(
     if fraction:
         # At least two: the first token is an input only, so one alone has no target.
         num_held_out = min(total, max(2, math.ceil(total * fraction)))
-    return _split_at(arrays, total - num_held_out)
+    return _split_at_token(arrays, total - num_held_out)
 
 
-def _split_by_masks(arrays: Sequence[TokenArray], held_out: Sequence[NDArray[np.bool_]]) -> Splits:
+def _split_by_masks(
+    arrays: Sequence[TokenArray], held_out: Sequence[NDArray[np.bool_]]
+) -> TrainHeldOutSplit:
     """The two sides of documents; those under the masks `held_out` are on the second."""
-    return Splits(_select(arrays, [~mask for mask in held_out]), _select(arrays, held_out))
+    return TrainHeldOutSplit(
+        _select_documents(arrays, [~mask for mask in held_out]), _select_documents(arrays, held_out)
+    )
 
 
-def _num_held_out(array: TokenArray, fraction: float) -> int:
+def _count_held_out_tokens(array: TokenArray, fraction: float) -> int:
     is_held_out = choose_held_out_documents(array.keys, fraction)
     return int(_document_lengths(array)[is_held_out].sum())
 
@@ -317,7 +321,9 @@ def choose_held_out_documents(keys: Uint64s, fraction: float) -> NDArray[np.bool
     return np.asarray(keys).astype(np.float64) / 2.0**64 < fraction
 
 
-def _select(arrays: Sequence[TokenArray], masks: Sequence[NDArray[np.bool_]]) -> TokenSequence:
+def _select_documents(
+    arrays: Sequence[TokenArray], masks: Sequence[NDArray[np.bool_]]
+) -> TokenSequence:
     """The documents under the masks; those that are neighbours become one extent."""
     array_of, starts, stops = [], [], []
     for number, (array, mask) in enumerate(zip(arrays, masks, strict=True)):
@@ -332,10 +338,10 @@ def _select(arrays: Sequence[TokenArray], masks: Sequence[NDArray[np.bool_]]) ->
         starts.append(start[filled])
         stops.append(stop[filled])
         array_of.append(np.full(int(filled.sum()), number))
-    return _sequence(arrays, array_of, starts, stops)
+    return _build_sequence(arrays, array_of, starts, stops)
 
 
-def _split_at(arrays: Sequence[TokenArray], num_train: int) -> Splits:
+def _split_at_token(arrays: Sequence[TokenArray], num_train: int) -> TrainHeldOutSplit:
     """The first `num_train` tokens of all arrays, and the rest."""
     train, held_out, before = [], [], 0
     for number, array in enumerate(arrays):
@@ -343,7 +349,9 @@ def _split_at(arrays: Sequence[TokenArray], num_train: int) -> Splits:
         train.append(TokenRange(number, 0, cut))
         held_out.append(TokenRange(number, cut, len(array.tokens)))
         before += len(array.tokens)
-    return Splits(_fill_token_ranges(arrays, train), _fill_token_ranges(arrays, held_out))
+    return TrainHeldOutSplit(
+        _fill_token_ranges(arrays, train), _fill_token_ranges(arrays, held_out)
+    )
 
 
 def _fill_token_ranges(
@@ -363,22 +371,27 @@ def _fill_token_ranges(
     )
 
 
-def _sequence(
+def _build_sequence(
     arrays: Sequence[TokenArray],
     array_of: Sequence[Int64s],
     starts: Sequence[Int64s],
     stops: Sequence[Int64s],
 ) -> TokenSequence:
-    return TokenSequence(arrays, _join(array_of), _join(starts), _join(stops))
+    return TokenSequence(
+        arrays,
+        _concatenate_integers(array_of),
+        _concatenate_integers(starts),
+        _concatenate_integers(stops),
+    )
 
 
-def _join(parts: Sequence[Int64s]) -> Int64s:
+def _concatenate_integers(parts: Sequence[Int64s]) -> Int64s:
     # An empty array first: numpy cannot concatenate none at all.
     return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
 
 
 @dataclass(frozen=True)
-class PlainArray:
+class UndividedTokenArray:
     """Tokens without anything known about documents: all of them are one."""
 
     tokens: Tokens
@@ -386,11 +399,15 @@ class PlainArray:
     keys: Uint64s
 
     @classmethod
-    def from_tokens(cls, tokens: Tokens) -> PlainArray:
-        return cls(tokens, np.array([len(tokens)], np.uint64), hash_numbers(np.zeros(1, np.int64)))
+    def from_tokens(cls, tokens: Tokens) -> UndividedTokenArray:
+        return cls(
+            tokens,
+            np.array([len(tokens)], np.uint64),
+            document_keys_from_numbers(np.zeros(1, np.int64)),
+        )
 
 
-def hash_numbers(numbers: Int64s) -> Uint64s:
+def document_keys_from_numbers(numbers: Int64s) -> Uint64s:
     """Keys of documents that have numbers instead of names."""
     # From 1 on: 0 is hashed to 0, which is below every fraction.
     return mix_bits(numbers.astype(np.uint64) + np.uint64(1))

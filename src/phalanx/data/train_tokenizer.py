@@ -13,11 +13,11 @@ from phalanx.core.digest import stable_hash64
 from phalanx.core.errors import DataError, UsageError
 from phalanx.core.files import resource_error, write_bytes_atomic
 from phalanx.core.registry import import_optional
-from phalanx.data.columns import ReadPosition
+from phalanx.data.columns import ReadingPosition
 from phalanx.data.cuts import TextCutter
-from phalanx.data.readers import plan_parts, read_pieces
-from phalanx.data.sources import find_files
-from phalanx.data.spans import FileSpan, Task, plan_tasks
+from phalanx.data.readers import plan_file_parts, read_pieces
+from phalanx.data.sources import list_source_files
+from phalanx.data.spans import ShardTask, SourceFileSpan, plan_tasks
 from phalanx.data.tokenizer import TOKENIZER_FILE
 
 END = "<|endoftext|>"
@@ -82,9 +82,11 @@ def train_tokenizer(
             "a tokenizer is there already", where=str(path), fix="give another --out, or remove it"
         )
     library = import_optional("tokenizers", extra="hf", needed_for="training a tokenizer")
-    corpus = _Corpus(inputs, column, max_text_bytes)
+    corpus = _TokenizerCorpus(inputs, column, max_text_bytes)
     tokenizer, trainer = _build_tokenizer_and_trainer(library, vocab_size)
-    _run(lambda: tokenizer.train_from_iterator(corpus.texts(), trainer), corpus, progress)
+    _run_interruptibly(
+        lambda: tokenizer.train_from_iterator(corpus.texts(), trainer), corpus, progress
+    )
     if not corpus.text_bytes:
         raise DataError("there is no text in it", where=", ".join(inputs))
     try:
@@ -117,19 +119,19 @@ def _build_tokenizer_and_trainer(library: Any, vocab_size: int) -> tuple[Any, An
     return tokenizer, trainer
 
 
-class _Corpus:
+class _TokenizerCorpus:
     """The texts of the inputs in order, and how far they have been read."""
 
     def __init__(self, inputs: Sequence[str], column: str, max_text_bytes: int | None) -> None:
-        files = [file for source in find_files(inputs, named="") for file in source.files]
+        files = [file for source in list_source_files(inputs, named="") for file in source.files]
         self.total_bytes = sum(file.num_bytes for file in files)
         self._column = column
         self._share = 1.0
         if max_text_bytes is not None:
             self._share = max_text_bytes / max(1, self.total_bytes)
-        parts = [plan_parts(file, column, max(1, file.num_bytes), True) for file in files]
-        self._tasks: list[Task] = plan_tasks(parts, max(1, self.total_bytes))
-        self._reading = ReadPosition()
+        parts = [plan_file_parts(file, column, max(1, file.num_bytes), True) for file in files]
+        self._tasks: list[ShardTask] = plan_tasks(parts, max(1, self.total_bytes))
+        self._reading = ReadingPosition()
         self._began = time.monotonic()
         self.text_bytes, self.last, self.is_read = 0, "", False
 
@@ -148,7 +150,7 @@ class _Corpus:
                 yield from self._texts_of(span, cutter)
         self.is_read = True
 
-    def _texts_of(self, span: FileSpan, cutter: TextCutter) -> Iterator[str]:
+    def _texts_of(self, span: SourceFileSpan, cutter: TextCutter) -> Iterator[str]:
         pieces = read_pieces(span, self._column, cutter, False, self._reading)
         for number, piece in enumerate(pieces):
             if piece.text and self._is_sampled(piece.key, number):
@@ -161,8 +163,10 @@ class _Corpus:
         return self._share >= 1 or stable_hash64("sample", key, number) / 2**64 < self._share
 
 
-def _run(
-    work: Callable[[], None], corpus: _Corpus, progress: Callable[[TrainingProgress], None] | None
+def _run_interruptibly(
+    work: Callable[[], None],
+    corpus: _TokenizerCorpus,
+    progress: Callable[[TrainingProgress], None] | None,
 ) -> None:
     """Do the work beside this thread, so that Ctrl-C ends it although the library does not look for
     it.

@@ -16,8 +16,8 @@ from pathlib import Path
 from phalanx.core.errors import DataError
 from phalanx.data.encode import ShardOutcome, digest_content
 from phalanx.data.sources import SourceListing
-from phalanx.data.spans import Task
-from phalanx.data.unreadable import unreadable
+from phalanx.data.spans import ShardTask
+from phalanx.data.unreadable import unreadable_data_error
 
 # Some file systems know whole or even seconds only.
 _COARSE_NS = 2 * 10**9
@@ -31,8 +31,8 @@ def file_times(sources: Sequence[SourceListing]) -> dict[str, int]:
     return times
 
 
-def find_changed(
-    task: Task, content: str | None, column: str, changed_ns: Mapping[str, int], since: Path
+def find_changed_files(
+    task: ShardTask, content: str | None, column: str, changed_ns: Mapping[str, int], since: Path
 ) -> list[str]:
     """Paths of a task's files of which one is not what it was when `since` was written, newest
     first; none if all are.
@@ -48,7 +48,7 @@ def find_changed(
 
 
 def check_inputs_unchanged(
-    tasks: Sequence[Task],
+    tasks: Sequence[ShardTask],
     outcomes: Mapping[int, ShardOutcome],
     sources: Sequence[SourceListing],
     column: str,
@@ -60,18 +60,18 @@ def check_inputs_unchanged(
         try:
             status = os.stat(file.path)
         except OSError as error:
-            raise unreadable(error, file.path) from None
+            raise unreadable_data_error(error, file.path) from None
         if status.st_size != file.num_bytes:
-            raise _change_error(file.path)
+            raise _changed_file_error(file.path)
         if max(status.st_mtime_ns, status.st_ctime_ns) != file.changed_ns:
             touched.add(file.path)
     for task in tasks:
         paths = [span.path for span in task.spans if span.path in touched]
         if paths and digest_content(task, column) != outcomes[task.number].content:
-            raise _change_error(paths[0])
+            raise _changed_file_error(paths[0])
 
 
-def _change_error(path: str) -> DataError:
+def _changed_file_error(path: str) -> DataError:
     return DataError(
         "the file changed after it was read",
         where=path,

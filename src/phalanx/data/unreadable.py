@@ -9,7 +9,7 @@ from phalanx.core.errors import DataError, DataStorageError
 from phalanx.core.files import READ_REFUSALS, suggest_fix
 
 
-def unreadable(
+def unreadable_data_error(
     error: OSError,
     where: Path | str,
     summary: str = "cannot be read",

@@ -37,7 +37,7 @@ _NUMBERS = "biufc"  # numpy's kinds of types that a tensor can have
 
 
 @dataclass(frozen=True)
-class UserFacts:
+class UserDatasetFacts:
     """Facts of a user's dataset that are known before the ranks start."""
 
     source: str
@@ -59,7 +59,7 @@ def open_user_dataset(source: str, args: Mapping[str, Any], split: Split) -> Any
     try:
         dataset = factory(split, **args)
     except Exception as error:
-        raise user_error(error, f"data.source {source}, split {split!r}") from error
+        raise user_exception_line(error, f"data.source {source}, split {split!r}") from error
     if dataset is None and split == "held_out":
         return None
     for name in ("__len__", "__getitem__"):
@@ -102,7 +102,7 @@ class UserSamples:
             for index, position in zip(numbers, positions, strict=True):
                 samples.append(self._sample(index, position))
         self.on_sample(None)
-        return collate(samples, positions, self._source)
+        return collate_samples(samples, positions, self._source)
 
     def _sample(self, index: int, index_in_source: int) -> Mapping[str, Any]:
         # By the number in the run, not the place in the dataset: each epoch augments anew.
@@ -111,7 +111,9 @@ class UserSamples:
         try:
             sample: Any = self._dataset[index_in_source]
         except Exception as error:
-            raise user_error(error, f"sample {index_in_source} of {self._source}") from error
+            raise user_exception_line(
+                error, f"sample {index_in_source} of {self._source}"
+            ) from error
         if not isinstance(sample, Mapping) or not sample:
             raise DataError(
                 "a sample must be a dict of arrays, tensors or numbers",
@@ -122,7 +124,9 @@ class UserSamples:
         return sample
 
 
-def collate(samples: Sequence[Mapping[str, Any]], places: Sequence[int], source: str) -> Arrays:
+def collate_samples(
+    samples: Sequence[Mapping[str, Any]], places: Sequence[int], source: str
+) -> Arrays:
     """Stack the samples' entries. Whole numbers become int64, others float32, and so do numpy's
     arrays of float64, which is its default and rarely meant. Tensors keep their type. Entries of
     nested samples have joined names.
@@ -135,11 +139,13 @@ def collate(samples: Sequence[Mapping[str, Any]], places: Sequence[int], source:
             raise DataError("samples must have the same keys", where=source, why=why)
     arrays: Arrays = {}
     for key in keys:
-        arrays[key] = _stack(key, [sample[key] for sample in samples], places, source)
+        arrays[key] = _stack_entries(key, [sample[key] for sample in samples], places, source)
     return arrays
 
 
-def _stack(key: str, values: Sequence[Any], places: Sequence[int], source: str) -> NDArray[Any]:
+def _stack_entries(
+    key: str, values: Sequence[Any], places: Sequence[int], source: str
+) -> NDArray[Any]:
     arrays = []
     for index, value in zip(places, values, strict=True):
         arrays.append(_to_array(key, value, f"sample {index} of {source}"))
@@ -179,7 +185,7 @@ def _to_array(key: str, value: Any, where: str) -> NDArray[Any]:
     return array
 
 
-def user_error(error: Exception, where: str) -> DataError:
+def user_exception_line(error: Exception, where: str) -> DataError:
     """A user's exception in one line: what, and the place in their code that it comes from."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if frame.filename != __file__:

@@ -17,7 +17,7 @@ _ELSEWHERE = -3
 
 
 @dataclass(frozen=True)
-class WorkerPosition:
+class WorkerActivity:
     """The work that a process does, and since when (monotonic seconds, which processes of one
     machine share).
 
@@ -51,11 +51,11 @@ class WorkerStatus:
         """`None`: between samples."""
         self._write(_ELSEWHERE if sample is None else sample)
 
-    def read(self) -> WorkerPosition:
+    def read(self) -> WorkerActivity:
         since_s, number = _STATE.unpack_from(self._memory)
         if number >= 0:
-            return WorkerPosition(since_s, sample=number)
-        return WorkerPosition(since_s, opening=_SPLITS.get(number))
+            return WorkerActivity(since_s, sample=number)
+        return WorkerActivity(since_s, opening=_SPLITS.get(number))
 
     def close(self) -> None:
         """Safe to call twice."""

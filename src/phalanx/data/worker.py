@@ -40,7 +40,7 @@ Message = dict[str, Any]
 Arrays = dict[str, NDArray[Any]]
 
 
-def send(link: socket.socket, message: Message, fd: int | None = None) -> None:
+def send_message(link: socket.socket, message: Message, fd: int | None = None) -> None:
     """Send a message, and a file with it."""
     body = json.dumps(message).encode()
     attached = []
@@ -52,7 +52,7 @@ def send(link: socket.socket, message: Message, fd: int | None = None) -> None:
     link.sendall(data[num_sent:])
 
 
-def receive(link: socket.socket) -> tuple[Message, int | None] | None:
+def receive_message(link: socket.socket) -> tuple[Message, int | None] | None:
     """The next message and the file that came with it; None at the end of the connection."""
     fds: list[int] = []
     head = _receive_exactly(link, _LENGTH.size, fds)
@@ -114,19 +114,19 @@ def map_arrays(layout: list[Message], fd: int) -> Arrays:
     return arrays
 
 
-def serve(link: socket.socket, whereabouts: WorkerStatus) -> None:
+def serve_samples(link: socket.socket, whereabouts: WorkerStatus) -> None:
     """Answer until the rank closes the connection."""
     samples: Any = None
-    while (received := receive(link)) is not None:
+    while (received := receive_message(link)) is not None:
         message, fd = received[0], None
         answer: Message | None = None
         try:
             if "open" in message:
                 sys.path[:] = message["sys_path"]
-                samples = _open(message["open"], whereabouts)
+                samples = _open_worker_samples(message["open"], whereabouts)
             elif "probe" in message:
                 sys.path[:] = message["sys_path"]
-                answer = {"facts": _probe(message["probe"], whereabouts)}
+                answer = {"facts": _probe_dataset(message["probe"], whereabouts)}
             else:
                 layout, fd = pack_arrays(samples.take(np.array(message["indices"], np.int64)))
                 answer = {"step": message["step"], "arrays": layout}
@@ -134,12 +134,12 @@ def serve(link: socket.socket, whereabouts: WorkerStatus) -> None:
             traceback.print_exc()
             answer = {"step": message.get("step"), "error": _describe_error(error)}
         if answer is not None:
-            send(link, answer, fd)
+            send_message(link, answer, fd)
         if fd is not None:
             os.close(fd)
 
 
-def _open(spec: Message, whereabouts: WorkerStatus) -> Any:
+def _open_worker_samples(spec: Message, whereabouts: WorkerStatus) -> Any:
     from phalanx.data.samples import SampleSpec
     from phalanx.data.user_dataset import UserSamples
 
@@ -149,8 +149,12 @@ def _open(spec: Message, whereabouts: WorkerStatus) -> Any:
     return samples
 
 
-def _probe(request: Message, whereabouts: WorkerStatus) -> Message:
-    from phalanx.data.user_dataset import digest_sample_subset, first_shapes, open_user_dataset
+def _probe_dataset(request: Message, whereabouts: WorkerStatus) -> Message:
+    from phalanx.data.user_dataset import (
+        digest_sample_subset,
+        first_shapes,
+        open_user_dataset,
+    )
 
     source, args = request["source"], request["args"]
     whereabouts.mark_opening("train")
@@ -181,7 +185,7 @@ def _describe_error(error: Exception) -> Message:
     }
 
 
-def error_of(described: Message) -> PhalanxError:
+def error_from_worker(described: Message) -> PhalanxError:
     """The error that a worker described, as the same kind that it was."""
     parts = {name: described[name] for name in ("what", "where", "why", "fix")}
     error = DataError(parts.pop("what"), **parts)
@@ -199,10 +203,12 @@ def _end_with_the_rank(link: socket.socket, rank_pid: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_NAME, b"phalanx-data")
     if os.getppid() != rank_pid:  # it was gone before we asked
         os._exit(1)
-    threading.Thread(target=_watch, args=(link,), name="phalanx-lifeline", daemon=True).start()
+    threading.Thread(
+        target=_exit_when_hung_up, args=(link,), name="phalanx-lifeline", daemon=True
+    ).start()
 
 
-def _watch(link: socket.socket) -> None:
+def _exit_when_hung_up(link: socket.socket) -> None:
     # No events: a hang-up is reported unasked, and messages are for the other thread.
     poll = select.poll()
     poll.register(link.fileno(), 0)
@@ -220,7 +226,7 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     _end_with_the_rank(link, int(sys.argv[2]))
     try:
-        serve(link, WorkerStatus(int(sys.argv[3])))
+        serve_samples(link, WorkerStatus(int(sys.argv[3])))
     # The rank is gone, or has closed its end: nobody waits for the answer.
     except BrokenPipeError:
         pass

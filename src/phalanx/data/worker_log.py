@@ -28,7 +28,7 @@ class WorkerLog:
 
     def __init__(self, name: str, path: Path | None) -> None:
         self.name, self.path = name, path
-        self.file = _open(path)
+        self.file = _open_log_file(path)
         # The log may go on from an earlier worker's.
         self._begin = self.file.seek(0, os.SEEK_END)
 
@@ -60,7 +60,7 @@ def _find_last_line(lines: Sequence[str]) -> str:
     return lines[-1].strip()
 
 
-def _open(path: Path | None) -> IO[bytes]:
+def _open_log_file(path: Path | None) -> IO[bytes]:
     """The file to print to. Without a place for it (a full disk) it is an unnamed one."""
     if path is not None:
         try:

@@ -27,9 +27,16 @@ from numpy.typing import NDArray
 
 import phalanx
 from phalanx.core.errors import DataError
-from phalanx.data.user_dataset import UserFacts
-from phalanx.data.whereabouts import WorkerPosition, WorkerStatus, create_worker_status
-from phalanx.data.worker import Arrays, Message, error_of, map_arrays, receive, send
+from phalanx.data.user_dataset import UserDatasetFacts
+from phalanx.data.whereabouts import WorkerActivity, WorkerStatus, create_worker_status
+from phalanx.data.worker import (
+    Arrays,
+    Message,
+    error_from_worker,
+    map_arrays,
+    receive_message,
+    send_message,
+)
 from phalanx.data.worker_log import WorkerLog
 from phalanx.observe.events import Event, LoaderWorkerReplaced
 
@@ -112,7 +119,7 @@ class WorkerPool:
     def close(self) -> None:
         """End the workers. Safe to call twice."""
         for worker in self._workers:
-            _stop(worker)
+            _stop_worker(worker)
         self._workers, self._ready = [], {}
 
     def _list_pending(self) -> set[int]:
@@ -136,7 +143,9 @@ class WorkerPool:
         if len(worker.owed) == 1:
             # It owed nothing until now.
             worker.heard_s = max(worker.heard_s, time.monotonic())
-        send(worker.link, {"step": step, "indices": self._indices_of(step).ravel().tolist()})
+        send_message(
+            worker.link, {"step": step, "indices": self._indices_of(step).ravel().tolist()}
+        )
 
     def _receive_answer(self, number: int) -> None:
         """Take the next answer of a worker, or replace it."""
@@ -144,7 +153,7 @@ class WorkerPool:
         # 0 would mean not to wait at all.
         worker.link.settimeout(max(0.001, worker.heard_s + self._timeout_s - time.monotonic()))
         try:
-            received = receive(worker.link)
+            received = receive_message(worker.link)
         except OSError as error:
             self._replace(number, is_silent=isinstance(error, TimeoutError))
             return
@@ -154,7 +163,7 @@ class WorkerPool:
         message, fd = received
         worker.heard_s = time.monotonic()
         if "error" in message:
-            reported = error_of(message["error"])
+            reported = error_from_worker(message["error"])
             # The samples could not be opened: that will not change.
             if message["step"] is None:
                 raise reported
@@ -171,7 +180,7 @@ class WorkerPool:
         worker = self._workers[number]
         # Before it is stopped, which closes the memory that says so.
         sample = worker.whereabouts.read().sample
-        why, last_words = _stop(worker, at_once=is_silent, aloud=True)
+        why, last_words = _stop_worker(worker, at_once=is_silent, aloud=True)
         if is_silent:
             why = f"silent for {self._timeout_s:g} s"
         if sample is not None:
@@ -208,14 +217,14 @@ class WorkerPool:
     def _start(self, number: int) -> _Worker:
         path = self._logs and self._logs.with_name(f"{self._logs.name}-worker-{number}.log")
         name = f"worker {number}{self._of_rank}"
-        worker = _spawn(WorkerLog(f"loader {name}", path), name)
+        worker = _spawn_worker(WorkerLog(f"loader {name}", path), name)
         # A worker that is gone already is noticed when its answer is missed.
         with contextlib.suppress(OSError):
-            send(worker.link, {"open": self._spec, "sys_path": sys.path})
+            send_message(worker.link, {"open": self._spec, "sys_path": sys.path})
         return worker
 
 
-def _spawn(log: WorkerLog, name: str) -> _Worker:
+def _spawn_worker(log: WorkerLog, name: str) -> _Worker:
     parent_end, child_end = socket.socketpair()
     whereabouts = create_worker_status()
     numbers = [str(number) for number in (child_end.fileno(), os.getpid(), whereabouts.fd)]
@@ -241,7 +250,7 @@ def _spawn(log: WorkerLog, name: str) -> _Worker:
     return _Worker(process, parent_end, log, whereabouts)
 
 
-def _stop(worker: _Worker, *, at_once: bool = False, aloud: bool = False) -> tuple[str, str]:
+def _stop_worker(worker: _Worker, *, at_once: bool = False, aloud: bool = False) -> tuple[str, str]:
     """End a worker.
 
     Returns how it ended, and the last line it wrote; with `aloud`, all of it is said here, too.
@@ -260,37 +269,41 @@ def _stop(worker: _Worker, *, at_once: bool = False, aloud: bool = False) -> tup
     return why, worker.log.close(aloud=aloud)
 
 
-def probe_user_dataset(source: str, args: Mapping[str, Any], timeout_s: float = 60.0) -> UserFacts:
+def probe_user_dataset(
+    source: str, args: Mapping[str, Any], timeout_s: float = 60.0
+) -> UserDatasetFacts:
     """Open a user's dataset in a process of its own and take some samples, each within `timeout_s`.
 
     Raises what opening raises: LayoutError for a name that does not exist, DataError for a dataset
     that cannot be used.
     """
-    worker = _spawn(WorkerLog("data.source", None), "probe")
+    worker = _spawn_worker(WorkerLog("data.source", None), "probe")
     # Here already, so that the time to import what it needs counts as opening.
     worker.whereabouts.mark_opening("train")
     limits_s = (timeout_s, max(timeout_s, OPENING_S))
     is_late, received = False, None
     try:
-        send(worker.link, {"probe": {"source": source, "args": dict(args)}, "sys_path": sys.path})
+        send_message(
+            worker.link, {"probe": {"source": source, "args": dict(args)}, "sys_path": sys.path}
+        )
         is_late = not _wait_for_answer(worker, source, *limits_s)
         if not is_late:
-            received = receive(worker.link)
+            received = receive_message(worker.link)
     except OSError:
         is_late = False
     except BaseException:  # Ctrl-C, SIGTERM
-        _stop_quietly(worker, at_once=True)
+        _stop_probe_quietly(worker, at_once=True)
         raise
     position = worker.whereabouts.read()
-    why, last_words = _stop_quietly(worker, at_once=is_late)
+    why, last_words = _stop_probe_quietly(worker, at_once=is_late)
     if received is None:
         if is_late:
             why = ""
         raise _explain_no_answer(source, position, why, last_words, *limits_s)
     message = received[0]
     if "error" in message:
-        raise error_of(message["error"])
-    return UserFacts(source, dict(args), **message["facts"])
+        raise error_from_worker(message["error"])
+    return UserDatasetFacts(source, dict(args), **message["facts"])
 
 
 def _wait_for_answer(worker: _Worker, source: str, sample_s: float, opening_s: float) -> bool:
@@ -318,7 +331,7 @@ def _wait_for_answer(worker: _Worker, source: str, sample_s: float, opening_s: f
 
 def _explain_no_answer(
     source: str,
-    position: WorkerPosition,
+    position: WorkerActivity,
     ended: str,
     last_words: str,
     sample_s: float,
@@ -346,10 +359,10 @@ def _explain_no_answer(
     return DataError(summary, where=where, why=why or None, fix=fix)
 
 
-def _stop_quietly(worker: _Worker, *, at_once: bool) -> tuple[str, str]:
+def _stop_probe_quietly(worker: _Worker, *, at_once: bool) -> tuple[str, str]:
     """Stop a probe without its output, which is the user's own: an error is reported in one
     line."""
     with contextlib.redirect_stderr(open(os.devnull, "w")) as nowhere:
-        ended = _stop(worker, at_once=at_once)
+        ended = _stop_worker(worker, at_once=at_once)
     nowhere.close()
     return ended

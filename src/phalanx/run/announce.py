@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.data.corpus import Component, Corpus
+from phalanx.data.corpus import Corpus, CorpusComponent
 from phalanx.plan.explain import describe_plan
 from phalanx.run.data_counts import describe_held_out
 from phalanx.run.prepare import PreparedRun
@@ -43,7 +43,7 @@ def _describe_data(corpus: Corpus) -> list[str]:
     return lines
 
 
-def _describe_component(component: Component, share: float | None) -> str:
+def _describe_component(component: CorpusComponent, share: float | None) -> str:
     """A line about one source; `share` is its fraction of the samples of a mixture."""
     train, held_out = component.splits["train"], component.splits["held_out"]
     text = component.source

@@ -11,11 +11,16 @@ import torch
 
 from phalanx.core.errors import DataError
 from phalanx.data.corpus import Corpus
-from phalanx.data.loader import BatchShare, TrainBatches, build_held_out_batches
+from phalanx.data.loader import RankBatchShare, TrainBatches, build_held_out_batches
 from phalanx.data.samples import SampleSpec
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.data.tokens import SPLITS, Split
-from phalanx.data.user_dataset import LOOKED_AT, UserFacts, digest_sample_subset, open_user_dataset
+from phalanx.data.user_dataset import (
+    LOOKED_AT,
+    UserDatasetFacts,
+    digest_sample_subset,
+    open_user_dataset,
+)
 from phalanx.job.learning_rate import peak_rate
 from phalanx.job.schema import Job
 from phalanx.job.user_dataset import num_workers
@@ -96,8 +101,8 @@ def _emit_split(corpus: Corpus, bus: Bus) -> None:
 
 def _build_share(
     plan: Plan, mesh: Mesh, *, done_steps: int = 0, done_samples: int = 0
-) -> BatchShare:
-    return BatchShare(
+) -> RankBatchShare:
+    return RankBatchShare(
         global_batch_size=plan.global_batch_size,
         micro_batch_size=plan.micro_batch_size,
         data_parallel_size=plan.layout.data_parallel_size,
@@ -156,7 +161,7 @@ def require_same_samples(corpus: Corpus, mesh: Mesh) -> None:
     )
 
 
-def _inspect_dataset(user: UserFacts) -> dict[str, int | str]:
+def _inspect_dataset(user: UserDatasetFacts) -> dict[str, int | str]:
     """Length and digest of a user's dataset as this process opens it, or the error."""
     try:
         dataset = open_user_dataset(user.source, user.args, "train")

@@ -11,7 +11,7 @@ import torch
 from phalanx.core.batch import IGNORE_INDEX
 from phalanx.core.digest import stable_hash64
 from phalanx.data.corpus import load_corpus
-from phalanx.data.loader import BatchShare, TrainBatches
+from phalanx.data.loader import RankBatchShare, TrainBatches
 from phalanx.data.samples import SampleSpec
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
@@ -38,7 +38,7 @@ def make_global_steps(
             job.run.seed,
             job.data.document_masks,
         )
-        data = TrainBatches(spec, BatchShare(plan.global_batch_size, rows), workers=0)
+        data = TrainBatches(spec, RankBatchShare(plan.global_batch_size, rows), workers=0)
         try:
             return [list(data.step_microbatches(step)) for step in range(1, num_steps + 1)]
         finally:

@@ -251,11 +251,11 @@ def _use_tokenizer_of_run(model: TrainedModel, corpus_of_run: Corpus | None) -> 
         return job
     if model.overridden_keys("data.tokenizer") or is_own_dataset(job.data.source):
         return job
-    from phalanx.data.token_sources import find_kind
+    from phalanx.data.token_sources import find_token_source_kind
 
     sources = [part.source for part in job.data.mixture] or [job.data.source]
     # Token ids need no tokenizer.
-    if all(find_kind(source) is not None for source in sources):
+    if all(find_token_source_kind(source) is not None for source in sources):
         return job
     path = collect_tokenizer_files(corpus_of_run).files.get("tokenizer.json")
     tokenizer = None
