@@ -327,9 +327,7 @@ def timeouts(rank: int, port: int) -> dict[str, float]:
         "e": Layout(dp_replicate=2, dp_shard=2),
     }
     with open_mesh(layouts["a"], device="cpu", timeout_s=7, rendezvous_s=60):
-        found["store"] = (
-            dist.distributed_c10d._get_default_store().timeout.forward_backward_seconds()
-        )
+        found["store"] = dist.distributed_c10d._get_default_store().timeout.total_seconds()
         for name, layout in layouts.items():
             with open_mesh(
                 layout, device="cpu", timeout_s=8
@@ -357,9 +355,7 @@ def timeouts(rank: int, port: int) -> dict[str, float]:
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
-    return float(
-        group._get_backend(torch.device("cpu")).options._timeout.forward_backward_seconds()
-    )
+    return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
 
 
 def timeouts_of_groups() -> dict[str, float]:

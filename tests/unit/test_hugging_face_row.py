@@ -217,7 +217,7 @@ def swap_gate_and_up(patch: pytest.MonkeyPatch) -> None:
 
 
 def swap_gate_and_up_of_imports(patch: pytest.MonkeyPatch) -> None:
-    read = hugging_face_row.read_hugging_face
+    read = hugging_face_row.read_hugging_face_weights
 
     def read_other(directory: Path) -> ImportedWeights:
         weights = read(directory)
@@ -242,11 +242,11 @@ def misname_exports(patch: pytest.MonkeyPatch) -> None:
             their_name = their_name.replace("up_proj", "upward")
         return merge(their_name, *args)
 
-    patch.setattr(translate, "_merge", misname)
+    patch.setattr(translate, "_merge_phalanx_tensors", misname)
 
 
 def read_another_base(patch: pytest.MonkeyPatch) -> None:
-    read = hugging_face_row.read_hugging_face
+    read = hugging_face_row.read_hugging_face_weights
 
     def read_other(directory: Path) -> ImportedWeights:
         weights = read(directory)
