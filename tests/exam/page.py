@@ -91,7 +91,7 @@ def _format_clean(sat: Sat, clean: Sequence[CleanScore]) -> str:
         f"{sum(run.num_rows for run in clean)} rows of the unchanged code, over"
         f" {len({run.seed for run in clean})} seeds, had {sum(len(run.alarms) for run in clean)} alarms;"
         f" {num_beside} rows that a plant must leave alone had {len(wrong)}.",
-        *(f"- {run.name}: {alarm}" for run in clean for alarm in run.alarms),
+        *(f"- {run.name}: {alarm.splitlines()[0]}" for run in clean for alarm in run.alarms),
         *(f"- {line}" for line in wrong),
     ]
     return "\n".join(lines) + "\n"
