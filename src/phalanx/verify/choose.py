@@ -5,7 +5,7 @@ Torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -174,9 +174,11 @@ def choose_layouts(
         shape=shape,
     )
     if "float64" not in dtypes:
-        cases = _refuse_one_type(cases)
+        reason = "judged in float64 alone, which is not among the types"
+        cases = _refuse_cases(cases, is_of_one_type, reason)
     if device == "cuda":
-        cases = _refuse_trainer(cases)
+        reason = "the trainer is judged on the CPU alone"
+        cases = _refuse_cases(cases, lambda name: name.startswith(TRAINER), reason)
     cases_of_type = {dtype: tuple(cases) for dtype in dtypes if not is_narrow(dtype)}
     for dtype in filter(is_narrow, dtypes):
         narrow_cases = make_cases(
@@ -231,22 +233,13 @@ def _find_devices(device: str, num_ranks: int) -> Cluster:
     return cluster
 
 
-def _refuse_trainer(cases: Sequence[Case]) -> list[Case]:
-    """`cases`, without a plan where they run the trainer, which is judged on the CPU alone."""
+def _refuse_cases(
+    cases: Sequence[Case], is_refused: Callable[[str], bool], reason: str
+) -> list[Case]:
+    """`cases`, without a plan where their name is refused."""
     refused = []
     for case in cases:
-        if case.name.startswith(TRAINER) and case.plan is not None:
-            case = replace(case, plan=None, refused="the trainer is judged on the CPU alone")
-        refused.append(case)
-    return refused
-
-
-def _refuse_one_type(cases: Sequence[Case]) -> list[Case]:
-    """`cases`, without a plan where they are judged in float64 alone."""
-    reason = "judged in float64 alone, which is not among the types"
-    refused = []
-    for case in cases:
-        if is_of_one_type(case.name) and case.plan is not None:
+        if is_refused(case.name) and case.plan is not None:
             case = replace(case, plan=None, refused=reason)
         refused.append(case)
     return refused

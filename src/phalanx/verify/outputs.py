@@ -11,8 +11,6 @@ Shape suffixes: B rows of a forward, T tokens of a sequence, D features.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ from phalanx.core.digest import stable_hash64
 from phalanx.mesh.logical import full_name
 from phalanx.parallel.model import ParallelModel
 from phalanx.verify.flips import train_step
-from phalanx.verify.routes import TokenPlaces
+from phalanx.verify.routes import PhaseRecorder, TokenPlaces
 
 OUTPUTS = "outputs.safetensors"
 FirstOutput = tuple[int, int, str, float, int, int]
@@ -33,23 +31,13 @@ FirstOutput = tuple[int, int, str, float, int, int]
 batch; token)."""
 
 
-class OutputTrace:
+class OutputTrace(PhaseRecorder):
     """The outputs of one process, whose forwards take the rows of a batch in their order."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._phase = ""
         self._parts: dict[tuple[str, str, int], list[torch.Tensor]] = {}
         for name, part in list_watched(module):
             part.register_forward_hook(functools.partial(self._note, name))
-
-    @contextmanager
-    def record(self, phase: str) -> Iterator[None]:
-        """Inside, forwards are noted."""
-        self._phase = phase
-        try:
-            yield
-        finally:
-            self._phase = ""
 
     def write(self, directory: Path) -> None:
         """Write what was noted, but for modules that a forward calls more than once."""

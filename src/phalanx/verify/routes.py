@@ -40,20 +40,10 @@ def find_routers(module: nn.Module) -> dict[str, Router]:
     }
 
 
-class Routes:
-    """The choices of one process, whose forwards take the rows of a batch in their order.
+class PhaseRecorder:
+    """Knows which phase the forwards under way are of; "" where they are not noted."""
 
-    `forced`: what is chosen instead; `reroutes` then lists where the module's own choice is
-    another.
-    """
-
-    def __init__(self, module: nn.Module, forced: Choices | None = None) -> None:
-        self.reroutes: list[Reroute] = []
-        self._forced = forced or {}
-        self._phase, self._parts = "", dict[str, list[torch.Tensor]]()
-        self._routers = find_routers(module)
-        for name, router in self._routers.items():
-            router.choose = functools.partial(self._choose, name, router.choose)
+    _phase: str = ""
 
     @contextmanager
     def record(self, phase: str) -> Iterator[None]:
@@ -63,6 +53,22 @@ class Routes:
             yield
         finally:
             self._phase = ""
+
+
+class Routes(PhaseRecorder):
+    """The choices of one process, whose forwards take the rows of a batch in their order.
+
+    `forced`: what is chosen instead; `reroutes` then lists where the module's own choice is
+    another.
+    """
+
+    def __init__(self, module: nn.Module, forced: Choices | None = None) -> None:
+        self.reroutes: list[Reroute] = []
+        self._forced = forced or {}
+        self._parts = dict[str, list[torch.Tensor]]()
+        self._routers = find_routers(module)
+        for name, router in self._routers.items():
+            router.choose = functools.partial(self._choose, name, router.choose)
 
     @property
     def choices(self) -> dict[str, torch.Tensor]:
