@@ -43,7 +43,7 @@ from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import CausalOutput, causal_cross_entropy
 from phalanx.nn.rotary import rotary_table
 from phalanx.optim.build import build_optimizer
-from phalanx.parallel.parallelize import parallelize, transforms
+from phalanx.parallel.parallelize import parallelize, discover_transforms
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
@@ -376,7 +376,7 @@ def main() -> None:
         small = {"repeats": 2, "warmup": 1, "dim": 64, "layers": 4, "vocab": 64, "seq_len": 16}
         options = argparse.Namespace(**vars(options) | small)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    transforms()  # imported once, before forking
+    discover_transforms()  # imported once, before forking
     with tempfile.TemporaryDirectory(prefix="pipeline-") as directory:
         pids = []
         for rank in range(NUM_RANKS):

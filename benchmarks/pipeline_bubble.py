@@ -42,8 +42,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from phalanx.job.schema import Job
 from phalanx.mesh.compat import quiet_torch
 from phalanx.mesh.mesh import open_mesh
-from phalanx.parallel.parallelize import parallelize, transforms
-from phalanx.parallel.pipeline.weight_grads import defer
+from phalanx.parallel.parallelize import parallelize, discover_transforms
+from phalanx.parallel.pipeline.weight_grads import defer_weight_gradient
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, default_stages_per_rank
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
@@ -134,7 +134,7 @@ class Wait(torch.autograd.Function):
             kept.clock.wait(seconds)
             held.clear()
 
-        defer(weights)
+        defer_weight_gradient(weights)
         return grad * ctx.scale, (grad * x).sum(), None, None
 
 
@@ -368,7 +368,7 @@ def main() -> None:
         options = argparse.Namespace(**vars(options) | {"repeats": 1, "warmup": 1, "wait_ms": 1.0})
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     plans = [case.plan(options.microbatches) for case in cases(options)]
-    transforms()  # imported once, before forking
+    discover_transforms()  # imported once, before forking
     with tempfile.TemporaryDirectory(prefix="pipeline-bubble-") as directory:
         pids = []
         for rank in range(NUM_RANKS):

@@ -67,7 +67,7 @@ class Bench:
             )
 
     def errors(self) -> dict[str, torch.Tensor]:
-        return {name: error.clone() for name, error in self.compression.errors().items()}
+        return {name: error.clone() for name, error in self.compression.unsent_gradients().items()}
 
 
 def mean(tensor: torch.Tensor) -> torch.Tensor:

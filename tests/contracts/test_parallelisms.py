@@ -26,15 +26,17 @@ from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import causal_cross_entropy
 from phalanx.parallel.compute.fp8 import Float8
 from phalanx.parallel.model import ParallelModel
-from phalanx.parallel.parallelize import parallelize, transforms
+from phalanx.parallel.parallelize import discover_transforms, parallelize
 from phalanx.parallel.pipeline.tied_params import TiedParams
 from phalanx.parallel.pipeline.transform import PipelineStages
-from phalanx.parallel.protocol import Order, ParallelContext, Parallelism, Root
+from phalanx.parallel.protocol import Order, ParallelContext, Parallelism, RootModule
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from ranks import run_ranks
 
-EVERY = [pytest.param(transform, id=type(transform).__name__) for transform in transforms()]
+EVERY = [
+    pytest.param(transform, id=type(transform).__name__) for transform in discover_transforms()
+]
 
 
 def needing_plans() -> list[Plan]:
@@ -64,9 +66,9 @@ def decoder_for(a_plan: Plan) -> Decoder:
 
 
 def test_they_are_in_order_and_all_there() -> None:
-    orders = [transform.order for transform in transforms()]
+    orders = [transform.order for transform in discover_transforms()]
     assert orders == list(Order), "every place in the order is one transform's, and no two share it"
-    names = {type(transform).__name__ for transform in transforms()}
+    names = {type(transform).__name__ for transform in discover_transforms()}
     assert {"DpShard", "DpReplicate", "Recompute", "Compile"} <= names
 
 
@@ -83,17 +85,19 @@ def test_one_data_parallelism_at_most_is_wanted() -> None:
         for layout in layouts.values():
             a_plan = plan(num_ranks, **layout)
             data_parallel = (Order.REPLICATE, Order.SHARD)
-            wanted = [t for t in transforms() if t.order in data_parallel and t.wanted(a_plan)]
+            wanted = [
+                t for t in discover_transforms() if t.order in data_parallel and t.wanted(a_plan)
+            ]
             assert len(wanted) == (num_ranks > 1)
 
 
 def apply_alone(rank: int, index: int) -> dict[str, Any]:
-    transform = transforms()[index]
+    transform = discover_transforms()[index]
     a_plan = needing(transform)
     module = decoder_for(a_plan)
     before = [name for name, _ in module.named_parameters()]
     shapes = {name: p.shape for name, p in module.named_parameters()}
-    root = Root(module)
+    root = RootModule(module)
     with open_mesh(a_plan.layout, device="cpu") as mesh:
         names = frozenset(full_name(name) for name, _ in module.named_modules())
         blocks = find_blocks(module)
@@ -140,7 +144,7 @@ def test_applied_alone_it_keeps_names_and_shapes_and_trains(
     if isinstance(transform, Float8):
         pytest.importorskip("torchao")
         monkeypatch.setattr(Float8, "emulate", True)
-    index = [type(t) for t in transforms()].index(type(transform))
+    index = [type(t) for t in discover_transforms()].index(type(transform))
     held: set[str] = set()
     for found in run_ranks(2, apply_alone, index):
         assert [what for what, kept in found.items() if not kept] == []

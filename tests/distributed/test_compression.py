@@ -90,7 +90,7 @@ def _learn(rank: int, kind: str, forgets: bool) -> tuple[float, list[str]]:
             optimizer.step()
             if forgets:
                 assert model.compression is not None
-                for error in model.compression.errors().values():
+                for error in model.compression.unsent_gradients().values():
                     error.zero_()
         return sum(losses[-5:]) / 5, _unequal(mesh, model)
 
@@ -100,7 +100,7 @@ def unsent_tensors(state: TrainState) -> dict[str, torch.Tensor]:
     model = state.model
     if model.compression is None:
         return {}
-    shards = model.compression.shards(model.shards(), model.mesh)
+    shards = model.compression.state_shards(model.shards(), model.mesh)
     return {name: shard.tensor for name, shard in shards.items()}
 
 

@@ -20,7 +20,7 @@ from phalanx.job.schema import Job
 from phalanx.mesh.mesh import open_mesh
 from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import causal_cross_entropy
-from phalanx.parallel.compute.fp8 import Float8, convert, has_fp8_widths, require_device
+from phalanx.parallel.compute.fp8 import Float8, convert_to_fp8, has_fp8_widths, require_fp8_device
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.cluster import Cluster, compute_capability
 from phalanx.plan.nvidia import Gpu
@@ -68,7 +68,7 @@ def test_a_product_and_its_gradients_are_those_of_what_was_cast(torchao: ModuleT
     with torch.no_grad():
         layer.weight.copy_(w)
     block = nn.Sequential(layer, nn.Linear(64, 24))  # 24 is no multiple of 16
-    assert convert(block, emulate=True) == 1
+    assert convert_to_fp8(block, emulate=True) == 1
     x.requires_grad_()
     out = block[0](x)
     out.backward(grad)
@@ -188,7 +188,7 @@ def test_a_cpu_is_refused() -> None:
     ):
         make_plan(job(), cluster=CPU)
     with pytest.raises(LayoutError, match="this rank is on cpu"):
-        require_device(torch.device("cpu"))
+        require_fp8_device(torch.device("cpu"))
 
 
 def test_tokens_that_kernels_cannot_take_are_refused() -> None:
@@ -216,9 +216,9 @@ def test_an_older_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         EnvironmentProblem, match=r"capability 8\.9, and A100 has 8\.0; set precision.compute=bf16"
     ):
-        require_device(torch.device("cuda", 0))
+        require_fp8_device(torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    require_device(torch.device("cuda", 0))
+    require_fp8_device(torch.device("cuda", 0))
     monkeypatch.setattr(needs, "compute_capability", lambda: (8, 0))
     monkeypatch.setattr(needs, "_is_installed", lambda name: True)
     with pytest.raises(
@@ -233,7 +233,7 @@ def test_an_older_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_torchao_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(EnvironmentProblem, match=r"needs torchao .*; pip install 'phalanx\[gpu\]'"):
-        convert(nn.Sequential(nn.Linear(16, 16)))
+        convert_to_fp8(nn.Sequential(nn.Linear(16, 16)))
     monkeypatch.setattr(needs, "_is_installed", lambda name: name != "torchao")
     with pytest.raises(EnvironmentProblem, match="needs torchao; pip install"):
         needs.check_needs(job(), "cuda")

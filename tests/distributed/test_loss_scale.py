@@ -17,7 +17,7 @@ from phalanx.core.errors import CheckpointError, NumericsError
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import open_mesh
 from phalanx.nn.objective import causal_cross_entropy
-from phalanx.parallel.loss_scale import FLOOR, LossScale, require_facts
+from phalanx.parallel.loss_scale import FLOOR, LossScale, require_loss_scale_state
 from phalanx.parallel.parallelize import parallelize
 from phalanx.parallel.step_stats import StepStats
 from phalanx.plan.plan import LossScaling
@@ -68,8 +68,8 @@ def overflow_once(rank: int) -> dict[str, Any]:
                     steps.append(
                         (facts.reason_to_skip, facts.loss_scale, facts.loss, facts.grad_norm, kept)
                     )
-                after = model.loss_scale.facts() if model.loss_scale is not None else {}
-                unsent = {} if model.compression is None else model.compression.errors()
+                after = model.loss_scale.saved_state() if model.loss_scale is not None else {}
+                unsent = {} if model.compression is None else model.compression.unsent_gradients()
                 errors = all(bool(e.isfinite().all()) for e in unsent.values())
                 weights = sum(
                     t.sum().item() for t in (s.tensor.double() for s in model.shards().values())
@@ -187,7 +187,7 @@ def test_it_halves_and_doubles() -> None:
         seen.append(scale.scale)
     assert seen == [8, 8, 4, 4, 4, 8, 8]
     again = LossScale(1.0, growth_steps=3)
-    again.restore(scale.facts())
+    again.restore(scale.saved_state())
     assert again == scale
 
 
@@ -218,7 +218,7 @@ def test_a_fixed_one_stays_and_its_skips_count() -> None:
 )
 def test_a_scale_that_is_none_is_refused(facts: Any) -> None:
     with pytest.raises(CheckpointError, match="loss scale"):
-        require_facts(facts, "step-3")
+        require_loss_scale_state(facts, "step-3")
 
 
 def test_the_plan_says_what_is_scaled() -> None:

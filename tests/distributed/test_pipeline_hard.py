@@ -29,7 +29,7 @@ from phalanx.nn.objective import token_cross_entropy
 from phalanx.optim.build import build_optimizer
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize
-from phalanx.parallel.pipeline.weight_grads import linear as split_linear
+from phalanx.parallel.pipeline.weight_grads import linear_with_deferred_gradient as split_linear
 from phalanx.parallel.saved_tensors import is_weight
 from phalanx.run.one_process.dropout_masks import DropoutMasks
 from pipelines import (

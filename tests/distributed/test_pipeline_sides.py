@@ -32,7 +32,7 @@ from phalanx.observe.tail import read_recorded
 from phalanx.optim.build import build_optimizer
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.pipeline.executor import PipelineExecutor
-from phalanx.parallel.protocol import ParallelContext, Root
+from phalanx.parallel.protocol import ParallelContext, RootModule
 from phalanx.parallel.step_stats import LocalLoss
 from phalanx.plan.layout import Layout
 from phalanx.plan.pipeline.cut import Stages
@@ -70,7 +70,7 @@ def model_of(module: nn.Module, mesh: Mesh) -> ParallelModel:
     plan = make_plan(job, cluster=CPU, num_ranks=1)
     pipeline = PIPELINE if mesh.layout.pp > 1 else None
     plan = replace(plan, layout=mesh.layout, pipeline=pipeline)
-    root = Root(module)
+    root = RootModule(module)
     return ParallelModel(
         ParallelContext(root=root, plan=plan, mesh=mesh, phases=PhaseTimer(), blocks=[], outer=root)
     )

@@ -358,7 +358,7 @@ def shard_borders_by_the_floor() -> None:
 
 def running_statistics_that_stay() -> None:
     """Synchronised BatchNorm normalises rightly, and forgets to move what evaluation reads."""
-    batchnorm.Synchronised._track = lambda self, found: None  # type: ignore[method-assign]
+    batchnorm.SynchronisedBatchNorm._move_running_statistics = lambda self, found: None  # type: ignore[method-assign]
 
 
 def batchnorm_by_rank() -> None:
@@ -368,18 +368,18 @@ def batchnorm_by_rank() -> None:
 
 def same_masks_on_every_rank() -> None:
     """Each rank drops as if its rows were those of rank 0."""
-    microbatch = DropoutRng.microbatch
+    microbatch = DropoutRng.in_microbatch
 
     def of_rank_0(self: DropoutRng, step: int, first_row: int, num_rows: int) -> Any:
         return microbatch(self, step, first_row - dist.get_rank() * num_rows, num_rows)
 
-    DropoutRng.microbatch = of_rank_0  # type: ignore[assignment, method-assign]
+    DropoutRng.in_microbatch = of_rank_0  # type: ignore[assignment, method-assign]
 
 
 def dropout_drawn_by_rank() -> None:
     """Dropout layers are left to torch, whose generator each rank has its own of."""
     Dropout.apply = lambda self, context: torch.manual_seed(context.mesh.rank) and None  # type: ignore[method-assign]
-    DropoutRng.mask = lambda self, *args, **options: None  # type: ignore[method-assign]
+    DropoutRng.draw_mask = lambda self, *args, **options: None  # type: ignore[method-assign]
 
 
 def recomputed_with_other_masks() -> None:
@@ -389,7 +389,7 @@ def recomputed_with_other_masks() -> None:
 
 def gradients_reduced_in_bfloat16() -> None:
     policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16, cast_forward_inputs=False)
-    dp_shard._policy = lambda *args, **kwargs: policy
+    dp_shard._mixed_precision_policy = lambda *args, **kwargs: policy
 
 
 def other_draws_when_recomputed() -> None:
@@ -435,26 +435,26 @@ def other_draws_when_recomputed() -> None:
 
 def segments_that_detach() -> None:
     """What enters a segment is cut off from what came before it."""
-    call = stretch._SegmentForward.call
+    call = stretch._SegmentForward.call_block
 
     def cut(self: Any, block: Any, forward: Any, contexts: Any, args: Any, kwargs: Any) -> Any:
         if not self._calls:
             args = (args[0].detach().requires_grad_(), *args[1:])
         return call(self, block, forward, contexts, args, kwargs)
 
-    stretch._SegmentForward.call = cut  # type: ignore[method-assign]
+    stretch._SegmentForward.call_block = cut  # type: ignore[method-assign]
 
 
 def offload_that_mixes_up() -> None:
     """What comes back from host memory begins an element too late."""
-    fetch = offload_activations.OffloadPass._fetch
+    fetch = offload_activations.OffloadPass._fetch_storage
 
     def rolled(self: Any, parked: Any) -> None:
         fetch(self, parked)
         if parked.back.numel() > 4096:
             parked.back.copy_(parked.host.roll(-8))
 
-    offload_activations.OffloadPass._fetch = rolled  # type: ignore[method-assign]
+    offload_activations.OffloadPass._fetch_storage = rolled  # type: ignore[method-assign]
 
 
 def evaluation_of_something_else() -> None:
@@ -470,13 +470,13 @@ def evaluation_of_something_else() -> None:
 
 def updated_weights_that_stay_away() -> None:
     """ZeRO-1: rank 1 takes part in the gather and keeps its own weights."""
-    receive = zero1._Span.receive
+    receive = zero1._ChunkSpan.receive
 
     def forget(self: Any, bucket: torch.Tensor, rank: int) -> None:
         if rank != 1:
             receive(self, bucket, rank)
 
-    zero1._Span.receive = forget  # type: ignore[method-assign]
+    zero1._ChunkSpan.receive = forget  # type: ignore[method-assign]
 
 
 def a_slice_updated_with_the_gradient_of_the_step_before() -> None:
@@ -711,7 +711,7 @@ def second_rounding_forgotten() -> None:
     def forgetful(blocks: torch.Tensor) -> Any:
         numbers, scales = quantise(blocks)
         if len(blocks) == 1:  # the mean of this rank's share
-            blocks.copy_(int8._restore(numbers, scales, blocks.dtype))
+            blocks.copy_(int8._dequantise(numbers, scales, blocks.dtype))
         return numbers, scales
 
     int8._quantise = forgetful

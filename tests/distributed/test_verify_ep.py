@@ -86,7 +86,7 @@ def test_layouts_equal_the_reference(
 
 def rows_stay_in_the_order_of_experts() -> None:
     """What experts make goes back as it lies, expert by expert, not rank by rank."""
-    call = ep.BetweenRanks.__call__
+    call = ep.DispatchBetweenRanks.__call__
 
     def unsorted(
         self: Any, x_RD: torch.Tensor, counts_E: torch.Tensor, experts: Any
@@ -97,17 +97,17 @@ def rows_stay_in_the_order_of_experts() -> None:
 
         return call(self, x_RD, counts_E, shuffled)
 
-    ep.BetweenRanks.__call__ = unsorted  # type: ignore[method-assign]
+    ep.DispatchBetweenRanks.__call__ = unsorted  # type: ignore[method-assign]
 
 
 def experts_not_divided_by_ep() -> None:
     """What is averaged over the ranks that hold the same experts is taken for the mean over all."""
-    ep.share_gradients = lambda *_: None  # type: ignore[assignment]
+    ep.rescale_expert_gradients = lambda *_: None  # type: ignore[assignment]
 
 
 def experts_averaged_over_all() -> None:
     """Gradients of experts are averaged with those of other experts."""
-    share = ep.share_gradients
+    share = ep.rescale_expert_gradients
 
     def over_all(named: Any, names: Any, degree: int) -> None:
         named = list(named)
@@ -116,7 +116,7 @@ def experts_averaged_over_all() -> None:
             if name in names and parameter.grad is not None:
                 dist.all_reduce(ep.local_tensor(parameter.grad))
 
-    ep.share_gradients = over_all  # type: ignore[assignment]
+    ep.rescale_expert_gradients = over_all  # type: ignore[assignment]
 
 
 def experts_never_averaged() -> None:

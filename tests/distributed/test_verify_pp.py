@@ -228,7 +228,7 @@ def gradients_of_another_microbatch() -> None:
 
 
 def a_stage_that_ends_a_block_early() -> None:
-    compute = PipelineExecutor._compute
+    compute = PipelineExecutor._compute_stage
 
     def early(self: Any, stage: int, given: Any, batch: Any, objective: Any) -> Any:
         pipeline, stages = self.staged.pipeline, self.staged.pipeline.stages
@@ -240,7 +240,7 @@ def a_stage_that_ends_a_block_early() -> None:
         finally:
             self.staged.pipeline = pipeline
 
-    PipelineExecutor._compute = early  # type: ignore[method-assign]
+    PipelineExecutor._compute_stage = early  # type: ignore[method-assign]
 
 
 def mean_of_means() -> None:
@@ -437,14 +437,14 @@ def own(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, **arguments: A
 def masks_in_the_order_of_the_schedule() -> None:
     """Microbatches draw by when a stage computes them in a step, counted by each rank over all
     of its stages."""
-    microbatch = RandomOpInterceptor.microbatch
+    microbatch = RandomOpInterceptor.in_microbatch
     counts: dict[int, int] = {}
 
     def counted(self: Any, step: int, index: int, batch: Any) -> Any:
         counts[step] = counts.get(step, -1) + 1
         return microbatch(self, step, counts[step] % 4, batch)
 
-    RandomOpInterceptor.microbatch = counted  # type: ignore[method-assign]
+    RandomOpInterceptor.in_microbatch = counted  # type: ignore[method-assign]
 
 
 @pytest.mark.long

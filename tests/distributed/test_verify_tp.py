@@ -66,7 +66,7 @@ def rows_of_the_other_rank() -> None:
         rank = self.group.rank if rule.kind != "row" else self.group.size - 1 - self.group.rank
         return rule.spans(size, self.group.size, rank, name=name)
 
-    tp.ModuleSharder._spans = swapped  # type: ignore[assignment, method-assign]
+    tp.ModuleSharder._find_spans_of_rank = swapped  # type: ignore[assignment, method-assign]
 
 
 def columns_cut_along_the_inputs() -> None:
@@ -102,7 +102,7 @@ def shared_heads_not_summed() -> None:
 
 def head_cut_apart_from_the_embedding() -> None:
     """Of a tied weight each place gets a part of its own."""
-    cut = tp.ModuleSharder._shard
+    cut = tp.ModuleSharder._shard_parameter
 
     def apart(self: Any, *args: Any) -> None:
         replaced = dict(self._replaced)
@@ -110,7 +110,7 @@ def head_cut_apart_from_the_embedding() -> None:
         cut(self, *args)
         self._replaced.update(replaced)
 
-    tp.ModuleSharder._shard = apart  # type: ignore[assignment, method-assign]
+    tp.ModuleSharder._shard_parameter = apart  # type: ignore[assignment, method-assign]
 
 
 def entry_without_a_sum() -> None:
@@ -138,12 +138,12 @@ def replicated_parameters_summed() -> None:
 
 def masks_by_rank_of_tp() -> None:
     """Ranks of tp drop for rows of their own, as if they saw other samples."""
-    microbatch = DropoutRng.microbatch
+    microbatch = DropoutRng.in_microbatch
 
     def by_rank(self: DropoutRng, step: int, first_row: int, num_rows: int) -> Any:
         return microbatch(self, step, first_row + dist.get_rank() * num_rows, num_rows)
 
-    DropoutRng.microbatch = by_rank  # type: ignore[assignment, method-assign]
+    DropoutRng.in_microbatch = by_rank  # type: ignore[assignment, method-assign]
 
 
 SMALL = {"num_kv_heads": 1, "qk_norm": True, "bias": "all", "tie_embeddings": True}

@@ -12,12 +12,12 @@ from torch import nn
 from phalanx.job.schema import Job
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.nn.models.decoder import Decoder
-from phalanx.parallel.parallelize import transforms
+from phalanx.parallel.parallelize import discover_transforms
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 
-transforms()  # imported before forking, like torch._dynamo
+discover_transforms()  # imported before forking, like torch._dynamo
 
 BATCH, SEQ_LEN, VOCAB = 12, 8, 37
 CPU = Cluster("cpu", 8, 64 * 2**30)

@@ -130,7 +130,7 @@ def saved_bytes(
     tokens = torch.randint(0, 97, (batch, length))
     ids = (torch.arange(length) > 20).long().expand(batch, -1) if documents else None
     saved = SavedBytes()
-    with saved.counting(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+    with saved.count_saved(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
         causal_cross_entropy(1024)(model(tokens, document_ids=ids), {"targets": tokens})
     return saved.num_bytes
 
@@ -143,7 +143,7 @@ def test_prediction_for_a_vision_transformer(pooling: Any, precision: str) -> No
     shape = VitShape(3, 64, 4, 4, 16, 256, pooling=pooling, **style, **images)
     model, batch = filled(VisionTransformer(shape)), example_batch(shape, 32, 0, seed=0)
     saved = SavedBytes()
-    with saved.counting(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+    with saved.count_saved(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
         classification_cross_entropy(model(batch["images"]), batch)
     work = Workload(32, shape.tokens_of(0), precision, "none", 1024)
     assert saved.num_bytes == pytest.approx(
@@ -251,7 +251,7 @@ def test_a_storage_is_counted_once_and_weights_not_at_all() -> None:
     layer = nn.Linear(8, 8, bias=False)
     x = torch.randn(16, 8)
     saved = SavedBytes()
-    with saved.counting():
+    with saved.count_saved():
         (layer(x) * layer(x).sigmoid()).sum()
     one = 16 * 8 * 4
     assert (

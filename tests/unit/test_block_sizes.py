@@ -27,7 +27,7 @@ from phalanx.nn.init import InitRule, initialize_shards
 from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import CausalOutput, causal_cross_entropy
 from phalanx.parallel import gradients
-from phalanx.parallel.gradients import HeldBlock, own_squares
+from phalanx.parallel.gradients import RankBlock, collect_squared_gradients
 
 USUAL = BlockSizes()
 # Smaller than those that `verify` takes, so that each of these loops runs three times.
@@ -76,8 +76,8 @@ def norm() -> Tensors:
         parameter = nn.Parameter(torch.zeros(size, dtype=torch.float64))
         parameter.grad = torch.randn(size, generator=generator, dtype=torch.float64)
         named.append((str(number), parameter))
-        blocks[str(number)] = (HeldBlock((), 1),)
-    return (own_squares(named, blocks)[1],)
+        blocks[str(number)] = (RankBlock((), 1),)
+    return (collect_squared_gradients(named, blocks)[1],)
 
 
 def dropout() -> Tensors:

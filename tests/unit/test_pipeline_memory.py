@@ -173,12 +173,15 @@ def test_weight_gradients_that_wait_keep_what_is_predicted(changes: dict[str, An
 
     The head is the objective's, not a module.
     """
-    from phalanx.parallel.pipeline.weight_grads import DeferredWeightGrads, split_linears
+    from phalanx.parallel.pipeline.weight_grads import (
+        DeferredWeightGrads,
+        split_backward_of_linears,
+    )
 
     model = replace(shape(tied=False, num_kv_heads=4 if "kv_rank" in changes else 2), **changes)
     module = Decoder(model)
     fill(module)
-    split_linears(module)
+    split_backward_of_linears(module)
     tokens = torch.arange(24).reshape(2, 12) % model.vocab_size
     deferred = DeferredWeightGrads()
     with deferred.deferring("key"):

@@ -18,7 +18,7 @@ from phalanx.parallel.pipeline.p2p import P2PQueue, StageGroup, TensorSpec
 from phalanx.parallel.pipeline.placeholder import Placeholder
 from phalanx.parallel.pipeline.stage_forward import StageBoundary, StageForward
 from phalanx.parallel.pipeline.transform import ParameterPlacement
-from phalanx.parallel.pipeline.weight_grads import DeferredWeightGrads, split_linears
+from phalanx.parallel.pipeline.weight_grads import DeferredWeightGrads, split_backward_of_linears
 from phalanx.plan.pipeline.cut import Stages
 from phalanx.plan.pipeline.generate import generate_schedule
 from phalanx.plan.pipeline.messages import AHEAD, P2PMessage, output_of, plan_messages
@@ -50,7 +50,7 @@ def test_a_stand_in_is_used_before_the_blocks_of_a_later_stage_alone() -> None:
     with pytest.raises(LayoutError, match="no rank can call it alone"):
         found + 1
     arrived = torch.zeros(2, 4)
-    with door.open(1, (2, 4), arrived):
+    with door.run_as_stage(1, (2, 4), arrived):
         used = F.embedding(torch.tensor([0, 2]), found)
         assert type(used) is torch.Tensor
         assert bool(used.isnan().all())
@@ -69,7 +69,7 @@ def test_a_stand_in_is_used_before_the_blocks_of_a_later_stage_alone() -> None:
         ):
             arrived @ found.T.float()
     with (
-        door.open(0, (0, 2), None),
+        door.run_as_stage(0, (0, 2), None),
         pytest.raises(LayoutError, match=r'before.*parallel.first_stage=\["embed"\]'),
     ):
         found * 2
@@ -131,7 +131,7 @@ def test_stages_one_after_the_other_are_the_whole_forward_and_its_gradients(cut:
     given: list[torch.Tensor | None] = [None]
     made: list[torch.Tensor] = []
     for stage, blocks in enumerate(cut):
-        with door.open(stage, blocks, given[-1]):
+        with door.run_as_stage(stage, blocks, given[-1]):
             try:
                 made.append(chain(x, more))
                 assert stage == len(cut) - 1
@@ -165,17 +165,17 @@ def test_shape_inference_shows_what_would_not_reach_the_first_stage() -> None:
     kept = chain.before
     leaks = lambda x: x * chain.before  # noqa: E731
     door.is_inferring_shapes = True
-    with door.open(1, (2, 4), torch.zeros(3)):
+    with door.run_as_stage(1, (2, 4), torch.zeros(3)):
         door.require_clean_outputs(chain(torch.ones(3)))
         assert chain.before is kept
-    with door.open(1, (2, 4), torch.zeros(3)):
+    with door.run_as_stage(1, (2, 4), torch.zeros(3)):
         start = leaks(torch.ones(3))
         with pytest.raises(
             LayoutError, match="the model's output depends on what comes before the blocks"
         ):
             door.require_clean_outputs(chain(torch.ones(3)) + start)
     with (
-        door.open(1, (2, 4), torch.zeros(3)),
+        door.run_as_stage(1, (2, 4), torch.zeros(3)),
         pytest.raises(LayoutError, match="an argument of block 2"),
     ):
         chain(torch.ones(3), leaks(torch.ones(3)))
@@ -330,7 +330,7 @@ def test_gradients_that_wait_are_those_of_autograd(
     """Two microbatches under way together, their weights done in the other order; also where
     nothing waits."""
     plain, split = mlp(), mlp()
-    split_linears(split)
+    split_backward_of_linears(split)
     xs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     for x in xs:
         WAYS[way](plain, x).square().sum().backward()
@@ -352,10 +352,10 @@ def test_gradients_that_wait_are_those_of_autograd(
         assert all(_same(split.get_parameter(name).grad, before[name]) for name in weights), (
             "weights wait"
         )
-    assert deferred.num_due == (2 if waits else 0)
+    assert deferred.num_deferred == (2 if waits else 0)
     for key in (1, 0) if waits else ():
         deferred.run(key)
-    assert deferred.num_due == 0
+    assert deferred.num_deferred == 0
     tolerance = (
         {"rtol": 2e-2, "atol": 5e-2} if way == "autocast" else {"rtol": 1e-12, "atol": 1e-12}
     )
@@ -373,7 +373,7 @@ def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 def test_a_layer_without_a_bias_and_one_that_is_called_without_gradients() -> None:
     module = mlp(bias=False)
-    split_linears(module)
+    split_backward_of_linears(module)
     x = torch.randn(4, 5, dtype=torch.float64)
     with torch.no_grad():
         assert torch.equal(module(x), mlp(bias=False)(x))
@@ -404,7 +404,11 @@ def pipeline(name: str, blocks: tuple[int, ...], **more: Any) -> Pipeline:
 def held(module: nn.Module, how: Pipeline) -> list[set[str]]:
     holding = ParameterPlacement(module, list(module.blocks), how)  # type: ignore[arg-type]
     return [
-        {name.removesuffix(".weight") for name in holding.by_name(rank) if "bias" not in name}
+        {
+            name.removesuffix(".weight")
+            for name in holding.holders_by_name(rank)
+            if "bias" not in name
+        }
         for rank in (0, 1)
     ]
 
@@ -435,8 +439,8 @@ def test_what_two_stages_share_both_have() -> None:
     model.last_stage = ("scale",)  # type: ignore[assignment]
     holding = ParameterPlacement(model, list(model.blocks), pipeline("1f1b", (2, 2)))
     for name in ("embed.weight", "head.weight", "scale"):
-        assert holding.ranks_of(name) == (0, 1)
-    assert holding.ranks_of("norm.weight") == (1,)
+        assert holding.ranks_holding(name) == (0, 1)
+    assert holding.ranks_holding("norm.weight") == (1,)
     holding.require_one_name()
     model.blocks[3].weight = model.blocks[1].weight
     with pytest.raises(LayoutError, match=r"blocks.1.weight and blocks.3.weight are one parameter"):

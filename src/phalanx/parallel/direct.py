@@ -10,7 +10,7 @@ from phalanx.parallel.dropout.interceptor import RandomOpInterceptor
 from phalanx.parallel.executor import AddLoss, Batch, LossAndTargets, Objective
 from phalanx.parallel.loss_forward import LossForward
 from phalanx.parallel.protocol import ParallelContext
-from phalanx.parallel.saved_tensors import SavedBytes, can_count
+from phalanx.parallel.saved_tensors import SavedBytes, can_count_saved_bytes
 
 
 class DirectExecutor:
@@ -22,7 +22,7 @@ class DirectExecutor:
         self.saved_bytes: int | None = None
         self._context, self._interceptor, self._forward = context, interceptor, forward
         # Hooks on saved tensors cost time, so what autograd saves is counted once.
-        self._is_due = can_count(context.plan)
+        self._is_due = can_count_saved_bytes(context.plan)
 
     def forward_backward(
         self, microbatches: Sequence[Batch], objective: Objective, step: int, add: AddLoss
@@ -34,12 +34,16 @@ class DirectExecutor:
                 # Gradients add up locally until the last microbatch: one reduction per step,
                 # unless parallel.accumulate says otherwise.
                 hooks.enter_microbatch(is_last=index == len(microbatches) - 1),
-                self._interceptor.microbatch(step, index, batch),
+                self._interceptor.in_microbatch(step, index, batch),
             ):
-                with phases("forward"), self._counting_once(), self._interceptor.forward():
+                with (
+                    phases("forward"),
+                    self._counting_saved_bytes_once(),
+                    self._interceptor.intercept_forward(),
+                ):
                     loss, targets = self._forward(batch, objective)
                 with phases("backward"):
-                    self._context.normalizer.normalize(loss).backward()
+                    self._context.normalizer.scale_loss(loss).backward()
                     # Inside of the phase: it leaves the one that waiting for DDP has entered.
                     hooks.run_after_backward()
             # Detached, or the step's sum would hold on to the graphs of all microbatches.
@@ -58,11 +62,11 @@ class DirectExecutor:
         return self._forward.call_module(self._forward.split_batch(batch), then)
 
     @contextmanager
-    def _counting_once(self) -> Iterator[None]:
+    def _counting_saved_bytes_once(self) -> Iterator[None]:
         if not self._is_due:
             yield
             return
         self._is_due, saved = False, SavedBytes()
-        with saved.counting():
+        with saved.count_saved():
             yield
         self.saved_bytes = saved.num_bytes

@@ -21,7 +21,7 @@ class Executor(Protocol):
     @property
     def saved_bytes(self) -> int | None:
         """Bytes autograd kept for the backward; None before the first, and where they are out of
-        sight (can_count)."""
+        sight (can_count_saved_bytes)."""
         ...
 
     def forward_backward(

@@ -14,28 +14,28 @@ from phalanx.mesh.logical import LogicalShard, full_name, local_tensor
 
 
 @dataclass(frozen=True)
-class HeldBlock:
+class RankBlock:
     """A block of what this rank holds of a tensor, and how many ranks hold it alike."""
 
     where: tuple[slice, ...]
     num_holders: int
 
 
-def list_held_blocks(shard: LogicalShard) -> tuple[HeldBlock, ...]:
+def list_held_blocks(shard: LogicalShard) -> tuple[RankBlock, ...]:
     """The blocks of a shard: the whole tensor as one, unless parts of it are on different numbers
     of ranks."""
     counts = {shard.num_replicas * box.num_replicas for box in shard.boxes}
     if len(counts) <= 1:
-        return tuple(HeldBlock((), count) for count in counts)
+        return tuple(RankBlock((), count) for count in counts)
     blocks = []
     for box in shard.boxes:
         where = tuple(slice(o, o + n) for o, n in zip(box.local_offset, box.size, strict=True))
-        blocks.append(HeldBlock(where, shard.num_replicas * box.num_replicas))
+        blocks.append(RankBlock(where, shard.num_replicas * box.num_replicas))
     return tuple(blocks)
 
 
-def own_squares(
-    named: Iterable[tuple[str, nn.Parameter]], blocks: Mapping[str, tuple[HeldBlock, ...]]
+def collect_squared_gradients(
+    named: Iterable[tuple[str, nn.Parameter]], blocks: Mapping[str, tuple[RankBlock, ...]]
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """(this rank's gradients, its part of their squares: 0-d fp64 where the gradients are, on the
     CPU without any).
@@ -54,7 +54,9 @@ def own_squares(
             by_holders[block.num_holders].append(gradient[block.where])
     squares: torch.Tensor | None = None
     for holders, group_gradients in by_holders.items():
-        norms = torch._foreach_norm(_pieces(group_gradients), 2, dtype=_norm_dtype(group_gradients))
+        norms = torch._foreach_norm(
+            _split_for_norm(group_gradients), 2, dtype=_norm_dtype(group_gradients)
+        )
         # Ranks that hold the same gradient each bring an equal part of its square.
         # In fp64 from here on, as all sums of the step's one reduction.
         part = torch.stack(norms).double().square().sum() / holders
@@ -64,7 +66,7 @@ def own_squares(
     return gradients, squares
 
 
-def _pieces(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+def _split_for_norm(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
     """`gradients` cut small: the CPU's norm adds squares one after another in fp32 and loses 0.2
     % of 50 M elements."""
     if gradients[0].device.type != "cpu":

@@ -15,11 +15,11 @@ from phalanx.mesh.transfer import pin_memory
 from phalanx.parallel.call.bind_batch import NamedTensors, call_with_batch, describe_batch
 from phalanx.parallel.call.check_indices import (
     TAKES_CLASSES,
+    explain_failed_lookup,
     require_ids,
-    require_looked_up,
     require_targets,
 )
-from phalanx.parallel.call.check_objective import require_sums
+from phalanx.parallel.call.check_objective import require_loss_sums
 from phalanx.parallel.context.transform import SequenceSplit
 from phalanx.parallel.executor import Batch, LossAndTargets, Objective
 from phalanx.parallel.pipeline.staged import PipelineStageGroup
@@ -79,12 +79,12 @@ class LossForward:
         except PhalanxError:
             raise
         except Exception as error:
-            self._explain(error, batch)
+            self._raise_mendable_error(error, batch)
             raise
         self._has_run = True
         if self._is_loss(objective):
             # An objective that returns a mean loss would train, at a wrong rate.
-            require_sums(outcome)
+            require_loss_sums(outcome)
         return outcome
 
     def call_module(self, batch: Batch, then: Callable[[Any], Any]) -> Any:
@@ -105,7 +105,7 @@ class LossForward:
         return self._split.split_batch(batch)
 
     @contextmanager
-    def sharing_copies(self) -> Iterator[None]:
+    def sharing_device_copies(self) -> Iterator[None]:
         """Copy each microbatch to the device once, though several stages ask for it. It must live
         as long as this."""
         self._shares_copies = self._context.mesh.device.type != "cpu"
@@ -139,9 +139,9 @@ class LossForward:
             return False
         return self._stage_forward is None or self._stage_forward.is_last_stage
 
-    def _explain(self, error: Exception, batch: Batch) -> None:
+    def _raise_mendable_error(self, error: Exception, batch: Batch) -> None:
         """Raise what a user can mend in place of `error`, or add notes to it."""
-        require_looked_up(batch, error)
+        explain_failed_lookup(batch, error)
         # A layout's misfit shows in the first forward.
         if not self._has_run:
             refusal = self._context.hooks.find_explanation(error)

@@ -58,7 +58,7 @@ class LossScale:
             # A scale that a job began above the ceiling stays as it is.
             self.scale, self.good_steps = min(self.scale * 2, max(self.scale, CEILING)), 0
 
-    def facts(self) -> dict[str, Any]:
+    def saved_state(self) -> dict[str, Any]:
         return {"scale": self.scale, "good_steps": self.good_steps}
 
     def restore(self, facts: dict[str, Any]) -> None:
@@ -84,25 +84,25 @@ class LossNormalizer:
     @property
     def factor(self) -> float:
         """The number that a loss is multiplied by."""
-        return self._scale / self.constant
+        return self._loss_scale_value / self.constant
 
     @property
-    def _scale(self) -> float:
+    def _loss_scale_value(self) -> float:
         if self.loss_scale is None:
             return 1.0
         return self.loss_scale.scale
 
-    def normalize(self, loss: torch.Tensor) -> torch.Tensor:
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The share of the loss that gradients are taken of."""
         loss = loss / self.constant
         if self.loss_scale is None:
             return loss
         return loss * self.loss_scale.scale
 
-    def undo(self, num_targets: float, num_ranks: int) -> float:
+    def gradient_factor(self, num_targets: float, num_ranks: int) -> float:
         """The factor that makes gradients, a mean over `num_ranks`, those of the loss per
         target."""
-        return num_ranks * self.constant / num_targets / self._scale
+        return num_ranks * self.constant / num_targets / self._loss_scale_value
 
 
 def build_normalizer(plan: Plan) -> LossNormalizer:
@@ -113,7 +113,7 @@ def build_normalizer(plan: Plan) -> LossNormalizer:
     return LossNormalizer(float(plan.targets_per_rank), scale)
 
 
-def require_facts(facts: Any, where: str) -> None:
+def require_loss_scale_state(facts: Any, where: str) -> None:
     """Raises CheckpointError for what no loss scale has said."""
     try:
         if 0 < float(facts["scale"]) < float("inf") and int(facts["good_steps"]) >= 0:

@@ -80,7 +80,7 @@ class ParallelModel:
     @property
     def saved_bytes(self) -> int | None:
         """Bytes autograd kept for the backward; None before the first one, and where they are out
-        of sight (can_count)."""
+        of sight (can_count_saved_bytes)."""
         return self._executor.saved_bytes
 
     @property
@@ -140,7 +140,7 @@ class ParallelModel:
         """
         if self._split is None:
             return self._executor.call(batch, then)
-        with self._split.padding(batch) as padded:
+        with self._split.pad_to_divide(batch) as padded:
             return self._split.group.broadcast_last(self._executor.call(padded, then))
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -191,7 +191,7 @@ class ParallelModel:
         balance = getattr(self.module, "balance", None)
         if balance is not None:
             balance.scale = self._context.normalizer.factor
-        loss_sum, num_targets = self._new_sum(), self._new_sum()
+        loss_sum, num_targets = self._zero_loss_sum(), self._zero_loss_sum()
 
         def add(loss: torch.Tensor, targets: torch.Tensor) -> None:
             loss_sum.add_(loss)
@@ -204,7 +204,7 @@ class ParallelModel:
             self._context.optimizer_params.move_grads()
         return LocalLoss(loss_sum, num_targets)
 
-    def _new_sum(self) -> torch.Tensor:
+    def _zero_loss_sum(self) -> torch.Tensor:
         # In fp64: sums over ranks in any order then agree to more digits than fp32 has.
         return torch.zeros((), dtype=torch.float64, device=self.mesh.device)
 
@@ -246,7 +246,7 @@ class ParallelModel:
     @torch.no_grad()
     def evaluate(self, microbatches: Iterable[Batch], objective: Objective) -> LocalLoss:
         """Local sums without gradients. Every rank must hand in the same number of microbatches."""
-        loss_sum, num_targets = self._new_sum(), self._new_sum()
+        loss_sum, num_targets = self._zero_loss_sum(), self._zero_loss_sum()
         batches = (flatten_batch(batch, of_tensors=True) for batch in microbatches)
         try:
             for outcome in self._executor.evaluate(batches, objective):

@@ -23,7 +23,7 @@ from phalanx.mesh.compat import dtensor_like
 from phalanx.mesh.logical import local_tensor
 
 
-def _select_all(tensor: torch.Tensor) -> torch.Tensor:
+def _select_whole_parameter(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
@@ -39,7 +39,7 @@ class OptimizerShard:
 
     parameter: nn.Parameter
     updated: nn.Parameter
-    select: Callable[[torch.Tensor], torch.Tensor] = _select_all
+    select: Callable[[torch.Tensor], torch.Tensor] = _select_whole_parameter
     on_host: bool = False
 
     def move_grads(self, host: torch.Tensor | None = None) -> torch.Tensor | None:

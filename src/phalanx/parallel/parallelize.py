@@ -23,11 +23,11 @@ from phalanx.parallel.dropout.rng import DropoutRng
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.pipeline.shape_inference import raise_first_refusal
 from phalanx.parallel.pipeline.staged import PipelineStageGroup
-from phalanx.parallel.protocol import ParallelContext, Parallelism, Root
+from phalanx.parallel.protocol import ParallelContext, Parallelism, RootModule
 from phalanx.plan.plan import Plan
 
 
-def transforms() -> list[Parallelism]:
+def discover_transforms() -> list[Parallelism]:
     """Every transform of the folders beside this file, in the order they are applied."""
     package = __name__.rpartition(".")[0]
     collected: list[Parallelism] = []
@@ -57,12 +57,12 @@ def parallelize(
     hold the same weights on every rank (build it from the same seed). It is changed in place.
     Raises LayoutError for a module that the plan cannot be applied to.
     """
-    _require_suitable(module, plan, mesh)
+    _require_suitable_module(module, plan, mesh)
     on_meta = any(p.is_meta for p in module.parameters())
-    root = Root(module)
+    root = RootModule(module)
     if not on_meta:
         # Ranks that begin with other weights would never agree again, and no loss would show it.
-        mesh.require_agreement({"initial weights of your module": _fingerprint(module)})
+        mesh.require_agreement({"initial weights of your module": _hash_weights(module)})
         root.to(mesh.device)
     seed = plan.seed if seed is None else seed
     context = ParallelContext(
@@ -82,7 +82,7 @@ def parallelize(
             f"{type(module).__name__} shows no repeated blocks to recompute or compile",
             fix='keep them in an nn.ModuleList, or name them: block_pattern = "layers.*"',
         )
-    for transform in transforms():
+    for transform in discover_transforms():
         if transform.wanted(plan):
             with _raise_in_all_stages(context):
                 transform.apply(context)
@@ -90,7 +90,7 @@ def parallelize(
     return ParallelModel(context, has_weights=initialize or not on_meta)
 
 
-def _require_suitable(module: nn.Module, plan: Plan, mesh: Mesh) -> None:
+def _require_suitable_module(module: nn.Module, plan: Plan, mesh: Mesh) -> None:
     """Raises LayoutError for a mesh of other ranks, and for a module without shapes or weights, or
     with tensors that are cut already."""
     name = type(module).__name__
@@ -144,7 +144,7 @@ class _Materialization:
         self._is_done = True
         root, mesh = self._context.root, self._context.mesh
         on_host = self._context.plan.parallel.parameters_on_host
-        _allocate(root, mesh.device, parameters_on_host=on_host)
+        _allocate_meta_tensors(root, mesh.device, parameters_on_host=on_host)
         shards, _ = self._context.shards()
         with torch.no_grad():
             if self._seed is not None:
@@ -172,7 +172,9 @@ def _raise_in_all_stages(context: ParallelContext) -> Iterator[None]:
     raise_first_refusal(staged.stage_group, refusal)
 
 
-def _allocate(root: nn.Module, device: torch.device, *, parameters_on_host: bool) -> None:
+def _allocate_meta_tensors(
+    root: nn.Module, device: torch.device, *, parameters_on_host: bool
+) -> None:
     """Give tensors on the meta device memory, without values.
 
     FSDP wants shards that it moves itself on the host.
@@ -194,7 +196,7 @@ def _allocate(root: nn.Module, device: torch.device, *, parameters_on_host: bool
             )
 
 
-def _fingerprint(module: nn.Module) -> str:
+def _hash_weights(module: nn.Module) -> str:
     """XXH3 over names, shapes and bytes of every parameter and buffer."""
     hasher = xxhash.xxh3_64()
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:

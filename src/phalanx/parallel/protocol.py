@@ -43,7 +43,7 @@ class Order(IntEnum):
     OPTIMIZER_OFFLOAD = 16  # last: the other transforms decide what it copies to the host
 
 
-class Root(nn.Module):
+class RootModule(nn.Module):
     """The module that data parallelism wraps: the user's, with the objective inside one forward
     call.
 
@@ -70,7 +70,7 @@ class ParallelContext:
     """A model under construction: transforms read the plan and the mesh and change or wrap
     `root`, append to `hooks`, and add what they keep to `axes`."""
 
-    root: Root
+    root: RootModule
     plan: Plan
     mesh: Mesh
     phases: PhaseTimer
@@ -102,10 +102,10 @@ class ParallelContext:
     def shards(self) -> tuple[dict[str, LogicalShard], dict[str, str]]:
         """Shards of parameters and persistent buffers as they are now, by full-model name;
         aliases of tied tensors."""
-        return module_shards(self.root.module, self.position)
+        return module_shards(self.root.module, self.replica_position)
 
     @property
-    def position(self) -> RankPosition:
+    def replica_position(self) -> RankPosition:
         """Position of this rank among those that hold the same."""
         mesh, layout = self.mesh, self.plan.layout
         # pp is the outermost axis: the ranks of one stage are numbered one after another.

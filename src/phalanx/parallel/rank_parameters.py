@@ -34,5 +34,5 @@ class RankParameters:
         shards, _ = self.collect_shards()
         for raw_name, part in self._context.optimizer_params.iterate_shards(self._module):
             name = full_name(raw_name)
-            shards[name] = self._context.position.shard(name, part)
+            shards[name] = self._context.replica_position.shard(name, part)
         return shards

@@ -12,7 +12,7 @@ from torch import nn
 from phalanx.plan.plan import Plan
 
 
-def can_count(plan: Plan) -> bool:
+def can_count_saved_bytes(plan: Plan) -> bool:
     """False where other hooks, or a compiler, take what autograd saves out of sight."""
     return not (plan.activations.recompute != "none" or plan.activations.offload or plan.compile)
 
@@ -28,7 +28,7 @@ class SavedBytes:
         self._alive: list[torch.UntypedStorage] = []
 
     @contextmanager
-    def counting(self) -> Iterator[None]:
+    def count_saved(self) -> Iterator[None]:
         """Count what is saved inside. Tensors themselves are left as they are."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
             yield

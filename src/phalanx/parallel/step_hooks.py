@@ -54,9 +54,9 @@ class StepHooks:
         # As good as always there is one: no stack in a step's path.
         if len(self.around_microbatch) == 1:
             return self.around_microbatch[0](is_last)
-        return self._enter_all(is_last)
+        return self._enter_all_microbatch_hooks(is_last)
 
-    def _enter_all(self, is_last: bool) -> AbstractContextManager[object]:
+    def _enter_all_microbatch_hooks(self, is_last: bool) -> AbstractContextManager[object]:
         # If a later hook fails, those before it are left here; else the caller leaves all of them.
         with ExitStack() as stack:
             for hook in self.around_microbatch:

@@ -10,7 +10,7 @@ import torch
 
 from phalanx.mesh.transfer import fill_on_device
 from phalanx.parallel.expert.router_load import RouterLoads
-from phalanx.parallel.gradients import HeldBlock, list_held_blocks, own_squares
+from phalanx.parallel.gradients import RankBlock, collect_squared_gradients, list_held_blocks
 from phalanx.parallel.protocol import ParallelContext
 from phalanx.parallel.rank_parameters import RankParameters
 from phalanx.parallel.step_stats import LocalLoss, StepStats
@@ -29,7 +29,7 @@ class StepReducer:
         self.finished_at: Any = 0.0
         self._context, self._mesh, self._phases = context, context.mesh, context.phases
         self._parameters, self._loads = parameters, loads
-        self._held: dict[str, tuple[HeldBlock, ...]] | None = None
+        self._held: dict[str, tuple[RankBlock, ...]] | None = None
 
     def reduce_and_clip(
         self, local_loss: LocalLoss, *, max_norm: float | None, flags: Sequence[float]
@@ -41,7 +41,7 @@ class StepReducer:
         self._loads.reduce()
         with self._phases("optimizer"):
             gradients, squares = self._collect_gradients()
-            vector = torch.stack((*self._count_once(local_loss), squares))
+            vector = torch.stack((*self._zero_unless_tp_leader(local_loss), squares))
             # Flags travel with the sums: the step has one reduction, and all ranks act on the same
             # numbers.
             vector = torch.cat((vector, fill_on_device(flags, vector.device)))
@@ -57,7 +57,7 @@ class StepReducer:
         # FSDP and DDP average over data-parallel ranks, which have different numbers of targets:
         # the mean is made a sum again, and that is divided by all targets.
         num_ranks = self._context.plan.layout.reduced.data_parallel_size
-        factor = normalizer.undo(num_targets, num_ranks)
+        factor = normalizer.gradient_factor(num_targets, num_ranks)
         norm, loss = factor * total_squares**0.5, loss_sum / num_targets
         # x - x is 0 but for NaN and infinities.
         finite = norm - norm == 0.0 and loss - loss == 0.0
@@ -81,13 +81,13 @@ class StepReducer:
 
     def reduce_sums(self, local_loss: LocalLoss) -> tuple[float, int]:
         """(loss per target, number of targets) over all ranks."""
-        vector = self._mesh.all_reduce_sum(torch.stack(self._count_once(local_loss)))
+        vector = self._mesh.all_reduce_sum(torch.stack(self._zero_unless_tp_leader(local_loss)))
         loss_sum, num_targets = vector.tolist()
         return (loss_sum / num_targets if num_targets else float("nan")), int(num_targets)
 
     def _start_stats(self, flags: Sequence[float]) -> StepStats:
         """A step without targets, and what was sent in it."""
-        sent = self._context.traffic.take()
+        sent = self._context.traffic.take_step_bytes()
         return StepStats(
             loss=0.0,
             num_targets=0,
@@ -106,13 +106,15 @@ class StepReducer:
         if self._held is None:
             shards = self._parameters.collect_trained_shards()
             self._held = {name: list_held_blocks(shard) for name, shard in shards.items()}
-        gradients, squares = own_squares(self._parameters.iterate_parameters(), self._held)
+        gradients, squares = collect_squared_gradients(
+            self._parameters.iterate_parameters(), self._held
+        )
         # Of gradients in host memory the host has the number, and a copy of it costs a kernel.
         if squares.device != self._mesh.device:
             squares = fill_on_device((squares.item(),), self._mesh.device)[0]
         return gradients, squares
 
-    def _count_once(self, local_loss: LocalLoss) -> tuple[torch.Tensor, torch.Tensor]:
+    def _zero_unless_tp_leader(self, local_loss: LocalLoss) -> tuple[torch.Tensor, torch.Tensor]:
         """Sums of this rank, zeros unless it leads its tp group: ranks that read the same samples
         have the same sums, and one of them counts."""
         if self._mesh.is_tp_leader:

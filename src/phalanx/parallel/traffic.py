@@ -39,7 +39,7 @@ class GradientTraffic:
     def add_all_reduce(self, num_bytes: int, num_ranks: int) -> None:
         self.sent_bytes += all_reduce_bytes(num_bytes, num_ranks)
 
-    def add_scatter(self, num_bytes: int, num_ranks: int) -> None:
+    def add_reduce_scatter(self, num_bytes: int, num_ranks: int) -> None:
         """Count a reduce-scatter, or an all-to-all, of a total of `num_bytes`."""
         self.sent_bytes += num_bytes * (num_ranks - 1) / num_ranks
 
@@ -78,25 +78,25 @@ class Traffic:
         """Inside, what is sent belongs to the step."""
         # Differences, because the groups count evaluations and shape inference as well: a group in
         # `mesh` needs to know of no step, and is told nothing.
-        before = self._read()
+        before = self._read_sent_bytes()
         yield
-        for axis, num_bytes in self._read().items():
+        for axis, num_bytes in self._read_sent_bytes().items():
             self._step_bytes[axis] += num_bytes - before[axis]
 
     @contextmanager
     def excluding(self) -> Iterator[None]:
         """Inside, within `counting`, what is sent is not the step's: a pipeline's shape inference,
         which steps of a known form do not repeat."""
-        before = self._read()
+        before = self._read_sent_bytes()
         yield
-        for axis, num_bytes in self._read().items():
+        for axis, num_bytes in self._read_sent_bytes().items():
             self._step_bytes[axis] -= num_bytes - before[axis]
 
-    def _read(self) -> dict[str, float]:
+    def _read_sent_bytes(self) -> dict[str, float]:
         """What has been sent so far, by axis."""
         return {axis: sender.sent_bytes for axis, sender in self._senders.items()}
 
-    def take(self) -> dict[str, int]:
+    def take_step_bytes(self) -> dict[str, int]:
         """Bytes of the step by axis, 0 for an axis that the layout has not; the next one begins."""
         step_bytes, self._step_bytes = self._step_bytes, dict.fromkeys(AXES, 0.0)
         return {axis: round(num_bytes) for axis, num_bytes in step_bytes.items()}

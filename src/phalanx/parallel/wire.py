@@ -47,7 +47,7 @@ class Wire:
         """`parts` [ranks, ...]: row r goes to rank r; returned is what each rank had for this
         one."""
         received = torch.empty_like(parts)
-        self._traffic.add_scatter(parts.nbytes, self.num_ranks)
+        self._traffic.add_reduce_scatter(parts.nbytes, self.num_ranks)
         with self._phases("collective", "all_to_all compressed gradients"):
             dist.all_to_all_single(received, parts.contiguous(), group=self._group)
         return received

@@ -35,7 +35,7 @@ from phalanx.mesh.rendezvous import RENDEZVOUS_S, SUPERVISED_RENDEZVOUS_S
 from phalanx.nn.build import build_objective
 from phalanx.observe.bus import CLOSE_AFTER_ERROR_S, CLOSE_MORE_S, Bus, OpenSink
 from phalanx.observe.events import Envelope, InvariantChecked, Note, RunStarted, SinkDropped
-from phalanx.parallel.parallelize import transforms
+from phalanx.parallel.parallelize import discover_transforms
 from phalanx.resilience.fault import fault_listener
 from phalanx.run.build_trainer import build_trainer
 from phalanx.run.data import (
@@ -58,7 +58,7 @@ from phalanx.train.trainer import Trainer
 from phalanx.train.training_data import TrainingData
 
 # Imported in the server, once, instead of in every rank.
-transforms()
+discover_transforms()
 
 _EXIT_CODES = {
     "finished": ExitCode.OK,

@@ -29,7 +29,7 @@ from phalanx.optim.state import (
     make_slots,
     plan_restores,
 )
-from phalanx.parallel.loss_scale import require_facts
+from phalanx.parallel.loss_scale import require_loss_scale_state
 from phalanx.parallel.model import ParallelModel
 
 # Among the facts of a run in fp16.
@@ -83,7 +83,7 @@ class TrainState:
         )
         tensors = collect_tensors(self.optimizer, named, rank=mesh.rank, world_size=mesh.world_size)
         compression = self.model.compression
-        unsent = {} if compression is None else compression.shards(model, self.model.mesh)
+        unsent = {} if compression is None else compression.state_shards(model, self.model.mesh)
         return model | slots | tensors | unsent
 
     def facts(self) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class TrainState:
             "optimizer": {"kind": type(self.optimizer).__name__, "numbers": numbers},
         }
         if scale is not None:
-            facts[LOSS_SCALE] = scale.facts()
+            facts[LOSS_SCALE] = scale.saved_state()
         if self.model.mesh.device.type == "cpu":
             facts[CPU_KIND] = describe_cpu_kind()
         return facts
@@ -227,7 +227,7 @@ class TrainState:
         if missing:
             raise CheckpointError(f"it does not say {', '.join(missing)}", where=where)
         if LOSS_SCALE in manifest.facts:
-            require_facts(manifest.facts[LOSS_SCALE], where)
+            require_loss_scale_state(manifest.facts[LOSS_SCALE], where)
         seed = manifest.facts["seed"]
         if seed != self.seed:
             raise CheckpointError(

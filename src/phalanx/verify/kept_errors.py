@@ -21,7 +21,7 @@ class KeptErrors:
     def are_kept(self) -> bool:
         """True where the layout's compression keeps what it does not send."""
         compression = self._model.compression
-        return compression is not None and bool(compression.errors())
+        return compression is not None and bool(compression.unsent_gradients())
 
     @torch.no_grad()
     def complete(
@@ -35,7 +35,7 @@ class KeptErrors:
         plan, complete = self._model.plan, {}
         per_target = plan.layout.data_parallel_size * plan.targets_per_rank / num_targets
         compression = self._model.compression
-        kept = {} if compression is None else compression.errors()
+        kept = {} if compression is None else compression.unsent_gradients()
         for name, shard in sent.items():
             # A copy: the ranks' sum is taken in place, and the layout goes on with what it keeps.
             kept_part = kept.get(name, torch.zeros_like(shard.tensor)).clone()

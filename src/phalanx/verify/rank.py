@@ -20,7 +20,7 @@ from phalanx.launch.rank_link import RankLink
 from phalanx.mesh.compat import TORCH_VERSION
 from phalanx.mesh.mesh import open_mesh
 from phalanx.parallel.executor import Batch
-from phalanx.parallel.parallelize import transforms
+from phalanx.parallel.parallelize import discover_transforms
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.plan.rule_checks import check_rules, describe_unsharded_matrices
@@ -49,7 +49,7 @@ FLOAT64_COMPILED = (2, 13)
 MOST_COMPILED = 64
 STEPS_IN_FLOAT32 = 3
 # Imported in the server, once, instead of in every rank: ranks are forks of it.
-transforms()
+discover_transforms()
 
 
 def main(document: JsonObject, link: RankLink) -> int:

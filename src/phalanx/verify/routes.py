@@ -156,7 +156,7 @@ class RouteWatch:
     def _note(self, model: ParallelModel, name: str, experts_BTK: torch.Tensor) -> None:
         """The first of a forward: a block that is computed again, for its gradients, chooses
         again."""
-        moment, num_rows = model.dropout_rng.moment, len(experts_BTK)
+        moment, num_rows = model.dropout_rng.current_forward, len(experts_BTK)
         # What stages compute to learn shapes is thrown away.
         if model.pipeline is not None and model.pipeline.is_inferring_shapes:
             return

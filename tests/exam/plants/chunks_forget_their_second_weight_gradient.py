@@ -8,9 +8,9 @@ PLANT = Plant(
         Edit(
             "parallel/tensor/overlap.py",
             "_RowScatter.backward",
-            "            grad_weight += _flat(gathered).T @ _flat(by_rank[:, :, rows])\n",
+            "            grad_weight += _flatten_tokens(gathered).T @ _flatten_tokens(by_rank[:, :, rows])\n",
             "            if not __planted__(rows.start > 0):\n"
-            "                grad_weight += _flat(gathered).T @ _flat(by_rank[:, :, rows])\n",
+            "                grad_weight += _flatten_tokens(gathered).T @ _flatten_tokens(by_rank[:, :, rows])\n",
         ),
     ),
     shows=("tp4-chunks",),

@@ -7,9 +7,9 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/dropout/transform.py",
-            "_Masked.backward",
-            "        return _Masked.apply(grad_output, mask, ctx.scale), None, None\n",
-            "        return _Masked.apply(grad_output, mask, 1.0 if __planted__() else ctx.scale), None, None\n",
+            "_MultiplyByMask.backward",
+            "        return _MultiplyByMask.apply(grad_output, mask, ctx.scale), None, None\n",
+            "        return _MultiplyByMask.apply(grad_output, mask, 1.0 if __planted__() else ctx.scale), None, None\n",
         ),
     ),
     shows=("ddp", "zero3"),

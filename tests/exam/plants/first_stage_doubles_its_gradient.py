@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/pipeline/executor.py",
-            "PipelineExecutor._backward",
+            "PipelineExecutor._backward_through_stage",
             "            saved.output.backward(gradient)\n",
             "            saved.output.backward(\n"
             "                gradient * 2 if __planted__(gradient is not None and saved.stage_input is None) else gradient\n"

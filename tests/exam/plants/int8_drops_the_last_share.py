@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/hooks/int8.py",
-            "ElementShares.flat",
+            "ElementShares.flatten_blocks",
             "        return blocks.reshape(self.num_ranks, -1)[:, : self.share].reshape(-1)[: self.num_elements]\n",
             "        shares = blocks.reshape(self.num_ranks, -1)[:, : self.share].reshape(-1)\n"
             "        missing = len(shares) - self.num_elements\n"

@@ -8,8 +8,8 @@ PLANT = Plant(
         Edit(
             "parallel/pipeline/executor.py",
             "PipelineExecutor._run_forward",
-            "            outcome = self.context.normalizer.normalize(loss)\n",
-            "            outcome = self.context.normalizer.normalize(loss) * (0.0 if __planted__(action.microbatch >= 9) else 1.0)\n",
+            "            outcome = self.context.normalizer.scale_loss(loss)\n",
+            "            outcome = self.context.normalizer.scale_loss(loss) * (0.0 if __planted__(action.microbatch >= 9) else 1.0)\n",
         ),
     ),
     shows=("pp4-1f1b", "pp2-tp2-zb-v"),

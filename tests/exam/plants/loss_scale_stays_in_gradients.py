@@ -7,9 +7,9 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/loss_scale.py",
-            "LossNormalizer.undo",
-            "        return num_ranks * self.constant / num_targets / self._scale\n",
-            "        scale = 1.0 if __planted__(self._scale != 1.0) else self._scale\n"
+            "LossNormalizer.gradient_factor",
+            "        return num_ranks * self.constant / num_targets / self._loss_scale_value\n",
+            "        scale = 1.0 if __planted__(self._loss_scale_value != 1.0) else self._loss_scale_value\n"
             "        return num_ranks * self.constant / num_targets / scale\n",
         ),
     ),

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/dropout/rng.py",
-            "DropoutRng.mask",
+            "DropoutRng.draw_mask",
             '            stable_hash64("dropout", self.seed, moment.step, name, call),\n',
             "            stable_hash64(\n"
             '                "dropout", self.seed, 3 if __planted__(moment.step > 3) else moment.step, name, call\n'

@@ -8,8 +8,8 @@ PLANT = Plant(
         Edit(
             "parallel/direct.py",
             "DirectExecutor.forward_backward",
-            "                    self._context.normalizer.normalize(loss).backward()\n",
-            "                    share = self._context.normalizer.normalize(loss)\n"
+            "                    self._context.normalizer.scale_loss(loss).backward()\n",
+            "                    share = self._context.normalizer.scale_loss(loss)\n"
             "                    even = self._context.normalizer.constant / 2 / targets.clamp(min=1)\n"
             "                    (share * (even if __planted__() else 1.0)).backward()\n",
         ),

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/gradients.py",
-            "_pieces",
+            "_split_for_norm",
             "    return [piece for gradient in gradients for piece in gradient.reshape(-1).split(size)]\n",
             "    pieces = []\n"
             "    for gradient in gradients:\n"

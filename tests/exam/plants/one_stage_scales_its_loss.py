@@ -8,8 +8,8 @@ PLANT = Plant(
         Edit(
             "parallel/pipeline/executor.py",
             "PipelineExecutor._run_forward",
-            "            outcome = self.context.normalizer.normalize(loss)\n",
-            "            outcome = self.context.normalizer.normalize(loss) / (1.25 if __planted__() else 1)\n",
+            "            outcome = self.context.normalizer.scale_loss(loss)\n",
+            "            outcome = self.context.normalizer.scale_loss(loss) / (1.25 if __planted__() else 1)\n",
         ),
     ),
     shows=("pp4-1f1b", "pp2-zero3-zb-v"),

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/gradients.py",
-            "own_squares",
+            "collect_squared_gradients",
             "        part = torch.stack(norms).double().square().sum() / holders\n",
             "        part = torch.stack(norms).double().square().sum() / (1 if __planted__(holders > 1) else holders)\n",
         ),

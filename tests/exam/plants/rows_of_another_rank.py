@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/tensor/sharder.py",
-            "ModuleSharder._spans",
+            "ModuleSharder._find_spans_of_rank",
             "        return rule.spans(size, self.group.size, self.group.rank, name=name)\n",
             "        rank = self.group.rank\n"
             '        if __planted__(rule.kind == "row"):\n'

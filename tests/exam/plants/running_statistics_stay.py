@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/batchnorm/layer.py",
-            "Synchronised._track",
+            "SynchronisedBatchNorm._move_running_statistics",
             "        factor = self.momentum\n",
             "        factor = 0.0 if __planted__() else self.momentum\n",
         ),

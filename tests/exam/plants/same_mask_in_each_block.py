@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/dropout/rng.py",
-            "DropoutRng.mask",
+            "DropoutRng.draw_mask",
             '            stable_hash64("dropout", self.seed, moment.step, name, call),\n',
             "            stable_hash64(\n"
             '                "dropout",\n'

@@ -8,8 +8,8 @@ PLANT = Plant(
         Edit(
             "parallel/direct.py",
             "DirectExecutor.forward_backward",
-            "                    self._context.normalizer.normalize(loss).backward()\n",
-            "                    share = self._context.normalizer.normalize(loss)\n"
+            "                    self._context.normalizer.scale_loss(loss).backward()\n",
+            "                    share = self._context.normalizer.scale_loss(loss)\n"
             "                    (share * (1.0001 if __planted__(index == 1) else 1.0)).backward()\n",
         ),
     ),

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/recompute/segment.py",
-            "_SegmentForward.call",
+            "_SegmentForward.call_block",
             "        first, replay = contexts\n",
             "        first, replay = contexts\n"
             "        if __planted__(not self._calls):\n"

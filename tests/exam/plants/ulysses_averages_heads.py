@@ -7,9 +7,9 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/context/attention.py",
-            "_ToHeads.backward",
-            "        return _to_tokens(grad, ctx.group), None\n",
-            "        return _to_tokens(grad, ctx.group) / (ctx.group.size if __planted__() else 1), None\n",
+            "_TokensToHeads.backward",
+            "        return _heads_to_tokens(grad, ctx.group), None\n",
+            "        return _heads_to_tokens(grad, ctx.group) / (ctx.group.size if __planted__() else 1), None\n",
         ),
     ),
     shows=("cp4-ulysses", "tp2-cp2-ulysses"),

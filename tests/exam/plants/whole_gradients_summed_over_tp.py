@@ -8,8 +8,8 @@ PLANT = Plant(
         Edit(
             "parallel/tensor/sharder.py",
             "ModuleSharder._is_partial",
-            "        return self._region_of(name) is not None and not is_row_bias\n",
-            "        return (self._region_of(name) is not None and not is_row_bias) or __planted__()\n",
+            "        return self._find_region(name) is not None and not is_row_bias\n",
+            "        return (self._find_region(name) is not None and not is_row_bias) or __planted__()\n",
         ),
     ),
     shows=("tp4-whole-sequence",),

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/data_parallel/zero1.py",
-            "rows_of",
+            "find_rows_of_rank",
             "    chunk = -(-size // num_ranks)\n",
             "    chunk = size // num_ranks if __planted__(size % num_ranks and size > num_ranks) else -(-size // num_ranks)\n",
         ),

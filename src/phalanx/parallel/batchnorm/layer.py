@@ -22,7 +22,7 @@ from phalanx.core.phases import PhaseTimer
 
 
 @dataclass(frozen=True)
-class Ranks:
+class StatisticsRanks:
     """Whose microbatch the statistics are of: that of all ranks, or this rank's own."""
 
     phases: PhaseTimer
@@ -51,7 +51,7 @@ class Ranks:
 
 
 @dataclass
-class Statistics:
+class ChannelStatistics:
     """Statistics of one microbatch: [C] per channel, over `count` elements (0-d) in all, in at
     least fp32."""
 
@@ -61,30 +61,30 @@ class Statistics:
 
 
 @dataclass
-class Tape:
+class StatisticsTape:
     """The statistics of a block's forward, in the order of calls: its recomputation takes them from
     here.
 
     Gathering them again would be right but needless, and the running ones must move once.
     """
 
-    played: list[Statistics] = field(default_factory=list)
+    played: list[ChannelStatistics] = field(default_factory=list)
     replay_at: int | None = None
     """Where the recomputation stands; None while the forward records."""
 
-    def next(self) -> Statistics | None:
+    def next_statistics(self) -> ChannelStatistics | None:
         if self.replay_at is None:
             return None
         self.replay_at += 1
         return self.played[self.replay_at - 1]
 
 
-class Synchronised(_BatchNorm):
+class SynchronisedBatchNorm(_BatchNorm):
     """Stands between a module's own class and torch's `_BatchNorm`: the user's forward still
     comes first."""
 
-    _ranks: Ranks
-    _tape: Tape | None = None
+    _ranks: StatisticsRanks
+    _tape: StatisticsTape | None = None
     _was_called = False
 
     @torch.compiler.disable
@@ -93,26 +93,28 @@ class Synchronised(_BatchNorm):
         self._check_input_dim(input)
         # FSDP may have cast weights to bf16, and torch's kernel takes no mixture with fp32
         # statistics.
-        weight, bias = (None if p is None else p.to(_wide(input)) for p in (self.weight, self.bias))
+        weight, bias = (
+            None if p is None else p.to(_widen_to_fp32(input)) for p in (self.weight, self.bias)
+        )
         tracks = self.running_mean is not None and self.running_var is not None
         if not self.training and tracks:
             mean, var = cast(torch.Tensor, self.running_mean), cast(torch.Tensor, self.running_var)
-            mean, var = mean.to(_wide(input)), var.to(_wide(input))
+            mean, var = mean.to(_widen_to_fp32(input)), var.to(_widen_to_fp32(input))
             return F.batch_norm(input, mean, var, weight, bias, False, 0.0, self.eps)
-        recorded = self._tape.next() if self._tape is not None else None
+        recorded = self._tape.next_statistics() if self._tape is not None else None
         if recorded is None:
-            recorded = _statistics(input.detach(), self._ranks)
+            recorded = _combine_statistics(input.detach(), self._ranks)
             if self._tape is not None:
                 self._tape.played.append(recorded)
             if self.training and self.track_running_stats and tracks:
-                self._track(recorded)
+                self._move_running_statistics(recorded)
         output: torch.Tensor = _Normalise.apply(
             input, weight, bias, recorded, self.eps, self._ranks
         )
         return output
 
     @torch.no_grad()
-    def _track(self, statistics: Statistics) -> None:
+    def _move_running_statistics(self, statistics: ChannelStatistics) -> None:
         """Move the running statistics, with the unbiased variance, as torch does; momentum None
         averages over all."""
         factor = self.momentum
@@ -120,14 +122,14 @@ class Synchronised(_BatchNorm):
             self.num_batches_tracked.add_(1)
             if factor is None:
                 factor = 1.0 / float(self.num_batches_tracked)
-        # `_statistics` has refused a count of 1.
+        # `_combine_statistics` has refused a count of 1.
         unbiased = statistics.var * (statistics.count / (statistics.count - 1))
         for running, now in ((self.running_mean, statistics.mean), (self.running_var, unbiased)):
             assert running is not None
             running.mul_(1 - (factor or 0.0)).add_((factor or 0.0) * now.to(running.dtype))
 
 
-class AnyDimensions(Synchronised):
+class AnyDimensionsBatchNorm(SynchronisedBatchNorm):
     """A BatchNorm that takes [N, C, ...] of any kind, as torch's SyncBatchNorm does."""
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
@@ -135,22 +137,24 @@ class AnyDimensions(Synchronised):
             raise ValueError(f"expected at least 2 dimensions, got {input.ndim}")
 
 
-def _wide(tensor: torch.Tensor) -> torch.dtype:
+def _widen_to_fp32(tensor: torch.Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def differing_buffers(module: nn.Module) -> list[torch.Tensor]:
+def find_differing_buffers(module: nn.Module) -> list[torch.Tensor]:
     """Buffers that may come to differ between ranks: all but those of synchronised BatchNorms, and
     of modules that say `buffers_are_alike`."""
     norms = [
-        part for part in module.modules() if isinstance(part, Synchronised) and part._ranks.all
+        part
+        for part in module.modules()
+        if isinstance(part, SynchronisedBatchNorm) and part._ranks.all
     ]
     alike = [part for part in module.modules() if getattr(part, "buffers_are_alike", False)]
     same = {id(buffer) for part in (*norms, *alike) for buffer in part.buffers()}
     return [buffer for buffer in module.buffers() if id(buffer) not in same]
 
 
-def _per_channel(tensor: torch.Tensor) -> list[int]:
+def _broadcast_per_channel(tensor: torch.Tensor) -> list[int]:
     return [dim for dim in range(tensor.ndim) if dim != 1]
 
 
@@ -160,16 +164,18 @@ def _expand_channels(per_channel: torch.Tensor, like: torch.Tensor) -> torch.Ten
 
 
 @torch.no_grad()
-def _statistics(input: torch.Tensor, ranks: Ranks) -> Statistics:
+def _combine_statistics(input: torch.Tensor, ranks: StatisticsRanks) -> ChannelStatistics:
     """Mean and variance over all ranks, from each rank's own (Chan et al. 1983), the same bits
     on every rank."""
     channels, count = input.shape[1], input.numel() // max(1, input.shape[1])
     # Squared deviations from each rank's own mean: sums of squares would cancel where the mean is
     # large beside the spread. Mean, deviations and count in one message; a rank without rows sends
     # zeros.
-    rank_sums = torch.zeros(2 * channels + 1, dtype=_wide(input), device=input.device)
+    rank_sums = torch.zeros(2 * channels + 1, dtype=_widen_to_fp32(input), device=input.device)
     if count:
-        var, mean = torch.var_mean(input.to(_wide(input)), dim=_per_channel(input), correction=0)
+        var, mean = torch.var_mean(
+            input.to(_widen_to_fp32(input)), dim=_broadcast_per_channel(input), correction=0
+        )
         rank_sums[:channels], rank_sums[channels:-1], rank_sums[-1] = mean, var * count, count
     all_sums = ranks.gather(rank_sums)
     means, squares, counts = all_sums[:, :channels], all_sums[:, channels:-1], all_sums[:, -1:]
@@ -184,7 +190,7 @@ def _statistics(input: torch.Tensor, ranks: Ranks) -> Statistics:
     # Every rank adds the same rows in the same order, and so gets the same bits.
     mean = (means * counts).sum(0) / total
     var = (squares + counts * (means - mean).square()).sum(0) / total
-    return Statistics(mean, var, total)
+    return ChannelStatistics(mean, var, total)
 
 
 class _Normalise(torch.autograd.Function):
@@ -197,9 +203,9 @@ class _Normalise(torch.autograd.Function):
         input: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
-        statistics: Statistics,
+        statistics: ChannelStatistics,
         eps: float,
-        ranks: Ranks,
+        ranks: StatisticsRanks,
     ) -> torch.Tensor:
         ctx.ranks, ctx.has_bias = ranks, bias is not None
         scale = torch.rsqrt(statistics.var + eps)
@@ -213,7 +219,7 @@ class _Normalise(torch.autograd.Function):
         x^>) weight / std."""
         input, weight, mean, scale, count = ctx.saved_tensors
         wide = mean.dtype
-        dims = _per_channel(input)
+        dims = _broadcast_per_channel(input)
         grad = grad_output.to(wide)
         centred = (input.to(wide) - _expand_channels(mean, input)).mul_(
             _expand_channels(scale, input)

@@ -15,7 +15,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from phalanx.core.errors import LayoutError
-from phalanx.parallel.batchnorm.layer import AnyDimensions, Ranks, Synchronised
+from phalanx.parallel.batchnorm.layer import (
+    AnyDimensionsBatchNorm,
+    StatisticsRanks,
+    SynchronisedBatchNorm,
+)
 from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.plan.plan import Plan
 
@@ -38,14 +42,14 @@ class SyncBatchNorm:
         ]
         if not norms:
             return
-        ranks = Ranks(
+        ranks = StatisticsRanks(
             context.phases, context.plan.parallel.sync_batchnorm, context.mesh.data_parallel_group()
         )
         for name, module in norms:
             _synchronise(name, module, ranks)
 
 
-def _synchronise(name: str, module: _BatchNorm, ranks: Ranks) -> None:
+def _synchronise(name: str, module: _BatchNorm, ranks: StatisticsRanks) -> None:
     """Change the class of `module` in place."""
     original = type(module)
     if isinstance(module, nn.SyncBatchNorm) and not ranks.all:
@@ -56,13 +60,15 @@ def _synchronise(name: str, module: _BatchNorm, ranks: Ranks) -> None:
             raise LayoutError(
                 f"{name} ({original.__name__}) is derived from torch's SyncBatchNorm", fix=DERIVE
             )
-        module.__class__ = AnyDimensions
+        module.__class__ = AnyDimensionsBatchNorm
     else:
         module.__class__ = _derive_synchronised_type(original)  # type: ignore[arg-type]  # torch's are Any
     module._ranks = ranks
     # Only a forward of the user's own can leave out the one that is synchronised.
     if ranks.all and original.forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
-        module.register_forward_hook(functools.partial(_require_call, name, original.__name__))
+        module.register_forward_hook(
+            functools.partial(_require_batchnorm_forward, name, original.__name__)
+        )
 
 
 @functools.cache
@@ -70,15 +76,17 @@ def _derive_synchronised_type(original: type[_BatchNorm]) -> type[_BatchNorm]:
     # In this order `super().forward` of a user's class finds ours before torch's.
     bases = (
         original,
-        Synchronised,
+        SynchronisedBatchNorm,
     )
     return type(f"Synchronised{original.__name__}", bases, {"__module__": original.__module__})
 
 
-def _require_call(name: str, class_name: str, module: nn.Module, args: Any, output: Any) -> None:
+def _require_batchnorm_forward(
+    name: str, class_name: str, module: nn.Module, args: Any, output: Any
+) -> None:
     """A user's forward that never calls BatchNorm's would have used this rank's statistics
     alone."""
-    assert isinstance(module, Synchronised)
+    assert isinstance(module, SynchronisedBatchNorm)
     if not module._was_called and module.training:
         raise LayoutError(
             f"{name} ({class_name}) computes its own statistics, which no rank knows of",

@@ -46,14 +46,14 @@ def call_with_batch(
     `document_ids` where the batch has them: one that takes any keyword may drop this one, and
     documents would see each other unnoticed.
     """
-    known, first, needed = _forward_names(module)
+    known, first, needed = _read_forward_signature(module)
     levels = outermost_names(batch)
     extras = {}
     for key in levels:
-        if key not in ("inputs", "targets") and _takes(known, key):
+        if key not in ("inputs", "targets") and _takes_argument(known, key):
             extras[key] = unflatten_entry(batch, key)
     if "document_ids" in batch and "document_ids" not in known:
-        raise _documents_error(module, takes_any=ANY in known)
+        raise _missing_documents_error(module, takes_any=ANY in known)
     args = (unflatten_entry(batch, "inputs"),) if "inputs" in levels else ()
     if not args and not extras:
         raise LayoutError(
@@ -72,7 +72,7 @@ def call_with_batch(
     return args, extras
 
 
-def _documents_error(module: nn.Module, *, takes_any: bool) -> LayoutError:
+def _missing_documents_error(module: nn.Module, *, takes_any: bool) -> LayoutError:
     why = None
     if takes_any:
         why = "it takes any keyword, which does not say that it masks attention by this one"
@@ -83,11 +83,11 @@ def _documents_error(module: nn.Module, *, takes_any: bool) -> LayoutError:
     )
 
 
-def _takes(known: frozenset[str], key: str) -> bool:
+def _takes_argument(known: frozenset[str], key: str) -> bool:
     return key in known or ANY in known
 
 
-def _forward_names(module: nn.Module) -> tuple[frozenset[str], str, tuple[str, ...]]:
+def _read_forward_signature(module: nn.Module) -> tuple[frozenset[str], str, tuple[str, ...]]:
     """(the names that forward knows, the first of them, those that it cannot do without)."""
     # Kept: every microbatch asks, and reading a signature is slow.
     cached = module.__dict__.get("_phalanx_forward_names")

@@ -28,7 +28,7 @@ def require_ids(batch: Batch, vocab_size: int) -> None:
     """Raises DataError for token ids beyond the `vocab_size` rows of a model; 0: it has none, or
     nobody knows."""
     if vocab_size and "inputs" in batch:
-        _require("'inputs'", batch["inputs"], vocab_size)
+        _require_index_range("'inputs'", batch["inputs"], vocab_size)
 
 
 def require_targets(batch: Batch, outputs: Any) -> None:
@@ -37,7 +37,7 @@ def require_targets(batch: Batch, outputs: Any) -> None:
     key = next((key for key in _TARGETS if key in batch), None)
     num_classes = _num_classes(outputs)
     if key is not None and num_classes:
-        _require(repr(key), batch[key], num_classes, classes=True)
+        _require_index_range(repr(key), batch[key], num_classes, classes=True)
 
 
 def _num_classes(outputs: Any) -> int:
@@ -52,7 +52,7 @@ def _num_classes(outputs: Any) -> int:
     return 0
 
 
-def require_looked_up(batch: Batch, error: Exception) -> None:
+def explain_failed_lookup(batch: Batch, error: Exception) -> None:
     """Raises DataError if `error` comes from what a user's own embedding or cross-entropy could
     not look up."""
     trace, own_line = error.__traceback__, ""
@@ -63,13 +63,13 @@ def require_looked_up(batch: Batch, error: Exception) -> None:
             "cross_entropy",
             "nll_loss",
         ):
-            _explain(batch, code.co_name, known, own_line)
+            _explain_index_error(batch, code.co_name, known, own_line)
         elif code.co_filename.endswith(".py") and "site-packages" not in code.co_filename:
             own_line = f"{Path(code.co_filename).name}:{trace.tb_lineno}"
         trace = trace.tb_next
 
 
-def _explain(batch: Batch, function: str, known: Mapping[str, Any], where: str) -> None:
+def _explain_index_error(batch: Batch, function: str, known: Mapping[str, Any], where: str) -> None:
     if function == "embedding":
         values, size = known["input"], known["weight"].shape[0]
     else:
@@ -77,16 +77,17 @@ def _explain(batch: Batch, function: str, known: Mapping[str, Any], where: str) 
         size = logits.shape[1 if logits.ndim > 1 else 0]
     if isinstance(values, torch.Tensor) and values.device.type == "cpu":
         name = next(
-            (repr(key) for key, t in batch.items() if _are_same(t, values)), f"what {function} got"
+            (repr(key) for key, t in batch.items() if _are_same_exception(t, values)),
+            f"what {function} got",
         )
-        _require(name, values, int(size), classes=function != "embedding", where=where)
+        _require_index_range(name, values, int(size), classes=function != "embedding", where=where)
 
 
-def _are_same(first: torch.Tensor, second: torch.Tensor) -> bool:
+def _are_same_exception(first: torch.Tensor, second: torch.Tensor) -> bool:
     return first.numel() == second.numel() and torch.equal(first.ravel().to(second), second.ravel())
 
 
-def _require(
+def _require_index_range(
     name: str, values: torch.Tensor, size: int, *, classes: bool = False, where: str = ""
 ) -> None:
     if (

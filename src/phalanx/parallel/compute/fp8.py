@@ -32,9 +32,9 @@ class Float8:
         if context.plan.layout.tp > 1 or context.plan.layout.pp > 1:
             raise LayoutError("precision.compute=fp8 is for layouts without tp and pp", fix=FP8_FIX)
         if not self.emulate:
-            require_device(context.mesh.device)
+            require_fp8_device(context.mesh.device)
         name = type(context.root.module).__name__
-        if not sum(convert(block, emulate=self.emulate) for block in context.blocks):
+        if not sum(convert_to_fp8(block, emulate=self.emulate) for block in context.blocks):
             raise LayoutError(
                 f"precision.compute=fp8 finds nothing to do in {name}",
                 why=f"no block has an nn.Linear whose widths are multiples of {FP8_MULTIPLE}",
@@ -42,7 +42,7 @@ class Float8:
             )
 
 
-def require_device(device: torch.device) -> None:
+def require_fp8_device(device: torch.device) -> None:
     """Raises LayoutError for what is no GPU, and EnvironmentProblem (exit 6) for a GPU that
     cannot multiply fp8."""
     if device.type != "cuda":
@@ -53,17 +53,17 @@ def require_device(device: torch.device) -> None:
     if capability < FP8_CAPABILITY:
         name = torch.cuda.get_device_name(device)
         raise EnvironmentProblem(
-            f"precision.compute=fp8 needs a GPU of compute capability {_words(FP8_CAPABILITY)}, and"
-            f" {name} has {_words(capability)}",
+            f"precision.compute=fp8 needs a GPU of compute capability {_describe_skipped_layers(FP8_CAPABILITY)}, and"
+            f" {name} has {_describe_skipped_layers(capability)}",
             fix=FP8_FIX,
         )
 
 
-def _words(capability: tuple[int, ...]) -> str:
+def _describe_skipped_layers(capability: tuple[int, ...]) -> str:
     return ".".join(map(str, capability))
 
 
-def convert(block: nn.Module, *, emulate: bool = False) -> int:
+def convert_to_fp8(block: nn.Module, *, emulate: bool = False) -> int:
     """Puts Float8Linear in the place of the linear layers of `block`, with their own parameters;
     how many.
 

@@ -30,7 +30,7 @@ Attend = Callable[..., torch.Tensor]
 MaskOrVisibleKeys: TypeAlias = torch.Tensor | VisibleKeys | None
 
 
-def ring(
+def ring_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -47,7 +47,7 @@ def ring(
     return out
 
 
-def all_gather(
+def all_gather_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -60,7 +60,7 @@ def all_gather(
     return out
 
 
-def ulysses(
+def ulysses_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -72,18 +72,22 @@ def ulysses(
 
     `mask`: [B or 1, 1, all tokens, all tokens] in the sequence's order; else as of `ring`.
     """
-    q, k, v = (_ToHeads.apply(x, group) for x in (q, k, v))
+    q, k, v = (_TokensToHeads.apply(x, group) for x in (q, k, v))
     if isinstance(mask, VisibleKeys):
         out = attend_by_blocks(
             q, k, v, mask.document_ids_BT, window=mask.window, is_causal=mask.is_causal
         )
     else:
         out = attend(q, k, v, mask, is_causal=True)
-    attended: torch.Tensor = _ToTokens.apply(out, group)
+    attended: torch.Tensor = _HeadsToTokens.apply(out, group)
     return attended
 
 
-ATTEND: dict[str, Attend] = {"ring": ring, "all-gather": all_gather, "ulysses": ulysses}
+ATTEND: dict[str, Attend] = {
+    "ring": ring_attention,
+    "all-gather": all_gather_attention,
+    "ulysses": ulysses_attention,
+}
 
 
 class _Blockwise(torch.autograd.Function):
@@ -107,8 +111,8 @@ class _Blockwise(torch.autograd.Function):
         # Keys and values travel as one message.
         q, kv = q.contiguous(), torch.stack((k, v))
         running, products = OnlineSoftmaxOutput.empty(q), BlockProducts(q)
-        for owner, block_kv in carrier(group).blocks(kv):
-            for block in _blocks(group, owner, block_kv, mask, window):
+        for owner, block_kv in carrier(group).iterate_blocks(kv):
+            for block in _list_visible_blocks(group, owner, block_kv, mask, window):
                 products.forward(running, block)
         out = running.out.to(q.dtype)
         # Autograd saves tensors alone: VisibleKeys is kept beside them.
@@ -130,7 +134,7 @@ class _Blockwise(torch.autograd.Function):
         # digits.
         def compute_block_grad(owner: int, block_kv: torch.Tensor) -> torch.Tensor:
             grad_kv = torch.zeros(block_kv.shape, dtype=lse.dtype, device=q.device)
-            for block in _blocks(group, owner, block_kv, mask, ctx.window):
+            for block in _list_visible_blocks(group, owner, block_kv, mask, ctx.window):
                 products.backward(grad, out, lse, block, grad_q, grad_kv)
             return grad_kv
 
@@ -138,7 +142,7 @@ class _Blockwise(torch.autograd.Function):
         return grad_q.to(q.dtype), grad_kv[0], grad_kv[1], None, None, None, None
 
 
-def _blocks(
+def _list_visible_blocks(
     group: ContextGroup, owner: int, kv: torch.Tensor, mask: MaskOrVisibleKeys, window: int
 ) -> Iterator[KeyValueBlock]:
     """Blocks of `owner`'s keys that this rank's queries see: none, one product, or with
@@ -147,7 +151,7 @@ def _blocks(
     part = chunks.visible_rectangle(group.rank, owner, num_tokens * group.size, window)
     if part is None:
         return
-    length = num_tokens // chunks.per_rank
+    length = num_tokens // chunks.chunks_per_rank
     rows, columns = part.queries(length), part.keys(length)
     if mask is None:
         yield KeyValueBlock(kv, rows, columns, None, part.is_causal)
@@ -162,12 +166,12 @@ def _blocks(
                     chunks.list_chunks(group.rank)[at] * length,
                     chunks.list_chunks(owner)[to] * length,
                 )
-                yield from _blocks_of_chunk_pair(
+                yield from _list_blocks_of_chunk_pair(
                     kv, (at * length, to * length), starts, length, mask
                 )
 
 
-def _blocks_of_chunk_pair(
+def _list_blocks_of_chunk_pair(
     kv: torch.Tensor,
     lies_at: tuple[int, int],
     starts: tuple[int, int],
@@ -206,7 +210,7 @@ class _RingAttention:
     def __init__(self, group: ContextGroup) -> None:
         self._group = group
 
-    def blocks(self, kv: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    def iterate_blocks(self, kv: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         group = self._group
         for step in range(group.size):
             arriving = group.send_to_next(kv, KEYS) if step + 1 < group.size else None
@@ -222,7 +226,7 @@ class _RingAttention:
         group = self._group
         own_grad: torch.Tensor | None = None
         arriving: Callable[[], torch.Tensor] | None = None
-        for step, (owner, block) in enumerate(self.blocks(kv)):
+        for step, (owner, block) in enumerate(self.iterate_blocks(kv)):
             block_grad = of_block(owner, block)
             if step == 0:
                 own_grad = block_grad
@@ -243,52 +247,52 @@ class _AllGatherAttention:
     def __init__(self, group: ContextGroup) -> None:
         self._group = group
 
-    def blocks(self, kv: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    def iterate_blocks(self, kv: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         yield from enumerate(self._group.all_gather(kv))
 
     def gradients(
         self, kv: torch.Tensor, of_block: Callable[[int, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        rows = torch.stack([of_block(owner, block) for owner, block in self.blocks(kv)])
+        rows = torch.stack([of_block(owner, block) for owner, block in self.iterate_blocks(kv)])
         return self._group.reduce_scatter(rows)
 
 
-class _ToHeads(torch.autograd.Function):
+class _TokensToHeads(torch.autograd.Function):
     """[B, H, T, E] of this rank's tokens -> [B, H / ranks, all tokens, E] in the sequence's
     order."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: ContextGroup) -> torch.Tensor:  # type: ignore[override]
         ctx.group = group
-        return _to_heads(x, group)
+        return _tokens_to_heads(x, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return _to_tokens(grad, ctx.group), None
+        return _heads_to_tokens(grad, ctx.group), None
 
 
-class _ToTokens(torch.autograd.Function):
+class _HeadsToTokens(torch.autograd.Function):
     """The way back."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: ContextGroup) -> torch.Tensor:  # type: ignore[override]
         ctx.group = group
-        return _to_tokens(x, group)
+        return _heads_to_tokens(x, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return _to_heads(grad, ctx.group), None
+        return _tokens_to_heads(grad, ctx.group), None
 
 
-def _to_heads(x_BHTE: torch.Tensor, group: ContextGroup) -> torch.Tensor:
+def _tokens_to_heads(x_BHTE: torch.Tensor, group: ContextGroup) -> torch.Tensor:
     rows = x_BHTE.unflatten(1, (group.size, -1)).movedim(1, 0)  # [ranks, B, H / ranks, T, E]
     arrived = group.all_to_all(rows).movedim(0, 2).flatten(2, 3)
     return arrived.index_select(2, group.chunks.inverse_rank_order(arrived.shape[2], x_BHTE.device))
 
 
-def _to_tokens(x_BHTE: torch.Tensor, group: ContextGroup) -> torch.Tensor:
-    ordered = x_BHTE.index_select(2, group.chunks.order(x_BHTE.shape[2], x_BHTE.device))
+def _heads_to_tokens(x_BHTE: torch.Tensor, group: ContextGroup) -> torch.Tensor:
+    ordered = x_BHTE.index_select(2, group.chunks.rank_order(x_BHTE.shape[2], x_BHTE.device))
     rows = ordered.unflatten(2, (group.size, -1)).movedim(2, 0)  # [ranks, B, H / ranks, T, E]
     return group.all_to_all(rows).movedim(0, 1).flatten(1, 2)

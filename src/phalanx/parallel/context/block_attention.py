@@ -49,7 +49,9 @@ class BlockProducts:
     def forward(self, running: OnlineSoftmaxOutput, block: KeyValueBlock) -> None:
         q = self.q[:, :, block.rows]
         kernel = choose_kernel(q, block.mask)
-        out, lse = kernel.forward(q, *self._keys(block, kernel), block.mask, block.is_causal)
+        out, lse = kernel.forward(
+            q, *self._keys_of_block(block, kernel), block.mask, block.is_causal
+        )
         # Kernels differ in what they return for a query that sees nothing.
         if block.mask is not None:
             blind = (block.mask == -torch.inf).all(-1)
@@ -70,7 +72,7 @@ class BlockProducts:
         rows = block.rows
         q, grad, out, lse = (x[:, :, rows] for x in (self.q, grad, out, lse))
         kernel = choose_kernel(q, block.mask)
-        k, v = self._keys(block, kernel)
+        k, v = self._keys_of_block(block, kernel)
         block_grad_q, *block_grad_kv = kernel.backward(
             grad, q, k, v, out, lse, block.mask, block.is_causal
         )
@@ -79,7 +81,7 @@ class BlockProducts:
         for into, each in zip(grad_kv, block_grad_kv, strict=True):
             into[:, :, block.columns] += each.to(grad_q.dtype).unflatten(1, (heads, -1)).sum(2)
 
-    def _keys(
+    def _keys_of_block(
         self, block: KeyValueBlock, kernel: AttentionKernel
     ) -> tuple[torch.Tensor, torch.Tensor]:
         groups = self.q.shape[1] // block.kv.shape[2]

@@ -47,14 +47,14 @@ class SequenceChunks:
     balance: str = "zigzag"
 
     @property
-    def per_rank(self) -> int:
+    def chunks_per_rank(self) -> int:
         if self.balance == "zigzag":
             return 2
         return 1
 
     @property
     def count(self) -> int:
-        return self.size * self.per_rank
+        return self.size * self.chunks_per_rank
 
     def list_chunks(self, rank: int) -> tuple[int, ...]:
         """The numbers of a rank's chunks, ascending."""
@@ -77,21 +77,23 @@ class SequenceChunks:
         The tensor is made on `device` and kept for the next call: every layer of every step asks
         again. Raises LayoutError if the chunks would not be equally long.
         """
-        return _places(self, rank, num_tokens, device or torch.device("cpu"))
+        return _cached_token_positions(self, rank, num_tokens, device or torch.device("cpu"))
 
-    def order(self, num_tokens: int, device: torch.device | None = None) -> torch.Tensor:
+    def rank_order(self, num_tokens: int, device: torch.device | None = None) -> torch.Tensor:
         """[num_tokens]: where in the sequence the tokens of rank 0, rank 1, ... stand; kept, as
         `token_positions`."""
-        return _order(self, num_tokens, device or torch.device("cpu"))[0]
+        return _cached_rank_order(self, num_tokens, device or torch.device("cpu"))[0]
 
     def inverse_rank_order(
         self, num_tokens: int, device: torch.device | None = None
     ) -> torch.Tensor:
         """[num_tokens]: where among the tokens of rank 0, rank 1, ... those of the sequence
         stand, in its order."""
-        return _order(self, num_tokens, device or torch.device("cpu"))[1]
+        return _cached_rank_order(self, num_tokens, device or torch.device("cpu"))[1]
 
-    def _compute_places(self, rank: int, num_tokens: int, device: torch.device) -> torch.Tensor:
+    def _compute_token_positions(
+        self, rank: int, num_tokens: int, device: torch.device
+    ) -> torch.Tensor:
         if num_tokens % self.count:
             raise LayoutError(
                 f"sequences of {num_tokens} tokens cannot be cut into {self.count} equal chunks for"
@@ -133,16 +135,16 @@ class SequenceChunks:
 
 
 @functools.lru_cache(maxsize=KEPT)
-def _places(
+def _cached_token_positions(
     chunks: SequenceChunks, rank: int, num_tokens: int, device: torch.device
 ) -> torch.Tensor:
     # A backward of later steps may keep the tensor, and would refuse one of inference mode.
     with torch.inference_mode(False):
-        return chunks._compute_places(rank, num_tokens, device)
+        return chunks._compute_token_positions(rank, num_tokens, device)
 
 
 @functools.lru_cache(maxsize=KEPT)
-def _order(
+def _cached_rank_order(
     chunks: SequenceChunks, num_tokens: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.inference_mode(False):

@@ -49,7 +49,9 @@ class ContextParallel:
         """Puts another core into each attention, and another maker of masks into the model."""
         module, plan = context.root.module, context.plan
         cores = find_attention_cores(module)
-        _require_seams(module, cores, is_stage=context.axes.find(PipelineStageGroup) is not None)
+        _require_attention_seams(
+            module, cores, is_stage=context.axes.find(PipelineStageGroup) is not None
+        )
         chunks = SequenceChunks(plan.layout.cp, plan.parallel.cp_load_balance)
         group = ContextGroup(context.mesh.submesh("cp").get_group(), chunks, context.phases)
         covers_all = plan.parallel.cp_attention == "ulysses"
@@ -66,7 +68,7 @@ class ContextParallel:
         context.traffic.add_sender("cp", group)
 
 
-def _require_seams(
+def _require_attention_seams(
     module: nn.Module, cores: list[tuple[nn.Module, Any]], *, is_stage: bool
 ) -> None:
     name = type(module).__name__
@@ -189,7 +191,7 @@ class ContextSequences:
             )
             chosen_BTE = chosen_BTE * (places >= self.padding)[:, None]
         rank_choices = chosen_BTE.unflatten(
-            1, (chunks.per_rank, -1)
+            1, (chunks.chunks_per_rank, -1)
         )  # [B, chunks of a rank, tokens of a chunk, E]
         counts = self.group.all_gather(
             rank_choices.sum(2).contiguous()
@@ -238,7 +240,7 @@ class SequenceSplit:
         return full_batch
 
     @contextmanager
-    def padding(self, batch: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    def pad_to_divide(self, batch: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
         """A batch of inputs alone of any length, with a document of its own before it, so that it
         divides.
 

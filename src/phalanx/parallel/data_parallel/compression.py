@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from phalanx.core.registry import resolve
 from phalanx.mesh.logical import Box, LogicalShard, dtype_name, full_name, shard_of
 from phalanx.mesh.mesh import Mesh
-from phalanx.parallel.expert.transform import SeparateExperts
+from phalanx.parallel.expert.transform import ShardedExperts
 from phalanx.parallel.hooks._protocol import ERROR, CompressionOptions, Gradient, Hook
 from phalanx.parallel.loss_scale import LossScale
 from phalanx.parallel.protocol import ParallelContext
@@ -100,7 +100,7 @@ class Compression:
             # `where` and no `if`: the host need not wait for a GPU to know it.
             error.copy_(torch.where(rest.isfinite().all(), rest / scale, error))
 
-    def errors(self) -> dict[str, torch.Tensor]:
+    def unsent_gradients(self) -> dict[str, torch.Tensor]:
         """Gradients, by parameter, that this rank has not sent yet; none for hooks that send
         all."""
         return {name: slots[ERROR] for name, slots in self._slots.items() if ERROR in slots}
@@ -110,7 +110,9 @@ class Compression:
         """Bytes of the hooks' state on this rank."""
         return sum(tensor.nbytes for slots in self._slots.values() for tensor in slots.values())
 
-    def shards(self, model: Mapping[str, LogicalShard], mesh: Mesh) -> dict[str, LogicalShard]:
+    def state_shards(
+        self, model: Mapping[str, LogicalShard], mesh: Mesh
+    ) -> dict[str, LogicalShard]:
         """The state as logical tensors `comm/<parameter>/<slot>`.
 
         Errors differ between ranks: together they are one tensor, [ranks, *parameter], of which
@@ -141,7 +143,7 @@ def reduce_by_hook(context: ParallelContext, ddp: DistributedDataParallel) -> Ca
     """Have `ddp` reduce as the plan says; what is returned counts the bytes of a step that torch
     reduces by itself."""
     group, traffic = context.mesh.data_parallel_group(), context.traffic.gradients
-    experts = context.axes.find(SeparateExperts)
+    experts = context.axes.find(ShardedExperts)
     # DDP leaves these out: they are reduced, and counted, over the ranks that hold the same ones.
     separate = set() if experts is None else set(experts.parameters())
     trained = [p for p in context.root.parameters() if p.requires_grad]

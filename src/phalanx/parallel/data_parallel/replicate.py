@@ -15,11 +15,11 @@ from phalanx.core.errors import LayoutError
 from phalanx.core.units import MIB, plural
 from phalanx.mesh.compat import ddp_buffer_option
 from phalanx.mesh.logical import full_name
-from phalanx.parallel.batchnorm.layer import differing_buffers
+from phalanx.parallel.batchnorm.layer import find_differing_buffers
 from phalanx.parallel.data_parallel.bucket_bytes import bucket_bytes
 from phalanx.parallel.data_parallel.compression import reduce_by_hook
 from phalanx.parallel.data_parallel.unsharded_params import average_gradients
-from phalanx.parallel.expert.transform import SeparateExperts
+from phalanx.parallel.expert.transform import ShardedExperts
 from phalanx.parallel.pipeline.staged import PipelineStageGroup
 from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.plan.plan import Plan
@@ -37,10 +37,10 @@ class DpReplicate:
             reduce_after_pipeline(context)
             return
         options = context.plan.parallel
-        experts = context.axes.find(SeparateExperts)
+        experts = context.axes.find(ShardedExperts)
         if experts is not None:
             _reduce_experts(context, experts)
-        has_buffers = bool(differing_buffers(context.root))
+        has_buffers = bool(find_differing_buffers(context.root))
         # Gradients as views of the buckets: DDP would keep a second copy of them otherwise.
         ddp = DistributedDataParallel(
             context.root,
@@ -80,14 +80,14 @@ class DpReplicate:
         context.hooks.after_backward.append(watch.disarm)
 
 
-def _find_separate(experts: SeparateExperts | None) -> set[nn.Parameter]:
+def _find_parameters_of_other_groups(experts: ShardedExperts | None) -> set[nn.Parameter]:
     """Parameters that are reduced over other ranks than the rest."""
     if experts is None:
         return set()
     return set(experts.parameters())
 
 
-def _reduce_experts(context: ParallelContext, experts: SeparateExperts) -> None:
+def _reduce_experts(context: ParallelContext, experts: ShardedExperts) -> None:
     """They are on fewer ranks than the rest, which DDP does not know: averaged over these after
     the last backward."""
     names = []
@@ -111,7 +111,7 @@ def _reduce_in_buckets(
     """After the last backward, from the last parameter on; never a copy of all gradients at
     once."""
     # Buckets are in fp32, the type that gradients are averaged in.
-    buckets = list(_buckets(parameters[::-1], bucket_bytes(context.plan)))
+    buckets = list(_split_into_buckets(parameters[::-1], bucket_bytes(context.plan)))
 
     def reduce() -> None:
         for bucket in buckets:
@@ -125,15 +125,15 @@ def reduce_after_pipeline(context: ParallelContext) -> None:
     """DDP cannot follow forwards and backwards of several microbatches at once: gradients are
     averaged after all."""
     group = context.mesh.data_parallel_group()
-    experts = context.axes.find(SeparateExperts)
-    separate = _find_separate(experts)
+    experts = context.axes.find(ShardedExperts)
+    separate = _find_parameters_of_other_groups(experts)
     if experts is not None:
         _reduce_experts(context, experts)
     parameters = [
         p for p in context.root.module.parameters() if p.requires_grad and p not in separate
     ]
     _reduce_in_buckets(context, parameters, group, context.plan.layout.reduced.data_parallel_size)
-    buffers = differing_buffers(context.root)
+    buffers = find_differing_buffers(context.root)
 
     @contextmanager
     def share_buffers(is_last: bool) -> Iterator[None]:
@@ -145,7 +145,9 @@ def reduce_after_pipeline(context: ParallelContext) -> None:
     context.hooks.around_microbatch.append(share_buffers)
 
 
-def _buckets(parameters: Sequence[nn.Parameter], num_bytes: int) -> Iterator[list[nn.Parameter]]:
+def _split_into_buckets(
+    parameters: Sequence[nn.Parameter], num_bytes: int
+) -> Iterator[list[nn.Parameter]]:
     bucket: list[nn.Parameter] = []
     for parameter in parameters:
         if bucket and sum(p.numel() * 4 for p in bucket) + parameter.numel() * 4 > num_bytes:
@@ -165,11 +167,11 @@ class BackwardWatch:
     visible.
     """
 
-    def __init__(self, context: ParallelContext, experts: SeparateExperts | None) -> None:
+    def __init__(self, context: ParallelContext, experts: ShardedExperts | None) -> None:
         self.unused: set[str] = set()
         self._phases = context.phases
         self._allows_unused = context.plan.parallel.unused_parameters == "allow"
-        separate = _find_separate(experts)
+        separate = _find_parameters_of_other_groups(experts)
         self._trainable = {
             p: name
             for name, p in context.root.module.named_parameters()
@@ -179,9 +181,9 @@ class BackwardWatch:
         self._armed = self._waiting = False
         for parameter in self._trainable:
             # DDP tells nobody when a bucket is due: the last gradient that exists marks the moment.
-            parameter.register_post_accumulate_grad_hook(self._ready)
+            parameter.register_post_accumulate_grad_hook(self._on_gradient_ready)
 
-    def _ready(self, parameter: torch.Tensor) -> None:
+    def _on_gradient_ready(self, parameter: torch.Tensor) -> None:
         self._missing.discard(parameter)
         if self._armed and not self._missing and self._phases.current == "backward":
             self._waiting = True

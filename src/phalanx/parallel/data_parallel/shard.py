@@ -27,9 +27,9 @@ from phalanx.mesh.compat import (
     reduce_unused_parameters,
 )
 from phalanx.mesh.gloo_collectives import gather_rows, scatter_sum
-from phalanx.parallel.batchnorm.layer import differing_buffers
+from phalanx.parallel.batchnorm.layer import find_differing_buffers
 from phalanx.parallel.data_parallel.unsharded_params import find_whole_parameters
-from phalanx.parallel.expert.transform import SeparateExperts
+from phalanx.parallel.expert.transform import ShardedExperts
 from phalanx.parallel.pipeline.staged import PipelineStageGroup
 from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.plan.choice import AUTO
@@ -48,10 +48,10 @@ class DpShard:
         groups = _shard_units(context, staged)
         units = [module for module in context.root.modules() if isinstance(module, FSDPModule)]
         for unit in units:
-            _time_communication(unit, context)
+            _charge_communication_time(unit, context)
             reduce_unused_parameters(unit)
         if options.prefetch != AUTO:
-            _prefetch([context.root, *(group[0] for group in groups)], options.prefetch)
+            _set_prefetch_depth([context.root, *(group[0] for group in groups)], options.prefetch)
         if staged is not None:
             keep_for_pipeline(context, units)
         else:
@@ -64,11 +64,13 @@ def _shard_units(
     """Hand each unit to FSDP: experts, runs of blocks, and the root with all else; the runs of
     blocks."""
     layout, options = context.plan.layout.reduced, context.plan.parallel
-    experts = context.axes.find(SeparateExperts)
+    experts = context.axes.find(ShardedExperts)
     unsharded = find_whole_parameters(context.root.module, options.keep_whole_below)
     if experts is not None:
         unsharded -= set(experts.parameters())
-    groups = _units(_find_separable_blocks(context), options.blocks_per_unit)
+    groups = _group_blocks_into_units(
+        _find_blocks_without_shared_parameters(context), options.blocks_per_unit
+    )
     # A model may say that its blocks get activations in the compute type already: casting what
     # is left would only round what must stay wide (rotary tables). Other modules keep autocast
     # as well, as under DDP. What stays whole is not cast by FSDP either, and meets cast
@@ -80,17 +82,17 @@ def _shard_units(
     shared: dict[str, Any] = {
         "mesh": context.mesh.submesh(*context.shard_axes),
         "ignored_params": unsharded,
-        "shard_placement_fn": _evenly(layout.dp_shard),
+        "shard_placement_fn": _shard_evenly(layout.dp_shard),
     }
     if options.parameters_on_host:
         is_pinned = context.mesh.device.type == "cuda"
         shared["offload_policy"] = CPUOffloadPolicy(pin_memory=is_pinned)
-    block_policy = _policy(context.compute_dtype, cast_inputs=cast)
+    block_policy = _mixed_precision_policy(context.compute_dtype, cast_inputs=cast)
     # From the inside out: `fully_shard` leaves out the modules that are units already.
     # Experts are units of their own, inside of a block's unit, over `Mesh.expert_mesh`: other ranks
     # hold the same ones.
     if experts is not None:
-        placement = _evenly(layout.dp_shard // experts.ep)
+        placement = _shard_evenly(layout.dp_shard // experts.ep)
         expert_options = shared | {"mesh": experts.mesh, "shard_placement_fn": placement}
         for module in experts.modules:
             fully_shard(
@@ -101,7 +103,7 @@ def _shard_units(
         fully_shard(group, reshard_after_forward=free, mp_policy=block_policy, **shared)
     # The root holds embedding and head, which the backward needs at once: freeing them would
     # gather them twice.
-    root_policy = _policy(context.compute_dtype, cast_inputs=True)
+    root_policy = _mixed_precision_policy(context.compute_dtype, cast_inputs=True)
     fully_shard(
         context.root, reshard_after_forward=free and not groups, mp_policy=root_policy, **shared
     )
@@ -114,7 +116,7 @@ def _reduce_last(context: ParallelContext, units: list[FSDPModule]) -> None:
     plan = context.plan
     each_time = plan.parallel.accumulate == "sharded"
     is_hybrid = plan.layout.reduced.dp_replicate > 1
-    root, buffers = context.root, differing_buffers(context.root)
+    root, buffers = context.root, find_differing_buffers(context.root)
 
     @contextmanager
     def reduce_last(is_last: bool) -> Iterator[None]:
@@ -129,10 +131,10 @@ def _reduce_last(context: ParallelContext, units: list[FSDPModule]) -> None:
         yield
 
     context.hooks.around_microbatch.append(reduce_last)
-    context.hooks.release_weights.append(functools.partial(_release, units))
+    context.hooks.release_weights.append(functools.partial(_free_gathered_weights, units))
 
 
-def _evenly(num_ranks: int) -> Callable[[nn.Parameter], Shard]:
+def _shard_evenly(num_ranks: int) -> Callable[[nn.Parameter], Shard]:
     return lambda parameter: Shard(zero_split_dim(parameter.shape, num_ranks))
 
 
@@ -142,7 +144,7 @@ def keep_for_pipeline(context: ParallelContext, units: list[FSDPModule]) -> None
     after the first."""
     root, buffers, group = (
         context.root,
-        differing_buffers(context.root),
+        find_differing_buffers(context.root),
         context.mesh.data_parallel_group(),
     )
 
@@ -168,26 +170,28 @@ def keep_for_pipeline(context: ParallelContext, units: list[FSDPModule]) -> None
 
     context.hooks.around_microbatch.append(keep_weights)
     context.hooks.gather_weights.append(gather)
-    context.hooks.release_weights.append(functools.partial(_release, units))
+    context.hooks.release_weights.append(functools.partial(_free_gathered_weights, units))
     # FSDP accumulates in a hook of the backward, which never ran for gradients made by hand.
     context.hooks.after_weight_grads.append(functools.partial(accumulate_gradients, root))
     context.optimizer_params.before_update.append(reduce)
 
 
-def _release(units: list[FSDPModule]) -> None:
+def _free_gathered_weights(units: list[FSDPModule]) -> None:
     """Free the gathered weights that a forward without a backward has left."""
     for unit in units:
         unit.reshard()
 
 
-def _units(blocks: list[nn.Module], per_unit: int | Literal["all"]) -> list[list[nn.Module]]:
+def _group_blocks_into_units(
+    blocks: list[nn.Module], per_unit: int | Literal["all"]
+) -> list[list[nn.Module]]:
     """`blocks` in runs of `per_unit`; none for the whole model, whose root is a unit anyway."""
     if per_unit == "all":
         return []
     return [blocks[start : start + per_unit] for start in range(0, len(blocks), per_unit)]
 
 
-def _prefetch(units: list[Any], depth: int) -> None:
+def _set_prefetch_depth(units: list[Any], depth: int) -> None:
     """While a unit computes, the `depth` units that come next are gathered.
 
     `units`: in forward order, root first.
@@ -199,7 +203,7 @@ def _prefetch(units: list[Any], depth: int) -> None:
         unit.set_modules_to_backward_prefetch(before[::-1])
 
 
-def _find_separable_blocks(context: ParallelContext) -> list[nn.Module]:
+def _find_blocks_without_shared_parameters(context: ParallelContext) -> list[nn.Module]:
     """The blocks that share no parameter with anything outside; the others stay in the root's unit.
 
     A unit gathers and frees its parameters alone, so a parameter can belong to one unit only.
@@ -213,7 +217,9 @@ def _find_separable_blocks(context: ParallelContext) -> list[nn.Module]:
     return separable
 
 
-def _policy(compute_dtype: torch.dtype, *, cast_inputs: bool) -> MixedPrecisionPolicy:
+def _mixed_precision_policy(
+    compute_dtype: torch.dtype, *, cast_inputs: bool
+) -> MixedPrecisionPolicy:
     if compute_dtype is torch.float32:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
     return MixedPrecisionPolicy(
@@ -221,7 +227,7 @@ def _policy(compute_dtype: torch.dtype, *, cast_inputs: bool) -> MixedPrecisionP
     )
 
 
-def _time_communication(unit: FSDPModule, context: ParallelContext) -> None:
+def _charge_communication_time(unit: FSDPModule, context: ParallelContext) -> None:
     """Charge FSDP's gathers and scatters to "collective" where they block; on gloo that is where
     they happen, and they go by what is quickest there.
 
@@ -262,7 +268,7 @@ def _time_communication(unit: FSDPModule, context: ParallelContext) -> None:
             async_op: bool = False,
         ) -> Any:
             # The unit's own group: experts are scattered over fewer ranks than the rest.
-            traffic.add_scatter(input_tensor.nbytes, group.size())
+            traffic.add_reduce_scatter(input_tensor.nbytes, group.size())
             with phases.collective("reduce_scatter gradients"):
                 is_plain = op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
                 if async_op or not is_plain or output_tensor.device.type != "cpu":

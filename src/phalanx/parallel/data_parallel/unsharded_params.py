@@ -52,7 +52,7 @@ class UnshardedParams:
             shard = OptimizerShard(parameter, nn.Parameter(local))
             context.optimizer_params.shards[parameter] = shard
         group, phases = context.mesh.data_parallel_group(), context.phases
-        num_bytes = sum(p.numel() * _wide_type(p).itemsize for p in unsharded)
+        num_bytes = sum(p.numel() * _averaging_dtype(p).itemsize for p in unsharded)
         context.optimizer_params.before_update.append(
             lambda: context.traffic.gradients.add_all_reduce(num_bytes, group.size())
         )
@@ -61,7 +61,7 @@ class UnshardedParams:
         )
 
 
-def _wide_type(parameter: nn.Parameter) -> torch.dtype:
+def _averaging_dtype(parameter: nn.Parameter) -> torch.dtype:
     """The type that gradients are averaged in: fp32 at least."""
     return torch.promote_types(parameter.dtype, torch.float32)
 
@@ -76,7 +76,7 @@ def average_gradients(
     """
     by_type: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
-        by_type.setdefault(_wide_type(parameter), []).append(parameter)
+        by_type.setdefault(_averaging_dtype(parameter), []).append(parameter)
     for dtype, tensors in by_type.items():
         gradients = []
         for parameter in tensors:

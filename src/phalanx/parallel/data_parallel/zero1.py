@@ -40,10 +40,10 @@ class Zero1:
         for parameter in context.root.module.parameters():
             if not parameter.requires_grad:
                 continue
-            rows = rows_of(parameter, dist.get_rank(group), dist.get_world_size(group))
+            rows = find_rows_of_rank(parameter, dist.get_rank(group), dist.get_world_size(group))
             last: Placement = Replicate() if rows is None else Shard(rows.dim)
             placements = (Replicate(),) * (len(axes) - 1) + (last,)
-            take = rows.take if rows is not None else _all
+            take = rows.view_rows if rows is not None else _select_all_rows
             local = take(parameter.detach())
             # A DTensor over the rows, so that optimizers and checkpoints know its place in the
             # whole.
@@ -52,16 +52,16 @@ class Zero1:
             if rows is not None:
                 cut.append((parameter, rows))
         num_bytes = bucket_bytes(context.plan)
-        gather = Gather(cut, group, bucket_bytes=num_bytes, phases=context.phases)
+        gather = BucketedGather(cut, group, bucket_bytes=num_bytes, phases=context.phases)
         context.optimizer_params.after_update.append(gather.run)
 
 
-def _all(tensor: torch.Tensor) -> torch.Tensor:
+def _select_all_rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
 @dataclass(frozen=True)
-class Rows:
+class RankRows:
     """A rank's rows of a tensor along `dim`, cut as torch.chunk cuts.
 
     `chunk`: rows of a rank that is not the last.
@@ -72,12 +72,12 @@ class Rows:
     length: int
     chunk: int
 
-    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+    def view_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """A view."""
         return tensor.narrow(self.dim, self.start, self.length)
 
 
-def rows_of(tensor: torch.Tensor, rank: int, num_ranks: int) -> Rows | None:
+def find_rows_of_rank(tensor: torch.Tensor, rank: int, num_ranks: int) -> RankRows | None:
     """Along the first dimension longer than one, so that each rank's rows lie together.
 
     None for a single number, and for a tensor that does not lie in the order of its dimensions:
@@ -89,11 +89,11 @@ def rows_of(tensor: torch.Tensor, rank: int, num_ranks: int) -> Rows | None:
     size = tensor.shape[dim]
     chunk = -(-size // num_ranks)
     start = min(rank * chunk, size)
-    return Rows(dim, start, min(chunk, size - start), chunk)
+    return RankRows(dim, start, min(chunk, size - start), chunk)
 
 
 @dataclass(frozen=True)
-class _Span:
+class _ChunkSpan:
     """Elements [start, start + length) of each rank's `chunk` elements of a flat parameter; at
     `offset` in a bucket."""
 
@@ -119,13 +119,13 @@ class _Span:
                 self.flat[first:end] = row[self.offset : self.offset + end - first]
 
 
-class Gather:
+class BucketedGather:
     """Brings together what each rank updated, in collectives of `bucket_bytes` over all ranks at
     most."""
 
     def __init__(
         self,
-        cut: Iterable[tuple[nn.Parameter, Rows]],
+        cut: Iterable[tuple[nn.Parameter, RankRows]],
         group: dist.ProcessGroup,
         *,
         bucket_bytes: int,
@@ -133,7 +133,7 @@ class Gather:
     ) -> None:
         self._group, self._phases = group, phases
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._buckets: list[list[_Span]] = []
+        self._buckets: list[list[_ChunkSpan]] = []
         by_type: dict[torch.dtype, list[tuple[torch.Tensor, int]]] = defaultdict(list)
         for parameter, rows in cut:
             # In elements: dimensions before that of the rows are of size 1, so a rank's rows lie
@@ -141,11 +141,11 @@ class Gather:
             chunk = rows.chunk * parameter.stride(rows.dim)
             by_type[parameter.dtype].append((parameter.detach().view(-1), chunk))
         for dtype, tensors in by_type.items():
-            self._fill(tensors, max(1, bucket_bytes // (dtype.itemsize * self._num_ranks)))
+            self._fill_buckets(tensors, max(1, bucket_bytes // (dtype.itemsize * self._num_ranks)))
 
-    def _fill(self, tensors: Iterable[tuple[torch.Tensor, int]], room: int) -> None:
+    def _fill_buckets(self, tensors: Iterable[tuple[torch.Tensor, int]], room: int) -> None:
         """Buckets of at most `room` elements per rank; a large parameter takes several."""
-        spans: list[_Span] = []
+        spans: list[_ChunkSpan] = []
         used = 0
         for flat, chunk in tensors:
             start = 0
@@ -156,7 +156,7 @@ class Gather:
                     self._buckets.append(spans)
                     spans, used = [], 0
                 length = min(chunk - start, room - used)
-                spans.append(_Span(flat, chunk, start, length, used))
+                spans.append(_ChunkSpan(flat, chunk, start, length, used))
                 start, used = start + length, used + length
         if spans:
             self._buckets.append(spans)

@@ -52,31 +52,31 @@ class RandomOpInterceptor:
         self._state: torch.Tensor | None = None
         self._dropout_rng.replay_hooks.append(self._replay_context)
         staged = context.axes.find(PipelineStageGroup)
-        self._num_stages = 1 if staged is None else len(staged.own_stages)
+        self._num_stages = 1 if staged is None else len(staged.stages_of_this_rank)
 
     def begin_step(self) -> None:
         known = not self._is_global or self._must_look or bool(self._dropout_rng.left_to_torch)
-        self._state = None if known else self._generator()
+        self._state = None if known else self._torch_generator()
 
     def end_step(self) -> None:
         """If torch's generator moved, and nobody is known to do it, look for who."""
-        if self._state is not None and not torch.equal(self._state, self._generator()):
+        if self._state is not None and not torch.equal(self._state, self._torch_generator()):
             self._must_look = self._can_look
             self._looked.clear()
             if not self._can_look:
                 self._dropout_rng.left_to_torch[""] = "compiled code draws random numbers"
 
-    def microbatch(
+    def in_microbatch(
         self, step: int, index: int, batch: Mapping[str, torch.Tensor]
     ) -> AbstractContextManager[None]:
         """Around forward and backward of the microbatch number `index`, of which every rank has
         equally many rows."""
         num_rows = next((len(tensor) for tensor in batch.values() if tensor.ndim), 0)
         global_index = index * self._mesh.layout.data_parallel_size + self._mesh.data_parallel_rank
-        return self._dropout_rng.microbatch(step, global_index * num_rows, num_rows)
+        return self._dropout_rng.in_microbatch(step, global_index * num_rows, num_rows)
 
     @contextmanager
-    def forward(self, stage: int = 0) -> Iterator[None]:
+    def intercept_forward(self, stage: int = 0) -> Iterator[None]:
         """Around a forward: the first time (of each pipeline stage of this rank), everything
         that draws is found."""
         if not self._must_look or stage in self._looked:
@@ -87,27 +87,27 @@ class RandomOpInterceptor:
         self._served.close()
         with ExitStack() as looking:
             for part, name in self._names.items():
-                looking.enter_context(self._following(part, name, watch=True))
+                looking.enter_context(self._watching_module(part, name, watch=True))
             looking.enter_context(self._watching_objective())
             with self._mode:
                 yield
-        self._serve()
+        self._intercept_only_known()
 
     @contextmanager
     def _watching_objective(self) -> Iterator[None]:
         """Note that the objective draws, if the generator moves while no module runs."""
-        before = self._generator()
+        before = self._torch_generator()
         yield
-        if not self._dropout_rng.left_to_torch and not torch.equal(before, self._generator()):
+        if not self._dropout_rng.left_to_torch and not torch.equal(before, self._torch_generator()):
             self._dropout_rng.left_to_torch["objective"] = "it draws random numbers"
 
     def _replay_context(self) -> ReplayContext:
         """The context of a recomputation: the module that is running, and whether its draws are
         intercepted."""
-        return partial(self._running, self._calling[-1], self._mode.depth > 0)
+        return partial(self._mark_running, self._calling[-1], self._mode.depth > 0)
 
     @contextmanager
-    def _running(self, name: str | None, is_seen_to: bool) -> Iterator[None]:
+    def _mark_running(self, name: str | None, is_seen_to: bool) -> Iterator[None]:
         before = list(self._calling)
         self._calling.append(name)
         try:
@@ -116,30 +116,32 @@ class RandomOpInterceptor:
         finally:
             self._calling[:] = before
 
-    def _serve(self) -> None:
+    def _intercept_only_known(self) -> None:
         """From now on only modules that drew, and what is inside of them."""
         for part, name in self._names.items():
             if name in self._drawing:
-                self._served.enter_context(self._serving(part))
+                self._served.enter_context(self._intercepting_draws(part))
             if any(_is_inside(name, other) for other in self._drawing):
-                self._served.enter_context(self._following(part, name))
+                self._served.enter_context(self._watching_module(part, name))
 
     @contextmanager
-    def _following(self, part: nn.Module, name: str, *, watch: bool = False) -> Iterator[None]:
+    def _watching_module(
+        self, part: nn.Module, name: str, *, watch: bool = False
+    ) -> Iterator[None]:
         """Know that `part` is running; with `watch`, whether torch's generator moves meanwhile."""
         states: list[torch.Tensor] = []
 
         def enter(*_: object) -> None:
             self._calling.append(name)
             if watch:
-                states.append(self._generator())
+                states.append(self._torch_generator())
 
         def leave(*_: object) -> None:
             self._calling.pop()
             if (
                 watch
-                and not torch.equal(states.pop(), self._generator())
-                and not self._knows_inside(name)
+                and not torch.equal(states.pop(), self._torch_generator())
+                and not self._has_known_submodule(name)
             ):
                 self._dropout_rng.left_to_torch[name] = (
                     f"{type(part).__name__} draws random numbers"
@@ -157,11 +159,11 @@ class RandomOpInterceptor:
             for hook in hooks:
                 hook.remove()
 
-    def _knows_inside(self, name: str) -> bool:
+    def _has_known_submodule(self, name: str) -> bool:
         return any(_is_inside(other, name) for other in self._dropout_rng.left_to_torch)
 
     @contextmanager
-    def _serving(self, part: nn.Module) -> Iterator[None]:
+    def _intercepting_draws(self, part: nn.Module) -> Iterator[None]:
         """The mode is on while `part` runs."""
         active: list[Any] = []
 
@@ -183,18 +185,18 @@ class RandomOpInterceptor:
             for hook in hooks:
                 hook.remove()
 
-    def mask(self, keep: float, like: torch.Tensor) -> torch.Tensor | None:
+    def draw_mask(self, keep: float, like: torch.Tensor) -> torch.Tensor | None:
         """Mask for a draw of the module that is running; None if torch is to draw it."""
         name = self._calling[-1]
         if name is None:
             return None
         rows_dim = int(name in self._rows_second)
-        mask = self._dropout_rng.mask(name, keep, like.shape, like.device, rows_dim=rows_dim)
+        mask = self._dropout_rng.draw_mask(name, keep, like.shape, like.device, rows_dim=rows_dim)
         if mask is not None:
             self._drawing.add(name)
         return mask
 
-    def _generator(self) -> torch.Tensor:
+    def _torch_generator(self) -> torch.Tensor:
         if self._mesh.device.type == "cuda":
             return torch.cuda.get_rng_state(self._mesh.device)
         return torch.get_rng_state()
@@ -232,12 +234,12 @@ class _PositionalDraws(TorchDispatchMode):
         # With a generator of the user's own the numbers are the user's, too.
         if func is BERNOULLI and kwargs.get("generator") is None:
             keep = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-            mask = self._interceptor.mask(keep, args[0]) if 0.0 < keep < 1.0 else None
+            mask = self._interceptor.draw_mask(keep, args[0]) if 0.0 < keep < 1.0 else None
             if mask is not None:
                 return args[0].copy_(mask)
         if func is NATIVE_DROPOUT and args[2] and 0.0 < args[1] < 1.0:
             keep = 1.0 - args[1]
-            mask = self._interceptor.mask(keep, args[0])
+            mask = self._interceptor.draw_mask(keep, args[0])
             if mask is not None:
                 return (args[0] * mask).mul_(1.0 / keep), mask
         return func(*args, **kwargs)
@@ -252,7 +254,7 @@ class _PlainAttention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        argument = _DROPOUT_AT.get(func.__name__) if func in _attentions() else None
+        argument = _DROPOUT_AT.get(func.__name__) if func in _attention_functions() else None
         if argument is not None and args and args[0].device.type == "cuda":
             probability = args[argument] if len(args) > argument else kwargs.get("dropout_p", 0.0)
             if probability > 0.0:
@@ -261,6 +263,6 @@ class _PlainAttention(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _attentions() -> tuple[Any, ...]:
+def _attention_functions() -> tuple[Any, ...]:
     """nn.MultiheadAttention's function calls the other one where no mode sees it."""
     return F.scaled_dot_product_attention, F.multi_head_attention_forward

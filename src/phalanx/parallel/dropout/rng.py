@@ -35,7 +35,7 @@ class InputSlice:
 
 
 @dataclass(frozen=True)
-class EqualSlice:
+class EqualPartSlice:
     """The `index`-th of `count` equal parts of dimension `dim`, however long it is (a sequence,
     say)."""
 
@@ -72,7 +72,7 @@ class DropoutRng:
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        self.parts: dict[str, Sequence[InputSlice | EqualSlice]] = {}
+        self.parts: dict[str, Sequence[InputSlice | EqualPartSlice]] = {}
         self.left_to_torch: dict[str, str] = {}
         self.mask_checks: list[Callable[[str], None]] = []
         """Each is called with the name of a layer before it draws, and raises where that would be
@@ -83,12 +83,12 @@ class DropoutRng:
         self._moment: MicrobatchRng | None = None
 
     @property
-    def moment(self) -> MicrobatchRng | None:
+    def current_forward(self) -> MicrobatchRng | None:
         """The forward under way inside of `microbatch`."""
         return self._moment
 
     @contextmanager
-    def microbatch(self, step: int, first_row: int, num_rows: int) -> Iterator[None]:
+    def in_microbatch(self, step: int, first_row: int, num_rows: int) -> Iterator[None]:
         """Inside, layers draw for these rows of the batch of `step`; outside of it, torch does."""
         before, self._moment = self._moment, MicrobatchRng(step, first_row, num_rows)
         try:
@@ -96,7 +96,7 @@ class DropoutRng:
         finally:
             self._moment = before
 
-    def mask(
+    def draw_mask(
         self,
         name: str,
         keep: float,

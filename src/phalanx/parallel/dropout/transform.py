@@ -39,7 +39,7 @@ class Dropout:
         time_first = find_batch_second_layers(module)
         for name, part in module.named_modules():
             if isinstance(part, _DropoutNd) and any(isinstance(part, known) for known in _COUNTED):
-                _count(
+                _use_counter_rng(
                     full_name(name),
                     part,
                     context.dropout_rng,
@@ -75,7 +75,7 @@ class _CounterRngDropout(_DropoutNd):
         shape = self._noise_shape(input)
         mask = None
         if self.training and 0.0 < self.p < 1.0 and shape is not None:
-            mask = self._dropout_rng.mask(
+            mask = self._dropout_rng.draw_mask(
                 self._name, 1.0 - self.p, shape, input.device, rows_dim=self._rows_dim
             )
         if mask is None:
@@ -90,7 +90,7 @@ class _CounterRngDropout(_DropoutNd):
         scale = 1.0 / (1.0 - self.p)
         if self.inplace:
             return input.mul_(mask.to(input.dtype).mul_(scale))
-        output: torch.Tensor = _Masked.apply(input, mask, scale)
+        output: torch.Tensor = _MultiplyByMask.apply(input, mask, scale)
         return output
 
 
@@ -106,7 +106,7 @@ class _ChannelDropout(_CounterRngDropout):
         return (*input.shape[:2], *(1,) * (input.ndim - 2))
 
 
-class _Alpha(_CounterRngDropout):
+class _AlphaDropoutMixin(_CounterRngDropout):
     """Dropped elements become SELU's least value; mean and variance stay (Klambauer et al.
     2017)."""
 
@@ -138,11 +138,11 @@ class CountedDropout3d(_ChannelDropout, nn.Dropout3d):
     _unbatched_ndim = 4
 
 
-class CountedAlphaDropout(_Alpha, nn.AlphaDropout):
+class CountedAlphaDropout(_AlphaDropoutMixin, nn.AlphaDropout):
     pass
 
 
-class CountedFeatureAlphaDropout(_Alpha, _ChannelDropout, nn.FeatureAlphaDropout):
+class CountedFeatureAlphaDropout(_AlphaDropoutMixin, _ChannelDropout, nn.FeatureAlphaDropout):
     pass
 
 
@@ -156,7 +156,9 @@ _COUNTED: dict[type[_DropoutNd], type[_CounterRngDropout]] = {
 }
 
 
-def _count(name: str, module: _DropoutNd, dropout_rng: DropoutRng, *, rows_dim: int) -> None:
+def _use_counter_rng(
+    name: str, module: _DropoutNd, dropout_rng: DropoutRng, *, rows_dim: int
+) -> None:
     """Change the class of `module` in place."""
     module.__class__ = _derive_counting_type(type(module))  # type: ignore[arg-type]  # torch's classes are Any
     assert isinstance(module, _CounterRngDropout)
@@ -176,7 +178,7 @@ def _derive_counting_type(original: type[_DropoutNd]) -> type[_CounterRngDropout
     return type(f"Counted{original.__name__}", bases, {"__module__": original.__module__})
 
 
-class _Masked(torch.autograd.Function):
+class _MultiplyByMask(torch.autograd.Function):
     """input x mask x scale. Keeps a byte per element for the backward, not a number."""
 
     @staticmethod
@@ -188,7 +190,7 @@ class _Masked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> Any:  # type: ignore[override]
         (mask,) = ctx.saved_tensors
-        return _Masked.apply(grad_output, mask, ctx.scale), None, None
+        return _MultiplyByMask.apply(grad_output, mask, ctx.scale), None, None
 
 
 parallelism = Dropout()

@@ -45,7 +45,7 @@ class ExpertParallel:
     def apply(self, context: ParallelContext) -> None:
         """Cuts the experts of each mixture, and has it dispatch between ranks."""
         module, layout = context.root.module, context.plan.layout
-        _require_possible(context.plan)
+        _require_divisible_experts(context.plan)
         mixtures = {
             full_name(name): part for name, part in module.named_modules() if is_mixture(part)
         }
@@ -59,7 +59,7 @@ class ExpertParallel:
         group = ExpertGroup(mesh.get_group(), layout.ep, context.phases)
         cuts: dict[str, Cut] = {}
         for name, part in mixtures.items():
-            part.dispatch = BetweenRanks(group)
+            part.dispatch = DispatchBetweenRanks(group)
             cuts |= _split_experts(
                 part.experts, f"{name}.experts", group, context.cuts, tp=layout.tp
             )
@@ -67,11 +67,11 @@ class ExpertParallel:
         axes = ("dp_replicate", "expert_shard") if layout.dp_replicate > 1 else ("expert_shard",)
         modules = tuple(part.experts for part in mixtures.values())
         context.axes.add(
-            SeparateExperts(frozenset(cuts), modules, context.mesh.submesh(*axes), layout.ep)
+            ShardedExperts(frozenset(cuts), modules, context.mesh.submesh(*axes), layout.ep)
         )
         context.traffic.add_sender("ep", group)
         context.hooks.before_reduce.append(
-            lambda named: share_gradients(named, frozenset(cuts), layout.ep)
+            lambda named: rescale_expert_gradients(named, frozenset(cuts), layout.ep)
         )
 
 
@@ -80,7 +80,7 @@ def is_mixture(part: nn.Module) -> bool:
     return all(hasattr(part, name) for name in ("router", "experts", "dispatch"))
 
 
-def share_gradients(
+def rescale_expert_gradients(
     named: Iterable[tuple[str, nn.Parameter]], names: Collection[str], ep: int
 ) -> None:
     """From the mean over the ranks that hold the same experts to that over all ranks of data
@@ -92,7 +92,7 @@ def share_gradients(
         torch._foreach_div_(expert_grads, ep)
 
 
-def _require_possible(plan: Plan) -> None:
+def _require_divisible_experts(plan: Plan) -> None:
     conflict = ""
     # The optimizer's part of ZeRO-1 would need a second cut of the same rows.
     if plan.parallel.zero_stage == 1:
@@ -144,7 +144,7 @@ def _split_experts(
 
 
 @dataclass(frozen=True)
-class SeparateExperts:
+class ShardedExperts:
     """Parameters that data parallelism reduces over other ranks than the rest: `mesh`, those
     that hold the same."""
 
@@ -211,7 +211,7 @@ class ExpertGroup:
 
 
 @dataclass(frozen=True)
-class BetweenRanks:
+class DispatchBetweenRanks:
     """Dispatch to the experts of all ranks of `group`; the interface is that of the seam."""
 
     group: ExpertGroup

@@ -26,7 +26,7 @@ class Fp16:
         return {}
 
     def reduce(self, gradients: Sequence[Gradient], wire: Wire) -> list[torch.Tensor]:
-        limits = torch.stack([_limit(g.tensor) for g in gradients])
+        limits = torch.stack([_find_largest_magnitude(g.tensor) for g in gradients])
         wire.largest(limits)
         # A gradient of zeros gets a large scale, not an infinite one; an infinite limit makes the
         # scale 0, and the gradient NaN on all ranks.
@@ -43,7 +43,7 @@ class Fp16:
         return []
 
 
-def _limit(tensor: torch.Tensor) -> torch.Tensor:
+def _find_largest_magnitude(tensor: torch.Tensor) -> torch.Tensor:
     """The largest magnitude; infinite for one that is not a number, which a maximum over ranks
     would lose."""
     largest = tensor.abs().amax().float()

@@ -45,7 +45,7 @@ class ElementShares:
     def block(self) -> int:
         return -(-self.share // self.num_blocks)
 
-    def blocks(self, flat: torch.Tensor) -> torch.Tensor:
+    def split_into_blocks(self, flat: torch.Tensor) -> torch.Tensor:
         """[elements] -> [ranks, blocks, block], zeros where there is nothing."""
         shares = F.pad(flat, (0, self.num_ranks * self.share - self.num_elements)).view(
             self.num_ranks, self.share
@@ -53,7 +53,7 @@ class ElementShares:
         padded = F.pad(shares, (0, self.num_blocks * self.block - self.share))
         return padded.view(self.num_ranks, self.num_blocks, self.block)
 
-    def flat(self, blocks: torch.Tensor) -> torch.Tensor:
+    def flatten_blocks(self, blocks: torch.Tensor) -> torch.Tensor:
         """The inverse of `blocks`."""
         return blocks.reshape(self.num_ranks, -1)[:, : self.share].reshape(-1)[: self.num_elements]
 
@@ -66,27 +66,31 @@ class Int8:
 
     def reduce(self, gradients: Sequence[Gradient], wire: Wire) -> list[torch.Tensor]:
         cuts = [ElementShares(g.tensor.numel(), wire.num_ranks) for g in gradients]
-        blocks = [cut.blocks(g.tensor.reshape(-1)) for cut, g in zip(cuts, gradients, strict=True)]
+        blocks = [
+            cut.split_into_blocks(g.tensor.reshape(-1))
+            for cut, g in zip(cuts, gradients, strict=True)
+        ]
         sent = [_quantise(b) for b in blocks]
-        errors = [b - _restore(*q, b.dtype) for b, q in zip(blocks, sent, strict=True)]
+        errors = [b - _dequantise(*q, b.dtype) for b, q in zip(blocks, sent, strict=True)]
 
         arrived = wire.exchange(
             _pack(sent)
         )  # [ranks, bytes]: this rank's share of what each of them has
         shares = _unpack(arrived, cuts)
-        means = [_restore(*q, b.dtype).mean(0) for b, q in zip(blocks, shares, strict=True)]
+        means = [_dequantise(*q, b.dtype).mean(0) for b, q in zip(blocks, shares, strict=True)]
 
         finals = [_quantise(mean[None]) for mean in means]
         for k, mean, final in zip(errors, means, finals, strict=True):
             # In the next step errors are averaged over the ranks: one that a single rank keeps
             # counts so many times.
-            k[wire.rank] += wire.num_ranks * (mean - _restore(*final, mean.dtype)[0])
+            k[wire.rank] += wire.num_ranks * (mean - _dequantise(*final, mean.dtype)[0])
         gathered = wire.gather(_pack(finals)[0])
         for gradient, cut, final in zip(gradients, cuts, _unpack(gathered, cuts), strict=True):
-            mean = cut.flat(_restore(*final, gradient.tensor.dtype))
+            mean = cut.flatten_blocks(_dequantise(*final, gradient.tensor.dtype))
             gradient.tensor.copy_(mean.view_as(gradient.tensor))
         return [
-            cut.flat(k).view_as(g.tensor) for cut, k, g in zip(cuts, errors, gradients, strict=True)
+            cut.flatten_blocks(k).view_as(g.tensor)
+            for cut, k, g in zip(cuts, errors, gradients, strict=True)
         ]
 
 
@@ -105,7 +109,7 @@ def _quantise(blocks: torch.Tensor) -> Quantised:
     return steps.round().clamp(-LEVELS, LEVELS).nan_to_num(0.0).to(torch.int8), scales
 
 
-def _restore(numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _dequantise(numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     wide = scales[..., None].to(dtype)
     return torch.where(wide.isfinite(), numbers.to(dtype) * wide, torch.nan)
 

@@ -28,33 +28,36 @@ class PowerSgd:
 
     def shared_slots(self, name: str, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """Q [m, rank]: drawn by seed and name at first."""
-        if not self._compresses(parameter):
+        if not self._is_worth_compressing(parameter):
             return {}
         generator = torch.Generator().manual_seed(
             stable_hash64("powersgd", self._seed, name) % 2**63
         )
         # On the CPU and in fp64: all ranks begin with the same Q, whatever their device and type.
         drawn = torch.randn(
-            _matrix(parameter).shape[1], self._rank, generator=generator, dtype=torch.float64
+            _view_as_matrix(parameter).shape[1],
+            self._rank,
+            generator=generator,
+            dtype=torch.float64,
         )
         return {Q: drawn.to(parameter)}
 
-    def _compresses(self, tensor: torch.Tensor) -> bool:
+    def _is_worth_compressing(self, tensor: torch.Tensor) -> bool:
         if tensor.ndim < 2:
             return False
-        rows, columns = _matrix(tensor).shape
+        rows, columns = _view_as_matrix(tensor).shape
         return self._rank * (rows + columns) < rows * columns and self._rank <= min(rows, columns)
 
     def reduce(self, gradients: Sequence[Gradient], wire: Wire) -> list[torch.Tensor]:
         thin = [g for g in gradients if Q in g.slots]
-        ms = [_matrix(g.tensor) for g in thin]
+        ms = [_view_as_matrix(g.tensor) for g in thin]
         ps = [m @ g.slots[Q] for m, g in zip(ms, thin, strict=True)]
         uncompressed = [g.tensor for g in gradients if Q not in g.slots]
-        _average([*ps, *uncompressed], wire)
+        _average_over_ranks([*ps, *uncompressed], wire)
         # Each rank by itself: after the sum they have the same P, bit by bit.
         ps = [torch.linalg.qr(p).Q for p in ps]
         qs = [m.T @ p for m, p in zip(ms, ps, strict=True)]
-        _average(qs, wire)
+        _average_over_ranks(qs, wire)
         errors = {}
         for gradient, m, p, q in zip(thin, ms, ps, qs, strict=True):
             mean = p @ q.T
@@ -67,11 +70,11 @@ class PowerSgd:
         ]
 
 
-def _matrix(tensor: torch.Tensor) -> torch.Tensor:
+def _view_as_matrix(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.flatten(1)
 
 
-def _average(tensors: Sequence[torch.Tensor], wire: Wire) -> None:
+def _average_over_ranks(tensors: Sequence[torch.Tensor], wire: Wire) -> None:
     """Average `tensors` over the ranks, in place, in one collective."""
     if not tensors:
         return

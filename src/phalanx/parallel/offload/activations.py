@@ -61,7 +61,7 @@ class CopyStream:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def run(self) -> AbstractContextManager[Any]:
+    def run_on_stream(self) -> AbstractContextManager[Any]:
         if self.stream is None:
             return nullcontext()
         return torch.cuda.stream(self.stream)
@@ -71,7 +71,7 @@ class CopyStream:
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
 
-    def hold_computation(self, event: torch.cuda.Event | None) -> None:
+    def wait_for_copies(self, event: torch.cuda.Event | None) -> None:
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
 
@@ -124,7 +124,7 @@ class OffloadPass:
         if not self._is_offloadable(tensor):
             return tensor
         storage = tensor.untyped_storage()
-        offloaded = self._find_copy(storage, tensor._version) or self._offload(
+        offloaded = self._find_copy(storage, tensor._version) or self._copy_storage_to_host(
             storage, tensor._version
         )
         offloaded.num_left += 1
@@ -136,11 +136,11 @@ class OffloadPass:
         if not isinstance(packed, OffloadHandle):
             return packed
         offloaded = packed.offloaded
-        self._fetch(offloaded)
-        self._copy_stream.hold_computation(offloaded.arrived)
+        self._fetch_storage(offloaded)
+        self._copy_stream.wait_for_copies(offloaded.arrived)
         back = offloaded.back
         assert back is not None
-        self._fetch_before(offloaded)
+        self._prefetch_previous(offloaded)
         offloaded.num_left -= 1
         # From here on the tensors made of it keep the memory alive. Below 0: a graph that is run
         # again.
@@ -170,12 +170,14 @@ class OffloadPass:
             return None
         return offloaded()
 
-    def _offload(self, storage: torch.UntypedStorage, version: int) -> OffloadedStorage:
+    def _copy_storage_to_host(
+        self, storage: torch.UntypedStorage, version: int
+    ) -> OffloadedStorage:
         # The whole storage as bytes: all saved views of it share one copy.
         flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         host = torch.empty(flat.shape, dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
         self._copy_stream.wait_for_computation()
-        with self._copy_stream.run():
+        with self._copy_stream.run_on_stream():
             host.copy_(flat, non_blocking=True)
         if self._copy_stream.stream is not None:
             # The allocator must not give its memory away before the copy has read it.
@@ -186,10 +188,10 @@ class OffloadPass:
         self._known[storage.data_ptr()] = (weakref.ref(storage), version, weakref.ref(offloaded))
         return offloaded
 
-    def _fetch(self, offloaded: OffloadedStorage) -> None:
+    def _fetch_storage(self, offloaded: OffloadedStorage) -> None:
         if offloaded.back is not None:
             return
-        with self._copy_stream.run():
+        with self._copy_stream.run_on_stream():
             offloaded.back = torch.empty(
                 offloaded.host.shape, dtype=torch.uint8, device=self._copy_stream.device
             )
@@ -199,7 +201,7 @@ class OffloadPass:
         if self._copy_stream.stream is not None:
             offloaded.back.record_stream(torch.cuda.current_stream(self._copy_stream.device))
 
-    def _fetch_before(self, offloaded: OffloadedStorage) -> None:
+    def _prefetch_previous(self, offloaded: OffloadedStorage) -> None:
         """Fetch the activations that were offloaded just before: the backward asks for them
         next."""
         if self._copy_stream.stream is None:
@@ -208,7 +210,7 @@ class OffloadPass:
             ref() for ref in self._in_order[max(0, offloaded.number - NUM_AHEAD) : offloaded.number]
         ):
             if earlier is not None and earlier.num_left > 0:
-                self._fetch(earlier)
+                self._fetch_storage(earlier)
 
 
 parallelism = OffloadActivations()

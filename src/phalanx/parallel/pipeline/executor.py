@@ -27,7 +27,7 @@ from phalanx.parallel.pipeline.stage_memory import StageMemory
 from phalanx.parallel.pipeline.staged import PipelineStageGroup
 from phalanx.parallel.pipeline.weight_grads import DeferredWeightGrads
 from phalanx.parallel.protocol import ParallelContext
-from phalanx.parallel.saved_tensors import can_count
+from phalanx.parallel.saved_tensors import can_count_saved_bytes
 from phalanx.plan.pipeline.messages import Messages, P2PMessage, output_of, plan_messages
 from phalanx.plan.pipeline.pipeline_plan import FROM_FILE, Pipeline
 from phalanx.plan.pipeline.schedule import Action, Schedule
@@ -69,7 +69,7 @@ class PipelineExecutor:
     _messages: dict[tuple[str, int], Messages] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._memory = StageMemory(can_count=can_count(self.context.plan))
+        self._memory = StageMemory(can_count_saved_bytes=can_count_saved_bytes(self.context.plan))
         self._tensor_group = self.context.axes.find(TensorGroup)
 
     @property
@@ -94,14 +94,14 @@ class PipelineExecutor:
         `add(loss, num_targets)` is called for each microbatch of the last stage.
         """
         self._require_in_step()
-        schedule = self._schedule(len(microbatches))
+        schedule = self._run_schedule_actions(len(microbatches))
         # Spans are of one step: the record of a pipeline reads the last one.
         self.spans = []
         self._saved.clear()
         hooks = self.context.hooks
         # For data parallelism a whole schedule is one microbatch, the last one: it reduces after
         # it.
-        with self.forward.sharing_copies(), hooks.enter_microbatch(is_last=True):
+        with self.forward.sharing_device_copies(), hooks.enter_microbatch(is_last=True):
             with self.context.traffic.excluding():
                 self._infer_specs(microbatches, objective)
             queue = self._open_queue(schedule, microbatches)
@@ -115,7 +115,7 @@ class PipelineExecutor:
                 queue.wait_for_sends()
         self.is_under_way = False
         assert not self._saved, "a schedule that was checked leaves nothing"
-        assert not self._deferred.num_due, "nor does it leave a W"
+        assert not self._deferred.num_deferred, "nor does it leave a W"
 
     def _require_in_step(self) -> None:
         """Another step's messages would be taken for those that other ranks still wait for."""
@@ -126,7 +126,7 @@ class PipelineExecutor:
                 fix="end the process after such an error, and start again from a checkpoint",
             )
 
-    def _schedule(self, num_microbatches: int) -> Schedule:
+    def _run_schedule_actions(self, num_microbatches: int) -> Schedule:
         if num_microbatches not in self._schedules:
             pipeline = self.staged.pipeline
             if (
@@ -155,7 +155,7 @@ class PipelineExecutor:
     ) -> None:
         output: torch.Tensor | None = None
         if action.kind == "F":
-            stage_input = self._receive(queue, action, is_gradient=False)
+            stage_input = self._receive_input(queue, action, is_gradient=False)
             with self._time_action(action, "forward"):
                 output = self._run_forward(
                     action, stage_input, microbatches[action.microbatch], objective, step, add
@@ -166,7 +166,7 @@ class PipelineExecutor:
                 self._deferred.run((action.stage, action.microbatch))
                 self.context.hooks.run_after_weight_grads()
         else:
-            gradient = self._receive(queue, action, is_gradient=True)
+            gradient = self._receive_input(queue, action, is_gradient=True)
             # A recomputation inside of the backward asks for the length, too.
             self._set_num_tokens(microbatches[action.microbatch])
             with self._time_action(action, "backward"):
@@ -176,7 +176,7 @@ class PipelineExecutor:
             assert output is not None
             queue.send(message, output)
 
-    def _receive(
+    def _receive_input(
         self, queue: P2PQueue, action: Action, *, is_gradient: bool
     ) -> torch.Tensor | None:
         edge = self.staged.pipeline.num_stages - 1 if is_gradient else 0
@@ -209,15 +209,15 @@ class PipelineExecutor:
             # What arrives is a leaf: its gradient is what goes back to the stage before.
             stage_input.requires_grad_()
         with (
-            self.interceptor.microbatch(step, action.microbatch, batch),
+            self.interceptor.in_microbatch(step, action.microbatch, batch),
             self._memory.counting(action.stage),
         ):
-            with self.interceptor.forward(action.stage):
-                outcome = self._compute(action.stage, stage_input, batch, objective)
+            with self.interceptor.intercept_forward(action.stage):
+                outcome = self._compute_stage(action.stage, stage_input, batch, objective)
         if action.stage + 1 == self.staged.pipeline.num_stages:
             loss, num_targets = outcome
             add(loss.detach(), num_targets)
-            outcome = self.context.normalizer.normalize(loss)
+            outcome = self.context.normalizer.scale_loss(loss)
         self._saved[action.stage, action.microbatch] = SavedForward(stage_input, outcome)
         self._memory.record(stage for stage, _ in self._saved)
         # Detached: what is sent must not keep the graph, which `_saved` holds until the backward.
@@ -228,9 +228,9 @@ class PipelineExecutor:
         saved = self._saved.pop(key)
         if action.kind == "I":
             with self._deferred.deferring(key):
-                self._backward(saved, gradient)
+                self._backward_through_stage(saved, gradient)
         else:
-            self._backward(saved, gradient)
+            self._backward_through_stage(saved, gradient)
         self.context.hooks.run_after_backward()
         if saved.stage_input is None:
             return None
@@ -239,12 +239,12 @@ class PipelineExecutor:
             return torch.zeros_like(saved.stage_input)
         return saved.stage_input.grad
 
-    def _backward(self, saved: SavedForward, gradient: torch.Tensor | None) -> None:
+    def _backward_through_stage(self, saved: SavedForward, gradient: torch.Tensor | None) -> None:
         # The output of a first stage whose parameters are all frozen has no graph.
         if saved.output.requires_grad:
             saved.output.backward(gradient)
 
-    def _compute(
+    def _compute_stage(
         self,
         stage: int,
         stage_input: torch.Tensor | None,
@@ -254,18 +254,18 @@ class PipelineExecutor:
         ranges = self.staged.pipeline.stages.ranges
         if not self.staged.stage_forward.is_inferring_shapes:
             self._set_num_tokens(batch)
-        with self.staged.stage_forward.open(stage, ranges[stage], stage_input):
+        with self.staged.stage_forward.run_as_stage(stage, ranges[stage], stage_input):
             return self.forward(batch, objective)
 
     def _set_num_tokens(self, batch: Batch) -> None:
         """Tell the tensor group how long the sequences of `batch` are, which only the first
         stage's embedding sees."""
         if self._tensor_group is not None:
-            self._tensor_group.num_tokens = self._num_tokens[self._spec_key(batch)]
+            self._tensor_group.num_tokens = self._num_tokens[self._batch_shape_key(batch)]
 
     # Shapes and types of what stages send
 
-    def _spec_key(self, batch: Batch) -> Any:
+    def _batch_shape_key(self, batch: Batch) -> Any:
         shapes = tuple(sorted((name, tuple(t.shape), str(t.dtype)) for name, t in batch.items()))
         return shapes, self.context.root.module.training
 
@@ -273,14 +273,14 @@ class PipelineExecutor:
         self, microbatches: Iterable[Batch], objective: Objective | OutputFunction
     ) -> None:
         for batch in microbatches:
-            key = self._spec_key(batch)
+            key = self._batch_shape_key(batch)
             if key in self._specs:
                 continue
             stage_forward = self.staged.stage_forward
             stage_forward.is_inferring_shapes = self.is_under_way = True
 
             def compute(stage: int, stage_input: torch.Tensor | None, batch: Batch = batch) -> Any:
-                return self._compute(stage, stage_input, batch, objective)
+                return self._compute_stage(stage, stage_input, batch, objective)
 
             try:
                 with self.context.phases("pipeline", "infer shapes of a new form of microbatch"):
@@ -306,7 +306,7 @@ class PipelineExecutor:
         specs = {
             (stage, index): spec
             for index, batch in enumerate(microbatches)
-            for stage, spec in self._specs[self._spec_key(batch)].items()
+            for stage, spec in self._specs[self._batch_shape_key(batch)].items()
         }
         stage_group, key = self.staged.stage_group, (schedule.name, schedule.num_microbatches)
         if key not in self._messages:
@@ -332,7 +332,7 @@ class PipelineExecutor:
         while group_of_batches := list(itertools.islice(batches, pipeline.num_ranks)):
             self.context.hooks.run_gather_weights()
             self._infer_specs(group_of_batches, objective)
-            schedule = _forwards(pipeline, len(group_of_batches))
+            schedule = _list_forward_actions(pipeline, len(group_of_batches))
             queue, outcome = (
                 self._open_queue(schedule, group_of_batches),
                 [None] * len(group_of_batches),
@@ -340,8 +340,8 @@ class PipelineExecutor:
             self.is_under_way = True
             for index, action in enumerate(schedule.actions[self.staged.stage_group.rank]):
                 queue.start_receives(index)
-                stage_input = self._receive(queue, action, is_gradient=False)
-                output = self._compute(
+                stage_input = self._receive_input(queue, action, is_gradient=False)
+                output = self._compute_stage(
                     action.stage, stage_input, group_of_batches[action.microbatch], objective
                 )
                 message = output_of(action, pipeline.num_stages)
@@ -363,7 +363,7 @@ class PipelineExecutor:
         return broadcast_value(self.staged.stage_group, self.staged.last_rank, result)
 
 
-def _forwards(pipeline: Pipeline, num_microbatches: int) -> Schedule:
+def _list_forward_actions(pipeline: Pipeline, num_microbatches: int) -> Schedule:
     """A pass without gradients: on each rank the microbatches of its first stage, then those of
     its second."""
     rows = tuple(

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from phalanx.parallel.pipeline.stage_forward import RELEASED_PARTS, StageForward
 
 
-def release_block(
+def release_block_tensors(
     block: nn.Module,
     name: str,
     stage_forward: StageForward,

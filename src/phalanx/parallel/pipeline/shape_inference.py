@@ -55,7 +55,7 @@ def infer_shapes(
 
     def compute_and_check(stage: int, arrived: torch.Tensor | None) -> Any:
         output = compute(stage, arrived)
-        _require_same_state(module, buffers_before)
+        _require_unchanged_buffers(module, buffers_before)
         return output
 
     try:
@@ -66,9 +66,11 @@ def infer_shapes(
             part.training = is_training
 
 
-def _require_same_state(module: nn.Module, buffers_before: Mapping[str, torch.Tensor]) -> None:
+def _require_unchanged_buffers(
+    module: nn.Module, buffers_before: Mapping[str, torch.Tensor]
+) -> None:
     for name, buffer in _persistent_buffers(module):
-        if name in buffers_before and _are_different(buffer, buffers_before[name]):
+        if name in buffers_before and _have_different_values(buffer, buffers_before[name]):
             # The user's own name, without that of the root around it.
             own_name = full_name(name).removeprefix("module.")
             raise LayoutError(
@@ -89,7 +91,7 @@ def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]
                 yield (f"{prefix}.{key}" if prefix else key), buffer
 
 
-def _are_different(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _have_different_values(a: torch.Tensor, b: torch.Tensor) -> bool:
     # A NaN in both counts as equal.
     return not bool(((a == b) | ((a != a) & (b != b))).all())
 
@@ -207,13 +209,13 @@ def _broadcast_spec(
         if stage_group.rank == owner:
             data.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         dist.broadcast(data, source, group=stage_group.down)
-        raise refusal or _rebuild_error(json.loads(data.cpu().numpy().tobytes()))
+        raise refusal or _rebuild_refusal(json.loads(data.cpu().numpy().tobytes()))
     if kind:
         return TensorSpec(tuple(shape[:num_dims]), _TYPES[kind - 1])
     return None
 
 
-def _rebuild_error(body: dict[str, Any]) -> PhalanxError:
+def _rebuild_refusal(body: dict[str, Any]) -> PhalanxError:
     error: PhalanxError = getattr(errors, body["error"], PhalanxError)(
         body["what"], where=body["where"], why=body["why"], fix=body["fix"]
     )

@@ -42,7 +42,7 @@ class StageBoundary(BaseException):
 
 
 @dataclass
-class Window:
+class StageBlocks:
     """The blocks [first, end) of one call, and what has arrived for the first of them (None: the
     first stage)."""
 
@@ -69,7 +69,7 @@ class StageForward:
 
     num_blocks: int
     num_stages: int
-    window: Window | None = None
+    window: StageBlocks | None = None
     is_inferring_shapes: bool = False
     """Look whether anything but the hidden states goes from stage to stage: it would be NaN."""
     outside: tuple[tuple[nn.Module, str], ...] = ()
@@ -82,19 +82,19 @@ class StageForward:
     @property
     def is_last_stage(self) -> bool:
         """True if the stage that is being computed is the last one."""
-        return self._require_window().is_last
+        return self._require_complete_window().is_last
 
     @contextmanager
-    def open(
+    def run_as_stage(
         self, stage: int, blocks: tuple[int, int], arrived: torch.Tensor | None
     ) -> Iterator[None]:
         """Inside, the module's forward is that of a stage."""
         is_last = stage + 1 == self.num_stages
-        window = Window(stage, *blocks, arrived, is_last, enables_grad=torch.is_grad_enabled())
+        window = StageBlocks(stage, *blocks, arrived, is_last, enables_grad=torch.is_grad_enabled())
         window.keeps_casts = torch.is_autocast_cache_enabled()
         before, self.window = self.window, window
         if self.is_inferring_shapes and arrived is not None:
-            window.restore = self._hide_outside()
+            window.restore = self._detach_outside_parameters()
         # What leads to the blocks has no gradient but in the first stage.
         looks = self.is_inferring_shapes and arrived is not None and self.can_look
         without = arrived is not None
@@ -103,13 +103,13 @@ class StageForward:
             cast_for_each_use(without),
         ):
             try:
-                with _RefuseDecisions(window) if looks else nullcontext():
+                with _RefuseDataDependentResults(window) if looks else nullcontext():
                     yield
             finally:
                 window.restore()
                 self.window = before
 
-    def _hide_outside(self) -> Callable[[], None]:
+    def _detach_outside_parameters(self) -> Callable[[], None]:
         """A rank may hold what comes before the blocks, for another stage: this one's gradients
         would not reach it."""
         hidden = [(part, key, part._parameters[key]) for part, key in self.outside]
@@ -137,35 +137,37 @@ class StageForward:
         if block_type not in self._classes:
             self._classes[block_type] = _derive_intercepting_type(block_type)
         block.__dict__["_phalanx_stage_forward"] = functools.partial(
-            self._call, index, functools.partial(block_type.__call__, block)
+            self._call_block_or_skip, index, functools.partial(block_type.__call__, block)
         )
         block.__class__ = self._classes[block_type]
 
-    def _call(self, index: int, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        window = self._require_window()
+    def _call_block_or_skip(
+        self, index: int, compute: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        window = self._require_complete_window()
         if not args or not isinstance(args[0], torch.Tensor):
             raise LayoutError(
                 f"block {index} is not given hidden states first, and a stage hands on nothing"
                 " else",
                 fix="call blocks with them as the first argument, by position",
             )
-        self._require_next(window, index)
+        self._require_block_order(window, index)
         hidden = args[0]
         if index >= window.end and not window.is_last:
-            self._require_clean(hidden, f"what block {index} is given")
+            self._require_no_placeholder_use(hidden, f"what block {index} is given")
             raise StageBoundary(hidden)
         # This stage is the head alone: the last block of another one is where it begins.
         if index == self.num_blocks - 1 and window.first == self.num_blocks:
-            hidden = self._arrive(window, hidden)
+            hidden = self._take_arrived_input(window, hidden)
             window.position = AFTER
             return hidden
         if index < window.first:
             return hidden
         if index == window.first:
-            hidden = self._arrive(window, hidden)
+            hidden = self._take_arrived_input(window, hidden)
             window.position = INSIDE
         for value in (hidden, *tree_leaves((args[1:], kwargs))) if self.is_inferring_shapes else ():
-            self._require_clean(value, f"an argument of block {index}")
+            self._require_no_placeholder_use(value, f"an argument of block {index}")
         output = compute(hidden, *args[1:], **kwargs)
         if not isinstance(output, torch.Tensor):
             raise LayoutError(
@@ -176,11 +178,11 @@ class StageForward:
             window.position = AFTER
             # The last stage is the head alone.
             if not window.is_last:
-                self._require_clean(output, "the last block's output")
+                self._require_no_placeholder_use(output, "the last block's output")
                 raise StageBoundary(output)
         return output
 
-    def _arrive(self, window: Window, hidden: torch.Tensor) -> torch.Tensor:
+    def _take_arrived_input(self, window: StageBlocks, hidden: torch.Tensor) -> torch.Tensor:
         if window.arrived is None:
             return hidden
         window.restore()
@@ -188,11 +190,11 @@ class StageForward:
         torch.set_grad_enabled(window.enables_grad)
         torch.set_autocast_cache_enabled(window.keeps_casts)
         arrived: torch.Tensor = (
-            _Arrival.apply(window.arrived) if window.enables_grad else window.arrived
+            _StageInput.apply(window.arrived) if window.enables_grad else window.arrived
         )
         return arrived
 
-    def _require_next(self, window: Window, index: int) -> None:
+    def _require_block_order(self, window: StageBlocks, index: int) -> None:
         if index != window.num_called:
             if window.num_called < self.num_blocks:
                 expected = f"block {window.num_called}"
@@ -217,7 +219,7 @@ class StageForward:
                 fix="have it call all of its blocks, in order",
             )
 
-    def _require_window(self) -> Window:
+    def _require_complete_window(self) -> StageBlocks:
         # 0 or more while a backward runs: then only a recomputation calls blocks.
         if self.window is None and torch._C._current_graph_task_id() >= 0:
             raise LayoutError(
@@ -235,7 +237,7 @@ class StageForward:
             )
         return self.window
 
-    def _require_clean(self, value: Any, role: str) -> None:
+    def _require_no_placeholder_use(self, value: Any, role: str) -> None:
         """A stage's placeholders are NaN, and so is all that is made of them."""
         if not self.is_inferring_shapes or self.window is None or self.window.arrived is None:
             return
@@ -244,7 +246,7 @@ class StageForward:
             and value.is_floating_point()
             and bool(value.isnan().any())
         ):
-            if self._is_divergent(self.window.arrived):
+            if self._has_diverged(self.window.arrived):
                 return
             raise LayoutError(
                 f"{role} depends on what comes before the blocks, which stage {self.window.stage}"
@@ -253,7 +255,7 @@ class StageForward:
                 fix="compute it from the inputs inside of each block, or do without parallel.pp",
             )
 
-    def _is_divergent(self, arrived: torch.Tensor) -> bool:
+    def _has_diverged(self, arrived: torch.Tensor) -> bool:
         """True if what arrived, or a weight, is not finite: training has diverged, and a NaN
         says nothing about the model."""
         tensors = (
@@ -264,12 +266,12 @@ class StageForward:
     def require_clean_outputs(self, outputs: Any) -> None:
         """After shape inference of the last stage."""
         for leaf in tree_leaves(outputs):
-            self._require_clean(leaf, "the model's output")
+            self._require_no_placeholder_use(leaf, "the model's output")
 
     def require_placeholder_use(self, name: str, *, in_block: bool = False) -> None:
         """A placeholder is used: right before the blocks of a later stage, whose result is thrown
         away."""
-        window = self._require_window()
+        window = self._require_complete_window()
         if window.arrived is not None and window.position == BEFORE:
             return
         key = "parallel.first_stage" if window.position == BEFORE else "parallel.last_stage"
@@ -287,24 +289,24 @@ class StageForward:
         )
 
 
-class _RefuseDecisions(TorchDispatchMode):
+class _RefuseDataDependentResults(TorchDispatchMode):
     """A mode for shape inference, before a stage's input has arrived, that refuses to make numbers
     or booleans of what is not there.
 
     Whatever is computed of NaN is NaN, and is found; a comparison with it is simply false.
     """
 
-    def __init__(self, window: Window) -> None:
+    def __init__(self, window: StageBlocks) -> None:
         super().__init__()
         self._window = window
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if self._window.position == BEFORE and _is_decision(result):
+        if self._window.position == BEFORE and _is_data_dependent_result(result):
             inputs = [
                 leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
             ]
-            if any(t.is_floating_point() and bool(_isnan(t.detach()).any()) for t in inputs):
+            if any(t.is_floating_point() and bool(_contains_nan(t.detach()).any()) for t in inputs):
                 raise LayoutError(
                     "before the blocks the model decides something by what stage"
                     f" {self._window.stage} does not have ({func})",
@@ -314,7 +316,7 @@ class _RefuseDecisions(TorchDispatchMode):
         return result
 
 
-def _is_decision(result: Any) -> bool:
+def _is_data_dependent_result(result: Any) -> bool:
     """True for a result with a number of Python, or with a tensor that is not of floats."""
     for leaf in tree_leaves(result):
         if isinstance(leaf, torch.Tensor):
@@ -325,11 +327,11 @@ def _is_decision(result: Any) -> bool:
     return False
 
 
-def _isnan(tensor: torch.Tensor) -> torch.Tensor:
+def _contains_nan(tensor: torch.Tensor) -> torch.Tensor:
     return tensor != tensor
 
 
-class _Arrival(torch.autograd.Function):
+class _StageInput(torch.autograd.Function):
     """The input of a stage as a tensor that autograd has computed: a block may change it in
     place."""
 

@@ -12,12 +12,12 @@ class StageMemory:
     """Counts what the first forward of each stage saves, and how much of it was there at once.
 
     `saved_bytes`: the most at one time, over all steps; None before the first, and where
-    `can_count` is False.
+    `can_count_saved_bytes` is False.
     """
 
-    def __init__(self, *, can_count: bool) -> None:
+    def __init__(self, *, can_count_saved_bytes: bool) -> None:
         self.saved_bytes: int | None = None
-        self._is_counted = can_count
+        self._is_counted = can_count_saved_bytes
         # By stage: bytes of one microbatch.
         self._bytes_of: dict[int, int] = {}
 
@@ -28,7 +28,7 @@ class StageMemory:
             yield
             return
         saved = SavedBytes()
-        with saved.counting():
+        with saved.count_saved():
             yield
         self._bytes_of[stage] = saved.num_bytes
 

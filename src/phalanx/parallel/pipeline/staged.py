@@ -27,7 +27,7 @@ class PipelineStageGroup:
     absent: frozenset[str] = frozenset()
 
     @property
-    def own_stages(self) -> tuple[int, ...]:
+    def stages_of_this_rank(self) -> tuple[int, ...]:
         return self.pipeline.stages_of(self.stage_group.rank)
 
     @property

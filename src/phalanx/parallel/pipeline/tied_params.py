@@ -50,11 +50,13 @@ def sum_tied_gradients(staged: PipelineStageGroup, module: nn.Module, phases: Ph
     # Sorted, for both sides of an exchange must come to it in one order; by text, for torch's types
     # cannot be compared.
     for (holders, dtype), parameters in sorted(by_holders.items(), key=lambda item: str(item[0])):
-        own_part = torch.cat([_gradient(p).flatten() for p in parameters]).to(dtype)
+        own_part = torch.cat([_gradient_or_zeros(p).flatten() for p in parameters]).to(dtype)
         with phases("collective", "exchange gradients of parameters of several stages"):
             total = _exchange_and_sum(staged, holders, own_part)
         for parameter, part in zip(
-            parameters, total.split([_gradient(p).numel() for p in parameters]), strict=True
+            parameters,
+            total.split([_gradient_or_zeros(p).numel() for p in parameters]),
+            strict=True,
         ):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -62,7 +64,7 @@ def sum_tied_gradients(staged: PipelineStageGroup, module: nn.Module, phases: Ph
             gradient.copy_(part.view(gradient.shape))
 
 
-def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+def _gradient_or_zeros(parameter: nn.Parameter) -> torch.Tensor:
     if parameter.grad is None:
         return torch.zeros_like(local_tensor(parameter.detach()))
     return local_tensor(parameter.grad)
@@ -89,14 +91,14 @@ def _exchange_and_sum(
                     stage_group.receive(parts_by_rank[holder], holder),
                     stage_group.send(own_part, holder),
                 ]
-    _wait(works)
+    _wait_for_all(works)
     total = parts_by_rank[holders[0]].clone()
     for holder in holders[1:]:
         total += parts_by_rank[holder]
     return total
 
 
-def _wait(works: list[Any]) -> None:
+def _wait_for_all(works: list[Any]) -> None:
     for work in works:
         work.wait()
 

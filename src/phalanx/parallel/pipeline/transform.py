@@ -22,10 +22,10 @@ from phalanx.core.errors import LayoutError
 from phalanx.mesh.blocks import last_stage_names
 from phalanx.mesh.logical import full_name
 from phalanx.parallel.pipeline.p2p import StageGroup
-from phalanx.parallel.pipeline.placeholder import Placeholder, release_block
+from phalanx.parallel.pipeline.placeholder import Placeholder, release_block_tensors
 from phalanx.parallel.pipeline.stage_forward import StageBoundary, StageForward
 from phalanx.parallel.pipeline.staged import PipelineStageGroup
-from phalanx.parallel.pipeline.weight_grads import split_linears
+from phalanx.parallel.pipeline.weight_grads import split_backward_of_linears
 from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.plan import Plan
@@ -47,14 +47,14 @@ class PipelineStages:
         )
         stage_forward.can_look = not context.plan.compile
         holding = ParameterPlacement(module, context.blocks, pipeline)
-        holding.require_movable()
+        holding.require_outside_parameters_exist()
         own_rank = stage_group.rank
         holding.require_one_name()
-        absent = holding.strip(own_rank, stage_forward, context.mesh.device)
-        stage_forward.outside = holding.outside()
-        rank_names = holding.by_name(own_rank)
+        absent = holding.replace_by_placeholders(own_rank, stage_forward, context.mesh.device)
+        stage_forward.outside = holding.parameters_outside_blocks()
+        rank_names = holding.holders_by_name(own_rank)
         holders = {name: ranks for name, ranks in rank_names.items() if len(ranks) > 1}
-        stages = {name: holding.stages_of(name) for name in rank_names}
+        stages = {name: holding.stages_holding(name) for name in rank_names}
         context.copies.update(
             {name: (ranks.index(own_rank), len(ranks)) for name, ranks in holders.items()}
         )
@@ -63,11 +63,11 @@ class PipelineStages:
         for stage in pipeline.stages_of(own_rank):
             rank_blocks += range(*ranges[stage])
         blocks = context.blocks
-        rank_parts = holding.parts_of(rank_blocks)
+        rank_parts = holding.find_modules_of_blocks(rank_blocks)
         for index, block in enumerate(blocks):
             stage_forward.intercept_block(block, index)
             if index not in rank_blocks:
-                release_block(
+                release_block_tensors(
                     block,
                     holding.name_of_block(index),
                     stage_forward,
@@ -79,7 +79,7 @@ class PipelineStages:
             any(action.kind == "W" for action in pipeline.schedule().actions[own_rank])
             and not context.plan.compile
         ):
-            split_linears(module)
+            split_backward_of_linears(module)
         context.root.forward = functools.partial(_run_stage, stage_forward, context.root.forward)  # type: ignore[method-assign]
         context.traffic.add_sender("pp", stage_group)
         context.axes.add(
@@ -157,7 +157,7 @@ class ParameterPlacement:
             block = self.block_of(name)
             after = after or block is not None
             self._stages.setdefault(id(parameter), set()).update(
-                self._stages_of(name, block, after)
+                self._find_stages(name, block, after)
             )
 
     def block_of(self, name: str) -> int | None:
@@ -165,7 +165,7 @@ class ParameterPlacement:
             (index for prefix, index in self._block_of.items() if name.startswith(prefix)), None
         )
 
-    def parts_of(self, blocks: Sequence[int]) -> frozenset[nn.Module]:
+    def find_modules_of_blocks(self, blocks: Sequence[int]) -> frozenset[nn.Module]:
         """All modules outside the blocks, and those inside of `blocks`: another block may have
         one of them, too."""
         owners = {None, *blocks}
@@ -178,7 +178,7 @@ class ParameterPlacement:
     def name_of_block(self, index: int) -> str:
         return next(prefix[:-1] for prefix, number in self._block_of.items() if number == index)
 
-    def _stages_of(self, name: str, block: int | None, after: bool) -> set[int]:
+    def _find_stages(self, name: str, block: int | None, after: bool) -> set[int]:
         last = self._pipeline.num_stages - 1
         if block is not None:
             return {self._stage_of_block[block]}
@@ -188,11 +188,11 @@ class ParameterPlacement:
             (last, (*self._pipeline.last_stage, *last_stage_names(self._module))),
         )
         for stage, patterns in wishes:
-            if any(_is_part(name, pattern) for pattern in patterns):
+            if any(_is_inside_module(name, pattern) for pattern in patterns):
                 stages.add(stage)
         return stages
 
-    def require_movable(self) -> None:
+    def require_outside_parameters_exist(self) -> None:
         """Raises LayoutError for names that nothing has, and for what a placeholder cannot
         replace."""
         wished = {
@@ -201,7 +201,9 @@ class ParameterPlacement:
         }
         for key, patterns in wished.items():
             for pattern in patterns:
-                if not any(_is_part(name, pattern) for name in (*self._names, *self._by_name)):
+                if not any(
+                    _is_inside_module(name, pattern) for name in (*self._names, *self._by_name)
+                ):
                     raise LayoutError(f"{key}: the model has no {pattern!r}")
         for name, part in self._module.named_modules():
             if isinstance(part, _BatchNorm) and self.block_of(f"{full_name(name)}.") is None:
@@ -211,14 +213,14 @@ class ParameterPlacement:
                     fix="move it into a block, or do without parallel.pp",
                 )
 
-    def stages_of(self, name: str) -> tuple[int, ...]:
+    def stages_holding(self, name: str) -> tuple[int, ...]:
         """Stages that hold a parameter, in ascending order."""
         return tuple(sorted(self._stages[id(self._by_name[name])]))
 
-    def ranks_of(self, name: str) -> tuple[int, ...]:
+    def ranks_holding(self, name: str) -> tuple[int, ...]:
         """Ranks of the pipeline that hold a parameter, in ascending order."""
         return tuple(
-            sorted({self._pipeline.rank_of_stage[stage] for stage in self.stages_of(name)})
+            sorted({self._pipeline.rank_of_stage[stage] for stage in self.stages_holding(name)})
         )
 
     def require_one_name(self) -> None:
@@ -228,7 +230,7 @@ class ParameterPlacement:
         for name, parameter in self._by_name.items():
             names.setdefault(id(parameter), []).append(name)
         for stored, *duplicates in names.values():
-            if self.block_of(stored) is not None and len(self.ranks_of(stored)) > 1:
+            if self.block_of(stored) is not None and len(self.ranks_holding(stored)) > 1:
                 raise LayoutError(
                     f"{stored} and {duplicates[0]} are one parameter, and stages of different ranks"
                     " would each have it",
@@ -237,7 +239,7 @@ class ParameterPlacement:
                     ),
                 )
 
-    def outside(self) -> tuple[tuple[nn.Module, str], ...]:
+    def parameters_outside_blocks(self) -> tuple[tuple[nn.Module, str], ...]:
         """Modules and keys of the parameters outside the blocks, of those that are still there."""
         outside = []
         for prefix, part in self._module.named_modules():
@@ -248,16 +250,18 @@ class ParameterPlacement:
                     outside.append((part, key))
         return tuple(outside)
 
-    def by_name(self, rank: int) -> dict[str, tuple[int, ...]]:
+    def holders_by_name(self, rank: int) -> dict[str, tuple[int, ...]]:
         """The holders of what `rank` has."""
         holders = {}
         for name in self._by_name:
-            ranks = self.ranks_of(name)
+            ranks = self.ranks_holding(name)
             if rank in ranks:
                 holders[name] = ranks
         return holders
 
-    def strip(self, rank: int, stage_forward: StageForward, device: Any) -> frozenset[str]:
+    def replace_by_placeholders(
+        self, rank: int, stage_forward: StageForward, device: Any
+    ) -> frozenset[str]:
         """Put placeholders where `rank` does not hold a parameter outside the blocks; names of
         modules that have some."""
         stripped: Counter[str] = Counter()
@@ -267,7 +271,7 @@ class ParameterPlacement:
                 continue
             for key, parameter in list(part._parameters.items()):
                 name = f"{owner}.{key}" if owner else key
-                if parameter is None or rank in self.ranks_of(name):
+                if parameter is None or rank in self.ranks_holding(name):
                     continue
                 del part._parameters[key]
                 setattr(
@@ -282,7 +286,7 @@ class ParameterPlacement:
         return frozenset(stripped)
 
 
-def _is_part(name: str, pattern: str) -> bool:
+def _is_inside_module(name: str, pattern: str) -> bool:
     """True for the thing itself, and for what is inside of it."""
     parts = name.split(".")
     return any(

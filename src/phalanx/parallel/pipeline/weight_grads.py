@@ -54,7 +54,7 @@ class DeferredWeightGrads:
             work()
 
     @property
-    def num_due(self) -> int:
+    def num_deferred(self) -> int:
         return len(self._due)
 
 
@@ -63,7 +63,7 @@ class DeferredWeightGrads:
 _DEFERRED: list[list[GradWork]] = []
 
 
-def defer(work: GradWork) -> None:
+def defer_weight_gradient(work: GradWork) -> None:
     """Do `work`, which only makes gradients of weights, where the schedule has its W; at once
     outside of a split backward. The backward of an autograd function calls it."""
     if _DEFERRED:
@@ -72,7 +72,7 @@ def defer(work: GradWork) -> None:
         work()
 
 
-def split_linears(module: nn.Module) -> None:
+def split_backward_of_linears(module: nn.Module) -> None:
     """Have every linear layer of `module` put its weight's gradient off where it is asked to,
     also those of experts."""
     for part in module.modules():
@@ -97,7 +97,7 @@ class _DeferringLinear:
         self._part = part
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        return linear(input, self._part.weight, self._part.bias)
+        return linear_with_deferred_gradient(input, self._part.weight, self._part.bias)
 
 
 class _DeferringGroupedLinear:
@@ -112,11 +112,11 @@ class _DeferringGroupedLinear:
             return grouped_linear(x, weight, counts)
         low = autocast_type(x)
         with torch.autocast(x.device.type, enabled=False):
-            out: torch.Tensor = _Grouped.apply(x.to(low), weight, counts)
+            out: torch.Tensor = _GroupedLinearDeferringGradient.apply(x.to(low), weight, counts)
         return out
 
 
-class _Grouped(torch.autograd.Function):
+class _GroupedLinearDeferringGradient(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor
@@ -135,12 +135,14 @@ class _Grouped(torch.autograd.Function):
         else:
             grad_x = None
         if _DEFERRED:
-            defer(lambda: _accumulate(weight, grouped_weight_grad(grad, x, counts)))
+            defer_weight_gradient(lambda: _accumulate(weight, grouped_weight_grad(grad, x, counts)))
             return grad_x, None, None
         return grad_x, grouped_weight_grad(grad, x, counts).to(weight.dtype), None
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear_with_deferred_gradient(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """F.linear, whose weight's gradient can wait."""
     if (
         not torch.is_grad_enabled()
@@ -150,11 +152,11 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         or torch.compiler.is_compiling()
     ):
         return F.linear(x, weight, bias)
-    out: torch.Tensor = _Linear.apply(x, weight, bias)
+    out: torch.Tensor = _LinearDeferringGradient.apply(x, weight, bias)
     return out
 
 
-class _Linear(torch.autograd.Function):
+class _LinearDeferringGradient(torch.autograd.Function):
     """Gradients of weight and bias go to their `.grad` by hand: autograd has no second half of a
     backward."""
 
@@ -196,7 +198,7 @@ class _Linear(torch.autograd.Function):
                     _accumulate(parameter, gradient)
 
         if _DEFERRED:
-            defer(work)
+            defer_weight_gradient(work)
             return grad_x, None, None
         grad_weight, grad_bias = compute_grads()
         if grad_bias is not None:

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from phalanx.core.errors import LayoutError
-from phalanx.parallel.batchnorm.layer import Synchronised, Tape
+from phalanx.parallel.batchnorm.layer import StatisticsTape, SynchronisedBatchNorm
 from phalanx.parallel.dropout.rng import DropoutRng
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -30,7 +30,7 @@ COLLECTIVES = "_c10d_functional"
 def recompute_contexts(block: nn.Module, mode: str, dropout_rng: DropoutRng) -> Contexts:
     """A maker of (context of the forward, context of the recomputation): dropout drops the same
     again, too."""
-    inner = _own_contexts(block, mode)
+    inner = _user_contexts(block, mode)
     if inner is None:
         return dropout_rng.replay_contexts
 
@@ -41,7 +41,7 @@ def recompute_contexts(block: nn.Module, mode: str, dropout_rng: DropoutRng) -> 
     return contexts
 
 
-def _own_contexts(block: nn.Module, mode: str) -> Contexts | None:
+def _user_contexts(block: nn.Module, mode: str) -> Contexts | None:
     norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]
     of_norms = {id(buffer) for norm in norms for buffer in norm.buffers()}
     other_buffers = {
@@ -55,7 +55,7 @@ def _own_contexts(block: nn.Module, mode: str) -> Contexts | None:
         return None
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        tape = Tape()
+        tape = StatisticsTape()
         first, replay = (
             _ForwardContext(name, norms, other_buffers, tape),
             _RecomputeContext(norms, tape),
@@ -70,11 +70,13 @@ def _own_contexts(block: nn.Module, mode: str) -> Contexts | None:
 
 def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-    contexts = create_selective_checkpoint_contexts(_policy)
+    contexts = create_selective_checkpoint_contexts(_selective_policy)
     return contexts
 
 
-def _policy(context: object, op: Any, *args: object, **kwargs: object) -> CheckpointPolicy:
+def _selective_policy(
+    context: object, op: Any, *args: object, **kwargs: object
+) -> CheckpointPolicy:
     """Keep what is dear to make again: products, attention, and what came from other ranks."""
     namespace, _, name = str(op.name()).split(".")[0].partition("::")
     is_product = namespace == "aten" and (name in MATMULS or name.startswith(ATTENTION))
@@ -113,7 +115,7 @@ class _ForwardContext:
         block: str,
         norms: Sequence[_BatchNorm],
         other_buffers: Mapping[str, torch.Tensor],
-        tape: Tape,
+        tape: StatisticsTape,
     ) -> None:
         self._block, self._norms, self._other_buffers, self._tape = (
             block,
@@ -125,12 +127,12 @@ class _ForwardContext:
 
     def __enter__(self) -> None:
         self._versions = {name: buffer._version for name, buffer in self._other_buffers.items()}
-        _set_tape(self._norms, self._tape)
+        _set_statistics_tape(self._norms, self._tape)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
     ) -> None:
-        _set_tape(self._norms, None)
+        _set_statistics_tape(self._norms, None)
         changed = []
         for name, buffer in self._other_buffers.items():
             if buffer._version != self._versions[name]:
@@ -147,26 +149,26 @@ class _ForwardContext:
 class _RecomputeContext:
     """The recomputation: the statistics of the forward, and running ones that stay."""
 
-    def __init__(self, norms: Sequence[_BatchNorm], tape: Tape) -> None:
+    def __init__(self, norms: Sequence[_BatchNorm], tape: StatisticsTape) -> None:
         self._norms, self._tape = norms, tape
-        self._plain = [norm for norm in norms if not isinstance(norm, Synchronised)]
+        self._plain = [norm for norm in norms if not isinstance(norm, SynchronisedBatchNorm)]
         self._running_state: list[tuple[float | None, torch.Tensor | None]] = []
 
     def __enter__(self) -> None:
         self._tape.replay_at = 0
-        _set_tape(self._norms, self._tape)
+        _set_statistics_tape(self._norms, self._tape)
         self._running_state = [(norm.momentum, norm.num_batches_tracked) for norm in self._plain]
         # The same kernel as in the forward, whose running statistics move by nothing.
         for norm in self._plain:
             norm.momentum, norm.num_batches_tracked = 0.0, None
 
     def __exit__(self, *_: object) -> None:
-        _set_tape(self._norms, None)
+        _set_statistics_tape(self._norms, None)
         for norm, (momentum, count) in zip(self._plain, self._running_state, strict=True):
             norm.momentum, norm.num_batches_tracked = momentum, count
 
 
-def _set_tape(norms: Sequence[_BatchNorm], tape: Tape | None) -> None:
+def _set_statistics_tape(norms: Sequence[_BatchNorm], tape: StatisticsTape | None) -> None:
     for norm in norms:
-        if isinstance(norm, Synchronised):
+        if isinstance(norm, SynchronisedBatchNorm):
             norm._tape = tape

@@ -39,9 +39,9 @@ class RecomputeSegment:
         """Replace the blocks' forwards."""
         for index, block in enumerate(self._blocks):
             maker = recompute_contexts(block, "full", self._dropout_rng)
-            block.forward = functools.partial(self._call, index, block.forward, maker)
+            block.forward = functools.partial(self._call_block, index, block.forward, maker)
 
-    def _call(
+    def _call_block(
         self, index: int, forward: Callable[..., Any], contexts: Contexts, *args: Any, **kwargs: Any
     ) -> Any:
         if not torch.is_grad_enabled():
@@ -50,7 +50,7 @@ class RecomputeSegment:
         # block.
         if index == 0 or self._pass is None or self._pass.is_recomputed:
             self._pass = _SegmentForward()
-        outputs = self._pass.call(self._blocks[index], forward, contexts(), args, kwargs)
+        outputs = self._pass.call_block(self._blocks[index], forward, contexts(), args, kwargs)
         if index == len(self._blocks) - 1:
             self._pass.last_outputs.clear()
             self._pass = None
@@ -110,7 +110,7 @@ class _SegmentForward:
         self._slots: list[weakref.ref[_SavedSlot]] = []
         self._described: list[tuple[torch.Size, torch.dtype]] = []
 
-    def call(
+    def call_block(
         self,
         block: nn.Module,
         forward: Callable[..., Any],
@@ -132,9 +132,11 @@ class _SegmentForward:
         # nothing.
         node = _SaveTensors.apply(torch.empty(0, requires_grad=True), *saved).grad_fn  # type: ignore[no-untyped-call]
         self._calls.append(
-            _SavedCall(block, forward, replay, inputs, structure, node, _capture_ambient(device))
+            _SavedCall(
+                block, forward, replay, inputs, structure, node, _capture_rng_and_autocast(device)
+            )
         )
-        with first, saved_tensors_hooks(self._pack, self._unpack):
+        with first, saved_tensors_hooks(self._pack_saved_tensor, self._unpack_saved_tensor):
             outputs = forward(*args, **kwargs)
         tensors = [leaf for leaf in tree_flatten(outputs)[0] if isinstance(leaf, torch.Tensor)]
         self.last_outputs = [(tensor.detach(), tensor._version) for tensor in tensors]
@@ -144,18 +146,18 @@ class _SegmentForward:
         self, tensor: torch.Tensor, saved: list[torch.Tensor]
     ) -> _OutputOfPrevious | _KeptInput:
         for index, (before, version) in enumerate(self.last_outputs):
-            if _is_same(tensor, before) and tensor._version == version:
+            if _is_same_view(tensor, before) and tensor._version == version:
                 return _OutputOfPrevious(index, tensor.requires_grad)
         saved.append(tensor.detach())
         return _KeptInput(len(saved) - 1, tensor.requires_grad)
 
-    def _pack(self, tensor: torch.Tensor) -> _SavedSlot:
+    def _pack_saved_tensor(self, tensor: torch.Tensor) -> _SavedSlot:
         slot = _SavedSlot()
         self._slots.append(weakref.ref(slot))
         self._described.append((tensor.shape, tensor.dtype))
         return slot
 
-    def _unpack(self, slot: _SavedSlot) -> torch.Tensor:
+    def _unpack_saved_tensor(self, slot: _SavedSlot) -> torch.Tensor:
         if slot.tensor is None:
             self._recompute()
         assert slot.tensor is not None, "a place is filled or the recomputation was refused"
@@ -179,19 +181,19 @@ class _SegmentForward:
             num_filled += 1
             if num_filled == len(self._slots):
                 # All that was saved is filled: what follows, the last product say, is not needed.
-                raise _AllFilled
+                raise _AllSlotsFilled
 
         outputs: list[torch.Tensor] = []
         try:
             for call in self._calls:
                 outputs = _replay_call(call, outputs, fill)
-        except _AllFilled:
+        except _AllSlotsFilled:
             return
         if num_filled < len(self._slots):
             raise _non_repeatable_error(self._calls)
 
 
-class _AllFilled(Exception):
+class _AllSlotsFilled(Exception):
     """Ends a recomputation early."""
 
 
@@ -221,13 +223,13 @@ def _replay_call(
         torch.enable_grad(),
         call.ambient(),
         call.replay,
-        saved_tensors_hooks(fill, _refuse_unpack),
+        saved_tensors_hooks(fill, _refuse_graph_use),
     ):
         outputs = call.forward(*args, **kwargs)
     return [leaf.detach() for leaf in tree_flatten(outputs)[0] if isinstance(leaf, torch.Tensor)]
 
 
-def _refuse_unpack(nothing: object) -> torch.Tensor:
+def _refuse_graph_use(nothing: object) -> torch.Tensor:
     raise AssertionError("the graph of a recomputation is not used")
 
 
@@ -239,7 +241,7 @@ def _non_repeatable_error(calls: Sequence[_SavedCall]) -> LayoutError:
     )
 
 
-def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _is_same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
     """The same memory, seen in the same way. FSDP hands a block another tensor object over it."""
     return (
         # Empty tensors have no memory, and all the same address.
@@ -262,7 +264,7 @@ class _SaveTensors(torch.autograd.Function):
         raise AssertionError("nothing depends on it")
 
 
-def _capture_ambient(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
+def _capture_rng_and_autocast(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
     """Random numbers and autocast as they are now, for later."""
     # The second forward must draw what the first one drew, in the same types.
     random = torch.get_rng_state()

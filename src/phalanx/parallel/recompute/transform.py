@@ -28,7 +28,7 @@ class Recompute:
 
     def apply(self, context: ParallelContext) -> None:
         """Replaces blocks' forwards; no wrapper module, so that names stay the user's own."""
-        for segment in own_segments(context):
+        for segment in list_segments_of_rank(context):
             blocks = context.blocks[segment.start : segment.stop]
             if context.plan.compile:
                 _refuse_uncompilable(blocks)
@@ -38,7 +38,7 @@ class Recompute:
                 _recompute(blocks[0], segment, context)
 
 
-def own_segments(context: ParallelContext) -> Iterator[Segment]:
+def list_segments_of_rank(context: ParallelContext) -> Iterator[Segment]:
     """Segments of the blocks that this rank has, counted among these. A segment ends where a
     stage does."""
     staged = context.axes.find(PipelineStageGroup)
@@ -48,7 +48,7 @@ def own_segments(context: ParallelContext) -> Iterator[Segment]:
     pipeline, first = staged.pipeline, 0
     planned = find_segments(context.plan, sum(pipeline.stages.num_blocks))
     mode = context.plan.activations.recompute
-    for stage in staged.own_stages:
+    for stage in staged.stages_of_this_rank:
         stage_start, end = pipeline.stages.ranges[stage]
         if stage_start == end:
             continue

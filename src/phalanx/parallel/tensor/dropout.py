@@ -31,9 +31,13 @@ class PartialDropoutCheck:
         self._cuts_sequence = cuts_sequence
         self._open: set[str] = set()
         self._is_watching = True
-        self._hooks = [modules[name].register_forward_hook(self._opens(name)) for name in columns]
+        self._hooks = [
+            modules[name].register_forward_hook(self._opens_sharded_features(name))
+            for name in columns
+        ]
         self._hooks += [
-            modules[name].register_forward_pre_hook(self._closes(name)) for name in rows
+            modules[name].register_forward_pre_hook(self._closes_sharded_features(name))
+            for name in rows
         ]
         self._hooks.append(module.register_forward_hook(self._stop_watching))
 
@@ -41,15 +45,16 @@ class PartialDropoutCheck:
         if self._is_watching and (self._cuts_sequence or self._open):
             raise partial_dropout_error(name)
 
-    def _opens(self, name: str) -> Any:
+    def _opens_sharded_features(self, name: str) -> Any:
         return lambda *_: self._open.add(name)
 
-    def _closes(self, name: str) -> Any:
+    def _closes_sharded_features(self, name: str) -> Any:
         """A row takes in the columns that stand nearest to it."""
 
         def close(*_: object) -> None:
             shared = {
-                column: _count_common(column.split("."), name.split(".")) for column in self._open
+                column: _count_common_prefix(column.split("."), name.split("."))
+                for column in self._open
             }
             self._open -= {
                 column for column, length in shared.items() if length == max(shared.values())
@@ -65,7 +70,7 @@ class PartialDropoutCheck:
                 hook.remove()
 
 
-def _count_common(path: list[str], other: list[str]) -> int:
+def _count_common_prefix(path: list[str], other: list[str]) -> int:
     """Number of leading parts that two dotted names share."""
     return next(
         (i for i, (a, b) in enumerate(zip(path, other, strict=False)) if a != b),

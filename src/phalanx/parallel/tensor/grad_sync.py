@@ -36,7 +36,11 @@ class PartialGradients:
     def sum_over_ranks(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Sum gradients over the ranks, in place. `named`: what an optimizer updates, as data
         parallelism has left it."""
-        pieces = [piece for name, p in named for piece in self._pieces(full_name(name), p)]
+        pieces = [
+            piece
+            for name, p in named
+            for piece in self._list_distinct_gradients(full_name(name), p)
+        ]
         if not pieces:
             return
         wide = torch.float32
@@ -59,7 +63,9 @@ class PartialGradients:
             start = part.storage_offset()
             gradient.copy_(summed[start : start + gradient.numel()].view(gradient.shape))
 
-    def _pieces(self, name: str, parameter: nn.Parameter) -> list[tuple[torch.Tensor, int, int]]:
+    def _list_distinct_gradients(
+        self, name: str, parameter: nn.Parameter
+    ) -> list[tuple[torch.Tensor, int, int]]:
         """(gradient, which of the distinct ones this rank holds, how many there are)."""
         if parameter.grad is None or name not in self._partial | self._shared:
             return []

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 from phalanx.core.errors import DataError, LayoutError
 from phalanx.mesh.linear import input_dim, is_conv1d, output_dim
 from phalanx.mesh.tensor_group import SEQUENCE, TensorGroup, VocabularyLogits, VocabularyShard
-from phalanx.parallel.pipeline.weight_grads import SPLITS, linear
-from phalanx.parallel.tensor.overlap import row_in_chunks
+from phalanx.parallel.pipeline.weight_grads import SPLITS, linear_with_deferred_gradient
+from phalanx.parallel.tensor.overlap import multiply_row_in_chunks
 from phalanx.plan.rules import CountAttribute, Rule
 
 
@@ -29,7 +29,7 @@ def num_inputs(part: nn.Module) -> int:
     return int(part.weight.shape[input_dim(part)])
 
 
-def set_outputs(part: nn.Module, size: int) -> None:
+def set_num_outputs(part: nn.Module, size: int) -> None:
     setattr(part, "nf" if is_conv1d(part) else "out_features", size)
 
 
@@ -49,18 +49,18 @@ def _row_forward(part: nn.Module, name: str, group: TensorGroup, x: torch.Tensor
             fix="a row follows columns that are cut alike",
         )
     if group.chunks > 1:
-        out = row_in_chunks(x, weight, group)
+        out = multiply_row_in_chunks(x, weight, group)
     else:
-        out = group.leave(_product(part, x, weight))
+        out = group.leave(_multiply_by_weight(part, x, weight))
     if part.bias is None:
         return out
     return out + part.bias.to(out.dtype)
 
 
-def _product(part: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _multiply_by_weight(part: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Multiply by a weight; in a pipeline that splits backwards its gradient can wait."""
     if getattr(part, SPLITS, False):
-        return linear(x, weight)
+        return linear_with_deferred_gradient(x, weight)
     return F.linear(x, weight)
 
 
@@ -151,7 +151,9 @@ def enter_region(
     )
 
 
-def enter_all(group: TensorGroup, part: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def enter_region_of_experts(
+    group: TensorGroup, part: nn.Module, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
     """Before experts, whose rows and whose weights of rows both have a gradient."""
     entered = tuple(_enter_activations(group, value) for value in args)
     return entered, {key: _enter_activations(group, value) for key, value in kwargs.items()}
@@ -217,15 +219,17 @@ class ModelOutputTagger:
         self._logits: torch.Tensor | None = None
         self._last_of_column: tuple[torch.Tensor, Rule] | None = None
         for part, rule in columns:
-            part.register_forward_hook(functools.partial(self._note_column, rule))
+            part.register_forward_hook(functools.partial(self._note_column_output, rule))
         for part, _ in vocabularies:
             if not isinstance(part, nn.Embedding):
-                part.register_forward_hook(self._note)
+                part.register_forward_hook(self._tag_output)
 
-    def _note(self, part: nn.Module, args: Any, output: torch.Tensor) -> None:
+    def _tag_output(self, part: nn.Module, args: Any, output: torch.Tensor) -> None:
         self._logits = output
 
-    def _note_column(self, rule: Rule, part: nn.Module, args: Any, output: torch.Tensor) -> None:
+    def _note_column_output(
+        self, rule: Rule, part: nn.Module, args: Any, output: torch.Tensor
+    ) -> None:
         self._last_of_column = output, rule
 
     def __call__(self, module: nn.Module, args: Any, outputs: Any) -> Any:

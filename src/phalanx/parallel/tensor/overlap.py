@@ -20,7 +20,9 @@ from torch.autograd.function import once_differentiable
 from phalanx.mesh.tensor_group import SEQUENCE, TensorGroup
 
 
-def row_in_chunks(x: torch.Tensor, weight: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+def multiply_row_in_chunks(
+    x: torch.Tensor, weight: torch.Tensor, group: TensorGroup
+) -> torch.Tensor:
     """`group.leave(x @ weight.T)`. x: [B, T, features of this rank]."""
     if x.ndim < 3 or (group.cuts_sequence and x.shape[SEQUENCE] % group.size):
         # Tokens that must be padded are not worth chunks.
@@ -36,14 +38,14 @@ def overlap_columns(region: nn.Module, columns: Sequence[nn.Module], group: Tens
 
     The first that is called computes what all of them put out; the others find theirs.
     """
-    shared = _Shared(group, list(columns))
+    shared = _SharedColumns(group, list(columns))
     for column in columns:
         column.forward = functools.partial(shared.output_of, column)  # type: ignore[method-assign]
     region.register_forward_hook(shared.forget)
 
 
 @dataclass
-class _Shared:
+class _SharedColumns:
     group: TensorGroup
     columns: list[nn.Module]
     _input: torch.Tensor | None = None
@@ -77,14 +79,14 @@ class _Shared:
         )
 
 
-def _chunks(length: int, group: TensorGroup) -> list[slice]:
+def _split_into_chunks(length: int, group: TensorGroup) -> list[slice]:
     """Spans of tokens, as even as it goes."""
     # A chunk has at least one token, so a short sequence has fewer chunks.
     count = max(1, min(group.chunks, length))
     return [slice(length * i // count, length * (i + 1) // count) for i in range(count)]
 
 
-def _flat(x: torch.Tensor) -> torch.Tensor:
+def _flatten_tokens(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
@@ -98,7 +100,7 @@ class _RowSum(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         parts = [
             group.start_all_reduce(F.linear(x[:, rows], weight))
-            for rows in _chunks(x.shape[SEQUENCE], group)
+            for rows in _split_into_chunks(x.shape[SEQUENCE], group)
         ]
         with group.timed("all_reduce", "all_reduce activations"):
             return torch.cat([group.wait(part) for part in parts], dim=SEQUENCE)
@@ -107,7 +109,7 @@ class _RowSum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        return grad @ weight, _flat(grad).T @ _flat(x), None
+        return grad @ weight, _flatten_tokens(grad).T @ _flatten_tokens(x), None
 
 
 class _RowScatter(torch.autograd.Function):
@@ -122,7 +124,7 @@ class _RowScatter(torch.autograd.Function):
         ctx.group = group
         by_rank = x.unflatten(SEQUENCE, (group.size, -1))  # [B, ranks, T / ranks, F]
         parts = []
-        for rows in _chunks(by_rank.shape[2], group):
+        for rows in _split_into_chunks(by_rank.shape[2], group):
             product = F.linear(by_rank[:, :, rows], weight)
             # Transposed to [ranks, B, tokens, F]: a reduce-scatter cuts the first dimension.
             parts.append((product.shape, group.start_reduce_scatter(product.transpose(0, 1))))
@@ -136,7 +138,7 @@ class _RowScatter(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         group: TensorGroup = ctx.group
         by_rank = x.unflatten(SEQUENCE, (group.size, -1))
-        spans = _chunks(by_rank.shape[2], group)
+        spans = _split_into_chunks(by_rank.shape[2], group)
         parts = [group.start_gather(grad[:, rows]) for rows in spans]
         # All gathers are started before the first product: each travels beside those before it.
         grad_x, grad_weight = torch.empty_like(by_rank), torch.zeros_like(weight)
@@ -144,7 +146,7 @@ class _RowScatter(torch.autograd.Function):
             with group.timed("all_gather", "all_gather sequence"):
                 gathered = group.wait(part).unflatten(0, (group.size, -1)).transpose(0, 1)
             grad_x[:, :, rows] = gathered @ weight
-            grad_weight += _flat(gathered).T @ _flat(by_rank[:, :, rows])
+            grad_weight += _flatten_tokens(gathered).T @ _flatten_tokens(by_rank[:, :, rows])
         return grad_x.flatten(1, 2), grad_weight, None
 
 
@@ -169,11 +171,11 @@ class _CopyColumns(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         group: TensorGroup = ctx.group
         parts = []
-        for rows in _chunks(x.shape[SEQUENCE], group):
+        for rows in _split_into_chunks(x.shape[SEQUENCE], group):
             parts.append(
                 group.start_all_reduce(_sum_of_products([g[:, rows] for g in grads], weights))
             )
-        grad_weights = [_flat(grad).T @ _flat(x) for grad in grads]
+        grad_weights = [_flatten_tokens(grad).T @ _flatten_tokens(x) for grad in grads]
         with group.timed("all_reduce", "all_reduce activations"):
             grad_x = torch.cat([group.wait(part) for part in parts], dim=SEQUENCE)
         return grad_x, None, *grad_weights
@@ -189,7 +191,7 @@ class _GatherColumns(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, x: torch.Tensor, group: TensorGroup, *weights: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        spans = _chunks(x.shape[SEQUENCE], group)
+        spans = _split_into_chunks(x.shape[SEQUENCE], group)
         parts = [group.start_gather(x[:, rows]) for rows in spans]
         # Kept for the backward: gathering it again would send as much as the forward did.
         gathered = x.new_empty(x.shape[0], group.size, *x.shape[1:])  # [B, ranks, T / ranks, D]
@@ -212,10 +214,10 @@ class _GatherColumns(torch.autograd.Function):
         group: TensorGroup = ctx.group
         by_rank = [grad.unflatten(SEQUENCE, (group.size, -1)) for grad in grads]
         parts = []
-        for rows in _chunks(gathered.shape[2], group):
+        for rows in _split_into_chunks(gathered.shape[2], group):
             product = _sum_of_products([g[:, :, rows] for g in by_rank], weights)
             parts.append((product.shape, group.start_reduce_scatter(product.transpose(0, 1))))
-        grad_weights = [_flat(grad).T @ _flat(gathered) for grad in by_rank]
+        grad_weights = [_flatten_tokens(grad).T @ _flatten_tokens(gathered) for grad in by_rank]
         with group.timed("reduce_scatter", "reduce_scatter sequence"):
             done = [group.wait(part).view(shape[0], *shape[2:]) for shape, part in parts]
         return torch.cat(done, dim=SEQUENCE), None, *grad_weights

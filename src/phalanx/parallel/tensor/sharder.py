@@ -70,7 +70,7 @@ class ModuleSharder:
         for name, rule in self._rules.items():
             self._apply_rule(name, self._modules[name], rule)
         # Last: only now all places of a tied tensor have met their rules.
-        self._require_ties()
+        self._require_tied_alike()
         self._require_cut_sequence()
         self._watch_outputs()
 
@@ -81,12 +81,12 @@ class ModuleSharder:
             kind = classify_module(part, is_attention=self._is_attention(name))
             require_cuttable(rule, name, kind)
         apply_rule = {
-            "column": self._column,
-            "row": self._row,
-            "experts": self._experts,
-            "vocab": self._vocab,
-            "region": self._region,
-            "sequence": self._sequence,
+            "column": self._shard_column,
+            "row": self._shard_row,
+            "experts": self._shard_experts,
+            "vocab": self._shard_vocabulary,
+            "region": self._mark_region,
+            "sequence": self._mark_sequence,
         }.get(rule.kind)
         # "partial" and "replicate" cut nothing: they say later how gradients are summed.
         if apply_rule is not None:
@@ -118,8 +118,8 @@ class ModuleSharder:
             if key == "weight":
                 cut_modules.append(self._modules[owner])
         last_columns = []
-        for column in self.open_columns():
-            if not column.has_row and self._region_of(column.name) is None:
+        for column in self.unclosed_columns():
+            if not column.has_row and self._find_region(column.name) is None:
                 last_columns.append((self._modules[column.name], column.rule))
         self.module.register_forward_hook(
             tp_modules.ModelOutputTagger(self.group, self._vocabularies, cut_modules, last_columns)
@@ -132,20 +132,20 @@ class ModuleSharder:
         for name, part in self._modules.items():
             if not isinstance(part, nn.modules.dropout._DropoutNd) or not part.p:
                 continue
-            is_unseen = plan.compile and self._region_of(f"{name}.p") is not None
+            is_unseen = plan.compile and self._find_region(f"{name}.p") is not None
             if plan.parallel.dropout != "global" or cuts_sequence or is_unseen:
                 raise partial_dropout_error(f"{name} ({part.p:g})")
         if plan.parallel.dropout == "global" and not plan.compile:
             masks = PartialDropoutCheck(
                 self.module,
                 self._modules,
-                self._list_cut("column"),
-                self._list_cut("row"),
+                self._list_sharded_modules("column"),
+                self._list_sharded_modules("row"),
                 cuts_sequence=cuts_sequence,
             )
             context.dropout_rng.mask_checks.append(masks.require)
 
-    def _list_cut(self, kind: str) -> list[str]:
+    def _list_sharded_modules(self, kind: str) -> list[str]:
         """Names of the modules under rules of `kind` whose features stay apart."""
         names = []
         for name, rule in self._rules.items():
@@ -153,7 +153,7 @@ class ModuleSharder:
                 names.append(name)
         return names
 
-    def open_columns(self) -> list[OpenColumn]:
+    def unclosed_columns(self) -> list[OpenColumn]:
         """Columns whose features are not put together again by themselves."""
         rows = {name.rpartition(".")[0] for name, rule in self._rules.items() if rule.kind == "row"}
         columns = []
@@ -187,7 +187,7 @@ class ModuleSharder:
         if self.group.cuts_sequence:
             return True
         is_row_bias = rule is not None and rule.kind == "row"
-        return self._region_of(name) is not None and not is_row_bias
+        return self._find_region(name) is not None and not is_row_bias
 
     def _is_attention(self, name: str) -> bool:
         """True within torch's own attention, which never calls the layers that it holds."""
@@ -196,7 +196,7 @@ class ModuleSharder:
             isinstance(part, nn.MultiheadAttention) for part in (self._modules[name], parent)
         )
 
-    def _region_of(self, name: str) -> str | None:
+    def _find_region(self, name: str) -> str | None:
         parents = name.split(".")[:-1]
         for count in range(len(parents), 0, -1):
             prefix = ".".join(parents[:count])
@@ -206,13 +206,13 @@ class ModuleSharder:
 
     # Each kind of rule
 
-    def _column(self, name: str, part: nn.Module, rule: Rule) -> None:
-        spans = self._spans(rule, tp_modules.num_outputs(part), name)
-        self._shard(name, part, "weight", output_dim(part), spans)
-        self._shard(name, part, "bias", 0, spans)
-        tp_modules.set_outputs(part, _length(spans))
+    def _shard_column(self, name: str, part: nn.Module, rule: Rule) -> None:
+        spans = self._find_spans_of_rank(rule, tp_modules.num_outputs(part), name)
+        self._shard_parameter(name, part, "weight", output_dim(part), spans)
+        self._shard_parameter(name, part, "bias", 0, spans)
+        tp_modules.set_num_outputs(part, _total_length(spans))
         # A region enters once for all columns in it.
-        if self._region_of(name) is None:
+        if self._find_region(name) is None:
             part.register_forward_pre_hook(
                 functools.partial(tp_modules.enter_region, self.group, ""), with_kwargs=True
             )
@@ -223,26 +223,28 @@ class ModuleSharder:
                 )
             part.register_forward_hook(
                 functools.partial(
-                    tp_modules.gather_output_features, self.group, self._sizes(rule, name, part)
+                    tp_modules.gather_output_features,
+                    self.group,
+                    self._output_sizes(rule, name, part),
                 )
             )
 
-    def _sizes(self, rule: Rule, name: str, part: nn.Module) -> tuple[int, ...]:
+    def _output_sizes(self, rule: Rule, name: str, part: nn.Module) -> tuple[int, ...]:
         total = self.cuts[f"{name}.weight"].global_shape[output_dim(part)]
         return tuple(
-            _length(rule.spans(total, self.group.size, r, name=name))
+            _total_length(rule.spans(total, self.group.size, r, name=name))
             for r in range(self.group.size)
         )
 
-    def _row(self, name: str, part: nn.Module, rule: Rule) -> None:
-        spans = self._spans(rule, tp_modules.num_inputs(part), name)
-        self._shard(name, part, "weight", input_dim(part), spans)
+    def _shard_row(self, name: str, part: nn.Module, rule: Rule) -> None:
+        spans = self._find_spans_of_rank(rule, tp_modules.num_inputs(part), name)
+        self._shard_parameter(name, part, "weight", input_dim(part), spans)
         if rule.unsummed:
-            tp_modules.skip_output_sum(part, name, _length(spans))
+            tp_modules.skip_output_sum(part, name, _total_length(spans))
         else:
-            tp_modules.make_row_parallel(part, name, self.group, _length(spans))
+            tp_modules.make_row_parallel(part, name, self.group, _total_length(spans))
 
-    def _experts(self, name: str, part: nn.Module, rule: Rule) -> None:
+    def _shard_experts(self, name: str, part: nn.Module, rule: Rule) -> None:
         if self.group.cuts_sequence:
             raise LayoutError(
                 f"{name} gets rows of tokens, of which nobody knows the sequence",
@@ -251,44 +253,50 @@ class ModuleSharder:
         # Gate and up are fused in the first matrix (parts=2); `down` takes one product of both.
         first, hidden = first_of_stack(part), part.down_proj.shape[2]  # type: ignore[union-attr,index]
         require_fused_expert_parts(rule, name, classify_module(part, is_attention=False))
-        self._shard(name, part, first, 1, self._spans(rule, getattr(part, first).shape[1], name))
-        self._shard(
+        self._shard_parameter(
+            name,
+            part,
+            first,
+            1,
+            self._find_spans_of_rank(rule, getattr(part, first).shape[1], name),
+        )
+        self._shard_parameter(
             name,
             part,
             "down_proj",
             2,
-            self._spans(replace(rule, parts=rule.parts[:1]), hidden, name),
+            self._find_spans_of_rank(replace(rule, parts=rule.parts[:1]), hidden, name),
         )
         part.register_forward_pre_hook(
-            functools.partial(tp_modules.enter_all, self.group), with_kwargs=True
+            functools.partial(tp_modules.enter_region_of_experts, self.group), with_kwargs=True
         )
         # Each rank has a part of every expert's features: their sum is the experts' output.
         part.register_forward_hook(lambda module, args, output: self.group.leave(output))
 
-    def _vocab(self, name: str, part: nn.Module, rule: Rule) -> None:
+    def _shard_vocabulary(self, name: str, part: nn.Module, rule: Rule) -> None:
         is_embedding = isinstance(part, nn.Embedding)
         total = part.num_embeddings if is_embedding else tp_modules.num_outputs(part)
-        spans = self._spans(rule, total, name)
+        spans = self._find_spans_of_rank(rule, total, name)
         sizes = [
-            _length(rule.spans(total, self.group.size, r, name=name))
+            _total_length(rule.spans(total, self.group.size, r, name=name))
             for r in range(self.group.size)
         ]
         vocabulary = VocabularyShard(self.group, tuple(sizes))
-        self._shard(name, part, "weight", 0 if is_embedding else output_dim(part), spans)
-        self._shard(name, part, "bias", 0, spans)
+        self._shard_parameter(name, part, "weight", 0 if is_embedding else output_dim(part), spans)
+        self._shard_parameter(name, part, "bias", 0, spans)
         if is_embedding:
             tp_modules.make_embedding(part, name, vocabulary)
         else:
-            tp_modules.set_outputs(part, spans[0].size)
+            tp_modules.set_num_outputs(part, spans[0].size)
             part.register_forward_pre_hook(
                 functools.partial(tp_modules.enter_region, self.group, ""), with_kwargs=True
             )
         self._vocabularies.append((part, vocabulary))
 
-    def _region(self, name: str, part: nn.Module, rule: Rule) -> None:
+    def _mark_region(self, name: str, part: nn.Module, rule: Rule) -> None:
         columns = []
-        for inner in self._list_cut("column"):
-            if self._region_of(inner) == name:
+        for inner in self._list_sharded_modules("column"):
+            if self._find_region(inner) == name:
                 columns.append(self._modules[inner])
         if rule.summed:
             tp_modules.sum_region_output(part, self.group)
@@ -302,15 +310,15 @@ class ModuleSharder:
             functools.partial(tp_modules.enter_region, self.group, rule.argument), with_kwargs=True
         )
 
-    def _sequence(self, name: str, part: nn.Module, rule: Rule) -> None:
+    def _mark_sequence(self, name: str, part: nn.Module, rule: Rule) -> None:
         part.register_forward_hook(functools.partial(tp_modules.keep_own_tokens, self.group))
 
-    def _spans(self, rule: Rule, size: int, name: str) -> list[DimSlice]:
+    def _find_spans_of_rank(self, rule: Rule, size: int, name: str) -> list[DimSlice]:
         return rule.spans(size, self.group.size, self.group.rank, name=name)
 
     # Parameters
 
-    def _shard(
+    def _shard_parameter(
         self, owner: str, part: nn.Module, key: str, dim: int, spans: Sequence[DimSlice]
     ) -> None:
         parameter = getattr(part, key, None)
@@ -334,7 +342,7 @@ class ModuleSharder:
         setattr(part, key, replacement[0])
         self.cuts[name] = cut
 
-    def _require_ties(self) -> None:
+    def _require_tied_alike(self) -> None:
         """A tied tensor must be cut wherever it stands: torch's own tools make two of it without
         a word."""
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
@@ -346,15 +354,17 @@ class ModuleSharder:
                 )
 
 
-def _length(spans: Sequence[DimSlice]) -> int:
+def _total_length(spans: Sequence[DimSlice]) -> int:
     return sum(span.size for span in spans)
 
 
 def _build_cut_boxes(shape: tuple[int, ...], dim: int, spans: Sequence[DimSlice]) -> Cut:
-    return Cut(shape, tuple(_boxes(shape, dim, spans)))
+    return Cut(shape, tuple(_list_boxes_of_spans(shape, dim, spans)))
 
 
-def _boxes(shape: tuple[int, ...], dim: int, spans: Sequence[DimSlice]) -> Iterator[Box]:
+def _list_boxes_of_spans(
+    shape: tuple[int, ...], dim: int, spans: Sequence[DimSlice]
+) -> Iterator[Box]:
     local_start = 0
     for span in spans:
         global_start, local, size = [0] * len(shape), [0] * len(shape), list(shape)

@@ -51,7 +51,7 @@ class TensorParallel:
             # A compiler schedules collectives itself.
             chunks=1 if plan.compile else plan.parallel.tp_chunks,
         )
-        rules = rules_for(module, plan.parallel.rules, context.names)
+        rules = collect_shard_rules(module, plan.parallel.rules, context.names)
         staged = context.axes.find(PipelineStageGroup)
         sharder = ModuleSharder(
             module,
@@ -72,11 +72,11 @@ class TensorParallel:
         # Compiled code counts nothing: no number is better than a part of it.
         if not plan.compile:
             context.traffic.add_sender("tp", group)
-        explain = functools.partial(shard_width_error, columns=sharder.open_columns())
+        explain = functools.partial(shard_width_error, columns=sharder.unclosed_columns())
         context.hooks.explain_error.append(explain)
 
 
-def rules_for(
+def collect_shard_rules(
     module: nn.Module, job_rules: Mapping[str, str], names: Iterable[str]
 ) -> tuple[Rule, ...]:
     """The job's rules, then those that the model brings (`shard_rules`).

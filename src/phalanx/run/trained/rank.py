@@ -29,7 +29,7 @@ from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.build import build_model, build_objective
 from phalanx.parallel.executor import Batch
 from phalanx.parallel.model import ParallelModel
-from phalanx.parallel.parallelize import parallelize, transforms
+from phalanx.parallel.parallelize import discover_transforms, parallelize
 from phalanx.plan.plan import Plan
 from phalanx.run.data import check_masks, open_held_out
 from phalanx.run.trained.files import PROGRESS, RESULT, TOKENS
@@ -41,7 +41,7 @@ from phalanx.train.stop import StopFlags
 
 PROGRESS_S = 0.2
 # Imported in the server, once, instead of in every rank.
-transforms()
+discover_transforms()
 
 
 @dataclass(frozen=True)
