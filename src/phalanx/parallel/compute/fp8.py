@@ -53,13 +53,13 @@ def require_fp8_device(device: torch.device) -> None:
     if capability < FP8_CAPABILITY:
         name = torch.cuda.get_device_name(device)
         raise EnvironmentProblem(
-            f"precision.compute=fp8 needs a GPU of compute capability {_describe_skipped_layers(FP8_CAPABILITY)}, and"
-            f" {name} has {_describe_skipped_layers(capability)}",
+            f"precision.compute=fp8 needs a GPU of compute capability {_format_capability(FP8_CAPABILITY)}, and"
+            f" {name} has {_format_capability(capability)}",
             fix=FP8_FIX,
         )
 
 
-def _describe_skipped_layers(capability: tuple[int, ...]) -> str:
+def _format_capability(capability: tuple[int, ...]) -> str:
     return ".".join(map(str, capability))
 
 
