@@ -22,7 +22,7 @@ from phalanx.core.errors import EXIT_CODE_MEANING
 from phalanx.core.phases import PHASES
 from phalanx.core.registry import list_kinds
 from phalanx.job.json_schema import FILE, KINDS, job_json_schema
-from phalanx.job.presets.table import replace_table
+from phalanx.job.presets.table import replace_presets_table
 from phalanx.job.schema import Job, Section
 from phalanx.observe.events import EVENTS
 
@@ -170,7 +170,7 @@ def targets() -> dict[Path, str]:
         HERE / "reference.md": reference(),
         HERE / FILE: schema,
         PACKAGE / FILE: schema,
-        models: replace_table(models.read_text(encoding="utf-8")),
+        models: replace_presets_table(models.read_text(encoding="utf-8")),
         own_code: with_examples(own_code.read_text(encoding="utf-8")),
         found: with_examples(found.read_text(encoding="utf-8")),
         costs: with_tables(costs.read_text(encoding="utf-8")),

@@ -17,7 +17,7 @@ import pytest
 from phalanx.core import phases as phases_module
 from phalanx.core.phases import BlackBox, HostClock, PhaseClock, PhaseTimer, read_black_box
 from phalanx.mesh.event_clock import EventClock, clock_of
-from phalanx.train.pipeline_record import align_clocks, collect_spans
+from phalanx.train.pipeline_record import align_rank_clocks, collect_spans
 
 
 @dataclass
@@ -179,7 +179,7 @@ def test_spans_of_a_pipeline_have_the_length_of_their_work(machine: Machine) -> 
     machine.work(8.0)  # the reduction
     machine.queue.wait()
     told = [collect_spans(machine.clock, machine.clock.mark(), spans, rank) for rank in (0, 1)]
-    rows = align_clocks(told)
+    rows = align_rank_clocks(told)
     assert rows[0] == rows[1]
     assert [(action, round(end - begin, 1)) for action, begin, end in rows[0]] == [
         ("0F0", 1),

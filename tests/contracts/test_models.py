@@ -12,7 +12,7 @@ from torch import nn
 
 from models import SEQ_LEN, VOCAB
 from phalanx.core.registry import list_kinds, resolve
-from phalanx.job.model import shape_of
+from phalanx.job.model import build_model_shape
 from phalanx.job.schema import Job
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.mesh.blocks import find_blocks
@@ -38,7 +38,7 @@ def job(kind: str) -> Job:
 
 
 def on_meta(kind: str) -> tuple[nn.Module, DecoderShape]:
-    shape = shape_of(job(kind), VOCAB)
+    shape = build_model_shape(job(kind), VOCAB)
     return build_model(job(kind), shape), shape
 
 

@@ -39,7 +39,7 @@ from phalanx.observe.events import (
 )
 from phalanx.observe.sink_process import ProcessSink, SinkProcessError
 from phalanx.observe.sinks._metrics import Metrics, values_of
-from phalanx.run.needs import check_needs, sink_openers
+from phalanx.run.needs import require_packages, sink_openers
 from sink_readers import CURVES, mlflow_run, tensorboard_curves, wandb_runs
 
 PACKAGE = "phalanx.observe.sinks"
@@ -279,7 +279,7 @@ def test_without_its_package_a_job_is_refused_with_the_extra(
     monkeypatch.setattr(sys, "meta_path", [Hidden(package), *sys.meta_path])
     monkeypatch.delitem(sys.modules, package, raising=False)
     with pytest.raises(EnvironmentProblem) as caught:
-        check_needs(Job(observe=Observe(sinks=(kind,))), "cpu")
+        require_packages(Job(observe=Observe(sinks=(kind,))), "cpu")
     assert caught.value.exit_code == ExitCode.ENVIRONMENT
     assert f"pip install 'phalanx[{kind}]'" in str(caught.value)
 

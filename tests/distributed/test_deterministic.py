@@ -143,7 +143,7 @@ def test_a_run_may_change_it(tmp_path: Path) -> None:
     write_json_atomic(tmp_path / "job.json", load_job(None, ["cluster.device=cpu"]).to_json())
     resumed = load_resumed_job(str(tmp_path), ["train.deterministic=true"])
     assert not resumed.is_other_training
-    assert resumed.lines() == [
+    assert resumed.summary_lines() == [
         "changed train.deterministic false -> true: the same mathematics, rounded otherwise, on"
         " GPUs"
     ]

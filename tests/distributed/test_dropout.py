@@ -94,7 +94,7 @@ def one_process(rank: int) -> Outcome:
     module, losses = dropped(), []
     masks = DropoutMasks(module, SEED)
     for step, batch in enumerate(batches()):
-        with masks.fill(step + 1, 0, BATCH):
+        with masks.applying_masks(step + 1, 0, BATCH):
             total, targets = plain_cross_entropy(module(batch["inputs"]), batch)
         module.zero_grad()
         (total / targets).backward()

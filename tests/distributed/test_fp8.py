@@ -224,10 +224,10 @@ def test_an_older_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         EnvironmentProblem, match=r"capability 8\.9, and one here has 8\.0"
     ) as caught:
-        needs.check_needs(job(), "cuda")
+        needs.require_packages(job(), "cuda")
     assert caught.value.exit_code == 6
     monkeypatch.setattr(needs, "compute_capability", lambda: (9, 0))
-    needs.check_needs(job(), "cuda")
+    needs.require_packages(job(), "cuda")
 
 
 def test_without_torchao_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +236,7 @@ def test_without_torchao_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         convert_to_fp8(nn.Sequential(nn.Linear(16, 16)))
     monkeypatch.setattr(needs, "_is_installed", lambda name: name != "torchao")
     with pytest.raises(EnvironmentProblem, match="needs torchao; pip install"):
-        needs.check_needs(job(), "cuda")
+        needs.require_packages(job(), "cuda")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from test_launch import Run, _nothing_is_left, run  # noqa: F401  (fixtures)
 from phalanx.job.schema import Job
 from phalanx.launch.server_process import _server_environment
 from phalanx.observe.events import Note
-from phalanx.run.needs import preload
+from phalanx.run.needs import list_modules_to_preload
 
 DRIVER = """
 static int begun;
@@ -99,7 +99,7 @@ def test_nothing_that_the_server_imports_begins_cuda(tmp_path: Path) -> None:
     """torchao, which transformers imports where it is installed, asks torch for GPUs four times."""
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    modules = preload(Job.model_validate({"model": {"kind": f"hf:{tmp_path}"}}))
+    modules = list_modules_to_preload(Job.model_validate({"model": {"kind": f"hf:{tmp_path}"}}))
     assert "transformers.modeling_utils" in modules
     command = [sys.executable, "-W", "ignore", "-c", PRELOADS, *modules]
     done = subprocess.run(

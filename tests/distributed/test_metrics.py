@@ -272,7 +272,7 @@ def test_the_first_of_equals_is_the_best_and_what_is_no_number_never() -> None:
     record = EvalRecord(
         {2: EvalScore(1.0, 9, 0.5), 4: EvalScore(0.9, 9, 0.5), 6: EvalScore(0.8, 9, math.nan)}
     )
-    record.add(8, EvalScore(0.1, 5, 0.9))  # over other data
+    record.add_evaluation(8, EvalScore(0.1, 5, 0.9))  # over other data
     assert record.best(9, "max") == (2, EvalScore(1.0, 9, 0.5))
     assert record.best(7, "max")[0] == 0
 

@@ -29,7 +29,7 @@ from phalanx.plan.cluster import Cluster
 from phalanx.plan.planner import make_plan
 from phalanx.run.prepare import prepare_run
 from phalanx.run.rank import run_rank
-from phalanx.run.rank_run import RankRun
+from phalanx.run.rank_run import RankRunInputs
 from phalanx.run.trained.payloads import ModelPayload
 from phalanx.run.trained.rank import open_model
 from phalanx.run.weights import build_state, find_checkpoints, restore_newest
@@ -140,7 +140,7 @@ def start(
     made, refusal, run_dir = counted(), "", folder / run
     with prepare_run(job, run_dir, resume=attempt > 0, num_ranks=None) as ready:
         try:
-            run_rank(RankRun(ready.job, ready.plan, run_dir, 0, attempt, time.monotonic()))
+            run_rank(RankRunInputs(ready.job, ready.plan, run_dir, 0, attempt, time.monotonic()))
         except CheckpointError as error:
             refusal = str(error)
         told = [envelope.event for envelope in EventTail(run_dir, attempt_from=attempt).poll()]

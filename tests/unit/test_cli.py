@@ -29,7 +29,7 @@ from phalanx.job.load import load_job
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import BaselineMeasured, EvalFinished, TextGenerated
 from phalanx.report.end_of_run import summary_lines
-from phalanx.run.announce import announcement
+from phalanx.run.announce import announcement_lines
 from phalanx.run.prepare import prepare_run
 
 
@@ -280,7 +280,7 @@ def test_how_a_single_document_is_held_out_is_said_before_the_start(tmp_path: Pa
         None, [*TINY, f"data.source={source}", "parallel.ranks=1", f"run.dir={tmp_path / 'run'}"]
     )
     with prepare_run(job, tmp_path / "run", resume=False, num_ranks=None) as run:
-        said = "\n".join(announcement(run))
+        said = "\n".join(announcement_lines(run))
     assert re.search(r"in 1 documents, [0-9,]+ held out by position \(there is one document", said)
 
 
@@ -296,7 +296,7 @@ def test_a_run_without_a_directory_gets_a_fresh_name(
     monkeypatch.setattr(training.time, "strftime", lambda form: "20260101-000000")
     names = []
     for _ in range(3):
-        names.append(training._fresh_run_dir(Job()))
+        names.append(training._choose_new_run_dir(Job()))
         Path(names[-1]).mkdir(parents=True)
     first = "runs/train-20260101-000000"
     assert names == [first, f"{first}-2", f"{first}-3"]

@@ -18,7 +18,7 @@ from phalanx.data.loader import RankBatchShare, build_held_out_batches
 from phalanx.data.prepare import prepare_corpus
 from phalanx.data.user_dataset import LOOKED_AT, UserSamples, collate_samples, digest_sample_subset
 from phalanx.job.schema import Data
-from phalanx.job.user_dataset import is_own_dataset, num_workers
+from phalanx.job.user_dataset import count_loader_processes, is_own_dataset
 from phalanx.parallel.call.bind_batch import call_with_batch
 
 
@@ -308,7 +308,7 @@ def test_fewer_held_out_samples_than_ranks_are_refused(prepare: Callable[..., ob
 def test_an_own_dataset_is_read_ahead_by_a_worker_unless_the_job_says_otherwise(
     keys: dict, expected: int
 ) -> None:
-    assert num_workers(Data(**keys)) == expected
+    assert count_loader_processes(Data(**keys)) == expected
 
 
 class Plain(torch.nn.Module):

@@ -29,7 +29,7 @@ from phalanx.checkpoint.manifest import MANIFEST, manifest_bytes, manifest_xxh3,
 from phalanx.cli._app import run
 from phalanx.core.registry import list_kinds
 from phalanx.job.load import load_job
-from phalanx.job.model import shape_of
+from phalanx.job.model import build_model_shape
 from phalanx.job.shapes.decoder import DecoderShape
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
@@ -121,7 +121,7 @@ def test_import_writes_a_checkpoint_and_a_job_file_that_fits(
         "tokenizer.json",
     ]
     job = load_job(out / "model.toml")
-    assert shape_of(job, 1) == SHAPE
+    assert build_model_shape(job, 1) == SHAPE
     assert (job.model.init_from, job.data.tokenizer) == (str(out), str(out / "tokenizer.json"))
     assert phalanx(capsys, "verify", out)[0] == 0
     assert "step-0" in phalanx(capsys, "ls", out)[1]

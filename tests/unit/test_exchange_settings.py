@@ -20,19 +20,21 @@ from phalanx.checkpoint.exchange.settings import (
 from phalanx.checkpoint.exchange.translate import unstack_experts
 from phalanx.core.errors import LayoutError
 from phalanx.job.load import load_job
-from phalanx.job.model import preset_shape, shape_of
+from phalanx.job.model import build_model_shape, build_preset_shape
 from phalanx.job.presets import find_preset, list_presets
 from phalanx.job.shapes.decoder import DecoderShape
-from phalanx.job.toml import model_section
+from phalanx.job.toml import format_model_section
 from phalanx.nn.models import decoder, vit
 
-KNOWN = [preset.name for preset in list_presets() if not preset_shape(preset).has_latent_attention]
+KNOWN = [
+    preset.name for preset in list_presets() if not build_preset_shape(preset).has_latent_attention
+]
 
 
 def shape(name: str, **changes: Any) -> DecoderShape:
     preset = find_preset(name)
     assert preset is not None
-    found = replace(preset_shape(preset), **changes)
+    found = replace(build_preset_shape(preset), **changes)
     return found if found.vocab_size or found.reads_images else replace(found, vocab_size=99)
 
 
@@ -48,8 +50,10 @@ def test_the_model_section_of_a_job_file_means_the_same_shape(name: str, tmp_pat
     wanted = shape(name)
     file = tmp_path / "model.toml"
     source = 'source = "my.data:images"' if wanted.reads_images else ""
-    file.write_text(f"{model_section(wanted)}\n[data]\n{source}\n")
-    assert normalize_model_shape(shape_of(load_job(file), 1)) == normalize_model_shape(wanted)
+    file.write_text(f"{format_model_section(wanted)}\n[data]\n{source}\n")
+    assert normalize_model_shape(build_model_shape(load_job(file), 1)) == normalize_model_shape(
+        wanted
+    )
 
 
 @pytest.mark.parametrize("name", KNOWN)

@@ -11,7 +11,7 @@ import pytest
 
 from phalanx.cli import _app
 from phalanx.core.files import write_json_atomic
-from phalanx.job.findings import keys_by_section
+from phalanx.job.findings import list_keys_by_section
 from phalanx.job.load import load_job
 from phalanx.job.schema import Job
 
@@ -55,7 +55,7 @@ def test_every_key_is_explained_and_its_value_is_the_jobs(
 ) -> None:
     found = ask(capsys, "train", "job.toml", "--explain", "train.steps=20", MEMORY)
     job = load_job("job.toml", ["train.steps=20", MEMORY]).to_json()
-    for section, keys in keys_by_section().items():
+    for section, keys in list_keys_by_section().items():
         for key in keys:
             told = found[f"{section}.{key}"]
             if told["origin"] in ("file", "override", "default") and job[section][key] is not None:
@@ -121,7 +121,7 @@ def test_the_table_is_aligned_and_plain_where_nobody_looks(
     starts = {re.match(r"\S+ +", line).end() for line in lines}  # type: ignore[union-attr]
     assert len(starts) == 1
     assert [line for line in out.splitlines() if line.startswith("[")] == [
-        f"[{name}]" for name in (*keys_by_section(), "plan")
+        f"[{name}]" for name in (*list_keys_by_section(), "plan")
     ]
 
 

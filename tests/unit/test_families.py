@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from phalanx.job.load import load_job
-from phalanx.job.model import shape_of
+from phalanx.job.model import build_model_shape
 from phalanx.job.presets import find_preset
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.job.shapes.vit import VitShape
@@ -41,7 +41,7 @@ def tiny(preset: str, **changes: Any) -> DecoderShape:
 
 def shape_with(preset: str, *keys: str) -> DecoderShape:
     """Of a job with any dataset: nothing reads it."""
-    return shape_of(
+    return build_model_shape(
         load_job(None, [f"model.preset={preset}", "data.source=my.data:images", *keys]), VOCAB
     )
 

@@ -4,15 +4,19 @@ wall."""
 from __future__ import annotations
 
 from phalanx.core.units import GIB
-from phalanx.train.gpu_room import describe_missing_room
+from phalanx.train.gpu_room import describe_shortage_of_any_rank
 
 
 def test_the_gpu_with_too_little_room_is_named() -> None:
-    assert describe_missing_room([(79 * GIB, 80 * GIB)] * 2, [70 * GIB] * 2) == ""
-    one = describe_missing_room([(79 * GIB, 80 * GIB), (20 * GIB, 80 * GIB)], [70 * GIB, 60 * GIB])
+    assert describe_shortage_of_any_rank([(79 * GIB, 80 * GIB)] * 2, [70 * GIB] * 2) == ""
+    one = describe_shortage_of_any_rank(
+        [(79 * GIB, 80 * GIB), (20 * GIB, 80 * GIB)], [70 * GIB, 60 * GIB]
+    )
     assert one.startswith(
         "the GPU of rank 1 has 20.0 GiB of 80.0 GiB free, and the plan predicts 60.0 GiB: "
     )
-    two = describe_missing_room([(30 * GIB, 80 * GIB), (20 * GIB, 80 * GIB)], [70 * GIB, 60 * GIB])
+    two = describe_shortage_of_any_rank(
+        [(30 * GIB, 80 * GIB), (20 * GIB, 80 * GIB)], [70 * GIB, 60 * GIB]
+    )
     assert "of rank 0 " in two or "of rank 1 " in two
     assert "1 more ranks have too little" in two

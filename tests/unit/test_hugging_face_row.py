@@ -22,7 +22,7 @@ from phalanx.checkpoint.exchange import families, translate
 from phalanx.checkpoint.exchange.families import list_families
 from phalanx.checkpoint.exchange.importing import ImportedWeights
 from phalanx.core.errors import LayoutError
-from phalanx.job.presets import preset_names
+from phalanx.job.presets import list_preset_names
 from phalanx.job.schema import Job
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.nn import norms, rotary
@@ -154,7 +154,7 @@ def test_what_is_left_out_is_said(rows: Mapping[str, Row]) -> None:
 def test_every_preset_is_equal_or_refused(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     models, refused = [], set()
-    for name in preset_names():
+    for name in list_preset_names():
         model = Model(name, "")
         if why_no_hugging_face_row(*make_plan(model)):
             refused.add(name)

@@ -10,7 +10,7 @@ import pytest
 from phalanx.core.errors import JobError
 from phalanx.job.checks import faults as fault_checks
 from phalanx.job.checks.run import CHECKS, run_checks
-from phalanx.job.findings import keys_by_section
+from phalanx.job.findings import list_keys_by_section
 from phalanx.job.load import load_job, load_job_json
 from phalanx.job.schema import Job
 
@@ -30,12 +30,16 @@ VIT = "model.kind=vit data.source=my.data:images"
 
 
 def test_the_defaults_agree():
-    every_key = {f"{section}.{key}" for section, keys in keys_by_section().items() for key in keys}
+    every_key = {
+        f"{section}.{key}" for section, keys in list_keys_by_section().items() for key in keys
+    }
     assert run_checks(Job(), every_key, set()) == []
 
 
 def test_checks_read_keys_that_exist():
-    every_key = {f"{section}.{key}" for section, keys in keys_by_section().items() for key in keys}
+    every_key = {
+        f"{section}.{key}" for section, keys in list_keys_by_section().items() for key in keys
+    }
     for one in CHECKS:
         assert set(one.asked_by) <= set(one.reads) <= every_key
 

@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from phalanx.core.errors import ExitCode, JobError, Problem
-from phalanx.job.findings import keys_by_section
+from phalanx.job.findings import list_keys_by_section
 from phalanx.job.load import find_origins, load_job, load_job_json
-from phalanx.job.model import shape_of
+from phalanx.job.model import build_model_shape
 from phalanx.job.schema import Job
 
 
@@ -154,7 +154,7 @@ def test_origins(job_file):
     assert found["train.steps"] == "override"
     assert found["optim.lr"] == "default"
     assert set(found) == {
-        f"{section}.{key}" for section, keys in keys_by_section().items() for key in keys
+        f"{section}.{key}" for section, keys in list_keys_by_section().items() for key in keys
     }
 
 
@@ -226,8 +226,8 @@ def test_the_word_none_is_a_choice_where_it_is_one():
     """Elsewhere it stands for an absent key. Both survive a run's own job.json."""
     job = load_job(None, ["model.preset=qwen2.5-7b", "model.bias=none", "model.rope_theta=none"])
     assert (job.model.bias, job.model.rope_theta) == ("none", None)
-    assert shape_of(job, 1).bias == "none"
-    assert shape_of(load_job(None, ["model.preset=qwen2.5-7b"]), 1).bias == "qkv"
+    assert build_model_shape(job, 1).bias == "none"
+    assert build_model_shape(load_job(None, ["model.preset=qwen2.5-7b"]), 1).bias == "qkv"
     assert Job.model_validate_json(json.dumps(job.to_json())) == job
 
 
@@ -457,7 +457,7 @@ def outcome(path: str | None, overrides: list[str]) -> tuple[Job | None, list[Pr
 
 _anything = st.text(st.characters(exclude_categories=()), max_size=20)
 _keys = st.sampled_from(
-    [f"{section}.{key}" for section, keys in keys_by_section().items() for key in keys]
+    [f"{section}.{key}" for section, keys in list_keys_by_section().items() for key in keys]
 )
 _values = st.sampled_from(
     ["1", "0", "-1", "1e9", "nan", "true", "none", "[]", "[1]", "{}", "{a=1}", '"x"', "[[[", "a:b"]

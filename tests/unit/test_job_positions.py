@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 
-from phalanx.job.positions import locate
+from phalanx.job.positions import locate_toml_keys
 
 TEXT = """\
 top.a = 1
@@ -23,7 +23,7 @@ v = 3
 
 
 def test_every_kind_of_place():
-    places = locate(TEXT)
+    places = locate_toml_keys(TEXT)
     spots = {path: (*place.key, *place.value) for path, place in places.items()}
     assert spots == {
         ("top",): (1, 1, 1, 9),
@@ -67,4 +67,4 @@ def test_the_same_paths_as_the_parsers():
             yield (*path, key)
             yield from paths(item, (*path, key))
 
-    assert set(paths(tomllib.loads(TEXT))) == set(locate(TEXT))
+    assert set(paths(tomllib.loads(TEXT))) == set(locate_toml_keys(TEXT))

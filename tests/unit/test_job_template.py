@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from phalanx.cli import _app
 from phalanx.core.errors import JobError
 from phalanx.core.files import write_json_atomic
-from phalanx.job.findings import keys_by_section
+from phalanx.job.findings import list_keys_by_section
 from phalanx.job.json_schema import FILE, job_json_schema
 from phalanx.job.load import load_job, load_job_json
 from phalanx.job.schema import Job
 from phalanx.job.template import USUAL, job_template
-from phalanx.job.toml import toml_value
+from phalanx.job.toml import format_toml_value
 
 ROOT = Path(__file__).parents[2]
 COMMENTED = re.compile(r"^#(?=[a-z_]+ = )", re.MULTILINE)
@@ -53,7 +53,7 @@ plain = st.recursive(
 @given(plain)
 def test_a_value_is_read_as_it_was_written(value: Any) -> None:
     """Against tomllib."""
-    assert tomllib.loads(f"key = {toml_value(value)}") == {"key": value}
+    assert tomllib.loads(f"key = {format_toml_value(value)}") == {"key": value}
 
 
 # The file
@@ -70,7 +70,7 @@ def test_a_fresh_job_file_is_the_default_job(tmp_path: Path) -> None:
 
 def test_every_key_is_in_it_once_with_its_words() -> None:
     text = job_template()
-    for section, keys in keys_by_section().items():
+    for section, keys in list_keys_by_section().items():
         body = text.split(f"[{section}]\n")[1].split("\n[")[0]
         assert tuple(re.findall(r"^#?([a-z_]+) = ", body, re.MULTILINE)) == keys
         for line in re.findall(r"(.*)\n#?[a-z_]+ = ", body):
@@ -78,12 +78,12 @@ def test_every_key_is_in_it_once_with_its_words() -> None:
     assert max(map(len, text.splitlines())) <= 100
 
 
-@pytest.mark.parametrize("section", keys_by_section())
+@pytest.mark.parametrize("section", list_keys_by_section())
 def test_a_section_loads_with_every_key_switched_on(section: str, tmp_path: Path) -> None:
     head, body = job_template().split(f"\n[{section}]\n")
     body, _, tail = body.partition("\n\n")
     switched = COMMENTED.sub("", body)
-    assert tomllib.loads(switched).keys() == set(keys_by_section()[section])
+    assert tomllib.loads(switched).keys() == set(list_keys_by_section()[section])
     job = load_job(write(tmp_path / "job.toml", f"{head}\n[{section}]\n{switched}\n\n{tail}"))
     if section != "model":  # where "none" is a choice, too: no biases, no stretched positions
         assert job == Job()
@@ -188,7 +188,7 @@ def test_every_key_of_the_schema_has_words_and_a_default(
 ) -> None:
     for section, body in validator.schema["properties"].items():
         assert body["description"], section
-        assert tuple(body["properties"]) == keys_by_section()[section]
+        assert tuple(body["properties"]) == list_keys_by_section()[section]
         for key, schema in body["properties"].items():
             assert schema["description"], f"{section}.{key}"
             assert "default" in schema or schema["type"] == "object", f"{section}.{key}"

@@ -31,7 +31,7 @@ class _Model:
 
 
 def event_of(meter: MemoryMeter) -> MemoryMeasured:
-    return meter.measure({}, _Model(), {"parameters": 10})  # type: ignore[arg-type]
+    return meter.build_memory_event({}, _Model(), {"parameters": 10})  # type: ignore[arg-type]
 
 
 def touch(num_mib: int) -> None:
@@ -45,12 +45,12 @@ def between_phases(rank: int) -> tuple[MemoryMeasured, int]:
     meter = MemoryMeter()
     touch(300)  # before anything counts
     meter.start(CPU)
-    meter.listen(1, "forward")
-    meter.listen(1, "backward")
+    meter.begin_phase(1, "forward")
+    meter.begin_phase(1, "backward")
     touch(96)  # and it is gone where the next phase begins
-    meter.listen(1, "optimizer")
-    step_peak = meter.so_far().peak_bytes
-    meter.listen(2, "forward")
+    meter.begin_phase(1, "optimizer")
+    step_peak = meter.read_rank_memory().peak_bytes
+    meter.begin_phase(2, "forward")
     return event_of(meter), step_peak
 
 
@@ -67,14 +67,14 @@ def sampled(rank: int) -> MemoryMeasured:
     meter = MemoryMeter()
     meter._process.reset_peak = lambda: False  # type: ignore[method-assign]  # as in a container that forbids it
     meter.start(CPU)
-    meter.listen(4, "backward")
+    meter.begin_phase(4, "backward")
     memory = mmap.mmap(-1, 96 * MIB)
     memory.write(b"x" * 96 * MIB)
     until = time.monotonic() + 60
     while meter._peak_bytes - meter._start_bytes < 90 * MIB and time.monotonic() < until:
         pass
     memory.close()
-    meter.listen(4, "optimizer")
+    meter.begin_phase(4, "optimizer")
     event = event_of(meter)
     meter.stop()
     return event
@@ -90,14 +90,14 @@ def beside_files(rank: int, path: str) -> list[int]:
     meter = MemoryMeter()
     meter.start(CPU)
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
-        meter.listen(1, "data")
+        meter.begin_phase(1, "data")
         sum(pages[:: mmap.PAGESIZE])
-        meter.listen(1, "forward")
+        meter.begin_phase(1, "forward")
         found = [event_of(meter).measured_bytes["peak"]]
-    meter.listen(1, "backward")  # they are gone, and the mark with them
+    meter.begin_phase(1, "backward")  # they are gone, and the mark with them
     event_of(meter)
     touch(32)
-    meter.listen(1, "optimizer")
+    meter.begin_phase(1, "optimizer")
     return [*found, event_of(meter).measured_bytes["peak"]]
 
 
@@ -116,7 +116,7 @@ def share(rank: int) -> tuple[int, int, int]:
     meter = MemoryMeter()
     meter.start(CPU)
     touch(8)
-    meter.listen(1, "forward")
+    meter.begin_phase(1, "forward")
     event = event_of(meter)
     text = Path("/proc/self/smaps_rollup").read_text()
     pss, rss = (int(text.split(f"\n{name}:")[1].split()[0]) * 1024 for name in ("Pss", "Rss"))
@@ -147,13 +147,13 @@ def after_a_reset(rank: int) -> tuple[int, int]:
     meter = MemoryMeter()
     meter.start(CPU)
     meter._counts_all = False  # as where getrusage begins with this process
-    meter.listen(1, "forward")
+    meter.begin_phase(1, "forward")
     touch(96)
-    meter.listen(1, "backward")
+    meter.begin_phase(1, "backward")
     before = meter._known_maxrss
     meter._file_bytes += 64 * MIB  # as if pages of files had gone: the mark is set back
-    meter.listen(1, "optimizer")
-    meter._look()
+    meter.begin_phase(1, "optimizer")
+    meter._update_peak()
     return before, meter._known_maxrss
 
 

@@ -38,7 +38,7 @@ from phalanx.launch.messages import (
 from phalanx.launch.reports import ErrorReport
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.planner import make_plan
-from phalanx.run.decision import Decision
+from phalanx.run.decision import RankZeroDecision
 from phalanx.run.rank_run import RankPayload
 from phalanx.run.trained.payloads import (
     EvaluatePayload,
@@ -165,8 +165,8 @@ def test_payloads_of_ranks_come_back_as_they_were_sent() -> None:
     payloads: list[JsonRecord] = [
         RankPayload(job, plan, Path("/run"), 2, 12.5, RunClaim(3, holder)),
         RankPayload(job, plan, Path("/run"), 0, 12.5, RunClaim()),
-        Decision(Path("/run"), plan, 1, 2),
-        Decision(Path("/run"), exit_code=4, error="no"),
+        RankZeroDecision(Path("/run"), plan, 1, 2),
+        RankZeroDecision(Path("/run"), exit_code=4, error="no"),
         EvaluatePayload(model, Path("/data"), "held_out"),
         GeneratePayload(model, ((1, 2), (3,)), 8, 32, 0, None, SamplingOptions(0.5, top_k=3), 257),
         VerifyPayload(

@@ -18,8 +18,8 @@ from phalanx.job.shapes.measured import MeasuredModule
 from phalanx.plan.mixed_rows import RowMixing, warn_of_mixed_rows
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
-from phalanx.run.one_process.check_rows import check_rows
-from phalanx.run.one_process.rows_probe import answer, sample_batch
+from phalanx.run.one_process.check_rows import check_loss_on_rows
+from phalanx.run.one_process.rows_probe import answer_probe_request, sample_batch
 
 SHAPE = MeasuredModule("mixing", 0, 200, 200, 200, 0)  # for the plan's memory alone
 
@@ -47,7 +47,7 @@ def plan_of(job: Job) -> Plan:
 def facts_of(objective: str | None, **how: Any) -> RowMixing:
     job = job_of(objective, **how)
     plan = plan_of(job)
-    return check_rows(job, plan, sample_batch(job, plan))
+    return check_loss_on_rows(job, plan, sample_batch(job, plan))
 
 
 @pytest.mark.parametrize("source", ["labelled", "sorted_by_label"])
@@ -62,7 +62,7 @@ def test_a_loss_of_pairs_is_found_although_few_rows_have_a_like(
         update={"data": job.data.model_copy(update={"source": f"mixing:{source}"})}
     )
     plan = plan_of(job)
-    assert check_rows(job, plan, sample_batch(job, plan)) == RowMixing(mixes="objective")
+    assert check_loss_on_rows(job, plan, sample_batch(job, plan)) == RowMixing(mixes="objective")
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,9 @@ def test_a_loss_that_fails_is_left_to_training() -> None:
 def test_an_objective_that_is_not_there_is_told_with_the_nearest_name() -> None:
     """Before ranks start, and not by a plan that knows nothing of it."""
     job = job_of("contrastiv")
-    facts = RowMixing(**answer({"job": job.to_json(), "plan": plan_of(job).to_json()}))
+    facts = RowMixing(
+        **answer_probe_request({"job": job.to_json(), "plan": plan_of(job).to_json()})
+    )
     assert facts == RowMixing(unknown="'mixing' has no 'contrastiv'; did you mean \"contrastive\"?")
 
 
@@ -161,5 +163,6 @@ def test_what_is_too_large_in_itself_is_not_built_however_short_its_rows_are() -
     job = job_of("contrastive")
     plan = plan_of(job)
     assert (
-        check_rows(job, replace(plan, num_params=2 * 10**8), sample_batch(job, plan)) == RowMixing()
+        check_loss_on_rows(job, replace(plan, num_params=2 * 10**8), sample_batch(job, plan))
+        == RowMixing()
     )

@@ -9,7 +9,7 @@ import pytest
 from phalanx.core.units import GIB
 from phalanx.job.costs import ModelFlops
 from phalanx.job.load import load_job
-from phalanx.job.model import shape_of
+from phalanx.job.model import build_model_shape
 from phalanx.job.param_holder import ParamHolder
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.job.shapes.decoder_activations import DecoderActivations
@@ -87,7 +87,7 @@ def test_what_is_not_known_is_not_predicted() -> None:
 
 
 def test_every_shape_is_stored_with_the_same_keys_in_the_same_order() -> None:
-    image = shape_of(load_job(None, ["model.kind=vit", "data.source=my.data:set"]), 1)
+    image = build_model_shape(load_job(None, ["model.kind=vit", "data.source=my.data:set"]), 1)
     module = MeasuredModule("mine:build", 4, 1000, 1000, 100, 400, image_size=8)
     for shape in (DECODER, image, module):
         stored = shape.to_json()

@@ -21,7 +21,7 @@ from phalanx.data.tokenizer_files import collect_tokenizer_files
 from phalanx.job.load import load_job
 from phalanx.job.schema import Job
 from phalanx.plan.planner import make_plan
-from phalanx.run.tokens import find_tokens, model_tokenizer
+from phalanx.run.tokens import find_job_tokens, find_tokenizer_of_model
 
 tokenizers = pytest.importorskip("tokenizers")
 ROWS = 290
@@ -50,14 +50,14 @@ def job_of(*overrides: str) -> Job:
 
 def prepared(job: Job, out: Path) -> Corpus:
     return prepare_corpus(
-        job.data, out, vocab_size=ROWS, default_tokenizer=find_tokens(job).default
+        job.data, out, vocab_size=ROWS, default_tokenizer=find_job_tokens(job).default
     )
 
 
 def said(job: Job, corpus: Corpus | None = None) -> tuple[dict[str, str], str]:
     """(warnings by code, all reasons) of the plan of a built-in model: to measure the job's own
     takes seconds."""
-    plan = make_plan(Job(), cluster=CPU, more=find_tokens(job).remarks(corpus))
+    plan = make_plan(Job(), cluster=CPU, more=find_job_tokens(job).corpus_remarks(corpus))
     return {warning.code: warning.text for warning in plan.warnings}, "\n".join(plan.reasons)
 
 
@@ -125,11 +125,11 @@ def test_a_tokenizer_with_more_tokens_than_rows_is_refused_before_anything_is_bu
     large = write_tokenizer(tmp_path / "large", num_merges=38)
     for job in (job_of(kind, text, f"data.tokenizer={large}"),):
         with pytest.raises(DataError, match=r"has 295 tokens, and the model 290 rows") as refused:
-            find_tokens(job)
+            find_job_tokens(job)
         assert str(large) in str(refused.value)
     write_tokenizer(tmp_path / "model", num_merges=38)  # the directory's own
     with pytest.raises(DataError, match="the model 290 rows"):
-        find_tokens(job_of(kind, text))
+        find_job_tokens(job_of(kind, text))
 
 
 def test_a_padding_token_above_the_rows_is_no_token_of_text(tmp_path: Path, text: str) -> None:
@@ -150,7 +150,7 @@ def test_a_tokenizer_in_another_form_is_refused_with_a_way_out(
     kind = write_model(tmp_path / "model", is_trained=False)
     (tmp_path / "model" / name).write_text("{}")
     with pytest.raises(DataError) as refused:
-        find_tokens(job_of(kind, text))
+        find_job_tokens(job_of(kind, text))
     message = str(refused.value)
     for part in (
         "cannot be read",
@@ -159,7 +159,7 @@ def test_a_tokenizer_in_another_form_is_refused_with_a_way_out(
         "set data.tokenizer",
     ):
         assert part in message
-    assert find_tokens(job_of(kind, text, "data.tokenizer=bytes")).sources[0].vocab_size == 257
+    assert find_job_tokens(job_of(kind, text, "data.tokenizer=bytes")).sources[0].vocab_size == 257
 
 
 def test_without_any_tokenizer_it_is_bytes_and_that_is_said(tmp_path: Path, text: str) -> None:
@@ -178,12 +178,12 @@ def test_weights_of_a_run_bring_the_tokenizer_of_the_run(tmp_path: Path, text: s
     first = job_of(text, f"data.tokenizer={own}")
     prepare_corpus(first.data, tmp_path / "run" / "data", vocab_size=None)
     job = job_of(text, f"model.init_from={tmp_path / 'run'}")
-    brought = model_tokenizer(job.model)
+    brought = find_tokenizer_of_model(job.model)
     assert brought is not None
     assert brought.name is not None
     assert load_tokenizer(brought.name).digest == load_tokenizer(str(own)).digest
     corpus = prepare_corpus(
-        job.data, tmp_path / "data", vocab_size=None, default_tokenizer=find_tokens(job).default
+        job.data, tmp_path / "data", vocab_size=None, default_tokenizer=find_job_tokens(job).default
     )
     assert corpus.vocab_size == 277
     assert (
@@ -192,7 +192,7 @@ def test_weights_of_a_run_bring_the_tokenizer_of_the_run(tmp_path: Path, text: s
     )
     imported = tmp_path / "imported"
     write_tokenizer(imported)
-    assert find_tokens(job_of(text, f"model.init_from={imported}")).default == str(
+    assert find_job_tokens(job_of(text, f"model.init_from={imported}")).default == str(
         imported / "tokenizer.json"
     )
 
@@ -206,8 +206,10 @@ def test_a_run_that_goes_on_keeps_its_tokens(tmp_path: Path, text: str) -> None:
     write_tokenizer(tmp_path / "model", num_merges=40)
     again = prepare_corpus(job.data, tmp_path / "data", vocab_size=ROWS, default_tokenizer="")
     assert again.to_json() == corpus.to_json()
-    tokens = find_tokens(job, is_prepared=True)
-    assert [warning.code for warning in tokens.remarks(again).warnings] == ["other_tokenizer"]
+    tokens = find_job_tokens(job, is_prepared=True)
+    assert [warning.code for warning in tokens.corpus_remarks(again).warnings] == [
+        "other_tokenizer"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -249,14 +251,14 @@ def test_an_export_has_all_files_of_the_models_tokenizer_or_those_it_was_trained
     kept = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
     job = job_of(kind, text)
     files = collect_tokenizer_files(
-        prepared(job, tmp_path / "data"), model_tokenizer(job.model), kept
+        prepared(job, tmp_path / "data"), find_tokenizer_of_model(job.model), kept
     )
     assert files.is_models
     assert dict(files.files) == {name: path.parent / name for name in kept}
     assert not files.settings, "config.json says itself what ends a text"
     other = job_of(kind, text, "data.tokenizer=bytes")
     files = collect_tokenizer_files(
-        prepared(other, tmp_path / "bytes"), model_tokenizer(other.model), kept
+        prepared(other, tmp_path / "bytes"), find_tokenizer_of_model(other.model), kept
     )
     assert (files.is_models, dict(files.files)) == (False, {})
     assert files.settings == {"eos_token_id": 256}

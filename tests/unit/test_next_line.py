@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.run.next_command import next_line
+from phalanx.run.next_command import format_next_command
 
 
 def test_the_command_is_the_one_that_was_typed_unless_the_path_has_it(
@@ -19,13 +19,13 @@ def test_the_command_is_the_one_that_was_typed_unless_the_path_has_it(
     script.touch(mode=0o755)
     monkeypatch.setenv("PATH", "/usr/bin")
     monkeypatch.setattr(sys, "argv", [str(script), "train"])
-    assert next_line("train", "my job.toml") == f"next    '{script}' train 'my job.toml'"
+    assert format_next_command("train", "my job.toml") == f"next    '{script}' train 'my job.toml'"
     monkeypatch.setenv("PATH", f"/usr/bin:{script.parent}")
-    assert next_line("report", "run") == "next    phalanx report run"
+    assert format_next_command("report", "run") == "next    phalanx report run"
     monkeypatch.setenv("PATH", "/usr/bin")
     monkeypatch.setattr(sys, "argv", ["/venv/lib/phalanx/__main__.py", "train"])
-    assert next_line("report", "run") == f"next    {sys.executable} -m phalanx report run", (
-        "python -m phalanx"
-    )
+    assert (
+        format_next_command("report", "run") == f"next    {sys.executable} -m phalanx report run"
+    ), "python -m phalanx"
     monkeypatch.setenv("PATH", str(script.parent))
-    assert next_line("report", "run") == "next    phalanx report run"
+    assert format_next_command("report", "run") == "next    phalanx report run"

@@ -31,7 +31,11 @@ from phalanx.plan.pipeline.trace import (
 )
 from phalanx.plan.planner import make_plan
 from phalanx.report.bubble import MeasuredPipeline, read_pipeline
-from phalanx.train.pipeline_record import align_clocks, build_pipeline_event, should_record
+from phalanx.train.pipeline_record import (
+    align_rank_clocks,
+    build_pipeline_event,
+    should_record_pipeline,
+)
 
 Spans = list[list[tuple[str, float, float]]]
 EVEN = StageCosts(0.010, 0.012, 0.008)
@@ -157,14 +161,14 @@ def test_the_plan_is_shown_at_the_speed_that_was_measured() -> None:
 
 
 def test_steps_that_are_recorded() -> None:
-    assert [step for step in range(1, 6001) if should_record(step, 6000)] == [
+    assert [step for step in range(1, 6001) if should_record_pipeline(step, 6000)] == [
         5,
         50,
         500,
         5000,
         6000,
     ]
-    assert [step for step in range(1, 4) if should_record(step, 3)] == [3]
+    assert [step for step in range(1, 4) if should_record_pipeline(step, 3)] == [3]
 
 
 def test_clocks_of_several_machines_start_when_ranks_left_a_reduction() -> None:
@@ -174,8 +178,8 @@ def test_clocks_of_several_machines_start_when_ranks_left_a_reduction() -> None:
     """
     here = {"clock": "a", "zero_s": 10.0, "spans": [["0F0", 7.0, 8.0]]}
     there = {"clock": "b", "zero_s": 1010.0, "spans": [["1F0", 1008.0, 1009.0]]}
-    assert align_clocks([here, there]) == [[("0F0", -3.0, -2.0)], [("1F0", -2.0, -1.0)]]
-    assert align_clocks([here, {**there, "clock": "a"}]) == [
+    assert align_rank_clocks([here, there]) == [[("0F0", -3.0, -2.0)], [("1F0", -2.0, -1.0)]]
+    assert align_rank_clocks([here, {**there, "clock": "a"}]) == [
         [("0F0", 7.0, 8.0)],
         [("1F0", 1008.0, 1009.0)],
     ]

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import phalanx.verify.plain
-from phalanx.job.model import shape_of
-from phalanx.job.presets import preset_names
+from phalanx.job.model import build_model_shape
+from phalanx.job.presets import list_preset_names
 from phalanx.job.schema import Job
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.nn import attention, latent_attention, rotary
@@ -64,7 +64,7 @@ MIXED = [
 
 def _shape(case: Decoding) -> DecoderShape:
     job = Job.model_validate({"model": {"preset": case.preset}, "data": {"seq_len": NUM_TOKENS}})
-    shape = shape_of(shrink_job(job)[0], 251)
+    shape = build_model_shape(shrink_job(job)[0], 251)
     assert isinstance(shape, DecoderShape)
     shape = replace(shape, **case.changes)
     if shape.kv_rank:
@@ -165,7 +165,7 @@ def test_settings_of_several_models_mix(case: Decoding) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("preset", [name for name in preset_names() if "vit" not in name])
+@pytest.mark.parametrize("preset", [name for name in list_preset_names() if "vit" not in name])
 def test_every_preset_computes_what_the_plain_one_does(preset: str) -> None:
     found, plain, _ = _run_both(_shape(Decoding(preset)))
     assert _list_different(found, plain) == []

@@ -12,7 +12,7 @@ import pytest
 
 from models import CPU
 from phalanx.core.errors import DataError, ExitCode, LayoutError
-from phalanx.job.nearest import divisors, nearest
+from phalanx.job.nearest import format_nearest_values, list_divisors
 from phalanx.job.schema import Job, Parallel
 from phalanx.job.shapes.measured import MeasuredModule
 from phalanx.plan.cluster import CPU_HEADROOM, GPU_HEADROOM, Cluster, count_communicators
@@ -359,9 +359,9 @@ def test_a_thousand_ranks_are_planned() -> None:
 
 
 def test_divisors_and_nearest() -> None:
-    assert divisors(12) == [1, 2, 3, 4, 6, 12]
-    assert nearest(5, divisors(12)) == "4 or 6"
-    assert nearest(1, [1]) == "none"
+    assert list_divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert format_nearest_values(5, list_divisors(12)) == "4 or 6"
+    assert format_nearest_values(1, [1]) == "none"
 
 
 def test_planning_does_not_import_torch() -> None:

@@ -126,9 +126,9 @@ def test_the_command_line_asks_the_gpus_that_are_there(
 
 
 def test_explain_says_it_of_cpus(capsys: pytest.CaptureFixture[str]) -> None:
-    from phalanx.run.explain import explain
+    from phalanx.run.explain import explain_job
 
-    explained, _ = explain(load_job(None, ["cluster.device=cpu"]), None, ["cluster.device=cpu"])
+    explained, _ = explain_job(load_job(None, ["cluster.device=cpu"]), None, ["cluster.device=cpu"])
     (value,) = (one for one in explained if one.key == "precision.compute")
     assert (value.value, value.why) == ("fp32", "CPUs compute in it unless told otherwise")
 
@@ -215,7 +215,7 @@ def test_auto_can_be_asked_for_anew(machine: Machine) -> None:
     assert load_resumed_job(str(machine.run), ["precision.compute=auto"]).changes == ()
     machine.has(H100)
     resumed = load_resumed_job(str(machine.run), ["precision.compute=auto"])
-    assert [change.words() for change in resumed.changes] == [
+    assert [change.describe_change() for change in resumed.changes] == [
         'precision.compute "fp32" -> "bf16": numbers are rounded so from step 1 on'
     ]
     assert machine.resume("precision.compute=auto").plan.precision == "bf16"

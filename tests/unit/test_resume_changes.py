@@ -44,7 +44,7 @@ def run_at(folder: Path, *overrides: str, step: int = 120) -> str:
 
 def test_the_same_job_has_nothing_to_say(tmp_path: Path) -> None:
     resumed = load_resumed_job(run_at(tmp_path, step=60), [])
-    assert (resumed.step, resumed.changes, resumed.lines()) == (60, (), [])
+    assert (resumed.step, resumed.changes, resumed.summary_lines()) == (60, (), [])
     assert resumed.facts()["told"] == "with the same job"
 
 
@@ -65,7 +65,7 @@ def test_more_steps_say_what_becomes_of_the_learning_rate_and_how_to_keep_it(
     )
     before, after = learning_rate(was, 120), learning_rate(resumed.job, 121)
     assert after > 1.5 * before
-    said = "\n".join(resumed.lines())
+    said = "\n".join(resumed.summary_lines())
     assert "changed train.steps 120 -> 150: 30 steps left instead of 0" in said
     assert (
         f"the learning rate of step 121 is {after:.3g}; it was at step 120, the last one,"
@@ -115,7 +115,7 @@ def test_every_change_is_named_with_what_it_does(
     assert changed[key].after == value
     assert changed[key].effect
     assert resumed.is_other_training is is_other
-    assert any(line.startswith(f"changed {key} ") for line in resumed.lines())
+    assert any(line.startswith(f"changed {key} ") for line in resumed.summary_lines())
     assert resumed.facts()["changed"][key][1] == value
 
 

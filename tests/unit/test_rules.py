@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from phalanx.core.errors import ExitCode, LayoutError
 from phalanx.core.shard_rules import shard_rules
 from phalanx.job.load import load_job
-from phalanx.job.model import shape_of
+from phalanx.job.model import build_model_shape
 from phalanx.job.param_holder import ParamHolder
 from phalanx.job.schema import Job
 from phalanx.job.shapes.measured import MeasuredModule
@@ -387,7 +387,7 @@ def test_module_names_are_those_of_the_model() -> None:
         ["model.tie_embeddings=false", "model.positions=learned", "model.qk_norm=true"],
         LATENT,
     ):
-        shape = shape_of(load_job(None, overrides), 257)
+        shape = build_model_shape(load_job(None, overrides), 257)
         with torch.device("meta"):
             module = build(shape)
         assert set(shape.module_names) == {name for name, _ in module.named_modules()}

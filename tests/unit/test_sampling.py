@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from phalanx.core.errors import NumericsError
-from phalanx.train.generate import Sampling, _choose
+from phalanx.train.generate import Sampling, _sample_token
 
 LOGITS = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05], dtype=torch.float64).log()
 DRAWS = 4000
@@ -15,7 +15,7 @@ DRAWS = 4000
 def frequencies(how: Sampling, logits: torch.Tensor = LOGITS) -> list[float]:
     generator = torch.Generator().manual_seed(3)
     counts = torch.bincount(
-        torch.tensor([_choose(logits, how, generator) for _ in range(DRAWS)]), minlength=5
+        torch.tensor([_sample_token(logits, how, generator) for _ in range(DRAWS)]), minlength=5
     )
     found: list[float] = (counts / DRAWS).tolist()
     return found
@@ -54,7 +54,9 @@ def test_how_often_each_token_is_chosen(how: Sampling, expected: list[float]) ->
 
 def test_the_usual_way_draws_as_it_always_did() -> None:
     """What a run's own sample is drawn by, of which curves and pages have bits."""
-    ours = [_choose(LOGITS, Sampling(), torch.Generator().manual_seed(seed)) for seed in range(50)]
+    ours = [
+        _sample_token(LOGITS, Sampling(), torch.Generator().manual_seed(seed)) for seed in range(50)
+    ]
     wanted = [
         int(
             torch.multinomial(
@@ -68,7 +70,8 @@ def test_the_usual_way_draws_as_it_always_did() -> None:
 
 def test_logits_that_are_not_finite_are_refused() -> None:
     with pytest.raises(NumericsError, match="not finite"):
-        _choose(torch.tensor([1.0, torch.nan]), Sampling(), torch.Generator())
+        _sample_token(torch.tensor([1.0, torch.nan]), Sampling(), torch.Generator())
     assert (
-        _choose(torch.tensor([1.0, -torch.inf]), Sampling(), torch.Generator().manual_seed(0)) == 0
+        _sample_token(torch.tensor([1.0, -torch.inf]), Sampling(), torch.Generator().manual_seed(0))
+        == 0
     )

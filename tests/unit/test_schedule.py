@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from phalanx.job.learning_rate import warmup_steps
+from phalanx.job.learning_rate import count_warmup_steps
 from phalanx.job.schema import Job
 from phalanx.optim.schedule import learning_rate
 
@@ -100,7 +100,7 @@ def test_warm_up_that_nobody_set_is_a_tenth_of_the_run(
 ) -> None:
     """And the same, written out, is the same: neither is longer than the run."""
     job = optim(schedule, steps, warmup_steps=None)
-    assert warmup_steps(job) == warmup
+    assert count_warmup_steps(job) == warmup
     for step in {1, max(1, warmup), max(1, steps // 2), steps}:
         assert learning_rate(job, step) == learning_rate(
             optim(schedule, steps, warmup_steps=warmup), step

@@ -14,10 +14,10 @@ import pytest
 
 from phalanx.core.errors import ExitCode, LayoutError
 from phalanx.job.load import load_job
-from phalanx.job.model import explain_scaled_widths, find_vocab_size_of, shape_of
+from phalanx.job.model import build_model_shape, explain_scaled_widths, find_vocab_size_of
 from phalanx.job.module_probe import probe_foreign_shape
 from phalanx.job.presets import list_presets
-from phalanx.job.presets.table import replace_table
+from phalanx.job.presets.table import replace_presets_table
 from phalanx.job.shapes.decoder import DecoderShape, default_ffn_dim
 from phalanx.job.shapes.stored import read_shape
 
@@ -64,7 +64,7 @@ SIZES = {"b": 1e9, "m": 1e6}
 
 def preset_shape(name: str, *keys: str) -> DecoderShape:
     """Of a job with any dataset: nothing reads it."""
-    return shape_of(
+    return build_model_shape(
         load_job(None, [f"model.preset={name}", "data.source=my.data:set", *keys]), 1000
     )
 
@@ -118,28 +118,28 @@ def test_published_active_parameters(name):
 
 def test_the_page_on_models_lists_the_presets_of_today():
     page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
-    assert page == replace_table(page), "run make docs"
+    assert page == replace_presets_table(page), "run make docs"
     assert all(f"| `{preset.name}` |" in page for preset in list_presets())
 
 
 def test_the_default_job_is_small():
-    shape = shape_of(load_job(), 257)
+    shape = build_model_shape(load_job(), 257)
     assert shape == DecoderShape(4, 128, 4, 4, 32, 352, 257, True)
     assert shape.num_params == 836_864
 
 
 def test_keys_lie_on_top_of_the_preset_and_widths_follow():
-    shape = shape_of(
+    shape = build_model_shape(
         load_job(None, ["model.dim=256", "model.num_heads=8", "model.num_layers=3"]), 1000
     )
     assert shape == DecoderShape(3, 256, 8, 8, 32, 704, 1000, True)
     assert shape.params_by_group()["head"] == 0
-    given = shape_of(
+    given = build_model_shape(
         load_job(None, ["model.num_kv_heads=2", "model.ffn_dim=100", "model.tie_embeddings=false"]),
         10,
     )
     assert (given.num_kv_heads, given.ffn_dim, given.params_by_group()["head"]) == (2, 100, 1280)
-    plain = shape_of(load_job(None, ["model.activation=gelu"]), 10)
+    plain = build_model_shape(load_job(None, ["model.activation=gelu"]), 10)
     assert plain.ffn_dim == 4 * 128
 
 
@@ -186,7 +186,7 @@ def test_the_vocabulary_is_the_keys_then_the_presets_then_the_datas():
         == 50304
     )
     assert preset_shape("gpt2").vocab_size == 50257
-    assert shape_of(load_job(), 77).vocab_size == 77
+    assert build_model_shape(load_job(), 77).vocab_size == 77
 
 
 def test_a_window_and_the_blocks_without_it():

@@ -13,7 +13,7 @@ from phalanx.cli import _app
 from phalanx.cli._spelling import OTHER_VERBS
 from phalanx.cli._spelling import sections_by_key as sections_of_the_file
 from phalanx.core.registry import list_kinds
-from phalanx.job.findings import keys_by_section, list_sections_of_keys
+from phalanx.job.findings import list_keys_by_section, list_sections_of_keys
 from phalanx.job.key_aliases import _ROWS, OTHER_NAMES, OTHER_OPTIONS
 from phalanx.job.key_suggestions import find_keys
 from phalanx.job.load import load_job
@@ -135,7 +135,7 @@ def test_a_job_file_is_told_the_same(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_every_name_leads_to_a_key_that_there_is() -> None:
-    known = {f"{section}.{key}" for section, keys in keys_by_section().items() for key in keys}
+    known = {f"{section}.{key}" for section, keys in list_keys_by_section().items() for key in keys}
     assert {ours.key for ours, _ in _ROWS} <= known
     spelled = [name for _, words in _ROWS for name in words.split()]
     assert len(spelled) == len(set(spelled)), "a name has one meaning"

@@ -10,16 +10,16 @@ import pytest
 
 from models import CPU
 from phalanx.core.errors import UsageError
-from phalanx.run.suspected_job import load_suspected_job, reduce_degrees
+from phalanx.run.suspected_job import limit_degrees, load_suspected_job
 
 RUN = Path(__file__).parents[1] / "golden" / "2026-11-23" / "run"
 
 
 def test_every_axis_of_a_large_run_stays_an_axis() -> None:
     degrees = {"dp_replicate": 8, "dp_shard": 16, "cp": 1, "tp": 4, "pp": 2}
-    fewer = reduce_degrees(degrees, 16)
+    fewer = limit_degrees(degrees, 16)
     assert fewer == {"dp_replicate": 2, "dp_shard": 2, "cp": 1, "tp": 2, "pp": 2}
-    assert reduce_degrees(degrees, 2**20) == degrees
+    assert limit_degrees(degrees, 2**20) == degrees
 
 
 def test_a_run_is_judged_at_the_layout_that_it_had() -> None:

@@ -26,7 +26,7 @@ from phalanx.core.terminal import (
     safe_output,
     unwrap_stream,
 )
-from phalanx.job.toml import toml_value
+from phalanx.job.toml import format_toml_value
 from phalanx.observe.screen import open_screen
 
 SOURCE = Path(phalanx.__file__).parent
@@ -114,7 +114,7 @@ def test_documents_keep_every_value(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert moves_a_cursor(shown) == []
     assert json.loads(shown) == value
-    assert moves_a_cursor(toml_value("\x9b\u202e\x1b")) == []
+    assert moves_a_cursor(format_toml_value("\x9b\u202e\x1b")) == []
 
 
 def test_only_our_own_colours_are_painted(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import torch
 from models import CPU
 from phalanx.cli._verify_table import describe_row
 from phalanx.core.errors import ExitCode
-from phalanx.job.model import shape_of
+from phalanx.job.model import build_model_shape
 from phalanx.job.schema import Job
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.nn.models.decoder import Decoder, example_batch
@@ -139,7 +139,7 @@ def test_layouts_of_experts_have_plans(preset: str, num_ranks: int) -> None:
     assert {name for name, _ in layouts} <= set(every)
     job = Job.model_validate({"model": {"preset": preset}, "data": {"seq_len": 32}})
     small, said = shrink_job(job, num_blocks=count_needed_blocks(keys for _, keys in layouts))
-    shape = shape_of(small, 251)
+    shape = build_model_shape(small, 251)
     assert shape.num_expert_layers >= 2
     assert shape.num_experts == 8
     assert "expert_ffn_dim" in said

@@ -174,11 +174,11 @@ def test_on_gpus_layouts_are_judged_and_runs_of_the_trainer_are_refused(
     "preset", ["llama3-8b", "gpt2-xl", "qwen3-8b", "gemma3-1b", "mistral-7b", "vit-l16"]
 )
 def test_shrunk_models_keep_their_style(preset: str) -> None:
-    from phalanx.job.model import shape_of
+    from phalanx.job.model import build_model_shape
 
     job = Job.model_validate({"model": {"preset": preset}})
     small, said = shrink_job(job)
-    before, after = shape_of(job, 256), shape_of(small, 256)
+    before, after = build_model_shape(job, 256), build_model_shape(small, 256)
     assert after.num_params < 200_000 < before.num_params
     kept = (
         "kind",

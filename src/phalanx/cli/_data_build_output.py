@@ -12,7 +12,7 @@ from phalanx.data.build import BuildProgress
 from phalanx.data.build_summary import BuildSpeed, BuildSummary
 from phalanx.data.train_tokenizer import TrainedTokenizer, TrainingProgress
 from phalanx.report.dataset_page import describe_left_out
-from phalanx.run.next_command import next_line
+from phalanx.run.next_command import format_next_command
 
 SMALL_BYTES = 50_000  # fewer are told one by one
 
@@ -70,7 +70,7 @@ def print_build(summary: BuildSummary, tokenizer: str) -> None:
         _print("note", "; ".join(missing))
     if summary.speed is not None:
         _print("speed", _describe_speed(summary.speed, dataset.tokenizer.kind))
-    print(next_line("train", f"data.source={dataset.directory}"))
+    print(format_next_command("train", f"data.source={dataset.directory}"))
 
 
 def show_training(line: ProgressLine, progress: TrainingProgress) -> None:
@@ -92,7 +92,11 @@ def print_tokenizer(trained: TrainedTokenizer, inputs: Sequence[str], *, vocab_s
         "trained", f"{trained.path}: {tokens} from {size} in {format_seconds(trained.elapsed_s)}"
     )
     _print("", f"about {trained.num_tokens_per_byte:.3f} tokens per byte of it")
-    print(next_line("data", "build", *inputs, "--tokenizer", str(trained.path), "--out", "DIR"))
+    print(
+        format_next_command(
+            "data", "build", *inputs, "--tokenizer", str(trained.path), "--out", "DIR"
+        )
+    )
 
 
 def _print(label: str, text: str) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.terminal import print_coloured, print_document
-from phalanx.job.findings import shorten
+from phalanx.job.findings import shorten_to_line
 from phalanx.job.schema import Job
-from phalanx.job.toml import toml_value
-from phalanx.run.explain import Explained, explain, explain_json
+from phalanx.job.toml import format_toml_value
+from phalanx.run.explain import ExplainedValue, explain_job, format_explained_json
 
 MAX_VALUE = 44  # characters; --json has all of them
 _COLOURS = {
@@ -25,7 +25,7 @@ _COLOURS = {
 }
 
 
-def explain_lines(explained: Sequence[Explained], *, colour: bool) -> list[str]:
+def explain_lines(explained: Sequence[ExplainedValue], *, colour: bool) -> list[str]:
     """An aligned table, section by section."""
     rows = [
         (one, one.key.partition(".")[2], _format_value(one.value), one.where or one.origin)
@@ -43,7 +43,7 @@ def explain_lines(explained: Sequence[Explained], *, colour: bool) -> list[str]:
         padded = f"{value:<{value_width}}  {origin:<{origin_width}}"
         why = ""
         if one.why:
-            why = f"  {shorten(one.why, 120)}"
+            why = f"  {shorten_to_line(one.why, 120)}"
         else:
             padded = padded.rstrip()
         painted = _add_colours(padded, _COLOURS[one.origin], colour)
@@ -55,7 +55,7 @@ def _format_value(value: Any) -> str:
     # TOML has no word for it.
     if value is None:
         return "none"
-    return shorten(toml_value(value), MAX_VALUE)
+    return shorten_to_line(format_toml_value(value), MAX_VALUE)
 
 
 def _add_colours(text: str, code: str, colour: bool) -> str:
@@ -76,11 +76,11 @@ def wants_colour() -> bool:
 def print_explained(
     job: Job, job_file: str | Path | None, overrides: Sequence[str], *, as_json: bool
 ) -> None:
-    explained, plan = explain(job, job_file, overrides)
+    explained, plan = explain_job(job, job_file, overrides)
     if as_json:
         import json
 
-        print_document(json.dumps(explain_json(explained, plan, job_file), indent=1))
+        print_document(json.dumps(format_explained_json(explained, plan, job_file), indent=1))
     else:
         colour = wants_colour()
         # Not print, whose filter would take our colours out.

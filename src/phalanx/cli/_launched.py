@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import typer
 
 from phalanx.core.errors import ExitCode
-from phalanx.run.launched import LaunchedRanksError, refuse_launched_ranks
+from phalanx.run.launched import StartedByLauncherError, refuse_external_launcher
 
 if TYPE_CHECKING:
-    from phalanx.run.trained.launch import RanksEndedError
+    from phalanx.run.trained.launch import RanksEndedEarlyError
 
 
 def refuse_launcher(verb: str) -> None:
@@ -19,14 +19,14 @@ def refuse_launcher(verb: str) -> None:
     the same code.
     """
     try:
-        refuse_launched_ranks(verb)
-    except LaunchedRanksError as error:
+        refuse_external_launcher(verb)
+    except StartedByLauncherError as error:
         if error.rank != 0:
             raise typer.Exit(int(ExitCode.USAGE)) from None
         raise
 
 
-def print_ended_ranks(error: RanksEndedError) -> int:
+def print_ended_ranks(error: RanksEndedEarlyError) -> int:
     """Print why ranks ended before their work was done; returns the exit code."""
     if error.message:
         print(error.message, file=sys.stderr)

@@ -128,9 +128,9 @@ def _describe_directory(path: Path, word: str) -> tuple[str, str]:
 
 def _describe_name(word: str) -> tuple[str, str]:
     """A preset, or a key or another trainer's name of one, where a job file was expected."""
-    from phalanx.job.presets import preset_names
+    from phalanx.job.presets import list_preset_names
 
-    if word in preset_names():
+    if word in list_preset_names():
         return "is a preset, not a job file", f"write model.preset={word}"
     if not Path(word).suffix and (keys := suggest_key(word, sections_by_key())):
         return "is neither a job file nor key=value", keys

@@ -49,7 +49,7 @@ def command(
     from phalanx.cli._progress import ProgressLine
     from phalanx.run.scratch import scratch_directory
     from phalanx.run.trained.evaluate import EVALUATION_KEYS, evaluate, prepare_evaluation
-    from phalanx.run.trained.launch import RanksEndedError
+    from phalanx.run.trained.launch import RanksEndedEarlyError
     from phalanx.run.trained.model import open_trained_model
 
     start_s = time.monotonic()
@@ -72,7 +72,7 @@ def command(
                 result = evaluate(
                     task, scratch, on_progress=lambda progress: show_progress(line, progress)
                 )
-    except RanksEndedError as error:
+    except RanksEndedEarlyError as error:
         return print_ended_ranks(error)
     if as_json:
         print_json("eval", {**result.to_json(), "wall_s": time.monotonic() - start_s}, indent=1)

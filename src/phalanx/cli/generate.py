@@ -81,7 +81,7 @@ def command(
     from phalanx.cli._output import print_line, report_errors
     from phalanx.run.scratch import scratch_directory
     from phalanx.run.trained.generate import GENERATION_KEYS, generate_texts, open_generator
-    from phalanx.run.trained.launch import RanksEndedError
+    from phalanx.run.trained.launch import RanksEndedEarlyError
     from phalanx.run.trained.model import describe_ranks, open_trained_model
     from phalanx.run.trained.payloads import SamplingOptions
 
@@ -100,7 +100,7 @@ def command(
             generator = open_generator(model)
             # Before ranks start: a prompt that cannot be used is told at once.
             texts = [
-                generator.encode_prompt(text)
+                generator.begin_text(text)
                 for text in (_read_prompt() if prompt is None else prompt)
             ]
             if not as_json:
@@ -117,7 +117,7 @@ def command(
                 seed=seed,
                 on_text=(lambda text: None) if as_json else TextPrinter(generator).print_new,
             )
-    except RanksEndedError as error:
+    except RanksEndedEarlyError as error:
         return print_ended_ranks(error)
     if as_json:
         print_json("generate", result.to_json(), indent=1)

@@ -106,7 +106,7 @@ def _print_plan(planned: PlannedJob, arguments: Sequence[str]) -> None:
         *describe_plan(planned.plan, of_samples=is_own_dataset(planned.job.data.source)),
     ]
     if planned.initial is not None:
-        lines += planned.initial.lines()
+        lines += planned.initial.summary_lines()
     if planned.can_train_now:
         lines.append(suggest_after_planning(arguments))
     print("\n".join(lines))
@@ -114,9 +114,9 @@ def _print_plan(planned: PlannedJob, arguments: Sequence[str]) -> None:
 
 def _print_recut(planned: PlannedJob, run_dir: Path, as_json: bool) -> None:
     from phalanx.cli._json import print_json
-    from phalanx.run.recut import recut_of_run
+    from phalanx.run.recut import recut_pipeline_of_run
 
-    better = recut_of_run(planned.job, planned.plan, run_dir)
+    better = recut_pipeline_of_run(planned.job, planned.plan, run_dir)
     if as_json:
         print_json("recut", better.to_json(), indent=1)
     else:

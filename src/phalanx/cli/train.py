@@ -61,9 +61,9 @@ def command(
             overrides = [*overrides, "checkpoint.fallback=true"]
         if explain:
             from phalanx.cli._explain import print_explained
-            from phalanx.run.resume import load_for_explaining
+            from phalanx.run.resume import load_job_for_explain
 
-            job, source = load_for_explaining(job_file, overrides, resume)
+            job, source = load_job_for_explain(job_file, overrides, resume)
             print_explained(job, source, overrides, as_json=as_json)
             return 0
         # Before what takes long to import: a run in use is refused at once.
@@ -73,10 +73,10 @@ def command(
         from phalanx.job.load import load_job
         from phalanx.run.output import RunOutput
         from phalanx.run.resume import load_resumed_job
-        from phalanx.run.stop_signals import stop_by_exception
+        from phalanx.run.stop_signals import raising_on_stop_signals
         from phalanx.run.training import TrainRequest, run_training
 
-        with stop_by_exception(), redirect_text_to_stderr(as_json):
+        with raising_on_stop_signals(), redirect_text_to_stderr(as_json):
             if resume is not None:
                 request = TrainRequest.for_resumed(load_resumed_job(resume, overrides))
             else:

@@ -121,7 +121,7 @@ def print_verification(
         show_row_progress,
     )
     from phalanx.job.load import load_job
-    from phalanx.run.next_command import next_line
+    from phalanx.run.next_command import format_next_command
     from phalanx.verify.drive import verify_job
 
     refuse_launcher("verify")
@@ -163,7 +163,7 @@ def print_verification(
         print(f"verdict {result.summary}")
         is_own_job = layouts == "asked" and model is None and run is None
         if is_own_job and all(row.ok for row in result.rows):
-            print(next_line("train", *arguments))
+            print(format_next_command("train", *arguments))
     return result.exit_code
 
 

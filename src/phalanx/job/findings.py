@@ -35,16 +35,16 @@ class Finding:
 
 
 @cache
-def keys_by_section() -> dict[str, tuple[str, ...]]:
+def list_keys_by_section() -> dict[str, tuple[str, ...]]:
     """The keys of each section."""
-    return {name: tuple(_section(name).model_fields) for name in Job.model_fields}
+    return {name: tuple(_section_class(name).model_fields) for name in Job.model_fields}
 
 
 def find_annotation(path: Path) -> Any:
     """The declared type of `section.key`; None if there is no such key."""
-    if len(path) != 2 or path[1] not in keys_by_section().get(str(path[0]), ()):
+    if len(path) != 2 or path[1] not in list_keys_by_section().get(str(path[0]), ()):
         return None
-    return _section(str(path[0])).model_fields[str(path[1])].annotation
+    return _section_class(str(path[0])).model_fields[str(path[1])].annotation
 
 
 def split_union(declared: Any) -> tuple[Any, ...]:
@@ -72,10 +72,10 @@ def format_path(path: Path) -> str:
             text += f".{part}"
         else:
             text = part
-    return shorten(text)
+    return shorten_to_line(text)
 
 
-def shorten(text: str, limit: int = 60) -> str:
+def shorten_to_line(text: str, limit: int = 60) -> str:
     """`text` on one line, without what a terminal cannot print."""
     shown = ""
     for letter in text:
@@ -119,12 +119,12 @@ def describe_schema(schema: dict[str, Any]) -> str:
         "object": "a table",
         "string": "a string",
     }
-    return words_of.get(kind, "a value") + _bounds(schema)
+    return words_of.get(kind, "a value") + _describe_range(schema)
 
 
 def describe_key(path: Path) -> str:
     """The values that `section.key` takes, in words."""
-    return describe_schema(_schema(path))
+    return describe_schema(_find_schema(path))
 
 
 def describe_value(value: Any) -> str:
@@ -134,7 +134,7 @@ def describe_value(value: Any) -> str:
     if isinstance(value, dict):
         return "a table"
     if isinstance(value, str):
-        return f'"{shorten(value)}"'
+        return f'"{shorten_to_line(value)}"'
     # Longer ones would fill the terminal: their length says enough.
     if isinstance(value, list) and len(str(value)) > 40:
         return f"a list of {len(value)}"
@@ -146,11 +146,11 @@ def explain_wrong_value(path: Path, value: Any) -> Finding:
     if len(path) == 1:
         fix = f"write [{path[0]}] on a line of its own and its keys below"
         return Finding(path, f"is a section, not {describe_value(value)}", fix, at_key=True)
-    schema = _schema(path)
+    schema = _find_schema(path)
     return Finding(
         path,
         f"wanted {describe_schema(schema)}, was given {describe_value(value)}",
-        _value_fix(schema, value),
+        _suggest_value(schema, value),
     )
 
 
@@ -159,29 +159,32 @@ def explain_unknown(path: Path, value: Any) -> Finding:
     might have meant."""
     name = str(path[-1])
     if len(path) == 1 and isinstance(value, dict):
-        return Finding(path, "unknown section", _section_fix(name, value), at_key=True)
+        return Finding(path, "unknown section", _suggest_section(name, value), at_key=True)
     if len(path) == 1:
         return Finding(
             path,
             "stands outside every section",
-            find_section_of(name) or _advice(name),
+            find_section_of(name) or _advice_for_unknown_key(name),
             at_key=True,
         )
-    keys = keys_by_section()[str(path[0])]
+    keys = list_keys_by_section()[str(path[0])]
     suggestion = ""
     if name.lower() not in OTHER_NAMES:  # which have a better answer than what they look like
         suggestion = did_you_mean(name, keys)
     fix = (
-        find_section_of(name) or suggestion or _advice(name) or f"[{path[0]}] has {', '.join(keys)}"
+        find_section_of(name)
+        or suggestion
+        or _advice_for_unknown_key(name)
+        or f"[{path[0]}] has {', '.join(keys)}"
     )
     return Finding(path, "unknown key", fix, at_key=True)
 
 
-def _section_fix(name: str, table: dict[str, Any]) -> str:
+def _suggest_section(name: str, table: dict[str, Any]) -> str:
     """The section that was misspelt, if its keys are that one's; else where the first key of the
     table belongs."""
-    suggestion = did_you_mean(name, tuple(keys_by_section()))
-    for section, keys in keys_by_section().items():
+    suggestion = did_you_mean(name, tuple(list_keys_by_section()))
+    for section, keys in list_keys_by_section().items():
         if f'"{section}"' in suggestion:
             if set(table) <= set(keys):
                 return suggestion
@@ -189,13 +192,13 @@ def _section_fix(name: str, table: dict[str, Any]) -> str:
     inside = ""
     for key in table:
         if key.lower() in list_sections_of_keys() or key.lower() in OTHER_NAMES:
-            inside = _advice(key)
+            inside = _advice_for_unknown_key(key)
             break
     return (
         inside
         or suggestion
         or find_section_of(name)
-        or f"sections are {', '.join(keys_by_section())}"
+        or f"sections are {', '.join(list_keys_by_section())}"
     )
 
 
@@ -203,13 +206,13 @@ def _section_fix(name: str, table: dict[str, Any]) -> str:
 def list_sections_of_keys() -> dict[str, tuple[str, ...]]:
     """The sections that have a key, by its name."""
     sections: dict[str, tuple[str, ...]] = {}
-    for section, keys in keys_by_section().items():
+    for section, keys in list_keys_by_section().items():
         for key in keys:
             sections[key] = (*sections.get(key, ()), section)
     return sections
 
 
-def _advice(name: str, raw: str = "") -> str:
+def _advice_for_unknown_key(name: str, raw: str = "") -> str:
     return suggest_key(name, list_sections_of_keys(), raw)
 
 
@@ -221,7 +224,7 @@ def find_section_of(name: str) -> str:
     return f"belongs in {' or '.join(f'[{section}]' for section in sections)}"
 
 
-def _section(name: str) -> Any:
+def _section_class(name: str) -> Any:
     return Job.model_fields[name].annotation
 
 
@@ -230,7 +233,7 @@ def _job_schema() -> dict[str, Any]:
     return Job.model_json_schema()
 
 
-def _schema(path: Path) -> dict[str, Any]:
+def _find_schema(path: Path) -> dict[str, Any]:
     """The part of the job's JSON schema that describes the value at `path`; empty where anything
     goes."""
     definitions = _job_schema()["$defs"]
@@ -267,16 +270,16 @@ def _item_schema(schema: dict[str, Any], index: int) -> dict[str, Any]:
     return dict(schema.get("items", {}))
 
 
-def _bound(value: float) -> str:
+def _format_bound(value: float) -> str:
     if isinstance(value, int):
         return str(value)
     return f"{value:g}"
 
 
-def _bounds(schema: dict[str, Any]) -> str:
+def _describe_range(schema: dict[str, Any]) -> str:
     low, high = schema.get("minimum"), schema.get("maximum")
     if low is not None and high is not None:
-        return f" from {_bound(low)} to {_bound(high)}"
+        return f" from {_format_bound(low)} to {_format_bound(high)}"
     words = []
     for bound, text in (
         ("minimum", "of at least"),
@@ -285,7 +288,7 @@ def _bounds(schema: dict[str, Any]) -> str:
         ("exclusiveMaximum", "below"),
     ):
         if bound in schema:
-            words.append(f"{text} {_bound(schema[bound])}")
+            words.append(f"{text} {_format_bound(schema[bound])}")
     if schema.get("minLength") == 1:
         words.append("that is not empty")
     if not words:
@@ -293,14 +296,14 @@ def _bounds(schema: dict[str, Any]) -> str:
     return " " + " and ".join(words)
 
 
-def _value_fix(schema: dict[str, Any], value: Any) -> str:
+def _suggest_value(schema: dict[str, Any], value: Any) -> str:
     """The smallest edit that makes `value` what `schema` wants, where one is plain to see."""
     kinds: set[Any] = set()
     choices: list[Any] = []
     for option in schema.get("anyOf", [schema]):
         kinds.add(option.get("type"))
         choices += option.get("enum", [option.get("const")])
-    if isinstance(value, str) and (fix := _text_fix(value, kinds, choices)):
+    if isinstance(value, str) and (fix := _suggest_text(value, kinds, choices)):
         return fix
     # The schema is strict: 16.0 is no whole number, though it looks like one.
     if isinstance(value, float) and value.is_integer() and "integer" in kinds:
@@ -312,7 +315,7 @@ def _value_fix(schema: dict[str, Any], value: Any) -> str:
     return ""
 
 
-def _text_fix(text: str, kinds: set[Any], choices: list[Any]) -> str:
+def _suggest_text(text: str, kinds: set[Any], choices: list[Any]) -> str:
     if "null" in kinds and text.lower() in ("none", "null"):
         return 'write "none"'
     if "boolean" in kinds and text.lower() in ("true", "false"):

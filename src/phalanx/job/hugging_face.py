@@ -23,7 +23,7 @@ def is_hugging_face(kind: str | None) -> bool:
     return kind is not None and kind.startswith(PREFIX)
 
 
-def config_path(kind: str) -> Path:
+def find_config_file(kind: str) -> Path:
     """The config.json that `kind` names. Raises LayoutError if there is none."""
     path = Path(kind.removeprefix(PREFIX)).expanduser()
     file = path / CONFIG if path.is_dir() else path
@@ -42,7 +42,7 @@ def config_path(kind: str) -> Path:
     return file
 
 
-def weights_directory(kind: str) -> Path | None:
+def find_weights_directory(kind: str) -> Path | None:
     """The directory of weights beside config.json; None for a bare config, or if `kind` names
     the file itself.
 
@@ -81,7 +81,7 @@ def read_model_config(kind: str) -> dict[str, Any]:
 
     Raises LayoutError for a file that is none, or that names no model_type.
     """
-    path = config_path(kind)
+    path = find_config_file(kind)
     try:
         values = read_json(path)
     except (OSError, ValueError) as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from phalanx.core import registry
-from phalanx.job.presets import preset_names
+from phalanx.job.presets import list_preset_names
 from phalanx.job.schema import Job
 
 DRAFT = "http://json-schema.org/draft-07/schema#"
@@ -45,7 +45,7 @@ def job_json_schema() -> dict[str, Any]:
     schema = Job.model_json_schema()
     sections = {}
     for name, ref in schema["properties"].items():
-        sections[name] = _section(name, ref, schema["$defs"])
+        sections[name] = _section_schema(name, ref, schema["$defs"])
     return {
         "$schema": DRAFT,
         "title": "phalanx job",
@@ -56,34 +56,36 @@ def job_json_schema() -> dict[str, Any]:
     }
 
 
-def _section(name: str, ref: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+def _section_schema(name: str, ref: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
     body = _find_definition(ref, definitions)
     section: dict[str, Any] = {"type": "object"}
     if "description" in body:
-        section["description"] = _words(body["description"])
-    section["properties"] = _keys(body["properties"], definitions, f"{name}.")
+        section["description"] = _collapse_whitespace(body["description"])
+    section["properties"] = _section_properties(body["properties"], definitions, f"{name}.")
     section["additionalProperties"] = False
     return section
 
 
-def _keys(schemas: dict[str, Any], definitions: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _section_properties(
+    schemas: dict[str, Any], definitions: dict[str, Any], prefix: str = ""
+) -> dict[str, Any]:
     keys = {}
     for key, schema in schemas.items():
-        keys[key] = _key(f"{prefix}{key}", schema, definitions)
+        keys[key] = _key_schema(f"{prefix}{key}", schema, definitions)
     return keys
 
 
-def _key(name: str, schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
-    body = _value(schema, definitions)
+def _key_schema(name: str, schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+    body = _value_schema(schema, definitions)
     if name in KINDS:
-        _offer(
+        _add_choices(
             body, [{"enum": registry.list_kinds(KINDS[name])}, {"type": "string", "pattern": ":"}]
         )
     if name in FILES:
         body.pop("minLength", None)
         body["enum"] = [NONE, *registry.list_kinds(FILES[name])]
     if name == "model.preset":
-        _offer(body, [{"enum": preset_names()}])
+        _add_choices(body, [{"enum": list_preset_names()}])
     default = schema.get("default")
     if default is not None:
         body["default"] = default
@@ -93,16 +95,16 @@ def _key(name: str, schema: dict[str, Any], definitions: dict[str, Any]) -> dict
     return body
 
 
-def _value(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+def _value_schema(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
     """pydantic's schema of a value in draft-07: no references, no null, pairs as lists of two."""
-    schema = _resolve(schema, definitions)
+    schema = _resolve_reference(schema, definitions)
     body = {key: schema[key] for key in _KEPT if key in schema}
     if "description" in body:
-        body["description"] = _words(body["description"])
+        body["description"] = _collapse_whitespace(body["description"])
     if "const" in schema:
         body["enum"] = [schema["const"]]
     if "anyOf" in schema:
-        body["anyOf"] = [_value(arm, definitions) for arm in schema["anyOf"]]
+        body["anyOf"] = [_value_schema(arm, definitions) for arm in schema["anyOf"]]
     elif schema.get("type") == "null":
         body["enum"] = [NONE]
     elif "type" in schema:
@@ -110,17 +112,17 @@ def _value(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any
     body |= {key: schema[key] for key in ("minItems", "maxItems") if key in schema}
     if "prefixItems" in schema:
         # A list under `items` is draft-07's prefixItems.
-        body["items"] = _pair(schema["prefixItems"], definitions)
+        body["items"] = _list_schema(schema["prefixItems"], definitions)
     elif isinstance(schema.get("items"), dict):
-        body["items"] = _value(schema["items"], definitions)
+        body["items"] = _value_schema(schema["items"], definitions)
     if "properties" in schema:
-        body["properties"] = _keys(schema["properties"], definitions)
+        body["properties"] = _section_properties(schema["properties"], definitions)
         body["required"] = schema.get("required", [])
         body["additionalProperties"] = False
     return body
 
 
-def _resolve(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+def _resolve_reference(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
     """`schema` with the definition that it refers to in place of the reference."""
     if "$ref" not in schema:
         return schema
@@ -134,15 +136,15 @@ def _find_definition(schema: dict[str, Any], definitions: dict[str, Any]) -> dic
     return definition
 
 
-def _pair(items: list[dict[str, Any]], definitions: dict[str, Any]) -> Any:
+def _list_schema(items: list[dict[str, Any]], definitions: dict[str, Any]) -> Any:
     """The schema of a list with these items, in the shorter form if all are alike."""
-    schemas = [_value(item, definitions) for item in items]
+    schemas = [_value_schema(item, definitions) for item in items]
     if schemas.count(schemas[0]) == len(schemas):
         return schemas[0]
     return schemas
 
 
-def _offer(body: dict[str, Any], choices: list[dict[str, Any]]) -> None:
+def _add_choices(body: dict[str, Any], choices: list[dict[str, Any]]) -> None:
     """Put `choices` where the schema takes any string."""
     for target_schema in (body, *body.get("anyOf", ())):
         target = target_schema.get("items", target_schema)
@@ -162,5 +164,5 @@ def _is_nullable(schema: dict[str, Any]) -> bool:
     return any(arm.get("type") == "null" for arm in schema["anyOf"])
 
 
-def _words(text: str) -> str:
+def _collapse_whitespace(text: str) -> str:
     return " ".join(text.split())

@@ -8,13 +8,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 
-from phalanx.job.key_aliases import OTHER_NAMES, KeyName
+from phalanx.job.key_aliases import OTHER_NAMES, KeyAlias
 
 Leaves = Mapping[str, tuple[str, ...]]
 _LIKENESS = 0.75  # difflib's ratio from which a name counts as a misspelling of another
 
 
-def find_keys(word: str, leaves: Leaves) -> tuple[KeyName, ...]:
+def find_keys(word: str, leaves: Leaves) -> tuple[KeyAlias, ...]:
     """The keys that `word` may mean: those of this name, those that other trainers call so, else
     the nearest of all names.
 
@@ -24,7 +24,7 @@ def find_keys(word: str, leaves: Leaves) -> tuple[KeyName, ...]:
     # "--learning-rate" and "training.learning_rate" are both "learning_rate".
     name = word.lower().lstrip("-").replace("-", "_").rpartition(".")[2]
     if name in leaves:
-        return tuple(KeyName(f"{section}.{name}") for section in leaves[name])
+        return tuple(KeyAlias(f"{section}.{name}") for section in leaves[name])
     if name in OTHER_NAMES:
         return (OTHER_NAMES[name],)
     close = difflib.get_close_matches(name, [*leaves, *OTHER_NAMES], n=1, cutoff=_LIKENESS)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phalanx.job.hugging_face import is_hugging_face, weights_directory
+from phalanx.job.hugging_face import find_weights_directory, is_hugging_face
 from phalanx.job.schema import Job, Model, Optim
 
 REASONS = {
@@ -35,14 +35,14 @@ class PeakLearningRate:
     why: str = ""
 
 
-def warmup_steps(job: Job) -> int:
+def count_warmup_steps(job: Job) -> int:
     """The steps of linear warm-up: the job's, or a tenth of the run, at most MAX_DEFAULT_WARMUP."""
     if job.optim.warmup_steps is not None:
         return job.optim.warmup_steps
     return min(MAX_DEFAULT_WARMUP, job.train.steps // 10)
 
 
-def scaling_rule(optim: Optim) -> str | None:
+def find_scaling_rule(optim: Optim) -> str | None:
     """The rule by which lr follows the batch, "linear" or "sqrt"; None if it does not.
 
     "auto" knows no rule for an own optimizer.
@@ -55,11 +55,11 @@ def scaling_rule(optim: Optim) -> str | None:
     return rule
 
 
-def peak_rate(job: Job) -> PeakLearningRate:
+def peak_learning_rate(job: Job) -> PeakLearningRate:
     """The rate at the end of warm-up."""
-    rule = scaling_rule(job.optim)
+    rule = find_scaling_rule(job.optim)
     reference, batch = job.optim.reference_batch_size, job.train.global_batch_size
-    unscaled = unscaled_rate(job)
+    unscaled = unscaled_learning_rate(job)
     if rule is None or reference is None or reference == batch:
         return unscaled
     factor, shown_factor = batch / reference, f"{batch}/{reference}"
@@ -78,12 +78,12 @@ def peak_rate(job: Job) -> PeakLearningRate:
     return PeakLearningRate(lr, why)
 
 
-def unscaled_rate(job: Job) -> PeakLearningRate:
+def unscaled_learning_rate(job: Job) -> PeakLearningRate:
     """The rate for `optim.reference_batch_size`: the job's, or where it says "auto" the default
     for its weights."""
     if job.optim.lr != "auto":
         return PeakLearningRate(job.optim.lr)
-    trained = trained_weights(job.model)
+    trained = find_pretrained_weights_key(job.model)
     if not trained or job.optim.kind not in TRAINED_WEIGHTS_LR:
         return PeakLearningRate(RANDOM_WEIGHTS_LR)
     lr = TRAINED_WEIGHTS_LR[job.optim.kind]
@@ -94,7 +94,7 @@ def unscaled_rate(job: Job) -> PeakLearningRate:
     return PeakLearningRate(lr, f"lr {lr:.3g}: {why}")
 
 
-def trained_weights(model: Model) -> str:
+def find_pretrained_weights_key(model: Model) -> str:
     """The key and value of [model] that bring trained weights; empty where the weights are random.
 
     An own factory may well return trained weights: nothing says so.
@@ -103,17 +103,17 @@ def trained_weights(model: Model) -> str:
         return f"model.init_from={model.init_from}"
     if is_hugging_face(model.kind):
         assert model.kind is not None
-        if weights_directory(model.kind) is not None:
+        if find_weights_directory(model.kind) is not None:
             return f"model.kind={model.kind}"
     return ""
 
 
 def resolve_optim(job: Job) -> Optim:
     """The [optim] section with a number for lr, which optimizers are built from."""
-    return job.optim.model_copy(update={"lr": unscaled_rate(job).lr})
+    return job.optim.model_copy(update={"lr": unscaled_learning_rate(job).lr})
 
 
-def overrides_on_resume(was: Job, overrides: Sequence[str]) -> list[str]:
+def learning_rate_overrides_on_resume(was: Job, overrides: Sequence[str]) -> list[str]:
     """Overrides to add to the `overrides` that a run is continued with; `was` is the job that it
     ran with until now.
 

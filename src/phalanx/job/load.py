@@ -14,9 +14,15 @@ from typing import Any
 from phalanx.core.errors import JobError, Problem, did_you_mean
 from phalanx.core.files import read_regular
 from phalanx.job.checks.run import run_checks
-from phalanx.job.findings import Finding, find_annotation, format_path, keys_by_section, shorten
-from phalanx.job.overrides import Override, overlay, parse_overrides
-from phalanx.job.positions import KeyPlace, Path, TextPosition, locate
+from phalanx.job.findings import (
+    Finding,
+    find_annotation,
+    format_path,
+    list_keys_by_section,
+    shorten_to_line,
+)
+from phalanx.job.overrides import Override, apply_overrides, parse_overrides
+from phalanx.job.positions import KeyPlace, Path, TextPosition, locate_toml_keys
 from phalanx.job.schema import Job
 from phalanx.job.validate import validate
 
@@ -33,10 +39,10 @@ class JobSource:
     tree: dict[str, Any] | None = None
     toml: str | None = None
 
-    def places(self) -> dict[Path, KeyPlace]:
+    def places_by_path(self) -> dict[Path, KeyPlace]:
         if not self.toml:
             return {}
-        return locate(self.toml)
+        return locate_toml_keys(self.toml)
 
 
 def load_job(path: str | FilePath | None = None, overrides: Sequence[str] = ()) -> Job:
@@ -45,7 +51,7 @@ def load_job(path: str | FilePath | None = None, overrides: Sequence[str] = ()) 
 
     Raises JobError with all problems: those of the file in its order, then those of the overrides.
     """
-    return _build(_read_toml(path), overrides)
+    return _build_job(_read_toml(path), overrides)
 
 
 def load_job_json(
@@ -67,7 +73,7 @@ def load_job_json(
         table = (source.tree or {}).get(section)
         if isinstance(table, dict):
             table.pop(key, None)
-    return _build(source, overrides)
+    return _build_job(source, overrides)
 
 
 def check_job(job: Job) -> Job:
@@ -75,11 +81,11 @@ def check_job(job: Job) -> Job:
 
     Raises JobError with all problems.
     """
-    return _build(JobSource("the job", job.to_json()), ())
+    return _build_job(JobSource("the job", job.to_json()), ())
 
 
 @dataclass(frozen=True)
-class Origin:
+class ValueOrigin:
     """The origin of a value.
 
     `kind`: "default", "file" (`where` is "job.toml:12:1"), "run" (a run's own job.json) or
@@ -95,7 +101,7 @@ class Origin:
 
 def find_origins(
     path: str | FilePath | None = None, overrides: Sequence[str] = ()
-) -> dict[str, Origin]:
+) -> dict[str, ValueOrigin]:
     """The origin of the value of each key of the job.
 
     `path` may be a run's job.json, too. Does not validate.
@@ -106,37 +112,39 @@ def find_origins(
         kind_of_file, source = "run", _read_json(path)
     else:
         source = _read_toml(path)
-    places = source.places()
+    places = source.places_by_path()
     given_keys = _find_given_keys(source, ())
     # An override may lie deeper, as model.args.depth does: its key is the first two names.
     laid = {override.path[:2] for override in parse_overrides(overrides)[0]}
-    origin_by_key: dict[str, Origin] = {}
-    for section, keys in keys_by_section().items():
+    origin_by_key: dict[str, ValueOrigin] = {}
+    for section, keys in list_keys_by_section().items():
         for key in keys:
             name = f"{section}.{key}"
-            origin = Origin("default")
+            origin = ValueOrigin("default")
             if position := places.get((section, key)):
-                origin = Origin("file", f"{source.name}:{position.key.line}:{position.key.column}")
+                origin = ValueOrigin(
+                    "file", f"{source.name}:{position.key.line}:{position.key.column}"
+                )
             elif name in given_keys:
-                origin = Origin(kind_of_file, source.name)
+                origin = ValueOrigin(kind_of_file, source.name)
             if (section, key) in laid:
                 hidden = None
                 if origin.where:
                     hidden = (source.tree or {}).get(section, {}).get(key)
-                origin = Origin("override", "", hidden, origin.where)
+                origin = ValueOrigin("override", "", hidden, origin.where)
             origin_by_key[name] = origin
     return origin_by_key
 
 
-def _build(source: JobSource, texts: Sequence[str]) -> Job:
+def _build_job(source: JobSource, texts: Sequence[str]) -> Job:
     overrides, findings = parse_overrides(texts)
     tree = source.tree or {}
-    job, refused = validate(overlay(tree, overrides))
+    job, refused = validate(apply_overrides(tree, overrides))
     findings += refused
     # `validate` gives a job even of refused values: one call tells all that is wrong.
     findings += run_checks(job, _find_given_keys(source, overrides), _refused_keys(refused))
     if findings:
-        raise JobError(_problems(findings, source, overrides))
+        raise JobError(_list_problems_in_order(findings, source, overrides))
     return job
 
 
@@ -171,17 +179,17 @@ def _refused_keys(findings: Sequence[Finding]) -> set[str]:
         if len(finding.path) > 1:
             refused.add(f"{section}.{finding.path[1]}")
         else:
-            refused |= {f"{section}.{name}" for name in keys_by_section().get(section, ())}
+            refused |= {f"{section}.{name}" for name in list_keys_by_section().get(section, ())}
     return refused
 
 
-def _problems(
+def _list_problems_in_order(
     findings: Sequence[Finding], source: JobSource, overrides: Sequence[Override]
 ) -> list[Problem]:
     """The findings with their places, in the order in which the user wrote the things they are
     about."""
-    places = source.places()
-    placed = [_place(finding, source, places, overrides) for finding in findings]
+    places = source.places_by_path()
+    placed = [_place_finding(finding, source, places, overrides) for finding in findings]
     # By place alone: problems of one place stay in the order in which the checks found them.
     placed.sort(key=lambda pair: pair[0])
     return [problem for _, problem in placed]
@@ -190,7 +198,7 @@ def _problems(
 _Order = tuple[int, int, int]
 
 
-def _place(
+def _place_finding(
     finding: Finding, source: JobSource, places: dict[Path, KeyPlace], overrides: Sequence[Override]
 ) -> tuple[_Order, Problem]:
     path, index = _choose_blamed_key(finding, source, overrides)
@@ -217,9 +225,9 @@ def _choose_blamed_key(
         return finding.path, finding.override
     # The last one wins when they are laid, so it is the one that made the value.
     for override in reversed(overrides):
-        if _overlaps(override.path, finding.path):
+        if _paths_overlap(override.path, finding.path):
             return finding.path, override.index
-        if any(_overlaps(override.path, path) for path in finding.also):
+        if any(_paths_overlap(override.path, path) for path in finding.also):
             return override.path[:2], override.index
     for path in (finding.path, *finding.also):
         if _has_path(source.tree, path[:2]):
@@ -227,7 +235,7 @@ def _choose_blamed_key(
     return finding.path, -1
 
 
-def _overlaps(override: Path, path: Path) -> bool:
+def _paths_overlap(override: Path, path: Path) -> bool:
     """True if one of the two paths lies inside the other."""
     # An override of a table covers all inside, and a finding about a table what was laid into it.
     length = min(len(override), len(path))
@@ -296,7 +304,7 @@ def _read_text(path: str | FilePath) -> tuple[str, str]:
 
     Raises JobError if it is missing, a directory or not UTF-8.
     """
-    name = shorten(str(path), limit=4096)
+    name = shorten_to_line(str(path), limit=4096)
 
     def refuse(problem: str, fix: str = "") -> JobError:
         return JobError([Problem("job file", problem, name, fix)])
@@ -305,7 +313,7 @@ def _read_text(path: str | FilePath) -> tuple[str, str]:
         # utf-8-sig: editors of Windows put a byte order mark in front, which TOML does not know.
         return name, read_regular(path, LARGEST_BYTES).decode("utf-8-sig")
     except FileNotFoundError:
-        raise refuse("does not exist", _near_file(FilePath(path))) from None
+        raise refuse("does not exist", _suggest_nearest_file(FilePath(path))) from None
     except IsADirectoryError:
         fix = "give a .toml file"
         if jobs := sorted(FilePath(path).glob("*.toml")):
@@ -319,10 +327,10 @@ def _read_text(path: str | FilePath) -> tuple[str, str]:
         raise refuse("is not a possible path") from None
 
 
-def _near_file(path: FilePath) -> str:
+def _suggest_nearest_file(path: FilePath) -> str:
     """'did you mean "job.toml"?' for the nearest file in the same directory; "" if none is near."""
     if not path.parent.is_dir():
-        return f"there is no directory {shorten(str(path.parent))!r}"
+        return f"there is no directory {shorten_to_line(str(path.parent))!r}"
     try:
         files = [file.name for file in path.parent.iterdir() if file.suffix in (".toml", ".json")]
     except OSError:

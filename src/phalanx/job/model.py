@@ -7,7 +7,7 @@ from typing import Any
 
 from phalanx.core.errors import LayoutError, did_you_mean
 from phalanx.job.hugging_face import find_vocab_size, is_hugging_face
-from phalanx.job.presets import Preset, find_preset, preset_names
+from phalanx.job.presets import Preset, find_preset, list_preset_names
 from phalanx.job.schema import Job, Model
 from phalanx.job.shapes.decoder import default_ffn_dim
 from phalanx.job.shapes.measured import MeasuredModule
@@ -19,21 +19,21 @@ DEFAULT_PRESETS = {"decoder": "small", "vit": "small-vit"}
 SHAPE_KEYS = tuple(key for key in Model.model_fields if key in DEFAULTS and key != "kind")
 
 
-def preset_of(model: Model) -> Preset:
+def find_preset_of_model(model: Model) -> Preset:
     """The preset that the section starts from. Raises LayoutError for a name that is none."""
     assert not model.is_foreign, "a user's own module has no preset"
     name = model.preset or DEFAULT_PRESETS.get(model.kind or "decoder", "small")
     preset = find_preset(name)
     if preset is None:
-        suggestion = did_you_mean(name, preset_names())
+        suggestion = did_you_mean(name, list_preset_names())
         raise LayoutError(f"unknown preset {name!r}", fix=suggestion or "docs/models.md lists them")
     return preset
 
 
-def kind_of(model: Model) -> str:
+def find_model_kind(model: Model) -> str:
     """The file of phalanx.nn.models that builds the model: the one that the user named, else
     that of the preset."""
-    return model.kind or preset_of(model).kind
+    return model.kind or find_preset_of_model(model).kind
 
 
 def keys_of_user(model: Model) -> dict[str, Any]:
@@ -49,25 +49,25 @@ def find_vocab_size_of(model: Model) -> int | None:
     return (
         model.vocab_size
         if model.is_foreign
-        else model.vocab_size or preset_of(model).values.get("vocab_size")
+        else model.vocab_size or find_preset_of_model(model).values.get("vocab_size")
     )
 
 
-def shape_of(job: Job, vocab_size: int) -> BuiltInShape:
+def build_model_shape(job: Job, vocab_size: int) -> BuiltInShape:
     """The shape of the job's built-in model.
 
     `vocab_size`: what the data needs, where the job does not fix it.
     """
     assert not job.model.is_foreign, "a user's own model is measured: see phalanx.job.module_probe"
-    return _shape(_resolve(job.model), vocab_size, job.data.seq_len)
+    return _build_shape_of_kind(_resolve_shape_keys(job.model), vocab_size, job.data.seq_len)
 
 
-def preset_shape(preset: Preset) -> BuiltInShape:
+def build_preset_shape(preset: Preset) -> BuiltInShape:
     """The shape of a preset as it is; 0 for a vocabulary that the data decides."""
-    return _shape(_resolve(Model(preset=preset.name)), 0, 0)
+    return _build_shape_of_kind(_resolve_shape_keys(Model(preset=preset.name)), 0, 0)
 
 
-def _shape(values: dict[str, Any], vocab_size: int, seq_len: int) -> BuiltInShape:
+def _build_shape_of_kind(values: dict[str, Any], vocab_size: int, seq_len: int) -> BuiltInShape:
     # 0 in any other case, whatever a preset says: a table that is not there has no rows.
     if values.get("positions") != "learned":
         values["max_positions"] = 0
@@ -80,9 +80,9 @@ def _shape(values: dict[str, Any], vocab_size: int, seq_len: int) -> BuiltInShap
     return build_shape(values)
 
 
-def _resolve(model: Model) -> dict[str, Any]:
+def _resolve_shape_keys(model: Model) -> dict[str, Any]:
     """All that preset and keys say, and the widths that follow."""
-    base, user_values = dict(preset_of(model).values), keys_of_user(model)
+    base, user_values = dict(find_preset_of_model(model).values), keys_of_user(model)
     values = {
         key: value
         for key, value in base.items()
@@ -98,7 +98,7 @@ def _resolve(model: Model) -> dict[str, Any]:
         )
     if "expert_ffn_dim" in base:
         values.setdefault("expert_ffn_dim", _scale_width("expert_ffn_dim", base, values))
-    return values | {"kind": kind_of(model)}
+    return values | {"kind": find_model_kind(model)}
 
 
 def _find_following_keys(base: dict[str, Any], user_values: dict[str, Any]) -> set[str]:
@@ -153,14 +153,14 @@ def explain_scaled_widths(model: Model) -> list[str]:
     if model.is_foreign or model.preset is None:
         return []
     user_values = keys_of_user(model)
-    was, now = _resolve(Model(preset=model.preset)), _resolve(model)
+    was, now = _resolve_shape_keys(Model(preset=model.preset)), _resolve_shape_keys(model)
     lines = []
     for key, causes in _CAUSES.items():
         if (
             key in user_values
             or key not in was
             or now[key] == was[key]
-            or _is_one_to_one(key, was, now)
+            or _is_multi_head_attention(key, was, now)
         ):
             continue
         why = " and ".join(f"model.{cause}" for cause in causes if cause in user_values)
@@ -176,7 +176,7 @@ _CAUSES = {
 }
 
 
-def _is_one_to_one(key: str, *resolved: dict[str, Any]) -> bool:
+def _is_multi_head_attention(key: str, *resolved: dict[str, Any]) -> bool:
     """True for key-value heads that were and are as many as query heads: nobody wonders about
     these."""
     return key == "num_kv_heads" and all(values[key] == values["num_heads"] for values in resolved)
@@ -189,7 +189,7 @@ def require_matching_data(job: Job, measured: MeasuredModule | None = None) -> N
     """
     shape: BuiltInShape | MeasuredModule | None = measured
     if not job.model.is_foreign:
-        shape = shape_of(job, vocab_size=1)
+        shape = build_model_shape(job, vocab_size=1)
     if shape is None or not shape.reads_images:
         return
     if job.data.mixture or not is_own_dataset(job.data.source):

@@ -6,13 +6,13 @@ import fnmatch
 from collections.abc import Collection
 
 
-def is_inside(name: str, parts: Collection[str]) -> bool:
+def is_module_inside(name: str, parts: Collection[str]) -> bool:
     """True if the module `name` is one of `parts`, or lies inside of one."""
     # With the dot: blocks.1 is no part of blocks.10.
     return any(name == part or name.startswith(f"{part}.") for part in parts)
 
 
-def is_part(name: str, patterns: Collection[str]) -> bool:
+def matches_module(name: str, patterns: Collection[str]) -> bool:
     """True if `name` matches one of `patterns`, or lies inside of what does."""
     parts = name.split(".")
     heads = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]

@@ -22,7 +22,7 @@ from phalanx.core.digest import digest
 from phalanx.core.errors import LayoutError
 from phalanx.core.files import read_json, write_json_atomic
 from phalanx.core.registry import is_foreign
-from phalanx.job.hugging_face import config_path, is_hugging_face, read_model_config
+from phalanx.job.hugging_face import find_config_file, is_hugging_face, read_model_config
 from phalanx.job.param_holder import ParamHolder
 from phalanx.job.schema import Job
 from phalanx.job.shapes.measured import MeasuredModule
@@ -67,7 +67,7 @@ def probe_foreign_shape(
     if is_hugging_face(kind):
         # What is wrong with the file is said here, without another process.
         read_model_config(kind)
-    cached = _cache_file(kind, args, cache_dir)
+    cached = _shape_cache_file(kind, args, cache_dir)
     if cached is not None and (known := _read_cached(cached)) is not None:
         return known
     shape = _parse_shape(kind, _run_probe(kind, args, probe_module, timeout_s))
@@ -84,12 +84,14 @@ def probe_foreign_shape(
 def _run_probe(kind: str, args: Mapping[str, Any], probe_module: str, timeout_s: float) -> str:
     """The output of `python -m probe_module '{"kind": ..., "args": ...}'`."""
     try:
-        return ask_process(probe_module, {"kind": kind, "args": dict(args)}, timeout_s)
+        return run_request_process(probe_module, {"kind": kind, "args": dict(args)}, timeout_s)
     except ChildProcessError as error:
-        raise _refusal(kind, str(error)) from None
+        raise _probe_refusal(kind, str(error)) from None
 
 
-def ask_process(module: str, request: Mapping[str, Any], timeout_s: float = TIMEOUT_S) -> str:
+def run_request_process(
+    module: str, request: Mapping[str, Any], timeout_s: float = TIMEOUT_S
+) -> str:
     """The output of `python -m module REQUEST`, with the request as JSON. The process sees our
     sys.path.
 
@@ -134,13 +136,15 @@ def _parse_shape(kind: str, printed: str) -> MeasuredModule:
         last_line = find_last_line(printed)
         if last_line:
             problem += f"; its last words: {last_line[:80]!r}"
-        raise _refusal(kind, problem) from None
+        raise _probe_refusal(kind, problem) from None
 
 
 def _count_answer(kind: str, answer: Mapping[str, Any]) -> MeasuredModule:
     """The module that the probe's answer describes. Raises what a malformed answer raises."""
     sizes = {str(name): math.prod(map(int, shape)) for name, shape, _ in answer["tensors"]}
-    blocks = tuple((str(block), _size_within(str(block), sizes)) for block in answer["blocks"])
+    blocks = tuple(
+        (str(block), _required_shape_size(str(block), sizes)) for block in answer["blocks"]
+    )
     block_sizes = [size for _, size in blocks]
     num_params, told = int(answer["num_params"]), answer.get("facts", {})
     facts: dict[str, Any] = {key: int(told[key]) for key in FACTS if key in told}
@@ -178,11 +182,11 @@ def _find_answer(printed: str) -> dict[str, Any]:
     raise ValueError("no line is an answer")
 
 
-def _size_within(block: str, sizes: Mapping[str, int]) -> int:
+def _required_shape_size(block: str, sizes: Mapping[str, int]) -> int:
     return sum(size for name, size in sizes.items() if name.startswith(f"{block}."))
 
 
-def _refusal(kind: str, why: str) -> LayoutError:
+def _probe_refusal(kind: str, why: str) -> LayoutError:
     return LayoutError(
         f"model {kind!r} cannot be built", why=why, fix="check model.kind and model.args"
     )
@@ -196,23 +200,23 @@ def find_last_line(text: str) -> str:
     return lines[-1].strip()
 
 
-def _cache_file(kind: str, args: Mapping[str, Any], cache_dir: Path | None) -> Path | None:
+def _shape_cache_file(kind: str, args: Mapping[str, Any], cache_dir: Path | None) -> Path | None:
     """The file that caches the shape; None if there is no cache or no source to recognise the
     model by."""
     if is_hugging_face(kind):
         sources = _find_config_sources(kind)
     else:
-        sources = find_sources(kind.partition(":")[0].split("."))
+        sources = find_module_sources(kind.partition(":")[0].split("."))
     if cache_dir is None or not sources:
         return None
     probe_files: list[Path] = []
     for room in OWN_ROOMS:
         probe_files += sorted((Path(__file__).parents[1] / room).glob("*.py"))
-    files = file_states([*sources, *probe_files])
+    files = list_file_states([*sources, *probe_files])
     return cache_dir / f"shape-{digest([kind, dict(args), files, sys.version])}.json"
 
 
-def file_states(files: Sequence[Path]) -> list[tuple[str, int, int]]:
+def list_file_states(files: Sequence[Path]) -> list[tuple[str, int, int]]:
     """(name, size, time of change) of each file, to tell without reading them whether they
     changed."""
     return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
@@ -231,10 +235,10 @@ def _find_config_sources(kind: str) -> list[Path]:
     spec = PathFinder.find_spec("transformers", sys.path)
     if spec is None or not spec.origin:
         return []
-    return [config_path(kind).resolve(), Path(spec.origin)]
+    return [find_config_file(kind).resolve(), Path(spec.origin)]
 
 
-def find_sources(names: Sequence[str]) -> list[Path]:
+def find_module_sources(names: Sequence[str]) -> list[Path]:
     """The module's file and those it most likely imports: the rest of its package, or the files
     beside it.
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 
-def divisors(number: int) -> list[int]:
+def list_divisors(number: int) -> list[int]:
     """The divisors of `number` in ascending order; those up to a million and their partners."""
     all_divisors = set()
     # A message must not take minutes over a number of 2^60.
@@ -17,7 +17,7 @@ def divisors(number: int) -> list[int]:
     return sorted(all_divisors)
 
 
-def nearest(wish: int, legal: Sequence[int]) -> str:
+def format_nearest_values(wish: int, legal: Sequence[int]) -> str:
     """The legal values (ascending) on both sides of `wish`, as text: '4 or 8'."""
     # Slices and not indices: on one side there may be none.
     below = [value for value in legal if value < wish][-1:]
@@ -25,18 +25,18 @@ def nearest(wish: int, legal: Sequence[int]) -> str:
     return " or ".join(map(str, below + above)) or "none"
 
 
-def divisors_near(number: int, wish: int) -> str:
+def format_nearest_divisors(number: int, wish: int) -> str:
     """The divisors of `number` on both sides of `wish`: '2 or 4'."""
-    return nearest(wish, divisors(number))
+    return format_nearest_values(wish, list_divisors(number))
 
 
-def multiples_near(number: int, of: int) -> str:
+def format_nearest_multiples(number: int, of: int) -> str:
     """The multiples of `of` on both sides of `number`: '24 or 32'."""
     below = number // of * of
     return " or ".join(str(multiple) for multiple in (below, below + of) if multiple)
 
 
-def nearest_degrees(
+def find_nearest_degrees(
     num_ranks: int, degrees_wanted: Mapping[str, int], *, must_fill: bool
 ) -> dict[str, int]:
     """Degrees that divide `num_ranks` together (or make it) and are, as factors, least far from
@@ -66,6 +66,6 @@ def _factorizations(number: int, num_factors: int) -> Iterator[tuple[tuple[int, 
     if num_factors == 0:
         yield (), number
         return
-    for factor in divisors(number):
+    for factor in list_divisors(number):
         for factors, remainder in _factorizations(number // factor, num_factors - 1):
             yield (factor, *factors), remainder

@@ -13,9 +13,9 @@ from phalanx.core.errors import did_you_mean
 from phalanx.job.findings import (
     Finding,
     find_annotation,
-    keys_by_section,
+    list_keys_by_section,
     list_sections_of_keys,
-    shorten,
+    shorten_to_line,
     split_union,
 )
 from phalanx.job.key_suggestions import suggest_key
@@ -38,7 +38,7 @@ def parse_overrides(texts: Sequence[str]) -> tuple[list[Override], list[Finding]
     good: list[Override] = []
     bad: list[Finding] = []
     for index, text in enumerate(texts):
-        parsed = _parse(text, index)
+        parsed = _parse_override(text, index)
         if isinstance(parsed, Override):
             good.append(parsed)
         else:
@@ -46,7 +46,7 @@ def parse_overrides(texts: Sequence[str]) -> tuple[list[Override], list[Finding]
     return good, bad
 
 
-def overlay(tree: dict[str, Any], overrides: Sequence[Override]) -> dict[str, Any]:
+def apply_overrides(tree: dict[str, Any], overrides: Sequence[Override]) -> dict[str, Any]:
     """A copy of `tree` with the overrides laid on top; the last one wins.
 
     `tree` itself is not changed.
@@ -69,7 +69,7 @@ def overlay(tree: dict[str, Any], overrides: Sequence[Override]) -> dict[str, An
     return merged
 
 
-def _parse(text: str, index: int) -> Override | Finding:
+def _parse_override(text: str, index: int) -> Override | Finding:
     def refuse(key: str, problem: str, fix: str) -> Finding:
         return Finding((key,), problem, fix, override=index)
 
@@ -83,24 +83,24 @@ def _parse(text: str, index: int) -> Override | Finding:
     if len(parts) == 1:
         return _refuse_without_section(key, raw, index)
     if not raw:
-        return refuse(key, "has no value", f"write {shorten(key)}=VALUE")
+        return refuse(key, "has no value", f"write {shorten_to_line(key)}=VALUE")
     path: Path = tuple(parts)
     # Asked first: for such a key 123 and true are text, which TOML would read otherwise.
-    if wants_text(path):
-        return Override(path, _text_value(raw), index)
-    value = _toml_value(raw)
+    if takes_only_strings(path):
+        return Override(path, _parse_string_value(raw), index)
+    value = _parse_toml_value(raw)
     # Given back as it was, so no TOML: the shell took the quotes inside.
     if isinstance(value, str) and value == raw and raw[0] in "[{":
         fix = f"""strings inside need quotes, and the shell eats them: write '{key}=["a", "b"]'"""
-        return refuse(key, f"the value {shorten(raw)} is not valid TOML", fix)
+        return refuse(key, f"the value {shorten_to_line(raw)} is not valid TOML", fix)
     return Override(path, value, index)
 
 
 def _refuse_without_section(name: str, raw: str, index: int) -> Finding:
     """The finding for `dim=192`: names the key that was meant, in full and with its value; for a
     section, a key that its value may be of."""
-    keys = keys_by_section()
-    value = shorten(raw)
+    keys = list_keys_by_section()
+    value = shorten_to_line(raw)
     if name in keys:
         first = keys[name][0]
         if name == "model" and ":" in raw:  # package.module:factory
@@ -111,32 +111,32 @@ def _refuse_without_section(name: str, raw: str, index: int) -> Finding:
     return Finding((name,), "is not section.key", fix or "write section.key=value", override=index)
 
 
-def wants_text(path: Path) -> bool:
+def takes_only_strings(path: Path) -> bool:
     """True if the key takes strings alone, so that a bare 123, true or a path is one."""
     arms = split_union(find_annotation(path))
     # A number or a word (lr: 1e-3 or "auto"): as TOML, which leaves a bare word what it is.
     if int in arms or float in arms:
         return False
-    return any(map(_is_text, arms))
+    return any(map(_is_string_type, arms))
 
 
-def _is_text(arm: Any) -> bool:
+def _is_string_type(arm: Any) -> bool:
     """True for `str`, and for a choice among strings."""
     if get_origin(arm) is Literal:
         return all(isinstance(choice, str) for choice in get_args(arm))
     return arm is str
 
 
-def _text_value(raw: str) -> str:
+def _parse_string_value(raw: str) -> str:
     """`raw` itself, or what is inside if it is one TOML string in quotes."""
     if raw[0] in "\"'":
-        value = _toml_value(raw)
+        value = _parse_toml_value(raw)
         if isinstance(value, str):
             return value
     return raw
 
 
-def _toml_value(raw: str) -> Any:
+def _parse_toml_value(raw: str) -> Any:
     """`raw` as one TOML value, or as the bare word that it is."""
     try:
         table = tomllib.loads(f"value = {raw}")

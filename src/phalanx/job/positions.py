@@ -30,7 +30,7 @@ class KeyPlace(NamedTuple):
     value: TextPosition
 
 
-def locate(text: str) -> dict[Path, KeyPlace]:
+def locate_toml_keys(text: str) -> dict[Path, KeyPlace]:
     """The place of every table, key, value and array element of valid TOML; of two mentions, the
     first."""
     # Only for an error's line and column: start-up does without.
@@ -61,36 +61,36 @@ class _PositionCollector:
     places: dict[Path, KeyPlace] = field(default_factory=dict)
     lengths: dict[Path, int] = field(default_factory=dict)
 
-    def spot(self, node: Any) -> TextPosition:
+    def find_spot(self, node: Any) -> TextPosition:
         row, column_bytes = node.start_point
         # tree-sitter counts bytes, and editors count characters.
         before = self.lines[row].encode()[:column_bytes].decode(errors="ignore")
         return TextPosition(row + 1, len(before) + 1)
 
-    def add(self, path: Path, key: Any, value: Any) -> None:
-        self.places.setdefault(path, KeyPlace(self.spot(key), self.spot(value)))
+    def add_place(self, path: Path, key: Any, value: Any) -> None:
+        self.places.setdefault(path, KeyPlace(self.find_spot(key), self.find_spot(value)))
 
     def add_header(self, node: Any) -> Path:
         """`[a.b]` or `[[a.b]]`; returns the path that the pairs below it extend."""
         path: Path = ()
-        keys = _keys(node.named_children[0])
+        keys = _iterate_key_names(node.named_children[0])
         for number, (name, key) in enumerate(keys):
             path = (*path, name)
-            self.add(path, key, key)
+            self.add_place(path, key, key)
             if number == len(keys) - 1 and node.type == "table_array_element":
                 self.lengths[path] = self.lengths.get(path, 0) + 1
             if path in self.lengths:
                 # Inside of [[x]] keys belong to the element that began last.
                 path = (*path, self.lengths[path] - 1)
-                self.add(path, key, key)
+                self.add_place(path, key, key)
         return path
 
     def add_pair(self, node: Any, inside: Path) -> None:
         key_node, value = node.named_children[:2]  # a comment may follow
         path = inside
-        for name, key in _keys(key_node):
+        for name, key in _iterate_key_names(key_node):
             path = (*path, name)
-            self.add(path, key, value)
+            self.add_place(path, key, value)
         self.add_value(value, path)
 
     def add_value(self, node: Any, path: Path) -> None:
@@ -101,16 +101,16 @@ class _PositionCollector:
         elif node.type == "array":
             elements = [child for child in node.named_children if child.type != "comment"]
             for index, element in enumerate(elements):
-                self.add((*path, index), element, element)
+                self.add_place((*path, index), element, element)
                 self.add_value(element, (*path, index))
 
 
-def _keys(node: Any) -> list[tuple[str, Any]]:
+def _iterate_key_names(node: Any) -> list[tuple[str, Any]]:
     """The names in a key, each with its own node. Depth first: a dotted key nests to the left."""
     if node.type == "dotted_key":
         pairs = []
         for child in node.named_children:
-            pairs += _keys(child)
+            pairs += _iterate_key_names(child)
         return pairs
     name: str = node.text.decode()
     if node.type == "quoted_key":

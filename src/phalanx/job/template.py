@@ -11,10 +11,10 @@ import textwrap
 from collections.abc import Collection
 from typing import Any
 
-from phalanx.job.findings import describe_key, keys_by_section
+from phalanx.job.findings import describe_key, list_keys_by_section
 from phalanx.job.json_schema import job_json_schema
 from phalanx.job.schema import Job
-from phalanx.job.toml import toml_value
+from phalanx.job.toml import format_toml_value
 
 WIDTH = 100
 
@@ -59,7 +59,7 @@ def job_template(
     job = job or Job()
     values, defaults = job.to_json(), Job().to_json()
     is_set = set(USUAL)
-    for section, keys in keys_by_section().items():
+    for section, keys in list_keys_by_section().items():
         changed = [key for key in keys if values[section][key] != defaults[section][key]]
         is_set.update(f"{section}.{key}" for key in changed)
     # Last: a job that was loaded from a run has its directory set.
@@ -72,14 +72,14 @@ def job_template(
         head += f"#\n{EVERY_KEY}"
     parts.append(head)
     schema = job_json_schema()["properties"]
-    for section in keys_by_section():
+    for section in list_keys_by_section():
         if minimal and not any(key.startswith(f"{section}.") for key in is_set):
             continue
-        parts.append(_section(section, values[section], schema[section], is_set, minimal))
+        parts.append(_format_section(section, values[section], schema[section], is_set, minimal))
     return "\n".join(parts)
 
 
-def _section(
+def _format_section(
     name: str,
     values: dict[str, Any],
     schema: dict[str, Any],
@@ -88,32 +88,32 @@ def _section(
 ) -> str:
     lines = [f"[{name}]"]
     if not minimal and "description" in schema:
-        lines.insert(0, _prose(schema["description"]))
+        lines.insert(0, _wrap_comment(schema["description"]))
     for key, value in values.items():
         if minimal and f"{name}.{key}" not in is_set:
             continue
         if not minimal:
-            lines.append(_prose(_words(name, key, schema)))
+            lines.append(_wrap_comment(_describe_key_and_values(name, key, schema)))
         if f"{name}.{key}" in is_set:
-            lines.append(f"{key} = {toml_value(value)}")
+            lines.append(f"{key} = {format_toml_value(value)}")
         elif f"{name}.{key}" == PLACE_OF_ITS_OWN:
             lines.append(f'#{key} = "none"')
         else:
-            lines.append(f"#{key} = {toml_value(value)}")
+            lines.append(f"#{key} = {format_toml_value(value)}")
     return "\n".join(lines) + "\n"
 
 
-def _words(section: str, key: str, schema: dict[str, Any]) -> str:
+def _describe_key_and_values(section: str, key: str, schema: dict[str, Any]) -> str:
     """The key's own words, and what may stand behind the equals sign."""
     words: str = schema["properties"][key].get("description", "")
     # What "none" means is said once, at the head of the file.
-    kinds = describe_key((section, key)).removesuffix(f" or {toml_value(None)}")
+    kinds = describe_key((section, key)).removesuffix(f" or {format_toml_value(None)}")
     if kinds in SAYS_LITTLE:
         return words
     return f"{words} ({kinds})"
 
 
-def _prose(text: str) -> str:
+def _wrap_comment(text: str) -> str:
     return "\n".join(
         textwrap.wrap(
             text,

@@ -16,7 +16,7 @@ from phalanx.job.shapes.transformer import TransformerShape
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
-def toml_value(value: Any) -> str:
+def format_toml_value(value: Any) -> str:
     """A string, number, truth value, list or table of such as one line of TOML; None is the word
     "none"."""
     if value is None:
@@ -30,13 +30,13 @@ def toml_value(value: Any) -> str:
         # The shortest text that reads back as the same float.
         return repr(value)
     if isinstance(value, list | tuple):
-        return f"[{', '.join(toml_value(item) for item in value)}]"
+        return f"[{', '.join(format_toml_value(item) for item in value)}]"
     assert isinstance(value, dict), f"TOML has no {type(value).__name__}"
     pairs = []
     for key, item in value.items():
         # TOML has no null; inside of a table, leaving the key out is the same.
         if item is not None:
-            pairs.append(f"{_toml_key(key)} = {toml_value(item)}")
+            pairs.append(f"{_toml_key(key)} = {format_toml_value(item)}")
     if not pairs:
         return "{}"
     return f"{{ {', '.join(pairs)} }}"
@@ -45,14 +45,14 @@ def toml_value(value: Any) -> str:
 def _toml_key(key: str) -> str:
     if _BARE_KEY.fullmatch(key):
         return key
-    return toml_value(key)
+    return format_toml_value(key)
 
 
 ALWAYS = ("num_layers", "dim", "num_heads", "num_kv_heads", "head_dim", "ffn_dim")
 OF_TEXT = ("vocab_size", "tie_embeddings")
 
 
-def model_section(shape: TransformerShape, more: Mapping[str, Any] | None = None) -> str:
+def format_model_section(shape: TransformerShape, more: Mapping[str, Any] | None = None) -> str:
     """Lines of TOML that mean `shape` exactly, whatever presets say; `more` are other keys of
     the section, in front."""
     base = find_preset(DEFAULT_PRESETS.get(shape.kind, "small"))
@@ -73,5 +73,5 @@ def model_section(shape: TransformerShape, more: Mapping[str, Any] | None = None
     for key in SHAPE_KEYS:
         if key not in unread and (key in always or values[key] != DEFAULTS[key]):
             settings[key] = values[key]
-    lines = [f"{key} = {toml_value(value)}" for key, value in settings.items()]
+    lines = [f"{key} = {format_toml_value(value)}" for key, value in settings.items()]
     return "\n".join(["[model]", *lines]) + "\n"

@@ -20,7 +20,7 @@ def is_own_dataset(source: str) -> bool:
     return bool(colon) and all(name.isidentifier() for name in names) and not os.path.exists(source)
 
 
-def num_workers(data: Data) -> int:
+def count_loader_processes(data: Data) -> int:
     """Processes of each rank that read ahead.
 
     Tokens need none: a thread does. A user's code cannot run beside ours.

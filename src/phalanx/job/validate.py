@@ -35,13 +35,14 @@ def validate(tree: dict[str, Any]) -> tuple[Job, list[Finding]]:
         job = Job.model_validate_json(json.dumps(clean))
     except ValidationError as error:
         findings = _merge(
-            unusable, [_explain(clean, line) for line in error.errors(include_url=False)]
+            unusable,
+            [_explain_pydantic_error(clean, line) for line in error.errors(include_url=False)],
         )
     else:
         if not unusable:
             return job, []
         findings = unusable
-    return Job.model_validate_json(json.dumps(_drop_refused(clean, findings))), findings
+    return Job.model_validate_json(json.dumps(_drop_refused_keys(clean, findings))), findings
 
 
 def _replace_none_words(tree: dict[str, Any]) -> dict[str, Any]:
@@ -70,7 +71,7 @@ def _remove_unusable_values(value: Any, path: Path, findings: list[Finding]) -> 
         return None
     if isinstance(value, dict):
         return {
-            _encodable(key): _remove_unusable_values(item, (*path, key), findings)
+            _escape_unencodable(key): _remove_unusable_values(item, (*path, key), findings)
             for key, item in value.items()
         }
     if isinstance(value, list):
@@ -98,16 +99,16 @@ def _explain_unusable(value: Any, path: Path) -> tuple[str, str] | None:
             return finding.what, finding.fix
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         return "is a whole number that does not fit in 64 bits", ""
-    if isinstance(value, str) and ("\0" in value or _encodable(value) != value):
+    if isinstance(value, str) and ("\0" in value or _escape_unencodable(value) != value):
         return "holds a NUL character or is not valid UTF-8", ""
     return None
 
 
-def _encodable(text: str) -> str:
+def _escape_unencodable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def _explain(clean: dict[str, Any], line: Any) -> Finding:
+def _explain_pydantic_error(clean: dict[str, Any], line: Any) -> Finding:
     """One of pydantic's errors in our words.
 
     Its path is cut to what the user wrote: a missing item has no place.
@@ -142,7 +143,7 @@ def _merge(unusable: list[Finding], refused: list[Finding]) -> list[Finding]:
     return merged
 
 
-def _drop_refused(tree: dict[str, Any], findings: list[Finding]) -> dict[str, Any]:
+def _drop_refused_keys(tree: dict[str, Any], findings: list[Finding]) -> dict[str, Any]:
     """`tree` without the sections and the `section.key`s that the findings are about."""
     # By whole keys: a value without its refused part would be another wish.
     gone = {finding.path[:2] for finding in findings}

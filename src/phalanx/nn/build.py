@@ -12,7 +12,7 @@ from phalanx.core.errors import LayoutError
 from phalanx.core.registry import resolve
 from phalanx.job.costs import ModelCosts
 from phalanx.job.hugging_face import is_hugging_face
-from phalanx.job.model import kind_of
+from phalanx.job.model import find_model_kind
 from phalanx.job.schema import Job, Model
 from phalanx.nn.hugging_face.adapter import factory_of
 from phalanx.nn.objective import Objective, causal_cross_entropy, logits_cross_entropy
@@ -53,7 +53,7 @@ def build_objective(job: Job) -> Objective:
     elif job.model.is_foreign:
         objective = causal_cross_entropy(job.train.loss_chunk_tokens)
     else:
-        objective = resolve(kind_of(job.model), MODELS, "default_objective")(
+        objective = resolve(find_model_kind(job.model), MODELS, "default_objective")(
             job.train.loss_chunk_tokens
         )
     return objective

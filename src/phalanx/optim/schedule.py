@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from phalanx.job.learning_rate import peak_rate, warmup_steps
+from phalanx.job.learning_rate import count_warmup_steps, peak_learning_rate
 from phalanx.job.schema import Job
 
 
@@ -14,9 +14,9 @@ def learning_rate(job: Job, step: int, peak: float | None = None) -> float:
     Warm-up ends at `warmup`; the last step has peak x min_lr_ratio. With `peak`, which is the
     plan's and so the job's, no file is looked for.
     """
-    optim, total_steps, warmup = job.optim, job.train.steps, warmup_steps(job)
+    optim, total_steps, warmup = job.optim, job.train.steps, count_warmup_steps(job)
     if peak is None:
-        peak = peak_rate(job).lr
+        peak = peak_learning_rate(job).lr
     # Steps count from 1: a warm-up of 0 steps never gets here.
     if step <= warmup:
         return peak * step / warmup

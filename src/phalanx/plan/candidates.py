@@ -14,7 +14,7 @@ from phalanx.core.errors import LayoutError
 from phalanx.core.units import format_bytes
 from phalanx.job.checks.experts import experts_have_no_conflicts, find_ranks_for_experts
 from phalanx.job.costs import ModelCosts
-from phalanx.job.nearest import divisors
+from phalanx.job.nearest import list_divisors
 from phalanx.job.schema import Job
 from phalanx.plan.choice import Choice
 from phalanx.plan.communication import cp_buffer_bytes, ep_buffer_bytes
@@ -324,7 +324,9 @@ def list_ep_degrees(job: Job, evaluator: CandidateEvaluator, candidate: Candidat
         return
     ranks = find_ranks_for_experts(job, evaluator.num_ranks)
     if ranks is not None:
-        yield from (degree for degree in divisors(math.gcd(ranks[0], experts.count)) if degree > 1)
+        yield from (
+            degree for degree in list_divisors(math.gcd(ranks[0], experts.count)) if degree > 1
+        )
 
 
 def suggest_ep_degree(job: Job, evaluator: CandidateEvaluator, candidate: Candidate) -> str:

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from phalanx.core.errors import LayoutError
 from phalanx.job.checks.experts import (
     experts_have_no_conflicts,
-    explain_undivided,
+    explain_undivided_ranks,
     find_expert_problem,
     find_ranks_for_experts,
 )
 from phalanx.job.costs import ModelCosts
 from phalanx.job.hugging_face import is_hugging_face
-from phalanx.job.nearest import divisors, multiples_near, nearest
+from phalanx.job.nearest import format_nearest_multiples, format_nearest_values, list_divisors
 from phalanx.job.schema import Job
 from phalanx.plan.degrees import choose_cp_load_balance
 from phalanx.plan.rule_checks import check_overrides, check_rules
@@ -47,7 +47,7 @@ def check_tensor_parallel(job: Job, shape: ModelCosts) -> None:
     if tp not in legal:
         raise LayoutError(
             f"parallel.tp {tp} does not divide {describe_heads(heads.queries, heads.keys)}",
-            fix=f"nearest: {nearest(tp, legal)}",
+            fix=f"nearest: {format_nearest_values(tp, legal)}",
         )
     if job.parallel.sequence_parallel and shape.is_per_token_outside_regions is False:
         raise LayoutError(
@@ -130,7 +130,7 @@ def _check_cp_chunks_divide_sequence(job: Job, shape: ModelCosts) -> None:
         raise LayoutError(
             f"parallel.cp {job.parallel.cp} cuts a sequence into {chunks} chunks, which do not"
             f" divide data.seq_len {job.data.seq_len}",
-            fix=f"nearest seq_len: {multiples_near(job.data.seq_len, chunks)}",
+            fix=f"nearest seq_len: {format_nearest_multiples(job.data.seq_len, chunks)}",
         )
 
 
@@ -146,8 +146,8 @@ def _check_heads_divide(job: Job, shape: ModelCosts) -> None:
     if tp > 1:
         described += f" on each of the {tp} ranks of tp"
     fix = "set parallel.cp_attention=ring"
-    if legal := [degree for degree in divisors(kv_heads) if degree > 1]:
-        fix = f"nearest: {nearest(cp, legal)}, or parallel.cp_attention=ring"
+    if legal := [degree for degree in list_divisors(kv_heads) if degree > 1]:
+        fix = f"nearest: {format_nearest_values(cp, legal)}, or parallel.cp_attention=ring"
     raise LayoutError(
         f"parallel.cp {cp} does not divide {described}, as ulysses needs",
         fix=fix,
@@ -185,7 +185,7 @@ def check_expert_parallel(job: Job, shape: ModelCosts, num_ranks: int) -> None:
     for finding in experts_have_no_conflicts.run(job):
         raise LayoutError(f"{'.'.join(map(str, finding.path))}: {finding.what}", fix=finding.fix)
     if size % ep:
-        problem, fix = explain_undivided(job, shape, size, description)
+        problem, fix = explain_undivided_ranks(job, shape, size, description)
         raise LayoutError(f"parallel.{problem}", fix=fix)
 
 

@@ -9,7 +9,12 @@ from __future__ import annotations
 
 from phalanx.core.errors import LayoutError
 from phalanx.core.units import plural
-from phalanx.job.nearest import divisors, divisors_near, multiples_near, nearest
+from phalanx.job.nearest import (
+    format_nearest_divisors,
+    format_nearest_multiples,
+    format_nearest_values,
+    list_divisors,
+)
 from phalanx.job.schema import Job
 from phalanx.plan.choice import DEFAULT, Choice
 from phalanx.plan.cluster import Cluster
@@ -94,7 +99,7 @@ def _find_max_ranks(job: Job, cluster: Cluster) -> int:
     samples = micro or 1  # where the job leaves them open, microbatches of one sample can be
     legal = []
     # Divisors ascend, and so does `legal`: its last one is the most.
-    for share in divisors(batch // samples):
+    for share in list_divisors(batch // samples):
         ranks = share * shared
         if ranks <= limit and ranks % degrees == 0 and batch % (share * samples) == 0:
             legal.append(ranks)
@@ -122,9 +127,9 @@ def _require_degrees_divide(job: Job, ranks: int) -> None:
         return
     tp = degrees.tp
     if ranks % tp:
-        fix = f"parallel.ranks={multiples_near(ranks, tp)}"
-        if legal := [degree for degree in divisors(ranks) if degree > 1]:
-            fix = f"nearest: {nearest(tp, legal)}, or {fix}"
+        fix = f"parallel.ranks={format_nearest_multiples(ranks, tp)}"
+        if legal := [degree for degree in list_divisors(ranks) if degree > 1]:
+            fix = f"nearest: {format_nearest_values(tp, legal)}, or {fix}"
         raise LayoutError(f"parallel.tp {tp} does not divide the {plural(ranks, 'rank')}", fix=fix)
     for name, degree in (
         ("dp_replicate", job.parallel.dp_replicate),
@@ -137,8 +142,8 @@ def _require_degrees_divide(job: Job, ranks: int) -> None:
             raise LayoutError(
                 f"parallel.{name} {degree} does not divide the {remaining}",
                 fix=(
-                    f"nearest: {divisors_near(ranks // tp, degree)}, or "
-                    f"parallel.ranks={multiples_near(ranks, tp * degree)}"
+                    f"nearest: {format_nearest_divisors(ranks // tp, degree)}, or "
+                    f"parallel.ranks={format_nearest_multiples(ranks, tp * degree)}"
                 ),
             )
 
@@ -155,8 +160,8 @@ def split_batch(
         multiples = [multiple for multiple in (below, below + shares) if multiple]
         readers = "ranks"
         fix = (
-            f"nearest batch: {nearest(batch, multiples)};"
-            f" nearest ranks: {divisors_near(batch, shares)}"
+            f"nearest batch: {format_nearest_values(batch, multiples)};"
+            f" nearest ranks: {format_nearest_divisors(batch, shares)}"
         )
         if requested is not None:
             readers = "pipelines"
@@ -173,7 +178,7 @@ def split_batch(
         raise LayoutError(
             f"train.micro_batch_size {micro} does not divide the {share} sequences of each of"
             f" {shares} ranks",
-            fix=f"nearest: {divisors_near(share, micro)}",
+            fix=f"nearest: {format_nearest_divisors(share, micro)}",
         )
     return micro, share // micro
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 
 from phalanx.core.errors import LayoutError
-from phalanx.job.nearest import nearest_degrees
+from phalanx.job.nearest import find_nearest_degrees
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -112,7 +112,7 @@ def fill_layout(
             f"all degrees are 1, and there are {num_ranks} ranks",
             fix="leave parallel.dp_replicate open",
         )
-    nearest = nearest_degrees(num_ranks, named, must_fill=not open_axes)
+    nearest = find_nearest_degrees(num_ranks, named, must_fill=not open_axes)
     together = " x ".join(f"{axis} {degree}" for axis, degree in named.items())
     if len(named) > 1:
         together += f" = {product}"

@@ -12,7 +12,7 @@ from dataclasses import replace
 from phalanx.core.units import format_bytes
 from phalanx.job.checks.experts import WHY
 from phalanx.job.costs import ModelCosts
-from phalanx.job.learning_rate import peak_rate
+from phalanx.job.learning_rate import peak_learning_rate
 from phalanx.job.model import explain_scaled_widths
 from phalanx.job.schema import Job, Parallel
 from phalanx.plan.candidates import CandidateEvaluator, list_ep_degrees
@@ -64,7 +64,7 @@ def list_notes(
     if waits_on_host and shape.activations is not None:
         size = format_bytes(activation_bytes(shard_shape(shape, work.tp, work.rules), work))
         notes.append(f"activations wait for the backward in pinned host memory, {size} per rank")
-    notes.append(peak_rate(job).why or "")
+    notes.append(peak_learning_rate(job).why or "")
     return [line for line in notes if line]
 
 

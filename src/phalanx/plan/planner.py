@@ -10,8 +10,8 @@ from phalanx.core.batch import BYTE_VOCAB_SIZE
 from phalanx.core.errors import DataError, LayoutError
 from phalanx.core.units import plural
 from phalanx.job.costs import ModelCosts
-from phalanx.job.learning_rate import peak_rate
-from phalanx.job.model import shape_of
+from phalanx.job.learning_rate import peak_learning_rate
+from phalanx.job.model import build_model_shape
 from phalanx.job.module_probe import measure_foreign_shape
 from phalanx.job.schema import Job
 from phalanx.plan.candidates import (
@@ -71,7 +71,7 @@ def make_plan(
     job, why_precision = resolve_precision(job, cluster)
     if shape is None:
         # Before the data is read, text is taken for bytes, as it is without a tokenizer.
-        shape = measure_foreign_shape(job) or shape_of(job, vocab_size or BYTE_VOCAB_SIZE)
+        shape = measure_foreign_shape(job) or build_model_shape(job, vocab_size or BYTE_VOCAB_SIZE)
     # Before a layout is looked for: what the model cannot read no layout mends.
     _require_vocabulary(shape, vocab_size)
     _require_enough_positions(shape, job.data.seq_len)
@@ -198,7 +198,7 @@ def _build_plan(
         micro_batch_size=work.micro_batch_size,
         num_microbatches=work.num_microbatches,
         seq_len=work.seq_len,
-        peak_lr=peak_rate(job).lr,
+        peak_lr=peak_learning_rate(job).lr,
         vocab_size=shape.choose_vocab_size(vocab_size),
         num_params=shape.num_params,
         flops_per_token=_flops_per_token(shape, job.data.seq_len),

@@ -17,8 +17,8 @@ from phalanx.core.units import format_count, plural
 from phalanx.job.learning_rate import (
     RANDOM_WEIGHTS_LR,
     TRAINED_WEIGHTS_LR,
-    trained_weights,
-    unscaled_rate,
+    find_pretrained_weights_key,
+    unscaled_learning_rate,
 )
 from phalanx.job.schema import Job
 from phalanx.plan.pipeline.bubble import warn_of_compiled_split_backward, warn_of_long_bubble
@@ -108,13 +108,13 @@ def _warn_of_fixed_lr(job: Job, plan: Plan, data: DataFacts | None) -> str | Non
     if job.optim.lr_scaling != "none" or reference is None or reference == batch:
         return None
     return (
-        f"the batch is {batch} and lr {unscaled_rate(job).lr:.3g} was tuned for {reference}: it"
-        " stays as it is; set optim.lr_scaling=auto to let it follow"
+        f"the batch is {batch} and lr {unscaled_learning_rate(job).lr:.3g} was tuned for"
+        f" {reference}: it stays as it is; set optim.lr_scaling=auto to let it follow"
     )
 
 
 def _warn_of_high_lr(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
-    trained, lr = trained_weights(job.model), plan.peak_lr
+    trained, lr = find_pretrained_weights_key(job.model), plan.peak_lr
     if not trained or lr < HIGH_LR_OF_TRAINED.get(job.optim.kind, RANDOM_WEIGHTS_LR):
         return None
     usual = TRAINED_WEIGHTS_LR.get(job.optim.kind)

@@ -6,10 +6,12 @@ from phalanx.data.corpus import Corpus, CorpusComponent
 from phalanx.plan.explain import describe_plan
 from phalanx.run.data_counts import describe_held_out
 from phalanx.run.prepare import PreparedRun
-from phalanx.run.resume import Resumed
+from phalanx.run.resume import ResumedRun
 
 
-def announcement(run: PreparedRun, *, ranks: str = "", resumed: Resumed | None = None) -> list[str]:
+def announcement_lines(
+    run: PreparedRun, *, ranks: str = "", resumed: ResumedRun | None = None
+) -> list[str]:
     """The lines before the first step.
 
     `ranks` says where they were read, if a launcher started them.
@@ -25,7 +27,7 @@ def announcement(run: PreparedRun, *, ranks: str = "", resumed: Resumed | None =
     lines += describe_plan(run.plan, of_samples=run.corpus.user is not None)
     # Last, right before the first step: what changed must not be read over.
     if resumed is not None:
-        lines += resumed.lines()
+        lines += resumed.summary_lines()
     return lines
 
 

@@ -13,7 +13,7 @@ from phalanx.observe.events import BaselineMeasured, Event, Note
 MAX_TRAIN_TOKENS = 32_000_000
 
 
-def score(corpus: Corpus, max_tokens: int) -> list[Event]:
+def score_ngram_baselines(corpus: Corpus, max_tokens: int) -> list[Event]:
     """Unigram and interpolated trigram, fitted on the training split and scored on the held-out
     tokens."""
     began = time.monotonic()

@@ -17,8 +17,8 @@ from phalanx.observe.events import RunFinished
 from phalanx.plan.plan import Plan
 from phalanx.report.end_of_run import restart_lines, summary_lines
 from phalanx.report.page import write_report
-from phalanx.run.baselines import score
-from phalanx.run.next_command import suggest_after_training, this_command
+from phalanx.run.baselines import score_ngram_baselines
+from phalanx.run.next_command import format_program_command, suggest_after_training
 from phalanx.run.output import RunOutput
 from phalanx.run.prepare import PreparedRun
 
@@ -46,7 +46,7 @@ class RunEnd:
 def score_baselines(run: PreparedRun, bus: Bus) -> None:
     """Fit n-gram models on the same training split and score them on the same held-out tokens."""
     if run.job.eval.tokens and run.corpus.splits["held_out"].num_tokens > 1:
-        for event in score(run.corpus, run.job.eval.tokens):
+        for event in score_ngram_baselines(run.corpus, run.job.eval.tokens):
             bus.emit(event)
 
 
@@ -105,7 +105,7 @@ def _say_conclusion(run: PreparedRun, outcome: Outcome, output: RunOutput) -> No
 def _resume_lines(run: PreparedRun, outcome: Outcome, newest: Folder) -> list[str]:
     """The command that continues a run which did not finish; none if it would fail in the same
     way."""
-    command = f"resume  {this_command()} train --resume {shlex.quote(str(run.run_dir))}"
+    command = f"resume  {format_program_command()} train --resume {shlex.quote(str(run.run_dir))}"
     if outcome.exit_code != ExitCode.CHECKPOINT:
         return [f"{command}   (newest checkpoint: {newest.name})"]
     if run.job.checkpoint.fallback:

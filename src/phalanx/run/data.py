@@ -21,9 +21,9 @@ from phalanx.data.user_dataset import (
     digest_sample_subset,
     open_user_dataset,
 )
-from phalanx.job.learning_rate import peak_rate
+from phalanx.job.learning_rate import peak_learning_rate
 from phalanx.job.schema import Job
-from phalanx.job.user_dataset import num_workers
+from phalanx.job.user_dataset import count_loader_processes
 from phalanx.launch.paths import rank_log
 from phalanx.mesh.mesh import Mesh
 from phalanx.observe.bus import Bus
@@ -52,8 +52,8 @@ def open_train_batches(
     spec = SampleSpec(str(corpus.directory), plan.seq_len, job.run.seed, job.data.document_masks)
     data = TrainBatches(
         spec,
-        _build_share(plan, mesh, done_steps=state.step, done_samples=state.samples_seen),
-        workers=num_workers(job.data),
+        _build_batch_share(plan, mesh, done_steps=state.step, done_samples=state.samples_seen),
+        workers=count_loader_processes(job.data),
         worker_timeout_s=job.data.worker_timeout_s,
         keep_record=job.observe.samples,
         emit=bus.emit,
@@ -62,7 +62,7 @@ def open_train_batches(
         pin_for=mesh.device,
     )
     if mesh.rank == 0:
-        _emit_split(corpus, bus)
+        _note_held_out_fractions(corpus, bus)
     try:
         yield data
     finally:
@@ -77,7 +77,7 @@ def open_held_out(
         return None
     batches = build_held_out_batches(
         corpus,
-        _build_share(plan, mesh),
+        _build_batch_share(plan, mesh),
         seq_len=plan.seq_len,
         max_tokens=job.eval.tokens,
         seed=job.run.seed,
@@ -87,7 +87,7 @@ def open_held_out(
     return batches or None
 
 
-def _emit_split(corpus: Corpus, bus: Bus) -> None:
+def _note_held_out_fractions(corpus: Corpus, bus: Bus) -> None:
     """Emit a note for each source that is not held out by the fraction of documents.
 
     The terminal knows it before the ranks begin.
@@ -99,7 +99,7 @@ def _emit_split(corpus: Corpus, bus: Bus) -> None:
             bus.emit(Note(f"held_out_by_{component.split_by}", facts))
 
 
-def _build_share(
+def _build_batch_share(
     plan: Plan, mesh: Mesh, *, done_steps: int = 0, done_samples: int = 0
 ) -> RankBatchShare:
     return RankBatchShare(
@@ -112,7 +112,7 @@ def _build_share(
     )
 
 
-def check_masks(job: Job, model: ParallelModel) -> None:
+def require_document_mask_support(job: Job, model: ParallelModel) -> None:
     """Refuse data.document_masks (exit 3) for a module that could not honour them."""
     if job.data.document_masks:
         call_with_batch(
@@ -171,7 +171,7 @@ def _inspect_dataset(user: UserDatasetFacts) -> dict[str, int | str]:
     return {"length": len(dataset), "samples": digest}
 
 
-def say_batch_change(job: Job, plan: Plan, state: TrainState, bus: Bus) -> None:
+def note_batch_size_change(job: Job, plan: Plan, state: TrainState, bus: Bus) -> None:
     """Emit a note if a resumed run reads another number of samples in a step than before.
 
     The cursor goes on where it was.
@@ -179,7 +179,10 @@ def say_batch_change(job: Job, plan: Plan, state: TrainState, bus: Bus) -> None:
     # As many as with this batch size from the start: nothing has changed.
     if state.samples_seen == state.step * plan.global_batch_size:
         return
-    rate = peak_rate(job).why or f"optim.lr stays {peak_rate(job).lr:.3g}, as the job says"
+    rate = (
+        peak_learning_rate(job).why
+        or f"optim.lr stays {peak_learning_rate(job).lr:.3g}, as the job says"
+    )
     bus.emit(
         Note(
             "batch_size_changed",

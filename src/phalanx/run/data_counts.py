@@ -25,7 +25,7 @@ def count_data(corpus: Corpus) -> DataFacts:
     )
 
 
-def count_looked_data(look: DataSummary) -> DataFacts | None:
+def count_unprepared_data(look: DataSummary) -> DataFacts | None:
     """The same of data that is not prepared; None of text, whose tokens nobody has counted yet."""
     if look.user is not None:
         return DataFacts("samples", look.user.num_train, look.user.num_held_out)
@@ -46,7 +46,7 @@ def count_looked_data(look: DataSummary) -> DataFacts | None:
     return DataFacts("tokens", num_train, num_held_out, tuple(sources))
 
 
-def describe_look(look: DataSummary) -> list[str]:
+def describe_data_sources(look: DataSummary) -> list[str]:
     """A line for each source, for people."""
     if look.user is not None:
         held_out = describe_held_out(look.user.num_held_out)

@@ -11,7 +11,7 @@ from phalanx.plan.plan import Plan
 
 
 @dataclass(frozen=True)
-class Decision(JsonRecord):
+class RankZeroDecision(JsonRecord):
     """`exit_code` is None where ranks are to train; else they end with it, because of `error` if
     there is one."""
 

@@ -62,7 +62,7 @@ class RunDirectory:
         ]
         self._is_kept = False
 
-    def keep(self) -> None:
+    def keep_as_run(self) -> None:
         """From here on it is the directory of a run."""
         self._is_kept = True
 

@@ -9,26 +9,31 @@ from typing import Any
 
 from phalanx.core.units import GIB, format_bytes, format_count
 from phalanx.data.tokenizer import BYTES
-from phalanx.job.learning_rate import MAX_DEFAULT_WARMUP, peak_rate, scaling_rule, warmup_steps
-from phalanx.job.load import Origin, find_origins
-from phalanx.job.model import preset_of
+from phalanx.job.learning_rate import (
+    MAX_DEFAULT_WARMUP,
+    count_warmup_steps,
+    find_scaling_rule,
+    peak_learning_rate,
+)
+from phalanx.job.load import ValueOrigin, find_origins
+from phalanx.job.model import find_preset_of_model
 from phalanx.job.schema import Job
-from phalanx.job.toml import toml_value
-from phalanx.job.user_dataset import num_workers
+from phalanx.job.toml import format_toml_value
+from phalanx.job.user_dataset import count_loader_processes
 from phalanx.observe.units import TEXT, Units, units_of
 from phalanx.plan.choice import AUTO, DEFAULT
 from phalanx.plan.cluster import Cluster, detect_cluster
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.run.needs import choose_sinks
-from phalanx.run.tokens import JobTokens, find_tokens
+from phalanx.run.tokens import JobTokens, find_job_tokens
 
 SCHEMA = "phalanx.explain/1"
 _AUTO = ("auto", None)
 
 
 @dataclass(frozen=True)
-class Explained:
+class ExplainedValue:
     """One value.
 
     `origin`: default, file, run, override, preset or derived; `where`: "job.toml:12:1".
@@ -41,17 +46,17 @@ class Explained:
     why: str = ""
 
 
-def explain(
+def explain_job(
     job: Job, job_file: str | Path | None, overrides: Sequence[str]
-) -> tuple[list[Explained], Plan]:
+) -> tuple[list[ExplainedValue], Plan]:
     """Return every key of the job in order, then what the plan adds.
 
     Raises LayoutError like `make_plan`.
     """
-    tokens = find_tokens(job)
+    tokens = find_job_tokens(job)
     vocab_size, vocab_why = _predict_vocabulary(tokens)
     cluster = detect_cluster(job.cluster.device)
-    plan = make_plan(job, cluster=cluster, vocab_size=vocab_size, more=tokens.remarks())
+    plan = make_plan(job, cluster=cluster, vocab_size=vocab_size, more=tokens.corpus_remarks())
     derived = _explain_derived(job, plan, cluster, vocab_why)
     if job.data.tokenizer is None and tokens.default:
         why = (
@@ -59,7 +64,9 @@ def explain(
             if tokens.brought and tokens.brought.name
             else "the default of text"
         )
-        derived["data.tokenizer"] = Explained("data.tokenizer", tokens.default, "derived", why=why)
+        derived["data.tokenizer"] = ExplainedValue(
+            "data.tokenizer", tokens.default, "derived", why=why
+        )
     origins = find_origins(job_file, overrides)
     values = job.to_json()
     rows = []
@@ -69,31 +76,33 @@ def explain(
     return rows + _explain_plan(plan, units_of(values)), plan
 
 
-def _explain_key(key: str, value: Any, origin: Origin, derived: Explained | None) -> Explained:
+def _explain_key(
+    key: str, value: Any, origin: ValueOrigin, derived: ExplainedValue | None
+) -> ExplainedValue:
     """The value that the user gave, unless that leaves it open or a rule changes it."""
     if derived is not None and (value in _AUTO or derived.value != value):
         return derived
     why = (
-        f"{origin.shadowed_where} says {toml_value(origin.shadowed)}"
+        f"{origin.shadowed_where} says {format_toml_value(origin.shadowed)}"
         if origin.shadowed_where
         else ""
     )
-    return Explained(key, value, origin.kind, origin.where, why)
+    return ExplainedValue(key, value, origin.kind, origin.where, why)
 
 
 def _explain_derived(
     job: Job, plan: Plan, cluster: Cluster, vocab_why: str
-) -> dict[str, Explained]:
+) -> dict[str, ExplainedValue]:
     """The values that replace keys which the job leaves open, and the learning rate if it
     follows the batch."""
     rows = [
         *_explain_widths(job, plan, vocab_why),
         *_explain_parallel(plan),
-        *_explain_machine(job, plan, cluster),
+        *_explain_cluster_keys(job, plan, cluster),
     ]
     if job.run.dir is None:
         rows.append(
-            Explained(
+            ExplainedValue(
                 "run.dir",
                 f"runs/{job.run.name}-<time>",
                 "derived",
@@ -102,39 +111,47 @@ def _explain_derived(
         )
     if job.train.micro_batch_size is None:
         why = plan.value_reasons["train.micro_batch_size"]
-        rows.append(Explained("train.micro_batch_size", plan.micro_batch_size, "derived", why=why))
+        rows.append(
+            ExplainedValue("train.micro_batch_size", plan.micro_batch_size, "derived", why=why)
+        )
     if job.data.workers is None:
         why = (
             "tokens are read ahead in a thread"
-            if num_workers(job.data) == 0
+            if count_loader_processes(job.data) == 0
             else "your own dataset is read ahead"
         )
-        rows.append(Explained("data.workers", num_workers(job.data), "derived", why=why))
+        rows.append(
+            ExplainedValue("data.workers", count_loader_processes(job.data), "derived", why=why)
+        )
     if job.optim.lr_scaling == "auto":
         why = f"the rule of {job.optim.kind}"
         rows.append(
-            Explained("optim.lr_scaling", scaling_rule(job.optim) or "none", "derived", why=why)
+            ExplainedValue(
+                "optim.lr_scaling", find_scaling_rule(job.optim) or "none", "derived", why=why
+            )
         )
-    rate = peak_rate(job)
+    rate = peak_learning_rate(job)
     if rate.why or job.optim.lr == "auto":
         why = rate.why or "for random weights"
-        rows.append(Explained("optim.lr", rate.lr, "derived", why=why))
+        rows.append(ExplainedValue("optim.lr", rate.lr, "derived", why=why))
     if job.optim.warmup_steps is None:
         why = f"a tenth of {job.train.steps} steps, and {MAX_DEFAULT_WARMUP} at most"
-        rows.append(Explained("optim.warmup_steps", warmup_steps(job), "derived", why=why))
+        rows.append(
+            ExplainedValue("optim.warmup_steps", count_warmup_steps(job), "derived", why=why)
+        )
     if job.observe.sinks is None:
         sinks = list(choose_sinks(job))
         why = "tensorboard is installed" if sinks else "tensorboard is not installed"
-        rows.append(Explained("observe.sinks", sinks, "derived", why=why))
+        rows.append(ExplainedValue("observe.sinks", sinks, "derived", why=why))
     return {explained.key: explained for explained in rows}
 
 
-def _explain_widths(job: Job, plan: Plan, vocab_why: str) -> list[Explained]:
+def _explain_widths(job: Job, plan: Plan, vocab_why: str) -> list[ExplainedValue]:
     """The keys of [model] that the job leaves open: of the preset, of the data, or following
     from others."""
     if job.model.is_foreign:
         return []
-    preset = preset_of(job.model)
+    preset = find_preset_of_model(job.model)
     shape = plan.model_shape.to_json()
     rows = []
     for key, value in job.model.model_dump(mode="json").items():
@@ -142,28 +159,32 @@ def _explain_widths(job: Job, plan: Plan, vocab_why: str) -> list[Explained]:
             continue
         if key == "preset":
             rows.append(
-                Explained(
+                ExplainedValue(
                     "model.preset", preset.name, "derived", why="the preset where none is given"
                 )
             )
         elif key in preset.values and preset.values[key] == shape[key]:
             rows.append(
-                Explained(f"model.{key}", shape[key], "preset", why=f"preset {preset.name}")
+                ExplainedValue(f"model.{key}", shape[key], "preset", why=f"preset {preset.name}")
             )
         elif key == "vocab_size":
-            rows.append(Explained("model.vocab_size", shape[key], "derived", why=vocab_why))
+            rows.append(ExplainedValue("model.vocab_size", shape[key], "derived", why=vocab_why))
         elif key == "kind":
-            rows.append(Explained("model.kind", shape[key], "preset", why=f"preset {preset.name}"))
+            rows.append(
+                ExplainedValue("model.kind", shape[key], "preset", why=f"preset {preset.name}")
+            )
         elif key in ("num_kv_heads", "head_dim", "ffn_dim", "max_positions"):
             rows.append(
-                Explained(f"model.{key}", shape[key], "derived", why=_explain_width(key, shape))
+                ExplainedValue(
+                    f"model.{key}", shape[key], "derived", why=_explain_model_key(key, shape)
+                )
             )
         else:
-            rows.append(Explained(f"model.{key}", shape[key], "default"))
+            rows.append(ExplainedValue(f"model.{key}", shape[key], "default"))
     return rows
 
 
-def _explain_width(key: str, shape: dict[str, Any]) -> str:
+def _explain_model_key(key: str, shape: dict[str, Any]) -> str:
     return {
         "num_kv_heads": f"follows from num_heads {shape['num_heads']}",
         "head_dim": f"dim {shape['dim']} / num_heads {shape['num_heads']}",
@@ -172,7 +193,7 @@ def _explain_width(key: str, shape: dict[str, Any]) -> str:
     }[key]
 
 
-def _explain_parallel(plan: Plan) -> list[Explained]:
+def _explain_parallel(plan: Plan) -> list[ExplainedValue]:
     """The keys of [parallel] as the plan has them; what it leaves to the ranks, or has no use for,
     stays as the job has it."""
     rows = []
@@ -183,28 +204,28 @@ def _explain_parallel(plan: Plan) -> list[Explained]:
         if key == "zero_stage" and not value:
             value = None  # which is how a job says it
         if why == DEFAULT:
-            rows.append(Explained(f"parallel.{key}", value, "default"))
+            rows.append(ExplainedValue(f"parallel.{key}", value, "default"))
         else:
-            rows.append(Explained(f"parallel.{key}", value, "derived", why=why))
+            rows.append(ExplainedValue(f"parallel.{key}", value, "derived", why=why))
     return rows
 
 
-def _explain_machine(job: Job, plan: Plan, cluster: Cluster) -> list[Explained]:
+def _explain_cluster_keys(job: Job, plan: Plan, cluster: Cluster) -> list[ExplainedValue]:
     rows = []
     if job.precision.compute == "auto":
         why = plan.value_reasons["precision.compute"]
-        rows.append(Explained("precision.compute", plan.precision, "derived", why=why))
+        rows.append(ExplainedValue("precision.compute", plan.precision, "derived", why=why))
     if job.cluster.device == "auto":
         why = plan.value_reasons["cluster.device"]
-        rows.append(Explained("cluster.device", plan.device, "derived", why=why))
+        rows.append(ExplainedValue("cluster.device", plan.device, "derived", why=why))
     if job.cluster.memory_gib is None:
         memory_gib = cluster.memory_per_rank(plan.world_size) / GIB
         why = plan.value_reasons["cluster.memory_gib"]
-        rows.append(Explained("cluster.memory_gib", round(memory_gib, 2), "derived", why=why))
+        rows.append(ExplainedValue("cluster.memory_gib", round(memory_gib, 2), "derived", why=why))
     return rows
 
 
-def _explain_plan(plan: Plan, units: Units) -> list[Explained]:
+def _explain_plan(plan: Plan, units: Units) -> list[ExplainedValue]:
     """The rows of the plan that no key of the job says."""
     memory, tokens = plan.chosen.total_bytes, plan.model_shape.tokens_of(plan.seq_len)
     noun = "sequences" if units == TEXT else "samples"
@@ -225,7 +246,7 @@ def _explain_plan(plan: Plan, units: Units) -> list[Explained]:
     if units == TEXT:
         batch = f"{plan.global_batch_size} sequences x {tokens} over all ranks"
         rows.insert(2, ("tokens_per_step", plan.global_batch_size * tokens, batch))
-    return [Explained(f"plan.{key}", value, "derived", why=why) for key, value, why in rows]
+    return [ExplainedValue(f"plan.{key}", value, "derived", why=why) for key, value, why in rows]
 
 
 def _predict_vocabulary(tokens: JobTokens) -> tuple[int | None, str]:
@@ -243,8 +264,8 @@ def _predict_vocabulary(tokens: JobTokens) -> tuple[int | None, str]:
     return None, "bytes and the end of a document; train counts what the data needs"
 
 
-def explain_json(
-    explained: Sequence[Explained], plan: Plan, job_file: str | Path | None
+def format_explained_json(
+    explained: Sequence[ExplainedValue], plan: Plan, job_file: str | Path | None
 ) -> dict[str, Any]:
     return {
         "schema": SCHEMA,

@@ -38,7 +38,7 @@ from phalanx.data.tokenizer_files import TokenizerFiles, collect_tokenizer_files
 from phalanx.job.hugging_face import is_hugging_face, read_model_config
 from phalanx.job.schema import Model
 from phalanx.job.shapes.transformer import TransformerShape
-from phalanx.run.tokens import model_tokenizer
+from phalanx.run.tokens import find_tokenizer_of_model
 
 # torch's names by those of a job.
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -78,12 +78,12 @@ def export_checkpoint(
     require_absent_or_empty(Path(out))
     folder = choose_checkpoint(location, best=best)
     with CheckpointReader(folder) as weights:
-        origin = _find_origin(location, weights)
+        origin = _require_exportable_origin(location, weights)
         tokenizer = _find_tokenizer_files(location, folder)
         settings = {**tokenizer.settings, **origin.settings}
         how: dict[str, Any] = {
             "shard_bytes": shard_bytes,
-            "rounding": _open_rounding(dtype),
+            "rounding": _build_dtype_rounding(dtype),
             "extras": ExportExtras(settings, tokenizer.files, tokenizer.texts, origin.seq_len),
             "progress": progress,
         }
@@ -99,7 +99,7 @@ def export_checkpoint(
     return ExportResult(folder, out, exported, notes)
 
 
-def _find_origin(location: str, weights: CheckpointReader) -> CheckpointOrigin:
+def _require_exportable_origin(location: str, weights: CheckpointReader) -> CheckpointOrigin:
     origin = find_origin(location, weights.folder, weights.manifest)
     if origin is None:
         raise CheckpointError(
@@ -135,7 +135,7 @@ def _read_config_of_run(
         ) from None
 
 
-def _open_rounding(dtype: str | None) -> DtypeRounding | None:
+def _build_dtype_rounding(dtype: str | None) -> DtypeRounding | None:
     if dtype is None:
         return None
     # Only now: torch takes seconds to import.
@@ -168,6 +168,6 @@ def _find_tokenizer_files(location: str, folder: Folder) -> TokenizerFiles:
 def _find_model_tokenizer(run_dir: Path) -> ModelTokenizer | None:
     """The tokenizer that the model of a run came with; None if it cannot be found any more."""
     try:
-        return model_tokenizer(Model(**read_json(run_dir / "job.json")["model"]))
+        return find_tokenizer_of_model(Model(**read_json(run_dir / "job.json")["model"]))
     except (OSError, ValueError, KeyError, TypeError, PhalanxError):
         return None

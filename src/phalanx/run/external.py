@@ -24,19 +24,19 @@ from phalanx.launch.rank_env import RankEnv
 from phalanx.launch.supervisor import Outcome
 from phalanx.observe.events import RESUMED, Note
 from phalanx.plan.precision import replace_precision
-from phalanx.run.announce import announcement
+from phalanx.run.announce import announcement_lines
 from phalanx.run.conclude import RunEnd, finish_run, score_baselines
-from phalanx.run.decision import Decision
+from phalanx.run.decision import RankZeroDecision
 from phalanx.run.directory import JOB_FILE
 from phalanx.run.finished import end_without_training, is_finished
 from phalanx.run.output import RunOutput
 from phalanx.run.prepare import PreparedRun, prepare_run
-from phalanx.run.rank_run import RankRun
-from phalanx.run.resume import Resumed
-from phalanx.run.supervised import open_supervisor_bus, require_ours
+from phalanx.run.rank_run import RankRunInputs
+from phalanx.run.resume import ResumedRun
+from phalanx.run.supervised import open_supervisor_bus, require_run_not_taken
 
 if TYPE_CHECKING:
-    from phalanx.run.launched_rank import RankZeroStore
+    from phalanx.run.launched_rank import DecisionStore
 
 STATUS = {
     ExitCode.OK: "finished",
@@ -57,7 +57,7 @@ def train_as_rank(
     job: Job,
     run_dir: Path,
     launched: LaunchedRanks,
-    resumed: Resumed | None,
+    resumed: ResumedRun | None,
     output: RunOutput,
     *,
     began_s: float,
@@ -70,29 +70,29 @@ def train_as_rank(
     `run.dir`.
     """
     # Not before: it imports torch, and a guard that is forked needs none of it.
-    from phalanx.run.launched_rank import RankZeroStore
+    from phalanx.run.launched_rank import DecisionStore
 
     ranks = launched.rank_env
     # Before anything can be refused: the others must be told of it.
-    store = RankZeroStore(job, ranks)
+    store = DecisionStore(job, ranks)
     if ranks.rank != 0:
-        return _follow(job, ranks, store, began_s, output)
+        return _train_as_other_rank(job, ranks, store, began_s, output)
     is_restart = ranks.attempt > 0 and (run_dir / JOB_FILE).exists()
     resume = resumed is not None or is_restart
     try:
         with prepare_run(
             job, run_dir, resume=resume, num_ranks=ranks.world_size, say=output.say
         ) as prepared:
-            output.say(*announcement(prepared, ranks=launched.words, resumed=resumed))
+            output.say(*announcement_lines(prepared, ranks=launched.words, resumed=resumed))
             plan = prepared.plan
             if resume and is_finished(prepared):
                 # The others wait for a decision also where nothing is trained.
-                store.tell(Decision(run_dir, plan, exit_code=int(ExitCode.OK)))
+                store.publish_decision(RankZeroDecision(run_dir, plan, exit_code=int(ExitCode.OK)))
                 return end_without_training(prepared, output)
             # Before the others are told: ranks of an earlier attempt can no longer commit.
             attempt, epoch = next_attempt(run_dir), prepared.lock.acquire_token().number
-            store.tell(Decision(run_dir, plan, attempt, epoch))
-            run = RankRun(
+            store.publish_decision(RankZeroDecision(run_dir, plan, attempt, epoch))
+            run = RankRunInputs(
                 prepared.job,
                 plan,
                 run_dir,
@@ -101,21 +101,25 @@ def train_as_rank(
                 began_s,
                 RunClaim(epoch, prepared.lock.holder),
             )
-            return _lead(prepared, run, store, resumed, output)
+            return _train_as_rank_zero(prepared, run, store, resumed, output)
     except PhalanxError as error:
-        store.tell(Decision(run_dir, exit_code=int(error.exit_code), error=str(error)))
+        store.publish_decision(
+            RankZeroDecision(run_dir, exit_code=int(error.exit_code), error=str(error))
+        )
         raise
     except BaseException as error:
         # Whatever it was: the others wait for a decision, and must not wait for this rank.
-        store.tell(Decision(run_dir, exit_code=int(ExitCode.INTERNAL), error=repr(error)))
+        store.publish_decision(
+            RankZeroDecision(run_dir, exit_code=int(ExitCode.INTERNAL), error=repr(error))
+        )
         raise
 
 
-def _lead(
+def _train_as_rank_zero(
     prepared: PreparedRun,
-    run: RankRun,
-    store: RankZeroStore,
-    resumed: Resumed | None,
+    run: RankRunInputs,
+    store: DecisionStore,
+    resumed: ResumedRun | None,
     output: RunOutput,
 ) -> RunEnd:
     """Train as rank 0, then say what came out, also when it failed."""
@@ -132,8 +136,8 @@ def _lead(
         try:
             code = store.run_rank(run, sinks=[("console", lambda: console)])
             # The rank's own handlers would only take note of a stop.
-            _set_handlers(handlers)
-            require_ours(fence)
+            _install_signal_handlers(handlers)
+            require_run_not_taken(fence)
             if code == ExitCode.OK:
                 score_baselines(prepared, bus)
         except PhalanxError as error:
@@ -153,20 +157,20 @@ def _lead(
     return end
 
 
-def _set_handlers(handlers: Mapping[signal.Signals, Any]) -> None:
+def _install_signal_handlers(handlers: Mapping[signal.Signals, Any]) -> None:
     if threading.current_thread() is threading.main_thread():
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
-def _follow(
-    job: Job, ranks: RankEnv, store: RankZeroStore, began_s: float, output: RunOutput
+def _train_as_other_rank(
+    job: Job, ranks: RankEnv, store: DecisionStore, began_s: float, output: RunOutput
 ) -> RunEnd:
     """Train as a rank other than 0.
 
     What it must not say itself is in the result: rank 0 says it.
     """
-    decision = store.read()
+    decision = store.wait_for_decision()
     run_dir, plan = decision.run_dir, decision.plan
     if decision.exit_code is not None or plan is None:
         code = ExitCode(decision.exit_code or ExitCode.OK)
@@ -184,7 +188,7 @@ def _follow(
         )
     # What the job leaves open, rank 0 has decided for all.
     job = replace_precision(job, plan.precision)
-    run = RankRun(
+    run = RankRunInputs(
         job, plan, run_dir, ranks.rank, decision.attempt, began_s, RunClaim(decision.epoch)
     )
     try:

@@ -25,7 +25,7 @@ from phalanx.checkpoint.stores import find_checkpoint, is_url
 from phalanx.core.errors import CheckpointError
 from phalanx.core.files import read_json
 from phalanx.job.costs import ModelCosts
-from phalanx.job.model import find_vocab_size_of, shape_of
+from phalanx.job.model import build_model_shape, find_vocab_size_of
 from phalanx.job.schema import Job, Model
 from phalanx.job.shapes.transformer import TransformerShape
 
@@ -35,7 +35,7 @@ TRAINED_IN = "float32"
 
 
 @dataclass(frozen=True)
-class Initial:
+class InitialWeights:
     """`checkpoint` is an absolute path or a URL; `imported_from` what an import came from.
 
     `differences`: what the weights were made for and this model computes otherwise, though every
@@ -52,7 +52,7 @@ class Initial:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    def lines(self) -> list[str]:
+    def summary_lines(self) -> list[str]:
         """Lines for the person who starts the run."""
         came, cast = f", step {self.step}", ""
         if self.imported_from:
@@ -65,7 +65,7 @@ class Initial:
         return [first, *(f"warn    the weights were made for {text}" for text in self.differences)]
 
 
-def find_initial(model: Model, shape: ModelCosts | None) -> Initial | None:
+def find_initial_checkpoint(model: Model, shape: ModelCosts | None) -> InitialWeights | None:
     """Find the checkpoint that `model.init_from` names, and check it; None without that key.
 
     `shape` is None where the model is not known yet.
@@ -79,19 +79,21 @@ def find_initial(model: Model, shape: ModelCosts | None) -> Initial | None:
     if not is_url(location):
         # Absolute: whoever continues the run may stand elsewhere.
         location = str(Path(location).expanduser().absolute())
-    folder = _find(location)
+    folder = _find_checkpoint_folder(location)
     manifest = read_manifest(folder).without_optimizer()
     require_complete_directory(folder, manifest)
     differences: tuple[str, ...] = ()
     if isinstance(shape, TransformerShape):
-        _require_fit(folder, manifest, shape, model.init_cast)
+        _require_fitting_weights(folder, manifest, shape, model.init_cast)
         origin = find_origin(location, folder, manifest)
         if origin is not None and isinstance(origin.shape, TransformerShape):
             # Every tensor fits, and yet another rope base, say, would make another model of it.
-            differences = _differences(origin.shape, shape)
+            differences = _list_setting_differences(origin.shape, shape)
     dtypes = tuple(sorted({tensor.dtype for tensor in manifest.tensors.values()}))
     came_from = str(manifest.facts.get("imported_from") or "")
-    return Initial(folder.url, manifest.step, len(manifest.tensors), dtypes, came_from, differences)
+    return InitialWeights(
+        folder.url, manifest.step, len(manifest.tensors), dtypes, came_from, differences
+    )
 
 
 def find_known_shape(job: Job) -> ModelCosts | None:
@@ -100,13 +102,13 @@ def find_known_shape(job: Job) -> ModelCosts | None:
     if job.model.is_foreign:
         return None
     vocab_size = find_vocab_size_of(job.model)
-    shape = shape_of(job, vocab_size or 1)
+    shape = build_model_shape(job, vocab_size or 1)
     if vocab_size or shape.reads_images:
         return shape
     return None
 
 
-def _find(location: str) -> Folder:
+def _find_checkpoint_folder(location: str) -> Folder:
     if not is_url(location) and (Path(location) / "config.json").is_file():
         fix = f"phalanx checkpoint import {location} --out DIR makes a checkpoint of it"
         raise CheckpointError(
@@ -115,7 +117,9 @@ def _find(location: str) -> Folder:
     return find_checkpoint(location)
 
 
-def _require_fit(folder: Folder, manifest: Manifest, shape: TransformerShape, cast: bool) -> None:
+def _require_fitting_weights(
+    folder: Folder, manifest: Manifest, shape: TransformerShape, cast: bool
+) -> None:
     tensors = {
         name: ExpectedTensor(size, TRAINED_IN) for name, size in shape.list_stored_tensors().items()
     }
@@ -129,7 +133,9 @@ def _require_fit(folder: Folder, manifest: Manifest, shape: TransformerShape, ca
     raise MismatchError(message, misfits, where=folder.url, fix=fix)
 
 
-def _differences(made_for: TransformerShape, shape: TransformerShape) -> tuple[str, ...]:
+def _list_setting_differences(
+    made_for: TransformerShape, shape: TransformerShape
+) -> tuple[str, ...]:
     """Settings that the weights were made for and that the model has otherwise, though every
     tensor fits."""
     was, now = normalize_for_inference(made_for).to_json(), normalize_for_inference(shape).to_json()
@@ -140,7 +146,7 @@ def _differences(made_for: TransformerShape, shape: TransformerShape) -> tuple[s
     return tuple(differences)
 
 
-def read_initial(run_dir: Path) -> Mapping[str, Any] | None:
+def read_initial_weights(run_dir: Path) -> Mapping[str, Any] | None:
     """The decision that was written for the run; None if it starts from random weights."""
     try:
         decision: dict[str, Any] = read_json(run_dir / INIT)

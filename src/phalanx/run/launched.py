@@ -8,7 +8,7 @@ from phalanx.core.errors import UsageError
 from phalanx.launch.external import external_ranks
 
 
-class LaunchedRanksError(UsageError):
+class StartedByLauncherError(UsageError):
     """A launcher called a verb that starts its own ranks.
 
     Only `rank` 0 says so: the words are the same on all.
@@ -17,12 +17,12 @@ class LaunchedRanksError(UsageError):
     rank: int = 0
 
 
-def refuse_launched_ranks(verb: str) -> None:
+def refuse_external_launcher(verb: str) -> None:
     """Raise LaunchedRanksError in each rank of another launcher."""
     launched = external_ranks(os.environ)
     if launched is None or launched.rank_env.world_size == 1:
         return
-    error = LaunchedRanksError(
+    error = StartedByLauncherError(
         f"{verb} starts its own ranks, and a launcher has called it {launched.rank_env.world_size}"
         " times",
         why=launched.words,

@@ -20,9 +20,9 @@ from phalanx.launch.rank_env import RankEnv
 from phalanx.launch.reports import build_error_report
 from phalanx.launch.verdict import describe_rank_position
 from phalanx.mesh.rendezvous import RENDEZVOUS_S, open_rendezvous_store
-from phalanx.run.decision import Decision
+from phalanx.run.decision import RankZeroDecision
 from phalanx.run.rank import run_rank
-from phalanx.run.rank_run import RankRun
+from phalanx.run.rank_run import RankRunInputs
 
 # In this time rank 0 plans, and builds shards of text.
 PREPARE_TIMEOUT_S = 600.0
@@ -30,7 +30,7 @@ READ_TIMEOUT_S = 20.0
 _DECISION = "decision"
 
 
-class RankZeroStore:
+class DecisionStore:
     """The ranks' key-value store, through which rank 0 tells the others its decision, once."""
 
     def __init__(self, job: Job, ranks: RankEnv) -> None:
@@ -43,7 +43,7 @@ class RankZeroStore:
                 rendezvous_s=job.resilience.rendezvous_s or RENDEZVOUS_S
             )
 
-    def tell(self, decision: Decision) -> None:
+    def publish_decision(self, decision: RankZeroDecision) -> None:
         """Tell the other ranks, as rank 0; the first decision counts.
 
         Where ranks end here, wait until each has read why: this one may hold the store that they
@@ -58,7 +58,7 @@ class RankZeroStore:
             with contextlib.suppress(dist.DistError):
                 self._store.wait(keys, datetime.timedelta(seconds=READ_TIMEOUT_S))
 
-    def read(self) -> Decision:
+    def wait_for_decision(self) -> RankZeroDecision:
         """Wait for rank 0's decision, as another rank.
 
         Raises EnvironmentProblem if rank 0 tells none.
@@ -66,7 +66,7 @@ class RankZeroStore:
         # Longer than for the rendezvous: preparing data takes its time.
         self._store.set_timeout(datetime.timedelta(seconds=PREPARE_TIMEOUT_S))
         try:
-            decision = Decision.from_json(json.loads(self._store.get(_DECISION)))
+            decision = RankZeroDecision.from_json(json.loads(self._store.get(_DECISION)))
             # Rank 0 may wait for this before it ends, and its store with it.
             self._store.set(f"read/{self._ranks.rank}", "1")
         except dist.DistError as error:
@@ -77,7 +77,7 @@ class RankZeroStore:
             ) from None
         return decision
 
-    def run_rank(self, run: RankRun, **options: Any) -> ExitCode:
+    def run_rank(self, run: RankRunInputs, **options: Any) -> ExitCode:
         """Train as `run` says, joining the other ranks through this store. Returns the exit code.
 
         User code that calls sys.exit, or raises KeyboardInterrupt, has failed: no stop of ours
@@ -89,7 +89,7 @@ class RankZeroStore:
         except (SystemExit, KeyboardInterrupt) as error:
             is_stop = (
                 isinstance(error, KeyboardInterrupt)
-                # `stop_by_exception` ignores SIGINT once it has raised: then the interrupt is ours.
+                # `raising_on_stop_signals` ignores SIGINT once it has raised: then it is ours.
                 and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
             )
             if is_stop:

@@ -16,10 +16,10 @@ from phalanx.core.files import read_json, write_json_atomic
 from phalanx.core.registry import is_foreign
 from phalanx.job.module_probe import (
     SHAPE_CACHE,
-    ask_process,
-    file_states,
     find_last_line,
-    find_sources,
+    find_module_sources,
+    list_file_states,
+    run_request_process,
 )
 from phalanx.job.schema import Job
 from phalanx.plan.mixed_rows import MAX_PARAMS, RowMixing, has_user_loss_code, warn_of_mixed_rows
@@ -30,7 +30,9 @@ PROBE = "phalanx.run.one_process.rows_probe"
 TIMEOUT_S = 30.0
 
 
-def warnings_of_rows(job: Job, plan: Plan, *, ask: bool = True) -> tuple[EarlyWarning, ...]:
+def warnings_about_mixed_rows(
+    job: Job, plan: Plan, *, ask: bool = True
+) -> tuple[EarlyWarning, ...]:
     """Return warnings of a loss that mixes rows; none for phalanx's own, or if it cannot be tried.
 
     Raises LayoutError for an objective that is not there.
@@ -39,13 +41,13 @@ def warnings_of_rows(job: Job, plan: Plan, *, ask: bool = True) -> tuple[EarlyWa
     """
     if not has_user_loss_code(job) or plan.num_params > MAX_PARAMS:
         return ()
-    facts = _facts_of_rows(job, plan, ask)
+    facts = _probe_mixed_rows(job, plan, ask)
     if facts.unknown:
         raise LayoutError(f"model.objective={job.model.objective}: {facts.unknown}")
     return warn_of_mixed_rows(facts, job, plan)
 
 
-def _facts_of_rows(job: Job, plan: Plan, ask: bool) -> RowMixing:
+def _probe_mixed_rows(job: Job, plan: Plan, ask: bool) -> RowMixing:
     cached = _cache_file(job, plan)
     try:
         return RowMixing(**read_json(cached))
@@ -56,7 +58,9 @@ def _facts_of_rows(job: Job, plan: Plan, ask: bool) -> RowMixing:
         return RowMixing()
     request = {"job": job.to_json(), "plan": plan.to_json()}
     try:
-        facts = RowMixing(**json.loads(find_last_line(ask_process(PROBE, request, TIMEOUT_S))))
+        facts = RowMixing(
+            **json.loads(find_last_line(run_request_process(PROBE, request, TIMEOUT_S)))
+        )
     except (ChildProcessError, ValueError, TypeError):
         # Nothing is known of what cannot be tried: training says what is wrong with it.
         return RowMixing()
@@ -76,7 +80,7 @@ def _cache_file(job: Job, plan: Plan) -> Path:
     user_files: list[Path] = []
     for name in named:
         if name and is_foreign(name):
-            user_files += find_sources(name.partition(":")[0].split("."))
+            user_files += find_module_sources(name.partition(":")[0].split("."))
     package = Path(__file__).parents[1]
     # Our own count, too: an answer of another version may be wrong.
     phalanx_files = [
@@ -89,5 +93,5 @@ def _cache_file(job: Job, plan: Plan) -> Path:
         job.run.seed,
         plan.shape,
     ]
-    sources = file_states([*user_files, *phalanx_files])
+    sources = list_file_states([*user_files, *phalanx_files])
     return SHAPE_CACHE / f"rows-{digest([settings, sources, sys.version])}.json"

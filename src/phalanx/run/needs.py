@@ -39,16 +39,16 @@ def _is_installed(package: str) -> bool:
 def sink_openers(job: Job, run_dir: Path) -> list[tuple[str, OpenSink]]:
     """Functions that open the job's sinks: here, or in a process of its own where the sink asks
     for one."""
-    return [(kind, _opener(kind, run_dir)) for kind in choose_sinks(job)]
+    return [(kind, _sink_opener(kind, run_dir)) for kind in choose_sinks(job)]
 
 
-def _opener(kind: str, run_dir: Path) -> OpenSink:
+def _sink_opener(kind: str, run_dir: Path) -> OpenSink:
     if not is_foreign(kind) and resolve(kind, SINKS, "IS_APART"):
         return partial(ProcessSink, kind, run_dir)
     return lambda: cast(Sink, resolve(kind, SINKS, "open_sink")(run_dir))
 
 
-def preload(job: Job) -> tuple[str, ...]:
+def list_modules_to_preload(job: Job) -> tuple[str, ...]:
     """Modules that the ranks' server imports once, so that no rank spends a second on them."""
     # torch._dynamo: building on the meta device and DDP both import it.
     modules = ["torch", "torch._dynamo", "phalanx.run.rank", *modules_to_preload(job.model.kind)]
@@ -58,7 +58,7 @@ def preload(job: Job) -> tuple[str, ...]:
     return tuple(modules)
 
 
-def check_needs(job: Job, device: str) -> None:
+def require_packages(job: Job, device: str) -> None:
     """Raise EnvironmentProblem (exit 6) for a package or a compiler that the job needs and this
     machine lacks."""
     for kind in choose_sinks(job):
@@ -68,7 +68,7 @@ def check_needs(job: Job, device: str) -> None:
                 fix = f"pip install 'phalanx[{kind}]'"
                 raise EnvironmentProblem(f"the sink {kind} needs {' and '.join(missing)}", fix=fix)
     if job.precision.compute == "fp8":
-        _check_fp8(device)
+        _require_fp8_support(device)
     compiler = os.environ.get("CXX") or "g++"
     if job.train.compile and device == "cpu" and not shutil.which(compiler):
         raise EnvironmentProblem(
@@ -77,7 +77,7 @@ def check_needs(job: Job, device: str) -> None:
         )
 
 
-def _check_fp8(device: str) -> None:
+def _require_fp8_support(device: str) -> None:
     if not _is_installed("torchao"):
         raise EnvironmentProblem(
             "precision.compute=fp8 needs torchao", fix=f"pip install 'phalanx[gpu]', or {FP8_FIX}"
@@ -87,11 +87,11 @@ def _check_fp8(device: str) -> None:
     capability = compute_capability()
     if capability is not None and capability < FP8_CAPABILITY:
         raise EnvironmentProblem(
-            f"precision.compute=fp8 needs GPUs of compute capability {_join(FP8_CAPABILITY)}, and"
-            f" one here has {_join(capability)}",
+            "precision.compute=fp8 needs GPUs of compute capability"
+            f" {_format_version(FP8_CAPABILITY)}, and one here has {_format_version(capability)}",
             fix=FP8_FIX,
         )
 
 
-def _join(version: tuple[int, ...]) -> str:
+def _format_version(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))

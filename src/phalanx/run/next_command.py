@@ -18,7 +18,7 @@ from phalanx.plan.plan import Plan
 _PROMPTS = {"stdlib": "def "}
 
 
-def this_command() -> str:
+def format_program_command() -> str:
     """The word that calls this program in a shell: `phalanx` if that is on the PATH, else the
     path or `python -m phalanx` that was typed."""
     typed = sys.argv[0]
@@ -33,9 +33,9 @@ def this_command() -> str:
     return shlex.quote(typed)
 
 
-def next_line(*words: str) -> str:
+def format_next_command(*words: str) -> str:
     """`next    phalanx train 'my job.toml'`: the words as a shell takes them."""
-    return f"next    {this_command()} {shlex.join(words)}"
+    return f"next    {format_program_command()} {shlex.join(words)}"
 
 
 def suggest_after_training(job: Job, plan: Plan, corpus: Corpus, run_dir: Path) -> str:
@@ -47,10 +47,10 @@ def suggest_after_training(job: Job, plan: Plan, corpus: Corpus, run_dir: Path) 
         and job.checkpoint.at_end
     ):
         prompt = _PROMPTS.get(corpus.source, "The ")
-        return next_line("generate", str(run_dir), "--prompt", prompt)
+        return format_next_command("generate", str(run_dir), "--prompt", prompt)
     if _has_held_out(corpus) and job.checkpoint.at_end:
-        return next_line("eval", str(run_dir))
-    return next_line("report", str(run_dir))
+        return format_next_command("eval", str(run_dir))
+    return format_next_command("report", str(run_dir))
 
 
 def _has_held_out(corpus: Corpus) -> bool:
@@ -62,4 +62,4 @@ def _has_held_out(corpus: Corpus) -> bool:
 
 def suggest_after_planning(arguments: Sequence[str]) -> str:
     """The line that says how to train what was planned."""
-    return next_line("train", *arguments)
+    return format_next_command("train", *arguments)

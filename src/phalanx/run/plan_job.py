@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.data.look import inspect_data
 from phalanx.data.tokenizer import BYTES
-from phalanx.job.model import find_vocab_size_of, shape_of
+from phalanx.job.model import build_model_shape, find_vocab_size_of
 from phalanx.job.module_probe import measure_foreign_shape
 from phalanx.job.schema import Data, Job
 from phalanx.job.user_dataset import is_own_dataset
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
-from phalanx.run.data_counts import count_looked_data, describe_look
-from phalanx.run.mixed_rows import warnings_of_rows
-from phalanx.run.tokens import find_tokens
+from phalanx.run.data_counts import count_unprepared_data, describe_data_sources
+from phalanx.run.mixed_rows import warnings_about_mixed_rows
+from phalanx.run.tokens import find_job_tokens
 
 if TYPE_CHECKING:
-    from phalanx.run.initial_weights import Initial
+    from phalanx.run.initial_weights import InitialWeights
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class PlannedJob:
     job: Job
     plan: Plan
     data_lines: tuple[str, ...]
-    initial: Initial | None
+    initial: InitialWeights | None
 
     @property
     def can_train_now(self) -> bool:
@@ -52,37 +52,39 @@ def plan_job(job: Job, *, checks_initial: bool = True) -> PlannedJob:
     `checks_initial` CheckpointError for a model.init_from that is not there or does not fit.
     """
     plan, data_lines = _plan_with_data(job)
-    plan = replace(plan, warnings=(*plan.warnings, *warnings_of_rows(job, plan)))
+    plan = replace(plan, warnings=(*plan.warnings, *warnings_about_mixed_rows(job, plan)))
     initial = None
     if checks_initial and job.model.init_from is not None:
         # Only now: it reads checkpoints, which most jobs have none of.
         from phalanx.run.initial_weights import (
-            find_initial,
+            find_initial_checkpoint,
         )
 
-        initial = find_initial(job.model, plan.model_shape)
+        initial = find_initial_checkpoint(job.model, plan.model_shape)
     return PlannedJob(job, plan, tuple(data_lines), initial)
 
 
 def _plan_with_data(job: Job) -> tuple[Plan, list[str]]:
     """(the plan, a line for each source of data that was looked at)."""
-    shape, tokens = measure_foreign_shape(job), find_tokens(job)
-    is_usual = _needs_no_look(job) and tokens.default in ("", BYTES)
-    if is_usual or ((shape or shape_of(job, vocab_size=1)).reads_images and _has_tokens(job)):
-        return make_plan(job, shape=shape, more=tokens.remarks()), []
+    shape, tokens = measure_foreign_shape(job), find_job_tokens(job)
+    is_usual = _is_known_without_look(job) and tokens.default in ("", BYTES)
+    if is_usual or (
+        (shape or build_model_shape(job, vocab_size=1)).reads_images and _has_tokens(job)
+    ):
+        return make_plan(job, shape=shape, more=tokens.corpus_remarks()), []
     fixed = find_vocab_size_of(job.model)
     look = inspect_data(job.data, vocab_size=fixed, default_tokenizer=tokens.default or BYTES)
     plan = make_plan(
         job,
         vocab_size=fixed or look.vocab_size,
         shape=shape,
-        data=count_looked_data(look),
-        more=tokens.remarks(),
+        data=count_unprepared_data(look),
+        more=tokens.corpus_remarks(),
     )
-    return plan, describe_look(look)
+    return plan, describe_data_sources(look)
 
 
-def _needs_no_look(job: Job) -> bool:
+def _is_known_without_look(job: Job) -> bool:
     """True for the library of this interpreter as bytes: it is always there, and its vocabulary
     is known."""
     return (

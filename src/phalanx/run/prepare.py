@@ -32,12 +32,12 @@ from phalanx.run.directory import (
     refuse_existing_run,
     write_run_facts,
 )
-from phalanx.run.initial_weights import INIT, find_initial, find_known_shape
-from phalanx.run.mixed_rows import warnings_of_rows
-from phalanx.run.needs import check_needs
+from phalanx.run.initial_weights import INIT, find_initial_checkpoint, find_known_shape
+from phalanx.run.mixed_rows import warnings_about_mixed_rows
+from phalanx.run.needs import require_packages
 from phalanx.run.resume import plan_of_run
 from phalanx.run.store_claim import hold_store
-from phalanx.run.tokens import JobTokens, find_tokens
+from phalanx.run.tokens import JobTokens, find_job_tokens
 
 # fp32 weights and two moments (AdamW's).
 CHECKPOINT_BYTES_PER_PARAM = 12
@@ -87,11 +87,11 @@ def prepare_run(
         if not resume:
             # Now that the parameters are counted: a disk without room is refused at once.
             open_run_directory(run_dir, needed_bytes=plan.num_params * CHECKPOINT_BYTES_PER_PARAM)
-        initial, init_lines = _initial_weights(job, plan, store)
+        initial, init_lines = _write_initial_weights(job, plan, store)
         facts = {JOB_FILE: job.to_json(), PLAN_FILE: plan.to_json(), **initial}
         with write_run_facts(run_dir, lock, facts):
             # Once the facts are written it is a run, and can be resumed: it stays whatever comes.
-            directory.keep()
+            directory.keep_as_run()
             run = PreparedRun(
                 job,
                 plan,
@@ -138,14 +138,14 @@ def _check_before_writing(
         # Started again with the job file: the run has begun, in the precision it chose then.
         job = replace_precision(job, earlier_plan.precision)
     shape = measure_foreign_shape(job)
-    check_needs(job, cluster.device)
+    require_packages(job, cluster.device)
     require_matching_data(job, shape)
     if not resume:
         # Weights that are not there or do not fit are refused before data is prepared.
-        find_initial(job.model, find_known_shape(job))
+        find_initial_checkpoint(job.model, find_known_shape(job))
     # A bad layout is refused before anything is written.
     make_plan(job, cluster=cluster, num_ranks=num_ranks, shape=shape)
-    tokens = find_tokens(job, is_prepared=is_prepared)
+    tokens = find_job_tokens(job, is_prepared=is_prepared)
     return _PlanBasis(job, cluster, shape, earlier_plan, tokens, num_ranks)
 
 
@@ -173,13 +173,13 @@ def _plan_with_data(
         num_ranks=basis.num_ranks,
         shape=basis.shape,
         data=count_data(corpus),
-        more=tokens.remarks(corpus),
+        more=tokens.corpus_remarks(corpus),
     )
     _refuse_images(corpus, plan.model_shape)
     plan = keep_precision_of_run(plan, basis.earlier_plan, basis.cluster)
     # A run is known by it, wherever it goes on.
     job = replace_precision(job, plan.precision)
-    warn_of_mixed_rows = warnings_of_rows(job, plan, ask=not resume)
+    warn_of_mixed_rows = warnings_about_mixed_rows(job, plan, ask=not resume)
     plan = replace(plan, warnings=(*plan.warnings, *warn_of_mixed_rows))
     return job, plan, corpus, unverified
 
@@ -194,18 +194,18 @@ def _refuse_images(corpus: Corpus, shape: ModelCosts) -> None:
     image_size = shapes.get("inputs", shapes.get("images", model_size))
     if image_size != model_size:
         raise LayoutError(
-            f"images are {_join_size(image_size)} (channels x height x width), and the model takes"
-            f" {_join_size(model_size)}",
+            f"images are {_format_image_size(image_size)} (channels x height x width), and the model"
+            f" takes {_format_image_size(model_size)}",
             where=f"data.source {corpus.user.source}",
             fix="set image_size and num_channels of the model, or resize the images",
         )
 
 
-def _join_size(size: Sequence[int]) -> str:
+def _format_image_size(size: Sequence[int]) -> str:
     return " x ".join(map(str, size))
 
 
-def _initial_weights(job: Job, plan: Plan, store: Store) -> tuple[dict[str, Any], list[str]]:
+def _write_initial_weights(job: Job, plan: Plan, store: Store) -> tuple[dict[str, Any], list[str]]:
     """The file to write into the run directory, and lines to say, for model.init_from.
 
     Only step 0 reads it.
@@ -216,6 +216,6 @@ def _initial_weights(job: Job, plan: Plan, store: Store) -> tuple[dict[str, Any]
         return {}, [
             "init    model.init_from is not read: the run continues from its own checkpoint"
         ]
-    initial = find_initial(job.model, plan.model_shape)
+    initial = find_initial_checkpoint(job.model, plan.model_shape)
     assert initial is not None
-    return {INIT: initial.to_json()}, initial.lines()
+    return {INIT: initial.to_json()}, initial.summary_lines()

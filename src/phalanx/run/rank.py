@@ -39,18 +39,18 @@ from phalanx.parallel.parallelize import discover_transforms
 from phalanx.resilience.fault import fault_listener
 from phalanx.run.build_trainer import build_trainer
 from phalanx.run.data import (
-    check_masks,
+    note_batch_size_change,
     open_held_out,
     open_train_batches,
+    require_document_mask_support,
     require_same_samples,
-    say_batch_change,
 )
 from phalanx.run.directory import DATA_FOLDER
 from phalanx.run.needs import sink_openers
-from phalanx.run.rank_run import RankPayload, RankRun
+from phalanx.run.rank_run import RankPayload, RankRunInputs
 from phalanx.run.sample import sample_text
 from phalanx.run.weights import open_state
-from phalanx.train.gpu_room import check_gpu_room
+from phalanx.train.gpu_room import describe_gpu_memory_shortage
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.state import TrainState
 from phalanx.train.stop import StopFlags
@@ -67,7 +67,7 @@ _EXIT_CODES = {
 }
 
 
-def main(document: JsonObject, link: RankLink) -> int:
+def run_supervised_rank(document: JsonObject, link: RankLink) -> int:
     """Train as one supervised rank, of the JSON of a RankPayload. Returns the exit code."""
     payload = RankPayload.from_json(document)
     ranks = read_rank_env(os.environ)
@@ -76,7 +76,7 @@ def main(document: JsonObject, link: RankLink) -> int:
     if ranks.attempt > payload.first_attempt:
         # A restart began with this process, not with the command.
         started_s = time.monotonic()
-    run = RankRun(
+    run = RankRunInputs(
         job=payload.job,
         plan=payload.plan,
         run_dir=payload.run_dir,
@@ -94,7 +94,7 @@ class RankContext:
     """One rank's part of a run, and what goes with it from start to end: its events, its phases,
     its memory, the signals it got, and the fence around the run."""
 
-    run: RankRun
+    run: RankRunInputs
     bus: Bus
     phases: PhaseTimer
     meter: MemoryMeter
@@ -103,7 +103,7 @@ class RankContext:
 
 
 def run_rank(
-    run: RankRun,
+    run: RankRunInputs,
     *,
     sinks: Sequence[tuple[str, OpenSink]] = (),
     rendezvous: dist.Store | None = None,
@@ -115,11 +115,13 @@ def run_rank(
     job, rank = run.job, run.rank
     stop = StopFlags()
     # First: from here on a signal is a request, also while groups are opened.
-    stop.listen()
+    stop.handle_signals()
     inject = job.resilience.inject
     meter = MemoryMeter()
     faults = (fault_listener(inject, rank=rank, run_dir=run.run_dir),) if inject else ()
-    phases = PhaseTimer(BlackBox(black_box(run.run_dir, rank)), faults, of_training=(meter.listen,))
+    phases = PhaseTimer(
+        BlackBox(black_box(run.run_dir, rank)), faults, of_training=(meter.begin_phase,)
+    )
     # Events of rank 0 are those that people watch: no other rank opens the job's sinks.
     if rank == 0:
         sinks = [*sinks, *sink_openers(job, run.run_dir)]
@@ -129,12 +131,12 @@ def run_rank(
         attempt=run.attempt,
         run_dir=run.run_dir,
         sinks=sinks,
-        on_unwritten=partial(_forward_event, run),
+        on_unwritten=partial(_forward_watched_event, run),
         # Not a byte into a run that another job has by now.
         may_write=lambda: not fence.is_lost(),
     )
     try:
-        code = _train(RankContext(run, bus, phases, meter, stop, fence), rendezvous)
+        code = _train_rank(RankContext(run, bus, phases, meter, stop, fence), rendezvous)
     except BaseException:
         # Not longer: all others wait for a rank that failed.
         bus.close(CLOSE_AFTER_ERROR_S)
@@ -144,7 +146,7 @@ def run_rank(
     return code
 
 
-def _forward_event(run: RankRun, envelope: Envelope) -> None:
+def _forward_watched_event(run: RankRunInputs, envelope: Envelope) -> None:
     """Rank 0's events are those that people watch; of other ranks they must know that some are
     lost, and what a check found."""
     if run.rank == 0 or isinstance(envelope.event, InvariantChecked | Note | SinkDropped):
@@ -152,7 +154,7 @@ def _forward_event(run: RankRun, envelope: Envelope) -> None:
 
 
 @contextlib.contextmanager
-def _report_errors(run: RankRun) -> Iterator[None]:
+def _report_errors(run: RankRunInputs) -> Iterator[None]:
     """Report an error of the body at once: what encloses it may block on the way out."""
     try:
         with explain_refusals(run.job.train.deterministic):
@@ -162,7 +164,7 @@ def _report_errors(run: RankRun) -> Iterator[None]:
         raise
 
 
-def _train(rank: RankContext, rendezvous: dist.Store | None) -> ExitCode:
+def _train_rank(rank: RankContext, rendezvous: dist.Store | None) -> ExitCode:
     """Join the other ranks, build and restore the state, train, and leave together."""
     run, plan = rank.run, rank.run.plan
     rank.phases.enter("startup")
@@ -171,13 +173,13 @@ def _train(rank: RankContext, rendezvous: dist.Store | None) -> ExitCode:
         rank.phases.time_by(clock_of(mesh.device))
         corpus = load_corpus(run.run_dir / DATA_FOLDER)
         # Before anything is built: ranks of different jobs would wait for each other for ever.
-        _require_equal_ranks(run, mesh, corpus)
+        _require_same_job_on_ranks(run, mesh, corpus)
         if plan.parallel.zero_stage >= 2:
             # FSDP's first use imports it: 100 MB of torch's, which must not count as training's.
             importlib.import_module("torch._dynamo")
         # Before the model: its memory counts, that of torch and of the groups does not.
         rank.meter.start(mesh.device)
-        shortage = check_gpu_room(mesh, plan)
+        shortage = describe_gpu_memory_shortage(mesh, plan)
         storage = _open_storage(rank)
         state, restored = open_state(
             run.job,
@@ -188,7 +190,7 @@ def _train(rank: RankContext, rendezvous: dist.Store | None) -> ExitCode:
             storage=storage,
             tokenizer=corpus.tokenizer_digest,
         )
-        check_masks(run.job, state.model)
+        require_document_mask_support(run.job, state.model)
         require_same_samples(corpus, mesh)
         with (
             open_train_batches(
@@ -208,7 +210,7 @@ def _train(rank: RankContext, rendezvous: dist.Store | None) -> ExitCode:
 
 
 @contextlib.contextmanager
-def _join_ranks(run: RankRun, rendezvous: dist.Store | None) -> Iterator[Mesh]:
+def _join_ranks(run: RankRunInputs, rendezvous: dist.Store | None) -> Iterator[Mesh]:
     """Open the mesh of the plan for the body, in which algorithms are as deterministic as the job
     asks for."""
     job, plan = run.job, run.plan
@@ -228,7 +230,7 @@ def _join_ranks(run: RankRun, rendezvous: dist.Store | None) -> Iterator[Mesh]:
         yield mesh
 
 
-def _require_equal_ranks(run: RankRun, mesh: Mesh, corpus: Corpus) -> None:
+def _require_same_job_on_ranks(run: RankRunInputs, mesh: Mesh, corpus: Corpus) -> None:
     """Raise, on every rank, if job, plan, data or versions differ between ranks."""
     mesh.require_agreement(
         {
@@ -282,7 +284,9 @@ def _finish_together(
         mesh.barrier()
         has_all_ranks = sample_text(run.job, run.plan, mesh, corpus, trainer, rank.meter)
     predicted = run.plan.memory_of_rank(mesh.rank)
-    rank.bus.emit(rank.meter.measure(state.shards(), state.model, predicted, trainer.staging_bytes))
+    rank.bus.emit(
+        rank.meter.build_memory_event(state.shards(), state.model, predicted, trainer.staging_bytes)
+    )
     rank.meter.stop()
     if has_all_ranks:
         mesh.barrier()
@@ -291,14 +295,14 @@ def _finish_together(
         leave_at_once(mesh)
 
 
-def _emit_warnings(run: RankRun, state: TrainState, bus: Bus, shortage: str) -> None:
+def _emit_warnings(run: RankRunInputs, state: TrainState, bus: Bus, shortage: str) -> None:
     """Emit what the owner of a run may regret, before its first step; `shortage` says which GPU
     has little room, if one does."""
     if shortage:
         bus.emit(Note("warning", {"warning": "little_room", "text": shortage}))
     for warning in run.plan.warnings:
         bus.emit(Note("warning", {"warning": warning.code, "text": warning.text}))
-    say_batch_change(run.job, run.plan, state, bus)
+    note_batch_size_change(run.job, run.plan, state, bus)
     if state.other_cpu:
         bus.emit(Note("another_cpu", {"why": state.other_cpu}))
     if state.lost_reduction:
@@ -306,7 +310,7 @@ def _emit_warnings(run: RankRun, state: TrainState, bus: Bus, shortage: str) -> 
 
 
 def _build_run_started(
-    run: RankRun, mesh: Mesh, state: TrainState, restored: Folder | None
+    run: RankRunInputs, mesh: Mesh, state: TrainState, restored: Folder | None
 ) -> RunStarted:
     return RunStarted(
         run=run.job.run.name,

@@ -32,7 +32,7 @@ class RankPayload(JsonRecord):
 
 
 @dataclass(frozen=True)
-class RankRun:
+class RankRunInputs:
     """Everything that one rank needs to train. `started_s` (monotonic) is when the run was
     asked for."""
 

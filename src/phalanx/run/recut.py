@@ -19,7 +19,7 @@ from phalanx.plan.plan import Plan
 
 
 @dataclass(frozen=True)
-class RunRecut:
+class PipelineRecut:
     """The cut that would suit the stages of `run_dir` best, beside what was measured there."""
 
     run_dir: Path
@@ -44,10 +44,10 @@ class RunRecut:
 
     def lines(self) -> list[str]:
         """Lines for people."""
-        return _lines(self.recut, self.event, self.seconds)
+        return _recut_lines(self.recut, self.event, self.seconds)
 
 
-def recut_of_run(job: Job, plan: Plan, run_dir: Path) -> RunRecut:
+def recut_pipeline_of_run(job: Job, plan: Plan, run_dir: Path) -> PipelineRecut:
     """Cut the pipeline of `plan` anew, by the seconds that the run in `run_dir` measured.
 
     Raises UsageError for a run without a measured pipeline, LayoutError for one of another
@@ -58,7 +58,7 @@ def recut_of_run(job: Job, plan: Plan, run_dir: Path) -> RunRecut:
             "--recut is for pipelines, and parallel.pp is 1",
             fix="give the job file and keys that the run had",
         )
-    event = _find_last_measured(run_dir)
+    event = _find_last_measured_step(run_dir)
     try:
         seconds = [StageCosts(*row) for row in event.stage_seconds]
     except TypeError:
@@ -67,7 +67,7 @@ def recut_of_run(job: Job, plan: Plan, run_dir: Path) -> RunRecut:
         ) from None
     # Recomputation is in what was measured, and so not in what shares it out.
     weights = model_part_costs(job, plan.model_shape).layer_costs
-    return RunRecut(
+    return PipelineRecut(
         run_dir,
         event,
         tuple(seconds),
@@ -75,7 +75,7 @@ def recut_of_run(job: Job, plan: Plan, run_dir: Path) -> RunRecut:
     )
 
 
-def _find_last_measured(run_dir: Path) -> PipelineMeasured:
+def _find_last_measured_step(run_dir: Path) -> PipelineMeasured:
     newest: PipelineMeasured | None = None
     for envelope in read_recorded(run_dir, PipelineMeasured):
         if isinstance(envelope.event, PipelineMeasured):
@@ -88,7 +88,9 @@ def _find_last_measured(run_dir: Path) -> PipelineMeasured:
     return newest
 
 
-def _lines(recut: ProposedCut, event: PipelineMeasured, seconds: Sequence[StageCosts]) -> list[str]:
+def _recut_lines(
+    recut: ProposedCut, event: PipelineMeasured, seconds: Sequence[StageCosts]
+) -> list[str]:
     milliseconds = []
     for costs in seconds:
         stage_s = sum((costs.forward_s, costs.backward_input_s, costs.backward_weight_s))

@@ -14,7 +14,7 @@ from phalanx.core.errors import JobError, LayoutError, Problem, UsageError
 from phalanx.core.files import read_json
 from phalanx.core.units import plural
 from phalanx.job.findings import describe_value
-from phalanx.job.learning_rate import overrides_on_resume
+from phalanx.job.learning_rate import learning_rate_overrides_on_resume
 from phalanx.job.load import load_job, load_job_json
 from phalanx.job.schema import Job, Parallel
 from phalanx.optim.schedule import learning_rate
@@ -36,7 +36,7 @@ DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 
 
 @dataclass(frozen=True)
-class Change:
+class JobChange:
     """One key of the job that is another one from `step` on.
 
     `effect` says what that does; `is_other_training`: steps after it are not those that the run
@@ -49,19 +49,19 @@ class Change:
     effect: str
     is_other_training: bool
 
-    def words(self) -> str:
+    def describe_change(self) -> str:
         before, after = describe_value(self.before), describe_value(self.after)
         return f"{self.key} {before} -> {after}: {self.effect}"
 
 
 @dataclass(frozen=True)
-class Resumed:
+class ResumedRun:
     """A run that is continued. `step` is that of its newest checkpoint, 0 without one."""
 
     run_dir: Path
     job: Job
     step: int
-    changes: tuple[Change, ...]
+    changes: tuple[JobChange, ...]
     rate: str
     """The sentence about the learning rate, if a change moves it; else empty."""
 
@@ -69,11 +69,11 @@ class Resumed:
     def is_other_training(self) -> bool:
         return any(change.is_other_training for change in self.changes)
 
-    def lines(self) -> list[str]:
+    def summary_lines(self) -> list[str]:
         """Lines for people; none if the job is unchanged."""
         if not self.changes:
             return []
-        lines = [f"changed {change.words()}" for change in self.changes]
+        lines = [f"changed {change.describe_change()}" for change in self.changes]
         if self.rate:
             lines.append(f"warn    {self.rate}")
         if self.is_other_training:
@@ -86,14 +86,14 @@ class Resumed:
     def facts(self) -> dict[str, Any]:
         """Facts for the run's record."""
         changed = {change.key: [change.before, change.after] for change in self.changes}
-        words = [change.words() for change in self.changes]
+        words = [change.describe_change() for change in self.changes]
         if self.rate:
             words.append(self.rate)
         summary = "; ".join(words) or "with the same job"
         return {"step": self.step, "changed": changed, "told": summary}
 
 
-def load_resumed_job(resume: str, overrides: Sequence[str]) -> Resumed:
+def load_resumed_job(resume: str, overrides: Sequence[str]) -> ResumedRun:
     """Load the run in the directory `resume` with `overrides` on its job.
 
     Raises UsageError where there is no run, JobError for keys that a run keeps, and LayoutError,
@@ -116,11 +116,11 @@ def load_resumed_job(resume: str, overrides: Sequence[str]) -> Resumed:
     changed_keys = differing_keys(was.to_json(), job.to_json())
     changed_keys = [key for key in changed_keys if key not in HOW_DATA_IS_READ]
     _refuse_fixed_keys(changed_keys, is_saved=step > 0)
-    before, after = _flatten(was.to_json()), _flatten(job.to_json())
+    before, after = _flatten_keys(was.to_json()), _flatten_keys(job.to_json())
     changes = []
     for key in changed_keys:
         changes.append(_describe_change(key, before.get(key), after.get(key), was, job, step))
-    return Resumed(run_dir, job, step, tuple(changes), _compare_rates(was, job, step))
+    return ResumedRun(run_dir, job, step, tuple(changes), _compare_learning_rates(was, job, step))
 
 
 def _refuse_fixed_keys(changed_keys: Sequence[str], *, is_saved: bool) -> None:
@@ -137,7 +137,7 @@ def _refuse_fixed_keys(changed_keys: Sequence[str], *, is_saved: bool) -> None:
         raise JobError(problems)
 
 
-def load_for_explaining(
+def load_job_for_explain(
     job_file: str | None, overrides: Sequence[str], resume: str | None
 ) -> tuple[Job, str | None]:
     """The job of a command line, and the file that it begins with: a job file, or that of the
@@ -147,7 +147,7 @@ def load_for_explaining(
     return load_resumed_job(resume, overrides).job, str(Path(resume) / "job.json")
 
 
-def _flatten(job: Mapping[str, Any]) -> dict[str, Any]:
+def _flatten_keys(job: Mapping[str, Any]) -> dict[str, Any]:
     """Values by dotted key, as `differing_keys` names them."""
     flat: dict[str, Any] = {}
 
@@ -164,18 +164,20 @@ def _flatten(job: Mapping[str, Any]) -> dict[str, Any]:
 # --- what a change does ---------------------------------------------------------------------------
 
 
-def _describe_change(key: str, before: Any, after: Any, was: Job, job: Job, step: int) -> Change:
+def _describe_change(key: str, before: Any, after: Any, was: Job, job: Job, step: int) -> JobChange:
     for prefix, describe, is_other_training in _EFFECTS:
         if key.startswith(prefix):
-            return Change(key, before, after, describe(was, job, step), is_other_training)
-    return Change(key, before, after, _says("holds from step {next} on")(was, job, step), True)
+            return JobChange(key, before, after, describe(was, job, step), is_other_training)
+    return JobChange(
+        key, before, after, _make_describer("holds from step {next} on")(was, job, step), True
+    )
 
 
-def _says(text: str) -> Callable[[Job, Job, int], str]:
+def _make_describer(text: str) -> Callable[[Job, Job, int], str]:
     return lambda was, job, step: text.format(next=step + 1)
 
 
-def _describe_steps(was: Job, job: Job, step: int) -> str:
+def _describe_steps_change(was: Job, job: Job, step: int) -> str:
     ends = ""
     if job.optim.schedule != "constant":
         ends = f", and the {job.optim.schedule} schedule ends there"
@@ -185,7 +187,7 @@ def _describe_steps(was: Job, job: Job, step: int) -> str:
     )
 
 
-def _describe_batch(was: Job, job: Job, step: int) -> str:
+def _describe_batch_change(was: Job, job: Job, step: int) -> str:
     return (
         f"steps from {step + 1} on read {job.train.global_batch_size} samples each; none is read"
         " twice or left out"
@@ -196,40 +198,46 @@ _SAME = "the same mathematics, rounded otherwise"
 # By the beginning of a key, the first that fits: (beginning, words of (job before, job after,
 # step), other training?).
 _EFFECTS: tuple[tuple[str, Callable[[Job, Job, int], str], bool], ...] = (
-    ("train.steps", _describe_steps, True),
-    ("train.global_batch_size", _describe_batch, True),
-    ("train.sample_tokens", _says("of the text at the end alone"), False),
-    ("train.compile", _says(_SAME), False),
-    ("train.deterministic", _says(f"{_SAME}, on GPUs"), False),
-    ("train.", _says("the same mathematics, in other memory and time"), False),
-    ("optim.", _says("holds from step {next} on"), True),
-    ("precision.", _says("numbers are rounded so from step {next} on"), True),
-    ("parallel.compress", _says("gradients travel so from step {next} on"), True),
-    ("parallel.sync_batchnorm", _says("statistics are made so from step {next} on"), True),
-    ("parallel.dropout", _says("dropout draws so from step {next} on"), True),
-    ("parallel.", _says(_SAME), False),
-    ("cluster.", _says("where it runs; the same mathematics"), False),
-    ("eval.", _says("evaluations from step {next} on; training does not change"), False),
+    ("train.steps", _describe_steps_change, True),
+    ("train.global_batch_size", _describe_batch_change, True),
+    ("train.sample_tokens", _make_describer("of the text at the end alone"), False),
+    ("train.compile", _make_describer(_SAME), False),
+    ("train.deterministic", _make_describer(f"{_SAME}, on GPUs"), False),
+    ("train.", _make_describer("the same mathematics, in other memory and time"), False),
+    ("optim.", _make_describer("holds from step {next} on"), True),
+    ("precision.", _make_describer("numbers are rounded so from step {next} on"), True),
+    ("parallel.compress", _make_describer("gradients travel so from step {next} on"), True),
+    (
+        "parallel.sync_batchnorm",
+        _make_describer("statistics are made so from step {next} on"),
+        True,
+    ),
+    ("parallel.dropout", _make_describer("dropout draws so from step {next} on"), True),
+    ("parallel.", _make_describer(_SAME), False),
+    ("cluster.", _make_describer("where it runs; the same mathematics"), False),
+    ("eval.", _make_describer("evaluations from step {next} on; training does not change"), False),
     (
         "checkpoint.url",
-        _says("checkpoints are looked for and saved there; those of before stay where they are"),
+        _make_describer(
+            "checkpoints are looked for and saved there; those of before stay where they are"
+        ),
         False,
     ),
-    ("checkpoint.", _says("how it is saved; training does not change"), False),
-    ("observe.", _says("what is recorded; training does not change"), False),
+    ("checkpoint.", _make_describer("how it is saved; training does not change"), False),
+    ("observe.", _make_describer("what is recorded; training does not change"), False),
     (
         "resilience.max_skipped_steps",
-        _says("when it gives up on steps that are not finite"),
+        _make_describer("when it gives up on steps that are not finite"),
         False,
     ),
-    ("resilience.inject", _says("faults that are put in"), False),
-    ("resilience.", _says("how failures are met; training does not change"), False),
-    ("run.", _says("what the run is called; training does not change"), False),
-    ("data.", _says("how samples are read; they are the same"), False),
+    ("resilience.inject", _make_describer("faults that are put in"), False),
+    ("resilience.", _make_describer("how failures are met; training does not change"), False),
+    ("run.", _make_describer("what the run is called; training does not change"), False),
+    ("data.", _make_describer("how samples are read; they are the same"), False),
 )
 
 
-def _compare_rates(was: Job, job: Job, step: int) -> str:
+def _compare_learning_rates(was: Job, job: Job, step: int) -> str:
     """A sentence that compares the learning rate with the one before the change, and says how to
     keep it; empty if it is the same."""
     now = learning_rate(job, step + 1)
@@ -265,7 +273,7 @@ def _load_with_changes(run_dir: Path, was: Job, overrides: Sequence[str]) -> Job
             layout_keys.append(key)
     plan = plan_of_run(run_dir)
     try:
-        job = _load(run_dir, was, overrides)
+        job = _load_run_job(run_dir, was, overrides)
         refusal = None
         if layout_keys:
             refusal = _find_layout_error(job, plan)
@@ -292,10 +300,11 @@ def _load_with_changes(run_dir: Path, was: Job, overrides: Sequence[str]) -> Job
     raise refusal
 
 
-def _load(run_dir: Path, was: Job, overrides: Sequence[str]) -> Job:
+def _load_run_job(run_dir: Path, was: Job, overrides: Sequence[str]) -> Job:
     run_dir_override = f"run.dir={run_dir}"
     return load_job_json(
-        run_dir / "job.json", [*overrides, *overrides_on_resume(was, overrides), run_dir_override]
+        run_dir / "job.json",
+        [*overrides, *learning_rate_overrides_on_resume(was, overrides), run_dir_override],
     )
 
 
@@ -327,7 +336,9 @@ def _missing_overrides(
 
     def fits(more: Sequence[str]) -> bool:
         try:
-            return _find_layout_error(_load(run_dir, was, [*overrides, *more]), plan) is None
+            return (
+                _find_layout_error(_load_run_job(run_dir, was, [*overrides, *more]), plan) is None
+            )
         except JobError:
             return False
 

@@ -26,7 +26,7 @@ def sample_text(
     tokenizer = corpus.tokenizer()
     if not job.train.sample_tokens or tokenizer is None or job.model.objective is not None:
         return True
-    meter.listen(step, "sample")
+    meter.begin_phase(step, "sample")
     num_tokens = job.train.sample_tokens
     progress = ProgressEmitter(trainer.bus.emit, step, "sample", num_tokens)
     try:

@@ -27,24 +27,24 @@ KINDS = (LayoutError, DataError, CheckpointError, EnvironmentProblem, ResourceEr
 
 
 @dataclass
-class Scratch:
+class ScratchDirectory:
     """A directory that is gone when the verb has ended, but for its logs if a message names one."""
 
     directory: Path
     keeps_logs: bool = False
 
-    def message_of(self, outcome: Outcome) -> str:
+    def failure_message(self, outcome: Outcome) -> str:
         """The message about ranks that failed. The logs stay if it sends the reader there."""
         self.keeps_logs |= str(self.directory / LOGS) in outcome.message
         return outcome.message
 
-    def refusal_of(self, outcome: Outcome) -> PhalanxError | None:
+    def find_rank_refusal(self, outcome: Outcome) -> PhalanxError | None:
         """The PhalanxError that a rank raised; None if ranks failed by anything else."""
         # What a person can mend is one line; a message of several is a traceback.
         kind = next((kind for kind in KINDS if kind.exit_code == outcome.exit_code), None)
         if outcome.status != "failed" or kind is None or "\n" in outcome.message:
             return None
-        return kind(self.message_of(outcome))
+        return kind(self.failure_message(outcome))
 
     def remove(self) -> None:
         if not self.keeps_logs:
@@ -61,13 +61,13 @@ class Scratch:
 
 
 @contextmanager
-def scratch_directory(verb: str) -> Iterator[Scratch]:
+def scratch_directory(verb: str) -> Iterator[ScratchDirectory]:
     """A directory for what the ranks of `verb` leave.
 
     Raises ResourceError where none can be made.
     """
     try:
-        scratch = Scratch(Path(tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}{verb}-")))
+        scratch = ScratchDirectory(Path(tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}{verb}-")))
     except OSError as error:
         location = error.filename or "TMPDIR"
         raise resource_error(

@@ -19,7 +19,7 @@ class StoppedError(PhalanxError):
 
 
 @contextlib.contextmanager
-def stop_by_exception() -> Iterator[None]:
+def raising_on_stop_signals() -> Iterator[None]:
     """SIGTERM and Ctrl-C end the body by an exception, once: ranks and their supervisor have
     handlers of their own.
 
@@ -32,10 +32,10 @@ def stop_by_exception() -> Iterator[None]:
         yield
         return
     previous: dict[signal.Signals, Any] = {
-        signal.SIGTERM: signal.signal(signal.SIGTERM, _raise_stop)
+        signal.SIGTERM: signal.signal(signal.SIGTERM, _raise_stopped)
     }
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        previous[signal.SIGINT] = signal.signal(signal.SIGINT, _raise_stop)
+        previous[signal.SIGINT] = signal.signal(signal.SIGINT, _raise_stopped)
     try:
         yield
     finally:
@@ -43,7 +43,7 @@ def stop_by_exception() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _raise_stop(number: int, frame: FrameType | None) -> None:
+def _raise_stopped(number: int, frame: FrameType | None) -> None:
     # First of all: a second signal must not strike while the first one's clean-up goes on.
     for other in (signal.SIGTERM, signal.SIGINT):
         signal.signal(other, signal.SIG_IGN)

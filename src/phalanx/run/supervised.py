@@ -36,11 +36,11 @@ from phalanx.observe.events import (
 )
 from phalanx.observe.tail import EventTail, read_event
 from phalanx.run.conclude import RunEnd, finish_run, score_baselines
-from phalanx.run.needs import preload
+from phalanx.run.needs import list_modules_to_preload
 from phalanx.run.output import RunOutput
 from phalanx.run.prepare import PreparedRun
 from phalanx.run.rank_run import RankPayload
-from phalanx.run.resume import Resumed
+from phalanx.run.resume import ResumedRun
 
 # By name: the ranks import torch, and this process must not.
 RANK_ENTRY = "phalanx.run.rank:main"
@@ -51,7 +51,7 @@ _REFUSALS: dict[ExitCode, type[PhalanxError]] = {
 
 
 def train_supervised(
-    run: PreparedRun, output: RunOutput, *, began_s: float, resumed: Resumed | None
+    run: PreparedRun, output: RunOutput, *, began_s: float, resumed: ResumedRun | None
 ) -> RunEnd:
     """Start the ranks of `run`, show their steps, start them again after a crash, and say how it
     ended.
@@ -74,7 +74,7 @@ def train_supervised(
         payload_of_attempt=make_payload,
         num_ranks=run.plan.world_size,
         run_dir=run_dir,
-        preload=preload(job),
+        preload=list_modules_to_preload(job),
         max_restarts=job.resilience.max_restarts,
         grace_s=job.resilience.grace_s,
     )
@@ -89,7 +89,7 @@ def train_supervised(
         if fence.is_lost():
             # The ranks end with the process that started them.
             raise fence.error()
-        _show_events(console, tail)
+        _show_new_events(console, tail)
 
     with contextlib.ExitStack() as stack:
         stack.callback(bus.close)
@@ -99,18 +99,18 @@ def train_supervised(
             bus=bus,
             on_tick=tick,
             say=console.say,
-            newest_step=lambda: _step_to_continue(run.store, run_dir),
+            newest_step=lambda: _find_step_to_continue_from(run.store, run_dir),
             on_refused_event=lambda line: show_refused(read_event(line.encode())),
         )
-        require_ours(fence)
+        require_run_not_taken(fence)
         # What ranks wrote after the last tick.
-        _show_events(console, tail)
+        _show_new_events(console, tail)
         if outcome.status == "finished":
             score_baselines(run, bus)
-            _show_events(console, tail)
+            _show_new_events(console, tail)
         # Again: scoring took a while.
-        require_ours(fence)
-        refusal, elapsed_s = _find_refusal(run, outcome), time.monotonic() - began_s
+        require_run_not_taken(fence)
+        refusal, elapsed_s = _find_rank_refusal(run, outcome), time.monotonic() - began_s
         return finish_run(run, outcome, bus, stack, output, elapsed_s=elapsed_s, refusal=refusal)
 
 
@@ -153,14 +153,14 @@ def open_supervisor_bus(
     )
 
 
-def require_ours(fence: OwnershipFence) -> None:
+def require_run_not_taken(fence: OwnershipFence) -> None:
     """Raise RunTakenError if another job has the run: nothing is written into it any more,
     whatever came out."""
     if fence.is_lost(now=True):
         raise fence.error()
 
 
-def _step_to_continue(store: Store, run_dir: Path) -> int:
+def _find_step_to_continue_from(store: Store, run_dir: Path) -> int:
     """The step of the newest checkpoint that ranks could use, or that was written again since; 0
     without one."""
     unusable: set[int] = set()
@@ -176,7 +176,7 @@ def _step_to_continue(store: Store, run_dir: Path) -> int:
         return 0
 
 
-def _find_refusal(run: PreparedRun, outcome: Outcome) -> PhalanxError | None:
+def _find_rank_refusal(run: PreparedRun, outcome: Outcome) -> PhalanxError | None:
     """The error of a rank that refused the job before its first step was done: as if it had been
     seen before the start.
 
@@ -192,7 +192,7 @@ def _find_refusal(run: PreparedRun, outcome: Outcome) -> PhalanxError | None:
     return kind(outcome.message)
 
 
-def _show_events(console: Console, tail: EventTail) -> None:
+def _show_new_events(console: Console, tail: EventTail) -> None:
     for envelope in tail.poll():
         console.write(envelope)
     console.tick()

@@ -16,7 +16,7 @@ from phalanx.core.errors import UsageError
 from phalanx.core.files import read_json
 from phalanx.core.units import format_bytes
 from phalanx.job.load import load_job_json
-from phalanx.job.model import shape_of
+from phalanx.job.model import build_model_shape
 from phalanx.job.schema import Job
 from phalanx.plan.cluster import Cluster, detect_cluster
 from phalanx.plan.plan import Plan
@@ -59,17 +59,17 @@ def load_suspected_job(
     plan = Plan.from_json(read_json(run_dir / "plan.json"))
     cluster = cluster or detect_cluster("cpu")
     degrees = {axis: int(getattr(plan.layout, axis)) for axis in AXES}
-    fewer = reduce_degrees(degrees, max(LEAST_RANKS, RANKS_PER_CORE * cluster.num_devices))
+    fewer = limit_degrees(degrees, max(LEAST_RANKS, RANKS_PER_CORE * cluster.num_devices))
     changes = []
     if fewer != degrees:
         changes.append(
             f"{math.prod(fewer.values())} ranks in place of {math.prod(degrees.values())}:"
-            f" {_list_changes(degrees, fewer)}"
+            f" {_describe_degree_changes(degrees, fewer)}"
         )
     body = job.to_json()
-    body["parallel"] |= _pin_layout(plan, fewer, is_cut_anew=fewer["pp"] != degrees["pp"])
+    body["parallel"] |= _layout_keys_of_run(plan, fewer, is_cut_anew=fewer["pp"] != degrees["pp"])
     num_ranks = math.prod(fewer.values())
-    num_params, limit = int(plan.num_params), _limit_params(cluster, num_ranks)
+    num_params, limit = int(plan.num_params), _max_params_in_memory(cluster, num_ranks)
     num_layers = fewest = int(plan.model_shape.num_layers)
     if not job.model.is_foreign:
         fewest = _reduce_blocks(body, plan, fewer["pp"], limit)
@@ -84,7 +84,7 @@ def load_suspected_job(
     return SuspectedJob(Job.from_json(body), num_ranks, tuple(changes), num_params > limit)
 
 
-def reduce_degrees(degrees: dict[str, int], most_ranks: int) -> dict[str, int]:
+def limit_degrees(degrees: dict[str, int], most_ranks: int) -> dict[str, int]:
     """The degrees with at most `most_ranks` ranks, if that can be: each that was above 1 stays
     above it, so that every axis of the run is judged."""
     fewer = dict(degrees)
@@ -99,7 +99,9 @@ def _next_divisor(degree: int) -> int:
     return next((d for d in range(degree // 2, 1, -1) if degree % d == 0), 2)
 
 
-def _pin_layout(plan: Plan, degrees: dict[str, int], *, is_cut_anew: bool) -> dict[str, Any]:
+def _layout_keys_of_run(
+    plan: Plan, degrees: dict[str, int], *, is_cut_anew: bool
+) -> dict[str, Any]:
     """Keys of [parallel] that name the layout of the run, which its job may have left open."""
     pinned: dict[str, Any] = {**degrees, "ranks": math.prod(degrees.values())}
     if plan.layout.ep > 1:
@@ -114,7 +116,7 @@ def _pin_layout(plan: Plan, degrees: dict[str, int], *, is_cut_anew: bool) -> di
     return pinned
 
 
-def _limit_params(cluster: Cluster, num_ranks: int) -> int:
+def _max_params_in_memory(cluster: Cluster, num_ranks: int) -> int:
     """The most parameters that half of the memory holds on all ranks and in the reference."""
     in_memory = cluster.memory_bytes // 2 // (PARAMETER_BYTES * (num_ranks + 1))
     return min(MAX_PARAMS, in_memory)
@@ -137,10 +139,10 @@ def _reduce_blocks(body: dict[str, Any], plan: Plan, num_stages: int, limit: int
 
 
 def _count_params(body: dict[str, Any], plan: Plan) -> int:
-    return int(shape_of(Job.from_json(body), plan.vocab_size).num_params)
+    return int(build_model_shape(Job.from_json(body), plan.vocab_size).num_params)
 
 
-def _list_changes(before: dict[str, int], after: dict[str, int]) -> str:
+def _describe_degree_changes(before: dict[str, int], after: dict[str, int]) -> str:
     return ", ".join(
         f"{axis} {before[axis]} -> {after[axis]}" for axis in AXES if before[axis] != after[axis]
     )

@@ -23,7 +23,7 @@ from phalanx.data.model_tokenizer import (
     find_source_tokenizers,
     require_vocabulary_fits,
 )
-from phalanx.job.hugging_face import config_path, is_hugging_face, weights_directory
+from phalanx.job.hugging_face import find_config_file, find_weights_directory, is_hugging_face
 from phalanx.job.model import find_vocab_size_of
 from phalanx.job.schema import Job, Model
 from phalanx.plan.warnings import ExtraNotes
@@ -42,7 +42,7 @@ class JobTokens:
     default: str
     vocab_size: int | None
 
-    def remarks(self, corpus: Corpus | None = None) -> ExtraNotes:
+    def corpus_remarks(self, corpus: Corpus | None = None) -> ExtraNotes:
         """Remarks about the corpus once it is there, else about what it will be."""
         sources: Sequence[SourceTokenizer] = self.sources
         if corpus is not None:
@@ -50,13 +50,13 @@ class JobTokens:
         return describe_tokenizers(self.brought, sources, self.vocab_size)
 
 
-def find_tokens(job: Job, *, is_prepared: bool = False) -> JobTokens:
+def find_job_tokens(job: Job, *, is_prepared: bool = False) -> JobTokens:
     """Find how the sources of a job become tokens. With `is_prepared` they are tokens already.
 
     Raises DataError for a tokenizer that cannot be read, or that has more tokens than the model has
     rows.
     """
-    brought, vocab_size = model_tokenizer(job.model), find_vocab_size_of(job.model)
+    brought, vocab_size = find_tokenizer_of_model(job.model), find_vocab_size_of(job.model)
     if is_prepared:
         return JobTokens(job, brought, (), "", vocab_size)
     sources = find_source_tokenizers(job.data, brought)
@@ -68,7 +68,7 @@ def find_tokens(job: Job, *, is_prepared: bool = False) -> JobTokens:
     return JobTokens(job, brought, tuple(sources), default, vocab_size)
 
 
-def model_tokenizer(model: Model) -> ModelTokenizer | None:
+def find_tokenizer_of_model(model: Model) -> ModelTokenizer | None:
     """The tokenizer of the weights that a model begins with, else of its directory.
 
     None for any other model.
@@ -78,14 +78,14 @@ def model_tokenizer(model: Model) -> ModelTokenizer | None:
     directory_tokenizer = None
     if is_hugging_face(model.kind):
         assert model.kind is not None
-        is_trained = weights_directory(model.kind) is not None
+        is_trained = find_weights_directory(model.kind) is not None
         directory_tokenizer = find_directory_tokenizer(
-            config_path(model.kind).parent, f"model.kind={model.kind}", is_trained=is_trained
+            find_config_file(model.kind).parent, f"model.kind={model.kind}", is_trained=is_trained
         )
     if model.init_from is None:
         return directory_tokenizer
     owner = f"model.init_from={model.init_from}"
-    run_dir = _run_directory(model.init_from)
+    run_dir = _find_run_of_path(model.init_from)
     of_weights = None
     if run_dir is not None:
         of_weights = find_run_tokenizer(run_dir, owner)
@@ -100,7 +100,7 @@ def model_tokenizer(model: Model) -> ModelTokenizer | None:
     )
 
 
-def _run_directory(location: str) -> Path | None:
+def _find_run_of_path(location: str) -> Path | None:
     """The run or import that `place` is, or lies in; None for a store elsewhere."""
     directory = local_directory(location)
     if directory is None and is_url(location):

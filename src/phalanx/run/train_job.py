@@ -52,7 +52,7 @@ def train_job(job: Job, *, quiet: bool = False) -> RunResult:
     Raises PhalanxError for what the user can mend before the first step: a job that cannot run,
     data or a layout that does not fit, a run directory in use.
     """
-    return _train(TrainRequest.for_job(check_job(job)), quiet)
+    return _train_in_ranks(TrainRequest.for_job(check_job(job)), quiet)
 
 
 def resume_job(
@@ -64,18 +64,20 @@ def resume_job(
     As `phalanx train --resume`; a run that is finished returns at once. Raises PhalanxError like
     `train_job`, and JobError for keys that a run keeps.
     """
-    return _train(TrainRequest.for_resumed(load_resumed_job(str(run_dir), overrides)), quiet)
+    return _train_in_ranks(
+        TrainRequest.for_resumed(load_resumed_job(str(run_dir), overrides)), quiet
+    )
 
 
-def _train(request: TrainRequest, quiet: bool) -> RunResult:
+def _train_in_ranks(request: TrainRequest, quiet: bool) -> RunResult:
     end = run_training(request, RunOutput(quiet=quiet), guards_rank=False)
     if end.refusal is not None:
         # A script has no other way to learn of it.
         raise end.refusal
-    return _result_of(end)
+    return _build_result(end)
 
 
-def _result_of(end: RunEnd) -> RunResult:
+def _build_result(end: RunEnd) -> RunResult:
     """The result of a run that has a plan, with facts from its events."""
     if end.plan is None:
         raise PhalanxError("the run has no plan", where=str(end.run_dir))
@@ -92,7 +94,9 @@ def _result_of(end: RunEnd) -> RunResult:
             metrics[f"held_out_{name}"] = value
     newest_checkpoint = None
     if facts["checkpoints"]:
-        newest_checkpoint = _place(end.run_dir, facts["checkpoints"][-1]["path"])
+        newest_checkpoint = _resolve_checkpoint_location(
+            end.run_dir, facts["checkpoints"][-1]["path"]
+        )
     error = ""
     if end.exit_code != ExitCode.OK:
         error = end.message
@@ -108,7 +112,7 @@ def _result_of(end: RunEnd) -> RunResult:
     )
 
 
-def _place(run_dir: Path, path: str) -> str:
+def _resolve_checkpoint_location(run_dir: Path, path: str) -> str:
     """A checkpoint's path or URL as it works from here: the run's events name those in it
     relative to it."""
     if "://" in path:

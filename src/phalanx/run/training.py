@@ -14,14 +14,14 @@ from phalanx.job.schema import Job
 from phalanx.launch.end_record import EndRecord
 from phalanx.launch.external import LaunchedRanks, external_ranks
 from phalanx.launch.guard import fork_under_guard
-from phalanx.run.announce import announcement
+from phalanx.run.announce import announcement_lines
 from phalanx.run.conclude import RunEnd
 from phalanx.run.external import train_as_rank
 from phalanx.run.finished import end_without_training, is_finished, require_steps_left
 from phalanx.run.output import RunOutput
 from phalanx.run.prepare import prepare_run
-from phalanx.run.resume import Resumed
-from phalanx.run.stop_signals import stop_by_exception
+from phalanx.run.resume import ResumedRun
+from phalanx.run.stop_signals import raising_on_stop_signals
 from phalanx.run.supervised import train_supervised
 
 
@@ -31,15 +31,15 @@ class TrainRequest:
 
     job: Job
     run_dir: Path
-    resumed: Resumed | None = None
+    resumed: ResumedRun | None = None
 
     @staticmethod
     def for_job(job: Job) -> TrainRequest:
         """A new run in run.dir, else in a fresh directory."""
-        return TrainRequest(job, Path(job.run.dir or _fresh_run_dir(job)))
+        return TrainRequest(job, Path(job.run.dir or _choose_new_run_dir(job)))
 
     @staticmethod
-    def for_resumed(resumed: Resumed) -> TrainRequest:
+    def for_resumed(resumed: ResumedRun) -> TrainRequest:
         """The run of `resumed`, continued."""
         return TrainRequest(resumed.job, resumed.run_dir, resumed)
 
@@ -50,7 +50,7 @@ def run_training(request: TrainRequest, output: RunOutput, *, guards_rank: bool)
     With `guards_rank` a rank of another launcher goes on in a child process, and this one becomes
     its guard. Raises PhalanxError for what the user can mend.
     """
-    with stop_by_exception():
+    with raising_on_stop_signals():
         began_s = time.monotonic()
         ranks = external_ranks(os.environ)
         if ranks is not None:
@@ -67,7 +67,7 @@ def run_training(request: TrainRequest, output: RunOutput, *, guards_rank: bool)
             if is_finished(run):
                 return end_without_training(run, output)
             require_steps_left(run)
-            output.say(*announcement(run, resumed=resumed))
+            output.say(*announcement_lines(run, resumed=resumed))
             return train_supervised(run, output, began_s=began_s, resumed=resumed)
 
 
@@ -101,7 +101,7 @@ def _train_with_guard(request: TrainRequest, ranks: LaunchedRanks, output: RunOu
         record.write(EndRecord(exit_code))
 
 
-def _fresh_run_dir(job: Job) -> str:
+def _choose_new_run_dir(job: Job) -> str:
     """A name of this second; a clock that was set back names a run that is there, and gets a
     number."""
     name = f"runs/{job.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -27,7 +27,7 @@ from phalanx.observe.events import CheckpointUnusable, WeightsTaken
 from phalanx.optim.build import build_optimizer
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.plan import Plan
-from phalanx.run.initial_weights import read_initial
+from phalanx.run.initial_weights import read_initial_weights
 from phalanx.train.state import TrainState
 
 _TAKE_AN_OLDER_ONE = "add --fallback to continue from the newest one before it that can be used"
@@ -59,7 +59,7 @@ def open_state(
         fallback = job.checkpoint.fallback
         return state, restore_newest(storage, names, state, bus, fallback=fallback)
     if initial is not None:
-        take_initial_weights(initial, job.model, state, bus)
+        load_initial_weights(initial, job.model, state, bus)
     return state, None
 
 
@@ -154,12 +154,12 @@ def find_initial_weights(mesh: Mesh, run_dir: Path) -> dict[str, Any] | None:
     """
     with all_ranks_or_raise(mesh, str(run_dir), "reading where to start") as results:
         if mesh.rank == 0:
-            results.local = read_initial(run_dir)
+            results.local = read_initial_weights(run_dir)
     initial: dict[str, Any] | None = results.by_rank[0]
     return initial
 
 
-def take_initial_weights(
+def load_initial_weights(
     initial: Mapping[str, Any], model: Model, state: TrainState, bus: Bus
 ) -> None:
     """Fill the model of a run at step 0 with the weights that `find_initial_weights` found.

@@ -17,7 +17,7 @@ from phalanx.observe.bus import Bus
 from phalanx.plan.cluster import detect_cluster
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
-from phalanx.run.scratch import Scratch, scratch_directory
+from phalanx.run.scratch import ScratchDirectory, scratch_directory
 from phalanx.suggest.suggestion import SUGGESTION_FILE, Suggestion, SuggestPayload
 from phalanx.verify.cases import SMALL_VOCAB, make_verified_job
 
@@ -53,7 +53,7 @@ def _simplify_job(job: Job) -> Job:
     return Job.model_validate_json(json.dumps(body))
 
 
-def _run_rank(job: Job, plan: Plan, scratch: Scratch) -> Outcome:
+def _run_rank(job: Job, plan: Plan, scratch: ScratchDirectory) -> Outcome:
     run_dir = scratch.directory
     data_dir: Path | None = None
     # A user's own samples fit the module; else inputs are made up, and no corpus is prepared.
@@ -76,12 +76,12 @@ def _run_rank(job: Job, plan: Plan, scratch: Scratch) -> Outcome:
         bus.close()
 
 
-def _raise_refusal(outcome: Outcome, scratch: Scratch) -> None:
+def _raise_refusal(outcome: Outcome, scratch: ScratchDirectory) -> None:
     """Raise the PhalanxError of a rank that wrote no suggestion."""
-    refusal = scratch.refusal_of(outcome)
+    refusal = scratch.find_rank_refusal(outcome)
     if refusal is not None and not isinstance(refusal, LayoutError):
         raise refusal
-    message = scratch.message_of(outcome)
+    message = scratch.failure_message(outcome)
     if outcome.exit_code in (LayoutError.exit_code, 1):
         raise LayoutError("no rules can be suggested", why=message)
     raise PhalanxError(message)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from phalanx.job.shapes.own_rules import pattern_of
+from phalanx.job.shapes.own_rules import pattern_for_all_blocks
 from phalanx.mesh.linear import is_linear
 from phalanx.run.one_process.plain_loss import Batch
 from phalanx.suggest.cutting import CutProposal, find_cutting
@@ -45,7 +45,7 @@ class _RuleProposer:
         """Add the rules of a group, or the reason why its layers stay whole."""
         parts = self.observed.parts
         key = (
-            tuple(pattern_of(name) for name in group.names),
+            tuple(pattern_for_all_blocks(name) for name in group.names),
             tuple(tuple(parts[name].weight.shape) for name in group.names),
         )
         if key not in self._outcomes:
@@ -71,7 +71,7 @@ class _RuleProposer:
         if not self._rules:
             suggestion.why_none = self._explain_none()
         for name, why in self._whole.items():
-            suggestion.whole.setdefault(pattern_of(name), why)
+            suggestion.whole.setdefault(pattern_for_all_blocks(name), why)
         return suggestion
 
     def _explain_none(self) -> str:
@@ -107,7 +107,7 @@ class _RuleProposer:
     def _try_group(self, group: LayerGroup) -> str:
         """Add the rules of a group; returns why it has none, or ""."""
         observed = self.observed
-        home_pattern = pattern_of(group.home)
+        home_pattern = pattern_for_all_blocks(group.home)
         if drops_between(observed, group):
             home = home_pattern or "the module itself"
             return (
@@ -117,8 +117,8 @@ class _RuleProposer:
         cutting = find_cutting(observed.flow, group.row, group.columns)
         if cutting is None:
             return (
-                f"what {pattern_of(group.row)} takes in depends on all features, not on those of a"
-                " head alone"
+                f"what {pattern_for_all_blocks(group.row)} takes in depends on all features, not on"
+                " those of a head alone"
             )
         visit = record_visit(observed, group)
         if visit.num_calls != 1:

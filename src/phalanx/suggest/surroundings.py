@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.job.shapes.own_rules import pattern_of
+from phalanx.job.shapes.own_rules import pattern_for_all_blocks
 from phalanx.suggest.layer_groups import LayerGroup
 from phalanx.suggest.observed import ObservedModule
 from phalanx.suggest.suggestion import Reasoned
@@ -60,7 +60,7 @@ def find_uncut_parameter_rules(
     observed: ObservedModule, group: LayerGroup, visit: Visit
 ) -> UncutParameterRules:
     """The rules of the group's home, and of the parameters in it that the group does not hold."""
-    home_pattern = pattern_of(group.home)
+    home_pattern = pattern_for_all_blocks(group.home)
     uses = _find_uses(observed, group, visit)
     # Inputs that reach the home's output around the cut layers (a residual) need no region.
     outputs = find_tensors(visit.output)

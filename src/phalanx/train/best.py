@@ -21,18 +21,18 @@ class BestRecorder:
     def __init__(self, job: Job, mesh: Mesh, bus: Bus, storage: RunStorage | None) -> None:
         self._job, self._mesh, self._bus, self._storage = job, mesh, bus, storage
 
-    def record_missing(self, evals: EvalRecord, step: int) -> None:
+    def record_missing_best(self, evals: EvalRecord, step: int) -> None:
         """Record the step that training continues from, if it was the best and its job ended after
         the checkpoint was there and before it was recorded."""
-        if self._storage is None or not self._job.eval.keep_best or not evals.has(step):
+        if self._storage is None or not self._job.eval.keep_best or not evals.has_step(step):
             return
         score = evals.get_score(step)
         best_step, _ = evals.best(score.num_targets, self._job.eval.mode or "min")
         recorded = read_best_step(self._storage.run_dir)
         if best_step == step and (recorded is None or recorded.step != step):
-            self.record(step, score)
+            self.record_best(step, score)
 
-    def record(self, step: int, score: EvalScore) -> None:
+    def record_best(self, step: int, score: EvalScore) -> None:
         """Record in RUN/best.json that `step`, whose checkpoint is there, is the best.
 
         A failure is an event.
@@ -49,7 +49,7 @@ class BestRecorder:
                 num_targets=score.num_targets,
                 metric=metric,
                 value=score.value,
-                checkpoint=self._find_place(self._storage, step),
+                checkpoint=self._checkpoint_url_elsewhere(self._storage, step),
             )
         except CheckpointError as error:
             self._bus.emit(CheckpointFailed(step, BEST, str(error), training_goes_on=True))
@@ -58,7 +58,7 @@ class BestRecorder:
                 CheckpointFailed(step, BEST, error.strerror or str(error), training_goes_on=True)
             )
 
-    def _find_place(self, storage: RunStorage, step: int) -> str | None:
+    def _checkpoint_url_elsewhere(self, storage: RunStorage, step: int) -> str | None:
         """The URL of the checkpoint of a step, if that is not in the run's own directory."""
         if self._job.checkpoint.url is None:
             return None

@@ -22,14 +22,16 @@ from phalanx.parallel.executor import Batch, Objective
 from phalanx.parallel.expert.router_load import ExpertLoad, is_router
 
 
-def counts_batch(mesh: Mesh) -> bool:
+def is_counting_rank(mesh: Mesh) -> bool:
     """False for a rank whose samples another one counts: ranks of tp, cp and pp read the same, all
     of each."""
     coordinates = mesh.coordinates
     return coordinates["tp"] == coordinates["cp"] == coordinates["pp"] == 0
 
 
-def count_batch(microbatches: Sequence[Batch], objective: Objective) -> tuple[float, float]:
+def count_targets_and_tokens(
+    microbatches: Sequence[Batch], objective: Objective
+) -> tuple[float, float]:
     """(targets, tokens) of `microbatches` as the data has them; NaN for what cannot be told."""
     num_targets = num_tokens = 0.0
     for batch in microbatches:
@@ -57,7 +59,7 @@ def _count_tokens(batch: Batch) -> float:
 
 
 @dataclass
-class LoadFindings:
+class RouterLoadFindings:
     """The routers of this rank whose experts' loads do not add up: names; the sums of all that
     were compared, and what they should be. `uncounted`: names of routers that say nothing."""
 
@@ -72,11 +74,11 @@ def collect_routers(module: nn.Module) -> dict[str, nn.Module]:
     return {full_name(name): part for name, part in module.named_modules() if is_router(part)}
 
 
-def check_loads(
+def check_router_loads(
     routers: Mapping[str, nn.Module], loads: Mapping[str, ExpertLoad], num_tokens: float
-) -> LoadFindings:
+) -> RouterLoadFindings:
     """Compare the loads of a step with `num_tokens` x experts of a token, over all ranks."""
-    findings = LoadFindings()
+    findings = RouterLoadFindings()
     for name, load in loads.items():
         router = routers[name]
         per_token = getattr(router, "per_token", None)
@@ -87,7 +89,7 @@ def check_loads(
             continue
         expected, actual = num_tokens * per_token, sum(load.counts)
         findings.num_compared += 1
-        if actual != expected or not _can_drop(router, load):
+        if actual != expected or not _is_possible_drop_count(router, load):
             # The first says by how much.
             if not findings.wrong:
                 findings.expected, findings.actual = expected, float(actual)
@@ -95,7 +97,7 @@ def check_loads(
     return findings
 
 
-def _can_drop(router: nn.Module, load: ExpertLoad) -> bool:
+def _is_possible_drop_count(router: nn.Module, load: ExpertLoad) -> bool:
     """False for more dropped choices than there were, and for any without a capacity."""
     if not getattr(router, "capacity_factor", 0.0):
         return load.dropped == 0

@@ -76,13 +76,13 @@ class EvalRecord:
     def __init__(self, done: Mapping[int, EvalScore] | None = None) -> None:
         self._done = dict(done or {})
 
-    def has(self, step: int) -> bool:
+    def has_step(self, step: int) -> bool:
         return step in self._done
 
     def get_score(self, step: int) -> EvalScore:
         return self._done[step]
 
-    def add(self, step: int, score: EvalScore) -> None:
+    def add_evaluation(self, step: int, score: EvalScore) -> None:
         self._done[step] = score
 
     def best(self, num_targets: int, mode: str = "min") -> tuple[int, EvalScore]:
@@ -104,7 +104,9 @@ class EvalRecord:
         return best_step, self._done[best_step]
 
 
-def read_record(run_dir: Path | None, step: int, mesh: Mesh, metric: str = LOSS) -> EvalRecord:
+def read_evaluation_record(
+    run_dir: Path | None, step: int, mesh: Mesh, metric: str = LOSS
+) -> EvalRecord:
     """The evaluations up to `step` in rank 0's event files, for all ranks.
 
     Evaluations of later steps are done again.

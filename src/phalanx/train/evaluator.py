@@ -32,7 +32,7 @@ AGREE_S = 0.5
 MOST_BATCHES = 64
 
 
-def next_wait(batches: int, took_s: float) -> int:
+def batches_until_agreement(batches: int, took_s: float) -> int:
     """The number of batches before ranks agree again, after `batches` that took `took_s`."""
     if took_s > AGREE_S:
         return max(1, batches // 2)
@@ -150,12 +150,12 @@ class Evaluator:
         for batch in batches:
             if remaining == 0:
                 now = time.perf_counter()
-                wait = self._agree(wait, now - since)
+                wait = self._agree_to_stop(wait, now - since)
                 remaining, since = wait, now
             remaining -= 1
             yield batch
 
-    def _agree(self, waited: int, took_s: float) -> int:
+    def _agree_to_stop(self, waited: int, took_s: float) -> int:
         """The number of batches before all ranks agree again, after `waited` that took `took_s` on
         this one.
 
@@ -175,7 +175,7 @@ class Evaluator:
         if self._mesh.device.type == "cpu":
             return 1
         # The sum is equal on all ranks, and so is what follows from it.
-        return next_wait(waited, total_s / self._mesh.world_size)
+        return batches_until_agreement(waited, total_s / self._mesh.world_size)
 
 
 def _report_progress(

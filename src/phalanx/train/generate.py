@@ -60,7 +60,7 @@ def generate_tokens(
 
         Never raises for those: in a pipeline only the last stage sees their type.
         """
-        logits = _last_logits(outputs)
+        logits = _logits_of_last_token(outputs)
         if logits is None:
             wrong_types.append(type(outputs).__name__)
             return torch.empty(0, dtype=torch.float64)
@@ -80,7 +80,7 @@ def generate_tokens(
             raise TypeError(f"cannot sample from {source}")
         # A pipeline's are on the ranks' device; the generator, whose draws are the same everywhere,
         # is the CPU's.
-        tokens.append(_choose(logits.cpu(), sampling, generator))
+        tokens.append(_sample_token(logits.cpu(), sampling, generator))
         on_token(tokens[-1])
         if tokens[-1] == end:
             break
@@ -88,7 +88,7 @@ def generate_tokens(
     return tokens[len(prompt) :]
 
 
-def _choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+def _sample_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """One token id by `sampling`. `logits`: [vocab] fp64."""
     # Some of -inf are no fault: a model may rule tokens out. NaN is, and nothing but -inf.
     if not bool(logits.isfinite().any()) or bool(logits.isnan().any()):
@@ -115,7 +115,7 @@ def _choose(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
-def _last_logits(outputs: Any) -> torch.Tensor | None:
+def _logits_of_last_token(outputs: Any) -> torch.Tensor | None:
     """Logits after the last token: [vocab] fp64, on the CPU. None for outputs without logits."""
     if isinstance(outputs, VocabularyLogits):
         outputs = outputs.gather_logits()

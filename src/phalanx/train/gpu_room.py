@@ -12,7 +12,7 @@ from phalanx.mesh.mesh import Mesh
 from phalanx.plan.plan import Plan
 
 
-def check_gpu_room(mesh: Mesh, plan: Plan) -> str:
+def describe_gpu_memory_shortage(mesh: Mesh, plan: Plan) -> str:
     """A message about the GPU that has less free memory than its rank is predicted to need; empty
     if there is none, and on CPUs. Collective."""
     if mesh.device.type != "cuda":
@@ -21,10 +21,10 @@ def check_gpu_room(mesh: Mesh, plan: Plan) -> str:
     # Gathered, so that every rank has the message.
     room_by_rank = mesh.gather_json([free, total])
     needed = [sum(plan.memory_of_rank(rank).values()) for rank in range(mesh.world_size)]
-    return describe_missing_room(room_by_rank, needed)
+    return describe_shortage_of_any_rank(room_by_rank, needed)
 
 
-def describe_missing_room(room: Sequence[Sequence[int]], needed: Sequence[int]) -> str:
+def describe_shortage_of_any_rank(room: Sequence[Sequence[int]], needed: Sequence[int]) -> str:
     """A message if some rank lacks memory; empty if none does.
 
     `room`: (free, total) bytes of each rank's GPU; `needed`: the bytes that each rank needs.

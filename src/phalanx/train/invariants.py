@@ -15,10 +15,10 @@ from phalanx.observe.events import InvariantChecked
 from phalanx.parallel.executor import Batch, Objective
 from phalanx.parallel.step_stats import StepStats
 from phalanx.train.count_checks import (
-    check_loads,
+    check_router_loads,
     collect_routers,
-    count_batch,
-    counts_batch,
+    count_targets_and_tokens,
+    is_counting_rank,
 )
 from phalanx.train.pipeline_record import is_stage_leader
 from phalanx.train.state import TrainState
@@ -26,11 +26,11 @@ from phalanx.train.weight_checks import WeightChecks, WeightFindings
 
 MAX_NAMES = 20
 NUM_COUNTS = 2
-"""Numbers that `RunInvariants.count` adds to the flags of a step."""
+"""Numbers that `RunInvariants.count_local_batch` adds to the flags of a step."""
 
 
 @dataclass
-class _Tally:
+class _InvariantTally:
     """The checks of one invariant so far."""
 
     name: str
@@ -53,10 +53,10 @@ class RunInvariants:
     def __init__(self, job: Job, state: TrainState, bus: Bus, objective: Objective) -> None:
         self._job, self._state, self._bus, self._objective = job, state, bus, objective
         self._mesh = state.model.mesh
-        self._tallies: dict[str, _Tally] = {}
+        self._tallies: dict[str, _InvariantTally] = {}
         self._routers = collect_routers(state.model.module)
         self._weights: WeightChecks | None = None
-        self._counts_batch = counts_batch(self._mesh)
+        self._counts_batch = is_counting_rank(self._mesh)
         self._is_leader = is_stage_leader(self._mesh)
         self._first_step = 0
         self._counts = (math.nan, math.nan)
@@ -68,14 +68,14 @@ class RunInvariants:
             self._first_step = self._state.step + 1
             self._weights = WeightChecks(self._state.model, self._state.optimizer)
 
-    def count(self, microbatches: Sequence[Batch]) -> tuple[float, ...]:
+    def count_local_batch(self, microbatches: Sequence[Batch]) -> tuple[float, ...]:
         """Numbers of this rank's part of the batch, for the reduction of the step: NUM_COUNTS of
         them, or none."""
         if self._weights is None:
             return ()
         if not self._counts_batch:
             return 0.0, 0.0
-        return count_batch(microbatches, self._objective)
+        return count_targets_and_tokens(microbatches, self._objective)
 
     def take_counts(self, facts: StepStats) -> StepStats:
         """`facts` without what `count` has added to the flags."""
@@ -135,7 +135,7 @@ class RunInvariants:
         if findings is None or self._weights is None or self._weights.held is None:
             return
         held, step = self._weights.held, findings.step
-        self._tell(
+        self._record_check(
             InvariantChecked(
                 step=step,
                 name="replicas_equal",
@@ -145,12 +145,12 @@ class RunInvariants:
                 looked_at=(
                     f"{plural(held.num_shared, 'block')} of weights that several ranks hold"
                 ),
-                not_looked_at=_list_lone_blocks(held.num_blocks - held.num_shared),
+                not_looked_at=_describe_blocks_held_once(held.num_blocks - held.num_shared),
             )
         )
         foreign = sum(findings.num_foreign.values())
         ranks = sorted({*findings.missing.ranks, *findings.num_foreign})
-        self._tell(
+        self._record_check(
             InvariantChecked(
                 step=step,
                 name="optimizer_parameters",
@@ -171,7 +171,7 @@ class RunInvariants:
                 f"{plural(num_still, 'tensor')} without a gradient, or with one whose update is"
                 " near the rounding of its elements"
             )
-        self._tell(
+        self._record_check(
             InvariantChecked(
                 step=step,
                 name="parameters_moved",
@@ -188,16 +188,16 @@ class RunInvariants:
             return
         expected = self._counts[0]
         if math.isnan(expected):
-            self._tell_uncounted(
+            self._record_unchecked(
                 step, "targets_counted", "only the objective knows which of the data are targets"
             )
             return
         looked_at = "targets of the batch, counted in the data, and those of the loss"
         if facts.num_targets == expected:
             # In every step, and so without an event that nobody gets.
-            self._count_held("targets_counted", step, looked_at)
+            self._record_passed_check("targets_counted", step, looked_at)
             return
-        self._tell(
+        self._record_check(
             InvariantChecked(
                 step=step,
                 name="targets_counted",
@@ -211,7 +211,7 @@ class RunInvariants:
     def _judge_loads(self, step: int) -> None:
         if not self._routers or not self._is_leader:
             return
-        findings = check_loads(self._routers, self._state.model.expert_load, self._counts[1])
+        findings = check_router_loads(self._routers, self._state.model.expert_load, self._counts[1])
         not_looked_at = []
         if findings.uncounted:
             not_looked_at.append(
@@ -219,12 +219,12 @@ class RunInvariants:
                 " experts per token, or a batch that does not tell its tokens"
             )
         if not findings.num_compared:
-            self._tell_uncounted(step, "expert_loads", *not_looked_at)
+            self._record_unchecked(step, "expert_loads", *not_looked_at)
             return
         expected = actual = math.nan
         if findings.wrong:
             expected, actual = findings.expected, findings.actual
-        self._tell(
+        self._record_check(
             InvariantChecked(
                 step=step,
                 name="expert_loads",
@@ -237,19 +237,19 @@ class RunInvariants:
             )
         )
 
-    def _tell_uncounted(self, step: int, name: str, *reasons: str) -> None:
-        tally = self._tallies.setdefault(name, _Tally(name))
+    def _record_unchecked(self, step: int, name: str, *reasons: str) -> None:
+        tally = self._tallies.setdefault(name, _InvariantTally(name))
         tally.last_step, tally.not_looked_at = step, list(reasons)
 
-    def _count_held(self, name: str, step: int, looked_at: str) -> None:
-        tally = self._tallies.setdefault(name, _Tally(name))
+    def _record_passed_check(self, name: str, step: int, looked_at: str) -> None:
+        tally = self._tallies.setdefault(name, _InvariantTally(name))
         tally.num_checks += 1
         tally.last_step, tally.looked_at, tally.last_failure = step, looked_at, None
         tally.not_looked_at = []
 
-    def _tell(self, result: InvariantChecked) -> None:
+    def _record_check(self, result: InvariantChecked) -> None:
         """Count a check, and emit it if it failed otherwise than the one before."""
-        tally = self._tallies.setdefault(result.name, _Tally(result.name))
+        tally = self._tallies.setdefault(result.name, _InvariantTally(result.name))
         tally.num_checks += 1
         tally.last_step, tally.looked_at = result.step, result.looked_at
         tally.not_looked_at = result.not_looked_at
@@ -273,7 +273,7 @@ class RunInvariants:
             )
 
 
-def _list_lone_blocks(count: int) -> list[str]:
+def _describe_blocks_held_once(count: int) -> list[str]:
     if not count:
         return []
     return [f"{plural(count, 'block')} that one rank alone holds"]

@@ -22,7 +22,7 @@ SLACK_BYTES = 4 * MIB
 
 
 @dataclass(frozen=True)
-class MemorySoFar:
+class RankMemory:
     """Memory of this rank until now, in bytes.
 
     `peak_bytes`: the most in all, shared pages by their share; on a GPU, the most that its
@@ -76,8 +76,8 @@ class MemoryMeter:
             can_reset and now is not None and now.peak_bytes <= now.all_bytes + SLACK_BYTES
         )
         if not self._keeps_peak:
-            now = self._sample()
-            self._sampler = PeriodicSampler(self._look)
+            now = self._sample_resident_memory()
+            self._sampler = PeriodicSampler(self._update_peak)
             self._sampler.start()
         assert now is not None
         # One call that tells of a new peak: cheaper than to read and parse /proc/self/status.
@@ -99,7 +99,7 @@ class MemoryMeter:
         self._keeps_peak = False
         self._process.close()
 
-    def listen(self, step: int, phase: str) -> None:
+    def begin_phase(self, step: int, phase: str) -> None:
         """Listen to a phase that begins: a new peak until now belongs to the phase before."""
         # The peak is the kernel's: what is read here, where phases begin, would miss what a loss
         # takes and gives back within one.
@@ -108,10 +108,10 @@ class MemoryMeter:
             # Only then is /proc read: a phase begins many times in a step.
             if self._counts_all or maxrss > self._known_maxrss:
                 self._known_maxrss = maxrss
-                self._look()
+                self._update_peak()
         self._moment = (step, phase)
 
-    def _look(self) -> ResidentMemory | None:
+    def _update_peak(self) -> ResidentMemory | None:
         now = self._read_or_sample()
         if now is None:
             return None
@@ -133,9 +133,9 @@ class MemoryMeter:
         """The resident memory now; None if the kernel, which keeps the peak, cannot be read."""
         if self._keeps_peak:
             return self._process.read()
-        return self._sample()
+        return self._sample_resident_memory()
 
-    def _sample(self) -> ResidentMemory:
+    def _sample_resident_memory(self) -> ResidentMemory:
         """The resident memory now, where the kernel keeps no peak or does not tell kinds of pages
         apart."""
         now = self._process.read()
@@ -147,19 +147,19 @@ class MemoryMeter:
         files = min(getattr(memory, "shared", 0), memory.rss)
         return ResidentMemory(memory.rss, memory.rss - files, files, 0)
 
-    def so_far(self) -> MemorySoFar:
+    def read_rank_memory(self) -> RankMemory:
         """The memory until now, for the record of a step."""
         if self._device is None:
-            return MemorySoFar(self._psutil.memory_info().rss)
+            return RankMemory(self._psutil.memory_info().rss)
         if self._device.type == "cuda":
             # These are of the allocator: nothing is waited for.
             stats = torch.cuda.memory_stats(self._device)
-            return MemorySoFar(
+            return RankMemory(
                 self._psutil.memory_info().rss,
                 peak_bytes=stats.get("allocated_bytes.all.peak", 0),
                 reserved_bytes=stats.get("reserved_bytes.all.peak", 0),
             )
-        now = self._look()
+        now = self._update_peak()
         self._num_steps += 1
         # By now the pages that are written to are no longer shared. Once: it walks the page tables.
         if self._num_steps == 1:
@@ -167,7 +167,7 @@ class MemoryMeter:
         resident_bytes = 0
         if now is not None:
             resident_bytes = now.all_bytes
-        return MemorySoFar(resident_bytes, self._count_own_share(self._most_resident_bytes))
+        return RankMemory(resident_bytes, self._count_own_share(self._most_resident_bytes))
 
     def _count_own_share(self, resident_bytes: int) -> int:
         """The part of `resident_bytes` that counts for this process: its share of shared pages."""
@@ -189,7 +189,7 @@ class MemoryMeter:
             0, self._count_own_share(self._in_all_bytes) - (self._peak_bytes - self._start_bytes)
         )
 
-    def _device_bytes(self) -> dict[str, int]:
+    def _read_device_bytes(self) -> dict[str, int]:
         """Bytes of a GPU: used by all its processes, in total, and the peaks of this rank's
         allocator."""
         if self._device is None or self._device.type != "cuda":
@@ -202,7 +202,7 @@ class MemoryMeter:
             "total": total,
         }
 
-    def measure(
+    def build_memory_event(
         self,
         state_shards: Mapping[str, LogicalShard],
         model: ParallelModel,
@@ -213,13 +213,13 @@ class MemoryMeter:
 
         States, activations and staging are counted from their tensors; "peak" is the whole rank's.
         """
-        measured = _measure_state(state_shards, model)
+        measured = _measure_state_bytes(state_shards, model)
         if model.saved_bytes is not None:
             measured["activations"] = model.saved_bytes
         if predicted_bytes.get("staging"):
             measured["staging"] = staging_bytes
         if self._keeps_peak or self._sampler is not None:
-            self._look()
+            self._update_peak()
             self._elsewhere_bytes = self._process.shared_elsewhere_bytes() or self._elsewhere_bytes
         peak = self.peak_bytes()
         if peak is not None:
@@ -235,11 +235,11 @@ class MemoryMeter:
             peak_step=step,
             peak_phase=phase,
             start_bytes=self._start_bytes,
-            device_bytes=self._device_bytes(),
+            device_bytes=self._read_device_bytes(),
         )
 
 
-def _measure_state(
+def _measure_state_bytes(
     state_shards: Mapping[str, LogicalShard], model: ParallelModel
 ) -> dict[str, int]:
     """Bytes of this rank's state by category, counted from its tensors."""

@@ -41,7 +41,7 @@ class MetricSums:
     def __call__(self, outputs: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         self._saw_outputs = True
         if self._measure is not None:
-            for name, pair in _check_metrics(self._measure(outputs, batch)).items():
+            for name, pair in _require_metric_pairs(self._measure(outputs, batch)).items():
                 numbers = torch.stack([_to_scalar(number, self._mesh.device) for number in pair])
                 if name in self._sums:
                     numbers = self._sums[name] + numbers
@@ -130,7 +130,7 @@ def require_metric(metric: str, names: list[str]) -> None:
     raise LayoutError(f'evaluations have no metric "{metric}"', where="eval.metric", fix=fix)
 
 
-def _check_metrics(metrics: Any) -> dict[str, tuple[Any, Any]]:
+def _require_metric_pairs(metrics: Any) -> dict[str, tuple[Any, Any]]:
     """A user's metrics. Raises LayoutError if they are not pairs of numbers by name."""
     if not isinstance(metrics, Mapping):
         raise LayoutError(f"the objective's metrics returned a {type(metrics).__name__}", fix=FIX)

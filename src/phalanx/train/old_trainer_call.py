@@ -20,7 +20,7 @@ _OF_DATA = ("held_out", "source_weights", "records")
 Init = TypeVar("Init", bound=Callable[..., None])
 
 
-def accept_old_call(init: Init) -> Init:
+def accept_old_trainer_arguments(init: Init) -> Init:
     """Make the `__init__` of Trainer take its old arguments, too."""
 
     @functools.wraps(init)

@@ -21,7 +21,7 @@ from phalanx.plan.pipeline.trace import build_timeline, mean_stage_costs, splits
 FIRST = 5
 
 
-def should_record(step: int, last_step: int) -> bool:
+def should_record_pipeline(step: int, last_step: int) -> bool:
     """Steps 5, 50, 500, ... and the last: a function of the step alone, so that every rank
     decides alike."""
     if step == last_step:
@@ -37,11 +37,11 @@ def record_pipeline(step: int, last_step: int, model: ParallelModel, bus: Bus) -
     Collective at these steps. Spans are of the clock that phases are timed by: on a GPU that of its
     events.
     """
-    if model.plan.pipeline is None or not should_record(step, last_step):
+    if model.plan.pipeline is None or not should_record_pipeline(step, last_step):
         return
     with model.phases("collective", "gather the spans of the pipeline"):
         by_rank = model.mesh.gather_json(_collect_local_spans(model))
-    spans = align_clocks([rank_spans for rank_spans in by_rank if rank_spans is not None])
+    spans = align_rank_clocks([rank_spans for rank_spans in by_rank if rank_spans is not None])
     # A rank without spans: no bubble can be told from the rest.
     if model.mesh.rank == 0 and all(spans):
         bus.emit(build_pipeline_event(step, model.plan.pipeline, spans))
@@ -85,7 +85,7 @@ def is_stage_leader(mesh: Mesh) -> bool:
     return all(coordinate == 0 for axis, coordinate in mesh.coordinates.items() if axis != "pp")
 
 
-def align_clocks(by_rank: Sequence[dict[str, Any]]) -> list[list[tuple[str, float, float]]]:
+def align_rank_clocks(by_rank: Sequence[dict[str, Any]]) -> list[list[tuple[str, float, float]]]:
     """Spans by rank, with one zero.
 
     On one machine `time.perf_counter` is one clock for all processes, and is taken as it is. Those

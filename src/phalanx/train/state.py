@@ -86,7 +86,7 @@ class TrainState:
         unsent = {} if compression is None else compression.state_shards(model, self.model.mesh)
         return model | slots | tensors | unsent
 
-    def facts(self) -> dict[str, Any]:
+    def saved_facts(self) -> dict[str, Any]:
         """The part of the state besides tensors, as far as this rank knows it.
 
         Raises CheckpointError for an optimizer with values that cannot be saved.
@@ -109,7 +109,7 @@ class TrainState:
 
     def snapshot(self) -> Snapshot:
         """The content of a checkpoint of this step. Its tensors are those of training."""
-        return Snapshot(self.step, self.shards(), self.model.aliases(), self.facts())
+        return Snapshot(self.step, self.shards(), self.model.aliases(), self.saved_facts())
 
     def save(
         self,
@@ -159,7 +159,7 @@ class TrainState:
             undos.extend(make_slots(self.optimizer, named, manifest.tensors, full_shapes))
             # Again: `make_slots` has made the optimizer's tensors, which are to be read, too.
             shards.update(self.shards())
-            return self._match_reduction(manifest, shards)
+            return self._drop_other_compression_state(manifest, shards)
 
         try:
             facts = load_checkpoint(
@@ -178,15 +178,15 @@ class TrainState:
             self.model.loss_scale.restore(facts[LOSS_SCALE])
         self.step, self.tokens_seen = int(facts["step"]), int(facts["tokens_seen"])
         self.samples_seen = int(facts["samples_seen"])
-        self.other_cpu = self._compare_cpu(facts.get(CPU_KIND))
+        self.other_cpu = self._describe_other_cpu(facts.get(CPU_KIND))
 
-    def _compare_cpu(self, then: object) -> str:
+    def _describe_other_cpu(self, then: object) -> str:
         """The reason why steps after a checkpoint that was written on the CPU kind `then` may round
         otherwise; empty if the kinds are equal.
 
         Empty as well if the checkpoint has no kind, or training is not on CPUs.
         """
-        now = self.facts().get(CPU_KIND)
+        now = self.saved_facts().get(CPU_KIND)
         if now is None or not isinstance(then, str) or then == now:
             return ""
         return (
@@ -194,7 +194,9 @@ class TrainState:
             "but the steps from here may round otherwise than an uninterrupted run's"
         )
 
-    def _match_reduction(self, manifest: Manifest, shards: dict[str, LogicalShard]) -> Manifest:
+    def _drop_other_compression_state(
+        self, manifest: Manifest, shards: dict[str, LogicalShard]
+    ) -> Manifest:
         """Leave the state of compressed gradients in the checkpoint unless it is this layout's.
 
         What was not sent yet belongs to the ranks that kept it: other ranks, or another
@@ -223,7 +225,7 @@ class TrainState:
 
     def _require_same_run(self, manifest: Manifest, where: str) -> None:
         # Before the facts are read by name below.
-        missing = sorted(set(self.facts()) - set(manifest.facts) - NOT_IN_ALL)
+        missing = sorted(set(self.saved_facts()) - set(manifest.facts) - NOT_IN_ALL)
         if missing:
             raise CheckpointError(f"it does not say {', '.join(missing)}", where=where)
         if LOSS_SCALE in manifest.facts:

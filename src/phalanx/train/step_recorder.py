@@ -46,15 +46,15 @@ class StepRecorder:
         self._phases.take()
         self._recorded_s = time.perf_counter()
 
-    def leave_out(self, seconds: float) -> None:
+    def exclude_seconds(self, seconds: float) -> None:
         """Leave out `seconds` that no step took."""
         self._recorded_s += seconds
 
-    def add(self, facts: StepStats, skipped: str | None) -> None:
+    def add_step(self, facts: StepStats, skipped: str | None) -> None:
         """Take the facts of a step that is done, to be recorded before its checkpoint is there."""
         self._unrecorded = facts, skipped
 
-    def record(self) -> None:
+    def record_last_step(self) -> None:
         """Emit the facts of the last step, once, with the seconds since the step before.
 
         A save does it when all is written and before it commits: whoever continues from a
@@ -65,12 +65,12 @@ class StepRecorder:
         # Forgotten first, so that a step is never recorded twice.
         (facts, skipped), self._unrecorded = self._unrecorded, None
         now = time.perf_counter()
-        self._emit(facts, skipped, now - self._recorded_s)
+        self._emit_step(facts, skipped, now - self._recorded_s)
         self._recorded_s = now
 
-    def _emit(self, facts: StepStats, skipped: str | None, step_s: float) -> None:
+    def _emit_step(self, facts: StepStats, skipped: str | None, step_s: float) -> None:
         phases_s = self._phases.take()
-        step, memory = self._state.step, self._memory.so_far()
+        step, memory = self._state.step, self._memory.read_rank_memory()
         if skipped is not None and self._mesh.rank == 0:
             batch = self._job.train.global_batch_size
             self._bus.emit(

@@ -14,7 +14,7 @@ class StopFlags:
     sigterm: bool = False
     sigint: bool = False
 
-    def listen(self) -> None:
+    def handle_signals(self) -> None:
         """From now on SIGTERM and SIGINT ask for a stop at a step boundary.
 
         Outside the main thread, where Python allows no handlers, this rank stops only as others ask

@@ -31,12 +31,12 @@ from phalanx.train.evaluation import (
     EvalRecord,
     EvalScore,
     Evaluation,
-    read_record,
+    read_evaluation_record,
 )
 from phalanx.train.evaluator import Evaluator
 from phalanx.train.invariants import RunInvariants
 from phalanx.train.memory import MemoryMeter
-from phalanx.train.old_trainer_call import accept_old_call
+from phalanx.train.old_trainer_call import accept_old_trainer_arguments
 from phalanx.train.pipeline_record import record_pipeline
 from phalanx.train.randomness import seed_generators
 from phalanx.train.state import TrainState
@@ -64,7 +64,7 @@ class Trainer:
     it. Events go to `bus`; nothing here formats text or knows who reads.
     """
 
-    @accept_old_call
+    @accept_old_trainer_arguments
     def __init__(
         self,
         job: Job,
@@ -99,7 +99,7 @@ class Trainer:
         update there is state that no checkpoint holds; NumericsError if a guard gives up.
         """
         try:
-            return self._run()
+            return self._run_steps()
         except RunTakenError:
             # The save in flight can no longer be committed: there is nothing to wait for.
             raise
@@ -108,31 +108,33 @@ class Trainer:
                 self._schedule.abandon(self.job.resilience.grace_s)
             raise
 
-    def _run(self) -> str:
+    def _run_steps(self) -> str:
         if self._evaluator is not None:
             self._evaluator.require_metric(self.job.eval.metric)
         run_dir = None if self.storage is None else self.storage.run_dir
-        self._evals = read_record(run_dir, self.state.step, self.mesh, self.job.eval.metric)
-        self._best.record_missing(self._evals, self.state.step)
+        self._evals = read_evaluation_record(
+            run_dir, self.state.step, self.mesh, self.job.eval.metric
+        )
+        self._best.record_missing_best(self._evals, self.state.step)
         self._invariants.start()
         self._recorder.start()
         # Of the step that training continues from, if a stop or a crash came before it.
         reason = self._evaluate_if_due()
         while reason is None and self.state.step < self.job.train.steps:
             facts, skipped = self.step()
-            self._recorder.add(facts, skipped)
+            self._recorder.add_step(facts, skipped)
             record_pipeline(self.state.step, self.job.train.steps, self.state.model, self.bus)
             if skipped is None:
                 # A skipped step makes no optimizer state. All ranks skip alike: this is collective.
                 self._require_saveable()
             sigterm, sigint, is_fenced, *save_flags = facts.flags
             # Before a save: the run is another job's by now.
-            if is_fenced and self._fence is not None:
-                raise self._fence.error()
+            if is_fenced and self._build_fence is not None:
+                raise self._build_fence.error()
             is_end = self.state.step == self.job.train.steps and self.job.checkpoint.at_end
             if self._schedule is not None:
                 self._schedule.save_if_due(save_flags, is_stop=sigterm + sigint > 0, is_end=is_end)
-            self._recorder.record()
+            self._recorder.record_last_step()
             if sigterm or sigint:
                 reason = "sigterm" if sigterm else "sigint"
             else:
@@ -157,7 +159,7 @@ class Trainer:
             microbatches = self.data.batches.step_microbatches(step)
         model, optimizer = self.state.model, self.state.optimizer
         sums = model.forward_backward(microbatches, self.data.objective, step=step)
-        flags = (*self._flags(), *self._invariants.count(microbatches))
+        flags = (*self._build_step_flags(), *self._invariants.count_local_batch(microbatches))
         # The step's one reduction: stops, guards and saves act on it, so that all ranks agree.
         facts = model.reduce_and_clip(sums, max_norm=self.job.optim.clip_norm, flags=flags)
         facts = self._invariants.take_counts(facts)
@@ -189,7 +191,7 @@ class Trainer:
             self._schedule.require_saveable()
         self._is_saveable = True
 
-    def _flags(self) -> tuple[float, ...]:
+    def _build_step_flags(self) -> tuple[float, ...]:
         """This rank's flags in the reduction of a step: stops, a lost run, and saves."""
         save_flags = self._schedule.flags() if self._schedule is not None else (0.0, 0.0, 0.0)
         # Rank 0 alone looks at the files: the sum of the flags tells all.
@@ -197,7 +199,7 @@ class Trainer:
         return float(self.stop.sigterm), float(self.stop.sigint), float(is_fenced), *save_flags
 
     @property
-    def _fence(self) -> OwnershipFence | None:
+    def _build_fence(self) -> OwnershipFence | None:
         return None if self.storage is None else self.storage.fence
 
     def _build_schedule(self) -> CheckpointSchedule | None:
@@ -214,7 +216,12 @@ class Trainer:
             timeout_s=self.job.resilience.collective_timeout_s,
         )
         return CheckpointSchedule(
-            checkpointer, options, self.mesh, self.state, self.bus, record=self._recorder.record
+            checkpointer,
+            options,
+            self.mesh,
+            self.state,
+            self.bus,
+            record=self._recorder.record_last_step,
         )
 
     def _build_evaluator(self) -> Evaluator | None:
@@ -228,7 +235,7 @@ class Trainer:
             source_weights=self.data.source_weights,
             stop=self.stop,
             emit=self.bus.emit if self.mesh.rank == 0 else _ignore_event,
-            fence=self._fence,
+            fence=self._build_fence,
         )
 
     @property
@@ -252,7 +259,7 @@ class Trainer:
         is_due = step == self.job.train.steps or (
             every_steps is not None and step % every_steps == 0 and step > 0
         )
-        if self._evaluator is None or not is_due or self._evals.has(step):
+        if self._evaluator is None or not is_due or self._evals.has_step(step):
             return None
         # An evaluation may be the first thing after a restart, before any step has set it.
         self.phases.step = step
@@ -266,8 +273,8 @@ class Trainer:
                     self._schedule.save(is_last_chance=True, prune=False)
                 return str(request)
         wall_s = time.perf_counter() - began
-        self._recorder.leave_out(wall_s)
-        self._conclude(evaluation, wall_s)
+        self._recorder.exclude_seconds(wall_s)
+        self._record_evaluation(evaluation, wall_s)
         self._invariants.summarize()
         return None
 
@@ -279,21 +286,21 @@ class Trainer:
         assert self._evaluator is not None, "there is nothing to evaluate"
         return self._evaluator.evaluate()
 
-    def _conclude(self, evaluation: Evaluation, wall_s: float) -> None:
+    def _record_evaluation(self, evaluation: Evaluation, wall_s: float) -> None:
         """Save the step if it is the best and the job asks for that, then emit the evaluation.
 
         An evaluation that is on record is not done again. A best step on record whose job crashed
-        before it was saved as such, `BestRecorder.record_missing` does.
+        before it was saved as such, `BestRecorder.record_missing_best` does.
         """
         step = evaluation.step
         metric, mode = self.job.eval.metric, self.job.eval.mode or "min"
         score = EvalScore(evaluation.loss, evaluation.num_targets, evaluation.value_of(metric))
         # On every rank: whether to save the best step is decided from it by all alike.
-        self._evals.add(step, score)
+        self._evals.add_evaluation(step, score)
         best_step, best = self._evals.best(evaluation.num_targets, mode)
         if self.job.eval.keep_best and best_step == step and self._schedule is not None:
             self.save()
-            self._schedule.call_when_saved(partial(self._best.record, step, score))
+            self._schedule.call_when_saved(partial(self._best.record_best, step, score))
         # After the save, which is collective.
         if self.mesh.rank != 0:
             return

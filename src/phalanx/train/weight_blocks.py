@@ -64,7 +64,7 @@ def list_compared_tensors(
     return tensors
 
 
-def find_alike_buffers(module: nn.Module) -> dict[str, nn.Module]:
+def find_buffers_same_on_ranks(module: nn.Module) -> dict[str, nn.Module]:
     """The modules whose buffers are the same on all ranks, by name."""
     return {
         name: part
@@ -83,11 +83,11 @@ def _cut_into_blocks(shard: LogicalShard) -> list[tuple[int, tuple[slice, ...]]]
     # A block for each box where some are on more ranks than others, as heads of keys in a fused
     # matrix.
     if any(box.num_replicas > 1 for box in shard.boxes):
-        return [(_key_of(shard, (box,)), _slices_of(box)) for box in shard.boxes]
-    return [(_key_of(shard, shard.boxes), ())]
+        return [(_hash_block_key(shard, (box,)), _slices_of_box(box)) for box in shard.boxes]
+    return [(_hash_block_key(shard, shard.boxes), ())]
 
 
-def _key_of(shard: LogicalShard, boxes: Sequence[Box]) -> int:
+def _hash_block_key(shard: LogicalShard, boxes: Sequence[Box]) -> int:
     """A signed 64-bit number of a tensor's name and the boxes of it."""
     parts: list[object] = [shard.name, shard.dtype]
     for box in boxes:
@@ -98,7 +98,7 @@ def _key_of(shard: LogicalShard, boxes: Sequence[Box]) -> int:
     return number
 
 
-def _slices_of(box: Box) -> tuple[slice, ...]:
+def _slices_of_box(box: Box) -> tuple[slice, ...]:
     return tuple(
         slice(offset, offset + size)
         for offset, size in zip(box.local_offset, box.size, strict=True)
@@ -113,7 +113,7 @@ class TensorsOnRanks:
     ranks: list[int]
 
 
-class HeldBlocks:
+class BlocksOfRanks:
     """The blocks of all ranks, and which of them are the same.
 
     `keys_by_rank`: [ranks, blocks], of ranks with fewer blocks zeros at the end; `names_by_rank`:
@@ -127,7 +127,7 @@ class HeldBlocks:
         is_trained: NDArray[np.bool_],
     ) -> None:
         self._names_by_rank = names_by_rank
-        self.num_trained = len(self.select(is_trained).names)
+        self.num_trained = len(self.find_tensors_on_ranks(is_trained).names)
         holders: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for rank, names in enumerate(names_by_rank):
             for column in range(len(names)):
@@ -145,11 +145,11 @@ class HeldBlocks:
         first, other = self._pairs[:, 0], self._pairs[:, 1]
         if not (digests[first[:, 0], first[:, 1]] == digests[other[:, 0], other[:, 1]]).all():
             for places in self._shared:
-                for index in _find_minority([int(digests[place]) for place in places]):
+                for index in _find_minority_digests([int(digests[place]) for place in places]):
                     is_blamed[places[index]] = True
-        return self.select(is_blamed)
+        return self.find_tensors_on_ranks(is_blamed)
 
-    def select(self, mask: NDArray[np.bool_]) -> TensorsOnRanks:
+    def find_tensors_on_ranks(self, mask: NDArray[np.bool_]) -> TensorsOnRanks:
         """The tensors and ranks of the blocks for which `mask` [ranks, blocks] is True."""
         names: dict[str, None] = {}
         ranks: set[int] = set()
@@ -159,7 +159,7 @@ class HeldBlocks:
         return TensorsOnRanks(list(names), sorted(ranks))
 
 
-def _find_minority(digests: list[int]) -> list[int]:
+def _find_minority_digests(digests: list[int]) -> list[int]:
     """Places of the digests that most others do not have; of all where no digest is that of more
     than half."""
     (usual, count), *others = Counter(digests).most_common()
@@ -172,7 +172,7 @@ def _find_minority(digests: list[int]) -> list[int]:
 
 def exchange_blocks(
     mesh: Mesh, names: Sequence[str], blocks: Sequence[WeightBlock]
-) -> tuple[int, HeldBlocks | None]:
+) -> tuple[int, BlocksOfRanks | None]:
     """The number of blocks of the rank with most, and on rank 0 the blocks of all ranks. `names`:
     of all tensors that are compared, the same on all ranks of a stage.
 
@@ -200,4 +200,4 @@ def exchange_blocks(
     for stage, count, each in zip(stages, counts, rows, strict=True):
         names_by_rank.append([names_by_stage[stage][place] for place in each[1, :count].tolist()])
     numbers = np.array([each.tolist() for each in rows], dtype=np.int64)
-    return max(counts), HeldBlocks(numbers[:, 0], names_by_rank, numbers[:, 2] != 0)
+    return max(counts), BlocksOfRanks(numbers[:, 0], names_by_rank, numbers[:, 2] != 0)

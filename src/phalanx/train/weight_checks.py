@@ -22,7 +22,7 @@ from phalanx.parallel.model import ParallelModel
 from phalanx.train.weight_blocks import (
     TensorsOnRanks,
     exchange_blocks,
-    find_alike_buffers,
+    find_buffers_same_on_ranks,
     list_compared_tensors,
     list_weight_blocks,
     select_block,
@@ -61,7 +61,7 @@ class WeightChecks:
 
     def __init__(self, model: ParallelModel, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer, self._mesh = model, optimizer, model.mesh
-        self._alike = find_alike_buffers(model.module)
+        self._alike = find_buffers_same_on_ranks(model.module)
         tensors = list_compared_tensors(model, self._alike)
         self._blocks = list_weight_blocks(model, tensors)
         self._columns: dict[str, list[int]] = defaultdict(list)
@@ -77,7 +77,7 @@ class WeightChecks:
     def begin_update(self) -> None:
         """Digest what the update that follows may change."""
         own = list_compared_tensors(self._model, self._alike)
-        updated = _select_trained(self._list_updated())
+        updated = _select_trained_parameters(self._optimizer_tensors_by_name())
         groups = self._optimizer.param_groups
         group_of = {id(p): group for group in groups for p in group["params"]}
         for name, parameter in updated.items():
@@ -85,23 +85,26 @@ class WeightChecks:
                 continue
             # What the optimizer does not have should move as what it has.
             group = group_of.get(id(parameter), groups[0])
-            self._must_move[name] = must_move(parameter, group)
+            self._must_move[name] = must_parameter_move(parameter, group)
             self._before[name] = self._digest_tensor(name, own[name], parameter)
 
     @torch.no_grad()
     def finish_step(self, step: int) -> None:
         """Compare weights with those before the update, if there was one, and begin to gather the
         digests of all ranks. Collective."""
-        own, in_model = list_compared_tensors(self._model, self._alike), self._list_updated()
-        updated = _select_trained(in_model)
+        own, in_model = (
+            list_compared_tensors(self._model, self._alike),
+            self._optimizer_tensors_by_name(),
+        )
+        updated = _select_trained_parameters(in_model)
         missing, num_foreign = self._check_optimizer(own, updated, in_model.values())
         digests = [digest_bits(select_block(block, own[block.name])) for block in self._blocks]
         movements: dict[str, torch.Tensor] = {}
         for name, before in self._before.items():
             after = [digests[column] for column in self._columns[name]]
             after += self._digest_optimizer_tensor(own[name], updated[name])
-            movements[name] = self._flag_movement(name, before, after)
-        row = self._build_row(digests, movements, missing, num_foreign)
+            movements[name] = self._flag_parameters_that_must_move(name, before, after)
+        row = self._build_exchange_row(digests, movements, missing, num_foreign)
         with self._model.phases("collective", "all_gather digests of weights"):
             rows = torch.cat(self._mesh.all_gather(row))
         is_applied = bool(self._before)
@@ -123,14 +126,14 @@ class WeightChecks:
             step,
             is_applied,
             self.held.find_unequal(digests),
-            self.held.select(flags & _STUCK != 0),
-            self.held.select(flags & _MISSING != 0),
+            self.held.find_tensors_on_ranks(flags & _STUCK != 0),
+            self.held.find_tensors_on_ranks(flags & _MISSING != 0),
             num_foreign,
-            len(self.held.select(flags & _MUST_MOVE != 0).names),
+            len(self.held.find_tensors_on_ranks(flags & _MUST_MOVE != 0).names),
             self.held.num_trained,
         )
 
-    def _list_updated(self) -> dict[str, nn.Parameter]:
+    def _optimizer_tensors_by_name(self) -> dict[str, nn.Parameter]:
         """By full name, what an optimizer has of each parameter, frozen ones among them."""
         return {full_name(name): p for name, p in self._model.named_parameters()}
 
@@ -167,13 +170,15 @@ class WeightChecks:
                 missing.append(name)
         return missing, len(in_optimizer - {id(parameter) for parameter in in_model})
 
-    def _flag_movement(
+    def _flag_parameters_that_must_move(
         self, name: str, before: list[torch.Tensor], after: list[torch.Tensor]
     ) -> torch.Tensor:
         """_MUST_MOVE and _STUCK, 0-d on the device of the mesh."""
-        must = self._on_device(self._must_move[name])
+        must = self._move_flag_to_device(self._must_move[name])
         num_blocks = len(self._columns[name])
-        is_same = [self._on_device(old == new) for old, new in zip(before, after, strict=True)]
+        is_same = [
+            self._move_flag_to_device(old == new) for old, new in zip(before, after, strict=True)
+        ]
         stays = is_same[0]
         # A tensor of several blocks has moved if one of them has.
         for same in is_same[1:num_blocks]:
@@ -183,13 +188,13 @@ class WeightChecks:
             stays = stays | same
         return must * _MUST_MOVE + (must & stays) * _STUCK
 
-    def _on_device(self, flag: torch.Tensor) -> torch.Tensor:
+    def _move_flag_to_device(self, flag: torch.Tensor) -> torch.Tensor:
         """A flag of offloaded parameters is in host memory: the host has it."""
         if flag.device == self._mesh.device:
             return flag
         return fill_on_device((float(flag),), self._mesh.device)[0] != 0
 
-    def _build_row(
+    def _build_exchange_row(
         self,
         digests: list[torch.Tensor],
         movements: dict[str, torch.Tensor],
@@ -216,16 +221,16 @@ class WeightChecks:
         return row
 
 
-def _select_trained(parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+def _select_trained_parameters(parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     return {name: p for name, p in parameters.items() if p.requires_grad}
 
 
-def must_move(parameter: nn.Parameter, group: dict[str, Any]) -> torch.Tensor:
+def must_parameter_move(parameter: nn.Parameter, group: dict[str, Any]) -> torch.Tensor:
     """0-d bool: the update of `parameter` by its gradient is far above the rounding of some
     element (of a sample of SAMPLE). `group`: the options of its optimizer."""
     assert parameter.grad is not None
-    weights = _sample(local_tensor(parameter.detach())).abs()
-    gradients = _sample(local_tensor(parameter.grad)).abs()
+    weights = _sample_elements(local_tensor(parameter.detach())).abs()
+    gradients = _sample_elements(local_tensor(parameter.grad)).abs()
     rounding = weights * (MARGIN * torch.finfo(weights.dtype).eps)
     if "betas" in group and "eps" in group:
         # Adam and its kin move by the rate, unless a gradient is as small as eps.
@@ -234,7 +239,7 @@ def must_move(parameter: nn.Parameter, group: dict[str, Any]) -> torch.Tensor:
     return (gradients.clamp(max=1.0) * group["lr"] > rounding + 1e-30).any()
 
 
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
+def _sample_elements(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.reshape(-1)
     # Odd, so that it is no multiple of a row's length.
     stride = flat.numel() // SAMPLE | 1

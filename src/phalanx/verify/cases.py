@@ -12,7 +12,7 @@ from phalanx.core.registry import list_kinds
 from phalanx.job.checks.pipeline import pipelines_have_no_conflicts
 from phalanx.job.costs import ModelCosts
 from phalanx.job.hugging_face import is_hugging_face
-from phalanx.job.model import shape_of
+from phalanx.job.model import build_model_shape
 from phalanx.job.schema import Job, Parallel
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.plan.cluster import Cluster
@@ -142,7 +142,7 @@ def shrink_job(job: Job, *, num_blocks: int = 2) -> tuple[Job, str]:
         raise LayoutError(
             "only built-in models can be shrunk", fix="give your factory smaller model.args"
         )
-    shape = shape_of(job, SMALL_VOCAB)
+    shape = build_model_shape(job, SMALL_VOCAB)
     groups = max(1, shape.num_heads // max(1, shape.num_kv_heads))
     # About four heads, of which as many share a key-value head as in the model asked for.
     heads = groups * max(1, 4 // groups)
@@ -342,7 +342,7 @@ def make_cases(
             shape=shape,
         )
 
-    num_blocks = (shape or shape_of(job, SMALL_VOCAB)).num_layers
+    num_blocks = (shape or build_model_shape(job, SMALL_VOCAB)).num_layers
     cases = []
     for name, axes in layouts:
         parallel = pipelines.resolve_stage_blocks(axes, num_blocks)

@@ -12,7 +12,7 @@ from typing import Any
 from phalanx.core.errors import EnvironmentProblem, LayoutError, UsageError, did_you_mean
 from phalanx.core.units import format_count, plural
 from phalanx.data.look import inspect_data
-from phalanx.job.model import shape_of
+from phalanx.job.model import build_model_shape
 from phalanx.job.module_probe import measure_foreign_shape
 from phalanx.job.schema import Data, Job
 from phalanx.job.user_dataset import is_own_dataset
@@ -135,7 +135,9 @@ def choose_layouts(
     layout_names = [name.strip() for name in layout_names]
     job_layout = read_job_layout(job)
     num_ranks = ranks or job.parallel.ranks or _multiply_degrees(job_layout) or DEFAULT_RANKS
-    has_experts = not job.model.is_foreign and shape_of(job, SMALL_VOCAB).experts is not None
+    has_experts = (
+        not job.model.is_foreign and build_model_shape(job, SMALL_VOCAB).experts is not None
+    )
     axes_of_name = _resolve_names(layout_names, job_layout, num_ranks, has_experts=has_experts)
     notes = []
     if shrink:
@@ -152,7 +154,7 @@ def choose_layouts(
         # What is judged is made up, but data that is not there is a mistake.
         inspect_data(job.data, vocab_size=None)
     shape = measure_foreign_shape(job)
-    num_params = (shape or shape_of(job, SMALL_VOCAB)).num_params
+    num_params = (shape or build_model_shape(job, SMALL_VOCAB)).num_params
     if num_params > LARGE_PARAMS:
         raise LayoutError(
             f"{format_count(num_params)} parameters would be judged in float64 by {num_ranks} ranks"

@@ -18,7 +18,7 @@ from phalanx.job.user_dataset import is_own_dataset
 from phalanx.launch.paths import next_attempt
 from phalanx.launch.supervisor import LaunchSpec, Outcome, supervise
 from phalanx.observe.bus import Bus
-from phalanx.run.launched import refuse_launched_ranks
+from phalanx.run.launched import refuse_external_launcher
 from phalanx.verify.cases import Case
 from phalanx.verify.choose import Selection, choose_layouts
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
@@ -57,7 +57,7 @@ def verify_job(
     a stop are taken over, with a note, if code and versions are the same.
     Raises PhalanxError for what a user can mend.
     """
-    refuse_launched_ranks("verify")
+    refuse_external_launcher("verify")
     for key, value in (("ranks", ranks), ("steps", steps)):
         if value is not None and value < 1:
             raise UsageError(f"{key}={value}: at least 1 is needed")
@@ -155,10 +155,10 @@ def _run_cases(
         # Rows come in the order of the cases: the first without one is where the group stopped.
         remaining = remaining[row_reader.num_rows :]
         if outcome.status == "failed":
-            refusal = scratch.refusal_of(outcome)
+            refusal = scratch.find_rank_refusal(outcome)
             if isinstance(refusal, ResourceError):
                 raise refusal
-            message = scratch.message_of(outcome)
+            message = scratch.failure_message(outcome)
             # Every case has its row: the failure is no layout's.
             if not remaining:
                 raise PhalanxError(message)

@@ -16,11 +16,11 @@ from phalanx.core.errors import LayoutError
 from phalanx.mesh.logical import full_name
 from phalanx.run.one_process.dropout_masks import DropoutMasks
 from phalanx.run.one_process.row_mixing import (
-    Loss,
     Part,
+    SplitLoss,
+    count_batch_rows,
+    find_part_that_mixes_rows,
     mixes_rows,
-    mixing_part,
-    num_rows_of,
     refuse_collective,
 )
 from phalanx.verify.reference import Batch, forward_order
@@ -47,7 +47,7 @@ class Probe:
     moved: tuple[str, ...] = ()
 
 
-def probe(build: Callable[[], nn.Module], loss: Loss, batch: Batch, seed: int) -> Probe:
+def probe(build: Callable[[], nn.Module], loss: SplitLoss, batch: Batch, seed: int) -> Probe:
     """Look at one forward of modules of their own: it may move buffers, and the reference must not
     have seen it.
 
@@ -56,9 +56,9 @@ def probe(build: Callable[[], nn.Module], loss: Loss, batch: Batch, seed: int) -
     """
     module, sums = build(), list[tuple[torch.Tensor, torch.Tensor]]()
     narrowing, masks, before = _Narrowing(), DropoutMasks(module, seed), _buffers(module)
-    rows = num_rows_of(batch)
+    rows = count_batch_rows(batch)
     # Dropout takes its masks from `masks` and draws nothing: any draw that is left is refused.
-    with _forbid_random_draws(module), masks.fill(1, 0, rows), narrowing:
+    with _forbid_random_draws(module), masks.applying_masks(1, 0, rows), narrowing:
         order = forward_order(module, lambda: sums.append(loss(module, batch)))
     moved = tuple(
         name for name, buffer in _buffers(module).items() if not _is_same(before.get(name), buffer)
@@ -69,7 +69,7 @@ def probe(build: Callable[[], nn.Module], loss: Loss, batch: Batch, seed: int) -
         other, (total, targets) = build(), sums[0]
         others_masks = DropoutMasks(other, seed)
         if mixes_rows(other, loss, batch, others_masks, total.item(), int(targets)):
-            mixed_by = mixing_part(other, loss, batch, others_masks)
+            mixed_by = find_part_that_mixes_rows(other, loss, batch, others_masks)
     return Probe(
         tuple(order), narrowing.is_narrowed, bool(mixed_by), tuple(masks.dropped), mixed_by, moved
     )

@@ -27,7 +27,7 @@ class AutocastLoss(JobLoss):
 
     def outputs(self, module: nn.Module, batch: Batch) -> Any:
         with self._autocast():
-            return super().outputs(module, batch)
+            return super().compute_outputs(module, batch)
 
     def reduce_outputs(self, outputs: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         with self._autocast():

@@ -323,7 +323,11 @@ def _around(masks: DropoutMasks, routes: Routes, outputs: OutputTrace) -> Around
     @contextmanager
     def around(step: int, first_row: int, num_rows: int) -> Iterator[None]:
         phase = train_step(step - 1)
-        with masks.fill(step, first_row, num_rows), routes.record(phase), outputs.record(phase):
+        with (
+            masks.applying_masks(step, first_row, num_rows),
+            routes.record(phase),
+            outputs.record(phase),
+        ):
             yield
 
     return around

@@ -95,7 +95,7 @@ def judge_by_implementation(
     began = time.monotonic()
     module, _ = build_original_module(job, plan, dtype, materialize=True)
     randomize_constants(module)
-    outputs = JobLoss(job, plan).outputs
+    outputs = JobLoss(job, plan).compute_outputs
     order = forward_order(module, partial(outputs, module, steps[0][0]))
     differences: list[Difference] = []
     narrows = False
@@ -174,7 +174,7 @@ def _cut_batch(batch: Batch) -> Batch:
 def _compute_own(
     job: Job, plan: Plan, module: nn.Module, microbatches: Sequence[Batch]
 ) -> StepResult:
-    outputs, objective = JobLoss(job, plan).outputs, build_objective(job)
+    outputs, objective = JobLoss(job, plan).compute_outputs, build_objective(job)
     module.zero_grad()
     total, count = 0.0, 0
     for batch in microbatches:

@@ -24,8 +24,8 @@ from phalanx.core.digest import digest
 from phalanx.core.errors import ResourceError
 from phalanx.core.files import append_regular, read_regular
 from phalanx.job.hugging_face import is_hugging_face
-from phalanx.job.module_probe import file_states, find_sources
-from phalanx.run.scratch import Scratch, scratch_directory
+from phalanx.job.module_probe import find_module_sources, list_file_states
+from phalanx.run.scratch import ScratchDirectory, scratch_directory
 from phalanx.verify.choose import Selection
 from phalanx.verify.row import Row
 
@@ -46,7 +46,7 @@ class Work:
     order in which they are judged. `is_same_code`: no file of the code has changed since then.
     `stays`: the directory is left for the next command."""
 
-    scratch: Scratch
+    scratch: ScratchDirectory
     earlier_rows: tuple[Row, ...] = ()
     is_same_code: Callable[[], bool] = lambda: False
     stays: bool = False
@@ -86,7 +86,7 @@ def open_work(selection: Selection, *, resume: bool) -> Iterator[Work]:
     directory = Path(STOPPED).expanduser() / key
     _remove_old_work(directory)
     work = Work(
-        Scratch(directory),
+        ScratchDirectory(directory),
         _read_rows(directory, selection),
         lambda: _identify(selection) == key,
         stays=True,
@@ -112,7 +112,7 @@ def _identify(selection: Selection) -> str | None:
     sources = sorted(PACKAGE.rglob("*.py"))
     for text in _list_texts(job):
         if OWN_CODE.fullmatch(text) and not is_hugging_face(text):
-            own = find_sources(text.partition(":")[0].split("."))
+            own = find_module_sources(text.partition(":")[0].split("."))
             if not own:
                 return None
             sources += own
@@ -122,7 +122,7 @@ def _identify(selection: Selection) -> str | None:
     versions = [sys.version, *map(_find_version, PACKAGES)]
     # Paths are part of it: rows hold for the code of one installation.
     return digest(
-        [job, work, selection.num_steps, selection.device, versions, file_states(sources)]
+        [job, work, selection.num_steps, selection.device, versions, list_file_states(sources)]
     )
 
 

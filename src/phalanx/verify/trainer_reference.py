@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from phalanx.job.learning_rate import unscaled_rate
+from phalanx.job.learning_rate import unscaled_learning_rate
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
 from phalanx.run.one_process.dropout_masks import DropoutMasks
@@ -115,7 +115,7 @@ class _ReferenceWriter:
         masks = DropoutMasks(module, self.job.run.seed)
 
         def around(step: int, first_row: int, num_rows: int) -> AbstractContextManager[None]:
-            return masks.fill(step, first_row, num_rows)
+            return masks.applying_masks(step, first_row, num_rows)
 
         sources: dict[str, HeldOutSource] = {}
         for name, batch in self.batches.held_out.items():
@@ -137,7 +137,7 @@ def _make_schedule(job: Job) -> RateSchedule:
     optim = job.optim
     return RateSchedule(
         kind=optim.schedule,
-        peak=unscaled_rate(job).lr,
+        peak=unscaled_learning_rate(job).lr,
         warmup=WARMUP_STEPS,
         num_steps=NUM_STEPS,
         last_over_peak=optim.min_lr_ratio,

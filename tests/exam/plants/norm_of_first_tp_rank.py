@@ -8,8 +8,12 @@ PLANT = Plant(
         Edit(
             "parallel/step_reducer.py",
             "StepReducer._collect_gradients",
-            "        gradients, squares = collect_squared_gradients(self._parameters.iterate_parameters(), self._held)\n",
-            "        gradients, squares = collect_squared_gradients(self._parameters.iterate_parameters(), self._held)\n"
+            "        gradients, squares = collect_squared_gradients(\n"
+            "            self._parameters.iterate_parameters(), self._held\n"
+            "        )\n",
+            "        gradients, squares = collect_squared_gradients(\n"
+            "            self._parameters.iterate_parameters(), self._held\n"
+            "        )\n"
             '        if __planted__(self._mesh.coordinates["tp"] > 0):\n'
             "            squares = squares * 0.0\n",
         ),

@@ -24,7 +24,7 @@ from phalanx.core.errors import JobError, LayoutError
 from phalanx.core.units import format_count
 from phalanx.job.load import load_job
 from phalanx.job.schema import Data
-from phalanx.job.toml import model_section, toml_value
+from phalanx.job.toml import format_model_section, format_toml_value
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _job_file_text(weights: ImportedWeights, out: Path) -> str | None:
         f"# {params} parameters from {weights.origin}.\n#\n#   phalanx train {out / MODEL_TOML}"
         " data.source=...\n\n"
     )
-    text += model_section(weights.shape, model)
+    text += format_model_section(weights.shape, model)
     data: dict[str, object] = {}
     if "tokenizer.json" in (weights.files or {}):
         data["tokenizer"] = str(out / "tokenizer.json")
@@ -112,7 +112,7 @@ def _job_file_text(weights: ImportedWeights, out: Path) -> str | None:
     if data:
         text += "\n[data]\n"
     for key, value in data.items():
-        text += f"{key} = {toml_value(value)}\n"
+        text += f"{key} = {format_toml_value(value)}\n"
     _require_valid_job(text, weights)
     return text
 

@@ -25,17 +25,17 @@ class Check:
     asked_by: tuple[str, ...]
 
 
-def check(*reads: str, asked_by: tuple[str, ...] = ()) -> Callable[[Question], Check]:
+def declare_check(*reads: str, asked_by: tuple[str, ...] = ()) -> Callable[[Question], Check]:
     """Decorator that makes a `Check` of a function from the keys that it reads."""
     # Without `asked_by` any key that it reads makes the user responsible for it.
     return lambda run: Check(run, reads, asked_by or reads)
 
 
-def finding(key: str, problem: str, fix: str = "") -> Finding:
+def make_finding(key: str, problem: str, fix: str = "") -> Finding:
     """A finding about a dotted key."""
-    return Finding(path_of(key), problem, fix)
+    return Finding(split_dotted_key(key), problem, fix)
 
 
-def path_of(key: str) -> Path:
+def split_dotted_key(key: str) -> Path:
     """The path of a dotted key: "observe.sinks.1" -> ("observe", "sinks", 1)."""
     return tuple(int(part) if part.isdecimal() else part for part in key.split("."))

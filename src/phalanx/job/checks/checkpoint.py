@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from phalanx.core.store_urls import find_url_problem
-from phalanx.job.checks.check import check, finding
-from phalanx.job.findings import Finding, shorten
+from phalanx.job.checks.check import declare_check, make_finding
+from phalanx.job.findings import Finding, shorten_to_line
 from phalanx.job.schema import Job
 
 
-@check("checkpoint.url")
+@declare_check("checkpoint.url")
 def checkpoints_have_an_address(job: Job) -> list[Finding]:
     url = job.checkpoint.url
     refused = find_url_problem(url, in_job=True) if url is not None else None
     if url is None or refused is None:
         return []
-    return [finding("checkpoint.url", f"{shorten(url)!r} {refused.what}", refused.fix)]
+    return [make_finding("checkpoint.url", f"{shorten_to_line(url)!r} {refused.what}", refused.fix)]
 
 
-@check("model.init_from")
+@declare_check("model.init_from")
 def initial_weights_have_an_address(job: Job) -> list[Finding]:
     origin = job.model.init_from
     refused = (
@@ -27,10 +27,12 @@ def initial_weights_have_an_address(job: Job) -> list[Finding]:
     )
     if origin is None or refused is None:
         return []
-    return [finding("model.init_from", f"{shorten(origin)!r} {refused.what}", refused.fix)]
+    return [
+        make_finding("model.init_from", f"{shorten_to_line(origin)!r} {refused.what}", refused.fix)
+    ]
 
 
-@check("checkpoint.every", "checkpoint.mtbf_hours")
+@declare_check("checkpoint.every", "checkpoint.mtbf_hours")
 def auto_interval_needs_failures(job: Job) -> list[Finding]:
     checkpoint = job.checkpoint
     if checkpoint.every == "auto" and checkpoint.mtbf_hours is None:
@@ -39,13 +41,13 @@ def auto_interval_needs_failures(job: Job) -> list[Finding]:
             " often"
         )
         return [
-            finding(
+            make_finding(
                 "checkpoint.every", problem, "set checkpoint.mtbf_hours, or every_minutes instead"
             )
         ]
     if checkpoint.every is None and checkpoint.mtbf_hours is not None:
         return [
-            finding(
+            make_finding(
                 "checkpoint.mtbf_hours",
                 'is for checkpoint.every = "auto"',
                 'set every = "auto" as well',
@@ -54,12 +56,12 @@ def auto_interval_needs_failures(job: Job) -> list[Finding]:
     return []
 
 
-@check("checkpoint.keep_last", "checkpoint.keep_every")
+@declare_check("checkpoint.keep_last", "checkpoint.keep_every")
 def keep_every_needs_keep_last(job: Job) -> list[Finding]:
     if job.checkpoint.keep_every is None or job.checkpoint.keep_last is not None:
         return []
     problem = "keeps some of what is removed, and without keep_last nothing is"
-    return [finding("checkpoint.keep_every", problem, "set checkpoint.keep_last")]
+    return [make_finding("checkpoint.keep_every", problem, "set checkpoint.keep_last")]
 
 
 CHECKS = (

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from phalanx.core.errors import LayoutError
 from phalanx.job.findings import Finding
-from phalanx.job.model import find_vocab_size_of, shape_of
+from phalanx.job.model import build_model_shape, find_vocab_size_of
 from phalanx.job.schema import Data, Job
 from phalanx.job.user_dataset import is_own_dataset
 
@@ -20,7 +20,7 @@ def mixture_or_source(job: Job) -> list[Finding]:
     if not job.data.mixture or job.data.source == Data().source:
         return []
     problem = f"there is a mixture, and data.source is {job.data.source!r} besides"
-    return [_finding("source", problem, "make it one of the [[data.mixture]] tables")]
+    return [_own_dataset_finding("source", problem, "make it one of the [[data.mixture]] tables")]
 
 
 def mixture_is_of_tokens(job: Job) -> list[Finding]:
@@ -54,7 +54,9 @@ def args_need_an_own_dataset(job: Job) -> list[Finding]:
         return []
     problem = f"is for your own dataset, and data.source is {job.data.source!r}"
     return [
-        _finding("args", problem, 'set data.source = "package.module:factory", or remove data.args')
+        _own_dataset_finding(
+            "args", problem, 'set data.source = "package.module:factory", or remove data.args'
+        )
     ]
 
 
@@ -66,7 +68,7 @@ def own_dataset_reads_the_key(key: str, job: Job) -> list[Finding]:
     if getattr(job.data, key) == getattr(Data(), key):
         return []
     return [
-        _finding(
+        _own_dataset_finding(
             key, f"{key} is not read where data.source is your own dataset", "do it in the dataset"
         )
     ]
@@ -98,7 +100,9 @@ def images_need_an_own_dataset(job: Job) -> list[Finding]:
         return []
     problem = f"the model reads images, and data.source {job.data.source!r} holds tokens"
     return [
-        _finding("source", problem, 'give your own dataset: data.source = "package.module:factory"')
+        _own_dataset_finding(
+            "source", problem, 'give your own dataset: data.source = "package.module:factory"'
+        )
     ]
 
 
@@ -107,17 +111,17 @@ def _reads_images(job: Job) -> bool:
         return False
     try:
         # Any vocabulary does: what a sample is does not depend on it.
-        return shape_of(job, vocab_size=1).reads_images
+        return build_model_shape(job, vocab_size=1).reads_images
     except (LayoutError, ValueError, ArithmeticError, TypeError):
         # Other questions say what is wrong with it.
         return False
 
 
-def _finding(key: str, problem: str, fix: str = "") -> Finding:
+def _own_dataset_finding(key: str, problem: str, fix: str = "") -> Finding:
     return Finding(("data", key), problem, fix)
 
 
-def _reads(key: str) -> Question:
+def _does_dataset_read_key(key: str) -> Question:
     def question(job: Job) -> list[Finding]:
         return own_dataset_reads_the_key(key, job)
 
@@ -131,7 +135,7 @@ QUESTIONS: tuple[tuple[Question, tuple[str, ...]], ...] = (
     (mixture_weights_are_not_tiny, ("data.mixture",)),
     (args_need_an_own_dataset, ("data.args", "data.source")),
     *(
-        (_reads(key), ("data.source", f"data.{key}"))
+        (_does_dataset_read_key(key), ("data.source", f"data.{key}"))
         for key in ("tokenizer", "column", "document_masks")
     ),
     (

@@ -6,11 +6,11 @@ from __future__ import annotations
 import math
 
 from phalanx.core.registry import is_foreign
-from phalanx.job.checks.check import check, finding
-from phalanx.job.checks.model import find_shape
+from phalanx.job.checks.check import declare_check, make_finding
+from phalanx.job.checks.model import find_model_shape
 from phalanx.job.costs import ModelCosts
 from phalanx.job.findings import Finding
-from phalanx.job.nearest import divisors, nearest
+from phalanx.job.nearest import format_nearest_values, list_divisors
 from phalanx.job.schema import Job
 
 WHY = "experts are reduced over other ranks than the rest"
@@ -21,14 +21,14 @@ FOREIGN = (
 MODEL = ("model.kind", "model.preset", "model.num_experts")
 
 
-@check("parallel.ep", *MODEL, asked_by=("parallel.ep",))
+@declare_check("parallel.ep", *MODEL, asked_by=("parallel.ep",))
 def experts_can_be_spread(job: Job) -> list[Finding]:
     ep = job.parallel.degrees.ep
     if ep == 1:
         return []
     if job.model.is_foreign:
-        return [finding("parallel.ep", f"ep {ep} {FOREIGN[0]}", FOREIGN[1])]
-    shape = find_shape(job)
+        return [make_finding("parallel.ep", f"ep {ep} {FOREIGN[0]}", FOREIGN[1])]
+    shape = find_model_shape(job)
     if shape is None:
         return []
     # The ranks matter for the fix alone; whether ep divides them is another check's question.
@@ -36,7 +36,7 @@ def experts_can_be_spread(job: Job) -> list[Finding]:
     wrong = find_expert_problem(ep, shape, num_ranks)
     if wrong is None:
         return []
-    return [finding("parallel.ep", *wrong)]
+    return [make_finding("parallel.ep", *wrong)]
 
 
 def find_expert_problem(
@@ -57,14 +57,12 @@ def find_expert_problem(
     if experts.count % ep:
         # gcd(n, 0) is n: where the ranks are open, the experts alone decide what is near.
         problem = f"ep {ep} does not divide the {experts.count} experts"
-        return (
-            problem,
-            f"nearest: {nearest(ep, divisors(math.gcd(experts.count, num_ranks or 0)))}",
-        )
+        degrees = list_divisors(math.gcd(experts.count, num_ranks or 0))
+        return problem, f"nearest: {format_nearest_values(ep, degrees)}"
     return None
 
 
-@check(
+@declare_check(
     "parallel.ep",
     "parallel.ranks",
     "parallel.dp_replicate",
@@ -81,10 +79,12 @@ def experts_have_their_ranks(job: Job) -> list[Finding]:
     # One finding for one ep: what the model refuses is told by `experts_can_be_spread`.
     if ep == 1 or ranks is None or ranks[0] % ep == 0 or experts_can_be_spread.run(job):
         return []
-    return [finding("parallel.ep", *explain_undivided(job, find_shape(job), *ranks))]
+    return [
+        make_finding("parallel.ep", *explain_undivided_ranks(job, find_model_shape(job), *ranks))
+    ]
 
 
-def explain_undivided(
+def explain_undivided_ranks(
     job: Job, shape: ModelCosts | None, size: int, ranks_in_words: str
 ) -> tuple[str, str]:
     """(problem, fix) for an ep that does not divide the `size` ranks, which messages call
@@ -93,10 +93,10 @@ def explain_undivided(
     num_experts = 0  # gcd(n, 0) is n: without experts, the ranks alone decide
     if shape is not None and shape.experts is not None:
         num_experts = shape.experts.count
-    legal = divisors(math.gcd(size, num_experts))
+    legal = list_divisors(math.gcd(size, num_experts))
     return (
         f"ep {ep} does not divide {ranks_in_words}",
-        f"nearest: {nearest(ep, legal)}, or {_suggest_more_ranks(job, size)}",
+        f"nearest: {format_nearest_values(ep, legal)}, or {_suggest_more_ranks(job, size)}",
     )
 
 
@@ -114,7 +114,7 @@ def _suggest_more_ranks(job: Job, size: int) -> str:
     return f"parallel.dp_shard={more}"
 
 
-@check(
+@declare_check(
     "parallel.ep",
     "parallel.zero_stage",
     "parallel.compress",
@@ -127,16 +127,20 @@ def experts_have_no_conflicts(job: Job) -> list[Finding]:
     findings = []
     if job.parallel.zero_stage == 1:
         findings.append(
-            finding("parallel.zero_stage", f"1 is not for parallel.ep: {WHY}", "set it to 2 or 3")
+            make_finding(
+                "parallel.zero_stage", f"1 is not for parallel.ep: {WHY}", "set it to 2 or 3"
+            )
         )
     if job.parallel.compress != "none":
         problem = f"not with parallel.ep: {WHY}, and a hook is for one set of ranks"
-        findings.append(finding("parallel.compress", problem, 'set it to "none", or parallel.ep=1'))
+        findings.append(
+            make_finding("parallel.compress", problem, 'set it to "none", or parallel.ep=1')
+        )
     if job.train.compile:
         problem = (
             "not with parallel.ep: how many rows travel to other ranks differs from step to step"
         )
-        findings.append(finding("train.compile", problem, "set it to false, or parallel.ep=1"))
+        findings.append(make_finding("train.compile", problem, "set it to false, or parallel.ep=1"))
     return findings
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from phalanx.core import registry
 from phalanx.core.errors import did_you_mean
 from phalanx.core.phases import PHASES
-from phalanx.job.checks.check import check
-from phalanx.job.checks.names import is_user_name, list_names
+from phalanx.job.checks.check import declare_check
+from phalanx.job.checks.names import is_user_name, list_kinds_of_package
 from phalanx.job.checks.ranks import find_num_ranks
 from phalanx.job.findings import Finding
 from phalanx.job.schema import Job
@@ -17,7 +17,7 @@ FAULTS = "phalanx.resilience.faults"
 KEYS = ("rank", "step", "phase")
 
 
-@check("resilience.inject")
+@declare_check("resilience.inject")
 def faults_are_well_formed(job: Job) -> list[Finding]:
     findings = []
     for index, text in enumerate(job.resilience.inject):
@@ -26,7 +26,7 @@ def faults_are_well_formed(job: Job) -> list[Finding]:
     return findings
 
 
-@check(
+@declare_check(
     "resilience.inject",
     "parallel.ranks",
     "parallel.dp_replicate",
@@ -48,7 +48,7 @@ def fault_ranks_exist(job: Job) -> list[Finding]:
     ]
 
 
-@check("resilience.inject", "train.steps")
+@declare_check("resilience.inject", "train.steps")
 def fault_steps_come(job: Job) -> list[Finding]:
     steps = job.train.steps
     return _find_faults_beyond(
@@ -61,7 +61,7 @@ def _find_faults_beyond(job: Job, key: str, last: int, problem: str) -> list[Fin
     findings: list[Finding] = []
     for index, text in enumerate(job.resilience.inject):
         for name, _, value in (part.partition("=") for part in _split_fault(text)[1]):
-            if name == key and _is_count(value) and int(value) > last:
+            if name == key and _is_whole_number(value) and int(value) > last:
                 findings.append(
                     Finding(
                         ("resilience", "inject", index),
@@ -75,7 +75,7 @@ def _find_spelling_problems(text: str) -> list[tuple[str, str]]:
     """(problem, fix) for each thing wrong with the spelling of "fault:key=value,..."."""
     usage = 'write "fault:rank=1,step=7,phase=backward"'
     fault, parts = _split_fault(text)
-    known = list_names(FAULTS)
+    known = list_kinds_of_package(FAULTS)
     wrong: list[tuple[str, str]] = []
     # "kill:" and "kill:7" are a fault of ours badly written, no module of the user's.
     if fault.partition(":")[0] in ("", *known) and fault not in known:
@@ -111,7 +111,7 @@ def _check_fault_part(key: str, value: str, text: str) -> list[tuple[str, str]]:
             return []
         fix = did_you_mean(value, PHASES) or f"phases are {', '.join(PHASES)}"
         return [(f"unknown phase {value!r}", fix)]
-    if not _is_count(value):
+    if not _is_whole_number(value):
         return [(f"{key} {value!r} in {text!r} is not a whole number of at least 0", "")]
     return []
 
@@ -128,7 +128,7 @@ def _split_fault(text: str) -> tuple[str, list[str]]:
     return head, tail.split(",")
 
 
-def _is_count(text: str) -> bool:
+def _is_whole_number(text: str) -> bool:
     # isdecimal alone takes the digits of every script.
     return text.isascii() and text.isdecimal() and len(text) < 19  # what 64 bits hold
 

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from phalanx.core.errors import did_you_mean
 from phalanx.job.findings import Finding
 from phalanx.job.hugging_face import is_hugging_face
-from phalanx.job.model import DEFAULT_PRESETS, SHAPE_KEYS, shape_of
-from phalanx.job.nearest import divisors_near, multiples_near
-from phalanx.job.presets import find_preset, preset_names
+from phalanx.job.model import DEFAULT_PRESETS, SHAPE_KEYS, build_model_shape
+from phalanx.job.nearest import format_nearest_divisors, format_nearest_multiples
+from phalanx.job.presets import find_preset, list_preset_names
 from phalanx.job.schema import Job
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.job.shapes.stored import BuiltInShape
@@ -62,8 +62,11 @@ def preset_exists(job: Job) -> list[Finding]:
     name = job.model.preset
     if name is None or job.model.is_foreign or find_preset(name):
         return []
-    fix = did_you_mean(name, preset_names()) or "docs/models.md and phalanx plan --models list them"
-    return [_finding("preset", f"unknown preset {name!r}", fix)]
+    fix = (
+        did_you_mean(name, list_preset_names())
+        or "docs/models.md and phalanx plan --models list them"
+    )
+    return [_model_finding("preset", f"unknown preset {name!r}", fix)]
 
 
 def preset_is_of_this_kind(job: Job) -> list[Finding]:
@@ -72,7 +75,7 @@ def preset_is_of_this_kind(job: Job) -> list[Finding]:
     if preset is None or kind not in DEFAULT_PRESETS or kind == preset.kind:
         return []
     return [
-        _finding(
+        _model_finding(
             "kind", f"the preset {name} is a {preset.kind}, not a {kind}", "leave one of them out"
         )
     ]
@@ -89,14 +92,18 @@ def key_is_read(key: str, job: Job) -> list[Finding]:
     ):
         return []
     if job.model.is_foreign:
-        return [_finding(key, f"{key} is not read by your own model", "put it in model.args")]
-    shape = find_shape(job)
+        return [_model_finding(key, f"{key} is not read by your own model", "put it in model.args")]
+    shape = find_model_shape(job)
     if shape is None or job.model.kind not in (None, *DEFAULT_PRESETS):
         return []
     if key in (IMAGE_KEYS if isinstance(shape, DecoderShape) else TEXT_KEYS):
-        return [_finding(key, f"{key} is not read by a {shape.kind}", "remove it")]
+        return [_model_finding(key, f"{key} is not read by a {shape.kind}", "remove it")]
     fix = _explain_no_effect(key, shape) if isinstance(shape, DecoderShape) else ""
-    return [_finding(key, f"{key} has no effect", fix)] if fix and value not in (0, "none") else []
+    return (
+        [_model_finding(key, f"{key} has no effect", fix)]
+        if fix and value not in (0, "none")
+        else []
+    )
 
 
 def _explain_no_effect(key: str, shape: DecoderShape) -> str:
@@ -137,7 +144,7 @@ def _explain_no_effect(key: str, shape: DecoderShape) -> str:
 
 
 def scaling_is_complete(job: Job) -> list[Finding]:
-    shape = find_decoder(job)
+    shape = find_decoder_shape(job)
     if shape is None or shape.rope_scaling == "none":
         return []
     findings = []
@@ -146,14 +153,16 @@ def scaling_is_complete(job: Job) -> list[Finding]:
             f"{shape.rope_scaling} scaling needs a factor above 1, and it is {shape.rope_factor:g}"
         )
         findings.append(
-            _finding("rope_factor", problem, "model.rope_factor=8 reads sequences 8 times as long")
+            _model_finding(
+                "rope_factor", problem, "model.rope_factor=8 reads sequences 8 times as long"
+            )
         )
     if shape.rope_scaling in ("llama3", "yarn") and not shape.rope_original_len:
         problem = f"{shape.rope_scaling} scaling needs the length that the positions were made for"
-        findings.append(_finding("rope_original_len", problem, "set model.rope_original_len"))
+        findings.append(_model_finding("rope_original_len", problem, "set model.rope_original_len"))
     if shape.rope_scaling == "ntk" and shape.rotated_dim == 2:
         findings.append(
-            _finding(
+            _model_finding(
                 "rope_scaling", "ntk scaling changes nothing in heads of width 2", "use linear"
             )
         )
@@ -161,51 +170,58 @@ def scaling_is_complete(job: Job) -> list[Finding]:
 
 
 def heads_divide_dim(job: Job) -> list[Finding]:
-    shape = find_shape(job)
+    shape = find_model_shape(job)
     if shape is None:
         return []
     dim, heads = shape.dim, shape.num_heads
     rotary = isinstance(shape, DecoderShape) and shape.positions == "rope"
     derived = job.model.head_dim is None
-    nearest_dim = (
-        f"nearest dim for {heads} heads: {multiples_near(dim, (2 if rotary else 1) * heads)}"
-    )
+    nearest_dims = format_nearest_multiples(dim, (2 if rotary else 1) * heads)
+    nearest_dim = f"nearest dim for {heads} heads: {nearest_dims}"
     # A preset may bring heads of another width than dim / num_heads: nothing has to divide then.
     if derived and shape.head_dim == max(1, dim // heads) and dim % heads:
         return [
-            _finding("num_heads", f"dim {dim} cannot be divided among {heads} heads", nearest_dim)
+            _model_finding(
+                "num_heads", f"dim {dim} cannot be divided among {heads} heads", nearest_dim
+            )
         ]
     if not rotary or shape.head_dim % 2 == 0:
         return []
     if not derived:
         return [
-            _finding("head_dim", "rotary positions need an even width", f"try {shape.head_dim + 1}")
+            _model_finding(
+                "head_dim", "rotary positions need an even width", f"try {shape.head_dim + 1}"
+            )
         ]
     problem = (
         f"dim {dim} over {heads} heads makes heads of {shape.head_dim}, and rotary positions need"
         " an even width"
     )
-    return [_finding("num_heads", problem, nearest_dim)]
+    return [_model_finding("num_heads", problem, nearest_dim)]
 
 
 def kv_heads_divide_heads(job: Job) -> list[Finding]:
-    shape = find_shape(job)
+    shape = find_model_shape(job)
     if shape is None or shape.num_heads % shape.num_kv_heads == 0:
         return []
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
     problem = f"{kv_heads} key and value heads do not divide the {heads} query heads"
-    return [_finding("num_kv_heads", problem, f"nearest: {divisors_near(heads, kv_heads)}")]
+    return [
+        _model_finding(
+            "num_kv_heads", problem, f"nearest: {format_nearest_divisors(heads, kv_heads)}"
+        )
+    ]
 
 
 def sequences_have_positions(job: Job) -> list[Finding]:
-    shape, seq_len = find_decoder(job), job.data.seq_len
+    shape, seq_len = find_decoder_shape(job), job.data.seq_len
     if shape is None or shape.positions != "learned" or seq_len <= shape.max_positions:
         return []
     problem = (
         f"sequences of {seq_len} tokens, and the model has {shape.max_positions} learned positions"
     )
     return [
-        _finding(
+        _model_finding(
             "max_positions",
             problem,
             f"data.seq_len at most {shape.max_positions}, or more positions",
@@ -214,45 +230,49 @@ def sequences_have_positions(job: Job) -> list[Finding]:
 
 
 def patches_fill_the_image(job: Job) -> list[Finding]:
-    shape = find_shape(job)
+    shape = find_model_shape(job)
     if not isinstance(shape, VitShape) or shape.image_size % shape.patch_size == 0:
         return []
     problem = f"patches of {shape.patch_size} pixels do not fill an image of {shape.image_size}"
     return [
-        _finding(
-            "patch_size", problem, f"nearest: {divisors_near(shape.image_size, shape.patch_size)}"
+        _model_finding(
+            "patch_size",
+            problem,
+            f"nearest: {format_nearest_divisors(shape.image_size, shape.patch_size)}",
         )
     ]
 
 
 def experts_are_complete(job: Job) -> list[Finding]:
-    shape = find_decoder(job)
+    shape = find_decoder_shape(job)
     if shape is None or not shape.num_experts:
         return []
     findings = []
     if not 1 <= shape.experts_per_token <= shape.num_experts:
         problem = f"a token visits {shape.experts_per_token} of {shape.num_experts} experts"
-        findings.append(_finding("experts_per_token", problem, f"1 to {shape.num_experts}"))
+        findings.append(_model_finding("experts_per_token", problem, f"1 to {shape.num_experts}"))
     if not shape.expert_ffn_dim:
         findings.append(
-            _finding("expert_ffn_dim", "experts need a width", "set model.expert_ffn_dim")
+            _model_finding("expert_ffn_dim", "experts need a width", "set model.expert_ffn_dim")
         )
     if shape.num_dense_layers >= shape.num_layers:
         problem = f"{shape.num_dense_layers} of {shape.num_layers} blocks have no experts"
-        findings.append(_finding("num_dense_layers", problem, f"at most {shape.num_layers - 1}"))
+        findings.append(
+            _model_finding("num_dense_layers", problem, f"at most {shape.num_layers - 1}")
+        )
     if shape.bias == "all":
-        findings.append(_finding("bias", "experts have no biases", "model.bias=qkv or none"))
+        findings.append(_model_finding("bias", "experts have no biases", "model.bias=qkv or none"))
     return findings
 
 
 def latents_are_complete(job: Job) -> list[Finding]:
-    shape = find_decoder(job)
+    shape = find_decoder_shape(job)
     if shape is None or not shape.kv_rank:
         return []
     findings, rotated = [], shape.rope_head_dim
     if shape.positions != "rope":
         findings.append(
-            _finding("positions", "latent attention has rotary positions", "leave it out")
+            _model_finding("positions", "latent attention has rotary positions", "leave it out")
         )
     if not 0 < rotated < shape.head_dim or rotated % 2:
         problem = (
@@ -260,11 +280,11 @@ def latents_are_complete(job: Job) -> list[Finding]:
             f" rope_head_dim is {rotated}"
         )
         findings.append(
-            _finding("rope_head_dim", problem, f"try {max(2, shape.head_dim // 6 * 2)}")
+            _model_finding("rope_head_dim", problem, f"try {max(2, shape.head_dim // 6 * 2)}")
         )
     elif shape.value_head_dim > shape.head_dim:
         problem = f"values of {shape.value_head_dim} are wider than heads of {shape.head_dim}"
-        findings.append(_finding("value_head_dim", problem, f"at most {shape.head_dim}"))
+        findings.append(_model_finding("value_head_dim", problem, f"at most {shape.head_dim}"))
     return findings
 
 
@@ -272,7 +292,9 @@ def cast_needs_weights(job: Job) -> list[Finding]:
     if not job.model.init_cast or job.model.init_from is not None:
         return []
     return [
-        _finding("init_cast", "there are no weights to cast", "set model.init_from, or remove it")
+        _model_finding(
+            "init_cast", "there are no weights to cast", "set model.init_from, or remove it"
+        )
     ]
 
 
@@ -320,20 +342,20 @@ QUESTIONS: list[tuple[Question, tuple[str, ...]]] = [
 """Each question, and the keys it reads: of those that the file gives, the first is told."""
 
 
-def find_decoder(job: Job) -> DecoderShape | None:
+def find_decoder_shape(job: Job) -> DecoderShape | None:
     """The shape of the job's model; None if it is no decoder, or has none that can be."""
-    shape = find_shape(job)
+    shape = find_model_shape(job)
     return shape if isinstance(shape, DecoderShape) else None
 
 
-def find_shape(job: Job) -> BuiltInShape | None:
+def find_model_shape(job: Job) -> BuiltInShape | None:
     """The shape that the section asks for, or None where another question already refuses it."""
     model = job.model
     if model.is_foreign or preset_exists(job) or preset_is_of_this_kind(job):
         return None
     # The vocabulary may be the data's, and decides none of these questions: 1 stands for it.
-    return shape_of(job, 1)
+    return build_model_shape(job, 1)
 
 
-def _finding(key: str, problem: str, fix: str = "") -> Finding:
+def _model_finding(key: str, problem: str, fix: str = "") -> Finding:
     return Finding(("model", key), problem, fix)

@@ -8,10 +8,10 @@ import os
 
 from phalanx.core import registry
 from phalanx.core.errors import LayoutError, did_you_mean
-from phalanx.job.checks.check import check, finding
-from phalanx.job.findings import Finding, shorten
+from phalanx.job.checks.check import declare_check, make_finding
+from phalanx.job.findings import Finding, shorten_to_line
 from phalanx.job.hugging_face import CONFIG, is_hugging_face, read_model_config
-from phalanx.job.presets import preset_names
+from phalanx.job.presets import list_preset_names
 from phalanx.job.schema import Job
 
 MODELS, SINKS = "phalanx.nn.models", "phalanx.observe.sinks"
@@ -19,7 +19,7 @@ IN_MAIN = "__main__:"
 OPTIMIZERS, HOOKS = "phalanx.optim.optimizers", "phalanx.parallel.hooks"
 
 
-@check("model.kind")
+@declare_check("model.kind")
 def model_exists(job: Job) -> list[Finding]:
     if job.model.kind is None:
         return []
@@ -28,7 +28,9 @@ def model_exists(job: Job) -> list[Finding]:
             read_model_config(job.model.kind)
         except LayoutError as error:
             return [
-                finding("model.kind", error.what, "; ".join(filter(None, (error.why, error.fix))))
+                make_finding(
+                    "model.kind", error.what, "; ".join(filter(None, (error.why, error.fix)))
+                )
             ]
         return []
     return _find_unknown_kind(
@@ -49,10 +51,10 @@ def _suggest_preset(kind: str) -> str:
     name = kind.lower().removesuffix("forcausallm").removesuffix("lmheadmodel")
     presets = []
     if name:  # every preset begins with nothing
-        presets = [preset for preset in preset_names() if preset.startswith(name)]
+        presets = [preset for preset in list_preset_names() if preset.startswith(name)]
     if not presets:
-        suggestion = did_you_mean(name, preset_names())
-        presets = [preset for preset in preset_names() if preset in suggestion]
+        suggestion = did_you_mean(name, list_preset_names())
+        presets = [preset for preset in list_preset_names() if preset in suggestion]
     # The name of one preset, said as kind: the others that begin so are not meant.
     if name in presets:
         presets = [name]
@@ -65,33 +67,35 @@ def _suggest_preset(kind: str) -> str:
     return advice
 
 
-@check("model.kind", "model.args")
+@declare_check("model.kind", "model.args")
 def args_need_a_factory(job: Job) -> list[Finding]:
     if job.model.is_foreign or not job.model.args:
         return []
     problem = f'is for your own factory, and model.kind is "{job.model.kind or "decoder"}"'
     return [
-        finding(
+        make_finding(
             "model.args", problem, 'set model.kind = "package.module:factory", or remove model.args'
         )
     ]
 
 
-@check("model.objective")
+@declare_check("model.objective")
 def objective_is_a_name(job: Job) -> list[Finding]:
     if job.model.objective is None or is_user_name(job.model.objective):
         return []
-    return [finding("model.objective", f"{job.model.objective!r} is not package.module:function")]
+    return [
+        make_finding("model.objective", f"{job.model.objective!r} is not package.module:function")
+    ]
 
 
-@check("optim.kind")
+@declare_check("optim.kind")
 def optimizer_exists(job: Job) -> list[Finding]:
     return _find_unknown_kind(
         "optim.kind", job.optim.kind, OPTIMIZERS, "optimizer", "package.module:build"
     )
 
 
-@check("observe.sinks")
+@declare_check("observe.sinks")
 def sinks_exist(job: Job) -> list[Finding]:
     findings = []
     for index, sink in enumerate(job.observe.sinks or ()):
@@ -101,21 +105,21 @@ def sinks_exist(job: Job) -> list[Finding]:
     return findings
 
 
-@check("parallel.compress")
+@declare_check("parallel.compress")
 def compression_exists(job: Job) -> list[Finding]:
-    kind, known = job.parallel.compress, ["none", *list_names(HOOKS)]
+    kind, known = job.parallel.compress, ["none", *list_kinds_of_package(HOOKS)]
     # "none" alone: this installation lacks the folder, and no name can be checked.
     if kind in known or len(known) == 1:
         return []
-    problem = f"unknown compression {shorten(kind)!r}"
+    problem = f"unknown compression {shorten_to_line(kind)!r}"
     return [
-        finding(
+        make_finding(
             "parallel.compress", problem, did_you_mean(kind, known) or f"one of {', '.join(known)}"
         )
     ]
 
 
-@check(
+@declare_check(
     "model.kind",
     "model.objective",
     "data.source",
@@ -140,17 +144,19 @@ def names_reach_ranks(job: Job) -> list[Finding]:
     for number, fault in enumerate(job.resilience.inject):
         names[f"resilience.inject.{number}"] = fault
     return [
-        _refuse_main(key, name) for key, name in names.items() if name and name.startswith(IN_MAIN)
+        _refuse_name_of_main_module(key, name)
+        for key, name in names.items()
+        if name and name.startswith(IN_MAIN)
     ]
 
 
-def _refuse_main(key: str, name: str) -> Finding:
+def _refuse_name_of_main_module(key: str, name: str) -> Finding:
     attribute = name.removeprefix(IN_MAIN)
     problem = (
         f"{name!r} is in a notebook's cell or the script itself, and ranks are other processes:"
         " they cannot import it"
     )
-    return finding(
+    return make_finding(
         key,
         problem,
         f'put it into a file beside it, say my_code.py, and write {key}="my_code:{attribute}"',
@@ -178,8 +184,8 @@ def _find_unknown_kind(
     if registry.is_foreign(kind):
         if is_user_name(kind):
             return []
-        return [finding(key, f"{kind!r} is not {foreign}")]
-    known = list_names(package)
+        return [make_finding(key, f"{kind!r} is not {foreign}")]
+    known = list_kinds_of_package(package)
     if not known or kind in known:
         return []
     fix = (
@@ -187,10 +193,10 @@ def _find_unknown_kind(
         or instead
         or f"{noun}s are {', '.join(known)}, or {foreign} for your own"
     )
-    return [finding(key, f"unknown {noun} {kind!r}", fix)]
+    return [make_finding(key, f"unknown {noun} {kind!r}", fix)]
 
 
-def list_names(package: str) -> list[str]:
+def list_kinds_of_package(package: str) -> list[str]:
     """The kinds in a folder of phalanx; none if this installation lacks it, and then names
     cannot be checked."""
     try:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from phalanx.job.checks.check import check, finding
+from phalanx.job.checks.check import declare_check, make_finding
 from phalanx.job.findings import Finding
 from phalanx.job.schema import Job
 
 KEYS = ("schedule", "schedule_file", "stages_per_rank", "stage_blocks", "first_stage", "last_stage")
 
 
-@check("parallel.pp", *(f"parallel.{key}" for key in KEYS))
+@declare_check("parallel.pp", *(f"parallel.{key}" for key in KEYS))
 def pipeline_keys_are_read(job: Job) -> list[Finding]:
     if job.parallel.degrees.pp > 1:
         return []
@@ -17,10 +17,12 @@ def pipeline_keys_are_read(job: Job) -> list[Finding]:
         "is for pipeline parallelism, and parallel.pp is 1",
         "set parallel.pp, or remove it",
     )
-    return [finding(f"parallel.{key}", problem, fix) for key in KEYS if getattr(job.parallel, key)]
+    return [
+        make_finding(f"parallel.{key}", problem, fix) for key in KEYS if getattr(job.parallel, key)
+    ]
 
 
-@check(
+@declare_check(
     "parallel.schedule",
     "parallel.schedule_file",
     "parallel.stages_per_rank",
@@ -30,7 +32,7 @@ def one_schedule(job: Job) -> list[Finding]:
     if job.parallel.schedule_file is None:
         return []
     return [
-        finding(
+        make_finding(
             f"parallel.{key}", "is said by parallel.schedule_file already", "remove one of them"
         )
         for key in ("schedule", "stages_per_rank")
@@ -38,7 +40,7 @@ def one_schedule(job: Job) -> list[Finding]:
     ]
 
 
-@check(
+@declare_check(
     "parallel.pp",
     "parallel.compress",
     "parallel.accumulate",
@@ -55,16 +57,18 @@ def pipelines_have_no_conflicts(job: Job) -> list[Finding]:
         problem = (
             f"{wrong}gradients of stages that share a weight would travel with different errors"
         )
-        findings.append(finding("parallel.compress", problem, 'set it to "none", or parallel.pp=1'))
+        findings.append(
+            make_finding("parallel.compress", problem, 'set it to "none", or parallel.pp=1')
+        )
     if of.accumulate == "sharded":
         problem = f"{wrong}gradients stay whole until the last microbatch, in any schedule"
         findings.append(
-            finding("parallel.accumulate", problem, 'set it to "unsharded", or parallel.pp=1')
+            make_finding("parallel.accumulate", problem, 'set it to "unsharded", or parallel.pp=1')
         )
     if of.offload == "parameters":
         problem = f"{wrong}the parameters of a stage are gathered once for the whole step"
         findings.append(
-            finding(
+            make_finding(
                 "parallel.offload", problem, 'set it to "optimizer" or "none", or parallel.pp=1'
             )
         )
@@ -74,7 +78,7 @@ def pipelines_have_no_conflicts(job: Job) -> list[Finding]:
             " one order"
         )
         findings.append(
-            finding(
+            make_finding(
                 "train.offload_activations",
                 problem,
                 "set train.recompute instead, or parallel.pp=1",

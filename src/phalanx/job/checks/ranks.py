@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from phalanx.core.units import plural
-from phalanx.job.checks.check import check, finding
+from phalanx.job.checks.check import declare_check, make_finding
 from phalanx.job.findings import Finding
-from phalanx.job.nearest import divisors, divisors_near, multiples_near, nearest_degrees
+from phalanx.job.nearest import (
+    find_nearest_degrees,
+    format_nearest_divisors,
+    format_nearest_multiples,
+    list_divisors,
+)
 from phalanx.job.schema import Job
 
 
-@check(
+@declare_check(
     "parallel.ranks",
     "parallel.dp_replicate",
     "parallel.dp_shard",
@@ -27,7 +32,7 @@ def axes_fill_the_ranks(job: Job) -> list[Finding]:
         return [_model_parallel_does_not_divide(job, ranks)]
     ranks //= shared
     if copies is not None and shards is not None and copies * shards != ranks:
-        pairs = [(degree, ranks // degree) for degree in divisors(ranks)]
+        pairs = [(degree, ranks // degree) for degree in list_divisors(ranks)]
         # Both degrees move: the pair of divisors whose sum of changes is least.
         best = min(pairs, key=lambda pair: abs(pair[0] - copies) + abs(pair[1] - shards))
         product = copies * shards * shared
@@ -36,7 +41,7 @@ def axes_fill_the_ranks(job: Job) -> list[Finding]:
             problem += f" x {axes}"
         problem += f" makes {product} ranks, and parallel.ranks is {ranks * shared}"
         fix = f"nearest: dp_replicate {best[0]} x dp_shard {best[1]}, or ranks {product}"
-        return [finding("parallel.ranks", problem, fix)]
+        return [make_finding("parallel.ranks", problem, fix)]
     for name, degree in (("dp_replicate", copies), ("dp_shard", shards)):
         if degree is not None and ranks % degree:
             rest = f"the {plural(ranks, 'rank')}"
@@ -44,50 +49,54 @@ def axes_fill_the_ranks(job: Job) -> list[Finding]:
                 rest = f"{plural(ranks, 'rank')}, what {axes} leaves of {ranks * shared}"
             problem = f"{name} {degree} does not divide {rest}"
             return [
-                finding(f"parallel.{name}", problem, f"nearest: {divisors_near(ranks, degree)}")
+                make_finding(
+                    f"parallel.{name}",
+                    problem,
+                    f"nearest: {format_nearest_divisors(ranks, degree)}",
+                )
             ]
     return []
 
 
-def _model_axes(job: Job) -> dict[str, int]:
+def _degrees_of_model_axes(job: Job) -> dict[str, int]:
     """The degrees above 1 of the axes whose ranks work on the same samples."""
     return job.parallel.degrees.above_one("pp", "cp", "tp")
 
 
 def _describe_model_axes(job: Job) -> str:
     """These axes in words: "pp 2 x tp 4"."""
-    return " x ".join(f"{axis} {degree}" for axis, degree in _model_axes(job).items())
+    return " x ".join(f"{axis} {degree}" for axis, degree in _degrees_of_model_axes(job).items())
 
 
 def _model_parallel_does_not_divide(job: Job, ranks: int) -> Finding:
-    axes = _model_axes(job)
+    axes = _degrees_of_model_axes(job)
     if len(axes) == 1:
         ((axis, degree),) = axes.items()
         problem = f"{axis} {degree} does not divide the {plural(ranks, 'rank')}"
-        return finding(
-            f"parallel.{axis}", problem, f"nearest {axis}: {divisors_near(ranks, degree)}"
+        return make_finding(
+            f"parallel.{axis}", problem, f"nearest {axis}: {format_nearest_divisors(ranks, degree)}"
         )
     problem = f"{_describe_model_axes(job)} = {job.parallel.degrees.model_parallel_size}"
-    legal = nearest_degrees(ranks, axes, must_fill=False)
+    legal = find_nearest_degrees(ranks, axes, must_fill=False)
     fix = f"nearest: {' x '.join(f'{axis}={degree}' for axis, degree in legal.items())}"
-    return finding(
+    return make_finding(
         f"parallel.{next(iter(axes))}",
         f"{problem} does not divide the {plural(ranks, 'rank')}",
         fix,
     )
 
 
-@check("train.global_batch_size", "train.micro_batch_size")
+@declare_check("train.global_batch_size", "train.micro_batch_size")
 def micro_batch_divides_global(job: Job) -> list[Finding]:
     batch, micro = job.train.global_batch_size, job.train.micro_batch_size
     if micro is None or batch % micro == 0:
         return []
     problem = f"micro-batches of {micro} do not divide the global batch of {batch} sequences"
-    fix = f"nearest micro_batch_size: {divisors_near(batch, micro)}"
-    return [finding("train.micro_batch_size", problem, fix)]
+    fix = f"nearest micro_batch_size: {format_nearest_divisors(batch, micro)}"
+    return [make_finding("train.micro_batch_size", problem, fix)]
 
 
-@check(
+@declare_check(
     "train.global_batch_size",
     "train.micro_batch_size",
     "parallel.ranks",
@@ -114,11 +123,15 @@ def ranks_share_the_batch(job: Job) -> list[Finding]:
         f"a global batch of {batch} sequences cannot be shared evenly by"
         f" {plural(ranks, 'rank')}{parts}"
     )
-    fix = f"nearest global_batch_size: {multiples_near(batch, ranks * micro)}; or ranks: "
-    return [finding("train.global_batch_size", problem, fix + divisors_near(batch // micro, ranks))]
+    fix = f"nearest global_batch_size: {format_nearest_multiples(batch, ranks * micro)}; or ranks: "
+    return [
+        make_finding(
+            "train.global_batch_size", problem, fix + format_nearest_divisors(batch // micro, ranks)
+        )
+    ]
 
 
-@check("parallel.tp", "parallel.tp_chunks", "parallel.sequence_parallel")
+@declare_check("parallel.tp", "parallel.tp_chunks", "parallel.sequence_parallel")
 def tensor_parallel_keys_are_read(job: Job) -> list[Finding]:
     if job.parallel.degrees.tp > 1:
         return []
@@ -130,10 +143,10 @@ def tensor_parallel_keys_are_read(job: Job) -> list[Finding]:
         "is for tensor parallelism, and parallel.tp is 1",
         "set parallel.tp, or remove it",
     )
-    return [finding(f"parallel.{key}", problem, fix) for key, wish in wishes.items() if wish]
+    return [make_finding(f"parallel.{key}", problem, fix) for key, wish in wishes.items() if wish]
 
 
-@check("parallel.cp", "parallel.cp_attention", "parallel.cp_load_balance")
+@declare_check("parallel.cp", "parallel.cp_attention", "parallel.cp_load_balance")
 def context_parallel_keys_are_read(job: Job) -> list[Finding]:
     if job.parallel.degrees.cp > 1:
         return []
@@ -143,10 +156,10 @@ def context_parallel_keys_are_read(job: Job) -> list[Finding]:
         "is for context parallelism, and parallel.cp is 1",
         "set parallel.cp, or remove it",
     )
-    return [finding(f"parallel.{key}", problem, fix) for key, wish in wishes.items() if wish]
+    return [make_finding(f"parallel.{key}", problem, fix) for key, wish in wishes.items() if wish]
 
 
-@check(
+@declare_check(
     "parallel.ranks",
     "parallel.dp_replicate",
     "parallel.dp_shard",
@@ -158,7 +171,9 @@ def compression_needs_two_ranks(job: Job) -> list[Finding]:
     if compress == "none" or find_num_ranks(job) != 1:
         return []
     problem = f"gradients travel as {compress} between ranks, and there is one"
-    return [finding("parallel.compress", problem, "set parallel.ranks=2 or more, or remove it")]
+    return [
+        make_finding("parallel.compress", problem, "set parallel.ranks=2 or more, or remove it")
+    ]
 
 
 CHECKS = (

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from phalanx.job.checks import checkpoint, experts, faults, names, pipeline, ranks, training
-from phalanx.job.checks.check import Check, path_of
+from phalanx.job.checks.check import Check, split_dotted_key
 from phalanx.job.checks.data import QUESTIONS as DATA_QUESTIONS
 from phalanx.job.checks.model import QUESTIONS as MODEL_QUESTIONS
 from phalanx.job.checks.secrets import find_secrets
@@ -45,7 +45,7 @@ def run_checks(job: Job, given_keys: Collection[str], refused: Collection[str]) 
         if given_keys.isdisjoint(check.asked_by) or not refused.isdisjoint(check.reads):
             continue
         # With all its keys a finding can be told of the one that the user wrote last.
-        also = tuple(map(path_of, check.reads))
+        also = tuple(map(split_dotted_key, check.reads))
         findings += [replace(finding, also=also) for finding in check.run(job)]
     # Always, whichever keys were given: a secret may lie in any of them.
     return findings + find_secrets(job)

@@ -24,23 +24,23 @@ def find_secrets(job: Job) -> list[Finding]:
     """
     return [
         Finding(path, why, FIX)
-        for path, text in _strings(job.to_json(), ())
-        if (why := secret_problem(_name(path), text, os.environ))
+        for path, text in _iterate_strings(job.to_json(), ())
+        if (why := secret_problem(_innermost_key(path), text, os.environ))
     ]
 
 
-def _strings(value: Any, path: Path) -> Iterator[tuple[Path, str]]:
+def _iterate_strings(value: Any, path: Path) -> Iterator[tuple[Path, str]]:
     if isinstance(value, str):
         yield path, value
     elif isinstance(value, dict):
         for key, item in value.items():
-            yield from _strings(item, (*path, key))
+            yield from _iterate_strings(item, (*path, key))
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            yield from _strings(item, (*path, index))
+            yield from _iterate_strings(item, (*path, index))
 
 
-def _name(path: Path) -> str:
+def _innermost_key(path: Path) -> str:
     """The innermost key of a path; of a list, the key of the list; "" of a key of ours."""
     words = [part for part in path if isinstance(part, str)]
     # section.key is named by us, and none is for secrets; what lies deeper (args) is the user's.

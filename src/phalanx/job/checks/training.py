@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from phalanx.core import registry
-from phalanx.job.checks.check import check, finding
-from phalanx.job.findings import Finding, shorten
-from phalanx.job.learning_rate import warmup_steps
+from phalanx.job.checks.check import declare_check, make_finding
+from phalanx.job.findings import Finding, shorten_to_line
+from phalanx.job.learning_rate import count_warmup_steps
 from phalanx.job.schema import Job
 
 # Schedule and optimizer
 
 
-@check("train.steps", "optim.warmup_steps", asked_by=("optim.warmup_steps",))
+@declare_check("train.steps", "optim.warmup_steps", asked_by=("optim.warmup_steps",))
 def warmup_fits(job: Job) -> list[Finding]:
-    steps, warmup = job.train.steps, warmup_steps(job)
+    steps, warmup = job.train.steps, count_warmup_steps(job)
     if warmup <= steps:
         return []
     problem = f"a warm-up of {warmup} steps is longer than the {steps} steps of train.steps"
     return [
-        finding(
+        make_finding(
             "optim.warmup_steps",
             problem,
             f"warmup_steps at most {steps}, or steps at least {warmup}",
@@ -26,7 +26,7 @@ def warmup_fits(job: Job) -> list[Finding]:
     ]
 
 
-@check(
+@declare_check(
     "train.steps",
     "optim.schedule",
     "optim.warmup_steps",
@@ -34,7 +34,7 @@ def warmup_fits(job: Job) -> list[Finding]:
     asked_by=("optim.warmup_steps", "optim.decay_fraction"),
 )
 def warmup_and_decay_fit(job: Job) -> list[Finding]:
-    steps, warmup, decay = job.train.steps, warmup_steps(job), job.optim.decay_fraction
+    steps, warmup, decay = job.train.steps, count_warmup_steps(job), job.optim.decay_fraction
     # A warm-up longer than the run is told by `warmup_fits`.
     if job.optim.schedule != "wsd" or warmup > steps or warmup + int(decay * steps) <= steps:
         return []
@@ -46,10 +46,10 @@ def warmup_and_decay_fit(job: Job) -> list[Finding]:
         f"decay_fraction at most {(steps - warmup) / steps:.3g}, or warmup_steps at most"
         f" {steps - int(decay * steps)}"
     )
-    return [finding("optim.decay_fraction", problem, fix)]
+    return [make_finding("optim.decay_fraction", problem, fix)]
 
 
-@check("optim.betas")
+@declare_check("optim.betas")
 def betas_are_below_one(job: Job) -> list[Finding]:
     problem = "wanted a number below 1, was given 1: the moment would never change"
     return [
@@ -59,15 +59,17 @@ def betas_are_below_one(job: Job) -> list[Finding]:
     ]
 
 
-@check("optim.kind", "optim.lr_scaling")
+@declare_check("optim.kind", "optim.lr_scaling")
 def scaling_rule_is_known(job: Job) -> list[Finding]:
     if job.optim.lr_scaling != "auto" or not registry.is_foreign(job.optim.kind):
         return []
     problem = "no rule is known for your own optimizer"
-    return [finding("optim.lr_scaling", problem, 'set "linear" (SGD) or "sqrt" (Adam), or "none"')]
+    return [
+        make_finding("optim.lr_scaling", problem, 'set "linear" (SGD) or "sqrt" (Adam), or "none"')
+    ]
 
 
-@check("optim.lr_scaling", "optim.reference_batch_size")
+@declare_check("optim.lr_scaling", "optim.reference_batch_size")
 def scaling_needs_a_reference(job: Job) -> list[Finding]:
     if job.optim.lr_scaling == "none" or job.optim.reference_batch_size is not None:
         return []
@@ -75,45 +77,51 @@ def scaling_needs_a_reference(job: Job) -> list[Finding]:
         f'"{job.optim.lr_scaling}" scales lr from the batch it was tuned for, and nothing says'
         " which that was"
     )
-    return [finding("optim.lr_scaling", problem, "set optim.reference_batch_size")]
+    return [make_finding("optim.lr_scaling", problem, "set optim.reference_batch_size")]
 
 
 # Evaluation
 
 
-@check("eval.tokens", "eval.every_steps", "eval.keep_best")
+@declare_check("eval.tokens", "eval.every_steps", "eval.keep_best")
 def evaluations_have_tokens(job: Job) -> list[Finding]:
     if job.eval.tokens:
         return []
     wishes = {"every_steps": job.eval.every_steps is not None, "keep_best": job.eval.keep_best}
     problem = "needs an evaluation, and eval.tokens is 0: there is none"
     return [
-        finding(f"eval.{key}", problem, "set eval.tokens") for key, wish in wishes.items() if wish
+        make_finding(f"eval.{key}", problem, "set eval.tokens")
+        for key, wish in wishes.items()
+        if wish
     ]
 
 
-@check("eval.metric", "eval.mode", "model.objective", asked_by=("eval.metric", "eval.mode"))
+@declare_check("eval.metric", "eval.mode", "model.objective", asked_by=("eval.metric", "eval.mode"))
 def metrics_are_the_objectives(job: Job) -> list[Finding]:
     metric, mode, objective = job.eval.metric, job.eval.mode, job.model.objective
     if metric == "loss":
         if mode != "max":
             return []
-        return [finding("eval.mode", "the best loss is the lowest", 'mode = "min"')]
+        return [make_finding("eval.mode", "the best loss is the lowest", 'mode = "min"')]
     if objective is None:
-        problem = f'the objective of phalanx has the loss and nothing named "{shorten(metric)}"'
+        problem = (
+            f'the objective of phalanx has the loss and nothing named "{shorten_to_line(metric)}"'
+        )
         return [
-            finding("eval.metric", problem, "set model.objective to one of yours that has metrics")
+            make_finding(
+                "eval.metric", problem, "set model.objective to one of yours that has metrics"
+            )
         ]
     if mode is None:
-        problem = f"nothing says whether a high or a low {shorten(metric)} is better"
-        return [finding("eval.mode", problem, 'set eval.mode to "max" or "min"')]
+        problem = f"nothing says whether a high or a low {shorten_to_line(metric)} is better"
+        return [make_finding("eval.mode", problem, 'set eval.mode to "max" or "min"')]
     return []
 
 
 # Digits
 
 
-@check(
+@declare_check(
     "precision.compute",
     "precision.loss_scale",
     "precision.loss_scale_initial",
@@ -131,13 +139,13 @@ def loss_scale_is_for_fp16(job: Job) -> list[Finding]:
     else:
         return []
     return [
-        finding(f"precision.{key}", problem, fix)
+        make_finding(f"precision.{key}", problem, fix)
         for key in keys
         if getattr(of, key) != getattr(plain, key)
     ]
 
 
-@check("precision.compute", "parallel.tp", "parallel.pp", asked_by=("precision.compute",))
+@declare_check("precision.compute", "parallel.tp", "parallel.pp", asked_by=("precision.compute",))
 def fp8_is_for_whole_matrices(job: Job) -> list[Finding]:
     """A finding for fp8 with tp or pp: their products are made by hand, cut or in two halves,
     and would silently stay in bf16."""
@@ -147,11 +155,13 @@ def fp8_is_for_whole_matrices(job: Job) -> list[Finding]:
     axis = min(cut, key=("tp", "pp").index)
     problem = f'"fp8" is for layouts without tp and pp, and parallel.{axis} is {cut[axis]}'
     return [
-        finding("precision.compute", problem, f'set compute = "bf16", or leave parallel.{axis} out')
+        make_finding(
+            "precision.compute", problem, f'set compute = "bf16", or leave parallel.{axis} out'
+        )
     ]
 
 
-@check("parallel.compress", "parallel.compress_rank", "parallel.compress_fraction")
+@declare_check("parallel.compress", "parallel.compress_rank", "parallel.compress_fraction")
 def compressions_read_their_keys(job: Job) -> list[Finding]:
     of, plain = job.parallel, Job().parallel
     readers = {"compress_rank": "powersgd", "compress_fraction": "topk"}
@@ -160,21 +170,21 @@ def compressions_read_their_keys(job: Job) -> list[Finding]:
         if of.compress != kind and getattr(of, key) != getattr(plain, key):
             problem = f'is for {kind}, and compress is "{of.compress}"'
             fix = f'set compress = "{kind}" as well'
-            findings.append(finding(f"parallel.{key}", problem, fix))
+            findings.append(make_finding(f"parallel.{key}", problem, fix))
     return findings
 
 
 # What is recomputed
 
 
-@check("train.recompute", "train.recompute_every")
+@declare_check("train.recompute", "train.recompute_every")
 def every_k_needs_recompute_every(job: Job) -> list[Finding]:
     return _check_mode_and_key(
         job, "every-k", "recompute_every", "which blocks, say 2 for every second one"
     )
 
 
-@check("train.recompute", "train.recompute_budget_gib")
+@declare_check("train.recompute", "train.recompute_budget_gib")
 def budget_has_a_size(job: Job) -> list[Finding]:
     return _check_mode_and_key(job, "budget", "recompute_budget_gib", "what activations may take")
 
@@ -185,11 +195,13 @@ def _check_mode_and_key(job: Job, mode: str, key: str, meaning: str) -> list[Fin
     is_asked, is_given = job.train.recompute == mode, getattr(job.train, key) is not None
     if is_asked and not is_given:
         return [
-            finding("train.recompute", f'"{mode}" needs train.{key}: {meaning}', f"set train.{key}")
+            make_finding(
+                "train.recompute", f'"{mode}" needs train.{key}: {meaning}', f"set train.{key}"
+            )
         ]
     if is_given and not is_asked:
         return [
-            finding(
+            make_finding(
                 f"train.{key}",
                 f'is for train.recompute = "{mode}"',
                 f'set train.recompute = "{mode}" as well',

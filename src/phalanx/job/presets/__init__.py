@@ -35,22 +35,24 @@ class Preset:
 
 def list_presets() -> list[Preset]:
     """All presets, family by family."""
-    return [preset for family in _texts() for preset in _family(family).values()]
+    return [preset for family in _read_preset_texts() for preset in _read_family(family).values()]
 
 
-def preset_names() -> list[str]:
+def list_preset_names() -> list[str]:
     return [preset.name for preset in list_presets()]
 
 
 def find_preset(name: str) -> Preset | None:
     """The preset of this name."""
     # Only files that hold it are parsed: all of them would take 40 ms of every command.
-    families = (_family(family) for family, text in _texts().items() if name in text)
+    families = (
+        _read_family(family) for family, text in _read_preset_texts().items() if name in text
+    )
     return next((family[name] for family in families if name in family), None)
 
 
 @cache
-def _texts() -> dict[str, str]:
+def _read_preset_texts() -> dict[str, str]:
     files = sorted(
         Path(__file__).parent.glob("*.toml"), key=lambda file: (file.stem != "phalanx", file.stem)
     )
@@ -58,12 +60,12 @@ def _texts() -> dict[str, str]:
 
 
 @cache
-def _family(stem: str) -> dict[str, Preset]:
-    table = tomllib.loads(_texts()[stem])
-    return {name: _preset(name, table) for name in table["models"]}
+def _read_family(stem: str) -> dict[str, Preset]:
+    table = tomllib.loads(_read_preset_texts()[stem])
+    return {name: _build_preset(name, table) for name in table["models"]}
 
 
-def _preset(name: str, family: Mapping[str, Any]) -> Preset:
+def _build_preset(name: str, family: Mapping[str, Any]) -> Preset:
     values = dict(family["models"][name])
     # The other may have one, too; what a model says itself wins.
     while "same_as" in values:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx.core.units import format_count
-from phalanx.job.model import preset_shape
+from phalanx.job.model import build_preset_shape
 from phalanx.job.presets import Preset, list_presets
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.job.shapes.stored import BuiltInShape
@@ -23,23 +23,23 @@ HEAD = (
 )
 
 
-def replace_table(page: str) -> str:
+def replace_presets_table(page: str) -> str:
     """`page` with everything between the marks replaced by the table of today."""
     before, rest = page.split(BEGIN)
-    return f"{before}{BEGIN}\n{presets_table()}{END}{rest.split(END)[1]}"
+    return f"{before}{BEGIN}\n{format_presets_table()}{END}{rest.split(END)[1]}"
 
 
-def presets_table() -> str:
+def format_presets_table() -> str:
     """One row for each preset.
 
     FLOPs are those of training, for one token of FLOPS_AT, or as many as have positions.
     """
-    rows = [HEAD, tuple("---" for _ in HEAD), *(_row(preset) for preset in list_presets())]
+    rows = [HEAD, tuple("---" for _ in HEAD), *(_format_row(preset) for preset in list_presets())]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def _row(preset: Preset) -> tuple[str, ...]:
-    shape = preset_shape(preset)
+def _format_row(preset: Preset) -> tuple[str, ...]:
+    shape = build_preset_shape(preset)
     heads = f"{shape.num_heads} x {shape.head_dim}"
     if shape.num_kv_heads != shape.num_heads:
         heads = f"{shape.num_heads} ({shape.num_kv_heads}) x {shape.head_dim}"
@@ -48,29 +48,29 @@ def _row(preset: Preset) -> tuple[str, ...]:
     flops = shape.flops_per_token(seq_len)["training"]
     return (
         f"`{preset.name}`",
-        _parameters(shape),
-        format_count(flops).strip() + (" and the head" if _is_open(shape) else ""),
+        _format_parameters(shape),
+        format_count(flops).strip() + (" and the head" if _has_vocabulary_of_data(shape) else ""),
         f"{shape.num_layers} x {shape.dim:,}",
         heads,
-        _feed_forward(shape),
-        _vocabulary(shape),
+        _describe_feed_forward(shape),
+        _describe_vocabulary(shape),
         ", ".join(_describe_differences_from_llama(shape)),
     )
 
 
-def _vocabulary(shape: BuiltInShape) -> str:
+def _describe_vocabulary(shape: BuiltInShape) -> str:
     if isinstance(shape, VitShape):
         return f"{shape.num_classes:,} classes"
     return f"{shape.vocab_size:,}" if shape.vocab_size else "the data's"
 
 
-def _is_open(shape: BuiltInShape) -> bool:
+def _has_vocabulary_of_data(shape: BuiltInShape) -> bool:
     """True if the data decide on the vocabulary."""
     return isinstance(shape, DecoderShape) and not shape.vocab_size
 
 
-def _parameters(shape: BuiltInShape) -> str:
-    if _is_open(shape):
+def _format_parameters(shape: BuiltInShape) -> str:
+    if _has_vocabulary_of_data(shape):
         return f"{shape.num_params:,} and {shape.dim} per token of the vocabulary"
     active = ""
     if shape.experts is not None:
@@ -78,7 +78,7 @@ def _parameters(shape: BuiltInShape) -> str:
     return f"{shape.num_params:,}{active}"
 
 
-def _feed_forward(shape: BuiltInShape) -> str:
+def _describe_feed_forward(shape: BuiltInShape) -> str:
     if not isinstance(shape, DecoderShape) or not shape.num_experts:
         return f"{shape.activation} {shape.ffn_dim:,}"
     shared = f" + {shape.num_shared_experts}" if shape.num_shared_experts else ""
@@ -101,11 +101,11 @@ def _describe_differences_from_llama(shape: BuiltInShape) -> list[str]:
         "QK-norm": shape.qk_norm,
     }
     if isinstance(shape, DecoderShape):
-        facts |= _facts_of_decoder(shape)
+        facts |= _build_decoder_cells(shape)
     return [words for words, is_so in facts.items() if is_so]
 
 
-def _facts_of_decoder(shape: DecoderShape) -> dict[str, bool]:
+def _build_decoder_cells(shape: DecoderShape) -> dict[str, bool]:
     has_experts = shape.num_experts > 0
     return {
         f"{shape.max_positions:,} learned positions": shape.max_positions > 0,

@@ -37,7 +37,7 @@ class PartBytes:
     weight_inputs: int
 
 
-def add_parts(
+def sum_block_bytes(
     shape: TransformerShape, c: int, sequence_parts: int, *parts: PartBytes
 ) -> BlockBytes:
     """The bytes of a block: of its norms, its attention and its feed-forward."""
@@ -63,10 +63,10 @@ def norm_input_bytes(shape: TransformerShape, width: int, c: int) -> int:
 
     LayerNorm: its input, mean and deviation. RMSNorm: input and normalised input, both fp32.
     """
-    return width * c + 8 if shape.norm == "layernorm" else rms_bytes(width)
+    return width * c + 8 if shape.norm == "layernorm" else rms_norm_bytes(width)
 
 
-def rms_bytes(width: int) -> int:
+def rms_norm_bytes(width: int) -> int:
     """Bytes per token that an RMSNorm saves."""
     # Input and normalised input in fp32, and one reciprocal deviation.
     return 2 * 4 * width + 4
@@ -84,7 +84,7 @@ def count_attention_bytes(shape: TransformerShape, c: int, *, is_rotated: bool) 
     saved = ((3 if is_rotated else 2) * width + 2 * kv_width) * c + 4 * heads
     if shape.qk_norm:
         # Norms of queries and keys work on every head: one deviation each.
-        saved += (heads + kv_heads) * rms_bytes(shape.head_dim)
+        saved += (heads + kv_heads) * rms_norm_bytes(shape.head_dim)
     both_ways = 2 * width + 2 * kv_width  # q and the output, k and v
     return PartBytes(
         saved,

@@ -11,12 +11,12 @@ from phalanx.job.shapes import masks
 from phalanx.job.shapes.block_activations import (
     PartBytes,
     TransformerActivations,
-    add_parts,
     count_attention_bytes,
     count_bytes_of_width,
     count_feed_forward_bytes,
     norm_bytes,
-    rms_bytes,
+    rms_norm_bytes,
+    sum_block_bytes,
 )
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ class DecoderActivations(TransformerActivations):
             attention = _latent_attention_bytes(shape, c)
         feed_forward = count_feed_forward_bytes(shape, c)
         if has_experts:
-            feed_forward = _experts_bytes(shape, c)
-        return add_parts(shape, c, sequence_parts, attention, feed_forward)
+            feed_forward = _count_experts_bytes(shape, c)
+        return sum_block_bytes(shape, c, sequence_parts, attention, feed_forward)
 
     def everywhere(self, batch: Microbatch) -> int:
         """Bytes of the masks that all blocks share, and of the tables of cosines and sines in
@@ -117,7 +117,7 @@ def _latent_attention_bytes(shape: DecoderShape, c: int) -> PartBytes:
     # q, k, v and the output, the part of it that its matrix reads, and a log-sum-exp per head.
     saved = heads * (4 * shape.head_dim + shape.value_head_dim) * c + 4 * heads
     for rank in filter(None, (shape.query_rank, shape.kv_rank)):
-        saved += rms_bytes(rank) + rank * c
+        saved += rms_norm_bytes(rank) + rank * c
     in_both = heads * (shape.head_dim * c + 4)
     if c == 4:  # norms keep their inputs as they are
         saved += c * shape.rope_head_dim
@@ -141,7 +141,7 @@ def _count_latent_products(shape: DecoderShape) -> int:
     return down + shape.num_heads * shape.head_dim + keys_and_values
 
 
-def _experts_bytes(shape: DecoderShape, c: int) -> PartBytes:
+def _count_experts_bytes(shape: DecoderShape, c: int) -> PartBytes:
     """Bytes per token of the experts. Each visited expert saves its input, its inside, its output,
     and four numbers: its index (with its weight before normalisation), the place and the owner of
     its row, and its weight.

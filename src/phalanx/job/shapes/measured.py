@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, asdict, dataclass, replace
 from typing import Any, Self
 
 from phalanx.job.costs import DocumentIds, PartParams
-from phalanx.job.module_names import is_inside, is_part
+from phalanx.job.module_names import is_module_inside, matches_module
 from phalanx.job.param_holder import ParamHolder
 from phalanx.job.shapes.stored_keys import complete_keys
 from phalanx.job.shapes.vit import count_patches
@@ -129,13 +129,13 @@ class MeasuredModule:
         after: list[ParamHolder] = []
         has_met_a_block, last_parts = False, (*last_stage, *self.last_stage)
         for holder in self.holders:
-            if is_inside(holder.name, self.block_names):
+            if is_module_inside(holder.name, self.block_names):
                 has_met_a_block = True
                 continue
             # Two ifs, no elif: what both stages name is on both.
-            if not has_met_a_block or is_part(holder.name, first_stage):
+            if not has_met_a_block or matches_module(holder.name, first_stage):
                 before.append(holder)
-            if has_met_a_block or is_part(holder.name, last_parts):
+            if has_met_a_block or matches_module(holder.name, last_parts):
                 after.append(holder)
         shared = [holder for holder in before if holder in after]
         return PartParams(
@@ -187,7 +187,7 @@ class MeasuredModule:
         }
 
 
-def load_counted(values: Mapping[str, Any]) -> dict[str, Any]:
+def load_counted_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a MeasuredModule from what is stored of it under "measured"."""
     rest = {key: value for key, value in values.items() if key != "names"}
     return rest | {

@@ -44,6 +44,6 @@ def fill_shard_rules(templates: Mapping[str, str], shape: TransformerShape) -> d
     return filled
 
 
-def pattern_of(name: str) -> str:
+def pattern_for_all_blocks(name: str) -> str:
     """The pattern that matches a name in every block: blocks.3.ffn.up -> blocks.*.ffn.up."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name)

@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from phalanx.job.shapes.decoder import DecoderShape
-from phalanx.job.shapes.measured import MeasuredModule, load_counted
+from phalanx.job.shapes.measured import MeasuredModule, load_counted_fields
 from phalanx.job.shapes.stored_keys import DEFAULTS, REQUIRED
 from phalanx.job.shapes.vit import VitShape
 
@@ -24,7 +24,7 @@ def read_shape(body: Mapping[str, Any]) -> BuiltInShape | MeasuredModule:
     if not counted:
         return build_shape(body)
     _require_keys(body)
-    return _take_fields(MeasuredModule, {**body, **load_counted(counted)})
+    return _take_fields(MeasuredModule, {**body, **load_counted_fields(counted)})
 
 
 def build_shape(values: Mapping[str, Any]) -> BuiltInShape:

@@ -103,10 +103,10 @@ def list_holders(shape: TransformerShape) -> tuple[ParamHolder, ...]:
     for tensor, size in list_all_tensors(shape).items():
         owner, _, key = tensor.rpartition(".")
         by_module[owner][key] = size
-    return tuple(_holder(name, sizes, shape) for name, sizes in by_module.items())
+    return tuple(_build_holder(name, sizes, shape) for name, sizes in by_module.items())
 
 
-def _holder(name: str, sizes: dict[str, Size], shape: TransformerShape) -> ParamHolder:
+def _build_holder(name: str, sizes: dict[str, Size], shape: TransformerShape) -> ParamHolder:
     weight, num_params = sizes.get("weight", ()), sum(map(math.prod, sizes.values()))
     if len(weight) == 3:
         return ParamHolder(name, "grouped", num_params, *weight[1:])

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from phalanx.job.costs import BlockBytes, FreedGradients, LossBytes, Microbatch
 from phalanx.job.shapes.block_activations import (
     TransformerActivations,
-    add_parts,
     count_attention_bytes,
     count_feed_forward_bytes,
+    sum_block_bytes,
 )
 
 if TYPE_CHECKING:
@@ -26,7 +26,9 @@ class VitActivations(TransformerActivations):
     def block(self, layer: int, element_bytes: int, sequence_parts: int) -> BlockBytes:
         shape, c = self.shape, element_bytes
         attention = count_attention_bytes(shape, c, is_rotated=False)
-        return add_parts(shape, c, sequence_parts, attention, count_feed_forward_bytes(shape, c))
+        return sum_block_bytes(
+            shape, c, sequence_parts, attention, count_feed_forward_bytes(shape, c)
+        )
 
     def everywhere(self, batch: Microbatch) -> int:
         return 0

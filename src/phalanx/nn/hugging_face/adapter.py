@@ -20,9 +20,9 @@ from phalanx.core.errors import LayoutError, PhalanxError, did_you_mean
 from phalanx.core.registry import import_optional, resolve
 from phalanx.job.hugging_face import (
     PREFIX,
+    find_weights_directory,
     is_hugging_face,
     read_model_config,
-    weights_directory,
 )
 from phalanx.nn.hugging_face.plain_head import (
     HeadRecorder,
@@ -61,7 +61,7 @@ def build(kind: str, **args: Any) -> nn.Module:
     values = read_model_config(kind)
     config = _build_config(kind, values, args)
     auto = _choose_auto_class(kind, values, config)
-    directory = weights_directory(kind)
+    directory = find_weights_directory(kind)
     try:
         # The default device is meta where a planner asks for shapes alone.
         if directory is None or torch.empty(0).is_meta:

@@ -53,8 +53,8 @@ def require_fp8_device(device: torch.device) -> None:
     if capability < FP8_CAPABILITY:
         name = torch.cuda.get_device_name(device)
         raise EnvironmentProblem(
-            f"precision.compute=fp8 needs a GPU of compute capability {_format_capability(FP8_CAPABILITY)}, and"
-            f" {name} has {_format_capability(capability)}",
+            "precision.compute=fp8 needs a GPU of compute capability"
+            f" {_format_capability(FP8_CAPABILITY)}, and {name} has {_format_capability(capability)}",
             fix=FP8_FIX,
         )
 

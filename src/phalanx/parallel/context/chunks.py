@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from phalanx.core.errors import LayoutError
-from phalanx.job.nearest import multiples_near
+from phalanx.job.nearest import format_nearest_multiples
 
 # Index tensors are kept: a training meets one length or two, a sample of text some more.
 KEPT = 32
@@ -98,7 +98,7 @@ class SequenceChunks:
             raise LayoutError(
                 f"sequences of {num_tokens} tokens cannot be cut into {self.count} equal chunks for"
                 f" cp={self.size}",
-                fix=f"nearest: {multiples_near(num_tokens, self.count)} tokens",
+                fix=f"nearest: {format_nearest_multiples(num_tokens, self.count)} tokens",
             )
         length = num_tokens // self.count
         chunks = self.list_chunks(rank)

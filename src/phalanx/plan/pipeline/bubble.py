@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from phalanx.core.errors import LayoutError
 from phalanx.core.units import plural
-from phalanx.job.nearest import divisors
+from phalanx.job.nearest import list_divisors
 from phalanx.job.schema import Job
 from phalanx.plan.pipeline.costs import model_part_costs
 from phalanx.plan.pipeline.cut import LayerCosts, cut_for_ranks
@@ -75,7 +75,7 @@ def find_enough_microbatches(
 def _list_larger_microbatch_counts(now: int, share: int) -> Iterator[tuple[int, bool]]:
     """Larger numbers of microbatches to try, with True where they divide `share`: those first,
     because they leave the batch as it is."""
-    for count in divisors(share):
+    for count in list_divisors(share):
         if now < count <= MAX_MICROBATCHES * now:
             yield count, True
     # Then larger batches, which change what a step learns from.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from phalanx.core.errors import LayoutError, did_you_mean
 from phalanx.job.costs import ModelCosts, ModelFlops, PartParams
-from phalanx.job.module_names import is_inside, is_part
+from phalanx.job.module_names import is_module_inside, matches_module
 from phalanx.job.schema import Job
 from phalanx.plan.pipeline.cut import LayerCosts, Stages
 from phalanx.plan.pipeline.simulate import Seconds, StageCosts
@@ -84,14 +84,16 @@ def require_stage_modules(job: Job, shape: ModelCosts) -> None:
         for requested in getattr(job.parallel, key):
             # It may name a parameter. What those are called is not known here, and who has some is.
             is_known = requested.rpartition(".")[0] in holders or any(
-                is_part(name, [requested]) for name in known
+                matches_module(name, [requested]) for name in known
             )
             if not is_known:
                 raise LayoutError(
                     f"parallel.{key}: the model has no {requested!r}",
                     fix=did_you_mean(requested, known) or "check the name",
                 )
-            if any(is_part(block, [requested]) for block in blocks) or is_inside(requested, blocks):
+            if any(matches_module(block, [requested]) for block in blocks) or is_module_inside(
+                requested, blocks
+            ):
                 raise LayoutError(
                     f"parallel.{key}: {requested!r} is a part of the blocks, which lie where the"
                     " cut"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.core.errors import LayoutError
-from phalanx.job.nearest import divisors, nearest
+from phalanx.job.nearest import format_nearest_values, list_divisors
 from phalanx.job.schema import Job
 from phalanx.plan.pipeline.check import require_runnable_schedule
 from phalanx.plan.pipeline.generate import (
@@ -82,7 +82,7 @@ def split_pipeline_batch(
     fifth, or as many as there can be. Raises LayoutError for a number that the schedule cannot run,
     with the nearest that it can.
     """
-    legal = [number for number in divisors(share) if requested.can_run(number)]
+    legal = [number for number in list_divisors(share) if requested.can_run(number)]
     if not legal:
         raise _no_microbatches_error(requested, share, shares)
     micro = job.train.micro_batch_size
@@ -106,7 +106,7 @@ def split_pipeline_batch(
                 f" sequences of a pipeline, which schedule {requested.name} on"
                 f" {requested.num_ranks} ranks cannot run"
             )
-        raise LayoutError(problem, fix=f"nearest: {nearest(micro, sizes)}")
+        raise LayoutError(problem, fix=f"nearest: {format_nearest_values(micro, sizes)}")
     return micro, share // micro
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from phalanx.core.errors import LayoutError
 from phalanx.job.costs import ModelCosts
-from phalanx.job.nearest import divisors
+from phalanx.job.nearest import list_divisors
 from phalanx.job.schema import Job
 from phalanx.plan.choice import Choice
 from phalanx.plan.pipeline.bubble import LIMIT, find_enough_microbatches
@@ -223,7 +223,7 @@ def _suggest_fewer_stages(job: Job, requested: RequestedSchedule, most: int, num
         return ""
     per_rank, pp = requested.num_stages // requested.num_ranks, requested.num_ranks
     of_job = job.parallel.degrees
-    degrees = divisors(num_ranks // (of_job.tp * of_job.cp))
+    degrees = list_divisors(num_ranks // (of_job.tp * of_job.cp))
     if job.parallel.ranks is None:  # as many as the degrees make
         degrees = list(range(1, pp))
     fewer = [

@@ -27,10 +27,10 @@ from phalanx.run.one_process.row_mixing import (
     CollectiveCalledError,
     Part,
     RefusingCollectives,
-    keep_buffers,
+    count_batch_rows,
+    find_part_that_mixes_rows,
     mixes_rows,
-    mixing_part,
-    num_rows_of,
+    restoring_buffers,
 )
 
 # Tried one after the other: classes with two members may need many.
@@ -41,7 +41,7 @@ MAX_WORK = 2**34
 MAX_S = 5.0
 
 
-def check_rows(job: Job, plan: Plan, batch: Batch) -> RowMixing:
+def check_loss_on_rows(job: Job, plan: Plan, batch: Batch) -> RowMixing:
     """Find out what the job's loss does with the rows of a batch: tried on a few of them, and then
     on more.
 
@@ -52,9 +52,9 @@ def check_rows(job: Job, plan: Plan, batch: Batch) -> RowMixing:
     what is wrong with it.
     """
     batch = {key: tensor.detach().cpu() for key, tensor in batch.items()}
-    most = min(num_rows_of(batch), MAX_WORK // max(1, plan.num_params * plan.seq_len))
+    most = min(count_batch_rows(batch), MAX_WORK // max(1, plan.num_params * plan.seq_len))
     if (
-        most < min(NUM_ROWS[0], num_rows_of(batch))
+        most < min(NUM_ROWS[0], count_batch_rows(batch))
         or most < 2
         or plan.num_params > MAX_PARAMS
         or not has_user_loss_code(job)
@@ -73,7 +73,9 @@ def check_rows(job: Job, plan: Plan, batch: Batch) -> RowMixing:
             is_built = True
             for num_rows in NUM_ROWS:
                 started = time.monotonic()
-                mixes = _find(module, loss, few_rows(batch, min(num_rows, most)), job.run.seed)
+                mixes = _find_mixing_part(
+                    module, loss, select_few_rows(batch, min(num_rows, most)), job.run.seed
+                )
                 if mixes or (time.monotonic() - started) * NUM_ROWS[-1] / NUM_ROWS[0] > MAX_S:
                     break
             return RowMixing(mixes=mixes)
@@ -85,14 +87,14 @@ def check_rows(job: Job, plan: Plan, batch: Batch) -> RowMixing:
         return RowMixing()
 
 
-def few_rows(batch: Batch, num_rows: int) -> Batch:
+def select_few_rows(batch: Batch, num_rows: int) -> Batch:
     """The first rows of a batch.
 
     Where rows have labels, pairs of equal ones, each half of the rows with one of a pair: a loss of
     pairs is then another one for the halves.
     """
     rows_of_label: dict[int, list[int]] = {}
-    for row, label in enumerate(_find_labels(batch)):
+    for row, label in enumerate(_find_row_labels(batch)):
         rows_of_label.setdefault(label, []).append(row)
     first_rows: list[int] = []
     second_rows: list[int] = []
@@ -108,7 +110,7 @@ def few_rows(batch: Batch, num_rows: int) -> Batch:
     return {key: tensor[chosen] for key, tensor in batch.items()}
 
 
-def _find_labels(batch: Batch) -> list[int]:
+def _find_row_labels(batch: Batch) -> list[int]:
     """A whole number for each row, of the first entry that has just that; empty if none has."""
     for tensor in batch.values():
         if tensor.ndim == 1 and not tensor.is_floating_point():
@@ -116,22 +118,22 @@ def _find_labels(batch: Batch) -> list[int]:
     return []
 
 
-def _find(module: nn.Module, loss: JobLoss, batch: Batch, seed: int) -> Part:
-    masks, rows = DropoutMasks(module, seed), num_rows_of(batch)
+def _find_mixing_part(module: nn.Module, loss: JobLoss, batch: Batch, seed: int) -> Part:
+    masks, rows = DropoutMasks(module, seed), count_batch_rows(batch)
     state = torch.get_rng_state()
-    with masks.fill(1, 0, rows), keep_buffers(module):
+    with masks.applying_masks(1, 0, rows), restoring_buffers(module):
         total, targets = loss(module, batch)
     if not torch.equal(state, torch.get_rng_state()):
         # Something draws that no mask stands for: in evaluation mode it may draw nothing.
         module.eval()
         state = torch.get_rng_state()
-        with keep_buffers(module):
+        with restoring_buffers(module):
             total, targets = loss(module, batch)
         if not torch.equal(state, torch.get_rng_state()):
             return ""
     if not mixes_rows(module, loss, batch, masks, total.item(), int(targets)):
         return ""
-    return mixing_part(module, loss, batch, masks)
+    return find_part_that_mixes_rows(module, loss, batch, masks)
 
 
 @contextmanager

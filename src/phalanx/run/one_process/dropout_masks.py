@@ -28,17 +28,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-def make_mask(key: int, keep: float, first_row: int, num_rows: int, per_row: int) -> torch.Tensor:
+def make_dropout_mask(
+    key: int, keep: float, first_row: int, num_rows: int, per_row: int
+) -> torch.Tensor:
     """bool [num_rows, per_row]."""
     # Arithmetic modulo 2^64: overflow of numpy's unsigned numbers is meant.
     with np.errstate(over="ignore"):
-        rows = _mix(
+        rows = _mix_bits(
             np.uint64(key)
             + (np.arange(num_rows, dtype=np.uint64) + np.uint64(first_row + 1)) * GOLDEN
         )
         numbers = np.arange(per_row, dtype=np.uint64)
         # One mix makes two elements: its low half and its high half.
-        pairs = _mix(rows[:, None] + (numbers // np.uint64(2) + np.uint64(1)) * GOLDEN)
+        pairs = _mix_bits(rows[:, None] + (numbers // np.uint64(2) + np.uint64(1)) * GOLDEN)
     halves = np.where(
         numbers % np.uint64(2) == 1, pairs >> np.uint64(32), pairs & np.uint64(2**32 - 1)
     )
@@ -46,7 +48,7 @@ def make_mask(key: int, keep: float, first_row: int, num_rows: int, per_row: int
     return torch.from_numpy(signed >= 2**31 - round(keep * 2**32))
 
 
-def _mix(values: Any) -> Any:
+def _mix_bits(values: Any) -> Any:
     # Shifts and factors of SplitMix64's finaliser.
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -76,11 +78,11 @@ class DropoutMasks:
                     self._second.add(f"{name}.{child}".removeprefix("."))
         self._rows, self._calls, self._step = (0, 0), dict[str, int](), 0
 
-    def begin(self, step: int, first_row: int, num_rows: int) -> None:
+    def begin_forward(self, step: int, first_row: int, num_rows: int) -> None:
         """From here on a forward of these rows of the batch of `step`."""
         self._step, self._rows, self._calls = step, (first_row, num_rows), {}
 
-    def mask(self, name: str, keep: float, shape: torch.Size) -> torch.Tensor | None:
+    def next_mask(self, name: str, keep: float, shape: torch.Size) -> torch.Tensor | None:
         """The next mask that `name` draws; None for a tensor that has no fixed number of rows
         for each of the batch."""
         rows_dim = int(name in self._second - self._attention)
@@ -92,15 +94,15 @@ class DropoutMasks:
         key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
         if name not in self.dropped:
             self.dropped.append(name)
-        mask = make_mask(key, keep, first_row, num_rows, shape.numel() // num_rows)
+        mask = make_dropout_mask(key, keep, first_row, num_rows, shape.numel() // num_rows)
         return mask.view([shape[rows_dim], *shape[:rows_dim], *shape[rows_dim + 1 :]]).movedim(
             0, rows_dim
         )
 
     @contextmanager
-    def fill(self, step: int, first_row: int, num_rows: int) -> Iterator[None]:
+    def applying_masks(self, step: int, first_row: int, num_rows: int) -> Iterator[None]:
         """Inside, a forward of the module drops what it should."""
-        self.begin(step, first_row, num_rows)
+        self.begin_forward(step, first_row, num_rows)
         calling: list[str] = []
         hooks = []
 
@@ -112,7 +114,7 @@ class DropoutMasks:
             hooks.append(part.register_forward_pre_hook(lambda *_, name=name: calling.append(name)))
             hooks.append(part.register_forward_hook(leave))
         try:
-            with _Filling(self, calling):
+            with _FillDropoutMode(self, calling):
                 yield
         finally:
             for hook in hooks:
@@ -125,7 +127,7 @@ def _takes_rows_second(part: nn.Module) -> bool:
     return is_layer and not part.self_attn.batch_first
 
 
-class _Filling(TorchDispatchMode):
+class _FillDropoutMode(TorchDispatchMode):
     def __init__(self, definition: DropoutMasks, calling: list[str]) -> None:
         super().__init__()
         self._definition, self._calling = definition, calling
@@ -137,7 +139,7 @@ class _Filling(TorchDispatchMode):
             mask = None
             # With 0 or 1 nothing is drawn that could differ.
             if 0 < keep < 1:
-                mask = self._definition.mask(self._calling[-1], keep, args[0].shape)
+                mask = self._definition.next_mask(self._calling[-1], keep, args[0].shape)
             if mask is not None:
                 return args[0].copy_(mask)
         return func(*args, **(kwargs or {}))

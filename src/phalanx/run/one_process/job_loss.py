@@ -30,9 +30,9 @@ class JobLoss:
         self._is_textbook = job.model.objective is None and not plan.model_shape.reads_images
         self._objective = build_objective(job)
 
-    def outputs(self, module: nn.Module, batch: Batch) -> Any:
+    def compute_outputs(self, module: nn.Module, batch: Batch) -> Any:
         """The module's outputs for a batch."""
-        extras = pick_extras(inspect.signature(module.forward).parameters, batch)
+        extras = pick_forward_arguments(inspect.signature(module.forward).parameters, batch)
         if "inputs" not in outermost_names(batch):
             return module(**extras)
         return module(unflatten_entry(batch, "inputs"), **extras)
@@ -48,10 +48,10 @@ class JobLoss:
         return self._objective(outputs, nested)
 
     def __call__(self, module: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.reduce_outputs(self.outputs(module, batch), batch)
+        return self.reduce_outputs(self.compute_outputs(module, batch), batch)
 
 
-def pick_extras(names: Mapping[str, Any], batch: Batch) -> dict[str, Any]:
+def pick_forward_arguments(names: Mapping[str, Any], batch: Batch) -> dict[str, Any]:
     """The entries of a batch, besides inputs and targets, that a forward has arguments for."""
     return {
         key: unflatten_entry(batch, key)

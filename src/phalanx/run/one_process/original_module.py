@@ -17,7 +17,7 @@ def build_original_module(
 ) -> tuple[nn.Module, tuple[str, ...]]:
     """The job's module in `dtype`, in training mode, without dropout that each rank draws; and
     what was done to it."""
-    module = _cast(build_model(job, plan.model_shape), getattr(torch, dtype))
+    module = _cast_floating_point(build_model(job, plan.model_shape), getattr(torch, dtype))
     done: tuple[str, ...] = ()
     if dtype == "float64" and use_batched_products(module):
         done = ("experts are computed by batched products: torch's grouped one has no float64",)
@@ -39,7 +39,7 @@ def build_original_module(
     return module, done
 
 
-def _cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+def _cast_floating_point(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """`module.to(dtype)`, which would take the imaginary part of complex numbers away."""
     wide = dtype.to_complex()
 

@@ -29,24 +29,29 @@ _OURS = str(Path(phalanx.__file__).parent)
 _TORCHS = str(Path(torch.__file__).parent)
 
 
-class Loss(Protocol):
+class SplitLoss(Protocol):
     """A loss in two halves: what a module makes of a batch, and the sum over that with the
     number of its targets."""
 
-    def outputs(self, module: nn.Module, batch: Batch) -> Any: ...
+    def compute_outputs(self, module: nn.Module, batch: Batch) -> Any: ...
 
     def __call__(self, module: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 @torch.no_grad()
 def mixes_rows(
-    module: nn.Module, loss: Loss, batch: Batch, masks: DropoutMasks, total: float, num_targets: int
+    module: nn.Module,
+    loss: SplitLoss,
+    batch: Batch,
+    masks: DropoutMasks,
+    total: float,
+    num_targets: int,
 ) -> bool:
     """True if the mean loss of a batch, `total` over `num_targets`, is not that of its halves."""
-    rows, apart, count = num_rows_of(batch), 0.0, 0
+    rows, apart, count = count_batch_rows(batch), 0.0, 0
     for start, stop in ((0, rows // 2), (rows // 2, rows)):
         # The masks of the same rows of the whole batch: dropout alone must make no difference.
-        with masks.fill(1, start, stop - start), keep_buffers(module):
+        with masks.applying_masks(1, start, stop - start), restoring_buffers(module):
             part, targets = loss(module, {key: tensor[start:stop] for key, tensor in batch.items()})
         apart, count = apart + part.item(), count + int(targets)
     if not num_targets:
@@ -60,13 +65,15 @@ def mixes_rows(
 
 
 @torch.no_grad()
-def mixing_part(module: nn.Module, loss: Loss, batch: Batch, masks: DropoutMasks) -> Part:
+def find_part_that_mixes_rows(
+    module: nn.Module, loss: SplitLoss, batch: Batch, masks: DropoutMasks
+) -> Part:
     """The part of a loss that mixes rows: "model" if its outputs for the first rows change with the
     last rows.
 
     Else "objective".
     """
-    rows = num_rows_of(batch)
+    rows = count_batch_rows(batch)
     half = rows // 2
     other_last_rows = {
         # Copies of the first row: other rows, and surely some that the model can read.
@@ -75,8 +82,8 @@ def mixing_part(module: nn.Module, loss: Loss, batch: Batch, masks: DropoutMasks
     }
     outputs = []
     for each in (batch, other_last_rows):
-        with masks.fill(1, 0, rows), keep_buffers(module):
-            outputs.append(list(_leaves(loss.outputs(module, each))))
+        with masks.applying_masks(1, 0, rows), restoring_buffers(module):
+            outputs.append(list(_floating_point_outputs(loss.compute_outputs(module, each))))
     pairs = [
         (a, b)
         for a, b in zip(*outputs, strict=False)
@@ -96,7 +103,7 @@ def mixing_part(module: nn.Module, loss: Loss, batch: Batch, masks: DropoutMasks
 
 
 @contextmanager
-def keep_buffers(module: nn.Module) -> Iterator[None]:
+def restoring_buffers(module: nn.Module) -> Iterator[None]:
     """Restore the buffers after a forward: the next one must not see what it did to them."""
     before = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     try:
@@ -107,23 +114,23 @@ def keep_buffers(module: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
 
 
-def _leaves(outputs: Any) -> Iterator[torch.Tensor]:
+def _floating_point_outputs(outputs: Any) -> Iterator[torch.Tensor]:
     """The tensors of numbers in what a module returns."""
     if isinstance(outputs, torch.Tensor):
         if outputs.is_floating_point() or outputs.is_complex():
             yield outputs
     elif isinstance(outputs, Mapping):
         for value in outputs.values():
-            yield from _leaves(value)
+            yield from _floating_point_outputs(value)
     elif isinstance(outputs, list | tuple):
         for value in outputs:
-            yield from _leaves(value)
+            yield from _floating_point_outputs(value)
     elif dataclasses.is_dataclass(outputs):
         for field in dataclasses.fields(outputs):
-            yield from _leaves(getattr(outputs, field.name))
+            yield from _floating_point_outputs(getattr(outputs, field.name))
 
 
-def num_rows_of(batch: Batch) -> int:
+def count_batch_rows(batch: Batch) -> int:
     return len(next(iter(batch.values())))
 
 
@@ -154,10 +161,10 @@ class RefusingCollectives(TorchDispatchMode):
 def refuse_collective(func: Any) -> None:
     """Raise CollectiveCalledError if an operation of torch is a collective."""
     if func.namespace in COLLECTIVES:
-        raise CollectiveCalledError(_call_of(func))
+        raise CollectiveCalledError(_describe_collective_call(func))
 
 
-def _call_of(func: Any) -> str:
+def _describe_collective_call(func: Any) -> str:
     """ "all_gather (loss.py:12)", by the function of torch.distributed that was called and the
     line that did."""
     name = str(func.overloadpacket.__name__).strip("_")

@@ -29,7 +29,7 @@ from phalanx.job.user_dataset import is_own_dataset
 from phalanx.nn.build import MODELS
 from phalanx.plan.mixed_rows import RowMixing
 from phalanx.plan.plan import Plan
-from phalanx.run.one_process.check_rows import NUM_ROWS, check_rows
+from phalanx.run.one_process.check_rows import NUM_ROWS, check_loss_on_rows
 from phalanx.run.one_process.plain_loss import Batch
 from phalanx.run.one_process.synthetic_batches import make_up_batch
 
@@ -39,7 +39,7 @@ MAX_SAMPLES = 2 * NUM_ROWS[-1]
 READ_S = 5.0
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
+def answer_probe_request(request: dict[str, Any]) -> dict[str, Any]:
     """`request`: job and plan. Raises what the dataset raises."""
     job = Job.model_validate_json(json.dumps(request["job"]))
     plan = Plan.from_json(request["plan"])
@@ -51,14 +51,14 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     batch = sample_batch(job, plan)
     # A loss may ask for its rank: the fake group of torch answers, and sends nothing.
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    return asdict(check_rows(job, plan, batch))
+    return asdict(check_loss_on_rows(job, plan, batch))
 
 
 def sample_batch(job: Job, plan: Plan) -> Batch:
     """Some samples of the job's own dataset, else made up for what the model reads."""
     if is_own_dataset(job.data.source) and not job.data.mixture:
         dataset = open_user_dataset(job.data.source, job.data.args, "train")
-        return _read(UserSamples(dataset, job.data.source, job.run.seed))
+        return _read_some_samples(UserSamples(dataset, job.data.source, job.run.seed))
     if not plan.vocab_size:
         plan = replace(plan, vocab_size=job.model.vocab_size or BYTE_VOCAB_SIZE)
     return make_up_batch(
@@ -69,7 +69,7 @@ def sample_batch(job: Job, plan: Plan) -> Batch:
     )
 
 
-def _read(samples: UserSamples) -> Batch:
+def _read_some_samples(samples: UserSamples) -> Batch:
     until = time.monotonic() + READ_S
     parts = [samples.take(np.arange(NUM_ROWS[0]))]
     while len(parts) <= MAX_SAMPLES - NUM_ROWS[0] and time.monotonic() < until:
@@ -82,4 +82,4 @@ def _read(samples: UserSamples) -> Batch:
 
 if __name__ == "__main__":
     sys.path.insert(0, os.getcwd())
-    print(json.dumps(answer(json.loads(sys.argv[1]))))
+    print(json.dumps(answer_probe_request(json.loads(sys.argv[1]))))

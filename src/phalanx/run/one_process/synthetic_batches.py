@@ -13,11 +13,11 @@ def make_up_batch(
     plan: Plan, rows: int, generator: torch.Generator, *, documents: bool
 ) -> dict[str, torch.Tensor]:
     """A batch of what the plan's model reads: tokens, or images with labels."""
-    make = _images if plan.model_shape.reads_images else _tokens
+    make = _make_image_batch if plan.model_shape.reads_images else _make_token_batch
     return make(plan, rows, generator, documents=documents)
 
 
-def _tokens(
+def _make_token_batch(
     plan: Plan, rows: int, generator: torch.Generator, *, documents: bool
 ) -> dict[str, torch.Tensor]:
     """Each row has its own share of masked targets; one in three has none left."""
@@ -39,7 +39,7 @@ def _tokens(
     return batch
 
 
-def _images(
+def _make_image_batch(
     plan: Plan, rows: int, generator: torch.Generator, *, documents: bool
 ) -> dict[str, torch.Tensor]:
     shape: ModelCosts = plan.model_shape

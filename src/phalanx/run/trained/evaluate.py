@@ -24,8 +24,8 @@ from phalanx.observe.tail import read_recorded
 from phalanx.observe.units import Units, units_of
 from phalanx.plan.plan import Plan
 from phalanx.plan.warnings import NOTHING_MORE, ExtraNotes
-from phalanx.run.scratch import Scratch
-from phalanx.run.tokens import find_tokens
+from phalanx.run.scratch import ScratchDirectory
+from phalanx.run.tokens import find_job_tokens
 from phalanx.run.trained.files import PROGRESS, RESULT
 from phalanx.run.trained.launch import build_model_payload, require_result, run_ranks
 from phalanx.run.trained.model import DATA_KEYS, TrainedModel
@@ -134,7 +134,7 @@ class EvaluationResult:
         }
 
 
-def prepare_evaluation(model: TrainedModel, scratch: Scratch) -> EvaluationTask:
+def prepare_evaluation(model: TrainedModel, scratch: ScratchDirectory) -> EvaluationTask:
     """Prepare the data to evaluate `model` on and plan how ranks share the work.
 
     The data is the run's own, or what the model's overrides name, which is prepared inside
@@ -149,7 +149,7 @@ def prepare_evaluation(model: TrainedModel, scratch: Scratch) -> EvaluationTask:
 
 def evaluate(
     task: EvaluationTask,
-    scratch: Scratch,
+    scratch: ScratchDirectory,
     *,
     on_progress: Callable[[EvaluationProgress | None], None],
 ) -> EvaluationResult:
@@ -232,14 +232,14 @@ def _prepare_data(model: TrainedModel, directory: Path) -> EvaluationData:
     vocab_size = None
     if model.plan is not None and model.plan.vocab_size:
         vocab_size = model.plan.vocab_size
-    tokens = find_tokens(job)
+    tokens = find_job_tokens(job)
     tokenizer = tokens.default or BYTES
     corpus = prepare_corpus(
         settings, directory / "data", vocab_size=vocab_size, default_tokenizer=tokenizer
     )
     _require_same_tokenizer(model, corpus)
     _require_targets(corpus, split)
-    return EvaluationData(corpus, split, is_of_run=False, remarks=tokens.remarks(corpus))
+    return EvaluationData(corpus, split, is_of_run=False, remarks=tokens.corpus_remarks(corpus))
 
 
 def _use_tokenizer_of_run(model: TrainedModel, corpus_of_run: Corpus | None) -> Job:

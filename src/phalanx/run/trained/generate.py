@@ -14,7 +14,7 @@ from typing import Any
 from phalanx.core.errors import CheckpointError, DataError, LayoutError, UsageError
 from phalanx.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from phalanx.plan.plan import Plan
-from phalanx.run.scratch import Scratch
+from phalanx.run.scratch import ScratchDirectory
 from phalanx.run.trained.files import TOKENS
 from phalanx.run.trained.launch import build_model_payload, require_result, run_ranks
 from phalanx.run.trained.model import TrainedModel
@@ -62,13 +62,13 @@ class TextGenerator:
             return None
         return self.tokenizer.vocab_size
 
-    def encode_prompt(self, prompt: str) -> GeneratedText:
+    def begin_text(self, prompt: str) -> GeneratedText:
         """A text of which only the prompt is there. An empty prompt begins a document, if a token
         ends documents.
 
         Raises UsageError or DataError for a prompt that the model cannot read.
         """
-        tokens = self._encode(prompt)
+        tokens = self._encode_text(prompt)
         if not tokens and self.end_token is not None:
             tokens = [self.end_token]
         if not tokens:
@@ -81,9 +81,9 @@ class TextGenerator:
             )
         return GeneratedText(prompt, tokens)
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode_text(self, text: str) -> list[int]:
         if self.tokenizer is None:
-            return _encode_ids(text)
+            return _parse_token_ids(text)
         return self.tokenizer.encode(text)
 
     def decode(self, text: GeneratedText) -> str:
@@ -170,7 +170,7 @@ def open_generator(model: TrainedModel) -> TextGenerator:
 def generate_texts(
     generator: TextGenerator,
     texts: Sequence[GeneratedText],
-    scratch: Scratch,
+    scratch: ScratchDirectory,
     *,
     num_tokens: int,
     sampling: SamplingOptions,
@@ -193,17 +193,17 @@ def generate_texts(
         sampling=sampling,
         num_choices=generator.num_tokens_known,
     )
-    tokens_file = _TokensFile(scratch.directory / TOKENS, texts, on_text)
+    tokens_file = _GeneratedTokensFile(scratch.directory / TOKENS, texts, on_text)
     try:
-        run_ranks(payload, scratch, tokens_file.poll)
+        run_ranks(payload, scratch, tokens_file.read_new_lines)
     finally:
         # What ranks wrote since the last time, also where they were stopped.
-        tokens_file.poll()
+        tokens_file.read_new_lines()
     require_result(scratch.directory / TOKENS)
     return GenerationResult(generator, sampling, seed, texts)
 
 
-class _TokensFile:
+class _GeneratedTokensFile:
     """The file to which rank 0 appends tokens while the texts grow; each poll reads what is new in
     it.
     """
@@ -214,7 +214,7 @@ class _TokensFile:
         self._path, self._texts, self._on_text = path, texts, on_text
         self._offset = 0
 
-    def poll(self) -> None:
+    def read_new_lines(self) -> None:
         try:
             with open(self._path, "rb") as file:
                 file.seek(self._offset)
@@ -275,7 +275,7 @@ def _find_tokenizer(model: TrainedModel) -> Tokenizer | None:
     return tokenizer
 
 
-def _encode_ids(prompt: str) -> list[int]:
+def _parse_token_ids(prompt: str) -> list[int]:
     """Token ids that are written as numbers, between spaces or commas."""
     words = re.findall(r"[^\s,]+", prompt)
     if not all(re.fullmatch(r"\d{1,9}", word) for word in words):

@@ -12,7 +12,7 @@ from phalanx.job.hugging_face import modules_to_preload
 from phalanx.launch.supervisor import LaunchSpec, supervise
 from phalanx.observe.bus import Bus
 from phalanx.plan.plan import Plan
-from phalanx.run.scratch import Scratch
+from phalanx.run.scratch import ScratchDirectory
 from phalanx.run.trained.model import TrainedModel
 from phalanx.run.trained.payloads import EvaluatePayload, GeneratePayload, ModelPayload
 
@@ -24,7 +24,7 @@ ENTRIES: Mapping[type, tuple[str, str]] = {
 }
 
 
-class RanksEndedError(Exception):
+class RanksEndedEarlyError(Exception):
     """Ranks that ended before their work was done, and refused nothing.
 
     A person stopped them, or code failed: then `message` has its traceback, without secrets.
@@ -36,7 +36,7 @@ class RanksEndedError(Exception):
         self.exit_code, self.message = exit_code, message
 
 
-def build_model_payload(model: TrainedModel, plan: Plan, scratch: Scratch) -> ModelPayload:
+def build_model_payload(model: TrainedModel, plan: Plan, scratch: ScratchDirectory) -> ModelPayload:
     """The part of a payload that says which model ranks open, how they share it and where they
     write."""
     checkpoint = ""
@@ -53,7 +53,9 @@ def build_model_payload(model: TrainedModel, plan: Plan, scratch: Scratch) -> Mo
 
 
 def run_ranks(
-    payload: EvaluatePayload | GeneratePayload, scratch: Scratch, on_tick: Callable[[], None]
+    payload: EvaluatePayload | GeneratePayload,
+    scratch: ScratchDirectory,
+    on_tick: Callable[[], None],
 ) -> None:
     """Run the work of `payload` on the ranks of its plan until they are done.
 
@@ -81,13 +83,13 @@ def run_ranks(
         outcome = supervise(spec, bus=bus, on_tick=on_tick, say=lambda line: None)
     finally:
         bus.close()
-    if (refusal := scratch.refusal_of(outcome)) is not None:
+    if (refusal := scratch.find_rank_refusal(outcome)) is not None:
         raise refusal
     if outcome.status == "failed":
-        message = Redactor(os.environ).text(scratch.message_of(outcome))
-        raise RanksEndedError(outcome.exit_code or ExitCode.INTERNAL, message)
+        message = Redactor(os.environ).text(scratch.failure_message(outcome))
+        raise RanksEndedEarlyError(outcome.exit_code or ExitCode.INTERNAL, message)
     if outcome.exit_code != ExitCode.OK:
-        raise RanksEndedError(outcome.exit_code)
+        raise RanksEndedEarlyError(outcome.exit_code)
 
 
 def require_result(path: Path) -> None:

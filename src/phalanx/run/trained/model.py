@@ -21,7 +21,7 @@ from phalanx.data.corpus import MANIFEST as CORPUS
 from phalanx.data.corpus import Corpus, load_corpus
 from phalanx.data.tokenizer import TOKENIZER_FILE
 from phalanx.job.costs import ModelCosts
-from phalanx.job.hugging_face import CONFIG, PREFIX, weights_directory
+from phalanx.job.hugging_face import CONFIG, PREFIX, find_weights_directory
 from phalanx.job.hugging_face import read_model_config as read_hugging_face
 from phalanx.job.load import load_job, load_job_json
 from phalanx.job.model import find_vocab_size_of
@@ -109,7 +109,7 @@ class TrainedModel:
         """Keys among `keys` ("data.source") that the overrides set, or set a part of."""
         overridden = []
         for key in keys:
-            if any(_is_part_of(_key_of(override), key) for override in self.overrides):
+            if any(_is_part_of(_key_of_override(override), key) for override in self.overrides):
                 overridden.append(key)
         return overridden
 
@@ -152,9 +152,9 @@ def open_trained_model(
     The model runs as the run trained where this machine can (with `on_one_rank` on one rank),
     unless the overrides give a layout. Raises UsageError, CheckpointError, LayoutError or JobError.
     """
-    _require_allowed(overrides, allowed_keys)
+    _require_allowed_overrides(overrides, allowed_keys)
     if _is_hugging_face_directory(location):
-        _refuse_flags(location, job_file, best)
+        _refuse_checkpoint_flags(location, job_file, best)
         return _open_hugging_face(location, overrides)
     _require_directory(location)
     folder = choose_checkpoint(location, best=best)
@@ -189,7 +189,7 @@ def _load_job_with_layout(
     source: Path, plan: Plan | None, overrides: Sequence[str], *, on_one_rank: bool
 ) -> tuple[Job, int | None, str]:
     """(the job with the layout it is to run in, how many ranks if that is decided, why so many)."""
-    has_layout = _has_layout(overrides)
+    has_layout = _sets_layout(overrides)
     # A job file of the user's, whose layout is meant for this machine.
     if source.suffix != ".json":
         num_ranks = None
@@ -207,11 +207,11 @@ def _load_job_with_layout(
     return load_job_json(source, overrides, without=LAYOUT_KEYS), 1, why
 
 
-def _has_layout(overrides: Sequence[str]) -> bool:
-    return any(_key_of(override) in LAYOUT_KEYS for override in overrides)
+def _sets_layout(overrides: Sequence[str]) -> bool:
+    return any(_key_of_override(override) in LAYOUT_KEYS for override in overrides)
 
 
-def _key_of(override: str) -> str:
+def _key_of_override(override: str) -> str:
     return override.partition("=")[0]
 
 
@@ -220,9 +220,9 @@ def _is_part_of(key: str, section: str) -> bool:
     return key == section or key.startswith(f"{section}.")
 
 
-def _require_allowed(overrides: Sequence[str], allowed_keys: Sequence[str]) -> None:
+def _require_allowed_overrides(overrides: Sequence[str], allowed_keys: Sequence[str]) -> None:
     for override in overrides:
-        key = _key_of(override)
+        key = _key_of_override(override)
         if any(_is_part_of(key, allowed) for allowed in allowed_keys):
             continue
         names = []
@@ -264,7 +264,7 @@ def _read_plan(run_dir: Path | None) -> Plan | None:
         return None
 
 
-def _refuse_flags(location: str, job_file: str | None, best: bool) -> None:
+def _refuse_checkpoint_flags(location: str, job_file: str | None, best: bool) -> None:
     if job_file is not None or best:
         argument = repr(job_file)
         if best:
@@ -295,13 +295,13 @@ def _open_hugging_face(location: str, overrides: Sequence[str]) -> TrainedModel:
     if isinstance(positions, int) and 0 < positions < Data().seq_len:
         settings.append(f"data.seq_len={positions}")
     job = load_job(None, [*settings, *overrides])
-    if weights_directory(f"{PREFIX}{path}") is None:
+    if find_weights_directory(f"{PREFIX}{path}") is None:
         raise LayoutError(
             "there are no weights in it",
             where=location,
             fix="give a directory with model.safetensors",
         )
     num_ranks: int | None = 1
-    if _has_layout(overrides):
+    if _sets_layout(overrides):
         num_ranks = None
     return TrainedModel(location, job, None, None, None, None, tuple(overrides), num_ranks, "")

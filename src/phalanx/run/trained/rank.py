@@ -31,7 +31,7 @@ from phalanx.parallel.executor import Batch
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import discover_transforms, parallelize
 from phalanx.plan.plan import Plan
-from phalanx.run.data import check_masks, open_held_out
+from phalanx.run.data import open_held_out, require_document_mask_support
 from phalanx.run.trained.files import PROGRESS, RESULT, TOKENS
 from phalanx.run.trained.payloads import EvaluatePayload, GeneratePayload, ModelPayload
 from phalanx.train.evaluation import HeldOut
@@ -45,7 +45,7 @@ discover_transforms()
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedModel:
     """The checkpoint's model on this rank, as its plan cuts it."""
 
     job: Job
@@ -69,7 +69,7 @@ def evaluate_as_rank(document: JsonObject, link: RankLink) -> int:
     with open_model(payload.model) as opened:
         job, mesh = opened.job, opened.mesh
         corpus = load_corpus(payload.data_dir)
-        check_masks(job, opened.model)
+        require_document_mask_support(job, opened.model)
         held_out = open_held_out(job, opened.plan, mesh, corpus, split=payload.split)
         if held_out is None:
             raise DataError(
@@ -78,7 +78,7 @@ def evaluate_as_rank(document: JsonObject, link: RankLink) -> int:
                 fix="raise data.held_out_fraction",
             )
         if mesh.rank == 0:
-            held_out = _count_batches(held_out, run_dir)
+            held_out = _report_batches(held_out, run_dir)
         began = time.monotonic()
         result = Evaluator(
             opened,
@@ -136,7 +136,7 @@ def continue_texts(document: JsonObject, link: RankLink) -> int:
 
 
 @contextlib.contextmanager
-def open_model(payload: ModelPayload) -> Iterator[Opened]:
+def open_model(payload: ModelPayload) -> Iterator[OpenedModel]:
     """Join the other ranks, build the model and load its weights. Collective."""
     job, plan = payload.job, payload.plan
     rank = int(os.environ.get("RANK", "0"))
@@ -165,10 +165,10 @@ def open_model(payload: ModelPayload) -> Iterator[Opened]:
             )
             model.refresh()
         phases.leave("startup")
-        yield Opened(job, plan, mesh, model, payload.step)
+        yield OpenedModel(job, plan, mesh, model, payload.step)
 
 
-def _count_batches(held_out: HeldOut, run_dir: Path) -> HeldOut:
+def _report_batches(held_out: HeldOut, run_dir: Path) -> HeldOut:
     """The same batches; how many of all were taken is written now and then."""
     total = sum(len(batches) for batches in held_out.values() if isinstance(batches, Sized))
     done, told_s = 0, 0.0
