@@ -194,8 +194,8 @@ def _refuse_images(corpus: Corpus, shape: ModelCosts) -> None:
     image_size = shapes.get("inputs", shapes.get("images", model_size))
     if image_size != model_size:
         raise LayoutError(
-            f"images are {_format_image_size(image_size)} (channels x height x width), and the model"
-            f" takes {_format_image_size(model_size)}",
+            f"images are {_format_image_size(image_size)} (channels x height x width), and the"
+            f" model takes {_format_image_size(model_size)}",
             where=f"data.source {corpus.user.source}",
             fix="set image_size and num_channels of the model, or resize the images",
         )

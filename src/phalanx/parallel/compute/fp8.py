@@ -54,7 +54,8 @@ def require_fp8_device(device: torch.device) -> None:
         name = torch.cuda.get_device_name(device)
         raise EnvironmentProblem(
             "precision.compute=fp8 needs a GPU of compute capability"
-            f" {_format_capability(FP8_CAPABILITY)}, and {name} has {_format_capability(capability)}",
+            f" {_format_capability(FP8_CAPABILITY)}, and"
+            f" {name} has {_format_capability(capability)}",
             fix=FP8_FIX,
         )
 
