@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 
 from phalanx.core.errors import EnvironmentProblem
-from phalanx.observe.bus import event_path
-from phalanx.observe.events import Event, RanksStarted, StepFinished, parse_line
+from phalanx.observe.bus import event_file_path
+from phalanx.observe.events import Event, RanksStarted, StepFinished, parse_event_line
 from throughput.cases import BARE, CEILING, NO_SINKS, NUM_RANKS, PHALANX, WHOLE_LOGITS, Case
 
 BARE_LOOP = Path(__file__).parents[1] / "bare_ddp.py"
@@ -139,8 +139,8 @@ def _bare_times(out: Path, rank: int) -> RankTimes:
 
 def _events(out: Path, rank: int) -> Sequence[tuple[Event, float]]:
     try:
-        text = event_path(out / "run", rank, 0).read_text()
+        text = event_file_path(out / "run", rank, 0).read_text()
     except FileNotFoundError:
         return []
-    envelopes = (parse_line(line) for line in text.splitlines())
+    envelopes = (parse_event_line(line) for line in text.splitlines())
     return [(found.event, found.time_unix_s) for found in envelopes if found is not None]

@@ -9,17 +9,17 @@ def main() -> None:
     if sys.platform == "win32":
         print("phalanx: Windows is not supported; use WSL or Linux", file=sys.stderr)
         sys.exit(6)
-    from phalanx.cli._app import run
+    from phalanx.cli._app import run_command_line
     from phalanx.core.output import open_closed_streams
     from phalanx.core.terminal import filter_output
 
     open_closed_streams()
     filter_output()  # to the very end: what is printed while the interpreter leaves, too
-    code = run(sys.argv[1:])
+    code = run_command_line(sys.argv[1:])
     if "torch" in sys.modules:  # a rank of another launcher; no other command imports torch
-        from phalanx.launch.rank import leave
+        from phalanx.launch.rank import exit_rank_process
 
-        leave(code)
+        exit_rank_process(code)
     sys.exit(code)
 
 

@@ -25,7 +25,7 @@ from commands import wait_until
 from phalanx.core.errors import EnvironmentProblem, ExitCode
 from phalanx.core.registry import list_kinds, resolve
 from phalanx.job.schema import Job, Observe
-from phalanx.observe.bus import CLOSE_S, Bus, OpenSink, event_path
+from phalanx.observe.bus import CLOSE_S, Bus, OpenSink, event_file_path
 from phalanx.observe.events import (
     EVENTS,
     Envelope,
@@ -38,7 +38,7 @@ from phalanx.observe.events import (
     StopRequested,
 )
 from phalanx.observe.sink_process import ProcessSink, SinkProcessError
-from phalanx.observe.sinks._metrics import Metrics, values_of
+from phalanx.observe.sinks._metrics import MetricsOfEvents, metric_values_of_event
 from phalanx.run.needs import require_packages, sink_openers
 from sink_readers import CURVES, mlflow_run, tensorboard_curves, wandb_runs
 
@@ -116,7 +116,7 @@ def record(kind: str, run_dir: Path, attempt: int, found: list[Event]) -> list[d
     for event in found:
         bus.emit(event)
     bus.close(PATIENCE_S)
-    lines = event_path(run_dir, 0, attempt).read_text().splitlines()
+    lines = event_file_path(run_dir, 0, attempt).read_text().splitlines()
     return [body for body in map(json.loads, lines) if body["event"] == "sink_dropped"]
 
 
@@ -298,21 +298,21 @@ def test_without_its_package_a_job_is_refused_with_the_extra(
     ],
 )
 def test_how_a_run_ended_is_known_from_what_it_said(found: list[Event], status: str) -> None:
-    metrics = Metrics()
+    metrics = MetricsOfEvents()
     for event in found:
-        metrics.take(Envelope(event, 0, 0, 1.0))
-    assert metrics.status == status
+        metrics.point_of_event(Envelope(event, 0, 0, 1.0))
+    assert metrics.final_status == status
 
 
 def told(
-    metrics: Metrics, run_dir: Path, attempt: int, found: list[Event]
+    metrics: MetricsOfEvents, run_dir: Path, attempt: int, found: list[Event]
 ) -> dict[int, dict[str, float]]:
     """The points of an attempt by step; its events are on record, as a rank's are."""
     bus = Bus(rank=0, attempt=attempt, run_dir=run_dir)
     for event in found:
         bus.emit(event)
     bus.close()
-    points = [metrics.take(Envelope(event, 0, attempt, 1.0)) for event in found]
+    points = [metrics.point_of_event(Envelope(event, 0, attempt, 1.0)) for event in found]
     return {point.step: point.values for point in points if point is not None}
 
 
@@ -324,16 +324,16 @@ def test_skipped_steps_are_counted_over_all_attempts_and_those_done_again_once(
     tmp_path: Path,
 ) -> None:
     assert told(
-        Metrics(tmp_path), tmp_path, 0, [started(0), skipped(1), skipped(3), skipped(4)]
+        MetricsOfEvents(tmp_path), tmp_path, 0, [started(0), skipped(1), skipped(3), skipped(4)]
     ) == {
         1: {"train/skipped": 1},
         3: {"train/skipped": 2},
         4: {"train/skipped": 3},
     }
-    assert told(Metrics(tmp_path), tmp_path, 1, [started(2), skipped(4)]) == {
+    assert told(MetricsOfEvents(tmp_path), tmp_path, 1, [started(2), skipped(4)]) == {
         4: {"train/skipped": 2}
     }
-    assert told(Metrics(tmp_path), tmp_path, 2, [started(4), skipped(5)]) == {
+    assert told(MetricsOfEvents(tmp_path), tmp_path, 2, [started(4), skipped(5)]) == {
         5: {"train/skipped": 3}
     }
 
@@ -345,7 +345,7 @@ def test_sources_whose_names_look_alike_keep_their_own_curves(tmp_path: Path) ->
         return EvalFinished(at, 2.0, 100, 1.0, losses)
 
     first = told(
-        Metrics(tmp_path),
+        MetricsOfEvents(tmp_path),
         tmp_path,
         0,
         [started(0), evaluation(1, {"a/b": 1.0, "a_b": 2.0, "a.b": 3.0})],
@@ -353,7 +353,10 @@ def test_sources_whose_names_look_alike_keep_their_own_curves(tmp_path: Path) ->
     assert first["eval/loss/a_b"] == 1.0
     assert sorted(first.values()) == [1.0, 2.0, 2.0, 3.0]
     again = told(
-        Metrics(tmp_path), tmp_path, 1, [started(1), evaluation(2, {"a.b": 3.0, "a_b": 2.0})]
+        MetricsOfEvents(tmp_path),
+        tmp_path,
+        1,
+        [started(1), evaluation(2, {"a.b": 3.0, "a_b": 2.0})],
     )[2]
     assert again.items() <= first.items()
     assert sorted(again.values()) == [2.0, 2.0, 3.0]
@@ -382,7 +385,9 @@ def test_the_page_about_sinks_names_them_all_and_shows_the_example() -> None:
     page = (root / "docs" / "sinks.md").read_text(encoding="utf-8")
     assert all(f"| `{kind}` |" in page for kind in SINKS)
     assert all(
-        f"`{name}`" in page for name in values_of(step(1)) if not name.startswith("time/forward")
+        f"`{name}`" in page
+        for name in metric_values_of_event(step(1))
+        if not name.startswith("time/forward")
     )
     assert (root / "examples" / "own_sink.py").read_text(encoding="utf-8") in page
 
@@ -407,7 +412,7 @@ def test_wandb_writes_offline_where_its_server_cannot_be_used(
     said = record("wandb", tmp_path, 0, [started(0), step(1)])
     assert said == []
     assert CURVES["wandb"](tmp_path)["train/loss"] == {1: 2.0}
-    assert "offline, since the server cannot be used" in event_path(tmp_path, 0, 0).read_text()
+    assert "offline, since the server cannot be used" in event_file_path(tmp_path, 0, 0).read_text()
 
 
 # --- the bus --------------------------------------------------------------------------------------
@@ -463,7 +468,7 @@ def released() -> Iterator[threading.Event]:
 
 
 def in_file(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in event_path(run_dir, 0, 0).read_text().splitlines()]
+    return [json.loads(line) for line in event_file_path(run_dir, 0, 0).read_text().splitlines()]
 
 
 def notes(found: list[dict[str, Any]]) -> list[str]:

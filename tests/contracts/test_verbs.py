@@ -117,7 +117,7 @@ def test_a_sub_verb_explains_itself(
     verb: str, sub_verb: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     module = importlib.import_module(f"phalanx.cli.{verb}")
-    assert _app.run([verb, sub_verb, "--help"]) == 0
+    assert _app.run_command_line([verb, sub_verb, "--help"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     example = module.EXAMPLES[sub_verb]
     assert example in shown
@@ -128,7 +128,7 @@ def test_a_sub_verb_explains_itself(
 @pytest.mark.parametrize("verb", GROUPS)
 def test_a_misspelt_sub_verb_is_corrected(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     name = max(importlib.import_module(f"phalanx.cli.{verb}").COMMANDS, key=len)
-    assert _app.run([verb, name[:-1] + "x"]) == 2
+    assert _app.run_command_line([verb, name[:-1] + "x"]) == 2
     captured = capsys.readouterr()
     assert f'did you mean "{name}"?' in captured.err
     assert len(captured.err.splitlines()) == 1
@@ -138,7 +138,7 @@ def test_a_misspelt_sub_verb_is_corrected(verb: str, capsys: pytest.CaptureFixtu
 def test_a_wrong_command_line_is_exit_2_and_one_line(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _app.run(arguments) == 2
+    assert _app.run_command_line(arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert len(captured.err.splitlines()) == 1
@@ -146,7 +146,7 @@ def test_a_wrong_command_line_is_exit_2_and_one_line(
 
 
 def test_a_misspelt_verb_is_corrected(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _app.run(["trian"]) == 2
+    assert _app.run_command_line(["trian"]) == 2
     assert 'did you mean "train"?' in capsys.readouterr().err
 
 

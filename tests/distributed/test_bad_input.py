@@ -39,7 +39,7 @@ from phalanx.checkpoint.ownership.run_lock import hold_run_lock
 from phalanx.checkpoint.reading.verify import find_checkpoint_problems
 from phalanx.cli import _app
 from phalanx.observe.events import CheckpointFailed, CheckpointSaved, RanksStarted
-from phalanx.observe.tail import read_recorded
+from phalanx.observe.tail import read_recorded_events
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
@@ -57,7 +57,7 @@ class Home:
         """What a command says that changes nothing on the disk."""
         before = snapshot(self.folder)
         folders = {path for path in self.folder.rglob("*") if path.is_dir()}
-        code = _app.run(arguments)
+        code = _app.run_command_line(arguments)
         captured = self.capture.readouterr()
         assert snapshot(self.folder) == before
         assert {path for path in self.folder.rglob("*") if path.is_dir()} == folders
@@ -639,8 +639,8 @@ def test_a_full_disk_does_not_stop_training(home: Home) -> None:
         run_dir = small / "run"
         assert list(loss_curve(run_dir)) == list(range(1, 25))
         # As phalanx reads them: where there is no room, the last line of an event file may be torn.
-        saved = [e.event.step for e in read_recorded(run_dir, CheckpointSaved)]
-        failed = [e.event for e in read_recorded(run_dir, CheckpointFailed)]
+        saved = [e.event.step for e in read_recorded_events(run_dir, CheckpointSaved)]
+        failed = [e.event for e in read_recorded_events(run_dir, CheckpointFailed)]
         assert saved[:1] == [5]
         assert failed, saved
         assert all("No space left on device" in event.reason for event in failed)

@@ -267,7 +267,7 @@ def refuse(
         monkeypatch.setenv(name, value)
 
     def refuse(*arguments: str) -> tuple[int, str]:
-        code = _app.run(arguments)
+        code = _app.run_command_line(arguments)
         captured = capsys.readouterr()
         assert captured.out == ""
         (line,) = captured.err.splitlines()

@@ -31,7 +31,7 @@ from phalanx.job.schema import Job
 from phalanx.mesh.mesh import open_mesh
 from phalanx.observe import events
 from phalanx.observe.bus import Bus
-from phalanx.observe.tail import read_recorded
+from phalanx.observe.tail import read_recorded_events
 from phalanx.optim.build import build_optimizer
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.planner import make_plan
@@ -328,7 +328,7 @@ def runs(folder: Path) -> dict[str, Outcome]:
 
 
 def losses_by_step(run_dir: Path) -> dict[int, float]:
-    told = [envelope.event for envelope in read_recorded(run_dir, events.EvalFinished)]
+    told = [envelope.event for envelope in read_recorded_events(run_dir, events.EvalFinished)]
     assert len({event.step for event in told}) == len(told), "evaluated twice"
     return {event.step: event.loss for event in told}
 
@@ -389,7 +389,7 @@ def redone(rank: int, folder: str) -> list[Outcome]:
 def test_what_is_done_again_is_judged_again_and_what_stands_is_not(tmp_path: Path) -> None:
     ((again,),) = run_ranks(1, redone, str(tmp_path))
     assert [event.step for event in again.evals] == [4, 5, 6]
-    told = [e.event for e in read_recorded(tmp_path / "died", events.EvalFinished)]
+    told = [e.event for e in read_recorded_events(tmp_path / "died", events.EvalFinished)]
     assert [event.step for event in told] == [1, 2, 3, 4, 4, 5, 6]
     first, second = (event.loss for event in told if event.step == 4)
     assert first == second
@@ -450,7 +450,9 @@ def test_a_loss_that_is_no_number_is_never_the_best_and_a_full_disk_ends_nothing
 ) -> None:
     ((blocked, spoilt),) = run_ranks(1, unfit, str(tmp_path))
     assert blocked.ended == spoilt.ended == "finished"
-    failed = [envelope.event for envelope in read_recorded(tmp_path, events.CheckpointFailed)]
+    failed = [
+        envelope.event for envelope in read_recorded_events(tmp_path, events.CheckpointFailed)
+    ]
     assert failed
     assert {event.path for event in failed} == {BEST}
     assert all(math.isnan(event.loss) and event.best_step == 0 for event in spoilt.evals)

@@ -22,7 +22,7 @@ from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import causal_cross_entropy
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import ExpertsLoaded
-from phalanx.observe.tail import read_recorded
+from phalanx.observe.tail import read_recorded_events
 from phalanx.optim.build import build_optimizer
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.memory import rank_params
@@ -107,7 +107,7 @@ def ran(
         folder = tmp_path_factory.mktemp(name)
         held = run_ranks(num_ranks, trained, name, str(folder))
         told = [
-            [e.event for e in read_recorded(folder, ExpertsLoaded, rank=rank)]
+            [e.event for e in read_recorded_events(folder, ExpertsLoaded, rank=rank)]
             for rank in range(num_ranks)
         ]
         found[name] = held, told

@@ -16,7 +16,7 @@ import pytest
 from commands import TINY, Done, events, loss_curve, run, run_all, write_text
 from phalanx.checkpoint.exchange.checkpoint_reader import CheckpointReader
 from phalanx.checkpoint.manifest import list_checkpoint_dirs, read_manifest
-from phalanx.cli._app import run as phalanx
+from phalanx.cli._app import run_command_line as phalanx
 from phalanx.observe.events import RunStarted, WeightsTaken
 
 pytestmark = pytest.mark.usefixtures("warm_starts")

@@ -18,7 +18,7 @@ from phalanx.job.schema import Job
 from phalanx.mesh.logical import local_tensor
 from phalanx.nn.objective import causal_cross_entropy, takes_classes
 from phalanx.observe.events import InvariantChecked
-from phalanx.observe.tail import read_recorded
+from phalanx.observe.tail import read_recorded_events
 from phalanx.optim.build import build_optimizer
 from phalanx.parallel.model import ParallelModel
 from phalanx.train.trainer import Trainer
@@ -39,7 +39,7 @@ NORM = "blocks.1.ffn_norm.weight"
 def told(folder: Path, ranks: int) -> list[InvariantChecked]:
     results = []
     for rank in range(ranks):
-        for envelope in read_recorded(folder, InvariantChecked, rank=rank):
+        for envelope in read_recorded_events(folder, InvariantChecked, rank=rank):
             assert isinstance(envelope.event, InvariantChecked)
             results.append(envelope.event)
     return results

@@ -21,7 +21,7 @@ import pytest
 from test_launch_entries import Payload
 
 from phalanx.core.errors import EXIT_CODE_MEANING, ExitCode
-from phalanx.launch.supervisor import LaunchSpec, Outcome, supervise
+from phalanx.launch.supervisor import LaunchSpec, RunOutcome, supervise_ranks
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import (
     Envelope,
@@ -29,7 +29,7 @@ from phalanx.observe.events import (
     RankFailed,
     RanksStarted,
     RestartScheduled,
-    parse_line,
+    parse_event_line,
 )
 
 HERE = Path(__file__).parent
@@ -61,7 +61,7 @@ class Run:
         payload: dict[str, Any] | None = None,
         of_attempt: Callable[[], dict[str, Any]] = dict,
         **options: Any,
-    ) -> Outcome:
+    ) -> RunOutcome:
         entry = entry if ":" in entry else f"{ENTRIES}:{entry}"
 
         def make_payload() -> Payload:
@@ -76,7 +76,7 @@ class Run:
             on_tick()
 
         try:
-            return supervise(
+            return supervise_ranks(
                 spec, bus=bus, on_tick=tick, say=self.said.append, newest_step=lambda: 40
             )
         finally:
@@ -85,7 +85,9 @@ class Run:
     def events(self, kind: type) -> list[Envelope]:
         lines = (self.dir / "events" / "supervisor.jsonl").read_text().splitlines()
         return [
-            found for line in lines if (found := parse_line(line)) and isinstance(found.event, kind)
+            found
+            for line in lines
+            if (found := parse_event_line(line)) and isinstance(found.event, kind)
         ]
 
     def marked(self) -> list[str]:
@@ -177,7 +179,7 @@ def test_ranks_reduce_and_only_loopback_listens(run: Run) -> None:
 
     on_tick = once(lambda: run.has("reduced-0-0", "reduced-1-0"), look)
     outcome = run.supervise("reduce", preload=("torch", "torch.distributed"), on_tick=on_tick)
-    assert outcome == Outcome(0, "finished", "", 1), outcome.message
+    assert outcome == RunOutcome(0, "finished", "", 1), outcome.message
     assert len(listening) >= 3  # the store and a gloo pair of each rank
     assert {address for address, _ in listening} == {"127.0.0.1"}
     for rank in range(2):
@@ -210,7 +212,7 @@ def test_traceback_of_the_first_rank_comes_first_and_the_others_are_folded(run: 
 
 def test_a_phalanx_error_is_one_line_and_is_not_tried_again(run: Run) -> None:
     outcome = run.supervise("bad_data")
-    assert outcome == Outcome(
+    assert outcome == RunOutcome(
         4, "failed", "corpus.txt: the corpus is empty; choose another file", 1
     )
     assert not run.events(RestartScheduled)
@@ -419,7 +421,7 @@ def test_a_stop_that_is_refused_is_not_to_be_queued_again(run: Run, code: ExitCo
         lambda: os.kill(os.getpid(), signal.SIGTERM),
     )
     outcome = run.supervise("refused_when_it_stops", payload={"code": int(code)}, on_tick=on_tick)
-    assert outcome == Outcome(int(code), "failed", "run: the last save is refused", 1)
+    assert outcome == RunOutcome(int(code), "failed", "run: the last save is refused", 1)
 
 
 def test_sigterm_to_every_process_of_the_job_lets_the_ranks_save(run: Run) -> None:
@@ -432,7 +434,7 @@ def test_sigterm_to_every_process_of_the_job_lets_the_ranks_save(run: Run) -> No
     outcome = run.supervise(
         "trains", on_tick=once(lambda: run.has("training-0-0", "training-1-0"), terminate)
     )
-    assert outcome == Outcome(75, "preempted", EXIT_CODE_MEANING[ExitCode.PREEMPTED], 1)
+    assert outcome == RunOutcome(75, "preempted", EXIT_CODE_MEANING[ExitCode.PREEMPTED], 1)
 
 
 def test_a_rank_that_gets_sigterm_takes_the_others_along(run: Run) -> None:

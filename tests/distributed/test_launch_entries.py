@@ -19,7 +19,7 @@ from typing import Any
 
 from phalanx.core.errors import DataError, ResourceError, RunLockedError
 from phalanx.core.phases import BlackBox, PhaseTimer
-from phalanx.launch.paths import black_box
+from phalanx.launch.paths import black_box_path
 from phalanx.launch.rank_link import RankLink
 
 DEADLINE_S = 60.0
@@ -67,7 +67,7 @@ def wait_until_gone(pid: int) -> None:
 
 
 def at_step(payload: dict[str, Any], step: int, phase: str) -> PhaseTimer:
-    phases = PhaseTimer(BlackBox(black_box(Path(payload["run_dir"]), rank())))
+    phases = PhaseTimer(BlackBox(black_box_path(Path(payload["run_dir"]), rank())))
     phases.step = step
     phases.enter(phase)
     return phases
@@ -293,12 +293,12 @@ def stubborn(payload: dict[str, Any], link: RankLink) -> int:
 
 def main() -> int:
     """`python test_launch_entries.py RUN ENTRY PAYLOAD`: a supervisor of two ranks."""
-    from phalanx.launch.supervisor import LaunchSpec, supervise
+    from phalanx.launch.supervisor import LaunchSpec, supervise_ranks
     from phalanx.observe.bus import Bus
 
     run_dir, entry, payload = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
     bus = Bus(rank=-1, run_dir=run_dir)
-    outcome = supervise(
+    outcome = supervise_ranks(
         LaunchSpec(entry, lambda: Payload(payload), 2, run_dir, ()), bus=bus, say=print
     )
     bus.close()

@@ -17,17 +17,17 @@ import pytest
 from phalanx.core.errors import DataError, EnvironmentProblem, RestartBudgetError
 from phalanx.core.files import write_bytes_atomic
 from phalanx.core.phases import BlackBox, LastSeen
-from phalanx.launch.absence import Absence, find_absence
+from phalanx.launch.absence import AbsentRank, find_absent_rank
 from phalanx.launch.attempt import AttemptEnd, RankExit
 from phalanx.launch.end_record import EndRecord, EndWriter, open_end_pipe
 from phalanx.launch.external import external_ranks
-from phalanx.launch.paths import black_box, clear_black_boxes, next_attempt
-from phalanx.launch.rank_env import ALLOCATOR_VARIABLES, RankEnv, rank_variables
+from phalanx.launch.paths import black_box_path, clear_black_boxes, next_attempt_number
+from phalanx.launch.rank_env import ALLOCATOR_VARIABLES, RankEnv, build_rank_variables
 from phalanx.launch.reports import ErrorReport, build_error_report
 from phalanx.launch.restarts import RestartPolicy
 from phalanx.launch.server_process import _server_environment
 from phalanx.launch.signature import normalize_failure_message
-from phalanx.launch.verdict import Failure, find_failure
+from phalanx.launch.verdict import RankFailure, find_failure
 
 TORCHRUN = {
     "RANK": "3",
@@ -61,7 +61,7 @@ class TestExternalRanks:
 
     def test_a_supervised_rank_reads_back_what_it_was_given(self) -> None:
         ranks = RankEnv(1, 2, 1, 2, attempt=7)
-        variables = rank_variables(ranks, 12345, {"OMP_NUM_THREADS": "4"})
+        variables = build_rank_variables(ranks, 12345, {"OMP_NUM_THREADS": "4"})
         assert place_of(variables) == ranks
         assert variables["GLOO_SOCKET_IFNAME"] == variables["NCCL_SOCKET_IFNAME"] == "lo"
         assert variables["MASTER_ADDR"] == "127.0.0.1"
@@ -96,7 +96,7 @@ class TestExternalRanks:
 
 class TestAttempts:
     def test_counts_on_from_any_file_an_attempt_left(self, tmp_path: Path) -> None:
-        assert next_attempt(tmp_path) == 0
+        assert next_attempt_number(tmp_path) == 0
         for name in (
             "events/rank-0000-attempt-03.jsonl",
             "logs/rank-0001-attempt-12.error.json",
@@ -104,12 +104,12 @@ class TestAttempts:
         ):
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).touch()
-        assert next_attempt(tmp_path) == 13
+        assert next_attempt_number(tmp_path) == 13
 
     def test_an_old_place_is_not_taken_for_a_new_one(self, tmp_path: Path) -> None:
-        BlackBox(black_box(tmp_path, 0)).write(9, "forward")
+        BlackBox(black_box_path(tmp_path, 0)).write(9, "forward")
         clear_black_boxes(tmp_path)
-        assert not black_box(tmp_path, 0).exists()
+        assert not black_box_path(tmp_path, 0).exists()
 
 
 def raised(error: BaseException) -> ErrorReport:
@@ -199,7 +199,7 @@ class TestReports:
 
     def test_survives_a_round_trip_and_odd_text(self, tmp_path: Path) -> None:
         report = raised(ValueError("surrogate \udcff"))
-        report.save(tmp_path / "logs" / "x.error.json")
+        report.write_report_file(tmp_path / "logs" / "x.error.json")
         assert ErrorReport(**json.loads((tmp_path / "logs" / "x.error.json").read_text())) == report
 
     @pytest.mark.parametrize(
@@ -217,24 +217,24 @@ class TestEndRecords:
         reader, fd = open_end_pipe()
         writer = EndWriter(fd)
         if (pid := os.fork()) == 0:
-            writer.write(
+            writer.write_record(
                 EndRecord(0)
             )  # a process that user code forked does not speak for the rank
             os._exit(0)
         os.waitpid(pid, 0)
-        assert reader.read() is None
+        assert reader.read_record() is None
         record = EndRecord(1, raised(ValueError("long " * 10_000)))
         telling = threading.Thread(
-            target=lambda: (writer.write(record), writer.write(EndRecord(0)))
+            target=lambda: (writer.write_record(record), writer.write_record(EndRecord(0)))
         )
         telling.start()  # it is longer than what a pipe holds
         told = None
         while told is None:
-            told = reader.read()
+            told = reader.read_record()
         telling.join()
         os.close(fd)
         assert told == record
-        assert reader.read() is None
+        assert reader.read_record() is None
 
     def test_a_pipe_that_user_code_closed_takes_no_other_file_for_itself(
         self, tmp_path: Path
@@ -244,27 +244,27 @@ class TestEndRecords:
         other = os.open(tmp_path / "other", os.O_WRONLY | os.O_CREAT)
         os.dup2(other, fd)
         os.close(other)
-        writer.write(EndRecord(0))
+        writer.write_record(EndRecord(0))
         os.close(fd)
-        assert reader.read() is None
+        assert reader.read_record() is None
         assert (tmp_path / "other").read_bytes() == b""
 
     def test_events_go_the_same_way_and_wait_for_nobody(self) -> None:
         reader, fd = open_end_pipe()
         writer = EndWriter(fd)
         assert writer.forward_event('{"event": "note"}')
-        writer.write(EndRecord(0))
+        writer.write_record(EndRecord(0))
         assert writer.forward_event("the last, after the record")
         assert not writer.forward_event("x" * 8192)  # it might be torn, or wait
-        assert reader.read() == EndRecord(0)
+        assert reader.read_record() == EndRecord(0)
         assert reader.take_events() == ['{"event": "note"}', "the last, after the record"]
         assert reader.take_events() == []
         while writer.forward_event("y" * 1000):  # until the pipe is full
             pass
-        assert reader.read() is None
+        assert reader.read_record() is None
         assert set(reader.take_events()) == {"y" * 1000}
         os.close(fd)
-        assert reader.read() is None
+        assert reader.read_record() is None
         assert not reader.is_open
 
     def test_a_broken_str_does_not_hide_the_error(self) -> None:
@@ -287,7 +287,7 @@ def failed(report: ErrorReport) -> EndRecord:
 
 class TestVerdict:
     def at(self, run_dir: Path, rank: int, step: int, phase: str) -> None:
-        BlackBox(black_box(run_dir, rank)).write(step, phase)
+        BlackBox(black_box_path(run_dir, rank)).write(step, phase)
 
     def test_the_earliest_cause_not_the_earliest_consequence(self, tmp_path: Path) -> None:
         self.at(tmp_path, 2, 31, "backward")
@@ -393,7 +393,7 @@ class TestVerdict:
             {rank: EndRecord(0) for rank in range(2)},
         )
         assert find_failure(end, tmp_path) is None
-        assert end.codes == {0}
+        assert end.exit_codes == {0}
 
 
 GLOO = (
@@ -495,7 +495,7 @@ class TestSignatures:
         first."""
         policy = RestartPolicy(max_restarts=100, window_s=3600)
         for rank in range(2):
-            BlackBox(black_box(tmp_path, rank)).write(7, "backward")
+            BlackBox(black_box_path(tmp_path, rank)).write(7, "backward")
         failures = []
         for attempt, words in enumerate(
             (f"{GLOO} [127.0.0.1]:4711", f"{FULL_MESH}: Connection reset by peer")
@@ -506,9 +506,9 @@ class TestSignatures:
             )
             assert failure is not None
             failures.append(failure)
-        policy.admit(failures[0], now_s=0)
+        policy.admit_restart(failures[0], now_s=0)
         with pytest.raises(RestartBudgetError, match="deterministic failure at step 7"):
-            policy.admit(failures[1], now_s=0)
+            policy.admit_restart(failures[1], now_s=0)
 
 
 class TestAbsence:
@@ -517,16 +517,16 @@ class TestAbsence:
 
     def test_a_stopped_rank_comes_before_one_that_computes(self) -> None:
         places = {0: self.WAITS, 1: LastSeen(12, 48.0, "forward", ""), 2: self.WAITS}
-        absence = find_absence({0: self.LOST}, {1: "R", 2: "T"}, places)
-        assert absence == Absence(2, "its process was stopped (SIGSTOP)")
+        absence = find_absent_rank({0: self.LOST}, {1: "R", 2: "T"}, places)
+        assert absence == AbsentRank(2, "its process was stopped (SIGSTOP)")
 
     def test_a_rank_elsewhere_than_in_a_collective(self) -> None:
         computes = LastSeen(
             12, 48.0, "forward", "F0"
         )  # the action of a pipeline, which waits for nobody
         places = {0: self.WAITS, 1: self.WAITS, 2: computes, 3: self.WAITS}
-        absence = find_absence({0: self.LOST}, {1: "S", 2: "R", 3: "S"}, places)
-        assert absence == Absence(2, "its process was running, in code that did not get there")
+        absence = find_absent_rank({0: self.LOST}, {1: "S", 2: "R", 3: "S"}, places)
+        assert absence == AbsentRank(2, "its process was running, in code that did not get there")
 
     def test_the_one_that_is_furthest_behind(self) -> None:
         places = {
@@ -534,7 +534,7 @@ class TestAbsence:
             1: LastSeen(12, 48.0, "data", ""),
             2: LastSeen(11, 49.0, "optimizer", ""),
         }
-        absence = find_absence({0: self.LOST}, {1: "S", 2: "S"}, places)
+        absence = find_absent_rank({0: self.LOST}, {1: "S", 2: "S"}, places)
         assert absence is not None
         assert absence.rank == 2
 
@@ -544,51 +544,51 @@ class TestAbsence:
             1: self.WAITS._replace(monotonic_s=58.5),
             2: self.WAITS._replace(monotonic_s=50.1),
         }
-        absence = find_absence(dict.fromkeys(range(3), self.LOST), {}, places)
-        assert absence == Absence(1, "it came 8.4 s after the others")
+        absence = find_absent_rank(dict.fromkeys(range(3), self.LOST), {}, places)
+        assert absence == AbsentRank(1, "it came 8.4 s after the others")
 
     def test_nobody_is_named_where_nothing_singles_one_out(self) -> None:
         places = {0: self.WAITS, 1: self.WAITS._replace(monotonic_s=50.2)}
-        assert find_absence(dict.fromkeys(range(2), self.LOST), {}, places) is None
+        assert find_absent_rank(dict.fromkeys(range(2), self.LOST), {}, places) is None
 
 
 class TestRestartPolicy:
     def failure(
         self, step: int, signature: str = "killed by SIGKILL", cause: str = "signal"
-    ) -> Failure:
+    ) -> RankFailure:
         summary = f"rank 1 {signature} at step {step}"
-        return Failure(
+        return RankFailure(
             1, cause, step, "forward", summary, signature, summary, signature, 1, True, 0.0
         )
 
     def test_the_budget_is_a_rate(self) -> None:
         policy = RestartPolicy(max_restarts=2, window_s=3600)
-        policy.admit(self.failure(1), now_s=0)
-        policy.admit(self.failure(2), now_s=1000)
+        policy.admit_restart(self.failure(1), now_s=0)
+        policy.admit_restart(self.failure(2), now_s=1000)
         with pytest.raises(
             RestartBudgetError, match="last cause: rank 1 killed by SIGKILL at step 3"
         ) as caught:
-            policy.admit(self.failure(3), now_s=2000)
+            policy.admit_restart(self.failure(3), now_s=2000)
         assert caught.value.exit_code == 10
-        policy.admit(self.failure(4), now_s=3700)
+        policy.admit_restart(self.failure(4), now_s=3700)
 
     def test_the_same_failure_three_times_in_a_row(self) -> None:
         policy = RestartPolicy(max_restarts=100, window_s=3600)
         for step in (5, 5, 6, 5, 5):
-            policy.admit(self.failure(step), now_s=0)
+            policy.admit_restart(self.failure(step), now_s=0)
         with pytest.raises(RestartBudgetError, match="deterministic failure at step 5"):
-            policy.admit(self.failure(5), now_s=0)
+            policy.admit_restart(self.failure(5), now_s=0)
 
     def test_an_exception_of_the_same_words_at_the_same_step_is_tried_once_more(self) -> None:
         policy = RestartPolicy(max_restarts=100, window_s=3600)
         for step, words in ((5, "OSError: a"), (5, "OSError: b"), (6, "OSError: b")):
-            policy.admit(self.failure(step, words, "exception"), now_s=0)
+            policy.admit_restart(self.failure(step, words, "exception"), now_s=0)
         with pytest.raises(RestartBudgetError, match="deterministic failure at step 6: OSError: b"):
-            policy.admit(self.failure(6, "OSError: b", "exception"), now_s=0)
+            policy.admit_restart(self.failure(6, "OSError: b", "exception"), now_s=0)
 
     def test_no_restarts_at_all(self) -> None:
         with pytest.raises(RestartBudgetError):
-            RestartPolicy(max_restarts=0, window_s=3600).admit(self.failure(1), now_s=0)
+            RestartPolicy(max_restarts=0, window_s=3600).admit_restart(self.failure(1), now_s=0)
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
@@ -600,11 +600,11 @@ def test_memory_of_gpus_grows_in_segments_unless_the_user_says_otherwise(
     for variable in ALLOCATOR_VARIABLES:
         monkeypatch.delenv(variable, raising=False)
     wanted = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    assert wanted.items() <= rank_variables(ranks, 1, {}).items()
+    assert wanted.items() <= build_rank_variables(ranks, 1, {}).items()
     assert wanted.items() <= _server_environment().items()
     monkeypatch.setenv(name, "max_split_size_mb:64")
     assert not set(ALLOCATOR_VARIABLES) & set(
-        rank_variables(ranks, 1, {name: "max_split_size_mb:64"})
+        build_rank_variables(ranks, 1, {name: "max_split_size_mb:64"})
     )
     found = _server_environment()
     assert {v: found[v] for v in ALLOCATOR_VARIABLES if v in found} == {

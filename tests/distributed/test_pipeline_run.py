@@ -25,7 +25,7 @@ from phalanx.mesh.mesh import open_mesh
 from phalanx.nn.objective import causal_cross_entropy
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import EvalFinished, Event, PipelineMeasured, StepFinished
-from phalanx.observe.tail import read_recorded
+from phalanx.observe.tail import read_recorded_events
 from phalanx.optim.build import build_optimizer
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.pipeline.schedule import Action
@@ -122,7 +122,7 @@ class Ran:
     sample: list[int]
 
     def events(self, kind: type[Event], rank: int = 0) -> list[Any]:
-        return [envelope.event for envelope in read_recorded(self.folder, kind, rank=rank)]
+        return [envelope.event for envelope in read_recorded_events(self.folder, kind, rank=rank)]
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:

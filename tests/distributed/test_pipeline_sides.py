@@ -28,7 +28,7 @@ from phalanx.job.schema import Job, Optim
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import PipelineMeasured
-from phalanx.observe.tail import read_recorded
+from phalanx.observe.tail import read_recorded_events
 from phalanx.optim.build import build_optimizer
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.pipeline.executor import PipelineExecutor
@@ -246,9 +246,11 @@ def gathered(rank: int, folder: str) -> None:
 
 def test_spans_of_all_ranks_become_one_event(tmp_path: Path) -> None:
     run_ranks(4, gathered, str(tmp_path))
-    told = [envelope.event for envelope in read_recorded(tmp_path, PipelineMeasured)]
+    told = [envelope.event for envelope in read_recorded_events(tmp_path, PipelineMeasured)]
     assert [event.step for event in told if isinstance(event, PipelineMeasured)] == [5, 9]
-    assert all(not list(read_recorded(tmp_path, PipelineMeasured, rank=rank)) for rank in (1, 2, 3))
+    assert all(
+        not list(read_recorded_events(tmp_path, PipelineMeasured, rank=rank)) for rank in (1, 2, 3)
+    )
     event = told[0]
     assert isinstance(event, PipelineMeasured)
     reference = simulate(PIPELINE.schedule(), [StageCosts(0.5, 0.5, 0.25)] * NUM_STAGES, 0.125)

@@ -143,7 +143,10 @@ def start(
             run_rank(RankRunInputs(ready.job, ready.plan, run_dir, 0, attempt, time.monotonic()))
         except CheckpointError as error:
             refusal = str(error)
-        told = [envelope.event for envelope in EventTail(run_dir, attempt_from=attempt).poll()]
+        told = [
+            envelope.event
+            for envelope in EventTail(run_dir, attempt_from=attempt).read_new_events()
+        ]
     return (
         sum(made),
         [(event.step, event.loss) for event in told if isinstance(event, StepFinished)],

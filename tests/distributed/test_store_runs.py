@@ -28,10 +28,10 @@ from commands import (
     write_text,
 )
 from phalanx.checkpoint.stores import open_store
-from phalanx.cli._app import run as phalanx
+from phalanx.cli._app import run_command_line as phalanx
 from phalanx.observe.events import CheckpointFailed, CheckpointSaved, Note, RunStarted, StepFinished
-from phalanx.report.reduce import reduce_run
-from phalanx.report.summary import run_json
+from phalanx.report.reduce import collect_run_facts
+from phalanx.report.summary import build_run_json
 from s3_server import BUCKET, CREDENTIALS, Server, s3_server
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
@@ -194,7 +194,7 @@ def in_this_process(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_facts_of_a_run_need_no_store(story: Story) -> None:
     """What a laptop without the run's credentials sees."""
-    said = run_json(reduce_run(story.run_dir))["checkpoints"]
+    said = build_run_json(collect_run_facts(story.run_dir))["checkpoints"]
     assert [checkpoint["step"] for checkpoint in said][-1] == 40
     assert all(
         checkpoint["path"].startswith(f"{URL}/step-") and checkpoint["num_bytes"] > 0

@@ -30,9 +30,9 @@ from commands import (
 )
 from phalanx.checkpoint.ownership.fence import LOOK_EVERY_S
 from phalanx.core.phases import read_black_box
-from phalanx.launch.paths import black_box
+from phalanx.launch.paths import black_box_path
 from phalanx.observe.events import CheckpointSaved
-from phalanx.observe.tail import read_recorded
+from phalanx.observe.tail import read_recorded_events
 from s3_server import BUCKET, s3_server
 
 JOB = (
@@ -110,7 +110,7 @@ def take_over(folder: Path, run_dir: Path, env: dict[str, str] | None = None) ->
     """Another job continues the run, to an end of its own, as if the first one's machine were
     gone; its exit code."""
     (run_dir / "lock").unlink()
-    step = max(envelope.event.step for envelope in read_recorded(run_dir, CheckpointSaved))  # type: ignore[attr-defined]
+    step = max(envelope.event.step for envelope in read_recorded_events(run_dir, CheckpointSaved))  # type: ignore[attr-defined]
     later, since = (
         step + 11,
         time.monotonic(),
@@ -284,7 +284,7 @@ def require_fenced(done: Done, before: LeftFiles) -> None:
 
 
 def _phase(run_dir: Path) -> str:
-    place = read_black_box(black_box(run_dir, 0))
+    place = read_black_box(black_box_path(run_dir, 0))
     return place.phase if place is not None else ""
 
 

@@ -74,7 +74,7 @@ def test_events_that_a_full_disk_refuses_are_kept_shown_and_written_later(tmp_pa
         assert bus.num_unwritten == 0
         bus.close()
         tail = EventTail(disk / "run")
-        codes = [e.event.code for e in tail.poll() if isinstance(e.event, Note)]
+        codes = [e.event.code for e in tail.read_new_events() if isinstance(e.event, Note)]
         assert [code for code in codes if code != "events_unwritten"] == [
             "first",
             *(f"n{n}" for n in range(20)),

@@ -24,7 +24,7 @@ import warm
 from phalanx.checkpoint.manifest import list_checkpoint_dirs, read_manifest
 from phalanx.checkpoint.reading.verify import find_checkpoint_problems
 from phalanx.core.launchers import PREFIXES, SUPERVISED, TORCH_VARIABLES
-from phalanx.observe.events import Envelope, Event, parse_line
+from phalanx.observe.events import Envelope, Event, parse_event_line
 
 PHALANX = [sys.executable, warm.__file__]  # as the next, but it and its ranks start in a moment
 COLD = [sys.executable, "-m", "phalanx"]  # as a user starts it
@@ -198,7 +198,7 @@ def events(run_dir: Path, kind: type[Event] | None = None) -> list[Envelope]:
     found = []
     for path in sorted((run_dir / "events").iterdir()):
         for line in path.read_text(encoding="utf-8").splitlines():
-            envelope = parse_line(line)
+            envelope = parse_event_line(line)
             assert envelope is not None, f"{path}: {line}"
             if kind is None or isinstance(envelope.event, kind):
                 found.append(envelope)

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from phalanx.observe.activity import Activity
+from phalanx.observe.activity import CurrentActivity
 from phalanx.observe.console import open_console
 from phalanx.observe.events import (
     Envelope,
@@ -36,7 +36,7 @@ STEP = StepFinished(1, 2.5, 1, 1, 1e-3, 1.0, 0.1, 10.0, {}, 0.0, 2**20)
 
 
 def test_what_a_run_is_at_follows_from_its_events() -> None:
-    activity = Activity()
+    activity = CurrentActivity()
     assert activity.words == "starting the ranks"
     seen: list[tuple[Event, str]] = [
         (started(), "step 1, the first one, takes longer than others"),
@@ -53,16 +53,16 @@ def test_what_a_run_is_at_follows_from_its_events() -> None:
         (started(100), ""),  # a run that was done already
     ]
     for event, words in seen:
-        activity.take(event, 0)
+        activity.take_event(event, 0)
         assert activity.words == words
-    activity.take(WorkProgressed(1, "evaluate"), 0)
-    activity.take(STEP, 1)  # another rank's step is no news of what rank 0 does
+    activity.take_event(WorkProgressed(1, "evaluate"), 0)
+    activity.take_event(STEP, 1)  # another rank's step is no news of what rank 0 does
     assert activity.words
 
 
 def test_a_log_gets_a_line_after_ten_seconds_and_twice_as_long_each_time() -> None:
     clock = Clock()
-    activity = Activity(clock)
+    activity = CurrentActivity(clock)
     said = {}
     for second in range(100):
         clock.now = float(second)
@@ -70,9 +70,9 @@ def test_a_log_gets_a_line_after_ten_seconds_and_twice_as_long_each_time() -> No
             said[second] = line
     assert list(said) == [10, 20, 40, 80]
     assert said[20] == "starting the ranks (20.0 s so far)"
-    activity.take(WorkProgressed(50, "evaluate", 3, 64), 0)
+    activity.take_event(WorkProgressed(50, "evaluate", 3, 64), 0)
     clock.now += 9
-    activity.take(
+    activity.take_event(
         WorkProgressed(50, "evaluate", 30, 64), 0
     )  # the same evaluation: its clock goes on
     assert activity.line_if_due() is None
@@ -100,6 +100,6 @@ def test_progress_is_told_when_it_begins_and_seldom_then(monkeypatch: pytest.Mon
     teller = ProgressEmitter(found.append, 7, "evaluate", 1000, clock=clock)
     for number in range(1000):
         clock.now += 0.01
-        teller.tell(number)
+        teller.report_progress(number)
     assert found[0] == WorkProgressed(7, "evaluate", 0, 1000)
     assert 15 <= len(found) <= 21  # of ten seconds

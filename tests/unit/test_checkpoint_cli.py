@@ -19,12 +19,12 @@ from phalanx.checkpoint.ownership.run_lock import hold_run_lock
 from phalanx.checkpoint.reading.choose import choose_checkpoint
 from phalanx.checkpoint.reading.weights import load_weights
 from phalanx.checkpoint.stores import find_newest_step, open_store
-from phalanx.cli._app import run
+from phalanx.cli._app import run_command_line
 from phalanx.core.errors import CheckpointError
 
 
 def phalanx(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = run(["checkpoint", *arguments])
+    code = run_command_line(["checkpoint", *arguments])
     out, err = capsys.readouterr()
     return code, out, err
 

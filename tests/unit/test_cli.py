@@ -28,7 +28,7 @@ from phalanx.core.errors import (
 from phalanx.job.load import load_job
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import BaselineMeasured, EvalFinished, TextGenerated
-from phalanx.report.end_of_run import summary_lines
+from phalanx.report.end_of_run import end_of_run_lines
 from phalanx.run.announce import announcement_lines
 from phalanx.run.prepare import prepare_run
 
@@ -52,7 +52,7 @@ def test_a_sample_cannot_move_the_cursor(tmp_path: Path) -> None:
     bus.emit(EvalFinished(5, 2.0, 100, 0.1))
     bus.emit(BaselineMeasured("trigram", 1.5, 100, 0.1))
     bus.close()
-    lines = "\n".join(summary_lines(tmp_path)).split("\n")
+    lines = "\n".join(end_of_run_lines(tmp_path)).split("\n")
     assert lines == [
         "loss    held out, nats per token: model 2.000  trigram 1.500   (100 tokens)",
         "        the model is 0.500 nats worse than the trigram",
@@ -224,7 +224,7 @@ def test_an_exception_that_nobody_expected_is_a_traceback_without_secrets(
 
     monkeypatch.setenv("MY_API_KEY", "SEKRET-1234567")
     monkeypatch.setattr(_app, "build_app", breaks)
-    assert _app.run([]) == ExitCode.INTERNAL
+    assert _app.run_command_line([]) == ExitCode.INTERNAL
     said = capsys.readouterr().err
     assert said.startswith("Traceback (most recent call last):")
     assert said.endswith("RuntimeError: it quotes ***\n")
@@ -243,7 +243,7 @@ def test_an_exception_that_nobody_expected_is_a_traceback_without_secrets(
 def test_a_mistake_on_the_command_line_leads_to_the_help_of_its_verb(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _app.run(arguments) == 2
+    assert _app.run_command_line(arguments) == 2
     assert capsys.readouterr().err == said + "\n"
 
 

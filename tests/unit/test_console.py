@@ -19,7 +19,7 @@ from phalanx.job.schema import Job
 from phalanx.observe import events
 from phalanx.observe.console import Console, open_console
 from phalanx.observe.events import EVENTS, Envelope, Event, StepFinished
-from phalanx.observe.units import units_of
+from phalanx.observe.units import find_units_of_job
 from phalanx.observe.words import describe_event
 
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
@@ -198,7 +198,10 @@ def test_the_bar_shows_the_last_evaluation(monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_a_user_measures_is_not_called_nats_or_tokens() -> None:
     stream = io.StringIO()
     console = open_console(
-        stream, total_steps=100, log_every=1, units=units_of({"model": {"objective": "own:loss"}})
+        stream,
+        total_steps=100,
+        log_every=1,
+        units=find_units_of_job({"model": {"objective": "own:loss"}}),
     )
     for number in (1, 2, 3):
         console.write(step(number))
@@ -227,7 +230,7 @@ def test_what_a_user_measures_is_not_called_nats_or_tokens() -> None:
     ],
 )
 def test_units(job: dict[str, object], is_text: bool) -> None:
-    assert (units_of(job).loss == "nats/token") == is_text
+    assert (find_units_of_job(job).loss == "nats/token") == is_text
 
 
 @pytest.mark.parametrize(

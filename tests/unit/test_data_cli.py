@@ -30,17 +30,19 @@ def made(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tokenizer and a dataset made with it."""
     folder = tmp_path_factory.mktemp("made")
     assert (
-        _app.run(["data", "tokenizer", str(texts), "--vocab-size", "500", "--out", str(folder)])
+        _app.run_command_line(
+            ["data", "tokenizer", str(texts), "--vocab-size", "500", "--out", str(folder)]
+        )
         == 0
     )
     arguments = ["--tokenizer", str(folder), "--out", str(folder / "tokens"), "--workers", "1"]
-    assert _app.run(["data", "build", str(texts), *arguments]) == 0
+    assert _app.run_command_line(["data", "build", str(texts), *arguments]) == 0
     return folder
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> str:
     """Standard output; standard error must be one line if the code is not 0, else nothing."""
-    assert _app.run(["data", *map(str, arguments)]) == code
+    assert _app.run_command_line(["data", *map(str, arguments)]) == code
     captured = capsys.readouterr()
     assert len(captured.err.splitlines()) == (1 if code else 0), captured.err
     return captured.err if code else captured.out
@@ -97,7 +99,7 @@ def test_facts_have_a_versioned_schema(
         facts = json.loads(said(capsys, verb, *rest))
         assert facts["schema"] == f"phalanx.data-{verb}/1"
         assert "format" not in facts
-        assert _app.run(["data", verb, "nowhere", *map(str, rest[1:])]) == 4
+        assert _app.run_command_line(["data", verb, "nowhere", *map(str, rest[1:])]) == 4
         assert json.loads(capsys.readouterr().out)["schema"] in (
             "phalanx.error/1",
             "phalanx.data-verify/1",
@@ -176,7 +178,7 @@ def test_verifying(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
         line = said(capsys, "verify", made / "tokens", code=4)
         assert line.startswith(f"phalanx: {path}: bytes 4096 to ")
         assert "checksum differs; tokens 0 to " in line
-        assert _app.run(["data", "verify", str(made / "tokens"), "--json"]) == 4
+        assert _app.run_command_line(["data", "verify", str(made / "tokens"), "--json"]) == 4
         (problem,) = json.loads(capsys.readouterr().out)["problems"]
         assert problem["where"] == str(path)
         path.unlink()
@@ -195,7 +197,7 @@ def test_what_is_wrong_with_a_dataset_is_said_without_secrets(
     more: list[str],
 ) -> None:
     monkeypatch.setenv("MY_API_KEY", "SEKRET-1234567")
-    assert _app.run(["data", "verify", str(tmp_path / "SEKRET-1234567"), *more]) == 4
+    assert _app.run_command_line(["data", "verify", str(tmp_path / "SEKRET-1234567"), *more]) == 4
     told = "".join(capsys.readouterr())
     assert "/***" in told
     assert "SEKRET" not in told

@@ -12,12 +12,12 @@ import pytest
 
 from phalanx.core.clocks import clock_name
 from phalanx.observe import events
-from phalanx.observe.bus import Bus, event_path
+from phalanx.observe.bus import Bus, event_file_path
 from phalanx.observe.events import Envelope, Event, SteadyClock, StepFinished
 from phalanx.observe.order import sort_events
 from phalanx.observe.tail import EventTail
-from phalanx.report.reduce import reduce_run
-from phalanx.report.summary import run_json
+from phalanx.report.reduce import collect_run_facts
+from phalanx.report.summary import build_run_json
 
 HOUR_S, DAY_S = 3600.0, 86400.0
 BOOT_S = 5000.0
@@ -51,7 +51,7 @@ class Clocked:
             + (self._stepped_s if self._num_told >= self._stepped_at else 0.0)
         )
         seq, steady_s = (-1, math.nan) if self._is_old else (self._num_told, now_s)
-        path = event_path(self.dir, rank, attempt)
+        path = event_file_path(self.dir, rank, attempt)
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a", encoding="utf-8") as file:
             file.write(Envelope(event, rank, attempt, wall_s, seq, steady_s).to_line() + "\n")
@@ -95,9 +95,9 @@ def test_a_stepped_clock_changes_nothing_but_what_is_shown_of_it(
     told, seen = [], []
     for name, step_s in (("right", 0.0), ("stepped", stepped_s)):
         Clocked(tmp_path / name, step_s, stepped_at, is_old=is_old).write()
-        facts = reduce_run(tmp_path / name)
-        told.append(run_json(facts) | {"run_dir": ""})
-        seen.append([envelope.event for envelope in EventTail(tmp_path / name).poll()])
+        facts = collect_run_facts(tmp_path / name)
+        told.append(build_run_json(facts) | {"run_dir": ""})
+        seen.append([envelope.event for envelope in EventTail(tmp_path / name).read_new_events()])
         if not is_old:
             after = [facts.timeline.elapsed_s(envelope) for envelope in facts.story]
             assert after == sorted(after)
@@ -131,11 +131,11 @@ def test_a_line_without_a_sound_clock_is_no_event(tmp_path: Path) -> None:
     wrong = [("seq", value) for value in ("3", -7, 10**30)]
     wrong += [("monotonic_s", value) for value in (None, "now", 10**400, math.inf)]
     for number, (key, value) in enumerate(wrong):
-        path = event_path(tmp_path / str(number), 0, 0)
+        path = event_file_path(tmp_path / str(number), 0, 0)
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps(line | {key: value}) + "\n")
         tail = EventTail(tmp_path / str(number))
-        assert (tail.poll(), tail.num_unreadable) == ([], 1), (key, value)
+        assert (tail.read_new_events(), tail.num_unreadable) == ([], 1), (key, value)
 
 
 HERE, THERE = "a" * 16, "b" * 16
@@ -158,7 +158,7 @@ class TwoHours:
         self._num_told[rank] = seq + 1
         clock = SteadyClock(self._names.get(at_rank, ""), began_s) if seq == 0 else None
         sealed = Envelope(event, rank, 0, 1_700_000_000.0 + after_s, seq, began_s + after_s, clock)
-        path = event_path(self.dir, rank, 0)
+        path = event_file_path(self.dir, rank, 0)
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a", encoding="utf-8") as file:
             file.write(sealed.to_line() + "\n")
@@ -204,7 +204,7 @@ def test_a_run_of_hours_ends_with_its_end(
     """
     names = {0: HERE, 1: HERE if uptimes_s[0] == uptimes_s[1] else THERE}
     TwoHours(tmp_path, uptimes_s, names).write(is_supervised=is_supervised)
-    facts = reduce_run(tmp_path)
+    facts = collect_run_facts(tmp_path)
     assert facts.status == "finished"
     told = [
         e.event.code if isinstance(e.event, events.Note) else e.event.kind() for e in facts.story
@@ -217,7 +217,7 @@ def test_a_run_of_hours_ends_with_its_end(
         "late 1",
         "run_finished",
     ]
-    steps = EventTail(tmp_path, all_ranks=True).poll()
+    steps = EventTail(tmp_path, all_ranks=True).read_new_events()
     assert [(e.event.step, e.rank) for e in steps if isinstance(e.event, StepFinished)] == [
         (step, rank) for step in range(1, 13) for rank in (0, 1)
     ]
@@ -229,7 +229,7 @@ def test_a_run_of_hours_of_an_earlier_release_ends_with_its_end(
     tmp_path: Path, uptime_s: float, is_supervised: bool
 ) -> None:
     TwoHours(tmp_path, {0: 5000.0, 1: uptime_s}, {}).write(is_supervised=is_supervised)
-    facts = reduce_run(tmp_path)
+    facts = collect_run_facts(tmp_path)
     assert facts.status == "finished"
     told = [
         e.event.code if isinstance(e.event, events.Note) else e.event.kind() for e in facts.story
@@ -250,11 +250,11 @@ def test_a_resume_after_the_machine_was_started_anew(tmp_path: Path) -> None:
                 Envelope(events.Note(f"end {rank}"), rank, attempt, 1.0, 1, began_s + 9).to_line()
                 + "\n"
             )
-            path = event_path(tmp_path, rank, attempt)
+            path = event_file_path(tmp_path, rank, attempt)
             path.parent.mkdir(exist_ok=True)
             with open(path, "a", encoding="utf-8") as file:
                 file.write(line)
-    seen = EventTail(tmp_path).poll()
+    seen = EventTail(tmp_path).read_new_events()
     assert [(e.attempt, e.rank) for e in seen] == [
         (0, -1),
         (0, 0),
@@ -273,7 +273,7 @@ def test_only_the_first_event_of_a_process_names_its_clock(tmp_path: Path) -> No
     for number in range(3):
         bus.emit(events.Note(f"n{number}"))
     bus.close()
-    lines = event_path(tmp_path, 3, 0).read_text().splitlines()
+    lines = event_file_path(tmp_path, 3, 0).read_text().splitlines()
     assert [json.loads(line).get("clock") for line in lines] == [clock_name() or None, None, None]
 
 

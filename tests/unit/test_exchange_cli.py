@@ -26,7 +26,7 @@ from phalanx.checkpoint.exchange.families import find_family
 from phalanx.checkpoint.exchange.new_directory import atomic_directory
 from phalanx.checkpoint.exchange.settings import hugging_face_config
 from phalanx.checkpoint.manifest import MANIFEST, manifest_bytes, manifest_xxh3, read_manifest
-from phalanx.cli._app import run
+from phalanx.cli._app import run_command_line
 from phalanx.core.registry import list_kinds
 from phalanx.job.load import load_job
 from phalanx.job.model import build_model_shape
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("warm_starts")
 
 
 def phalanx(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    code = run(["checkpoint", *map(str, arguments)])
+    code = run_command_line(["checkpoint", *map(str, arguments)])
     out, err = capsys.readouterr()
     return code, out, err
 
@@ -180,7 +180,9 @@ def test_a_type_to_round_to(
 
 
 def export_as_bf16(rank: int, out: Path, back: Path) -> int:
-    return run(["checkpoint", "export", str(out), "--out", str(back), "--dtype", "bf16"])
+    return run_command_line(
+        ["checkpoint", "export", str(out), "--out", str(back), "--dtype", "bf16"]
+    )
 
 
 # What is refused
@@ -470,7 +472,7 @@ def test_no_verb_unpickles_what_it_is_given(
     as_torch_saves(folder / "weights.pt", trace)
     np.save(folder / "tokens.npy", np.array([Payload(trace)], dtype=object), allow_pickle=True)
     for arguments in VERBS[verb](folder):
-        run([*verb, *map(str, arguments)])
+        run_command_line([*verb, *map(str, arguments)])
         assert "Traceback" not in capsys.readouterr().err
         assert not trace.exists(), arguments
 
@@ -525,7 +527,7 @@ def test_one_pickle_in_a_whole_checkpoint_is_never_run(
     codes = {
         verb: phalanx(capsys, verb, *arguments(folder))[0] for verb, arguments in READING.items()
     }
-    codes["load"] = run(["plan", f"model.init_from={folder}"])
+    codes["load"] = run_command_line(["plan", f"model.init_from={folder}"])
     assert "Traceback" not in capsys.readouterr().err
     assert not trace.exists()
     if "step-0" in name:

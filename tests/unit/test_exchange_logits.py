@@ -42,7 +42,7 @@ from phalanx.checkpoint.exchange.importing import (
 from phalanx.checkpoint.exchange.tensor_readers import open_safetensors
 from phalanx.checkpoint.reading.verify import find_checkpoint_problems
 from phalanx.checkpoint.reading.weights import load_weights
-from phalanx.cli._app import run
+from phalanx.cli._app import run_command_line
 from phalanx.job.load import load_job
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.nn.models import decoder, vit
@@ -422,7 +422,9 @@ def old_spellings(rank: int, place: Path) -> dict[str, Any]:
         torch.equal(t.float(), opened.state_dict()[name]) for name, t in model.state_dict().items()
     )
     config = json.loads((place / "fp32" / "config.json").read_text())
-    told = run(["checkpoint", "import", str(place / "gpt2"), "--out", str(place / "by-hand")])
+    told = run_command_line(
+        ["checkpoint", "import", str(place / "gpt2"), "--out", str(place / "by-hand")]
+    )
     return {
         "job": (told, load_job(place / "by-hand" / "model.toml").data.seq_len),
         "notes": found.notes,

@@ -12,11 +12,11 @@ import pytest
 from test_report import EVIL, Page, Run, page_of, step
 
 from phalanx.observe.console import open_console
-from phalanx.observe.events import ExpertsLoaded, seal
+from phalanx.observe.events import ExpertsLoaded, seal_event
 from phalanx.observe.tail import read_event
-from phalanx.report.reduce import reduce_run
-from phalanx.report.sections.experts import LEVELS, level_of
-from phalanx.report.summary import run_json
+from phalanx.report.reduce import collect_run_facts
+from phalanx.report.sections.experts import LEVELS, heat_level_of_share
+from phalanx.report.summary import build_run_json
 
 EVEN, SKEWED = [8, 8, 8, 8], [0, 4, 4, 24]  # the busiest has 3 times the mean
 
@@ -48,11 +48,11 @@ def staged(tmp_path: Path) -> Run:
 
 def test_stages_are_put_together_and_what_was_done_again_counts_once(tmp_path: Path) -> None:
     staged(tmp_path)
-    experts = reduce_run(tmp_path).experts
+    experts = collect_run_facts(tmp_path).experts
     assert (experts.steps, experts.worst) == ([1, 20], [3.0, 3.0])
     assert experts.dropped_share == [8 / 64, 2 / 64]
     assert list(experts.tokens.items()) == [("blocks.2.moe", EVEN), ("blocks.10.moe", SKEWED)]
-    assert run_json(reduce_run(tmp_path))["experts"] == {
+    assert build_run_json(collect_run_facts(tmp_path))["experts"] == {
         "step": 20,
         "max_over_mean": 3.0,
         "dropped_share": 2 / 64,
@@ -83,13 +83,13 @@ def test_a_run_without_experts_has_no_such_section(tmp_path: Path) -> None:
     page = page_of(run)
     assert "#experts" not in page.attributes("href")
     assert section(page) == ""
-    assert run_json(reduce_run(tmp_path))["experts"] is None
+    assert build_run_json(collect_run_facts(tmp_path))["experts"] is None
 
 
 def test_each_cell_has_the_colour_of_its_share() -> None:
     shares = (0, 0.2, 0.5, 0.6, 1, 1.9, 3, 30)
-    assert [level_of(share, 1.0) for share in shares] == list(range(len(LEVELS)))
-    assert level_of(0, 0.0) == 0
+    assert [heat_level_of_share(share, 1.0) for share in shares] == list(range(len(LEVELS)))
+    assert heat_level_of_share(0, 0.0) == 0
 
 
 @pytest.mark.parametrize("columns", [8, 64, 256])
@@ -104,7 +104,9 @@ def test_cells_cover_every_expert_once(tmp_path: Path, columns: int) -> None:
     for d, level in re.findall(r'<path d="([^"]*)" class="h(\d)"', section(page_of(run))):
         for begin, width in re.findall(r"M(\d+) 0h(\d+)", d):
             found |= {int(begin) + cell: int(level) for cell in range(int(width))}
-    assert found == {number: level_of(count, mean) for number, count in enumerate(tokens)}
+    assert found == {
+        number: heat_level_of_share(count, mean) for number, count in enumerate(tokens)
+    }
 
 
 def test_numbers_that_nobody_can_count_break_nothing(tmp_path: Path) -> None:
@@ -121,7 +123,7 @@ def test_numbers_that_nobody_can_count_break_nothing(tmp_path: Path) -> None:
 
 
 def test_events_with_other_types_are_not_read() -> None:
-    line = json.loads(seal(loaded(1, {"a": [1]}), rank=0, attempt=0).to_line())
+    line = json.loads(seal_event(loaded(1, {"a": [1]}), rank=0, attempt=0).to_line())
     assert read_event(json.dumps(line).encode()) is not None
     assert read_event(json.dumps(line | {"tokens_by_expert": {"a": "1"}}).encode()) is None
 
@@ -129,10 +131,10 @@ def test_events_with_other_types_are_not_read() -> None:
 def test_the_console_has_a_word_for_it() -> None:
     stream = io.StringIO()
     console = open_console(stream, total_steps=10, log_every=1, is_terminal=False)
-    console.write(seal(step(1), rank=0, attempt=0))
-    console.write(seal(loaded(2, {"blocks.1.moe": EVEN}), rank=0, attempt=0))
-    console.write(seal(loaded(2, {"blocks.2.moe": SKEWED}, dropped=8), rank=2, attempt=0))
-    console.write(seal(step(2), rank=0, attempt=0))
+    console.write(seal_event(step(1), rank=0, attempt=0))
+    console.write(seal_event(loaded(2, {"blocks.1.moe": EVEN}), rank=0, attempt=0))
+    console.write(seal_event(loaded(2, {"blocks.2.moe": SKEWED}, dropped=8), rank=2, attempt=0))
+    console.write(seal_event(step(2), rank=0, attempt=0))
     first, second = stream.getvalue().splitlines()
     assert "experts" not in first
     assert "  experts 3.00x dropped 25.0%" in second

@@ -41,7 +41,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     """Values by key, as JSON says them."""
-    assert _app.run([*arguments, "--json"]) == 0
+    assert _app.run_command_line([*arguments, "--json"]) == 0
     body = json.loads(capsys.readouterr().out)
     assert body["schema"] == "phalanx.explain/1"
     return {value["key"]: value for value in body["values"]} | {"": body}
@@ -114,7 +114,7 @@ def test_a_resumed_run_is_explained_from_its_own_job(
 def test_the_table_is_aligned_and_plain_where_nobody_looks(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _app.run(["train", "job.toml", "--explain", MEMORY]) == 0
+    assert _app.run_command_line(["train", "job.toml", "--explain", MEMORY]) == 0
     out = capsys.readouterr().out
     assert out.isprintable() or "\033" not in out
     lines = [line for line in out.splitlines() if line and not line.startswith("[")]
@@ -128,7 +128,9 @@ def test_the_table_is_aligned_and_plain_where_nobody_looks(
 def test_a_bad_job_is_refused_and_told_as_json_too(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _app.run(["train", "--explain", "--json", "train.steps=0", "optim.lrr=1"]) == 3
+    assert (
+        _app.run_command_line(["train", "--explain", "--json", "train.steps=0", "optim.lrr=1"]) == 3
+    )
     captured = capsys.readouterr()
     body = json.loads(captured.out)
     assert (body["schema"], body["exit_code"]) == ("phalanx.error/1", 3)
@@ -146,6 +148,6 @@ def test_a_bad_job_is_refused_and_told_as_json_too(
 def test_evaluations_that_cannot_be(
     override: list[str], what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _app.run(["plan", *override]) == 3
+    assert _app.run_command_line(["plan", *override]) == 3
     assert what in capsys.readouterr().err
-    assert _app.run(["plan", "eval.keep_best=true"]) == 0  # at the end only
+    assert _app.run_command_line(["plan", "eval.keep_best=true"]) == 0  # at the end only

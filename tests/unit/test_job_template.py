@@ -121,14 +121,14 @@ def test_init_writes_a_job_and_says_what_comes_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert _app.run(["init"]) == 0
+    assert _app.run_command_line(["init"]) == 0
     assert capsys.readouterr().out == "wrote   job.toml; next: phalanx train job.toml\n"
     assert load_job("job.toml") == Job()
     written = Path("job.toml").read_bytes()
-    assert _app.run(["init", "--minimal"]) == 2
+    assert _app.run_command_line(["init", "--minimal"]) == 2
     assert "is there already; use --force" in capsys.readouterr().err
     assert Path("job.toml").read_bytes() == written
-    assert _app.run(["init", "--minimal", "--force", "--editor"]) == 0
+    assert _app.run_command_line(["init", "--minimal", "--force", "--editor"]) == 0
     assert Path("job.toml").read_text().startswith(f"#:schema ./{FILE}\n")
     assert json.loads(Path(FILE).read_text()) == job_json_schema()
     assert load_job("job.toml") == Job()
@@ -153,7 +153,7 @@ def test_init_refuses_in_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert _app.run(["init", *arguments]) in (2, 7)
+    assert _app.run_command_line(["init", *arguments]) in (2, 7)
     err = capsys.readouterr().err
     assert said in err
     assert len(err.splitlines()) == 1
@@ -161,9 +161,9 @@ def test_init_refuses_in_one_line(
 
 
 def test_init_prints_what_it_would_write(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _app.run(["init", "-"]) == 0
+    assert _app.run_command_line(["init", "-"]) == 0
     assert capsys.readouterr().out == job_template()
-    assert _app.run(["init", "--schema"]) == 0
+    assert _app.run_command_line(["init", "--schema"]) == 0
     assert json.loads(capsys.readouterr().out) == job_json_schema()
 
 

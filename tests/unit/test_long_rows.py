@@ -57,7 +57,7 @@ def test_a_row_that_is_too_long_is_named(
     write, words = WRITE[name]
     write(tmp_path / name)
     assert (
-        _app.run(
+        _app.run_command_line(
             [
                 "data",
                 "build",
@@ -82,7 +82,7 @@ def test_a_row_of_the_largest_size_is_read(tmp_path: Path) -> None:
     assert MAX_ROW_BYTES - 20 < len(row) <= MAX_ROW_BYTES
     (tmp_path / "rows.jsonl").write_bytes(row)
     assert (
-        _app.run(
+        _app.run_command_line(
             [
                 "data",
                 "build",

@@ -180,5 +180,5 @@ def test_what_is_no_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str],
     directory = save(tmp_path, 10)
     (directory / MANIFEST).write_text(text)
     for verb in (["verify", str(tmp_path)], ["diff", str(directory), str(directory)]):
-        assert _app.run(["checkpoint", *verb]) == ExitCode.CHECKPOINT
+        assert _app.run_command_line(["checkpoint", *verb]) == ExitCode.CHECKPOINT
         assert len(capsys.readouterr().err.splitlines()) == 1

@@ -273,7 +273,7 @@ def test_explain_says_where_the_tokenizer_comes_from(
         job_of(text, f"data.tokenizer={own}").data, tmp_path / "run" / "data", vocab_size=None
     )
     arguments = [text, "data.seq_len=16", f"model.init_from={tmp_path / 'run'}"]
-    assert _app.run(["train", "--explain", "--json", *arguments]) == 0
+    assert _app.run_command_line(["train", "--explain", "--json", *arguments]) == 0
     values = {one["key"]: one for one in json.loads(capsys.readouterr().out)["values"]}
     assert values["data.tokenizer"]["value"].endswith("source-0/tokenizer.json")
     assert "model.init_from" in values["data.tokenizer"]["why"]

@@ -48,7 +48,7 @@ def test_every_verb_sees_it(a_run: Path, capsys: pytest.CaptureFixture[str]) -> 
         (["diff", str(a_run), str(a_run)], 5),
         (["export", str(a_run), "--out", str(a_run / "out")], 5),
     ):
-        assert _app.run(["checkpoint", *words]) == code, words
+        assert _app.run_command_line(["checkpoint", *words]) == code, words
         out, err = capsys.readouterr()
         assert "step-6" in out + err, words
         assert "Traceback" not in err

@@ -14,7 +14,7 @@ import pytest
 
 from phalanx.core.errors import LayoutError
 from phalanx.job.schema import Job
-from phalanx.observe.events import PipelineMeasured, seal
+from phalanx.observe.events import PipelineMeasured, seal_event
 from phalanx.observe.tail import read_event
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.pipeline.bubble import LIMIT
@@ -30,7 +30,7 @@ from phalanx.plan.pipeline.trace import (
     splits_backward,
 )
 from phalanx.plan.planner import make_plan
-from phalanx.report.bubble import MeasuredPipeline, read_pipeline
+from phalanx.report.bubble import MeasuredPipeline, read_pipeline_plan
 from phalanx.train.pipeline_record import (
     align_rank_clocks,
     build_pipeline_event,
@@ -187,7 +187,7 @@ def test_clocks_of_several_machines_start_when_ranks_left_a_reduction() -> None:
 
 def test_the_event_survives_its_file() -> None:
     event = measured(pipeline("zb-v", 2, 4, costs=()), [EVEN] * 4)
-    back = read_event(seal(event, rank=0, attempt=0).to_line().encode())
+    back = read_event(seal_event(event, rank=0, attempt=0).to_line().encode())
     assert back is not None
     assert isinstance(back.event, PipelineMeasured)
     assert math.isnan(back.event.bubble_planned), "a plan without costs said nothing"
@@ -218,7 +218,7 @@ def test_a_short_bubble_of_even_stages_asks_for_nothing() -> None:
     assert (
         found.describe_wait() == "ranks wait 15.8 % of the step for other stages (predicted 15.8 %)"
     )
-    assert not found.is_long
+    assert not found.has_long_bubble
     assert found.suggest_remedies() == []
 
 
@@ -245,13 +245,13 @@ def test_a_long_bubble_asks_for_the_least_number_of_microbatches_that_mends_it()
 def test_a_slow_stage_is_named_and_the_rest_is_said_of_even_ones() -> None:
     slow = StageCosts(0.02, 0.024, 0.016)
     found = judged(pipeline(), [EVEN, EVEN, slow, EVEN])
-    assert found.slowest == (2, pytest.approx(1.6))
+    assert found.slowest_stage == (2, pytest.approx(1.6))
     recut, more, _ = found.suggest_remedies()
     assert recut.startswith("Stage 2 is the slowest, at 1.60 times the mean of all")
     assert recut.endswith("phalanx plan JOB.toml --recut runs/a.")
     assert "the wait of even stages to about 15.8 %" in more
     few = judged(pipeline(num_microbatches=64), [EVEN, EVEN, StageCosts(0.012, 0.014, 0.010), EVEN])
-    assert not few.is_long
+    assert not few.has_long_bubble
     (only,) = few.suggest_remedies()
     assert only.startswith("Stage 2 is the slowest"), "worth a cut even where ranks wait little"
 
@@ -281,9 +281,9 @@ def test_a_schedule_of_ones_own_gets_no_numbers_it_cannot_have() -> None:
     ],
 )  # fmt: skip
 def test_a_plan_of_any_shape_is_no_crash(change: dict[str, Any]) -> None:
-    assert read_pipeline({"pipeline": pipeline().to_json()}) is not None
-    assert read_pipeline({"pipeline": pipeline().to_json() | change}) is None
-    assert read_pipeline({"pipeline": [1]}) is None
+    assert read_pipeline_plan({"pipeline": pipeline().to_json()}) is not None
+    assert read_pipeline_plan({"pipeline": pipeline().to_json() | change}) is None
+    assert read_pipeline_plan({"pipeline": [1]}) is None
 
 
 def test_an_event_of_other_stages_is_not_judged() -> None:

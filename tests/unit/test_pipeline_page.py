@@ -14,13 +14,13 @@ from test_pipeline_measured import EVEN, measured, pipeline
 from test_report import EVIL, Page, Run, page_of, step
 
 from phalanx.observe import events
-from phalanx.observe.events import seal
+from phalanx.observe.events import seal_event
 from phalanx.observe.words import describe_event
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.pipeline.simulate import StageCosts
-from phalanx.report.end_of_run import summary_lines
-from phalanx.report.reduce import reduce_run
-from phalanx.report.summary import run_json
+from phalanx.report.end_of_run import end_of_run_lines
+from phalanx.report.reduce import collect_run_facts
+from phalanx.report.summary import build_run_json
 
 LAYOUT = {"pp": 4, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "ep": 1}
 PLAN_COSTS = [StageCosts(3, 3, 3)] * 4
@@ -57,7 +57,7 @@ def test_planned_above_measured_with_a_verdict(tmp_path: Path) -> None:
     run = piped(tmp_path, pipeline(costs=PLAN_COSTS), {5: [EVEN] * 4, 50: [EVEN, slow, EVEN, EVEN]})
     page = page_of(run)
     shown = section(page)
-    event = reduce_run(tmp_path).pipelines[-1]
+    event = collect_run_facts(tmp_path).pipelines[-1]
     share = f"{100 * event.bubble_measured:.1f} %"
     assert f"At step 50 ranks wait {share} of the step" in page.text.replace("\u00a0", " ")
     assert (
@@ -112,7 +112,7 @@ def test_other_runs_have_no_such_section(tmp_path: Path) -> None:
     page = page_of(run)
     assert section(page) == ""
     assert "#pipeline" not in page.attributes("href")
-    assert run_json(reduce_run(tmp_path))["pipeline"] is None
+    assert build_run_json(collect_run_facts(tmp_path))["pipeline"] is None
     assert "stages" not in page.text
 
 
@@ -139,7 +139,7 @@ def test_a_pipeline_of_any_shape_is_said_to_be_one(tmp_path: Path, body: dict[st
 
 def test_waiting_for_another_stage_is_a_phase_of_its_own(tmp_path: Path) -> None:
     run = piped(tmp_path, pipeline())
-    facts = reduce_run(tmp_path)
+    facts = collect_run_facts(tmp_path)
     assert [rank.mean_groups_s["pipeline"] for rank in facts.ranks] == pytest.approx(
         [0.01, 0.02, 0.03, 0.04]
     )
@@ -157,7 +157,7 @@ def test_everybody_says_the_same(tmp_path: Path) -> None:
     """Last lines, console and JSON."""
     planned = pipeline(costs=PLAN_COSTS)
     piped(tmp_path, planned, {5: [EVEN] * 4, 50: [EVEN] * 4})
-    lines = [line for line in summary_lines(tmp_path) if line.startswith(("bubble", "        "))]
+    lines = [line for line in end_of_run_lines(tmp_path) if line.startswith(("bubble", "        "))]
     assert (
         lines[0]
         == "bubble  ranks wait 27.3 % of the step for other stages (predicted 27.3 %), at step 50:"
@@ -168,12 +168,12 @@ def test_everybody_says_the_same(tmp_path: Path) -> None:
         == "        16 microbatches instead of 8 (train.micro_batch_size=1) would bring the wait to"
         " about 15.8 %."
     )
-    said = describe_event(seal(reduce_run(tmp_path).pipelines[-1], rank=0, attempt=0))
+    said = describe_event(seal_event(collect_run_facts(tmp_path).pipelines[-1], rank=0, attempt=0))
     assert (
         said
         == "1f1b: ranks wait 27.3 % of step 50 for other stages (predicted 27.3 %, planned 27.3 %)"
     )
-    facts = run_json(reduce_run(tmp_path))["pipeline"]
+    facts = build_run_json(collect_run_facts(tmp_path))["pipeline"]
     assert facts["step"] == 50
     assert facts["bubble_measured"] == pytest.approx(3 / 11)
     assert facts["in_flight"] == [4, 3, 2, 1]
@@ -183,6 +183,6 @@ def test_a_short_bubble_is_one_line(tmp_path: Path) -> None:
     planned = pipeline(num_microbatches=16, costs=PLAN_COSTS)
     piped(tmp_path, planned, {5: [EVEN] * 4})
     assert (
-        summary_lines(tmp_path)[-1]
+        end_of_run_lines(tmp_path)[-1]
         == "bubble  ranks wait 15.8 % of the step for other stages (predicted 15.8 %), at step 5"
     )

@@ -40,15 +40,18 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = write_text(folder / "text")
     vocabulary = str(folder / "tokenizer.json")
     assert (
-        _app.run(["data", "tokenizer", str(text), "--vocab-size", "400", "--out", vocabulary]) == 0
+        _app.run_command_line(
+            ["data", "tokenizer", str(text), "--vocab-size", "400", "--out", vocabulary]
+        )
+        == 0
     )
     assert (
-        _app.run(
+        _app.run_command_line(
             ["data", "build", str(text), "--tokenizer", vocabulary, "--out", str(folder / "shards")]
         )
         == 0
     )
-    assert _app.run(["data", "build", str(text), "--out", str(folder / "bytes")]) == 0
+    assert _app.run_command_line(["data", "build", str(text), "--out", str(folder / "bytes")]) == 0
     np.save(folder / "ids.npy", (np.arange(5000) % 77).astype(np.uint16))
     write_megatron(folder, [[(np.arange(900) % 61).tolist()], [(np.arange(800) % 59).tolist()]])
     (folder / "plan_own_data.py").write_text(OWN)
@@ -100,7 +103,7 @@ def refuse(
 
     def refuse(*arguments: str) -> str:
         before = sorted(home.rglob("*"))
-        code = _app.run(arguments)
+        code = _app.run_command_line(arguments)
         captured = capsys.readouterr()
         (line,) = captured.err.splitlines()
         assert sorted(home.rglob("*")) == before

@@ -20,7 +20,7 @@ from phalanx.job.load import load_job
 from phalanx.job.schema import Job, Optim
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import Note
-from phalanx.observe.tail import read_recorded
+from phalanx.observe.tail import read_recorded_events
 from phalanx.optim.build import build_optimizer
 from phalanx.plan.explain import describe_plan
 from phalanx.plan.plan import Plan
@@ -118,7 +118,7 @@ def test_a_run_that_goes_on_with_another_batch_says_which_rate_it_has(
     state = TrainState(none, optimizer, seed=1, step=10, samples_seen=160)
     note_batch_size_change(grown, make_plan(grown, cluster=CPU), state, bus)
     bus.close()
-    (note,) = read_recorded(tmp_path, Note)
+    (note,) = read_recorded_events(tmp_path, Note)
     assert isinstance(note.event, Note)
     assert said in note.event.facts["why"]
     assert (

@@ -21,12 +21,12 @@ from phalanx.checkpoint.best import record_best_step
 from phalanx.core.errors import ResourceError
 from phalanx.job.schema import Job
 from phalanx.observe import events
-from phalanx.observe.bus import event_path
+from phalanx.observe.bus import event_file_path
 from phalanx.observe.events import Envelope, Event, StepFinished
 from phalanx.report import write_report
 from phalanx.report.page import CONTENT_SECURITY
-from phalanx.report.reduce import reduce_run
-from phalanx.report.summary import run_json
+from phalanx.report.reduce import collect_run_facts
+from phalanx.report.summary import build_run_json
 
 EVIL = (
     '<script>alert("x")</script></pre><img src=https://evil.example/x'
@@ -89,7 +89,7 @@ class Run:
         )
 
     def raw(self, text: str, *, rank: int = 0, attempt: int = 0) -> None:
-        path = event_path(self.directory, rank, attempt)
+        path = event_file_path(self.directory, rank, attempt)
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a", encoding="utf-8", errors="surrogatepass") as file:
             file.write(text)
@@ -287,7 +287,7 @@ def test_evaluations_on_the_way_are_points_and_the_best_is_named(whole: Run) -> 
     assert drawn["held-out"] == ([10, 20, 25, 30], [2.0, 2.125, None, 2.25])
     assert drawn["held-out, code"] == ([10, 20], [1.5, 1.625])
     assert drawn["held-out, prose"] == ([10, 20], [2.5, 2.625])
-    ledger = reduce_run(whole.directory).ledger
+    ledger = collect_run_facts(whole.directory).ledger
     assert ledger.parts_s["evaluation"] == pytest.approx(4 * 0.2)
 
 
@@ -302,7 +302,7 @@ def test_many_evaluations_are_a_line(run: Run) -> None:
 def test_facts_for_programs_are_those_of_the_page(whole: Run) -> None:
     whole.say(evaluated(10, 2.0), attempt=1)
     whole.say(events.Note("warning", {"warning": "high_lr", "text": "a high rate"}))
-    facts = run_json(reduce_run(whole.directory))
+    facts = build_run_json(collect_run_facts(whole.directory))
     json.dumps(facts, allow_nan=False)
     assert (facts["status"], facts["exit_code"], facts["step"]) == ("finished", 0, 30)
     assert (facts["num_restarts"], facts["num_steps_redone"], facts["num_steps_skipped"]) == (
@@ -328,7 +328,7 @@ def test_facts_for_programs_are_those_of_the_page(whole: Run) -> None:
 
 def test_facts_of_a_run_that_wrote_nothing(run: Run) -> None:
     (run.directory / "events").mkdir()
-    facts = run_json(reduce_run(run.directory))
+    facts = build_run_json(collect_run_facts(run.directory))
     json.dumps(facts, allow_nan=False)
     assert (facts["status"], facts["final_loss"], facts["best"]) == ("no events", None, None)
 
@@ -375,7 +375,7 @@ def test_the_page_says_what_the_events_say(whole: Run) -> None:
 
 
 def test_phases_of_every_kind_are_charged_somewhere(whole: Run) -> None:
-    first, second = reduce_run(whole.directory).ranks
+    first, second = collect_run_facts(whole.directory).ranks
     assert (first.rank, first.num_steps, second.num_steps) == (0, 40, 40)
     assert first.mean_groups_s["checkpoint"] == pytest.approx(0.005)
     assert first.mean_groups_s["other"] == pytest.approx(0.001)
@@ -383,7 +383,7 @@ def test_phases_of_every_kind_are_charged_somewhere(whole: Run) -> None:
 
 
 def test_the_ledger_sums_to_the_whole(whole: Run) -> None:
-    ledger = reduce_run(whole.directory).ledger
+    ledger = collect_run_facts(whole.directory).ledger
     assert sum(ledger.parts_s.values()) == pytest.approx(ledger.wall_s)
     assert ledger.parts_s["steps done again"] == pytest.approx(1.0)
     assert ledger.parts_s["waiting for data"] == pytest.approx(0.3)
@@ -394,7 +394,7 @@ def test_the_ledger_sums_to_the_whole(whole: Run) -> None:
 def test_a_save_between_steps_is_not_taken_from_training(run: Run) -> None:
     run.start()
     run.say(replace(step(1), phases_s={"forward": 0.1, "ckpt_write": 0.05}, unaccounted_s=-0.05))
-    parts = reduce_run(run.directory).ledger.parts_s
+    parts = collect_run_facts(run.directory).ledger.parts_s
     assert parts["training steps"] == pytest.approx(0.1)
     assert parts["checkpoints"] == pytest.approx(0.05)
 
@@ -403,7 +403,7 @@ def test_a_save_between_steps_is_not_taken_from_training(run: Run) -> None:
 
 
 def test_the_last_attempt_of_a_step_wins(whole: Run) -> None:
-    facts = reduce_run(whole.directory)
+    facts = collect_run_facts(whole.directory)
     assert facts.steps.step == list(range(1, 31))
     assert facts.steps.loss[9] == pytest.approx(3.0 - 0.10)
     assert facts.steps.loss[10] == pytest.approx(2.5 - 0.11)
@@ -415,7 +415,7 @@ def test_steps_rolled_back_and_not_done_again_leave_the_curve(run: Run) -> None:
     run.steps(range(1, 21))
     run.start(attempt=1, at=10)
     run.steps(range(11, 14), attempt=1)
-    facts = reduce_run(run.directory)
+    facts = collect_run_facts(run.directory)
     assert facts.steps.step == list(range(1, 14))
     assert (facts.num_redone, facts.num_rolled_back, facts.last_step) == (3, 10, 13)
     assert facts.status == "unfinished"
@@ -429,18 +429,18 @@ def test_a_skip_counts_unless_a_later_attempt_did_the_step(run: Run) -> None:
             run.say(events.StepSkipped(number, "no_targets", 0.0, 0, 32), rank=rank)
     run.start(attempt=1, at=5)
     run.steps(range(6, 11), attempt=1)
-    assert [event.step for event in reduce_run(run.directory).skipped] == [3]
+    assert [event.step for event in collect_run_facts(run.directory).skipped] == [3]
 
 
 def test_a_resumed_run_is_unfinished_until_it_ends_and_its_pause_is_not_its_time(run: Run) -> None:
     run.start()
     run.steps(range(1, 6))
     run.say(events.RunFinished("preempted", 75, 5, 2.0))
-    assert reduce_run(run.directory).status == "preempted"
+    assert collect_run_facts(run.directory).status == "preempted"
     run.now_s += 100_000
     run.start(attempt=1, at=5)
     run.steps(range(6, 11), attempt=1)
-    facts = reduce_run(run.directory)
+    facts = collect_run_facts(run.directory)
     assert facts.status == "unfinished"
     assert facts.wall_s < 10
     assert (facts.num_rolled_back, facts.num_redone) == (0, 0)
@@ -490,7 +490,7 @@ def test_torn_unknown_and_malformed_lines_are_counted_and_left_out(run: Run) -> 
         run.raw(json.dumps(good | bad) + "\n")
     run.raw('{"event":"from_the_future","rank":0}\n[1]\n')
     run.raw(json.dumps(good)[:50])
-    facts = reduce_run(run.directory)
+    facts = collect_run_facts(run.directory)
     assert facts.steps.step == [1, 2, 3]
     assert facts.num_unreadable == 8
     assert "8 lines of the event files could not be read" in page_of(run).text
@@ -620,9 +620,9 @@ def test_resumes_are_told_from_restarts(run: Run) -> None:
     run.start(attempt=2, at=7)
     run.steps(range(8, 13), attempt=2)
     run.say(events.RunFinished("finished", 0, 12, 1.0), rank=-1, attempt=2)
-    facts_of = reduce_run(run.directory)
+    facts_of = collect_run_facts(run.directory)
     assert (facts_of.num_restarts, facts_of.num_resumes) == (1, 1)
-    told = run_json(facts_of)
+    told = build_run_json(facts_of)
     assert (told["num_restarts"], told["num_resumes"]) == (1, 1)
     page = Page(write_report(run.directory))
     assert "restart 1" in page.text

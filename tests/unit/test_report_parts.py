@@ -8,10 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.report.markup import Html, join_html, json_island, tag
-from phalanx.report.reduce import median, percentile
-from phalanx.report.sample import buckets, extremes, running_median, smooth
-from phalanx.report.scales import Scale, linear_ticks, scale_for, tick_texts, whole_ticks
+from phalanx.report.markup import Html, build_json_script, build_tag, join_html
+from phalanx.report.reduce import median_of_finite, percentile
+from phalanx.report.sample import running_mean, running_median, select_extremes, split_into_buckets
+from phalanx.report.scales import (
+    AxisScale,
+    choose_linear_ticks,
+    choose_scale,
+    choose_whole_number_ticks,
+    format_ticks,
+)
 
 numbers = st.floats(allow_nan=True, allow_infinity=True, width=32)
 
@@ -26,49 +32,49 @@ numbers = st.floats(allow_nan=True, allow_infinity=True, width=32)
     ],
 )
 def test_ticks_a_person_would_choose(low: float, high: float, ticks: list[float]) -> None:
-    assert linear_ticks(low, high, 5) == pytest.approx(ticks)
+    assert choose_linear_ticks(low, high, 5) == pytest.approx(ticks)
 
 
 def test_ticks_of_steps_are_whole() -> None:
-    assert whole_ticks(1, 3, 8) == [1, 2, 3]
+    assert choose_whole_number_ticks(1, 3, 8) == [1, 2, 3]
 
 
 def test_tick_texts_agree_on_a_unit() -> None:
-    assert tick_texts([0, 5000, 10000]) == ["0", "5k", "10k"]
-    assert tick_texts([0, 2e6]) == ["0", "2M"]
-    assert tick_texts([0.001, 1e-5]) == ["0.001", "1e-5"]
-    assert tick_texts([500, 1000]) == ["500", "1000"]
+    assert format_ticks([0, 5000, 10000]) == ["0", "5k", "10k"]
+    assert format_ticks([0, 2e6]) == ["0", "2M"]
+    assert format_ticks([0.001, 1e-5]) == ["0.001", "1e-5"]
+    assert format_ticks([500, 1000]) == ["500", "1000"]
 
 
 @given(st.lists(numbers, max_size=50), st.booleans(), st.booleans(), st.booleans())
 def test_a_scale_shows_every_finite_value(
     values: list[float], zero: bool, may_be_log: bool, snug: bool
 ) -> None:
-    scale = scale_for(values, zero=zero, may_be_log=may_be_log, snug=snug)
+    scale = choose_scale(values, zero=zero, may_be_log=may_be_log, snug=snug)
     assert scale.low < scale.high
     for value in values:
         if math.isfinite(value) and not (scale.is_log and value <= 0):
             assert -1e-6 <= scale(value) <= 1 + 1e-6
-    assert len(scale.ticks()) < 20
+    assert len(scale.tick_values()) < 20
 
 
 def test_two_decades_make_a_logarithm_where_that_is_allowed() -> None:
-    assert scale_for([0.5, 60], may_be_log=True).is_log
-    assert not scale_for([0.5, 40], may_be_log=True).is_log
-    assert not scale_for([0.5, 60]).is_log
-    assert Scale(0.1, 100, is_log=True)(1) == pytest.approx(1 / 3)
+    assert choose_scale([0.5, 60], may_be_log=True).is_log
+    assert not choose_scale([0.5, 40], may_be_log=True).is_log
+    assert not choose_scale([0.5, 60]).is_log
+    assert AxisScale(0.1, 100, is_log=True)(1) == pytest.approx(1 / 3)
 
 
 @given(st.integers(0, 500), st.integers(1, 50))
 def test_buckets_cover_every_row_once(count: int, wanted: int) -> None:
-    rows = [row for begin, end in buckets(count, wanted) for row in range(begin, end)]
+    rows = [row for begin, end in split_into_buckets(count, wanted) for row in range(begin, end)]
     assert rows == list(range(count))
 
 
 @given(st.lists(numbers, min_size=1, max_size=400))
 def test_extremes_survive_sampling(ys: list[float]) -> None:
     xs = list(range(len(ys)))
-    kept_xs, kept_ys = extremes(xs, ys, 20)
+    kept_xs, kept_ys = select_extremes(xs, ys, 20)
     assert len(kept_xs) <= max(20, 1)
     assert kept_xs == sorted(kept_xs)
     finite = [y for y in ys if math.isfinite(y)]
@@ -78,9 +84,9 @@ def test_extremes_survive_sampling(ys: list[float]) -> None:
 
 
 def test_smoothing_is_a_centred_mean_that_skips_gaps() -> None:
-    assert smooth([1, 2, 3, 4, 5], 3) == pytest.approx([1.5, 2, 3, 4, 4.5])
-    assert smooth([1, math.nan, 3], 3) == pytest.approx([1, 2, 3])
-    assert all(math.isnan(value) for value in smooth([math.nan], 5))
+    assert running_mean([1, 2, 3, 4, 5], 3) == pytest.approx([1.5, 2, 3, 4, 4.5])
+    assert running_mean([1, math.nan, 3], 3) == pytest.approx([1, 2, 3])
+    assert all(math.isnan(value) for value in running_mean([math.nan], 5))
 
 
 @given(st.lists(numbers, max_size=60), st.integers(1, 20))
@@ -96,13 +102,13 @@ def test_percentiles_are_values_that_occurred() -> None:
     assert percentile([1, 2, 3, 4], 0.5) == 2
     assert percentile([float(n) for n in range(1, 101)], 0.99) == 99
     assert math.isnan(percentile([], 0.5))
-    assert median([3, math.nan, 1, 2]) == 2
+    assert median_of_finite([3, math.nan, 1, 2]) == 2
 
 
 def test_only_markup_built_here_passes_unescaped() -> None:
     assert (
-        tag("td", "a<b", Html("<b>x</b>"), title='"q"')
+        build_tag("td", "a<b", Html("<b>x</b>"), title='"q"')
         == '<td title="&quot;q&quot;">a&lt;b<b>x</b></td>'
     )
     assert join_html(["<", ["&", None, 3]]) == "&lt;&amp;3"
-    assert "</script>" not in json_island(["</script><!--"], "points")[:-9]
+    assert "</script>" not in build_json_script(["</script><!--"], "points")[:-9]

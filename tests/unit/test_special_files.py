@@ -184,7 +184,7 @@ def test_in_a_run(
     refused, indifferent = IN_A_RUN[place]
     for verb, code in {**refused, **dict.fromkeys(indifferent, 0)}.items():
         words = verb.replace("RUN", str(run)).replace("OUT", str(tmp_path / "out")).split()
-        found = _app.run(words)
+        found = _app.run_command_line(words)
         _, err = capsys.readouterr()
         wanted = (
             {code, 2} if place == "job.json" else {code}
@@ -213,11 +213,13 @@ def test_as_a_source_of_text(
 ) -> None:
     path = put(kind, tmp_path / "in" / name)
     (tmp_path / "other.txt").write_text("a text")
-    code = _app.run(["data", "build", str(path), "--out", str(tmp_path / "out"), "--workers", "1"])
+    code = _app.run_command_line(
+        ["data", "build", str(path), "--out", str(tmp_path / "out"), "--workers", "1"]
+    )
     _, err = capsys.readouterr()
     assert code == IN_DATA[name], err
     assert len(err.splitlines()) == 1, err
-    code = _app.run(
+    code = _app.run_command_line(
         ["data", "tokenizer", str(path), "--vocab-size", "300", "--out", str(tmp_path / "t.json")]
     )
     _, err = capsys.readouterr()
@@ -230,7 +232,9 @@ def test_in_a_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: 
     (tmp_path / "a.txt").write_text("a text of a few words " * 50)
     out = tmp_path / "tokens"
     assert (
-        _app.run(["data", "build", str(tmp_path / "a.txt"), "--out", str(out), "--workers", "1"])
+        _app.run_command_line(
+            ["data", "build", str(tmp_path / "a.txt"), "--out", str(out), "--workers", "1"]
+        )
         == 0
     )
     whole = tmp_path / "whole"
@@ -241,7 +245,7 @@ def test_in_a_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: 
         put(kind, out / name)
         for verb in ("verify", "stats"):
             capsys.readouterr()
-            assert _app.run(["data", verb, str(out)]) == 4
+            assert _app.run_command_line(["data", verb, str(out)]) == 4
             _, err = capsys.readouterr()
             assert len(err.splitlines()) == 1, err
             assert "Traceback" not in err
@@ -279,7 +283,7 @@ def test_as_job_tokenizer_schedule_or_model(
         (["checkpoint", "import", str(path.parent), "--out", str(tmp_path / "c")], {2, 3, 5}),
         (["checkpoint", "import", str(path), "--out", str(tmp_path / "c")], {2, 3, 5}),
     ):
-        code = _app.run(words)
+        code = _app.run_command_line(words)
         _, err = capsys.readouterr()
         assert code in codes, (words, err)
         assert "Traceback" not in err
@@ -422,7 +426,7 @@ def test_a_folder_that_a_resumed_job_writes_to_is_no_link(
     )
     (run / "checkpoints").symlink_to(other)  # which may be one
     (run / name).symlink_to(other)
-    assert _app.run(["train", "--resume", str(run)]) == 7
+    assert _app.run_command_line(["train", "--resume", str(run)]) == 7
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(
         f"phalanx: {run / name}: it is a link to {other} (a job removes and writes files there); "

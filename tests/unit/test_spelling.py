@@ -21,7 +21,7 @@ from phalanx.job.load import load_job
 
 def told(capsys: pytest.CaptureFixture[str], line: str) -> str:
     """The one line of a command that is refused."""
-    assert _app.run(shlex.split(line)) in (2, 3)
+    assert _app.run_command_line(shlex.split(line)) in (2, 3)
     captured = capsys.readouterr()
     assert captured.out == ""
     (said,) = captured.err.splitlines()
@@ -127,7 +127,7 @@ def test_a_job_file_is_told_the_same(tmp_path: Path, capsys: pytest.CaptureFixtu
     job.write_text(
         "[optimizer]\nlr = 1\n\n[train]\nmax_steps = 3\nper_device_train_batch_size = 2\n"
     )
-    assert _app.run(["plan", str(job)]) == 3
+    assert _app.run_command_line(["plan", str(job)]) == 3
     first, second, third = capsys.readouterr().err.splitlines()
     assert 'job.toml:1:2: optimizer: unknown section; did you mean "optim"?' in first
     assert 'train.max_steps: unknown key; did you mean "train.steps"?' in second

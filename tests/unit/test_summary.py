@@ -18,13 +18,13 @@ from phalanx.observe.events import (
     RunStarted,
     StepFinished,
     StepSkipped,
-    seal,
+    seal_event,
 )
 from phalanx.observe.words import describe_event
-from phalanx.report.end_of_run import restart_lines, summary_lines
+from phalanx.report.end_of_run import end_of_run_lines, restart_lines
 from phalanx.report.page import write_report
-from phalanx.report.reduce import reduce_run
-from phalanx.report.summary import run_json
+from phalanx.report.reduce import collect_run_facts
+from phalanx.report.summary import build_run_json
 
 MIB = 2**20
 
@@ -61,7 +61,7 @@ def test_a_sum_that_lacks_the_activations_has_no_error(
         )
     )
     bus.close()
-    (line,) = summary_lines(tmp_path)
+    (line,) = end_of_run_lines(tmp_path)
     assert said in line
     page = write_report(tmp_path).read_text(encoding="utf-8")
     assert page.count("activations not predicted") == on_page
@@ -80,19 +80,19 @@ def test_metrics_are_told_wherever_the_loss_is(tmp_path: Path) -> None:
     bus.emit(last)
     bus.close()
     record_best_step(tmp_path, step=1, loss=2.0, num_targets=100, metric="accuracy", value=0.75)
-    line = describe_event(seal(last, rank=0, attempt=0)) or ""
+    line = describe_event(seal_event(last, rank=0, attempt=0)) or ""
     assert line.startswith(
         "held-out loss 1.5000 nats/token, accuracy 0.5000, top 5 0.8750 at step 2, best 0.7500 at"
         " step 1"
     )
-    lines = summary_lines(tmp_path)
+    lines = end_of_run_lines(tmp_path)
     assert "        accuracy  0.5000" in lines
     assert "        the best was accuracy 0.750, at step 1" in lines
     assert lines[-1].endswith("checkpoints/step-1 (accuracy 0.7500 at step 1)")
     page = write_report(tmp_path).read_text(encoding="utf-8")
     assert "best accuracy 0.7500 at step 1; accuracy 0.5000; top 5 0.8750" in page
     assert "held-out 0.8750" in page, "a curve of its own"
-    facts = run_json(reduce_run(tmp_path))
+    facts = build_run_json(collect_run_facts(tmp_path))
     assert [evaluation["metrics"]["accuracy"] for evaluation in facts["evaluations"]] == [0.75, 0.5]
     assert (facts["best"]["step"], facts["best"]["metric"], facts["best"]["value"]) == (
         1,
@@ -128,10 +128,10 @@ def test_a_run_that_applied_no_step_says_so(
         bus.emit(StepFinished(step, loss, 0, 0, 1e-3, 0.0, 0.1, 0.0, {}, 0.0, 0))
     bus.emit(RunFinished("finished", 0, 2, 1.0))
     bus.close()
-    assert [line for line in summary_lines(tmp_path) if line.startswith("warning")] == (
+    assert [line for line in end_of_run_lines(tmp_path) if line.startswith("warning")] == (
         [said] if said else []
     )
-    facts = run_json(reduce_run(tmp_path))
+    facts = build_run_json(collect_run_facts(tmp_path))
     assert facts["final_loss"] == (3.5 if applied[0] else None)
     assert bool(facts["warnings"]) == (said is not None)
 
@@ -153,9 +153,9 @@ def test_compressed_gradients_are_told_in_bytes(
             )
         )
     bus.close()
-    lines = [line for line in summary_lines(tmp_path) if line.startswith("wire")]
+    lines = [line for line in end_of_run_lines(tmp_path) if line.startswith("wire")]
     assert lines == ([f"wire    gradients {said}"] if said else [])
-    assert run_json(reduce_run(tmp_path))["sent_bytes_per_step"] == sent
+    assert build_run_json(collect_run_facts(tmp_path))["sent_bytes_per_step"] == sent
     assert "Gradients sent" in write_report(tmp_path).read_text(encoding="utf-8")
 
 
@@ -178,8 +178,10 @@ def test_what_goes_over_an_axis_is_told_and_nothing_where_nobody_counts(
         step = StepFinished(1, 1.0, 64, 64, 1e-3, 0.5, 0.1, 640.0, {}, 0.1, 2**30)
         bus.emit(replace(step, **{f"sent_{axis}_bytes": sent}))
         bus.close()
-        assert [one for one in summary_lines(run_dir) if one.startswith("wire")] == line
-        assert run_json(reduce_run(run_dir))[f"sent_{axis}_bytes_per_step"] == (sent or None)
+        assert [one for one in end_of_run_lines(run_dir) if one.startswith("wire")] == line
+        assert build_run_json(collect_run_facts(run_dir))[f"sent_{axis}_bytes_per_step"] == (
+            sent or None
+        )
         page = write_report(run_dir).read_text(encoding="utf-8")
         assert (f"Sent over {axis}" in page) == bool(sent)
 

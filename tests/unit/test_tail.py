@@ -15,7 +15,7 @@ import pytest
 from phalanx.checkpoint.ownership.fence import OwnershipFence
 from phalanx.core.files import LINE_BYTES, open_regular
 from phalanx.observe import tail as reading
-from phalanx.observe.bus import Bus, event_path
+from phalanx.observe.bus import Bus, event_file_path
 from phalanx.observe.console import PlainConsole, QuietStream, RunProgress
 from phalanx.observe.events import (
     EVENTS,
@@ -28,8 +28,8 @@ from phalanx.observe.events import (
     RunFinished,
     StepSkipped,
 )
-from phalanx.observe.tail import EventTail, read_event, read_recorded
-from phalanx.report.reduce import reduce_run
+from phalanx.observe.tail import EventTail, read_event, read_recorded_events
+from phalanx.report.reduce import collect_run_facts
 from phalanx.run.supervised import make_refused_event_writer, open_supervisor_bus
 
 
@@ -48,50 +48,59 @@ def codes(found: list[Envelope]) -> list[str]:
 
 
 def test_nothing_before_the_directory_exists(tmp_path: Path) -> None:
-    assert EventTail(tmp_path / "absent").poll() == []
+    assert EventTail(tmp_path / "absent").read_new_events() == []
 
 
 def test_a_torn_line_waits_for_its_end(tmp_path: Path) -> None:
-    path, whole = event_path(tmp_path, 0, 0), line(Note("second"))
+    path, whole = event_file_path(tmp_path, 0, 0), line(Note("second"))
     append(path, line(Note("first")) + whole[:20])
     tail = EventTail(tmp_path)
-    assert codes(tail.poll()) == ["first"]
-    assert tail.poll() == []
+    assert codes(tail.read_new_events()) == ["first"]
+    assert tail.read_new_events() == []
     append(path, whole[20:])
-    assert codes(tail.poll()) == ["second"]
+    assert codes(tail.read_new_events()) == ["second"]
     assert tail.num_unreadable == 0
 
 
 def test_new_files_appear_and_lines_come_in_order_of_time(tmp_path: Path) -> None:
     tail = EventTail(tmp_path)
-    append(event_path(tmp_path, 0, 0), line(Note("b"), at=2.0))
-    append(event_path(tmp_path, -1, 0), line(Note("a"), rank=-1, at=1.0))
-    assert codes(tail.poll()) == ["a", "b"]
-    append(event_path(tmp_path, 0, 1), line(Note("c"), attempt=1, at=3.0))
-    assert codes(tail.poll()) == ["c"]
+    append(event_file_path(tmp_path, 0, 0), line(Note("b"), at=2.0))
+    append(event_file_path(tmp_path, -1, 0), line(Note("a"), rank=-1, at=1.0))
+    assert codes(tail.read_new_events()) == ["a", "b"]
+    append(event_file_path(tmp_path, 0, 1), line(Note("c"), attempt=1, at=3.0))
+    assert codes(tail.read_new_events()) == ["c"]
 
 
 def test_only_rank_0_and_the_supervisor_unless_asked(tmp_path: Path) -> None:
     for rank in (-1, 0, 1):
-        append(event_path(tmp_path, rank, 0), line(Note(f"rank {rank}"), rank=rank))
-    assert codes(EventTail(tmp_path).poll()) == ["rank 0", "rank -1"]
-    assert set(codes(EventTail(tmp_path, all_ranks=True).poll())) == {"rank -1", "rank 0", "rank 1"}
+        append(event_file_path(tmp_path, rank, 0), line(Note(f"rank {rank}"), rank=rank))
+    assert codes(EventTail(tmp_path).read_new_events()) == ["rank 0", "rank -1"]
+    assert set(codes(EventTail(tmp_path, all_ranks=True).read_new_events())) == {
+        "rank -1",
+        "rank 0",
+        "rank 1",
+    }
 
 
 def test_earlier_attempts_are_left_out(tmp_path: Path) -> None:
     for attempt in (0, 1):
-        append(event_path(tmp_path, 0, attempt), line(Note(f"rank {attempt}"), attempt=attempt))
         append(
-            event_path(tmp_path, -1, 0),
+            event_file_path(tmp_path, 0, attempt), line(Note(f"rank {attempt}"), attempt=attempt)
+        )
+        append(
+            event_file_path(tmp_path, -1, 0),
             line(Note(f"supervisor {attempt}"), rank=-1, attempt=attempt),
         )
-    assert set(codes(EventTail(tmp_path, attempt_from=1).poll())) == {"rank 1", "supervisor 1"}
+    assert set(codes(EventTail(tmp_path, attempt_from=1).read_new_events())) == {
+        "rank 1",
+        "supervisor 1",
+    }
 
 
 def test_follows_what_a_bus_writes(tmp_path: Path) -> None:
     bus, tail = Bus(rank=0, run_dir=tmp_path), EventTail(tmp_path)
     bus.emit(StepSkipped(3, "nonfinite_gradients", math.nan, 96, 32))
-    (found,) = tail.poll()
+    (found,) = tail.read_new_events()
     assert isinstance(found.event, StepSkipped)
     assert math.isnan(found.event.grad_norm)
     bus.close()
@@ -99,11 +108,11 @@ def test_follows_what_a_bus_writes(tmp_path: Path) -> None:
 
 def test_unreadable_lines_are_counted_and_skipped(tmp_path: Path) -> None:
     append(
-        event_path(tmp_path, 0, 0),
+        event_file_path(tmp_path, 0, 0),
         b'{"event":"from_the_future"}\n\xff\xfe\n\n' + line(Note("good")) + b"[1]\n",
     )
     tail = EventTail(tmp_path)
-    assert codes(tail.poll()) == ["good"]
+    assert codes(tail.read_new_events()) == ["good"]
     assert tail.num_unreadable == 3
 
 
@@ -122,25 +131,25 @@ def overlong() -> bytes:
 
 def test_an_overlong_line_hides_nothing_behind_it(tmp_path: Path) -> None:
     """From none of the three readers, and it is counted."""
-    path = event_path(tmp_path, 0, 0)
+    path = event_file_path(tmp_path, 0, 0)
     before, after = EvalFinished(1, 1.5, 9, 0.1), EvalFinished(2, 1.5, 9, 0.1)
     append(path, line(before) + overlong() + line(after) + line(RunFinished("finished", 0, 2, 1.0)))
     tail = EventTail(tmp_path)
-    assert [e.event.kind() for e in tail.poll()] == [
+    assert [e.event.kind() for e in tail.read_new_events()] == [
         "eval_finished",
         "eval_finished",
         "run_finished",
     ]
-    assert (tail.poll(), tail.num_unreadable) == ([], 1)
-    assert [e.event for e in read_recorded(tmp_path, EvalFinished)] == [before, after]
-    facts = reduce_run(tmp_path)
+    assert (tail.read_new_events(), tail.num_unreadable) == ([], 1)
+    assert [e.event for e in read_recorded_events(tmp_path, EvalFinished)] == [before, after]
+    facts = collect_run_facts(tmp_path)
     assert (facts.status, facts.num_unreadable) == ("finished", 1)
 
 
 def test_an_overlong_line_that_grows_is_read_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, whole = event_path(tmp_path, 0, 0), overlong()
+    path, whole = event_file_path(tmp_path, 0, 0), overlong()
     append(path, whole[: LINE_BYTES + 10])
     tail = EventTail(tmp_path)
     opened: list[Path] = []
@@ -150,16 +159,16 @@ def test_an_overlong_line_that_grows_is_read_once(
         return open_regular(path)
 
     monkeypatch.setattr(reading, "open_regular", open_counted)
-    assert tail.poll() == []
+    assert tail.read_new_events() == []
     for _ in range(3):
-        assert tail.poll() == []
+        assert tail.read_new_events() == []
     assert len(opened) == 1
     append(path, whole[LINE_BYTES + 10 : -5])
-    assert tail.poll() == []
+    assert tail.read_new_events() == []
     append(path, whole[-5:] + line(Note("behind"))[:9])
-    assert tail.poll() == []
+    assert tail.read_new_events() == []
     append(path, line(Note("behind"))[9:])
-    assert codes(tail.poll()) == ["behind"]
+    assert codes(tail.read_new_events()) == ["behind"]
     assert tail.num_unreadable == 1
 
 
@@ -183,10 +192,10 @@ def test_what_a_disk_refuses_is_shown_once(tmp_path: Path) -> None:
     bus.emit(Note("last"))
     assert bus.num_unwritten == 0
     bus.close()
-    for envelope in tail.poll():
+    for envelope in tail.read_new_events():
         console.write(envelope)
     assert console._pace.num_restarts == 1
-    assert codes(EventTail(tmp_path).poll()) == ["first", "events_unwritten", "last"]
+    assert codes(EventTail(tmp_path).read_new_events()) == ["first", "events_unwritten", "last"]
 
 
 @pytest.mark.parametrize(
@@ -211,20 +220,20 @@ def test_events_of_one_kind_are_found_again(tmp_path: Path) -> None:
     """Those of rank 0, in the order of the attempts, whatever else lies there."""
     for attempt, step in ((0, 1), (1, 2), (10, 3)):
         append(
-            event_path(tmp_path, 0, attempt),
+            event_file_path(tmp_path, 0, attempt),
             line(Note("eval_finished")) + line(EvalFinished(step, 1.5, 9, 0.1)),
         )
     append(
-        event_path(tmp_path, 0, 0),
+        event_file_path(tmp_path, 0, 0),
         b'{"event":"eval_finished","step":"x"}\n' + line(EvalFinished(9, 1.5, 9, 0.1))[:30],
     )
-    append(event_path(tmp_path, 1, 0), line(EvalFinished(7, 1.5, 9, 0.1), rank=1))
+    append(event_file_path(tmp_path, 1, 0), line(EvalFinished(7, 1.5, 9, 0.1), rank=1))
     append(tmp_path / "events" / "notes.txt", line(EvalFinished(8, 1.5, 9, 0.1)))
-    found = list(read_recorded(tmp_path, EvalFinished))
+    found = list(read_recorded_events(tmp_path, EvalFinished))
     assert [
         envelope.event.step for envelope in found if isinstance(envelope.event, EvalFinished)
     ] == [1, 2, 3]
-    assert list(read_recorded(tmp_path / "absent", EvalFinished)) == []
+    assert list(read_recorded_events(tmp_path / "absent", EvalFinished)) == []
 
 
 def test_every_type_of_field_can_be_read() -> None:

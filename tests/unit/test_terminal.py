@@ -260,7 +260,7 @@ def test_a_verb_given_hostile_words(
     monkeypatch.chdir(tmp_path)
     if verb in (["train"], ["verify"]) and words[0].startswith("run.name"):
         words = [*words, "train.steps=0"]  # nothing starts
-    assert _app.run([*verb, *words]) != 1
+    assert _app.run_command_line([*verb, *words]) != 1
     for shown in capsys.readouterr():
         assert moves_a_cursor(shown) == []
 
@@ -305,7 +305,7 @@ def test_hostile_files_of_data_and_runs(
     }
     for code, each in commands.items():
         for arguments in each:
-            assert _app.run(arguments) == code, (arguments, capsys.readouterr())
+            assert _app.run_command_line(arguments) == code, (arguments, capsys.readouterr())
             for shown in capsys.readouterr():
                 assert moves_a_cursor(shown) == [], arguments
     for written in (page, run_dir / "report.html"):
@@ -330,7 +330,7 @@ def test_the_traceback_of_a_bug_is_filtered(
         raise RuntimeError(EVIL)
 
     monkeypatch.setattr(_app, "build_app", fail)
-    assert _app.run(["train"]) == 1
+    assert _app.run_command_line(["train"]) == 1
     shown = capsys.readouterr().err
     assert "RuntimeError" in shown
     assert moves_a_cursor(shown) == []

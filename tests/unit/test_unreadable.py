@@ -18,7 +18,7 @@ import pytest
 
 from phalanx.checkpoint.manifest import MANIFEST, read_manifest
 from phalanx.checkpoint.ownership.fencing_token import TOKEN_FILE, read_fencing_token_number
-from phalanx.cli._app import run
+from phalanx.cli._app import run_command_line
 from phalanx.core.errors import DataError, DataStorageError, ExitCode, PhalanxError
 from phalanx.data import corpus, dataset
 from phalanx.data.build import build_dataset
@@ -78,8 +78,8 @@ def test_a_dataset_with_a_failing_shard_is_exit_7_in_every_verb(
     (tmp_path / "a.txt").write_text("a text\n" * 99)
     built = build_dataset([str(tmp_path / "a.txt")], tmp_path / "built")
     failing(built.directory / built.manifest.shards[0].file)
-    assert run(["data", "verify", str(built.directory), "--json"]) == 7
+    assert run_command_line(["data", "verify", str(built.directory), "--json"]) == 7
     problems = json.loads(capsys.readouterr().out)["problems"]
     assert [problem["exit_code"] for problem in problems] == [7]
-    assert run(["data", "stats", str(built.directory)]) == 7
+    assert run_command_line(["data", "stats", str(built.directory)]) == 7
     assert "Input/output error" in capsys.readouterr().err

@@ -163,15 +163,15 @@ def build_app() -> Any:
     return typer.main.get_command(app)
 
 
-def run(arguments: Sequence[str]) -> int:
+def run_command_line(arguments: Sequence[str]) -> int:
     """Run one command line; returns the exit code. User errors are printed without a traceback."""
     # First, so that no other file gets the number of a closed stream.
     open_closed_streams()
     with safe_output():
-        return _run(arguments)
+        return _invoke_app(arguments)
 
 
-def _run(arguments: Sequence[str]) -> int:
+def _invoke_app(arguments: Sequence[str]) -> int:
     if os.getcwd() not in sys.path:
         # package.module:factory is found beside where you stand; last, so that nothing there stands
         # in for a library.

@@ -34,11 +34,13 @@ def complete_job(context: typer.Context, incomplete: str) -> Candidates:
     """Job files, keys and values. The nearest keys where none begins with what was typed."""
     key = _key_before_the_cursor(context)
     if key is not None:
-        return _values(key, incomplete)
+        return _complete_values(key, incomplete)
     name, equals, value = incomplete.partition("=")
     if equals:
-        return [(f"{name}={text}", help_text) for text, help_text in _values(name, value)]
-    return _files(incomplete) + (_keys(incomplete) if incomplete else _sections())
+        return [(f"{name}={text}", help_text) for text, help_text in _complete_values(name, value)]
+    return _complete_files(incomplete) + (
+        _complete_keys(incomplete) if incomplete else _complete_sections()
+    )
 
 
 def complete_run(incomplete: str) -> Candidates:
@@ -49,7 +51,7 @@ def complete_run(incomplete: str) -> Candidates:
         directories = [Path(folder)]
     runs = []
     for directory in directories:
-        for path in _entries(directory):
+        for path in _directory_entries(directory):
             if (path / "job.json").is_file() and str(path).startswith(incomplete):
                 runs.append(str(path))
     return [(path, "") for path in sorted(runs)[:MAX_RUNS]]
@@ -70,33 +72,35 @@ def _key_before_the_cursor(context: typer.Context) -> str | None:
     return None
 
 
-def _files(incomplete: str) -> Candidates:
+def _complete_files(incomplete: str) -> Candidates:
     """Job files, and directories on the way to one."""
     folder = Path(os.path.dirname(incomplete))
     names = [
         f"{path}/" if path.is_dir() else str(path)
-        for path in _entries(folder)
+        for path in _directory_entries(folder)
         if path.suffix == ".toml"
         or (path.is_dir() and incomplete and not path.name.startswith("."))
     ]
     return [(path, "") for path in sorted(names) if path.startswith(incomplete)]
 
 
-def _entries(folder: Path) -> list[Path]:
+def _directory_entries(folder: Path) -> list[Path]:
     try:
         return list(folder.iterdir())
     except OSError:
         return []
 
 
-def _sections() -> Candidates:
-    return [(f"{name}.", section.get("description", "")) for name, section in _schema().items()]
+def _complete_sections() -> Candidates:
+    return [
+        (f"{name}.", section.get("description", "")) for name, section in _load_job_schema().items()
+    ]
 
 
-def _keys(incomplete: str) -> Candidates:
+def _complete_keys(incomplete: str) -> Candidates:
     """`section.key=` for each key that begins so, in full or without its section; else for the
     nearest ones."""
-    known = dict(_all_keys())
+    known = dict(_keys_of_schema())
     matches = [key for key in known if key.startswith(incomplete)]
     kind: type[str] = str if matches else FuzzyCompletion
     matches = matches or [key for key in known if key.partition(".")[2].startswith(incomplete)]
@@ -106,50 +110,50 @@ def _keys(incomplete: str) -> Candidates:
     if len(matches) == 1:
         offered += [
             (kind(f"{matches[0]}={text}"), help_text)
-            for text, help_text in _values(matches[0], "")[:1]
+            for text, help_text in _complete_values(matches[0], "")[:1]
         ]
     return offered
 
 
-def _values(key: str, incomplete: str) -> Candidates:
+def _complete_values(key: str, incomplete: str) -> Candidates:
     """Values that may stand behind `key=`: its choices and its default.
 
     Files are left to the shell.
     """
-    schema = dict(_all_keys()).get(key)
+    schema = dict(_keys_of_schema()).get(key)
     if schema is None:
         return []
-    texts = list(_choices(schema))
+    texts = list(_list_choices(schema))
     if "default" in schema:
-        texts.insert(0, _text(schema["default"]))
+        texts.insert(0, _format_value(schema["default"]))
     # Each once, for the default is one of the choices, too.
     return [(text, "") for text in dict.fromkeys(texts) if text.startswith(incomplete)]
 
 
-def _choices(schema: dict[str, Any]) -> Iterator[str]:
+def _list_choices(schema: dict[str, Any]) -> Iterator[str]:
     if schema.get("type") == "boolean":
         yield from ("true", "false")
-    yield from (_text(choice) for choice in schema.get("enum", ()))
+    yield from (_format_value(choice) for choice in schema.get("enum", ()))
     for arm in schema.get("anyOf", ()):
-        yield from _choices(arm)
+        yield from _list_choices(arm)
 
 
-def _text(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _all_keys() -> Iterator[tuple[str, dict[str, Any]]]:
-    for section, body in _schema().items():
+def _keys_of_schema() -> Iterator[tuple[str, dict[str, Any]]]:
+    for section, body in _load_job_schema().items():
         for key, schema in body["properties"].items():
             yield f"{section}.{key}", schema
 
 
-def job_keys() -> list[str]:
+def list_job_keys() -> list[str]:
     """Every `section.key` of a job."""
-    return [key for key, _ in _all_keys()]
+    return [key for key, _ in _keys_of_schema()]
 
 
-def _schema() -> dict[str, Any]:
+def _load_job_schema() -> dict[str, Any]:
     try:
         properties: dict[str, Any] = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))[
             "properties"

@@ -23,7 +23,7 @@ class BuildDisplay:
     def __init__(self) -> None:
         self.last: BuildProgress | None = None
 
-    def show(self, line: ProgressLine, progress: BuildProgress) -> None:
+    def show_build_progress(self, line: ProgressLine, progress: BuildProgress) -> None:
         self.last = progress
         counts = progress.counts
         noun = "document" if counts.num_documents == 1 else "documents"
@@ -56,20 +56,22 @@ def print_build(summary: BuildSummary, tokenizer: str) -> None:
     ratio = 0.0
     if dataset.source_bytes:
         ratio = dataset.num_tokens / dataset.source_bytes
-    size = f"{_megabytes(dataset.source_bytes)} of text ({ratio:.3f} tokens per byte)"
-    _print("there" if progress is None else "built", f"{dataset.directory}: {tokens}, {size}")
+    size = f"{_format_megabytes(dataset.source_bytes)} of text ({ratio:.3f} tokens per byte)"
+    _print_fact("there" if progress is None else "built", f"{dataset.directory}: {tokens}, {size}")
     shards = plural(len(dataset.shards), "shard")
     if progress is not None and progress.num_shards_kept:
         shards += f", {progress.num_shards_kept} of them there before"
     # A dtype of numpy's ends with its number of bytes: "<u2".
     kind = f"{8 * int(manifest.dtype[-1])}-bit ids of a vocabulary of {manifest.vocab_size:,}"
-    _print("shards", f"{shards}, {format_bytes(summary.num_bytes)}; {kind} ({tokenizer})")
+    _print_fact("shards", f"{shards}, {format_bytes(summary.num_bytes)}; {kind} ({tokenizer})")
     if manifest.end_of_document is None:
-        _print("note", "the tokenizer has no token that ends a document; none was put between them")
+        _print_fact(
+            "note", "the tokenizer has no token that ends a document; none was put between them"
+        )
     if missing := describe_left_out(manifest):
-        _print("note", "; ".join(missing))
+        _print_fact("note", "; ".join(missing))
     if summary.speed is not None:
-        _print("speed", _describe_speed(summary.speed, dataset.tokenizer.kind))
+        _print_fact("speed", _describe_speed(summary.speed, dataset.tokenizer.kind))
     print(format_next_command("train", f"data.source={dataset.directory}"))
 
 
@@ -87,11 +89,11 @@ def print_tokenizer(trained: TrainedTokenizer, inputs: Sequence[str], *, vocab_s
     # A small corpus has fewer pairs to join than were asked for.
     if trained.vocab_size != vocab_size:
         tokens += f" (the corpus has no more; {vocab_size:,} were asked for)"
-    size = f"{_megabytes(trained.text_bytes)} of text"
-    _print(
+    size = f"{_format_megabytes(trained.text_bytes)} of text"
+    _print_fact(
         "trained", f"{trained.path}: {tokens} from {size} in {format_seconds(trained.elapsed_s)}"
     )
-    _print("", f"about {trained.num_tokens_per_byte:.3f} tokens per byte of it")
+    _print_fact("", f"about {trained.num_tokens_per_byte:.3f} tokens per byte of it")
     print(
         format_next_command(
             "data", "build", *inputs, "--tokenizer", str(trained.path), "--out", "DIR"
@@ -99,7 +101,7 @@ def print_tokenizer(trained: TrainedTokenizer, inputs: Sequence[str], *, vocab_s
     )
 
 
-def _print(label: str, text: str) -> None:
+def _print_fact(label: str, text: str) -> None:
     print(f"{label:<8}{text}")
 
 
@@ -107,7 +109,7 @@ def _describe_speed(speed: BuildSpeed, tokenizer_kind: str) -> str:
     workers = "1 worker"
     if speed.num_workers > 1:
         workers = f"{speed.num_workers} workers"
-    work = f"{_megabytes(speed.text_bytes)} in {format_seconds(speed.elapsed_s)}, {workers}"
+    work = f"{_format_megabytes(speed.text_bytes)} in {format_seconds(speed.elapsed_s)}, {workers}"
     text = f"{speed.text_bytes_per_s / 1e6:,.1f} MB/s ({work})"
     # Bytes are tokens already: their "tokenizer" takes no time that means anything.
     if tokenizer_kind != "bytes" and speed.tokenizer_bytes_per_s_per_worker:
@@ -118,7 +120,7 @@ def _describe_speed(speed: BuildSpeed, tokenizer_kind: str) -> str:
     return text
 
 
-def _megabytes(num_bytes: int) -> str:
+def _format_megabytes(num_bytes: int) -> str:
     if num_bytes < SMALL_BYTES:
         return plural(num_bytes, "byte")
     return f"{num_bytes / 1e6:,.1f} MB"

@@ -26,11 +26,11 @@ def print_dataset_verdict(result: DatasetVerification) -> None:
 
 def print_stats(stats: DatasetStats, directory: str) -> None:
     """Print the facts of a dataset, and a histogram in characters that the terminal has."""
-    for text in describe_stats(stats, directory, fancy=_can_draw()):
+    for text in describe_stats(stats, directory, fancy=_can_print_blocks()):
         print(text)
 
 
-def _can_draw() -> bool:
+def _can_print_blocks() -> bool:
     try:
         "█▏".encode(sys.stdout.encoding or "ascii")
     # LookupError: an encoding that Python does not know.
@@ -64,7 +64,7 @@ def describe_stats(stats: DatasetStats, directory: str, *, fancy: bool = True) -
             f"{format_quantile(part)} {length:,}" for part, length in stats.quantiles.items()
         ),
         "",
-        *_histogram(stats.bins, fancy),
+        *_histogram_lines(stats.bins, fancy),
         "",
         "most frequent tokens",
     ]
@@ -77,7 +77,7 @@ def describe_stats(stats: DatasetStats, directory: str, *, fancy: bool = True) -
     return lines
 
 
-def _histogram(bins: tuple[LengthBin, ...], fancy: bool) -> list[str]:
+def _histogram_lines(bins: tuple[LengthBin, ...], fancy: bool) -> list[str]:
     most = max(bin.num_documents for bin in bins)
     labels = [format_range(bin.low, bin.high) for bin in bins]
     width = max(map(len, labels))

@@ -16,7 +16,7 @@ from phalanx.run.trained.evaluate import (
 from phalanx.run.trained.model import describe_ranks
 
 
-def print_task(task: EvaluationTask) -> None:
+def print_evaluation_task(task: EvaluationTask) -> None:
     """Print what is evaluated, on which ranks and data, and what warns of its tokens."""
     print_line(f"eval    {task.model.name}, on {describe_ranks(task.model, task.plan)}")
     print_line(f"data    {_describe_data(task.data)}")
@@ -35,7 +35,7 @@ def show_progress(line: ProgressLine, progress: EvaluationProgress | None) -> No
     line.update(progress.num_done, progress.num_batches, instead=text)
 
 
-def print_result(result: EvaluationResult) -> None:
+def print_evaluation_result(result: EvaluationResult) -> None:
     """Print the loss of all data and of each source, the metrics, and the loss that the run
     recorded.
     """

@@ -25,7 +25,7 @@ _COLOURS = {
 }
 
 
-def explain_lines(explained: Sequence[ExplainedValue], *, colour: bool) -> list[str]:
+def format_explained_lines(explained: Sequence[ExplainedValue], *, colour: bool) -> list[str]:
     """An aligned table, section by section."""
     rows = [
         (one, one.key.partition(".")[2], _format_value(one.value), one.where or one.origin)
@@ -84,6 +84,6 @@ def print_explained(
     else:
         colour = wants_colour()
         # Not print, whose filter would take our colours out.
-        print_coloured("\n".join(explain_lines(explained, colour=colour)))
+        print_coloured("\n".join(format_explained_lines(explained, colour=colour)))
         for warning in plan.warnings:
             print_coloured(_add_colours(f"\nwarn    {warning.text}", "33", colour))

@@ -30,15 +30,17 @@ class TextPrinter:
         if text is not self._text:
             self._text, self._num_printed = text, 0
             has_tokenizer = self._generator.tokenizer is not None
-            _write(_remove_controls(text.prompt if has_tokenizer else text.prompt.strip() + " "))
+            _write_text(
+                _remove_controls(text.prompt if has_tokenizer else text.prompt.strip() + " ")
+            )
         decoded = self._generator.decode(text)
         if not text.has_ended:
             decoded = decoded.rstrip(INCOMPLETE)
-        _write(_remove_controls(decoded[self._num_printed :]))
+        _write_text(_remove_controls(decoded[self._num_printed :]))
         # Never back: what is printed stays, should more tokens decode to fewer letters.
         self._num_printed = max(self._num_printed, len(decoded))
         if text.has_ended:
-            _write("\n")
+            _write_text("\n")
 
 
 def describe_speed(result: GenerationResult) -> str:
@@ -50,7 +52,7 @@ def describe_speed(result: GenerationResult) -> str:
     return f"speed   {tokens} in {seconds}: {rate}, without a key-value cache"
 
 
-def _write(text: str) -> None:
+def _write_text(text: str) -> None:
     try:
         sys.stdout.write(text)
         sys.stdout.flush()

@@ -14,24 +14,24 @@ from phalanx.core.printable import printable
 
 def print_line(text: str, *, as_problem: bool = False) -> None:
     """Print one line; a problem goes to standard error."""
-    print(_safe(text), file=sys.stderr if as_problem else sys.stdout)
+    print(_make_safe_to_print(text), file=sys.stderr if as_problem else sys.stdout)
 
 
 @contextmanager
-def report_errors(as_json: bool) -> Iterator[None]:
+def printing_errors(as_json: bool) -> Iterator[None]:
     """Inside, the texts of a PhalanxError are made safe; with `as_json` it is printed as an
     object, too."""
     try:
         with print_errors_as_json(as_json):
             yield
     except PhalanxError as error:
-        error.what = _safe(error.what)
+        error.what = _make_safe_to_print(error.what)
         error.where, error.why, error.fix = (
-            part and _safe(part) for part in (error.where, error.why, error.fix)
+            part and _make_safe_to_print(part) for part in (error.where, error.why, error.fix)
         )
         raise
 
 
-def _safe(text: str) -> str:
+def _make_safe_to_print(text: str) -> str:
     # A limit above the length: nothing is cut.
     return printable(text, max(1, len(text) + 100))

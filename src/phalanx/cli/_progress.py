@@ -53,7 +53,7 @@ class ProgressLine:
         if now - self._told_s < (REDRAW_S if self._is_terminal else self._line_s):
             return
         self._told_s = now
-        words = instead or self._words(
+        words = instead or self._describe_progress(
             done_bytes, total_bytes, kept_bytes, now - self._began, suffix
         )
         if self._is_terminal:
@@ -64,7 +64,7 @@ class ProgressLine:
             )
             self._stream.flush()
 
-    def count_to(self, total_bytes: float) -> Callable[[int], None]:
+    def adder_of_bytes(self, total_bytes: float) -> Callable[[int], None]:
         """A function that adds bytes to those that are done, and shows how many of `total_bytes`
         they are.
         """
@@ -77,7 +77,7 @@ class ProgressLine:
 
         return add
 
-    def _words(
+    def _describe_progress(
         self, done: float, total: float, skipped: float, elapsed_s: float, words: str
     ) -> str:
         rate, eta = 0.0, "?"

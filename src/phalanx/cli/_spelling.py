@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from phalanx.cli._complete import job_keys
+from phalanx.cli._complete import list_job_keys
 from phalanx.core.errors import UsageError, did_you_mean
 from phalanx.job.key_aliases import OTHER_NAMES, OTHER_OPTIONS
 from phalanx.job.key_suggestions import suggest_key
@@ -40,7 +40,7 @@ def sections_by_key() -> dict[str, tuple[str, ...]]:
     """The sections that have a key, by its name; from the schema's file, which is quicker than
     the schema."""
     verbs: dict[str, tuple[str, ...]] = {}
-    for section, _, key in (name.partition(".") for name in job_keys()):
+    for section, _, key in (name.partition(".") for name in list_job_keys()):
         verbs[key] = (*verbs.get(key, ()), section)
     return verbs
 
@@ -56,12 +56,12 @@ def suggest_option(
     if not takes_keys:
         return suggestion
     is_exact = name.rpartition(".")[2] in {*sections_by_key(), *OTHER_NAMES}
-    keys = suggest_key(option, sections_by_key(), _value_of(option, arguments))
+    keys = suggest_key(option, sections_by_key(), _value_of_unknown_option(option, arguments))
     # An exact key comes before an option that is only spelt like it.
     return keys if keys and (is_exact or not suggestion) else suggestion or keys
 
 
-def _value_of(option: str, arguments: Sequence[str]) -> str:
+def _value_of_unknown_option(option: str, arguments: Sequence[str]) -> str:
     """The value that the command line gives an unknown option: `--steps 100` or `--steps=100`."""
     for index, word in enumerate(arguments):
         if word.startswith(f"{option}="):

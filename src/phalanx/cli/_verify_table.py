@@ -104,7 +104,7 @@ def describe_row(row: Row) -> list[str]:
     errors = "  ".join(f"{name} {row.errors[name]:.0e}" for name in ERRORS if name in row.errors)
     allowed = f"{row.tolerance:.0e}"
     lines = [
-        f"{_verdict_of(row)} {row.layout:<34} {row.dtype}  {errors}  (allowed {allowed},"
+        f"{_format_verdict(row)} {row.layout:<34} {row.dtype}  {errors}  (allowed {allowed},"
         f" {row.wall_s:.1f} s)"
     ]
     if row.first:
@@ -121,7 +121,7 @@ def describe_row(row: Row) -> list[str]:
     return lines + [f"        note    {note}" for note in row.notes]
 
 
-def _verdict_of(row: Row) -> str:
+def _format_verdict(row: Row) -> str:
     if not row.ok:
         return "DIFFERS"
     if row.compress != "none":

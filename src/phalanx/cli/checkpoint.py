@@ -33,15 +33,15 @@ Location = Annotated[
 RunDir = Annotated[str, typer.Argument(metavar="RUN", help="A run's directory.")]
 
 
-def ls(location: Location, as_json: JsonOption = False) -> int:
+def list_checkpoints_command(location: Location, as_json: JsonOption = False) -> int:
     """List the checkpoints of a run, oldest first."""
     # Here, as in all verbs, and not above: `--help` waits for no import.
     from phalanx.checkpoint.reading.listing import list_checkpoints
     from phalanx.cli._checkpoint_output import print_listing
     from phalanx.cli._json import print_json
-    from phalanx.cli._output import report_errors
+    from phalanx.cli._output import printing_errors
 
-    with report_errors(as_json):
+    with printing_errors(as_json):
         listing = list_checkpoints(location)
     if as_json:
         checkpoints = [entry.to_json() for entry in listing.entries]
@@ -68,11 +68,11 @@ def verify_command(
     from phalanx.checkpoint.stores import is_single_checkpoint
     from phalanx.cli._checkpoint_output import print_checkpoint_verdict
     from phalanx.cli._json import print_json
-    from phalanx.cli._output import report_errors
+    from phalanx.cli._output import printing_errors
     from phalanx.cli._progress import ProgressLine
     from phalanx.core.errors import ExitCode
 
-    with report_errors(as_json):
+    with printing_errors(as_json):
         if all_of_them and not is_single_checkpoint(location):
             folders = find_checkpoint_folders(location)
         else:
@@ -93,7 +93,7 @@ def verify_command(
     return ExitCode.OK
 
 
-def diff(
+def diff_command(
     a: Annotated[
         str,
         typer.Argument(metavar="A", help="A checkpoint, or a run, of which the newest is taken."),
@@ -106,10 +106,10 @@ def diff(
     from phalanx.checkpoint.reading.diff import describe_difference, diff_checkpoints
     from phalanx.checkpoint.reading.listing import find_checkpoint_folder
     from phalanx.cli._json import print_json
-    from phalanx.cli._output import print_line, report_errors
+    from phalanx.cli._output import print_line, printing_errors
     from phalanx.core.errors import ExitCode
 
-    with report_errors(as_json):
+    with printing_errors(as_json):
         first, second = find_checkpoint_folder(a), find_checkpoint_folder(b)
         difference = diff_checkpoints(first, second)
     if as_json:
@@ -144,9 +144,9 @@ def prune_command(
     from phalanx.checkpoint.writing.prune_run import prune_run
     from phalanx.cli._checkpoint_output import print_prune_result
     from phalanx.cli._json import print_json
-    from phalanx.cli._output import report_errors
+    from phalanx.cli._output import printing_errors
 
-    with report_errors(as_json):
+    with printing_errors(as_json):
         result = prune_run(run, keep_last=keep_last, keep_every=keep_every, dry_run=dry_run)
     if as_json:
         print_json("checkpoint-prune", {"run": run, "dry_run": dry_run, **asdict(result)}, indent=1)
@@ -155,7 +155,7 @@ def prune_command(
     return 0
 
 
-def export(
+def export_command(
     location: Location,
     out: Annotated[str, typer.Option(metavar="DIR", help="A directory that is not there yet.")],
     form: Annotated[
@@ -176,12 +176,12 @@ def export(
     """Write the weights as transformers opens them: safetensors, config.json and the tokenizer."""
     from phalanx.cli._checkpoint_output import print_export
     from phalanx.cli._json import print_json
-    from phalanx.cli._output import report_errors
+    from phalanx.cli._output import printing_errors
     from phalanx.cli._progress import ProgressLine
     from phalanx.core.errors import UsageError
     from phalanx.run.export import export_checkpoint
 
-    with report_errors(as_json):
+    with printing_errors(as_json):
         if form != "hf":
             raise UsageError(f"unknown format {form!r}", fix="the one there is: hf")
         with ProgressLine("exporting") as line:
@@ -227,10 +227,10 @@ def import_command(
     from phalanx.checkpoint.exchange.import_weights import import_weights
     from phalanx.cli._checkpoint_output import print_import
     from phalanx.cli._json import print_json
-    from phalanx.cli._output import report_errors
+    from phalanx.cli._output import printing_errors
     from phalanx.cli._progress import ProgressLine
 
-    with report_errors(as_json), ProgressLine("importing") as line:
+    with printing_errors(as_json), ProgressLine("importing") as line:
         result = import_weights(
             Path(source), Path(out), prefix=prefix, trust_pickle=trust_pickle, progress=line.update
         )
@@ -244,10 +244,10 @@ def import_command(
 
 
 COMMANDS = {
-    "ls": ls,
+    "ls": list_checkpoints_command,
     "verify": verify_command,
-    "diff": diff,
+    "diff": diff_command,
     "prune": prune_command,
-    "export": export,
+    "export": export_command,
     "import": import_command,
 }

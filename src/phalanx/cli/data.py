@@ -87,7 +87,7 @@ def build_command(
                 column=column,
                 num_workers=workers,
                 shard_bytes=shard_mb and shard_mb * MIB,
-                progress=lambda progress: display.show(line, progress),
+                progress=lambda progress: display.show_build_progress(line, progress),
                 # Inputs stand on the command line: errors name no key of a job.
                 named="",
             )
@@ -102,7 +102,7 @@ def build_command(
     return 0
 
 
-def tokenizer(
+def tokenizer_command(
     inputs: Inputs,
     vocab_size: Annotated[int, typer.Option(metavar="N", help="How many tokens; 257 at least.")],
     out: Annotated[
@@ -170,7 +170,7 @@ def verify_data_command(dataset: DatasetDir, as_json: JsonOption = False) -> int
     return result.exit_code
 
 
-def stats(
+def stats_command(
     dataset: DatasetDir,
     page: Annotated[
         str | None, typer.Option(metavar="FILE.html", help="Write the pictures as a page, too.")
@@ -188,7 +188,7 @@ def stats(
     with print_errors_as_json(as_json):
         opened = open_dataset(Path(dataset))
         with ProgressLine("reading") as line:
-            measured = measure_dataset(opened, line.count_to(opened.num_token_bytes))
+            measured = measure_dataset(opened, line.adder_of_bytes(opened.num_token_bytes))
         if page is not None:
             write_dataset_page(Path(page), opened, measured)
     if as_json:
@@ -204,7 +204,7 @@ def stats(
     return 0
 
 
-def ledger(
+def ledger_command(
     run: Annotated[
         str, typer.Argument(metavar="RUN", help="A run that trained with observe.samples=true.")
     ],
@@ -229,8 +229,8 @@ def ledger(
 
 COMMANDS = {
     "build": build_command,
-    "tokenizer": tokenizer,
+    "tokenizer": tokenizer_command,
     "verify": verify_data_command,
-    "stats": stats,
-    "ledger": ledger,
+    "stats": stats_command,
+    "ledger": ledger_command,
 }

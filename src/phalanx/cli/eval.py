@@ -42,10 +42,14 @@ def command(
     import time
 
     from phalanx.cli._arguments import split_arguments
-    from phalanx.cli._eval_output import print_result, print_task, show_progress
+    from phalanx.cli._eval_output import (
+        print_evaluation_result,
+        print_evaluation_task,
+        show_progress,
+    )
     from phalanx.cli._json import print_json
     from phalanx.cli._launched import print_ended_ranks, refuse_launcher
-    from phalanx.cli._output import report_errors
+    from phalanx.cli._output import printing_errors
     from phalanx.cli._progress import ProgressLine
     from phalanx.run.scratch import scratch_directory
     from phalanx.run.trained.evaluate import EVALUATION_KEYS, evaluate, prepare_evaluation
@@ -54,7 +58,7 @@ def command(
 
     start_s = time.monotonic()
     try:
-        with report_errors(as_json), scratch_directory("eval") as scratch:
+        with printing_errors(as_json), scratch_directory("eval") as scratch:
             refuse_launcher("eval")
             job_file, overrides = split_arguments(arguments or [])
             model = open_trained_model(
@@ -67,7 +71,7 @@ def command(
             )
             task = prepare_evaluation(model, scratch)
             if not as_json:
-                print_task(task)
+                print_evaluation_task(task)
             with ProgressLine("evaluating") as line:
                 result = evaluate(
                     task, scratch, on_progress=lambda progress: show_progress(line, progress)
@@ -77,5 +81,5 @@ def command(
     if as_json:
         print_json("eval", {**result.to_json(), "wall_s": time.monotonic() - start_s}, indent=1)
     else:
-        print_result(result)
+        print_evaluation_result(result)
     return 0

@@ -78,7 +78,7 @@ def command(
     from phalanx.cli._generate_output import TextPrinter, describe_speed
     from phalanx.cli._json import print_json
     from phalanx.cli._launched import print_ended_ranks, refuse_launcher
-    from phalanx.cli._output import print_line, report_errors
+    from phalanx.cli._output import print_line, printing_errors
     from phalanx.run.scratch import scratch_directory
     from phalanx.run.trained.generate import GENERATION_KEYS, generate_texts, open_generator
     from phalanx.run.trained.launch import RanksEndedEarlyError
@@ -86,7 +86,7 @@ def command(
     from phalanx.run.trained.payloads import SamplingOptions
 
     try:
-        with report_errors(as_json), scratch_directory("generate") as scratch:
+        with printing_errors(as_json), scratch_directory("generate") as scratch:
             refuse_launcher("generate")
             job_file, overrides = split_arguments(arguments or [])
             model = open_trained_model(

@@ -34,10 +34,10 @@ def command(
                 "no run is there", where=run, fix="give a directory that phalanx train wrote"
             )
         if as_json:
-            from phalanx.report.reduce import reduce_run
-            from phalanx.report.summary import run_json
+            from phalanx.report.reduce import collect_run_facts
+            from phalanx.report.summary import build_run_json
 
-            print_json("run", run_json(reduce_run(run_dir)), indent=1)
+            print_json("run", build_run_json(collect_run_facts(run_dir)), indent=1)
             return 0
         from phalanx.report.page import write_report
 

@@ -84,8 +84,8 @@ def command(
             end = run_training(request, RunOutput(), guards_rank=True)
         # Under another launcher each of its ranks comes here: one of them prints.
         if as_json and end.rank == 0:
-            from phalanx.report.reduce import reduce_run
-            from phalanx.report.summary import run_json
+            from phalanx.report.reduce import collect_run_facts
+            from phalanx.report.summary import build_run_json
 
-            print_json("run", run_json(reduce_run(end.run_dir)))
+            print_json("run", build_run_json(collect_run_facts(end.run_dir)))
         return end.exit_code

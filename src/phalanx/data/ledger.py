@@ -132,7 +132,7 @@ def _read_events(run_dir: Path) -> tuple[list[RankStepSamples], dict[int, Attemp
     """All records, and how each attempt began."""
     readings: list[RankStepSamples] = []
     starts: dict[int, AttemptStart] = {}
-    for envelope in EventTail(run_dir, all_ranks=True).poll():
+    for envelope in EventTail(run_dir, all_ranks=True).read_new_events():
         if isinstance(envelope.event, SamplesRead):
             readings.append(RankStepSamples(envelope.attempt, envelope.event))
         elif isinstance(envelope.event, RunStarted):

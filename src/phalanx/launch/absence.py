@@ -29,14 +29,14 @@ _STOPPED = ("T", "t")
 
 
 @dataclass(frozen=True)
-class Absence:
+class AbsentRank:
     """A rank that did not come to where the others waited, and the reason in words."""
 
     rank: int
     why: str
 
 
-def process_state(pid: int) -> str:
+def read_process_state(pid: int) -> str:
     """The kernel's letter for what a process does ("R", "S", "T", ...); empty where it does not
     say."""
     try:
@@ -46,11 +46,11 @@ def process_state(pid: int) -> str:
     return stat.rpartition(")")[2].split()[0]
 
 
-def find_absence(
+def find_absent_rank(
     records: Mapping[int, EndRecord],
     silent: Mapping[int, str],
     last_seen_of: Mapping[int, LastSeen],
-) -> Absence | None:
+) -> AbsentRank | None:
     """The rank that the others waited for, if the facts single one out.
 
     `records` is what ranks said of their ends, `silent` the process states of those that had said
@@ -61,15 +61,15 @@ def find_absence(
     # A stopped process first: it may have been stopped while it waited for the others.
     for group in (stopped, not_waiting):
         if group:
-            rank = min(group, key=lambda rank: _progress(last_seen_of.get(rank)))
-            return Absence(rank, _STATES.get(silent[rank], "its process said nothing"))
+            rank = min(group, key=lambda rank: _last_seen_position(last_seen_of.get(rank)))
+            return AbsentRank(rank, _STATES.get(silent[rank], "its process said nothing"))
     finished = [rank for rank, record in records.items() if not record.has_failed]
     if finished:
-        return Absence(min(finished), "it had ended its work, and the others had not")
-    return _find_latest(last_seen_of)
+        return AbsentRank(min(finished), "it had ended its work, and the others had not")
+    return _find_last_to_enter_collective(last_seen_of)
 
 
-def _find_latest(last_seen_of: Mapping[int, LastSeen]) -> Absence | None:
+def _find_last_to_enter_collective(last_seen_of: Mapping[int, LastSeen]) -> AbsentRank | None:
     """The last of all ranks to enter a collective, if the one before it had waited for long by
     then."""
     arrivals = []
@@ -81,7 +81,7 @@ def _find_latest(last_seen_of: Mapping[int, LastSeen]) -> Absence | None:
     (before_s, _), (latest_s, rank) = sorted(arrivals)[-2:]
     if latest_s - before_s < LATE_S:
         return None
-    return Absence(rank, f"it came {latest_s - before_s:.1f} s after the others")
+    return AbsentRank(rank, f"it came {latest_s - before_s:.1f} s after the others")
 
 
 def _is_waiting(last_seen: LastSeen | None) -> bool:
@@ -91,7 +91,7 @@ def _is_waiting(last_seen: LastSeen | None) -> bool:
     )
 
 
-def _progress(last_seen: LastSeen | None) -> tuple[int, float]:
+def _last_seen_position(last_seen: LastSeen | None) -> tuple[int, float]:
     """Step and time at which a rank was last seen: the one that is furthest behind comes first."""
     if last_seen is None:
         return -1, 0.0

@@ -16,7 +16,7 @@ from typing import Any
 
 from phalanx.core.phases import LastSeen, read_black_box
 from phalanx.core.typed_json import JsonObject
-from phalanx.launch.absence import process_state
+from phalanx.launch.absence import read_process_state
 from phalanx.launch.end_record import EndRecord
 from phalanx.launch.messages import (
     AttemptStarted,
@@ -31,7 +31,7 @@ from phalanx.launch.messages import (
     StartRanks,
     StoreExited,
 )
-from phalanx.launch.paths import black_box
+from phalanx.launch.paths import black_box_path
 from phalanx.launch.reports import ErrorReport
 from phalanx.launch.server_process import ServerLink, ServerProcess
 from phalanx.launch.signals import SignalInbox
@@ -85,7 +85,7 @@ class AttemptEnd:
     exits: dict[int, RankExit] = field(default_factory=dict)
     records: dict[int, EndRecord] = field(default_factory=dict)
     silent: dict[int, str] = field(default_factory=dict)
-    """Process state (`process_state`) of each rank that had said nothing when others failed by
+    """Process state (`read_process_state`) of each rank that had said nothing when others failed by
     its absence alone."""
     silent_places: dict[int, LastSeen] = field(default_factory=dict)
     """The places of these ranks then: the question for their stacks may wake them."""
@@ -97,7 +97,7 @@ class AttemptEnd:
     """The work of ranks without steps, say "evaluating"."""
 
     @property
-    def reports(self) -> dict[int, ErrorReport]:
+    def error_reports(self) -> dict[int, ErrorReport]:
         """The error reports of the ranks that wrote one."""
         reports = {}
         for rank, record in self.records.items():
@@ -106,7 +106,7 @@ class AttemptEnd:
         return reports
 
     @property
-    def codes(self) -> set[int | None]:
+    def exit_codes(self) -> set[int | None]:
         """The codes in the ranks' end records; None for ranks that ended without a record, or
         failed."""
         codes: set[int | None] = set()
@@ -118,7 +118,7 @@ class AttemptEnd:
                 codes.add(record.code)
         return codes
 
-    def has_failed(self, rank: int) -> bool:
+    def has_rank_failed(self, rank: int) -> bool:
         """True for a rank that reports so, and for a process that ended before its rank had
         reported that its work is done.
 
@@ -160,7 +160,7 @@ class EventWaiter:
         if time.monotonic() >= self._next_tick:
             self._on_tick()
             self._next_tick = time.monotonic() + TICK_S
-        return reports, self._inbox.take()
+        return reports, self._inbox.take_signals()
 
 
 class AttemptWatch:
@@ -191,7 +191,7 @@ class AttemptWatch:
         self._stacks_until = -math.inf
         self._pids: Sequence[int] = ()
 
-    def run(self, entry: str, payload: JsonObject) -> AttemptEnd:
+    def watch_until_end(self, entry: str, payload: JsonObject) -> AttemptEnd:
         """Start the ranks and return when all are gone."""
         doing = self.end.stepless or "training"
         order = StartRanks(self.end.number, self._num_ranks, entry, payload, doing)
@@ -202,7 +202,7 @@ class AttemptWatch:
                 self._on_report(report)
             for number in signals:
                 self._on_signal(number)
-            self._keep_deadlines()
+            self._enforce_deadlines()
         # The server is gone and ranks are not: its end kills them, and no exits come any more.
         if self._server.link.closed and len(self.end.exits) < self._num_ranks:
             self._server.kill()
@@ -255,7 +255,7 @@ class AttemptWatch:
             detected_s=max(0.0, now - exited.died_monotonic_s),
         )
         self.end.exits[rank_exit.rank] = rank_exit
-        if self.end.has_failed(rank_exit.rank):
+        if self.end.has_rank_failed(rank_exit.rank):
             self._first_failure_at = min(self._first_failure_at, now)
         elif self.end.is_complete(self._num_ranks):
             self._grace_until = min(self._grace_until, now + DONE_WINDOW_S)
@@ -268,13 +268,13 @@ class AttemptWatch:
                 self._stop.signal = signal.SIGINT
             self._grace_until = min(self._grace_until, time.monotonic() + self._grace_s)
             self._server.link.send(SendSignal(int(self._stop.signal)))
-            self._say(stopping_line(self._stop.signal, self._grace_s))
+            self._say(describe_stopping(self._stop.signal, self._grace_s))
         elif number == signal.SIGINT:
             self._stop.at_once = True
             # The kernel kills the ranks at the end of the server's pipe, even stopped ones.
             self._server.kill(timeout_s=1.0)
 
-    def _kill_at(self) -> float:
+    def _find_kill_time(self) -> float:
         """The time (monotonic seconds) at which remaining ranks must be killed, as things stand."""
         failed_at = min(self._first_failure_at, self._first_report_at + REPORTED_WINDOW_S)
         # Never before the stacks are written; otherwise whatever ends first.
@@ -296,23 +296,23 @@ class AttemptWatch:
 
         False, too, after an abort alone: NCCL's watchdog ends a process because of another one.
         """
-        end, reports = self.end, self.end.reports
+        end, reports = self.end, self.end.error_reports
         for rank, rank_exit in end.exits.items():
-            died_silently = end.has_failed(rank) and rank not in reports
+            died_silently = end.has_rank_failed(rank) and rank not in reports
             if died_silently and rank_exit.signal != signal.SIGABRT:
                 return True
         return any(not report.secondary for report in reports.values())
 
     def _next_deadline(self) -> float:
         if math.isinf(self._killed_at):
-            return self._kill_at()
+            return self._find_kill_time()
         return self._killed_at + KILL_PATIENCE_S
 
-    def _keep_deadlines(self) -> None:
+    def _enforce_deadlines(self) -> None:
         now = time.monotonic()
         if self._is_over():
             return
-        if math.isinf(self._killed_at) and now >= self._kill_at():
+        if math.isinf(self._killed_at) and now >= self._find_kill_time():
             if self._examine_silent_ranks(now):
                 return
             self._killed_at = now
@@ -338,9 +338,9 @@ class AttemptWatch:
         # Before their stacks are asked for: the signal changes states and places.
         for rank, pid in enumerate(self._pids):
             if rank not in heard_of:
-                self.end.silent[rank] = process_state(pid)
+                self.end.silent[rank] = read_process_state(pid)
         for rank in self.end.silent:
-            last_seen = read_black_box(black_box(self._run_dir, rank))
+            last_seen = read_black_box(black_box_path(self._run_dir, rank))
             if last_seen is not None:
                 self.end.silent_places[rank] = last_seen
         self._stacks_until = now + STACKS_WINDOW_S
@@ -349,13 +349,13 @@ class AttemptWatch:
 
     def _has_begun_training(self) -> bool:
         for rank in range(self._num_ranks):
-            last_seen = read_black_box(black_box(self._run_dir, rank))
+            last_seen = read_black_box(black_box_path(self._run_dir, rank))
             if last_seen is not None and last_seen.step >= 1:
                 return True
         return False
 
 
-def stopping_line(number: signal.Signals, grace_s: float) -> str:
+def describe_stopping(number: signal.Signals, grace_s: float) -> str:
     if number == signal.SIGINT:
         return "stopping after this step and saving; press Ctrl-C again to stop at once"
     return f"{number.name}: stopping after this step and saving, within {grace_s:g} s"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from phalanx.core.errors import ExitCode
 from phalanx.launch.reports import ErrorReport
-from phalanx.launch.wire import Codec
+from phalanx.launch.wire import MessageCodec
 
 # A pipe with room takes so much at once, or nothing.
 ATOMIC_BYTES = select.PIPE_BUF
@@ -47,7 +47,7 @@ class RefusedEvent:
     line: str
 
 
-_LINES: Codec[EndRecord | RefusedEvent] = Codec((EndRecord, RefusedEvent))
+_LINES: MessageCodec[EndRecord | RefusedEvent] = MessageCodec((EndRecord, RefusedEvent))
 
 
 class EndWriter:
@@ -57,18 +57,18 @@ class EndWriter:
     """
 
     def __init__(self, fd: int) -> None:
-        self._fd, self._pid, self._pipe = fd, os.getpid(), _identity(fd)
+        self._fd, self._pid, self._pipe = fd, os.getpid(), _device_and_inode(fd)
         self._lock = threading.Lock()
         self.record: EndRecord | None = None
 
     @property
-    def is_rank(self) -> bool:
+    def is_rank_process(self) -> bool:
         """False in a process that the rank forked, which must not speak for it."""
         return os.getpid() == self._pid
 
-    def write(self, record: EndRecord) -> None:
+    def write_record(self, record: EndRecord) -> None:
         """Never raises: a server that is gone has taken the rank along."""
-        if self.record is not None or not self.is_rank:
+        if self.record is not None or not self.is_rank_process:
             return
         self.record = record
         line = memoryview(_LINES.encode(record))
@@ -88,7 +88,11 @@ class EndWriter:
         """
         line = _LINES.encode(RefusedEvent(event_line))
         # A longer line might go in part, and then wait for room.
-        if not self.is_rank or len(line) > ATOMIC_BYTES or not self._lock.acquire(blocking=False):
+        if (
+            not self.is_rank_process
+            or len(line) > ATOMIC_BYTES
+            or not self._lock.acquire(blocking=False)
+        ):
             return False
         try:
             has_room = self._is_open() and bool(select.select([], [self._fd], [], 0)[1])
@@ -104,7 +108,7 @@ class EndWriter:
 
         Raises OSError if nothing took its place.
         """
-        return _identity(self._fd) == self._pipe
+        return _device_and_inode(self._fd) == self._pipe
 
 
 class EndReader:
@@ -121,7 +125,7 @@ class EndReader:
     def fileno(self) -> int:
         return self._fd
 
-    def read(self) -> EndRecord | None:
+    def read_record(self) -> EndRecord | None:
         """The record, once, when it is complete. Never blocks."""
         while self.is_open:
             try:
@@ -160,6 +164,6 @@ def open_end_pipe() -> tuple[EndReader, int]:
     return EndReader(read_end), write_end
 
 
-def _identity(fd: int) -> tuple[int, int]:
+def _device_and_inode(fd: int) -> tuple[int, int]:
     status = os.fstat(fd)
     return status.st_dev, status.st_ino

@@ -18,8 +18,8 @@ from phalanx.core.errors import ExitCode
 from phalanx.core.phases import read_black_box
 from phalanx.launch.end_record import EndReader, EndRecord, EndWriter, open_end_pipe
 from phalanx.launch.lifeline import arm_lifelines
-from phalanx.launch.paths import black_box
-from phalanx.launch.signals import signal_name
+from phalanx.launch.paths import black_box_path
+from phalanx.launch.signals import format_signal_name
 from phalanx.launch.verdict import describe_rank_position
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -54,10 +54,10 @@ def fork_under_guard(rank: int, run_dir: Path) -> EndWriter:
     # The rank alone holds it: its end of the pipe closes when it dies.
     os.close(write_end)
     os.close(life_read)
-    os._exit(_guard(pid, rank, run_dir, reader, watched))
+    os._exit(_run_guard(pid, rank, run_dir, reader, watched))
 
 
-def _guard(
+def _run_guard(
     pid: int, rank: int, run_dir: Path, reader: EndReader, watched: set[signal.Signals]
 ) -> int:
     record: EndRecord | None = None
@@ -72,7 +72,7 @@ def _guard(
         if not ended:
             continue
         # Once the rank has ended: what it wrote is complete, and stays in the pipe until then.
-        record = reader.read() or record
+        record = reader.read_record() or record
         return _exit_code(rank, run_dir, os.waitstatus_to_exitcode(status), record)
 
 
@@ -80,20 +80,20 @@ def _exit_code(rank: int, run_dir: Path, code: int, record: EndRecord | None) ->
     """The exit code that the launcher is to believe; prints the reason if the rank could not."""
     if record is not None:
         return record.code
-    box = black_box(run_dir, rank)
+    box = black_box_path(run_dir, rank)
     where = ""
     if box.exists():
         where = f" {describe_rank_position(read_black_box(box))}"
     if code < 0:
-        _say(f"rank {rank} was killed by {signal_name(-code)}{where}")
+        _print_to_stderr(f"rank {rank} was killed by {format_signal_name(-code)}{where}")
         # By the same signal, so that the launcher sees it, too.
         _die_by_signal(-code)
     how = "by os._exit or C's exit, before the run was done"
-    _say(f"rank {rank} exited with code {code}{where} ({how})")
+    _print_to_stderr(f"rank {rank} exited with code {code}{where} ({how})")
     return int(ExitCode.INTERNAL)
 
 
-def _say(line: str) -> None:
+def _print_to_stderr(line: str) -> None:
     # Flushed, for the guard leaves by os._exit.
     print(f"phalanx: {line}", file=sys.stderr, flush=True)
 

@@ -31,12 +31,12 @@ def arm_lifelines(read_ends: Sequence[int], *, whole_group: bool) -> list[int]:
     if whole_group:
         owner = -os.getpgid(0)
     if sys.platform == "linux":
-        armed = [_arm_kernel(fd, owner) for fd in read_ends]
+        armed = [_ask_kernel_to_kill(fd, owner) for fd in read_ends]
     else:
         armed = list(read_ends)
         # A daemon: it must not keep a process alive whose work is done.
         threading.Thread(
-            target=_watch, args=(armed, owner), name="phalanx-lifeline", daemon=True
+            target=_watch_pipes, args=(armed, owner), name="phalanx-lifeline", daemon=True
         ).start()
     # A pipe that closed before we armed sends no signal any more.
     if _is_closed(read_ends, timeout_ms=0):
@@ -44,7 +44,7 @@ def arm_lifelines(read_ends: Sequence[int], *, whole_group: bool) -> list[int]:
     return armed
 
 
-def _arm_kernel(read_end: int, owner: int) -> int:
+def _ask_kernel_to_kill(read_end: int, owner: int) -> int:
     """Open the pipe anew and ask for SIGKILL on its end.
 
     Anew, because owner and signal belong to the open file description, which forked processes
@@ -58,7 +58,7 @@ def _arm_kernel(read_end: int, owner: int) -> int:
     return fd
 
 
-def _watch(read_ends: Sequence[int], owner: int) -> None:
+def _watch_pipes(read_ends: Sequence[int], owner: int) -> None:
     while not _is_closed(read_ends, timeout_ms=1000):
         pass
     if owner < 0:

@@ -20,7 +20,7 @@ NUM_LAST_LINES, NUM_TELLING_LINES, NUM_STACK_LINES = 25, 6, 10
 _TAIL_BYTES = 64 << 20  # of a log, from its end: user code may have printed any number of lines
 
 
-def read_last_words(rank_exit: RankExit | None, log: Path) -> list[str]:
+def read_explanation_of_death(rank_exit: RankExit | None, log: Path) -> list[str]:
     """The end of the log where it explains a death (stacks of faulthandler, an abort's message),
     and before it those lines of NCCL and of C++ that say why."""
     # The end of a log does not explain a signal that came from outside.
@@ -28,10 +28,10 @@ def read_last_words(rank_exit: RankExit | None, log: Path) -> list[str]:
     if rank_exit is not None and rank_exit.signal in silent_signals:
         return []
     last_lines = _read_lines(log)[-NUM_LAST_LINES:]
-    return [line for line in read_telling_lines(log) if line not in last_lines] + last_lines
+    return [line for line in read_abort_reason(log) if line not in last_lines] + last_lines
 
 
-def read_telling_lines(log: Path) -> list[str]:
+def read_abort_reason(log: Path) -> list[str]:
     """The first lines of a log that say why a process was aborted."""
     return list(filter(_TELLING.search, _read_lines(log)))[:NUM_TELLING_LINES]
 

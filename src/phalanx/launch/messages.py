@@ -9,7 +9,7 @@ from typing import TypeAlias, get_args
 from phalanx.core.typed_json import JsonObject
 from phalanx.launch.end_record import EndRecord
 from phalanx.launch.reports import ErrorReport
-from phalanx.launch.wire import Codec
+from phalanx.launch.wire import MessageCodec
 
 # --- orders of the supervisor ---
 
@@ -150,5 +150,5 @@ ServerReport: TypeAlias = (
     | RankExited
     | StoreExited
 )
-ORDERS: Codec[ServerOrder] = Codec(get_args(ServerOrder))
-REPORTS: Codec[ServerReport] = Codec(get_args(ServerReport))
+ORDERS: MessageCodec[ServerOrder] = MessageCodec(get_args(ServerOrder))
+REPORTS: MessageCodec[ServerReport] = MessageCodec(get_args(ServerReport))

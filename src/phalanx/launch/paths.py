@@ -20,23 +20,23 @@ BLANKED_OUT = ".blanked-out.json"
 _ATTEMPT = re.compile(r"rank-\d+-attempt-(\d+)\.")
 
 
-def rank_log(run_dir: Path, rank: int, attempt: int) -> Path:
+def rank_log_path(run_dir: Path, rank: int, attempt: int) -> Path:
     return run_dir / LOGS / f"rank-{rank:04d}-attempt-{attempt:02d}.log"
 
 
-def error_report(run_dir: Path, rank: int, attempt: int) -> Path:
+def error_report_path(run_dir: Path, rank: int, attempt: int) -> Path:
     return run_dir / LOGS / f"rank-{rank:04d}-attempt-{attempt:02d}.error.json"
 
 
-def server_log(run_dir: Path) -> Path:
+def server_log_path(run_dir: Path) -> Path:
     return run_dir / LOGS / "server.log"
 
 
-def black_box(run_dir: Path, rank: int) -> Path:
+def black_box_path(run_dir: Path, rank: int) -> Path:
     return run_dir / BLACK_BOXES / f"rank-{rank:04d}"
 
 
-def next_attempt(run_dir: Path) -> int:
+def next_attempt_number(run_dir: Path) -> int:
     """One more than any attempt that left a file, so that a resumed run never writes over
     earlier ones."""
     newest = -1

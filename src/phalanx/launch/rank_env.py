@@ -29,7 +29,9 @@ class RankEnv:
     attempt: int = 0
 
 
-def rank_variables(ranks: RankEnv, master_port: int, environ: Mapping[str, str]) -> dict[str, str]:
+def build_rank_variables(
+    ranks: RankEnv, master_port: int, environ: Mapping[str, str]
+) -> dict[str, str]:
     """The variables that a supervised rank has in its environment, on top of `environ`.
 
     `TORCHELASTIC_USE_AGENT_STORE` makes rank 0 a client of the store like every other rank: the
@@ -54,10 +56,10 @@ def rank_variables(ranks: RankEnv, master_port: int, environ: Mapping[str, str])
     # The ranks of a node share its cores; torch would take all of them in each.
     if "OMP_NUM_THREADS" not in environ or SERVER_CHOSE_THREADS in environ:
         variables["OMP_NUM_THREADS"] = str(max(1, count_cores() // ranks.local_world_size))
-    return variables | allocator_variables(environ)
+    return variables | build_allocator_variables(environ)
 
 
-def allocator_variables(environ: Mapping[str, str]) -> dict[str, str]:
+def build_allocator_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """The allocator's variable for segments of GPU memory that grow; none if the user has set one.
 
     Tensors of another size in each step, as experts have, else leave holes that nothing fits into.

@@ -49,7 +49,7 @@ class ErrorReport:
     user_place: str = ""
     """File and line of the user's code that raised the error, or led to it."""
 
-    def save(self, path: Path) -> None:
+    def write_report_file(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Not durable: the rank's way out does not wait for the disk, and the supervisor has it.
         write_json_atomic(path, asdict(self), durable=False)
@@ -67,10 +67,10 @@ def build_error_report(
     redactor = Redactor(os.environ)
     # Before `disk_problem` puts another error in its place: the traceback is of the first.
     lines = traceback.format_exception(type(error), error, _skip_machinery(error))
-    code_place = redactor.text(_clean(user_place(error.__traceback__)))
+    code_place = redactor.text(_escape_surrogates(user_place(error.__traceback__)))
     error = disk_problem(error, doing, refusals=REFUSALS_THAT_LAST, run_dir=run_dir) or error
     is_phalanx_error = isinstance(error, PhalanxError)
-    message = redactor.text(_words_of(error))
+    message = redactor.text(_error_text(error))
     name = type(error).__qualname__
     one_line = message
     if not is_phalanx_error:
@@ -86,7 +86,7 @@ def build_error_report(
     return ErrorReport(
         type=name,
         message=message,
-        traceback=redactor.text(_clean("".join(lines))),
+        traceback=redactor.text(_escape_surrogates("".join(lines))),
         exit_code=exit_code,
         is_phalanx_error=is_phalanx_error,
         one_line=one_line,
@@ -96,13 +96,13 @@ def build_error_report(
     )
 
 
-def _words_of(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
         code = ""
         if error.code is not None:
             code = str(error.code)
         return f"sys.exit({code}) was called before the run was done"
-    return _printable(error)
+    return _make_printable(error)
 
 
 def _skip_machinery(error: BaseException) -> TracebackType | None:
@@ -131,25 +131,25 @@ def _is_secondary(error: BaseException) -> bool:
         visited.append(link)
         if type(link).__name__ in _STORE_ERRORS:
             return True
-        if isinstance(link, RuntimeError) and blames_another(_printable(link)):
+        if isinstance(link, RuntimeError) and is_message_about_lost_peer(_make_printable(link)):
             return True
         link = link.__cause__ or link.__context__
     return False
 
 
-def blames_another(text: str) -> bool:
+def is_message_about_lost_peer(text: str) -> bool:
     """True for words of torch's about a connection that was lost or a peer that did not answer."""
     return _BECAUSE_OF_ANOTHER.search(text) is not None
 
 
-def _printable(error: BaseException) -> str:
+def _make_printable(error: BaseException) -> str:
     try:
-        return _clean(str(error))
+        return _escape_surrogates(str(error))
     except Exception:
         # A broken `__str__` must not hide the error.
         return "<its message cannot be printed>"
 
 
-def _clean(text: str) -> str:
+def _escape_surrogates(text: str) -> str:
     # Half a letter (a lone surrogate) can be in a string, and not in UTF-8.
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -6,7 +6,7 @@ from collections import deque
 
 from phalanx.core.errors import RestartBudgetError
 from phalanx.core.units import format_seconds
-from phalanx.launch.verdict import Failure
+from phalanx.launch.verdict import RankFailure
 
 # A signal or a hang may come from outside, by accident even twice at one step.
 SAME_FAILURE_LIMIT = 3
@@ -25,7 +25,7 @@ class RestartPolicy:
         self._num_same = 0
         self.num_restarts = 0
 
-    def admit(self, failure: Failure, now_s: float) -> None:
+    def admit_restart(self, failure: RankFailure, now_s: float) -> None:
         """Count one restart because of `failure`; raise RestartBudgetError (exit 10) if it is
         one too many."""
         key = (failure.step, failure.signature)

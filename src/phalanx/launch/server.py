@@ -57,15 +57,15 @@ from phalanx.launch.rank import STACKS_SIGNAL, RankTask, run_forked_rank
 from phalanx.launch.rank_env import RankEnv
 from phalanx.launch.reports import build_error_report
 from phalanx.launch.store import listen_on_loopback, serve_store
-from phalanx.launch.wire import Channel
+from phalanx.launch.wire import MessageChannel
 
-SupervisorLink: TypeAlias = Channel[ServerReport, ServerOrder]
+SupervisorLink: TypeAlias = MessageChannel[ServerReport, ServerOrder]
 # A scheduler signals every process of the job; the server outlives these signals.
 _OUTLIVED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass
-class Attempt:
+class AttemptProcesses:
     """The processes of one attempt that have not been reaped: rank by pid, and the store's pid.
 
     `records`: the pipe of each rank's end record.
@@ -87,14 +87,14 @@ class Server:
         self._server_life, self._server_life_write = os.pipe()
         self._wakeup, self._wakeup_write = os.pipe()
         self._run_dir = Path()
-        self._attempt = Attempt(-1)
+        self._attempt = AttemptProcesses(-1)
 
-    def serve(self) -> int:
+    def serve_orders(self) -> int:
         """Do what the supervisor says until it closes the link."""
         for fd in (self._wakeup, self._wakeup_write):
             os.set_blocking(fd, False)
         signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, _nothing)
+        signal.signal(signal.SIGCHLD, _ignore_signal)
         while not self._link.closed:
             records = [record for record in self._attempt.records.values() if record.is_open]
             sources: list[Any] = [self._link, self._wakeup, *records]
@@ -104,7 +104,7 @@ class Server:
                 os.read(self._wakeup, 4096)
             for rank in self._attempt.records:
                 self._forward_record(rank)
-            self._reap()
+            self._reap_children()
             if self._link in readable:
                 for order in self._link.receive():
                     self._on_order(order)
@@ -113,9 +113,9 @@ class Server:
     def _on_order(self, order: ServerOrder) -> None:
         match order:
             case Prepare():
-                self._prepare(order)
+                self._prepare_imports(order)
             case StartRanks():
-                self._start(order)
+                self._start_attempt(order)
             case SendSignal(number):
                 for pid in self._attempt.ranks:
                     os.kill(pid, number)
@@ -128,7 +128,7 @@ class Server:
             case _:
                 assert_never(order)
 
-    def _prepare(self, order: Prepare) -> None:
+    def _prepare_imports(self, order: Prepare) -> None:
         started = time.monotonic()
         self._run_dir = order.run_dir
         sys.path[:] = order.sys_path
@@ -137,7 +137,7 @@ class Server:
             os.environ["PYTHONPATH"] = order.python_path
         for name in order.preload:
             try:
-                _import(name)
+                _import_module(name)
             except BaseException as error:
                 traceback.print_exc()
                 self._link.send(PreloadFailed(build_error_report(error)))
@@ -149,10 +149,10 @@ class Server:
         gc.collect()
         # collections in a rank would otherwise write to, and so copy, every page we share
         gc.freeze()
-        self._link.send(Ready(time.monotonic() - started, _num_threads()))
+        self._link.send(Ready(time.monotonic() - started, _count_threads()))
 
-    def _start(self, order: StartRanks) -> None:
-        self._attempt = Attempt(order.attempt)
+    def _start_attempt(self, order: StartRanks) -> None:
+        self._attempt = AttemptProcesses(order.attempt)
         try:
             # A new port for each attempt: no rank can read addresses of dead ones.
             listener = listen_on_loopback()
@@ -193,7 +193,7 @@ class Server:
         """Forward a rank's end record, if it has written one by now, and events that its disk
         refused."""
         reader = self._attempt.records[rank]
-        record = reader.read()
+        record = reader.read_record()
         for line in reader.take_events():
             self._link.send(EventRefused(self._attempt.number, line))
         if record is not None:
@@ -249,7 +249,7 @@ class Server:
 
     def _kill_ranks(self) -> None:
         # A rank that is dead already was not killed by us.
-        self._reap()
+        self._reap_children()
         for pid in self._attempt.ranks:
             self._attempt.killed.add(pid)
             _kill_group(pid)
@@ -262,7 +262,7 @@ class Server:
             self._attempt.killed.add(self._attempt.store_pid)
             _kill_group(self._attempt.store_pid)
 
-    def _reap(self) -> None:
+    def _reap_children(self) -> None:
         while True:
             try:
                 # In a loop: one SIGCHLD may stand for several children.
@@ -307,7 +307,7 @@ class Server:
                 self._kill_store()
 
 
-def _import(name: str) -> None:
+def _import_module(name: str) -> None:
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -325,18 +325,18 @@ def _kill_group(pid: int) -> None:
         pass
 
 
-def _num_threads() -> int:
+def _count_threads() -> int:
     try:
         return len(os.listdir("/proc/self/task"))
     except OSError:
         return 1
 
 
-def _nothing(number: int, frame: FrameType | None) -> None:
+def _ignore_signal(number: int, frame: FrameType | None) -> None:
     """The wake-up descriptor needs a Python handler to exist."""
 
 
-def main(arguments: Sequence[str]) -> int:
+def run_server(arguments: Sequence[str]) -> int:
     link_fd, life_fd, presence_fd = (int(argument) for argument in arguments)
     for number in _OUTLIVED:
         signal.signal(number, signal.SIG_IGN)
@@ -346,8 +346,10 @@ def main(arguments: Sequence[str]) -> int:
     arm_lifelines([life_fd], whole_group=True)
     # Both are the server's log, which lies in the run.
     redact_streams(Redactor(os.environ))
-    return Server(Channel(socket.socket(fileno=link_fd), REPORTS, ORDERS), life_fd).serve()
+    return Server(
+        MessageChannel(socket.socket(fileno=link_fd), REPORTS, ORDERS), life_fd
+    ).serve_orders()
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_server(sys.argv[1:]))

@@ -13,12 +13,16 @@ from typing import TypeAlias
 
 from phalanx.core.files import append_regular, open_regular, resource_error
 from phalanx.launch.messages import ORDERS, REPORTS, ServerOrder, ServerReport
-from phalanx.launch.paths import server_log
-from phalanx.launch.rank_env import SERVER_CHOSE_THREADS, THREAD_VARIABLES, allocator_variables
-from phalanx.launch.signals import signal_name
-from phalanx.launch.wire import Channel
+from phalanx.launch.paths import server_log_path
+from phalanx.launch.rank_env import (
+    SERVER_CHOSE_THREADS,
+    THREAD_VARIABLES,
+    build_allocator_variables,
+)
+from phalanx.launch.signals import format_signal_name
+from phalanx.launch.wire import MessageChannel
 
-ServerLink: TypeAlias = Channel[ServerOrder, ServerReport]
+ServerLink: TypeAlias = MessageChannel[ServerOrder, ServerReport]
 
 
 class ServerProcess:
@@ -74,7 +78,7 @@ class ServerProcess:
         """ "was killed by SIGKILL", "exited with code 1"; only after `kill`."""
         code = self._process.wait()
         if code < 0:
-            return f"was killed by {signal_name(-code)}"
+            return f"was killed by {format_signal_name(-code)}"
         return f"exited with code {code}"
 
     def read_last_words(self, num_lines: int = 20) -> str:
@@ -94,7 +98,7 @@ def start_server(run_dir: Path) -> ServerProcess:
 
     Raises ResourceError if its log cannot be written.
     """
-    log_path = server_log(run_dir)
+    log_path = server_log_path(run_dir)
     try:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         log = append_regular(log_path)
@@ -124,7 +128,12 @@ def start_server(run_dir: Path) -> ServerProcess:
         os.close(life_read)
         os.close(presence_write)
     return ServerProcess(
-        process, Channel(our_end, ORDERS, REPORTS), life_write, presence_read, log_path, log_start
+        process,
+        MessageChannel(our_end, ORDERS, REPORTS),
+        life_write,
+        presence_read,
+        log_path,
+        log_start,
     )
 
 
@@ -137,7 +146,7 @@ def _server_environment() -> dict[str, str]:
     """
     defaults = {**dict.fromkeys(THREAD_VARIABLES, "1"), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     # The user's own variables win.
-    environment = defaults | allocator_variables(os.environ) | dict(os.environ)
+    environment = defaults | build_allocator_variables(os.environ) | dict(os.environ)
     if "OMP_NUM_THREADS" not in os.environ:
         # Ranks choose for themselves.
         environment[SERVER_CHOSE_THREADS] = "1"

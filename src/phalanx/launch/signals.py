@@ -33,7 +33,7 @@ class SignalInbox:
                 # The user asked by nohup that a lost terminal does not end the run.
                 if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
                     continue
-                self._previous[number] = signal.signal(number, _nothing)
+                self._previous[number] = signal.signal(number, _ignore_signal)
         return self
 
     def __exit__(
@@ -56,7 +56,7 @@ class SignalInbox:
     def fileno(self) -> int:
         return self._read_end
 
-    def take(self) -> list[int]:
+    def take_signals(self) -> list[int]:
         """The signals since the last call, in order of arrival."""
         try:
             # A byte for each signal: Python writes its number.
@@ -67,12 +67,12 @@ class SignalInbox:
         return [number for number in numbers if number in self._previous]
 
 
-def _nothing(number: int, frame: FrameType | None) -> None:
+def _ignore_signal(number: int, frame: FrameType | None) -> None:
     """The wake-up descriptor carries the number; a Python handler must exist for it to be
     written."""
 
 
-def signal_name(number: int) -> str:
+def format_signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -16,12 +16,12 @@ from phalanx.core.typed_json import HasJson
 from phalanx.launch.attempt import AttemptEnd, AttemptWatch, EventWaiter, StopRequest
 from phalanx.launch.end_record import STOPPED
 from phalanx.launch.messages import PreloadBeginsCuda, PreloadFailed, Prepare, Ready
-from phalanx.launch.paths import blank_out_logs, clear_black_boxes, next_attempt
+from phalanx.launch.paths import blank_out_logs, clear_black_boxes, next_attempt_number
 from phalanx.launch.reports import ErrorReport
 from phalanx.launch.restarts import RestartPolicy
 from phalanx.launch.server_process import ServerProcess, start_server
 from phalanx.launch.signals import SignalInbox
-from phalanx.launch.verdict import Failure, find_failure
+from phalanx.launch.verdict import RankFailure, find_failure
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import Note, RankFailed, RanksStarted, RestartScheduled
 
@@ -57,7 +57,7 @@ class LaunchSpec:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """The end of a supervised run.
 
     `status` is "finished" | "preempted" | "interrupted" | "failed"; `message` is for a person.
@@ -69,7 +69,7 @@ class Outcome:
     attempts: int
 
 
-def supervise(
+def supervise_ranks(
     spec: LaunchSpec,
     *,
     bus: Bus,
@@ -77,7 +77,7 @@ def supervise(
     say: Callable[[str], None],
     newest_step: Callable[[], int] = lambda: 0,
     on_refused_event: Callable[[str], None] = lambda line: None,
-) -> Outcome:
+) -> RunOutcome:
     """Run the ranks of `spec` to their end; nothing that it started is left when it returns or
     raises.
 
@@ -96,7 +96,7 @@ def supervise(
             on_refused_event,
         )
         try:
-            return supervisor.run()
+            return supervisor.run_until_end()
         finally:
             supervisor.close()
             on_tick()
@@ -120,9 +120,9 @@ class _Supervisor:
         self._num_attempts = 0
         self._preload = spec.preload
 
-    def run(self) -> Outcome:
+    def run_until_end(self) -> RunOutcome:
         # Numbers go on over jobs: logs and events of an earlier one are not written over.
-        number = next_attempt(self._spec.run_dir)
+        number = next_attempt_number(self._spec.run_dir)
         while True:
             self._num_attempts += 1
             end = self._run_attempt(number)
@@ -134,14 +134,16 @@ class _Supervisor:
                 return self._outcome_of_end(end)
             self._emit_failure(failure)
             if self._spec.stepless or not failure.restartable:
-                return Outcome(int(failure.exit_code), "failed", failure.report, self._num_attempts)
+                return RunOutcome(
+                    int(failure.exit_code), "failed", failure.report, self._num_attempts
+                )
             try:
-                self._policy.admit(failure, time.monotonic())
+                self._policy.admit_restart(failure, time.monotonic())
             except RestartBudgetError as error:
                 message = str(error)
                 if failure.report != failure.summary:
                     message += f"\n{failure.report}"
-                return Outcome(int(error.exit_code), "failed", message, self._num_attempts)
+                return RunOutcome(int(error.exit_code), "failed", message, self._num_attempts)
             self._announce_restart(failure)
             number += 1
 
@@ -152,7 +154,7 @@ class _Supervisor:
     def _blank_out_logs(self, end: AttemptEnd) -> None:
         # Of a run that another job has taken, only what these ranks wrote is this job's.
         only_attempt = None
-        if any(report.exit_code == ExitCode.RUN_LOCKED for report in end.reports.values()):
+        if any(report.exit_code == ExitCode.RUN_LOCKED for report in end.error_reports.values()):
             only_attempt = end.number
         blank_out_logs(self._spec.run_dir, os.environ, only_attempt=only_attempt)
 
@@ -185,7 +187,7 @@ class _Supervisor:
             self._on_refused_event,
             self._spec.stepless,
         )
-        return watch.run(self._spec.entry, self._spec.payload_of_attempt().to_json())
+        return watch.watch_until_end(self._spec.entry, self._spec.payload_of_attempt().to_json())
 
     def _start_server(self, end: AttemptEnd) -> AttemptEnd | None:
         """Start a server that is ready to fork; None when it is, otherwise how the attempt ended.
@@ -196,12 +198,12 @@ class _Supervisor:
         while True:
             self._server = start_server(self._spec.run_dir)
             num_modules = len(self._preload)
-            unready = self._prepare(self._server, end)
+            unready = self._prepare_server(self._server, end)
             if unready is not None or len(self._preload) == num_modules:
                 return unready
             self._server.kill()
 
-    def _prepare(self, server: ServerProcess, end: AttemptEnd) -> AttemptEnd | None:
+    def _prepare_server(self, server: ServerProcess, end: AttemptEnd) -> AttemptEnd | None:
         """Have the server import what it must; None when it is ready, or when a module is to be
         left out and another server be started; otherwise how the attempt ended."""
         search_path = tuple(sys.path), os.environ.get("PYTHONPATH")
@@ -233,17 +235,17 @@ class _Supervisor:
             end.start_error = _report_server_loss(end.server_loss, server.read_last_words())
         return end
 
-    def _outcome_of_end(self, end: AttemptEnd) -> Outcome:
+    def _outcome_of_end(self, end: AttemptEnd) -> RunOutcome:
         """The outcome if all ranks report that they finished, or that they agreed to leave because
         one of them was told to."""
-        if end.codes == {ExitCode.OK}:
-            return Outcome(int(ExitCode.OK), "finished", "", self._num_attempts)
+        if end.exit_codes == {ExitCode.OK}:
+            return RunOutcome(int(ExitCode.OK), "finished", "", self._num_attempts)
         code = ExitCode.INTERRUPTED
-        if ExitCode.PREEMPTED in end.codes:
+        if ExitCode.PREEMPTED in end.exit_codes:
             code = ExitCode.PREEMPTED
-        return self._leave(code, _late_message(end))
+        return self._outcome_of_stop_code(code, _describe_killed_ranks(end))
 
-    def _outcome_of_stop(self, end: AttemptEnd, failure: Failure | None) -> Outcome:
+    def _outcome_of_stop(self, end: AttemptEnd, failure: RankFailure | None) -> RunOutcome:
         """The outcome after a request to stop.
 
         Whatever happened on the way, the run is to be continued, not repaired.
@@ -252,31 +254,33 @@ class _Supervisor:
         if self._stop.at_once or self._stop.signal == signal.SIGINT:
             code = ExitCode.INTERRUPTED
         if self._stop.at_once:
-            return self._leave(
+            return self._outcome_of_stop_code(
                 code, "stopped at once by Ctrl-C; the last checkpoint, if any, stands"
             )
-        if end.codes == {ExitCode.OK}:
-            return Outcome(int(ExitCode.OK), "finished", "", self._num_attempts)
+        if end.exit_codes == {ExitCode.OK}:
+            return RunOutcome(int(ExitCode.OK), "finished", "", self._num_attempts)
         if not end.exits:
-            return self._leave(code, "stopped before the ranks had started; nothing is lost")
+            return self._outcome_of_stop_code(
+                code, "stopped before the ranks had started; nothing is lost"
+            )
         if failure is not None and failure.step < 1 and failure.cause == "signal":
-            return self._leave(
+            return self._outcome_of_stop_code(
                 code, "stopped before the first step; the last checkpoint, if any, stands"
             )
         if failure is not None and failure.exit_code in FINAL_WHILE_STOPPING:
             self._emit_failure(failure)
-            return Outcome(int(failure.exit_code), "failed", failure.report, self._num_attempts)
+            return RunOutcome(int(failure.exit_code), "failed", failure.report, self._num_attempts)
         if failure is not None:
-            return self._leave(
+            return self._outcome_of_stop_code(
                 code, f"failed while stopping; the last checkpoint stands\n{failure.report}"
             )
-        return self._leave(code, _late_message(end))
+        return self._outcome_of_stop_code(code, _describe_killed_ranks(end))
 
-    def _leave(self, code: ExitCode, message: str) -> Outcome:
+    def _outcome_of_stop_code(self, code: ExitCode, message: str) -> RunOutcome:
         status = "preempted" if code == ExitCode.PREEMPTED else "interrupted"
-        return Outcome(int(code), status, message or EXIT_CODE_MEANING[code], self._num_attempts)
+        return RunOutcome(int(code), status, message or EXIT_CODE_MEANING[code], self._num_attempts)
 
-    def _emit_failure(self, failure: Failure) -> None:
+    def _emit_failure(self, failure: RankFailure) -> None:
         self._bus.emit(
             RankFailed(
                 failed_rank=failure.rank,
@@ -288,7 +292,7 @@ class _Supervisor:
             )
         )
 
-    def _announce_restart(self, failure: Failure) -> None:
+    def _announce_restart(self, failure: RankFailure) -> None:
         from_step = self._newest_step()
         restart, budget = self._policy.num_restarts, self._spec.max_restarts
         self._bus.emit(RestartScheduled(restart, budget, from_step))
@@ -298,9 +302,9 @@ class _Supervisor:
         )
 
 
-def _late_message(end: AttemptEnd) -> str:
+def _describe_killed_ranks(end: AttemptEnd) -> str:
     """The message if ranks had to be killed on the way out; empty if they left by themselves."""
-    if end.codes <= {ExitCode.OK, *STOPPED} and not end.grace_over:
+    if end.exit_codes <= {ExitCode.OK, *STOPPED} and not end.grace_over:
         return ""
     return (
         "the ranks did not save within the grace period and were killed; the last checkpoint stands"

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 from phalanx.core.errors import ExitCode
 from phalanx.core.phases import LastSeen, read_black_box
-from phalanx.launch.absence import Absence, find_absence
+from phalanx.launch.absence import AbsentRank, find_absent_rank
 from phalanx.launch.attempt import AttemptEnd, RankExit
-from phalanx.launch.log_excerpts import read_last_words, read_stack, read_telling_lines
-from phalanx.launch.paths import BLACK_BOXES, black_box, rank_log
-from phalanx.launch.reports import ErrorReport, blames_another
-from phalanx.launch.signals import signal_name
+from phalanx.launch.log_excerpts import read_abort_reason, read_explanation_of_death, read_stack
+from phalanx.launch.paths import BLACK_BOXES, black_box_path, rank_log_path
+from phalanx.launch.reports import ErrorReport, is_message_about_lost_peer
+from phalanx.launch.signals import format_signal_name
 from phalanx.launch.signature import normalize_failure_message
 
 # Codes that phalanx gives to problems which a restart does not cure.
@@ -32,7 +32,7 @@ UNSAID = " (by os._exit or C's exit, before the run was done)"
 
 
 @dataclass(frozen=True)
-class Failure:
+class RankFailure:
     """The root cause of a failed attempt.
 
     `summary` is one line with the place; `detail` the error or signal alone; `report` the whole
@@ -53,7 +53,7 @@ class Failure:
     detected_s: float
 
 
-def find_failure(end: AttemptEnd, run_dir: Path) -> Failure | None:
+def find_failure(end: AttemptEnd, run_dir: Path) -> RankFailure | None:
     """The failure of an attempt, or None if every rank finished or left in agreement."""
     if end.start_error is not None:
         return _blame_startup(end.start_error)
@@ -62,12 +62,12 @@ def find_failure(end: AttemptEnd, run_dir: Path) -> Failure | None:
         process_failure = _blame_own_process(end, run_dir)
         if process_failure is not None or earliest is None:
             return process_failure
-        absence = find_absence(end.records, end.silent, _read_black_boxes(end, run_dir))
+        absence = find_absent_rank(end.records, end.silent, _read_black_boxes(end, run_dir))
         if absence is not None:
             return _blame_absence(absence, end, run_dir)
     rank = earliest.rank
-    blamed = _BlamedRank(rank, end, run_dir, read_black_box(black_box(run_dir, rank)))
-    report = end.reports.get(rank)
+    blamed = _BlamedRank(rank, end, run_dir, read_black_box(black_box_path(run_dir, rank)))
+    report = end.error_reports.get(rank)
     if report is not None and report.is_phalanx_error:
         return _blame_phalanx_error(blamed, report)
     if report is not None:
@@ -87,12 +87,12 @@ class _BlamedRank:
     last_seen: LastSeen | None
 
     @property
-    def place(self) -> str:
+    def describe_place(self) -> str:
         return describe_rank_position(self.last_seen, self.end.stepless)
 
     @property
-    def log(self) -> Path:
-        return rank_log(self.run_dir, self.rank, self.end.number)
+    def log_path(self) -> Path:
+        return rank_log_path(self.run_dir, self.rank, self.end.number)
 
     @property
     def has_done_steps(self) -> bool:
@@ -100,14 +100,14 @@ class _BlamedRank:
 
     def to_failure(
         self, cause: str, summary: str, detail: str, lines: Sequence[str], signature: str
-    ) -> Failure:
+    ) -> RankFailure:
         """A failure of this rank as most are: restarted once it has trained, and of no code of its
         own. `lines` are the report."""
-        step, phase = _step_and_phase(self.last_seen)
+        step, phase = _position_from_black_box(self.last_seen)
         detected_s = 0.0
         if self.rank in self.end.exits:
             detected_s = self.end.exits[self.rank].detected_s
-        return Failure(
+        return RankFailure(
             rank=self.rank,
             cause=cause,
             step=step,
@@ -123,7 +123,7 @@ class _BlamedRank:
         )
 
 
-def _step_and_phase(last_seen: LastSeen | None) -> tuple[int, str]:
+def _position_from_black_box(last_seen: LastSeen | None) -> tuple[int, str]:
     if last_seen is None:
         return 0, ""
     return last_seen.step, last_seen.phase
@@ -140,8 +140,8 @@ class _FailedRank(NamedTuple):
 def _find_earliest_failure(end: AttemptEnd, run_dir: Path) -> _FailedRank | None:
     """The earliest cause; the earliest consequence where no cause is known."""
     failed: list[_FailedRank] = []
-    reports = end.reports
-    for rank in filter(end.has_failed, end.exits.keys() | end.records.keys()):
+    reports = end.error_reports
+    for rank in filter(end.has_rank_failed, end.exits.keys() | end.records.keys()):
         if rank in reports:
             is_consequence, time_s = reports[rank].secondary, reports[rank].time_monotonic_s
         elif rank in end.exits:
@@ -159,28 +159,28 @@ def _is_aborted_by_peer(rank_exit: RankExit, end: AttemptEnd, run_dir: Path) -> 
     gone or did not come."""
     if rank_exit.signal != signal.SIGABRT:
         return False
-    log = rank_log(run_dir, rank_exit.rank, end.number)
-    return any(map(blames_another, read_telling_lines(log)))
+    log = rank_log_path(run_dir, rank_exit.rank, end.number)
+    return any(map(is_message_about_lost_peer, read_abort_reason(log)))
 
 
 def _read_black_boxes(end: AttemptEnd, run_dir: Path) -> dict[int, LastSeen]:
     """The place where each rank was last seen, as far as its black box says."""
     last_seen_of: dict[int, LastSeen] = {}
     for rank in sorted(end.exits.keys() | end.records.keys() | end.silent.keys()):
-        last_seen = read_black_box(black_box(run_dir, rank))
+        last_seen = read_black_box(black_box_path(run_dir, rank))
         if last_seen is not None:
             last_seen_of[rank] = last_seen
     # As they were before their stacks were asked for, which may have woken them.
     return last_seen_of | end.silent_places
 
 
-def _blame_startup(report: ErrorReport) -> Failure:
+def _blame_startup(report: ErrorReport) -> RankFailure:
     """The failure of ranks that never started: a module that does not import, no process or port
     to be had."""
     text = report.traceback.rstrip()
     if report.is_phalanx_error:
         text = report.one_line
-    return Failure(
+    return RankFailure(
         rank=-1,
         cause="exception",
         step=0,
@@ -195,7 +195,7 @@ def _blame_startup(report: ErrorReport) -> Failure:
     )
 
 
-def _blame_own_process(end: AttemptEnd, run_dir: Path) -> Failure | None:
+def _blame_own_process(end: AttemptEnd, run_dir: Path) -> RankFailure | None:
     if not end.server_loss and not end.store_loss:
         return None
     detail = f"the process that holds the rendezvous store ended ({end.store_loss})"
@@ -207,16 +207,16 @@ def _blame_own_process(end: AttemptEnd, run_dir: Path) -> Failure | None:
         last_seen = read_black_box(box)
         if last_seen is not None and (newest is None or last_seen > newest):
             newest = last_seen
-    step, phase = _step_and_phase(newest)
+    step, phase = _position_from_black_box(newest)
     summary = f"{detail} {describe_rank_position(newest, end.stepless)}"
-    return Failure(
+    return RankFailure(
         rank=-1,
         cause="signal" if "killed" in (end.server_loss or end.store_loss) else "exit",
         step=step,
         phase=phase,
         summary=summary,
         detail=detail,
-        report=summary + _hint(detail),
+        report=summary + _out_of_memory_hint(detail),
         signature=detail,
         exit_code=ExitCode.INTERNAL,
         restartable=True,
@@ -224,20 +224,20 @@ def _blame_own_process(end: AttemptEnd, run_dir: Path) -> Failure | None:
     )
 
 
-def _blame_phalanx_error(blamed: _BlamedRank, report: ErrorReport) -> Failure:
+def _blame_phalanx_error(blamed: _BlamedRank, report: ErrorReport) -> RankFailure:
     line = report.one_line
     failure = blamed.to_failure("exception", line, line, [line], line)
     # Refused for a reason that is in the job, the data or the machine.
     return replace(failure, exit_code=report.exit_code, restartable=False)
 
 
-def _blame_exception(blamed: _BlamedRank, report: ErrorReport) -> Failure:
-    summary = f"rank {blamed.rank} failed {blamed.place}"
+def _blame_exception(blamed: _BlamedRank, report: ErrorReport) -> RankFailure:
+    summary = f"rank {blamed.rank} failed {blamed.describe_place}"
     lines = [f"{summary}:", report.traceback.rstrip()]
     lines += _describe_others(blamed.rank, report, blamed.end)
     if report.user_place:
         lines.append(f"your code: {report.user_place}")
-    lines.append(f"log: {blamed.log}")
+    lines.append(f"log: {blamed.log_path}")
     # A lost connection is told in many words: they are one failure when it repeats.
     signature = "lost connection"
     if not report.secondary:
@@ -246,12 +246,12 @@ def _blame_exception(blamed: _BlamedRank, report: ErrorReport) -> Failure:
     return blamed.to_failure("exception", summary, report.one_line, lines, signature)
 
 
-def _blame_absence(absence: Absence, end: AttemptEnd, run_dir: Path) -> Failure:
+def _blame_absence(absence: AbsentRank, end: AttemptEnd, run_dir: Path) -> RankFailure:
     """The failure of a rank that the others waited for: it had reported nothing, or came too
     late."""
     rank, last_seen_of = absence.rank, _read_black_boxes(end, run_dir)
     blamed = _BlamedRank(rank, end, run_dir, last_seen_of.get(rank))
-    summary = f"rank {rank} kept the others waiting {blamed.place}: {absence.why}"
+    summary = f"rank {rank} kept the others waiting {blamed.describe_place}: {absence.why}"
     ranks_at: dict[str, list[int]] = {}
     for other in sorted(end.records.keys() | end.exits.keys() | end.silent.keys()):
         if other != rank:
@@ -259,15 +259,15 @@ def _blame_absence(absence: Absence, end: AttemptEnd, run_dir: Path) -> Failure:
             ranks_at.setdefault(words, []).append(other)
     lines = [summary]
     for words, ranks in ranks_at.items():
-        lines.append(f"{_ranks(ranks)}: waited {words}")
-    lines += [*read_stack(blamed.log), f"log: {blamed.log}"]
+        lines.append(f"{_format_ranks(ranks)}: waited {words}")
+    lines += [*read_stack(blamed.log_path), f"log: {blamed.log_path}"]
     detail = f"kept the others waiting: {absence.why}"
     failure = blamed.to_failure("hang", summary, detail, lines, "kept the others waiting")
     # A hang is no death whose detection could be timed.
     return replace(failure, detected_s=0.0)
 
 
-def _blame_code(blamed: _BlamedRank, code: int) -> Failure:
+def _blame_code(blamed: _BlamedRank, code: int) -> RankFailure:
     """The failure of a rank whose entry returned a code that is neither success nor a stop, without
     a report."""
     failure = _describe_death(blamed, "exit", f"ended with code {code}")
@@ -276,28 +276,28 @@ def _blame_code(blamed: _BlamedRank, code: int) -> Failure:
     return failure
 
 
-def _blame_exit(blamed: _BlamedRank, rank_exit: RankExit) -> Failure:
+def _blame_exit(blamed: _BlamedRank, rank_exit: RankExit) -> RankFailure:
     """The failure of a process that ended without an end record: by a signal, or an exit behind our
     back. Whatever code that had, its work was not done."""
     if rank_exit.signal is None:
         return _describe_death(blamed, "exit", f"exited with code {rank_exit.code}")
-    detail = f"killed by {signal_name(rank_exit.signal)}"
+    detail = f"killed by {format_signal_name(rank_exit.signal)}"
     # A signal comes from outside: also before the first step another start may do better.
     return replace(_describe_death(blamed, "signal", detail), restartable=True)
 
 
-def _describe_death(blamed: _BlamedRank, cause: str, detail: str) -> Failure:
+def _describe_death(blamed: _BlamedRank, cause: str, detail: str) -> RankFailure:
     rank, end = blamed.rank, blamed.end
     verb = f"was {detail}" if cause == "signal" else detail
-    summary = f"rank {rank} {verb} {blamed.place}"
+    summary = f"rank {rank} {verb} {blamed.describe_place}"
     hint = UNSAID
     if cause == "signal" or rank in end.records:
-        hint = _hint(detail)
+        hint = _out_of_memory_hint(detail)
     lines = [
         summary + hint,
-        *read_last_words(end.exits.get(rank), blamed.log),
+        *read_explanation_of_death(end.exits.get(rank), blamed.log_path),
         *_describe_others(rank, None, end),
-        f"log: {blamed.log}",
+        f"log: {blamed.log_path}",
     ]
     return blamed.to_failure(cause, summary, detail, lines, detail)
 
@@ -314,7 +314,7 @@ def describe_rank_position(last_seen: LastSeen | None, stepless: str = "") -> st
     return f"at step {last_seen.step} in {last_seen.phase}{collective}"
 
 
-def _hint(how: str) -> str:
+def _out_of_memory_hint(how: str) -> str:
     if "SIGKILL" in how:
         return " (possibly by the kernel's out-of-memory killer)"
     return ""
@@ -327,7 +327,7 @@ def _describe_others(root: int, root_report: ErrorReport | None, end: AttemptEnd
     A rank that we killed before it noticed ended because of that, too: on a busy machine few notice
     in time.
     """
-    reports = end.reports
+    reports = end.error_reports
     victims = set()
     for rank, report in reports.items():
         if report.secondary:
@@ -339,7 +339,7 @@ def _describe_others(root: int, root_report: ErrorReport | None, end: AttemptEnd
     victims.discard(root)
     lines = []
     if victims:
-        lines.append(f"{_ranks(sorted(victims))}: ended because of that")
+        lines.append(f"{_format_ranks(sorted(victims))}: ended because of that")
     by_line: dict[str, list[int]] = {}
     for rank, report in sorted(reports.items()):
         if rank != root and not report.secondary:
@@ -348,10 +348,10 @@ def _describe_others(root: int, root_report: ErrorReport | None, end: AttemptEnd
     for one_line, ranks in by_line.items():
         if root_report is not None and one_line == root_report.one_line:
             one_line = "the same"
-        lines.append(f"{_ranks(ranks)}: {one_line}")
+        lines.append(f"{_format_ranks(ranks)}: {one_line}")
     return lines
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     noun = "rank" if len(ranks) == 1 else "ranks"
     return f"{noun} {', '.join(map(str, ranks))}"

@@ -15,7 +15,7 @@ Received = TypeVar("Received")
 _TAG = "type"
 
 
-class Codec(Generic[Message]):
+class MessageCodec(Generic[Message]):
     """Writes messages of the dataclasses `kinds` as lines of JSON that name their class, and
     reads them."""
 
@@ -43,13 +43,15 @@ class Codec(Generic[Message]):
         return from_json(self._kinds[name], fields)
 
 
-class Channel(Generic[Sent, Received]):
+class MessageChannel(Generic[Sent, Received]):
     """One end of a socket pair.
 
     `closed` becomes true when the other end is gone; sending to it is then a no-op.
     """
 
-    def __init__(self, sock: socket.socket, sent: Codec[Sent], received: Codec[Received]) -> None:
+    def __init__(
+        self, sock: socket.socket, sent: MessageCodec[Sent], received: MessageCodec[Received]
+    ) -> None:
         self._socket = sock
         self._sent, self._received = sent, received
         self._partial = b""

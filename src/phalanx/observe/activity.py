@@ -13,7 +13,7 @@ FIRST_LINE_S = 10.0  # where nothing is redrawn; each further line comes after t
 SPINNER = "|/-\\"  # every terminal has these
 
 
-class Activity:
+class CurrentActivity:
     """Follows events. `words` is "" while steps are done, which say themselves how far they are."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -23,7 +23,7 @@ class Activity:
         self._since_s = self._clock()
         self._next_line_s = FIRST_LINE_S
 
-    def take(self, event: events.Event, rank: int) -> None:
+    def take_event(self, event: events.Event, rank: int) -> None:
         match event:
             case events.RestartScheduled():
                 self._begin("restart", "starting the ranks again")
@@ -35,7 +35,7 @@ class Activity:
                     "first step", f"step {event.step + 1}, the first one, takes longer than others"
                 )
             case events.WorkProgressed():
-                self._begin(f"{event.activity} {event.step}", _words_of(event))
+                self._begin(f"{event.activity} {event.step}", _describe_activity_of_event(event))
             case (
                 events.EvalFinished()
                 | events.TextGenerated()
@@ -56,27 +56,27 @@ class Activity:
         self.words = self._kind = ""
 
     @property
-    def seconds(self) -> float:
+    def seconds_so_far(self) -> float:
         return self._clock() - self._since_s
 
     def live_line(self) -> str:
         """The line for a terminal, with a spinner that moves."""
         return (
             # Eight pictures a second: the console redraws ten times a second at most.
-            f"{SPINNER[int(8 * self.seconds) % len(SPINNER)]} {self.words}"
-            f" ({format_seconds(self.seconds)})"
+            f"{SPINNER[int(8 * self.seconds_so_far) % len(SPINNER)]} {self.words}"
+            f" ({format_seconds(self.seconds_so_far)})"
         )
 
     def line_if_due(self) -> str | None:
         """The line for a log, if it is due: after ten seconds of the same work, twenty, forty,
         ..."""
-        if not self.words or self.seconds < self._next_line_s:
+        if not self.words or self.seconds_so_far < self._next_line_s:
             return None
         self._next_line_s *= 2
-        return f"{self.words} ({format_seconds(self.seconds)} so far)"
+        return f"{self.words} ({format_seconds(self.seconds_so_far)} so far)"
 
 
-def _words_of(event: events.WorkProgressed) -> str:
+def _describe_activity_of_event(event: events.WorkProgressed) -> str:
     doing, noun, nouns = {
         "evaluate": ("evaluating", "batch", "batches"),
         "sample": ("sampling text", "token", ""),

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from phalanx.core.secrets import Redactor
 from phalanx.observe.event_file import EventFile
-from phalanx.observe.events import EVENTS_UNWRITTEN, Envelope, Event, Note, SinkDropped, seal
+from phalanx.observe.events import EVENTS_UNWRITTEN, Envelope, Event, Note, SinkDropped, seal_event
 from phalanx.observe.outlet import OpenSink, Sink, SinkThread
 
-__all__ = ["CLOSE_S", "Bus", "OpenSink", "Sink", "event_path"]
+__all__ = ["CLOSE_S", "Bus", "OpenSink", "Sink", "event_file_path"]
 
 # all sinks of a process together have this long to finish; what still runs then is left behind
 CLOSE_S = 15.0
@@ -34,7 +34,7 @@ _NUMBERS = frozenset(
 )
 
 
-def event_path(run_dir: Path, rank: int, attempt: int) -> Path:
+def event_file_path(run_dir: Path, rank: int, attempt: int) -> Path:
     """`RUN/events/rank-0003-attempt-01.jsonl`, or `supervisor.jsonl` for rank -1."""
     name = f"rank-{rank:04d}-attempt-{attempt:02d}.jsonl" if rank >= 0 else "supervisor.jsonl"
     return run_dir / "events" / name
@@ -67,11 +67,18 @@ class Bus:
         self._redactor = Redactor(os.environ)
         self._text_fields: dict[type[Event], tuple[str, ...]] = {}
         self._lock = threading.Lock()
-        self._file = EventFile(event_path(run_dir, rank, attempt)) if run_dir is not None else None
+        self._file = (
+            EventFile(event_file_path(run_dir, rank, attempt)) if run_dir is not None else None
+        )
         self._outlets: list[SinkThread] = []
         for name, open_sink in sinks:
             self._outlets.append(
-                SinkThread(name, open_sink, queue_size=queue_size, tell=partial(self._tell, name))
+                SinkThread(
+                    name,
+                    open_sink,
+                    queue_size=queue_size,
+                    tell=partial(self._write_to_file_and_sinks, name),
+                )
             )
 
     @property
@@ -82,7 +89,7 @@ class Bus:
         return self._num_not_json + self._file.num_unwritten
 
     @property
-    def refusal(self) -> OSError | None:
+    def file_refusal(self) -> OSError | None:
         """Why the file did not take the last event; None if it did."""
         if self._file is None:
             return None
@@ -95,9 +102,9 @@ class Bus:
 
     def emit(self, event: Event) -> None:
         """Record a fact. Never raises and never waits for a sink."""
-        self._tell("", event)
+        self._write_to_file_and_sinks("", event)
 
-    def _tell(self, about: str, event: Event) -> None:
+    def _write_to_file_and_sinks(self, about: str, event: Event) -> None:
         """To the file and to every sink, except the one it is about."""
         if not self._may_write():
             return
@@ -105,11 +112,11 @@ class Bus:
         # Events come from the step loop and from threads, such as a sink's: under one lock lines
         # are in the file in the order of their numbers.
         with self._lock:
-            envelope = seal(event, rank=self.rank, attempt=self.attempt, seq=self._num_told)
+            envelope = seal_event(event, rank=self.rank, attempt=self.attempt, seq=self._num_told)
             self._num_told += 1
             is_written = self._write_file(envelope)
             is_news, self._is_refused = not is_written and not self._is_refused, not is_written
-            refusal = self.refusal
+            refusal = self.file_refusal
         # Outside of the lock, which the note takes again; once for each time that the disk begins
         # to refuse.
         if is_news and refusal is not None:
@@ -117,12 +124,12 @@ class Bus:
                 f"events cannot be written ({refusal.strerror}): they are kept, shown, and written"
                 " once they can be"
             )
-            self._tell("", Note(EVENTS_UNWRITTEN, {"why": why}))
+            self._write_to_file_and_sinks("", Note(EVENTS_UNWRITTEN, {"why": why}))
         if not is_written:
             self._on_unwritten(envelope)
         for outlet in self._outlets:
             if outlet.name != about:
-                outlet.put(envelope)
+                outlet.put_event(envelope)
 
     def close(self, timeout_s: float = CLOSE_S, more_s: float = 0.0) -> None:
         """Let the sinks write what is queued and close, all at the same time; tell what was lost,
@@ -136,14 +143,14 @@ class Bus:
         until = time.monotonic() + timeout_s
         # All are told before any is waited for, so that they finish at the same time.
         for outlet in self._outlets:
-            outlet.finish()
+            outlet.end_stream()
         for outlet in self._outlets:
             outlet.join(until, max(0.0, more_s - max(0.0, time.monotonic() - until)))
         if self.num_unwritten:
             owner = "the supervisor" if self.rank < 0 else f"rank {self.rank}"
             reason = f"the event file of {owner} did not take them"
-            if self.refusal is not None:
-                reason += f" ({self.refusal.strerror})"
+            if self.file_refusal is not None:
+                reason += f" ({self.file_refusal.strerror})"
             self.emit(SinkDropped("events", self.num_unwritten, reason))
         with self._lock:
             if self._file is not None:

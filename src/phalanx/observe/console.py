@@ -13,10 +13,10 @@ from phalanx.core.printable import printable
 from phalanx.core.terminal import unwrap_stream
 from phalanx.core.units import format_bytes, format_count, format_seconds
 from phalanx.observe import events
-from phalanx.observe.activity import Activity
+from phalanx.observe.activity import CurrentActivity
 from phalanx.observe.events import Envelope, EvalFinished, StepFinished
 from phalanx.observe.screen import open_screen
-from phalanx.observe.units import TEXT, Units
+from phalanx.observe.units import TEXT, MetricUnits
 from phalanx.observe.words import describe_event, describe_repeated_failure
 
 AVERAGED_STEPS = 20
@@ -56,7 +56,7 @@ def open_console(
     *,
     total_steps: int,
     log_every: int,
-    units: Units = TEXT,
+    units: MetricUnits = TEXT,
     is_terminal: bool | None = None,
 ) -> Console:
     """A live bar if `stream` is a terminal, else one line each `log_every` steps; None shows
@@ -118,14 +118,14 @@ class RunProgress:
     """The run's progress and speed, which both consoles show."""
 
     total_steps: int
-    units: Units = TEXT
+    units: MetricUnits = TEXT
     last: StepFinished | None = None
     last_eval: EvalFinished | None = None
     attempt: int = 0
     num_restarts: int = 0
     num_skipped: int = 0
     is_first_of_attempt: bool = False
-    activity: Activity = field(default_factory=Activity)
+    activity: CurrentActivity = field(default_factory=CurrentActivity)
     _failure: str = ""  # why the last save failed, without its numbers; empty once one is there
     _num_of_attempt: int = 0  # steps that were seen
     _recent: deque[tuple[float, float]] = field(
@@ -136,10 +136,10 @@ class RunProgress:
         default_factory=dict
     )  # the last of each rank that tells
 
-    def take(self, envelope: Envelope) -> bool:
+    def take_event(self, envelope: Envelope) -> bool:
         """Account for an envelope; True if it was a step of rank 0, the one that is shown."""
         event = envelope.event
-        self.activity.take(event, envelope.rank)
+        self.activity.take_event(event, envelope.rank)
         if isinstance(event, events.RestartScheduled):
             self.num_restarts += 1
         elif isinstance(event, events.StepSkipped) and envelope.rank == 0:
@@ -184,13 +184,13 @@ class RunProgress:
         return describe_event(envelope, self.units)
 
     @property
-    def step(self) -> int:
+    def last_step(self) -> int:
         if self.last is None:
             return 0
         return int(self.last.step)
 
     @property
-    def step_s(self) -> float:
+    def seconds_per_step(self) -> float:
         if not self._recent:
             return math.nan
         return sum(seconds for _, seconds in self._recent) / len(self._recent)
@@ -204,14 +204,14 @@ class RunProgress:
 
     @property
     def eta_s(self) -> float:
-        return self.step_s * max(self.total_steps - self.step, 0)
+        return self.seconds_per_step * max(self.total_steps - self.last_step, 0)
 
     @property
     def memory_bytes(self) -> float:
         """The largest rank's; of those whose events arrive here."""
         return max(self._memory_bytes.values(), default=math.nan)
 
-    def facts(self) -> list[str]:
+    def describe_step(self) -> list[str]:
         """The step's numbers as words, most wanted first."""
         if self.last is None:
             return []
@@ -220,26 +220,26 @@ class RunProgress:
             f"lr {self.last.learning_rate:.1e}",
             f"norm {self.last.grad_norm:.2f}",
             *self._describe_speed(),
-            *self._load_of_experts(),
+            *self._describe_expert_load(),
         ]
 
     def _describe_speed(self) -> list[str]:
         if self.last is not None and not self._recent:
             return [f"{format_seconds(self.last.step_s)} for this step, warming up"]
         return [
-            f"{_rate(self.tokens_per_s)} {self.units.short_rate}",
-            f"{format_seconds(self.step_s)}/step",
+            f"{_format_rate(self.tokens_per_s)} {self.units.short_rate_unit}",
+            f"{format_seconds(self.seconds_per_step)}/step",
         ]
 
-    def eta(self) -> str:
+    def describe_eta(self) -> str:
         """ "eta 3.3 s"; before there is a pace to go by, that there is none."""
         if self._recent:
-            return f"eta {_eta(self.eta_s)}"
-        if self.step < self.total_steps:
+            return f"eta {_format_eta(self.eta_s)}"
+        if self.last_step < self.total_steps:
             return "eta not known yet"
-        return f"eta {_eta(0.0)}"
+        return f"eta {_format_eta(0.0)}"
 
-    def _load_of_experts(self) -> list[str]:
+    def _describe_expert_load(self) -> list[str]:
         """ "experts 1.42x": the busiest expert of any layer against the mean of its layer.
 
         Of the last step told.
@@ -253,7 +253,7 @@ class RunProgress:
         return [f"experts {worst:.2f}x dropped {100 * dropped:.1f}%"]
 
 
-def _eval(event: EvalFinished) -> str:
+def _format_evaluation(event: EvalFinished) -> str:
     """ "eval 1.4200 (best 1.4000 at 300)"; of the best itself, only its loss, or the metric it is
     judged by."""
     text = f"{event.value_of(event.judged_by):.4f}"
@@ -264,19 +264,19 @@ def _eval(event: EvalFinished) -> str:
     return f"eval {text}"
 
 
-def _rate(per_s: float) -> str:
+def _format_rate(per_s: float) -> str:
     if not math.isfinite(per_s):
         return "?"
     return format_count(per_s).replace(" ", "").replace("K", "k")
 
 
-def _eta(seconds: float) -> str:
+def _format_eta(seconds: float) -> str:
     if seconds == 0:
         return "0 s"
     return format_seconds(seconds)
 
 
-def _memory(num_bytes: float) -> str:
+def _format_memory(num_bytes: float) -> str:
     if not math.isfinite(num_bytes):
         return "?"
     return format_bytes(num_bytes).replace(".0 ", " ")
@@ -292,7 +292,7 @@ class PlainConsole:
         self._is_open = True
 
     def write(self, envelope: Envelope) -> None:
-        if self._pace.take(envelope):
+        if self._pace.take_event(envelope):
             if self._is_due():
                 self.say(self._step_line())
         elif (
@@ -307,14 +307,14 @@ class PlainConsole:
         pace = self._pace
         return (
             pace.is_first_of_attempt
-            or pace.step % self._log_every == 0
-            or pace.step == pace.total_steps
+            or pace.last_step % self._log_every == 0
+            or pace.last_step == pace.total_steps
         )
 
     def _step_line(self) -> str:
         pace = self._pace
-        parts = [f"step {pace.step}/{pace.total_steps}", *pace.facts()]
-        parts += [pace.eta(), f"mem {_memory(pace.memory_bytes)}"]
+        parts = [f"step {pace.last_step}/{pace.total_steps}", *pace.describe_step()]
+        parts += [pace.describe_eta(), f"mem {_format_memory(pace.memory_bytes)}"]
         return "  ".join(parts)
 
     def say(self, line: str) -> None:
@@ -350,13 +350,13 @@ class LiveConsole:
         self._is_open = True
 
     def write(self, envelope: Envelope) -> None:
-        if self._pace.take(envelope):
+        if self._pace.take_event(envelope):
             self.tick()
         elif (
             not isinstance(envelope.event, TOLD_ELSEWHERE)
             and (line := self._pace.words(envelope)) is not None
         ):
-            self.say(line, style=_style(envelope.event))
+            self.say(line, style=_choose_style(envelope.event))
 
     def say(self, line: str, style: str = "") -> None:
         from rich.text import Text
@@ -376,7 +376,7 @@ class LiveConsole:
     def _draw(self) -> None:
         if not self._live.is_started:
             self._live.start()
-        self._live.update(self._frame(), refresh=True)
+        self._live.update(self._build_frame(), refresh=True)
 
     def close(self) -> None:
         """Draw the last state, which stays on the screen, and give the cursor back."""
@@ -386,7 +386,7 @@ class LiveConsole:
         self._is_open = False
         self._live.stop()
 
-    def _frame(self) -> Any:
+    def _build_frame(self) -> Any:
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table
@@ -406,15 +406,16 @@ class LiveConsole:
         bar.add_column(no_wrap=True)
         bar.add_row(
             Text(
-                f"step {pace.step:>{len(str(pace.total_steps))}}/{pace.total_steps}", style="bold"
+                f"step {pace.last_step:>{len(str(pace.total_steps))}}/{pace.total_steps}",
+                style="bold",
             ),
-            ProgressBar(total=max(pace.total_steps, 1), completed=pace.step),
-            Text(pace.eta()),
+            ProgressBar(total=max(pace.total_steps, 1), completed=pace.last_step),
+            Text(pace.describe_eta()),
         )
-        facts = [*pace.facts(), f"mem {_memory(pace.memory_bytes)}"]
+        facts = [*pace.describe_step(), f"mem {_format_memory(pace.memory_bytes)}"]
         if pace.last_eval is not None:
             # Beside the training loss, which is the first fact.
-            facts.insert(1, _eval(pace.last_eval))
+            facts.insert(1, _format_evaluation(pace.last_eval))
         if pace.num_restarts:
             facts.append(f"restarts {pace.num_restarts}")
         if pace.num_skipped:
@@ -447,7 +448,7 @@ _YELLOW = (
 )
 
 
-def _style(event: events.Event) -> str:
+def _choose_style(event: events.Event) -> str:
     if isinstance(event, events.RankFailed | events.CheckpointFailed | events.CheckpointUnusable):
         return "red"
     if isinstance(event, events.Note):

@@ -73,11 +73,11 @@ class EventFile:
             while num_written < len(data):
                 num_written += os.write(self._fd, data[num_written:])
         except OSError:
-            self._take_back(num_written)
+            self._remove_last_write(num_written)
             raise
         self._is_torn = False
 
-    def _take_back(self, num_bytes: int) -> None:
+    def _remove_last_write(self, num_bytes: int) -> None:
         """Remove what was written last; where that is refused, the next line begins on a line of
         its own."""
         if num_bytes == 0:

@@ -559,10 +559,10 @@ class Envelope:
         try:
             return json.dumps(body, separators=(",", ":"), allow_nan=False)
         except ValueError:
-            return json.dumps(_finite(body), separators=(",", ":"), allow_nan=False)
+            return json.dumps(_replace_nonfinite(body), separators=(",", ":"), allow_nan=False)
 
 
-def seal(event: Event, *, rank: int, attempt: int, seq: int = -1) -> Envelope:
+def seal_event(event: Event, *, rank: int, attempt: int, seq: int = -1) -> Envelope:
     """Put an event into the envelope of this moment; `seq` numbers those of a process."""
     now_s = time.monotonic()
     return Envelope(
@@ -576,13 +576,13 @@ def seal(event: Event, *, rank: int, attempt: int, seq: int = -1) -> Envelope:
     )
 
 
-def _finite(value: Any) -> Any:
+def _replace_nonfinite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: _replace_nonfinite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [_replace_nonfinite(item) for item in value]
     return value
 
 
@@ -590,7 +590,7 @@ def _finite(value: Any) -> Any:
 EVENTS: dict[str, type[Event]] = {cls.kind(): cls for cls in Event.__subclasses__()}
 
 
-def parse_line(line: str, clock: SteadyClock | None = None) -> Envelope | None:
+def parse_event_line(line: str, clock: SteadyClock | None = None) -> Envelope | None:
     """The envelope of one line, or None for a line that is torn or of a kind this release does not
     know.
 

@@ -37,7 +37,7 @@ class AttemptCounter:
     def __init__(self) -> None:
         self._next = 0
 
-    def of(self, envelope: Envelope) -> int:
+    def attempt_of_event(self, envelope: Envelope) -> int:
         """The attempt of an event; the events of each process must come in its own order."""
         if envelope.rank >= 0:
             return envelope.attempt
@@ -56,25 +56,29 @@ def sort_events(envelopes: Iterable[Envelope]) -> list[Envelope]:
     attempts = AttemptCounter()
     by_attempt: dict[int, dict[int, list[Envelope]]] = {}
     for envelope in envelopes:
-        by_attempt.setdefault(attempts.of(envelope), {}).setdefault(envelope.rank, []).append(
-            envelope
-        )
-    return [envelope for attempt in sorted(by_attempt) for envelope in _merge(by_attempt[attempt])]
+        by_attempt.setdefault(attempts.attempt_of_event(envelope), {}).setdefault(
+            envelope.rank, []
+        ).append(envelope)
+    return [
+        envelope
+        for attempt in sorted(by_attempt)
+        for envelope in _merge_attempt(by_attempt[attempt])
+    ]
 
 
-def _merge(by_rank: dict[int, list[Envelope]]) -> Iterator[Envelope]:
+def _merge_attempt(by_rank: dict[int, list[Envelope]]) -> Iterator[Envelope]:
     """The events of one attempt."""
     streams = [by_rank[rank] for rank in sorted(by_rank)]
     # One file of an earlier release is enough: there is no steady clock to merge it by.
     if all(math.isfinite(envelope.monotonic_s) for stream in streams for envelope in stream):
-        shifts = _shifts(by_rank)
-        keyed = [_add_keys(by_rank[rank], shift) for rank, shift in shifts.items()]
+        shifts = _clock_shifts_by_rank(by_rank)
+        keyed = [_add_sort_keys(by_rank[rank], shift) for rank, shift in shifts.items()]
         # The key leaves the envelope out: envelopes have no order, and times may be equal.
         return (envelope for _, _, envelope in heapq.merge(*keyed, key=lambda item: item[:2]))
     return _merge_by_kind(by_rank)
 
 
-def _shifts(by_rank: dict[int, list[Envelope]]) -> dict[int, float]:
+def _clock_shifts_by_rank(by_rank: dict[int, list[Envelope]]) -> dict[int, float]:
     """By rank what brings its clock to that of rank 0: zero on one machine, whose processes share
     the clock.
 
@@ -82,7 +86,7 @@ def _shifts(by_rank: dict[int, list[Envelope]]) -> dict[int, float]:
     The supervisor's first event says nothing of that: it may speak only at the end. Its process is
     on the machine of rank 0.
     """
-    clocks = {rank: _clock_of(rank, stream) for rank, stream in by_rank.items()}
+    clocks = {rank: _clock_of_last_process(rank, stream) for rank, stream in by_rank.items()}
     lead = clocks.get(0) or clocks.get(-1) or clocks[min(clocks)]
     began_s: dict[str, float] = {}  # by the name of a clock: what it showed when the ranks started
     # The supervisor comes last: its first event counts only where no rank has its clock.
@@ -103,25 +107,27 @@ def _shifts(by_rank: dict[int, list[Envelope]]) -> dict[int, float]:
     return shifts
 
 
-def _clock_of(rank: int, stream: Sequence[Envelope]) -> SteadyClock:
+def _clock_of_last_process(rank: int, stream: Sequence[Envelope]) -> SteadyClock:
     """The clock of the process that wrote last; a supervisor's begins anew with each attempt."""
     clock = stream[-1].clock
     if clock is None or rank < 0:
-        return SteadyClock(_name(clock), stream[0].monotonic_s)
+        return SteadyClock(_clock_name(clock), stream[0].monotonic_s)
     return clock
 
 
-def _add_keys(stream: Sequence[Envelope], shift: float) -> Iterator[tuple[float, int, Envelope]]:
+def _add_sort_keys(
+    stream: Sequence[Envelope], shift: float
+) -> Iterator[tuple[float, int, Envelope]]:
     """A key that never falls, so that a stream stays in its own order."""
     latest, last = -math.inf, stream[-1].clock
     for envelope in stream:
         # Else a process spoke that ended before the machine was started anew.
-        if _name(envelope.clock) == _name(last):
+        if _clock_name(envelope.clock) == _clock_name(last):
             latest = max(latest, envelope.monotonic_s + shift)
         yield latest, envelope.rank, envelope
 
 
-def _name(clock: SteadyClock | None) -> str:
+def _clock_name(clock: SteadyClock | None) -> str:
     if clock is None:
         return ""
     return clock.name
@@ -145,12 +151,12 @@ def _merge_by_kind(by_rank: dict[int, list[Envelope]]) -> Iterator[Envelope]:
     streams = [by_rank[rank] for rank in sorted(by_rank) if rank >= 0] + [
         of_supervisor[first:beyond]
     ]
-    keyed = [_by_wall_clock(stream, number) for number, stream in enumerate(streams)]
+    keyed = [_merge_by_wall_clock(stream, number) for number, stream in enumerate(streams)]
     yield from (envelope for _, _, envelope in heapq.merge(*keyed, key=lambda item: item[:2]))
     yield from of_supervisor[beyond:]
 
 
-def _by_wall_clock(
+def _merge_by_wall_clock(
     stream: Sequence[Envelope], number: int
 ) -> Iterator[tuple[float, int, Envelope]]:
     latest = -math.inf

@@ -31,7 +31,7 @@ class Sink(Protocol):
 
 
 @runtime_checkable
-class Abandonable(Protocol):
+class AbandonableSink(Protocol):
     """A sink that can be ended from another thread while it stands still, and knows what that
     may cost."""
 
@@ -48,7 +48,7 @@ class Abandonable(Protocol):
 
 
 @runtime_checkable
-class Flushable(Protocol):
+class FlushableSink(Protocol):
     """A sink that can make durable what it has taken."""
 
     def flush(self) -> None: ...
@@ -85,10 +85,12 @@ class SinkThread:
         self._knows_the_end = False
         self._finish_s = 0.0
         self._queue: queue.Queue[Envelope | None] = queue.Queue(queue_size)
-        self._thread = threading.Thread(target=self._run, name=f"phalanx-sink-{name}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._feed_sink, name=f"phalanx-sink-{name}", daemon=True
+        )
         self._thread.start()
 
-    def put(self, envelope: Envelope) -> None:
+    def put_event(self, envelope: Envelope) -> None:
         """Hand over a fact. Never waits."""
         if self._is_over:
             return
@@ -101,7 +103,7 @@ class SinkThread:
                 why = f"{self.name} {self._doing} too slowly: events are left out and counted"
                 self._tell(Note("sink_is_slow", {"sink": self.name, "why": why}))
 
-    def finish(self) -> None:
+    def end_stream(self) -> None:
         """End the stream: nothing is put any more. Does not wait."""
         self._finish_s = time.monotonic()
         self._put_end(0.0)
@@ -122,7 +124,7 @@ class SinkThread:
             self._is_over = True
             num_lost = self.num_lost + self._num_waiting()
             num_unknown = self._num_unwritten()
-            if isinstance(self._sink, Abandonable):
+            if isinstance(self._sink, AbandonableSink):
                 self._sink.abandon()
             waited_s = time.monotonic() - self._finish_s
             reason = f"it still {self._doing} after {waited_s:.1f} s and is left behind"
@@ -137,12 +139,12 @@ class SinkThread:
         self._thread.join(max(0.0, until - time.monotonic()))
 
     def _is_working(self) -> bool:
-        return isinstance(self._sink, Abandonable) and self._sink.is_working()
+        return isinstance(self._sink, AbandonableSink) and self._sink.is_working()
 
     def _num_unwritten(self) -> int:
         """The number of events that the sink has not written; 1 while a sink that cannot say
         writes."""
-        if isinstance(self._sink, Abandonable):
+        if isinstance(self._sink, AbandonableSink):
             return self._sink.num_unwritten
         return int(self._doing == "writes")
 
@@ -163,29 +165,29 @@ class SinkThread:
             # None is the mark of the end, no event.
             return sum(item is not None for item in self._queue.queue)
 
-    def _run(self) -> None:
+    def _feed_sink(self) -> None:
         try:
             self._sink = sink = self._open_sink()
             if isinstance(sink, SinkWithMessages):
-                sink.listen(self._say)
+                sink.listen(self._say_message)
             self._doing = "writes"
             while (envelope := self._queue.get()) is not None and not self._is_over:
                 sink.write(envelope)
         # A user's sink may call sys.exit: the thread is all that it may end.
         except BaseException as error:
-            self._die(error)
+            self._drop_sink(error)
         else:
             self._close(sink)
 
-    def _say(self, words: str) -> None:
+    def _say_message(self, words: str) -> None:
         self._tell(Note("sink", {"sink": self.name, "why": f"{self.name} {words}"}))
 
-    def _die(self, error: BaseException) -> None:
+    def _drop_sink(self, error: BaseException) -> None:
         was_left = self._is_over
         self._is_over = True
         # Of a sink that was left behind, `join` has told already.
         if not was_left:
-            self._tell(SinkDropped(self.name, self.num_lost, reason_of(error)))
+            self._tell(SinkDropped(self.name, self.num_lost, describe_sink_error(error)))
             # Told: `join` must not tell it again.
             self.num_lost = 0
         if self._sink is not None:
@@ -199,11 +201,13 @@ class SinkThread:
         except BaseException as error:
             if not self._is_over:
                 num_lost = self.num_lost + self._num_unwritten()
-                self._tell(SinkDropped(self.name, num_lost, f"on close: {reason_of(error)}"))
+                self._tell(
+                    SinkDropped(self.name, num_lost, f"on close: {describe_sink_error(error)}")
+                )
                 self.num_lost = 0
 
 
-def reason_of(error: BaseException) -> str:
+def describe_sink_error(error: BaseException) -> str:
     """ "RuntimeError: no room", or what a PhalanxError says."""
     if isinstance(error, PhalanxError):
         return str(error)

@@ -27,7 +27,7 @@ class ProgressEmitter:
         self._emit, self._step, self._activity, self._num_total = emit, step, activity, num_total
         self._told_s = float("-inf")
 
-    def tell(self, num_done: int) -> None:
+    def report_progress(self, num_done: int) -> None:
         now = self._clock()
         if now - self._told_s >= EVERY_S:
             self._told_s = now

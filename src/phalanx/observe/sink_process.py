@@ -28,8 +28,8 @@ import psutil
 
 from phalanx.core.logs import redirect_output
 from phalanx.core.secrets import Redactor
-from phalanx.observe.events import Envelope, parse_line
-from phalanx.observe.outlet import Flushable, Sink, reason_of
+from phalanx.observe.events import Envelope, parse_event_line
+from phalanx.observe.outlet import FlushableSink, Sink, describe_sink_error
 
 SINKS = "phalanx.observe.sinks"
 END = b"\n"  # said as well: a process that user code forked may hold the pipe open
@@ -64,7 +64,7 @@ class ProcessSink:
             stdout=subprocess.PIPE,
         )
         self._hearing = threading.Thread(
-            target=self._hear, name=f"phalanx-hear-{kind}", daemon=True
+            target=self._read_messages, name=f"phalanx-hear-{kind}", daemon=True
         )
         self._hearing.start()
 
@@ -90,10 +90,10 @@ class ProcessSink:
 
     def is_working(self) -> bool:
         """True if it has come further, or used the processor, since this was asked last."""
-        before, self._seen = self._seen, (self._num_written, self._cpu_s())
+        before, self._seen = self._seen, (self._num_written, self._cpu_seconds_of_process())
         return self._seen != before
 
-    def _cpu_s(self) -> float:
+    def _cpu_seconds_of_process(self) -> float:
         try:
             used = psutil.Process(self._process.pid).cpu_times()
         except psutil.Error:
@@ -138,15 +138,15 @@ class ProcessSink:
             ending = f"killed by signal {-code}"
         return SinkProcessError(self._reason or f"its process ended ({ending})")
 
-    def _hear(self) -> None:
+    def _read_messages(self) -> None:
         """Lines until the process is gone. Before anybody listens, what it says is kept."""
         assert self._process.stdout is not None
         with self._process.stdout as lines:
             for line in lines:
                 with contextlib.suppress(ValueError):
-                    self._take(json.loads(line))
+                    self._handle_message(json.loads(line))
 
-    def _take(self, message: dict[str, str]) -> None:
+    def _handle_message(self, message: dict[str, str]) -> None:
         self._reason = message.get("error") or self._reason
         self._num_written = int(message.get("written", self._num_written))
         if words := message.get("say"):
@@ -156,7 +156,7 @@ class ProcessSink:
                 self._say(words)
 
 
-def main(arguments: Sequence[str]) -> int:
+def run_sink_process(arguments: Sequence[str]) -> int:
     """The process: open the sink of that kind, write what arrives, close it at the end of the
     input."""
     kind, run_dir = arguments[0], Path(arguments[1])
@@ -178,42 +178,42 @@ def main(arguments: Sequence[str]) -> int:
                 os.environ.setdefault(name, value)
         sink: Sink = module.open_sink(run_dir)
         if greeting := getattr(sink, "greeting", ""):
-            _tell(speaker, {"say": redactor.text(greeting)})
-        _feed(sink, speaker)
+            _send_message(speaker, {"say": redactor.text(greeting)})
+        _feed_sink(sink, speaker)
     except BaseException as error:  # the library may call sys.exit
-        _tell(speaker, {"error": redactor.text(reason_of(error))})
+        _send_message(speaker, {"error": redactor.text(describe_sink_error(error))})
         return 1
     return 0
 
 
-def _feed(sink: Sink, speaker: TextIO) -> None:
+def _feed_sink(sink: Sink, speaker: TextIO) -> None:
     """Write what comes, and say how much of it is durable: each FLUSH_S where the sink can do
     that, else at the end."""
     num_taken = num_flushed = 0
     flushed_s = time.monotonic()
     try:
-        for line in _lines(sys.stdin.fileno()):
+        for line in _iterate_lines(sys.stdin.fileno()):
             if line:
                 # Counted even if it cannot be parsed: the rank counts what it has sent.
                 num_taken += 1
-                envelope = parse_line(line.decode("utf-8", errors="replace"))
+                envelope = parse_event_line(line.decode("utf-8", errors="replace"))
                 if envelope is not None:
                     sink.write(envelope)
             if (
                 num_taken > num_flushed
                 and time.monotonic() - flushed_s >= FLUSH_S
-                and isinstance(sink, Flushable)
+                and isinstance(sink, FlushableSink)
             ):
                 sink.flush()
                 num_flushed, flushed_s = num_taken, time.monotonic()
-                _tell(speaker, {"written": str(num_flushed)})
+                _send_message(speaker, {"written": str(num_flushed)})
     finally:
         sink.close()
     # Not before the sink is closed: only then is all of it durable.
-    _tell(speaker, {"written": str(num_taken)})
+    _send_message(speaker, {"written": str(num_taken)})
 
 
-def _lines(handle: int) -> Iterator[bytes]:
+def _iterate_lines(handle: int) -> Iterator[bytes]:
     """Lines as they come, up to END or the end of the input; an empty one where none has come
     for a while."""
     pending = b""
@@ -232,10 +232,10 @@ def _lines(handle: int) -> Iterator[bytes]:
             yield line
 
 
-def _tell(speaker: TextIO, message: dict[str, str]) -> None:
+def _send_message(speaker: TextIO, message: dict[str, str]) -> None:
     with contextlib.suppress(OSError, ValueError):
         speaker.write(json.dumps(message) + "\n")
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_sink_process(sys.argv[1:]))

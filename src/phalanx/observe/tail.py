@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.files import OVERLONG, open_regular, read_bounded_lines, skip_line
-from phalanx.observe.events import Envelope, Event, SteadyClock, parse_line
+from phalanx.observe.events import Envelope, Event, SteadyClock, parse_event_line
 from phalanx.observe.order import sort_events
 
 RANK_FILE = re.compile(r"rank-(\d{1,9})-attempt-(\d{1,9})\.jsonl")
@@ -27,16 +27,16 @@ def read_event(line: bytes, clock: SteadyClock | None = None) -> Envelope | None
     in the same file.
     """
     try:
-        envelope = parse_line(line.decode("utf-8", errors="replace"), clock)
+        envelope = parse_event_line(line.decode("utf-8", errors="replace"), clock)
     # Of brackets nested by the thousand: json raises it, and parse_line does not catch it.
     except RecursionError:
         return None
-    if envelope is None or not _is_sound(envelope):
+    if envelope is None or not _has_valid_fields(envelope):
         return None
     return envelope
 
 
-def _is_sound(envelope: Envelope) -> bool:
+def _has_valid_fields(envelope: Envelope) -> bool:
     # type() and not isinstance(): JSON's true is an int in Python.
     if type(envelope.rank) is not int or type(envelope.attempt) is not int:
         return False
@@ -61,42 +61,50 @@ def _is_sound(envelope: Envelope) -> bool:
     return True
 
 
-def _is_whole(value: Any) -> bool:
+def _is_countable_number(value: Any) -> bool:
     """A number to count with: finite, and small enough to divide."""
     return type(value) in (int, float) and -_HUGE < value < _HUGE
 
 
-def _is_row(value: Any) -> bool:
-    return type(value) is list and all(map(_is_whole, value))
+def _is_list_of_numbers(value: Any) -> bool:
+    return type(value) is list and all(map(_is_countable_number, value))
 
 
 def _is_list_of_texts(value: Any) -> bool:
     return type(value) is list and all(type(item) is str for item in value)
 
 
-def _is_table(value: Any) -> bool:
+def _is_list_of_lists(value: Any) -> bool:
     return type(value) is list and all(type(row) is list for row in value)
 
 
 # By the annotation of an event's field: what its value must be. A float may also be NaN or
 # infinite.
 _FITS: dict[str, Callable[[Any], bool]] = {
-    "float": lambda value: type(value) is float or _is_whole(value),
-    "int": _is_whole,
+    "float": lambda value: type(value) is float or _is_countable_number(value),
+    "int": _is_countable_number,
     "str": lambda value: type(value) is str,
-    "dict[str, int]": lambda value: type(value) is dict and all(map(_is_whole, value.values())),
-    "dict[str, float]": lambda value: type(value) is dict and all(map(_is_whole, value.values())),
+    "dict[str, int]": lambda value: (
+        type(value) is dict and all(map(_is_countable_number, value.values()))
+    ),
+    "dict[str, float]": lambda value: (
+        type(value) is dict and all(map(_is_countable_number, value.values()))
+    ),
     "dict[str, Any]": lambda value: type(value) is dict,
-    "dict[str, list[int]]": lambda value: type(value) is dict and all(map(_is_row, value.values())),
-    "list[int]": _is_row,
+    "dict[str, list[int]]": lambda value: (
+        type(value) is dict and all(map(_is_list_of_numbers, value.values()))
+    ),
+    "list[int]": _is_list_of_numbers,
     "list[str]": _is_list_of_texts,
     "bool": lambda value: type(value) is bool,
-    "list[list[float]]": lambda value: type(value) is list and all(map(_is_row, value)),
-    "list[list[list[Any]]]": lambda value: type(value) is list and all(map(_is_table, value)),
+    "list[list[float]]": lambda value: type(value) is list and all(map(_is_list_of_numbers, value)),
+    "list[list[list[Any]]]": lambda value: (
+        type(value) is list and all(map(_is_list_of_lists, value))
+    ),
 }
 
 
-def read_recorded(run_dir: Path, kind: type[Event], *, rank: int = 0) -> Iterator[Envelope]:
+def read_recorded_events(run_dir: Path, kind: type[Event], *, rank: int = 0) -> Iterator[Envelope]:
     """The events of one kind that a rank has written in any attempt, oldest attempt first.
 
     Lines of other kinds are not parsed: a run of a million steps has a few hundred megabytes of
@@ -143,34 +151,34 @@ class EventTail:
         # (rank, attempt, seq) of events that came through a pipe while the disk refused them.
         self._seen: set[tuple[int, int, int]] = set()
 
-    def skip(self, envelope: Envelope) -> None:
+    def skip_event(self, envelope: Envelope) -> None:
         """Leave out an event that came another way, should it still be written."""
         self._seen.add((envelope.rank, envelope.attempt, envelope.seq))
 
-    def poll(self) -> list[Envelope]:
+    def read_new_events(self) -> list[Envelope]:
         """The events that were written since the last call, oldest first; a torn last line waits
         for its end."""
         envelopes: list[Envelope] = []
-        for name, size in self._files():
+        for name, size in self._list_followed_files():
             if size > self._offsets.get(name, 0):
-                envelopes += self._read_new(name)
+                envelopes += self._read_new_bytes(name)
         if self._seen:
             envelopes = [e for e in envelopes if (e.rank, e.attempt, e.seq) not in self._seen]
         return sort_events(envelopes)
 
-    def _files(self) -> list[tuple[str, int]]:
+    def _list_followed_files(self) -> list[tuple[str, int]]:
         """Names and sizes of the files to follow; none before the run has made its directory."""
         try:
             with os.scandir(self._directory) as entries:
                 return sorted(
                     (entry.name, entry.stat().st_size)
                     for entry in entries
-                    if self._follows(entry.name)
+                    if self._is_followed(entry.name)
                 )
         except OSError:
             return []
 
-    def _follows(self, name: str) -> bool:
+    def _is_followed(self, name: str) -> bool:
         if name == SUPERVISOR_FILE:
             return True
         match = RANK_FILE.fullmatch(name)
@@ -178,9 +186,9 @@ class EventTail:
             return False
         return self._all_ranks or int(match[1]) == 0
 
-    def _read_new(self, name: str) -> list[Envelope]:
+    def _read_new_bytes(self, name: str) -> list[Envelope]:
         envelopes = []
-        for line in self._new_lines(name):
+        for line in self._split_into_lines(name):
             envelope = read_event(line, self._clocks.get(name))
             if envelope is None:
                 self.num_unreadable += bool(line.strip())
@@ -191,7 +199,7 @@ class EventTail:
                 envelopes.append(envelope)
         return envelopes
 
-    def _new_lines(self, name: str) -> list[bytes]:
+    def _split_into_lines(self, name: str) -> list[bytes]:
         """Whole ones, and the beginning of an overlong one, which does not wait for its end."""
         try:
             with open_regular(self._directory / name) as file:

@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Units:
+class MetricUnits:
     """`loss`: "nats/token", or "" where only the objective's author knows.
 
     `items`: what targets are called.
@@ -19,34 +19,34 @@ class Units:
     items: str = "tokens"
 
     @property
-    def loss_in_words(self) -> str:
+    def loss_with_unit(self) -> str:
         return "nats per token" if self.loss else "loss"
 
     @property
-    def rate(self) -> str:
+    def rate_unit(self) -> str:
         return f"{self.items}/s"
 
     @property
-    def short_rate(self) -> str:
+    def short_rate_unit(self) -> str:
         """The rate's unit for a line that is read over and over."""
-        return "tok/s" if self.items == "tokens" else self.rate
+        return "tok/s" if self.items == "tokens" else self.rate_unit
 
 
-TEXT = Units()
-OWN = Units(loss="", items="targets")
+TEXT = MetricUnits()
+OWN = MetricUnits(loss="", items="targets")
 
 
-def units_of(job: Mapping[str, Any]) -> Units:
+def find_units_of_job(job: Mapping[str, Any]) -> MetricUnits:
     """The units of a job (as JSON, perhaps damaged): those of text, unless objective or samples
     are the user's own."""
-    model, data = _table(job, "model"), _table(job, "data")
+    model, data = _section_table(job, "model"), _section_table(job, "data")
     is_image = model.get("kind") == "vit" or "vit" in str(model.get("preset"))
     if model.get("objective") or is_image or _is_factory(data.get("source")):
         return OWN
     return TEXT
 
 
-def _table(job: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _section_table(job: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     table = job.get(name)
     return table if isinstance(table, Mapping) else {}
 

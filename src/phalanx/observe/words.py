@@ -10,7 +10,7 @@ from phalanx.core.units import format_bytes, format_count, format_seconds, plura
 from phalanx.observe import events
 from phalanx.observe.events import Envelope, EvalFinished
 from phalanx.observe.invariant_words import describe_failed_check
-from phalanx.observe.units import TEXT, Units
+from phalanx.observe.units import TEXT, MetricUnits
 
 MAX_LINE, MAX_SAMPLE = 2000, 100  # a warning is of no use without its end, where it says what to do
 
@@ -20,15 +20,15 @@ def _collapse_white_space(text: str, limit: int) -> str:
     return printable(" ".join(text[: 4 * limit].split()), limit)
 
 
-def describe_event(envelope: Envelope, units: Units = TEXT) -> str | None:
+def describe_event(envelope: Envelope, units: MetricUnits = TEXT) -> str | None:
     """The line for an event that a person wants to know of, or None for the others."""
-    line = _words(envelope.event, units)
+    line = _describe_by_kind(envelope.event, units)
     if line is None:
         return None
     return _collapse_white_space(line, MAX_LINE)
 
 
-def _words(event: events.Event, units: Units) -> str | None:
+def _describe_by_kind(event: events.Event, units: MetricUnits) -> str | None:
     match event:
         case events.RunStarted():
             return _describe_start(event)
@@ -42,14 +42,14 @@ def _words(event: events.Event, units: Units) -> str | None:
         case events.StepSkipped():
             return (
                 f"skipped step {event.step}: {event.reason.replace('_', ' ')}"
-                f" ({_norm(event.grad_norm)})"
+                f" ({_format_gradient_norm(event.grad_norm)})"
             )
         case events.EvalFinished():
-            return _evaluation(event, units)
+            return _describe_evaluation(event, units)
         case events.BaselineMeasured():
             return f"baseline {event.name}: {event.loss:.4f} {units.loss}".rstrip()
         case events.CheckpointSaved():
-            return _describe_saved(event)
+            return _describe_saved_checkpoint(event)
         case events.CheckpointPostponed():
             since = format_seconds(event.since_s)
             waits_for = f"that of step {event.saving_step} is still being written after {since}"
@@ -67,14 +67,14 @@ def _words(event: events.Event, units: Units) -> str | None:
             noun = "checkpoints" if len(event.steps) > 1 else "checkpoint"
             return f"removed old {noun} {', '.join(f'step-{step}' for step in event.steps)}"
         case events.CheckpointFailed():
-            return _describe_failed(event)
+            return _describe_failed_checkpoint(event)
         case events.CheckpointUnusable():
             return f"step-{event.step} cannot be used, going back to the one before: {event.reason}"
         case events.TextGenerated():
             text = _collapse_white_space(event.prompt + event.text, MAX_SAMPLE)
             return f"sample at step {event.step}: {text}"
         case events.PipelineMeasured():
-            return _pipeline(event)
+            return _describe_pipeline(event)
         case events.InvariantChecked():
             # A summary is for the report.
             return None if event.is_summary else f"check failed: {describe_failed_check(event)}"
@@ -86,7 +86,8 @@ def _words(event: events.Event, units: Units) -> str | None:
                 moment += f" in {event.phase}"
             return (
                 f"rank {event.failed_rank} failed at {moment}: {event.cause},"
-                f" {exception_line(event.detail)}, seen after {format_seconds(event.detected_s)}"
+                f" {find_exception_line(event.detail)}, seen after"
+                f" {format_seconds(event.detected_s)}"
             )
         case events.RestartScheduled():
             return f"restart {event.restart} of at most {event.budget}, from step {event.from_step}"
@@ -98,7 +99,7 @@ def _words(event: events.Event, units: Units) -> str | None:
         case events.LoaderWorkerReplaced():
             return f"a loader worker was replaced at step {event.step}: {event.reason}"
         case events.SinkDropped():
-            return _describe_lost(event)
+            return _describe_lost_events(event)
         case events.Note():
             # A note is for machines and the report, unless it says why something is not as one
             # would expect.
@@ -119,7 +120,7 @@ def _describe_start(event: events.RunStarted) -> str:
     return line
 
 
-def _describe_lost(event: events.SinkDropped) -> str:
+def _describe_lost_events(event: events.SinkDropped) -> str:
     lost = "dropped"
     if event.num_dropped:
         lost = f"lost {plural(event.num_dropped, 'event')}"
@@ -128,7 +129,7 @@ def _describe_lost(event: events.SinkDropped) -> str:
     return f"{lost}: {event.reason}"
 
 
-def _describe_saved(event: events.CheckpointSaved) -> str:
+def _describe_saved_checkpoint(event: events.CheckpointSaved) -> str:
     facts = [format_bytes(event.num_bytes)]
     if 0 <= event.num_new_bytes < event.num_bytes:
         facts.append(f"{format_bytes(event.num_new_bytes)} of it new")
@@ -139,7 +140,7 @@ def _describe_saved(event: events.CheckpointSaved) -> str:
     return f"saved checkpoint of step {event.step}: {event.path} ({', '.join(facts)})"
 
 
-def _describe_failed(event: events.CheckpointFailed) -> str:
+def _describe_failed_checkpoint(event: events.CheckpointFailed) -> str:
     line = f"checkpoint of step {event.step} failed: {event.reason}"
     if event.path not in event.reason:
         line += f" ({event.path})"
@@ -159,7 +160,7 @@ def _describe_consequence(event: events.CheckpointFailed) -> str:
     return "; training goes on, and tries again later"
 
 
-def _pipeline(event: events.PipelineMeasured) -> str:
+def _describe_pipeline(event: events.PipelineMeasured) -> str:
     sentence = (
         f"{event.schedule}: ranks wait {100 * event.bubble_measured:.1f} % of step {event.step} for"
         " other stages"
@@ -174,7 +175,7 @@ def _pipeline(event: events.PipelineMeasured) -> str:
     return f"{sentence} ({', '.join(expected)})"
 
 
-def _evaluation(event: EvalFinished, units: Units) -> str:
+def _describe_evaluation(event: EvalFinished, units: MetricUnits) -> str:
     best = ""
     if event.best_step == event.step:
         best = ", the best so far"
@@ -183,30 +184,30 @@ def _evaluation(event: EvalFinished, units: Units) -> str:
     if best and event.judged_by != "loss":
         best += f" by {_collapse_white_space(event.judged_by, 60)}"
     values = [f"held-out loss {event.loss:.4f} {units.loss}".rstrip()]
-    values += _name_values(event.metrics)
+    values += _format_named_values(event.metrics)
     num_targets = format_count(event.num_targets).replace(" ", "")
     line = (
         f"{', '.join(values)} at step {event.step}{best} ({num_targets} {units.items},"
         f" {format_seconds(event.wall_s)})"
     )
-    sources = _name_values(event.loss_by_source)
+    sources = _format_named_values(event.loss_by_source)
     if sources:
         line += f": {', '.join(sources)}"
     return line
 
 
-def _name_values(values: Mapping[str, float]) -> list[str]:
+def _format_named_values(values: Mapping[str, float]) -> list[str]:
     # Names are the user's: paths, patterns and keys of any length.
     return [f"{_collapse_white_space(name, 60)} {value:.4f}" for name, value in values.items()]
 
 
-def _norm(grad_norm: float) -> str:
+def _format_gradient_norm(grad_norm: float) -> str:
     if not math.isfinite(grad_norm):
         return "gradient norm not finite"
     return f"gradient norm {grad_norm:.3g}"
 
 
-def exception_line(text: str) -> str:
+def find_exception_line(text: str) -> str:
     """The line of a traceback that names the exception."""
     for line in reversed(text.splitlines()):
         if line.strip():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from phalanx.report.markup import Html, tag
+from phalanx.report.markup import Html, build_tag
 
 # Of a bar: less is not a pixel; the tables have it.
 MIN_SHARE = 0.002
@@ -33,13 +33,13 @@ def draw_stacked_bar(
         if share * 100 > 1.1 * len(name) + 2:
             label = name
         pieces.append(
-            tag(
+            build_tag(
                 "i",
-                tag("span", label),
+                build_tag("span", label),
                 class_=classes[name],
                 style=f"width:{100 * share:.3f}%",
                 title=f"{name}: {texts[name]}",
             )
         )
     label = ", ".join(f"{name} {texts[name]}" for name in parts if parts[name] > 0)
-    return tag("div", pieces, class_="bar", role="img", aria_label=label or "nothing")
+    return build_tag("div", pieces, class_="bar", role="img", aria_label=label or "nothing")

@@ -59,7 +59,7 @@ class MeasuredPipeline:
         cls, event: PipelineMeasured | None, plan: dict[str, Any], run_dir: Path
     ) -> MeasuredPipeline | None:
         """The event beside its plan; None without an event, or if the files do not fit together."""
-        pipeline = read_pipeline(plan)
+        pipeline = read_pipeline_plan(plan)
         if event is None or pipeline is None:
             return None
         try:
@@ -83,7 +83,7 @@ class MeasuredPipeline:
         )
 
     @property
-    def slowest(self) -> tuple[int, float]:
+    def slowest_stage(self) -> tuple[int, float]:
         """The slowest stage, and how many times the mean it takes."""
         totals = [forward_backward_seconds(cost) for cost in self.costs]
         mean = sum(totals) / len(totals)
@@ -110,12 +110,12 @@ class MeasuredPipeline:
     @property
     def is_worth_recutting(self) -> bool:
         """True if a stage is slow, and another cut would mend it as far as is known."""
-        return self.slowest[1] > UNEVEN and (
+        return self.slowest_stage[1] > UNEVEN and (
             self.proposed_cut is None or self.proposed_cut.is_worth_it
         )
 
     @property
-    def is_long(self) -> bool:
+    def has_long_bubble(self) -> bool:
         """True if the measured bubble is above the limit."""
         return self.event.bubble_measured > LIMIT
 
@@ -126,15 +126,15 @@ class MeasuredPipeline:
 
     def describe_wait(self) -> str:
         """ "ranks wait 23.1 % of the step for other stages (predicted 21.0 %)"."""
-        predicted = formats.percent(self.event.bubble_predicted, 1.0)
-        measured = formats.percent(self.event.bubble_measured, 1.0)
+        predicted = formats.format_percent(self.event.bubble_predicted, 1.0)
+        measured = formats.format_percent(self.event.bubble_measured, 1.0)
         return f"ranks wait {measured} of the step for other stages (predicted {predicted})"
 
     def suggest_remedies(self) -> list[str]:
         """Sentences that say what to do; an empty list if ranks wait little and stages are even."""
         advice = []
         if self.is_worth_recutting:
-            stage, ratio = self.slowest
+            stage, ratio = self.slowest_stage
             how = (
                 "cut the model again by what was measured, phalanx plan JOB.toml --recut"
                 f" {self.run_dir}."
@@ -143,20 +143,20 @@ class MeasuredPipeline:
                 blocks = ", ".join(map(str, self.proposed_cut.stages.num_blocks))
                 how = (
                     f"parallel.stage_blocks=[{blocks}] would make a step"
-                    f" {formats.percent(self.proposed_cut.gain, 1.0)} shorter."
+                    f" {formats.format_percent(self.proposed_cut.gain, 1.0)} shorter."
                 )
             advice.append(
                 f"Stage {stage} is the slowest, at {ratio:.2f} times the mean of all: {how}"
             )
-        if not self.is_long:
+        if not self.has_long_bubble:
             return advice
         more = self._suggest_microbatches() + self._suggest_interleaving()
         advice += more
         extra = self.event.bubble_measured - self.event.bubble_predicted
         if extra > UNEXPLAINED:
             advice.append(
-                f"{formats.percent(extra, 1.0)} of the ranks' time follows from neither schedule"
-                " nor stages: it is sending, or ranks that share cores or wait for something else."
+                f"{formats.format_percent(extra, 1.0)} of the ranks' time follows from neither"
+                " schedule nor stages: it is sending, or ranks that share cores or wait for something else."
             )
         if not advice:
             advice.append(
@@ -165,7 +165,7 @@ class MeasuredPipeline:
         return advice
 
     @property
-    def _even_costs(self) -> tuple[StageCosts, ...]:
+    def _measured_or_even_costs(self) -> tuple[StageCosts, ...]:
         """The measured costs of the stages, or their mean for every stage if the model should be
         cut again: no other remedy helps a slow stage."""
         if not self.is_worth_recutting:
@@ -179,36 +179,38 @@ class MeasuredPipeline:
         return (mean,) * num_stages
 
     @property
-    def _wait(self) -> str:
+    def _name_wait(self) -> str:
         if self.is_worth_recutting:
             return "the wait of even stages"
         return "the wait"
 
     def _suggest_microbatches(self) -> list[str]:
         """The least number with which the schedule keeps to the limit."""
-        remedy = find_enough_microbatches(self.pipeline, self.samples_per_rank, self._even_costs)
+        remedy = find_enough_microbatches(
+            self.pipeline, self.samples_per_rank, self._measured_or_even_costs
+        )
         if remedy is None:
             return []
         count, is_divided, bubble = remedy
-        now, share = self.pipeline.num_microbatches, formats.percent(bubble, 1.0)
+        now, share = self.pipeline.num_microbatches, formats.format_percent(bubble, 1.0)
         how = f"a train.global_batch_size {count / now:g} times as large"
         if is_divided:
             how = f"train.micro_batch_size={self.samples_per_rank // count}"
         return [
-            f"{count} microbatches instead of {now} ({how}) would bring {self._wait} to about"
+            f"{count} microbatches instead of {now} ({how}) would bring {self._name_wait} to about"
             f" {share}."
         ]
 
     def _suggest_interleaving(self) -> list[str]:
         """Two stages on each rank instead of one, if blocks can be cut so."""
-        bubble = predict_bubble_with_halved_stages(self.pipeline, self._even_costs)
+        bubble = predict_bubble_with_halved_stages(self.pipeline, self._measured_or_even_costs)
         # Less than a tenth shorter is not worth another schedule.
         if bubble is None or bubble > 0.9 * self.event.bubble_predicted:
             return []
-        share = formats.percent(bubble, 1.0)
+        share = formats.format_percent(bubble, 1.0)
         return [
-            f'parallel.schedule="interleaved", two stages on each rank, would bring {self._wait} to'
-            f" about {share}."
+            'parallel.schedule="interleaved", two stages on each rank, would bring'
+            f" {self._name_wait} to about {share}."
         ]
 
 
@@ -222,7 +224,7 @@ def _layer_costs_of_run(plan: dict[str, Any], run_dir: Path) -> LayerCosts | Non
         return None
 
 
-def read_pipeline(plan: dict[str, Any]) -> Pipeline | None:
+def read_pipeline_plan(plan: dict[str, Any]) -> Pipeline | None:
     """The plan's pipeline, if it has one and it can be looked at: plan.json may hold anything."""
     body = plan.get("pipeline")
     if not isinstance(body, dict):

@@ -14,17 +14,17 @@ from dataclasses import dataclass, replace
 
 from phalanx.report.figure import (
     SIZE,
-    Chart,
-    Drawing,
+    ChartDrawing,
+    ChartFrame,
     draw_figure,
-    draw_key,
+    draw_legend_entry,
     draw_nothing,
     draw_path,
     horizontal_path,
 )
-from phalanx.report.markup import Html, join_html, table, tag
-from phalanx.report.sample import buckets, extremes
-from phalanx.report.scales import Scale, scale_for
+from phalanx.report.markup import Html, build_table, build_tag, join_html
+from phalanx.report.sample import select_extremes, split_into_buckets
+from phalanx.report.scales import AxisScale, choose_scale
 
 # Curves are SVG of our own: a few hundred lines instead of a chart library of megabytes in the
 # page of every run.
@@ -40,7 +40,7 @@ FLAG_WIDTH = 0.16
 
 
 @dataclass(frozen=True)
-class Series:
+class ChartSeries:
     """One line.
 
     `css_class` chooses its colour and weight; `end_label` is written beside its last point.
@@ -83,10 +83,10 @@ class EventMark:
 
 
 @dataclass(frozen=True)
-class LineChart(Chart):
+class LineChart(ChartFrame):
     """Lines over steps."""
 
-    series: Sequence[Series]
+    series: Sequence[ChartSeries]
     references: Sequence[ReferenceLine] = ()
     marks: Sequence[EventMark] = ()
     zero: bool = False
@@ -96,7 +96,7 @@ class LineChart(Chart):
 
 
 @dataclass(frozen=True)
-class StackChart(Chart):
+class StackChart(ChartFrame):
     """Columns over steps, each the mean of its bucket, stacked in the order of `parts`."""
 
     xs: Sequence[float]
@@ -108,9 +108,9 @@ class StackChart(Chart):
 
 def draw_line_chart(chart: LineChart) -> Html:
     """The chart as a figure; one line of text instead if nothing was measured."""
-    if not _has_finite(chart.series):
+    if not _has_finite_value(chart.series):
         return draw_nothing(chart.title)
-    sampled = [_sample(series) for series in chart.series]
+    sampled = [_downsample_series(series) for series in chart.series]
     steps: list[float] = []
     values: list[float] = []
     for series in sampled:
@@ -118,9 +118,9 @@ def draw_line_chart(chart: LineChart) -> Html:
         values += series.ys
     # Lines to compare with belong to the picture, even far above or below all curves.
     values += [reference.value for reference in chart.references]
-    x_scale = _x_scale(steps, chart.x_range)
-    y_scale = scale_for(values, zero=chart.zero, may_be_log=chart.may_be_log)
-    drawing = Drawing()
+    x_scale = _step_scale(steps, chart.x_range)
+    y_scale = choose_scale(values, zero=chart.zero, may_be_log=chart.may_be_log)
+    drawing = ChartDrawing()
     # Paths lie on top of those before them: references under the curves, marks over them.
     for reference in chart.references:
         drawing.svg.append(
@@ -130,51 +130,54 @@ def draw_line_chart(chart: LineChart) -> Html:
         _draw_series(series, x_scale, y_scale, drawing)
         # One line needs no key: the title names it.
         if len(sampled) > 1:
-            drawing.legend.append(draw_key(series.css_class, series.name, series.shape))
-        drawing.add_hover(series.name, series.css_class, series.xs, series.ys)
-    _draw_marks(chart.marks, x_scale, y_scale, drawing)
+            drawing.legend.append(draw_legend_entry(series.css_class, series.name, series.shape))
+        drawing.add_hover_values(series.name, series.css_class, series.xs, series.ys)
+    _draw_event_marks(chart.marks, x_scale, y_scale, drawing)
     drawing.end_labels = _end_labels(chart, y_scale)
-    return draw_figure(chart, x_scale, y_scale, drawing, chart.note, _table(chart))
+    return draw_figure(chart, x_scale, y_scale, drawing, chart.note, _table_of_values(chart))
 
 
-def _has_finite(curves: Sequence[Series]) -> bool:
+def _has_finite_value(curves: Sequence[ChartSeries]) -> bool:
     return any(math.isfinite(value) for series in curves for value in series.ys)
 
 
-def _sample(series: Series) -> Series:
-    xs, ys = extremes(series.xs, series.ys, MAX_POINTS)
+def _downsample_series(series: ChartSeries) -> ChartSeries:
+    xs, ys = select_extremes(series.xs, series.ys, MAX_POINTS)
     return replace(series, xs=xs, ys=ys)
 
 
-def _draw_series(series: Series, x_scale: Scale, y_scale: Scale, drawing: Drawing) -> None:
+def _draw_series(
+    series: ChartSeries, x_scale: AxisScale, y_scale: AxisScale, drawing: ChartDrawing
+) -> None:
     css_class = series.css_class
     if series.dots:
         css_class = f"thin {css_class}"
-    drawing.svg.append(draw_path(_line(series.xs, series.ys, x_scale, y_scale), css_class))
+    drawing.svg.append(draw_path(_draw_polyline(series.xs, series.ys, x_scale, y_scale), css_class))
     if series.dots and len(series.xs) <= MAX_DOTS:
         for x, y in zip(series.xs, series.ys, strict=True):
-            drawing.over.append(_dot(x_scale(x), y_scale(y), series.css_class))
+            drawing.over.append(_draw_dot(x_scale(x), y_scale(y), series.css_class))
 
 
 def draw_stack_chart(chart: StackChart) -> Html:
     """Columns down-sampled to `MAX_COLUMNS`; a column far above the others is cut, and the note
     says so."""
-    spans = buckets(len(chart.xs), MAX_COLUMNS)
+    spans = split_into_buckets(len(chart.xs), MAX_COLUMNS)
     parts = {
-        name: [_mean(ys[start:end]) for start, end in spans] for name, ys in chart.parts.items()
+        name: [_mean_of_finite(ys[start:end]) for start, end in spans]
+        for name, ys in chart.parts.items()
     }
     totals = [sum(column) for column in zip(*parts.values(), strict=True)]
     if not any(total > 0 for total in totals):
         return draw_nothing(chart.title)
     steps = [chart.xs[end - 1] for _, end in spans]
-    limit = _cut_height(totals)
-    y_scale = scale_for([min(total, limit) for total in totals], zero=True)
-    x_scale = _x_scale([chart.xs[0], chart.xs[-1]], chart.x_range)
+    limit = _height_to_cut_at(totals)
+    y_scale = choose_scale([min(total, limit) for total in totals], zero=True)
+    x_scale = _step_scale([chart.xs[0], chart.xs[-1]], chart.x_range)
     # A column reaches half a step beyond its steps, to either side.
     lefts = [x_scale(chart.xs[start] - 0.5) for start, _ in spans]
     rights = [x_scale(step + 0.5) for step in steps]
-    drawing = Drawing()
-    drawing.add_hover("total", "sum", steps, totals)
+    drawing = ChartDrawing()
+    drawing.add_hover_values("total", "sum", steps, totals)
     floor = [0.0] * len(spans)
     for name, heights in parts.items():
         # `_mean` lets nothing below zero through.
@@ -182,87 +185,89 @@ def draw_stack_chart(chart: StackChart) -> Html:
             continue
         top = [base + height for base, height in zip(floor, heights, strict=True)]
         drawing.svg.append(
-            draw_path(_columns(lefts, rights, floor, top, y_scale), chart.classes[name])
+            draw_path(_columns_path(lefts, rights, floor, top, y_scale), chart.classes[name])
         )
-        drawing.legend.append(draw_key(chart.classes[name], name, "block"))
-        drawing.add_hover(name, chart.classes[name], steps, heights)
+        drawing.legend.append(draw_legend_entry(chart.classes[name], name, "block"))
+        drawing.add_hover_values(name, chart.classes[name], steps, heights)
         floor = top
     note = chart.note
     if math.isfinite(limit):
         note += _describe_cut(totals, chart.unit)
         _mark_cut(lefts, rights, totals, y_scale, chart.unit, drawing)
-    data = _step_table(steps, list(parts.items()), chart.unit)
+    data = _table_of_steps(steps, list(parts.items()), chart.unit)
     return draw_figure(chart, x_scale, y_scale, drawing, note.strip(), data)
 
 
-def _usual_height(totals: Sequence[float]) -> float:
+def _usual_column_height(totals: Sequence[float]) -> float:
     """The height that 95 % of the columns do not exceed: a save or a pause is not usual."""
     ordered = sorted(totals)
     return ordered[math.ceil(0.95 * len(ordered)) - 1]
 
 
-def _cut_height(totals: Sequence[float]) -> float:
+def _height_to_cut_at(totals: Sequence[float]) -> float:
     """The height at which columns are cut; infinity if none is more than 3 times the usual one."""
-    usual = _usual_height(totals)
+    usual = _usual_column_height(totals)
     if usual > 0 and max(totals) > 3 * usual:
         return 1.6 * usual
     return math.inf
 
 
 def _describe_cut(totals: Sequence[float], unit: str) -> str:
-    usual = _usual_height(totals)
+    usual = _usual_column_height(totals)
     cut = [total for total in totals if total > 3 * usual]
     subject = f"{len(cut)} columns reach"
     if len(cut) == 1:
         subject = "1 column reaches"
-    return f" {subject} past the top, the highest to {_value(max(cut), unit)}."
+    return f" {subject} past the top, the highest to {_format_value(max(cut), unit)}."
 
 
 def _mark_cut(
     lefts: Sequence[float],
     rights: Sequence[float],
     totals: Sequence[float],
-    y_scale: Scale,
+    y_scale: AxisScale,
     unit: str,
-    drawing: Drawing,
+    drawing: ChartDrawing,
 ) -> None:
     """Put a sign on the top of each column that is higher than the plot."""
     for left_edge, right_edge, total in zip(lefts, rights, totals, strict=True):
         if total > y_scale.high:
             centre = (left_edge + right_edge) / 2
-            drawing.over.append(_cross(centre, 1.0, "cut", "▲", _value(total, unit)))
+            drawing.over.append(_draw_cross(centre, 1.0, "cut", "▲", _format_value(total, unit)))
 
 
-def _step_table(
+def _table_of_steps(
     steps: Sequence[float], columns: Sequence[tuple[str, Sequence[float]]], unit: str
 ) -> Html:
     rows = []
-    for row in _few_rows(len(steps)):
-        rows.append([_step_text(steps[row]), *[_plain(ys[row]) for _, ys in columns]])
+    for row in _choose_table_rows(len(steps)):
+        rows.append(
+            [_format_step(steps[row]), *[_format_plain_number(ys[row]) for _, ys in columns]]
+        )
     head = ["step", *[_name_with_unit(name, unit) for name, _ in columns]]
-    return table(head, rows, css_class="num")
+    return build_table(head, rows, css_class="num")
 
 
-def _x_scale(xs: Sequence[float], x_range: tuple[float, float] | None) -> Scale:
-    return scale_for([*xs, *(x_range or ())], snug=True)
+def _step_scale(xs: Sequence[float], x_range: tuple[float, float] | None) -> AxisScale:
+    return choose_scale([*xs, *(x_range or ())], snug=True)
 
 
-def _table(chart: LineChart) -> Html:
+def _table_of_values(chart: LineChart) -> Html:
     """Measured values at evenly spaced steps, and where each line is lowest and highest."""
     lines = [series for series in chart.series if not series.dots]
     parts: list[Html] = []
     if lines:
         # All lines of a chart are columns of the same steps; only dots have steps of their own.
         columns = [(series.name, series.ys) for series in lines]
-        parts.append(_step_table(lines[0].xs, columns, chart.unit))
+        parts.append(_table_of_steps(lines[0].xs, columns, chart.unit))
     for series in chart.series:
         text = _describe_values(series, chart.unit)
         if text:
-            parts.append(tag("p", f"{series.name}: {text}", class_="note"))
+            parts.append(build_tag("p", f"{series.name}: {text}", class_="note"))
     return join_html(parts)
 
 
-def _describe_values(series: Series, unit: str) -> str:
+def _describe_values(series: ChartSeries, unit: str) -> str:
     """All values of dots, the lowest and the highest of a line; "" if none is finite."""
     finite = [(y, x) for x, y in zip(series.xs, series.ys, strict=True) if math.isfinite(y)]
     if not finite:
@@ -274,12 +279,12 @@ def _describe_values(series: Series, unit: str) -> str:
 
 
 def _value_at(value: float, step: float, unit: str) -> str:
-    return f"{_value(value, unit)} at step {_step_text(step)}"
+    return f"{_format_value(value, unit)} at step {_format_step(step)}"
 
 
-def _few_rows(count: int) -> list[int]:
+def _choose_table_rows(count: int) -> list[int]:
     """At most `MAX_TABLE_ROWS` + 1 row numbers: the first, and the last of each bucket."""
-    rows = {end - 1 for _, end in buckets(count, MAX_TABLE_ROWS)}
+    rows = {end - 1 for _, end in split_into_buckets(count, MAX_TABLE_ROWS)}
     if count:
         rows.add(0)
     return sorted(rows)
@@ -288,8 +293,8 @@ def _few_rows(count: int) -> list[int]:
 # --- marks and labels -----------------------------------------------------------------------------
 
 
-def _draw_marks(
-    marks: Sequence[EventMark], x_scale: Scale, y_scale: Scale, drawing: Drawing
+def _draw_event_marks(
+    marks: Sequence[EventMark], x_scale: AxisScale, y_scale: AxisScale, drawing: ChartDrawing
 ) -> None:
     free_from = -1.0
     for mark in marks[:MAX_MARKS]:
@@ -301,24 +306,26 @@ def _draw_marks(
             if math.isfinite(mark.y):
                 y = y_scale(mark.y)
             # Kept off the plot's edges, where half of the sign would be cut away.
-            drawing.over.append(_cross(x, min(max(y, 0.03), 0.97), "skip", "✕", mark.title))
+            drawing.over.append(_draw_cross(x, min(max(y, 0.03), 0.97), "skip", "✕", mark.title))
             continue
         drawing.svg.append(draw_path(f"M{x * SIZE:.1f} 0V{SIZE}", mark.kind))
         if x >= free_from:
             # A text that begins near the right edge would run over it.
             side = "flag left" if x > 0.8 else "flag"
-            drawing.over.append(tag("span", mark.title, class_=side, style=f"left:{100 * x:.2f}%"))
+            drawing.over.append(
+                build_tag("span", mark.title, class_=side, style=f"left:{100 * x:.2f}%")
+            )
             free_from = x + FLAG_WIDTH
     kinds = {mark.kind for mark in marks}
     if "skip" in kinds:
-        cross = tag("b", "✕", class_="skip")
-        drawing.legend.append(tag("span", cross, "skipped step", class_="key"))
+        cross = build_tag("b", "✕", class_="skip")
+        drawing.legend.append(build_tag("span", cross, "skipped step", class_="key"))
     for kind in ("restart", "resume"):
         if kind in kinds:
-            drawing.legend.append(draw_key(kind, kind, "stroke"))
+            drawing.legend.append(draw_legend_entry(kind, kind, "stroke"))
 
 
-def _end_labels(chart: LineChart, y_scale: Scale) -> list[Html]:
+def _end_labels(chart: LineChart, y_scale: AxisScale) -> list[Html]:
     """Labels right of the plot at the height of what they name, moved apart where they would
     overlap."""
     labels: list[tuple[float, str, str]] = []
@@ -334,7 +341,7 @@ def _end_labels(chart: LineChart, y_scale: Scale) -> list[Html]:
     end_labels = []
     for height, (_, text, css_class) in zip(heights, labels, strict=True):
         style = f"bottom:{100 * height:.2f}%"
-        end_labels.append(tag("span", text, class_=f"end {css_class}", style=style))
+        end_labels.append(build_tag("span", text, class_=f"end {css_class}", style=style))
     return end_labels
 
 
@@ -353,21 +360,25 @@ def _move_apart(heights: Sequence[float]) -> list[float]:
     return moved
 
 
-def _dot(x: float, y: float, css_class: str) -> Html | None:
+def _draw_dot(x: float, y: float, css_class: str) -> Html | None:
     if not (math.isfinite(x) and math.isfinite(y)):
         return None
-    return tag("i", class_=f"dot {css_class}", style=f"left:{100 * x:.2f}%;bottom:{100 * y:.2f}%")
+    return build_tag(
+        "i", class_=f"dot {css_class}", style=f"left:{100 * x:.2f}%;bottom:{100 * y:.2f}%"
+    )
 
 
-def _cross(x: float, y: float, css_class: str, sign: str, title: str) -> Html:
+def _draw_cross(x: float, y: float, css_class: str, sign: str, title: str) -> Html:
     style = f"left:{100 * x:.2f}%;bottom:{100 * y:.2f}%"
-    return tag("b", sign, class_=css_class, style=style, title=title)
+    return build_tag("b", sign, class_=css_class, style=style, title=title)
 
 
 # --- paths and numbers ----------------------------------------------------------------------------
 
 
-def _line(xs: Sequence[float], ys: Sequence[float], x_scale: Scale, y_scale: Scale) -> str:
+def _draw_polyline(
+    xs: Sequence[float], ys: Sequence[float], x_scale: AxisScale, y_scale: AxisScale
+) -> str:
     """A polyline, lifted over the values that are not numbers."""
     d: list[str] = []
     command = "M"
@@ -381,12 +392,12 @@ def _line(xs: Sequence[float], ys: Sequence[float], x_scale: Scale, y_scale: Sca
     return "".join(d)
 
 
-def _columns(
+def _columns_path(
     lefts: Sequence[float],
     rights: Sequence[float],
     floor: Sequence[float],
     top: Sequence[float],
-    y_scale: Scale,
+    y_scale: AxisScale,
 ) -> str:
     d = []
     for left_edge, right_edge, low, high in zip(lefts, rights, floor, top, strict=True):
@@ -398,7 +409,7 @@ def _columns(
     return "".join(d)
 
 
-def _mean(values: Sequence[float]) -> float:
+def _mean_of_finite(values: Sequence[float]) -> float:
     """The mean of the finite values, negative ones as 0; 0 without any."""
     finite = [max(value, 0.0) for value in values if math.isfinite(value)]
     if not finite:
@@ -406,15 +417,15 @@ def _mean(values: Sequence[float]) -> float:
     return sum(finite) / len(finite)
 
 
-def _plain(value: float) -> str:
+def _format_plain_number(value: float) -> str:
     return f"{value:.5g}" if math.isfinite(value) else "not a number"
 
 
-def _value(value: float, unit: str) -> str:
+def _format_value(value: float, unit: str) -> str:
     return f"{value:.5g} {unit}".strip()
 
 
-def _step_text(step: float) -> str:
+def _format_step(step: float) -> str:
     return f"{step:.0f}"
 
 

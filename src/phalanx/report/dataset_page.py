@@ -18,8 +18,8 @@ from phalanx.report.figure import (
     draw_y_ticks,
     horizontal_path,
 )
-from phalanx.report.markup import Html, table, tag, tag_note, tag_small
-from phalanx.report.scales import Scale, scale_for, select_whole
+from phalanx.report.markup import Html, build_note, build_small_text, build_table, build_tag
+from phalanx.report.scales import AxisScale, choose_scale, select_whole_numbers
 
 _GAP = 0.08  # between columns, as a part of one
 _LEAST_COLUMNS = 8  # wide: one alone does not fill the picture
@@ -42,23 +42,29 @@ def render_dataset_page(dataset: Dataset, stats: DatasetStats) -> str:
     """The page of a dataset, as HTML text."""
     name = dataset.directory.resolve().name or str(dataset.directory)
     style = Html(files("phalanx.report").joinpath("page.css").read_text("utf-8"))
-    head = tag(
+    head = build_tag(
         "head",
-        tag("meta", charset="utf-8"),
+        build_tag("meta", charset="utf-8"),
         Html(f'<meta http-equiv="Content-Security-Policy" content="{_CONTENT_SECURITY}">'),
-        tag("meta", name_="viewport", content="width=device-width, initial-scale=1"),
-        tag("title", f"{name}, a dataset · phalanx"),
+        build_tag("meta", name_="viewport", content="width=device-width, initial-scale=1"),
+        build_tag("title", f"{name}, a dataset · phalanx"),
         # Else a browser asks for /favicon.ico.
-        tag("link", rel="icon", href="data:,"),
-        tag("style", style),
+        build_tag("link", rel="icon", href="data:,"),
+        build_tag("style", style),
     )
-    main = tag("main", _lengths(stats), _tokens(stats), _origin(dataset), id="main")
-    footer = tag("footer", "Written by phalanx. This file is complete in itself and loads nothing.")
-    body = tag("body", tag("div", _header(name, dataset, stats), main, footer, class_="page"))
-    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+    main = build_tag(
+        "main", _render_lengths(stats), _render_tokens(stats), _render_origin(dataset), id="main"
+    )
+    footer = build_tag(
+        "footer", "Written by phalanx. This file is complete in itself and loads nothing."
+    )
+    body = build_tag(
+        "body", build_tag("div", _render_header(name, dataset, stats), main, footer, class_="page")
+    )
+    return f"<!doctype html>\n{build_tag('html', head, body, lang='en')}\n"
 
 
-def _header(name: str, dataset: Dataset, stats: DatasetStats) -> Html:
+def _render_header(name: str, dataset: Dataset, stats: DatasetStats) -> Html:
     used = f"{stats.num_tokens_used:,} of them occur"
     num_tokens = ""
     # Below that the rounded count is exact.
@@ -74,19 +80,24 @@ def _header(name: str, dataset: Dataset, stats: DatasetStats) -> Html:
         ("Median length", plural(stats.quantiles[0.5], "token"), f"mean {stats.mean_length:,.0f}"),
         ("Longest", plural(stats.quantiles[1.0], "token"), f"shortest {stats.quantiles[0.0]:,}"),
     ]
-    return tag(
+    return build_tag(
         "header",
-        tag("div", tag("h1", name), tag("span", "dataset", class_="status open"), class_="name"),
-        tag("p", f"Digest {dataset.digest}.", class_="when"),
-        tag("dl", [_key(*key) for key in keys], class_="keys"),
+        build_tag(
+            "div",
+            build_tag("h1", name),
+            build_tag("span", "dataset", class_="status open"),
+            class_="name",
+        ),
+        build_tag("p", f"Digest {dataset.digest}.", class_="when"),
+        build_tag("dl", [_render_key_value(*key) for key in keys], class_="keys"),
     )
 
 
-def _key(name: str, value: str, detail: str) -> Html:
-    return tag("div", tag("dt", name), tag("dd", value, tag_small(detail)))
+def _render_key_value(name: str, value: str, detail: str) -> Html:
+    return build_tag("div", build_tag("dt", name), build_tag("dd", value, build_small_text(detail)))
 
 
-def _lengths(stats: DatasetStats) -> Html:
+def _render_lengths(stats: DatasetStats) -> Html:
     ranges, num_documents, num_tokens, rows = [], [], [], []
     for bin in stats.bins:
         ranges.append((bin.low, bin.high))
@@ -99,23 +110,23 @@ def _lengths(stats: DatasetStats) -> Html:
     tokens = draw_histogram(
         "Tokens by length of their document", "tokens", ranges, num_tokens, "g4"
     )
-    quantiles = table(
+    quantiles = build_table(
         ["of the documents", "at most this many tokens"],
         [[format_quantile(part), f"{length:,}"] for part, length in stats.quantiles.items()],
         css_class="num",
     )
-    numbers = table(["length in tokens", "documents", "tokens"], rows, css_class="num")
-    return tag(
+    numbers = build_table(["length in tokens", "documents", "tokens"], rows, css_class="num")
+    return build_tag(
         "section",
-        tag("h2", "Length of documents"),
-        tag("div", documents, tokens, class_="pair"),
-        tag(
+        build_tag("h2", "Length of documents"),
+        build_tag("div", documents, tokens, class_="pair"),
+        build_tag(
             "p",
             "A column's range shows where one points at it, and in the numbers below.",
             class_="note",
         ),
-        tag("div", quantiles, class_="block"),
-        tag("details", tag("summary", "The numbers of the pictures"), numbers),
+        build_tag("div", quantiles, class_="block"),
+        build_tag("details", build_tag("summary", "The numbers of the pictures"), numbers),
         id="lengths",
     )
 
@@ -170,25 +181,25 @@ def describe_left_out(manifest: DatasetManifest) -> list[str]:
     return parts
 
 
-def _tokens(stats: DatasetStats) -> Html:
+def _render_tokens(stats: DatasetStats) -> Html:
     rows = []
     for frequent in stats.frequent:
-        text = tag("code", _show_white_space(frequent.text))
+        text = build_tag("code", _show_white_space(frequent.text))
         share = f"{100 * frequent.count / stats.num_tokens:.2f} %"
         rows.append([text, str(frequent.token), f"{frequent.count:,}", share])
     ranks = [[f"{rank:,}", f"{count:,}"] for rank, count in stats.counts_by_rank]
-    return tag(
+    return build_tag(
         "section",
-        tag("h2", "Tokens"),
-        _rank_curve(stats),
-        tag(
+        build_tag("h2", "Tokens"),
+        _draw_rank_frequency_curve(stats),
+        build_tag(
             "details",
-            tag("summary", "The numbers of the picture"),
-            table(["rank", "times"], ranks, css_class="num"),
+            build_tag("summary", "The numbers of the picture"),
+            build_table(["rank", "times"], ranks, css_class="num"),
         ),
-        tag(
+        build_tag(
             "div",
-            table(["most frequent", "id", "times", "share"], rows, css_class="num"),
+            build_table(["most frequent", "id", "times", "share"], rows, css_class="num"),
             class_="block",
         ),
         id="tokens",
@@ -202,7 +213,7 @@ def _show_white_space(text: str) -> str:
     return text.translate(_VISIBLE)
 
 
-def _origin(dataset: Dataset) -> Html:
+def _render_origin(dataset: Dataset) -> Html:
     manifest = dataset.manifest
     inputs = []
     for entry in manifest.inputs:
@@ -219,16 +230,18 @@ def _origin(dataset: Dataset) -> Html:
     num_more, more = len(dataset.shards) - len(shards), ""
     if num_more:
         more = f"and {num_more:,} more"
-    return tag(
+    return build_tag(
         "section",
-        tag("h2", "Where it comes from"),
-        table(["input", "files", "size"], inputs, css_class="num"),
-        tag_note(note),
-        tag(
+        build_tag("h2", "Where it comes from"),
+        build_table(["input", "files", "size"], inputs, css_class="num"),
+        build_note(note),
+        build_tag(
             "details",
-            tag("summary", "Shards"),
-            table(["shard", "tokens", "documents", "largest id", "XXH3"], shards, css_class="num"),
-            tag_note(more),
+            build_tag("summary", "Shards"),
+            build_table(
+                ["shard", "tokens", "documents", "largest id", "XXH3"], shards, css_class="num"
+            ),
+            build_note(more),
         ),
         id="origin",
     )
@@ -242,11 +255,11 @@ def draw_histogram(
     css_class: str,
 ) -> Html:
     """A histogram: one column per range of lengths, whose numbers show where one points at it."""
-    scale = scale_for([0, *values], zero=True)
+    scale = choose_scale([0, *values], zero=True)
     paths, names = [], []
     num_slots = max(len(values), _LEAST_COLUMNS)
     first = (num_slots - len(values)) / 2
-    labels = [_short(low) for low, _ in ranges]
+    labels = [_format_thousands(low) for low, _ in ranges]
     # Every label, or each second, third, ...: as many as have room (rounded up).
     label_period = -(-len(values) * (max(map(len, labels)) + 2) // _LABEL_LETTERS)
     for number, ((low, high), value) in enumerate(zip(ranges, values, strict=True)):
@@ -258,41 +271,43 @@ def draw_histogram(
             top = max(top, 0.004)
             start_x, end_x = SIZE * left_edge, SIZE * right_edge
             d = f"M{start_x:.1f} {SIZE}V{SIZE * (1 - top):.1f}H{end_x:.1f}V{SIZE}Z"
-            pointed = tag("title", f"{format_range(low, high)} tokens: {value:,} {y_label}")
-            paths.append(tag("path", pointed, d=d, class_=css_class))
+            pointed = build_tag("title", f"{format_range(low, high)} tokens: {value:,} {y_label}")
+            paths.append(build_tag("path", pointed, d=d, class_=css_class))
         if number % label_period == 0:
             style = f"left:{100 * (left_edge + right_edge) / 2:.2f}%"
-            names.append(tag("span", labels[number], class_="xtick", style=style))
-    return _figure(title, y_label, "length in tokens", scale, paths, names)
+            names.append(build_tag("span", labels[number], class_="xtick", style=style))
+    return _render_figure(title, y_label, "length in tokens", scale, paths, names)
 
 
-def _short(length: int) -> str:
+def _format_thousands(length: int) -> str:
     """16384 -> '16 K': the place of a column; pointing at it shows the exact range."""
     if length < 10_000:
         return f"{length:,}"
     return format_count(length)
 
 
-def _rank_curve(stats: DatasetStats) -> Html:
+def _draw_rank_frequency_curve(stats: DatasetStats) -> Html:
     """Rank and frequency, both logarithmic: a straight line is Zipf's law."""
-    xs = scale_for([rank for rank, _ in stats.counts_by_rank], may_be_log=True, snug=True)
-    ys = scale_for([count for _, count in stats.counts_by_rank], may_be_log=True)
+    xs = choose_scale([rank for rank, _ in stats.counts_by_rank], may_be_log=True, snug=True)
+    ys = choose_scale([count for _, count in stats.counts_by_rank], may_be_log=True)
     corners = []
     for rank, count in stats.counts_by_rank:
         corners.append(f"{SIZE * xs(rank):.1f} {SIZE * (1 - ys(count)):.1f}")
     line = draw_path("M" + "L".join(corners), "s0")
     title = "How often each token occurs, from the most frequent on"
-    return _figure(title, "times", "rank of the token", ys, [line], draw_x_ticks(xs.ticks(), xs))
+    return _render_figure(
+        title, "times", "rank of the token", ys, [line], draw_x_ticks(xs.tick_values(), xs)
+    )
 
 
-def _figure(
-    title: str, y_label: str, x_label: str, scale: Scale, paths: list[Html], names: list[Html]
+def _render_figure(
+    title: str, y_label: str, x_label: str, scale: AxisScale, paths: list[Html], names: list[Html]
 ) -> Html:
     # Whole numbers: what is shown is counted.
-    ticks = select_whole(scale.ticks())
+    ticks = select_whole_numbers(scale.tick_values())
     grid = [draw_path(horizontal_path(scale(tick)), "grid") for tick in ticks]
     heights = draw_y_ticks(ticks, scale)
-    svg = tag(
+    svg = build_tag(
         "svg",
         grid,
         paths,
@@ -301,10 +316,10 @@ def _figure(
         role="img",
         aria_label=title,
     )
-    return tag(
+    return build_tag(
         "figure",
-        tag("figcaption", tag("h3", title)),
-        tag("div", tag("span", y_label, class_="ylabel"), class_="axis"),
-        tag("div", tag("div", svg, heights, names, class_="plot"), class_="row"),
-        tag("div", x_label, class_="xlabel"),
+        build_tag("figcaption", build_tag("h3", title)),
+        build_tag("div", build_tag("span", y_label, class_="ylabel"), class_="axis"),
+        build_tag("div", build_tag("div", svg, heights, names, class_="plot"), class_="row"),
+        build_tag("div", x_label, class_="xlabel"),
     )

@@ -28,9 +28,9 @@ from phalanx.observe.events import (
     TextGenerated,
 )
 from phalanx.observe.invariant_words import describe_failed_check
-from phalanx.observe.tail import EventTail, read_recorded
-from phalanx.observe.units import Units, units_of
-from phalanx.observe.words import exception_line
+from phalanx.observe.tail import EventTail, read_recorded_events
+from phalanx.observe.units import MetricUnits, find_units_of_job
+from phalanx.observe.words import find_exception_line
 from phalanx.plan.pipeline.bubble import LIMIT
 from phalanx.report.bubble import MeasuredPipeline
 from phalanx.report.facts import SENT_OVER, describe_sent_bytes, describe_untrained
@@ -40,24 +40,24 @@ from phalanx.report.invariant_facts import InvariantLog
 Kind = TypeVar("Kind", bound=Event)
 
 
-def summary_lines(run_dir: Path) -> list[str]:
+def end_of_run_lines(run_dir: Path) -> list[str]:
     """Held-out loss beside its baselines, memory predicted | measured, a sample, the last
     checkpoint and the best."""
-    units = units_of(_facts_of(run_dir / "job.json"))
-    envelopes = EventTail(run_dir).poll()
+    units = find_units_of_job(_read_json_object(run_dir / "job.json"))
+    envelopes = EventTail(run_dir).read_new_events()
     events = [envelope.event for envelope in envelopes]
     evaluation = _last_event(events, EvalFinished)
-    baselines = {event.name: event for event in _select(events, BaselineMeasured)}
+    baselines = {event.name: event for event in _select_events_of(events, BaselineMeasured)}
     sample = _last_event(events, TextGenerated)
     saved = _last_event(events, CheckpointSaved)
-    steps = {int(event.step) for event in _select(events, StepFinished)}
+    steps = {int(event.step) for event in _select_events_of(events, StepFinished)}
     lines: list[str] = []
-    why = describe_untrained(steps, _select(events, StepSkipped))
+    why = describe_untrained(steps, _select_events_of(events, StepSkipped))
     if why is not None:
         lines.append(f"warning {why}")
     if evaluation is not None:
         lines += _evaluation_lines(evaluation, baselines, units)
-    lines += _wire_lines(events)
+    lines += _sent_bytes_lines(events)
     lines += _pipeline_lines(events, run_dir)
     lines += _memory_lines(envelopes)
     lines += _invariant_lines(run_dir)
@@ -78,7 +78,7 @@ def summary_lines(run_dir: Path) -> list[str]:
     return lines
 
 
-def _select(events: list[Event], kind: type[Kind]) -> list[Kind]:
+def _select_events_of(events: list[Event], kind: type[Kind]) -> list[Kind]:
     return [event for event in events if isinstance(event, kind)]
 
 
@@ -90,17 +90,17 @@ def _last_event(events: list[Event], kind: type[Kind]) -> Kind | None:
 
 
 def _evaluation_lines(
-    evaluation: EvalFinished, baselines: dict[str, BaselineMeasured], units: Units
+    evaluation: EvalFinished, baselines: dict[str, BaselineMeasured], units: MetricUnits
 ) -> list[str]:
     """The held-out loss beside its baselines, by source and by metric, and the best one."""
     parts = [f"model {evaluation.loss:.3f}"]
     parts += [f"{name} {baseline.loss:.3f}" for name, baseline in baselines.items()]
     title = "held out"
     if units.loss:
-        title = f"held out, {units.loss_in_words}"
+        title = f"held out, {units.loss_with_unit}"
     num_targets = f"({evaluation.num_targets:,} {units.items})"
     lines = [f"loss    {title}: {'  '.join(parts)}   {num_targets}"]
-    lines += _sources(evaluation) + _metrics(evaluation)
+    lines += _source_loss_lines(evaluation) + _metric_lines(evaluation)
     trigram = next((event for name, event in baselines.items() if "trigram" in name), None)
     if trigram is not None:
         ahead = trigram.loss - evaluation.loss
@@ -120,12 +120,12 @@ def restart_lines(run_dir: Path, num_restarts: int) -> list[str]:
         return []
     causes: list[str] = []
     last = ""
-    for envelope in EventTail(run_dir).poll():
+    for envelope in EventTail(run_dir).read_new_events():
         event = envelope.event
         if isinstance(event, RankFailed):
             last = (
                 f"rank {event.failed_rank} at step {event.step}:"
-                f" {printable(exception_line(event.detail), 300)}"
+                f" {printable(find_exception_line(event.detail), 300)}"
             )
         elif isinstance(event, RestartScheduled):
             # What failed last before a restart is its cause.
@@ -148,7 +148,7 @@ def _join_causes(causes: list[str]) -> str:
     return "; ".join(parts)
 
 
-def _facts_of(path: Path) -> dict[str, Any]:
+def _read_json_object(path: Path) -> dict[str, Any]:
     try:
         facts = read_json(path)
     except (OSError, ValueError):
@@ -156,21 +156,21 @@ def _facts_of(path: Path) -> dict[str, Any]:
     return dict_or_empty(facts)
 
 
-def _sources(evaluation: EvalFinished) -> list[str]:
+def _source_loss_lines(evaluation: EvalFinished) -> list[str]:
     """One line for each source of a mixture, the losses below each other."""
     losses = evaluation.loss_by_source
     width = max(map(len, losses), default=0)
     return [f"        {printable(name):<{width}}  {loss:.3f}" for name, loss in losses.items()]
 
 
-def _metrics(evaluation: EvalFinished) -> list[str]:
+def _metric_lines(evaluation: EvalFinished) -> list[str]:
     """One line for each metric of the user's objective, below each other."""
     metrics = evaluation.metrics
     width = max(map(len, metrics), default=0)
     return [f"        {printable(name):<{width}}  {value:.4f}" for name, value in metrics.items()]
 
 
-def _wire_lines(events: list[Event]) -> list[str]:
+def _sent_bytes_lines(events: list[Event]) -> list[str]:
     """A line about the bytes a rank sends in a step: gradients if they are compressed, and what
     goes over tp, cp, ep and pp. Empty if there is nothing to say."""
     last, start = _last_event(events, StepFinished), _last_event(events, RunStarted)
@@ -191,11 +191,11 @@ def _pipeline_lines(events: list[Event], run_dir: Path) -> list[str]:
     """Lines about how long the ranks of a pipeline wait for each other, measured and predicted,
     and what to do if that is too long."""
     last = _last_event(events, PipelineMeasured)
-    measured = MeasuredPipeline.from_event(last, _facts_of(run_dir / "plan.json"), run_dir)
+    measured = MeasuredPipeline.from_event(last, _read_json_object(run_dir / "plan.json"), run_dir)
     if last is None or measured is None:
         return []
     line = f"bubble  {measured.describe_wait()}, at step {last.step}"
-    if measured.is_long:
+    if measured.has_long_bubble:
         line += f": more than {100 * LIMIT:.0f} %"
     return [line, *[f"        {remedy}" for remedy in measured.suggest_remedies()]]
 
@@ -223,7 +223,7 @@ def _memory_lines(envelopes: list[Envelope]) -> list[str]:
         error = "activations not predicted"
     return [
         f"memory  peak of rank {rank}: {format_bytes(predicted)} predicted,"
-        f" {format_bytes(measured)} measured{_moment(memory)} ({error}), on top of"
+        f" {format_bytes(measured)} measured{_describe_peak_moment(memory)} ({error}), on top of"
         f" {format_bytes(memory.runtime_bytes)} for interpreter and torch"
     ]
 
@@ -231,7 +231,7 @@ def _memory_lines(envelopes: list[Envelope]) -> list[str]:
 def _invariant_lines(run_dir: Path) -> list[str]:
     """A line about the invariants of the run that held, and one for each that did not."""
     log = InvariantLog()
-    plan = _facts_of(run_dir / "plan.json")
+    plan = _read_json_object(run_dir / "plan.json")
     layout, num_ranks = dict_or_empty(plan.get("layout")), plan.get("world_size", 1)
     num_stages = layout.get("pp", 1)
     if type(num_stages) is not int or type(num_ranks) is not int or not 0 < num_stages <= num_ranks:
@@ -239,12 +239,12 @@ def _invariant_lines(run_dir: Path) -> list[str]:
     # The first rank of each stage of a pipeline tells of its own layers.
     for stage in range(num_stages):
         rank = stage * (num_ranks // num_stages)
-        for envelope in read_recorded(run_dir, InvariantChecked, rank=rank):
-            log.take(envelope)
-    facts = log.facts()
+        for envelope in read_recorded_events(run_dir, InvariantChecked, rank=rank):
+            log.add_event(envelope)
+    facts = log.list_facts()
     if not facts:
         return []
-    names_held = [each.name.replace("_", " ") for each in facts if each.ok]
+    names_held = [each.name.replace("_", " ") for each in facts if each.has_held]
     lines = []
     if names_held:
         lines.append(f"checks  held: {', '.join(map(printable, names_held))}")
@@ -258,7 +258,7 @@ def _peak_bytes(memory: MemoryMeasured) -> float:
     return memory.measured_bytes.get("peak", 0)
 
 
-def _moment(memory: MemoryMeasured) -> str:
+def _describe_peak_moment(memory: MemoryMeasured) -> str:
     if not memory.peak_phase:
         return ""
     return f" in {memory.moment_in_words}"

@@ -16,7 +16,7 @@ from phalanx.observe.events import Envelope, StepFinished
 from phalanx.observe.order import sort_events
 from phalanx.observe.tail import RANK_FILE, SUPERVISOR_FILE, read_event
 from phalanx.report.expert_facts import ExpertLog
-from phalanx.report.facts import GROUPS, Steps, group_of
+from phalanx.report.facts import GROUPS, StepColumns, time_group_of_phase
 from phalanx.report.invariant_facts import InvariantLog
 from phalanx.report.timeline import TimelineBuilder
 
@@ -25,7 +25,7 @@ SUPERVISOR = -1
 
 
 @dataclass
-class RankClock:
+class RankStepTimes:
     """Sums of one rank's step times."""
 
     # Eight bytes a step, where a list of floats has several times that.
@@ -38,8 +38,8 @@ class EventLog:
     """The event files as read, steps apart from the rest."""
 
     lead_rank: int
-    lead_steps: dict[int, Steps] = field(default_factory=dict)  # by attempt
-    clocks: dict[int, RankClock] = field(default_factory=dict)
+    lead_steps: dict[int, StepColumns] = field(default_factory=dict)  # by attempt
+    clocks: dict[int, RankStepTimes] = field(default_factory=dict)
     memory: dict[int, events.MemoryMeasured] = field(default_factory=dict)
     experts: ExpertLog = field(default_factory=ExpertLog)
     invariants: InvariantLog = field(default_factory=InvariantLog)
@@ -50,25 +50,27 @@ class EventLog:
     # First and last event of each (attempt, rank).
     by_stream: dict[tuple[int, int], list[Envelope]] = field(default_factory=dict)
 
-    def take(self, envelope: Envelope) -> None:
+    def add_event(self, envelope: Envelope) -> None:
         event = envelope.event
         self.num_events += 1
         if envelope.rank in (SUPERVISOR, self.lead_rank):
-            self.times.take(envelope)
+            self.times.add_event(envelope)
         # The first stays, the newest takes the place of the one before: two for each stream,
         # however long a run is.
         self.by_stream.setdefault((envelope.attempt, envelope.rank), [envelope])[1:] = [envelope]
         if isinstance(event, StepFinished):
             groups_s = _sum_by_group(event)
-            self._clock(envelope.rank, event, groups_s)
+            self._add_step_time(envelope.rank, event, groups_s)
             if envelope.rank == self.lead_rank:
-                _append(self.lead_steps.setdefault(envelope.attempt, Steps()), event, groups_s)
+                _append_step_row(
+                    self.lead_steps.setdefault(envelope.attempt, StepColumns()), event, groups_s
+                )
         elif isinstance(event, events.MemoryMeasured):
             self.memory[envelope.rank] = event
         elif isinstance(event, events.ExpertsLoaded):
-            self.experts.take(envelope)
+            self.experts.add_event(envelope)
         elif isinstance(event, events.InvariantChecked):
-            self.invariants.take(envelope)
+            self.invariants.add_event(envelope)
             # When one failed belongs to the story; what held is told in its own section.
             if not event.is_summary:
                 self.rest.append(envelope)
@@ -98,8 +100,8 @@ class EventLog:
         """
         return sort_events(itertools.chain.from_iterable(self.by_stream.values()))
 
-    def _clock(self, rank: int, event: StepFinished, groups_s: dict[str, float]) -> None:
-        clock = self.clocks.setdefault(rank, RankClock())
+    def _add_step_time(self, rank: int, event: StepFinished, groups_s: dict[str, float]) -> None:
+        clock = self.clocks.setdefault(rank, RankStepTimes())
         if math.isfinite(event.step_s):
             clock.step_s.append(event.step_s)
         for name, seconds in groups_s.items():
@@ -112,13 +114,13 @@ def read_event_log(run_dir: Path) -> EventLog:
     for _, _, path in files:
         # A file is one process's (the supervisor's: of one after another), and names its own clock.
         clock = None
-        for line in _lines(path):
+        for line in _read_lines(path):
             envelope = read_event(line, clock)
             if envelope is None:
                 log.num_unreadable += 1
             else:
                 clock = envelope.clock
-                log.take(envelope)
+                log.add_event(envelope)
     return log
 
 
@@ -137,7 +139,7 @@ def _event_files(directory: Path) -> list[tuple[int, int, Path]]:
     return sorted(event_files)
 
 
-def _lines(path: Path) -> Iterator[bytes]:
+def _read_lines(path: Path) -> Iterator[bytes]:
     try:
         with open_regular(path) as file:
             for line in read_bounded_lines(file):
@@ -150,7 +152,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 def _sum_by_group(event: StepFinished) -> dict[str, float]:
     groups_s: dict[str, float] = {}
     for phase, seconds in event.phases_s.items():
-        name = group_of(phase)
+        name = time_group_of_phase(phase)
         groups_s[name] = groups_s.get(name, 0.0) + seconds
     if math.isfinite(event.unaccounted_s):
         # Set, not added: `group_of` gives no phase this name.
@@ -158,7 +160,7 @@ def _sum_by_group(event: StepFinished) -> dict[str, float]:
     return groups_s
 
 
-def _append(steps: Steps, event: StepFinished, groups_s: dict[str, float]) -> None:
+def _append_step_row(steps: StepColumns, event: StepFinished, groups_s: dict[str, float]) -> None:
     steps.step.append(int(event.step))
     steps.loss.append(event.loss)
     steps.learning_rate.append(event.learning_rate)

@@ -11,14 +11,14 @@ from phalanx.observe.events import Envelope, ExpertsLoaded
 
 
 @dataclass
-class _Step:
+class _ExpertStep:
     """The load of one step, summed over the layers of all ranks that reported theirs."""
 
     worst: float = 0.0
     num_chosen: float = 0.0
     num_dropped: float = 0.0
 
-    def add(self, event: ExpertsLoaded) -> None:
+    def add_layer(self, event: ExpertsLoaded) -> None:
         self.worst = max(self.worst, event.worst[1])
         self.num_chosen += sum(map(sum, event.tokens_by_expert.values()))
         self.num_dropped += sum(event.dropped.values())
@@ -54,7 +54,7 @@ class ExpertFacts:
     dropped: dict[str, int] = field(default_factory=dict)
 
     @property
-    def has_any(self) -> bool:
+    def has_expert_steps(self) -> bool:
         return any(sum(tokens) > 0 for tokens in self.tokens.values())
 
     @property
@@ -70,16 +70,16 @@ class ExpertFacts:
 class ExpertLog:
     """Takes events in any order. Of layers it keeps those of the newest step alone."""
 
-    _steps: dict[tuple[int, int], _Step] = field(default_factory=dict)  # by attempt and step
+    _steps: dict[tuple[int, int], _ExpertStep] = field(default_factory=dict)  # by attempt and step
     _newest: tuple[int, int] = (-1, -1)
     _tokens: dict[str, list[int]] = field(default_factory=dict)
     _dropped: dict[str, int] = field(default_factory=dict)
 
-    def take(self, envelope: Envelope) -> None:
+    def add_event(self, envelope: Envelope) -> None:
         event = envelope.event
         assert isinstance(event, ExpertsLoaded)
         at = (envelope.attempt, int(event.step))
-        self._steps.setdefault(at, _Step()).add(event)
+        self._steps.setdefault(at, _ExpertStep()).add_layer(event)
         if at > self._newest:
             self._newest, self._tokens, self._dropped = at, {}, {}
         # Stages of a pipeline report the same step, each its own layers.
@@ -87,9 +87,9 @@ class ExpertLog:
             self._tokens |= event.tokens_by_expert
             self._dropped |= event.dropped
 
-    def facts(self, attempt_of: Callable[[int, int], int]) -> ExpertFacts:
+    def build_facts(self, attempt_of: Callable[[int, int], int]) -> ExpertFacts:
         """`attempt_of(step, default)`: the attempt whose result of a step stands."""
-        standing: dict[int, _Step] = {}
+        standing: dict[int, _ExpertStep] = {}
         for (attempt, step), result in self._steps.items():
             if attempt_of(step, attempt) == attempt:
                 standing[step] = result

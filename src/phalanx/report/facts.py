@@ -12,7 +12,7 @@ from phalanx.checkpoint.best import BestStep
 from phalanx.core.units import format_bytes
 from phalanx.observe import events
 from phalanx.observe.events import Envelope
-from phalanx.observe.units import Units
+from phalanx.observe.units import MetricUnits
 from phalanx.report.expert_facts import ExpertFacts
 from phalanx.report.invariant_facts import InvariantFacts
 from phalanx.report.timeline import RunTimeline
@@ -48,7 +48,7 @@ _GROUP_OF = {
 }
 
 
-def group_of(phase: str) -> str:
+def time_group_of_phase(phase: str) -> str:
     """The group of `GROUPS` a phase is shown in; phases of a later release are "other"."""
     # No phase may take the name of what is left over by all of them.
     if phase == "unaccounted":
@@ -92,7 +92,7 @@ def describe_untrained(steps: Collection[int], skipped: Iterable[events.StepSkip
     return f"no step was applied, the weights are those it began with: {subject} {why}"
 
 
-def _middle(values: Sequence[float]) -> float:
+def _median(values: Sequence[float]) -> float:
     """The (upper) median; 0 without values."""
     if not values:
         return 0.0
@@ -100,7 +100,7 @@ def _middle(values: Sequence[float]) -> float:
 
 
 @dataclass
-class Steps:
+class StepColumns:
     """The steps that made the model, as columns of equal length, ascending by step."""
 
     step: list[int] = field(default_factory=list)
@@ -121,7 +121,7 @@ class Steps:
 
 
 @dataclass(frozen=True)
-class RankTime:
+class RankPhaseSeconds:
     """One rank's seconds by phase, over every step it ran, steps done again included."""
 
     rank: int
@@ -170,7 +170,7 @@ class RunFacts:
     world_size: int | None
     device: str
     lead_rank: int
-    steps: Steps
+    steps: StepColumns
     last_step: int
     num_redone: int
     num_rolled_back: int
@@ -178,7 +178,7 @@ class RunFacts:
     num_resumes: int
     skipped: list[events.StepSkipped]
     attempts: list[RunAttempt]
-    ranks: list[RankTime]
+    ranks: list[RankPhaseSeconds]
     evals: list[events.EvalFinished]
     baselines: list[events.BaselineMeasured]
     memory: dict[int, events.MemoryMeasured]
@@ -205,12 +205,12 @@ class RunFacts:
     problems: list[str]
     kept_best: BestStep | None
     """The checkpoint that RUN/best.json names."""
-    units: Units
+    units: MetricUnits
     warnings: list[str]
     """What was said before the first step or along the way that a person should know."""
 
     @property
-    def sent(self) -> str:
+    def describe_sent_gradients(self) -> str:
         """ "12.3 MiB a step, 25 % of what fp32 sends": what the lead rank sent of gradients;
         empty if nothing."""
         # Of the last attempt that began: a resumed run may have another layout.
@@ -218,15 +218,15 @@ class RunFacts:
         for attempt in self.attempts:
             if attempt.started is not None:
                 plain_bytes = attempt.started.plain_bytes
-        return describe_sent_bytes(_middle(self.steps.sent_bytes), plain_bytes)
+        return describe_sent_bytes(_median(self.steps.sent_bytes), plain_bytes)
 
     def describe_sent_over(self, axis: str) -> str:
         """Bytes that the lead rank sent over `axis` (a key of SENT_OVER), as "12.3 MiB a step";
         empty if none or unknown."""
-        return describe_sent_bytes(_middle(self.steps.sent_by_axis[axis]), 0)
+        return describe_sent_bytes(_median(self.steps.sent_by_axis[axis]), 0)
 
     @property
-    def best(self) -> events.EvalFinished | None:
+    def find_best_evaluation(self) -> events.EvalFinished | None:
         """The evaluation that the last one names; of older runs the first with the lowest loss
         over as many targets."""
         named = [event for event in self.evals if event.step == self.evals[-1].best_step]

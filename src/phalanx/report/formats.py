@@ -49,7 +49,7 @@ def seconds(value: float) -> str:
     return format_seconds(value) if math.isfinite(value) else NOT_MEASURED
 
 
-def milliseconds(value: float) -> str:
+def format_milliseconds(value: float) -> str:
     """Step times side by side keep one unit, so that they can be compared at a glance."""
     if not math.isfinite(value):
         return NOT_MEASURED
@@ -61,19 +61,19 @@ def milliseconds(value: float) -> str:
     return f"{ms:.3f} ms"
 
 
-def num_bytes(value: float) -> str:
+def format_num_bytes(value: float) -> str:
     return format_bytes(value) if math.isfinite(value) else NOT_MEASURED
 
 
-def rounded_count(value: float) -> str:
+def format_rounded_count(value: float) -> str:
     return format_count(value) if math.isfinite(value) else NOT_MEASURED
 
 
-def loss(value: float, unit: str) -> str:
+def format_loss(value: float, unit: str) -> str:
     return f"{value:.4f} {unit}".rstrip() if math.isfinite(value) else NOT_MEASURED
 
 
-def percent(part: float, total: float) -> str:
+def format_percent(part: float, total: float) -> str:
     if not (math.isfinite(part) and math.isfinite(total) and total):
         return "–"
     # `or`: never "-0.0".
@@ -87,14 +87,14 @@ def describe_compared_metric(event: EvalFinished) -> str:
     return f"{name}{event.value_of(event.judged_by):.4f}"
 
 
-def timestamp(unix_s: float) -> str:
+def format_timestamp(unix_s: float) -> str:
     """2026-01-31 14:02:11 UTC."""
     if not math.isfinite(unix_s):
         return "at an unknown time"
     return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def layout(degrees: dict[str, Any]) -> str:
+def format_layout(degrees: dict[str, Any]) -> str:
     """Only the axes that split something: 'dp_replicate=2 x tp=2'."""
     if not degrees:
         return "not recorded"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from phalanx.observe import events
 from phalanx.report.event_log import EventLog
-from phalanx.report.facts import RunAttempt, Steps
+from phalanx.report.facts import RunAttempt, StepColumns
 from phalanx.report.formats import finite_or_zero
 
 
@@ -22,7 +22,7 @@ class StepHistory:
     rolled_back_s: float = 0.0
 
 
-def select_steps(log: EventLog) -> tuple[Steps, StepHistory]:
+def select_standing_steps(log: EventLog) -> tuple[StepColumns, StepHistory]:
     """The lead rank's steps that stand.
 
     What an attempt did at or after the next one's first step is undone.
@@ -43,15 +43,15 @@ def select_steps(log: EventLog) -> tuple[Steps, StepHistory]:
         history.num_redone += len(done.intersection(steps.step))
         done.update(steps.step)
         location.update({step: (attempt, row) for row, step in enumerate(steps.step)})
-    standing = Steps()
+    standing = StepColumns()
     for step in sorted(location):
         attempt, row = location[step]
         history.attempt_of[step] = attempt
-        _copy_row(log.lead_steps[attempt], row, standing)
+        _copy_step_row(log.lead_steps[attempt], row, standing)
     return standing, history
 
 
-def _copy_row(source: Steps, row: int, target: Steps) -> None:
+def _copy_step_row(source: StepColumns, row: int, target: StepColumns) -> None:
     target.step.append(source.step[row])
     target.loss.append(source.loss[row])
     target.learning_rate.append(source.learning_rate[row])
@@ -66,7 +66,9 @@ def _copy_row(source: Steps, row: int, target: Steps) -> None:
         column.append(source.groups_s[name][row])
 
 
-def select_skips(log: EventLog, steps: Steps, history: StepHistory) -> list[events.StepSkipped]:
+def select_standing_skips(
+    log: EventLog, steps: StepColumns, history: StepHistory
+) -> list[events.StepSkipped]:
     """Skipped steps that were not done, without a skip, by a later attempt."""
     latest: dict[int, tuple[int, events.StepSkipped]] = {}
     # By attempt, so that the last word on a step is the newest.

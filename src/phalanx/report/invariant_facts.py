@@ -28,7 +28,7 @@ class InvariantFacts:
     not_looked_at: list[str]
 
     @property
-    def ok(self) -> bool | None:
+    def has_held(self) -> bool | None:
         """None if nothing was checked."""
         if self.failures or self.num_failed:
             return False
@@ -43,7 +43,7 @@ class InvariantLog:
     _summaries: dict[tuple[str, int, int], InvariantChecked] = field(default_factory=dict)
     _failures: dict[str, list[InvariantChecked]] = field(default_factory=dict)
 
-    def take(self, envelope: Envelope) -> None:
+    def add_event(self, envelope: Envelope) -> None:
         event = envelope.event
         assert isinstance(event, InvariantChecked)
         if event.is_summary:
@@ -53,12 +53,12 @@ class InvariantLog:
         else:
             self._failures.setdefault(event.name, []).append(event)
 
-    def facts(self) -> list[InvariantFacts]:
+    def list_facts(self) -> list[InvariantFacts]:
         """In the order of CLAIMS; of a run that checked nothing, none."""
         names = dict.fromkeys((*CLAIMS, *(name for name, _, _ in self._summaries), *self._failures))
-        return [self._facts_of(name) for name in names if self._has(name)]
+        return [self._facts_of(name) for name in names if self._has_checks(name)]
 
-    def _has(self, name: str) -> bool:
+    def _has_checks(self, name: str) -> bool:
         return name in self._failures or any(each == name for each, _, _ in self._summaries)
 
     def _facts_of(self, name: str) -> InvariantFacts:
@@ -78,10 +78,10 @@ class InvariantLog:
             num_failed,
             int(max((event.step for event in (*last_attempt, *failures)), default=0)),
             failures[:MAX_FAILURES],
-            "; ".join(_unique(event.looked_at for event in last_attempt)),
-            _unique(text for event in last_attempt for text in event.not_looked_at),
+            "; ".join(_drop_duplicates(event.looked_at for event in last_attempt)),
+            _drop_duplicates(text for event in last_attempt for text in event.not_looked_at),
         )
 
 
-def _unique(texts: Iterable[str]) -> list[str]:
+def _drop_duplicates(texts: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(text for text in texts if text))

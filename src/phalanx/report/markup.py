@@ -21,7 +21,7 @@ class Html(str):
 Child = str | int | None | Iterable[Any]
 
 
-def tag(name: str, *children: Child, **attributes: str | int | float | bool | None) -> Html:
+def build_tag(name: str, *children: Child, **attributes: str | int | float | bool | None) -> Html:
     """`tag("td", "a<b", class_="num")` -> `<td class="num">a&lt;b</td>`.
 
     None is left out, True is a bare attribute.
@@ -32,24 +32,28 @@ def tag(name: str, *children: Child, **attributes: str | int | float | bool | No
             continue
         # class_ and aria_label stand for class and aria-label, which Python cannot name.
         label = key.rstrip("_").replace("_", "-")
-        head += f" {label}" if value is True else f' {label}="{escape(_clean(str(value)))}"'
+        head += (
+            f" {label}"
+            if value is True
+            else f' {label}="{escape(_remove_forbidden_characters(str(value)))}"'
+        )
     if name in VOID:
         return Html(f"<{head}>")
     return Html(f"<{head}>{join_html(children)}</{name}>")
 
 
-def tag_note(text: str) -> Html | None:
+def build_note(text: str) -> Html | None:
     """A paragraph of small text; None without text."""
     if not text:
         return None
-    return tag("p", text, class_="note")
+    return build_tag("p", text, class_="note")
 
 
-def tag_small(text: str) -> Html | None:
+def build_small_text(text: str) -> Html | None:
     """Small text beside a value; None without text."""
     if not text:
         return None
-    return tag("small", text)
+    return build_tag("small", text)
 
 
 def join_html(children: Iterable[Child]) -> Html:
@@ -62,22 +66,22 @@ def join_html(children: Iterable[Child]) -> Html:
         if isinstance(child, Html):
             parts.append(child)
         elif isinstance(child, str | int | float):
-            parts.append(escape(_clean(str(child))))
+            parts.append(escape(_remove_forbidden_characters(str(child))))
         else:
             parts.append(join_html(child))
     return Html("".join(parts))
 
 
-def _clean(text: str) -> str:
+def _remove_forbidden_characters(text: str) -> str:
     """Without control characters and lone surrogates, which HTML forbids, and marks that turn
     the line around."""
     # Most text is, and then no letter has to be looked at: none of what is taken out is printable.
     if text.isprintable():
         return text
-    return "".join(map(_clean_letter, text))
+    return "".join(map(_clean_character, text))
 
 
-def _clean_letter(letter: str) -> str:
+def _clean_character(letter: str) -> str:
     if letter in "\n\t":
         return letter
     if category(letter) in ("Cc", "Cs") or letter in TURNS_AROUND:
@@ -85,14 +89,14 @@ def _clean_letter(letter: str) -> str:
     return letter
 
 
-def json_island(value: Any, css_class: str) -> Html:
+def build_json_script(value: Any, css_class: str) -> Html:
     """Data for the page's script; no `<` survives, so that no text inside can end the element."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     text = text.replace("<", "\\u003c").replace("&", "\\u0026")
     return Html(f'<script type="application/json" class="{css_class}">{text}</script>')
 
 
-def table(
+def build_table(
     head: Iterable[Child],
     rows: Iterable[Iterable[Child]],
     *,
@@ -103,12 +107,16 @@ def table(
     class."""
     parts = []
     if caption:
-        parts.append(tag("caption", caption))
-    parts.append(tag("thead", tag("tr", [tag("th", cell, scope="col") for cell in head])))
-    parts.append(tag("tbody", [_table_row(row) for row in rows]))
+        parts.append(build_tag("caption", caption))
+    parts.append(
+        build_tag("thead", build_tag("tr", [build_tag("th", cell, scope="col") for cell in head]))
+    )
+    parts.append(build_tag("tbody", [_table_row(row) for row in rows]))
     # A wide table scrolls in its own box, and with a tab index the arrow keys can scroll it, too.
-    return tag("div", tag("table", parts, class_=css_class or None), class_="scroll", tabindex=0)
+    return build_tag(
+        "div", build_tag("table", parts, class_=css_class or None), class_="scroll", tabindex=0
+    )
 
 
 def _table_row(cells: Iterable[Child]) -> Html:
-    return tag("tr", [tag("td", cell) for cell in cells])
+    return build_tag("tr", [build_tag("td", cell) for cell in cells])

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from phalanx.core.files import resource_error, write_bytes_atomic
 from phalanx.report.facts import RunFacts
-from phalanx.report.markup import Html, join_html, tag
-from phalanx.report.reduce import reduce_run
+from phalanx.report.markup import Html, build_tag, join_html
+from phalanx.report.reduce import collect_run_facts
 from phalanx.report.sections.curves import render_curves
 from phalanx.report.sections.experts import has_experts, render_experts
 from phalanx.report.sections.header import render_header
@@ -47,7 +47,7 @@ def write_report(run_dir: Path) -> Path:
     Raises ResourceError if the page cannot be written; an old page then stays as it was.
     """
     path = run_dir / "report.html"
-    page = render_page(reduce_run(run_dir))
+    page = render_page(collect_run_facts(run_dir))
     try:
         write_bytes_atomic(path, page.encode())
     except OSError as error:
@@ -62,36 +62,41 @@ def render_page(facts: RunFacts) -> str:
         Html(files("phalanx.report").joinpath(name).read_text("utf-8"))
         for name in ("page.css", "page.js")
     )
-    head = tag(
+    head = build_tag(
         "head",
-        tag("meta", charset="utf-8"),
+        build_tag("meta", charset="utf-8"),
         Html(f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_SECURITY}">'),
-        tag("meta", name_="viewport", content="width=device-width, initial-scale=1"),
-        tag("title", f"{facts.name}, {facts.status} · phalanx"),
+        build_tag("meta", name_="viewport", content="width=device-width, initial-scale=1"),
+        build_tag("title", f"{facts.name}, {facts.status} · phalanx"),
         # Else a browser asks for /favicon.ico.
-        tag("link", rel="icon", href="data:,"),
-        tag("style", style),
+        build_tag("link", rel="icon", href="data:,"),
+        build_tag("style", style),
     )
-    body = tag(
+    body = build_tag(
         "body",
-        tag("a", "Skip to the numbers", href="#main", class_="skip-link"),
-        tag(
-            "div", render_header(facts), _navigation(facts), _main(facts), _footer(), class_="page"
+        build_tag("a", "Skip to the numbers", href="#main", class_="skip-link"),
+        build_tag(
+            "div",
+            render_header(facts),
+            _render_navigation(facts),
+            _render_main(facts),
+            _render_footer(),
+            class_="page",
         ),
-        tag("script", script),
+        build_tag("script", script),
     )
-    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+    return f"<!doctype html>\n{build_tag('html', head, body, lang='en')}\n"
 
 
-def _main(facts: RunFacts) -> Html:
+def _render_main(facts: RunFacts) -> Html:
     sections = (
         render_curves, render_time, render_pipeline, render_experts, render_invariants,
         render_memory, render_plan, render_story, render_text, render_job, render_files,
     )  # fmt: skip
-    return tag("main", join_html(section(facts) for section in sections), id="main")
+    return build_tag("main", join_html(section(facts) for section in sections), id="main")
 
 
-def _navigation(facts: RunFacts) -> Html:
+def _render_navigation(facts: RunFacts) -> Html:
     left_out = {
         name
         for name, has in (
@@ -102,9 +107,11 @@ def _navigation(facts: RunFacts) -> Html:
         if not has(facts)
     }
     sections = [(name, text) for name, text in _NAVIGATION if name not in left_out]
-    links = [tag("a", text, href=f"#{name}") for name, text in sections]
-    return tag("nav", links, aria_label="Sections")
+    links = [build_tag("a", text, href=f"#{name}") for name, text in sections]
+    return build_tag("nav", links, aria_label="Sections")
 
 
-def _footer() -> Html:
-    return tag("footer", "Written by phalanx. This file is complete in itself and loads nothing.")
+def _render_footer() -> Html:
+    return build_tag(
+        "footer", "Written by phalanx. This file is complete in itself and loads nothing."
+    )

@@ -11,8 +11,8 @@ from phalanx.plan.pipeline.schedule import KIND_NAMES, Action, Kind
 from phalanx.plan.pipeline.simulate import Timeline, count_in_flight
 from phalanx.report import formats
 from phalanx.report.figure import draw_legend
-from phalanx.report.markup import Html, table, tag, tag_note, tag_small
-from phalanx.report.scales import linear_ticks, tick_texts
+from phalanx.report.markup import Html, build_note, build_small_text, build_table, build_tag
+from phalanx.report.scales import choose_linear_ticks, format_ticks
 
 MAX_RANKS = 16
 # Actions with a text to hover over: more would make the page megabytes longer.
@@ -31,7 +31,7 @@ _UNITS = (
 
 
 @dataclass(frozen=True)
-class _Box:
+class _ActionBox:
     """An action on the chart, from `start` to `end` of 0 to 1.
 
     `is_late`: of a rank's second or later stage.
@@ -62,8 +62,8 @@ def draw_timeline_chart(
         lanes["measured"] = measured
     whole_s = max(float(lane.step_s) for lane in lanes.values())
     if not whole_s > 0:
-        heading = tag("figcaption", tag("h3", title))
-        return tag("figure", heading, tag_note("Not measured."))
+        heading = build_tag("figcaption", build_tag("h3", title))
+        return build_tag("figure", heading, build_note("Not measured."))
     ranks = _choose_ranks(timeline.schedule.num_ranks)
     rows: list[Html] = []
     for rank in ranks:
@@ -71,18 +71,22 @@ def draw_timeline_chart(
             # There is nothing to tell it from.
             if len(lanes) == 1:
                 name = ""
-            rows += _row(name, lane, rank, whole_s, in_seconds)
+            rows += _draw_rank_row(name, lane, rank, whole_s, in_seconds)
     classes = _legend_classes(lanes)
-    unit, axis = "% of the step", _ticks(100.0)
+    unit, axis = "% of the step", _choose_ticks(100.0)
     if in_seconds:
-        unit, axis = _axis(whole_s)
-    return tag(
+        unit, axis = _draw_time_axis(whole_s)
+    return build_tag(
         "figure",
-        tag("figcaption", tag("h3", title), draw_legend(list(classes), classes)),
-        tag("div", rows, tag("span"), axis, tag("span"), class_="lanes"),
-        tag("div", f"{unit}, from its first action", class_="xlabel"),
-        tag("p", _note(lanes, ranks, in_seconds), class_="note"),
-        tag("details", tag("summary", "Data table"), _table(lanes, whole_s, in_seconds)),
+        build_tag("figcaption", build_tag("h3", title), draw_legend(list(classes), classes)),
+        build_tag("div", rows, build_tag("span"), axis, build_tag("span"), class_="lanes"),
+        build_tag("div", f"{unit}, from its first action", class_="xlabel"),
+        build_tag("p", _describe_chart(lanes, ranks, in_seconds), class_="note"),
+        build_tag(
+            "details",
+            build_tag("summary", "Data table"),
+            _build_action_table(lanes, whole_s, in_seconds),
+        ),
         class_="chart",
     )
 
@@ -105,16 +109,18 @@ def _choose_ranks(num_ranks: int) -> list[int]:
     return [*range(half), *range(num_ranks - half, num_ranks)]
 
 
-def _row(name: str, timeline: Timeline, rank: int, whole_s: float, in_seconds: bool) -> list[Html]:
+def _draw_rank_row(
+    name: str, timeline: Timeline, rank: int, whole_s: float, in_seconds: bool
+) -> list[Html]:
     """Name, lane and idle share of one rank.
 
     A rank's second row, the measured one, does not say the rank again.
     """
-    boxes = list(_boxes(timeline, rank, whole_s))
-    paths = _rectangles(boxes) if len(boxes) <= MAX_BOXES else _columns(boxes)
-    drawn = [tag("path", d=d, class_=css_class) for css_class, d in paths.items()]
+    boxes = list(_list_action_boxes(timeline, rank, whole_s))
+    paths = _draw_rectangles(boxes) if len(boxes) <= MAX_BOXES else _draw_columns(boxes)
+    drawn = [build_tag("path", d=d, class_=css_class) for css_class, d in paths.items()]
     size = f"0 0 {_WIDTH} {_HEIGHT}"
-    svg = tag(
+    svg = build_tag(
         "svg",
         drawn,
         viewBox=size,
@@ -123,9 +129,9 @@ def _row(name: str, timeline: Timeline, rank: int, whole_s: float, in_seconds: b
         focusable="false",
     )
     labels = []
-    if _is_named(timeline):
-        labels = [_label(box, whole_s, in_seconds) for box in boxes]
-    idle = formats.percent(float(timeline.bubble_of(rank)), 1.0)
+    if _are_actions_named(timeline):
+        labels = [_label_box(box, whole_s, in_seconds) for box in boxes]
+    idle = formats.format_percent(float(timeline.bubble_of(rank)), 1.0)
     label = f"rank {rank}: idle {idle}"
     if name:
         label = f"rank {rank}, {name}: idle {idle}"
@@ -133,49 +139,49 @@ def _row(name: str, timeline: Timeline, rank: int, whole_s: float, in_seconds: b
     if name == "measured":
         heading, css_class = "", "lane second"
     return [
-        tag("span", heading, tag_small(name), class_="lanename"),
-        tag("div", svg, labels, class_=css_class, role="img", aria_label=label),
-        tag("span", f"{idle} idle", class_="laneidle"),
+        build_tag("span", heading, build_small_text(name), class_="lanename"),
+        build_tag("div", svg, labels, class_=css_class, role="img", aria_label=label),
+        build_tag("span", f"{idle} idle", class_="laneidle"),
     ]
 
 
-def _is_named(timeline: Timeline) -> bool:
+def _are_actions_named(timeline: Timeline) -> bool:
     return sum(map(len, timeline.spans_s)) <= MAX_NAMED
 
 
-def _boxes(timeline: Timeline, rank: int, whole_s: float) -> Iterator[_Box]:
+def _list_action_boxes(timeline: Timeline, rank: int, whole_s: float) -> Iterator[_ActionBox]:
     # In ascending order: all but the first are drawn paler.
     stages = timeline.schedule.stages_of(rank)
     for action, (start_s, end_s) in zip(
         timeline.schedule.actions[rank], timeline.spans_s[rank], strict=True
     ):
-        yield _Box(
+        yield _ActionBox(
             action, float(start_s) / whole_s, float(end_s) / whole_s, action.stage != stages[0]
         )
 
 
-def _class_of(box: _Box) -> str:
+def _css_class_of_action(box: _ActionBox) -> str:
     css_class = _CLASS[box.action.kind]
     if box.is_late:
         css_class += " late"
     return css_class
 
 
-def _rectangles(boxes: list[_Box]) -> dict[str, str]:
+def _draw_rectangles(boxes: list[_ActionBox]) -> dict[str, str]:
     """One path for each colour."""
     paths: dict[str, str] = {}
     for box in boxes:
         start_x, end_x = f"{box.start * _WIDTH:.0f}", f"{box.end * _WIDTH:.0f}"
         rectangle = f"M{start_x} 0H{end_x}V{_HEIGHT}H{start_x}Z"
-        paths[_class_of(box)] = paths.get(_class_of(box), "") + rectangle
+        paths[_css_class_of_action(box)] = paths.get(_css_class_of_action(box), "") + rectangle
     return paths
 
 
-def _columns(boxes: list[_Box]) -> dict[str, str]:
+def _draw_columns(boxes: list[_ActionBox]) -> dict[str, str]:
     """Too many boxes to see: columns, in which each colour is as high as its share of that time."""
     shares: dict[str, list[float]] = {}
     for box in boxes:
-        column = shares.setdefault(_class_of(box), [0.0] * MAX_COLUMNS)
+        column = shares.setdefault(_css_class_of_action(box), [0.0] * MAX_COLUMNS)
         start, end = box.start * MAX_COLUMNS, box.end * MAX_COLUMNS
         for index in range(int(start), min(MAX_COLUMNS, int(end) + 1)):
             covered = min(end, index + 1) - max(start, index)
@@ -197,11 +203,11 @@ def _columns(boxes: list[_Box]) -> dict[str, str]:
 
 def _format_duration(seconds: float, whole_s: float, in_seconds: bool) -> str:
     if in_seconds:
-        return formats.milliseconds(seconds)
-    return formats.percent(seconds, whole_s)
+        return formats.format_milliseconds(seconds)
+    return formats.format_percent(seconds, whole_s)
 
 
-def _label(box: _Box, whole_s: float, in_seconds: bool) -> Html:
+def _label_box(box: _ActionBox, whole_s: float, in_seconds: bool) -> Html:
     """Its microbatch where there is room; everything on hover."""
     action, width = box.action, box.end - box.start
     text = str(action.microbatch)
@@ -213,42 +219,42 @@ def _label(box: _Box, whole_s: float, in_seconds: bool) -> Html:
         f"{action}: {KIND_NAMES[action.kind]} of microbatch {action.microbatch} in stage"
         f" {action.stage}, {took}"
     )
-    return tag(
+    return build_tag(
         "i", text, style=f"left:{100 * box.start:.3f}%;width:{100 * width:.3f}%", title=hover
     )
 
 
-def _axis(whole_s: float) -> tuple[str, Html]:
+def _draw_time_axis(whole_s: float) -> tuple[str, Html]:
     """(unit, the ticks under the lanes)."""
     # The largest unit of which a step has at least two.
     for factor, unit in _UNITS:
         if whole_s * factor >= 2:
-            return unit, _ticks(whole_s * factor)
+            return unit, _choose_ticks(whole_s * factor)
     factor, unit = _UNITS[-1]
-    return unit, _ticks(whole_s * factor)
+    return unit, _choose_ticks(whole_s * factor)
 
 
-def _ticks(full_width: float) -> Html:
-    ticks = linear_ticks(0.0, full_width, 8)
+def _choose_ticks(full_width: float) -> Html:
+    ticks = choose_linear_ticks(0.0, full_width, 8)
     marks = [
-        tag("span", text, class_="xtick", style=f"left:{100 * tick / full_width:.2f}%")
-        for tick, text in zip(ticks, tick_texts(ticks), strict=True)
+        build_tag("span", text, class_="xtick", style=f"left:{100 * tick / full_width:.2f}%")
+        for tick, text in zip(ticks, format_ticks(ticks), strict=True)
     ]
-    return tag("div", marks, class_="laneaxis")
+    return build_tag("div", marks, class_="laneaxis")
 
 
-def _note(lanes: dict[str, Timeline], ranks: list[int], in_seconds: bool) -> str:
+def _describe_chart(lanes: dict[str, Timeline], ranks: list[int], in_seconds: bool) -> str:
     schedule = lanes["planned"].schedule
     microbatches = plural(schedule.num_microbatches, "microbatch", "microbatches")
     sentences = [f"{schedule.name}, {microbatches}."]
     for name, lane in lanes.items():
-        text = f"idle {formats.percent(float(lane.bubble), 1.0)}"
+        text = f"idle {formats.format_percent(float(lane.bubble), 1.0)}"
         if in_seconds:
             text = f"{formats.seconds(float(lane.step_s))}, {text}"
         sentences.append(f"{name.capitalize()}: {text}.")
     if any(len(schedule.stages_of(rank)) > 1 for rank in ranks):
         sentences.append("Paler: a rank's later stages.")
-    if all(_is_named(lane) for lane in lanes.values()):
+    if all(_are_actions_named(lane) for lane in lanes.values()):
         sentences.append("Numbers are microbatches.")
     most_boxes = max(max(map(len, lane.spans_s)) for lane in lanes.values())
     if most_boxes > MAX_BOXES:
@@ -259,7 +265,7 @@ def _note(lanes: dict[str, Timeline], ranks: list[int], in_seconds: bool) -> str
     return " ".join(sentences)
 
 
-def _table(lanes: dict[str, Timeline], whole_s: float, in_seconds: bool) -> Html:
+def _build_action_table(lanes: dict[str, Timeline], whole_s: float, in_seconds: bool) -> Html:
     schedule = lanes["planned"].schedule
     in_flight_per_rank = count_in_flight(schedule).per_rank
     rows = []
@@ -267,7 +273,7 @@ def _table(lanes: dict[str, Timeline], whole_s: float, in_seconds: bool) -> Html
         busy, idle = [], []
         for lane in lanes.values():
             busy.append(_format_duration(float(lane.busy_s(rank)), whole_s, in_seconds))
-            idle.append(formats.percent(float(lane.bubble_of(rank)), 1.0))
+            idle.append(formats.format_percent(float(lane.bubble_of(rank)), 1.0))
         stages = ", ".join(map(str, schedule.stages_of(rank)))
         rows.append([str(rank), stages, *busy, *idle, str(in_flight_per_rank[rank])])
     head = [
@@ -277,4 +283,4 @@ def _table(lanes: dict[str, Timeline], whole_s: float, in_seconds: bool) -> Html
         *[f"idle, {name}" for name in lanes],
         "microbatches held at most",
     ]
-    return table(head, rows, css_class="num")
+    return build_table(head, rows, css_class="num")

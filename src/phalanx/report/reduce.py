@@ -18,17 +18,22 @@ from phalanx.core.files import read_regular
 from phalanx.observe import events
 from phalanx.observe.events import Envelope
 from phalanx.observe.order import sort_events
-from phalanx.observe.units import units_of
-from phalanx.report.event_log import SUPERVISOR, EventLog, RankClock, read_event_log
+from phalanx.observe.units import find_units_of_job
+from phalanx.report.event_log import SUPERVISOR, EventLog, RankStepTimes, read_event_log
 from phalanx.report.facts import (
-    RankTime,
+    RankPhaseSeconds,
     RunFacts,
-    Steps,
+    StepColumns,
     WallTimeBreakdown,
     describe_untrained,
 )
 from phalanx.report.formats import finite_or_zero
-from phalanx.report.history import StepHistory, list_attempts, select_skips, select_steps
+from phalanx.report.history import (
+    StepHistory,
+    list_attempts,
+    select_standing_skips,
+    select_standing_steps,
+)
 from phalanx.report.timeline import RunTimeline
 
 NAN = math.nan
@@ -48,7 +53,7 @@ _OF_ONE_RANK = (
 _BEGINS = (events.RunStarted, events.RanksStarted, events.RestartScheduled)
 
 
-def reduce_run(run_dir: Path) -> RunFacts:
+def collect_run_facts(run_dir: Path) -> RunFacts:
     """Read everything a run has written so far.
 
     A run that wrote nothing gives facts that say so.
@@ -57,12 +62,12 @@ def reduce_run(run_dir: Path) -> RunFacts:
     problems: list[str] = []
     plan = _read_object(run_dir / "plan.json", problems)
     job = _read_object(run_dir / "job.json", problems)
-    story = _order_story(log)
-    steps, history = select_steps(log)
-    status, finished = _status(story)
-    timeline = log.times.build()
-    ledger = _ledger(timeline, story, steps, history)
-    skipped = select_skips(log, steps, history)
+    story = _order_story_events(log)
+    steps, history = select_standing_steps(log)
+    status, finished = _find_run_status(story)
+    timeline = log.times.build_timeline()
+    ledger = _charge_wall_time(timeline, story, steps, history)
+    skipped = select_standing_skips(log, steps, history)
     attempts = list_attempts(log, history)
     identity = _identify_run(run_dir, job, plan, story)
     baselines = _select_events(story, events.BaselineMeasured)
@@ -89,19 +94,19 @@ def reduce_run(run_dir: Path) -> RunFacts:
         num_resumes=sum(not attempt.is_restart for attempt in attempts[1:]),
         skipped=skipped,
         attempts=attempts,
-        ranks=[_rank_time(rank, log.clocks[rank]) for rank in sorted(log.clocks)],
-        evals=sorted(_newest_by_step(story, events.EvalFinished), key=_by_step),
+        ranks=[_sum_rank_phase_seconds(rank, log.clocks[rank]) for rank in sorted(log.clocks)],
+        evals=sorted(_newest_event_by_step(story, events.EvalFinished), key=_step_of_event),
         # The last of each name counts.
         baselines=list({event.name: event for event in baselines}.values()),
         memory=log.memory,
-        samples=_newest_by_step(story, events.TextGenerated),
-        pipelines=sorted(_newest_by_step(story, events.PipelineMeasured), key=_by_step),
-        experts=log.experts.facts(history.attempt_of.get),
-        invariants=log.invariants.facts(),
+        samples=_newest_event_by_step(story, events.TextGenerated),
+        pipelines=sorted(_newest_event_by_step(story, events.PipelineMeasured), key=_step_of_event),
+        experts=log.experts.build_facts(history.attempt_of.get),
+        invariants=log.invariants.list_facts(),
         story=story,
         ledger=ledger,
-        wall_s=_wall_s(story, ledger),
-        tokens_per_s=median(steps.tokens_per_s),
+        wall_s=_find_wall_seconds(story, ledger),
+        tokens_per_s=median_of_finite(steps.tokens_per_s),
         timeline=timeline,
         started_unix_s=log.first_unix_s,
         last_unix_s=log.last_unix_s,
@@ -111,13 +116,13 @@ def reduce_run(run_dir: Path) -> RunFacts:
         job=job,
         problems=problems,
         kept_best=read_best_step(run_dir),
-        units=units_of(job),
-        warnings=_warnings(story, at_the_end),
+        units=find_units_of_job(job),
+        warnings=_list_warning_texts(story, at_the_end),
     )
 
 
 @dataclass(frozen=True)
-class _Identity:
+class _RunIdentity:
     """The name, layout, length and size of a run; values that a file may hold in any form are
     not checked yet."""
 
@@ -130,22 +135,24 @@ class _Identity:
 
 def _identify_run(
     run_dir: Path, job: dict[str, Any], plan: dict[str, Any], story: list[Envelope]
-) -> _Identity:
+) -> _RunIdentity:
     """By its last RunStarted, which a run has that began; else by its job and plan."""
     starts = _select_events(story, events.RunStarted)
     if starts:
         start = starts[-1]
-        return _Identity(start.run, start.layout, start.total_steps, start.world_size, start.device)
-    return _Identity(
-        name=_text(_look_up(job, "run", "name")) or run_dir.resolve().name,
-        layout=_layout(plan),
-        total_steps=_look_up(job, "train", "steps"),
+        return _RunIdentity(
+            start.run, start.layout, start.total_steps, start.world_size, start.device
+        )
+    return _RunIdentity(
+        name=_text_or_empty(_find_nested_value(job, "run", "name")) or run_dir.resolve().name,
+        layout=_read_layout(plan),
+        total_steps=_find_nested_value(job, "train", "steps"),
         world_size=plan.get("world_size"),
-        device=_text(plan.get("device")),
+        device=_text_or_empty(plan.get("device")),
     )
 
 
-def _find_last_step(steps: Steps, finished: events.RunFinished | None) -> int:
+def _find_last_step(steps: StepColumns, finished: events.RunFinished | None) -> int:
     """The later of the last step that stands and the one the run's end names; 0 without either."""
     last_steps = [0, *steps.step[-1:]]
     if finished is not None:
@@ -174,13 +181,13 @@ def _read_object(path: Path, problems: list[str]) -> dict[str, Any]:
 # --- time -----------------------------------------------------------------------------------------
 
 
-def _rank_time(rank: int, clock: RankClock) -> RankTime:
+def _sum_rank_phase_seconds(rank: int, clock: RankStepTimes) -> RankPhaseSeconds:
     ordered = sorted(clock.step_s)
     count = max(len(ordered), 1)
     mean_s = NAN
     if ordered:
         mean_s = sum(ordered) / count
-    return RankTime(
+    return RankPhaseSeconds(
         rank=rank,
         num_steps=len(ordered),
         mean_groups_s={name: seconds / count for name, seconds in clock.groups_s.items()},
@@ -199,12 +206,12 @@ def percentile(ordered: list[float], fraction: float) -> float:
     return ordered[max(math.ceil(fraction * len(ordered)) - 1, 0)]
 
 
-def median(values: list[float]) -> float:
+def median_of_finite(values: list[float]) -> float:
     return percentile(sorted(value for value in values if math.isfinite(value)), 0.5)
 
 
-def _ledger(
-    timeline: RunTimeline, story: list[Envelope], steps: Steps, history: StepHistory
+def _charge_wall_time(
+    timeline: RunTimeline, story: list[Envelope], steps: StepColumns, history: StepHistory
 ) -> WallTimeBreakdown:
     """Charge the wall clock: steps that stand, what they waited for, steps that were undone,
     starting, the rest."""
@@ -248,7 +255,7 @@ def _sum_finite(seconds: Iterable[float]) -> float:
     return sum(finite_or_zero(value) for value in seconds)
 
 
-def _wall_s(story: list[Envelope], ledger: WallTimeBreakdown) -> float:
+def _find_wall_seconds(story: list[Envelope], ledger: WallTimeBreakdown) -> float:
     """The duration that the run reported, if it ended once; else the span of its events."""
     ends = _select_events(story, events.RunFinished)
     is_over = bool(story) and isinstance(story[-1].event, events.RunFinished)
@@ -262,7 +269,7 @@ def _wall_s(story: list[Envelope], ledger: WallTimeBreakdown) -> float:
 # --- the story ------------------------------------------------------------------------------------
 
 
-def _order_story(log: EventLog) -> list[Envelope]:
+def _order_story_events(log: EventLog) -> list[Envelope]:
     """Everything but steps, in order, once: what all ranks say alike is taken from the lead
     rank."""
     story: list[Envelope] = []
@@ -271,17 +278,17 @@ def _order_story(log: EventLog) -> list[Envelope]:
         if envelope.rank not in (SUPERVISOR, log.lead_rank) and not is_of_one_rank:
             continue
         # Rank 0 and the supervisor both see the end.
-        if story and _are_ends(story[-1], envelope):
+        if story and _are_run_ends(story[-1], envelope):
             story.pop()
         story.append(envelope)
     return story
 
 
-def _are_ends(*envelopes: Envelope) -> bool:
+def _are_run_ends(*envelopes: Envelope) -> bool:
     return all(isinstance(envelope.event, events.RunFinished) for envelope in envelopes)
 
 
-def _status(story: list[Envelope]) -> tuple[str, events.RunFinished | None]:
+def _find_run_status(story: list[Envelope]) -> tuple[str, events.RunFinished | None]:
     # Newest first: an end counts unless something began after it.
     for envelope in reversed(story):
         if isinstance(envelope.event, events.RunFinished):
@@ -293,7 +300,7 @@ def _status(story: list[Envelope]) -> tuple[str, events.RunFinished | None]:
     return "unfinished", None
 
 
-def _warnings(story: list[Envelope], at_the_end: str | None) -> list[str]:
+def _list_warning_texts(story: list[Envelope], at_the_end: str | None) -> list[str]:
     """The texts of all notes with the code "warning", each once, and the warning of the end."""
     texts: list[Any] = []
     for note in _select_events(story, events.Note):
@@ -307,12 +314,12 @@ def _select_events(story: list[Envelope], kind: type[Kind]) -> list[Kind]:
     return [envelope.event for envelope in story if isinstance(envelope.event, kind)]
 
 
-def _newest_by_step(story: list[Envelope], kind: type[AtStep]) -> list[AtStep]:
+def _newest_event_by_step(story: list[Envelope], kind: type[AtStep]) -> list[AtStep]:
     """One event for each step: a step done again replaces what was said of it, in its place."""
     return list({event.step: event for event in _select_events(story, kind)}.values())
 
 
-def _by_step(event: events.EvalFinished | events.PipelineMeasured) -> float:
+def _step_of_event(event: events.EvalFinished | events.PipelineMeasured) -> float:
     return event.step
 
 
@@ -329,13 +336,13 @@ def _int_or_none(value: Any) -> int | None:
     return int(value)
 
 
-def _text(value: Any) -> str:
+def _text_or_empty(value: Any) -> str:
     if isinstance(value, str):
         return value
     return ""
 
 
-def _look_up(value: Any, *keys: str) -> Any:
+def _find_nested_value(value: Any, *keys: str) -> Any:
     """The value under `keys`, one inside the other; None where there is no such object."""
     for key in keys:
         if not isinstance(value, dict):
@@ -344,7 +351,7 @@ def _look_up(value: Any, *keys: str) -> Any:
     return value
 
 
-def _layout(plan: dict[str, Any]) -> dict[str, int]:
+def _read_layout(plan: dict[str, Any]) -> dict[str, int]:
     layout = plan.get("layout")
     if not isinstance(layout, dict):
         return {}

@@ -13,7 +13,7 @@ from phalanx.report.formats import finite_or_zero
 Points = tuple[list[float], list[float]]
 
 
-def buckets(count: int, max_buckets: int) -> list[tuple[int, int]]:
+def split_into_buckets(count: int, max_buckets: int) -> list[tuple[int, int]]:
     """Cut `count` rows into at most `max_buckets` runs of nearly equal length, as (begin, end)."""
     max_buckets = min(count, max_buckets)
     if not max_buckets:
@@ -21,7 +21,7 @@ def buckets(count: int, max_buckets: int) -> list[tuple[int, int]]:
     return list(pairwise(count * index // max_buckets for index in range(max_buckets + 1)))
 
 
-def extremes(xs: Sequence[float], ys: Sequence[float], max_points: int) -> Points:
+def select_extremes(xs: Sequence[float], ys: Sequence[float], max_points: int) -> Points:
     """The lowest and highest point of each bucket, in order: a spike of one step survives.
 
     Gaps stay NaN.
@@ -30,7 +30,7 @@ def extremes(xs: Sequence[float], ys: Sequence[float], max_points: int) -> Point
         return list(xs), [_finite_or_nan(value) for value in ys]
     rows: list[int] = []
     # Half as many buckets as points: each gives two.
-    for start, end in buckets(len(xs), max_points // 2):
+    for start, end in split_into_buckets(len(xs), max_points // 2):
         finite = [row for row in range(start, end) if math.isfinite(ys[row])]
         if not finite:
             rows.append(start)
@@ -47,7 +47,7 @@ def _finite_or_nan(value: float) -> float:
     return math.nan
 
 
-def smooth(ys: Sequence[float], span: int) -> list[float]:
+def running_mean(ys: Sequence[float], span: int) -> list[float]:
     """The mean of the finite values among the `span` neighbours of each point, as many before it
     as after."""
     # Sums from the first value on: each mean is a difference of two, however long the span.

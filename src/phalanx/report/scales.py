@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Scale:
+class AxisScale:
     """Maps [low, high] to [0, 1], by value or by logarithm."""
 
     low: float
@@ -25,15 +25,15 @@ class Scale:
             )
         return (value - self.low) / (self.high - self.low)
 
-    def ticks(self, num_ticks: int = 5) -> list[float]:
+    def tick_values(self, num_ticks: int = 5) -> list[float]:
         if self.is_log:
-            return _log_ticks(self.low, self.high)
-        return linear_ticks(self.low, self.high, num_ticks)
+            return _choose_log_ticks(self.low, self.high)
+        return choose_linear_ticks(self.low, self.high, num_ticks)
 
 
-def scale_for(
+def choose_scale(
     values: Sequence[float], *, zero: bool = False, may_be_log: bool = False, snug: bool = False
-) -> Scale:
+) -> AxisScale:
     """A scale that shows all finite values.
 
     Logarithmic if allowed and they span more than two decades.
@@ -43,8 +43,8 @@ def scale_for(
     """
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
-        return Scale(0.0, 1.0)
-    if may_be_log and (log_scale := _log_scale(finite)):
+        return AxisScale(0.0, 1.0)
+    if may_be_log and (log_scale := _build_log_scale(finite)):
         return log_scale
     low, high = min(finite), max(finite)
     if zero:
@@ -57,21 +57,21 @@ def scale_for(
         if not is_from_zero:
             low -= pad
     if snug:
-        return Scale(low, high)
-    return _round_out(low, high, is_from_zero)
+        return AxisScale(low, high)
+    return _round_range_to_ticks(low, high, is_from_zero)
 
 
-def _log_scale(finite: Sequence[float]) -> Scale | None:
+def _build_log_scale(finite: Sequence[float]) -> AxisScale | None:
     """A logarithmic scale for the positive values; None if they span two decades or less."""
     positive = [value for value in finite if value > 0]
     if not positive or max(positive) / min(positive) <= 100:
         return None
-    return Scale(min(positive) / 1.15, max(positive) * 1.15, is_log=True)
+    return AxisScale(min(positive) / 1.15, max(positive) * 1.15, is_log=True)
 
 
-def _round_out(low: float, high: float, is_from_zero: bool) -> Scale:
+def _round_range_to_ticks(low: float, high: float, is_from_zero: bool) -> AxisScale:
     """From a tick at or below `low` to one at or above `high`, where that leaves little room."""
-    ticks = linear_ticks(low, high, 5)
+    ticks = choose_linear_ticks(low, high, 5)
     step = (high - low) / 4
     if len(ticks) > 1:
         step = ticks[1] - ticks[0]
@@ -85,10 +85,10 @@ def _round_out(low: float, high: float, is_from_zero: bool) -> Scale:
         top = high + 0.05 * (high - low)
     if not low - bottom < 0.5 * step:
         bottom = low - 0.05 * (high - low)
-    return Scale(bottom, top)
+    return AxisScale(bottom, top)
 
 
-def linear_ticks(low: float, high: float, num_ticks: int) -> list[float]:
+def choose_linear_ticks(low: float, high: float, num_ticks: int) -> list[float]:
     """Multiples of 1, 2, 2.5 or 5 times a power of ten inside [low, high], about `num_ticks` of
     them."""
     span = high - low
@@ -101,16 +101,16 @@ def linear_ticks(low: float, high: float, num_ticks: int) -> list[float]:
     return [index * step for index in range(first, last + 1)]
 
 
-def whole_ticks(low: float, high: float, num_ticks: int) -> list[float]:
+def choose_whole_number_ticks(low: float, high: float, num_ticks: int) -> list[float]:
     """Ticks for steps: whole numbers only."""
-    return select_whole(linear_ticks(low, high, num_ticks))
+    return select_whole_numbers(choose_linear_ticks(low, high, num_ticks))
 
 
-def select_whole(ticks: Sequence[float]) -> list[float]:
+def select_whole_numbers(ticks: Sequence[float]) -> list[float]:
     return [tick for tick in ticks if tick == round(tick)]
 
 
-def _log_ticks(low: float, high: float) -> list[float]:
+def _choose_log_ticks(low: float, high: float) -> list[float]:
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     # At most seven decades have ticks.
     period = max(1, math.ceil(len(decades) / 7))
@@ -121,13 +121,13 @@ def _log_ticks(low: float, high: float) -> list[float]:
     return [tick for tick in ticks if low <= tick <= high]
 
 
-def tick_texts(ticks: Sequence[float]) -> list[str]:
+def format_ticks(ticks: Sequence[float]) -> list[str]:
     """[0, 5000, 10000] -> ['0', '5k', '10k']; 0.003 -> '0.003'; 1e-5 -> '1e-5'."""
     largest = max((abs(tick) for tick in ticks), default=0.0)
-    return [_tick_text(tick, largest) for tick in ticks]
+    return [_format_tick(tick, largest) for tick in ticks]
 
 
-def _tick_text(value: float, largest: float) -> str:
+def _format_tick(value: float, largest: float) -> str:
     size = abs(value)
     if 0 < size < 1e-3:
         mantissa, _, power = f"{value:.3g}".partition("e")

@@ -14,10 +14,10 @@ from phalanx.observe import events
 from phalanx.report.expert_facts import max_over_mean
 from phalanx.report.facts import RunFacts
 from phalanx.report.invariant_facts import InvariantFacts
-from phalanx.report.reduce import median
+from phalanx.report.reduce import median_of_finite
 
 
-def run_json(facts: RunFacts) -> dict[str, Any]:
+def build_run_json(facts: RunFacts) -> dict[str, Any]:
     """Numbers that were never measured are None.
 
     Losses are per target: nats per token where `loss_unit` says so.
@@ -38,27 +38,27 @@ def run_json(facts: RunFacts) -> dict[str, Any]:
         "num_steps_skipped": len(facts.skipped),
         "loss_unit": facts.units.loss or None,
         "final_loss": _final_loss(facts),
-        "evaluations": [_evaluation(event) for event in facts.evals],
-        "best": _best(facts),
-        "baselines": list(map(_baseline, facts.baselines)),
-        "tokens_per_s": _number(facts.tokens_per_s),
-        "sent_bytes_per_step": _number(median(facts.steps.sent_bytes)),
+        "evaluations": [_evaluation_json(event) for event in facts.evals],
+        "best": _best_evaluation_json(facts),
+        "baselines": list(map(_baseline_json, facts.baselines)),
+        "tokens_per_s": _number_or_none(facts.tokens_per_s),
+        "sent_bytes_per_step": _number_or_none(median_of_finite(facts.steps.sent_bytes)),
         **{
             # None where nothing goes over the axis.
-            f"sent_{axis}_bytes_per_step": _number(median(sent_bytes)) or None
+            f"sent_{axis}_bytes_per_step": _number_or_none(median_of_finite(sent_bytes)) or None
             for axis, sent_bytes in facts.steps.sent_by_axis.items()
         },
-        "wall_s": _number(facts.wall_s),
+        "wall_s": _number_or_none(facts.wall_s),
         "layout": facts.layout,
         "world_size": facts.world_size,
         "device": facts.device or None,
-        "memory": [_memory(rank, facts.memory[rank]) for rank in sorted(facts.memory)],
-        "pipeline": _pipeline(facts),
-        "experts": _experts(facts),
-        "invariants": [_invariant(invariant) for invariant in facts.invariants],
-        "checkpoints": _checkpoints(facts),
+        "memory": [_memory_json(rank, facts.memory[rank]) for rank in sorted(facts.memory)],
+        "pipeline": _pipeline_json(facts),
+        "experts": _experts_json(facts),
+        "invariants": [_invariant_json(invariant) for invariant in facts.invariants],
+        "checkpoints": _list_checkpoint_names(facts),
         "warnings": list(facts.warnings),
-        "report": _report(facts),
+        "report": _report_path(facts),
     }
 
 
@@ -67,31 +67,31 @@ def _final_loss(facts: RunFacts) -> float | None:
     nothing."""
     skipped = {int(event.step) for event in facts.skipped}
     rows = zip(reversed(facts.steps.step), reversed(facts.steps.loss), strict=True)
-    return next((_number(loss) for step, loss in rows if step not in skipped), None)
+    return next((_number_or_none(loss) for step, loss in rows if step not in skipped), None)
 
 
-def _evaluation(event: events.EvalFinished) -> dict[str, Any]:
+def _evaluation_json(event: events.EvalFinished) -> dict[str, Any]:
     return {
         "step": int(event.step),
-        "loss": _number(event.loss),
+        "loss": _number_or_none(event.loss),
         "num_targets": int(event.num_targets),
         "loss_by_source": event.loss_by_source,
         "metrics": event.metrics,
-        "wall_s": _number(event.wall_s),
+        "wall_s": _number_or_none(event.wall_s),
     }
 
 
-def _baseline(event: events.BaselineMeasured) -> dict[str, Any]:
+def _baseline_json(event: events.BaselineMeasured) -> dict[str, Any]:
     return {
         "name": event.name,
-        "loss": _number(event.loss),
+        "loss": _number_or_none(event.loss),
         "num_targets": int(event.num_targets),
     }
 
 
-def _best(facts: RunFacts) -> dict[str, Any] | None:
+def _best_evaluation_json(facts: RunFacts) -> dict[str, Any] | None:
     """The best evaluation, and the checkpoint that was kept of it, if one was."""
-    best, kept_best = facts.best, facts.kept_best
+    best, kept_best = facts.find_best_evaluation, facts.kept_best
     if best is None:
         return None
     checkpoint = None
@@ -100,14 +100,14 @@ def _best(facts: RunFacts) -> dict[str, Any] | None:
         checkpoint = kept_best.checkpoint
     return {
         "step": int(best.step),
-        "loss": _number(best.loss),
+        "loss": _number_or_none(best.loss),
         "metric": best.judged_by,
-        "value": _number(best.value_of(best.judged_by)),
+        "value": _number_or_none(best.value_of(best.judged_by)),
         "checkpoint": checkpoint,
     }
 
 
-def _pipeline(facts: RunFacts) -> dict[str, Any] | None:
+def _pipeline_json(facts: RunFacts) -> dict[str, Any] | None:
     """The last step of a pipeline that was measured; shares of the ranks' time, 0 to 1."""
     if not facts.pipelines:
         return None
@@ -117,18 +117,18 @@ def _pipeline(facts: RunFacts) -> dict[str, Any] | None:
         "schedule": last.schedule,
         "num_blocks": last.num_blocks,
         "stage_seconds": last.stage_seconds,
-        "bubble_measured": _number(last.bubble_measured),
-        "bubble_predicted": _number(last.bubble_predicted),
-        "bubble_planned": _number(last.bubble_planned),
+        "bubble_measured": _number_or_none(last.bubble_measured),
+        "bubble_predicted": _number_or_none(last.bubble_predicted),
+        "bubble_planned": _number_or_none(last.bubble_planned),
         "in_flight": last.in_flight,
     }
 
 
-def _experts(facts: RunFacts) -> dict[str, Any] | None:
+def _experts_json(facts: RunFacts) -> dict[str, Any] | None:
     """The last step in which experts were counted: of the worst layer the busiest expert over the
     mean, and the share of all choices that was dropped, 0 to 1."""
     experts = facts.experts
-    if not experts.has_any:
+    if not experts.has_expert_steps:
         return None
     return {
         "step": experts.step,
@@ -137,32 +137,32 @@ def _experts(facts: RunFacts) -> dict[str, Any] | None:
     }
 
 
-def _invariant(facts: InvariantFacts) -> dict[str, Any]:
+def _invariant_json(facts: InvariantFacts) -> dict[str, Any]:
     """What was checked of one invariant; `ok` is None where nothing could be."""
     return {
         "name": facts.name,
-        "ok": facts.ok,
+        "ok": facts.has_held,
         "num_checks": facts.num_checks,
         "num_failed": facts.num_failed,
         "last_step": facts.last_step,
         "looked_at": facts.looked_at or None,
         "not_looked_at": facts.not_looked_at,
-        "failures": [_failure(event) for event in facts.failures],
+        "failures": [_failure_json(event) for event in facts.failures],
     }
 
 
-def _failure(event: events.InvariantChecked) -> dict[str, Any]:
+def _failure_json(event: events.InvariantChecked) -> dict[str, Any]:
     return {
         "step": int(event.step),
         "tensors": event.tensors,
         "num_tensors": int(event.num_tensors),
         "ranks": [int(rank) for rank in event.ranks],
-        "expected": _number(event.expected),
-        "actual": _number(event.actual),
+        "expected": _number_or_none(event.expected),
+        "actual": _number_or_none(event.actual),
     }
 
 
-def _memory(rank: int, event: events.MemoryMeasured) -> dict[str, Any]:
+def _memory_json(rank: int, event: events.MemoryMeasured) -> dict[str, Any]:
     return {
         "rank": rank,
         "predicted_bytes": event.predicted_bytes,
@@ -174,7 +174,7 @@ def _memory(rank: int, event: events.MemoryMeasured) -> dict[str, Any]:
     }
 
 
-def _checkpoints(facts: RunFacts) -> list[dict[str, Any]]:
+def _list_checkpoint_names(facts: RunFacts) -> list[dict[str, Any]]:
     """The checkpoints that exist, oldest first.
 
     For a remote store, or a directory that cannot be read, the run's own events count.
@@ -211,14 +211,14 @@ def _checkpoints(facts: RunFacts) -> list[dict[str, Any]]:
     return checkpoints
 
 
-def _report(facts: RunFacts) -> str | None:
+def _report_path(facts: RunFacts) -> str | None:
     path = facts.run_dir / "report.html"
     if not path.exists():
         return None
     return str(path)
 
 
-def _number(value: float) -> float | None:
+def _number_or_none(value: float) -> float | None:
     # JSON has no NaN and no infinity.
     if not math.isfinite(value):
         return None

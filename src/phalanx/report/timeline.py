@@ -13,7 +13,7 @@ from phalanx.report.formats import finite_or_zero
 
 
 @dataclass
-class _Span:
+class _AttemptLifetime:
     """First and last sign of life of one attempt.
 
     Seconds of a steady clock, or of the wall where there is no other.
@@ -23,7 +23,7 @@ class _Span:
     last_s: float = math.nan
     is_steady: bool = True
 
-    def take(self, envelope: Envelope) -> None:
+    def add_event(self, envelope: Envelope) -> None:
         at = envelope.monotonic_s
         if not math.isfinite(at):
             # One line of an earlier release between others.
@@ -43,13 +43,13 @@ class _Span:
 
 
 @dataclass
-class _Command:
+class _TrainCommand:
     """One `phalanx train`: its attempts follow each other without a pause.
 
     `before_s`: the life of those before.
     """
 
-    spans: dict[int, _Span]
+    spans: dict[int, _AttemptLifetime]
     before_s: float
     said_wall_s: float = math.nan
 
@@ -58,7 +58,7 @@ class _Command:
         return next(iter(self.spans.values())).first_s
 
     @property
-    def alive_s(self) -> float:
+    def lifetime_s(self) -> float:
         """Without a steady clock, what the command itself said of its duration, which it
         measured with one."""
         first, last = next(iter(self.spans.values())), list(self.spans.values())[-1]
@@ -72,7 +72,7 @@ class RunTimeline:
     """The life of a run: that of its commands, without the pauses between them."""
 
     alive_s: float = 0.0
-    _by_attempt: dict[int, _Command] = field(default_factory=dict)
+    _by_attempt: dict[int, _TrainCommand] = field(default_factory=dict)
 
     def elapsed_s(self, envelope: Envelope) -> float:
         """Seconds of the run's life before something was said."""
@@ -88,39 +88,39 @@ class RunTimeline:
         if not math.isfinite(at):
             return command.before_s
         # Within the command's life: another machine's clock may show anything.
-        return command.before_s + min(max(at - command.first_s, 0.0), command.alive_s)
+        return command.before_s + min(max(at - command.first_s, 0.0), command.lifetime_s)
 
 
 class TimelineBuilder:
     """Hears the events of the supervisor and of the lead rank, each file in its order."""
 
     def __init__(self) -> None:
-        self._spans: dict[int, _Span] = {}
+        self._spans: dict[int, _AttemptLifetime] = {}
         self._restarted: set[int] = set()
         self._said_wall_s: dict[int, float] = {}
         self._attempts = AttemptCounter()
 
-    def take(self, envelope: Envelope) -> None:
+    def add_event(self, envelope: Envelope) -> None:
         """Steps, too: the last of them may be the last sign of life."""
-        attempt = self._attempts.of(envelope)
-        self._spans.setdefault(attempt, _Span()).take(envelope)
+        attempt = self._attempts.attempt_of_event(envelope)
+        self._spans.setdefault(attempt, _AttemptLifetime()).add_event(envelope)
         if isinstance(envelope.event, RestartScheduled):
             self._restarted.add(attempt)
         elif isinstance(envelope.event, RunFinished):
             self._said_wall_s[attempt] = envelope.event.wall_s
 
-    def build(self) -> RunTimeline:
+    def build_timeline(self) -> RunTimeline:
         timeline = RunTimeline()
-        for attempts in self._commands():
+        for attempts in self._group_attempts_by_command():
             spans = {attempt: self._spans[attempt] for attempt in attempts}
-            command = _Command(
+            command = _TrainCommand(
                 spans, timeline.alive_s, self._said_wall_s.get(attempts[-1], math.nan)
             )
-            timeline.alive_s += command.alive_s
+            timeline.alive_s += command.lifetime_s
             timeline._by_attempt |= dict.fromkeys(attempts, command)
         return timeline
 
-    def _commands(self) -> Sequence[list[int]]:
+    def _group_attempts_by_command(self) -> Sequence[list[int]]:
         """Attempts that one supervisor started, one after the other."""
         commands: list[list[int]] = []
         for attempt in sorted(self._spans):

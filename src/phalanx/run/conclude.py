@@ -11,11 +11,11 @@ from phalanx.checkpoint.folder import Folder
 from phalanx.checkpoint.stores import find_newest_step
 from phalanx.core.errors import CheckpointError, ExitCode, PhalanxError, ResourceError
 from phalanx.core.files import resource_error
-from phalanx.launch.supervisor import Outcome
+from phalanx.launch.supervisor import RunOutcome
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import RunFinished
 from phalanx.plan.plan import Plan
-from phalanx.report.end_of_run import restart_lines, summary_lines
+from phalanx.report.end_of_run import end_of_run_lines, restart_lines
 from phalanx.report.page import write_report
 from phalanx.run.baselines import score_ngram_baselines
 from phalanx.run.next_command import format_program_command, suggest_after_training
@@ -52,7 +52,7 @@ def score_baselines(run: PreparedRun, bus: Bus) -> None:
 
 def finish_run(
     run: PreparedRun,
-    outcome: Outcome,
+    outcome: RunOutcome,
     bus: Bus,
     stack: contextlib.ExitStack,
     output: RunOutput,
@@ -69,7 +69,7 @@ def finish_run(
     newest = find_newest_step(run.store)
     bus.emit(RunFinished(outcome.status, outcome.exit_code, newest, elapsed_s))
     # Asked now: a closed bus no longer says it.
-    bus_refusal = bus.refusal
+    bus_refusal = bus.file_refusal
     # The console first: lines that follow must not meet its own.
     stack.close()
     if refusal is not None:
@@ -84,12 +84,12 @@ def finish_run(
     return RunEnd(run.run_dir, outcome.status, outcome.exit_code, outcome.message, run.plan)
 
 
-def _say_conclusion(run: PreparedRun, outcome: Outcome, output: RunOutput) -> None:
+def _say_conclusion(run: PreparedRun, outcome: RunOutcome, output: RunOutput) -> None:
     """Write the page and say what came out and where it is."""
     page_line = _write_page(run.run_dir)
     is_finished = outcome.status == "finished"
     if is_finished:
-        output.say(*summary_lines(run.run_dir))
+        output.say(*end_of_run_lines(run.run_dir))
     elif outcome.message:
         output.warn(outcome.message)
     output.say(*restart_lines(run.run_dir, outcome.attempts - 1))
@@ -102,7 +102,7 @@ def _say_conclusion(run: PreparedRun, outcome: Outcome, output: RunOutput) -> No
     output.say(f"run     {run.run_dir}")
 
 
-def _resume_lines(run: PreparedRun, outcome: Outcome, newest: Folder) -> list[str]:
+def _resume_lines(run: PreparedRun, outcome: RunOutcome, newest: Folder) -> list[str]:
     """The command that continues a run which did not finish; none if it would fail in the same
     way."""
     command = f"resume  {format_program_command()} train --resume {shlex.quote(str(run.run_dir))}"

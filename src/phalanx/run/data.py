@@ -24,7 +24,7 @@ from phalanx.data.user_dataset import (
 from phalanx.job.learning_rate import peak_learning_rate
 from phalanx.job.schema import Job
 from phalanx.job.user_dataset import count_loader_processes
-from phalanx.launch.paths import rank_log
+from phalanx.launch.paths import rank_log_path
 from phalanx.mesh.mesh import Mesh
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import Note
@@ -57,7 +57,7 @@ def open_train_batches(
         worker_timeout_s=job.data.worker_timeout_s,
         keep_record=job.observe.samples,
         emit=bus.emit,
-        worker_logs=rank_log(run_dir, mesh.rank, bus.attempt).with_suffix(""),
+        worker_logs=rank_log_path(run_dir, mesh.rank, bus.attempt).with_suffix(""),
         rank=mesh.rank,
         pin_for=mesh.device,
     )

@@ -17,7 +17,7 @@ from phalanx.core.files import (
     write_bytes_atomic,
     write_json_atomic,
 )
-from phalanx.launch.paths import next_attempt
+from phalanx.launch.paths import next_attempt_number
 from phalanx.observe.events import RunStarted
 from phalanx.observe.tail import EventTail
 
@@ -114,7 +114,7 @@ def write_run_facts(run_dir: Path, lock: RunLock, facts: Mapping[str, object]) -
     paths = [run_dir / name for name in facts]
     old_bytes = {path: read_regular(path) for path in paths if path.exists()}
     # Asked before the ranks start: events of this attempt or later are of this start.
-    attempt = next_attempt(run_dir)
+    attempt = next_attempt_number(run_dir)
     try:
         for path, value in zip(paths, facts.values(), strict=True):
             write_json_atomic(path, value)
@@ -132,5 +132,6 @@ def write_run_facts(run_dir: Path, lock: RunLock, facts: Mapping[str, object]) -
 def _has_begun_training(run_dir: Path, attempt: int) -> bool:
     """True if ranks have begun to train in `attempt` or later."""
     return any(
-        isinstance(envelope.event, RunStarted) for envelope in EventTail(run_dir, attempt).poll()
+        isinstance(envelope.event, RunStarted)
+        for envelope in EventTail(run_dir, attempt).read_new_events()
     )

@@ -20,7 +20,7 @@ from phalanx.job.model import find_preset_of_model
 from phalanx.job.schema import Job
 from phalanx.job.toml import format_toml_value
 from phalanx.job.user_dataset import count_loader_processes
-from phalanx.observe.units import TEXT, Units, units_of
+from phalanx.observe.units import TEXT, MetricUnits, find_units_of_job
 from phalanx.plan.choice import AUTO, DEFAULT
 from phalanx.plan.cluster import Cluster, detect_cluster
 from phalanx.plan.plan import Plan
@@ -73,7 +73,7 @@ def explain_job(
     for key, origin in origins.items():
         section, _, name = key.partition(".")
         rows.append(_explain_key(key, values[section][name], origin, derived.get(key)))
-    return rows + _explain_plan(plan, units_of(values)), plan
+    return rows + _explain_plan(plan, find_units_of_job(values)), plan
 
 
 def _explain_key(
@@ -225,7 +225,7 @@ def _explain_cluster_keys(job: Job, plan: Plan, cluster: Cluster) -> list[Explai
     return rows
 
 
-def _explain_plan(plan: Plan, units: Units) -> list[ExplainedValue]:
+def _explain_plan(plan: Plan, units: MetricUnits) -> list[ExplainedValue]:
     """The rows of the plan that no key of the job says."""
     memory, tokens = plan.chosen.total_bytes, plan.model_shape.tokens_of(plan.seq_len)
     noun = "sequences" if units == TEXT else "samples"

@@ -19,9 +19,9 @@ from phalanx.checkpoint.ownership.fence import OwnershipFence, RunClaim
 from phalanx.core.errors import ExitCode, PhalanxError
 from phalanx.job.schema import Job
 from phalanx.launch.external import LaunchedRanks
-from phalanx.launch.paths import next_attempt
+from phalanx.launch.paths import next_attempt_number
 from phalanx.launch.rank_env import RankEnv
-from phalanx.launch.supervisor import Outcome
+from phalanx.launch.supervisor import RunOutcome
 from phalanx.observe.events import RESUMED, Note
 from phalanx.plan.precision import replace_precision
 from phalanx.run.announce import announcement_lines
@@ -90,7 +90,7 @@ def train_as_rank(
                 store.publish_decision(RankZeroDecision(run_dir, plan, exit_code=int(ExitCode.OK)))
                 return end_without_training(prepared, output)
             # Before the others are told: ranks of an earlier attempt can no longer commit.
-            attempt, epoch = next_attempt(run_dir), prepared.lock.acquire_token().number
+            attempt, epoch = next_attempt_number(run_dir), prepared.lock.acquire_token().number
             store.publish_decision(RankZeroDecision(run_dir, plan, attempt, epoch))
             run = RankRunInputs(
                 prepared.job,
@@ -149,7 +149,7 @@ def _train_as_rank_zero(
         finally:
             # A run that another job has by now gets no end from us.
             if not fence.is_lost(now=True):
-                outcome = Outcome(code, STATUS.get(code, "failed"), "", 1)
+                outcome = RunOutcome(code, STATUS.get(code, "failed"), "", 1)
                 elapsed_s = time.monotonic() - run.started_s
                 end = finish_run(prepared, outcome, bus, stack, output, elapsed_s=elapsed_s)
     if end is None:

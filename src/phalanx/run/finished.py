@@ -19,7 +19,7 @@ def is_finished(run: PreparedRun) -> bool:
     """
     num_steps = run.job.train.steps
     is_recorded = False
-    for envelope in EventTail(run.run_dir).poll():
+    for envelope in EventTail(run.run_dir).read_new_events():
         event = envelope.event
         if isinstance(event, RunFinished) and event.status == "finished":
             # A run whose train.steps was raised since has finished with fewer: that does not count.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from phalanx.core.errors import EnvironmentProblem, ExitCode
 from phalanx.core.phases import read_black_box
 from phalanx.job.schema import Job
-from phalanx.launch.paths import black_box
+from phalanx.launch.paths import black_box_path
 from phalanx.launch.rank_env import RankEnv
 from phalanx.launch.reports import build_error_report
 from phalanx.launch.verdict import describe_rank_position
@@ -95,7 +95,7 @@ class DecisionStore:
             if is_stop:
                 raise
             report = build_error_report(error, run.run_dir)
-            where = describe_rank_position(read_black_box(black_box(run.run_dir, run.rank)))
+            where = describe_rank_position(read_black_box(black_box_path(run.run_dir, run.rank)))
             print(
                 f"phalanx: rank {run.rank} failed {where}:\n{report.traceback.rstrip()}",
                 file=sys.stderr,

@@ -11,7 +11,7 @@ from phalanx.core import output
 from phalanx.core.terminal import filter_stream
 from phalanx.job.schema import Job
 from phalanx.observe.console import Console, open_console
-from phalanx.observe.units import units_of
+from phalanx.observe.units import find_units_of_job
 
 
 class RunOutput:
@@ -43,5 +43,5 @@ class RunOutput:
             stream,
             total_steps=job.train.steps,
             log_every=job.observe.log_every,
-            units=units_of(job.to_json()),
+            units=find_units_of_job(job.to_json()),
         )

@@ -25,7 +25,7 @@ from phalanx.core.phases import BlackBox, PhaseTimer
 from phalanx.core.typed_json import JsonObject
 from phalanx.data.corpus import Corpus, load_corpus
 from phalanx.data.loader import TrainBatches
-from phalanx.launch.paths import black_box
+from phalanx.launch.paths import black_box_path
 from phalanx.launch.rank_env import read_rank_env
 from phalanx.launch.rank_link import RankLink
 from phalanx.mesh.determinism import deterministic_algorithms, explain_refusals
@@ -120,7 +120,7 @@ def run_rank(
     meter = MemoryMeter()
     faults = (fault_listener(inject, rank=rank, run_dir=run.run_dir),) if inject else ()
     phases = PhaseTimer(
-        BlackBox(black_box(run.run_dir, rank)), faults, of_training=(meter.begin_phase,)
+        BlackBox(black_box_path(run.run_dir, rank)), faults, of_training=(meter.begin_phase,)
     )
     # Events of rank 0 are those that people watch: no other rank opens the job's sinks.
     if rank == 0:

@@ -10,7 +10,7 @@ from typing import Any
 from phalanx.core.errors import LayoutError, UsageError
 from phalanx.job.schema import Job
 from phalanx.observe.events import PipelineMeasured
-from phalanx.observe.tail import read_recorded
+from phalanx.observe.tail import read_recorded_events
 from phalanx.plan.pipeline.costs import model_part_costs
 from phalanx.plan.pipeline.cut import Stages
 from phalanx.plan.pipeline.simulate import StageCosts
@@ -77,7 +77,7 @@ def recut_pipeline_of_run(job: Job, plan: Plan, run_dir: Path) -> PipelineRecut:
 
 def _find_last_measured_step(run_dir: Path) -> PipelineMeasured:
     newest: PipelineMeasured | None = None
-    for envelope in read_recorded(run_dir, PipelineMeasured):
+    for envelope in read_recorded_events(run_dir, PipelineMeasured):
         if isinstance(envelope.event, PipelineMeasured):
             newest = envelope.event
     if newest is None:

@@ -37,7 +37,7 @@ def sample_text(
             num_tokens=num_tokens,
             context=plan.seq_len,
             seed=job.run.seed,
-            on_progress=progress.tell if mesh.rank == 0 else lambda num_done: None,
+            on_progress=progress.report_progress if mesh.rank == 0 else lambda num_done: None,
         )
         event = TextGenerated(step, tokenizer.decode(prompt), tokenizer.decode(tokens))
     except (Exception, SystemExit) as error:

@@ -21,7 +21,7 @@ from phalanx.core.errors import (
 )
 from phalanx.core.files import SCRATCH_PREFIX, resource_error
 from phalanx.launch.paths import LOGS
-from phalanx.launch.supervisor import Outcome
+from phalanx.launch.supervisor import RunOutcome
 
 KINDS = (LayoutError, DataError, CheckpointError, EnvironmentProblem, ResourceError, NumericsError)
 
@@ -33,12 +33,12 @@ class ScratchDirectory:
     directory: Path
     keeps_logs: bool = False
 
-    def failure_message(self, outcome: Outcome) -> str:
+    def failure_message(self, outcome: RunOutcome) -> str:
         """The message about ranks that failed. The logs stay if it sends the reader there."""
         self.keeps_logs |= str(self.directory / LOGS) in outcome.message
         return outcome.message
 
-    def find_rank_refusal(self, outcome: Outcome) -> PhalanxError | None:
+    def find_rank_refusal(self, outcome: RunOutcome) -> PhalanxError | None:
         """The PhalanxError that a rank raised; None if ranks failed by anything else."""
         # What a person can mend is one line; a message of several is a traceback.
         kind = next((kind for kind in KINDS if kind.exit_code == outcome.exit_code), None)

@@ -21,8 +21,8 @@ from phalanx.core.errors import (
     PhalanxError,
     RunLockedError,
 )
-from phalanx.launch.paths import next_attempt
-from phalanx.launch.supervisor import LaunchSpec, Outcome, supervise
+from phalanx.launch.paths import next_attempt_number
+from phalanx.launch.supervisor import LaunchSpec, RunOutcome, supervise_ranks
 from phalanx.observe.bus import Bus
 from phalanx.observe.console import Console
 from phalanx.observe.events import (
@@ -60,7 +60,7 @@ def train_supervised(
     mend.
     """
     job, run_dir = run.job, run.run_dir
-    attempt = next_attempt(run_dir)
+    attempt = next_attempt_number(run_dir)
     fence = OwnershipFence(run_dir, run.lock.holder)
 
     def make_payload() -> RankPayload:
@@ -94,7 +94,7 @@ def train_supervised(
     with contextlib.ExitStack() as stack:
         stack.callback(bus.close)
         stack.callback(console.close)
-        outcome = supervise(
+        outcome = supervise_ranks(
             spec,
             bus=bus,
             on_tick=tick,
@@ -127,7 +127,7 @@ def make_refused_event_writer(
     def show(envelope: Envelope | None) -> None:
         if envelope is None:
             return
-        tail.skip(envelope)
+        tail.skip_event(envelope)
         event = envelope.event
         if isinstance(event, Note) and event.code == EVENTS_UNWRITTEN:
             reason = str(event.facts.get("why"))
@@ -164,7 +164,7 @@ def _find_step_to_continue_from(store: Store, run_dir: Path) -> int:
     """The step of the newest checkpoint that ranks could use, or that was written again since; 0
     without one."""
     unusable: set[int] = set()
-    for envelope in EventTail(run_dir).poll():
+    for envelope in EventTail(run_dir).read_new_events():
         if isinstance(envelope.event, CheckpointUnusable):
             unusable.add(envelope.event.step)
         elif isinstance(envelope.event, CheckpointSaved):
@@ -176,7 +176,7 @@ def _find_step_to_continue_from(store: Store, run_dir: Path) -> int:
         return 0
 
 
-def _find_rank_refusal(run: PreparedRun, outcome: Outcome) -> PhalanxError | None:
+def _find_rank_refusal(run: PreparedRun, outcome: RunOutcome) -> PhalanxError | None:
     """The error of a rank that refused the job before its first step was done: as if it had been
     seen before the start.
 
@@ -185,7 +185,7 @@ def _find_rank_refusal(run: PreparedRun, outcome: Outcome) -> PhalanxError | Non
     kind = _REFUSALS.get(ExitCode(outcome.exit_code))
     if kind is None or outcome.status != "failed" or str(run.run_dir) in outcome.message:
         return None
-    for envelope in EventTail(run.run_dir).poll():
+    for envelope in EventTail(run.run_dir).read_new_events():
         # A step is done: there is a run to keep, whatever refused it later.
         if isinstance(envelope.event, StepFinished):
             return None
@@ -193,6 +193,6 @@ def _find_rank_refusal(run: PreparedRun, outcome: Outcome) -> PhalanxError | Non
 
 
 def _show_new_events(console: Console, tail: EventTail) -> None:
-    for envelope in tail.poll():
+    for envelope in tail.read_new_events():
         console.write(envelope)
     console.tick()

@@ -10,8 +10,8 @@ from phalanx.core.errors import ExitCode, PhalanxError
 from phalanx.job.load import check_job
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
-from phalanx.report.reduce import reduce_run
-from phalanx.report.summary import run_json
+from phalanx.report.reduce import collect_run_facts
+from phalanx.report.summary import build_run_json
 from phalanx.run.conclude import RunEnd
 from phalanx.run.output import RunOutput
 from phalanx.run.resume import load_resumed_job
@@ -82,7 +82,7 @@ def _build_result(end: RunEnd) -> RunResult:
     if end.plan is None:
         raise PhalanxError("the run has no plan", where=str(end.run_dir))
     # From the events, as `report --json` does: ranks were other processes.
-    facts = run_json(reduce_run(end.run_dir))
+    facts = build_run_json(collect_run_facts(end.run_dir))
     metrics: dict[str, float] = {}
     if facts["final_loss"] is not None:
         metrics["loss"] = facts["final_loss"]

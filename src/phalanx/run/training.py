@@ -98,7 +98,7 @@ def _train_with_guard(request: TrainRequest, ranks: LaunchedRanks, output: RunOu
         raise
     finally:
         # Also of what was raised: launchers believe exit codes, and the guard has no other source.
-        record.write(EndRecord(exit_code))
+        record.write_record(EndRecord(exit_code))
 
 
 def _choose_new_run_dir(job: Job) -> str:

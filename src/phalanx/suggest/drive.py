@@ -11,8 +11,8 @@ from phalanx.data.prepare import prepare_corpus
 from phalanx.job.module_probe import measure_foreign_shape
 from phalanx.job.schema import Job
 from phalanx.job.user_dataset import is_own_dataset
-from phalanx.launch.paths import next_attempt
-from phalanx.launch.supervisor import LaunchSpec, Outcome, supervise
+from phalanx.launch.paths import next_attempt_number
+from phalanx.launch.supervisor import LaunchSpec, RunOutcome, supervise_ranks
 from phalanx.observe.bus import Bus
 from phalanx.plan.cluster import detect_cluster
 from phalanx.plan.plan import Plan
@@ -53,7 +53,7 @@ def _simplify_job(job: Job) -> Job:
     return Job.model_validate_json(json.dumps(body))
 
 
-def _run_rank(job: Job, plan: Plan, scratch: ScratchDirectory) -> Outcome:
+def _run_rank(job: Job, plan: Plan, scratch: ScratchDirectory) -> RunOutcome:
     run_dir = scratch.directory
     data_dir: Path | None = None
     # A user's own samples fit the module; else inputs are made up, and no corpus is prepared.
@@ -69,14 +69,14 @@ def _run_rank(job: Job, plan: Plan, scratch: ScratchDirectory) -> Outcome:
         stepless="looking at the module",
         grace_s=1.0,
     )
-    bus = Bus(rank=-1, attempt=next_attempt(run_dir), run_dir=run_dir)
+    bus = Bus(rank=-1, attempt=next_attempt_number(run_dir), run_dir=run_dir)
     try:
-        return supervise(spec, bus=bus, say=lambda line: None)
+        return supervise_ranks(spec, bus=bus, say=lambda line: None)
     finally:
         bus.close()
 
 
-def _raise_refusal(outcome: Outcome, scratch: ScratchDirectory) -> None:
+def _raise_refusal(outcome: RunOutcome, scratch: ScratchDirectory) -> None:
     """Raise the PhalanxError of a rank that wrote no suggestion."""
     refusal = scratch.find_rank_refusal(outcome)
     if refusal is not None and not isinstance(refusal, LayoutError):

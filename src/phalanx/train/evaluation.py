@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from phalanx.mesh.mesh import Mesh
 from phalanx.observe.events import EvalFinished
-from phalanx.observe.tail import read_recorded
+from phalanx.observe.tail import read_recorded_events
 from phalanx.parallel.executor import Batch
 from phalanx.parallel.model import ParallelModel
 from phalanx.train.randomness import separate_generators
@@ -113,7 +113,7 @@ def read_evaluation_record(
     """
     done: list[tuple[int, float, int, float]] = []
     if run_dir is not None and step > 0 and mesh.rank == 0:
-        for envelope in read_recorded(run_dir, EvalFinished):
+        for envelope in read_recorded_events(run_dir, EvalFinished):
             event = envelope.event
             # NaN is no result: that evaluation is done again.
             if not isinstance(event, EvalFinished) or event.step > step or math.isnan(event.loss):

@@ -182,5 +182,5 @@ def _report_progress(
     batches: Iterable[Batch], progress: ProgressEmitter, counted: Iterator[int]
 ) -> Iterator[Batch]:
     for batch in batches:
-        progress.tell(next(counted))
+        progress.report_progress(next(counted))
         yield batch

@@ -15,8 +15,8 @@ from phalanx.data.prepare import prepare_corpus
 from phalanx.job.hugging_face import modules_to_preload
 from phalanx.job.schema import Job
 from phalanx.job.user_dataset import is_own_dataset
-from phalanx.launch.paths import next_attempt
-from phalanx.launch.supervisor import LaunchSpec, Outcome, supervise
+from phalanx.launch.paths import next_attempt_number
+from phalanx.launch.supervisor import LaunchSpec, RunOutcome, supervise_ranks
 from phalanx.observe.bus import Bus
 from phalanx.run.launched import refuse_external_launcher
 from phalanx.verify.cases import Case
@@ -176,7 +176,7 @@ def _run_group(
     data_dir: Path | None,
     *,
     on_tick: Callable[[], None],
-) -> Outcome:
+) -> RunOutcome:
     cases = tuple(
         VerifyCase(dtype, case.name, case.parallel, case.plan, case.other_name, case.other_plan)
         for dtype, case in work
@@ -208,9 +208,9 @@ def _run_group(
         stepless="judging layouts",
         grace_s=1.0,
     )
-    bus = Bus(rank=-1, attempt=next_attempt(directory), run_dir=directory)
+    bus = Bus(rank=-1, attempt=next_attempt_number(directory), run_dir=directory)
     try:
-        return supervise(spec, bus=bus, on_tick=on_tick, say=lambda line: None)
+        return supervise_ranks(spec, bus=bus, on_tick=on_tick, say=lambda line: None)
     finally:
         bus.close()
 

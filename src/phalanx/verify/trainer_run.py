@@ -21,7 +21,7 @@ from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.build import build_objective
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import EvalFinished
-from phalanx.observe.tail import read_recorded
+from phalanx.observe.tail import read_recorded_events
 from phalanx.parallel.step_stats import StepStats
 from phalanx.plan.plan import Plan
 from phalanx.run.build_trainer import build_trainer
@@ -331,7 +331,7 @@ def _read_evaluations(run_dir: Path, rank: int, attempt: int) -> dict[str, float
     losses: dict[str, float] = {}
     if rank != 0:
         return losses
-    for envelope in read_recorded(run_dir, EvalFinished):
+    for envelope in read_recorded_events(run_dir, EvalFinished):
         event = envelope.event
         if envelope.attempt == attempt and isinstance(event, EvalFinished):
             losses[str(event.step)] = event.loss

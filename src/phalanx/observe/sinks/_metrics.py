@@ -21,7 +21,7 @@ from phalanx.observe.events import (
     StepSkipped,
     StopRequested,
 )
-from phalanx.observe.tail import read_recorded
+from phalanx.observe.tail import read_recorded_events
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]+")  # a source is named by its path; slashes make groups
 # Skipped steps are counted, and sources keep their names, over all attempts of a run.
@@ -31,7 +31,7 @@ Status = Literal["finished", "stopped", "failed"]
 
 
 @dataclass(frozen=True)
-class Point:
+class MetricPoint:
     """Values at a step, by metric."""
 
     step: int
@@ -39,7 +39,7 @@ class Point:
     values: dict[str, float]
 
 
-class Metrics:
+class MetricsOfEvents:
     """Turns the events of rank 0 into points and remembers how far the run has come.
 
     What earlier attempts did is read from the event files of `run_dir`: counters go on where they
@@ -54,74 +54,82 @@ class Metrics:
         self._step, self._total_steps = 0, -1
         self._was_stopped = False
 
-    def take(self, envelope: Envelope) -> Point | None:
+    def point_of_event(self, envelope: Envelope) -> MetricPoint | None:
         """The point that an event adds to the curves, if it adds one."""
         if envelope.rank > 0:
             return None
         if not self._knows_the_past:
             self._knows_the_past = True
-            for event in _earlier(self._run_dir, envelope.attempt):
-                self._remember(event)
+            for event in _events_of_earlier_attempts(self._run_dir, envelope.attempt):
+                self._remember_progress(event)
         event = envelope.event
-        self._remember(event)
+        self._remember_progress(event)
         if isinstance(event, RunStarted):
             self._was_stopped = False
             self._step, self._total_steps = event.step, event.total_steps
         elif isinstance(event, StopRequested):
             self._was_stopped = True
         elif isinstance(event, StepSkipped):
-            return Point(event.step, envelope.time_unix_s, {"train/skipped": len(self._skipped)})
+            return MetricPoint(
+                event.step, envelope.time_unix_s, {"train/skipped": len(self._skipped)}
+            )
         elif isinstance(event, StepFinished | EvalFinished):
             if isinstance(event, StepFinished):
                 self._step = event.step
-            return Point(
-                event.step, envelope.time_unix_s, values_of(event, self._names.__getitem__)
+            return MetricPoint(
+                event.step,
+                envelope.time_unix_s,
+                metric_values_of_event(event, self._names.__getitem__),
             )
         return None
 
     @property
-    def status(self) -> Status:
+    def final_status(self) -> Status:
         """The run's status, if no more events follow."""
         if self._was_stopped:
             return "stopped"
         # total_steps is -1 until the run has started.
         return "finished" if self._step >= self._total_steps >= 0 else "failed"
 
-    def _remember(self, event: Event) -> None:
+    def _remember_progress(self, event: Event) -> None:
         if isinstance(event, RunStarted):  # what came after this step is done again
             self._skipped = {step for step in self._skipped if step <= event.step}
         elif isinstance(event, StepSkipped):
             self._skipped.add(event.step)
         elif isinstance(event, EvalFinished):
             for source in event.loss_by_source:
-                self._name(source)
+                self._curve_name_of_source(source)
 
-    def _name(self, source: str) -> None:
+    def _curve_name_of_source(self, source: str) -> None:
         """Give a source the name of its curve: another one than that of every source before it."""
         if source not in self._names:
-            name = plain_name(source)
+            name = sanitise_metric_name(source)
             if name in self._names.values():
                 name += f"-{hashlib.sha256(source.encode()).hexdigest()[:6]}"
             self._names[source] = name
 
 
-def _earlier(run_dir: Path | None, attempt: int) -> Iterator[Event]:
+def _events_of_earlier_attempts(run_dir: Path | None, attempt: int) -> Iterator[Event]:
     """The recorded events of attempts before this one, in order."""
     if run_dir is None or attempt <= 0:
         return
-    envelopes = [envelope for kind in _REMEMBERED for envelope in read_recorded(run_dir, kind)]
+    envelopes = [
+        envelope for kind in _REMEMBERED for envelope in read_recorded_events(run_dir, kind)
+    ]
     # Those of one attempt come from one process, which numbered them.
     for envelope in sorted(envelopes, key=lambda envelope: (envelope.attempt, envelope.seq)):
         if envelope.attempt < attempt:
             yield envelope.event
 
 
-def plain_name(name: str) -> str:
+def sanitise_metric_name(name: str) -> str:
     """`name` with letters that every sink takes."""
     return _NOT_IN_NAMES.sub("_", name)
 
 
-def values_of(event: Event, name_of: Callable[[str], str] = plain_name) -> dict[str, float]:
+def metric_values_of_event(
+    event: Event, name_of: Callable[[str], str] = sanitise_metric_name
+) -> dict[str, float]:
     """The table of metrics: the values of one event by name, units in the names.
 
     `name_of` a source: its curve's.
@@ -153,13 +161,15 @@ def values_of(event: Event, name_of: Callable[[str], str] = plain_name) -> dict[
         by_source = {
             f"eval/loss/{name_of(name)}": loss for name, loss in event.loss_by_source.items()
         }
-        metrics = {f"eval/{plain_name(name)}": value for name, value in event.metrics.items()}
+        metrics = {
+            f"eval/{sanitise_metric_name(name)}": value for name, value in event.metrics.items()
+        }
         # The loss comes after the metrics: one that a user calls "loss" cannot take its place.
         return metrics | {"eval/loss": event.loss} | by_source
     return {}
 
 
-def read_job(run_dir: Path) -> dict[str, dict[str, Any]]:
+def read_job_sections(run_dir: Path) -> dict[str, dict[str, Any]]:
     """The resolved job by section; empty where the run has none yet (library use)."""
     try:
         job = read_json(run_dir / "job.json")

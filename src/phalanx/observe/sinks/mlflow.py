@@ -16,7 +16,12 @@ from typing import Any
 from phalanx.core.registry import import_optional
 from phalanx.observe.events import Envelope
 from phalanx.observe.outlet import Sink
-from phalanx.observe.sinks._metrics import Metrics, Point, keep_run_id, read_job
+from phalanx.observe.sinks._metrics import (
+    MetricPoint,
+    MetricsOfEvents,
+    keep_run_id,
+    read_job_sections,
+)
 
 REQUIRES = ("mlflow", "sqlalchemy", "alembic")
 PRELOAD: tuple[str, ...] = ()
@@ -43,20 +48,20 @@ def open_sink(run_dir: Path) -> Sink:
     directory.mkdir(parents=True, exist_ok=True)
     uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{directory}/mlflow.db"
     client = tracking.MlflowClient(uri)
-    run_id, is_fresh = _run_id(client, run_dir, directory)
+    run_id, is_fresh = _find_or_create_run(client, run_dir, directory)
     if is_fresh:
-        params = [entities.Param(key, value) for key, value in _params(run_dir)]
+        params = [entities.Param(key, value) for key, value in _flatten_job_params(run_dir)]
         client.log_batch(run_id, params=params)
     else:
         # The attempt before has ended it (set_terminated).
         client.update_run(run_id, status="RUNNING")
     greeting = f"writes run {run_id} to {uri}; `mlflow ui --backend-store-uri {uri}` shows it"
     return MlflowSink(
-        client, entities.Metric, WrittenMetrics(client, run_id), Metrics(run_dir), greeting
+        client, entities.Metric, WrittenMetrics(client, run_id), MetricsOfEvents(run_dir), greeting
     )
 
 
-def _run_id(client: Any, run_dir: Path, directory: Path) -> tuple[str, bool]:
+def _find_or_create_run(client: Any, run_dir: Path, directory: Path) -> tuple[str, bool]:
     """The run to continue, or a new one in the experiment that MLFLOW_EXPERIMENT_NAME names
     ("phalanx")."""
     path = directory / "run-id"
@@ -69,8 +74,8 @@ def _run_id(client: Any, run_dir: Path, directory: Path) -> tuple[str, bool]:
     return keep_run_id(path, created.info.run_id)
 
 
-def _params(run_dir: Path) -> Iterator[tuple[str, str]]:
-    for section, keys in read_job(run_dir).items():
+def _flatten_job_params(run_dir: Path) -> Iterator[tuple[str, str]]:
+    for section, keys in read_job_sections(run_dir).items():
         for key, value in keys.items():
             yield f"{section}.{key}", str(value)[:MAX_VALUE]
 
@@ -85,13 +90,13 @@ class WrittenMetrics:
         self.run_id = run_id
         self._client = client
         self._values: dict[str, dict[int, float]] = {}
-        self._last_step = max(self.of("train/loss"), default=-1)
+        self._last_step = max(self.values_by_step("train/loss"), default=-1)
 
-    def has(self, name: str, step: int, value: float) -> bool:
+    def is_written(self, name: str, step: int, value: float) -> bool:
         """True if this very value is the last one of its step: then there is nothing to add."""
-        return step <= self._last_step and self.of(name).get(step) == value
+        return step <= self._last_step and self.values_by_step(name).get(step) == value
 
-    def of(self, name: str) -> dict[int, float]:
+    def values_by_step(self, name: str) -> dict[int, float]:
         """By step; of several values the latest."""
         if name not in self._values:
             history = self._client.get_metric_history(self.run_id, name)
@@ -105,7 +110,12 @@ class MlflowSink:
     """Turns rank 0's facts into metrics, sent in batches. `greeting`: where they are to be seen."""
 
     def __init__(
-        self, client: Any, metric: Any, written: WrittenMetrics, metrics: Metrics, greeting: str
+        self,
+        client: Any,
+        metric: Any,
+        written: WrittenMetrics,
+        metrics: MetricsOfEvents,
+        greeting: str,
     ) -> None:
         self.greeting = greeting
         self._client, self._metric, self._written, self._metrics = client, metric, written, metrics
@@ -116,10 +126,10 @@ class MlflowSink:
     def write(self, envelope: Envelope) -> None:
         """Queue the event's metrics. For a step that is done again, only changed values follow:
         MLflow can take none back."""
-        point = self._metrics.take(envelope)
+        point = self._metrics.point_of_event(envelope)
         if point is None or not self._is_open:
             return
-        self._waiting += self._of(point)
+        self._waiting += self._written_values_of(point)
         if len(self._waiting) >= BATCH:
             self.flush()
 
@@ -133,13 +143,13 @@ class MlflowSink:
         if self._is_open:
             self._is_open = False
             self.flush()
-            self._client.set_terminated(self._run_id, STATUS[self._metrics.status])
+            self._client.set_terminated(self._run_id, STATUS[self._metrics.final_status])
 
-    def _of(self, point: Point) -> list[Any]:
+    def _written_values_of(self, point: MetricPoint) -> list[Any]:
         time_ms = int(point.time_unix_s * 1000)
         metrics = []
         for name, value in point.values.items():
             # MLflow would draw infinity as 1.8e308.
-            if math.isfinite(value) and not self._written.has(name, point.step, value):
+            if math.isfinite(value) and not self._written.is_written(name, point.step, value):
                 metrics.append(self._metric(name, value, time_ms, point.step))
         return metrics

@@ -9,7 +9,7 @@ from typing import Any
 from phalanx.core.registry import import_optional
 from phalanx.observe.events import Envelope, RunStarted
 from phalanx.observe.outlet import Sink
-from phalanx.observe.sinks._metrics import Metrics
+from phalanx.observe.sinks._metrics import MetricsOfEvents
 
 REQUIRES = ("tensorboard",)
 WRITER, PROTO = "tensorboard.summary.writer.event_file_writer", "tensorboard.compat.proto.event_pb2"
@@ -26,19 +26,19 @@ def open_sink(run_dir: Path) -> Sink:
     writers = import_optional(WRITER, extra="tensorboard", needed_for=needed_for)
     events = import_optional(PROTO, extra="tensorboard", needed_for=needed_for)
     return TensorBoardSink(
-        writers.EventFileWriter(str(run_dir / "tensorboard")), events, Metrics(run_dir)
+        writers.EventFileWriter(str(run_dir / "tensorboard")), events, MetricsOfEvents(run_dir)
     )
 
 
 class TensorBoardSink:
     """Turns rank 0's facts into scalars. `proto` is tensorboard's module of event messages."""
 
-    def __init__(self, writer: Any, proto: Any, metrics: Metrics) -> None:
+    def __init__(self, writer: Any, proto: Any, metrics: MetricsOfEvents) -> None:
         self._writer, self._proto, self._metrics = writer, proto, metrics
         self._is_open = True
 
     def write(self, envelope: Envelope) -> None:
-        point = self._metrics.take(envelope)
+        point = self._metrics.point_of_event(envelope)
         if not self._is_open:
             return
         if isinstance(envelope.event, RunStarted) and envelope.rank <= 0:

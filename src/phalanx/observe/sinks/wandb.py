@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from phalanx.core.registry import import_optional
 from phalanx.observe.events import Envelope
 from phalanx.observe.outlet import Sink
-from phalanx.observe.sinks._metrics import Metrics, keep_run_id, read_job
+from phalanx.observe.sinks._metrics import MetricsOfEvents, keep_run_id, read_job_sections
 
 REQUIRES = ("wandb",)
 PRELOAD: tuple[str, ...] = ()
@@ -58,20 +58,24 @@ def open_sink(run_dir: Path) -> Sink:
     """A run of wandb's. Raises what wandb raises if a server was asked for that refuses us."""
     wandb = import_optional("wandb", extra="wandb", needed_for='observe.sinks = ["wandb"]')
     directory = run_dir / "wandb"
-    run_id, _ = keep_run_id(directory / "run-id", os.environ.get("WANDB_RUN_ID") or _fresh_id())
-    wish, why = mode_of(os.environ)
+    run_id, _ = keep_run_id(
+        directory / "run-id", os.environ.get("WANDB_RUN_ID") or _create_run_id()
+    )
+    wish, why = choose_wandb_mode(os.environ)
     try:
-        run = _start(wandb, run_dir, run_id, wish)
+        run = _start_wandb_run(wandb, run_dir, run_id, wish)
     except wandb.Error as error:  # not reachable, or not allowed in
         if wish == "offline":
             raise
         wandb.teardown()
-        run = _start(wandb, run_dir, run_id, "offline")
+        run = _start_wandb_run(wandb, run_dir, run_id, "offline")
         why = f"offline, since the server cannot be used: {error}"
-    return WandbSink(run, Metrics(run_dir), f"{_place(run, directory)} ({why})")
+    return WandbSink(
+        run, MetricsOfEvents(run_dir), f"{_describe_destination(run, directory)} ({why})"
+    )
 
 
-def mode_of(environ: Mapping[str, str]) -> tuple[str, str]:
+def choose_wandb_mode(environ: Mapping[str, str]) -> tuple[str, str]:
     """wandb's mode and the reason. Nothing goes over the network unless somebody asked for it."""
     mode = environ.get("WANDB_MODE", "").strip()
     if mode:
@@ -96,7 +100,7 @@ def _is_logged_in(environ: Mapping[str, str]) -> bool:
     return False
 
 
-def _start(wandb: Any, run_dir: Path, run_id: str, mode: str) -> Any:
+def _start_wandb_run(wandb: Any, run_dir: Path, run_id: str, mode: str) -> Any:
     # Not every release has all of them.
     quiet = {name: value for name, value in QUIET.items() if name in wandb.Settings.model_fields}
     run = wandb.init(
@@ -107,7 +111,7 @@ def _start(wandb: Any, run_dir: Path, run_id: str, mode: str) -> Any:
         resume="allow",
         mode=mode,
         dir=str(run_dir),
-        config=read_job(run_dir),
+        config=read_job_sections(run_dir),
         allow_val_change=True,  # a resumed run may train for more steps
         settings=wandb.Settings(**quiet),
     )
@@ -116,7 +120,7 @@ def _start(wandb: Any, run_dir: Path, run_id: str, mode: str) -> Any:
     return run
 
 
-def _place(run: Any, directory: Path) -> str:
+def _describe_destination(run: Any, directory: Path) -> str:
     if run.disabled:
         return "writes nothing"
     if run.offline:
@@ -124,7 +128,7 @@ def _place(run: Any, directory: Path) -> str:
     return f"shows the run at {run.url}"
 
 
-def _fresh_id() -> str:
+def _create_run_id() -> str:
     # As long as the ids that wandb makes.
     return "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
 
@@ -132,7 +136,7 @@ def _fresh_id() -> str:
 class WandbSink:
     """Turns rank 0's facts into rows of wandb's history. `greeting`: where they are to be seen."""
 
-    def __init__(self, run: Any, metrics: Metrics, greeting: str) -> None:
+    def __init__(self, run: Any, metrics: MetricsOfEvents, greeting: str) -> None:
         self.greeting = greeting
         self._run, self._metrics = run, metrics
         self._is_open = True
@@ -140,11 +144,11 @@ class WandbSink:
     def write(self, envelope: Envelope) -> None:
         """A row per step; what a later attempt does again, wandb leaves out, as its rows only go
         forward."""
-        point = self._metrics.take(envelope)
+        point = self._metrics.point_of_event(envelope)
         if point is not None and self._is_open:
             self._run.log(point.values | {"step": point.step}, step=point.step)
 
     def close(self) -> None:
         if self._is_open:
             self._is_open = False
-            self._run.finish(exit_code=0 if self._metrics.status == "finished" else 1)
+            self._run.finish(exit_code=0 if self._metrics.final_status == "finished" else 1)

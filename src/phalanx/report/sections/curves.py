@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from phalanx.core.units import MIB
 from phalanx.report import formats
-from phalanx.report.charts import EventMark, LineChart, ReferenceLine, Series, draw_line_chart
+from phalanx.report.charts import ChartSeries, EventMark, LineChart, ReferenceLine, draw_line_chart
 from phalanx.report.facts import RunFacts
-from phalanx.report.markup import Html, tag
-from phalanx.report.sample import running_median, smooth
+from phalanx.report.markup import Html, build_tag
+from phalanx.report.sample import running_mean, running_median
 
 MAX_SOURCES = 6
 MAX_METRICS = 8
@@ -18,18 +18,22 @@ MAX_NAME = 32
 
 
 def render_curves(facts: RunFacts) -> Html:
-    return tag(
+    return build_tag(
         "section",
-        tag("h2", "Training"),
-        loss_chart(facts),
-        *metric_charts(facts),
-        tag("div", rate_chart(facts), norm_chart(facts), class_="pair"),
-        tag("div", throughput_chart(facts), resident_chart(facts), class_="pair"),
+        build_tag("h2", "Training"),
+        draw_loss_chart(facts),
+        *draw_metric_charts(facts),
+        build_tag(
+            "div", draw_learning_rate_chart(facts), draw_gradient_norm_chart(facts), class_="pair"
+        ),
+        build_tag(
+            "div", draw_throughput_chart(facts), draw_resident_memory_chart(facts), class_="pair"
+        ),
         id="training",
     )
 
 
-def x_range(facts: RunFacts) -> tuple[float, float] | None:
+def find_step_range(facts: RunFacts) -> tuple[float, float] | None:
     """One step axis for all charts of a page, so that they can be read one above the other."""
     if not len(facts.steps):
         return None
@@ -67,47 +71,47 @@ def list_skipped_step_marks(
     return marks
 
 
-def _span(num_steps: int) -> int:
+def _smoothing_span(num_steps: int) -> int:
     return max(5, min(num_steps // 40, 1000))
 
 
-def _series_with_median(steps: Sequence[float], values: Sequence[float]) -> list[Series]:
+def _series_with_median(steps: Sequence[float], values: Sequence[float]) -> list[ChartSeries]:
     """Each step, and a running median: it does not smear spikes that belong to one step only (a
     save, a burst)."""
-    span = _span(len(steps))
-    usual = Series(f"median of {span}", steps, running_median(values, span), "s0")
-    return [Series("each step", steps, values, "raw"), usual]
+    span = _smoothing_span(len(steps))
+    usual = ChartSeries(f"median of {span}", steps, running_median(values, span), "s0")
+    return [ChartSeries("each step", steps, values, "raw"), usual]
 
 
 def _series_with_mean(
     steps: Sequence[float], values: Sequence[float], end_label: str
-) -> list[Series]:
-    span = _span(len(steps))
+) -> list[ChartSeries]:
+    span = _smoothing_span(len(steps))
     name = f"mean of {span}"
     return [
-        Series("each step", steps, values, "raw"),
-        Series(name, steps, smooth(values, span), "s0", end_label=end_label),
+        ChartSeries("each step", steps, values, "raw"),
+        ChartSeries(name, steps, running_mean(values, span), "s0", end_label=end_label),
     ]
 
 
-def loss_chart(facts: RunFacts) -> Html:
+def draw_loss_chart(facts: RunFacts) -> Html:
     steps = facts.steps
     series = _series_with_mean(steps.step, steps.loss, end_label="training")
     if facts.evals:
         label = f"held-out {facts.evals[-1].loss:.3f}"
         at, losses = [event.step for event in facts.evals], [event.loss for event in facts.evals]
-        series.append(Series("held-out", at, losses, "eval", dots=True, end_label=label))
-        series += _by_source(facts)
+        series.append(ChartSeries("held-out", at, losses, "eval", dots=True, end_label=label))
+        series += _held_out_loss_by_source(facts)
     chart = LineChart(
         title="Loss",
-        y_label=facts.units.loss_in_words,
+        y_label=facts.units.loss_with_unit,
         unit=facts.units.loss,
         series=series,
         references=_baseline_references(facts),
         marks=[*list_restart_marks(facts), *list_skipped_step_marks(facts, steps.step, steps.loss)],
         may_be_log=True,
-        x_range=x_range(facts),
-        note=_loss_note(facts),
+        x_range=find_step_range(facts),
+        note=_note_below_loss_chart(facts),
     )
     return draw_line_chart(chart)
 
@@ -123,13 +127,13 @@ def _baseline_references(facts: RunFacts) -> list[ReferenceLine]:
     return references
 
 
-def _by_source(facts: RunFacts) -> list[Series]:
+def _held_out_loss_by_source(facts: RunFacts) -> list[ChartSeries]:
     """The held-out loss of each source of a mixture."""
-    curves: dict[str, Series] = {}
+    curves: dict[str, ChartSeries] = {}
     by_name = _columns_by_name([(event.step, event.loss_by_source) for event in facts.evals])
     for number, (name, (at, losses)) in enumerate(by_name[:MAX_SOURCES]):
         css_class = f"source d{number}"
-        curves[name] = Series(
+        curves[name] = ChartSeries(
             f"held-out, {shorten_source_name(name)}", at, losses, css_class, dots=True
         )
     return list(curves.values())
@@ -149,7 +153,7 @@ def _columns_by_name(
     return list(columns.items())
 
 
-def metric_charts(facts: RunFacts) -> list[Html]:
+def draw_metric_charts(facts: RunFacts) -> list[Html]:
     """One chart for each metric of the user's objective."""
     by_name = _columns_by_name([(event.step, event.metrics) for event in facts.evals])
     charts = []
@@ -159,9 +163,9 @@ def metric_charts(facts: RunFacts) -> list[Html]:
             title=shorten_source_name(name),
             y_label=shorten_source_name(name),
             unit="",
-            series=[Series("held-out", at, values, "eval", dots=True, end_label=label)],
+            series=[ChartSeries("held-out", at, values, "eval", dots=True, end_label=label)],
             marks=list_restart_marks(facts),
-            x_range=x_range(facts),
+            x_range=find_step_range(facts),
         )
         charts.append(draw_line_chart(chart))
     return charts
@@ -174,9 +178,9 @@ def shorten_source_name(name: str) -> str:
     return f"…{name[-MAX_NAME + 1 :]}"
 
 
-def _loss_note(facts: RunFacts) -> str:
+def _note_below_loss_chart(facts: RunFacts) -> str:
     sentences = []
-    best, checkpoint = facts.best, facts.kept_best
+    best, checkpoint = facts.find_best_evaluation, facts.kept_best
     if best is not None and len(facts.evals) > 1:
         sentence = (
             f"Best of {len(facts.evals):,} evaluations: {formats.describe_compared_metric(best)} at"
@@ -198,14 +202,16 @@ def _loss_note(facts: RunFacts) -> str:
     return " ".join(sentences)
 
 
-def rate_chart(facts: RunFacts) -> Html:
-    series = [Series("learning rate", facts.steps.step, facts.steps.learning_rate)]
+def draw_learning_rate_chart(facts: RunFacts) -> Html:
+    series = [ChartSeries("learning rate", facts.steps.step, facts.steps.learning_rate)]
     return draw_line_chart(
-        LineChart("Learning rate", "learning rate", "", series, zero=True, x_range=x_range(facts))
+        LineChart(
+            "Learning rate", "learning rate", "", series, zero=True, x_range=find_step_range(facts)
+        )
     )
 
 
-def norm_chart(facts: RunFacts) -> Html:
+def draw_gradient_norm_chart(facts: RunFacts) -> Html:
     steps = facts.steps
     chart = LineChart(
         title="Gradient norm",
@@ -218,28 +224,28 @@ def norm_chart(facts: RunFacts) -> Html:
         ],
         zero=True,
         may_be_log=True,
-        x_range=x_range(facts),
+        x_range=find_step_range(facts),
     )
     return draw_line_chart(chart)
 
 
-def throughput_chart(facts: RunFacts) -> Html:
+def draw_throughput_chart(facts: RunFacts) -> Html:
     steps = facts.steps
     chart = LineChart(
         title="Throughput",
         y_label=f"{facts.units.items} per second",
-        unit=facts.units.rate,
+        unit=facts.units.rate_unit,
         series=_series_with_median(steps.step, steps.tokens_per_s),
         marks=list_restart_marks(facts),
         zero=True,
-        x_range=x_range(facts),
+        x_range=find_step_range(facts),
     )
     return draw_line_chart(chart)
 
 
-def resident_chart(facts: RunFacts) -> Html:
+def draw_resident_memory_chart(facts: RunFacts) -> Html:
     mib = [value / MIB for value in facts.steps.rss_bytes]
-    series = [Series(f"rank {facts.lead_rank}", facts.steps.step, mib)]
+    series = [ChartSeries(f"rank {facts.lead_rank}", facts.steps.step, mib)]
     chart = LineChart(
         title=f"Resident memory of rank {facts.lead_rank}",
         y_label="MiB",
@@ -247,7 +253,7 @@ def resident_chart(facts: RunFacts) -> Html:
         series=series,
         marks=list_restart_marks(facts),
         zero=True,
-        x_range=x_range(facts),
+        x_range=find_step_range(facts),
         note=(
             "Pages that processes share count whole here, and by their share in the console's mem."
         ),

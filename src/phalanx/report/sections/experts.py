@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 from phalanx.core.units import plural
 from phalanx.report import formats
-from phalanx.report.charts import LineChart, ReferenceLine, Series, draw_line_chart
+from phalanx.report.charts import ChartSeries, LineChart, ReferenceLine, draw_line_chart
 from phalanx.report.expert_facts import ExpertFacts, max_over_mean
 from phalanx.report.facts import RunFacts
 from phalanx.report.figure import draw_legend
-from phalanx.report.markup import Html, table, tag
-from phalanx.report.sections.curves import list_restart_marks, x_range
+from phalanx.report.markup import Html, build_table, build_tag
+from phalanx.report.sections.curves import find_step_range, list_restart_marks
 
 MAX_LAYERS, MAX_EXPERTS = 160, 1024
 FEW_COLUMNS = 64  # cells are drawn apart
@@ -34,7 +34,7 @@ LEVELS = (
 
 
 def has_experts(facts: RunFacts) -> bool:
-    return facts.experts.has_any
+    return facts.experts.has_expert_steps
 
 
 def render_experts(facts: RunFacts) -> Html | None:
@@ -45,11 +45,11 @@ def render_experts(facts: RunFacts) -> Html | None:
     charts = _draw_worst_chart(facts, alone=True)
     if any(share > 0 for share in experts.dropped_share):
         worst = _draw_worst_chart(facts, alone=False)
-        charts = tag("div", worst, _draw_dropped_chart(facts), class_="pair")
-    return tag(
+        charts = build_tag("div", worst, _draw_dropped_chart(facts), class_="pair")
+    return build_tag(
         "section",
-        tag("h2", "Experts"),
-        tag("p", _describe_balance(experts)),
+        build_tag("h2", "Experts"),
+        build_tag("p", _describe_balance(experts)),
         draw_heat_map(experts),
         charts,
         id="experts",
@@ -80,7 +80,7 @@ def draw_heat_map(experts: ExpertFacts) -> Html:
     columns = min(max(len(tokens) for _, tokens in layers), MAX_EXPERTS)
     height = ROW_PX if len(layers) > 12 else FEW_PX
     rows = [
-        _row(name, tokens[:columns], experts.dropped.get(name, 0), columns, height)
+        _draw_layer_row(name, tokens[:columns], experts.dropped.get(name, 0), columns, height)
         for name, tokens in layers
     ]
     # At most 16 numbers on the axis: MAX_EXPERTS has every 64th.
@@ -88,11 +88,11 @@ def draw_heat_map(experts: ExpertFacts) -> Html:
     ticks = []
     for number in range(0, columns, step):
         style = f"left:{100 * (number + 0.5) / columns:.3f}%"
-        ticks.append(tag("span", str(number), style=style))
+        ticks.append(build_tag("span", str(number), style=style))
     axis = [
-        tag("span"),
-        tag("div", ticks, class_="heataxis"),
-        tag("span", "max / mean", class_="heatend"),
+        build_tag("span"),
+        build_tag("div", ticks, class_="heataxis"),
+        build_tag("span", "max / mean", class_="heatend"),
     ]
     names = [name for _, name in LEVELS]
     note = (
@@ -103,21 +103,23 @@ def draw_heat_map(experts: ExpertFacts) -> Html:
     if len(experts.tokens) > len(layers) or most_experts > columns:
         note += f" The first {len(layers)} layers and {columns} experts are shown."
     classes = {name: f"h{level}" for level, name in enumerate(names)}
-    return tag(
+    return build_tag(
         "figure",
-        tag(
+        build_tag(
             "figcaption",
-            tag("h3", f"Load of each expert, step {experts.step:,}"),
+            build_tag("h3", f"Load of each expert, step {experts.step:,}"),
             draw_legend(names, classes),
         ),
-        tag("div", rows, axis, class_="heat"),
-        tag("p", note, class_="note"),
-        tag("details", tag("summary", "Data table"), _table(layers, experts)),
+        build_tag("div", rows, axis, class_="heat"),
+        build_tag("p", note, class_="note"),
+        build_tag(
+            "details", build_tag("summary", "Data table"), _build_load_table(layers, experts)
+        ),
         class_="chart",
     )
 
 
-def level_of(tokens: float, mean: float) -> int:
+def heat_level_of_share(tokens: float, mean: float) -> int:
     """The number of the first of `LEVELS` that holds it."""
     share = 0.0
     if mean > 0:
@@ -125,12 +127,14 @@ def level_of(tokens: float, mean: float) -> int:
     return next(level for level, (most, _) in enumerate(LEVELS) if share <= most)
 
 
-def _row(name: str, tokens: Sequence[int], dropped: int, columns: int, height: int) -> list[Html]:
+def _draw_layer_row(
+    name: str, tokens: Sequence[int], dropped: int, columns: int, height: int
+) -> list[Html]:
     """Its name, its cells (one path for each colour; of many, neighbours that share it are one),
     and its worst."""
     mean = sum(tokens) / max(len(tokens), 1)
     paths: dict[int, str] = {}
-    levels = [level_of(count, mean) for count in tokens]
+    levels = [heat_level_of_share(count, mean) for count in tokens]
     start, is_few = 0, columns <= FEW_COLUMNS
     # One beyond the last expert, where the last run ends.
     for end in range(1, len(levels) + 1):
@@ -141,9 +145,9 @@ def _row(name: str, tokens: Sequence[int], dropped: int, columns: int, height: i
             start = end
     over = max_over_mean(tokens)
     label = f"{name}: the busiest of {len(tokens)} experts has {over:.2f} times the mean"
-    svg = tag(
+    svg = build_tag(
         "svg",
-        [tag("path", d=d, class_=f"h{level}") for level, d in sorted(paths.items())],
+        [build_tag("path", d=d, class_=f"h{level}") for level, d in sorted(paths.items())],
         viewBox=f"0 0 {columns} 1",
         preserveAspectRatio="none",
         role="img",
@@ -153,11 +157,15 @@ def _row(name: str, tokens: Sequence[int], dropped: int, columns: int, height: i
     )
     end_text = f"{over:.2f}"
     if dropped:
-        end_text += f", {formats.rounded_count(dropped)} dropped"
-    return [tag("span", name, class_="heatname"), svg, tag("span", end_text, class_="heatend")]
+        end_text += f", {formats.format_rounded_count(dropped)} dropped"
+    return [
+        build_tag("span", name, class_="heatname"),
+        svg,
+        build_tag("span", end_text, class_="heatend"),
+    ]
 
 
-def _table(layers: Sequence[tuple[str, Sequence[int]]], experts: ExpertFacts) -> Html:
+def _build_load_table(layers: Sequence[tuple[str, Sequence[int]]], experts: ExpertFacts) -> Html:
     rows = []
     for name, tokens in layers:
         if not tokens:
@@ -174,7 +182,7 @@ def _table(layers: Sequence[tuple[str, Sequence[int]]], experts: ExpertFacts) ->
             ]
         )
     head = ["layer", "choices", "most", "fewest", "max / mean", "got nothing", "dropped"]
-    return table(head, rows, css_class="num")
+    return build_table(head, rows, css_class="num")
 
 
 def _draw_worst_chart(facts: RunFacts, *, alone: bool) -> Html:
@@ -186,11 +194,11 @@ def _draw_worst_chart(facts: RunFacts, *, alone: bool) -> Html:
         title="Busiest expert against the mean of its layer",
         y_label="times the mean, of the worst layer",
         unit="times",
-        series=[Series("max / mean", experts.steps, experts.worst)],
+        series=[ChartSeries("max / mean", experts.steps, experts.worst)],
         references=references,
         may_be_log=True,
         marks=list_restart_marks(facts),
-        x_range=x_range(facts),
+        x_range=find_step_range(facts),
         note=(
             "Counted at the first step, at each that is logged (observe.log_every) and at the last."
         ),
@@ -204,9 +212,11 @@ def _draw_dropped_chart(facts: RunFacts) -> Html:
         title="Choices that were dropped",
         y_label="% of all choices of the step",
         unit="%",
-        series=[Series("dropped", experts.steps, [100 * share for share in experts.dropped_share])],
+        series=[
+            ChartSeries("dropped", experts.steps, [100 * share for share in experts.dropped_share])
+        ],
         marks=list_restart_marks(facts),
         zero=True,
-        x_range=x_range(facts),
+        x_range=find_step_range(facts),
     )
     return draw_line_chart(chart)

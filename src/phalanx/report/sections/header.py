@@ -7,7 +7,7 @@ import math
 from phalanx.core.units import plural
 from phalanx.report import formats
 from phalanx.report.facts import SENT_OVER, RunFacts
-from phalanx.report.markup import Html, tag, tag_small
+from phalanx.report.markup import Html, build_small_text, build_tag
 
 _STATUS_CLASS = {"finished": "finished", "failed": "bad", "interrupted": "bad", "preempted": "open"}
 _UNITS = ("nats/token", "tokens/s", "targets/s")  # set smaller than the number before them
@@ -16,39 +16,43 @@ MAX_WARNINGS = 10
 
 def render_header(facts: RunFacts) -> Html:
     status_class = _STATUS_CLASS.get(facts.status, "open")
-    return tag(
+    return build_tag(
         "header",
-        tag(
+        build_tag(
             "div",
-            tag("h1", facts.name),
-            tag("span", facts.status, class_=f"status {status_class}"),
+            build_tag("h1", facts.name),
+            build_tag("span", facts.status, class_=f"status {status_class}"),
             class_="name",
         ),
-        tag("p", _describe_when(facts), class_="when"),
-        tag("dl", [_key(*key) for key in _keys(facts)], class_="keys"),
-        [tag("p", text, class_="note warning") for text in facts.warnings[:MAX_WARNINGS]],
+        build_tag("p", _describe_when(facts), class_="when"),
+        build_tag(
+            "dl", [_render_key_value(*key) for key in _render_run_facts(facts)], class_="keys"
+        ),
+        [build_tag("p", text, class_="note warning") for text in facts.warnings[:MAX_WARNINGS]],
     )
 
 
-def _key(name: str, value: str, detail: str = "") -> Html:
+def _render_key_value(name: str, value: str, detail: str = "") -> Html:
     unit = next((unit for unit in _UNITS if value.endswith(unit)), "")
     children: list[Html | str] = [value.removesuffix(unit)]
     if unit:
-        children.append(tag("span", unit, class_="unit"))
-    return tag("div", tag("dt", name), tag("dd", children, tag_small(detail)))
+        children.append(build_tag("span", unit, class_="unit"))
+    return build_tag(
+        "div", build_tag("dt", name), build_tag("dd", children, build_small_text(detail))
+    )
 
 
 def _describe_when(facts: RunFacts) -> str:
     if not facts.num_events:
         return "This run has written no events yet."
-    started = formats.timestamp(facts.started_unix_s)
-    when = f"Started {started}, last event {formats.timestamp(facts.last_unix_s)}."
+    started = formats.format_timestamp(facts.started_unix_s)
+    when = f"Started {started}, last event {formats.format_timestamp(facts.last_unix_s)}."
     if facts.is_finished:
         return when
     return f"{when} No end was recorded: it is still running, or it was cut off."
 
 
-def _keys(facts: RunFacts) -> list[tuple[str, str, str]]:
+def _render_run_facts(facts: RunFacts) -> list[tuple[str, str, str]]:
     steps = facts.steps
     loss, of_step, median = math.nan, "", ""
     if len(steps):
@@ -63,7 +67,7 @@ def _keys(facts: RunFacts) -> list[tuple[str, str, str]]:
         devices = f"{facts.world_size} x {facts.device}"
     tiles = [
         ("Steps done", _describe_steps_done(facts), redone),
-        ("Final training loss", formats.loss(loss, facts.units.loss), of_step),
+        ("Final training loss", formats.format_loss(loss, facts.units.loss), of_step),
         ("Held-out loss", held_out, against),
         ("Throughput", _describe_rate(facts), median),
         ("Wall time", formats.seconds(facts.wall_s), ""),
@@ -73,12 +77,12 @@ def _keys(facts: RunFacts) -> list[tuple[str, str, str]]:
         tiles.append(("Resumes", str(facts.num_resumes), ""))
     tiles += [
         ("Skipped steps", str(len(facts.skipped)), ""),
-        ("Layout", formats.layout(dict(facts.layout)), devices),
-        *_list_sent(facts),
-        *_pipeline(facts),
+        ("Layout", formats.format_layout(dict(facts.layout)), devices),
+        *_describe_sent_bytes_by_axis(facts),
+        *_describe_pipeline_wait(facts),
     ]
-    if facts.sent:
-        amount, _, share = facts.sent.partition(", ")
+    if facts.describe_sent_gradients:
+        amount, _, share = facts.describe_sent_gradients.partition(", ")
         tiles.append(("Gradients sent", amount, share))
     return tiles
 
@@ -94,10 +98,10 @@ def _describe_steps_done(facts: RunFacts) -> str:
 def _describe_rate(facts: RunFacts) -> str:
     if not math.isfinite(facts.tokens_per_s):
         return formats.NOT_MEASURED
-    return f"{formats.rounded_count(facts.tokens_per_s)} {facts.units.rate}"
+    return f"{formats.format_rounded_count(facts.tokens_per_s)} {facts.units.rate_unit}"
 
 
-def _list_sent(facts: RunFacts) -> list[tuple[str, str, str]]:
+def _describe_sent_bytes_by_axis(facts: RunFacts) -> list[tuple[str, str, str]]:
     tiles = []
     for axis, noun in SENT_OVER.items():
         amount = facts.describe_sent_over(axis)
@@ -106,12 +110,16 @@ def _list_sent(facts: RunFacts) -> list[tuple[str, str, str]]:
     return tiles
 
 
-def _pipeline(facts: RunFacts) -> list[tuple[str, str, str]]:
+def _describe_pipeline_wait(facts: RunFacts) -> list[tuple[str, str, str]]:
     if not facts.pipelines:
         return []
     last = facts.pipelines[-1]
-    expected = f"predicted {formats.percent(last.bubble_predicted, 1.0)}, of step {last.step:,}"
-    return [("Waiting for other stages", formats.percent(last.bubble_measured, 1.0), expected)]
+    expected = (
+        f"predicted {formats.format_percent(last.bubble_predicted, 1.0)}, of step {last.step:,}"
+    )
+    return [
+        ("Waiting for other stages", formats.format_percent(last.bubble_measured, 1.0), expected)
+    ]
 
 
 def _describe_held_out(facts: RunFacts) -> tuple[str, str]:
@@ -119,7 +127,7 @@ def _describe_held_out(facts: RunFacts) -> tuple[str, str]:
     n-gram model."""
     if not facts.evals:
         return formats.NOT_MEASURED, ""
-    last, best = facts.evals[-1], facts.best
+    last, best = facts.evals[-1], facts.find_best_evaluation
     remarks = []
     if best is not None and best.step != last.step:
         remarks.append(f"best {formats.describe_compared_metric(best)} at step {best.step:,}")
@@ -131,4 +139,4 @@ def _describe_held_out(facts: RunFacts) -> tuple[str, str]:
         if math.isfinite(gap):
             side = "below" if gap < 0 else "above"
             remarks.append(f"{abs(gap):.3f} nats {side} {baseline.name} ({baseline.loss:.3f})")
-    return formats.loss(last.loss, facts.units.loss), "; ".join(remarks)
+    return formats.format_loss(last.loss, facts.units.loss), "; ".join(remarks)

@@ -6,7 +6,7 @@ from phalanx.core.units import plural
 from phalanx.observe.invariant_words import describe_claim, describe_failed_check
 from phalanx.report.facts import RunFacts
 from phalanx.report.invariant_facts import InvariantFacts
-from phalanx.report.markup import Html, table, tag
+from phalanx.report.markup import Html, build_table, build_tag
 
 MAX_SHOWN = 5
 
@@ -19,22 +19,24 @@ def render_invariants(facts: RunFacts) -> Html | None:
     """The section; None for a run that checked nothing, or has not summed it up yet."""
     if not has_invariants(facts):
         return None
-    rows = [_row(invariant) for invariant in facts.invariants]
+    rows = [_render_invariant_row(invariant) for invariant in facts.invariants]
     note = (
         "Weights are checked at the first step, at each observe.invariants_every-th and at the"
         " last; targets and loads in every step."
     )
-    return tag(
+    return build_tag(
         "section",
-        tag("h2", "Checks"),
-        [tag("p", text, class_="note warning") for text in _list_failures(facts)],
-        table(["what must hold", "result", "looked at", "not looked at"], rows, css_class="top"),
-        tag("p", note, class_="note"),
+        build_tag("h2", "Checks"),
+        [build_tag("p", text, class_="note warning") for text in _list_failures(facts)],
+        build_table(
+            ["what must hold", "result", "looked at", "not looked at"], rows, css_class="top"
+        ),
+        build_tag("p", note, class_="note"),
         id="checks",
     )
 
 
-def _row(invariant: InvariantFacts) -> list[str]:
+def _render_invariant_row(invariant: InvariantFacts) -> list[str]:
     return [
         describe_claim(invariant.name),
         _describe_result(invariant),
@@ -44,9 +46,9 @@ def _row(invariant: InvariantFacts) -> list[str]:
 
 
 def _describe_result(invariant: InvariantFacts) -> str:
-    if invariant.ok is None:
+    if invariant.has_held is None:
         return "not checked"
-    if invariant.ok:
+    if invariant.has_held:
         return f"held in {plural(invariant.num_checks, 'check')}"
     first_step = invariant.failures[0].step if invariant.failures else invariant.last_step
     if not invariant.num_checks:

@@ -12,7 +12,7 @@ from phalanx.report import formats
 from phalanx.report.bars import draw_stacked_bar
 from phalanx.report.facts import RunFacts
 from phalanx.report.figure import draw_legend
-from phalanx.report.markup import Html, table, tag
+from phalanx.report.markup import Html, build_table, build_tag
 
 MAX_RANKS = 32
 TOTAL = "peak"
@@ -22,7 +22,7 @@ _ORDER = ("parameters", "gradients", "optimizer", "activations", "loss", "commun
 _CLASSES = ("g1", "g0", "g4", "g2", "g5", "g3", "g7", "g6", "g8", "g9")
 
 
-def categories(*dicts: Mapping[str, object]) -> list[str]:
+def list_memory_categories(*dicts: Mapping[str, object]) -> list[str]:
     """The plan's categories in their usual order, then any others; never the total."""
     names: dict[str, None] = {}
     for mapping in dicts:
@@ -31,7 +31,7 @@ def categories(*dicts: Mapping[str, object]) -> list[str]:
     return usual + [name for name in names if name not in (*_ORDER, TOTAL)]
 
 
-def classes(names: Iterable[str]) -> dict[str, str]:
+def css_classes_by_category(names: Iterable[str]) -> dict[str, str]:
     """A colour for each category, the same one wherever it appears on the page."""
     # Not strict: there are more colours than usual categories, for others that may come.
     colours = dict(zip(_ORDER, _CLASSES, strict=False))
@@ -44,16 +44,18 @@ def classes(names: Iterable[str]) -> dict[str, str]:
 
 def render_memory(facts: RunFacts) -> Html:
     if not facts.memory:
-        body = tag("p", "Not measured: no rank has reported its memory yet.", class_="note")
-        return tag("section", tag("h2", "Memory, predicted and measured"), body, id="memory")
+        body = build_tag("p", "Not measured: no rank has reported its memory yet.", class_="note")
+        return build_tag(
+            "section", build_tag("h2", "Memory, predicted and measured"), body, id="memory"
+        )
     ranks = sorted(facts.memory)[:MAX_RANKS]
     events = [facts.memory[rank] for rank in ranks]
     estimates = [event.predicted_bytes for event in events]
     estimates += [event.measured_bytes for event in events]
-    names = categories(*estimates)
-    colour = classes(names)
+    names = list_memory_categories(*estimates)
+    colour = css_classes_by_category(names)
     full_bytes = max(map(_longest_bar_bytes, events))
-    rows = [_rank_row(rank, facts.memory[rank], full_bytes, colour) for rank in ranks]
+    rows = [_render_rank_memory(rank, facts.memory[rank], full_bytes, colour) for rank in ranks]
     left_out = len(facts.memory) - len(ranks)
     note = (
         "Bytes on top of the runtime (interpreter and torch). Errors of the plan are in % of what"
@@ -61,21 +63,26 @@ def render_memory(facts: RunFacts) -> Html:
     )
     if left_out:
         note += f" The first {MAX_RANKS} ranks are shown; {left_out} are left out."
-    return tag(
+    return build_tag(
         "section",
-        tag("h2", "Memory, predicted and measured"),
+        build_tag("h2", "Memory, predicted and measured"),
         draw_legend(names, colour),
-        table(
+        build_table(
             ["rank", "by category", "predicted", "measured", "error", "worst moment", "runtime"],
             rows,
         ),
-        tag("p", note, class_="note"),
-        tag("div", tag("h3", "By category"), _details(ranks, facts, names), class_="block"),
+        build_tag("p", note, class_="note"),
+        build_tag(
+            "div",
+            build_tag("h3", "By category"),
+            _render_memory_table(ranks, facts, names),
+            class_="block",
+        ),
         id="memory",
     )
 
 
-def total(parts: Mapping[str, float]) -> float:
+def total_peak_bytes(parts: Mapping[str, float]) -> float:
     """The peak if it was given, else the sum of the categories."""
     if TOTAL in parts:
         return float(parts[TOTAL])
@@ -84,12 +91,14 @@ def total(parts: Mapping[str, float]) -> float:
 
 def _longest_bar_bytes(event: MemoryMeasured) -> float:
     # One byte at least: bars are parts of it.
-    return max(total(event.predicted_bytes), total(event.measured_bytes), 1.0)
+    return max(total_peak_bytes(event.predicted_bytes), total_peak_bytes(event.measured_bytes), 1.0)
 
 
-def bar(parts: Mapping[str, float], full_bytes: float, colour: Mapping[str, str]) -> Html:
-    shown = {name: float(parts[name]) for name in categories(parts)}
-    unattributed = total(parts) - sum(shown.values())
+def draw_memory_bar(
+    parts: Mapping[str, float], full_bytes: float, colour: Mapping[str, str]
+) -> Html:
+    shown = {name: float(parts[name]) for name in list_memory_categories(parts)}
+    unattributed = total_peak_bytes(parts) - sum(shown.values())
     # A peak can be measured where its parts cannot.
     if unattributed > 0:
         shown[UNATTRIBUTED] = unattributed
@@ -97,37 +106,46 @@ def bar(parts: Mapping[str, float], full_bytes: float, colour: Mapping[str, str]
         shown,
         {**colour, UNATTRIBUTED: "hatch"},
         full_bytes,
-        {name: formats.num_bytes(value) for name, value in shown.items()},
+        {name: formats.format_num_bytes(value) for name, value in shown.items()},
     )
 
 
-def _rank_row(
+def _render_rank_memory(
     rank: int, event: MemoryMeasured, full_bytes: float, colour: Mapping[str, str]
 ) -> list[Html | str]:
-    predicted, measured = total(event.predicted_bytes), total(event.measured_bytes)
-    bars = tag(
+    predicted, measured = (
+        total_peak_bytes(event.predicted_bytes),
+        total_peak_bytes(event.measured_bytes),
+    )
+    bars = build_tag(
         "div",
-        tag("span", "predicted"),
-        bar(event.predicted_bytes, full_bytes, colour),
-        tag("span", "measured"),
-        bar(event.measured_bytes, full_bytes, colour),
+        build_tag("span", "predicted"),
+        draw_memory_bar(event.predicted_bytes, full_bytes, colour),
+        build_tag("span", "measured"),
+        draw_memory_bar(event.measured_bytes, full_bytes, colour),
         class_="barlabel",
     )
     return [
-        str(rank), bars, formats.num_bytes(predicted), formats.num_bytes(measured),
-        _error(event, TOTAL, predicted, measured), printable(event.moment_in_words, 60) or "–",
-        formats.num_bytes(event.runtime_bytes),
+        str(rank), bars, formats.format_num_bytes(predicted), formats.format_num_bytes(measured),
+        _format_prediction_error(event, TOTAL, predicted, measured),
+        printable(event.moment_in_words, 60) or "–",
+        formats.format_num_bytes(event.runtime_bytes),
     ]  # fmt: skip
 
 
-def _details(ranks: list[int], facts: RunFacts, names: list[str]) -> Html:
+def _render_memory_table(ranks: list[int], facts: RunFacts, names: list[str]) -> Html:
     """A row per rank, a column per category: what was measured, and below it the prediction and
     its error."""
     with_total = [*names, TOTAL]
     rows = []
     for rank in ranks:
-        rows.append([str(rank), *[_cell(facts.memory[rank], name) for name in with_total]])
-    return table(
+        rows.append(
+            [
+                str(rank),
+                *[_render_measured_and_predicted(facts.memory[rank], name) for name in with_total],
+            ]
+        )
+    return build_table(
         ["rank", *with_total],
         rows,
         css_class="num",
@@ -135,19 +153,21 @@ def _details(ranks: list[int], facts: RunFacts, names: list[str]) -> Html:
     )
 
 
-def _cell(event: MemoryMeasured, name: str) -> list[Html | str]:
+def _render_measured_and_predicted(event: MemoryMeasured, name: str) -> list[Html | str]:
     predicted = formats.number_or_nan(event.predicted_bytes.get(name))
     measured = formats.number_or_nan(event.measured_bytes.get(name))
     if not (math.isfinite(predicted) or math.isfinite(measured)):
         return ["–"]
-    error = _error(event, name, predicted, measured)
+    error = _format_prediction_error(event, name, predicted, measured)
     return [
-        formats.num_bytes(measured),
-        tag("small", formats.num_bytes(predicted), " ", tag("b", error)),
+        formats.format_num_bytes(measured),
+        build_tag("small", formats.format_num_bytes(predicted), " ", build_tag("b", error)),
     ]
 
 
-def _error(event: MemoryMeasured, name: str, predicted: float, measured: float) -> str:
+def _format_prediction_error(
+    event: MemoryMeasured, name: str, predicted: float, measured: float
+) -> str:
     """The plan's error as text. Without predicted activations neither they nor the sum has one."""
     if name in (TOTAL, "activations") and not event.predicts_activations:
         return "activations not predicted"

@@ -12,9 +12,9 @@ from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.pipeline.simulate import StageCosts, Timeline, count_in_flight, simulate
 from phalanx.plan.pipeline.trace import build_timeline, forward_backward_seconds
 from phalanx.report import formats
-from phalanx.report.bubble import MeasuredPipeline, read_pipeline
+from phalanx.report.bubble import MeasuredPipeline, read_pipeline_plan
 from phalanx.report.facts import RunFacts
-from phalanx.report.markup import Html, table, tag
+from phalanx.report.markup import Html, build_table, build_tag
 from phalanx.report.pipeline_chart import draw_timeline_chart
 
 
@@ -26,28 +26,28 @@ def render_pipeline(facts: RunFacts) -> Html | None:
     """The section; None for a run without a pipeline."""
     if not has_pipeline(facts):
         return None
-    pipeline = read_pipeline(facts.plan)
+    pipeline = read_pipeline_plan(facts.plan)
     event = facts.pipelines[-1] if facts.pipelines else None
     measured = MeasuredPipeline.from_event(event, facts.plan, facts.run_dir)
-    timeline = _timeline(measured)
+    timeline = _measured_timeline(measured)
     if pipeline is None:
         text = (
             "plan.json has a pipeline that cannot be shown: it is too large, or not of this"
             " release."
         )
-        body: list[Html | None] = [tag("p", text, class_="note")]
+        body: list[Html | None] = [build_tag("p", text, class_="note")]
     elif measured is None or timeline is None:
         body = _render_plan_only(pipeline)
     else:
         body = [
             *_describe_idle_time(measured, facts),
-            *_chart(measured, timeline),
-            _stages(pipeline, measured, timeline),
+            *_render_timeline_chart(measured, timeline),
+            _render_stage_table(pipeline, measured, timeline),
         ]
-    return tag("section", tag("h2", "The pipeline"), body, id="pipeline")
+    return build_tag("section", build_tag("h2", "The pipeline"), body, id="pipeline")
 
 
-def _timeline(measured: MeasuredPipeline | None) -> Timeline | None:
+def _measured_timeline(measured: MeasuredPipeline | None) -> Timeline | None:
     """The measured timeline; None if its ranks and stages are not those of the plan."""
     if measured is None:
         return None
@@ -65,43 +65,49 @@ def _render_plan_only(pipeline: Pipeline) -> list[Html | None]:
     planned = pipeline.timeline()
     if planned is None:
         return [
-            tag("p", f"{note} How long its stages take was not predicted either.", class_="note")
+            build_tag(
+                "p", f"{note} How long its stages take was not predicted either.", class_="note"
+            )
         ]
     summary = (
-        f"Planned: ranks wait {formats.percent(float(planned.bubble), 1.0)} of the step for other"
-        f" stages. {note}"
+        f"Planned: ranks wait {formats.format_percent(float(planned.bubble), 1.0)} of the step for"
+        f" other stages. {note}"
     )
     chart = draw_timeline_chart(planned, title="One step, planned", in_seconds=False)
-    return [tag("p", _unbroken(summary)), chart, _stages(pipeline, None, planned)]
+    return [
+        build_tag("p", _keep_percent_on_line(summary)),
+        chart,
+        _render_stage_table(pipeline, None, planned),
+    ]
 
 
 def _describe_idle_time(measured: MeasuredPipeline, facts: RunFacts) -> list[Html | None]:
     event = measured.event
     summary = f"At step {event.step:,} {measured.describe_wait()}."
     if math.isfinite(event.bubble_planned):
-        summary += f" The plan said {formats.percent(event.bubble_planned, 1.0)}."
+        summary += f" The plan said {formats.format_percent(event.bubble_planned, 1.0)}."
     css_class = None
-    if measured.is_long:
+    if measured.has_long_bubble:
         css_class = "over"
         summary += f" That is more than {100 * LIMIT:.0f} %."
     earlier = []
     for each in facts.pipelines[:-1]:
-        earlier.append(f"{formats.percent(each.bubble_measured, 1.0)} at step {each.step:,}")
+        earlier.append(f"{formats.format_percent(each.bubble_measured, 1.0)} at step {each.step:,}")
     if earlier:
         summary += f" Before: {', '.join(earlier)}."
-    paragraph = tag("p", tag("span", _unbroken(summary), class_=css_class))
-    advice = [tag("li", _unbroken(line)) for line in measured.suggest_remedies()]
+    paragraph = build_tag("p", build_tag("span", _keep_percent_on_line(summary), class_=css_class))
+    advice = [build_tag("li", _keep_percent_on_line(line)) for line in measured.suggest_remedies()]
     if not advice:
         return [paragraph]
-    return [paragraph, tag("ul", advice)]
+    return [paragraph, build_tag("ul", advice)]
 
 
-def _unbroken(text: str) -> str:
+def _keep_percent_on_line(text: str) -> str:
     """A number stays on the line of its sign."""
     return text.replace(" %", "\u00a0%")
 
 
-def _chart(measured: MeasuredPipeline, timeline: Timeline) -> list[Html | None]:
+def _render_timeline_chart(measured: MeasuredPipeline, timeline: Timeline) -> list[Html | None]:
     planned = measured.plan_timeline()
     if planned is None:
         planned = simulate(measured.pipeline.schedule(), measured.costs)
@@ -122,17 +128,19 @@ def _chart(measured: MeasuredPipeline, timeline: Timeline) -> list[Html | None]:
     chart = draw_timeline_chart(
         planned, timeline, f"Step {measured.event.step:,}, planned above measured"
     )
-    return [chart, tag("p", note, class_="note")]
+    return [chart, build_tag("p", note, class_="note")]
 
 
-def _stages(pipeline: Pipeline, measured: MeasuredPipeline | None, timeline: Timeline) -> Html:
+def _render_stage_table(
+    pipeline: Pipeline, measured: MeasuredPipeline | None, timeline: Timeline
+) -> Html:
     """A row per stage: its blocks, what it takes, and the microbatches whose activations it
     holds."""
     if measured is None:
-        columns = _plan_columns(pipeline)
+        columns = _planned_columns_by_head(pipeline)
         kind_of_times = "Predicted."
     else:
-        columns = _measured_columns(measured, timeline)
+        columns = _measured_columns_by_head(measured, timeline)
         kind_of_times = "Of one microbatch, means of the step."
     columns = {
         "stage": list(map(str, range(pipeline.num_stages))),
@@ -145,23 +153,25 @@ def _stages(pipeline: Pipeline, measured: MeasuredPipeline | None, timeline: Tim
         " microbatches whose activations wait for their backward; the bytes of each rank are under"
         " Memory."
     )
-    return tag(
+    return build_tag(
         "div",
-        tag("h3", "Stages"),
-        table(columns, rows, css_class="num"),
-        tag("p", note, class_="note"),
+        build_tag("h3", "Stages"),
+        build_table(columns, rows, css_class="num"),
+        build_tag("p", note, class_="note"),
         class_="block",
     )
 
 
-def _plan_columns(pipeline: Pipeline) -> dict[str, list[str]]:
+def _planned_columns_by_head(pipeline: Pipeline) -> dict[str, list[str]]:
     return {
         "÷ mean": _shares_of_mean(pipeline.costs),
         "held at most": list(map(str, count_in_flight(pipeline.schedule()).per_stage)),
     }
 
 
-def _measured_columns(measured: MeasuredPipeline, timeline: Timeline) -> dict[str, list[str]]:
+def _measured_columns_by_head(
+    measured: MeasuredPipeline, timeline: Timeline
+) -> dict[str, list[str]]:
     """Text by stage below the head of each column."""
     costs = measured.costs
     seconds = {"forward": [cost.forward_s for cost in costs]}
@@ -173,7 +183,7 @@ def _measured_columns(measured: MeasuredPipeline, timeline: Timeline) -> dict[st
     seconds["in all"] = list(map(forward_backward_seconds, costs))
     columns = {}
     for head, values in seconds.items():
-        columns[head] = [formats.milliseconds(float(value)) for value in values]
+        columns[head] = [formats.format_milliseconds(float(value)) for value in values]
     planned = count_in_flight(measured.pipeline.schedule()).per_stage
     columns["÷ mean"] = _shares_of_mean(costs)
     columns["held at most, planned"] = list(map(str, planned))

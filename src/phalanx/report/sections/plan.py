@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.core.units import plural
-from phalanx.observe.units import TEXT, Units
+from phalanx.observe.units import TEXT, MetricUnits
 from phalanx.report import formats
 from phalanx.report.facts import RunFacts
 from phalanx.report.figure import draw_legend
 from phalanx.report.formats import dict_or_empty, list_or_empty, number_or_nan, text_or_missing
-from phalanx.report.markup import Html, table, tag
+from phalanx.report.markup import Html, build_table, build_tag
 from phalanx.report.sections import memory
 
 MAX_ALTERNATIVES = 40
@@ -23,24 +23,24 @@ def render_plan(facts: RunFacts) -> Html:
     plan = facts.plan
     if not plan:
         body: list[Html | None] = [
-            tag("p", "Not recorded: plan.json is missing or cannot be read.", class_="note")
+            build_tag("p", "Not recorded: plan.json is missing or cannot be read.", class_="note")
         ]
     else:
         reasons = [
-            tag("li", text_or_missing(reason))
+            build_tag("li", text_or_missing(reason))
             for reason in list_or_empty(plan.get("reasons"))[:MAX_REASONS]
         ]
         body = [
-            tag("p", _describe_plan(plan, facts.units)),
-            tag("ul", reasons) if reasons else None,
-            _alternatives(plan),
+            build_tag("p", _describe_plan(plan, facts.units)),
+            build_tag("ul", reasons) if reasons else None,
+            _render_alternatives(plan),
         ]
-    return tag("section", tag("h2", "The plan"), body, id="plan")
+    return build_tag("section", build_tag("h2", "The plan"), body, id="plan")
 
 
-def _describe_plan(plan: dict[str, Any], units: Units) -> str:
+def _describe_plan(plan: dict[str, Any], units: MetricUnits) -> str:
     """The plan in sentences; what it does not hold is left out."""
-    layout = formats.layout(dict_or_empty(plan.get("layout")))
+    layout = formats.format_layout(dict_or_empty(plan.get("layout")))
     sentences = [f"{_describe_ranks(plan)} as {layout}{_describe_settings(plan)}."]
     sentences += _describe_batch(plan, units)
     sentences += _describe_model(plan)
@@ -48,7 +48,7 @@ def _describe_plan(plan: dict[str, Any], units: Units) -> str:
     return " ".join(sentences)
 
 
-def _describe_batch(plan: dict[str, Any], units: Units) -> list[str]:
+def _describe_batch(plan: dict[str, Any], units: MetricUnits) -> list[str]:
     """A sentence about a step's samples; none if the plan does not say all of it."""
     batch_size = number_or_nan(plan.get("global_batch_size"))
     num_microbatches = number_or_nan(plan.get("num_microbatches"))
@@ -74,9 +74,9 @@ def _describe_model(plan: dict[str, Any]) -> list[str]:
     flops = number_or_nan(plan.get("flops_per_token"))
     if not math.isfinite(num_params):
         return []
-    size = f"{formats.rounded_count(num_params)} parameters"
+    size = f"{formats.format_rounded_count(num_params)} parameters"
     if math.isfinite(flops):
-        size += f" and {formats.rounded_count(flops)} floating-point operations per token"
+        size += f" and {formats.format_rounded_count(flops)} floating-point operations per token"
     return [f"The model has {size}."]
 
 
@@ -107,29 +107,31 @@ def _describe_memory(estimate: dict[str, Any]) -> str:
     if not math.isfinite(total):
         return "Its memory was not predicted."
     if not math.isfinite(capacity):
-        return f"Predicted memory per rank is {formats.num_bytes(total)}."
+        return f"Predicted memory per rank is {formats.format_num_bytes(total)}."
     verdict = "it fits" if estimate.get("fits") is True else "it does not fit"
-    share = formats.percent(total, capacity)
+    share = formats.format_percent(total, capacity)
     return (
-        f"Predicted memory per rank is {formats.num_bytes(total)}, {share} of the"
-        f" {formats.num_bytes(capacity)} it may use: {verdict}."
+        f"Predicted memory per rank is {formats.format_num_bytes(total)}, {share} of the"
+        f" {formats.format_num_bytes(capacity)} it may use: {verdict}."
     )
 
 
-def _alternatives(plan: dict[str, Any]) -> Html:
+def _render_alternatives(plan: dict[str, Any]) -> Html:
     alternatives = _read_alternatives(plan)
     if not alternatives:
-        return tag("p", "No alternatives were recorded.", class_="note")
-    names = memory.categories(*[alternative.predicted_bytes for alternative in alternatives])
-    colour = memory.classes(names)
+        return build_tag("p", "No alternatives were recorded.", class_="note")
+    names = memory.list_memory_categories(
+        *[alternative.predicted_bytes for alternative in alternatives]
+    )
+    colour = memory.css_classes_by_category(names)
     totals = [alternative.total_bytes for alternative in alternatives]
     full_bytes = max(filter(math.isfinite, totals), default=0.0)
-    rows = [_alternative_row(alternative, full_bytes, colour) for alternative in alternatives]
-    return tag(
+    rows = [_render_alternative(alternative, full_bytes, colour) for alternative in alternatives]
+    return build_tag(
         "div",
-        tag("h3", "Alternatives, memory per rank"),
+        build_tag("h3", "Alternatives, memory per rank"),
         draw_legend(names, colour),
-        table(["", "layout", "predicted, by category", "in all", "fits", "why"], rows),
+        build_table(["", "layout", "predicted, by category", "in all", "fits", "why"], rows),
         class_="block",
     )
 
@@ -162,13 +164,13 @@ def _read_alternative(item: dict[str, Any]) -> _Alternative:
         predicted_bytes[str(name)] = number_or_nan(num_bytes)
     total_bytes = number_or_nan(item.get("total_bytes"))
     if predicted_bytes and not math.isfinite(total_bytes):
-        total_bytes = memory.total(predicted_bytes)
+        total_bytes = memory.total_peak_bytes(predicted_bytes)
     fits = "–"
     if isinstance(item.get("fits"), bool):
         fits = "yes" if item["fits"] else "no"
     return _Alternative(
         name=text_or_missing(item.get("name"), "unnamed"),
-        layout=formats.layout(dict_or_empty(item.get("layout"))),
+        layout=formats.format_layout(dict_or_empty(item.get("layout"))),
         predicted_bytes=predicted_bytes,
         total_bytes=total_bytes,
         fits=fits,
@@ -177,7 +179,7 @@ def _read_alternative(item: dict[str, Any]) -> _Alternative:
     )
 
 
-def _alternative_row(
+def _render_alternative(
     alternative: _Alternative, full_bytes: float, colour: dict[str, str]
 ) -> list[Html | str]:
     why, css_class = alternative.why, None
@@ -188,10 +190,10 @@ def _alternative_row(
         elif not why.startswith("chosen"):
             why = f"chosen: {why}"
     return [
-        tag("span", alternative.name, class_=css_class),
+        build_tag("span", alternative.name, class_=css_class),
         alternative.layout,
-        memory.bar(alternative.predicted_bytes, full_bytes, colour),
-        formats.num_bytes(alternative.total_bytes),
+        memory.draw_memory_bar(alternative.predicted_bytes, full_bytes, colour),
+        formats.format_num_bytes(alternative.total_bytes),
         alternative.fits,
-        tag("div", why or "–", class_="words"),
+        build_tag("div", why or "–", class_="words"),
     ]

@@ -12,7 +12,7 @@ from phalanx.observe.events import Envelope
 from phalanx.observe.words import describe_event
 from phalanx.report import formats
 from phalanx.report.facts import RunFacts
-from phalanx.report.markup import Html, table, tag, tag_note
+from phalanx.report.markup import Html, build_note, build_table, build_tag
 
 MAX_ROWS = 300
 MAX_SAMPLES = 3
@@ -34,19 +34,21 @@ _ELSEWHERE = (events.TextGenerated, events.BaselineMeasured)
 
 def render_story(facts: RunFacts) -> Html:
     story = [envelope for envelope in facts.story if not isinstance(envelope.event, _ELSEWHERE)]
-    shown, num_left_out = _thin_out(story)
+    shown, num_left_out = _thin_out_story(story)
     if not shown:
-        body: list[Html | None] = [tag_note("Nothing has been recorded yet.")]
+        body: list[Html | None] = [build_note("Nothing has been recorded yet.")]
     else:
-        rows = [_row(envelope, facts) for envelope in shown]
+        rows = [_render_story_row(envelope, facts) for envelope in shown]
         note = ""
         if num_left_out:
             note = f"{plural(num_left_out, 'event')} in between left out; all are in RUN/events."
-        body = [table(["time", "who", "what"], rows, css_class="top"), tag_note(note)]
-    return tag("section", tag("h2", "Checkpoints, faults, restarts and resumes"), body, id="events")
+        body = [build_table(["time", "who", "what"], rows, css_class="top"), build_note(note)]
+    return build_tag(
+        "section", build_tag("h2", "Checkpoints, faults, restarts and resumes"), body, id="events"
+    )
 
 
-def _thin_out(story: list[Envelope]) -> tuple[list[Envelope], int]:
+def _thin_out_story(story: list[Envelope]) -> tuple[list[Envelope], int]:
     """At most `MAX_ROWS`: checkpoints and skips are thinned first, then the middle goes."""
     if len(story) <= MAX_ROWS:
         return story, 0
@@ -72,7 +74,7 @@ def _first_and_last(story: list[Envelope], count: int) -> list[Envelope]:
     return story[:count] + story[-count:]
 
 
-def _row(envelope: Envelope, facts: RunFacts) -> list[Html | str]:
+def _render_story_row(envelope: Envelope, facts: RunFacts) -> list[Html | str]:
     origin = f"rank {envelope.rank}"
     if envelope.rank < 0:
         origin = "supervisor"
@@ -81,16 +83,18 @@ def _row(envelope: Envelope, facts: RunFacts) -> list[Html | str]:
     # Microseconds between two of the first events tell nothing.
     if elapsed_s >= 1e-3:
         after = formats.seconds(elapsed_s)
-    text = describe_event(envelope, facts.units) or _describe_plainly(envelope)
-    line = tag("span", text)
+    text = describe_event(envelope, facts.units) or _describe_unknown_event(envelope)
+    line = build_tag("span", text)
     if isinstance(envelope.event, _BAD):
-        line = tag("span", text, class_="over")
-    when = tag("span", f"+{after}", title=formats.timestamp(envelope.time_unix_s), class_="nowrap")
-    detail = _detail(envelope)
-    return [when, f"{origin}, attempt {envelope.attempt}", tag("div", line, detail)]
+        line = build_tag("span", text, class_="over")
+    when = build_tag(
+        "span", f"+{after}", title=formats.format_timestamp(envelope.time_unix_s), class_="nowrap"
+    )
+    detail = _render_traceback(envelope)
+    return [when, f"{origin}, attempt {envelope.attempt}", build_tag("div", line, detail)]
 
 
-def _describe_plainly(envelope: Envelope) -> str:
+def _describe_unknown_event(envelope: Envelope) -> str:
     """Text for events that the console does not describe."""
     event = envelope.event
     if isinstance(event, events.RanksStarted):
@@ -114,36 +118,46 @@ def _shorten_text(value: Any) -> str:
     return str(value)
 
 
-def _detail(envelope: Envelope) -> Html | None:
+def _render_traceback(envelope: Envelope) -> Html | None:
     """The whole traceback of a failure, folded away."""
     event = envelope.event
     if isinstance(event, events.RankFailed) and "\n" in event.detail.strip():
         # Its end, which names the exception.
-        return tag("details", tag("summary", "Traceback"), tag("pre", event.detail[-MAX_TEXT:]))
+        return build_tag(
+            "details", build_tag("summary", "Traceback"), build_tag("pre", event.detail[-MAX_TEXT:])
+        )
     return None
 
 
 def render_text(facts: RunFacts) -> Html:
     if not facts.samples:
-        body = [tag("p", "No text was generated.", class_="note")]
+        body = [build_tag("p", "No text was generated.", class_="note")]
     else:
         body = []
         for sample in facts.samples[-MAX_SAMPLES:]:
-            body.append(tag("h3", f"After step {sample.step:,}"))
-            prompt = tag("b", sample.prompt[:MAX_TEXT])
-            body.append(tag("pre", prompt, sample.text[:MAX_TEXT], tabindex=0))
-        body.append(tag("p", "The prompt is in bold; the rest is the model's.", class_="note"))
-    return tag("section", tag("h2", "A sample of what it writes"), body, id="text")
+            body.append(build_tag("h3", f"After step {sample.step:,}"))
+            prompt = build_tag("b", sample.prompt[:MAX_TEXT])
+            body.append(build_tag("pre", prompt, sample.text[:MAX_TEXT], tabindex=0))
+        body.append(
+            build_tag("p", "The prompt is in bold; the rest is the model's.", class_="note")
+        )
+    return build_tag("section", build_tag("h2", "A sample of what it writes"), body, id="text")
 
 
 def render_job(facts: RunFacts) -> Html:
     rows = list(_flatten_keys("", facts.job))
     if not rows:
-        body = tag("p", "Not recorded: job.json is missing or cannot be read.", class_="note")
+        body = build_tag("p", "Not recorded: job.json is missing or cannot be read.", class_="note")
     else:
-        shown = [[tag("code", key), tag("code", value)] for key, value in rows[:MAX_JOB_ROWS]]
-        body = tag("details", tag("summary", f"{len(rows)} keys"), table(["key", "value"], shown))
-    return tag("section", tag("h2", "The job"), body, id="job")
+        shown = [
+            [build_tag("code", key), build_tag("code", value)] for key, value in rows[:MAX_JOB_ROWS]
+        ]
+        body = build_tag(
+            "details",
+            build_tag("summary", f"{len(rows)} keys"),
+            build_table(["key", "value"], shown),
+        )
+    return build_tag("section", build_tag("h2", "The job"), body, id="job")
 
 
 def _flatten_keys(prefix: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
@@ -156,10 +170,10 @@ def _flatten_keys(prefix: str, value: Any, depth: int = 0) -> Iterator[tuple[str
                 name = f"{prefix}.{key}"
             yield from _flatten_keys(name, item, depth + 1)
     else:
-        yield prefix, _value_text(value)[:2000]
+        yield prefix, _format_job_value(value)[:2000]
 
 
-def _value_text(value: Any) -> str:
+def _format_job_value(value: Any) -> str:
     if value is None:
         return "not set (the plan chooses)"
     if isinstance(value, str):
@@ -184,19 +198,19 @@ def render_files(facts: RunFacts) -> Html:
     for name, contents in _FILES:
         # The page itself is there once it is read, though not yet while it is made.
         is_there = name == "report.html" or (facts.run_dir / name).exists()
-        rows.append([tag("code", name), contents, "there" if is_there else "absent"])
+        rows.append([build_tag("code", name), contents, "there" if is_there else "absent"])
     problems = [*facts.problems]
     if facts.num_unreadable:
         problems.append(
             f"{plural(facts.num_unreadable, 'line')} of the event files could not be read (torn, or"
             " written by another release) and are not counted"
         )
-    return tag(
+    return build_tag(
         "section",
-        tag("h2", "Files"),
-        tag("p", "Run directory: ", tag("code", str(facts.run_dir.resolve()))),
-        table(["in the run directory", "holds", ""], rows),
-        [tag("p", problem, ".", class_="note warning") for problem in problems],
-        tag("p", f"Made from {plural(facts.num_events, 'event')}.", class_="note"),
+        build_tag("h2", "Files"),
+        build_tag("p", "Run directory: ", build_tag("code", str(facts.run_dir.resolve()))),
+        build_table(["in the run directory", "holds", ""], rows),
+        [build_tag("p", problem, ".", class_="note warning") for problem in problems],
+        build_tag("p", f"Made from {plural(facts.num_events, 'event')}.", class_="note"),
         id="files",
     )

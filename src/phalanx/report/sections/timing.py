@@ -6,10 +6,10 @@ from __future__ import annotations
 from phalanx.report import formats
 from phalanx.report.bars import draw_stacked_bar
 from phalanx.report.charts import StackChart, draw_stack_chart
-from phalanx.report.facts import GROUPS, RankTime, RunFacts
+from phalanx.report.facts import GROUPS, RankPhaseSeconds, RunFacts
 from phalanx.report.figure import draw_legend
-from phalanx.report.markup import Html, table, tag
-from phalanx.report.sections.curves import x_range
+from phalanx.report.markup import Html, build_table, build_tag
+from phalanx.report.sections.curves import find_step_range
 
 MAX_RANKS = 32
 
@@ -32,48 +32,50 @@ _LEDGER_CLASS = {
 
 def render_time(facts: RunFacts) -> Html:
     if not facts.ranks:
-        body: list[Html] = [tag("p", "No step has finished: not measured.", class_="note")]
+        body: list[Html] = [build_tag("p", "No step has finished: not measured.", class_="note")]
     else:
-        body = [_ledger(facts), _ranks(facts), _render_time_chart(facts)]
-    return tag("section", tag("h2", "Where the time went"), body, id="time")
+        body = [_render_wall_time(facts), _render_rank_times(facts), _render_time_chart(facts)]
+    return build_tag("section", build_tag("h2", "Where the time went"), body, id="time")
 
 
-def _ledger(facts: RunFacts) -> Html:
+def _render_wall_time(facts: RunFacts) -> Html:
     ledger = facts.ledger
     texts, shown, rows = {}, [], []
     for name, part_s in ledger.parts_s.items():
-        seconds, share = formats.seconds(part_s), formats.percent(part_s, ledger.wall_s)
+        seconds, share = formats.seconds(part_s), formats.format_percent(part_s, ledger.wall_s)
         texts[name] = f"{seconds} ({share})"
         rows.append([name, seconds, share])
         if part_s > 0:
             shown.append(name)
     # By construction: the parts of a `Ledger` sum to `wall_s`.
     rows.append(["sum", formats.seconds(ledger.wall_s), "100.0 %"])
-    return tag(
+    return build_tag(
         "div",
-        tag("h3", f"The whole run: {formats.seconds(ledger.wall_s)} of rank {facts.lead_rank}"),
+        build_tag(
+            "h3", f"The whole run: {formats.seconds(ledger.wall_s)} of rank {facts.lead_rank}"
+        ),
         draw_stacked_bar(ledger.parts_s, _LEDGER_CLASS, ledger.wall_s, texts),
         draw_legend(shown, _LEDGER_CLASS),
-        tag(
+        build_tag(
             "p",
             "“Everything else” is what lies between the steps: waiting for a restart, generating"
             " text, stopping.",
             class_="note",
         ),
-        tag(
+        build_tag(
             "details",
-            tag("summary", "Data table"),
-            table(["part", "seconds", "share"], rows, css_class="num"),
+            build_tag("summary", "Data table"),
+            build_table(["part", "seconds", "share"], rows, css_class="num"),
         ),
         class_="block",
     )
 
 
-def _ranks(facts: RunFacts) -> Html:
+def _render_rank_times(facts: RunFacts) -> Html:
     ranks = _choose_ranks(facts.ranks)
     full_s = max(map(_bar_length_s, ranks))
-    used = [name for name in GROUPS if _is_used(name, ranks)]
-    rows = [_rank_row(rank, full_s) for rank in ranks]
+    used = [name for name in GROUPS if _is_group_used(name, ranks)]
+    rows = [_render_rank_time(rank, full_s) for rank in ranks]
     head = ["rank", "mean step by phase", "mean", "p50", "p99", "longest", "unaccounted"]
     left_out = len(facts.ranks) - len(ranks)
     note = (
@@ -91,68 +93,69 @@ def _ranks(facts: RunFacts) -> Html:
             f" Shown are rank {ranks[0].rank} and the slowest of the others; {left_out} ranks are"
             " left out."
         )
-    return tag(
+    return build_tag(
         "div",
-        tag("h3", "A step of each rank"),
-        tag("p", _describe_step_time(facts.ranks[0]), class_="note"),
+        build_tag("h3", "A step of each rank"),
+        build_tag("p", _describe_step_time(facts.ranks[0]), class_="note"),
         draw_legend(used, GROUP_CLASS),
-        table(head, rows),
-        tag("p", note, class_="note"),
-        tag("details", tag("summary", "Data table"), _phase_table(ranks, used)),
+        build_table(head, rows),
+        build_tag("p", note, class_="note"),
+        build_tag("details", build_tag("summary", "Data table"), _build_phase_table(ranks, used)),
         class_="block",
     )
 
 
-def _bar_length_s(rank: RankTime) -> float:
+def _bar_length_s(rank: RankPhaseSeconds) -> float:
     """The longer of the mean step and its phases: those of a save lie outside of steps."""
     phases_s = sum(value for value in rank.mean_groups_s.values() if value > 0)
     return max(rank.mean_s, phases_s)
 
 
-def _is_used(group: str, ranks: list[RankTime]) -> bool:
+def _is_group_used(group: str, ranks: list[RankPhaseSeconds]) -> bool:
     return any(rank.mean_groups_s[group] > 0 for rank in ranks)
 
 
-def _choose_ranks(ranks: list[RankTime]) -> list[RankTime]:
+def _choose_ranks(ranks: list[RankPhaseSeconds]) -> list[RankPhaseSeconds]:
     if len(ranks) <= MAX_RANKS:
         return ranks
     slowest = sorted(ranks[1:], key=lambda rank: rank.mean_s, reverse=True)[: MAX_RANKS - 1]
     return [ranks[0], *sorted(slowest, key=lambda rank: rank.rank)]
 
 
-def _rank_row(rank: RankTime, full_s: float) -> list[Html | str]:
-    texts = {name: formats.milliseconds(value) for name, value in rank.mean_groups_s.items()}
+def _render_rank_time(rank: RankPhaseSeconds, full_s: float) -> list[Html | str]:
+    texts = {name: formats.format_milliseconds(value) for name, value in rank.mean_groups_s.items()}
     unaccounted = rank.mean_groups_s["unaccounted"]
-    spare = f"{formats.milliseconds(unaccounted)} ({formats.percent(unaccounted, rank.mean_s)})"
+    share = formats.format_percent(unaccounted, rank.mean_s)
+    spare = f"{formats.format_milliseconds(unaccounted)} ({share})"
     bar = draw_stacked_bar(rank.mean_groups_s, GROUP_CLASS, full_s, texts)
     times = [rank.mean_s, rank.p50_s, rank.p99_s, rank.max_s]
     return [
         str(rank.rank),
-        tag("div", bar, class_="bars"),
-        *[formats.milliseconds(value) for value in times],
+        build_tag("div", bar, class_="bars"),
+        *[formats.format_milliseconds(value) for value in times],
         spare,
     ]
 
 
-def _describe_step_time(rank: RankTime) -> str:
+def _describe_step_time(rank: RankPhaseSeconds) -> str:
     shares = sorted(rank.mean_groups_s.items(), key=lambda item: item[1], reverse=True)
     largest = []
     for name, value in shares[:3]:
         if value > 0:
-            largest.append(f"{name} {formats.percent(value, rank.mean_s)}")
+            largest.append(f"{name} {formats.format_percent(value, rank.mean_s)}")
     if not largest:
         return "No phases were measured."
     return f"Most of a step of rank {rank.rank} is {', '.join(largest)}."
 
 
-def _phase_table(ranks: list[RankTime], used: list[str]) -> Html:
+def _build_phase_table(ranks: list[RankPhaseSeconds], used: list[str]) -> Html:
     rows = []
     for rank in ranks:
         means_s = [*[rank.mean_groups_s[name] for name in used], rank.mean_s]
         milliseconds = [f"{1e3 * mean_s:.3f}" for mean_s in means_s]
         rows.append([str(rank.rank), f"{rank.num_steps:,}", *milliseconds])
     head = ["rank", "steps", *[f"{name} (ms)" for name in used], "whole step (ms)"]
-    return table(head, rows, css_class="num", caption="Mean milliseconds per step.")
+    return build_table(head, rows, css_class="num", caption="Mean milliseconds per step.")
 
 
 def _render_time_chart(facts: RunFacts) -> Html:
@@ -166,7 +169,7 @@ def _render_time_chart(facts: RunFacts) -> Html:
         xs=facts.steps.step,
         parts=parts,
         classes=GROUP_CLASS,
-        x_range=x_range(facts),
+        x_range=find_step_range(facts),
         note="Each column is the mean of its steps.",
     )
     return draw_stack_chart(chart)

@@ -20,8 +20,8 @@ from phalanx.data.tokens import Split
 from phalanx.job.schema import Eval, Job
 from phalanx.job.user_dataset import is_own_dataset
 from phalanx.observe.events import EvalFinished
-from phalanx.observe.tail import read_recorded
-from phalanx.observe.units import Units, units_of
+from phalanx.observe.tail import read_recorded_events
+from phalanx.observe.units import MetricUnits, find_units_of_job
 from phalanx.plan.plan import Plan
 from phalanx.plan.warnings import NOTHING_MORE, ExtraNotes
 from phalanx.run.scratch import ScratchDirectory
@@ -92,7 +92,7 @@ class EvaluationResult:
     num_targets: int
     evaluated_s: float
     recorded_loss: float | None
-    units: Units
+    units: MetricUnits
 
     @property
     def perplexity(self) -> float | None:
@@ -176,7 +176,7 @@ def evaluate(
         num_targets=facts["num_targets"],
         evaluated_s=facts["evaluated_s"],
         recorded_loss=recorded_loss,
-        units=units_of(task.model.job.to_json()),
+        units=find_units_of_job(task.model.job.to_json()),
     )
 
 
@@ -309,7 +309,7 @@ def _find_recorded_loss(model: TrainedModel, num_targets: int) -> float | None:
     if model.run_dir is None:
         return None
     loss = None
-    for envelope in read_recorded(model.run_dir, EvalFinished):
+    for envelope in read_recorded_events(model.run_dir, EvalFinished):
         event = envelope.event
         if (
             isinstance(event, EvalFinished)

@@ -9,7 +9,7 @@ from pathlib import Path
 from phalanx.core.errors import ExitCode, PhalanxError
 from phalanx.core.secrets import Redactor
 from phalanx.job.hugging_face import modules_to_preload
-from phalanx.launch.supervisor import LaunchSpec, supervise
+from phalanx.launch.supervisor import LaunchSpec, supervise_ranks
 from phalanx.observe.bus import Bus
 from phalanx.plan.plan import Plan
 from phalanx.run.scratch import ScratchDirectory
@@ -80,7 +80,7 @@ def run_ranks(
     )
     bus = Bus(rank=-1, attempt=0, run_dir=directory)
     try:
-        outcome = supervise(spec, bus=bus, on_tick=on_tick, say=lambda line: None)
+        outcome = supervise_ranks(spec, bus=bus, on_tick=on_tick, say=lambda line: None)
     finally:
         bus.close()
     if (refusal := scratch.find_rank_refusal(outcome)) is not None:

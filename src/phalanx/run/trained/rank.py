@@ -22,7 +22,7 @@ from phalanx.core.phases import BlackBox, PhaseTimer
 from phalanx.core.typed_json import JsonObject
 from phalanx.data.corpus import load_corpus
 from phalanx.job.schema import Job
-from phalanx.launch.paths import black_box
+from phalanx.launch.paths import black_box_path
 from phalanx.launch.rank_link import RankLink
 from phalanx.mesh.determinism import deterministic_algorithms
 from phalanx.mesh.mesh import Mesh, open_mesh
@@ -140,7 +140,7 @@ def open_model(payload: ModelPayload) -> Iterator[OpenedModel]:
     """Join the other ranks, build the model and load its weights. Collective."""
     job, plan = payload.job, payload.plan
     rank = int(os.environ.get("RANK", "0"))
-    phases = PhaseTimer(BlackBox(black_box(payload.run_dir, rank)))
+    phases = PhaseTimer(BlackBox(black_box_path(payload.run_dir, rank)))
     phases.enter("startup")
     timeout_s = job.resilience.collective_timeout_s
     deterministic = deterministic_algorithms(
