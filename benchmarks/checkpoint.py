@@ -43,7 +43,7 @@ from phalanx.checkpoint.writing.async_checkpointer import AsyncCheckpointer
 from phalanx.checkpoint.writing.write import Snapshot
 from phalanx.core.phases import PhaseTimer
 from phalanx.job.schema import Checkpoint
-from phalanx.mesh.logical import shard_of
+from phalanx.mesh.logical import make_logical_shard
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.observe.bus import Bus
 from phalanx.plan.layout import Layout
@@ -82,7 +82,7 @@ class Bench:
         self.state = make_state(mesh, total_bytes)
         self.plain = [torch.empty_like(tensor.to_local()) for tensor in self.state.values()]
         self.shards = {
-            name: shard_of(name, t, replica=0, num_replicas=1) for name, t in self.state.items()
+            name: make_logical_shard(name, t, replica=0, num_replicas=1) for name, t in self.state.items()
         }
         storage = RunStorage.open(folder / "phalanx")
         self.store = storage.store
@@ -141,10 +141,10 @@ class Bench:
             self.timed("phalanx async: committed"),
         ):
             began = time.perf_counter()
-            assert self.saver.begin(self.step, self.snapshot, record=lambda: None)
+            assert self.saver.begin_save(self.step, self.snapshot, record=lambda: None)
             stall_s = time.perf_counter() - began
             assert not self.saver.wait()
-            self.saver.finish()
+            self.saver.forget_finished_write()
         self.take("phalanx async: stall", stall_s)
 
     def dcp_save(self) -> None:

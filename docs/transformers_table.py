@@ -34,7 +34,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from phalanx.mesh.logical import LogicalShard, shard_of
+from phalanx.mesh.logical import LogicalShard, make_logical_shard
 from phalanx.verify.follow import (
     RankObservations,
     compare_blocks,
@@ -255,7 +255,7 @@ def observe(rank: int, directory: Path, config: dict[str, int], trace: Trace) ->
 def make_shards(tensors: dict[str, torch.Tensor], rank: int) -> dict[str, LogicalShard]:
     """Whole tensors, of which every rank has a replica."""
     return {
-        name: shard_of(name, tensor, replica=rank, num_replicas=rank + 1)
+        name: make_logical_shard(name, tensor, replica=rank, num_replicas=rank + 1)
         for name, tensor in tensors.items()
     }
 

@@ -16,7 +16,7 @@ import pytest
 
 from phalanx.core import phases as phases_module
 from phalanx.core.phases import BlackBox, HostClock, PhaseClock, PhaseTimer, read_black_box
-from phalanx.mesh.event_clock import EventClock, clock_of
+from phalanx.mesh.event_clock import EventClock, phase_clock_of_device
 from phalanx.train.pipeline_record import align_rank_clocks, collect_spans
 
 
@@ -162,7 +162,7 @@ def test_what_happens_apart_is_charged_to_no_step(machine: Machine) -> None:
 def test_another_clock_goes_on_with_open_phases(machine: Machine) -> None:
     phases = PhaseTimer()
     phases.enter("startup")
-    phases.time_by(machine.clock)
+    phases.use_clock(machine.clock)
     machine.work(1.0)
     machine.queue.wait()
     phases.leave("startup")
@@ -224,5 +224,5 @@ def test_marks_whose_seconds_nobody_takes_do_not_pile_up() -> None:
 def test_a_cpu_is_timed_by_the_host() -> None:
     import torch
 
-    assert isinstance(clock_of(torch.device("cpu")), HostClock)
+    assert isinstance(phase_clock_of_device(torch.device("cpu")), HostClock)
     assert abs(HostClock().mark() - time.perf_counter()) < 60

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from phalanx.core.phases import PhaseTimer
-from phalanx.core.registry import list_kinds, resolve
+from phalanx.core.registry import list_kinds, resolve_kind
 from phalanx.job.json_schema import job_json_schema
 from phalanx.job.load import load_job
 from phalanx.mesh.compat import quiet_torch
@@ -47,7 +47,7 @@ class Bench:
             name: nn.Parameter(torch.zeros(shape).double()) for name, shape in SHAPES.items()
         }
         self.traffic = GradientTraffic()
-        hook = resolve(kind, HOOKS, "build")(SETTINGS)
+        hook = resolve_kind(kind, HOOKS, "build")(SETTINGS)
         wire = Wire(dist.group.WORLD, self.traffic, PhaseTimer())  # type: ignore[arg-type]
         self.compression = Compression(hook, self.parameters.items(), wire)
 
@@ -171,7 +171,7 @@ def test_the_folder_is_what_a_job_can_name() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_plan_counts_the_bytes_of_what_it_keeps(kind: str) -> None:
-    assert has_error_feedback(kind) == resolve(kind, HOOKS, "build")(SETTINGS).keeps_error
+    assert has_error_feedback(kind) == resolve_kind(kind, HOOKS, "build")(SETTINGS).keeps_error
 
 
 @pytest.mark.parametrize("kind", KINDS)

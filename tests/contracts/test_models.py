@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from models import SEQ_LEN, VOCAB
-from phalanx.core.registry import list_kinds, resolve
+from phalanx.core.registry import list_kinds, resolve_kind
 from phalanx.job.model import build_model_shape
 from phalanx.job.schema import Job
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.mesh.blocks import find_blocks
-from phalanx.mesh.logical import module_shards
+from phalanx.mesh.logical import list_module_shards
 from phalanx.mesh.mesh import Mesh
 from phalanx.nn.build import MODELS, build_model, build_objective
 from phalanx.nn.objective import Objective
@@ -44,7 +44,7 @@ def on_meta(kind: str) -> tuple[nn.Module, DecoderShape]:
 
 def batch_of(kind: str) -> dict[str, torch.Tensor]:
     _, shape = on_meta(kind)
-    batch: dict[str, torch.Tensor] = resolve(kind, MODELS, "example_batch")(
+    batch: dict[str, torch.Tensor] = resolve_kind(kind, MODELS, "example_batch")(
         shape, 2, SEQ_LEN, seed=0
     )
     return batch
@@ -101,7 +101,7 @@ def test_it_fills_every_tensor_of_its_own(kind: str) -> None:
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.fill_(float("nan"))
-            module.initialize(module_shards(module)[0], seed)  # type: ignore[operator]
+            module.initialize(list_module_shards(module)[0], seed)  # type: ignore[operator]
         assert all(p.isfinite().all() for p in module.parameters())
         filled.append(torch.cat([p.detach().flatten() for p in module.parameters()]))
     assert not torch.equal(*filled)

@@ -23,7 +23,7 @@ import pytest
 
 from commands import wait_until
 from phalanx.core.errors import EnvironmentProblem, ExitCode
-from phalanx.core.registry import list_kinds, resolve
+from phalanx.core.registry import list_kinds, resolve_kind
 from phalanx.job.schema import Job, Observe
 from phalanx.observe.bus import CLOSE_S, Bus, OpenSink, event_file_path
 from phalanx.observe.events import (
@@ -83,7 +83,7 @@ def files_below(directory: Path) -> set[Path]:
 def missing(kind: str) -> list[str]:
     return [
         name
-        for name in resolve(kind, PACKAGE, "REQUIRES")
+        for name in resolve_kind(kind, PACKAGE, "REQUIRES")
         if importlib.util.find_spec(name) is None
     ]
 
@@ -126,10 +126,10 @@ def test_the_folder_has_sinks() -> None:
 
 def test_says_what_it_needs_and_has_an_extra_of_its_name(kind: str) -> None:
     pyproject = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
-    assert resolve(kind, PACKAGE, "REQUIRES")
+    assert resolve_kind(kind, PACKAGE, "REQUIRES")
     assert pyproject["project"]["optional-dependencies"][kind]
     for attribute in ("PRELOAD", "IS_APART", "open_sink"):
-        resolve(kind, PACKAGE, attribute)
+        resolve_kind(kind, PACKAGE, attribute)
 
 
 def test_takes_every_event_closes_twice_and_writes_only_inside_the_run(
@@ -275,7 +275,7 @@ class Hidden:
 def test_without_its_package_a_job_is_refused_with_the_extra(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package = resolve(kind, PACKAGE, "REQUIRES")[0]
+    package = resolve_kind(kind, PACKAGE, "REQUIRES")[0]
     monkeypatch.setattr(sys, "meta_path", [Hidden(package), *sys.meta_path])
     monkeypatch.delitem(sys.modules, package, raising=False)
     with pytest.raises(EnvironmentProblem) as caught:

@@ -139,7 +139,7 @@ def steps(store: Store) -> list[int]:
 
 def test_what_is_saved_is_found_and_read_back(store: Store) -> None:
     assert (store.folders(), find_newest_step(store)) == ([], 0)
-    store.probe()
+    store.require_writable()
     assert store.folders() == []
     for step in (100, 9, 20):
         saved = save_in(store, step, tensors(step))
@@ -169,16 +169,18 @@ def test_a_step_can_be_saved_again(store: Store) -> None:
 def test_a_draft_is_no_checkpoint_and_leaves_nothing(store: Store) -> None:
     old = tensors(1)
     save_in(store, 1, old)
-    draft = store.begin(2)
-    mine = store.join(2, draft.token)
+    draft = store.begin_draft(2)
+    mine = store.join_draft(2, draft.token)
     saved = store.folders()[0]
     assert mine.reuse("rank-0000.safetensors", saved, "rank-0000.safetensors")
     assert steps(store) == [1]
     store.discard(draft)
     store.clean_up()
     require_whole(store.folders()[0], old)
-    lost = store.begin(3)  # its process is killed
-    assert store.join(3, lost.token).reuse("rank-0000.safetensors", saved, "rank-0000.safetensors")
+    lost = store.begin_draft(3)  # its process is killed
+    assert store.join_draft(3, lost.token).reuse(
+        "rank-0000.safetensors", saved, "rank-0000.safetensors"
+    )
     save_in(store, 3, tensors(3))
     assert steps(store) == [1, 3]
     require_whole(store.folders()[1], tensors(3))
@@ -622,7 +624,7 @@ def test_what_fails_for_good_is_an_error_and_leaves_the_old_checkpoint(
 
 
 ASKED_FOUR_TIMES: dict[str, tuple[dict[str, Any], Callable[[ObjectStore], object]]] = {
-    "put": ({"method": "PUT", "part": ".writable"}, lambda store: store.probe()),
+    "put": ({"method": "PUT", "part": ".writable"}, lambda store: store.require_writable()),
     "list": ({"method": "GET", "part": "list-type"}, lambda store: store.folders()),
     "look": (
         {"method": "HEAD", "part": "step-1"},
@@ -634,7 +636,7 @@ ASKED_FOUR_TIMES: dict[str, tuple[dict[str, Any], Callable[[ObjectStore], object
     ),
     "upload": (
         {"method": "PUT", "part": "a.safetensors"},
-        lambda store: store.begin(1).write("a.safetensors", write_a_little),
+        lambda store: store.begin_draft(1).write("a.safetensors", write_a_little),
     ),
 }
 
@@ -660,12 +662,12 @@ def test_every_request_is_made_four_times_and_no_library_makes_it_more(
 
 def test_a_bucket_that_is_not_there_is_said_at_once(server: Server) -> None:
     with pytest.raises(CheckpointError, match="bucket does not exist"):
-        ObjectStore.open("s3://no-such-bucket/run").probe()
+        ObjectStore.open("s3://no-such-bucket/run").require_writable()
 
 
 def test_a_directory_behind_a_url_that_cannot_be_written_is_said() -> None:
     with pytest.raises(CheckpointError, match="/dev/full/x: it cannot be written"):
-        open_store(Path(), "file:///dev/full/x").probe()
+        open_store(Path(), "file:///dev/full/x").require_writable()
 
 
 def test_a_directory_behind_a_url_is_written_as_a_runs_own(tmp_path: Path) -> None:

@@ -139,7 +139,9 @@ class Run:
     def votes(self) -> list[float]:
         """Those of all ranks: due, busy, failed."""
         return list(
-            self.mesh.all_reduce_sum(torch.tensor(self.saves.flags(), dtype=torch.float64)).tolist()
+            self.mesh.all_reduce_sum(
+                torch.tensor(self.saves.status_flags(), dtype=torch.float64)
+            ).tolist()
         )
 
     def step(self, **ends: bool) -> None:
@@ -198,7 +200,7 @@ def goes_on(mesh: Mesh, folder: str) -> tuple[list[events.Event], list[int], int
     run.steps_until(lambda: run.saves.saved_step == 2)
     taken = run.state.step
     run.step()
-    run.saves.settle()
+    run.saves.wait_for_save()
     assert run.saves.saved_step == taken
     return run.said, run.recorded, taken
 
@@ -231,7 +233,7 @@ def is_full(mesh: Mesh, folder: str) -> tuple[list[events.Event], list[str]]:
     run.disk.error = None
     for _ in range(RETRY_SAVE_STEPS):
         run.step()
-    run.saves.settle()
+    run.saves.wait_for_save()
     return run.said, left
 
 
@@ -295,11 +297,11 @@ def stops_in_haste(mesh: Mesh, folder: str) -> list[events.Event]:
 
     run = Run(mesh, Path(folder), every_steps=1, keep_last=1, listener=open_gate)
     run.step()
-    run.saves.settle()
+    run.saves.wait_for_save()
     run.disk.gate.clear()
     run.step()
     run.step(is_stop=True)
-    run.saves.settle()
+    run.saves.wait_for_save()
     return run.said
 
 
@@ -356,13 +358,13 @@ def kept_as_the_best(mesh: Mesh, folder: str) -> tuple[list[str], list[str]]:
         run.step()
         run.saves.save()
         run.saves.call_when_saved(there(step))
-    run.saves.settle()
+    run.saves.wait_for_save()
     run.saves.call_when_saved(there(2))  # there already
     run.disk.error = OSError(errno.EIO, os.strerror(errno.EIO))
     run.step()
     run.saves.save()
     run.saves.call_when_saved(there(3))
-    run.saves.settle()
+    run.saves.wait_for_save()
     return done, [type(event).__name__ for event in run.said]
 
 
@@ -386,7 +388,7 @@ def retires(mesh: Mesh, folder: str, asynchronous: bool) -> list[events.Event]:
     )
     for _ in range(7):
         run.step()
-        run.saves.settle()
+        run.saves.wait_for_save()
     return run.said
 
 
@@ -408,7 +410,7 @@ def waits_for_removals(mesh: Mesh, folder: str) -> list[list[events.Event]]:
         place = Path(folder) / str(asynchronous)
         run = Run(mesh, place, every_steps=1, keep_last=1, asynchronous=asynchronous)
         run.step()
-        run.saves.settle()
+        run.saves.wait_for_save()
         run.disk.removals.clear()
         run.step()
         if mesh.rank == 0:
@@ -418,7 +420,7 @@ def waits_for_removals(mesh: Mesh, folder: str) -> list[list[events.Event]]:
             waiter.start()
         else:
             tell_when_asked(run, place / "enough", times=5)
-        run.saves.settle()
+        run.saves.wait_for_save()
         said.append(run.said)
     return said
 
@@ -429,14 +431,14 @@ def release(path: Path, gate: threading.Event) -> None:
 
 
 def tell_when_asked(run: Run, path: Path, *, times: int) -> None:
-    votes, asked = run.saver.flags, itertools.count(1)
+    votes, asked = run.saver.status_flags, itertools.count(1)
 
     def counted() -> tuple[float, float]:
         if next(asked) == times:
             path.touch()
         return votes()
 
-    run.saver.flags = counted  # type: ignore[method-assign]
+    run.saver.status_flags = counted  # type: ignore[method-assign]
 
 
 def test_no_rank_stands_in_a_collective_while_another_removes(tmp_path: Path) -> None:
@@ -459,16 +461,16 @@ def ends_while_it_removes(
     pruner.PATIENCE_S = 0.05
     run = Run(mesh, Path(folder), every_steps=1, keep_last=1)
     run.step()
-    run.saves.settle()
+    run.saves.wait_for_save()
     run.disk.removals.clear()
     run.step()
     assert mesh.rank != 0 or run.disk.removing.wait(DEADLINE_S)
     run.step(is_end=is_end, is_stop=not is_end)
     if not is_end:
-        run.saves.settle(skip_pruning=True)
+        run.saves.wait_for_save(skip_pruning=True)
     before = list(run.said)
     run.disk.removals.set()
-    run.saves.settle()
+    run.saves.wait_for_save()
     return before, run.said
 
 
@@ -512,8 +514,8 @@ def staged(rank: int) -> list[str]:
     places = []
     for _ in range(2):
         mine = select_owned_blocks(shards)
-        staging.reserve(mine)
-        copy = staging.copy(mine)
+        staging.reserve_memory(mine)
+        copy = staging.copy_shards(mine)
         places.append([shard.tensor.data_ptr() for shard in copy.values() if shard.boxes])
         before = {name: blocks(shard) for name, shard in mine.items()}
         source.add_(1.0)
@@ -546,7 +548,7 @@ def without_memory(mesh: Mesh, folder: str) -> tuple[list[events.Event], int]:
     that."""
     run = Run(mesh, Path(folder), every_steps=1)
     run.step()
-    run.saves.settle()
+    run.saves.wait_for_save()
     size = 17 << 20  # more than a reserve of the C library holds
     row = Box((mesh.rank, 0), (0, 0), (1, size))
     run.state.shards["large"] = LogicalShard(
@@ -557,7 +559,7 @@ def without_memory(mesh: Mesh, folder: str) -> tuple[list[events.Event], int]:
         resource.setrlimit(resource.RLIMIT_AS, (used_bytes + (16 << 20), resource.RLIM_INFINITY))
     for _ in range(2):
         run.step()
-        run.saves.settle()
+        run.saves.wait_for_save()
     return run.said, run.saver.staging_bytes
 
 
@@ -586,7 +588,7 @@ def unsaveable(mesh: Mesh, folder: str) -> tuple[list[events.Event], int]:
     del run.state.shards["odd"]
     for _ in range(RETRY_SAVE_STEPS):
         run.step()
-    run.saves.settle()
+    run.saves.wait_for_save()
     return run.said, run.saves.saved_step
 
 
@@ -647,7 +649,7 @@ def automatic_on_a_slow_disk(mesh: Mesh, folder: str) -> list[events.Event]:
     run.disk.gate.set()
     run.steps_until(lambda: run.saves.saved_step == 10)
     run.step()
-    run.saves.settle()
+    run.saves.wait_for_save()
     return run.said
 
 
@@ -663,5 +665,5 @@ def automatic(mesh: Mesh, folder: str) -> tuple[list[events.Event]]:
     run = Run(mesh, Path(folder), every="auto", mtbf_hours=1000.0)
     for _ in range(30):
         run.step()
-    run.saves.settle()
+    run.saves.wait_for_save()
     return (run.said,)

@@ -51,7 +51,7 @@ from phalanx.checkpoint.writing.write import Snapshot, write_checkpoint
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import PhaseTimer
 from phalanx.job.schema import Optim
-from phalanx.mesh.logical import Box, LogicalShard, dtype_name, shard_of
+from phalanx.mesh.logical import Box, LogicalShard, dtype_name, make_logical_shard
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import causal_cross_entropy
@@ -752,7 +752,7 @@ def flip_and_load(rank: int, root: Path) -> list[str]:
 
         def shards(tensors: Tensors) -> dict[str, LogicalShard]:
             return {
-                name: shard_of(name, tensor, replica=0, num_replicas=1)
+                name: make_logical_shard(name, tensor, replica=0, num_replicas=1)
                 for name, tensor in tensors.items()
             }
 

@@ -10,10 +10,10 @@ import torch
 from allocated import most_allocated
 from phalanx.core.block_sizes import BlockSizes, use_block_sizes
 from phalanx.core.phases import PhaseTimer
-from phalanx.mesh.attend import attend
+from phalanx.mesh.attend import compute_attention
 from phalanx.mesh.attend_blocks import VisibleKeys
 from phalanx.mesh.mesh import open_mesh
-from phalanx.nn.attention import attention_mask, shared_mask
+from phalanx.nn.attention import make_attention_mask, make_shared_attention_mask
 from phalanx.parallel.context.attention import ATTEND
 from phalanx.parallel.context.chunks import SequenceChunks
 from phalanx.parallel.context.group import ContextGroup
@@ -54,7 +54,7 @@ def part(
     places = group.chunks.token_positions(group.rank, tensors[0].shape[2])
     *qkv, grad = (tensor.index_select(2, places) for tensor in tensors)
     leaves = [tensor.requires_grad_() for tensor in qkv]
-    make = ContextMask(group, shared_mask, covers_all=kind == "ulysses")
+    make = ContextMask(group, make_shared_attention_mask, covers_all=kind == "ulysses")
     mask = make(len(places), window, ids, grad.dtype, CPU)
     assert isinstance(mask, VisibleKeys)
     return results(ATTEND[kind](*leaves, mask, window, group), leaves, grad)
@@ -70,8 +70,8 @@ def differences(rank: int) -> dict[Any, float]:
     with open_mesh(Layout(cp=RANKS), device="cpu") as mesh:
         for window, has_documents in CASES:
             ids = all_ids if has_documents else None
-            mask = attention_mask(num_tokens, window, ids, torch.float64, CPU)
-            whole = results(attend(*leaves, mask, is_causal=True), leaves, grad)
+            mask = make_attention_mask(num_tokens, window, ids, torch.float64, CPU)
+            whole = results(compute_attention(*leaves, mask, is_causal=True), leaves, grad)
             for balance in ("zigzag", "none"):
                 group = ContextGroup(
                     mesh.submesh("cp").get_group(), SequenceChunks(RANKS, balance), PhaseTimer()

@@ -13,7 +13,11 @@ from commands import TINY, environment, run, write_text
 from phalanx.core.errors import EnvironmentProblem, LayoutError
 from phalanx.core.files import write_json_atomic
 from phalanx.job.load import load_job
-from phalanx.mesh.determinism import CUBLAS_VARIABLE, deterministic_algorithms, explain_refusals
+from phalanx.mesh.determinism import (
+    CUBLAS_VARIABLE,
+    deterministic_algorithms,
+    explaining_determinism_errors,
+)
 from phalanx.run.resume import load_resumed_job
 
 # put_ without accumulate has no deterministic implementation, on CPUs either.
@@ -112,7 +116,10 @@ def test_other_errors_are_not_touched() -> None:
         True
     )  # of the user's own accord, and so not by a key of the job
     try:
-        with pytest.raises(RuntimeError, match="put_ does not have"), explain_refusals(False):
+        with (
+            pytest.raises(RuntimeError, match="put_ does not have"),
+            explaining_determinism_errors(False),
+        ):
             put()
     finally:
         torch.use_deterministic_algorithms(False)

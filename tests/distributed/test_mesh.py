@@ -24,12 +24,12 @@ from phalanx.launch.rank_env import RankEnv, build_rank_variables
 from phalanx.mesh import mesh as mesh_file
 from phalanx.mesh import rendezvous
 from phalanx.mesh.devices import choose_device
-from phalanx.mesh.logical import Box, shard_of
+from phalanx.mesh.logical import Box, make_logical_shard
 from phalanx.mesh.mesh import open_mesh
 from phalanx.mesh.rendezvous import (
     choose_interface,
+    find_interface_towards,
     find_shared_gpu,
-    interface_towards,
     open_rendezvous_store,
 )
 from phalanx.plan.layout import AXES, Layout
@@ -112,7 +112,7 @@ def distribute(rank: int) -> dict[str, Any]:
             tensor: DTensor = distribute_tensor(
                 source, mesh.submesh("dp_replicate", "dp_shard"), placement
             )
-            shard = shard_of(name, tensor, replica=9, num_replicas=9)
+            shard = make_logical_shard(name, tensor, replica=9, num_replicas=9)
             right = all(
                 torch.equal(
                     shard.tensor[
@@ -421,7 +421,7 @@ def all_arrive_before_the_device(rank: int, port: int) -> list[str]:
         raise RuntimeError("there is none")
 
     torch.cuda.set_device = set_device  # type: ignore[assignment]
-    mesh_file.name_gpu = lambda device: f"GPU-{rank}"  # type: ignore[assignment]
+    mesh_file.read_gpu_uuid = lambda device: f"GPU-{rank}"  # type: ignore[assignment]
     store = open_rendezvous_store(rendezvous_s=30)
     with (
         contextlib.suppress(RuntimeError),
@@ -521,7 +521,7 @@ def join_with_gpu(rank: int, gpus: list[str], port: int) -> str:
         "RANK": str(rank),
     }
     mesh_file.choose_device = lambda kind, local_rank: torch.device("cuda", 0)  # type: ignore[assignment]
-    mesh_file.name_gpu = lambda device: gpus[rank]  # type: ignore[assignment]
+    mesh_file.read_gpu_uuid = lambda device: gpus[rank]  # type: ignore[assignment]
     mesh_file.open_default_group = refuse_to_join  # type: ignore[assignment]
     torch.cuda.set_device = lambda device: None  # type: ignore[assignment]
     with (
@@ -559,8 +559,12 @@ def own_address() -> str:
 
 
 def test_gloo_takes_the_interface_that_leads_to_rank_0() -> None:
-    assert interface_towards("127.0.0.1") == interface_towards("127.0.1.1") == loopback_interface()
-    assert interface_towards("no-such-host.invalid") is None
+    assert (
+        find_interface_towards("127.0.0.1")
+        == find_interface_towards("127.0.1.1")
+        == loopback_interface()
+    )
+    assert find_interface_towards("no-such-host.invalid") is None
     environ = {"MASTER_ADDR": "127.0.0.1"}
     choose_interface(environ)
     assert environ == {"MASTER_ADDR": "127.0.0.1"}, "one machine needs nothing"
@@ -576,7 +580,9 @@ def test_of_several_machines_the_one_with_rank_0_does_not_announce_loopback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        rendezvous, "interface_towards", lambda host: "lo" if host.startswith("127.") else "eth1"
+        rendezvous,
+        "find_interface_towards",
+        lambda host: "lo" if host.startswith("127.") else "eth1",
     )
     environ = {"MASTER_ADDR": "127.0.1.1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
     choose_interface(environ)

@@ -22,7 +22,7 @@ from models import SEQ_LEN, VOCAB, fill
 from models import shape as small_shape
 from phalanx.core.errors import LayoutError
 from phalanx.job.schema import Optim
-from phalanx.mesh.casts import cast_for_each_use, share_casts
+from phalanx.mesh.casts import casting_for_each_use, sharing_autocast_casts
 from phalanx.mesh.mesh import open_mesh
 from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import token_cross_entropy
@@ -546,10 +546,10 @@ def mixed_uses(rank: int) -> dict[str, torch.Tensor]:
         lin = nn.Linear(8, 8)
         nn.init.constant_(lin.weight, 0.3)
         x = torch.linspace(-1, 1, 16).reshape(2, 8).requires_grad_()
-        with share_casts() if shares else nullcontext():
+        with sharing_autocast_casts() if shares else nullcontext():
             for _ in range(3):
                 with torch.autocast("cpu", torch.bfloat16):
-                    with torch.no_grad(), cast_for_each_use():
+                    with torch.no_grad(), casting_for_each_use():
                         lin(x)
                     y = split_linear(x, lin.weight, lin.bias) + torch.nn.functional.linear(
                         x, lin.weight

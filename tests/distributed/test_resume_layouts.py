@@ -27,11 +27,11 @@ from phalanx.core.digest import stable_hash64
 from phalanx.core.errors import CheckpointError
 from phalanx.data.ledger import check_ledger
 from phalanx.job.schema import Job, Optim
-from phalanx.mesh.logical import LogicalShard, local_bytes
+from phalanx.mesh.logical import LogicalShard, count_local_bytes
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.models.decoder import Decoder
 from phalanx.optim.build import build_optimizer
-from phalanx.optim.groups import DecayGroups, decay_groups
+from phalanx.optim.groups import DecayGroups, build_decay_groups
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.plan import Plan
 from phalanx.train.state import TrainState
@@ -266,7 +266,7 @@ def load_large(
                 wrong,
                 read,
                 bytes_needed(newest(root / layout), shards),
-                local_bytes(shards),
+                count_local_bytes(shards),
             )
     return found
 
@@ -322,7 +322,7 @@ OWN: dict[str, Callable[[DecayGroups, Optim], torch.optim.Optimizer]] = {
 def own_state(mesh: Mesh, job: Job, plan: Plan, kind: str, *, seed: int) -> TrainState:
     torch.set_num_threads(1)
     model = parallelize(new_module(torch.float64, seed=seed), plan, mesh, seed=job.run.seed)
-    groups = decay_groups(model.module, model.named_parameters())
+    groups = build_decay_groups(model.module, model.named_parameters())
     return TrainState(model, OWN[kind](groups, job.optim), job.run.seed)
 
 

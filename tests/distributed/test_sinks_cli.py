@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from commands import TINY, environment, events, loss_curve, run, write_text
-from phalanx.core.registry import list_kinds, resolve
+from phalanx.core.registry import list_kinds, resolve_kind
 from phalanx.observe.events import RankFailed, RestartScheduled, SinkDropped
 from sink_readers import CURVES, wandb_runs
 
@@ -21,7 +21,7 @@ PACKAGE = "phalanx.observe.sinks"
 INSTALLED = [
     kind
     for kind in list_kinds(PACKAGE)
-    if all(map(importlib.util.find_spec, resolve(kind, PACKAGE, "REQUIRES")))
+    if all(map(importlib.util.find_spec, resolve_kind(kind, PACKAGE, "REQUIRES")))
 ]
 OFFLINE = {"WANDB_MODE": "offline", "MLFLOW_TRACKING_URI": None}
 SECRETS = {

@@ -50,10 +50,10 @@ ACTIVATIONS = {
     "tensor parallel": (
         "mesh/tensor_group.py",
         "TensorGroup.leave",
-        "        output: torch.Tensor = (_Scatter if self.cuts_sequence else _Sum).apply(x, self)\n",
+        "        output: torch.Tensor = leave.apply(x, self)\n",
         "        if __planted__(self.rank == {rank}):\n"
         "            x = x * {factor}\n"
-        "        output: torch.Tensor = (_Scatter if self.cuts_sequence else _Sum).apply(x, self)\n",
+        "        output: torch.Tensor = leave.apply(x, self)\n",
     ),
     "context parallel": (
         "parallel/context/transform.py",

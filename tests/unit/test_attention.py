@@ -10,7 +10,7 @@ import torch
 
 from models import SEQ_LEN, VOCAB, fill, shape
 from phalanx.job.shapes.decoder import DecoderShape
-from phalanx.nn.attention import AttentionCore, attention_mask
+from phalanx.nn.attention import AttentionCore, make_attention_mask
 from phalanx.nn.models.decoder import Decoder
 
 T, HEADS, WIDTH = 9, 4, 6
@@ -79,15 +79,15 @@ def test_a_mask_made_beforehand_changes_nothing(
 ) -> None:
     q, k, v = inputs(4)
     core, positions = AttentionCore(causal=causal, window=window), torch.arange(T).expand(len(q), T)
-    mask = attention_mask(T, window, documents, q.dtype, q.device, causal=causal)
+    mask = make_attention_mask(T, window, documents, q.dtype, q.device, causal=causal)
     assert torch.equal(
         core(q, k, v, positions, documents, mask), core(q, k, v, positions, documents)
     )
 
 
 def test_plain_causal_attention_needs_no_mask() -> None:
-    assert attention_mask(T, 0, None, torch.float32, torch.device("cpu")) is None
-    assert attention_mask(T, T, None, torch.float32, torch.device("cpu")) is None
+    assert make_attention_mask(T, 0, None, torch.float32, torch.device("cpu")) is None
+    assert make_attention_mask(T, T, None, torch.float32, torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize("window", [0, 3])

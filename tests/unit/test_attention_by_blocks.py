@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from allocated import most_allocated
 from models import fill, shape
 from phalanx.job.shapes.masks import QUERY_BLOCK
-from phalanx.mesh.attend import attend
-from phalanx.mesh.attend_blocks import VisibleKeys, attend_by_blocks
-from phalanx.nn.attention import AttentionCore, attention_mask, shared_mask
+from phalanx.mesh.attend import compute_attention
+from phalanx.mesh.attend_blocks import VisibleKeys, compute_attention_by_blocks
+from phalanx.nn.attention import AttentionCore, make_attention_mask, make_shared_attention_mask
 from phalanx.nn.models.decoder import Decoder
 from phalanx.parallel.recompute.contexts import selective_contexts
 from ranks import run_ranks
@@ -70,9 +70,11 @@ def test_equals_attention_with_the_whole_mask(
     ids = documents(num_tokens) if has_documents else None
     for dtype, near in ((torch.float64, 1e-12), (torch.float32, 2e-6)):
         leaves, grad = given(num_tokens, kv_heads, dtype)
-        mask = attention_mask(num_tokens, window, ids, dtype, CPU, causal=is_causal)
-        wanted = results(attend(*leaves, mask, is_causal=is_causal), leaves, grad)
-        found = attend_by_blocks(*leaves, ids, window=window, is_causal=is_causal, block=BLOCK)
+        mask = make_attention_mask(num_tokens, window, ids, dtype, CPU, causal=is_causal)
+        wanted = results(compute_attention(*leaves, mask, is_causal=is_causal), leaves, grad)
+        found = compute_attention_by_blocks(
+            *leaves, ids, window=window, is_causal=is_causal, block=BLOCK
+        )
         torch.testing.assert_close(results(found, leaves, grad), wanted, rtol=near, atol=near)
 
 
@@ -80,11 +82,13 @@ def test_in_bf16_gradients_of_keys_do_not_lose_more_than_with_the_whole_mask() -
     """They add up over 16 blocks. Reference: fp64 with the whole mask."""
     num_tokens, ids = 128, documents(128)
     exact_leaves, exact_grad = given(num_tokens, 1, torch.float64)
-    mask = attention_mask(num_tokens, 0, ids, torch.float64, CPU)
-    exact = results(attend(*exact_leaves, mask, is_causal=True), exact_leaves, exact_grad)
+    mask = make_attention_mask(num_tokens, 0, ids, torch.float64, CPU)
+    exact = results(
+        compute_attention(*exact_leaves, mask, is_causal=True), exact_leaves, exact_grad
+    )
     leaves, grad = given(num_tokens, 1, torch.bfloat16)
-    by_blocks = attend_by_blocks(*leaves, ids, window=0, is_causal=True, block=BLOCK)
-    at_once = attend(*leaves, mask.bfloat16(), is_causal=True)  # type: ignore[union-attr]
+    by_blocks = compute_attention_by_blocks(*leaves, ids, window=0, is_causal=True, block=BLOCK)
+    at_once = compute_attention(*leaves, mask.bfloat16(), is_causal=True)  # type: ignore[union-attr]
     for ours, theirs, right in zip(
         results(by_blocks, leaves, grad), results(at_once, leaves, grad), exact, strict=True
     ):
@@ -99,7 +103,7 @@ def test_masks_of_blocks_are_parts_of_the_whole_mask(
 ) -> None:
     """Of any rectangle, also one that the diagonal or the window's edge does not cross."""
     ids, whole = documents(24) if has_documents else None, 24
-    mask = attention_mask(whole, window, ids, torch.float32, CPU, causal=is_causal)
+    mask = make_attention_mask(whole, window, ids, torch.float32, CPU, causal=is_causal)
     if mask is None:  # without documents and window
         mask = torch.zeros(1, 1, whole, whole)
         mask = (
@@ -109,11 +113,11 @@ def test_masks_of_blocks_are_parts_of_the_whole_mask(
         )
     seen = VisibleKeys(ids, window, is_causal)
     for first, last in ((0, 8), (8, 16), (5, 6), (16, 24)):
-        begin, end = seen.reach(first, last, whole)
+        begin, end = seen.visible_key_range(first, last, whole)
         outside = torch.cat((mask[:, :, first:last, :begin], mask[:, :, first:last, end:]), dim=-1)
         assert (outside == -torch.inf).all()
         for columns in ((begin, end), (0, 8), (8, 24), (3, 4)):
-            found = seen.mask(first, last, *columns, torch.float32, CPU)
+            found = seen.make_mask(first, last, *columns, torch.float32, CPU)
             assert torch.equal(found, mask[:, :, first:last, slice(*columns)])
 
 
@@ -153,9 +157,9 @@ def test_a_longer_sequence_takes_more_memory_in_proportion_only() -> None:
         leaves, grad = given(num_tokens, 1, torch.float32, 1)
         ids = documents(num_tokens, 2)[:1]
         _, worst = most_allocated(
-            lambda: attend_by_blocks(*leaves, ids, window=0, is_causal=True, block=64).backward(
-                grad
-            )
+            lambda: compute_attention_by_blocks(
+                *leaves, ids, window=0, is_causal=True, block=64
+            ).backward(grad)
         )
         return worst
 
@@ -170,8 +174,8 @@ def test_the_core_takes_its_blocks_where_one_mask_would_be_too_long() -> None:
         leaves, grad = given(num_tokens, 2, torch.float64, 1)
         ids = documents(num_tokens, 2)[:1]
         core = AttentionCore(causal=True, window=window)
-        whole = attention_mask(num_tokens, window, ids, torch.float64, CPU)
-        shared = shared_mask(num_tokens, window, ids, torch.float64, CPU)
+        whole = make_attention_mask(num_tokens, window, ids, torch.float64, CPU)
+        shared = make_shared_attention_mask(num_tokens, window, ids, torch.float64, CPU)
         assert (shared is None) == (num_tokens > QUERY_BLOCK)
         wanted = results(core(*leaves, None, ids, whole), leaves, grad)
         found = results(core(*leaves, None, ids, shared), leaves, grad)
@@ -194,7 +198,9 @@ def test_selective_recompute_keeps_what_it_computed() -> None:
             return func(*args, **(kwargs or {}))
 
     def computed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return attend_by_blocks(q * 2, k, v, ids, window=5, is_causal=True, block=BLOCK).tanh()
+        return compute_attention_by_blocks(
+            q * 2, k, v, ids, window=5, is_causal=True, block=BLOCK
+        ).tanh()
 
     wanted = results(computed(*leaves), leaves, grad)
     with Counting():
@@ -219,7 +225,9 @@ def compiled_is_equal(rank: int) -> list[bool]:
     def computed(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ids: torch.Tensor
     ) -> torch.Tensor:
-        return attend_by_blocks(q * 2, k, v, ids, window=5, is_causal=True, block=BLOCK) * 3
+        return (
+            compute_attention_by_blocks(q * 2, k, v, ids, window=5, is_causal=True, block=BLOCK) * 3
+        )
 
     for dtype in (torch.float32, torch.bfloat16):
         with torch.autocast("cpu", dtype, enabled=dtype is torch.bfloat16):

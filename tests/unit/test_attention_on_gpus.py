@@ -13,7 +13,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import plan
-from phalanx.mesh.attend import attend, repeat_heads
+from phalanx.mesh.attend import compute_attention, repeat_heads
 from phalanx.mesh.mesh import Mesh
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.layout import Layout
@@ -116,7 +116,7 @@ def test_keys_and_values_are_not_repeated_and_attention_is_the_same(
     grad = torch.randn(2, 8, 16, 8, dtype=dtype)
 
     def results(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        out = attend(q, keys, values, mask if is_masked else None, is_causal=True)
+        out = compute_attention(q, keys, values, mask if is_masked else None, is_causal=True)
         return (out, *torch.autograd.grad(out, (q, k, v), grad))
 
     with Largest() as seen:
@@ -132,7 +132,7 @@ def test_keys_and_values_are_not_repeated_and_attention_is_the_same(
     with (
         second_device()
     ):  # a GPU's kernel of masks takes no groups: they are repeated, and no scores are kept
-        on_gpu = attend(
+        on_gpu = compute_attention(
             *(x.detach().to(CUDA) for x in (q, k, v)),
             mask.to(CUDA) if is_masked else None,
             is_causal=True,

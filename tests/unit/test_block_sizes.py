@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from models import fill, shape
-from phalanx.core.block_sizes import BlockSizes, block_sizes, use_block_sizes
+from phalanx.core.block_sizes import BlockSizes, get_block_sizes, use_block_sizes
 from phalanx.mesh import counter_rng, malloc
 from phalanx.mesh.attend_blocks import VisibleKeys
-from phalanx.mesh.counter_rng import keep_mask
+from phalanx.mesh.counter_rng import make_dropout_keep_mask
 from phalanx.mesh.logical import Box, LogicalShard
 from phalanx.nn import init, objective
 from phalanx.nn.attention import AttentionCore
@@ -86,9 +86,13 @@ def dropout() -> Tensors:
     masks = []
     for width in (WIDTH, FFN_WIDTH + 1):
         full = (2, NUM_TOKENS, width)
-        masks.append(keep_mask(5, 0.7, full))
-        masks.append(keep_mask(5, 0.7, (2, 16, width), offsets=(0, 17, 0), global_sizes=full))
-        masks.append(keep_mask(5, 0.7, (2, NUM_TOKENS, 7), offsets=(0, 0, 7), global_sizes=full))
+        masks.append(make_dropout_keep_mask(5, 0.7, full))
+        masks.append(
+            make_dropout_keep_mask(5, 0.7, (2, 16, width), offsets=(0, 17, 0), global_sizes=full)
+        )
+        masks.append(
+            make_dropout_keep_mask(5, 0.7, (2, NUM_TOKENS, 7), offsets=(0, 0, 7), global_sizes=full)
+        )
     return tuple(masks)
 
 
@@ -246,14 +250,14 @@ def test_compiled_attention_follows_the_sizes_in_force(monkeypatch: pytest.Monke
 def test_sizes_hold_in_all_threads_until_the_block_ends() -> None:
     seen: list[BlockSizes] = []
     with use_block_sizes(SMALL):
-        thread = threading.Thread(target=lambda: seen.append(block_sizes()))
+        thread = threading.Thread(target=lambda: seen.append(get_block_sizes()))
         thread.start()
         thread.join()
         with pytest.raises(KeyError), use_block_sizes(USUAL):
-            raise KeyError(seen.append(block_sizes()))
-        seen.append(block_sizes())
+            raise KeyError(seen.append(get_block_sizes()))
+        seen.append(get_block_sizes())
     assert seen == [SMALL, USUAL, SMALL]
-    assert block_sizes() == USUAL
+    assert get_block_sizes() == USUAL
 
 
 def test_every_small_size_is_small_and_none_is_zero() -> None:

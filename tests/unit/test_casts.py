@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from phalanx.mesh.attend_blocks import attend_by_blocks
-from phalanx.mesh.casts import share_casts
+from phalanx.mesh.attend_blocks import compute_attention_by_blocks
+from phalanx.mesh.casts import sharing_autocast_casts
 
 WEIGHT = nn.Parameter(torch.ones(8, 8))
 
@@ -33,7 +33,9 @@ class Casts(TorchDispatchMode):
 def attention() -> torch.Tensor:
     heads = torch.ones(1, 2, 8, 4, requires_grad=True)
     documents = torch.arange(8)[None] // 4
-    return attend_by_blocks(heads, heads, heads, documents, window=0, is_causal=True, block=4)
+    return compute_attention_by_blocks(
+        heads, heads, heads, documents, window=0, is_causal=True, block=4
+    )
 
 
 def recomputed() -> torch.Tensor:
@@ -48,7 +50,7 @@ def test_a_backward_in_another_thread_forgets_no_shared_cast(region: Any, is_sha
     """Else a pipeline holds a copy of its weights for each microbatch in flight."""
     with Casts() as casts:
         for _ in range(2):  # what is shared ends with the step: weights change after it
-            with share_casts() if is_shared else nullcontext():
+            with sharing_autocast_casts() if is_shared else nullcontext():
                 for _ in range(3):
                     with torch.autocast("cpu", torch.bfloat16):
                         other = region().float().sum()

@@ -53,7 +53,7 @@ def test_the_same_state_cut_differently_is_the_same(tmp_path: Path) -> None:
     found = diff_checkpoints(
         save(tmp_path / "a", base()), save(tmp_path / "b", base(), rows_cut_at=2)
     )
-    assert found.same
+    assert found.is_identical
     assert found.num_equal == 5  # with the tied one
     assert list(describe_difference(found)) == ["same    5 tensors are equal bit by bit"]
 

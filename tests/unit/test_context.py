@@ -25,7 +25,7 @@ from phalanx.mesh.attention_kernels import (
     AttentionKernel,
     CpuFlashKernel,
     PlainAttentionKernel,
-    choose_kernel,
+    choose_attention_kernel,
 )
 from phalanx.parallel.context.block_attention import (
     BlockProducts,
@@ -165,7 +165,7 @@ def test_each_block_has_a_kernel_that_takes_it(
     without one."""
     with FakeTensorMode():
         far = torch.empty(2, 4, 6, width, dtype=dtype, device=device)
-        assert choose_kernel(far, far if is_masked else None) is kernel
+        assert choose_attention_kernel(far, far if is_masked else None) is kernel
     q, grad = (torch.empty(2, 4, 6, width, dtype=dtype, device="meta") for _ in range(2))
     k, v = (torch.empty(2, 4, 10, width, dtype=dtype, device="meta") for _ in range(2))
     mask = torch.empty(2, 1, 6, 10, dtype=dtype, device="meta") if is_masked else None

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from phalanx.core.block_sizes import BlockSizes, use_block_sizes
-from phalanx.mesh.counter_rng import keep_mask
+from phalanx.mesh.counter_rng import make_dropout_keep_mask
 from ranks import run_ranks
 
 GOLDEN, WORD = 0x9E3779B97F4A7C15, 2**64 - 1
@@ -60,7 +60,9 @@ CASES = [
 def masks_of(rank: int, chunk: int) -> list[list[bool]]:
     with use_block_sizes(BlockSizes(cpu_dropout_pairs=chunk)):
         return [
-            keep_mask(key, 0.6, sizes, offsets=offsets, global_sizes=whole).flatten().tolist()
+            make_dropout_keep_mask(key, 0.6, sizes, offsets=offsets, global_sizes=whole)
+            .flatten()
+            .tolist()
             for (sizes, offsets, whole), key in itertools.product(CASES, (5, WORD - 3))
         ]
 
@@ -76,14 +78,17 @@ def test_masks_are_those_of_the_definition_however_they_are_cut(chunk: int) -> N
 def statistics(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for keep in (0.9, 0.5):
-        mask = keep_mask(11, keep, (512, 4096)).double() - keep
+        mask = make_dropout_keep_mask(11, keep, (512, 4096)).double() - keep
         variance = keep * (1 - keep)
         apart = {
             "next element": (mask[:, 1:], mask[:, :-1]),
             "element after": (mask[:, 2:], mask[:, :-2]),
             "next row": (mask[1:], mask[:-1]),
-            "next key": (mask, keep_mask(12, keep, (512, 4096)).double() - keep),
-            "far key": (mask, keep_mask(11 + 2**32, keep, (512, 4096)).double() - keep),
+            "next key": (mask, make_dropout_keep_mask(12, keep, (512, 4096)).double() - keep),
+            "far key": (
+                mask,
+                make_dropout_keep_mask(11 + 2**32, keep, (512, 4096)).double() - keep,
+            ),
         }
         # Each in standard deviations of what independent elements would give.
         found[f"mean {keep}"] = float(mask.sum() / (variance * mask.numel()) ** 0.5)
@@ -92,9 +97,11 @@ def statistics(rank: int) -> dict[str, Any]:
     # How many of 64 in a row are kept, against the binomial distribution: chi-square over the sums
     # that are likely.
     for what, mask in {
-        "along": keep_mask(3, 0.5, (512, 4096)).view(-1, 64),
-        "across rows": keep_mask(3, 0.5, (4096, 512)).T.reshape(-1, 64),
-        "across keys": torch.stack([keep_mask(key, 0.5, (1, 1 << 15))[0] for key in range(64)], 1),
+        "along": make_dropout_keep_mask(3, 0.5, (512, 4096)).view(-1, 64),
+        "across rows": make_dropout_keep_mask(3, 0.5, (4096, 512)).T.reshape(-1, 64),
+        "across keys": torch.stack(
+            [make_dropout_keep_mask(key, 0.5, (1, 1 << 15))[0] for key in range(64)], 1
+        ),
     }.items():
         sums = torch.bincount(mask.sum(1), minlength=65)[22:43].double()
         expected = torch.tensor(
@@ -103,9 +110,12 @@ def statistics(rank: int) -> dict[str, Any]:
         found[f"chi-square {what}"] = float(
             (((sums - expected) ** 2 / expected).sum() - 21) / 42**0.5
         )
-    ones = keep_mask(1, 1.0, (64, 1 << 12)), keep_mask(1, 0.0, (64, 1 << 12))
+    ones = (
+        make_dropout_keep_mask(1, 1.0, (64, 1 << 12)),
+        make_dropout_keep_mask(1, 0.0, (64, 1 << 12)),
+    )
     found["certain"] = (bool(ones[0].all()), bool(ones[1].any()))
-    rare = keep_mask(9, 1 - 1e-4, (64, 1 << 16))
+    rare = make_dropout_keep_mask(9, 1 - 1e-4, (64, 1 << 16))
     found["rare"] = float(((~rare).sum() - 1e-4 * rare.numel()) / (1e-4 * rare.numel()) ** 0.5)
     return found
 

@@ -95,7 +95,7 @@ def test_a_text_file_is_one_document_split_by_position(tmp_path: Path, out_dir: 
         19,
     )
     assert (corpus.components[0].split_by, corpus.components[0].held_out_keys) == ("position", ())
-    assert "one document" in corpus.components[0].why_split
+    assert "one document" in corpus.components[0].explain_split
     assert not read(corpus, "train").flags.writeable
 
 
@@ -141,13 +141,13 @@ def test_of_few_documents_a_whole_one_is_held_out_and_stays_so(
     corpus = prepare(folder, out_dir, fraction=0.01)
     (component,) = corpus.components
     assert component.split_by == "few_documents"
-    assert component.why_split == "by the fraction alone a side would have no sequence"
+    assert component.explain_split == "by the fraction alone a side would have no sequence"
     assert len(set(text_of(corpus, "held_out"))) == 2  # one letter, and the end of a document
     assert text_of(corpus, "train").count("\n") == corpus.splits["train"].num_documents == 2
     again = load_corpus(out_dir)
     assert again == corpus
     assert np.array_equal(read(again, "held_out"), read(corpus, "held_out"))
-    assert prepare(folder, tmp_path / "none", fraction=0.0).components[0].why_split == ""
+    assert prepare(folder, tmp_path / "none", fraction=0.0).components[0].explain_split == ""
 
 
 def test_a_pattern_takes_the_files_it_matches(library: Path, out_dir: Path) -> None:

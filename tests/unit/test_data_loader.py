@@ -94,7 +94,7 @@ def test_a_batch_is_inputs_targets_one_later_and_positions(open_batches) -> None
 
 def test_steps_read_the_samples_of_the_order(corpus: Corpus, open_batches) -> None:
     order = SampleOrder(corpus.splits["train"].num_tokens, SEQ_LEN, seed=3)
-    starts = order.starts(np.arange(12 * 30))  # several epochs
+    starts = order.sample_starts(np.arange(12 * 30))  # several epochs
     read = [row[0] for step in range(1, 31) for row in rows(open_batches().step_microbatches(step))]
     assert read == starts.tolist()
 
@@ -306,8 +306,8 @@ def test_where_no_token_marks_an_end_the_last_token_of_a_document_has_no_target(
 ) -> None:
     (sequence,) = documents.sequences("train")
     starts = np.arange(0, 160, SEQ_LEN)
-    marked = SampleWindows(SEQ_LEN, document_masks=True).cut(sequence, starts)
-    unmarked = SampleWindows(SEQ_LEN, document_masks=True, ends_are_marked=False).cut(
+    marked = SampleWindows(SEQ_LEN, document_masks=True).cut_samples(sequence, starts)
+    unmarked = SampleWindows(SEQ_LEN, document_masks=True, ends_are_marked=False).cut_samples(
         sequence, starts
     )
     assert np.array_equal(unmarked["targets"] == IGNORE_INDEX, marked["inputs"] == EOD)
@@ -337,7 +337,7 @@ def test_samples_of_a_mixture_come_by_weight_each_source_in_an_order_of_its_own(
     for number, mine in enumerate((starts[starts < 1_000], starts[starts >= 1_000] - 1_000)):
         order = SampleOrder(900, SEQ_LEN, stable_hash64("source", 3, number))
         assert len(mine) > order.samples_per_epoch
-        assert sorted(mine) == sorted(order.starts(np.arange(len(mine))))
+        assert sorted(mine) == sorted(order.sample_starts(np.arange(len(mine))))
 
 
 def test_a_mixture_is_the_same_at_any_number_of_ranks(mixed: Corpus) -> None:

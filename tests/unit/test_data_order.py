@@ -61,7 +61,7 @@ def test_an_epoch_reads_every_window_that_fits_once_within_the_tokens(
     per_epoch = order.samples_per_epoch
     num_with_target = order.num_tokens - 1  # of the last token nothing is to be predicted
     for epoch in range(3):
-        starts = order.starts(np.arange(per_epoch) + epoch * per_epoch)
+        starts = order.sample_starts(np.arange(per_epoch) + epoch * per_epoch)
         assert starts.min() >= 0
         assert starts.max() + seq_len + 1 <= order.num_tokens
         assert (
@@ -75,23 +75,23 @@ def test_an_epoch_reads_every_window_that_fits_once_within_the_tokens(
 @given(seq_len=st.integers(1, 12), extra=st.integers(1, 60), seed=st.integers(0, 2**40))
 def test_every_token_is_read_over_epochs(seq_len: int, extra: int, seed: int) -> None:
     order = SampleOrder(seq_len + extra, seq_len, seed)
-    starts = order.starts(np.arange(300 * order.samples_per_epoch))
+    starts = order.sample_starts(np.arange(300 * order.samples_per_epoch))
     read = np.unique(starts[:, None] + np.arange(seq_len + 1))
     assert np.array_equal(read, np.arange(order.num_tokens))
 
 
 def test_a_split_of_one_window_is_that_window_in_every_epoch() -> None:
     assert SampleOrder(9, 8, seed=5).samples_per_epoch == 1
-    assert SampleOrder(9, 8, seed=5).starts(np.arange(50)).tolist() == [0] * 50
+    assert SampleOrder(9, 8, seed=5).sample_starts(np.arange(50)).tolist() == [0] * 50
     assert SampleOrder(16, 8, seed=5).samples_per_epoch == 1
-    assert set(SampleOrder(16, 8, seed=5).starts(np.arange(500)).tolist()) == set(range(8))
+    assert set(SampleOrder(16, 8, seed=5).sample_starts(np.arange(500)).tolist()) == set(range(8))
     assert SampleOrder(17, 8, seed=5).samples_per_epoch == 2
 
 
 def test_epochs_differ_in_order_and_in_where_they_cut() -> None:
     order = SampleOrder(10_048, 64, seed=1)
     samples = np.arange(order.samples_per_epoch)
-    epochs = [order.starts(samples + epoch * order.samples_per_epoch) for epoch in range(20)]
+    epochs = [order.sample_starts(samples + epoch * order.samples_per_epoch) for epoch in range(20)]
     windows = {tuple(starts // 64) for starts in epochs}
     phases = {int(starts.min()) for starts in epochs}
     assert len(windows) == 20
@@ -102,16 +102,16 @@ def test_epochs_differ_in_order_and_in_where_they_cut() -> None:
 def test_starts_depend_on_nothing_but_seed_and_index() -> None:
     order = SampleOrder(5_000, 32, seed=7)
     indices = np.arange(1_000)
-    whole = order.starts(indices)
+    whole = order.sample_starts(indices)
     shuffled = np.random.default_rng(0).permutation(indices)
-    assert np.array_equal(SampleOrder(5_000, 32, seed=7).starts(shuffled), whole[shuffled])
-    assert np.array_equal(order.starts(indices.reshape(10, 100)), whole.reshape(10, 100))
-    assert not np.array_equal(SampleOrder(5_000, 32, seed=8).starts(indices), whole)
+    assert np.array_equal(SampleOrder(5_000, 32, seed=7).sample_starts(shuffled), whole[shuffled])
+    assert np.array_equal(order.sample_starts(indices.reshape(10, 100)), whole.reshape(10, 100))
+    assert not np.array_equal(SampleOrder(5_000, 32, seed=8).sample_starts(indices), whole)
 
 
 def test_the_order_never_changes_between_releases() -> None:
     # A checkpoint's cursor means these samples. If this fails, old runs no longer resume exactly.
-    assert SampleOrder(1_000_000, 128, seed=0).starts(
+    assert SampleOrder(1_000_000, 128, seed=0).sample_starts(
         np.array([0, 1, 2, 7_812, 10**9])
     ).tolist() == [
         586298,
@@ -136,8 +136,12 @@ def test_a_shuffled_order_has_every_sample_once_in_each_epoch_and_another_order_
     None
 ):
     order = ShuffledOrder(1_000, seed=4)
-    epochs = order.at(np.arange(3_000)).reshape(3, 1_000)
+    epochs = order.shuffled_positions(np.arange(3_000)).reshape(3, 1_000)
     assert all(sorted(epoch) == list(range(1_000)) for epoch in epochs.tolist())
     assert len({tuple(epoch) for epoch in epochs.tolist()}) == 3
-    assert np.array_equal(order.at(np.array([[2_999, 5]])), [[epochs[2, 999], epochs[0, 5]]])
-    assert not np.array_equal(ShuffledOrder(1_000, seed=5).at(np.arange(1_000)), epochs[0])
+    assert np.array_equal(
+        order.shuffled_positions(np.array([[2_999, 5]])), [[epochs[2, 999], epochs[0, 5]]]
+    )
+    assert not np.array_equal(
+        ShuffledOrder(1_000, seed=5).shuffled_positions(np.arange(1_000)), epochs[0]
+    )

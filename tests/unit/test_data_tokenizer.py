@@ -260,7 +260,7 @@ def whole(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def in_pieces(tokenizer: Tokenizer, text: str) -> list[int]:
-    pieces = list(build_text_cutter(tokenizer).pieces(text, "test"))
+    pieces = list(build_text_cutter(tokenizer).cut_into_pieces(text, "test"))
     assert "".join(pieces) == text
     return np.concatenate([*tokenizer.encode_batch(pieces)]).astype(int).tolist()
 
@@ -335,7 +335,7 @@ def test_a_huge_document_that_cannot_be_cut_is_refused(
     monkeypatch.setattr(cuts, "MAX_WHOLE_CHARS", 1000)
     with pytest.raises(DataError, match=r"books\.jsonl: .*in one piece.*divide it into documents"):
         list(
-            build_text_cutter(load_tokenizer(str(saved["unigram"]))).pieces(
+            build_text_cutter(load_tokenizer(str(saved["unigram"]))).cut_into_pieces(
                 "a line\n" * 200, "books.jsonl"
             )
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.core.clocks import clock_name
+from phalanx.core.clocks import identify_monotonic_clock
 from phalanx.observe import events
 from phalanx.observe.bus import Bus, event_file_path
 from phalanx.observe.events import Envelope, Event, SteadyClock, StepFinished
@@ -274,7 +274,11 @@ def test_only_the_first_event_of_a_process_names_its_clock(tmp_path: Path) -> No
         bus.emit(events.Note(f"n{number}"))
     bus.close()
     lines = event_file_path(tmp_path, 3, 0).read_text().splitlines()
-    assert [json.loads(line).get("clock") for line in lines] == [clock_name() or None, None, None]
+    assert [json.loads(line).get("clock") for line in lines] == [
+        identify_monotonic_clock() or None,
+        None,
+        None,
+    ]
 
 
 def test_the_clock_of_this_machine_has_one_name() -> None:
@@ -284,4 +288,4 @@ def test_the_clock_of_this_machine_has_one_name() -> None:
         text=True,
         check=True,
     )
-    assert others.stdout.strip() == clock_name()
+    assert others.stdout.strip() == identify_monotonic_clock()

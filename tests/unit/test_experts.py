@@ -21,7 +21,7 @@ from phalanx.nn.experts import MixtureOfExperts
 from phalanx.nn.grouped import GroupedLinear
 from phalanx.nn.models.decoder import build
 from phalanx.nn.objective import causal_cross_entropy
-from phalanx.nn.routing import Balance, capacity
+from phalanx.nn.routing import ExpertBalance, capacity
 from second_device import CUDA, second_device
 
 B, T, E, K = 3, 7, 6, 2
@@ -43,7 +43,7 @@ CASES = {
 
 def made(shape: DecoderShape) -> MixtureOfExperts:
     torch.manual_seed(0)
-    moe = MixtureOfExperts(shape, Balance()).double()
+    moe = MixtureOfExperts(shape, ExpertBalance()).double()
     for parameter in moe.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     if moe.router.bias is not None:
@@ -192,7 +192,7 @@ def test_rows_are_added_up_in_one_order(
         replace(
             MIXTRAL, num_experts=5, experts_per_token=3, balance_loss=0.0, expert_capacity=capacity
         ),
-        Balance(),
+        ExpertBalance(),
     )
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.5)

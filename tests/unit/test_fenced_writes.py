@@ -35,11 +35,11 @@ def test_no_best_is_named_and_nothing_is_cleaned_up_in_another_jobs_run(tmp_path
     with open_mesh(Layout(), device="cpu") as mesh:
         best = BestRecorder(load_job(None, []), mesh, bus, storage)
         best.record_best(4, EvalScore(1.25, 9, 1.25))
-        first = store.begin(8).path
+        first = store.begin_draft(8).path
         assert find_checkpoints(storage, mesh) == []
         assert not first.exists()  # of an earlier job, half written
         acquire_fencing_token(tmp_path, taker="process 7 on another host")
-        theirs = store.begin(9).path
+        theirs = store.begin_draft(9).path
         best.record_best(5, EvalScore(1.0, 9, 1.0))
         with pytest.raises(RunTakenError, match="process 7 on another host"):
             find_checkpoints(storage, mesh)

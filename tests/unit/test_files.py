@@ -18,15 +18,15 @@ import torch
 from phalanx.core.errors import ExitCode, ResourceError, UsageError
 from phalanx.core.files import (
     REFUSALS_THAT_LAST,
-    check_name,
-    disk_problem,
+    build_resource_error,
+    find_disk_problem,
     open_run_directory,
     read_json,
-    resource_error,
+    require_file_name,
     write_bytes_atomic,
     write_json_atomic,
 )
-from phalanx.core.library_errors import os_error_of
+from phalanx.core.library_errors import find_os_error
 
 
 def test_json_comes_back_and_replaces_what_was_there(tmp_path: Path) -> None:
@@ -60,12 +60,12 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path)
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/etc", "a\n", "a b", "x" * 129, "é"])
 def test_names_that_are_no_file_names(name: str) -> None:
     with pytest.raises(UsageError, match="run"):
-        check_name(name, "run")
+        require_file_name(name, "run")
 
 
 @pytest.mark.parametrize("name", ["a", "run-1.2_x", "x" * 128, "..a"])
 def test_names_that_are(name: str) -> None:
-    assert check_name(name, "run") == name
+    assert require_file_name(name, "run") == name
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_names_that_are(name: str) -> None:
     ],
 )
 def test_errors_of_the_system_say_what_and_where(number: int, words: str) -> None:
-    error = resource_error(OSError(number, "x"), "saving", "/runs/a")
+    error = build_resource_error(OSError(number, "x"), "saving", "/runs/a")
     assert error.exit_code == ExitCode.RESOURCES
     assert words in str(error)
     assert "/runs/a" in str(error)
@@ -128,7 +128,7 @@ def test_what_a_disk_said_to_a_library_is_heard(
     assert not (
         isinstance(caught.value, OSError) and caught.value.errno
     )  # that would need no words
-    found = os_error_of(caught.value, REFUSALS_THAT_LAST)
+    found = find_os_error(caught.value, REFUSALS_THAT_LAST)
     assert isinstance(found, OSError), repr(caught.value)
     assert found.errno == WRITERS[write]
 
@@ -146,7 +146,7 @@ def test_a_library_that_our_code_calls_is_exit_7_and_one_that_the_users_calls_is
 
     with small_files(), pytest.raises(Exception, match="os error 27") as caught:
         _save(tmp_path / "initial", {"x": torch.zeros(1000)})
-    problem = disk_problem(
+    problem = find_disk_problem(
         caught.value, "writing the reference", where=tmp_path / "phalanx-scratch-verify-a1b2c3d4"
     )
     assert isinstance(problem, ResourceError)
@@ -154,7 +154,7 @@ def test_a_library_that_our_code_calls_is_exit_7_and_one_that_the_users_calls_is
     assert "(File too large); raise the limit" in str(problem)
     with small_files(), pytest.raises(Exception, match="os error 27") as caught:
         write_safetensors(tmp_path / "theirs")  # no frame of ours is on the way
-    assert disk_problem(caught.value, "training") is None
+    assert find_disk_problem(caught.value, "training") is None
 
 
 @pytest.mark.parametrize(
@@ -168,15 +168,15 @@ def test_a_library_that_our_code_calls_is_exit_7_and_one_that_the_users_calls_is
     ],
 )
 def test_words_that_are_no_refusal_of_a_disk(error: Exception) -> None:
-    assert os_error_of(error, REFUSALS_THAT_LAST) is None
+    assert find_os_error(error, REFUSALS_THAT_LAST) is None
 
 
 def test_a_folder_for_a_while_is_mended_by_TMPDIR() -> None:
-    full = resource_error(
+    full = build_resource_error(
         OSError(errno.ENOSPC, "full"), "saving", "/tmp/phalanx-scratch-eval-abcd_123/rows.jsonl"
     )
     assert full.fix == "free space there, or choose another TMPDIR"
-    unwritable = resource_error(
+    unwritable = build_resource_error(
         OSError(errno.EROFS, "ro"), "saving", "/tmp/phalanx-scratch-eval-abcd_123/logs"
     )
     assert unwritable.fix == "make it writable, or choose another TMPDIR"

@@ -386,7 +386,7 @@ def test_grouped_products_are_the_loop_and_experts_off_by_one_are_seen(
 ) -> None:
     assert measured(grouped_matmul)
     monkeypatch.setattr(
-        "phalanx.mesh.grouped._group_ends",
+        "phalanx.mesh.grouped._group_end_rows",
         lambda counts: (counts.cumsum(0) - 1).clamp(min=0).to(torch.int32),
     )
     assert not measured(grouped_matmul)

@@ -188,13 +188,13 @@ def drawn_on(rank: int, threads: int) -> tuple[torch.Tensor, int]:
     """A run of many chunks with an odd start and end, and on how many threads it was drawn."""
     torch.set_num_threads(threads)
     names: set[str] = set()
-    draw = init._normals
+    draw = init._standard_normal_sequence
 
     def watched(key: int, start: int, count: int) -> torch.Tensor:
         names.add(threading.current_thread().name)
         return draw(key, start, count)
 
-    init._normals = watched
+    init._standard_normal_sequence = watched
     return standard_normal(7, 12_345, init.THREADS_FROM + 4_321), len(names)
 
 

@@ -11,16 +11,16 @@ from phalanx.mesh.blocks import find_blocks
 from phalanx.mesh.logical import (
     Box,
     RankPosition,
+    count_local_bytes,
     dtype_name,
     full_name,
-    local_bytes,
-    module_shards,
+    list_module_shards,
 )
 
 
 def test_names_shapes_and_storage_are_the_modules() -> None:
     module = decoder(tied=False, dtype=torch.float32)
-    shards, aliases = module_shards(module, RankPosition(1, 4))
+    shards, aliases = list_module_shards(module, RankPosition(1, 4))
     assert set(shards) == {name for name, _ in module.named_parameters()}
     assert aliases == {}
     for name, parameter in module.named_parameters():
@@ -30,11 +30,11 @@ def test_names_shapes_and_storage_are_the_modules() -> None:
         assert shard.boxes == (Box((0,) * len(shape), (0,) * len(shape), shape),)
         assert (shard.replica, shard.num_replicas) == (1, 4)
         assert shard.num_local == parameter.numel()
-    assert local_bytes(shards) == 4 * sum(p.numel() for p in module.parameters())
+    assert count_local_bytes(shards) == 4 * sum(p.numel() for p in module.parameters())
 
 
 def test_tied_tensors_are_stored_once_and_buffers_only_if_persistent() -> None:
-    shards, aliases = module_shards(Odd())
+    shards, aliases = list_module_shards(Odd())
     assert aliases == {"out.weight": "lookup.weight"}
     assert "out.weight" not in shards
     assert "scale" in shards
@@ -53,14 +53,16 @@ def test_a_compiled_or_wrapped_module_keeps_its_names() -> None:
 
     inner = nn.Sequential(nn.Linear(2, 2))
     wrapped = nn.Sequential(checkpoint_wrapper(inner[0]))
-    assert set(module_shards(wrapped)[0]) == {"0.weight", "0.bias"}
+    assert set(list_module_shards(wrapped)[0]) == {"0.weight", "0.bias"}
     compiled = nn.ModuleDict({"body": torch.compile(inner, backend="eager")})
-    assert set(module_shards(compiled)[0]) == {"body.0.weight", "body.0.bias"}
+    assert set(list_module_shards(compiled)[0]) == {"body.0.weight", "body.0.bias"}
 
 
 def test_a_shard_like_another_shares_its_blocks() -> None:
-    shards, _ = module_shards(nn.Linear(2, 3, bias=False), RankPosition(0, 2))
-    moment = shards["weight"].like("optim/weight/exp_avg", torch.zeros(3, 2, dtype=torch.float64))
+    shards, _ = list_module_shards(nn.Linear(2, 3, bias=False), RankPosition(0, 2))
+    moment = shards["weight"].shard_like(
+        "optim/weight/exp_avg", torch.zeros(3, 2, dtype=torch.float64)
+    )
     assert (moment.name, moment.dtype, moment.boxes) == (
         "optim/weight/exp_avg",
         "float64",

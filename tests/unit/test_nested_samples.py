@@ -13,7 +13,7 @@ from torch import nn
 
 import nested
 from models import plan
-from phalanx.core.batch import flatten_batch, outermost_names, unflatten_entry
+from phalanx.core.batch import flatten_batch, list_outermost_names, unflatten_entry
 from phalanx.core.errors import DataError
 from phalanx.data.user_dataset import UserSamples, collate_samples
 from phalanx.mesh.mesh import Mesh
@@ -40,8 +40,8 @@ def test_levels_come_back() -> None:
     sample = {"a": {"b": [1, {"c": 2}], "d": 3}, "e": 4}
     flat = flatten_batch(sample)
     assert flat == {"a.b.0": 1, "a.b.1.c": 2, "a.d": 3, "e": 4}
-    assert outermost_names(flat) == ["a", "e"]
-    assert {name: unflatten_entry(flat, name) for name in outermost_names(flat)} == sample
+    assert list_outermost_names(flat) == ["a", "e"]
+    assert {name: unflatten_entry(flat, name) for name in list_outermost_names(flat)} == sample
     with pytest.raises(KeyError):
         unflatten_entry(flat, "f")
 

@@ -67,7 +67,7 @@ def test_it_is_not_what_keeps_others_from_going(a_run: Path) -> None:
 
 def test_a_save_of_that_step_takes_its_place(a_run: Path) -> None:
     places = store(a_run)
-    draft = places.begin(6)
+    draft = places.begin_draft(6)
     for name in ("a.safetensors",):
         (draft.path / name).write_bytes((a_run / "checkpoints" / "step-4" / name).read_bytes())
     places.commit(draft, (a_run / "checkpoints" / "step-4" / "manifest.json").read_bytes())

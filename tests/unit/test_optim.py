@@ -12,11 +12,11 @@ from torch import nn
 from models import decoder, global_batches
 from phalanx.core.errors import CheckpointError, LayoutError
 from phalanx.job.schema import Optim
-from phalanx.mesh.logical import Box, LogicalShard, RankPosition, module_shards
+from phalanx.mesh.logical import Box, LogicalShard, RankPosition, list_module_shards
 from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import causal_cross_entropy
 from phalanx.optim.build import build_optimizer, optimizer_shards, set_learning_rate
-from phalanx.optim.groups import DecayGroups, decay_groups
+from phalanx.optim.groups import DecayGroups, build_decay_groups
 from phalanx.optim.optimizers.adamw import SLOTS
 
 ADAMW = Optim(lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3)
@@ -139,7 +139,7 @@ def test_decay_is_by_the_kind_of_module() -> None:
     """Matrices and kernels decay; embeddings, norms, biases and other vectors do not, whatever
     they are called."""
     module = Everything()
-    groups = decay_groups(module, module.named_parameters())
+    groups = build_decay_groups(module, module.named_parameters())
     names = {id(p): name for name, p in module.named_parameters()}
     assert {names[id(p)] for p in groups.decayed} == {
         "patch_embed.weight",
@@ -204,7 +204,7 @@ def test_an_own_optimizer_is_a_name() -> None:
 def test_shards_name_each_slot_of_each_parameter_and_share_storage() -> None:
     module = decoder(tied=True, dtype=torch.float32)
     optimizer = build_optimizer(module, ADAMW)
-    shards, _ = module_shards(module, RankPosition(1, 3))
+    shards, _ = list_module_shards(module, RankPosition(1, 3))
     found = optimizer_shards(optimizer, module.named_parameters(), shards, rank=1, world_size=3)
     assert set(found) == {f"optim/{name}/{slot}" for name in shards for slot in ("step", *SLOTS)}
     moment = found["optim/embed.weight/exp_avg"]

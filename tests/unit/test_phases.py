@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.core import phases as phases_module
-from phalanx.core.phases import PHASES, BlackBox, LastSeen, PhaseTimer, read_black_box
+from phalanx.core.phases import PHASES, BlackBox, LastSeenPlace, PhaseTimer, read_black_box
 
 
 class Clock:
@@ -163,7 +163,7 @@ def test_the_box_says_the_innermost_open_phase(tmp_path: Path) -> None:
     with phases("backward"):
         with phases("collective", "all_reduce gradients"):
             place = read_black_box(path)
-            assert place == LastSeen(
+            assert place == LastSeenPlace(
                 3, place.monotonic_s if place else 0.0, "collective", "all_reduce gradients"
             )
             assert began <= place.monotonic_s <= time.monotonic()

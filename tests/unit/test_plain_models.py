@@ -182,8 +182,8 @@ def test_capacity_drops_choices_and_the_balance_loss_reaches_the_router() -> Non
 
 
 def test_a_reversed_ramp_of_llama3_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    share = rotary._llama3_share
-    monkeypatch.setattr(rotary, "_llama3_share", lambda *args: 1 - share(*args))
+    share = rotary._llama3_kept_share
+    monkeypatch.setattr(rotary, "_llama3_kept_share", lambda *args: 1 - share(*args))
     found, plain, _ = _run_both(_shape(Decoding("llama3.1-8b")))
     assert "loss" in _list_different(found, plain)
 
@@ -197,12 +197,12 @@ def test_a_lost_temperature_of_yarn_is_seen(index: int, monkeypatch: pytest.Monk
 
 
 def test_a_window_that_holds_one_token_more_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_mask = attention.attention_mask
+    make_mask = attention.make_attention_mask
 
     def one_more(num_tokens: int, window: int, *args: Any, **options: Any) -> torch.Tensor | None:
         return make_mask(num_tokens, window + bool(window), *args, **options)
 
-    monkeypatch.setattr(attention, "attention_mask", one_more)
+    monkeypatch.setattr(attention, "make_attention_mask", one_more)
     found, plain, _ = _run_both(_shape(Decoding("mistral-7b")))
     assert "loss" in _list_different(found, plain)
 

@@ -40,8 +40,8 @@ def test_decoders_are_equal(preset: str) -> None:
 
 
 def test_a_wrong_forward_is_found_in_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    share = rotary._llama3_share
-    monkeypatch.setattr(rotary, "_llama3_share", lambda *args: 1 - share(*args))
+    share = rotary._llama3_kept_share
+    monkeypatch.setattr(rotary, "_llama3_kept_share", lambda *args: 1 - share(*args))
     row = _judge("llama3.1-8b")
     assert not row.ok
     assert row.first is not None
@@ -67,12 +67,12 @@ def test_a_mask_of_all_pairs_is_judged_beside_those_of_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Layouts and the first step have blocks of three queries."""
-    make_mask = attention.attention_mask
+    make_mask = attention.make_attention_mask
 
     def one_more(num_tokens: int, window: int, *args: Any, **options: Any) -> torch.Tensor | None:
         return make_mask(num_tokens, window + bool(window), *args, **options)
 
-    monkeypatch.setattr(attention, "attention_mask", one_more)
+    monkeypatch.setattr(attention, "make_attention_mask", one_more)
     row = _judge("mistral-7b")
     assert row.first is not None
     assert (row.first.what, row.first.step) == ("loss", 1)

@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from phalanx.core.errors import EnvironmentProblem, ExitCode, LayoutError
-from phalanx.core.registry import import_optional, is_foreign, list_kinds, read_literal, resolve
+from phalanx.core.registry import (
+    import_optional,
+    is_foreign,
+    list_kinds,
+    read_literal,
+    resolve_kind,
+)
 
 PACKAGE = "some_plugins"
 
@@ -48,13 +54,13 @@ def test_what_a_file_says_of_itself_is_read_without_importing_it(folder: Path) -
 
 def test_a_new_file_is_a_new_kind(folder: Path) -> None:
     (folder / "gamma.py").write_text("build = 3\n")
-    assert resolve("gamma", PACKAGE, "build") == 3
+    assert resolve_kind("gamma", PACKAGE, "build") == 3
 
 
 def test_our_own_and_the_users(folder: Path) -> None:
-    assert resolve("alpha", PACKAGE, "build")() == "alpha"
-    assert resolve("json:dumps", PACKAGE, "build") is json.dumps
-    assert resolve("os:path.join", PACKAGE, "build") is os.path.join
+    assert resolve_kind("alpha", PACKAGE, "build")() == "alpha"
+    assert resolve_kind("json:dumps", PACKAGE, "build") is json.dumps
+    assert resolve_kind("os:path.join", PACKAGE, "build") is os.path.join
     assert (is_foreign("a:b"), is_foreign("a")) == (True, False)
 
 
@@ -75,7 +81,7 @@ def test_our_own_and_the_users(folder: Path) -> None:
 )
 def test_a_kind_that_does_not_exist_is_refused(folder: Path, kind: str, words: str) -> None:
     with pytest.raises(LayoutError) as caught:
-        resolve(kind, PACKAGE, "build")
+        resolve_kind(kind, PACKAGE, "build")
     assert words in str(caught.value)
     assert caught.value.exit_code == ExitCode.JOB
 
@@ -83,7 +89,7 @@ def test_a_kind_that_does_not_exist_is_refused(folder: Path, kind: str, words: s
 def test_an_error_inside_the_users_module_passes_through(folder: Path) -> None:
     """It is theirs: its traceback must reach them, not a guess that the module cannot be found."""
     with pytest.raises(ModuleNotFoundError, match="absent_dependency"):
-        resolve(f"{PACKAGE}.beta:x", PACKAGE, "build")
+        resolve_kind(f"{PACKAGE}.beta:x", PACKAGE, "build")
 
 
 def test_an_absent_extra_is_named() -> None:

@@ -37,7 +37,7 @@ def run_at(folder: Path, *overrides: str, step: int = 120) -> str:
     if step:
         store = open_store(folder, None)
         store.commit(
-            store.begin(step), Manifest(step, "", {}, {"step": step}, {}, {}, {}).to_bytes()
+            store.begin_draft(step), Manifest(step, "", {}, {"step": step}, {}, {}, {}).to_bytes()
         )
     return str(folder)
 

@@ -23,7 +23,7 @@ from phalanx.job.schema import Job
 from phalanx.job.shapes.measured import MeasuredModule
 from phalanx.job.shapes.stored import read_shape
 from phalanx.mesh.linear import find_holders
-from phalanx.mesh.logical import Box, Cut, LogicalShard, compose_cut
+from phalanx.mesh.logical import Box, LogicalShard, TensorParallelCut, compose_cut
 from phalanx.nn.models.decoder import build
 from phalanx.parallel.tensor.sharder import _build_cut_boxes
 from phalanx.plan.cluster import Cluster
@@ -272,7 +272,7 @@ def test_what_ranks_hold_makes_the_whole(
     )
 
 
-def _local_shape(cut: Cut) -> tuple[int, ...]:
+def _local_shape(cut: TensorParallelCut) -> tuple[int, ...]:
     ends = [
         tuple(o + n for o, n in zip(box.local_offset, box.size, strict=True)) for box in cut.boxes
     ]

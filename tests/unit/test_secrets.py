@@ -14,7 +14,12 @@ from urllib.parse import quote
 import pytest
 
 from phalanx.core.logs import RedactedStream, overwrite_secrets
-from phalanx.core.secrets import Redactor, is_secret_name, secret_problem, secret_values
+from phalanx.core.secrets import (
+    Redactor,
+    describe_secret_problem,
+    find_secret_values,
+    is_secret_name,
+)
 
 
 @pytest.mark.parametrize(
@@ -89,8 +94,8 @@ def test_short_values_are_words_and_not_secrets(tmp_path: Path) -> None:
         "D_PASSWORD": "",
         "E_CREDENTIALS": str(tmp_path),
     }
-    assert secret_values(environ) == {}
-    assert Redactor(environ).text("1 true seven77") == "1 true seven77"
+    assert find_secret_values(environ) == {}
+    assert Redactor(environ).redact_text("1 true seven77") == "1 true seven77"
 
 
 def test_passwords_in_urls_are_secrets_of_any_variable() -> None:
@@ -99,8 +104,11 @@ def test_passwords_in_urls_are_secrets_of_any_variable() -> None:
         "HOMEPAGE": "http://example.org/@someone",
     }
     redactor = Redactor(environ)
-    assert redactor.text("via http://me:p%40ssw0rd!@proxy:3128") == "via http://me:***@proxy:3128"
-    assert redactor.text("p@ssw0rd!") == "***"
+    assert (
+        redactor.redact_text("via http://me:p%40ssw0rd!@proxy:3128")
+        == "via http://me:***@proxy:3128"
+    )
+    assert redactor.redact_text("p@ssw0rd!") == "***"
 
 
 BY_PLACE = {
@@ -132,7 +140,7 @@ def test_a_secret_is_known_by_its_place_whatever_its_length(
     text: str, hidden: str, tmp_path: Path
 ) -> None:
     """In what Python prints, and in a log that something else wrote; twice changes nothing."""
-    assert Redactor({}).text(text) == Redactor({}).text(hidden) == hidden
+    assert Redactor({}).redact_text(text) == Redactor({}).redact_text(hidden) == hidden
     (tmp_path / "log").write_text(f"one\n{text}\nend")
     overwrite_secrets(tmp_path / "log", [])
     log = (tmp_path / "log").read_text()
@@ -153,7 +161,7 @@ def test_a_secret_is_known_by_its_place_whatever_its_length(
     ],
 )
 def test_what_has_the_place_of_no_secret_stays(text: str) -> None:
-    assert Redactor({}).text(text) == text
+    assert Redactor({}).redact_text(text) == text
 
 
 def test_what_a_variable_holds_by_place_is_found_alone() -> None:
@@ -164,7 +172,7 @@ def test_what_a_variable_holds_by_place_is_found_alone() -> None:
         "SQL_CONNECTION_STRING": "Server=tcp:x;Password=correct-horse",
     }
     assert (
-        Redactor(environ).text("pw 0123456789ab correct-horse Server=tcp:x")
+        Redactor(environ).redact_text("pw 0123456789ab correct-horse Server=tcp:x")
         == "pw *** *** Server=tcp:x"
     )
 
@@ -181,7 +189,7 @@ SPELLINGS = [
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_a_secret_is_found_however_it_is_spelled(spelling: str) -> None:
-    hidden = Redactor({"A_KEY": SECRET}).text(f"<{spelling}>")
+    hidden = Redactor({"A_KEY": SECRET}).redact_text(f"<{spelling}>")
     assert "***" in hidden
     assert SECRET[-4:] not in hidden
 
@@ -189,16 +197,18 @@ def test_a_secret_is_found_however_it_is_spelled(spelling: str) -> None:
 def test_a_private_key_is_found_line_by_line_and_squeezed() -> None:
     key = "-----BEGIN KEY-----\nabcdefghijkl\nmnopqrstuvwx\n-----END KEY-----"
     redactor = Redactor({"DEPLOY_KEY": key})
-    assert redactor.text(" ".join(key.split())) == "***"
-    assert redactor.text("line abcdefghijkl\nmnopqrstuvwx") == "line ***\n***"
+    assert redactor.redact_text(" ".join(key.split())) == "***"
+    assert redactor.redact_text("line abcdefghijkl\nmnopqrstuvwx") == "line ***\n***"
 
 
 def test_the_longest_secret_wins_and_later_ones_count() -> None:
     environ = {"A_KEY": "abcdefgh", "B_KEY": "abcdefghijkl"}
     redactor = Redactor(environ)
-    assert redactor.text("abcdefghijkl") == "***"
+    assert redactor.redact_text("abcdefghijkl") == "***"
     environ["C_KEY"] = "set-later"
-    assert redactor.value({"x": ["set-later", 1, None, True]}) == {"x": ["***", 1, None, True]}
+    assert redactor.redact_value({"x": ["set-later", 1, None, True]}) == {
+        "x": ["***", 1, None, True]
+    }
 
 
 CARRIED: list[tuple[str, Any, bool]] = [
@@ -229,7 +239,7 @@ CARRIED: list[tuple[str, Any, bool]] = [
     ("name", "value", "is_secret"), CARRIED, ids=[f"{n}={v}" for n, v, _ in CARRIED]
 )
 def test_what_a_job_may_not_carry(name: str, value: str, is_secret: bool) -> None:
-    why = secret_problem(name, value, {"SOME_TOKEN": "ENVIRONS-OWN-SECRET"})
+    why = describe_secret_problem(name, value, {"SOME_TOKEN": "ENVIRONS-OWN-SECRET"})
     assert (why is not None) is is_secret
     assert "ENVIRONS-OWN" not in (why or "")
 

@@ -14,8 +14,8 @@ from urllib.parse import quote
 import pytest
 
 from phalanx.core.logs import overwrite_secrets
-from phalanx.core.secrets import Redactor, secret_problem
-from phalanx.core.spellings import spellings_of
+from phalanx.core.secrets import Redactor, describe_secret_problem
+from phalanx.core.spellings import build_secret_spellings
 from phalanx.launch.paths import blank_out_logs
 
 RANDOM = "sk-Ab3dEf9hIjKl+MnOpQr5tUvWxYz/012345"
@@ -53,7 +53,7 @@ WRITTEN: dict[str, Callable[[str], str]] = {
 @pytest.mark.parametrize("how", WRITTEN)
 def test_a_secret_is_found_however_it_is_written(tmp_path: Path, how: str, secret: str) -> None:
     written = WRITTEN[how](secret)
-    shown = Redactor({"A_TOKEN": secret}).text(f"it failed with {written}!")
+    shown = Redactor({"A_TOKEN": secret}).redact_text(f"it failed with {written}!")
     assert "***" in shown
     for decoded in (shown, json.dumps(shown)):
         for begin in range(len(secret) - 6):
@@ -74,7 +74,7 @@ def test_a_secret_is_found_however_it_is_written(tmp_path: Path, how: str, secre
     [RANDOM[:14], RANDOM[-13:], RANDOM[5:30], f"x{RANDOM[3:20]}=y", f"key={RANDOM[:20]}..."],
 )
 def test_a_piece_of_a_random_secret_is_found(piece: str) -> None:
-    shown = Redactor(ENVIRON).text(f"cut: {piece}")
+    shown = Redactor(ENVIRON).redact_text(f"cut: {piece}")
     assert "***" in shown
     assert not any(RANDOM[at : at + 12] in shown for at in range(len(RANDOM)))
 
@@ -88,7 +88,7 @@ def test_a_piece_of_a_random_secret_is_found(piece: str) -> None:
     ],
 )  # fmt: skip
 def test_ordinary_words_stay(text: str) -> None:
-    assert Redactor(ENVIRON).text(text) == text
+    assert Redactor(ENVIRON).redact_text(text) == text
 
 
 def test_short_secrets_and_words_are_not_looked_for_in_pieces() -> None:
@@ -98,12 +98,12 @@ def test_short_secrets_and_words_are_not_looked_for_in_pieces() -> None:
         "C_SECRET": "a.b.example.org:8080",
     }
     text = "hunter2 and my-company-prod at a.b.example.org, in my-company-products"
-    assert Redactor(environ).text(text) == text
+    assert Redactor(environ).redact_text(text) == text
 
 
 def test_a_job_that_carries_an_encoded_secret_is_refused() -> None:
-    assert "AN_API_KEY" in str(secret_problem("note", b64(RANDOM), ENVIRON))
-    assert secret_problem("note", "correct horse", ENVIRON) is None
+    assert "AN_API_KEY" in str(describe_secret_problem("note", b64(RANDOM), ENVIRON))
+    assert describe_secret_problem("note", "correct horse", ENVIRON) is None
 
 
 def test_only_what_is_new_in_a_log_is_looked_at_again_and_other_attempts_not_at_all(
@@ -142,15 +142,17 @@ def test_of_a_run_that_another_job_has_only_the_own_attempt_is_touched(tmp_path:
 
 @pytest.mark.parametrize("how", WRITTEN)
 def test_the_quick_look_passes_over_nothing_that_the_slow_one_finds(how: str) -> None:
-    spellings = spellings_of(((RANDOM, PHRASE),))
+    spellings = build_secret_spellings(((RANDOM, PHRASE),))
     for shift, secret in itertools.product(range(9), (RANDOM, PHRASE)):
         text = (
             f"{'.' * (500 + shift)}\nfound {WRITTEN[how](secret)} and {RANDOM[3:17]}\n{'.' * 500}"
         )
         found = spellings.spans(text)
-        places = spellings.places(text.encode())
+        places = spellings.suspicious_stretches(text.encode())
         assert places[0][0] > 0
         assert all(
             any(begin <= start and end <= last for begin, last in places) for start, end in found
         )
-    assert spellings.places(b"step 12 of 100: an ordinary line of a log\n" * 1000) == []
+    assert (
+        spellings.suspicious_stretches(b"step 12 of 100: an ordinary line of a log\n" * 1000) == []
+    )

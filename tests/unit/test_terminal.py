@@ -21,9 +21,9 @@ from phalanx.core.registry import list_kinds
 from phalanx.core.terminal import (
     SafeStream,
     filter_output,
+    filtering_output,
     print_coloured,
     print_document,
-    safe_output,
     unwrap_stream,
 )
 from phalanx.job.toml import format_toml_value
@@ -97,7 +97,7 @@ def test_bytes_are_filtered_too() -> None:
 
 def test_streams_are_filtered_once_and_given_back(capsys: pytest.CaptureFixture[str]) -> None:
     before = sys.stdout
-    with safe_output(), safe_output():
+    with filtering_output(), filtering_output():
         filter_output()
         assert unwrap_stream(sys.stdout) is before
         print(EVIL)
@@ -109,7 +109,7 @@ def test_streams_are_filtered_once_and_given_back(capsys: pytest.CaptureFixture[
 
 def test_documents_keep_every_value(capsys: pytest.CaptureFixture[str]) -> None:
     value = {EVIL: [EVIL, "é\x7f\u2028", "x" * 50_000], "lone": "\ud800"}
-    with safe_output():
+    with filtering_output():
         print_document(json.dumps(value, ensure_ascii=False))
     shown = capsys.readouterr().out
     assert moves_a_cursor(shown) == []
@@ -118,7 +118,7 @@ def test_documents_keep_every_value(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_only_our_own_colours_are_painted(capsys: pytest.CaptureFixture[str]) -> None:
-    with safe_output():
+    with filtering_output():
         print_coloured("\033[32mgreen\033[0m \x1b[2J\x1b]0;t\x07")
     assert capsys.readouterr().out == "\033[32mgreen\033[0m  [2J ]0;t \n"
 

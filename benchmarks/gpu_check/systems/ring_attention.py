@@ -16,8 +16,8 @@ from gpu_check.cases import Case
 from gpu_check.parity import compare
 from gpu_check.training import Say
 from phalanx.core.phases import PhaseTimer
-from phalanx.mesh.attention_kernels import choose_kernel
-from phalanx.nn.attention import attention_mask
+from phalanx.mesh.attention_kernels import choose_attention_kernel
+from phalanx.nn.attention import make_attention_mask
 from phalanx.parallel.context.attention import _Blockwise
 from phalanx.parallel.context.chunks import SequenceChunks
 from phalanx.parallel.context.transform import ContextMask
@@ -76,8 +76,8 @@ def measure(case: Case, say: Say) -> None:
     ):
         given = _given(case, dtype)
         ids = _documents(case) if documents else None
-        mask = attention_mask(case.ring_tokens, window, ids, dtype, torch.device(case.device))
-        kernel = type(choose_kernel(given["q"], mask)).__name__
+        mask = make_attention_mask(case.ring_tokens, window, ids, dtype, torch.device(case.device))
+        kernel = type(choose_attention_kernel(given["q"], mask)).__name__
         exact = _by_reference(attention_by_blocks, given, window, ids)
         rows[f"{name} ({kernel})"] = compare(
             _by_ring(given, window, ids), _by_torch(given, mask), exact
@@ -182,7 +182,7 @@ def _by_ring(given: Tensors, window: int, ids: torch.Tensor | None) -> Tensors:
     for rank, place in enumerate(places):
         ring = Ring(rank, chunks, keys, gradients, PhaseTimer())
         q = given["q"].index_select(2, place).requires_grad_()
-        make = ContextMask(ring, attention_mask, covers_all=False)  # type: ignore[arg-type]
+        make = ContextMask(ring, make_attention_mask, covers_all=False)  # type: ignore[arg-type]
         mask = make(len(place), window, ids, q.dtype, device)
         out = _Blockwise.apply(q, keys[rank][0], keys[rank][1], mask, window, ring, Carrier)
         out.backward(given["grad"].index_select(2, place))

@@ -18,7 +18,7 @@ import phalanx
 from gpu_check.cases import Case
 from gpu_check.training import Say, cluster_of
 from phalanx.core.errors import PhalanxError
-from phalanx.mesh.counter_rng import keep_mask
+from phalanx.mesh.counter_rng import make_dropout_keep_mask
 from phalanx.nn.build import build_model, build_objective
 from phalanx.optim.build import build_optimizer
 
@@ -83,7 +83,7 @@ def compare_masks(case: Case) -> Found:
     ):
         box = {"offsets": offsets, "global_sizes": whole}
         masks = [
-            keep_mask(2**61 + 7, 0.9, sizes, **box, device=device)
+            make_dropout_keep_mask(2**61 + 7, 0.9, sizes, **box, device=device)
             for device in ("cpu", case.device)
         ]
         differing += int((masks[0] != masks[1].cpu()).sum())

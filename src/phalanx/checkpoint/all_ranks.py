@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from phalanx.checkpoint.os_errors import choose_error_class
 from phalanx.core.errors import CheckpointError, RunTakenError, StorageError, StoreTakenError
-from phalanx.core.files import suggest_fix
+from phalanx.core.files import suggest_fix_for_os_error
 from phalanx.plan.layout import Layout
 
 EARLIER_STAND = "the checkpoints before this one stand"
@@ -66,7 +66,7 @@ def all_ranks_or_raise(group: CollectiveGroup, where: str, doing: str) -> Iterat
         if error.filename:
             message = f"{error.strerror}: {error.filename}"
         class_name = choose_error_class(error).__name__
-        fix = suggest_fix(error, error.filename or where)
+        fix = suggest_fix_for_os_error(error, error.filename or where)
         if fix and error.errno in _ONLY_WRITING:
             fix = f"{fix}; {EARLIER_STAND}"
     gathered = group.gather_json([message, fix, class_name, results.local])

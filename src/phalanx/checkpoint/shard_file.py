@@ -158,7 +158,7 @@ class CheckedFile:
             self.entries = self._read_header()
         except OSError as error:
             self.__exit__()
-            raise self._unreadable(error) from None
+            raise self._unreadable_file_error(error) from None
         except BaseException:
             self.__exit__()
             raise
@@ -191,7 +191,7 @@ class CheckedFile:
         # Whole elements, so that a block is copied by numpy, and not byte by byte.
         out = np.empty(math.prod(size), _opaque_dtype(item))
         if out.size:
-            self._fill(out.reshape(size), entry.start, entry.shape, item, start)
+            self._read_rows(out.reshape(size), entry.start, entry.shape, item, start)
         return out.view(np.uint8)
 
     def verify(self) -> Iterator[int]:
@@ -203,7 +203,7 @@ class CheckedFile:
             self._load_chunk(number)
             yield min(self._stored.num_bytes, (number + 1) * CHUNK_BYTES)
 
-    def _fill(
+    def _read_rows(
         self,
         out: NDArray[Any],
         base: int,
@@ -232,7 +232,9 @@ class CheckedFile:
         # Row by row where one row is too much at once, or its gaps may hold whole chunks.
         if len(shape) > 1 and (span > SPAN_BYTES or (has_gaps and span > CHUNK_BYTES)):
             for index in range(out.shape[0]):
-                self._fill(out[index], base + (start[0] + index) * row, shape[1:], item, start[1:])
+                self._read_rows(
+                    out[index], base + (start[0] + index) * row, shape[1:], item, start[1:]
+                )
             return
         rows_at_once = max(1, SPAN_BYTES // max(row, 1))
         # A gap as long as a chunk may hold chunks of which nothing is wanted: those are not read.
@@ -262,7 +264,7 @@ class CheckedFile:
         except EOFError:
             raise CheckpointError("it became shorter while it was read", where=self.where) from None
         except OSError as error:
-            raise self._unreadable(error) from None
+            raise self._unreadable_file_error(error) from None
         self.num_bytes_read += length
         digest = xxhash.xxh3_64_hexdigest(self._chunk.data[:length])
         stored_digest = self._stored.chunk_xxh3(number)
@@ -321,7 +323,7 @@ class CheckedFile:
                 "its header is not one of safetensors", where=self.where, why=str(error)
             ) from None
 
-    def _unreadable(self, error: OSError) -> CheckpointError:
+    def _unreadable_file_error(self, error: OSError) -> CheckpointError:
         return wrap_os_error(error, "a file of the checkpoint cannot be read", self.where)
 
 

@@ -16,10 +16,10 @@ import typer
 from typer.core import TyperGroup
 
 from phalanx.core.errors import ExitCode, JobError, PhalanxError, did_you_mean
-from phalanx.core.files import disk_problem
+from phalanx.core.files import find_disk_problem
 from phalanx.core.output import discard_output, open_closed_streams
 from phalanx.core.registry import list_kinds
-from phalanx.core.terminal import safe_output
+from phalanx.core.terminal import filtering_output
 
 PACKAGE = "phalanx.cli"
 TRY = (
@@ -167,7 +167,7 @@ def run_command_line(arguments: Sequence[str]) -> int:
     """Run one command line; returns the exit code. User errors are printed without a traceback."""
     # First, so that no other file gets the number of a closed stream.
     open_closed_streams()
-    with safe_output():
+    with filtering_output():
         return _invoke_app(arguments)
 
 
@@ -200,7 +200,7 @@ def _invoke_app(arguments: Sequence[str]) -> int:
         return ExitCode.USAGE
     except Exception as error:
         # A full disk is nobody's bug.
-        problem = disk_problem(error, "writing or reading files")
+        problem = find_disk_problem(error, "writing or reading files")
         if problem is not None:
             print_error(problem)
             return problem.exit_code

@@ -21,7 +21,7 @@ VERSION = 1
 def print_json(kind: str, facts: Mapping[str, Any], *, indent: int | None = None) -> None:
     """One object with `"schema": "phalanx.KIND/1"` first; NaN and infinities become null,
     secrets `***`."""
-    body = Redactor(os.environ).value(
+    body = Redactor(os.environ).redact_value(
         _replace_nonfinite({"schema": f"phalanx.{kind}/{VERSION}", **facts})
     )
     # Not print, whose filter would shorten long lines.

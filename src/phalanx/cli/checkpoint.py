@@ -123,7 +123,7 @@ def diff_command(
             *describe_difference(difference),
         ):
             print_line(text)
-    if not difference.same:
+    if not difference.is_identical:
         return ExitCode.VERIFICATION
     return ExitCode.OK
 

@@ -31,26 +31,26 @@ def flatten_batch(batch: Mapping[str, Any], *, of_tensors: bool = False) -> dict
     """
     entries: dict[str, Any] = {}
     for name, value in batch.items():
-        entries.update(_entries(str(name), value, of_tensors))
+        entries.update(_flatten_entries(str(name), value, of_tensors))
     return entries
 
 
-def _entries(name: str, value: Any, of_tensors: bool) -> Iterator[tuple[str, Any]]:
+def _flatten_entries(name: str, value: Any, of_tensors: bool) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         levels: Iterable[tuple[Any, Any]] = value.items()
-    elif isinstance(value, list | tuple) and (of_tensors or _has_levels(value)):
+    elif isinstance(value, list | tuple) and (of_tensors or _is_nested(value)):
         levels = enumerate(value)
     else:
         yield name, value
         return
     for key, inner in levels:
-        yield from _entries(f"{name}{LEVELS}{key}", inner, of_tensors)
+        yield from _flatten_entries(f"{name}{LEVELS}{key}", inner, of_tensors)
 
 
-def _has_levels(values: Sequence[Any]) -> bool:
+def _is_nested(values: Sequence[Any]) -> bool:
     if any(isinstance(value, Mapping) for value in values):
         return True
-    if any(isinstance(value, list | tuple) and _has_levels(value) for value in values):
+    if any(isinstance(value, list | tuple) and _is_nested(value) for value in values):
         return True
     return len({tuple(value.shape) for value in values if hasattr(value, "shape")}) > 1
 
@@ -69,14 +69,14 @@ def unflatten_entry(batch: Mapping[str, Value], key: str) -> Any:
             inside[name[len(key) + 1 :]] = value
     if not inside:
         raise KeyError(key)
-    entries = {name: unflatten_entry(inside, name) for name in outermost_names(inside)}
+    entries = {name: unflatten_entry(inside, name) for name in list_outermost_names(inside)}
     # Of a list, as far as the names tell: a dict with these keys comes back as one, too.
     if list(entries) == list(map(str, range(len(entries)))):
         return list(entries.values())
     return entries
 
 
-def outermost_names(batch: Mapping[str, Any]) -> Sequence[str]:
+def list_outermost_names(batch: Mapping[str, Any]) -> Sequence[str]:
     """The outermost names of a flat batch."""
     # A dict, not a set: names keep their order.
     return list(dict.fromkeys(name.partition(LEVELS)[0] for name in batch))

@@ -58,7 +58,7 @@ class BlockSizes:
 _in_force = BlockSizes()
 
 
-def block_sizes() -> BlockSizes:
+def get_block_sizes() -> BlockSizes:
     """The sizes in force. Read where a loop begins: an import or a default argument would keep
     those of another moment."""
     return _in_force

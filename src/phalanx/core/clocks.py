@@ -11,7 +11,7 @@ from phalanx.core.digest import digest
 
 
 @functools.cache
-def clock_name() -> str:
+def identify_monotonic_clock() -> str:
     """Equal for processes whose monotonic clock is the same one: of one boot, and of one time
     namespace.
 

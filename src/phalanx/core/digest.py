@@ -27,7 +27,7 @@ def stable_hash64(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def differing_keys(a: Any, b: Any, prefix: str = "") -> list[str]:
+def find_differing_keys(a: Any, b: Any, prefix: str = "") -> list[str]:
     """Dotted paths at which two JSON values differ, in sorted order."""
     if isinstance(a, dict) and isinstance(b, dict):
         paths: list[str] = []
@@ -36,7 +36,7 @@ def differing_keys(a: Any, b: Any, prefix: str = "") -> list[str]:
             if key not in a or key not in b:
                 paths.append(path)
             else:
-                paths += differing_keys(a[key], b[key], path)
+                paths += find_differing_keys(a[key], b[key], path)
         return paths
     if canonical_json(a) == canonical_json(b):
         return []

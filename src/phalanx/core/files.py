@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from phalanx.core.errors import PhalanxError, ResourceError, UsageError
-from phalanx.core.library_errors import LIBRARIES, os_error_of
+from phalanx.core.library_errors import LIBRARIES, find_os_error
 
 # How large a file of each kind may be before it is read into memory: ten times what anybody has
 # seen, and no more.
@@ -32,7 +32,7 @@ APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
 SAFE_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
-def check_name(name: str, kind: str) -> str:
+def require_file_name(name: str, kind: str) -> str:
     """Return `name` if it can be a file name; raise UsageError otherwise."""
     if not SAFE_NAME.fullmatch(name) or name in (".", ".."):
         raise UsageError(
@@ -240,14 +240,14 @@ REFUSALS_THAT_LAST = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.
 REFUSALS = (*REFUSALS_THAT_LAST, errno.ESTALE, errno.ENODEV, errno.ENXIO)
 
 
-def _existing_codes(*names: str) -> tuple[int, ...]:
+def _codes_of_this_system(*names: str) -> tuple[int, ...]:
     # Some are Linux's alone.
     return tuple(getattr(errno, name) for name in names if hasattr(errno, name))
 
 
 # What only a failing disk or file server says when it is read: of a file that is missing or damaged
 # it says otherwise.
-READ_REFUSALS = _existing_codes(
+READ_REFUSALS = _codes_of_this_system(
     *("EIO", "ESTALE", "ENODEV", "ENXIO", "EUCLEAN", "EBADMSG"),
     *("EREMOTEIO", "ETIMEDOUT", "ENOTCONN"),
 )
@@ -260,10 +260,12 @@ SCRATCH_PREFIX = "phalanx-scratch-"
 _SCRATCH = re.compile(rf"{SCRATCH_PREFIX}\w+-\w{{8}}")
 
 
-def suggest_fix(error: OSError, path: Path | str, *, place: str = "run.dir") -> str | None:
+def suggest_fix_for_os_error(
+    error: OSError, path: Path | str, *, place: str = "run.dir"
+) -> str | None:
     """The fix for an OSError at `path`, which the user chose by the setting `place`; None if none
     is known."""
-    is_scratch = _is_scratch(Path(path))
+    is_scratch = _is_in_scratch_directory(Path(path))
     setting = "TMPDIR" if is_scratch else place
     # The kernel has one code for both: no space left, and no inode.
     if error.errno == errno.ENOSPC and _has_no_inodes(Path(path)):
@@ -281,7 +283,7 @@ def suggest_fix(error: OSError, path: Path | str, *, place: str = "run.dir") -> 
     return None
 
 
-def resource_error(
+def build_resource_error(
     error: OSError, doing: str, path: Path | str, *, place: str = "run.dir"
 ) -> PhalanxError:
     """The PhalanxError for an OSError met while `doing` something with `path`, which the user
@@ -295,11 +297,11 @@ def resource_error(
     elif error.errno in _NOT_WRITABLE:
         summary = f"not writable while {doing}"
     return ResourceError(
-        summary, where=str(path), why=reason, fix=suggest_fix(error, path, place=place)
+        summary, where=str(path), why=reason, fix=suggest_fix_for_os_error(error, path, place=place)
     )
 
 
-def disk_problem(
+def find_disk_problem(
     error: BaseException,
     doing: str,
     *,
@@ -314,17 +316,17 @@ def disk_problem(
     is its own error, whose traceback tells where. `where`: the folder that was written to, for
     errors that name no file.
     """
-    if not _is_raised_by_us(error) and not _is_about_file_in(run_dir, error):
+    if not _is_raised_by_us(error) and not _is_about_file_inside(run_dir, error):
         return None
     if isinstance(error, OSError) and error.errno is not None:
         refusal: OSError | None = error
     else:
-        refusal = os_error_of(error, refusals)
+        refusal = find_os_error(error, refusals)
     if refusal is None or (refusal.errno is not None and refusal.errno not in refusals):
         return None
     path = str(refusal.filename or where or "a file")
     if refusal.errno is not None:
-        return resource_error(refusal, doing, path)
+        return build_resource_error(refusal, doing, path)
     summary = f"the disk did not take all of a file while {doing}"
     return ResourceError(
         summary, where=path, why=str(refusal), fix="free space there, or look at the disk (dmesg)"
@@ -344,7 +346,7 @@ def _is_raised_by_us(error: BaseException) -> bool:
     return innermost == _OURS
 
 
-def _is_about_file_in(directory: Path | None, error: BaseException) -> bool:
+def _is_about_file_inside(directory: Path | None, error: BaseException) -> bool:
     name = getattr(error, "filename", None)
     if directory is None or not isinstance(name, str | bytes):
         return False
@@ -352,7 +354,7 @@ def _is_about_file_in(directory: Path | None, error: BaseException) -> bool:
     return path.startswith(os.path.join(os.path.realpath(directory), ""))
 
 
-def _is_scratch(path: Path) -> bool:
+def _is_in_scratch_directory(path: Path) -> bool:
     """True for a path inside a folder that a verb made where temporary files go."""
     return any(map(_SCRATCH.fullmatch, path.parts))
 
@@ -395,7 +397,7 @@ def open_run_directory(directory: Path, *, needed_bytes: int = 0) -> Path:
             probe.unlink(missing_ok=True)
         except OSError:
             pass
-        raise resource_error(error, "opening the run directory", directory) from None
+        raise build_resource_error(error, "opening the run directory", directory) from None
     if free_bytes < needed_bytes:
         from phalanx.core.units import format_bytes
 

@@ -49,7 +49,7 @@ def read_integer(environ: Mapping[str, str], name: str) -> int | None:
 
     Raises EnvironmentProblem for another text.
     """
-    text = get_text(environ, name)
+    text = get_stripped_variable(environ, name)
     if not text:
         return None
     try:
@@ -58,7 +58,7 @@ def read_integer(environ: Mapping[str, str], name: str) -> int | None:
         raise EnvironmentProblem(f"{name} is {text[:80]!r}, which is not an integer") from None
 
 
-def check_range(name: str, value: int, size_name: str, size: int) -> None:
+def require_in_range(name: str, value: int, size_name: str, size: int) -> None:
     """Raise EnvironmentProblem unless `value` is one of the `size` numbers from 0."""
     if not 0 <= value < size:
         raise EnvironmentProblem(
@@ -112,10 +112,10 @@ def require_integer(environ: Mapping[str, str], name: str, why: str) -> int:
 def find_first_set(environ: Mapping[str, str], names: Iterable[str]) -> str:
     """The first of the variables `names` that is set to a text, or "" if none is."""
     for name in names:
-        if get_text(environ, name):
+        if get_stripped_variable(environ, name):
             return name
     return ""
 
 
-def get_text(environ: Mapping[str, str], name: str) -> str:
+def get_stripped_variable(environ: Mapping[str, str], name: str) -> str:
     return environ.get(name, "").strip()

@@ -17,12 +17,12 @@ from phalanx.core.launch_variables import (
     FIRST_PORT,
     NUM_PORTS,
     LaunchedRank,
-    check_range,
     find_first_set,
-    get_text,
+    get_stripped_variable,
     read_integer,
     read_integer_pair,
     read_port,
+    require_in_range,
     require_integer,
 )
 from phalanx.core.slurm import SLURM_SIZES, read_slurm, read_slurm_nodes
@@ -62,7 +62,7 @@ def adopt_launched_rank(environ: MutableMapping[str, str]) -> LaunchedRank | Non
 def find_launched_rank(environ: Mapping[str, str]) -> LaunchedRank | None:
     """The rank that variables other than torch's describe: the first of `ORDER` that has more
     than one rank."""
-    if get_text(environ, "RANK") or get_text(environ, "WORLD_SIZE"):
+    if get_stripped_variable(environ, "RANK") or get_stripped_variable(environ, "WORLD_SIZE"):
         return None
     for read in ORDER:
         rank = read(environ)
@@ -83,10 +83,10 @@ def loopback_interface() -> str:
 def _read_torchrun_arguments(environ: Mapping[str, str]) -> LaunchedRank | None:
     """The rank of a node that PET_ variables, which are torchrun's arguments, give one rank;
     more need torchrun."""
-    nodes = get_text(environ, "PET_NNODES")
+    nodes = get_stripped_variable(environ, "PET_NNODES")
     if nodes in ("", "1", "1:1"):
         return None
-    per_node = get_text(environ, "PET_NPROC_PER_NODE") or "1"
+    per_node = get_stripped_variable(environ, "PET_NPROC_PER_NODE") or "1"
     start = "start it as `torchrun -m phalanx train ...`, which reads PET_*, or unset PET_NNODES"
     low, _, high = nodes.partition(":")
     if high not in ("", low) or not low.isdigit():
@@ -98,11 +98,15 @@ def _read_torchrun_arguments(environ: Mapping[str, str]) -> LaunchedRank | None:
             f"PET_NPROC_PER_NODE is {per_node!r}, and no torchrun started this process", fix=start
         )
     size, rank = int(low), require_integer(environ, "PET_NODE_RANK", f"PET_NNODES is {nodes}")
-    check_range("PET_NODE_RANK", rank, "PET_NNODES", size)
-    host, _, port_text = get_text(environ, "PET_RDZV_ENDPOINT").rpartition(":")
+    require_in_range("PET_NODE_RANK", rank, "PET_NNODES", size)
+    host, _, port_text = get_stripped_variable(environ, "PET_RDZV_ENDPOINT").rpartition(":")
     if not port_text.isdigit():
-        host, port_text = get_text(environ, "PET_RDZV_ENDPOINT"), ""
-    address = get_text(environ, "PET_MASTER_ADDR") or get_text(environ, "MASTER_ADDR") or host
+        host, port_text = get_stripped_variable(environ, "PET_RDZV_ENDPOINT"), ""
+    address = (
+        get_stripped_variable(environ, "PET_MASTER_ADDR")
+        or get_stripped_variable(environ, "MASTER_ADDR")
+        or host
+    )
     if not address:
         raise EnvironmentProblem(
             f"PET_NNODES is {nodes} and PET_MASTER_ADDR is not set",
@@ -116,7 +120,7 @@ def _read_torchrun_arguments(environ: Mapping[str, str]) -> LaunchedRank | None:
 
 def _read_open_mpi(environ: Mapping[str, str]) -> LaunchedRank | None:
     """A rank of Open MPI's mpirun."""
-    pair = _read_pair(environ, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+    pair = _read_rank_and_size(environ, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
     if pair is None:
         return None
     rank, size = pair
@@ -124,15 +128,17 @@ def _read_open_mpi(environ: Mapping[str, str]) -> LaunchedRank | None:
         environ, "OMPI_COMM_WORLD_LOCAL_RANK", f"OMPI_COMM_WORLD_SIZE is {size}"
     )
     local_size = read_integer(environ, "OMPI_COMM_WORLD_LOCAL_SIZE") or size
-    check_range("OMPI_COMM_WORLD_LOCAL_RANK", local_rank, "OMPI_COMM_WORLD_LOCAL_SIZE", local_size)
+    require_in_range(
+        "OMPI_COMM_WORLD_LOCAL_RANK", local_rank, "OMPI_COMM_WORLD_LOCAL_SIZE", local_size
+    )
     names = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid")
-    return _mpi_rank(environ, "Open MPI", (rank, size, local_rank, local_size), names)
+    return _build_mpi_rank(environ, "Open MPI", (rank, size, local_rank, local_size), names)
 
 
 def _read_pmi(environ: Mapping[str, str]) -> LaunchedRank | None:
     """A rank of MPICH's or Intel MPI's mpiexec (Hydra), which says where on its node it is in
     MPI_LOCAL*."""
-    pair = _read_pair(environ, "PMI_RANK", "PMI_SIZE")
+    pair = _read_rank_and_size(environ, "PMI_RANK", "PMI_SIZE")
     if pair is None:
         return None
     rank, size = pair
@@ -140,13 +146,13 @@ def _read_pmi(environ: Mapping[str, str]) -> LaunchedRank | None:
     local_pair = read_integer_pair(environ, "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
     if local_pair is not None:
         local_rank, local_size = local_pair
-    check_range("MPI_LOCALRANKID", local_rank, "MPI_LOCALNRANKS", local_size)
-    return _mpi_rank(
+    require_in_range("MPI_LOCALRANKID", local_rank, "MPI_LOCALNRANKS", local_size)
+    return _build_mpi_rank(
         environ, "PMI", (rank, size, local_rank, local_size), ("PMI_JOBID", "PMI_KVSNAME")
     )
 
 
-def _mpi_rank(
+def _build_mpi_rank(
     environ: Mapping[str, str],
     origin: str,
     position: tuple[int, int, int, int],
@@ -157,7 +163,7 @@ def _mpi_rank(
     rank, size, local_rank, local_size = position
     if local_size > size:
         raise EnvironmentProblem(f"{origin} says {local_size} ranks on this node of {size} in all")
-    address = get_text(environ, "MASTER_ADDR")
+    address = get_stripped_variable(environ, "MASTER_ADDR")
     if not address and local_size == size:
         address = "127.0.0.1"
     nodes = read_slurm_nodes(environ)
@@ -168,7 +174,7 @@ def _mpi_rank(
             f"{origin} has {size} ranks on several nodes and MASTER_ADDR is not set",
             fix="set it to the host of rank 0 on every rank (mpirun -x MASTER_ADDR=HOST)",
         )
-    job = get_text(environ, find_first_set(environ, job_names))
+    job = get_stripped_variable(environ, find_first_set(environ, job_names))
     derived = USUAL_PORT
     if job:
         # Every rank of the job comes to the same one, and another job of the machine to another.
@@ -178,14 +184,14 @@ def _mpi_rank(
     return LaunchedRank(origin, rank, size, local_rank, local_size, address, port, words)
 
 
-def _read_pair(
+def _read_rank_and_size(
     environ: Mapping[str, str], rank_name: str, size_name: str
 ) -> tuple[int, int] | None:
     pair = read_integer_pair(environ, rank_name, size_name)
     if pair is None:
         return None
     rank, size = pair
-    check_range(rank_name, rank, size_name, size)
+    require_in_range(rank_name, rank, size_name, size)
     # One process of mpirun is no launch of ranks: phalanx starts its own.
     if size == 1:
         return None
@@ -195,7 +201,7 @@ def _read_pair(
 def _read_mpirun_in_slurm(environ: Mapping[str, str]) -> LaunchedRank | None:
     """mpirun inside a Slurm job starts its daemons by srun: what they pass on describes the
     daemons, not the ranks."""
-    if not get_text(environ, "OMPI_COMM_WORLD_RANK"):
+    if not get_stripped_variable(environ, "OMPI_COMM_WORLD_RANK"):
         return None
     size = read_integer(environ, "OMPI_COMM_WORLD_SIZE")
     if size is None or not find_first_set(environ, SLURM_SIZES):

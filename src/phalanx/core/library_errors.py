@@ -22,16 +22,16 @@ _PATH = re.compile(r'\bat path "([^"]+)"')
 _CUT_SHORT = re.compile(r"^\d+ requested and \d+ written$|\bunexpected pos \d+ vs \d+")
 
 
-def os_error_of(error: BaseException, codes: Collection[int]) -> OSError | None:
+def find_os_error(error: BaseException, codes: Collection[int]) -> OSError | None:
     """The OSError with one of `codes` that a library met when it raised `error`; None where it met
     none.
 
     Its errno is None where the library tells only that a write was cut short. Errors of Python's
     own kinds, ValueError say, are never looked at: any text may stand in them.
     """
-    if not _may_hold_one(error):
+    if not _may_hold_os_error(error):
         return None
-    lines = [line.strip() for line in _text_of(error).splitlines()]
+    lines = [line.strip() for line in _error_text(error).splitlines()]
     for line in lines:
         is_of_disk = not isinstance(error, RuntimeError) or _OF_A_FILE.search(line) is not None
         for code in codes:
@@ -44,7 +44,7 @@ def os_error_of(error: BaseException, codes: Collection[int]) -> OSError | None:
     return None
 
 
-def _may_hold_one(error: BaseException) -> bool:
+def _may_hold_os_error(error: BaseException) -> bool:
     """True for errors of the libraries, and of the kinds that they raise where they have none of
     their own."""
     kind = type(error)
@@ -61,7 +61,7 @@ def _error_codes_in_text(line: str, code: int) -> bool:
     return os.strerror(code) in line or any(int(number) == code for number in _NUMBER.findall(line))
 
 
-def _text_of(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     try:
         return str(error)
     except Exception:

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from phalanx.core.files import append_regular
-from phalanx.core.secrets import Redactor, spans_by_place
-from phalanx.core.spellings import SecretSpellings, spellings_of
+from phalanx.core.secrets import Redactor, find_secret_spans_by_place
+from phalanx.core.spellings import SecretSpellings, build_secret_spellings
 
 # Windows overlap by more than a spelling of a secret can have: one that lies in two is found.
 _WINDOW_BYTES, _OVERLAP_BYTES = 1 << 20, 1 << 16
@@ -64,13 +64,13 @@ class RedactedStream(io.TextIOWrapper):
     def write(self, text: str) -> int:
         *lines, self._begun.line = (getattr(self._begun, "line", "") + text).split("\n")
         if lines:
-            self._write_through(self._redactor.text("\n".join(lines)) + "\n")
+            self._write_through(self._redactor.redact_text("\n".join(lines)) + "\n")
         return len(text)
 
     def flush(self) -> None:
         if line := getattr(self._begun, "line", ""):
             self._begun.line = ""
-            self._write_through(self._redactor.text(line))
+            self._write_through(self._redactor.redact_text(line))
         with contextlib.suppress(OSError):  # what somebody wrote into our buffer
             super().flush()
 
@@ -107,7 +107,7 @@ def overwrite_secrets(path: Path, secrets: Iterable[str], *, done_bytes: int = 0
         in_letters = tuple(secret.encode("utf-8", "replace").decode("latin-1") for secret in known)
         return (
             num_places
-            + _blank_out_spellings(content, spellings_of((known, in_letters)), start)
+            + _blank_out_spellings(content, build_secret_spellings((known, in_letters)), start)
             + _blank_out_by_place(content, content.rfind(b"\n", 0, start) + 1)
         )
 
@@ -128,7 +128,7 @@ def _blank_out_spellings(content: mmap.mmap, known: SecretSpellings, first: int)
     num_places = 0
     for window_start in range(first, len(content), _WINDOW_BYTES):
         window = content[window_start : window_start + _WINDOW_BYTES + _OVERLAP_BYTES]
-        for span_start, span_end in known.places(window):
+        for span_start, span_end in known.suspicious_stretches(window):
             # In latin-1 a byte is a letter: places in the text are places in the file.
             text = window[span_start:span_end].decode("latin-1")
             for start, end in known.spans(text):
@@ -145,7 +145,7 @@ def _blank_out_by_place(content: mmap.mmap, offset: int) -> int:
     num_places = 0
     content.seek(offset)
     for line in iter(content.readline, b""):
-        for start, end in spans_by_place(line.decode("latin-1")):  # a byte is a letter
+        for start, end in find_secret_spans_by_place(line.decode("latin-1")):  # a byte is a letter
             content[offset + start : offset + end] = b"*" * (end - start)
             num_places += 1
         offset += len(line)

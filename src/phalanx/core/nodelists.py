@@ -13,7 +13,7 @@ _HOST_CHARACTERS = re.compile(r"[A-Za-z0-9._:%-]*")
 
 
 @dataclass(frozen=True)
-class _Numbers:
+class _NumberRange:
     """The numbers `low` to `high`, written with at least `width` digits."""
 
     low: int
@@ -34,19 +34,19 @@ class NodeList:
     Ranges stay ranges: a list of a million hosts costs nothing.
     """
 
-    patterns: tuple[tuple[tuple[str | _Numbers, ...], ...], ...]
+    patterns: tuple[tuple[tuple[str | _NumberRange, ...], ...], ...]
     """Of each host pattern its parts in order; of each part the choices (one text, or the ranges
     of a bracket)."""
 
     def __len__(self) -> int:
         num_hosts = 0
         for pattern in self.patterns:
-            num_hosts += math.prod(sum(map(_count, part)) for part in pattern)
+            num_hosts += math.prod(sum(map(_count_hosts, part)) for part in pattern)
         return num_hosts
 
     def __iter__(self) -> Iterator[str]:
         for pattern in self.patterns:
-            yield from _expand(pattern)
+            yield from _expand_hosts(pattern)
 
 
 def parse_nodelist(text: str) -> NodeList:
@@ -84,8 +84,8 @@ def _split_outside_brackets(text: str) -> list[str]:
     return [*patterns, text[start:]]
 
 
-def _parse_pattern(pattern: str) -> tuple[tuple[str | _Numbers, ...], ...]:
-    parts: list[tuple[str | _Numbers, ...]] = []
+def _parse_pattern(pattern: str) -> tuple[tuple[str | _NumberRange, ...], ...]:
+    parts: list[tuple[str | _NumberRange, ...]] = []
     for index, part in enumerate(re.split(r"[\[\]]", pattern.strip())):
         if index % 2:
             parts.append(tuple(_parse_range(word) for word in part.split(",")))
@@ -98,23 +98,23 @@ def _parse_pattern(pattern: str) -> tuple[tuple[str | _Numbers, ...], ...]:
     return tuple(parts)
 
 
-def _parse_range(word: str) -> _Numbers:
+def _parse_range(word: str) -> _NumberRange:
     match = _RANGE.fullmatch(word.strip())
     if match is None or len(word) > 40:
         raise ValueError(f"{word!r} is not a range of numbers")
     low, high = int(match[1]), int(match[2] or match[1])
     if high < low:
         raise ValueError(f"the range {word} goes down")
-    return _Numbers(low, high, len(match[1]))
+    return _NumberRange(low, high, len(match[1]))
 
 
-def _count(choice: str | _Numbers) -> int:
+def _count_hosts(choice: str | _NumberRange) -> int:
     if isinstance(choice, str):
         return 1
     return len(choice)
 
 
-def _expand(pattern: tuple[tuple[str | _Numbers, ...], ...]) -> Iterator[str]:
+def _expand_hosts(pattern: tuple[tuple[str | _NumberRange, ...], ...]) -> Iterator[str]:
     """Hosts of one pattern, the last bracket counting fastest."""
     if not pattern:
         yield ""
@@ -123,5 +123,5 @@ def _expand(pattern: tuple[tuple[str | _Numbers, ...], ...]) -> Iterator[str]:
         # A string's own iterator would give its letters.
         texts = (choice,) if isinstance(choice, str) else choice
         for text in texts:
-            for rest in _expand(pattern[1:]):
+            for rest in _expand_hosts(pattern[1:]):
                 yield text + rest

@@ -124,7 +124,7 @@ def _map_file(path: Path, num_bytes: int) -> mmap.mmap:
         return mmap.mmap(-1, num_bytes)
 
 
-class LastSeen(NamedTuple):
+class LastSeenPlace(NamedTuple):
     """The content of a black box: the step and phase in which a rank was last seen, and when
     (monotonic seconds of that machine)."""
 
@@ -134,7 +134,7 @@ class LastSeen(NamedTuple):
     collective: str
 
 
-def read_black_box(path: Path) -> LastSeen | None:
+def read_black_box(path: Path) -> LastSeenPlace | None:
     """The last place a rank wrote, or None if it never wrote one."""
     try:
         raw = read_regular(path, 1 << 16)
@@ -146,10 +146,10 @@ def read_black_box(path: Path) -> LastSeen | None:
     # Zeros, as the file was made: the rank has not begun.
     if not phase.strip(b"\0"):
         return None
-    return LastSeen(step, seconds, _text(phase), _text(collective))
+    return LastSeenPlace(step, seconds, _decode_field(phase), _decode_field(collective))
 
 
-def _text(raw: bytes) -> str:
+def _decode_field(raw: bytes) -> str:
     # The writer cuts where the field ends.
     return raw.rstrip(b"\0").decode(errors="replace")
 
@@ -193,12 +193,12 @@ class PhaseTimer:
         phases.step = step
         return phases
 
-    def time_by(self, clock: PhaseClock) -> None:
+    def use_clock(self, clock: PhaseClock) -> None:
         """Use another clock from now on; open phases go on."""
         if self._stack:
             self._charge(self.clock.mark())
         # Marks of the old clock mean nothing to the new one: they become seconds first.
-        self._settle(wait=True)
+        self._convert_marks_to_seconds(wait=True)
         self.clock = clock
         self._since = clock.mark()
 
@@ -212,7 +212,7 @@ class PhaseTimer:
         except BaseException:
             if len(self._stack) > depth:
                 # The black box goes on telling where it was raised.
-                self._close(name)
+                self._end_phase(name)
             raise
         if len(self._stack) > depth:
             self.leave(name)
@@ -262,7 +262,7 @@ class PhaseTimer:
 
     def leave(self, name: str) -> None:
         """End phase `name` and any that an exception left open inside it."""
-        self._close(name)
+        self._end_phase(name)
         if self._black_box is None:
             return
         if self._stack:
@@ -271,7 +271,7 @@ class PhaseTimer:
             # The phase stays, as the last one; its collective lies behind this rank.
             self._black_box.write(self.step, name)
 
-    def _close(self, name: str) -> None:
+    def _end_phase(self, name: str) -> None:
         now = self.clock.mark()
         assert any(name == open_name for open_name, _ in self._stack), (name, self._stack)
         self._charge(now)
@@ -288,9 +288,9 @@ class PhaseTimer:
         """To the innermost phase, what has passed since the last mark."""
         self._queued.append((self._stack[-1][0], self._since, now))
         if not self.clock.is_late or len(self._queued) >= _MOST_QUEUED:
-            self._settle()
+            self._convert_marks_to_seconds()
 
-    def _settle(self, *, wait: bool = False) -> None:
+    def _convert_marks_to_seconds(self, *, wait: bool = False) -> None:
         """Turn marks into seconds, as far as their moments have come; `wait`: all of them."""
         if wait and self._queued:
             self.clock.wait(self._queued[-1][2])
@@ -337,6 +337,6 @@ class PhaseTimer:
             now = self.clock.mark()
             self._charge(now)
             self._since = now
-        self._settle(wait=wait)
+        self._convert_marks_to_seconds(wait=wait)
         seconds, self._seconds = self._seconds, {}
         return seconds

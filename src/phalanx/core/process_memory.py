@@ -81,7 +81,7 @@ class ProcessMemory:
         try:
             # The file has some 1.5 KiB: one read gets all of it, from one moment.
             text = os.pread(self._status, 8192, 0)
-            return ResidentMemory(*(_field(text, name) for name in _FIELDS))
+            return ResidentMemory(*(_read_kib_field(text, name) for name in _FIELDS))
         except (OSError, ValueError):
             return None
 
@@ -110,12 +110,12 @@ class ProcessMemory:
             with open(f"{self._directory}/smaps_rollup", "rb") as file:
                 text = file.read()
             # With the line's beginning: "SwapPss:" ends in the same letters.
-            return max(0, _field(text, b"Rss:") - _field(text, b"\nPss:"))
+            return max(0, _read_kib_field(text, b"Rss:") - _read_kib_field(text, b"\nPss:"))
         except (OSError, ValueError):
             return None
 
 
-def _field(text: bytes, name: bytes) -> int:
+def _read_kib_field(text: bytes, name: bytes) -> int:
     start = text.index(name) + len(name)
     # The kernel says kB and means KiB.
     return int(text[start : text.index(b"kB", start)]) * KIB

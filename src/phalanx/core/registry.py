@@ -35,13 +35,13 @@ def read_literal(kind: str, package: str, name: str, default: Any) -> Any:
         if not path.is_file():
             continue
         for statement in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(statement, ast.Assign) and _assigns(statement, name):
+            if isinstance(statement, ast.Assign) and _assigns_name(statement, name):
                 # Literals alone: nothing of the file runs.
                 return ast.literal_eval(statement.value)
     return default
 
 
-def _assigns(statement: ast.Assign, name: str) -> bool:
+def _assigns_name(statement: ast.Assign, name: str) -> bool:
     return any(isinstance(node, ast.Name) and node.id == name for node in statement.targets)
 
 
@@ -50,7 +50,7 @@ def is_foreign(kind: str | None) -> bool:
     return kind is not None and ":" in kind
 
 
-def resolve(kind: str, package: str, attribute: str) -> Any:
+def resolve_kind(kind: str, package: str, attribute: str) -> Any:
     """The object named by `kind`: `attribute` of our own module, or the user's own object.
 
     Raises LayoutError (exit 3) for a kind that does not exist; an exception inside the user's

@@ -14,8 +14,13 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from phalanx.core.spellings import HIDDEN, MIN_LENGTH, SecretSpellings, spellings_of
-from phalanx.core.url_secrets import Span, looks_random, parameter_spans, user_spans
+from phalanx.core.spellings import HIDDEN, MIN_LENGTH, SecretSpellings, build_secret_spellings
+from phalanx.core.url_secrets import (
+    Span,
+    find_parameter_spans,
+    find_user_spans,
+    looks_like_random_text,
+)
 
 _ENDINGS = (
     *("KEY", "KEYS", "TOKEN", "SECRET", "SECRETS", "PASSWORD", "PASSWORDS", "PASSWD", "PASSPHRASE"),
@@ -44,24 +49,27 @@ class Redactor:
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
 
-    def text(self, text: str) -> str:
+    def redact_text(self, text: str) -> str:
         return _hide_secrets(text, self._now())
 
-    def value(self, value: Any) -> Any:
+    def redact_value(self, value: Any) -> Any:
         """`value` (of JSON's types) with `text` applied to every string in it, keys too."""
-        return _clean(value, self._now())
+        return _hide_secrets_in_value(value, self._now())
 
     def _now(self) -> SecretSpellings:
-        return spellings_of(tuple(secret_values(self._environ).values()))
+        return build_secret_spellings(tuple(find_secret_values(self._environ).values()))
 
 
-def _clean(value: Any, known: SecretSpellings) -> Any:
+def _hide_secrets_in_value(value: Any, known: SecretSpellings) -> Any:
     if isinstance(value, str):
         return _hide_secrets(value, known)
     if isinstance(value, dict):
-        return {_clean(key, known): _clean(item, known) for key, item in value.items()}
+        return {
+            _hide_secrets_in_value(key, known): _hide_secrets_in_value(item, known)
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [_clean(item, known) for item in value]
+        return [_hide_secrets_in_value(item, known) for item in value]
     return value
 
 
@@ -69,32 +77,34 @@ def _hide_secrets(text: str, known: SecretSpellings) -> str:
     """Known secrets first: what is left of a URL around them is looked at by its form."""
     text = known.hide(text)
     # From the end on, so that the places of those before stay right.
-    for start, end in reversed(spans_by_place(text)):
+    for start, end in reversed(find_secret_spans_by_place(text)):
         text = text[:start] + HIDDEN + text[end:]
     return text
 
 
-def spans_by_place(text: str) -> list[Span]:
+def find_secret_spans_by_place(text: str) -> list[Span]:
     """Spans of the secrets in `text` that are known by their place: a URL's password or token.
 
     In order, none in another.
     """
     spans: list[Span] = []
     # Sorted by where they begin: one that begins inside of another is a part of it.
-    for span in sorted({*user_spans(text), *parameter_spans(text, _is_secret_in_query)}):
+    for span in sorted({*find_user_spans(text), *find_parameter_spans(text, _is_secret_in_query)}):
         if not spans or span[0] >= spans[-1][1]:
             spans.append(span)
     return spans
 
 
 def _is_secret_in_query(name: str, value: str) -> bool:
-    words = _words(name)
+    words = _split_name_into_words(name)
     if words and (words[-1] in _IN_QUERIES or words[-1].endswith("SIGNATURE")):
         return True
-    return _is_certain(name) or (is_secret_name(name) and looks_random(value))
+    return _is_certainly_secret_name(name) or (
+        is_secret_name(name) and looks_like_random_text(value)
+    )
 
 
-def secret_values(environ: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+def find_secret_values(environ: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     """The secrets of `environ` by variable: values of variables that are named like one, and what
     URLs in any carry.
 
@@ -108,9 +118,9 @@ def secret_values(environ: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
         parts = []
         if is_secret_name(name) and not _is_path_variable(value):
             parts += [part.strip() for part in (value, *value.splitlines())]
-        spans = spans_by_place(value)
+        spans = find_secret_spans_by_place(value)
         if _is_connection(name):
-            spans += parameter_spans(value, _is_secret_in_query, anywhere=True)
+            spans += find_parameter_spans(value, _is_secret_in_query, anywhere=True)
         parts += [value[start:end] for start, end in spans]
         # Without repetitions: a value of one line is a line of it, too.
         if secrets := tuple(dict.fromkeys(part for part in parts if len(part) >= MIN_LENGTH)):
@@ -128,7 +138,7 @@ def _is_path_variable(value: str) -> bool:
 def is_secret_name(name: str) -> bool:
     """True for names like WANDB_API_KEY, hf_token, MYSQL_PWD; not for KEY_FILE,
     TOKENIZERS_PARALLELISM or PWD."""
-    words = _words(name)
+    words = _split_name_into_words(name)
     if not words or words[-1] in _PLACES:
         return False
     return (
@@ -141,34 +151,40 @@ def is_secret_name(name: str) -> bool:
 def _is_connection(name: str) -> bool:
     """True for AZURE_STORAGE_CONNECTION_STRING: several settings in one value, secrets among
     them."""
-    return "".join(_words(name)).endswith(tuple(_CONNECTIONS))
+    return "".join(_split_name_into_words(name)).endswith(tuple(_CONNECTIONS))
 
 
-def secret_problem(name: str, value: str, environ: Mapping[str, str]) -> str | None:
+def describe_secret_problem(name: str, value: str, environ: Mapping[str, str]) -> str | None:
     """Why `value`, given in a job under `name`, must not be written down; None if nothing speaks
     against it."""
-    for variable, secrets in secret_values(environ).items():
-        if spellings_of((secrets,)).hide(value) != value:
+    for variable, secrets in find_secret_values(environ).items():
+        if build_secret_spellings((secrets,)).hide(value) != value:
             return f"holds the secret of the environment variable {variable}"
-    if any(user_spans(value)):
+    if any(find_user_spans(value)):
         return "is a URL with a password in it"
-    if any(parameter_spans(value, _is_secret_in_job, anywhere=_is_connection(name))):
+    if any(find_parameter_spans(value, _is_secret_in_job, anywhere=_is_connection(name))):
         return "is a URL or a connection string with a secret in it"
-    if value and is_secret_name(name) and (_is_certain(name) or looks_random(value)):
+    if (
+        value
+        and is_secret_name(name)
+        and (_is_certainly_secret_name(name) or looks_like_random_text(value))
+    ):
         return "is named like a secret, and a run keeps its job"
     return None
 
 
 def _is_secret_in_job(name: str, value: str) -> bool:
     """A job is refused for it, so a page_token=2 is none."""
-    return _is_certain(name) or (looks_random(value) and _is_secret_in_query(name, value))
+    return _is_certainly_secret_name(name) or (
+        looks_like_random_text(value) and _is_secret_in_query(name, value)
+    )
 
 
-def _is_certain(name: str) -> bool:
+def _is_certainly_secret_name(name: str) -> bool:
     """True where the last word alone says it (password), or the one before does (api_key)."""
-    if not _words(name):
+    if not _split_name_into_words(name):
         return False
-    *before, last = _words(name)
+    *before, last = _split_name_into_words(name)
     if last == "PWD":
         return bool(before) and (*before, last) != ("OLD", "PWD")
     if last in _AMBIGUOUS:
@@ -178,7 +194,7 @@ def _is_certain(name: str) -> bool:
     )
 
 
-def _words(name: str) -> list[str]:
+def _split_name_into_words(name: str) -> list[str]:
     # apiKey -> api_Key
     spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
     return [word.rstrip("0123456789") for word in re.split(r"[^A-Z0-9]+", spaced.upper()) if word]

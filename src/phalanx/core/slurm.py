@@ -9,11 +9,11 @@ from phalanx.core.launch_variables import (
     FIRST_PORT,
     NUM_PORTS,
     LaunchedRank,
-    check_range,
     find_first_set,
-    get_text,
+    get_stripped_variable,
     read_integer,
     read_port,
+    require_in_range,
     require_integer,
 )
 from phalanx.core.nodelists import NodeList, parse_nodelist, parse_tasks_per_node
@@ -41,12 +41,14 @@ def read_slurm(environ: Mapping[str, str]) -> LaunchedRank | None:
         return None
     several = f"{size_name} is {size}"
     rank = require_integer(environ, "SLURM_PROCID", several)
-    check_range("SLURM_PROCID", rank, size_name, size)
+    require_in_range("SLURM_PROCID", rank, size_name, size)
     local_rank = require_integer(environ, "SLURM_LOCALID", several)
     nodes = read_slurm_nodes(environ)
     local_size = _read_local_size(environ, size, nodes)
-    check_range("SLURM_LOCALID", local_rank, "the number of tasks on this node", local_size)
-    address = get_text(environ, "MASTER_ADDR") or _choose_address(environ, nodes, rank, several)
+    require_in_range("SLURM_LOCALID", local_rank, "the number of tasks on this node", local_size)
+    address = get_stripped_variable(environ, "MASTER_ADDR") or _choose_address(
+        environ, nodes, rank, several
+    )
     step = _read_step(environ)
     job = read_integer(environ, "SLURM_JOB_ID")
     if job is None:
@@ -120,7 +122,7 @@ def _refuse_step_without_rank(environ: Mapping[str, str]) -> None:
 
 def read_slurm_nodes(environ: Mapping[str, str]) -> NodeList | None:
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
-        if text := get_text(environ, name):
+        if text := get_stripped_variable(environ, name):
             try:
                 return parse_nodelist(text)
             except ValueError as error:
@@ -137,7 +139,7 @@ def _read_local_size(environ: Mapping[str, str], size: int, nodes: NodeList | No
     """
     node = read_integer(environ, "SLURM_NODEID") or 0
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
-        if not (text := get_text(environ, name)):
+        if not (text := get_stripped_variable(environ, name)):
             continue
         try:
             counts = parse_tasks_per_node(text)
@@ -171,7 +173,8 @@ def _choose_address(
         return "127.0.0.1"
     if rank == 0 and read_integer(environ, "SLURM_NODEID"):
         raise EnvironmentProblem(
-            f"SLURM_PROCID is 0 on node {get_text(environ, 'SLURM_NODEID')} of SLURM_JOB_NODELIST",
+            f"SLURM_PROCID is 0 on node {get_stripped_variable(environ, 'SLURM_NODEID')} of"
+            " SLURM_JOB_NODELIST",
             fix="set MASTER_ADDR to the host of task 0",
         )
     return next(iter(nodes))

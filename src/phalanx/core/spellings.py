@@ -20,7 +20,7 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 from urllib.parse import quote, quote_plus, unquote
 
-from phalanx.core.url_secrets import looks_random
+from phalanx.core.url_secrets import looks_like_random_text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -51,7 +51,7 @@ class SecretSpellings:
     texts: tuple[bytes, ...] = ()
     """What `unbroken` looks for, as far as bytes that are read as latin-1 can hold it."""
 
-    def places(self, data: bytes) -> list[tuple[int, int]]:
+    def suspicious_stretches(self, data: bytes) -> list[tuple[int, int]]:
         """Stretches of `data` outside of which `spans` finds nothing: a look that is a hundred
         times quicker."""
         import numpy as np
@@ -60,7 +60,7 @@ class SecretSpellings:
             return []
         reach = max(map(len, self.texts))
         grams = np.frombuffer(data, "<u4", len(data) // _GRAM_BYTES)
-        hashes = _hashes(grams)
+        hashes = _hash_grams(grams)
         short, long = (known[hashes] for known in self._known_grams)
         # A long one has two beside each other.
         short[:-1] |= long[:-1] & long[1:]
@@ -68,9 +68,9 @@ class SecretSpellings:
         for at in (np.flatnonzero(short) * _GRAM_BYTES).tolist():
             stretches.append((at - reach, at + reach))
         reach += _ABOUT_A_BREAK
-        for at in self._breaks(data):
+        for at in self._find_line_breaks(data):
             stretches.append((at - reach, at + reach))
-        return _merge(stretches)
+        return _merge_spans(stretches)
 
     @cached_property
     def _known_grams(self) -> tuple[np.ndarray, np.ndarray]:
@@ -83,13 +83,13 @@ class SecretSpellings:
                 short.append(text)
             else:
                 long.append(text)
-        return _mark_grams(_grams(short)), _mark_grams(_grams(long))
+        return _mark_grams(_byte_grams(short)), _mark_grams(_byte_grams(long))
 
     @cached_property
     def _known_joints(self) -> frozenset[bytes]:
-        return frozenset(_grams(text.translate(None, _IN_BREAKS) for text in self.texts))
+        return frozenset(_byte_grams(text.translate(None, _IN_BREAKS) for text in self.texts))
 
-    def _breaks(self, data: bytes) -> Iterator[int]:
+    def _find_line_breaks(self, data: bytes) -> Iterator[int]:
         """Ends of lines across which a spelling may go on."""
         known, at = self._known_joints, data.find(b"\n")
         while at >= 0:
@@ -124,16 +124,16 @@ class SecretSpellings:
         if not self.pieces:
             return
         for word in _WORD.finditer(text):
-            for start, end in self._runs(word[0]):
+            for start, end in self._find_piece_runs(word[0]):
                 yield word.start() + start, word.start() + end
 
     def _hide_pieces(self, match: re.Match[str]) -> str:
         word = match[0]
-        for start, end in reversed(list(self._runs(word))):
+        for start, end in reversed(list(self._find_piece_runs(word))):
             word = word[:start] + HIDDEN + word[end:]
         return word
 
-    def _runs(self, word: str) -> Iterator[tuple[int, int]]:
+    def _find_piece_runs(self, word: str) -> Iterator[tuple[int, int]]:
         """Stretches of `word` that are pieces, joined where they overlap."""
         start = end = -1
         for at in range(len(word) - PIECE_CHARS + 1):
@@ -149,7 +149,7 @@ class SecretSpellings:
 
 
 @lru_cache(maxsize=32)
-def spellings_of(groups: tuple[tuple[str, ...], ...]) -> SecretSpellings:
+def build_secret_spellings(groups: tuple[tuple[str, ...], ...]) -> SecretSpellings:
     """The spellings of all secrets; the longest are looked for first."""
     secrets = set(itertools.chain.from_iterable(groups))
     plain: set[str] = set()
@@ -162,8 +162,8 @@ def spellings_of(groups: tuple[tuple[str, ...], ...]) -> SecretSpellings:
     # The longest first: of two that begin alike a pattern takes the one that stands first in it.
     ordered = sorted(texts, key=lambda text: (-len(text), text))
     pieces: set[str] = set()
-    for text in filter(looks_random, secrets | encoded):
-        pieces.update(_pieces(text))
+    for text in filter(looks_like_random_text, secrets | encoded):
+        pieces.update(_distinctive_pieces(text))
     if not ordered:
         return SecretSpellings(None, None, frozenset(pieces))
     return SecretSpellings(
@@ -174,7 +174,7 @@ def spellings_of(groups: tuple[tuple[str, ...], ...]) -> SecretSpellings:
     )
 
 
-def _merge(stretches: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def _merge_spans(stretches: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Stretches in order; those that overlap or touch are one."""
     merged: list[tuple[int, int]] = []
     for start, end in sorted(stretches):
@@ -185,7 +185,7 @@ def _merge(stretches: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def _grams(texts: Iterable[bytes]) -> set[bytes]:
+def _byte_grams(texts: Iterable[bytes]) -> set[bytes]:
     grams = set()
     for text in texts:
         for at in range(len(text) - _GRAM_BYTES + 1):
@@ -197,17 +197,17 @@ def _mark_grams(grams: set[bytes]) -> np.ndarray:
     import numpy as np
 
     known = np.zeros(1 << (32 - _HASH_SHIFT), dtype=bool)
-    known[_hashes(np.frombuffer(b"".join(sorted(grams)), "<u4"))] = True
+    known[_hash_grams(np.frombuffer(b"".join(sorted(grams)), "<u4"))] = True
     return known
 
 
-def _hashes(grams: np.ndarray) -> np.ndarray:
+def _hash_grams(grams: np.ndarray) -> np.ndarray:
     import numpy as np
 
     return (grams * np.uint32(_HASH_FACTOR)) >> np.uint32(_HASH_SHIFT)
 
 
-def _pieces(secret: str) -> Iterator[str]:
+def _distinctive_pieces(secret: str) -> Iterator[str]:
     """The pieces of `secret` that no word has: with a digit among letters, or capitals among small
     letters."""
     for at in range(len(secret) - PIECE_CHARS + 1):
@@ -230,12 +230,12 @@ def _plain_forms(secret: str) -> Iterable[str]:
     # JSON that is a text in JSON.
     yield json.dumps(json.dumps(secret)[1:-1])[1:-1]
     yield repr(secret)[1:-1]
-    yield repr(_bytes_of(secret))[2:-1]
+    yield repr(_encode_utf8(secret))[2:-1]
     yield " ".join(secret.split())
 
 
 def _encode_in_all_ways(secret: str) -> Iterable[str]:
-    raw = _bytes_of(secret)
+    raw = _encode_utf8(secret)
     for digits in (
         raw.hex(),
         "".join(f"%{byte:02x}" for byte in raw),
@@ -255,7 +255,7 @@ def _encode_in_all_ways(secret: str) -> Iterable[str]:
         yield text[start:end].translate(str.maketrans("+/", "-_"))
 
 
-def _bytes_of(secret: str) -> bytes:
+def _encode_utf8(secret: str) -> bytes:
     if secret.isprintable():
         return secret.encode("utf-8", "surrogateescape")
     return secret.encode("utf-8", "replace")

@@ -34,7 +34,7 @@ class SafeStream:
         self._redactor = Redactor(os.environ)
 
     def write(self, text: str) -> int:
-        write_encoded(self.behind, printable_text(self._redactor.text(text)))
+        write_encoded(self.behind, printable_text(self._redactor.redact_text(text)))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -44,7 +44,7 @@ class SafeStream:
     @property
     def buffer(self) -> io.RawIOBase:
         """The binary stream, for libraries that print bytes."""
-        return _Bytes(self)
+        return _SafeByteStream(self)
 
     def __getattr__(self, name: str) -> Any:
         """flush, fileno, isatty, encoding, ...: the stream's own."""
@@ -54,7 +54,7 @@ class SafeStream:
         return getattr(self.behind, name)
 
 
-class _Bytes(io.RawIOBase):
+class _SafeByteStream(io.RawIOBase):
     """The bytes of a text stream: filtered like its text."""
 
     def __init__(self, stream: SafeStream) -> None:
@@ -79,7 +79,7 @@ def filter_stream(stream: TextIO) -> TextIO:
 
 
 @contextlib.contextmanager
-def safe_output() -> Iterator[None]:
+def filtering_output() -> Iterator[None]:
     """Inside, standard output and error are filtered."""
     before = sys.stdout, sys.stderr
     filter_output()
@@ -106,7 +106,7 @@ def print_document(text: str, end: str = "\n") -> None:
 
 def print_coloured(text: str) -> None:
     """Print lines in which our own colours stand, and nothing else that a terminal obeys."""
-    redacted = Redactor(os.environ).text(text)
+    redacted = Redactor(os.environ).redact_text(text)
     # With a group in the pattern, split gives text and colour in turn, text first.
     parts = _COLOUR.split(redacted)
     parts[::2] = map(printable_text, parts[::2])

@@ -86,21 +86,21 @@ def from_json(kind: type[Value], document: object) -> Value:
 
 def _read_dataclass(kind: type, document: object, where: str) -> object:
     if not isinstance(document, Mapping):
-        raise _mismatch(where, "an object", document)
+        raise _type_mismatch_error(where, "an object", document)
     hints = _field_types(kind)
     unknown = document.keys() - hints.keys()
     if unknown:
         raise TypedJsonError(f"{where} has no field {min(unknown)!r}")
     values = {}
     for name, value in document.items():
-        values[name] = _read(hints[name], value, f"{where}.{name}")
+        values[name] = _read_value(hints[name], value, f"{where}.{name}")
     missing = _fields_without_default(kind) - values.keys()
     if missing:
         raise TypedJsonError(f"{where}.{min(missing)} is missing")
     return kind(**values)
 
 
-def _read(kind: Any, value: object, where: str) -> Any:
+def _read_value(kind: Any, value: object, where: str) -> Any:
     """`value` as the type annotation `kind`; `where` names the field in errors."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
@@ -122,7 +122,7 @@ def _read(kind: Any, value: object, where: str) -> Any:
         return float(cast(float, value))
     if kind is object or kind is Any or type(value) is kind:
         return value
-    raise _mismatch(where, getattr(kind, "__name__", str(kind)), value)
+    raise _type_mismatch_error(where, getattr(kind, "__name__", str(kind)), value)
 
 
 def _read_optional(kinds: Sequence[Any], value: object, where: str) -> Any:
@@ -130,23 +130,23 @@ def _read_optional(kinds: Sequence[Any], value: object, where: str) -> Any:
     if value is None and types.NoneType in kinds:
         return None
     (kind,) = (kind for kind in kinds if kind is not types.NoneType)
-    return _read(kind, value, where)
+    return _read_value(kind, value, where)
 
 
 def _read_items(kind: Any, value: object, where: str) -> list[Any]:
     if not isinstance(value, list):
-        raise _mismatch(where, "a list", value)
-    return [_read(kind, item, f"{where}[{index}]") for index, item in enumerate(value)]
+        raise _type_mismatch_error(where, "a list", value)
+    return [_read_value(kind, item, f"{where}[{index}]") for index, item in enumerate(value)]
 
 
 def _read_mapping(arguments: Sequence[Any], value: object, where: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise _mismatch(where, "an object", value)
+        raise _type_mismatch_error(where, "an object", value)
     _, kind = arguments
-    return {key: _read(kind, item, f"{where}.{key}") for key, item in value.items()}
+    return {key: _read_value(kind, item, f"{where}.{key}") for key, item in value.items()}
 
 
-def _mismatch(where: str, expected: str, value: object) -> TypedJsonError:
+def _type_mismatch_error(where: str, expected: str, value: object) -> TypedJsonError:
     return TypedJsonError(f"{where} must be {expected}, not {str(value)[:80]!r}")
 
 

@@ -33,10 +33,12 @@ _OURS = str(Path(__file__).parents[1])
 def install_one_line_excepthook() -> None:
     """Have refusals that nobody catches shown in a line, unless somebody has a hook already."""
     if sys.excepthook is sys.__excepthook__:
-        sys.excepthook = _show
+        sys.excepthook = _show_uncaught_error
 
 
-def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _show_uncaught_error(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     is_interactive = hasattr(sys, "ps1") or sys.flags.interactive or sys.flags.inspect
     if not isinstance(error, PhalanxError) or is_interactive or os.environ.get(TRACEBACK):
         sys.__excepthook__(kind, error, trace)
@@ -46,28 +48,28 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
     if isinstance(error, JobError):
         lines = str(error).splitlines()
     if _is_first_to_report(str(error)):
-        _print_lines(lines, rank, trace)
+        _print_refusal(lines, rank, trace)
     _write_torchrun_error_file("; ".join(lines))
     # Python obeys it in an excepthook: without it the exit code would be 1.
     raise SystemExit(int(error.exit_code))
 
 
-def _print_lines(lines: list[str], rank: str, trace: TracebackType | None) -> None:
+def _print_refusal(lines: list[str], rank: str, trace: TracebackType | None) -> None:
     # Only now: nobody pays for what is not needed.
-    from phalanx.core.terminal import safe_output
+    from phalanx.core.terminal import filtering_output
 
     prefix = "phalanx: "
     if rank not in ("", "0"):
         prefix += f"rank {rank}: "
-    location = user_place(trace)
+    location = find_user_code_line(trace)
     if lines and location:
         lines = [*lines[:-1], f"{lines[-1]} ({Path(location).name})"]
-    with safe_output():
+    with filtering_output():
         for line in lines:
             print(f"{prefix}{line}", file=sys.stderr)
 
 
-def user_place(trace: TracebackType | None) -> str:
+def find_user_code_line(trace: TracebackType | None) -> str:
     """The innermost line of the user's own code, "/home/me/train.py:12"; empty if there is none."""
     library_folders = ("site-packages", "/lib/python")
     for frame in reversed(traceback.extract_tb(trace)):
@@ -84,7 +86,7 @@ def _is_first_to_report(text: str) -> bool:
     """True if no other rank on this machine has reported the same error: each rank refuses a bad
     job for itself."""
     # Only now: nobody pays for what is not needed.
-    from phalanx.core.clocks import clock_name
+    from phalanx.core.clocks import identify_monotonic_clock
     from phalanx.core.files import write_bytes_atomic
 
     if int(os.environ.get("WORLD_SIZE") or 1) == 1:
@@ -92,9 +94,11 @@ def _is_first_to_report(text: str) -> bool:
     marker = _report_marker_path(text)
     own_marker = marker.with_name(f"{marker.name}-{os.getpid()}")
     try:
-        if _is_stale(marker):
+        if _is_stale_marker(marker):
             marker.unlink(missing_ok=True)
-        write_bytes_atomic(own_marker, f"{clock_name()} {time.monotonic()}".encode(), durable=False)
+        write_bytes_atomic(
+            own_marker, f"{identify_monotonic_clock()} {time.monotonic()}".encode(), durable=False
+        )
         try:
             # A link has the content from the start, and fails where another rank was first.
             os.link(own_marker, marker)
@@ -108,9 +112,9 @@ def _is_first_to_report(text: str) -> bool:
     return True
 
 
-def _is_stale(marker: Path) -> bool:
+def _is_stale_marker(marker: Path) -> bool:
     """True for a marker of ranks before these. Clocks that people set have no part in it."""
-    from phalanx.core.clocks import clock_name
+    from phalanx.core.clocks import identify_monotonic_clock
     from phalanx.core.files import read_regular
 
     try:
@@ -121,7 +125,7 @@ def _is_stale(marker: Path) -> bool:
     except (OSError, ValueError):
         # No marker of ours.
         return True
-    return clock != clock_name() or not 0 <= age_s <= STALE_S
+    return clock != identify_monotonic_clock() or not 0 <= age_s <= STALE_S
 
 
 def _report_marker_path(text: str) -> Path:
@@ -146,7 +150,7 @@ def _write_torchrun_error_file(text: str) -> None:
         from phalanx.core.secrets import Redactor
 
         body = {
-            "message": Redactor(os.environ).text(f"phalanx: {text}"),
+            "message": Redactor(os.environ).redact_text(f"phalanx: {text}"),
             "timestamp": int(time.time()),
         }
         with contextlib.suppress(OSError):

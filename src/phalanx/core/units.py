@@ -67,10 +67,10 @@ def describe_error(predicted: float, measured: float) -> str:
     if predicted == measured or abs(predicted - measured) / measured < 0.005:
         return "right to 1 %"
     error = (predicted - measured) / measured
-    return f"{100 * abs(error):.0f} % too {_direction(predicted, measured)}"
+    return f"{100 * abs(error):.0f} % too {_error_direction(predicted, measured)}"
 
 
-def _direction(predicted: float, measured: float) -> str:
+def _error_direction(predicted: float, measured: float) -> str:
     return "low" if predicted < measured else "high"
 
 
@@ -86,7 +86,7 @@ def describe_bytes_error(predicted: float, measured: float) -> str:
     if not is_small or abs(predicted - measured) < LARGE_ERROR * measured:
         return describe_error(predicted, measured)
     difference = format_bytes(abs(predicted - measured))
-    return f"{difference} too {_direction(predicted, measured)}"
+    return f"{difference} too {_error_direction(predicted, measured)}"
 
 
 def plural(number: int, noun: str, nouns: str = "") -> str:

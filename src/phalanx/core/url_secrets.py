@@ -19,24 +19,26 @@ _PLACEHOLDER = re.compile(r"\$?\{.*\}|\$\w+|%\(\w+\)s|%s|\*+|\.\.\.")  # where c
 _LOOKS_RANDOM = re.compile(r"(?=.*[0-9])(?=.*[A-Za-z])[A-Za-z0-9_\-.+/=]{16,}")
 
 
-def looks_random(value: str) -> bool:
+def looks_like_random_text(value: str) -> bool:
     """True for what nobody would type: 16 characters or more, letters and digits among them."""
     return _LOOKS_RANDOM.fullmatch(value) is not None
 
 
-def user_spans(text: str) -> Iterator[Span]:
+def find_user_spans(text: str) -> Iterator[Span]:
     """The passwords of `scheme://user:password@host`, and users that look like a token."""
     if "://" not in text:
         return
     for match in _USER.finditer(text):
         user, password = match.group(1), match.group(2)
-        if user and looks_random(user):
+        if user and looks_like_random_text(user):
             yield match.span(1)
         if password and not _PORT.match(password) and not is_placeholder(password):
             yield match.span(2)
 
 
-def parameter_spans(text: str, is_secret: IsSecret, *, anywhere: bool = False) -> Iterator[Span]:
+def find_parameter_spans(
+    text: str, is_secret: IsSecret, *, anywhere: bool = False
+) -> Iterator[Span]:
     """The values in `?name=value&name=value` (and after a semicolon) for which `is_secret(name,
     value)`.
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from phalanx.core.cores import count_cores
-from phalanx.core.digest import differing_keys
+from phalanx.core.digest import find_differing_keys
 from phalanx.core.errors import DataError, ResourceError
 from phalanx.core.files import (
     TOKENIZER_BYTES,
+    build_resource_error,
     read_json,
     read_regular,
-    resource_error,
     write_bytes_atomic,
     write_json_atomic,
 )
@@ -168,7 +168,7 @@ def build_dataset(
                     remove_output(out, names, is_new=is_new)
                 raise
     except OSError as error:  # reading raises DataError, so this was writing
-        raise resource_error(error, "writing the token shards", out, place="folder") from None
+        raise build_resource_error(error, "writing the token shards", out, place="folder") from None
 
 
 def _count_useful_workers(encoder: Tokenizer, total_bytes: int) -> int:
@@ -258,7 +258,7 @@ def _require_same_options(out: Path, options: BuildOptions) -> None:
             earlier = read_json(path)
         except ValueError:
             earlier = {}
-        differing = differing_keys(earlier, options.to_json())
+        differing = find_differing_keys(earlier, options.to_json())
         if differing:
             raise DataError(
                 "an unfinished build with other options is there",

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from phalanx.core.digest import differing_keys, digest
+from phalanx.core.digest import digest, find_differing_keys
 from phalanx.data.dataset import FORMAT, DatasetManifest, TokenizerFacts
 from phalanx.data.sources import SourceListing
 from phalanx.data.tokenizer import Tokenizer
@@ -36,7 +36,9 @@ class BuildOptions:
     def list_differences(self, manifest: DatasetManifest) -> list[str]:
         """The names of the options, inputs included, that a finished dataset was not built with."""
         listed, options = manifest.to_json(), asdict(self)
-        return differing_keys(_select_manifest_options(listed), _select_manifest_options(options))
+        return find_differing_keys(
+            _select_manifest_options(listed), _select_manifest_options(options)
+        )
 
 
 def _select_manifest_options(options: Mapping[str, Any]) -> dict[str, Any]:

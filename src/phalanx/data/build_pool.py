@@ -22,7 +22,7 @@ from typing import IO, Any, cast
 
 from phalanx.core import errors
 from phalanx.core.errors import DataError, PhalanxError, ResourceError
-from phalanx.core.files import resource_error
+from phalanx.core.files import build_resource_error
 from phalanx.data.encode import EncodingCounts, ShardOutcome, build_shard
 from phalanx.data.spans import ShardTask
 from phalanx.data.tokenizer import Tokenizer
@@ -171,7 +171,7 @@ def error_to_message(error: PhalanxError | OSError, out: Path) -> dict[str, Any]
     """
     if isinstance(error, PhalanxError):
         return error.to_json()
-    return resource_error(error, "writing the token shards", out, place="folder").to_json()
+    return build_resource_error(error, "writing the token shards", out, place="folder").to_json()
 
 
 def _error_from_message(message: dict[str, Any]) -> PhalanxError:

@@ -78,7 +78,7 @@ class CorpusComponent:
     num_skipped_files: int
 
     @property
-    def why_split(self) -> str:
+    def explain_split(self) -> str:
         """Why the fraction of the documents does not decide what is held out; empty where it
         does."""
         if self.split_by == "document" or self.splits["held_out"].num_tokens == 0:
@@ -189,7 +189,7 @@ class Corpus:
             )
         return splits
 
-    def path_of(self, component: CorpusComponent) -> Path:
+    def path_of_component(self, component: CorpusComponent) -> Path:
         # An absolute one stays what it is.
         return self.directory / component.path
 
@@ -200,7 +200,7 @@ class Corpus:
 
         DataError if it is not what it was.
         """
-        path = self.path_of(component)
+        path = self.path_of_component(component)
         # Before it is mapped: reading behind the end of a file that is shorter by now would kill
         # the process (SIGBUS).
         check_source_unchanged(component.kind, path, component.files)
@@ -223,7 +223,7 @@ class Corpus:
         first = self.components[0]
         if first.tokenizer_path:
             return _load_unchanged_tokenizer(first.tokenizer_path, first.tokenizer.digest)
-        return open_dataset(self.path_of(first)).load_tokenizer()
+        return open_dataset(self.path_of_component(first)).load_tokenizer()
 
 
 def load_corpus(out_dir: Path) -> Corpus:
@@ -253,10 +253,14 @@ def verify_corpus(corpus: Corpus, *, is_new: bool = False) -> list[str]:
         note = f"{format_bytes(num_bytes)} of tokens were not compared with their checksums"
         for component in unread:
             if component.kind == "dataset":
-                note += f"; phalanx data verify {corpus.path_of(component)} reads it whole"
+                note += (
+                    f"; phalanx data verify {corpus.path_of_component(component)} reads it whole"
+                )
         return [note]
     for component in unread:
-        wrong = list(verify_source(component.kind, corpus.path_of(component), component.files))
+        wrong = list(
+            verify_source(component.kind, corpus.path_of_component(component), component.files)
+        )
         if wrong:
             first, summary = wrong[0], wrong[0].what
             if len(wrong) > 1:

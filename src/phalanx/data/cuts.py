@@ -80,7 +80,7 @@ class TextCutter:
             offset = until
         return num_bytes
 
-    def pieces(self, text: str, where: str) -> Iterator[str]:
+    def cut_into_pieces(self, text: str, where: str) -> Iterator[str]:
         """`text` in parts of about PIECE_CHARS. DataError if it is huge and cannot be cut."""
         start = 0
         while len(text) - start > 2 * PIECE_CHARS and self.can_cut:

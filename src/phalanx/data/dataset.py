@@ -13,7 +13,7 @@ from typing import Any
 
 from phalanx.core.digest import digest
 from phalanx.core.errors import DataError, DataStorageError
-from phalanx.core.files import MANIFEST_BYTES, check_name, parse_json, read_regular
+from phalanx.core.files import MANIFEST_BYTES, parse_json, read_regular, require_file_name
 from phalanx.data.shards import DTYPES, Progress, Shard, ShardFacts, open_shard, verify_shard
 from phalanx.data.tokenizer import BYTES, TOKENIZER_FILE, Tokenizer, load_tokenizer
 from phalanx.data.unreadable import unreadable_data_error
@@ -75,7 +75,7 @@ class DatasetManifest:
             fields["contents"] = tuple(fields.get("contents", ()))
             fields["shards"] = tuple(ShardFacts(**shard) for shard in fields["shards"])
             for shard in fields["shards"]:
-                check_name(shard.file, "shard")
+                require_file_name(shard.file, "shard")
             if not fields["shards"]:
                 raise ValueError("it lists no shard")
             manifest = cls(**fields)

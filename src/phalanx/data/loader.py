@@ -60,7 +60,7 @@ class RankBatchShare:
         return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
 
     @property
-    def place(self) -> tuple[int, int, int]:
+    def held_out_share(self) -> tuple[int, int, int]:
         """(micro_batch_size, data_parallel_size, data_parallel_rank), as held-out batches take
         them.
         """
@@ -137,7 +137,7 @@ class TrainBatches:
         if isinstance(self._reader, _Prefetch):
             loaded = self._reader.get(step)
         elif self._reader is not None:
-            loaded = self._to_tensors(self._reader.get(step))
+            loaded = self._to_tensors(self._reader.get_step(step))
         else:
             loaded = self._load(step)
         if self._keep_record:
@@ -284,7 +284,7 @@ class HeldOutBatches:
             cut = SampleWindows(
                 num_real, self._windows.document_masks, self._windows.ends_are_marked
             )
-            for name, array in cut.cut(self._sequence, np.array([start])).items():
+            for name, array in cut.cut_samples(self._sequence, np.array([start])).items():
                 padded[name][:num_real] = array[0]
         if not self._windows.document_masks:
             padded["positions"] = np.arange(seq_len)
@@ -349,7 +349,7 @@ def build_held_out_batches(
             if len(budgets) > 1:
                 name = corpus.names[number]
             batches_by_source[name] = HeldOutBatches(
-                sequence, windows, *share.place, budgets[number]
+                sequence, windows, *share.held_out_share, budgets[number]
             )
     return batches_by_source
 
@@ -370,7 +370,7 @@ def _build_user_held_out(
     samples = UserSamples(
         open_user_dataset(user.source, user.args, "held_out"), user.source, seed, shuffled=False
     )
-    return {"": HeldOutSamples(samples, num_samples, *share.place)}
+    return {"": HeldOutSamples(samples, num_samples, *share.held_out_share)}
 
 
 def split_by_weights(total: int, weights: Sequence[float]) -> list[int]:

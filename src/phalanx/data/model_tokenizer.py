@@ -76,7 +76,7 @@ def find_run_tokenizer(run_dir: Path, owner: str) -> ModelTokenizer:
                 owner, None, None, run_dir, True, f"the data of {run_dir} had no text", True
             )
         first = corpus.components[0]
-        name = first.tokenizer_path or str(corpus.path_of(first) / TOKENIZER_FILE)
+        name = first.tokenizer_path or str(corpus.path_of_component(first) / TOKENIZER_FILE)
         if first.tokenizer.kind == BYTES:
             name = BYTES
         # Raises unless it is there, and is the one of the run.

@@ -94,7 +94,7 @@ class SampleOrder:
         # Nothing comes after the last token: it is a target only.
         return (self.num_tokens - 1) // self.seq_len
 
-    def starts(self, indices: NDArray[np.integer]) -> NDArray[np.int64]:
+    def sample_starts(self, indices: NDArray[np.integer]) -> NDArray[np.int64]:
         """Offset of the first token of each sample, same shape as `indices` (global sample numbers
         from 0).
         """
@@ -104,7 +104,7 @@ class SampleOrder:
         keys = self._epoch_keys(epochs)
         starts = permute_indices(
             samples, self.samples_per_epoch, keys
-        ) * self.seq_len + self._phases(keys)
+        ) * self.seq_len + self._skipped_tokens_of_epochs(keys)
         return starts.reshape(np.shape(indices))
 
     def _epoch_keys(self, epochs: NDArray[np.int64]) -> Uint64s:
@@ -112,7 +112,7 @@ class SampleOrder:
             epochs.astype(np.uint64) ^ np.uint64(stable_hash64("sample order", self.seed))
         )
 
-    def _phases(self, epoch_keys: Uint64s) -> NDArray[np.int64]:
+    def _skipped_tokens_of_epochs(self, epoch_keys: Uint64s) -> NDArray[np.int64]:
         """Number of tokens that each epoch leaves out before its first window, of those that it
         leaves out at all.
         """
@@ -130,7 +130,7 @@ class ShuffledOrder:
     num_samples: int
     seed: int
 
-    def at(self, indices: NDArray[np.integer]) -> NDArray[np.int64]:
+    def shuffled_positions(self, indices: NDArray[np.integer]) -> NDArray[np.int64]:
         """The place of each sample in the dataset, same shape as `indices` (global sample numbers
         from 0).
         """

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.errors import DataError
-from phalanx.core.files import resource_error, write_json_atomic
+from phalanx.core.files import build_resource_error, write_json_atomic
 from phalanx.data.build import build_dataset
 from phalanx.data.corpus import MANIFEST, Corpus, CorpusComponent, SplitCounts, load_corpus
 from phalanx.data.dataset import TokenizerFacts
@@ -56,7 +56,7 @@ def prepare_corpus(
         try:
             write_json_atomic(out_dir / MANIFEST, corpus.to_json())
         except OSError as error:
-            raise resource_error(error, "writing what the data is", out_dir) from None
+            raise build_resource_error(error, "writing what the data is", out_dir) from None
     return corpus
 
 
@@ -249,7 +249,7 @@ def _remove_new_files_on_error(out_dir: Path) -> Iterator[None]:
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise resource_error(error, "preparing the data", out_dir) from None
+        raise build_resource_error(error, "preparing the data", out_dir) from None
     try:
         yield
     except BaseException:

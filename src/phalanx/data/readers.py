@@ -284,7 +284,7 @@ def _row_pieces(
         yield TextPiece(key, encoded if wants_bytes else text, True, True, len(encoded), is_utf8)
         return
     begins = True
-    for part in cutter.pieces(text, where):
+    for part in cutter.cut_into_pieces(text, where):
         yield TextPiece(key, part, begins, False, len(part.encode()), is_utf8)
         begins = False
     yield TextPiece(key, "", False, True, 0)

@@ -85,7 +85,7 @@ class SampleWindows:
     document_masks: bool = False
     ends_are_marked: bool = True
 
-    def cut(self, sequence: TokenSequence, starts: Int64s) -> Arrays:
+    def cut_samples(self, sequence: TokenSequence, starts: Int64s) -> Arrays:
         """`starts` [n]; every entry is int64 [n, seq_len]."""
         tokens = sequence.gather(starts, self.seq_len + 1)
         arrays = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
@@ -116,7 +116,9 @@ class TokenSamples:
         self._sequence, self._order, self._windows = sequence, order, windows
 
     def take(self, indices: NDArray[np.int64]) -> Arrays:
-        return self._windows.cut(self._sequence, self._order.starts(np.asarray(indices).ravel()))
+        return self._windows.cut_samples(
+            self._sequence, self._order.sample_starts(np.asarray(indices).ravel())
+        )
 
 
 class MixedSamples:

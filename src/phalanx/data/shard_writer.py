@@ -102,7 +102,7 @@ class ShardWriter:
         assert self._file is not None
         if tokens.size == 0:
             return
-        self._check(tokens)
+        self._require_ids_in_vocabulary(tokens)
         if self._key is not None and (starts.size == 0 or starts[0] > 0):
             starts, keys = np.concatenate([np.zeros(1, np.int64), starts]), [self._key, *keys]
         self._key = None
@@ -118,7 +118,7 @@ class ShardWriter:
         self._append(np.ascontiguousarray(tokens, self._dtype).data.cast("B"))
         self._num_tokens += tokens.size
 
-    def _check(self, tokens: NDArray[np.integer]) -> None:
+    def _require_ids_in_vocabulary(self, tokens: NDArray[np.integer]) -> None:
         low, high = int(tokens.min()), int(tokens.max())
         for token, is_outside in ((low, low < 0), (high, high >= self._vocab_size)):
             if is_outside:
@@ -154,7 +154,7 @@ class ShardWriter:
         sums = self._sums.close()
         self._file.write(sums)
         num_bytes = self._file.tell()
-        head, checksum = pack_header(self._facts(sums))
+        head, checksum = pack_header(self._header_facts(sums))
         self._file.seek(0)
         self._file.write(head)
         self._file.flush()
@@ -173,7 +173,7 @@ class ShardWriter:
             continues=self._continues,
         )
 
-    def _facts(self, sums: bytes) -> dict[str, Any]:
+    def _header_facts(self, sums: bytes) -> dict[str, Any]:
         return {
             "dtype": self._dtype.str,
             "num_tokens": self._num_tokens,

@@ -65,7 +65,7 @@ def collect_tokenizer_files(
             settings=settings,
         )
     first = corpus.components[0]
-    path = tokenizer_path(first.tokenizer_path or str(corpus.path_of(first)))
+    path = tokenizer_path(first.tokenizer_path or str(corpus.path_of_component(first)))
     files = {TOKENIZER_FILE: path, **_existing_files(path.parent, _BESIDE)}
     texts = {}
     if CONFIG_FILE not in files:

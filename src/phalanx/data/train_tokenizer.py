@@ -11,7 +11,7 @@ from typing import Any
 
 from phalanx.core.digest import stable_hash64
 from phalanx.core.errors import DataError, UsageError
-from phalanx.core.files import resource_error, write_bytes_atomic
+from phalanx.core.files import build_resource_error, write_bytes_atomic
 from phalanx.core.registry import import_optional
 from phalanx.data.columns import ReadingPosition
 from phalanx.data.cuts import TextCutter
@@ -93,7 +93,7 @@ def train_tokenizer(
         path.parent.mkdir(parents=True, exist_ok=True)
         write_bytes_atomic(path, tokenizer.to_str(pretty=True).encode())
     except OSError as error:
-        raise resource_error(error, "writing the tokenizer", path, place="--out") from None
+        raise build_resource_error(error, "writing the tokenizer", path, place="--out") from None
     return TrainedTokenizer(
         path=path,
         vocab_size=tokenizer.get_vocab_size(),

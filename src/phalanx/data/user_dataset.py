@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from phalanx.core.batch import flatten_batch
 from phalanx.core.digest import stable_hash64
 from phalanx.core.errors import DataError
-from phalanx.core.registry import resolve
+from phalanx.core.registry import resolve_kind
 from phalanx.data.order import ShuffledOrder
 from phalanx.data.tokens import Split
 
@@ -55,7 +55,7 @@ def open_user_dataset(source: str, args: Mapping[str, Any], split: Split) -> Any
     Raises LayoutError (exit 3) if there is no such factory, and DataError for what it raises or
     returns.
     """
-    factory = resolve(source, "phalanx.data", "dataset")
+    factory = resolve_kind(source, "phalanx.data", "dataset")
     try:
         dataset = factory(split, **args)
     except Exception as error:
@@ -95,16 +95,16 @@ class UserSamples:
         """
         places = np.asarray(indices)
         if self._order is not None:
-            places = self._order.at(indices)
+            places = self._order.shuffled_positions(indices)
         numbers, positions = indices.ravel().tolist(), places.ravel().tolist()
         samples = []
         with _preserve_random_states():
             for index, position in zip(numbers, positions, strict=True):
-                samples.append(self._sample(index, position))
+                samples.append(self._read_sample(index, position))
         self.on_sample(None)
         return collate_samples(samples, positions, self._source)
 
-    def _sample(self, index: int, index_in_source: int) -> Mapping[str, Any]:
+    def _read_sample(self, index: int, index_in_source: int) -> Mapping[str, Any]:
         # By the number in the run, not the place in the dataset: each epoch augments anew.
         _seed_generators(stable_hash64("sample", self._seed, index))
         self.on_sample(index_in_source)

@@ -93,7 +93,7 @@ class WorkerPool:
         self._replacements: dict[int, int] = {}
         self._next_step = -1  # the first that nobody was asked for
 
-    def get(self, step: int) -> Arrays:
+    def get_step(self, step: int) -> Arrays:
         """The arrays of a step. Steps in a row are read ahead; a jump starts anew.
 
         Raises DataError for what a user's dataset raised, and if workers die of a step again and
@@ -193,7 +193,7 @@ class WorkerPool:
         if self._replacements[step] >= MAX_REPLACEMENTS:
             del self._workers[number]
             self.close()
-            raise self._give_up(number, step, why, worker.log.path)
+            raise self._repeated_death_error(number, step, why, worker.log.path)
         fresh = self._workers[number] = self._start(number)
         for owed in worker.owed:
             fresh.owed.append(owed)
@@ -201,7 +201,9 @@ class WorkerPool:
             with contextlib.suppress(OSError):
                 self._send_step(fresh, owed)
 
-    def _give_up(self, number: int, step: int, why: str, log: Path | None) -> DataError:
+    def _repeated_death_error(
+        self, number: int, step: int, why: str, log: Path | None
+    ) -> DataError:
         if log is not None:
             why += f"; all of it: {log}"
         return DataError(

@@ -6,7 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from phalanx.core.errors import UsageError
-from phalanx.core.files import resource_error, write_bytes_atomic
+from phalanx.core.files import build_resource_error, write_bytes_atomic
 from phalanx.job.json_schema import FILE
 from phalanx.job.load import load_job_json
 from phalanx.job.schema import Job
@@ -57,7 +57,7 @@ def write_job_file(file: str, text: str, *, force: bool) -> Path:
     except ValueError:  # a NUL in the name
         raise UsageError("is not a possible path", where=ascii(file)) from None
     except OSError as error:
-        raise resource_error(error, "writing the job file", path) from None
+        raise build_resource_error(error, "writing the job file", path) from None
     return path
 
 
@@ -69,5 +69,5 @@ def write_schema_beside(job_file: Path) -> Path:
     try:
         write_bytes_atomic(path, read_schema_text().encode(), durable=False)
     except OSError as error:
-        raise resource_error(error, "writing the job file", job_file) from None
+        raise build_resource_error(error, "writing the job file", job_file) from None
     return path

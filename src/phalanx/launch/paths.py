@@ -12,7 +12,7 @@ from pathlib import Path
 from phalanx.core.errors import ResourceError
 from phalanx.core.files import read_json, write_json_atomic
 from phalanx.core.logs import overwrite_secrets
-from phalanx.core.secrets import secret_values
+from phalanx.core.secrets import find_secret_values
 
 LOGS, EVENTS, BLACK_BOXES = "logs", "events", "blackbox"
 # Among the logs: how many bytes of each were searched.
@@ -83,7 +83,7 @@ def blank_out_logs(
     restart waits for this. `only_attempt`: only the logs of its ranks are searched, and nothing
     else is touched: the other files are another job's.
     """
-    secrets = sorted(set(itertools.chain.from_iterable(secret_values(environ).values())))
+    secrets = sorted(set(itertools.chain.from_iterable(find_secret_values(environ).values())))
     num_searched = _read_searched_sizes(run_dir)
     pattern = "*.log"
     if only_attempt is not None:

@@ -18,7 +18,7 @@ from typing import NoReturn, TypeAlias
 
 from phalanx.core.errors import ExitCode, RunTakenError, StoreTakenError
 from phalanx.core.logs import redirect_output
-from phalanx.core.registry import resolve
+from phalanx.core.registry import resolve_kind
 from phalanx.core.secrets import Redactor
 from phalanx.core.typed_json import JsonObject
 from phalanx.launch.end_record import EndRecord, EndWriter
@@ -84,7 +84,7 @@ def run_forked_rank(task: RankTask, end: EndWriter) -> int:
         trace = task.run_dir / "logs" / f"nccl-attempt-{task.ranks.attempt:02d}-rank-"
         # torch appends the rank
         os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(trace))
-        entry: Entry = resolve(task.entry, "phalanx", "")
+        entry: Entry = resolve_kind(task.entry, "phalanx", "")
         # What a process can exit with has 8 bits.
         code = int(entry(task.payload, _SupervisorLink(task, end)) or 0) & 0xFF
         # Before `_finish`, which may block: the work is done whatever comes after.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from phalanx.core.cores import count_cores
 from phalanx.core.errors import EnvironmentProblem
-from phalanx.core.launch_variables import check_range, read_integer, read_port
+from phalanx.core.launch_variables import read_integer, read_port, require_in_range
 from phalanx.core.launchers import SUPERVISED, loopback_interface
 
 # Set if the server runs with one thread without the user's wish: that is not for the ranks.
@@ -88,7 +88,7 @@ def read_rank_env(environ: Mapping[str, str]) -> RankEnv | None:
             f"{present} is set and {absent} is not",
             fix=f"unset {present}, or let the launcher set both",
         )
-    check_range("RANK", rank, "WORLD_SIZE", world_size)
+    require_in_range("RANK", rank, "WORLD_SIZE", world_size)
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if world_size > 1 and missing:
         verb = "is" if len(missing) == 1 else "are"
@@ -116,5 +116,5 @@ def _read_local_rank(environ: Mapping[str, str], world_size: int) -> tuple[int, 
         raise EnvironmentProblem(
             f"LOCAL_WORLD_SIZE is {local_world_size} and LOCAL_RANK is not set", fix="set it"
         )
-    check_range("LOCAL_RANK", local_rank or 0, "LOCAL_WORLD_SIZE", local_world_size)
+    require_in_range("LOCAL_RANK", local_rank or 0, "LOCAL_WORLD_SIZE", local_world_size)
     return local_rank or 0, local_world_size

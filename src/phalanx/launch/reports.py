@@ -14,9 +14,9 @@ from types import TracebackType
 
 from phalanx.core import registry
 from phalanx.core.errors import ExitCode, PhalanxError
-from phalanx.core.files import REFUSALS_THAT_LAST, disk_problem, write_json_atomic
+from phalanx.core.files import REFUSALS_THAT_LAST, find_disk_problem, write_json_atomic
 from phalanx.core.secrets import Redactor
-from phalanx.core.uncaught import user_place
+from phalanx.core.uncaught import find_user_code_line
 
 # Words of torch's errors when the fault lies with another rank. Only torch's own RuntimeErrors are
 # looked at: the same words in an OSError are more likely about a file server.
@@ -65,12 +65,12 @@ def build_error_report(
     again: it becomes a ResourceError.
     """
     redactor = Redactor(os.environ)
-    # Before `disk_problem` puts another error in its place: the traceback is of the first.
+    # Before `find_disk_problem` puts another error in its place: the traceback is of the first.
     lines = traceback.format_exception(type(error), error, _skip_machinery(error))
-    code_place = redactor.text(_escape_surrogates(user_place(error.__traceback__)))
-    error = disk_problem(error, doing, refusals=REFUSALS_THAT_LAST, run_dir=run_dir) or error
+    code_place = redactor.redact_text(_escape_surrogates(find_user_code_line(error.__traceback__)))
+    error = find_disk_problem(error, doing, refusals=REFUSALS_THAT_LAST, run_dir=run_dir) or error
     is_phalanx_error = isinstance(error, PhalanxError)
-    message = redactor.text(_error_text(error))
+    message = redactor.redact_text(_error_text(error))
     name = type(error).__qualname__
     one_line = message
     if not is_phalanx_error:
@@ -86,7 +86,7 @@ def build_error_report(
     return ErrorReport(
         type=name,
         message=message,
-        traceback=redactor.text(_escape_surrogates("".join(lines))),
+        traceback=redactor.redact_text(_escape_surrogates("".join(lines))),
         exit_code=exit_code,
         is_phalanx_error=is_phalanx_error,
         one_line=one_line,

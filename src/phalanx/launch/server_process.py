@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TypeAlias
 
-from phalanx.core.files import append_regular, open_regular, resource_error
+from phalanx.core.files import append_regular, build_resource_error, open_regular
 from phalanx.launch.messages import ORDERS, REPORTS, ServerOrder, ServerReport
 from phalanx.launch.paths import server_log_path
 from phalanx.launch.rank_env import (
@@ -103,7 +103,7 @@ def start_server(run_dir: Path) -> ServerProcess:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         log = append_regular(log_path)
     except OSError as error:
-        raise resource_error(error, "opening the server's log", log_path) from None
+        raise build_resource_error(error, "opening the server's log", log_path) from None
     our_end, server_end = socket.socketpair()
     life_read, life_write = os.pipe()
     presence_read, presence_write = os.pipe()

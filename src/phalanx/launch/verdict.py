@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from phalanx.core.errors import ExitCode
-from phalanx.core.phases import LastSeen, read_black_box
+from phalanx.core.phases import LastSeenPlace, read_black_box
 from phalanx.launch.absence import AbsentRank, find_absent_rank
 from phalanx.launch.attempt import AttemptEnd, RankExit
 from phalanx.launch.log_excerpts import read_abort_reason, read_explanation_of_death, read_stack
@@ -84,7 +84,7 @@ class _BlamedRank:
     rank: int
     end: AttemptEnd
     run_dir: Path
-    last_seen: LastSeen | None
+    last_seen: LastSeenPlace | None
 
     @property
     def describe_place(self) -> str:
@@ -123,7 +123,7 @@ class _BlamedRank:
         )
 
 
-def _position_from_black_box(last_seen: LastSeen | None) -> tuple[int, str]:
+def _position_from_black_box(last_seen: LastSeenPlace | None) -> tuple[int, str]:
     if last_seen is None:
         return 0, ""
     return last_seen.step, last_seen.phase
@@ -163,9 +163,9 @@ def _is_aborted_by_peer(rank_exit: RankExit, end: AttemptEnd, run_dir: Path) -> 
     return any(map(is_message_about_lost_peer, read_abort_reason(log)))
 
 
-def _read_black_boxes(end: AttemptEnd, run_dir: Path) -> dict[int, LastSeen]:
+def _read_black_boxes(end: AttemptEnd, run_dir: Path) -> dict[int, LastSeenPlace]:
     """The place where each rank was last seen, as far as its black box says."""
-    last_seen_of: dict[int, LastSeen] = {}
+    last_seen_of: dict[int, LastSeenPlace] = {}
     for rank in sorted(end.exits.keys() | end.records.keys() | end.silent.keys()):
         last_seen = read_black_box(black_box_path(run_dir, rank))
         if last_seen is not None:
@@ -302,7 +302,7 @@ def _describe_death(blamed: _BlamedRank, cause: str, detail: str) -> RankFailure
     return blamed.to_failure(cause, summary, detail, lines, detail)
 
 
-def describe_rank_position(last_seen: LastSeen | None, stepless: str = "") -> str:
+def describe_rank_position(last_seen: LastSeenPlace | None, stepless: str = "") -> str:
     """Step, phase and collective, as the end of a sentence; for ranks without steps their work."""
     collective = ""
     if last_seen is not None and last_seen.collective:

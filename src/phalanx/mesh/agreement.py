@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.core.digest import differing_keys
+from phalanx.core.digest import find_differing_keys
 
 # So many of a rank, in a message of one line.
 _MAX_KEYS = 4
@@ -28,9 +28,9 @@ def describe_differing_ranks(digests: Sequence[str], facts: Sequence[Any]) -> st
 
 def _describe_difference(value: Any, reference: Any) -> str:
     """The first keys in which `value` differs from `reference`, with both values, in words."""
-    keys = differing_keys(reference, value)
+    keys = find_differing_keys(reference, value)
     parts = [
-        f"{key} = {_pick_reference(value, key)!r}, not {_pick_reference(reference, key)!r}"
+        f"{key} = {_find_value_at_path(value, key)!r}, not {_find_value_at_path(reference, key)!r}"
         for key in keys[:_MAX_KEYS]
     ]
     text = ", ".join(parts)
@@ -39,7 +39,7 @@ def _describe_difference(value: Any, reference: Any) -> str:
     return text
 
 
-def _pick_reference(value: Any, path: str) -> Any:
+def _find_value_at_path(value: Any, path: str) -> Any:
     for part in path.split("."):
         if not isinstance(value, dict) or part not in value:
             return None

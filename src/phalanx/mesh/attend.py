@@ -15,7 +15,7 @@ HALVES = (torch.bfloat16, torch.float16)
 FLASH_WIDTH = 256
 
 
-def attend(
+def compute_attention(
     q_BHTE: torch.Tensor,
     k_BKSE: torch.Tensor,
     v_BKSE: torch.Tensor,
@@ -28,7 +28,7 @@ def attend(
     `mask`: [B or 1, 1, T, S], added to the scores; with one, `is_causal` is not looked at.
     """
     groups = q_BHTE.shape[1] // k_BKSE.shape[1]
-    is_grouped = groups > 1 and takes_groups(q_BHTE, mask)
+    is_grouped = groups > 1 and can_kernel_group_heads(q_BHTE, mask)
     if groups > 1 and not is_grouped:
         k_BKSE, v_BKSE = repeat_heads(k_BKSE, groups), repeat_heads(v_BKSE, groups)
     return F.scaled_dot_product_attention(
@@ -42,7 +42,7 @@ def attend(
     )
 
 
-def takes_groups(q_BHTE: torch.Tensor, mask: torch.Tensor | None) -> bool:
+def can_kernel_group_heads(q_BHTE: torch.Tensor, mask: torch.Tensor | None) -> bool:
     """True if a kernel that keeps no scores takes fewer heads of keys than of queries.
 
     On CUDA flash attention does; the one that takes masks and fp32 does not, and torch would fall

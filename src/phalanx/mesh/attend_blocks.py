@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
-from phalanx.core.block_sizes import block_sizes
+from phalanx.core.block_sizes import get_block_sizes
 from phalanx.mesh.attend import repeat_heads
-from phalanx.mesh.attention_kernels import AttentionKernel, choose_kernel
+from phalanx.mesh.attention_kernels import AttentionKernel, choose_attention_kernel
 
 
-def attend_by_blocks(
+def compute_attention_by_blocks(
     q_BHTE: torch.Tensor,
     k_BKTE: torch.Tensor,
     v_BKTE: torch.Tensor,
@@ -40,16 +40,16 @@ def attend_by_blocks(
     """[B, H, T, E]: what `attend` computes with the mask of `window` (0: none) and documents,
     without that mask.
 
-    `block`: queries at a time; None: as many as `block_sizes` says.
+    `block`: queries at a time; None: as many as `get_block_sizes` says.
     """
     if block is None:
-        block = block_sizes().query_block
+        block = get_block_sizes().query_block
     kind = q_BHTE.device.type
     # torch's own attention casts so, too; a custom operator has no cast of its own.
     if torch.is_autocast_enabled(kind) and q_BHTE.dtype is not torch.float64:
         low = torch.get_autocast_dtype(kind)
         q_BHTE, k_BKTE, v_BKTE = q_BHTE.to(low), k_BKTE.to(low), v_BKTE.to(low)
-    out, _ = _attend(q_BHTE, k_BKTE, v_BKTE, document_ids_BT, window, is_causal, block)
+    out, _ = _attend_by_blocks(q_BHTE, k_BKTE, v_BKTE, document_ids_BT, window, is_causal, block)
     return out  # type: ignore[no-any-return]
 
 
@@ -67,7 +67,9 @@ class VisibleKeys:
     window: int
     is_causal: bool
 
-    def reach(self, first: int, last: int, num_tokens: int = sys.maxsize) -> tuple[int, int]:
+    def visible_key_range(
+        self, first: int, last: int, num_tokens: int = sys.maxsize
+    ) -> tuple[int, int]:
         """The keys [begin, end) of all that queries [first, last) can see, whatever the
         documents are."""
         back = sys.maxsize
@@ -77,7 +79,7 @@ class VisibleKeys:
             return max(0, first - back), last
         return max(0, first - back), min(num_tokens, last + back)
 
-    def mask(
+    def make_mask(
         self, first: int, last: int, start: int, end: int, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """[B or 1, 1, last - first, end - begin]: 0 where a query sees a key, -inf where not."""
@@ -112,7 +114,7 @@ def _hide_before(is_hidden_BRC: torch.Tensor, diagonal: int) -> None:
 
 
 @dataclass(frozen=True)
-class _Block:
+class _QueryBlock:
     """A block of queries, the keys that it reaches, and the mask between them."""
 
     rows: slice
@@ -120,18 +122,20 @@ class _Block:
     mask: torch.Tensor
 
 
-def _blocks(q_BHTE: torch.Tensor, visible: VisibleKeys, block: int) -> Iterator[_Block]:
+def _list_query_blocks(
+    q_BHTE: torch.Tensor, visible: VisibleKeys, block: int
+) -> Iterator[_QueryBlock]:
     """The blocks of a sequence. Without documents most have the same mask, which is made once."""
     num_tokens, last_shape, mask = q_BHTE.shape[2], None, torch.empty(0)
     for first in range(0, num_tokens, block):
         last = min(num_tokens, first + block)
-        start, end = visible.reach(first, last, num_tokens)
+        start, end = visible.visible_key_range(first, last, num_tokens)
         mask_shape = (last - first, first - start, end - start)
         if visible.document_ids_BT is not None or mask_shape != last_shape:
             # Frees the mask before, so that two never exist at once.
             mask, last_shape = torch.empty(0), mask_shape
-            mask = visible.mask(first, last, start, end, q_BHTE.dtype, q_BHTE.device)
-        yield _Block(slice(first, last), slice(start, end), mask)
+            mask = visible.make_mask(first, last, start, end, q_BHTE.dtype, q_BHTE.device)
+        yield _QueryBlock(slice(first, last), slice(start, end), mask)
 
 
 def _choose_kernel_and_repeat_keys(
@@ -139,7 +143,7 @@ def _choose_kernel_and_repeat_keys(
 ) -> tuple[AttentionKernel, torch.Tensor, torch.Tensor]:
     """The kernel for masked blocks, and keys and values with as many heads as it takes: repeated
     once for all blocks, and not kept."""
-    kernel, groups = choose_kernel(q_BHTE, q_BHTE), q_BHTE.shape[1] // k_BKTE.shape[1]
+    kernel, groups = choose_attention_kernel(q_BHTE, q_BHTE), q_BHTE.shape[1] // k_BKTE.shape[1]
     if groups == 1 or kernel.takes_groups:
         return kernel, k_BKTE, v_BKTE
     return kernel, repeat_heads(k_BKTE, groups), repeat_heads(v_BKTE, groups)
@@ -161,7 +165,7 @@ _NUMBERS = "int window, bool is_causal, int block"
     mutates_args=(),
     schema=f"({_OPERANDS}, {_NUMBERS}) -> (Tensor, Tensor)",
 )
-def _attend(
+def _attend_by_blocks(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -179,7 +183,7 @@ def _attend(
     out, lse = _empty_results(q)
     with torch.autocast(q.device.type, enabled=False):
         kernel, k, v = _choose_kernel_and_repeat_keys(q, k, v)
-        for part in _blocks(q, VisibleKeys(document_ids, window, is_causal), block):
+        for part in _list_query_blocks(q, VisibleKeys(document_ids, window, is_causal), block):
             rows, columns = part.rows, part.columns
             outputs = kernel.forward(
                 q[:, :, rows], k[:, :, columns], v[:, :, columns], part.mask, False
@@ -197,7 +201,7 @@ def _attend(
         " Tensor)"
     ),
 )
-def _attend_backward(
+def _attend_by_blocks_backward(
     grad: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -220,7 +224,7 @@ def _attend_backward(
     sums = torch.zeros(2, batch, heads, tokens, width, dtype=lse.dtype, device=q.device)
     with torch.autocast(q.device.type, enabled=False):
         kernel, all_k, all_v = _choose_kernel_and_repeat_keys(q, k, v)
-        for part in _blocks(q, VisibleKeys(document_ids, window, is_causal), block):
+        for part in _list_query_blocks(q, VisibleKeys(document_ids, window, is_causal), block):
             rows, columns = part.rows, part.columns
             block_grad_q, *block_grad_kv = kernel.backward(
                 grad[:, :, rows],
@@ -244,12 +248,12 @@ def _attend_backward(
     return grad_q, grad_k, grad_v
 
 
-@_attend.register_fake
+@_attend_by_blocks.register_fake
 def _(q: torch.Tensor, *unused: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return _empty_results(_make_last_dim_contiguous(q))
 
 
-@_attend_backward.register_fake
+@_attend_by_blocks_backward.register_fake
 def _(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *unused: Any
 ) -> tuple[torch.Tensor, ...]:
@@ -266,16 +270,24 @@ def _empty_results(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save_for_backward(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]
+) -> None:
     q, k, v, document_ids, *ctx.numbers = inputs
     ctx.save_for_backward(q, k, v, document_ids, *output)
 
 
-def _differentiate(
+def _attention_gradients(
     ctx: Any, grad: torch.Tensor, _grad_of_lse: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
-    # `attend_by_blocks` keeps the log-sum-exp to itself, so its gradient is always zero.
-    return *_attend_backward(grad, *ctx.saved_tensors, *ctx.numbers), None, None, None, None
+    # `compute_attention_by_blocks` keeps the log-sum-exp to itself, so its gradient is always zero.
+    return (
+        *_attend_by_blocks_backward(grad, *ctx.saved_tensors, *ctx.numbers),
+        None,
+        None,
+        None,
+        None,
+    )
 
 
-_attend.register_autograd(_differentiate, setup_context=_save)
+_attend_by_blocks.register_autograd(_attention_gradients, setup_context=_save_for_backward)

@@ -17,7 +17,7 @@ class AttentionKernel(Protocol):
     when `out` and `lse` are those over all blocks.
 
     `mask`: [B or 1, 1, T, S], added to the scores. Heads of keys are those of queries, or with
-    `takes_groups` as many as there are.
+    `can_kernel_group_heads` as many as there are.
     """
 
     takes_groups: bool
@@ -65,12 +65,12 @@ class PlainAttentionKernel:
     takes_groups = False
 
     def forward(self, q, k, v, mask, is_causal):  # type: ignore[no-untyped-def]
-        scores = _scores(q, k, mask, is_causal)
+        scores = _masked_scores(q, k, mask, is_causal)
         lse = scores.logsumexp(-1)
         return (scores - lse.unsqueeze(-1)).exp().to(v.dtype) @ v, lse
 
     def backward(self, grad, q, k, v, out, lse, mask, is_causal):  # type: ignore[no-untyped-def]
-        weights = (_scores(q, k, mask, is_causal) - lse.unsqueeze(-1)).exp()
+        weights = (_masked_scores(q, k, mask, is_causal) - lse.unsqueeze(-1)).exp()
         # `out` is that over all blocks, and so these are sums over whole rows of the softmax.
         # The gradient of a row's scores is P * (dP - sum(P * dP)), and that sum is dO . O (arXiv
         # 2205.14135).
@@ -80,7 +80,7 @@ class PlainAttentionKernel:
         return grad_scores @ k, grad_scores.mT @ q, weights.to(grad.dtype).mT @ grad
 
 
-def _scores(
+def _masked_scores(
     q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, is_causal: bool
 ) -> torch.Tensor:
     scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * q.shape[-1] ** -0.5
@@ -122,7 +122,7 @@ class CudaEfficientKernel:
     def forward(self, q, k, v, mask, is_causal):  # type: ignore[no-untyped-def]
         op = torch.ops.aten._scaled_dot_product_efficient_attention
         # True: without it the kernel leaves the log-sum-exp empty.
-        out, lse, _, _ = op(q, k, v, _bias(mask, q, k), True, 0.0, is_causal)
+        out, lse, _, _ = op(q, k, v, _expand_mask_for_heads(mask, q, k), True, 0.0, is_causal)
         return out, lse[..., : q.shape[2]]
 
     def backward(self, grad, q, k, v, out, lse, mask, is_causal):  # type: ignore[no-untyped-def]
@@ -134,12 +134,25 @@ class CudaEfficientKernel:
         none = torch.zeros((), dtype=torch.int64)
         needs_grad = [True, True, True, False]
         grads = op(
-            grad, q, k, v, _bias(mask, q, k), out, padded, none, none, 0.0, needs_grad, is_causal
+            grad,
+            q,
+            k,
+            v,
+            _expand_mask_for_heads(mask, q, k),
+            out,
+            padded,
+            none,
+            none,
+            0.0,
+            needs_grad,
+            is_causal,
         )
         return grads[:3]
 
 
-def _bias(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
+def _expand_mask_for_heads(
+    mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor
+) -> torch.Tensor | None:
     """The mask for every head, in rows that begin at multiples of 8 elements, as the kernel
     wants them."""
     if mask is None:
@@ -159,7 +172,7 @@ PLAIN, CPU_FLASH, CUDA_FLASH, CUDA_EFFICIENT = (
 )
 
 
-def choose_kernel(q: torch.Tensor, mask: torch.Tensor | None) -> AttentionKernel:
+def choose_attention_kernel(q: torch.Tensor, mask: torch.Tensor | None) -> AttentionKernel:
     """The kernel that computes a block of these queries. The one place that knows devices."""
     width = q.shape[-1]
     table: tuple[tuple[bool, AttentionKernel], ...] = (

@@ -41,11 +41,11 @@ def _view_as_integers(tensor: torch.Tensor) -> torch.Tensor:
 @functools.lru_cache(maxsize=4)
 def _make_factors(count: int, device: torch.device) -> torch.Tensor:
     """`count` odd int64 numbers that do not repeat (splitmix64 of their place)."""
-    mixed = torch.arange(1, count + 1, dtype=torch.int64, device=device) * _signed(
+    mixed = torch.arange(1, count + 1, dtype=torch.int64, device=device) * _to_signed_int64(
         0x9E3779B97F4A7C15
     )
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        mixed = _xor_shifted(mixed, shift) * _signed(factor)
+        mixed = _xor_shifted(mixed, shift) * _to_signed_int64(factor)
     return _xor_shifted(mixed, 31) | 1
 
 
@@ -54,7 +54,7 @@ def _xor_shifted(numbers: torch.Tensor, shift: int) -> torch.Tensor:
     return numbers ^ ((numbers >> shift) & ((1 << (64 - shift)) - 1))
 
 
-def _signed(number: int) -> int:
+def _to_signed_int64(number: int) -> int:
     """The int64 of the same bits as an unsigned `number` below 2^64."""
     if number >= 1 << 63:
         return number - (1 << 64)

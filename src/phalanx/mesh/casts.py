@@ -18,7 +18,7 @@ _SHARED: list[dict[tuple[torch.Tensor, torch.dtype], torch.Tensor]] = []
 
 
 @contextmanager
-def share_casts() -> Iterator[None]:
+def sharing_autocast_casts() -> Iterator[None]:
     """Inside, regions of autocast share their casts; weights must not change.
 
     Autocast is not enabled by it: a backward inside computes as it does outside. The gradient of a
@@ -44,7 +44,7 @@ def _keep_autocast_cache() -> None:
 
 
 @contextmanager
-def cast_for_each_use(is_wanted: bool = True) -> Iterator[None]:
+def casting_for_each_use(is_wanted: bool = True) -> Iterator[None]:
     """Inside, weights are cast for each use.
 
     For what runs without gradients beside something that needs them: a cast that is made there has

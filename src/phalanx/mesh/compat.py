@@ -87,7 +87,7 @@ def reduce_unused_parameters(unit: FSDPModule) -> None:
         switch(True)
 
 
-def fsdp_comm_classes() -> tuple[type, type]:
+def fsdp_communication_classes() -> tuple[type, type]:
     """FSDP2's exchangeable communication, to be subclassed: (all-gather, reduce-scatter).
 
     A private module in torch.
@@ -107,7 +107,7 @@ def finish_backward(root: torch.nn.Module) -> None:
     torch's pipelining calls the same private methods (PipelineStage.perform_reduce_grad).
     """
     state = _fsdp_state(root)
-    for group in _fsdp_groups(state):
+    for group in _fsdp_parameter_groups(state):
         group.post_backward()
     state._root_post_backward_final_callback()
 
@@ -115,7 +115,7 @@ def finish_backward(root: torch.nn.Module) -> None:
 def accumulate_gradients(root: torch.nn.Module) -> None:
     """Add gradients that were written by hand to those that FSDP2 accumulates, in the type it
     reduces in."""
-    for group in _fsdp_groups(_fsdp_state(root)):
+    for group in _fsdp_parameter_groups(_fsdp_state(root)):
         for parameter in group.fsdp_params:
             # FSDP makes it when it first gathers a parameter.
             if hasattr(parameter, "_unsharded_param"):
@@ -129,7 +129,7 @@ def _fsdp_state(root: torch.nn.Module) -> Any:
     return fully_shard.state(root)  # type: ignore[attr-defined]
 
 
-def _fsdp_groups(state: Any) -> Iterator[Any]:
+def _fsdp_parameter_groups(state: Any) -> Iterator[Any]:
     """torch 2.13 may have several groups of parameters per unit, 2.11 has one or none."""
     for unit in state._state_ctx.all_states:
         groups = getattr(unit, "_fsdp_param_groups", None)
@@ -155,7 +155,7 @@ def dtensor_like(like: DTensor, local: torch.Tensor) -> DTensor:
     return wrap_local_as_dtensor(local, like.device_mesh, like.placements, like)
 
 
-def hide_from_modes(unit: FSDPModule) -> None:
+def hide_fsdp_hooks_from_modes(unit: FSDPModule) -> None:
     """Hide FSDP's hooks of a unit from torch's modes, inside of a block that is recomputed in part:
     the recomputation then does not count their operations.
 

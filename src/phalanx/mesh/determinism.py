@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from phalanx.core.errors import EnvironmentProblem, LayoutError
-from phalanx.core.uncaught import user_place
+from phalanx.core.uncaught import find_user_code_line
 
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 # With these cuBLAS is deterministic; the first is faster and takes 24 MiB.
@@ -51,7 +51,7 @@ def deterministic_algorithms(
     if compiles:
         _compile_without_timing()
     try:
-        with explain_refusals(enabled):
+        with explaining_determinism_errors(enabled):
             yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
@@ -59,7 +59,7 @@ def deterministic_algorithms(
 
 
 @contextlib.contextmanager
-def explain_refusals(enabled: bool) -> Iterator[None]:
+def explaining_determinism_errors(enabled: bool) -> Iterator[None]:
     """Raise a LayoutError, if `enabled`, for what torch refuses in the body for want of a
     deterministic implementation."""
     try:
@@ -67,7 +67,7 @@ def explain_refusals(enabled: bool) -> Iterator[None]:
     except Exception as error:
         if not enabled:
             raise
-        refusal = _refusal_of(error)
+        refusal = _determinism_error(error)
         if refusal is None:
             raise
         raise refusal from error
@@ -81,7 +81,7 @@ def _compile_without_timing() -> None:
         inductor.deterministic = True
 
 
-def _refusal_of(error: BaseException) -> LayoutError | None:
+def _determinism_error(error: BaseException) -> LayoutError | None:
     """torch's refusal as ours, also where another error was made of it; None for anything else."""
     link: BaseException | None = error
     # A chain may be a circle, where user code has set `__cause__` so.
@@ -93,7 +93,7 @@ def _refusal_of(error: BaseException) -> LayoutError | None:
                 f"torch has no deterministic implementation of {match[1]}, and train.deterministic"
                 " is true",
                 # An error in a backward has no line of the user's code.
-                where=user_place(link.__traceback__) or None,
+                where=find_user_code_line(link.__traceback__) or None,
                 fix=(
                     "use another operation in your model or objective, or set"
                     " train.deterministic=false"

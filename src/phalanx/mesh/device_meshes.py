@@ -37,7 +37,7 @@ def open_expert_mesh(device: torch.device, layout: Layout, timeout_s: float) -> 
     return _open_mesh(device.type, shape, names, timeout_s)
 
 
-def forget_device_meshes() -> None:
+def forget_open_device_meshes() -> None:
     """Forget all meshes: their process group is about to close."""
     _meshes.clear()
 

@@ -49,13 +49,13 @@ def choose_device(kind: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def name_gpu(device: torch.device) -> str:
+def read_gpu_uuid(device: torch.device) -> str:
     """The UUID of a GPU: what its number stands for, which each rank may count from another
     list."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def prepare_process(device: torch.device, world_size: int, *, is_sharded: bool) -> None:
+def prepare_threads_and_device(device: torch.device, world_size: int, *, is_sharded: bool) -> None:
     """Set this process's threads, and make `device` current or, for a sharded rank on the CPU,
     malloc return large blocks."""
     # Ranks with a GPU compute on the CPU, too: an offloaded optimizer, initial weights, norms. The

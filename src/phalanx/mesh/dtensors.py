@@ -54,12 +54,12 @@ def count_lost_rows(size: int, degrees: Sequence[int]) -> int:
     `degrees` in turn: 0 where that gives the parts of a single cut."""
     nested = [size]
     for degree in degrees:
-        nested = [part for whole in nested for part in _cut(whole, degree)]
-    flat = _cut(size, len(nested))
+        nested = [part for whole in nested for part in _chunk_sizes(whole, degree)]
+    flat = _chunk_sizes(size, len(nested))
     return size - sum(min(pair) for pair in zip(nested, flat, strict=True))
 
 
-def _cut(size: int, degree: int) -> list[int]:
+def _chunk_sizes(size: int, degree: int) -> list[int]:
     """The sizes of `degree` parts, as torch.chunk makes them."""
     largest = -(-size // degree)
     return [min(largest, max(0, size - index * largest)) for index in range(degree)]

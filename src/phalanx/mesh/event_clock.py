@@ -11,7 +11,7 @@ import torch
 from phalanx.core.phases import HostClock, PhaseClock
 
 
-def clock_of(device: torch.device) -> PhaseClock:
+def phase_clock_of_device(device: torch.device) -> PhaseClock:
     """The clock that times phases of work on `device`."""
     if device.type == "cuda":
         return EventClock.on_stream(device)

@@ -23,7 +23,7 @@ def gather_rows(rows: torch.Tensor, group: dist.ProcessGroup) -> None:
     works = []
     for row, source in zip(rows, sources, strict=True):
         works.append(dist.broadcast(row, source, group=group, async_op=True))
-    _wait(works)
+    _wait_for_all_works(works)
 
 
 def scatter_sum(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -35,7 +35,7 @@ def scatter_sum(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     works = []
     for row, target in zip(rows, targets, strict=True):
         works.append(dist.reduce(row, target, group=group, async_op=True))
-    _wait(works)
+    _wait_for_all_works(works)
     return rows[dist.get_rank(group)]
 
 
@@ -44,7 +44,7 @@ def _global_ranks(group: dist.ProcessGroup) -> list[int]:
     return [dist.get_global_rank(group, rank) for rank in range(dist.get_world_size(group))]
 
 
-def _wait(works: Iterable[dist.Work | None]) -> None:
+def _wait_for_all_works(works: Iterable[dist.Work | None]) -> None:
     for work in works:
         # None of a rank that takes no part, which torch's types allow and these calls never give.
         if work is not None:

@@ -89,7 +89,7 @@ def grouped_matmul(
 ) -> torch.Tensor:
     """[R, O]: rows of expert e times matrix[e]."""
     if _has_grouped_kernel(x_RI, matrix_EIO.shape[2]):
-        return F.grouped_mm(x_RI, matrix_EIO, offs=_group_ends(counts_E))
+        return F.grouped_mm(x_RI, matrix_EIO, offs=_group_end_rows(counts_E))
     products = []
     for part, matrix in zip(x_RI.split(group_sizes_on_host(counts_E)), matrix_EIO, strict=True):
         products.append((_pad_rows(part) @ matrix)[: len(part)])
@@ -101,7 +101,7 @@ def grouped_weight_grad(
 ) -> torch.Tensor:
     """[E, O, I]: of each expert the product of its rows of a and b, summed over rows."""
     if _has_grouped_kernel(a_RO, b_RI.shape[1]):
-        product = F.grouped_mm(a_RO.T, b_RI, offs=_group_ends(counts_E))
+        product = F.grouped_mm(a_RO.T, b_RI, offs=_group_end_rows(counts_E))
         if product.device.type != "cpu":
             # On some GPUs the kernel writes nothing for a group without rows (pytorch #172439):
             # what was in memory stays.
@@ -127,7 +127,7 @@ def _pad_rows(rows: torch.Tensor) -> torch.Tensor:
     return F.pad(rows, (0, 0, 0, -len(rows) % ROUND_TO))
 
 
-def _group_ends(counts_E: torch.Tensor) -> torch.Tensor:
+def _group_end_rows(counts_E: torch.Tensor) -> torch.Tensor:
     # The only type that grouped_mm takes them in.
     return counts_E.cumsum(0).to(torch.int32)
 

@@ -24,22 +24,22 @@ def is_linear(part: nn.Module) -> bool:
     return isinstance(part, nn.Linear) or is_conv1d(part)
 
 
-def is_grouped(part: nn.Module) -> bool:
+def is_grouped_linear(part: nn.Module) -> bool:
     """Linear layers of several experts in one: weight [experts, outputs, inputs], sorted rows
     in, with their counts."""
     weight = getattr(part, "weight", None)
     return isinstance(weight, torch.Tensor) and weight.ndim == 3 and hasattr(part, "in_features")
 
 
-def is_stacked(part: nn.Module) -> bool:
+def is_expert_stack(part: nn.Module) -> bool:
     """transformers' experts: parameters [experts, outputs, inputs] of one module, up or gate and
     up, and down."""
     # A module that does not say these is none of transformers' experts.
     if getattr(part, "has_bias", True) or getattr(part, "is_transposed", True):
         return False
     parameters = part._parameters
-    matrices = [parameters.get(first_of_stack(part)), parameters.get("down_proj")]
-    is_whole = getattr(part, "is_concatenated", False) or not has_gate(part)
+    matrices = [parameters.get(first_expert_parameter_name(part)), parameters.get("down_proj")]
+    is_whole = getattr(part, "is_concatenated", False) or not has_gated_experts(part)
     return (
         is_whole
         and len(parameters) == 2
@@ -47,23 +47,23 @@ def is_stacked(part: nn.Module) -> bool:
     )
 
 
-def has_gate(part: nn.Module) -> bool:
+def has_gated_experts(part: nn.Module) -> bool:
     """True for transformers' experts that have a gate."""
     return bool(getattr(part, "has_gate", True))
 
 
-def first_of_stack(part: nn.Module) -> str:
+def first_expert_parameter_name(part: nn.Module) -> str:
     """The name of the parameter that rows of an expert meet first."""
-    return "gate_up_proj" if has_gate(part) else "up_proj"
+    return "gate_up_proj" if has_gated_experts(part) else "up_proj"
 
 
 def output_dim(part: nn.Module) -> int:
     """The dimension of a linear layer's weight that holds its outputs."""
-    return 1 if is_conv1d(part) or is_grouped(part) else 0
+    return 1 if is_conv1d(part) or is_grouped_linear(part) else 0
 
 
 def input_dim(part: nn.Module) -> int:
-    return 2 if is_grouped(part) else 1 - output_dim(part)
+    return 2 if is_grouped_linear(part) else 1 - output_dim(part)
 
 
 def find_holders(module: nn.Module) -> Iterator[ParamHolder]:
@@ -83,11 +83,11 @@ def find_holders(module: nn.Module) -> Iterator[ParamHolder]:
         counted |= {id(p) for p in parameters}
         kind = classify_module(part, is_attention=id(part) in inside_attention)
         outputs = inputs = 0
-        if is_linear(part) or is_grouped(part):
+        if is_linear(part) or is_grouped_linear(part):
             shape = part.weight.shape
             outputs, inputs = shape[output_dim(part)], shape[input_dim(part)]
-        elif is_stacked(part):
-            _, outputs, inputs = getattr(part, first_of_stack(part)).shape
+        elif is_expert_stack(part):
+            _, outputs, inputs = getattr(part, first_expert_parameter_name(part)).shape
         elif isinstance(part, nn.Embedding):
             outputs, inputs = part.weight.shape
         yield ParamHolder(full_name(name), kind, num_params, int(outputs), int(inputs))
@@ -97,13 +97,13 @@ def classify_module(part: nn.Module, *, is_attention: bool) -> str:
     """The kind of `part` as in `Holder.kind`."""
     if is_attention:
         return "attention"
-    if is_grouped(part):
+    if is_grouped_linear(part):
         return "grouped"
     if is_linear(part):
         return "linear"
-    if is_stacked(part) and has_gate(part):
+    if is_expert_stack(part) and has_gated_experts(part):
         return "stacked with gates"
-    if is_stacked(part):
+    if is_expert_stack(part):
         return "stacked"
     if isinstance(part, nn.Embedding):
         return "embedding"

@@ -45,7 +45,7 @@ class Box:
 # no fused QKV and no key head on two ranks, and mixes badly with plain tensors in optimizers and
 # clipping. What data parallelism cuts besides, only a LogicalShard puts together with it.
 @dataclass(frozen=True)
-class Cut:
+class TensorParallelCut:
     """The blocks of a full tensor that a tensor-parallel rank's local tensor consists of.
 
     Local offsets are in that local tensor.
@@ -80,9 +80,9 @@ class LogicalShard:
 
     @property
     def num_local(self) -> int:
-        return sum(_volume(box.size) for box in self.boxes)
+        return sum(_count_elements(box.size) for box in self.boxes)
 
-    def like(self, name: str, tensor: torch.Tensor) -> LogicalShard:
+    def shard_like(self, name: str, tensor: torch.Tensor) -> LogicalShard:
         """The same blocks of another tensor of this shape (an optimizer moment, say)."""
         return LogicalShard(
             name,
@@ -95,7 +95,7 @@ class LogicalShard:
         )
 
 
-def _volume(size: Iterable[int]) -> int:
+def _count_elements(size: Iterable[int]) -> int:
     volume = 1
     for length in size:
         volume *= length
@@ -121,7 +121,9 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def shard_of(name: str, tensor: torch.Tensor, *, replica: int, num_replicas: int) -> LogicalShard:
+def make_logical_shard(
+    name: str, tensor: torch.Tensor, *, replica: int, num_replicas: int
+) -> LogicalShard:
     """The LogicalShard of `tensor`. `replica` counts the ranks that hold all of a plain tensor.
 
     A DTensor knows its own replication: its shard dimensions become one box, its replicate
@@ -137,7 +139,7 @@ def shard_of(name: str, tensor: torch.Tensor, *, replica: int, num_replicas: int
     size, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     boxes: tuple[Box, ...] = ()
     # Of an uneven cut the last ranks may hold nothing.
-    if _volume(size):
+    if _count_elements(size):
         boxes = (Box(tuple(offset), (0,) * len(size), tuple(size)),)
     replica = 0
     num_replicas = 1
@@ -149,7 +151,7 @@ def shard_of(name: str, tensor: torch.Tensor, *, replica: int, num_replicas: int
     return LogicalShard(name, tuple(tensor.shape), dtype, boxes, local, replica, num_replicas)
 
 
-def compose_cut(cut: Cut, shard: LogicalShard) -> LogicalShard:
+def compose_cut(cut: TensorParallelCut, shard: LogicalShard) -> LogicalShard:
     """`shard` says what this rank holds of a local tensor, and `cut` what that is of the full
     one: both together."""
     boxes = []
@@ -189,7 +191,7 @@ class RankPosition:
 
     rank: int = 0
     num_ranks: int = 1
-    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    cuts: Mapping[str, TensorParallelCut] = field(default_factory=dict)
     tp_rank: int = 0
     tp: int = 1
     copies: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -214,11 +216,11 @@ class RankPosition:
         if cut is not None:
             share = self.tp * cut.ep
             replicas = {"replica": self.rank // share, "num_replicas": self.num_ranks // share}
-            return compose_cut(cut, shard_of(name, tensor, **replicas))
+            return compose_cut(cut, make_logical_shard(name, tensor, **replicas))
         num_replicas = self.num_ranks
         if not is_alike:
             num_replicas = 1
-        shard = shard_of(name, tensor, replica=self.rank, num_replicas=num_replicas)
+        shard = make_logical_shard(name, tensor, replica=self.rank, num_replicas=num_replicas)
         if not isinstance(tensor, DTensor) or self.tp == 1:
             return shard
         # The mesh of a DTensor has no tp in it, and ranks of tp hold alike what no rule cuts.
@@ -226,7 +228,7 @@ class RankPosition:
         return replace(shard, replica=replica, num_replicas=num_replicas)
 
 
-def module_shards(
+def list_module_shards(
     module: nn.Module, position: RankPosition | None = None
 ) -> tuple[dict[str, LogicalShard], dict[str, str]]:
     """(shards of parameters and persistent buffers by full name, aliases of tied tensors ->
@@ -253,6 +255,6 @@ def module_shards(
     return shards, aliases
 
 
-def local_bytes(shards: Mapping[str, LogicalShard]) -> int:
+def count_local_bytes(shards: Mapping[str, LogicalShard]) -> int:
     """Bytes of storage this rank holds for `shards`."""
     return sum(shard.tensor.numel() * shard.tensor.element_size() for shard in shards.values())

@@ -17,7 +17,7 @@ import sys
 
 import torch
 
-from phalanx.core.block_sizes import block_sizes
+from phalanx.core.block_sizes import get_block_sizes
 
 M_MMAP_THRESHOLD = -3  # malloc.h
 # Smaller ones return more, and cost more page faults where activations are many:
@@ -39,7 +39,7 @@ def return_freed_memory_to_system() -> None:
         mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
 
 
-def uninitialized_like(
+def make_uninitialized_like(
     shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor
 ) -> torch.Tensor:
     """A tensor where `like` is, whose numbers are anything.
@@ -50,7 +50,11 @@ def uninitialized_like(
     num_bytes = math.prod(shape) * dtype.itemsize
     # A tensor of another type than torch's own stands for something else than its bytes.
     is_plain = like.device.type == "cpu" and type(like) in (torch.Tensor, torch.nn.Parameter)
-    if sys.platform != "linux" or not is_plain or num_bytes < block_sizes().mapped_scratch_bytes:
+    if (
+        sys.platform != "linux"
+        or not is_plain
+        or num_bytes < get_block_sizes().mapped_scratch_bytes
+    ):
         return torch.empty(shape, dtype=dtype, device=like.device)
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # A kernel without huge pages refuses.

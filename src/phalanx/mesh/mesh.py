@@ -23,14 +23,19 @@ from phalanx.core.errors import EnvironmentProblem, RanksDifferError
 from phalanx.core.launchers import adopt_launched_rank
 from phalanx.mesh.agreement import describe_differing_ranks
 from phalanx.mesh.compat import default_group_timeout, quiet_torch
-from phalanx.mesh.device_meshes import forget_device_meshes, open_expert_mesh, open_layout_mesh
-from phalanx.mesh.devices import choose_device, name_gpu, prepare_process, set_pipeline_variables
+from phalanx.mesh.device_meshes import forget_open_device_meshes, open_expert_mesh, open_layout_mesh
+from phalanx.mesh.devices import (
+    choose_device,
+    prepare_threads_and_device,
+    read_gpu_uuid,
+    set_pipeline_variables,
+)
 from phalanx.mesh.rendezvous import (
     RENDEZVOUS_S,
     open_default_group,
     open_rendezvous_store,
     refuse_shared_gpus,
-    wait_for_all,
+    wait_for_all_ranks,
 )
 from phalanx.plan.layout import Layout
 
@@ -141,14 +146,14 @@ class Mesh:
         """
         own_group = None
         # `new_group` is collective over all ranks: each opens every group, in the same order.
-        for ranks in self._rows(axis):
+        for ranks in self._rank_rows_along_axis(axis):
             group = dist.new_group(list(ranks))
             if self.rank in ranks:
                 own_group = group
         assert own_group is not None
         return own_group
 
-    def _rows(self, axis: str) -> list[tuple[int, ...]]:
+    def _rank_rows_along_axis(self, axis: str) -> list[tuple[int, ...]]:
         """All ranks, by the others of `axis` through them; in the same order on every rank."""
         rows: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
@@ -272,7 +277,9 @@ def open_mesh(
         # Before the device: making its context takes seconds, one after another on a machine with
         # several GPUs.
         _meet_ranks(store, launched, torch_device, rendezvous_s=rendezvous_s, timeout_s=timeout_s)
-    prepare_process(torch_device, launched.world_size, is_sharded=layout.reduced.dp_shard > 1)
+    prepare_threads_and_device(
+        torch_device, launched.world_size, is_sharded=layout.reduced.dp_shard > 1
+    )
     if launched.world_size == 1 and not dist.is_initialized():
         yield Mesh(layout, 0, launched.local_rank, torch_device)
         torch.set_num_threads(threads_before)
@@ -295,7 +302,7 @@ def open_mesh(
     finally:
         torch.set_num_threads(threads_before)
     if launched.opens_groups and dist.is_initialized():
-        forget_device_meshes()
+        forget_open_device_meshes()
         dist.destroy_process_group()
 
 
@@ -344,9 +351,9 @@ def _meet_ranks(
     Raises EnvironmentProblem.
     """
     rank, world_size = launched.rank, launched.world_size
-    wait_for_all(store, rank, world_size, rendezvous_s=rendezvous_s, timeout_s=timeout_s)
+    wait_for_all_ranks(store, rank, world_size, rendezvous_s=rendezvous_s, timeout_s=timeout_s)
     if device.type == "cuda":
-        refuse_shared_gpus(store, rank, world_size, name_gpu(device))
+        refuse_shared_gpus(store, rank, world_size, read_gpu_uuid(device))
 
 
 def _open_groups(
@@ -386,7 +393,7 @@ def _abandon_groups(device: torch.device) -> None:
     Destroying a group of NCCL waits for its kernels, and so for the others; aborting does not. Gloo
     only closes its sockets.
     """
-    forget_device_meshes()
+    forget_open_device_meshes()
     # The error that brought us here is the one to be seen.
     with contextlib.suppress(Exception):
         if device.type == "cuda":

@@ -32,7 +32,7 @@ _meetings = itertools.count()
 _held_stores: dict[tuple[int, str, int], dist.TCPStore] = {}
 
 
-def wait_for_all(
+def wait_for_all_ranks(
     store: dist.Store, rank: int, world_size: int, *, rendezvous_s: float, timeout_s: float
 ) -> None:
     """Say that this rank is here and return when all are; the store's timeout is then that of
@@ -135,17 +135,17 @@ def choose_interface(environ: Any) -> None:
     host = environ.get("MASTER_ADDR", "")
     if environ.get("GLOO_SOCKET_IFNAME") or not host or host in LOOPBACK:
         return
-    name = interface_towards(host)
+    name = find_interface_towards(host)
     is_one_machine = environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE")
     if name is not None and not is_one_machine and _is_loopback(name):
         # Addresses that documentation is given and no network has (RFC 5737, 3849): the way to
         # them is the default route.
-        name = interface_towards("192.0.2.1") or interface_towards("2001:db8::1")
+        name = find_interface_towards("192.0.2.1") or find_interface_towards("2001:db8::1")
     if name is not None:
         environ["GLOO_SOCKET_IFNAME"] = name
 
 
-def interface_towards(host: str) -> str | None:
+def find_interface_towards(host: str) -> str | None:
     """The network interface that packets to `host` leave by; None if there is no way, or no such
     host.
 
@@ -162,13 +162,13 @@ def interface_towards(host: str) -> str | None:
                 own_address = probe.getsockname()[0]
         except OSError:
             continue
-        name = _interface_with(own_address)
+        name = _find_interface_with_address(own_address)
         if name is not None:
             return name
     return None
 
 
-def _interface_with(address: str) -> str | None:
+def _find_interface_with_address(address: str) -> str | None:
     # Without the zone of a link-local address, as in fe80::1%eth0.
     address = address.partition("%")[0]
     # The whole block is one interface's, which lists its first address alone.
@@ -224,7 +224,7 @@ def _open_store(rank: int, world_size: int, rendezvous_s: float) -> dist.Store:
             world_size,
             is_master=hosts_store,
             timeout=datetime.timedelta(seconds=rendezvous_s),
-            # `wait_for_all` waits, and can name who is absent.
+            # `wait_for_all_ranks` waits, and can name who is absent.
             wait_for_workers=False,
             **options,
         )

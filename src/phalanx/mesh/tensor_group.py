@@ -58,12 +58,15 @@ class TensorGroup:
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """Into a region: all tokens, on every rank."""
-        entered: torch.Tensor = (_Gather if self.cuts_sequence else _Copy).apply(x, self)
+        entered: torch.Tensor = (
+            _GatherTokensFunction if self.cuts_sequence else _CopyFunction
+        ).apply(x, self)
         return entered
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         """Out of a region: the sum over ranks of what each has made."""
-        output: torch.Tensor = (_Scatter if self.cuts_sequence else _Sum).apply(x, self)
+        leave = _ScatterTokensFunction if self.cuts_sequence else _SumFunction
+        output: torch.Tensor = leave.apply(x, self)
         return output
 
     def own_tokens(self, x: torch.Tensor) -> torch.Tensor:
@@ -71,7 +74,7 @@ class TensorGroup:
         not cut."""
         if not self.cuts_sequence:
             return x
-        padded = self._pad(x)
+        padded = self._pad_last_dimension(x)
         length = padded.shape[SEQUENCE] // self.size
         return padded.narrow(SEQUENCE, self.rank * length, length)
 
@@ -80,28 +83,28 @@ class TensorGroup:
 
         What follows is the same on every rank.
         """
-        gathered: torch.Tensor = _GatherFeatures.apply(x, self, tuple(sizes))
+        gathered: torch.Tensor = _GatherFeaturesFunction.apply(x, self, tuple(sizes))
         return gathered
 
     # Collectives: none of these is differentiable
 
     def all_reduce(self, x: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        with self.timed("all_reduce", "all_reduce activations"):
+        with self.timing_collective("all_reduce", "all_reduce activations"):
             return self.wait(self.start_all_reduce(x, op))
 
     def start_all_reduce(self, x: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        return self._count("all_reduce", _ops.all_reduce(x.contiguous(), op, self.name))
+        return self._count_sent("all_reduce", _ops.all_reduce(x.contiguous(), op, self.name))
 
     def start_gather(self, x: torch.Tensor) -> torch.Tensor:
         """[ranks * x.shape[0], ...]: what each rank has, one after another."""
-        return self._count(
+        return self._count_sent(
             "all_gather", _ops.all_gather_into_tensor(x.contiguous(), self.size, self.name)
         )
 
     def start_reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """[x.shape[0] / ranks, ...]: this rank's part of the sum."""
         started = _ops.reduce_scatter_tensor(x.contiguous(), "sum", self.size, self.name)
-        return self._count("reduce_scatter", started)
+        return self._count_sent("reduce_scatter", started)
 
     def wait(self, started: torch.Tensor) -> torch.Tensor:
         done: torch.Tensor = _ops.wait_tensor(started)
@@ -109,7 +112,7 @@ class TensorGroup:
 
     def gather_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """[B, T / ranks, ...] of each rank -> [B, T, ...]."""
-        with self.timed("all_gather", "all_gather sequence"):
+        with self.timing_collective("all_gather", "all_gather sequence"):
             parts = self.wait(self.start_gather(x))
         tokens = parts.unflatten(0, (self.size, -1)).transpose(0, 1).flatten(1, 2)
         # Without what `_pad` has put behind the last rank's part.
@@ -117,29 +120,34 @@ class TensorGroup:
 
     def scatter_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """[B, T, ...] of each rank -> its part [B, T / ranks, ...] of their sum."""
-        parts = self._pad(x).unflatten(SEQUENCE, (self.size, -1)).transpose(0, 1).flatten(0, 1)
-        with self.timed("reduce_scatter", "reduce_scatter sequence"):
+        parts = (
+            self._pad_last_dimension(x)
+            .unflatten(SEQUENCE, (self.size, -1))
+            .transpose(0, 1)
+            .flatten(0, 1)
+        )
+        with self.timing_collective("reduce_scatter", "reduce_scatter sequence"):
             return self.wait(self.start_reduce_scatter(parts))
 
-    def timed(self, kind: str, words: str) -> AbstractContextManager[None]:
+    def timing_collective(self, kind: str, words: str) -> AbstractContextManager[None]:
         if torch.compiler.is_compiling():
             return nullcontext()
         return self.phases("collective", words)
 
-    def _pad(self, x: torch.Tensor) -> torch.Tensor:
+    def _pad_last_dimension(self, x: torch.Tensor) -> torch.Tensor:
         missing = -x.shape[SEQUENCE] % self.size
         if not missing:
             return x
         return F.pad(x, (0, 0) * (x.ndim - SEQUENCE - 1) + (0, missing))
 
-    def _count(self, kind: str, output: torch.Tensor) -> torch.Tensor:
+    def _count_sent(self, kind: str, output: torch.Tensor) -> torch.Tensor:
         if not torch.compiler.is_compiling():
             self.counts[kind] += 1
             self.num_bytes[kind] += output.numel() * output.element_size()
         return output
 
 
-class _Copy(torch.autograd.Function):
+class _CopyFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: TensorGroup) -> torch.Tensor:  # type: ignore[override]
         ctx.group = group
@@ -150,7 +158,7 @@ class _Copy(torch.autograd.Function):
         return ctx.group.all_reduce(grad), None
 
 
-class _Sum(torch.autograd.Function):
+class _SumFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: TensorGroup) -> torch.Tensor:  # type: ignore[override]
         return group.all_reduce(x)
@@ -160,7 +168,7 @@ class _Sum(torch.autograd.Function):
         return grad, None
 
 
-class _Gather(torch.autograd.Function):
+class _GatherTokensFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: TensorGroup) -> torch.Tensor:  # type: ignore[override]
         ctx.group = group
@@ -171,7 +179,7 @@ class _Gather(torch.autograd.Function):
         return ctx.group.scatter_tokens(grad), None
 
 
-class _Scatter(torch.autograd.Function):
+class _ScatterTokensFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: TensorGroup) -> torch.Tensor:  # type: ignore[override]
         ctx.group = group
@@ -182,7 +190,7 @@ class _Scatter(torch.autograd.Function):
         return ctx.group.gather_tokens(grad), None
 
 
-class _GatherFeatures(torch.autograd.Function):
+class _GatherFeaturesFunction(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, x: torch.Tensor, group: TensorGroup, sizes: tuple[int, ...]
@@ -192,7 +200,7 @@ class _GatherFeatures(torch.autograd.Function):
         longest = max(sizes)
         if x.shape[-1] < longest:
             x = F.pad(x, (0, longest - x.shape[-1]))
-        with group.timed("all_gather", "all_gather features"):
+        with group.timing_collective("all_gather", "all_gather features"):
             gathered = group.wait(group.start_gather(x[None]))
         parts = gathered.unflatten(0, (group.size, -1)).squeeze(1)
         own_parts = [part[..., :size] for part, size in zip(parts, sizes, strict=True)]
@@ -213,7 +221,7 @@ class VocabularyShard:
     sizes: tuple[int, ...]
 
     @property
-    def start(self) -> int:
+    def first_row(self) -> int:
         return sum(self.sizes[: self.group.rank])
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -225,10 +233,10 @@ class VocabularyShard:
         """[..., rows of this rank] -> [..., all]."""
         return self.group.gather_features(logits, self.sizes)
 
-    def max(self, x: torch.Tensor) -> torch.Tensor:
+    def max_over_ranks(self, x: torch.Tensor) -> torch.Tensor:
         return self.group.all_reduce(x, "max")
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
+    def sum_over_ranks(self, x: torch.Tensor) -> torch.Tensor:
         return self.group.all_reduce(x)
 
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from phalanx.core.block_sizes import block_sizes
+from phalanx.core.block_sizes import get_block_sizes
 from phalanx.job.shapes.transformer import TransformerShape
-from phalanx.mesh.attend import attend
-from phalanx.mesh.attend_blocks import attend_by_blocks, is_masked
+from phalanx.mesh.attend import compute_attention
+from phalanx.mesh.attend_blocks import compute_attention_by_blocks, is_masked
 from phalanx.nn.norms import RMSNorm
 from phalanx.nn.rotary import rotate
 
 
-def attention_mask(
+def make_attention_mask(
     num_tokens: int,
     window: int,
     document_ids_BT: torch.Tensor | None,
@@ -50,7 +50,7 @@ def attention_mask(
     ]
 
 
-def shared_mask(
+def make_shared_attention_mask(
     num_tokens: int,
     window: int,
     document_ids_BT: torch.Tensor | None,
@@ -66,9 +66,9 @@ def shared_mask(
     """
     # A mask of all pairs grows with the square of the length: those of a block of queries are
     # cheaper to make again in each layer than this one is to keep.
-    if num_tokens > block_sizes().query_block:
+    if num_tokens > get_block_sizes().query_block:
         return None
-    return attention_mask(num_tokens, window, document_ids_BT, dtype, device, causal=causal)
+    return make_attention_mask(num_tokens, window, document_ids_BT, dtype, device, causal=causal)
 
 
 # It takes the mask besides window and documents, because these give the same mask in every block:
@@ -98,15 +98,15 @@ class AttentionCore(nn.Module):
         num_tokens = q_BHTE.shape[2]
         if (
             mask is None
-            and num_tokens > block_sizes().query_block
+            and num_tokens > get_block_sizes().query_block
             and is_masked(num_tokens, self.window, document_ids_BT)
         ):
             window, is_causal = self.window, self.causal
-            return attend_by_blocks(
+            return compute_attention_by_blocks(
                 q_BHTE, k_BKTE, v_BKTE, document_ids_BT, window=window, is_causal=is_causal
             )
         if mask is None:
-            mask = attention_mask(
+            mask = make_attention_mask(
                 num_tokens,
                 self.window,
                 document_ids_BT,
@@ -114,7 +114,7 @@ class AttentionCore(nn.Module):
                 q_BHTE.device,
                 causal=self.causal,
             )
-        return attend(q_BHTE, k_BKTE, v_BKTE, mask, is_causal=self.causal)
+        return compute_attention(q_BHTE, k_BKTE, v_BKTE, mask, is_causal=self.causal)
 
 
 class Attention(nn.Module):

@@ -17,7 +17,7 @@ from phalanx.nn.feed_forward import FeedForward
 from phalanx.nn.init import InitRule
 from phalanx.nn.latent_attention import LatentAttention
 from phalanx.nn.norms import build_norm
-from phalanx.nn.routing import Balance
+from phalanx.nn.routing import ExpertBalance
 
 # Of initial weights, as in GPT-2.
 STD = 0.02
@@ -29,7 +29,9 @@ class Block(nn.Module):
     `balance`: what the routers of all blocks share; for a model with experts.
     """
 
-    def __init__(self, shape: TransformerShape, layer: int, balance: Balance | None = None) -> None:
+    def __init__(
+        self, shape: TransformerShape, layer: int, balance: ExpertBalance | None = None
+    ) -> None:
         super().__init__()
         window = shape.window_of(layer)
         self.is_local, self.has_experts = window > 0, shape.has_experts(layer)
@@ -73,7 +75,7 @@ def _build_attention(shape: TransformerShape, window: int) -> nn.Module:
     return Attention(shape, window)
 
 
-def init_rules(shape: TransformerShape) -> tuple[InitRule, ...]:
+def list_block_init_rules(shape: TransformerShape) -> tuple[InitRule, ...]:
     """Projections back into the residual stream shrink with depth (GPT-2); norms begin as the
     identity, biases at 0."""
     # Each block adds to the stream twice.

@@ -9,12 +9,12 @@ from torch import nn
 
 from phalanx.core.digest import stable_hash64
 from phalanx.core.errors import LayoutError
-from phalanx.core.registry import resolve
+from phalanx.core.registry import resolve_kind
 from phalanx.job.costs import ModelCosts
 from phalanx.job.hugging_face import is_hugging_face
 from phalanx.job.model import find_model_kind
 from phalanx.job.schema import Job, Model
-from phalanx.nn.hugging_face.adapter import factory_of
+from phalanx.nn.hugging_face.adapter import find_factory
 from phalanx.nn.objective import Objective, causal_cross_entropy, logits_cross_entropy
 
 MODELS = "phalanx.nn.models"
@@ -25,7 +25,7 @@ def build_model(job: Job, shape: ModelCosts) -> nn.Module:
     its own weights."""
     if job.model.is_foreign:
         return build_foreign(job.model, job.run.seed)
-    build = resolve(shape.kind, MODELS, "build")
+    build = resolve_kind(shape.kind, MODELS, "build")
     with torch.device("meta"):
         module: nn.Module = build(shape)
     return module
@@ -34,7 +34,7 @@ def build_model(job: Job, shape: ModelCosts) -> nn.Module:
 def build_foreign(model: Model, seed: int) -> nn.Module:
     """Call the user's factory from the same random state on every rank."""
     assert model.kind is not None
-    factory = factory_of(model.kind)
+    factory = find_factory(model.kind)
     torch.manual_seed(stable_hash64("foreign init", seed) % 2**63)
     module: Any = factory(**model.args)
     if not isinstance(module, nn.Module):
@@ -47,13 +47,13 @@ def build_objective(job: Job) -> Objective:
     tokens."""
     objective: Objective
     if job.model.objective is not None:
-        objective = resolve(job.model.objective, MODELS, "objective")
+        objective = resolve_kind(job.model.objective, MODELS, "objective")
     elif is_hugging_face(job.model.kind):
         objective = logits_cross_entropy(job.train.loss_chunk_tokens)
     elif job.model.is_foreign:
         objective = causal_cross_entropy(job.train.loss_chunk_tokens)
     else:
-        objective = resolve(find_model_kind(job.model), MODELS, "default_objective")(
+        objective = resolve_kind(find_model_kind(job.model), MODELS, "default_objective")(
             job.train.loss_chunk_tokens
         )
     return objective

@@ -19,7 +19,7 @@ from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.mesh.grouped import group_sizes_on_host
 from phalanx.nn.feed_forward import ACTIVATIONS, FeedForward
 from phalanx.nn.grouped import GroupedLinear
-from phalanx.nn.routing import Balance, Router
+from phalanx.nn.routing import ExpertBalance, Router
 
 Rows = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -34,7 +34,9 @@ class Dispatch(Protocol):
         """
 
 
-def dispatch_here(x_RD: torch.Tensor, counts_E: torch.Tensor, experts: Rows) -> torch.Tensor:
+def dispatch_on_this_rank(
+    x_RD: torch.Tensor, counts_E: torch.Tensor, experts: Rows
+) -> torch.Tensor:
     """All experts are on this rank."""
     return experts(x_RD, counts_E)
 
@@ -69,13 +71,13 @@ class MixtureOfExperts(nn.Module):
     ranks.
     """
 
-    def __init__(self, shape: DecoderShape, balance: Balance) -> None:
+    def __init__(self, shape: DecoderShape, balance: ExpertBalance) -> None:
         super().__init__()
         self.router = Router(shape, balance)
         self.experts = Experts(shape)
         shared = replace(shape, ffn_dim=shape.num_shared_experts * shape.expert_ffn_dim)
         self.shared = FeedForward(shared) if shape.num_shared_experts else None
-        self.dispatch: Dispatch = dispatch_here
+        self.dispatch: Dispatch = dispatch_on_this_rank
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         routing = self.router(x_BTD)
@@ -93,7 +95,7 @@ class MixtureOfExperts(nn.Module):
         num_rows = len(order)
         if drops:
             num_rows = sum(group_sizes_on_host(counts_E))
-        rows = _Rows.from_order(order, num_rows, len(x_ND))
+        rows = _TokenRows.from_order(order, num_rows, len(x_ND))
         weight_R = routing.weights_BTK.flatten()[rows.order]
         out_RD = self.dispatch(
             _TakeRows.apply(x_ND, rows.token_R, rows.row_KN), counts_E, self.experts
@@ -105,7 +107,7 @@ class MixtureOfExperts(nn.Module):
         return out_BTD + self.shared(x_BTD)
 
 
-class _Rows(NamedTuple):
+class _TokenRows(NamedTuple):
     """The rows of each token, and the token of each row.
 
     order: [R], the choice, of all N x K, that each row is of; token_R: its token; row_KN: of each
@@ -117,7 +119,7 @@ class _Rows(NamedTuple):
     row_KN: torch.Tensor
 
     @classmethod
-    def from_order(cls, order: torch.Tensor, num_rows: int, num_tokens: int) -> _Rows:
+    def from_order(cls, order: torch.Tensor, num_rows: int, num_tokens: int) -> _TokenRows:
         """`order`: the choices, of which the first `num_rows` have a row."""
         per_token = len(order) // max(1, num_tokens)
         row = torch.empty_like(order).scatter_(

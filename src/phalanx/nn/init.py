@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from phalanx.core.block_sizes import block_sizes
+from phalanx.core.block_sizes import get_block_sizes
 from phalanx.core.digest import stable_hash64
 from phalanx.mesh.logical import LogicalShard
 
@@ -87,14 +87,14 @@ def _fill_normal(shard: LogicalShard, std: float, key: int) -> None:
         # slice of rows.
         for index in itertools.product(*map(range, box.size[: cut - 1])):
             start = first + sum(map(operator.mul, index, strides))
-            _fill_runs(target[index], std, key, start, pitch=strides[cut - 1], run=run)
+            _fill_strided_runs(target[index], std, key, start, pitch=strides[cut - 1], run=run)
 
 
-def _fill_runs(
+def _fill_strided_runs(
     target: torch.Tensor, std: float, key: int, start: int, *, pitch: int, run: int
 ) -> None:
     """Fill target[i] with the elements from start + i * pitch on, `run` of them."""
-    count, chunk = len(target), block_sizes().init_elements
+    count, chunk = len(target), get_block_sizes().init_elements
     if run >= chunk:
         for i in range(count):
             target[i].copy_(
@@ -121,11 +121,11 @@ def _fill_runs(
 def standard_normal(key: int, start: int, count: int) -> torch.Tensor:
     """Elements [start, start + count) of the endless fp32 sequence of standard normals named by
     `key`."""
-    out, chunk = torch.empty(count, dtype=torch.float32), block_sizes().init_elements
+    out, chunk = torch.empty(count, dtype=torch.float32), get_block_sizes().init_elements
 
     def draw(done: int) -> None:
         piece = min(chunk, count - done)
-        out[done : done + piece] = _normals(key, start + done, piece)
+        out[done : done + piece] = _standard_normal_sequence(key, start + done, piece)
 
     threads = torch.get_num_threads()
     if threads == 1 or count < THREADS_FROM:
@@ -138,7 +138,7 @@ def standard_normal(key: int, start: int, count: int) -> torch.Tensor:
     return out
 
 
-def _normals(key: int, start: int, count: int) -> torch.Tensor:
+def _standard_normal_sequence(key: int, start: int, count: int) -> torch.Tensor:
     return _normals_of_runs(key, range(start, start + 1), count)
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.nn.attention import AttentionCore
 from phalanx.nn.norms import RMSNorm
-from phalanx.nn.rotary import rotate_neighbours, yarn_temperature
+from phalanx.nn.rotary import rotate_neighbouring_pairs, yarn_temperature
 
 # Of the latents' norms: DeepSeek's code takes this whatever the other norms have.
 EPS = 1e-6
@@ -66,8 +66,8 @@ class LatentAttention(nn.Module):
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert table is not None, "positions are rotary: validated with the job"
-        q_BHTE = self._queries(x_BTD, table)
-        k_BHTE, v_BHTV = self._keys_and_values(x_BTD, table)
+        q_BHTE = self._project_queries(x_BTD, table)
+        k_BHTE, v_BHTV = self._project_keys_and_values(x_BTD, table)
         # Values as wide as keys: with others torch has no kernel for CPUs but the one that keeps T
         # x T scores, and context parallelism (ring, all-gather) sends keys and values as one
         # tensor. So the core's seam has one width. Zeros add nothing to the part that is taken.
@@ -75,16 +75,16 @@ class LatentAttention(nn.Module):
         out_BHTE = self.core(q_BHTE, k_BHTE, v_BHTE, positions_BT, document_ids_BT, mask)
         return self.o(out_BHTE[..., : self.value_dim].transpose(1, 2).flatten(2))
 
-    def _queries(self, x_BTD: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    def _project_queries(self, x_BTD: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         q = self.q_up(self.q_norm(self.q_down(x_BTD))) if self.q is None else self.q(x_BTD)
         heads = q.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         plain, rotated = heads.split(self.parts, dim=-1)
-        q_BHTE = torch.cat((plain, rotate_neighbours(rotated, table)), dim=-1)
+        q_BHTE = torch.cat((plain, rotate_neighbouring_pairs(rotated, table)), dim=-1)
         if self.query_scale == 1:
             return q_BHTE
         return q_BHTE * self.query_scale
 
-    def _keys_and_values(
+    def _project_keys_and_values(
         self, x_BTD: torch.Tensor, table: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         latent_BTL, shared_BTR = self.kv_down(x_BTD).split((self.kv_rank, self.parts[1]), dim=-1)
@@ -92,5 +92,7 @@ class LatentAttention(nn.Module):
             -1, (-1, self.parts[0] + self.value_dim)
         )
         plain, v_BHTV = both.transpose(1, 2).split((self.parts[0], self.value_dim), dim=-1)
-        shared = rotate_neighbours(shared_BTR[:, None], table).expand(-1, plain.shape[1], -1, -1)
+        shared = rotate_neighbouring_pairs(shared_BTR[:, None], table).expand(
+            -1, plain.shape[1], -1, -1
+        )
         return torch.cat((plain, shared), dim=-1), v_BHTV

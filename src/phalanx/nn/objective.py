@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from phalanx.core.batch import IGNORE_INDEX
-from phalanx.core.block_sizes import block_sizes
+from phalanx.core.block_sizes import get_block_sizes
 from phalanx.core.errors import LayoutError
-from phalanx.mesh.malloc import uninitialized_like
+from phalanx.mesh.malloc import make_uninitialized_like
 from phalanx.mesh.tensor_group import VocabularyLogits, VocabularyShard
-from phalanx.nn.routing import Balance
+from phalanx.nn.routing import ExpertBalance
 
 Objective = Callable[[Any, Mapping[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
 
@@ -37,7 +37,7 @@ class CausalOutput(NamedTuple):
     hidden_BTD: torch.Tensor
     head_VD: torch.Tensor
     vocabulary: VocabularyShard | None = None
-    balance: Balance | None = None
+    balance: ExpertBalance | None = None
 
 
 class HeadOutput(CausalOutput):
@@ -64,7 +64,7 @@ def takes_classes(objective: Objective) -> Objective:
 
 def causal_cross_entropy(chunk_tokens: int) -> Objective:
     """Cross-entropy summed over targets that are not -100, with logits of at most `chunk_tokens`
-    tokens at a time, or as many as `block_sizes` says."""
+    tokens at a time, or as many as `get_block_sizes` says."""
     return takes_classes(
         _reads_vocabulary_parts(functools.partial(_causal_cross_entropy, chunk_tokens))
     )
@@ -105,7 +105,7 @@ def _causal_cross_entropy(
         hidden_ND,
         outputs.head_VD,
         targets_N,
-        block_sizes().loss_chunk_tokens or chunk_tokens,
+        get_block_sizes().loss_chunk_tokens or chunk_tokens,
         torch.is_grad_enabled(),
         outputs.vocabulary,
     )
@@ -129,7 +129,8 @@ def token_cross_entropy(
         return loss_sum, (targets != IGNORE_INDEX).sum()
     if not isinstance(outputs, torch.Tensor) or outputs.ndim < 2:
         raise LayoutError(
-            f"the model returned {_form(outputs)}, which the built-in objective cannot read",
+            f"the model returned {_describe_form(outputs)}, which the built-in objective cannot"
+            " read",
             fix="return logits [..., vocab] or CausalOutput, or set model.objective",
         )
     targets = batch["targets"].flatten()
@@ -149,7 +150,8 @@ def classification_cross_entropy(
     """
     if not isinstance(outputs, torch.Tensor) or outputs.ndim != 2:
         raise LayoutError(
-            f"classification needs logits [batch, classes]; the model returned {_form(outputs)}",
+            "classification needs logits [batch, classes]; the model returned"
+            f" {_describe_form(outputs)}",
             fix="return them, or set model.objective",
         )
     name = "labels" if "labels" in batch else "targets"
@@ -165,7 +167,7 @@ def _at_least_float32(logits: torch.Tensor) -> torch.Tensor:
     return logits.float()
 
 
-def _form(outputs: Any) -> str:
+def _describe_form(outputs: Any) -> str:
     if isinstance(outputs, torch.Tensor):
         return f"a tensor {list(outputs.shape)}"
     return type(outputs).__name__
@@ -201,10 +203,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         shape = min(chunk, hidden_ND.shape[0]), head.shape[0]
         # Every chunk has the same room: freed and taken anew, it would leave holes in a CPU's heap
         # (mesh.malloc).
-        room_CV = uninitialized_like(shape, wide, hidden_ND)
+        room_CV = make_uninitialized_like(shape, wide, hidden_ND)
         low_CV = room_CV
         if wide != hidden_ND.dtype:
-            low_CV = uninitialized_like(shape, hidden_ND.dtype, hidden_ND)
+            low_CV = make_uninitialized_like(shape, hidden_ND.dtype, hidden_ND)
         for start in range(0, hidden_ND.shape[0], chunk):
             rows = slice(start, start + chunk)
             hidden = hidden_ND[rows]
@@ -298,9 +300,9 @@ def _loss_and_gradient(
     # Where there is no target any index will do: `valid` takes it out again.
     picked, is_here, peak = targets_N.where(valid, 0), valid, logits_NV.amax(dim=1)
     if vocabulary is not None:
-        picked = picked - vocabulary.start
+        picked = picked - vocabulary.first_row
         is_here = valid & (picked >= 0) & (picked < logits_NV.shape[1])
-        picked, peak = picked.where(is_here, 0), vocabulary.max(peak)
+        picked, peak = picked.where(is_here, 0), vocabulary.max_over_ranks(peak)
     # Without a vocabulary any other negative target is refused by gather.
     picked = picked[:, None]
     # In place from here on: another tensor of this size would double what a loss needs.
@@ -309,7 +311,9 @@ def _loss_and_gradient(
     logits_NV.exp_()
     norm = logits_NV.sum(dim=1)
     if vocabulary is not None:
-        norm, at_target = vocabulary.sum(torch.stack((norm, at_target.where(is_here, 0.0))))
+        norm, at_target = vocabulary.sum_over_ranks(
+            torch.stack((norm, at_target.where(is_here, 0.0)))
+        )
     loss_sum = torch.where(valid, norm.log() - at_target, 0.0).sum(dtype=torch.float64)
     # Now probabilities; minus one-hot they are the gradient.
     logits_NV /= norm[:, None]

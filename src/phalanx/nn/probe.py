@@ -24,7 +24,7 @@ from phalanx.mesh.blocks import find_blocks, last_stage_names
 from phalanx.mesh.linear import find_holders, read_shard_rules
 from phalanx.mesh.logical import full_name
 from phalanx.mesh.seams import has_attention_seam
-from phalanx.nn.hugging_face.adapter import FACTS, factory_of
+from phalanx.nn.hugging_face.adapter import FACTS, find_factory
 
 _OUR_FOLDER = str(Path(phalanx.__file__).parent) + os.sep
 
@@ -32,7 +32,7 @@ _OUR_FOLDER = str(Path(phalanx.__file__).parent) + os.sep
 def describe_module(kind: str, args: dict[str, object]) -> dict[str, object]:
     """Parameter names, shapes and blocks of `kind(**args)`, without allocating its weights where
     the factory can."""
-    factory = factory_of(kind)
+    factory = find_factory(kind)
     try:
         with torch.device("meta"):
             module = factory(**args)
@@ -46,7 +46,7 @@ def describe_module(kind: str, args: dict[str, object]) -> dict[str, object]:
     return {
         **_describe_parameters(module),
         "num_batchnorms": sum(isinstance(part, _BatchNorm) for part in module.modules()),
-        "num_dropouts": sum(map(_drops, module.modules())),
+        "num_dropouts": sum(map(_drops_activations, module.modules())),
         "takes_document_ids": _takes_document_ids(module),
         "names": [full_name(name) for name, _ in module.named_modules()],
         "holders": [vars(holder) for holder in find_holders(module)],
@@ -92,7 +92,7 @@ def _takes_document_ids(module: torch.nn.Module) -> str:
     return "no"
 
 
-def _drops(part: torch.nn.Module) -> bool:
+def _drops_activations(part: torch.nn.Module) -> bool:
     """Dropout layers, and torch's attention and recurrent layers, which hold a probability
     themselves."""
     probability = getattr(part, "dropout", 0.0)

@@ -26,25 +26,25 @@ def rotary_frequencies(
     `local`: of blocks with a sliding window.
     """
     if local and shape.local_rope_theta:
-        return _frequencies(shape.rotated_dim, shape.local_rope_theta, dtype, device)
-    plain = _frequencies(shape.rotated_dim, _base(shape), dtype, device)
+        return _unscaled_frequencies(shape.rotated_dim, shape.local_rope_theta, dtype, device)
+    plain = _unscaled_frequencies(shape.rotated_dim, _rotary_base(shape), dtype, device)
     if shape.rope_scaling == "linear":
         return plain / shape.rope_factor
     if shape.rope_scaling == "llama3":
-        return _between(plain, shape, _llama3_share(plain, shape))
+        return _interpolate_frequencies(plain, shape, _llama3_kept_share(plain, shape))
     if shape.rope_scaling == "yarn":
-        return _between(plain, shape, _yarn_share(plain, shape))
+        return _interpolate_frequencies(plain, shape, _yarn_kept_share(plain, shape))
     return plain
 
 
-def _frequencies(
+def _unscaled_frequencies(
     head_dim: int, theta: float, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     exponent = torch.arange(0, head_dim, 2, dtype=dtype, device=device) / head_dim
     return theta**-exponent
 
 
-def _base(shape: DecoderShape) -> float:
+def _rotary_base(shape: DecoderShape) -> float:
     """NTK-aware scaling (bloc97 2023) takes a base with which the slowest pair turns rope_factor
     times slower."""
     if shape.rope_scaling != "ntk":
@@ -53,18 +53,20 @@ def _base(shape: DecoderShape) -> float:
     return shape.rope_theta * stretch
 
 
-def _between(plain: torch.Tensor, shape: DecoderShape, share: torch.Tensor) -> torch.Tensor:
+def _interpolate_frequencies(
+    plain: torch.Tensor, shape: DecoderShape, share: torch.Tensor
+) -> torch.Tensor:
     """`share` of each frequency stays, the rest is divided by the factor."""
     return plain * share + plain / shape.rope_factor * (1 - share)
 
 
-def _llama3_share(plain: torch.Tensor, shape: DecoderShape) -> torch.Tensor:
+def _llama3_kept_share(plain: torch.Tensor, shape: DecoderShape) -> torch.Tensor:
     """Llama 3.1: by how often a pair turns within the original length."""
     turns = shape.rope_original_len * plain / (2 * math.pi)
     return ((turns - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW)).clamp(0, 1)
 
 
-def _yarn_share(plain: torch.Tensor, shape: DecoderShape) -> torch.Tensor:
+def _yarn_kept_share(plain: torch.Tensor, shape: DecoderShape) -> torch.Tensor:
     """YaRN (arXiv 2309.00071, section 3.2), with the ramp over the pairs' index between two
     whole numbers."""
     half, theta = shape.rotated_dim // 2, shape.rope_theta
@@ -110,7 +112,7 @@ def rotate(x_BHTE: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return _rotate_pairs(first, second, table).to(x_BHTE.dtype)
 
 
-def rotate_neighbours(x_BHTE: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+def rotate_neighbouring_pairs(x_BHTE: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Rotate each (even, odd) pair, as DeepSeek's weights lie.
 
     First members come out before the second ones, which is nothing to scores if queries and keys

@@ -28,7 +28,7 @@ class Routing(NamedTuple):
     kept_BTK: torch.Tensor | None
 
 
-class Sequences(Protocol):
+class SequenceCounts(Protocol):
     """The counts that a rank needs of those tokens of its sequences that other ranks hold."""
 
     def total(self, counts_BE: torch.Tensor) -> torch.Tensor:
@@ -42,18 +42,18 @@ class Sequences(Protocol):
         """The length of the whole sequences of which this rank has `num_tokens` each."""
 
 
-class Choose(Protocol):
+class ChooseExperts(Protocol):
     """The seam at which experts are chosen."""
 
     def __call__(self, scores_BTE: torch.Tensor, per_token: int) -> torch.Tensor:
         """Scores with the bias, without a gradient -> [B, T, K], numbers of experts."""
 
 
-def best(scores_BTE: torch.Tensor, per_token: int) -> torch.Tensor:
+def choose_best_experts(scores_BTE: torch.Tensor, per_token: int) -> torch.Tensor:
     return scores_BTE.topk(per_token, dim=-1).indices
 
 
-class WholeSequences:
+class WholeSequenceCounts:
     """A rank has all tokens of its sequences."""
 
     def total(self, counts_BE: torch.Tensor) -> torch.Tensor:
@@ -72,7 +72,7 @@ class WholeSequences:
 # right without knowing. Stages of a pipeline hand on one tensor: there `forward_backward` tells it
 # beforehand. A loop that does neither is an error.
 @dataclass
-class Balance:
+class ExpertBalance:
     """Shared by the routers of a model: the weight that their balance loss has in the gradients
     of a step."""
 
@@ -99,7 +99,7 @@ class Balance:
 
 
 @dataclass
-class Load:
+class RouterLoad:
     """The load of one router's experts since `take`: counted in the backward, once however
     often a block is computed, and not at all in an evaluation."""
 
@@ -132,7 +132,7 @@ class Router(nn.Module):
     scores (arXiv 2412.19437, 2.1.2). Targets that are masked change nothing of it.
     """
 
-    def __init__(self, shape: DecoderShape, balance: Balance) -> None:
+    def __init__(self, shape: DecoderShape, balance: ExpertBalance) -> None:
         super().__init__()
         self.num_experts, self.per_token = shape.num_experts, shape.experts_per_token
         self.scores, self.normalize, self.scale = (
@@ -150,9 +150,9 @@ class Router(nn.Module):
         # Alike on all ranks without being sent: each moves the bias by the same counts.
         self.buffers_are_alike = True
         self.register_buffer("bias", torch.zeros(shape.num_experts) if shape.balance_bias else None)
-        self.balance, self.load = balance, Load()
-        self.sequences: Sequences = WholeSequences()
-        self.choose: Choose = best
+        self.balance, self.load = balance, RouterLoad()
+        self.sequences: SequenceCounts = WholeSequenceCounts()
+        self.choose: ChooseExperts = choose_best_experts
         # Ranks that route the same tokens alike, and whose gradients are added up.
         self.num_alike = 1
 
@@ -236,7 +236,7 @@ def capacity(num_tokens: int, per_token: int, num_experts: int, factor: float) -
 
 class _RecordLossGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, loss_sum: torch.Tensor, balance: Balance) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, loss_sum: torch.Tensor, balance: ExpertBalance) -> torch.Tensor:  # type: ignore[override]
         ctx.balance = balance
         # A copy of one number, and not a view: FSDP hooks no views.
         return loss_sum.clone()

@@ -169,7 +169,7 @@ class Bus:
         if not names:
             return event
         return replace(
-            event, **{name: self._redactor.value(getattr(event, name)) for name in names}
+            event, **{name: self._redactor.redact_value(getattr(event, name)) for name in names}
         )
 
     def _write_file(self, envelope: Envelope) -> bool:

@@ -11,7 +11,7 @@ import os
 from collections import deque
 from pathlib import Path
 
-from phalanx.core.files import APPEND, open_descriptor, resource_error
+from phalanx.core.files import APPEND, build_resource_error, open_descriptor
 
 MAX_KEPT_LINES = 2000  # in memory while the disk refuses them; then the oldest are dropped
 
@@ -25,7 +25,7 @@ class EventFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = open_descriptor(path, APPEND)
         except OSError as error:
-            raise resource_error(error, "opening the run's events", path) from None
+            raise build_resource_error(error, "opening the run's events", path) from None
         self.path = path
         self.refusal: OSError | None = None
         """What the disk said last; None once it has taken everything."""

@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from phalanx.core.clocks import clock_name
+from phalanx.core.clocks import identify_monotonic_clock
 
 SCHEMA = 1
 
@@ -572,7 +572,7 @@ def seal_event(event: Event, *, rank: int, attempt: int, seq: int = -1) -> Envel
         time.time(),
         seq,
         now_s,
-        SteadyClock(clock_name(), now_s) if seq == 0 else None,
+        SteadyClock(identify_monotonic_clock(), now_s) if seq == 0 else None,
     )
 
 

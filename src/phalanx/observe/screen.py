@@ -33,7 +33,7 @@ def open_screen(stream: TextIO, **options: Any) -> Any:
             for text, style, control in super().render(renderable, options):
                 # rich's movements of the cursor pass as they are: the filter makes text of them.
                 yield Segment(
-                    text if control else printable_text(redactor.text(text)), style, control
+                    text if control else printable_text(redactor.redact_text(text)), style, control
                 )
 
     return SafeConsole(

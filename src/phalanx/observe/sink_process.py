@@ -178,10 +178,10 @@ def run_sink_process(arguments: Sequence[str]) -> int:
                 os.environ.setdefault(name, value)
         sink: Sink = module.open_sink(run_dir)
         if greeting := getattr(sink, "greeting", ""):
-            _send_message(speaker, {"say": redactor.text(greeting)})
+            _send_message(speaker, {"say": redactor.redact_text(greeting)})
         _feed_sink(sink, speaker)
     except BaseException as error:  # the library may call sys.exit
-        _send_message(speaker, {"error": redactor.text(describe_sink_error(error))})
+        _send_message(speaker, {"error": redactor.redact_text(describe_sink_error(error))})
         return 1
     return 0
 

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from phalanx.core.errors import CheckpointError, LayoutError
-from phalanx.core.registry import resolve
+from phalanx.core.registry import resolve_kind
 from phalanx.job.learning_rate import RANDOM_WEIGHTS_LR
 from phalanx.job.schema import Optim
-from phalanx.mesh.logical import LogicalShard, full_name, local_tensor, shard_of
-from phalanx.optim.groups import decay_groups
+from phalanx.mesh.logical import LogicalShard, full_name, local_tensor, make_logical_shard
+from phalanx.optim.groups import build_decay_groups
 
 OPTIMIZERS = "phalanx.optim.optimizers"
 
@@ -42,13 +42,13 @@ def build_optimizer(model: Trainable, optim: Optim) -> torch.optim.Optimizer:
     module = getattr(model, "module", model)
     assert isinstance(module, nn.Module)
     is_staged = getattr(model, "is_staged", False)
-    groups = replace(decay_groups(module, named), keeps_empty=is_staged)
+    groups = replace(build_decay_groups(module, named), keeps_empty=is_staged)
     if not (groups.decayed or groups.undecayed) and not is_staged:
         raise LayoutError(
             f"{type(module).__name__} has no parameter to train",
             fix="leave requires_grad of some on",
         )
-    optimizer: Any = resolve(optim.kind, OPTIMIZERS, "build")(groups, optim)
+    optimizer: Any = resolve_kind(optim.kind, OPTIMIZERS, "build")(groups, optim)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise LayoutError(
             f"{optim.kind} returned {type(optimizer).__name__}, not a torch.optim.Optimizer"
@@ -89,7 +89,7 @@ def optimizer_shards(
             owner = model_shards[name]
             # Of the full tensor, or of the part that tensor parallelism left of it.
             if value.shape == parameter.shape:
-                shards[key] = owner.like(key, local_tensor(value).detach())
+                shards[key] = owner.shard_like(key, local_tensor(value).detach())
             elif value.numel() > 1 and owner.global_shape != tuple(parameter.shape):
                 raise CheckpointError(
                     f"{type(optimizer).__name__} keeps {key} of shape {list(value.shape)} for what"
@@ -102,7 +102,7 @@ def optimizer_shards(
                 )
             else:
                 copy, num_copies = copies.get(name, (0, 1))
-                shards[key] = shard_of(
+                shards[key] = make_logical_shard(
                     key,
                     value,
                     replica=copy * world_size + rank,

@@ -53,7 +53,7 @@ class DecayGroups:
         return groups
 
 
-def decay_groups(
+def build_decay_groups(
     module: nn.Module, named_parameters: Iterable[tuple[str, nn.Parameter]]
 ) -> DecayGroups:
     """The Groups of `named_parameters`, in their order: the parameters of `module`, or shards that

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from phalanx.core.errors import CheckpointError
-from phalanx.mesh.logical import LogicalShard, full_name, shard_of
+from phalanx.mesh.logical import LogicalShard, full_name, make_logical_shard
 
 Named = Iterable[tuple[str, nn.Parameter]]
 Restore = Callable[[], None]
@@ -78,12 +78,14 @@ def collect_numbers(
         is_of_group = entry.path.startswith("group/")
         if _is_tensor(entry.value) or (entry.value is None and not is_of_group):
             continue
-        if is_of_group and entry.path in built and _is_same(built[entry.path], entry.value):
+        if is_of_group and entry.path in built and _is_equal_value(built[entry.path], entry.value):
             continue
         try:
             numbers[entry.path] = _to_json(entry.value)
         except ValueError:
-            raise _refusal(optimizer, f"{entry.path} = {reprlib.repr(entry.value)}") from None
+            raise _unsaveable_value_error(
+                optimizer, f"{entry.path} = {reprlib.repr(entry.value)}"
+            ) from None
     return numbers
 
 
@@ -98,7 +100,9 @@ def collect_tensors(
     for entry in _list_values(optimizer, named_parameters):
         if _is_tensor(entry.value) and not entry.path.startswith("state/"):
             name = f"optim/{entry.path}"
-            shards[name] = shard_of(name, entry.value, replica=rank, num_replicas=world_size)
+            shards[name] = make_logical_shard(
+                name, entry.value, replica=rank, num_replicas=world_size
+            )
     return shards
 
 
@@ -125,7 +129,7 @@ def plan_restores(
             continue
         try:
             # Nothing is set yet: a checkpoint that does not fit must leave the optimizer as it is.
-            holder, key = _locate(optimizer, parameters, path)
+            holder, key = _locate_dictionary(optimizer, parameters, path)
             restores.append(partial(_set_value, holder, key, _parse_json(value)))
         except (KeyError, IndexError, ValueError, TypeError):
             raise CheckpointError(
@@ -159,7 +163,7 @@ def make_slots(
         if owner is not None:
             path = f"state/{path}"
         try:
-            get_holder, key = _locate(optimizer, parameters, path)
+            get_holder, key = _locate_dictionary(optimizer, parameters, path)
         except (KeyError, IndexError, ValueError):
             # A tensor of another optimizer: loading reports it as a mismatch.
             continue
@@ -180,13 +184,15 @@ def _list_values(
     for owner, value in optimizer.state.items():
         if isinstance(owner, torch.Tensor):
             if id(owner) not in names:
-                raise _refusal(
+                raise _unsaveable_value_error(
                     optimizer,
                     f"state of a {list(owner.shape)} tensor that is no parameter of the model",
                 )
             yield from _list_slots(optimizer, f"state/{names[id(owner)]}", value)
         elif not isinstance(owner, str) or "/" in owner:
-            raise _refusal(optimizer, f"state[{reprlib.repr(owner)}], whose key is no plain name")
+            raise _unsaveable_value_error(
+                optimizer, f"state[{reprlib.repr(owner)}], whose key is no plain name"
+            )
         elif isinstance(value, dict):
             yield from _list_slots(optimizer, f"own/{owner}", value)
         else:
@@ -205,11 +211,13 @@ def _list_slots(
 ) -> Iterator[OptimizerValue]:
     for slot, value in slots.items():
         if not isinstance(slot, str) or "/" in slot:
-            raise _refusal(optimizer, f"{path}[{reprlib.repr(slot)}], whose key is no plain name")
+            raise _unsaveable_value_error(
+                optimizer, f"{path}[{reprlib.repr(slot)}], whose key is no plain name"
+            )
         yield OptimizerValue(f"{path}/{slot}", slots, slot, value)
 
 
-def _locate(
+def _locate_dictionary(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], path: str
 ) -> tuple[Holder, str]:
     """A function that returns (and makes) the dictionary that `path` means, and the key in it.
@@ -304,7 +312,7 @@ def _parse_json(value: Any) -> Any:
     return value
 
 
-def _refusal(optimizer: torch.optim.Optimizer, value: str) -> CheckpointError:
+def _unsaveable_value_error(optimizer: torch.optim.Optimizer, value: str) -> CheckpointError:
     return CheckpointError(
         f"{type(optimizer).__name__} keeps {value}",
         why="a checkpoint holds tensors, finite numbers, and lists of such numbers",
@@ -331,7 +339,7 @@ def _holds_tensor(value: Any) -> bool:
     )
 
 
-def _is_same(before: Any, now: Any) -> bool:
+def _is_equal_value(before: Any, now: Any) -> bool:
     try:
         return bool(before == now)
     # An object of the user's own may raise anything when it is compared, too.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from phalanx.core.block_sizes import block_sizes
+from phalanx.core.block_sizes import get_block_sizes
 from phalanx.mesh.logical import LogicalShard, full_name, local_tensor
 
 
@@ -71,7 +71,7 @@ def _split_for_norm(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
     % of 50 M elements."""
     if gradients[0].device.type != "cpu":
         return gradients
-    size = block_sizes().norm_elements
+    size = get_block_sizes().norm_elements
     return [piece for gradient in gradients for piece in gradient.reshape(-1).split(size)]
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from phalanx.core.phases import PhaseTimer
-from phalanx.mesh.logical import Cut, LogicalShard, RankPosition, module_shards
+from phalanx.mesh.logical import LogicalShard, RankPosition, TensorParallelCut, list_module_shards
 from phalanx.mesh.mesh import Mesh
 from phalanx.parallel.axes import Axes
 from phalanx.parallel.dropout.rng import DropoutRng
@@ -89,7 +89,7 @@ class ParallelContext:
     traffic: Traffic = field(default_factory=Traffic)
     dropout_rng: DropoutRng = field(default_factory=lambda: DropoutRng(seed=0))
     optimizer_params: OptimizerParams = field(default_factory=OptimizerParams)
-    cuts: dict[str, Cut] = field(default_factory=dict)
+    cuts: dict[str, TensorParallelCut] = field(default_factory=dict)
     """By full name: which blocks of a parameter this rank has, of those that tp or ep has cut."""
     copies: dict[str, tuple[int, int]] = field(default_factory=dict)
     """By full name: (which of the ranks this is, how many they are) of parameters that several
@@ -102,7 +102,7 @@ class ParallelContext:
     def shards(self) -> tuple[dict[str, LogicalShard], dict[str, str]]:
         """Shards of parameters and persistent buffers as they are now, by full-model name;
         aliases of tied tensors."""
-        return module_shards(self.root.module, self.replica_position)
+        return list_module_shards(self.root.module, self.replica_position)
 
     @property
     def replica_position(self) -> RankPosition:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
-from phalanx.core.files import resource_error, write_bytes_atomic
+from phalanx.core.files import build_resource_error, write_bytes_atomic
 from phalanx.core.units import format_bytes, format_count, plural
 from phalanx.data.dataset import Dataset, DatasetManifest
 from phalanx.data.stats import DatasetStats
@@ -35,7 +35,7 @@ def write_dataset_page(path: Path, dataset: Dataset, stats: DatasetStats) -> Non
     try:
         write_bytes_atomic(path, render_dataset_page(dataset, stats).encode())
     except OSError as error:
-        raise resource_error(error, "writing the page", path, place="--page") from None
+        raise build_resource_error(error, "writing the page", path, place="--page") from None
 
 
 def render_dataset_page(dataset: Dataset, stats: DatasetStats) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import Path
 
-from phalanx.core.files import resource_error, write_bytes_atomic
+from phalanx.core.files import build_resource_error, write_bytes_atomic
 from phalanx.report.facts import RunFacts
 from phalanx.report.markup import Html, build_tag, join_html
 from phalanx.report.reduce import collect_run_facts
@@ -51,7 +51,7 @@ def write_report(run_dir: Path) -> Path:
     try:
         write_bytes_atomic(path, page.encode())
     except OSError as error:
-        raise resource_error(error, "writing the report", path) from None
+        raise build_resource_error(error, "writing the report", path) from None
     return path
 
 

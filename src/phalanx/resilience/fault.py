@@ -10,7 +10,7 @@ from pathlib import Path
 
 from phalanx.core.digest import digest
 from phalanx.core.phases import Listener
-from phalanx.core.registry import resolve
+from phalanx.core.registry import resolve_kind
 
 FAULTS = "phalanx.resilience.faults"
 
@@ -44,7 +44,7 @@ def parse_fault(text: str) -> Fault:
     if "step" in target:
         step = int(target["step"])
     rank = int(target.get("rank", 0))
-    return Fault(name, rank, step, target.get("phase"), resolve(name, FAULTS, "inject"))
+    return Fault(name, rank, step, target.get("phase"), resolve_kind(name, FAULTS, "inject"))
 
 
 def fault_listener(texts: Sequence[str], *, rank: int, run_dir: Path) -> Listener:

@@ -31,10 +31,10 @@ class SkippedStepsGuard:
         self.without_targets += facts.num_targets == 0
         # On all ranks in the same step: the facts are those of the step's reduction.
         if self.in_a_row > self.limit:
-            raise self._had_enough(step)
+            raise self._too_many_skipped_error(step)
         return None
 
-    def _had_enough(self, step: int) -> NumericsError:
+    def _too_many_skipped_error(self, step: int) -> NumericsError:
         look_at_data = (
             "look at what masks them: targets of -100, documents or prompts longer than"
             " train.seq_len"
@@ -42,18 +42,18 @@ class SkippedStepsGuard:
         # The fix differs: without targets the data is at fault, not the optimizer.
         if self.without_targets == self.in_a_row:
             return NumericsError(
-                f"no targets in {_steps(self.in_a_row)}, up to step {step}", fix=look_at_data
+                f"no targets in {_format_steps(self.in_a_row)}, up to step {step}", fix=look_at_data
             )
         if self.without_targets == 0:
             return NumericsError(
-                f"{_steps(self.in_a_row)} had non-finite gradients, up to step {step}",
+                f"{_format_steps(self.in_a_row)} had non-finite gradients, up to step {step}",
                 fix=(
                     "lower optim.lr, lengthen optim.warmup_steps, or continue from an older"
                     " checkpoint"
                 ),
             )
         return NumericsError(
-            f"{_steps(self.in_a_row)} could not be applied, up to step {step}",
+            f"{_format_steps(self.in_a_row)} could not be applied, up to step {step}",
             why=(
                 f"{self.without_targets} had no targets, {self.in_a_row - self.without_targets}"
                 " non-finite gradients"
@@ -62,7 +62,7 @@ class SkippedStepsGuard:
         )
 
 
-def _steps(number: int) -> str:
+def _format_steps(number: int) -> str:
     if number == 1:
         return "1 step"
     return f"{number} steps in a row"

@@ -59,8 +59,8 @@ def _describe_component(component: CorpusComponent, share: float | None) -> str:
         text += f"in {held_out.num_documents:,}"
     else:
         text += "in 0"
-    if component.why_split:
-        text += f" ({component.why_split})"
+    if component.explain_split:
+        text += f" ({component.explain_split})"
     if component.num_skipped_files:
         text += f", {component.num_skipped_files} binary files skipped"
     return text

@@ -10,7 +10,7 @@ from pathlib import Path
 from phalanx.checkpoint.folder import Folder
 from phalanx.checkpoint.stores import find_newest_step
 from phalanx.core.errors import CheckpointError, ExitCode, PhalanxError, ResourceError
-from phalanx.core.files import resource_error
+from phalanx.core.files import build_resource_error
 from phalanx.launch.supervisor import RunOutcome
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import RunFinished
@@ -80,7 +80,7 @@ def finish_run(
     # sample and conclude again.
     if outcome.exit_code == ExitCode.OK and bus_refusal is not None:
         doing = "recording that the run is finished (its last step is saved)"
-        raise resource_error(bus_refusal, doing, run.run_dir / "events")
+        raise build_resource_error(bus_refusal, doing, run.run_dir / "events")
     return RunEnd(run.run_dir, outcome.status, outcome.exit_code, outcome.message, run.plan)
 
 

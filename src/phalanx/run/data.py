@@ -93,9 +93,9 @@ def _note_held_out_fractions(corpus: Corpus, bus: Bus) -> None:
     The terminal knows it before the ranks begin.
     """
     for name, component in zip(corpus.names, corpus.components, strict=True):
-        if component.why_split:
+        if component.explain_split:
             held_out = component.splits["held_out"]
-            facts = {"source": name, "because": component.why_split, **vars(held_out)}
+            facts = {"source": name, "because": component.explain_split, **vars(held_out)}
             bus.emit(Note(f"held_out_by_{component.split_by}", facts))
 
 

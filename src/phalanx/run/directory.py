@@ -11,9 +11,9 @@ from pathlib import Path
 from phalanx.checkpoint.ownership.run_lock import LOCK_NAME, RunLock, hold_run_lock
 from phalanx.core.errors import ResourceError, UsageError
 from phalanx.core.files import (
+    build_resource_error,
     open_run_directory,
     read_regular,
-    resource_error,
     write_bytes_atomic,
     write_json_atomic,
 )
@@ -35,7 +35,7 @@ def refuse_existing_run(run_dir: Path, *, resume: bool) -> None:
     try:
         is_locked, is_run = (run_dir / LOCK_NAME).exists(), (run_dir / JOB_FILE).exists()
     except OSError as error:
-        raise resource_error(error, "opening the run directory", run_dir) from None
+        raise build_resource_error(error, "opening the run directory", run_dir) from None
     if is_locked:
         # To try it is to learn whether its holder lives; what the disk refuses is said later.
         with contextlib.suppress(ResourceError), hold_run_lock(run_dir):
@@ -119,7 +119,7 @@ def write_run_facts(run_dir: Path, lock: RunLock, facts: Mapping[str, object]) -
         for path, value in zip(paths, facts.values(), strict=True):
             write_json_atomic(path, value)
     except OSError as error:
-        raise resource_error(error, "writing the run's facts", run_dir) from None
+        raise build_resource_error(error, "writing the run's facts", run_dir) from None
     try:
         yield
     finally:

@@ -153,7 +153,7 @@ def _train_as_rank_zero(
                 elapsed_s = time.monotonic() - run.started_s
                 end = finish_run(prepared, outcome, bus, stack, output, elapsed_s=elapsed_s)
     if end is None:
-        raise fence.error()
+        raise fence.lost_run_error()
     return end
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from phalanx.core.errors import EnvironmentProblem
-from phalanx.core.registry import is_foreign, resolve
+from phalanx.core.registry import is_foreign, resolve_kind
 from phalanx.job.hugging_face import modules_to_preload
 from phalanx.job.schema import Job
 from phalanx.observe.outlet import OpenSink, Sink
@@ -43,9 +43,9 @@ def sink_openers(job: Job, run_dir: Path) -> list[tuple[str, OpenSink]]:
 
 
 def _sink_opener(kind: str, run_dir: Path) -> OpenSink:
-    if not is_foreign(kind) and resolve(kind, SINKS, "IS_APART"):
+    if not is_foreign(kind) and resolve_kind(kind, SINKS, "IS_APART"):
         return partial(ProcessSink, kind, run_dir)
-    return lambda: cast(Sink, resolve(kind, SINKS, "open_sink")(run_dir))
+    return lambda: cast(Sink, resolve_kind(kind, SINKS, "open_sink")(run_dir))
 
 
 def list_modules_to_preload(job: Job) -> tuple[str, ...]:
@@ -54,7 +54,7 @@ def list_modules_to_preload(job: Job) -> tuple[str, ...]:
     modules = ["torch", "torch._dynamo", "phalanx.run.rank", *modules_to_preload(job.model.kind)]
     for kind in choose_sinks(job):
         if not is_foreign(kind):
-            modules += resolve(kind, SINKS, "PRELOAD")
+            modules += resolve_kind(kind, SINKS, "PRELOAD")
     return tuple(modules)
 
 
@@ -63,7 +63,9 @@ def require_packages(job: Job, device: str) -> None:
     machine lacks."""
     for kind in choose_sinks(job):
         if not is_foreign(kind):
-            missing = [name for name in resolve(kind, SINKS, "REQUIRES") if not _is_installed(name)]
+            missing = [
+                name for name in resolve_kind(kind, SINKS, "REQUIRES") if not _is_installed(name)
+            ]
             if missing:
                 fix = f"pip install 'phalanx[{kind}]'"
                 raise EnvironmentProblem(f"the sink {kind} needs {' and '.join(missing)}", fix=fix)

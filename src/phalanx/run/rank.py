@@ -28,8 +28,8 @@ from phalanx.data.loader import TrainBatches
 from phalanx.launch.paths import black_box_path
 from phalanx.launch.rank_env import read_rank_env
 from phalanx.launch.rank_link import RankLink
-from phalanx.mesh.determinism import deterministic_algorithms, explain_refusals
-from phalanx.mesh.event_clock import clock_of
+from phalanx.mesh.determinism import deterministic_algorithms, explaining_determinism_errors
+from phalanx.mesh.event_clock import phase_clock_of_device
 from phalanx.mesh.mesh import Mesh, leave_at_once, open_mesh
 from phalanx.mesh.rendezvous import RENDEZVOUS_S, SUPERVISED_RENDEZVOUS_S
 from phalanx.nn.build import build_objective
@@ -157,7 +157,7 @@ def _forward_watched_event(run: RankRunInputs, envelope: Envelope) -> None:
 def _report_errors(run: RankRunInputs) -> Iterator[None]:
     """Report an error of the body at once: what encloses it may block on the way out."""
     try:
-        with explain_refusals(run.job.train.deterministic):
+        with explaining_determinism_errors(run.job.train.deterministic):
             yield
     except BaseException as error:
         run.link.report_error(error)
@@ -170,7 +170,7 @@ def _train_rank(rank: RankContext, rendezvous: dist.Store | None) -> ExitCode:
     rank.phases.enter("startup")
     with _join_ranks(run, rendezvous) as mesh, _report_errors(run):
         # On a GPU work runs later than it is called for: there its events tell the seconds.
-        rank.phases.time_by(clock_of(mesh.device))
+        rank.phases.use_clock(phase_clock_of_device(mesh.device))
         corpus = load_corpus(run.run_dir / DATA_FOLDER)
         # Before anything is built: ranks of different jobs would wait for each other for ever.
         _require_same_job_on_ranks(run, mesh, corpus)

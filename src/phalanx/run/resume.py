@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.checkpoint.stores import find_newest_step, open_store
-from phalanx.core.digest import differing_keys
+from phalanx.core.digest import find_differing_keys
 from phalanx.core.errors import JobError, LayoutError, Problem, UsageError
 from phalanx.core.files import read_json
 from phalanx.core.units import plural
@@ -113,7 +113,7 @@ def load_resumed_job(resume: str, overrides: Sequence[str]) -> ResumedRun:
         job, _ = resolve_precision(job, detect_cluster(job.cluster.device))
     # The store of the job as it was, which `checkpoint.url` may change: a look of its own.
     step = find_newest_step(open_store(run_dir, was.checkpoint.url))
-    changed_keys = differing_keys(was.to_json(), job.to_json())
+    changed_keys = find_differing_keys(was.to_json(), job.to_json())
     changed_keys = [key for key in changed_keys if key not in HOW_DATA_IS_READ]
     _refuse_fixed_keys(changed_keys, is_saved=step > 0)
     before, after = _flatten_keys(was.to_json()), _flatten_keys(job.to_json())
@@ -148,7 +148,7 @@ def load_job_for_explain(
 
 
 def _flatten_keys(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by dotted key, as `differing_keys` names them."""
+    """Values by dotted key, as `find_differing_keys` names them."""
     flat: dict[str, Any] = {}
 
     def walk(prefix: str, value: Any) -> None:

@@ -19,7 +19,7 @@ from phalanx.core.errors import (
     PhalanxError,
     ResourceError,
 )
-from phalanx.core.files import SCRATCH_PREFIX, resource_error
+from phalanx.core.files import SCRATCH_PREFIX, build_resource_error
 from phalanx.launch.paths import LOGS
 from phalanx.launch.supervisor import RunOutcome
 
@@ -70,7 +70,7 @@ def scratch_directory(verb: str) -> Iterator[ScratchDirectory]:
         scratch = ScratchDirectory(Path(tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}{verb}-")))
     except OSError as error:
         location = error.filename or "TMPDIR"
-        raise resource_error(
+        raise build_resource_error(
             error, "making a directory for a while", location, place="TMPDIR"
         ) from None
     try:

@@ -40,7 +40,7 @@ def hold_store(
         yield store
         return
     # The first save may be hours away: what cannot be written is refused before.
-    store.probe()
+    store.require_writable()
     with contextlib.ExitStack() as stack:
         directory = local_directory(job.checkpoint.url)
         # The run's own directory is locked by now.

@@ -88,7 +88,7 @@ def train_supervised(
     def tick() -> None:
         if fence.is_lost():
             # The ranks end with the process that started them.
-            raise fence.error()
+            raise fence.lost_run_error()
         _show_new_events(console, tail)
 
     with contextlib.ExitStack() as stack:
@@ -157,7 +157,7 @@ def require_run_not_taken(fence: OwnershipFence) -> None:
     """Raise RunTakenError if another job has the run: nothing is written into it any more,
     whatever came out."""
     if fence.is_lost(now=True):
-        raise fence.error()
+        raise fence.lost_run_error()
 
 
 def _find_step_to_continue_from(store: Store, run_dir: Path) -> int:

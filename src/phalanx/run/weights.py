@@ -100,7 +100,7 @@ def find_checkpoints(storage: RunStorage, mesh: Mesh) -> list[str]:
         # First of all: `clean_up` would take what another job is writing
         # for what an earlier one left.
         if mesh.rank == 0 and fence is not None and fence.is_lost(now=True):
-            raise fence.error()
+            raise fence.lost_run_error()
         if mesh.rank == 0:
             # Of two runs that claimed the store at once, the later one has it.
             refusal = store_refusal_reason(store, storage.run_dir)

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx.suggest.flow import Flow, sum_mixed
+from phalanx.suggest.flow import ForwardFlow, sum_mixed
 
 NUM_SAMPLES = 12  # features of a row's input that are followed back
 MOST_FOLLOWED = 2048  # features, where all of them must be
 
 
 def find_needed_features(
-    flow: Flow, row: str, columns: Sequence[str], feature: int
+    flow: ForwardFlow, row: str, columns: Sequence[str], feature: int
 ) -> list[list[int]]:
     """The features of each column's output that feature `feature` of the row's input depends on."""
     outputs = [flow.outputs[name] for name in columns]
@@ -49,7 +49,7 @@ class CutProposal:
     why: str
 
 
-def find_cutting(flow: Flow, row: str, columns: Sequence[str]) -> CutProposal | None:
+def find_cutting(flow: ForwardFlow, row: str, columns: Sequence[str]) -> CutProposal | None:
     """The way to cut `columns` (column-parallel) so that `row` can be row-parallel: per feature,
     head or group.
 
@@ -70,13 +70,13 @@ def find_cutting(flow: Flow, row: str, columns: Sequence[str]) -> CutProposal | 
         return None
     # From the finest cut, which most degrees of tp fit, to the one that follows every feature.
     return (
-        _by_features(needs_of_feature, width, widths)
-        or _by_heads(needs_of_feature, width, widths)
-        or _by_groups(flow, row, columns)
+        _cut_by_features(needs_of_feature, width, widths)
+        or _cut_by_heads(needs_of_feature, width, widths)
+        or _cut_by_groups(flow, row, columns)
     )
 
 
-def _by_features(
+def _cut_by_features(
     needs_of_feature: Mapping[int, list[list[int]]], width: int, widths: Sequence[int]
 ) -> CutProposal | None:
     parts = [size // width for size in widths]
@@ -90,7 +90,7 @@ def _by_features(
 
 
 @dataclass(frozen=True)
-class _Part:
+class _ColumnPart:
     """Successive features of a column's output.
 
     `run`: how many of them one feature of the row needs.
@@ -108,7 +108,7 @@ class _Part:
         return head_width
 
 
-def _by_heads(
+def _cut_by_heads(
     needs_of_feature: Mapping[int, list[list[int]]], width: int, widths: Sequence[int]
 ) -> CutProposal | None:
     """A cut by heads: behind attention a feature depends on one head's query and key, and on one
@@ -126,13 +126,13 @@ def _by_heads(
         needs = {feature: by_column[index] for feature, by_column in needs_of_feature.items()}
         for part in parts:
             has_unit = part.find_unit(head_width) == unit
-            if not has_unit or not _needs_heads(part, unit, num_heads, head_width, needs):
+            if not has_unit or not _needs_only_own_head(part, unit, num_heads, head_width, needs):
                 return None
         heads = [part.size // unit for part in parts]
         for part, count in zip(parts, heads, strict=True):
             counts |= {count: 0, part.size: count}
         heads_of_parts += heads
-        texts.append("column heads=" + "+".join(_heads_text(count, num_heads) for count in heads))
+        texts.append("column heads=" + "+".join(_format_heads(count, num_heads) for count in heads))
     fewest = min(heads_of_parts)
     divisors = [degree for degree in range(2, num_heads + 1) if num_heads % degree == 0]
     # Fewer heads of keys and values than ranks: each of these heads is on several of them.
@@ -150,21 +150,23 @@ def _by_heads(
     )
 
 
-def _split_columns(needs: Sequence[Sequence[int]], widths: Sequence[int]) -> list[list[_Part]]:
+def _split_columns(
+    needs: Sequence[Sequence[int]], widths: Sequence[int]
+) -> list[list[_ColumnPart]]:
     """The parts of each column's output: a new one starts with each run of features that are
     needed."""
     columns = []
     for features, size in zip(needs, widths, strict=True):
-        runs = _runs(features)
+        runs = _consecutive_runs(features)
         ends = [start for start, _ in runs[1:]] + [size]
         parts = []
         for (start, run), end in zip(runs, ends, strict=True):
-            parts.append(_Part(start, end - start, run))
+            parts.append(_ColumnPart(start, end - start, run))
         columns.append(parts)
     return columns
 
 
-def _count_heads(columns: Sequence[Sequence[_Part]]) -> int:
+def _count_heads(columns: Sequence[Sequence[_ColumnPart]]) -> int:
     """The most heads that a part has; 0 if features are needed one by one, or not from the first
     one on."""
     if any(parts[0].start for parts in columns):
@@ -177,8 +179,12 @@ def _count_heads(columns: Sequence[Sequence[_Part]]) -> int:
     return num_heads
 
 
-def _needs_heads(
-    part: _Part, unit: int, num_heads: int, head_width: int, needs: Mapping[int, Sequence[int]]
+def _needs_only_own_head(
+    part: _ColumnPart,
+    unit: int,
+    num_heads: int,
+    head_width: int,
+    needs: Mapping[int, Sequence[int]],
 ) -> bool:
     """True if each feature of the row needs features of its own head alone, of those in `part`."""
     count = part.size // unit
@@ -193,13 +199,13 @@ def _needs_heads(
     return True
 
 
-def _heads_text(count: int, queries: int) -> str:
+def _format_heads(count: int, queries: int) -> str:
     if count == queries:
         return str(count)
     return f"{count}/{queries}"
 
 
-def _by_groups(flow: Flow, row: str, columns: Sequence[str]) -> CutProposal | None:
+def _cut_by_groups(flow: ForwardFlow, row: str, columns: Sequence[str]) -> CutProposal | None:
     """A cut by groups of heads in order, where heads share something that is mixed into one
     matrix with them."""
     width = flow.inputs[row].shape[-1]
@@ -235,7 +241,7 @@ def _by_groups(flow: Flow, row: str, columns: Sequence[str]) -> CutProposal | No
 
 
 def _number_groups(
-    flow: Flow, row: str, columns: Sequence[str]
+    flow: ForwardFlow, row: str, columns: Sequence[str]
 ) -> dict[tuple[int, int], int] | None:
     """(column, feature of its output) -> the group that needs it; None if groups are not one
     after another."""
@@ -254,7 +260,7 @@ def _number_groups(
     return group_of
 
 
-def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+def _consecutive_runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
     """(start, length) of each run of successive ones."""
     runs: list[tuple[int, int]] = []
     for number in numbers:

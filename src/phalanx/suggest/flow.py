@@ -23,7 +23,7 @@ from phalanx.mesh.logical import full_name
 
 
 @dataclass
-class Flow:
+class ForwardFlow:
     """One forward: the input and the detached output of each layer that was called once, by its
     name."""
 
@@ -61,10 +61,10 @@ class Flow:
         return names
 
 
-def watch_forward(module: nn.Module, call: Callable[[], Any]) -> Flow:
+def watch_forward(module: nn.Module, call: Callable[[], Any]) -> ForwardFlow:
     """The flow of `call`, a forward of `module`, with the output of each linear layer and
     embedding detached."""
-    flow = Flow()
+    flow = ForwardFlow()
 
     def record_call(name: str, part: nn.Module, args: Any, output: Any) -> Any:
         if (

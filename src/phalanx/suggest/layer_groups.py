@@ -26,7 +26,7 @@ class LayerGroup:
         """The names of all its layers, the row last."""
         return (*self.columns, self.row)
 
-    def shorten(self, name: str) -> str:
+    def name_within_home(self, name: str) -> str:
         """The name of a module in `home`, without the name of `home`."""
         if not self.home:
             return name

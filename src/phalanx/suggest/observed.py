@@ -12,7 +12,7 @@ from torch import nn
 from phalanx.mesh.logical import full_name
 from phalanx.parallel.call.bind_batch import call_with_batch
 from phalanx.run.one_process.plain_loss import Batch
-from phalanx.suggest.flow import Flow, watch_forward
+from phalanx.suggest.flow import ForwardFlow, watch_forward
 
 
 class ObservedModule:
@@ -21,7 +21,7 @@ class ObservedModule:
     def __init__(self, module: nn.Module, batch: Batch) -> None:
         self.module, self.batch = module, batch
         self.parts = {full_name(name): part for name, part in module.named_modules()}
-        self.flow: Flow = watch_forward(module, self.run_forward)
+        self.flow: ForwardFlow = watch_forward(module, self.run_forward)
 
     def run_forward(self) -> Any:
         """The module's output for its batch."""

@@ -17,8 +17,8 @@ from phalanx.suggest.observed import ObservedModule
 from phalanx.suggest.patterns import group_by_pattern
 from phalanx.suggest.suggestion import Reasoned, Suggestion
 from phalanx.suggest.surroundings import find_uncut_parameter_rules
-from phalanx.suggest.trial import Trial, try_cutting
-from phalanx.suggest.visit import drops_between, record_visit
+from phalanx.suggest.trial import CutTrial, try_cutting
+from phalanx.suggest.visit import drops_between, record_module_call
 
 
 def propose_rules(module: nn.Module, batch: Batch) -> Suggestion:
@@ -120,10 +120,10 @@ class _RuleProposer:
                 f"what {pattern_for_all_blocks(group.row)} takes in depends on all features, not on"
                 " those of a head alone"
             )
-        visit = record_visit(observed, group)
+        visit = record_module_call(observed, group)
         if visit.num_calls != 1:
             return f"{home_pattern} is called {visit.num_calls} times in a forward"
-        layer_names = [group.shorten(name) for name in group.names]
+        layer_names = [group.name_within_home(name) for name in group.names]
         trial = try_cutting(observed.parts[group.home], layer_names, cutting, visit)
         if trial.refused:
             return trial.refused
@@ -142,16 +142,16 @@ class _RuleProposer:
         return ""
 
     def _add_layer_rules(self, group: LayerGroup, cutting: CutProposal) -> None:
-        row_name = group.shorten(group.row)
+        row_name = group.name_within_home(group.row)
         for name, text in zip(group.columns, cutting.columns, strict=True):
-            why = f"{group.shorten(name)} feeds {row_name} alone, {cutting.why}"
+            why = f"{group.name_within_home(name)} feeds {row_name} alone, {cutting.why}"
             self._rules[name] = (text, why)
-        column_names = ", ".join(group.shorten(name) for name in group.columns)
+        column_names = ", ".join(group.name_within_home(name) for name in group.columns)
         verb = "puts" if len(group.columns) == 1 else "put"
         self._rules[group.row] = (cutting.row, f"takes what {column_names} {verb} out")
 
 
-def _join_home_rule(home_rule: Reasoned, trial: Trial) -> Reasoned | None:
+def _join_home_rule(home_rule: Reasoned, trial: CutTrial) -> Reasoned | None:
     """The rule of a home, with the counts that a trial found to be divided; None if it needs
     none."""
     kind, why = home_rule

@@ -13,7 +13,7 @@ from phalanx.suggest.suggestion import SUGGESTION_FILE, SuggestPayload
 from phalanx.verify.batches import make_global_steps
 
 
-def main(document: JsonObject, link: RankLink) -> int:
+def suggest_as_rank(document: JsonObject, link: RankLink) -> int:
     """Write the suggestion for the JSON of a SuggestPayload to run_dir/SUGGESTION_FILE."""
     payload = SuggestPayload.from_json(document)
     job, plan, data_dir = payload.job, payload.plan, payload.data_dir

@@ -14,7 +14,7 @@ from phalanx.job.shapes.own_rules import pattern_for_all_blocks
 from phalanx.suggest.layer_groups import LayerGroup
 from phalanx.suggest.observed import ObservedModule
 from phalanx.suggest.suggestion import Reasoned
-from phalanx.suggest.visit import Visit
+from phalanx.suggest.visit import ModuleCall
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class UncutParameterRules:
 
 
 @dataclass(frozen=True)
-class _Uses:
+class _ParameterUses:
     """The uses of each parameter of the home that is not cut, in one visit.
 
     before: on the way to the columns. between: between columns and row. after: behind the row.
@@ -57,7 +57,7 @@ class _Uses:
 
 
 def find_uncut_parameter_rules(
-    observed: ObservedModule, group: LayerGroup, visit: Visit
+    observed: ObservedModule, group: LayerGroup, visit: ModuleCall
 ) -> UncutParameterRules:
     """The rules of the group's home, and of the parameters in it that the group does not hold."""
     home_pattern = pattern_for_all_blocks(group.home)
@@ -89,14 +89,14 @@ def find_uncut_parameter_rules(
     return UncutParameterRules(rules)
 
 
-def _find_uses(observed: ObservedModule, group: LayerGroup, visit: Visit) -> _Uses:
+def _find_uses(observed: ObservedModule, group: LayerGroup, visit: ModuleCall) -> _ParameterUses:
     parameters = _find_uncut_parameters(observed, group)
 
     def find_users(outputs: Sequence[torch.Tensor | None]) -> dict[str, bool]:
         depends = _depends_on(outputs, list(parameters.values()))
         return dict(zip(parameters, depends, strict=True))
 
-    return _Uses(
+    return _ParameterUses(
         before=find_users(visit.column_inputs),
         between=find_users([visit.row_input]),
         after=find_users(find_tensors(visit.output)),

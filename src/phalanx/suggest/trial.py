@@ -19,7 +19,7 @@ from phalanx.mesh.tensor_group import TensorGroup
 from phalanx.parallel.tensor.sharder import shard_module
 from phalanx.plan.rules import parse_rules
 from phalanx.suggest.cutting import CutProposal
-from phalanx.suggest.visit import Visit
+from phalanx.suggest.visit import ModuleCall
 
 # Relative: float32, where the module has no float64, keeps about seven digits.
 TOLERANCE = 1e-6
@@ -37,7 +37,7 @@ class _SingleRankGroup(TensorGroup):
 
 
 @dataclass(frozen=True)
-class Trial:
+class CutTrial:
     """The result of a trial: which counts of the module must be divided, or why it cannot be
     cut."""
 
@@ -45,19 +45,21 @@ class Trial:
     refused: str = ""
 
 
-def try_cutting(home: nn.Module, names: Sequence[str], cutting: CutProposal, visit: Visit) -> Trial:
+def try_cutting(
+    home: nn.Module, names: Sequence[str], cutting: CutProposal, visit: ModuleCall
+) -> CutTrial:
     """`home` holds the columns and, last, the row: `names` are theirs within it.
 
     `visit` is a call of it.
     """
     texts = dict(zip(names, (*cutting.columns, cutting.row), strict=True))
     refused = ""
-    for counts in _choices(home, cutting):
+    for counts in _choices_of_counts(home, cutting):
         try:
             if all(
                 _is_sum_equal(home, names[-1], texts, counts, tp, visit) for tp in cutting.degrees
             ):
-                return Trial(counts)
+                return CutTrial(counts)
             refused = refused or "what the parts make does not add up to the whole"
         except LayoutError as error:
             refused = refused or str(error)
@@ -67,12 +69,14 @@ def try_cutting(home: nn.Module, names: Sequence[str], cutting: CutProposal, vis
                 or f"its forward fails with a part of them: {str(error).splitlines()[0][:120]}"
             )
     # The first refusal is told: that of the module as it is, with no count divided.
-    return Trial(refused=refused)
+    return CutTrial(refused=refused)
 
 
-def _choices(home: nn.Module, cutting: CutProposal) -> Iterator[tuple[str, ...]]:
+def _choices_of_counts(home: nn.Module, cutting: CutProposal) -> Iterator[tuple[str, ...]]:
     """Sets of counts to divide, the smallest first."""
-    integers = [(path, value) for path, value in _integers(home) if value in cutting.counts]
+    integers = [
+        (path, value) for path, value in _list_integer_attributes(home) if value in cutting.counts
+    ]
     # Those that are called after heads are tried first.
     integers.sort(key=lambda item: "head" not in item[0])
     words = []
@@ -83,7 +87,7 @@ def _choices(home: nn.Module, cutting: CutProposal) -> Iterator[tuple[str, ...]]
         yield from itertools.combinations(words, size)
 
 
-def _integers(home: nn.Module) -> Iterator[tuple[str, int]]:
+def _list_integer_attributes(home: nn.Module) -> Iterator[tuple[str, int]]:
     """The integers that modules inside keep, and those of the settings that they keep (a
     `config`)."""
     for prefix, part in home.named_modules():
@@ -116,7 +120,7 @@ def _is_sum_equal(
     texts: Mapping[str, str],
     counts: Sequence[str],
     tp: int,
-    visit: Visit,
+    visit: ModuleCall,
 ) -> bool:
     total: torch.Tensor | None = None
     bias: Any = 0.0

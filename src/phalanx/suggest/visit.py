@@ -18,7 +18,7 @@ from phalanx.suggest.observed import ObservedModule
 
 
 @dataclass
-class Visit:
+class ModuleCall:
     """A call of one module in a forward, with some layers inside detached from what follows them.
 
     `entered` is its first argument of activations, detached from what made it; `row_output` is as
@@ -35,15 +35,15 @@ class Visit:
     num_calls: int = 0
 
 
-def record_visit(observed: ObservedModule, group: LayerGroup) -> Visit:
+def record_module_call(observed: ObservedModule, group: LayerGroup) -> ModuleCall:
     """The visit of the group's home, with its layers and what enters the home detached."""
-    visit, home = Visit(), observed.parts[group.home]
+    visit, home = ModuleCall(), observed.parts[group.home]
 
     def enter_home(part: nn.Module, args: Any, kwargs: Any) -> Any:
         visit.num_calls += 1
         # Detached, for the trial calls the module with them again.
-        visit.args = tuple(_detach(value) for value in args)
-        visit.kwargs = {key: _detach(value) for key, value in kwargs.items()}
+        visit.args = tuple(_detach_tensors(value) for value in args)
+        visit.kwargs = {key: _detach_tensors(value) for key, value in kwargs.items()}
         args, kwargs = list(args), dict(kwargs)
         slots = [(args, index) for index in range(len(args))] + [(kwargs, key) for key in kwargs]
         for holder, key in slots:
@@ -68,7 +68,7 @@ def record_visit(observed: ObservedModule, group: LayerGroup) -> Visit:
     handles.append(observed.parts[group.row].register_forward_hook(record_row))
     handles.append(home.register_forward_pre_hook(enter_home, with_kwargs=True))
     handles.append(home.register_forward_hook(leave_home))
-    with _removing(handles):
+    with _removing_hooks(handles):
         observed.run_forward()
     return visit
 
@@ -76,7 +76,7 @@ def record_visit(observed: ObservedModule, group: LayerGroup) -> Visit:
 def drops_between(observed: ObservedModule, group: LayerGroup) -> bool:
     """True if a dropout layer may run between columns and row: masks of parts are not parts of
     the whole's."""
-    dropping = [part for part in observed.parts[group.home].modules() if _drops(part)]
+    dropping = [part for part in observed.parts[group.home].modules() if _is_dropout_layer(part)]
     layers = {observed.parts[name] for name in group.names}
     # Attention that drops by itself, say: where in its forward is out of sight.
     if any(layers & set(part.modules()) for part in dropping):
@@ -101,13 +101,13 @@ def drops_between(observed: ObservedModule, group: LayerGroup) -> bool:
         handles.append(observed.parts[name].register_forward_hook(hook))
     handles.append(observed.parts[group.row].register_forward_pre_hook(close_columns))
     handles += [part.register_forward_hook(record_drop) for part in dropping]
-    with _removing(handles):
+    with _removing_hooks(handles):
         observed.run_forward()
     return bool(drops)
 
 
 @contextmanager
-def _removing(handles: Sequence[RemovableHandle]) -> Iterator[None]:
+def _removing_hooks(handles: Sequence[RemovableHandle]) -> Iterator[None]:
     try:
         yield
     finally:
@@ -115,14 +115,14 @@ def _removing(handles: Sequence[RemovableHandle]) -> Iterator[None]:
             handle.remove()
 
 
-def _drops(part: nn.Module) -> bool:
+def _is_dropout_layer(part: nn.Module) -> bool:
     # Other modules keep a probability as `dropout`: torch's attention and recurrent layers do.
     is_dropout = isinstance(part, nn.modules.dropout._DropoutNd)
     probability = getattr(part, "p" if is_dropout else "dropout", 0.0)
     return isinstance(probability, float) and probability > 0
 
 
-def _detach(value: Any) -> Any:
+def _detach_tensors(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach()
     return value

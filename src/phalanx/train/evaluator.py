@@ -168,7 +168,7 @@ class Evaluator:
         with self._phases("collective", "all_reduce stop flags"):
             sigterm, sigint, fenced, total_s = self._mesh.all_reduce_sum(flags).tolist()
         if fenced and self._fence is not None:
-            raise self._fence.error()
+            raise self._fence.lost_run_error()
         if sigterm or sigint:
             raise StopRequestedError("sigterm" if sigterm else "sigint")
         # A CPU is waited for anyway: its ranks agree before each batch.

@@ -13,7 +13,7 @@ import torch
 from phalanx.checkpoint.manifest import OPTIMIZER, REDUCTION
 from phalanx.core.process_memory import PeriodicSampler, ProcessMemory, ResidentMemory
 from phalanx.core.units import MIB
-from phalanx.mesh.logical import LogicalShard, local_bytes, local_tensor
+from phalanx.mesh.logical import LogicalShard, count_local_bytes, local_tensor
 from phalanx.observe.events import MemoryMeasured
 from phalanx.parallel.model import ParallelModel
 
@@ -258,10 +258,10 @@ def _measure_state_bytes(
         if parameter.requires_grad:
             gradient_bytes += local_tensor(parameter).numel() * parameter.element_size()
     measured = {
-        "parameters": local_bytes(parameters),
+        "parameters": count_local_bytes(parameters),
         "gradients": gradient_bytes,
-        "optimizer": local_bytes(optimizer),
+        "optimizer": count_local_bytes(optimizer),
     }
     if reduction:
-        measured["compression"] = local_bytes(reduction)
+        measured["compression"] = count_local_bytes(reduction)
     return measured

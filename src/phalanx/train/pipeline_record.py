@@ -7,7 +7,7 @@ import platform
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.core.clocks import clock_name
+from phalanx.core.clocks import identify_monotonic_clock
 from phalanx.core.phases import PhaseClock
 from phalanx.mesh.mesh import Mesh
 from phalanx.observe.bus import Bus
@@ -66,7 +66,11 @@ def collect_spans(
     is 0.
     """
     if not clock.is_late:
-        return {"clock": clock_name() or platform.node(), "zero_s": zero, "spans": list(spans)}
+        return {
+            "clock": identify_monotonic_clock() or platform.node(),
+            "zero_s": zero,
+            "spans": list(spans),
+        }
     # `zero` comes after all spans: once it has passed, their events have times.
     clock.wait(zero)
     spans_s = []

@@ -130,7 +130,7 @@ class Trainer:
             sigterm, sigint, is_fenced, *save_flags = facts.flags
             # Before a save: the run is another job's by now.
             if is_fenced and self._build_fence is not None:
-                raise self._build_fence.error()
+                raise self._build_fence.lost_run_error()
             is_end = self.state.step == self.job.train.steps and self.job.checkpoint.at_end
             if self._schedule is not None:
                 self._schedule.save_if_due(save_flags, is_stop=sigterm + sigint > 0, is_end=is_end)
@@ -142,7 +142,7 @@ class Trainer:
         self._invariants.summarize()
         if self._schedule is not None:
             # A stop has no time for removals.
-            self._schedule.settle(skip_pruning=reason is not None)
+            self._schedule.wait_for_save(skip_pruning=reason is not None)
         if reason is None:
             return "finished"
         self.bus.emit(StopRequested(self.state.step, reason))
@@ -193,9 +193,11 @@ class Trainer:
 
     def _build_step_flags(self) -> tuple[float, ...]:
         """This rank's flags in the reduction of a step: stops, a lost run, and saves."""
-        save_flags = self._schedule.flags() if self._schedule is not None else (0.0, 0.0, 0.0)
+        save_flags = (
+            self._schedule.status_flags() if self._schedule is not None else (0.0, 0.0, 0.0)
+        )
         # Rank 0 alone looks at the files: the sum of the flags tells all.
-        is_fenced = self.storage is not None and self.mesh.rank == 0 and self.storage.is_lost()
+        is_fenced = self.storage is not None and self.mesh.rank == 0 and self.storage.is_run_lost()
         return float(self.stop.sigterm), float(self.stop.sigint), float(is_fenced), *save_flags
 
     @property

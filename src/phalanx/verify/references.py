@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from phalanx.core.errors import ResourceError
-from phalanx.core.files import REFUSALS_THAT_LAST, disk_problem
+from phalanx.core.files import REFUSALS_THAT_LAST, find_disk_problem
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import Mesh
 from phalanx.optim.build import build_optimizer
@@ -186,7 +186,7 @@ def _write_reference(
     except ResourceError:
         raise
     except Exception as error:
-        problem = disk_problem(
+        problem = find_disk_problem(
             error, "writing the reference", refusals=REFUSALS_THAT_LAST, where=directory
         )
         if problem is not None:

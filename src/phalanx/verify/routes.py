@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from phalanx.mesh.logical import full_name
-from phalanx.nn.routing import Choose, Router
+from phalanx.nn.routing import ChooseExperts, Router
 from phalanx.parallel.model import ParallelModel
 from phalanx.verify.flips import EVALUATION, Reroute, train_step
 
@@ -87,7 +87,7 @@ class Routes(PhaseRecorder):
         return loads
 
     def _choose(
-        self, name: str, choose: Choose, scores_BTE: torch.Tensor, per_token: int
+        self, name: str, choose: ChooseExperts, scores_BTE: torch.Tensor, per_token: int
     ) -> torch.Tensor:
         experts_BTK = choose(scores_BTE, per_token)
         if not self._phase:
@@ -145,7 +145,7 @@ class RouteWatch:
         self,
         model: ParallelModel,
         name: str,
-        choose: Choose,
+        choose: ChooseExperts,
         scores_BTE: torch.Tensor,
         per_token: int,
     ) -> torch.Tensor:

@@ -8,9 +8,9 @@ PLANT = Plant(
         Edit(
             "parallel/tensor/sharder.py",
             "_build_cut_boxes",
-            "    return Cut(shape, tuple(_list_boxes_of_spans(shape, dim, spans)))\n",
+            "    return TensorParallelCut(shape, tuple(_list_boxes_of_spans(shape, dim, spans)))\n",
             "    is_square = len(shape) == 2 and shape[0] == shape[1]\n"
-            "    return Cut(shape, tuple(_list_boxes_of_spans(shape, 1 - dim if __planted__(is_square) else dim, spans)))\n",
+            "    return TensorParallelCut(shape, tuple(_list_boxes_of_spans(shape, 1 - dim if __planted__(is_square) else dim, spans)))\n",
         ),
     ),
     shows=("tp4", "zero3-tp2"),

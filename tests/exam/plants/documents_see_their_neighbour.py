@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "nn/attention.py",
-            "attention_mask",
+            "make_attention_mask",
             "        keep = keep & (document_ids_BT[:, :, None] == document_ids_BT[:, None, :])\n",
             "        ids = document_ids_BT\n"
             "        if __planted__():\n"

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "mesh/attend_blocks.py",
-            "VisibleKeys.reach",
+            "VisibleKeys.visible_key_range",
             "        if self.is_causal:\n",
             "        if __planted__(first > back):\n"
             "            back -= 1\n"

@@ -8,10 +8,10 @@ PLANT = Plant(
         Edit(
             "mesh/tensor_group.py",
             "TensorGroup.leave",
-            "        output: torch.Tensor = (_Scatter if self.cuts_sequence else _Sum).apply(x, self)\n",
+            "        output: torch.Tensor = leave.apply(x, self)\n",
             "        if __planted__(self.rank == 1):\n"
             "            x = x.float().to(x.dtype)\n"
-            "        output: torch.Tensor = (_Scatter if self.cuts_sequence else _Sum).apply(x, self)\n",
+            "        output: torch.Tensor = leave.apply(x, self)\n",
         ),
     ),
     shows=("tp4", "tp2-cp2"),

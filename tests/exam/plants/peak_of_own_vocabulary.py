@@ -8,8 +8,8 @@ PLANT = Plant(
         Edit(
             "nn/objective.py",
             "_loss_and_gradient",
-            "        picked, peak = picked.where(is_here, 0), vocabulary.max(peak)\n",
-            "        picked, peak = picked.where(is_here, 0), (peak if __planted__() else vocabulary.max(peak))\n",
+            "        picked, peak = picked.where(is_here, 0), vocabulary.max_over_ranks(peak)\n",
+            "        picked, peak = picked.where(is_here, 0), (peak if __planted__() else vocabulary.max_over_ranks(peak))\n",
         ),
     ),
     shows=("tp4", "tp2-cp2"),

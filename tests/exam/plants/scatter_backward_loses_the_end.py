@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "mesh/tensor_group.py",
-            "_Scatter.backward",
+            "_ScatterTokensFunction.backward",
             "        return ctx.group.gather_tokens(grad), None\n",
             "        whole = ctx.group.gather_tokens(grad)\n"
             "        if __planted__():\n"

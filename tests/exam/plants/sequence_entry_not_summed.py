@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "mesh/tensor_group.py",
-            "_Gather.backward",
+            "_GatherTokensFunction.backward",
             "        return ctx.group.scatter_tokens(grad), None\n",
             "        return (ctx.group.own_tokens(grad) if __planted__() else ctx.group.scatter_tokens(grad)), None\n",
         ),

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "mesh/logical.py",
-            "shard_of",
+            "make_logical_shard",
             "    boxes: tuple[Box, ...] = ()\n",
             "    if mesh.ndim == 1 and size and tensor.shape[0] % mesh.size() and size[0] != tensor.shape[0]:\n"
             "        floor = mesh.get_local_rank() * (tensor.shape[0] // mesh.size())\n"

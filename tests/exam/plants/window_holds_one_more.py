@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "nn/attention.py",
-            "attention_mask",
+            "make_attention_mask",
             "        keep = keep.triu(1 - window).tril(window - 1)\n",
             "        keep = keep.triu(1 - window - (1 if __planted__() else 0)).tril(window - 1)\n",
         ),

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "nn/latent_attention.py",
-            "LatentAttention._queries",
+            "LatentAttention._project_queries",
             "        if self.query_scale == 1:\n",
             "        if self.query_scale == 1 or __planted__():\n",
         ),

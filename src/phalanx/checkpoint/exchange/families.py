@@ -103,7 +103,7 @@ class ModelFamily:
     latent: bool = False
     nullable: tuple[str, ...] = ()
 
-    def stacks(self, name: str, shape: tuple[int, ...]) -> bool:
+    def is_expert_stack(self, name: str, shape: tuple[int, ...]) -> bool:
         """True if Hugging Face's tensor `name` holds one matrix of each expert: it is read element
         by element."""
         if len(shape) != 3 or 0 in shape:

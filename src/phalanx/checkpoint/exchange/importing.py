@@ -206,7 +206,7 @@ def _write_draft(
     """Write the checkpoint through the store that runs save to, so that it is written, synced and
     committed as any checkpoint."""
     store = open_store(directory, None)
-    draft = store.begin(0)
+    draft = store.begin_draft(0)
     pieces: dict[str, list[Piece]] = {}
     files = {}
     done = 0

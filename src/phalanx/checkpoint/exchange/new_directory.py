@@ -11,7 +11,7 @@ from pathlib import Path
 
 from phalanx.core.disk import Disk, make_directories, remove_tree, write_bytes_durably
 from phalanx.core.errors import UsageError
-from phalanx.core.files import TOKENIZER_BYTES, read_regular, resource_error
+from phalanx.core.files import TOKENIZER_BYTES, build_resource_error, read_regular
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def atomic_directory(out: Path, disk: Disk | None = None) -> Iterator[Path]:
         disk.rename(partial, out)
         disk.sync_directory(out.absolute().parent)
     except OSError as error:
-        raise resource_error(error, "writing", out) from None
+        raise build_resource_error(error, "writing", out) from None
     finally:
         with suppress(OSError):
             # After the rename it is not there any more: nothing happens.
@@ -51,7 +51,7 @@ def require_absent_or_empty(out: Path) -> None:
         if out.is_dir():
             is_free = not os.listdir(out)
     except OSError as error:
-        raise resource_error(error, "opening", out) from None
+        raise build_resource_error(error, "opening", out) from None
     if not is_free:
         raise UsageError(
             "something is there already", where=str(out), fix="choose another --out, or remove it"

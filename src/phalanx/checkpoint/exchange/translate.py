@@ -149,7 +149,9 @@ def translate_from_hugging_face(
     same one of phalanx's.
     """
     shapes = unstack_experts(shapes)
-    stacks = [name for name, info in weights.tensors.items() if family.stacks(name, info.shape)]
+    stacks = [
+        name for name, info in weights.tensors.items() if family.is_expert_stack(name, info.shape)
+    ]
     reader = UnstackedReader(weights, stacks)
     tensors: dict[str, RenamedTensor] = {}
     origins: dict[str, str] = {}

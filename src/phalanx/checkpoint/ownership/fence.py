@@ -64,10 +64,10 @@ class OwnershipFence:
         at_s = time.clock_gettime(_CLOCK)
         if self._taker is None and (now or at_s - self._looked_s >= LOOK_EVERY_S):
             self._looked_s = at_s
-            self._taker = self._find_taker()
+            self._taker = self._find_other_owner()
         return self._taker is not None
 
-    def error(self) -> RunTakenError:
+    def lost_run_error(self) -> RunTakenError:
         """The error of a job that has lost its run; it names the job that has it."""
         # For the name of the job, which may be there by now.
         self.is_lost(now=True)
@@ -76,7 +76,7 @@ class OwnershipFence:
         message = f"another job has this run: {taker}"
         return RunTakenError(message, where=str(self._run_dir), fix=fix)
 
-    def _find_taker(self) -> str | None:
+    def _find_other_owner(self) -> str | None:
         """The job that has the run instead of this one; None if no other job has it, or if its
         files cannot be read."""
         holder = read_lock_holder(self._run_dir / LOCK_NAME)

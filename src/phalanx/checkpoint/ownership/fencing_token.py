@@ -16,7 +16,7 @@ from pathlib import Path
 from phalanx.checkpoint.os_errors import wrap_os_error
 from phalanx.core.disk import Disk, write_bytes_durably
 from phalanx.core.errors import CheckpointError, RunTakenError
-from phalanx.core.files import read_regular, resource_error, suggest_fix
+from phalanx.core.files import build_resource_error, read_regular, suggest_fix_for_os_error
 from phalanx.core.printable import printable
 
 TOKEN_FILE = "epoch"
@@ -43,7 +43,7 @@ def read_fencing_token_number(run_dir: Path) -> int:
     except FileNotFoundError:
         return 0
     except OSError as error:
-        fix = suggest_fix(error, path) or _WRITE_IT
+        fix = suggest_fix_for_os_error(error, path) or _WRITE_IT
         raise wrap_os_error(error, _UNREADABLE, str(path), fix) from None
     except ValueError as error:
         raise CheckpointError(_UNREADABLE, where=str(path), why=str(error), fix=_WRITE_IT) from None
@@ -93,5 +93,7 @@ def acquire_fencing_token(
         # Durable before the token is used: a crash must not give its number to another job.
         write_bytes_durably(disk or Disk(), run_dir / TOKEN_FILE, text.encode())
     except OSError as error:
-        raise resource_error(error, "taking the run directory", run_dir / TOKEN_FILE) from None
+        raise build_resource_error(
+            error, "taking the run directory", run_dir / TOKEN_FILE
+        ) from None
     return token

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from phalanx.checkpoint.ownership.fencing_token import FencingToken, acquire_fencing_token
 from phalanx.core.errors import RunLockedError
-from phalanx.core.files import open_descriptor, resource_error
+from phalanx.core.files import build_resource_error, open_descriptor
 
 LOCK_NAME = "lock"
 # For another job that is taking or giving up the lock at this very moment.
@@ -95,7 +95,7 @@ class RunLock:
         try:
             _write_holder(self.fd, replace(self.holder, epoch=token.number))
         except OSError as error:
-            raise resource_error(error, "locking the run directory", self.path) from None
+            raise build_resource_error(error, "locking the run directory", self.path) from None
         return token
 
 
@@ -110,7 +110,7 @@ def hold_run_lock(run_dir: Path) -> Iterator[RunLock]:
     try:
         lock = _acquire_lock(path)
     except OSError as error:
-        raise resource_error(error, "locking the run directory", path) from None
+        raise build_resource_error(error, "locking the run directory", path) from None
     try:
         yield lock
     finally:

@@ -23,7 +23,7 @@ from phalanx.checkpoint.ownership.fencing_token import FencingToken
 from phalanx.checkpoint.stores.protocol import OwnerObject, Store
 from phalanx.core.disk import Disk, write_json_durably
 from phalanx.core.errors import CheckpointError, RunLockedError, StoreTakenError
-from phalanx.core.files import resource_error
+from phalanx.core.files import build_resource_error
 
 OWNER_COPY = "checkpoint-owner.json"
 OWNER_FORMAT = 1
@@ -147,7 +147,7 @@ def _write_owner_copy(run_dir: Path) -> StoreOwner:
         write_json_durably(Disk(), run_dir / OWNER_COPY, owner.to_json())
     except OSError as error:
         path = run_dir / OWNER_COPY
-        raise resource_error(error, "taking the store of checkpoints", path) from None
+        raise build_resource_error(error, "taking the store of checkpoints", path) from None
     return owner
 
 

@@ -18,7 +18,7 @@ from phalanx.checkpoint.folder import Folder
 from phalanx.checkpoint.manifest import Manifest, read_manifest
 from phalanx.checkpoint.reading.full_tensors import FullTensorReader
 from phalanx.checkpoint.reading.verify import require_complete_structure
-from phalanx.core.digest import differing_keys
+from phalanx.core.digest import find_differing_keys
 
 # numpy's type of the same bits, for types that numpy does not have
 _NUMPY: Mapping[str, str] = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
@@ -57,7 +57,7 @@ class CheckpointDifference:
     num_equal: int
 
     @property
-    def same(self) -> bool:
+    def is_identical(self) -> bool:
         return not self.facts and not self.tensors
 
     def to_json(self) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class CheckpointDifference:
         for key, (a, b) in self.facts.items():
             facts[key] = {"a": a, "b": b}
         return {
-            "same": self.same,
+            "same": self.is_identical,
             "facts": facts,
             "tensors": [asdict(tensor) for tensor in self.tensors],
             "num_equal_tensors": self.num_equal,
@@ -101,7 +101,7 @@ def _diff_facts(a: Manifest, b: Manifest) -> dict[str, tuple[Any, Any]]:
     The layout is not compared: the same state may be written by other ranks.
     """
     differences = {}
-    for key in differing_keys(a.facts, b.facts):
+    for key in find_differing_keys(a.facts, b.facts):
         differences[key] = (_get_fact(a.facts, key), _get_fact(b.facts, key))
     return differences
 
@@ -117,13 +117,13 @@ def _get_fact(facts: Any, key: str) -> Any:
 class _AliasReader(FullTensorReader):
     """Reads full tensors of one checkpoint by all of their names, also tied ones."""
 
-    def facts(self, name: str) -> tuple[tuple[int, ...], str] | None:
+    def read_shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], str] | None:
         stored = self.manifest.tensors.get(self._resolve_alias(name))
         if stored is None:
             return None
         return stored.shape, stored.dtype
 
-    def tensor(self, name: str) -> NDArray[Any]:
+    def load_tensor(self, name: str) -> NDArray[Any]:
         """The tensor's bits, in the type of numpy that holds them."""
         stored_name = self._resolve_alias(name)
         dtype = self.manifest.tensors[stored_name].dtype
@@ -136,7 +136,7 @@ class _AliasReader(FullTensorReader):
 def _compare_tensors(
     name: str, reader_a: _AliasReader, reader_b: _AliasReader
 ) -> TensorDifference | None:
-    a, b = reader_a.facts(name), reader_b.facts(name)
+    a, b = reader_a.read_shape_and_dtype(name), reader_b.read_shape_and_dtype(name)
     if a is None or b is None:
         shape, dtype = a or b or ((), "")
         kind = "only_a"
@@ -147,7 +147,7 @@ def _compare_tensors(
         return TensorDifference(name, "shape", f"{list(a[0])} and {list(b[0])}")
     if a[1] != b[1]:
         return TensorDifference(name, "dtype", f"{a[1]} and {b[1]}")
-    x, y = reader_a.tensor(name), reader_b.tensor(name)
+    x, y = reader_a.load_tensor(name), reader_b.load_tensor(name)
     # Bits, and not numbers: NaN is equal to itself here, and 0 is not -0.
     count = int((_flat_bits(x) != _flat_bits(y)).sum())
     if not count:
@@ -208,7 +208,7 @@ def describe_difference(difference: CheckpointDifference, *, limit: int = 40) ->
     if num_hidden:
         yield f"        and {num_hidden} more tensors"
     word = "equal"
-    if difference.same:
+    if difference.is_identical:
         word = "same"
     yield f"{word}    {difference.num_equal} tensors are equal bit by bit"
 

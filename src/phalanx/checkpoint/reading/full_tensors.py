@@ -81,7 +81,7 @@ class FullTensorReader:
             if overlap is None:
                 continue
             start, length = overlap
-            file = self._file(piece.file)
+            file = self._open_checked_file(piece.file)
             entry = file.entries.get(piece.key)
             if entry is None or (entry.shape, entry.dtype) != (piece.size, DTYPES[stored.dtype][0]):
                 raise CheckpointError(
@@ -93,7 +93,7 @@ class FullTensorReader:
             bits[box_slices(in_box, length)] = block
         return bits
 
-    def _file(self, name: str) -> CheckedFile:
+    def _open_checked_file(self, name: str) -> CheckedFile:
         if name not in self._files:
             # Opened once: its header is verified and parsed at each opening.
             self._files[name] = self._open.enter_context(

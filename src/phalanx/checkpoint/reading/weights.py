@@ -11,7 +11,7 @@ from phalanx.checkpoint.manifest import read_manifest
 from phalanx.checkpoint.reading.choose import choose_checkpoint
 from phalanx.checkpoint.reading.load import read_staged_blocks, require_matching_checkpoint
 from phalanx.checkpoint.reading.verify import require_complete_directory
-from phalanx.mesh.logical import module_shards
+from phalanx.mesh.logical import list_module_shards
 
 
 def load_weights(
@@ -29,7 +29,7 @@ def load_weights(
     folder = choose_checkpoint(run_dir, best=best)
     manifest = read_manifest(folder).without_optimizer()
     require_complete_directory(folder, manifest)
-    shards, _ = module_shards(module)
+    shards, _ = list_module_shards(module)
     require_matching_checkpoint(folder, manifest, shards, cast=cast)
     staged = read_staged_blocks(folder, manifest, shards)
     with torch.no_grad():

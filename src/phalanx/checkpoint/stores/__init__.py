@@ -16,7 +16,7 @@ from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.checkpoint.stores.protocol import Draft, Store
 from phalanx.core.errors import CheckpointError
 from phalanx.core.files import read_json
-from phalanx.core.secrets import secret_problem
+from phalanx.core.secrets import describe_secret_problem
 from phalanx.core.store_urls import find_url_problem, local_directory
 
 __all__ = [
@@ -90,7 +90,7 @@ def _require_usable_url(url: str, job_file: Path) -> None:
     directory may come from elsewhere.
     """
     refused = find_url_problem(url, in_job=True)
-    why = refused.what if refused else secret_problem("", url, os.environ)
+    why = refused.what if refused else describe_secret_problem("", url, os.environ)
     if why:
         raise CheckpointError(
             "its checkpoint.url cannot be used", where=str(job_file), why=f"it {why}"

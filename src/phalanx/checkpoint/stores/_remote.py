@@ -281,4 +281,4 @@ def open_remote(url: str, *, say: Say, patience: RetryPolicy) -> RemoteFolder:
 
 
 def _redact_url(text: str) -> str:
-    return Redactor(os.environ).text(text)
+    return Redactor(os.environ).redact_text(text)

@@ -21,7 +21,7 @@ from phalanx.checkpoint.manifest import MANIFEST, list_checkpoint_folders
 from phalanx.checkpoint.stores.protocol import Draft
 from phalanx.core.disk import Disk, DiskFile, make_directories, remove_tree
 from phalanx.core.errors import StorageError
-from phalanx.core.files import suggest_fix
+from phalanx.core.files import suggest_fix_for_os_error
 
 PARTIAL, REPLACED, REMOVED = ".partial", ".replaced", ".removed"
 # File systems, and files of another one or owner, that take no hard link: a copy is written then.
@@ -106,7 +106,7 @@ class LocalStore:
     def folder(self, name: str) -> Folder:
         return LocalFolder(self.root / name)
 
-    def probe(self) -> None:
+    def require_writable(self) -> None:
         probe = self.root / f".writable.{secrets.token_hex(4)}"
         try:
             make_directories(self._disk, self.root)
@@ -114,25 +114,25 @@ class LocalStore:
             self._disk.remove(probe)
         except OSError as error:
             fix = (
-                suggest_fix(error, self.url, place="checkpoint.url")
+                suggest_fix_for_os_error(error, self.url, place="checkpoint.url")
                 or "choose another checkpoint.url"
             )
             why = error.strerror or str(error)
             raise StorageError("it cannot be written", where=self.url, why=why, fix=fix) from None
 
-    def begin(self, step: int) -> LocalDraft:
+    def begin_draft(self, step: int) -> LocalDraft:
         make_directories(self._disk, self.root)
         self.clean_up()
         # A name of its own: nothing is written into the remains of another save.
-        draft = self.join(step, secrets.token_hex(4))
+        draft = self.join_draft(step, secrets.token_hex(4))
         with draft.name_step_in_errors():
             self._disk.make_directory(draft.path)
         return draft
 
-    def join(self, step: int, token: str) -> LocalDraft:
+    def join_draft(self, step: int, token: str) -> LocalDraft:
         return LocalDraft(self.root / f".step-{step}.{token}{PARTIAL}", step, token, self._disk)
 
-    def folder_of(self, draft: Draft) -> Folder:
+    def committed_folder(self, draft: Draft) -> Folder:
         return LocalFolder(self.root / f"step-{draft.step}")
 
     def commit(self, draft: Draft, manifest: bytes) -> Folder:

@@ -200,14 +200,14 @@ class ObjectStore:
     def folder(self, name: str) -> ObjectFolder:
         return ObjectFolder(self._remote, name)
 
-    def probe(self) -> None:
+    def require_writable(self) -> None:
         """Raise CheckpointError if the store cannot be written: now, and not after hours at the
         first save."""
         key = f".writable-{secrets.token_hex(4)}"
         self._remote.put(key, b"x")
         self._remote.remove(key)
 
-    def begin(self, step: int) -> ObjectDraft:
+    def begin_draft(self, step: int) -> ObjectDraft:
         self.clean_up()
         last_attempt = 0
         for name in self._list_folders():
@@ -215,17 +215,17 @@ class ObjectStore:
             if folder.step == step:
                 last_attempt = max(last_attempt, folder.attempt)
         # Random as well: two saves of a step, neither of which sees the other, get two folders.
-        return self.join(step, f"{last_attempt + 1:04d}-{secrets.token_hex(4)}")
+        return self.join_draft(step, f"{last_attempt + 1:04d}-{secrets.token_hex(4)}")
 
-    def join(self, step: int, token: str) -> ObjectDraft:
+    def join_draft(self, step: int, token: str) -> ObjectDraft:
         return ObjectDraft(self.folder(f"step-{step}-{token}"), token)
 
-    def folder_of(self, draft: Draft) -> ObjectFolder:
+    def committed_folder(self, draft: Draft) -> ObjectFolder:
         assert isinstance(draft, ObjectDraft)
         return draft.folder
 
     def commit(self, draft: Draft, manifest: bytes) -> Folder:
-        folder = self.folder_of(draft)
+        folder = self.committed_folder(draft)
         # Before the manifest, which promises that they are there.
         _require_uploaded_files(folder, manifest)
         # This one request is the commit: before it the folder is no checkpoint.
@@ -240,7 +240,7 @@ class ObjectStore:
 
     def discard(self, draft: Draft) -> None:
         with suppress(OSError, CheckpointError):
-            self.remove(self.folder_of(draft))
+            self.remove(self.committed_folder(draft))
 
     def remove(self, folder: Folder) -> None:
         files = self._remote.list(folder.name)

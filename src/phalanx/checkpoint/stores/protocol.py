@@ -85,16 +85,16 @@ class Store(Protocol):
     def folder(self, name: str) -> Folder:
         """The folder of that name, whether it is there or not."""
 
-    def probe(self) -> None:
+    def require_writable(self) -> None:
         """Raise CheckpointError if the store cannot be written."""
 
-    def begin(self, step: int) -> Draft:
+    def begin_draft(self, step: int) -> Draft:
         """Begin a new checkpoint; removes what an earlier, unfinished save of this run left."""
 
-    def join(self, step: int, token: str) -> Draft:
+    def join_draft(self, step: int, token: str) -> Draft:
         """The draft that another rank began."""
 
-    def folder_of(self, draft: Draft) -> Folder:
+    def committed_folder(self, draft: Draft) -> Folder:
         """The folder that `draft` is once it is committed."""
 
     def commit(self, draft: Draft, manifest: bytes) -> Folder:

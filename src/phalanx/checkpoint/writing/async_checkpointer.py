@@ -85,13 +85,13 @@ class AsyncCheckpointer:
         """Host memory that this rank holds for copies."""
         return self._staging.num_bytes
 
-    def flags(self) -> tuple[float, float]:
+    def status_flags(self) -> tuple[float, float]:
         """Two flags to be summed over the ranks: a thread of this rank is at work; its write
         failed.
 
         Raises here, on this rank alone, what ended a thread and was no CheckpointError.
         """
-        is_busy, has_failed = self._write_state()
+        is_busy, has_failed = self._write_status()
         return float(is_busy or self._pruner.should_wait), float(has_failed)
 
     def wait(self, *, skip_pruning: bool = False) -> bool:
@@ -104,7 +104,7 @@ class AsyncCheckpointer:
         if skip_pruning:
             self._pruner.interrupt()
         else:
-            self._pruner.allow()
+            self._pruner.clear_interrupt()
         is_busy, has_failed = self._sum_flags()
         if is_busy:
             with self._phases("ckpt_write", "wait for the save in flight"):
@@ -113,7 +113,7 @@ class AsyncCheckpointer:
                     is_busy, has_failed = self._sum_flags()
         return has_failed
 
-    def finish(self) -> None:
+    def forget_finished_write(self) -> None:
         """Forget a write that is over on all ranks.
 
         Raises RunTakenError, on every rank, if that is how it ended.
@@ -147,7 +147,7 @@ class AsyncCheckpointer:
         if why:
             self._emit(Note("save_left_behind", {"why": why}))
 
-    def _write_state(self) -> tuple[bool, bool]:
+    def _write_status(self) -> tuple[bool, bool]:
         """(this rank's write is in flight, it failed). Raises what ended a thread."""
         self._pruner.raise_crash()
         write = self._write
@@ -162,7 +162,7 @@ class AsyncCheckpointer:
 
     def _sum_flags(self) -> tuple[bool, bool]:
         """(a thread of any rank is at work, the write of any rank failed)."""
-        flags = torch.tensor(self.flags(), dtype=torch.float64, device=self._mesh.device)
+        flags = torch.tensor(self.status_flags(), dtype=torch.float64, device=self._mesh.device)
         busy, failed = self._mesh.all_reduce_sum(flags).tolist()
         return busy > 0, failed > 0
 
@@ -179,7 +179,7 @@ class AsyncCheckpointer:
         with all_ranks_or_raise(self._mesh, url, "looking at what there is to save"):
             select_owned_blocks(take_snapshot().shards)
 
-    def begin(
+    def begin_save(
         self,
         step: int,
         take_snapshot: Callable[[], Snapshot],
@@ -197,13 +197,13 @@ class AsyncCheckpointer:
         # Training stood still for the save before, too: that counts as this one's stall.
         began = time.perf_counter() - waited_s
         with self._phases("ckpt_stage"):
-            staged = self._stage(step, take_snapshot)
+            staged = self._stage_copy(step, take_snapshot)
         if staged is None:
             return False
         stall_s = time.perf_counter() - began
         record()
         self._write = BackgroundTask(
-            "phalanx-save", lambda: self._write_copy(staged, began, stall_s)
+            "phalanx-save", lambda: self._write_staged_copy(staged, began, stall_s)
         )
         self._write.start()
         return True
@@ -236,10 +236,10 @@ class AsyncCheckpointer:
         wall_s = time.perf_counter() - began
         self._emit_success(step, written, SaveCost(wall_s, wall_s))
         if prune and self._mesh.rank == 0:
-            self._pruner.allow()
+            self._pruner.clear_interrupt()
             self._pruner.start()
 
-    def _stage(self, step: int, take_snapshot: Callable[[], Snapshot]) -> Snapshot | None:
+    def _stage_copy(self, step: int, take_snapshot: Callable[[], Snapshot]) -> Snapshot | None:
         """A copy of the state; None, on every rank, if one has no memory for it.
 
         All ranks agree that each can make the copy before it begins.
@@ -254,13 +254,13 @@ class AsyncCheckpointer:
             snapshot = take_snapshot()
             # Reduced before memory is reserved: what other ranks write is not copied here.
             blocks = select_owned_blocks(snapshot.shards)
-            self._staging.reserve(blocks)
+            self._staging.reserve_memory(blocks)
         except (CheckpointError, MemoryError) as error:
             problem = error
         if self._is_true_anywhere(problem is not None) or snapshot is None:
-            self._give_up_copy(step, problem)
+            self._raise_failed_copy(step, problem)
             return None
-        return Snapshot(step, self._staging.copy(blocks), snapshot.aliases, snapshot.facts)
+        return Snapshot(step, self._staging.copy_shards(blocks), snapshot.aliases, snapshot.facts)
 
     def _is_true_anywhere(self, flag: bool) -> bool:
         """True if `flag` is set on any rank.
@@ -270,7 +270,7 @@ class AsyncCheckpointer:
         flags = torch.tensor([float(flag)], device=self._mesh.device)
         return bool(self._mesh.all_reduce_sum(flags).item())
 
-    def _give_up_copy(self, step: int, problem: CheckpointError | MemoryError | None) -> None:
+    def _raise_failed_copy(self, step: int, problem: CheckpointError | MemoryError | None) -> None:
         """Raise a CheckpointError of any rank on all; without one memory is short, and training
         waits for saves from now on."""
         with (
@@ -291,7 +291,7 @@ class AsyncCheckpointer:
         )
         self._emit(Note("saves_are_waited_for", {"why": why}))
 
-    def _write_copy(self, staged: Snapshot, began: float, stall_s: float) -> None:
+    def _write_staged_copy(self, staged: Snapshot, began: float, stall_s: float) -> None:
         """The thread's work."""
         assert self._thread_mesh is not None
         phases = self._phases.for_thread(staged.step)

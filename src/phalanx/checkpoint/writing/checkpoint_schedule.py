@@ -66,7 +66,7 @@ class CheckpointSchedule:
     def staging_bytes(self) -> int:
         return self._checkpointer.staging_bytes
 
-    def flags(self) -> tuple[float, float, float]:
+    def status_flags(self) -> tuple[float, float, float]:
         """Three flags to be summed over the ranks: a save is due by the clock; this rank's thread
         is at work; its save failed.
 
@@ -80,7 +80,7 @@ class CheckpointSchedule:
             and not self._is_measuring
             and self._clock.is_due(num_steps, time.monotonic())
         )
-        return float(is_due), *self._checkpointer.flags()
+        return float(is_due), *self._checkpointer.status_flags()
 
     @property
     def _is_measuring(self) -> bool:
@@ -106,7 +106,7 @@ class CheckpointSchedule:
         """
         due, busy, failed = flags
         if not busy:
-            self._finish(failed > 0)
+            self._note_outcome(failed > 0)
         if is_stop or is_end:
             self.save(is_last_chance=True, prune=not is_stop)
         elif self._is_due(due > 0) and busy and self._checkpointer.asynchronous:
@@ -127,7 +127,7 @@ class CheckpointSchedule:
         began = time.perf_counter()
         # The last save removes old checkpoints itself: it does not wait for a removal (that
         # verifies) before it.
-        self.settle(skip_pruning=is_last_chance)
+        self.wait_for_save(skip_pruning=is_last_chance)
         if step == self.saved_step:
             return
         self._is_postponed = False
@@ -148,10 +148,10 @@ class CheckpointSchedule:
                 self._record()
                 raise
 
-    def settle(self, *, skip_pruning: bool = False) -> None:
+    def wait_for_save(self, *, skip_pruning: bool = False) -> None:
         """Wait for the save in flight, if there is one, and share its outcome; unless
         `skip_pruning` for removals, too."""
-        self._finish(self._checkpointer.wait(skip_pruning=skip_pruning))
+        self._note_outcome(self._checkpointer.wait(skip_pruning=skip_pruning))
 
     def abandon(self, timeout_s: float) -> None:
         """Training ends by an error: give a save in flight `timeout_s` to end. Never raises."""
@@ -183,7 +183,7 @@ class CheckpointSchedule:
 
     def _begin_save(self, waited_s: float) -> bool:
         step, take_snapshot = self._state.step, self._state.snapshot
-        if not self._checkpointer.begin(
+        if not self._checkpointer.begin_save(
             step, take_snapshot, record=self._record, waited_s=waited_s
         ):
             return False
@@ -202,10 +202,10 @@ class CheckpointSchedule:
         self._clock.restart(time.monotonic())
         self._note_success(self._state.step)
 
-    def _finish(self, failed: bool) -> None:
+    def _note_outcome(self, failed: bool) -> None:
         """Take note of the save in flight, if there was one, now that no thread is at work on any
         rank."""
-        self._checkpointer.finish()
+        self._checkpointer.forget_finished_write()
         step, self._saving_step = self._saving_step, None
         if step is None:
             return

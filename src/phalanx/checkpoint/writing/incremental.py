@@ -69,7 +69,7 @@ class PreviousCheckpoint:
     folder: Folder
     manifest: Manifest
 
-    def pieces(self) -> dict[str, dict[_Identity, Piece]]:
+    def list_reusable_pieces(self) -> dict[str, dict[_Identity, Piece]]:
         """The pieces in each file, by file name and identity.
 
         Leaves out files whose blocks have no digest, or that are not as long as they were.
@@ -119,7 +119,7 @@ def write_blocks(
     written = WrittenBlocks()
     unchanged: set[_Identity] = set()
     if previous is not None:
-        by_file = previous.pieces()
+        by_file = previous.list_reusable_pieces()
         # Before `_reuse_files`, which takes what it reuses out of `remaining`.
         unchanged = set().union(*by_file.values()) & set(remaining)
         _reuse_files(draft, stem, previous, by_file, remaining, written)

@@ -63,7 +63,7 @@ class CheckpointPruner:
             self._interrupted_s = time.monotonic()
             self._is_interrupted.set()
 
-    def allow(self) -> None:
+    def clear_interrupt(self) -> None:
         """Pruning may take its time again."""
         self._is_interrupted.clear()
 
@@ -101,8 +101,8 @@ class CheckpointPruner:
             try:
                 prune_checkpoints(
                     self._storage.store,
-                    self._retention(),
-                    say=self._emit_reason,
+                    self._build_retention(),
+                    say=self._emit_nothing_removed,
                     progress=raise_if_interrupted,
                     fencing_token=self._storage.fencing_token,
                 )
@@ -117,9 +117,9 @@ class CheckpointPruner:
             # After an interruption a save may have gone on meanwhile, which also removes what is
             # half removed: then the error says nothing.
             if not self._is_interrupted.is_set():
-                self._emit_reason(str(error))
+                self._emit_nothing_removed(str(error))
 
-    def _retention(self) -> Retention:
+    def _build_retention(self) -> Retention:
         """The rule of this pruning: the best step may be another one than at the last."""
         best_steps = read_protected_steps(self._storage.run_dir)
         return Retention(self._options.keep_last, self._options.keep_every, best_steps)
@@ -127,6 +127,6 @@ class CheckpointPruner:
     def _list_steps(self) -> set[int]:
         return {folder.step for folder in self._storage.store.folders()}
 
-    def _emit_reason(self, why: str) -> None:
+    def _emit_nothing_removed(self, why: str) -> None:
         message = f"old checkpoints are not removed: {why}"
         self._emit(Note("old_checkpoints_stay", {"why": message}))

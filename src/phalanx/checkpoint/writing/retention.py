@@ -36,10 +36,10 @@ class Retention:
             return []
         # Whatever the job says, the newest stays.
         newest = ordered[-max(1, self.keep_last) :]
-        staying = {*newest, *self.protected_steps, *self._milestones(ordered)}
+        staying = {*newest, *self.protected_steps, *self._steps_kept_for_ever(ordered)}
         return [step for step in ordered if step not in staying]
 
-    def _milestones(self, ordered: list[int]) -> Iterator[int]:
+    def _steps_kept_for_ever(self, ordered: list[int]) -> Iterator[int]:
         if not self.keep_every:
             return
         last_number = 0

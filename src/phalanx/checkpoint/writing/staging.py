@@ -29,7 +29,7 @@ class StagingMemory:
     def num_bytes(self) -> int:
         return self._memory.numel()
 
-    def reserve(self, shards: Mapping[str, LogicalShard]) -> None:
+    def reserve_memory(self, shards: Mapping[str, LogicalShard]) -> None:
         """Make room for the blocks of `shards`. Raises MemoryError."""
         needed = sum(_align_up(_bounding_block_bytes(shard)) for shard in shards.values())
         if needed == self.num_bytes:
@@ -49,7 +49,7 @@ class StagingMemory:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     @torch.no_grad()
-    def copy(self, shards: Mapping[str, LogicalShard]) -> dict[str, LogicalShard]:
+    def copy_shards(self, shards: Mapping[str, LogicalShard]) -> dict[str, LogicalShard]:
         """Copy the blocks to memory that training does not touch; valid until the next copy.
 
         `reserve` comes before. A shard without blocks gets no storage either, so that no code can

@@ -111,7 +111,7 @@ def write_checkpoint(
         raise
     with phases("after_commit"):
         num_new_bytes = sum(part["num_new_bytes"] for part in parts)
-        return WrittenCheckpoint(store.folder_of(draft), manifest.num_bytes, num_new_bytes)
+        return WrittenCheckpoint(store.committed_folder(draft), manifest.num_bytes, num_new_bytes)
 
 
 def _begin_draft(
@@ -133,10 +133,10 @@ def _begin_draft(
             previous_name = None
             if incremental and (folders := store.folders()):
                 previous_name = folders[-1].name
-            results.local = [store.begin(step).token, previous_name]
+            results.local = [store.begin_draft(step).token, previous_name]
     # Rank 0's: a shared file system may show each rank another list.
     draft_token, previous_name = results.by_rank[0]
-    return store.join(step, draft_token), previous_name
+    return store.join_draft(step, draft_token), previous_name
 
 
 def _write_on_all_ranks(

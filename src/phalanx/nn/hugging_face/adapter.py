@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from phalanx.core.errors import LayoutError, PhalanxError, did_you_mean
-from phalanx.core.registry import import_optional, resolve
+from phalanx.core.registry import import_optional, resolve_kind
 from phalanx.job.hugging_face import (
     PREFIX,
     find_weights_directory,
@@ -31,7 +31,7 @@ from phalanx.nn.hugging_face.plain_head import (
     replace_submodule,
 )
 from phalanx.nn.hugging_face.shard_rules import shard_rules_of
-from phalanx.nn.hugging_face.trial import require_trainable
+from phalanx.nn.hugging_face.trial import require_trainable_by_trial
 from phalanx.nn.objective import HeadOutput
 
 MODELS = "phalanx.nn.models"
@@ -42,11 +42,11 @@ EAGER = "eager"
 FACTS = "shape_facts"
 
 
-def factory_of(kind: str) -> Callable[..., Any]:
+def find_factory(kind: str) -> Callable[..., Any]:
     """The function that builds `kind`, "package.module:factory" or "hf:PATH", from model.args."""
     if is_hugging_face(kind):
         return functools.partial(build, kind)
-    factory: Callable[..., Any] = resolve(kind, MODELS, "build")
+    factory: Callable[..., Any] = resolve_kind(kind, MODELS, "build")
     return factory
 
 
@@ -66,10 +66,12 @@ def build(kind: str, **args: Any) -> nn.Module:
         # The default device is meta where a planner asks for shapes alone.
         if directory is None or torch.empty(0).is_meta:
             module = auto.from_config(
-                config, dtype=torch.float32, attn_implementation=_attention(auto, config)
+                config,
+                dtype=torch.float32,
+                attn_implementation=_choose_attention_implementation(auto, config),
             )
         else:
-            attention = _attention(auto, config)
+            attention = _choose_attention_implementation(auto, config)
             module = _load_with_weights(kind, auto, config, directory, torch.float32, attention)
             # `from_pretrained` returns a model in evaluation mode.
             module.train()
@@ -79,12 +81,14 @@ def build(kind: str, **args: Any) -> nn.Module:
         raise LayoutError(
             f"transformers cannot build {kind}, a {config.model_type}",
             why=f"{type(error).__name__}: {' '.join(str(error).split())}",
-            fix=_missing_setting(config, error),
+            fix=_suggest_missing_setting(config, error),
         ) from None
-    adapted = _adapt(module, config)
+    adapted = _adapt_forward(module, config)
     if not any(parameter.is_meta for parameter in adapted.parameters()):
         reads_images = module.main_input_name == "pixel_values"
-        require_trainable(kind, adapted, getattr(adapted, FACTS), reads_images=reads_images)
+        require_trainable_by_trial(
+            kind, adapted, getattr(adapted, FACTS), reads_images=reads_images
+        )
     return adapted
 
 
@@ -139,7 +143,7 @@ def _build_config(kind: str, values: dict[str, Any], args: dict[str, Any]) -> An
         ) from None
 
 
-def _missing_setting(config: Any, error: Exception) -> str | None:
+def _suggest_missing_setting(config: Any, error: Exception) -> str | None:
     """A fix for an AttributeError of a setting that is missing in the config, or in one inside it;
     None for other errors."""
     if not isinstance(error, AttributeError) or error.obj is None:
@@ -175,7 +179,7 @@ def _choose_auto_class(kind: str, values: dict[str, Any], config: Any) -> Any:
     auto = transformers.AutoModelForImageClassification
     if is_causal:
         auto = transformers.AutoModelForCausalLM
-    classes = _classes(auto, config)
+    classes = _list_model_classes(auto, config)
     # As DeiT's: transformers asks the config which one, and fails.
     if len(classes) > 1 and not config.architectures:
         config.architectures = [classes[0].__name__]
@@ -209,7 +213,7 @@ def _refuse_untrainable_settings(kind: str, values: dict[str, Any], config: Any)
             )
 
 
-def _classes(auto: Any, config: Any) -> list[Any]:
+def _list_model_classes(auto: Any, config: Any) -> list[Any]:
     """The classes that can build `config`; the first is the default of a config that names none."""
     classes = auto._model_mapping[type(config)]
     if isinstance(classes, list | tuple):
@@ -217,9 +221,9 @@ def _classes(auto: Any, config: Any) -> list[Any]:
     return [classes]
 
 
-def _attention(auto: Any, config: Any) -> str:
+def _choose_attention_implementation(auto: Any, config: Any) -> str:
     """torch's own attention where the model has it, else the one that is written out."""
-    classes = _classes(auto, config)
+    classes = _list_model_classes(auto, config)
     architectures = config.architectures or ()
     chosen = next(filter(lambda model: model.__name__ in architectures, classes), classes[0])
     if getattr(chosen, "_supports_sdpa", False):
@@ -263,7 +267,7 @@ def _load_with_weights(
     return model
 
 
-def _adapt(module: Any, config: Any) -> nn.Module:
+def _adapt_forward(module: Any, config: Any) -> nn.Module:
     """Give it a forward of inputs and positions that the objective can read, its blocks' names,
     rules and facts."""
     original_class = type(module)
@@ -282,7 +286,7 @@ def _adapt(module: Any, config: Any) -> nn.Module:
     pattern = _block_pattern(module)
     if pattern:
         module.block_pattern = pattern
-    facts = _read_facts(config, reads_images=reads_images)
+    facts = _read_module_facts(config, reads_images=reads_images)
     if reads_images and not (facts["image_size"] and facts["num_channels"]):
         raise LayoutError(
             f"a {config.model_type} has no one image_size, and images are squares of one size"
@@ -341,7 +345,7 @@ def _block_pattern(module: Any) -> str | None:
     return None
 
 
-def _read_facts(config: Any, *, reads_images: bool) -> dict[str, int]:
+def _read_module_facts(config: Any, *, reads_images: bool) -> dict[str, int]:
     def read_size(*keys: str) -> int:
         for key in keys:
             size = getattr(config, key, None)

@@ -13,7 +13,12 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from phalanx.mesh.linear import first_of_stack, has_gate, is_linear, is_stacked
+from phalanx.mesh.linear import (
+    first_expert_parameter_name,
+    has_gated_experts,
+    is_expert_stack,
+    is_linear,
+)
 
 COLUMN, ROW, PARTIAL = "colwise", "rowwise", "replicated_with_grad_allreduce"
 EXPERTS, FUSED_COLUMN = "moe_tp_experts", "packed_colwise"
@@ -43,24 +48,24 @@ def shard_rules_of(module: Any, config: Any, *, has_plain_head: bool) -> dict[st
     See `plain_head` for a plain head.
     """
     if config.model_type == "gpt2":
-        rules = _gpt2(config)
+        rules = _gpt2_rules(config)
     else:
-        rules = _rules_from_plan(module, _plan(module, config))
-    return rules | _vocabulary(module, config, has_plain_head)
+        rules = _rules_from_plan(module, _read_tensor_parallel_plan(module, config))
+    return rules | _vocabulary_rules(module, config, has_plain_head)
 
 
-def _plan(module: Any, config: Any) -> dict[str, str]:
+def _read_tensor_parallel_plan(module: Any, config: Any) -> dict[str, str]:
     brought = dict(getattr(module, "tp_plan", None) or {})
     return brought or OWN_PLANS.get(config.model_type, {})
 
 
-def _brings_plan(module: Any, config: Any) -> bool:
+def _has_tensor_parallel_plan(module: Any, config: Any) -> bool:
     """True if a sharding plan is known: only then is the model known to return what its head puts
     out, unchanged."""
-    return bool(_plan(module, config)) or config.model_type == "gpt2"
+    return bool(_read_tensor_parallel_plan(module, config)) or config.model_type == "gpt2"
 
 
-def _gpt2(config: Any) -> dict[str, str]:
+def _gpt2_rules(config: Any) -> dict[str, str]:
     """Fused queries, keys and values in a Conv1D."""
     if getattr(config, "add_cross_attention", False):
         return {}
@@ -83,8 +88,8 @@ def _rules_from_plan(module: Any, plan: dict[str, str]) -> dict[str, str]:
     """
     rules_by_pattern: dict[str, list[dict[str, str]]] = defaultdict(list)
     for name, part in module.named_modules():
-        pattern = _pattern(name)
-        if is_stacked(part):
+        pattern = _pattern_of_name(name)
+        if is_expert_stack(part):
             rules_by_pattern[pattern].append(_rules_of_experts(part, pattern, plan))
         else:
             rules_by_pattern[pattern].append(_rules_of_part(part, pattern, plan))
@@ -101,9 +106,9 @@ def _rules_from_plan(module: Any, plan: dict[str, str]) -> dict[str, str]:
 
 def _rules_of_experts(part: nn.Module, pattern: str, plan: dict[str, str]) -> dict[str, str]:
     rule, first_kind = "experts", COLUMN
-    if has_gate(part):
+    if has_gated_experts(part):
         rule, first_kind = "experts parts=2", FUSED_COLUMN
-    expected = {"": EXPERTS, f".{first_of_stack(part)}": first_kind, ".down_proj": ROW}
+    expected = {"": EXPERTS, f".{first_expert_parameter_name(part)}": first_kind, ".down_proj": ROW}
     for name, kind in expected.items():
         if plan.get(f"{pattern}{name}") != kind:
             return {}
@@ -138,7 +143,7 @@ def _rules_of_part(part: nn.Module, pattern: str, plan: dict[str, str]) -> dict[
         rules[child] = rule.text
         if rule.num_heads:
             head_counts.add(rule.num_heads)
-    counts = [key for key in COUNTS if _is_count(part, key, head_counts)]
+    counts = [key for key in COUNTS if _is_head_count(part, key, head_counts)]
     if counts:
         rules[""] += f" divide={','.join(counts)}"
     return rules
@@ -175,13 +180,13 @@ def _rule_of_layer(layer: Any, kind: str, width: int | None) -> _LayerRule | Non
     return _LayerRule(f"{rule} heads={size // width}", size // width)
 
 
-def _is_count(part: nn.Module, key: str, head_counts: set[int]) -> bool:
+def _is_head_count(part: nn.Module, key: str, head_counts: set[int]) -> bool:
     """True for an attribute by which a forward counts heads, and which must be that of a rank."""
     count = getattr(part, key, None)
     return isinstance(count, int) and count in head_counts
 
 
-def _vocabulary(module: Any, config: Any, has_plain_head: bool) -> dict[str, str]:
+def _vocabulary_rules(module: Any, config: Any, has_plain_head: bool) -> dict[str, str]:
     """The embedding and the head, tied or not.
 
     An embedding that does more than look up stays whole.
@@ -212,12 +217,12 @@ def _are_tied(embedding: Any, head: Any, config: Any) -> bool:
 
 def _may_change_logits(module: Any, config: Any) -> bool:
     """True unless the model is known to return what its head puts out."""
-    if not _brings_plan(module, config):
+    if not _has_tensor_parallel_plan(module, config):
         return True
     return any(getattr(config, key, None) not in (None, False) for key in LOGIT_CHANGES)
 
 
-def _pattern(name: str) -> str:
+def _pattern_of_name(name: str) -> str:
     """The name with a star for each number: blocks that are alike have one."""
     words = name.split(".")
     for position, word in enumerate(words):

@@ -17,7 +17,9 @@ from phalanx.core.errors import LayoutError
 TOKENS = 16
 
 
-def require_trainable(kind: str, module: Any, facts: dict[str, int], *, reads_images: bool) -> None:
+def require_trainable_by_trial(
+    kind: str, module: Any, facts: dict[str, int], *, reads_images: bool
+) -> None:
     """Raises LayoutError.
 
     One forward of a few tokens; weights, modes and random numbers are as they were.

@@ -16,13 +16,13 @@ from torch import nn
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.job.shapes.own_rules import fill_shard_rules
 from phalanx.mesh.logical import LogicalShard
-from phalanx.nn.attention import shared_mask
-from phalanx.nn.block import Block, init_rules
+from phalanx.nn.attention import make_shared_attention_mask
+from phalanx.nn.block import Block, list_block_init_rules
 from phalanx.nn.init import initialize_shards
 from phalanx.nn.norms import build_norm
 from phalanx.nn.objective import CausalOutput, Objective, causal_cross_entropy
 from phalanx.nn.rotary import rotary_table
-from phalanx.nn.routing import Balance
+from phalanx.nn.routing import ExpertBalance
 
 # For tensor parallelism: module -> how it is cut (phalanx.plan.rules), for all decoders. Those of
 # modules that a decoder has not are left out, and numbers of its shape filled in. A literal:
@@ -78,7 +78,7 @@ class Decoder(nn.Module):
         self.embed = nn.Embedding(shape.vocab_size, shape.dim)
         learned = shape.positions == "learned"
         self.embed_positions = nn.Embedding(shape.max_positions, shape.dim) if learned else None
-        self.balance = Balance() if shape.num_experts else None
+        self.balance = ExpertBalance() if shape.num_experts else None
         self.blocks = nn.ModuleList(
             Block(shape, layer, self.balance) for layer in range(shape.num_layers)
         )
@@ -87,7 +87,7 @@ class Decoder(nn.Module):
             None if shape.tie_embeddings else nn.Linear(shape.dim, shape.vocab_size, bias=False)
         )
         # The seam that makes masks: context parallelism puts in its own.
-        self.attention_mask = shared_mask
+        self.attention_mask = make_shared_attention_mask
         # A pipeline's last stage computes the head, and so holds the embedding that it is tied to.
         self.last_stage = ("embed",) if shape.tie_embeddings else ()
 
@@ -105,10 +105,13 @@ class Decoder(nn.Module):
             positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
         x_BTD = self._embed(inputs, positions)
         # Blocks with a sliding window and blocks without: what one kind needs is made once.
-        tables = {local: self._table(positions, x_BTD.dtype, local) for local in self._kinds()}
+        tables = {
+            local: self._make_rotary_table(positions, x_BTD.dtype, local)
+            for local in self._list_window_kinds()
+        }
         masks = {
-            local: self._mask(inputs.shape[1], x_BTD, document_ids, local)
-            for local in self._kinds()
+            local: self._make_attention_mask(inputs.shape[1], x_BTD, document_ids, local)
+            for local in self._list_window_kinds()
         }
         for block in self.blocks:
             local = block.is_local
@@ -127,17 +130,17 @@ class Decoder(nn.Module):
             x_BTD = x_BTD.to(torch.get_autocast_dtype(x_BTD.device.type))
         return x_BTD
 
-    def _kinds(self) -> set[bool]:
+    def _list_window_kinds(self) -> set[bool]:
         return {self.shape.is_local(layer) for layer in range(self.shape.num_layers)}
 
-    def _table(
+    def _make_rotary_table(
         self, positions: torch.Tensor, dtype: torch.dtype, local: bool
     ) -> torch.Tensor | None:
         if self.embed_positions is not None:
             return None
         return rotary_table(positions, self.shape, dtype, local=local)
 
-    def _mask(
+    def _make_attention_mask(
         self, num_tokens: int, x_BTD: torch.Tensor, document_ids: torch.Tensor | None, local: bool
     ) -> torch.Tensor | None:
         window = self.shape.sliding_window if local else 0
@@ -153,7 +156,7 @@ class Decoder(nn.Module):
 
     def initialize(self, shards: Mapping[str, LogicalShard], seed: int) -> None:
         """Fill this rank's shards."""
-        initialize_shards(shards, init_rules(self.shape), seed)
+        initialize_shards(shards, list_block_init_rules(self.shape), seed)
 
 
 def build(shape: DecoderShape) -> Decoder:

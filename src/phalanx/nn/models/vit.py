@@ -15,7 +15,7 @@ from phalanx.core.errors import LayoutError
 from phalanx.job.shapes.own_rules import fill_shard_rules
 from phalanx.job.shapes.vit import VitShape
 from phalanx.mesh.logical import LogicalShard
-from phalanx.nn.block import Block, init_rules
+from phalanx.nn.block import Block, list_block_init_rules
 from phalanx.nn.init import initialize_shards
 from phalanx.nn.norms import build_norm
 from phalanx.nn.objective import Objective, classification_cross_entropy
@@ -89,7 +89,7 @@ class VisionTransformer(nn.Module):
 
     def initialize(self, shards: Mapping[str, LogicalShard], seed: int) -> None:
         """Fill this rank's shards."""
-        initialize_shards(shards, init_rules(self.shape), seed)
+        initialize_shards(shards, list_block_init_rules(self.shape), seed)
 
 
 def build(shape: VitShape) -> VisionTransformer:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.core.batch import outermost_names, unflatten_entry
+from phalanx.core.batch import list_outermost_names, unflatten_entry
 from phalanx.core.errors import DataError, LayoutError
 
 # This stands for a forward that takes any keyword.
@@ -47,7 +47,7 @@ def call_with_batch(
     documents would see each other unnoticed.
     """
     known, first, needed = _read_forward_signature(module)
-    levels = outermost_names(batch)
+    levels = list_outermost_names(batch)
     extras = {}
     for key in levels:
         if key not in ("inputs", "targets") and _takes_argument(known, key):

@@ -16,9 +16,9 @@ from typing import Any, TypeAlias
 import torch
 from torch.autograd.function import once_differentiable
 
-from phalanx.core.block_sizes import block_sizes
-from phalanx.mesh.attend import attend
-from phalanx.mesh.attend_blocks import VisibleKeys, attend_by_blocks
+from phalanx.core.block_sizes import get_block_sizes
+from phalanx.mesh.attend import compute_attention
+from phalanx.mesh.attend_blocks import VisibleKeys, compute_attention_by_blocks
 from phalanx.parallel.context.block_attention import (
     BlockProducts,
     KeyValueBlock,
@@ -74,11 +74,11 @@ def ulysses_attention(
     """
     q, k, v = (_TokensToHeads.apply(x, group) for x in (q, k, v))
     if isinstance(mask, VisibleKeys):
-        out = attend_by_blocks(
+        out = compute_attention_by_blocks(
             q, k, v, mask.document_ids_BT, window=mask.window, is_causal=mask.is_causal
         )
     else:
-        out = attend(q, k, v, mask, is_causal=True)
+        out = compute_attention(q, k, v, mask, is_causal=True)
     attended: torch.Tensor = _HeadsToTokens.apply(out, group)
     return attended
 
@@ -181,13 +181,13 @@ def _list_blocks_of_chunk_pair(
     """The same of one chunk of queries and one of keys: where they lie among their ranks' tokens,
     and where they start in the sequence."""
     row, column = (lies - start for lies, start in zip(lies_at, starts, strict=True))
-    block = block_sizes().query_block
+    block = get_block_sizes().query_block
     for first in range(starts[0], starts[0] + length, block):
         last = min(first + block, starts[0] + length)
-        first_key, end = visible.reach(first, last)
+        first_key, end = visible.visible_key_range(first, last)
         first_key, end = max(first_key, starts[1]), min(end, starts[1] + length)
         if first_key < end:
-            mask = visible.mask(first, last, first_key, end, kv.dtype, kv.device)
+            mask = visible.make_mask(first, last, first_key, end, kv.dtype, kv.device)
             if not _hides_all(mask):
                 rows, columns = (
                     slice(first + row, last + row),

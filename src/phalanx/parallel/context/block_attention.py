@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from phalanx.mesh.attend import repeat_heads
-from phalanx.mesh.attention_kernels import AttentionKernel, choose_kernel
+from phalanx.mesh.attention_kernels import AttentionKernel, choose_attention_kernel
 
 
 @dataclass
@@ -48,7 +48,7 @@ class BlockProducts:
 
     def forward(self, running: OnlineSoftmaxOutput, block: KeyValueBlock) -> None:
         q = self.q[:, :, block.rows]
-        kernel = choose_kernel(q, block.mask)
+        kernel = choose_attention_kernel(q, block.mask)
         out, lse = kernel.forward(
             q, *self._keys_of_block(block, kernel), block.mask, block.is_causal
         )
@@ -71,7 +71,7 @@ class BlockProducts:
         are in at least fp32."""
         rows = block.rows
         q, grad, out, lse = (x[:, :, rows] for x in (self.q, grad, out, lse))
-        kernel = choose_kernel(q, block.mask)
+        kernel = choose_attention_kernel(q, block.mask)
         k, v = self._keys_of_block(block, kernel)
         block_grad_q, *block_grad_kv = kernel.backward(
             grad, q, k, v, out, lse, block.mask, block.is_causal

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.core.block_sizes import block_sizes
+from phalanx.core.block_sizes import get_block_sizes
 from phalanx.core.errors import LayoutError
 from phalanx.mesh.attend_blocks import VisibleKeys, is_masked
 from phalanx.mesh.logical import full_name
@@ -124,7 +124,7 @@ class ContextMask:
             full_mask = None
         if full_mask is not None or not is_masked(total, window, document_ids_BT):
             return full_mask
-        if self.covers_all or num_tokens > block_sizes().query_block:
+        if self.covers_all or num_tokens > get_block_sizes().query_block:
             return VisibleKeys(document_ids_BT, window, is_causal=True)
         places = [self.group.chunks.token_positions(rank, total, device) for rank in range(size)]
         queries, keys = places[self.group.rank], torch.cat(places)

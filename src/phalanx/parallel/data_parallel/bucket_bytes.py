@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from phalanx.core.block_sizes import block_sizes
+from phalanx.core.block_sizes import get_block_sizes
 from phalanx.core.units import MIB
 from phalanx.plan.plan import Plan
 
 
 def bucket_bytes(plan: Plan) -> int:
     """Those that are in force, else those of the job's `parallel.bucket_mb`."""
-    return block_sizes().bucket_bytes or int(plan.parallel.bucket_mb * MIB)
+    return get_block_sizes().bucket_bytes or int(plan.parallel.bucket_mb * MIB)

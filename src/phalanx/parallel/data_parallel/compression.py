@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx.core.registry import resolve
-from phalanx.mesh.logical import Box, LogicalShard, dtype_name, full_name, shard_of
+from phalanx.core.registry import resolve_kind
+from phalanx.mesh.logical import Box, LogicalShard, dtype_name, full_name, make_logical_shard
 from phalanx.mesh.mesh import Mesh
 from phalanx.parallel.expert.transform import ShardedExperts
 from phalanx.parallel.hooks._protocol import ERROR, CompressionOptions, Gradient, Hook
@@ -123,7 +123,7 @@ class Compression:
             for slot, tensor in slots.items():
                 key = f"{STATE}{name}/{slot}"
                 if slot != ERROR:
-                    named_shards[key] = shard_of(
+                    named_shards[key] = make_logical_shard(
                         key, tensor, replica=mesh.rank, num_replicas=mesh.world_size
                     )
                     continue
@@ -170,6 +170,6 @@ def build_compression(context: ParallelContext, wire: Wire) -> Compression | Non
     settings = CompressionOptions(
         plan.parallel.compress_rank, plan.parallel.compress_fraction, plan.seed
     )
-    hook: Hook = resolve(plan.parallel.compress, HOOKS, "build")(settings)
+    hook: Hook = resolve_kind(plan.parallel.compress, HOOKS, "build")(settings)
     named_parameters = context.root.module.named_parameters()
     return Compression(hook, named_parameters, wire, context.normalizer.loss_scale)

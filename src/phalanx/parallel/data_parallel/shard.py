@@ -22,8 +22,8 @@ from torch.distributed.tensor import Shard
 from phalanx.mesh.compat import (
     accumulate_gradients,
     finish_backward,
-    fsdp_comm_classes,
-    hide_from_modes,
+    fsdp_communication_classes,
+    hide_fsdp_hooks_from_modes,
     reduce_unused_parameters,
 )
 from phalanx.mesh.gloo_collectives import gather_rows, scatter_sum
@@ -98,7 +98,7 @@ def _shard_units(
             fully_shard(
                 module, reshard_after_forward=free, mp_policy=block_policy, **expert_options
             )
-            hide_from_modes(module)
+            hide_fsdp_hooks_from_modes(module)
     for group in groups:
         fully_shard(group, reshard_after_forward=free, mp_policy=block_policy, **shared)
     # The root holds embedding and head, which the backward needs at once: freeing them would
@@ -235,7 +235,7 @@ def _charge_communication_time(unit: FSDPModule, context: ParallelContext) -> No
     part of their seconds, and "collective" has only what the step itself waits for (its one
     reduction, tensor and context parallelism).
     """
-    gather_class, scatter_class = fsdp_comm_classes()
+    gather_class, scatter_class = fsdp_communication_classes()
     phases, traffic = context.phases, context.traffic.gradients
     num_replicas = context.plan.layout.reduced.dp_replicate
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from phalanx.core.digest import stable_hash64
-from phalanx.mesh.counter_rng import keep_mask
+from phalanx.mesh.counter_rng import make_dropout_keep_mask
 
 ReplayContext = Callable[[], AbstractContextManager[None]]
 
@@ -123,7 +123,7 @@ class DropoutRng:
             offsets[part.dim], global_shape[part.dim] = part.locate(shape[part.dim])
         # `keep_mask` counts by rows, which it takes for dimension 0.
         order = [rows_dim, *(dim for dim in range(len(shape)) if dim != rows_dim)]
-        mask = keep_mask(
+        mask = make_dropout_keep_mask(
             stable_hash64("dropout", self.seed, moment.step, name, call),
             keep,
             (moment.num_rows, per_row, *(shape[dim] for dim in order[1:])),

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from phalanx.core.errors import LayoutError
 from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.grouped import cache_group_sizes
-from phalanx.mesh.logical import Box, Cut, full_name, local_tensor
+from phalanx.mesh.logical import Box, TensorParallelCut, full_name, local_tensor
 from phalanx.parallel.pipeline.staged import PipelineStageGroup
 from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.plan.plan import Plan
@@ -57,7 +57,7 @@ class ExpertParallel:
             )
         mesh = context.mesh.submesh("ep")
         group = ExpertGroup(mesh.get_group(), layout.ep, context.phases)
-        cuts: dict[str, Cut] = {}
+        cuts: dict[str, TensorParallelCut] = {}
         for name, part in mixtures.items():
             part.dispatch = DispatchBetweenRanks(group)
             cuts |= _split_experts(
@@ -113,9 +113,9 @@ def _require_divisible_experts(plan: Plan) -> None:
 
 def _split_experts(
     experts: nn.Module, prefix: str, group: ExpertGroup, cuts: Any, *, tp: int
-) -> dict[str, Cut]:
+) -> dict[str, TensorParallelCut]:
     """Every parameter [E, ...] of `experts` becomes this rank's [E / P, ...]."""
-    expert_cuts: dict[str, Cut] = {}
+    expert_cuts: dict[str, TensorParallelCut] = {}
     for path, parameter in list(experts.named_parameters()):
         name, total = f"{prefix}.{full_name(path)}", parameter.shape[0]
         if total % group.size:
@@ -134,12 +134,12 @@ def _split_experts(
         )
         setattr(owner, path.rpartition(".")[2], local)
         full_boxes = (Box((0,) * parameter.ndim, (0,) * parameter.ndim, tuple(parameter.shape)),)
-        before = cuts.get(name) or Cut(tuple(parameter.shape), full_boxes)
+        before = cuts.get(name) or TensorParallelCut(tuple(parameter.shape), full_boxes)
         boxes = (
             replace(box, global_offset=(start, *box.global_offset[1:]), size=(size, *box.size[1:]))
             for box in before.boxes
         )
-        expert_cuts[name] = Cut(before.global_shape, tuple(boxes), ep=group.size)
+        expert_cuts[name] = TensorParallelCut(before.global_shape, tuple(boxes), ep=group.size)
     return expert_cuts
 
 

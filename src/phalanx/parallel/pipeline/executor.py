@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from phalanx.core.errors import LayoutError, PhalanxError
-from phalanx.mesh.casts import share_casts
+from phalanx.mesh.casts import sharing_autocast_casts
 from phalanx.mesh.tensor_group import TensorGroup
 from phalanx.parallel.dropout.interceptor import RandomOpInterceptor
 from phalanx.parallel.executor import AddLoss, Batch, Objective
@@ -107,7 +107,7 @@ class PipelineExecutor:
             queue = self._open_queue(schedule, microbatches)
             self.is_under_way = True
             # Microbatches share the casts of weights that autocast makes: each would make its own.
-            with share_casts():
+            with sharing_autocast_casts():
                 for index, action in enumerate(schedule.actions[self.staged.stage_group.rank]):
                     queue.start_receives(index)
                     self._run_action(action, queue, microbatches, objective, step, add)

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from phalanx.core.errors import LayoutError
-from phalanx.mesh.casts import cast_for_each_use
+from phalanx.mesh.casts import casting_for_each_use
 from phalanx.mesh.logical import local_tensor
 
 BEFORE, INSIDE, AFTER = "before", "between", "after"
@@ -100,7 +100,7 @@ class StageForward:
         without = arrived is not None
         with (
             torch.set_grad_enabled(window.enables_grad and not without),
-            cast_for_each_use(without),
+            casting_for_each_use(without),
         ):
             try:
                 with _RefuseDataDependentResults(window) if looks else nullcontext():

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from phalanx.mesh.casts import cast_for_each_use
+from phalanx.mesh.casts import casting_for_each_use
 from phalanx.mesh.grouped import autocast_type, grouped_linear, grouped_matmul, grouped_weight_grad
-from phalanx.mesh.linear import is_grouped
+from phalanx.mesh.linear import is_grouped_linear
 
 GradWork = Callable[[], None]
 
@@ -86,7 +86,7 @@ def split_backward_of_linears(module: nn.Module) -> None:
             and "forward" not in part.__dict__
         ):
             part.forward = _DeferringLinear(part)  # type: ignore[method-assign]
-        elif is_grouped(part):
+        elif is_grouped_linear(part):
             part.forward = _DeferringGroupedLinear(part)  # type: ignore[method-assign]
 
 
@@ -173,7 +173,7 @@ class _LinearDeferringGradient(torch.autograd.Function):
         # The parameter itself: what a recomputation saves of it would be another tensor, without
         # its gradient.
         ctx.weight, ctx.bias = weight, bias
-        with cast_for_each_use():
+        with casting_for_each_use():
             return F.linear(used, weight, bias)
 
     @staticmethod

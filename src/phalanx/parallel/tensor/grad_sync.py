@@ -8,7 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from phalanx.mesh.logical import Cut, compose_cut, full_name, local_tensor, shard_of
+from phalanx.mesh.logical import (
+    TensorParallelCut,
+    compose_cut,
+    full_name,
+    local_tensor,
+    make_logical_shard,
+)
 from phalanx.mesh.tensor_group import TensorGroup
 
 
@@ -24,7 +30,7 @@ class PartialGradients:
         self,
         group: TensorGroup,
         partial: Sequence[tuple[str, nn.Parameter]],
-        cuts: Mapping[str, Cut],
+        cuts: Mapping[str, TensorParallelCut],
     ) -> None:
         self._group, self._cuts = group, cuts
         self._partial = {name for name, _ in partial}
@@ -72,7 +78,9 @@ class PartialGradients:
         gradient = local_tensor(parameter.grad)
         if name in self._partial:
             return [(gradient, 0, 1)]
-        shard = compose_cut(self._cuts[name], shard_of(name, parameter, replica=0, num_replicas=1))
+        shard = compose_cut(
+            self._cuts[name], make_logical_shard(name, parameter, replica=0, num_replicas=1)
+        )
         pieces, rank, size = [], self._group.rank, self._group.size
         for box in shard.boxes:
             if box.num_replicas > 1:

@@ -97,7 +97,7 @@ def make_embedding(part: nn.Embedding, name: str, vocabulary: VocabularyShard) -
         )
     size = vocabulary.sizes[vocabulary.group.rank]
     if part.padding_idx is not None:
-        local_padding = part.padding_idx - vocabulary.start
+        local_padding = part.padding_idx - vocabulary.first_row
         part.padding_idx = None
         if 0 <= local_padding < size:
             part.padding_idx = local_padding
@@ -116,7 +116,7 @@ def _embedding_forward(
             if highest < total:
                 token = lowest
             raise DataError(f"token {token} is none of the {total} of the embedding")
-    local_ids = ids - vocabulary.start
+    local_ids = ids - vocabulary.first_row
     is_elsewhere = (local_ids < 0) | (local_ids >= part.num_embeddings)
     # Tokens of other ranks look up any row, and what they get is taken out below.
     embedded = F.embedding(local_ids.masked_fill(is_elsewhere, 0), part.weight, part.padding_idx)

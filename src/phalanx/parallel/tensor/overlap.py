@@ -102,7 +102,7 @@ class _RowSum(torch.autograd.Function):
             group.start_all_reduce(F.linear(x[:, rows], weight))
             for rows in _split_into_chunks(x.shape[SEQUENCE], group)
         ]
-        with group.timed("all_reduce", "all_reduce activations"):
+        with group.timing_collective("all_reduce", "all_reduce activations"):
             return torch.cat([group.wait(part) for part in parts], dim=SEQUENCE)
 
     @staticmethod
@@ -128,7 +128,7 @@ class _RowScatter(torch.autograd.Function):
             product = F.linear(by_rank[:, :, rows], weight)
             # Transposed to [ranks, B, tokens, F]: a reduce-scatter cuts the first dimension.
             parts.append((product.shape, group.start_reduce_scatter(product.transpose(0, 1))))
-        with group.timed("reduce_scatter", "reduce_scatter sequence"):
+        with group.timing_collective("reduce_scatter", "reduce_scatter sequence"):
             done = [group.wait(part).view(shape[0], *shape[2:]) for shape, part in parts]
         return torch.cat(done, dim=SEQUENCE)
 
@@ -143,7 +143,7 @@ class _RowScatter(torch.autograd.Function):
         # All gathers are started before the first product: each travels beside those before it.
         grad_x, grad_weight = torch.empty_like(by_rank), torch.zeros_like(weight)
         for rows, part in zip(spans, parts, strict=True):
-            with group.timed("all_gather", "all_gather sequence"):
+            with group.timing_collective("all_gather", "all_gather sequence"):
                 gathered = group.wait(part).unflatten(0, (group.size, -1)).transpose(0, 1)
             grad_x[:, :, rows] = gathered @ weight
             grad_weight += _flatten_tokens(gathered).T @ _flatten_tokens(by_rank[:, :, rows])
@@ -176,7 +176,7 @@ class _CopyColumns(torch.autograd.Function):
                 group.start_all_reduce(_sum_of_products([g[:, rows] for g in grads], weights))
             )
         grad_weights = [_flatten_tokens(grad).T @ _flatten_tokens(x) for grad in grads]
-        with group.timed("all_reduce", "all_reduce activations"):
+        with group.timing_collective("all_reduce", "all_reduce activations"):
             grad_x = torch.cat([group.wait(part) for part in parts], dim=SEQUENCE)
         return grad_x, None, *grad_weights
 
@@ -197,7 +197,7 @@ class _GatherColumns(torch.autograd.Function):
         gathered = x.new_empty(x.shape[0], group.size, *x.shape[1:])  # [B, ranks, T / ranks, D]
         outputs = [x.new_empty(*gathered.shape[:-1], weight.shape[0]) for weight in weights]
         for rows, part in zip(spans, parts, strict=True):
-            with group.timed("all_gather", "all_gather sequence"):
+            with group.timing_collective("all_gather", "all_gather sequence"):
                 gathered[:, :, rows] = (
                     group.wait(part).unflatten(0, (group.size, -1)).transpose(0, 1)
                 )
@@ -218,7 +218,7 @@ class _GatherColumns(torch.autograd.Function):
             product = _sum_of_products([g[:, :, rows] for g in by_rank], weights)
             parts.append((product.shape, group.start_reduce_scatter(product.transpose(0, 1))))
         grad_weights = [_flatten_tokens(grad).T @ _flatten_tokens(gathered) for grad in by_rank]
-        with group.timed("reduce_scatter", "reduce_scatter sequence"):
+        with group.timing_collective("reduce_scatter", "reduce_scatter sequence"):
             done = [group.wait(part).view(shape[0], *shape[2:]) for shape, part in parts]
         return torch.cat(done, dim=SEQUENCE), None, *grad_weights
 

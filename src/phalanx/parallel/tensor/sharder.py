@@ -10,8 +10,14 @@ import torch
 from torch import nn
 
 from phalanx.core.errors import LayoutError
-from phalanx.mesh.linear import classify_module, first_of_stack, input_dim, is_conv1d, output_dim
-from phalanx.mesh.logical import Box, Cut, full_name
+from phalanx.mesh.linear import (
+    classify_module,
+    first_expert_parameter_name,
+    input_dim,
+    is_conv1d,
+    output_dim,
+)
+from phalanx.mesh.logical import Box, TensorParallelCut, full_name
 from phalanx.mesh.tensor_group import TensorGroup, VocabularyShard
 from phalanx.parallel.protocol import ParallelContext
 from phalanx.parallel.tensor import modules as tp_modules
@@ -22,7 +28,9 @@ from phalanx.plan.rule_checks import require_cuttable, require_fused_expert_part
 from phalanx.plan.rules import CUTS, DimSlice, Rule, find_rule
 
 
-def shard_module(module: nn.Module, group: TensorGroup, rules: Sequence[Rule]) -> dict[str, Cut]:
+def shard_module(
+    module: nn.Module, group: TensorGroup, rules: Sequence[Rule]
+) -> dict[str, TensorParallelCut]:
     """Cut a module in place, for one rank of `group`."""
     sharder = ModuleSharder(module, group, rules)
     sharder.shard()
@@ -39,11 +47,13 @@ class ModuleSharder:
     module: nn.Module
     group: TensorGroup
     rules: Sequence[Rule]
-    cuts: dict[str, Cut] = field(default_factory=dict)
+    cuts: dict[str, TensorParallelCut] = field(default_factory=dict)
     # Modules of which another stage of a pipeline holds parameters.
     absent: frozenset[str] = frozenset()
     is_stage: bool = False
-    _replaced: dict[nn.Parameter, tuple[nn.Parameter, Cut]] = field(default_factory=dict)
+    _replaced: dict[nn.Parameter, tuple[nn.Parameter, TensorParallelCut]] = field(
+        default_factory=dict
+    )
     _vocabularies: list[tuple[nn.Module, VocabularyShard]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -251,7 +261,7 @@ class ModuleSharder:
                 fix="parallel.sequence_parallel=false",
             )
         # Gate and up are fused in the first matrix (parts=2); `down` takes one product of both.
-        first, hidden = first_of_stack(part), part.down_proj.shape[2]  # type: ignore[union-attr,index]
+        first, hidden = first_expert_parameter_name(part), part.down_proj.shape[2]  # type: ignore[union-attr,index]
         require_fused_expert_parts(rule, name, classify_module(part, is_attention=False))
         self._shard_parameter(
             name,
@@ -358,8 +368,10 @@ def _total_length(spans: Sequence[DimSlice]) -> int:
     return sum(span.size for span in spans)
 
 
-def _build_cut_boxes(shape: tuple[int, ...], dim: int, spans: Sequence[DimSlice]) -> Cut:
-    return Cut(shape, tuple(_list_boxes_of_spans(shape, dim, spans)))
+def _build_cut_boxes(
+    shape: tuple[int, ...], dim: int, spans: Sequence[DimSlice]
+) -> TensorParallelCut:
+    return TensorParallelCut(shape, tuple(_list_boxes_of_spans(shape, dim, spans)))
 
 
 def _list_boxes_of_spans(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.core.batch import outermost_names, unflatten_entry
+from phalanx.core.batch import list_outermost_names, unflatten_entry
 from phalanx.job.schema import Job
 from phalanx.nn.build import build_objective
 from phalanx.nn.objective import CausalOutput
@@ -33,7 +33,7 @@ class JobLoss:
     def compute_outputs(self, module: nn.Module, batch: Batch) -> Any:
         """The module's outputs for a batch."""
         extras = pick_forward_arguments(inspect.signature(module.forward).parameters, batch)
-        if "inputs" not in outermost_names(batch):
+        if "inputs" not in list_outermost_names(batch):
             return module(**extras)
         return module(unflatten_entry(batch, "inputs"), **extras)
 
@@ -42,7 +42,9 @@ class JobLoss:
         can_read = isinstance(outputs, torch.Tensor | CausalOutput)
         if self._is_textbook and can_read:
             return plain_cross_entropy(outputs, batch)
-        nested = {key: unflatten_entry(batch, key) for key in outermost_names(batch)} | dict(batch)
+        nested = {key: unflatten_entry(batch, key) for key in list_outermost_names(batch)} | dict(
+            batch
+        )
         if not getattr(self._objective, READS_PARTS, False):
             outputs = gather_logits(outputs)
         return self._objective(outputs, nested)
@@ -55,6 +57,6 @@ def pick_forward_arguments(names: Mapping[str, Any], batch: Batch) -> dict[str, 
     """The entries of a batch, besides inputs and targets, that a forward has arguments for."""
     return {
         key: unflatten_entry(batch, key)
-        for key in outermost_names(batch)
+        for key in list_outermost_names(batch)
         if key not in ("inputs", "targets") and key in names
     }

@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from phalanx.core.batch import BYTE_VOCAB_SIZE
 from phalanx.core.errors import LayoutError
-from phalanx.core.registry import resolve
+from phalanx.core.registry import resolve_kind
 from phalanx.data.user_dataset import UserSamples, open_user_dataset
 from phalanx.job.schema import Job
 from phalanx.job.user_dataset import is_own_dataset
@@ -45,7 +45,7 @@ def answer_probe_request(request: dict[str, Any]) -> dict[str, Any]:
     plan = Plan.from_json(request["plan"])
     try:
         if job.model.objective is not None:
-            resolve(job.model.objective, MODELS, "objective")
+            resolve_kind(job.model.objective, MODELS, "objective")
     except LayoutError as error:
         return asdict(RowMixing(unknown=str(error)))
     batch = sample_batch(job, plan)

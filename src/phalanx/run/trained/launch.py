@@ -86,7 +86,7 @@ def run_ranks(
     if (refusal := scratch.find_rank_refusal(outcome)) is not None:
         raise refusal
     if outcome.status == "failed":
-        message = Redactor(os.environ).text(scratch.failure_message(outcome))
+        message = Redactor(os.environ).redact_text(scratch.failure_message(outcome))
         raise RanksEndedEarlyError(outcome.exit_code or ExitCode.INTERNAL, message)
     if outcome.exit_code != ExitCode.OK:
         raise RanksEndedEarlyError(outcome.exit_code)
