@@ -156,8 +156,8 @@ class MeasuredPipeline:
         if extra > UNEXPLAINED:
             advice.append(
                 f"{formats.format_percent(extra, 1.0)} of the ranks' time follows from neither"
-                " schedule nor stages: it is sending, or ranks that share cores or wait for something"
-                " else."
+                " schedule nor stages: it is sending, or ranks that share cores or wait for"
+                " something else."
             )
         if not advice:
             advice.append(
