@@ -82,7 +82,8 @@ class Bench:
         self.state = make_state(mesh, total_bytes)
         self.plain = [torch.empty_like(tensor.to_local()) for tensor in self.state.values()]
         self.shards = {
-            name: make_logical_shard(name, t, replica=0, num_replicas=1) for name, t in self.state.items()
+            name: make_logical_shard(name, t, replica=0, num_replicas=1)
+            for name, t in self.state.items()
         }
         storage = RunStorage.open(folder / "phalanx")
         self.store = storage.store
