@@ -43,7 +43,7 @@ from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import CausalOutput, causal_cross_entropy
 from phalanx.nn.rotary import rotary_table
 from phalanx.optim.build import build_optimizer
-from phalanx.parallel.parallelize import parallelize, discover_transforms
+from phalanx.parallel.parallelize import discover_transforms, parallelize
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan

@@ -42,7 +42,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from phalanx.job.schema import Job
 from phalanx.mesh.compat import quiet_torch
 from phalanx.mesh.mesh import open_mesh
-from phalanx.parallel.parallelize import parallelize, discover_transforms
+from phalanx.parallel.parallelize import discover_transforms, parallelize
 from phalanx.parallel.pipeline.weight_grads import defer_weight_gradient
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, default_stages_per_rank
