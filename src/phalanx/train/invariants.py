@@ -128,8 +128,8 @@ class RunInvariants:
             )
 
     def _is_due(self, step: int) -> bool:
-        every, last_step = self._job.observe.invariants_every, self._job.train.steps
-        return step in (self._first_step, last_step) or step % every == 0
+        check_interval, last_step = self._job.observe.invariants_every, self._job.train.steps
+        return step in (self._first_step, last_step) or step % check_interval == 0
 
     def _judge_weights(self, findings: WeightFindings | None) -> None:
         if findings is None or self._weights is None or self._weights.held is None:

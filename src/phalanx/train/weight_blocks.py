@@ -133,7 +133,7 @@ class BlocksOfRanks:
             for column in range(len(names)):
                 holders[int(keys_by_rank[rank, column])].append((rank, column))
         self._shared = [places for places in holders.values() if len(places) > 1]
-        pairs = [(places[0], place) for places in self._shared for place in places[1:]]
+        pairs = [(places[0], block_index) for places in self._shared for block_index in places[1:]]
         self._pairs = np.array(pairs, dtype=np.int64).reshape(-1, 2, 2)
         self.num_blocks, self.num_shared = len(holders), len(self._shared)
         """How many different blocks there are, and how many of them several ranks hold."""
@@ -145,7 +145,9 @@ class BlocksOfRanks:
         first, other = self._pairs[:, 0], self._pairs[:, 1]
         if not (digests[first[:, 0], first[:, 1]] == digests[other[:, 0], other[:, 1]]).all():
             for places in self._shared:
-                for index in _find_minority_digests([int(digests[place]) for place in places]):
+                for index in _find_minority_digests(
+                    [int(digests[block_index]) for block_index in places]
+                ):
                     is_blamed[places[index]] = True
         return self.find_tensors_on_ranks(is_blamed)
 
@@ -162,12 +164,12 @@ class BlocksOfRanks:
 def _find_minority_digests(digests: list[int]) -> list[int]:
     """Places of the digests that most others do not have; of all where no digest is that of more
     than half."""
-    (usual, count), *others = Counter(digests).most_common()
-    if not others:
+    (usual, count), *rarer_digests = Counter(digests).most_common()
+    if not rarer_digests:
         return []
     if 2 * count <= len(digests):
         return list(range(len(digests)))
-    return [place for place, digest in enumerate(digests) if digest != usual]
+    return [digest_index for digest_index, digest in enumerate(digests) if digest != usual]
 
 
 def exchange_blocks(
@@ -183,7 +185,7 @@ def exchange_blocks(
     counts = [
         int(count) for count in mesh.all_gather(torch.tensor([len(blocks)], device=mesh.device))
     ]
-    places = {name: place for place, name in enumerate(names)}
+    places = {name: name_index for name_index, name in enumerate(names)}
     row = torch.zeros(3, max(counts), dtype=torch.int64)
     for column, block in enumerate(blocks):
         row[0, column], row[1, column] = block.key, places[block.name]
@@ -198,6 +200,8 @@ def exchange_blocks(
             names_by_stage[stage] = names_of_rank
     names_by_rank: list[list[str]] = []
     for stage, count, each in zip(stages, counts, rows, strict=True):
-        names_by_rank.append([names_by_stage[stage][place] for place in each[1, :count].tolist()])
+        names_by_rank.append(
+            [names_by_stage[stage][name_index] for name_index in each[1, :count].tolist()]
+        )
     numbers = np.array([each.tolist() for each in rows], dtype=np.int64)
     return max(counts), BlocksOfRanks(numbers[:, 0], names_by_rank, numbers[:, 2] != 0)

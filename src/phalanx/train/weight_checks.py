@@ -76,7 +76,7 @@ class WeightChecks:
     @torch.no_grad()
     def begin_update(self) -> None:
         """Digest what the update that follows may change."""
-        own = list_compared_tensors(self._model, self._alike)
+        model_tensors = list_compared_tensors(self._model, self._alike)
         updated = _select_trained_parameters(self._optimizer_tensors_by_name())
         groups = self._optimizer.param_groups
         group_of = {id(p): group for group in groups for p in group["params"]}
@@ -86,23 +86,25 @@ class WeightChecks:
             # What the optimizer does not have should move as what it has.
             group = group_of.get(id(parameter), groups[0])
             self._must_move[name] = must_parameter_move(parameter, group)
-            self._before[name] = self._digest_tensor(name, own[name], parameter)
+            self._before[name] = self._digest_tensor(name, model_tensors[name], parameter)
 
     @torch.no_grad()
     def finish_step(self, step: int) -> None:
         """Compare weights with those before the update, if there was one, and begin to gather the
         digests of all ranks. Collective."""
-        own, in_model = (
+        model_tensors, in_model = (
             list_compared_tensors(self._model, self._alike),
             self._optimizer_tensors_by_name(),
         )
         updated = _select_trained_parameters(in_model)
-        missing, num_foreign = self._check_optimizer(own, updated, in_model.values())
-        digests = [digest_bits(select_block(block, own[block.name])) for block in self._blocks]
+        missing, num_foreign = self._check_optimizer(model_tensors, updated, in_model.values())
+        digests = [
+            digest_bits(select_block(block, model_tensors[block.name])) for block in self._blocks
+        ]
         movements: dict[str, torch.Tensor] = {}
         for name, before in self._before.items():
             after = [digests[column] for column in self._columns[name]]
-            after += self._digest_optimizer_tensor(own[name], updated[name])
+            after += self._digest_optimizer_tensor(model_tensors[name], updated[name])
             movements[name] = self._flag_parameters_that_must_move(name, before, after)
         row = self._build_exchange_row(digests, movements, missing, num_foreign)
         with self._model.phases("collective", "all_gather digests of weights"):
@@ -158,7 +160,7 @@ class WeightChecks:
 
     def _check_optimizer(
         self,
-        own: dict[str, torch.Tensor],
+        model_tensors: dict[str, torch.Tensor],
         updated: dict[str, nn.Parameter],
         in_model: Iterable[nn.Parameter],
     ) -> tuple[list[str], int]:
@@ -166,7 +168,9 @@ class WeightChecks:
         in_optimizer = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
         missing = []
         for name, parameter in updated.items():
-            if id(parameter) not in in_optimizer or not _shares_storage(own[name], parameter):
+            if id(parameter) not in in_optimizer or not _shares_storage(
+                model_tensors[name], parameter
+            ):
                 missing.append(name)
         return missing, len(in_optimizer - {id(parameter) for parameter in in_model})
 

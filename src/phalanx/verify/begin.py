@@ -50,10 +50,12 @@ def write_starting_weights(model: ParallelModel, trace: Trace) -> None:
                 continue
             shard = shards[name]
             for box in shard.boxes:
-                here = shard.tensor[box.local_slices]
-                wanted = reader.block(name, box.global_offset, box.size)
-                if here.shape == wanted.shape and not torch.equal(here.cpu(), wanted):
-                    here.copy_(wanted)
+                local_block = shard.tensor[box.local_slices]
+                reference_block = reader.block(name, box.global_offset, box.size)
+                if local_block.shape == reference_block.shape and not torch.equal(
+                    local_block.cpu(), reference_block
+                ):
+                    local_block.copy_(reference_block)
                     is_changed = True
     if is_changed:
         model.refresh()

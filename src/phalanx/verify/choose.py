@@ -146,8 +146,8 @@ def choose_layouts(
     # Before the job is changed, of which this says what is left out.
     dtypes = resolve_types(types, detect_precision(job))
     omissions = list_not_judged(job, dtypes)
-    asked, job = job, make_verified_job(job, num_ranks)
-    notes.append(f"changed {describe_changes(asked, job)}")
+    requested_job, job = job, make_verified_job(job, num_ranks)
+    notes.append(f"changed {describe_changes(requested_job, job)}")
     if job.data.mixture or not (
         job.data.source == Data().source or is_own_dataset(job.data.source)
     ):

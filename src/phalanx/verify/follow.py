@@ -94,7 +94,7 @@ def follow(
     Collective.
     """
     observations = _observe_start(model, trace)
-    applied, kept = AppliedBlocks(trace), KeptErrors(model)
+    applied, unsent_errors = AppliedBlocks(trace), KeptErrors(model)
     share = {"share": model.mesh.data_parallel_rank, "shares": model.plan.layout.data_parallel_size}
     watch = DropoutWatch(model.module, seed, **share) if trace.dropped else None
     write_starting_weights(model, trace)
@@ -114,12 +114,12 @@ def follow(
         gradients, kind = gradient_shards(model), gradients_of(number)
         # By its own norm: an error of the norm is not one of every gradient.
         unclipped = _undo_clipping(gradients, facts.grad_norm, reference.max_norm)
-        if kept.are_kept:
+        if unsent_errors.are_kept:
             observations.apart["sent"] = max(
                 observations.apart.get("sent", 0.0),
                 _distance(compare_blocks(trace, kind, unclipped)),
             )
-            unclipped = kept.complete(facts.num_targets, unclipped)
+            unclipped = unsent_errors.complete(facts.num_targets, unclipped)
             observations.norms[-1] = _norm_of(unclipped)
         observations.tensors[kind] = compare_blocks(trace, kind, unclipped)
         observations.digests[kind] = digest_blocks(gradients)
@@ -163,8 +163,8 @@ def _observe_update(
         since = BEGIN if kind == weights_of(number) else None
         observations.tensors[kind] = compare_blocks(trace, kind, shards, since=since)
         if number == trace.num_steps - 1:
-            held = {name: shards[name] for name in trace.sizes[kind] if name in shards}
-            observations.digests[kind] = digest_blocks(held)
+            shards_of_kind = {name: shards[name] for name in trace.sizes[kind] if name in shards}
+            observations.digests[kind] = digest_blocks(shards_of_kind)
 
 
 def _read_loads(model: ParallelModel) -> dict[str, tuple[int, ...]]:
@@ -194,11 +194,11 @@ def apply_gradients(
             if name not in applied.names:
                 continue
             for box in shard.boxes:
-                here = shard.tensor[box.local_slices]
+                local_block = shard.tensor[box.local_slices]
                 block = reader.block(name, box.global_offset, box.size)
                 # Of another shape it stands where no such block is, which is found by itself.
-                if here.shape == block.shape:
-                    here.copy_(block * factor)
+                if local_block.shape == block.shape:
+                    local_block.copy_(block * factor)
 
 
 def list_boxes(

@@ -87,16 +87,16 @@ class HuggingFaceImplementation:
         with TemporaryDirectory(dir=self.directory) as folder, cast_to_float64() as casts:
             exported, gradients = Path(folder) / "weights", Path(folder) / "gradients"
             self._export(module, exported)
-            theirs = _load_exported(exported)
-            casts.is_narrowed = _has_narrow_tensors(theirs)
+            hugging_face_model = _load_exported(exported)
+            casts.is_narrowed = _has_narrow_tensors(hugging_face_model)
             total, count = 0.0, 0
             for batch in microbatches:
-                loss = self._loss_sum(theirs, batch)
+                loss = self._loss_sum(hugging_face_model, batch)
                 loss.backward()
                 total += loss.item()
                 count += int((batch["targets"] != IGNORE_INDEX).sum())
             narrows = casts.is_narrowed
-            _write_gradients(theirs, count, gradients)
+            _write_gradients(hugging_face_model, count, gradients)
             return StepResult(total / count, count, self._read_tensors(gradients), narrows=narrows)
 
     def _export(self, module: nn.Module, directory: Path) -> None:
@@ -110,15 +110,17 @@ class HuggingFaceImplementation:
         except MismatchError as error:
             raise _describe_other_weights("exported weight", error) from None
 
-    def _loss_sum(self, theirs: Any, batch: Batch) -> torch.Tensor:
+    def _loss_sum(self, hugging_face_model: Any, batch: Batch) -> torch.Tensor:
         targets = batch["targets"]
         if self.shape.reads_images:
-            logits = theirs(pixel_values=batch["inputs"]).logits
+            logits = hugging_face_model(pixel_values=batch["inputs"]).logits
             return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
         # Positions that begin again are documents to transformers, too.
         positions = batch.get("positions")
-        logits = theirs(input_ids=batch["inputs"], position_ids=positions, use_cache=False).logits
-        loss: torch.Tensor = theirs.loss_function(
+        logits = hugging_face_model(
+            input_ids=batch["inputs"], position_ids=positions, use_cache=False
+        ).logits
+        loss: torch.Tensor = hugging_face_model.loss_function(
             logits=logits,
             labels=targets,
             shift_labels=targets,
@@ -166,9 +168,13 @@ def _load_exported(directory: Path) -> Any:
     raise WeightsError("exported weight", name, message)
 
 
-def _describe_other_weights(what: str, error: MismatchError | LayoutError) -> WeightsError:
+def _describe_other_weights(
+    tensor_description: str, error: MismatchError | LayoutError
+) -> WeightsError:
     # One line: `str()` of a mismatch is a table.
-    return WeightsError(what, _describe_mismatch(error), f"{error.what} ({error.why})")
+    return WeightsError(
+        tensor_description, _describe_mismatch(error), f"{error.what} ({error.why})"
+    )
 
 
 def _describe_mismatch(error: MismatchError | LayoutError) -> str:
@@ -216,14 +222,14 @@ class _ModuleReader:
 
 
 @torch.no_grad()
-def _write_gradients(theirs: Any, count: int, directory: Path) -> None:
+def _write_gradients(hugging_face_model: Any, count: int, directory: Path) -> None:
     """Write the gradients per target as transformers writes weights, in the weights' place."""
-    for parameter in theirs.parameters():
+    for parameter in hugging_face_model.parameters():
         if parameter.grad is None:
             parameter.zero_()
         else:
             parameter.copy_(parameter.grad / count)
-    theirs.save_pretrained(str(directory))
+    hugging_face_model.save_pretrained(str(directory))
 
 
 def why_no_hugging_face_row(job: Job, plan: Plan) -> str:

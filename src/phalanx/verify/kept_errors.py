@@ -35,10 +35,10 @@ class KeptErrors:
         plan, complete = self._model.plan, {}
         per_target = plan.layout.data_parallel_size * plan.targets_per_rank / num_targets
         compression = self._model.compression
-        kept = {} if compression is None else compression.unsent_gradients()
+        unsent_by_name = {} if compression is None else compression.unsent_gradients()
         for name, shard in sent.items():
             # A copy: the ranks' sum is taken in place, and the layout goes on with what it keeps.
-            kept_part = kept.get(name, torch.zeros_like(shard.tensor)).clone()
+            kept_part = unsent_by_name.get(name, torch.zeros_like(shard.tensor)).clone()
             self._model.mesh.all_reduce_sum(kept_part)
             grown = kept_part - self._before.get(name, torch.zeros_like(kept_part))
             self._before[name] = kept_part

@@ -46,10 +46,10 @@ class OutputTrace(PhaseRecorder):
             rows = sum(map(len, parts))
             fewest[phase] = min(rows, fewest.get(phase, rows))
         tensors: dict[str, torch.Tensor] = {}
-        for place, ((phase, name, width), parts) in enumerate(self._parts.items()):
+        for output_index, ((phase, name, width), parts) in enumerate(self._parts.items()):
             projection_BT = torch.cat(parts)
             if len(projection_BT) == fewest[phase]:
-                tensors[f"{phase}/{place}/{width}/{name}"] = projection_BT
+                tensors[f"{phase}/{output_index}/{width}/{name}"] = projection_BT
         if tensors:
             save_file(tensors, directory / OUTPUTS)
 
@@ -82,12 +82,12 @@ class OutputWatch:
             return []
         firsts: dict[int, FirstOutput] = {}
         for key, reference_BT in load_file(directory / OUTPUTS).items():
-            phase, place, width, name = key.split("/", 3)
+            phase, output_index, width, name = key.split("/", 3)
             found = self._compare(phase, name, int(width), reference_BT, tolerance)
             if found is None:
                 continue
             step = int(phase.rpartition("-")[2])
-            first = (step, int(place), name, found.error, found.row, found.token)
+            first = (step, int(output_index), name, found.error, found.row, found.token)
             if step not in firsts or first[1] < firsts[step][1]:
                 firsts[step] = first
         return [firsts[step] for step in sorted(firsts)]

@@ -61,8 +61,10 @@ class PlainImplementation:
         gradients = gradients_per_target(parameters, count)
         if isinstance(self.settings, VisionSettings):
             return StepResult(total / count, count, gradients)
-        whole = {key: torch.cat([batch[key] for batch in microbatches]) for key in microbatches[0]}
-        biases = plain_biases(self.settings, parameters, buffers, whole)
+        global_batch = {
+            key: torch.cat([batch[key] for batch in microbatches]) for key in microbatches[0]
+        }
+        biases = plain_biases(self.settings, parameters, buffers, global_batch)
         return StepResult(total / count, count, gradients, biases)
 
     def _loss(

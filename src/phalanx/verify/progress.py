@@ -60,12 +60,12 @@ class RowTimes:
         all_seconds = [seconds for of_kind in self._seconds.values() for seconds in of_kind]
         if not all_seconds:
             return None
-        left = 0.0
+        seconds_left = 0.0
         for dtype, layout in remaining:
             of_kind = self._seconds.get(_kind_of_row(dtype, layout), all_seconds)
-            left += sum(of_kind) / len(of_kind)
+            seconds_left += sum(of_kind) / len(of_kind)
         # The row that is judged now has had some of its time.
-        return max(0.0, left - (self.clock() - self._began))
+        return max(0.0, seconds_left - (self.clock() - self._began))
 
 
 def _kind_of_row(dtype: str, layout: str) -> str:

@@ -118,9 +118,9 @@ def _judge_run(
 ) -> Row | None:
     """The row of a run through the trainer on rank 0, None on the others. Collective."""
     mesh = references.mesh
-    place = TrainerPlace(mesh, payload.run_dir, payload.data_dir, payload.model_name)
+    trainer_place = TrainerPlace(mesh, payload.run_dir, payload.data_dir, payload.model_name)
     run = TrainerCase(case.name, case.parallel, case.plan, case.other_name, other_plan)
-    row = judge_trainer(make_trainer_job(payload.job), run, place)
+    row = judge_trainer(make_trainer_job(payload.job), run, trainer_place)
     if mesh.rank != 0:
         return None
     return row

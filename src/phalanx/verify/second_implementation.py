@@ -108,8 +108,8 @@ def judge_by_implementation(
             )
             break
         with use_block_sizes(sizes):
-            own = _compute_own(job, plan, module, microbatches)
-        differences += _compare(number, own, other, order, second.cause)
+            own_step = _compute_own(job, plan, module, microbatches)
+        differences += _compare(number, own_step, other, order, second.cause)
         narrows = narrows or other.narrows
         _move_weights(module)
     tolerance, notes = TOLERANCE[dtype], second.notes
@@ -189,7 +189,7 @@ def _compute_own(
 
 
 def _compare(
-    step: int, own: StepResult, other: StepResult, order: Sequence[str], cause: str
+    step: int, own_step: StepResult, other: StepResult, order: Sequence[str], cause: str
 ) -> Iterator[Difference]:
     """All that is compared, in the order in which things go wrong: of the gradients first the one
     that is nearest to the loss."""
@@ -200,18 +200,18 @@ def _compare(
             error = math.inf
         return Difference(what, name, step, error, 0, (0,), "whole", cause)
 
-    error = abs(own.loss - other.loss) / abs(other.loss)
-    if own.num_targets != other.num_targets:
+    error = abs(own_step.loss - other.loss) / abs(other.loss)
+    if own_step.num_targets != other.num_targets:
         error = math.inf
     yield difference("loss", "", error)
     # Some gradients are 0 but for rounding: a key's bias without rotary positions.
     norms = {name: float(gradient.norm()) for name, gradient in other.gradients.items()}
     floor = 1e-4 * max(norms.values())
     for name in reversed(order):
-        off = float((own.gradients[name] - other.gradients[name]).norm())
+        off = float((own_step.gradients[name] - other.gradients[name]).norm())
         yield difference("gradient", name, off / max(norms[name], floor))
     for name, buffer in other.buffers.items():
-        off = float((own.buffers[name] - buffer).norm())
+        off = float((own_step.buffers[name] - buffer).norm())
         yield difference("buffer", name, off / max(float(buffer.norm()), 1e-30))
 
 

@@ -112,10 +112,10 @@ def _identify(selection: Selection) -> str | None:
     sources = sorted(PACKAGE.rglob("*.py"))
     for text in _list_texts(job):
         if OWN_CODE.fullmatch(text) and not is_hugging_face(text):
-            own = find_module_sources(text.partition(":")[0].split("."))
-            if not own:
+            own_sources = find_module_sources(text.partition(":")[0].split("."))
+            if not own_sources:
                 return None
-            sources += own
+            sources += own_sources
     work = [
         (dtype, case.name, dict(case.parallel), case.other_name) for dtype, case in selection.work
     ]

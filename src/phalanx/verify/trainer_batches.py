@@ -49,9 +49,9 @@ def make_run_batches(job: Job, plan: Plan, data_dir: Path | None) -> RunBatches:
     not where an own objective may not know what that is.
     """
     num_batches = NUM_STEPS + len(SOURCE_WEIGHTS)
-    made = make_global_steps(job, plan, data_dir, num_steps=num_batches)
+    global_steps = make_global_steps(job, plan, data_dir, num_steps=num_batches)
     batches: list[Batch] = []
-    for microbatches in cast_steps(made, torch.float64):
+    for microbatches in cast_steps(global_steps, torch.float64):
         batches.append(
             {key: torch.cat([batch[key] for batch in microbatches]) for key in microbatches[0]}
         )

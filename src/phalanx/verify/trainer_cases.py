@@ -54,15 +54,15 @@ def list_trainer_layouts(num_ranks: int) -> Iterator[tuple[str, dict[str, Any]]]
     yield "ddp", {"dp_replicate": num_ranks}
     yield "zero3", {"dp_shard": num_ranks, "zero_stage": 3}
     rest = num_ranks // 2
-    others: dict[str, Any] = {}
+    other_degrees: dict[str, Any] = {}
     if rest > 1:
-        others = {"dp_shard": rest, "zero_stage": 3}
-    infix = "-zero3" if others else ""
+        other_degrees = {"dp_shard": rest, "zero_stage": 3}
+    infix = "-zero3" if other_degrees else ""
     if num_ranks % 2 == 0:
-        yield f"tp2{infix}", {**others, "tp": 2}
+        yield f"tp2{infix}", {**other_degrees, "tp": 2}
     yield "zero1", {"dp_shard": num_ranks, "zero_stage": 1}
     if num_ranks % 2 == 0:
-        yield f"pp2{infix}-1f1b", {**others, "pp": 2, "schedule": "1f1b"}
+        yield f"pp2{infix}-1f1b", {**other_degrees, "pp": 2, "schedule": "1f1b"}
     yield (
         "zero1-offload-optimizer",
         {

@@ -36,27 +36,27 @@ class TrainerPlace:
     model_name: str
 
 
-def judge_trainer(job: Job, case: TrainerCase, place: TrainerPlace) -> Row:
+def judge_trainer(job: Job, case: TrainerCase, trainer_place: TrainerPlace) -> Row:
     """The row of one case of `make_trainer_cases`; `job` is that of `make_trainer_job`.
     Collective."""
     began = time.monotonic()
     refusal = explain_no_run(job)
     if refusal:
-        return _refuse(case, place, refusal)
-    batches = make_run_batches(job, case.plan, place.data_dir)
+        return _refuse(case, trainer_place, refusal)
+    batches = make_run_batches(job, case.plan, trainer_place.data_dir)
     readers: list[RunReader] = []
     for plan in (case.plan, case.other_plan):
-        reader = _open_reference(job, case, plan.num_microbatches, batches, place)
+        reader = _open_reference(job, case, plan.num_microbatches, batches, trainer_place)
         if isinstance(reader, str):
-            return _refuse(case, place, reader)
+            return _refuse(case, trainer_place, reader)
         readers.append(reader)
-    run = TrainerRun(job, case, batches, place.run_dir / case.name, *readers)
+    run = TrainerRun(job, case, batches, trainer_place.run_dir / case.name, *readers)
     try:
         observed = run.run()
     except LayoutError as error:
         # About the module, before any step, and the same on every rank.
-        return _refuse(case, place, str(error))
-    gathered = place.mesh.gather_json([attempt.to_json() for attempt in observed])
+        return _refuse(case, trainer_place, str(error))
+    gathered = trainer_place.mesh.gather_json([attempt.to_json() for attempt in observed])
     by_rank = [[AttemptObservation.from_json(body) for body in bodies] for bodies in gathered]
     comparator = RunComparator(
         by_rank,
@@ -69,7 +69,7 @@ def judge_trainer(job: Job, case: TrainerCase, place: TrainerPlace) -> Row:
     return Row(
         layout=case.name,
         parallel=case.parallel,
-        model=place.model_name,
+        model=trainer_place.model_name,
         dtype="float64",
         ok=first is None,
         errors=comparator.errors(),
@@ -83,17 +83,23 @@ def judge_trainer(job: Job, case: TrainerCase, place: TrainerPlace) -> Row:
 
 
 def _open_reference(
-    job: Job, case: TrainerCase, num_microbatches: int, batches: RunBatches, place: TrainerPlace
+    job: Job,
+    case: TrainerCase,
+    num_microbatches: int,
+    batches: RunBatches,
+    trainer_place: TrainerPlace,
 ) -> RunReader | str:
     """The reference in so many microbatches, which rank 0 writes where it is not there yet; or why
     there is none. Collective."""
-    directory = place.run_dir / f"trainer-reference-{num_microbatches}"
+    directory = trainer_place.run_dir / f"trainer-reference-{num_microbatches}"
     failure = ""
-    if place.mesh.rank == 0 and not (directory / FACTS).exists():
+    if trainer_place.mesh.rank == 0 and not (directory / FACTS).exists():
         failure = write_run_reference(directory, job, case.plan, batches, num_microbatches)
-    failure = place.mesh.gather_json(failure)[0]
+    failure = trainer_place.mesh.gather_json(failure)[0]
     return failure or RunReader(directory)
 
 
-def _refuse(case: TrainerCase, place: TrainerPlace, reason: str) -> Row:
-    return Row(case.name, case.parallel, place.model_name, "float64", None, {}, 0.0, refused=reason)
+def _refuse(case: TrainerCase, trainer_place: TrainerPlace, reason: str) -> Row:
+    return Row(
+        case.name, case.parallel, trainer_place.model_name, "float64", None, {}, 0.0, refused=reason
+    )

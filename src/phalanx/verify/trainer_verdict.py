@@ -167,8 +167,10 @@ class RunComparator:
                     continue
                 slot, _, name = key.partition("/")
                 cause = self._explain_state(f"{STATE}/{slot}", step, record, restored)
-                what = f"optimizer state {slot} of"
-                yield self._make_tensor_difference(what, name, step, abs(off), rank, "", cause)
+                kind_of_tensor = f"optimizer state {slot} of"
+                yield self._make_tensor_difference(
+                    kind_of_tensor, name, step, abs(off), rank, "", cause
+                )
 
     def _compare_counters(
         self, ranks: Sequence[StateObservation], record: RunRecord, restored: str
@@ -181,13 +183,15 @@ class RunComparator:
                 ("tokens seen", observed.tokens_seen, tokens),
                 ("samples seen", observed.samples_seen, step * self._batch_size),
             )
-            for what, actual, expected in pairs:
+            for kind_of_tensor, actual, expected in pairs:
                 if actual == expected:
                     continue
-                cause = f"{what}: {actual} after step {step}, not {expected}"
+                cause = f"{kind_of_tensor}: {actual} after step {step}, not {expected}"
                 if restored:
                     cause += f": not restored from the checkpoint ({restored})"
-                yield self._make_number_difference(what, step, abs(actual - expected), cause, rank)
+                yield self._make_number_difference(
+                    kind_of_tensor, step, abs(actual - expected), cause, rank
+                )
             following = step + 1
             if observed.asked_step not in (0, following):
                 cause = (
@@ -224,9 +228,11 @@ class RunComparator:
                 cause = self._explain_weight(name, sums, step, record, restored, is_evaluated)
             else:
                 cause = self._explain_state(kind, step, record, restored)
-            what = label or f"optimizer state {kind.partition('/')[2]} of"
-            held = attempts[rank].held.get(name, "")
-            yield self._make_tensor_difference(what, name, step, error, rank, held, cause)
+            kind_of_tensor = label or f"optimizer state {kind.partition('/')[2]} of"
+            held_blocks = attempts[rank].held.get(name, "")
+            yield self._make_tensor_difference(
+                kind_of_tensor, name, step, error, rank, held_blocks, cause
+            )
 
     def _find_off(
         self,
@@ -314,10 +320,10 @@ class RunComparator:
         sums = [observed.gradients for observed in ranks]
         off = self._find_off(sums, reference, GRADIENT, record.unused)
         for name, (error, rank) in off.items():
-            held = attempts[rank].held.get(name, "")
+            held_blocks = attempts[rank].held.get(name, "")
             cause = self._explain_gradients(sums, reference)
             yield self._make_tensor_difference(
-                "gradient", name, reference.step, error, rank, held, cause
+                "gradient", name, reference.step, error, rank, held_blocks, cause
             )
 
     def _compare_step_facts(
@@ -408,8 +414,12 @@ class RunComparator:
     ) -> str:
         actual, crossed, expected = 0.0, 0.0, 0.0
         for of_rank in sums:
-            for _, own, mixed, theirs in of_rank.values():
-                actual, crossed, expected = actual + own, crossed + mixed, expected + theirs
+            for _, own_squares, mixed, reference_squares in of_rank.values():
+                actual, crossed, expected = (
+                    actual + own_squares,
+                    crossed + mixed,
+                    expected + reference_squares,
+                )
         ratio = math.sqrt(actual / expected) if expected else math.inf
         is_parallel = abs(crossed - math.sqrt(actual * expected)) <= SAME * expected
         if is_parallel and abs(ratio - 1) > SAME:
@@ -455,10 +465,10 @@ class RunComparator:
         return self._make_tensor_difference(what, "", step, error, rank, "", cause)
 
     def _make_tensor_difference(
-        self, what: str, name: str, step: int, error: float, rank: int, held: str, cause: str
+        self, what: str, name: str, step: int, error: float, rank: int, held_blocks: str, cause: str
     ) -> Difference:
         # Steps of differences are counted from 0.
-        return Difference(what, name, max(0, step - 1), error, rank, (rank,), held, cause)
+        return Difference(what, name, max(0, step - 1), error, rank, (rank,), held_blocks, cause)
 
 
 def _list_checkpoints() -> tuple[int, ...]:

@@ -225,8 +225,8 @@ class Comparator:
         }
         if not firsts:
             return difference
-        place = min(first[1] for first in firsts.values())
-        ranks = tuple(rank for rank, first in firsts.items() if first[1] == place)
+        first_position = min(first[1] for first in firsts.values())
+        ranks = tuple(rank for rank, first in firsts.items() if first[1] == first_position)
         worst = max(ranks, key=lambda rank: replace_nan(firsts[rank][3]))
         name, error = firsts[worst][2:4]
         row, token = min(tuple(firsts[rank][4:]) for rank in ranks)

@@ -82,11 +82,11 @@ def _is_within_capacity(settings: PlainSettings, chosen_BTE: torch.Tensor) -> to
     room = max(1, math.ceil(settings.expert_capacity * share - 1e-6))
     has_room = torch.zeros_like(chosen_BTE)
     for row in range(batch_size):
-        taken = [0] * num_experts
+        num_taken = [0] * num_experts
         for token in range(num_tokens):
             for expert in chosen_BTE[row, token].nonzero().flatten().tolist():
-                has_room[row, token, expert] = taken[expert] < room
-                taken[expert] += 1
+                has_room[row, token, expert] = num_taken[expert] < room
+                num_taken[expert] += 1
     return has_room
 
 
