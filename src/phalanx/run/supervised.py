@@ -43,7 +43,7 @@ from phalanx.run.rank_run import RankPayload
 from phalanx.run.resume import ResumedRun
 
 # By name: the ranks import torch, and this process must not.
-RANK_ENTRY = "phalanx.run.rank:main"
+RANK_ENTRY = "phalanx.run.rank:run_supervised_rank"
 
 _REFUSALS: dict[ExitCode, type[PhalanxError]] = {
     kind.exit_code: kind for kind in (LayoutError, DataError, EnvironmentProblem, RunLockedError)

@@ -61,7 +61,7 @@ def _run_rank(job: Job, plan: Plan, scratch: ScratchDirectory) -> RunOutcome:
         data_dir = prepare_corpus(job.data, run_dir / "data", vocab_size=None).directory
     payload = SuggestPayload(job, plan, run_dir, data_dir)
     spec = LaunchSpec(
-        entry="phalanx.suggest.rank:main",
+        entry="phalanx.suggest.rank:suggest_as_rank",
         payload_of_attempt=lambda: payload,
         num_ranks=1,
         run_dir=run_dir,

@@ -15,6 +15,7 @@ from phalanx.data.look import inspect_data
 from phalanx.job.model import build_model_shape
 from phalanx.job.module_probe import measure_foreign_shape
 from phalanx.job.schema import Data, Job
+from phalanx.job.shapes.measured import MeasuredModule
 from phalanx.job.user_dataset import is_own_dataset
 from phalanx.plan.cluster import Cluster, detect_cluster
 from phalanx.plan.plan import Plan
@@ -148,52 +149,13 @@ def choose_layouts(
     omissions = list_not_judged(job, dtypes)
     requested_job, job = job, make_verified_job(job, num_ranks)
     notes.append(f"changed {describe_changes(requested_job, job)}")
-    if job.data.mixture or not (
-        job.data.source == Data().source or is_own_dataset(job.data.source)
-    ):
-        # What is judged is made up, but data that is not there is a mistake.
-        inspect_data(job.data, vocab_size=None)
-    shape = measure_foreign_shape(job)
-    num_params = (shape or build_model_shape(job, SMALL_VOCAB)).num_params
-    if num_params > LARGE_PARAMS:
-        raise LayoutError(
-            f"{format_count(num_params)} parameters would be judged in float64 by {num_ranks} ranks"
-            " of one machine",
-            fix="--shrink judges the same kind of model at small widths",
-        )
-    cluster = _find_devices(device, num_ranks)
-    axes_of_layout = {
-        name: axes for name, axes in axes_of_name.items() if not name.startswith(TRAINER)
-    }
-    cases = make_cases(
-        job, list(axes_of_layout.items()), num_ranks=num_ranks, cluster=cluster, shape=shape
-    )
-    cases += make_runs(
-        job,
-        [name for name in axes_of_name if name.startswith(TRAINER)],
-        num_ranks=num_ranks,
-        cluster=cluster,
-        shape=shape,
-    )
-    if "float64" not in dtypes:
-        reason = "judged in float64 alone, which is not among the types"
-        cases = _refuse_cases(cases, is_of_one_type, reason)
-    if device == "cuda":
-        reason = "the trainer is judged on the CPU alone"
-        cases = _refuse_cases(cases, lambda name: name.startswith(TRAINER), reason)
+    _require_existing_data(job)
+    shape = _measure_judged_shape(job, num_ranks)
+    maker = _CaseMaker(job, axes_of_name, num_ranks, _find_devices(device, num_ranks), shape)
+    cases = maker.make_wide_cases("float64" in dtypes, device)
     cases_of_type = {dtype: tuple(cases) for dtype in dtypes if not is_narrow(dtype)}
     for dtype in filter(is_narrow, dtypes):
-        narrow_cases = make_cases(
-            narrow_job(job, dtype),
-            list_narrow_layouts(axes_of_name),
-            num_ranks=num_ranks,
-            cluster=cluster,
-            shape=shape,
-        )
-        # Compilers fuse, and so round less often than one process does.
-        cases_of_type[dtype] = tuple(
-            case for case in narrow_cases if case.plan is None or not case.plan.compile
-        )
+        cases_of_type[dtype] = maker.make_narrow_cases(dtype)
         omissions += _list_left_out(dtype, axes_of_name, cases_of_type[dtype])
     selection = Selection(
         job,
@@ -210,8 +172,86 @@ def choose_layouts(
     if plans:
         notes.append(_describe_work(selection, plans, num_ranks))
     if device == "cuda":
-        notes.append(f"device  {cluster.name}: layouts compute on it, the reference on the CPU")
+        name = maker.cluster.name
+        notes.append(f"device  {name}: layouts compute on it, the reference on the CPU")
     return replace(selection, notes=tuple(notes))
+
+
+@dataclass(frozen=True)
+class _CaseMaker:
+    """Makes the cases of a judged job. `axes_of_name`: the axes of each layout that was asked
+    for."""
+
+    job: Job
+    axes_of_name: Mapping[str, Mapping[str, Any]]
+    num_ranks: int
+    cluster: Cluster
+    shape: MeasuredModule | None
+
+    def make_wide_cases(self, has_float64: bool, device: str) -> list[Case]:
+        """The cases of float64 and float32; refused are those that are judged in float64 alone
+        without `has_float64`, and those of the trainer on a GPU."""
+        layouts, run_names = [], []
+        for name, axes in self.axes_of_name.items():
+            if name.startswith(TRAINER):
+                run_names.append(name)
+            else:
+                layouts.append((name, axes))
+        cases = make_cases(
+            self.job,
+            layouts,
+            num_ranks=self.num_ranks,
+            cluster=self.cluster,
+            shape=self.shape,
+        )
+        cases += make_runs(
+            self.job,
+            run_names,
+            num_ranks=self.num_ranks,
+            cluster=self.cluster,
+            shape=self.shape,
+        )
+        if not has_float64:
+            reason = "judged in float64 alone, which is not among the types"
+            cases = _refuse_cases(cases, is_of_one_type, reason)
+        if device == "cuda":
+            reason = "the trainer is judged on the CPU alone"
+            cases = _refuse_cases(cases, lambda name: name.startswith(TRAINER), reason)
+        return cases
+
+    def make_narrow_cases(self, dtype: str) -> tuple[Case, ...]:
+        """The cases of bf16 or fp16."""
+        cases = make_cases(
+            narrow_job(self.job, dtype),
+            list_narrow_layouts(self.axes_of_name),
+            num_ranks=self.num_ranks,
+            cluster=self.cluster,
+            shape=self.shape,
+        )
+        # Compilers fuse, and so round less often than one process does.
+        return tuple(case for case in cases if case.plan is None or not case.plan.compile)
+
+
+def _require_existing_data(job: Job) -> None:
+    """Raise DataError for data that is not there: what is judged is made up, but that is a
+    mistake."""
+    data = job.data
+    if data.mixture or not (data.source == Data().source or is_own_dataset(data.source)):
+        inspect_data(data, vocab_size=None)
+
+
+def _measure_judged_shape(job: Job, num_ranks: int) -> MeasuredModule | None:
+    """The shape of a user's own module, None for any other model. Raises LayoutError for one that
+    is too large."""
+    shape = measure_foreign_shape(job)
+    num_params = (shape or build_model_shape(job, SMALL_VOCAB)).num_params
+    if num_params > LARGE_PARAMS:
+        raise LayoutError(
+            f"{format_count(num_params)} parameters would be judged in float64 by {num_ranks} ranks"
+            " of one machine",
+            fix="--shrink judges the same kind of model at small widths",
+        )
+    return shape
 
 
 def _find_devices(device: str, num_ranks: int) -> Cluster:

@@ -93,17 +93,9 @@ class RunComparator:
         self, ranks: Sequence[AttemptObservation], record: RunRecord
     ) -> Iterator[Difference]:
         attempt = ranks[0]
-        is_first, first_step = not attempt.name, attempt.first_step
-        due = _list_checkpoints()
-        if not is_first and attempt.checkpoints != due:
-            yield self._make_number_difference(
-                "checkpoints",
-                first_step - 1,
-                float(len(attempt.checkpoints) - len(due)) or math.nan,
-                f"the run saved steps {list(attempt.checkpoints)}, not {list(due)}",
-            )
-        steps = {rank: {s.step: s for s in seen.steps} for rank, seen in enumerate(ranks)}
-        states = {rank: seen.states for rank, seen in enumerate(ranks)}
+        yield from self._compare_saved_steps(attempt)
+        steps = {rank: {s.step: s for s in of_rank.steps} for rank, of_rank in enumerate(ranks)}
+        states = {rank: of_rank.states for rank, of_rank in enumerate(ranks)}
         for index, observed in enumerate(attempt.states):
             of_ranks = [states[rank][index] for rank in range(len(ranks))]
             if observed.step:
@@ -114,12 +106,27 @@ class RunComparator:
             if all(following in of_rank for of_rank in steps.values()):
                 step_ranks = [of_rank[following] for of_rank in steps.values()]
                 yield from self._compare_step(step_ranks, record, attempt, ranks)
+        yield from self._compare_end(attempt)
+
+    def _compare_saved_steps(self, attempt: AttemptObservation) -> Iterator[Difference]:
+        due = _list_checkpoints()
+        if not attempt.name and attempt.checkpoints != due:
+            yield self._make_number_difference(
+                "checkpoints",
+                attempt.first_step - 1,
+                float(len(attempt.checkpoints) - len(due)) or math.nan,
+                f"the run saved steps {list(attempt.checkpoints)}, not {list(due)}",
+            )
+
+    def _compare_end(self, attempt: AttemptObservation) -> Iterator[Difference]:
         if attempt.error:
             yield self._make_number_difference(
                 "run", _last_step(attempt), math.nan, self._explain_error(attempt)
             )
-        expected = "sigterm" if is_first else "finished"
-        last = STOP_STEP if is_first else NUM_STEPS
+        expected, last = "finished", NUM_STEPS
+        # The first run is stopped on the way.
+        if not attempt.name:
+            expected, last = "sigterm", STOP_STEP
         if attempt.end != expected or _last_step(attempt) != last:
             cause = (
                 f"the run ended with {attempt.end or 'nothing'} after step {_last_step(attempt)},"

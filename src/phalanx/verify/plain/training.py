@@ -238,9 +238,7 @@ def train_by_definition(
             gradients = {}
             _forget_loads(module)
         else:
-            is_clipped = run.max_norm is not None and norm > run.max_norm
-            if is_clipped and run.max_norm is not None:
-                gradients = {name: g * (run.max_norm / norm) for name, g in gradients.items()}
+            gradients, is_clipped = _clip(gradients, norm, run.max_norm)
             _apply(named, gradients, states, run.rule, rate, decayed)
             # Routers move their biases by the load of the step.
             if hasattr(module, "after_step"):
@@ -264,6 +262,13 @@ def train_by_definition(
             states=states,
             evaluation=evaluation,
         )
+
+
+def _clip(gradients: Tensors, norm: float, max_norm: float | None) -> tuple[Tensors, bool]:
+    """(the gradients scaled down to `max_norm`, True if their `norm` was above it)."""
+    if max_norm is None or norm <= max_norm:
+        return gradients, False
+    return {name: gradient * (max_norm / norm) for name, gradient in gradients.items()}, True
 
 
 def _forget_loads(module: nn.Module) -> None:
