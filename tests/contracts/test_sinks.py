@@ -155,8 +155,8 @@ def test_takes_every_event_closes_twice_and_writes_only_inside_the_run(
 @pytest.mark.long
 def test_needs_no_torch(kind: str, tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from phalanx.core.registry import resolve;"
-        f"resolve({kind!r}, {PACKAGE!r}, 'open_sink')(Path({str(tmp_path)!r})).close();"
+        "import sys; from pathlib import Path; from phalanx.core.registry import resolve_kind;"
+        f"resolve_kind({kind!r}, {PACKAGE!r}, 'open_sink')(Path({str(tmp_path)!r})).close();"
         "sys.exit('torch' in sys.modules or 'tensorflow' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

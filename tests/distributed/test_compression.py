@@ -195,7 +195,7 @@ def elsewhere(rank: int, num_ranks: int, root: Path) -> dict[str, Any]:
             state = new_state(mesh, job, a_plan, new_module(torch.float32, seed=2))
             restore_state(state, newest(root / "int8"))
             compression = state.model.compression
-            errors = () if compression is None else compression.errors().values()
+            errors = () if compression is None else compression.unsent_gradients().values()
             found[kind] = (
                 state.step,
                 bool(state.lost_reduction),

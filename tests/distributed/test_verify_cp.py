@@ -118,7 +118,7 @@ def gradients_of_keys_stay_away() -> None:
     """What other ranks' queries owe to a block of keys is not sent home."""
 
     def alone(self: Any, kv: torch.Tensor, of_block: Callable[..., torch.Tensor]) -> torch.Tensor:
-        own, *_ = [of_block(owner, block) for owner, block in self.blocks(kv)]
+        own, *_ = [of_block(owner, block) for owner, block in self.iterate_blocks(kv)]
         return own
 
     cp_attention._RingAttention.gradients = alone  # type: ignore[method-assign]

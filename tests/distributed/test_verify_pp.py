@@ -104,7 +104,7 @@ def gradients_reduced_before_the_last_w() -> None:
 
     def early(self: Any, action: Any, post: Any, microbatches: Any, *rest: Any) -> None:
         do(self, action, post, microbatches, *rest)
-        row = self._schedule(len(microbatches)).actions[self.staged.stage_group.rank]
+        row = self._find_schedule(len(microbatches)).actions[self.staged.stage_group.rank]
         if action == [other for other in row if other.kind in ("B", "I")][-1]:
             if not hasattr(self, "reduce"):
                 self.reduce, self.context.optimizer_params.before_update[0] = (

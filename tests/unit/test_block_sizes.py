@@ -129,11 +129,11 @@ class Calls:
 # (the computation; what each pass of its loop calls, once; loops; calls outside of them).
 CASES: dict[str, tuple[Callable[[], Tensors], Any, str, int, int]] = {
     # Of two layers, forward and backward.
-    "query_block": (attention, VisibleKeys, "mask", 4, 0),
+    "query_block": (attention, VisibleKeys, "make_mask", 4, 0),
     "loss_chunk_tokens": (loss, objective, "_loss_and_gradient", 1, 0),
     # Rows are mixed once for each mask; of rows of odd length one with a part of their width has
     # lines that begin in the middle of a pair, filled by a loop of their own.
-    "cpu_dropout_pairs": (dropout, counter_rng, "_mix", 7, 6),
+    "cpu_dropout_pairs": (dropout, counter_rng, "_mix_in_place", 7, 6),
     "init_elements": (initial_weights, init, "_normals_of_runs", 4, 0),
 }
 
@@ -231,7 +231,7 @@ def test_a_gpu_has_a_size_of_its_own() -> None:
 def test_compiled_attention_follows_the_sizes_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
     core = AttentionCore(window=11)
     compiled = torch.compile(core, backend="eager")
-    calls = Calls(monkeypatch, VisibleKeys, "mask")
+    calls = Calls(monkeypatch, VisibleKeys, "make_mask")
     generator = torch.Generator().manual_seed(1)
     q, k, v = torch.randn(3, 2, 4, NUM_TOKENS, 8, generator=generator, dtype=torch.float64)
     # Documents, for otherwise blocks share masks.

@@ -283,7 +283,11 @@ def test_only_the_first_event_of_a_process_names_its_clock(tmp_path: Path) -> No
 
 def test_the_clock_of_this_machine_has_one_name() -> None:
     others = subprocess.run(
-        [sys.executable, "-c", "from phalanx.core.clocks import clock_name; print(clock_name())"],
+        [
+            sys.executable,
+            "-c",
+            "from phalanx.core.clocks import identify_monotonic_clock; print(identify_monotonic_clock())",
+        ],
         capture_output=True,
         text=True,
         check=True,

@@ -451,9 +451,11 @@ def test_results_are_the_same_on_this_device_and_another_mask_is_seen(
     same_results.measure(TINY, said.update)
     assert said["agrees"], said
     assert set(said["parity"]) == set(same_results.CASES)
-    keep_mask = same_results.keep_mask
+    keep_mask = same_results.make_dropout_keep_mask
     monkeypatch.setattr(
-        same_results, "keep_mask", lambda *a, device, **k: keep_mask(*a, **k) ^ (device != "cpu")
+        same_results,
+        "make_dropout_keep_mask",
+        lambda *a, device, **k: keep_mask(*a, **k) ^ (device != "cpu"),
     )
     assert same_results.compare_masks(replace(TINY, device="meta")).error == 1.0
 
@@ -461,7 +463,7 @@ def test_results_are_the_same_on_this_device_and_another_mask_is_seen(
 def test_initial_weights_are_drawn_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPU_CHECK_WEIGHTS", str(tmp_path / "weights.pt"))
     first, _ = training.build(TINY)
-    monkeypatch.setattr(training, "module_shards", None)  # nobody asks again
+    monkeypatch.setattr(training, "list_module_shards", None)  # nobody asks again
     second, _ = training.build(TINY)
     for (name, a), (_, b) in zip(first.named_parameters(), second.named_parameters(), strict=True):
         assert torch.equal(a, b), name

@@ -103,7 +103,7 @@ def test_memory_does_not_grow_with_a_line(tmp_path: Path) -> None:
     with open(tmp_path / "rows.jsonl", "wb") as file:
         file.truncate(2 * 10**9)
     code = (
-        "import re; from phalanx.cli import _app; code = _app.run(['data', 'build',"
+        "import re; from phalanx.cli import _app; code = _app.run_command_line(['data', 'build',"
         f" {str(tmp_path / 'rows.jsonl')!r}, '--out', {str(tmp_path / 'o')!r}, '--workers', '1']);"
         " print(int(code), re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])"
     )

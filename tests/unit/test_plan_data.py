@@ -153,7 +153,7 @@ def test_what_training_refuses_of_data_a_plan_refuses(
 
 def test_a_plan_of_data_imports_no_torch(home: Path) -> None:
     ask = (
-        "import json, sys; from phalanx.cli._app import run; run(sys.argv[1:]); print('torch' in"
+        "import json, sys; from phalanx.cli._app import run_command_line; run_command_line(sys.argv[1:]); print('torch' in"
         " sys.modules)"
     )
     command = [sys.executable, "-c", ask, "plan", *SMALL, "data.source=shards", "--json"]

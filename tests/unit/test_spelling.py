@@ -178,7 +178,7 @@ def test_a_wrong_option_imports_nothing_heavy() -> None:
     import sys
 
     ask = (
-        "import sys; from phalanx.cli._app import run; run(['train', '--steps', '3']);"
+        "import sys; from phalanx.cli._app import run_command_line; run_command_line(['train', '--steps', '3']);"
         " print(*sys.modules)"
     )
     out = subprocess.run(

@@ -51,7 +51,7 @@ class Carrier:
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
 
-    def blocks(self, kv: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    def iterate_blocks(self, kv: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         for step in range(self.ring.size):
             owner = (self.ring.rank - step) % self.ring.size
             yield owner, self.ring.keys[owner]
@@ -59,7 +59,7 @@ class Carrier:
     def gradients(
         self, kv: torch.Tensor, of_block: Callable[[int, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        for owner, block in self.blocks(kv):
+        for owner, block in self.iterate_blocks(kv):
             self.ring.gradients[owner] += of_block(owner, block)
         return torch.zeros_like(kv)
 

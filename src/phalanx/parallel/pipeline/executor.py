@@ -94,7 +94,7 @@ class PipelineExecutor:
         `add(loss, num_targets)` is called for each microbatch of the last stage.
         """
         self._require_in_step()
-        schedule = self._run_schedule_actions(len(microbatches))
+        schedule = self._find_schedule(len(microbatches))
         # Spans are of one step: the record of a pipeline reads the last one.
         self.spans = []
         self._saved.clear()
@@ -126,7 +126,7 @@ class PipelineExecutor:
                 fix="end the process after such an error, and start again from a checkpoint",
             )
 
-    def _run_schedule_actions(self, num_microbatches: int) -> Schedule:
+    def _find_schedule(self, num_microbatches: int) -> Schedule:
         if num_microbatches not in self._schedules:
             pipeline = self.staged.pipeline
             if (
