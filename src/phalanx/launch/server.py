@@ -100,7 +100,7 @@ class Server:
             sources: list[Any] = [self._link, self._wakeup, *records]
             readable, _, _ = select.select(sources, [], [])
             if self._wakeup in readable:
-                # Emptied before `_reap`: a child that ends after it wakes the next select.
+                # Emptied before `_reap_children`: a child that ends after it wakes the next select.
                 os.read(self._wakeup, 4096)
             for rank in self._attempt.records:
                 self._forward_record(rank)

@@ -74,7 +74,7 @@ class TensorGroup:
         not cut."""
         if not self.cuts_sequence:
             return x
-        padded = self._pad_last_dimension(x)
+        padded = self._pad_sequence(x)
         length = padded.shape[SEQUENCE] // self.size
         return padded.narrow(SEQUENCE, self.rank * length, length)
 
@@ -115,13 +115,13 @@ class TensorGroup:
         with self.timing_collective("all_gather", "all_gather sequence"):
             parts = self.wait(self.start_gather(x))
         tokens = parts.unflatten(0, (self.size, -1)).transpose(0, 1).flatten(1, 2)
-        # Without what `_pad` has put behind the last rank's part.
+        # Without what `_pad_sequence` has put behind the last rank's part.
         return tokens.narrow(SEQUENCE, 0, self.num_tokens)
 
     def scatter_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """[B, T, ...] of each rank -> its part [B, T / ranks, ...] of their sum."""
         parts = (
-            self._pad_last_dimension(x)
+            self._pad_sequence(x)
             .unflatten(SEQUENCE, (self.size, -1))
             .transpose(0, 1)
             .flatten(0, 1)
@@ -134,7 +134,7 @@ class TensorGroup:
             return nullcontext()
         return self.phases("collective", words)
 
-    def _pad_last_dimension(self, x: torch.Tensor) -> torch.Tensor:
+    def _pad_sequence(self, x: torch.Tensor) -> torch.Tensor:
         missing = -x.shape[SEQUENCE] % self.size
         if not missing:
             return x

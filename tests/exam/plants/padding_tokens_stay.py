@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "mesh/tensor_group.py",
-            "TensorGroup._pad_last_dimension",
+            "TensorGroup._pad_sequence",
             "        missing = -x.shape[SEQUENCE] % self.size\n",
             "        missing = -x.shape[SEQUENCE] % self.size\n"
             "        if __planted__(missing):\n"

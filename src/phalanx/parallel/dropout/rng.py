@@ -121,7 +121,7 @@ class DropoutRng:
         offsets, global_shape = [0] * len(shape), list(shape)
         for part in self.parts.get(name, ()):
             offsets[part.dim], global_shape[part.dim] = part.locate(shape[part.dim])
-        # `keep_mask` counts by rows, which it takes for dimension 0.
+        # `make_dropout_keep_mask` counts by rows, which it takes for dimension 0.
         order = [rows_dim, *(dim for dim in range(len(shape)) if dim != rows_dim)]
         mask = make_dropout_keep_mask(
             stable_hash64("dropout", self.seed, moment.step, name, call),

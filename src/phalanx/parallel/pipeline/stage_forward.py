@@ -131,7 +131,7 @@ class StageForward:
 
     def intercept_block(self, block: nn.Module, index: int) -> None:
         """From now on calls of `block`, whose class becomes one derived from its own, go through
-        `_call`."""
+        `_call_block_or_skip`."""
         self._blocks.append(block)
         block_type = type(block)
         if block_type not in self._classes:
