@@ -121,10 +121,7 @@ class TensorGroup:
     def scatter_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """[B, T, ...] of each rank -> its part [B, T / ranks, ...] of their sum."""
         parts = (
-            self._pad_sequence(x)
-            .unflatten(SEQUENCE, (self.size, -1))
-            .transpose(0, 1)
-            .flatten(0, 1)
+            self._pad_sequence(x).unflatten(SEQUENCE, (self.size, -1)).transpose(0, 1).flatten(0, 1)
         )
         with self.timing_collective("reduce_scatter", "reduce_scatter sequence"):
             return self.wait(self.start_reduce_scatter(parts))
