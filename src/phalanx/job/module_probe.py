@@ -143,7 +143,7 @@ def _count_answer(kind: str, answer: Mapping[str, Any]) -> MeasuredModule:
     """The module that the probe's answer describes. Raises what a malformed answer raises."""
     sizes = {str(name): math.prod(map(int, shape)) for name, shape, _ in answer["tensors"]}
     blocks = tuple(
-        (str(block), _required_shape_size(str(block), sizes)) for block in answer["blocks"]
+        (str(block), _count_params_within(str(block), sizes)) for block in answer["blocks"]
     )
     block_sizes = [size for _, size in blocks]
     num_params, told = int(answer["num_params"]), answer.get("facts", {})
@@ -182,7 +182,7 @@ def _find_answer(printed: str) -> dict[str, Any]:
     raise ValueError("no line is an answer")
 
 
-def _required_shape_size(block: str, sizes: Mapping[str, int]) -> int:
+def _count_params_within(block: str, sizes: Mapping[str, int]) -> int:
     return sum(size for name, size in sizes.items() if name.startswith(f"{block}."))
 
 

@@ -151,12 +151,12 @@ def _merge_by_kind(by_rank: dict[int, list[Envelope]]) -> Iterator[Envelope]:
     streams = [by_rank[rank] for rank in sorted(by_rank) if rank >= 0] + [
         of_supervisor[first:beyond]
     ]
-    keyed = [_merge_by_wall_clock(stream, number) for number, stream in enumerate(streams)]
+    keyed = [_add_wall_clock_keys(stream, number) for number, stream in enumerate(streams)]
     yield from (envelope for _, _, envelope in heapq.merge(*keyed, key=lambda item: item[:2]))
     yield from of_supervisor[beyond:]
 
 
-def _merge_by_wall_clock(
+def _add_wall_clock_keys(
     stream: Sequence[Envelope], number: int
 ) -> Iterator[tuple[float, int, Envelope]]:
     latest = -math.inf

@@ -161,7 +161,7 @@ class EventTail:
         envelopes: list[Envelope] = []
         for name, size in self._list_followed_files():
             if size > self._offsets.get(name, 0):
-                envelopes += self._read_new_bytes(name)
+                envelopes += self._read_new_envelopes(name)
         if self._seen:
             envelopes = [e for e in envelopes if (e.rank, e.attempt, e.seq) not in self._seen]
         return sort_events(envelopes)
@@ -186,7 +186,7 @@ class EventTail:
             return False
         return self._all_ranks or int(match[1]) == 0
 
-    def _read_new_bytes(self, name: str) -> list[Envelope]:
+    def _read_new_envelopes(self, name: str) -> list[Envelope]:
         envelopes = []
         for line in self._split_into_lines(name):
             envelope = read_event(line, self._clocks.get(name))

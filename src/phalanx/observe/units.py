@@ -19,7 +19,7 @@ class MetricUnits:
     items: str = "tokens"
 
     @property
-    def loss_with_unit(self) -> str:
+    def describe_loss_unit(self) -> str:
         return "nats per token" if self.loss else "loss"
 
     @property

@@ -97,7 +97,7 @@ def _evaluation_lines(
     parts += [f"{name} {baseline.loss:.3f}" for name, baseline in baselines.items()]
     title = "held out"
     if units.loss:
-        title = f"held out, {units.loss_with_unit}"
+        title = f"held out, {units.describe_loss_unit}"
     num_targets = f"({evaluation.num_targets:,} {units.items})"
     lines = [f"loss    {title}: {'  '.join(parts)}   {num_targets}"]
     lines += _source_loss_lines(evaluation) + _metric_lines(evaluation)

@@ -73,7 +73,7 @@ def draw_timeline_chart(
                 name = ""
             rows += _draw_rank_row(name, lane, rank, whole_s, in_seconds)
     classes = _legend_classes(lanes)
-    unit, axis = "% of the step", _choose_ticks(100.0)
+    unit, axis = "% of the step", _draw_time_ticks(100.0)
     if in_seconds:
         unit, axis = _draw_time_axis(whole_s)
     return build_tag(
@@ -229,12 +229,12 @@ def _draw_time_axis(whole_s: float) -> tuple[str, Html]:
     # The largest unit of which a step has at least two.
     for factor, unit in _UNITS:
         if whole_s * factor >= 2:
-            return unit, _choose_ticks(whole_s * factor)
+            return unit, _draw_time_ticks(whole_s * factor)
     factor, unit = _UNITS[-1]
-    return unit, _choose_ticks(whole_s * factor)
+    return unit, _draw_time_ticks(whole_s * factor)
 
 
-def _choose_ticks(full_width: float) -> Html:
+def _draw_time_ticks(full_width: float) -> Html:
     ticks = choose_linear_ticks(0.0, full_width, 8)
     marks = [
         build_tag("span", text, class_="xtick", style=f"left:{100 * tick / full_width:.2f}%")

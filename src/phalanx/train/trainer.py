@@ -129,8 +129,8 @@ class Trainer:
                 self._require_saveable()
             sigterm, sigint, is_fenced, *save_flags = facts.flags
             # Before a save: the run is another job's by now.
-            if is_fenced and self._build_fence is not None:
-                raise self._build_fence.lost_run_error()
+            if is_fenced and self._storage_fence is not None:
+                raise self._storage_fence.lost_run_error()
             is_end = self.state.step == self.job.train.steps and self.job.checkpoint.at_end
             if self._schedule is not None:
                 self._schedule.save_if_due(save_flags, is_stop=sigterm + sigint > 0, is_end=is_end)
@@ -201,7 +201,7 @@ class Trainer:
         return float(self.stop.sigterm), float(self.stop.sigint), float(is_fenced), *save_flags
 
     @property
-    def _build_fence(self) -> OwnershipFence | None:
+    def _storage_fence(self) -> OwnershipFence | None:
         return None if self.storage is None else self.storage.fence
 
     def _build_schedule(self) -> CheckpointSchedule | None:
@@ -237,7 +237,7 @@ class Trainer:
             source_weights=self.data.source_weights,
             stop=self.stop,
             emit=self.bus.emit if self.mesh.rank == 0 else _ignore_event,
-            fence=self._build_fence,
+            fence=self._storage_fence,
         )
 
     @property

@@ -121,7 +121,7 @@ def _own_dataset_finding(key: str, problem: str, fix: str = "") -> Finding:
     return Finding(("data", key), problem, fix)
 
 
-def _does_dataset_read_key(key: str) -> Question:
+def _make_key_question(key: str) -> Question:
     def question(job: Job) -> list[Finding]:
         return own_dataset_reads_the_key(key, job)
 
@@ -135,7 +135,7 @@ QUESTIONS: tuple[tuple[Question, tuple[str, ...]], ...] = (
     (mixture_weights_are_not_tiny, ("data.mixture",)),
     (args_need_an_own_dataset, ("data.args", "data.source")),
     *(
-        (_does_dataset_read_key(key), ("data.source", f"data.{key}"))
+        (_make_key_question(key), ("data.source", f"data.{key}"))
         for key in ("tokenizer", "column", "document_masks")
     ),
     (

@@ -101,11 +101,11 @@ def _describe_differences_from_llama(shape: BuiltInShape) -> list[str]:
         "QK-norm": shape.qk_norm,
     }
     if isinstance(shape, DecoderShape):
-        facts |= _build_decoder_cells(shape)
+        facts |= _list_decoder_differences(shape)
     return [words for words, is_so in facts.items() if is_so]
 
 
-def _build_decoder_cells(shape: DecoderShape) -> dict[str, bool]:
+def _list_decoder_differences(shape: DecoderShape) -> dict[str, bool]:
     has_experts = shape.num_experts > 0
     return {
         f"{shape.max_positions:,} learned positions": shape.max_positions > 0,

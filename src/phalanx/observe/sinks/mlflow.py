@@ -129,7 +129,7 @@ class MlflowSink:
         point = self._metrics.point_of_event(envelope)
         if point is None or not self._is_open:
             return
-        self._waiting += self._written_values_of(point)
+        self._waiting += self._list_changed_metrics(point)
         if len(self._waiting) >= BATCH:
             self.flush()
 
@@ -145,7 +145,7 @@ class MlflowSink:
             self.flush()
             self._client.set_terminated(self._run_id, STATUS[self._metrics.final_status])
 
-    def _written_values_of(self, point: MetricPoint) -> list[Any]:
+    def _list_changed_metrics(self, point: MetricPoint) -> list[Any]:
         time_ms = int(point.time_unix_s * 1000)
         metrics = []
         for name, value in point.values.items():

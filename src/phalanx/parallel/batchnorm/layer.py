@@ -94,12 +94,12 @@ class SynchronisedBatchNorm(_BatchNorm):
         # FSDP may have cast weights to bf16, and torch's kernel takes no mixture with fp32
         # statistics.
         weight, bias = (
-            None if p is None else p.to(_widen_to_fp32(input)) for p in (self.weight, self.bias)
+            None if p is None else p.to(_at_least_fp32(input)) for p in (self.weight, self.bias)
         )
         tracks = self.running_mean is not None and self.running_var is not None
         if not self.training and tracks:
             mean, var = cast(torch.Tensor, self.running_mean), cast(torch.Tensor, self.running_var)
-            mean, var = mean.to(_widen_to_fp32(input)), var.to(_widen_to_fp32(input))
+            mean, var = mean.to(_at_least_fp32(input)), var.to(_at_least_fp32(input))
             return F.batch_norm(input, mean, var, weight, bias, False, 0.0, self.eps)
         recorded = self._tape.next_statistics() if self._tape is not None else None
         if recorded is None:
@@ -137,7 +137,7 @@ class AnyDimensionsBatchNorm(SynchronisedBatchNorm):
             raise ValueError(f"expected at least 2 dimensions, got {input.ndim}")
 
 
-def _widen_to_fp32(tensor: torch.Tensor) -> torch.dtype:
+def _at_least_fp32(tensor: torch.Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
@@ -154,7 +154,7 @@ def find_differing_buffers(module: nn.Module) -> list[torch.Tensor]:
     return [buffer for buffer in module.buffers() if id(buffer) not in same]
 
 
-def _broadcast_per_channel(tensor: torch.Tensor) -> list[int]:
+def _dims_but_channel(tensor: torch.Tensor) -> list[int]:
     return [dim for dim in range(tensor.ndim) if dim != 1]
 
 
@@ -171,10 +171,10 @@ def _combine_statistics(input: torch.Tensor, ranks: StatisticsRanks) -> ChannelS
     # Squared deviations from each rank's own mean: sums of squares would cancel where the mean is
     # large beside the spread. Mean, deviations and count in one message; a rank without rows sends
     # zeros.
-    rank_sums = torch.zeros(2 * channels + 1, dtype=_widen_to_fp32(input), device=input.device)
+    rank_sums = torch.zeros(2 * channels + 1, dtype=_at_least_fp32(input), device=input.device)
     if count:
         var, mean = torch.var_mean(
-            input.to(_widen_to_fp32(input)), dim=_broadcast_per_channel(input), correction=0
+            input.to(_at_least_fp32(input)), dim=_dims_but_channel(input), correction=0
         )
         rank_sums[:channels], rank_sums[channels:-1], rank_sums[-1] = mean, var * count, count
     all_sums = ranks.gather(rank_sums)
@@ -219,7 +219,7 @@ class _Normalise(torch.autograd.Function):
         x^>) weight / std."""
         input, weight, mean, scale, count = ctx.saved_tensors
         wide = mean.dtype
-        dims = _broadcast_per_channel(input)
+        dims = _dims_but_channel(input)
         grad = grad_output.to(wide)
         centred = (input.to(wide) - _expand_channels(mean, input)).mul_(
             _expand_channels(scale, input)

@@ -77,13 +77,13 @@ def _explain_index_error(batch: Batch, function: str, known: Mapping[str, Any], 
         size = logits.shape[1 if logits.ndim > 1 else 0]
     if isinstance(values, torch.Tensor) and values.device.type == "cpu":
         name = next(
-            (repr(key) for key, t in batch.items() if _are_same_exception(t, values)),
+            (repr(key) for key, t in batch.items() if _have_equal_values(t, values)),
             f"what {function} got",
         )
         _require_index_range(name, values, int(size), classes=function != "embedding", where=where)
 
 
-def _are_same_exception(first: torch.Tensor, second: torch.Tensor) -> bool:
+def _have_equal_values(first: torch.Tensor, second: torch.Tensor) -> bool:
     return first.numel() == second.numel() and torch.equal(first.ravel().to(second), second.ravel())
 
 

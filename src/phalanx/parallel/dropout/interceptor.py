@@ -56,11 +56,11 @@ class RandomOpInterceptor:
 
     def begin_step(self) -> None:
         known = not self._is_global or self._must_look or bool(self._dropout_rng.left_to_torch)
-        self._state = None if known else self._torch_generator()
+        self._state = None if known else self._torch_rng_state()
 
     def end_step(self) -> None:
         """If torch's generator moved, and nobody is known to do it, look for who."""
-        if self._state is not None and not torch.equal(self._state, self._torch_generator()):
+        if self._state is not None and not torch.equal(self._state, self._torch_rng_state()):
             self._must_look = self._can_look
             self._looked.clear()
             if not self._can_look:
@@ -96,9 +96,9 @@ class RandomOpInterceptor:
     @contextmanager
     def _watching_objective(self) -> Iterator[None]:
         """Note that the objective draws, if the generator moves while no module runs."""
-        before = self._torch_generator()
+        before = self._torch_rng_state()
         yield
-        if not self._dropout_rng.left_to_torch and not torch.equal(before, self._torch_generator()):
+        if not self._dropout_rng.left_to_torch and not torch.equal(before, self._torch_rng_state()):
             self._dropout_rng.left_to_torch["objective"] = "it draws random numbers"
 
     def _replay_context(self) -> ReplayContext:
@@ -134,13 +134,13 @@ class RandomOpInterceptor:
         def enter(*_: object) -> None:
             self._calling.append(name)
             if watch:
-                states.append(self._torch_generator())
+                states.append(self._torch_rng_state())
 
         def leave(*_: object) -> None:
             self._calling.pop()
             if (
                 watch
-                and not torch.equal(states.pop(), self._torch_generator())
+                and not torch.equal(states.pop(), self._torch_rng_state())
                 and not self._has_known_submodule(name)
             ):
                 self._dropout_rng.left_to_torch[name] = (
@@ -196,7 +196,7 @@ class RandomOpInterceptor:
             self._drawing.add(name)
         return mask
 
-    def _torch_generator(self) -> torch.Tensor:
+    def _torch_rng_state(self) -> torch.Tensor:
         if self._mesh.device.type == "cuda":
             return torch.cuda.get_rng_state(self._mesh.device)
         return torch.get_rng_state()

@@ -45,7 +45,7 @@ class ExpertParallel:
     def apply(self, context: ParallelContext) -> None:
         """Cuts the experts of each mixture, and has it dispatch between ranks."""
         module, layout = context.root.module, context.plan.layout
-        _require_divisible_experts(context.plan)
+        _require_no_conflicts(context.plan)
         mixtures = {
             full_name(name): part for name, part in module.named_modules() if is_mixture(part)
         }
@@ -92,7 +92,7 @@ def rescale_expert_gradients(
         torch._foreach_div_(expert_grads, ep)
 
 
-def _require_divisible_experts(plan: Plan) -> None:
+def _require_no_conflicts(plan: Plan) -> None:
     conflict = ""
     # The optimizer's part of ZeRO-1 would need a second cut of the same rows.
     if plan.parallel.zero_stage == 1:

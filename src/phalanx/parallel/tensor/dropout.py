@@ -32,12 +32,10 @@ class PartialDropoutCheck:
         self._open: set[str] = set()
         self._is_watching = True
         self._hooks = [
-            modules[name].register_forward_hook(self._opens_sharded_features(name))
-            for name in columns
+            modules[name].register_forward_hook(self._make_opening_hook(name)) for name in columns
         ]
         self._hooks += [
-            modules[name].register_forward_pre_hook(self._closes_sharded_features(name))
-            for name in rows
+            modules[name].register_forward_pre_hook(self._make_closing_hook(name)) for name in rows
         ]
         self._hooks.append(module.register_forward_hook(self._stop_watching))
 
@@ -45,10 +43,10 @@ class PartialDropoutCheck:
         if self._is_watching and (self._cuts_sequence or self._open):
             raise partial_dropout_error(name)
 
-    def _opens_sharded_features(self, name: str) -> Any:
+    def _make_opening_hook(self, name: str) -> Any:
         return lambda *_: self._open.add(name)
 
-    def _closes_sharded_features(self, name: str) -> Any:
+    def _make_closing_hook(self, name: str) -> Any:
         """A row takes in the columns that stand nearest to it."""
 
         def close(*_: object) -> None:

@@ -25,9 +25,7 @@ def render_header(facts: RunFacts) -> Html:
             class_="name",
         ),
         build_tag("p", _describe_when(facts), class_="when"),
-        build_tag(
-            "dl", [_render_key_value(*key) for key in _render_run_facts(facts)], class_="keys"
-        ),
+        build_tag("dl", [_render_key_value(*key) for key in _list_run_tiles(facts)], class_="keys"),
         [build_tag("p", text, class_="note warning") for text in facts.warnings[:MAX_WARNINGS]],
     )
 
@@ -52,7 +50,7 @@ def _describe_when(facts: RunFacts) -> str:
     return f"{when} No end was recorded: it is still running, or it was cut off."
 
 
-def _render_run_facts(facts: RunFacts) -> list[tuple[str, str, str]]:
+def _list_run_tiles(facts: RunFacts) -> list[tuple[str, str, str]]:
     steps = facts.steps
     loss, of_step, median = math.nan, "", ""
     if len(steps):
@@ -78,8 +76,8 @@ def _render_run_facts(facts: RunFacts) -> list[tuple[str, str, str]]:
     tiles += [
         ("Skipped steps", str(len(facts.skipped)), ""),
         ("Layout", formats.format_layout(dict(facts.layout)), devices),
-        *_describe_sent_bytes_by_axis(facts),
-        *_describe_pipeline_wait(facts),
+        *_list_sent_bytes_tiles(facts),
+        *_list_pipeline_tiles(facts),
     ]
     if facts.describe_sent_gradients:
         amount, _, share = facts.describe_sent_gradients.partition(", ")
@@ -101,7 +99,7 @@ def _describe_rate(facts: RunFacts) -> str:
     return f"{formats.format_rounded_count(facts.tokens_per_s)} {facts.units.rate_unit}"
 
 
-def _describe_sent_bytes_by_axis(facts: RunFacts) -> list[tuple[str, str, str]]:
+def _list_sent_bytes_tiles(facts: RunFacts) -> list[tuple[str, str, str]]:
     tiles = []
     for axis, noun in SENT_OVER.items():
         amount = facts.describe_sent_over(axis)
@@ -110,7 +108,7 @@ def _describe_sent_bytes_by_axis(facts: RunFacts) -> list[tuple[str, str, str]]:
     return tiles
 
 
-def _describe_pipeline_wait(facts: RunFacts) -> list[tuple[str, str, str]]:
+def _list_pipeline_tiles(facts: RunFacts) -> list[tuple[str, str, str]]:
     if not facts.pipelines:
         return []
     last = facts.pipelines[-1]
