@@ -235,7 +235,7 @@ def train(
         norms={event.step: event.grad_norm for event in steps},
         read={event.step: event.xxh3 for event in bus.events if isinstance(event, SamplesRead)},
         whole=found,
-        facts=state.saved_facts(),
+        facts=state.facts(),
     )
 
 

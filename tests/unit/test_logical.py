@@ -60,9 +60,7 @@ def test_a_compiled_or_wrapped_module_keeps_its_names() -> None:
 
 def test_a_shard_like_another_shares_its_blocks() -> None:
     shards, _ = list_module_shards(nn.Linear(2, 3, bias=False), RankPosition(0, 2))
-    moment = shards["weight"].shard_like(
-        "optim/weight/exp_avg", torch.zeros(3, 2, dtype=torch.float64)
-    )
+    moment = shards["weight"].like("optim/weight/exp_avg", torch.zeros(3, 2, dtype=torch.float64))
     assert (moment.name, moment.dtype, moment.boxes) == (
         "optim/weight/exp_avg",
         "float64",

@@ -18,6 +18,7 @@ from models import plan
 from phalanx.core.errors import DataError, LayoutError
 from phalanx.job.module_probe import probe_foreign_shape
 from phalanx.mesh.mesh import Mesh
+from phalanx.nn.attention import make_shared_attention_mask
 from phalanx.nn.objective import classification_cross_entropy
 from phalanx.nn.probe import describe_module, refuse_silent_exits
 from phalanx.parallel.call.bind_batch import call_with_batch
@@ -316,3 +317,9 @@ def test_leaving_is_refused_in_a_line(tmp_path: Path, monkeypatch: pytest.Monkey
         " torch.nn.Linear(2, 3)\n"
     )
     assert probe_foreign_shape("says_bye:build", {}).num_params == 9
+
+
+def test_the_old_name_of_the_shared_mask_works_and_warns() -> None:
+    with pytest.warns(DeprecationWarning, match="make_shared_attention_mask"):
+        from phalanx.nn.attention import shared_mask
+    assert shared_mask is make_shared_attention_mask

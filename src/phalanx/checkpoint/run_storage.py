@@ -48,6 +48,6 @@ class RunStorage:
         """This job's claim on the run, with which it may commit; None without one."""
         return None if self.fence is None else self.fence.token
 
-    def is_run_lost(self, *, now: bool = False) -> bool:
+    def is_lost(self, *, now: bool = False) -> bool:
         """True once another job has taken the run. Looks at once if `now`."""
         return self.fence is not None and self.fence.is_lost(now=now)

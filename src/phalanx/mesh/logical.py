@@ -82,7 +82,7 @@ class LogicalShard:
     def num_local(self) -> int:
         return sum(_count_elements(box.size) for box in self.boxes)
 
-    def shard_like(self, name: str, tensor: torch.Tensor) -> LogicalShard:
+    def like(self, name: str, tensor: torch.Tensor) -> LogicalShard:
         """The same blocks of another tensor of this shape (an optimizer moment, say)."""
         return LogicalShard(
             name,

@@ -6,10 +6,13 @@ Shape suffixes: B batch, T sequence, D model width, H query heads, K key/value h
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from phalanx.core.block_sizes import get_block_sizes
+from phalanx.core.deprecated import warn_renamed
 from phalanx.job.shapes.transformer import TransformerShape
 from phalanx.mesh.attend import compute_attention
 from phalanx.mesh.attend_blocks import compute_attention_by_blocks, is_masked
@@ -158,3 +161,11 @@ class Attention(nn.Module):
             q, k = rotate(q, table), rotate(k, table)
         out_BHTE = self.core(q, k, v, positions_BT, document_ids_BT, mask)
         return self.o(out_BHTE.transpose(1, 2).flatten(2))
+
+
+def __getattr__(name: str) -> Any:
+    # What a model of one's own imported until 0.1.
+    if name == "shared_mask":
+        warn_renamed("nn.attention.shared_mask", "nn.attention.make_shared_attention_mask")
+        return make_shared_attention_mask
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

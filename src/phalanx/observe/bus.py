@@ -89,7 +89,7 @@ class Bus:
         return self._num_not_json + self._file.num_unwritten
 
     @property
-    def file_refusal(self) -> OSError | None:
+    def refusal(self) -> OSError | None:
         """Why the file did not take the last event; None if it did."""
         if self._file is None:
             return None
@@ -116,7 +116,7 @@ class Bus:
             self._num_told += 1
             is_written = self._write_file(envelope)
             is_news, self._is_refused = not is_written and not self._is_refused, not is_written
-            refusal = self.file_refusal
+            refusal = self.refusal
         # Outside of the lock, which the note takes again; once for each time that the disk begins
         # to refuse.
         if is_news and refusal is not None:
@@ -149,8 +149,8 @@ class Bus:
         if self.num_unwritten:
             owner = "the supervisor" if self.rank < 0 else f"rank {self.rank}"
             reason = f"the event file of {owner} did not take them"
-            if self.file_refusal is not None:
-                reason += f" ({self.file_refusal.strerror})"
+            if self.refusal is not None:
+                reason += f" ({self.refusal.strerror})"
             self.emit(SinkDropped("events", self.num_unwritten, reason))
         with self._lock:
             if self._file is not None:

@@ -89,7 +89,7 @@ def optimizer_shards(
             owner = model_shards[name]
             # Of the full tensor, or of the part that tensor parallelism left of it.
             if value.shape == parameter.shape:
-                shards[key] = owner.shard_like(key, local_tensor(value).detach())
+                shards[key] = owner.like(key, local_tensor(value).detach())
             elif value.numel() > 1 and owner.global_shape != tuple(parameter.shape):
                 raise CheckpointError(
                     f"{type(optimizer).__name__} keeps {key} of shape {list(value.shape)} for what"

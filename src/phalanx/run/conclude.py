@@ -69,7 +69,7 @@ def finish_run(
     newest = find_newest_step(run.store)
     bus.emit(RunFinished(outcome.status, outcome.exit_code, newest, elapsed_s))
     # Asked now: a closed bus no longer says it.
-    bus_refusal = bus.file_refusal
+    bus_refusal = bus.refusal
     # The console first: lines that follow must not meet its own.
     stack.close()
     if refusal is not None:

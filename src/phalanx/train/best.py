@@ -38,7 +38,7 @@ class BestRecorder:
         A failure is an event.
         """
         # Looked at now: a write into another job's run cannot be taken back.
-        if self._storage is None or self._mesh.rank != 0 or self._storage.is_run_lost(now=True):
+        if self._storage is None or self._mesh.rank != 0 or self._storage.is_lost(now=True):
             return
         metric = self._job.eval.metric
         try:

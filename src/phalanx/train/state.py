@@ -86,7 +86,7 @@ class TrainState:
         unsent = {} if compression is None else compression.state_shards(model, self.model.mesh)
         return model | slots | tensors | unsent
 
-    def saved_facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         """The part of the state besides tensors, as far as this rank knows it.
 
         Raises CheckpointError for an optimizer with values that cannot be saved.
@@ -109,7 +109,7 @@ class TrainState:
 
     def snapshot(self) -> Snapshot:
         """The content of a checkpoint of this step. Its tensors are those of training."""
-        return Snapshot(self.step, self.shards(), self.model.aliases(), self.saved_facts())
+        return Snapshot(self.step, self.shards(), self.model.aliases(), self.facts())
 
     def save(
         self,
@@ -186,7 +186,7 @@ class TrainState:
 
         Empty as well if the checkpoint has no kind, or training is not on CPUs.
         """
-        now = self.saved_facts().get(CPU_KIND)
+        now = self.facts().get(CPU_KIND)
         if now is None or not isinstance(then, str) or then == now:
             return ""
         return (
@@ -225,7 +225,7 @@ class TrainState:
 
     def _require_same_run(self, manifest: Manifest, where: str) -> None:
         # Before the facts are read by name below.
-        missing = sorted(set(self.saved_facts()) - set(manifest.facts) - NOT_IN_ALL)
+        missing = sorted(set(self.facts()) - set(manifest.facts) - NOT_IN_ALL)
         if missing:
             raise CheckpointError(f"it does not say {', '.join(missing)}", where=where)
         if LOSS_SCALE in manifest.facts:

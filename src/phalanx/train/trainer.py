@@ -197,7 +197,7 @@ class Trainer:
             self._schedule.status_flags() if self._schedule is not None else (0.0, 0.0, 0.0)
         )
         # Rank 0 alone looks at the files: the sum of the flags tells all.
-        is_fenced = self.storage is not None and self.mesh.rank == 0 and self.storage.is_run_lost()
+        is_fenced = self.storage is not None and self.mesh.rank == 0 and self.storage.is_lost()
         return float(self.stop.sigterm), float(self.stop.sigint), float(is_fenced), *save_flags
 
     @property

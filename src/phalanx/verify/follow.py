@@ -177,7 +177,7 @@ def _undo_clipping(
     if max_norm is None or not norm > max_norm:
         return dict(gradients)
     return {
-        name: shard.shard_like(name, shard.tensor * (norm / max_norm))
+        name: shard.like(name, shard.tensor * (norm / max_norm))
         for name, shard in gradients.items()
     }
 
@@ -241,7 +241,7 @@ def gradient_shards(model: ParallelModel) -> dict[str, LogicalShard]:
             if parameter.grad is None
             else local_tensor(parameter.grad).detach()
         )
-        gradients[name] = shards[name].shard_like(name, gradient)
+        gradients[name] = shards[name].like(name, gradient)
     return gradients
 
 

@@ -43,5 +43,5 @@ class KeptErrors:
             grown = kept_part - self._before.get(name, torch.zeros_like(kept_part))
             self._before[name] = kept_part
             factor = per_target / plan.layout.data_parallel_size
-            complete[name] = shard.shard_like(name, shard.tensor + grown * factor)
+            complete[name] = shard.like(name, shard.tensor + grown * factor)
         return complete

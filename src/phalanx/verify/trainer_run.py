@@ -218,7 +218,7 @@ class _RunObserver:
         trained = state.model.trained_shards()
         for raw_name, parameter in state.model.named_parameters():
             name = full_name(raw_name)
-            copy = trained[name].shard_like(name, local_tensor(parameter).detach())
+            copy = trained[name].like(name, local_tensor(parameter).detach())
             self._compare(observed, COPY, name, copy, step)
             self._compare_slots(observed, name, parameter, trained[name], step)
             if parameter.grad is not None:
@@ -243,7 +243,7 @@ class _RunObserver:
                 continue
             key = f"{STATE}/{slot}/{name}"
             if value.shape == parameter.shape and value.ndim:
-                shard = owner.shard_like(name, local_tensor(value).detach())
+                shard = owner.like(name, local_tensor(value).detach())
                 self._compare(observed, f"{STATE}/{slot}", name, shard, step)
             elif self.reader.has(step, key):
                 expected = self.reader.block(step, key, (), ())
@@ -295,10 +295,10 @@ class _RunObserver:
                 continue
             if parameter.grad is None:
                 zeros = torch.zeros_like(trained[name].tensor)
-                shard = trained[name].shard_like(name, zeros)
+                shard = trained[name].like(name, zeros)
                 step.gradients[name] = self._measure(shard, key, step.step, None)
                 continue
-            shard = trained[name].shard_like(name, local_tensor(parameter.grad).detach())
+            shard = trained[name].like(name, local_tensor(parameter.grad).detach())
             step.gradients[name] = self._measure(shard, key, step.step, None)
             for block, box in _blocks(shard):
                 block.copy_(self.reader.block(step.step, key, box.global_offset, box.size))
