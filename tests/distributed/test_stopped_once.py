@@ -16,13 +16,13 @@ from commands import environment
 PREPARING = """
 import contextlib, os, signal, sys
 from pathlib import Path
-from phalanx.run.stop_signals import stop_by_exception
+from phalanx.run.stop_signals import raising_on_stop_signals
 from phalanx.core.errors import PhalanxError
 from phalanx.launch.end_record import EndRecord
 from phalanx.launch.guard import fork_under_guard
 
 code = 1
-with stop_by_exception():
+with raising_on_stop_signals():
     end = fork_under_guard(0, Path(sys.argv[1]))
     try:
         print(f"prepares {os.getpid()}", flush=True)
@@ -34,7 +34,7 @@ with stop_by_exception():
         sys.stdin.readline()
         print("cleaned", flush=True)
     finally:
-        end.write(EndRecord(code))
+        end.write_record(EndRecord(code))
 """
 
 

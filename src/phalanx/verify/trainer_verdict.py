@@ -110,7 +110,7 @@ class RunComparator:
 
     def _compare_saved_steps(self, attempt: AttemptObservation) -> Iterator[Difference]:
         due = _list_checkpoints()
-        if not attempt.name and attempt.checkpoints != due:
+        if attempt.name and attempt.checkpoints != due:
             yield self._make_number_difference(
                 "checkpoints",
                 attempt.first_step - 1,
