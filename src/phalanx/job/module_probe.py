@@ -146,8 +146,8 @@ def _count_answer(kind: str, answer: Mapping[str, Any]) -> MeasuredModule:
         (str(block), _count_params_within(str(block), sizes)) for block in answer["blocks"]
     )
     block_sizes = [size for _, size in blocks]
-    num_params, told = int(answer["num_params"]), answer.get("facts", {})
-    facts: dict[str, Any] = {key: int(told[key]) for key in FACTS if key in told}
+    num_params, extra_facts = int(answer["num_params"]), answer.get("facts", {})
+    facts: dict[str, Any] = {key: int(extra_facts[key]) for key in FACTS if key in extra_facts}
     rules = answer.get("shard_rules", {})
     return MeasuredModule(
         kind,

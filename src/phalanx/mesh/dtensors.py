@@ -27,8 +27,8 @@ def describe_dtensor(tensor: DTensor) -> str:
 
 
 def explain_lossy_gather(tensor: DTensor) -> str:
-    """What a gather of `tensor` loses in torch 2.13 (pull request 194457 of pytorch), and how to
-    gather it; "" if nothing is lost.
+    """Explain what a gather of `tensor` loses in torch 2.13 (pull request 194457 of pytorch), and
+    how to gather it; "" if nothing is lost.
 
     torch merges the gathers over several mesh dimensions that cut the same dimension into one as
     soon as the mesh has a flattened dimension of them, and then takes its parts for those of one
@@ -50,11 +50,11 @@ def explain_lossy_gather(tensor: DTensor) -> str:
 
 
 def count_lost_rows(size: int, degrees: Sequence[int]) -> int:
-    """How many of `size` rows one flattened gather does not return that were cut by each of
-    `degrees` in turn: 0 where that gives the parts of a single cut."""
+    """Count the rows, of `size`, that one flattened gather does not return and that were cut by
+    each of `degrees` in turn: 0 where that gives the parts of a single cut."""
     nested = [size]
     for degree in degrees:
-        nested = [part for whole in nested for part in _chunk_sizes(whole, degree)]
+        nested = [part for size_so_far in nested for part in _chunk_sizes(size_so_far, degree)]
     flat = _chunk_sizes(size, len(nested))
     return size - sum(min(pair) for pair in zip(nested, flat, strict=True))
 

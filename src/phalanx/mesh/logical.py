@@ -34,7 +34,7 @@ class Box:
 
     @property
     def local_slices(self) -> tuple[slice, ...]:
-        """Where the block stands in the local tensor."""
+        """The slices of the local tensor in which the block stands."""
         return tuple(
             slice(start, start + length)
             for start, length in zip(self.local_offset, self.size, strict=True)

@@ -35,7 +35,7 @@ class SequenceCounts(Protocol):
         """The counts of whole sequences, from those of this rank's tokens."""
 
     def earlier(self, chosen_BTE: torch.Tensor) -> torch.Tensor:
-        """For each token and expert, the number of earlier tokens of the whole sequence that chose
+        """The number, for each token and expert, of earlier tokens of the whole sequence that chose
         it; `chosen_BTE` is 0 or 1."""
 
     def length(self, num_tokens: int) -> int:

@@ -18,7 +18,7 @@ MAX_SHOWN = 3
 
 
 def describe_claim(name: str) -> str:
-    """What an invariant says; its name where a later release has checked it."""
+    """The claim of an invariant in words; its name where a later release has checked it."""
     return CLAIMS.get(name, printable(name.replace("_", " "), 60))
 
 

@@ -93,7 +93,7 @@ class Traffic:
             self._step_bytes[axis] -= num_bytes - before[axis]
 
     def _read_sent_bytes(self) -> dict[str, float]:
-        """What has been sent so far, by axis."""
+        """Bytes that were sent so far, by axis."""
         return {axis: sender.sent_bytes for axis, sender in self._senders.items()}
 
     def take_step_bytes(self) -> dict[str, int]:

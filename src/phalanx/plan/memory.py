@@ -190,14 +190,14 @@ def allocator_retained_gradient_bytes(
     if zero_stage >= 2 or shape.activations is None:
         return 0
     freed = shape.activations.find_freed_gradients(work.ep)
-    held = 0
+    freed_bytes = 0
     # A block's largest matrix decides: larger ones are mapped, and go back as they are freed.
     if accumulates and freed.matrix * 4 <= GLIBC_HEAP_BYTES:
         # Each gradient in fp32, and before that in the compute type, where this is another one.
-        held = freed.block * (4 + work.cast_bytes)
+        freed_bytes = freed.block * (4 + work.cast_bytes)
     if freed.table * 4 <= GLIBC_HEAP_BYTES:
-        held += freed.table * 4
-    return held
+        freed_bytes += freed.table * 4
+    return freed_bytes
 
 
 def communication_bytes(

@@ -29,7 +29,7 @@ class InvariantFacts:
 
     @property
     def has_held(self) -> bool | None:
-        """None if nothing was checked."""
+        """True if every check held; None if nothing was checked."""
         if self.failures or self.num_failed:
             return False
         return True if self.num_checks else None
@@ -54,7 +54,8 @@ class InvariantLog:
             self._failures.setdefault(event.name, []).append(event)
 
     def list_facts(self) -> list[InvariantFacts]:
-        """In the order of CLAIMS; of a run that checked nothing, none."""
+        """The facts of each invariant in the order of CLAIMS; none of a run that checked
+        nothing."""
         names = dict.fromkeys((*CLAIMS, *(name for name, _, _ in self._summaries), *self._failures))
         return [self._facts_of(name) for name in names if self._has_checks(name)]
 

@@ -138,7 +138,7 @@ def _experts_json(facts: RunFacts) -> dict[str, Any] | None:
 
 
 def _invariant_json(facts: InvariantFacts) -> dict[str, Any]:
-    """What was checked of one invariant; `ok` is None where nothing could be."""
+    """The checks of one invariant; `ok` is None where nothing could be."""
     return {
         "name": facts.name,
         "ok": facts.has_held,

@@ -134,7 +134,7 @@ class RunInvariants:
     def _judge_weights(self, findings: WeightFindings | None) -> None:
         if findings is None or self._weights is None or self._weights.held is None:
             return
-        held, step = self._weights.held, findings.step
+        blocks, step = self._weights.held, findings.step
         self._record_check(
             InvariantChecked(
                 step=step,
@@ -143,9 +143,9 @@ class RunInvariants:
                 tensors=findings.unequal.names,
                 ranks=findings.unequal.ranks,
                 looked_at=(
-                    f"{plural(held.num_shared, 'block')} of weights that several ranks hold"
+                    f"{plural(blocks.num_shared, 'block')} of weights that several ranks hold"
                 ),
-                not_looked_at=_describe_blocks_held_once(held.num_blocks - held.num_shared),
+                not_looked_at=_describe_blocks_held_once(blocks.num_blocks - blocks.num_shared),
             )
         )
         foreign = sum(findings.num_foreign.values())
@@ -159,7 +159,7 @@ class RunInvariants:
                 ranks=ranks,
                 expected=0.0,
                 actual=float(foreign),
-                looked_at=f"{plural(held.num_trained, 'tensor')} that ask for gradients",
+                looked_at=f"{plural(blocks.num_trained, 'tensor')} that ask for gradients",
             )
         )
         if not findings.is_applied:

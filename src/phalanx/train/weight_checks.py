@@ -205,8 +205,8 @@ class WeightChecks:
         missing: list[str],
         num_foreign: int,
     ) -> torch.Tensor:
-        """What this rank hands in: a digest of each block, flags of each (of a tensor with the
-        first of its blocks), and a number. int64 [2 x columns + 1]."""
+        """The row that this rank hands in: a digest of each block, flags of each (of a tensor with
+        the first of its blocks), and a number. int64 [2 x columns + 1]."""
         width, num_blocks = self._num_columns, len(self._blocks)
         row = torch.zeros(2 * width + 1, dtype=torch.int64, device=self._mesh.device)
         flags = row[width:-1]

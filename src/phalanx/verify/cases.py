@@ -107,19 +107,21 @@ def list_narrow_layouts(
     ]
 
 
-def describe_changes(asked: Job, verified: Job) -> str:
-    """What of a job is changed to be judged, with both values; "" for nothing."""
+def describe_changes(requested_job: Job, verified: Job) -> str:
+    """Keys of a job that are changed to be judged, with both values; "" if there are none."""
     keys = (
         (
             "train.global_batch_size",
-            asked.train.global_batch_size,
+            requested_job.train.global_batch_size,
             verified.train.global_batch_size,
         ),
-        ("data.seq_len", asked.data.seq_len, verified.data.seq_len),
+        ("data.seq_len", requested_job.data.seq_len, verified.data.seq_len),
     )
     changes = [f"{key} {before} -> {after}" for key, before, after in keys if before != after]
-    if asked.train.micro_batch_size is not None:
-        changes.append(f"train.micro_batch_size {asked.train.micro_batch_size} -> as layouts need")
+    if requested_job.train.micro_batch_size is not None:
+        changes.append(
+            f"train.micro_batch_size {requested_job.train.micro_batch_size} -> as layouts need"
+        )
     changes.append("optim.lr: the first update moves the weights by 1 %")
     changes.append("weights that are constant at first: random")
     return ", ".join(changes)

@@ -255,7 +255,7 @@ def _measure_judged_shape(job: Job, num_ranks: int) -> MeasuredModule | None:
 
 
 def _find_devices(device: str, num_ranks: int) -> Cluster:
-    """What the ranks compute on.
+    """The cluster that the ranks compute on.
 
     Raises UsageError for another name, and EnvironmentProblem where there is no GPU for each rank.
     """

@@ -118,7 +118,7 @@ class Comparison:
         return total
 
     def count_copies(self, kind: str, name: str) -> int:
-        """How many times the ranks hold the tensor; at least 1."""
+        """Count how many times the ranks hold the tensor; at least 1."""
         size = self.trace.sizes[kind].get(name, 0.0) ** 2
         if not size:
             return 1
@@ -151,7 +151,7 @@ class Comparison:
     def _covers_evenly(self, name: str) -> bool:
         is_even = self._even.get(name)
         if is_even is None:
-            is_even = covers_evenly([_boxes(seen, name) for seen in self.observations])
+            is_even = covers_evenly([_boxes(of_rank, name) for of_rank in self.observations])
             self._even[name] = is_even
         return is_even
 
@@ -188,7 +188,7 @@ class Comparison:
         return None
 
     def _list_digests(self, kind: str, name: str) -> dict[Block, dict[int, str]]:
-        """For each block of a tensor the digest on each rank that holds it."""
+        """The digest of each block of a tensor on each rank that holds it."""
         digests_of: dict[Block, dict[int, str]] = {}
         for rank, observation in enumerate(self.observations):
             for offset, size, digest in observation["digests"].get(kind, {}).get(name, ()):

@@ -324,7 +324,7 @@ class Diagnosis:
         )
 
     def _describe_backward(self) -> str:
-        """What of this layout is special to a backward."""
+        """Name what of this layout is special to a backward."""
         words = []
         if self._layout.recompute:
             words.append("what is recomputed there is not what the forward computed")

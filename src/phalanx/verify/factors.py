@@ -28,7 +28,7 @@ class FactorWords:
         return f"{sentence}: {meanings}"
 
     def explain(self, factor: float, step: int) -> str:
-        """What the number usually means, by the layout's own numbers; "" where it is none of
+        """The usual meaning of the number, by the layout's own numbers; "" where it is none of
         them."""
         meanings = []
         if 0 < abs(factor - 1) <= FLOAT32_ROUNDING * 1.01 and self._trace.dtype == "float64":

@@ -42,8 +42,8 @@ def _widen(value: Any) -> Any:
 
 @contextmanager
 def cast_to_float64() -> Iterator[Float64Casts]:
-    """For the body: torch's functions make float64 of what is to be float32, also where no type is
-    named."""
+    """Have torch's functions, in the body, make float64 of what is to be float32, also where no
+    type is named."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

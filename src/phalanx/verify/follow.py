@@ -137,7 +137,7 @@ def follow(
 
 
 def _observe_start(model: ParallelModel, trace: Trace) -> RankObservations:
-    """What the ranks hold, and their initial weights."""
+    """The shards that the ranks hold, and their initial weights."""
     observations = RankObservations()
     shards, reference_names = model.shards(), set(trace.sizes[INITIAL])
     observations.unknown = sorted(set(list_parameters(model)) - reference_names)
@@ -279,7 +279,7 @@ def compare_blocks(
 
 
 def digest_blocks(shards: Mapping[str, LogicalShard]) -> dict[str, list[BlockDigest]]:
-    """For each tensor a digest of the bits of each of its blocks."""
+    """A digest of the bits of each block, for each tensor."""
     return {
         name: [
             (box.global_offset, box.size, _digest(shard.tensor[box.local_slices]))

@@ -35,8 +35,8 @@ def parameter_type(dtype: str) -> str:
 
 
 def find_near_tie(dtype: str, usual: float) -> float:
-    """How far apart the scores of two experts may be, as a part of the largest, for rounding to
-    turn them: `usual` in wide types."""
+    """The distance that the scores of two experts may have, as a part of the largest, for rounding
+    to turn them: `usual` in wide types."""
     if not is_narrow(dtype):
         return usual
     return NEAR_TIE * EPSILON[dtype]

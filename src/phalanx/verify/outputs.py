@@ -76,7 +76,7 @@ class OutputWatch:
                 part.register_forward_hook(functools.partial(self._note, name))
 
     def find_first(self, directory: Path, tolerance: float) -> list[FirstOutput]:
-        """For each step the first output, in the order of the forward, that is further than
+        """The first output of each step, in the order of the forward, that is further than
         `tolerance` from the one that `OutputTrace` has written; of this rank alone."""
         if not self._parts or not (directory / OUTPUTS).exists():
             return []
@@ -114,7 +114,7 @@ class OutputWatch:
         return None
 
     def _find_tokens(self, length: int, num_local: int) -> torch.Tensor | None:
-        """Which tokens of a sequence of `length` the `num_local` of this rank are; None if they
+        """The tokens of a sequence of `length` that the `num_local` of this rank are; None if they
         are cut otherwise."""
         tokens = TokenPlaces.of_model(self._model).find_tokens(length)
         if num_local == len(tokens):

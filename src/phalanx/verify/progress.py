@@ -46,7 +46,7 @@ class RowTimes:
         self._began, self.num_done = now, self.num_done + 1
 
     def read(self) -> VerifyProgress:
-        """How far it is now."""
+        """Say how far it is now."""
         remaining = self.work[self.num_done :]
         running = ""
         if remaining:

@@ -240,7 +240,7 @@ class _ReferenceWriter:
             evaluation=evaluation,
             leader=None if self.leader is None else self.leader.directory,
             loads=routes.count_loads(len(self.steps)),
-            others=self._find_others(probed, routes, writer),
+            other_directories=self._find_others(probed, routes, writer),
         )
         return list(routes.reroutes)
 

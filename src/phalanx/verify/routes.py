@@ -75,7 +75,7 @@ class Routes(PhaseRecorder):
         return {key: torch.cat(parts) for key, parts in self._parts.items()}
 
     def count_loads(self, num_steps: int) -> list[dict[str, list[int]]]:
-        """For each step: router -> how many tokens chose each of its experts."""
+        """Loads of each step: router -> how many tokens chose each of its experts."""
         choices = self.choices
         loads: list[dict[str, list[int]]] = [{} for _ in range(num_steps)]
         for step, load_of in enumerate(loads):

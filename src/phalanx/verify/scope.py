@@ -15,7 +15,7 @@ from phalanx.verify.trace_facts import Trace, buffers_of, gradients_of
 
 
 def list_judged(plan: Plan, trace: Trace, optimizer: str) -> tuple[str, ...]:
-    """What the row of a layout that ran to its end compared with one process."""
+    """List what the row of a layout that ran to its end compared with one process."""
     steps = plural(trace.num_steps, "step")
     num_trained = sum(not trace.has_no_gradient(name) for name in trace.sizes[gradients_of(0)])
     judged = [
@@ -39,7 +39,7 @@ def list_judged(plan: Plan, trace: Trace, optimizer: str) -> tuple[str, ...]:
 
 
 def list_not_compared(plan: Plan, trace: Trace) -> tuple[str, ...]:
-    """What such a row did not compare."""
+    """List what such a row did not compare."""
     not_judged = []
     still = [name for name in trace.sizes[gradients_of(0)] if trace.has_no_gradient(name)]
     if still:

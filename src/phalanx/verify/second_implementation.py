@@ -35,8 +35,9 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one implementation makes of a step: the loss per target, and its gradients per target;
-    `buffers` after it, of those that are compared. `narrows`: it rounded to float32 on its way."""
+    """The result of a step in one implementation: the loss per target, and its gradients per
+    target; `buffers` after it, of those that are compared. `narrows`: it rounded to float32 on its
+    way."""
 
     loss: float
     num_targets: int
@@ -49,9 +50,9 @@ class WeightsError(Exception):
     """A second implementation cannot take the weights of a module, or give gradients back: `what`
     is wrong, of the tensor `name` ("" for none in particular)."""
 
-    def __init__(self, what: str, name: str, cause: str) -> None:
-        super().__init__(what, name, cause)
-        self.what, self.name, self.cause = what, name, cause
+    def __init__(self, kind_of_number: str, name: str, cause: str) -> None:
+        super().__init__(kind_of_number, name, cause)
+        self.what, self.name, self.cause = kind_of_number, name, cause
 
 
 class SecondImplementation(Protocol):
@@ -194,11 +195,11 @@ def _compare(
     """All that is compared, in the order in which things go wrong: of the gradients first the one
     that is nearest to the loss."""
 
-    def difference(what: str, name: str, error: float) -> Difference:
+    def difference(kind_of_number: str, name: str, error: float) -> Difference:
         # NaN is above any tolerance.
         if math.isnan(error):
             error = math.inf
-        return Difference(what, name, step, error, 0, (0,), "whole", cause)
+        return Difference(kind_of_number, name, step, error, 0, (0,), "whole", cause)
 
     error = abs(own_step.loss - other.loss) / abs(other.loss)
     if own_step.num_targets != other.num_targets:

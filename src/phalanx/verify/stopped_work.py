@@ -214,6 +214,6 @@ def _remove_but_references(work: Work) -> None:
 
 
 def count_done(selection: Selection, rows: Sequence[Row]) -> int:
-    """How many of the rows that ranks are to write are among `rows`."""
+    """Count the rows that ranks are to write among `rows`."""
     names = {(dtype, case.name) for dtype, case in selection.work}
     return sum((row.dtype, row.layout) in names for row in rows)

@@ -163,13 +163,14 @@ class TraceWriter:
         evaluation: float,
         leader: Path | None,
         loads: Sequence[Mapping[str, Sequence[int]]],
-        others: Sequence[Path],
+        other_directories: Sequence[Path],
     ) -> None:
-        """Write trace.json. `others`: directories of the same in float64, or from weights that are
-        rounded otherwise, which tell how much of a tensor is rounding: the most of them counts."""
+        """Write trace.json. `other_directories`: those of the same in float64, or from weights that
+        are rounded otherwise, which tell how much of a tensor is rounding: the most of them
+        counts."""
         rounding: dict[str, dict[str, float]] = {}
         strays: dict[str, float] = {}
-        for other in others:
+        for other in other_directories:
             self._widen(rounding, other)
             if is_narrow(self._dtype):
                 self._widen_scalars(strays, evaluation, read_trace(other))

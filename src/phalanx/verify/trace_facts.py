@@ -133,8 +133,8 @@ class Trace:
         return max(ROUNDINGS * self.strays.get(attribute, 0.0), EPSILON[self.dtype] / 16)
 
     def bands(self) -> dict[str, float]:
-        """Of a narrow type: gradient -> how far it may be off, relative to its size; infinite where
-        rounding alone changes it by more than half."""
+        """Tolerances of a narrow type: gradient -> how far it may be off, relative to its size;
+        infinite where rounding alone changes it by more than half."""
         if not is_narrow(self.dtype):
             return {}
         kind = gradients_of(0)

@@ -27,8 +27,8 @@ from phalanx.verify.trainer_verdict import RunComparator
 
 @dataclass(frozen=True)
 class TrainerPlace:
-    """Where runs through the trainer are judged: the group of ranks, a directory that all of them
-    see, and the job's own dataset if it has one."""
+    """The place where runs through the trainer are judged: the group of ranks, a directory that all
+    of them see, and the job's own dataset if it has one."""
 
     mesh: Mesh
     run_dir: Path

@@ -63,7 +63,7 @@ class RunComparator:
         return dict(self._worst)
 
     def notes(self) -> tuple[str, ...]:
-        """What a reader must know of the tolerance."""
+        """Lines that a reader must know of the tolerance."""
         if not self._records[0].narrows:
             return ()
         return (
@@ -71,7 +71,7 @@ class RunComparator:
         )
 
     def list_not_judged(self) -> tuple[str, ...]:
-        """What this run had nothing of."""
+        """List what this run had nothing of."""
         record = self._records[0]
         lines = []
         if record.unused:
@@ -148,7 +148,7 @@ class RunComparator:
         restored: str,
         attempts: Sequence[AttemptObservation],
     ) -> Iterator[Difference]:
-        """What differs between two steps. `restored`: how the run was resumed just before, in
+        """All that differs between two steps. `restored`: how the run was resumed just before, in
         words."""
         step = ranks[0].step
         yield from self._compare_counters(ranks, record, restored)
@@ -467,15 +467,24 @@ class RunComparator:
         self._worst[kind] = max(self._worst.get(kind, 0.0), _nan_to_inf(error))
 
     def _make_number_difference(
-        self, what: str, step: int, error: float, cause: str, rank: int = 0
+        self, kind_of_number: str, step: int, error: float, cause: str, rank: int = 0
     ) -> Difference:
-        return self._make_tensor_difference(what, "", step, error, rank, "", cause)
+        return self._make_tensor_difference(kind_of_number, "", step, error, rank, "", cause)
 
     def _make_tensor_difference(
-        self, what: str, name: str, step: int, error: float, rank: int, held_blocks: str, cause: str
+        self,
+        kind_of_tensor: str,
+        name: str,
+        step: int,
+        error: float,
+        rank: int,
+        held_blocks: str,
+        cause: str,
     ) -> Difference:
         # Steps of differences are counted from 0.
-        return Difference(what, name, max(0, step - 1), error, rank, (rank,), held_blocks, cause)
+        return Difference(
+            kind_of_tensor, name, max(0, step - 1), error, rank, (rank,), held_blocks, cause
+        )
 
 
 def _list_checkpoints() -> tuple[int, ...]:

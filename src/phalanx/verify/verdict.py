@@ -250,7 +250,7 @@ class Comparator:
             yield Difference("evaluation loss", "", step, errors[worst], worst, ranks, "", cause)
 
     def _compare_loads(self, step: int) -> Iterator[Difference]:
-        """What came to experts, as routers count it for their biases and for the run's page."""
+        """The loads of experts, as routers count it for their biases and for the run's page."""
         if not self._trace.loads:
             return
         for router, expected in self._trace.loads[step].items():

@@ -54,8 +54,8 @@ def prune_run(run: str, *, keep_last: int, keep_every: int | None, dry_run: bool
         folders = store.folders()
         retention = Retention(keep_last, keep_every, _require_best_steps(run_dir))
         removed = prune_checkpoints(store, retention, dry_run=dry_run, say=notes.append)
-    kept = tuple(folder.name for folder in folders if folder not in removed)
-    return PruneResult(tuple(folder.name for folder in removed), kept, tuple(notes))
+    kept_names = tuple(folder.name for folder in folders if folder not in removed)
+    return PruneResult(tuple(folder.name for folder in removed), kept_names, tuple(notes))
 
 
 def _require_best_steps(run_dir: Path) -> frozenset[int]:

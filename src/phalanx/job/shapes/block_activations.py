@@ -14,7 +14,7 @@ from phalanx.job.shapes.transformer import TransformerShape
 
 @dataclass(frozen=True)
 class TransformerActivations:
-    """What the activations of decoders and vision transformers have in common."""
+    """The part that the activations of decoders and vision transformers have in common."""
 
     shape: TransformerShape
 

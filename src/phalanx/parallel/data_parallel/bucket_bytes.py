@@ -8,5 +8,6 @@ from phalanx.plan.plan import Plan
 
 
 def bucket_bytes(plan: Plan) -> int:
-    """Those that are in force, else those of the job's `parallel.bucket_mb`."""
+    """The bytes of a bucket: those that are in force, else those of the job's
+    `parallel.bucket_mb`."""
     return get_block_sizes().bucket_bytes or int(plan.parallel.bucket_mb * MIB)

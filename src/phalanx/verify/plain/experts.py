@@ -93,7 +93,7 @@ def _is_within_capacity(settings: PlainSettings, chosen_BTE: torch.Tensor) -> to
 def _run_expert(
     settings: PlainSettings, parameters: Tensors, name: str, expert: int, x_BTD: torch.Tensor
 ) -> torch.Tensor:
-    """What one expert would make of each token. Experts have no biases."""
+    """The output that one expert would have for each token. Experts have no biases."""
     up = torch.einsum("btd,fd->btf", x_BTD, parameters[f"{name}.up.weight"][expert])
     inner = activate(settings.activation, up)
     if settings.activation in ("swiglu", "geglu", "geglu_tanh"):

@@ -28,8 +28,9 @@ def rotation_angles(
 
 
 def temperature(settings: PlainSettings, *, is_local: bool) -> float:
-    """What YaRN multiplies queries and keys by (section 3.4): sqrt(1/t) = 0.1 ln(s) + 1; with
-    DeepSeek-V2's factor of the logarithm (`mscale`). 1 where positions are not stretched."""
+    """The factor by which YaRN multiplies queries and keys (section 3.4): sqrt(1/t) = 0.1 ln(s) +
+    1; with DeepSeek-V2's factor of the logarithm (`mscale`). 1 where positions are not
+    stretched."""
     if settings.rope_scaling != "yarn" or _has_own_base(settings, is_local):
         return 1.0
     return 1.0 + 0.1 * settings.rope_mscale * math.log(settings.rope_factor)

@@ -272,7 +272,7 @@ def _clip(gradients: Tensors, norm: float, max_norm: float | None) -> tuple[Tens
 
 
 def _forget_loads(module: nn.Module) -> None:
-    """What tokens of a skipped step chose moves no bias, nor does it in the next step."""
+    """Forget what tokens of a skipped step chose: it moves no bias, nor does it in the next."""
     for part in module.modules():
         if hasattr(part, "load") and hasattr(part, "num_experts"):
             part.load.take(part.num_experts, next(part.parameters()).device)
