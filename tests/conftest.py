@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -23,6 +24,9 @@ from warm import popen, source_of_phalanx
 # source again.
 compileall.compile_dir(source_of_phalanx(), quiet=2)
 torch.set_num_threads(1)
+# An example takes as long as a busy machine lets it: that is no property of the code.
+hypothesis.settings.register_profile("phalanx", deadline=None)
+hypothesis.settings.load_profile("phalanx")
 # A shell that starts the tests in the background ignores Ctrl-C for them, and every command they
 # start would, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
