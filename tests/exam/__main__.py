@@ -19,10 +19,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from exam.clean import CleanRun, CleanScore, plan_clean_runs, run_clean
+from exam.curves import plan_short_runs, score_curves, train_short_run
 from exam.generate import generate_variants
 from exam.page import format_page
 from exam.plant import Plant, find_stale, list_plants
@@ -64,6 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     code = digest_sources()
     works = list_sittings((*plants, *variants), code, processes, options.types)
     works += list_runs(runs, code, processes)
+    if options.curves:
+        works += list_short_runs(plants, code, processes)
     try:
         do_all(works, results, processes, num_at_once=options.jobs, is_quiet=options.json)
     except KeyboardInterrupt:
@@ -76,11 +80,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         for body in bodies.values():
             print(json.dumps({"schema": SCHEMA, **body}))
+    curves = {
+        plant.name: score_curves(plant, lambda key: results.find(f"{code}/{key}"))
+        for plant in plants
+    }
     if options.only == "*" and not options.sample:
         seconds = sum(body.get("seconds", 0.0) for body in bodies.values())
         about = describe_machine()
         text = format_page(
-            sat, generated, clean, about=about, seconds=seconds, num_plants=len(plants)
+            sat,
+            generated,
+            clean,
+            curves={name: score for name, score in curves.items() if score is not None},
+            about=about,
+            seconds=seconds,
+            num_plants=len(plants),
         )
         PAGE.write_text(text, encoding="utf-8")
     num_found = sum(score.is_found for _, score in sat)
@@ -98,6 +112,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--generated", type=int, default=1, help="variants for each seam and size (0: none)"
     )
     parser.add_argument("--clean", type=int, default=1000, help="rows of the unchanged code")
+    parser.add_argument(
+        "--curves",
+        action="store_true",
+        help="train 20 steps with each plant, too, as others compare",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
     parser.add_argument("--jobs", type=int, default=2, help="how many run at a time")
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds for each")
@@ -131,6 +150,18 @@ def list_runs(runs: Sequence[CleanRun], code: str, processes: Processes) -> list
 
         works.append(Work(clean.name, f"{code}/{clean}", run, 50.0))
     return works
+
+
+def list_short_runs(plants: Sequence[Plant], code: str, processes: Processes) -> list[Work]:
+    return [
+        Work(
+            short_run.name,
+            f"{code}/{short_run.key}",
+            partial(train_short_run, short_run, processes),
+            8.0,
+        )
+        for short_run in plan_short_runs(plants)
+    ]
 
 
 def do_all(

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from exam.clean import CleanScore
+from exam.curves import MULTIPLE, SMALLEST, CurveScore
 from exam.generate import SEAMS, SIZES
 from exam.plant import AXES, Plant
 from exam.score import BANDS, NARROW, OUTCOMES, UPDATE_BAND, VISIBLE, Score
 
 Sat = Sequence[tuple[Plant, Score]]
+Curves = Mapping[str, CurveScore]
 
 HEAD = """# The exam
 
@@ -21,9 +23,20 @@ Written by `make exam`; plants are [tests/exam/plants](../tests/exam/plants), on
 A plant is **found** if `phalanx verify --json --layouts ... --ranks 4`, with the layouts that it names, exits with 11 and a row that is not to be
 clean differs. "not run": no process reached an edited line, so nothing examined it (it counts as not found). Tensor, rank and cause
 are those of the first difference of the first row. "loss" and "norm": what a comparison of losses, or of
-gradient norms, would have seen of the same steps at a relative error of {visible:g}; as those are few, and not 20, that
-errs a little to their disadvantage.
+gradient norms, would have seen{curves}
 """
+
+OF_JUDGED_STEPS = f""" of the same six steps at a relative error of {VISIBLE:g}; as those are few, and not 20, that
+errs a little to their disadvantage (`make exam ARGS=--curves` trains 20)."""
+
+OF_TWENTY_STEPS = f""" of 20 steps
+of training in the first layout of the plant, beside the same steps in one process: of the same small model on text, in float32, three
+microbatches a rank and more, each process with the edited code. It shows if the curves differ by {MULTIPLE} x what those of the unchanged code
+differ by (at least {SMALLEST:g} relative): more than a person sees, who does not know that figure. Blocks, chunks and buckets have
+their usual sizes there, and nothing is resumed. "not trained": the run is refused or needs what no such run has."""
+
+
+OF_VARIANTS = f'"loss" and "norm" are those of the judged steps here, at {VISIBLE:g}.\n'
 
 
 def format_page(
@@ -31,17 +44,20 @@ def format_page(
     generated: Sat,
     clean: Sequence[CleanScore],
     *,
+    curves: Curves,
     about: str,
     seconds: float,
     num_plants: int,
 ) -> str:
-    """The page. `about`: the machine and versions, in words. `num_plants`: those that there are,
-    of which `sat` may be a part."""
+    """The page. `curves`: plant -> what curves of 20 steps show; without any, losses and norms of
+    the judged steps stand there. `about`: the machine and versions, in words. `num_plants`: those
+    that there are, of which `sat` may be a part."""
     parts = [
-        HEAD.format(visible=VISIBLE),
+        HEAD.format(curves=OF_TWENTY_STEPS if curves else OF_JUDGED_STEPS),
         f"{len(sat)} of {num_plants} plants sat; {about}; {seconds / 60:.0f} minutes of runs.\n",
         "## Totals\n",
-        _format_totals(sat),
+        _format_totals(sat, curves),
+        *_format_curve_totals(curves),
         "## The clean side\n",
         _format_clean(sat, clean),
     ]
@@ -49,13 +65,41 @@ def format_page(
         parts += ["## Narrow types\n", format_narrow(sat)]
     if generated:
         parts += ["## The ladder of sizes\n", _format_ladder(generated)]
-    parts += ["## Each plant\n", _format_plants(sat)]
+    parts += ["## Each plant\n", _format_plants(sat, curves)]
     if generated:
-        parts += ["## Generated variants\n", _format_plants(generated)]
+        parts += ["## Generated variants\n", OF_VARIANTS, _format_plants(generated, {})]
     return "\n".join(parts)
 
 
-def _format_totals(sat: Sat) -> str:
+def _shows_in(curves: Curves, score: Score) -> tuple[bool | None, bool | None]:
+    """Whether losses and whether norms show a bug; None where they were to be trained and are
+    not."""
+    if not curves:
+        return score.shows_in_loss, score.shows_in_norm
+    curve = curves.get(score.plant)
+    if curve is None or curve.message:
+        return None, None
+    return curve.shows_in_loss, curve.shows_in_norm
+
+
+def _format_curve_totals(curves: Curves) -> list[str]:
+    """How many plants the curves show at several limits, and which were not trained."""
+    if not curves:
+        return []
+    trained = [curve for curve in curves.values() if not curve.message]
+    shares = ", ".join(
+        f"{limit:g}: losses {sum(not curve.loss <= limit for curve in trained)},"
+        f" norms {sum(not curve.norm <= limit for curve in trained)}"
+        for limit in (0.01, 0.001, 1e-4)
+    )
+    lines = [f"Of {len(trained)} plants that were trained, curves differ by more than {shares}.\n"]
+    failed = [f"{name} ({curve.message})" for name, curve in curves.items() if curve.message]
+    if failed:
+        lines.append(f"Not trained: {'; '.join(failed)}.\n")
+    return lines
+
+
+def _format_totals(sat: Sat, curves: Curves) -> str:
     lines = [
         f"| axis | plants | {' | '.join(OUTCOMES)} | tensor | rank | cause | loss | norm |",
         f"|---|{'---:|' * (len(OUTCOMES) + 6)}",
@@ -70,8 +114,8 @@ def _format_totals(sat: Sat) -> str:
                 lambda s: s.is_found and s.tensor,
                 lambda s: s.is_found and s.rank,
                 lambda s: s.is_found and s.cause,
-                lambda s: s.shows_in_loss,
-                lambda s: s.shows_in_norm,
+                lambda s: bool(_shows_in(curves, s)[0]),
+                lambda s: bool(_shows_in(curves, s)[1]),
             )
         )
         lines.append(f"| {axis} | {len(scores)} | {outcomes} | {named} |")
@@ -154,7 +198,7 @@ def _find_smallest(cells: Mapping[float, tuple[int, int]]) -> str:
     return smallest
 
 
-def _format_plants(sat: Sat) -> str:
+def _format_plants(sat: Sat, curves: Curves) -> str:
     lines = [
         "| plant | axis | seen in | outcome | tensor | rank | cause | loss | norm | seconds |",
         "|---|---|---|---|---|---|---|---|---|---:|",
@@ -164,8 +208,10 @@ def _format_plants(sat: Sat) -> str:
             _mark(score.tensor if score.is_found else None),
             _mark(score.rank if score.is_found else None),
             _mark(score.cause if score.is_found else None),
-            _mark(score.shows_in_loss),
-            _mark(score.shows_in_norm),
+            *(
+                "not trained" if shows is None else _mark(shows)
+                for shows in _shows_in(curves, score)
+            ),
         ]
         outcome = score.outcome
         if outcome == "missed" and not score.acted:

@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 
+from exam.curves import ShortRun, measure_difference, plan_short_runs, score_curves, train_short_run
 from exam.generate import SEAMS, SIZES, generate_variants
 from exam.page import format_narrow, format_page
 from exam.plant import PACKAGE, Edit, Plant, find_stale, list_plants, load_plant
 from exam.results import Results
 from exam.score import Score, score_rows
-from exam.sit import MODULES, sit
+from exam.short_run import NUM_STEPS, ONE_PROCESS
+from exam.sit import MODULES, Processes, sit
 
 SAMPLE = (
     "rank_1_spoils_one_gradient",
@@ -206,6 +208,59 @@ def test_what_curves_would_show(norm: float | None) -> None:
     assert (score.shows_in_loss, score.shows_in_norm) == (False, True)
 
 
+def _find_curves(losses: dict[str, list[float]]) -> Any:
+    """Bodies of the four runs of PLANT: each step has a loss and the norm 1."""
+    runs = dict(
+        zip(("one", "clean", "edited_one", "edited"), plan_short_runs([PLANT]), strict=True)
+    )
+    bodies = {
+        runs[name].key: {"steps": [[loss, 1.0] for loss in steps], "message": "it\nfailed"}
+        for name, steps in losses.items()
+    }
+    return bodies.get
+
+
+@pytest.mark.parametrize(
+    ("edited", "shows"),
+    [
+        ([2.0, 2.0], False),
+        ([2.0, 2.00004], False),
+        ([2.0, 2.0001], True),
+        ([2.0, float("nan")], True),
+        ([2.0], True),
+        ([], True),
+    ],
+)
+def test_a_bug_shows_in_curves_that_differ_by_more_than_rounding(
+    edited: list[float], shows: bool
+) -> None:
+    rounding = [2.0, 2.00002]
+    curves = {"one": [2.0, 2.0], "clean": rounding, "edited_one": [2.0, 2.0], "edited": edited}
+    score = score_curves(PLANT, _find_curves(curves))
+    assert score is not None
+    assert (score.shows_in_loss, score.message) == (shows, "")
+    assert score.shows_in_norm == (len(edited) < 2)
+
+
+def test_without_curves_of_the_unchanged_code_nothing_is_said() -> None:
+    curves: dict[str, list[float]] = {"one": [2.0], "clean": [], "edited_one": [2.0]}
+    assert score_curves(PLANT, _find_curves(curves)) is None
+    score = score_curves(PLANT, _find_curves(curves | {"edited": []}))
+    assert score is not None
+    assert score.message == "failed"
+    page = format_page(
+        [(PLANT, Score(PLANT.name, "found"))],
+        [],
+        [],
+        curves={PLANT.name: score},
+        about="here",
+        seconds=60.0,
+        num_plants=1,
+    )
+    assert "Not trained: some (failed)." in page
+    assert "| not trained | not trained |" in page
+
+
 @pytest.mark.parametrize(
     ("gradient", "is_found", "outcome"),
     [(0.5, True, "found"), (0.5, False, "missed"), (0.01, False, "below")],
@@ -242,7 +297,9 @@ def test_the_page_has_every_plant() -> None:
     generated = [
         (p, Score(p.name, "found", acted=True, types=("float64",))) for p in generate_variants(0)
     ]
-    page = format_page(sat, generated, [], about="here", seconds=60.0, num_plants=len(plants))
+    page = format_page(
+        sat, generated, [], curves={}, about="here", seconds=60.0, num_plants=len(plants)
+    )
     assert all(f"| {plant.name}: " in page for plant in plants)
     assert "| gradient | float64 | 1/1 |" in page
     assert f"| **all** | {len(plants)} | {len(plants)} | 0 |" in page
@@ -259,6 +316,22 @@ def test_a_plant_is_found_and_named(name: str) -> None:
         score
     )
     assert score.false_alarms == ()
+
+
+@pytest.mark.long
+def test_curves_of_twenty_steps_are_trained() -> None:
+    plant = load_plant("third_microbatch_lost")
+    curves = [
+        train_short_run(run, Processes())["steps"]
+        for run in (
+            ShortRun(plant.job, ONE_PROCESS, plant.num_ranks),
+            ShortRun(plant.job, "ddp", plant.num_ranks),
+            ShortRun(plant.job, "ddp", plant.num_ranks, plant),
+        )
+    ]
+    assert [len(steps) for steps in curves] == [NUM_STEPS] * 3
+    assert measure_difference(curves[1], curves[0], 0) < 1e-5
+    assert measure_difference(curves[2], curves[0], 0) > 0.1
 
 
 @pytest.mark.long

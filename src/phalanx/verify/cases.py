@@ -162,6 +162,9 @@ def shrink_job(job: Job, *, num_blocks: int = 2) -> tuple[Job, str]:
         small |= _shrink_decoder(shape, num_blocks)
         if shape.has_latent_attention:
             del small["num_kv_heads"]
+        # No block has such a width, and `phalanx train` refuses a key without effect.
+        if shape.num_experts and not small["num_dense_layers"]:
+            del small["ffn_dim"]
     body = job.to_json()
     changed = {key: value for key, value in small.items() if getattr(shape, key) != value}
     body["model"] |= changed
