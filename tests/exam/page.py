@@ -36,6 +36,16 @@ differ by (at least {SMALLEST:g} relative): more than a person sees, who does no
 their usual sizes there, and nothing is resumed. "not trained": the run is refused or needs what no such run has."""
 
 
+BESIDE_TYPES = """## Beside spmd_types
+
+[spmd_types](https://pypi.org/project/spmd_types/) 0.3.1 types what collectives make of a tensor, and its `rulecheck` compares an autograd
+function with such a type, on ranks that it simulates. `python -m exam.with_spmd_types` (in tests/, after `pip install spmd_types==0.3.1`) writes
+types for the five operations of tensor parallelism: of the 6 plants in them it finds 1 (2026-11-24, torch 2.13.0+cpu). Three are mistakes of a
+backward, which it does not run; one needs a sequence that the ranks do not divide, which it refuses; one rounds on a single rank. The
+other plants it cannot see: gradients that hooks sum after the backward, pipelines, optimizers, models and checkpoints are no typed functions. On
+CPUs of this torch `rulecheck` of partial sums ends in NotImplementedError by itself (`aten::_philox_normal_`); the script goes around that.
+"""
+
 OF_VARIANTS = f'"loss" and "norm" are those of the judged steps here, at {VISIBLE:g}.\n'
 
 
@@ -63,6 +73,7 @@ def format_page(
     ]
     if any(score.narrow for _, score in sat):
         parts += ["## Narrow types\n", format_narrow(sat)]
+    parts.append(BESIDE_TYPES)
     if generated:
         parts += ["## The ladder of sizes\n", _format_ladder(generated)]
     parts += ["## Each plant\n", _format_plants(sat, curves)]
