@@ -240,3 +240,14 @@ def test_regression_finds_the_least_squares_solution(tmp_path: Path) -> None:
     found = re.search(r"relative distance (\S+)", said)
     assert found is not None, said
     assert float(found[1]) < 1e-3
+
+
+@pytest.mark.parametrize("name", ["digits", "regression"])
+def test_examples_without_sequences_are_verified_as_they_stand(name: str) -> None:
+    command = ("verify", "job.toml", "--ranks", "2", "--types", "float64", "--steps", "1", "--json")
+    done = finish(start(*command, "--layouts", "ddp,zero3", cwd=EXAMPLES / name))
+    rows = [json.loads(line) for line in done.out.splitlines()]
+    assert [(row["layout"], row["ok"], row["refused"]) for row in rows] == [
+        ("ddp", True, ""),
+        ("zero3", True, ""),
+    ], done.err

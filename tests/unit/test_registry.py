@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.core.errors import EnvironmentProblem, ExitCode, LayoutError
+from phalanx.core.errors import EnvironmentProblem, ExitCode, LayoutError, UsageError
 from phalanx.core.registry import (
     import_optional,
     is_foreign,
     list_kinds,
     read_literal,
+    refuse_while_importing,
     resolve_kind,
 )
 
@@ -97,3 +98,21 @@ def test_an_absent_extra_is_named() -> None:
         import_optional("absent_dependency", extra="hf", needed_for="import")
     assert "pip install 'phalanx[hf]'" in str(caught.value)
     assert import_optional("json", extra="hf", needed_for="import") is json
+
+
+def test_a_module_that_trains_as_it_is_imported_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process that imports it would start the next one."""
+    calls = {
+        "train_job": "phalanx.train_job(phalanx.Job())",
+        "resume_job": "phalanx.resume_job('nowhere')",
+        "verify_job": "phalanx.verify_job(phalanx.Job())",
+    }
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for verb, call in calls.items():
+        (tmp_path / f"calls_{verb}.py").write_text(f"import phalanx\n{call}\n")
+        with pytest.raises(UsageError, match=rf"{verb} is called while phalanx imports") as refused:
+            resolve_kind(f"calls_{verb}:build", "phalanx.nn.models", "build")
+        assert "__main__" in (refused.value.fix or "")
+    refuse_while_importing("train_job")

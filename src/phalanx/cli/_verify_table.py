@@ -54,9 +54,11 @@ class RowPrinter:
         self._as_json = as_json
         self._shared_notes: tuple[str, ...] = ()
         self._refused: list[Row] = []
+        self._already_printed: set[tuple[str, str]] = set()
 
     def print_selection(self, selection: Selection) -> None:
         self._shared_notes = (*selection.notes, *selection.not_judged)
+        self._already_printed = {(row.layout, row.dtype) for row in selection.refused_rows}
         if not self._as_json:
             refusals = describe_refused(selection.refused_rows)
             for line in [*selection.notes, *selection.not_judged, *refusals]:
@@ -67,8 +69,8 @@ class RowPrinter:
             body = row.to_json()
             print_json("verify-row", body | {"notes": [*row.notes, *self._shared_notes]})
         elif row.ok is None:
-            # Those without one are the selection's, and printed with it.
-            if row.dtype:
+            # Those of the selection are printed with it.
+            if (row.layout, row.dtype) not in self._already_printed:
                 self._refused.append(row)
         else:
             for line in describe_row(row):

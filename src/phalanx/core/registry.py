@@ -7,10 +7,14 @@ import ast
 import importlib
 import importlib.util
 import pkgutil
+import threading
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from phalanx.core.errors import EnvironmentProblem, LayoutError, did_you_mean
+from phalanx.core.errors import EnvironmentProblem, LayoutError, UsageError, did_you_mean
+
+_local = threading.local()
 
 
 def list_kinds(package: str) -> list[str]:
@@ -50,6 +54,30 @@ def is_foreign(kind: str | None) -> bool:
     return kind is not None and ":" in kind
 
 
+def import_user_module(name: str) -> ModuleType:
+    """Import a module of the user's, in which nothing may call `refuse_while_importing`."""
+    before = getattr(_local, "importing", "")
+    _local.importing = name
+    try:
+        return importlib.import_module(name)
+    finally:
+        _local.importing = before
+
+
+def refuse_while_importing(verb: str) -> None:
+    """Raise UsageError if this thread is importing a module of the user's.
+
+    Each process that needs the module imports it: a script that trains as it is imported would
+    start processes without end.
+    """
+    name = getattr(_local, "importing", "")
+    if name:
+        raise UsageError(
+            f"{verb} is called while phalanx imports {name!r} to reach what is in it",
+            fix='put the call under `if __name__ == "__main__":`',
+        )
+
+
 def resolve_kind(kind: str, package: str, attribute: str) -> Any:
     """The object named by `kind`: `attribute` of our own module, or the user's own object.
 
@@ -69,7 +97,7 @@ def resolve_kind(kind: str, package: str, attribute: str) -> Any:
     if not all(part.isidentifier() for part in (*module_name.split("."), *path.split("."))):
         raise LayoutError(f"{kind!r} is not package.module:name")
     try:
-        target: Any = importlib.import_module(module_name)
+        target: Any = import_user_module(module_name)
     except ModuleNotFoundError as error:
         # A module that the user's own imports, and does not find, is another error.
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):

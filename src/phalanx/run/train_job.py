@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.core.errors import ExitCode, PhalanxError
+from phalanx.core.registry import refuse_while_importing
 from phalanx.job.load import check_job
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
@@ -52,6 +53,7 @@ def train_job(job: Job, *, quiet: bool = False) -> RunResult:
     Raises PhalanxError for what the user can mend before the first step: a job that cannot run,
     data or a layout that does not fit, a run directory in use.
     """
+    refuse_while_importing("train_job")
     return _train_in_ranks(TrainRequest.for_job(check_job(job)), quiet)
 
 
@@ -64,6 +66,7 @@ def resume_job(
     As `phalanx train --resume`; a run that is finished returns at once. Raises PhalanxError like
     `train_job`, and JobError for keys that a run keeps.
     """
+    refuse_while_importing("resume_job")
     return _train_in_ranks(
         TrainRequest.for_resumed(load_resumed_job(str(run_dir), overrides)), quiet
     )

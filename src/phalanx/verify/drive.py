@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from phalanx.core.errors import PhalanxError, ResourceError, UsageError
+from phalanx.core.registry import refuse_while_importing
 from phalanx.data.prepare import prepare_corpus
 from phalanx.job.hugging_face import modules_to_preload
 from phalanx.job.schema import Job
@@ -57,6 +58,7 @@ def verify_job(
     a stop are taken over, with a note, if code and versions are the same.
     Raises PhalanxError for what a user can mend.
     """
+    refuse_while_importing("verify_job")
     refuse_external_launcher("verify")
     for key, value in (("ranks", ranks), ("steps", steps)):
         if value is not None and value < 1:

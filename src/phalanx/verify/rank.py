@@ -64,8 +64,11 @@ def main(document: JsonObject, link: RankLink) -> int:
 def compare_layouts(payload: VerifyPayload) -> None:
     """Append a row for each case of `payload` to run_dir/rows.jsonl. Collective."""
     job, run_dir = payload.job, payload.run_dir
-    # Whatever comes first here: what one process computes is of the job's own sequences.
-    first = replace(payload.cases[0].plan, seq_len=job.data.seq_len)
+    first = payload.cases[0].plan
+    # Whatever comes first here: what one process computes is of the job's own sequences. Samples
+    # that are none count one.
+    if first.seq_len > 1:
+        first = replace(first, seq_len=job.data.seq_len)
     if payload.device == "cuda":
         # The CPU computes float32 in float32: so must what is compared with it.
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
@@ -79,15 +82,16 @@ def compare_layouts(payload: VerifyPayload) -> None:
             references = References(mesh, run_dir, job, first, dtype, steps)
             for case in cases:
                 row = _judge(payload, case, references)
-                if row is not None:
+                # A refusal is every rank's: rows are counted by whoever reads them.
+                if row is not None and mesh.rank == 0:
                     # As each case ends: the process that started us reads along.
                     with open(run_dir / ROWS, "a") as file:
                         file.write(json.dumps(row.to_json()) + "\n")
 
 
 def _judge(payload: VerifyPayload, case: VerifyCase, references: References) -> Row | None:
-    """The row of a case on rank 0, None on the others. Collective, but for those of a second
-    implementation."""
+    """The row of a case on rank 0; on the others the same one if it is refused, or None. Collective,
+    but for those of a second implementation."""
     if case.other_plan is not None:
         return _judge_run(payload, case, case.other_plan, references)
     if case.name not in SECOND_IMPLEMENTATIONS:
