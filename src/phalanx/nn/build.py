@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,31 +15,64 @@ from phalanx.job.costs import ModelCosts
 from phalanx.job.hugging_face import is_hugging_face
 from phalanx.job.model import find_model_kind
 from phalanx.job.schema import Job, Model
-from phalanx.nn.hugging_face.adapter import find_factory
+from phalanx.mesh.recorded_init import record_build
+from phalanx.nn.hugging_face.adapter import find_factory, require_trainable_in_small
 from phalanx.nn.objective import Objective, causal_cross_entropy, logits_cross_entropy
 
 MODELS = "phalanx.nn.models"
 
 
-def build_model(job: Job, shape: ModelCosts) -> nn.Module:
+RECORDED_FROM_BYTES = 256 * 2**20
+"""Of parameters in float32: a smaller module is built sooner than it is recorded."""
+
+
+def build_model(job: Job, shape: ModelCosts, *, is_recorded: bool = False) -> nn.Module:
     """A built-in model on the meta device (`parallelize` fills it), or the user's module with
-    its own weights."""
+    its own weights.
+
+    With `is_recorded` a large module of the user's is on meta, too, and only what building it does
+    to its parameters is recorded, where that is possible.
+    """
     if job.model.is_foreign:
-        return build_foreign(job.model, job.run.seed)
+        is_large = 4 * shape.num_params >= RECORDED_FROM_BYTES
+        return build_foreign(job.model, job.run.seed, is_recorded=is_recorded and is_large)
     build = resolve_kind(shape.kind, MODELS, "build")
     with torch.device("meta"):
         module: nn.Module = build(shape)
     return module
 
 
-def build_foreign(model: Model, seed: int) -> nn.Module:
+def build_foreign(model: Model, seed: int, *, is_recorded: bool = False) -> nn.Module:
     """Call the user's factory from the same random state on every rank."""
     assert model.kind is not None
     factory = find_factory(model.kind)
-    torch.manual_seed(stable_hash64("foreign init", seed) % 2**63)
-    module: Any = factory(**model.args)
+    if is_recorded:
+        recorded = _record_factory(factory, model, seed)
+        if recorded is not None:
+            return recorded
+    module = _call_factory(factory, model, seed)
     if not isinstance(module, nn.Module):
         raise LayoutError(f"{model.kind} returned {type(module).__name__}, not an nn.Module")
+    return module
+
+
+def _call_factory(factory: Callable[..., Any], model: Model, seed: int) -> Any:
+    torch.manual_seed(stable_hash64("foreign init", seed) % 2**63)
+    return factory(**model.args)
+
+
+def _record_factory(factory: Callable[..., Any], model: Model, seed: int) -> nn.Module | None:
+    """The module without memory for its parameters; None where the factory must be called
+    plainly."""
+    torch.manual_seed(stable_hash64("foreign init", seed) % 2**63)
+    try:
+        module = record_build(lambda: factory(**model.args))
+    # Of any kind: code that reads its weights' numbers fails in its own ways, and an error that is
+    # not of fake tensors comes again when it is called plainly.
+    except Exception:
+        return None
+    if is_hugging_face(model.kind):
+        require_trainable_in_small(str(model.kind), model.args)
     return module
 
 

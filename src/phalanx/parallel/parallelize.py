@@ -19,12 +19,15 @@ from phalanx.mesh.blocks import find_blocks
 from phalanx.mesh.dtensors import describe_dtensor, explain_lossy_gather, list_dtensors
 from phalanx.mesh.logical import full_name
 from phalanx.mesh.mesh import Mesh
+from phalanx.mesh.recorded_init import find_recorded_init
 from phalanx.parallel.dropout.rng import DropoutRng
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.pipeline.shape_inference import raise_first_refusal
 from phalanx.parallel.pipeline.staged import PipelineStageGroup
 from phalanx.parallel.protocol import ParallelContext, Parallelism, RootModule
 from phalanx.plan.plan import Plan
+
+_INITIAL_WEIGHTS = "initial weights of your module"
 
 
 def discover_transforms() -> list[Parallelism]:
@@ -51,19 +54,23 @@ def parallelize(
 ) -> ParallelModel:
     """Apply the plan's layout, recompute and compile choices to `module`.
 
-    A module on the meta device is filled after sharding by its own `initialize(shards, seed)`, each
-    rank its part. Without `initialize` it is zero instead: for whoever writes every tensor of
-    `shards()` next, and calls `refresh()`, before which it does not train. Any other module must
-    hold the same weights on every rank (build it from the same seed). It is changed in place.
+    A module on the meta device is filled after sharding, each rank its part: by what was recorded
+    as it was built (`mesh/recorded_init.py`), else by its own `initialize(shards, seed)`. Without
+    `initialize` it is zero instead: for whoever writes every tensor of `shards()` next, and calls
+    `refresh()`, before which it does not train. Any other module must hold the same weights on
+    every rank (build it from the same seed). It is changed in place.
     Raises LayoutError for a module that the plan cannot be applied to.
     """
     _require_suitable_module(module, plan, mesh)
     on_meta = any(p.is_meta for p in module.parameters())
+    recorded = find_recorded_init(module)
     root = RootModule(module)
     if not on_meta:
         # Ranks that begin with other weights would never agree again, and no loss would show it.
-        mesh.require_agreement({"initial weights of your module": _hash_weights(module)})
+        mesh.require_agreement({_INITIAL_WEIGHTS: _hash_weights(module)})
         root.to(mesh.device)
+    elif recorded is not None:
+        mesh.require_agreement({_INITIAL_WEIGHTS: recorded.digest})
     seed = plan.seed if seed is None else seed
     context = ParallelContext(
         root=root,
@@ -106,7 +113,8 @@ def _require_suitable_module(module: nn.Module, plan: Plan, mesh: Mesh) -> None:
             )
     _require_plain_tensors(module)
     on_meta = any(parameter.is_meta for parameter in module.parameters())
-    if on_meta and not hasattr(module, "initialize"):
+    can_fill = hasattr(module, "initialize") or find_recorded_init(module) is not None
+    if on_meta and not can_fill:
         raise LayoutError(
             f"{name} is on the meta device and cannot fill itself",
             fix="give it initialize(shards, seed) or build it with real weights",
@@ -148,7 +156,11 @@ class _Materialization:
         shards, _ = self._context.shards()
         with torch.no_grad():
             if self._seed is not None:
-                root.module.initialize(shards, self._seed)  # type: ignore[operator]
+                recorded = find_recorded_init(root.module)
+                if recorded is not None:
+                    recorded.fill(shards)
+                else:
+                    root.module.initialize(shards, self._seed)  # type: ignore[operator]
                 return
             # Not what memory held before: a pipeline infers shapes with these, and might find a
             # NaN.
@@ -179,10 +191,15 @@ def _allocate_meta_tensors(
 
     FSDP wants shards that it moves itself on the host.
     """
+    target = torch.device("cpu") if parameters_on_host else device
+
+    def allocate(tensor: torch.Tensor) -> torch.Tensor:
+        # Buffers of a module whose building was recorded have values already.
+        return torch.empty_like(tensor, device=target) if tensor.is_meta else tensor.to(target)
+
+    root._apply(allocate)
     if not parameters_on_host:
-        root.to_empty(device=device)
         return
-    root.to_empty(device="cpu")
     # FSDP moves its own shards, and nothing else: the rest goes to the device here.
     for part in root.modules():
         for name, parameter in part.named_parameters(recurse=False):

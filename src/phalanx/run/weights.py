@@ -21,6 +21,7 @@ from phalanx.core.phases import PhaseTimer
 from phalanx.job.learning_rate import resolve_optim
 from phalanx.job.schema import Job, Model
 from phalanx.mesh.mesh import Mesh
+from phalanx.mesh.recorded_init import find_recorded_init
 from phalanx.nn.build import build_model
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import CheckpointUnusable, WeightsTaken
@@ -79,9 +80,10 @@ def build_state(
     built-in model has zeros for weights, and all of its state must be restored.
     """
     if module is None:
-        module = build_model(job, plan.model_shape)
-    # The initialisation of a user's own model may make more than a checkpoint holds.
-    initialize = draws or job.model.is_foreign
+        module = build_model(job, plan.model_shape, is_recorded=True)
+    # The initialisation of a user's own model may make more than a checkpoint holds; where it is
+    # recorded that is there already.
+    initialize = draws or (job.model.is_foreign and find_recorded_init(module) is None)
     model = parallelize(module, plan, mesh, phases=phases, seed=job.run.seed, initialize=initialize)
     return TrainState(model, build_optimizer(model, resolve_optim(job)), job.run.seed, tokenizer)
 

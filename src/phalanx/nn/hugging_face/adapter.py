@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,10 @@ LAYERDROPS = ("layerdrop", "decoder_layerdrop", "encoder_layerdrop")
 EAGER = "eager"
 # Attribute of a module: numbers for its `MeasuredModule`.
 FACTS = "shape_facts"
+
+
+_SMALL_SETTINGS = {"num_hidden_layers": 2, "n_layer": 2, "layer_types": 2, "vocab_size": 512}
+_TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 def find_factory(kind: str) -> Callable[..., Any]:
@@ -84,12 +88,49 @@ def build(kind: str, **args: Any) -> nn.Module:
             fix=_suggest_missing_setting(config, error),
         ) from None
     adapted = _adapt_forward(module, config)
-    if not any(parameter.is_meta for parameter in adapted.parameters()):
+    # On meta, and while its building is recorded, it has no numbers to be tried with.
+    if _has_numbers(adapted):
         reads_images = module.main_input_name == "pixel_values"
         require_trainable_by_trial(
             kind, adapted, getattr(adapted, FACTS), reads_images=reads_images
         )
     return adapted
+
+
+def _has_numbers(module: nn.Module) -> bool:
+    return all(
+        type(parameter) is nn.Parameter and not parameter.is_meta
+        for parameter in module.parameters()
+    )
+
+
+def require_trainable_in_small(kind: str, args: Mapping[str, Any]) -> None:
+    """Raise the LayoutError of `build` for a model that cannot be trained, as far as one with
+    random weights, few blocks and few tokens tells; nothing where there is no such model."""
+    values = read_model_config(kind)
+    small: dict[str, Any] = dict(args)
+    for key, most in _SMALL_SETTINGS.items():
+        value = small.get(key, values.get(key))
+        if isinstance(value, int) and value > most:
+            small[key] = most
+        # Of each block, in order.
+        elif isinstance(value, list):
+            small[key] = value[:most]
+    for key in _TOKEN_IDS:
+        if key in values:
+            small[key] = None if key == "pad_token_id" else 0
+    try:
+        config = _build_config(kind, values, small)
+        auto = _choose_auto_class(kind, values, config)
+        attention = _choose_attention_implementation(auto, config)
+        with torch.random.fork_rng(devices=[]):
+            module = auto.from_config(config, dtype=torch.float32, attn_implementation=attention)
+        adapted = _adapt_forward(module, config)
+    # Settings that do not go with each other: what is asked for was built already.
+    except Exception:
+        return
+    reads_images = module.main_input_name == "pixel_values"
+    require_trainable_by_trial(kind, adapted, getattr(adapted, FACTS), reads_images=reads_images)
 
 
 def load_original(directory: Path, dtype: torch.dtype) -> nn.Module:

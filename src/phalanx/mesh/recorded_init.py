@@ -1,0 +1,504 @@
+"""Builds a module without memory for its parameters, and fills shards of them later with the very
+numbers that building it would have given.
+
+While the module is built its tensors are fake: they have shapes, and no memory. Every operation on
+them is recorded. Replayed in the same order from the same state of the random generator they give
+the same bits, one parameter after another: what is not needed any more is let go, and what a later
+operation overwrites is drawn only to move the generator on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from phalanx.mesh.logical import LogicalShard, full_name
+
+_aten = torch.ops.aten
+# In-place operations after which nothing of the tensor's earlier values is left.
+_OVERWRITING = {
+    _aten.normal_.default,
+    _aten.uniform_.default,
+    _aten.exponential_.default,
+    _aten.log_normal_.default,
+    _aten.cauchy_.default,
+    _aten.geometric_.default,
+    _aten.random_.default,
+    _aten.random_.to,
+    getattr(_aten.random_, "from"),
+    _aten.bernoulli_.float,
+    _aten.zero_.default,
+    _aten.fill_.Scalar,
+    _aten.fill_.Tensor,
+    _aten.copy_.default,
+}
+_RANDOM = torch.Tag.nondeterministic_seeded
+# Operations that give a tensor other memory, or another size of it.
+_CHANGING_STORAGE = ("aten::set_", "aten::resize_", "aten::resize_as_")
+_RANDOM_STATE = ("manual_seed", "seed", "get_rng_state", "set_rng_state", "fork_rng")
+
+
+class NotRecordableError(Exception):
+    """Building the module does what cannot be recorded; the message says what."""
+
+
+@dataclass(frozen=True)
+class _TensorRef:
+    """A recorded tensor: a strided view of the memory number `storage`. `covers`: of all of it."""
+
+    storage: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    covers: bool
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """One call of an operator, with a _TensorRef in place of each recorded tensor.
+
+    `created` are numbers of the memory that it makes, `written` of that which it changes, `read` of
+    that whose values it needs. `overwrites`: all of `written` is new.
+    """
+
+    function: Any
+    arguments: tuple[Any, ...]
+    options: Mapping[str, Any]
+    outputs: tuple[_TensorRef, ...]
+    created: frozenset[int]
+    written: frozenset[int]
+    read: frozenset[int]
+    overwrites: bool
+
+    @property
+    def is_random(self) -> bool:
+        return _RANDOM in self.function.tags
+
+    @property
+    def defined(self) -> frozenset[int]:
+        """The memory whose values are known from here on, whatever was before."""
+        return self.created | self.written if self.overwrites else self.created
+
+
+@dataclass
+class _Recording:
+    """Operations in the order in which they were called, and the generator's state before them."""
+
+    random_state: torch.Tensor
+    operations: list[_Operation] = field(default_factory=list)
+
+    def digest(self) -> str:
+        """A hash of all that decides about the values."""
+        hasher = hashlib.sha256(self.random_state.numpy().tobytes())
+        for operation in self.operations:
+            leaves, _ = tree_flatten((operation.arguments, dict(operation.options)))
+            hasher.update(f"{operation.function}{operation.outputs}".encode())
+            for leaf in leaves:
+                if isinstance(leaf, torch.Tensor):
+                    leaf = leaf.flatten().tolist()
+                hasher.update(repr(leaf).encode())
+        return hasher.hexdigest()
+
+    def replay(
+        self,
+        wanted: Mapping[str, _TensorRef],
+        receive: Callable[[str, torch.Tensor], None],
+    ) -> None:
+        """Call `receive` with the value of each of `wanted`, as soon as it is final."""
+        is_live, last_use = self._plan(ref.storage for ref in wanted.values())
+        due: dict[int, list[int]] = {}
+        for storage, index in last_use.items():
+            due.setdefault(index, []).append(storage)
+        names_of: dict[int, list[str]] = {}
+        for name, ref in wanted.items():
+            names_of.setdefault(ref.storage, []).append(name)
+        memory: dict[int, torch.UntypedStorage] = {}
+        with _generator_at(self.random_state), torch.no_grad():
+            for index, operation in enumerate(self.operations):
+                if is_live[index]:
+                    _run(operation, memory)
+                elif operation.is_random:
+                    _move_generator(operation)
+                for storage in due.get(index, ()):
+                    for name in names_of.get(storage, ()):
+                        receive(name, _view(wanted[name], memory[storage]))
+                    del memory[storage]
+
+    def _plan(self, wanted: Iterator[int]) -> tuple[list[bool], dict[int, int]]:
+        """Which operations must run for the memory `wanted`, and after which the last time is that
+        each memory is used."""
+        needed = set(wanted)
+        is_live = [False] * len(self.operations)
+        last_use: dict[int, int] = {}
+        for index in range(len(self.operations) - 1, -1, -1):
+            operation = self.operations[index]
+            has_effect = not needed.isdisjoint(operation.created | operation.written)
+            if not has_effect and (not operation.is_random or _is_drawn_alone(operation)):
+                continue
+            is_live[index] = True
+            needed -= operation.defined
+            needed |= operation.read
+            for storage in operation.created | operation.written | operation.read:
+                last_use.setdefault(storage, index)
+        return is_live, last_use
+
+
+def _is_drawn_alone(operation: _Operation) -> bool:
+    """True if how many random numbers it draws depends on shapes alone: it can be drawn without
+    what it reads."""
+    return operation.overwrites or not operation.read | operation.written
+
+
+def _run(operation: _Operation, memory: dict[int, torch.UntypedStorage]) -> None:
+    for storage in operation.written:
+        if storage not in memory:
+            # All of it is overwritten now: what it was made with was never run.
+            ref = next(ref for ref in _refs_of(operation) if ref.storage == storage)
+            memory[storage] = _allocate(ref).untyped_storage()
+
+    def realize(leaf: Any) -> Any:
+        return _view(leaf, memory[leaf.storage]) if isinstance(leaf, _TensorRef) else leaf
+
+    arguments = tree_map(realize, operation.arguments)
+    returned = operation.function(*arguments, **tree_map(realize, dict(operation.options)))
+    outputs = [leaf for leaf in tree_flatten(returned)[0] if isinstance(leaf, torch.Tensor)]
+    for ref, output in zip(operation.outputs, outputs, strict=True):
+        if ref.storage in memory:
+            continue
+        if (output.stride(), output.storage_offset()) != (ref.stride, ref.offset):
+            output = _allocate(ref).copy_(output)
+        memory[ref.storage] = output.untyped_storage()
+
+
+def _move_generator(operation: _Operation) -> None:
+    """Draw what the operation draws, and forget it."""
+
+    def allocate(leaf: Any) -> Any:
+        return _allocate(leaf) if isinstance(leaf, _TensorRef) else leaf
+
+    arguments = tree_map(allocate, operation.arguments)
+    operation.function(*arguments, **tree_map(allocate, dict(operation.options)))
+
+
+def _refs_of(operation: _Operation) -> Iterator[_TensorRef]:
+    for leaf in tree_flatten((operation.arguments, dict(operation.options)))[0]:
+        if isinstance(leaf, _TensorRef):
+            yield leaf
+
+
+def _view(ref: _TensorRef, storage: torch.UntypedStorage) -> torch.Tensor:
+    empty = torch.empty(0, dtype=ref.dtype)
+    return empty.set_(storage, ref.offset, ref.size, ref.stride)  # type: ignore[call-overload,no-any-return]
+
+
+def _allocate(ref: _TensorRef) -> torch.Tensor:
+    """A tensor of this view, in memory that begins where the view's does."""
+    last = sum((size - 1) * step for size, step in zip(ref.size, ref.stride, strict=True))
+    length = ref.offset + last + 1 if 0 not in ref.size else ref.offset
+    return _view(ref, torch.empty(length, dtype=ref.dtype).untyped_storage())
+
+
+class _Recorder(TorchDispatchMode):
+    """Records each operator that is called on fake tensors, which a mode below it makes."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled here, and skipping it would import it: 100 MB in each rank.
+        return False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recording = _Recording(torch.default_generator.get_state())
+        self.fakes: list[weakref.ref[FakeTensor]] = []
+        # Kept, so that no later memory has the address of an earlier one.
+        self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        options: dict[str, Any] = kwargs or {}
+        if function is _aten._local_scalar_dense.default:
+            return self._read_number(args[0])
+        if options.get("generator") is not None:
+            raise NotRecordableError("it draws from a generator of its own")
+        if function._schema.name in _CHANGING_STORAGE:
+            raise NotRecordableError(f"it calls {function._schema.name.removeprefix('aten::')}")
+        num_known = len(self._storages)
+        arguments = tree_map(self._refer, args)
+        named = tree_map(self._refer, options)
+        returned = function(*args, **options)
+        outputs = tuple(
+            self._refer(leaf)
+            for leaf in tree_flatten(returned)[0]
+            if isinstance(leaf, torch.Tensor)
+        )
+        created = frozenset(ref.storage for ref in outputs if ref.storage >= num_known)
+        written = self._find_written(function, args, options)
+        # A view of what is known already, which memory alone tells.
+        if created or written:
+            refs = [leaf for leaf in tree_flatten((arguments, named))[0] if _is_ref(leaf)]
+            overwrites = function in _OVERWRITING and refs[0].covers
+            read_refs = refs[1:] if overwrites else refs
+            read = frozenset(ref.storage for ref in read_refs)
+            self.recording.operations.append(
+                _Operation(function, arguments, named, outputs, created, written, read, overwrites)
+            )
+        return returned
+
+    def refer(self, tensor: torch.Tensor) -> _TensorRef:
+        """Where the tensor's values are after all that was recorded."""
+        found = self._refer(tensor)
+        assert isinstance(found, _TensorRef)
+        return found
+
+    def _refer(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if not isinstance(leaf, FakeTensor):
+            # A constant of the code: what is done to it later is done to another tensor.
+            with _no_modes():
+                return leaf.detach().clone()
+        if leaf.is_conj() or leaf.is_neg() or leaf.layout != torch.strided:
+            raise NotRecordableError("it has tensors that are not plain numbers in memory")
+        if leaf.device.type != "cpu":
+            raise NotRecordableError(f"it has tensors on {leaf.device.type}")
+        self.fakes.append(weakref.ref(leaf))
+        storage = leaf.untyped_storage()
+        number, _ = self._storages.setdefault(storage._cdata, (len(self._storages), storage))
+        size, stride = tuple(leaf.shape), tuple(leaf.stride())
+        is_all = leaf.numel() * leaf.element_size() == storage.nbytes()
+        covers = is_all and _has_no_gaps(size, stride)
+        return _TensorRef(number, leaf.dtype, size, stride, leaf.storage_offset(), covers)
+
+    def _find_written(
+        self, function: Any, args: tuple[Any, ...], options: Mapping[str, Any]
+    ) -> frozenset[int]:
+        written = set()
+        for index, argument in enumerate(function._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[index] if index < len(args) else options.get(argument.name)
+            for leaf in tree_flatten(value)[0]:
+                if not isinstance(leaf, torch.Tensor):
+                    continue
+                if not isinstance(leaf, FakeTensor):
+                    raise NotRecordableError("it changes a tensor that was there before")
+                written.add(self.refer(leaf).storage)
+        return frozenset(written)
+
+    def _read_number(self, tensor: torch.Tensor) -> Any:
+        """The number that the tensor would have by now."""
+        values: list[Any] = []
+        if not isinstance(tensor, FakeTensor):
+            return tensor.detach().cpu().numpy().item()
+        wanted = {"": self.refer(tensor)}
+        with _no_modes():
+            self.recording.replay(wanted, lambda _, value: values.append(value.item()))
+        return values[0]
+
+
+def _has_no_gaps(size: Sequence[int], stride: Sequence[int]) -> bool:
+    """True if elements lie side by side in memory, in whatever order, each once."""
+    expected = 1
+    for step, length in sorted(zip(stride, size, strict=True)):
+        if length == 1:
+            continue
+        if step != expected:
+            return False
+        expected *= length
+    return True
+
+
+def _is_ref(leaf: Any) -> bool:
+    return isinstance(leaf, _TensorRef)
+
+
+@contextlib.contextmanager
+def _generator_at(state: torch.Tensor) -> Iterator[None]:
+    """The random generator in this state for the body, and as it was afterwards."""
+    # Not torch.random's functions, which are refused while a module is built.
+    generator = torch.default_generator
+    before = generator.get_state()
+    generator.set_state(state)
+    try:
+        yield
+    finally:
+        generator.set_state(before)
+
+
+@contextlib.contextmanager
+def _no_modes() -> Iterator[None]:
+    with torch.utils._python_dispatch._disable_current_modes():
+        yield
+
+
+@contextlib.contextmanager
+def _refuse_reseeding() -> Iterator[list[str]]:
+    """Notes calls that read or set the random generator's state, which fake tensors do not move."""
+    called: list[str] = []
+
+    def refuse(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            called.append(name)
+            raise NotRecordableError(f"it calls torch.{name}")
+
+        return call
+
+    homes = (torch, torch.random)
+    before = {
+        (home, name): getattr(home, name)
+        for home in homes
+        for name in _RANDOM_STATE
+        if hasattr(home, name)
+    }
+    try:
+        for home, name in before:
+            setattr(home, name, refuse(name))
+        yield called
+    finally:
+        for (home, name), function in before.items():
+            setattr(home, name, function)
+
+
+@dataclass(frozen=True)
+class RecordedInit:
+    """How the parameters of a module get the values that building it gives. `digest` is the same
+    where these are."""
+
+    recording: _Recording
+    refs: Mapping[str, _TensorRef]
+    digest: str
+
+    def fill(self, shards: Mapping[str, LogicalShard]) -> None:
+        """Fill those of `shards` that are parameters. Needs memory for about one whole tensor at
+        a time, and as long as drawing all of them."""
+
+        def receive(name: str, values: torch.Tensor) -> None:
+            shard = shards[name]
+            for box in shard.boxes:
+                block = tuple(
+                    slice(start, start + length)
+                    for start, length in zip(box.global_offset, box.size, strict=True)
+                )
+                shard.tensor[box.local_slices].copy_(values[block])
+
+        wanted = {name: ref for name, ref in self.refs.items() if name in shards}
+        self.recording.replay(wanted, receive)
+
+
+_recorded_inits: weakref.WeakKeyDictionary[nn.Module, RecordedInit] = weakref.WeakKeyDictionary()
+
+
+def record_build(build: Callable[[], nn.Module]) -> nn.Module:
+    """The module that `build` returns, with parameters on the meta device; buffers and other
+    tensors are there. `find_recorded_init` knows how to fill the parameters as `build` would have.
+
+    Raises NotRecordableError where that is not possible, and whatever `build` raises of fake
+    tensors; building the module plainly is the way then.
+    """
+    recorder = _Recorder()
+    with (
+        _refuse_reseeding() as reseeded,
+        FakeTensorMode(allow_non_fake_inputs=True),
+        recorder,
+    ):
+        module = build()
+    if reseeded:
+        raise NotRecordableError(f"it calls torch.{reseeded[0]}")
+    if not isinstance(module, nn.Module):
+        raise NotRecordableError("it returns no module")
+    refs = _replace_parameters(module, recorder)
+    _replace_other_tensors(module, recorder)
+    recording, fakes = recorder.recording, recorder.fakes
+    del recorder
+    gc.collect()
+    if any(fake() is not None for fake in fakes):
+        raise NotRecordableError("it keeps tensors in a place where they are not found")
+    _recorded_inits[module] = RecordedInit(recording, refs, recording.digest())
+    return module
+
+
+def find_recorded_init(module: nn.Module) -> RecordedInit | None:
+    """How the parameters of a module that `record_build` has made are filled; None for others."""
+    return _recorded_inits.get(module)
+
+
+def _replace_parameters(module: nn.Module, recorder: _Recorder) -> dict[str, _TensorRef]:
+    """Put parameters on meta in the place of fake ones; where the values of each are."""
+    replaced: dict[int, nn.Parameter] = {}
+    refs: dict[str, _TensorRef] = {}
+    fake_attributes = _list_fake_attributes()
+    for prefix, part in module.named_modules():
+        for name, parameter in list(part._parameters.items()):
+            if parameter is None:
+                continue
+            if not isinstance(parameter, FakeTensor):
+                raise NotRecordableError("it has parameters that were there before")
+            if id(parameter) not in replaced:
+                size, stride = parameter.shape, parameter.stride()
+                empty = torch.empty_strided(size, stride, dtype=parameter.dtype, device="meta")
+                new = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                for key, value in vars(parameter).items():
+                    if key not in fake_attributes:
+                        setattr(new, key, value)
+                replaced[id(parameter)] = new
+            full = full_name(f"{prefix}.{name}" if prefix else name)
+            refs[full] = recorder.refer(parameter)
+            part._parameters[name] = replaced[id(parameter)]
+    owners: dict[int, int] = {}
+    for name, ref in refs.items():
+        parameter = module.get_parameter(name)
+        if owners.setdefault(ref.storage, id(parameter)) != id(parameter):
+            raise NotRecordableError(f"{name} shares its memory with another parameter")
+    return refs
+
+
+def _list_fake_attributes() -> frozenset[str]:
+    """What every fake parameter has in its __dict__."""
+    with FakeTensorMode():
+        return frozenset(vars(nn.Parameter(torch.empty(1))))
+
+
+def _replace_other_tensors(module: nn.Module, recorder: _Recorder) -> None:
+    """Put real values in the place of fake buffers and of fake tensors among attributes."""
+    fakes: dict[str, FakeTensor] = {}
+
+    def note(leaf: Any) -> Any:
+        if isinstance(leaf, FakeTensor):
+            fakes[str(id(leaf))] = leaf
+        return leaf
+
+    holders: list[dict[str, Any]] = []
+    for part in module.modules():
+        holders += [part._buffers, vars(part)]
+    for holder in holders:
+        for key, value in holder.items():
+            if key not in ("_parameters", "_modules", "_buffers"):
+                tree_map(note, value)
+    values: dict[str, torch.Tensor] = {}
+    wanted = {key: recorder.refer(fake) for key, fake in fakes.items()}
+    recorder.recording.replay(wanted, values.__setitem__)
+
+    def replace(leaf: Any) -> Any:
+        return values[str(id(leaf))] if isinstance(leaf, FakeTensor) else leaf
+
+    for holder in holders:
+        for key, value in list(holder.items()):
+            if key in ("_parameters", "_modules", "_buffers"):
+                continue
+            found: list[Any] = []
+            tree_map(lambda leaf, found=found: found.append(isinstance(leaf, FakeTensor)), value)
+            if any(found):
+                holder[key] = tree_map(replace, value)
