@@ -19,6 +19,8 @@ from phalanx.plan.mixed_rows import RowMixing, warn_of_mixed_rows
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.run.one_process.check_rows import check_loss_on_rows
+from phalanx.run.one_process.dropout_masks import DropoutMasks
+from phalanx.run.one_process.row_mixing import mixes_rows
 from phalanx.run.one_process.rows_probe import answer_probe_request, sample_batch
 
 SHAPE = MeasuredModule("mixing", 0, 200, 200, 200, 0)  # for the plan's memory alone
@@ -166,3 +168,20 @@ def test_what_is_too_large_in_itself_is_not_built_however_short_its_rows_are() -
         check_loss_on_rows(job, replace(plan, num_params=2 * 10**8), sample_batch(job, plan))
         == RowMixing()
     )
+
+
+def test_a_loss_that_is_no_number_says_nothing_of_rows() -> None:
+    class Spoiled(torch.nn.Module):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return inputs * float("nan")
+
+    class Loss:
+        def compute_outputs(self, module: torch.nn.Module, batch: Any) -> Any:
+            return module(batch["inputs"])
+
+        def __call__(self, module: torch.nn.Module, batch: Any) -> Any:
+            return self.compute_outputs(module, batch).sum(), torch.tensor(len(batch["inputs"]))
+
+    module, batch = Spoiled(), {"inputs": torch.ones(4, 2)}
+    masks = DropoutMasks(module, 0)
+    assert not mixes_rows(module, Loss(), batch, masks, float("nan"), 4)

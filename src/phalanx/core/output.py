@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import TextIO
 
 from phalanx.core.terminal import filter_stream
@@ -32,6 +34,25 @@ def discard_output(stream: TextIO) -> None:
         # Python flushes at exit: what its buffer still holds would be refused once more.
         os.dup2(nowhere, fd)
         os.close(nowhere)
+
+
+_is_silent: ContextVar[bool] = ContextVar("is_silent", default=False)
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Nothing is said in the body of what it waits for."""
+    token = _is_silent.set(True)
+    try:
+        yield
+    finally:
+        _is_silent.reset(token)
+
+
+def say_waiting(line: str) -> None:
+    """Print on standard error what is waited for, unless it is silent."""
+    if not _is_silent.get():
+        print(line, file=filter_stream(sys.stderr))
 
 
 def say(*lines: str) -> None:

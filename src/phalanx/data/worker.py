@@ -30,10 +30,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.core.errors import DataError, PhalanxError
+from phalanx.core.parent import die_with_parent
 from phalanx.data.whereabouts import WorkerStatus, open_unnamed_file
 
 _LENGTH = struct.Struct("<I")
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_PR_SET_NAME = 15
 _ALIGNMENT = 64
 
 Message = dict[str, Any]
@@ -198,8 +199,8 @@ def error_from_worker(described: Message) -> PhalanxError:
 def _end_with_the_rank(link: socket.socket, rank_pid: int) -> None:
     """Be killed when the rank is gone, even while stopped or inside C code; elsewhere than on
     Linux, soon after."""
+    die_with_parent()
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         ctypes.CDLL(None).prctl(_PR_SET_NAME, b"phalanx-data")
     if os.getppid() != rank_pid:  # it was gone before we asked
         os._exit(1)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
-from phalanx.core.errors import JobError, Problem, did_you_mean
+from phalanx.core.errors import JobError, Problem, UsageError, did_you_mean
 from phalanx.core.files import read_regular
 from phalanx.job.checks.run import run_checks
 from phalanx.job.findings import (
@@ -49,8 +49,17 @@ def load_job(path: str | FilePath | None = None, overrides: Sequence[str] = ()) 
     """The job in the TOML file at `path` (or all defaults) with `section.key=value` overrides on
     top.
 
-    Raises JobError with all problems: those of the file in its order, then those of the overrides.
+    Raises JobError with all problems: those of the file in its order, then those of the overrides;
+    UsageError for arguments of another type.
     """
+    if not isinstance(path, str | FilePath | None):
+        raise UsageError(f"load_job takes the path of a file, and got {path!r}")
+    # A string is a sequence of its letters.
+    if isinstance(overrides, str) or not all(isinstance(each, str) for each in overrides):
+        raise UsageError(
+            f"overrides are a list of strings, and load_job got {overrides!r}",
+            fix='["train.steps=10"], say',
+        )
     return _build_job(_read_toml(path), overrides)
 
 
@@ -76,11 +85,22 @@ def load_job_json(
     return _build_job(source, overrides)
 
 
+def require_job(job: object) -> None:
+    """Raise UsageError for anything but a Job."""
+    if isinstance(job, Job):
+        return
+    fix = "phalanx.load_job() gives the default one"
+    if isinstance(job, str | FilePath):
+        fix = f"phalanx.load_job({str(job)!r}) reads it"
+    raise UsageError(f"a phalanx.Job is needed, and not {job!r}", fix=fix)
+
+
 def check_job(job: Job) -> Job:
     """A job that was made in Python, checked as a loaded one is.
 
-    Raises JobError with all problems.
+    Raises JobError with all problems, and UsageError for what is no job.
     """
+    require_job(job)
     return _build_job(JobSource("the job", job.to_json()), ())
 
 

@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 
 import phalanx
 from phalanx.core.errors import PhalanxError
+from phalanx.core.parent import die_with_parent
 from phalanx.mesh.blocks import find_blocks, last_stage_names
 from phalanx.mesh.linear import find_holders, read_shard_rules
 from phalanx.mesh.logical import full_name
@@ -149,6 +150,7 @@ def refuse_silent_exits() -> Iterator[None]:
 
 
 if __name__ == "__main__":
+    die_with_parent()
     sys.path.insert(0, os.getcwd())
     request = json.loads(sys.argv[1])
     try:

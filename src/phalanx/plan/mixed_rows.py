@@ -56,7 +56,9 @@ def warn_of_mixed_rows(facts: RowMixing, job: Job, plan: Plan) -> tuple[EarlyWar
     warnings = []
     ranks, parts = plan.layout.data_parallel_size, plan.num_microbatches
     if facts.mixes and ranks * parts > 1:
-        subject = f"the objective {job.model.objective}"
+        subject = "the loss"
+        if job.model.objective is not None:
+            subject = f"the objective {job.model.objective}"
         if facts.mixes == "model":
             subject = f"the model {job.model.kind}"
         numbers = {

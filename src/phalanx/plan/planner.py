@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from phalanx.core.batch import BYTE_VOCAB_SIZE
-from phalanx.core.errors import DataError, LayoutError
+from phalanx.core.errors import DataError, LayoutError, UsageError
 from phalanx.core.units import plural
 from phalanx.job.costs import ModelCosts
 from phalanx.job.learning_rate import peak_learning_rate
+from phalanx.job.load import require_job
 from phalanx.job.model import build_model_shape
 from phalanx.job.module_probe import measure_foreign_shape
 from phalanx.job.schema import Job
@@ -66,6 +67,9 @@ def make_plan(
     for ranks or batches that do not divide, naming the nearest that do, and for a layout that was
     asked for and cannot fit.
     """
+    require_job(job)
+    if num_ranks is not None and (not isinstance(num_ranks, int) or num_ranks < 1):
+        raise UsageError(f"num_ranks={num_ranks!r}: a number of at least 1 is needed")
     cluster = cluster or detect_cluster(job.cluster.device)
     precision_is_auto = job.precision.compute == "auto"  # afterwards the job names a type
     job, why_precision = resolve_precision(job, cluster)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.core.errors import ExitCode, PhalanxError
+from phalanx.core.output import silence
 from phalanx.core.registry import refuse_while_importing
 from phalanx.job.load import check_job
 from phalanx.job.schema import Job
@@ -24,10 +26,11 @@ class RunResult:
     """Result of a run.
 
     `status` is "finished" | "preempted" | "interrupted" | "failed", `exit_code` that of `phalanx
-    train`, and `error` what it would print where the run is not finished. `metrics` are of the last
-    step that was applied (`loss`) and of the last evaluation (`held_out_loss`, and those of your
-    objective as `held_out_NAME`); losses are per target. `newest_checkpoint` is a path or a URL,
-    None without one.
+    train`, and `error` what it would print where the run is not finished, the reason in its first
+    line. `warnings` say what its owner may regret: that no step was applied, for one. `metrics` are
+    of the last step that was applied (`loss`) and of the last evaluation (`held_out_loss`, and
+    those of your objective as `held_out_NAME`); losses are per target. `newest_checkpoint` is a
+    path or a URL, None without one.
     """
 
     run_dir: Path
@@ -38,6 +41,7 @@ class RunResult:
     metrics: Mapping[str, float]
     newest_checkpoint: str | None
     plan: Plan
+    warnings: tuple[str, ...] = ()
 
 
 def train_job(job: Job, *, quiet: bool = False) -> RunResult:
@@ -73,7 +77,8 @@ def resume_job(
 
 
 def _train_in_ranks(request: TrainRequest, quiet: bool) -> RunResult:
-    end = run_training(request, RunOutput(quiet=quiet), guards_rank=False)
+    with silence() if quiet else nullcontext():
+        end = run_training(request, RunOutput(quiet=quiet), guards_rank=False)
     if end.refusal is not None:
         # A script has no other way to learn of it.
         raise end.refusal
@@ -112,6 +117,7 @@ def _build_result(end: RunEnd) -> RunResult:
         metrics=metrics,
         newest_checkpoint=newest_checkpoint,
         plan=end.plan,
+        warnings=tuple(facts["warnings"]),
     )
 
 

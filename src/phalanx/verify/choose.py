@@ -132,8 +132,7 @@ def choose_layouts(
     Raises PhalanxError for a name that is no layout, for data that is not there and for a model
     that is too large.
     """
-    layout_names = layouts.split(",") if isinstance(layouts, str) else layouts
-    layout_names = [name.strip() for name in layout_names]
+    layout_names = _list_names(layouts)
     job_layout = read_job_layout(job)
     num_ranks = ranks or job.parallel.ranks or _multiply_degrees(job_layout) or DEFAULT_RANKS
     has_experts = (
@@ -175,6 +174,21 @@ def choose_layouts(
         name = maker.cluster.name
         notes.append(f"device  {name}: layouts compute on it, the reference on the CPU")
     return replace(selection, notes=tuple(notes))
+
+
+def _list_names(layouts: str | Sequence[str]) -> list[str]:
+    """The names in `layouts`. Raises UsageError for none, and for what is no name."""
+    names: Sequence[str] = ()
+    if isinstance(layouts, str):
+        names = layouts.split(",")
+    elif isinstance(layouts, Sequence):
+        names = layouts
+    if not names or not all(isinstance(name, str) for name in names):
+        raise UsageError(
+            f"layouts are one name or more, and not {layouts!r}",
+            fix='"asked", "all", "ddp,zero3" or ["ddp", "zero3"], say',
+        )
+    return [name.strip() for name in names]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from phalanx.core.errors import PhalanxError, ResourceError, UsageError
 from phalanx.core.registry import refuse_while_importing
 from phalanx.data.prepare import prepare_corpus
 from phalanx.job.hugging_face import modules_to_preload
+from phalanx.job.load import require_job
 from phalanx.job.schema import Job
 from phalanx.job.user_dataset import is_own_dataset
 from phalanx.launch.paths import next_attempt_number
@@ -60,9 +61,10 @@ def verify_job(
     """
     refuse_while_importing("verify_job")
     refuse_external_launcher("verify")
+    require_job(job)
     for key, value in (("ranks", ranks), ("steps", steps)):
-        if value is not None and value < 1:
-            raise UsageError(f"{key}={value}: at least 1 is needed")
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise UsageError(f"{key}={value!r}: a number of at least 1 is needed")
     selection = choose_layouts(
         job, layouts, ranks=ranks, steps=steps, shrink=shrink, types=types, device=device
     )

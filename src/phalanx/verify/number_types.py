@@ -43,13 +43,14 @@ def find_near_tie(dtype: str, usual: float) -> float:
 
 
 def resolve_types(types: str | Sequence[str], compute: str) -> tuple[str, ...]:
-    """The types of rows that `types` names (one string with commas, or a sequence), wide ones
-    first; of "" float64, float32 and the job's own (`compute`, as in precision.compute).
+    """The types of rows that `types` names (one string with commas, or a sequence; torch's names,
+    too), wide ones first; of "" float64, float32 and the job's own (`compute`, as in
+    precision.compute).
 
     Raises UsageError for another name.
     """
     names = types.split(",") if isinstance(types, str) else list(types)
-    names = [name.strip() for name in names if name.strip()]
+    names = [COMPUTE_OF.get(name.strip(), name.strip()) for name in names if name.strip()]
     if not names:
         names = [*WIDE, *({compute} & set(_NARROW_OF))]
     for name in names:

@@ -90,8 +90,10 @@ def compare_layouts(payload: VerifyPayload) -> None:
 
 
 def _judge(payload: VerifyPayload, case: VerifyCase, references: References) -> Row | None:
-    """The row of a case on rank 0; on the others the same one if it is refused, or None. Collective,
-    but for those of a second implementation."""
+    """The row of a case on rank 0; on the others None, or the same one if it is refused.
+
+    Collective, but for those of a second implementation.
+    """
     if case.other_plan is not None:
         return _judge_run(payload, case, case.other_plan, references)
     if case.name not in SECOND_IMPLEMENTATIONS:

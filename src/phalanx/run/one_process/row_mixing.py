@@ -4,6 +4,7 @@ nobody waits."""
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -60,6 +61,9 @@ def mixes_rows(
     if not count:
         return True
     mean = total / num_targets
+    # Of a loss that is no number its parts say nothing.
+    if not math.isfinite(mean):
+        return False
     # `not <=`, and not `>`: a NaN is a difference, too.
     return not abs(apart / count - mean) <= MIXES * abs(mean)
 

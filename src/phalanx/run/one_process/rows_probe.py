@@ -22,6 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from phalanx.core.batch import BYTE_VOCAB_SIZE
 from phalanx.core.errors import LayoutError
+from phalanx.core.parent import die_with_parent
 from phalanx.core.registry import resolve_kind
 from phalanx.data.user_dataset import UserSamples, open_user_dataset
 from phalanx.job.schema import Job
@@ -81,5 +82,6 @@ def _read_some_samples(samples: UserSamples) -> Batch:
 
 
 if __name__ == "__main__":
+    die_with_parent()
     sys.path.insert(0, os.getcwd())
     print(json.dumps(answer_probe_request(json.loads(sys.argv[1]))))
