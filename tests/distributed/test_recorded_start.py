@@ -4,6 +4,7 @@ its own parts with the very numbers that one process gets.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,15 @@ import torch
 from hf_zoo import write_config
 from phalanx.core.phases import PhaseTimer
 from phalanx.job.load import load_job
+from phalanx.job.schema import Job, Model
 from phalanx.mesh.mesh import open_mesh
 from phalanx.mesh.recorded_init import find_recorded_init
 from phalanx.nn import build
+from phalanx.nn.build import build_foreign, build_objective
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.planner import make_plan
 from phalanx.run.weights import build_state
+from phalanx.train.state import TrainState
 from ranks import run_ranks
 
 LAYOUTS: dict[str, tuple[str, ...]] = {
@@ -36,31 +40,52 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 }
 
 
-def compare_starts(rank: int, kind: str, layout: str) -> dict[str, Any]:
-    """Shards of a module whose building was recorded, beside those of one that was built whole."""
+def compare_starts(rank: int, kind: str, layouts: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """By layout: what differs between a module whose building was recorded and one that was built
+    whole, at the start and after a step."""
+    return {layout: compare_start(kind, layout) for layout in layouts}
+
+
+def compare_start(kind: str, layout: str) -> dict[str, Any]:
     arguments = [f"model.kind={kind}", "parallel.ranks=2", "cluster.device=cpu", "data.seq_len=16"]
     job = load_job(None, [*arguments, *LAYOUTS[layout]])
     plan = make_plan(job, cluster=Cluster("cpu", 2, 2**33))
-    found: dict[str, Any] = {}
+    started, buffers, trained = [], [], []
     with open_mesh(plan.layout, device="cpu") as mesh:
         for first_bytes in (0, 2**40):
             build.RECORDED_FROM_BYTES = first_bytes
             state = build_state(job, plan, mesh, PhaseTimer())
             module = state.model.module
-            is_recorded = find_recorded_init(module) is not None
-            assert is_recorded == (first_bytes == 0)
-            found[str(is_recorded)] = {
-                name: shard.tensor.clone() for name, shard in state.model.shards().items()
-            }
-            buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-            found[f"{is_recorded} buffers"] = buffers
+            assert (find_recorded_init(module) is not None) == (first_bytes == 0)
             assert not any(tensor.is_meta for tensor in module.state_dict().values())
+            started.append(clone_shards(state))
+            buffers.append({name: buffer.clone() for name, buffer in module.named_buffers()})
+            train_a_step(state, job)
+            trained.append(clone_shards(state))
         mesh.barrier()
     return {
-        "shards": find_differing(found["True"], found["False"]),
-        "buffers": find_differing(found["True buffers"], found["False buffers"]),
-        "num": len(found["True"]),
+        "started": find_differing(*started),
+        "buffers": find_differing(*buffers),
+        "trained": find_differing(*trained),
+        "moved": len(find_differing(started[0], trained[0])),
     }
+
+
+def clone_shards(state: TrainState) -> dict[str, torch.Tensor]:
+    return {name: shard.tensor.clone() for name, shard in state.model.shards().items()}
+
+
+def train_a_step(state: TrainState, job: Job) -> None:
+    """One update on two sequences, which are the same on each rank of a pipeline or of tp."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 90, (2, 17), generator=generator)
+    batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+    batch["positions"] = torch.arange(16).expand(2, -1)
+    microbatches = [batch] * max(1, 2 * (job.parallel.pp or 1))
+    state.optimizer.zero_grad()
+    loss = state.model.forward_backward(microbatches, build_objective(job))
+    assert state.model.reduce_and_clip(loss, max_norm=1.0).should_apply
+    state.model.update(state.optimizer)
 
 
 def find_differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
@@ -70,13 +95,25 @@ def find_differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Ten
     ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+# The first one ties its head to its embedding.
+@pytest.mark.parametrize(
+    ("name", "layouts"),
+    [
+        ("gpt2", ("ddp", "zero3", "tp", "pp")),
+        pytest.param("gpt2", tuple(LAYOUTS), marks=pytest.mark.long),
+        pytest.param("llama", tuple(LAYOUTS), marks=pytest.mark.long),
+        pytest.param("qwen3_moe", ("zero3", "tp", "pp"), marks=pytest.mark.long),
+    ],
+)
 def test_each_rank_fills_its_part_with_the_numbers_of_one_process(
-    tmp_path: Path, layout: str
+    tmp_path: Path, name: str, layouts: Sequence[str]
 ) -> None:
     pytest.importorskip("transformers")
-    name = "qwen3_moe" if layout == "tp" else "llama"
     kind = f"hf:{write_config(tmp_path, name)}"
-    for found in run_ranks(2, compare_starts, kind, layout):
-        assert found["num"] > 5
-        assert found["shards"] == found["buffers"] == []
+    # Imported here once, and not by each rank.
+    assert find_recorded_init(build_foreign(Model(kind=kind), 0, is_recorded=True)) is not None
+    for found in run_ranks(2, compare_starts, kind, layouts):
+        assert found.keys() == set(layouts)
+        for differing in found.values():
+            assert differing["moved"] > 5
+            assert differing["started"] == differing["buffers"] == differing["trained"] == []

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -314,6 +315,26 @@ def test_a_stopped_command_says_so_and_goes_on_with_the_rows_that_are_missing(
     assert len(rows) == 12
     assert 0 < len(first) < 12
     assert list(kept.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, ExitCode.PREEMPTED), (signal.SIGINT, ExitCode.INTERRUPTED)],
+)
+def test_a_stop_before_the_first_row_is_told(
+    tmp_path: Path, number: signal.Signals, code: ExitCode
+) -> None:
+    asked = ("--shrink", "--ranks", "2", "--layouts", "ddp,zero3", "--no-resume")
+    # As a process of its own, which writes each line at once.
+    phalanx_itself = (sys.executable, "-u", "-m", "phalanx")
+    process = start("verify", *asked, cwd=tmp_path, command=phalanx_itself)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("judged"):
+            break
+    os.kill(process.pid, number)
+    stopped = finish(process)
+    assert (stopped.code, stopped.err) == (code, "stopped 4 rows not judged; none was\n")
 
 
 def test_rows_of_other_code_are_not_taken_over(tmp_path: Path) -> None:

@@ -41,7 +41,8 @@ def show_row_progress(line: ProgressLine, progress: VerifyProgress) -> None:
 
 def describe_stop(result: VerifyResult) -> str:
     """A line for a comparison that was stopped: what was not judged, and how to go on."""
-    sentence = f"stopped {plural(result.num_missing, 'row')} not judged; so far {result.summary}"
+    so_far = f"so far {result.summary}" if result.summary else "none was"
+    sentence = f"stopped {plural(result.num_missing, 'row')} not judged; {so_far}"
     if not result.can_resume:
         return sentence
     return f"{sentence}. The same command goes on from here"

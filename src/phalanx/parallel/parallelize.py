@@ -197,7 +197,12 @@ def _allocate_meta_tensors(
         # Buffers of a module whose building was recorded have values already.
         return torch.empty_like(tensor, device=target) if tensor.is_meta else tensor.to(target)
 
+    tied = _list_tied_parameters(root)
     root._apply(allocate)
+    # torch makes a new parameter at each place that has one.
+    for (first, first_name), *others in tied:
+        for part, name in others:
+            setattr(part, name, getattr(first, first_name))
     if not parameters_on_host:
         return
     # FSDP moves its own shards, and nothing else: the rest goes to the device here.
@@ -211,6 +216,15 @@ def _allocate_meta_tensors(
             part.register_buffer(
                 name, buffer.to(device), persistent=name not in part._non_persistent_buffers_set
             )
+
+
+def _list_tied_parameters(root: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    """The places (module, name) of each parameter that has several."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for part in root.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            places.setdefault(id(parameter), []).append((part, name))
+    return [each for each in places.values() if len(each) > 1]
 
 
 def _hash_weights(module: nn.Module) -> str:

@@ -6,11 +6,12 @@ Torch-free.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from phalanx.core.errors import PhalanxError, ResourceError, UsageError
+from phalanx.core.errors import ExitCode, PhalanxError, ResourceError, UsageError
 from phalanx.core.registry import refuse_while_importing
 from phalanx.data.prepare import prepare_corpus
 from phalanx.job.hugging_face import modules_to_preload
@@ -21,6 +22,7 @@ from phalanx.launch.paths import next_attempt_number
 from phalanx.launch.supervisor import LaunchSpec, RunOutcome, supervise_ranks
 from phalanx.observe.bus import Bus
 from phalanx.run.launched import refuse_external_launcher
+from phalanx.run.stop_signals import StoppedError, raising_on_stop_signals
 from phalanx.verify.cases import Case
 from phalanx.verify.choose import Selection, choose_layouts
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
@@ -68,7 +70,6 @@ def verify_job(
     selection = choose_layouts(
         job, layouts, ranks=ranks, steps=steps, shrink=shrink, types=types, device=device
     )
-    on_selection(selection)
     rows: list[Row] = []
 
     def add_row(row: Row) -> None:
@@ -76,35 +77,26 @@ def verify_job(
         rows.append(row)
         on_row(row)
 
-    for row in selection.refused_rows:
-        add_row(row)
-    stop_code, resumes = None, False
-    if selection.work:
-        with open_work(selection, resume=resume) as work:
-            for row in work.earlier_rows:
-                add_row(row)
-            times = RowTimes(
-                [(dtype, case.name) for dtype, case in selection.work], len(work.earlier_rows)
-            )
-
-            def keep_row(row: Row) -> None:
-                add_row(row)
-                work.keep(rows[-1])
-                times.finish_row()
-
-            stop_code = _run_cases(
-                selection, work, keep_row, on_tick=lambda: on_progress(times.read())
-            )
-            # What ends otherwise, by an error say, can be resumed, too.
-            if stop_code is None:
-                work.stays = False
-            resumes = work.stays
+    stop, resumes = _Stop(), False
+    with stop.catching():
+        on_selection(selection)
+        for row in selection.refused_rows:
+            add_row(row)
+        if selection.work:
+            with open_work(selection, resume=resume) as work:
+                # What ends in between can be resumed, as far as it is kept.
+                resumes = work.stays
+                stop.code = _run_with_earlier_rows(selection, work, rows, add_row, on_progress)
+                # What ends otherwise, by an error say, can be resumed, too.
+                if stop.code is None:
+                    work.stays = False
+                resumes = work.stays
     return VerifyResult(
         tuple(rows),
         selection.notes,
         selection.not_judged,
         selection.required,
-        stop_code=stop_code,
+        stop_code=stop.code,
         num_missing=len(selection.work) - count_done(selection, rows),
         can_resume=resumes,
     )
@@ -122,6 +114,46 @@ def _take_over_cause(row: Row, earlier: Sequence[Row]) -> Row:
             cause = f"what makes {other.dtype} differ: {other.first.cause}"
             return replace(row, first=replace(row.first, cause=cause))
     return row
+
+
+@dataclass
+class _Stop:
+    """The exit code of a stop by Ctrl-C or SIGTERM, None without one."""
+
+    code: int | None = None
+
+    @contextmanager
+    def catching(self) -> Iterator[None]:
+        """End the body at a stop that comes while no ranks are there to take it."""
+        try:
+            with raising_on_stop_signals():
+                yield
+        except StoppedError as error:
+            self.code = int(error.exit_code)
+        except KeyboardInterrupt:
+            self.code = int(ExitCode.INTERRUPTED)
+
+
+def _run_with_earlier_rows(
+    selection: Selection,
+    work: Work,
+    rows: list[Row],
+    add_row: Callable[[Row], None],
+    on_progress: Callable[[VerifyProgress], None],
+) -> int | None:
+    """Take over the rows that are kept of the same work, and run the other cases; the exit code of
+    a stop, or None."""
+    for row in work.earlier_rows:
+        add_row(row)
+    names = [(dtype, case.name) for dtype, case in selection.work]
+    times = RowTimes(names, len(work.earlier_rows))
+
+    def keep_row(row: Row) -> None:
+        add_row(row)
+        work.keep(rows[-1])
+        times.finish_row()
+
+    return _run_cases(selection, work, keep_row, on_tick=lambda: on_progress(times.read()))
 
 
 def _run_cases(

@@ -77,7 +77,7 @@ def open_work(selection: Selection, *, resume: bool) -> Iterator[Work]:
     It stays unless `Work.stays` is unset, or a disk refuses. Without `resume`, where the user's own
     code has no source, or where another process works in it, it is one of its own that never stays.
     """
-    key = _identify(selection) if resume else None
+    key = _hash_work(selection) if resume else None
     handle = None if key is None else _lock(Path(STOPPED).expanduser() / key)
     if key is None or handle is None:
         with scratch_directory("verify") as scratch:
@@ -88,7 +88,7 @@ def open_work(selection: Selection, *, resume: bool) -> Iterator[Work]:
     work = Work(
         ScratchDirectory(directory),
         _read_rows(directory, selection),
-        lambda: _identify(selection) == key,
+        lambda: _hash_work(selection) == key,
         stays=True,
     )
     try:
@@ -105,7 +105,7 @@ def open_work(selection: Selection, *, resume: bool) -> Iterator[Work]:
         os.close(handle)
 
 
-def _identify(selection: Selection) -> str | None:
+def _hash_work(selection: Selection) -> str | None:
     """A name for this work: what is judged, and by which code; None if some of the code has no
     source that could be looked at."""
     job: Any = selection.job.to_json()
