@@ -52,7 +52,8 @@ class ShortRun:
 
     @property
     def in_one_process(self) -> ShortRun:
-        return ShortRun(self.job, ONE_PROCESS, self.num_ranks, self.plant)
+        layout = f"{ONE_PROCESS} of {self.layout}" if "pp" in self.layout else ONE_PROCESS
+        return ShortRun(self.job, layout, self.num_ranks, self.plant)
 
 
 @dataclass(frozen=True)

@@ -76,9 +76,20 @@ def fill(module: nn.Module) -> None:
     recorded = find_recorded_init(module)
     assert recorded is not None
     assert all(parameter.is_meta for parameter in module.parameters())
+    first_places: dict[int, tuple[nn.Module, str]] = {}
+    again: list[tuple[nn.Module, str, int]] = []
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            if id(parameter) in first_places:
+                again.append((part, name, id(parameter)))
+            first_places.setdefault(id(parameter), (part, name))
     module._apply(
         lambda tensor: torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor
     )
+    # torch makes a new parameter at each place of a tied one.
+    for part, name, key in again:
+        first, first_name = first_places[key]
+        setattr(part, name, getattr(first, first_name))
     shards, _ = list_module_shards(module)
     recorded.fill(shards)
 
@@ -122,6 +133,44 @@ def test_models_of_transformers_are_recorded(name: str, tmp_path: Path) -> None:
     found = build_foreign(model, 3, is_recorded=True)
     fill(found)
     require_same_tensors(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_stored", "options"),
+    [
+        ("llama", True, {}),
+        ("gpt2", True, {"max_shard_size": "20KB"}),
+        # transformers keeps the matrices of experts together, and files have each alone.
+        ("qwen3_moe", False, {}),
+    ],
+)
+def test_weights_of_a_directory_are_read_by_blocks(
+    name: str, is_stored: bool, options: dict[str, Any], tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.from_pretrained(write_config(tmp_path / "config", name))
+    torch.manual_seed(1)
+    saved = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    saved.save_pretrained(tmp_path / "model", **options)
+    model = Model.model_validate({"kind": f"hf:{tmp_path / 'model'}"})
+    expected = build_foreign(model, 3)
+    found = build_foreign(model, 3, is_recorded=True)
+    initial = find_recorded_init(found)
+    assert (initial is not None) == is_stored
+    if initial is None:
+        return
+    digest = initial.digest
+    fill(found)
+    require_same_tensors(found, expected)
+    again = find_recorded_init(build_foreign(model, 4, is_recorded=True))
+    assert again is not None
+    assert again.digest == digest
+    with torch.no_grad():
+        saved.lm_head.weight[-1, -1] += 1.0
+    saved.save_pretrained(tmp_path / "model", **options)
+    other = find_recorded_init(build_foreign(model, 3, is_recorded=True))
+    assert other is not None
+    assert other.digest != digest
 
 
 def test_a_rank_gets_its_own_blocks() -> None:

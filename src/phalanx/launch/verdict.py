@@ -73,7 +73,7 @@ def find_failure(end: AttemptEnd, run_dir: Path) -> RankFailure | None:
     if report is not None:
         return _blame_exception(blamed, report)
     if rank in end.records:
-        return _blame_code(blamed, end.records[rank].code)
+        return _explain_exit_code(blamed, end.records[rank].code)
     return _blame_exit(blamed, end.exits[rank])
 
 
@@ -267,7 +267,7 @@ def _blame_absence(absence: AbsentRank, end: AttemptEnd, run_dir: Path) -> RankF
     return replace(failure, detected_s=0.0)
 
 
-def _blame_code(blamed: _BlamedRank, code: int) -> RankFailure:
+def _explain_exit_code(blamed: _BlamedRank, code: int) -> RankFailure:
     """The failure of a rank whose entry returned a code that is neither success nor a stop, without
     a report."""
     failure = _describe_death(blamed, "exit", f"ended with code {code}")

@@ -249,12 +249,12 @@ def _attend_by_blocks_backward(
 
 
 @_attend_by_blocks.register_fake
-def _(q: torch.Tensor, *unused: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake_attend_by_blocks(q: torch.Tensor, *unused: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return _empty_results(_make_last_dim_contiguous(q))
 
 
 @_attend_by_blocks_backward.register_fake
-def _(
+def _fake_attend_by_blocks_backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *unused: Any
 ) -> tuple[torch.Tensor, ...]:
     return (

@@ -33,6 +33,14 @@ class Box:
     num_replicas: int = 1
 
     @property
+    def global_slices(self) -> tuple[slice, ...]:
+        """The slices of the full tensor in which the block stands."""
+        return tuple(
+            slice(start, start + length)
+            for start, length in zip(self.global_offset, self.size, strict=True)
+        )
+
+    @property
     def local_slices(self) -> tuple[slice, ...]:
         """The slices of the local tensor in which the block stands."""
         return tuple(

@@ -266,7 +266,7 @@ def open_mesh(
     it is given another.
     """
     quiet_torch()
-    launched = _identify_rank(layout)
+    launched = _find_launched_rank(layout)
     if layout.pp > 1 and device != "cpu":
         # Before anything asks the driver, which reads them once.
         set_pipeline_variables()
@@ -319,7 +319,7 @@ class _LaunchedRank:
     opens_groups: bool
 
 
-def _identify_rank(layout: Layout) -> _LaunchedRank:
+def _find_launched_rank(layout: Layout) -> _LaunchedRank:
     """This process among the ranks, from the open process group or the environment.
 
     Raises EnvironmentProblem if there are not as many as `layout` needs.

@@ -15,7 +15,7 @@ import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -372,10 +372,20 @@ def _refuse_reseeding() -> Iterator[list[str]]:
             setattr(home, name, function)
 
 
+class InitialValues(Protocol):
+    """Where the parameters of a module on the meta device get their values from. `digest` is the
+    same where these are."""
+
+    @property
+    def digest(self) -> str: ...
+
+    def fill(self, shards: Mapping[str, LogicalShard]) -> None:
+        """Fill those of `shards` that are parameters."""
+
+
 @dataclass(frozen=True)
 class RecordedInit:
-    """How the parameters of a module get the values that building it gives. `digest` is the same
-    where these are."""
+    """The values that building the module gives."""
 
     recording: _Recording
     refs: Mapping[str, _TensorRef]
@@ -388,17 +398,13 @@ class RecordedInit:
         def receive(name: str, values: torch.Tensor) -> None:
             shard = shards[name]
             for box in shard.boxes:
-                block = tuple(
-                    slice(start, start + length)
-                    for start, length in zip(box.global_offset, box.size, strict=True)
-                )
-                shard.tensor[box.local_slices].copy_(values[block])
+                shard.tensor[box.local_slices].copy_(values[box.global_slices])
 
         wanted = {name: ref for name, ref in self.refs.items() if name in shards}
         self.recording.replay(wanted, receive)
 
 
-_recorded_inits: weakref.WeakKeyDictionary[nn.Module, RecordedInit] = weakref.WeakKeyDictionary()
+_recorded_inits: weakref.WeakKeyDictionary[nn.Module, InitialValues] = weakref.WeakKeyDictionary()
 
 
 def record_build(build: Callable[[], nn.Module]) -> nn.Module:
@@ -430,9 +436,15 @@ def record_build(build: Callable[[], nn.Module]) -> nn.Module:
     return module
 
 
-def find_recorded_init(module: nn.Module) -> RecordedInit | None:
+def find_recorded_init(module: nn.Module) -> InitialValues | None:
     """How the parameters of a module that `record_build` has made are filled; None for others."""
     return _recorded_inits.get(module)
+
+
+def replace_recorded_init(module: nn.Module, values: InitialValues) -> None:
+    """Fill the parameters of a module that `record_build` has made by other values."""
+    assert module in _recorded_inits
+    _recorded_inits[module] = values
 
 
 def _replace_parameters(module: nn.Module, recorder: _Recorder) -> dict[str, _TensorRef]:

@@ -16,7 +16,7 @@ from phalanx.job.hugging_face import is_hugging_face
 from phalanx.job.model import find_model_kind
 from phalanx.job.schema import Job, Model
 from phalanx.mesh.recorded_init import record_build
-from phalanx.nn.hugging_face.adapter import find_factory, require_trainable_in_small
+from phalanx.nn.hugging_face.adapter import find_factory, record, require_trainable_in_small
 from phalanx.nn.objective import Objective, causal_cross_entropy, logits_cross_entropy
 
 MODELS = "phalanx.nn.models"
@@ -65,14 +65,20 @@ def _record_factory(factory: Callable[..., Any], model: Model, seed: int) -> nn.
     """The module without memory for its parameters; None where the factory must be called
     plainly."""
     torch.manual_seed(stable_hash64("foreign init", seed) % 2**63)
+    kind = str(model.kind)
+
+    def build() -> nn.Module:
+        module: nn.Module = factory(**model.args)
+        return module
+
     try:
-        module = record_build(lambda: factory(**model.args))
+        module = record(kind, build) if is_hugging_face(kind) else record_build(build)
     # Of any kind: code that reads its weights' numbers fails in its own ways, and an error that is
     # not of fake tensors comes again when it is called plainly.
     except Exception:
         return None
-    if is_hugging_face(model.kind):
-        require_trainable_in_small(str(model.kind), model.args)
+    if is_hugging_face(kind):
+        require_trainable_in_small(kind, model.args)
     return module
 
 

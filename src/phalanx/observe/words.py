@@ -22,13 +22,13 @@ def _collapse_white_space(text: str, limit: int) -> str:
 
 def describe_event(envelope: Envelope, units: MetricUnits = TEXT) -> str | None:
     """The line for an event that a person wants to know of, or None for the others."""
-    line = _describe_by_kind(envelope.event, units)
+    line = _describe_event_body(envelope.event, units)
     if line is None:
         return None
     return _collapse_white_space(line, MAX_LINE)
 
 
-def _describe_by_kind(event: events.Event, units: MetricUnits) -> str | None:
+def _describe_event_body(event: events.Event, units: MetricUnits) -> str | None:
     match event:
         case events.RunStarted():
             return _describe_start(event)

@@ -26,7 +26,7 @@ from phalanx.train.weight_checks import WeightChecks, WeightFindings
 
 MAX_NAMES = 20
 NUM_COUNTS = 2
-"""Numbers that `RunInvariants.count_local_batch` adds to the flags of a step."""
+"""Numbers that `RunInvariants.count_rank_batch` adds to the flags of a step."""
 
 
 @dataclass
@@ -68,7 +68,7 @@ class RunInvariants:
             self._first_step = self._state.step + 1
             self._weights = WeightChecks(self._state.model, self._state.optimizer)
 
-    def count_local_batch(self, microbatches: Sequence[Batch]) -> tuple[float, ...]:
+    def count_rank_batch(self, microbatches: Sequence[Batch]) -> tuple[float, ...]:
         """Numbers of this rank's part of the batch, for the reduction of the step: NUM_COUNTS of
         them, or none."""
         if self._weights is None:
@@ -103,7 +103,7 @@ class RunInvariants:
         self._judge_targets(step, facts)
         self._judge_loads(step)
 
-    def summarize(self) -> None:
+    def emit_summary(self) -> None:
         """Emit what was checked so far. Waits for the device."""
         step = self._state.step
         if self._weights is None or step == self._summarized_step:

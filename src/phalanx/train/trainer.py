@@ -139,7 +139,7 @@ class Trainer:
                 reason = "sigterm" if sigterm else "sigint"
             else:
                 reason = self._evaluate_if_due()
-        self._invariants.summarize()
+        self._invariants.emit_summary()
         if self._schedule is not None:
             # A stop has no time for removals.
             self._schedule.wait_for_save(skip_pruning=reason is not None)
@@ -159,7 +159,7 @@ class Trainer:
             microbatches = self.data.batches.step_microbatches(step)
         model, optimizer = self.state.model, self.state.optimizer
         sums = model.forward_backward(microbatches, self.data.objective, step=step)
-        flags = (*self._build_step_flags(), *self._invariants.count_local_batch(microbatches))
+        flags = (*self._build_step_flags(), *self._invariants.count_rank_batch(microbatches))
         # The step's one reduction: stops, guards and saves act on it, so that all ranks agree.
         facts = model.reduce_and_clip(sums, max_norm=self.job.optim.clip_norm, flags=flags)
         facts = self._invariants.take_counts(facts)
@@ -277,7 +277,7 @@ class Trainer:
         wall_s = time.perf_counter() - began
         self._recorder.exclude_seconds(wall_s)
         self._record_evaluation(evaluation, wall_s)
-        self._invariants.summarize()
+        self._invariants.emit_summary()
         return None
 
     def evaluate(self) -> Evaluation:

@@ -23,7 +23,7 @@ from phalanx.verify.begin import write_starting_weights
 from phalanx.verify.dropout_watch import DropoutWatch
 from phalanx.verify.kept_errors import KeptErrors
 from phalanx.verify.outputs import FirstOutput
-from phalanx.verify.trace import AppliedBlocks, TraceReader
+from phalanx.verify.trace import AppliedTraceGradients, TraceReader
 from phalanx.verify.trace_facts import (
     BEGIN,
     INITIAL,
@@ -94,7 +94,7 @@ def follow(
     Collective.
     """
     observations = _observe_start(model, trace)
-    applied, unsent_errors = AppliedBlocks(trace), KeptErrors(model)
+    applied, unsent_errors = AppliedTraceGradients(trace), KeptErrors(model)
     share = {"share": model.mesh.data_parallel_rank, "shares": model.plan.layout.data_parallel_size}
     watch = DropoutWatch(model.module, seed, **share) if trace.dropped else None
     write_starting_weights(model, trace)
@@ -184,7 +184,7 @@ def _undo_clipping(
 
 @torch.no_grad()
 def apply_gradients(
-    applied: AppliedBlocks, number: int, gradients: Mapping[str, LogicalShard]
+    applied: AppliedTraceGradients, number: int, gradients: Mapping[str, LogicalShard]
 ) -> None:
     """Write the gradients of a step that are to be applied over those of this rank."""
     factor = applied.clipping(number)

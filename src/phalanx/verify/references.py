@@ -44,7 +44,7 @@ from phalanx.verify.outputs import OutputTrace
 from phalanx.verify.pipelines import num_microbatches
 from phalanx.verify.reference import Around, evaluate_in_one_process, train_in_one_process
 from phalanx.verify.routes import Choices, Routes, have_same_choices, read_routes, write_routes
-from phalanx.verify.trace import AppliedBlocks, TraceWriter
+from phalanx.verify.trace import AppliedTraceGradients, TraceWriter
 from phalanx.verify.trace_facts import TRACE, Trace, read_trace
 
 NUDGE = 4  # roundings
@@ -228,7 +228,7 @@ class _ReferenceWriter:
             clip=CLIP,
             move=MOVE,
             around=_around(DropoutMasks(module, self.job.run.seed), routes, outputs),
-            applied=None if self.leader is None else AppliedBlocks(self.leader),
+            applied=None if self.leader is None else AppliedTraceGradients(self.leader),
             loss_scale=REFERENCE_LOSS_SCALE if self.dtype == "float16" else 1.0,
         )
         with routes.record(EVALUATION):

@@ -65,7 +65,7 @@ class TraceReader:
         return self._file.get_slice(name)[slices]
 
 
-class AppliedBlocks:
+class AppliedTraceGradients:
     """The gradients that are applied in each step, block by block: those of a trace, clipped."""
 
     def __init__(self, trace: Trace) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from phalanx.core.errors import LayoutError, PhalanxError, did_you_mean
 from phalanx.core.registry import import_optional, resolve_kind
@@ -24,6 +25,7 @@ from phalanx.job.hugging_face import (
     is_hugging_face,
     read_model_config,
 )
+from phalanx.mesh.recorded_init import NotRecordableError, record_build, replace_recorded_init
 from phalanx.nn.hugging_face.plain_head import (
     HeadRecorder,
     build_head_output,
@@ -67,8 +69,9 @@ def build(kind: str, **args: Any) -> nn.Module:
     auto = _choose_auto_class(kind, values, config)
     directory = find_weights_directory(kind)
     try:
-        # The default device is meta where a planner asks for shapes alone.
-        if directory is None or torch.empty(0).is_meta:
+        # The default device is meta where a planner asks for shapes alone, and tensors are fake
+        # where building is recorded: `record` takes the weights from their files.
+        if directory is None or torch.empty(0).is_meta or isinstance(torch.empty(0), FakeTensor):
             module = auto.from_config(
                 config,
                 dtype=torch.float32,
@@ -131,6 +134,25 @@ def require_trainable_in_small(kind: str, args: Mapping[str, Any]) -> None:
         return
     reads_images = module.main_input_name == "pixel_values"
     require_trainable_by_trial(kind, adapted, getattr(adapted, FACTS), reads_images=reads_images)
+
+
+def record(kind: str, build: Callable[[], nn.Module]) -> nn.Module:
+    """The module of `build` without memory for its parameters, which get their values from where
+    `build` would have got them.
+
+    Raises NotRecordableError, or another error, where that is not possible.
+    """
+    module = record_build(build)
+    directory = find_weights_directory(kind)
+    if directory is not None:
+        # Here, for safetensors comes with transformers.
+        from phalanx.nn.hugging_face.stored_weights import find_stored_weights
+
+        stored = find_stored_weights(module, directory)
+        if stored is None:
+            raise NotRecordableError("transformers translates the weights of its files")
+        replace_recorded_init(module, stored)
+    return module
 
 
 def load_original(directory: Path, dtype: torch.dtype) -> nn.Module:

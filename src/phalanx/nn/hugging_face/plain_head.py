@@ -66,7 +66,7 @@ def find_plain_head(module: Any) -> str:
         with force_batched_products(module):
             # What comes after a head may be there in one of the two modes only.
             for mode in (True, False):
-                if not _returns_its_output(module.train(mode), names[0]):
+                if not _returns_head_output(module.train(mode), names[0]):
                     return ""
             return names[0]
     # Of transformers, for something that needs numbers: a head that is not shown to be plain.
@@ -77,7 +77,7 @@ def find_plain_head(module: Any) -> str:
             part.training = is_training
 
 
-def _returns_its_output(module: Any, name: str) -> bool:
+def _returns_head_output(module: Any, name: str) -> bool:
     """True if the model returns the output of its head unchanged.
 
     Tried in float32, where a model's own `logits.float()` is no change.

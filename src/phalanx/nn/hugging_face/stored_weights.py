@@ -1,0 +1,99 @@
+"""Fills shards of a Hugging Face module from the slices of its safetensors files that they need."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from phalanx.core.files import read_json
+from phalanx.mesh.logical import LogicalShard, full_name
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+# Of each tensor, at its begin and at its end: enough to tell other weights apart.
+_SAMPLED_ELEMENTS = 1024
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """The tensors of a directory, by the name of the parameter that each is. `digest`: of names,
+    types, shapes, and of the first and the last elements of each."""
+
+    file_of: Mapping[str, Path]
+    digest: str
+
+    def fill(self, shards: Mapping[str, LogicalShard]) -> None:
+        """Fill those of `shards` that are parameters; reads no more than their blocks."""
+        with ExitStack() as stack, torch.no_grad():
+            opened: dict[Path, Any] = {}
+            for name, shard in shards.items():
+                path = self.file_of.get(name)
+                if path is None:
+                    continue
+                if path not in opened:
+                    opened[path] = stack.enter_context(safe_open(str(path), framework="pt"))
+                stored = opened[path].get_slice(name)
+                for box in shard.boxes:
+                    # A tensor of no dimensions has no slices.
+                    block = stored[box.global_slices] if box.size else opened[path].get_tensor(name)
+                    shard.tensor[box.local_slices].copy_(block)
+
+
+def find_stored_weights(module: nn.Module, directory: Path) -> StoredWeights | None:
+    """The weights in `directory` if each parameter of `module` is there, under its name and in its
+    shape, and nothing else is; None where transformers must translate them."""
+    shapes: dict[str, list[int]] = {}
+    other_names: set[str] = set()
+    seen: set[int] = set()
+    for raw_name, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) in seen:
+            other_names.add(full_name(raw_name))
+            continue
+        seen.add(id(parameter))
+        shapes[full_name(raw_name)] = list(parameter.shape)
+    hasher, file_of = hashlib.sha256(), dict[str, Path]()
+    for path in _list_files(directory):
+        with safe_open(str(path), framework="pt") as file:
+            names: list[str] = file.keys()
+            for name in names:
+                if name in other_names:
+                    continue
+                stored = file.get_slice(name)
+                if shapes.get(name) != stored.get_shape():
+                    return None
+                file_of[name] = path
+                hasher.update(f"{name} {stored.get_dtype()} {stored.get_shape()}".encode())
+                for values in _sample(stored):
+                    hasher.update(values.contiguous().view(torch.uint8).numpy().tobytes())
+    if file_of.keys() != shapes.keys():
+        return None
+    return StoredWeights(file_of, hasher.hexdigest())
+
+
+def _list_files(directory: Path) -> list[Path]:
+    index = directory / _INDEX
+    if not index.is_file():
+        return [directory / _SINGLE]
+    weight_map = read_json(index)["weight_map"]
+    return [directory / name for name in sorted(set(weight_map.values()))]
+
+
+def _sample(stored: Any) -> Iterator[torch.Tensor]:
+    """The first and the last rows of a tensor of one dimension or more, as far as
+    _SAMPLED_ELEMENTS."""
+    shape = stored.get_shape()
+    if not shape or 0 in shape:
+        return
+    row: int = 1
+    for length in shape[1:]:
+        row *= length
+    count = max(1, min(shape[0], _SAMPLED_ELEMENTS // row))
+    for rows in (stored[:count], stored[shape[0] - count :]):
+        yield rows.flatten()[:_SAMPLED_ELEMENTS]
