@@ -52,7 +52,9 @@ class ShortRun:
 
     @property
     def in_one_process(self) -> ShortRun:
-        layout = f"{ONE_PROCESS} of {self.layout}" if "pp" in self.layout else ONE_PROCESS
+        layout = ONE_PROCESS
+        if "pp" in self.layout or "odd" in self.layout:
+            layout = f"{ONE_PROCESS} of {self.layout}"
         return ShortRun(self.job, layout, self.num_ranks, self.plant)
 
 

@@ -27,7 +27,9 @@ NUM_STEPS = 20
 ONE_PROCESS = "one process"
 # Rows of these names train in no layout of their own.
 WITHOUT_LAYOUT = ("plain", "hugging-face")
-NUM_BYTES, NUM_BYTES_IN_VOCAB = 400_000, 256
+NUM_BYTES = 400_000
+# The bytes, and the end of a document.
+NUM_TOKENS = 257
 # So that each of four ranks has three microbatches of a batch of 24.
 MICRO_BATCH = 2
 
@@ -54,22 +56,23 @@ def choose_job(arguments: list[str], layout: str, num_ranks: int, folder: Path) 
         else:
             words.append(word)
     job = load_job(*split_overrides(words, model))
-    # One process trains the model that its layout has: pipelines have more blocks.
+    # One process trains what its layout has: pipelines have more blocks, others odd sequences.
     is_one_process = layout.startswith(ONE_PROCESS)
     name = layout.removeprefix(ONE_PROCESS).removeprefix(" of ") or "ddp"
     if name in WITHOUT_LAYOUT:
         name = "ddp"
     selection = choose_layouts(job, [name], ranks=num_ranks, steps=1, shrink=shrink)
-    parallel: Mapping[str, Any] = {"ranks": 1}
-    if not is_one_process:
-        parallel = require_plan(selection.cases[0]).parallel
+    parallel: Mapping[str, Any] = require_plan(selection.cases[0]).parallel
+    if is_one_process:
+        of_data = {key: value for key, value in parallel.items() if key.startswith("data.")}
+        parallel = {"ranks": 1, **of_data}
     body = selection.job.to_json()
     for key, value in parallel.items():
         section, _, rest = key.rpartition(".")
         body[section or "parallel"][rest] = value
     # Text is read as bytes.
-    if (body["model"]["vocab_size"] or NUM_BYTES_IN_VOCAB) < NUM_BYTES_IN_VOCAB:
-        body["model"]["vocab_size"] = NUM_BYTES_IN_VOCAB
+    if (body["model"]["vocab_size"] or NUM_TOKENS) < NUM_TOKENS:
+        body["model"]["vocab_size"] = NUM_TOKENS
     body["train"] |= {"steps": NUM_STEPS, "sample_tokens": 0, "micro_batch_size": MICRO_BATCH}
     body["eval"]["tokens"] = 1024
     body["checkpoint"]["at_end"] = False

@@ -305,6 +305,7 @@ OURS = {
     "job/job_file.py": "reads our own schema",
     "cli/_complete.py": "reads our own schema",
     "core/output.py": "opens /dev/null",
+    "nn/hugging_face/stored_weights.py": "opens weights that find_weights_directory has looked at",
     "data/workers.py": "opens /dev/null",
     "plan/cluster.py": "reads /proc and /sys",
     "checkpoint/ownership/run_lock.py": "reads /proc",
