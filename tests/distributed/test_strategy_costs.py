@@ -125,7 +125,7 @@ def test_tensor_parallel_ranks_send_activations_in_each_microbatch(
     found = measured["tp"]
     kinds = {
         "all_reduce": "all_reduce",
-        "all_gather_into_tensor": "all_gather",
+        "all_gather_into_tensor_out": "all_gather",
         "reduce_scatter_tensor": "all_gather",
     }
     num_bytes = sum(COSTS[kind](found.of_step.get(name, 0), RANKS) for name, kind in kinds.items())

@@ -97,9 +97,16 @@ class TensorGroup:
 
     def start_gather(self, x: torch.Tensor) -> torch.Tensor:
         """[ranks * x.shape[0], ...]: what each rank has, one after another."""
-        return self._count_sent(
-            "all_gather", _ops.all_gather_into_tensor(x.contiguous(), self.size, self.name)
-        )
+        x = x.contiguous()
+        if x.device.type == "cpu" and not torch.compiler.is_compiling():
+            # Gloo calls the functional one ALLGATHER_COALESCED, and both of a group's threads assign
+            # that name of their last work to one std::string without a lock. It is too long to lie
+            # in the string itself: now and then the heap broke. This one is called ALLGATHER.
+            gathered = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
+            started = _ops.all_gather_into_tensor_out(x, self.size, self.name, out=gathered)
+        else:
+            started = _ops.all_gather_into_tensor(x, self.size, self.name)
+        return self._count_sent("all_gather", started)
 
     def start_reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """[x.shape[0] / ranks, ...]: this rank's part of the sum."""
