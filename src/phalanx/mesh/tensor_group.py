@@ -99,7 +99,7 @@ class TensorGroup:
         """[ranks * x.shape[0], ...]: what each rank has, one after another."""
         x = x.contiguous()
         if x.device.type == "cpu" and not torch.compiler.is_compiling():
-            # Gloo calls the functional one ALLGATHER_COALESCED, and both of a group's threads assign
+            # Gloo calls the functional one ALLGATHER_COALESCED, and both threads of a group assign
             # that name of their last work to one std::string without a lock. It is too long to lie
             # in the string itself: now and then the heap broke. This one is called ALLGATHER.
             gathered = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
