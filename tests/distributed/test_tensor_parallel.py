@@ -47,6 +47,7 @@ class Heard(TorchDispatchMode):
         if func.namespace == "_c10d_functional" and "wait" not in str(func):
             kind = (
                 func._schema.name.partition("::")[2]
+                .removesuffix("_out")
                 .removesuffix("_into_tensor")
                 .removesuffix("_tensor")
             )
