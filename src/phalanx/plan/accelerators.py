@@ -1,0 +1,71 @@
+"""`Accelerator`: what a GPU can do as its data sheet says, found by name. Torch-free.
+
+The figures stand in accelerators.toml, each with its source.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+from phalanx.core.errors import LayoutError, did_you_mean
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """A kind of GPU: rates of its data sheet, and the node that it is usually sold in.
+
+    TFLOP/s are dense, by type; 0 where it has no such type. GB are 1e9 bytes; bandwidths are per
+    direction and per GPU.
+    """
+
+    name: str
+    memory_gib: float
+    memory_gb_s: float
+    link_gb_s: float  # to GPUs of its link domain
+    nic_gb_s: float  # its share of the node's network
+    gpus_per_node: int
+    link_domain: int  # GPUs that NVLink joins
+    num_sms: int
+    compute_capability: str
+    source: str
+    is_checked: bool  # somebody compared the entry with its source
+    bf16_tflops: float = 0.0
+    fp16_tflops: float = 0.0
+    fp8_tflops: float = 0.0
+    fp4_tflops: float = 0.0
+    watts: float = 0.0
+    note: str = ""
+
+    def peak_flops(self, precision: str) -> float:
+        """FLOP/s of matrix products in `precision` ("bf16", "fp16", "fp8", "fp4"); of a type that
+        it does not have, those of the next wider one."""
+        tflops = {
+            "fp4": self.fp4_tflops or self.fp8_tflops or self.bf16_tflops,
+            "fp8": self.fp8_tflops or self.bf16_tflops,
+            "fp16": self.fp16_tflops,
+        }.get(precision, self.bf16_tflops)
+        return (tflops or self.fp16_tflops) * 1e12
+
+
+@cache
+def list_accelerators() -> dict[str, Accelerator]:
+    """Every accelerator of the table, by name."""
+    text = files("phalanx.plan").joinpath("accelerators.toml").read_text(encoding="utf-8")
+    return {name: Accelerator(name, **entry) for name, entry in tomllib.loads(text).items()}
+
+
+def find_accelerator(name: str) -> Accelerator:
+    """The accelerator called `name`. Raises LayoutError, with the nearest name, for another."""
+    table = list_accelerators()
+    found = table.get(name.lower())
+    if found is None:
+        raise LayoutError(
+            f"no accelerator is called {name!r}",
+            fix=did_you_mean(name.lower(), tuple(table)) or f"one of {', '.join(table)}",
+        )
+    return found

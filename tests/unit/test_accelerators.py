@@ -1,0 +1,26 @@
+"""The table of accelerators, and how one is found in it."""
+
+import pytest
+from phalanx.core.errors import LayoutError
+from phalanx.plan.accelerators import find_accelerator, list_accelerators
+
+
+def test_every_accelerator_has_what_a_plan_reads():
+    for name, accelerator in list_accelerators().items():
+        assert accelerator.peak_flops("bf16") > 1e13, name
+        assert accelerator.memory_gib >= 16, name
+        assert accelerator.memory_gb_s > accelerator.link_gb_s > 0, name
+        assert accelerator.nic_gb_s <= accelerator.link_gb_s, name
+        assert accelerator.link_domain >= accelerator.gpus_per_node, name
+
+
+def test_narrower_types_are_no_slower_and_fall_back_on_wider_ones():
+    a100, b200 = find_accelerator("a100-sxm"), find_accelerator("B200-SXM")
+    assert a100.peak_flops("fp8") == a100.peak_flops("bf16") == 312e12
+    assert b200.peak_flops("bf16") < b200.peak_flops("fp8") < b200.peak_flops("fp4")
+
+
+def test_an_unknown_name_is_answered_with_the_nearest():
+    with pytest.raises(LayoutError, match="h100-smx") as caught:
+        find_accelerator("h100-smx")
+    assert '"h100-sxm"' in str(caught.value)
