@@ -1,6 +1,7 @@
 """The table of accelerators, and how one is found in it."""
 
 import pytest
+
 from phalanx.core.errors import LayoutError
 from phalanx.plan.accelerators import find_accelerator, list_accelerators
 
