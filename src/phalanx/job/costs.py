@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from phalanx.job.param_holder import ParamHolder
+from phalanx.job.work import ModelWork
 
 DocumentIds = Literal["by name", "as any keyword", "no"]
 
@@ -333,6 +334,9 @@ class ModelCosts(Hashable, Protocol):
     def flops_per_token(self, seq_len: int) -> dict[str, int] | None:
         """FLOPs for one token, the average over a sample: forward `matmul` and `attention`;
         `training`: 3x both."""
+
+    def work(self, seq_len: int) -> ModelWork | None:
+        """What one sample takes, by block and product; None where only a trace says."""
 
     @property
     def activations(self) -> ActivationCosts | None: ...

@@ -10,9 +10,10 @@ from typing import Literal, Self
 
 from phalanx.job.costs import ExpertCosts, Flops, ModelFlops
 from phalanx.job.param_holder import ParamHolder
-from phalanx.job.shapes import tensors
+from phalanx.job.shapes import tensors, work
 from phalanx.job.shapes.decoder_activations import DecoderActivations
 from phalanx.job.shapes.transformer import TransformerShape
+from phalanx.job.work import Matmul, ModelWork
 
 Positions = Literal["rope", "learned"]
 RopeScaling = Literal["none", "linear", "ntk", "llama3", "yarn"]
@@ -120,6 +121,12 @@ class DecoderShape(TransformerShape):
     def rotated_dim(self) -> int:
         """Features of a head that rotary positions turn."""
         return self.rope_head_dim or self.head_dim
+
+    @property
+    def num_rotated_features(self) -> int:
+        if self.positions != "rope":
+            return 0
+        return (self.num_heads + self.num_kv_heads) * self.rotated_dim
 
     @property
     def value_dim(self) -> int:
@@ -254,6 +261,28 @@ class DecoderShape(TransformerShape):
         head = Flops(2 * seq_len * self.vocab_size * self.dim)
         blocks = self._flops_of_blocks(seq_len)
         return ModelFlops(Flops(0), blocks, head, head_is_done_at_once=True)
+
+    def work(self, seq_len: int) -> ModelWork:
+        return ModelWork(
+            num_tokens=seq_len,
+            dim=self.dim,
+            blocks=work.count_blocks_work(self, seq_len),
+            head=Matmul("head", self.dim, self.vocab_size, "column"),
+            num_head_tokens=seq_len,
+            num_embedding_params=self.embedding_params,
+            num_head_params=self.head_params + self.norm_params,
+            num_tied_params=self.tied_params,
+        )
+
+    def list_attention_matmuls(self) -> list[Matmul]:
+        if self.has_latent_attention:
+            return work.list_latent_attention_matmuls(self)
+        return super().list_attention_matmuls()
+
+    def list_feed_forward_matmuls(self, layer: int) -> list[Matmul]:
+        if self.has_experts(layer):
+            return work.list_expert_matmuls(self)
+        return super().list_feed_forward_matmuls(layer)
 
     @cached_property
     def activations(self) -> DecoderActivations:

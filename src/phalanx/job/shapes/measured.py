@@ -70,6 +70,9 @@ class MeasuredModule:
     def flops_per_token(self, seq_len: int) -> None:
         return None
 
+    def work(self, seq_len: int) -> None:
+        return None
+
     def list_stored_tensors(self) -> None:
         return None
 

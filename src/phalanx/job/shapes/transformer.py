@@ -23,9 +23,10 @@ from phalanx.job.costs import (
     PartParams,
 )
 from phalanx.job.param_holder import ParamHolder
-from phalanx.job.shapes import tensors
+from phalanx.job.shapes import tensors, work
 from phalanx.job.shapes.own_rules import read_own_rules
 from phalanx.job.shapes.stored_keys import complete_keys
+from phalanx.job.work import Matmul, ModelWork
 
 Activation = Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh"]
 Norm = Literal["rmsnorm", "layernorm"]
@@ -124,6 +125,12 @@ class TransformerShape(ABC):
     def value_dim(self) -> int:
         """Features of a head's values."""
         return self.head_dim
+
+    @property
+    def num_rotated_features(self) -> int:
+        """Features of one token's queries and keys that rotary positions turn; 0 where positions
+        are learned."""
+        return 0
 
     @abstractmethod
     def tokens_of(self, seq_len: int) -> int:
@@ -317,6 +324,18 @@ class TransformerShape(ABC):
         tokens = self.tokens_of(seq_len)
         flops = self.flops_per_sample(seq_len)
         return {part: round(count / tokens) for part, count in flops.items()}
+
+    @abstractmethod
+    def work(self, seq_len: int) -> ModelWork:
+        """What one sample takes, by block and product."""
+
+    def list_attention_matmuls(self) -> list[Matmul]:
+        """The matrix products of one block's attention."""
+        return work.list_attention_matmuls(self)
+
+    def list_feed_forward_matmuls(self, layer: int) -> list[Matmul]:
+        """The matrix products of the feed-forward of the block `layer`."""
+        return work.list_dense_matmuls(self, self.ffn_dim)
 
     # What can be cut
 

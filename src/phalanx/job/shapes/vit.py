@@ -7,9 +7,10 @@ from functools import cached_property
 from typing import Literal
 
 from phalanx.job.costs import Flops, ModelFlops
-from phalanx.job.shapes import tensors
+from phalanx.job.shapes import tensors, work
 from phalanx.job.shapes.transformer import TransformerShape
 from phalanx.job.shapes.vit_activations import VitActivations
+from phalanx.job.work import Matmul, ModelWork
 
 Pooling = Literal["class_token", "mean"]
 
@@ -92,6 +93,20 @@ class VitShape(TransformerShape):
         embedding = Flops(2 * self.dim * self.num_patches * self.patch_weights)
         head = Flops(2 * self.dim * self.num_classes)
         return ModelFlops(embedding, self._flops_of_blocks(seq_len), head)
+
+    def work(self, seq_len: int) -> ModelWork:
+        num_tokens = self.tokens_of(seq_len)
+        return ModelWork(
+            num_tokens=num_tokens,
+            dim=self.dim,
+            blocks=work.count_blocks_work(self, num_tokens),
+            head=Matmul("head", self.dim, self.num_classes),
+            num_head_tokens=1,
+            embedding=Matmul("patch", self.patch_weights, self.dim),
+            num_embedding_tokens=self.num_patches,
+            num_embedding_params=self.embedding_params,
+            num_head_params=self.head_params + self.norm_params,
+        )
 
     @cached_property
     def activations(self) -> VitActivations:
