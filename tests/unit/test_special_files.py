@@ -308,6 +308,7 @@ OURS = {
     "nn/hugging_face/stored_weights.py": "opens weights that find_weights_directory has looked at",
     "data/workers.py": "opens /dev/null",
     "plan/cluster.py": "reads /proc and /sys",
+    "plan/advice/decision_tables.py": "reads our own table",
     "plan/accelerators.py": "reads our own table",
     "checkpoint/ownership/run_lock.py": "reads /proc",
     "checkpoint/exchange/families.py": "reads our own tables",

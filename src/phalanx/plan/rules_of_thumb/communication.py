@@ -1,0 +1,177 @@
+"""Rules of communication: the part of a step that waits for messages, and over which links."""
+
+from __future__ import annotations
+
+from phalanx.plan.advice.facts import COMMUNICATION_TERMS, PlanFacts
+from phalanx.plan.advice.rule import Measurement, RuleOfThumb
+
+MAX_EXPOSED = 0.10
+MIN_EFFICIENCY = 0.80
+LARGE_MODEL_PARAMS = 10e9
+LARGE_MODEL_GB_S = 12.5  # 100 Gb/s
+# What products reach of the peak where no time was predicted.
+USUAL_MATMUL_EFFICIENCY = 0.6
+GRADIENT_BYTES = 4
+
+
+def measure_exposed(facts: PlanFacts) -> Measurement | None:
+    """The part of a step in which ranks do nothing but communicate."""
+    if facts.layout.world_size == 1:
+        return None
+    largest = max(COMMUNICATION_TERMS, key=lambda term: facts.terms_s.get(term, 0.0))
+    return Measurement(
+        facts.share_of_step(*COMMUNICATION_TERMS),
+        MAX_EXPOSED,
+        consequence=f"nothing hides it; the largest part is {largest}",
+        remedy=_remedy_of_term(largest),
+        missing="the time of a step",
+    )
+
+
+def _remedy_of_term(term: str) -> str:
+    remedies = {
+        "tp": "a smaller parallel.tp, with pp or a higher ZeRO stage for the memory",
+        "cp": "a smaller parallel.cp, with recomputation for the memory",
+        "ep": "parallel.ep inside a node",
+        "dp exposed": (
+            "a larger micro-batch or more accumulation, a lower ZeRO stage, or shards inside a node"
+            " (parallel.dp_shard)"
+        ),
+    }
+    return remedies[term]
+
+
+def measure_gather_tokens(facts: PlanFacts) -> Measurement | None:
+    """Tokens that a rank computes on while it gathers a block's weights, against those needed."""
+    if facts.zero_stage < 3:
+        return None
+    bandwidth, peak_flops = facts.reduction_gb_s(), facts.hardware.peak_flops
+    if bandwidth is None or peak_flops is None:
+        return Measurement(None, 0, missing="the speed of the devices and links")
+    efficiency = facts.matmul_efficiency or USUAL_MATMUL_EFFICIENCY
+    # 6 FLOPs per parameter and token, forward and backward, for two gathers of its bytes.
+    tokens = facts.element_bytes * peak_flops * efficiency / (3 * bandwidth * 1e9)
+    return Measurement(
+        facts.tokens_per_rank,
+        tokens,
+        consequence=(
+            f"gathers run at {bandwidth:,.0f} GB/s beside products at {efficiency:.0%} of the peak"
+        ),
+        remedy=(
+            "a larger train.micro_batch_size, shards inside a node (parallel.dp_shard), or"
+            " parallel.accumulate=unsharded"
+        ),
+    )
+
+
+def measure_reduction_window(facts: PlanFacts) -> Measurement | None:
+    """Time to reduce gradients, in parts of the backward that hides it."""
+    layout = facts.layout
+    if layout.reduced.data_parallel_size == 1 or facts.zero_stage == 3:
+        return None
+    bandwidth, peak_flops = facts.reduction_gb_s(), facts.hardware.peak_flops
+    if bandwidth is None or peak_flops is None:
+        return Measurement(None, 1, missing="the speed of the devices and links")
+    num_params = facts.model.num_params / (layout.tp * layout.pp)
+    # A ring sends every byte twice: reduce-scatter, then all-gather.
+    reduce_s = 2 * GRADIENT_BYTES * num_params / (bandwidth * 1e9)
+    efficiency = facts.matmul_efficiency or USUAL_MATMUL_EFFICIENCY
+    active = facts.model.num_active_params / (layout.tp * layout.pp)
+    backward_s = 4 * active * facts.tokens_per_rank / (peak_flops * efficiency)
+    return Measurement(
+        reduce_s / backward_s,
+        1.0,
+        consequence=(
+            f"fp32 gradients take {1e3 * reduce_s:,.0f} ms, the last micro-batch's backward"
+            f" {1e3 * backward_s:,.0f} ms"
+        ),
+        remedy="a larger train.micro_batch_size, or fewer data-parallel ranks (parallel.tp, pp)",
+    )
+
+
+def measure_network(facts: PlanFacts) -> Measurement | None:
+    """Network bandwidth of each device, for large models on several nodes."""
+    hardware = facts.hardware
+    if hardware.num_nodes == 1 or facts.model.num_params < LARGE_MODEL_PARAMS:
+        return None
+    return Measurement(
+        hardware.network_gb_s,
+        LARGE_MODEL_GB_S,
+        consequence="gradients and gathers of a large model wait for the network",
+        remedy=(
+            "InfiniBand or RoCE with a card per GPU; else shards inside a node (parallel.dp_shard)"
+            " and a pipeline between nodes"
+        ),
+        missing="the network's bandwidth",
+    )
+
+
+def measure_efficiency(facts: PlanFacts) -> Measurement | None:
+    """Speed against the same devices, were every link as fast as inside a node."""
+    if facts.hardware.num_nodes == 1:
+        return None
+    return Measurement(
+        facts.single_domain_efficiency,
+        MIN_EFFICIENCY,
+        consequence="the rest of the devices' time is lost to the links between nodes",
+        remedy="fewer nodes, a larger batch, or another layout (see the runners-up)",
+        missing="the time of a step",
+    )
+
+
+RULES = (
+    RuleOfThumb(
+        "exposed-communication",
+        "Communication is hidden",
+        "at most",
+        "%",
+        measure_exposed,
+        evidence="predicted: messages that no computation hides, pipelines' waiting not counted",
+        correction=(
+            "Utilisation as nvidia-smi shows it counts kernels that wait for others, too, and says"
+            " nothing about this (E58)."
+        ),
+    ),
+    RuleOfThumb(
+        "fsdp-tokens",
+        "Enough tokens hide the gathers of ZeRO-3",
+        "at least",
+        "tokens per rank and micro-batch",
+        measure_gather_tokens,
+        evidence="bytes x peak x efficiency / (3 x bandwidth): 6 FLOPs per parameter and token",
+        correction=(
+            "ZeRO 1 and 2 send what plain data parallelism sends; only stage 3 sends more: 1.5"
+            " times as much, and again for each accumulated micro-batch (E17)."
+        ),
+    ),
+    RuleOfThumb(
+        "reduction-window",
+        "The backward hides the reduction of gradients",
+        "at most",
+        "times the backward",
+        measure_reduction_window,
+        evidence="ring: two transfers of every byte; 4 FLOPs per parameter and token",
+        correction=(
+            "A ring's bytes per rank do not grow with the ranks; its number of messages does, so"
+            " that many ranks need trees or hierarchies (E09). Gradients are reduced from the last"
+            " layer on (E07)."
+        ),
+    ),
+    RuleOfThumb(
+        "large-model-network",
+        "Large models have a fast network",
+        "at least",
+        "GB/s per device",
+        measure_network,
+        evidence="100 Gb/s per device; from 10 B parameters on",
+        correction="Data sheets count both directions: 900 GB/s of NVLink are 450 each way (E62).",
+    ),
+    RuleOfThumb(
+        "scaling-efficiency",
+        "The links between nodes cost little",
+        "at least",
+        "%",
+        measure_efficiency,
+        evidence="the same step with every link as fast as inside a node, by the same model",
+    ),
+)

@@ -1,0 +1,163 @@
+"""Rules of memory: head-room, and mechanisms that a plan could do without."""
+
+from __future__ import annotations
+
+from phalanx.core.units import format_bytes
+from phalanx.plan.advice.facts import PlanFacts
+from phalanx.plan.advice.rule import Measurement, RuleOfThumb
+
+MAX_MEMORY = 0.94
+MAX_OFFLOAD = 0.05
+
+
+def measure_memory(facts: PlanFacts) -> Measurement | None:
+    """The part of a device's memory that the largest peak fills."""
+    share = None
+    if facts.peak_bytes is not None:
+        share = facts.peak_bytes / facts.hardware.memory_bytes
+    return Measurement(
+        share,
+        MAX_MEMORY,
+        consequence="fragments, libraries and longer samples need the rest",
+        remedy=(
+            "train.recompute=full, a smaller train.micro_batch_size, or a higher ZeRO stage"
+            if facts.recompute == "none"
+            else "a smaller train.micro_batch_size, a higher ZeRO stage, or more ranks"
+        ),
+        missing="the activations of this model",
+    )
+
+
+def measure_model_parallelism(facts: PlanFacts) -> Measurement | None:
+    """Axes of model parallelism where data parallelism alone would fit."""
+    layout = facts.layout
+    axes = [axis for axis in ("pp", "cp", "tp", "ep") if getattr(layout, axis) > 1]
+    if not axes:
+        return None
+    if facts.data_parallel_bytes is None or facts.capacity_bytes is None:
+        return Measurement(None, 0, missing="the memory of data parallelism alone")
+    needless = 0
+    if facts.data_parallel_bytes <= facts.capacity_bytes:
+        needless = len(axes)
+    data_parallel = format_bytes(facts.data_parallel_bytes)
+    capacity = format_bytes(facts.capacity_bytes)
+    return Measurement(
+        needless,
+        0,
+        consequence=(
+            f"data parallelism alone needs {data_parallel} of the {capacity} that a rank may fill;"
+            f" {', '.join(axes)} send activations in every block"
+        ),
+        remedy=f"without {', '.join(f'parallel.{axis}' for axis in axes)}, unless it is faster so",
+    )
+
+
+def measure_zero_stage(facts: PlanFacts) -> Measurement | None:
+    """ZeRO stages above the lowest one that fits."""
+    if facts.zero_stage == 0:
+        return None
+    if facts.smaller_zero_bytes is None or facts.capacity_bytes is None:
+        return Measurement(None, 0, missing="the memory of the lower stages")
+    needless = int(facts.smaller_zero_bytes <= facts.capacity_bytes)
+    return Measurement(
+        needless,
+        0,
+        consequence=(
+            f"stage {facts.zero_stage - 1} needs {format_bytes(facts.smaller_zero_bytes)} per rank"
+            " in this layout"
+        ),
+        remedy=_remedy_of_stage(facts.zero_stage - 1),
+    )
+
+
+def _remedy_of_stage(stage: int) -> str:
+    if stage == 0:
+        return "without parallel.dp_shard and parallel.zero_stage: plain data parallelism"
+    return f"parallel.zero_stage={stage}"
+
+
+def measure_recompute(facts: PlanFacts) -> Measurement | None:
+    """Recomputation where the memory is there without it."""
+    if facts.recompute == "none":
+        return None
+    if facts.plain_bytes is None or facts.capacity_bytes is None:
+        return Measurement(None, 0, missing="the memory without recomputation")
+    return Measurement(
+        int(facts.plain_bytes <= facts.capacity_bytes),
+        0,
+        consequence=(
+            f"without recomputation a rank needs {format_bytes(facts.plain_bytes)}; full"
+            " recomputation computes a third more"
+        ),
+        remedy="train.recompute=none",
+    )
+
+
+def measure_offload(facts: PlanFacts) -> Measurement | None:
+    """The part of a step that waits for host memory."""
+    if facts.offload == "none":
+        return None
+    return Measurement(
+        facts.share_of_step("offload"),
+        MAX_OFFLOAD,
+        consequence=f"{facts.offload} travel over PCIe in every step, and this much is not hidden",
+        remedy="more ranks with a higher ZeRO stage, or a larger batch per step",
+        missing="the time of a step",
+    )
+
+
+RULES = (
+    RuleOfThumb(
+        "memory-headroom",
+        "Memory has room to spare",
+        "at most",
+        "%",
+        measure_memory,
+        evidence="6 % for fragments and libraries; docs/memory.md",
+        correction=(
+            "16 bytes per parameter are the states alone: activations, buffers and gathered weights"
+            " come on top, and fp32 gradients make it 18 (E51)."
+        ),
+    ),
+    RuleOfThumb(
+        "data-parallel-first",
+        "No model parallelism where data parallelism would do",
+        "at most",
+        "axes",
+        measure_model_parallelism,
+        evidence="planned: the same batch on the same ranks without tp, pp, cp and ep",
+        correction="The size of a model alone does not say what it needs (E01).",
+    ),
+    RuleOfThumb(
+        "smallest-zero-stage",
+        "The smallest ZeRO stage that fits",
+        "at most",
+        "stages too many",
+        measure_zero_stage,
+        evidence="planned: the same layout with the stage below",
+        correction=(
+            "4 and 8 times less memory are limits for many ranks: with 8 ranks stage 1 saves 2.9"
+            " times, stage 2 4.3 times (E16). ZeRO and FSDP are not stacked: FSDP is stage 3 (E02)."
+        ),
+    ),
+    RuleOfThumb(
+        "recompute-where-needed",
+        "Recomputation only where memory asks for it",
+        "at most",
+        "needless",
+        measure_recompute,
+        evidence="planned: the same layout without recomputation",
+        correction=(
+            "Full recomputation is one more forward, a third more work, not one per segment (E47)."
+        ),
+    ),
+    RuleOfThumb(
+        "offload-hidden",
+        "Offloading waits for PCIe only where that is hidden",
+        "at most",
+        "%",
+        measure_offload,
+        evidence="predicted: copies that no computation hides",
+        correction="What leaves the device lies in the host's memory, which must be there (E15).",
+    ),
+)

@@ -1,0 +1,124 @@
+"""Rules of pipelines: the bubble, micro-batches, and how even the stages are."""
+
+from __future__ import annotations
+
+from phalanx.plan.advice.facts import PlanFacts
+from phalanx.plan.advice.rule import Measurement, RuleOfThumb
+
+MAX_BUBBLE, GOOD_BUBBLE = 0.20, 0.08
+MICROBATCHES_PER_STAGE = 4
+MAX_IMBALANCE = 0.05
+
+
+def measure_bubble(facts: PlanFacts) -> Measurement | None:
+    """The part of a step that ranks wait for each other."""
+    pp, batch = facts.layout.pp, facts.batch
+    if pp == 1:
+        return None
+    v = facts.stages_per_rank
+    ratio = (pp - 1) / (v * batch.num_microbatches)
+    return Measurement(
+        facts.bubble,
+        MAX_BUBBLE,
+        comfortable=GOOD_BUBBLE,
+        consequence=(
+            "ranks wait for each other for that part of a step (idle time over ideal time would be"
+            f" {ratio:.1%} with equal stages in one-forward-one-backward order)"
+        ),
+        remedy=(
+            "more micro-batches (a larger train.global_batch_size or fewer data-parallel ranks),"
+            " parallel.stages_per_rank=2, or a smaller parallel.pp"
+        ),
+        missing="the pipeline's simulated step",
+    )
+
+
+def measure_microbatches(facts: PlanFacts) -> Measurement | None:
+    """Micro-batches, each counted once for every stage of a rank, against four per rank."""
+    pp = facts.layout.pp
+    if pp == 1:
+        return None
+    need = MICROBATCHES_PER_STAGE * pp
+    return Measurement(
+        facts.batch.num_microbatches * facts.stages_per_rank,
+        need,
+        consequence="too few are under way to fill the pipeline",
+        remedy=f"{-(-need // facts.stages_per_rank)} micro-batches, or a smaller parallel.pp",
+    )
+
+
+def measure_imbalance(facts: PlanFacts) -> Measurement | None:
+    """How much more than the mean the busiest rank of a pipeline works."""
+    if facts.layout.pp == 1:
+        return None
+    excess = None
+    if facts.busiest_stage_ratio is not None:
+        excess = facts.busiest_stage_ratio - 1
+    return Measurement(
+        excess,
+        MAX_IMBALANCE,
+        consequence="every other rank waits for the busiest one; the head is work of its own",
+        remedy="fewer blocks beside the head (parallel.stage_blocks), or another parallel.pp",
+        missing="the work of each stage",
+    )
+
+
+def measure_zero_stage_in_pipeline(facts: PlanFacts) -> Measurement | None:
+    """The ZeRO stage of a pipeline: its weights and gradients stay whole during a step."""
+    if facts.layout.pp == 1 or facts.zero_stage == 0:
+        return None
+    return Measurement(
+        facts.zero_stage,
+        1,
+        consequence=(
+            "above stage 1 little is saved: a pipeline's weights are gathered once and stay whole"
+            " until the end of the step, as its gradients do"
+        ),
+        remedy="parallel.zero_stage=1",
+    )
+
+
+RULES = (
+    RuleOfThumb(
+        "pipeline-bubble",
+        "Ranks of a pipeline seldom wait",
+        "at most",
+        "%",
+        measure_bubble,
+        evidence="simulated with this plan's schedule and stages",
+        correction=(
+            "(p-1)/m is idle time over ideal time; as a part of the step it is (p-1)/(m+p-1) (E25)."
+            " One-forward-one-backward has the same bubble as GPipe and holds fewer activations;"
+            " interleaving divides the bubble (E26)."
+        ),
+    ),
+    RuleOfThumb(
+        "pipeline-microbatches",
+        "Four micro-batches for each rank of a pipeline",
+        "at least",
+        "micro-batches",
+        measure_microbatches,
+        evidence="m = 4p leaves a bubble of 16 to 19 % for p = 4 to 16; Huang et al. 2019 (GPipe)",
+        correction="With v stages on a rank, 4p/v micro-batches leave the same bubble (E26).",
+    ),
+    RuleOfThumb(
+        "stage-balance",
+        "Stages have equal work",
+        "at most",
+        "%",
+        measure_imbalance,
+        evidence="the slowest rank sets the pace of a pipeline; its excess is lost on all others",
+    ),
+    RuleOfThumb(
+        "zero-in-pipeline",
+        "A pipeline goes with ZeRO stage 1",
+        "at most",
+        "as ZeRO stage",
+        measure_zero_stage_in_pipeline,
+        evidence="docs/pipeline.md: weights are gathered once per step",
+        correction=(
+            "ZeRO-3 and a pipeline are often drawn together. DeepSpeed refuses them; elsewhere the"
+            " weights travel for every micro-batch, or stay whole for the step (E03)."
+        ),
+    ),
+)
