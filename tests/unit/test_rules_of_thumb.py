@@ -52,8 +52,8 @@ CASES: list[tuple[str, PlanFacts, PlanFacts, float]] = [
     (
         "vocab-padding",
         make_facts(model=replace(LLAMA_8B, vocab_size=128 * 1000)),
-        make_facts(model=replace(LLAMA_8B, vocab_size=50_257)),
-        47 / 50_257,
+        make_facts(model=replace(LLAMA_8B, vocab_size=10_007)),
+        105 / 10_007,
     ),
     ("pipeline-bubble", make_facts(PP4, bubble=0.1), make_facts(PP4, bubble=0.3), 0.3),
     ("pipeline-microbatches", make_facts(PP4, batch=MANY), make_facts(PP4), 4),

@@ -8,6 +8,7 @@ from phalanx.plan.advice.rule import Measurement, RuleOfThumb
 MIN_FEATURES = 1024
 MAX_WAVE_LOSS = 0.10
 VOCAB_MULTIPLE = 128
+MAX_PADDING = 0.01
 
 
 def measure_link_domain(facts: PlanFacts) -> Measurement | None:
@@ -99,7 +100,7 @@ def measure_vocab_padding(facts: PlanFacts) -> Measurement | None:
     missing_rows = -vocab_size % multiple
     return Measurement(
         missing_rows / vocab_size,
-        0.0,
+        MAX_PADDING,
         consequence=(
             f"the head's last tiles are partly empty: {vocab_size:,} is no multiple of"
             f" {multiple:,} ({VOCAB_MULTIPLE} x tp)"
