@@ -1,0 +1,289 @@
+"""The time of one block of a model for one microbatch on one rank, by what takes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from phalanx.job.work import BlockWork, Matmul
+from phalanx.plan.timing import collectives
+from phalanx.plan.timing.attention import time_attention
+from phalanx.plan.timing.columns import Column, SetupColumns
+from phalanx.plan.timing.constants import TimingConstants
+from phalanx.plan.timing.machine import MachineRates
+from phalanx.plan.timing.matmul import dense_flops_s, matmul_s
+from phalanx.plan.timing.setup import Precision
+
+PARTS = ("matmul", "attention", "elementwise", "tp", "cp", "ep", "launch")
+# Kernels of a block's forward: what a trace of each kind of code shows.
+FUSED_KERNELS, EAGER_KERNELS, COMPILED_KERNELS, EXPERT_KERNELS = 24, 60, 18, 30
+# The backward starts two products for each of the forward's, in C++.
+BACKWARD_LAUNCHES = 1.15
+# Waiting for the CPU and computing overlap, but not wholly: a norm of this order is between the
+# larger of both and their sum.
+LAUNCH_NORM = 4.0
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """Seconds of one pass through a block, by part."""
+
+    matmul: Column
+    attention: Column
+    elementwise: Column
+    tp: Column
+    cp: Column
+    ep: Column
+    launch: Column
+
+    @property
+    def total(self) -> Column:
+        return sum((getattr(self, part) for part in PARTS), start=np.zeros(1))
+
+    @property
+    def computing(self) -> Column:
+        """Seconds in which the GPU computes."""
+        return self.matmul + self.attention + self.elementwise
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    """Seconds of one microbatch in one block: forward, and backward with what it recomputes."""
+
+    forward: PassTimes
+    backward: PassTimes
+    weight_gradients: Column
+    """The part of the backward that zero-bubble schedules can do later."""
+
+
+@dataclass(frozen=True)
+class BlockTimer:
+    """The formulas of a block on one machine, for the setups of `columns`."""
+
+    machine: MachineRates
+    precision: Precision
+    columns: SetupColumns
+    constants: TimingConstants
+    num_tokens: int
+    """Tokens of one sample."""
+
+    @property
+    def tokens(self) -> Column:
+        """Tokens of one microbatch that a rank computes, before tp divides the sequence."""
+        return self.columns.micro_batch_size * self.num_tokens / self.columns.cp
+
+    def memory_s(self, num_bytes: Column) -> Column:
+        return num_bytes / (self.machine.memory_bytes_s * self.constants.memory_efficiency)
+
+    def time_block(self, block: BlockWork) -> BlockTimes:
+        """Seconds of one microbatch in `block`."""
+        columns, constants = self.columns, self.constants
+        products = [self.time_matmul(matmul) for matmul in block.matmuls]
+        forward_matmul = sum((product[0] for product in products), start=np.zeros(1))
+        input_matmul = sum((product[1] for product in products), start=np.zeros(1))
+        weight_matmul = sum((product[2] for product in products), start=np.zeros(1))
+        attention = (np.zeros(1), np.zeros(1))
+        if block.attention is not None:
+            flops_s = dense_flops_s(self.machine, "bf16", constants)
+            attention = time_attention(block.attention, self.machine, columns, flops_s, constants)
+        elementwise = self._time_elementwise(block)
+        cp = self._time_cp(block, attention)
+        tp = self._time_tp(block)
+        ep = self._time_ep(block)
+        forward = self._add_launch(
+            block,
+            PassTimes(forward_matmul, attention[0], elementwise[0], tp[0], cp[0], ep, np.zeros(1)),
+            1.0,
+        )
+        # Recomputing all runs the collectives again; recomputing a part has its inputs.
+        again = columns.recomputed_matmul * (columns.recomputed_attention > 0)
+        backward = PassTimes(
+            matmul=input_matmul + weight_matmul + columns.recomputed_matmul * forward_matmul,
+            attention=attention[1] + columns.recomputed_attention * attention[0],
+            elementwise=elementwise[1] + columns.recomputed_elementwise * elementwise[0],
+            tp=tp[1] + again * tp[0],
+            cp=cp[1] + columns.recomputed_attention * cp[0],
+            ep=ep * (1.0 + again),
+            launch=np.zeros(1),
+        )
+        launches = BACKWARD_LAUNCHES + np.maximum(
+            columns.recomputed_matmul, 0.5 * columns.recomputed_elementwise
+        )
+        backward = self._add_launch(block, backward, launches)
+        return BlockTimes(forward, backward, weight_matmul)
+
+    def time_matmul(self, matmul: Matmul, in_blocks: bool = True) -> tuple[Column, Column, Column]:
+        """Seconds of a product's forward, of its input's gradient and of its weight's."""
+        columns, constants = self.columns, self.constants
+        precision: Precision = self.precision
+        # Router and head stay in 16 bits.
+        if not in_blocks or matmul.name == "router":
+            precision = "bf16"
+        flops_s = dense_flops_s(self.machine, precision, constants)
+        element_bytes = {"fp32": 4.0, "fp8": 1.0, "mxfp8": 1.0, "fp4": 0.5}.get(precision, 2.0)
+        parts = columns.tp
+        rows, count = self.tokens, np.ones(1)
+        if matmul.cut == "none":
+            rows = rows / columns.sequence_parts
+        if matmul.num_experts > 1:
+            parts = np.where(columns.cuts_experts, columns.tp, 1.0)
+            senders = np.where(columns.cuts_experts, 1.0, columns.tp)
+            count = np.ceil(matmul.num_experts / columns.ep)
+            arriving = self.tokens / senders * matmul.visited * columns.imbalance
+            rows = np.maximum(1.0, arriving / count)
+            flops_s = flops_s * constants.grouped_efficiency
+        inputs = np.full_like(rows, matmul.inputs)
+        outputs = np.full_like(rows, matmul.outputs)
+        if matmul.cut == "row":
+            inputs = np.ceil(inputs / parts)
+        elif matmul.cut == "column":
+            outputs = np.ceil(outputs / parts)
+        shared = (count, flops_s, self.machine, constants, element_bytes)
+        return (
+            matmul_s(rows, outputs, inputs, *shared),
+            matmul_s(rows, inputs, outputs, *shared),
+            matmul_s(inputs, outputs, rows, *shared),
+        )
+
+    def count_local_params(self, block: BlockWork) -> tuple[Column, Column]:
+        """Parameters of `block` on one rank: what every data-parallel rank has, and experts."""
+        columns = self.columns
+        cut = block.num_params - block.num_routed_params - block.num_uncut_params
+        expert_parts = columns.ep * np.where(columns.cuts_experts, columns.tp, 1.0)
+        return (
+            cut / columns.tp + block.num_uncut_params,
+            block.num_routed_params / expert_parts,
+        )
+
+    def _time_elementwise(self, block: BlockWork) -> tuple[Column, Column]:
+        columns, constants = self.columns, self.constants
+        spread, tp = columns.sequence_parts, columns.tp
+        norms, residuals = block.norm_features / spread, block.residual_features / spread
+        heads, activations = block.head_features / tp, block.activation_features / tp
+        # Elements that each operation reads and writes; the backward reads its inputs again.
+        forward = 2 * norms + 3 * residuals + 2 * heads + (2 + block.is_gated) * activations
+        backward = 3 * norms + 2 * residuals + 2 * heads + (3 + 2 * block.is_gated) * activations
+        dropped = 1.5 * residuals * columns.extra_dropout
+        # Rows are put into the experts' order and back again.
+        rows = 4.0 * block.experts_per_token * block.routed_dim
+        routed = rows * constants.expert_traffic / np.where(columns.cuts_experts, 1.0, tp)
+        traffic = (
+            columns.is_fused * 1.0
+            + columns.is_eager * constants.eager_traffic
+            + columns.is_compiled * constants.compiled_traffic
+        )
+        casts = self._count_cast_bytes(block)
+        bytes_forward = self.tokens * (2 * (traffic * (forward + dropped) + routed) + casts)
+        bytes_backward = self.tokens * (2 * (traffic * (backward + dropped) + routed) + casts)
+        # A weight's gradient is added to what other microbatches left.
+        dense, routed_params = self.count_local_params(block)
+        grad_bytes = np.where(columns.has_main_grad, 8.0, 6.0) * (dense + routed_params)
+        kernels = (
+            columns.is_fused * FUSED_KERNELS
+            + columns.is_eager * EAGER_KERNELS
+            + columns.is_compiled * COMPILED_KERNELS
+            + (block.num_experts > 0) * EXPERT_KERNELS
+        )
+        gaps = kernels * constants.kernel_gap_s
+        return (
+            self.memory_s(bytes_forward) + gaps,
+            self.memory_s(bytes_backward + grad_bytes) + 2 * gaps,
+        )
+
+    def _count_cast_bytes(self, block: BlockWork) -> Column:
+        """Bytes per token to cast what enters products to 8 bits or fewer."""
+        if self.precision not in ("fp8", "mxfp8", "fp4"):
+            return np.zeros(1)
+        features = np.zeros(1)
+        for matmul in block.matmuls:
+            parts = self.columns.tp if matmul.cut == "row" else np.ones(1)
+            features = features + matmul.inputs * matmul.visited / parts
+        return features * self.constants.cast_bytes
+
+    def _time_tp(self, block: BlockWork) -> tuple[Column, Column]:
+        columns, constants = self.columns, self.constants
+        group = collectives.place_group(
+            columns.tp, np.ones_like(columns.tp), self.machine, constants
+        )
+        is_dense = block.num_experts == 0
+        has_shared = any(matmul.name.startswith("shared") for matmul in block.matmuls)
+        # Experts that tp does not cut get the tokens that a rank has anyway.
+        regions = 1.0 + np.where(columns.cuts_experts, 1.0, float(is_dense or has_shared))
+        # A product cut by rows leaves sums to reduce; scattered and gathered, they travel as far.
+        num_bytes = self.tokens * 2.0 * block.residual_features / 2
+        reduce = regions * collectives.all_reduce_s(group, num_bytes)
+        exposed = np.where(columns.overlaps_tp, 1.0 - constants.tp_hidden, 1.0)
+        # With a part of the sequence, inputs are gathered again for the gradients of weights.
+        regather = np.where(columns.sequence_parallel, 0.5 * reduce, 0.0)
+        backward = constants.tp_backward_exposed * (reduce + 0.5 * regather)
+        return reduce * exposed, backward * exposed
+
+    def _time_cp(
+        self, block: BlockWork, attention_s: tuple[Column, Column]
+    ) -> tuple[Column, Column]:
+        columns, constants = self.columns, self.constants
+        if block.attention is None or not (columns.cp > 1).any():
+            return np.zeros(1), np.zeros(1)
+        group = collectives.place_group(columns.cp, columns.tp, self.machine, constants)
+        attention = block.attention
+        size = attention.head_dim + attention.value_dim
+        kv_heads = np.maximum(1.0, attention.num_kv_heads / columns.tp)
+        # Keys and values of the sequence travel around the ring, or are gathered.
+        kv_bytes = 2.0 * columns.micro_batch_size * attention.num_tokens * kv_heads * size
+        ring = collectives.all_gather_s(group, kv_bytes)
+        hops = (columns.cp - 1) * constants.link_latency_s
+        forward, backward = (
+            np.maximum(moved - window, constants.cp_exposed * moved) + hops
+            for moved, window in zip((ring, 2 * ring), attention_s, strict=True)
+        )
+        # Ulysses: heads for tokens and back, queries and outputs as well.
+        heads = attention.num_heads + attention.num_kv_heads
+        sent = 2.0 * self.tokens * heads * size / columns.tp
+        share = (columns.cp - 1) / columns.cp
+        exchange = share * sent / (group.ring_bytes_s * constants.all_to_all_efficiency)
+        exchange = exchange + 2 * group.latency_s
+        is_apart = columns.cp == 1
+        times = []
+        for by_ring, gathered in ((forward, ring), (backward, ring)):
+            seconds = np.where(
+                columns.is_ring, by_ring, np.where(columns.is_gathered_cp, gathered, exchange)
+            )
+            times.append(np.where(is_apart, 0.0, seconds))
+        return times[0], times[1]
+
+    def _time_ep(self, block: BlockWork) -> Column:
+        """Seconds of the two all-to-all of one pass."""
+        columns, constants = self.columns, self.constants
+        if not block.num_experts:
+            return np.zeros(1)
+        stride = np.where(columns.cuts_experts, columns.tp, 1.0)
+        group = collectives.place_group(columns.ep, stride, self.machine, constants)
+        senders = np.where(columns.cuts_experts, 1.0, columns.tp)
+        sent = 2.0 * self.tokens / senders * block.experts_per_token * block.routed_dim
+        seconds = collectives.all_to_all_s(
+            group, sent * columns.imbalance, block.experts_per_token, constants
+        )
+        return 2 * seconds * np.where(columns.overlaps_ep, 1.0 - constants.ep_hidden, 1.0)
+
+    def _add_launch(
+        self, block: BlockWork, times: PassTimes, launches: Column | float
+    ) -> PassTimes:
+        """`times` with what a rank waits for its CPU, which starts `launches` forwards' worth of
+        kernels."""
+        columns, constants = self.columns, self.constants
+        base = np.where(columns.is_eager, constants.launch_eager_s, constants.launch_fused_s)
+        weight = columns.launch_weight * (1.0 + constants.launch_tp * (columns.tp > 1))
+        weight = weight * (1.0 + constants.launch_experts * (block.num_experts > 0))
+        cpu = np.where(columns.launches_graphs, 0.0, base * weight * launches)
+        busy = times.total
+        both = (busy**LAUNCH_NORM + cpu**LAUNCH_NORM) ** (1 / LAUNCH_NORM)
+        return PassTimes(
+            times.matmul,
+            times.attention,
+            times.elementwise,
+            times.tp,
+            times.cp,
+            times.ep,
+            both - busy,
+        )

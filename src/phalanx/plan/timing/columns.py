@@ -1,0 +1,160 @@
+"""`SetupColumns`: many setups as one array for each key, which the formulas compute with. A single
+setup is columns of length 1: there is one set of formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.plan.timing.setup import StepSetup
+
+Column = npt.NDArray[Any]
+Flag = npt.NDArray[np.bool_]
+
+# The parts of a block that each mode computes again: products, attention, and what is between.
+RECOMPUTED_SHARES = {
+    "none": (0.0, 0.0, 0.0),
+    "attention": (0.0, 1.0, 0.0),
+    "selective": (0.0, 0.0, 1.0),
+    "per-op": (0.5, 0.0, 1.0),
+    "full": (1.0, 1.0, 1.0),
+}
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zb-v", "dualpipe-v")
+KERNELS = ("fused", "eager", "compiled")
+ATTENTION_KERNELS = ("flash", "cudnn", "unfused")
+CP_ATTENTION = ("ring", "all-gather", "ulysses")
+
+
+@dataclass(frozen=True)
+class SetupColumns:
+    """Keys of setups, each a column of equal length. Choices are flags, one column an option."""
+
+    pp: Column
+    dp_replicate: Column
+    dp_shard: Column
+    cp: Column
+    tp: Column
+    ep: Column
+    zero_stage: Column
+    micro_batch_size: Column
+    num_microbatches: Column
+    stages_per_rank: Column
+    recomputed_matmul: Column
+    recomputed_attention: Column
+    recomputed_elementwise: Column
+    imbalance: Column
+    grad_bytes: Column
+    gather_bytes: Column
+    launch_weight: Column
+    sequence_parallel: Flag
+    accumulates_sharded: Flag
+    offloads_optimizer: Flag
+    offloads_parameters: Flag
+    is_fused: Flag
+    is_eager: Flag
+    is_compiled: Flag
+    is_unfused_attention: Flag
+    is_cudnn_attention: Flag
+    is_ring: Flag
+    is_gathered_cp: Flag
+    launches_graphs: Flag
+    overlaps_reduce: Flag
+    overlaps_gather: Flag
+    overlaps_tp: Flag
+    overlaps_ep: Flag
+    overlaps_p2p: Flag
+    has_main_grad: Flag
+    reduces_each_microbatch: Flag
+    keeps_gathered: Flag
+    cuts_experts: Flag
+    is_head_fused: Flag
+    extra_dropout: Flag
+    is_gpipe: Flag
+    is_interleaved: Flag
+    is_zero_bubble: Flag
+    is_v_shaped: Flag
+
+    def __len__(self) -> int:
+        return int(self.pp.shape[-1])
+
+    @property
+    def num_ranks(self) -> Column:
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def data_parallel_size(self) -> Column:
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def sequence_parts(self) -> Column:
+        """Into how many parts the sequence is cut between tp's regions."""
+        return np.where(self.sequence_parallel, self.tp, 1.0)
+
+    def take(self, rows: npt.NDArray[np.intp]) -> SetupColumns:
+        """The setups at `rows`, in this order."""
+        return SetupColumns(**{key.name: getattr(self, key.name)[rows] for key in fields(self)})
+
+
+def build_columns(setups: Sequence[StepSetup]) -> SetupColumns:
+    """The columns of `setups`, which may differ in all but seq_len and precision."""
+    rows = [_list_values(setup) for setup in setups]
+    columns: dict[str, npt.NDArray[Any]] = {}
+    for key, values in zip(rows[0], zip(*(row.values() for row in rows), strict=True), strict=True):
+        dtype = np.bool_ if isinstance(values[0], bool) else np.float64
+        columns[key] = np.array(values, dtype=dtype)
+    return SetupColumns(**columns)
+
+
+def _list_values(setup: StepSetup) -> dict[str, float | bool]:
+    layout, stack = setup.layout, setup.stack
+    matmul, attention, elementwise = RECOMPUTED_SHARES[setup.recompute]
+    return {
+        "pp": layout.pp,
+        "dp_replicate": layout.dp_replicate,
+        "dp_shard": layout.dp_shard,
+        "cp": layout.cp,
+        "tp": layout.tp,
+        "ep": layout.ep,
+        "zero_stage": setup.zero_stage,
+        "micro_batch_size": setup.micro_batch_size,
+        "num_microbatches": setup.num_microbatches,
+        "stages_per_rank": setup.stages_per_rank,
+        "recomputed_matmul": matmul * setup.recompute_share,
+        "recomputed_attention": attention * setup.recompute_share,
+        "recomputed_elementwise": elementwise * setup.recompute_share,
+        "imbalance": setup.imbalance,
+        "grad_bytes": stack.grad_bytes,
+        "gather_bytes": stack.gather_bytes,
+        "launch_weight": stack.launch_weight,
+        "sequence_parallel": setup.sequence_parallel,
+        "accumulates_sharded": setup.accumulate == "sharded",
+        "offloads_optimizer": setup.offload != "none",
+        "offloads_parameters": setup.offload == "parameters",
+        "is_fused": stack.kernels == "fused",
+        "is_eager": stack.kernels == "eager",
+        "is_compiled": stack.kernels == "compiled",
+        "is_unfused_attention": stack.attention == "unfused",
+        "is_cudnn_attention": stack.attention == "cudnn",
+        "is_ring": setup.cp_attention == "ring",
+        "is_gathered_cp": setup.cp_attention == "all-gather",
+        "launches_graphs": stack.launch == "graph",
+        "overlaps_reduce": stack.overlaps_reduce,
+        "overlaps_gather": stack.overlaps_gather,
+        "overlaps_tp": stack.overlaps_tp,
+        "overlaps_ep": stack.overlaps_ep,
+        "overlaps_p2p": stack.overlaps_p2p,
+        "has_main_grad": stack.has_main_grad,
+        "reduces_each_microbatch": stack.reduces_each_microbatch,
+        "keeps_gathered": stack.keeps_gathered,
+        "cuts_experts": stack.cuts_experts,
+        "is_head_fused": stack.is_head_fused,
+        "extra_dropout": stack.extra_dropout,
+        "is_gpipe": setup.schedule == "gpipe",
+        "is_interleaved": setup.stages_per_rank > 1,
+        "is_zero_bubble": setup.schedule in ("interleaved-zero-bubble", "zb-h1", "zb-h2"),
+        "is_v_shaped": setup.schedule in ("zb-v", "dualpipe-v"),
+    }

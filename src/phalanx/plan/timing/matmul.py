@@ -1,0 +1,88 @@
+"""Matrix products on a GPU: tiles and waves, and the memory that they read and write.
+
+A product of m x k with k x n is cut into tiles, which the multiprocessors take in waves. The last
+wave is seldom full, and a tile takes some time to start, whatever k is.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from phalanx.plan.timing.columns import Column
+from phalanx.plan.timing.constants import TimingConstants
+from phalanx.plan.timing.machine import MachineRates
+from phalanx.plan.timing.setup import Precision
+
+# (rows, columns, part of the largest tile's speed). A kernel library chooses the best of such a
+# menu: smaller tiles reuse less of what they load.
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.78), (64, 64, 0.55))
+# A last wave that is half full takes less than a full one: clocks rise, and memory is less busy.
+WAVE_WEIGHT = 0.7
+
+
+def matmul_s(
+    m: Column,
+    n: Column,
+    k: Column,
+    count: Column | float,
+    flops_s: Column | float,
+    machine: MachineRates,
+    constants: TimingConstants,
+    element_bytes: float = 2.0,
+) -> Column:
+    """Seconds of `count` equal products m x k by k x n at a rate of `flops_s` for large ones."""
+    num_sms = machine.accelerator.num_sms
+    best: Column | None = None
+    for rows, columns, speed in TILES:
+        waves = np.ceil(m / rows) * np.ceil(n / columns) * count / num_sms
+        filled = np.ceil(waves)
+        cost = np.where(waves > 1, waves + WAVE_WEIGHT * (filled - waves), 1.0)
+        flops = 2.0 * rows * columns * num_sms * (k + constants.matmul_prologue)
+        seconds = cost * flops / (flops_s * speed)
+        best = seconds if best is None else np.minimum(best, seconds)
+    assert best is not None
+    moved = count * (element_bytes * (m * k + n * k) + 2.0 * m * n)
+    reading = moved / (machine.memory_bytes_s * constants.memory_efficiency)
+    return np.asarray(np.maximum(best, reading))
+
+
+def dense_flops_s(
+    machine: MachineRates, precision: Precision, constants: TimingConstants
+) -> Column | float:
+    """FLOP/s that large products reach in `precision`: the peak, less what clocks and power take.
+
+    A column where constants are.
+    """
+    generation = machine.generation
+    efficiency = {
+        70: constants.matmul_efficiency_sm70,
+        80: constants.matmul_efficiency_sm80,
+        90: constants.matmul_efficiency_sm90,
+        100: constants.matmul_efficiency_sm100,
+    }[generation]
+    name, peak = peak_precision(machine, precision), machine.accelerator.peak_flops
+    if name == "fp8":
+        relative = {90: constants.fp8_efficiency_sm90, 100: constants.fp8_efficiency_sm100}
+        efficiency = efficiency * relative.get(generation, constants.fp8_efficiency_sm90)
+    elif name == "fp4":
+        efficiency = efficiency * constants.fp4_efficiency
+    power = power_factor(machine, constants)
+    return peak(name) * efficiency * power
+
+
+def power_factor(machine: MachineRates, constants: TimingConstants) -> Column | float:
+    """The part of its speed that a GPU has at its power limit."""
+    factor: float = machine.power_share**constants.power_exponent
+    return factor
+
+
+def peak_precision(machine: MachineRates, precision: Precision) -> str:
+    """The type whose peak the products of blocks have: "bf16", "fp16", "fp8" or "fp4"."""
+    accelerator = machine.accelerator
+    if precision == "fp4" and accelerator.fp4_tflops:
+        return "fp4"
+    if precision in ("fp8", "mxfp8", "fp4") and accelerator.fp8_tflops:
+        return "fp8"
+    if precision == "fp16" or not accelerator.bf16_tflops:
+        return "fp16"
+    return "bf16"

@@ -1,0 +1,256 @@
+"""`estimate_step` and `estimate_many`: the seconds of a step, by term, of one setup and of many."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from phalanx.core.errors import LayoutError
+from phalanx.job.costs import ModelCosts
+from phalanx.job.work import ModelWork
+from phalanx.plan.timing import collectives
+from phalanx.plan.timing.block import PARTS, BlockTimer, BlockTimes, PassTimes
+from phalanx.plan.timing.columns import Column, SetupColumns, build_columns
+from phalanx.plan.timing.constants import TimingConstants, load_constants
+from phalanx.plan.timing.data_parallel import (
+    ShardUnit,
+    expose_communication,
+    optimizer_s,
+    place_groups,
+)
+from phalanx.plan.timing.machine import MachineRates
+from phalanx.plan.timing.matmul import peak_precision
+from phalanx.plan.timing.pipeline import StageTimes, bubble_s
+from phalanx.plan.timing.setup import Precision, StepSetup
+from phalanx.plan.timing.step_time import TERMS, StepTime
+
+# The loss in eager kernels: logits in fp32, their softmax, and its gradient are written apart.
+EAGER_LOSS = 2.5
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of a step for many setups: one column a term, in the order of TERMS."""
+
+    terms: dict[str, Column]
+    band: float
+    """Half of the logarithm's width of the 80 % interval."""
+
+    @property
+    def total_s(self) -> Column:
+        return sum((self.terms[term] for term in TERMS), start=np.zeros(1))
+
+    def take(self, row: int) -> StepTime:
+        """The times of the setup at `row`."""
+        terms = {term: float(self.terms[term][row]) for term in TERMS}
+        total, factor = sum(terms.values()), math.exp(float(self.band))
+        return StepTime(terms, total / factor, total * factor)
+
+
+def estimate_step(
+    model: ModelCosts,
+    machine: MachineRates,
+    setup: StepSetup,
+    constants: TimingConstants | None = None,
+) -> StepTime:
+    """The seconds of one step of `setup`, by term. Raises LayoutError where nobody knows the
+    model's work."""
+    return estimate_many(model, machine, [setup], constants).take(0)
+
+
+def estimate_many(
+    model: ModelCosts,
+    machine: MachineRates,
+    setups: Sequence[StepSetup],
+    constants: TimingConstants | None = None,
+) -> StepTimes:
+    """The seconds of one step of each of `setups`, which have one seq_len and one precision."""
+    seq_len, precision = setups[0].seq_len, setups[0].precision
+    assert all(setup.seq_len == seq_len for setup in setups), "one seq_len a call"
+    assert all(setup.precision == precision for setup in setups), "one precision a call"
+    work = model.work(seq_len)
+    if work is None:
+        raise LayoutError(
+            f"the time of a step cannot be predicted for model.kind={model.kind}",
+            why="only a trace of the built module says what it computes",
+        )
+    return time_steps(work, machine, precision, build_columns(setups), constants)
+
+
+def time_steps(
+    work: ModelWork,
+    machine: MachineRates,
+    precision: Precision,
+    columns: SetupColumns,
+    constants: TimingConstants | None = None,
+) -> StepTimes:
+    """The seconds of one step for each setup of `columns`."""
+    constants = constants or load_constants()
+    return _StepTimer(work, machine, precision, columns, constants).run()
+
+
+@dataclass(frozen=True)
+class _EndTimes:
+    """Seconds of one microbatch in what is not in blocks: the embedding, and the head with the
+    loss, forward and backward."""
+
+    first: PassTimes
+    last_forward: PassTimes
+    last_backward: PassTimes
+
+
+@dataclass(frozen=True)
+class _StepTimer:
+    """The formulas of a whole step."""
+
+    work: ModelWork
+    machine: MachineRates
+    precision: Precision
+    columns: SetupColumns
+    constants: TimingConstants
+
+    def run(self) -> StepTimes:
+        columns, constants = self.columns, self.constants
+        timer = BlockTimer(self.machine, self.precision, columns, constants, self.work.num_tokens)
+        kinds = []
+        for block, count in self.work.block_kinds:
+            kinds.append((count, timer.time_block(block)))
+        ends = self._time_ends(timer)
+        terms = self._sum_parts(kinds, ends)
+        units = self._list_units(timer, kinds, ends)
+        groups = place_groups(columns, self.machine, constants)
+        terms["bubble"] = self._time_bubble(timer, kinds, ends)
+        terms["dp exposed"] = expose_communication(units, columns, groups, constants)
+        terms["optimizer"], terms["offload"] = optimizer_s(
+            units, columns, groups, self.machine, constants
+        )
+        terms["launch"] = terms["launch"] + constants.step_overhead_s
+        ideal = self._ideal_s()
+        terms["ideal"] = ideal
+        terms["matmul loss"] = terms.pop("matmul") - ideal
+        subtotal = sum(terms.values(), start=np.zeros(1))
+        terms["jitter"] = subtotal * self._jitter_share()
+        shape = np.broadcast_shapes(*(term.shape for term in terms.values()), columns.pp.shape)
+        in_order = {term: np.broadcast_to(terms[term], shape) for term in TERMS}
+        return StepTimes(in_order, constants.band)
+
+    def _ideal_s(self) -> Column:
+        """Seconds of the model's products, without any recomputation, at the data sheet's peak."""
+        columns, work = self.columns, self.work
+        peak = self.machine.accelerator.peak_flops
+        head = work.num_head_tokens * work.head.flops_per_token
+        seconds = (work.matmul_flops - head) / peak(peak_precision(self.machine, self.precision))
+        seconds += head / peak(peak_precision(self.machine, "bf16"))
+        sequences = columns.micro_batch_size * columns.num_microbatches
+        parts = columns.pp * columns.cp * columns.tp
+        return np.asarray(3.0 * seconds * sequences / parts)
+
+    def _sum_parts(self, kinds: list[tuple[int, BlockTimes]], ends: _EndTimes) -> dict[str, Column]:
+        """Seconds of one step of each part, on the mean rank."""
+        columns = self.columns
+        terms = {}
+        for part in PARTS:
+            seconds = getattr(ends.first, part) + getattr(ends.last_forward, part)
+            seconds = seconds + getattr(ends.last_backward, part)
+            for count, times in kinds:
+                seconds = seconds + count * (
+                    getattr(times.forward, part) + getattr(times.backward, part)
+                )
+            terms[part] = seconds * columns.num_microbatches / columns.pp
+        return terms
+
+    def _time_ends(self, timer: BlockTimer) -> _EndTimes:
+        columns, constants, work = self.columns, self.constants, self.work
+        share = work.num_head_tokens / work.num_tokens
+        head = timer.time_matmul(work.head, in_blocks=False)
+        logits = timer.tokens * share * work.head.outputs
+        if work.head.cut == "column":
+            logits = logits / columns.tp
+        loss = timer.memory_s(logits * constants.loss_bytes)
+        loss = loss * np.where(columns.is_head_fused, 1.0, EAGER_LOSS)
+        zero = np.zeros(1)
+        # What is looked up is written, and its gradient is added to the table.
+        looked_up = timer.memory_s(timer.tokens * work.dim * 12.0)
+        group = collectives.place_group(
+            columns.tp, np.ones_like(columns.tp), self.machine, constants
+        )
+        reduce = collectives.all_reduce_s(group, timer.tokens * work.dim * 2.0)
+        embedding: Column = zero
+        if work.embedding is not None:
+            part = work.num_embedding_tokens / work.num_tokens
+            embedding = np.sum(timer.time_matmul(work.embedding, in_blocks=False), axis=0) * part
+
+        def build(matmul: Column, elementwise: Column, tp: Column) -> PassTimes:
+            return PassTimes(matmul, zero, elementwise, tp, zero, zero, zero)
+
+        return _EndTimes(
+            build(embedding, looked_up, reduce),
+            build(head[0] * share, 0.4 * loss, zero),
+            build((head[1] + head[2]) * share, 0.6 * loss, reduce),
+        )
+
+    def _list_units(
+        self, timer: BlockTimer, kinds: list[tuple[int, BlockTimes]], ends: _EndTimes
+    ) -> tuple[ShardUnit, ...]:
+        columns, work = self.columns, self.work
+        units = []
+        for (block, count), (_, times) in zip(work.block_kinds, kinds, strict=True):
+            dense, experts = timer.count_local_params(block)
+            units.append(
+                ShardUnit(
+                    dense,
+                    experts + np.zeros_like(columns.pp),
+                    times.forward.total,
+                    times.backward.total,
+                    count / columns.pp,
+                )
+            )
+        embedding, head = work.num_embedding_params, work.num_head_params
+        tied = work.num_tied_params
+        # Of a pipeline, the end with more; a tied table is at both.
+        apart = max(embedding, head + tied)
+        outside = np.where(columns.pp > 1, apart, embedding + head) / columns.tp
+        forward = ends.first.total + ends.last_forward.total
+        units.append(
+            ShardUnit(
+                outside,
+                np.zeros_like(columns.pp),
+                forward,
+                ends.last_backward.total,
+                np.ones_like(columns.pp),
+            )
+        )
+        return tuple(units)
+
+    def _time_bubble(
+        self, timer: BlockTimer, kinds: list[tuple[int, BlockTimes]], ends: _EndTimes
+    ) -> Column:
+        if not (self.columns.pp > 1).any():
+            return np.zeros(1)
+        num_layers = self.work.num_layers
+        forward, backward, weights = np.zeros(1), np.zeros(1), np.zeros(1)
+        for count, times in kinds:
+            forward = forward + count / num_layers * times.forward.total
+            backward = backward + count / num_layers * times.backward.total
+            weights = weights + count / num_layers * times.weight_gradients
+        stage = StageTimes(
+            num_layers,
+            forward,
+            backward,
+            weights,
+            ends.first.total,
+            ends.last_forward.total + ends.last_backward.total,
+        )
+        num_bytes = 2.0 * timer.tokens * self.work.dim / self.columns.sequence_parts
+        return bubble_s(stage, num_bytes, self.columns, self.machine, self.constants)
+
+    def _jitter_share(self) -> Column:
+        """The part by which the slowest of all ranks is slower than the mean one."""
+        ranks = self.columns.num_ranks
+        nodes = np.maximum(1.0, ranks / self.machine.gpus_per_node)
+        spread = self.constants.clock_spread * (1.0 - 1.0 / ranks)
+        # The expected maximum of n draws from a normal distribution.
+        return spread + self.constants.jitter * np.sqrt(2.0 * np.log(nodes))
