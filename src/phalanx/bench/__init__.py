@@ -1,0 +1,1 @@
+"""Measures this machine: products, kernels, collectives and storage, and fits what plans need."""

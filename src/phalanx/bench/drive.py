@@ -1,0 +1,230 @@
+"""Measures this machine: starts ranks, collects what they measure, fits it, and makes a profile.
+
+Torch-free.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from phalanx.bench.cpu_usage import CpuUsage
+from phalanx.bench.items import (
+    QUICK_S,
+    SECTION_S,
+    BenchItem,
+    BenchPayload,
+    list_group_sizes,
+    list_items,
+)
+from phalanx.bench.rows import ROWS_FILE, MeasurementReader
+from phalanx.bench.sections import choose_basis, fit_section
+from phalanx.bench.storage import measure_storage
+from phalanx.core.errors import PhalanxError, UsageError
+from phalanx.launch.paths import next_attempt_number
+from phalanx.launch.supervisor import LaunchSpec, RunOutcome, supervise_ranks
+from phalanx.observe.bus import Bus
+from phalanx.plan.cluster import Cluster, detect_cluster
+from phalanx.plan.profiles import (
+    SECTIONS,
+    MachineProfile,
+    Measurement,
+    ProfileSection,
+    describe_this_machine,
+)
+from phalanx.run.launched import refuse_external_launcher
+from phalanx.run.scratch import ScratchDirectory, scratch_directory
+from phalanx.run.stop_signals import raising_on_stop_signals
+
+# What ranks have not begun when their sections' seconds are over by this factor is left out: on a
+# busy machine everything takes longer.
+PATIENCE, PATIENCE_S = 1.2, 2.0
+START_S = 6.0
+
+
+@dataclass(frozen=True)
+class BenchProgress:
+    """`done_s` of `total_s` planned seconds are behind us; `running` says what is measured."""
+
+    done_s: float
+    total_s: float
+    running: str
+
+
+@dataclass(frozen=True)
+class BenchRequest:
+    """What to measure: some of SECTIONS, of `ranks` ranks at most (None: as many as the machine is
+    for), storage in `directory`."""
+
+    sections: tuple[str, ...] = SECTIONS
+    device: str = "auto"
+    ranks: int | None = None
+    directory: Path = field(default_factory=lambda: Path("runs"))
+    is_quick: bool = False
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """A profile of the sections that were measured; `stop_code` is the exit code of a stop, None
+    without one. Nothing is saved here."""
+
+    profile: MachineProfile
+    wall_s: float
+    stop_code: int | None = None
+
+
+def bench_machine(
+    request: BenchRequest, *, on_progress: Callable[[BenchProgress], None] = lambda progress: None
+) -> BenchResult:
+    """Measure `request.sections` of this machine and fit their constants.
+
+    Raises PhalanxError where something refuses: a directory, a GPU, a rank that fails.
+    """
+    refuse_external_launcher("bench")
+    unknown = set(request.sections) - set(SECTIONS)
+    if unknown:
+        raise UsageError(f"no section {min(unknown)!r}", fix=f"one of {', '.join(SECTIONS)}")
+    with raising_on_stop_signals():
+        cluster = detect_cluster(request.device)
+    if cluster.device != "cpu" and (request.ranks or 0) > cluster.num_devices:
+        raise UsageError(f"{request.ranks} ranks, and there are {cluster.num_devices} GPUs")
+    return _Bench(request, cluster, on_progress).run_sections()
+
+
+class _Bench:
+    def __init__(
+        self,
+        request: BenchRequest,
+        cluster: Cluster,
+        on_progress: Callable[[BenchProgress], None],
+    ) -> None:
+        self._request, self._cluster, self._on_progress = request, cluster, on_progress
+        self._began_s = time.monotonic()
+        sizes = list_group_sizes(cluster, request.ranks)
+        self._num_ranks = max(sizes, default=1)
+        self._items = list_items(cluster, request.sections, sizes, is_quick=request.is_quick)
+        seconds = QUICK_S if request.is_quick else SECTION_S
+        self._storage_s = seconds["storage"] if "storage" in request.sections else 0.0
+        start_s = START_S if self._items else 0.0
+        planned_s = sum(item.budget_s for item in self._items)
+        self._total_s = planned_s + self._storage_s + start_s
+        self._done_s = 0.0
+
+    def run_sections(self) -> BenchResult:
+        """Storage first, while no rank disturbs it, then what ranks measure together."""
+        sections: dict[str, ProfileSection] = {}
+        stop_code = None
+        with raising_on_stop_signals():
+            if "storage" in self._request.sections:
+                sections["storage"] = self._measure_storage()
+        if self._items:
+            by_ranks, stop_code = self._measure_in_ranks()
+            sections |= by_ranks
+        profile = describe_this_machine(self._cluster).with_sections(sections)
+        return BenchResult(profile, time.monotonic() - self._began_s, stop_code)
+
+    def _measure_storage(self) -> ProfileSection:
+        usage = CpuUsage()
+
+        def show(share: float) -> None:
+            self._done_s = share * self._storage_s
+            self._tell(f"storage in {self._request.directory}")
+
+        rows = measure_storage(
+            self._request.directory,
+            limit_s=self._storage_s,
+            is_quick=self._request.is_quick,
+            on_progress=show,
+        )
+        self._done_s = self._storage_s
+        return self._make_section(rows, 0, usage.share_of_others(usage.own_seconds()))
+
+    def _measure_in_ranks(self) -> tuple[dict[str, ProfileSection], int | None]:
+        rows: list[tuple[BenchItem, Measurement]] = []
+        skipped: list[BenchItem] = []
+        remaining = list(self._items)
+
+        def add_row(row: Measurement | None) -> None:
+            item = remaining.pop(0)
+            self._done_s += item.budget_s
+            if row is None:
+                skipped.append(item)
+            else:
+                rows.append((item, row))
+
+        with scratch_directory("bench") as scratch:
+            reader = MeasurementReader(scratch.directory / ROWS_FILE, add_row)
+            self._tell("starting ranks")
+
+            def tick() -> None:
+                reader.poll()
+                if remaining and len(remaining) < len(self._items):
+                    self._tell(_name_item(remaining[0]))
+
+            outcome = self._run_ranks(scratch, tick)
+            reader.poll()
+            self._require_success(outcome, scratch)
+        if outcome.status in ("interrupted", "preempted"):
+            return {}, outcome.exit_code
+        sections = {}
+        for name in ("gemm", "comm"):
+            of_section = [row for item, row in rows if item.section == name]
+            num_skipped = sum(item.section == name for item in skipped)
+            if of_section:
+                sections[name] = self._make_section(of_section, num_skipped, reader.busy_share)
+        return sections, None
+
+    def _run_ranks(self, scratch: ScratchDirectory, tick: Callable[[], None]) -> RunOutcome:
+        run_dir = scratch.directory
+        limits_s: dict[str, float] = {}
+        for item in self._items:
+            planned_s = limits_s.get(item.section, PATIENCE_S)
+            limits_s[item.section] = planned_s + PATIENCE * item.budget_s
+        payload = BenchPayload(
+            run_dir, self._num_ranks, self._cluster.device, limits_s, self._items
+        )
+        spec = LaunchSpec(
+            entry="phalanx.bench.rank:main",
+            payload_of_attempt=lambda: payload,
+            num_ranks=self._num_ranks,
+            run_dir=run_dir,
+            preload=("torch", "phalanx.bench.rank"),
+            stepless="measuring",
+            grace_s=1.0,
+        )
+        bus = Bus(rank=-1, attempt=next_attempt_number(run_dir), run_dir=run_dir)
+        try:
+            return supervise_ranks(spec, bus=bus, on_tick=tick, say=lambda line: None)
+        finally:
+            bus.close()
+
+    def _require_success(self, outcome: RunOutcome, scratch: ScratchDirectory) -> None:
+        if outcome.status != "failed":
+            return
+        refusal = scratch.find_rank_refusal(outcome)
+        raise refusal or PhalanxError(scratch.failure_message(outcome))
+
+    def _make_section(
+        self, rows: Sequence[Measurement], num_skipped: int, busy_share: float
+    ) -> ProfileSection:
+        basis = choose_basis(self._cluster, busy_share)
+        return ProfileSection(
+            measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            busy_share=busy_share,
+            is_quick=self._request.is_quick,
+            num_skipped=num_skipped,
+            basis=basis,
+            fits=fit_section(rows, self._cluster, basis),
+            rows=tuple(rows),
+        )
+
+    def _tell(self, running: str) -> None:
+        self._on_progress(BenchProgress(self._done_s, self._total_s, running))
+
+
+def _name_item(item: BenchItem) -> str:
+    words = [item.kind, item.mode, item.dtype, f"on {item.num_ranks}"]
+    return " ".join(filter(None, words))

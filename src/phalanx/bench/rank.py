@@ -1,0 +1,154 @@
+"""One rank of those that measure together: it goes through the items as all the others do."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import astuple, fields
+
+import torch
+import torch.distributed as dist
+
+from phalanx.bench.collectives import build_collective
+from phalanx.bench.cpu_usage import CpuUsage
+from phalanx.bench.items import BenchItem, BenchPayload
+from phalanx.bench.kernels import TimedCall, build_timed_call
+from phalanx.bench.rows import BUSY_KEY, ROWS_FILE, SKIPPED
+from phalanx.bench.stopwatch import RepeatedTime, time_repeatedly, time_together
+from phalanx.core.errors import ExitCode
+from phalanx.core.typed_json import JsonObject
+from phalanx.launch.rank_link import RankLink
+from phalanx.mesh.mesh import Mesh, open_mesh
+from phalanx.plan.layout import Layout
+from phalanx.plan.profiles import Measurement
+
+NUM_FIELDS = len(fields(RepeatedTime))
+LEAST_TOGETHER, MOST_TOGETHER = 3, 200
+
+
+def main(document: JsonObject, link: RankLink) -> int:
+    """Measure the items of a BenchPayload, of which `document` is the JSON, as one rank."""
+    payload = BenchPayload.from_json(document)
+    with open_mesh(Layout(dp_replicate=payload.num_ranks), device=payload.device) as mesh:
+        RankBench(payload, mesh).measure_items()
+    return ExitCode.OK
+
+
+class RankBench:
+    """The items of a payload as one rank of `mesh` measures them."""
+
+    def __init__(self, payload: BenchPayload, mesh: Mesh) -> None:
+        self._payload, self._mesh = payload, mesh
+        self._groups: dict[int, dist.ProcessGroup] = {}
+        self._began_s: dict[str, float] = {}
+        self._over: set[str] = set()
+
+    def measure_items(self) -> None:
+        """Measure all items; rank 0 appends a row for each to the run's rows. Collective."""
+        usage = CpuUsage()
+        for item in self._payload.items:
+            if item.section in self._over:
+                self._write(SKIPPED)
+                continue
+            self._began_s.setdefault(item.section, time.monotonic())
+            timed, timed_call = self._measure(item)
+            measured = self._exchange(timed, item.section)
+            if timed_call is not None:
+                self._write(json.dumps(_summarize(item, timed_call, measured).to_json()))
+        own_s = sum(self._mesh.gather_json(usage.own_seconds()))
+        self._write(json.dumps({BUSY_KEY: usage.share_of_others(own_s)}))
+
+    def _exchange(self, timed: list[float] | None, section: str) -> list[list[float]]:
+        """What the ranks that took part have measured, in their order, on all ranks; and whether
+        the section's time is over on rank 0's clock. Collective, and where all ranks meet."""
+        is_over = time.monotonic() - self._began_s[section] > self._payload.limits_s[section]
+        row = [float(timed is not None), float(is_over), *(timed or [0.0] * NUM_FIELDS)]
+        tensor = torch.tensor(row, dtype=torch.float64, device=self._mesh.device)
+        rows = [each.tolist() for each in self._mesh.all_gather(tensor)]
+        if rows[0][1]:
+            self._over.add(section)
+        return [each[2:] for each in rows if each[0]]
+
+    def _measure(self, item: BenchItem) -> tuple[list[float] | None, TimedCall | None]:
+        """The fields of this rank's RepeatedTime, and what was timed; None of a rank without a
+        part."""
+        group = self._find_group(item)
+        if self._mesh.rank >= item.num_ranks:
+            return None, None
+        device = self._mesh.device
+        threads_before = torch.get_num_threads()
+        if device.type == "cpu":
+            torch.set_num_threads(item.num_threads)
+        try:
+            if group is not None:
+                timed_call = build_collective(item, group, device)
+                timed = self._time_collective(item, timed_call, group)
+            else:
+                timed_call = build_timed_call(item, device)
+                timed = time_repeatedly(timed_call.call, item.budget_s, device)
+        finally:
+            torch.set_num_threads(threads_before)
+        return list(astuple(timed)), timed_call
+
+    def _find_group(self, item: BenchItem) -> dist.ProcessGroup | None:
+        """The group of the first ranks that `item` is for; None for what a rank does alone.
+
+        Collective over all ranks, when a number of ranks comes for the first time.
+        """
+        if item.section != "comm":
+            return None
+        if item.num_ranks not in self._groups:
+            self._groups[item.num_ranks] = dist.new_group(list(range(item.num_ranks)))
+        return self._groups[item.num_ranks]
+
+    def _time_collective(
+        self, item: BenchItem, timed_call: TimedCall, group: dist.ProcessGroup
+    ) -> RepeatedTime:
+        device = self._mesh.device
+        meeting = torch.zeros(1, device=device)
+
+        def meet() -> None:
+            dist.all_reduce(meeting, group=group)
+
+        # The first call opens connections; the second says how often there is time for.
+        time_together(timed_call.call, 1, device, meet)
+        once = time_together(timed_call.call, 2, device, meet)
+        slowest = torch.tensor([once.seconds], device=device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+        repeats = int(item.budget_s / max(1e-6, float(slowest.item())))
+        repeats = max(LEAST_TOGETHER, min(MOST_TOGETHER, repeats))
+        return time_together(timed_call.call, repeats, device, meet)
+
+    def _write(self, line: str) -> None:
+        if self._mesh.rank != 0:
+            return
+        # As each item ends: the process that started us reads along.
+        with open(self._payload.run_dir / ROWS_FILE, "a") as file:
+            file.write(line + "\n")
+
+
+def _summarize(item: BenchItem, timed_call: TimedCall, ranks: list[list[float]]) -> Measurement:
+    """The row of an item: medians over the ranks that took part."""
+    columns = [sorted(column) for column in zip(*ranks, strict=True)]
+    middle = (len(ranks) - 1) // 2
+    factor = 1.0
+    if item.kind == "send":
+        # There and back are two messages, and the ranks in between had none.
+        columns = [sorted((ranks[0][index], ranks[-1][index])) for index in range(len(ranks[0]))]
+        middle, factor = 0, 0.5
+    return Measurement(
+        kind=item.kind,
+        mode=item.mode,
+        dtype=item.dtype,
+        size=item.size,
+        num_ranks=item.num_ranks,
+        num_threads=item.num_threads,
+        seconds=factor * columns[0][middle],
+        low_s=factor * columns[1][middle],
+        high_s=factor * columns[2][middle],
+        slowest_s=factor * columns[0][-1],
+        cpu_s=factor * columns[3][middle],
+        num_repeats=int(columns[4][0]),
+        flops=timed_call.flops,
+        num_bytes=timed_call.num_bytes,
+    )

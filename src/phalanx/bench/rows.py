@@ -1,0 +1,44 @@
+"""The rows that ranks append to a file as they measure, and their reader. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from phalanx.plan.profiles import Measurement
+
+ROWS_FILE = "measurements.jsonl"
+# In place of a row: time was up before this item.
+SKIPPED = "null"
+# Of the last line, an object with this key alone.
+BUSY_KEY = "busy_share"
+
+
+class MeasurementReader:
+    """Reads the rows of a file that grows; None stands for an item that was left out.
+
+    `busy_share` is what other programs used of the machine meanwhile; it comes after all rows.
+    """
+
+    def __init__(self, path: Path, on_row: Callable[[Measurement | None], None]) -> None:
+        self._path, self._on_row = path, on_row
+        self._num_read = 0
+        self.busy_share = 0.0
+
+    def poll(self) -> None:
+        """Hand on the rows that have come since the last call."""
+        try:
+            # What follows the last line end is a row that is being written.
+            lines = self._path.read_text(encoding="utf-8").split("\n")[:-1]
+        except FileNotFoundError:
+            return
+        for line in lines[self._num_read :]:
+            body = json.loads(line)
+            if body is None:
+                self._on_row(None)
+            elif BUSY_KEY in body:
+                self.busy_share = float(body[BUSY_KEY])
+            else:
+                self._on_row(Measurement.from_json(body))
+        self._num_read = len(lines)

@@ -1,0 +1,93 @@
+"""Times one operation: repeats it for a while, on the CPU's clock or by events of the GPU."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+# A batch of calls lasts at least as long, so that reading the clock costs nothing of it.
+BATCH_S = 100e-6
+LEAST_REPEATS, MOST_REPEATS = 3, 400
+WallAndCpu = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class RepeatedTime:
+    """Seconds of one call: the median over repeats, and the tenths at both ends; and the median
+    of this process's processor seconds."""
+
+    seconds: float
+    low_s: float
+    high_s: float
+    cpu_s: float
+    num_repeats: int
+
+
+def time_repeatedly(
+    call: Callable[[], object], budget_s: float, device: torch.device
+) -> RepeatedTime:
+    """Time `call` until `budget_s` seconds are over, at least LEAST_REPEATS times."""
+    batch = _choose_batch(call, device)
+    times: list[WallAndCpu] = []
+    deadline = time.perf_counter() + budget_s
+    while len(times) < MOST_REPEATS:
+        times.append(_time_batch(call, batch, device))
+        if time.perf_counter() > deadline and len(times) >= LEAST_REPEATS:
+            break
+    return _summarize_times(times)
+
+
+def time_together(
+    call: Callable[[], object], repeats: int, device: torch.device, before: Callable[[], None]
+) -> RepeatedTime:
+    """Time `call` exactly `repeats` times, as ranks must that call each other; `before` each,
+    they meet."""
+    times = []
+    for _ in range(repeats):
+        before()
+        times.append(_time_batch(call, 1, device))
+    return _summarize_times(times)
+
+
+def _summarize_times(times: list[WallAndCpu]) -> RepeatedTime:
+    walls = sorted(wall_s for wall_s, _ in times)
+    cpu_s = statistics.median(cpu_s for _, cpu_s in times)
+    tenth = len(walls) // 10
+    return RepeatedTime(
+        statistics.median(walls), walls[tenth], walls[-1 - tenth], cpu_s, len(walls)
+    )
+
+
+def _choose_batch(call: Callable[[], object], device: torch.device) -> int:
+    # The first call chooses kernels and takes memory, the second shows how long one takes.
+    _time_batch(call, 1, device)
+    once_s = _time_batch(call, 1, device)[0]
+    return max(1, min(1000, round(BATCH_S / max(once_s, 1e-7))))
+
+
+def _time_batch(call: Callable[[], object], batch: int, device: torch.device) -> WallAndCpu:
+    """Seconds of one call, of `batch` in a row."""
+    if device.type == "cuda":
+        return _time_batch_on_gpu(call, batch)
+    began, began_cpu = time.perf_counter(), time.process_time()
+    for _ in range(batch):
+        call()
+    cpu_s = time.process_time() - began_cpu
+    return (time.perf_counter() - began) / batch, cpu_s / batch
+
+
+def _time_batch_on_gpu(call: Callable[[], object], batch: int) -> WallAndCpu:
+    begin = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
+    began_cpu = time.process_time()
+    begin.record()
+    for _ in range(batch):
+        call()
+    cpu_s = time.process_time() - began_cpu
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1000 / batch, cpu_s / batch

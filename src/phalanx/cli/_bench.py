@@ -1,0 +1,88 @@
+"""Runs `phalanx bench`, shows how far it is, prints its table and writes the profile."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from phalanx.cli._json import print_errors_as_json, print_json
+from phalanx.cli._launched import refuse_launcher
+from phalanx.cli._progress import ProgressLine
+from phalanx.core.errors import UsageError
+from phalanx.core.units import format_seconds
+
+if TYPE_CHECKING:
+    from phalanx.bench.drive import BenchProgress
+    from phalanx.plan.profiles import MachineProfile
+
+
+def print_bench(
+    sections: tuple[str, ...],
+    is_quick: bool,
+    device: str,
+    ranks: int | None,
+    directory: Path,
+    out: Path | None,
+    *,
+    as_json: bool,
+) -> int:
+    """Measure `sections`, write the profile and print it. Returns the exit code."""
+    from phalanx.bench.drive import BenchRequest, bench_machine
+    from phalanx.cli._bench_table import describe_profile
+
+    refuse_launcher("bench")
+    with print_errors_as_json(as_json), ProgressLine("measuring") as line:
+        if device not in ("auto", "cpu", "cuda"):
+            raise UsageError(f"--device is auto, cpu or cuda, not {device!r}")
+        request = BenchRequest(sections, device, ranks, directory, is_quick)
+        result = bench_machine(request, on_progress=lambda progress: _show(line, progress))
+        if result.stop_code is not None:
+            line.hide()
+            print("stopped; nothing was written", file=sys.stderr)
+            return result.stop_code
+        profile, path = _save_beside_other_sections(result.profile, out)
+    measured = result.profile
+    if as_json:
+        body = {"path": str(path), "wall_s": result.wall_s, **measured.to_json()}
+        print_json("bench", body, indent=1)
+        return 0
+    for text in describe_profile(measured, result.wall_s):
+        print(text)
+    missing = sorted({"gemm", "comm", "storage"} - profile.sections.keys())
+    print(f"profile {path}")
+    if out is not None:
+        print("        plans do not look there")
+    elif missing:
+        print(f"        without {' and '.join(missing)}; phalanx bench all measures them")
+    return 0
+
+
+def _show(line: ProgressLine, progress: BenchProgress) -> None:
+    left_s = max(0.0, progress.total_s - progress.done_s)
+    words = f"{progress.running}  eta {format_seconds(left_s)}"
+    line.update(progress.done_s, progress.total_s, instead=words)
+
+
+def _save_beside_other_sections(
+    measured: MachineProfile, out: Path | None
+) -> tuple[MachineProfile, Path]:
+    """Write the profile: sections that were not measured now stay as an earlier bench of the same
+    machine left them."""
+    from phalanx.core.files import build_resource_error
+    from phalanx.plan.profiles import find_profile_path, load_profile, save_profile
+
+    path = out or find_profile_path(measured)
+    profile = measured
+    if out is None:
+        try:
+            earlier = load_profile(path)
+        except (OSError, UsageError):
+            # There is none, or one of another version: it is measured anew.
+            earlier = measured
+        profile = earlier.with_sections(measured.sections)
+    try:
+        save_profile(profile, path)
+    except OSError as error:
+        raise build_resource_error(error, "writing the profile", path) from None
+    return profile, path

@@ -1,0 +1,124 @@
+"""A profile as lines of text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from phalanx.core.units import format_bytes, format_count, format_seconds, plural
+from phalanx.plan.profiles import BUSY_SHARE, FittedRate, MachineProfile, ProfileSection
+
+STORAGE_NAMES = {
+    "write": "write",
+    "sync": "make durable (fsync)",
+    "read": "read",
+    "small_write": "small file, durable",
+    "small_read": "small file, read",
+}
+
+
+def describe_profile(profile: MachineProfile, wall_s: float) -> Iterator[str]:
+    """Lines for each section: what was measured, and how far its fits are from it."""
+    yield (
+        f"machine {profile.name}, {profile.num_devices} x {profile.device}, torch {profile.torch}"
+        f"   ({format_seconds(wall_s)})"
+    )
+    writers = {"gemm": _describe_compute, "comm": _describe_comm, "storage": _describe_storage}
+    for name in ("gemm", "comm", "storage"):
+        section = profile.sections.get(name)
+        if section is None:
+            continue
+        yield from writers[name](section)
+        yield from _describe_conditions(section)
+
+
+def _describe_compute(section: ProfileSection) -> Iterator[str]:
+    yield "products        ranks x threads   FLOP/s, long   overhead    off: median   worst"
+    for fit in section.fits:
+        if fit.kind == "matmul":
+            rate = format_count(fit.values["flops_per_s"])
+            yield (
+                f"  {fit.dtype:<13} {_format_ranks(fit)}   {rate:>12}"
+                f"   {format_seconds(fit.values['overhead_s']):>8}   {_format_errors(fit)}"
+            )
+    yield "kernels         ranks x threads           per s   overhead    off: median   worst"
+    for fit in section.fits:
+        if fit.kind != "matmul" and "per_s" in fit.values:
+            name = " ".join(filter(None, (fit.kind, fit.mode, fit.dtype)))
+            yield (
+                f"  {name}\n  {'':<13} {_format_ranks(fit)}   {_format_rate(fit):>12}"
+                f"   {format_seconds(fit.values['overhead_s']):>8}   {_format_errors(fit)}"
+            )
+    for fit in section.fits:
+        if fit.kind == "launch":
+            yield (
+                f"  calling an operation ({fit.mode}, {fit.dtype}): {_format_ranks(fit).strip()}"
+                f"   {format_seconds(fit.values['overhead_s'])}"
+            )
+    yield from _describe_crowds(section.fits)
+
+
+def _describe_crowds(fits: Sequence[FittedRate]) -> Iterator[str]:
+    for fit in fits:
+        if fit.kind == "crowd":
+            yield (
+                f"  {plural(fit.num_ranks, 'rank')} at once compute {fit.values['slowdown']:.2f} x"
+                f" as slowly as one alone with as many threads ({fit.dtype})"
+            )
+
+
+def _describe_comm(section: ProfileSection) -> Iterator[str]:
+    yield "collectives     ranks x threads     bytes per s    latency   off: median   worst"
+    for fit in section.fits:
+        if "per_s" in fit.values:
+            yield (
+                f"  {fit.kind:<14}{_format_ranks(fit)}   {_format_rate(fit):>12}"
+                f"   {format_seconds(fit.values['overhead_s']):>8}   {_format_errors(fit)}"
+            )
+    for fit in section.fits:
+        if fit.kind == "overlap":
+            yield (
+                f"  overlap       {_format_ranks(fit)}   products beside an all-reduce hide"
+                f" {100 * fit.values['hidden_share']:.0f} % of the shorter one"
+            )
+
+
+def _describe_storage(section: ProfileSection) -> Iterator[str]:
+    yield "storage"
+    for row in section.rows:
+        rate = format_bytes(row.num_bytes / row.seconds)
+        yield (
+            f"  {STORAGE_NAMES[row.kind]:<24} {format_bytes(row.num_bytes):>10}"
+            f"   {format_seconds(row.seconds):>8}   {rate:>10}/s"
+            f"   ({format_seconds(row.low_s)} to {format_seconds(row.high_s)})"
+        )
+
+
+def _describe_conditions(section: ProfileSection) -> Iterator[str]:
+    if section.num_skipped:
+        yield (
+            f"  left out: {plural(section.num_skipped, 'operation')}, as time was up; the others"
+            " stand"
+        )
+    if section.busy_share > BUSY_SHARE:
+        yield (
+            f"  busy: other programs used {100 * section.busy_share:.0f} % of the machine, which"
+            " makes all of this less sure; run it again on a quiet one"
+        )
+    if section.basis == "processor":
+        yield "  computing is fitted to processor seconds, collectives to their fastest tenth"
+
+
+def _format_ranks(fit: FittedRate) -> str:
+    return f"{fit.num_ranks:>5} x {fit.num_threads:<7}"
+
+
+def _format_rate(fit: FittedRate) -> str:
+    if fit.kind in ("attention", "cross_entropy"):
+        return f"{format_count(fit.values['per_s'])} FLOP"
+    return format_bytes(fit.values["per_s"])
+
+
+def _format_errors(fit: FittedRate) -> str:
+    if fit.residual is None or fit.worst is None:
+        return "         –"
+    return f"{100 * fit.residual:9.1f} % {100 * fit.worst:7.1f} %"

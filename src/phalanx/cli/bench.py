@@ -1,0 +1,110 @@
+"""Measure this machine (products, kernels, collectives, storage) for the times that plans give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from phalanx.cli._options import JsonOption
+
+EXAMPLE = "Example: phalanx bench all"
+EXAMPLES = {
+    "all": "Example: phalanx bench all --directory runs",
+    "gemm": "Example: phalanx bench gemm --device cpu",
+    "comm": "Example: phalanx bench comm --ranks 4",
+    "storage": "Example: phalanx bench storage --directory /mnt/checkpoints",
+}
+
+Quick = Annotated[
+    bool, typer.Option("--quick", help="A few seconds, few sizes: to see that it works.")
+]
+Device = Annotated[
+    str, typer.Option("--device", metavar="auto|cpu|cuda", help="What is measured; auto: a GPU.")
+]
+Ranks = Annotated[
+    int | None,
+    typer.Option("--ranks", min=1, max=64, metavar="N", help="The most ranks at once."),
+]
+Directory = Annotated[
+    Path,
+    typer.Option(
+        "--directory", metavar="DIR", help="Where checkpoints go: written to for a while."
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="FILE", help="Write the profile there, for no plan to find."),
+]
+RUNS = Path("runs")
+
+
+def all_command(
+    quick: Quick = False,
+    device: Device = "auto",
+    ranks: Ranks = None,
+    directory: Directory = RUNS,
+    out: Out = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Measure products, kernels, collectives and storage, in about 90 seconds.
+
+    What was measured is written to ~/.cache/phalanx/profiles, where plans for this machine find it.
+    """
+    from phalanx.cli._bench import print_bench
+
+    sections = ("storage", "gemm", "comm")
+    return print_bench(sections, quick, device, ranks, directory, out, as_json=as_json)
+
+
+def gemm_command(
+    quick: Quick = False,
+    device: Device = "auto",
+    ranks: Ranks = None,
+    out: Out = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Measure what one rank computes: products, copies, attention, norms, loss, optimizer.
+
+    By one rank alone, and by several at once, which slow each other down.
+    """
+    from phalanx.cli._bench import print_bench
+
+    return print_bench(("gemm",), quick, device, ranks, RUNS, out, as_json=as_json)
+
+
+def comm_command(
+    quick: Quick = False,
+    device: Device = "auto",
+    ranks: Ranks = None,
+    out: Out = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Measure collectives between the ranks of this machine, and products beside them.
+
+    Latency and bandwidth of all-reduce, all-gather, reduce-scatter, all-to-all and send.
+    """
+    from phalanx.cli._bench import print_bench
+
+    return print_bench(("comm",), quick, device, ranks, RUNS, out, as_json=as_json)
+
+
+def storage_command(
+    quick: Quick = False,
+    directory: Directory = RUNS,
+    out: Out = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Measure writing, syncing and reading files where checkpoints go."""
+    from phalanx.cli._bench import print_bench
+
+    return print_bench(("storage",), quick, "auto", None, directory, out, as_json=as_json)
+
+
+COMMANDS = {
+    "all": all_command,
+    "gemm": gemm_command,
+    "comm": comm_command,
+    "storage": storage_command,
+}

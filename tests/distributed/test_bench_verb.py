@@ -1,0 +1,83 @@
+"""`phalanx bench` on this machine: it measures, writes a profile, stops when told to."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from phalanx.plan.profiles import SECTIONS, load_profile
+
+
+def bench(tmp_path: Path, *arguments: str) -> tuple[list[str], dict[str, str]]:
+    command = [sys.executable, "-m", "phalanx", "bench", *arguments]
+    return command, dict(os.environ, HOME=str(tmp_path / "home"))
+
+
+def test_a_quick_bench_measures_all_sections_and_writes_a_profile(tmp_path: Path) -> None:
+    storage = tmp_path / "new" / "checkpoints"
+    command, environment = bench(
+        tmp_path, "all", "--quick", "--json", "--device=cpu", "--ranks=2", f"--directory={storage}"
+    )
+    done = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["schema"] == "phalanx.bench/1"
+    assert set(facts["sections"]) == set(SECTIONS)
+    profile = load_profile(Path(facts["path"]))
+    assert Path(facts["path"]).is_relative_to(tmp_path / "home")
+    for section in profile.sections.values():
+        assert section.is_quick
+        assert section.rows
+        for row in section.rows:
+            assert 0 < row.low_s <= row.seconds <= row.high_s
+    collectives = {row.kind for row in profile.sections["comm"].rows}
+    # On a machine so busy that nothing else came about, one of them did.
+    assert collectives & {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"}
+    assert not storage.exists()
+    assert not storage.parent.exists()
+
+
+def test_ctrl_c_stops_it_and_nothing_is_written(tmp_path: Path) -> None:
+    command, environment = bench(tmp_path, "comm", "--device=cpu", "--ranks=2")
+    process = subprocess.Popen(
+        command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    time.sleep(4)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"nothing was written" in errors
+    assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["all", "--device=tpu"], "--device is auto, cpu or cuda, not 'tpu'"),
+        (["gemm", "--ranks=0"], "--ranks"),
+        (["nothing"], "no verb"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(tmp_path: Path, arguments: list[str], words: str) -> None:
+    command, environment = bench(tmp_path, *arguments)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_storage_that_refuses_is_exit_7_and_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    command, environment = bench(tmp_path, "storage", "--quick", f"--directory={tmp_path}/file/x")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 7
+    assert len(done.stderr.splitlines()) == 1
