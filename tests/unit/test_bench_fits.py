@@ -21,8 +21,8 @@ from phalanx.plan.cluster import Cluster
 from phalanx.plan.profiles import (
     FittedRate,
     MachineProfile,
-    Measurement,
     ProfileSection,
+    TimedOperation,
     describe_calibration,
     find_profile_of,
     find_profile_path,
@@ -36,8 +36,8 @@ CPU = Cluster("cpu", 2, 2**34)
 SIZES = (8 * 2**10, 64 * 2**10, 512 * 2**10, 4 * 2**20, 32 * 2**20)
 
 
-def measure(kind: str, seconds: float, **values: object) -> Measurement:
-    row = Measurement(kind, "", "fp32", (), 2, 1, seconds, seconds, seconds, seconds, 0.0, 9)
+def measure(kind: str, seconds: float, **values: object) -> TimedOperation:
+    row = TimedOperation(kind, "", "fp32", (), 2, 1, seconds, seconds, seconds, seconds, 0.0, 9)
     return replace(row, **values)
 
 

@@ -31,8 +31,8 @@ from phalanx.plan.cluster import Cluster, detect_cluster
 from phalanx.plan.profiles import (
     SECTIONS,
     MachineProfile,
-    Measurement,
     ProfileSection,
+    TimedOperation,
     describe_this_machine,
 )
 from phalanx.run.launched import refuse_external_launcher
@@ -143,11 +143,11 @@ class _Bench:
         return self._make_section(rows, 0, usage.share_of_others(usage.own_seconds()))
 
     def _measure_in_ranks(self) -> tuple[dict[str, ProfileSection], int | None]:
-        rows: list[tuple[BenchItem, Measurement]] = []
+        rows: list[tuple[BenchItem, TimedOperation]] = []
         skipped: list[BenchItem] = []
         remaining = list(self._items)
 
-        def add_row(row: Measurement | None) -> None:
+        def add_row(row: TimedOperation | None) -> None:
             item = remaining.pop(0)
             self._done_s += item.budget_s
             if row is None:
@@ -208,7 +208,7 @@ class _Bench:
         raise refusal or PhalanxError(scratch.failure_message(outcome))
 
     def _make_section(
-        self, rows: Sequence[Measurement], num_skipped: int, busy_share: float
+        self, rows: Sequence[TimedOperation], num_skipped: int, busy_share: float
     ) -> ProfileSection:
         basis = choose_basis(self._cluster, busy_share)
         return ProfileSection(

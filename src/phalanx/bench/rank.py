@@ -20,7 +20,7 @@ from phalanx.core.typed_json import JsonObject
 from phalanx.launch.rank_link import RankLink
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.plan.layout import Layout
-from phalanx.plan.profiles import Measurement
+from phalanx.plan.profiles import TimedOperation
 
 NUM_FIELDS = len(fields(RepeatedTime))
 LEAST_TOGETHER, MOST_TOGETHER = 3, 200
@@ -127,7 +127,7 @@ class RankBench:
             file.write(line + "\n")
 
 
-def _summarize(item: BenchItem, timed_call: TimedCall, ranks: list[list[float]]) -> Measurement:
+def _summarize(item: BenchItem, timed_call: TimedCall, ranks: list[list[float]]) -> TimedOperation:
     """The row of an item: medians over the ranks that took part."""
     columns = [sorted(column) for column in zip(*ranks, strict=True)]
     middle = (len(ranks) - 1) // 2
@@ -136,7 +136,7 @@ def _summarize(item: BenchItem, timed_call: TimedCall, ranks: list[list[float]])
         # There and back are two messages, and the ranks in between had none.
         columns = [sorted((ranks[0][index], ranks[-1][index])) for index in range(len(ranks[0]))]
         middle, factor = 0, 0.5
-    return Measurement(
+    return TimedOperation(
         kind=item.kind,
         mode=item.mode,
         dtype=item.dtype,

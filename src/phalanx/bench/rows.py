@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from phalanx.plan.profiles import Measurement
+from phalanx.plan.profiles import TimedOperation
 
 ROWS_FILE = "measurements.jsonl"
 # In place of a row: time was up before this item.
@@ -21,7 +21,7 @@ class MeasurementReader:
     `busy_share` is what other programs used of the machine meanwhile; it comes after all rows.
     """
 
-    def __init__(self, path: Path, on_row: Callable[[Measurement | None], None]) -> None:
+    def __init__(self, path: Path, on_row: Callable[[TimedOperation | None], None]) -> None:
         self._path, self._on_row = path, on_row
         self._num_read = 0
         self.busy_share = 0.0
@@ -40,5 +40,5 @@ class MeasurementReader:
             elif BUSY_KEY in body:
                 self.busy_share = float(body[BUSY_KEY])
             else:
-                self._on_row(Measurement.from_json(body))
+                self._on_row(TimedOperation.from_json(body))
         self._num_read = len(lines)

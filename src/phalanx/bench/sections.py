@@ -15,7 +15,7 @@ from phalanx.plan.cluster import Cluster
 from phalanx.plan.profiles import (
     BUSY_SHARE,
     FittedRate,
-    Measurement,
+    TimedOperation,
     linear_seconds,
     matmul_seconds,
 )
@@ -65,7 +65,7 @@ def choose_basis(cluster: Cluster, busy_share: float) -> str:
     return "wall"
 
 
-def _seconds_of(row: Measurement, basis: str) -> float:
+def _seconds_of(row: TimedOperation, basis: str) -> float:
     if basis == "wall":
         return row.seconds
     waits = row.kind in COLLECTIVE_KINDS or row.kind == "overlap" or row.num_threads > 1
@@ -76,12 +76,12 @@ def _seconds_of(row: Measurement, basis: str) -> float:
 
 
 def fit_section(
-    rows: Sequence[Measurement], cluster: Cluster, basis: str = "wall"
+    rows: Sequence[TimedOperation], cluster: Cluster, basis: str = "wall"
 ) -> tuple[FittedRate, ...]:
     """The fits of all kinds of operations in `rows`, each for itself: by kind, mode, type, number
     of ranks and of threads. `basis`: see `choose_basis`."""
     rows = [replace(row, seconds=_seconds_of(row, basis)) for row in rows]
-    groups: dict[FitKey, list[Measurement]] = {}
+    groups: dict[FitKey, list[TimedOperation]] = {}
     for row in rows:
         # Three gradients of one product are products: together they say more of its constants.
         mode = "" if row.kind == "matmul" else row.mode
@@ -128,7 +128,7 @@ def find_accelerator_by_device_name(name: str, memory_gib: float = 0.0) -> Accel
 
 def _fit_group(
     key: FitKey,
-    rows: Sequence[Measurement],
+    rows: Sequence[TimedOperation],
     cluster: Cluster,
     accelerator: Accelerator | None,
 ) -> FitResult | None:
@@ -155,7 +155,7 @@ def _fit_group(
 
 
 def _fit_products(
-    rows: Sequence[Measurement],
+    rows: Sequence[TimedOperation],
     dtype: str,
     threads: int,
     cluster: Cluster,
@@ -174,7 +174,9 @@ def _fit_products(
     return fit_constants(lambda values, size: matmul_seconds(values, *size), bounds, points)
 
 
-def _fit_line(rows: Sequence[Measurement], amount: str, per_s: Bound, overhead: Bound) -> FitResult:
+def _fit_line(
+    rows: Sequence[TimedOperation], amount: str, per_s: Bound, overhead: Bound
+) -> FitResult:
     """Seconds as an overhead and so much for each byte or FLOP."""
     points = []
     for row in rows:
@@ -215,7 +217,7 @@ def _link_per_s(cluster: Cluster, accelerator: Accelerator | None) -> float:
     return 2 * max(each.link_gb_s for each in list_accelerators().values()) * GB
 
 
-def _measure_overlap(rows: Sequence[Measurement]) -> list[FittedRate]:
+def _measure_overlap(rows: Sequence[TimedOperation]) -> list[FittedRate]:
     """How much of an all-reduce is hidden behind products beside it: 1 all, 0 nothing, below 0
     both are slower together than one after the other.
 

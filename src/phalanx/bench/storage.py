@@ -17,7 +17,7 @@ from pathlib import Path
 from phalanx.core.errors import ResourceError
 from phalanx.core.files import SCRATCH_PREFIX, build_resource_error
 from phalanx.core.units import format_bytes
-from phalanx.plan.profiles import Measurement
+from phalanx.plan.profiles import TimedOperation
 
 MIB = 2**20
 LARGE_BYTES, QUICK_BYTES, BLOCK_BYTES = 256 * MIB, 16 * MIB, 4 * MIB
@@ -31,7 +31,7 @@ def measure_storage(
     limit_s: float,
     is_quick: bool,
     on_progress: Callable[[float], None] = lambda share: None,
-) -> tuple[Measurement, ...]:
+) -> tuple[TimedOperation, ...]:
     """Write, sync and read files under `directory`, and remove them; stops about `limit_s` seconds
     after it began.
 
@@ -80,7 +80,7 @@ def _measure_in(
     num_small: int,
     limit_s: float,
     on_progress: Callable[[float], None],
-) -> tuple[Measurement, ...]:
+) -> tuple[TimedOperation, ...]:
     deadline = time.monotonic() + limit_s
     block = os.urandom(BLOCK_BYTES)
     times: dict[str, list[float]] = {"write": [], "sync": [], "read": []}
@@ -157,9 +157,9 @@ def _drop_cache(descriptor: int) -> None:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _make_row(kind: str, num_bytes: int, times: list[float]) -> Measurement:
+def _make_row(kind: str, num_bytes: int, times: list[float]) -> TimedOperation:
     low, high = min(times), max(times)
-    return Measurement(
+    return TimedOperation(
         kind=kind,
         mode="",
         dtype="",

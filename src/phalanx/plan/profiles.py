@@ -24,7 +24,7 @@ SECTIONS = ("gemm", "comm", "storage")
 
 
 @dataclass(frozen=True)
-class Measurement(JsonRecord):
+class TimedOperation(JsonRecord):
     """One measured operation: the median of its repeats, and the tenths at both ends.
 
     `size` means what `kind` says (docs/bench.md). `num_ranks` did it at once, each with
@@ -83,7 +83,7 @@ class ProfileSection(JsonRecord):
     num_skipped: int
     basis: str
     fits: tuple[FittedRate, ...]
-    rows: tuple[Measurement, ...]
+    rows: tuple[TimedOperation, ...]
 
 
 @dataclass(frozen=True)
