@@ -147,7 +147,7 @@ def describe_this_machine(cluster: Cluster) -> MachineProfile:
 def read_cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """The model of this machine's CPU as its maker calls it; "CPU" where nobody says."""
     try:
-        lines = cpuinfo.read_text(errors="replace").splitlines()
+        lines = read_regular(cpuinfo).decode(errors="replace").splitlines()
     except OSError:
         return "CPU"
     for line in lines:
