@@ -96,8 +96,22 @@ def test_a_job_that_compiles_is_judged_compiled_and_what_is_not_judged_is_said(
     assert {
         row["layout"]: "train.compile" in str(row["refused"]) for row in rows if row["ok"] is None
     } == {"cp2": True}
-    said = "not judged: precision.compute=bf16: layouts are judged in float64 and float32"
-    assert all(said in row["notes"] for row in rows)
+    said = "compression and compilers round otherwise than one process does"
+    left_out = [f"precision.compute=bf16: {said}"]
+    assert [row["not_judged"] for row in rows if row["ok"]] == [left_out] * len(judged)
+    assert all(f"not judged in bf16: ddp, tp2: {said}" in row["notes"] for row in rows)
+
+
+def test_what_nobody_judged_of_a_job_is_said_beside_what_is_equal(tmp_path: Path) -> None:
+    """A job in fp8 whose float64 is equal is not called equal without the rest of the sentence."""
+    options = ("--shrink", "--ranks", "2", "--layouts", "ddp", "--steps", "2", "--no-resume")
+    options = (*options, "--types", "float64", "precision.compute=fp8")
+    done = run("verify", *options, cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert "not judged: precision.compute=fp8" in done.out.splitlines()[-1]
+    (row,) = rows_of(run("verify", *options, "--json", cwd=tmp_path).out)
+    assert row["ok"]
+    assert row["not_judged"] == ["precision.compute=fp8: layouts are judged in float64"]
 
 
 def test_a_module_that_computes_something_else_per_rank_is_exit_11_and_named(

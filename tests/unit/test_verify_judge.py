@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import phalanx.run.one_process.dropout_masks as masks
 import phalanx.run.one_process.plain_loss as plain_loss
@@ -27,12 +28,14 @@ from phalanx.verify.cases import (
     list_layouts,
     make_cases,
     make_verified_job,
+    narrow_job,
     shrink_job,
 )
 from phalanx.verify.choose import choose_layouts
 from phalanx.verify.compare import covers_evenly
 from phalanx.verify.factors import describe_times
 from phalanx.verify.judged_layout import JudgedLayout
+from phalanx.verify.narrow_reference import AutocastLoss
 from phalanx.verify.result import VerifyResult
 from phalanx.verify.row import Row
 from phalanx.verify.trace_facts import (
@@ -559,3 +562,28 @@ def test_a_layout_that_was_named_and_refused_is_no_success() -> None:
     assert result.exit_code == ExitCode.OK
     assert "1 layout refused" in result.summary
     assert not replace(result, stop_code=ExitCode.INTERRUPTED).is_equal
+
+
+def test_the_reference_of_a_narrow_type_computes_in_it() -> None:
+    """Forward and loss: a reference whose forward is wide judges a narrow layout by another type's
+    numbers, within a band that is then too wide or too narrow."""
+    job = make_verified_job(shrink_job(Job())[0], 1)
+    (case,) = make_cases(
+        narrow_job(job, "bfloat16"), [("one", {})], num_ranks=1, cluster=CPU, shape=None
+    )
+    assert case.plan is not None
+    computed: list[torch.dtype] = []
+
+    class Head(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(1, 3)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            logits: torch.Tensor = self.linear(inputs[..., None].float())
+            computed.append(logits.dtype)
+            return logits
+
+    batch = {"inputs": torch.zeros(2, 4), "targets": torch.zeros(2, 4, dtype=torch.int64)}
+    AutocastLoss(job, case.plan, torch.bfloat16)(Head(), batch)
+    assert computed == [torch.bfloat16]

@@ -128,13 +128,13 @@ def describe_changes(requested_job: Job, verified: Job) -> str:
 
 
 def list_not_judged(job: Job, types: Sequence[str]) -> list[str]:
-    """A line for each setting of a job that is left out where layouts are judged in `types`."""
+    """The settings of a job that are left out where layouts are judged in `types`, in words."""
     compute = detect_precision(job)
     judged = [COMPUTE_OF.get(dtype, dtype) for dtype in types]
     if compute == "fp32" or compute in judged:
         return []
     names = ", ".join(judged)
-    return [f"not judged: precision.compute={compute}: layouts are judged in {names}"]
+    return [f"precision.compute={compute}: layouts are judged in {names}"]
 
 
 def shrink_job(job: Job, *, num_blocks: int = 2) -> tuple[Job, str]:

@@ -44,6 +44,7 @@ from phalanx.verify.trainer_cases import list_trainer_names, make_runs
 
 DEFAULT_RANKS = 4
 DEVICES = ("cpu", "cuda")
+ROUNDED_OTHERWISE = "compression and compilers round otherwise than one process does"
 MAX_NAMED = 16  # layouts, of a hundred and more, in a message
 # In float64: a copy per rank, and the reference's gradients of each step on disk.
 LARGE_PARAMS = 200_000_000
@@ -66,6 +67,8 @@ class Selection:
     cases_of_type: Mapping[str, tuple[Case, ...]]
     notes: tuple[str, ...]
     not_judged: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
+    """Settings of the job that no row judges: a part of `not_judged`, which each row repeats."""
     device: str = "cpu"
 
     @property
@@ -144,8 +147,10 @@ def choose_layouts(
         job, changes = shrink_job(job, num_blocks=count_needed_blocks(axes_of_name.values()))
         notes.append(f"shrunk  {changes or 'nothing: it is small'}")
     # Before the job is changed, of which this says what is left out.
-    dtypes = resolve_types(types, detect_precision(job))
-    omissions = list_not_judged(job, dtypes)
+    compute = detect_precision(job)
+    dtypes = resolve_types(types, compute)
+    left_out = list_not_judged(job, dtypes)
+    omissions = [f"not judged: {setting}" for setting in left_out]
     requested_job, job = job, make_verified_job(job, num_ranks)
     notes.append(f"changed {describe_changes(requested_job, job)}")
     _require_existing_data(job)
@@ -156,6 +161,9 @@ def choose_layouts(
     for dtype in filter(is_narrow, dtypes):
         cases_of_type[dtype] = maker.make_narrow_cases(dtype)
         omissions += _list_left_out(dtype, axes_of_name, cases_of_type[dtype])
+        # None of the named layouts is judged in the type that the job computes in.
+        if not cases_of_type[dtype] and COMPUTE_OF[dtype] == compute:
+            left_out.append(f"precision.compute={compute}: {ROUNDED_OTHERWISE}")
     selection = Selection(
         job,
         tuple(cases),
@@ -165,6 +173,7 @@ def choose_layouts(
         cases_of_type=cases_of_type,
         notes=(),
         not_judged=tuple(omissions),
+        left_out=tuple(left_out),
         device=device,
     )
     plans = [case.plan for case in cases if case.plan is not None]
@@ -307,10 +316,7 @@ def _list_left_out(dtype: str, layout_names: Iterable[str], cases: Sequence[Case
     missing = [name for name in layout_names if name not in judged and not is_of_one_type(name)]
     if not missing:
         return []
-    return [
-        f"not judged in {COMPUTE_OF[dtype]}: {', '.join(missing)}: compression and compilers round"
-        " otherwise than one process does"
-    ]
+    return [f"not judged in {COMPUTE_OF[dtype]}: {', '.join(missing)}: {ROUNDED_OTHERWISE}"]
 
 
 def _describe_work(selection: Selection, plans: Sequence[Plan], num_ranks: int) -> str:

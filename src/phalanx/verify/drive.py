@@ -73,7 +73,7 @@ def verify_job(
     rows: list[Row] = []
 
     def add_row(row: Row) -> None:
-        row = _take_over_cause(row, rows)
+        row = _add_settings_left_out(_take_over_cause(row, rows), selection.left_out)
         rows.append(row)
         on_row(row)
 
@@ -98,6 +98,7 @@ def verify_job(
         selection.required,
         stop_code=stop.code,
         num_missing=len(selection.work) - count_done(selection, rows),
+        left_out=selection.left_out,
         can_resume=resumes,
     )
 
@@ -114,6 +115,16 @@ def _take_over_cause(row: Row, earlier: Sequence[Row]) -> Row:
             cause = f"what makes {other.dtype} differ: {other.first.cause}"
             return replace(row, first=replace(row.first, cause=cause))
     return row
+
+
+def _add_settings_left_out(row: Row, left_out: Sequence[str]) -> Row:
+    """`row` with settings of the job that nobody judged, where it was judged itself: what is equal
+    is equal without them."""
+    if row.ok is None:
+        return row
+    # Rows that were judged before a stop have them already.
+    missing = [setting for setting in left_out if setting not in row.not_judged]
+    return replace(row, not_judged=(*row.not_judged, *missing))
 
 
 @dataclass

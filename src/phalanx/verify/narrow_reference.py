@@ -25,7 +25,7 @@ class AutocastLoss(JobLoss):
         super().__init__(job, plan)
         self._dtype = dtype
 
-    def outputs(self, module: nn.Module, batch: Batch) -> Any:
+    def compute_outputs(self, module: nn.Module, batch: Batch) -> Any:
         with self._autocast():
             return super().compute_outputs(module, batch)
 

@@ -133,9 +133,9 @@ def _judge_run(
 
 
 def _choose_steps(steps: list[list[Batch]], dtype: str, run_dir: Path) -> list[list[Batch]]:
-    """All steps in float64, which sees what comes late; float32 sees what is of its type, in the
-    first of them. All where the module has no float64."""
-    if dtype == "float64" or not has_float64(run_dir):
+    """All steps, but in float32 the first ones alone where float64 sees what comes late: float32
+    then sees what is of its type."""
+    if dtype != "float32" or not has_float64(run_dir):
         return steps
     return steps[:STEPS_IN_FLOAT32]
 

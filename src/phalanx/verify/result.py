@@ -16,7 +16,8 @@ class VerifyResult:
     `notes` and `not_judged` are lines for a person: what was compared, and what of the job was not.
     `required`: layouts whose refusal is a failure. `stop_code` is the exit code of a stop by a
     person or a scheduler; None if the comparison came to its end. `num_missing`: rows that a stop
-    has left out; with `can_resume` the same call has to judge only these.
+    has left out; with `can_resume` the same call has to judge only these. `left_out`: settings of
+    the job that no row judges.
     """
 
     rows: tuple[Row, ...]
@@ -26,6 +27,7 @@ class VerifyResult:
     stop_code: int | None = None
     num_missing: int = 0
     can_resume: bool = False
+    left_out: tuple[str, ...] = ()
 
     @property
     def is_equal(self) -> bool:
@@ -55,7 +57,7 @@ class VerifyResult:
     @property
     def summary(self) -> str:
         """One line that counts the rows that equal the reference and the layouts that were
-        refused."""
+        refused, and names settings of the job that nobody judged."""
         judged = [row for row in self.rows if row.ok is not None]
         exact = [row for row in judged if row.compress == "none"]
         rounded = [row for row in judged if row.compress != "none"]
@@ -73,6 +75,8 @@ class VerifyResult:
         num_refused = len({row.layout for row in self.rows if row.ok is None})
         if num_refused:
             parts.append(f"{plural(num_refused, 'layout')} refused")
+        if judged:
+            parts += [f"not judged: {setting.partition(':')[0]}" for setting in self.left_out]
         return ", ".join(parts)
 
 
