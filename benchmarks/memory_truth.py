@@ -79,7 +79,7 @@ def draw_sizes(
         sizes = Sizes(
             dim,
             rng.choice(layers),
-            dim // rng.choice((32, 64, 128)),
+            rng.choice([heads for heads in (4, 8, 16) if dim % heads == 0 and dim // heads >= 32]),
             rng.choice(vocabs),
             rng.choice(lengths),
             rng.choice((1, 2, 4, 8)),
@@ -315,7 +315,7 @@ def list_draws() -> dict[str, Draw]:
             draw_built_in("zero2", "parallel.dp_shard=2", "parallel.zero_stage=2", states=0.75)
         ),
         "compile": draw_built_in("compile", "train.compile=true"),
-        "pp interleaved-1f1b": draw_precision(draw_pipeline("interleaved-1f1b")),
+        "pp interleaved": draw_precision(draw_pipeline("interleaved")),
         "hsdp": draw_precision(
             draw_built_in(
                 "hsdp",
@@ -343,7 +343,7 @@ def list_draws() -> dict[str, Draw]:
             "train.recompute_every=2",
             activations=0.6,
         ),
-        "pp zb-h1": draw_pipeline("zb-h1"),
+        "pp interleaved-zero-bubble": draw_pipeline("interleaved-zero-bubble"),
         "hf recompute": draw_hugging_face("hf recompute", "train.recompute=full"),
         "recompute sqrt": draw_built_in("recompute sqrt", "train.recompute=sqrt", activations=0.5),
         "pp zb-v": draw_pipeline("zb-v"),

@@ -136,7 +136,7 @@ def test_recompute_holds_inputs_of_all_microbatches_and_one_block(name: str) -> 
     full = replace(WORK, segments=list_segments("full", 8))
     for stage in range(pipeline.num_stages):
         plain, again = (stage_bytes(EIGHT_BLOCKS, work, pipeline, stage) for work in (WORK, full))
-        block = WORK.tokens * EIGHT_BLOCKS.activations.block(0, 4, 1).saved
+        block = EIGHT_BLOCKS.activations.block(0, WORK).saved
         num_blocks = stages.num_blocks[stage]
         assert plain.redone == 0
         assert plain.saved - again.saved == num_blocks * (block - WORK.tokens * 32 * 4)
@@ -199,8 +199,9 @@ def test_weight_gradients_that_wait_keep_what_is_predicted(changes: dict[str, An
     deferred.run("key")
     gc.collect()
     held = {address: size for tensor, address, size in between if tensor() is None}
-    blocks = [model.activations.block(layer, 4, 1) for layer in range(model.num_layers)]
-    wanted = 24 * sum(block.weight_inputs for block in blocks)
+    microbatch = Workload(24, 1, "fp32", "none", 1024)
+    blocks = [model.activations.block(layer, microbatch) for layer in range(model.num_layers)]
+    wanted = sum(block.weight_inputs for block in blocks)
     counts = 8 * model.num_expert_layers * model.num_experts  # of rows for each expert
     assert sum(held.values()) == wanted + counts
 

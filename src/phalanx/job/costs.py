@@ -100,7 +100,7 @@ class ExpertCosts:
 
 @dataclass(frozen=True)
 class BlockBytes:
-    """Bytes of one block for one token, by what they are needed for."""
+    """Bytes of one block for one microbatch, by what they are needed for."""
 
     saved: int
     """What autograd saves from the forward to the backward."""
@@ -115,6 +115,9 @@ class BlockBytes:
     weight_inputs: int
     """What weight gradients are computed from, where these wait for the rest of the backward
     (zero-bubble schedules)."""
+    passing: int = 0
+    """What is alive at the worst moment of the block's backward beside what is saved: gradients on
+    their way, and a weight's gradient before it is added to others."""
 
 
 @dataclass(frozen=True)
@@ -171,9 +174,8 @@ class Microbatch(Protocol):
 class ActivationCosts(Protocol):
     """Bytes that one rank has of one microbatch besides states."""
 
-    def block(self, layer: int, element_bytes: int, sequence_parts: int) -> BlockBytes:
-        """Bytes per token of the block `layer`; `sequence_parts`: into how many the sequence is
-        cut outside of attention and feed-forward."""
+    def block(self, layer: int, batch: Microbatch) -> BlockBytes:
+        """Bytes of the block `layer` for one microbatch."""
 
     def everywhere(self, batch: Microbatch) -> int:
         """Bytes that every stage of a pipeline makes for itself: masks that its blocks share, and

@@ -27,6 +27,8 @@ from phalanx.job.param_holder import ParamHolder
 from phalanx.job.schema import Job
 from phalanx.job.shapes.measured import MeasuredModule
 from phalanx.job.shapes.stored import read_shape
+from phalanx.job.shapes.traced import read_traces
+from phalanx.job.user_dataset import is_own_dataset
 
 PROBE = "phalanx.nn.probe"
 TIMEOUT_S = 300.0
@@ -45,11 +47,39 @@ FACTS: Any = (
 )
 
 
-def measure_foreign_shape(job: Job) -> MeasuredModule | None:
-    """The shape of a user's own module, as far as it can be measured; None for a built-in model."""
+def measure_foreign_shape(job: Job, *, is_traced: bool = True) -> MeasuredModule | None:
+    """The shape of a user's own module, as far as it can be measured; None for a built-in model.
+
+    With `is_traced` also what a microbatch of the job takes, where its samples are known.
+    """
     if job.model.kind is None or not is_foreign(job.model.kind):
         return None
-    return probe_foreign_shape(job.model.kind, job.model.args, SHAPE_CACHE)
+    trace = build_trace_request(job) if is_traced else None
+    return probe_foreign_shape(job.model.kind, job.model.args, SHAPE_CACHE, trace=trace)
+
+
+def build_trace_request(job: Job) -> dict[str, Any] | None:
+    """What the probe needs to trace a microbatch of the job; None where its samples are a user's
+    own, whose forms are not known."""
+    if is_own_dataset(job.data.source) and not job.data.mixture:
+        return None
+    return {
+        "seq_len": job.data.seq_len,
+        "precisions": _list_precisions(job),
+        "objective": job.model.objective,
+        "loss_chunk_tokens": job.train.loss_chunk_tokens,
+        "document_masks": job.data.document_masks,
+    }
+
+
+def _list_precisions(job: Job) -> list[str]:
+    """The precisions that a plan of the job may ask for: one, unless the device decides."""
+    if job.precision.compute != "auto":
+        return [job.precision.compute]
+    # Without a GPU "auto" is fp32 (phalanx.plan.precision); each trace takes seconds.
+    if job.cluster.device == "cpu" or not Path("/proc/driver/nvidia").exists():
+        return ["fp32"]
+    return ["fp32", "bf16"]
 
 
 def probe_foreign_shape(
@@ -57,20 +87,22 @@ def probe_foreign_shape(
     args: Mapping[str, Any],
     cache_dir: Path | None = None,
     *,
+    trace: Mapping[str, Any] | None = None,
     probe_module: str = PROBE,
     timeout_s: float = TIMEOUT_S,
 ) -> MeasuredModule:
-    """Build `kind` ("package.module:factory") with `args` in a subprocess and count what it holds.
+    """Build `kind` ("package.module:factory") with `args` in a subprocess, count what it holds, and
+    trace what `trace` (`build_trace_request`) asks for.
 
     Raises LayoutError with the last line of the subprocess's errors if the model cannot be built.
     """
     if is_hugging_face(kind):
         # What is wrong with the file is said here, without another process.
         read_model_config(kind)
-    cached = _shape_cache_file(kind, args, cache_dir)
+    cached = _shape_cache_file(kind, args, cache_dir, trace)
     if cached is not None and (known := _read_cached(cached)) is not None:
         return known
-    shape = _parse_shape(kind, _run_probe(kind, args, probe_module, timeout_s))
+    shape = _parse_shape(kind, _run_probe(kind, args, trace, probe_module, timeout_s))
     if cached is not None:
         try:
             cached.parent.mkdir(parents=True, exist_ok=True)
@@ -81,10 +113,19 @@ def probe_foreign_shape(
     return shape
 
 
-def _run_probe(kind: str, args: Mapping[str, Any], probe_module: str, timeout_s: float) -> str:
+def _run_probe(
+    kind: str,
+    args: Mapping[str, Any],
+    trace: Mapping[str, Any] | None,
+    probe_module: str,
+    timeout_s: float,
+) -> str:
     """The output of `python -m probe_module '{"kind": ..., "args": ...}'`."""
+    request: dict[str, Any] = {"kind": kind, "args": dict(args)}
+    if trace is not None:
+        request["trace"] = dict(trace)
     try:
-        return run_request_process(probe_module, {"kind": kind, "args": dict(args)}, timeout_s)
+        return run_request_process(probe_module, request, timeout_s)
     except ChildProcessError as error:
         raise _probe_refusal(kind, str(error)) from None
 
@@ -165,6 +206,8 @@ def _count_answer(kind: str, answer: Mapping[str, Any]) -> MeasuredModule:
         blocks=blocks,
         last_stage=tuple(map(str, answer.get("last_stage", ()))),
         has_attention_seam=bool(answer.get("has_attention_seam", True)),
+        traces=read_traces(answer.get("traces", ())),
+        why_untraced=str(answer.get("why_untraced", "")),
         **facts,
     )
 
@@ -200,7 +243,12 @@ def find_last_line(text: str) -> str:
     return lines[-1].strip()
 
 
-def _shape_cache_file(kind: str, args: Mapping[str, Any], cache_dir: Path | None) -> Path | None:
+def _shape_cache_file(
+    kind: str,
+    args: Mapping[str, Any],
+    cache_dir: Path | None,
+    trace: Mapping[str, Any] | None = None,
+) -> Path | None:
     """The file that caches the shape; None if there is no cache or no source to recognise the
     model by."""
     if is_hugging_face(kind):
@@ -213,7 +261,7 @@ def _shape_cache_file(kind: str, args: Mapping[str, Any], cache_dir: Path | None
     for room in OWN_ROOMS:
         probe_files += sorted((Path(__file__).parents[1] / room).glob("*.py"))
     files = list_file_states([*sources, *probe_files])
-    return cache_dir / f"shape-{digest([kind, dict(args), files, sys.version])}.json"
+    return cache_dir / f"shape-{digest([kind, dict(args), trace, files, sys.version])}.json"
 
 
 def list_file_states(files: Sequence[Path]) -> list[tuple[str, int, int]]:

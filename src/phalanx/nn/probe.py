@@ -8,10 +8,10 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -26,13 +26,16 @@ from phalanx.mesh.linear import find_holders, read_shard_rules
 from phalanx.mesh.logical import full_name
 from phalanx.mesh.seams import has_attention_seam
 from phalanx.nn.hugging_face.adapter import FACTS, find_factory
+from phalanx.nn.module_trace import trace_request
 
 _OUR_FOLDER = str(Path(phalanx.__file__).parent) + os.sep
 
 
-def describe_module(kind: str, args: dict[str, object]) -> dict[str, object]:
+def describe_module(
+    kind: str, args: dict[str, object], trace: Mapping[str, Any] | None = None
+) -> dict[str, object]:
     """Parameter names, shapes and blocks of `kind(**args)`, without allocating its weights where
-    the factory can."""
+    the factory can; and the traces that `trace` asks for."""
     factory = find_factory(kind)
     try:
         with torch.device("meta"):
@@ -44,7 +47,7 @@ def describe_module(kind: str, args: dict[str, object]) -> dict[str, object]:
         module = factory(**args)
     if not isinstance(module, torch.nn.Module):
         raise PhalanxError(f"{kind} returned {type(module).__name__}, not an nn.Module")
-    return {
+    description = {
         **_describe_parameters(module),
         "num_batchnorms": sum(isinstance(part, _BatchNorm) for part in module.modules()),
         "num_dropouts": sum(map(_drops_activations, module.modules())),
@@ -57,6 +60,10 @@ def describe_module(kind: str, args: dict[str, object]) -> dict[str, object]:
         "has_attention_seam": has_attention_seam(module),
         "facts": getattr(module, FACTS, {}),
     }
+    # Last, for a trace takes the module's weights from it.
+    if trace is not None:
+        description |= trace_request(module, kind, trace)
+    return description
 
 
 def _describe_parameters(module: torch.nn.Module) -> dict[str, object]:
@@ -149,13 +156,19 @@ def refuse_silent_exits() -> Iterator[None]:
         os._exit = leave
 
 
+def _answer(request: Mapping[str, Any]) -> str:
+    return json.dumps(
+        describe_module(request["kind"], request.get("args", {}), request.get("trace"))
+    )
+
+
 if __name__ == "__main__":
     die_with_parent()
     sys.path.insert(0, os.getcwd())
     request = json.loads(sys.argv[1])
     try:
         with refuse_silent_exits():
-            print(json.dumps(describe_module(request["kind"], request.get("args", {}))), flush=True)
+            print(_answer(request), flush=True)
     except PhalanxError as error:
         sys.exit(str(error))
     except (Exception, SystemExit) as error:  # the user's own code

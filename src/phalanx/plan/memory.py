@@ -82,7 +82,7 @@ def activation_bytes(shape: ModelCosts, work: Workload) -> int:
     activations = shape.activations
     if activations is None:
         return 0
-    in_blocks = work.tokens * peak_segment_bytes(*count_segment_bytes(shape, work))
+    in_blocks = peak_segment_bytes(*count_segment_bytes(shape, work))
     return (
         in_blocks
         + _activation_bytes_outside_blocks(activations, work)
@@ -107,7 +107,7 @@ def bytes_at_forward_end(shape: ModelCosts, work: Workload) -> int:
     if shape.activations is None:
         return 0
     saved, _ = count_segment_bytes(shape, work)
-    return work.tokens * sum(saved) + _activation_bytes_outside_blocks(shape.activations, work)
+    return sum(saved) + _activation_bytes_outside_blocks(shape.activations, work)
 
 
 def activation_bytes_on_device(shape: ModelCosts, work: Workload) -> int:
@@ -122,14 +122,14 @@ def activation_bytes_on_device(shape: ModelCosts, work: Workload) -> int:
         for now, after, recomputed in zip(saved, [*saved[1:], 0], redone, strict=True)
     )
     outside = _activation_bytes_outside_blocks(activations, work) + activations.block_mask(work)
-    return work.tokens * max(pairs) + outside
+    return max(pairs) + outside
 
 
 def count_segment_bytes(
     shape: ModelCosts, work: Workload, start: int = 0, stop: int | None = None
 ) -> tuple[list[int], list[int]]:
-    """Bytes per token of each segment (or block outside one), in forward order: what it saves for
-    the backward, and what its recomputation makes again.
+    """Bytes of each segment (or block outside one) for one microbatch, in forward order: what it
+    saves for the backward, and what its recomputation makes again.
 
     Counts the blocks from `start` to before `stop`, where segments must begin and end, too.
     """
@@ -150,12 +150,9 @@ def count_segment_bytes(
 
 
 def _bytes_of_segment(shape: ModelCosts, work: Workload, segment: Segment) -> tuple[int, int]:
-    """Bytes per token that a segment saves, and that its recomputation makes again."""
+    """Bytes that a segment saves, and that its recomputation makes again."""
     assert shape.activations is not None
-    blocks = [
-        shape.activations.block(layer, work.compute_bytes, work.sequence_parts)
-        for layer in range(segment.start, segment.stop)
-    ]
+    blocks = [shape.activations.block(layer, work) for layer in range(segment.start, segment.stop)]
     total, first = sum(block.saved for block in blocks), blocks[0]
     if segment.mode == "none":
         return total, 0

@@ -56,7 +56,8 @@ def list_notes(
             cut = ", as sharding rules cut them"
         notes.append(
             f"memory of your own model counts weights, gradients and optimizer{cut}; activations,"
-            " logits and what is gathered are not predicted"
+            f" logits and what is gathered are not predicted{_explain_untraced(shape)}: that it"
+            " fits is not known"
         )
     notes.append(_staging_note(evaluator))
     notes += compression_notes(job, shape, evaluator.num_ranks)
@@ -66,6 +67,12 @@ def list_notes(
         notes.append(f"activations wait for the backward in pinned host memory, {size} per rank")
     notes.append(peak_learning_rate(job).why or "")
     return [line for line in notes if line]
+
+
+def _explain_untraced(shape: ModelCosts) -> str:
+    """Why a module was not traced, in brackets; "" where nobody says."""
+    why = getattr(shape, "why_untraced", "")
+    return f" ({why})" if why else ""
 
 
 def _tp_notes(job: Job, evaluator: CandidateEvaluator) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.job.costs import BlockBytes, Microbatch
+from phalanx.job.costs import BlockBytes, LossBytes, Microbatch
 from phalanx.job.shapes.transformer import TransformerShape
 
 
@@ -40,7 +40,7 @@ class PartBytes:
 def sum_block_bytes(
     shape: TransformerShape, c: int, sequence_parts: int, *parts: PartBytes
 ) -> BlockBytes:
-    """The bytes of a block: of its norms, its attention and its feed-forward."""
+    """The bytes of a block for one token: of its norms, its attention and its feed-forward."""
     num_norms = 4 if shape.post_norms else 2
     # What enters a matrix product is gathered before: norms' outputs are whole, their inputs parts.
     norms = norm_input_bytes(shape, shape.dim, c) * num_norms // sequence_parts + 2 * shape.dim * c
@@ -51,6 +51,33 @@ def sum_block_bytes(
         sum(part.products_in_both for part in parts),
         sum(part.weight_inputs for part in parts),
     )
+
+
+def scale_block_bytes(block: BlockBytes, tokens: int) -> BlockBytes:
+    """The bytes of a block for `tokens` tokens, from those for one."""
+    return BlockBytes(
+        block.saved * tokens,
+        block.entering * tokens,
+        block.products * tokens,
+        block.products_in_both * tokens,
+        block.weight_inputs * tokens,
+        block.passing * tokens,
+    )
+
+
+def count_chunked_loss(batch: Microbatch, vocab_size: int, dim: int) -> LossBytes:
+    """Bytes of the chunked cross-entropy: fp32 logits of one chunk, gradients of hidden states and
+    head.
+
+    In bf16 a chunk also exists in the compute type: as it leaves the matmul, and again as it enters
+    the next. All of them have the same room, and the head's gradient adds up in place.
+    """
+    # Chunks share one piece of memory, so the largest counts, once.
+    chunk = min(batch.loss_chunk_tokens, batch.tokens)
+    logits = chunk * vocab_size * (4 + batch.cast_bytes)
+    # Of hidden states in the compute type, of the head in fp32: it adds up over chunks.
+    gradients = batch.tokens * dim * batch.compute_bytes + vocab_size * dim * 4
+    return LossBytes(logits + gradients, gradients, logits)
 
 
 def norm_bytes(shape: TransformerShape, width: int, c: int, parts: int = 1) -> int:

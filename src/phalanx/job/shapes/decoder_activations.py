@@ -13,9 +13,11 @@ from phalanx.job.shapes.block_activations import (
     TransformerActivations,
     count_attention_bytes,
     count_bytes_of_width,
+    count_chunked_loss,
     count_feed_forward_bytes,
     norm_bytes,
     rms_norm_bytes,
+    scale_block_bytes,
     sum_block_bytes,
 )
 
@@ -35,14 +37,15 @@ class DecoderActivations(TransformerActivations):
         default_factory=dict, repr=False, compare=False
     )
 
-    def block(self, layer: int, element_bytes: int, sequence_parts: int) -> BlockBytes:
+    def block(self, layer: int, batch: Microbatch) -> BlockBytes:
         # A plan asks for every block of many layouts, and there are two kinds of blocks at most.
-        key = (self.shape.has_experts(layer), element_bytes, sequence_parts)
+        key = (self.shape.has_experts(layer), batch.compute_bytes, batch.sequence_parts)
         if key not in self._blocks:
             self._blocks[key] = self._count_block(*key)
-        return self._blocks[key]
+        return scale_block_bytes(self._blocks[key], batch.tokens)
 
     def _count_block(self, has_experts: bool, c: int, sequence_parts: int) -> BlockBytes:
+        """Bytes for one token."""
         shape = self.shape
         attention = count_attention_bytes(shape, c, is_rotated=shape.positions == "rope")
         if shape.has_latent_attention:
@@ -74,19 +77,7 @@ class DecoderActivations(TransformerActivations):
         return masks.block_mask_bytes(self.shape, batch)
 
     def loss(self, batch: Microbatch) -> LossBytes:
-        """Bytes of the chunked cross-entropy: fp32 logits of one chunk, gradients of hidden states
-        and head.
-
-        In bf16 a chunk also exists in the compute type: as it leaves the matmul, and again as it
-        enters the next. All of them have the same room, and the head's gradient adds up in place.
-        """
-        vocab_size, dim, c = self.shape.vocab_size, self.shape.dim, batch.compute_bytes
-        # Chunks share one piece of memory, so the largest counts, once.
-        chunk = min(batch.loss_chunk_tokens, batch.tokens)
-        logits = chunk * vocab_size * (4 + batch.cast_bytes)
-        # Of hidden states in the compute type, of the head in fp32: it adds up over chunks.
-        gradients = batch.tokens * dim * c + vocab_size * dim * 4
-        return LossBytes(logits + gradients, gradients, logits)
+        return count_chunked_loss(batch, self.shape.vocab_size, self.shape.dim)
 
     def fp8_params(self) -> int:
         """Parameters of the layers that multiply in fp8: those of blocks, without the experts that

@@ -1,18 +1,28 @@
-"""`MeasuredModule`: what planning knows of a module that was built and counted, a user's own or one
-of Hugging Face. What it computes is not known."""
+"""`MeasuredModule`: what planning knows of a module that was built, counted and traced, a user's
+own or one of Hugging Face."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, replace
+from functools import cached_property
 from typing import Any, Self
 
-from phalanx.job.costs import DocumentIds, PartParams
+from phalanx.job.costs import AttentionHeads, DocumentIds, Flops, ModelFlops, PartParams
 from phalanx.job.module_names import is_module_inside, matches_module
 from phalanx.job.param_holder import ParamHolder
 from phalanx.job.shapes.stored_keys import complete_keys
+from phalanx.job.shapes.traced import (
+    ModuleTrace,
+    count_part_flops,
+    read_traces,
+    traces_to_json,
+)
+from phalanx.job.shapes.traced_activations import TracedActivations
+from phalanx.job.shapes.traced_work import describe_module_work
 from phalanx.job.shapes.vit import count_patches
+from phalanx.job.work import ModelWork
 
 
 @dataclass(frozen=True)
@@ -52,26 +62,88 @@ class MeasuredModule:
     """What it says that a pipeline's last stage holds, too: names of its parts."""
     has_attention_seam: bool = True
     """Whether its attention can be swapped for one that asks other ranks."""
+    traces: tuple[ModuleTrace, ...] = ()
+    """What it does in a microbatch, in each precision that was asked for; none where it could not
+    be traced."""
+    why_untraced: str = ""
+    column_cut: frozenset[str] = frozenset()
+    """The layers of which tensor parallelism has left a part of the outputs."""
 
     # What only the built module says: the protocol's None
 
     has_proven_rules = False
     has_token_table = False
     may_route = True
-    heads = None
     experts = None
-    activations = None
     is_per_token_outside_regions = None
     why_samples_stay_whole = ""
 
-    def flops(self, seq_len: int) -> None:
-        return None
+    # What computing takes, where it was traced
 
-    def flops_per_token(self, seq_len: int) -> None:
-        return None
+    @cached_property
+    def activations(self) -> TracedActivations | None:
+        if not self.traces:
+            return None
+        return TracedActivations(self)
 
-    def work(self, seq_len: int) -> None:
-        return None
+    @property
+    def is_head_cut(self) -> bool:
+        """True if tensor parallelism has cut the layer that makes the logits."""
+        outside = (name for name in self.column_cut if not is_module_inside(name, self.block_names))
+        return any(self._find_holder_kind(name) == "linear" for name in outside)
+
+    def _find_holder_kind(self, name: str) -> str:
+        for holder in self.holders:
+            if holder.name == name:
+                return holder.kind
+        return ""
+
+    @property
+    def heads(self) -> AttentionHeads | None:
+        """The heads of its fused attention; None where attention is written out, or cut."""
+        if not self.traces or self.column_cut or not self.num_layers:
+            return None
+        calls = self.traces[0].points[0].block(0).attention
+        if not calls:
+            return None
+        queries, keys, size = calls[0][:3]
+        # Some modules repeat keys for every head of queries before the kernel sees them.
+        return AttentionHeads(queries, keys, size)
+
+    def flops(self, seq_len: int) -> ModelFlops | None:
+        """FLOPs of each part for one sample, as traced; None where it could not be."""
+        if not self.traces:
+            return None
+        trace = self.traces[0]
+        head = trace.points[0].head
+        blocks = [self._count_block_flops(layer, seq_len) for layer in range(self.num_layers)]
+        before = count_part_flops(trace, lambda point: point.before, seq_len)
+        after = count_part_flops(trace, lambda point: point.after, seq_len)
+        if head is not None:
+            after = Flops(after.matmul + 2 * head[0] * head[1] * seq_len, after.attention)
+        return ModelFlops(before, tuple(blocks), after, head_is_done_at_once=head is not None)
+
+    def _count_block_flops(self, layer: int, seq_len: int) -> Flops:
+        return count_part_flops(self.traces[0], lambda point: point.block(layer), seq_len)
+
+    def flops_per_token(self, seq_len: int) -> dict[str, int] | None:
+        flops = self.flops(seq_len)
+        if flops is None:
+            return None
+        parts, tokens = (flops.embedding, *flops.blocks, flops.head), self.tokens_of(seq_len)
+        matmul = round(sum(part.matmul for part in parts) / tokens)
+        attention = round(sum(part.attention for part in parts) / tokens)
+        return {
+            "matmul": matmul,
+            "attention": attention,
+            "training": 3 * (matmul + attention),
+        }
+
+    def work(self, seq_len: int) -> ModelWork | None:
+        """What one sample takes, as traced; None where it could not be, or shows no blocks."""
+        if not self.traces or not self.num_layers:
+            return None
+        return describe_module_work(self, seq_len)
 
     def list_stored_tensors(self) -> None:
         return None
@@ -159,6 +231,11 @@ class MeasuredModule:
             for count in range(len(parts) + 1):
                 saved[".".join(parts[:count])] += unsharded.num_params - sharded.num_params
         blocks = tuple((block, size - saved[block]) for block, size in self.blocks)
+        column_cut = set()
+        for unsharded, sharded in zip(self.holders, holders, strict=True):
+            # A table of a part of the vocabulary puts out whole rows.
+            if sharded.num_outputs < unsharded.num_outputs and unsharded.kind != "embedding":
+                column_cut.add(unsharded.name)
         num_params, sizes = self.num_params - saved[""], [size for _, size in blocks]
         return replace(
             self,
@@ -167,6 +244,7 @@ class MeasuredModule:
             blocks_params=sum(sizes),
             holders=holders,
             blocks=blocks,
+            column_cut=frozenset(column_cut),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -187,6 +265,8 @@ class MeasuredModule:
             "blocks": [list(block) for block in self.blocks],
             "last_stage": list(self.last_stage),
             "has_attention_seam": self.has_attention_seam,
+            "traces": traces_to_json(self.traces),
+            "why_untraced": self.why_untraced,
         }
 
 
@@ -199,6 +279,7 @@ def load_counted_fields(values: Mapping[str, Any]) -> dict[str, Any]:
         "shard_rules": tuple((pattern, text) for pattern, text in values.get("shard_rules", ())),
         "blocks": tuple((name, size) for name, size in values.get("blocks", ())),
         "last_stage": tuple(values.get("last_stage", ())),
+        "traces": read_traces(values.get("traces", ())),
     }
 
 

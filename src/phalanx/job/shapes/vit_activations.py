@@ -10,6 +10,7 @@ from phalanx.job.shapes.block_activations import (
     TransformerActivations,
     count_attention_bytes,
     count_feed_forward_bytes,
+    scale_block_bytes,
     sum_block_bytes,
 )
 
@@ -23,12 +24,12 @@ class VitActivations(TransformerActivations):
 
     shape: VitShape
 
-    def block(self, layer: int, element_bytes: int, sequence_parts: int) -> BlockBytes:
-        shape, c = self.shape, element_bytes
+    def block(self, layer: int, batch: Microbatch) -> BlockBytes:
+        shape, c = self.shape, batch.compute_bytes
         attention = count_attention_bytes(shape, c, is_rotated=False)
-        return sum_block_bytes(
-            shape, c, sequence_parts, attention, count_feed_forward_bytes(shape, c)
-        )
+        feed_forward = count_feed_forward_bytes(shape, c)
+        per_token = sum_block_bytes(shape, c, batch.sequence_parts, attention, feed_forward)
+        return scale_block_bytes(per_token, batch.tokens)
 
     def everywhere(self, batch: Microbatch) -> int:
         return 0

@@ -106,7 +106,7 @@ def stage_bytes(shape: ModelCosts, work: Workload, pipeline: Pipeline, stage: in
 
     Segments of recompute end where stages do.
     """
-    activations, tokens = shape.activations, work.tokens
+    activations = shape.activations
     assert activations is not None, "the caller asks"
     first, end = pipeline.stages.ranges[stage]
     saved, redone = count_segment_bytes(shape, work, first, end)
@@ -123,12 +123,9 @@ def stage_bytes(shape: ModelCosts, work: Workload, pipeline: Pipeline, stage: in
     for_weights = 0
     if not work.is_compiled:  # else the half of the input does both
         for layer in range(first, end):
-            block = activations.block(layer, work.compute_bytes, work.sequence_parts)
-            for_weights += block.weight_inputs
-    passing = tokens * (peak_segment_bytes(saved, redone) - sum(saved)) + activations.block_mask(
-        work
-    )
-    return StageBytes(tokens * sum(saved) + outside, passing, tokens * for_weights)
+            for_weights += activations.block(layer, work).weight_inputs
+    passing = peak_segment_bytes(saved, redone) - sum(saved) + activations.block_mask(work)
+    return StageBytes(sum(saved) + outside, passing, for_weights)
 
 
 def _state_bytes(

@@ -1,0 +1,173 @@
+"""What a traced module keeps from the forward to the backward: `ActivationCosts` from its trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from phalanx.job.costs import BlockBytes, FreedGradients, LossBytes, Microbatch
+from phalanx.job.shapes.block_activations import count_chunked_loss
+from phalanx.job.shapes.traced import (
+    ModuleTrace,
+    SourcedBytes,
+    TracedPart,
+    TracedProduct,
+    TracePoint,
+    find_trace,
+)
+
+if TYPE_CHECKING:
+    from phalanx.job.shapes.measured import MeasuredModule
+
+
+@dataclass(frozen=True)
+class TracedActivations:
+    """The activations of the measured module `shape`, which has a trace."""
+
+    shape: MeasuredModule
+    _blocks: dict[tuple[object, ...], BlockBytes] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    def block(self, layer: int, batch: Microbatch) -> BlockBytes:
+        trace = self._trace_for(batch)
+        kind = trace.points[0].blocks[layer]
+        size = (batch.micro_batch_size, batch.seq_len, batch.cp, batch.sequence_parts)
+        key = (trace.precision, kind, *size)
+        if key not in self._blocks:
+            self._blocks[key] = self._count_block(layer, batch)
+        return self._blocks[key]
+
+    def _count_block(self, layer: int, batch: Microbatch) -> BlockBytes:
+        cut = _PartCut(self.shape, f"{self.shape.block_names[layer]}.", batch)
+
+        def estimate(count: Callable[[TracedPart], int]) -> int:
+            return self._estimate(lambda point: count(point.block(layer)), batch)
+
+        return BlockBytes(
+            saved=estimate(lambda part: cut.count(part.saved)) + estimate(cut.count_gathered),
+            entering=estimate(lambda part: part.entering) // batch.sequence_parts,
+            products=estimate(lambda part: cut.count(part.results)),
+            products_in_both=estimate(lambda part: cut.count(part.results_saved)),
+            weight_inputs=estimate(cut.count_waiting),
+            passing=estimate(lambda part: part.passing) // batch.tp,
+        )
+
+    def everywhere(self, batch: Microbatch) -> int:
+        return self._estimate(lambda point: point.shared, batch)
+
+    def embedding(self, batch: Microbatch) -> int:
+        cut = _PartCut(self.shape, "", batch)
+        return self._estimate(lambda point: cut.count(point.before.saved), batch)
+
+    def final_norm(self, batch: Microbatch) -> int:
+        cut = _PartCut(self.shape, "", batch)
+        return self._estimate(lambda point: cut.count(point.after.saved), batch)
+
+    def block_mask(self, batch: Microbatch) -> int:
+        return 0
+
+    def loss(self, batch: Microbatch) -> LossBytes:
+        """Bytes of the loss: arithmetic where the objective multiplies by the head, else as
+        traced."""
+        head = self._trace_for(batch).points[0].head
+        if head is not None:
+            rows, dim = head
+            if self.shape.is_head_cut:
+                rows = -(-rows // batch.tp)
+            return count_chunked_loss(batch, rows, dim)
+        cut = _PartCut(self.shape, "", batch)
+        parts = batch.tp if self.shape.is_head_cut else 1
+        kept = self._estimate(lambda point: cut.count(point.loss.saved), batch)
+        passing = self._estimate(lambda point: point.loss.passing, batch) // parts
+        return LossBytes(kept + passing, kept, passing)
+
+    def message(self, batch: Microbatch) -> int:
+        if not self.shape.num_layers:
+            return 0
+        return self._estimate(lambda point: point.block(0).entering, batch) // batch.sequence_parts
+
+    def fp8_params(self) -> int:
+        linear = sum(holder.num_params for holder in self.shape.holders if holder.num_outputs)
+        return min(linear, self.shape.blocks_params)
+
+    def fp8_casts(self, tokens: int) -> int:
+        most = 0
+        for holder in self.shape.holders:
+            if holder.kind == "linear":
+                most = max(most, holder.num_inputs * (tokens + holder.num_outputs))
+        return most
+
+    def find_freed_gradients(self, ep: int) -> FreedGradients:
+        table = matrix = 0
+        for holder in self.shape.holders:
+            size = holder.num_outputs * holder.num_inputs
+            if holder.kind == "embedding":
+                table = max(table, size)
+            else:
+                matrix = max(matrix, size)
+        return FreedGradients(table, self.shape.block_params, matrix)
+
+    def _trace_for(self, batch: Microbatch) -> ModuleTrace:
+        trace = find_trace(self.shape.traces, batch.compute_bytes)
+        assert trace is not None, "a module has activations only where it was traced"
+        return trace
+
+    def _estimate(self, count: Callable[[TracePoint], int], batch: Microbatch) -> int:
+        trace = self._trace_for(batch)
+        # Attention of a part of a sequence meets the keys of all of it.
+        length = batch.seq_len // batch.cp
+        return trace.estimate(count, batch.micro_batch_size, length, batch.seq_len)
+
+
+@dataclass(frozen=True)
+class _PartCut:
+    """What tensor parallelism leaves of a part's bytes on one rank; `prefix` makes names within
+    the part to names within the model."""
+
+    shape: MeasuredModule
+    prefix: str
+    batch: Microbatch
+
+    def is_cut(self, sources: Sequence[str]) -> bool:
+        return any(f"{self.prefix}{source}" in self.shape.column_cut for source in sources)
+
+    def count(self, groups: Sequence[SourcedBytes]) -> int:
+        total = 0
+        for group in groups:
+            parts = self.batch.tp if self.is_cut(group.sources) else self.batch.sequence_parts
+            total += group.num_bytes // parts
+        return total
+
+    def count_gathered(self, part: TracedPart) -> int:
+        """Bytes that inputs of column-parallel layers have more than a part of the sequence: they
+        are gathered before the product, which saves them."""
+        if self.batch.sequence_parts == 1:
+            return 0
+        total = 0
+        for product in self._list_inputs_once(part):
+            is_gathered = f"{self.prefix}{product.holder}" in self.shape.column_cut
+            if is_gathered and not self.is_cut(product.is_input_cut_with):
+                whole = product.input_bytes
+                total += whole - whole // self.batch.sequence_parts
+        return total
+
+    def count_waiting(self, part: TracedPart) -> int:
+        """Bytes that weight gradients are computed from: inputs of products, each once, and the
+        gradients of what they put out."""
+        total = 0
+        for product in self._list_inputs_once(part):
+            is_cut = self.is_cut(product.is_input_cut_with)
+            total += product.input_bytes // (self.batch.tp if is_cut else 1)
+        for product in part.products:
+            is_cut = f"{self.prefix}{product.holder}" in self.shape.column_cut
+            total += product.output_bytes // (self.batch.tp if is_cut else 1)
+        return total
+
+    @staticmethod
+    def _list_inputs_once(part: TracedPart) -> list[TracedProduct]:
+        by_input: dict[int, TracedProduct] = {}
+        for product in part.products:
+            by_input.setdefault(product.input_id, product)
+        return list(by_input.values())

@@ -1,0 +1,111 @@
+"""`ModelWork` of a traced module: its products and attention, for a time model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from phalanx.job.module_names import matches_module
+from phalanx.job.shapes.traced import ModuleTrace, TracedPart, TracePoint
+from phalanx.job.work import AttentionWork, BlockWork, Cut, Matmul, ModelWork
+
+if TYPE_CHECKING:
+    from phalanx.job.shapes.measured import MeasuredModule
+
+
+def describe_module_work(module: MeasuredModule, seq_len: int) -> ModelWork:
+    """The work of one sample of `seq_len` tokens. Cuts are those of the rules that the module
+    brings."""
+    trace = module.traces[0]
+    point, tokens = trace.points[0], module.tokens_of(seq_len)
+    params = module.count_part_params()
+    blocks = []
+    for layer, (name, num_params) in enumerate(module.blocks):
+        cuts = _find_cuts(module, f"{name}.", point.block(layer))
+        blocks.append(describe_block_work(trace, layer, tokens, num_params, cuts))
+    dim, head = 0, Matmul("head", 0, 0)
+    if point.head is not None:
+        rows, dim = point.head
+        head = Matmul("head", dim, rows, "column")
+    elif point.after.products:
+        last = point.after.products[-1]
+        dim, head = last.inputs, Matmul("head", last.inputs, last.outputs)
+    num_head_tokens = tokens
+    if point.after.products and point.head is None:
+        num_head_tokens = max(1, point.after.products[-1].rows // point.batch)
+    embedding, num_embedding_tokens = None, 0
+    if point.before.products:
+        first = point.before.products[0]
+        embedding = Matmul("embedding", first.inputs, first.outputs)
+        num_embedding_tokens = first.rows // point.batch
+    return ModelWork(
+        num_tokens=tokens,
+        dim=dim,
+        blocks=tuple(blocks),
+        head=head,
+        num_head_tokens=num_head_tokens,
+        embedding=embedding,
+        num_embedding_tokens=num_embedding_tokens,
+        num_embedding_params=params.before,
+        num_head_params=params.after - params.both,
+        num_tied_params=params.both,
+    )
+
+
+def _find_cuts(module: MeasuredModule, prefix: str, part: TracedPart) -> dict[str, Cut]:
+    """How the module's own rules cut the layers of a block."""
+    cuts: dict[str, Cut] = {}
+    for product in part.products:
+        for pattern, rule in module.shard_rules:
+            kind = rule.split()[0]
+            if kind in ("column", "row") and matches_module(f"{prefix}{product.holder}", [pattern]):
+                cuts[product.holder] = "column" if kind == "column" else "row"
+                break
+    return cuts
+
+
+def describe_block_work(
+    trace: ModuleTrace, layer: int, seq_len: int, num_params: int, cuts: Mapping[str, Cut]
+) -> BlockWork:
+    """The work of one block for one sample of `seq_len` tokens; `cuts`: how tensor parallelism
+    would cut its layers."""
+    point = trace.points[0]
+    part, tokens = point.block(layer), point.batch * point.length
+    matmuls = []
+    for p in part.products:
+        # A product that sees other rows than there are tokens counts as often as it sees them.
+        visited = max(1, round(p.rows / tokens))
+        cut: Cut = cuts.get(p.holder, "none")
+        matmuls.append(Matmul(p.holder, p.inputs, p.outputs, cut, visited, visited))
+    attention = None
+    for heads, kv_heads, head_dim, value_dim, _, _, _, is_causal in part.attention[:1]:
+        pairs = seq_len * (seq_len + 1) // 2 if is_causal else seq_len**2
+        attention = AttentionWork(
+            heads, kv_heads, head_dim, value_dim, seq_len, pairs, bool(is_causal)
+        )
+    if attention is None and part.other_flops:
+        attention = _describe_written_attention(part, point, seq_len)
+    residual = part.added_elements // tokens
+    width = part.activation_elements // tokens
+    return BlockWork(
+        matmuls=tuple(matmuls),
+        attention=attention,
+        norm_features=residual,
+        residual_features=residual,
+        head_features=0,
+        activation_features=width,
+        is_gated=_is_gated(part),
+        num_params=num_params,
+    )
+
+
+def _describe_written_attention(part: TracedPart, point: TracePoint, seq_len: int) -> AttentionWork:
+    """Attention that is written out, as one head with as many FLOPs over all pairs."""
+    pairs = point.batch * point.length**2
+    width = max(1, round(part.other_flops / (4 * pairs)))
+    return AttentionWork(1, 1, width, width, seq_len, seq_len**2, is_causal=False)
+
+
+def _is_gated(part: TracedPart) -> bool:
+    """True if a product reads what two layers made together: gate and up."""
+    return any(len(p.is_input_cut_with) == 2 for p in part.products)

@@ -1,0 +1,399 @@
+"""Traces one microbatch of a module, forward and backward, on fake tensors: what autograd keeps of
+each block, what products it does, how much is alive in the backward.
+
+What a job's plan asks of a module that it cannot read. Run in the probe's process, never in a rank.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from phalanx.core.registry import resolve_kind
+from phalanx.job.hugging_face import is_hugging_face
+from phalanx.mesh.blocks import find_blocks
+from phalanx.mesh.logical import full_name
+from phalanx.nn.hugging_face.adapter import FACTS
+from phalanx.nn.objective import (
+    CausalOutput,
+    Objective,
+    causal_cross_entropy,
+    logits_cross_entropy,
+)
+from phalanx.nn.operator_trace import (
+    AFTER,
+    BEFORE,
+    LOSS,
+    OperatorRecorder,
+    PartRecord,
+    list_tensors,
+)
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class TracedBatch:
+    """The microbatch of a trace: tokens [batch, length], or images of (channels, size, size)."""
+
+    batch: int
+    length: int
+    precision: str
+    image: tuple[int, int, int] | None = None
+
+
+class UntraceableError(Exception):
+    """The module's forward cannot be followed without numbers; says why."""
+
+
+def trace_module(module: nn.Module, batch: TracedBatch, objective: Objective) -> dict[str, Any]:
+    """What `module`, whose parameters are fake, does in one microbatch, as JSON.
+
+    Raises UntraceableError for a forward that depends on its numbers, or takes other arguments.
+    """
+    blocks = find_blocks(module)
+    recorder = OperatorRecorder(_weights_by_storage(module))
+    inputs, targets = _build_inputs(batch)
+    gradients_were_on = torch.is_grad_enabled()
+    torch.set_grad_enabled(True)
+    try:
+        with ExitStack() as stack:
+            for context in _watch_blocks(recorder, blocks):
+                stack.enter_context(context)
+            stack.enter_context(_dropping_gradients(module))
+            facts = _run_microbatch(recorder, module, batch, objective, inputs, targets)
+    except UntraceableError:
+        raise
+    except Exception as error:
+        raise UntraceableError(f"{type(error).__name__}: {_first_line(error)}") from error
+    finally:
+        torch.set_grad_enabled(gradients_were_on)
+    sizes = {"batch": batch.batch, "length": batch.length}
+    return {**sizes, **_describe_parts(recorder, blocks), **facts}
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return lines[0][:200]
+
+
+def _weights_by_storage(module: nn.Module) -> dict[int, str]:
+    """The holder of each parameter, by its storage; buffers count as weights: they are no
+    activations."""
+    weights: dict[int, str] = {}
+    for name, part in module.named_modules():
+        tensors = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+        for tensor in tensors:
+            weights.setdefault(tensor.untyped_storage()._cdata, full_name(name))
+    return weights
+
+
+def _build_inputs(batch: TracedBatch) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """A batch as a job's data would give it, and its targets."""
+    if batch.image is not None:
+        images = torch.zeros(batch.batch, *batch.image)
+        return {"inputs": images}, torch.zeros(batch.batch, dtype=torch.int64)
+    tokens = torch.zeros(batch.batch, batch.length, dtype=torch.int64)
+    targets = torch.zeros(batch.batch, batch.length, dtype=torch.int64)
+    return {"inputs": tokens}, targets
+
+
+def _require_one_input(module: nn.Module) -> None:
+    """Raises UntraceableError for a forward that cannot do with inputs alone."""
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    for parameter in list(inspect.signature(module.forward).parameters.values())[1:]:
+        if parameter.default is parameter.empty and parameter.kind not in variable:
+            raise UntraceableError(f"its forward needs {parameter.name!r}")
+
+
+def _run_microbatch(
+    recorder: OperatorRecorder,
+    module: nn.Module,
+    batch: TracedBatch,
+    objective: Objective,
+    inputs: Mapping[str, torch.Tensor],
+    targets: torch.Tensor,
+) -> dict[str, Any]:
+    """Forward, loss and backward under the recorder; what the outputs say of head and loss."""
+    _require_one_input(module)
+    facts: dict[str, Any] = {}
+    autocast = torch.autocast(
+        "cpu", AUTOCAST.get(batch.precision), enabled=batch.precision in AUTOCAST
+    )
+    with recorder, autocast:
+        with torch.autograd.graph.saved_tensors_hooks(_noting_saved(recorder), _as_it_is):
+            outputs = module(inputs["inputs"])
+            if isinstance(outputs, CausalOutput):
+                # The objective multiplies by the head, a chunk at a time: its bytes are arithmetic.
+                facts["head"] = [*outputs.head_VD.shape]
+                roots, gradients = [outputs.hidden_BTD], [torch.empty_like(outputs.hidden_BTD)]
+            else:
+                recorder.part = LOSS
+                loss, _ = objective(outputs, {"targets": targets, "labels": targets})
+                roots, gradients = [loss], [torch.ones_like(loss)]
+        del outputs
+        recorder.is_backward = True
+        torch.autograd.backward(roots, gradients)
+    return facts
+
+
+def _noting_saved(recorder: OperatorRecorder) -> Any:
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        recorder.note_saved(tensor)
+        return tensor
+
+    return pack
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _watch_blocks(recorder: OperatorRecorder, blocks: Sequence[nn.Module]) -> Iterator[Any]:
+    """Contexts in which the recorder knows the part of the model that runs."""
+    for index, block in enumerate(blocks):
+        yield _watching(recorder, block, index, is_last=index == len(blocks) - 1)
+
+
+@contextmanager
+def _watching(
+    recorder: OperatorRecorder, block: nn.Module, index: int, *, is_last: bool
+) -> Iterator[None]:
+    def begin(_: nn.Module, args: Any, kwargs: Any) -> None:
+        recorder.part = index
+        recorder.mark_entering(list_tensors((args, kwargs)))
+        for tensor in list_tensors((args, kwargs)):
+            # Its gradient is there: the backward of this block is over.
+            if tensor.requires_grad:
+                tensor.register_hook(_entering_part(recorder, index - 1 if index else BEFORE))
+
+    def end(_: nn.Module, args: Any, outputs: Any) -> None:
+        recorder.part = AFTER if is_last else f"between {index}"
+        recorder.mark_entering(list_tensors(outputs))
+        for tensor in list_tensors(outputs):
+            if tensor.requires_grad:
+                tensor.register_hook(_entering_part(recorder, index))
+
+    handles = [
+        block.register_forward_pre_hook(begin, with_kwargs=True),
+        block.register_forward_hook(end),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _entering_part(recorder: OperatorRecorder, part: str | int) -> Any:
+    def enter(gradient: torch.Tensor) -> None:
+        if recorder.is_backward:
+            recorder.part = part
+
+    return enter
+
+
+@contextmanager
+def _dropping_gradients(module: nn.Module) -> Iterator[None]:
+    """Inside, gradients of weights go as soon as they are there, as into a bucket."""
+
+    def drop(parameter: torch.Tensor) -> None:
+        parameter.grad = None
+
+    handles = []
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            handles.append(parameter.register_post_accumulate_grad_hook(drop))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _describe_parts(recorder: OperatorRecorder, blocks: Sequence[nn.Module]) -> dict[str, Any]:
+    """The parts as JSON, equal blocks once: `kinds`, and which of them each block is.
+
+    What several blocks save and none of them made is a table of all: `shared`.
+    """
+    shared = _find_shared_storages(recorder, len(blocks))
+    shared_bytes = sum(recorder.storages[number].num_bytes for number in shared)
+    counted, kept_bytes = set(shared), shared_bytes
+    bodies: dict[str | int, dict[str, Any]] = {}
+    for part in (BEFORE, *range(len(blocks)), AFTER, LOSS):
+        record = recorder.parts[part]
+        saved = []
+        for number in (*_saved_between(recorder, part), *record.saved):
+            if number not in counted:
+                counted.add(number)
+                saved.append(number)
+        kept_bytes += sum(recorder.storages[number].num_bytes for number in saved)
+        prefix = ""
+        if isinstance(part, int):
+            prefix = _find_block_prefix(record, blocks[part])
+        bodies[part] = _describe_part(recorder, record, saved, prefix)
+        # Beside what it and the parts before it keep: gradients on their way.
+        most = record.backward_bytes
+        if part == LOSS:
+            most = max(most, record.forward_bytes)
+        bodies[part]["passing"] = max(0, most - kept_bytes)
+    kinds: list[dict[str, Any]] = []
+    block_kinds = []
+    for index in range(len(blocks)):
+        kind = _find_same_block(kinds, bodies[index])
+        if kind is None:
+            kinds.append(bodies[index])
+            kind = bodies[index]
+        # Blocks that do the same differ a little in what is alive around them.
+        kind["passing"] = max(kind["passing"], bodies[index]["passing"])
+        block_kinds.append(kinds.index(kind))
+    return {
+        "before": bodies[BEFORE],
+        "shared": shared_bytes,
+        "after": bodies[AFTER],
+        "loss": bodies[LOSS],
+        "kinds": kinds,
+        "blocks": block_kinds,
+    }
+
+
+def _saved_between(recorder: OperatorRecorder, part: str | int) -> list[int]:
+    """What was saved by code between the block before `part` and this one."""
+    if not isinstance(part, int) or part == 0:
+        return []
+    return recorder.parts[f"between {part - 1}"].saved
+
+
+def _find_same_block(
+    kinds: Sequence[dict[str, Any]], body: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    for kind in kinds:
+        if all(kind[key] == body[key] for key in kind if key != "passing"):
+            return kind
+    return None
+
+
+def _find_block_prefix(record: PartRecord, block: nn.Module) -> str:
+    """The block's own name and a dot, from the names of the layers that it multiplied by."""
+    within = {full_name(name) for name, _ in block.named_modules() if name}
+    for product in record.products:
+        parts = product.holder.split(".")
+        for count in range(1, len(parts)):
+            if ".".join(parts[count:]) in within:
+                return ".".join(parts[:count]) + "."
+    return ""
+
+
+def _find_shared_storages(recorder: OperatorRecorder, num_blocks: int) -> set[int]:
+    """Storages that were made outside of blocks and are saved by more than one of them."""
+    users: dict[int, int] = {}
+    for index in range(num_blocks):
+        for number in recorder.parts[index].saved:
+            users[number] = users.get(number, 0) + 1
+    shared = set()
+    for number, count in users.items():
+        if count > 1 and not isinstance(recorder.storages[number].part, int):
+            shared.add(number)
+    return shared
+
+
+def _describe_part(
+    recorder: OperatorRecorder, record: PartRecord, saved: Sequence[int], prefix: str
+) -> dict[str, Any]:
+    def group(numbers: Sequence[int]) -> list[list[Any]]:
+        """Bytes by what they come from."""
+        groups: dict[tuple[str, ...], int] = {}
+        for number in numbers:
+            facts = recorder.storages[number]
+            sources = tuple(sorted(source.removeprefix(prefix) for source in facts.sources))
+            groups[sources] = groups.get(sources, 0) + facts.num_bytes
+        return [[list(sources), num_bytes] for sources, num_bytes in sorted(groups.items())]
+
+    results = sorted(record.results)
+    # Numbers of storages go on from block to block, and equal blocks must be equal.
+    order: dict[int, int] = {}
+    products = []
+    for p in record.products:
+        input_id = order.setdefault(p.input_number, len(order))
+        sources = sorted(source.removeprefix(prefix) for source in p.input_sources)
+        sizes = (p.inputs, p.outputs, p.rows, input_id, p.input_bytes, p.output_bytes)
+        products.append([p.holder.removeprefix(prefix), *sizes, sources])
+    return {
+        "saved": group(saved),
+        "entering": sum(recorder.storages[number].num_bytes for number in record.entering),
+        "results": group(results),
+        "results_saved": group([number for number in results if number in saved]),
+        "products": products,
+        "attention": [list(astuple(call)) for call in record.attention],
+        "other_flops": record.other_flops,
+        "activation_elements": record.activation_elements,
+        "added_elements": record.added_elements,
+    }
+
+
+def trace_request(module: nn.Module, kind: str, request: Mapping[str, Any]) -> dict[str, Any]:
+    """The traces that the planner asks for (phalanx.job.module_probe), of a module whose weights
+    are no longer needed; or why there are none."""
+    facts = getattr(module, FACTS, {})
+    if request.get("document_masks"):
+        return {"why_untraced": "its masks of documents are not traced"}
+    traces = []
+    try:
+        objective = _find_objective(kind, request)
+        with FakeTensorMode(allow_non_fake_inputs=True), _one_sequence_a_sample():
+            module.to_empty(device="cpu")
+            module.train()
+            for precision in request["precisions"]:
+                points = _list_points(facts, int(request["seq_len"]), str(precision))
+                bodies = [trace_module(module, point, objective) for point in points]
+                traces.append({"precision": str(precision), "points": bodies})
+    except Exception as error:
+        return {"why_untraced": _first_line(error)}
+    return {"traces": traces}
+
+
+def _list_points(facts: Mapping[str, int], seq_len: int, precision: str) -> list[TracedBatch]:
+    """The microbatches to trace: one sample and two, and one of half the length."""
+    size = facts.get("image_size", 0)
+    if size:
+        image = (facts["num_channels"], size, size)
+        return [TracedBatch(number, 1, precision, image) for number in (1, 2)]
+    points = [TracedBatch(number, seq_len, precision) for number in (1, 2)]
+    if seq_len > 1:
+        points.append(TracedBatch(1, seq_len // 2, precision))
+    return points
+
+
+def _find_objective(kind: str, request: Mapping[str, Any]) -> Objective:
+    name, chunk = request.get("objective"), int(request["loss_chunk_tokens"])
+    if name is not None:
+        objective: Objective = resolve_kind(name, "phalanx.nn.models", "objective")
+        return objective
+    return logits_cross_entropy(chunk) if is_hugging_face(kind) else causal_cross_entropy(chunk)
+
+
+@contextmanager
+def _one_sequence_a_sample() -> Iterator[None]:
+    """Inside, transformers takes each sample for one sequence, as it finds it to be in training.
+
+    It looks at the positions' numbers, which a trace has none of, and makes a mask of all pairs
+    where it cannot see them.
+    """
+    masks = sys.modules.get("transformers.masking_utils")
+    original = getattr(masks, "find_packed_sequence_indices", None)
+    if masks is None or original is None:
+        yield
+        return
+    vars(masks)["find_packed_sequence_indices"] = lambda position_ids: None
+    try:
+        yield
+    finally:
+        vars(masks)["find_packed_sequence_indices"] = original

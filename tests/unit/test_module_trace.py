@@ -1,0 +1,211 @@
+"""What a trace says of a module, held to what the real module keeps and computes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from phalanx.job.load import load_job
+from phalanx.job.module_probe import _count_answer, build_trace_request, probe_foreign_shape
+from phalanx.job.shapes.measured import MeasuredModule
+from phalanx.job.shapes.stored import read_shape
+from phalanx.nn.hugging_face.adapter import find_factory
+from phalanx.nn.objective import causal_cross_entropy, logits_cross_entropy
+from phalanx.nn.probe import describe_module
+from phalanx.parallel.saved_tensors import SavedBytes
+from phalanx.plan.memory import activation_bytes
+from phalanx.plan.planner import make_plan
+from phalanx.plan.workload import Workload
+
+OWN = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(dim), nn.Linear(dim, 3 * dim)
+        self.out = nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        scores = q @ k.transpose(-1, -2)
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        x = x + self.out(scores.masked_fill(mask, -1e9).softmax(-1) @ v)
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+class Model(nn.Module):
+    def __init__(self, dim=32, vocab=90, layers=3):
+        super().__init__()
+        self.embed = nn.Embedding(vocab, dim)
+        self.layers = nn.ModuleList(Block(dim) for _ in range(layers))
+        self.head = nn.Linear(dim, vocab)
+
+    def forward(self, inputs):
+        x = self.embed(inputs)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+class ByNumbers(Model):
+    def forward(self, inputs):
+        if super().forward(inputs).sum() > 0:
+            return super().forward(inputs)
+        return super().forward(inputs) * 2
+
+class Needy(Model):
+    def forward(self, inputs, weather):
+        return super().forward(inputs)
+"""
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 90,
+    "hidden_size": 32,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2",
+    "vocab_size": 90,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+LENGTH = 48
+
+
+@pytest.fixture
+def own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "traced_model.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "traced_model"
+
+
+def measure(kind: str, precisions: tuple[str, ...] = ("fp32",)) -> MeasuredModule:
+    request = {"seq_len": LENGTH, "precisions": list(precisions), "loss_chunk_tokens": 1024}
+    return _count_answer(kind, describe_module(kind, {}, request))
+
+
+def write_config(folder: Path, config: dict[str, Any]) -> str:
+    (folder / "config.json").write_text(json.dumps(config))
+    return f"hf:{folder / 'config.json'}"
+
+
+def count_saved_bytes(kind: str, batch: int, length: int, precision: str) -> int:
+    """Bytes that autograd saves of a real forward and loss, without weights."""
+    module: nn.Module = find_factory(kind)()
+    tokens = torch.randint(0, 90, (batch, length))
+    make = logits_cross_entropy if kind.startswith("hf:") else causal_cross_entropy
+    saved = SavedBytes()
+    with saved.count_saved(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+        make(1024)(module(tokens), {"targets": tokens})
+    return saved.num_bytes
+
+
+def predict(shape: MeasuredModule, batch: int, length: int, precision: str = "fp32") -> int:
+    return activation_bytes(shape, Workload(batch, length, precision, "none", 1024))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [LLAMA, pytest.param(GPT2, marks=pytest.mark.long)],
+    ids=lambda config: config["model_type"],
+)
+def test_activations_are_those_that_autograd_saves(config: dict[str, Any], tmp_path: Path) -> None:
+    kind = write_config(tmp_path, config)
+    shape = measure(kind, ("fp32", "bf16"))
+    assert not shape.why_untraced
+    for batch, length, precision in ((3, LENGTH, "fp32"), (5, 24, "fp32"), (3, LENGTH, "bf16")):
+        saved = count_saved_bytes(kind, batch, length, precision)
+        hidden = batch * length * config.get("hidden_size", config.get("n_embd")) * 4
+        # The loss saves gradients of hidden states and head, which the plan counts as the loss.
+        loss = shape.activations.loss(Workload(batch, length, precision, "none", 1024)).waiting  # type: ignore[union-attr]
+        assert saved - loss == pytest.approx(
+            predict(shape, batch, length, precision), abs=0.03 * saved + hidden
+        )
+
+
+def test_attention_that_is_written_out_grows_with_pairs(own_model: str) -> None:
+    shape = measure(f"{own_model}:Model")
+    for batch, length in ((4, LENGTH), (4, 16), (2, 96)):
+        saved = count_saved_bytes(f"{own_model}:Model", batch, length, "fp32")
+        work = Workload(batch, length, "fp32", "none", 1024)
+        assert shape.activations is not None
+        kept = predict(shape, batch, length) + shape.activations.loss(work).waiting
+        assert saved == pytest.approx(kept, rel=0.02)
+
+
+def test_flops_are_those_that_torch_counts(own_model: str) -> None:
+    shape = measure(f"{own_model}:Model")
+    module = find_factory(f"{own_model}:Model")()
+    with FlopCounterMode(display=False) as counter:
+        module(torch.zeros(1, LENGTH, dtype=torch.int64))
+    flops = shape.flops(LENGTH)
+    assert flops is not None
+    parts = (flops.embedding, *flops.blocks, flops.head)
+    assert sum(part.forward for part in parts) == counter.get_total_flops()
+    work = shape.work(LENGTH)
+    assert work is not None
+    assert work.matmul_flops + work.attention_flops == counter.get_total_flops()
+    assert len(work.block_kinds) == 1
+
+
+@pytest.mark.parametrize(("name", "why"), [("ByNumbers", "DataDependent"), ("Needy", "weather")])
+def test_what_cannot_be_traced_is_no_fit_without_a_word(
+    own_model: str, name: str, why: str
+) -> None:
+    trace = {"seq_len": LENGTH, "precisions": ["fp32"], "loss_chunk_tokens": 1024}
+    shape = probe_foreign_shape(f"{own_model}:{name}", {}, trace=trace)
+    assert shape.activations is None
+    assert why in shape.why_untraced
+    job = load_job(None, [f"model.kind={own_model}:{name}", "parallel.ranks=1"])
+    notes = " ".join(make_plan(job, shape=shape).reasons)
+    assert why in notes
+    assert "that it fits is not known" in notes
+
+
+def test_a_stored_shape_keeps_its_trace(own_model: str) -> None:
+    shape = measure(f"{own_model}:Model")
+    assert read_shape(json.loads(json.dumps(shape.to_json()))) == shape
+
+
+def test_tensor_parallelism_divides_what_comes_from_cut_layers(own_model: str) -> None:
+    shape = measure(f"{own_model}:Model")
+    work = Workload(2, LENGTH, "fp32", "none", 1024, tp=2)
+
+    def cut(holder: Any) -> Any:
+        if not holder.name.endswith(("qkv", "up")):
+            return holder
+        return replace(holder, num_outputs=holder.num_outputs // 2)
+
+    whole, half = shape.activations, shape.shard(2, cut).activations
+    assert whole is not None
+    assert half is not None
+    block = whole.block(0, work)
+    # q, k, v, scores, weights, masks, their sum, up and its activation; norms and inputs stay.
+    per_token = 4 * 32 * 4
+    assert half.block(0, work).entering == block.entering
+    assert block.saved - 2 * per_token < 2 * half.block(0, work).saved < 2 * block.saved
+    assert half.block(0, work).saved < 0.75 * block.saved
+
+
+def test_a_dataset_of_ones_own_is_not_traced() -> None:
+    job = load_job(None, ["model.kind=traced_model:Model", "data.source=my.data:build"])
+    assert build_trace_request(job) is None
