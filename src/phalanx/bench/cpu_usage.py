@@ -25,6 +25,14 @@ class CpuUsage:
         return max(0.0, min(1.0, others_s / max(1e-9, wall_s * (psutil.cpu_count() or 1))))
 
 
+def watch_other_programs(seconds: float) -> float:
+    """The share of all cores, 0 to 1, that other programs use while this process waits for
+    `seconds`."""
+    usage = CpuUsage()
+    time.sleep(seconds)
+    return usage.share_of_others(usage.own_seconds())
+
+
 def _count_busy_seconds() -> float:
     times = psutil.cpu_times()
     idle_s = times.idle + getattr(times, "iowait", 0.0)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from phalanx.bench.cpu_usage import CpuUsage
+from phalanx.bench.cpu_usage import CpuUsage, watch_other_programs
 from phalanx.bench.items import (
     QUICK_S,
     SECTION_S,
@@ -43,6 +43,8 @@ from phalanx.run.stop_signals import raising_on_stop_signals
 # busy machine everything takes longer.
 PATIENCE, PATIENCE_S = 1.2, 2.0
 START_S = 6.0
+# How long we look whether the machine is quiet.
+LOOK_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ class BenchRequest:
     ranks: int | None = None
     directory: Path = field(default_factory=lambda: Path("runs"))
     is_quick: bool = False
+    seconds: float | None = None
+    """About how long ranks measure in all, in place of the usual time."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,17 @@ class _Bench:
         self._began_s = time.monotonic()
         sizes = list_group_sizes(cluster, request.ranks)
         self._num_ranks = max(sizes, default=1)
-        self._items = list_items(cluster, request.sections, sizes, is_quick=request.is_quick)
+        # What is measured while others compute is judged by processor seconds, which say nothing of
+        # threads that wait for each other.
+        busy_share = watch_other_programs(LOOK_S) if "gemm" in request.sections else 0.0
+        self._items = list_items(
+            cluster,
+            request.sections,
+            sizes,
+            is_quick=request.is_quick,
+            total_s=request.seconds,
+            only_single_threads=choose_basis(cluster, busy_share) == "processor",
+        )
         seconds = QUICK_S if request.is_quick else SECTION_S
         self._storage_s = seconds["storage"] if "storage" in request.sections else 0.0
         start_s = START_S if self._items else 0.0

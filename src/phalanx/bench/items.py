@@ -12,7 +12,7 @@ from phalanx.plan.cluster import Cluster
 
 KIB, MIB = 2**10, 2**20
 # Of everything on one machine, without the seconds in which torch is imported.
-SECTION_S = {"gemm": 32.0, "comm": 24.0, "storage": 10.0}
+SECTION_S = {"gemm": 34.0, "comm": 20.0, "storage": 8.0}
 QUICK_S = {"gemm": 2.0, "comm": 1.5, "storage": 0.5}
 # Nothing is repeated for a shorter time than this, however many operations there are.
 LEAST_S = 0.01
@@ -82,13 +82,28 @@ def count_threads(cluster: Cluster, num_ranks: int) -> int:
 
 
 def list_items(
-    cluster: Cluster, sections: Sequence[str], sizes: Sequence[int], *, is_quick: bool = False
+    cluster: Cluster,
+    sections: Sequence[str],
+    sizes: Sequence[int],
+    *,
+    is_quick: bool = False,
+    total_s: float | None = None,
+    only_single_threads: bool = False,
 ) -> tuple[BenchItem, ...]:
-    """Everything that ranks measure for `sections`, with the seconds of each item."""
+    """Everything that ranks measure for `sections`, with the seconds of each item: in all
+    `total_s`, or as SECTION_S says. `only_single_threads`: without what a rank computes with
+    several threads, where any is computed with one."""
     items: list[BenchItem] = []
-    seconds = QUICK_S if is_quick else SECTION_S
+    seconds = dict(QUICK_S if is_quick else SECTION_S)
+    if total_s is not None:
+        factor = total_s / sum(seconds[name] for name in ("gemm", "comm") if name in sections)
+        seconds = {name: factor * usual_s for name, usual_s in seconds.items()}
     if "gemm" in sections:
-        items += _share_seconds(list(_list_compute(cluster, sizes, is_quick)), seconds["gemm"])
+        computed = list(_list_compute(cluster, sizes, is_quick))
+        if only_single_threads:
+            single = [item for item in computed if item.num_threads == 1]
+            computed = single or computed
+        items += _share_seconds(computed, seconds["gemm"])
     if "comm" in sections:
         items += _share_seconds(list(_list_comm(cluster, sizes, is_quick)), seconds["comm"])
     return tuple(items)

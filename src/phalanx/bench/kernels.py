@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from phalanx.bench.block_shape import HEAD_DIM, make_block_shape
 from phalanx.bench.items import BenchItem
-from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.mesh.attend import compute_attention
 from phalanx.nn.block import Block
 from phalanx.nn.objective import CausalOutput, causal_cross_entropy
@@ -29,7 +29,6 @@ DTYPES = {
     "fp8": torch.float8_e4m3fn,
 }
 LOSS_CHUNK = 1024
-HEAD_DIM = 64
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ def _build_elementwise(item: BenchItem, device: torch.device) -> TimedCall:
         call = _gate
     elif item.kind == "rotary":
         positions = torch.arange(tokens, device=device)[None]
-        table = rotary_table(positions, _make_shape(width), x.dtype)
+        table = rotary_table(positions, make_block_shape(width), x.dtype)
         inputs = (x.view(1, tokens, -1, HEAD_DIM).transpose(1, 2),)
         call = functools.partial(rotate, table=table)
     traffic = TRAFFIC[item.kind][item.mode == "training"]
@@ -155,21 +154,6 @@ def _normalize(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def _gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
-
-
-def _make_shape(dim: int) -> DecoderShape:
-    """A decoder of one block with heads of HEAD_DIM and an FFN that is 4 x as wide as `dim`."""
-    heads = dim // HEAD_DIM
-    return DecoderShape(
-        num_layers=1,
-        dim=dim,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=HEAD_DIM,
-        ffn_dim=4 * dim,
-        vocab_size=256,
-        tie_embeddings=True,
-    )
 
 
 def _build_attention(item: BenchItem, device: torch.device) -> TimedCall:
@@ -227,7 +211,7 @@ def _build_block(item: BenchItem, device: torch.device) -> TimedCall:
     """A block of phalanx's decoder, forward and backward: what the other measurements are checked
     by."""
     tokens, dim = item.size
-    shape = _make_shape(dim)
+    shape = make_block_shape(dim)
     block = Block(shape, 0).to(device)
     with torch.no_grad():
         for parameter in block.parameters():

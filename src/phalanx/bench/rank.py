@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import astuple, fields
+from dataclasses import astuple
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,6 @@ from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.plan.layout import Layout
 from phalanx.plan.profiles import TimedOperation
 
-NUM_FIELDS = len(fields(RepeatedTime))
 LEAST_TOGETHER, MOST_TOGETHER = 3, 200
 
 
@@ -35,71 +34,72 @@ def main(document: JsonObject, link: RankLink) -> int:
 
 
 class RankBench:
-    """The items of a payload as one rank of `mesh` measures them."""
+    """The items of a payload as one rank of `mesh` measures them.
+
+    Ranks without a part in an item go on to the next one that they have a part in, where they wait:
+    what few measure is not held up by the others.
+    """
 
     def __init__(self, payload: BenchPayload, mesh: Mesh) -> None:
         self._payload, self._mesh = payload, mesh
-        self._groups: dict[int, dist.ProcessGroup] = {}
         self._began_s: dict[str, float] = {}
-        self._over: set[str] = set()
+        self._groups: dict[int, dist.ProcessGroup | None] = {1: None}
+        # `new_group` is collective over all ranks, in one order.
+        for size in sorted({item.num_ranks for item in payload.items} - {1}):
+            self._groups[size] = dist.new_group(list(range(size)))
 
     def measure_items(self) -> None:
         """Measure all items; rank 0 appends a row for each to the run's rows. Collective."""
         usage = CpuUsage()
         for item in self._payload.items:
-            if item.section in self._over:
+            if self._mesh.rank >= item.num_ranks:
+                continue
+            group = self._groups[item.num_ranks]
+            if self._is_time_up(item.section, group):
                 self._write(SKIPPED)
                 continue
-            self._began_s.setdefault(item.section, time.monotonic())
-            timed, timed_call = self._measure(item)
-            measured = self._exchange(timed, item.section)
-            if timed_call is not None:
-                self._write(json.dumps(_summarize(item, timed_call, measured).to_json()))
+            timed, timed_call = self._measure(item, group)
+            ranks = self._gather(timed, group)
+            self._write(json.dumps(_summarize(item, timed_call, ranks).to_json()))
         own_s = sum(self._mesh.gather_json(usage.own_seconds()))
         self._write(json.dumps({BUSY_KEY: usage.share_of_others(own_s)}))
 
-    def _exchange(self, timed: list[float] | None, section: str) -> list[list[float]]:
-        """What the ranks that took part have measured, in their order, on all ranks; and whether
-        the section's time is over on rank 0's clock. Collective, and where all ranks meet."""
-        is_over = time.monotonic() - self._began_s[section] > self._payload.limits_s[section]
-        row = [float(timed is not None), float(is_over), *(timed or [0.0] * NUM_FIELDS)]
-        tensor = torch.tensor(row, dtype=torch.float64, device=self._mesh.device)
-        rows = [each.tolist() for each in self._mesh.all_gather(tensor)]
-        if rows[0][1]:
-            self._over.add(section)
-        return [each[2:] for each in rows if each[0]]
+    def _is_time_up(self, section: str, group: dist.ProcessGroup | None) -> bool:
+        """True if the time of `section` is over on rank 0's clock. Collective over `group`."""
+        began_s = self._began_s.setdefault(section, time.monotonic())
+        is_up = time.monotonic() - began_s > self._payload.limits_s[section]
+        if group is None:
+            return is_up
+        flag = torch.tensor([float(is_up)], device=self._mesh.device)
+        dist.broadcast(flag, 0, group=group)
+        return bool(flag.item() > 0)
 
-    def _measure(self, item: BenchItem) -> tuple[list[float] | None, TimedCall | None]:
-        """The fields of this rank's RepeatedTime, and what was timed; None of a rank without a
-        part."""
-        group = self._find_group(item)
-        if self._mesh.rank >= item.num_ranks:
-            return None, None
+    def _gather(self, timed: RepeatedTime, group: dist.ProcessGroup | None) -> list[list[float]]:
+        """The fields of all ranks' times, in rank order. Collective over `group`."""
+        row = torch.tensor(astuple(timed), dtype=torch.float64, device=self._mesh.device)
+        if group is None:
+            return [row.tolist()]
+        rows = [torch.zeros_like(row) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(rows, row, group=group)
+        return [each.tolist() for each in rows]
+
+    def _measure(
+        self, item: BenchItem, group: dist.ProcessGroup | None
+    ) -> tuple[RepeatedTime, TimedCall]:
+        """This rank's times, and what was timed."""
         device = self._mesh.device
         threads_before = torch.get_num_threads()
         if device.type == "cpu":
             torch.set_num_threads(item.num_threads)
         try:
-            if group is not None:
+            if item.section == "comm":
+                assert group is not None, "a collective is of several ranks"
                 timed_call = build_collective(item, group, device)
-                timed = self._time_collective(item, timed_call, group)
-            else:
-                timed_call = build_timed_call(item, device)
-                timed = time_repeatedly(timed_call.call, item.budget_s, device)
+                return self._time_collective(item, timed_call, group), timed_call
+            timed_call = build_timed_call(item, device)
+            return time_repeatedly(timed_call.call, item.budget_s, device), timed_call
         finally:
             torch.set_num_threads(threads_before)
-        return list(astuple(timed)), timed_call
-
-    def _find_group(self, item: BenchItem) -> dist.ProcessGroup | None:
-        """The group of the first ranks that `item` is for; None for what a rank does alone.
-
-        Collective over all ranks, when a number of ranks comes for the first time.
-        """
-        if item.section != "comm":
-            return None
-        if item.num_ranks not in self._groups:
-            self._groups[item.num_ranks] = dist.new_group(list(range(item.num_ranks)))
-        return self._groups[item.num_ranks]
 
     def _time_collective(
         self, item: BenchItem, timed_call: TimedCall, group: dist.ProcessGroup

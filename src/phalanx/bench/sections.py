@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from phalanx.bench.composed import FitKey, fit_composed, make_fitted_rate
 from phalanx.bench.fits import Bound, FitResult, Predict, fit_constants
 from phalanx.plan.accelerators import GB, Accelerator, list_accelerators
 from phalanx.plan.cluster import Cluster
@@ -31,7 +32,7 @@ OVERHEAD = Bound(2e-7, 2e-3, 5e-6)
 LATENCY = Bound(1e-6, 0.2, 1e-4)
 HALF = Bound(0.25, 4096.0, 8.0)
 
-KERNELS_BY_FLOPS = ("attention", "cross_entropy")
+KERNELS_BY_FLOPS = ("attention",)
 KERNELS_BY_BYTES = (
     "copy",
     "host_to_device",
@@ -51,7 +52,6 @@ KERNELS_BY_BYTES = (
 COLLECTIVE_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 # Of fewer measurements nothing can be said.
 LEAST_POINTS = {"matmul": 3, "launch": 1}
-FitKey = tuple[str, str, str, int, int]
 
 
 def choose_basis(cluster: Cluster, busy_share: float) -> str:
@@ -93,12 +93,8 @@ def fit_section(
         result = _fit_group(key, group, cluster, accelerator)
         if result is None:
             continue
-        residual: float | None = result.residual
-        worst: float | None = result.worst
-        # Through as few points as there are constants any line goes.
-        if len(group) <= len(result.values):
-            residual = worst = None
-        fits.append(FittedRate(*key, result.values, residual, worst, len(group)))
+        fits.append(make_fitted_rate(key, result, len(group)))
+    fits += fit_composed(groups, fits, cluster)
     fits += _measure_overlap(rows)
     fits += _compare_crowds(fits)
     return tuple(fits)

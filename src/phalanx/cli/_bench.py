@@ -13,29 +13,19 @@ from phalanx.core.errors import UsageError
 from phalanx.core.units import format_seconds
 
 if TYPE_CHECKING:
-    from phalanx.bench.drive import BenchProgress
+    from phalanx.bench.drive import BenchProgress, BenchRequest
     from phalanx.plan.profiles import MachineProfile
 
 
-def print_bench(
-    sections: tuple[str, ...],
-    is_quick: bool,
-    device: str,
-    ranks: int | None,
-    directory: Path,
-    out: Path | None,
-    *,
-    as_json: bool,
-) -> int:
-    """Measure `sections`, write the profile and print it. Returns the exit code."""
-    from phalanx.bench.drive import BenchRequest, bench_machine
+def print_bench(request: BenchRequest, out: Path | None, *, as_json: bool) -> int:
+    """Measure what `request` says, write the profile and print it. Returns the exit code."""
+    from phalanx.bench.drive import bench_machine
     from phalanx.cli._bench_table import describe_profile
 
     refuse_launcher("bench")
     with print_errors_as_json(as_json), ProgressLine("measuring") as line:
-        if device not in ("auto", "cpu", "cuda"):
-            raise UsageError(f"--device is auto, cpu or cuda, not {device!r}")
-        request = BenchRequest(sections, device, ranks, directory, is_quick)
+        if request.device not in ("auto", "cpu", "cuda"):
+            raise UsageError(f"--device is auto, cpu or cuda, not {request.device!r}")
         result = bench_machine(request, on_progress=lambda progress: _show(line, progress))
         if result.stop_code is not None:
             line.hide()

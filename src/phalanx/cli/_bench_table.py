@@ -54,6 +54,13 @@ def _describe_compute(section: ProfileSection) -> Iterator[str]:
                 f"  calling an operation ({fit.mode}, {fit.dtype}): {_format_ranks(fit).strip()}"
                 f"   {format_seconds(fit.values['overhead_s'])}"
             )
+    for fit in section.fits:
+        if fit.kind == "block":
+            yield (
+                f"  whole blocks, {fit.dtype}: {_format_ranks(fit).strip()}"
+                f"   {fit.values['scale']:.2f} x the sum of their parts +"
+                f" {format_seconds(fit.values['overhead_s'])}   {_format_errors(fit).strip()}"
+            )
     yield from _describe_crowds(section.fits)
 
 
@@ -113,7 +120,7 @@ def _format_ranks(fit: FittedRate) -> str:
 
 
 def _format_rate(fit: FittedRate) -> str:
-    if fit.kind in ("attention", "cross_entropy"):
+    if fit.kind == "attention":
         return f"{format_count(fit.values['per_s'])} FLOP"
     return format_bytes(fit.values["per_s"])
 

@@ -37,6 +37,12 @@ Out = Annotated[
     Path | None,
     typer.Option("--out", metavar="FILE", help="Write the profile there, for no plan to find."),
 ]
+Seconds = Annotated[
+    float | None,
+    typer.Option(
+        "--seconds", min=1, metavar="S", help="Measure ranks for about S seconds; default 54."
+    ),
+]
 RUNS = Path("runs")
 
 
@@ -45,6 +51,7 @@ def all_command(
     device: Device = "auto",
     ranks: Ranks = None,
     directory: Directory = RUNS,
+    seconds: Seconds = None,
     out: Out = None,
     as_json: JsonOption = False,
 ) -> int:
@@ -52,16 +59,19 @@ def all_command(
 
     What was measured is written to ~/.cache/phalanx/profiles, where plans for this machine find it.
     """
+    from phalanx.bench.drive import BenchRequest
     from phalanx.cli._bench import print_bench
 
     sections = ("storage", "gemm", "comm")
-    return print_bench(sections, quick, device, ranks, directory, out, as_json=as_json)
+    request = BenchRequest(sections, device, ranks, directory, quick, seconds)
+    return print_bench(request, out, as_json=as_json)
 
 
 def gemm_command(
     quick: Quick = False,
     device: Device = "auto",
     ranks: Ranks = None,
+    seconds: Seconds = None,
     out: Out = None,
     as_json: JsonOption = False,
 ) -> int:
@@ -69,15 +79,18 @@ def gemm_command(
 
     By one rank alone, and by several at once, which slow each other down.
     """
+    from phalanx.bench.drive import BenchRequest
     from phalanx.cli._bench import print_bench
 
-    return print_bench(("gemm",), quick, device, ranks, RUNS, out, as_json=as_json)
+    request = BenchRequest(("gemm",), device, ranks, RUNS, quick, seconds)
+    return print_bench(request, out, as_json=as_json)
 
 
 def comm_command(
     quick: Quick = False,
     device: Device = "auto",
     ranks: Ranks = None,
+    seconds: Seconds = None,
     out: Out = None,
     as_json: JsonOption = False,
 ) -> int:
@@ -85,9 +98,11 @@ def comm_command(
 
     Latency and bandwidth of all-reduce, all-gather, reduce-scatter, all-to-all and send.
     """
+    from phalanx.bench.drive import BenchRequest
     from phalanx.cli._bench import print_bench
 
-    return print_bench(("comm",), quick, device, ranks, RUNS, out, as_json=as_json)
+    request = BenchRequest(("comm",), device, ranks, RUNS, quick, seconds)
+    return print_bench(request, out, as_json=as_json)
 
 
 def storage_command(
@@ -97,9 +112,11 @@ def storage_command(
     as_json: JsonOption = False,
 ) -> int:
     """Measure writing, syncing and reading files where checkpoints go."""
+    from phalanx.bench.drive import BenchRequest
     from phalanx.cli._bench import print_bench
 
-    return print_bench(("storage",), quick, "auto", None, directory, out, as_json=as_json)
+    request = BenchRequest(("storage",), "auto", None, directory, quick)
+    return print_bench(request, out, as_json=as_json)
 
 
 COMMANDS = {

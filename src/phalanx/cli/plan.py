@@ -105,6 +105,8 @@ def _print_plan(planned: PlannedJob, arguments: Sequence[str]) -> None:
         *planned.data_lines,
         *describe_plan(planned.plan, of_samples=is_own_dataset(planned.job.data.source)),
     ]
+    if planned.time is not None:
+        lines.append(planned.time.describe())
     if planned.initial is not None:
         lines += planned.initial.summary_lines()
     if planned.can_train_now:

@@ -196,7 +196,7 @@ def find_profile_of(cluster: Cluster) -> MachineProfile | None:
 def describe_calibration(profile: MachineProfile | None) -> str:
     """The words with which a plan says what its times are built on."""
     if profile is None or not profile.sections:
-        return "uncalibrated: no phalanx bench of this machine"
+        return "uncalibrated: phalanx bench all measures this machine"
     words = f"calibrated by bench of {profile.measured_on}"
     shares = [section.busy_share for section in profile.sections.values()]
     if max(shares) > BUSY_SHARE:

@@ -18,6 +18,7 @@ from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.run.data_counts import count_unprepared_data, describe_data_sources
 from phalanx.run.mixed_rows import warnings_about_mixed_rows
+from phalanx.run.plan_time import PlannedTime, predict_time
 from phalanx.run.tokens import find_job_tokens
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ class PlannedJob:
     plan: Plan
     data_lines: tuple[str, ...]
     initial: InitialWeights | None
+    time: PlannedTime | None = None
+    """None where the device is no part of this machine."""
 
     @property
     def can_train_now(self) -> bool:
@@ -42,7 +45,11 @@ class PlannedJob:
 
     def to_json(self) -> dict[str, Any]:
         """Facts of `phalanx plan --json`."""
-        return {**self.plan.to_json(), "initial": self.initial and self.initial.to_json()}
+        return {
+            **self.plan.to_json(),
+            "initial": self.initial and self.initial.to_json(),
+            "time": self.time and self.time.to_json(),
+        }
 
 
 def plan_job(job: Job, *, checks_initial: bool = True) -> PlannedJob:
@@ -61,7 +68,7 @@ def plan_job(job: Job, *, checks_initial: bool = True) -> PlannedJob:
         )
 
         initial = find_initial_checkpoint(job.model, plan.model_shape)
-    return PlannedJob(job, plan, tuple(data_lines), initial)
+    return PlannedJob(job, plan, tuple(data_lines), initial, predict_time(plan))
 
 
 def _plan_with_data(job: Job) -> tuple[Plan, list[str]]:

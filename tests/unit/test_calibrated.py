@@ -1,0 +1,139 @@
+"""The time of a step on a machine that was measured, with a profile of round numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.profiles import FLOPS_PER_S, make_profile
+
+from phalanx.core.errors import LayoutError
+from phalanx.job.load import load_job
+from phalanx.plan.calibrated.step import estimate_measured_step
+from phalanx.plan.cluster import Cluster
+from phalanx.plan.plan import Plan
+from phalanx.plan.planner import make_plan
+from phalanx.plan.profiles import MachineProfile
+from phalanx.plan.timing.step_time import TERMS
+
+SMALL = (
+    "model.dim=256",
+    "model.num_layers=4",
+    "model.num_heads=4",
+    "model.vocab_size=2048",
+    "data.seq_len=256",
+    "train.global_batch_size=8",
+)
+CPU = Cluster("cpu", 2, 2**36)
+
+
+def plan_of(*overrides: str) -> Plan:
+    return make_plan(load_job(None, [*SMALL, *overrides]), cluster=CPU, vocab_size=2048)
+
+
+def total_s(*overrides: str, profile: MachineProfile | None = None) -> float:
+    return estimate_measured_step(plan_of(*overrides), profile or make_profile()).total_s
+
+
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "one": ("parallel.ranks=1",),
+    "ddp": ("parallel.ranks=2",),
+    "zero1": ("parallel.dp_shard=2", "parallel.zero_stage=1"),
+    "zero2": ("parallel.dp_shard=2", "parallel.zero_stage=2"),
+    "zero3": ("parallel.dp_shard=2", "parallel.zero_stage=3"),
+    "tp": ("parallel.tp=2", "parallel.ranks=2", "parallel.sequence_parallel=false"),
+    "sp": ("parallel.tp=2", "parallel.ranks=2"),
+    "cp": ("parallel.cp=2", "parallel.ranks=2"),
+    "ulysses": ("parallel.cp=2", "parallel.ranks=2", "parallel.cp_attention=ulysses"),
+    "pp": ("parallel.pp=2", "parallel.ranks=2", "train.micro_batch_size=2"),
+    "zb": ("parallel.pp=2", "parallel.schedule=zb-v", "train.micro_batch_size=1"),
+    "hsdp": ("parallel.dp_replicate=2", "parallel.dp_shard=2"),
+    "ep": ("model.preset=small-mixtral", "parallel.ep=2", "parallel.dp_shard=2"),
+    "full": ("parallel.ranks=2", "train.recompute=full"),
+    "bf16": ("parallel.ranks=2", "precision.compute=bf16"),
+    "compile": ("parallel.ranks=2", "train.compile=true"),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_has_a_time_made_of_terms(name: str) -> None:
+    time = estimate_measured_step(plan_of(*LAYOUTS[name]), make_profile())
+    assert tuple(time.terms) == TERMS
+    assert time.total_s == pytest.approx(sum(time.terms.values()))
+    assert 0 < time.low_s < time.total_s < time.high_s
+    assert all(seconds >= 0 for seconds in time.terms.values()), time.terms
+    of_axes = {"tp": "tp", "sp": "tp", "cp": "cp", "ulysses": "cp", "ep": "ep", "pp": "bubble"}
+    for layout, term in of_axes.items():
+        if name == layout:
+            assert time.terms[term] > 0
+    for term in ("tp", "cp", "ep", "bubble"):
+        if of_axes.get(name) != term and not (name == "zb" and term == "bubble"):
+            assert time.terms[term] == 0
+
+
+def test_one_rank_sends_nothing_and_needs_no_comm() -> None:
+    profile = make_profile(num_devices=1)
+    profile = replace(profile, sections={"gemm": profile.sections["gemm"]})
+    fits = tuple(replace(fit, num_ranks=1) for fit in profile.sections["gemm"].fits)
+    profile = profile.with_sections({"gemm": replace(profile.sections["gemm"], fits=fits)})
+    assert total_s("parallel.ranks=1", profile=profile) > 0
+
+
+def test_a_larger_model_batch_and_sequence_take_longer() -> None:
+    base = total_s()
+    for larger in ("model.num_layers=5", "model.vocab_size=4096", "train.global_batch_size=16"):
+        assert total_s(larger) > base
+    assert total_s("data.seq_len=512") > 1.8 * base
+
+
+def test_products_take_at_least_as_long_as_their_flops() -> None:
+    plan = plan_of("parallel.ranks=2")
+    work = plan.model_shape.work(plan.seq_len)
+    assert work is not None
+    time = estimate_measured_step(plan, make_profile())
+    ideal_s = 3 * work.matmul_flops * 4 / FLOPS_PER_S["fp32"]
+    assert time.terms["ideal"] == pytest.approx(ideal_s)
+    assert time.terms["matmul loss"] > 0
+
+
+def test_slower_links_make_slower_steps_and_zero3_suffers_more_than_ddp() -> None:
+    slow = make_profile(comm_per_s=1e8)
+    costs = {}
+    for name in ("ddp", "zero3"):
+        costs[name] = total_s(*LAYOUTS[name], profile=slow) - total_s(*LAYOUTS[name])
+    assert 0 < costs["ddp"] < costs["zero3"]
+
+
+def test_recomputing_all_adds_about_a_forward() -> None:
+    none, full = (
+        total_s("parallel.ranks=1", f"train.recompute={mode}") for mode in ("none", "full")
+    )
+    selective = total_s("parallel.ranks=1", "train.recompute=selective")
+    assert 1.15 < full / none < 1.4
+    assert none < selective < full
+
+
+def test_four_ranks_on_two_cores_take_turns() -> None:
+    """Each has half of the batch of two ranks, and half of a core."""
+    two, four = (
+        estimate_measured_step(plan_of(f"parallel.ranks={ranks}"), make_profile())
+        for ranks in (2, 4)
+    )
+    assert four.terms["ideal"] == pytest.approx(two.terms["ideal"])
+    assert four.total_s > two.total_s
+
+
+def test_more_microbatches_fill_a_pipeline() -> None:
+    shares = []
+    for micro in (4, 1):
+        pipeline = plan_of("parallel.pp=2", f"train.micro_batch_size={micro}")
+        time = estimate_measured_step(pipeline, make_profile())
+        shares.append(time.terms["bubble"] / time.total_s)
+    assert shares[0] > shares[1] > 0
+
+
+def test_a_profile_without_an_operation_is_refused_with_what_to_do() -> None:
+    profile = make_profile()
+    profile = replace(profile, sections={"gemm": profile.sections["gemm"]})
+    with pytest.raises(LayoutError, match=r"no all_reduce.*run phalanx bench"):
+        estimate_measured_step(plan_of("parallel.ranks=2"), profile)
