@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.plan.profiles import FittedRate, MachineProfile, ProfileSection
+from phalanx.plan.profiles import PROCESSOR, FittedRate, MachineProfile, ProfileSection
 
 MATMUL = {"rows_half": 4.0, "cols_half": 4.0, "inner_half": 4.0, "overhead_s": 2e-6}
 FLOPS_PER_S = {"fp32": 1e11, "bf16": 4e11}
@@ -36,7 +36,10 @@ def make_profile(*, num_devices: int = 2, comm_per_s: float = 2e9) -> MachinePro
     comm = []
     for num_ranks in (2, 4):
         for kind in COLLECTIVES:
-            comm.append(make_fit(kind, "", "fp32", num_ranks, overhead_s=1e-4, per_s=comm_per_s))
+            for mode in ("", PROCESSOR):
+                comm.append(
+                    make_fit(kind, mode, "fp32", num_ranks, overhead_s=1e-4, per_s=comm_per_s)
+                )
         comm.append(make_fit("overlap", "", "fp32", num_ranks, hidden_share=0.25))
     date = "2026-11-24T18:00:00+00:00"
     return MachineProfile(

@@ -29,6 +29,7 @@ from phalanx.launch.supervisor import LaunchSpec, RunOutcome, supervise_ranks
 from phalanx.observe.bus import Bus
 from phalanx.plan.cluster import Cluster, detect_cluster
 from phalanx.plan.profiles import (
+    PROCESSOR,
     SECTIONS,
     MachineProfile,
     ProfileSection,
@@ -118,7 +119,7 @@ class _Bench:
             sizes,
             is_quick=request.is_quick,
             total_s=request.seconds,
-            only_single_threads=choose_basis(cluster, busy_share) == "processor",
+            only_single_threads=choose_basis(cluster, busy_share) == PROCESSOR,
         )
         seconds = QUICK_S if request.is_quick else SECTION_S
         self._storage_s = seconds["storage"] if "storage" in request.sections else 0.0

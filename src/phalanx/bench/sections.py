@@ -15,6 +15,7 @@ from phalanx.plan.accelerators import GB, Accelerator, list_accelerators
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.profiles import (
     BUSY_SHARE,
+    PROCESSOR,
     FittedRate,
     TimedOperation,
     linear_seconds,
@@ -61,7 +62,7 @@ def choose_basis(cluster: Cluster, busy_share: float) -> str:
     what waits for other ranks or for a disk has the fastest tenth of its repeats instead.
     """
     if cluster.device == "cpu" and busy_share > BUSY_SHARE:
-        return "processor"
+        return PROCESSOR
     return "wall"
 
 
@@ -75,12 +76,21 @@ def _seconds_of(row: TimedOperation, basis: str) -> float:
     return row.cpu_s
 
 
+def _list_processor_rows(rows: Sequence[TimedOperation]) -> list[TimedOperation]:
+    """Collectives again, with the processor seconds that they take of a rank."""
+    spent = []
+    for row in rows:
+        if row.kind in COLLECTIVE_KINDS and row.cpu_s > 0:
+            spent.append(replace(row, mode=PROCESSOR, seconds=row.cpu_s))
+    return spent
+
+
 def fit_section(
     rows: Sequence[TimedOperation], cluster: Cluster, basis: str = "wall"
 ) -> tuple[FittedRate, ...]:
     """The fits of all kinds of operations in `rows`, each for itself: by kind, mode, type, number
     of ranks and of threads. `basis`: see `choose_basis`."""
-    rows = [replace(row, seconds=_seconds_of(row, basis)) for row in rows]
+    rows = [*_list_processor_rows(rows), *(replace(r, seconds=_seconds_of(r, basis)) for r in rows)]
     groups: dict[FitKey, list[TimedOperation]] = {}
     for row in rows:
         # Three gradients of one product are products: together they say more of its constants.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from phalanx.core.units import format_bytes, format_count, format_seconds, plural
-from phalanx.plan.profiles import BUSY_SHARE, FittedRate, MachineProfile, ProfileSection
+from phalanx.plan.profiles import BUSY_SHARE, PROCESSOR, FittedRate, MachineProfile, ProfileSection
 
 STORAGE_NAMES = {
     "write": "write",
@@ -76,7 +76,7 @@ def _describe_crowds(fits: Sequence[FittedRate]) -> Iterator[str]:
 def _describe_comm(section: ProfileSection) -> Iterator[str]:
     yield "collectives     ranks x threads     bytes per s    latency   off: median   worst"
     for fit in section.fits:
-        if "per_s" in fit.values:
+        if "per_s" in fit.values and fit.mode != PROCESSOR:
             yield (
                 f"  {fit.kind:<14}{_format_ranks(fit)}   {_format_rate(fit):>12}"
                 f"   {format_seconds(fit.values['overhead_s']):>8}   {_format_errors(fit)}"
@@ -111,7 +111,7 @@ def _describe_conditions(section: ProfileSection) -> Iterator[str]:
             f"  busy: other programs used {100 * section.busy_share:.0f} % of the machine, which"
             " makes all of this less sure; run it again on a quiet one"
         )
-    if section.basis == "processor":
+    if section.basis == PROCESSOR:
         yield "  computing is fitted to processor seconds, collectives to their fastest tenth"
 
 

@@ -85,7 +85,9 @@ class StepFinished(Event):
     `loss_scale` is what fp16 multiplied the loss by (0: nothing did). `rss_bytes` are resident now,
     pages shared with other processes counted whole; `peak_bytes` the most memory that this rank had
     so far, shared pages by their share, or what a GPU's allocator gave out, which held
-    `reserved_bytes` for it (phalanx.core.process_memory; 0: nobody knows).
+    `reserved_bytes` for it (phalanx.core.process_memory; 0: nobody knows). `cpu_s`: processor
+    seconds of this rank's process, all its threads, within `step_s` (0: nobody counted); on a CPU
+    where these are far fewer than `step_s` times the threads, the rank waited, or had no turn.
     """
 
     step: int
@@ -107,6 +109,7 @@ class StepFinished(Event):
     sent_cp_bytes: int = 0
     sent_ep_bytes: int = 0
     sent_pp_bytes: int = 0
+    cpu_s: float = 0.0
 
     @property
     def sent_by_axis(self) -> dict[str, int]:

@@ -20,6 +20,8 @@ from phalanx.plan.cluster import Cluster
 
 PROFILE_SCHEMA = "phalanx.profile/1"
 PROFILE_FOLDER = "~/.cache/phalanx/profiles"
+PROCESSOR = "processor"
+"""The mode of fits of a collective's processor seconds, and the basis of a busy machine's fits."""
 SECTIONS = ("gemm", "comm", "storage")
 
 

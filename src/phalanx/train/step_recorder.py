@@ -37,14 +37,14 @@ class StepRecorder:
         self._list_events = list_events
         self._memory = memory or MemoryMeter()
         self._unrecorded: tuple[StepStats, str | None] | None = None
-        self._recorded_s = time.perf_counter()
+        self._recorded_s, self._recorded_cpu_s = time.perf_counter(), time.process_time()
         self._warned_draws: set[str] = set()
         self._unused: frozenset[str] = frozenset()
 
     def start(self) -> None:
         """Count seconds from here on: what was timed before belongs to no step."""
         self._phases.take()
-        self._recorded_s = time.perf_counter()
+        self._recorded_s, self._recorded_cpu_s = time.perf_counter(), time.process_time()
 
     def exclude_seconds(self, seconds: float) -> None:
         """Leave out `seconds` that no step took."""
@@ -64,11 +64,13 @@ class StepRecorder:
             return
         # Forgotten first, so that a step is never recorded twice.
         (facts, skipped), self._unrecorded = self._unrecorded, None
-        now = time.perf_counter()
-        self._emit_step(facts, skipped, now - self._recorded_s)
-        self._recorded_s = now
+        now, now_cpu = time.perf_counter(), time.process_time()
+        self._emit_step(facts, skipped, now - self._recorded_s, now_cpu - self._recorded_cpu_s)
+        self._recorded_s, self._recorded_cpu_s = now, now_cpu
 
-    def _emit_step(self, facts: StepStats, skipped: str | None, step_s: float) -> None:
+    def _emit_step(
+        self, facts: StepStats, skipped: str | None, step_s: float, cpu_s: float
+    ) -> None:
         phases_s = self._phases.take()
         step, memory = self._state.step, self._memory.read_rank_memory()
         if skipped is not None and self._mesh.rank == 0:
@@ -103,6 +105,7 @@ class StepRecorder:
                 sent_cp_bytes=facts.sent_cp_bytes,
                 sent_ep_bytes=facts.sent_ep_bytes,
                 sent_pp_bytes=facts.sent_pp_bytes,
+                cpu_s=round(cpu_s, 6),
             )
         )
         for event in self._list_events(step):

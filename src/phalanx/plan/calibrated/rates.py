@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from phalanx.core.errors import LayoutError
-from phalanx.plan.profiles import FittedRate, MachineProfile, linear_seconds, matmul_seconds
+from phalanx.plan.profiles import (
+    PROCESSOR,
+    FittedRate,
+    MachineProfile,
+    linear_seconds,
+    matmul_seconds,
+)
 
 # What FSDP and tensor parallelism call where phalanx has no faster way around gloo's own gather and
 # scatter (docs/benchmarks.md, "Collectives"): these take twice as long as those that are measured.
@@ -27,6 +33,8 @@ class MeasuredRates:
     is_low: bool = False
     """True for products in bf16 under autocast; the rest of a step is in fp32."""
     is_compiled: bool = False
+    counts_processor: bool = False
+    """True for processor seconds of a rank instead of those on the wall: nobody waits then."""
     _fits: dict[tuple[str, str, str], FittedRate | None] = field(default_factory=dict)
 
     @property
@@ -83,7 +91,8 @@ class MeasuredRates:
         """Seconds of a collective of a message of `num_bytes` between `size` ranks."""
         if size == 1:
             return 0.0
-        fit = self.profile.find_rate(kind, dtype="fp32", num_ranks=size)
+        mode = PROCESSOR if self.counts_processor else ""
+        fit = self.profile.find_rate(kind, mode, dtype="fp32", num_ranks=size)
         if fit is None:
             raise self._missing(kind)
         return linear_seconds(fit.values, num_bytes)
@@ -91,7 +100,7 @@ class MeasuredRates:
     def hidden_share(self, size: int) -> float:
         """The part of an all-reduce that products beside it hide, 0 to 1."""
         fit = self.profile.find_rate("overlap", dtype="fp32", num_ranks=size)
-        if fit is None:
+        if fit is None or self.counts_processor:
             return 0.0
         return max(0.0, fit.values["hidden_share"])
 
@@ -104,6 +113,8 @@ class MeasuredRates:
 
     def _slowness(self, fit: FittedRate) -> float:
         """Seconds of this rank for one second of `fit`."""
+        if self.counts_processor:
+            return fit.num_threads
         return self.crowding * fit.num_threads / self.num_threads
 
     def _find(self, kind: str, mode: str, dtype: str) -> FittedRate | None:

@@ -47,10 +47,17 @@ def estimate_measured_step(plan: Plan, profile: MachineProfile) -> StepTime:
     return _StepEstimate(plan, profile).build()
 
 
+def estimate_processor_seconds(plan: Plan, profile: MachineProfile) -> float:
+    """Processor seconds of the mean rank in one step of `plan`, all its threads: what a CPU that
+    others use, too, still tells. Raises LayoutError as `estimate_measured_step` does."""
+    return _StepEstimate(plan, profile, counts_processor=True).build().total_s
+
+
 @dataclass(frozen=True)
 class _StepEstimate:
     plan: Plan
     profile: MachineProfile
+    counts_processor: bool = False
 
     def build(self) -> StepTime:
         plan = self.plan
@@ -59,6 +66,7 @@ class _StepEstimate:
             plan.world_size,
             is_low=plan.precision in ("bf16", "fp16"),
             is_compiled=plan.compile,
+            counts_processor=self.counts_processor,
         )
         work = plan.model_shape.work(plan.seq_len)
         if work is None:
@@ -104,8 +112,11 @@ class _StepEstimate:
             spread = batch.tp if batch.sequence_parallel else 1
             message_bytes = FP32 * batch.tokens * work.dim / spread
             send_s = rates.collective_s("send", message_bytes, 2)
-            step_s = _simulate_step(plan.pipeline, blocks, ends, send_s) / rates.crowding
-            terms.add("bubble", max(0.0, step_s - terms.total_s))
+            if self.counts_processor:
+                terms.add("bubble", 2 * plan.num_microbatches * send_s)
+            else:
+                step_s = _simulate_step(plan.pipeline, blocks, ends, send_s) / rates.crowding
+                terms.add("bubble", max(0.0, step_s - terms.total_s))
         terms.add("ideal", self._ideal_s(work, rates))
         return terms
 
