@@ -310,6 +310,8 @@ OURS = {
     "plan/cluster.py": "reads /proc and /sys",
     "plan/advice/decision_tables.py": "reads our own table",
     "plan/accelerators.py": "reads our own table",
+    "plan/described_cluster.py": "reads our own table",
+    "plan/search/economics.py": "reads our own table",
     "plan/timing/constants.py": "reads our own table",
     "checkpoint/ownership/run_lock.py": "reads /proc",
     "checkpoint/exchange/families.py": "reads our own tables",

@@ -11,9 +11,13 @@ import typer
 from phalanx.cli._options import JobArguments
 
 if TYPE_CHECKING:
+    from phalanx.job.schema import Job
     from phalanx.run.plan_job import PlannedJob
 
-EXAMPLE = "Example: phalanx plan job.toml model.num_layers=24 cluster.memory_gib=8"
+EXAMPLE = (
+    "Example: phalanx plan --model llama3-70b --gpu h100-sxm --nodes 32 --seq-len 8192"
+    " --global-batch 512"
+)
 
 
 def command(
@@ -35,9 +39,51 @@ def command(
         typer.Option(
             "--model",
             metavar="NAME",
-            help="With --suggest-rules: a preset, or package.module:factory.",
+            help="A preset, a Hugging Face directory or config.json, or package.module:factory.",
         ),
     ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option("--gpu", metavar="NAME", help="Plan for GPUs of this kind: h100-sxm."),
+    ] = None,
+    instance: Annotated[
+        str | None,
+        typer.Option("--instance", metavar="TYPE", help="Plan for machines of this type."),
+    ] = None,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(
+            "--cluster", metavar="FILE", help="Plan for the cluster that this file describes."
+        ),
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", min=1, metavar="N", help="Machines of the cluster.")
+    ] = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            "--gpus", metavar="N|A..B", help="GPUs in all; a range compares numbers of them."
+        ),
+    ] = None,
+    seq_len: Annotated[
+        int | None,
+        typer.Option("--seq-len", min=1, metavar="N", help="Tokens of a sequence (data.seq_len)."),
+    ] = None,
+    global_batch: Annotated[
+        int | None,
+        typer.Option(
+            "--global-batch", min=1, metavar="N", help="Sequences a step, over all ranks."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="DIR", help="Write job.toml with the layout, and plan.json, there."
+        ),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="With --out: replace files that are there.")
+    ] = False,
     judge: Annotated[
         bool,
         typer.Option(
@@ -54,13 +100,14 @@ def command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> int:
-    """Choose a layout for a job on this machine and say why, with memory per rank.
+    """Choose a layout for a job and say why, with memory per rank, for this machine or any other.
 
-    The vocabulary is the job's or the data's, as `phalanx train` has it; nothing is built and
-    nothing is written.
+    The vocabulary is the job's or the data's, as `phalanx train` has it; nothing is built, and
+    without --out nothing is written.
     """
     from phalanx.cli._arguments import split_arguments
     from phalanx.cli._json import print_errors_as_json, print_json
+    from phalanx.cli._plan_search import SearchOptions, list_search_overrides, print_search
     from phalanx.core.errors import UsageError
 
     with print_errors_as_json(as_json):
@@ -71,12 +118,18 @@ def command(
             from phalanx.cli._suggest import print_suggestion
 
             return print_suggestion(arguments or [], model, verify_too=judge, as_json=as_json)
-        if model is not None or judge:
-            raise UsageError(
-                "--model and --verify are for --suggest-rules",
-                fix="write model.kind=NAME, or phalanx verify",
-            )
+        if judge:
+            raise UsageError("--verify is for --suggest-rules", fix="use phalanx verify")
         job_file, overrides = split_arguments(arguments or [])
+        overrides += list_search_overrides(
+            model=model,
+            gpu=gpu,
+            instance=instance,
+            cluster_file=cluster,
+            nodes=nodes,
+            seq_len=seq_len,
+            global_batch=global_batch,
+        )
         if explain:
             from phalanx.cli._explain import print_explained
             from phalanx.job.load import load_job
@@ -86,7 +139,11 @@ def command(
         from phalanx.job.load import load_job
         from phalanx.run.plan_job import plan_job
 
-        planned = plan_job(load_job(job_file, overrides), checks_initial=recut is None)
+        job = load_job(job_file, overrides)
+        if recut is None and _needs_search(job, gpus, out):
+            options = SearchOptions(gpus, out, force, as_json)
+            return print_search(job, options)
+        planned = plan_job(job, checks_initial=recut is None)
         if recut is not None:
             _print_recut(planned, recut, as_json)
         elif as_json:
@@ -94,6 +151,24 @@ def command(
         else:
             _print_plan(planned, arguments or [])
     return 0
+
+
+def _needs_search(job: Job, gpus: str | None, out: Path | None) -> bool:
+    """True where devices are known whose step times can be predicted.
+
+    Raises UsageError for options that only a search reads where they are not.
+    """
+    from phalanx.core.errors import UsageError
+    from phalanx.run.search_job import has_known_devices
+
+    if has_known_devices(job):
+        return True
+    if gpus is not None or out is not None:
+        raise UsageError(
+            "--gpus and --out are for a cluster of known GPUs, and this machine has none",
+            fix="add --gpu NAME or --instance TYPE",
+        )
+    return False
 
 
 def _print_plan(planned: PlannedJob, arguments: Sequence[str]) -> None:

@@ -59,6 +59,45 @@ def list_accelerators() -> dict[str, Accelerator]:
     return {name: Accelerator(name, **entry) for name, entry in tomllib.loads(text).items()}
 
 
+# Words of a driver's name of a GPU, and the entry of the table; the first match counts.
+_DRIVER_NAMES = (
+    ("gb300", "gb300"),
+    ("gb200", "gb200"),
+    ("gh200", "gh200"),
+    ("b300", "b300-sxm"),
+    ("b200", "b200-sxm"),
+    ("h200", "h200-sxm"),
+    ("h800", "h800-sxm"),
+    ("h100 pcie", "h100-pcie"),
+    ("h100", "h100-sxm"),
+    ("a100 pcie", "a100-pcie"),
+    ("a100", "a100-sxm"),
+    ("v100 sxm", "v100-sxm"),
+    ("l40s", "l40s"),
+    ("a10g", "a10g"),
+    ("4090", "rtx-4090"),
+    ("l4", "l4"),
+    ("t4", "t4"),
+)
+
+
+def match_accelerator(driver_name: str, memory_bytes: int) -> Accelerator | None:
+    """The accelerator that a driver calls `driver_name` ("NVIDIA H100 80GB HBM3"); None where the
+    table has none, or only one with more memory than this one has (a slice of a GPU, say)."""
+    words = driver_name.lower().replace("-", " ").split()
+    for needed, name in _DRIVER_NAMES:
+        if not all(word in words for word in needed.split()):
+            continue
+        accelerator = list_accelerators()[name]
+        if name == "a100-sxm" and memory_bytes < 60 * 2**30:
+            accelerator = list_accelerators()["a100-sxm-40"]
+        # A slice has a part of the memory, and of the speed that the table names.
+        if memory_bytes < 0.8 * accelerator.memory_gib * 2**30:
+            return None
+        return accelerator
+    return None
+
+
 def find_accelerator(name: str) -> Accelerator:
     """The accelerator called `name`. Raises LayoutError, with the nearest name, for another."""
     table = list_accelerators()

@@ -15,17 +15,33 @@ import psutil
 from phalanx.core.cores import count_cores
 from phalanx.core.errors import EnvironmentProblem
 from phalanx.job.schema import Job, Parallel
+from phalanx.plan.accelerators import Accelerator, match_accelerator
 from phalanx.plan.nvidia import Gpu, visible_gpus
 
 MIB = 2**20
 
 
 @dataclass(frozen=True)
+class LinkLevel:
+    """Links that join `num_devices` devices: `gb_s` (1e9 bytes a second) of one device, in one
+    direction."""
+
+    name: str
+    num_devices: int
+    gb_s: float
+    latency_us: float | None = None
+    oversubscription: float = 1.0
+    topology: str = "switch"
+
+
+@dataclass(frozen=True)
 class Cluster:
-    """Devices of one kind.
+    """Devices of one kind, found on this machine or described.
 
     `memory_bytes` is one device's (CPU: the whole machine's). `capability` is the compute
-    capability of the least able GPU; None on CPUs, and where nobody says.
+    capability of the least able GPU; None on CPUs, and where nobody says. `accelerator` and `links`
+    (from the innermost outwards) are what step times are predicted with: None and empty where they
+    are not known. Prices are US dollars for one node and hour.
     """
 
     device: str  # "cpu" | "cuda"
@@ -33,6 +49,26 @@ class Cluster:
     memory_bytes: int
     name: str = ""
     capability: tuple[int, int] | None = None
+    accelerator: Accelerator | None = None
+    devices_per_node: int = 0  # 0: all are in one
+    links: tuple[LinkLevel, ...] = ()
+    host_memory_bytes: int | None = None
+    price_per_hour: float | None = None
+    spot_price_per_hour: float | None = None
+    watts: float | None = None  # of one device at work
+    is_described: bool = False  # by the job, rather than found here
+
+    @property
+    def num_nodes(self) -> int:
+        # Rounded up: a node that is partly used is paid for.
+        return -(-self.num_devices // (self.devices_per_node or self.num_devices))
+
+    @property
+    def link_domain(self) -> int:
+        """Devices that the innermost links join; all of them where nothing is known of links."""
+        if not self.links:
+            return self.devices_per_node or self.num_devices
+        return min(self.links[0].num_devices, self.num_devices)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -57,7 +93,22 @@ def detect_cluster(device: str = "auto") -> Cluster:
             gpus = gpus[:1]
         # All ranks have one plan: the GPU with least memory, and the least able one, decide.
         memory_bytes, capability = min(gpu.memory_bytes for gpu in gpus), _least_capability(gpus)
-        return Cluster("cuda", len(gpus), memory_bytes, gpus[0].name, capability)
+        accelerator = match_accelerator(gpus[0].name, memory_bytes)
+        links: tuple[LinkLevel, ...] = ()
+        if accelerator is not None:
+            links = (LinkLevel("node", len(gpus), accelerator.link_gb_s),)
+        return Cluster(
+            "cuda",
+            len(gpus),
+            memory_bytes,
+            gpus[0].name,
+            capability,
+            accelerator,
+            len(gpus),
+            links,
+            _host_memory(),
+            watts=None if accelerator is None else accelerator.watts,
+        )
     if device == "cuda":
         why = "neither NVML nor nvidia-smi lists one"
         if "CUDA_VISIBLE_DEVICES" in os.environ:

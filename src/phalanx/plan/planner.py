@@ -22,7 +22,7 @@ from phalanx.plan.candidates import (
     explain_candidate,
 )
 from phalanx.plan.choice import Choice
-from phalanx.plan.cluster import Cluster, detect_cluster, rank_capacity_bytes
+from phalanx.plan.cluster import Cluster, rank_capacity_bytes
 from phalanx.plan.degree_checks import check_degrees
 from phalanx.plan.degrees import (
     choose_cp_load_balance,
@@ -31,6 +31,7 @@ from phalanx.plan.degrees import (
     choose_num_ranks,
     split_batch,
 )
+from phalanx.plan.described_cluster import find_cluster
 from phalanx.plan.notes import headroom_notes, list_notes
 from phalanx.plan.pipeline.requested_schedule import find_requested_schedule
 from phalanx.plan.pipeline.stages import list_pipeline_choices, plan_pipeline_and_microbatches
@@ -70,7 +71,7 @@ def make_plan(
     require_job(job)
     if num_ranks is not None and (not isinstance(num_ranks, int) or num_ranks < 1):
         raise UsageError(f"num_ranks={num_ranks!r}: a number of at least 1 is needed")
-    cluster = cluster or detect_cluster(job.cluster.device)
+    cluster = cluster or find_cluster(job)
     precision_is_auto = job.precision.compute == "auto"  # afterwards the job names a type
     job, why_precision = resolve_precision(job, cluster)
     if shape is None:

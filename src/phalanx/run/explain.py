@@ -22,7 +22,8 @@ from phalanx.job.toml import format_toml_value
 from phalanx.job.user_dataset import count_loader_processes
 from phalanx.observe.units import TEXT, MetricUnits, find_units_of_job
 from phalanx.plan.choice import AUTO, DEFAULT
-from phalanx.plan.cluster import Cluster, detect_cluster
+from phalanx.plan.cluster import Cluster
+from phalanx.plan.described_cluster import find_cluster
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.run.needs import choose_sinks
@@ -55,7 +56,7 @@ def explain_job(
     """
     tokens = find_job_tokens(job)
     vocab_size, vocab_why = _predict_vocabulary(tokens)
-    cluster = detect_cluster(job.cluster.device)
+    cluster = find_cluster(job)
     plan = make_plan(job, cluster=cluster, vocab_size=vocab_size, more=tokens.corpus_remarks())
     derived = _explain_derived(job, plan, cluster, vocab_why)
     if job.data.tokenizer is None and tokens.default:

@@ -1,0 +1,125 @@
+"""`phalanx plan` for a cluster whose devices are known: the search for a layout, printed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from phalanx.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from phalanx.job.schema import Job
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """Options of the command line that a search reads."""
+
+    gpus: str | None = None
+    out: Path | None = None
+    force: bool = False
+    as_json: bool = False
+
+
+def list_search_overrides(
+    *,
+    model: str | None,
+    gpu: str | None,
+    instance: str | None,
+    cluster_file: Path | None,
+    nodes: int | None,
+    seq_len: int | None,
+    global_batch: int | None,
+) -> list[str]:
+    """The options of a search as overrides of a job."""
+    options = {
+        "cluster.gpu": gpu,
+        "cluster.instance": instance,
+        "cluster.file": cluster_file,
+        "cluster.nodes": nodes,
+        "data.seq_len": seq_len,
+        "train.global_batch_size": global_batch,
+    }
+    overrides = [f"{key}={value}" for key, value in options.items() if value is not None]
+    if model is not None:
+        overrides.append(_override_model(model))
+    return overrides
+
+
+def _override_model(model: str) -> str:
+    """The key that names a model: a preset, package.module:factory, or a directory (or its
+    config.json) of Hugging Face's."""
+    path = Path(model)
+    if path.name == "config.json":
+        path = path.parent
+    if (path / "config.json").is_file():
+        return f"model.kind=hf:{path}"
+    if ":" in model:
+        return f"model.kind={model}"
+    return f"model.preset={model}"
+
+
+def print_search(job: Job, options: SearchOptions) -> int:
+    """Search, print the answer, write files; returns the exit code: 3 where nothing fits."""
+    from phalanx.cli._json import print_json
+    from phalanx.core.errors import ExitCode
+    from phalanx.plan.search.describe import describe_search
+    from phalanx.run.search_job import search_job, write_search
+
+    counts = _list_counts(options.gpus)
+    if len(counts) > 1:
+        return _print_scaling(job, counts, options)
+    if counts:
+        job = _resize_job(job, counts[0])
+    searched = search_job(job)
+    files = []
+    if options.out is not None:
+        files = write_search(searched, options.out, force=options.force)
+    if options.as_json:
+        print_json("plan-search", searched.result.to_json(), indent=1)
+    else:
+        print("\n".join(describe_search(searched.result, searched.task.cluster)))
+        for file in files:
+            print(f"wrote   {file}")
+    if searched.result.winner is None:
+        return int(ExitCode.JOB)
+    return 0
+
+
+def _list_counts(text: str | None) -> list[int]:
+    from phalanx.plan.search.scaling import list_device_counts
+
+    if text is None:
+        return []
+    return list_device_counts(text)
+
+
+def _resize_job(job: Job, num_devices: int) -> Job:
+    """`job` on so many devices, whole nodes of them."""
+    from phalanx.plan.described_cluster import find_cluster
+    from phalanx.plan.search.finalists import apply_keys
+
+    per_node = find_cluster(job).devices_per_node or num_devices
+    nodes = -(-num_devices // per_node)
+    return apply_keys(job, {"cluster.nodes": nodes, "parallel.ranks": num_devices})
+
+
+def _print_scaling(job: Job, counts: Sequence[int], options: SearchOptions) -> int:
+    from phalanx.cli._json import print_json
+    from phalanx.plan.search.describe import format_scaling
+    from phalanx.plan.search.scaling import sweep_devices
+    from phalanx.run.search_job import open_search
+
+    if options.out is not None:
+        raise UsageError(
+            "--out is for one number of GPUs", fix="leave --out out, or --gpus with one number"
+        )
+    task = open_search(_resize_job(job, counts[-1]))
+    rows = list(sweep_devices(task, counts))
+    if options.as_json:
+        print_json("plan-scaling", {"counts": [row.to_json() for row in rows]}, indent=1)
+    else:
+        print("\n".join(format_scaling(rows)))
+    return 0

@@ -1,0 +1,249 @@
+"""The cluster that a job describes: a GPU by name, a type of machine, a file; else this machine.
+
+Torch-free.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from phalanx.core.errors import EnvironmentProblem, LayoutError, did_you_mean
+from phalanx.core.files import read_regular
+from phalanx.core.units import plural
+from phalanx.job.schema import Cluster as ClusterSection
+from phalanx.job.schema import Job, Link
+from phalanx.plan.accelerators import Accelerator, find_accelerator, match_accelerator
+from phalanx.plan.cluster import Cluster, LinkLevel, detect_cluster
+from phalanx.plan.nvidia import visible_gpus
+
+GIB = 2**30
+# Bytes a second of a network that is given in bits.
+_GBIT = 1 / 8
+
+
+@dataclass(frozen=True)
+class InstanceType:
+    """A machine that a cloud rents out. Prices are samples: US dollars an hour at `as_of`."""
+
+    name: str
+    cloud: str
+    gpu: str
+    gpus_per_node: int
+    source: str
+    is_checked: bool
+    as_of: str = ""
+    network_gbit: float | None = None
+    host_memory_gib: float | None = None
+    on_demand_per_hour: float | None = None
+    spot_per_hour: float | None = None
+    note: str = ""
+
+
+@cache
+def list_instances() -> dict[str, InstanceType]:
+    """Every machine of the table, by name."""
+    text = files("phalanx.plan").joinpath("instances.toml").read_text(encoding="utf-8")
+    return {name: InstanceType(name, **entry) for name, entry in tomllib.loads(text).items()}
+
+
+def find_instance(name: str) -> InstanceType:
+    """The machine called `name`. Raises LayoutError, with the nearest name, for another."""
+    table = list_instances()
+    instance = table.get(name)
+    if instance is None:
+        raise LayoutError(
+            f"cluster.instance: no machine is called {name!r}",
+            fix=did_you_mean(name, tuple(table)) or f"one of {', '.join(table)}",
+        )
+    return instance
+
+
+def find_cluster(job: Job) -> Cluster:
+    """The cluster that a plan of the job is for: the one that it describes, else this machine.
+
+    Raises LayoutError (exit 3) for a description that does not hold, EnvironmentProblem (exit 6)
+    like `detect_cluster`.
+    """
+    if not job.cluster.names_machine:
+        return detect_cluster(job.cluster.device)
+    return describe_cluster(job.cluster)
+
+
+def describe_cluster(section: ClusterSection) -> Cluster:
+    """The cluster that [cluster] describes. What it leaves out is what its GPU or its machine is
+    usually sold with."""
+    if section.device == "cpu":
+        raise LayoutError(
+            "cluster.device is cpu, and the section names GPUs",
+            fix="leave cluster.device out, or cluster.gpu, cluster.instance and cluster.file",
+        )
+    if section.file is not None:
+        section = _merge_file(section, section.file)
+    instance = None
+    if section.instance is not None:
+        instance = find_instance(section.instance)
+        if section.gpu is not None and section.gpu.lower() != instance.gpu:
+            raise LayoutError(
+                f"cluster.gpu is {section.gpu!r}, and {instance.name} has {instance.gpu}",
+                fix="leave cluster.gpu out",
+            )
+    elif section.gpu is None:
+        raise LayoutError("the cluster names no GPU", fix="set cluster.gpu or cluster.instance")
+    accelerator = find_accelerator(section.gpu or (instance.gpu if instance else ""))
+    return _build_described(section, instance, accelerator)
+
+
+def _build_described(
+    section: ClusterSection, instance: InstanceType | None, accelerator: Accelerator
+) -> Cluster:
+    per_node = section.gpus_per_node or accelerator.gpus_per_node
+    if instance is not None:
+        per_node = section.gpus_per_node or instance.gpus_per_node
+    num_devices = per_node * (section.nodes or 1)
+    memory_gib = section.memory_gib or accelerator.memory_gib
+    major, minor = accelerator.compute_capability.split(".")
+    name = accelerator.name
+    if instance is not None:
+        name = f"{instance.name} ({accelerator.name})"
+    host_gib, price, spot_price = section.host_memory_gib, None, None
+    if instance is not None:
+        host_gib = host_gib or instance.host_memory_gib
+        price, spot_price = instance.on_demand_per_hour, instance.spot_per_hour
+    return Cluster(
+        "cuda",
+        num_devices,
+        round(memory_gib * GIB),
+        name,
+        (int(major), int(minor)),
+        accelerator,
+        per_node,
+        _list_links(section, instance, accelerator, per_node, num_devices),
+        None if host_gib is None else round(host_gib * GIB),
+        section.price_per_hour or price,
+        section.spot_price_per_hour or spot_price,
+        section.watts or accelerator.watts or None,
+        is_described=True,
+    )
+
+
+def _list_links(
+    section: ClusterSection,
+    instance: InstanceType | None,
+    accelerator: Accelerator,
+    per_node: int,
+    num_devices: int,
+) -> tuple[LinkLevel, ...]:
+    """The levels of links: those of the section, else NVLink's domain and the network."""
+    if section.links:
+        return _check_links(section.links, num_devices)
+    domain = per_node
+    if accelerator.link_domain > accelerator.gpus_per_node:
+        domain = accelerator.link_domain  # NVLink that joins the machines of a rack
+    levels = [LinkLevel("node", domain, accelerator.link_gb_s)]
+    if num_devices > domain:
+        nic_gb_s = accelerator.nic_gb_s
+        if instance is not None and instance.network_gbit is not None:
+            nic_gb_s = instance.network_gbit * _GBIT / instance.gpus_per_node
+        levels.append(LinkLevel("network", num_devices, nic_gb_s))
+    return tuple(levels)
+
+
+def _check_links(links: tuple[Link, ...], num_devices: int) -> tuple[LinkLevel, ...]:
+    """`links` as levels, of which the last joins all devices. Raises LayoutError for levels that
+    do not grow or do not reach every device."""
+    levels = []
+    below = 0
+    for link in links:
+        if link.num_devices <= below:
+            raise LayoutError(
+                f"cluster.links: {link.name!r} joins {link.num_devices} devices, and the level"
+                f" before it {below}",
+                fix="list the levels from the innermost outwards",
+            )
+        below = link.num_devices
+        levels.append(
+            LinkLevel(
+                link.name,
+                link.num_devices,
+                link.gb_s,
+                link.latency_us,
+                link.oversubscription,
+                link.topology,
+            )
+        )
+    if below < num_devices:
+        raise LayoutError(
+            f"cluster.links: the outermost level joins {below} of {num_devices} devices",
+            fix=f"add a level with num_devices = {num_devices}",
+        )
+    return tuple(levels)
+
+
+def _merge_file(section: ClusterSection, path: str) -> ClusterSection:
+    """`section` on top of what the file at `path` says."""
+    try:
+        body = tomllib.loads(read_regular(Path(path)).decode())
+    except OSError as error:
+        raise LayoutError(
+            f"cluster.file: {path!r} cannot be read", why=str(error.strerror or error)
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise LayoutError(f"cluster.file: {path!r} is not TOML", why=str(error)) from None
+    given: dict[str, Any] = json.loads(section.model_dump_json(exclude_unset=True))
+    given.pop("file", None)
+    try:
+        merged = ClusterSection.model_validate_json(json.dumps(body | given, default=str))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        fix = did_you_mean(key, tuple(ClusterSection.model_fields))
+        raise LayoutError(f"cluster.file: {path!r}: {key}: {first['msg']}", fix=fix) from None
+    if merged.file is not None:
+        raise LayoutError(f"cluster.file: {path!r} names another file")
+    return merged
+
+
+def require_this_machine(job: Job) -> None:
+    """Raises EnvironmentProblem (exit 6) for a job that is planned for GPUs which this machine
+    has not."""
+    if not job.cluster.names_machine:
+        return
+    planned, gpus = describe_cluster(job.cluster), visible_gpus()
+    assert planned.accelerator is not None
+    present = "no GPU"
+    if gpus:
+        present = plural(len(gpus), gpus[0].name)
+        accelerator = match_accelerator(gpus[0].name, min(gpu.memory_bytes for gpu in gpus))
+        if accelerator == planned.accelerator:
+            return
+    raise EnvironmentProblem(
+        f"the job is planned for {planned.name}, and this machine has {present}",
+        fix=(
+            "leave cluster.gpu, cluster.instance and cluster.file out to train here; phalanx plan"
+            " plans for them anywhere"
+        ),
+    )
+
+
+def resize_cluster(cluster: Cluster, num_devices: int) -> Cluster:
+    """`cluster` with another number of devices, its outermost level of links joining them all."""
+    links = list(cluster.links)
+    while links and links[-1].num_devices >= num_devices and len(links) > 1:
+        if links[-2].num_devices < num_devices:
+            break
+        links.pop()
+    if links and links[-1].num_devices < num_devices:
+        outermost = links[-1]
+        if len(links) == 1 and cluster.accelerator is not None:
+            links.append(LinkLevel("network", num_devices, cluster.accelerator.nic_gb_s))
+        else:
+            links[-1] = replace(outermost, num_devices=num_devices)
+    return replace(cluster, num_devices=num_devices, links=tuple(links))

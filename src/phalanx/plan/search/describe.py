@@ -1,0 +1,205 @@
+"""The answer of a search in lines of a terminal: what fits, how fast, at what cost, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from phalanx.core.units import format_bytes, format_count, format_seconds, plural
+from phalanx.plan.advice.terminal import describe_step_total
+from phalanx.plan.advice.waterfall import list_memory_phases
+from phalanx.plan.cluster import Cluster
+from phalanx.plan.search.result import NearestFit, PeakMemory, RankedLayout, SearchResult
+from phalanx.plan.search.scaling import DeviceCount
+
+MAX_REASONS = 3
+
+
+def describe_search(result: SearchResult, cluster: Cluster) -> list[str]:
+    """The answer first, then the winner, the runners-up and what was looked at."""
+    lines = [_describe_verdict(result), *_describe_question(result, cluster)]
+    if result.winner is not None:
+        lines += [
+            f"layout  {describe_layout(result.winner)}",
+            *_describe_economics(result),
+            "",
+            *format_ranking([result.winner, *result.runners_up]),
+        ]
+    else:
+        lines += ["", *_describe_nearest(result)]
+    return [*lines, "", *_describe_extent(result), *result.remarks]
+
+
+def _describe_verdict(result: SearchResult) -> str:
+    winner = result.winner
+    if winner is None:
+        return (
+            f"DOES NOT FIT · the layout that needs least takes about"
+            f" {format_bytes(result.smallest_bytes)} per rank, and"
+            f" {format_bytes(result.capacity_bytes)} are there"
+        )
+    parts = ["FITS"]
+    if winner.time is not None:
+        time = winner.time
+        parts.append(f"{describe_step_total(time.total_s, time.low_s, time.high_s)} a step")
+    if winner.tokens_per_s_per_device is not None:
+        parts.append(f"{winner.tokens_per_s_per_device:,.0f} tokens/s/GPU")
+    if winner.mfu is not None:
+        parts.append(f"MFU {winner.mfu:.0%}")
+    parts.append(f"peak {describe_peak(winner.memory)}")
+    goodput = result.economics.get("goodput")
+    if goodput is not None:
+        parts.append(f"goodput {goodput['value']:.1%}")
+    return " · ".join(parts)
+
+
+def describe_peak(memory: PeakMemory) -> str:
+    """'62.4 GiB of 70.8 GiB (rank 0 of the pipeline, in the backward)'."""
+    phases = list_memory_phases(memory.categories)
+    phase = max(phases, key=lambda name: sum(phases[name].values()))
+    where = f"in the {phase}"
+    if phase == "between steps":
+        where = "between steps"
+    if memory.by_pipeline_rank:
+        where = f"pipeline rank {memory.pipeline_rank}, {where}"
+    return f"{format_bytes(memory.total_bytes)} of {format_bytes(memory.capacity_bytes)} ({where})"
+
+
+def _describe_question(result: SearchResult, cluster: Cluster) -> list[str]:
+    batch = f"{result.global_batch_size:,} sequences x {result.seq_len:,} tokens a step"
+    lines = [f"model   {result.model}, {format_count(result.num_params)} parameters, {batch}"]
+    nodes = plural(cluster.num_nodes, "node")
+    levels = ", ".join(
+        f"{level.name} {level.gb_s:g} GB/s" for level in cluster.links if level.num_devices > 1
+    )
+    text = f"cluster {result.num_ranks:,} x {result.cluster} in {nodes}"
+    if levels:
+        text += f" ({levels}, each way and GPU)"
+    return [*lines, text]
+
+
+def describe_layout(ranked: RankedLayout) -> str:
+    """The layout of a candidate in words, with its batch and what it recomputes."""
+    text = f"{ranked.family} ({ranked.layout}), {ranked.num_microbatches} x"
+    text += f" {ranked.micro_batch_size} sequences a data-parallel rank"
+    if ranked.schedule:
+        text += f", {ranked.schedule} with {plural(ranked.stages_per_rank, 'stage')} a rank"
+    if ranked.recompute != "none":
+        text += f", recompute {ranked.recompute}"
+    if ranked.offload != "none":
+        text += f", offload {ranked.offload}"
+    return text
+
+
+def _describe_economics(result: SearchResult) -> list[str]:
+    cost: Mapping[str, Any] | None = result.economics.get("cost")
+    if cost is None:
+        return []
+    parts = [f"{cost['hours_per_billion_tokens']:.3g} h"]
+    prices = (("on demand", "dollars"), ("on spot machines", "spot_dollars"))
+    for name, key in prices:
+        dollars = cost[f"{key}_per_billion_tokens"]
+        if dollars is not None:
+            parts.append(f"${dollars:,.0f} {name}")
+    if cost["kwh_per_billion_tokens"] is not None:
+        parts.append(f"{cost['kwh_per_billion_tokens']:,.0f} kWh")
+    lines = [f"cost    a billion tokens: {', '.join(parts)}"]
+    if cost["dollars_per_billion_tokens"] is None:
+        lines.append("        no price is known: set cluster.instance or cluster.price_per_hour")
+    return lines
+
+
+def format_ranking(ranked: Sequence[RankedLayout]) -> list[str]:
+    """A table of layouts: the winner, then others with the term that they lose by."""
+    header = ("", "family", "layout", "batch", "recompute", "step", "MFU", "peak", "why it loses")
+    rows = [header]
+    for number, layout in enumerate(ranked, start=1):
+        step, mfu = "unknown", ""
+        if layout.step_s is not None:
+            step = format_seconds(layout.step_s)
+        if layout.mfu is not None:
+            mfu = f"{layout.mfu:.0%}"
+        degrees = str(layout.layout)
+        if layout.schedule:
+            degrees += f", {layout.schedule}"
+        rows.append(
+            (
+                str(number),
+                layout.family,
+                degrees,
+                f"{layout.num_microbatches} x {layout.micro_batch_size}",
+                layout.recompute,
+                step,
+                mfu,
+                format_bytes(layout.memory.total_bytes),
+                layout.why_not or "the fastest, or as fast and simpler",
+            )
+        )
+    return _align(rows)
+
+
+def _align(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def _describe_nearest(result: SearchResult) -> list[str]:
+    if not result.nearest:
+        return ["nothing that was tried along any axis fits: a smaller model or larger devices"]
+    lines = ["what would fit (each planned exactly):"]
+    lines += [f"  {line}" for line in map(describe_nearest_fit, result.nearest)]
+    return lines
+
+
+def describe_nearest_fit(fit: NearestFit) -> str:
+    """One change with which the job fits, and its price."""
+    text = f"{fit.axis}: {fit.change} ({format_bytes(fit.ranked.memory.total_bytes)} per rank"
+    if fit.ranked.step_s is not None:
+        text += f", {format_seconds(fit.ranked.step_s)} a step"
+    if fit.slowdown is not None and fit.slowdown > 1.005:
+        text += f", {fit.slowdown:.2f} x the device time of the cheapest"
+    return f"{text})"
+
+
+def _describe_extent(result: SearchResult) -> list[str]:
+    text = (
+        f"looked  at {result.num_considered:,} layouts: {result.num_fitting:,} fit with the least"
+        " recomputation that does, by formulas in bulk; those named here were planned exactly"
+    )
+    lines = [text]
+    reasons = sorted(result.refused.items(), key=lambda item: -item[1])
+    for reason, count in reasons[:MAX_REASONS]:
+        lines.append(f"        {count} more refused then: {reason}")
+    return lines
+
+
+def format_scaling(counts: Sequence[DeviceCount]) -> list[str]:
+    """A table of the same job on more and more devices."""
+    header = ("GPUs", "layout", "step", "tokens/s", "MFU", "efficiency", "hours", "cost")
+    rows: list[Sequence[str]] = [header]
+    for count in counts:
+        winner = count.winner
+        if winner is None or winner.step_s is None:
+            why = count.why or "does not fit"
+            rows.append((f"{count.num_devices:,}", why, "", "", "", "", "", ""))
+            continue
+        cost = ""
+        if count.job_dollars is not None:
+            cost = f"${count.job_dollars:,.0f}"
+        rows.append(
+            (
+                f"{count.num_devices:,}",
+                f"{winner.family} ({winner.layout})",
+                format_seconds(winner.step_s),
+                f"{count.tokens_per_s:,.0f}",
+                "" if winner.mfu is None else f"{winner.mfu:.0%}",
+                f"{count.efficiency:.0%}",
+                f"{count.job_hours:,.3g}",
+                cost,
+            )
+        )
+    return _align(rows)

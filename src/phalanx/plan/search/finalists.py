@@ -1,0 +1,195 @@
+"""Layouts that a screen let through, planned exactly: what is proposed is what training accepts."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from phalanx.core.errors import JobError, LayoutError
+from phalanx.job.costs import ModelCosts
+from phalanx.job.schema import Job
+from phalanx.plan.cluster import Cluster
+from phalanx.plan.layout import Layout
+from phalanx.plan.plan import Plan
+from phalanx.plan.planner import make_plan
+from phalanx.plan.search.result import PeakMemory, RankedLayout
+from phalanx.plan.search.space import OFFLOADS, RECOMPUTE_MODES, SCHEDULES, LayoutRows
+from phalanx.plan.search.step_times import build_machine_rates, estimate_planned_step
+
+NO_MEMORY = "needs more memory than a rank has"
+# Microbatches in flight do not grow beyond a few times the stages, and a schedule of thousands
+# takes seconds to simulate: longer ones are planned with fewer microbatches.
+MOST_ACTIONS = 4096
+
+
+def list_row_keys(job: Job, rows: LayoutRows, row: int) -> dict[str, Any]:
+    """What a job must say to have the layout `row`, by dotted key; what it says already and what
+    is the default is left out."""
+    shares = int(rows.dp_replicate[row] * rows.dp_shard[row])
+    stage, pp, ep = (int(column[row]) for column in (rows.zero_stage, rows.pp, rows.ep))
+    degrees = {axis: int(getattr(rows, axis)[row]) for axis in ("tp", "pp", "cp", "ep")}
+    num_ranks = shares * degrees["tp"] * pp * degrees["cp"]
+    keys: dict[str, Any] = {"parallel.ranks": num_ranks}
+    keys |= {f"parallel.{axis}": degree for axis, degree in degrees.items() if degree > 1}
+    if stage > 0:
+        keys["parallel.zero_stage"] = stage
+        keys["parallel.dp_replicate"] = int(rows.dp_replicate[row])
+        keys["parallel.dp_shard"] = int(rows.dp_shard[row])
+    elif shares > 1 and ep == 1:
+        keys["parallel.dp_replicate"] = shares
+    if pp > 1:
+        keys["parallel.schedule"] = SCHEDULES[rows.schedule[row]]
+        keys["parallel.stages_per_rank"] = int(rows.stages_per_rank[row])
+    if rows.accumulates_sharded[row]:
+        keys["parallel.accumulate"] = "sharded"
+    if rows.offload[row]:
+        keys["parallel.offload"] = OFFLOADS[rows.offload[row]]
+    keys["train.micro_batch_size"] = int(rows.micro_batch_size[row])
+    mode = RECOMPUTE_MODES[rows.recompute[row]]
+    if mode != job.train.recompute and "recompute" not in job.train.model_fields_set:
+        keys["train.recompute"] = mode
+    return keys
+
+
+def apply_keys(job: Job, keys: Mapping[str, Any]) -> Job:
+    """`job` with `keys` in place of what it says."""
+    body = json.loads(job.model_dump_json(exclude_unset=True))
+    for key, value in keys.items():
+        section, _, name = key.partition(".")
+        body.setdefault(section, {})[name] = value
+    return Job.model_validate_json(json.dumps(body))
+
+
+def drop_keys(job: Job, *keys: str) -> Job:
+    """`job` without what it says of `keys`."""
+    body = json.loads(job.model_dump_json(exclude_unset=True))
+    for key in keys:
+        section, _, name = key.partition(".")
+        body.get(section, {}).pop(name, None)
+    return Job.model_validate_json(json.dumps(body))
+
+
+def name_family(layout: Layout, zero_stage: int, offload: str) -> str:
+    """The mechanisms of a layout in words: "tp + pp + zero1"."""
+    parts = [axis for axis in ("tp", "pp", "cp", "ep") if getattr(layout, axis) > 1]
+    if zero_stage >= 2 and layout.dp_replicate > 1:
+        parts.append(f"hsdp (zero{zero_stage})")
+    elif zero_stage > 0:
+        parts.append(f"zero{zero_stage}")
+    elif layout.data_parallel_size > 1:
+        parts.append("ddp")
+    if offload != "none":
+        parts.append("offload")
+    return " + ".join(parts) or "one rank"
+
+
+@dataclass
+class FinalistPlanner:
+    """Plans layouts of one job exactly, and counts why some are refused."""
+
+    job: Job
+    shape: ModelCosts
+    cluster: Cluster
+    vocab_size: int | None = None
+    refused: Counter[str] = field(default_factory=Counter)
+
+    def plan(self, keys: Mapping[str, Any]) -> RankedLayout | None:
+        """The layout of the job with `keys`; None, and a count more, where a plan refuses it."""
+        job = apply_keys(self.job, keys)
+        try:
+            plan = make_plan(
+                _shorten_schedule(job, keys),
+                cluster=self.cluster,
+                shape=self.shape,
+                vocab_size=self.vocab_size,
+            )
+        except (LayoutError, JobError) as error:
+            self.refused[_summarise_refusal(error)] += 1
+            return None
+        if plan.chosen.zero_stage != keys.get("parallel.zero_stage", plan.chosen.zero_stage):
+            self.refused["is planned as another layout"] += 1
+            return None
+        return self._rank(job, plan, keys)
+
+    def _rank(self, job: Job, plan: Plan, keys: Mapping[str, Any]) -> RankedLayout:
+        machine = build_machine_rates(self.cluster)
+        num_microbatches = _count_microbatches(job, plan.layout, plan.micro_batch_size)
+        plan = replace(plan, num_microbatches=num_microbatches)
+        time = None
+        if machine is not None:
+            time = estimate_planned_step(job, plan, self.shape, machine)
+        pipeline, chosen = plan.pipeline, plan.chosen
+        rank = 0
+        by_rank: tuple[dict[str, int], ...] = ()
+        if pipeline is not None and pipeline.rank_memory:
+            by_rank = pipeline.rank_memory
+            totals = [sum(categories.values()) for categories in by_rank]
+            rank = totals.index(max(totals))
+        memory = PeakMemory(chosen.predicted_bytes, plan.capacity_bytes, rank, by_rank)
+        schedule, stages = "", 1
+        if pipeline is not None:
+            schedule = pipeline.schedule_name
+            stages = len(pipeline.rank_of_stage) // pipeline.num_ranks
+        ranked = RankedLayout(
+            name_family(plan.layout, chosen.zero_stage, job.parallel.offload),
+            plan.layout,
+            chosen.zero_stage,
+            plan.micro_batch_size,
+            plan.num_microbatches,
+            schedule,
+            stages,
+            job.train.recompute,
+            job.parallel.offload,
+            dict(keys),
+            memory,
+            time,
+        )
+        if time is None or machine is None:
+            return ranked
+        return _add_rates(ranked, job, self.shape, machine.accelerator.peak_flops(plan.precision))
+
+
+def _shorten_schedule(job: Job, keys: Mapping[str, Any]) -> Job:
+    """`job` with as few microbatches as its pipeline needs to have the same memory."""
+    pp, stages = job.parallel.degrees.pp, job.parallel.stages_per_rank or 1
+    num_ranks, micro = keys.get("parallel.ranks"), keys.get("train.micro_batch_size")
+    if pp == 1 or num_ranks is None or micro is None:
+        return job
+    shares = num_ranks // job.parallel.degrees.model_parallel_size
+    number = job.train.global_batch_size // (shares * micro)
+    enough = 2 * pp
+    while pp * stages * enough < MOST_ACTIONS // 4:
+        enough += pp
+    if pp * stages * number <= MOST_ACTIONS or number <= enough:
+        return job
+    return apply_keys(job, {"train.global_batch_size": shares * micro * enough})
+
+
+def _count_microbatches(job: Job, layout: Layout, micro_batch_size: int) -> int:
+    """Microbatches of a step of the job itself, whatever the plan was made with."""
+    return job.train.global_batch_size // (layout.data_parallel_size * micro_batch_size)
+
+
+def _add_rates(
+    ranked: RankedLayout, job: Job, shape: ModelCosts, peak_flops: float
+) -> RankedLayout:
+    """`ranked` with its tokens a second and its share of the peak."""
+    assert ranked.time is not None
+    num_tokens = job.train.global_batch_size * shape.tokens_of(job.data.seq_len)
+    per_device = num_tokens / ranked.time.total_s / ranked.layout.world_size
+    flops = shape.flops_per_token(job.data.seq_len)
+    mfu = None
+    if flops is not None and peak_flops:
+        mfu = per_device * flops["training"] / peak_flops
+    return RankedLayout(**{**vars(ranked), "mfu": mfu, "tokens_per_s_per_device": per_device})
+
+
+def _summarise_refusal(error: LayoutError | JobError) -> str:
+    """The reason in so few words that equal reasons count together."""
+    text = str(error).partition(";")[0].partition(" (")[0]
+    if "per rank and" in text and "needs" in text:
+        return NO_MEMORY
+    return text[:120]

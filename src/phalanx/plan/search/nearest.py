@@ -1,0 +1,155 @@
+"""What fits where nothing fits as asked: along each axis the nearest change that does, each planned
+exactly before it is named, with its price."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from phalanx.core.errors import LayoutError
+from phalanx.core.units import plural
+from phalanx.plan.described_cluster import resize_cluster
+from phalanx.plan.search.finalists import FinalistPlanner, apply_keys, drop_keys, list_row_keys
+from phalanx.plan.search.result import NearestFit
+from phalanx.plan.search.search import ScreenedRows, SearchTask, screen_layouts
+
+MOST_TIMES_AS_MANY = 64
+TRIES = 4
+DATA_PARALLEL = ("parallel.dp_replicate", "parallel.dp_shard")
+# Keys that a search may choose again where the job's own values leave nothing that fits.
+OPENED_KEYS = {
+    "recompute": ("train.recompute", "train.recompute_every", "train.recompute_budget_gib"),
+    "micro-batch": ("train.micro_batch_size",),
+    "accumulate": ("parallel.accumulate",),
+    "zero": ("parallel.zero_stage", *DATA_PARALLEL),
+    "tp": ("parallel.tp", *DATA_PARALLEL),
+    "pp": ("parallel.pp", "parallel.schedule", "parallel.stages_per_rank", *DATA_PARALLEL),
+    "cp": ("parallel.cp", *DATA_PARALLEL),
+    "ep": ("parallel.ep", *DATA_PARALLEL),
+}
+
+
+@dataclass(frozen=True)
+class _Change:
+    """One way to ask for something else: the axis, and the search that this makes."""
+
+    axis: str
+    task: SearchTask
+    words: str = ""
+
+
+def find_nearest_fits(task: SearchTask) -> tuple[NearestFit, ...]:
+    """The fastest layout that fits along each axis where one change of the job makes one fit;
+    cheapest first, by the device-seconds of a step."""
+    fits = []
+    for make_change in (_open_axes, _open_offload):
+        fits += [fit for change in make_change(task) if (fit := _try_change(task, change))]
+    more = _find_more_ranks(task)
+    if more is not None:
+        fits.append(more)
+    if not fits:
+        fits += [fit for change in _open_everything(task) if (fit := _try_change(task, change))]
+    return _price(fits)
+
+
+def _open_axes(task: SearchTask) -> Iterator[_Change]:
+    """Each axis that the job fixes, left open."""
+    for axis, keys in OPENED_KEYS.items():
+        if not any(_is_given(task, key) for key in keys):
+            continue
+        yield _Change(axis, replace(task, job=drop_keys(task.job, *keys)))
+
+
+def _is_given(task: SearchTask, key: str) -> bool:
+    section, _, name = key.partition(".")
+    return name in getattr(task.job, section).model_fields_set
+
+
+def _open_offload(task: SearchTask) -> Iterator[_Change]:
+    if task.job.parallel.offload == "none":
+        job = drop_keys(task.job, "parallel.offload")
+        yield _Change("offload", replace(task, job=job, offloads=True))
+
+
+def _open_everything(task: SearchTask) -> Iterator[_Change]:
+    """All keys that the job fixes, left open at once: where no single one is enough."""
+    keys = {key for group in OPENED_KEYS.values() for key in group}
+    job = drop_keys(task.job, *keys, "parallel.offload")
+    yield _Change("layout", replace(task, job=job))
+    yield _Change("layout", replace(task, job=job, offloads=True))
+
+
+def _find_more_ranks(task: SearchTask) -> NearestFit | None:
+    """The fewest times as many devices, doubled, over which the job fits."""
+    times = 2
+    while times <= MOST_TIMES_AS_MANY:
+        num_ranks = task.num_ranks * times
+        job = drop_keys(task.job, "parallel.ranks", *DATA_PARALLEL)
+        cluster = resize_cluster(task.cluster, num_ranks)
+        if task.cluster.device != "cuda":
+            # Ranks of a CPU share its memory: more of them means another machine as well.
+            cluster = replace(task.cluster, memory_bytes=task.cluster.memory_bytes * times)
+        job = apply_keys(job, {"parallel.ranks": num_ranks})
+        change = _Change(
+            "more ranks",
+            replace(task, job=job, cluster=cluster, num_ranks=num_ranks),
+            f"{plural(num_ranks, 'rank')} with as much memory each",
+        )
+        fit = _try_change(task, change)
+        if fit is not None:
+            return fit
+        times *= 2
+    return None
+
+
+def _try_change(task: SearchTask, change: _Change) -> NearestFit | None:
+    """The best layout of a change that fits when it is planned; None if none does."""
+    try:
+        screened = screen_layouts(change.task)
+    except LayoutError:
+        return None  # no layout divides ranks and batch
+    planner = FinalistPlanner(
+        change.task.job, change.task.shape, change.task.cluster, change.task.vocab_size
+    )
+    for row in range(min(TRIES, len(screened.rows))):
+        ranked = planner.plan(_keys_of(change, screened, row))
+        if ranked is not None:
+            words = change.words or _describe_change(task, ranked.job_keys)
+            return NearestFit(change.axis, words, ranked, change.task.num_ranks)
+    return None
+
+
+def _keys_of(change: _Change, screened: ScreenedRows, row: int) -> dict[str, Any]:
+    return list_row_keys(change.task.job, screened.rows, row)
+
+
+def _describe_change(task: SearchTask, keys: Mapping[str, Any]) -> str:
+    """The keys that a job must say otherwise, as overrides."""
+    changed = []
+    for key, value in keys.items():
+        section, _, name = key.partition(".")
+        if getattr(getattr(task.job, section), name) != value:
+            changed.append(f"{key}={value}")
+    return " ".join(changed)
+
+
+def _price(fits: list[NearestFit]) -> tuple[NearestFit, ...]:
+    """`fits` with their device-seconds beside the cheapest one's, in this order."""
+
+    def device_seconds(fit: NearestFit) -> float:
+        return (fit.ranked.step_s or 0.0) * fit.num_ranks
+
+    ordered = sorted(_drop_repeated(fits), key=device_seconds)
+    if not ordered or not device_seconds(ordered[0]):
+        return tuple(ordered)
+    cheapest = device_seconds(ordered[0])
+    return tuple(replace(fit, slowdown=device_seconds(fit) / cheapest) for fit in ordered)
+
+
+def _drop_repeated(fits: list[NearestFit]) -> list[NearestFit]:
+    """`fits` without those that change the same keys to the same values as one before."""
+    by_change: dict[str, NearestFit] = {}
+    for fit in fits:
+        by_change.setdefault(fit.change, fit)
+    return list(by_change.values())

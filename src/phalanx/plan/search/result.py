@@ -1,0 +1,179 @@
+"""`SearchResult`: what a search over layouts found, as data; JSON in and out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from phalanx.plan.layout import Layout
+from phalanx.plan.timing.step_time import StepTime
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """The rank that needs most: its bytes by category, of those it may fill."""
+
+    categories: Mapping[str, int]
+    capacity_bytes: int
+    pipeline_rank: int = 0
+    by_pipeline_rank: tuple[Mapping[str, int], ...] = ()
+    """Of a pipeline, every rank's."""
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.categories.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.total_bytes <= self.capacity_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "categories": dict(self.categories),
+            "total_bytes": self.total_bytes,
+            "capacity_bytes": self.capacity_bytes,
+            "pipeline_rank": self.pipeline_rank,
+            "by_pipeline_rank": [dict(categories) for categories in self.by_pipeline_rank],
+        }
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> PeakMemory:
+        return cls(
+            dict(body["categories"]),
+            body["capacity_bytes"],
+            body["pipeline_rank"],
+            tuple(dict(categories) for categories in body["by_pipeline_rank"]),
+        )
+
+
+@dataclass(frozen=True)
+class RankedLayout:
+    """A layout that was planned exactly and fits: its keys, its memory, its predicted time."""
+
+    family: str
+    """The mechanisms that it uses: "zero3", "tp + zero1", "tp + pp"."""
+    layout: Layout
+    zero_stage: int
+    micro_batch_size: int
+    num_microbatches: int
+    schedule: str
+    stages_per_rank: int
+    recompute: str
+    offload: str
+    job_keys: Mapping[str, Any]
+    """What a job file must say to train so, by dotted key."""
+    memory: PeakMemory
+    time: StepTime | None
+    """None where nobody knows what the model computes, or how fast the devices are."""
+    mfu: float | None = None
+    """FLOP/s that the model needs, of those of the data sheet, 0 to 1; without recomputation."""
+    tokens_per_s_per_device: float | None = None
+    why_not: str = ""
+    """Of a runner-up: the one term by which it loses."""
+
+    @property
+    def num_mechanisms(self) -> int:
+        """How many things there are to understand: axes above 1, sharding, recomputation, ..."""
+        layout = self.layout
+        axes = sum(degree > 1 for degree in (layout.tp, layout.pp, layout.cp, layout.ep))
+        others = (self.recompute != "none", self.offload != "none")
+        return axes + min(self.zero_stage, 1) + (self.zero_stage == 3) + sum(others)
+
+    @property
+    def step_s(self) -> float | None:
+        return None if self.time is None else self.time.total_s
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(vars(self)) | {
+            "layout": self.layout.to_json(),
+            "job_keys": dict(self.job_keys),
+            "memory": self.memory.to_json(),
+            "time": None if self.time is None else self.time.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> RankedLayout:
+        time = body["time"]
+        values = dict(body) | {
+            "layout": Layout.from_json(body["layout"]),
+            "memory": PeakMemory.from_json(body["memory"]),
+            "time": None if time is None else StepTime.from_json(time),
+        }
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class NearestFit:
+    """The nearest change along one axis with which the job fits, planned exactly, and its price."""
+
+    axis: str
+    change: str
+    """In words: "parallel.tp=8", "twice as many GPUs"."""
+    ranked: RankedLayout
+    num_ranks: int
+    slowdown: float | None = None
+    """Device-seconds of a step, as a multiple of the cheapest change's."""
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(vars(self)) | {"ranked": self.ranked.to_json()}
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> NearestFit:
+        return cls(**(dict(body) | {"ranked": RankedLayout.from_json(body["ranked"])}))
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The answer of a search over the layouts of a job on a cluster."""
+
+    model: str
+    num_params: int
+    cluster: str
+    num_ranks: int
+    seq_len: int
+    global_batch_size: int
+    winner: RankedLayout | None
+    """None where nothing fits."""
+    runners_up: tuple[RankedLayout, ...] = ()
+    """From other families than the winner's, the fastest first."""
+    nearest: tuple[NearestFit, ...] = ()
+    """Where nothing fits: the nearest that does along each axis."""
+    num_considered: int = 0
+    num_fitting: int = 0
+    refused: Mapping[str, int] = field(default_factory=dict)
+    """Why layouts that looked good were refused when they were planned, and how many."""
+    smallest_bytes: int = 0
+    """Bytes of the layout that needs least, where nothing fits."""
+    capacity_bytes: int = 0
+    economics: Mapping[str, Any] = field(default_factory=dict)
+    """Goodput, cost and energy of the winner (`phalanx.plan.search.economics`)."""
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        return self.winner is not None
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(vars(self)) | {
+            "schema_version": SCHEMA_VERSION,
+            "fits": self.fits,
+            "winner": None if self.winner is None else self.winner.to_json(),
+            "runners_up": [ranked.to_json() for ranked in self.runners_up],
+            "nearest": [nearest.to_json() for nearest in self.nearest],
+            "refused": dict(self.refused),
+            "economics": dict(self.economics),
+            "remarks": list(self.remarks),
+        }
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> SearchResult:
+        values = {name: body[name] for name in cls.__dataclass_fields__ if name in body}
+        winner = values["winner"]
+        values["winner"] = None if winner is None else RankedLayout.from_json(winner)
+        values["runners_up"] = tuple(map(RankedLayout.from_json, values["runners_up"]))
+        values["nearest"] = tuple(map(NearestFit.from_json, values["nearest"]))
+        values["remarks"] = tuple(values["remarks"])
+        return cls(**values)

@@ -1,0 +1,85 @@
+"""The same job on more and more devices: the trade of time, cost and efficiency."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from phalanx.core.errors import LayoutError
+from phalanx.plan.described_cluster import resize_cluster
+from phalanx.plan.search.finalists import drop_keys
+from phalanx.plan.search.result import RankedLayout
+from phalanx.plan.search.search import SearchTask, search_layouts
+
+
+@dataclass(frozen=True)
+class DeviceCount:
+    """The best layout on so many devices. `efficiency`: tokens a second of one device, in parts of
+    the same on the fewest devices that fit. `winner` is None where nothing fits."""
+
+    num_devices: int
+    winner: RankedLayout | None
+    why: str = ""
+    tokens_per_s: float = 0.0
+    efficiency: float = 0.0
+    job_hours: float = 0.0
+    job_dollars: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        winner = None if self.winner is None else self.winner.to_json()
+        return dict(vars(self)) | {"winner": winner}
+
+
+def list_device_counts(text: str) -> list[int]:
+    """The numbers of devices that "64..1024" means: doubled from the first to the last; or one
+    number. Raises LayoutError for another text."""
+    first, dots, last = text.replace(",", "").partition("..")
+    if not first.isdecimal() or int(first) < 1 or (dots and not last.isdecimal()):
+        raise LayoutError(f"--gpus {text!r}: wanted a number, or a range as 64..1024")
+    if not dots:
+        return [int(first)]
+    counts = [int(first)]
+    while counts[-1] * 2 <= int(last):
+        counts.append(counts[-1] * 2)
+    if counts[-1] != int(last):
+        counts.append(int(last))
+    if counts != sorted(counts):
+        raise LayoutError(f"--gpus {text!r}: the first number is larger than the last")
+    return counts
+
+
+def sweep_devices(task: SearchTask, counts: Sequence[int]) -> Iterator[DeviceCount]:
+    """The best layout of the job on each number of devices, one after the other."""
+    basis: float | None = None
+    for num_devices in counts:
+        count = _search_on(task, num_devices)
+        if count.winner is not None and count.winner.tokens_per_s_per_device is not None:
+            rate = count.winner.tokens_per_s_per_device
+            basis = basis or rate
+            count = replace(count, efficiency=rate / basis)
+        yield count
+
+
+def _search_on(task: SearchTask, num_devices: int) -> DeviceCount:
+    resized = replace(
+        task,
+        job=drop_keys(task.job, "parallel.ranks"),
+        cluster=resize_cluster(task.cluster, num_devices),
+        num_ranks=num_devices,
+    )
+    try:
+        result = search_layouts(resized, num_runners_up=2)
+    except LayoutError as error:
+        return DeviceCount(num_devices, None, str(error).partition(" (")[0])
+    winner = result.winner
+    if winner is None:
+        return DeviceCount(num_devices, None, "does not fit")
+    cost = result.economics.get("cost", {})
+    return DeviceCount(
+        num_devices,
+        winner,
+        tokens_per_s=(winner.tokens_per_s_per_device or 0.0) * num_devices,
+        job_hours=cost.get("job_hours", 0.0),
+        job_dollars=cost.get("job_dollars"),
+    )

@@ -1,0 +1,183 @@
+"""Memory and time of thousands of layouts at once: a screen, after which few are planned exactly.
+
+Memory counts as `phalanx.plan.memory` does, with pipelines in closed form. What the screen lets
+through is planned again, so an error here costs a candidate or a moment, never a wrong answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.job.costs import ModelCosts
+from phalanx.plan.memory import count_segment_bytes, peak_segment_bytes
+from phalanx.plan.search.space import OFFLOADS, RECOMPUTE_MODES, SCHEDULES, LayoutRows
+from phalanx.plan.segments import list_segments
+from phalanx.plan.workload import Workload, shard_shape
+
+Bytes = npt.NDArray[np.float64]
+Keys = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class MemoryScreen:
+    """Bytes of the rank that needs most, for layouts of one model. `work` is any rank's work: what
+    it says beside degrees and batch holds for all."""
+
+    shape: ModelCosts
+    work: Workload
+    rows: LayoutRows
+
+    def total_bytes(self) -> Bytes:
+        """Bytes of each layout, on top of the runtime."""
+        states = self._state_bytes()
+        if self.shape.activations is None:
+            return states
+        return states + self._activation_bytes() + self._gathered_bytes()
+
+    def _look_up(self, count: Callable[..., float], *columns: npt.NDArray[np.int64]) -> Bytes:
+        """`count` of each row's values in `columns`, called once for each different combination."""
+        stacked = np.stack(columns, axis=1)
+        values, inverse = np.unique(stacked, axis=0, return_inverse=True)
+        table = np.array([count(*map(int, value)) for value in values], dtype=np.float64)
+        return table[inverse.reshape(-1)]
+
+    def _shard(self, tp: int) -> ModelCosts:
+        return shard_shape(self.shape, tp, self.work.rules)
+
+    def _work_of(self, tp: int, cp: int = 1, micro: int = 1, mode: int = 0) -> Workload:
+        recompute = RECOMPUTE_MODES[mode]
+        return replace(
+            self.work,
+            tp=tp,
+            cp=cp,
+            micro_batch_size=micro,
+            recompute=recompute,
+            segments=list_segments(recompute, self.shape.num_layers),
+        )
+
+    # States
+
+    @cached_property
+    def _blocks(self) -> Bytes:
+        """Parameters of a stage's blocks on one rank, with the experts of its coordinate in ep."""
+        rows = self.rows
+        return (
+            self._look_up(lambda tp, ep: self._shard(tp).count_blocks(ep), rows.tp, rows.ep)
+            / rows.pp
+        )
+
+    @cached_property
+    def _outside(self) -> Bytes:
+        """Parameters of a rank outside of blocks: of a pipeline, the larger end's."""
+
+        def count(tp: int, is_cut: int) -> float:
+            shape = self._shard(tp)
+            if not is_cut:
+                return float(shape.num_params - shape.blocks_params)
+            parts = shape.count_part_params()
+            return float(max(parts.before, parts.after))
+
+        return self._look_up(count, self.rows.tp, (self.rows.pp > 1).astype(np.int64))
+
+    def _state_bytes(self) -> Bytes:
+        rows, work = self.rows, self.work
+        local = self._blocks + self._outside
+        # Shards are cut over all of dp_shard x cp, experts over as many: ep and what is left.
+        every = self._look_up(lambda tp: self._shard(tp).blocks_params, rows.tp) / rows.pp
+        sharded = (every + self._outside) / rows.shards
+        stage = rows.zero_stage
+        on_host = np.array([name != "none" for name in OFFLOADS])[rows.offload]
+        all_on_host = np.array([name == "parameters" for name in OFFLOADS])[rows.offload]
+        optimizer = work.optimizer_bytes * np.where(stage >= 1, sharded, local)
+        weights = 4.0 * np.where(stage >= 2, sharded, local)
+        gradients = 4.0 * np.where(stage >= 2, sharded, local)
+        held = np.where(on_host, 0.0, optimizer)
+        return held + np.where(all_on_host, 0.0, weights + gradients)
+
+    # What is gathered for use, and cast
+
+    def _gathered_bytes(self) -> Bytes:
+        rows, work = self.rows, self.work
+        local = self._blocks + self._outside
+        accumulates = (rows.num_microbatches > 1) & (rows.dp_replicate * rows.shards > 1)
+        plain = local * work.cast_bytes + np.where(accumulates, 4.0 * local, 0.0)
+        unit = self._look_up(
+            lambda tp, ep: self._shard(tp).count_largest_block(ep), rows.tp, rows.ep
+        )
+        unit = np.minimum(unit * max(1, self._blocks_per_unit), self._blocks)
+        whole = np.where(
+            (rows.num_microbatches > 1) & (rows.accumulates_sharded == 0), 4.0 * local, 0.0
+        )
+        alive = np.minimum(unit * (1 + (work.options.prefetch or 0)), self._blocks)
+        reduced = 4.0 * np.maximum(self._outside, unit)
+        stage_3 = (self._outside + alive) * work.compute_bytes + reduced + whole
+        stage_2 = local * work.compute_bytes + reduced + whole
+        # A pipeline gathers its stages once for a step, and reduces gradients at its end.
+        piped = local * (work.compute_bytes + 4.0)
+        gathered = np.where(rows.zero_stage >= 3, stage_3, stage_2)
+        gathered = np.where(rows.pp > 1, piped, gathered)
+        return np.where(rows.zero_stage >= 2, gathered, plain)
+
+    @property
+    def _blocks_per_unit(self) -> int:
+        units = self.work.options.blocks_per_unit
+        return self.shape.num_layers if units == "all" else units
+
+    # Activations
+
+    def _activation_bytes(self) -> Bytes:
+        rows = self.rows
+        tokens = rows.micro_batch_size * self.work.seq_len // rows.cp
+        peak = self._look_up(self._peak_bytes_per_token, rows.tp, rows.recompute)
+        saved = self._look_up(self._saved_bytes_per_token, rows.tp, rows.recompute)
+        ends = self._look_up(self._end_bytes, rows.tp, rows.cp, rows.micro_batch_size)
+        loss = self._look_up(self._loss_bytes, rows.tp, rows.cp, rows.micro_batch_size)
+        direct = tokens * peak + ends + loss
+        # Of a pipeline the first rank has most microbatches in flight, and one is recomputed.
+        flight = self._microbatches_in_flight()
+        redone = (peak - saved) * tokens
+        first = flight * tokens * saved / rows.pp + redone + ends
+        last = np.minimum(flight, 2.0) * tokens * saved / rows.pp + redone + ends + loss
+        return np.where(rows.pp > 1, np.maximum(first, last), direct)
+
+    def _microbatches_in_flight(self) -> Bytes:
+        """Microbatches of a whole stage's activations on the first rank."""
+        rows = self.rows
+        pp, v, number = rows.pp, rows.stages_per_rank, rows.num_microbatches
+        interleaved = (2 * (pp - 1) + (v - 1) * pp + 1) / v
+        by_name = {
+            "gpipe": number,
+            "1f1b": pp,
+            "interleaved": interleaved,
+            "interleaved-zero-bubble": interleaved + 1,
+            "zb-v": pp,
+            "dualpipe-v": pp + 1,
+        }
+        flight = np.zeros(len(rows))
+        for index, name in enumerate(SCHEDULES):
+            flight = np.where(rows.schedule == index, by_name[name], flight)
+        return np.minimum(flight, number)
+
+    def _peak_bytes_per_token(self, tp: int, mode: int) -> float:
+        return peak_segment_bytes(
+            *count_segment_bytes(self._shard(tp), self._work_of(tp, 1, 1, mode))
+        )
+
+    def _saved_bytes_per_token(self, tp: int, mode: int) -> float:
+        return sum(count_segment_bytes(self._shard(tp), self._work_of(tp, 1, 1, mode))[0])
+
+    def _end_bytes(self, tp: int, cp: int, micro: int) -> float:
+        activations, work = self._shard(tp).activations, self._work_of(tp, cp, micro)
+        assert activations is not None
+        ends = activations.everywhere(work) + activations.embedding(work)
+        return float(ends + activations.final_norm(work) + activations.block_mask(work))
+
+    def _loss_bytes(self, tp: int, cp: int, micro: int) -> float:
+        activations = self._shard(tp).activations
+        assert activations is not None
+        return float(activations.loss(self._work_of(tp, cp, micro)).at_once)

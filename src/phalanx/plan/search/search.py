@@ -1,0 +1,308 @@
+"""`search_layouts`: the fastest layout of a job on a cluster, and the best of other families."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.core.batch import BYTE_VOCAB_SIZE
+from phalanx.core.errors import LayoutError
+from phalanx.core.units import format_bytes, format_seconds, plural
+from phalanx.job.costs import ModelCosts
+from phalanx.job.model import build_model_shape
+from phalanx.job.module_probe import measure_foreign_shape
+from phalanx.job.schema import Job
+from phalanx.plan.cluster import Cluster, headroom_for, rank_memory_bytes
+from phalanx.plan.degrees import choose_num_ranks
+from phalanx.plan.described_cluster import find_cluster, resize_cluster
+from phalanx.plan.precision import resolve_precision
+from phalanx.plan.search.economics import estimate_cost, estimate_goodput
+from phalanx.plan.search.finalists import FinalistPlanner, list_row_keys
+from phalanx.plan.search.result import RankedLayout, SearchResult
+from phalanx.plan.search.screen import MemoryScreen
+from phalanx.plan.search.space import (
+    LayoutRows,
+    OpenKeys,
+    enumerate_layouts,
+    keep_cheapest_recompute,
+    list_open_keys,
+)
+from phalanx.plan.search.step_times import build_machine_rates, find_work, time_rows
+from phalanx.plan.workload import build_workload
+
+# Of a step: within it the layout with the fewest mechanisms wins. The model of time is not exact
+# enough to tell such layouts apart (docs/planner-validation.md).
+TIE = 0.03
+SCREEN_SLACK = 1.02  # of what a rank may fill: the screen is not exact, and the plan decides
+TRIES_PER_FAMILY = 4
+NUM_RUNNERS_UP = 4
+
+
+@dataclass(frozen=True)
+class SearchTask:
+    """One search: a job whose precision is decided, its model, and the cluster with its ranks."""
+
+    job: Job
+    shape: ModelCosts
+    cluster: Cluster
+    num_ranks: int
+    vocab_size: int | None = None
+    offloads: bool = False
+    """Host memory may be used, and tp may leave the innermost links."""
+
+    @property
+    def keys(self) -> OpenKeys:
+        return list_open_keys(
+            self.job, self.shape, self.cluster, self.num_ranks, offloads=self.offloads
+        )
+
+
+@dataclass(frozen=True)
+class ScreenedRows:
+    """Layouts that a screen let through, the fastest first. `seconds` are NaN where time is not
+    predicted."""
+
+    rows: LayoutRows
+    seconds: npt.NDArray[np.float64]
+    num_considered: int
+    smallest_bytes: float
+    capacity_bytes: int
+
+
+def prepare_search(
+    job: Job,
+    *,
+    cluster: Cluster | None = None,
+    shape: ModelCosts | None = None,
+    vocab_size: int | None = None,
+) -> SearchTask:
+    """The search for a job, on all devices of the cluster that it describes (or of this machine),
+    or on the ranks that it names."""
+    cluster = cluster or find_cluster(job)
+    job, _ = resolve_precision(job, cluster)
+    if shape is None:
+        shape = measure_foreign_shape(job) or build_model_shape(job, vocab_size or BYTE_VOCAB_SIZE)
+    num_ranks = job.parallel.ranks or _multiply_fixed_degrees(job) or cluster.num_devices
+    if cluster.device != "cuda" and job.parallel.ranks is None:
+        num_ranks = choose_num_ranks(job, cluster, None).value
+    if cluster.device == "cuda" and num_ranks > cluster.num_devices:
+        raise LayoutError(
+            f"{plural(num_ranks, 'rank')} were asked for and the cluster has"
+            f" {plural(cluster.num_devices, 'GPU')}",
+            fix="set cluster.nodes",
+        )
+    if cluster.device == "cuda" and num_ranks < cluster.num_devices:
+        cluster = resize_cluster(cluster, num_ranks)
+    return SearchTask(job, shape, cluster, num_ranks, vocab_size)
+
+
+def _multiply_fixed_degrees(job: Job) -> int | None:
+    """The ranks that the job's degrees make, where it gives both data-parallel ones."""
+    parallel = job.parallel
+    if not (parallel.dp_replicate and parallel.dp_shard):
+        return None
+    shares = parallel.dp_replicate * parallel.dp_shard
+    return shares * parallel.degrees.model_parallel_size
+
+
+def search_layouts(task: SearchTask, *, num_runners_up: int = NUM_RUNNERS_UP) -> SearchResult:
+    """The best layout of each family that fits, planned exactly; the fastest wins, and of those
+    within TIE of it the one with the fewest mechanisms.
+
+    Raises LayoutError where no layout divides ranks and batch.
+    """
+    screened = screen_layouts(task)
+    planner = FinalistPlanner(task.job, task.shape, task.cluster, task.vocab_size)
+    best: list[RankedLayout] = []
+    for family in _order_families(screened):
+        for row in family[:TRIES_PER_FAMILY]:
+            ranked = planner.plan(list_row_keys(task.job, screened.rows, int(row)))
+            if ranked is not None:
+                best.append(ranked)
+                break
+        if len(best) > num_runners_up:
+            break
+    result = _build_result(task, screened)
+    result = replace(result, refused=dict(planner.refused))
+    if not best:
+        return result
+    winner, others = _choose_winner(best)
+    runners_up = tuple(replace(other, why_not=explain_loss(other, winner)) for other in others)
+    result = replace(result, winner=winner, runners_up=runners_up)
+    return replace(result, economics=estimate_economics(task, winner))
+
+
+def screen_layouts(task: SearchTask) -> ScreenedRows:
+    """Every layout that the job leaves open, screened by memory and ordered by time."""
+    job, shape, cluster = task.job, task.shape, task.cluster
+    keys = task.keys
+    rows = enumerate_layouts(job, shape, cluster, task.num_ranks, keys)
+    if not len(rows):
+        raise LayoutError(
+            f"no layout of {plural(task.num_ranks, 'rank')} divides"
+            f" train.global_batch_size {job.train.global_batch_size}",
+            why="data-parallel ranks must share the batch evenly",
+            fix=_suggest_batch(task, keys),
+        )
+    work = build_workload(job, shape, micro_batch_size=1, num_microbatches=1, tp=keys.tp[-1])
+    total = MemoryScreen(shape, work, rows).total_bytes()
+    memory_bytes = rank_memory_bytes(job, cluster, task.num_ranks)
+    capacity = headroom_for(cluster.device).capacity(memory_bytes, 1)
+    fits = total <= capacity * SCREEN_SLACK
+    kept = keep_cheapest_recompute(rows, fits, len(keys.recompute))
+    rows_that_fit = rows.take(kept)
+    seconds = _time_screened(task, rows_that_fit, sequence_parallel=work.cuts_sequence)
+    # Without times the simplest are first, and of these the ones that take least memory.
+    order = np.lexsort((total[kept], count_mechanisms(rows_that_fit)))
+    if not np.isnan(seconds).any():
+        order = np.argsort(seconds, kind="stable")
+    return ScreenedRows(
+        rows_that_fit.take(order), seconds[order], len(rows), float(total.min()), capacity
+    )
+
+
+def _time_screened(
+    task: SearchTask, rows: LayoutRows, *, sequence_parallel: bool
+) -> npt.NDArray[np.float64]:
+    machine, work = build_machine_rates(task.cluster), find_work(task.job, task.shape)
+    if machine is None or work is None or not len(rows):
+        return np.full(len(rows), np.nan)
+    times = time_rows(task.job, work, machine, rows, sequence_parallel=sequence_parallel)
+    return np.asarray(times.total_s, dtype=np.float64)
+
+
+def count_mechanisms(rows: LayoutRows) -> npt.NDArray[np.int64]:
+    """`RankedLayout.num_mechanisms` of each of `rows`."""
+    number = np.zeros(len(rows), dtype=np.int64)
+    for degree in (rows.tp, rows.pp, rows.cp, rows.ep):
+        number += degree > 1
+    number += (rows.zero_stage > 0).astype(np.int64) + (rows.zero_stage == 3)
+    return number + (rows.recompute > 0) + (rows.offload > 0)
+
+
+def _order_families(screened: ScreenedRows) -> Iterator[npt.NDArray[np.intp]]:
+    """The rows of each family, the best of each first, families by their best."""
+    rows = screened.rows
+    if not len(rows):
+        return
+    hybrid = (rows.zero_stage >= 2) & (rows.dp_replicate > 1)
+    flags = [rows.tp > 1, rows.pp > 1, rows.cp > 1, rows.ep > 1, hybrid, rows.offload > 0]
+    family = rows.zero_stage.copy()
+    for flag in flags:
+        family = 2 * family + flag
+    mechanisms = count_mechanisms(rows)
+    # Rows are ordered: a family's first row is its best, and families come in that order.
+    _, first = np.unique(family, return_index=True)
+    for start in np.sort(first):
+        members = np.flatnonzero(family == family[start])
+        seconds = screened.seconds[members]
+        if not np.isnan(seconds).any():
+            is_tied = seconds <= (1 + TIE) * seconds[0]
+            # Of equally simple ones those whose shards stay closest together: slow links and
+            # other nodes are what varies.
+            spread = rows.shards[members] * rows.tp[members]
+            keys = (seconds, spread * is_tied, mechanisms[members] * is_tied, ~is_tied)
+            members = members[np.lexsort(keys)]
+        yield members
+
+
+def _choose_winner(best: list[RankedLayout]) -> tuple[RankedLayout, list[RankedLayout]]:
+    """(the winner, the others in order): the fastest, or one within TIE with fewer mechanisms."""
+    if any(ranked.step_s is None for ranked in best):
+        ordered = sorted(best, key=lambda ranked: ranked.num_mechanisms)
+        return ordered[0], ordered[1:]
+    ordered = sorted(best, key=lambda ranked: ranked.step_s or 0.0)
+    fastest = ordered[0].step_s or 0.0
+    tied = [ranked for ranked in ordered if (ranked.step_s or 0.0) <= (1 + TIE) * fastest]
+    winner = min(tied, key=_rate_simplicity)
+    return winner, [ranked for ranked in ordered if ranked is not winner]
+
+
+def _rate_simplicity(ranked: RankedLayout) -> tuple[int, int]:
+    """Smaller is simpler: mechanisms, then ranks over which a copy of the model is spread."""
+    layout = ranked.layout
+    spread = layout.tp * layout.pp * layout.cp
+    if ranked.zero_stage > 0:
+        spread *= layout.dp_shard
+    return ranked.num_mechanisms, spread
+
+
+def explain_loss(other: RankedLayout, winner: RankedLayout) -> str:
+    """The one term by which `other` loses to `winner`, in words."""
+    if other.time is None or winner.time is None:
+        extra = other.num_mechanisms - winner.num_mechanisms
+        if extra > 0:
+            return f"{plural(extra, 'mechanism')} more, and nothing says that it is faster"
+        size = format_bytes(other.memory.total_bytes)
+        return f"as simple; needs {size} where the winner needs" + (
+            f" {format_bytes(winner.memory.total_bytes)}"
+        )
+    slower_s = other.time.total_s - winner.time.total_s
+    differences = {
+        term: seconds - winner.time.terms[term] for term, seconds in other.time.terms.items()
+    }
+    term = max(differences, key=lambda name: differences[name])
+    if slower_s <= TIE * winner.time.total_s:
+        extra = other.num_mechanisms - winner.num_mechanisms
+        if extra > 0:
+            return f"no faster by more than {TIE:.0%}, for {plural(extra, 'mechanism')} more"
+        return f"{slower_s / winner.time.total_s:+.1%} of the step, most of it {term}"
+    return f"{term}: {format_seconds(differences[term])} more"
+
+
+def estimate_economics(task: SearchTask, winner: RankedLayout) -> dict[str, Any]:
+    """Goodput, cost and energy of the winner; empty where its time is not known."""
+    if winner.step_s is None or winner.tokens_per_s_per_device is None:
+        return {}
+    job = task.job
+    work = build_workload(job, task.shape, micro_batch_size=1, num_microbatches=1, tp=1)
+    # What a checkpoint holds: weights and optimizer state, of which each rank writes its part.
+    state_bytes = task.shape.num_params * (4.0 + work.optimizer_bytes) / task.num_ranks
+    goodput = estimate_goodput(
+        task.cluster, state_bytes, mtbf_hours=job.checkpoint.mtbf_hours, is_spot=False
+    )
+    spot = estimate_goodput(
+        task.cluster, state_bytes, mtbf_hours=job.checkpoint.mtbf_hours, is_spot=True
+    )
+    tokens_per_s = winner.tokens_per_s_per_device * winner.layout.world_size
+    tokens_per_step = tokens_per_s * winner.step_s
+    cost = estimate_cost(
+        task.cluster,
+        tokens_per_s=tokens_per_s,
+        job_tokens=tokens_per_step * job.train.steps,
+        goodput=goodput.value,
+        spot_goodput=spot.value,
+    )
+    return {"goodput": goodput.to_json(), "spot_goodput": spot.to_json(), "cost": cost.to_json()}
+
+
+def _build_result(task: SearchTask, screened: ScreenedRows) -> SearchResult:
+    job = task.job
+    model = job.model.preset or job.model.kind or "small"
+    return SearchResult(
+        model=model,
+        num_params=task.shape.num_params,
+        cluster=task.cluster.name or task.cluster.device,
+        num_ranks=task.num_ranks,
+        seq_len=job.data.seq_len,
+        global_batch_size=job.train.global_batch_size,
+        winner=None,
+        num_considered=screened.num_considered,
+        num_fitting=len(screened.rows),
+        smallest_bytes=round(screened.smallest_bytes),
+        capacity_bytes=screened.capacity_bytes,
+    )
+
+
+def _suggest_batch(task: SearchTask, keys: OpenKeys) -> str:
+    """The nearest batches that the ranks divide with the largest model-parallel degrees."""
+    shared = keys.tp[-1] * keys.cp[-1] * keys.pp[-1]
+    least = max(1, task.num_ranks // max(1, min(shared, task.num_ranks)))
+    batch = task.job.train.global_batch_size
+    below = batch // least * least
+    nearest = [size for size in (below, below + least) if size]
+    return "set train.global_batch_size to " + " or ".join(map(str, nearest))

@@ -1,0 +1,306 @@
+"""The layouts that a job leaves open on a cluster, as columns of numbers, one row a layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.job.costs import ModelCosts
+from phalanx.job.nearest import list_divisors
+from phalanx.job.schema import Job
+from phalanx.plan.cluster import Cluster
+from phalanx.plan.rules import legal_tp_degrees
+
+Integers = npt.NDArray[np.int64]
+
+RECOMPUTE_MODES = ("none", "selective", "full")
+SCHEDULES = ("1f1b", "interleaved", "zb-v", "gpipe", "interleaved-zero-bubble", "dualpipe-v")
+OFFLOADS = ("none", "optimizer", "parameters")
+# Beyond these a search takes longer and proposes nothing that is faster.
+MAX_MICRO_BATCH_SIZE = 16
+MAX_STAGES_PER_RANK = 4
+MAX_PP = 64
+MIN_TOKENS_OF_CP_RANK = 2048  # fewer keep no GPU busy while keys and values travel
+
+
+@dataclass(frozen=True)
+class OpenKeys:
+    """The values that a search may choose for each key of a job: one where the job says it."""
+
+    tp: tuple[int, ...]
+    pp: tuple[int, ...]
+    cp: tuple[int, ...]
+    ep: tuple[int, ...]
+    dp_shard: tuple[int, ...]
+    """Empty: any that divides what the other axes leave."""
+    dp_replicate: tuple[int, ...]
+    zero_stage: tuple[int, ...]
+    micro_batch_size: tuple[int, ...]
+    """Empty: any up to MAX_MICRO_BATCH_SIZE."""
+    recompute: tuple[str, ...]
+    schedules: tuple[tuple[str, int], ...]
+    """(name, stages per rank)"""
+    accumulate: tuple[str, ...]
+    offload: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LayoutRows:
+    """Layouts as columns of equal length. `schedule`, `recompute` and `offload` are indices into
+    SCHEDULES, RECOMPUTE_MODES and OFFLOADS."""
+
+    pp: Integers
+    dp_replicate: Integers
+    dp_shard: Integers
+    cp: Integers
+    tp: Integers
+    ep: Integers
+    zero_stage: Integers
+    micro_batch_size: Integers
+    num_microbatches: Integers
+    schedule: Integers
+    stages_per_rank: Integers
+    recompute: Integers
+    accumulates_sharded: Integers
+    offload: Integers
+
+    def __len__(self) -> int:
+        return len(self.pp)
+
+    def take(self, rows: npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> LayoutRows:
+        """The layouts at `rows`: their numbers, or a mask."""
+        return LayoutRows(**{key.name: getattr(self, key.name)[rows] for key in fields(self)})
+
+    @property
+    def shards(self) -> Integers:
+        """Ranks that ZeRO splits over: those of cp count."""
+        return self.dp_shard * self.cp
+
+
+def list_open_keys(
+    job: Job, shape: ModelCosts, cluster: Cluster, num_ranks: int, *, offloads: bool = False
+) -> OpenKeys:
+    """What a search may choose for `job` on `num_ranks`. `offloads`: host memory may be used, too,
+    and tp may leave the innermost links."""
+    parallel, train = job.parallel, job.train
+    recompute: tuple[str, ...] = RECOMPUTE_MODES
+    if "recompute" in train.model_fields_set or shape.activations is None:
+        # Modes between these count as full in the screen; the exact plan has the job's own.
+        mode = train.recompute
+        recompute = (mode if mode in RECOMPUTE_MODES else "full",)
+    offload: tuple[str, ...] = ("none",)
+    if "offload" in parallel.model_fields_set:
+        offload = (parallel.offload,)
+    elif offloads:
+        offload = OFFLOADS
+    accumulate: tuple[str, ...] = ("unsharded", "sharded")
+    if "accumulate" in parallel.model_fields_set:
+        accumulate = (parallel.accumulate,)
+    zero_stages: tuple[int, ...] = (0, 1, 2, 3)
+    if parallel.zero_stage is not None:
+        zero_stages = (parallel.zero_stage,)
+    elif parallel.compress != "none":
+        zero_stages = (0,)
+    return OpenKeys(
+        tp=_fix(parallel.tp, _list_tp(shape, cluster, num_ranks, any_link=offloads)),
+        pp=_fix(parallel.pp, _list_pp(shape, num_ranks)),
+        cp=_fix(parallel.cp, _list_cp(job, shape, num_ranks)),
+        ep=_fix(parallel.ep, _list_ep(shape)),
+        dp_shard=_fix(parallel.dp_shard, ()),
+        dp_replicate=_fix(parallel.dp_replicate, ()),
+        zero_stage=zero_stages,
+        micro_batch_size=_fix(train.micro_batch_size, ()),
+        recompute=recompute,
+        schedules=_list_schedules(job),
+        accumulate=accumulate,
+        offload=offload,
+    )
+
+
+def _fix(value: int | None, choices: tuple[int, ...]) -> tuple[int, ...]:
+    if value is not None:
+        return (value,)
+    return choices
+
+
+def _list_tp(
+    shape: ModelCosts, cluster: Cluster, num_ranks: int, *, any_link: bool
+) -> tuple[int, ...]:
+    if shape.heads is None:
+        return (1,)  # only sharding rules say, which a job names
+    limit = min(cluster.link_domain, num_ranks)
+    if any_link:
+        limit = min(16, num_ranks)
+    degrees = legal_tp_degrees(shape.heads.queries, shape.heads.keys)
+    return tuple(degree for degree in degrees if degree <= limit and num_ranks % degree == 0)
+
+
+def _list_pp(shape: ModelCosts, num_ranks: int) -> tuple[int, ...]:
+    limit = min(MAX_PP, shape.num_layers, num_ranks)
+    return (1, *(d for d in list_divisors(num_ranks) if 1 < d <= limit))
+
+
+def _list_cp(job: Job, shape: ModelCosts, num_ranks: int) -> tuple[int, ...]:
+    if shape.why_samples_stay_whole or shape.heads is None or job.data.document_masks:
+        return (1,)
+    longest = job.data.seq_len // MIN_TOKENS_OF_CP_RANK
+    degrees = [1]
+    # Zigzag gives each rank two parts of a sequence.
+    while 2 * degrees[-1] <= longest and job.data.seq_len % (4 * degrees[-1]) == 0:
+        degrees.append(2 * degrees[-1])
+    return tuple(degree for degree in degrees if num_ranks % degree == 0)
+
+
+def _list_ep(shape: ModelCosts) -> tuple[int, ...]:
+    if shape.experts is None:
+        return (1,)
+    return tuple(list_divisors(shape.experts.count))
+
+
+def _list_schedules(job: Job) -> tuple[tuple[str, int], ...]:
+    parallel = job.parallel
+    choices: list[tuple[str, int]] = [("1f1b", 1), ("interleaved", 2), ("interleaved", 4)]
+    if not job.train.compile:
+        choices.append(("zb-v", 2))  # compiled blocks do both halves of a backward at once
+    if parallel.schedule is not None:
+        per_rank = {"gpipe": (1,), "1f1b": (1,), "zb-v": (2,), "dualpipe-v": (2,)}
+        counts = per_rank.get(parallel.schedule, (2, 4))
+        choices = [(parallel.schedule, count) for count in counts]
+    if parallel.stages_per_rank is not None:
+        names = dict.fromkeys(name for name, _ in choices)
+        choices = [(name, parallel.stages_per_rank) for name in names]
+    return tuple(choices)
+
+
+@dataclass(frozen=True)
+class _Base:
+    """Degrees, microbatch and schedule: what the rest of a row is chosen for."""
+
+    tp: int
+    pp: int
+    cp: int
+    data_parallel: int
+    micro_batch_size: int
+    num_microbatches: int
+    schedule: int
+    stages_per_rank: int
+
+
+def enumerate_layouts(
+    job: Job, shape: ModelCosts, cluster: Cluster, num_ranks: int, keys: OpenKeys
+) -> LayoutRows:
+    """Every layout of `num_ranks` that `keys` allow and that divides ranks, batch and blocks; other
+    rules of legality are the planner's."""
+    rows: list[tuple[int, ...]] = []
+    offloads = [OFFLOADS.index(name) for name in keys.offload]
+    modes = [RECOMPUTE_MODES.index(mode) for mode in keys.recompute]
+    for base in _list_bases(job, shape, num_ranks, keys):
+        for ep, replicate, shard, stage in _list_shardings(base, cluster, keys):
+            accumulates = [0]
+            if stage >= 2 and base.num_microbatches > 1 and base.pp == 1:
+                accumulates = [int(name == "sharded") for name in keys.accumulate]
+            for sharded in accumulates:
+                for offload in offloads:
+                    if OFFLOADS[offload] == "parameters" and stage < 2:
+                        continue
+                    degrees = (base.pp, replicate, shard, base.cp, base.tp, ep, stage)
+                    batch = (base.micro_batch_size, base.num_microbatches)
+                    head = (*degrees, *batch, base.schedule, base.stages_per_rank)
+                    # Modes innermost: `keep_cheapest_recompute` relies on it.
+                    rows.extend((*head, mode, sharded, offload) for mode in modes)
+    table = np.array(rows, dtype=np.int64).reshape(-1, len(fields(LayoutRows)))
+    return LayoutRows(*table.T)
+
+
+def keep_cheapest_recompute(
+    rows: LayoutRows, fits: npt.NDArray[np.bool_], num_modes: int
+) -> npt.NDArray[np.intp]:
+    """Numbers of the rows that fit with the least recomputation, of rows that differ in nothing
+    else: more of it only takes longer."""
+    by_mode = fits.reshape(-1, num_modes)
+    first = np.argmax(by_mode, axis=1)
+    groups = np.flatnonzero(by_mode.any(axis=1))
+    return np.asarray(groups * num_modes + first[groups], dtype=np.intp)
+
+
+def _list_bases(job: Job, shape: ModelCosts, num_ranks: int, keys: OpenKeys) -> Iterator[_Base]:
+    batch = job.train.global_batch_size
+    for tp in keys.tp:
+        for cp in keys.cp:
+            for pp in keys.pp:
+                if num_ranks % (tp * cp * pp) or batch % (num_ranks // (tp * cp * pp)):
+                    continue
+                share = batch // (num_ranks // (tp * cp * pp))
+                base = _Base(tp, pp, cp, num_ranks // (tp * cp * pp), 1, share, 0, 1)
+                for micro in _list_micro_batches(keys, share):
+                    number = share // micro
+                    sized = replace(base, micro_batch_size=micro, num_microbatches=number)
+                    yield from _list_scheduled(sized, shape, keys)
+
+
+def _list_micro_batches(keys: OpenKeys, share: int) -> Iterable[int]:
+    """Sizes that divide a rank's `share` of the batch: powers of two, and what the job says."""
+    if keys.micro_batch_size:
+        return [size for size in keys.micro_batch_size if share % size == 0]
+    sizes = [size for size in list_divisors(share) if size <= MAX_MICRO_BATCH_SIZE]
+    return [size for size in sizes if size & (size - 1) == 0 or size == share]
+
+
+def _list_scheduled(base: _Base, shape: ModelCosts, keys: OpenKeys) -> Iterator[_Base]:
+    if base.pp == 1:
+        yield base
+        return
+    for name, stages in keys.schedules:
+        if stages > MAX_STAGES_PER_RANK or base.pp * stages > shape.num_layers:
+            continue
+        if name.startswith("interleaved") and base.num_microbatches % base.pp:
+            continue
+        if base.num_microbatches < base.pp:
+            continue  # most of such a step is a bubble
+        yield replace(base, schedule=SCHEDULES.index(name), stages_per_rank=stages)
+
+
+def _list_shardings(
+    base: _Base, cluster: Cluster, keys: OpenKeys
+) -> Iterator[tuple[int, int, int, int]]:
+    """(ep, dp_replicate, dp_shard, ZeRO stage) of a base."""
+    shares = base.data_parallel
+    for ep in keys.ep:
+        least = ep // math.gcd(ep, base.cp)  # the dp_shard that lets ep fold over dp_shard x cp
+        if shares % least:
+            continue
+        for stage in keys.zero_stage:
+            if stage == 1 and ep > 1:
+                continue  # experts are reduced over other ranks than the rest
+            if stage > 0 and shares * base.cp == 1:
+                continue
+            for shard in _list_shards(base, cluster, keys, stage, least):
+                replicate = shares // shard
+                if keys.dp_replicate and replicate not in keys.dp_replicate:
+                    continue
+                yield ep, replicate, shard, stage
+
+
+def _list_shards(
+    base: _Base, cluster: Cluster, keys: OpenKeys, stage: int, least: int
+) -> Sequence[int]:
+    """The degrees of dp_shard to try: all ranks, and for ZeRO 2 and 3 a node's and a few nodes'."""
+    shares = base.data_parallel
+    if stage == 0:
+        degrees = [least]
+    elif keys.dp_shard:
+        degrees = list(keys.dp_shard)
+    else:
+        degrees = [shares]
+        inside = max(1, cluster.link_domain // (base.tp * base.cp))
+        size = inside
+        while stage >= 2 and size < shares:
+            degrees.append(size)
+            size *= 2
+    if stage == 0 and keys.dp_shard and keys.dp_shard[0] not in (1, least):
+        return ()  # the job says that something is sharded
+    return [d for d in dict.fromkeys(degrees) if shares % d == 0 and d % least == 0]

@@ -1,0 +1,158 @@
+"""Predicted step times of screened layouts, and of one layout exactly."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+
+from phalanx.core.errors import LayoutError
+from phalanx.job.costs import ModelCosts
+from phalanx.job.schema import Job
+from phalanx.job.work import ModelWork
+from phalanx.plan.cluster import Cluster
+from phalanx.plan.plan import Plan
+from phalanx.plan.search.space import OFFLOADS, RECOMPUTE_MODES, SCHEDULES, LayoutRows
+from phalanx.plan.timing.columns import RECOMPUTED_SHARES, SetupColumns, build_columns
+from phalanx.plan.timing.machine import LinkRate, MachineRates
+from phalanx.plan.timing.setup import (
+    PHALANX,
+    PHALANX_COMPILED,
+    Precision,
+    Recompute,
+    SoftwareStack,
+    StepSetup,
+)
+from phalanx.plan.timing.step import StepTimes, time_steps
+from phalanx.plan.timing.step_time import StepTime
+
+GB = 1e9
+
+
+def build_machine_rates(cluster: Cluster) -> MachineRates | None:
+    """What the time model reads of a cluster; None where its devices are not in the table."""
+    if cluster.accelerator is None:
+        return None
+    links = [
+        LinkRate(level.num_devices, level.gb_s * GB, level.oversubscription)
+        for level in cluster.links
+    ]
+    if not links:
+        links = [LinkRate(cluster.num_devices, cluster.accelerator.link_gb_s * GB)]
+    per_node = cluster.devices_per_node or cluster.num_devices
+    power = 1.0
+    if cluster.watts and cluster.accelerator.watts:
+        power = min(1.0, cluster.watts / cluster.accelerator.watts)
+    return MachineRates(cluster.accelerator, tuple(links), per_node, power)
+
+
+def choose_stack(job: Job) -> SoftwareStack:
+    """How phalanx computes for this job."""
+    return PHALANX_COMPILED if job.train.compile else PHALANX
+
+
+def find_work(job: Job, shape: ModelCosts) -> ModelWork | None:
+    """What one sample of the job takes; None where only a trace of the module says."""
+    return shape.work(job.data.seq_len)
+
+
+def time_rows(
+    job: Job, work: ModelWork, machine: MachineRates, rows: LayoutRows, *, sequence_parallel: bool
+) -> StepTimes:
+    """Seconds of a step of each of `rows`. `sequence_parallel`: tp cuts the sequence, too."""
+    columns = _build_columns(job, rows, sequence_parallel=sequence_parallel)
+    return time_steps(work, machine, cast(Precision, job.precision.compute), columns)
+
+
+def _build_columns(job: Job, rows: LayoutRows, *, sequence_parallel: bool) -> SetupColumns:
+    """The columns of `rows`: those of one setup of the job, with the rows' own in their place."""
+    basis = StepSetup(
+        seq_len=job.data.seq_len,
+        stack=choose_stack(job),
+        sequence_parallel=sequence_parallel,
+        cp_attention=job.parallel.cp_attention,
+    )
+    columns: dict[str, Any] = {}
+    for name, column in vars(build_columns([basis])).items():
+        columns[name] = np.broadcast_to(column, (len(rows),))
+    for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "zero_stage"):
+        columns[name] = getattr(rows, name).astype(np.float64)
+    for name in ("micro_batch_size", "num_microbatches", "stages_per_rank"):
+        columns[name] = getattr(rows, name).astype(np.float64)
+    shares = np.array([RECOMPUTED_SHARES[mode] for mode in RECOMPUTE_MODES])[rows.recompute]
+    for index, part in enumerate(("matmul", "attention", "elementwise")):
+        columns[f"recomputed_{part}"] = shares[:, index]
+    names = np.array(SCHEDULES)[rows.schedule]
+    offloads = np.array(OFFLOADS)[rows.offload]
+    # FSDP gathers what it computes with; copies and ZeRO 1 have fp32 weights.
+    gathered = 4.0 if job.precision.compute == "fp32" else 2.0
+    columns |= {
+        "accumulates_sharded": rows.accumulates_sharded > 0,
+        "offloads_optimizer": offloads != "none",
+        "offloads_parameters": offloads == "parameters",
+        "gather_bytes": np.where(rows.zero_stage >= 2, gathered, 4.0),
+        "is_gpipe": names == "gpipe",
+        "is_interleaved": rows.stages_per_rank > 1,
+        "is_zero_bubble": names == "interleaved-zero-bubble",
+        "is_v_shaped": (names == "zb-v") | (names == "dualpipe-v"),
+    }
+    return SetupColumns(**columns)
+
+
+def estimate_planned_step(
+    job: Job, plan: Plan, shape: ModelCosts, machine: MachineRates
+) -> StepTime | None:
+    """The predicted seconds of a step of an exact plan; None where nobody knows the model's
+    work."""
+    work = find_work(job, shape)
+    if work is None:
+        return None
+    setup = describe_setup(job, plan)
+    try:
+        times = time_steps(work, machine, setup.precision, build_columns([setup]))
+    except LayoutError:
+        return None
+    return times.take(0)
+
+
+def describe_setup(job: Job, plan: Plan) -> StepSetup:
+    """The setup that an exact plan of `job` runs."""
+    pipeline, stack = plan.pipeline, choose_stack(job)
+    mode, share = _describe_recompute(plan)
+    schedule, per_rank = "1f1b", 1
+    if pipeline is not None:
+        schedule = pipeline.schedule_name
+        per_rank = len(pipeline.rank_of_stage) // pipeline.num_ranks
+    zero_stage = plan.chosen.zero_stage
+    if zero_stage >= 2 and plan.precision != "fp32":
+        stack = SoftwareStack(**{**vars(stack), "gather_bytes": 2})
+    return StepSetup(
+        plan.layout,
+        zero_stage,
+        plan.micro_batch_size,
+        plan.num_microbatches,
+        plan.seq_len,
+        cast(Precision, plan.precision),
+        schedule,
+        per_rank,
+        mode,
+        share,
+        sequence_parallel=bool(plan.parallel.sequence_parallel),
+        cp_attention=job.parallel.cp_attention,
+        accumulate=job.parallel.accumulate,
+        offload=job.parallel.offload,
+        stack=stack,
+    )
+
+
+def _describe_recompute(plan: Plan) -> tuple[Recompute, float]:
+    """The mode of recompute that most recomputed blocks have, and the part of the blocks that it
+    is of."""
+    segments, num_layers = plan.activations.recompute_segments, plan.model_shape.num_layers
+    if not segments or not num_layers:
+        return "none", 0.0
+    num_full = sum(segment.num_blocks for segment in segments if segment.mode == "full")
+    num_selective = sum(segment.num_blocks for segment in segments if segment.mode != "full")
+    if num_full >= num_selective:
+        return "full", num_full / num_layers
+    return "selective", num_selective / num_layers

@@ -1,0 +1,113 @@
+"""The search for a layout of a job, as `phalanx plan` makes it, and the files that it leaves.
+
+Torch-free.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from phalanx.core.errors import UsageError
+from phalanx.core.files import build_resource_error, write_bytes_atomic, write_json_atomic
+from phalanx.data.look import inspect_data
+from phalanx.data.tokenizer import BYTES
+from phalanx.job.model import find_vocab_size_of
+from phalanx.job.schema import Data, Job
+from phalanx.job.toml import format_toml_value
+from phalanx.plan.cluster import Cluster
+from phalanx.plan.described_cluster import find_cluster
+from phalanx.plan.search.finalists import apply_keys
+from phalanx.plan.search.nearest import find_nearest_fits
+from phalanx.plan.search.result import SearchResult
+from phalanx.plan.search.search import SearchTask, prepare_search, search_layouts
+from phalanx.run.tokens import find_job_tokens
+
+
+@dataclass(frozen=True)
+class SearchedJob:
+    """A job, the search that was made for it, and what it found."""
+
+    job: Job
+    task: SearchTask
+    result: SearchResult
+
+    @property
+    def job_text(self) -> str:
+        """The job file that trains with the winner; "" where nothing fits."""
+        if self.result.winner is None:
+            return ""
+        return format_job(apply_keys(self.job, self.result.winner.job_keys))
+
+
+def has_known_devices(job: Job) -> bool:
+    """True where step times can be predicted: for a described cluster, or GPUs of the table."""
+    return find_cluster(job).accelerator is not None
+
+
+def open_search(job: Job, cluster: Cluster | None = None) -> SearchTask:
+    """The search for a job, with the vocabulary of its model or of its data.
+
+    Raises LayoutError (exit 3), DataError (exit 4) for data that a run would refuse.
+    """
+    return prepare_search(job, cluster=cluster, vocab_size=_find_vocab_size(job))
+
+
+def search_job(job: Job, cluster: Cluster | None = None) -> SearchedJob:
+    """The best layouts of a job; where nothing fits, what would."""
+    task = open_search(job, cluster)
+    result = search_layouts(task)
+    if result.winner is None:
+        result = replace(result, nearest=find_nearest_fits(task))
+    return SearchedJob(job, task, result)
+
+
+def _find_vocab_size(job: Job) -> int | None:
+    """The vocabulary that the model says, or that the data has; None for the default's bytes."""
+    size = find_vocab_size_of(job.model)
+    tokens = find_job_tokens(job)
+    is_default = job.data.source == Data().source and not job.data.mixture
+    if size is not None or job.model.is_foreign or (is_default and tokens.default in ("", BYTES)):
+        return size
+    return inspect_data(job.data, vocab_size=None, default_tokenizer=tokens.default).vocab_size
+
+
+def format_job(job: Job) -> str:
+    """The keys that a job gives, as the text of a job file."""
+    body: Mapping[str, Mapping[str, Any]] = json.loads(job.model_dump_json(exclude_unset=True))
+    lines = []
+    for section, keys in body.items():
+        if not keys:
+            continue
+        lines.append(f"[{section}]")
+        lines += [f"{key} = {format_toml_value(value)}" for key, value in keys.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def write_search(searched: SearchedJob, directory: Path, *, force: bool = False) -> list[Path]:
+    """Write job.toml (where something fits) and plan.json into `directory`; returns the files.
+
+    Raises UsageError where one of them is there already, ResourceError where it cannot be written.
+    """
+    texts = {"plan.json": ""}
+    if searched.result.winner is not None:
+        texts["job.toml"] = searched.job_text
+    for name in texts:
+        if (directory / name).exists() and not force:
+            raise UsageError(
+                "is there already",
+                where=str(directory / name),
+                fix="give another --out, or --force to replace it",
+            )
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        write_json_atomic(directory / "plan.json", searched.result.to_json(), durable=False)
+        if texts.get("job.toml"):
+            write_bytes_atomic(directory / "job.toml", texts["job.toml"].encode(), durable=False)
+    except OSError as error:
+        raise build_resource_error(error, "writing the plan", directory, place="--out") from None
+    return [directory / name for name in sorted(texts)]

@@ -1,0 +1,148 @@
+"""Clusters that a job describes: by a GPU, a machine, a file; and what training says of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from phalanx.core.errors import EnvironmentProblem, LayoutError
+from phalanx.job.load import load_job
+from phalanx.plan.accelerators import list_accelerators, match_accelerator
+from phalanx.plan.cluster import Cluster
+from phalanx.plan.described_cluster import (
+    find_cluster,
+    list_instances,
+    require_this_machine,
+    resize_cluster,
+)
+
+GIB = 2**30
+
+
+def describe(*overrides: str) -> Cluster:
+    return find_cluster(load_job(None, list(overrides)))
+
+
+def test_a_gpu_by_name_is_a_node_of_them_wherever_the_plan_is_made():
+    cluster = describe("cluster.gpu=H100-SXM", "cluster.nodes=4")
+    assert (cluster.device, cluster.num_devices, cluster.num_nodes) == ("cuda", 32, 4)
+    assert cluster.memory_bytes == 80 * GIB
+    assert [level.num_devices for level in cluster.links] == [8, 32]
+
+
+def test_one_node_has_no_network():
+    assert [level.name for level in describe("cluster.gpu=a100-sxm").links] == ["node"]
+
+
+def test_an_instance_has_its_own_network_and_price():
+    cluster = describe("cluster.instance=p4d.24xlarge", "cluster.nodes=2")
+    assert cluster.accelerator is not None
+    assert cluster.accelerator.name == "a100-sxm-40"
+    assert cluster.links[-1].gb_s == pytest.approx(400 / 8 / 8)  # 400 Gbit/s for eight GPUs
+    assert cluster.price_per_hour == list_instances()["p4d.24xlarge"].on_demand_per_hour
+    assert describe("cluster.instance=p4d.24xlarge", "cluster.price_per_hour=1").price_per_hour == 1
+
+
+def test_every_instance_names_a_gpu_of_the_table_and_where_its_price_is_from():
+    for instance in list_instances().values():
+        assert instance.gpu in list_accelerators(), instance.name
+        assert instance.source, instance.name
+
+
+def test_a_file_describes_levels_of_links(tmp_path: Path):
+    file = tmp_path / "cluster.toml"
+    file.write_text(
+        'gpu = "a100-sxm"\nnodes = 4\n'
+        '[[links]]\nname = "nvlink"\nnum_devices = 8\ngb_s = 250\n'
+        '[[links]]\nname = "spine"\nnum_devices = 64\ngb_s = 12\noversubscription = 2\n'
+    )
+    cluster = describe(f"cluster.file={file}")
+    assert [(link.name, link.gb_s, link.oversubscription) for link in cluster.links] == [
+        ("nvlink", 250, 1),
+        ("spine", 12, 2),
+    ]
+    # What the job says itself comes before the file.
+    assert describe(f"cluster.file={file}", "cluster.nodes=2").num_devices == 16
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("gpu = ", "is not TOML"),
+        ('gpu = "a100-sxm"\nnoodles = 2\n', "noodles"),
+        ('gpu = "a100-sxm"\nnodes = "two"\n', "nodes"),
+        ("nodes = 2\n", "names no GPU"),
+        (
+            'gpu = "a100-sxm"\nnodes = 4\n[[links]]\nname = "n"\nnum_devices = 8\ngb_s = 9\n',
+            "joins 8 of 32",
+        ),
+        (
+            'gpu = "a100-sxm"\n[[links]]\nname = "a"\nnum_devices = 8\ngb_s = 9\n'
+            '[[links]]\nname = "b"\nnum_devices = 8\ngb_s = 9\n',
+            "innermost outwards",
+        ),
+    ],
+)
+def test_a_file_that_does_not_hold_is_refused_in_a_line(tmp_path: Path, text: str, message: str):
+    file = tmp_path / "cluster.toml"
+    file.write_text(text)
+    with pytest.raises(LayoutError, match=message):
+        describe(f"cluster.file={file}")
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path):
+    with pytest.raises(LayoutError, match="cannot be read"):
+        describe(f"cluster.file={tmp_path / 'none.toml'}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["cluster.gpu=h100"], 'did you mean "h100-sxm"'),
+        (["cluster.instance=p5.48xlarg"], "p5.48xlarge"),
+        (["cluster.instance=p5.48xlarge", "cluster.gpu=a100-sxm"], "has h100-sxm"),
+        (["cluster.gpu=h100-sxm", "cluster.device=cpu"], "cluster.device is cpu"),
+    ],
+)
+def test_what_does_not_agree_is_refused(overrides: list[str], message: str):
+    with pytest.raises(LayoutError) as raised:
+        describe(*overrides)
+    assert message in str(raised.value)
+
+
+def test_training_refuses_a_job_that_is_planned_for_gpus_which_are_not_here(monkeypatch):
+    monkeypatch.setattr("phalanx.plan.described_cluster.visible_gpus", lambda: ())
+    with pytest.raises(EnvironmentProblem, match="planned for h100-sxm, and this machine has no"):
+        require_this_machine(load_job(None, ["cluster.gpu=h100-sxm"]))
+    require_this_machine(load_job(None, []))
+
+
+@pytest.mark.parametrize(
+    ("driver_name", "gib", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", 79.6, "h100-sxm"),
+        ("NVIDIA H100 PCIe", 79.6, "h100-pcie"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, "a100-sxm-40"),
+        ("NVIDIA A100-SXM4-80GB", 79.2, "a100-sxm"),
+        ("NVIDIA L4", 22.5, "l4"),
+        ("NVIDIA L40S", 44.9, "l40s"),
+    ],
+)
+def test_a_driver_s_name_is_matched_to_the_table(driver_name: str, gib: float, name: str):
+    accelerator = match_accelerator(driver_name, round(gib * GIB))
+    assert accelerator is not None
+    assert accelerator.name == name
+
+
+def test_a_slice_of_a_gpu_and_an_unknown_one_are_not_matched():
+    assert match_accelerator("NVIDIA H100 80GB HBM3", 10 * GIB) is None
+    assert match_accelerator("Quadro P400", 2 * GIB) is None
+
+
+def test_a_resized_cluster_reaches_all_its_devices_and_no_further():
+    cluster = describe("cluster.gpu=h100-sxm", "cluster.nodes=4")
+    assert [link.num_devices for link in resize_cluster(cluster, 8).links] == [8]
+    assert [link.num_devices for link in resize_cluster(cluster, 64).links] == [8, 64]
+    one = describe("cluster.gpu=h100-sxm")
+    assert [link.num_devices for link in resize_cluster(one, 16).links] == [8, 16]

@@ -1,0 +1,141 @@
+"""The search for layouts: what it finds where a fixed choice of ddp and ZeRO found nothing, what it
+keeps of the job, and that its proposals are what the planner accepts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from phalanx.core.errors import LayoutError
+from phalanx.job.load import load_job
+from phalanx.plan.planner import make_plan
+from phalanx.plan.search.economics import estimate_goodput, list_assumptions
+from phalanx.plan.search.finalists import apply_keys
+from phalanx.plan.search.nearest import find_nearest_fits
+from phalanx.plan.search.result import SearchResult
+from phalanx.plan.search.scaling import list_device_counts
+from phalanx.plan.search.search import SearchTask, prepare_search, search_layouts
+
+H100 = "cluster.gpu=h100-sxm"
+
+
+def open_task(preset: str, *overrides: str, seq_len: int = 8192, batch: int = 64) -> SearchTask:
+    values = [f"model.preset={preset}", f"data.seq_len={seq_len}"]
+    values += [f"train.global_batch_size={batch}", *overrides]
+    return prepare_search(load_job(None, values))
+
+
+def search(preset: str, *overrides: str, seq_len: int = 8192, batch: int = 64) -> SearchResult:
+    return search_layouts(open_task(preset, *overrides, seq_len=seq_len, batch=batch))
+
+
+# Each was refused, or told to use what it used already, when only ddp and ZeRO were weighed.
+@pytest.mark.parametrize(
+    ("preset", "overrides", "seq_len", "batch"),
+    [
+        ("llama3-8b", ["cluster.gpu=a100-sxm-40"], 8192, 64),
+        ("llama3-70b", [H100, "cluster.nodes=8"], 8192, 512),
+        ("llama3-8b", [H100], 131072, 16),
+        ("llama3-405b", [H100, "cluster.nodes=128"], 8192, 1024),
+        ("qwen2.5-72b", [H100, "cluster.nodes=8"], 32768, 64),
+    ],
+)
+def test_what_was_refused_has_a_layout_that_the_planner_accepts(preset, overrides, seq_len, batch):
+    task = open_task(preset, *overrides, seq_len=seq_len, batch=batch)
+    result = search_layouts(task)
+    assert result.winner is not None
+    assert result.winner.memory.fits
+    assert result.winner.time is not None
+    job = apply_keys(task.job, result.winner.job_keys)
+    plan = make_plan(job, cluster=task.cluster, shape=task.shape)
+    assert plan.chosen.fits
+    assert plan.chosen.total_bytes == result.winner.memory.total_bytes
+    assert plan.layout == result.winner.layout
+
+
+def test_a_small_model_on_many_gpus_is_sharded_over_few_of_them():
+    result = search("llama3-8b", H100, "cluster.nodes=128", batch=1024)
+    assert result.winner is not None
+    assert result.winner.layout.dp_shard <= 64
+    assert result.winner.layout.dp_replicate > 1
+
+
+def test_70b_on_eight_gpus_is_told_what_fits_and_each_change_is_planned():
+    task = open_task("llama3-70b", H100)
+    result = search_layouts(task)
+    assert result.winner is None
+    assert result.smallest_bytes > result.capacity_bytes
+    fits = {fit.axis: fit for fit in find_nearest_fits(task)}
+    assert "parallel.offload=parameters" in fits["offload"].change
+    assert fits["more ranks"].num_ranks > task.num_ranks
+    assert all(fit.ranked.memory.fits for fit in fits.values())
+    assert min(fit.slowdown for fit in fits.values()) == 1
+
+
+def test_what_the_job_fixes_stays_and_what_it_opens_is_named_where_nothing_fits():
+    fixed = ["parallel.zero_stage=3", "parallel.tp=1", "parallel.cp=1", "parallel.pp=1"]
+    task = open_task("llama3-8b", "cluster.gpu=a100-sxm-40", *fixed, "train.micro_batch_size=8")
+    assert search_layouts(task).winner is None
+    axes = {fit.axis: fit.change for fit in find_nearest_fits(task)}
+    assert "train.micro_batch_size" in axes["micro-batch"]
+    assert "parallel.tp" in axes["tp"]
+    for ranked in search("llama3-8b", H100, "parallel.tp=2", "train.recompute=full").runners_up:
+        assert ranked.layout.tp == 2
+        assert ranked.recompute == "full"
+
+
+def test_a_model_that_copies_fit_is_not_cut():
+    result = search("gpt2", H100, seq_len=1024, batch=64)
+    assert result.winner is not None
+    assert result.winner.family == "ddp"
+    assert len({ranked.family for ranked in (result.winner, *result.runners_up)}) == 5
+    assert all(ranked.why_not for ranked in result.runners_up)
+
+
+def test_experts_are_spread_where_that_is_faster():
+    result = search("mixtral-8x7b", H100, "cluster.nodes=8", seq_len=4096, batch=512)
+    assert result.winner is not None
+    assert result.winner.layout.ep > 1
+
+
+def test_a_batch_that_no_layout_divides_is_refused_with_the_nearest():
+    with pytest.raises(LayoutError, match=r"set train\.global_batch_size to 63 or 70"):
+        search("gpt2", H100, "cluster.gpus_per_node=7", "parallel.pp=1", seq_len=1024, batch=64)
+
+
+def test_a_result_goes_through_json():
+    result = search("llama3-8b", H100)
+    text = json.dumps(result.to_json())
+    assert SearchResult.from_json(json.loads(text)) == result
+
+
+def test_ranges_of_devices():
+    assert list_device_counts("64..1024") == [64, 128, 256, 512, 1024]
+    assert list_device_counts("6..20") == [6, 12, 20]
+    assert list_device_counts("8") == [8]
+    for text in ("x", "8..", "0", "16..8", "-4"):
+        with pytest.raises(LayoutError):
+            list_device_counts(text)
+
+
+def test_goodput_falls_with_devices_with_rare_failures_it_is_near_one():
+    task = open_task("llama3-8b", H100)
+    few = estimate_goodput(task.cluster, 1e9, mtbf_hours=None, is_spot=False)
+    many_task = open_task("llama3-8b", H100, "cluster.nodes=2048", batch=16384)
+    many = estimate_goodput(many_task.cluster, 1e9, mtbf_hours=None, is_spot=False)
+    assert 0.99 < few.value <= 1
+    assert many.value < few.value
+    # Llama 3: 419 unexpected interruptions of 16,384 GPUs in 54 days.
+    assert many.mtbf_hours == pytest.approx(54 * 24 / 419, rel=0.01)
+    spot = estimate_goodput(task.cluster, 1e9, mtbf_hours=None, is_spot=True)
+    assert spot.value < few.value
+    often = estimate_goodput(task.cluster, 1e11, mtbf_hours=0.1, is_spot=False)
+    assert 0 <= often.value < 0.5
+
+
+def test_every_assumption_is_inside_its_bounds_and_has_a_source():
+    for assumption in list_assumptions().values():
+        assert assumption.low <= assumption.value <= assumption.high, assumption.name
+        assert assumption.source, assumption.name
+        assert assumption.moves, assumption.name
