@@ -132,17 +132,17 @@ class MemoryScreen:
 
     def _activation_bytes(self) -> Bytes:
         rows = self.rows
-        tokens = rows.micro_batch_size * self.work.seq_len // rows.cp
-        peak = self._look_up(self._peak_bytes_per_token, rows.tp, rows.recompute)
-        saved = self._look_up(self._saved_bytes_per_token, rows.tp, rows.recompute)
+        micro = rows.micro_batch_size
+        peak = micro * self._look_up(self._peak_bytes, rows.tp, rows.cp, rows.recompute)
+        saved = micro * self._look_up(self._saved_bytes, rows.tp, rows.cp, rows.recompute)
         ends = self._look_up(self._end_bytes, rows.tp, rows.cp, rows.micro_batch_size)
         loss = self._look_up(self._loss_bytes, rows.tp, rows.cp, rows.micro_batch_size)
-        direct = tokens * peak + ends + loss
+        direct = peak + ends + loss
         # Of a pipeline the first rank has most microbatches in flight, and one is recomputed.
         flight = self._microbatches_in_flight()
-        redone = (peak - saved) * tokens
-        first = flight * tokens * saved / rows.pp + redone + ends
-        last = np.minimum(flight, 2.0) * tokens * saved / rows.pp + redone + ends + loss
+        redone = peak - saved
+        first = flight * saved / rows.pp + redone + ends
+        last = np.minimum(flight, 2.0) * saved / rows.pp + redone + ends + loss
         return np.where(rows.pp > 1, np.maximum(first, last), direct)
 
     def _microbatches_in_flight(self) -> Bytes:
@@ -163,13 +163,14 @@ class MemoryScreen:
             flight = np.where(rows.schedule == index, by_name[name], flight)
         return np.minimum(flight, number)
 
-    def _peak_bytes_per_token(self, tp: int, mode: int) -> float:
-        return peak_segment_bytes(
-            *count_segment_bytes(self._shard(tp), self._work_of(tp, 1, 1, mode))
-        )
+    def _peak_bytes(self, tp: int, cp: int, mode: int) -> float:
+        """Bytes of a microbatch of one sample at the worst moment of the backward."""
+        work = self._work_of(tp, cp, 1, mode)
+        return peak_segment_bytes(*count_segment_bytes(self._shard(tp), work))
 
-    def _saved_bytes_per_token(self, tp: int, mode: int) -> float:
-        return sum(count_segment_bytes(self._shard(tp), self._work_of(tp, 1, 1, mode))[0])
+    def _saved_bytes(self, tp: int, cp: int, mode: int) -> float:
+        """Bytes that a microbatch of one sample saves for its backward."""
+        return sum(count_segment_bytes(self._shard(tp), self._work_of(tp, cp, 1, mode))[0])
 
     def _end_bytes(self, tp: int, cp: int, micro: int) -> float:
         activations, work = self._shard(tp).activations, self._work_of(tp, cp, micro)
