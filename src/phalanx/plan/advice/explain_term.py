@@ -1,0 +1,269 @@
+"""`--explain TERM`: the formula of a term of the step's time, or of a category of memory, with its
+numbers, as the planner computed them."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.core.errors import UsageError, did_you_mean
+from phalanx.core.units import format_bytes, format_seconds
+from phalanx.plan.advice.formula_trace import FormulaCall, FormulaLine, trace_formulas
+
+TIMING = tuple(
+    f"phalanx.plan.timing.{name}"
+    for name in (
+        "attention", "block", "collectives", "data_parallel", "matmul", "pipeline", "step",
+    )
+)  # fmt: skip
+MEMORY = (
+    "phalanx.plan.candidates",
+    "phalanx.plan.memory",
+    "phalanx.plan.communication",
+    "phalanx.plan.pipeline.memory",
+)
+# Functions that say how a term comes about, from the parts to the sum.
+TIME_FORMULAS: dict[str, tuple[str, ...]] = {
+    "ideal": ("_ideal_s",),
+    "matmul loss": ("dense_flops_s", "time_matmul", "matmul_s"),
+    "attention": ("time_attention", "_time_flash", "_time_unfused"),
+    "elementwise": ("memory_s", "_time_elementwise"),
+    "tp": ("_time_tp", "all_reduce_s", "hide_collective"),
+    "cp": ("_time_cp", "all_gather_s"),
+    "ep": ("_time_ep", "all_to_all_s"),
+    "bubble": ("bubble_s", "_slowest_stage_s", "_idle_share", "send_s"),
+    "dp exposed": ("expose_communication", "hide_collective", "all_gather_s"),
+    "optimizer": ("optimizer_s",),
+    "offload": ("optimizer_s",),
+    "launch": ("_add_launch",),
+    "jitter": ("_jitter_share",),
+}
+MEMORY_FORMULAS: dict[str, tuple[str, ...]] = {
+    "parameters": ("state_bytes", "_state_bytes", "zero_state_bytes"),
+    "gradients": ("state_bytes", "_state_bytes", "zero_state_bytes"),
+    "optimizer state": ("state_bytes", "_state_bytes", "zero_state_bytes"),
+    "activations": (
+        "activation_bytes", "activation_bytes_on_device", "stage_bytes", "peak_segment_bytes",
+        "_bytes_of_segment", "_activation_bytes_outside_blocks",
+    ),
+    "loss": ("loss_bytes", "stage_bytes"),
+    "communication": (
+        "communication_bytes", "fsdp_unit_params", "_message_bytes", "cp_buffer_bytes",
+        "ep_buffer_bytes",
+    ),
+    "compression": (),
+    "allocator": ("allocator_retained_gradient_bytes", "adjust_memory_for_device"),
+    "staging": ("staging_bytes", "rank_staging_bytes"),
+}  # fmt: skip
+# Where the terms of a step are put together.
+_SUMS = ("run", "_sum_parts")
+_MEMORY_SUMS = (
+    "rank_memory", "pipeline_memory", "_state_bytes", "_add_communication_buffers",
+    "adjust_memory_for_device",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ExplainedTerm:
+    """A term, its value, and the calls that made it."""
+
+    term: str
+    value: float
+    unit: str
+    """"s" or "bytes"."""
+    calls: tuple[FormulaCall, ...]
+    sums: tuple[FormulaLine, ...] = ()
+    """The lines that put the term together from its parts."""
+
+    def to_json(self) -> dict[str, Any]:
+        calls = []
+        for call in self.calls:
+            lines = [_line_to_json(line) for line, _ in _list_last_runs(call.lines)]
+            calls.append({"function": f"{call.module}.{call.function}", "lines": lines})
+        sums = [_line_to_json(line) for line in self.sums]
+        return {
+            "term": self.term,
+            "value": self.value,
+            "unit": self.unit,
+            "calls": calls,
+            "sums": sums,
+        }
+
+
+def _line_to_json(line: FormulaLine) -> dict[str, Any]:
+    return {
+        "target": line.target,
+        "expression": line.expression,
+        "inputs": line.inputs,
+        "result": line.result,
+    }
+
+
+def list_terms() -> tuple[str, ...]:
+    """The names that `--explain` knows."""
+    return (*TIME_FORMULAS, *MEMORY_FORMULAS)
+
+
+def find_term(name: str) -> str:
+    """The term called `name`; "-" and "_" stand for the space.
+
+    Raises UsageError, listing the terms, for another.
+    """
+    term = name.strip().lower().replace("-", " ").replace("_", " ")
+    if term in list_terms():
+        return term
+    names = ", ".join(term.replace(" ", "-") for term in list_terms())
+    raise UsageError(
+        f"{name!r} is no term of a plan",
+        fix=did_you_mean(term, list_terms()) or f"one of {names}",
+    )
+
+
+def explain_time_term(
+    term: str, terms_s: Mapping[str, float], compute: Callable[[], Any]
+) -> ExplainedTerm:
+    """The formula of a term of the step's time; `compute` predicts the step once more."""
+    calls = trace_formulas(compute, TIMING, (*TIME_FORMULAS[term], *_SUMS))
+    sums = []
+    for call in calls:
+        if call.function in _SUMS:
+            sums += [line for line in call.lines if _is_about(line, term)]
+    return ExplainedTerm(
+        term, terms_s[term], "s", _choose_calls(calls, TIME_FORMULAS[term]), tuple(sums)
+    )
+
+
+def explain_memory_term(
+    term: str,
+    categories: Mapping[str, float],
+    zero_stage: int,
+    compute: Callable[[], Any],
+) -> ExplainedTerm:
+    """The formula of a category of memory, of the candidate with `zero_stage`; `compute` plans once
+    more."""
+    # There is an optimizer among the terms of time, too.
+    category = term.removesuffix(" state")
+    _forget_results()
+    calls = trace_formulas(compute, MEMORY, (*MEMORY_FORMULAS[term], *_MEMORY_SUMS))
+    # A plan computes the other candidates, too.
+    calls = [call for call in calls if call.variables.get("zero_stage", zero_stage) == zero_stage]
+    largest: dict[tuple[str, str], FormulaLine] = {}
+    for call in calls:
+        if call.function not in _MEMORY_SUMS:
+            continue
+        for line in call.lines:
+            key = (line.target, line.expression)
+            is_larger = key not in largest or (line.result or 0) > (largest[key].result or 0)
+            if f"'{category}'" in line.target and is_larger:
+                largest[key] = line
+    return ExplainedTerm(
+        term,
+        float(categories.get(category, 0.0)),
+        "bytes",
+        _choose_calls(calls, MEMORY_FORMULAS[term]),
+        tuple(largest.values()),
+    )
+
+
+def _forget_results() -> None:
+    """Clear the caches of the formulas of memory: what is remembered does not run."""
+    for name in MEMORY:
+        for value in vars(importlib.import_module(name)).values():
+            if hasattr(value, "cache_clear"):
+                value.cache_clear()
+
+
+def _is_about(line: FormulaLine, term: str) -> bool:
+    if line.words.get("part") == term and "[part]" in line.target:
+        return True
+    return f"'{term}'" in line.target
+
+
+def _choose_calls(calls: list[FormulaCall], functions: tuple[str, ...]) -> tuple[FormulaCall, ...]:
+    """Of each function the call with the largest result: of ten products the slowest, say."""
+    chosen = []
+    for function in functions:
+        candidates = [call for call in calls if call.function == function]
+        if candidates:
+            chosen.append(max(candidates, key=_rank_call))
+    return tuple(chosen)
+
+
+def _rank_call(call: FormulaCall) -> float:
+    if call.result is not None:
+        return call.result
+    return sum(line.result or 0.0 for line in call.lines)
+
+
+def describe_term(explained: ExplainedTerm, total: float) -> list[str]:
+    """The explanation as lines: the value, then each formula as it ran with its numbers."""
+    value, whole = format_seconds(explained.value), format_seconds(total)
+    if explained.unit == "bytes":
+        value, whole = format_bytes(explained.value), format_bytes(total)
+    share = ""
+    if total > 0:
+        share = f" of {whole} ({explained.value / total:.1%})"
+    lines = [f"{explained.term}: {value}{share}"]
+    if not explained.calls:
+        lines.append("  no formula ran: this plan has none of it")
+    for call in explained.calls:
+        place = f"{call.module.removeprefix('phalanx.')}.{call.function}"
+        lines += ["", f"{place}: {call.summary}" if call.summary else place]
+        for line, times in _list_last_runs(call.lines):
+            lines += _describe_line(line, times)
+        if call.items:
+            items = ", ".join(f"{name} {_round_number(v)}" for name, v in call.items.items())
+            lines.append(f"      = {items}")
+    if explained.sums:
+        lines += ["", "put together"]
+        for line in explained.sums:
+            lines += _describe_line(line)
+    return lines
+
+
+def _describe_line(line: FormulaLine, times: int = 1) -> list[str]:
+    """A statement in one line, and below it the same with its numbers."""
+    if line.result is None and not line.inputs:
+        return []
+    # A short name for something else: its number stands where it is used.
+    if line.expression.replace(".", "").replace("_", "").isalnum() and line.target != "result":
+        return []
+    repeated = ""
+    if times > 1:
+        repeated = f"  (the last of {times} times)"
+    texts = [f"  {line.target} = {line.expression}{repeated}"]
+    if line.inputs:
+        texts.append(f"      = {round_inputs(line).with_numbers}")
+    if line.result is not None:
+        texts.append(f"      = {_round_number(line.result)}")
+    return texts
+
+
+def _list_last_runs(lines: Sequence[FormulaLine]) -> list[tuple[FormulaLine, int]]:
+    """Each statement once, as it ran last, and how often it ran: a loop has many."""
+    last: dict[tuple[str, str], tuple[FormulaLine, int]] = {}
+    for line in lines:
+        key = (line.target, line.expression)
+        times = 1
+        if key in last:
+            times += last[key][1]
+        last[key] = (line, times)
+    return list(last.values())
+
+
+def round_inputs(line: FormulaLine) -> FormulaLine:
+    """The line with its numbers as they are printed."""
+    inputs = {name: _round_number(value) for name, value in line.inputs.items()}
+    return FormulaLine(line.target, line.expression, inputs, line.result)
+
+
+def _round_number(value: float) -> float:
+    """Whole numbers as they are, others to six digits."""
+    if not math.isfinite(value):
+        return value
+    if value == int(value) and abs(value) < 1e15:
+        return int(value)
+    return float(f"{value:.6g}")
