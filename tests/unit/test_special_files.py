@@ -301,6 +301,7 @@ OURS = {
     "job/presets/__init__.py": "reads our own presets",
     "report/page.py": "reads our own style",
     "report/dataset_page.py": "reads our own style",
+    "report/plan_page.py": "reads our own style",
     "cli/_app.py": "reads our own docstrings",
     "job/job_file.py": "reads our own schema",
     "cli/_complete.py": "reads our own schema",

@@ -21,6 +21,10 @@ class SearchOptions:
     out: Path | None = None
     force: bool = False
     as_json: bool = False
+    page: Path | None = None
+    term: str | None = None
+    """The term that --explain names."""
+    all_rules: bool = False
 
 
 def list_search_overrides(
@@ -64,8 +68,15 @@ def _override_model(model: str) -> str:
 def print_search(job: Job, options: SearchOptions) -> int:
     """Search, print the answer, write files; returns the exit code: 3 where nothing fits."""
     from phalanx.cli._json import print_json
+    from phalanx.cli._plan_advice import (
+        print_plan_details,
+        print_term,
+        write_page,
+        write_unfit_page,
+    )
     from phalanx.core.errors import ExitCode
     from phalanx.plan.search.describe import describe_search
+    from phalanx.run.plan_advice import advise_on_search
     from phalanx.run.search_job import search_job, write_search
 
     counts = _list_counts(options.gpus)
@@ -74,18 +85,45 @@ def print_search(job: Job, options: SearchOptions) -> int:
     if counts:
         job = _resize_job(job, counts[0])
     searched = search_job(job)
+    advised = advise_on_search(searched)
+    if options.term is not None:
+        if advised is None:
+            raise UsageError("nothing fits, so there are no numbers", fix="leave --explain out")
+        print_term(advised, options.term, as_json=options.as_json)
+        return 0
     files = []
     if options.out is not None:
         files = write_search(searched, options.out, force=options.force)
+    for page in _list_pages(options):
+        if advised is None:
+            write_unfit_page(searched, page)
+        else:
+            write_page(advised, page)
+        files.append(page)
     if options.as_json:
-        print_json("plan-search", searched.result.to_json(), indent=1)
+        body = searched.result.to_json()
+        if advised is not None:
+            body["advice"] = advised.advice.to_json()
+        print_json("plan-search", body, indent=1)
     else:
         print("\n".join(describe_search(searched.result, searched.task.cluster)))
+        if advised is not None:
+            print_plan_details(advised, all_rules=options.all_rules)
         for file in files:
             print(f"wrote   {file}")
     if searched.result.winner is None:
         return int(ExitCode.JOB)
     return 0
+
+
+def _list_pages(options: SearchOptions) -> list[Path]:
+    """The files that a page is written to: that of --page, and page.html of --out."""
+    pages = []
+    if options.page is not None:
+        pages.append(options.page)
+    if options.out is not None:
+        pages.append(options.out / "page.html")
+    return pages
 
 
 def _list_counts(text: str | None) -> list[int]:

@@ -23,8 +23,19 @@ EXAMPLE = (
 def command(
     arguments: JobArguments = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Say where each value of the job comes from.")
+        bool,
+        typer.Option(
+            "--explain",
+            help="Say where each value of the job comes from; with a TERM, print its formula.",
+        ),
     ] = False,
+    all_rules: Annotated[
+        bool, typer.Option("--rules", help="Show every rule of thumb, also those that hold.")
+    ] = False,
+    page: Annotated[
+        Path | None,
+        typer.Option("--page", metavar="FILE", help="Write the plan as a page (HTML)."),
+    ] = None,
     models: Annotated[
         bool, typer.Option("--models", help="List the presets of model.preset.")
     ] = False,
@@ -106,7 +117,8 @@ def command(
     without --out nothing is written.
     """
     from phalanx.cli._arguments import split_arguments
-    from phalanx.cli._json import print_errors_as_json, print_json
+    from phalanx.cli._json import print_errors_as_json
+    from phalanx.cli._plan_advice import print_term, take_term
     from phalanx.cli._plan_search import SearchOptions, list_search_overrides, print_search
     from phalanx.core.errors import UsageError
 
@@ -120,6 +132,9 @@ def command(
             return print_suggestion(arguments or [], model, verify_too=judge, as_json=as_json)
         if judge:
             raise UsageError("--verify is for --suggest-rules", fix="use phalanx verify")
+        term = None
+        if explain:
+            arguments, term = take_term(arguments or [])
         job_file, overrides = split_arguments(arguments or [])
         overrides += list_search_overrides(
             model=model,
@@ -130,27 +145,56 @@ def command(
             seq_len=seq_len,
             global_batch=global_batch,
         )
-        if explain:
+        if explain and term is None:
             from phalanx.cli._explain import print_explained
             from phalanx.job.load import load_job
 
             print_explained(load_job(job_file, overrides), job_file, overrides, as_json=as_json)
             return 0
         from phalanx.job.load import load_job
+        from phalanx.run.plan_advice import advise_on_planned_job
         from phalanx.run.plan_job import plan_job
 
         job = load_job(job_file, overrides)
         if recut is None and _needs_search(job, gpus, out):
-            options = SearchOptions(gpus, out, force, as_json)
+            options = SearchOptions(gpus, out, force, as_json, page, term, all_rules)
             return print_search(job, options)
         planned = plan_job(job, checks_initial=recut is None)
         if recut is not None:
             _print_recut(planned, recut, as_json)
-        elif as_json:
-            print_json("plan", planned.to_json(), indent=1)
+        elif term is not None:
+            print_term(advise_on_planned_job(planned), term, as_json=as_json)
         else:
-            _print_plan(planned, arguments or [])
+            _print_planned(planned, arguments or [], page, as_json=as_json, all_rules=all_rules)
     return 0
+
+
+def _print_planned(
+    planned: PlannedJob,
+    arguments: Sequence[str],
+    page: Path | None,
+    *,
+    as_json: bool,
+    all_rules: bool,
+) -> None:
+    """Print the plan of a job, with its rules where they are asked for, and write its page."""
+    from phalanx.cli._json import print_json
+    from phalanx.cli._plan_advice import print_plan_details, write_page
+    from phalanx.run.plan_advice import advise_on_planned_job
+
+    if as_json:
+        print_json("plan", planned.to_json(), indent=1)
+    else:
+        _print_plan(planned, arguments)
+    if page is None and not all_rules:
+        return
+    advised = advise_on_planned_job(planned)
+    if all_rules and not as_json:
+        print_plan_details(advised, all_rules=True)
+    if page is not None:
+        write_page(advised, page)
+        if not as_json:
+            print(f"wrote   {page}")
 
 
 def _needs_search(job: Job, gpus: str | None, out: Path | None) -> bool:

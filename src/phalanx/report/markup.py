@@ -11,7 +11,7 @@ from unicodedata import category
 
 from phalanx.core.printable import TURNS_AROUND
 
-VOID = frozenset({"meta", "link", "br"})
+VOID = frozenset({"meta", "link", "br", "input"})
 
 
 class Html(str):

@@ -47,7 +47,11 @@ class RuleVerdict:
     @property
     def comparison(self) -> str:
         """Value and limit in words: '16 ranks, at most 8'."""
-        limit = f"{self.bound} {format_measured(self.limit, self.unit)}"
+        # The unit once: a limit in % has its own sign.
+        unit = self.unit
+        if self.value is not None and unit != "%":
+            unit = ""
+        limit = f"{self.bound} {format_measured(self.limit, unit)}"
         if self.value is None:
             return f"not judged, {limit}"
         return f"{format_measured(self.value, self.unit)}, {limit}"

@@ -123,7 +123,7 @@ RULES = (
         "data-parallel-first",
         "No model parallelism where data parallelism would do",
         "at most",
-        "axes",
+        "needless axes",
         measure_model_parallelism,
         evidence="planned: the same batch on the same ranks without tp, pp, cp and ep",
         correction="The size of a model alone does not say what it needs (E01).",
@@ -132,7 +132,7 @@ RULES = (
         "smallest-zero-stage",
         "The smallest ZeRO stage that fits",
         "at most",
-        "stages too many",
+        "needless stages",
         measure_zero_stage,
         evidence="planned: the same layout with the stage below",
         correction=(
@@ -144,7 +144,7 @@ RULES = (
         "recompute-where-needed",
         "Recomputation only where memory asks for it",
         "at most",
-        "needless",
+        "needless mode",
         measure_recompute,
         evidence="planned: the same layout without recomputation",
         correction=(

@@ -113,7 +113,7 @@ RULES = (
         "zero-in-pipeline",
         "A pipeline goes with ZeRO stage 1",
         "at most",
-        "as ZeRO stage",
+        "as the ZeRO stage",
         measure_zero_stage_in_pipeline,
         evidence="docs/pipeline.md: weights are gathered once per step",
         correction=(

@@ -1,0 +1,118 @@
+"""What `phalanx plan` prints under its answer, `--explain TERM`, and `--page`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from phalanx.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from phalanx.plan.advice.terminal import TerminalStyle
+    from phalanx.run.plan_advice import AdvisedPlan
+    from phalanx.run.search_job import SearchedJob
+
+
+def take_term(arguments: Sequence[str]) -> tuple[list[str], str | None]:
+    """The arguments without the term of `--explain`, and the term: a word that is neither a job
+    file nor an override. Raises UsageError for a second one."""
+    rest: list[str] = []
+    terms: list[str] = []
+    for argument in arguments:
+        is_file = argument.endswith((".toml", ".json")) or os.path.exists(argument)
+        if is_file or "=" in argument or "." in argument:
+            rest.append(argument)
+        else:
+            terms.append(argument)
+    if len(terms) > 1:
+        raise UsageError(
+            f"{terms[1]!r}: --explain takes one term", fix=f"--explain {'-'.join(terms)}, perhaps"
+        )
+    return rest, terms[0] if terms else None
+
+
+def print_term(advised: AdvisedPlan, name: str, *, as_json: bool) -> None:
+    """Print the formula of a term with its numbers. Raises UsageError for an unknown one, or one
+    of a time that is not predicted."""
+    from phalanx.cli._json import print_json
+    from phalanx.plan.advice.explain_term import describe_term, find_term
+    from phalanx.run.plan_advice import explain_term_of_plan
+
+    term = find_term(name)
+    explanation = explain_term_of_plan(advised, term)
+    if explanation is None:
+        raise UsageError(
+            f"the time of a step is not predicted for {advised.cluster.name or 'this device'}",
+            fix="name GPUs, as in cluster.gpu=h100-sxm, or explain a category of memory",
+        )
+    explained, total = explanation
+    if as_json:
+        print_json("plan-term", explained.to_json() | {"total": total}, indent=1)
+    else:
+        print("\n".join(describe_term(explained, total)))
+
+
+def print_plan_details(advised: AdvisedPlan, *, all_rules: bool) -> None:
+    """Print the waterfall, the memory bars and the rules under a plan's answer."""
+    from phalanx.core.terminal import print_coloured
+    from phalanx.plan.advice.terminal import (
+        describe_rules,
+        describe_tables,
+        draw_memory_bars,
+        draw_waterfall,
+    )
+    from phalanx.plan.advice.waterfall import build_waterfall
+
+    style = find_terminal_style()
+    advice, plan = advised.advice, advised.plan
+    lines: list[str] = []
+    if advice.time is not None:
+        rows = build_waterfall(advice.time.terms, advice.facts.goodput)
+        lines += ["", "time    of a step (--explain TERM prints a formula with its numbers)"]
+        lines += draw_waterfall(rows, style)
+    lines += ["", "memory  by phase, on the rank that needs most"]
+    lines += draw_memory_bars(plan.chosen.predicted_bytes, plan.capacity_bytes, style)
+    lines += ["", "rules   of thumb, with this plan's numbers"]
+    lines += describe_rules(advice.verdicts, style, shows_all=all_rules)
+    if all_rules:
+        lines += ["", *describe_tables(advice.answers, style)]
+    # Not print, whose filter would take our colours out.
+    print_coloured("\n".join(lines))
+
+
+def find_terminal_style() -> TerminalStyle:
+    """Bars and colours on a terminal that can, plain lines elsewhere."""
+    from phalanx.cli._explain import wants_colour
+    from phalanx.plan.advice.terminal import TerminalStyle
+
+    width = shutil.get_terminal_size((80, 24)).columns
+    is_utf8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    has_bars = sys.stdout.isatty() and is_utf8 and os.environ.get("TERM") != "dumb"
+    return TerminalStyle(width, has_bars=has_bars, has_colour=wants_colour())
+
+
+def write_page(advised: AdvisedPlan, path: Path) -> None:
+    """Write the page of a plan, with progress on a terminal."""
+    from phalanx.run.plan_advice import write_page_of_plan
+
+    write_page_of_plan(advised, path, _show_progress)
+    if sys.stderr.isatty():
+        sys.stderr.write("\r\033[K")
+
+
+def write_unfit_page(searched: SearchedJob, path: Path) -> None:
+    """Write the page of a search in which nothing fits."""
+    from phalanx.report.plan_collect import collect_unfit_facts
+    from phalanx.report.plan_page import write_plan_page
+
+    write_plan_page(path, collect_unfit_facts(searched.result))
+
+
+def _show_progress(number: int, total: int) -> None:
+    if sys.stderr.isatty() and number % 10 == 0:
+        sys.stderr.write(f"\rpage    plan {number} of {total} for the sliders")
+        sys.stderr.flush()

@@ -1,0 +1,273 @@
+"""`advise_on_plan`: the time, the rules and the tables of one plan, from its job and cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from phalanx.core.errors import PhalanxError
+from phalanx.job.schema import Job
+from phalanx.plan.advice.check_rules import check_rules_of_thumb
+from phalanx.plan.advice.decision_tables import TableAnswer, ask_decision_tables
+from phalanx.plan.advice.facts import BatchFacts, HardwareFacts, ModelFacts, PlanFacts
+from phalanx.plan.advice.rule import RuleVerdict
+from phalanx.plan.cluster import Cluster, rank_memory_bytes
+from phalanx.plan.pipeline.bubble import find_busiest_rank
+from phalanx.plan.pipeline.costs import model_part_costs
+from phalanx.plan.plan import Plan
+from phalanx.plan.planner import make_plan
+from phalanx.plan.search.step_times import (
+    build_machine_rates,
+    describe_setup,
+    estimate_planned_step,
+)
+from phalanx.plan.timing.block import BlockTimer
+from phalanx.plan.timing.columns import build_columns
+from phalanx.plan.timing.constants import load_constants
+from phalanx.plan.timing.machine import LinkRate
+from phalanx.plan.timing.matmul import peak_precision
+from phalanx.plan.timing.setup import StepSetup
+from phalanx.plan.timing.step import estimate_step
+from phalanx.plan.timing.step_time import StepTime
+
+# Enough for any plan: what it needs is asked, not whether it fits.
+UNLIMITED_GIB = 1e9
+# Times the tokens of a micro-batch at which the last wave of tiles no longer counts.
+MANY_TOKENS = 64
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class PlanAdvice:
+    """What there is to say of a plan: its facts, its time (None where nobody can predict it), the
+    verdicts of the rules, and what the decision tables say."""
+
+    facts: PlanFacts
+    setup: StepSetup
+    time: StepTime | None
+    verdicts: tuple[RuleVerdict, ...]
+    answers: tuple[TableAnswer, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "time": self.time and self.time.to_json(),
+            "rules": [verdict.to_json() for verdict in self.verdicts],
+            "decision_tables": [answer.to_json() for answer in self.answers],
+        }
+
+
+def advise_on_plan(
+    job: Job,
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    time: StepTime | None = None,
+    goodput: float | None = None,
+    spot_cost_ratio: float | None = None,
+) -> PlanAdvice:
+    """The advice on `plan`, which was made of `job` for `cluster`.
+
+    `time` is predicted where it is not given. Plans once more for what other choices would need.
+    """
+    setup, machine = describe_setup(job, plan), build_machine_rates(cluster)
+    if time is None and machine is not None:
+        time = estimate_planned_step(job, plan, plan.model_shape, machine)
+    facts = collect_plan_facts(job, plan, cluster, setup, time)
+    facts = replace(facts, goodput=goodput, spot_cost_ratio=spot_cost_ratio)
+    return PlanAdvice(
+        facts,
+        setup,
+        time,
+        tuple(check_rules_of_thumb(facts)),
+        tuple(ask_decision_tables(facts)),
+    )
+
+
+def collect_plan_facts(
+    job: Job, plan: Plan, cluster: Cluster, setup: StepSetup, time: StepTime | None
+) -> PlanFacts:
+    """Everything that rules read of a plan."""
+    terms_s: Mapping[str, float] = {}
+    if time is not None:
+        terms_s = time.terms
+    activations_are_known = plan.model_shape.activations is not None
+    facts = PlanFacts(
+        describe_model(job, plan),
+        describe_hardware(job, plan, cluster),
+        plan.layout,
+        BatchFacts(
+            job.data.seq_len, plan.micro_batch_size, plan.num_microbatches, plan.global_batch_size
+        ),
+        zero_stage=plan.chosen.zero_stage,
+        element_bytes=4 if plan.precision == "fp32" else 2,
+        stages_per_rank=setup.stages_per_rank,
+        sequence_parallel=setup.sequence_parallel,
+        recompute=plan.activations.recompute,
+        optimizer=job.optim.kind,
+        lr_scaling=job.optim.lr_scaling,
+        reference_batch_size=job.optim.reference_batch_size,
+        offload=plan.parallel.offload,
+        terms_s=terms_s,
+        peak_bytes=plan.chosen.total_bytes if activations_are_known else None,
+        capacity_bytes=plan.capacity_bytes,
+    )
+    return replace(
+        facts,
+        bubble=_find_bubble(plan),
+        busiest_stage_ratio=_find_busiest_stage(job, plan),
+        wave_loss=_find_wave_loss(plan, cluster, setup),
+        single_domain_efficiency=_compare_with_one_domain(plan, cluster, setup, time),
+        data_parallel_bytes=_count_data_parallel_bytes(job, plan, cluster),
+        smaller_zero_bytes=_find_smaller_zero_bytes(plan),
+        plain_bytes=_count_plain_bytes(job, plan, cluster),
+    )
+
+
+def describe_model(job: Job, plan: Plan) -> ModelFacts:
+    """The sizes of a plan's model."""
+    shape = plan.model_shape
+    work = shape.work(job.data.seq_len)
+    heads, experts = shape.heads, shape.experts
+    name = str(job.model.preset or job.model.kind)
+    return ModelFacts(
+        name=name,
+        num_params=plan.num_params,
+        num_active_params=shape.num_active_params,
+        num_layers=shape.num_layers,
+        hidden_size=work.dim if work is not None else 0,
+        vocab_size=plan.vocab_size,
+        num_query_heads=heads.queries if heads is not None else None,
+        num_kv_heads=heads.keys if heads is not None else None,
+        num_experts=experts.count if experts is not None else 0,
+        experts_per_token=experts.per_token if experts is not None else 0,
+        reads_images=shape.reads_images,
+    )
+
+
+def describe_hardware(job: Job, plan: Plan, cluster: Cluster) -> HardwareFacts:
+    """The devices and links of a cluster, as rules read them."""
+    memory_bytes = rank_memory_bytes(job, cluster, plan.world_size)
+    hardware = HardwareFacts(
+        cluster.name or cluster.device,
+        plan.world_size,
+        min(cluster.devices_per_node, plan.world_size),
+        memory_bytes,
+    )
+    machine = build_machine_rates(cluster)
+    if machine is None:
+        return hardware
+    network_gb_s = None
+    if len(machine.links) > 1:
+        network_gb_s = min(link.effective_bytes_s for link in machine.links[1:]) / GB
+    precision = describe_setup(job, plan).precision
+    return replace(
+        hardware,
+        link_domain=cluster.link_domain,
+        peak_flops=machine.accelerator.peak_flops(peak_precision(machine, precision)),
+        memory_gb_s=machine.accelerator.memory_gb_s,
+        link_gb_s=machine.links[0].effective_bytes_s / GB,
+        network_gb_s=network_gb_s,
+    )
+
+
+def _find_bubble(plan: Plan) -> float | None:
+    if plan.pipeline is None:
+        return None
+    timeline = plan.pipeline.timeline()
+    if timeline is None:
+        return None
+    return float(timeline.bubble)
+
+
+def _find_busiest_stage(job: Job, plan: Plan) -> float | None:
+    if plan.pipeline is None or plan.model_shape.flops(job.data.seq_len) is None:
+        return None
+    costs = model_part_costs(job, plan.model_shape).layer_costs
+    stages = plan.pipeline.stages
+    _, ratio = find_busiest_rank(costs.of_stages(stages), plan.pipeline.rank_of_stage)
+    return float(ratio)
+
+
+def _find_wave_loss(plan: Plan, cluster: Cluster, setup: StepSetup) -> float | None:
+    """The part of the blocks' products that would be saved at the speed of many tokens."""
+    machine, work = build_machine_rates(cluster), plan.model_shape.work(setup.seq_len)
+    if machine is None or work is None:
+        return None
+    seconds = []
+    for times in (1, MANY_TOKENS):
+        many = replace(setup, micro_batch_size=setup.micro_batch_size * times)
+        timer = BlockTimer(
+            machine, setup.precision, build_columns([many]), load_constants(), work.num_tokens
+        )
+        total = 0.0
+        for block, count in work.block_kinds:
+            for matmul in block.matmuls:
+                total += count * float(timer.time_matmul(matmul)[0][0])
+        seconds.append(total / times)
+    return max(0.0, 1 - seconds[1] / seconds[0])
+
+
+def _compare_with_one_domain(
+    plan: Plan, cluster: Cluster, setup: StepSetup, time: StepTime | None
+) -> float | None:
+    """Seconds of the step with every link as fast as inside a node, in parts of the predicted."""
+    machine = build_machine_rates(cluster)
+    if machine is None or time is None:
+        return None
+    inner = LinkRate(2**31, machine.links[0].effective_bytes_s)
+    near = estimate_step(plan.model_shape, replace(machine, links=(inner,)), setup)
+    return min(1.0, near.total_s / time.total_s)
+
+
+def _count_data_parallel_bytes(job: Job, plan: Plan, cluster: Cluster) -> int | None:
+    """Bytes per rank of ZeRO-3 over all ranks, for a plan with model parallelism; else None."""
+    if plan.layout.world_size == plan.layout.data_parallel_size:
+        return None
+    alone = dict.fromkeys(
+        ("tp", "pp", "cp", "ep", "dp_replicate", "dp_shard", "schedule", "schedule_file",
+         "sequence_parallel", "stages_per_rank")
+    )  # fmt: skip
+    changes = {"parallel": {**alone, "zero_stage": 3, "stage_blocks": ()}}
+    return find_needed_bytes(job, plan, cluster, changes)
+
+
+def _find_smaller_zero_bytes(plan: Plan) -> int | None:
+    """Bytes per rank of the ZeRO stage below, where the plan weighed it."""
+    for candidate in plan.alternatives:
+        if candidate.zero_stage == plan.chosen.zero_stage - 1:
+            return candidate.total_bytes
+    return None
+
+
+def _count_plain_bytes(job: Job, plan: Plan, cluster: Cluster) -> int | None:
+    """Bytes per rank without recomputation, for a plan that has some; else None."""
+    if plan.activations.recompute == "none":
+        return None
+    plain = {"recompute": "none", "recompute_every": None, "recompute_budget_gib": None}
+    return find_needed_bytes(job, plan, cluster, {"train": plain})
+
+
+def find_needed_bytes(
+    job: Job, plan: Plan, cluster: Cluster, changes: Mapping[str, Mapping[str, Any]]
+) -> int | None:
+    """Bytes per rank of the job with other values of some keys; None where that is no plan."""
+    other = change_job(job, plan, changes)
+    unlimited = replace(cluster, memory_bytes=round(UNLIMITED_GIB * 2**30))
+    try:
+        changed = make_plan(other, cluster=unlimited, shape=plan.model_shape)
+    except PhalanxError:
+        return None
+    return changed.chosen.total_bytes
+
+
+def change_job(job: Job, plan: Plan, changes: Mapping[str, Mapping[str, Any]]) -> Job:
+    """The job with other values of some keys, and as many ranks as the plan has."""
+    sections: dict[str, dict[str, Any]] = {name: dict(keys) for name, keys in changes.items()}
+    sections["parallel"] = {"ranks": plan.world_size} | sections.get("parallel", {})
+    # A changed plan is asked what it needs, not whether that fits.
+    sections["cluster"] = sections.get("cluster", {}) | {"memory_gib": None}
+    update = {}
+    for name, keys in sections.items():
+        update[name] = getattr(job, name).model_copy(update=keys)
+    return job.model_copy(update=update)

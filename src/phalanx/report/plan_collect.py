@@ -1,0 +1,293 @@
+"""From a plan, its advice and its grid to what the page shows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from phalanx.core.units import format_bytes, format_count, format_seconds, plural
+from phalanx.job.schema import Job
+from phalanx.plan.advice.advise import PlanAdvice
+from phalanx.plan.advice.waterfall import build_waterfall
+from phalanx.plan.advice.what_if import WhatIfGrid
+from phalanx.plan.cluster import Cluster
+from phalanx.plan.plan import Candidate, Plan
+from phalanx.plan.search.describe import describe_nearest_fit
+from phalanx.plan.search.result import RankedLayout, SearchResult
+from phalanx.plan.search.step_times import build_machine_rates
+from phalanx.plan.timing.constants import list_constants
+from phalanx.plan.timing.step import estimate_step
+from phalanx.report.plan_facts import AnswerTile, LayoutRow, PlanPageFacts
+
+ASSUMPTIONS = (
+    "Times are predicted from data sheets and the constants below, and were not measured on this"
+    " cluster. phalanx bench measures a machine's own.",
+    "Memory is what the planner counts of a rank's tensors; what CUDA and NCCL take is left free"
+    " beside it (docs/memory.md).",
+    "All GPUs are equal and work, samples have the full length, and experts are loaded evenly"
+    " unless the plan says otherwise.",
+)
+
+
+def collect_page_facts(
+    job: Job,
+    plan: Plan,
+    cluster: Cluster,
+    advice: PlanAdvice,
+    grid: WhatIfGrid | None = None,
+    result: SearchResult | None = None,
+    job_text: str = "",
+) -> PlanPageFacts:
+    """Everything that the page of `plan` shows. Without the result of a search the ranking is the
+    plan's own alternatives."""
+    terms_s: Mapping[str, float] = {}
+    if advice.time is not None:
+        terms_s = advice.time.terms
+    stage_memory: Sequence[Mapping[str, float]] = ()
+    timeline = None
+    if plan.pipeline is not None:
+        stage_memory = plan.pipeline.rank_memory
+        timeline = plan.pipeline.timeline()
+    layouts, economics = list_alternatives(plan, cluster, advice), []
+    refused: Mapping[str, int] = {}
+    if result is not None:
+        layouts, economics = list_ranked_layouts(result), list_economics(result)
+        refused = result.refused
+    return PlanPageFacts(
+        model=advice.facts.model.name,
+        cluster=name_cluster_of_plan(cluster, plan),
+        fits=plan.chosen.fits,
+        verdict=describe_verdict(plan, advice),
+        tiles=(*list_tiles(plan, advice), *economics),
+        layouts=layouts,
+        refused=refused,
+        waterfall=build_waterfall(terms_s, advice.facts.goodput),
+        memory=plan.chosen.predicted_bytes,
+        stage_memory=stage_memory,
+        capacity_bytes=plan.capacity_bytes,
+        timeline=timeline,
+        rules=[verdict.to_json() for verdict in advice.verdicts],
+        tables=[answer.to_json() for answer in advice.answers],
+        hardware=list_hardware(cluster, advice),
+        assumptions=(*ASSUMPTIONS, *(result.remarks if result is not None else ())),
+        constants=list_constant_rows() if advice.time is not None else (),
+        what_if=None if grid is None else grid.to_json(),
+        job_text=job_text,
+    )
+
+
+def collect_unfit_facts(result: SearchResult) -> PlanPageFacts:
+    """What the page shows where nothing fits: what is missing, and the nearest that would."""
+    missing = (
+        f"The layout that needs least takes about {format_bytes(result.smallest_bytes)} per rank,"
+        f" and {format_bytes(result.capacity_bytes)} may be filled."
+    )
+    nearest = []
+    for fit in result.nearest:
+        row = _describe_ranked(fit.ranked, is_winner=False)
+        nearest.append(replace(row, family=fit.axis, why=describe_nearest_fit(fit)))
+    return PlanPageFacts(
+        model=result.model,
+        cluster=f"{result.num_ranks} x {result.cluster}",
+        fits=False,
+        verdict=missing,
+        nearest=nearest,
+        refused=result.refused,
+        assumptions=(*ASSUMPTIONS, *result.remarks),
+    )
+
+
+def list_ranked_layouts(result: SearchResult) -> list[LayoutRow]:
+    """The winner and the runners-up of a search."""
+    rows = []
+    if result.winner is not None:
+        rows.append(_describe_ranked(result.winner, is_winner=True))
+    for ranked in result.runners_up:
+        rows.append(_describe_ranked(ranked, is_winner=False))
+    return rows
+
+
+def _describe_ranked(ranked: RankedLayout, *, is_winner: bool) -> LayoutRow:
+    settings = [f"{ranked.num_microbatches} micro-batches of {ranked.micro_batch_size}"]
+    if ranked.schedule:
+        settings.append(ranked.schedule)
+    if ranked.recompute != "none":
+        settings.append(f"recompute {ranked.recompute}")
+    if ranked.offload != "none":
+        settings.append(f"offload {ranked.offload}")
+    why = ranked.why_not
+    if is_winner:
+        why = why or "the fastest, or as fast and simpler"
+    return LayoutRow(
+        ranked.family,
+        str(ranked.layout),
+        ", ".join(settings),
+        math.nan if ranked.step_s is None else ranked.step_s,
+        ranked.memory.total_bytes,
+        why,
+        ranked.memory.categories,
+        is_winner,
+    )
+
+
+def list_economics(result: SearchResult) -> list[AnswerTile]:
+    """Goodput, cost and energy of the winner."""
+    tiles = []
+    goodput = result.economics.get("goodput")
+    if goodput is not None:
+        detail = f"a failure every {goodput['mtbf_hours']:,.3g} h expected"
+        tiles.append(AnswerTile("Goodput", f"{100 * goodput['value']:.1f} %", detail))
+    cost = result.economics.get("cost")
+    if cost is None:
+        return tiles
+    dollars, spot = cost["dollars_per_billion_tokens"], cost["spot_dollars_per_billion_tokens"]
+    if dollars is not None:
+        detail = "on demand"
+        if spot is not None:
+            detail += f"; ${spot:,.0f} on spot machines with their pre-emptions"
+        tiles.append(AnswerTile("A billion tokens", f"${dollars:,.0f}", detail))
+    energy = cost["kwh_per_billion_tokens"]
+    if energy is not None:
+        tiles.append(AnswerTile("Energy", f"{energy:,.0f} kWh", "for a billion tokens"))
+    return tiles
+
+
+def name_cluster_of_plan(cluster: Cluster, plan: Plan) -> str:
+    """'64 x h100-sxm'."""
+    return f"{plan.world_size} x {cluster.name or cluster.device}"
+
+
+def describe_verdict(plan: Plan, advice: PlanAdvice) -> str:
+    """The answer in a sentence or two."""
+    batch = f"{plan.global_batch_size:,} sequences of {advice.setup.seq_len:,} tokens"
+    sentences = [f"{plan.chosen.name} as {plan.layout}, {batch} a step."]
+    total, capacity = plan.chosen.total_bytes, plan.capacity_bytes
+    share = f"{format_bytes(total)} of the {format_bytes(capacity)} that a rank may fill"
+    if advice.facts.peak_bytes is None:
+        share += ", without the activations, which are not known"
+    sentences.append(f"Memory: {share}.")
+    failing = [verdict for verdict in advice.verdicts if verdict.state == "fails"]
+    if failing:
+        sentences.append(f"{plural(len(failing), 'rule')} of thumb not kept.")
+    return " ".join(sentences)
+
+
+def list_tiles(plan: Plan, advice: PlanAdvice) -> list[AnswerTile]:
+    """The numbers of the answer: time, speed, utilisation, memory, batch."""
+    tiles = []
+    if advice.time is None:
+        tiles.append(AnswerTile("Step time", "not predicted", "for this device or model"))
+    else:
+        time = advice.time
+        interval = f"{format_seconds(time.low_s)} to {format_seconds(time.high_s)} in 80 %"
+        tiles.append(AnswerTile("Step time", format_seconds(time.total_s), interval))
+        speed = advice.facts.batch.num_tokens / time.total_s
+        per_device = speed / plan.world_size
+        tiles.append(
+            AnswerTile("Tokens/s per GPU", f"{per_device:,.0f}", f"{format_count(speed)} in all")
+        )
+        mfu = model_flops_utilization(plan, advice)
+        if mfu is not None:
+            tiles.append(AnswerTile("MFU", f"{100 * mfu:.1f} %", "of the data sheet's peak"))
+    tiles.append(
+        AnswerTile(
+            "Peak memory",
+            format_bytes(plan.chosen.total_bytes),
+            f"of {format_bytes(plan.capacity_bytes)}{_describe_peak_rank(plan)}",
+        )
+    )
+    micro_batches = plural(plan.num_microbatches, "micro-batch", "micro-batches")
+    tiles.append(
+        AnswerTile(
+            "Tokens a step",
+            format_count(advice.facts.batch.num_tokens),
+            f"{micro_batches} of {plan.micro_batch_size} per rank",
+        )
+    )
+    tiles.append(
+        AnswerTile("Parameters", format_count(plan.num_params), f"{plan.precision} products")
+    )
+    return tiles
+
+
+def _describe_peak_rank(plan: Plan) -> str:
+    if plan.pipeline is None or not plan.pipeline.rank_bytes:
+        return ""
+    totals = plan.pipeline.rank_bytes
+    return f", rank {totals.index(max(totals))} of the pipeline"
+
+
+def model_flops_utilization(plan: Plan, advice: PlanAdvice) -> float | None:
+    """FLOPs of the model over what the devices could do in the step's time, 0 to 1."""
+    peak_flops = advice.facts.hardware.peak_flops
+    if advice.time is None or peak_flops is None or plan.flops_per_token is None:
+        return None
+    flops = plan.flops_per_token * advice.facts.batch.num_tokens
+    return float(flops / (peak_flops * plan.world_size * advice.time.total_s))
+
+
+def list_alternatives(plan: Plan, cluster: Cluster, advice: PlanAdvice) -> list[LayoutRow]:
+    """The plan's alternatives, the chosen one first."""
+    machine = build_machine_rates(cluster)
+    rows = []
+    for candidate in sorted(plan.alternatives, key=lambda candidate: not candidate.chosen):
+        step_s = math.nan
+        if candidate.chosen and advice.time is not None:
+            step_s = advice.time.total_s
+        elif machine is not None and advice.time is not None:
+            setup = replace(advice.setup, layout=candidate.layout, zero_stage=candidate.zero_stage)
+            step_s = estimate_step(plan.model_shape, machine, setup).total_s
+        rows.append(
+            LayoutRow(
+                candidate.name,
+                str(candidate.layout),
+                _describe_settings(plan, candidate),
+                step_s,
+                candidate.total_bytes,
+                candidate.why,
+                candidate.predicted_bytes,
+                candidate.chosen,
+            )
+        )
+    return rows
+
+
+def _describe_settings(plan: Plan, candidate: Candidate) -> str:
+    settings = [f"micro-batch {plan.micro_batch_size} x {plan.num_microbatches}"]
+    if plan.activations.recompute != "none":
+        settings.append(f"recompute {plan.activations.recompute}")
+    if not candidate.fits:
+        settings.append("does not fit")
+    return ", ".join(settings)
+
+
+def list_hardware(cluster: Cluster, advice: PlanAdvice) -> dict[str, str]:
+    """What is assumed of the devices and links, for a table."""
+    hardware = advice.facts.hardware
+    rows = {
+        "devices": f"{hardware.num_devices} x {hardware.name}, {hardware.devices_per_node} a node",
+        "memory": format_bytes(hardware.memory_bytes),
+    }
+    if hardware.peak_flops:
+        rows["peak"] = (
+            f"{hardware.peak_flops / 1e12:,.0f} TFLOP/s, dense, in {advice.setup.precision}"
+        )
+    if hardware.memory_gb_s:
+        rows["memory bandwidth"] = f"{hardware.memory_gb_s:,.0f} GB/s"
+    for level in cluster.links:
+        rows[f"{level.name} links"] = (
+            f"{level.gb_s:,.4g} GB/s per device and direction, among {level.num_devices:,} devices"
+        )
+    if cluster.accelerator is not None:
+        rows["data sheet"] = cluster.accelerator.source
+    return rows
+
+
+def list_constant_rows() -> list[tuple[str, str, str]]:
+    """(name, value with bounds, source) of every constant of the time model."""
+    rows = []
+    for name, spec in list_constants().items():
+        value = f"{spec.value:g} ({spec.low:g} to {spec.high:g})"
+        rows.append((name, value, f"{spec.moves}. {spec.source}"))
+    return rows

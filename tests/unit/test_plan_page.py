@@ -1,0 +1,207 @@
+"""The page of a plan: complete in itself, with the numbers of the JSON, and sliders over what the planner
+computed."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from phalanx.job.load import load_job
+from phalanx.job.schema import Job
+from phalanx.plan.advice import what_if
+from phalanx.plan.advice.advise import PlanAdvice, advise_on_plan
+from phalanx.plan.cluster import Cluster
+from phalanx.plan.described_cluster import find_cluster
+from phalanx.plan.plan import Plan
+from phalanx.plan.planner import make_plan
+from phalanx.plan.search.result import SearchResult
+from phalanx.plan.search.step_times import build_machine_rates, describe_setup
+from phalanx.plan.timing.step import estimate_step
+from phalanx.report.plan_collect import collect_page_facts, collect_unfit_facts
+from phalanx.report.plan_page import render_plan_page
+
+EVIL = "<script>alert('x')</script>"
+KEYS = [
+    "model.preset=llama3-8b",
+    "cluster.gpu=h100-sxm",
+    "cluster.nodes=2",
+    "data.seq_len=4096",
+    "train.global_batch_size=64",
+    "train.micro_batch_size=1",
+    "parallel.tp=2",
+    "parallel.pp=2",
+    "parallel.zero_stage=1",
+]
+VOID = {"meta", "link", "br", "input"}
+
+
+class Collector(HTMLParser):
+    """Element counts, texts, and whether every element that is opened is closed."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.names: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.append(tag)
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def planned() -> tuple[Job, Plan, Cluster, PlanAdvice]:
+    job = load_job(None, KEYS)
+    cluster = find_cluster(job)
+    plan = make_plan(job, cluster=cluster)
+    return job, plan, cluster, advise_on_plan(job, plan, cluster, goodput=0.95)
+
+
+@pytest.fixture(scope="module")
+def grid(planned: Any) -> what_if.WhatIfGrid:
+    job, plan, cluster, _ = planned
+    with pytest.MonkeyPatch.context() as patch:
+        # 12 plans are enough to see that each stands where it belongs.
+        patch.setattr(what_if, "FACTORS", (1, 2))
+        patch.setattr(what_if, "MICRO_FACTORS", (1,))
+        computed = what_if.compute_what_if(job, plan, cluster)
+    assert computed is not None
+    return computed
+
+
+@pytest.fixture(scope="module")
+def page(planned: Any, grid: Any) -> str:
+    return render_plan_page(collect_page_facts(*planned, grid, None, "[model]\n"))
+
+
+def test_the_page_is_well_formed_complete_and_small(page: str) -> None:
+    collector = Collector(page)
+    assert collector.open == []
+    assert len(page.encode()) <= 400_000
+    for name, value in collector.attributes:
+        if name in ("src", "href"):
+            assert value is not None
+            assert value.startswith(("#", "data:"))
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)[^\s<\"]*\.(js|css|png)", page)
+    assert "default-src 'none'" in page
+    for section in ("ranking", "time", "memory", "pipeline", "what-if", "rules", "tables", "job"):
+        assert f'<section id="{section}"' in page or f'id="{section}"' in page
+
+
+def test_the_page_has_the_numbers_of_the_json(page: str, planned: Any) -> None:
+    _, plan, _, advice = planned
+    text = Collector(page).text
+    body = json.loads(json.dumps(advice.to_json()))
+    for rule in body["rules"]:
+        assert rule["title"] in text
+        assert rule["comparison"] in text
+    for answer in body["decision_tables"]:
+        assert answer["says"] in text
+    for term, seconds in body["time"]["terms"].items():
+        if seconds >= 1e-3:
+            shown = f"{1e3 * seconds:,.0f} ms" if seconds >= 0.1 else f"{1e3 * seconds:.1f} ms"
+            assert shown in text, term
+    for size in plan.chosen.predicted_bytes.values():
+        if size > 2**30:
+            assert f"{size / 2**30:.1f} GiB" in page
+
+
+def test_text_of_strangers_is_escaped(planned: Any) -> None:
+    job, plan, cluster, advice = planned
+    model = replace(advice.facts.model, name=EVIL)
+    evil = replace(advice, facts=replace(advice.facts, model=model))
+    strange = replace(cluster, name=EVIL)
+    page = render_plan_page(collect_page_facts(job, plan, strange, evil, None, None, EVIL))
+    assert EVIL not in page
+    assert "&lt;script&gt;" in page
+    assert Collector(page).names.count("script") == 1
+
+
+def test_the_grid_is_what_the_planner_says_at_its_points(planned: Any, grid: Any) -> None:
+    _job, plan, cluster, _ = planned
+    by_name = {axis.name: axis for axis in grid.axes}
+    assert [axis.name for axis in grid.axes] == [
+        "seq_len",
+        "micro",
+        "devices",
+        "network",
+        "recompute",
+    ]
+    seq_lens, devices = by_name["seq_len"].values, by_name["devices"].values
+    networks, recomputes = by_name["network"].values, by_name["recompute"].values
+    machine = build_machine_rates(cluster)
+    assert machine is not None
+    checked = 0
+    for i, seq_len in enumerate(seq_lens):
+        for j, num_devices in enumerate(devices):
+            keys = [
+                *KEYS,
+                f"data.seq_len={seq_len}",
+                f"cluster.nodes={num_devices // 8}",
+                "train.recompute=full",
+            ]
+            other_job = load_job(None, keys)
+            other = make_plan(other_job, cluster=find_cluster(other_job))
+            setup = describe_setup(other_job, other)
+            seconds = estimate_step(other.model_shape, machine, setup).total_s
+            row = ((i * 1) * len(devices) + j) * len(networks) + networks.index(50.0)
+            row = row * len(recomputes) + recomputes.index("full")
+            assert grid.step_s[row] == pytest.approx(seconds)
+            assert grid.peak_gib[row] == pytest.approx(other.chosen.total_bytes / 2**30)
+            tokens = seq_len * 64 / seconds / num_devices
+            assert grid.tokens_per_s[row] == pytest.approx(tokens)
+            checked += 1
+    assert checked == 4
+    own = grid.memory_axis.values[grid.memory_axis.start]
+    assert own == 80
+    assert grid.capacity_gib[grid.memory_axis.start] == pytest.approx(plan.capacity_bytes / 2**30)
+
+
+def test_the_slider_data_in_the_page_is_the_grid(page: str, grid: Any) -> None:
+    match = re.search(r'<script type="application/json" class="grid">(.*?)</script>', page)
+    assert match is not None
+    assert json.loads(match.group(1)) == grid.to_json()
+    points = [len(axis.values) for axis in grid.axes]
+    product = 1
+    for number in points:
+        product *= number
+    assert len(grid.step_s) == product
+    # No formula of a model is in the page's script: it knows the grid's columns and no term.
+    script = page.rpartition("<script>")[2]
+    for word in ("flops", "bandwidth", "layers", "heads", "bytes"):
+        assert word not in script.lower()
+
+
+def test_a_page_without_time_says_so(planned: Any) -> None:
+    job, plan, cluster, _ = planned
+    unknown = replace(cluster, accelerator=None, links=())
+    advice = advise_on_plan(job, plan, unknown)
+    assert advice.time is None
+    assert what_if.compute_what_if(job, plan, unknown) is None
+    text = Collector(render_plan_page(collect_page_facts(job, plan, unknown, advice))).text
+    assert "not predicted" in text
+    assert "not judged" in text
+
+
+def test_a_page_where_nothing_fits() -> None:
+    result = SearchResult(
+        "big", 10**12, "h100-sxm", 8, 8192, 64, None, smallest_bytes=2**40, capacity_bytes=2**36
+    )
+    text = Collector(render_plan_page(collect_unfit_facts(result))).text
+    assert "does not fit" in text
+    assert "1.0 TiB" in text
