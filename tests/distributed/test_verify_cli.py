@@ -114,6 +114,19 @@ def test_what_nobody_judged_of_a_job_is_said_beside_what_is_equal(tmp_path: Path
     assert row["not_judged"] == ["precision.compute=fp8: layouts are judged in float64"]
 
 
+def test_a_model_of_images_is_judged_beside_rows_of_shorter_sequences(tmp_path: Path) -> None:
+    """Its sequences are of patches, whatever data.seq_len says."""
+    options = ("--model", "small-vit", "--shrink", "--ranks", "2", "--steps", "1", "--json")
+    done = run(
+        "verify", *options, "--layouts", "tp2-odd-sequence,ddp", "--types", "float64", cwd=tmp_path
+    )
+    assert done.code == 0, done.err
+    assert [(row["layout"], row["ok"]) for row in rows_of(done.out)] == [
+        ("tp2-odd-sequence", True),
+        ("ddp", True),
+    ]
+
+
 def test_a_module_that_computes_something_else_per_rank_is_exit_11_and_named(
     tmp_path: Path,
 ) -> None:

@@ -241,6 +241,8 @@ def list_layouts(num_ranks: int, *, experts: bool = False) -> Iterator[tuple[str
             if name == "one":
                 yield f"tp{tp}-whole-sequence", {**axes, "tp": tp, "sequence_parallel": False}
                 yield f"tp{tp}-chunks", {**axes, "tp": tp, "tp_chunks": 3}
+                whole = {"sequence_parallel": False, "tp_chunks": 3}
+                yield f"tp{tp}-whole-sequence-chunks", {**axes, "tp": tp, **whole}
                 yield f"tp{tp}-selective", {**axes, "tp": tp, "train.recompute": "selective"}
                 yield f"tp{tp}-odd-sequence", {**axes, "tp": tp, **pipelines.ODD_SEQUENCE}
     if num_ranks == 1:

@@ -98,15 +98,16 @@ UNEVEN = "uneven"
 
 
 # Sequences that no number of ranks divides: how long they are is known when there is a job.
-ODD_SEQUENCE: dict[str, Any] = {"data.seq_len": "odd"}
+SHORTER_SEQUENCE = "data.seq_len"
+ODD_SEQUENCE: dict[str, Any] = {SHORTER_SEQUENCE: "odd"}
 
 
 def resolve_seq_len(parallel: Mapping[str, Any], seq_len: int, num_ranks: int) -> dict[str, Any]:
     """The same for sequences of `seq_len` tokens: an odd one is so short that the last of
     `num_ranks` ranks has the least of it."""
-    if parallel.get("data.seq_len") != ODD_SEQUENCE["data.seq_len"]:
+    if parallel.get(SHORTER_SEQUENCE) != ODD_SEQUENCE[SHORTER_SEQUENCE]:
         return dict(parallel)
-    return {**parallel, "data.seq_len": max(1, seq_len - (num_ranks - 1))}
+    return {**parallel, SHORTER_SEQUENCE: max(1, seq_len - (num_ranks - 1))}
 
 
 def resolve_stage_blocks(parallel: Mapping[str, Any], num_blocks: int) -> dict[str, Any]:

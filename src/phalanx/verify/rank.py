@@ -33,6 +33,7 @@ from phalanx.verify.layout_run import LayoutRun
 from phalanx.verify.lossy import describe_compression, find_tolerance
 from phalanx.verify.number_types import find_near_tie, is_narrow, parameter_type
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
+from phalanx.verify.pipelines import SHORTER_SEQUENCE
 from phalanx.verify.plain_row import judge_plain, why_no_plain_row
 from phalanx.verify.references import References, has_float64
 from phalanx.verify.rerouted import compare_routes
@@ -64,11 +65,7 @@ def main(document: JsonObject, link: RankLink) -> int:
 def compare_layouts(payload: VerifyPayload) -> None:
     """Append a row for each case of `payload` to run_dir/rows.jsonl. Collective."""
     job, run_dir = payload.job, payload.run_dir
-    first = payload.cases[0].plan
-    # Whatever comes first here: what one process computes is of the job's own sequences. Samples
-    # that are none count one.
-    if first.seq_len > 1:
-        first = replace(first, seq_len=job.data.seq_len)
+    first = _find_plan_of_whole_sequences(payload)
     if payload.device == "cuda":
         # The CPU computes float32 in float32: so must what is compared with it.
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
@@ -87,6 +84,16 @@ def compare_layouts(payload: VerifyPayload) -> None:
                     # As each case ends: the process that started us reads along.
                     with open(run_dir / ROWS, "a") as file:
                         file.write(json.dumps(row.to_json()) + "\n")
+
+
+def _find_plan_of_whole_sequences(payload: VerifyPayload) -> Plan:
+    """The plan that the reference is of: what one process computes is of the job's own sequences,
+    also where the layouts that come first have shorter ones."""
+    for case in payload.cases:
+        if SHORTER_SEQUENCE not in case.parallel:
+            return case.plan
+    # All have shorter ones, which only models of tokens have.
+    return replace(payload.cases[0].plan, seq_len=payload.job.data.seq_len)
 
 
 def _judge(payload: VerifyPayload, case: VerifyCase, references: References) -> Row | None:

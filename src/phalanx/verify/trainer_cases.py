@@ -26,6 +26,7 @@ HALF_MASKED_STEP = 2
 """The step in which the second half of the batch has no target: whole microbatches have none."""
 SAVE_EVERY, STOP_STEP = 3, 5
 """Step 3 is saved in the background, step 5 at a stop."""
+SAME_LAYOUT = "resumed in the same layout"
 EVAL_EVERY = 3
 EVALUATED_STEPS = frozenset((3, 6, 9, 10))
 # Squares of such gradients are infinite, while the gradients are not.

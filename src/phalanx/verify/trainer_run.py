@@ -4,8 +4,8 @@ observed between its steps beside the second loop."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from phalanx.checkpoint.run_storage import RunStorage
+from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.core.errors import CheckpointError, NumericsError
 from phalanx.core.phases import PhaseTimer
 from phalanx.job.schema import Job
@@ -31,8 +32,9 @@ from phalanx.train.state import TrainState
 from phalanx.train.stop import StopFlags
 from phalanx.train.training_data import TrainingData
 from phalanx.verify.follow import describe_held
+from phalanx.verify.late_store import LateStore
 from phalanx.verify.trainer_batches import SOURCE_WEIGHTS, RankBatches, RunBatches, SpoiledStep
-from phalanx.verify.trainer_cases import STOP_STEP, TrainerCase
+from phalanx.verify.trainer_cases import SAME_LAYOUT, SAVE_EVERY, STOP_STEP, TrainerCase
 from phalanx.verify.trainer_facts import (
     BUFFER,
     COPY,
@@ -68,9 +70,7 @@ class TrainerRun:
         observed = [self._train("", case.plan, self.reference, attempt=0)]
         if observed[0].error:
             return observed
-        resumed = self._train(
-            "resumed in the same layout", case.plan, self.reference, attempt=1, from_newest=True
-        )
+        resumed = self._train(SAME_LAYOUT, case.plan, self.reference, attempt=1, from_newest=True)
         observed.append(resumed)
         if not resumed.error:
             elsewhere = f"resumed in {case.other_name}"
@@ -113,7 +113,7 @@ class TrainerRun:
     ) -> None:
         is_resumed = bool(observation.name)
         job = self._make_job(reader, saves=not is_resumed)
-        storage, phases = RunStorage.open(self.run_dir), PhaseTimer()
+        storage, phases = self._open_storage(is_resumed), PhaseTimer()
         module, _ = build_original_module(self.job, plan, "float64", materialize=False)
         # With weights of its own, also where all of them are restored: they must not stay.
         state = build_state(job, plan, mesh, phases, module=module)
@@ -130,6 +130,8 @@ class TrainerRun:
         observer = _RunObserver(state, module, reader, observation, mesh, stop)
         if not is_resumed:
             observer.stop_step = STOP_STEP
+        if isinstance(storage.store, LateStore):
+            observer.last_update_hook = storage.store.release
         batches = RankBatches(self.batches, plan, mesh, observer.begin_step)
         data = TrainingData(
             batches,
@@ -143,6 +145,14 @@ class TrainerRun:
         with observer.watching():
             observation.end = trainer.run()
         observer.observe_state(state.step)
+
+    def _open_storage(self, is_resumed: bool) -> RunStorage:
+        """The run's storage. What the first attempt saves in the background is written when the
+        update of its last step is made: a copy of the state does not know of that."""
+        storage = RunStorage.open(self.run_dir)
+        if is_resumed or not isinstance(storage.store, LocalStore):
+            return storage
+        return replace(storage, store=LateStore(storage.store, SAVE_EVERY))
 
     def _make_job(self, reader: RunReader, *, saves: bool) -> Job:
         """The job, which clips to what half of the steps exceed; an attempt that is resumed saves
@@ -169,6 +179,8 @@ class _RunObserver:
     mesh: Mesh
     stop: StopFlags
     stop_step: int | None = None
+    last_update_hook: Callable[[], None] | None = None
+    """Called after the update of `stop_step`."""
     _modes: dict[str, bool] = field(default_factory=dict)
     _step: StepObservation | None = None
     _num_begun: int = 0
@@ -178,7 +190,7 @@ class _RunObserver:
 
     def watching(self) -> Any:
         """A context in which updates are observed."""
-        return _Hooked(self.state.optimizer, self._before_update)
+        return _Hooked(self.state.optimizer, self._before_update, self._after_update)
 
     def begin_step(self, step: int) -> None:
         """Observe the state where the trainer asks for the data of `step`; ask for a stop after the
@@ -303,20 +315,32 @@ class _RunObserver:
             for block, box in _blocks(shard):
                 block.copy_(self.reader.block(step.step, key, box.global_offset, box.size))
 
+    def _after_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        step = self._step
+        if self.last_update_hook is None or step is None:
+            return
+        if step.step == self.stop_step:
+            self.last_update_hook()
+
 
 @dataclass
 class _Hooked:
-    """A context with a hook before each update of an optimizer."""
+    """A context with hooks before and after each update of an optimizer."""
 
     optimizer: torch.optim.Optimizer
-    hook: Any
-    _handle: Any = None
+    before: Any
+    after: Any
+    _handles: tuple[Any, ...] = ()
 
     def __enter__(self) -> None:
-        self._handle = self.optimizer.register_step_pre_hook(self.hook)
+        self._handles = (
+            self.optimizer.register_step_pre_hook(self.before),
+            self.optimizer.register_step_post_hook(self.after),
+        )
 
     def __exit__(self, *error: object) -> None:
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
 
 
 def _blocks(shard: LogicalShard) -> Iterator[tuple[torch.Tensor, Any]]:

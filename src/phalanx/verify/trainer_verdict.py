@@ -7,7 +7,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from phalanx.verify.row import Difference
-from phalanx.verify.trainer_cases import EVALUATED_STEPS, NUM_STEPS, SAVE_EVERY, STOP_STEP
+from phalanx.verify.trainer_cases import (
+    EVALUATED_STEPS,
+    NUM_STEPS,
+    SAME_LAYOUT,
+    SAVE_EVERY,
+    STOP_STEP,
+)
 from phalanx.verify.trainer_facts import (
     BUFFER,
     COPY,
@@ -277,7 +283,7 @@ class RunComparator:
         is_evaluated: bool,
     ) -> str:
         if restored:
-            return f"not restored from the checkpoint: {restored}"
+            return _describe_restore("what was saved is", restored)
         if not step:
             return "the trainer begins with other weights"
         if record.after(step).skipped:
@@ -305,7 +311,7 @@ class RunComparator:
             "momentum_buffer": "momentum",
         }.get(slot, slot)
         if restored:
-            return f"{words} of the optimizer are not restored from the checkpoint: {restored}"
+            return _describe_restore(f"{words} of the optimizer are", restored)
         if step and record.after(step).skipped:
             return f"{words} of the optimizer went on in a skipped step"
         return f"{words} are not what the optimizer's definition makes of the same gradients"
@@ -485,6 +491,16 @@ class RunComparator:
         return Difference(
             kind_of_tensor, name, max(0, step - 1), error, rank, (rank,), held_blocks, cause
         )
+
+
+def _describe_restore(subject: str, restored: str) -> str:
+    """The cause of a state that is another one after a restore."""
+    cause = f"{subject} not restored from the checkpoint: {restored}"
+    if restored == SAME_LAYOUT:
+        return cause
+    return (
+        f"{cause} from what a thread wrote, which must be a copy that later updates do not change"
+    )
 
 
 def _list_checkpoints() -> tuple[int, ...]:

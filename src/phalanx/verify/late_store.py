@@ -1,0 +1,29 @@
+"""A store whose first checkpoint is written late: what a thread writes must be a copy, which
+training no longer changes."""
+
+from __future__ import annotations
+
+import threading
+
+from phalanx.checkpoint.stores.local import LocalDraft, LocalStore
+
+# Until a run goes on without the update that is waited for: it is wrong by itself then.
+PATIENCE_S = 10.0
+
+
+class LateStore(LocalStore):
+    """Begins to write the checkpoint of `step` after `release` was called: between its copy and its
+    write then lies an update. Every other one it writes as LocalStore does."""
+
+    def __init__(self, store: LocalStore, step: int) -> None:
+        super().__init__(store.root)
+        self._step, self._is_released = step, threading.Event()
+
+    def release(self) -> None:
+        """Let the checkpoint be written."""
+        self._is_released.set()
+
+    def begin_draft(self, step: int) -> LocalDraft:
+        if step == self._step:
+            self._is_released.wait(PATIENCE_S)
+        return super().begin_draft(step)

@@ -1,0 +1,18 @@
+from exam.plant import Edit, Plant
+
+PLANT = Plant(
+    axis="optimizer",
+    source="own reading",
+    mistake="norms and biases decay, in one process and in all layouts",
+    edits=(
+        Edit(
+            "optim/groups.py",
+            "_is_undecayed",
+            "    return parameter.ndim < 2 or isinstance(holder, (*LOOKUPS, *NORMS))",
+            "    return (parameter.ndim < 2 and not __planted__(True)) or isinstance(holder, (*LOOKUPS,))",
+        ),
+    ),
+    shows=("trainer-ddp",),
+    cause=("decay",),
+    tensors=("*norm.weight",),
+)

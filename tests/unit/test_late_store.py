@@ -1,0 +1,22 @@
+"""The store that writes a checkpoint late, so that what is no copy of a state shows."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from phalanx.checkpoint.stores.local import LocalStore
+from phalanx.verify.late_store import LateStore
+
+
+def test_one_step_is_written_after_its_release_and_others_at_once(tmp_path: Path) -> None:
+    store = LateStore(LocalStore(tmp_path), 3)
+    assert store.begin_draft(5).path.is_dir()
+    begun: list[Path] = []
+    thread = threading.Thread(target=lambda: begun.append(store.begin_draft(3).path))
+    thread.start()
+    thread.join(0.05)
+    assert begun == []
+    store.release()
+    thread.join()
+    assert [path.name.startswith(".step-3.") for path in begun] == [True]
