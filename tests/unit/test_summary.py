@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -208,3 +209,30 @@ def test_a_run_says_how_often_it_was_started_again_and_why(tmp_path: Path) -> No
         "again   the ranks were started again 3 times, after rank 1 at step 12: ValueError: no (2"
         " times); rank 1 at step 15: killed by SIGKILL"
     ]
+
+
+@pytest.mark.parametrize(
+    ("step_time", "said"),
+    [
+        (
+            {"terms": {"ideal": 0.11}, "low_s": 0.09, "high_s": 0.12},
+            "110.0 ms predicted, 100.0 ms measured (median; the plan was 10 % too high; inside its",
+        ),
+        ({"terms": {"ideal": 0.05}, "low_s": 0.04, "high_s": 0.06}, "50 % too low; outside its 80"),
+        (None, ""),
+        ({"terms": "damaged"}, ""),
+    ],
+)
+def test_predicted_time_stands_beside_what_steps_took(
+    step_time: object, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps({"step_time": step_time}))
+    bus = Bus(rank=0, run_dir=tmp_path)
+    for step in range(1, 12):
+        # The first steps warm up.
+        seconds = 5.0 if step <= 3 else 0.1
+        bus.emit(StepFinished(step, 1.0, 10, 10, 1e-3, 1.0, seconds, 100.0, {}, 0.0, 1))
+    bus.close()
+    lines = [line for line in end_of_run_lines(tmp_path) if line.startswith("time ")]
+    assert len(lines) == bool(said)
+    assert said in "".join(lines)

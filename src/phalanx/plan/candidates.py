@@ -27,6 +27,10 @@ from phalanx.plan.recompute import suggest_recompute
 from phalanx.plan.workload import Workload, shard_shape
 
 
+class NoFitError(LayoutError):
+    """No layout that the job allows fits the memory of its ranks."""
+
+
 @dataclass(frozen=True)
 class CandidateEvaluator:
     """Evaluates candidate layouts: the memory each takes for a model and a rank's work, on ranks
@@ -240,7 +244,7 @@ def _no_fit_error(
     allowed: Sequence[Candidate],
     candidates: Sequence[Candidate],
     evaluator: CandidateEvaluator,
-) -> LayoutError:
+) -> NoFitError:
     """The error when no allowed candidate fits: what is missing, for what, and what would fit."""
     # The layout that comes nearest: what the message says is what is missing at least.
     least = min(allowed, key=lambda candidate: candidate.total_bytes)
@@ -259,7 +263,7 @@ def _no_fit_error(
             or _suggest_reducing_category(largest)
             or _suggest_more_ranks(evaluator)
         )
-    return LayoutError(
+    return NoFitError(
         f"{least.name} needs {format_bytes(least.total_bytes)} per rank and"
         f" {format_bytes(evaluator.capacity_bytes)} are there",
         why=f"the largest part is {largest}, {format_bytes(least.predicted_bytes[largest])}",

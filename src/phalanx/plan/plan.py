@@ -18,6 +18,7 @@ from phalanx.plan.layout import Layout
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.resolved_parallel import TOP_KEYS, ResolvedParallel, read_resolved_parallel
 from phalanx.plan.segments import Segment
+from phalanx.plan.timing.step_time import StepTime
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,8 @@ class Plan:
     """None where pp is 1."""
     value_reasons: dict[str, str] = field(default_factory=dict)
     """Why a key of the job outside [parallel] has the value that the plan chose for it."""
+    step_time: StepTime | None = None
+    """Predicted seconds of a step by term; None where nobody knows the devices or the model."""
 
     if not TYPE_CHECKING:  # with it, a type checker would accept any name
 
@@ -173,6 +176,8 @@ class Plan:
             "loss_scale": scaling["initial"],
             "loss_scale_growth_steps": scaling["growth_steps"],
         }
+        if self.step_time is not None:
+            body["step_time"] = self.step_time.to_json()
         body["pipeline"] = None if self.pipeline is None else self.pipeline.to_json()
         chosen = self.chosen
         body["memory"] = {
@@ -210,6 +215,8 @@ class Plan:
             values["loss_scaling"] = LossScaling(
                 body["loss_scale"], body["loss_scale_growth_steps"]
             )
+        step_time = body.get("step_time")
+        values["step_time"] = StepTime.from_json(step_time) if step_time else None
         pipeline = body.get("pipeline")
         values["pipeline"] = Pipeline.from_json(pipeline) if pipeline else None
         return cls(**values)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from statistics import median
 from typing import Any, TypeVar
 
 from phalanx.checkpoint.best import read_best_step
 from phalanx.checkpoint.folder import resolve_place_in_run
 from phalanx.core.files import read_json
 from phalanx.core.printable import printable
-from phalanx.core.units import describe_bytes_error, format_bytes
+from phalanx.core.units import describe_bytes_error, format_bytes, format_seconds
 from phalanx.observe.events import (
     BaselineMeasured,
     CheckpointSaved,
@@ -32,6 +33,7 @@ from phalanx.observe.tail import EventTail, read_recorded_events
 from phalanx.observe.units import MetricUnits, find_units_of_job
 from phalanx.observe.words import find_exception_line
 from phalanx.plan.pipeline.bubble import LIMIT
+from phalanx.plan.timing.step_time import StepTime
 from phalanx.report.bubble import MeasuredPipeline
 from phalanx.report.facts import SENT_OVER, describe_sent_bytes, describe_untrained
 from phalanx.report.formats import dict_or_empty
@@ -59,6 +61,7 @@ def end_of_run_lines(run_dir: Path) -> list[str]:
         lines += _evaluation_lines(evaluation, baselines, units)
     lines += _sent_bytes_lines(events)
     lines += _pipeline_lines(events, run_dir)
+    lines += _time_lines(events, run_dir)
     lines += _memory_lines(envelopes)
     lines += _invariant_lines(run_dir)
     if sample is not None:
@@ -198,6 +201,45 @@ def _pipeline_lines(events: list[Event], run_dir: Path) -> list[str]:
     if measured.has_long_bubble:
         line += f": more than {100 * LIMIT:.0f} %"
     return [line, *[f"        {remedy}" for remedy in measured.suggest_remedies()]]
+
+
+def _time_lines(events: list[Event], run_dir: Path) -> list[str]:
+    """A line about the time of a step, predicted and measured; none where it was not predicted."""
+    body = dict_or_empty(_read_json_object(run_dir / "plan.json").get("step_time"))
+    measured_s = _measure_step_s(events)
+    try:
+        predicted = StepTime.from_json(body)
+        predicted_s = predicted.total_s
+    except (KeyError, TypeError, ValueError):
+        return []  # a plan of before, or one that cannot be read
+    if measured_s is None or not predicted_s > 0:
+        return []
+    error = (
+        f"{100 * abs(predicted_s / measured_s - 1):.0f} % too {_say_error(predicted_s, measured_s)}"
+    )
+    inside = "inside"
+    if not predicted.low_s <= measured_s <= predicted.high_s:
+        inside = "outside"
+    interval = f"{format_seconds(predicted.low_s)} to {format_seconds(predicted.high_s)}"
+    return [
+        f"time    a step: {format_seconds(predicted_s)} predicted, {format_seconds(measured_s)}"
+        f" measured (median; the plan was {error}; {inside} its 80 % interval, {interval})"
+    ]
+
+
+def _say_error(predicted_s: float, measured_s: float) -> str:
+    return "high" if predicted_s > measured_s else "low"
+
+
+WARM_UP_STEPS = 3  # of an attempt: allocations, compilation, first reads
+
+
+def _measure_step_s(events: list[Event]) -> float | None:
+    """The median seconds of a step without the first ones; None where there are too few."""
+    steps = [event.step_s for event in _select_events_of(events, StepFinished)]
+    if len(steps) < 2 * WARM_UP_STEPS:
+        return None
+    return median(steps[WARM_UP_STEPS:])
 
 
 def _memory_lines(envelopes: list[Envelope]) -> list[str]:

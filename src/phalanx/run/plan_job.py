@@ -14,8 +14,9 @@ from phalanx.job.model import build_model_shape, find_vocab_size_of
 from phalanx.job.module_probe import measure_foreign_shape
 from phalanx.job.schema import Data, Job
 from phalanx.job.user_dataset import is_own_dataset
+from phalanx.plan.described_cluster import find_cluster
 from phalanx.plan.plan import Plan
-from phalanx.plan.planner import make_plan
+from phalanx.run.choose_layout import choose_layout
 from phalanx.run.data_counts import count_unprepared_data, describe_data_sources
 from phalanx.run.mixed_rows import warnings_about_mixed_rows
 from phalanx.run.plan_time import PlannedTime, predict_time
@@ -73,17 +74,22 @@ def plan_job(job: Job, *, checks_initial: bool = True) -> PlannedJob:
 
 def _plan_with_data(job: Job) -> tuple[Plan, list[str]]:
     """(the plan, a line for each source of data that was looked at)."""
+    cluster = find_cluster(job)
     shape, tokens = measure_foreign_shape(job), find_job_tokens(job)
     is_usual = _is_known_without_look(job) and tokens.default in ("", BYTES)
     if is_usual or (
         (shape or build_model_shape(job, vocab_size=1)).reads_images and _has_tokens(job)
     ):
-        return make_plan(job, shape=shape, more=tokens.corpus_remarks()), []
+        chosen = choose_layout(job, cluster=cluster, shape=shape)
+        return chosen.make_plan(job, cluster=cluster, shape=shape, more=tokens.corpus_remarks()), []
     fixed = find_vocab_size_of(job.model)
     look = inspect_data(job.data, vocab_size=fixed, default_tokenizer=tokens.default or BYTES)
-    plan = make_plan(
+    vocab_size = fixed or look.vocab_size
+    chosen = choose_layout(job, cluster=cluster, shape=shape, vocab_size=vocab_size)
+    plan = chosen.make_plan(
         job,
-        vocab_size=fixed or look.vocab_size,
+        cluster=cluster,
+        vocab_size=vocab_size,
         shape=shape,
         data=count_unprepared_data(look),
         more=tokens.corpus_remarks(),

@@ -22,8 +22,8 @@ from phalanx.launch.paths import refuse_linked_folders
 from phalanx.plan.cluster import Cluster, detect_cluster
 from phalanx.plan.described_cluster import require_this_machine
 from phalanx.plan.plan import Plan
-from phalanx.plan.planner import make_plan
 from phalanx.plan.precision import keep_precision_of_run, replace_precision
+from phalanx.run.choose_layout import choose_layout
 from phalanx.run.data_counts import count_data
 from phalanx.run.directory import (
     DATA_FOLDER,
@@ -146,7 +146,7 @@ def _check_before_writing(
         # Weights that are not there or do not fit are refused before data is prepared.
         find_initial_checkpoint(job.model, find_known_shape(job))
     # A bad layout is refused before anything is written.
-    make_plan(job, cluster=cluster, num_ranks=num_ranks, shape=shape)
+    choose_layout(job, cluster=cluster, num_ranks=num_ranks, shape=shape)
     tokens = find_job_tokens(job, is_prepared=is_prepared)
     return _PlanBasis(job, cluster, shape, earlier_plan, tokens, num_ranks)
 
@@ -168,10 +168,19 @@ def _plan_with_data(
         job.data, data_dir, vocab_size=fixed_size, default_tokenizer=tokens.default
     )
     unverified = verify_corpus(corpus, is_new=is_new)
-    plan = make_plan(
+    vocab_size = fixed_size or corpus.vocab_size
+    # Chosen again: the vocabulary, which only the data may say, is a part of the memory.
+    chosen = choose_layout(
         job,
         cluster=basis.cluster,
-        vocab_size=fixed_size or corpus.vocab_size,
+        shape=basis.shape,
+        vocab_size=vocab_size,
+        num_ranks=basis.num_ranks,
+    )
+    plan = chosen.make_plan(
+        job,
+        cluster=basis.cluster,
+        vocab_size=vocab_size,
         num_ranks=basis.num_ranks,
         shape=basis.shape,
         data=count_data(corpus),

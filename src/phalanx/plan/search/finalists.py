@@ -15,9 +15,9 @@ from phalanx.plan.cluster import Cluster
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
+from phalanx.plan.predicted_time import predict_step_time
 from phalanx.plan.search.result import PeakMemory, RankedLayout
 from phalanx.plan.search.space import OFFLOADS, RECOMPUTE_MODES, SCHEDULES, LayoutRows
-from phalanx.plan.search.step_times import build_machine_rates, estimate_planned_step
 
 NO_MEMORY = "needs more memory than a rank has"
 # Microbatches in flight do not grow beyond a few times the stages, and a schedule of thousands
@@ -115,12 +115,9 @@ class FinalistPlanner:
         return self._rank(job, plan, keys)
 
     def _rank(self, job: Job, plan: Plan, keys: Mapping[str, Any]) -> RankedLayout:
-        machine = build_machine_rates(self.cluster)
         num_microbatches = _count_microbatches(job, plan.layout, plan.micro_batch_size)
         plan = replace(plan, num_microbatches=num_microbatches)
-        time = None
-        if machine is not None:
-            time = estimate_planned_step(job, plan, self.shape, machine)
+        time = predict_step_time(job, plan, self.shape, self.cluster)
         pipeline, chosen = plan.pipeline, plan.chosen
         rank = 0
         by_rank: tuple[dict[str, int], ...] = ()
@@ -147,9 +144,12 @@ class FinalistPlanner:
             memory,
             time,
         )
-        if time is None or machine is None:
+        if time is None:
             return ranked
-        return _add_rates(ranked, job, self.shape, machine.accelerator.peak_flops(plan.precision))
+        peak_flops = 0.0
+        if self.cluster.accelerator is not None:
+            peak_flops = self.cluster.accelerator.peak_flops(plan.precision)
+        return _add_rates(ranked, job, self.shape, peak_flops)
 
 
 def _shorten_schedule(job: Job, keys: Mapping[str, Any]) -> Job:

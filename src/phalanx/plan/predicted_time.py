@@ -1,0 +1,34 @@
+"""The predicted seconds of a step of a plan: from what `phalanx bench` measured of this machine, or
+from the data sheet of its GPUs."""
+
+from __future__ import annotations
+
+from phalanx.core.errors import LayoutError
+from phalanx.job.costs import ModelCosts
+from phalanx.job.schema import Job
+from phalanx.plan.calibrated.step import estimate_measured_step
+from phalanx.plan.cluster import Cluster
+from phalanx.plan.plan import Plan
+from phalanx.plan.profiles import find_profile_of
+from phalanx.plan.search.step_times import build_machine_rates, estimate_planned_step
+from phalanx.plan.timing.step_time import StepTime
+
+
+def predict_step_time(job: Job, plan: Plan, shape: ModelCosts, cluster: Cluster) -> StepTime | None:
+    """Seconds of one step of `plan` by term; None where the model's work, or the devices' speed, is
+    not known.
+
+    What was measured of this machine comes before what its data sheet says.
+    """
+    profile = None
+    if not cluster.is_described:
+        profile = find_profile_of(cluster)
+    if profile is not None:
+        try:
+            return estimate_measured_step(plan, profile)
+        except LayoutError:
+            pass  # a section that the plan needs was not measured
+    machine = build_machine_rates(cluster)
+    if machine is None:
+        return None
+    return estimate_planned_step(job, plan, shape, machine)
