@@ -198,6 +198,17 @@ def test_a_page_without_time_says_so(planned: Any) -> None:
     assert "not judged" in text
 
 
+def test_a_plan_for_this_machine_has_rules_and_a_page(planned: Any) -> None:
+    job = load_job(None, ["parallel.ranks=2", "train.recompute=full"])
+    cluster = Cluster("cpu", 2, 16 * 2**30)
+    plan = make_plan(job, cluster=cluster)
+    advice = advise_on_plan(job, plan, cluster)
+    assert advice.facts.hardware.num_nodes == 1
+    states = {verdict.name: verdict.state for verdict in advice.verdicts}
+    assert states["recompute-where-needed"] == "fails"
+    assert "not predicted" in render_plan_page(collect_page_facts(job, plan, cluster, advice))
+
+
 def test_a_page_where_nothing_fits() -> None:
     result = SearchResult(
         "big", 10**12, "h100-sxm", 8, 8192, 64, None, smallest_bytes=2**40, capacity_bytes=2**36

@@ -151,7 +151,8 @@ def describe_hardware(job: Job, plan: Plan, cluster: Cluster) -> HardwareFacts:
     hardware = HardwareFacts(
         cluster.name or cluster.device,
         plan.world_size,
-        min(cluster.devices_per_node, plan.world_size),
+        # 0 where nobody says: one machine.
+        min(cluster.devices_per_node or plan.world_size, plan.world_size),
         memory_bytes,
     )
     machine = build_machine_rates(cluster)
