@@ -162,9 +162,10 @@ def targets() -> dict[Path, str]:
     schema = schema_text()
     models, own_code, costs = HERE / "models.md", HERE / "own-code.md", HERE / "strategies.md"
     checkpoints, pipeline = HERE / "checkpoint-format.md", HERE / "pipeline.md"
-    found = HERE / "found.md"
+    found, rules = HERE / "found.md", HERE / "rules-of-thumb.md"
     with_tables = runpy.run_path(str(HERE / "strategies.py"))["with_tables"]
     with_schedules = runpy.run_path(str(HERE / "pipeline_table.py"))["with_schedules"]
+    with_rules = runpy.run_path(str(HERE / "rules_table.py"))["with_rules"]
     with_counts = runpy.run_path(str(HERE / "layout_counts.py"))["with_counts"]
     return {
         HERE / "reference.md": reference(),
@@ -174,6 +175,7 @@ def targets() -> dict[Path, str]:
         own_code: with_examples(own_code.read_text(encoding="utf-8")),
         found: with_examples(found.read_text(encoding="utf-8")),
         costs: with_tables(costs.read_text(encoding="utf-8")),
+        rules: with_rules(rules.read_text(encoding="utf-8")),
         pipeline: with_schedules(pipeline.read_text(encoding="utf-8")),
         checkpoints: with_counts(checkpoints.read_text(encoding="utf-8")),
     }

@@ -142,14 +142,15 @@ def list_economics(result: SearchResult) -> list[AnswerTile]:
     if cost is None:
         return tiles
     dollars, spot = cost["dollars_per_billion_tokens"], cost["spot_dollars_per_billion_tokens"]
+    value, details = f"{cost['hours_per_billion_tokens']:.3g} h", []
     if dollars is not None:
-        detail = "on demand"
+        value = f"${dollars:,.0f}"
+        details.append("on demand")
         if spot is not None:
-            detail += f"; ${spot:,.0f} on spot machines with their pre-emptions"
-        tiles.append(AnswerTile("A billion tokens", f"${dollars:,.0f}", detail))
-    energy = cost["kwh_per_billion_tokens"]
-    if energy is not None:
-        tiles.append(AnswerTile("Energy", f"{energy:,.0f} kWh", "for a billion tokens"))
+            details.append(f"${spot:,.0f} on spot machines with their pre-emptions")
+    if cost["kwh_per_billion_tokens"] is not None:
+        details.append(f"{cost['kwh_per_billion_tokens']:,.0f} kWh")
+    tiles.append(AnswerTile("A billion tokens", value, "; ".join(details)))
     return tiles
 
 

@@ -160,7 +160,9 @@ def _list_axes(
         recomputes.append(plan.activations.recompute)
     return (
         _build_axis("seq_len", "Sequence length", "tokens", "range", seq_lens, job.data.seq_len),
-        _build_axis("micro", "Micro-batch", "sequences", "stops", micro, plan.micro_batch_size),
+        _build_axis(
+            "micro", "Sequences of a micro-batch", "", "stops", micro, plan.micro_batch_size
+        ),
         _build_axis("devices", "GPUs", "", "range", devices, num_ranks),
         _build_axis(
             "network", "Network per GPU", "GB/s", "range", networks, networks[len(networks) // 2]

@@ -69,12 +69,16 @@ def measure_reduction_window(facts: PlanFacts) -> Measurement | None:
     layout = facts.layout
     if layout.reduced.data_parallel_size == 1 or facts.zero_stage == 3:
         return None
+    if layout.pp > 1:
+        # Stages end one after the other: those of others hide it, too.
+        return None
     bandwidth, peak_flops = facts.reduction_gb_s(), facts.hardware.peak_flops
     if bandwidth is None or peak_flops is None:
         return Measurement(None, 1, missing="the speed of the devices and links")
     num_params = facts.model.num_params / (layout.tp * layout.pp)
-    # A ring sends every byte twice: reduce-scatter, then all-gather.
-    reduce_s = 2 * GRADIENT_BYTES * num_params / (bandwidth * 1e9)
+    # A ring sends every byte twice: reduce-scatter, then all-gather, which stage 2 does without.
+    num_transfers = 2 if facts.zero_stage < 2 else 1
+    reduce_s = num_transfers * GRADIENT_BYTES * num_params / (bandwidth * 1e9)
     efficiency = facts.matmul_efficiency or USUAL_MATMUL_EFFICIENCY
     active = facts.model.num_active_params / (layout.tp * layout.pp)
     backward_s = 4 * active * facts.tokens_per_rank / (peak_flops * efficiency)

@@ -43,8 +43,8 @@ def render_ranking(facts: PlanPageFacts) -> Html | None:
         build_tag("h2", "Winner and runners-up"),
         _render_layouts(facts.layouts),
         build_note(
-            "One layout of each family. Step times are predictions of one model: layouts within its"
-            " interval of each other are ties, which the fewest mechanisms win."
+            "One layout of each family. Step times are predictions of one model: where they are"
+            " nearly equal, the layout with the fewest mechanisms wins."
         ),
         id="ranking",
     )

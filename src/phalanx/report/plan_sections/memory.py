@@ -76,7 +76,8 @@ def _render_bars(
                 formats.format_percent(total, capacity_bytes),
             ]
         )
-    return build_table([noun, "by category", "in all", "of what it may fill"], rows)
+    head = [noun, "by category", "in all", "of what it may fill"]
+    return build_table(head, rows, css_class="top bars")
 
 
 def _note_left_out(num_stages: int) -> Html | None:

@@ -1,0 +1,91 @@
+"""What `phalanx plan` prints under its answer, `--explain TERM`, `--rules` and `--page`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli import _app
+from phalanx.cli._plan_advice import take_term
+from phalanx.core.errors import UsageError
+from phalanx.plan.advice import what_if
+
+QUESTION = [
+    "plan",
+    "--model",
+    "llama3-8b",
+    "--gpu",
+    "h100-sxm",
+    "--nodes",
+    "1",
+    "--seq-len",
+    "4096",
+    "--global-batch",
+    "64",
+]
+
+
+def test_the_answer_has_a_waterfall_memory_and_rules(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _app.run_command_line([*QUESTION]) == 0
+    text = capsys.readouterr().out
+    for part in ("products at peak", "backward", "rules   of thumb", "--rules shows all"):
+        assert part in text
+    assert "\x1b" not in text
+    assert "█" not in text
+
+
+def test_json_has_the_advice_and_rules_show_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _app.run_command_line([*QUESTION, "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    rules = body["advice"]["rules"]
+    assert {"name", "value", "limit", "state", "remedy", "comparison"} <= set(rules[0])
+    assert body["advice"]["time"]["terms"]["ideal"] > 0
+    assert _app.run_command_line([*QUESTION, "--rules"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for rule in rules:
+        assert rule["title"] in text
+    assert "heuristics" in text
+
+
+def test_a_term_is_explained_with_its_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _app.run_command_line([*QUESTION, "--explain", "elementwise"]) == 0
+    assert capsys.readouterr().out.startswith("elementwise: ")
+    assert (
+        _app.run_command_line(
+            ["plan", "--explain", "activations", "train.recompute=full", "--json"]
+        )
+        == 0
+    )
+    body = json.loads(capsys.readouterr().out)
+    assert body["schema"].startswith("phalanx.plan-term/")
+    assert body["unit"] == "bytes"
+    assert body["calls"]
+
+
+def test_wrong_terms_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _app.run_command_line(["plan", "--explain", "quux"]) == 2
+    assert "dp-exposed" in capsys.readouterr().err
+    # Nobody predicts the time of a step on CPUs that were not measured.
+    assert _app.run_command_line(["plan", "--explain", "bubble", "cluster.device=cpu"]) == 2
+    assert "not predicted" in capsys.readouterr().err
+
+
+def test_terms_are_told_from_job_files_and_overrides(tmp_path: Path) -> None:
+    job = tmp_path / "job.toml"
+    assert take_term([str(job), "tp", "train.steps=3"]) == ([str(job), "train.steps=3"], "tp")
+    assert take_term(["train.steps=3"]) == (["train.steps=3"], None)
+    with pytest.raises(UsageError):
+        take_term(["dp", "exposed"])
+
+
+def test_pages_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(what_if, "FACTORS", (1,))
+    monkeypatch.setattr(what_if, "MICRO_FACTORS", (1,))
+    page, out = tmp_path / "a.html", tmp_path / "out"
+    assert _app.run_command_line([*QUESTION, "--page", str(page), "--out", str(out)]) == 0
+    assert page.read_text() == (out / "page.html").read_text()
+    assert "Winner and runners-up" in page.read_text()
+    # A directory is no file to write.
+    assert _app.run_command_line([*QUESTION, "--page", str(tmp_path)]) == 7
