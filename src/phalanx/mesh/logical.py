@@ -129,6 +129,17 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def begins_at_same_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """True if two tensors begin at the same element of one storage; fake tensors have no address to
+    be compared."""
+    storages = first.untyped_storage(), second.untyped_storage()
+    return (
+        storages[0]._cdata == storages[1]._cdata
+        and first.storage_offset() * first.element_size()
+        == second.storage_offset() * second.element_size()
+    )
+
+
 def make_logical_shard(
     name: str, tensor: torch.Tensor, *, replica: int, num_replicas: int
 ) -> LogicalShard:

@@ -17,6 +17,7 @@ from phalanx.core.phases import PhaseTimer
 from phalanx.core.registry import list_kinds
 from phalanx.mesh.blocks import find_blocks
 from phalanx.mesh.dtensors import describe_dtensor, explain_lossy_gather, list_dtensors
+from phalanx.mesh.fake_tensors import is_fake_module
 from phalanx.mesh.logical import full_name
 from phalanx.mesh.mesh import Mesh
 from phalanx.mesh.recorded_init import find_recorded_init
@@ -65,7 +66,10 @@ def parallelize(
     on_meta = any(p.is_meta for p in module.parameters())
     recorded = find_recorded_init(module)
     root = RootModule(module)
-    if not on_meta:
+    if is_fake_module(module):
+        # A dry run (verify/dry_run): there are no weights to compare, nor to move.
+        pass
+    elif not on_meta:
         # Ranks that begin with other weights would never agree again, and no loss would show it.
         mesh.require_agreement({_INITIAL_WEIGHTS: _hash_weights(module)})
         root.to(mesh.device)

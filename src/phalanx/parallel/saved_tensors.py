@@ -36,8 +36,9 @@ class SavedBytes:
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if not is_weight(tensor) and storage.data_ptr() not in self._seen:
-            self._seen.add(storage.data_ptr())
+        # By the storage itself, and not its address: fake tensors have none.
+        if not is_weight(tensor) and storage._cdata not in self._seen:
+            self._seen.add(storage._cdata)
             self._alive.append(storage)
             self.num_bytes += storage.nbytes()
         return tensor

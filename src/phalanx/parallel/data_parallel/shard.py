@@ -27,6 +27,7 @@ from phalanx.mesh.compat import (
     reduce_unused_parameters,
 )
 from phalanx.mesh.gloo_collectives import gather_rows, scatter_sum
+from phalanx.mesh.logical import begins_at_same_memory
 from phalanx.parallel.batchnorm.layer import find_differing_buffers
 from phalanx.parallel.data_parallel.unsharded_params import find_whole_parameters
 from phalanx.parallel.expert.transform import ShardedExperts
@@ -253,7 +254,7 @@ def _charge_communication_time(unit: FSDPModule, context: ParallelContext) -> No
                 rows = output_tensor.view(group.size(), -1)
                 rank_rows = rows[group.rank()]
                 # FSDP fills its part of the output.
-                if rank_rows.data_ptr() != input_tensor.data_ptr():
+                if not begins_at_same_memory(rank_rows, input_tensor):
                     rank_rows.copy_(input_tensor.view(-1))
                 gather_rows(rows, group)
                 return None

@@ -1,0 +1,88 @@
+"""Tensors and ranks that are not there: what a dry run (verify/dry_run) is made of.
+
+A fake tensor has a form and a type, and no numbers. Of a fake process group one rank is in this
+process, and what it says goes nowhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from phalanx.mesh import logical
+from phalanx.mesh.device_meshes import forget_open_device_meshes
+from phalanx.mesh.logical import local_tensor
+from phalanx.mesh.mesh import Mesh, open_mesh
+from phalanx.plan.layout import Layout
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """True for a tensor without numbers: nobody can read what is in it."""
+    return isinstance(local_tensor(tensor), FakeTensor)
+
+
+def is_fake_module(module: nn.Module) -> bool:
+    """True for a module whose parameters have no numbers."""
+    return any(is_fake(parameter) for parameter in module.parameters())
+
+
+@contextlib.contextmanager
+def open_fake_mesh(layout: Layout, rank: int) -> Iterator[Mesh]:
+    """The Mesh of one rank of `layout`, on the CPU; the other ranks are not there.
+
+    What it sends is lost, and what it receives is whatever memory held.
+    """
+    if layout.world_size == 1:
+        with open_mesh(layout, device="cpu") as mesh:
+            yield mesh
+        return
+    # A part of torch's own tests, and what its documents name for this.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
+    try:
+        with open_mesh(layout, device="cpu") as mesh:
+            yield mesh
+    finally:
+        forget_open_device_meshes()
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def hiding_dtensor_arithmetic() -> Iterator[None]:
+    """Inside, DTensor works out forms and places where no mode sees it.
+
+    For forms of results it computes with tensors of the global shape, which a follower of memory
+    would count; for places it reads small tensors, which would have no numbers.
+    """
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    replaced = (
+        (ShardingPropagator, "_propagate_tensor_meta_non_cached"),
+        (logical, "compute_local_shape_and_global_offset"),
+    )
+    before = [getattr(owner, name) for owner, name in replaced]
+    for (owner, name), function in zip(replaced, before, strict=True):
+        setattr(owner, name, _without_modes(function))
+    try:
+        yield
+    finally:
+        for (owner, name), function in zip(replaced, before, strict=True):
+            setattr(owner, name, function)
+
+
+def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return call

@@ -1,0 +1,28 @@
+"""Batches of the form that a job's data has, without numbers."""
+
+from __future__ import annotations
+
+import torch
+
+from phalanx.job.schema import Job
+from phalanx.plan.plan import Plan
+
+Batch = dict[str, torch.Tensor]
+
+
+def make_fake_batches(job: Job, plan: Plan) -> list[Batch]:
+    """The microbatches of one rank in one step, of zeros: ids of a token that every vocabulary
+    has."""
+    return [_make_batch(job, plan) for _ in range(plan.num_microbatches)]
+
+
+def _make_batch(job: Job, plan: Plan) -> Batch:
+    rows = plan.micro_batch_size
+    shape = plan.model_shape
+    if shape.reads_images:
+        images = torch.zeros(rows, shape.num_channels, shape.image_size, shape.image_size)
+        return {"inputs": images, "targets": torch.zeros(rows, dtype=torch.int64)}
+    keys = ["inputs", "targets", "positions"]
+    if job.data.document_masks:
+        keys.append("document_ids")
+    return {key: torch.zeros(rows, plan.seq_len, dtype=torch.int64) for key in keys}

@@ -1,0 +1,254 @@
+"""The program of one rank, built and run for a step or two with fake tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from phalanx.core.errors import LayoutError
+from phalanx.core.phases import PhaseTimer
+from phalanx.core.registry import resolve_kind
+from phalanx.job.schema import Job
+from phalanx.mesh.blocks import find_blocks
+from phalanx.mesh.fake_tensors import hiding_dtensor_arithmetic, open_fake_mesh
+from phalanx.mesh.logical import full_name
+from phalanx.nn.build import MODELS, build_foreign, build_objective
+from phalanx.parallel.executor import Objective
+from phalanx.parallel.model import ParallelModel
+from phalanx.parallel.step_stats import StepStats
+from phalanx.plan.plan import Plan
+from phalanx.run.weights import build_state
+from phalanx.train.state import TrainState
+from phalanx.verify.dry_run.collectives import CollectiveLog
+from phalanx.verify.dry_run.ddp_buckets import DdpBuckets, find_ddp_buckets
+from phalanx.verify.dry_run.fake_batches import make_fake_batches
+from phalanx.verify.dry_run.moments import BACKWARD, FORWARD, LOSS, OPTIMIZER, Moment
+from phalanx.verify.dry_run.storage_log import (
+    GRADIENTS,
+    OPTIMIZER as OPTIMIZER_STATE,
+    PARAMETERS,
+    StorageLog,
+)
+from phalanx.verify.dry_run.tracker import StorageTracker
+
+NUM_FLAGS = 6
+"""Flags that travel with the facts of a step: three of stops and three of saves (train/trainer.py)."""
+
+
+class WatchedPhases(PhaseTimer):
+    """Phases that tell a tracker where the step is."""
+
+    def __init__(self, tracker: StorageTracker) -> None:
+        super().__init__()
+        self._tracker = tracker
+        self._microbatch = -1
+
+    def begin_step(self, step: int) -> None:
+        self.step, self._microbatch = step, -1
+
+    def leave(self, name: str) -> None:
+        super().leave(name)
+        self._tracker.purpose = ""
+
+    def enter(self, name: str, collective: str = "") -> None:
+        super().enter(name, collective)
+        if name == "collective":
+            self._tracker.purpose = collective
+        # Waiting for others is no moment of its own.
+        if name not in (FORWARD, BACKWARD, OPTIMIZER):
+            return
+        microbatch, stage = self._microbatch, -1
+        if name == OPTIMIZER:
+            microbatch = -1
+        elif collective:
+            stage, microbatch = _read_action(collective)
+        elif name == FORWARD:
+            microbatch = self._microbatch = self._microbatch + 1
+        self._tracker.log.moments.enter(
+            Moment(name, microbatch=microbatch, stage=stage, step=self.step)
+        )
+
+
+def _read_action(action: str) -> tuple[int, int]:
+    """(stage, microbatch) of an action of a pipeline: "3F0" is stage 3's forward of microbatch
+    0."""
+    kind = next(index for index, letter in enumerate(action) if letter.isalpha())
+    return int(action[:kind]), int(action[kind + 1 :])
+
+
+def watch_parts(root: nn.Module, tracker: StorageTracker) -> None:
+    """Have `tracker` know which block, or which module outside of blocks, computes: forward by
+    hooks of modules, backward by hooks of the graph, which they leave as it is."""
+    for name, part in list_parts(root):
+        part.register_forward_pre_hook(functools.partial(_enter_part, tracker, name), prepend=True)
+        part.register_forward_hook(functools.partial(_leave_part, tracker, name))
+
+
+def list_parts(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The blocks, and outside of them modules without submodules, by full name."""
+    blocks = set(find_blocks(root))
+    inside: set[nn.Module] = set()
+    for block in blocks:
+        inside.update(part for part in block.modules() if part is not block)
+    parts = []
+    for raw_name, part in root.named_modules():
+        is_leaf = not any(True for _ in part.children())
+        if part in blocks or (is_leaf and part not in inside):
+            parts.append((full_name(raw_name), part))
+    return parts
+
+
+def _enter_part(tracker: StorageTracker, name: str, *_: Any) -> None:
+    tracker.enter_part(name)
+
+
+def _leave_part(tracker: StorageTracker, name: str, part: nn.Module, args: Any, output: Any) -> None:
+    watch_backward(tracker, name, output)
+    tracker.enter_part("")
+
+
+def watch_backward(tracker: StorageTracker, name: str, output: Any) -> None:
+    """Have `tracker` know when the backward comes to what made `output`."""
+    if isinstance(output, tuple | list):
+        for value in output:
+            watch_backward(tracker, name, value)
+    elif isinstance(output, torch.Tensor) and output.grad_fn is not None:
+        output.grad_fn.register_prehook(lambda _: tracker.enter_part(name))
+
+
+def watch_objective(objective: Objective, tracker: StorageTracker) -> Objective:
+    """The same objective, which `tracker` knows as the part LOSS."""
+
+    @functools.wraps(objective, updated=())
+    def watched(outputs: Any, batch: Mapping[str, torch.Tensor]) -> Any:
+        tracker.enter_part(LOSS)
+        result = objective(outputs, batch)
+        watch_backward(tracker, LOSS, result)
+        tracker.enter_part("")
+        return result
+
+    # What transforms read of it: attributes of a function, or of an object that is called.
+    for name in dir(objective):
+        if not name.startswith("__") and not hasattr(watched, name):
+            setattr(watched, name, getattr(objective, name))
+    return watched
+
+
+@dataclass(frozen=True)
+class DryStep:
+    """What a dry run of one rank has seen. `first_moment`: where the step begins whose collectives
+    were noted, the last one."""
+
+    log: StorageLog
+    collectives: CollectiveLog
+    stats: StepStats
+    first_moment: int
+    num_operations: int
+
+
+def run_dry_step(
+    job: Job, plan: Plan, rank: int, tell: Callable[[str], None] = lambda words: None
+) -> DryStep:
+    """Build the program of `rank` and run it: one step, or two where the second one differs.
+
+    Raises LayoutError for a program that needs numbers to go on.
+    """
+    with open_fake_mesh(plan.layout, rank) as mesh:
+        tracker = StorageTracker(StorageLog(), CollectiveLog(mesh), is_dry=True)
+        with (
+            FakeTensorMode(allow_non_fake_inputs=True),
+            tracker.following_sizes(),
+            hiding_dtensor_arithmetic(),
+            tracker,
+        ):
+            tell("build")
+            phases = WatchedPhases(tracker)
+            module = _build_fake_module(job, plan)
+            state = build_state(job, plan, mesh, phases, module=module)
+            runner = StepRunner(job, plan, state, tracker, phases)
+            runner.buckets = find_ddp_buckets(state.model)
+            tell("step")
+            stats = runner.run(1)
+        return DryStep(
+            tracker.log,
+            tracker.collectives,
+            stats,
+            runner.first_moment,
+            tracker.num_operations,
+        )
+
+
+def _build_fake_module(job: Job, plan: Plan) -> nn.Module:
+    """The module of the job, of fake tensors."""
+    if job.model.is_foreign:
+        return build_foreign(job.model, job.run.seed)
+    shape = plan.model_shape
+    module: nn.Module = resolve_kind(shape.kind, MODELS, "build")(shape)
+    return module
+
+
+class StepRunner:
+    """Runs steps as `Trainer.step` does, and tells the tracker whose memory is whose.
+
+    `buckets` stand for those of DDP in a dry run.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan,
+        state: TrainState,
+        tracker: StorageTracker,
+        phases: WatchedPhases,
+    ) -> None:
+        self._job, self._plan, self._state = job, plan, state
+        self._tracker, self._phases = tracker, phases
+        self._objective = watch_objective(build_objective(job), tracker)
+        self.first_moment = 0
+        self.buckets: DdpBuckets | None = None
+        module = state.model.module
+        watch_parts(module, tracker)
+        tracker.mark((*module.parameters(), *module.buffers()), PARAMETERS)
+        self._mark_optimizer()
+
+    def run(self, step: int) -> StepStats:
+        model, optimizer, tracker = self._state.model, self._state.optimizer, self._tracker
+        self._phases.begin_step(step)
+        tracker.log.moments.enter(Moment("data", step=step))
+        self.first_moment = tracker.log.moments.index
+        if tracker.collectives is not None:
+            tracker.collectives.counts.clear()
+        microbatches = make_fake_batches(self._job, self._plan)
+        local_loss = model.forward_backward(microbatches, self._objective, step=step)
+        self._mark_gradients()
+        stats = model.reduce_and_clip(
+            local_loss, max_norm=self._job.optim.clip_norm, flags=(0.0,) * NUM_FLAGS
+        )
+        self._mark_gradients()
+        if self.buckets is not None and tracker.collectives is not None:
+            self.buckets.note_reductions(tracker.collectives)
+        with self._phases(OPTIMIZER):
+            model.update(optimizer)
+            self._mark_optimizer()
+            optimizer.zero_grad(set_to_none=True)
+        return stats
+
+    def _mark_gradients(self) -> None:
+        parameters = [*self._state.model.module.parameters(), *self._iterate_trained()]
+        self._tracker.mark((parameter.grad for parameter in parameters), GRADIENTS)
+
+    def _iterate_trained(self) -> Iterator[nn.Parameter]:
+        for group in self._state.optimizer.param_groups:
+            yield from group["params"]
+
+    def _mark_optimizer(self) -> None:
+        for values in self._state.optimizer.state.values():
+            tensors = (value for value in values.values() if isinstance(value, torch.Tensor))
+            self._tracker.mark(tensors, OPTIMIZER_STATE)
