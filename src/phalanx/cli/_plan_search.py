@@ -134,6 +134,17 @@ def _list_counts(text: str | None) -> list[int]:
     return list_device_counts(text)
 
 
+def resize_job(job: Job, text: str) -> Job:
+    """`job` on the one number of devices that `text` says.
+
+    Raises UsageError for a range of them.
+    """
+    counts = _list_counts(text)
+    if len(counts) != 1:
+        raise UsageError("one number of GPUs is needed", where="--gpus", fix=f"--gpus {counts[-1]}")
+    return _resize_job(job, counts[0])
+
+
 def _resize_job(job: Job, num_devices: int) -> Job:
     """`job` on so many devices, whole nodes of them."""
     from phalanx.plan.described_cluster import find_cluster

@@ -109,6 +109,20 @@ def command(
             help="Cut a pipeline anew, by what the stages of this run took.",
         ),
     ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Build and run the real program with fake tensors: memory and every collective.",
+        ),
+    ] = False,
+    all_kinds: Annotated[
+        bool,
+        typer.Option("--all-kinds", help="With --dry-run: every kind of rank."),
+    ] = False,
+    no_cache: Annotated[
+        bool, typer.Option("--no-cache", help="With --dry-run: run it again.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> int:
     """Choose a layout for a job and say why, with memory per rank, for this machine or any other.
@@ -156,6 +170,15 @@ def command(
         from phalanx.run.plan_job import plan_job
 
         job = load_job(job_file, overrides)
+        if dry_run:
+            from phalanx.cli._plan_dry_run import print_dry_run
+
+            print_dry_run(
+                job, all_kinds=all_kinds, uses_cache=not no_cache, gpus=gpus, as_json=as_json
+            )
+            return 0
+        if all_kinds or no_cache:
+            raise UsageError("--all-kinds and --no-cache are for --dry-run")
         if recut is None and _needs_search(job, gpus, out):
             options = SearchOptions(gpus, out, force, as_json, page, term, all_rules)
             return print_search(job, options)

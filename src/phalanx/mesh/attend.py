@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from phalanx.mesh.devices import is_on_cpu
+
 # The types that flash attention computes in on CUDA.
 HALVES = (torch.bfloat16, torch.float16)
 # The widest head that flash attention takes on CUDA.
@@ -48,7 +50,7 @@ def can_kernel_group_heads(q_BHTE: torch.Tensor, mask: torch.Tensor | None) -> b
     On CUDA flash attention does; the one that takes masks and fp32 does not, and torch would fall
     back to products that keep T x S scores.
     """
-    if q_BHTE.device.type != "cuda":
+    if is_on_cpu(q_BHTE):
         return True
     width = q_BHTE.shape[-1]
     return mask is None and q_BHTE.dtype in HALVES and width % 8 == 0 and width <= FLASH_WIDTH

@@ -123,6 +123,19 @@ def accumulate_gradients(root: torch.nn.Module) -> None:
                 parameter.to_accumulated_grad_if_needed()
 
 
+def list_whole_gradients(root: torch.nn.Module) -> list[torch.Tensor]:
+    """Gradients that FSDP2 keeps whole between backwards, for a reduction that comes later."""
+    gradients = []
+    for group in _fsdp_parameter_groups(_fsdp_state(root)):
+        for parameter in group.fsdp_params:
+            whole = parameter.unsharded_accumulated_grad
+            if whole is None and hasattr(parameter, "_unsharded_param"):
+                whole = parameter._unsharded_param.grad
+            if whole is not None:
+                gradients.append(whole)
+    return gradients
+
+
 def _fsdp_state(root: torch.nn.Module) -> Any:
     from torch.distributed.fsdp import fully_shard
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from phalanx.core.block_sizes import get_block_sizes
+from phalanx.mesh.devices import is_cpu
 
 # Less 2^64: int64 holds no numbers that large, and wraps around to the same bits.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -139,7 +140,7 @@ def _fill_lines(lines: torch.Tensor, bases: torch.Tensor, odd: int, threshold: i
 
 
 def _max_pairs_per_chunk(device: torch.device) -> int:
-    if device.type == "cpu":
+    if is_cpu(device):
         return get_block_sizes().cpu_dropout_pairs
     return get_block_sizes().gpu_dropout_pairs
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 
 import torch
 
@@ -19,6 +21,32 @@ waits for its sender; and of more streams than there are connections some share 
 keeps back the other stream's kernels. The order of messages (`plan.pipeline.messages`) is safe with
 either; these keep it from being slow.
 """
+
+
+# True in a dry run of a plan for GPUs, whose fake tensors say that they are on the CPU: torch
+# without CUDA cannot compute gradients of tensors that say otherwise.
+_cpu_stands_for_gpu = False
+
+
+def is_on_cpu(tensor: torch.Tensor) -> bool:
+    """True for a tensor that a CPU computes with and that gloo sends."""
+    return tensor.device.type == "cpu" and not _cpu_stands_for_gpu
+
+
+def is_cpu(device: torch.device) -> bool:
+    """The same of a device."""
+    return device.type == "cpu" and not _cpu_stands_for_gpu
+
+
+@contextlib.contextmanager
+def letting_cpu_stand_for_gpu(is_wanted: bool) -> Iterator[None]:
+    """Inside, with `is_wanted`, code that treats CPUs apart takes the way of GPUs."""
+    global _cpu_stands_for_gpu
+    before, _cpu_stands_for_gpu = _cpu_stands_for_gpu, is_wanted
+    try:
+        yield
+    finally:
+        _cpu_stands_for_gpu = before
 
 
 def set_pipeline_variables() -> None:

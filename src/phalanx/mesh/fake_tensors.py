@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
 from phalanx.mesh import logical
@@ -63,20 +64,44 @@ def hiding_dtensor_arithmetic() -> Iterator[None]:
     For forms of results it computes with tensors of the global shape, which a follower of memory
     would count; for places it reads small tensors, which would have no numbers.
     """
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-    replaced = (
+    asides = (
         (ShardingPropagator, "_propagate_tensor_meta_non_cached"),
         (logical, "compute_local_shape_and_global_offset"),
+        (DeviceMesh, "__getitem__"),
+        (DeviceMesh, "_flatten"),
     )
-    before = [getattr(owner, name) for owner, name in replaced]
-    for (owner, name), function in zip(replaced, before, strict=True):
-        setattr(owner, name, _without_modes(function))
-    try:
+    with contextlib.ExitStack() as stack:
+        for owner, name in asides:
+            function = getattr(owner, name)
+            stack.callback(setattr, owner, name, function)
+            setattr(owner, name, _without_modes(function))
+        stack.callback(setattr, _fsdp_param, _CHUNK, getattr(_fsdp_param, _CHUNK))
+        setattr(_fsdp_param, _CHUNK, _LazyChunks)
         yield
-    finally:
-        for (owner, name), function in zip(replaced, before, strict=True):
-            setattr(owner, name, function)
+
+
+_CHUNK = "_chunk_with_empty"
+
+
+class _LazyChunks:
+    """The chunks of a tensor, each made when it is asked for: FSDP makes those of all ranks to take
+    its own."""
+
+    def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
+        self._tensor, self._num_chunks, self._dim = tensor, num_chunks, dim
+
+    def __len__(self) -> int:
+        return self._num_chunks
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        size = self._tensor.size(self._dim)
+        # As torch.chunk cuts: all chunks but the last ones are of one length.
+        length = -(-size // self._num_chunks)
+        start = min(index * length, size)
+        return self._tensor.narrow(self._dim, start, min(length, size - start))
 
 
 def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,11 +12,13 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
+from phalanx.mesh.devices import is_on_cpu
+
 
 def gather_rows(rows: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Gather the rows of all ranks in place: of `rows` [ranks, ...], contiguous, each rank has
     filled its own row before."""
-    if rows.device.type != "cpu":
+    if not is_on_cpu(rows):
         dist.all_gather_into_tensor(rows.view(-1), rows[dist.get_rank(group)].view(-1), group=group)
         return
     sources = _global_ranks(group)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from phalanx.mesh.casts import cast_weight
+from phalanx.mesh.devices import is_on_cpu
 
 # In rows, so that few sizes are compiled: see `_pad_rows`.
 ROUND_TO = 64
@@ -42,14 +43,25 @@ def autocast_type(x: torch.Tensor) -> torch.dtype:
     return x.dtype
 
 
-def group_sizes_on_host(counts_E: torch.Tensor) -> list[int]:
-    """`counts_E` for the host, which reads them once: a mixture's products and their gradients
-    share them."""
+def read_counts(counts_E: torch.Tensor, num_rows: int) -> list[int]:
+    """The numbers of `counts_E`, which tell how many of `num_rows` rows each expert has."""
+    return counts_E.tolist()  # type: ignore[no-any-return]
+
+
+def split_evenly(num_rows: int, num_experts: int) -> list[int]:
+    """Counts of rows of experts that are busy alike."""
+    each, more = divmod(num_rows, num_experts)
+    return [each + (expert < more) for expert in range(num_experts)]
+
+
+def group_sizes_on_host(counts_E: torch.Tensor, num_rows: int) -> list[int]:
+    """`counts_E`, of `num_rows` rows at most, for the host, which reads them once: a mixture's
+    products and their gradients share them."""
     if torch.compiler.is_compiling():
         return counts_E.tolist()
     sizes: list[int] | None = getattr(counts_E, _SIZES, None)
     if sizes is None:
-        sizes = counts_E.tolist()
+        sizes = read_counts(counts_E, num_rows)
         cache_group_sizes(counts_E, sizes)
     return sizes
 
@@ -91,7 +103,8 @@ def grouped_matmul(
     if _has_grouped_kernel(x_RI, matrix_EIO.shape[2]):
         return F.grouped_mm(x_RI, matrix_EIO, offs=_group_end_rows(counts_E))
     products = []
-    for part, matrix in zip(x_RI.split(group_sizes_on_host(counts_E)), matrix_EIO, strict=True):
+    sizes = group_sizes_on_host(counts_E, len(x_RI))
+    for part, matrix in zip(x_RI.split(sizes), matrix_EIO, strict=True):
         products.append((_pad_rows(part) @ matrix)[: len(part)])
     return torch.cat(products)
 
@@ -102,12 +115,12 @@ def grouped_weight_grad(
     """[E, O, I]: of each expert the product of its rows of a and b, summed over rows."""
     if _has_grouped_kernel(a_RO, b_RI.shape[1]):
         product = F.grouped_mm(a_RO.T, b_RI, offs=_group_end_rows(counts_E))
-        if product.device.type != "cpu":
+        if not is_on_cpu(product):
             # On some GPUs the kernel writes nothing for a group without rows (pytorch #172439):
             # what was in memory stays.
             product.masked_fill_((counts_E == 0)[:, None, None], 0)
         return product
-    sizes = group_sizes_on_host(counts_E)
+    sizes = group_sizes_on_host(counts_E, len(a_RO))
     return torch.stack(
         [
             _pad_rows(a).T @ _pad_rows(b)
@@ -122,7 +135,7 @@ def _pad_rows(rows: torch.Tensor) -> torch.Tensor:
     In half precision a CPU compiles a product for each size that it meets and keeps it, half a MiB
     each: as many as there are numbers of tokens, if they are not rounded.
     """
-    if rows.device.type != "cpu" or rows.dtype not in (torch.bfloat16, torch.float16):
+    if not is_on_cpu(rows) or rows.dtype not in (torch.bfloat16, torch.float16):
         return rows
     return F.pad(rows, (0, 0, 0, -len(rows) % ROUND_TO))
 
@@ -139,6 +152,6 @@ def _has_grouped_kernel(rows: torch.Tensor, other_width: int) -> bool:
     item_bytes = rows.element_size()
     if not num_rows or width * item_bytes % 16 or other_width * item_bytes % 16:
         return False
-    if rows.device.type == "cpu":
+    if is_on_cpu(rows):
         return rows.dtype is torch.float32
     return rows.dtype is torch.bfloat16

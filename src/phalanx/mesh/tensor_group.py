@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from phalanx.core.phases import PhaseTimer
+from phalanx.mesh.devices import is_on_cpu
 
 SEQUENCE = 1  # the dimension that sequence parallelism cuts
 _ops = torch.ops._c10d_functional
@@ -98,7 +99,7 @@ class TensorGroup:
     def start_gather(self, x: torch.Tensor) -> torch.Tensor:
         """[ranks * x.shape[0], ...]: what each rank has, one after another."""
         x = x.contiguous()
-        if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        if is_on_cpu(x) and not torch.compiler.is_compiling():
             # Gloo calls the functional one ALLGATHER_COALESCED, and both threads of a group assign
             # that name of their last work to one std::string without a lock. It is too long to lie
             # in the string itself: now and then the heap broke. This one is called ALLGATHER.

@@ -94,7 +94,7 @@ class MixtureOfExperts(nn.Module):
         counts_E = counts_E.scatter_add_(0, expert_R, torch.ones_like(expert_R))[:num_experts]
         num_rows = len(order)
         if drops:
-            num_rows = sum(group_sizes_on_host(counts_E))
+            num_rows = sum(group_sizes_on_host(counts_E, num_rows))
         rows = _TokenRows.from_order(order, num_rows, len(x_ND))
         weight_R = routing.weights_BTK.flatten()[rows.order]
         out_RD = self.dispatch(

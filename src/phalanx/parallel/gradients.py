@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from phalanx.core.block_sizes import get_block_sizes
+from phalanx.mesh.devices import is_on_cpu
 from phalanx.mesh.logical import LogicalShard, full_name, local_tensor
 
 
@@ -69,7 +70,7 @@ def collect_squared_gradients(
 def _split_for_norm(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
     """`gradients` cut small: the CPU's norm adds squares one after another in fp32 and loses 0.2
     % of 50 M elements."""
-    if gradients[0].device.type != "cpu":
+    if not is_on_cpu(gradients[0]):
         return gradients
     size = get_block_sizes().norm_elements
     return [piece for gradient in gradients for piece in gradient.reshape(-1).split(size)]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from phalanx.core.errors import PhalanxError
+from phalanx.mesh.devices import is_cpu
 from phalanx.mesh.transfer import pin_memory
 from phalanx.parallel.call.bind_batch import NamedTensors, call_with_batch, describe_batch
 from phalanx.parallel.call.check_indices import (
@@ -108,7 +109,7 @@ class LossForward:
     def sharing_device_copies(self) -> Iterator[None]:
         """Copy each microbatch to the device once, though several stages ask for it. It must live
         as long as this."""
-        self._shares_copies = self._context.mesh.device.type != "cpu"
+        self._shares_copies = not is_cpu(self._context.mesh.device)
         try:
             yield
         finally:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from phalanx.core.batch import IGNORE_INDEX
 from phalanx.core.errors import DataError
+from phalanx.mesh.devices import is_on_cpu
 
 Batch = Mapping[str, torch.Tensor]
 # An objective with this attribute takes every target for the number of a class.
@@ -91,7 +92,7 @@ def _require_index_range(
     name: str, values: torch.Tensor, size: int, *, classes: bool = False, where: str = ""
 ) -> None:
     if (
-        values.device.type != "cpu"
+        not is_on_cpu(values)
         or values.is_floating_point()
         or values.is_complex()
         or not values.numel()

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from phalanx.core.block_sizes import get_block_sizes
 from phalanx.mesh.attend import compute_attention
 from phalanx.mesh.attend_blocks import VisibleKeys, compute_attention_by_blocks
+from phalanx.mesh.devices import is_on_cpu
 from phalanx.parallel.context.block_attention import (
     BlockProducts,
     KeyValueBlock,
@@ -198,7 +199,7 @@ def _list_blocks_of_chunk_pair(
 
 def _hides_all(mask: torch.Tensor) -> bool:
     """True if a mask on a CPU hides every key. A mask on a GPU would have to be waited for."""
-    return mask.device.type == "cpu" and not bool((mask == 0).any())
+    return is_on_cpu(mask) and not bool((mask == 0).any())
 
 
 class _RingAttention:

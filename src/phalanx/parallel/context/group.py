@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.core.phases import PhaseTimer
+from phalanx.mesh.devices import is_on_cpu
 from phalanx.mesh.gloo_collectives import gather_rows, scatter_sum
 from phalanx.parallel.context.chunks import SequenceChunks
 
@@ -76,7 +77,7 @@ class ContextGroup:
         """The sum over ranks of this rank's row of `rows` [ranks, ...], which is spent."""
         self.sent_bytes += rows[0].nbytes * (self.size - 1)
         with self.phases("collective", "reduce_scatter gradients of keys and values"):
-            if rows.device.type == "cpu":
+            if is_on_cpu(rows):
                 return scatter_sum(rows, self.group)
             rank_rows = torch.empty_like(rows[0])
             dist.reduce_scatter_tensor(rank_rows, rows, group=self.group)

@@ -26,6 +26,7 @@ from phalanx.mesh.compat import (
     hide_fsdp_hooks_from_modes,
     reduce_unused_parameters,
 )
+from phalanx.mesh.devices import is_on_cpu
 from phalanx.mesh.gloo_collectives import gather_rows, scatter_sum
 from phalanx.mesh.logical import begins_at_same_memory
 from phalanx.parallel.batchnorm.layer import find_differing_buffers
@@ -249,7 +250,7 @@ def _charge_communication_time(unit: FSDPModule, context: ParallelContext) -> No
             async_op: bool = False,
         ) -> Any:
             with phases.collective("all_gather parameters"):
-                if async_op or output_tensor.device.type != "cpu":
+                if async_op or not is_on_cpu(output_tensor):
                     return super().__call__(output_tensor, input_tensor, group, async_op)
                 rows = output_tensor.view(group.size(), -1)
                 rank_rows = rows[group.rank()]
@@ -272,7 +273,7 @@ def _charge_communication_time(unit: FSDPModule, context: ParallelContext) -> No
             traffic.add_reduce_scatter(input_tensor.nbytes, group.size())
             with phases.collective("reduce_scatter gradients"):
                 is_plain = op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
-                if async_op or not is_plain or output_tensor.device.type != "cpu":
+                if async_op or not is_plain or not is_on_cpu(output_tensor):
                     return super().__call__(output_tensor, input_tensor, group, op, async_op)
                 total = scatter_sum(input_tensor.view(group.size(), -1), group).view_as(
                     output_tensor

@@ -221,8 +221,9 @@ class DispatchBetweenRanks:
         # Experts lie rank by rank, so a row of this view is what one rank gets.
         counts_PE = counts_E.view(size, -1)
         arrived_PE = self.group.exchange_counts(counts_PE)
-        # All that the host must know of the counts, in one read: a GPU is waited for once.
-        sent_counts, arrived_counts = torch.stack((counts_PE, arrived_PE)).tolist()
+        sent_counts, arrived_counts = read_exchanged_counts(
+            counts_PE, arrived_PE, len(x_RD), self.group.rank
+        )
         sent, received = [sum(row) for row in sent_counts], [sum(row) for row in arrived_counts]
         rows = _Exchange.apply(x_RD, sent, received, self.group)
         # They come rank by rank, and of each rank expert by expert: a stable sort makes runs of one
@@ -243,6 +244,16 @@ class DispatchBetweenRanks:
             outputs.index_select(0, back), received, sent, self.group
         )
         return out
+
+
+def read_exchanged_counts(
+    counts_PE: torch.Tensor, arrived_PE: torch.Tensor, num_rows: int, rank: int
+) -> tuple[list[list[int]], list[list[int]]]:
+    """The numbers of rows that `rank` sends, of `num_rows` in all, and of those that come to it:
+    by rank, and of each its experts."""
+    # All that the host must know of the counts, in one read: a GPU is waited for once.
+    sent, arrived = torch.stack((counts_PE, arrived_PE)).tolist()
+    return sent, arrived
 
 
 class _Exchange(torch.autograd.Function):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from phalanx.mesh.devices import is_cpu
 from phalanx.plan.pipeline.messages import Messages, P2PMessage
 
 
@@ -48,7 +49,7 @@ class StageGroup:
     @property
     def is_one_queue(self) -> bool:
         """True where a receive that waits can keep other work of its device waiting."""
-        return self.device.type != "cpu"
+        return not is_cpu(self.device)
 
     def group_between(self, source: int, target: int) -> dist.ProcessGroup:
         if target > source:

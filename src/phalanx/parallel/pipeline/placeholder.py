@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from phalanx.parallel.pipeline.stage_forward import RELEASED_PARTS, StageForward
@@ -70,8 +71,10 @@ class Placeholder(torch.Tensor):
     ) -> Placeholder:
         # Integers have no NaN.
         nothing = math.nan if tensor.is_floating_point() else 0
-        value = torch.full((), nothing, dtype=tensor.dtype, device=device).expand(tensor.shape)
-        placeholder: Placeholder = value.as_subclass(Placeholder)
+        # In a dry run tensors are fake, and no fake one can be seen as a placeholder.
+        with _disable_current_modes():
+            value = torch.full((), nothing, dtype=tensor.dtype, device=device).expand(tensor.shape)
+            placeholder: Placeholder = value.as_subclass(Placeholder)
         placeholder._door, placeholder._name, placeholder._in_block = stage_forward, name, in_block
         return placeholder
 

@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from phalanx.core.errors import LayoutError
 from phalanx.mesh.blocks import last_stage_names
+from phalanx.mesh.devices import is_cpu
 from phalanx.mesh.logical import full_name
 from phalanx.parallel.pipeline.p2p import StageGroup
 from phalanx.parallel.pipeline.placeholder import Placeholder, release_block_tensors
@@ -108,7 +109,7 @@ def _open_stage_group(context: ParallelContext) -> StageGroup:
     group = mesh.get_group()
     up = group
     # Over NCCL the two ways of a pair would wait for each other in one group.
-    if context.mesh.device.type == "cuda":
+    if not is_cpu(context.mesh.device):
         up = context.mesh.open_second_group("pp")
     return StageGroup(
         mesh.get_local_rank(),

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from phalanx.core.errors import DataError, LayoutError
+from phalanx.mesh.devices import is_on_cpu
 from phalanx.mesh.linear import input_dim, is_conv1d, output_dim
 from phalanx.mesh.tensor_group import SEQUENCE, TensorGroup, VocabularyLogits, VocabularyShard
 from phalanx.parallel.pipeline.weight_grads import SPLITS, linear_with_deferred_gradient
@@ -109,7 +110,7 @@ def _embedding_forward(
     part: nn.Embedding, vocabulary: VocabularyShard, ids: torch.Tensor
 ) -> torch.Tensor:
     total, group = sum(vocabulary.sizes), vocabulary.group
-    if ids.device.type == "cpu" and not torch.compiler.is_compiling() and ids.numel():
+    if is_on_cpu(ids) and not torch.compiler.is_compiling() and ids.numel():
         lowest, highest = (int(edge) for edge in ids.aminmax())
         if lowest < 0 or highest >= total:
             token = highest

@@ -71,6 +71,12 @@ class CallerFinder:
             frame = frame.f_back  # type: ignore[assignment]
         return NOBODY
 
+    def file_of(self, code: CodeType) -> str:
+        """The file of `code` if it is phalanx's or the user's, and not a part of the dry run; else
+        empty."""
+        file = self._classify(code)
+        return "" if file == _DRY_RUN else file
+
     def _classify(self, code: CodeType) -> str:
         """Note of `code` whose it is; the file if it is phalanx's or the user's."""
         path = code.co_filename

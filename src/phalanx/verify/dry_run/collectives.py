@@ -196,9 +196,7 @@ def _sent_bytes(kind: str, num_bytes: int, num_ranks: int) -> float:
     return num_bytes * shares.get(kind, 0.0)
 
 
-def _sent_of_exchange(
-    args: Sequence[Any], num_bytes: int, rank: int, num_ranks: int
-) -> float:
+def _sent_of_exchange(args: Sequence[Any], num_bytes: int, rank: int, num_ranks: int) -> float:
     """Bytes of an all-to-all that leave this rank: all but its own part."""
     lists = [value for value in args if isinstance(value, list) and len(value) == num_ranks]
     # torch's arguments are (output, input, group, output sizes, input sizes).

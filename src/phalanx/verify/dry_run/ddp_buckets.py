@@ -1,5 +1,5 @@
-"""DDP's buckets in a dry run: its reducer cannot take an answer of a fake process group, nor cut its
-buckets anew with fake tensors, so both are done here by the functions that it calls."""
+"""DDP's buckets in a dry run: its reducer cannot take an answer of a fake process group, nor cut
+its buckets anew with fake tensors, so both are done here by the functions that it calls."""
 
 from __future__ import annotations
 

@@ -10,10 +10,9 @@ from phalanx.plan.plan import Plan
 Batch = dict[str, torch.Tensor]
 
 
-def make_fake_batches(job: Job, plan: Plan) -> list[Batch]:
-    """The microbatches of one rank in one step, of zeros: ids of a token that every vocabulary
-    has."""
-    return [_make_batch(job, plan) for _ in range(plan.num_microbatches)]
+def make_fake_batches(job: Job, plan: Plan, num_microbatches: int) -> list[Batch]:
+    """Microbatches of one rank, of zeros: ids of a token that every vocabulary has."""
+    return [_make_batch(job, plan) for _ in range(num_microbatches)]
 
 
 def _make_batch(job: Job, plan: Plan) -> Batch:

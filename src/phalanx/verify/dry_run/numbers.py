@@ -16,9 +16,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
 from phalanx.core.errors import LayoutError
+from phalanx.parallel.pipeline.placeholder import Placeholder
 from phalanx.verify.dry_run.callers import Caller, CallerFinder
 
 _aten = torch.ops.aten
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 _READING = (_aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default)
 _UNKNOWN = (
     DataDependentOutputException,
@@ -30,6 +32,9 @@ _UNKNOWN = (
 _USUAL_NUMBERS = {
     "phalanx/parallel/step_reducer.py": 1.0,
     "phalanx/parallel/call/check_indices.py": 0,
+    "phalanx/parallel/tensor/modules.py": 0,
+    # A block of attention that masks may hide, and do not.
+    "phalanx/parallel/context/attention.py": 1,
 }
 WAY_OUT = (
     "decide it by shapes or with torch.where, or read the plan's own figures: phalanx plan without"
@@ -45,9 +50,16 @@ class FakeNumbers:
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of an operation. Raises LayoutError for one whose result nobody knows."""
+        if any(isinstance(value, Placeholder) for value in args):
+            args = tuple(map(_make_fake, args))
+        if func is _WAIT:
+            # It gives back what it was given, which torch's form of it for fake tensors does not.
+            return args[0]
         if func in _READING:
             return self._read(func, args, kwargs)
         try:
+            if func is _aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
+                return _multiply_groups(func, args, kwargs)
             return func(*args, **kwargs)
         except _UNKNOWN as error:
             raise _unknown_number_error(func, self._finder.find()) from error
@@ -64,6 +76,22 @@ class FakeNumbers:
         if func is not _aten._local_scalar_dense.default:
             return bool(number)
         return _as_number_of(args[0].dtype, number)
+
+
+def _make_fake(value: Any) -> Any:
+    """A fake tensor in place of a placeholder, which is real: FakeTensorMode knows no class of
+    ours."""
+    if not isinstance(value, Placeholder):
+        return value
+    return torch.empty((), dtype=value.dtype, device=value.device).expand(value.shape)
+
+
+def _multiply_groups(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """The grouped product of another type than bf16, the only one that torch's form of it for fake
+    tensors takes."""
+    first, second, *rest = args
+    product = func(first.to(torch.bfloat16), second.to(torch.bfloat16), *rest, **kwargs)
+    return product.to(first.dtype)
 
 
 def _as_number_of(dtype: torch.dtype, number: float) -> float | int | bool:

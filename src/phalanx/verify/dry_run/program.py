@@ -3,43 +3,50 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
 
-from phalanx.core.errors import LayoutError
 from phalanx.core.phases import PhaseTimer
 from phalanx.core.registry import resolve_kind
 from phalanx.job.schema import Job
 from phalanx.mesh.blocks import find_blocks
+from phalanx.mesh.compat import list_whole_gradients
+from phalanx.mesh.devices import letting_cpu_stand_for_gpu
 from phalanx.mesh.fake_tensors import hiding_dtensor_arithmetic, open_fake_mesh
 from phalanx.mesh.logical import full_name
 from phalanx.nn.build import MODELS, build_foreign, build_objective
 from phalanx.parallel.executor import Objective
-from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.step_stats import StepStats
 from phalanx.plan.plan import Plan
 from phalanx.run.weights import build_state
 from phalanx.train.state import TrainState
-from phalanx.verify.dry_run.collectives import CollectiveLog
+from phalanx.verify.dry_run.collectives import Collective, CollectiveLog
 from phalanx.verify.dry_run.ddp_buckets import DdpBuckets, find_ddp_buckets
 from phalanx.verify.dry_run.fake_batches import make_fake_batches
 from phalanx.verify.dry_run.moments import BACKWARD, FORWARD, LOSS, OPTIMIZER, Moment
+from phalanx.verify.dry_run.stand_ins import StageBoundary, standing_in
 from phalanx.verify.dry_run.storage_log import (
+    COMMUNICATION,
     GRADIENTS,
-    OPTIMIZER as OPTIMIZER_STATE,
     PARAMETERS,
     StorageLog,
 )
+from phalanx.verify.dry_run.storage_log import (
+    OPTIMIZER as OPTIMIZER_STATE,
+)
 from phalanx.verify.dry_run.tracker import StorageTracker
 
+NUM_DIFFERENT = 3
+"""Microbatches of a step that can differ: the first, one in the middle, and the last."""
 NUM_FLAGS = 6
-"""Flags that travel with the facts of a step: three of stops and three of saves (train/trainer.py)."""
+"""Flags that travel with the facts of a step (train/trainer.py): three of stops, three of saves."""
 
 
 class WatchedPhases(PhaseTimer):
@@ -49,6 +56,7 @@ class WatchedPhases(PhaseTimer):
         super().__init__()
         self._tracker = tracker
         self._microbatch = -1
+        self.on_microbatch: Callable[[], None] = lambda: None
 
     def begin_step(self, step: int) -> None:
         self.step, self._microbatch = step, -1
@@ -71,6 +79,7 @@ class WatchedPhases(PhaseTimer):
             stage, microbatch = _read_action(collective)
         elif name == FORWARD:
             microbatch = self._microbatch = self._microbatch + 1
+            self.on_microbatch()
         self._tracker.log.moments.enter(
             Moment(name, microbatch=microbatch, stage=stage, step=self.step)
         )
@@ -109,7 +118,9 @@ def _enter_part(tracker: StorageTracker, name: str, *_: Any) -> None:
     tracker.enter_part(name)
 
 
-def _leave_part(tracker: StorageTracker, name: str, part: nn.Module, args: Any, output: Any) -> None:
+def _leave_part(
+    tracker: StorageTracker, name: str, part: nn.Module, args: Any, output: Any
+) -> None:
     watch_backward(tracker, name, output)
     tracker.enter_part("")
 
@@ -143,29 +154,43 @@ def watch_objective(objective: Objective, tracker: StorageTracker) -> Objective:
 
 @dataclass(frozen=True)
 class DryStep:
-    """What a dry run of one rank has seen. `first_moment`: where the step begins whose collectives
-    were noted, the last one."""
+    """What a dry run of one rank has seen.
+
+    `first_moment`: where the step begins. `num_traced`: microbatches that were run; the others do
+    what the second one did, and are counted so.
+    """
 
     log: StorageLog
-    collectives: CollectiveLog
+    counts: Counter[Collective]
     stats: StepStats
     first_moment: int
+    num_traced: int
     num_operations: int
 
 
 def run_dry_step(
-    job: Job, plan: Plan, rank: int, tell: Callable[[str], None] = lambda words: None
+    job: Job,
+    plan: Plan,
+    rank: int,
+    boundary: StageBoundary | None = None,
+    tell: Callable[[str], None] = lambda words: None,
 ) -> DryStep:
-    """Build the program of `rank` and run it: one step, or two where the second one differs.
+    """Build the program of `rank` and run it for one step.
 
+    `boundary`: of a pipeline, which a rank with the first stage fills in and others need.
     Raises LayoutError for a program that needs numbers to go on.
     """
+    boundary = boundary or StageBoundary()
+    # A compiler would trace fake tensors itself.
+    plan = replace(plan, compile=False)
     with open_fake_mesh(plan.layout, rank) as mesh:
         tracker = StorageTracker(StorageLog(), CollectiveLog(mesh), is_dry=True)
         with (
             FakeTensorMode(allow_non_fake_inputs=True),
             tracker.following_sizes(),
             hiding_dtensor_arithmetic(),
+            letting_cpu_stand_for_gpu(plan.device != "cpu"),
+            standing_in(boundary, tracker),
             tracker,
         ):
             tell("build")
@@ -175,14 +200,8 @@ def run_dry_step(
             runner = StepRunner(job, plan, state, tracker, phases)
             runner.buckets = find_ddp_buckets(state.model)
             tell("step")
-            stats = runner.run(1)
-        return DryStep(
-            tracker.log,
-            tracker.collectives,
-            stats,
-            runner.first_moment,
-            tracker.num_operations,
-        )
+            step = runner.run_whole_step()
+    return step
 
 
 def _build_fake_module(job: Job, plan: Plan) -> nn.Module:
@@ -192,6 +211,33 @@ def _build_fake_module(job: Job, plan: Plan) -> nn.Module:
     shape = plan.model_shape
     module: nn.Module = resolve_kind(shape.kind, MODELS, "build")(shape)
     return module
+
+
+class MicrobatchWatch:
+    """Remembers what was there, and what had been said to other ranks, when each microbatch
+    began."""
+
+    def __init__(self, tracker: StorageTracker) -> None:
+        self._tracker = tracker
+        self._sizes: list[Counter[int]] = []
+        self._counts: list[Counter[Collective]] = []
+
+    def clear(self) -> None:
+        self._sizes.clear()
+        self._counts.clear()
+
+    def begin(self) -> None:
+        assert self._tracker.collectives is not None
+        self._sizes.append(self._tracker.count_sizes())
+        self._counts.append(Counter(self._tracker.collectives.counts))
+
+    def repeats(self, index: int) -> bool:
+        """True if the microbatch `index` left as many storages of each size as it found."""
+        return self._sizes[index] == self._sizes[index + 1]
+
+    def counts_of(self, index: int) -> Counter[Collective]:
+        """What a microbatch said to other ranks."""
+        return self._counts[index + 1] - self._counts[index]
 
 
 class StepRunner:
@@ -212,20 +258,52 @@ class StepRunner:
         self._tracker, self._phases = tracker, phases
         self._objective = watch_objective(build_objective(job), tracker)
         self.first_moment = 0
+        self._watch = MicrobatchWatch(tracker)
+        phases.on_microbatch = self._begin_microbatch
         self.buckets: DdpBuckets | None = None
         module = state.model.module
         watch_parts(module, tracker)
         tracker.mark((*module.parameters(), *module.buffers()), PARAMETERS)
         self._mark_optimizer()
 
-    def run(self, step: int) -> StepStats:
+    def run_whole_step(self) -> DryStep:
+        """A step of all microbatches of the plan, as far as they differ.
+
+        A microbatch is a function of what is there when it begins. Where the second one leaves
+        what it found, every further one but the last, in which ranks reduce, repeats it.
+        """
+        num_microbatches, collectives = self._plan.num_microbatches, self._tracker.collectives
+        assert collectives is not None
+        num_traced = num_microbatches
+        if self._plan.layout.pp == 1:
+            num_traced = min(num_microbatches, NUM_DIFFERENT)
+        stats = self.run(1, num_traced)
+        if num_traced < num_microbatches:
+            if not self._watch.repeats(1):
+                num_traced = num_microbatches
+                stats = self.run(2, num_traced)
+            else:
+                for collective, count in self._watch.counts_of(1).items():
+                    collectives.counts[collective] += count * (num_microbatches - num_traced)
+        return DryStep(
+            self._tracker.log,
+            collectives.counts,
+            stats,
+            self.first_moment,
+            num_traced,
+            self._tracker.num_operations,
+        )
+
+    def run(self, step: int, num_microbatches: int) -> StepStats:
+        """One step of so many microbatches, and what it says to other ranks."""
         model, optimizer, tracker = self._state.model, self._state.optimizer, self._tracker
         self._phases.begin_step(step)
         tracker.log.moments.enter(Moment("data", step=step))
         self.first_moment = tracker.log.moments.index
         if tracker.collectives is not None:
             tracker.collectives.counts.clear()
-        microbatches = make_fake_batches(self._job, self._plan)
+        self._watch.clear()
+        microbatches = make_fake_batches(self._job, self._plan, num_microbatches)
         local_loss = model.forward_backward(microbatches, self._objective, step=step)
         self._mark_gradients()
         stats = model.reduce_and_clip(
@@ -242,7 +320,17 @@ class StepRunner:
 
     def _mark_gradients(self) -> None:
         parameters = [*self._state.model.module.parameters(), *self._iterate_trained()]
-        self._tracker.mark((parameter.grad for parameter in parameters), GRADIENTS)
+        self._tracker.mark((parameter.grad for parameter in parameters), GRADIENTS, again=True)
+
+    def _begin_microbatch(self) -> None:
+        """Gradients of earlier microbatches lie beside those that the step ends with, whole: they
+        are a part of communication, as a plan counts them."""
+        self._watch.begin()
+        root = self._state.model._context.root
+        whole = [parameter.grad for parameter in root.parameters()]
+        if isinstance(root, FSDPModule):
+            whole += list_whole_gradients(root)
+        self._tracker.mark(whole, COMMUNICATION)
 
     def _iterate_trained(self) -> Iterator[nn.Parameter]:
         for group in self._state.optimizer.param_groups:

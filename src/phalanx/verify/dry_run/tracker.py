@@ -7,12 +7,14 @@ really do.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,8 +28,15 @@ from phalanx.verify.dry_run.storage_log import PARAMETERS, StorageLog, StorageRe
 _aten = torch.ops.aten
 _COLLECTIVES = ("c10d", "_c10d_functional")
 # Whoever calls these says more about a collective than they do.
-_WRAPPERS = ("phalanx/mesh/gloo_collectives.py", "phalanx/mesh/mesh.py", "phalanx/parallel/wire.py")
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
+_WRAPPERS = (
+    "phalanx/mesh/gloo_collectives.py",
+    "phalanx/mesh/mesh.py",
+    "phalanx/mesh/tensor_group.py",
+    "phalanx/parallel/context/group.py",
+    "phalanx/parallel/pipeline/p2p.py",
+    "phalanx/parallel/wire.py",
+)
+_DEVICE = torch.ops.prim.device.default
 
 
 def _call(func: Any, args: Any, kwargs: Any) -> Any:
@@ -60,14 +69,14 @@ class StorageTracker(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            # Asked for several times in each operation: the long way takes most of a dry run.
+            return args[0].fake_device
         # DTensor's own dispatch goes first: its local operations come here again.
         for kind in types:
             if issubclass(kind, DTensor):
                 return NotImplemented
         self.num_operations += 1
-        if func is _WAIT:
-            # It gives back what it was given, which torch's form of it for fake tensors does not.
-            return args[0]
         output = self._call(func, args, kwargs or {})
         if isinstance(output, torch.Tensor):
             self._note_tensor(output, func, args)
@@ -90,9 +99,7 @@ class StorageTracker(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if storage._cdata in self._records:
             return
-        record = StorageRecord(
-            storage.nbytes(), self.log.moments.index, self._finder.find(depth=3)
-        )
+        record = StorageRecord(storage.nbytes(), self.log.moments.index, self._finder.find(depth=3))
         if func is _aten._to_copy.default and self.log.moments.current.phase == FORWARD:
             source = self._records.get(args[0].untyped_storage()._cdata)
             record.is_cast = source is not None and source.category == PARAMETERS
@@ -110,12 +117,28 @@ class StorageTracker(TorchDispatchMode):
         record.died = self.log.moments.index
         self.log.add(record, -record.num_bytes)
 
+    @contextmanager
+    def ignoring_collectives(self) -> Iterator[None]:
+        """Inside, what is said to other ranks is not noted."""
+        collectives, self.collectives = self.collectives, None
+        try:
+            yield
+        finally:
+            self.collectives = collectives
+
+    def count_sizes(self) -> Counter[int]:
+        """How many storages of each size there are now."""
+        return Counter(record.num_bytes for record in self._records.values())
+
     def enter_part(self, name: str) -> None:
         """From here on the part `name` of the model computes, in the phase that is under way."""
         self.log.moments.enter(replace(self.log.moments.current, part=name))
 
-    def mark(self, tensors: Iterable[torch.Tensor | None], category: str) -> None:
-        """The storages of `tensors` belong to `category`, unless somebody said another one."""
+    def mark(
+        self, tensors: Iterable[torch.Tensor | None], category: str, *, again: bool = False
+    ) -> None:
+        """The storages of `tensors` belong to `category`; unless somebody said another one, or,
+        with `again`, whatever was said."""
         for tensor in tensors:
             if tensor is None:
                 continue
@@ -127,7 +150,8 @@ class StorageTracker(TorchDispatchMode):
                     storage.nbytes(), self.log.moments.index, self._finder.find()
                 )
                 self._follow(storage, record)
-            record.category = record.category or category
+            if again or not record.category:
+                record.category = category
 
     @contextmanager
     def following_sizes(self) -> Iterator[None]:

@@ -1,0 +1,90 @@
+"""Results of dry runs, kept under a digest of all that decides about them. Torch-free."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import phalanx
+from phalanx.core.digest import digest
+from phalanx.core.files import read_json, write_json_atomic
+from phalanx.core.registry import is_foreign
+from phalanx.job.module_probe import find_module_sources, list_file_states
+from phalanx.job.schema import Job
+from phalanx.plan.plan import Plan
+from phalanx.verify.dry_run.rank_kinds import RankKind
+from phalanx.verify.dry_run.report import SCHEMA_VERSION, KindReport
+
+DRY_RUN_CACHE = Path(os.path.expanduser("~/.cache/phalanx/dry-run"))
+# What a plan says for people, and what it was chosen from, changes nothing of a program.
+_WORDS = ("reasons", "warnings", "value_reasons", "alternatives")
+
+
+class ResultCache:
+    """Reports of one job and plan in `directory`."""
+
+    def __init__(self, job: Job, plan: Plan, directory: Path = DRY_RUN_CACHE) -> None:
+        self._directory = directory
+        self._key = _digest_program(job, plan)
+
+    def find(self, kind: RankKind) -> KindReport | None:
+        """The report of an earlier dry run of this kind; None if there is none that can be read."""
+        try:
+            return KindReport.from_json(read_json(self._file(kind))).as_cached()
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
+    def add(self, kind: RankKind, report: KindReport) -> None:
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            # Not durable: it can be run again.
+            write_json_atomic(self._file(kind), report.to_json(), durable=False)
+        except OSError:  # the cache only saves time
+            pass
+
+    def _file(self, kind: RankKind) -> Path:
+        return self._directory / f"{self._key}-{kind.rank}.json"
+
+
+def _digest_program(job: Job, plan: Plan) -> str:
+    job_body, plan_body = job.to_json(), plan.to_json()
+    del job_body["run"]["dir"]
+    for words in _WORDS:
+        plan_body.pop(words, None)
+    memory = [plan.memory_of_rank(rank) for rank in _list_pipeline_ranks(plan)]
+    return digest(
+        [
+            SCHEMA_VERSION,
+            job_body,
+            plan_body,
+            memory,
+            list_file_states(_list_sources(job)),
+            sys.version,
+            _torch_version(),
+        ]
+    )
+
+
+def _list_pipeline_ranks(plan: Plan) -> Sequence[int]:
+    return range(0, plan.world_size, plan.world_size // plan.layout.pp)
+
+
+def _list_sources(job: Job) -> list[Path]:
+    """The files of phalanx, and those of the user's own modules that the job names."""
+    sources = sorted(Path(phalanx.__file__).parent.rglob("*.py"))
+    names = (job.model.kind, job.model.objective, job.optim.kind, job.data.source)
+    for name in names:
+        if name is not None and is_foreign(name):
+            sources += find_module_sources(name.partition(":")[0].split("."))
+    return sources
+
+
+def _torch_version() -> str:
+    # From its metadata: importing it takes seconds.
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return ""

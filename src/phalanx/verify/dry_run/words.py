@@ -1,0 +1,85 @@
+"""A dry run in words: the lines that a terminal shows. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from phalanx.core.units import format_bytes, format_seconds, plural
+from phalanx.verify.dry_run.report import CollectiveRow, DryRunReport, KindReport
+
+MOST_ROWS = 8
+
+
+def describe_dry_run(report: DryRunReport) -> list[str]:
+    """The lines of a report: of each kind its peak and what it sends, then what was not judged."""
+    lines = [
+        f"dry run {report.layout} on {plural(report.world_size, 'rank')} of {report.device}: the"
+        " program itself, with fake tensors; nothing is computed or sent"
+    ]
+    for kind in report.kinds:
+        lines += _describe_kind(kind)
+    lines += [f"note    {note}" for note in list_assumptions(report)]
+    return lines
+
+
+def _describe_kind(kind: KindReport) -> Iterator[str]:
+    source = f"ran {format_seconds(kind.wall_s)}"
+    if kind.is_cached:
+        source = "from the cache (--no-cache runs it again)"
+    stages = ""
+    if kind.stages:
+        numbers = ", ".join(map(str, kind.stages))
+        stages = f" with stage{'s' if len(kind.stages) > 1 else ''} {numbers}"
+    yield f"kind    {kind.name} (rank {kind.rank}){stages}: {source}"
+    yield f"memory  {format_bytes(kind.peak_bytes)} of tensors at most, in {kind.peak_when}"
+    parts = [
+        f"{category} {format_bytes(num_bytes)}"
+        for category, num_bytes in kind.peak_by_category.items()
+        if num_bytes
+    ]
+    yield f"        {', '.join(parts)}"
+    yield (
+        f"plan    {format_bytes(kind.planned_total_bytes)} of tensors,"
+        f" {100 * kind.plan_error:+.1f} % of that"
+    )
+    sent = [
+        f"{axis} {format_bytes(num_bytes)}"
+        for axis, num_bytes in sorted(kind.sent_by_axis().items(), key=lambda item: -item[1])
+    ]
+    if sent:
+        yield f"sends   {', '.join(sent)} per step"
+    for row in kind.collectives[:MOST_ROWS]:
+        yield f"        {describe_row(row)}"
+    num_more = len(kind.collectives) - MOST_ROWS
+    if num_more > 0:
+        yield f"        and {plural(num_more, 'smaller row')} (--json has all)"
+
+
+def describe_row(row: CollectiveRow) -> str:
+    """One collective: how often, what, how large, between whom, what for, and who asks."""
+    purpose = f"{row.purpose}, " if row.purpose else ""
+    return (
+        f"{row.count:,} x {row.kind} of {format_bytes(row.num_bytes)} over {row.axis}"
+        f" ({plural(row.group_size, 'rank')}): {purpose}{row.caller}"
+    )
+
+
+def list_assumptions(report: DryRunReport) -> list[str]:
+    """What a dry run takes for granted, and what it says nothing about."""
+    notes = [
+        "memory is that of tensors: what an allocator keeps besides, libraries and the runtime are"
+        " the plan's to count"
+    ]
+    if any(kind.num_traced < kind.num_microbatches for kind in report.kinds):
+        notes.append(
+            "further microbatches are counted as the second: it left as many tensors of each size"
+            " as it found"
+        )
+    if report.has_experts:
+        notes.append("experts get equally many rows (balanced routing)")
+    if report.device != "cpu":
+        notes.append(
+            "collectives are those of a GPU; kernels are those of a CPU in the same types, as torch"
+            " here may have none for GPUs"
+        )
+    return notes

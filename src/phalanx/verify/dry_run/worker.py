@@ -1,0 +1,119 @@
+"""The process of a dry run: reads a request, runs the program of one rank, and says what it saw.
+
+`python -m phalanx.verify.dry_run.worker`, with the request on standard input and messages, a line
+of JSON each, on standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from phalanx.core.errors import LayoutError, PhalanxError
+from phalanx.job.schema import Job
+from phalanx.plan.plan import Plan
+from phalanx.verify.dry_run.callers import CallerFinder
+from phalanx.verify.dry_run.messages import AT, REFUSAL, RESULT, decode_request
+from phalanx.verify.dry_run.program import DryStep, run_dry_step
+from phalanx.verify.dry_run.rank_kinds import RankKind
+from phalanx.verify.dry_run.report import (
+    CollectiveRow,
+    KindReport,
+    TimelineRow,
+    count_planned_tensors,
+)
+from phalanx.verify.dry_run.stand_ins import StageBoundary
+from phalanx.verify.dry_run.storage_log import find_peak, read_timeline
+
+
+def main() -> int:
+    """Answer one request. Returns the exit code."""
+    # What the user's module prints must not come between our messages.
+    stream = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    sys.path.insert(0, os.getcwd())
+
+    def say(message: Mapping[str, Any]) -> None:
+        stream.write(json.dumps(message) + "\n")
+        stream.flush()
+
+    # Of torch about fake tensors, and of the user's module, in a run that trains nothing.
+    warnings.simplefilter("ignore")
+    job, plan, kind, boundary = decode_request(sys.stdin.read())
+    try:
+        report = run_kind(job, plan, kind, StageBoundary.from_json(boundary), say)
+    except PhalanxError as error:
+        say({REFUSAL: error.to_json()})
+        return 0
+    except Exception as error:
+        traceback.print_exc()
+        say({REFUSAL: explain_failure(error).to_json()})
+        return 0
+    say({RESULT: report.to_json()})
+    return 0
+
+
+def run_kind(job: Job, plan: Plan, kind: RankKind, boundary: StageBoundary, say: Any) -> KindReport:
+    """Run the program of one kind of rank, and report what it did."""
+    began = time.perf_counter()
+    step = run_dry_step(job, plan, kind.rank, boundary, tell=lambda words: say({AT: words}))
+    return build_report(plan, kind, step, boundary, time.perf_counter() - began)
+
+
+def build_report(
+    plan: Plan, kind: RankKind, step: DryStep, boundary: StageBoundary, wall_s: float
+) -> KindReport:
+    """The report of a step that was run."""
+    timeline = read_timeline(step.log, step.first_moment)
+    peak = find_peak(timeline)
+    rows = [
+        CollectiveRow(**collective.to_json(), count=count)
+        for collective, count in step.counts.items()
+    ]
+    rows.sort(key=lambda row: row.count * row.num_bytes, reverse=True)
+    return KindReport(
+        name=kind.name,
+        rank=kind.rank,
+        stages=kind.stages,
+        peak_bytes=peak.total_bytes,
+        peak_when=peak.moment.describe(),
+        peak_by_category=peak.by_category,
+        planned_bytes=count_planned_tensors(plan.memory_of_rank(kind.rank)),
+        collectives=tuple(rows),
+        timeline=tuple(
+            TimelineRow(point.moment.describe(), point.total_bytes, point.by_category)
+            for point in timeline
+        ),
+        num_traced=step.num_traced,
+        num_microbatches=plan.num_microbatches,
+        num_operations=step.num_operations,
+        wall_s=wall_s,
+        boundary=boundary.to_json(),
+    )
+
+
+def explain_failure(error: Exception) -> LayoutError:
+    """What a program raises that runs with real tensors, perhaps, and not with fake ones."""
+    finder = CallerFinder()
+    line = "the program"
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        file = finder.file_of(frame.f_code)
+        if file:
+            line = f"{file}:{number} {frame.f_code.co_name}"
+    words = str(error).strip().splitlines() or [""]
+    return LayoutError(
+        f"the program cannot be run with fake tensors: {line} raised {type(error).__name__}",
+        why=words[0][:300] or None,
+        fix="if phalanx train runs it, it needs what fake tensors lack: numbers, an address of"
+        " memory, or an operator of its own without a form for them (torch.library.register_fake)",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
