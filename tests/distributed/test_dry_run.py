@@ -22,7 +22,7 @@ from phalanx.plan.planner import make_plan
 from phalanx.run.weights import build_state
 from phalanx.verify.dry_run.collectives import Collective, CollectiveLog
 from phalanx.verify.dry_run.program import StepRunner, WatchedPhases, run_dry_step
-from phalanx.verify.dry_run.stand_ins import StageBoundary
+from phalanx.verify.dry_run.stand_ins import StageForm
 from phalanx.verify.dry_run.storage_log import StorageLog, find_peak, read_timeline
 from phalanx.verify.dry_run.tracker import StorageTracker
 from ranks import run_ranks
@@ -108,7 +108,7 @@ def follow_dry_steps(_: int, cases: list[tuple[Job, Plan]]) -> list[dict[int, An
     """Of each job what dry runs of the last rank say."""
     found = []
     for job, plan in cases:
-        boundary = StageBoundary()
+        boundary = StageForm()
         by_rank = {}
         # Of a pipeline the first rank, too: it knows the form of what stages hand on.
         for rank in (0, RANKS - 1) if plan.layout.pp > 1 else (RANKS - 1,):

@@ -31,7 +31,7 @@ from phalanx.verify.dry_run.collectives import Collective, CollectiveLog
 from phalanx.verify.dry_run.ddp_buckets import DdpBuckets, find_ddp_buckets
 from phalanx.verify.dry_run.fake_batches import make_fake_batches
 from phalanx.verify.dry_run.moments import BACKWARD, FORWARD, LOSS, OPTIMIZER, Moment
-from phalanx.verify.dry_run.stand_ins import StageBoundary, standing_in
+from phalanx.verify.dry_run.stand_ins import StageForm, standing_in
 from phalanx.verify.dry_run.storage_log import (
     COMMUNICATION,
     GRADIENTS,
@@ -172,7 +172,7 @@ def run_dry_step(
     job: Job,
     plan: Plan,
     rank: int,
-    boundary: StageBoundary | None = None,
+    boundary: StageForm | None = None,
     tell: Callable[[str], None] = lambda words: None,
 ) -> DryStep:
     """Build the program of `rank` and run it for one step.
@@ -180,7 +180,7 @@ def run_dry_step(
     `boundary`: of a pipeline, which a rank with the first stage fills in and others need.
     Raises LayoutError for a program that needs numbers to go on.
     """
-    boundary = boundary or StageBoundary()
+    boundary = boundary or StageForm()
     # A compiler would trace fake tensors itself.
     plan = replace(plan, compile=False)
     with open_fake_mesh(plan.layout, rank) as mesh:

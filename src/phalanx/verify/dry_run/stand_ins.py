@@ -23,7 +23,7 @@ from phalanx.verify.dry_run.tracker import StorageTracker
 
 
 @dataclass
-class StageBoundary:
+class StageForm:
     """The form of what stages of a pipeline hand on, which the first stage knows.
 
     `num_tokens`: T of the whole sequences, where tensor parallelism has cut them.
@@ -39,7 +39,7 @@ class StageBoundary:
         return {"shape": list(self.spec.shape), "dtype": dtype, "num_tokens": self.num_tokens}
 
     @classmethod
-    def from_json(cls, body: Mapping[str, Any] | None) -> StageBoundary:
+    def from_json(cls, body: Mapping[str, Any] | None) -> StageForm:
         if body is None:
             return cls()
         spec = TensorSpec(tuple(body["shape"]), getattr(torch, body["dtype"]))
@@ -47,7 +47,7 @@ class StageBoundary:
 
 
 @contextlib.contextmanager
-def standing_in(boundary: StageBoundary, tracker: StorageTracker) -> Iterator[None]:
+def standing_in(boundary: StageForm, tracker: StorageTracker) -> Iterator[None]:
     """Inside, the program goes on without other ranks and without numbers.
 
     `boundary` is learned from the first stage, and known to the others.

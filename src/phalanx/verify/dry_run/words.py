@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from phalanx.core.units import format_bytes, format_seconds, plural
 from phalanx.verify.dry_run.report import CollectiveRow, DryRunReport, KindReport
@@ -48,14 +49,24 @@ def _describe_kind(kind: KindReport) -> Iterator[str]:
     ]
     if sent:
         yield f"sends   {', '.join(sent)} per step"
-    for row in kind.collectives[:MOST_ROWS]:
-        yield f"        {describe_row(row)}"
-    num_more = len(kind.collectives) - MOST_ROWS
+    rows = _join_phases(kind.collectives)
+    for row in rows[:MOST_ROWS]:
+        yield f"        {describe_collective(row)}"
+    num_more = len(rows) - MOST_ROWS
     if num_more > 0:
         yield f"        and {plural(num_more, 'smaller row')} (--json has all)"
 
 
-def describe_row(row: CollectiveRow) -> str:
+def _join_phases(rows: Sequence[CollectiveRow]) -> list[CollectiveRow]:
+    """Rows that differ in their phase alone, as one."""
+    joined: dict[CollectiveRow, int] = {}
+    for row in rows:
+        key = replace(row, phase="", count=0)
+        joined[key] = joined.get(key, 0) + row.count
+    return [replace(row, count=count) for row, count in joined.items()]
+
+
+def describe_collective(row: CollectiveRow) -> str:
     """One collective: how often, what, how large, between whom, what for, and who asks."""
     purpose = f"{row.purpose}, " if row.purpose else ""
     return (

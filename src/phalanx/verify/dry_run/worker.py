@@ -28,7 +28,7 @@ from phalanx.verify.dry_run.report import (
     TimelineRow,
     count_planned_tensors,
 )
-from phalanx.verify.dry_run.stand_ins import StageBoundary
+from phalanx.verify.dry_run.stand_ins import StageForm
 from phalanx.verify.dry_run.storage_log import find_peak, read_timeline
 
 
@@ -47,7 +47,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     job, plan, kind, boundary = decode_request(sys.stdin.read())
     try:
-        report = run_kind(job, plan, kind, StageBoundary.from_json(boundary), say)
+        report = run_kind(job, plan, kind, StageForm.from_json(boundary), say)
     except PhalanxError as error:
         say({REFUSAL: error.to_json()})
         return 0
@@ -59,7 +59,7 @@ def main() -> int:
     return 0
 
 
-def run_kind(job: Job, plan: Plan, kind: RankKind, boundary: StageBoundary, say: Any) -> KindReport:
+def run_kind(job: Job, plan: Plan, kind: RankKind, boundary: StageForm, say: Any) -> KindReport:
     """Run the program of one kind of rank, and report what it did."""
     began = time.perf_counter()
     step = run_dry_step(job, plan, kind.rank, boundary, tell=lambda words: say({AT: words}))
@@ -67,7 +67,7 @@ def run_kind(job: Job, plan: Plan, kind: RankKind, boundary: StageBoundary, say:
 
 
 def build_report(
-    plan: Plan, kind: RankKind, step: DryStep, boundary: StageBoundary, wall_s: float
+    plan: Plan, kind: RankKind, step: DryStep, boundary: StageForm, wall_s: float
 ) -> KindReport:
     """The report of a step that was run."""
     timeline = read_timeline(step.log, step.first_moment)
