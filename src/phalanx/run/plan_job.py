@@ -69,7 +69,7 @@ def plan_job(job: Job, *, checks_initial: bool = True) -> PlannedJob:
         )
 
         initial = find_initial_checkpoint(job.model, plan.model_shape)
-    return PlannedJob(job, plan, tuple(data_lines), initial, predict_time(plan))
+    return PlannedJob(job, plan, tuple(data_lines), initial, predict_time(plan, find_cluster(job)))
 
 
 def _plan_with_data(job: Job) -> tuple[Plan, list[str]]:
