@@ -19,7 +19,7 @@ def describe_dry_run(report: DryRunReport) -> list[str]:
     ]
     for kind in report.kinds:
         lines += _describe_kind(kind)
-    lines += [f"note    {note}" for note in list_assumptions(report)]
+    lines += [f"note    {note}" for note in list_dry_run_notes(report)]
     return lines
 
 
@@ -75,7 +75,7 @@ def describe_collective(row: CollectiveRow) -> str:
     )
 
 
-def list_assumptions(report: DryRunReport) -> list[str]:
+def list_dry_run_notes(report: DryRunReport) -> list[str]:
     """What a dry run takes for granted, and what it says nothing about."""
     notes = [
         "memory is that of tensors: what an allocator keeps besides, libraries and the runtime are"
