@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from phalanx.core.launchers import PREFIXES, TORCH_VARIABLES
+from phalanx.core.launchers import LAUNCHER_VARIABLE_PREFIXES, TORCHRUN_VARIABLES
 from phalanx.core.process_memory import ProcessMemory
 from throughput.cases import NUM_RANKS, Row
 from throughput.contenders import RankTimes, command_of, find_rank_pids, read_times
@@ -138,7 +138,7 @@ def _environment(environ: Mapping[str, str]) -> dict[str, str]:
     kept = {
         name: value
         for name, value in environ.items()
-        if name not in TORCH_VARIABLES and not name.startswith(PREFIXES)
+        if name not in TORCHRUN_VARIABLES and not name.startswith(LAUNCHER_VARIABLE_PREFIXES)
     }
     loopback = "lo" if Path("/sys/class/net/lo").exists() else "lo0"
     return {"GLOO_SOCKET_IFNAME": loopback} | kept | {"OMP_NUM_THREADS": "1"}

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any  # noqa: E402
 
 __version__ = "0.1.0"
 
-_HOME = {
+_MODULE_OF_PUBLIC_NAME = {
     "Job": "phalanx.job.schema",
     "load_job": "phalanx.job.load",
     "Layout": "phalanx.plan.layout",
@@ -66,7 +66,7 @@ _HOME = {
     "RunResult": "phalanx.run.train_job",
 }
 
-__all__ = ["__version__", *_HOME]
+__all__ = ["__version__", *_MODULE_OF_PUBLIC_NAME]
 
 if TYPE_CHECKING:
     from phalanx.checkpoint.reading.weights import load_weights
@@ -95,14 +95,14 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULE_OF_PUBLIC_NAME:
         raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
     import importlib
 
     from phalanx.core.uncaught import install_one_line_excepthook
 
     install_one_line_excepthook()
-    return getattr(importlib.import_module(_HOME[name]), name)
+    return getattr(importlib.import_module(_MODULE_OF_PUBLIC_NAME[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -19,7 +19,7 @@ import torch
 from disks import CountingDisk
 from phalanx.checkpoint.chunks import StoredFile
 from phalanx.checkpoint.folder import Folder, LocalFolder
-from phalanx.checkpoint.manifest import MANIFEST, read_manifest
+from phalanx.checkpoint.manifest import MANIFEST_FILE_NAME, read_manifest
 from phalanx.checkpoint.ownership import store_owner as owner
 from phalanx.checkpoint.ownership.fencing_token import acquire_fencing_token
 from phalanx.checkpoint.reading.load import load_checkpoint
@@ -144,7 +144,8 @@ def test_what_is_saved_is_found_and_read_back(store: Store) -> None:
     for step in (100, 9, 20):
         saved = save_in(store, step, tensors(step))
         assert (
-            saved.num_bytes == sum(saved.folder.sizes().values()) - saved.folder.sizes()[MANIFEST]
+            saved.num_bytes
+            == sum(saved.folder.sizes().values()) - saved.folder.sizes()[MANIFEST_FILE_NAME]
         )
     assert (steps(store), find_newest_step(store)) == ([9, 20, 100], 100)
     for folder in store.folders():
@@ -192,7 +193,7 @@ def test_a_run_below_a_folder_called_checkpoints_is_a_run(tmp_path: Path) -> Non
     run_dir = tmp_path / "checkpoints" / "my-run"
     saved = save_in(open_store(run_dir, None), 3, tensors())
     assert find_checkpoint(run_dir).url == saved.url
-    (run_dir / "checkpoints" / "step-3" / MANIFEST).unlink()
+    (run_dir / "checkpoints" / "step-3" / MANIFEST_FILE_NAME).unlink()
     assert find_checkpoint_problems(
         find_checkpoint(run_dir / "checkpoints" / "step-3")
     )  # no run, though it is not whole
@@ -241,7 +242,7 @@ def test_a_file_of_another_length_is_not_taken_over(store: Store) -> None:
 def test_a_checkpoint_whose_manifest_is_damaged_is_not_built_upon(store: Store) -> None:
     whole = tensors()
     first = save_in(store, 1, whole)
-    overwrite(first.folder, MANIFEST, b"{}")
+    overwrite(first.folder, MANIFEST_FILE_NAME, b"{}")
     assert save_in(store, 2, whole).num_new_bytes == first.num_bytes
     require_whole(store.folders()[-1], whole)
 
@@ -353,15 +354,17 @@ def test_a_store_belongs_to_the_run_that_claimed_it(store: Store, tmp_path: Path
     assert steps(store) == [1]
     require_whole(store.folders()[0], tensors(1))
     if store.owner is None:
-        assert not (first / owner.OWNER_COPY).exists()
+        assert not (first / owner.OWNER_COPY_FILE_NAME).exists()
         return
     with pytest.raises(RunLockedError, match=r"belongs to the run 'first' of .* since 2"):
         owner.claim_store(store, second)
     owner.release_store(
         store, second
     )  # what was refused leaves nothing behind, and takes nothing away
-    assert not (second / owner.OWNER_COPY).exists()
-    (moved / owner.OWNER_COPY).write_bytes((first / owner.OWNER_COPY).read_bytes())
+    assert not (second / owner.OWNER_COPY_FILE_NAME).exists()
+    (moved / owner.OWNER_COPY_FILE_NAME).write_bytes(
+        (first / owner.OWNER_COPY_FILE_NAME).read_bytes()
+    )
     owner.claim_store(store, moved)
     store.clean_up()
     assert [
@@ -421,7 +424,7 @@ def test_an_owner_that_cannot_be_read_is_another_run(text: bytes, tmp_path: Path
         RunLockedError, match=r"whose name cannot be read; .* remove memory://test/\d+/owner.json"
     ):
         owner.claim_store(store, made(tmp_path / "run"))
-    (tmp_path / "run" / owner.OWNER_COPY).write_bytes(text)
+    (tmp_path / "run" / owner.OWNER_COPY_FILE_NAME).write_bytes(text)
     with pytest.raises(CheckpointError, match="whose the checkpoints are cannot be read"):
         owner.claim_store(store, tmp_path / "run")
 
@@ -464,7 +467,7 @@ def test_a_directory_that_cannot_be_looked_at_is_not_an_empty_one(tmp_path: Path
         with pytest.raises(CheckpointError, match="checkpoints cannot be looked for"):
             open_store(tmp_path, f"file://{tmp_path}/{name}").folders()
     (tmp_path / "run" / "step-1").mkdir(parents=True)
-    (tmp_path / "run" / "step-1" / MANIFEST).symlink_to(MANIFEST)
+    (tmp_path / "run" / "step-1" / MANIFEST_FILE_NAME).symlink_to(MANIFEST_FILE_NAME)
     [damaged] = open_store(tmp_path, f"file://{tmp_path}/run").folders()
     with pytest.raises(CheckpointError, match=r"step-1"):
         read_manifest(damaged)
@@ -556,7 +559,7 @@ def test_a_range_is_read_and_not_the_file() -> None:
 S3_FAULTS: dict[str, dict[str, Any]] = {
     "writing": {"method": "PUT", "part": "rank-", "status": 500},
     "in the middle of a file": {"method": "PUT", "part": "partNumber=2", "status": 503},
-    "the manifest": {"method": "PUT", "part": MANIFEST, "status": 500},
+    "the manifest": {"method": "PUT", "part": MANIFEST_FILE_NAME, "status": 500},
     "listing": {"method": "GET", "part": "list-type", "status": 500},
     "slow": {"method": "PUT", "part": "rank-", "delay_s": 0.3},
 }
@@ -632,7 +635,7 @@ ASKED_FOUR_TIMES: dict[str, tuple[dict[str, Any], Callable[[ObjectStore], object
     ),
     "read": (
         {"method": "GET", "part": "step-1"},
-        lambda store: store.folder("step-1").read(MANIFEST),
+        lambda store: store.folder("step-1").read(MANIFEST_FILE_NAME),
     ),
     "upload": (
         {"method": "PUT", "part": "a.safetensors"},
@@ -750,7 +753,7 @@ def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 def test_words_about_a_url_hold_no_password() -> None:
     store = ObjectStore.open("memory://someone:hunter2hunter2@test/run")
     save_in(store, 1, tensors())
-    overwrite(store.folders()[0], MANIFEST, b"{}")
+    overwrite(store.folders()[0], MANIFEST_FILE_NAME, b"{}")
     said = f"{store.url} {store.folders()[0].url} {find_checkpoint_problems(store.folders()[0])[0]}"
     assert "hunter2" not in said
     assert json.dumps(said)

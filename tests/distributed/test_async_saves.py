@@ -404,7 +404,7 @@ def test_old_checkpoints_go_in_the_background(tmp_path: Path, asynchronous: bool
 def waits_for_removals(mesh: Mesh, folder: str) -> list[list[events.Event]]:
     """Rank 0 removes until rank 1, which has nothing to do, has been asked five times whether it
     does."""
-    async_checkpointer.POLL_S = 0.01
+    async_checkpointer.POLL_INTERVAL_S = 0.01
     said = []
     for asynchronous in (True, False):
         place = Path(folder) / str(asynchronous)
@@ -458,7 +458,7 @@ def ends_while_it_removes(
     mesh: Mesh, folder: str, is_end: bool
 ) -> tuple[list[events.Event], list[events.Event]]:
     """What was said when the last save was done, and at the very end."""
-    pruner.PATIENCE_S = 0.05
+    pruner.INTERRUPTED_PRUNING_WAIT_S = 0.05
     run = Run(mesh, Path(folder), every_steps=1, keep_last=1)
     run.step()
     run.saves.wait_for_save()

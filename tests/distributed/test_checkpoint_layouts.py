@@ -38,7 +38,7 @@ from models import (
 from phalanx.checkpoint.chunks import StoredFile
 from phalanx.checkpoint.folder import LocalFolder
 from phalanx.checkpoint.manifest import (
-    MANIFEST,
+    MANIFEST_FILE_NAME,
     list_checkpoint_dirs,
     manifest_bytes,
     manifest_xxh3,
@@ -543,7 +543,7 @@ def flip(path: Path, at: int) -> None:
 def edit(directory: Path, change: Callable[[dict[str, Any]], Any], *, sign: bool = True) -> None:
     """Change the manifest; with `sign`, as someone would who also knows how to write its
     checksum."""
-    path = directory / MANIFEST
+    path = directory / MANIFEST_FILE_NAME
     body = json.loads(path.read_text())
     change(body)
     if sign:
@@ -578,7 +578,7 @@ def plant_pickle(name: str, directory: Path) -> None:
     """Under the name of a file, in its place if there is one: with its checksum in the manifest,
     so that it is read."""
     path = directory / name
-    is_listed = path.exists() and name != MANIFEST
+    is_listed = path.exists() and name != MANIFEST_FILE_NAME
     path.write_bytes(pickle.dumps(Canary(directory.parent / "executed")))
     if is_listed:
         stored = asdict(StoredFile.from_file(path))
@@ -597,7 +597,7 @@ FOREIGN = (
 PICKLES = {
     FILE: "longer than the file",
     "rank-0000.safetensors": "longer than the file",
-    MANIFEST: "cannot be read",
+    MANIFEST_FILE_NAME: "cannot be read",
     **{name: f"{name} is in it" for name in FOREIGN},
 }
 DAMAGE: dict[str, tuple[str, Callable[[Path], Any]]] = {
@@ -609,12 +609,12 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], Any]]] = {
     ),
     "missing file": ("is missing", lambda d: (d / FILE).unlink()),
     "swapped files": ("written", swap_files),
-    "missing manifest": ("manifest.json is missing", lambda d: (d / MANIFEST).unlink()),
+    "missing manifest": ("manifest.json is missing", lambda d: (d / MANIFEST_FILE_NAME).unlink()),
     "truncated manifest": (
         "cannot be read",
-        lambda d: (d / MANIFEST).write_bytes((d / MANIFEST).read_bytes()[:200]),
+        lambda d: (d / MANIFEST_FILE_NAME).write_bytes((d / MANIFEST_FILE_NAME).read_bytes()[:200]),
     ),
-    "manifest is a list": ("format", lambda d: (d / MANIFEST).write_text("[]")),
+    "manifest is a list": ("format", lambda d: (d / MANIFEST_FILE_NAME).write_text("[]")),
     "edited fact": ("checksum", lambda d: edit(d, lambda b: b["facts"].update(step=8), sign=False)),
     "pieces swapped": ("checksum", lambda d: edit(d, swap_pieces, sign=False)),
     "missing tensor": ("(1 missing)", lambda d: edit(d, lambda b: b["tensors"].pop("small"))),
@@ -861,7 +861,7 @@ def test_an_unfinished_checkpoint_is_not_listed_and_one_without_a_manifest_is(
     )
     for name in (".step-4.partial", "step-x", ".step-6.replaced"):
         (path.parent / name).mkdir()
-        shutil.copy(path / MANIFEST, path.parent / name)
+        shutil.copy(path / MANIFEST_FILE_NAME, path.parent / name)
     assert list_checkpoint_dirs(tmp_path) == [path]
     assert read_manifest(path).step == 3
     (path.parent / "step-7").write_text("no directory")

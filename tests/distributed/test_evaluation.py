@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from models import CPU, LAYOUTS
-from phalanx.checkpoint.best import BEST, read_best_step
+from phalanx.checkpoint.best import BEST_FILE_NAME, read_best_step
 from phalanx.checkpoint.manifest import list_checkpoint_dirs
 from phalanx.checkpoint.reading.verify import find_checkpoint_problems
 from phalanx.checkpoint.run_storage import RunStorage
@@ -364,7 +364,9 @@ def test_a_stop_inside_an_evaluation_saves_and_the_continuation_is_the_same(
     assert [event.step for event in runs["continued"].evals] == [4, 5, 6]
     assert runs["stopped"].losses + runs["continued"].losses == runs["straight"].losses
     assert losses_by_step(folder / "stopped") == losses_by_step(folder / "straight")
-    assert (folder / "stopped" / BEST).read_bytes() == (folder / "straight" / BEST).read_bytes()
+    assert (folder / "stopped" / BEST_FILE_NAME).read_bytes() == (
+        folder / "straight" / BEST_FILE_NAME
+    ).read_bytes()
     saved = [
         {path.name for path in list_checkpoint_dirs(folder / name)}
         for name in ("stopped", "straight")
@@ -409,7 +411,7 @@ def beside(rank: int, folder: str) -> list[Outcome]:
         for path in list_checkpoint_dirs(run_dir):
             if int(path.name.removeprefix("step-")) > best.step:
                 shutil.rmtree(path)
-        os.rename(run_dir / BEST, Path(folder) / BEST)
+        os.rename(run_dir / BEST_FILE_NAME, Path(folder) / BEST_FILE_NAME)
     torch.distributed.barrier()
     return [*found, train(rank, 2, run_dir, keys, attempt=1, resume=True, asynchronous=True)]
 
@@ -420,11 +422,11 @@ def test_the_best_is_kept_by_saves_beside_training_too(tmp_path: Path) -> None:
     assert [(e.step, e.loss, e.best_step) for e in found.evals] == [
         (e.step, e.loss, e.best_step) for e in waited.evals
     ]
-    named = (tmp_path / BEST).read_bytes()
+    named = (tmp_path / BEST_FILE_NAME).read_bytes()
     assert (
         named
-        == (tmp_path / "waited" / BEST).read_bytes()
-        == (tmp_path / "beside" / BEST).read_bytes()
+        == (tmp_path / "waited" / BEST_FILE_NAME).read_bytes()
+        == (tmp_path / "beside" / BEST_FILE_NAME).read_bytes()
     )
     best = read_best_step(tmp_path / "beside")
     assert best is not None
@@ -436,7 +438,7 @@ def unfit(rank: int, folder: str) -> list[Outcome]:
     """Evaluations whose loss is no number, and a run directory in which best.json cannot be
     written."""
     run_dir = Path(folder)
-    (run_dir / BEST).mkdir(parents=True)
+    (run_dir / BEST_FILE_NAME).mkdir(parents=True)
 
     def spoil(outputs: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         loss, count = squared_error(outputs, batch)
@@ -454,6 +456,6 @@ def test_a_loss_that_is_no_number_is_never_the_best_and_a_full_disk_ends_nothing
         envelope.event for envelope in read_recorded_events(tmp_path, events.CheckpointFailed)
     ]
     assert failed
-    assert {event.path for event in failed} == {BEST}
+    assert {event.path for event in failed} == {BEST_FILE_NAME}
     assert all(math.isnan(event.loss) and event.best_step == 0 for event in spoilt.evals)
     assert len(spoilt.evals) == STEPS

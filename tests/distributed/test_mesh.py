@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from phalanx.core.errors import EnvironmentProblem, ExitCode, RanksDifferError
-from phalanx.core.launchers import SUPERVISED, loopback_interface
+from phalanx.core.launchers import SUPERVISED_VARIABLE, loopback_interface
 from phalanx.launch.rank_env import RankEnv, build_rank_variables
 from phalanx.mesh import mesh as mesh_file
 from phalanx.mesh import rendezvous
@@ -493,7 +493,7 @@ def test_a_mesh_whose_groups_were_left_closes_without_them() -> None:
 def test_a_rank_that_is_shown_one_gpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.delenv(SUPERVISED, raising=False)
+    monkeypatch.delenv(SUPERVISED_VARIABLE, raising=False)
     assert choose_device("cuda", 3) == torch.device("cuda", 0)
     monkeypatch.setenv("PHALANX_ATTEMPT", "1")  # as a requeued job of Slurm has it
     assert choose_device("cuda", 3) == torch.device("cuda", 0)
@@ -502,7 +502,7 @@ def test_a_rank_that_is_shown_one_gpu_takes_it(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(EnvironmentProblem, match="local rank 3 has no GPU"):
         choose_device("cuda", 3)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.delenv(SUPERVISED)
+    monkeypatch.delenv(SUPERVISED_VARIABLE)
     with pytest.raises(EnvironmentProblem, match="local rank 3 has no GPU"):
         choose_device("cuda", 3)
 

@@ -28,7 +28,7 @@ from commands import (
     watching,
     write_text,
 )
-from phalanx.checkpoint.ownership.fence import LOOK_EVERY_S
+from phalanx.checkpoint.ownership.fence import FENCE_CHECK_INTERVAL_S
 from phalanx.core.phases import read_black_box
 from phalanx.launch.paths import black_box_path
 from phalanx.observe.events import CheckpointSaved
@@ -117,7 +117,7 @@ def take_over(folder: Path, run_dir: Path, env: dict[str, str] | None = None) ->
     )  # the newest checkpoint may be one that was stopped before it was told
     code = run("train", "--resume", run_dir.name, f"train.steps={later}", cwd=folder, env=env).code
     wait_until(
-        lambda: time.monotonic() - since > LOOK_EVERY_S
+        lambda: time.monotonic() - since > FENCE_CHECK_INTERVAL_S
     )  # who was stopped for longer looks before all else
     return code
 

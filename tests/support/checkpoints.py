@@ -17,7 +17,7 @@ import torch
 
 from phalanx.checkpoint.folder import Folder
 from phalanx.checkpoint.manifest import (
-    MANIFEST,
+    MANIFEST_FILE_NAME,
     Manifest,
     Piece,
     manifest_bytes,
@@ -197,7 +197,7 @@ def _runs(box: Box, piece: Piece, item_bytes: int) -> Iterator[tuple[int, int]]:
 
 def edit_manifest(directory: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     """Change a manifest as someone would who also knows how to write its checksum."""
-    path = directory / MANIFEST
+    path = directory / MANIFEST_FILE_NAME
     body = json.loads(path.read_text())
     change(body)
     body["xxh3"] = manifest_xxh3(body)

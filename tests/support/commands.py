@@ -23,7 +23,11 @@ import psutil
 import warm
 from phalanx.checkpoint.manifest import list_checkpoint_dirs, read_manifest
 from phalanx.checkpoint.reading.verify import find_checkpoint_problems
-from phalanx.core.launchers import PREFIXES, SUPERVISED, TORCH_VARIABLES
+from phalanx.core.launchers import (
+    LAUNCHER_VARIABLE_PREFIXES,
+    SUPERVISED_VARIABLE,
+    TORCHRUN_VARIABLES,
+)
 from phalanx.observe.events import Envelope, Event, parse_event_line
 
 PHALANX = [sys.executable, warm.__file__]  # as the next, but it and its ranks start in a moment
@@ -79,8 +83,8 @@ def environment(**more: str | None) -> dict[str, str]:
     kept = {
         name: value
         for name, value in os.environ.items()
-        if name not in (*TORCH_VARIABLES, "PHALANX_ATTEMPT", SUPERVISED)
-        and not name.startswith(PREFIXES)
+        if name not in (*TORCHRUN_VARIABLES, "PHALANX_ATTEMPT", SUPERVISED_VARIABLE)
+        and not name.startswith(LAUNCHER_VARIABLE_PREFIXES)
     }
     kept |= nursery().variables()
     for name, value in more.items():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.checkpoint.best import BEST, BestStep, read_best_step, record_best_step
+from phalanx.checkpoint.best import BEST_FILE_NAME, BestStep, read_best_step, record_best_step
 from phalanx.core.files import read_json
 
 
@@ -16,12 +16,12 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert read_best_step(tmp_path) == BestStep(
         300, 1.25, 900, "checkpoints/step-300", "loss", 1.25
     )
-    assert read_json(tmp_path / BEST)["format"] == 1
+    assert read_json(tmp_path / BEST_FILE_NAME)["format"] == 1
     record_best_step(tmp_path, step=400, loss=0.1 + 0.2, num_targets=900)
     best = read_best_step(tmp_path)
     assert best is not None
     assert (best.step, best.loss) == (400, 0.1 + 0.2)
-    assert [path.name for path in tmp_path.iterdir()] == [BEST]
+    assert [path.name for path in tmp_path.iterdir()] == [BEST_FILE_NAME]
 
 
 def test_the_metric_that_it_is_the_best_by_is_kept_and_older_files_have_the_loss(
@@ -29,7 +29,7 @@ def test_the_metric_that_it_is_the_best_by_is_kept_and_older_files_have_the_loss
 ) -> None:
     record_best_step(tmp_path, step=3, loss=1.25, num_targets=9, metric="accuracy", value=0.75)
     assert read_best_step(tmp_path) == BestStep(3, 1.25, 9, "checkpoints/step-3", "accuracy", 0.75)
-    (tmp_path / BEST).write_text(
+    (tmp_path / BEST_FILE_NAME).write_text(
         '{"format": 1, "step": 3, "loss": 1.25, "num_targets": 9, "checkpoint": "x"}'
     )
     assert read_best_step(tmp_path) == BestStep(3, 1.25, 9, "x", "loss", 1.25)
@@ -48,5 +48,5 @@ def test_the_metric_that_it_is_the_best_by_is_kept_and_older_files_have_the_loss
     ],
 )
 def test_a_damaged_file_is_no_best(tmp_path: Path, text: str) -> None:
-    (tmp_path / BEST).write_text(text)
+    (tmp_path / BEST_FILE_NAME).write_text(text)
     assert read_best_step(tmp_path) is None

@@ -59,8 +59,8 @@ def tensors(value: int) -> Tensors:
 def small_blocks() -> Iterator[None]:
     """A state of a few kilobytes is cut into files as one of gigabytes is."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(incremental, "APART_BYTES", 4000)
-        patch.setattr(incremental, "SMALL_BYTES", 1000)
+        patch.setattr(incremental, "MIN_UNCHANGED_BYTES", 4000)
+        patch.setattr(incremental, "MIN_UNCHANGED_BLOCK_BYTES", 1000)
         yield
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.cli._data_stats_output import BAR_CELLS, draw_bar
+from phalanx.cli._data_stats_output import BAR_WIDTH_CELLS, draw_bar
 from phalanx.data.build import build_dataset
 from phalanx.data.stats import QUANTILES, measure_dataset
 from phalanx.report.dataset_page import render_dataset_page
@@ -94,7 +94,13 @@ def test_a_page_counts_in_whole_numbers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("part", "drawn"),
-    [(0.0, ""), (1.0, "█" * BAR_CELLS), (0.5, "█" * (BAR_CELLS // 2)), (1e-9, "▏"), (1 / 80, "▌")],
+    [
+        (0.0, ""),
+        (1.0, "█" * BAR_WIDTH_CELLS),
+        (0.5, "█" * (BAR_WIDTH_CELLS // 2)),
+        (1e-9, "▏"),
+        (1 / 80, "▌"),
+    ],
 )
 def test_bars_are_drawn_to_an_eighth_of_a_cell(part: float, drawn: str) -> None:
     assert draw_bar(part) == drawn

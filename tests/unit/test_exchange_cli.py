@@ -25,7 +25,12 @@ from phalanx.checkpoint.exchange.checkpoint_reader import CheckpointReader
 from phalanx.checkpoint.exchange.families import find_family
 from phalanx.checkpoint.exchange.new_directory import atomic_directory
 from phalanx.checkpoint.exchange.settings import hugging_face_config
-from phalanx.checkpoint.manifest import MANIFEST, manifest_bytes, manifest_xxh3, read_manifest
+from phalanx.checkpoint.manifest import (
+    MANIFEST_FILE_NAME,
+    manifest_bytes,
+    manifest_xxh3,
+    read_manifest,
+)
 from phalanx.cli._app import run_command_line
 from phalanx.core.registry import list_kinds
 from phalanx.job.load import load_job
@@ -488,7 +493,7 @@ RUN_FILES = (
     "events/rank-0.jsonl",
 )
 STEP_FILES = (
-    MANIFEST,
+    MANIFEST_FILE_NAME,
     "rank-0000.safetensors",
     "pytorch_model.bin",
     ".metadata",
@@ -521,9 +526,11 @@ def test_one_pickle_in_a_whole_checkpoint_is_never_run(
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(pickled(trace))
     if is_listed:
-        body = json.loads((path.parent / MANIFEST).read_text())
+        body = json.loads((path.parent / MANIFEST_FILE_NAME).read_text())
         body["files"][path.name] = asdict(StoredFile.from_file(path))
-        (path.parent / MANIFEST).write_bytes(manifest_bytes(body | {"xxh3": manifest_xxh3(body)}))
+        (path.parent / MANIFEST_FILE_NAME).write_bytes(
+            manifest_bytes(body | {"xxh3": manifest_xxh3(body)})
+        )
     codes = {
         verb: phalanx(capsys, verb, *arguments(folder))[0] for verb, arguments in READING.items()
     }

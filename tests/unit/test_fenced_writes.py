@@ -11,7 +11,7 @@ import pytest
 from phalanx.checkpoint.best import read_best_step
 from phalanx.checkpoint.ownership.fence import OwnershipFence
 from phalanx.checkpoint.ownership.fencing_token import acquire_fencing_token
-from phalanx.checkpoint.ownership.run_lock import LOCK_NAME, hold_run_lock
+from phalanx.checkpoint.ownership.run_lock import LOCK_FILE_NAME, hold_run_lock
 from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.core.errors import RunLockedError, RunTakenError
@@ -54,7 +54,7 @@ def test_the_facts_of_the_job_that_took_the_run_stay(tmp_path: Path) -> None:
     job.write_text('"old"')
 
     def take_over() -> None:
-        (tmp_path / LOCK_NAME).unlink()
+        (tmp_path / LOCK_FILE_NAME).unlink()
         job.write_text('"theirs"')
 
     with hold_run_lock(tmp_path) as lock, write_run_facts(tmp_path, lock, {"job.json": "ours"}):

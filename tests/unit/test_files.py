@@ -17,7 +17,7 @@ import torch
 
 from phalanx.core.errors import ExitCode, ResourceError, UsageError
 from phalanx.core.files import (
-    REFUSALS_THAT_LAST,
+    PERMANENT_WRITE_ERRNOS,
     build_resource_error,
     find_disk_problem,
     open_run_directory,
@@ -128,7 +128,7 @@ def test_what_a_disk_said_to_a_library_is_heard(
     assert not (
         isinstance(caught.value, OSError) and caught.value.errno
     )  # that would need no words
-    found = find_os_error(caught.value, REFUSALS_THAT_LAST)
+    found = find_os_error(caught.value, PERMANENT_WRITE_ERRNOS)
     assert isinstance(found, OSError), repr(caught.value)
     assert found.errno == WRITERS[write]
 
@@ -168,7 +168,7 @@ def test_a_library_that_our_code_calls_is_exit_7_and_one_that_the_users_calls_is
     ],
 )
 def test_words_that_are_no_refusal_of_a_disk(error: Exception) -> None:
-    assert find_os_error(error, REFUSALS_THAT_LAST) is None
+    assert find_os_error(error, PERMANENT_WRITE_ERRNOS) is None
 
 
 def test_a_folder_for_a_while_is_mended_by_TMPDIR() -> None:

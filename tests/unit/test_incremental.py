@@ -29,8 +29,8 @@ Tensors = dict[str, torch.Tensor]
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A state of a few kilobytes is cut into files as one of gigabytes is."""
-    monkeypatch.setattr(incremental, "APART_BYTES", 400)
-    monkeypatch.setattr(incremental, "SMALL_BYTES", 100)
+    monkeypatch.setattr(incremental, "MIN_UNCHANGED_BYTES", 400)
+    monkeypatch.setattr(incremental, "MIN_UNCHANGED_BLOCK_BYTES", 100)
 
 
 def state(num_tensors: int = 8) -> Tensors:
@@ -153,7 +153,7 @@ def test_where_there_are_no_links_everything_is_written(
 
 def test_files_do_not_become_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One tensor changes at a time, so each save leaves another file of those that did not."""
-    monkeypatch.setattr(incremental, "MAX_REUSED", 3)
+    monkeypatch.setattr(incremental, "MAX_REUSED_FILES", 3)
     store, whole = LocalStore(tmp_path), state(12)
     for step in range(1, 16):
         name = f"layer.{step % 12}"

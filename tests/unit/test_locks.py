@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from phalanx.checkpoint.ownership import run_lock as locks
-from phalanx.checkpoint.ownership.fencing_token import TOKEN_FILE, read_fencing_token_number
-from phalanx.checkpoint.ownership.run_lock import LOCK_NAME, hold_run_lock, refuse_held_run
+from phalanx.checkpoint.ownership.fencing_token import TOKEN_FILE_NAME, read_fencing_token_number
+from phalanx.checkpoint.ownership.run_lock import LOCK_FILE_NAME, hold_run_lock, refuse_held_run
 from phalanx.core.errors import CheckpointError, ResourceError, RunLockedError
 
 HOLD = """
@@ -51,7 +51,7 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 def written(run_dir: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run_dir / LOCK_NAME).read_text())
+    found: dict[str, Any] = json.loads((run_dir / LOCK_FILE_NAME).read_text())
     return found
 
 
@@ -59,7 +59,7 @@ def leave(run_dir: Path, **changes: Any) -> dict[str, Any]:
     """A lock as this process would have left it, with `changes`."""
     with hold_run_lock(run_dir):
         left = written(run_dir) | changes
-    (run_dir / LOCK_NAME).write_text(json.dumps(left))
+    (run_dir / LOCK_FILE_NAME).write_text(json.dumps(left))
     return left
 
 
@@ -81,7 +81,7 @@ def test_a_live_job_is_named_at_once(tmp_path: Path) -> None:
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
-        before = (tmp_path / LOCK_NAME).read_bytes()
+        before = (tmp_path / LOCK_FILE_NAME).read_bytes()
         started = time.monotonic()
         with pytest.raises(RunLockedError) as caught, hold_run_lock(tmp_path):
             pass
@@ -90,7 +90,7 @@ def test_a_live_job_is_named_at_once(tmp_path: Path) -> None:
         assert f"process {process.pid} on {locks.socket.gethostname()} since 2" in line
         assert "\n" not in line
         assert caught.value.exit_code == 9
-        assert (tmp_path / LOCK_NAME).read_bytes() == before
+        assert (tmp_path / LOCK_FILE_NAME).read_bytes() == before
     finally:
         end(process)
     with hold_run_lock(tmp_path):
@@ -105,22 +105,22 @@ def test_a_look_refuses_what_taking_would_refuse_and_changes_nothing(tmp_path: P
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
-        before = (tmp_path / LOCK_NAME).read_bytes()
+        before = (tmp_path / LOCK_FILE_NAME).read_bytes()
         with pytest.raises(RunLockedError, match=f"in use by process {process.pid} on "):
             refuse_held_run(tmp_path)
-        assert (tmp_path / LOCK_NAME).read_bytes() == before
+        assert (tmp_path / LOCK_FILE_NAME).read_bytes() == before
         process.kill()
     finally:
         end(process)
     refuse_held_run(tmp_path)  # a dead job's
-    assert (tmp_path / LOCK_NAME).read_bytes() == before
+    assert (tmp_path / LOCK_FILE_NAME).read_bytes() == before
 
 
 def test_one_process_cannot_hold_it_twice(tmp_path: Path) -> None:
     with hold_run_lock(tmp_path):
         with pytest.raises(RunLockedError), hold_run_lock(tmp_path):
             pass
-        assert (tmp_path / LOCK_NAME).exists()
+        assert (tmp_path / LOCK_FILE_NAME).exists()
 
 
 def test_the_lock_of_a_killed_job_is_reclaimed(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_the_lock_of_a_killed_job_is_reclaimed(tmp_path: Path) -> None:
     assert process.stdout.readline() == "held\n"
     process.kill()
     end(process)
-    assert (tmp_path / LOCK_NAME).exists()
+    assert (tmp_path / LOCK_FILE_NAME).exists()
     with hold_run_lock(tmp_path) as lock:
         assert lock.reclaimed_from is not None
         assert lock.reclaimed_from.pid == process.pid
@@ -147,7 +147,7 @@ def test_a_reused_pid_or_another_boot_is_stale(tmp_path: Path, changes: dict[str
 
 
 def test_a_torn_lock_is_stale(tmp_path: Path) -> None:
-    (tmp_path / LOCK_NAME).write_text('{"host": "a", "pi')
+    (tmp_path / LOCK_FILE_NAME).write_text('{"host": "a", "pi')
     with hold_run_lock(tmp_path) as lock:
         assert lock.reclaimed_from is None
 
@@ -180,19 +180,19 @@ def test_another_host_is_refused_and_the_way_out_is_named(tmp_path: Path) -> Non
     with pytest.raises(RunLockedError) as caught, hold_run_lock(tmp_path):
         pass
     assert "far-away" in str(caught.value)
-    assert f"known to be gone, remove {tmp_path / LOCK_NAME}" in str(caught.value)
-    assert (tmp_path / LOCK_NAME).exists()
+    assert f"known to be gone, remove {tmp_path / LOCK_FILE_NAME}" in str(caught.value)
+    assert (tmp_path / LOCK_FILE_NAME).exists()
 
 
 def test_a_lock_that_somebody_else_took_meanwhile_is_left_alone(tmp_path: Path) -> None:
     with hold_run_lock(tmp_path):
-        (tmp_path / LOCK_NAME).unlink()  # by hand, against all advice
+        (tmp_path / LOCK_FILE_NAME).unlink()  # by hand, against all advice
         with hold_run_lock(tmp_path):
             theirs = written(tmp_path)
-            (tmp_path / LOCK_NAME).rename(tmp_path / "kept")
-            (tmp_path / LOCK_NAME).write_text("somebody else's")
+            (tmp_path / LOCK_FILE_NAME).rename(tmp_path / "kept")
+            (tmp_path / LOCK_FILE_NAME).write_text("somebody else's")
     assert theirs["pid"] == os.getpid()
-    assert (tmp_path / LOCK_NAME).read_text() == "somebody else's"
+    assert (tmp_path / LOCK_FILE_NAME).read_text() == "somebody else's"
 
 
 @pytest.mark.parametrize("left_behind", [False, True])
@@ -211,7 +211,7 @@ def test_of_many_racers_one_wins(tmp_path: Path, left_behind: bool) -> None:
 
 
 def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / LOCK_NAME).mkdir()
+    (tmp_path / LOCK_FILE_NAME).mkdir()
     with pytest.raises(ResourceError), hold_run_lock(tmp_path):
         pass
 
@@ -228,14 +228,14 @@ def test_each_attempt_takes_an_epoch_which_the_lock_shows(tmp_path: Path) -> Non
             first.require_newest()
         with pytest.raises(RunLockedError, match=r"since .* \(epoch 2\)"), hold_run_lock(tmp_path):
             pass
-    assert not (tmp_path / LOCK_NAME).exists()
+    assert not (tmp_path / LOCK_FILE_NAME).exists()
     with hold_run_lock(tmp_path) as lock:
         assert lock.acquire_token().number == 3
 
 
 def test_who_lost_the_lock_cannot_take_an_epoch(tmp_path: Path) -> None:
     with hold_run_lock(tmp_path) as ours:
-        (tmp_path / LOCK_NAME).unlink()  # by hand, against all advice
+        (tmp_path / LOCK_FILE_NAME).unlink()  # by hand, against all advice
         with hold_run_lock(tmp_path) as theirs:
             theirs.acquire_token()
             with pytest.raises(RunLockedError):
@@ -245,7 +245,7 @@ def test_who_lost_the_lock_cannot_take_an_epoch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "x", "1 2", "1\n\n{"])
 def test_a_damaged_epoch_is_said_with_what_to_do(tmp_path: Path, text: str) -> None:
-    (tmp_path / TOKEN_FILE).write_text(text)
+    (tmp_path / TOKEN_FILE_NAME).write_text(text)
     with (
         hold_run_lock(tmp_path) as lock,
         pytest.raises(CheckpointError, match="number of restarts"),

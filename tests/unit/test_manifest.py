@@ -11,7 +11,7 @@ import pytest
 
 from phalanx.checkpoint.chunks import StoredFile
 from phalanx.checkpoint.manifest import (
-    MANIFEST,
+    MANIFEST_FILE_NAME,
     Manifest,
     Piece,
     StoredTensor,
@@ -38,7 +38,7 @@ ONE = Manifest(
 
 def write(directory: Path, body: Any) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / MANIFEST).write_bytes(manifest_bytes(body))
+    (directory / MANIFEST_FILE_NAME).write_bytes(manifest_bytes(body))
     return directory
 
 
@@ -76,7 +76,7 @@ OTHER_WAYS = {
 
 @pytest.mark.parametrize("way", list(OTHER_WAYS))
 def test_what_means_the_same_and_was_not_written_so_is_damage(tmp_path: Path, way: str) -> None:
-    (tmp_path / MANIFEST).write_bytes(OTHER_WAYS[way])
+    (tmp_path / MANIFEST_FILE_NAME).write_bytes(OTHER_WAYS[way])
     with pytest.raises(CheckpointError, match="the manifest is not what was written"):
         read_manifest(tmp_path)
 
@@ -88,7 +88,7 @@ def test_a_manifest_of_any_facts_is_written_as_it_is_read(tmp_path: Path) -> Non
         "9": 2,
     }
     manifest = replace(ONE, facts=facts)
-    (tmp_path / MANIFEST).write_bytes(manifest.to_bytes())
+    (tmp_path / MANIFEST_FILE_NAME).write_bytes(manifest.to_bytes())
     assert read_manifest(tmp_path) == manifest
 
 
@@ -96,7 +96,7 @@ def test_a_manifest_of_any_facts_is_written_as_it_is_read(tmp_path: Path) -> Non
     "text", ["", "{", "[" * 200_000, '{"format": 2, "step": 1e999}', '{"format": 2, "a": NaN}']
 )
 def test_what_is_no_json_of_ours_cannot_be_read(tmp_path: Path, text: str) -> None:
-    (tmp_path / MANIFEST).write_text(text)
+    (tmp_path / MANIFEST_FILE_NAME).write_text(text)
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_manifest(tmp_path)
 
@@ -107,7 +107,7 @@ def every_flip(text: bytes) -> list[bytes]:
 
 def test_any_flipped_bit_is_found(tmp_path: Path) -> None:
     for flipped in every_flip(WHOLE):
-        (tmp_path / MANIFEST).write_bytes(flipped)
+        (tmp_path / MANIFEST_FILE_NAME).write_bytes(flipped)
         with pytest.raises(CheckpointError) as caught:
             read_manifest(tmp_path)
         assert caught.value.exit_code == ExitCode.CHECKPOINT

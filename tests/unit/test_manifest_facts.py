@@ -16,7 +16,7 @@ from test_retention import save
 
 from hostile import EVIL
 from phalanx.checkpoint.manifest import (
-    MANIFEST,
+    MANIFEST_FILE_NAME,
     Manifest,
     manifest_bytes,
     manifest_xxh3,
@@ -57,7 +57,7 @@ ABSURD = [
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = save(tmp_path_factory.mktemp("run"), 10)
-    body = json.loads((directory / MANIFEST).read_bytes()) | {"facts": FACTS}
+    body = json.loads((directory / MANIFEST_FILE_NAME).read_bytes()) | {"facts": FACTS}
     write(directory, body)
     assert find_checkpoint_problems(directory) == []
     return directory
@@ -65,7 +65,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def write(directory: Path, body: dict[str, Any]) -> None:
     body = {key: value for key, value in body.items() if key != "xxh3"}
-    (directory / MANIFEST).write_bytes(manifest_bytes({**body, "xxh3": manifest_xxh3(body)}))
+    (directory / MANIFEST_FILE_NAME).write_bytes(
+        manifest_bytes({**body, "xxh3": manifest_xxh3(body)})
+    )
 
 
 def paths_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -103,7 +105,7 @@ def check_typed(manifest: Manifest) -> None:
 @pytest.mark.parametrize("name", FACTS)
 @pytest.mark.parametrize("value", ABSURD, ids=lambda value: ascii(value)[:20])
 def test_a_fact_that_is_absurd_is_named(whole: Path, tmp_path: Path, name: str, value: Any) -> None:
-    body = changed(json.loads((whole / MANIFEST).read_bytes()), ("facts", name), value)
+    body = changed(json.loads((whole / MANIFEST_FILE_NAME).read_bytes()), ("facts", name), value)
     write(tmp_path, body)
     if name == "tokenizer" and isinstance(value, str) and len(value) < 4000:
         assert read_manifest(tmp_path).facts[name] == value
@@ -116,7 +118,7 @@ def test_a_fact_that_is_absurd_is_named(whole: Path, tmp_path: Path, name: str, 
 
 
 def test_every_value_replaced_by_everything_absurd(whole: Path, tmp_path: Path) -> None:
-    body = json.loads((whole / MANIFEST).read_bytes())
+    body = json.loads((whole / MANIFEST_FILE_NAME).read_bytes())
     num_refused = 0
     for path in paths_of(body):
         for value in ABSURD:
@@ -148,13 +150,13 @@ JSON = st.recursive(
 def test_any_change_is_refused_or_harmless(
     whole: Path, tmp_path: Path, data: st.DataObject, value: Any
 ) -> None:
-    body = json.loads((whole / MANIFEST).read_bytes())
+    body = json.loads((whole / MANIFEST_FILE_NAME).read_bytes())
     path = data.draw(st.sampled_from(sorted(paths_of(body), key=repr)))
     try:
         write(tmp_path, changed(body, path, value))
     except UnicodeEncodeError:
         return  # half a letter: no file of it
-    for name in (path.name for path in whole.iterdir() if path.name != MANIFEST):
+    for name in (path.name for path in whole.iterdir() if path.name != MANIFEST_FILE_NAME):
         (tmp_path / name).write_bytes((whole / name).read_bytes())
     for problem in find_checkpoint_problems(tmp_path):  # CheckpointErrors, and nothing is raised
         assert "\n" not in str(problem)
@@ -178,7 +180,7 @@ NO_MANIFESTS = {
 @pytest.mark.parametrize("text", NO_MANIFESTS.values(), ids=NO_MANIFESTS)
 def test_what_is_no_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
     directory = save(tmp_path, 10)
-    (directory / MANIFEST).write_text(text)
+    (directory / MANIFEST_FILE_NAME).write_text(text)
     for verb in (["verify", str(tmp_path)], ["diff", str(directory), str(directory)]):
         assert _app.run_command_line(["checkpoint", *verb]) == ExitCode.CHECKPOINT
         assert len(capsys.readouterr().err.splitlines()) == 1

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.checkpoint.manifest import MANIFEST, Manifest, Piece, StoredTensor
+from phalanx.checkpoint.manifest import MANIFEST_FILE_NAME, Manifest, Piece, StoredTensor
 from phalanx.checkpoint.shard_file import TensorSource, write_safetensors
 from phalanx.checkpoint.stores.local import REMOVED, LocalStore
 from phalanx.checkpoint.writing.retention import Retention, prune_checkpoints
@@ -25,7 +25,7 @@ def save(run_dir: Path, step: int) -> Path:
     )
     tensor = StoredTensor((8,), "float32", (Piece("a.safetensors", "w#0", (0,), (8,)),))
     manifest = Manifest(step, "", {}, {}, {"w": tensor}, {}, {"a.safetensors": stored})
-    (directory / MANIFEST).write_bytes(manifest.to_bytes())
+    (directory / MANIFEST_FILE_NAME).write_bytes(manifest.to_bytes())
     return directory
 
 

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from phalanx.checkpoint import shard_file
 from phalanx.checkpoint.chunks import CHUNK_BYTES, StoredFile
 from phalanx.checkpoint.manifest import (
-    MANIFEST,
+    MANIFEST_FILE_NAME,
     Manifest,
     Piece,
     StoredTensor,
@@ -92,7 +92,7 @@ def test_any_block_is_read_as_numpy_slices_it(
     size = tuple(data.draw(st.integers(0, n - o)) for n, o in zip(array.shape, start, strict=True))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            shard_file, "SPAN_BYTES", data.draw(st.sampled_from([16, 600, 9000, 32 << 20]))
+            shard_file, "MAX_SPAN_BYTES", data.draw(st.sampled_from([16, 600, 9000, 32 << 20]))
         )
         with CheckedFile(written[0], "a.safetensors", written[1]) as file:
             found = file.read_block(file.entries[key], start, size)
@@ -140,7 +140,7 @@ def checkpoint(directory: Path) -> Path:
         ),
     }
     manifest = Manifest(3, "", {}, {"step": 3}, tensors, {}, stored)
-    (directory / MANIFEST).write_bytes(manifest.to_bytes())
+    (directory / MANIFEST_FILE_NAME).write_bytes(manifest.to_bytes())
     return directory
 
 
@@ -176,7 +176,9 @@ def several_chunks(directory: Path) -> Path:
             name: StoredTensor(array.shape, "int64", (Piece(file, f"{name}#0", (0,), array.shape),))
             for name, array in arrays.items()
         }
-    (directory / MANIFEST).write_bytes(Manifest(3, "", {}, {}, tensors, {}, stored).to_bytes())
+    (directory / MANIFEST_FILE_NAME).write_bytes(
+        Manifest(3, "", {}, {}, tensors, {}, stored).to_bytes()
+    )
     return directory
 
 
@@ -247,10 +249,10 @@ def test_the_damaged_tensor_is_named(tmp_path: Path) -> None:
 
 
 def edited(directory: Path, change: Any) -> list[CheckpointError]:
-    body = json.loads((directory / MANIFEST).read_text())
+    body = json.loads((directory / MANIFEST_FILE_NAME).read_text())
     change(body)
     body["xxh3"] = manifest_xxh3(body)
-    (directory / MANIFEST).write_bytes(manifest_bytes(body))
+    (directory / MANIFEST_FILE_NAME).write_bytes(manifest_bytes(body))
     return find_checkpoint_problems(directory)
 
 
@@ -296,7 +298,7 @@ def test_missing_extra_and_truncated_files_are_all_said_at_once(tmp_path: Path) 
     assert any("rank-0001.safetensors" in m and f"{len(data) - 5} bytes" in m for m in messages)
 
 
-@pytest.mark.parametrize("name", ["rank-0000.safetensors", MANIFEST])
+@pytest.mark.parametrize("name", ["rank-0000.safetensors", MANIFEST_FILE_NAME])
 def test_what_is_no_plain_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
     directory = checkpoint(tmp_path / "c")
     (directory / name).unlink()

@@ -18,7 +18,7 @@ from test_retention import save
 
 import phalanx
 from phalanx.checkpoint.best import record_best_step
-from phalanx.checkpoint.ownership.run_lock import LOCK_NAME, hold_run_lock
+from phalanx.checkpoint.ownership.run_lock import LOCK_FILE_NAME, hold_run_lock
 from phalanx.cli import _app
 from phalanx.core.disk import Disk, write_bytes_durably
 from phalanx.core.errors import ResourceError
@@ -163,7 +163,10 @@ IN_A_RUN: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
     ),
     "plan.json": ({}, ("report RUN", "report RUN --json", "checkpoint ls RUN")),
     "best.json": ({"checkpoint prune RUN --keep-last 1": 5}, ("report RUN", "checkpoint ls RUN")),
-    LOCK_NAME: ({"checkpoint prune RUN --keep-last 1": 7}, ("report RUN", "checkpoint ls RUN")),
+    LOCK_FILE_NAME: (
+        {"checkpoint prune RUN --keep-last 1": 7},
+        ("report RUN", "checkpoint ls RUN"),
+    ),
     "events/rank-00000-attempt-000.jsonl": ({}, ("report RUN", "report RUN --json")),
     "events/supervisor.jsonl": ({}, ("report RUN",)),
 }

@@ -13,7 +13,7 @@ from typing import BinaryIO
 import pytest
 
 from phalanx.checkpoint.ownership.fence import OwnershipFence
-from phalanx.core.files import LINE_BYTES, open_regular
+from phalanx.core.files import MAX_LINE_BYTES, open_regular
 from phalanx.observe import tail as reading
 from phalanx.observe.bus import Bus, event_file_path
 from phalanx.observe.console import PlainConsole, QuietStream, RunProgress
@@ -126,7 +126,7 @@ WRONG = {
 
 
 def overlong() -> bytes:
-    return line(Note("overlong", {"text": "x" * LINE_BYTES}))
+    return line(Note("overlong", {"text": "x" * MAX_LINE_BYTES}))
 
 
 def test_an_overlong_line_hides_nothing_behind_it(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_an_overlong_line_that_grows_is_read_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, whole = event_file_path(tmp_path, 0, 0), overlong()
-    append(path, whole[: LINE_BYTES + 10])
+    append(path, whole[: MAX_LINE_BYTES + 10])
     tail = EventTail(tmp_path)
     opened: list[Path] = []
 
@@ -163,7 +163,7 @@ def test_an_overlong_line_that_grows_is_read_once(
     for _ in range(3):
         assert tail.read_new_events() == []
     assert len(opened) == 1
-    append(path, whole[LINE_BYTES + 10 : -5])
+    append(path, whole[MAX_LINE_BYTES + 10 : -5])
     assert tail.read_new_events() == []
     append(path, whole[-5:] + line(Note("behind"))[:9])
     assert tail.read_new_events() == []

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from phalanx.checkpoint.manifest import MANIFEST, read_manifest
-from phalanx.checkpoint.ownership.fencing_token import TOKEN_FILE, read_fencing_token_number
+from phalanx.checkpoint.manifest import MANIFEST_FILE_NAME, read_manifest
+from phalanx.checkpoint.ownership.fencing_token import TOKEN_FILE_NAME, read_fencing_token_number
 from phalanx.cli._app import run_command_line
 from phalanx.core.errors import DataError, DataStorageError, ExitCode, PhalanxError
 from phalanx.data import corpus, dataset
@@ -48,8 +48,10 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "a shard": lambda folder: open_shard(failing(folder / "shard-00000.bin")),
     "prepared data": lambda folder: corpus.load_corpus(failing(folder / corpus.MANIFEST).parent),
     "tokens": lambda folder: _file_checksum(failing(folder / "tokens.npy")),
-    "the token": lambda folder: read_fencing_token_number(failing(folder / TOKEN_FILE).parent),
-    "a manifest": lambda folder: read_manifest(failing(folder / "step-4" / MANIFEST).parent),
+    "the token": lambda folder: read_fencing_token_number(failing(folder / TOKEN_FILE_NAME).parent),
+    "a manifest": lambda folder: read_manifest(
+        failing(folder / "step-4" / MANIFEST_FILE_NAME).parent
+    ),
 }
 
 

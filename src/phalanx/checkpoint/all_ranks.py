@@ -13,9 +13,9 @@ from phalanx.core.errors import CheckpointError, RunTakenError, StorageError, St
 from phalanx.core.files import suggest_fix_for_os_error
 from phalanx.plan.layout import Layout
 
-EARLIER_STAND = "the checkpoints before this one stand"
+EARLIER_CHECKPOINTS_REMAIN = "the checkpoints before this one stand"
 # Errors that only writing has: their fix can add that earlier checkpoints are whole.
-_ONLY_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+_WRITE_ONLY_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 _ERROR_CLASSES: dict[str, type[CheckpointError]] = {
     error_class.__name__: error_class
     for error_class in (StorageError, RunTakenError, StoreTakenError)
@@ -67,8 +67,8 @@ def all_ranks_or_raise(group: CollectiveGroup, where: str, doing: str) -> Iterat
             message = f"{error.strerror}: {error.filename}"
         class_name = choose_error_class(error).__name__
         fix = suggest_fix_for_os_error(error, error.filename or where)
-        if fix and error.errno in _ONLY_WRITING:
-            fix = f"{fix}; {EARLIER_STAND}"
+        if fix and error.errno in _WRITE_ONLY_ERRNOS:
+            fix = f"{fix}; {EARLIER_CHECKPOINTS_REMAIN}"
     gathered = group.gather_json([message, fix, class_name, results.local])
     failures = []
     for rank, (message, fix, class_name, _) in enumerate(gathered):

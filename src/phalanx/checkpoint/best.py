@@ -14,7 +14,7 @@ from phalanx.checkpoint.folder import LocalFolder
 from phalanx.checkpoint.manifest import checkpoint_directory
 from phalanx.core.disk import Disk, write_json_durably
 
-BEST = "best.json"
+BEST_FILE_NAME = "best.json"
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def record_best_step(
     if value is None:
         value = loss
     best = BestStep(step, loss, num_targets, checkpoint, metric, value)
-    write_json_durably(disk or Disk(), run_dir / BEST, {"format": 1, **asdict(best)})
+    write_json_durably(disk or Disk(), run_dir / BEST_FILE_NAME, {"format": 1, **asdict(best)})
     return best
 
 
@@ -66,7 +66,7 @@ def read_protected_steps(run_dir: Path) -> frozenset[int]:
 def read_best_step(run_dir: Path) -> BestStep | None:
     """The recorded best step; None if there is none, or its file cannot be read."""
     try:
-        body = json.loads(LocalFolder(run_dir).read(BEST))
+        body = json.loads(LocalFolder(run_dir).read(BEST_FILE_NAME))
         # An older file has neither metric nor value: it went by the loss.
         metric, loss = str(body.get("metric", "loss")), float(body["loss"])
         value = float(body.get("value", loss))

@@ -10,28 +10,28 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 # Of steps, tokens, bytes: what 64 bits hold.
-LARGEST_COUNT = 2**63 - 1
+MAX_COUNT = 2**63 - 1
 # Of steps, samples, tokens: 9 quadrillion, which a float counts exactly, too.
-LARGEST_PROGRESS = 2**53
+MAX_PROGRESS_COUNT = 2**53
 # Characters of a name, a kind, a digest.
-MAX_TEXT = 4096
+MAX_TEXT_CHARS = 4096
 # Of facts that only their reader knows.
-MAX_DEPTH = 32
+MAX_NESTING_DEPTH = 32
 # Far from the largest float, 2^1024, as a scale doubles.
-_MAX_SCALE = 2.0**1000
+_MAX_LOSS_SCALE = 2.0**1000
 
 
 def require_count(number: Any) -> int:
     """`number` if it is a whole number from 0 to what 64 bits hold; ValueError if not."""
     # A bool is an int, too: `type`, not isinstance.
-    if type(number) is not int or not 0 <= number <= LARGEST_COUNT:
+    if type(number) is not int or not 0 <= number <= MAX_COUNT:
         raise ValueError(f"{shorten_fact(number)} is no count")
     return number
 
 
 def require_text(value: Any) -> str:
-    """`value` if it is a string of at most MAX_TEXT characters; ValueError if not."""
-    if not isinstance(value, str) or len(value) > MAX_TEXT:
+    """`value` if it is a string of at most MAX_TEXT_CHARS characters; ValueError if not."""
+    if not isinstance(value, str) or len(value) > MAX_TEXT_CHARS:
         raise ValueError(f"{shorten_fact(value)} is no short text")
     return value
 
@@ -54,7 +54,7 @@ def check_facts(facts: Any) -> dict[str, Any]:
     """`facts` if each has its type and bounds. ValueError that names the one that has not."""
     for name, value in require_mapping(facts).items():
         try:
-            _CHECKS.get(name, _check_nesting_depth)(value)
+            _CHECK_OF_FACT.get(name, _check_nesting_depth)(value)
         except ValueError as error:
             raise ValueError(f"facts.{shorten_fact(name, quoted=False)}: {error}") from None
     return dict(facts)
@@ -80,7 +80,7 @@ def require_progress_count(value: Any) -> int:
 
     Counts that go on from there must not leave 64 bits.
     """
-    if require_count(value) > LARGEST_PROGRESS:
+    if require_count(value) > MAX_PROGRESS_COUNT:
         raise ValueError(f"{shorten_fact(value)} is more than any run trains")
     return int(value)
 
@@ -97,7 +97,11 @@ def _check_optimizer_facts(value: Any) -> None:
 
 def _check_loss_scale(value: Any) -> None:
     scale = require_mapping(value).get("scale")
-    if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < _MAX_SCALE:
+    if (
+        isinstance(scale, bool)
+        or not isinstance(scale, int | float)
+        or not 0 < scale < _MAX_LOSS_SCALE
+    ):
         raise ValueError(f"the scale is {shorten_fact(scale)}")
     require_count(value.get("good_steps"))
 
@@ -106,7 +110,7 @@ def _check_optimizer_number(value: Any) -> None:
     """State of an optimizer: what fits into 64 bits, or lists of such."""
     _check_nesting_depth(value)
     # From the least of int64 to the largest of uint64.
-    if type(value) is int and not -LARGEST_COUNT - 1 <= value <= 2 * LARGEST_COUNT + 1:
+    if type(value) is int and not -MAX_COUNT - 1 <= value <= 2 * MAX_COUNT + 1:
         raise ValueError(f"{shorten_fact(value)} does not fit into 64 bits")
     for item in _nested_values(value):
         _check_optimizer_number(item)
@@ -114,7 +118,7 @@ def _check_optimizer_number(value: Any) -> None:
 
 def _check_nesting_depth(value: Any, depth: int = 0) -> None:
     """Checks facts that only their reader knows: they must not be nested too deeply."""
-    if depth > MAX_DEPTH:
+    if depth > MAX_NESTING_DEPTH:
         raise ValueError("it is nested too deeply")
     for item in _nested_values(value):
         _check_nesting_depth(item, depth + 1)
@@ -128,7 +132,7 @@ def _nested_values(value: Any) -> Iterable[Any]:
     return ()
 
 
-_CHECKS: Mapping[str, Callable[[Any], object]] = {
+_CHECK_OF_FACT: Mapping[str, Callable[[Any], object]] = {
     "step": require_progress_count,
     "tokens_seen": require_progress_count,
     "samples_seen": require_progress_count,

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from phalanx.core.files import MANIFEST_BYTES, open_descriptor, read_regular
+from phalanx.core.files import MAX_MANIFEST_BYTES, open_descriptor, read_regular
 
 # As a save writes it: "step-06" is a copy by hand.
-STEP_NAME = re.compile(r"step-(0|[1-9][0-9]{0,17})")
+STEP_FOLDER_PATTERN = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 
 
 class RangeReader(Protocol):
@@ -81,7 +81,7 @@ class LocalFolder:
 
     @property
     def step(self) -> int:
-        match = STEP_NAME.fullmatch(self.path.name)
+        match = STEP_FOLDER_PATTERN.fullmatch(self.path.name)
         if match is None:
             return -1
         return int(match[1])
@@ -96,7 +96,7 @@ class LocalFolder:
         return str(self.path / name)
 
     def read(self, name: str) -> bytes:
-        return read_regular(self.path / name, MANIFEST_BYTES)
+        return read_regular(self.path / name, MAX_MANIFEST_BYTES)
 
     def open(self, name: str) -> RangeReader:
         return _LocalReader(self.path / name)

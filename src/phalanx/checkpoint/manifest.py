@@ -18,7 +18,7 @@ import xxhash
 
 from phalanx.checkpoint.chunks import CHUNK_BYTES, StoredFile
 from phalanx.checkpoint.facts import (
-    LARGEST_COUNT,
+    MAX_COUNT,
     check_facts,
     require_count,
     require_degree,
@@ -26,17 +26,17 @@ from phalanx.checkpoint.facts import (
     require_progress_count,
     require_text,
 )
-from phalanx.checkpoint.folder import STEP_NAME, Folder, LocalFolder, as_folder
+from phalanx.checkpoint.folder import STEP_FOLDER_PATTERN, Folder, LocalFolder, as_folder
 from phalanx.checkpoint.os_errors import wrap_os_error
 from phalanx.core.digest import canonical_json
 from phalanx.core.errors import CheckpointError
 
-FORMAT = 2
-MANIFEST = "manifest.json"
+MANIFEST_FORMAT_VERSION = 2
+MANIFEST_FILE_NAME = "manifest.json"
 # Prefix of names of optimizer state.
-OPTIMIZER = "optim/"
+OPTIMIZER_TENSOR_PREFIX = "optim/"
 # Prefix of names of state of compressed gradients, which belongs to one layout.
-REDUCTION = "comm/"
+COMPRESSION_TENSOR_PREFIX = "comm/"
 # numpy's own limit, since 2.0.
 MAX_DIMS = 64
 
@@ -101,7 +101,7 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """The manifest's text as JSON, with its own checksum."""
-        body = {"format": FORMAT, "chunk_bytes": CHUNK_BYTES, **asdict(self)}
+        body = {"format": MANIFEST_FORMAT_VERSION, "chunk_bytes": CHUNK_BYTES, **asdict(self)}
         return {**body, "xxh3": manifest_xxh3(body)}
 
     def to_bytes(self) -> bytes:
@@ -114,7 +114,7 @@ class Manifest:
 
     def without_optimizer(self) -> Manifest:
         """The manifest of the model alone."""
-        return self.without(OPTIMIZER, REDUCTION)
+        return self.without(OPTIMIZER_TENSOR_PREFIX, COMPRESSION_TENSOR_PREFIX)
 
     def without(self, *prefixes: str) -> Manifest:
         """The manifest without the tensors whose names begin with one of `prefixes`."""
@@ -131,9 +131,9 @@ def read_manifest(folder: Folder | Path) -> Manifest:
     Raises CheckpointError naming what is wrong.
     """
     folder = as_folder(folder)
-    path = folder.where(MANIFEST)
+    path = folder.where(MANIFEST_FILE_NAME)
     try:
-        text = folder.read(MANIFEST)
+        text = folder.read(MANIFEST_FILE_NAME)
         body = json.loads(text.decode())
         computed_xxh3, canonical = "", b""
         if isinstance(body, dict):
@@ -149,9 +149,11 @@ def read_manifest(folder: Folder | Path) -> Manifest:
     if isinstance(body, dict):
         version = body.get("format")
     # Before the checksum, which another format may take otherwise.
-    if type(version) is not int or version != FORMAT:
+    if type(version) is not int or version != MANIFEST_FORMAT_VERSION:
         raise CheckpointError(
-            f"format {version!r} is not {FORMAT}", where=path, fix="use the release that wrote it"
+            f"format {version!r} is not {MANIFEST_FORMAT_VERSION}",
+            where=path,
+            fix="use the release that wrote it",
         )
     if body.get("xxh3") != computed_xxh3:
         raise CheckpointError(
@@ -178,7 +180,9 @@ def _missing_manifest_error(folder: Folder) -> CheckpointError:
     """The error for a folder without a manifest: a directory is renamed into place whole, while an
     object store's folder may be an upload that never ended."""
     if isinstance(folder, LocalFolder):
-        return CheckpointError("it is damaged", where=folder.url, why=f"{MANIFEST} is missing")
+        return CheckpointError(
+            "it is damaged", where=folder.url, why=f"{MANIFEST_FILE_NAME} is missing"
+        )
     return CheckpointError("incomplete: it was never committed", where=folder.url)
 
 
@@ -273,7 +277,7 @@ def _check_stored_tensor(name: str, tensor: StoredTensor, files: Container[str])
     """Raise ValueError if no tensor can be of this shape, or a piece lies outside of it or in a
     file that is not one of `files`."""
     num_dims, num_elements = len(tensor.shape), math.prod(tensor.shape)
-    if num_dims > MAX_DIMS or num_elements > LARGEST_COUNT:
+    if num_dims > MAX_DIMS or num_elements > MAX_COUNT:
         raise ValueError(f"{name} is of {num_dims} dimensions and {num_elements} elements")
     for piece in tensor.pieces:
         if piece.file not in files:
@@ -330,7 +334,7 @@ def list_checkpoint_folders(root: Path) -> list[Path]:
     by_step = []
     try:
         for name in os.listdir(root):
-            match = STEP_NAME.fullmatch(name)
+            match = STEP_FOLDER_PATTERN.fullmatch(name)
             if match and _path_exists(root / name):
                 by_step.append((int(match[1]), root / name))
     except FileNotFoundError:

@@ -12,13 +12,13 @@ from phalanx.core.errors import CheckpointError, StorageError
 
 # The file is not there, or is something else. Any other OSError says that the disk, or its owner,
 # refuses.
-_MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL)
+_MISSING_FILE_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL)
 
 
 def choose_error_class(error: OSError) -> type[CheckpointError]:
     """StorageError (exit 7) if the disk refuses; CheckpointError (exit 5) if a file is missing or
     wrong."""
-    if error.errno in _MISSING:
+    if error.errno in _MISSING_FILE_ERRNOS:
         return CheckpointError
     return StorageError
 

@@ -30,16 +30,23 @@ from phalanx.core.disk import Disk, DiskFile
 from phalanx.core.errors import CheckpointError
 
 # The most that is read at once for a block with gaps between its rows.
-SPAN_BYTES = 32 << 20
+MAX_SPAN_BYTES = 32 << 20
 # safetensors pads its header with spaces, so that tensors begin at a multiple of 8 bytes.
 _HEADER_ALIGNMENT = 8
 # Whatever parsing a stranger's JSON as a header may raise.
-_NOT_A_HEADER = (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError)
+_HEADER_PARSE_ERRORS = (
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    RecursionError,
+    OverflowError,
+)
 # safetensors' own limit.
 _MAX_HEADER_BYTES = 100 << 20
 
 # torch's name of a type -> safetensors' name and bytes per element
-DTYPES: Mapping[str, tuple[str, int]] = {
+SAFETENSORS_DTYPES: Mapping[str, tuple[str, int]] = {
     "float64": ("F64", 8),
     "float32": ("F32", 4),
     "bfloat16": ("BF16", 2),
@@ -110,7 +117,7 @@ def write_safetensors_stream(
         header["__metadata__"] = dict(metadata)
     position = 0
     for source in sources:
-        dtype, item_bytes = DTYPES[source.dtype]
+        dtype, item_bytes = SAFETENSORS_DTYPES[source.dtype]
         num_bytes = math.prod(source.shape) * item_bytes
         offsets = [position, position + num_bytes]
         header[source.key] = {"dtype": dtype, "shape": list(source.shape), "data_offsets": offsets}
@@ -230,13 +237,13 @@ class CheckedFile:
         span = last + item - inner
         has_gaps = span != math.prod(out.shape[1:]) * item
         # Row by row where one row is too much at once, or its gaps may hold whole chunks.
-        if len(shape) > 1 and (span > SPAN_BYTES or (has_gaps and span > CHUNK_BYTES)):
+        if len(shape) > 1 and (span > MAX_SPAN_BYTES or (has_gaps and span > CHUNK_BYTES)):
             for index in range(out.shape[0]):
                 self._read_rows(
                     out[index], base + (start[0] + index) * row, shape[1:], item, start[1:]
                 )
             return
-        rows_at_once = max(1, SPAN_BYTES // max(row, 1))
+        rows_at_once = max(1, MAX_SPAN_BYTES // max(row, 1))
         # A gap as long as a chunk may hold chunks of which nothing is wanted: those are not read.
         if row - span >= CHUNK_BYTES:
             rows_at_once = 1
@@ -303,7 +310,7 @@ class CheckedFile:
                     self._chunk[8:base].tobytes(), base, self._stored.num_bytes
                 )
             )
-        except _NOT_A_HEADER:
+        except _HEADER_PARSE_ERRORS:
             return {}
 
     def _read_header(self) -> dict[str, SafetensorsEntry]:
@@ -318,7 +325,7 @@ class CheckedFile:
             return dict(
                 parse_safetensors_header(self.read(8, base).tobytes(), base, self._stored.num_bytes)
             )
-        except _NOT_A_HEADER as error:
+        except _HEADER_PARSE_ERRORS as error:
             raise CheckpointError(
                 "its header is not one of safetensors", where=self.where, why=str(error)
             ) from None
@@ -334,7 +341,7 @@ def parse_safetensors_header(
 
     Raises ValueError for entries that do not add up.
     """
-    item_bytes = dict(DTYPES.values())
+    item_bytes = dict(SAFETENSORS_DTYPES.values())
     for key, facts in json.loads(text).items():
         if key == "__metadata__":
             continue

@@ -21,8 +21,8 @@ from phalanx.core.output import discard_output, open_closed_streams
 from phalanx.core.registry import list_kinds
 from phalanx.core.terminal import filtering_output
 
-PACKAGE = "phalanx.cli"
-TRY = (
+VERBS_PACKAGE = "phalanx.cli"
+TRY_IT_EPILOG = (
     "Try it: phalanx train (a small decoder on this interpreter's own source text, two ranks or"
     " more)"
 )
@@ -39,12 +39,12 @@ class VerbGroup(TyperGroup):
     """One file of this folder per verb. A verb's help line is read from its file, not imported."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list_kinds(PACKAGE)
+        return list_kinds(VERBS_PACKAGE)
 
     def get_command(self, ctx: Any, name: str) -> Any:
-        if name not in list_kinds(PACKAGE):
+        if name not in list_kinds(VERBS_PACKAGE):
             return None
-        module = importlib.import_module(f"{PACKAGE}.{name}")
+        module = importlib.import_module(f"{VERBS_PACKAGE}.{name}")
         if hasattr(module, "COMMANDS"):
             return _build_sub_verbs(name, module)
         # Without rich's markup click formats the help, and asks `format_commands`; `_run` tells
@@ -66,16 +66,16 @@ class VerbGroup(TyperGroup):
             raise OutputClosedError from error
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and args[0] not in list_kinds(PACKAGE):
+        if args and args[0] not in list_kinds(VERBS_PACKAGE):
             from phalanx.cli._spelling import suggest_verb
 
-            suggestion = did_you_mean(args[0], list_kinds(PACKAGE)) or suggest_verb(args[0])
+            suggestion = did_you_mean(args[0], list_kinds(VERBS_PACKAGE)) or suggest_verb(args[0])
             raise UsageMistake("; ".join(filter(None, [f"no verb {args[0]!r}", suggestion])))
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Verbs"):
-            formatter.write_dl([(name, help_line(name)) for name in list_kinds(PACKAGE)])
+            formatter.write_dl([(name, help_line(name)) for name in list_kinds(VERBS_PACKAGE)])
 
 
 class SubVerbGroup(TyperGroup):
@@ -98,8 +98,8 @@ class SubVerbGroup(TyperGroup):
 
 
 def _build_sub_verbs(name: str, module: Any) -> Any:
-    """A verb whose module has `COMMANDS` (functions by name) and `EXAMPLES` (a line of help for
-    each)."""
+    """A verb whose module has `COMMANDS` (functions by name) and `EXAMPLE_OF_COMMAND` (a line of
+    help for each)."""
     app = typer.Typer(
         cls=SubVerbGroup,
         no_args_is_help=True,
@@ -110,7 +110,7 @@ def _build_sub_verbs(name: str, module: Any) -> Any:
     # The callback does nothing: it carries the help of the group.
     app.callback(help=module.__doc__, epilog=module.EXAMPLE)(lambda: None)
     for sub_verb, function in module.COMMANDS.items():
-        app.command(name=sub_verb, epilog=module.EXAMPLES[sub_verb])(function)
+        app.command(name=sub_verb, epilog=module.EXAMPLE_OF_COMMAND[sub_verb])(function)
     group = typer.main.get_group(app)
     group.name = name
     return group
@@ -139,7 +139,7 @@ def build_app() -> Any:
     """The command group of `phalanx`."""
     app = typer.Typer(
         cls=VerbGroup,
-        epilog=TRY,
+        epilog=TRY_IT_EPILOG,
         no_args_is_help=True,
         add_completion=True,
         rich_markup_mode=None,

@@ -12,8 +12,8 @@ from phalanx.core.errors import UsageError, did_you_mean
 from phalanx.core.registry import is_foreign
 
 # "job.toml" is no key, but a file that is not there.
-_KEY = re.compile(r"[A-Za-z_]+\.(?!toml$)[A-Za-z_]+")
-_OVERRIDE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*=")
+_JOB_KEY_PATTERN = re.compile(r"[A-Za-z_]+\.(?!toml$)[A-Za-z_]+")
+_OVERRIDE_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*=")
 
 
 def split_arguments(
@@ -22,7 +22,7 @@ def split_arguments(
     """(job file or None, overrides). Raises UsageError (exit 2) for a second file."""
     files, overrides = [], []
     for argument in arguments:
-        if _OVERRIDE.match(argument):
+        if _OVERRIDE_PATTERN.match(argument):
             overrides.append(argument)
         else:
             files.append(argument)
@@ -53,7 +53,7 @@ def _refuse_misspelt(word: str) -> None:
     if ending != ".toml" and difflib.get_close_matches(ending, [".toml"], cutoff=0.7):
         suggestion = did_you_mean(word, sorted(path.name for path in Path().glob("*.toml")))
         raise UsageError(f"{word!r}: no such job file", fix=suggestion or "phalanx init writes one")
-    if _KEY.fullmatch(word):
+    if _JOB_KEY_PATTERN.fullmatch(word):
         raise UsageError(
             f"{word!r}: neither a job file nor an override", fix=f"an override is {word}=VALUE"
         )

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from phalanx.checkpoint.exchange.import_weights import ImportResult
-from phalanx.checkpoint.exchange.importing import MODEL_TOML
+from phalanx.checkpoint.exchange.importing import MODEL_TOML_FILE_NAME
 from phalanx.checkpoint.reading.listing import CheckpointEntry, CheckpointListing
 from phalanx.checkpoint.reading.verify import CheckpointVerification
 from phalanx.checkpoint.writing.prune_run import PruneResult
@@ -86,8 +86,8 @@ def print_import(result: ImportResult, *, source: str, out: str) -> None:
     print_line(f"wrote   {result.checkpoint}")
     if result.model_toml is not None:
         print_line(
-            f"train   phalanx train {Path(out) / MODEL_TOML} data.source=...   (starts from these"
-            " weights)"
+            f"train   phalanx train {Path(out) / MODEL_TOML_FILE_NAME} data.source=..."
+            "   (starts from these weights)"
         )
     else:
         print_line(f"train   set model.init_from={out} beside your own model.kind")

@@ -18,7 +18,7 @@ from typing import Any
 import typer
 
 SCHEMA_FILE = Path(__file__).parents[1] / "job" / "job.schema.json"
-MAX_RUNS = 50
+MAX_COMPLETED_RUNS = 50
 
 Candidates = list[tuple[str, str]]  # what is offered, and its words
 
@@ -54,7 +54,7 @@ def complete_run(incomplete: str) -> Candidates:
         for path in _directory_entries(directory):
             if (path / "job.json").is_file() and str(path).startswith(incomplete):
                 runs.append(str(path))
-    return [(path, "") for path in sorted(runs)[:MAX_RUNS]]
+    return [(path, "") for path in sorted(runs)[:MAX_COMPLETED_RUNS]]
 
 
 def _key_before_the_cursor(context: typer.Context) -> str | None:

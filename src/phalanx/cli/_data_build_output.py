@@ -14,7 +14,7 @@ from phalanx.data.train_tokenizer import TrainedTokenizer, TrainingProgress
 from phalanx.report.dataset_page import describe_left_out
 from phalanx.run.next_command import format_next_command
 
-SMALL_BYTES = 50_000  # fewer are told one by one
+MIN_SHOWN_UNIT_BYTES = 50_000  # fewer are told one by one
 
 
 class BuildDisplay:
@@ -121,6 +121,6 @@ def _describe_speed(speed: BuildSpeed, tokenizer_kind: str) -> str:
 
 
 def _format_megabytes(num_bytes: int) -> str:
-    if num_bytes < SMALL_BYTES:
+    if num_bytes < MIN_SHOWN_UNIT_BYTES:
         return plural(num_bytes, "byte")
     return f"{num_bytes / 1e6:,.1f} MB"

@@ -11,8 +11,8 @@ from phalanx.data.stats import DatasetStats, LengthBin
 from phalanx.data.verification import DatasetVerification
 from phalanx.report.dataset_page import format_quantile, format_range
 
-BAR_CELLS = 40
-_EIGHTHS = " ▏▎▍▌▋▊▉"
+BAR_WIDTH_CELLS = 40
+_BAR_EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 def print_dataset_verdict(result: DatasetVerification) -> None:
@@ -84,19 +84,19 @@ def _histogram_lines(bins: tuple[LengthBin, ...], fancy: bool) -> list[str]:
     lines = []
     for label, bin in zip(labels, bins, strict=True):
         bar = draw_bar(bin.num_documents / most, fancy=fancy)
-        lines.append(f"  {label:>{width}}  {bar:<{BAR_CELLS}} {bin.num_documents:,}")
+        lines.append(f"  {label:>{width}}  {bar:<{BAR_WIDTH_CELLS}} {bin.num_documents:,}")
     return lines
 
 
 def draw_bar(part: float, *, fancy: bool = True) -> str:
-    """A bar as wide as `part` (0 to 1) of BAR_CELLS, to an eighth of a cell; any part above 0
+    """A bar as wide as `part` (0 to 1) of BAR_WIDTH_CELLS, to an eighth of a cell; any part above 0
     shows.
     """
-    eighths = max(round(part * BAR_CELLS * 8), 1 if part > 0 else 0)
+    eighths = max(round(part * BAR_WIDTH_CELLS * 8), 1 if part > 0 else 0)
     if not fancy:
         # Rounded up, so that any part above 0 shows here, too.
         return "#" * -(-eighths // 8)
     full_cells, rest = divmod(eighths, 8)
     if not rest:
         return "█" * full_cells
-    return "█" * full_cells + _EIGHTHS[rest]
+    return "█" * full_cells + _BAR_EIGHTHS[rest]

@@ -14,8 +14,8 @@ from phalanx.job.schema import Job
 from phalanx.job.toml import format_toml_value
 from phalanx.run.explain import ExplainedValue, explain_job, format_explained_json
 
-MAX_VALUE = 44  # characters; --json has all of them
-_COLOURS = {
+MAX_VALUE_CHARS = 44  # characters; --json has all of them
+_COLOUR_OF_ORIGIN = {
     "file": "32",
     "run": "32",
     "override": "33",
@@ -46,7 +46,7 @@ def format_explained_lines(explained: Sequence[ExplainedValue], *, colour: bool)
             why = f"  {shorten_to_line(one.why, 120)}"
         else:
             padded = padded.rstrip()
-        painted = _add_colours(padded, _COLOURS[one.origin], colour)
+        painted = _add_colours(padded, _COLOUR_OF_ORIGIN[one.origin], colour)
         lines.append(f"{name:<{name_width}}  {painted}{why}")
     return lines
 
@@ -55,7 +55,7 @@ def _format_value(value: Any) -> str:
     # TOML has no word for it.
     if value is None:
         return "none"
-    return shorten_to_line(format_toml_value(value), MAX_VALUE)
+    return shorten_to_line(format_toml_value(value), MAX_VALUE_CHARS)
 
 
 def _add_colours(text: str, code: str, colour: bool) -> str:

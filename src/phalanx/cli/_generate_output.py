@@ -10,7 +10,7 @@ from phalanx.core.units import format_seconds, plural
 from phalanx.run.trained.generate import GeneratedText, GenerationResult, TextGenerator
 
 # What a decoder gives for bytes of a letter that is not complete yet.
-INCOMPLETE = "\ufffd"
+REPLACEMENT_CHARACTER = "\ufffd"
 
 
 class TextPrinter:
@@ -35,7 +35,7 @@ class TextPrinter:
             )
         decoded = self._generator.decode(text)
         if not text.has_ended:
-            decoded = decoded.rstrip(INCOMPLETE)
+            decoded = decoded.rstrip(REPLACEMENT_CHARACTER)
         _write_text(_remove_controls(decoded[self._num_printed :]))
         # Never back: what is printed stays, should more tokens decode to fewer letters.
         self._num_printed = max(self._num_printed, len(decoded))

@@ -15,14 +15,14 @@ from phalanx.core.errors import PhalanxError
 from phalanx.core.secrets import Redactor
 from phalanx.core.terminal import print_document
 
-VERSION = 1
+JSON_SCHEMA_VERSION = 1
 
 
 def print_json(kind: str, facts: Mapping[str, Any], *, indent: int | None = None) -> None:
     """One object with `"schema": "phalanx.KIND/1"` first; NaN and infinities become null,
     secrets `***`."""
     body = Redactor(os.environ).redact_value(
-        _replace_nonfinite({"schema": f"phalanx.{kind}/{VERSION}", **facts})
+        _replace_nonfinite({"schema": f"phalanx.{kind}/{JSON_SCHEMA_VERSION}", **facts})
     )
     # Not print, whose filter would shorten long lines.
     print_document(json.dumps(body, indent=indent, allow_nan=False, ensure_ascii=False))

@@ -15,9 +15,9 @@ from phalanx.core.units import format_seconds
 from phalanx.observe.console import QuietStream
 from phalanx.observe.screen import open_screen
 
-REDRAW_S = 0.1
+REDRAW_INTERVAL_S = 0.1
 # Short work says nothing before its summary.
-LINE_S = 5.0
+PROGRESS_LINE_INTERVAL_S = 5.0
 
 
 class ProgressLine:
@@ -26,7 +26,11 @@ class ProgressLine:
     """
 
     def __init__(
-        self, verb: str, *, is_terminal: bool | None = None, line_s: float = LINE_S
+        self,
+        verb: str,
+        *,
+        is_terminal: bool | None = None,
+        line_s: float = PROGRESS_LINE_INTERVAL_S,
     ) -> None:
         self._verb, self._line_s = verb, line_s
         self._stream = QuietStream(sys.stderr)
@@ -50,7 +54,7 @@ class ProgressLine:
         measure.
         """
         now = time.monotonic()
-        if now - self._told_s < (REDRAW_S if self._is_terminal else self._line_s):
+        if now - self._told_s < (REDRAW_INTERVAL_S if self._is_terminal else self._line_s):
             return
         self._told_s = now
         words = instead or self._describe_progress(

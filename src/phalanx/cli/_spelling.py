@@ -15,7 +15,7 @@ from phalanx.job.key_aliases import OTHER_NAMES, OTHER_OPTIONS
 from phalanx.job.key_suggestions import suggest_key
 
 # Verbs of other tools, and words for what ours do.
-OTHER_VERBS: Mapping[str, str] = {
+VERB_ALIASES: Mapping[str, str] = {
     **dict.fromkeys(("fit", "run", "pretrain", "finetune", "start", "sft", "torchrun"), "train"),
     **dict.fromkeys(("resume", "continue"), "train --resume RUN"),
     **dict.fromkeys(("evaluate", "validate", "test", "perplexity", "score", "lm_eval"), "eval"),
@@ -29,7 +29,7 @@ OTHER_VERBS: Mapping[str, str] = {
     **dict.fromkeys(("tokenize", "tokenizer", "preprocess", "build", "prepare"), "data"),
     **dict.fromkeys(("show", "watch", "view", "plot", "page"), "report"),
 }
-SOURCE_ENDINGS = (
+DATA_SOURCE_SUFFIXES = (
     *(".txt", ".md", ".npy", ".bin", ".idx", ".jsonl", ".ndjson", ".parquet", ".arrow"),
     *(".feather", ".csv", ".json.gz", ".jsonl.gz", ".jsonl.zst", ".gz", ".zst", ".py"),
     *(".text", ".html"),
@@ -78,7 +78,7 @@ def _value_of_unknown_option(option: str, arguments: Sequence[str]) -> str:
 
 def suggest_verb(word: str) -> str:
     """'did you mean "train"?' for another tool's verb, or for what is an argument of ours."""
-    if instead := OTHER_VERBS.get(word.lower()):
+    if instead := VERB_ALIASES.get(word.lower()):
         return f'did you mean "{instead}"?'
     if "=" in word or word.endswith(".toml") or os.path.exists(word):
         return f"did you mean phalanx train {word}?"
@@ -93,7 +93,7 @@ def refuse_other_files(word: str) -> None:
     if path.is_dir():
         problem, fix = _describe_directory(path, word)
     elif path.is_file():
-        if path.name.lower().endswith(SOURCE_ENDINGS):
+        if path.name.lower().endswith(DATA_SOURCE_SUFFIXES):
             problem, fix = "is data, not a job file", f"write data.source={word}"
     elif word.startswith("hf:") or (
         ":" in word and "/" not in word and word.replace(":", "").replace(".", "").isidentifier()

@@ -13,7 +13,7 @@ from phalanx.verify.result import VerifyResult
 from phalanx.verify.row import DTYPES, Row
 
 # In this order.
-ERRORS = (
+ERROR_COLUMNS = (
     "loss",
     "norm",
     "gradient",
@@ -26,7 +26,7 @@ ERRORS = (
 
 
 # Rows are printed as they come: where nobody redraws, a line now and then says when the last will.
-PROGRESS_LINE_S = 30.0
+VERIFY_PROGRESS_INTERVAL_S = 30.0
 
 
 def show_row_progress(line: ProgressLine, progress: VerifyProgress) -> None:
@@ -104,7 +104,9 @@ def describe_row(row: Row) -> list[str]:
     if row.crashed:
         crash = ["        " + line for line in row.crashed.split("\n")]
         return [f"CRASHED {row.layout:<34} {row.dtype}", *crash]
-    errors = "  ".join(f"{name} {row.errors[name]:.0e}" for name in ERRORS if name in row.errors)
+    errors = "  ".join(
+        f"{name} {row.errors[name]:.0e}" for name in ERROR_COLUMNS if name in row.errors
+    )
     allowed = f"{row.tolerance:.0e}"
     lines = [
         f"{_format_verdict(row)} {row.layout:<34} {row.dtype}  {errors}  (allowed {allowed},"

@@ -12,7 +12,7 @@ import typer
 from phalanx.cli._options import BestOption, JsonOption
 
 EXAMPLE = "Example: phalanx checkpoint ls runs/train-20260101-120000"
-EXAMPLES = {
+EXAMPLE_OF_COMMAND = {
     "ls": "Example: phalanx checkpoint ls runs/train-20260101-120000",
     "verify": "Example: phalanx checkpoint verify runs/train-20260101-120000/checkpoints/step-400",
     "diff": "Example: phalanx checkpoint diff runs/a runs/b/checkpoints/step-400",
@@ -25,15 +25,17 @@ EXAMPLES = {
 }
 
 # As Hugging Face counts the size of a shard, not 2**30.
-GB = 10**9
+GB_BYTES = 10**9
 
-Location = Annotated[
+CheckpointLocationArgument = Annotated[
     str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run's directory, or one checkpoint's.")
 ]
-RunDir = Annotated[str, typer.Argument(metavar="RUN", help="A run's directory.")]
+RunDirArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run's directory.")]
 
 
-def list_checkpoints_command(location: Location, as_json: JsonOption = False) -> int:
+def list_checkpoints_command(
+    location: CheckpointLocationArgument, as_json: JsonOption = False
+) -> int:
     """List the checkpoints of a run, oldest first."""
     # Here, as in all verbs, and not above: `--help` waits for no import.
     from phalanx.checkpoint.reading.listing import list_checkpoints
@@ -56,7 +58,7 @@ def list_checkpoints_command(location: Location, as_json: JsonOption = False) ->
 
 
 def verify_command(
-    location: Location,
+    location: CheckpointLocationArgument,
     all_of_them: Annotated[
         bool, typer.Option("--all", help="Every checkpoint of the run, not only the newest.")
     ] = False,
@@ -129,7 +131,7 @@ def diff_command(
 
 
 def prune_command(
-    run: RunDir,
+    run: RunDirArgument,
     keep_last: Annotated[int, typer.Option(min=1, metavar="K", help="Keep the last K.")],
     keep_every: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Keep the first of each N steps, too.")
@@ -156,7 +158,7 @@ def prune_command(
 
 
 def export_command(
-    location: Location,
+    location: CheckpointLocationArgument,
     out: Annotated[str, typer.Option(metavar="DIR", help="A directory that is not there yet.")],
     form: Annotated[
         str, typer.Option("--format", metavar="FORMAT", help="hf: what transformers opens.")
@@ -189,7 +191,7 @@ def export_command(
                 location,
                 out,
                 dtype=dtype,
-                shard_bytes=max(1, int(shard_gb * GB)),
+                shard_bytes=max(1, int(shard_gb * GB_BYTES)),
                 best=best,
                 progress=line.update,
             )

@@ -11,7 +11,7 @@ import typer
 from phalanx.cli._options import JsonOption
 
 EXAMPLE = "Example: phalanx data build texts/ --out tokens"
-EXAMPLES = {
+EXAMPLE_OF_COMMAND = {
     "build": (
         "Example: phalanx data build books/ web-*.jsonl.gz --tokenizer tokenizer.json --out tokens"
     ),
@@ -21,23 +21,23 @@ EXAMPLES = {
     "ledger": "Example: phalanx data ledger runs/train-20260101-120000",
 }
 
-Inputs = Annotated[
+InputPathsArgument = Annotated[
     list[str],
     typer.Argument(
         metavar="INPUT...",
         help='Files, folders or patterns of text, JSONL, Parquet and Arrow; or "stdlib".',
     ),
 ]
-Column = Annotated[
+TextColumnOption = Annotated[
     str, typer.Option(metavar="NAME", help="The field of JSONL rows, or the column, with the text.")
 ]
-DatasetDir = Annotated[
+DatasetDirArgument = Annotated[
     str, typer.Argument(metavar="DIR", help="A folder that phalanx data build wrote.")
 ]
 
 
 def build_command(
-    inputs: Inputs,
+    inputs: InputPathsArgument,
     out: Annotated[
         str, typer.Option(metavar="DIR", help="Where the dataset goes: a new or empty folder.")
     ],
@@ -47,7 +47,7 @@ def build_command(
             metavar="bytes|FILE", help="A Hugging Face tokenizer.json, or a folder with one."
         ),
     ] = "bytes",
-    column: Column = "text",
+    column: TextColumnOption = "text",
     workers: Annotated[
         int | None,
         typer.Option(
@@ -103,12 +103,12 @@ def build_command(
 
 
 def tokenizer_command(
-    inputs: Inputs,
+    inputs: InputPathsArgument,
     vocab_size: Annotated[int, typer.Option(metavar="N", help="How many tokens; 257 at least.")],
     out: Annotated[
         str, typer.Option(metavar="DIR|FILE", help="A name that ends with .json, or a folder.")
     ],
-    column: Column = "text",
+    column: TextColumnOption = "text",
     max_mb: Annotated[
         int | None,
         typer.Option(min=1, metavar="N", help="Learn from about N MB, spread over the inputs."),
@@ -142,7 +142,7 @@ def tokenizer_command(
     return 0
 
 
-def verify_data_command(dataset: DatasetDir, as_json: JsonOption = False) -> int:
+def verify_data_command(dataset: DatasetDirArgument, as_json: JsonOption = False) -> int:
     """Read every shard and compare it with its checksums; exit code 4 if anything is wrong."""
     import sys
 
@@ -171,7 +171,7 @@ def verify_data_command(dataset: DatasetDir, as_json: JsonOption = False) -> int
 
 
 def stats_command(
-    dataset: DatasetDir,
+    dataset: DatasetDirArgument,
     page: Annotated[
         str | None, typer.Option(metavar="FILE.html", help="Write the pictures as a page, too.")
     ] = None,

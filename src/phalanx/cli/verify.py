@@ -115,7 +115,7 @@ def print_verification(
     from phalanx.cli._launched import refuse_launcher
     from phalanx.cli._progress import ProgressLine
     from phalanx.cli._verify_table import (
-        PROGRESS_LINE_S,
+        VERIFY_PROGRESS_INTERVAL_S,
         RowPrinter,
         describe_stop,
         show_row_progress,
@@ -128,7 +128,7 @@ def print_verification(
     printer = RowPrinter(as_json=as_json)
     with (
         print_errors_as_json(as_json),
-        ProgressLine("judging", line_s=PROGRESS_LINE_S) as line,
+        ProgressLine("judging", line_s=VERIFY_PROGRESS_INTERVAL_S) as line,
     ):
         if run is not None:
             suspected = _load_suspected(run, arguments, model, as_json=as_json)

@@ -17,7 +17,7 @@ IGNORE_INDEX = -100
 # What text needs: 256 byte values and the end of a document.
 BYTE_VOCAB_SIZE = 257
 # Between the names of a nested entry.
-LEVELS = "."
+NESTED_KEY_SEPARATOR = "."
 
 Value = TypeVar("Value")
 
@@ -44,7 +44,7 @@ def _flatten_entries(name: str, value: Any, of_tensors: bool) -> Iterator[tuple[
         yield name, value
         return
     for key, inner in levels:
-        yield from _flatten_entries(f"{name}{LEVELS}{key}", inner, of_tensors)
+        yield from _flatten_entries(f"{name}{NESTED_KEY_SEPARATOR}{key}", inner, of_tensors)
 
 
 def _is_nested(values: Sequence[Any]) -> bool:
@@ -65,7 +65,7 @@ def unflatten_entry(batch: Mapping[str, Value], key: str) -> Any:
         return batch[key]
     inside: dict[str, Value] = {}
     for name, value in batch.items():
-        if name.startswith(f"{key}{LEVELS}"):
+        if name.startswith(f"{key}{NESTED_KEY_SEPARATOR}"):
             inside[name[len(key) + 1 :]] = value
     if not inside:
         raise KeyError(key)
@@ -79,4 +79,4 @@ def unflatten_entry(batch: Mapping[str, Value], key: str) -> Any:
 def list_outermost_names(batch: Mapping[str, Any]) -> Sequence[str]:
     """The outermost names of a flat batch."""
     # A dict, not a set: names keep their order.
-    return list(dict.fromkeys(name.partition(LEVELS)[0] for name in batch))
+    return list(dict.fromkeys(name.partition(NESTED_KEY_SEPARATOR)[0] for name in batch))

@@ -55,13 +55,13 @@ class BlockSizes:
             assert size is None or size >= 1, f"{field.name} is {size}"
 
 
-_in_force = BlockSizes()
+_current_block_sizes = BlockSizes()
 
 
 def get_block_sizes() -> BlockSizes:
     """The sizes in force. Read where a loop begins: an import or a default argument would keep
     those of another moment."""
-    return _in_force
+    return _current_block_sizes
 
 
 @contextmanager
@@ -71,12 +71,12 @@ def use_block_sizes(sizes: BlockSizes) -> Iterator[None]:
     Models must be built inside, too: buckets are cut when a model is parallelized.
     """
     # A variable of the process and not of the context: backwards run in threads of autograd.
-    global _in_force
-    before, _in_force = _in_force, sizes
+    global _current_block_sizes
+    before, _current_block_sizes = _current_block_sizes, sizes
     try:
         yield
     finally:
-        _in_force = before
+        _current_block_sizes = before
 
 
 def shrink_block_sizes() -> BlockSizes:

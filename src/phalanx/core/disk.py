@@ -13,9 +13,9 @@ import stat
 from pathlib import Path
 from typing import Any, Protocol
 
-from phalanx.core.files import CREATE, fsync_directory, open_descriptor
+from phalanx.core.files import CREATE_FLAGS, fsync_directory, open_descriptor
 
-_BUFFER_BYTES = 1 << 20
+_COPY_BUFFER_BYTES = 1 << 20
 
 
 class DiskFile(Protocol):
@@ -57,8 +57,8 @@ class Disk:
 
 class _RealFile:
     def __init__(self, path: Path) -> None:
-        fd = open_descriptor(path, CREATE)
-        self._file = io.BufferedWriter(io.FileIO(fd, "w"), _BUFFER_BYTES)
+        fd = open_descriptor(path, CREATE_FLAGS)
+        self._file = io.BufferedWriter(io.FileIO(fd, "w"), _COPY_BUFFER_BYTES)
 
     def write(self, data: bytes | memoryview) -> None:
         self._file.write(data)

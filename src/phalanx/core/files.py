@@ -19,22 +19,22 @@ from phalanx.core.library_errors import LIBRARIES, find_os_error
 # How large a file of each kind may be before it is read into memory: ten times what anybody has
 # seen, and no more.
 # What a run keeps of itself: job.json, plan.json, config.json and the like.
-JSON_BYTES = 64 * 2**20
+MAX_JSON_BYTES = 64 * 2**20
 # Manifests of checkpoints and datasets: some 2 million pieces or shards.
-MANIFEST_BYTES = 512 * 2**20
-TOKENIZER_BYTES = 256 * 2**20
+MAX_MANIFEST_BYTES = 512 * 2**20
+MAX_TOKENIZER_BYTES = 256 * 2**20
 # One event.
-LINE_BYTES = 16 * 2**20
+MAX_LINE_BYTES = 16 * 2**20
 
-CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+APPEND_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
 
-SAFE_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+SAFE_NAME_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 def require_file_name(name: str, kind: str) -> str:
     """Return `name` if it can be a file name; raise UsageError otherwise."""
-    if not SAFE_NAME.fullmatch(name) or name in (".", ".."):
+    if not SAFE_NAME_PATTERN.fullmatch(name) or name in (".", ".."):
         raise UsageError(
             f"{kind} {name!r} is not a usable name", fix="use letters, digits, '.', '_' and '-'"
         )
@@ -96,7 +96,7 @@ def append_regular(path: Path | str) -> BinaryIO:
     whoever continues a run; nor is a link followed: what it leads to is no log of ours.
     """
     # O_APPEND: several processes may write to one log, and none over another's lines.
-    return open(open_descriptor(path, APPEND), "a+b")
+    return open(open_descriptor(path, APPEND_FLAGS), "a+b")
 
 
 def create_regular(path: Path, *, buffering: int = -1) -> BinaryIO:
@@ -109,7 +109,7 @@ def create_regular(path: Path, *, buffering: int = -1) -> BinaryIO:
     with suppress(FileNotFoundError):
         # The open below makes a new file then: other names of the old one keep its content.
         os.unlink(path)
-    return open(open_descriptor(path, CREATE), "wb", buffering=buffering)
+    return open(open_descriptor(path, CREATE_FLAGS), "wb", buffering=buffering)
 
 
 def open_descriptor(path: Path | str, flags: int) -> int:
@@ -135,7 +135,7 @@ def open_descriptor(path: Path | str, flags: int) -> int:
     return fd
 
 
-def read_regular(path: Path | str, most_bytes: int = JSON_BYTES) -> bytes:
+def read_regular(path: Path | str, most_bytes: int = MAX_JSON_BYTES) -> bytes:
     """All of a regular file. Raises OSError for anything else, and for more than `most_bytes`."""
     with open_regular(path) as file:
         num_bytes = os.fstat(file.fileno()).st_size
@@ -151,22 +151,23 @@ def read_regular(path: Path | str, most_bytes: int = JSON_BYTES) -> bytes:
 
 
 # What stands for a line that is longer than an event can be. No JSON begins with it.
-OVERLONG = b"\0"
+OVERLONG_LINE = b"\0"
 
 
 def read_bounded_lines(file: BinaryIO) -> Iterator[bytes]:
     """The lines from where `file` stands.
 
-    In place of one that is longer than an event can be comes `OVERLONG`, with its newline if it has
+    In place of one that is longer than an event can be comes `OVERLONG_LINE`, with its newline if
+    it has
     one: whoever reads counts it as what no event is, and goes on behind it. A line without an end
     (a file may be any size) is given up: nothing more is read.
     """
-    while line := file.readline(LINE_BYTES):
-        if len(line) == LINE_BYTES and not line.endswith(b"\n"):
+    while line := file.readline(MAX_LINE_BYTES):
+        if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
             if not skip_line(file):
-                yield OVERLONG
+                yield OVERLONG_LINE
                 return
-            line = OVERLONG + b"\n"
+            line = OVERLONG_LINE + b"\n"
         yield line
 
 
@@ -215,7 +216,7 @@ def require_regular(mode: int, path: Path | str) -> None:
     raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
 
 
-def read_json(path: Path, most_bytes: int = JSON_BYTES) -> Any:
+def read_json(path: Path, most_bytes: int = MAX_JSON_BYTES) -> Any:
     """The value in a regular file of JSON.
 
     Raises OSError for what cannot be read, ValueError for what is no JSON.
@@ -232,12 +233,12 @@ def parse_json(text: bytes | str) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
+_NOT_WRITABLE_ERRNOS = (errno.EACCES, errno.EPERM, errno.EROFS)
 # What a disk says when it will not do what any other disk would: no fault of a name, a format or a
 # program.
-REFUSALS_THAT_LAST = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
+PERMANENT_WRITE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
 # The rest may pass: an NFS server may come back.
-REFUSALS = (*REFUSALS_THAT_LAST, errno.ESTALE, errno.ENODEV, errno.ENXIO)
+WRITE_FAILURE_ERRNOS = (*PERMANENT_WRITE_ERRNOS, errno.ESTALE, errno.ENODEV, errno.ENXIO)
 
 
 def _codes_of_this_system(*names: str) -> tuple[int, ...]:
@@ -247,17 +248,17 @@ def _codes_of_this_system(*names: str) -> tuple[int, ...]:
 
 # What only a failing disk or file server says when it is read: of a file that is missing or damaged
 # it says otherwise.
-READ_REFUSALS = _codes_of_this_system(
+READ_FAILURE_ERRNOS = _codes_of_this_system(
     *("EIO", "ESTALE", "ENODEV", "ENXIO", "EUCLEAN", "EBADMSG"),
     *("EREMOTEIO", "ETIMEDOUT", "ENOTCONN"),
 )
-_OURS = __name__.partition(".")[0]
+_PACKAGE_NAME = __name__.partition(".")[0]
 
 _FEW_INODES, _ROOM_BYTES = 16, 64 * 2**20
 
 # Folders in which verbs keep what they need for a while: only TMPDIR says where they are.
 SCRATCH_PREFIX = "phalanx-scratch-"
-_SCRATCH = re.compile(rf"{SCRATCH_PREFIX}\w+-\w{{8}}")
+_SCRATCH_NAME_PATTERN = re.compile(rf"{SCRATCH_PREFIX}\w+-\w{{8}}")
 
 
 def suggest_fix_for_os_error(
@@ -276,9 +277,9 @@ def suggest_fix_for_os_error(
         return "free space there"
     if error.errno == errno.EFBIG:
         return "raise the limit on the size of files (ulimit -f)"
-    if error.errno in _NOT_WRITABLE:
+    if error.errno in _NOT_WRITABLE_ERRNOS:
         return f"make it writable, or choose another {setting}"
-    if error.errno in REFUSALS or error.errno in READ_REFUSALS:
+    if error.errno in WRITE_FAILURE_ERRNOS or error.errno in READ_FAILURE_ERRNOS:
         return f"look at the disk (dmesg), or choose another {setting}"
     return None
 
@@ -294,7 +295,7 @@ def build_resource_error(
     summary = f"failed while {doing}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         summary = f"no space left while {doing}"
-    elif error.errno in _NOT_WRITABLE:
+    elif error.errno in _NOT_WRITABLE_ERRNOS:
         summary = f"not writable while {doing}"
     return ResourceError(
         summary, where=str(path), why=reason, fix=suggest_fix_for_os_error(error, path, place=place)
@@ -305,7 +306,7 @@ def find_disk_problem(
     error: BaseException,
     doing: str,
     *,
-    refusals: Collection[int] = REFUSALS,
+    refusals: Collection[int] = WRITE_FAILURE_ERRNOS,
     run_dir: Path | None = None,
     where: Path | None = None,
 ) -> PhalanxError | None:
@@ -343,7 +344,7 @@ def _is_raised_by_us(error: BaseException) -> bool:
         if home not in sys.stdlib_module_names and home not in LIBRARIES:
             innermost = home
         trace = trace.tb_next
-    return innermost == _OURS
+    return innermost == _PACKAGE_NAME
 
 
 def _is_about_file_inside(directory: Path | None, error: BaseException) -> bool:
@@ -356,7 +357,7 @@ def _is_about_file_inside(directory: Path | None, error: BaseException) -> bool:
 
 def _is_in_scratch_directory(path: Path) -> bool:
     """True for a path inside a folder that a verb made where temporary files go."""
-    return any(map(_SCRATCH.fullmatch, path.parts))
+    return any(map(_SCRATCH_NAME_PATTERN.fullmatch, path.parts))
 
 
 def _has_no_inodes(path: Path) -> bool:

@@ -1,9 +1,9 @@
 """Ranks that a launcher started: what torchrun, Slurm, Open MPI and PMI say in the environment, in
 torch's words.
 
-The order is `ORDER`: torch's own RANK first, for whoever sets it means it; then torchrun's
-arguments as variables (PET_), Slurm, Open MPI, PMI. Each set is read whole or refused by the name
-of the variable that is missing or does not fit.
+The order is `LAUNCHER_READERS`: torch's own RANK first, for whoever sets it means it; then
+torchrun's arguments as variables (PET_), Slurm, Open MPI, PMI. Each set is read whole or refused by
+the name of the variable that is missing or does not fit.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from phalanx.core.launch_variables import (
     require_in_range,
     require_integer,
 )
-from phalanx.core.slurm import SLURM_SIZES, read_slurm, read_slurm_nodes
+from phalanx.core.slurm import SLURM_WORLD_SIZE_VARIABLES, read_slurm, read_slurm_nodes
 
-TORCH_VARIABLES = (
+TORCHRUN_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
     "LOCAL_RANK",
@@ -36,11 +36,11 @@ TORCH_VARIABLES = (
     "MASTER_PORT",
 )
 # A variable: our own supervisor, nobody else, started this rank.
-SUPERVISED = "PHALANX_SUPERVISED"
+SUPERVISED_VARIABLE = "PHALANX_SUPERVISED"
 # Of variables that describe ranks.
-PREFIXES = ("PET_", "SLURM_", "OMPI_COMM_WORLD_", "PMI_", "MPI_LOCAL")
+LAUNCHER_VARIABLE_PREFIXES = ("PET_", "SLURM_", "OMPI_COMM_WORLD_", "PMI_", "MPI_LOCAL")
 # torchrun's, where nothing tells one job of a machine from another.
-USUAL_PORT = 29_500
+DEFAULT_MASTER_PORT = 29_500
 
 
 def adopt_launched_rank(environ: MutableMapping[str, str]) -> LaunchedRank | None:
@@ -60,11 +60,11 @@ def adopt_launched_rank(environ: MutableMapping[str, str]) -> LaunchedRank | Non
 
 
 def find_launched_rank(environ: Mapping[str, str]) -> LaunchedRank | None:
-    """The rank that variables other than torch's describe: the first of `ORDER` that has more
-    than one rank."""
+    """The rank that variables other than torch's describe: the first of `LAUNCHER_READERS` that has
+    more than one rank."""
     if get_stripped_variable(environ, "RANK") or get_stripped_variable(environ, "WORLD_SIZE"):
         return None
-    for read in ORDER:
+    for read in LAUNCHER_READERS:
         rank = read(environ)
         if rank is not None and rank.world_size > 1:
             return rank
@@ -113,7 +113,7 @@ def _read_torchrun_arguments(environ: Mapping[str, str]) -> LaunchedRank | None:
             fix="set it to the host of node rank 0",
         )
     port = read_port(environ, "PET_MASTER_PORT") or read_port(environ, "MASTER_PORT")
-    port = port or int(port_text or USUAL_PORT)
+    port = port or int(port_text or DEFAULT_MASTER_PORT)
     words = f"{size} nodes with one rank each; rank 0 at {address}:{port}"
     return LaunchedRank("torchrun's PET_ variables", rank, size, 0, 1, address, port, words)
 
@@ -175,7 +175,7 @@ def _build_mpi_rank(
             fix="set it to the host of rank 0 on every rank (mpirun -x MASTER_ADDR=HOST)",
         )
     job = get_stripped_variable(environ, find_first_set(environ, job_names))
-    derived = USUAL_PORT
+    derived = DEFAULT_MASTER_PORT
     if job:
         # Every rank of the job comes to the same one, and another job of the machine to another.
         derived = FIRST_PORT + int(hashlib.sha256(job.encode()).hexdigest()[:8], 16) % NUM_PORTS
@@ -204,11 +204,17 @@ def _read_mpirun_in_slurm(environ: Mapping[str, str]) -> LaunchedRank | None:
     if not get_stripped_variable(environ, "OMPI_COMM_WORLD_RANK"):
         return None
     size = read_integer(environ, "OMPI_COMM_WORLD_SIZE")
-    if size is None or not find_first_set(environ, SLURM_SIZES):
+    if size is None or not find_first_set(environ, SLURM_WORLD_SIZE_VARIABLES):
         return None
     if size == read_integer(environ, "SLURM_NTASKS"):
         return None
     return _read_open_mpi(environ)
 
 
-ORDER = (_read_torchrun_arguments, _read_mpirun_in_slurm, read_slurm, _read_open_mpi, _read_pmi)
+LAUNCHER_READERS = (
+    _read_torchrun_arguments,
+    _read_mpirun_in_slurm,
+    read_slurm,
+    _read_open_mpi,
+    _read_pmi,
+)

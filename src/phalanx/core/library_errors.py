@@ -11,15 +11,17 @@ from collections.abc import Collection
 LIBRARIES = ("numpy", "pyarrow", "safetensors", "tokenizers", "torch")
 
 # "No space left on device (os error 28)" of Rust, "... Detail: [errno 28] ..." of Arrow
-_NUMBER = re.compile(r"\b(?:os error|errno) (\d+)\b", re.IGNORECASE)
+_ERRNO_PATTERN = re.compile(r"\b(?:os error|errno) (\d+)\b", re.IGNORECASE)
 # A network says "Input/output error", too: of torch's errors only those that are about a file count
 # for such a code.
-_OF_DISKS_ALONE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
-_OF_A_FILE = re.compile(r"\bfd \d+ failed with|\bstrerror\b")
-_PATH = re.compile(r'\bat path "([^"]+)"')
+_DISK_ONLY_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+_FILE_ERROR_PATTERN = re.compile(r"\bfd \d+ failed with|\bstrerror\b")
+_PATH_PATTERN = re.compile(r'\bat path "([^"]+)"')
 # A write that ended early, by the words of numpy's tofile and of torch.save: neither asks the
 # system for the reason.
-_CUT_SHORT = re.compile(r"^\d+ requested and \d+ written$|\bunexpected pos \d+ vs \d+")
+_TRUNCATED_WRITE_PATTERN = re.compile(
+    r"^\d+ requested and \d+ written$|\bunexpected pos \d+ vs \d+"
+)
 
 
 def find_os_error(error: BaseException, codes: Collection[int]) -> OSError | None:
@@ -33,13 +35,15 @@ def find_os_error(error: BaseException, codes: Collection[int]) -> OSError | Non
         return None
     lines = [line.strip() for line in _error_text(error).splitlines()]
     for line in lines:
-        is_of_disk = not isinstance(error, RuntimeError) or _OF_A_FILE.search(line) is not None
+        is_of_disk = (
+            not isinstance(error, RuntimeError) or _FILE_ERROR_PATTERN.search(line) is not None
+        )
         for code in codes:
-            if (is_of_disk or code in _OF_DISKS_ALONE) and _error_codes_in_text(line, code):
-                path = _PATH.search(line)
+            if (is_of_disk or code in _DISK_ONLY_ERRNOS) and _error_codes_in_text(line, code):
+                path = _PATH_PATTERN.search(line)
                 return OSError(code, os.strerror(code), path and path[1])
     for line in lines:
-        if _CUT_SHORT.search(line):
+        if _TRUNCATED_WRITE_PATTERN.search(line):
             return OSError(line)
     return None
 
@@ -58,7 +62,9 @@ def _may_hold_os_error(error: BaseException) -> bool:
 
 
 def _error_codes_in_text(line: str, code: int) -> bool:
-    return os.strerror(code) in line or any(int(number) == code for number in _NUMBER.findall(line))
+    return os.strerror(code) in line or any(
+        int(number) == code for number in _ERRNO_PATTERN.findall(line)
+    )
 
 
 def _error_text(error: BaseException) -> str:

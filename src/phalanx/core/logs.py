@@ -19,7 +19,7 @@ from phalanx.core.spellings import SecretSpellings, build_secret_spellings
 
 # Windows overlap by more than a spelling of a secret can have: one that lies in two is found.
 _WINDOW_BYTES, _OVERLAP_BYTES = 1 << 20, 1 << 16
-_NO_LINE_END = re.compile(r"[^\n]")
+_NOT_NEWLINE_PATTERN = re.compile(r"[^\n]")
 
 
 def redirect_output(path: Path, redactor: Redactor) -> None:
@@ -133,7 +133,7 @@ def _blank_out_spellings(content: mmap.mmap, known: SecretSpellings, first: int)
             text = window[span_start:span_end].decode("latin-1")
             for start, end in known.spans(text):
                 # Lines stay lines.
-                stars = _NO_LINE_END.sub("*", text[start:end])
+                stars = _NOT_NEWLINE_PATTERN.sub("*", text[start:end])
                 content[window_start + span_start + start : window_start + span_start + end] = (
                     stars.encode()
                 )

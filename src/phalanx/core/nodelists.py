@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_NUMBER_RANGE_PATTERN = re.compile(r"(\d+)(?:-(\d+))?")
 # An IPv6 address with its zone, too.
-_HOST_CHARACTERS = re.compile(r"[A-Za-z0-9._:%-]*")
+_HOST_NAME_PATTERN = re.compile(r"[A-Za-z0-9._:%-]*")
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def _parse_pattern(pattern: str) -> tuple[tuple[str | _NumberRange, ...], ...]:
     for index, part in enumerate(re.split(r"[\[\]]", pattern.strip())):
         if index % 2:
             parts.append(tuple(_parse_range(word) for word in part.split(",")))
-        elif _HOST_CHARACTERS.fullmatch(part):
+        elif _HOST_NAME_PATTERN.fullmatch(part):
             parts.append((part,))
         else:
             raise ValueError(f"{part!r} is not part of a host's name")
@@ -99,7 +99,7 @@ def _parse_pattern(pattern: str) -> tuple[tuple[str | _NumberRange, ...], ...]:
 
 
 def _parse_range(word: str) -> _NumberRange:
-    match = _RANGE.fullmatch(word.strip())
+    match = _NUMBER_RANGE_PATTERN.fullmatch(word.strip())
     if match is None or len(word) > 40:
         raise ValueError(f"{word!r} is not a range of numbers")
     low, high = int(match[1]), int(match[2] or match[1])

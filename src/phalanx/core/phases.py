@@ -40,10 +40,10 @@ PHASES = (
     "ckpt_load",
 )
 
-Listener = Callable[[int, str], None]
+PhaseListener = Callable[[int, str], None]
 
 # In a loop that is not the trainer's nobody takes the seconds of marks: they must not pile up.
-_MOST_QUEUED = 4096
+_MAX_QUEUED_MARKS = 4096
 
 
 class PhaseClock(Protocol):
@@ -166,10 +166,10 @@ class PhaseTimer:
     def __init__(
         self,
         black_box: BlackBox | None = None,
-        listeners: tuple[Listener, ...] = (),
+        listeners: tuple[PhaseListener, ...] = (),
         clock: PhaseClock | None = None,
         *,
-        of_training: tuple[Listener, ...] = (),
+        of_training: tuple[PhaseListener, ...] = (),
     ) -> None:
         self.step = 0
         self.clock: PhaseClock = clock or HostClock()
@@ -287,7 +287,7 @@ class PhaseTimer:
     def _charge(self, now: Any) -> None:
         """To the innermost phase, what has passed since the last mark."""
         self._queued.append((self._stack[-1][0], self._since, now))
-        if not self.clock.is_late or len(self._queued) >= _MOST_QUEUED:
+        if not self.clock.is_late or len(self._queued) >= _MAX_QUEUED_MARKS:
             self._convert_marks_to_seconds()
 
     def _convert_marks_to_seconds(self, *, wait: bool = False) -> None:

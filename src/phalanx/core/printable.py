@@ -6,12 +6,12 @@ import re
 import unicodedata
 
 # Marks of direction, embedded and isolated: what follows one could be shown in another order.
-TURNS_AROUND = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+BIDI_CONTROLS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 # More of one line tells nobody anything, and scrolls away what does.
 MAX_LINE_CHARS = 8192
 # At the end our own lines say what to do.
-_KEPT_OF_THE_END = MAX_LINE_CHARS // 4
-_RAW_CONTROLS = re.compile(f"[\x7f-\x9f\u2028\u2029{TURNS_AROUND}\ud800-\udfff]")
+_KEPT_TAIL_CHARS = MAX_LINE_CHARS // 4
+_CONTROL_CHARACTERS_PATTERN = re.compile(f"[\x7f-\x9f\u2028\u2029{BIDI_CONTROLS}\ud800-\udfff]")
 
 
 def printable(text: str, limit: int = 2000) -> str:
@@ -40,13 +40,13 @@ def printable_text(text: str) -> str:
 def escape_controls(text: str) -> str:
     """JSON (or TOML) of the same value, with everything in its strings escaped that a terminal
     could obey."""
-    return _RAW_CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+    return _CONTROL_CHARACTERS_PATTERN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def _printable_line(line: str) -> str:
     num_more = len(line) - MAX_LINE_CHARS
     if num_more > 0:
-        head, tail = line[: MAX_LINE_CHARS - _KEPT_OF_THE_END], line[-_KEPT_OF_THE_END:]
+        head, tail = line[: MAX_LINE_CHARS - _KEPT_TAIL_CHARS], line[-_KEPT_TAIL_CHARS:]
         line = f"{head} … {num_more:,} characters … {tail}"
     return "\t".join(_replace_controls(part) for part in line.split("\t"))
 
@@ -65,4 +65,4 @@ def _is_harmless(letter: str) -> bool:
     if letter.isprintable():
         return True
     # Blanks, joiners and icons of private fonts are not "printable" to Python.
-    return unicodedata.category(letter) in ("Zs", "Cf", "Co") and letter not in TURNS_AROUND
+    return unicodedata.category(letter) in ("Zs", "Cf", "Co") and letter not in BIDI_CONTROLS

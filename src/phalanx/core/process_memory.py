@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from phalanx.core.units import KIB
 
 # Where the kernel's mark cannot be set back.
-SAMPLE_S = 0.005
-_FIELDS = (b"VmHWM:", b"RssAnon:", b"RssFile:", b"RssShmem:")
+SAMPLE_INTERVAL_S = 0.005
+_PROC_STATUS_FIELDS = (b"VmHWM:", b"RssAnon:", b"RssFile:", b"RssShmem:")
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class ProcessMemory:
         try:
             # The file has some 1.5 KiB: one read gets all of it, from one moment.
             text = os.pread(self._status, 8192, 0)
-            return ResidentMemory(*(_read_kib_field(text, name) for name in _FIELDS))
+            return ResidentMemory(*(_read_kib_field(text, name) for name in _PROC_STATUS_FIELDS))
         except (OSError, ValueError):
             return None
 
@@ -124,7 +124,7 @@ def _read_kib_field(text: bytes, name: bytes) -> int:
 class PeriodicSampler:
     """Calls `look` every few milliseconds in a thread: for peaks that the kernel does not keep."""
 
-    def __init__(self, look: Callable[[], object], period_s: float = SAMPLE_S) -> None:
+    def __init__(self, look: Callable[[], object], period_s: float = SAMPLE_INTERVAL_S) -> None:
         self._look, self._period_s = look, period_s
         self._ended = threading.Event()
         # A daemon: a rank that ends by an error does not wait for it.

@@ -14,7 +14,7 @@ from typing import Any
 
 from phalanx.core.errors import EnvironmentProblem, LayoutError, UsageError, did_you_mean
 
-_local = threading.local()
+_thread_local = threading.local()
 
 
 def list_kinds(package: str) -> list[str]:
@@ -56,12 +56,12 @@ def is_foreign(kind: str | None) -> bool:
 
 def import_user_module(name: str) -> ModuleType:
     """Import a module of the user's, in which nothing may call `refuse_while_importing`."""
-    before = getattr(_local, "importing", "")
-    _local.importing = name
+    before = getattr(_thread_local, "importing", "")
+    _thread_local.importing = name
     try:
         return importlib.import_module(name)
     finally:
-        _local.importing = before
+        _thread_local.importing = before
 
 
 def refuse_while_importing(verb: str) -> None:
@@ -70,7 +70,7 @@ def refuse_while_importing(verb: str) -> None:
     Each process that needs the module imports it: a script that trains as it is imported would
     start processes without end.
     """
-    name = getattr(_local, "importing", "")
+    name = getattr(_thread_local, "importing", "")
     if name:
         raise UsageError(
             f"{verb} is called while phalanx imports {name!r} to reach what is in it",

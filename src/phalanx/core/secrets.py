@@ -14,7 +14,12 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from phalanx.core.spellings import HIDDEN, MIN_LENGTH, SecretSpellings, build_secret_spellings
+from phalanx.core.spellings import (
+    MIN_SECRET_CHARS,
+    REDACTED_TEXT,
+    SecretSpellings,
+    build_secret_spellings,
+)
 from phalanx.core.url_secrets import (
     Span,
     find_parameter_spans,
@@ -22,22 +27,26 @@ from phalanx.core.url_secrets import (
     looks_like_random_text,
 )
 
-_ENDINGS = (
+_SECRET_NAME_ENDINGS = (
     *("KEY", "KEYS", "TOKEN", "SECRET", "SECRETS", "PASSWORD", "PASSWORDS", "PASSWD", "PASSPHRASE"),
     *("CREDENTIAL", "CREDENTIALS", "WEBHOOK"),
 )
-_WORDS = frozenset(("PASS", "AUTH", "AUTHORIZATION", "BEARER", "COOKIE", "JWT", "PAT", "DSN"))
+_SECRET_NAME_WORDS = frozenset(
+    ("PASS", "AUTH", "AUTHORIZATION", "BEARER", "COOKIE", "JWT", "PAT", "DSN")
+)
 # TOKEN_FILE says where a secret lies, and is none.
-_PLACES = frozenset(("FILE", "PATH", "DIR", "SOCK", "NAME"))
+_PATH_NAME_WORDS = frozenset(("FILE", "PATH", "DIR", "SOCK", "NAME"))
 # The folder that a shell is in, and was in.
-_SHELLS_OWN = frozenset(("PWD", "OLDPWD"))
-_CONNECTIONS = frozenset(("CONNECTIONSTRING", "CONNSTR"))
+_WORKING_DIR_VARIABLES = frozenset(("PWD", "OLDPWD"))
+_CONNECTION_STRING_NAMES = frozenset(("CONNECTIONSTRING", "CONNSTR"))
 # In the arguments of a model "pad_token" and "num_key_heads" are ordinary: there, these words need
 # company or a value that looks like a key.
-_AMBIGUOUS = frozenset(("KEY", "KEYS", "TOKEN", *_WORDS))
-_COMPANY = frozenset(("API", "ACCESS", "ACCOUNT", "AUTH", "BEARER", "PRIVATE", "SECRET", "REFRESH"))
+_AMBIGUOUS_NAME_WORDS = frozenset(("KEY", "KEYS", "TOKEN", *_SECRET_NAME_WORDS))
+_SECRET_NAME_QUALIFIERS = frozenset(
+    ("API", "ACCESS", "ACCOUNT", "AUTH", "BEARER", "PRIVATE", "SECRET", "REFRESH")
+)
 # In a query these hold secrets, whatever they hold elsewhere.
-_IN_QUERIES = frozenset(("TOKEN", "SIG", "SIGNATURE", "PWD"))
+_SECRET_QUERY_PARAMETERS = frozenset(("TOKEN", "SIG", "SIGNATURE", "PWD"))
 
 
 class Redactor:
@@ -78,7 +87,7 @@ def _hide_secrets(text: str, known: SecretSpellings) -> str:
     text = known.hide(text)
     # From the end on, so that the places of those before stay right.
     for start, end in reversed(find_secret_spans_by_place(text)):
-        text = text[:start] + HIDDEN + text[end:]
+        text = text[:start] + REDACTED_TEXT + text[end:]
     return text
 
 
@@ -97,7 +106,7 @@ def find_secret_spans_by_place(text: str) -> list[Span]:
 
 def _is_secret_in_query(name: str, value: str) -> bool:
     words = _split_name_into_words(name)
-    if words and (words[-1] in _IN_QUERIES or words[-1].endswith("SIGNATURE")):
+    if words and (words[-1] in _SECRET_QUERY_PARAMETERS or words[-1].endswith("SIGNATURE")):
         return True
     return _is_certainly_secret_name(name) or (
         is_secret_name(name) and looks_like_random_text(value)
@@ -113,7 +122,7 @@ def find_secret_values(environ: Mapping[str, str]) -> dict[str, tuple[str, ...]]
     secrets_by_name: dict[str, tuple[str, ...]] = {}
     for name, value in environ.items():
         # A short value would be found, and hidden, in ordinary words.
-        if len(value) < MIN_LENGTH:
+        if len(value) < MIN_SECRET_CHARS:
             continue
         parts = []
         if is_secret_name(name) and not _is_path_variable(value):
@@ -123,7 +132,7 @@ def find_secret_values(environ: Mapping[str, str]) -> dict[str, tuple[str, ...]]
             spans += find_parameter_spans(value, _is_secret_in_query, anywhere=True)
         parts += [value[start:end] for start, end in spans]
         # Without repetitions: a value of one line is a line of it, too.
-        if secrets := tuple(dict.fromkeys(part for part in parts if len(part) >= MIN_LENGTH)):
+        if secrets := tuple(dict.fromkeys(part for part in parts if len(part) >= MIN_SECRET_CHARS)):
             secrets_by_name[name] = secrets
     return secrets_by_name
 
@@ -139,11 +148,11 @@ def is_secret_name(name: str) -> bool:
     """True for names like WANDB_API_KEY, hf_token, MYSQL_PWD; not for KEY_FILE,
     TOKENIZERS_PARALLELISM or PWD."""
     words = _split_name_into_words(name)
-    if not words or words[-1] in _PLACES:
+    if not words or words[-1] in _PATH_NAME_WORDS:
         return False
     return (
-        any(word.endswith(_ENDINGS) or word in _WORDS for word in words)
-        or ("".join(words) not in _SHELLS_OWN and words[-1].endswith("PWD"))
+        any(word.endswith(_SECRET_NAME_ENDINGS) or word in _SECRET_NAME_WORDS for word in words)
+        or ("".join(words) not in _WORKING_DIR_VARIABLES and words[-1].endswith("PWD"))
         or _is_connection(name)
     )
 
@@ -151,7 +160,7 @@ def is_secret_name(name: str) -> bool:
 def _is_connection(name: str) -> bool:
     """True for AZURE_STORAGE_CONNECTION_STRING: several settings in one value, secrets among
     them."""
-    return "".join(_split_name_into_words(name)).endswith(tuple(_CONNECTIONS))
+    return "".join(_split_name_into_words(name)).endswith(tuple(_CONNECTION_STRING_NAMES))
 
 
 def describe_secret_problem(name: str, value: str, environ: Mapping[str, str]) -> str | None:
@@ -187,10 +196,11 @@ def _is_certainly_secret_name(name: str) -> bool:
     *before, last = _split_name_into_words(name)
     if last == "PWD":
         return bool(before) and (*before, last) != ("OLD", "PWD")
-    if last in _AMBIGUOUS:
-        return bool(before) and before[-1] in _COMPANY
-    return last.endswith(_ENDINGS) and (
-        not last.endswith(("TOKEN", "KEY", "KEYS")) or last.startswith(tuple(_COMPANY))
+    if last in _AMBIGUOUS_NAME_WORDS:
+        return bool(before) and before[-1] in _SECRET_NAME_QUALIFIERS
+    return last.endswith(_SECRET_NAME_ENDINGS) and (
+        not last.endswith(("TOKEN", "KEY", "KEYS"))
+        or last.startswith(tuple(_SECRET_NAME_QUALIFIERS))
     )
 
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-ATTRIBUTE = "shard_rules"  # of a module: pattern -> rule
+SHARD_RULES_ATTRIBUTE = "shard_rules"  # of a module: pattern -> rule
 ModuleFactory = TypeVar("ModuleFactory", bound=Callable[..., Any])
 
 
@@ -25,13 +25,21 @@ def shard_rules(rules: Mapping[str, str]) -> Callable[[ModuleFactory], ModuleFac
 
     def decorate(factory: ModuleFactory) -> ModuleFactory:
         if isinstance(factory, type):
-            setattr(factory, ATTRIBUTE, {**getattr(factory, ATTRIBUTE, {}), **written})
+            setattr(
+                factory,
+                SHARD_RULES_ATTRIBUTE,
+                {**getattr(factory, SHARD_RULES_ATTRIBUTE, {}), **written},
+            )
             return factory
 
         @functools.wraps(factory)
         def build(*args: Any, **kwargs: Any) -> Any:
             module = factory(*args, **kwargs)
-            setattr(module, ATTRIBUTE, {**written, **(getattr(module, ATTRIBUTE, None) or {})})
+            setattr(
+                module,
+                SHARD_RULES_ATTRIBUTE,
+                {**written, **(getattr(module, SHARD_RULES_ATTRIBUTE, None) or {})},
+            )
             return module
 
         return build  # type: ignore[return-value]

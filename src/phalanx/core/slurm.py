@@ -20,7 +20,7 @@ from phalanx.core.nodelists import NodeList, parse_nodelist, parse_tasks_per_nod
 from phalanx.core.units import plural
 
 # Above it are numbers of Slurm's own steps: batch script, salloc's shell, extern.
-LARGEST_RANK_STEP = 0xFFFF0000
+MAX_RANK_STEP_ID = 0xFFFF0000
 
 
 def read_slurm(environ: Mapping[str, str]) -> LaunchedRank | None:
@@ -30,7 +30,7 @@ def read_slurm(environ: Mapping[str, str]) -> LaunchedRank | None:
     """
     if not _is_task_of_srun(environ):
         return None
-    size_name = find_first_set(environ, SLURM_SIZES)
+    size_name = find_first_set(environ, SLURM_WORLD_SIZE_VARIABLES)
     if not size_name:
         raise EnvironmentProblem(
             "SLURM_PROCID is set and SLURM_NTASKS is not",
@@ -81,38 +81,40 @@ def _describe_tasks(size: int, job: int | None, nodes: NodeList | None) -> str:
     return words
 
 
-SLURM_SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
-_OF_STEPS = (
+SLURM_WORLD_SIZE_VARIABLES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+_STEP_ONLY_VARIABLES = (
     "SLURM_STEP_ID",
     "SLURM_STEPID",
     "SLURM_STEP_NODELIST",
     "SLURM_STEP_NUM_TASKS",
     "SLURM_SRUN_COMM_HOST",
 )
-_OF_BATCH_SCRIPTS = ("SLURM_SUBMIT_DIR", "SLURM_SUBMIT_HOST")
+_BATCH_SCRIPT_VARIABLES = ("SLURM_SUBMIT_DIR", "SLURM_SUBMIT_HOST")
 
 
 def _is_task_of_srun(environ: Mapping[str, str]) -> bool:
     """A batch script has SLURM_PROCID=0 and SLURM_NTASKS, too; srun alone sets variables of its
     step."""
-    if _read_step(environ) > LARGEST_RANK_STEP:
+    if _read_step(environ) > MAX_RANK_STEP_ID:
         return False
     rank = read_integer(environ, "SLURM_PROCID")
     if rank is None:
         _refuse_step_without_rank(environ)
         return False
-    if rank != 0 or find_first_set(environ, _OF_STEPS):
+    if rank != 0 or find_first_set(environ, _STEP_ONLY_VARIABLES):
         return True
-    return environ.get("ENVIRONMENT") != "BATCH" and not find_first_set(environ, _OF_BATCH_SCRIPTS)
+    return environ.get("ENVIRONMENT") != "BATCH" and not find_first_set(
+        environ, _BATCH_SCRIPT_VARIABLES
+    )
 
 
 def _refuse_step_without_rank(environ: Mapping[str, str]) -> None:
     """Raise EnvironmentProblem where variables speak of a step of several tasks, and none of this
     one's rank."""
-    present = find_first_set(environ, (*_OF_STEPS, "SLURM_LOCALID"))
+    present = find_first_set(environ, (*_STEP_ONLY_VARIABLES, "SLURM_LOCALID"))
     if not present:
         return
-    is_alone = all(read_integer(environ, name) in (None, 1) for name in SLURM_SIZES)
+    is_alone = all(read_integer(environ, name) in (None, 1) for name in SLURM_WORLD_SIZE_VARIABLES)
     if not is_alone:
         raise EnvironmentProblem(
             f"{present} is set and SLURM_PROCID is not",

@@ -25,20 +25,20 @@ from phalanx.core.url_secrets import looks_like_random_text
 if TYPE_CHECKING:
     import numpy as np
 
-HIDDEN = "***"
+REDACTED_TEXT = "***"
 # "1", "true" or "disabled" in place of a key must not blank out ordinary words.
-MIN_LENGTH = 8
+MIN_SECRET_CHARS = 8
 # Of a secret of 16 or more.
 PIECE_CHARS = 12
 # Of base64, where a secret is only a part of what was encoded.
 _ENCODED_CHARS = 10
-_WORD = re.compile(rf"[A-Za-z0-9_\-.+/=]{{{PIECE_CHARS},}}")
-_BREAK = r"(?:[ \t]*\\?\r?\n[ \t>|]*)?"
-_IN_BREAKS = b" \t\\\r\n>|"
+_LONG_WORD_PATTERN = re.compile(rf"[A-Za-z0-9_\-.+/=]{{{PIECE_CHARS},}}")
+_LINE_BREAK_REGEX = r"(?:[ \t]*\\?\r?\n[ \t>|]*)?"
+_LINE_BREAK_BYTES = b" \t\\\r\n>|"
 # half of the shortest spelling: each has one that begins at a multiple of it, wherever it lies
 _GRAM_BYTES = 4
 _HASH_FACTOR, _HASH_SHIFT = 2654435761, 12
-_ABOUT_A_BREAK = 96
+_LINE_BREAK_WINDOW_BYTES = 96
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class SecretSpellings:
         stretches = []
         for at in (np.flatnonzero(short) * _GRAM_BYTES).tolist():
             stretches.append((at - reach, at + reach))
-        reach += _ABOUT_A_BREAK
+        reach += _LINE_BREAK_WINDOW_BYTES
         for at in self._find_line_breaks(data):
             stretches.append((at - reach, at + reach))
         return _merge_spans(stretches)
@@ -87,14 +87,18 @@ class SecretSpellings:
 
     @cached_property
     def _known_joints(self) -> frozenset[bytes]:
-        return frozenset(_byte_grams(text.translate(None, _IN_BREAKS) for text in self.texts))
+        return frozenset(
+            _byte_grams(text.translate(None, _LINE_BREAK_BYTES) for text in self.texts)
+        )
 
     def _find_line_breaks(self, data: bytes) -> Iterator[int]:
         """Ends of lines across which a spelling may go on."""
         known, at = self._known_joints, data.find(b"\n")
         while at >= 0:
-            before = data[max(at - _ABOUT_A_BREAK, 0) : at].translate(None, _IN_BREAKS)[-3:]
-            after = data[at : at + _ABOUT_A_BREAK].translate(None, _IN_BREAKS)[:3]
+            before = data[max(at - _LINE_BREAK_WINDOW_BYTES, 0) : at].translate(
+                None, _LINE_BREAK_BYTES
+            )[-3:]
+            after = data[at : at + _LINE_BREAK_WINDOW_BYTES].translate(None, _LINE_BREAK_BYTES)[:3]
             if (
                 before[-2:] + after[:2] in known
                 or before[-1:] + after in known
@@ -104,14 +108,14 @@ class SecretSpellings:
             at = data.find(b"\n", at + 1)
 
     def hide(self, text: str) -> str:
-        """`text` with HIDDEN in place of every secret that is found in it."""
+        """`text` with REDACTED_TEXT in place of every secret that is found in it."""
         if self.unbroken is None:
             return text
-        text = self.unbroken.sub(HIDDEN, text)
+        text = self.unbroken.sub(REDACTED_TEXT, text)
         if "\n" in text and self.broken is not None:
-            text = self.broken.sub(HIDDEN, text)
+            text = self.broken.sub(REDACTED_TEXT, text)
         if self.pieces:
-            text = _WORD.sub(self._hide_pieces, text)
+            text = _LONG_WORD_PATTERN.sub(self._hide_pieces, text)
         return text
 
     def spans(self, text: str) -> Iterator[tuple[int, int]]:
@@ -123,14 +127,14 @@ class SecretSpellings:
                 yield match.span()
         if not self.pieces:
             return
-        for word in _WORD.finditer(text):
+        for word in _LONG_WORD_PATTERN.finditer(text):
             for start, end in self._find_piece_runs(word[0]):
                 yield word.start() + start, word.start() + end
 
     def _hide_pieces(self, match: re.Match[str]) -> str:
         word = match[0]
         for start, end in reversed(list(self._find_piece_runs(word))):
-            word = word[:start] + HIDDEN + word[end:]
+            word = word[:start] + REDACTED_TEXT + word[end:]
         return word
 
     def _find_piece_runs(self, word: str) -> Iterator[tuple[int, int]]:
@@ -157,7 +161,7 @@ def build_secret_spellings(groups: tuple[tuple[str, ...], ...]) -> SecretSpellin
     for secret in secrets:
         plain.update(_plain_forms(secret))
         encoded.update(_encode_in_all_ways(secret))
-    texts = {text for text in plain if len(text) >= MIN_LENGTH}
+    texts = {text for text in plain if len(text) >= MIN_SECRET_CHARS}
     texts |= {text for text in encoded if len(text) >= _ENCODED_CHARS}
     # The longest first: of two that begin alike a pattern takes the one that stands first in it.
     ordered = sorted(texts, key=lambda text: (-len(text), text))
@@ -168,7 +172,7 @@ def build_secret_spellings(groups: tuple[tuple[str, ...], ...]) -> SecretSpellin
         return SecretSpellings(None, None, frozenset(pieces))
     return SecretSpellings(
         re.compile("|".join(map(re.escape, ordered))),
-        re.compile("|".join(_BREAK.join(map(re.escape, text)) for text in ordered)),
+        re.compile("|".join(_LINE_BREAK_REGEX.join(map(re.escape, text)) for text in ordered)),
         frozenset(pieces),
         tuple(text.encode("latin-1") for text in ordered if max(text) <= "\xff"),
     )

@@ -16,11 +16,11 @@ from pathlib import Path
 
 # Each of them puts an object as a whole or not at all: that is what a checkpoint's manifest relies
 # on.
-OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "oci", "oss", "tos")
-DIRECTORIES = ("file", "local")
-MEMORY = "memory"
-_URL = re.compile(r"([a-z][a-z0-9+.-]*)://.+", re.DOTALL)
-_INSTEAD = "as s3://bucket/run-7; without it checkpoints are in the run's directory"
+OBJECT_STORE_PROTOCOLS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "oci", "oss", "tos")
+DIRECTORY_PROTOCOLS = ("file", "local")
+MEMORY_PROTOCOL = "memory"
+_URL_PATTERN = re.compile(r"([a-z][a-z0-9+.-]*)://.+", re.DOTALL)
+_URL_FIX = "as s3://bucket/run-7; without it checkpoints are in the run's directory"
 
 
 @dataclass(frozen=True)
@@ -38,20 +38,20 @@ def find_url_problem(url: str, *, in_job: bool = False) -> UrlProblem | None:
     """
     if "::" in url:
         return UrlProblem("is a chain of URLs", "give the store's own URL, without ::")
-    match = _URL.fullmatch(url)
+    match = _URL_PATTERN.fullmatch(url)
     if match is None:
-        return UrlProblem("is not a URL", _INSTEAD)
+        return UrlProblem("is not a URL", _URL_FIX)
     protocol = match[1]
-    if protocol in DIRECTORIES and local_directory(url) is None:
+    if protocol in DIRECTORY_PROTOCOLS and local_directory(url) is None:
         return UrlProblem("is not an absolute path", "as file:///data/run-7")
-    if protocol == MEMORY and in_job:
+    if protocol == MEMORY_PROTOCOL and in_job:
         return UrlProblem(
             "is memory of one process: the ranks would each save into their own, and it ends with"
             " them",
-            _INSTEAD,
+            _URL_FIX,
         )
-    if protocol not in (*OBJECT_STORES, *DIRECTORIES, MEMORY):
-        schemes = ", ".join(f"{name}://" for name in OBJECT_STORES)
+    if protocol not in (*OBJECT_STORE_PROTOCOLS, *DIRECTORY_PROTOCOLS, MEMORY_PROTOCOL):
+        schemes = ", ".join(f"{name}://" for name in OBJECT_STORE_PROTOCOLS)
         return UrlProblem(
             f"is of no store for checkpoints ({schemes})",
             "mount it, and give the directory: file:///...",
@@ -62,6 +62,11 @@ def find_url_problem(url: str, *, in_job: bool = False) -> UrlProblem | None:
 def local_directory(url: str) -> Path | None:
     """The directory that a file:// URL names, its path taken to the letter; None for other URLs."""
     protocol, slashes, path = url.partition("://")
-    if not slashes or protocol not in DIRECTORIES or not path.startswith("/") or "\0" in path:
+    if (
+        not slashes
+        or protocol not in DIRECTORY_PROTOCOLS
+        or not path.startswith("/")
+        or "\0" in path
+    ):
         return None
     return Path(os.path.normpath(path))

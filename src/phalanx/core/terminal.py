@@ -20,7 +20,7 @@ from typing import Any, TextIO, cast
 from phalanx.core.printable import escape_controls, printable_text
 from phalanx.core.secrets import Redactor
 
-_COLOUR = re.compile(r"(\x1b\[(?:0|1|2|3[0-7])m)")
+_COLOUR_CODE_PATTERN = re.compile(r"(\x1b\[(?:0|1|2|3[0-7])m)")
 
 
 class SafeStream:
@@ -108,7 +108,7 @@ def print_coloured(text: str) -> None:
     """Print lines in which our own colours stand, and nothing else that a terminal obeys."""
     redacted = Redactor(os.environ).redact_text(text)
     # With a group in the pattern, split gives text and colour in turn, text first.
-    parts = _COLOUR.split(redacted)
+    parts = _COLOUR_CODE_PATTERN.split(redacted)
     parts[::2] = map(printable_text, parts[::2])
     write_encoded(unwrap_stream(sys.stdout), "".join(parts) + "\n")
 

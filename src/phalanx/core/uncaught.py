@@ -22,12 +22,12 @@ from types import TracebackType
 from phalanx.core.errors import JobError, PhalanxError
 
 # A variable: show the traceback all the same.
-TRACEBACK = "PHALANX_TRACEBACK"
+TRACEBACK_VARIABLE = "PHALANX_TRACEBACK"
 # torchrun shows this file of a rank that failed.
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 # A marker this old is of ranks before these.
-STALE_S = 60.0
-_OURS = str(Path(__file__).parents[1])
+STALE_ERROR_FILE_S = 60.0
+_PACKAGE_DIR = str(Path(__file__).parents[1])
 
 
 def install_one_line_excepthook() -> None:
@@ -40,7 +40,7 @@ def _show_uncaught_error(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     is_interactive = hasattr(sys, "ps1") or sys.flags.interactive or sys.flags.inspect
-    if not isinstance(error, PhalanxError) or is_interactive or os.environ.get(TRACEBACK):
+    if not isinstance(error, PhalanxError) or is_interactive or os.environ.get(TRACEBACK_VARIABLE):
         sys.__excepthook__(kind, error, trace)
         return
     rank = os.environ.get("RANK", "0")
@@ -74,7 +74,7 @@ def find_user_code_line(trace: TracebackType | None) -> str:
     library_folders = ("site-packages", "/lib/python")
     for frame in reversed(traceback.extract_tb(trace)):
         # "<string>" and the like name no file that somebody could open.
-        if frame.filename.startswith((_OURS, "<")):
+        if frame.filename.startswith((_PACKAGE_DIR, "<")):
             continue
         if any(part in frame.filename for part in library_folders):
             continue
@@ -125,7 +125,7 @@ def _is_stale_marker(marker: Path) -> bool:
     except (OSError, ValueError):
         # No marker of ours.
         return True
-    return clock != identify_monotonic_clock() or not 0 <= age_s <= STALE_S
+    return clock != identify_monotonic_clock() or not 0 <= age_s <= STALE_ERROR_FILE_S
 
 
 def _report_marker_path(text: str) -> Path:
@@ -135,7 +135,7 @@ def _report_marker_path(text: str) -> Path:
 
     folder = Path(tempfile.gettempdir())
     # torchrun's error file lies in a folder for each rank, inside of one for all of an attempt.
-    parents = Path(os.environ.get(ERROR_FILE, "")).parents
+    parents = Path(os.environ.get(ERROR_FILE_VARIABLE, "")).parents
     if len(parents) > 2 and parents[1].is_dir():
         folder = parents[1]
     variables = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
@@ -145,7 +145,7 @@ def _report_marker_path(text: str) -> Path:
 
 def _write_torchrun_error_file(text: str) -> None:
     """torchrun's summary shows this line instead of a hint on how to get a traceback."""
-    path = os.environ.get(ERROR_FILE)
+    path = os.environ.get(ERROR_FILE_VARIABLE)
     if path:
         from phalanx.core.secrets import Redactor
 

@@ -11,28 +11,32 @@ IsSecret = Callable[[str, str], bool]
 Span = tuple[int, int]
 
 # Quotes and angle brackets end a URL in JSON, in code and in prose, and are not allowed in one.
-_USER = re.compile(r"://([^/\s:@\"'<>]*)(?::([^/\s\"'<>]+))?@(?=[^\s/@])")
-_PORT = re.compile(r"\d{1,5}(?:$|[,;)\]}])")  # http://host:80,me@home has none
-_PARAMETER = re.compile(r"(?:^|[?&;#\s])([A-Za-z][A-Za-z0-9_.\-$%]*)=([^&;#\s\"'<>]+)")
-_IN_URL = re.compile(r"[?&;#]([A-Za-z][A-Za-z0-9_.\-$%]*)=([^&;#\s\"'<>]+)")
-_PLACEHOLDER = re.compile(r"\$?\{.*\}|\$\w+|%\(\w+\)s|%s|\*+|\.\.\.")  # where code will put one
-_LOOKS_RANDOM = re.compile(r"(?=.*[0-9])(?=.*[A-Za-z])[A-Za-z0-9_\-.+/=]{16,}")
+_URL_CREDENTIALS_PATTERN = re.compile(r"://([^/\s:@\"'<>]*)(?::([^/\s\"'<>]+))?@(?=[^\s/@])")
+_PORT_PATTERN = re.compile(r"\d{1,5}(?:$|[,;)\]}])")  # http://host:80,me@home has none
+_QUERY_PARAMETER_PATTERN = re.compile(
+    r"(?:^|[?&;#\s])([A-Za-z][A-Za-z0-9_.\-$%]*)=([^&;#\s\"'<>]+)"
+)
+_URL_PARAMETER_PATTERN = re.compile(r"[?&;#]([A-Za-z][A-Za-z0-9_.\-$%]*)=([^&;#\s\"'<>]+)")
+_PLACEHOLDER_PATTERN = re.compile(
+    r"\$?\{.*\}|\$\w+|%\(\w+\)s|%s|\*+|\.\.\."
+)  # where code will put one
+_RANDOM_TEXT_PATTERN = re.compile(r"(?=.*[0-9])(?=.*[A-Za-z])[A-Za-z0-9_\-.+/=]{16,}")
 
 
 def looks_like_random_text(value: str) -> bool:
     """True for what nobody would type: 16 characters or more, letters and digits among them."""
-    return _LOOKS_RANDOM.fullmatch(value) is not None
+    return _RANDOM_TEXT_PATTERN.fullmatch(value) is not None
 
 
 def find_user_spans(text: str) -> Iterator[Span]:
     """The passwords of `scheme://user:password@host`, and users that look like a token."""
     if "://" not in text:
         return
-    for match in _USER.finditer(text):
+    for match in _URL_CREDENTIALS_PATTERN.finditer(text):
         user, password = match.group(1), match.group(2)
         if user and looks_like_random_text(user):
             yield match.span(1)
-        if password and not _PORT.match(password) and not is_placeholder(password):
+        if password and not _PORT_PATTERN.match(password) and not is_placeholder(password):
             yield match.span(2)
 
 
@@ -46,7 +50,7 @@ def find_parameter_spans(
     """
     if "=" not in text:
         return
-    pattern = _PARAMETER if anywhere else _IN_URL
+    pattern = _QUERY_PARAMETER_PATTERN if anywhere else _URL_PARAMETER_PATTERN
     for match in pattern.finditer(text):
         name, value = unquote(match.group(1)), match.group(2)
         if not is_placeholder(value) and is_secret(name, value):
@@ -55,4 +59,4 @@ def find_parameter_spans(
 
 def is_placeholder(value: str) -> bool:
     """True for `{password}`, `$PASSWORD`, `***`: code that is shown, or what was hidden already."""
-    return _PLACEHOLDER.fullmatch(value) is not None
+    return _PLACEHOLDER_PATTERN.fullmatch(value) is not None

@@ -18,7 +18,7 @@ from phalanx.core.cores import count_cores
 from phalanx.core.digest import find_differing_keys
 from phalanx.core.errors import DataError, ResourceError
 from phalanx.core.files import (
-    TOKENIZER_BYTES,
+    MAX_TOKENIZER_BYTES,
     build_resource_error,
     read_json,
     read_regular,
@@ -386,6 +386,6 @@ def _write_finished_dataset(
 def _copy_tokenizer(encoder: Tokenizer, name: str, out: Path) -> None:
     """The tokenizer goes with its tokens, and so does what says which token ends a document."""
     path = tokenizer_path(name)
-    write_bytes_atomic(out / TOKENIZER_FILE, read_regular(path, TOKENIZER_BYTES))
+    write_bytes_atomic(out / TOKENIZER_FILE, read_regular(path, MAX_TOKENIZER_BYTES))
     if encoder.end_name is not None:
         write_json_atomic(out / CONFIG_FILE, {"eos_token": encoder.end_name})

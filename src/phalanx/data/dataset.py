@@ -13,7 +13,7 @@ from typing import Any
 
 from phalanx.core.digest import digest
 from phalanx.core.errors import DataError, DataStorageError
-from phalanx.core.files import MANIFEST_BYTES, parse_json, read_regular, require_file_name
+from phalanx.core.files import MAX_MANIFEST_BYTES, parse_json, read_regular, require_file_name
 from phalanx.data.shards import DTYPES, Progress, Shard, ShardFacts, open_shard, verify_shard
 from phalanx.data.tokenizer import BYTES, TOKENIZER_FILE, Tokenizer, load_tokenizer
 from phalanx.data.unreadable import unreadable_data_error
@@ -263,7 +263,7 @@ def read_dataset_manifest(directory: Path) -> tuple[DatasetManifest, str]:
     """dataset.json and the digest of its bytes. Raises DataError."""
     path = directory / MANIFEST
     try:
-        content = read_regular(path, MANIFEST_BYTES)
+        content = read_regular(path, MAX_MANIFEST_BYTES)
         value = parse_json(content)
     except FileNotFoundError:
         if not directory.is_dir():

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from phalanx.core.digest import digest
 from phalanx.core.errors import DataError
-from phalanx.core.files import TOKENIZER_BYTES, read_json
+from phalanx.core.files import MAX_TOKENIZER_BYTES, read_json
 from phalanx.data.corpus import MANIFEST, Corpus, load_corpus
 from phalanx.data.dataset import TokenizerFacts, read_dataset_manifest
 from phalanx.data.token_sources import NO_TOKENIZER, find_token_source_kind
@@ -89,7 +89,7 @@ def find_run_tokenizer(run_dir: Path, owner: str) -> ModelTokenizer:
 def _facts_of_file(path: Path) -> TokenizerFacts | None:
     """The facts of a tokenizer file; None if it is no tokenizer: loading it says what is wrong."""
     try:
-        return TokenizerFacts("tokenizer.json", digest(read_json(path, TOKENIZER_BYTES)))
+        return TokenizerFacts("tokenizer.json", digest(read_json(path, MAX_TOKENIZER_BYTES)))
     except (OSError, ValueError):
         return None
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from phalanx.core.batch import BYTE_VOCAB_SIZE
 from phalanx.core.digest import digest
 from phalanx.core.errors import DataError
-from phalanx.core.files import TOKENIZER_BYTES, read_json, read_regular
+from phalanx.core.files import MAX_TOKENIZER_BYTES, read_json, read_regular
 from phalanx.core.registry import import_optional
 from phalanx.data.unreadable import unreadable_data_error
 
@@ -208,7 +208,7 @@ def tokenizer_path(name: str) -> Path:
 
 def _read_tokenizer_file(path: Path) -> bytes:
     try:
-        content = read_regular(path, TOKENIZER_BYTES)
+        content = read_regular(path, MAX_TOKENIZER_BYTES)
         if not isinstance(json.loads(content), dict):
             raise ValueError("it is JSON, but not an object")
     except OSError as error:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from phalanx.core.errors import DataError, DataStorageError
-from phalanx.core.files import READ_REFUSALS, suggest_fix_for_os_error
+from phalanx.core.files import READ_FAILURE_ERRNOS, suggest_fix_for_os_error
 
 
 def unreadable_data_error(
@@ -20,7 +20,7 @@ def unreadable_data_error(
     """The DataError that says that `where` cannot be read because of `error`; a DataStorageError
     if its disk fails."""
     why = why or error.strerror or str(error)
-    if error.errno not in READ_REFUSALS:
+    if error.errno not in READ_FAILURE_ERRNOS:
         return DataError(summary, where=str(where), why=why, fix=fix)
     return DataStorageError(
         summary,

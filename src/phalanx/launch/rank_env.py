@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from phalanx.core.cores import count_cores
 from phalanx.core.errors import EnvironmentProblem
 from phalanx.core.launch_variables import read_integer, read_port, require_in_range
-from phalanx.core.launchers import SUPERVISED, loopback_interface
+from phalanx.core.launchers import SUPERVISED_VARIABLE, loopback_interface
 
 # Set if the server runs with one thread without the user's wish: that is not for the ranks.
 SERVER_CHOSE_THREADS = "PHALANX_SERVER_CHOSE_THREADS"
@@ -49,7 +49,7 @@ def build_rank_variables(
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "GLOO_SOCKET_IFNAME": loopback,
         "PHALANX_ATTEMPT": str(ranks.attempt),
-        SUPERVISED: "1",
+        SUPERVISED_VARIABLE: "1",
     }
     if "NCCL_SOCKET_IFNAME" not in environ:
         variables["NCCL_SOCKET_IFNAME"] = loopback

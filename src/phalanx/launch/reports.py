@@ -14,7 +14,7 @@ from types import TracebackType
 
 from phalanx.core import registry
 from phalanx.core.errors import ExitCode, PhalanxError
-from phalanx.core.files import REFUSALS_THAT_LAST, find_disk_problem, write_json_atomic
+from phalanx.core.files import PERMANENT_WRITE_ERRNOS, find_disk_problem, write_json_atomic
 from phalanx.core.secrets import Redactor
 from phalanx.core.uncaught import find_user_code_line
 
@@ -68,7 +68,9 @@ def build_error_report(
     # Before `find_disk_problem` puts another error in its place: the traceback is of the first.
     lines = traceback.format_exception(type(error), error, _skip_machinery(error))
     code_place = redactor.redact_text(_escape_surrogates(find_user_code_line(error.__traceback__)))
-    error = find_disk_problem(error, doing, refusals=REFUSALS_THAT_LAST, run_dir=run_dir) or error
+    error = (
+        find_disk_problem(error, doing, refusals=PERMANENT_WRITE_ERRNOS, run_dir=run_dir) or error
+    )
     is_phalanx_error = isinstance(error, PhalanxError)
     message = redactor.redact_text(_error_text(error))
     name = type(error).__qualname__

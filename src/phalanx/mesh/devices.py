@@ -10,7 +10,7 @@ import torch
 
 from phalanx.core.cores import count_cores
 from phalanx.core.errors import EnvironmentProblem
-from phalanx.core.launchers import SUPERVISED
+from phalanx.core.launchers import SUPERVISED_VARIABLE
 from phalanx.mesh.malloc import return_freed_memory_to_system
 
 PIPELINE_VARIABLES = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
@@ -67,7 +67,7 @@ def choose_device(kind: str, local_rank: int) -> torch.device:
     if not torch.cuda.is_available():
         raise EnvironmentProblem("no CUDA device is available", fix="use cluster.device=cpu")
     count = torch.cuda.device_count()
-    if count == 1 and SUPERVISED not in os.environ:
+    if count == 1 and SUPERVISED_VARIABLE not in os.environ:
         # A launcher that shows each of its ranks the one GPU it may use.
         return torch.device("cuda", 0)
     if local_rank >= count:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from phalanx.core.shard_rules import ATTRIBUTE
+from phalanx.core.shard_rules import SHARD_RULES_ATTRIBUTE
 from phalanx.job.param_holder import ParamHolder
 from phalanx.mesh.logical import full_name
 
@@ -115,6 +115,6 @@ def read_shard_rules(module: nn.Module) -> dict[str, str]:
     rules names are relative to it, in the result to the module."""
     rules: dict[str, str] = {}
     for name, part in module.named_modules():
-        for pattern, text in (getattr(part, ATTRIBUTE, None) or {}).items():
+        for pattern, text in (getattr(part, SHARD_RULES_ATTRIBUTE, None) or {}).items():
             rules.setdefault(".".join(filter(None, (full_name(name), pattern))), text)
     return rules

@@ -11,7 +11,7 @@ import os
 from collections import deque
 from pathlib import Path
 
-from phalanx.core.files import APPEND, build_resource_error, open_descriptor
+from phalanx.core.files import APPEND_FLAGS, build_resource_error, open_descriptor
 
 MAX_KEPT_LINES = 2000  # in memory while the disk refuses them; then the oldest are dropped
 
@@ -23,7 +23,7 @@ class EventFile:
         """Raises ResourceError if the file cannot be opened: a run must be recorded."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = open_descriptor(path, APPEND)
+            self._fd = open_descriptor(path, APPEND_FLAGS)
         except OSError as error:
             raise build_resource_error(error, "opening the run's events", path) from None
         self.path = path

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from phalanx.core.files import OVERLONG, open_regular, read_bounded_lines, skip_line
+from phalanx.core.files import OVERLONG_LINE, open_regular, read_bounded_lines, skip_line
 from phalanx.observe.events import Envelope, Event, SteadyClock, parse_event_line
 from phalanx.observe.order import sort_events
 
@@ -212,7 +212,7 @@ class EventTail:
                 end = file.tell()
         except OSError:
             return []
-        if lines and lines[-1] == OVERLONG:
+        if lines and lines[-1] == OVERLONG_LINE:
             self._is_inside.add(name)
         elif lines and not lines[-1].endswith(b"\n"):
             # The line is torn: the next call begins with its first byte again.

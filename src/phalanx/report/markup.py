@@ -9,7 +9,7 @@ from html import escape
 from typing import Any
 from unicodedata import category
 
-from phalanx.core.printable import TURNS_AROUND
+from phalanx.core.printable import BIDI_CONTROLS
 
 VOID = frozenset({"meta", "link", "br", "input"})
 
@@ -84,7 +84,7 @@ def _remove_forbidden_characters(text: str) -> str:
 def _clean_character(letter: str) -> str:
     if letter in "\n\t":
         return letter
-    if category(letter) in ("Cc", "Cs") or letter in TURNS_AROUND:
+    if category(letter) in ("Cc", "Cs") or letter in BIDI_CONTROLS:
         return "�"
     return letter
 

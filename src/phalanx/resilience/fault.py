@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.core.digest import digest
-from phalanx.core.phases import Listener
+from phalanx.core.phases import PhaseListener
 from phalanx.core.registry import resolve_kind
 
 FAULTS = "phalanx.resilience.faults"
@@ -47,7 +47,7 @@ def parse_fault(text: str) -> Fault:
     return Fault(name, rank, step, target.get("phase"), resolve_kind(name, FAULTS, "inject"))
 
 
-def fault_listener(texts: Sequence[str], *, rank: int, run_dir: Path) -> Listener:
+def fault_listener(texts: Sequence[str], *, rank: int, run_dir: Path) -> PhaseListener:
     """A phase listener that injects each fault once per run: restarts must not meet it again.
 
     For several threads.

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from phalanx.checkpoint.ownership.run_lock import LOCK_NAME, RunLock, hold_run_lock
+from phalanx.checkpoint.ownership.run_lock import LOCK_FILE_NAME, RunLock, hold_run_lock
 from phalanx.core.errors import ResourceError, UsageError
 from phalanx.core.files import (
     build_resource_error,
@@ -33,7 +33,7 @@ def refuse_existing_run(run_dir: Path, *, resume: bool) -> None:
     to be resumed, and ResourceError for a name that no file system takes.
     """
     try:
-        is_locked, is_run = (run_dir / LOCK_NAME).exists(), (run_dir / JOB_FILE).exists()
+        is_locked, is_run = (run_dir / LOCK_FILE_NAME).exists(), (run_dir / JOB_FILE).exists()
     except OSError as error:
         raise build_resource_error(error, "opening the run directory", run_dir) from None
     if is_locked:

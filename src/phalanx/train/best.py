@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.checkpoint.best import BEST, read_best_step, record_best_step
+from phalanx.checkpoint.best import BEST_FILE_NAME, read_best_step, record_best_step
 from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.core.errors import CheckpointError
 from phalanx.job.schema import Job
@@ -52,10 +52,14 @@ class BestRecorder:
                 checkpoint=self._checkpoint_url_elsewhere(self._storage, step),
             )
         except CheckpointError as error:
-            self._bus.emit(CheckpointFailed(step, BEST, str(error), training_goes_on=True))
+            self._bus.emit(
+                CheckpointFailed(step, BEST_FILE_NAME, str(error), training_goes_on=True)
+            )
         except OSError as error:
             self._bus.emit(
-                CheckpointFailed(step, BEST, error.strerror or str(error), training_goes_on=True)
+                CheckpointFailed(
+                    step, BEST_FILE_NAME, error.strerror or str(error), training_goes_on=True
+                )
             )
 
     def _checkpoint_url_elsewhere(self, storage: RunStorage, step: int) -> str | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from phalanx.checkpoint.manifest import OPTIMIZER, REDUCTION
+from phalanx.checkpoint.manifest import COMPRESSION_TENSOR_PREFIX, OPTIMIZER_TENSOR_PREFIX
 from phalanx.core.process_memory import PeriodicSampler, ProcessMemory, ResidentMemory
 from phalanx.core.units import MIB
 from phalanx.mesh.logical import LogicalShard, count_local_bytes, local_tensor
@@ -247,9 +247,9 @@ def _measure_state_bytes(
     reduction: dict[str, LogicalShard] = {}
     parameters: dict[str, LogicalShard] = {}
     for name, shard in state_shards.items():
-        if name.startswith(OPTIMIZER):
+        if name.startswith(OPTIMIZER_TENSOR_PREFIX):
             optimizer[name] = shard
-        elif name.startswith(REDUCTION):
+        elif name.startswith(COMPRESSION_TENSOR_PREFIX):
             reduction[name] = shard
         else:
             parameters[name] = shard

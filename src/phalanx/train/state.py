@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from phalanx.checkpoint.folder import Folder, as_folder
-from phalanx.checkpoint.manifest import REDUCTION, Manifest
+from phalanx.checkpoint.manifest import COMPRESSION_TENSOR_PREFIX, Manifest
 from phalanx.checkpoint.ownership.fencing_token import FencingToken
 from phalanx.checkpoint.reading.load import load_checkpoint
 from phalanx.checkpoint.stores.protocol import Store
@@ -205,10 +205,10 @@ class TrainState:
         """
         expected, stored = {}, {}
         for name, shard in shards.items():
-            if name.startswith(REDUCTION):
+            if name.startswith(COMPRESSION_TENSOR_PREFIX):
                 expected[name] = shard.global_shape
         for name, tensor in manifest.tensors.items():
-            if name.startswith(REDUCTION):
+            if name.startswith(COMPRESSION_TENSOR_PREFIX):
                 stored[name] = tensor.shape
         self.lost_reduction = ""
         # A stage of a pipeline expects a part of what is stored.
@@ -221,7 +221,7 @@ class TrainState:
             self.lost_reduction = (
                 "what gradients had not sent yet was of other ranks, or of another compression"
             )
-        return manifest.without(REDUCTION)
+        return manifest.without(COMPRESSION_TENSOR_PREFIX)
 
     def _require_same_run(self, manifest: Manifest, where: str) -> None:
         # Before the facts are read by name below.

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from phalanx.core.errors import ResourceError
-from phalanx.core.files import REFUSALS_THAT_LAST, find_disk_problem
+from phalanx.core.files import PERMANENT_WRITE_ERRNOS, find_disk_problem
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import Mesh
 from phalanx.optim.build import build_optimizer
@@ -187,7 +187,7 @@ def _write_reference(
         raise
     except Exception as error:
         problem = find_disk_problem(
-            error, "writing the reference", refusals=REFUSALS_THAT_LAST, where=directory
+            error, "writing the reference", refusals=PERMANENT_WRITE_ERRNOS, where=directory
         )
         if problem is not None:
             raise problem from error

@@ -9,7 +9,7 @@ from phalanx.checkpoint.folder import Folder, as_folder
 from phalanx.checkpoint.manifest import read_manifest
 from phalanx.checkpoint.reading.full_tensors import FullTensorReader
 from phalanx.checkpoint.reading.verify import require_complete_directory
-from phalanx.checkpoint.shard_file import DTYPES
+from phalanx.checkpoint.shard_file import SAFETENSORS_DTYPES
 from phalanx.core.errors import CheckpointError
 
 
@@ -23,7 +23,7 @@ class CheckpointReader(FullTensorReader):
         super().__init__(folder, manifest.without_optimizer())
         self.where = folder.url
         for name, tensor in self.manifest.tensors.items():
-            if tensor.dtype not in DTYPES:
+            if tensor.dtype not in SAFETENSORS_DTYPES:
                 raise CheckpointError(
                     f"{name} is of type {tensor.dtype}, which no release writes", where=self.where
                 )

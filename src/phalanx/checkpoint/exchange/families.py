@@ -14,14 +14,14 @@ from typing import Any
 from phalanx.checkpoint.exchange.tensor_readers import stack_element_name
 from phalanx.core.errors import LayoutError, did_you_mean
 
-PLACES = {
+INDEX_PATTERNS = {
     "layer": r"(?P<layer>\d+)",
     "expert": r"(?P<expert>\d+)",
     "part": r"(?P<part>weight|bias)",
 }
 
 # Why a similar family cannot be imported: a part that phalanx's models do not compute.
-UNSUPPORTED = {
+UNSUPPORTED_FAMILY_REASONS = {
     "qwen2_moe": "its shared expert has a gate, and phalanx's none",
     "gpt_oss": "its experts have biases, and phalanx's none",
     "olmoe": "it normalizes queries and keys over all heads, and phalanx head by head",
@@ -29,7 +29,7 @@ UNSUPPORTED = {
 
 
 # A shape that several families can describe is exported as the first of these.
-_SIMPLEST_FIRST = (
+_FAMILIES_SIMPLEST_FIRST = (
     "llama",
     "mistral",
     "qwen2",
@@ -130,8 +130,8 @@ class ModelFamily:
 def list_families() -> list[ModelFamily]:
     """All families; of several that can describe a shape the earlier one describes it more
     simply."""
-    rest = sorted(_read_name_files().keys() - set(_SIMPLEST_FIRST))
-    return [_load_family(name) for name in (*_SIMPLEST_FIRST, *rest)]
+    rest = sorted(_read_name_files().keys() - set(_FAMILIES_SIMPLEST_FIRST))
+    return [_load_family(name) for name in (*_FAMILIES_SIMPLEST_FIRST, *rest)]
 
 
 def find_family(model_type: str) -> ModelFamily:
@@ -140,7 +140,7 @@ def find_family(model_type: str) -> ModelFamily:
     if model_type not in known:
         raise LayoutError(
             f"models of type {model_type!r} cannot be imported",
-            why=UNSUPPORTED.get(model_type) or f"known: {', '.join(known)}",
+            why=UNSUPPORTED_FAMILY_REASONS.get(model_type) or f"known: {', '.join(known)}",
             fix=did_you_mean(model_type, list(known)) or None,
         )
     return known[model_type]
@@ -203,7 +203,7 @@ def _compile_pattern(text: str) -> re.Pattern[str]:
         if index % 2 == 0:
             parts[index] = re.escape(part)
         else:
-            parts[index] = PLACES[part]
+            parts[index] = INDEX_PATTERNS[part]
     return re.compile("".join(parts))
 
 

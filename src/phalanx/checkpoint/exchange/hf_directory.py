@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.checkpoint.exchange.hf_export import (
-    CONFIG,
+    CONFIG_FILE_NAME,
     DtypeRounding,
     ExportExtras,
     HuggingFaceExport,
@@ -51,7 +51,7 @@ def export_with_own_names(
         files = write_safetensors_files(
             partial_out, tensors, shard_bytes, lambda done: progress(done, total)
         )
-        for name, value in {CONFIG: settings, **extras.texts}.items():
+        for name, value in {CONFIG_FILE_NAME: settings, **extras.texts}.items():
             write_json_durably(Disk(), partial_out / name, value)
         for name, path in extras.files.items():
             copy_file_durably(path, partial_out / name)
@@ -59,5 +59,5 @@ def export_with_own_names(
     auto_class = "AutoModelForCausalLM"
     if "image_size" in config:
         auto_class = "AutoModelForImageClassification"
-    names = (*files, CONFIG, *extras.texts, *extras.files)
+    names = (*files, CONFIG_FILE_NAME, *extras.texts, *extras.files)
     return HuggingFaceExport(architecture, auto_class, names, dtype, len(tensors), total)

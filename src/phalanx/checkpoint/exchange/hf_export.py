@@ -17,8 +17,8 @@ from phalanx.checkpoint.exchange.families import find_family
 from phalanx.checkpoint.exchange.new_directory import atomic_directory, copy_file_durably
 from phalanx.checkpoint.exchange.settings import hugging_face_config
 from phalanx.checkpoint.exchange.tensor_readers import (
-    INDEX,
-    SINGLE,
+    SAFETENSORS_FILE_NAME,
+    SAFETENSORS_INDEX_FILE_NAME,
     StackedTensorReader,
     TensorInfo,
     TensorReader,
@@ -34,9 +34,9 @@ from phalanx.checkpoint.shard_file import Bytes, TensorSource, write_safetensors
 from phalanx.core.disk import Disk, write_json_durably
 from phalanx.job.shapes.transformer import TransformerShape
 
-CONFIG = "config.json"
+CONFIG_FILE_NAME = "config.json"
 # transformers requires it.
-METADATA = {"format": "pt"}
+SAFETENSORS_METADATA = {"format": "pt"}
 
 Progress = Callable[[int, int], None]
 
@@ -107,11 +107,11 @@ def export_hugging_face(
         files = write_safetensors_files(
             partial_out, tensors, shard_bytes, lambda done: progress(done, total)
         )
-        for name, value in {CONFIG: config, **extras.texts}.items():
+        for name, value in {CONFIG_FILE_NAME: config, **extras.texts}.items():
             write_json_durably(Disk(), partial_out / name, value)
         for name, path in extras.files.items():
             copy_file_durably(path, partial_out / name)
-    names = (*files, CONFIG, *extras.texts, *extras.files)
+    names = (*files, CONFIG_FILE_NAME, *extras.texts, *extras.files)
     return HuggingFaceExport(
         family.architecture,
         family.auto_class,
@@ -165,7 +165,7 @@ def write_safetensors_files(
     """Write one file, or several and an index. Returns their names."""
     shards = list(group_into_files(tensors, shard_bytes))
     # The names that transformers looks for.
-    names = [SINGLE]
+    names = [SAFETENSORS_FILE_NAME]
     if len(shards) > 1:
         numbers = range(1, len(shards) + 1)
         names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in numbers]
@@ -180,8 +180,8 @@ def write_safetensors_files(
         write_transformers_safetensors(directory / name, sources)
     if len(shards) > 1:
         index = {"metadata": {"total_size": done}, "weight_map": weight_map}
-        write_json_durably(Disk(), directory / INDEX, index)
-        names.append(INDEX)
+        write_json_durably(Disk(), directory / SAFETENSORS_INDEX_FILE_NAME, index)
+        names.append(SAFETENSORS_INDEX_FILE_NAME)
     return names
 
 
@@ -225,7 +225,7 @@ def write_transformers_safetensors(path: Path, sources: Sequence[TensorSource]) 
     """
     file = Disk().create(path)
     try:
-        write_safetensors_stream(file, sources, metadata=METADATA)
+        write_safetensors_stream(file, sources, metadata=SAFETENSORS_METADATA)
         file.sync()
     finally:
         file.close()

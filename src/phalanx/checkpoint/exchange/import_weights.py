@@ -11,9 +11,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from phalanx.checkpoint.exchange.hf_export import CONFIG
+from phalanx.checkpoint.exchange.hf_export import CONFIG_FILE_NAME
 from phalanx.checkpoint.exchange.importing import (
-    MODEL_TOML,
+    MODEL_TOML_FILE_NAME,
     ImportedWeights,
     Progress,
     write_imported_checkpoint,
@@ -77,7 +77,7 @@ def import_weights(
         dtypes = sorted({tensor.info.dtype for tensor in weights.tensors})
         model_toml = None
         if weights.shape is not None:
-            model_toml = checkpoint.parents[1] / MODEL_TOML
+            model_toml = checkpoint.parents[1] / MODEL_TOML_FILE_NAME
         return ImportResult(
             checkpoint,
             num_tensors=len({tensor.name for tensor in weights.tensors}),
@@ -100,8 +100,8 @@ def _job_file_text(weights: ImportedWeights, out: Path) -> str | None:
         model["init_cast"] = True
     params = format_count(weights.shape.num_params).strip()
     text = (
-        f"# {params} parameters from {weights.origin}.\n#\n#   phalanx train {out / MODEL_TOML}"
-        " data.source=...\n\n"
+        f"# {params} parameters from {weights.origin}.\n#\n"
+        f"#   phalanx train {out / MODEL_TOML_FILE_NAME} data.source=...\n\n"
     )
     text += format_model_section(weights.shape, model)
     data: dict[str, object] = {}
@@ -122,12 +122,12 @@ def _require_valid_job(text: str, weights: ImportedWeights) -> None:
     job may.
     """
     with TemporaryDirectory() as folder:
-        path = Path(folder) / MODEL_TOML
+        path = Path(folder) / MODEL_TOML_FILE_NAME
         path.write_text(text, encoding="utf-8")
         try:
             load_job(path)
         except JobError as error:
-            where = str(Path(weights.origin) / CONFIG)
+            where = str(Path(weights.origin) / CONFIG_FILE_NAME)
             why = "; ".join(f"{problem.key}: {problem.what}" for problem in error.problems)
             raise LayoutError(
                 "config.json describes a model that no job can have", where=where, why=why

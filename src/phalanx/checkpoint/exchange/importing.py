@@ -14,7 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.checkpoint.exchange.families import find_family
-from phalanx.checkpoint.exchange.hf_export import CONFIG, group_into_files, make_tensor_source
+from phalanx.checkpoint.exchange.hf_export import (
+    CONFIG_FILE_NAME,
+    group_into_files,
+    make_tensor_source,
+)
 from phalanx.checkpoint.exchange.new_directory import atomic_directory, copy_file_durably
 from phalanx.checkpoint.exchange.settings import model_shape_from_config
 from phalanx.checkpoint.exchange.tensor_readers import (
@@ -42,8 +46,8 @@ from phalanx.core.files import read_json
 from phalanx.job.shapes.stored_keys import DEFAULTS, REQUIRED
 from phalanx.job.shapes.transformer import TransformerShape
 
-FILE_BYTES = 4 << 30
-MODEL_TOML = "model.toml"
+MAX_FILE_BYTES = 4 << 30
+MODEL_TOML_FILE_NAME = "model.toml"
 # What an export writes back into config.json, and no shape has.
 COPIED_SETTINGS = (
     "bos_token_id",
@@ -89,13 +93,13 @@ class ImportedWeights:
 def read_config(source: Path) -> dict[str, Any]:
     """The config.json of a directory. Raises CheckpointError."""
     try:
-        config = read_json(source / CONFIG)
+        config = read_json(source / CONFIG_FILE_NAME)
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
-            "config.json cannot be read", where=str(source / CONFIG), why=str(error)
+            "config.json cannot be read", where=str(source / CONFIG_FILE_NAME), why=str(error)
         ) from None
     if not isinstance(config, dict):
-        raise CheckpointError("config.json is not an object", where=str(source / CONFIG))
+        raise CheckpointError("config.json is not an object", where=str(source / CONFIG_FILE_NAME))
     return config
 
 
@@ -112,7 +116,7 @@ def read_hugging_face_weights(
     try:
         shape = model_shape_from_config(config)
     except LayoutError as error:
-        error.where = str(source / CONFIG)
+        error.where = str(source / CONFIG_FILE_NAME)
         raise
     family, shapes = find_family(config["model_type"]), shape.list_stored_tensors()
     translated = translate_from_hugging_face(family, shapes, reader or open_safetensors(source))
@@ -185,7 +189,7 @@ def write_imported_checkpoint(
     model_toml: str | None,
     *,
     progress: Progress = lambda done, total: None,
-    file_bytes: int = FILE_BYTES,
+    file_bytes: int = MAX_FILE_BYTES,
 ) -> Path:
     """Write the directory `out`; its checkpoint is returned.
 
@@ -196,7 +200,7 @@ def write_imported_checkpoint(
         for name, path in (weights.files or {}).items():
             copy_file_durably(path, directory / name)
         if model_toml is not None:
-            write_bytes_durably(Disk(), directory / MODEL_TOML, model_toml.encode())
+            write_bytes_durably(Disk(), directory / MODEL_TOML_FILE_NAME, model_toml.encode())
     return out / "checkpoints" / "step-0"
 
 

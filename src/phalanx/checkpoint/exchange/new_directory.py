@@ -11,7 +11,7 @@ from pathlib import Path
 
 from phalanx.core.disk import Disk, make_directories, remove_tree, write_bytes_durably
 from phalanx.core.errors import UsageError
-from phalanx.core.files import TOKENIZER_BYTES, build_resource_error, read_regular
+from phalanx.core.files import MAX_TOKENIZER_BYTES, build_resource_error, read_regular
 
 
 @contextmanager
@@ -60,4 +60,4 @@ def require_absent_or_empty(out: Path) -> None:
 
 def copy_file_durably(source: Path, target: Path, disk: Disk | None = None) -> None:
     """A small file, durably."""
-    write_bytes_durably(disk or Disk(), target, read_regular(source, TOKENIZER_BYTES))
+    write_bytes_durably(disk or Disk(), target, read_regular(source, MAX_TOKENIZER_BYTES))

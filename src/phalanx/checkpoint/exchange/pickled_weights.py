@@ -25,9 +25,9 @@ from typing import Any
 from phalanx.checkpoint.exchange.tensor_readers import SafetensorsReader, open_safetensors
 from phalanx.core.errors import CheckpointError
 
-READER = "phalanx.checkpoint.exchange.unpickle"
+UNPICKLE_MODULE = "phalanx.checkpoint.exchange.unpickle"
 # Without these Python or its libraries do not start; everything else may hold a credential.
-_PASSED_VARIABLES = (
+_INHERITED_ENV_VARIABLES = (
     "PATH",
     "LD_LIBRARY_PATH",
     "LANG",
@@ -89,10 +89,12 @@ def open_pickled_weights(source: Path, *, parent: Path) -> Iterator[UnpickledWei
 
 
 def _unpickle_in_subprocess(source: Path, folder: Path) -> dict[str, Any]:
-    environment = {name: os.environ[name] for name in _PASSED_VARIABLES if name in os.environ}
+    environment = {
+        name: os.environ[name] for name in _INHERITED_ENV_VARIABLES if name in os.environ
+    }
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run(
-        [sys.executable, "-m", READER, str(source), str(folder)],
+        [sys.executable, "-m", UNPICKLE_MODULE, str(source), str(folder)],
         cwd=folder,
         env=environment,
         # Code in the pickle must not read what the person types.

@@ -13,15 +13,15 @@ from phalanx.checkpoint.exchange.latent import yarn_mscale
 from phalanx.core.errors import LayoutError
 from phalanx.job.shapes.decoder import DecoderShape
 
-Config = Mapping[str, Any]
+ConfigJson = Mapping[str, Any]
 
 # What nn.rotary computes with: a config.json may leave these out, but not differ.
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+LLAMA3_ROPE_DEFAULTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN_ROPE_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 SLIDING, FULL = "sliding_attention", "full_attention"  # types of layers, each with its own rotation
 
 
-def read_rope_config(family: ModelFamily, config: Config, has_window: bool) -> dict[str, Any]:
+def read_rope_config(family: ModelFamily, config: ConfigJson, has_window: bool) -> dict[str, Any]:
     """Keys of rotary positions, from `rope_parameters` (transformers 5) or `rope_theta` and
     `rope_scaling` (before)."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -44,7 +44,9 @@ def read_rope_config(family: ModelFamily, config: Config, has_window: bool) -> d
     return values | {"local_rope_theta": local["rope_theta"]}
 
 
-def _parse_rope(family: ModelFamily, rope: Config, config: Config, theta: float) -> dict[str, Any]:
+def _parse_rope(
+    family: ModelFamily, rope: ConfigJson, config: ConfigJson, theta: float
+) -> dict[str, Any]:
     """Keys of DecoderShape for one kind of block; `theta` is used where `rope` has none.
 
     Raises LayoutError for a setting that phalanx's models do not compute.
@@ -76,9 +78,9 @@ def _parse_rope(family: ModelFamily, rope: Config, config: Config, theta: float)
     return values | {"rope_original_len": int(original)}
 
 
-def _check_scaling_constants(rope: Config, kind: str) -> None:
+def _check_scaling_constants(rope: ConfigJson, kind: str) -> None:
     """Raise LayoutError unless the constants of a scaling are those that phalanx computes with."""
-    constants = {"llama3": LLAMA3, "yarn": YARN}[kind]
+    constants = {"llama3": LLAMA3_ROPE_DEFAULTS, "yarn": YARN_ROPE_DEFAULTS}[kind]
     for key, required in constants.items():
         value = rope.get(key)
         if value is not None and value != required:
@@ -113,7 +115,7 @@ def _write_scaling(family: ModelFamily, shape: DecoderShape) -> dict[str, Any]:
     if shape.rope_original_len:
         scaling["original_max_position_embeddings"] = shape.rope_original_len
     if shape.rope_scaling == "llama3":
-        scaling |= LLAMA3
+        scaling |= LLAMA3_ROPE_DEFAULTS
     if family.latent and shape.rope_scaling == "yarn":
         scaling |= dict.fromkeys(("mscale", "mscale_all_dim"), shape.rope_mscale)
     return scaling

@@ -28,23 +28,23 @@ from phalanx.job.shapes.stored import build_shape
 from phalanx.job.shapes.stored_keys import DEFAULTS
 from phalanx.job.shapes.transformer import TransformerShape
 
-Config = Mapping[str, Any]
+ConfigJson = Mapping[str, Any]
 
 # phalanx's activation with and without a gate, and transformers' names of it: the first one is
 # written
-ACTIVATIONS = {
+HF_ACTIVATION_NAMES = {
     ("swiglu", ""): ("silu", "swish"),
     ("geglu", "gelu"): ("gelu",),
     ("geglu_tanh", "gelu_tanh"): ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_accurate"),
 }
 # A config.json may say anything: larger numbers are refused.
 MAX_WIDTH, MAX_PARTS = 2**31, 1_000_000
-MAY_BE_NONE = ("num_dense_layers", "balance_loss")
+NULLABLE_SETTINGS = ("num_dense_layers", "balance_loss")
 # DeepSeek-V3's; no config.json says it.
-BIAS_RATE = 0.001
+DEFAULT_ROUTER_BIAS_RATE = 0.001
 
 
-def model_shape_from_config(config: Config) -> TransformerShape:
+def model_shape_from_config(config: ConfigJson) -> TransformerShape:
     """The shape that a config.json means.
 
     Raises LayoutError for what phalanx's models do not compute.
@@ -58,7 +58,7 @@ def model_shape_from_config(config: Config) -> TransformerShape:
         ) from None
 
 
-def _parse_model_shape(family: ModelFamily, config: Config) -> TransformerShape:
+def _parse_model_shape(family: ModelFamily, config: ConfigJson) -> TransformerShape:
     config = _fill_config(family, config)
     for key, required in family.required.items():
         if config.get(key, required) != required:
@@ -95,7 +95,7 @@ def _parse_model_shape(family: ModelFamily, config: Config) -> TransformerShape:
     return normalize_model_shape(build_shape(values))
 
 
-def _fill_config(family: ModelFamily, config: Config) -> dict[str, Any]:
+def _fill_config(family: ModelFamily, config: ConfigJson) -> dict[str, Any]:
     """`config` in the family's own names, with its defaults in place of what is left out or null;
     where null is a value it stays."""
     filled = dict(family.defaults)
@@ -108,7 +108,7 @@ def _fill_config(family: ModelFamily, config: Config) -> dict[str, Any]:
     return filled
 
 
-def _derive_shape_keys(values: dict[str, Any], config: Config) -> None:
+def _derive_shape_keys(values: dict[str, Any], config: ConfigJson) -> None:
     """Add the keys of a shape that follow from other ones."""
     values.setdefault("kind", "decoder")
     if values["kind"] == "vit":
@@ -149,12 +149,12 @@ def _is_plausible_number(key: str, value: Any, usual: Any) -> bool:
         return False
     if isinstance(value, float) and not isinstance(usual, float):
         return False
-    return 0 < value < MAX_WIDTH or (value == 0 and key in MAY_BE_NONE)
+    return 0 < value < MAX_WIDTH or (value == 0 and key in NULLABLE_SETTINGS)
 
 
 def _activation_from_config(name: str, is_gated: bool, key: str) -> str:
     known: list[str] = []
-    for (gated, plain), names in ACTIVATIONS.items():
+    for (gated, plain), names in HF_ACTIVATION_NAMES.items():
         activation = gated if is_gated else plain
         if name in names and activation:
             return activation
@@ -162,7 +162,7 @@ def _activation_from_config(name: str, is_gated: bool, key: str) -> str:
     raise unsupported_setting_error(key, name, f"phalanx has {', '.join(known)}")
 
 
-def _bias_from_config(family: ModelFamily, config: Config) -> str:
+def _bias_from_config(family: ModelFamily, config: ConfigJson) -> str:
     biases = {bool(config.get(key, False)) for key in family.biases}
     if len(biases) > 1:
         raise LayoutError(
@@ -174,7 +174,7 @@ def _bias_from_config(family: ModelFamily, config: Config) -> str:
 
 
 def _sliding_window_from_config(
-    family: ModelFamily, config: Config, num_layers: int
+    family: ModelFamily, config: ConfigJson, num_layers: int
 ) -> dict[str, int]:
     """The width of the window, and the interval of blocks without one."""
     window = int(config.get("sliding_window") or 0)
@@ -194,7 +194,7 @@ def _sliding_window_from_config(
     )
 
 
-def _default_layer_types(config: Config, num_layers: int) -> list[str]:
+def _default_layer_types(config: ConfigJson, num_layers: int) -> list[str]:
     """The layer types that transformers takes where config.json has none."""
     if not config["use_sliding_window"]:
         return [FULL] * num_layers
@@ -264,12 +264,12 @@ def normalize_for_inference(shape: TransformerShape) -> TransformerShape:
     # Only whether there is a bias matters: it is a tensor of the weights, at whatever rate.
     rate = 0.0
     if shape.balance_bias:
-        rate = BIAS_RATE
+        rate = DEFAULT_ROUTER_BIAS_RATE
     return replace(shape, balance_loss=0.0, balance_bias=rate)
 
 
 def hugging_face_config(
-    shape: TransformerShape, *, max_positions: int = 0, more: Config | None = None
+    shape: TransformerShape, *, max_positions: int = 0, more: ConfigJson | None = None
 ) -> dict[str, Any]:
     """The config.json of the first family that computes what the shape says.
 
@@ -298,7 +298,7 @@ def hugging_face_config(
 
 
 def _find_config_differences(
-    family: ModelFamily, config: Config, shape: TransformerShape
+    family: ModelFamily, config: ConfigJson, shape: TransformerShape
 ) -> list[str]:
     """The keys that the family would compute otherwise: the configuration is read back and
     compared."""
@@ -306,7 +306,7 @@ def _find_config_differences(
         read_back = normalize_for_inference(_parse_model_shape(family, config)).to_json()
     except (LayoutError, ValueError):
         # Also a family of experts, of a model that has none.
-        return [_NOTHING_ALIKE]
+        return [_DIFFERENT_ARCHITECTURE]
     reasons = []
     for key, value in normalize_for_inference(shape).to_json().items():
         if read_back[key] != value:
@@ -316,12 +316,12 @@ def _find_config_differences(
     return reasons
 
 
-_NOTHING_ALIKE = "it has another kind of feed-forward or positions"
+_DIFFERENT_ARCHITECTURE = "it has another kind of feed-forward or positions"
 
 
 def _difference_weight(reason: str) -> int:
     """The weight of a reason: a family of another kind is farther away than any single key."""
-    if reason == _NOTHING_ALIKE or reason.startswith("its kind is"):
+    if reason == _DIFFERENT_ARCHITECTURE or reason.startswith("its kind is"):
         return 100
     return 1
 
@@ -373,7 +373,7 @@ def _view_as_decoder(shape: TransformerShape) -> DecoderShape:
 
 
 def _hugging_face_activation(activation: str) -> str:
-    for known, names in ACTIVATIONS.items():
+    for known, names in HF_ACTIVATION_NAMES.items():
         if activation in known:
             return names[0]
     raise AssertionError(f"transformers has no name for {activation}")

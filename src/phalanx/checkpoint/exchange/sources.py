@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from phalanx.checkpoint.exchange.hf_export import CONFIG
+from phalanx.checkpoint.exchange.hf_export import CONFIG_FILE_NAME
 from phalanx.checkpoint.exchange.importing import (
     ImportedWeights,
     read_hugging_face_weights,
@@ -18,11 +18,13 @@ from phalanx.checkpoint.exchange.pickled_weights import (
     open_pickled_weights,
     pickle_refused_error,
 )
-from phalanx.checkpoint.exchange.tensor_readers import INDEX, open_safetensors
-from phalanx.checkpoint.manifest import MANIFEST
+from phalanx.checkpoint.exchange.tensor_readers import SAFETENSORS_INDEX_FILE_NAME, open_safetensors
+from phalanx.checkpoint.manifest import MANIFEST_FILE_NAME
 from phalanx.core.errors import CheckpointError, UsageError
 
-ACCEPTED = "a Hugging Face directory, a .safetensors file, a DCP directory or a file of torch.save"
+ACCEPTED_SOURCES = (
+    "a Hugging Face directory, a .safetensors file, a DCP directory or a file of torch.save"
+)
 
 
 @contextmanager
@@ -36,14 +38,16 @@ def open_weights_source(
     config.json. Raises UsageError, CheckpointError, LayoutError.
     """
     if not source.exists():
-        raise UsageError("no such file or directory", where=str(source), fix=f"give {ACCEPTED}")
-    if (source / MANIFEST).is_file() or (source / "checkpoints").is_dir():
+        raise UsageError(
+            "no such file or directory", where=str(source), fix=f"give {ACCEPTED_SOURCES}"
+        )
+    if (source / MANIFEST_FILE_NAME).is_file() or (source / "checkpoints").is_dir():
         raise UsageError(
             "it is phalanx's own already",
             where=str(source),
             fix="give it to model.init_from as it is",
         )
-    has_config = (source / CONFIG).is_file()
+    has_config = (source / CONFIG_FILE_NAME).is_file()
     if has_config and prefix:
         raise UsageError("--prefix is for weights without a config.json", where=str(source))
     if not _is_pickled(source):
@@ -73,11 +77,13 @@ def _is_pickled(source: Path) -> bool:
     if source.is_file():
         return source.suffix != ".safetensors"
     # Where a directory has both forms of its weights, the one that cannot run code is read.
-    if (source / INDEX).is_file() or any(source.glob("*.safetensors")):
+    if (source / SAFETENSORS_INDEX_FILE_NAME).is_file() or any(source.glob("*.safetensors")):
         return False
     if (source / ".metadata").is_file() or any(source.glob("pytorch_model*.bin")):
         return True
-    raise CheckpointError("there are no weights in it", where=str(source), fix=f"give {ACCEPTED}")
+    raise CheckpointError(
+        "there are no weights in it", where=str(source), fix=f"give {ACCEPTED_SOURCES}"
+    )
 
 
 def _unpickling_notes(unpickled: UnpickledWeights) -> list[str]:

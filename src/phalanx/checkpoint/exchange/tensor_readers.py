@@ -17,17 +17,17 @@ from typing import Protocol
 import numpy as np
 
 from phalanx.checkpoint.reading.full_tensors import Bits, unsigned_bits_dtype
-from phalanx.checkpoint.shard_file import DTYPES, parse_safetensors_header
+from phalanx.checkpoint.shard_file import SAFETENSORS_DTYPES, parse_safetensors_header
 from phalanx.core.errors import CheckpointError
 from phalanx.core.files import open_regular, read_json
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+SAFETENSORS_INDEX_FILE_NAME = "model.safetensors.index.json"
+SAFETENSORS_FILE_NAME = "model.safetensors"
 # safetensors' own limit.
 MAX_HEADER_BYTES = 100 << 20
 MAX_INDEX_BYTES = 64 << 20
-_TORCH_NAMES = {
-    safetensors_name: torch_name for torch_name, (safetensors_name, _) in DTYPES.items()
+_TORCH_DTYPE_OF_SAFETENSORS = {
+    safetensors_name: torch_name for torch_name, (safetensors_name, _) in SAFETENSORS_DTYPES.items()
 }
 
 
@@ -40,7 +40,7 @@ class TensorInfo:
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * DTYPES[self.dtype][1]
+        return math.prod(self.shape) * SAFETENSORS_DTYPES[self.dtype][1]
 
 
 class TensorReader(Protocol):
@@ -143,7 +143,7 @@ class SafetensorsReader:
         for name, entry in entries.items():
             if name in self.tensors:
                 raise CheckpointError(f"{name} is in more than one file", where=str(path))
-            self.tensors[name] = TensorInfo(entry.shape, _TORCH_NAMES[entry.dtype])
+            self.tensors[name] = TensorInfo(entry.shape, _TORCH_DTYPE_OF_SAFETENSORS[entry.dtype])
             self._locations[name] = (path, entry.start)
 
 
@@ -154,12 +154,12 @@ def open_safetensors(source: Path) -> SafetensorsReader:
     """
     if source.is_file():
         return SafetensorsReader(str(source), [source])
-    if (source / INDEX).is_file():
+    if (source / SAFETENSORS_INDEX_FILE_NAME).is_file():
         return SafetensorsReader(str(source), _read_safetensors_index(source))
     files = sorted(source.glob("*.safetensors"))
     # Other files beside it are other forms of the same weights (consolidated.safetensors).
-    if (source / SINGLE) in files:
-        files = [source / SINGLE]
+    if (source / SAFETENSORS_FILE_NAME) in files:
+        files = [source / SAFETENSORS_FILE_NAME]
     if not files:
         raise CheckpointError("no .safetensors file is in it", where=str(source))
     return SafetensorsReader(str(source), files)
@@ -171,16 +171,23 @@ def _read_safetensors_index(source: Path) -> list[Path]:
     The CheckpointError for a missing file names a tensor in it.
     """
     try:
-        weight_map: dict[str, str] = dict(read_json(source / INDEX, MAX_INDEX_BYTES)["weight_map"])
+        weight_map: dict[str, str] = dict(
+            read_json(source / SAFETENSORS_INDEX_FILE_NAME, MAX_INDEX_BYTES)["weight_map"]
+        )
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
-            "the index cannot be read", where=str(source / INDEX), why=str(error)
+            "the index cannot be read",
+            where=str(source / SAFETENSORS_INDEX_FILE_NAME),
+            why=str(error),
         ) from None
     holders = {file: name for name, file in weight_map.items()}
     for file, name in holders.items():
         # A plain name: an index cannot point outside its directory.
         if not re.fullmatch(r"[A-Za-z0-9._-]{1,255}", str(file)) or str(file).startswith("."):
-            raise CheckpointError(f"the index names the file {file!r}", where=str(source / INDEX))
+            raise CheckpointError(
+                f"the index names the file {file!r}",
+                where=str(source / SAFETENSORS_INDEX_FILE_NAME),
+            )
         if not os.path.isfile(source / file):
             raise CheckpointError(f"{file} is missing", where=str(source), why=f"it holds {name}")
     return sorted(source / file for file in holders)

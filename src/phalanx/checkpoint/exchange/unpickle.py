@@ -19,15 +19,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from phalanx.checkpoint.shard_file import DTYPES, Bytes, TensorSource, write_safetensors
+from phalanx.checkpoint.shard_file import SAFETENSORS_DTYPES, Bytes, TensorSource, write_safetensors
 from phalanx.core.errors import CheckpointError
 from phalanx.core.files import open_regular
 from phalanx.mesh.logical import dtype_name, full_name
 
 T = TypeVar("T")
 # At most so much of a DCP directory is in memory at a time.
-GROUP_BYTES = 2 << 30
-BINARIES = "pytorch_model*.bin"
+MAX_GROUP_BYTES = 2 << 30
+PICKLED_WEIGHTS_GLOB = "pytorch_model*.bin"
 
 
 def main(source: Path, folder: Path) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def main(source: Path, folder: Path) -> dict[str, Any]:
         return _read_dcp(source, folder)
     files = [source]
     if source.is_dir():
-        files = sorted(source.glob(BINARIES))
+        files = sorted(source.glob(PICKLED_WEIGHTS_GLOB))
     num_skipped, num_tensors, ran_code = 0, 0, False
     aliases: dict[str, str] = {}
     left_out: list[str] = []
@@ -202,7 +202,7 @@ def _unsupported_tensor_kind(value: torch.Tensor) -> str:
         return str(value.layout).removeprefix("torch.")
     if value.is_meta:
         return "without values"
-    if dtype_name(value.dtype) in DTYPES:
+    if dtype_name(value.dtype) in SAFETENSORS_DTYPES:
         return ""
     return dtype_name(value.dtype)
 
@@ -223,7 +223,7 @@ def _read_dcp(source: Path, folder: Path) -> dict[str, Any]:
     tensors, left_out = {}, []
     for raw_name in raw_names:
         dtype = dtype_name(metadata[raw_name].properties.dtype)
-        if dtype in DTYPES:
+        if dtype in SAFETENSORS_DTYPES:
             tensors[raw_name] = metadata[raw_name]
         else:
             left_out.append(f"{our_names[raw_name]} ({dtype})")
@@ -260,7 +260,7 @@ def _group_by_bytes(tensors: Mapping[str, Any]) -> Iterator[list[str]]:
     group_bytes = 0
     for name, facts in tensors.items():
         num_bytes = facts.size.numel() * facts.properties.dtype.itemsize
-        if group and group_bytes + num_bytes > GROUP_BYTES:
+        if group and group_bytes + num_bytes > MAX_GROUP_BYTES:
             yield group
             group, group_bytes = [], 0
         group.append(name)

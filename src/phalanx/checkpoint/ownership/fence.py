@@ -17,13 +17,13 @@ from phalanx.checkpoint.ownership.fencing_token import (
     describe_last_owner_job,
     read_fencing_token_number,
 )
-from phalanx.checkpoint.ownership.run_lock import LOCK_NAME, LockHolder, read_lock_holder
+from phalanx.checkpoint.ownership.run_lock import LOCK_FILE_NAME, LockHolder, read_lock_holder
 from phalanx.core.errors import CheckpointError, RunTakenError
 
-LOOK_EVERY_S = 1.0
+FENCE_CHECK_INTERVAL_S = 1.0
 # CLOCK_BOOTTIME, where there is one, goes on while the whole machine is suspended: the process must
 # look after that, too.
-_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+_BOOT_CLOCK_ID = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class OwnershipFence:
     ) -> None:
         self.token = token
         self._run_dir, self._holder = run_dir, holder
-        self._looked_s = time.clock_gettime(_CLOCK)
+        self._looked_s = time.clock_gettime(_BOOT_CLOCK_ID)
         self._taker: str | None = None
 
     @classmethod
@@ -61,8 +61,8 @@ class OwnershipFence:
 
     def is_lost(self, *, now: bool = False) -> bool:
         """True once another job has taken the run, and for ever after. Looks at once if `now`."""
-        at_s = time.clock_gettime(_CLOCK)
-        if self._taker is None and (now or at_s - self._looked_s >= LOOK_EVERY_S):
+        at_s = time.clock_gettime(_BOOT_CLOCK_ID)
+        if self._taker is None and (now or at_s - self._looked_s >= FENCE_CHECK_INTERVAL_S):
             self._looked_s = at_s
             self._taker = self._find_other_owner()
         return self._taker is not None
@@ -79,7 +79,7 @@ class OwnershipFence:
     def _find_other_owner(self) -> str | None:
         """The job that has the run instead of this one; None if no other job has it, or if its
         files cannot be read."""
-        holder = read_lock_holder(self._run_dir / LOCK_NAME)
+        holder = read_lock_holder(self._run_dir / LOCK_FILE_NAME)
         # The lock first: it says so even before the other job has a token.
         if holder and self._holder and not holder.is_same_job(self._holder):
             return str(holder)

@@ -19,13 +19,13 @@ from phalanx.core.errors import CheckpointError, RunTakenError
 from phalanx.core.files import build_resource_error, read_regular, suggest_fix_for_os_error
 from phalanx.core.printable import printable
 
-TOKEN_FILE = "epoch"
+TOKEN_FILE_NAME = "epoch"
 # A number, and a line that names the job.
 MAX_TOKEN_BYTES = 1000
-_UNREADABLE = "the run's epoch cannot be read"
-_WRITE_IT = "write the number of restarts into it, or a larger one"
+_UNREADABLE_TOKEN_MESSAGE = "the run's epoch cannot be read"
+_UNREADABLE_TOKEN_FIX = "write the number of restarts into it, or a larger one"
 # The number alone, or the number and a line of who took the run.
-_CONTENT = re.compile(r"\s*([0-9]{1,18})\s*|([0-9]{1,18})\n[^\n]+\n")
+_TOKEN_FILE_PATTERN = re.compile(r"\s*([0-9]{1,18})\s*|([0-9]{1,18})\n[^\n]+\n")
 
 
 def read_fencing_token_number(run_dir: Path) -> int:
@@ -33,26 +33,28 @@ def read_fencing_token_number(run_dir: Path) -> int:
 
     Raises CheckpointError for a damaged file.
     """
-    path = run_dir / TOKEN_FILE
+    path = run_dir / TOKEN_FILE_NAME
     try:
         text = read_regular(path, MAX_TOKEN_BYTES).decode()
-        match = _CONTENT.fullmatch(text)
+        match = _TOKEN_FILE_PATTERN.fullmatch(text)
         if match is None:
             raise ValueError(f"it holds {text[:40]!r}")
         return int(match[1] or match[2])
     except FileNotFoundError:
         return 0
     except OSError as error:
-        fix = suggest_fix_for_os_error(error, path) or _WRITE_IT
-        raise wrap_os_error(error, _UNREADABLE, str(path), fix) from None
+        fix = suggest_fix_for_os_error(error, path) or _UNREADABLE_TOKEN_FIX
+        raise wrap_os_error(error, _UNREADABLE_TOKEN_MESSAGE, str(path), fix) from None
     except ValueError as error:
-        raise CheckpointError(_UNREADABLE, where=str(path), why=str(error), fix=_WRITE_IT) from None
+        raise CheckpointError(
+            _UNREADABLE_TOKEN_MESSAGE, where=str(path), why=str(error), fix=_UNREADABLE_TOKEN_FIX
+        ) from None
 
 
 def describe_last_owner_job(run_dir: Path) -> str:
     """The job that took the run last, in words for people; empty if its token does not name it."""
     try:
-        taker = read_regular(run_dir / TOKEN_FILE, MAX_TOKEN_BYTES).decode().split("\n")[1]
+        taker = read_regular(run_dir / TOKEN_FILE_NAME, MAX_TOKEN_BYTES).decode().split("\n")[1]
     except (OSError, ValueError, IndexError):
         return ""
     return printable(taker, 200)
@@ -91,9 +93,9 @@ def acquire_fencing_token(
         text += f"{taker}\n"
     try:
         # Durable before the token is used: a crash must not give its number to another job.
-        write_bytes_durably(disk or Disk(), run_dir / TOKEN_FILE, text.encode())
+        write_bytes_durably(disk or Disk(), run_dir / TOKEN_FILE_NAME, text.encode())
     except OSError as error:
         raise build_resource_error(
-            error, "taking the run directory", run_dir / TOKEN_FILE
+            error, "taking the run directory", run_dir / TOKEN_FILE_NAME
         ) from None
     return token

@@ -24,10 +24,10 @@ from phalanx.checkpoint.ownership.fencing_token import FencingToken, acquire_fen
 from phalanx.core.errors import RunLockedError
 from phalanx.core.files import build_resource_error, open_descriptor
 
-LOCK_NAME = "lock"
+LOCK_FILE_NAME = "lock"
 # For another job that is taking or giving up the lock at this very moment.
-_PATIENCE_S = 0.5
-_FIELD_TYPES: dict[str, tuple[type, ...]] = {
+_LOCK_WAIT_S = 0.5
+_LOCK_FIELD_TYPES: dict[str, tuple[type, ...]] = {
     "host": (str,),
     "pid": (int,),
     "start_time": (int, float),
@@ -36,7 +36,7 @@ _FIELD_TYPES: dict[str, tuple[type, ...]] = {
     "epoch": (int,),
 }
 # What flock answers on file systems without it, some network ones among them.
-_NO_FLOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_FLOCK_UNSUPPORTED_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def hold_run_lock(run_dir: Path) -> Iterator[RunLock]:
     Raises RunLockedError (exit 9) naming the holder if another job lives, or may live on another
     host; ResourceError if the directory cannot be written.
     """
-    path = run_dir / LOCK_NAME
+    path = run_dir / LOCK_FILE_NAME
     try:
         lock = _acquire_lock(path)
     except OSError as error:
@@ -122,14 +122,14 @@ def refuse_held_run(run_dir: Path) -> None:
 
     Changes nothing, and promises nothing: a job that passes still has to take the lock.
     """
-    path = run_dir / LOCK_NAME
+    path = run_dir / LOCK_FILE_NAME
     holder = read_lock_holder(path)
     if holder is not None and not _is_holder_dead(holder):
         raise _run_locked_error(path, holder)
 
 
 def _acquire_lock(path: Path) -> RunLock:
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + _LOCK_WAIT_S
     while True:
         # Without O_EXCL: a dead job leaves its file, and the first to flock it takes it over.
         fd = open_descriptor(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
@@ -196,7 +196,7 @@ def _try_flock(fd: int) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno in _NO_FLOCK:
+        if error.errno in _FLOCK_UNSUPPORTED_ERRNOS:
             # The text decides alone.
             return True
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
@@ -233,7 +233,7 @@ def _read_holder(fd: int) -> LockHolder | None:
 def _is_plausible_holder(holder: LockHolder) -> bool:
     """True if a job may have written `holder`. Raises ValueError or OverflowError for a time that
     is none."""
-    for name, types in _FIELD_TYPES.items():
+    for name, types in _LOCK_FIELD_TYPES.items():
         if type(getattr(holder, name)) not in types:
             return False
     return 0 < holder.pid < 2**31 and str(holder).isprintable()

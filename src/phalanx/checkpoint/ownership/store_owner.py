@@ -25,8 +25,8 @@ from phalanx.core.disk import Disk, write_json_durably
 from phalanx.core.errors import CheckpointError, RunLockedError, StoreTakenError
 from phalanx.core.files import build_resource_error
 
-OWNER_COPY = "checkpoint-owner.json"
-OWNER_FORMAT = 1
+OWNER_COPY_FILE_NAME = "checkpoint-owner.json"
+OWNER_FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class StoreOwner:
         return f"the run {self.run!r} of {self.host} since {since}"
 
     def to_json(self) -> dict[str, object]:
-        return {"format": OWNER_FORMAT, **asdict(self)}
+        return {"format": OWNER_FORMAT_VERSION, **asdict(self)}
 
 
 def claim_store(store: Store, run_dir: Path) -> None:
@@ -79,7 +79,7 @@ def release_store(store: Store, run_dir: Path) -> None:
             store.owner.remove()
     with suppress(OSError):
         # Last: without it the run could not tell that the store is its own.
-        (run_dir / OWNER_COPY).unlink(missing_ok=True)
+        (run_dir / OWNER_COPY_FILE_NAME).unlink(missing_ok=True)
 
 
 def store_refusal_reason(store: Store, run_dir: Path) -> RunLockedError | None:
@@ -124,7 +124,10 @@ def _read_owner_copy(run_dir: Path) -> StoreOwner | None:
     Raises CheckpointError for a damaged file.
     """
     try:
-        owner, why = _parse_owner(LocalFolder(run_dir).read(OWNER_COPY)), "it does not say whose"
+        owner, why = (
+            _parse_owner(LocalFolder(run_dir).read(OWNER_COPY_FILE_NAME)),
+            "it does not say whose",
+        )
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -132,7 +135,7 @@ def _read_owner_copy(run_dir: Path) -> StoreOwner | None:
     if owner is None:
         raise CheckpointError(
             "whose the checkpoints are cannot be read",
-            where=str(run_dir / OWNER_COPY),
+            where=str(run_dir / OWNER_COPY_FILE_NAME),
             why=why,
             fix="if the store is this run's, put a copy of the store's owner.json there",
         )
@@ -144,9 +147,9 @@ def _write_owner_copy(run_dir: Path) -> StoreOwner:
         secrets.token_hex(16), run_dir.resolve().name, socket.gethostname(), round(time.time(), 3)
     )
     try:
-        write_json_durably(Disk(), run_dir / OWNER_COPY, owner.to_json())
+        write_json_durably(Disk(), run_dir / OWNER_COPY_FILE_NAME, owner.to_json())
     except OSError as error:
-        path = run_dir / OWNER_COPY
+        path = run_dir / OWNER_COPY_FILE_NAME
         raise build_resource_error(error, "taking the store of checkpoints", path) from None
     return owner
 
@@ -161,7 +164,7 @@ def _parse_owner(text: bytes) -> StoreOwner | None:
         # It raises for a time that is none.
         str(owner)
         is_readable = all(map(str.isprintable, (run_id, run, host)))
-        if body["format"] == OWNER_FORMAT and is_readable:
+        if body["format"] == OWNER_FORMAT_VERSION and is_readable:
             return owner
     except (ValueError, OverflowError, OSError, KeyError, TypeError):
         pass

@@ -21,8 +21,12 @@ from phalanx.checkpoint.reading.verify import require_complete_structure
 from phalanx.core.digest import find_differing_keys
 
 # numpy's type of the same bits, for types that numpy does not have
-_NUMPY: Mapping[str, str] = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
-_WORDS = {
+_NUMPY_DTYPE_OF_NARROW: Mapping[str, str] = {
+    "bfloat16": "uint16",
+    "float8_e4m3fn": "uint8",
+    "float8_e5m2": "uint8",
+}
+_DESCRIPTION_OF_DIFFERENCE = {
     "only_a": "only in the first",
     "only_b": "only in the second",
     "shape": "shapes",
@@ -127,7 +131,7 @@ class _AliasReader(FullTensorReader):
         """The tensor's bits, in the type of numpy that holds them."""
         stored_name = self._resolve_alias(name)
         dtype = self.manifest.tensors[stored_name].dtype
-        return self.load(stored_name).view(_NUMPY.get(dtype, dtype))
+        return self.load(stored_name).view(_NUMPY_DTYPE_OF_NARROW.get(dtype, dtype))
 
     def _resolve_alias(self, name: str) -> str:
         return self.manifest.aliases.get(name, name)
@@ -165,7 +169,7 @@ def _to_float64(bits: NDArray[Any], dtype: str) -> NDArray[np.float64] | None:
     if dtype == "bfloat16":
         # The upper half of the bits of a float32.
         return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    if dtype in _NUMPY or bits.dtype.kind == "c":
+    if dtype in _NUMPY_DTYPE_OF_NARROW or bits.dtype.kind == "c":
         return None
     return bits.astype(np.float64)
 
@@ -198,7 +202,7 @@ def describe_difference(difference: CheckpointDifference, *, limit: int = 40) ->
             structure.append(tensor)
     values.sort(key=lambda tensor: -_relative_error(tensor))
     for tensor in structure[:limit]:
-        yield f"tensor  {tensor.name}: {_WORDS[tensor.what]}, {tensor.detail}"
+        yield f"tensor  {tensor.name}: {_DESCRIPTION_OF_DIFFERENCE[tensor.what]}, {tensor.detail}"
     for tensor in values[:limit]:
         line = f"values  {tensor.name}: {tensor.num_different:,} of {tensor.num_elements:,} differ"
         if tensor.max_abs is not None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from phalanx.checkpoint.folder import Folder, as_folder
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.reading.verify import is_tiled_by_pieces
-from phalanx.checkpoint.shard_file import DTYPES, CheckedFile
+from phalanx.checkpoint.shard_file import SAFETENSORS_DTYPES, CheckedFile
 from phalanx.core.errors import CheckpointError
 
 Bits = NDArray[Any]
@@ -23,7 +23,7 @@ Bits = NDArray[Any]
 
 def unsigned_bits_dtype(dtype: str) -> np.dtype[Any]:
     """The unsigned integer that holds one element of torch's `dtype`."""
-    return np.dtype(f"u{DTYPES[dtype][1]}")
+    return np.dtype(f"u{SAFETENSORS_DTYPES[dtype][1]}")
 
 
 def subtract_offsets(start: tuple[int, ...], offset: tuple[int, ...]) -> tuple[int, ...]:
@@ -66,7 +66,7 @@ class FullTensorReader:
 
     def _load_box(self, name: str, offset: tuple[int, ...], size: tuple[int, ...]) -> Bits:
         stored = self.manifest.tensors[name]
-        if stored.dtype not in DTYPES:
+        if stored.dtype not in SAFETENSORS_DTYPES:
             raise CheckpointError(
                 f"{name} is of type {stored.dtype}, which no release writes", where=self.folder.url
             )
@@ -83,7 +83,10 @@ class FullTensorReader:
             start, length = overlap
             file = self._open_checked_file(piece.file)
             entry = file.entries.get(piece.key)
-            if entry is None or (entry.shape, entry.dtype) != (piece.size, DTYPES[stored.dtype][0]):
+            if entry is None or (entry.shape, entry.dtype) != (
+                piece.size,
+                SAFETENSORS_DTYPES[stored.dtype][0],
+            ):
                 raise CheckpointError(
                     f"{piece.key} is not the block of {name} it should be", where=file.where
                 )

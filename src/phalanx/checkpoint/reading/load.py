@@ -22,7 +22,7 @@ from phalanx.checkpoint.reading.mismatch import (
     find_tensor_mismatches,
 )
 from phalanx.checkpoint.reading.verify import is_tiled_by_pieces, require_complete_directory
-from phalanx.checkpoint.shard_file import DTYPES, CheckedFile, SafetensorsEntry
+from phalanx.checkpoint.shard_file import SAFETENSORS_DTYPES, CheckedFile, SafetensorsEntry
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.logical import Box, LogicalShard
@@ -192,7 +192,7 @@ def _find_entry(source: CheckedFile, piece: Piece, dtype: str) -> SafetensorsEnt
     entry = source.entries.get(piece.key)
     if entry is None:
         raise CheckpointError(f"there is no {piece.key} in it", where=source.where)
-    if (entry.shape, entry.dtype) != (piece.size, DTYPES.get(dtype, ("", 0))[0]):
+    if (entry.shape, entry.dtype) != (piece.size, SAFETENSORS_DTYPES.get(dtype, ("", 0))[0]):
         raise CheckpointError(
             f"{piece.key} is {entry.dtype} {list(entry.shape)} in it, not {dtype}"
             f" {list(piece.size)}",

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from phalanx.core.errors import CheckpointError
 from phalanx.core.printable import printable
 
-MAX_ROWS = 12
-NOTHING = "-"
+MAX_SHOWN_MISMATCHES = 12
+ABSENT_TENSOR_TEXT = "-"
 
 
 class HasShapeAndDtype(Protocol):
@@ -84,9 +84,13 @@ def find_tensor_mismatches(
     """
     rows = []
     for name in sorted(expected.keys() - stored.keys()):
-        rows.append(TensorMismatch(name, "missing", _describe_tensor(expected[name]), NOTHING))
+        rows.append(
+            TensorMismatch(name, "missing", _describe_tensor(expected[name]), ABSENT_TENSOR_TEXT)
+        )
     for name in sorted(stored.keys() - expected.keys()):
-        rows.append(TensorMismatch(name, "extra", NOTHING, _describe_tensor(stored[name])))
+        rows.append(
+            TensorMismatch(name, "extra", ABSENT_TENSOR_TEXT, _describe_tensor(stored[name]))
+        )
     for name in sorted(expected.keys() & stored.keys()):
         model_tensor, stored_tensor = expected[name], stored[name]
         if tuple(model_tensor.shape) != tuple(stored_tensor.shape):
@@ -110,7 +114,7 @@ def _is_dtype_accepted(expected: str, stored: str, cast: bool) -> bool:
 
 
 def format_mismatch_table(
-    mismatches: tuple[TensorMismatch, ...], limit: int = MAX_ROWS
+    mismatches: tuple[TensorMismatch, ...], limit: int = MAX_SHOWN_MISMATCHES
 ) -> list[str]:
     """Lines of aligned columns, `limit` rows at most: the first ones of each kind, so that none is
     hidden behind another."""

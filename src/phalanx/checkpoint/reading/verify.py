@@ -13,9 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.checkpoint.folder import Folder, as_folder
-from phalanx.checkpoint.manifest import MANIFEST, Manifest, Piece, StoredTensor, read_manifest
+from phalanx.checkpoint.manifest import (
+    MANIFEST_FILE_NAME,
+    Manifest,
+    Piece,
+    StoredTensor,
+    read_manifest,
+)
 from phalanx.checkpoint.os_errors import wrap_os_error
-from phalanx.checkpoint.shard_file import DTYPES, CheckedFile
+from phalanx.checkpoint.shard_file import SAFETENSORS_DTYPES, CheckedFile
 from phalanx.core.errors import CheckpointError
 
 Progress = Callable[[int], None]
@@ -125,7 +131,7 @@ def _directory_problems(folder: Folder, manifest: Manifest) -> list[CheckpointEr
     except OSError as error:
         return [wrap_os_error(error, "it cannot be read", folder.url)]
     missing = sorted(set(manifest.files) - present)
-    extra = sorted(present - set(manifest.files) - {MANIFEST})
+    extra = sorted(present - set(manifest.files) - {MANIFEST_FILE_NAME})
     problems = []
     if missing:
         message = f"{_join_file_names(missing)} missing"
@@ -149,7 +155,7 @@ def _tensors_in_file(manifest: Manifest, file: str) -> list[str]:
 def _tensor_problems(folder: Folder, manifest: Manifest) -> Iterator[CheckpointError]:
     """Problems of tensors: their pieces must make them, each element once."""
     for name, tensor in manifest.tensors.items():
-        if tensor.dtype not in DTYPES:
+        if tensor.dtype not in SAFETENSORS_DTYPES:
             yield CheckpointError(
                 f"{name} is of type {tensor.dtype}, which no release writes", where=folder.url
             )
@@ -200,7 +206,7 @@ def _require_pieces_in_header(file: CheckedFile, name: str, manifest: Manifest) 
             if piece.file != name:
                 continue
             entry = file.entries.get(piece.key)
-            expected = (piece.size, DTYPES.get(tensor.dtype, ("", 0))[0])
+            expected = (piece.size, SAFETENSORS_DTYPES.get(tensor.dtype, ("", 0))[0])
             if entry is None or (entry.shape, entry.dtype) != expected:
                 raise CheckpointError(
                     f"{piece.key} is not the block of {tensor_name} that the manifest says",

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from phalanx.checkpoint.folder import STEP_NAME, Folder, LocalFolder
-from phalanx.checkpoint.manifest import MANIFEST, read_manifest
+from phalanx.checkpoint.folder import STEP_FOLDER_PATTERN, Folder, LocalFolder
+from phalanx.checkpoint.manifest import MANIFEST_FILE_NAME, read_manifest
 from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.checkpoint.stores.protocol import Draft, Store
 from phalanx.core.errors import CheckpointError
@@ -31,10 +31,10 @@ __all__ = [
     "open_store_at",
 ]
 
-Say = Callable[[str], None]
+ReportRetry = Callable[[str], None]
 
 
-def open_store(run_dir: Path, url: str | None, *, say: Say = lambda text: None) -> Store:
+def open_store(run_dir: Path, url: str | None, *, say: ReportRetry = lambda text: None) -> Store:
     """The store of a run: under its own directory, or at `url` (s3://bucket/path,
     file:///data/run-7, ...).
 
@@ -132,8 +132,8 @@ def is_single_checkpoint(location: str | Path) -> bool:
 
         return find_object_folder(str(location)) is not None
     path = directory or Path(location)
-    return (path / MANIFEST).is_file() or (
-        path.parent.name == "checkpoints" and bool(STEP_NAME.fullmatch(path.name))
+    return (path / MANIFEST_FILE_NAME).is_file() or (
+        path.parent.name == "checkpoints" and bool(STEP_FOLDER_PATTERN.fullmatch(path.name))
     )
 
 

@@ -18,10 +18,10 @@ from phalanx.core.secrets import Redactor
 from phalanx.core.store_urls import find_url_problem
 
 T = TypeVar("T")
-Say = Callable[[str], None]
+ReportRetry = Callable[[str], None]
 
 # Errors that another attempt cannot mend.
-_LASTING = (
+_PERMANENT_ERRORS = (
     FileNotFoundError,
     PermissionError,
     IsADirectoryError,
@@ -29,9 +29,9 @@ _LASTING = (
     NotImplementedError,
 )
 # FileNotFoundError is an answer there, and no failure.
-_READING = ("reading", "looking at")
+_READ_OPERATIONS = ("reading", "looking at")
 # Of libraries that may not be installed, and so by name.
-_LASTING_NAMES = (
+_PERMANENT_ERROR_NAMES = (
     "NoCredentialsError",
     "PartialCredentialsError",
     "ProfileNotFound",
@@ -39,12 +39,14 @@ _LASTING_NAMES = (
 )
 # The libraries give up soon (30 s without a byte) and ask once, because every request is made again
 # here.
-_ASK_ONCE = {"mode": "standard", "total_max_attempts": 1}
-_S3 = {"config_kwargs": {"connect_timeout": 10, "read_timeout": 30, "retries": _ASK_ONCE}}
-_OPTIONS: dict[str, dict[str, Any]] = {"s3": _S3, "s3a": _S3}
+_NO_CLIENT_RETRIES = {"mode": "standard", "total_max_attempts": 1}
+_S3_OPTIONS = {
+    "config_kwargs": {"connect_timeout": 10, "read_timeout": 30, "retries": _NO_CLIENT_RETRIES}
+}
+_OPTIONS_OF_PROTOCOL: dict[str, dict[str, Any]] = {"s3": _S3_OPTIONS, "s3a": _S3_OPTIONS}
 # At most so much is copied at once: see `_Upload.write`.
-_PART_BYTES = 1 << 22
-_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+_UPLOAD_PART_BYTES = 1 << 22
+_PIP_EXTRA_OF_PROTOCOL = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class RemoteFolder:
     fs: Any
     protocol: str
     root: str
-    say: Say = field(compare=False)
+    say: ReportRetry = field(compare=False)
     patience: RetryPolicy = field(compare=False)
 
     def url(self, key: str = "") -> str:
@@ -188,7 +190,7 @@ class RemoteFolder:
                 raise
             except Exception as error:
                 # Stores have errors of their own, of no common class.
-                if isinstance(error, FileNotFoundError) and doing in _READING:
+                if isinstance(error, FileNotFoundError) and doing in _READ_OPERATIONS:
                     raise
                 why = _redact_url(f"{type(error).__name__}: {error}")
                 lasting = _is_permanent_error(error)
@@ -221,8 +223,8 @@ class _Upload:
         """Write in parts: some file systems of fsspec copy all data that they get, and some only
         take bytes."""
         view = memoryview(data)
-        for start in range(0, len(view), _PART_BYTES):
-            self._file.write(bytes(view[start : start + _PART_BYTES]))
+        for start in range(0, len(view), _UPLOAD_PART_BYTES):
+            self._file.write(bytes(view[start : start + _UPLOAD_PART_BYTES]))
 
     def sync(self) -> None:
         pass
@@ -243,10 +245,14 @@ def _abandon_upload(file: Any) -> None:
 def _is_permanent_error(error: Exception) -> bool:
     """True if a retry cannot help."""
     is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return is_full or isinstance(error, _LASTING) or type(error).__name__ in _LASTING_NAMES
+    return (
+        is_full
+        or isinstance(error, _PERMANENT_ERRORS)
+        or type(error).__name__ in _PERMANENT_ERROR_NAMES
+    )
 
 
-def open_remote(url: str, *, say: Say, patience: RetryPolicy) -> RemoteFolder:
+def open_remote(url: str, *, say: ReportRetry, patience: RetryPolicy) -> RemoteFolder:
     """Open the folder at `url`.
 
     Raises EnvironmentProblem if a library is missing, CheckpointError for a URL that nothing opens.
@@ -260,12 +266,12 @@ def open_remote(url: str, *, say: Say, patience: RetryPolicy) -> RemoteFolder:
     # No cache of listings: other ranks, and other jobs, write there as well.
     try:
         fs, root = fsspec.core.url_to_fs(
-            url, use_listings_cache=False, **_OPTIONS.get(protocol, {})
+            url, use_listings_cache=False, **_OPTIONS_OF_PROTOCOL.get(protocol, {})
         )
     except ImportError as error:
         fix = "install the library that fsspec names"
-        if protocol in _EXTRAS:
-            fix = f"pip install 'phalanx[{_EXTRAS[protocol]}]'"
+        if protocol in _PIP_EXTRA_OF_PROTOCOL:
+            fix = f"pip install 'phalanx[{_PIP_EXTRA_OF_PROTOCOL[protocol]}]'"
         raise EnvironmentProblem(
             f"{protocol}:// needs a library", why=_redact_url(str(error)), fix=fix
         ) from None
@@ -274,7 +280,7 @@ def open_remote(url: str, *, say: Say, patience: RetryPolicy) -> RemoteFolder:
         raise CheckpointError(
             "the store cannot be opened", where=_redact_url(url), why=why
         ) from None
-    if protocol in _OPTIONS:
+    if protocol in _OPTIONS_OF_PROTOCOL:
         # s3fs has retries of its own, around those of botocore.
         fs.retries = 1
     return RemoteFolder(fs, protocol, str(root).rstrip("/"), say, patience)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from phalanx.checkpoint.chunks import StoredFile
 from phalanx.checkpoint.folder import Folder, LocalFolder
-from phalanx.checkpoint.manifest import MANIFEST, list_checkpoint_folders
+from phalanx.checkpoint.manifest import MANIFEST_FILE_NAME, list_checkpoint_folders
 from phalanx.checkpoint.stores.protocol import Draft
 from phalanx.core.disk import Disk, DiskFile, make_directories, remove_tree
 from phalanx.core.errors import StorageError
@@ -25,7 +25,7 @@ from phalanx.core.files import suggest_fix_for_os_error
 
 PARTIAL, REPLACED, REMOVED = ".partial", ".replaced", ".removed"
 # File systems, and files of another one or owner, that take no hard link: a copy is written then.
-_NO_LINKS = (
+_HARD_LINK_UNSUPPORTED_ERRNOS = (
     errno.EXDEV,
     errno.EPERM,
     errno.EMLINK,
@@ -68,7 +68,7 @@ class LocalDraft:
         try:
             self.disk.link(folder.path / earlier_name, self.path / name)
         except OSError as error:
-            if error.errno in _NO_LINKS:
+            if error.errno in _HARD_LINK_UNSUPPORTED_ERRNOS:
                 return False
             error.filename, error.filename2 = self.url, None
             raise
@@ -190,7 +190,7 @@ class LocalStore:
             elif name.endswith(REPLACED):
                 checkpoint = self.root / name.removeprefix(".").removesuffix(REPLACED)
                 # Both renames were done: the old one is not needed any more.
-                if (checkpoint / MANIFEST).is_file():
+                if (checkpoint / MANIFEST_FILE_NAME).is_file():
                     remove_tree(self._disk, path)
                 elif not os.path.lexists(checkpoint):
                     # After a power loss it comes back again.
@@ -204,7 +204,7 @@ class LocalStore:
 
 
 def _write_manifest(draft: LocalDraft, manifest: bytes) -> None:
-    file = draft.disk.create(draft.path / MANIFEST)
+    file = draft.disk.create(draft.path / MANIFEST_FILE_NAME)
     try:
         file.write(manifest)
         file.sync()

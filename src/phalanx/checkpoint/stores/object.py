@@ -17,7 +17,7 @@ from typing import Any
 
 from phalanx.checkpoint.chunks import StoredFile
 from phalanx.checkpoint.folder import Folder, RangeReader
-from phalanx.checkpoint.manifest import MANIFEST
+from phalanx.checkpoint.manifest import MANIFEST_FILE_NAME
 from phalanx.checkpoint.stores._remote import RemoteFolder, RetryPolicy, open_remote
 from phalanx.checkpoint.stores.protocol import Draft
 from phalanx.core.disk import DiskFile
@@ -26,9 +26,9 @@ from phalanx.core.errors import CheckpointError
 # Sent in one request.
 BLOCK_BYTES = 16 << 20
 # At most fetched in one request while a file is read through.
-AHEAD_BYTES = 32 << 20
-OWNER = "owner.json"
-_NAME = re.compile(r"step-(\d+)-(\d{4,})-[0-9a-f]{8}")
+MAX_READ_AHEAD_BYTES = 32 << 20
+OWNER_OBJECT_NAME = "owner.json"
+_ATTEMPT_NAME_PATTERN = re.compile(r"step-(\d+)-(\d{4,})-[0-9a-f]{8}")
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class ObjectFolder:
 
     @property
     def step(self) -> int:
-        match = _NAME.fullmatch(self.name)
+        match = _ATTEMPT_NAME_PATTERN.fullmatch(self.name)
         if match is None:
             return -1
         return int(match[1])
 
     @property
     def attempt(self) -> int:
-        match = _NAME.fullmatch(self.name)
+        match = _ATTEMPT_NAME_PATTERN.fullmatch(self.name)
         if match is None:
             return -1
         return int(match[2])
@@ -69,7 +69,7 @@ class ObjectFolder:
         return _ObjectRangeReader(self.remote, f"{self.name}/{name}")
 
     def written_unix_s(self) -> float:
-        return self.remote.modified_unix_s(f"{self.name}/{MANIFEST}")
+        return self.remote.modified_unix_s(f"{self.name}/{MANIFEST_FILE_NAME}")
 
 
 class _ObjectRangeReader:
@@ -96,7 +96,7 @@ class _ObjectRangeReader:
             else:
                 self._num_on = 0
             # Twice as much each time: a file read through takes few requests, a jump wastes little.
-            ahead = min(AHEAD_BYTES, len(buffer) << max(0, self._num_on - 1))
+            ahead = min(MAX_READ_AHEAD_BYTES, len(buffer) << max(0, self._num_on - 1))
             stop = min(self._num_bytes, max(end, offset + ahead))
             self._start, self._data = offset, memoryview(self._remote.read(self._key, offset, stop))
         data = self._data[offset - self._start : end - self._start]
@@ -147,19 +147,19 @@ class StoreOwnerFile:
 
     @property
     def url(self) -> str:
-        return self.remote.url(OWNER)
+        return self.remote.url(OWNER_OBJECT_NAME)
 
     def read(self) -> bytes | None:
         try:
-            return self.remote.read(OWNER)
+            return self.remote.read(OWNER_OBJECT_NAME)
         except FileNotFoundError:
             return None
 
     def write(self, text: bytes) -> None:
-        self.remote.put_if_absent(OWNER, text)
+        self.remote.put_if_absent(OWNER_OBJECT_NAME, text)
 
     def remove(self) -> None:
-        self.remote.remove(OWNER)
+        self.remote.remove(OWNER_OBJECT_NAME)
 
 
 class ObjectStore:
@@ -193,7 +193,7 @@ class ObjectStore:
             folder = ObjectFolder(self._remote, name)
             other = newest.get(folder.step)
             # Without a manifest it was never committed, or is on its way out.
-            if MANIFEST in files and (other is None or folder.attempt > other.attempt):
+            if MANIFEST_FILE_NAME in files and (other is None or folder.attempt > other.attempt):
                 newest[folder.step] = folder
         return [newest[step] for step in sorted(newest)]
 
@@ -229,7 +229,7 @@ class ObjectStore:
         # Before the manifest, which promises that they are there.
         _require_uploaded_files(folder, manifest)
         # This one request is the commit: before it the folder is no checkpoint.
-        self._remote.put(f"{folder.name}/{MANIFEST}", manifest)
+        self._remote.put(f"{folder.name}/{MANIFEST_FILE_NAME}", manifest)
         with suppress(OSError, CheckpointError):
             # The checkpoint is there: what cannot be removed now, the next save removes.
             for name in self._list_folders():
@@ -245,10 +245,10 @@ class ObjectStore:
     def remove(self, folder: Folder) -> None:
         files = self._remote.list(folder.name)
         # First, so that a crash on the way leaves no checkpoint with files missing.
-        if MANIFEST in files:
-            self._remote.remove(f"{folder.name}/{MANIFEST}")
+        if MANIFEST_FILE_NAME in files:
+            self._remote.remove(f"{folder.name}/{MANIFEST_FILE_NAME}")
         for name in files:
-            if name != MANIFEST:
+            if name != MANIFEST_FILE_NAME:
                 self._remote.remove(f"{folder.name}/{name}")
         self._remote.remove_empty(folder.name)
 
@@ -263,7 +263,7 @@ class ObjectStore:
         files_by_folder: dict[str, set[str]] = {}
         for key in self._remote.list():
             folder, slash, name = key.partition("/")
-            if slash and _NAME.fullmatch(folder):
+            if slash and _ATTEMPT_NAME_PATTERN.fullmatch(folder):
                 files_by_folder.setdefault(folder, set()).add(name)
         return files_by_folder
 
@@ -278,7 +278,7 @@ def find_object_folder(url: str) -> ObjectFolder | None:
     if parent.endswith("/"):
         return None
     folder = ObjectFolder(open_remote(parent, say=lambda text: None, patience=RetryPolicy()), name)
-    if MANIFEST not in folder.sizes():
+    if MANIFEST_FILE_NAME not in folder.sizes():
         return None
     return folder
 

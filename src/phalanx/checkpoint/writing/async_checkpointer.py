@@ -39,7 +39,7 @@ from phalanx.observe.bus import Bus
 from phalanx.observe.events import CheckpointFailed, CheckpointSaved, Event, Note
 
 # A rank that waits looks so long at its own thread before it hears of the others'.
-POLL_S = 0.2
+POLL_INTERVAL_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class AsyncCheckpointer:
         if is_busy:
             with self._phases("ckpt_write", "wait for the save in flight"):
                 while is_busy:
-                    self._join_own_threads(POLL_S)
+                    self._join_own_threads(POLL_INTERVAL_S)
                     is_busy, has_failed = self._sum_flags()
         return has_failed
 

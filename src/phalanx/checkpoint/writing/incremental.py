@@ -22,7 +22,7 @@ from phalanx.checkpoint.chunks import StoredFile
 from phalanx.checkpoint.folder import Folder, LocalFolder
 from phalanx.checkpoint.manifest import Manifest, Piece, read_manifest
 from phalanx.checkpoint.shard_file import (
-    DTYPES,
+    SAFETENSORS_DTYPES,
     Bytes,
     CheckedFile,
     TensorSource,
@@ -32,11 +32,11 @@ from phalanx.checkpoint.stores.protocol import Draft
 from phalanx.core.errors import CheckpointError
 
 # Unchanged blocks of fewer bytes in sum are written with the changed ones.
-APART_BYTES = 1 << 20
+MIN_UNCHANGED_BYTES = 1 << 20
 # So are smaller blocks: when one of them changes, everything in a file with it is written again.
-SMALL_BYTES = 1 << 16
+MIN_UNCHANGED_BLOCK_BYTES = 1 << 16
 # Files of one rank; what is in the smaller ones is written into one.
-MAX_REUSED = 32
+MAX_REUSED_FILES = 32
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ class TensorBlock:
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.size) * DTYPES[self.dtype][1]
+        return math.prod(self.size) * SAFETENSORS_DTYPES[self.dtype][1]
 
 
 # name, dtype, offset, size, digest
-_Identity = tuple[str, str, tuple[int, ...], tuple[int, ...], str]
+_BlockIdentity = tuple[str, str, tuple[int, ...], tuple[int, ...], str]
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,13 @@ class PreviousCheckpoint:
     folder: Folder
     manifest: Manifest
 
-    def list_reusable_pieces(self) -> dict[str, dict[_Identity, Piece]]:
+    def list_reusable_pieces(self) -> dict[str, dict[_BlockIdentity, Piece]]:
         """The pieces in each file, by file name and identity.
 
         Leaves out files whose blocks have no digest, or that are not as long as they were.
         """
         sizes = self.folder.sizes()
-        by_file: dict[str, dict[_Identity, Piece]] = {
+        by_file: dict[str, dict[_BlockIdentity, Piece]] = {
             name: {}
             for name, stored in self.manifest.files.items()
             if sizes.get(name) == stored.num_bytes
@@ -117,7 +117,7 @@ def write_blocks(
     """
     remaining = {_block_identity(block): block for block in blocks}
     written = WrittenBlocks()
-    unchanged: set[_Identity] = set()
+    unchanged: set[_BlockIdentity] = set()
     if previous is not None:
         by_file = previous.list_reusable_pieces()
         # Before `_reuse_files`, which takes what it reuses out of `remaining`.
@@ -130,19 +130,19 @@ def write_blocks(
 
 
 def _split_unchanged(
-    blocks: dict[_Identity, TensorBlock], unchanged: set[_Identity]
-) -> tuple[dict[_Identity, TensorBlock], dict[_Identity, TensorBlock]]:
+    blocks: dict[_BlockIdentity, TensorBlock], unchanged: set[_BlockIdentity]
+) -> tuple[dict[_BlockIdentity, TensorBlock], dict[_BlockIdentity, TensorBlock]]:
     """The blocks for a file of their own, which the next save may reuse, and all others."""
-    apart: dict[_Identity, TensorBlock] = {}
-    mixed: dict[_Identity, TensorBlock] = {}
+    apart: dict[_BlockIdentity, TensorBlock] = {}
+    mixed: dict[_BlockIdentity, TensorBlock] = {}
     num_apart_bytes = 0
     for identity, block in blocks.items():
-        if identity in unchanged and block.num_bytes >= SMALL_BYTES:
+        if identity in unchanged and block.num_bytes >= MIN_UNCHANGED_BLOCK_BYTES:
             apart[identity] = block
             num_apart_bytes += block.num_bytes
         else:
             mixed[identity] = block
-    if num_apart_bytes < APART_BYTES:
+    if num_apart_bytes < MIN_UNCHANGED_BYTES:
         # In their order, as if none had been apart.
         return {}, blocks
     return apart, mixed
@@ -152,8 +152,8 @@ def _reuse_files(
     draft: Draft,
     stem: str,
     previous: PreviousCheckpoint,
-    by_file: Mapping[str, Mapping[_Identity, Piece]],
-    remaining: dict[_Identity, TensorBlock],
+    by_file: Mapping[str, Mapping[_BlockIdentity, Piece]],
+    remaining: dict[_BlockIdentity, TensorBlock],
     written: WrittenBlocks,
 ) -> None:
     """Reuse the files all of whose blocks are among `remaining`, and remove those blocks from it.
@@ -166,7 +166,7 @@ def _reuse_files(
     ]
     # The largest first: there is a limit to how many are reused, and equal saves reuse alike.
     reusable.sort(key=lambda name: (-files[name].num_bytes, name))
-    for number, previous_name in enumerate(reusable[:MAX_REUSED]):
+    for number, previous_name in enumerate(reusable[:MAX_REUSED_FILES]):
         name = f"{stem}-kept-{number}.safetensors"
         if not by_file[previous_name].keys() <= remaining.keys():
             # Reused with a file before it; the rest of this one is written, apart from that.
@@ -201,7 +201,7 @@ def _is_file_intact(previous: PreviousCheckpoint, name: str) -> bool:
 
 
 def _write_draft_file(
-    draft: Draft, file: str, blocks: Mapping[_Identity, TensorBlock], written: WrittenBlocks
+    draft: Draft, file: str, blocks: Mapping[_BlockIdentity, TensorBlock], written: WrittenBlocks
 ) -> None:
     if not blocks:
         return
@@ -216,7 +216,7 @@ def _write_draft_file(
         written.pieces.setdefault(block.name, []).append(piece)
 
 
-def _block_identity(block: TensorBlock) -> _Identity:
+def _block_identity(block: TensorBlock) -> _BlockIdentity:
     return (
         block.name,
         block.dtype,

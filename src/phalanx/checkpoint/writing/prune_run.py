@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.checkpoint.best import BEST, read_protected_steps
+from phalanx.checkpoint.best import BEST_FILE_NAME, read_protected_steps
 from phalanx.checkpoint.ownership.run_lock import hold_run_lock
 from phalanx.checkpoint.ownership.store_owner import store_refusal_reason
 from phalanx.checkpoint.reading.listing import find_checkpoint_folders
@@ -63,9 +63,11 @@ def _require_best_steps(run_dir: Path) -> frozenset[int]:
     be read.
     """
     best_steps = read_protected_steps(run_dir)
-    if not best_steps and os.path.lexists(run_dir / BEST):
+    if not best_steps and os.path.lexists(run_dir / BEST_FILE_NAME):
         fix = "put it right, or remove it if no checkpoint is to be kept as the best"
         raise CheckpointError(
-            "what the best checkpoint is cannot be read", where=str(run_dir / BEST), fix=fix
+            "what the best checkpoint is cannot be read",
+            where=str(run_dir / BEST_FILE_NAME),
+            fix=fix,
         )
     return best_steps

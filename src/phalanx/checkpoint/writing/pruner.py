@@ -17,7 +17,7 @@ from phalanx.observe.events import CheckpointsRemoved, Event, Note
 
 # An interrupted removal still reads or removes one thing more; this is how long a stop waits for
 # it, if the store answers.
-PATIENCE_S = 1.0
+INTERRUPTED_PRUNING_WAIT_S = 1.0
 
 
 class _PruningInterruptedError(Exception):
@@ -69,13 +69,13 @@ class CheckpointPruner:
 
     @property
     def should_wait(self) -> bool:
-        """True if a pruning is at work that may take its time, or that has not had PATIENCE_S yet
-        to notice its interruption."""
+        """True if a pruning is at work that may take its time, or that has not had
+        INTERRUPTED_PRUNING_WAIT_S yet to notice its interruption."""
         if self._thread is None or self._thread.is_done:
             return False
         if not self._is_interrupted.is_set():
             return True
-        return time.monotonic() - self._interrupted_s < PATIENCE_S
+        return time.monotonic() - self._interrupted_s < INTERRUPTED_PRUNING_WAIT_S
 
     def join(self, timeout_s: float) -> None:
         if self._thread is not None:

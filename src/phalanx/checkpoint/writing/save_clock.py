@@ -11,9 +11,9 @@ from phalanx.observe.events import CheckpointIntervalChosen
 
 # The first save of every = "auto" comes this early, to be measured.
 FIRST_AUTO_STEPS, FIRST_AUTO_S = 10, 60.0
-NUM_MEASURED = 5
+NUM_AVERAGED_SAVES = 5
 # A change of the interval by this factor is an event.
-NOTABLE = 1.25
+NOTABLE_INTERVAL_RATIO = 1.25
 
 
 def optimal_save_interval_s(stall_s: float, save_s: float, mtbf_s: float) -> float:
@@ -37,7 +37,7 @@ class SaveClock:
         """Seconds between saves with every = "auto"; None until a save has been measured."""
         self._options = options
         self._began_s = self._last_s = now_s
-        self._costs: deque[tuple[float, float]] = deque(maxlen=NUM_MEASURED)
+        self._costs: deque[tuple[float, float]] = deque(maxlen=NUM_AVERAGED_SAVES)
         self._reported_s = math.nan
 
     def is_due(self, num_steps: int, now_s: float) -> bool:
@@ -70,7 +70,7 @@ class SaveClock:
         mtbf_s = self._options.mtbf_hours * 3600
         self.interval_s = optimal_save_interval_s(stall_s, save_s, mtbf_s)
         # NaN at first: each comparison with it is False, so the first interval is reported.
-        if 1 / NOTABLE < self.interval_s / self._reported_s < NOTABLE:
+        if 1 / NOTABLE_INTERVAL_RATIO < self.interval_s / self._reported_s < NOTABLE_INTERVAL_RATIO:
             return None
         self._reported_s = self.interval_s
         return CheckpointIntervalChosen(step, self.interval_s, stall_s, save_s, mtbf_s)

@@ -12,7 +12,7 @@ import torch
 from phalanx.mesh.logical import Box, LogicalShard
 
 # Bytes. torch views memory as another dtype only from a multiple of its item size on.
-_ALIGNMENT = 64
+_ALIGNMENT_BYTES = 64
 
 
 class StagingMemory:
@@ -105,4 +105,4 @@ def _bounding_block_bytes(shard: LogicalShard) -> int:
 
 
 def _align_up(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

@@ -19,7 +19,7 @@ from phalanx.checkpoint.manifest import Manifest, Piece, StoredTensor, check_ali
 from phalanx.checkpoint.ownership.fencing_token import FencingToken
 from phalanx.checkpoint.ownership.store_owner import require_still_owner
 from phalanx.checkpoint.reading.verify import is_tiled_by_pieces
-from phalanx.checkpoint.shard_file import DTYPES, Bytes
+from phalanx.checkpoint.shard_file import SAFETENSORS_DTYPES, Bytes
 from phalanx.checkpoint.stores.protocol import Draft, Store
 from phalanx.checkpoint.writing.incremental import (
     PreviousCheckpoint,
@@ -32,7 +32,7 @@ from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.logical import Box, LogicalShard
 
 # A replicated block of at least so many bytes is written in parts, one by each replica.
-SPLIT_BYTES = 1 << 20
+MIN_SPLIT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -176,21 +176,21 @@ def select_owned_blocks(shards: Mapping[str, LogicalShard]) -> dict[str, Logical
 
 
 def _select_owned_boxes(shard: LogicalShard) -> Iterator[Box]:
-    if shard.dtype not in DTYPES:
+    if shard.dtype not in SAFETENSORS_DTYPES:
         raise CheckpointError(
             f"{shard.name} is of type {shard.dtype}, which safetensors cannot hold",
             fix="keep it in another type, or out of checkpoints (persistent=False, for a buffer)",
         )
     if shard.replica >= shard.num_replicas:
         return
-    item_bytes = DTYPES[shard.dtype][1]
+    item_bytes = SAFETENSORS_DTYPES[shard.dtype][1]
     name_digest = xxhash.xxh3_64_intdigest(shard.name.encode())
     for box in shard.boxes:
         replica = shard.replica * box.num_replicas + box.replica
         num_replicas = shard.num_replicas * box.num_replicas
         # A scalar has no rows, and is never split.
         num_rows = next(iter(box.size), 0)
-        if num_rows >= num_replicas and math.prod(box.size) * item_bytes >= SPLIT_BYTES:
+        if num_rows >= num_replicas and math.prod(box.size) * item_bytes >= MIN_SPLIT_BYTES:
             # Parts that differ by one row at most, and together are all rows.
             start = num_rows * replica // num_replicas
             stop = num_rows * (replica + 1) // num_replicas

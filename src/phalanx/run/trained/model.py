@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.checkpoint.exchange.importing import MODEL_TOML
+from phalanx.checkpoint.exchange.importing import MODEL_TOML_FILE_NAME
 from phalanx.checkpoint.folder import Folder
-from phalanx.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from phalanx.checkpoint.manifest import MANIFEST_FILE_NAME, Manifest, read_manifest
 from phalanx.checkpoint.reading.choose import choose_checkpoint
 from phalanx.checkpoint.reading.origin import find_run_dir
 from phalanx.checkpoint.stores import is_url
@@ -249,7 +249,7 @@ def _find_job(run_dir: Path | None) -> Path | None:
     """The file of the job that a run resolved, or that an import wrote beside its checkpoint."""
     if run_dir is None:
         return None
-    for name in ("job.json", MODEL_TOML):
+    for name in ("job.json", MODEL_TOML_FILE_NAME):
         if (run_dir / name).is_file():
             return run_dir / name
     return None
@@ -280,7 +280,7 @@ def _is_hugging_face_directory(location: str) -> bool:
     path = Path(location)
     if is_url(location) or not (path / CONFIG).is_file():
         return False
-    return not (path / MANIFEST).is_file() and not (path / "job.json").is_file()
+    return not (path / MANIFEST_FILE_NAME).is_file() and not (path / "job.json").is_file()
 
 
 def _open_hugging_face(location: str, overrides: Sequence[str]) -> TrainedModel:
