@@ -21,10 +21,10 @@ from phalanx.cli._app import help_line
 from phalanx.core.errors import EXIT_CODE_MEANING
 from phalanx.core.phases import PHASES
 from phalanx.core.registry import list_kinds
-from phalanx.job.json_schema import FILE, KINDS, job_json_schema
+from phalanx.job.json_schema import PACKAGE_OF_OPEN_KEY, SCHEMA_FILE_NAME, job_json_schema
 from phalanx.job.presets.table import replace_presets_table
 from phalanx.job.schema import Job, Section
-from phalanx.observe.events import EVENTS
+from phalanx.observe.events import EVENT_CLASS_OF_KIND
 
 HERE = Path(__file__).parent
 PACKAGE = HERE.parent / "src" / "phalanx" / "job"
@@ -113,7 +113,7 @@ def reference() -> str:
         "Each is one file of a folder; `package.module:name` reaches your own.",
         "",
     ]
-    folders = {**KINDS, "resilience.inject": "phalanx.resilience.faults"}
+    folders = {**PACKAGE_OF_OPEN_KEY, "resilience.inject": "phalanx.resilience.faults"}
     lines += table(
         ("key", "kinds"),
         [(f"`{k}`", ", ".join(f"`{n}`" for n in list_kinds(p))) for k, p in folders.items()],
@@ -125,7 +125,9 @@ def reference() -> str:
     ]
     lines += [", ".join(f"`{phase}`" for phase in PHASES) + ".", ""]
     lines += ["## Events", "", "One line of JSON each, in `RUN/events/`.", ""]
-    words = {kind: " ".join((cls.__doc__ or "").split()) for kind, cls in EVENTS.items()}
+    words = {
+        kind: " ".join((cls.__doc__ or "").split()) for kind, cls in EVENT_CLASS_OF_KIND.items()
+    }
     rows = [(f"`{kind}`", text.replace("|", "or")) for kind, text in words.items()]
     lines += table(("event", "fact"), rows)
     return "\n".join(lines).rstrip() + "\n"
@@ -169,8 +171,8 @@ def targets() -> dict[Path, str]:
     with_counts = runpy.run_path(str(HERE / "layout_counts.py"))["with_counts"]
     return {
         HERE / "reference.md": reference(),
-        HERE / FILE: schema,
-        PACKAGE / FILE: schema,
+        HERE / SCHEMA_FILE_NAME: schema,
+        PACKAGE / SCHEMA_FILE_NAME: schema,
         models: replace_presets_table(models.read_text(encoding="utf-8")),
         own_code: with_examples(own_code.read_text(encoding="utf-8")),
         found: with_examples(found.read_text(encoding="utf-8")),

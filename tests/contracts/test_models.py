@@ -18,7 +18,7 @@ from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.mesh.blocks import find_blocks
 from phalanx.mesh.logical import list_module_shards
 from phalanx.mesh.mesh import Mesh
-from phalanx.nn.build import MODELS, build_model, build_objective
+from phalanx.nn.build import MODELS_PACKAGE, build_model, build_objective
 from phalanx.nn.objective import Objective
 from phalanx.parallel.call.bind_batch import call_with_batch
 from phalanx.parallel.parallelize import parallelize
@@ -27,7 +27,7 @@ from phalanx.plan.layout import Layout
 from phalanx.plan.planner import make_plan
 from ranks import run_ranks
 
-KINDS = list_kinds(MODELS)
+KINDS = list_kinds(MODELS_PACKAGE)
 
 
 def job(kind: str) -> Job:
@@ -44,7 +44,7 @@ def on_meta(kind: str) -> tuple[nn.Module, DecoderShape]:
 
 def batch_of(kind: str) -> dict[str, torch.Tensor]:
     _, shape = on_meta(kind)
-    batch: dict[str, torch.Tensor] = resolve_kind(kind, MODELS, "example_batch")(
+    batch: dict[str, torch.Tensor] = resolve_kind(kind, MODELS_PACKAGE, "example_batch")(
         shape, 2, SEQ_LEN, seed=0
     )
     return batch

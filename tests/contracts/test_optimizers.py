@@ -16,12 +16,12 @@ from phalanx.core.registry import list_kinds
 from phalanx.job.schema import Optim
 from phalanx.mesh.mesh import open_mesh
 from phalanx.nn.objective import causal_cross_entropy
-from phalanx.optim.build import OPTIMIZERS, build_optimizer
+from phalanx.optim.build import OPTIMIZERS_PACKAGE, build_optimizer
 from phalanx.parallel.parallelize import parallelize
 from phalanx.train.state import TrainState
 from ranks import run_ranks
 
-KINDS = list_kinds(OPTIMIZERS)
+KINDS = list_kinds(OPTIMIZERS_PACKAGE)
 OBJECTIVE = causal_cross_entropy(16)
 BEFORE, AFTER = 2, 2
 Tensors = dict[str, torch.Tensor]

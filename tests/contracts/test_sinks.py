@@ -25,9 +25,9 @@ from commands import wait_until
 from phalanx.core.errors import EnvironmentProblem, ExitCode
 from phalanx.core.registry import list_kinds, resolve_kind
 from phalanx.job.schema import Job, Observe
-from phalanx.observe.bus import CLOSE_S, Bus, OpenSink, event_file_path
+from phalanx.observe.bus import CLOSE_TIMEOUT_S, Bus, OpenSink, event_file_path
 from phalanx.observe.events import (
-    EVENTS,
+    EVENT_CLASS_OF_KIND,
     Envelope,
     EvalFinished,
     Event,
@@ -62,7 +62,7 @@ ORDINARY: dict[str, Any] = {
 
 
 def example(kind: str, values: dict[str, Any]) -> Event:
-    cls = EVENTS[kind]
+    cls = EVENT_CLASS_OF_KIND[kind]
     return cls(**{item.name: values[str(item.type)] for item in fields(cls)})
 
 
@@ -144,7 +144,7 @@ def test_takes_every_event_closes_twice_and_writes_only_inside_the_run(
     sink = opener(kind, run_dir)()
     for number in (0.5, math.nan, math.inf, -math.inf):
         for rank in (-1, 0, 1):
-            for name in sorted(EVENTS):
+            for name in sorted(EVENT_CLASS_OF_KIND):
                 sink.write(Envelope(example(name, ORDINARY | {"float": number}), rank, 0, 1.0))
     sink.close()
     sink.close()
@@ -176,7 +176,7 @@ def test_a_directory_that_disappears_stops_nobody(kind: str, tmp_path: Path) -> 
         bus.emit(step(number))
     began = time.monotonic()
     bus.close()
-    assert time.monotonic() - began < CLOSE_S + 5
+    assert time.monotonic() - began < CLOSE_TIMEOUT_S + 5
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.mesh import mesh as mesh_module
-from phalanx.mesh.devices import PIPELINE_VARIABLES
+from phalanx.mesh.devices import PIPELINE_CUDA_VARIABLES
 from phalanx.mesh.mesh import open_mesh
 from phalanx.mesh.rendezvous import open_default_group
 from phalanx.plan.layout import Layout
@@ -19,14 +19,14 @@ from ranks import run_ranks
 
 def look_at_variables(rank: int, layout: Layout, own: dict[str, str]) -> dict[str, str | None]:
     """What stands in the environment when the first thing asks for a device."""
-    for name in PIPELINE_VARIABLES:
+    for name in PIPELINE_CUDA_VARIABLES:
         os.environ.pop(name, None)
     os.environ.update(own)
     seen: dict[str, str | None] = {}
     choose = mesh_module.choose_device
 
     def look_and_choose(*args: Any) -> torch.device:
-        seen.update({name: os.environ.get(name) for name in PIPELINE_VARIABLES})
+        seen.update({name: os.environ.get(name) for name in PIPELINE_CUDA_VARIABLES})
         return choose(*args)
 
     mesh_module.choose_device = look_and_choose
@@ -36,10 +36,12 @@ def look_at_variables(rank: int, layout: Layout, own: dict[str, str]) -> dict[st
 
 def test_variables_of_cuda_are_set_before_it_is_asked_for_anything() -> None:
     pipeline, other = Layout(pp=2), Layout(dp_shard=2)
-    assert run_ranks(2, look_at_variables, pipeline, {}) == [PIPELINE_VARIABLES] * 2
+    assert run_ranks(2, look_at_variables, pipeline, {}) == [PIPELINE_CUDA_VARIABLES] * 2
     own = {"CUDA_MODULE_LOADING": "LAZY"}
-    assert run_ranks(2, look_at_variables, pipeline, own) == [PIPELINE_VARIABLES | own] * 2
-    assert run_ranks(2, look_at_variables, other, {}) == [dict.fromkeys(PIPELINE_VARIABLES)] * 2
+    assert run_ranks(2, look_at_variables, pipeline, own) == [PIPELINE_CUDA_VARIABLES | own] * 2
+    assert (
+        run_ranks(2, look_at_variables, other, {}) == [dict.fromkeys(PIPELINE_CUDA_VARIABLES)] * 2
+    )
 
 
 def look_at_groups(rank: int) -> list[Any]:

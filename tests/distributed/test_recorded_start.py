@@ -53,7 +53,7 @@ def compare_start(kind: str, layout: str) -> dict[str, Any]:
     started, buffers, trained = [], [], []
     with open_mesh(plan.layout, device="cpu") as mesh:
         for first_bytes in (0, 2**40):
-            build.RECORDED_FROM_BYTES = first_bytes
+            build.MIN_RECORDED_INIT_BYTES = first_bytes
             state = build_state(job, plan, mesh, PhaseTimer())
             module = state.model.module
             assert (find_recorded_init(module) is not None) == (first_bytes == 0)

@@ -30,7 +30,7 @@ from exam.page import format_page
 from exam.plant import Plant, find_stale, list_plants
 from exam.results import Results, digest_sources
 from exam.score import Score
-from exam.sit import TIMEOUT_S, ClosedError, Processes, sit
+from exam.sit import PROBE_TIMEOUT_S, ClosedError, Processes, sit
 
 ROOT = Path(__file__).parents[2]
 RESULTS, PAGE = ROOT / "build" / "exam" / "results.jsonl", ROOT / "docs" / "exam.md"
@@ -119,7 +119,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
     parser.add_argument("--jobs", type=int, default=2, help="how many run at a time")
-    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds for each")
+    parser.add_argument("--timeout", type=float, default=PROBE_TIMEOUT_S, help="seconds for each")
     parser.add_argument("--types", default="", help="of verify: float64,bf16,fp16, say")
     parser.add_argument("--json", action="store_true", help="one object for each result")
     return parser.parse_args(arguments)

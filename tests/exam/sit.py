@@ -19,7 +19,7 @@ from exam.score import Row, Score, score_rows
 
 HERE = Path(__file__).parent
 HOOK, MODULES = HERE / "hook", HERE / "modules"
-TIMEOUT_S = 300.0
+PROBE_TIMEOUT_S = 300.0
 ROW_SCHEMA = "phalanx.verify-row"
 
 
@@ -31,7 +31,7 @@ class ClosedError(Exception):
 class Processes:
     """The commands under way, which another thread may end."""
 
-    timeout_s: float = TIMEOUT_S
+    timeout_s: float = PROBE_TIMEOUT_S
     _running: set[subprocess.Popen[str]] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _is_closed: bool = False

@@ -15,7 +15,7 @@ from alive import Alive
 from models import CPU, replace_activations
 from phalanx.job.schema import Job, Model
 from phalanx.job.shapes.decoder import DecoderShape
-from phalanx.job.shapes.masks import QUERY_BLOCK
+from phalanx.job.shapes.masks import DEFAULT_QUERY_BLOCK
 from phalanx.job.shapes.vit import VitShape
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.models.decoder import Decoder
@@ -109,7 +109,7 @@ def test_masks_of_long_sequences_are_not_kept(documents: bool) -> None:
 
     Some blocks have a window.
     """
-    changes, length = VARIANTS["gemma3"], QUERY_BLOCK + 100
+    changes, length = VARIANTS["gemma3"], DEFAULT_QUERY_BLOCK + 100
     (num_bytes,) = run_ranks(1, saved_bytes, changes, "fp32", documents, 2, length)
     work = Workload(2, length, "fp32", "none", 1024, document_masks=documents)
     assert num_bytes == pytest.approx(

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from allocated import most_allocated
 from models import fill, shape
-from phalanx.job.shapes.masks import QUERY_BLOCK
+from phalanx.job.shapes.masks import DEFAULT_QUERY_BLOCK
 from phalanx.mesh.attend import compute_attention
 from phalanx.mesh.attend_blocks import VisibleKeys, compute_attention_by_blocks
 from phalanx.nn.attention import AttentionCore, make_attention_mask, make_shared_attention_mask
@@ -121,7 +121,7 @@ def test_masks_of_blocks_are_parts_of_the_whole_mask(
             assert torch.equal(found, mask[:, :, first:last, slice(*columns)])
 
 
-LONG = 2 * QUERY_BLOCK + 77
+LONG = 2 * DEFAULT_QUERY_BLOCK + 77
 
 
 @pytest.mark.parametrize("kind", ["documents", "window", "documents, recomputed selectively"])
@@ -145,7 +145,7 @@ def test_no_tensor_has_an_element_for_each_pair_of_tokens(kind: str) -> None:
 
     largest, worst = most_allocated(compute)
     pairs = LONG * LONG * 4  # bytes of a mask of all in fp32
-    assert largest <= QUERY_BLOCK * LONG * 4 < pairs / 2
+    assert largest <= DEFAULT_QUERY_BLOCK * LONG * 4 < pairs / 2
     assert worst < pairs * 1.2  # the whole mask, kept beside what the forward keeps, would take 2.5
 
 
@@ -170,13 +170,17 @@ def test_a_longer_sequence_takes_more_memory_in_proportion_only() -> None:
 def test_the_core_takes_its_blocks_where_one_mask_would_be_too_long() -> None:
     """The same as with a whole mask that is handed to it; where one block suffices, the same
     bits."""
-    for num_tokens, window in ((QUERY_BLOCK, 0), (QUERY_BLOCK + 5, 0), (QUERY_BLOCK + 5, 700)):
+    for num_tokens, window in (
+        (DEFAULT_QUERY_BLOCK, 0),
+        (DEFAULT_QUERY_BLOCK + 5, 0),
+        (DEFAULT_QUERY_BLOCK + 5, 700),
+    ):
         leaves, grad = given(num_tokens, 2, torch.float64, 1)
         ids = documents(num_tokens, 2)[:1]
         core = AttentionCore(causal=True, window=window)
         whole = make_attention_mask(num_tokens, window, ids, torch.float64, CPU)
         shared = make_shared_attention_mask(num_tokens, window, ids, torch.float64, CPU)
-        assert (shared is None) == (num_tokens > QUERY_BLOCK)
+        assert (shared is None) == (num_tokens > DEFAULT_QUERY_BLOCK)
         wanted = results(core(*leaves, None, ids, whole), leaves, grad)
         found = results(core(*leaves, None, ids, shared), leaves, grad)
         near = 1e-12 if shared is None else 0.0

@@ -30,7 +30,7 @@ def test_any_bit_changes_the_digest(dtype: torch.dtype) -> None:
 
 
 def test_any_bit_of_a_late_chunk_changes_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bit_digest, "CHUNK", {"cpu": 4, "cuda": 4})
+    monkeypatch.setattr(bit_digest, "CHUNK_ELEMENTS_OF_DEVICE", {"cpu": 4, "cuda": 4})
     tensor = torch.randn(11, generator=torch.Generator().manual_seed(2))
     digests = {int(digest_bits(flip(tensor, place))) for place in range(11 * 32)}
     assert len(digests | {int(digest_bits(tensor))}) == 11 * 32 + 1

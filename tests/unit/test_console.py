@@ -18,7 +18,7 @@ from phalanx.core.terminal import SafeStream
 from phalanx.job.schema import Job
 from phalanx.observe import events
 from phalanx.observe.console import Console, open_console
-from phalanx.observe.events import EVENTS, Envelope, Event, StepFinished
+from phalanx.observe.events import EVENT_CLASS_OF_KIND, Envelope, Event, StepFinished
 from phalanx.observe.units import find_units_of_job
 from phalanx.observe.words import describe_event
 
@@ -272,7 +272,7 @@ def test_a_replaced_loader_worker_and_a_warning_are_told() -> None:
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
-@pytest.mark.parametrize("kind", sorted(EVENTS))
+@pytest.mark.parametrize("kind", sorted(EVENT_CLASS_OF_KIND))
 def test_no_event_can_move_the_cursor(kind: str, is_terminal: bool) -> None:
     """Text of a run is untrusted: it reaches the terminal without control characters, whatever
     the event."""
@@ -292,7 +292,9 @@ def test_no_event_can_move_the_cursor(kind: str, is_terminal: bool) -> None:
     }
     values |= {"dict[str, list[int]]": {evil: [1]}}
     values |= {"list[list[float]]": [[1.0]], "list[list[list[Any]]]": [[[evil, 0.0, 1.0]]]}
-    event = EVENTS[kind](**{item.name: values[str(item.type)] for item in fields(EVENTS[kind])})
+    event = EVENT_CLASS_OF_KIND[kind](
+        **{item.name: values[str(item.type)] for item in fields(EVENT_CLASS_OF_KIND[kind])}
+    )
     line = describe_event(tell(event))
     assert line is None or not CONTROL.search(line)
     stream = io.StringIO()

@@ -24,10 +24,10 @@ import phalanx.data.build_folder as module
 from commands import write_text
 from phalanx.core.errors import DataError, PhalanxError, ResourceError, RunLockedError
 from phalanx.data.build import BuildProgress, build_dataset
-from phalanx.data.build_folder import STATE
+from phalanx.data.build_folder import BUILD_STATE_FOLDER
 from phalanx.data.dataset import Dataset, add_checksum, is_dataset, open_dataset, verify_dataset
 from phalanx.data.shard_writer import ShardWriter
-from phalanx.data.shards import PAYLOAD_AT
+from phalanx.data.shards import PAYLOAD_OFFSET
 from phalanx.data.spans import default_shard_bytes
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.data.train_tokenizer import train_tokenizer
@@ -658,7 +658,7 @@ def test_several_bad_shards_are_named_at_once(built: Path) -> None:
 def test_a_flipped_bit_is_found_by_verifying(built: Path) -> None:
     path = built / "shard-00002.tokens"
     content = bytearray(path.read_bytes())
-    content[PAYLOAD_AT + 77] ^= 1
+    content[PAYLOAD_OFFSET + 77] ^= 1
     path.write_bytes(content)
     open_dataset(built)  # looks at headers only
     (problem,) = verify_dataset(built)
@@ -742,9 +742,9 @@ def test_a_dataset_is_not_text(built: Path, tmp_path: Path) -> None:
 def test_state_of_a_build_that_died_on_its_last_step_is_taken_away(
     corpus: Path, built: Path
 ) -> None:
-    (built / STATE).mkdir()
+    (built / BUILD_STATE_FOLDER).mkdir()
     build(corpus, built)
-    assert not (built / STATE).exists()
+    assert not (built / BUILD_STATE_FOLDER).exists()
 
 
 def test_building_does_not_import_torch_or_arrow() -> None:

@@ -17,7 +17,7 @@ import pytest
 from commands import PHALANX, environment, finish, start, wait_until, write_text
 from phalanx.cli import _app
 from phalanx.data.dataset import open_dataset
-from phalanx.data.shards import PAYLOAD_AT
+from phalanx.data.shards import PAYLOAD_OFFSET
 
 
 @pytest.fixture(scope="module")
@@ -171,9 +171,9 @@ def test_verifying(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content = path.read_bytes()
     try:
         path.write_bytes(
-            content[: PAYLOAD_AT + 9]
-            + bytes([content[PAYLOAD_AT + 9] ^ 4])
-            + content[PAYLOAD_AT + 10 :]
+            content[: PAYLOAD_OFFSET + 9]
+            + bytes([content[PAYLOAD_OFFSET + 9] ^ 4])
+            + content[PAYLOAD_OFFSET + 10 :]
         )
         line = said(capsys, "verify", made / "tokens", code=4)
         assert line.startswith(f"phalanx: {path}: bytes 4096 to ")

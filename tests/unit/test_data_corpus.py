@@ -382,7 +382,7 @@ def test_what_is_too_much_to_read_is_said_to_be_unverified(
 ) -> None:
     corpus = prepare(shards, out_dir)
     flip_a_bit(shards / "shard-00001.tokens", 4096 + 20)
-    monkeypatch.setattr(room, "VERIFIED_BYTES", 1000)
+    monkeypatch.setattr(room, "MAX_VERIFIED_BYTES", 1000)
     (said,) = verify_corpus(corpus)
     assert "phalanx data verify" in said
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.data.mixture import SHUFFLED, TABLE, Mixture, divide_by_weights
+from phalanx.data.mixture import SHARE_DENOMINATOR, SHUFFLED_RUN_LENGTH, Mixture, divide_by_weights
 
 weights_of = st.lists(st.floats(0.01, 100), min_size=1, max_size=6)
 
@@ -17,8 +17,8 @@ weights_of = st.lists(st.floats(0.01, 100), min_size=1, max_size=6)
 @given(weights=weights_of)
 def test_quotas_are_the_shares_rounded_and_sum_up(weights: list[float]) -> None:
     found = divide_by_weights(weights)
-    assert found.sum() == TABLE
-    assert np.abs(found - np.array(weights) / sum(weights) * TABLE).max() < 1
+    assert found.sum() == SHARE_DENOMINATOR
+    assert np.abs(found - np.array(weights) / sum(weights) * SHARE_DENOMINATOR).max() < 1
 
 
 @settings(deadline=None, max_examples=15)
@@ -27,13 +27,18 @@ def test_shares_are_exact_in_every_run_of_samples(
     weights: list[float], seed: int, table: int
 ) -> None:
     mixture = Mixture(weights, seed)
-    source = mixture.locate_samples(np.arange(TABLE) + table * TABLE).source
+    source = mixture.locate_samples(np.arange(SHARE_DENOMINATOR) + table * SHARE_DENOMINATOR).source
     counts = np.bincount(source, minlength=len(weights))
     assert counts.tolist() == mixture.quotas.tolist()
     runs = np.stack(
-        [np.bincount(run, minlength=len(weights)) for run in source.reshape(-1, SHUFFLED)]
+        [
+            np.bincount(run, minlength=len(weights))
+            for run in source.reshape(-1, SHUFFLED_RUN_LENGTH)
+        ]
     )
-    assert np.abs(runs - np.array(weights) / sum(weights) * SHUFFLED).max() <= len(weights)
+    assert np.abs(runs - np.array(weights) / sum(weights) * SHUFFLED_RUN_LENGTH).max() <= len(
+        weights
+    )
 
 
 @settings(deadline=None, max_examples=15)
@@ -42,7 +47,7 @@ def test_every_sample_of_a_source_has_its_turn_once(
     weights: list[float], seed: int, num_runs: int
 ) -> None:
     mixture = Mixture(weights, seed)
-    source, index = mixture.locate_samples(np.arange(num_runs * SHUFFLED))
+    source, index = mixture.locate_samples(np.arange(num_runs * SHUFFLED_RUN_LENGTH))
     for number in range(len(weights)):
         mine = np.sort(index[source == number])
         assert np.array_equal(mine, np.arange(mine.size)), number

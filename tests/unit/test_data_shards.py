@@ -16,7 +16,7 @@ from phalanx.core.errors import DataError
 from phalanx.data.shard_writer import ShardWriter
 from phalanx.data.shards import (
     CHUNK_BYTES,
-    PAYLOAD_AT,
+    PAYLOAD_OFFSET,
     Shard,
     ShardFacts,
     open_shard,
@@ -147,7 +147,7 @@ def place_of(error: DataError) -> tuple[int, int]:
 
 @pytest.mark.parametrize("part", [0.0, 0.1, 0.49, 0.7, 0.97])
 def test_a_flipped_bit_is_named_by_shard_bytes_and_tokens(big: Path, part: float) -> None:
-    at = PAYLOAD_AT + int(part * 10_000_000)
+    at = PAYLOAD_OFFSET + int(part * 10_000_000)
     flip(big, at)
     try:
         (error,) = verify_shard(big)
@@ -157,12 +157,12 @@ def test_a_flipped_bit_is_named_by_shard_bytes_and_tokens(big: Path, part: float
     begin, end = place_of(error)
     assert begin <= at < end <= begin + CHUNK_BYTES
     tokens = [int(word) for word in str(error.why).replace(",", "").split() if word.isdigit()]
-    assert tokens[0] <= (at - PAYLOAD_AT) // 2 <= tokens[1]
+    assert tokens[0] <= (at - PAYLOAD_OFFSET) // 2 <= tokens[1]
     assert verify_shard(big) == []
 
 
 def test_neighbouring_damage_is_one_problem_and_distant_damage_several(big: Path) -> None:
-    places = [PAYLOAD_AT + chunk * CHUNK_BYTES + 5 for chunk in (3, 4, 5, 90)]
+    places = [PAYLOAD_OFFSET + chunk * CHUNK_BYTES + 5 for chunk in (3, 4, 5, 90)]
     for at in places:
         flip(big, at)
     try:
@@ -171,13 +171,14 @@ def test_neighbouring_damage_is_one_problem_and_distant_damage_several(big: Path
         for at in places:
             flip(big, at)
     ranges = [
-        (PAYLOAD_AT + a * CHUNK_BYTES, PAYLOAD_AT + b * CHUNK_BYTES) for a, b in ((3, 6), (90, 91))
+        (PAYLOAD_OFFSET + a * CHUNK_BYTES, PAYLOAD_OFFSET + b * CHUNK_BYTES)
+        for a, b in ((3, 6), (90, 91))
     ]
     assert [place_of(error) for error in errors] == ranges
 
 
 def test_a_flipped_bit_in_the_boundaries_is_named(big: Path) -> None:
-    at = PAYLOAD_AT + 10_000_000 + 100
+    at = PAYLOAD_OFFSET + 10_000_000 + 100
     flip(big, at)
     try:
         (error,) = verify_shard(big)

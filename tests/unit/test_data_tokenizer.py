@@ -298,7 +298,7 @@ def test_pieces_have_the_tokens_of_the_whole(
     text = "\n".join(lines)
     for name, tokenizer in loaded.items():
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cuts, "PIECE_CHARS", 20)
+            patch.setattr(cuts, "TARGET_PIECE_CHARS", 20)
             assert in_pieces(tokenizer, text) == whole(tokenizer, text), name
 
 
@@ -332,7 +332,7 @@ def test_neighbours_agree_where_a_file_is_cut_between_them(tokenizer: Tokenizer)
 def test_a_huge_document_that_cannot_be_cut_is_refused(
     saved: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuts, "MAX_WHOLE_CHARS", 1000)
+    monkeypatch.setattr(cuts, "MAX_UNCUT_CHARS", 1000)
     with pytest.raises(DataError, match=r"books\.jsonl: .*in one piece.*divide it into documents"):
         list(
             build_text_cutter(load_tokenizer(str(saved["unigram"]))).cut_into_pieces(

@@ -16,7 +16,12 @@ from phalanx.core.errors import DataError, LayoutError
 from phalanx.data import workers
 from phalanx.data.loader import RankBatchShare, build_held_out_batches
 from phalanx.data.prepare import prepare_corpus
-from phalanx.data.user_dataset import LOOKED_AT, UserSamples, collate_samples, digest_sample_subset
+from phalanx.data.user_dataset import (
+    NUM_COMPARED_SAMPLES,
+    UserSamples,
+    collate_samples,
+    digest_sample_subset,
+)
 from phalanx.job.schema import Data
 from phalanx.job.user_dataset import count_loader_processes, is_own_dataset
 from phalanx.parallel.call.bind_batch import call_with_batch
@@ -245,7 +250,7 @@ def test_a_sample_that_never_comes_is_waited_for_aloud_and_not_for_ever(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(workers, "SAID_AFTER_S", 0.4)
+    monkeypatch.setattr(workers, "FIRST_WAIT_NOTICE_S", 0.4)
     with pytest.raises(
         DataError, match=r"sample 9 did not come within 1\.5 s; .* raise data\.worker_timeout_s"
     ):
@@ -354,5 +359,8 @@ def test_datasets_that_differ_in_few_samples_are_told_apart_though_one_looks_the
     assert digest_sample_subset(Listed(one), "own:data") != digest_sample_subset(
         Listed(other), "own:data"
     )
-    for length in (1, LOOKED_AT + 1):  # places that exist, of samples that could not be stacked
+    for length in (
+        1,
+        NUM_COMPARED_SAMPLES + 1,
+    ):  # places that exist, of samples that could not be stacked
         digest_sample_subset(Listed([{"inputs": np.zeros(i)} for i in range(length)]), "own:data")

@@ -115,9 +115,9 @@ def test_rows_that_are_cut_are_written_many_at_a_time(
 
 def test_rows_that_are_cut_are_drawn_on_all_threads_with_the_same_bits() -> None:
     shape, offset, size = (
-        (init.THREADS_FROM // 128 + 5, 256),
+        (init.MIN_THREADED_ELEMENTS // 128 + 5, 256),
         (0, 100),
-        (init.THREADS_FROM // 128 + 5, 129),
+        (init.MIN_THREADED_ELEMENTS // 128 + 5, 129),
     )
     before = torch.get_num_threads()
     found = []
@@ -195,7 +195,7 @@ def drawn_on(rank: int, threads: int) -> tuple[torch.Tensor, int]:
         return draw(key, start, count)
 
     init._standard_normal_sequence = watched
-    return standard_normal(7, 12_345, init.THREADS_FROM + 4_321), len(names)
+    return standard_normal(7, 12_345, init.MIN_THREADED_ELEMENTS + 4_321), len(names)
 
 
 def test_large_runs_are_drawn_on_all_threads_with_the_same_bits() -> None:

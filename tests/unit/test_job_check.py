@@ -407,7 +407,7 @@ def test_refused(overrides, line):
     ],
 )
 def test_allowed(overrides, monkeypatch):
-    monkeypatch.setattr(fault_checks, "FAULTS", "phalanx.no_such_room.faults")
+    monkeypatch.setattr(fault_checks, "FAULTS_PACKAGE", "phalanx.no_such_room.faults")
     assert problems(*overrides.split()) == []
 
 
@@ -458,7 +458,7 @@ def faults(tmp_path, monkeypatch):
     ):
         file.write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(fault_checks, "FAULTS", "a_room.faults")
+    monkeypatch.setattr(fault_checks, "FAULTS_PACKAGE", "a_room.faults")
 
 
 @pytest.mark.usefixtures("faults")
@@ -506,5 +506,5 @@ def test_faults(fault, words, tmp_path):
 
 @pytest.mark.parametrize("package", ["phalanx.no_such_room.faults", "phalanx.job.no_such_folder"])
 def test_fault_names_are_not_judged_where_the_folder_is_absent(package, monkeypatch):
-    monkeypatch.setattr(fault_checks, "FAULTS", package)
+    monkeypatch.setattr(fault_checks, "FAULTS_PACKAGE", package)
     assert problems('resilience.inject=["anything:rank=0"]') == []

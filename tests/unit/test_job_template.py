@@ -20,10 +20,10 @@ from phalanx.cli import _app
 from phalanx.core.errors import JobError
 from phalanx.core.files import write_json_atomic
 from phalanx.job.findings import list_keys_by_section
-from phalanx.job.json_schema import FILE, job_json_schema
+from phalanx.job.json_schema import SCHEMA_FILE_NAME, job_json_schema
 from phalanx.job.load import load_job, load_job_json
 from phalanx.job.schema import Job
-from phalanx.job.template import USUAL, job_template
+from phalanx.job.template import USUALLY_SET_KEYS, job_template
 from phalanx.job.toml import format_toml_value
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +64,7 @@ def test_a_fresh_job_file_is_the_default_job(tmp_path: Path) -> None:
         text = job_template(minimal=minimal)
         assert load_job(write(tmp_path / "job.toml", text)) == Job()
         assert set(re.findall(r"^([a-z_]+) = ", text, re.MULTILINE)) == {
-            key.partition(".")[2] for key in USUAL
+            key.partition(".")[2] for key in USUALLY_SET_KEYS
         }
 
 
@@ -129,10 +129,10 @@ def test_init_writes_a_job_and_says_what_comes_next(
     assert "is there already; use --force" in capsys.readouterr().err
     assert Path("job.toml").read_bytes() == written
     assert _app.run_command_line(["init", "--minimal", "--force", "--editor"]) == 0
-    assert Path("job.toml").read_text().startswith(f"#:schema ./{FILE}\n")
-    assert json.loads(Path(FILE).read_text()) == job_json_schema()
+    assert Path("job.toml").read_text().startswith(f"#:schema ./{SCHEMA_FILE_NAME}\n")
+    assert json.loads(Path(SCHEMA_FILE_NAME).read_text()) == job_json_schema()
     assert load_job("job.toml") == Job()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [FILE, "job.toml"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [SCHEMA_FILE_NAME, "job.toml"]
 
 
 @pytest.mark.parametrize(
@@ -179,8 +179,10 @@ def validator() -> jsonschema.Draft7Validator:
 
 def test_the_schema_files_are_what_the_code_says() -> None:
     text = runpy.run_path(str(ROOT / "docs" / "generate.py"))["schema_text"]()
-    assert (ROOT / "docs" / FILE).read_text(encoding="utf-8") == text, "run make docs"
-    assert files("phalanx.job").joinpath(FILE).read_text(encoding="utf-8") == text, "run make docs"
+    assert (ROOT / "docs" / SCHEMA_FILE_NAME).read_text(encoding="utf-8") == text, "run make docs"
+    assert files("phalanx.job").joinpath(SCHEMA_FILE_NAME).read_text(encoding="utf-8") == text, (
+        "run make docs"
+    )
 
 
 def test_every_key_of_the_schema_has_words_and_a_default(

@@ -12,7 +12,7 @@ import torch
 from models import fill
 from models import shape as small
 from phalanx.job.shapes.decoder import DecoderShape
-from phalanx.nn.latent_attention import EPS, LatentAttention
+from phalanx.nn.latent_attention import LATENT_NORM_EPS, LatentAttention
 from phalanx.nn.rotary import rotary_table
 
 TOKENS = 9
@@ -29,7 +29,7 @@ SHAPES = {
 
 
 def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
+    return x / (x.square().mean(-1, keepdim=True) + LATENT_NORM_EPS).sqrt() * weight
 
 
 def turned(x: torch.Tensor, at: int, shape: DecoderShape) -> torch.Tensor:

@@ -16,8 +16,8 @@ from phalanx.core.typed_json import JsonObject, JsonRecord, TypedJsonError, from
 from phalanx.job.load import load_job
 from phalanx.launch.end_record import EndRecord
 from phalanx.launch.messages import (
-    ORDERS,
-    REPORTS,
+    SERVER_ORDER_CODEC,
+    SERVER_REPORT_CODEC,
     AttemptStarted,
     EndRecorded,
     EventRefused,
@@ -80,10 +80,10 @@ def test_every_message_comes_back_as_it_was_sent() -> None:
     assert {type(order) for order in SENT_ORDERS} == set(get_args(ServerOrder))
     assert {type(report) for report in SENT_REPORTS} == set(get_args(ServerReport))
     for order in SENT_ORDERS:
-        assert ORDERS.decode(ORDERS.encode(order)) == order
+        assert SERVER_ORDER_CODEC.decode(SERVER_ORDER_CODEC.encode(order)) == order
     for report in SENT_REPORTS:
-        assert REPORTS.encode(report).count(b"\n") == 1
-        assert REPORTS.decode(REPORTS.encode(report)) == report
+        assert SERVER_REPORT_CODEC.encode(report).count(b"\n") == 1
+        assert SERVER_REPORT_CODEC.decode(SERVER_REPORT_CODEC.encode(report)) == report
 
 
 @pytest.mark.parametrize(
@@ -116,12 +116,12 @@ def test_every_message_comes_back_as_it_was_sent() -> None:
 )
 def test_what_is_no_report_is_refused(line: Any, problem: str) -> None:
     with pytest.raises(TypedJsonError, match=problem):
-        REPORTS.decode(json.dumps(line).encode())
+        SERVER_REPORT_CODEC.decode(json.dumps(line).encode())
 
 
 def test_a_message_of_another_direction_is_not_sent() -> None:
     with pytest.raises(TypeError, match="Ready is none of Prepare"):
-        ORDERS.encode(Ready(1.0, 1))  # type: ignore[arg-type]
+        SERVER_ORDER_CODEC.encode(Ready(1.0, 1))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.job.shapes.decoder_activations import DecoderActivations
 from phalanx.job.shapes.measured import MeasuredModule
 from phalanx.job.shapes.stored import read_shape
-from phalanx.job.shapes.stored_keys import DEFAULTS
+from phalanx.job.shapes.stored_keys import STORED_SHAPE_DEFAULTS
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
@@ -91,7 +91,7 @@ def test_every_shape_is_stored_with_the_same_keys_in_the_same_order() -> None:
     module = MeasuredModule("mine:build", 4, 1000, 1000, 100, 400, image_size=8)
     for shape in (DECODER, image, module):
         stored = shape.to_json()
-        assert list(stored) == list(DEFAULTS)
+        assert list(stored) == list(STORED_SHAPE_DEFAULTS)
         assert read_shape(stored) == shape
     assert module.to_json()["dim"] == image.to_json()["vocab_size"] == 0
 

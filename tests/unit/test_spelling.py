@@ -14,7 +14,7 @@ from phalanx.cli._spelling import VERB_ALIASES
 from phalanx.cli._spelling import sections_by_key as sections_of_the_file
 from phalanx.core.registry import list_kinds
 from phalanx.job.findings import list_keys_by_section, list_sections_of_keys
-from phalanx.job.key_aliases import _ROWS, OTHER_NAMES, OTHER_OPTIONS
+from phalanx.job.key_aliases import _ALIASES_OF_KEY, KEYS_OF_ALIAS, OPTIONS_OF_ALIAS
 from phalanx.job.key_suggestions import find_keys
 from phalanx.job.load import load_job
 
@@ -136,12 +136,12 @@ def test_a_job_file_is_told_the_same(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_every_name_leads_to_a_key_that_there_is() -> None:
     known = {f"{section}.{key}" for section, keys in list_keys_by_section().items() for key in keys}
-    assert {ours.key for ours, _ in _ROWS} <= known
-    spelled = [name for _, words in _ROWS for name in words.split()]
+    assert {ours.key for ours, _ in _ALIASES_OF_KEY} <= known
+    spelled = [name for _, words in _ALIASES_OF_KEY for name in words.split()]
     assert len(spelled) == len(set(spelled)), "a name has one meaning"
     assert not set(spelled) & set(list_sections_of_keys()), "our own names come first anyway"
-    assert all(name == name.lower() and "-" not in name for name in (*spelled, *OTHER_OPTIONS))
-    for name, ours in OTHER_NAMES.items():
+    assert all(name == name.lower() and "-" not in name for name in (*spelled, *OPTIONS_OF_ALIAS))
+    for name, ours in KEYS_OF_ALIAS.items():
         assert find_keys(f"--{name.replace('_', '-')}", list_sections_of_keys()) == (ours,)
 
 

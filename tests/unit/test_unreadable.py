@@ -43,10 +43,12 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "a text": lambda folder: list_source_files([str(failing(folder / "a.txt"))]),
     "a tokenizer": lambda folder: load_tokenizer(str(failing(folder / "tokenizer.json"))),
     "a dataset": lambda folder: dataset.read_dataset_manifest(
-        failing(folder / dataset.MANIFEST).parent
+        failing(folder / dataset.DATASET_FILE_NAME).parent
     ),
     "a shard": lambda folder: open_shard(failing(folder / "shard-00000.bin")),
-    "prepared data": lambda folder: corpus.load_corpus(failing(folder / corpus.MANIFEST).parent),
+    "prepared data": lambda folder: corpus.load_corpus(
+        failing(folder / corpus.CORPUS_FILE_NAME).parent
+    ),
     "tokens": lambda folder: _file_checksum(failing(folder / "tokens.npy")),
     "the token": lambda folder: read_fencing_token_number(failing(folder / TOKEN_FILE_NAME).parent),
     "a manifest": lambda folder: read_manifest(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from phalanx.cli._complete import list_job_keys
 from phalanx.core.errors import UsageError, did_you_mean
-from phalanx.job.key_aliases import OTHER_NAMES, OTHER_OPTIONS
+from phalanx.job.key_aliases import KEYS_OF_ALIAS, OPTIONS_OF_ALIAS
 from phalanx.job.key_suggestions import suggest_key
 
 # Verbs of other tools, and words for what ours do.
@@ -50,12 +50,12 @@ def suggest_option(
 ) -> str:
     """An option of the verb, or a key of the job with its value, instead of `--steps 100`."""
     name = option.lstrip("-").replace("-", "_").lower()
-    if instead := OTHER_OPTIONS.get(name):
+    if instead := OPTIONS_OF_ALIAS.get(name):
         return f"did you mean {instead}?"
     suggestion = did_you_mean(option, [text for text in options if text.startswith("--")])
     if not takes_keys:
         return suggestion
-    is_exact = name.rpartition(".")[2] in {*sections_by_key(), *OTHER_NAMES}
+    is_exact = name.rpartition(".")[2] in {*sections_by_key(), *KEYS_OF_ALIAS}
     keys = suggest_key(option, sections_by_key(), _value_of_unknown_option(option, arguments))
     # An exact key comes before an option that is only spelt like it.
     return keys if keys and (is_exact or not suggestion) else suggestion or keys

@@ -51,7 +51,7 @@ def command(
         write_job_file,
         write_schema_beside,
     )
-    from phalanx.job.json_schema import FILE
+    from phalanx.job.json_schema import SCHEMA_FILE_NAME
     from phalanx.job.template import job_template
 
     if schema:
@@ -61,7 +61,7 @@ def command(
         load_job_of_run(from_run) if from_run else None,
         file=file if file != "-" else "job.toml",
         minimal=minimal,
-        schema_file=f"./{FILE}" if editor else None,
+        schema_file=f"./{SCHEMA_FILE_NAME}" if editor else None,
     )
     if file == "-":
         print_document(text, end="")

@@ -27,7 +27,7 @@ from phalanx.core.files import (
 )
 from phalanx.core.units import format_bytes
 from phalanx.data.build_folder import (
-    STATE,
+    BUILD_STATE_FOLDER,
     check_output_folder,
     lock_output_folder,
     remove_output,
@@ -36,7 +36,7 @@ from phalanx.data.build_options import BuildOptions, collect_build_options
 from phalanx.data.build_pool import run_tasks
 from phalanx.data.cuts import build_text_cutter
 from phalanx.data.dataset import (
-    MANIFEST,
+    DATASET_FILE_NAME,
     Dataset,
     DatasetManifest,
     is_dataset,
@@ -56,13 +56,13 @@ from phalanx.data.tokenizer import (
 )
 from phalanx.data.unchanged import check_inputs_unchanged, file_times, find_changed_files
 
-OPTIONS = "options.json"
+OPTIONS_FILE_NAME = "options.json"
 # Files are cut into shards at multiples of this, or of a shard's size where that is smaller.
-_STEP_BYTES = 1 << 20
+_CUT_MULTIPLE_BYTES = 1 << 20
 # Of bytes as tokens: done before workers have started.
-_QUICK_BYTES = 128 << 20
+_MAX_IN_PROCESS_BYTES = 128 << 20
 # Of 2 bytes a token, for what a shard holds besides.
-_ROOM = 1.05
+_DISK_SPACE_FACTOR = 1.05
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def build_dataset(
     files = [file for listing in sources for file in listing.files]
     total_bytes = sum(file.num_bytes for file in files)
     shard_bytes = shard_bytes or default_shard_bytes(total_bytes)
-    step_bytes = min(_STEP_BYTES, shard_bytes)
+    step_bytes = min(_CUT_MULTIPLE_BYTES, shard_bytes)
     parts = [plan_file_parts(file, column, step_bytes, cutter.can_cut) for file in files]
     tasks = plan_tasks(parts, shard_bytes)
     options = collect_build_options(sources, encoder, column, shard_bytes)
@@ -164,7 +164,7 @@ def build_dataset(
             except BaseException:
                 if not keep_unfinished:
                     names = [task.file for task in tasks]
-                    names += (TOKENIZER_FILE, CONFIG_FILE, MANIFEST)
+                    names += (TOKENIZER_FILE, CONFIG_FILE, DATASET_FILE_NAME)
                     remove_output(out, names, is_new=is_new)
                 raise
     except OSError as error:  # reading raises DataError, so this was writing
@@ -172,7 +172,7 @@ def build_dataset(
 
 
 def _count_useful_workers(encoder: Tokenizer, total_bytes: int) -> int:
-    if encoder.kind == "bytes" and total_bytes < _QUICK_BYTES:
+    if encoder.kind == "bytes" and total_bytes < _MAX_IN_PROCESS_BYTES:
         return 1
     return count_cores()
 
@@ -188,7 +188,7 @@ def _reuse_dataset(
     contents = dict(enumerate(dataset.manifest.contents))
     for task in tasks:
         paths = find_changed_files(
-            task, contents.get(task.number), options.column, changed_ns, out / MANIFEST
+            task, contents.get(task.number), options.column, changed_ns, out / DATASET_FILE_NAME
         )
         if paths:
             why = f"{paths[0]} had another content when it was built"
@@ -197,7 +197,7 @@ def _reuse_dataset(
             raise _other_dataset_error(out, why)
     # Of a build that was killed on its very last step.
     with contextlib.suppress(OSError):
-        shutil.rmtree(out / STATE)
+        shutil.rmtree(out / BUILD_STATE_FOLDER)
     return dataset
 
 
@@ -251,9 +251,9 @@ def _require_same_options(out: Path, options: BuildOptions) -> None:
     """Refuse to go on with a build of other options. Inputs may have changed: each shard knows what
     went into it.
     """
-    path = out / STATE / OPTIONS
+    path = out / BUILD_STATE_FOLDER / OPTIONS_FILE_NAME
     # Without a finished shard any options will do.
-    if path.exists() and any((out / STATE).glob("[0-9]*.json")):
+    if path.exists() and any((out / BUILD_STATE_FOLDER).glob("[0-9]*.json")):
         try:
             earlier = read_json(path)
         except ValueError:
@@ -271,7 +271,7 @@ def _require_same_options(out: Path, options: BuildOptions) -> None:
 
 def _write_shard_note(out: Path, task: ShardTask, outcome: ShardOutcome) -> None:
     """Written when the shard is durable under its name."""
-    path = out / STATE / f"{task.number:05d}.json"
+    path = out / BUILD_STATE_FOLDER / f"{task.number:05d}.json"
     # Not durable: a note that a power cut takes costs one shard.
     write_json_atomic(path, {"task": task.digest, "outcome": outcome.to_json()}, durable=False)
 
@@ -284,7 +284,7 @@ def _read_finished_shards(
     """
     outcomes: dict[int, ShardOutcome] = {}
     for task in tasks:
-        path = out / STATE / f"{task.number:05d}.json"
+        path = out / BUILD_STATE_FOLDER / f"{task.number:05d}.json"
         try:
             note = read_json(path)
             outcome = ShardOutcome.from_json(note["outcome"])
@@ -316,7 +316,7 @@ def _check_disk_space(todo: list[ShardTask], encoder: Tokenizer, out: Path) -> N
         if formats == {"text"}:
             num_text_bytes += task.weight
     # Ids of bytes, and of the end of a document, take 16 bits.
-    needed = int(_ROOM * 2 * num_text_bytes)
+    needed = int(_DISK_SPACE_FACTOR * 2 * num_text_bytes)
     free = shutil.disk_usage(out).free
     if needed > free:
         raise ResourceError(
@@ -377,9 +377,9 @@ def _write_finished_dataset(
         # Of inputs that are not there any more.
         stale.unlink()
     # The last step that counts: without dataset.json there is no dataset, with it all is whole.
-    write_json_atomic(out / MANIFEST, manifest.to_json())
+    write_json_atomic(out / DATASET_FILE_NAME, manifest.to_json())
     dataset = open_dataset(out)
-    shutil.rmtree(out / STATE, ignore_errors=True)
+    shutil.rmtree(out / BUILD_STATE_FOLDER, ignore_errors=True)
     return dataset
 
 

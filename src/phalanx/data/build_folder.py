@@ -12,11 +12,11 @@ from pathlib import Path
 
 from phalanx.core.errors import DataError, RunLockedError
 from phalanx.core.files import build_resource_error
-from phalanx.data.dataset import MANIFEST
+from phalanx.data.dataset import DATASET_FILE_NAME
 from phalanx.data.listing import find_dataset_around
 
-STATE = ".build"
-LOCK = "lock"
+BUILD_STATE_FOLDER = ".build"
+LOCK_FILE_NAME = "lock"
 
 
 def check_output_folder(out: Path) -> None:
@@ -41,7 +41,7 @@ def check_output_folder(out: Path) -> None:
         raise build_resource_error(
             error, "opening the folder of the dataset", out, place="folder"
         ) from None
-    if names and STATE not in names and MANIFEST not in names:
+    if names and BUILD_STATE_FOLDER not in names and DATASET_FILE_NAME not in names:
         raise DataError(
             "the folder holds something else",
             where=str(out),
@@ -61,7 +61,7 @@ def lock_output_folder(out: Path) -> Iterator[None]:
 
 
 def _lock_state_folder(out: Path) -> int:
-    path = out / STATE / LOCK
+    path = out / BUILD_STATE_FOLDER / LOCK_FILE_NAME
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -90,6 +90,6 @@ def remove_output(out: Path, names: Iterable[str], *, is_new: bool) -> None:
     with contextlib.suppress(OSError):
         for name in names:
             (out / name).unlink(missing_ok=True)
-        shutil.rmtree(out / STATE)
+        shutil.rmtree(out / BUILD_STATE_FOLDER)
         if is_new:
             out.rmdir()

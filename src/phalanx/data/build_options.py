@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from phalanx.core.digest import digest, find_differing_keys
-from phalanx.data.dataset import FORMAT, DatasetManifest, TokenizerFacts
+from phalanx.data.dataset import DATASET_FORMAT_VERSION, DatasetManifest, TokenizerFacts
 from phalanx.data.sources import SourceListing
 from phalanx.data.tokenizer import Tokenizer
 
 # What dataset.json says of them, too.
-_IN_MANIFEST = ("tokenizer", "end_of_document", "column", "shard_bytes", "inputs")
+_MANIFEST_OPTION_KEYS = ("tokenizer", "end_of_document", "column", "shard_bytes", "inputs")
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class BuildOptions:
     def to_json(self) -> dict[str, Any]:
         """All but the inputs, which may change between two runs of an unfinished build: each
         shard knows what went into it."""
-        options = {"format": FORMAT, **asdict(self)}
+        options = {"format": DATASET_FORMAT_VERSION, **asdict(self)}
         del options["inputs"]
         return options
 
@@ -42,7 +42,7 @@ class BuildOptions:
 
 
 def _select_manifest_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: options[key] for key in _IN_MANIFEST}
+    return {key: options[key] for key in _MANIFEST_OPTION_KEYS}
 
 
 def collect_build_options(

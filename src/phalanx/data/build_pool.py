@@ -27,10 +27,10 @@ from phalanx.data.encode import EncodingCounts, ShardOutcome, build_shard
 from phalanx.data.spans import ShardTask
 from phalanx.data.tokenizer import Tokenizer
 
-_HOME = str(Path(__file__).parents[2])
+_PACKAGE_PARENT_DIR = str(Path(__file__).parents[2])
 
-Running = Callable[[int, EncodingCounts], None]
-Done = Callable[[ShardTask, ShardOutcome], None]
+OnProgress = Callable[[int, EncodingCounts], None]
+OnShardDone = Callable[[ShardTask, ShardOutcome], None]
 
 
 def run_tasks(
@@ -40,8 +40,8 @@ def run_tasks(
     tokenizer: str,
     column: str,
     num_workers: int,
-    running: Running,
-    done: Done,
+    running: OnProgress,
+    done: OnShardDone,
 ) -> None:
     """Build every task. The first error stops the others and is raised."""
     if num_workers > 1 and len(tasks) > 1:
@@ -98,7 +98,11 @@ class _Worker:
 
 
 def _build_in_workers(
-    tasks: list[ShardTask], hello: dict[str, Any], num_workers: int, running: Running, done: Done
+    tasks: list[ShardTask],
+    hello: dict[str, Any],
+    num_workers: int,
+    running: OnProgress,
+    done: OnShardDone,
 ) -> None:
     # The last is taken first, so reversed: shards are built in the order of their numbers.
     waiting = list(reversed(tasks))
@@ -139,7 +143,9 @@ def _open_workers(num_workers: int, hello: dict[str, Any]) -> Iterator[list[_Wor
     # -P: what lies in the current folder must not be imported instead of a library.
     # Ours is where this file is.
     command = [sys.executable, "-P", "-m", "phalanx.data.build_worker"]
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [_HOME, os.environ.get("PYTHONPATH")]))
+    environment["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [_PACKAGE_PARENT_DIR, os.environ.get("PYTHONPATH")])
+    )
     workers: list[_Worker] = []
     try:
         for _ in range(num_workers):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from phalanx.core.errors import DataError, did_you_mean
 
-MOST_NAMES = 20  # of columns or fields, in a message
+MAX_SHOWN_COLUMNS = 20  # of columns or fields, in a message
 
 
 @dataclass
@@ -27,9 +27,9 @@ def missing_column_error(
     """Names what is there, and the nearest of it."""
     why = f"{they} none"
     if known:
-        why = f"{they}: {', '.join(known[:MOST_NAMES])}"
-    if len(known) > MOST_NAMES:
-        why += f" and {len(known) - MOST_NAMES} more"
+        why = f"{they}: {', '.join(known[:MAX_SHOWN_COLUMNS])}"
+    if len(known) > MAX_SHOWN_COLUMNS:
+        why += f" and {len(known) - MAX_SHOWN_COLUMNS} more"
     suggestion = did_you_mean(column, known)
     return DataError(
         f"there is no {noun} {column!r}",

@@ -22,8 +22,8 @@ from phalanx.core.units import GIB, format_bytes
 from phalanx.data.dataset import TokenizerFacts, open_dataset
 from phalanx.data.token_sources import (
     FileFacts,
-    Kind,
     OpenTokenSource,
+    TokenSourceKind,
     check_source_unchanged,
     open_token_arrays,
     token_source_bytes,
@@ -41,11 +41,11 @@ from phalanx.data.tokens import (
 from phalanx.data.unreadable import unreadable_data_error
 from phalanx.data.user_dataset import UserDatasetFacts
 
-FORMAT = 3  # 2: other samples, and other documents held out, of the same tokens
-MANIFEST = "corpus.json"
-UNUSABLE = "the prepared data cannot be used"
-NEW_RUN = "start a new run, or remove that folder to prepare it again"
-VERIFIED_BYTES = 2 * GIB  # more than this is not read before every start
+CORPUS_FORMAT_VERSION = 3  # 2: other samples, and other documents held out, of the same tokens
+CORPUS_FILE_NAME = "corpus.json"
+UNUSABLE_CORPUS_MESSAGE = "the prepared data cannot be used"
+UNUSABLE_CORPUS_FIX = "start a new run, or remove that folder to prepare it again"
+MAX_VERIFIED_BYTES = 2 * GIB  # more than this is not read before every start
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class CorpusComponent:
 
     source: str
     weight: float
-    kind: Kind
+    kind: TokenSourceKind
     path: str
     files: dict[str, FileFacts]
     tokenizer: TokenizerFacts
@@ -111,7 +111,7 @@ class Corpus:
     def to_json(self) -> dict[str, Any]:
         """Everything but `directory`: the same tokens give the same JSON wherever the run lies."""
         return {
-            "format": FORMAT,
+            "format": CORPUS_FORMAT_VERSION,
             "wanted": self.wanted,
             "components": list(map(asdict, self.components)),
             "user": self.user and asdict(self.user),
@@ -121,8 +121,8 @@ class Corpus:
     def from_json(cls, value: Any, directory: Path) -> Corpus:
         """Raises DataError if `value` is not what `to_json` gives."""
         try:
-            if value["format"] != FORMAT:
-                raise ValueError(f"{MANIFEST} was written by another release")
+            if value["format"] != CORPUS_FORMAT_VERSION:
+                raise ValueError(f"{CORPUS_FILE_NAME} was written by another release")
             components = tuple(map(CorpusComponent.from_json, value["components"]))
             user = None
             if value["user"]:
@@ -231,12 +231,14 @@ def load_corpus(out_dir: Path) -> Corpus:
     damaged.
     """
     try:
-        return Corpus.from_json(read_json(out_dir / MANIFEST), out_dir)
+        return Corpus.from_json(read_json(out_dir / CORPUS_FILE_NAME), out_dir)
     except OSError as error:
-        why = f"{Path(error.filename or MANIFEST).name}: {error.strerror}"
-        raise unreadable_data_error(error, out_dir, UNUSABLE, why=why, fix=NEW_RUN) from None
+        why = f"{Path(error.filename or CORPUS_FILE_NAME).name}: {error.strerror}"
+        raise unreadable_data_error(
+            error, out_dir, UNUSABLE_CORPUS_MESSAGE, why=why, fix=UNUSABLE_CORPUS_FIX
+        ) from None
     except ValueError as error:
-        raise _unusable_corpus_error(out_dir, f"{MANIFEST} is not JSON: {error}") from None
+        raise _unusable_corpus_error(out_dir, f"{CORPUS_FILE_NAME} is not JSON: {error}") from None
 
 
 def verify_corpus(corpus: Corpus, *, is_new: bool = False) -> list[str]:
@@ -249,7 +251,7 @@ def verify_corpus(corpus: Corpus, *, is_new: bool = False) -> list[str]:
     """
     unread = [part for part in corpus.components if not (is_new and _was_just_read(part))]
     num_bytes = sum(token_source_bytes(component.files) for component in unread)
-    if num_bytes > VERIFIED_BYTES:
+    if num_bytes > MAX_VERIFIED_BYTES:
         note = f"{format_bytes(num_bytes)} of tokens were not compared with their checksums"
         for component in unread:
             if component.kind == "dataset":
@@ -290,4 +292,4 @@ def _load_unchanged_tokenizer(name: str, digest: str) -> Tokenizer:
 
 
 def _unusable_corpus_error(out_dir: Path, why: str) -> DataError:
-    return DataError(UNUSABLE, where=str(out_dir), why=why, fix=NEW_RUN)
+    return DataError(UNUSABLE_CORPUS_MESSAGE, where=str(out_dir), why=why, fix=UNUSABLE_CORPUS_FIX)

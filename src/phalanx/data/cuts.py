@@ -15,18 +15,18 @@ from phalanx.core.errors import DataError
 from phalanx.core.units import MIB
 from phalanx.data.tokenizer import Tokenizer, replace_surrogates
 
-PIECE_CHARS = MIB // 4
+TARGET_PIECE_CHARS = MIB // 4
 # A line of JSONL, or a cell of Parquet and Arrow, is held in memory several times.
 MAX_ROW_BYTES = 64 * MIB
 # Encoding takes about a hundred bytes of memory for each token.
-MAX_WHOLE_CHARS = 64 * MIB
+MAX_UNCUT_CHARS = 64 * MIB
 
 _CONTEXT_CHARS = 256
 _MAX_SPACE_CHARS = 32  # a longer run of white space may be split by what lies outside the context
-_WINDOW_BYTES = 1 << 16
+_SEARCH_WINDOW_BYTES = 1 << 16
 # A character has four bytes of UTF-8 at most.
-_MARGIN_BYTES = 4 * _CONTEXT_CHARS + 4 * _MAX_SPACE_CHARS
-_PROBES = (("One line of text", "\nanother line"), ("One line of text\n", "another line"))
+_CONTEXT_MARGIN_BYTES = 4 * _CONTEXT_CHARS + 4 * _MAX_SPACE_CHARS
+_CUT_TEST_TEXTS = (("One line of text", "\nanother line"), ("One line of text\n", "another line"))
 
 
 class TextCutter:
@@ -38,7 +38,7 @@ class TextCutter:
     def __init__(self, same: Callable[[str, str], bool], *, anywhere: bool = False) -> None:
         self._same, self._anywhere = same, anywhere
         # Tokenizers that mark where a text begins fail both: no place in any text is searched then.
-        self.can_cut = anywhere or any(same(*probe) for probe in _PROBES)
+        self.can_cut = anywhere or any(same(*probe) for probe in _CUT_TEST_TEXTS)
 
     def can_cut_at(self, text: str, at: int) -> bool:
         """True if `text` has the same tokens when it is cut at `at`."""
@@ -64,10 +64,10 @@ class TextCutter:
         if offset <= 0 or self._anywhere:
             return max(0, min(offset, num_bytes))
         while self.can_cut and offset < num_bytes:
-            window_start = max(0, offset - _MARGIN_BYTES)
+            window_start = max(0, offset - _CONTEXT_MARGIN_BYTES)
             file.seek(window_start)
-            data = file.read(offset - window_start + _WINDOW_BYTES + _MARGIN_BYTES)
-            until = offset + _WINDOW_BYTES
+            data = file.read(offset - window_start + _SEARCH_WINDOW_BYTES + _CONTEXT_MARGIN_BYTES)
+            until = offset + _SEARCH_WINDOW_BYTES
             # One letter for each odd byte, so that places can be told.
             text = data.decode("utf-8", "surrogateescape")
             start = len(data[: offset - window_start].decode("utf-8", "surrogateescape"))
@@ -81,16 +81,17 @@ class TextCutter:
         return num_bytes
 
     def cut_into_pieces(self, text: str, where: str) -> Iterator[str]:
-        """`text` in parts of about PIECE_CHARS. DataError if it is huge and cannot be cut."""
+        """`text` in parts of about TARGET_PIECE_CHARS. DataError if it is huge and cannot be
+        cut."""
         start = 0
-        while len(text) - start > 2 * PIECE_CHARS and self.can_cut:
-            cut = self.find_cut(text, start + PIECE_CHARS)
+        while len(text) - start > 2 * TARGET_PIECE_CHARS and self.can_cut:
+            cut = self.find_cut(text, start + TARGET_PIECE_CHARS)
             if cut is None:
                 break
             yield text[start:cut]
             start = cut
         rest = text[start:]
-        if len(rest) > MAX_WHOLE_CHARS:
+        if len(rest) > MAX_UNCUT_CHARS:
             raise text_too_long_error(len(rest), where)
         yield rest
 

@@ -14,15 +14,15 @@ from typing import Any
 from phalanx.core.digest import digest
 from phalanx.core.errors import DataError, DataStorageError
 from phalanx.core.files import MAX_MANIFEST_BYTES, parse_json, read_regular, require_file_name
-from phalanx.data.shards import DTYPES, Progress, Shard, ShardFacts, open_shard, verify_shard
-from phalanx.data.tokenizer import BYTES, TOKENIZER_FILE, Tokenizer, load_tokenizer
+from phalanx.data.shards import TOKEN_DTYPES, Progress, Shard, ShardFacts, open_shard, verify_shard
+from phalanx.data.tokenizer import BYTE_TOKENIZER_KIND, TOKENIZER_FILE, Tokenizer, load_tokenizer
 from phalanx.data.unreadable import unreadable_data_error
 
-FORMAT = 1
-MANIFEST = "dataset.json"
+DATASET_FORMAT_VERSION = 1
+DATASET_FILE_NAME = "dataset.json"
 
-_OTHER_FILES = 512  # that a process may want to open besides
-_MAX_SHOWN = 8  # bad shards that one error names
+_SPARE_OPEN_FILES = 512  # that a process may want to open besides
+_MAX_SHOWN_BAD_SHARDS = 8  # bad shards that one error names
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,17 @@ class DatasetManifest:
     """A digest of the content of each part of the inputs, in their order."""
 
     def to_json(self) -> dict[str, Any]:
-        return add_checksum({"format": FORMAT, **asdict(self)})
+        return add_checksum({"format": DATASET_FORMAT_VERSION, **asdict(self)})
 
     @classmethod
     def from_json(cls, value: Any, where: Path) -> DatasetManifest:
         """Raises DataError if `value` is not what `to_json` gives."""
         try:
             fields = _check_checksum(value)
-            if fields.pop("format") != FORMAT or fields["dtype"] not in DTYPES:
+            if (
+                fields.pop("format") != DATASET_FORMAT_VERSION
+                or fields["dtype"] not in TOKEN_DTYPES
+            ):
                 raise ValueError("another release wrote it")
             fields["tokenizer"] = TokenizerFacts(**fields["tokenizer"])
             fields["inputs"] = tuple(fields["inputs"])
@@ -197,8 +200,8 @@ class Dataset:
         """
         if self.tokenizer.kind == "none":
             return None
-        name = BYTES
-        if self.tokenizer.kind != BYTES:
+        name = BYTE_TOKENIZER_KIND
+        if self.tokenizer.kind != BYTE_TOKENIZER_KIND:
             name = str(self.directory / TOKENIZER_FILE)
         tokenizer = load_tokenizer(name)
         if tokenizer.digest != self.tokenizer.digest:
@@ -213,7 +216,7 @@ class Dataset:
 
 def is_dataset(path: Path | str) -> bool:
     """True if `path` is a directory that `phalanx data build` finished."""
-    return os.path.isfile(os.path.join(path, MANIFEST))
+    return os.path.isfile(os.path.join(path, DATASET_FILE_NAME))
 
 
 def open_dataset(directory: Path) -> Dataset:
@@ -252,7 +255,7 @@ def _raise_open_file_limit(num_shards: int) -> None:
     """Raise this process's own limit where the shards would not fit, as far as it may be raised."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # Python keeps a descriptor for each map, see `_map_shard`.
-    needed = num_shards + _OTHER_FILES
+    needed = num_shards + _SPARE_OPEN_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:
         if hard != resource.RLIM_INFINITY:
             needed = min(needed, hard)
@@ -261,7 +264,7 @@ def _raise_open_file_limit(num_shards: int) -> None:
 
 def read_dataset_manifest(directory: Path) -> tuple[DatasetManifest, str]:
     """dataset.json and the digest of its bytes. Raises DataError."""
-    path = directory / MANIFEST
+    path = directory / DATASET_FILE_NAME
     try:
         content = read_regular(path, MAX_MANIFEST_BYTES)
         value = parse_json(content)
@@ -359,11 +362,11 @@ def _join_shard_problems(
 ) -> DataError:
     """One error that names the first shards of many that cannot be used."""
     reasons = []
-    for problem in problems[:_MAX_SHOWN]:
+    for problem in problems[:_MAX_SHOWN_BAD_SHARDS]:
         name = Path(str(problem.where)).name
         reasons.append(f"{name}: {problem.what} ({problem.why})")
-    if len(problems) > _MAX_SHOWN:
-        reasons.append(f"and {len(problems) - _MAX_SHOWN} more")
+    if len(problems) > _MAX_SHOWN_BAD_SHARDS:
+        reasons.append(f"and {len(problems) - _MAX_SHOWN_BAD_SHARDS} more")
     return DataError(
         f"{len(problems)} of {len(manifest.shards)} shards cannot be used",
         where=str(directory),

@@ -25,7 +25,7 @@ from phalanx.data.tokenizer import Tokenizer
 
 BATCH_BYTES = 2 * MIB  # of text, in memory together with what the tokenizer makes of it
 BATCH_PIECES = 4096
-REPORT_S = 0.2
+REPORT_INTERVAL_S = 0.2
 
 
 @dataclass
@@ -71,7 +71,7 @@ class ShardOutcome:
         return cls(facts, EncodingCounts(**value["counts"]), value["content"])
 
 
-Report = Callable[[EncodingCounts], None]
+ReportCounts = Callable[[EncodingCounts], None]
 
 
 class ContentDigest:
@@ -103,7 +103,7 @@ def digest_content(task: ShardTask, column: str) -> str:
 
 
 def build_shard(
-    task: ShardTask, out: Path, tokenizer: Tokenizer, column: str, report: Report
+    task: ShardTask, out: Path, tokenizer: Tokenizer, column: str, report: ReportCounts
 ) -> ShardOutcome:
     """Write the shard of `task` in `out`: whole or absent. Raises DataError, and OSError where
     writing fails.
@@ -128,7 +128,7 @@ def build_shard(
             _count_batch(counts, batch, reading)
             counts.num_tokens = writer.num_tokens
             counts.wall_s = time.monotonic() - began
-            if counts.wall_s - reported_s >= REPORT_S:
+            if counts.wall_s - reported_s >= REPORT_INTERVAL_S:
                 report(counts)
                 reported_s = counts.wall_s
         # Once more: where the last rows are null, no batch follows.

@@ -24,7 +24,7 @@ from phalanx.data.user_dataset import digest_sample
 from phalanx.observe.events import RunStarted, SamplesRead
 from phalanx.observe.tail import EventTail
 
-MAX_SHOWN = 20
+MAX_SHOWN_DOCUMENTS = 20
 # What lies beyond was not written by a rank: a damaged record must not make arrays of any size.
 # A run's own numbers, which are smaller, count where they are on record.
 MAX_SAMPLE, MAX_OF_A_STEP, MAX_STEPS, MAX_RANKS = 2**60, 2**24, 2**53, 2**20
@@ -80,9 +80,9 @@ class LedgerReport:
             if self.num_compared:
                 compared = "checksums as the tokens say"
             return [f"{total}, each exactly once ({compared})"]
-        lines = [total, *self.problems[:MAX_SHOWN]]
-        if len(self.problems) > MAX_SHOWN:
-            lines.append(f"and {len(self.problems) - MAX_SHOWN:,} more")
+        lines = [total, *self.problems[:MAX_SHOWN_DOCUMENTS]]
+        if len(self.problems) > MAX_SHOWN_DOCUMENTS:
+            lines.append(f"and {len(self.problems) - MAX_SHOWN_DOCUMENTS:,} more")
         return lines
 
 
@@ -239,9 +239,9 @@ def _format_step_numbers(first: int, beyond: int) -> str:
 
 
 def _format_rank_numbers(ranks: Sequence[int]) -> str:
-    text = ", ".join(map(str, ranks[:MAX_SHOWN]))
-    if len(ranks) > MAX_SHOWN:
-        text += f" and {len(ranks) - MAX_SHOWN:,} more"
+    text = ", ".join(map(str, ranks[:MAX_SHOWN_DOCUMENTS]))
+    if len(ranks) > MAX_SHOWN_DOCUMENTS:
+        text += f" and {len(ranks) - MAX_SHOWN_DOCUMENTS:,} more"
     return text
 
 

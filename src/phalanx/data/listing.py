@@ -17,10 +17,12 @@ from typing import Literal, NamedTuple
 from phalanx.core.errors import DataError, did_you_mean
 from phalanx.core.files import read_json
 
-_DATASET = "dataset.json"
-_RUN = {"job.json", "plan.json"}  # what every run's directory has
-_SHARD = re.compile(r"shard-\d{5,}\.tokens")
-_NOT_LIBRARY_SOURCE = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+_DATASET_FILE_NAME = "dataset.json"
+_RUN_FILE_NAMES = {"job.json", "plan.json"}  # what every run's directory has
+_SHARD_FILE_PATTERN = re.compile(r"shard-\d{5,}\.tokens")
+_SKIPPED_STDLIB_FOLDERS = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+)
 
 
 class FileListing(NamedTuple):
@@ -38,7 +40,7 @@ def list_files(source: str, out: Path | None) -> FileListing:
     folder it cannot list."""
     if source == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
-        listed = _walk_files(root, _NOT_LIBRARY_SOURCE, None)
+        listed = _walk_files(root, _SKIPPED_STDLIB_FOLDERS, None)
         return listed._replace(names=[name for name in listed.names if name.endswith(".py")])
     path = _expand_user_path(source)
     if source and path.is_dir():
@@ -123,7 +125,7 @@ def _reason_to_skip(
     with contextlib.suppress(OSError):
         if out is not None and os.path.samefile(folder, out):
             return "out"
-    if set(names) >= _RUN or _holds_dataset(folder, names):
+    if set(names) >= _RUN_FILE_NAMES or _holds_dataset(folder, names):
         return "dataset"
     return ""
 
@@ -137,13 +139,13 @@ def find_dataset_around(folder: Path) -> Path | None:
 
 
 def _holds_dataset(folder: Path, names: Sequence[str]) -> bool:
-    if any(map(_SHARD.fullmatch, names)):
+    if any(map(_SHARD_FILE_PATTERN.fullmatch, names)):
         return True
-    if _DATASET not in names:
+    if _DATASET_FILE_NAME not in names:
         return False
     # Many things are called dataset.json: one that cannot be read is none of ours.
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        manifest = read_json(folder / _DATASET)
+        manifest = read_json(folder / _DATASET_FILE_NAME)
         return isinstance(manifest, dict) and {"format", "shards", "tokenizer"} <= manifest.keys()
     return False
 
@@ -152,7 +154,7 @@ def _refuse_dataset(folder: Path, source: str) -> None:
     names = _list_folder_names(folder)
     if not _holds_dataset(folder, names):
         return
-    if _DATASET in names:
+    if _DATASET_FILE_NAME in names:
         raise DataError(
             "it is a dataset already", where=source, fix=f"train on it: data.source={folder}"
         )

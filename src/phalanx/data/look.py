@@ -27,7 +27,7 @@ from phalanx.data.token_sources import (
     find_token_source_kind,
     open_token_arrays,
 )
-from phalanx.data.tokenizer import BYTES, load_tokenizer
+from phalanx.data.tokenizer import BYTE_TOKENIZER_KIND, load_tokenizer
 from phalanx.data.tokens import SPLITS, choose_split, split_tokens
 from phalanx.data.user_dataset import UserDatasetFacts
 from phalanx.data.workers import probe_user_dataset
@@ -70,7 +70,7 @@ class DataSummary:
 
 
 def inspect_data(
-    data: Data, *, vocab_size: int | None, default_tokenizer: str = BYTES
+    data: Data, *, vocab_size: int | None, default_tokenizer: str = BYTE_TOKENIZER_KIND
 ) -> DataSummary:
     """Read what `data` names as far as its kind says it by itself.
 

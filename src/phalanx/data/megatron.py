@@ -27,10 +27,10 @@ from phalanx.data.tokens import Int64s, Tokens, Uint64s, document_keys_from_numb
 from phalanx.data.unreadable import unreadable_data_error
 
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
-_OLD_MAGIC = b"TNTIDX\x00\x00"  # the formats before memory-mapping
-_HEAD = struct.Struct("<9sQBQQ")
+_TNT_INDEX_MAGIC = b"TNTIDX\x00\x00"  # the formats before memory-mapping
+_INDEX_HEADER = struct.Struct("<9sQBQQ")
 # Megatron's codes of integer types; 6 and 7 are floating point, and no token ids.
-DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 @dataclass(frozen=True)
@@ -104,29 +104,31 @@ def _map_file(path: Path) -> NDArray[np.uint8]:
 
 def _read_index(index: NDArray[np.uint8], path: Path) -> tuple[str, Int64s, Int64s, Int64s]:
     """Type of the tokens, then lengths, pointers and boundaries."""
-    head = bytes(index[: _HEAD.size])
-    if head.startswith(_OLD_MAGIC):
+    head = bytes(index[: _INDEX_HEADER.size])
+    if head.startswith(_TNT_INDEX_MAGIC):
         fix = "write it again with the mmap implementation"
         raise DataError(
             "an index of Megatron's older format, which cannot be read", where=str(path), fix=fix
         )
-    if len(head) < _HEAD.size or not head.startswith(MAGIC):
+    if len(head) < _INDEX_HEADER.size or not head.startswith(MAGIC):
         raise _unusable_megatron_error(path, f"it begins with {head[:9]!r}, not with {MAGIC!r}")
-    _, version, code, num_sequences, num_boundaries = _HEAD.unpack(head)
+    _, version, code, num_sequences, num_boundaries = _INDEX_HEADER.unpack(head)
     if version != VERSION:
         raise _unusable_megatron_error(path, f"it has version {version}, not {VERSION}")
-    if code not in DTYPES:
+    if code not in MEGATRON_DTYPES:
         raise _unusable_megatron_error(path, f"type {code} is not one of token ids")
     if num_sequences == 0 or num_boundaries < 2:
         raise _unusable_megatron_error(path, "it describes no document")
     columns = (("<i4", num_sequences), ("<i8", num_sequences), ("<i8", num_boundaries))
-    expected = _HEAD.size + sum(np.dtype(dtype).itemsize * count for dtype, count in columns)
+    expected = _INDEX_HEADER.size + sum(
+        np.dtype(dtype).itemsize * count for dtype, count in columns
+    )
     # With modes, one byte more for each sequence.
     if len(index) not in (expected, expected + num_sequences):
         raise _unusable_megatron_error(
             path, f"it has {len(index)} bytes, and {num_sequences} sequences need {expected}"
         )
-    sections, at = [], _HEAD.size
+    sections, at = [], _INDEX_HEADER.size
     for dtype, count in columns:
         size = np.dtype(dtype).itemsize * count
         # Copied: behind a head of 34 bytes no column is aligned.
@@ -139,7 +141,7 @@ def _read_index(index: NDArray[np.uint8], path: Path) -> tuple[str, Int64s, Int6
         raise _unusable_megatron_error(
             path, f"its documents do not cover its {num_sequences} sequences in order"
         )
-    return DTYPES[code], lengths, pointers, boundaries
+    return MEGATRON_DTYPES[code], lengths, pointers, boundaries
 
 
 def _unusable_megatron_error(path: Path, why: str) -> DataError:

@@ -14,10 +14,10 @@ from pathlib import Path
 from phalanx.core.digest import digest
 from phalanx.core.errors import DataError
 from phalanx.core.files import MAX_TOKENIZER_BYTES, read_json
-from phalanx.data.corpus import MANIFEST, Corpus, load_corpus
+from phalanx.data.corpus import CORPUS_FILE_NAME, Corpus, load_corpus
 from phalanx.data.dataset import TokenizerFacts, read_dataset_manifest
-from phalanx.data.token_sources import NO_TOKENIZER, find_token_source_kind
-from phalanx.data.tokenizer import BYTES, TOKENIZER_FILE, load_tokenizer
+from phalanx.data.token_sources import NO_TOKENIZER_FACTS, find_token_source_kind
+from phalanx.data.tokenizer import BYTE_TOKENIZER_KIND, TOKENIZER_FILE, load_tokenizer
 from phalanx.job.schema import Data
 from phalanx.job.user_dataset import is_own_dataset
 from phalanx.plan.plan import EarlyWarning
@@ -25,7 +25,7 @@ from phalanx.plan.warnings import NOTHING_MORE, ExtraNotes
 
 # What tokenizers are stored as besides a tokenizer.json. None of them says all that a tokenizer
 # does.
-OTHER_FORMS = (
+UNSUPPORTED_TOKENIZER_FILES = (
     "tokenizer.model",
     "spiece.model",
     "sentencepiece.bpe.model",
@@ -58,7 +58,7 @@ def find_directory_tokenizer(directory: Path, owner: str, *, is_trained: bool) -
     path = directory / TOKENIZER_FILE
     if path.is_file():
         return ModelTokenizer(owner, str(path), _facts_of_file(path), directory, is_trained)
-    other_forms = [name for name in OTHER_FORMS if (directory / name).is_file()]
+    other_forms = [name for name in UNSUPPORTED_TOKENIZER_FILES if (directory / name).is_file()]
     why = f"{directory} has none"
     if other_forms:
         why = f"{directory} has {' and '.join(other_forms)}, and no {TOKENIZER_FILE}"
@@ -67,7 +67,7 @@ def find_directory_tokenizer(directory: Path, owner: str, *, is_trained: bool) -
 
 def find_run_tokenizer(run_dir: Path, owner: str) -> ModelTokenizer:
     """The tokenizer of a run, or of an import: the one its weights were trained on."""
-    if not (run_dir / "data" / MANIFEST).is_file():
+    if not (run_dir / "data" / CORPUS_FILE_NAME).is_file():
         return find_directory_tokenizer(run_dir, owner, is_trained=True)
     try:
         corpus = load_corpus(run_dir / "data")
@@ -77,8 +77,8 @@ def find_run_tokenizer(run_dir: Path, owner: str) -> ModelTokenizer:
             )
         first = corpus.components[0]
         name = first.tokenizer_path or str(corpus.path_of_component(first) / TOKENIZER_FILE)
-        if first.tokenizer.kind == BYTES:
-            name = BYTES
+        if first.tokenizer.kind == BYTE_TOKENIZER_KIND:
+            name = BYTE_TOKENIZER_KIND
         # Raises unless it is there, and is the one of the run.
         corpus.tokenizer()
         return ModelTokenizer(owner, name, first.tokenizer, Path(name).parent, True)
@@ -115,7 +115,7 @@ def default_tokenizer(data: Data, brought: ModelTokenizer | None) -> str:
     train something else.
     """
     if brought is None:
-        return BYTES
+        return BYTE_TOKENIZER_KIND
     if brought.name is not None:
         return brought.name
     if data.tokenizer is None and not brought.is_missing:
@@ -129,7 +129,7 @@ def default_tokenizer(data: Data, brought: ModelTokenizer | None) -> str:
             why=brought.why,
             fix=f"transformers writes a {TOKENIZER_FILE}: {convert}; or set data.tokenizer",
         )
-    return BYTES
+    return BYTE_TOKENIZER_KIND
 
 
 def find_source_tokenizers(data: Data, brought: ModelTokenizer | None) -> list[SourceTokenizer]:
@@ -157,7 +157,9 @@ def find_source_tokenizers(data: Data, brought: ModelTokenizer | None) -> list[S
                 )
             )
         else:
-            tokens_by_source.append(SourceTokenizer(source, NO_TOKENIZER, 0, "", False, is_default))
+            tokens_by_source.append(
+                SourceTokenizer(source, NO_TOKENIZER_FACTS, 0, "", False, is_default)
+            )
     return tokens_by_source
 
 
@@ -222,7 +224,7 @@ def describe_tokenizers(
             continue
         if brought.facts is None or brought.name is None:
             text = _describe_missing_tokenizer(brought, one)
-            if not one.is_text or not one.is_default or one.facts.kind != BYTES:
+            if not one.is_text or not one.is_default or one.facts.kind != BYTE_TOKENIZER_KIND:
                 # A run that goes on: it was begun when there was one.
                 continue
             if brought.is_trained:
@@ -232,7 +234,7 @@ def describe_tokenizers(
         elif one.facts != brought.facts:
             text = _describe_other_tokenizer(brought, one, vocab_size)
             warnings.append(EarlyWarning("other_tokenizer", text))
-        elif one.is_text and one.is_default and brought.facts.kind != BYTES:
+        elif one.is_text and one.is_default and brought.facts.kind != BYTE_TOKENIZER_KIND:
             reasons.append(
                 f"text becomes the {one.vocab_size:,} tokens of {brought.name}, which"
                 f" {brought.owner} brings"
@@ -271,6 +273,6 @@ def _describe_other_tokenizer(
 
 def _name_by_digest(facts: TokenizerFacts) -> str:
     """A name for the tokenizer of shards, which know no path of it."""
-    if facts.kind == BYTES:
-        return BYTES
+    if facts.kind == BYTE_TOKENIZER_KIND:
+        return BYTE_TOKENIZER_KIND
     return f"another {facts.kind} ({facts.digest})"

@@ -27,11 +27,11 @@ Tokens = NDArray[np.integer] | TokenSequence
 Int64s = NDArray[np.int64]
 Floats = NDArray[np.float64]
 # A function (token [N], previous token [N], the one before [N], ...) -> probability [N].
-Model = Callable[..., Floats]
+NgramModel = Callable[..., Floats]
 
 _CHUNK_TOKENS = 1 << 22  # at a time, as numbers of 8 bytes
 # Above zero, so that no token is impossible after any context.
-_LEAST_DISCOUNT = 0.01
+_MIN_DISCOUNT = 0.01
 
 
 class NGramScore(NamedTuple):
@@ -60,7 +60,7 @@ def fit_and_score(
     num_targets = num_held_out_targets(len(held_out_tokens), max_tokens)
     if num_targets == 0:
         return []
-    models: dict[str, Model] = {"unigram": fit_unigram(train_tokens, vocab_size)}
+    models: dict[str, NgramModel] = {"unigram": fit_unigram(train_tokens, vocab_size)}
     # Three tokens are one signed integer of 64 bits.
     if vocab_size**3 < 2**63:
         models["trigram"] = fit_kneser_ney(train_tokens, vocab_size, order=3)
@@ -70,7 +70,7 @@ def fit_and_score(
     ]
 
 
-def _mean_loss(model: Model, tokens: Tokens) -> float:
+def _mean_loss(model: NgramModel, tokens: Tokens) -> float:
     """Nats per token of tokens[1:]; the first of these has only one token before it."""
     second = tokens[:2].astype(np.int64)
     loss = -float(np.log(model(second[1:], second[:1])).sum())
@@ -81,13 +81,13 @@ def _mean_loss(model: Model, tokens: Tokens) -> float:
     return loss / (len(tokens) - 1)
 
 
-def fit_unigram(tokens: Tokens, vocab_size: int) -> Model:
+def fit_unigram(tokens: Tokens, vocab_size: int) -> NgramModel:
     """Add-one (Laplace) frequencies; what comes before does not matter."""
     counts = count_grams(tokens, 1, vocab_size)
     return lambda token, *_: (counts.look_up(token) + 1.0) / (len(tokens) + vocab_size)
 
 
-def fit_kneser_ney(tokens: Tokens, vocab_size: int, order: int) -> Model:
+def fit_kneser_ney(tokens: Tokens, vocab_size: int, order: int) -> NgramModel:
     """Interpolated modified Kneser-Ney of 1 to `order` tokens; the model uses as much context as
     it is given."""
     grams = count_grams(tokens, order, vocab_size)
@@ -195,7 +195,7 @@ def _discounts(counts: Int64s) -> Floats:
     discounts = np.full(3, plain)
     if n1 and n2 and n3 and n4:
         discounts[:] = 1 - 2 * plain * n2 / n1, 2 - 3 * plain * n3 / n2, 3 - 4 * plain * n4 / n3
-    return np.concatenate([np.zeros(1), np.maximum(discounts, _LEAST_DISCOUNT)])
+    return np.concatenate([np.zeros(1), np.maximum(discounts, _MIN_DISCOUNT)])
 
 
 def _sum_by_key(keys: Int64s, counts: Int64s) -> NgramCounts:

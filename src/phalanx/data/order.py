@@ -16,11 +16,11 @@ from phalanx.core.digest import stable_hash64
 
 Uint64s = NDArray[np.uint64]
 
-_NUM_ROUNDS = 6  # of the Feistel network: each half is changed three times
+_NUM_FEISTEL_ROUNDS = 6  # of the Feistel network: each half is changed three times
 # 2**64 over the golden ratio: consecutive multiples are far apart.
-_GOLDEN = 0x9E3779B97F4A7C15
+_GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
 # Tells the key of an epoch's phase from those of its permutation.
-_PHASE = 0x5851F42D4C957F2D
+_PHASE_KEY_SALT = 0x5851F42D4C957F2D
 _MASK64 = 2**64 - 1
 
 
@@ -37,9 +37,9 @@ def permute_indices(index: NDArray[np.integer], n: int, key: int | Uint64s) -> N
     assert values.size == 0 or int(values.max()) < n, (n, index)
     keys = np.broadcast_to(np.asarray(key, dtype=np.uint64).ravel(), values.shape)
     round_keys = []
-    for number in range(1, _NUM_ROUNDS + 1):
+    for number in range(1, _NUM_FEISTEL_ROUNDS + 1):
         # np.uint64 refuses a number that does not fit.
-        round_keys.append(mix_bits(keys + np.uint64(number * _GOLDEN & _MASK64)))
+        round_keys.append(mix_bits(keys + np.uint64(number * _GOLDEN_RATIO_64 & _MASK64)))
     num_bits = (n - 1).bit_length()
     permuted = _feistel(values, round_keys, num_bits)
     # This ends: the cycle of a value in [0, n) comes back to that value.
@@ -117,9 +117,9 @@ class SampleOrder:
         leaves out at all.
         """
         num_left_out = (self.num_tokens - 1) % self.seq_len
-        return (mix_bits(epoch_keys ^ np.uint64(_PHASE)) % np.uint64(num_left_out + 1)).astype(
-            np.int64
-        )
+        return (
+            mix_bits(epoch_keys ^ np.uint64(_PHASE_KEY_SALT)) % np.uint64(num_left_out + 1)
+        ).astype(np.int64)
 
 
 @dataclass(frozen=True)

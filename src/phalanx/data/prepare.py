@@ -12,7 +12,7 @@ from typing import Any
 from phalanx.core.errors import DataError
 from phalanx.core.files import build_resource_error, write_json_atomic
 from phalanx.data.build import build_dataset
-from phalanx.data.corpus import MANIFEST, Corpus, CorpusComponent, SplitCounts, load_corpus
+from phalanx.data.corpus import CORPUS_FILE_NAME, Corpus, CorpusComponent, SplitCounts, load_corpus
 from phalanx.data.dataset import TokenizerFacts
 from phalanx.data.token_sources import (
     SourceDescription,
@@ -22,7 +22,7 @@ from phalanx.data.token_sources import (
     id_out_of_range_error,
     open_token_arrays,
 )
-from phalanx.data.tokenizer import BYTES, load_tokenizer
+from phalanx.data.tokenizer import BYTE_TOKENIZER_KIND, load_tokenizer
 from phalanx.data.tokens import SPLITS, choose_split, split_tokens
 from phalanx.data.workers import probe_user_dataset
 from phalanx.job.schema import Data
@@ -30,7 +30,11 @@ from phalanx.job.user_dataset import is_own_dataset
 
 
 def prepare_corpus(
-    data: Data, out_dir: Path, *, vocab_size: int | None, default_tokenizer: str = BYTES
+    data: Data,
+    out_dir: Path,
+    *,
+    vocab_size: int | None,
+    default_tokenizer: str = BYTE_TOKENIZER_KIND,
 ) -> Corpus:
     """Build, or find, what `data` names, and write the fact sheet to `out_dir`; or take the one
     that is there.
@@ -42,7 +46,7 @@ def prepare_corpus(
     does not fit the vocabulary or has changed since, and ResourceError (exit 7) if `out_dir` cannot
     be written.
     """
-    if os.path.exists(out_dir / MANIFEST):
+    if os.path.exists(out_dir / CORPUS_FILE_NAME):
         corpus = load_corpus(out_dir)
         _require_same_request(corpus, data)
         # An error of the tokenizer is raised now, not when the first text is asked for.
@@ -54,7 +58,7 @@ def prepare_corpus(
         # Before the fact sheet is written: with it the data counts as prepared.
         _check_corpus_fits_model(corpus, data, vocab_size)
         try:
-            write_json_atomic(out_dir / MANIFEST, corpus.to_json())
+            write_json_atomic(out_dir / CORPUS_FILE_NAME, corpus.to_json())
         except OSError as error:
             raise build_resource_error(error, "writing what the data is", out_dir) from None
     return corpus

@@ -20,7 +20,7 @@ from phalanx.core.errors import DataError
 from phalanx.core.files import open_regular
 from phalanx.core.units import MIB
 from phalanx.data.columns import ReadingPosition
-from phalanx.data.cuts import MAX_WHOLE_CHARS, PIECE_CHARS, TextCutter, text_too_long_error
+from phalanx.data.cuts import MAX_UNCUT_CHARS, TARGET_PIECE_CHARS, TextCutter, text_too_long_error
 from phalanx.data.rows_arrow import (
     arrow_parts,
     arrow_rows,
@@ -42,11 +42,14 @@ from phalanx.data.unreadable import unreadable_data_error
 
 BLOCK_BYTES = MIB
 # A zstd file may begin with frames of metadata: 16 magic numbers (RFC 8878, section 3.1.2).
-_SKIPPABLE = tuple(bytes([0x50 + number]) + b"\x2a\x4d\x18" for number in range(16))
-_MAGICS = {"jsonl.gz": (b"\x1f\x8b",), "jsonl.zst": (b"\x28\xb5\x2f\xfd", *_SKIPPABLE)}
+_ZSTD_SKIPPABLE_MAGICS = tuple(bytes([0x50 + number]) + b"\x2a\x4d\x18" for number in range(16))
+_MAGICS_OF_FORMAT = {
+    "jsonl.gz": (b"\x1f\x8b",),
+    "jsonl.zst": (b"\x28\xb5\x2f\xfd", *_ZSTD_SKIPPABLE_MAGICS),
+}
 # So many characters behind a place tell for sure whether a text can be cut there: more than the
 # context that cuts look at.
-_LEAST_BEHIND = 1024
+_CUT_LOOKAHEAD_CHARS = 1024
 
 
 class TextPiece(NamedTuple):
@@ -104,7 +107,7 @@ def _check_compression(file: SourceFile) -> None:
     """Raise DataError for a file that is not compressed as its name says: before all of it is read
     for nothing.
     """
-    magics = _MAGICS.get(file.format)
+    magics = _MAGICS_OF_FORMAT.get(file.format)
     if magics is None or not file.num_bytes:
         return
     try:
@@ -138,7 +141,7 @@ def read_pieces(
             key_of = row_keys(span.name)
             for row, text in read_rows(span, column, reading):
                 # Most rows are short and ASCII: they need no look at their bytes.
-                if text.isascii() and len(text) <= 2 * PIECE_CHARS:
+                if text.isascii() and len(text) <= 2 * TARGET_PIECE_CHARS:
                     content = text.encode() if wants_bytes else text
                     yield TextPiece(key_of(row), content, True, True, len(text))
                 else:
@@ -238,24 +241,26 @@ def _decoded_blocks(
 def _blocks_between_cuts(
     file: BinaryIO, num_bytes: int, span: SourceFileSpan, cutter: TextCutter
 ) -> Iterator[bytes]:
-    """Blocks of about PIECE_CHARS that end where the tokenizer allows it; larger ones where it does
-    not.
+    """Blocks of about TARGET_PIECE_CHARS that end where the tokenizer allows it; larger ones where
+    it does not.
     """
     pending, searched = b"", 0
     for block in _read_blocks(file, num_bytes):
         pending += block
-        if len(pending) > 2 * PIECE_CHARS and cutter.can_cut:
+        if len(pending) > 2 * TARGET_PIECE_CHARS and cutter.can_cut:
             text = pending.decode("utf-8", "surrogateescape")
             start = 0
-            while (cut := cutter.find_cut(text, max(start + PIECE_CHARS, searched))) is not None:
-                if len(text) - cut < _LEAST_BEHIND:
+            while (
+                cut := cutter.find_cut(text, max(start + TARGET_PIECE_CHARS, searched))
+            ) is not None:
+                if len(text) - cut < _CUT_LOOKAHEAD_CHARS:
                     break
                 yield text[start:cut].encode("utf-8", "surrogateescape")
                 start = cut
             # The next block goes on behind what was searched: no place is tried twice.
-            searched = (cut or max(start, len(text) - _LEAST_BEHIND)) - start
+            searched = (cut or max(start, len(text) - _CUT_LOOKAHEAD_CHARS)) - start
             pending = text[start:].encode("utf-8", "surrogateescape")
-        if len(pending) > MAX_WHOLE_CHARS:
+        if len(pending) > MAX_UNCUT_CHARS:
             raise text_too_long_error(len(pending), span.path)
     if pending:
         yield pending
@@ -280,7 +285,7 @@ def _row_pieces(
     except UnicodeEncodeError:
         text, is_utf8 = replace_surrogates(text), False
         encoded = text.encode()
-    if wants_bytes or len(text) <= 2 * PIECE_CHARS:
+    if wants_bytes or len(text) <= 2 * TARGET_PIECE_CHARS:
         yield TextPiece(key, encoded if wants_bytes else text, True, True, len(encoded), is_utf8)
         return
     begins = True

@@ -10,7 +10,7 @@ from phalanx.core.errors import DataError
 from phalanx.core.files import open_regular, regular_path
 from phalanx.core.registry import import_optional
 from phalanx.core.units import MIB, format_bytes
-from phalanx.data.columns import MOST_NAMES, ReadingPosition, missing_column_error
+from phalanx.data.columns import MAX_SHOWN_COLUMNS, ReadingPosition, missing_column_error
 from phalanx.data.cuts import MAX_ROW_BYTES, row_too_long_error
 from phalanx.data.sources import SourceFile
 from phalanx.data.spans import SourceFileParts, SourceFileSpan, keep_file_in_one_part
@@ -139,7 +139,7 @@ def _check_column(schema: Any, column: str, path: str) -> None:
         raise DataError(
             f"the column {column!r} holds {schema.field(column).type}, not text",
             where=path,
-            why=f"columns of text: {', '.join(texts[:MOST_NAMES]) or 'none'}",
+            why=f"columns of text: {', '.join(texts[:MAX_SHOWN_COLUMNS]) or 'none'}",
             fix="choose with --column, or data.column in a job; all files need the same",
         )
 

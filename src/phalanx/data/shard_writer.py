@@ -17,8 +17,8 @@ from phalanx.core.errors import DataError
 from phalanx.core.files import create_regular, fsync_directory
 from phalanx.data.shards import (
     CHUNK_BYTES,
-    DTYPES,
-    PAYLOAD_AT,
+    PAYLOAD_OFFSET,
+    TOKEN_DTYPES,
     WORD_BYTES,
     ShardFacts,
     pack_header,
@@ -67,7 +67,7 @@ class ShardWriter:
         *,
         continues: bool = False,
     ) -> None:
-        assert dtype in DTYPES, dtype
+        assert dtype in TOKEN_DTYPES, dtype
         self._path, self._dtype, self._vocab_size = path, np.dtype(dtype), vocab_size
         self._tokenizer_digest, self._continues = tokenizer_digest, continues
         self._partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -80,7 +80,7 @@ class ShardWriter:
     def __enter__(self) -> ShardWriter:
         self._file = create_regular(self._partial, buffering=1 << 20)
         # The header comes last: its checksum stands for all that lies behind it.
-        self._file.write(b"\0" * PAYLOAD_AT)
+        self._file.write(b"\0" * PAYLOAD_OFFSET)
         return self
 
     def begin_document(self, key: int) -> None:

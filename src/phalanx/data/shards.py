@@ -37,11 +37,11 @@ from phalanx.core.files import open_regular
 from phalanx.data.unreadable import unreadable_data_error
 
 MAGIC, VERSION = b"PHXSHARD", 1
-PAYLOAD_AT = 4096  # the header has a page to itself
+PAYLOAD_OFFSET = 4096  # the header has a page to itself
 CHUNK_BYTES = 2**16  # what a flipped bit is told by, at 8 bytes of checksum for each
-DTYPES = ("<u2", "<u4")
+TOKEN_DTYPES = ("<u2", "<u4")
 
-_HEAD = struct.Struct("<8sIIQ")
+_SHARD_HEADER = struct.Struct("<8sIIQ")
 WORD_BYTES = 8
 _READ_BYTES = 64 * CHUNK_BYTES
 
@@ -96,10 +96,10 @@ class _SectionOffsets:
     @classmethod
     def place(cls, num_tokens: int, num_documents: int, dtype: str) -> _SectionOffsets:
         token_bytes = num_tokens * np.dtype(dtype).itemsize
-        ends_at = PAYLOAD_AT + -(-token_bytes // WORD_BYTES) * WORD_BYTES
+        ends_at = PAYLOAD_OFFSET + -(-token_bytes // WORD_BYTES) * WORD_BYTES
         keys_at = ends_at + num_documents * WORD_BYTES
         sums_at = keys_at + num_documents * WORD_BYTES
-        return cls(ends_at, keys_at, sums_at, -(-(sums_at - PAYLOAD_AT) // CHUNK_BYTES))
+        return cls(ends_at, keys_at, sums_at, -(-(sums_at - PAYLOAD_OFFSET) // CHUNK_BYTES))
 
     @property
     def num_bytes(self) -> int:
@@ -110,9 +110,9 @@ def pack_header(facts: dict[str, Any]) -> tuple[bytes, str]:
     """The header of a shard with these facts, and its checksum in hex."""
     text = canonical_json(facts).encode()
     checksum = xxhash.xxh3_64_intdigest(text)
-    head = _HEAD.pack(MAGIC, VERSION, len(text), checksum) + text
-    assert len(head) <= PAYLOAD_AT
-    return head.ljust(PAYLOAD_AT, b"\0"), f"{checksum:016x}"
+    head = _SHARD_HEADER.pack(MAGIC, VERSION, len(text), checksum) + text
+    assert len(head) <= PAYLOAD_OFFSET
+    return head.ljust(PAYLOAD_OFFSET, b"\0"), f"{checksum:016x}"
 
 
 def open_shard(path: Path) -> Shard:
@@ -121,7 +121,7 @@ def open_shard(path: Path) -> Shard:
     """
     try:
         with open_regular(path) as file:
-            facts, xxh3 = _read_header(path, file.read(PAYLOAD_AT))
+            facts, xxh3 = _read_header(path, file.read(PAYLOAD_OFFSET))
             num_bytes = os.fstat(file.fileno()).st_size
             # The map stays when the file is closed.
             mapped = _map_shard(file)
@@ -159,7 +159,7 @@ def open_shard(path: Path) -> Shard:
         vocab_size=facts["vocab_size"],
         dtype=dtype,
         tokenizer_digest=facts["tokenizer_digest"],
-        tokens=np.frombuffer(mapped, dtype, num_tokens, PAYLOAD_AT),
+        tokens=np.frombuffer(mapped, dtype, num_tokens, PAYLOAD_OFFSET),
         ends=ends,
         keys=np.frombuffer(mapped, "<u8", num_documents, sections.keys_at),
     )
@@ -184,16 +184,16 @@ def _read_header(path: Path, head: bytes) -> tuple[dict[str, Any], str]:
     """The header's facts and checksum. DataError unless they can be relied upon."""
     if not head:
         raise _damage_error(path, "the shard is empty", "it has 0 bytes")
-    if len(head) < PAYLOAD_AT and head.startswith(MAGIC):
+    if len(head) < PAYLOAD_OFFSET and head.startswith(MAGIC):
         raise _damage_error(
             path,
             "the shard is cut off",
-            f"its header has {len(head)} bytes instead of {PAYLOAD_AT}",
+            f"its header has {len(head)} bytes instead of {PAYLOAD_OFFSET}",
         )
     if not head.startswith(MAGIC):
         raise _damage_error(path, "not a token shard", f"it begins with {head[:8]!r}")
-    _, version, length, xxh3 = _HEAD.unpack_from(head)
-    text = head[_HEAD.size : _HEAD.size + length]
+    _, version, length, xxh3 = _SHARD_HEADER.unpack_from(head)
+    text = head[_SHARD_HEADER.size : _SHARD_HEADER.size + length]
     if version != VERSION:
         raise DataError(
             f"format {version} is not {VERSION}",
@@ -201,14 +201,16 @@ def _read_header(path: Path, head: bytes) -> tuple[dict[str, Any], str]:
             fix="use the release that wrote it",
         )
     # Behind the JSON there are zeros, which its checksum does not cover.
-    if xxhash.xxh3_64_intdigest(text) != xxh3 or head[_HEAD.size + len(text) :].strip(b"\0"):
+    if xxhash.xxh3_64_intdigest(text) != xxh3 or head[_SHARD_HEADER.size + len(text) :].strip(
+        b"\0"
+    ):
         raise _damage_error(
             path,
             "the shard's header is not what was written",
-            f"bytes 0 to {PAYLOAD_AT}: checksum differs",
+            f"bytes 0 to {PAYLOAD_OFFSET}: checksum differs",
         )
     facts = json.loads(text)
-    if facts["dtype"] not in DTYPES or facts["chunk_bytes"] != CHUNK_BYTES:
+    if facts["dtype"] not in TOKEN_DTYPES or facts["chunk_bytes"] != CHUNK_BYTES:
         raise DataError(
             "written by another release", where=str(path), fix="use the release that wrote it"
         )
@@ -254,15 +256,15 @@ def _differing_chunks(
 ) -> Iterator[tuple[int, int]]:
     """Byte ranges whose checksum differs."""
     with open_regular(shard.path) as file:
-        facts, _ = _read_header(shard.path, file.read(PAYLOAD_AT))
+        facts, _ = _read_header(shard.path, file.read(PAYLOAD_OFFSET))
         file.seek(sections.sums_at)
         raw = file.read()
         # First, for with these damaged every chunk would seem to be.
         if xxhash.xxh3_64_hexdigest(raw) != facts["sums_xxh3"]:
             raise _DamagedChecksumsError
-        file.seek(PAYLOAD_AT)
+        file.seek(PAYLOAD_OFFSET)
         expected = iter(np.frombuffer(raw, "<u8").tolist())
-        at = PAYLOAD_AT
+        at = PAYLOAD_OFFSET
         while data := memoryview(file.read(min(_READ_BYTES, sections.sums_at - at))):
             for start in range(0, len(data), CHUNK_BYTES):
                 chunk = data[start : start + CHUNK_BYTES]
@@ -288,8 +290,8 @@ def _damage_in_range(shard: Shard, sections: _SectionOffsets, start: int, stop: 
     contents: list[str] = []
     itemsize = np.dtype(shard.dtype).itemsize
     if start < sections.ends_at:
-        first = (start - PAYLOAD_AT) // itemsize
-        last = (min(stop, sections.ends_at) - PAYLOAD_AT - 1) // itemsize
+        first = (start - PAYLOAD_OFFSET) // itemsize
+        last = (min(stop, sections.ends_at) - PAYLOAD_OFFSET - 1) // itemsize
         # Behind the last token there may be zeros.
         contents.append(f"tokens {first} to {min(last, shard.facts.num_tokens - 1)}")
     if stop > sections.ends_at:

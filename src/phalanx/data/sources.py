@@ -24,7 +24,7 @@ from phalanx.data.unreadable import unreadable_data_error
 
 Format = Literal["text", "jsonl", "jsonl.gz", "jsonl.zst", "parquet", "arrow"]
 
-_ENDINGS: dict[str, Format] = {
+_FORMAT_OF_SUFFIX: dict[str, Format] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".jsonl.gz": "jsonl.gz",
@@ -38,7 +38,7 @@ _ENDINGS: dict[str, Format] = {
 }
 _SNIFF_BYTES = 8192
 _JSON_SNIFF_BYTES = 1 << 20
-_NPY = "; token ids need no building: data.source takes the .npy itself"
+_NPY_HINT = "; token ids need no building: data.source takes the .npy itself"
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def detect_file_format(name: str) -> Format:
     """The kind of a file's content, by its ending; anything that is not known to be rows is one
     document of text.
     """
-    for ending, kind in _ENDINGS.items():
+    for ending, kind in _FORMAT_OF_SUFFIX.items():
         if name.lower().endswith(ending):
             return kind
     return "text"
@@ -231,7 +231,7 @@ def _explain_no_text(source: str, num_skipped: int, num_datasets: int) -> DataEr
             why = "the file is binary: NUL in the first 8 KiB"
         fix = "give text as UTF-8, JSONL, Parquet or Arrow"
         if source.lower().endswith(".npy"):
-            fix += _NPY
+            fix += _NPY_HINT
         return DataError("there is no text in it", where=str(source), why=why, fix=fix)
     if glob.has_magic(source):
         return DataError(

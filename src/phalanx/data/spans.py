@@ -18,7 +18,8 @@ from phalanx.data.sources import Format, SourceFile
 LEAST_SHARD_BYTES, MOST_SHARD_BYTES = 4 * MIB, 64 * MIB
 # Enough for many workers; so few that all can be mapped.
 USUAL_SHARDS, MAX_SHARDS = 64, 1024
-_LEAST_PART = 4  # a file is never cut so that less than this fraction of a shard stands alone
+# A file is never cut so that less than this fraction of a shard stands alone.
+_MAX_SHARD_DIVISOR = 4
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def plan_tasks(files: Sequence[SourceFileParts], shard_bytes: int) -> list[Shard
     weight = 0
     for span in _split_large_files(files, shard_bytes):
         # A little more than a shard is better than a small one at its end.
-        if spans and weight + span.weight > shard_bytes + shard_bytes // _LEAST_PART:
+        if spans and weight + span.weight > shard_bytes + shard_bytes // _MAX_SHARD_DIVISOR:
             tasks.append(ShardTask(len(tasks), tuple(spans)))
             spans, weight = [], 0
         spans.append(span)
@@ -125,7 +126,7 @@ def _split_large_files(
             weight += part
             num_left -= part
             is_last = number == len(parts.weights) - 1
-            if is_last or (weight >= shard_bytes and num_left >= shard_bytes // _LEAST_PART):
+            if is_last or (weight >= shard_bytes and num_left >= shard_bytes // _MAX_SHARD_DIVISOR):
                 yield _whole_file_span(parts, first, number + 1, weight)
                 first, weight = number + 1, 0
 

@@ -20,9 +20,9 @@ from phalanx.data.shards import Progress, Shard
 Int64s = NDArray[np.int64]
 
 QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
-NUM_FREQUENT = 20
+NUM_MOST_FREQUENT_TOKENS = 20
 _CHUNK_TOKENS = 1 << 22  # counted at a time: numpy makes 8 bytes of each
-_FEW_BINS = 8
+_MIN_HISTOGRAM_BINS = 8
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _length_quantiles(lengths: Int64s, counts: Int64s) -> dict[float, int]:
 def _bin_document_lengths(lengths: Int64s, counts: Int64s) -> tuple[LengthBin, ...]:
     """Powers of two: 1, 2 to 3, 4 to 7, and so on; parts of them where there would be few."""
     first, last = int(lengths[0]).bit_length() - 1, int(lengths[-1]).bit_length() - 1
-    num_parts = 1 << (-(-_FEW_BINS // (last + 1 - first)) - 1).bit_length()
+    num_parts = 1 << (-(-_MIN_HISTOGRAM_BINS // (last + 1 - first)) - 1).bit_length()
     distinct_edges = set()
     for power in range(first, last + 1):
         for part in range(num_parts):
@@ -162,7 +162,7 @@ def _list_frequent_tokens(dataset: Dataset, counts: Int64s) -> tuple[FrequentTok
     tokenizer = dataset.load_tokenizer()
     frequent = []
     # Stable, so that of tokens as frequent as each other the smaller id comes first.
-    for token in np.argsort(-counts, kind="stable")[:NUM_FREQUENT].tolist():
+    for token in np.argsort(-counts, kind="stable")[:NUM_MOST_FREQUENT_TOKENS].tolist():
         if not counts[token]:
             break
         text = ""

@@ -22,7 +22,7 @@ import xxhash
 from phalanx.core.errors import DataError, DataStorageError
 from phalanx.core.files import open_regular, regular_path
 from phalanx.data.dataset import (
-    MANIFEST,
+    DATASET_FILE_NAME,
     TokenizerFacts,
     is_dataset,
     open_dataset,
@@ -39,8 +39,8 @@ from phalanx.data.tokens import (
 )
 from phalanx.data.unreadable import unreadable_data_error
 
-Kind = Literal["dataset", "npy", "megatron"]
-NO_TOKENIZER = TokenizerFacts("none", "")
+TokenSourceKind = Literal["dataset", "npy", "megatron"]
+NO_TOKENIZER_FACTS = TokenizerFacts("none", "")
 MAX_VOCAB_SIZE = 2**32
 CHANGED, PUT_BACK = (
     "the corpus has changed since the run began",
@@ -72,7 +72,7 @@ class SourceDescription:
     `files`: facts by name relative to the folder of `path`, or to `path` if it is one.
     """
 
-    kind: Kind
+    kind: TokenSourceKind
     path: Path
     tokenizer: TokenizerFacts
     vocab_size: int
@@ -82,7 +82,7 @@ class SourceDescription:
     num_skipped_files: int
 
 
-def find_token_source_kind(source: str) -> tuple[Kind, Path] | None:
+def find_token_source_kind(source: str) -> tuple[TokenSourceKind, Path] | None:
     """The kind of a source of token ids, and the directory or file it is; None if it is text, or
     nothing."""
     path = Path(os.path.expanduser(source))
@@ -110,7 +110,7 @@ def _holds_shards(path: Path) -> bool:
     return os.path.isdir(path) and any(path.glob("shard-*.tokens"))
 
 
-def open_token_arrays(kind: Kind, path: Path) -> OpenTokenSource:
+def open_token_arrays(kind: TokenSourceKind, path: Path) -> OpenTokenSource:
     """Map the tokens. Raises DataError."""
     if kind == "dataset":
         dataset = open_dataset(path)
@@ -120,7 +120,9 @@ def open_token_arrays(kind: Kind, path: Path) -> OpenTokenSource:
     return OpenTokenSource((open_megatron(path, path.with_suffix(".idx")),), (path,))
 
 
-def describe_source(kind: Kind, path: Path, *, with_checksums: bool = True) -> SourceDescription:
+def describe_source(
+    kind: TokenSourceKind, path: Path, *, with_checksums: bool = True
+) -> SourceDescription:
     """The facts of the source at `path`; checksums, which would show a change, only if asked for.
 
     Raises DataError for a source that cannot be used, or whose ids are none.
@@ -140,7 +142,7 @@ def describe_source(kind: Kind, path: Path, *, with_checksums: bool = True) -> S
     return SourceDescription(
         kind=kind,
         path=path,
-        tokenizer=NO_TOKENIZER,
+        tokenizer=NO_TOKENIZER_FACTS,
         vocab_size=_find_largest_id(array.tokens, path) + 1,
         end_of_document=None,
         files=files,
@@ -151,7 +153,11 @@ def describe_source(kind: Kind, path: Path, *, with_checksums: bool = True) -> S
 
 def _describe_dataset(path: Path) -> SourceDescription:
     dataset = open_dataset(path)
-    files = {MANIFEST: FileFacts((path / MANIFEST).stat().st_size, _file_checksum(path / MANIFEST))}
+    files = {
+        DATASET_FILE_NAME: FileFacts(
+            (path / DATASET_FILE_NAME).stat().st_size, _file_checksum(path / DATASET_FILE_NAME)
+        )
+    }
     for shard in dataset.shards:
         files[shard.facts.file] = FileFacts(shard.facts.num_bytes, shard.facts.xxh3)
     # Raises unless it is the one of the shards.
@@ -168,7 +174,9 @@ def _describe_dataset(path: Path) -> SourceDescription:
     )
 
 
-def check_source_unchanged(kind: Kind, path: Path, files: Mapping[str, FileFacts]) -> None:
+def check_source_unchanged(
+    kind: TokenSourceKind, path: Path, files: Mapping[str, FileFacts]
+) -> None:
     """Raise DataError, naming the file, unless what is there now looks like what `describe_source`
     found.
 
@@ -192,29 +200,31 @@ def _check_manifest(path: Path, files: Mapping[str, FileFacts]) -> None:
     """Raise DataError, naming the first shard that is another one, if dataset.json is not what
     it was."""
     try:
-        if _file_checksum(path / MANIFEST) == files[MANIFEST].xxh3:
+        if _file_checksum(path / DATASET_FILE_NAME) == files[DATASET_FILE_NAME].xxh3:
             return
         manifest, _ = read_dataset_manifest(path)
     except DataStorageError:
         # A disk that fails says nothing about the content.
         raise
     except DataError as error:
-        raise _changed_source_error(path / MANIFEST, error.why or error.what) from None
+        raise _changed_source_error(path / DATASET_FILE_NAME, error.why or error.what) from None
     now = {shard.file: FileFacts(shard.num_bytes, shard.xxh3) for shard in manifest.shards}
-    different = MANIFEST
+    different = DATASET_FILE_NAME
     for name, facts in files.items():
-        if name != MANIFEST and now.get(name) != facts:
+        if name != DATASET_FILE_NAME and now.get(name) != facts:
             different = name
             break
     raise _changed_source_error(path / different, "dataset.json describes another one now")
 
 
-def verify_source(kind: Kind, path: Path, files: Mapping[str, FileFacts]) -> Iterator[DataError]:
+def verify_source(
+    kind: TokenSourceKind, path: Path, files: Mapping[str, FileFacts]
+) -> Iterator[DataError]:
     """Read everything and compare it with `describe_source`'s checksums; what is wrong, as it is
     found."""
     if kind == "dataset":
         for name in files:
-            if name != MANIFEST:
+            if name != DATASET_FILE_NAME:
                 yield from verify_shard(path / name)
         return
     for name, facts in files.items():

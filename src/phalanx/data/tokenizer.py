@@ -17,14 +17,14 @@ from phalanx.core.files import MAX_TOKENIZER_BYTES, read_json, read_regular
 from phalanx.core.registry import import_optional
 from phalanx.data.unreadable import unreadable_data_error
 
-Kind = Literal["bytes", "tokenizer.json"]
-BYTES = "bytes"  # what data.tokenizer calls them
-END_OF_DOCUMENT = 256  # of the bytes tokenizer
+TokenizerKind = Literal["bytes", "tokenizer.json"]
+BYTE_TOKENIZER_KIND = "bytes"  # what data.tokenizer calls them
+BYTE_END_OF_DOCUMENT_ID = 256  # of the bytes tokenizer
 TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 SPECIAL_FILE, MODEL_FILE = "special_tokens_map.json", "config.json"
 
 # What tokenizers call the token after a text, where no tokenizer_config.json beside them says so.
-_ENDS = (
+_USUAL_END_OF_DOCUMENT_TOKENS = (
     "<|endoftext|>",
     "<|end_of_text|>",
     "</s>",
@@ -42,7 +42,7 @@ class Tokenizer(Protocol):
     tell the two apart.
     """
 
-    kind: Kind
+    kind: TokenizerKind
     digest: str
     vocab_size: int
     text_vocab_size: int
@@ -65,11 +65,11 @@ class ByteTokenizer:
     Surrogate escapes become the bytes they stand for.
     """
 
-    kind: Kind = "bytes"
-    digest = digest({"tokenizer": "bytes", "end_of_document": END_OF_DOCUMENT})
+    kind: TokenizerKind = "bytes"
+    digest = digest({"tokenizer": "bytes", "end_of_document": BYTE_END_OF_DOCUMENT_ID})
     vocab_size = BYTE_VOCAB_SIZE
-    text_vocab_size = END_OF_DOCUMENT
-    end_of_document: int | None = END_OF_DOCUMENT
+    text_vocab_size = BYTE_END_OF_DOCUMENT_ID
+    end_of_document: int | None = BYTE_END_OF_DOCUMENT_ID
     end_name: str | None = None
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
@@ -82,9 +82,9 @@ class ByteTokenizer:
         """The end of a document is a newline; what is not UTF-8 is U+FFFD."""
         text = bytearray()
         for token in map(int, ids):
-            if 0 <= token < END_OF_DOCUMENT:
+            if 0 <= token < BYTE_END_OF_DOCUMENT_ID:
                 text.append(token)
-            elif token == END_OF_DOCUMENT:
+            elif token == BYTE_END_OF_DOCUMENT_ID:
                 text.append(ord("\n"))
             else:
                 # No byte of UTF-8 is 0xFF, so that it becomes U+FFFD below.
@@ -113,7 +113,7 @@ class HuggingFaceTokenizer:
     `decode` leaves special tokens out, but the end of a document is a newline.
     """
 
-    kind: Kind = "tokenizer.json"
+    kind: TokenizerKind = "tokenizer.json"
 
     def __init__(self, tokenizer: Any, digest: str, end_of_document: int | None) -> None:
         self._tokenizer = tokenizer
@@ -239,7 +239,7 @@ def _list_end_token_names(path: Path, tokenizer: Any) -> list[str]:
         if isinstance(name, dict):
             name = name.get("content")
         names.append(name)
-    names += _ENDS
+    names += _USUAL_END_OF_DOCUMENT_TOKENS
     ids = _read_settings(path.parent / MODEL_FILE).get("eos_token_id")
     # One number, or several for models that end in more than one way.
     if not isinstance(ids, list):

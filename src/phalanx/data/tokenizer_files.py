@@ -10,17 +10,18 @@ from typing import Any
 from phalanx.data.corpus import Corpus
 from phalanx.data.model_tokenizer import ModelTokenizer
 from phalanx.data.tokenizer import (
-    BYTES,
+    BYTE_END_OF_DOCUMENT_ID,
+    BYTE_TOKENIZER_KIND,
     CONFIG_FILE,
-    END_OF_DOCUMENT,
     SPECIAL_FILE,
     TOKENIZER_FILE,
     load_tokenizer,
     tokenizer_path,
 )
 
-END = "<|endoftext|>"  # what the end of a document is called where a run has no word for it
-_BESIDE = (CONFIG_FILE, SPECIAL_FILE, "chat_template.jinja")
+# What the end of a document is called where a run has no word for it.
+DEFAULT_END_OF_DOCUMENT_TOKEN = "<|endoftext|>"
+_COMPANION_FILES = (CONFIG_FILE, SPECIAL_FILE, "chat_template.jinja")
 
 
 @dataclass(frozen=True)
@@ -56,17 +57,17 @@ def collect_tokenizer_files(
     settings = {}
     if tokenizer.end_of_document is not None:
         settings["eos_token_id"] = tokenizer.end_of_document
-    if tokenizer.kind == BYTES:
+    if tokenizer.kind == BYTE_TOKENIZER_KIND:
         return TokenizerFiles(
             texts={
                 TOKENIZER_FILE: build_byte_tokenizer_json(),
-                CONFIG_FILE: _tokenizer_config(END),
+                CONFIG_FILE: _tokenizer_config(DEFAULT_END_OF_DOCUMENT_TOKEN),
             },
             settings=settings,
         )
     first = corpus.components[0]
     path = tokenizer_path(first.tokenizer_path or str(corpus.path_of_component(first)))
-    files = {TOKENIZER_FILE: path, **_existing_files(path.parent, _BESIDE)}
+    files = {TOKENIZER_FILE: path, **_existing_files(path.parent, _COMPANION_FILES)}
     texts = {}
     if CONFIG_FILE not in files:
         texts[CONFIG_FILE] = _tokenizer_config(tokenizer.end_name)
@@ -102,7 +103,7 @@ def _tokenizer_config(end: str | None) -> dict[str, Any]:
 def _is_models_tokenizer(corpus: Corpus, brought: ModelTokenizer) -> bool:
     """True if the tokens are, or may be for all that is known, those of the model's
     tokenizer.json."""
-    if brought.facts is None or brought.facts.kind == BYTES:
+    if brought.facts is None or brought.facts.kind == BYTE_TOKENIZER_KIND:
         return False
     return not corpus.is_text or corpus.components[0].tokenizer == brought.facts
 
@@ -112,7 +113,7 @@ def build_byte_tokenizer_json() -> dict[str, Any]:
     ends a document.
     """
     letters = _letters_of_bytes()
-    end = {"id": END_OF_DOCUMENT, "content": END, "special": True}
+    end = {"id": BYTE_END_OF_DOCUMENT_ID, "content": DEFAULT_END_OF_DOCUMENT_TOKEN, "special": True}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     level = {
         "type": "ByteLevel",
@@ -133,7 +134,7 @@ def build_byte_tokenizer_json() -> dict[str, Any]:
             "type": "BPE",
             "vocab": {
                 **{letter: byte for byte, letter in enumerate(letters)},
-                END: END_OF_DOCUMENT,
+                DEFAULT_END_OF_DOCUMENT_TOKEN: BYTE_END_OF_DOCUMENT_ID,
             },
             "merges": [],
         },

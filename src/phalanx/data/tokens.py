@@ -205,7 +205,8 @@ class SplitChoice(NamedTuple):
     keys: tuple[int, ...] = ()
 
 
-MOST_OF_FEW = 0.5  # of all tokens may be held out by "few_documents", unless the fraction is larger
+# Of all tokens may be held out by "few_documents", unless the fraction is larger.
+MAX_HELD_OUT_FRACTION = 0.5
 
 
 def choose_split(arrays: Sequence[TokenArray], fraction: float, seq_len: int) -> SplitChoice:
@@ -243,7 +244,7 @@ def _choose_few_documents(
     lengths = np.concatenate([_document_lengths(array) for array in arrays])
     # A document may lie in several shards: its parts have one key.
     sizes = np.bincount(number_of.ravel(), lengths, len(keys)).astype(np.int64)
-    total, limit = int(sizes.sum()), max(fraction, MOST_OF_FEW)
+    total, limit = int(sizes.sum()), max(fraction, MAX_HELD_OUT_FRACTION)
     part = max(fraction, needed / total)
     while True:
         most = min(int(part * total), total - needed)

@@ -20,11 +20,11 @@ from phalanx.data.sources import list_source_files
 from phalanx.data.spans import ShardTask, SourceFileSpan, plan_tasks
 from phalanx.data.tokenizer import TOKENIZER_FILE
 
-END = "<|endoftext|>"
-LEAST_VOCAB_SIZE = 257  # every byte, and the end of a document
-MOST_VOCAB_SIZE = 1 << 22  # memory for all of it is taken at once
+END_OF_DOCUMENT_TOKEN = "<|endoftext|>"
+MIN_VOCAB_SIZE = 257  # every byte, and the end of a document
+MAX_VOCAB_SIZE = 1 << 22  # memory for all of it is taken at once
 _SAMPLE_CHARS = 1 << 18
-_TICK_S = 0.1
+_JOIN_TIMEOUT_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,14 @@ def train_tokenizer(
     `max_text_bytes` it learns from about that much, spread over the inputs. Raises DataError (exit
     4), UsageError (exit 2), ResourceError (exit 7).
     """
-    if vocab_size < LEAST_VOCAB_SIZE:
+    if vocab_size < MIN_VOCAB_SIZE:
         raise UsageError(
             f"a vocabulary of {vocab_size} is too small",
-            fix=f"at least {LEAST_VOCAB_SIZE}: the bytes, and one more",
+            fix=f"at least {MIN_VOCAB_SIZE}: the bytes, and one more",
         )
-    if vocab_size > MOST_VOCAB_SIZE:
+    if vocab_size > MAX_VOCAB_SIZE:
         raise UsageError(
-            f"a vocabulary of {vocab_size:,} is too large", fix=f"at most {MOST_VOCAB_SIZE:,}"
+            f"a vocabulary of {vocab_size:,} is too large", fix=f"at most {MAX_VOCAB_SIZE:,}"
         )
     path = out
     if path.suffix != ".json":
@@ -111,7 +111,7 @@ def _build_tokenizer_and_trainer(library: Any, vocab_size: int) -> tuple[Any, An
     tokenizer.decoder = library.decoders.ByteLevel()
     trainer = library.trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END],
+        special_tokens=[END_OF_DOCUMENT_TOKEN],
         # Every byte is a token from the start, so that no text is unknown.
         initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
@@ -184,7 +184,7 @@ def _run_interruptibly(
     thread.start()
     while thread.is_alive():
         # With a limit: signals are handled between two waits.
-        thread.join(_TICK_S)
+        thread.join(_JOIN_TIMEOUT_S)
         if progress is not None:
             progress(corpus.progress())
     if failed:

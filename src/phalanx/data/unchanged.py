@@ -20,7 +20,7 @@ from phalanx.data.spans import ShardTask
 from phalanx.data.unreadable import unreadable_data_error
 
 # Some file systems know whole or even seconds only.
-_COARSE_NS = 2 * 10**9
+_MTIME_RESOLUTION_NS = 2 * 10**9
 
 
 def file_times(sources: Sequence[SourceListing]) -> dict[str, int]:
@@ -39,7 +39,7 @@ def find_changed_files(
 
     `content` is what `digest_content` said then. Raises DataError for a file that cannot be read.
     """
-    since_ns = os.stat(since).st_mtime_ns - _COARSE_NS
+    since_ns = os.stat(since).st_mtime_ns - _MTIME_RESOLUTION_NS
     paths = [span.path for span in task.spans if changed_ns[span.path] >= since_ns]
     # Reading all of it is the last resort.
     if not paths or digest_content(task, column) == content:

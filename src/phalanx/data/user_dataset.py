@@ -32,8 +32,8 @@ Arrays = dict[str, NDArray[Any]]
 
 # Samples that are compared between processes: several, because processes that shuffle for
 # themselves may agree on one of them by chance.
-LOOKED_AT = 16
-_NUMBERS = "biufc"  # numpy's kinds of types that a tensor can have
+NUM_COMPARED_SAMPLES = 16
+_TENSOR_DTYPE_KINDS = "biufc"  # numpy's kinds of types that a tensor can have
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def _to_array(key: str, value: Any, where: str) -> NDArray[Any]:
         array = np.asarray(value.detach().cpu().numpy() if is_tensor else value)
     except (TypeError, ValueError) as error:  # a ragged list, or a type that numpy does not have
         raise DataError(f"{key!r} cannot be made an array", where=where, why=str(error)) from None
-    if array.dtype.kind not in _NUMBERS:
+    if array.dtype.kind not in _TENSOR_DTYPE_KINDS:
         raise DataError(
             f"{key!r} is no number and no array of numbers", where=where, why=type(value).__name__
         )
@@ -232,14 +232,14 @@ def first_shapes(
 def digest_sample_subset(
     dataset: Any, source: str, on_sample: Callable[[int | None], None] = lambda _index: None
 ) -> str:
-    """Digest of up to LOOKED_AT samples at places that a key chose, one by one: they need not have
-    the same shape.
+    """Digest of up to NUM_COMPARED_SAMPLES samples at places that a key chose, one by one: they
+    need not have the same shape.
     """
     samples = UserSamples(dataset, source, seed=0)
     samples.on_sample = on_sample
     digests = [
         digest_sample(samples.take(np.array([number])))
-        for number in range(min(LOOKED_AT, len(dataset)))
+        for number in range(min(NUM_COMPARED_SAMPLES, len(dataset)))
     ]
     return xxhash.xxh3_64_hexdigest(" ".join(digests).encode())
 

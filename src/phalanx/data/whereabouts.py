@@ -10,10 +10,10 @@ import tempfile
 import time
 from dataclasses import dataclass
 
-_STATE = struct.Struct("<dq")  # when it was written, and the number
+_ACTIVITY_STRUCT = struct.Struct("<dq")  # when it was written, and the number
 # Below 0, so that every number from 0 on is a sample.
-_SPLITS = {-1: "train", -2: "held_out"}
-_ELSEWHERE = -3
+_SPLIT_OF_NUMBER = {-1: "train", -2: "held_out"}
+_NO_SAMPLE = -3
 
 
 @dataclass(frozen=True)
@@ -42,20 +42,20 @@ class WorkerStatus:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self._memory = mmap.mmap(fd, _STATE.size)
+        self._memory = mmap.mmap(fd, _ACTIVITY_STRUCT.size)
 
     def mark_opening(self, split: str) -> None:
-        self._write(next(number for number, name in _SPLITS.items() if name == split))
+        self._write(next(number for number, name in _SPLIT_OF_NUMBER.items() if name == split))
 
     def mark_reading(self, sample: int | None) -> None:
         """`None`: between samples."""
-        self._write(_ELSEWHERE if sample is None else sample)
+        self._write(_NO_SAMPLE if sample is None else sample)
 
     def read(self) -> WorkerActivity:
-        since_s, number = _STATE.unpack_from(self._memory)
+        since_s, number = _ACTIVITY_STRUCT.unpack_from(self._memory)
         if number >= 0:
             return WorkerActivity(since_s, sample=number)
-        return WorkerActivity(since_s, opening=_SPLITS.get(number))
+        return WorkerActivity(since_s, opening=_SPLIT_OF_NUMBER.get(number))
 
     def close(self) -> None:
         """Safe to call twice."""
@@ -64,12 +64,12 @@ class WorkerStatus:
             os.close(self.fd)
 
     def _write(self, number: int) -> None:
-        _STATE.pack_into(self._memory, 0, time.monotonic(), number)
+        _ACTIVITY_STRUCT.pack_into(self._memory, 0, time.monotonic(), number)
 
 
 def create_worker_status() -> WorkerStatus:
     fd = open_unnamed_file("phalanx-place")
-    os.ftruncate(fd, _STATE.size)
+    os.ftruncate(fd, _ACTIVITY_STRUCT.size)
     whereabouts = WorkerStatus(fd)
     whereabouts.mark_reading(None)
     return whereabouts

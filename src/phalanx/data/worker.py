@@ -33,7 +33,7 @@ from phalanx.core.errors import DataError, PhalanxError
 from phalanx.core.parent import die_with_parent
 from phalanx.data.whereabouts import WorkerStatus, open_unnamed_file
 
-_LENGTH = struct.Struct("<I")
+_LENGTH_PREFIX = struct.Struct("<I")
 _PR_SET_NAME = 15
 _ALIGNMENT = 64
 
@@ -47,7 +47,7 @@ def send_message(link: socket.socket, message: Message, fd: int | None = None) -
     attached = []
     if fd is not None:
         attached.append((socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd])))
-    data = _LENGTH.pack(len(body)) + body
+    data = _LENGTH_PREFIX.pack(len(body)) + body
     # The descriptor goes with the first bytes; what a full socket did not take follows them.
     num_sent = link.sendmsg([data], attached)
     link.sendall(data[num_sent:])
@@ -56,8 +56,8 @@ def send_message(link: socket.socket, message: Message, fd: int | None = None) -
 def receive_message(link: socket.socket) -> tuple[Message, int | None] | None:
     """The next message and the file that came with it; None at the end of the connection."""
     fds: list[int] = []
-    head = _receive_exactly(link, _LENGTH.size, fds)
-    body = head and _receive_exactly(link, _LENGTH.unpack(head)[0], fds)
+    head = _receive_exactly(link, _LENGTH_PREFIX.size, fds)
+    body = head and _receive_exactly(link, _LENGTH_PREFIX.unpack(head)[0], fds)
     if not body:
         for fd in fds:
             os.close(fd)

@@ -14,10 +14,10 @@ from typing import IO
 
 from phalanx.core.files import append_regular
 
-MAX_SAID_BYTES = 64 * 1024  # of a log, from its end
-MAX_LAST_WORDS = 300
+MAX_LOG_TAIL_BYTES = 64 * 1024  # of a log, from its end
+MAX_LAST_LINE_CHARS = 300
 # The beginning of faulthandler's report of a crash; the stack it ends with says little.
-_FATAL = "Fatal Python error"
+_FAULTHANDLER_PREFIX = "Fatal Python error"
 
 
 class WorkerLog:
@@ -39,7 +39,7 @@ class WorkerLog:
         """
         with self.file:
             size = self.file.seek(0, os.SEEK_END)
-            self.file.seek(max(self._begin, size - MAX_SAID_BYTES))
+            self.file.seek(max(self._begin, size - MAX_LOG_TAIL_BYTES))
             text = self.file.read().decode(errors="replace")
         if self.path is not None and size == 0:
             self.path.unlink(missing_ok=True)
@@ -47,13 +47,13 @@ class WorkerLog:
         if lines and (aloud or self.path is None):
             report = "\n".join(f"[{self.name}] {line}" for line in lines)
             print(report, file=sys.stderr, flush=True)
-        return _find_last_line(lines)[:MAX_LAST_WORDS]
+        return _find_last_line(lines)[:MAX_LAST_LINE_CHARS]
 
 
 def _find_last_line(lines: Sequence[str]) -> str:
     """The line that says why a process ended: the first of a crash, or else the last one."""
     for line in lines:
-        if line.startswith(_FATAL):
+        if line.startswith(_FAULTHANDLER_PREFIX):
             return line.strip()
     if not lines:
         return ""

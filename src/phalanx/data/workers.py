@@ -41,14 +41,14 @@ from phalanx.data.worker import (
 from phalanx.data.worker_log import WorkerLog
 from phalanx.observe.events import Event, LoaderWorkerReplaced
 
-STEPS_AHEAD = 2  # of each worker: one is read while the other waits
-MAX_REPLACEMENTS = 3  # for one step: what fails so often will not succeed
+PREFETCHED_STEPS_PER_WORKER = 2  # of each worker: one is read while the other waits
+MAX_REPLACEMENTS_PER_STEP = 3  # for one step: what fails so often will not succeed
 # To import what a dataset needs, on top of the time for an answer.
-START_S = 30.0
+WORKER_START_TIMEOUT_S = 30.0
 # At least, for each split of a user's dataset: a first time may download what it reads.
-OPENING_S = 300.0
-SAID_AFTER_S = 5.0  # of waiting; then each time that it is three times as long
-_CLOSE_S = 2.0
+MIN_DATASET_OPEN_TIMEOUT_S = 300.0
+FIRST_WAIT_NOTICE_S = 5.0  # of waiting; then each time that it is three times as long
+_CLOSE_TIMEOUT_S = 2.0
 _POLL_MS = 200
 
 
@@ -61,7 +61,7 @@ class _Worker:
     log: WorkerLog
     whereabouts: WorkerStatus
     owed: deque[int] = field(default_factory=deque)
-    heard_s: float = field(default_factory=lambda: time.monotonic() + START_S)
+    heard_s: float = field(default_factory=lambda: time.monotonic() + WORKER_START_TIMEOUT_S)
 
 
 class WorkerPool:
@@ -104,7 +104,7 @@ class WorkerPool:
             self.close()
             self._workers = [self._start(number) for number in range(self._num_workers)]
             self._next_step = step
-        while self._next_step < step + STEPS_AHEAD * self._num_workers:
+        while self._next_step < step + PREFETCHED_STEPS_PER_WORKER * self._num_workers:
             self._request_steps(self._next_step)
             self._next_step += 1
         while step not in self._ready:
@@ -191,7 +191,7 @@ class WorkerPool:
         step = worker.owed[0]
         self._replacements[step] = self._replacements.get(step, 0) + 1
         self._emit(LoaderWorkerReplaced(step, f"worker {number}{self._of_rank} {why}"))
-        if self._replacements[step] >= MAX_REPLACEMENTS:
+        if self._replacements[step] >= MAX_REPLACEMENTS_PER_STEP:
             del self._workers[number]
             self.close()
             raise self._repeated_death_error(number, step, why, worker.log.path)
@@ -263,7 +263,7 @@ def _stop_worker(worker: _Worker, *, at_once: bool = False, aloud: bool = False)
     worker.whereabouts.close()
     if not at_once:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            worker.process.wait(_CLOSE_S)
+            worker.process.wait(_CLOSE_TIMEOUT_S)
     worker.process.kill()  # nothing, if it has ended
     code = worker.process.wait()
     why = f"ended with exit code {code}"
@@ -283,7 +283,7 @@ def probe_user_dataset(
     worker = _spawn_worker(WorkerLog("data.source", None), "probe")
     # Here already, so that the time to import what it needs counts as opening.
     worker.whereabouts.mark_opening("train")
-    limits_s = (timeout_s, max(timeout_s, OPENING_S))
+    limits_s = (timeout_s, max(timeout_s, MIN_DATASET_OPEN_TIMEOUT_S))
     is_late, received = False, None
     try:
         send_message(
@@ -314,11 +314,11 @@ def _wait_for_answer(worker: _Worker, source: str, sample_s: float, opening_s: f
     takes too long."""
     poll = select.poll()
     poll.register(worker.link.fileno(), select.POLLIN)
-    since_s, next_said_s = 0.0, SAID_AFTER_S
+    since_s, next_said_s = 0.0, FIRST_WAIT_NOTICE_S
     while not poll.poll(_POLL_MS):
         position = worker.whereabouts.read()
         if position.since_s != since_s:
-            since_s, next_said_s = position.since_s, SAID_AFTER_S
+            since_s, next_said_s = position.since_s, FIRST_WAIT_NOTICE_S
         limit_s = opening_s if position.sample is None else sample_s
         waited_s = time.monotonic() - since_s
         if waited_s > limit_s:

@@ -12,7 +12,7 @@ from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from phalanx.core.errors import did_you_mean
-from phalanx.job.key_aliases import OTHER_NAMES
+from phalanx.job.key_aliases import KEYS_OF_ALIAS
 from phalanx.job.key_suggestions import suggest_key
 from phalanx.job.positions import Path
 from phalanx.job.schema import Job
@@ -169,7 +169,7 @@ def explain_unknown(path: Path, value: Any) -> Finding:
         )
     keys = list_keys_by_section()[str(path[0])]
     suggestion = ""
-    if name.lower() not in OTHER_NAMES:  # which have a better answer than what they look like
+    if name.lower() not in KEYS_OF_ALIAS:  # which have a better answer than what they look like
         suggestion = did_you_mean(name, keys)
     fix = (
         find_section_of(name)
@@ -191,7 +191,7 @@ def _suggest_section(name: str, table: dict[str, Any]) -> str:
             break
     inside = ""
     for key in table:
-        if key.lower() in list_sections_of_keys() or key.lower() in OTHER_NAMES:
+        if key.lower() in list_sections_of_keys() or key.lower() in KEYS_OF_ALIAS:
             inside = _advice_for_unknown_key(key)
             break
     return (

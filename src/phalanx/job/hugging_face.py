@@ -12,23 +12,23 @@ from typing import Any
 from phalanx.core.errors import LayoutError
 from phalanx.core.files import read_json
 
-PREFIX = "hf:"
-CONFIG = "config.json"
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+HUGGING_FACE_PREFIX = "hf:"
+CONFIG_FILE_NAME = "config.json"
+SAFETENSORS_FILE_NAMES = ("model.safetensors", "model.safetensors.index.json")
+PICKLED_FILE_NAMES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def is_hugging_face(kind: str | None) -> bool:
     """True for `hf:PATH`, the directory of a model or its config.json."""
-    return kind is not None and kind.startswith(PREFIX)
+    return kind is not None and kind.startswith(HUGGING_FACE_PREFIX)
 
 
 def find_config_file(kind: str) -> Path:
     """The config.json that `kind` names. Raises LayoutError if there is none."""
-    path = Path(kind.removeprefix(PREFIX)).expanduser()
-    file = path / CONFIG if path.is_dir() else path
+    path = Path(kind.removeprefix(HUGGING_FACE_PREFIX)).expanduser()
+    file = path / CONFIG_FILE_NAME if path.is_dir() else path
     # "hf:" alone is no name, though Path("") is the current directory.
-    if not kind.removeprefix(PREFIX) or not file.is_file():
+    if not kind.removeprefix(HUGGING_FACE_PREFIX) or not file.is_file():
         why = (
             f"{file} is not there"
             if path.is_dir() or path.suffix
@@ -48,13 +48,13 @@ def find_weights_directory(kind: str) -> Path | None:
 
     Raises LayoutError for a directory whose only weights are pickled.
     """
-    directory = Path(kind.removeprefix(PREFIX)).expanduser()
+    directory = Path(kind.removeprefix(HUGGING_FACE_PREFIX)).expanduser()
     if not directory.is_dir():
         return None
-    if any((directory / name).is_file() for name in WEIGHTS):
+    if any((directory / name).is_file() for name in SAFETENSORS_FILE_NAMES):
         _require_regular_files(directory)
         return directory
-    if any((directory / name).is_file() for name in PICKLED):
+    if any((directory / name).is_file() for name in PICKLED_FILE_NAMES):
         raise LayoutError(
             f"{kind} has pickled weights, which are not read",
             fix=(

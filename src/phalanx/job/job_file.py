@@ -7,14 +7,14 @@ from pathlib import Path
 
 from phalanx.core.errors import UsageError
 from phalanx.core.files import build_resource_error, write_bytes_atomic
-from phalanx.job.json_schema import FILE
+from phalanx.job.json_schema import SCHEMA_FILE_NAME
 from phalanx.job.load import load_job_json
 from phalanx.job.schema import Job
 
 
 def read_schema_text() -> str:
     """The JSON Schema of this release's job files, from which editors complete."""
-    return files("phalanx.job").joinpath(FILE).read_text("utf-8")
+    return files("phalanx.job").joinpath(SCHEMA_FILE_NAME).read_text("utf-8")
 
 
 def load_job_of_run(run: str) -> Job:
@@ -65,7 +65,7 @@ def write_schema_beside(job_file: Path) -> Path:
     """Write the JSON Schema into the job file's directory, over an older one: nobody edits it.
     Raises ResourceError.
     """
-    path = job_file.with_name(FILE)
+    path = job_file.with_name(SCHEMA_FILE_NAME)
     try:
         write_bytes_atomic(path, read_schema_text().encode(), durable=False)
     except OSError as error:

@@ -13,22 +13,22 @@ from phalanx.core import registry
 from phalanx.job.presets import list_preset_names
 from phalanx.job.schema import Job
 
-DRAFT = "http://json-schema.org/draft-07/schema#"
-FILE = "job.schema.json"  # in this folder, in docs/ and beside a job
-NONE = "none"
+DRAFT_07_URI = "http://json-schema.org/draft-07/schema#"
+SCHEMA_FILE_NAME = "job.schema.json"  # in this folder, in docs/ and beside a job
+NONE_VALUE = "none"
 
 # Keys whose values are the files of a folder, or the user's own "package.module:name".
-KINDS = {
+PACKAGE_OF_OPEN_KEY = {
     "model.kind": "phalanx.nn.models",
     "optim.kind": "phalanx.optim.optimizers",
     "observe.sinks": "phalanx.observe.sinks",
 }
 
 # Keys whose values are "none" or the files of a folder.
-FILES = {"parallel.compress": "phalanx.parallel.hooks"}
+PACKAGE_OF_CLOSED_KEY = {"parallel.compress": "phalanx.parallel.hooks"}
 
 # What pydantic says as draft-07 does.
-_KEPT = (
+_COPIED_KEYWORDS = (
     "description",
     "enum",
     "minimum",
@@ -47,7 +47,7 @@ def job_json_schema() -> dict[str, Any]:
     for name, ref in schema["properties"].items():
         sections[name] = _section_schema(name, ref, schema["$defs"])
     return {
-        "$schema": DRAFT,
+        "$schema": DRAFT_07_URI,
         "title": "phalanx job",
         "description": "What `phalanx train` runs. Every key has a default.",
         "type": "object",
@@ -77,13 +77,17 @@ def _section_properties(
 
 def _key_schema(name: str, schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
     body = _value_schema(schema, definitions)
-    if name in KINDS:
+    if name in PACKAGE_OF_OPEN_KEY:
         _add_choices(
-            body, [{"enum": registry.list_kinds(KINDS[name])}, {"type": "string", "pattern": ":"}]
+            body,
+            [
+                {"enum": registry.list_kinds(PACKAGE_OF_OPEN_KEY[name])},
+                {"type": "string", "pattern": ":"},
+            ],
         )
-    if name in FILES:
+    if name in PACKAGE_OF_CLOSED_KEY:
         body.pop("minLength", None)
-        body["enum"] = [NONE, *registry.list_kinds(FILES[name])]
+        body["enum"] = [NONE_VALUE, *registry.list_kinds(PACKAGE_OF_CLOSED_KEY[name])]
     if name == "model.preset":
         _add_choices(body, [{"enum": list_preset_names()}])
     default = schema.get("default")
@@ -91,14 +95,14 @@ def _key_schema(name: str, schema: dict[str, Any], definitions: dict[str, Any]) 
         body["default"] = default
     elif "anyOf" in schema and _is_nullable(schema):
         # TOML cannot write null: the word stands for it in a file.
-        body["default"] = NONE
+        body["default"] = NONE_VALUE
     return body
 
 
 def _value_schema(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
     """pydantic's schema of a value in draft-07: no references, no null, pairs as lists of two."""
     schema = _resolve_reference(schema, definitions)
-    body = {key: schema[key] for key in _KEPT if key in schema}
+    body = {key: schema[key] for key in _COPIED_KEYWORDS if key in schema}
     if "description" in body:
         body["description"] = _collapse_whitespace(body["description"])
     if "const" in schema:
@@ -106,7 +110,7 @@ def _value_schema(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[s
     if "anyOf" in schema:
         body["anyOf"] = [_value_schema(arm, definitions) for arm in schema["anyOf"]]
     elif schema.get("type") == "null":
-        body["enum"] = [NONE]
+        body["enum"] = [NONE_VALUE]
     elif "type" in schema:
         body["type"] = schema["type"]
     body |= {key: schema[key] for key in ("minItems", "maxItems") if key in schema}

@@ -23,7 +23,7 @@ class KeyAlias:
 
 
 # Each of our keys with what others call it.
-_ROWS: tuple[tuple[KeyAlias, str], ...] = (
+_ALIASES_OF_KEY: tuple[tuple[KeyAlias, str], ...] = (
     # how long, and how much at once
     (
         KeyAlias("train.steps"),
@@ -369,16 +369,16 @@ _ROWS: tuple[tuple[KeyAlias, str], ...] = (
 
 def _index_by_name() -> dict[str, KeyAlias]:
     keys_by_name = {}
-    for key, names in _ROWS:
+    for key, names in _ALIASES_OF_KEY:
         for name in names.split():
             keys_by_name[name] = key
     return keys_by_name
 
 
-OTHER_NAMES: Mapping[str, KeyAlias] = _index_by_name()
+KEYS_OF_ALIAS: Mapping[str, KeyAlias] = _index_by_name()
 
 # What is no key here but an option, or a verb.
-OTHER_OPTIONS: Mapping[str, str] = {
+OPTIONS_OF_ALIAS: Mapping[str, str] = {
     **dict.fromkeys(
         ("resume_from_checkpoint", "ckpt_path", "load", "restore", "continue", "resume_from"),
         "--resume RUN",

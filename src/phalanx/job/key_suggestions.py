@@ -8,13 +8,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 
-from phalanx.job.key_aliases import OTHER_NAMES, KeyAlias
+from phalanx.job.key_aliases import KEYS_OF_ALIAS, KeyAlias
 
-Leaves = Mapping[str, tuple[str, ...]]
-_LIKENESS = 0.75  # difflib's ratio from which a name counts as a misspelling of another
+SectionsOfLeafKey = Mapping[str, tuple[str, ...]]
+_MIN_SIMILARITY = 0.75  # difflib's ratio from which a name counts as a misspelling of another
 
 
-def find_keys(word: str, leaves: Leaves) -> tuple[KeyAlias, ...]:
+def find_keys(word: str, leaves: SectionsOfLeafKey) -> tuple[KeyAlias, ...]:
     """The keys that `word` may mean: those of this name, those that other trainers call so, else
     the nearest of all names.
 
@@ -25,16 +25,16 @@ def find_keys(word: str, leaves: Leaves) -> tuple[KeyAlias, ...]:
     name = word.lower().lstrip("-").replace("-", "_").rpartition(".")[2]
     if name in leaves:
         return tuple(KeyAlias(f"{section}.{name}") for section in leaves[name])
-    if name in OTHER_NAMES:
-        return (OTHER_NAMES[name],)
-    close = difflib.get_close_matches(name, [*leaves, *OTHER_NAMES], n=1, cutoff=_LIKENESS)
+    if name in KEYS_OF_ALIAS:
+        return (KEYS_OF_ALIAS[name],)
+    close = difflib.get_close_matches(name, [*leaves, *KEYS_OF_ALIAS], n=1, cutoff=_MIN_SIMILARITY)
     if not close:
         return ()
     # Once more with a name that is known, so it ends there.
     return find_keys(close[0], leaves)
 
 
-def suggest_key(word: str, leaves: Leaves, raw: str = "") -> str:
+def suggest_key(word: str, leaves: SectionsOfLeafKey, raw: str = "") -> str:
     """'did you mean "optim.lr=1e-3"?' with what is otherwise about the key; "" if none is near.
 
     `raw` is the value that was given.

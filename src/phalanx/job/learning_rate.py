@@ -14,17 +14,17 @@ from dataclasses import dataclass
 from phalanx.job.hugging_face import find_weights_directory, is_hugging_face
 from phalanx.job.schema import Job, Model, Optim
 
-REASONS = {
+REASON_OF_SCALING_RULE = {
     "linear": "SGD follows the batch (Goyal et al. 2017)",
     "sqrt": "Adam follows the square root (Malladi et al. 2022)",
 }
-RULES = {"adamw": "sqrt", "sgd": "linear"}  # what "auto" means
-MAX_DEFAULT_WARMUP = 50  # steps
+SCALING_RULE_OF_OPTIMIZER = {"adamw": "sqrt", "sgd": "linear"}  # what "auto" means
+MAX_DEFAULT_WARMUP_STEPS = 50  # steps
 RANDOM_WEIGHTS_LR = 3e-3
 # Of weights that are trained already. AdamW moves each weight by about lr whatever its gradient, so
 # the rate that random weights need overwrites what these know within a few steps; 2e-5 is usual
 # where all of a published model is tuned.
-TRAINED_WEIGHTS_LR = {"adamw": 2e-5, "sgd": 1e-3}
+TRAINED_WEIGHTS_LR_OF_OPTIMIZER = {"adamw": 2e-5, "sgd": 1e-3}
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,11 @@ class PeakLearningRate:
 
 
 def count_warmup_steps(job: Job) -> int:
-    """The steps of linear warm-up: the job's, or a tenth of the run, at most MAX_DEFAULT_WARMUP."""
+    """The steps of linear warm-up: the job's, or a tenth of the run, at most
+    MAX_DEFAULT_WARMUP_STEPS."""
     if job.optim.warmup_steps is not None:
         return job.optim.warmup_steps
-    return min(MAX_DEFAULT_WARMUP, job.train.steps // 10)
+    return min(MAX_DEFAULT_WARMUP_STEPS, job.train.steps // 10)
 
 
 def find_scaling_rule(optim: Optim) -> str | None:
@@ -49,8 +50,8 @@ def find_scaling_rule(optim: Optim) -> str | None:
     """
     rule: str | None = optim.lr_scaling
     if rule == "auto":
-        rule = RULES.get(optim.kind)
-    if rule not in REASONS:
+        rule = SCALING_RULE_OF_OPTIMIZER.get(optim.kind)
+    if rule not in REASON_OF_SCALING_RULE:
         return None
     return rule
 
@@ -66,8 +67,8 @@ def peak_learning_rate(job: Job) -> PeakLearningRate:
     if rule == "sqrt":
         factor, shown_factor = factor**0.5, f"sqrt({shown_factor})"
     reason = f"{rule}, as the job says"
-    if rule == RULES.get(job.optim.kind):
-        reason = REASONS[rule]
+    if rule == SCALING_RULE_OF_OPTIMIZER.get(job.optim.kind):
+        reason = REASON_OF_SCALING_RULE[rule]
     lr = unscaled.lr * factor
     why = (
         f"lr {unscaled.lr:.3g} x {shown_factor} = {lr:.3g}: batch {batch} instead of {reference};"
@@ -84,9 +85,9 @@ def unscaled_learning_rate(job: Job) -> PeakLearningRate:
     if job.optim.lr != "auto":
         return PeakLearningRate(job.optim.lr)
     trained = find_pretrained_weights_key(job.model)
-    if not trained or job.optim.kind not in TRAINED_WEIGHTS_LR:
+    if not trained or job.optim.kind not in TRAINED_WEIGHTS_LR_OF_OPTIMIZER:
         return PeakLearningRate(RANDOM_WEIGHTS_LR)
-    lr = TRAINED_WEIGHTS_LR[job.optim.kind]
+    lr = TRAINED_WEIGHTS_LR_OF_OPTIMIZER[job.optim.kind]
     why = (
         f"the weights of {trained} are trained already; random ones would get"
         f" {RANDOM_WEIGHTS_LR:.3g}"

@@ -26,8 +26,8 @@ from phalanx.job.positions import KeyPlace, Path, TextPosition, locate_toml_keys
 from phalanx.job.schema import Job
 from phalanx.job.validate import validate
 
-LARGEST_BYTES = 4 * 2**20  # a job is a page or two
-COMPUTE_BEFORE_AUTO = "fp32"  # the precision.compute of a run whose job does not say it
+MAX_JOB_FILE_BYTES = 4 * 2**20  # a job is a page or two
+LEGACY_DEFAULT_COMPUTE = "fp32"  # the precision.compute of a run whose job does not say it
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def load_job_json(
     numbers = (source.tree or {}).setdefault("precision", {})
     if isinstance(numbers, dict):
         # A run keeps the type of numbers that it began with.
-        numbers.setdefault("compute", COMPUTE_BEFORE_AUTO)
+        numbers.setdefault("compute", LEGACY_DEFAULT_COMPUTE)
     for section, key in (name.split(".", 1) for name in without):
         table = (source.tree or {}).get(section)
         if isinstance(table, dict):
@@ -185,10 +185,10 @@ def _find_given_keys(source: JobSource, overrides: Sequence[Override]) -> set[st
 
 
 def _is_default(section: str, key: str, value: Any) -> bool:
-    return find_annotation((section, key)) is not None and _DEFAULTS[section][key] == value
+    return find_annotation((section, key)) is not None and _DEFAULT_JOB_JSON[section][key] == value
 
 
-_DEFAULTS: dict[str, Any] = Job().to_json()
+_DEFAULT_JOB_JSON: dict[str, Any] = Job().to_json()
 
 
 def _refused_keys(findings: Sequence[Finding]) -> set[str]:
@@ -215,12 +215,12 @@ def _list_problems_in_order(
     return [problem for _, problem in placed]
 
 
-_Order = tuple[int, int, int]
+_ReportOrder = tuple[int, int, int]
 
 
 def _place_finding(
     finding: Finding, source: JobSource, places: dict[Path, KeyPlace], overrides: Sequence[Override]
-) -> tuple[_Order, Problem]:
+) -> tuple[_ReportOrder, Problem]:
     path, index = _choose_blamed_key(finding, source, overrides)
     # Sorted by the first number: places of the file, the file as a whole, then overrides.
     where, order = "override", (2, index, 0)
@@ -331,7 +331,7 @@ def _read_text(path: str | FilePath) -> tuple[str, str]:
 
     try:
         # utf-8-sig: editors of Windows put a byte order mark in front, which TOML does not know.
-        return name, read_regular(path, LARGEST_BYTES).decode("utf-8-sig")
+        return name, read_regular(path, MAX_JOB_FILE_BYTES).decode("utf-8-sig")
     except FileNotFoundError:
         raise refuse("does not exist", _suggest_nearest_file(FilePath(path))) from None
     except IsADirectoryError:

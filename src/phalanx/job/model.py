@@ -12,11 +12,13 @@ from phalanx.job.schema import Job, Model
 from phalanx.job.shapes.decoder import default_ffn_dim
 from phalanx.job.shapes.measured import MeasuredModule
 from phalanx.job.shapes.stored import BuiltInShape, build_shape
-from phalanx.job.shapes.stored_keys import DEFAULTS
+from phalanx.job.shapes.stored_keys import STORED_SHAPE_DEFAULTS
 from phalanx.job.user_dataset import is_own_dataset
 
 DEFAULT_PRESETS = {"decoder": "small", "vit": "small-vit"}
-SHAPE_KEYS = tuple(key for key in Model.model_fields if key in DEFAULTS and key != "kind")
+SHAPE_KEYS = tuple(
+    key for key in Model.model_fields if key in STORED_SHAPE_DEFAULTS and key != "kind"
+)
 
 
 def find_preset_of_model(model: Model) -> Preset:
@@ -155,7 +157,7 @@ def explain_scaled_widths(model: Model) -> list[str]:
     user_values = keys_of_user(model)
     was, now = _resolve_shape_keys(Model(preset=model.preset)), _resolve_shape_keys(model)
     lines = []
-    for key, causes in _CAUSES.items():
+    for key, causes in _CAUSING_KEYS.items():
         if (
             key in user_values
             or key not in was
@@ -168,7 +170,7 @@ def explain_scaled_widths(model: Model) -> list[str]:
     return lines
 
 
-_CAUSES = {
+_CAUSING_KEYS = {
     "num_kv_heads": ("num_heads",),
     "head_dim": ("dim", "num_heads"),
     "ffn_dim": ("dim", "activation"),

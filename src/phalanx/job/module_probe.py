@@ -30,14 +30,14 @@ from phalanx.job.shapes.stored import read_shape
 from phalanx.job.shapes.traced import read_traces
 from phalanx.job.user_dataset import is_own_dataset
 
-PROBE = "phalanx.nn.probe"
-TIMEOUT_S = 300.0
+PROBE_MODULE = "phalanx.nn.probe"
+PROBE_TIMEOUT_S = 300.0
 # Keyed by the sources of the user's module.
-SHAPE_CACHE = Path(os.path.expanduser("~/.cache/phalanx/shapes"))
+SHAPE_CACHE_DIR = Path(os.path.expanduser("~/.cache/phalanx/shapes"))
 # Their code makes the probe's answer: one of another phalanx is not taken.
-OWN_ROOMS = ("nn", "mesh")
+PROBE_CODE_ROOMS = ("nn", "mesh")
 
-FACTS: Any = (
+EXTRA_FACT_KEYS: Any = (
     "vocab_size",
     "max_positions",
     "image_size",
@@ -55,7 +55,7 @@ def measure_foreign_shape(job: Job, *, is_traced: bool = True) -> MeasuredModule
     if job.model.kind is None or not is_foreign(job.model.kind):
         return None
     trace = build_trace_request(job) if is_traced else None
-    return probe_foreign_shape(job.model.kind, job.model.args, SHAPE_CACHE, trace=trace)
+    return probe_foreign_shape(job.model.kind, job.model.args, SHAPE_CACHE_DIR, trace=trace)
 
 
 def build_trace_request(job: Job) -> dict[str, Any] | None:
@@ -88,8 +88,8 @@ def probe_foreign_shape(
     cache_dir: Path | None = None,
     *,
     trace: Mapping[str, Any] | None = None,
-    probe_module: str = PROBE,
-    timeout_s: float = TIMEOUT_S,
+    probe_module: str = PROBE_MODULE,
+    timeout_s: float = PROBE_TIMEOUT_S,
 ) -> MeasuredModule:
     """Build `kind` ("package.module:factory") with `args` in a subprocess, count what it holds, and
     trace what `trace` (`build_trace_request`) asks for.
@@ -131,7 +131,7 @@ def _run_probe(
 
 
 def run_request_process(
-    module: str, request: Mapping[str, Any], timeout_s: float = TIMEOUT_S
+    module: str, request: Mapping[str, Any], timeout_s: float = PROBE_TIMEOUT_S
 ) -> str:
     """The output of `python -m module REQUEST`, with the request as JSON. The process sees our
     sys.path.
@@ -188,7 +188,9 @@ def _count_answer(kind: str, answer: Mapping[str, Any]) -> MeasuredModule:
     )
     block_sizes = [size for _, size in blocks]
     num_params, extra_facts = int(answer["num_params"]), answer.get("facts", {})
-    facts: dict[str, Any] = {key: int(extra_facts[key]) for key in FACTS if key in extra_facts}
+    facts: dict[str, Any] = {
+        key: int(extra_facts[key]) for key in EXTRA_FACT_KEYS if key in extra_facts
+    }
     rules = answer.get("shard_rules", {})
     return MeasuredModule(
         kind,
@@ -258,7 +260,7 @@ def _shape_cache_file(
     if cache_dir is None or not sources:
         return None
     probe_files: list[Path] = []
-    for room in OWN_ROOMS:
+    for room in PROBE_CODE_ROOMS:
         probe_files += sorted((Path(__file__).parents[1] / room).glob("*.py"))
     files = list_file_states([*sources, *probe_files])
     return cache_dir / f"shape-{digest([kind, dict(args), trace, files, sys.version])}.json"

@@ -21,7 +21,7 @@ from phalanx.job.findings import (
 from phalanx.job.key_suggestions import suggest_key
 from phalanx.job.positions import Path
 
-_NAME = re.compile(r"[A-Za-z0-9_-]+")
+_KEY_NAME_PATTERN = re.compile(r"[A-Za-z0-9_-]+")
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def _parse_override(text: str, index: int) -> Override | Finding:
     parts = key.split(".")
     if not equals:
         return refuse(text, 'has no "="', "write section.key=value")
-    if not all(_NAME.fullmatch(part) for part in parts):
+    if not all(_KEY_NAME_PATTERN.fullmatch(part) for part in parts):
         return refuse(key, "is not a key", "write section.key=value")
     if len(parts) == 1:
         return _refuse_without_section(key, raw, index)

@@ -16,10 +16,10 @@ from phalanx.job.json_schema import job_json_schema
 from phalanx.job.schema import Job
 from phalanx.job.toml import format_toml_value
 
-WIDTH = 100
+MAX_LINE_CHARS = 100
 
 # What people set first. All have defaults, so that a fresh file is the default job.
-USUAL = (
+USUALLY_SET_KEYS = (
     "run.name",
     "data.source",
     "data.seq_len",
@@ -27,20 +27,20 @@ USUAL = (
     "train.global_batch_size",
     "optim.lr",
 )
-PLACE_OF_ITS_OWN = "run.dir"  # of a run that has been: a new run needs another one
+RUN_DIR_KEY = "run.dir"  # of a run that has been: a new run needs another one
 
-HEAD = """\
+TEMPLATE_HEADER = """\
 # A job for phalanx.
 #
 #   phalanx train {file}                  trains it
 #   phalanx train {file} --explain        says what it means, and where each value comes from
 #   phalanx plan {file} train.steps=100   any key can be given on the command line
 """
-EVERY_KEY = """\
+FULL_TEMPLATE_NOTE = """\
 # Every key is here with its default; take the # before a key away to set it. "none" is as if the
 # key were absent: the plan, or the model's preset, decides.
 """
-SAYS_LITTLE = ("a string", "a string that is not empty", "a table", "a value")
+UNINFORMATIVE_TYPES = ("a string", "a string that is not empty", "a table", "a value")
 
 
 def job_template(
@@ -58,18 +58,18 @@ def job_template(
     """
     job = job or Job()
     values, defaults = job.to_json(), Job().to_json()
-    is_set = set(USUAL)
+    is_set = set(USUALLY_SET_KEYS)
     for section, keys in list_keys_by_section().items():
         changed = [key for key in keys if values[section][key] != defaults[section][key]]
         is_set.update(f"{section}.{key}" for key in changed)
     # Last: a job that was loaded from a run has its directory set.
-    is_set.discard(PLACE_OF_ITS_OWN)
+    is_set.discard(RUN_DIR_KEY)
     parts = []
     if schema_file:
         parts.append(f"#:schema {schema_file}")
-    head = HEAD.format(file=file)
+    head = TEMPLATE_HEADER.format(file=file)
     if not minimal:
-        head += f"#\n{EVERY_KEY}"
+        head += f"#\n{FULL_TEMPLATE_NOTE}"
     parts.append(head)
     schema = job_json_schema()["properties"]
     for section in list_keys_by_section():
@@ -96,7 +96,7 @@ def _format_section(
             lines.append(_wrap_comment(_describe_key_and_values(name, key, schema)))
         if f"{name}.{key}" in is_set:
             lines.append(f"{key} = {format_toml_value(value)}")
-        elif f"{name}.{key}" == PLACE_OF_ITS_OWN:
+        elif f"{name}.{key}" == RUN_DIR_KEY:
             lines.append(f'#{key} = "none"')
         else:
             lines.append(f"#{key} = {format_toml_value(value)}")
@@ -108,7 +108,7 @@ def _describe_key_and_values(section: str, key: str, schema: dict[str, Any]) -> 
     words: str = schema["properties"][key].get("description", "")
     # What "none" means is said once, at the head of the file.
     kinds = describe_key((section, key)).removesuffix(f" or {format_toml_value(None)}")
-    if kinds in SAYS_LITTLE:
+    if kinds in UNINFORMATIVE_TYPES:
         return words
     return f"{words} ({kinds})"
 
@@ -117,7 +117,7 @@ def _wrap_comment(text: str) -> str:
     return "\n".join(
         textwrap.wrap(
             text,
-            WIDTH,
+            MAX_LINE_CHARS,
             initial_indent="# ",
             subsequent_indent="# ",
             break_long_words=False,

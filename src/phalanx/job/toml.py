@@ -10,10 +10,10 @@ from typing import Any
 from phalanx.core.printable import escape_controls
 from phalanx.job.model import DEFAULT_PRESETS, SHAPE_KEYS
 from phalanx.job.presets import find_preset
-from phalanx.job.shapes.stored_keys import DEFAULTS
+from phalanx.job.shapes.stored_keys import STORED_SHAPE_DEFAULTS
 from phalanx.job.shapes.transformer import TransformerShape
 
-_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+_BARE_KEY_PATTERN = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def format_toml_value(value: Any) -> str:
@@ -43,13 +43,13 @@ def format_toml_value(value: Any) -> str:
 
 
 def _toml_key(key: str) -> str:
-    if _BARE_KEY.fullmatch(key):
+    if _BARE_KEY_PATTERN.fullmatch(key):
         return key
     return format_toml_value(key)
 
 
-ALWAYS = ("num_layers", "dim", "num_heads", "num_kv_heads", "head_dim", "ffn_dim")
-OF_TEXT = ("vocab_size", "tie_embeddings")
+ALWAYS_WRITTEN_KEYS = ("num_layers", "dim", "num_heads", "num_kv_heads", "head_dim", "ffn_dim")
+TEXT_MODEL_KEYS = ("vocab_size", "tie_embeddings")
 
 
 def format_model_section(shape: TransformerShape, more: Mapping[str, Any] | None = None) -> str:
@@ -58,9 +58,9 @@ def format_model_section(shape: TransformerShape, more: Mapping[str, Any] | None
     base = find_preset(DEFAULT_PRESETS.get(shape.kind, "small"))
     assert base is not None
     # A key that the default preset sets is written even where it equals the shape's default.
-    always = {*ALWAYS, *base.values}
+    always = {*ALWAYS_WRITTEN_KEYS, *base.values}
     if not shape.reads_images:
-        always.update(OF_TEXT)
+        always.update(TEXT_MODEL_KEYS)
     unread = set()
     if shape.num_expert_layers == shape.num_layers:
         unread.add("ffn_dim")
@@ -71,7 +71,7 @@ def format_model_section(shape: TransformerShape, more: Mapping[str, Any] | None
         settings["kind"] = shape.kind
     values = shape.to_json()
     for key in SHAPE_KEYS:
-        if key not in unread and (key in always or values[key] != DEFAULTS[key]):
+        if key not in unread and (key in always or values[key] != STORED_SHAPE_DEFAULTS[key]):
             settings[key] = values[key]
     lines = [f"{key} = {format_toml_value(value)}" for key, value in settings.items()]
     return "\n".join(["[model]", *lines]) + "\n"

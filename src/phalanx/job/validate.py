@@ -20,7 +20,7 @@ from phalanx.job.findings import (
 from phalanx.job.positions import Path
 from phalanx.job.schema import Job
 
-MAX_DEPTH = 32
+MAX_NESTING_DEPTH = 32
 
 
 def validate(tree: dict[str, Any]) -> tuple[Job, list[Finding]]:
@@ -85,8 +85,8 @@ def _remove_unusable_values(value: Any, path: Path, findings: list[Finding]) -> 
 def _explain_unusable(value: Any, path: Path) -> tuple[str, str] | None:
     """(problem, fix) for a value that TOML or JSON can write and a job cannot hold; None for any
     other."""
-    if len(path) > MAX_DEPTH:
-        return f"is nested more than {MAX_DEPTH} deep", ""
+    if len(path) > MAX_NESTING_DEPTH:
+        return f"is nested more than {MAX_NESTING_DEPTH} deep", ""
     if isinstance(value, datetime.date | datetime.time):
         return "is a date or a time, which no key takes", "put it in quotes to make it a string"
     if isinstance(value, float):

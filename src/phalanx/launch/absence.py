@@ -16,16 +16,16 @@ from phalanx.core.phases import LastSeenPlace
 from phalanx.launch.end_record import EndRecord
 
 # A rank that enters a collective this much later than all others was what they waited for.
-LATE_S = 1.0
+MIN_LATENESS_S = 1.0
 WAITING_PHASES = ("collective", "pipeline")
-_STATES = {
+_MEANING_OF_PROCESS_STATE = {
     "R": "its process was running, in code that did not get there",
     "S": "its process was waiting for something else",
     "D": "its process was waiting for a disk or a network file system",
     "T": "its process was stopped (SIGSTOP)",
     "t": "its process was stopped by a debugger",
 }
-_STOPPED = ("T", "t")
+_STOPPED_STATES = ("T", "t")
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,15 @@ def find_absent_rank(
     `records` is what ranks said of their ends, `silent` the process states of those that had said
     nothing when the others had given up, `last_seen_of` where each rank was last seen.
     """
-    stopped = [rank for rank, state in silent.items() if state in _STOPPED]
+    stopped = [rank for rank, state in silent.items() if state in _STOPPED_STATES]
     not_waiting = [rank for rank in silent if not _is_waiting(last_seen_of.get(rank))]
     # A stopped process first: it may have been stopped while it waited for the others.
     for group in (stopped, not_waiting):
         if group:
             rank = min(group, key=lambda rank: _last_seen_position(last_seen_of.get(rank)))
-            return AbsentRank(rank, _STATES.get(silent[rank], "its process said nothing"))
+            return AbsentRank(
+                rank, _MEANING_OF_PROCESS_STATE.get(silent[rank], "its process said nothing")
+            )
     finished = [rank for rank, record in records.items() if not record.has_failed]
     if finished:
         return AbsentRank(min(finished), "it had ended its work, and the others had not")
@@ -79,7 +81,7 @@ def _find_last_to_enter_collective(last_seen_of: Mapping[int, LastSeenPlace]) ->
     if len(arrivals) < 2:
         return None
     (before_s, _), (latest_s, rank) = sorted(arrivals)[-2:]
-    if latest_s - before_s < LATE_S:
+    if latest_s - before_s < MIN_LATENESS_S:
         return None
     return AbsentRank(rank, f"it came {latest_s - before_s:.1f} s after the others")
 

@@ -36,21 +36,21 @@ from phalanx.launch.reports import ErrorReport
 from phalanx.launch.server_process import ServerLink, ServerProcess
 from phalanx.launch.signals import SignalInbox
 
-TICK_S = 0.1
+TICK_INTERVAL_S = 0.1
 # After the first failure: how long others may take to report theirs, while only consequences are
 # known, or the cause.
 SUSPECT_WINDOW_S, CAUSE_WINDOW_S = 1.0, 0.3
 # After the first report of a rank that does not end by itself: its way out, or its sinks', may wait
 # for the others.
-REPORTED_WINDOW_S = 3.0
+EXIT_AFTER_REPORT_WINDOW_S = 3.0
 # While stopping, after the first rank left with an error: the save can no longer succeed.
-BROKEN_STOP_S = 5.0
-KILL_PATIENCE_S = 2.0
+EXIT_AFTER_FAILED_STOP_S = 5.0
+EXIT_AFTER_KILL_TIMEOUT_S = 2.0
 # After the first rank left a run that all say is done: longer than a rank's sinks may take. A rank
 # that others left in a collective of the sample would stay until the collective's time is over.
-DONE_WINDOW_S = 90.0
+EXIT_AFTER_DONE_WINDOW_S = 90.0
 # For ranks that said nothing to write their stacks, before they are killed.
-STACKS_WINDOW_S = 0.5
+WRITE_STACKS_WINDOW_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class EventWaiter:
         # By the clock, not by a timeout: reports that come without end must not keep ticks back.
         if time.monotonic() >= self._next_tick:
             self._on_tick()
-            self._next_tick = time.monotonic() + TICK_S
+            self._next_tick = time.monotonic() + TICK_INTERVAL_S
         return reports, self._inbox.take_signals()
 
 
@@ -258,7 +258,7 @@ class AttemptWatch:
         if self.end.has_rank_failed(rank_exit.rank):
             self._first_failure_at = min(self._first_failure_at, now)
         elif self.end.is_complete(self._num_ranks):
-            self._grace_until = min(self._grace_until, now + DONE_WINDOW_S)
+            self._grace_until = min(self._grace_until, now + EXIT_AFTER_DONE_WINDOW_S)
 
     def _on_signal(self, number: int) -> None:
         if self._stop.signal is None:
@@ -276,7 +276,7 @@ class AttemptWatch:
 
     def _find_kill_time(self) -> float:
         """The time (monotonic seconds) at which remaining ranks must be killed, as things stand."""
-        failed_at = min(self._first_failure_at, self._first_report_at + REPORTED_WINDOW_S)
+        failed_at = min(self._first_failure_at, self._first_report_at + EXIT_AFTER_REPORT_WINDOW_S)
         # Never before the stacks are written; otherwise whatever ends first.
         return max(self._stacks_until, min(self._grace_until, failed_at + self._failure_window_s()))
 
@@ -286,7 +286,7 @@ class AttemptWatch:
         if num_heard == self._num_ranks and self._first_failure_at < math.inf:
             return CAUSE_WINDOW_S
         if self._stop.signal is not None and self._has_begun_training():
-            return BROKEN_STOP_S
+            return EXIT_AFTER_FAILED_STOP_S
         if self._stop.signal is not None or self._is_cause_known():
             return CAUSE_WINDOW_S
         return SUSPECT_WINDOW_S
@@ -306,7 +306,7 @@ class AttemptWatch:
     def _next_deadline(self) -> float:
         if math.isinf(self._killed_at):
             return self._find_kill_time()
-        return self._killed_at + KILL_PATIENCE_S
+        return self._killed_at + EXIT_AFTER_KILL_TIMEOUT_S
 
     def _enforce_deadlines(self) -> None:
         now = time.monotonic()
@@ -319,7 +319,7 @@ class AttemptWatch:
             self.end.grace_over = now >= self._grace_until
             self._server.link.send(KillRanks())
         # The server does not answer.
-        elif now >= self._killed_at + KILL_PATIENCE_S:
+        elif now >= self._killed_at + EXIT_AFTER_KILL_TIMEOUT_S:
             self._server.kill()
 
     def _examine_silent_ranks(self, now: float) -> bool:
@@ -343,7 +343,7 @@ class AttemptWatch:
             last_seen = read_black_box(black_box_path(self._run_dir, rank))
             if last_seen is not None:
                 self.end.silent_places[rank] = last_seen
-        self._stacks_until = now + STACKS_WINDOW_S
+        self._stacks_until = now + WRITE_STACKS_WINDOW_S
         self._server.link.send(ShowStacks(tuple(self.end.silent)))
         return bool(self.end.silent)
 

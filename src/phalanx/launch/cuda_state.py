@@ -8,8 +8,8 @@ from __future__ import annotations
 import ctypes
 import os
 
-_DRIVER = "libcuda.so.1"
-_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
+_CUDA_DRIVER_LIBRARY = "libcuda.so.1"
+_CUDA_ERROR_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
 
 
 def has_begun_cuda() -> bool:
@@ -18,7 +18,7 @@ def has_begun_cuda() -> bool:
     A driver that is not loaded is not loaded for the question.
     """
     try:
-        driver = ctypes.CDLL(_DRIVER, mode=os.RTLD_NOW | os.RTLD_NOLOAD)
+        driver = ctypes.CDLL(_CUDA_DRIVER_LIBRARY, mode=os.RTLD_NOW | os.RTLD_NOLOAD)
     except (OSError, AttributeError):  # not loaded, or not Linux
         return False
-    return int(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))) != _NOT_INITIALIZED
+    return int(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))) != _CUDA_ERROR_NOT_INITIALIZED

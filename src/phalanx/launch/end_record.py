@@ -17,8 +17,8 @@ from phalanx.launch.reports import ErrorReport
 from phalanx.launch.wire import MessageCodec
 
 # A pipe with room takes so much at once, or nothing.
-ATOMIC_BYTES = select.PIPE_BUF
-STOPPED = (ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
+MAX_ATOMIC_WRITE_BYTES = select.PIPE_BUF
+STOPPED_EXIT_CODES = (ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class EndRecord:
     def is_stop(self) -> bool:
         """True if the ranks agreed to stop before the last step, because a signal had asked for
         it."""
-        return self.report is None and self.code in STOPPED
+        return self.report is None and self.code in STOPPED_EXIT_CODES
 
     @property
     def has_failed(self) -> bool:
-        return self.report is not None or self.code not in (ExitCode.OK, *STOPPED)
+        return self.report is not None or self.code not in (ExitCode.OK, *STOPPED_EXIT_CODES)
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class RefusedEvent:
     line: str
 
 
-_LINES: MessageCodec[EndRecord | RefusedEvent] = MessageCodec((EndRecord, RefusedEvent))
+_END_RECORD_CODEC: MessageCodec[EndRecord | RefusedEvent] = MessageCodec((EndRecord, RefusedEvent))
 
 
 class EndWriter:
@@ -71,7 +71,7 @@ class EndWriter:
         if self.record is not None or not self.is_rank_process:
             return
         self.record = record
-        line = memoryview(_LINES.encode(record))
+        line = memoryview(_END_RECORD_CODEC.encode(record))
         # Whole lines: a thread may send an event at the same moment.
         with self._lock:
             try:
@@ -86,11 +86,11 @@ class EndWriter:
 
         False where it cannot be sent at once: training does not wait for it.
         """
-        line = _LINES.encode(RefusedEvent(event_line))
+        line = _END_RECORD_CODEC.encode(RefusedEvent(event_line))
         # A longer line might go in part, and then wait for room.
         if (
             not self.is_rank_process
-            or len(line) > ATOMIC_BYTES
+            or len(line) > MAX_ATOMIC_WRITE_BYTES
             or not self._lock.acquire(blocking=False)
         ):
             return False
@@ -139,7 +139,7 @@ class EndReader:
         # What follows the last newline is the beginning of a line, or empty.
         *lines, self._data = self._data.split(b"\n")
         record: EndRecord | None = None
-        for message in map(_LINES.decode, lines):
+        for message in map(_END_RECORD_CODEC.decode, lines):
             if isinstance(message, RefusedEvent):
                 self._events.append(message.line)
             elif not self._has_record:

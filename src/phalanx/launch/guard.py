@@ -22,9 +22,9 @@ from phalanx.launch.paths import black_box_path
 from phalanx.launch.signals import format_signal_name
 from phalanx.launch.verdict import describe_rank_position
 
-_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # SI_KERNEL: the terminal's Ctrl-C, which goes to the whole group and reaches the rank by itself.
-_FROM_TERMINAL = 0x80
+_SI_KERNEL = 0x80
 
 
 def fork_under_guard(rank: int, run_dir: Path) -> EndWriter:
@@ -35,7 +35,7 @@ def fork_under_guard(rank: int, run_dir: Path) -> EndWriter:
     """
     reader, write_end = open_end_pipe()
     life_read, life_write = os.pipe()
-    watched = {*_FORWARDED, signal.SIGCHLD}
+    watched = {*_FORWARDED_SIGNALS, signal.SIGCHLD}
     # Were it ignored, the kernel would reap the rank and its status with it.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # Blocked before the fork, so that none is lost between fork and wait.
@@ -64,7 +64,7 @@ def _run_guard(
     while True:
         received = signal.sigwaitinfo(watched)
         if received.si_signo != signal.SIGCHLD:
-            if received.si_code != _FROM_TERMINAL:
+            if received.si_code != _SI_KERNEL:
                 os.kill(pid, received.si_signo)
             continue
         ended, status = os.waitpid(pid, os.WNOHANG)

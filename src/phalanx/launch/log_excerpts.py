@@ -9,15 +9,15 @@ from pathlib import Path
 
 from phalanx.core.files import open_regular
 from phalanx.launch.attempt import RankExit
-from phalanx.launch.rank import STACK_HEAD
+from phalanx.launch.rank import STACK_FIRST_LINE
 
 # Lines that say why a rank was aborted: the lines after them are often longer than the end of a log
 # that is shown.
-_TELLING = re.compile(
+_TELLING_LINE_PATTERN = re.compile(
     r"watchdog|NCCL (WARN|error)|terminate called|what\(\):|Fatal Python error", re.IGNORECASE
 )
 NUM_LAST_LINES, NUM_TELLING_LINES, NUM_STACK_LINES = 25, 6, 10
-_TAIL_BYTES = 64 << 20  # of a log, from its end: user code may have printed any number of lines
+_MAX_TAIL_BYTES = 64 << 20  # of a log, from its end: user code may have printed any number of lines
 
 
 def read_explanation_of_death(rank_exit: RankExit | None, log: Path) -> list[str]:
@@ -33,19 +33,19 @@ def read_explanation_of_death(rank_exit: RankExit | None, log: Path) -> list[str
 
 def read_abort_reason(log: Path) -> list[str]:
     """The first lines of a log that say why a process was aborted."""
-    return list(filter(_TELLING.search, _read_lines(log)))[:NUM_TELLING_LINES]
+    return list(filter(_TELLING_LINE_PATTERN.search, _read_lines(log)))[:NUM_TELLING_LINES]
 
 
 def read_stack(log: Path) -> list[str]:
     """The stack of a rank's main thread when it was asked; empty if it could not answer."""
     lines = _read_lines(log)
-    if STACK_HEAD not in lines:
+    if STACK_FIRST_LINE not in lines:
         return []
-    start = len(lines) - lines[::-1].index(STACK_HEAD)
+    start = len(lines) - lines[::-1].index(STACK_FIRST_LINE)
     frames = [line for line in lines[start:] if line.startswith("  File")]
     if not frames:
         return []
-    return [STACK_HEAD, *frames[:NUM_STACK_LINES]]
+    return [STACK_FIRST_LINE, *frames[:NUM_STACK_LINES]]
 
 
 def _read_lines(log: Path) -> list[str]:
@@ -57,5 +57,5 @@ def _read_lines(log: Path) -> list[str]:
 
 def _read_tail(log: Path) -> str:
     with open_regular(log) as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-        return file.read(_TAIL_BYTES).decode("utf-8", "replace")
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _MAX_TAIL_BYTES))
+        return file.read(_MAX_TAIL_BYTES).decode("utf-8", "replace")

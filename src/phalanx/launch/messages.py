@@ -150,5 +150,5 @@ ServerReport: TypeAlias = (
     | RankExited
     | StoreExited
 )
-ORDERS: MessageCodec[ServerOrder] = MessageCodec(get_args(ServerOrder))
-REPORTS: MessageCodec[ServerReport] = MessageCodec(get_args(ServerReport))
+SERVER_ORDER_CODEC: MessageCodec[ServerOrder] = MessageCodec(get_args(ServerOrder))
+SERVER_REPORT_CODEC: MessageCodec[ServerReport] = MessageCodec(get_args(ServerReport))

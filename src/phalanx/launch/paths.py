@@ -16,8 +16,8 @@ from phalanx.core.secrets import find_secret_values
 
 LOGS, EVENTS, BLACK_BOXES = "logs", "events", "blackbox"
 # Among the logs: how many bytes of each were searched.
-BLANKED_OUT = ".blanked-out.json"
-_ATTEMPT = re.compile(r"rank-\d+-attempt-(\d+)\.")
+REDACTED_LOG_SIZES_FILE_NAME = ".blanked-out.json"
+_ATTEMPT_FILE_PATTERN = re.compile(r"rank-\d+-attempt-(\d+)\.")
 
 
 def rank_log_path(run_dir: Path, rank: int, attempt: int) -> Path:
@@ -42,7 +42,7 @@ def next_attempt_number(run_dir: Path) -> int:
     newest = -1
     for folder in (EVENTS, LOGS):
         for path in (run_dir / folder).glob("rank-*-attempt-*"):
-            if match := _ATTEMPT.match(path.name):
+            if match := _ATTEMPT_FILE_PATTERN.match(path.name):
                 newest = max(newest, int(match[1]))
     return newest + 1
 
@@ -100,13 +100,15 @@ def blank_out_logs(
     if only_attempt is None:
         # It only saves time.
         with contextlib.suppress(OSError):
-            write_json_atomic(run_dir / LOGS / BLANKED_OUT, num_searched, durable=False)
+            write_json_atomic(
+                run_dir / LOGS / REDACTED_LOG_SIZES_FILE_NAME, num_searched, durable=False
+            )
 
 
 def _read_searched_sizes(run_dir: Path) -> dict[str, int]:
     """Bytes of each log that were searched for secrets already, by file name."""
     try:
-        sizes = read_json(run_dir / LOGS / BLANKED_OUT)
+        sizes = read_json(run_dir / LOGS / REDACTED_LOG_SIZES_FILE_NAME)
         return {str(name): int(size) for name, size in sizes.items() if int(size) >= 0}
     except (OSError, ValueError, TypeError, AttributeError, OverflowError):
         return {}

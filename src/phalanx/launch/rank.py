@@ -46,7 +46,7 @@ class RankTask:
 # lock. Schedulers send SIGUSR1 and SIGUSR2; this one is left alone.
 STACKS_SIGNAL = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 # The line with which faulthandler begins.
-STACK_HEAD = "Stack (most recent call first):"
+STACK_FIRST_LINE = "Stack (most recent call first):"
 
 
 class _SupervisorLink:

@@ -12,7 +12,7 @@ from phalanx.core.launch_variables import read_integer, read_port, require_in_ra
 from phalanx.core.launchers import SUPERVISED_VARIABLE, loopback_interface
 
 # Set if the server runs with one thread without the user's wish: that is not for the ranks.
-SERVER_CHOSE_THREADS = "PHALANX_SERVER_CHOSE_THREADS"
+SERVER_CHOSE_THREADS_VARIABLE = "PHALANX_SERVER_CHOSE_THREADS"
 # The newest name comes first.
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -54,7 +54,7 @@ def build_rank_variables(
     if "NCCL_SOCKET_IFNAME" not in environ:
         variables["NCCL_SOCKET_IFNAME"] = loopback
     # The ranks of a node share its cores; torch would take all of them in each.
-    if "OMP_NUM_THREADS" not in environ or SERVER_CHOSE_THREADS in environ:
+    if "OMP_NUM_THREADS" not in environ or SERVER_CHOSE_THREADS_VARIABLE in environ:
         variables["OMP_NUM_THREADS"] = str(max(1, count_cores() // ranks.local_world_size))
     return variables | build_allocator_variables(environ)
 

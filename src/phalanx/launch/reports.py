@@ -20,7 +20,7 @@ from phalanx.core.uncaught import find_user_code_line
 
 # Words of torch's errors when the fault lies with another rank. Only torch's own RuntimeErrors are
 # looked at: the same words in an OSError are more likely about a file server.
-_BECAUSE_OF_ANOTHER = re.compile(
+_OTHER_RANK_ERROR_PATTERN = re.compile(
     r"connection (was )?(likely )?(closed|reset|refused)|broken pipe|closed by peer|socket"
     r" ?closed|pair closure"
     r"|timed out waiting|wait timeout|(socket|store|rendezvous|watchdog).{0,40}time[d ]*out"
@@ -28,9 +28,9 @@ _BECAUSE_OF_ANOTHER = re.compile(
     r"|remote process exited|ncclRemoteError|ncclSystemError|no error.{0,20}peer",
     re.IGNORECASE | re.DOTALL,
 )
-_STORE_ERRORS = ("DistStoreError", "DistNetworkError")
-_OUR_FOLDER = str(Path(__file__).parent)
-_MACHINERY = (importlib.__file__, registry.__file__)
+_STORE_ERROR_NAMES = ("DistStoreError", "DistNetworkError")
+_LAUNCH_FOLDER = str(Path(__file__).parent)
+_IMPORT_MACHINERY_FILES = (importlib.__file__, registry.__file__)
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,10 @@ def _skip_machinery(error: BaseException) -> TracebackType | None:
 
 
 def _is_machinery(filename: str) -> bool:
-    return filename.startswith((_OUR_FOLDER, "<frozen importlib")) or filename in _MACHINERY
+    return (
+        filename.startswith((_LAUNCH_FOLDER, "<frozen importlib"))
+        or filename in _IMPORT_MACHINERY_FILES
+    )
 
 
 def _is_secondary(error: BaseException) -> bool:
@@ -131,7 +134,7 @@ def _is_secondary(error: BaseException) -> bool:
     # An error may lead back to itself: user code can set `__cause__` to anything.
     while link is not None and link not in visited:
         visited.append(link)
-        if type(link).__name__ in _STORE_ERRORS:
+        if type(link).__name__ in _STORE_ERROR_NAMES:
             return True
         if isinstance(link, RuntimeError) and is_message_about_lost_peer(_make_printable(link)):
             return True
@@ -141,7 +144,7 @@ def _is_secondary(error: BaseException) -> bool:
 
 def is_message_about_lost_peer(text: str) -> bool:
     """True for words of torch's about a connection that was lost or a peer that did not answer."""
-    return _BECAUSE_OF_ANOTHER.search(text) is not None
+    return _OTHER_RANK_ERROR_PATTERN.search(text) is not None
 
 
 def _make_printable(error: BaseException) -> str:

@@ -34,8 +34,8 @@ from phalanx.launch.cuda_state import has_begun_cuda
 from phalanx.launch.end_record import EndReader, EndWriter, open_end_pipe
 from phalanx.launch.lifeline import arm_lifelines
 from phalanx.launch.messages import (
-    ORDERS,
-    REPORTS,
+    SERVER_ORDER_CODEC,
+    SERVER_REPORT_CODEC,
     AttemptStarted,
     EndRecorded,
     EventRefused,
@@ -61,7 +61,7 @@ from phalanx.launch.wire import MessageChannel
 
 SupervisorLink: TypeAlias = MessageChannel[ServerReport, ServerOrder]
 # A scheduler signals every process of the job; the server outlives these signals.
-_OUTLIVED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_IGNORED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass
@@ -209,7 +209,7 @@ class Server:
         # What is buffered would be written by the child, too.
         sys.stdout.flush()
         sys.stderr.flush()
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_OUTLIVED, signal.SIGCHLD})
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_IGNORED_SIGNALS, signal.SIGCHLD})
         pid = os.fork()
         if pid == 0:
             self._become_child(run, mask)
@@ -338,7 +338,7 @@ def _ignore_signal(number: int, frame: FrameType | None) -> None:
 
 def run_server(arguments: Sequence[str]) -> int:
     link_fd, life_fd, presence_fd = (int(argument) for argument in arguments)
-    for number in _OUTLIVED:
+    for number in _IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     for fd in (link_fd, life_fd, presence_fd):
         # Across exec: a rank's subprocesses hold none of them.
@@ -347,7 +347,8 @@ def run_server(arguments: Sequence[str]) -> int:
     # Both are the server's log, which lies in the run.
     redact_streams(Redactor(os.environ))
     return Server(
-        MessageChannel(socket.socket(fileno=link_fd), REPORTS, ORDERS), life_fd
+        MessageChannel(socket.socket(fileno=link_fd), SERVER_REPORT_CODEC, SERVER_ORDER_CODEC),
+        life_fd,
     ).serve_orders()
 
 

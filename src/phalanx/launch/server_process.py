@@ -12,10 +12,15 @@ from pathlib import Path
 from typing import TypeAlias
 
 from phalanx.core.files import append_regular, build_resource_error, open_regular
-from phalanx.launch.messages import ORDERS, REPORTS, ServerOrder, ServerReport
+from phalanx.launch.messages import (
+    SERVER_ORDER_CODEC,
+    SERVER_REPORT_CODEC,
+    ServerOrder,
+    ServerReport,
+)
 from phalanx.launch.paths import server_log_path
 from phalanx.launch.rank_env import (
-    SERVER_CHOSE_THREADS,
+    SERVER_CHOSE_THREADS_VARIABLE,
     THREAD_VARIABLES,
     build_allocator_variables,
 )
@@ -129,7 +134,7 @@ def start_server(run_dir: Path) -> ServerProcess:
         os.close(presence_write)
     return ServerProcess(
         process,
-        MessageChannel(our_end, ORDERS, REPORTS),
+        MessageChannel(our_end, SERVER_ORDER_CODEC, SERVER_REPORT_CODEC),
         life_write,
         presence_read,
         log_path,
@@ -149,7 +154,7 @@ def _server_environment() -> dict[str, str]:
     environment = defaults | build_allocator_variables(os.environ) | dict(os.environ)
     if "OMP_NUM_THREADS" not in os.environ:
         # Ranks choose for themselves.
-        environment[SERVER_CHOSE_THREADS] = "1"
+        environment[SERVER_CHOSE_THREADS_VARIABLE] = "1"
     home = str(Path(__file__).parents[2])
     environment["PYTHONPATH"] = os.pathsep.join(
         [home, *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -8,7 +8,7 @@ import socket
 
 # In this order: what is found first is not looked at again. Plain numbers stay: index 3 is another
 # error than index 7.
-_VARYING = (
+_VARYING_TEXT_REPLACEMENTS = (
     (re.compile(r"\b0x[0-9a-fA-F]+"), "0x"),
     (re.compile(r"\b[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}\b"), "UUID"),
     # glog's head of a line: [E1122 16:49:41.123456 4711 ProcessGroupNCCL.cpp:1]
@@ -74,6 +74,6 @@ def normalize_failure_message(words: str) -> str:
     # A name of a letter or two would be found in ordinary words.
     if len(host) > 2:
         words = re.sub(rf"(?<![\w.-]){re.escape(host)}(?:\.[\w.-]*\w)?(?![\w-])", "HOST", words)
-    for pattern, instead in _VARYING:
+    for pattern, instead in _VARYING_TEXT_REPLACEMENTS:
         words = pattern.sub(instead, words)
     return " ".join(words.split())

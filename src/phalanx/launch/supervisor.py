@@ -14,7 +14,7 @@ from pathlib import Path
 from phalanx.core.errors import EXIT_CODE_MEANING, ExitCode, RestartBudgetError
 from phalanx.core.typed_json import HasJson
 from phalanx.launch.attempt import AttemptEnd, AttemptWatch, EventWaiter, StopRequest
-from phalanx.launch.end_record import STOPPED
+from phalanx.launch.end_record import STOPPED_EXIT_CODES
 from phalanx.launch.messages import PreloadBeginsCuda, PreloadFailed, Prepare, Ready
 from phalanx.launch.paths import blank_out_logs, clear_black_boxes, next_attempt_number
 from phalanx.launch.reports import ErrorReport
@@ -27,7 +27,7 @@ from phalanx.observe.events import Note, RankFailed, RanksStarted, RestartSchedu
 
 # A job that another one has taken over, or whose disk refuses, is not to be queued again: a person
 # must act first.
-FINAL_WHILE_STOPPING = (ExitCode.RUN_LOCKED, ExitCode.RESOURCES)
+FINAL_EXIT_CODES_WHILE_STOPPING = (ExitCode.RUN_LOCKED, ExitCode.RESOURCES)
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ class _Supervisor:
             return self._outcome_of_stop_code(
                 code, "stopped before the first step; the last checkpoint, if any, stands"
             )
-        if failure is not None and failure.exit_code in FINAL_WHILE_STOPPING:
+        if failure is not None and failure.exit_code in FINAL_EXIT_CODES_WHILE_STOPPING:
             self._emit_failure(failure)
             return RunOutcome(int(failure.exit_code), "failed", failure.report, self._num_attempts)
         if failure is not None:
@@ -304,7 +304,7 @@ class _Supervisor:
 
 def _describe_killed_ranks(end: AttemptEnd) -> str:
     """The message if ranks had to be killed on the way out; empty if they left by themselves."""
-    if end.exit_codes <= {ExitCode.OK, *STOPPED} and not end.grace_over:
+    if end.exit_codes <= {ExitCode.OK, *STOPPED_EXIT_CODES} and not end.grace_over:
         return ""
     return (
         "the ranks did not save within the grace period and were killed; the last checkpoint stands"

@@ -20,7 +20,7 @@ from phalanx.launch.signals import format_signal_name
 from phalanx.launch.signature import normalize_failure_message
 
 # Codes that phalanx gives to problems which a restart does not cure.
-_DETERMINISTIC = {int(code) for code in ExitCode} - {
+_DETERMINISTIC_EXIT_CODES = {int(code) for code in ExitCode} - {
     ExitCode.OK,
     ExitCode.INTERNAL,
     ExitCode.RESTART_BUDGET,
@@ -28,7 +28,7 @@ _DETERMINISTIC = {int(code) for code in ExitCode} - {
     ExitCode.INTERRUPTED,
 }
 # Python raises SystemExit for sys.exit, and that is reported with its line.
-UNSAID = " (by os._exit or C's exit, before the run was done)"
+UNREPORTED_EXIT_HINT = " (by os._exit or C's exit, before the run was done)"
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ def _explain_exit_code(blamed: _BlamedRank, code: int) -> RankFailure:
     """The failure of a rank whose entry returned a code that is neither success nor a stop, without
     a report."""
     failure = _describe_death(blamed, "exit", f"ended with code {code}")
-    if code in _DETERMINISTIC:
+    if code in _DETERMINISTIC_EXIT_CODES:
         return replace(failure, exit_code=code, restartable=False)
     return failure
 
@@ -290,7 +290,7 @@ def _describe_death(blamed: _BlamedRank, cause: str, detail: str) -> RankFailure
     rank, end = blamed.rank, blamed.end
     verb = f"was {detail}" if cause == "signal" else detail
     summary = f"rank {rank} {verb} {blamed.describe_place}"
-    hint = UNSAID
+    hint = UNREPORTED_EXIT_HINT
     if cause == "signal" or rank in end.records:
         hint = _out_of_memory_hint(detail)
     lines = [

@@ -12,7 +12,7 @@ from phalanx.core.typed_json import TypedJsonError, from_json, to_json
 Message = TypeVar("Message")
 Sent = TypeVar("Sent")
 Received = TypeVar("Received")
-_TAG = "type"
+_MESSAGE_TYPE_KEY = "type"
 
 
 class MessageCodec(Generic[Message]):
@@ -27,7 +27,7 @@ class MessageCodec(Generic[Message]):
         name = type(message).__name__
         if self._kinds.get(name) is not type(message):
             raise TypeError(f"{name} is none of {', '.join(self._kinds)}")
-        document = {_TAG: name, **to_json(message)}
+        document = {_MESSAGE_TYPE_KEY: name, **to_json(message)}
         return json.dumps(document, separators=(",", ":")).encode() + b"\n"
 
     def decode(self, line: bytes) -> Message:
@@ -37,7 +37,7 @@ class MessageCodec(Generic[Message]):
         """
         fields, name = json.loads(line), None
         if isinstance(fields, dict):
-            name = fields.pop(_TAG, None)
+            name = fields.pop(_MESSAGE_TYPE_KEY, None)
         if name not in self._kinds:
             raise TypedJsonError(f"{name!r} is none of {', '.join(self._kinds)}")
         return from_json(self._kinds[name], fields)

@@ -8,7 +8,7 @@ from typing import Any
 from phalanx.core.digest import find_differing_keys
 
 # So many of a rank, in a message of one line.
-_MAX_KEYS = 4
+_MAX_SHOWN_KEYS = 4
 
 
 def describe_differing_ranks(digests: Sequence[str], facts: Sequence[Any]) -> str:
@@ -31,11 +31,11 @@ def _describe_difference(value: Any, reference: Any) -> str:
     keys = find_differing_keys(reference, value)
     parts = [
         f"{key} = {_find_value_at_path(value, key)!r}, not {_find_value_at_path(reference, key)!r}"
-        for key in keys[:_MAX_KEYS]
+        for key in keys[:_MAX_SHOWN_KEYS]
     ]
     text = ", ".join(parts)
-    if len(keys) > _MAX_KEYS:
-        text += f" and {len(keys) - _MAX_KEYS} more"
+    if len(keys) > _MAX_SHOWN_KEYS:
+        text += f" and {len(keys) - _MAX_SHOWN_KEYS} more"
     return text
 
 

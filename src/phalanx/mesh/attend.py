@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from phalanx.mesh.devices import is_on_cpu
 
 # The types that flash attention computes in on CUDA.
-HALVES = (torch.bfloat16, torch.float16)
+FLASH_DTYPES = (torch.bfloat16, torch.float16)
 # The widest head that flash attention takes on CUDA.
-FLASH_WIDTH = 256
+MAX_FLASH_HEAD_DIM = 256
 
 
 def compute_attention(
@@ -53,7 +53,12 @@ def can_kernel_group_heads(q_BHTE: torch.Tensor, mask: torch.Tensor | None) -> b
     if is_on_cpu(q_BHTE):
         return True
     width = q_BHTE.shape[-1]
-    return mask is None and q_BHTE.dtype in HALVES and width % 8 == 0 and width <= FLASH_WIDTH
+    return (
+        mask is None
+        and q_BHTE.dtype in FLASH_DTYPES
+        and width % 8 == 0
+        and width <= MAX_FLASH_HEAD_DIM
+    )
 
 
 def repeat_heads(x_BKSE: torch.Tensor, groups: int) -> torch.Tensor:

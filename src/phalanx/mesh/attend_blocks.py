@@ -156,14 +156,14 @@ def _make_last_dim_contiguous(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous()
 
 
-_OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor? document_ids"
-_NUMBERS = "int window, bool is_causal, int block"
+_TENSOR_PARAMETERS_SCHEMA = "Tensor q, Tensor k, Tensor v, Tensor? document_ids"
+_SCALAR_PARAMETERS_SCHEMA = "int window, bool is_causal, int block"
 
 
 @torch.library.custom_op(
     "phalanx::attend_by_blocks",
     mutates_args=(),
-    schema=f"({_OPERANDS}, {_NUMBERS}) -> (Tensor, Tensor)",
+    schema=f"({_TENSOR_PARAMETERS_SCHEMA}, {_SCALAR_PARAMETERS_SCHEMA}) -> (Tensor, Tensor)",
 )
 def _attend_by_blocks(
     q: torch.Tensor,
@@ -197,8 +197,8 @@ def _attend_by_blocks(
     "phalanx::attend_by_blocks_backward",
     mutates_args=(),
     schema=(
-        f"(Tensor grad, {_OPERANDS}, Tensor out, Tensor lse, {_NUMBERS}) -> (Tensor, Tensor,"
-        " Tensor)"
+        f"(Tensor grad, {_TENSOR_PARAMETERS_SCHEMA}, Tensor out, Tensor lse,"
+        f" {_SCALAR_PARAMETERS_SCHEMA}) -> (Tensor, Tensor, Tensor)"
     ),
 )
 def _attend_by_blocks_backward(

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from phalanx.mesh.attend import FLASH_WIDTH, HALVES
+from phalanx.mesh.attend import FLASH_DTYPES, MAX_FLASH_HEAD_DIM
 
 
 class AttentionKernel(Protocol):
@@ -179,7 +179,10 @@ def choose_attention_kernel(q: torch.Tensor, mask: torch.Tensor | None) -> Atten
         (q.device.type == "cpu", CPU_FLASH),
         (q.device.type != "cuda" or q.dtype is torch.float64, PLAIN),
         (
-            q.dtype in HALVES and mask is None and width % 8 == 0 and width <= FLASH_WIDTH,
+            q.dtype in FLASH_DTYPES
+            and mask is None
+            and width % 8 == 0
+            and width <= MAX_FLASH_HEAD_DIM,
             CUDA_FLASH,
         ),
         (width % 8 == 0, CUDA_EFFICIENT),

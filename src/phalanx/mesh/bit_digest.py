@@ -7,9 +7,9 @@ import functools
 import torch
 
 # Elements whose products exist at once: they stay in a core's cache; a GPU takes more at a time.
-CHUNK = {"cpu": 1 << 15, "cuda": 1 << 20}
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-_ODD = 0x2545F4914F6CDD1D
+CHUNK_ELEMENTS_OF_DEVICE = {"cpu": 1 << 15, "cuda": 1 << 20}
+_INT_DTYPE_OF_ITEM_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+_ODD_MULTIPLIER = 0x2545F4914F6CDD1D
 
 
 def digest_bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -22,20 +22,20 @@ def digest_bits(tensor: torch.Tensor) -> torch.Tensor:
     of mantissas are among them, and of 2^-32 if nothing but highest bits change.
     """
     words = _view_as_integers(tensor.detach())
-    size = CHUNK.get(tensor.device.type, CHUNK["cuda"])
+    size = CHUNK_ELEMENTS_OF_DEVICE.get(tensor.device.type, CHUNK_ELEMENTS_OF_DEVICE["cuda"])
     factors = _make_factors(size, tensor.device)
     if words.numel() <= size:
         return (words * factors[: words.numel()]).sum()
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for chunk in words.split(size):
         # Times an odd number for each chunk that follows: equal chunks in another order differ.
-        total = total * _ODD + (chunk * factors[: chunk.numel()]).sum()
+        total = total * _ODD_MULTIPLIER + (chunk * factors[: chunk.numel()]).sum()
     return total
 
 
 def _view_as_integers(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.contiguous().flatten()
-    return flat.view(_INTEGERS.get(flat.element_size(), torch.int32))
+    return flat.view(_INT_DTYPE_OF_ITEM_BYTES.get(flat.element_size(), torch.int32))
 
 
 @functools.lru_cache(maxsize=4)

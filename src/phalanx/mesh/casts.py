@@ -14,7 +14,7 @@ import torch
 
 # Casts that we make ourselves, by weight and type: innermost region last. The backward of one rank
 # runs at a time.
-_SHARED: list[dict[tuple[torch.Tensor, torch.dtype], torch.Tensor]] = []
+_shared_casts_stack: list[dict[tuple[torch.Tensor, torch.dtype], torch.Tensor]] = []
 
 
 @contextmanager
@@ -29,11 +29,11 @@ def sharing_autocast_casts() -> Iterator[None]:
     # torch's checkpoint's, a user's.
     torch.autocast_increment_nesting()
     forget, torch.clear_autocast_cache = torch.clear_autocast_cache, _keep_autocast_cache
-    _SHARED.append({})
+    _shared_casts_stack.append({})
     try:
         yield
     finally:
-        _SHARED.pop()
+        _shared_casts_stack.pop()
         torch.clear_autocast_cache = forget
         torch.autocast_decrement_nesting()
         torch.clear_autocast_cache()
@@ -63,10 +63,12 @@ def cast_weight(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     own."""
     # Autocast's own rule for what it remembers: leaves that need a gradient, cast where gradients
     # are enabled.
-    is_shared = bool(_SHARED) and torch.is_grad_enabled() and torch.is_autocast_cache_enabled()
+    is_shared = (
+        bool(_shared_casts_stack) and torch.is_grad_enabled() and torch.is_autocast_cache_enabled()
+    )
     if weight.dtype is dtype or not is_shared or not (weight.is_leaf and weight.requires_grad):
         return weight.to(dtype)
-    casts = _SHARED[-1]
+    casts = _shared_casts_stack[-1]
     if (weight, dtype) not in casts:
         casts[weight, dtype] = weight.to(dtype)
     return casts[weight, dtype]

@@ -24,8 +24,8 @@ from phalanx.core.block_sizes import get_block_sizes
 from phalanx.mesh.devices import is_cpu
 
 # Less 2^64: int64 holds no numbers that large, and wraps around to the same bits.
-_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
-_ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1))
+_GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15 - 2**64
+_MIX_ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1))
 
 
 def make_dropout_keep_mask(
@@ -55,7 +55,7 @@ def make_dropout_keep_mask(
     if threshold >= 2**31:
         return mask.zero_()
     rows = torch.arange(1 + offsets[0], 1 + offsets[0] + sizes[0], dtype=torch.int64, device=device)
-    rows = _mix_in_place(rows.mul_(_GOLDEN).add_(_to_signed_int64(key)))
+    rows = _mix_in_place(rows.mul_(_GOLDEN_RATIO_64).add_(_to_signed_int64(key)))
     runs = _find_element_runs(row_sizes, tuple(offsets[1:]), full_row_sizes, torch.device(device))
     lines = mask.view(sizes[0], runs.count, runs.length)
     for odd, (numbers, offsets_of_pairs) in enumerate(runs.by_parity):
@@ -106,7 +106,7 @@ def _find_element_runs(
         if len(numbers) == 0:
             by_parity.append((None, None))
             continue
-        pairs = (starts[numbers] // 2).mul_(_GOLDEN).to(device)
+        pairs = (starts[numbers] // 2).mul_(_GOLDEN_RATIO_64).to(device)
         if len(numbers) == len(starts):
             by_parity.append((None, pairs))
         else:
@@ -121,7 +121,7 @@ def _fill_lines(lines: torch.Tensor, bases: torch.Tensor, odd: int, threshold: i
     num_pairs, chunk = (run + odd + 1) // 2, _max_pairs_per_chunk(lines.device)
     # From 1 on, for pair i adds (i + 1) G.
     steps = torch.arange(1, min(chunk, num_pairs) + 1, dtype=torch.int64, device=lines.device)
-    steps.mul_(_GOLDEN)
+    steps.mul_(_GOLDEN_RATIO_64)
     scratch = torch.empty(
         2, min(chunk, len(lines) * num_pairs), dtype=torch.int64, device=lines.device
     )
@@ -130,7 +130,7 @@ def _fill_lines(lines: torch.Tensor, bases: torch.Tensor, odd: int, threshold: i
         bits, spare = (buffer[: math.prod(shape)].view(shape) for buffer in scratch)
         torch.add(bases[first:last, None], steps[: shape[1]], out=bits)
         if start:
-            bits.add_(_to_signed_int64(start * _GOLDEN))
+            bits.add_(_to_signed_int64(start * _GOLDEN_RATIO_64))
         _mix_in_place(bits, spare)
         # Element 0 of a line is half `odd` of its first pair. As int32 a pair has its low half
         # first on machines that are little-endian.
@@ -159,7 +159,7 @@ def _mix_in_place(values: torch.Tensor, spare: torch.Tensor | None = None) -> to
     """The finaliser of SplitMix64, in place. `spare` is scratch of the same shape."""
     if spare is None:
         spare = torch.empty_like(values)
-    for shift, factor in _ROUNDS:
+    for shift, factor in _MIX_ROUNDS:
         torch.bitwise_right_shift(values, shift, out=spare)
         # torch's shift of int64 copies the sign, and SplitMix64's shifts in zeros.
         values.bitwise_xor_(spare.bitwise_and_((1 << (64 - shift)) - 1))

@@ -16,7 +16,7 @@ import torch
 
 # Instruction sets that torch, oneDNN or MKL have kernels of their own for, beyond what
 # `get_cpu_capability` tells.
-_FEATURES = (
+_RELEVANT_CPU_FLAGS = (
     "avx512_bf16",
     "avx512_fp16",
     "avx512_vnni",
@@ -28,7 +28,12 @@ _FEATURES = (
     "sve2",
 )
 # Variables that choose among the kernels that a CPU could run.
-_CHOICES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS")
+_KERNEL_CHOICE_VARIABLES = (
+    "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+)
 
 
 @functools.cache
@@ -41,9 +46,11 @@ def describe_cpu_kind(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     facts = _read_first_cpu(cpuinfo)
     vendor = facts.get("vendor_id") or facts.get("CPU implementer", "")
     flags = set((facts.get("flags") or facts.get("Features", "")).split())
-    features = [name for name in _FEATURES if name in flags]
+    features = [name for name in _RELEVANT_CPU_FLAGS if name in flags]
     words = [platform.machine(), vendor, torch.backends.cpu.get_cpu_capability(), *features]
-    choices = [f"{name}={os.environ[name]}" for name in _CHOICES if os.environ.get(name)]
+    choices = [
+        f"{name}={os.environ[name]}" for name in _KERNEL_CHOICE_VARIABLES if os.environ.get(name)
+    ]
     cpu = " ".join(filter(None, words))
     return ", ".join([cpu, *choices, f"torch {torch.__version__.split('+')[0]}"])
 

@@ -15,8 +15,10 @@ from phalanx.core.uncaught import find_user_code_line
 
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 # With these cuBLAS is deterministic; the first is faster and takes 24 MiB.
-CUBLAS_VALUES = (":4096:8", ":16:8")
-_REFUSAL = re.compile(r"(\S+) does not have a deterministic implementation")  # how torch begins
+DETERMINISTIC_CUBLAS_VALUES = (":4096:8", ":16:8")
+_NONDETERMINISTIC_OP_PATTERN = re.compile(
+    r"(\S+) does not have a deterministic implementation"
+)  # how torch begins
 
 
 @contextlib.contextmanager
@@ -33,12 +35,12 @@ def deterministic_algorithms(
     if not enabled:
         yield
         return
-    workspace = os.environ.setdefault(CUBLAS_VARIABLE, CUBLAS_VALUES[0])
-    if device == "cuda" and workspace not in CUBLAS_VALUES:
+    workspace = os.environ.setdefault(CUBLAS_VARIABLE, DETERMINISTIC_CUBLAS_VALUES[0])
+    if device == "cuda" and workspace not in DETERMINISTIC_CUBLAS_VALUES:
         raise EnvironmentProblem(
             f"{CUBLAS_VARIABLE} is {workspace!r}, with which cuBLAS is not deterministic, and"
             " train.deterministic is true",
-            fix=f"unset it, or set it to {' or '.join(CUBLAS_VALUES)}",
+            fix=f"unset it, or set it to {' or '.join(DETERMINISTIC_CUBLAS_VALUES)}",
         )
     before = (
         torch.are_deterministic_algorithms_enabled(),
@@ -88,7 +90,7 @@ def _determinism_error(error: BaseException) -> LayoutError | None:
     for _ in range(10):
         if link is None:
             return None
-        if match := _REFUSAL.search(str(link)):
+        if match := _NONDETERMINISTIC_OP_PATTERN.search(str(link)):
             return LayoutError(
                 f"torch has no deterministic implementation of {match[1]}, and train.deterministic"
                 " is true",

@@ -15,7 +15,7 @@ from phalanx.plan.layout import AXES, Layout
 # The meshes of the process group under "world". Where ranks go on, groups stay open, for DTensor
 # keeps what it knows of a mesh for another one like it; the next mesh with the same axes gets them
 # again, as each group of gloo has three threads that never rest.
-_meshes: dict[Any, Any] = {}
+_cached_device_meshes: dict[Any, Any] = {}
 
 
 def open_layout_mesh(device: torch.device, layout: Layout, timeout_s: float) -> DeviceMesh:
@@ -39,7 +39,7 @@ def open_expert_mesh(device: torch.device, layout: Layout, timeout_s: float) -> 
 
 def forget_open_device_meshes() -> None:
     """Forget all meshes: their process group is about to close."""
-    _meshes.clear()
+    _cached_device_meshes.clear()
 
 
 def _open_mesh(
@@ -48,12 +48,12 @@ def _open_mesh(
     """The mesh of all ranks with these axes; of one process group there is one, however often it
     is asked for."""
     # A group that was closed behind our back took its subgroups with it.
-    if _meshes.get("world") is not dist.group.WORLD:
-        _meshes.clear()
-        _meshes["world"] = dist.group.WORLD
+    if _cached_device_meshes.get("world") is not dist.group.WORLD:
+        _cached_device_meshes.clear()
+        _cached_device_meshes["world"] = dist.group.WORLD
     key = device_type, shape, names
-    if key not in _meshes:
-        _meshes[key] = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    if key not in _cached_device_meshes:
+        _cached_device_meshes[key] = init_device_mesh(device_type, shape, mesh_dim_names=names)
     else:
-        set_timeouts(_meshes[key], datetime.timedelta(seconds=timeout_s))
-    return _meshes[key]
+        set_timeouts(_cached_device_meshes[key], datetime.timedelta(seconds=timeout_s))
+    return _cached_device_meshes[key]

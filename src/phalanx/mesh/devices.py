@@ -13,7 +13,7 @@ from phalanx.core.errors import EnvironmentProblem
 from phalanx.core.launchers import SUPERVISED_VARIABLE
 from phalanx.mesh.malloc import return_freed_memory_to_system
 
-PIPELINE_VARIABLES = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+PIPELINE_CUDA_VARIABLES = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 """Of CUDA, for pipelines, unless the user has set them.
 
 A kernel that is loaded at its first use can wait for the whole device, also for a receive that
@@ -50,8 +50,8 @@ def letting_cpu_stand_for_gpu(is_wanted: bool) -> Iterator[None]:
 
 
 def set_pipeline_variables() -> None:
-    """Set PIPELINE_VARIABLES, but for those that the user has set."""
-    for name, value in PIPELINE_VARIABLES.items():
+    """Set PIPELINE_CUDA_VARIABLES, but for those that the user has set."""
+    for name, value in PIPELINE_CUDA_VARIABLES.items():
         os.environ.setdefault(name, value)
 
 

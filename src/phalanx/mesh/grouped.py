@@ -16,8 +16,8 @@ from phalanx.mesh.casts import cast_weight
 from phalanx.mesh.devices import is_on_cpu
 
 # In rows, so that few sizes are compiled: see `_pad_rows`.
-ROUND_TO = 64
-_SIZES = "_phalanx_sizes"
+ROW_MULTIPLE = 64
+_CACHED_SIZES_ATTRIBUTE = "_phalanx_sizes"
 
 
 def grouped_linear(
@@ -59,7 +59,7 @@ def group_sizes_on_host(counts_E: torch.Tensor, num_rows: int) -> list[int]:
     products and their gradients share them."""
     if torch.compiler.is_compiling():
         return counts_E.tolist()
-    sizes: list[int] | None = getattr(counts_E, _SIZES, None)
+    sizes: list[int] | None = getattr(counts_E, _CACHED_SIZES_ATTRIBUTE, None)
     if sizes is None:
         sizes = read_counts(counts_E, num_rows)
         cache_group_sizes(counts_E, sizes)
@@ -69,7 +69,7 @@ def group_sizes_on_host(counts_E: torch.Tensor, num_rows: int) -> list[int]:
 def cache_group_sizes(counts_E: torch.Tensor, sizes: list[int]) -> torch.Tensor:
     """`counts_E`, whose numbers the host knows already: it then never waits for a GPU to learn
     them."""
-    setattr(counts_E, _SIZES, sizes)
+    setattr(counts_E, _CACHED_SIZES_ATTRIBUTE, sizes)
     return counts_E
 
 
@@ -137,7 +137,7 @@ def _pad_rows(rows: torch.Tensor) -> torch.Tensor:
     """
     if not is_on_cpu(rows) or rows.dtype not in (torch.bfloat16, torch.float16):
         return rows
-    return F.pad(rows, (0, 0, 0, -len(rows) % ROUND_TO))
+    return F.pad(rows, (0, 0, 0, -len(rows) % ROW_MULTIPLE))
 
 
 def _group_end_rows(counts_E: torch.Tensor) -> torch.Tensor:

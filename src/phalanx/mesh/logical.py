@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+_WRAPPER_NAME_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def full_name(name: str) -> str:
     """A parameter's name in the user's module, without what wrappers put into it."""
-    for wrapper in _WRAPPERS:
+    for wrapper in _WRAPPER_NAME_PREFIXES:
         name = name.replace(wrapper, "")
     return name
 

@@ -23,7 +23,7 @@ M_MMAP_THRESHOLD = -3  # malloc.h
 # Smaller ones return more, and cost more page faults where activations are many:
 # docs/benchmarks.md.
 LARGE_BLOCK_BYTES = 4 * 2**20
-CHOSEN_BY_USER = ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+USER_MALLOC_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
 def return_freed_memory_to_system() -> None:
@@ -31,7 +31,7 @@ def return_freed_memory_to_system() -> None:
 
     Does nothing if the environment sets its threshold, or without glibc.
     """
-    if sys.platform != "linux" or any(name in os.environ for name in CHOSEN_BY_USER):
+    if sys.platform != "linux" or any(name in os.environ for name in USER_MALLOC_VARIABLES):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

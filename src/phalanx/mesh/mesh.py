@@ -31,7 +31,7 @@ from phalanx.mesh.devices import (
     set_pipeline_variables,
 )
 from phalanx.mesh.rendezvous import (
-    RENDEZVOUS_S,
+    RENDEZVOUS_TIMEOUT_S,
     open_default_group,
     open_rendezvous_store,
     refuse_shared_gpus,
@@ -251,7 +251,7 @@ def open_mesh(
     *,
     device: str = "auto",
     timeout_s: float = 600.0,
-    rendezvous_s: float = RENDEZVOUS_S,
+    rendezvous_s: float = RENDEZVOUS_TIMEOUT_S,
     store: dist.Store | None = None,
 ) -> Iterator[Mesh]:
     """Join the ranks of `layout` and yield this rank's Mesh; leave them at the end.

@@ -18,17 +18,17 @@ import torch.distributed as dist
 
 from phalanx.core.errors import EnvironmentProblem
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 # Another launcher's ranks wait for containers, images and file systems of many machines.
-RENDEZVOUS_S = 300.0
+RENDEZVOUS_TIMEOUT_S = 300.0
 # Our ranks are forks of one process, which has imported torch.
-SUPERVISED_RENDEZVOUS_S = 20.0
+SUPERVISED_RENDEZVOUS_TIMEOUT_S = 20.0
 # For ranks that have all arrived to read one key.
 READ_TIMEOUT_S = 20.0
 
 # Of this process: how often its ranks have met, and the stores that it holds for the others, by
 # process (a fork has none), host and port.
-_meetings = itertools.count()
+_rendezvous_counter = itertools.count()
 _held_stores: dict[tuple[int, str, int], dist.TCPStore] = {}
 
 
@@ -133,7 +133,7 @@ def choose_interface(environ: Any) -> None:
     of this machine, and there are other machines, it is the interface of the default route.
     """
     host = environ.get("MASTER_ADDR", "")
-    if environ.get("GLOO_SOCKET_IFNAME") or not host or host in LOOPBACK:
+    if environ.get("GLOO_SOCKET_IFNAME") or not host or host in LOOPBACK_HOSTS:
         return
     name = find_interface_towards(host)
     is_one_machine = environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE")
@@ -181,10 +181,10 @@ def _find_interface_with_address(address: str) -> str | None:
 
 
 def _is_loopback(name: str) -> bool:
-    return any(each.address in LOOPBACK for each in psutil.net_if_addrs().get(name, ()))
+    return any(each.address in LOOPBACK_HOSTS for each in psutil.net_if_addrs().get(name, ()))
 
 
-def open_rendezvous_store(*, rendezvous_s: float = RENDEZVOUS_S) -> dist.Store:
+def open_rendezvous_store(*, rendezvous_s: float = RENDEZVOUS_TIMEOUT_S) -> dist.Store:
     """The key-value store at MASTER_ADDR:MASTER_PORT, which rank 0 holds unless its launcher does.
 
     Keys are those of this incarnation of the ranks, and of this opening of the store, which all
@@ -196,7 +196,7 @@ def open_rendezvous_store(*, rendezvous_s: float = RENDEZVOUS_S) -> dist.Store:
         os.environ.get("PHALANX_ATTEMPT") or os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
     )
     store = _open_store(rank, world_size, rendezvous_s)
-    return dist.PrefixStore(f"phalanx/{incarnation}/{next(_meetings)}", store)
+    return dist.PrefixStore(f"phalanx/{incarnation}/{next(_rendezvous_counter)}", store)
 
 
 def _open_store(rank: int, world_size: int, rendezvous_s: float) -> dist.Store:
@@ -210,7 +210,7 @@ def _open_store(rank: int, world_size: int, rendezvous_s: float) -> dist.Store:
     listening: socket.socket | None = None
     options: dict[str, Any] = {}
     try:
-        if hosts_store and host in LOOPBACK:
+        if hosts_store and host in LOOPBACK_HOSTS:
             # A TCPStore binds every interface unless it is handed a socket.
             family = socket.AF_INET
             if ":" in host:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.devices import is_on_cpu
 
-SEQUENCE = 1  # the dimension that sequence parallelism cuts
+SEQUENCE_DIM = 1  # the dimension that sequence parallelism cuts
 _ops = torch.ops._c10d_functional
 
 
@@ -76,8 +76,8 @@ class TensorGroup:
         if not self.cuts_sequence:
             return x
         padded = self._pad_sequence(x)
-        length = padded.shape[SEQUENCE] // self.size
-        return padded.narrow(SEQUENCE, self.rank * length, length)
+        length = padded.shape[SEQUENCE_DIM] // self.size
+        return padded.narrow(SEQUENCE_DIM, self.rank * length, length)
 
     def gather_features(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """The last dimension of all ranks, `sizes` long, together.
@@ -124,12 +124,15 @@ class TensorGroup:
             parts = self.wait(self.start_gather(x))
         tokens = parts.unflatten(0, (self.size, -1)).transpose(0, 1).flatten(1, 2)
         # Without what `_pad_sequence` has put behind the last rank's part.
-        return tokens.narrow(SEQUENCE, 0, self.num_tokens)
+        return tokens.narrow(SEQUENCE_DIM, 0, self.num_tokens)
 
     def scatter_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """[B, T, ...] of each rank -> its part [B, T / ranks, ...] of their sum."""
         parts = (
-            self._pad_sequence(x).unflatten(SEQUENCE, (self.size, -1)).transpose(0, 1).flatten(0, 1)
+            self._pad_sequence(x)
+            .unflatten(SEQUENCE_DIM, (self.size, -1))
+            .transpose(0, 1)
+            .flatten(0, 1)
         )
         with self.timing_collective("reduce_scatter", "reduce_scatter sequence"):
             return self.wait(self.start_reduce_scatter(parts))
@@ -140,10 +143,10 @@ class TensorGroup:
         return self.phases("collective", words)
 
     def _pad_sequence(self, x: torch.Tensor) -> torch.Tensor:
-        missing = -x.shape[SEQUENCE] % self.size
+        missing = -x.shape[SEQUENCE_DIM] % self.size
         if not missing:
             return x
-        return F.pad(x, (0, 0) * (x.ndim - SEQUENCE - 1) + (0, missing))
+        return F.pad(x, (0, 0) * (x.ndim - SEQUENCE_DIM - 1) + (0, missing))
 
     def _count_sent(self, kind: str, output: torch.Tensor) -> torch.Tensor:
         if not torch.compiler.is_compiling():

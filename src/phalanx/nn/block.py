@@ -20,7 +20,7 @@ from phalanx.nn.norms import build_norm
 from phalanx.nn.routing import ExpertBalance
 
 # Of initial weights, as in GPT-2.
-STD = 0.02
+INIT_STD = 0.02
 
 
 class Block(nn.Module):
@@ -79,11 +79,11 @@ def list_block_init_rules(shape: TransformerShape) -> tuple[InitRule, ...]:
     """Projections back into the residual stream shrink with depth (GPT-2); norms begin as the
     identity, biases at 0."""
     # Each block adds to the stream twice.
-    residual = STD / (2 * shape.num_layers) ** 0.5
+    residual = INIT_STD / (2 * shape.num_layers) ** 0.5
     return (
         InitRule("*norm.weight", constant=0.0 if shape.norm_plus_one else 1.0),
         InitRule("*.bias", constant=0.0),
         InitRule("*.attention.o.weight", std=residual),
         InitRule("*.down.weight", std=residual),
-        InitRule("*", std=STD),
+        InitRule("*", std=INIT_STD),
     )

@@ -19,10 +19,10 @@ from phalanx.mesh.recorded_init import record_build
 from phalanx.nn.hugging_face.adapter import find_factory, record, require_trainable_in_small
 from phalanx.nn.objective import Objective, causal_cross_entropy, logits_cross_entropy
 
-MODELS = "phalanx.nn.models"
+MODELS_PACKAGE = "phalanx.nn.models"
 
 
-RECORDED_FROM_BYTES = 256 * 2**20
+MIN_RECORDED_INIT_BYTES = 256 * 2**20
 """Of parameters in float32: a smaller module is built sooner than it is recorded."""
 
 
@@ -34,9 +34,9 @@ def build_model(job: Job, shape: ModelCosts, *, is_recorded: bool = False) -> nn
     to its parameters is recorded, where that is possible.
     """
     if job.model.is_foreign:
-        is_large = 4 * shape.num_params >= RECORDED_FROM_BYTES
+        is_large = 4 * shape.num_params >= MIN_RECORDED_INIT_BYTES
         return build_foreign(job.model, job.run.seed, is_recorded=is_recorded and is_large)
-    build = resolve_kind(shape.kind, MODELS, "build")
+    build = resolve_kind(shape.kind, MODELS_PACKAGE, "build")
     with torch.device("meta"):
         module: nn.Module = build(shape)
     return module
@@ -87,13 +87,13 @@ def build_objective(job: Job) -> Objective:
     tokens."""
     objective: Objective
     if job.model.objective is not None:
-        objective = resolve_kind(job.model.objective, MODELS, "objective")
+        objective = resolve_kind(job.model.objective, MODELS_PACKAGE, "objective")
     elif is_hugging_face(job.model.kind):
         objective = logits_cross_entropy(job.train.loss_chunk_tokens)
     elif job.model.is_foreign:
         objective = causal_cross_entropy(job.train.loss_chunk_tokens)
     else:
-        objective = resolve_kind(find_model_kind(job.model), MODELS, "default_objective")(
+        objective = resolve_kind(find_model_kind(job.model), MODELS_PACKAGE, "default_objective")(
             job.train.loss_chunk_tokens
         )
     return objective

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.mesh.grouped import group_sizes_on_host
-from phalanx.nn.feed_forward import ACTIVATIONS, FeedForward
+from phalanx.nn.feed_forward import ACTIVATION_FUNCTIONS, FeedForward
 from phalanx.nn.grouped import GroupedLinear
 from phalanx.nn.routing import ExpertBalance, Router
 
@@ -51,7 +51,7 @@ class Experts(nn.Module):
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         count, width = shape.num_experts, shape.expert_ffn_dim
-        self.activation = ACTIVATIONS[shape.activation]
+        self.activation = ACTIVATION_FUNCTIONS[shape.activation]
         self.gate = GroupedLinear(count, shape.dim, width) if shape.is_gated else None
         self.up = GroupedLinear(count, shape.dim, width)
         self.down = GroupedLinear(count, width, shape.dim)

@@ -11,7 +11,7 @@ from torch import nn
 
 from phalanx.job.shapes.transformer import TransformerShape
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+ACTIVATION_FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "swiglu": F.silu,
     "geglu": F.gelu,
     "geglu_tanh": functools.partial(F.gelu, approximate="tanh"),
@@ -29,7 +29,7 @@ class FeedForward(nn.Module):
     def __init__(self, shape: TransformerShape) -> None:
         super().__init__()
         bias = shape.bias == "all"
-        self.activation = ACTIVATIONS[shape.activation]
+        self.activation = ACTIVATION_FUNCTIONS[shape.activation]
         self.gate = nn.Linear(shape.dim, shape.ffn_dim, bias=bias) if shape.is_gated else None
         self.up = nn.Linear(shape.dim, shape.ffn_dim, bias=bias)
         self.down = nn.Linear(shape.ffn_dim, shape.dim, bias=bias)

@@ -25,7 +25,7 @@ from phalanx.core.digest import stable_hash64
 from phalanx.mesh.logical import LogicalShard
 
 # In elements of a run: fewer are made before threads have started.
-THREADS_FROM = 1 << 20
+MIN_THREADED_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def _fill_strided_runs(
     with contextlib.ExitStack() as opened:
         threads = torch.get_num_threads()
         draws: Iterator[torch.Tensor] = map(draw, firsts)
-        if threads > 1 and count * run >= THREADS_FROM:
+        if threads > 1 and count * run >= MIN_THREADED_ELEMENTS:
             draws = opened.enter_context(ThreadPoolExecutor(threads)).map(draw, firsts)
         for first, values in zip(firsts, draws, strict=True):
             part = target[first : first + at_once]
@@ -128,7 +128,7 @@ def standard_normal(key: int, start: int, count: int) -> torch.Tensor:
         out[done : done + piece] = _standard_normal_sequence(key, start + done, piece)
 
     threads = torch.get_num_threads()
-    if threads == 1 or count < THREADS_FROM:
+    if threads == 1 or count < MIN_THREADED_ELEMENTS:
         for done in range(0, count, chunk):
             draw(done)
         return out

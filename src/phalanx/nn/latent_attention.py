@@ -21,7 +21,7 @@ from phalanx.nn.norms import RMSNorm
 from phalanx.nn.rotary import rotate_neighbouring_pairs, yarn_temperature
 
 # Of the latents' norms: DeepSeek's code takes this whatever the other norms have.
-EPS = 1e-6
+LATENT_NORM_EPS = 1e-6
 
 
 class LatentAttention(nn.Module):
@@ -43,10 +43,10 @@ class LatentAttention(nn.Module):
             self.q = nn.Linear(shape.dim, queries, bias=False)
         else:
             self.q_down = nn.Linear(shape.dim, shape.query_rank, bias=False)
-            self.q_norm = RMSNorm(shape.query_rank, EPS, shape.norm_plus_one)
+            self.q_norm = RMSNorm(shape.query_rank, LATENT_NORM_EPS, shape.norm_plus_one)
             self.q_up = nn.Linear(shape.query_rank, queries, bias=False)
         self.kv_down = nn.Linear(shape.dim, shape.kv_rank + shape.rope_head_dim, bias=False)
-        self.kv_norm = RMSNorm(shape.kv_rank, EPS, shape.norm_plus_one)
+        self.kv_norm = RMSNorm(shape.kv_rank, LATENT_NORM_EPS, shape.norm_plus_one)
         self.kv_up = nn.Linear(
             shape.kv_rank, shape.num_heads * (self.parts[0] + self.value_dim), bias=False
         )

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from phalanx.core.units import format_seconds, plural
 from phalanx.observe import events
 
-FIRST_LINE_S = 10.0  # where nothing is redrawn; each further line comes after twice the time
-SPINNER = "|/-\\"  # every terminal has these
+FIRST_LINE_DELAY_S = 10.0  # where nothing is redrawn; each further line comes after twice the time
+SPINNER_FRAMES = "|/-\\"  # every terminal has these
 
 
 class CurrentActivity:
@@ -21,7 +21,7 @@ class CurrentActivity:
         self.words = "starting the ranks"
         self._kind = ""
         self._since_s = self._clock()
-        self._next_line_s = FIRST_LINE_S
+        self._next_line_s = FIRST_LINE_DELAY_S
 
     def take_event(self, event: events.Event, rank: int) -> None:
         match event:
@@ -49,7 +49,7 @@ class CurrentActivity:
     def _begin(self, kind: str, words: str) -> None:
         # The same work that got further keeps its beginning, and the rhythm of its lines.
         if kind != self._kind:
-            self._kind, self._since_s, self._next_line_s = kind, self._clock(), FIRST_LINE_S
+            self._kind, self._since_s, self._next_line_s = kind, self._clock(), FIRST_LINE_DELAY_S
         self.words = words
 
     def clear(self) -> None:
@@ -63,7 +63,7 @@ class CurrentActivity:
         """The line for a terminal, with a spinner that moves."""
         return (
             # Eight pictures a second: the console redraws ten times a second at most.
-            f"{SPINNER[int(8 * self.seconds_so_far) % len(SPINNER)]} {self.words}"
+            f"{SPINNER_FRAMES[int(8 * self.seconds_so_far) % len(SPINNER_FRAMES)]} {self.words}"
             f" ({format_seconds(self.seconds_so_far)})"
         )
 

@@ -2,8 +2,8 @@
 
 The process's own JSONL file is written at once (one write, tens of microseconds). Every sink lives
 behind an outlet: a queue and a thread of its own, in which it is also opened and closed. Whatever a
-sink does, no step waits for it, and the end of the run does for `CLOSE_S`, or longer for one at
-work. Secrets of the environment are taken out of every event before anybody sees it.
+sink does, no step waits for it, and the end of the run does for `CLOSE_TIMEOUT_S`, or longer for
+one at work. Secrets of the environment are taken out of every event before anybody sees it.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from phalanx.observe.event_file import EventFile
 from phalanx.observe.events import EVENTS_UNWRITTEN, Envelope, Event, Note, SinkDropped, seal_event
 from phalanx.observe.outlet import OpenSink, Sink, SinkThread
 
-__all__ = ["CLOSE_S", "Bus", "OpenSink", "Sink", "event_file_path"]
+__all__ = ["CLOSE_TIMEOUT_S", "Bus", "OpenSink", "Sink", "event_file_path"]
 
 # all sinks of a process together have this long to finish; what still runs then is left behind
-CLOSE_S = 15.0
-CLOSE_MORE_S = 60.0  # and this much longer after a good end, while they are seen to work
-CLOSE_AFTER_ERROR_S = 1.0  # a rank that failed is waited for by all others
-QUEUE_SIZE = 4096  # events of each sink that wait for it; what comes beyond is counted as lost
+CLOSE_TIMEOUT_S = 15.0
+# And this much longer after a good end, while they are seen to work.
+SLOW_SINK_CLOSE_TIMEOUT_S = 60.0
+CLOSE_AFTER_ERROR_TIMEOUT_S = 1.0  # a rank that failed is waited for by all others
+# Events of each sink that wait for it; what comes beyond is counted as lost.
+MAX_QUEUED_EVENTS = 4096
 
-_NUMBERS = frozenset(
+_NUMERIC_ANNOTATIONS = frozenset(
     ("int", "float", "bool", "dict[str, int]", "dict[str, float]", "list[int]", "list[float]")
 )
 
@@ -56,7 +58,7 @@ class Bus:
         attempt: int = 0,
         run_dir: Path | None = None,
         sinks: Sequence[tuple[str, OpenSink]] = (),
-        queue_size: int = QUEUE_SIZE,
+        queue_size: int = MAX_QUEUED_EVENTS,
         on_unwritten: Callable[[Envelope], None] = lambda envelope: None,
         may_write: Callable[[], bool] = lambda: True,
     ) -> None:
@@ -131,7 +133,7 @@ class Bus:
             if outlet.name != about:
                 outlet.put_event(envelope)
 
-    def close(self, timeout_s: float = CLOSE_S, more_s: float = 0.0) -> None:
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S, more_s: float = 0.0) -> None:
         """Let the sinks write what is queued and close, all at the same time; tell what was lost,
         if anything.
 
@@ -164,7 +166,9 @@ class Bus:
         # Looked up once for each kind: this runs in every step.
         names = self._text_fields.get(kind)
         if names is None:
-            names = tuple(item.name for item in fields(kind) if str(item.type) not in _NUMBERS)
+            names = tuple(
+                item.name for item in fields(kind) if str(item.type) not in _NUMERIC_ANNOTATIONS
+            )
             self._text_fields[kind] = names
         if not names:
             return event

@@ -16,17 +16,19 @@ from phalanx.observe import events
 from phalanx.observe.activity import CurrentActivity
 from phalanx.observe.events import Envelope, EvalFinished, StepFinished
 from phalanx.observe.screen import open_screen
-from phalanx.observe.units import TEXT, MetricUnits
+from phalanx.observe.units import TEXT_METRIC_UNITS, MetricUnits
 from phalanx.observe.words import describe_event, describe_repeated_failure
 
-AVERAGED_STEPS = 20
+NUM_AVERAGED_STEPS = 20
 # Of each attempt: they allocate, compile and fill caches, and say nothing of those that follow.
-WARM_UP_STEPS = 2
-REDRAW_S = 0.1
-_VARYING = re.compile(r"[0-9a-fA-F]*[0-9][0-9a-fA-F]*")  # steps, ranks, ids of requests
+NUM_WARMUP_STEPS = 2
+REDRAW_INTERVAL_S = 0.1
+_VARYING_NUMBER_PATTERN = re.compile(
+    r"[0-9a-fA-F]*[0-9][0-9a-fA-F]*"
+)  # steps, ranks, ids of requests
 
 # The supervisor itself says why ranks start again, and a run's last lines show what came out.
-TOLD_ELSEWHERE = (
+EVENTS_SHOWN_ELSEWHERE = (
     events.RankFailed,
     events.RestartScheduled,
     events.TextGenerated,
@@ -56,7 +58,7 @@ def open_console(
     *,
     total_steps: int,
     log_every: int,
-    units: MetricUnits = TEXT,
+    units: MetricUnits = TEXT_METRIC_UNITS,
     is_terminal: bool | None = None,
 ) -> Console:
     """A live bar if `stream` is a terminal, else one line each `log_every` steps; None shows
@@ -118,7 +120,7 @@ class RunProgress:
     """The run's progress and speed, which both consoles show."""
 
     total_steps: int
-    units: MetricUnits = TEXT
+    units: MetricUnits = TEXT_METRIC_UNITS
     last: StepFinished | None = None
     last_eval: EvalFinished | None = None
     attempt: int = 0
@@ -129,7 +131,7 @@ class RunProgress:
     _failure: str = ""  # why the last save failed, without its numbers; empty once one is there
     _num_of_attempt: int = 0  # steps that were seen
     _recent: deque[tuple[float, float]] = field(
-        default_factory=lambda: deque(maxlen=AVERAGED_STEPS)
+        default_factory=lambda: deque(maxlen=NUM_AVERAGED_STEPS)
     )
     _memory_bytes: dict[int, float] = field(default_factory=dict)
     _experts: dict[int, events.ExpertsLoaded] = field(
@@ -160,7 +162,7 @@ class RunProgress:
             self._num_of_attempt = 0
         self._num_of_attempt += 1
         self.last, self.attempt = event, envelope.attempt
-        is_steady = self._num_of_attempt > WARM_UP_STEPS
+        is_steady = self._num_of_attempt > NUM_WARMUP_STEPS
         if is_steady and math.isfinite(event.step_s) and math.isfinite(event.tokens_per_s):
             # Tokens and seconds, not rates: a mean of rates would count short steps too much.
             self._recent.append((event.tokens_per_s * event.step_s, event.step_s))
@@ -176,10 +178,13 @@ class RunProgress:
             self._failure = ""
         elif isinstance(event, events.CheckpointFailed):
             subject = "the best" if event.path == "best.json" else "a save"
-            before, self._failure = self._failure, f"{subject}: {_VARYING.sub('N', event.reason)}"
+            before, self._failure = (
+                self._failure,
+                f"{subject}: {_VARYING_NUMBER_PATTERN.sub('N', event.reason)}",
+            )
             if before == self._failure:
                 return describe_repeated_failure(event)
-        if isinstance(envelope.event, TOLD_ELSEWHERE):
+        if isinstance(envelope.event, EVENTS_SHOWN_ELSEWHERE):
             return None
         return describe_event(envelope, self.units)
 
@@ -296,7 +301,7 @@ class PlainConsole:
             if self._is_due():
                 self.say(self._step_line())
         elif (
-            not isinstance(envelope.event, TOLD_ELSEWHERE)
+            not isinstance(envelope.event, EVENTS_SHOWN_ELSEWHERE)
             and (line := self._pace.words(envelope)) is not None
         ):
             self.say(line)
@@ -353,7 +358,7 @@ class LiveConsole:
         if self._pace.take_event(envelope):
             self.tick()
         elif (
-            not isinstance(envelope.event, TOLD_ELSEWHERE)
+            not isinstance(envelope.event, EVENTS_SHOWN_ELSEWHERE)
             and (line := self._pace.words(envelope)) is not None
         ):
             self.say(line, style=_choose_style(envelope.event))
@@ -369,7 +374,7 @@ class LiveConsole:
         is_something = (
             self._pace.last is not None or self._pace.activity.words or self._live.is_started
         )
-        if self._is_open and is_something and now - self._drawn_s >= REDRAW_S:
+        if self._is_open and is_something and now - self._drawn_s >= REDRAW_INTERVAL_S:
             self._drawn_s = now
             self._draw()
 
@@ -438,7 +443,7 @@ def _wrap_facts(facts: list[str], width: int) -> list[str]:
     return lines
 
 
-_YELLOW = (
+_YELLOW_EVENTS = (
     events.CheckpointPostponed,
     events.StepSkipped,
     events.RestartScheduled,
@@ -453,6 +458,6 @@ def _choose_style(event: events.Event) -> str:
         return "red"
     if isinstance(event, events.Note):
         return "yellow" if event.code == "warning" else ""
-    if isinstance(event, _YELLOW):
+    if isinstance(event, _YELLOW_EVENTS):
         return "yellow"
     return ""

@@ -590,7 +590,7 @@ def _replace_nonfinite(value: Any) -> Any:
 
 
 # Every event stands above this line and derives from Event itself.
-EVENTS: dict[str, type[Event]] = {cls.kind(): cls for cls in Event.__subclasses__()}
+EVENT_CLASS_OF_KIND: dict[str, type[Event]] = {cls.kind(): cls for cls in Event.__subclasses__()}
 
 
 def parse_event_line(line: str, clock: SteadyClock | None = None) -> Envelope | None:
@@ -602,7 +602,7 @@ def parse_event_line(line: str, clock: SteadyClock | None = None) -> Envelope | 
     """
     try:
         body = json.loads(line)
-        cls = EVENTS[body["event"]]
+        cls = EVENT_CLASS_OF_KIND[body["event"]]
         # What a later release added is left out; what an earlier one lacks takes its default.
         fields = {name: body[name] for name in cls.__dataclass_fields__ if name in body}
         fields = {name: math.nan if value is None else value for name, value in fields.items()}

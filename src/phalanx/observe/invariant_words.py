@@ -6,7 +6,7 @@ from phalanx.core.printable import printable
 from phalanx.core.units import plural
 from phalanx.observe.events import InvariantChecked
 
-CLAIMS = {
+CLAIM_OF_INVARIANT = {
     "parameters_moved": "each parameter that had to move in an update did",
     "optimizer_parameters": "the optimizer has the parameters that the model trains",
     "replicas_equal": "ranks that hold the same weights hold the same bits",
@@ -14,12 +14,12 @@ CLAIMS = {
     "expert_loads": "the loads of experts add up to the choices of the batch",
 }
 """By name of an invariant: what holds if a check of it is ok."""
-MAX_SHOWN = 3
+MAX_SHOWN_FAILURES = 3
 
 
 def describe_claim(name: str) -> str:
     """The claim of an invariant in words; its name where a later release has checked it."""
-    return CLAIMS.get(name, printable(name.replace("_", " "), 60))
+    return CLAIM_OF_INVARIANT.get(name, printable(name.replace("_", " "), 60))
 
 
 def describe_failed_check(event: InvariantChecked) -> str:
@@ -62,7 +62,7 @@ def _describe_optimizer(event: InvariantChecked) -> str:
 
 
 def _list_tensors(event: InvariantChecked) -> str:
-    shown = [printable(name, 120) for name in event.tensors[:MAX_SHOWN]]
+    shown = [printable(name, 120) for name in event.tensors[:MAX_SHOWN_FAILURES]]
     num_more = int(event.num_tensors) - len(shown)
     if num_more > 0:
         return f"{', '.join(shown)} and {num_more} more"

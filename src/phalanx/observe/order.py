@@ -22,10 +22,10 @@ from phalanx.observe.events import (
 )
 
 # What a supervisor says once the ranks of an attempt are gone.
-_AFTER_THE_RANKS = (RankFailed, RestartScheduled, BaselineMeasured, RunFinished)
+_AFTER_ATTEMPT_EVENTS = (RankFailed, RestartScheduled, BaselineMeasured, RunFinished)
 # Of files whose clocks have no name: ranks start together, so first events that are further apart
 # show two machines.
-_ANOTHER_MACHINE_S = 3600.0
+_MIN_CLOCK_SHIFT_S = 3600.0
 
 
 class AttemptCounter:
@@ -103,7 +103,7 @@ def _clock_shifts_by_rank(by_rank: dict[int, list[Envelope]]) -> dict[int, float
             shifts[rank] = lead_began_s - began_s[clock.name] if clock.name != lead.name else 0.0
         else:
             apart_s = lead_began_s - clock.began_s
-            shifts[rank] = apart_s if rank > 0 and abs(apart_s) > _ANOTHER_MACHINE_S else 0.0
+            shifts[rank] = apart_s if rank > 0 and abs(apart_s) > _MIN_CLOCK_SHIFT_S else 0.0
     return shifts
 
 
@@ -144,7 +144,7 @@ def _merge_by_kind(by_rank: dict[int, list[Envelope]]) -> Iterator[Envelope]:
     for index, envelope in enumerate(of_supervisor):
         if isinstance(envelope.event, RanksStarted):
             first = index + 1
-        elif isinstance(envelope.event, _AFTER_THE_RANKS):
+        elif isinstance(envelope.event, _AFTER_ATTEMPT_EVENTS):
             end = min(end, index)
     beyond = max(first, end)
     yield from of_supervisor[:first]

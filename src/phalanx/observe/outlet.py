@@ -62,7 +62,7 @@ class SinkWithMessages(Protocol):
     def listen(self, say: Callable[[str], None]) -> None: ...
 
 
-WORK_S = 5.0  # a sink that did nothing for so long stands still
+STALLED_SINK_S = 5.0  # a sink that did nothing for so long stands still
 
 OpenSink = Callable[[], Sink]
 
@@ -116,7 +116,7 @@ class SinkThread:
         self._is_working()
         self._wait(until)
         while more_s > 0 and self._thread.is_alive() and not self._is_over and self._is_working():
-            window_s = min(WORK_S, more_s)
+            window_s = min(STALLED_SINK_S, more_s)
             more_s -= window_s
             self._wait(time.monotonic() + window_s)
         if self._thread.is_alive() and not self._is_over:

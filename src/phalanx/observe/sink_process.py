@@ -31,11 +31,11 @@ from phalanx.core.secrets import Redactor
 from phalanx.observe.events import Envelope, parse_event_line
 from phalanx.observe.outlet import FlushableSink, Sink, describe_sink_error
 
-SINKS = "phalanx.observe.sinks"
-END = b"\n"  # said as well: a process that user code forked may hold the pipe open
-NICE = 5  # the ranks come first
+SINKS_PACKAGE = "phalanx.observe.sinks"
+END_OF_EVENTS = b"\n"  # said as well: a process that user code forked may hold the pipe open
+SINK_NICENESS = 5  # the ranks come first
 # What a process that is killed loses at most, of a sink that can make durable what it has.
-FLUSH_S = 2.0
+FLUSH_INTERVAL_S = 2.0
 READ_BYTES = 1 << 16
 
 
@@ -122,7 +122,7 @@ class ProcessSink:
         if self._process.stdin.closed:
             return
         with contextlib.suppress(OSError):
-            self._process.stdin.write(END)
+            self._process.stdin.write(END_OF_EVENTS)
             self._process.stdin.flush()
         with contextlib.suppress(OSError):  # what is left in the buffer of a broken pipe
             self._process.stdin.close()
@@ -164,14 +164,14 @@ def run_sink_process(arguments: Sequence[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):
-        os.nice(NICE)
+        os.nice(SINK_NICENESS)
     # A copy of standard output is the way back to the rank: what the library prints goes to a log.
     # Buffered by lines: what is said leaves at once, and stays said if the process is killed.
     speaker = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     redactor = Redactor(os.environ)
     redirect_output(run_dir / "logs" / f"sink-{kind}.log", redactor)
     try:
-        module = importlib.import_module(f"{SINKS}.{kind}")
+        module = importlib.import_module(f"{SINKS_PACKAGE}.{kind}")
         # Before the library is imported, by open_sink: it reads them then. What a user set, stays.
         if hasattr(module, "environment"):
             for name, value in module.environment(run_dir).items():
@@ -187,8 +187,8 @@ def run_sink_process(arguments: Sequence[str]) -> int:
 
 
 def _feed_sink(sink: Sink, speaker: TextIO) -> None:
-    """Write what comes, and say how much of it is durable: each FLUSH_S where the sink can do
-    that, else at the end."""
+    """Write what comes, and say how much of it is durable: each FLUSH_INTERVAL_S where the sink can
+    do that, else at the end."""
     num_taken = num_flushed = 0
     flushed_s = time.monotonic()
     try:
@@ -201,7 +201,7 @@ def _feed_sink(sink: Sink, speaker: TextIO) -> None:
                     sink.write(envelope)
             if (
                 num_taken > num_flushed
-                and time.monotonic() - flushed_s >= FLUSH_S
+                and time.monotonic() - flushed_s >= FLUSH_INTERVAL_S
                 and isinstance(sink, FlushableSink)
             ):
                 sink.flush()
@@ -219,7 +219,7 @@ def _iterate_lines(handle: int) -> Iterator[bytes]:
     pending = b""
     while True:
         # os.read and not sys.stdin, in whose buffer select() would not see lines that wait.
-        if not select.select([handle], [], [], FLUSH_S / 2)[0]:
+        if not select.select([handle], [], [], FLUSH_INTERVAL_S / 2)[0]:
             yield b""
             continue
         data = os.read(handle, READ_BYTES)
@@ -227,7 +227,7 @@ def _iterate_lines(handle: int) -> Iterator[bytes]:
             return
         *lines, pending = (pending + data).split(b"\n")
         for line in lines:
-            if line + b"\n" == END:
+            if line + b"\n" == END_OF_EVENTS:
                 return
             yield line
 

@@ -12,10 +12,10 @@ from phalanx.core.files import OVERLONG_LINE, open_regular, read_bounded_lines, 
 from phalanx.observe.events import Envelope, Event, SteadyClock, parse_event_line
 from phalanx.observe.order import sort_events
 
-RANK_FILE = re.compile(r"rank-(\d{1,9})-attempt-(\d{1,9})\.jsonl")
-SUPERVISOR_FILE = "supervisor.jsonl"
+RANK_FILE_PATTERN = re.compile(r"rank-(\d{1,9})-attempt-(\d{1,9})\.jsonl")
+SUPERVISOR_FILE_NAME = "supervisor.jsonl"
 
-_HUGE = 1e300  # a longer whole number would overflow in the first division
+_MAX_COUNTABLE_NUMBER = 1e300  # a longer whole number would overflow in the first division
 
 
 def read_event(line: bytes, clock: SteadyClock | None = None) -> Envelope | None:
@@ -56,14 +56,14 @@ def _has_valid_fields(envelope: Envelope) -> bool:
         value, annotation = getattr(event, name), field.type
         if annotation == "float" and type(value) is float:  # most of what there is
             continue
-        if not _FITS[str(annotation)](value):
+        if not _VALUE_CHECK_OF_ANNOTATION[str(annotation)](value):
             return False
     return True
 
 
 def _is_countable_number(value: Any) -> bool:
     """A number to count with: finite, and small enough to divide."""
-    return type(value) in (int, float) and -_HUGE < value < _HUGE
+    return type(value) in (int, float) and -_MAX_COUNTABLE_NUMBER < value < _MAX_COUNTABLE_NUMBER
 
 
 def _is_list_of_numbers(value: Any) -> bool:
@@ -80,7 +80,7 @@ def _is_list_of_lists(value: Any) -> bool:
 
 # By the annotation of an event's field: what its value must be. A float may also be NaN or
 # infinite.
-_FITS: dict[str, Callable[[Any], bool]] = {
+_VALUE_CHECK_OF_ANNOTATION: dict[str, Callable[[Any], bool]] = {
     "float": lambda value: type(value) is float or _is_countable_number(value),
     "int": _is_countable_number,
     "str": lambda value: type(value) is str,
@@ -113,7 +113,9 @@ def read_recorded_events(run_dir: Path, kind: type[Event], *, rank: int = 0) -> 
     # As Envelope.to_line writes it, without spaces: bytes tell the lines of other kinds.
     mark = f'"event":"{kind.kind()}"'.encode()
     try:
-        matches = [RANK_FILE.fullmatch(entry.name) for entry in (run_dir / "events").iterdir()]
+        matches = [
+            RANK_FILE_PATTERN.fullmatch(entry.name) for entry in (run_dir / "events").iterdir()
+        ]
     except OSError:
         return
     of_rank = [match for match in matches if match is not None and int(match[1]) == rank]
@@ -179,9 +181,9 @@ class EventTail:
             return []
 
     def _is_followed(self, name: str) -> bool:
-        if name == SUPERVISOR_FILE:
+        if name == SUPERVISOR_FILE_NAME:
             return True
-        match = RANK_FILE.fullmatch(name)
+        match = RANK_FILE_PATTERN.fullmatch(name)
         if match is None or int(match[2]) < self._attempt_from:
             return False
         return self._all_ranks or int(match[1]) == 0

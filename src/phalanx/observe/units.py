@@ -32,8 +32,8 @@ class MetricUnits:
         return "tok/s" if self.items == "tokens" else self.rate_unit
 
 
-TEXT = MetricUnits()
-OWN = MetricUnits(loss="", items="targets")
+TEXT_METRIC_UNITS = MetricUnits()
+OWN_MODEL_METRIC_UNITS = MetricUnits(loss="", items="targets")
 
 
 def find_units_of_job(job: Mapping[str, Any]) -> MetricUnits:
@@ -42,8 +42,8 @@ def find_units_of_job(job: Mapping[str, Any]) -> MetricUnits:
     model, data = _section_table(job, "model"), _section_table(job, "data")
     is_image = model.get("kind") == "vit" or "vit" in str(model.get("preset"))
     if model.get("objective") or is_image or _is_factory(data.get("source")):
-        return OWN
-    return TEXT
+        return OWN_MODEL_METRIC_UNITS
+    return TEXT_METRIC_UNITS
 
 
 def _section_table(job: Mapping[str, Any], name: str) -> Mapping[str, Any]:

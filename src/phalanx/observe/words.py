@@ -10,7 +10,7 @@ from phalanx.core.units import format_bytes, format_count, format_seconds, plura
 from phalanx.observe import events
 from phalanx.observe.events import Envelope, EvalFinished
 from phalanx.observe.invariant_words import describe_failed_check
-from phalanx.observe.units import TEXT, MetricUnits
+from phalanx.observe.units import TEXT_METRIC_UNITS, MetricUnits
 
 MAX_LINE, MAX_SAMPLE = 2000, 100  # a warning is of no use without its end, where it says what to do
 
@@ -20,7 +20,7 @@ def _collapse_white_space(text: str, limit: int) -> str:
     return printable(" ".join(text[: 4 * limit].split()), limit)
 
 
-def describe_event(envelope: Envelope, units: MetricUnits = TEXT) -> str | None:
+def describe_event(envelope: Envelope, units: MetricUnits = TEXT_METRIC_UNITS) -> str | None:
     """The line for an event that a person wants to know of, or None for the others."""
     line = _describe_event_body(envelope.event, units)
     if line is None:

@@ -18,7 +18,7 @@ from phalanx.job.schema import Optim
 from phalanx.mesh.logical import LogicalShard, full_name, local_tensor, make_logical_shard
 from phalanx.optim.groups import build_decay_groups
 
-OPTIMIZERS = "phalanx.optim.optimizers"
+OPTIMIZERS_PACKAGE = "phalanx.optim.optimizers"
 
 
 class Trainable(Protocol):
@@ -48,7 +48,7 @@ def build_optimizer(model: Trainable, optim: Optim) -> torch.optim.Optimizer:
             f"{type(module).__name__} has no parameter to train",
             fix="leave requires_grad of some on",
         )
-    optimizer: Any = resolve_kind(optim.kind, OPTIMIZERS, "build")(groups, optim)
+    optimizer: Any = resolve_kind(optim.kind, OPTIMIZERS_PACKAGE, "build")(groups, optim)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise LayoutError(
             f"{optim.kind} returned {type(optimizer).__name__}, not a torch.optim.Optimizer"

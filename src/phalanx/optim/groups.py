@@ -11,8 +11,8 @@ from torch import nn
 
 from phalanx.core.deprecated import warn_renamed
 
-LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
-NORMS = (
+EMBEDDING_TYPES = (nn.Embedding, nn.EmbeddingBag)
+NORM_TYPES = (
     nn.modules.batchnorm._NormBase,  # BatchNorm and InstanceNorm
     nn.LayerNorm,
     nn.GroupNorm,
@@ -87,4 +87,6 @@ def build_decay_groups(
 def _is_undecayed(holder: nn.Module, name: str, parameter: nn.Parameter) -> bool:
     """True for vectors, norms, lookups, and bare parameters that are embeddings by their name
     (`pos_embed` of a vision transformer)."""
-    return parameter.ndim < 2 or isinstance(holder, (*LOOKUPS, *NORMS)) or "embed" in name
+    return (
+        parameter.ndim < 2 or isinstance(holder, (*EMBEDDING_TYPES, *NORM_TYPES)) or "embed" in name
+    )

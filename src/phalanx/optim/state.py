@@ -22,16 +22,16 @@ from torch import nn
 from phalanx.core.errors import CheckpointError
 from phalanx.mesh.logical import LogicalShard, full_name, make_logical_shard
 
-Named = Iterable[tuple[str, nn.Parameter]]
-Restore = Callable[[], None]
-Undo = Callable[[], None]
-Holder = Callable[[], dict[Any, Any]]
+NamedParameters = Iterable[tuple[str, nn.Parameter]]
+RestoreState = Callable[[], None]
+UndoRestore = Callable[[], None]
+GetStateDict = Callable[[], dict[Any, Any]]
 # The learning rate is a function of the step, so there is nothing to store.
-_SET_BY_THE_JOB = ("params", "lr")
+_JOB_OWNED_KEYS = ("params", "lr")
 # JSON has lists only: a tuple is stored under this key.
-_TUPLE = "tuple"
+_TUPLE_KEY = "tuple"
 # Equal to nothing: a value that cannot be compared counts as changed.
-_UNKNOWN = object()
+_UNCOMPARABLE = object()
 
 
 class StoredTensorSpec(Protocol):
@@ -66,7 +66,7 @@ def list_group_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def collect_numbers(
-    optimizer: torch.optim.Optimizer, named_parameters: Named, built: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer, named_parameters: NamedParameters, built: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Values that training made or changed and that are no tensors, as JSON by path.
 
@@ -90,7 +90,11 @@ def collect_numbers(
 
 
 def collect_tensors(
-    optimizer: torch.optim.Optimizer, named_parameters: Named, *, rank: int, world_size: int
+    optimizer: torch.optim.Optimizer,
+    named_parameters: NamedParameters,
+    *,
+    rank: int,
+    world_size: int,
 ) -> dict[str, LogicalShard]:
     """Tensors that belong to no parameter, as `optim/<path>`.
 
@@ -108,11 +112,11 @@ def collect_tensors(
 
 def plan_restores(
     optimizer: torch.optim.Optimizer,
-    named_parameters: Named,
+    named_parameters: NamedParameters,
     numbers: Mapping[str, Any],
     *,
     elsewhere: Container[str] = (),
-) -> list[Restore]:
+) -> list[RestoreState]:
     """Return functions that each set one of the `numbers`, which `collect_numbers` took from
     another optimizer, in this one.
 
@@ -120,7 +124,7 @@ def plan_restores(
     CheckpointError if this optimizer has no place for a value.
     """
     parameters = {full_name(name): parameter for name, parameter in named_parameters}
-    restores: list[Restore] = []
+    restores: list[RestoreState] = []
     for path, value in numbers.items():
         owner = ""
         if path.startswith("state/"):
@@ -142,10 +146,10 @@ def plan_restores(
 
 def make_slots(
     optimizer: torch.optim.Optimizer,
-    named_parameters: Named,
+    named_parameters: NamedParameters,
     stored: Mapping[str, StoredTensorSpec],
     full_shapes: Mapping[str, tuple[int, ...]] | None = None,
-) -> list[Undo]:
+) -> list[UndoRestore]:
     """Make the tensors of state that a checkpoint holds and the optimizer does not have yet.
 
     Returns functions that each undo one. Their values are to be loaded. An optimizer that makes its
@@ -153,7 +157,7 @@ def make_slots(
     parallelism has cut them, which the tensors do not show.
     """
     parameters = {full_name(name): parameter for name, parameter in named_parameters}
-    undos: list[Undo] = []
+    undos: list[UndoRestore] = []
     for name, facts in stored.items():
         path = name.removeprefix("optim/")
         if path == name or not hasattr(torch, facts.dtype):
@@ -176,7 +180,7 @@ def make_slots(
 
 
 def _list_values(
-    optimizer: torch.optim.Optimizer, named_parameters: Named
+    optimizer: torch.optim.Optimizer, named_parameters: NamedParameters
 ) -> Iterator[OptimizerValue]:
     """All values of the optimizer. Raises CheckpointError for one that no checkpoint could name."""
     yield from _list_group_entries(optimizer)
@@ -202,7 +206,7 @@ def _list_values(
 def _list_group_entries(optimizer: torch.optim.Optimizer) -> Iterator[OptimizerValue]:
     for index, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
-            if key not in _SET_BY_THE_JOB:
+            if key not in _JOB_OWNED_KEYS:
                 yield OptimizerValue(f"group/{index}/{key}", group, key, value)
 
 
@@ -219,7 +223,7 @@ def _list_slots(
 
 def _locate_dictionary(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], path: str
-) -> tuple[Holder, str]:
+) -> tuple[GetStateDict, str]:
     """A function that returns (and makes) the dictionary that `path` means, and the key in it.
 
     Raises KeyError, IndexError or ValueError if there is none.
@@ -239,11 +243,11 @@ def _locate_dictionary(
     return lambda: optimizer.state.setdefault(owner, {}), slot
 
 
-def _set_value(holder: Holder, key: str, value: Any) -> None:
+def _set_value(holder: GetStateDict, key: str, value: Any) -> None:
     holder()[key] = value
 
 
-def _make_undo(optimizer: torch.optim.Optimizer, holder: dict[Any, Any], key: str) -> Undo:
+def _make_undo(optimizer: torch.optim.Optimizer, holder: dict[Any, Any], key: str) -> UndoRestore:
     had_key, before = key in holder, holder.get(key)
 
     def undo() -> None:
@@ -300,13 +304,13 @@ def _item_to_json(value: Any) -> Any:
     if isinstance(value, list):
         return list(map(_item_to_json, value))
     if isinstance(value, tuple):
-        return {_TUPLE: list(map(_item_to_json, value))}
+        return {_TUPLE_KEY: list(map(_item_to_json, value))}
     raise ValueError
 
 
 def _parse_json(value: Any) -> Any:
     if isinstance(value, dict):
-        return tuple(map(_parse_json, value[_TUPLE]))
+        return tuple(map(_parse_json, value[_TUPLE_KEY]))
     if isinstance(value, list):
         return list(map(_parse_json, value))
     return value
@@ -321,14 +325,14 @@ def _unsaveable_value_error(optimizer: torch.optim.Optimizer, value: str) -> Che
 
 
 def _copy_if_possible(value: Any) -> Any:
-    """A deep copy of `value`; _UNKNOWN if it holds tensors or cannot be copied."""
+    """A deep copy of `value`; _UNCOMPARABLE if it holds tensors or cannot be copied."""
     if _holds_tensor(value):
-        return _UNKNOWN
+        return _UNCOMPARABLE
     try:
         return copy.deepcopy(value)
     # An object of the user's own may raise anything when it is copied.
     except Exception:
-        return _UNKNOWN
+        return _UNCOMPARABLE
 
 
 def _holds_tensor(value: Any) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from phalanx.core.units import format_bytes
-from phalanx.job.checks.experts import WHY
+from phalanx.job.checks.experts import EXPERT_REDUCTION_REASON
 from phalanx.job.costs import ModelCosts
 from phalanx.job.learning_rate import peak_learning_rate
 from phalanx.job.model import explain_scaled_widths
@@ -206,7 +206,7 @@ def ep_notes(job: Job, evaluator: CandidateEvaluator, chosen: Candidate) -> list
             f" {experts.count} experts, {lies}; rows of tokens travel to them and back, {sent}"
             " per rank and step where experts get equally many"
         ),
-        f"zero1 is left out: with ep, {WHY}",
+        f"zero1 is left out: with ep, {EXPERT_REDUCTION_REASON}",
     ]
 
 

@@ -16,7 +16,7 @@ from typing import Literal
 from phalanx.core.units import format_count, plural
 from phalanx.job.learning_rate import (
     RANDOM_WEIGHTS_LR,
-    TRAINED_WEIGHTS_LR,
+    TRAINED_WEIGHTS_LR_OF_OPTIMIZER,
     find_pretrained_weights_key,
     unscaled_learning_rate,
 )
@@ -117,7 +117,7 @@ def _warn_of_high_lr(job: Job, plan: Plan, data: DataFacts | None) -> str | None
     trained, lr = find_pretrained_weights_key(job.model), plan.peak_lr
     if not trained or lr < HIGH_LR_OF_TRAINED.get(job.optim.kind, RANDOM_WEIGHTS_LR):
         return None
-    usual = TRAINED_WEIGHTS_LR.get(job.optim.kind)
+    usual = TRAINED_WEIGHTS_LR_OF_OPTIMIZER.get(job.optim.kind)
     remedy = "set optim.lr to what your optimizer needs for them"
     if usual:
         remedy = f"leave optim.lr out for {usual:.3g}"

@@ -14,7 +14,7 @@ from phalanx.core.files import open_regular, read_bounded_lines
 from phalanx.observe import events
 from phalanx.observe.events import Envelope, StepFinished
 from phalanx.observe.order import sort_events
-from phalanx.observe.tail import RANK_FILE, SUPERVISOR_FILE, read_event
+from phalanx.observe.tail import RANK_FILE_PATTERN, SUPERVISOR_FILE_NAME, read_event
 from phalanx.report.expert_facts import ExpertLog
 from phalanx.report.facts import GROUPS, StepColumns, time_group_of_phase
 from phalanx.report.invariant_facts import InvariantLog
@@ -129,10 +129,10 @@ def _event_files(directory: Path) -> list[tuple[int, int, Path]]:
     event_files = []
     try:
         for path in directory.iterdir():
-            match = RANK_FILE.fullmatch(path.name)
+            match = RANK_FILE_PATTERN.fullmatch(path.name)
             if match:
                 event_files.append((int(match[1]), int(match[2]), path))
-            elif path.name == SUPERVISOR_FILE:
+            elif path.name == SUPERVISOR_FILE_NAME:
                 event_files.append((SUPERVISOR, 0, path))
     except OSError:
         return []

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from phalanx.observe.events import Envelope, InvariantChecked
-from phalanx.observe.invariant_words import CLAIMS
+from phalanx.observe.invariant_words import CLAIM_OF_INVARIANT
 
 MAX_FAILURES = 100
 
@@ -54,9 +54,11 @@ class InvariantLog:
             self._failures.setdefault(event.name, []).append(event)
 
     def list_facts(self) -> list[InvariantFacts]:
-        """The facts of each invariant in the order of CLAIMS; none of a run that checked
-        nothing."""
-        names = dict.fromkeys((*CLAIMS, *(name for name, _, _ in self._summaries), *self._failures))
+        """The facts of each invariant in the order of CLAIM_OF_INVARIANT; none of a run that
+        checked nothing."""
+        names = dict.fromkeys(
+            (*CLAIM_OF_INVARIANT, *(name for name, _, _ in self._summaries), *self._failures)
+        )
         return [self._facts_of(name) for name in names if self._has_checks(name)]
 
     def _has_checks(self, name: str) -> bool:

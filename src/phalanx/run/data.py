@@ -16,7 +16,7 @@ from phalanx.data.samples import SampleSpec
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.data.tokens import SPLITS, Split
 from phalanx.data.user_dataset import (
-    LOOKED_AT,
+    NUM_COMPARED_SAMPLES,
     UserDatasetFacts,
     digest_sample_subset,
     open_user_dataset,
@@ -136,7 +136,7 @@ def require_same_samples(corpus: Corpus, mesh: Mesh) -> None:
     different = [rank for rank, view in enumerate(views) if view != was]
     if not different:
         return
-    other = f"other samples ({LOOKED_AT} are compared)"
+    other = f"other samples ({NUM_COMPARED_SAMPLES} are compared)"
     if views[different[0]]["length"] != was["length"]:
         other = "another length"
     # All ranks agree, and yet not with the process that looked before they started.

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.units import GIB, format_bytes, format_count
-from phalanx.data.tokenizer import BYTES
+from phalanx.data.tokenizer import BYTE_TOKENIZER_KIND
 from phalanx.job.learning_rate import (
-    MAX_DEFAULT_WARMUP,
+    MAX_DEFAULT_WARMUP_STEPS,
     count_warmup_steps,
     find_scaling_rule,
     peak_learning_rate,
@@ -20,7 +20,7 @@ from phalanx.job.model import find_preset_of_model
 from phalanx.job.schema import Job
 from phalanx.job.toml import format_toml_value
 from phalanx.job.user_dataset import count_loader_processes
-from phalanx.observe.units import TEXT, MetricUnits, find_units_of_job
+from phalanx.observe.units import TEXT_METRIC_UNITS, MetricUnits, find_units_of_job
 from phalanx.plan.choice import AUTO, DEFAULT
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.described_cluster import find_cluster
@@ -136,7 +136,7 @@ def _explain_derived(
         why = rate.why or "for random weights"
         rows.append(ExplainedValue("optim.lr", rate.lr, "derived", why=why))
     if job.optim.warmup_steps is None:
-        why = f"a tenth of {job.train.steps} steps, and {MAX_DEFAULT_WARMUP} at most"
+        why = f"a tenth of {job.train.steps} steps, and {MAX_DEFAULT_WARMUP_STEPS} at most"
         rows.append(
             ExplainedValue("optim.warmup_steps", count_warmup_steps(job), "derived", why=why)
         )
@@ -229,7 +229,7 @@ def _explain_cluster_keys(job: Job, plan: Plan, cluster: Cluster) -> list[Explai
 def _explain_plan(plan: Plan, units: MetricUnits) -> list[ExplainedValue]:
     """The rows of the plan that no key of the job says."""
     memory, tokens = plan.chosen.total_bytes, plan.model_shape.tokens_of(plan.seq_len)
-    noun = "sequences" if units == TEXT else "samples"
+    noun = "sequences" if units == TEXT_METRIC_UNITS else "samples"
     rows: list[tuple[str, Any, str]] = [
         ("layout", plan.chosen.name, f"{plan.layout}: {plan.chosen.why}"),
         (
@@ -244,7 +244,7 @@ def _explain_plan(plan: Plan, units: MetricUnits) -> list[ExplainedValue]:
             f"{format_bytes(memory)} per rank predicted, beyond interpreter and torch",
         ),
     ]
-    if units == TEXT:
+    if units == TEXT_METRIC_UNITS:
         batch = f"{plan.global_batch_size} sequences x {tokens} over all ranks"
         rows.insert(2, ("tokens_per_step", plan.global_batch_size * tokens, batch))
     return [ExplainedValue(f"plan.{key}", value, "derived", why=why) for key, value, why in rows]
@@ -260,7 +260,7 @@ def _predict_vocabulary(tokens: JobTokens) -> tuple[int | None, str]:
                 largest.vocab_size,
                 f"the token shards in {' and '.join(one.source for one in sources)} have it",
             )
-        if largest.name != BYTES:
+        if largest.name != BYTE_TOKENIZER_KIND:
             return largest.vocab_size, f"the tokenizer {largest.name} has it"
     return None, "bytes and the end of a document; train counts what the data needs"
 

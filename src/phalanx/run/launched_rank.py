@@ -19,7 +19,7 @@ from phalanx.launch.paths import black_box_path
 from phalanx.launch.rank_env import RankEnv
 from phalanx.launch.reports import build_error_report
 from phalanx.launch.verdict import describe_rank_position
-from phalanx.mesh.rendezvous import RENDEZVOUS_S, open_rendezvous_store
+from phalanx.mesh.rendezvous import RENDEZVOUS_TIMEOUT_S, open_rendezvous_store
 from phalanx.run.decision import RankZeroDecision
 from phalanx.run.rank import run_rank
 from phalanx.run.rank_run import RankRunInputs
@@ -40,7 +40,7 @@ class DecisionStore:
         self._store: Any = None
         if ranks.world_size > 1:
             self._store = open_rendezvous_store(
-                rendezvous_s=job.resilience.rendezvous_s or RENDEZVOUS_S
+                rendezvous_s=job.resilience.rendezvous_s or RENDEZVOUS_TIMEOUT_S
             )
 
     def publish_decision(self, decision: RankZeroDecision) -> None:

@@ -15,7 +15,7 @@ from phalanx.core.errors import LayoutError
 from phalanx.core.files import read_json, write_json_atomic
 from phalanx.core.registry import is_foreign
 from phalanx.job.module_probe import (
-    SHAPE_CACHE,
+    SHAPE_CACHE_DIR,
     find_last_line,
     find_module_sources,
     list_file_states,
@@ -94,4 +94,4 @@ def _cache_file(job: Job, plan: Plan) -> Path:
         plan.shape,
     ]
     sources = list_file_states([*user_files, *phalanx_files])
-    return SHAPE_CACHE / f"rows-{digest([settings, sources, sys.version])}.json"
+    return SHAPE_CACHE_DIR / f"rows-{digest([settings, sources, sys.version])}.json"

@@ -14,7 +14,7 @@ from phalanx.core.registry import is_foreign, resolve_kind
 from phalanx.job.hugging_face import modules_to_preload
 from phalanx.job.schema import Job
 from phalanx.observe.outlet import OpenSink, Sink
-from phalanx.observe.sink_process import SINKS, ProcessSink
+from phalanx.observe.sink_process import SINKS_PACKAGE, ProcessSink
 from phalanx.plan.cluster import compute_capability
 from phalanx.plan.precision import FP8_CAPABILITY, FP8_FIX
 
@@ -43,9 +43,9 @@ def sink_openers(job: Job, run_dir: Path) -> list[tuple[str, OpenSink]]:
 
 
 def _sink_opener(kind: str, run_dir: Path) -> OpenSink:
-    if not is_foreign(kind) and resolve_kind(kind, SINKS, "IS_APART"):
+    if not is_foreign(kind) and resolve_kind(kind, SINKS_PACKAGE, "IS_APART"):
         return partial(ProcessSink, kind, run_dir)
-    return lambda: cast(Sink, resolve_kind(kind, SINKS, "open_sink")(run_dir))
+    return lambda: cast(Sink, resolve_kind(kind, SINKS_PACKAGE, "open_sink")(run_dir))
 
 
 def list_modules_to_preload(job: Job) -> tuple[str, ...]:
@@ -54,7 +54,7 @@ def list_modules_to_preload(job: Job) -> tuple[str, ...]:
     modules = ["torch", "torch._dynamo", "phalanx.run.rank", *modules_to_preload(job.model.kind)]
     for kind in choose_sinks(job):
         if not is_foreign(kind):
-            modules += resolve_kind(kind, SINKS, "PRELOAD")
+            modules += resolve_kind(kind, SINKS_PACKAGE, "PRELOAD")
     return tuple(modules)
 
 
@@ -64,7 +64,9 @@ def require_packages(job: Job, device: str) -> None:
     for kind in choose_sinks(job):
         if not is_foreign(kind):
             missing = [
-                name for name in resolve_kind(kind, SINKS, "REQUIRES") if not _is_installed(name)
+                name
+                for name in resolve_kind(kind, SINKS_PACKAGE, "REQUIRES")
+                if not _is_installed(name)
             ]
             if missing:
                 fix = f"pip install 'phalanx[{kind}]'"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from phalanx.data.look import inspect_data
-from phalanx.data.tokenizer import BYTES
+from phalanx.data.tokenizer import BYTE_TOKENIZER_KIND
 from phalanx.job.model import build_model_shape, find_vocab_size_of
 from phalanx.job.module_probe import measure_foreign_shape
 from phalanx.job.schema import Data, Job
@@ -76,7 +76,7 @@ def _plan_with_data(job: Job) -> tuple[Plan, list[str]]:
     """(the plan, a line for each source of data that was looked at)."""
     cluster = find_cluster(job)
     shape, tokens = measure_foreign_shape(job), find_job_tokens(job)
-    is_usual = _is_known_without_look(job) and tokens.default in ("", BYTES)
+    is_usual = _is_known_without_look(job) and tokens.default in ("", BYTE_TOKENIZER_KIND)
     if is_usual or (
         (shape or build_model_shape(job, vocab_size=1)).reads_images and _has_tokens(job)
     ):

@@ -12,7 +12,7 @@ from phalanx.checkpoint.ownership.run_lock import RunLock
 from phalanx.checkpoint.stores import Store
 from phalanx.core.errors import LayoutError
 from phalanx.core.files import open_run_directory
-from phalanx.data.corpus import MANIFEST, Corpus, verify_corpus
+from phalanx.data.corpus import CORPUS_FILE_NAME, Corpus, verify_corpus
 from phalanx.data.prepare import prepare_corpus
 from phalanx.job.costs import ModelCosts
 from phalanx.job.model import find_vocab_size_of, require_matching_data
@@ -126,7 +126,7 @@ def _check_before_writing(
     """Find out what the plan rests on, and refuse what can be refused before anything is written:
     a run directory, a machine, weights or a layout that do not fit the job."""
     refuse_existing_run(run_dir, resume=resume)
-    is_prepared = (run_dir / DATA_FOLDER / MANIFEST).exists()
+    is_prepared = (run_dir / DATA_FOLDER / CORPUS_FILE_NAME).exists()
     linked_folders = []
     if resume and not is_prepared:
         linked_folders.append(DATA_FOLDER)
@@ -162,7 +162,7 @@ def _plan_with_data(
     job, tokens = basis.job, basis.tokens
     data_dir = run_dir / DATA_FOLDER
     # Asked before `prepare_corpus`, which writes it.
-    is_new = not (data_dir / MANIFEST).exists()
+    is_new = not (data_dir / CORPUS_FILE_NAME).exists()
     fixed_size = find_vocab_size_of(job.model)
     corpus = prepare_corpus(
         job.data, data_dir, vocab_size=fixed_size, default_tokenizer=tokens.default

@@ -31,9 +31,14 @@ from phalanx.launch.rank_link import RankLink
 from phalanx.mesh.determinism import deterministic_algorithms, explaining_determinism_errors
 from phalanx.mesh.event_clock import phase_clock_of_device
 from phalanx.mesh.mesh import Mesh, leave_at_once, open_mesh
-from phalanx.mesh.rendezvous import RENDEZVOUS_S, SUPERVISED_RENDEZVOUS_S
+from phalanx.mesh.rendezvous import RENDEZVOUS_TIMEOUT_S, SUPERVISED_RENDEZVOUS_TIMEOUT_S
 from phalanx.nn.build import build_objective
-from phalanx.observe.bus import CLOSE_AFTER_ERROR_S, CLOSE_MORE_S, Bus, OpenSink
+from phalanx.observe.bus import (
+    CLOSE_AFTER_ERROR_TIMEOUT_S,
+    SLOW_SINK_CLOSE_TIMEOUT_S,
+    Bus,
+    OpenSink,
+)
 from phalanx.observe.events import Envelope, InvariantChecked, Note, RunStarted, SinkDropped
 from phalanx.parallel.parallelize import discover_transforms
 from phalanx.resilience.fault import fault_listener
@@ -139,10 +144,10 @@ def run_rank(
         code = _train_rank(RankContext(run, bus, phases, meter, stop, fence), rendezvous)
     except BaseException:
         # Not longer: all others wait for a rank that failed.
-        bus.close(CLOSE_AFTER_ERROR_S)
+        bus.close(CLOSE_AFTER_ERROR_TIMEOUT_S)
         raise
     # Whoever stops a run (code 75, 130) has little time: sinks get theirs at its end alone.
-    bus.close(more_s=CLOSE_MORE_S if code == ExitCode.OK else 0.0)
+    bus.close(more_s=SLOW_SINK_CLOSE_TIMEOUT_S if code == ExitCode.OK else 0.0)
     return code
 
 
@@ -214,7 +219,7 @@ def _join_ranks(run: RankRunInputs, rendezvous: dist.Store | None) -> Iterator[M
     """Open the mesh of the plan for the body, in which algorithms are as deterministic as the job
     asks for."""
     job, plan = run.job, run.plan
-    default_s = SUPERVISED_RENDEZVOUS_S if rendezvous is None else RENDEZVOUS_S
+    default_s = SUPERVISED_RENDEZVOUS_TIMEOUT_S if rendezvous is None else RENDEZVOUS_TIMEOUT_S
     with (
         deterministic_algorithms(
             job.train.deterministic, device=plan.device, compiles=plan.compile

@@ -21,8 +21,8 @@ from phalanx.mesh.cpu_kind import describe_cpu_kind
 from phalanx.mesh.logical import LogicalShard
 from phalanx.optim.build import optimizer_shards
 from phalanx.optim.state import (
-    Restore,
-    Undo,
+    RestoreState,
+    UndoRestore,
     collect_numbers,
     collect_tensors,
     list_group_values,
@@ -143,8 +143,8 @@ class TrainState:
         """
         where = as_folder(folder).url
         shards = self.shards()
-        restores: list[Restore] = []
-        undos: list[Undo] = []
+        restores: list[RestoreState] = []
+        undos: list[UndoRestore] = []
 
         def require(manifest: Manifest) -> Manifest:
             self._require_same_run(manifest, where)

@@ -8,9 +8,9 @@ PLANT = Plant(
         Edit(
             "mesh/tensor_group.py",
             "TensorGroup.own_tokens",
-            "        return padded.narrow(SEQUENCE, self.rank * length, length)\n",
+            "        return padded.narrow(SEQUENCE_DIM, self.rank * length, length)\n",
             "        rank = (self.rank + 1) % self.size if __planted__() else self.rank\n"
-            "        return padded.narrow(SEQUENCE, rank * length, length)\n",
+            "        return padded.narrow(SEQUENCE_DIM, rank * length, length)\n",
         ),
     ),
     shows=("tp4", "zero3-tp2"),

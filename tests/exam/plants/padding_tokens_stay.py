@@ -8,10 +8,10 @@ PLANT = Plant(
         Edit(
             "mesh/tensor_group.py",
             "TensorGroup._pad_sequence",
-            "        missing = -x.shape[SEQUENCE] % self.size\n",
-            "        missing = -x.shape[SEQUENCE] % self.size\n"
+            "        missing = -x.shape[SEQUENCE_DIM] % self.size\n",
+            "        missing = -x.shape[SEQUENCE_DIM] % self.size\n"
             "        if __planted__(missing):\n"
-            "            return F.pad(x, (0, 0) * (x.ndim - SEQUENCE - 1) + (missing, 0))\n",
+            "            return F.pad(x, (0, 0) * (x.ndim - SEQUENCE_DIM - 1) + (missing, 0))\n",
         ),
     ),
     shows=("tp4-odd-sequence",),

@@ -43,7 +43,7 @@ from phalanx.checkpoint.stores import open_store
 from phalanx.core.disk import Disk, write_bytes_durably
 from phalanx.core.errors import CheckpointError, LayoutError
 from phalanx.core.files import read_json
-from phalanx.job.shapes.stored_keys import DEFAULTS, REQUIRED
+from phalanx.job.shapes.stored_keys import REQUIRED_SHAPE_KEYS, STORED_SHAPE_DEFAULTS
 from phalanx.job.shapes.transformer import TransformerShape
 
 MAX_FILE_BYTES = 4 << 30
@@ -251,7 +251,7 @@ def _shape_of_parts(parts: Sequence[Piece]) -> tuple[int, ...]:
 def _shape_to_json(shape: TransformerShape) -> dict[str, Any]:
     """The keys of `shape` that every model has, and those that differ from their defaults."""
     facts = shape.to_json()
-    for key in facts.keys() - set(REQUIRED):
-        if facts[key] == DEFAULTS[key]:
+    for key in facts.keys() - set(REQUIRED_SHAPE_KEYS):
+        if facts[key] == STORED_SHAPE_DEFAULTS[key]:
             del facts[key]
     return facts

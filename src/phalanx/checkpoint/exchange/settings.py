@@ -25,7 +25,7 @@ from phalanx.checkpoint.exchange.rope_settings import (
 from phalanx.core.errors import LayoutError
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.job.shapes.stored import build_shape
-from phalanx.job.shapes.stored_keys import DEFAULTS
+from phalanx.job.shapes.stored_keys import STORED_SHAPE_DEFAULTS
 from phalanx.job.shapes.transformer import TransformerShape
 
 ConfigJson = Mapping[str, Any]
@@ -126,7 +126,7 @@ def _derive_shape_keys(values: dict[str, Any], config: ConfigJson) -> None:
 def _require_plausible_numbers(values: Mapping[str, Any]) -> None:
     """Raise ValueError for numbers that no model can have, before they are computed with."""
     for key, value in values.items():
-        usual = DEFAULTS.get(key)
+        usual = STORED_SHAPE_DEFAULTS.get(key)
         if not isinstance(usual, str) and not _is_plausible_number(key, value, usual):
             raise ValueError(f"{key} {value!r}")
     if values["num_layers"] * values.get("num_experts", 1) > MAX_PARTS:
@@ -232,14 +232,14 @@ def normalize_model_shape(shape: TransformerShape) -> TransformerShape:
         )
         changes |= {"rope_scaling": "none", "rope_theta": theta}
     if changes.get("rope_scaling", shape.rope_scaling) == "none":
-        changes["rope_factor"] = DEFAULTS["rope_factor"]
+        changes["rope_factor"] = STORED_SHAPE_DEFAULTS["rope_factor"]
     if shape.rope_scaling not in ("llama3", "yarn"):
         changes["rope_original_len"] = 0
     if shape.rope_scaling != "yarn":
-        changes["rope_mscale"] = DEFAULTS["rope_mscale"]
+        changes["rope_mscale"] = STORED_SHAPE_DEFAULTS["rope_mscale"]
     if shape.positions != "rope":
         changes |= {
-            "rope_theta": DEFAULTS["rope_theta"],
+            "rope_theta": STORED_SHAPE_DEFAULTS["rope_theta"],
             "rope_scaling": "none",
             "rope_factor": 1.0,
             "rope_original_len": 0,

@@ -9,7 +9,7 @@ from phalanx.job.findings import Finding
 from phalanx.job.positions import Path
 from phalanx.job.schema import Job
 
-Question = Callable[[Job], list[Finding]]
+CheckFunction = Callable[[Job], list[Finding]]
 
 
 @dataclass(frozen=True)
@@ -20,12 +20,12 @@ class Check:
     disagree.
     """
 
-    run: Question
+    run: CheckFunction
     reads: tuple[str, ...]
     asked_by: tuple[str, ...]
 
 
-def declare_check(*reads: str, asked_by: tuple[str, ...] = ()) -> Callable[[Question], Check]:
+def declare_check(*reads: str, asked_by: tuple[str, ...] = ()) -> Callable[[CheckFunction], Check]:
     """Decorator that makes a `Check` of a function from the keys that it reads."""
     # Without `asked_by` any key that it reads makes the user responsible for it.
     return lambda run: Check(run, reads, asked_by or reads)

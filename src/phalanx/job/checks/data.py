@@ -13,7 +13,7 @@ from phalanx.job.user_dataset import is_own_dataset
 
 Question = Callable[[Job], list[Finding]]
 
-SMALLEST_SHARE = 1 / 2**16  # of a mixture's samples: what its table can tell
+MIN_SOURCE_SHARE = 1 / 2**16  # of a mixture's samples: what its table can tell
 
 
 def mixture_or_source(job: Job) -> list[Finding]:
@@ -41,11 +41,11 @@ def mixture_weights_are_not_tiny(job: Job) -> list[Finding]:
         Finding(
             ("data", "mixture", number, "weight"),
             f"a share of {part.weight / total:.2g} is below one sample in"
-            f" {round(1 / SMALLEST_SHARE)}",
+            f" {round(1 / MIN_SOURCE_SHARE)}",
             "leave the source out, or raise its weight",
         )
         for number, part in enumerate(job.data.mixture)
-        if part.weight / total < SMALLEST_SHARE
+        if part.weight / total < MIN_SOURCE_SHARE
     ]
 
 
@@ -129,7 +129,7 @@ def _make_key_question(key: str) -> Question:
 
 
 # Each question with the keys that it is about: it is asked if the user gave one of them.
-QUESTIONS: tuple[tuple[Question, tuple[str, ...]], ...] = (
+DATA_CHECKS: tuple[tuple[Question, tuple[str, ...]], ...] = (
     (mixture_or_source, ("data.mixture", "data.source")),
     (mixture_is_of_tokens, ("data.mixture",)),
     (mixture_weights_are_not_tiny, ("data.mixture",)),

@@ -13,21 +13,25 @@ from phalanx.job.findings import Finding
 from phalanx.job.nearest import format_nearest_values, list_divisors
 from phalanx.job.schema import Job
 
-WHY = "experts are reduced over other ranks than the rest"
-FOREIGN = (
+EXPERT_REDUCTION_REASON = "experts are reduced over other ranks than the rest"
+FOREIGN_MODEL_REFUSAL = (
     "spreads the experts of phalanx's own models; one that you bring keeps its experts whole",
     "remove it",
 )
-MODEL = ("model.kind", "model.preset", "model.num_experts")
+EXPERT_MODEL_KEYS = ("model.kind", "model.preset", "model.num_experts")
 
 
-@declare_check("parallel.ep", *MODEL, asked_by=("parallel.ep",))
+@declare_check("parallel.ep", *EXPERT_MODEL_KEYS, asked_by=("parallel.ep",))
 def experts_can_be_spread(job: Job) -> list[Finding]:
     ep = job.parallel.degrees.ep
     if ep == 1:
         return []
     if job.model.is_foreign:
-        return [make_finding("parallel.ep", f"ep {ep} {FOREIGN[0]}", FOREIGN[1])]
+        return [
+            make_finding(
+                "parallel.ep", f"ep {ep} {FOREIGN_MODEL_REFUSAL[0]}", FOREIGN_MODEL_REFUSAL[1]
+            )
+        ]
     shape = find_model_shape(job)
     if shape is None:
         return []
@@ -48,7 +52,7 @@ def find_expert_problem(
     """
     experts = shape.experts
     if experts is None and is_foreign(shape.kind):
-        return f"ep {ep} {FOREIGN[0]}", FOREIGN[1]
+        return f"ep {ep} {FOREIGN_MODEL_REFUSAL[0]}", FOREIGN_MODEL_REFUSAL[1]
     if experts is None:
         return (
             f"ep {ep} spreads experts over ranks, and the model has none",
@@ -128,11 +132,15 @@ def experts_have_no_conflicts(job: Job) -> list[Finding]:
     if job.parallel.zero_stage == 1:
         findings.append(
             make_finding(
-                "parallel.zero_stage", f"1 is not for parallel.ep: {WHY}", "set it to 2 or 3"
+                "parallel.zero_stage",
+                f"1 is not for parallel.ep: {EXPERT_REDUCTION_REASON}",
+                "set it to 2 or 3",
             )
         )
     if job.parallel.compress != "none":
-        problem = f"not with parallel.ep: {WHY}, and a hook is for one set of ranks"
+        problem = (
+            f"not with parallel.ep: {EXPERT_REDUCTION_REASON}, and a hook is for one set of ranks"
+        )
         findings.append(
             make_finding("parallel.compress", problem, 'set it to "none", or parallel.ep=1')
         )

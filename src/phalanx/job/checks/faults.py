@@ -13,8 +13,8 @@ from phalanx.job.checks.ranks import find_num_ranks
 from phalanx.job.findings import Finding
 from phalanx.job.schema import Job
 
-FAULTS = "phalanx.resilience.faults"
-KEYS = ("rank", "step", "phase")
+FAULTS_PACKAGE = "phalanx.resilience.faults"
+COMMON_FAULT_KEYS = ("rank", "step", "phase")
 
 
 @declare_check("resilience.inject")
@@ -75,7 +75,7 @@ def _find_spelling_problems(text: str) -> list[tuple[str, str]]:
     """(problem, fix) for each thing wrong with the spelling of "fault:key=value,..."."""
     usage = 'write "fault:rank=1,step=7,phase=backward"'
     fault, parts = _split_fault(text)
-    known = list_kinds_of_package(FAULTS)
+    known = list_kinds_of_package(FAULTS_PACKAGE)
     wrong: list[tuple[str, str]] = []
     # "kill:" and "kill:7" are a fault of ours badly written, no module of the user's.
     if fault.partition(":")[0] in ("", *known) and fault not in known:
@@ -94,7 +94,7 @@ def _find_spelling_problems(text: str) -> list[tuple[str, str]]:
         key, _, value = part.partition("=")
         if not value:
             wrong.append((f"{part!r} in {text!r} is not key=value", usage))
-        elif key in KEYS and key in keys:
+        elif key in COMMON_FAULT_KEYS and key in keys:
             wrong.append((f"{key} is given twice in {text!r}", "keep one of them"))
         else:
             wrong += _check_fault_part(key, value, text)
@@ -103,8 +103,8 @@ def _find_spelling_problems(text: str) -> list[tuple[str, str]]:
 
 
 def _check_fault_part(key: str, value: str, text: str) -> list[tuple[str, str]]:
-    if key not in KEYS:
-        fix = did_you_mean(key, KEYS) or f"keys are {', '.join(KEYS)}"
+    if key not in COMMON_FAULT_KEYS:
+        fix = did_you_mean(key, COMMON_FAULT_KEYS) or f"keys are {', '.join(COMMON_FAULT_KEYS)}"
         return [(f"unknown key {key!r} in {text!r}", fix)]
     if key == "phase":
         if value in PHASES:

@@ -298,8 +298,8 @@ def cast_needs_weights(job: Job) -> list[Finding]:
     ]
 
 
-_COMPANIONS = ("model.kind", "model.preset")
-_WHAT_TURNS_ON = {
+_MODEL_CHOICE_KEYS = ("model.kind", "model.preset")
+_ENABLING_KEYS = {
     **dict.fromkeys(("max_positions", "rope_theta", "rope_scaling"), ("model.positions",)),
     **dict.fromkeys(("rope_factor", "rope_original_len"), ("model.rope_scaling",)),
     **dict.fromkeys(("local_rope_theta", "global_every"), ("model.sliding_window",)),
@@ -307,37 +307,37 @@ _WHAT_TURNS_ON = {
     **dict.fromkeys(LATENT_KEYS, ("model.kv_rank",)),
     "rope_mscale": ("model.rope_scaling",),
 }
-_WIDTHS = ("model.dim", "model.num_heads")
-_EXPERTS = ("model.num_experts", *(f"model.{key}" for key in EXPERT_KEYS))
-_LATENTS = (
+_WIDTH_KEYS = ("model.dim", "model.num_heads")
+_FULL_EXPERT_KEYS = ("model.num_experts", *(f"model.{key}" for key in EXPERT_KEYS))
+_FULL_LATENT_KEYS = (
     "model.kv_rank",
     "model.head_dim",
     "model.positions",
     *(f"model.{key}" for key in LATENT_KEYS),
 )
-_SCALING = ("model.rope_scaling", "model.rope_factor", "model.rope_original_len")
+_ROPE_SCALING_KEYS = ("model.rope_scaling", "model.rope_factor", "model.rope_original_len")
 
-QUESTIONS: list[tuple[Question, tuple[str, ...]]] = [
+MODEL_CHECKS: list[tuple[Question, tuple[str, ...]]] = [
     (preset_exists, ("model.preset", "model.kind")),
     (preset_is_of_this_kind, ("model.kind", "model.preset")),
     *(
         (
             functools.partial(key_is_read, key),
-            (f"model.{key}", *_WHAT_TURNS_ON.get(key, ()), *_COMPANIONS),
+            (f"model.{key}", *_ENABLING_KEYS.get(key, ()), *_MODEL_CHOICE_KEYS),
         )
         for key in ("preset", *SHAPE_KEYS)
     ),
     (cast_needs_weights, ("model.init_cast", "model.init_from")),
-    (latents_are_complete, (*_LATENTS, *_COMPANIONS)),
-    (scaling_is_complete, (*_SCALING, *_COMPANIONS)),
-    (heads_divide_dim, (*_WIDTHS, "model.head_dim", "model.positions", *_COMPANIONS)),
-    (kv_heads_divide_heads, ("model.num_heads", "model.num_kv_heads", *_COMPANIONS)),
+    (latents_are_complete, (*_FULL_LATENT_KEYS, *_MODEL_CHOICE_KEYS)),
+    (scaling_is_complete, (*_ROPE_SCALING_KEYS, *_MODEL_CHOICE_KEYS)),
+    (heads_divide_dim, (*_WIDTH_KEYS, "model.head_dim", "model.positions", *_MODEL_CHOICE_KEYS)),
+    (kv_heads_divide_heads, ("model.num_heads", "model.num_kv_heads", *_MODEL_CHOICE_KEYS)),
     (
         sequences_have_positions,
-        ("data.seq_len", "model.max_positions", "model.positions", *_COMPANIONS),
+        ("data.seq_len", "model.max_positions", "model.positions", *_MODEL_CHOICE_KEYS),
     ),
-    (patches_fill_the_image, ("model.image_size", "model.patch_size", *_COMPANIONS)),
-    (experts_are_complete, (*_EXPERTS, "model.num_layers", *_COMPANIONS)),
+    (patches_fill_the_image, ("model.image_size", "model.patch_size", *_MODEL_CHOICE_KEYS)),
+    (experts_are_complete, (*_FULL_EXPERT_KEYS, "model.num_layers", *_MODEL_CHOICE_KEYS)),
 ]
 """Each question, and the keys it reads: of those that the file gives, the first is told."""
 

@@ -10,12 +10,12 @@ from phalanx.core import registry
 from phalanx.core.errors import LayoutError, did_you_mean
 from phalanx.job.checks.check import declare_check, make_finding
 from phalanx.job.findings import Finding, shorten_to_line
-from phalanx.job.hugging_face import CONFIG, is_hugging_face, read_model_config
+from phalanx.job.hugging_face import CONFIG_FILE_NAME, is_hugging_face, read_model_config
 from phalanx.job.presets import list_preset_names
 from phalanx.job.schema import Job
 
 MODELS, SINKS = "phalanx.nn.models", "phalanx.observe.sinks"
-IN_MAIN = "__main__:"
+MAIN_MODULE_PREFIX = "__main__:"
 OPTIMIZERS, HOOKS = "phalanx.optim.optimizers", "phalanx.parallel.hooks"
 
 
@@ -46,7 +46,7 @@ def model_exists(job: Job) -> list[Finding]:
 def _suggest_preset(kind: str) -> str:
     """The presets that begin with a name that other trainers give a family or a shape ("llama",
     "gpt2"), as a fix."""
-    if os.path.isfile(os.path.join(os.path.expanduser(kind), CONFIG)):
+    if os.path.isfile(os.path.join(os.path.expanduser(kind), CONFIG_FILE_NAME)):
         return f'did you mean "model.kind=hf:{kind}"?'
     name = kind.lower().removesuffix("forcausallm").removesuffix("lmheadmodel")
     presets = []
@@ -146,12 +146,12 @@ def names_reach_ranks(job: Job) -> list[Finding]:
     return [
         _refuse_name_of_main_module(key, name)
         for key, name in names.items()
-        if name and name.startswith(IN_MAIN)
+        if name and name.startswith(MAIN_MODULE_PREFIX)
     ]
 
 
 def _refuse_name_of_main_module(key: str, name: str) -> Finding:
-    attribute = name.removeprefix(IN_MAIN)
+    attribute = name.removeprefix(MAIN_MODULE_PREFIX)
     problem = (
         f"{name!r} is in a notebook's cell or the script itself, and ranks are other processes:"
         " they cannot import it"

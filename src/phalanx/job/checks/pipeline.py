@@ -6,10 +6,17 @@ from phalanx.job.checks.check import declare_check, make_finding
 from phalanx.job.findings import Finding
 from phalanx.job.schema import Job
 
-KEYS = ("schedule", "schedule_file", "stages_per_rank", "stage_blocks", "first_stage", "last_stage")
+PIPELINE_ONLY_KEYS = (
+    "schedule",
+    "schedule_file",
+    "stages_per_rank",
+    "stage_blocks",
+    "first_stage",
+    "last_stage",
+)
 
 
-@declare_check("parallel.pp", *(f"parallel.{key}" for key in KEYS))
+@declare_check("parallel.pp", *(f"parallel.{key}" for key in PIPELINE_ONLY_KEYS))
 def pipeline_keys_are_read(job: Job) -> list[Finding]:
     if job.parallel.degrees.pp > 1:
         return []
@@ -18,7 +25,9 @@ def pipeline_keys_are_read(job: Job) -> list[Finding]:
         "set parallel.pp, or remove it",
     )
     return [
-        make_finding(f"parallel.{key}", problem, fix) for key in KEYS if getattr(job.parallel, key)
+        make_finding(f"parallel.{key}", problem, fix)
+        for key in PIPELINE_ONLY_KEYS
+        if getattr(job.parallel, key)
     ]
 
 

@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from phalanx.job.checks import checkpoint, experts, faults, names, pipeline, ranks, training
 from phalanx.job.checks.check import Check, split_dotted_key
-from phalanx.job.checks.data import QUESTIONS as DATA_QUESTIONS
-from phalanx.job.checks.model import QUESTIONS as MODEL_QUESTIONS
+from phalanx.job.checks.data import DATA_CHECKS as DATA_QUESTIONS
+from phalanx.job.checks.model import MODEL_CHECKS as MODEL_QUESTIONS
 from phalanx.job.checks.secrets import find_secrets
 from phalanx.job.findings import Finding
 from phalanx.job.schema import Job

@@ -14,7 +14,7 @@ from phalanx.job.findings import Finding
 from phalanx.job.positions import Path
 from phalanx.job.schema import Job
 
-FIX = "give it through the environment: what trains can read os.environ"
+SECRET_FIX = "give it through the environment: what trains can read os.environ"
 
 
 def find_secrets(job: Job) -> list[Finding]:
@@ -23,7 +23,7 @@ def find_secrets(job: Job) -> list[Finding]:
     Never says the value.
     """
     return [
-        Finding(path, why, FIX)
+        Finding(path, why, SECRET_FIX)
         for path, text in _iterate_strings(job.to_json(), ())
         if (why := describe_secret_problem(_innermost_key(path), text, os.environ))
     ]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 # Rows of one mask at most: the queries of longer sequences are taken in blocks of so many.
 # The usual size whatever is in force: what is predicted is a training run.
-QUERY_BLOCK = BlockSizes().query_block
+DEFAULT_QUERY_BLOCK = BlockSizes().query_block
 
 
 def count_block_kinds(shape: DecoderShape) -> int:
@@ -26,7 +26,7 @@ def common_mask_bytes(shape: DecoderShape, batch: Microbatch) -> int:
 
     With cp a mask has a rank's own queries; ulysses has all of them.
     """
-    if not _needs_masks(shape, batch) or _num_queries(batch) > QUERY_BLOCK:
+    if not _needs_masks(shape, batch) or _num_queries(batch) > DEFAULT_QUERY_BLOCK:
         return 0
     pairs = _num_queries(batch) * batch.seq_len * batch.compute_bytes
     if batch.document_masks:
@@ -40,18 +40,18 @@ def block_mask_bytes(shape: DecoderShape, batch: Microbatch) -> int:
 
     Autograd keeps none of them.
     """
-    if not _needs_masks(shape, batch) or _num_queries(batch) <= QUERY_BLOCK:
+    if not _needs_masks(shape, batch) or _num_queries(batch) <= DEFAULT_QUERY_BLOCK:
         return 0
     has_full = shape.num_local_layers < shape.num_layers or not _has_window(shape, batch)
     num_keys = batch.seq_len
     if not (has_full and batch.document_masks):
         # The first query of a block sees window - 1 keys before it, the last one the block itself.
-        num_keys = min(num_keys, QUERY_BLOCK + shape.sliding_window - 1)
+        num_keys = min(num_keys, DEFAULT_QUERY_BLOCK + shape.sliding_window - 1)
     if batch.cp_attention != "ulysses":
         num_keys = min(num_keys, batch.seq_len // batch.cp)  # those of one rank at a time
     num_masks = batch.micro_batch_size if batch.document_masks else 1
     # A boolean takes a byte, beside the mask in the compute type.
-    return num_masks * QUERY_BLOCK * num_keys * (batch.compute_bytes + 1)
+    return num_masks * DEFAULT_QUERY_BLOCK * num_keys * (batch.compute_bytes + 1)
 
 
 def _needs_masks(shape: DecoderShape, batch: Microbatch) -> bool:

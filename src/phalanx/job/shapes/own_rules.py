@@ -17,8 +17,8 @@ from phalanx.job.shapes.tensors import list_module_patterns
 if TYPE_CHECKING:
     from phalanx.job.shapes.transformer import TransformerShape
 
-MODELS = "phalanx.nn.models"
-LITERAL = "SHARD_RULES"
+MODELS_PACKAGE = "phalanx.nn.models"
+SHARD_RULES_NAME = "SHARD_RULES"
 
 
 @lru_cache(maxsize=8)
@@ -29,7 +29,7 @@ def read_own_rules(shape: TransformerShape) -> tuple[tuple[str, str], ...]:
 
 @lru_cache
 def _read_literal(kind: str) -> Mapping[str, str]:
-    templates: Any = read_literal(kind, MODELS, LITERAL, {})
+    templates: Any = read_literal(kind, MODELS_PACKAGE, SHARD_RULES_NAME, {})
     return dict(templates)
 
 

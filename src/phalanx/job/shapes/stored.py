@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.job.shapes.measured import MeasuredModule, load_counted_fields
-from phalanx.job.shapes.stored_keys import DEFAULTS, REQUIRED
+from phalanx.job.shapes.stored_keys import REQUIRED_SHAPE_KEYS, STORED_SHAPE_DEFAULTS
 from phalanx.job.shapes.vit import VitShape
 
 BuiltInShape = DecoderShape | VitShape
@@ -43,7 +43,7 @@ def _take_fields(shape: type[AnyShape], values: Mapping[str, Any]) -> AnyShape:
 
 
 def _require_keys(values: Mapping[str, Any]) -> None:
-    unknown = [key for key in values if key not in DEFAULTS]
-    missing = [key for key in REQUIRED if key not in values]
+    unknown = [key for key in values if key not in STORED_SHAPE_DEFAULTS]
+    missing = [key for key in REQUIRED_SHAPE_KEYS if key not in values]
     if unknown or missing:
         raise TypeError(f"no shape: unknown {unknown}, missing {missing}")

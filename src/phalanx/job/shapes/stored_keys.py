@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from phalanx.job.shapes.transformer import TransformerShape
 
 # In the order of the format. Removing or renaming a key breaks what is stored.
-DEFAULTS: Mapping[str, Any] = {
+STORED_SHAPE_DEFAULTS: Mapping[str, Any] = {
     "num_layers": 0,
     "dim": 0,
     "num_heads": 0,
@@ -62,10 +62,10 @@ DEFAULTS: Mapping[str, Any] = {
     "pooling": "class_token",
     "measured": None,
 }
-REQUIRED = tuple(DEFAULTS)[:8]
+REQUIRED_SHAPE_KEYS = tuple(STORED_SHAPE_DEFAULTS)[:8]
 
 
 def complete_keys(shape: TransformerShape | MeasuredModule) -> dict[str, Any]:
     """All keys of the format: those that `shape` has, and the defaults of the rest."""
     values = asdict(shape)
-    return {key: values.get(key, default) for key, default in DEFAULTS.items()}
+    return {key: values.get(key, default) for key, default in STORED_SHAPE_DEFAULTS.items()}

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from phalanx.core.errors import LayoutError, PhalanxError, did_you_mean
 from phalanx.core.registry import import_optional, resolve_kind
 from phalanx.job.hugging_face import (
-    PREFIX,
+    HUGGING_FACE_PREFIX,
     find_weights_directory,
     is_hugging_face,
     read_model_config,
@@ -36,23 +36,23 @@ from phalanx.nn.hugging_face.shard_rules import shard_rules_of
 from phalanx.nn.hugging_face.trial import require_trainable_by_trial
 from phalanx.nn.objective import HeadOutput
 
-MODELS = "phalanx.nn.models"
-LAYERDROPS = ("layerdrop", "decoder_layerdrop", "encoder_layerdrop")
+MODELS_PACKAGE = "phalanx.nn.models"
+LAYERDROP_SETTINGS = ("layerdrop", "decoder_layerdrop", "encoder_layerdrop")
 # transformers' name of an implementation that is written out.
-EAGER = "eager"
+EAGER_IMPLEMENTATION = "eager"
 # Attribute of a module: numbers for its `MeasuredModule`.
-FACTS = "shape_facts"
+SHAPE_FACTS_ATTRIBUTE = "shape_facts"
 
 
 _SMALL_SETTINGS = {"num_hidden_layers": 2, "n_layer": 2, "layer_types": 2, "vocab_size": 512}
-_TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
+_TOKEN_ID_SETTINGS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 def find_factory(kind: str) -> Callable[..., Any]:
     """The function that builds `kind`, "package.module:factory" or "hf:PATH", from model.args."""
     if is_hugging_face(kind):
         return functools.partial(build, kind)
-    factory: Callable[..., Any] = resolve_kind(kind, MODELS, "build")
+    factory: Callable[..., Any] = resolve_kind(kind, MODELS_PACKAGE, "build")
     return factory
 
 
@@ -95,7 +95,7 @@ def build(kind: str, **args: Any) -> nn.Module:
     if _has_numbers(adapted):
         reads_images = module.main_input_name == "pixel_values"
         require_trainable_by_trial(
-            kind, adapted, getattr(adapted, FACTS), reads_images=reads_images
+            kind, adapted, getattr(adapted, SHAPE_FACTS_ATTRIBUTE), reads_images=reads_images
         )
     return adapted
 
@@ -119,7 +119,7 @@ def require_trainable_in_small(kind: str, args: Mapping[str, Any]) -> None:
         # Of each block, in order.
         elif isinstance(value, list):
             small[key] = value[:most]
-    for key in _TOKEN_IDS:
+    for key in _TOKEN_ID_SETTINGS:
         if key in values:
             small[key] = None if key == "pad_token_id" else 0
     try:
@@ -133,7 +133,9 @@ def require_trainable_in_small(kind: str, args: Mapping[str, Any]) -> None:
     except Exception:
         return
     reads_images = module.main_input_name == "pixel_values"
-    require_trainable_by_trial(kind, adapted, getattr(adapted, FACTS), reads_images=reads_images)
+    require_trainable_by_trial(
+        kind, adapted, getattr(adapted, SHAPE_FACTS_ATTRIBUTE), reads_images=reads_images
+    )
 
 
 def record(kind: str, build: Callable[[], nn.Module]) -> nn.Module:
@@ -161,12 +163,18 @@ def load_original(directory: Path, dtype: torch.dtype) -> nn.Module:
 
     Raises LayoutError for what cannot be built, or has other weights than its config says.
     """
-    kind = f"{PREFIX}{directory}"
+    kind = f"{HUGGING_FACE_PREFIX}{directory}"
     values = read_model_config(kind)
     config = _build_config(kind, values, {})
     auto = _choose_auto_class(kind, values, config)
     return _load_with_weights(
-        kind, auto, config, directory, dtype, EAGER, experts_implementation=EAGER
+        kind,
+        auto,
+        config,
+        directory,
+        dtype,
+        EAGER_IMPLEMENTATION,
+        experts_implementation=EAGER_IMPLEMENTATION,
     )
 
 
@@ -267,7 +275,7 @@ def _refuse_untrainable_settings(kind: str, values: dict[str, Any], config: Any)
             " computed",
             fix="set model.args = { output_router_logits = false }",
         )
-    for key in LAYERDROPS:
+    for key in LAYERDROP_SETTINGS:
         if getattr(config, key, None):
             raise LayoutError(
                 f"{kind} leaves out layers at random ({key}), other ones on each rank, which would"
@@ -291,7 +299,7 @@ def _choose_attention_implementation(auto: Any, config: Any) -> str:
     chosen = next(filter(lambda model: model.__name__ in architectures, classes), classes[0])
     if getattr(chosen, "_supports_sdpa", False):
         return "sdpa"
-    return EAGER
+    return EAGER_IMPLEMENTATION
 
 
 def _load_with_weights(
@@ -354,7 +362,7 @@ def _adapt_forward(module: Any, config: Any) -> nn.Module:
         raise LayoutError(
             f"a {config.model_type} has no one image_size, and images are squares of one size"
         )
-    setattr(module, FACTS, facts)
+    setattr(module, SHAPE_FACTS_ATTRIBUTE, facts)
     module.shard_rules = shard_rules_of(module, config, has_plain_head=bool(head))
     return module  # type: ignore[no-any-return]
 

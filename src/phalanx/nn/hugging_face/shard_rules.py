@@ -22,14 +22,14 @@ from phalanx.mesh.linear import (
 
 COLUMN, ROW, PARTIAL = "colwise", "rowwise", "replicated_with_grad_allreduce"
 EXPERTS, FUSED_COLUMN = "moe_tp_experts", "packed_colwise"
-COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads")
+HEAD_COUNT_ATTRIBUTES = ("num_heads", "num_attention_heads", "num_key_value_heads")
 # Settings of models that cap or scale their logits.
-LOGIT_CHANGES = (
+LOGIT_CHANGING_SETTINGS = (
     *("final_logit_softcapping", "logit_scale", "logits_scaling"),
     *("lm_head_multiplier", "mup_width_scale"),
 )
 
-OWN_PLANS: dict[str, dict[str, str]] = {
+SHARD_RULES_OF_MODEL_TYPE: dict[str, dict[str, str]] = {
     "vit": {
         "vit.layers.*.attention.q_proj": COLUMN,
         "vit.layers.*.attention.k_proj": COLUMN,
@@ -56,7 +56,7 @@ def shard_rules_of(module: Any, config: Any, *, has_plain_head: bool) -> dict[st
 
 def _read_tensor_parallel_plan(module: Any, config: Any) -> dict[str, str]:
     brought = dict(getattr(module, "tp_plan", None) or {})
-    return brought or OWN_PLANS.get(config.model_type, {})
+    return brought or SHARD_RULES_OF_MODEL_TYPE.get(config.model_type, {})
 
 
 def _has_tensor_parallel_plan(module: Any, config: Any) -> bool:
@@ -143,7 +143,7 @@ def _rules_of_part(part: nn.Module, pattern: str, plan: dict[str, str]) -> dict[
         rules[child] = rule.text
         if rule.num_heads:
             head_counts.add(rule.num_heads)
-    counts = [key for key in COUNTS if _is_head_count(part, key, head_counts)]
+    counts = [key for key in HEAD_COUNT_ATTRIBUTES if _is_head_count(part, key, head_counts)]
     if counts:
         rules[""] += f" divide={','.join(counts)}"
     return rules
@@ -219,7 +219,7 @@ def _may_change_logits(module: Any, config: Any) -> bool:
     """True unless the model is known to return what its head puts out."""
     if not _has_tensor_parallel_plan(module, config):
         return True
-    return any(getattr(config, key, None) not in (None, False) for key in LOGIT_CHANGES)
+    return any(getattr(config, key, None) not in (None, False) for key in LOGIT_CHANGING_SETTINGS)
 
 
 def _pattern_of_name(name: str) -> str:

@@ -18,7 +18,7 @@ from phalanx.mesh.logical import LogicalShard, full_name
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # Of each tensor, at its begin and at its end: enough to tell other weights apart.
-_SAMPLED_ELEMENTS = 1024
+_NUM_COMPARED_ELEMENTS = 1024
 
 
 @dataclass(frozen=True)
@@ -87,13 +87,13 @@ def _list_files(directory: Path) -> list[Path]:
 
 def _sample(stored: Any) -> Iterator[torch.Tensor]:
     """The first and the last rows of a tensor of one dimension or more, as far as
-    _SAMPLED_ELEMENTS."""
+    _NUM_COMPARED_ELEMENTS."""
     shape = stored.get_shape()
     if not shape or 0 in shape:
         return
     row: int = 1
     for length in shape[1:]:
         row *= length
-    count = max(1, min(shape[0], _SAMPLED_ELEMENTS // row))
+    count = max(1, min(shape[0], _NUM_COMPARED_ELEMENTS // row))
     for rows in (stored[:count], stored[shape[0] - count :]):
-        yield rows.flatten()[:_SAMPLED_ELEMENTS]
+        yield rows.flatten()[:_NUM_COMPARED_ELEMENTS]

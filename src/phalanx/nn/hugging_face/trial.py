@@ -14,7 +14,7 @@ import torch
 
 from phalanx.core.errors import LayoutError
 
-TOKENS = 16
+MAX_TRIAL_TOKENS = 16
 
 
 def require_trainable_by_trial(
@@ -35,7 +35,7 @@ def require_trainable_by_trial(
                 with torch.no_grad():
                     module(torch.zeros(size))
             else:
-                length = min(TOKENS, facts["max_positions"] or TOKENS)
+                length = min(MAX_TRIAL_TOKENS, facts["max_positions"] or MAX_TRIAL_TOKENS)
                 sees_later = _sees_later(module, length, facts["vocab_size"])
     except Exception as error:
         raise LayoutError(

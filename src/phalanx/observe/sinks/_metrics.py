@@ -23,9 +23,11 @@ from phalanx.observe.events import (
 )
 from phalanx.observe.tail import read_recorded_events
 
-_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_-]+")  # a source is named by its path; slashes make groups
+_INVALID_NAME_CHARACTERS = re.compile(
+    r"[^A-Za-z0-9_-]+"
+)  # a source is named by its path; slashes make groups
 # Skipped steps are counted, and sources keep their names, over all attempts of a run.
-_REMEMBERED: tuple[type[Event], ...] = (RunStarted, StepSkipped, EvalFinished)
+_REPLAYED_EVENTS: tuple[type[Event], ...] = (RunStarted, StepSkipped, EvalFinished)
 
 Status = Literal["finished", "stopped", "failed"]
 
@@ -114,7 +116,7 @@ def _events_of_earlier_attempts(run_dir: Path | None, attempt: int) -> Iterator[
     if run_dir is None or attempt <= 0:
         return
     envelopes = [
-        envelope for kind in _REMEMBERED for envelope in read_recorded_events(run_dir, kind)
+        envelope for kind in _REPLAYED_EVENTS for envelope in read_recorded_events(run_dir, kind)
     ]
     # Those of one attempt come from one process, which numbered them.
     for envelope in sorted(envelopes, key=lambda envelope: (envelope.attempt, envelope.seq)):
@@ -124,7 +126,7 @@ def _events_of_earlier_attempts(run_dir: Path | None, attempt: int) -> Iterator[
 
 def sanitise_metric_name(name: str) -> str:
     """`name` with letters that every sink takes."""
-    return _NOT_IN_NAMES.sub("_", name)
+    return _INVALID_NAME_CHARACTERS.sub("_", name)
 
 
 def metric_values_of_event(

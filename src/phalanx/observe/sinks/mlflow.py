@@ -26,9 +26,9 @@ from phalanx.observe.sinks._metrics import (
 REQUIRES = ("mlflow", "sqlalchemy", "alembic")
 PRELOAD: tuple[str, ...] = ()
 IS_APART = True  # importing it takes seconds, and a server may not answer
-BATCH = 500  # metrics of one request; the most that a server takes are 1000
-MAX_VALUE = 6000  # letters of a parameter
-STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+MAX_METRICS_PER_REQUEST = 500  # metrics of one request; the most that a server takes are 1000
+MAX_PARAM_CHARS = 6000  # letters of a parameter
+MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
 def environment(run_dir: Path) -> dict[str, str]:
@@ -77,7 +77,7 @@ def _find_or_create_run(client: Any, run_dir: Path, directory: Path) -> tuple[st
 def _flatten_job_params(run_dir: Path) -> Iterator[tuple[str, str]]:
     for section, keys in read_job_sections(run_dir).items():
         for key, value in keys.items():
-            yield f"{section}.{key}", str(value)[:MAX_VALUE]
+            yield f"{section}.{key}", str(value)[:MAX_PARAM_CHARS]
 
 
 class WrittenMetrics:
@@ -130,20 +130,20 @@ class MlflowSink:
         if point is None or not self._is_open:
             return
         self._waiting += self._list_changed_metrics(point)
-        if len(self._waiting) >= BATCH:
+        if len(self._waiting) >= MAX_METRICS_PER_REQUEST:
             self.flush()
 
     def flush(self) -> None:
         """Send what waits. Each batch is committed when the call returns."""
         while self._waiting:
-            self._client.log_batch(self._run_id, metrics=self._waiting[:BATCH])
-            del self._waiting[:BATCH]
+            self._client.log_batch(self._run_id, metrics=self._waiting[:MAX_METRICS_PER_REQUEST])
+            del self._waiting[:MAX_METRICS_PER_REQUEST]
 
     def close(self) -> None:
         if self._is_open:
             self._is_open = False
             self.flush()
-            self._client.set_terminated(self._run_id, STATUS[self._metrics.final_status])
+            self._client.set_terminated(self._run_id, MLFLOW_STATUS[self._metrics.final_status])
 
     def _list_changed_metrics(self, point: MetricPoint) -> list[Any]:
         time_ms = int(point.time_unix_s * 1000)

@@ -26,10 +26,10 @@ PRELOAD: tuple[str, ...] = ()
 # wandb hooks sys.exit, starts threads and a server of its own, and may wait for the network
 IS_APART = True
 INIT_TIMEOUT_S = 30.0
-FLUSH_S = 2.0  # what a killed run may lose of its local file
+FLUSH_TIMEOUT_S = 2.0  # what a killed run may lose of its local file
 DEFAULT_SERVER = "https://api.wandb.ai"
 # Nothing of the machine, the user's code, its output or its packages: curves and the job.
-QUIET = {
+QUIET_SETTINGS = {
     "console": "off",
     "disable_code": True,
     "disable_git": True,
@@ -41,7 +41,7 @@ QUIET = {
     "x_disable_meta": True,
     "x_disable_stats": True,
     "x_save_requirements": False,
-    "x_transaction_log_flush_interval": FLUSH_S,
+    "x_transaction_log_flush_interval": FLUSH_TIMEOUT_S,
 }
 
 
@@ -102,7 +102,9 @@ def _is_logged_in(environ: Mapping[str, str]) -> bool:
 
 def _start_wandb_run(wandb: Any, run_dir: Path, run_id: str, mode: str) -> Any:
     # Not every release has all of them.
-    quiet = {name: value for name, value in QUIET.items() if name in wandb.Settings.model_fields}
+    quiet = {
+        name: value for name, value in QUIET_SETTINGS.items() if name in wandb.Settings.model_fields
+    }
     run = wandb.init(
         project=os.environ.get("WANDB_PROJECT") or "phalanx",
         name=os.environ.get("WANDB_NAME") or run_dir.resolve().name,

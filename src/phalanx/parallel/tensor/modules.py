@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from phalanx.core.errors import DataError, LayoutError
 from phalanx.mesh.devices import is_on_cpu
 from phalanx.mesh.linear import input_dim, is_conv1d, output_dim
-from phalanx.mesh.tensor_group import SEQUENCE, TensorGroup, VocabularyLogits, VocabularyShard
+from phalanx.mesh.tensor_group import SEQUENCE_DIM, TensorGroup, VocabularyLogits, VocabularyShard
 from phalanx.parallel.pipeline.weight_grads import SPLITS, linear_with_deferred_gradient
 from phalanx.parallel.tensor.overlap import multiply_row_in_chunks
 from phalanx.plan.rules import CountAttribute, Rule
@@ -177,7 +177,7 @@ def gather_output_features(
 
 
 def keep_own_tokens(group: TensorGroup, part: nn.Module, args: Any, output: torch.Tensor) -> Any:
-    group.num_tokens = output.shape[SEQUENCE]
+    group.num_tokens = output.shape[SEQUENCE_DIM]
     return group.own_tokens(output)
 
 
@@ -272,8 +272,8 @@ class ModelOutputTagger:
     def _is_whole(self, outputs: Any) -> bool:
         lengths = set()
         for leaf in tree_leaves(outputs):
-            if isinstance(leaf, torch.Tensor) and leaf.ndim > SEQUENCE:
-                lengths.add(leaf.shape[SEQUENCE])
+            if isinstance(leaf, torch.Tensor) and leaf.ndim > SEQUENCE_DIM:
+                lengths.add(leaf.shape[SEQUENCE_DIM])
         return lengths == {self._group.num_tokens}
 
     def _tag_logits(

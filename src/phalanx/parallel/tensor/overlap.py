@@ -17,14 +17,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from phalanx.mesh.tensor_group import SEQUENCE, TensorGroup
+from phalanx.mesh.tensor_group import SEQUENCE_DIM, TensorGroup
 
 
 def multiply_row_in_chunks(
     x: torch.Tensor, weight: torch.Tensor, group: TensorGroup
 ) -> torch.Tensor:
     """`group.leave(x @ weight.T)`. x: [B, T, features of this rank]."""
-    if x.ndim < 3 or (group.cuts_sequence and x.shape[SEQUENCE] % group.size):
+    if x.ndim < 3 or (group.cuts_sequence and x.shape[SEQUENCE_DIM] % group.size):
         # Tokens that must be padded are not worth chunks.
         return group.leave(F.linear(x, weight))
     # Cast here, where autograd sees it: the functions below give gradients of the compute type.
@@ -100,10 +100,10 @@ class _RowSum(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         parts = [
             group.start_all_reduce(F.linear(x[:, rows], weight))
-            for rows in _split_into_chunks(x.shape[SEQUENCE], group)
+            for rows in _split_into_chunks(x.shape[SEQUENCE_DIM], group)
         ]
         with group.timing_collective("all_reduce", "all_reduce activations"):
-            return torch.cat([group.wait(part) for part in parts], dim=SEQUENCE)
+            return torch.cat([group.wait(part) for part in parts], dim=SEQUENCE_DIM)
 
     @staticmethod
     @once_differentiable
@@ -122,7 +122,7 @@ class _RowScatter(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.group = group
-        by_rank = x.unflatten(SEQUENCE, (group.size, -1))  # [B, ranks, T / ranks, F]
+        by_rank = x.unflatten(SEQUENCE_DIM, (group.size, -1))  # [B, ranks, T / ranks, F]
         parts = []
         for rows in _split_into_chunks(by_rank.shape[2], group):
             product = F.linear(by_rank[:, :, rows], weight)
@@ -130,14 +130,14 @@ class _RowScatter(torch.autograd.Function):
             parts.append((product.shape, group.start_reduce_scatter(product.transpose(0, 1))))
         with group.timing_collective("reduce_scatter", "reduce_scatter sequence"):
             done = [group.wait(part).view(shape[0], *shape[2:]) for shape, part in parts]
-        return torch.cat(done, dim=SEQUENCE)
+        return torch.cat(done, dim=SEQUENCE_DIM)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         x, weight = ctx.saved_tensors
         group: TensorGroup = ctx.group
-        by_rank = x.unflatten(SEQUENCE, (group.size, -1))
+        by_rank = x.unflatten(SEQUENCE_DIM, (group.size, -1))
         spans = _split_into_chunks(by_rank.shape[2], group)
         parts = [group.start_gather(grad[:, rows]) for rows in spans]
         # All gathers are started before the first product: each travels beside those before it.
@@ -171,13 +171,13 @@ class _CopyColumns(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         group: TensorGroup = ctx.group
         parts = []
-        for rows in _split_into_chunks(x.shape[SEQUENCE], group):
+        for rows in _split_into_chunks(x.shape[SEQUENCE_DIM], group):
             parts.append(
                 group.start_all_reduce(_sum_of_products([g[:, rows] for g in grads], weights))
             )
         grad_weights = [_flatten_tokens(grad).T @ _flatten_tokens(x) for grad in grads]
         with group.timing_collective("all_reduce", "all_reduce activations"):
-            grad_x = torch.cat([group.wait(part) for part in parts], dim=SEQUENCE)
+            grad_x = torch.cat([group.wait(part) for part in parts], dim=SEQUENCE_DIM)
         return grad_x, None, *grad_weights
 
 
@@ -191,7 +191,7 @@ class _GatherColumns(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, x: torch.Tensor, group: TensorGroup, *weights: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        spans = _split_into_chunks(x.shape[SEQUENCE], group)
+        spans = _split_into_chunks(x.shape[SEQUENCE_DIM], group)
         parts = [group.start_gather(x[:, rows]) for rows in spans]
         # Kept for the backward: gathering it again would send as much as the forward did.
         gathered = x.new_empty(x.shape[0], group.size, *x.shape[1:])  # [B, ranks, T / ranks, D]
@@ -212,7 +212,7 @@ class _GatherColumns(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # type: ignore[override]
         gathered, *weights = ctx.saved_tensors
         group: TensorGroup = ctx.group
-        by_rank = [grad.unflatten(SEQUENCE, (group.size, -1)) for grad in grads]
+        by_rank = [grad.unflatten(SEQUENCE_DIM, (group.size, -1)) for grad in grads]
         parts = []
         for rows in _split_into_chunks(gathered.shape[2], group):
             product = _sum_of_products([g[:, :, rows] for g in by_rank], weights)
@@ -220,7 +220,7 @@ class _GatherColumns(torch.autograd.Function):
         grad_weights = [_flatten_tokens(grad).T @ _flatten_tokens(gathered) for grad in by_rank]
         with group.timing_collective("reduce_scatter", "reduce_scatter sequence"):
             done = [group.wait(part).view(shape[0], *shape[2:]) for shape, part in parts]
-        return torch.cat(done, dim=SEQUENCE), None, *grad_weights
+        return torch.cat(done, dim=SEQUENCE_DIM), None, *grad_weights
 
 
 def _sum_of_products(

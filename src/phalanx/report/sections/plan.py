@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.core.units import plural
-from phalanx.observe.units import TEXT, MetricUnits
+from phalanx.observe.units import TEXT_METRIC_UNITS, MetricUnits
 from phalanx.report import formats
 from phalanx.report.facts import RunFacts
 from phalanx.report.figure import draw_legend
@@ -57,9 +57,9 @@ def _describe_batch(plan: dict[str, Any], units: MetricUnits) -> list[str]:
     if not math.isfinite(batch_size + num_microbatches + micro_batch_size):
         return []
     seq_len = number_or_nan(plan.get("seq_len"))
-    noun = "sequences" if units == TEXT else "samples"
+    noun = "sequences" if units == TEXT_METRIC_UNITS else "samples"
     amount = f"{batch_size:,.0f} {noun}"
-    if math.isfinite(seq_len) and units == TEXT:
+    if math.isfinite(seq_len) and units == TEXT_METRIC_UNITS:
         amount += f" of {seq_len:,.0f} tokens"
     micro_batches = plural(int(num_microbatches), "micro-batch", "micro-batches")
     return [

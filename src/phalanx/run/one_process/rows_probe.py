@@ -27,7 +27,7 @@ from phalanx.core.registry import resolve_kind
 from phalanx.data.user_dataset import UserSamples, open_user_dataset
 from phalanx.job.schema import Job
 from phalanx.job.user_dataset import is_own_dataset
-from phalanx.nn.build import MODELS
+from phalanx.nn.build import MODELS_PACKAGE
 from phalanx.plan.mixed_rows import RowMixing
 from phalanx.plan.plan import Plan
 from phalanx.run.one_process.check_rows import NUM_ROWS, check_loss_on_rows
@@ -46,7 +46,7 @@ def answer_probe_request(request: dict[str, Any]) -> dict[str, Any]:
     plan = Plan.from_json(request["plan"])
     try:
         if job.model.objective is not None:
-            resolve_kind(job.model.objective, MODELS, "objective")
+            resolve_kind(job.model.objective, MODELS_PACKAGE, "objective")
     except LayoutError as error:
         return asdict(RowMixing(unknown=str(error)))
     batch = sample_batch(job, plan)

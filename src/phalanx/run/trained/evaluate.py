@@ -14,7 +14,7 @@ from phalanx.core.errors import CheckpointError, DataError, UsageError
 from phalanx.core.files import read_json
 from phalanx.data.corpus import Corpus, verify_corpus
 from phalanx.data.prepare import prepare_corpus
-from phalanx.data.tokenizer import BYTES
+from phalanx.data.tokenizer import BYTE_TOKENIZER_KIND
 from phalanx.data.tokenizer_files import collect_tokenizer_files
 from phalanx.data.tokens import Split
 from phalanx.job.schema import Eval, Job
@@ -233,7 +233,7 @@ def _prepare_data(model: TrainedModel, directory: Path) -> EvaluationData:
     if model.plan is not None and model.plan.vocab_size:
         vocab_size = model.plan.vocab_size
     tokens = find_job_tokens(job)
-    tokenizer = tokens.default or BYTES
+    tokenizer = tokens.default or BYTE_TOKENIZER_KIND
     corpus = prepare_corpus(
         settings, directory / "data", vocab_size=vocab_size, default_tokenizer=tokenizer
     )

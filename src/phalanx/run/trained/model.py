@@ -17,11 +17,11 @@ from phalanx.checkpoint.stores import is_url
 from phalanx.core.errors import LayoutError, UsageError, did_you_mean
 from phalanx.core.files import read_json
 from phalanx.core.units import plural
-from phalanx.data.corpus import MANIFEST as CORPUS
+from phalanx.data.corpus import CORPUS_FILE_NAME as CORPUS
 from phalanx.data.corpus import Corpus, load_corpus
 from phalanx.data.tokenizer import TOKENIZER_FILE
 from phalanx.job.costs import ModelCosts
-from phalanx.job.hugging_face import CONFIG, PREFIX, find_weights_directory
+from phalanx.job.hugging_face import CONFIG_FILE_NAME, HUGGING_FACE_PREFIX, find_weights_directory
 from phalanx.job.hugging_face import read_model_config as read_hugging_face
 from phalanx.job.load import load_job, load_job_json
 from phalanx.job.model import find_vocab_size_of
@@ -278,15 +278,15 @@ def _refuse_checkpoint_flags(location: str, job_file: str | None, best: bool) ->
 def _is_hugging_face_directory(location: str) -> bool:
     """True if `save_pretrained` or `phalanx checkpoint export` wrote the directory."""
     path = Path(location)
-    if is_url(location) or not (path / CONFIG).is_file():
+    if is_url(location) or not (path / CONFIG_FILE_NAME).is_file():
         return False
     return not (path / MANIFEST_FILE_NAME).is_file() and not (path / "job.json").is_file()
 
 
 def _open_hugging_face(location: str, overrides: Sequence[str]) -> TrainedModel:
     path = Path(location)
-    config = read_hugging_face(f"{PREFIX}{location}")
-    settings = [f"model.kind={PREFIX}{path.absolute()}"]
+    config = read_hugging_face(f"{HUGGING_FACE_PREFIX}{location}")
+    settings = [f"model.kind={HUGGING_FACE_PREFIX}{path.absolute()}"]
     if (path / TOKENIZER_FILE).is_file() and not any(
         text.startswith("data.tokenizer=") for text in overrides
     ):
@@ -295,7 +295,7 @@ def _open_hugging_face(location: str, overrides: Sequence[str]) -> TrainedModel:
     if isinstance(positions, int) and 0 < positions < Data().seq_len:
         settings.append(f"data.seq_len={positions}")
     job = load_job(None, [*settings, *overrides])
-    if find_weights_directory(f"{PREFIX}{path}") is None:
+    if find_weights_directory(f"{HUGGING_FACE_PREFIX}{path}") is None:
         raise LayoutError(
             "there are no weights in it",
             where=location,
