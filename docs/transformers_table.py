@@ -43,7 +43,7 @@ from phalanx.verify.follow import (
     list_boxes,
 )
 from phalanx.verify.judged_layout import JudgedLayout
-from phalanx.verify.trace_facts import INITIAL, Trace, TraceStep, gradients_of, weights_of
+from phalanx.verify.trace_facts import INITIAL_KIND, Trace, TraceStep, gradients_of, weights_of
 from phalanx.verify.verdict import Comparator, Verdict
 
 HERE = Path(__file__).parent
@@ -223,7 +223,7 @@ def trace_alone(directory: Path, traced: Path) -> Trace:
     if loss != again:
         raise ValueError("its loss is another one each time")
     sizes: dict[str, dict[str, float]] = {weights_of(0): {}}
-    for kind, tensors in ((INITIAL, weights), (gradients_of(0), gradients)):
+    for kind, tensors in ((INITIAL_KIND, weights), (gradients_of(0), gradients)):
         save_file(tensors, traced / f"{kind}.safetensors")
         sizes[kind] = {name: tensor.norm().item() for name, tensor in tensors.items()}
     step = TraceStep(loss, ROWS * LENGTH, total_norm(gradients), None)
@@ -244,9 +244,9 @@ def observe(rank: int, directory: Path, config: dict[str, int], trace: Trace) ->
         {name: describe_held(each) for name, each in held.items()},
         list_boxes(held),
     )
-    seen.unknown = sorted(set(held) - set(trace.sizes[INITIAL]))
-    seen.absent = sorted(set(trace.sizes[INITIAL]) - set(held))
-    seen.tensors = {INITIAL: compare_blocks(trace, INITIAL, held)}
+    seen.unknown = sorted(set(held) - set(trace.sizes[INITIAL_KIND]))
+    seen.absent = sorted(set(trace.sizes[INITIAL_KIND]) - set(held))
+    seen.tensors = {INITIAL_KIND: compare_blocks(trace, INITIAL_KIND, held)}
     seen.tensors |= {kind: compare_blocks(trace, kind, shards), weights_of(0): {}}
     seen.digests = {kind: digest_blocks(shards)}
     return seen

@@ -26,7 +26,7 @@ from phalanx.plan.pipeline.generate import SCHEDULE_NAMES
 from phalanx.verify.cases import list_compressed_layouts, list_layouts
 from phalanx.verify.pipelines import list_pipelines
 from phalanx.verify.products import list_expert_layouts, list_products
-from phalanx.verify.trace_facts import TOLERANCE
+from phalanx.verify.trace_facts import TOLERANCE_OF_DTYPE
 from throughput.machine import cpu_model, num_cores
 
 HERE = Path(__file__).parent
@@ -276,7 +276,7 @@ def lines_of(judged: Judged, rows: list[dict[str, Any]]) -> list[str]:
         if refused:
             found.append(f"| {layout} | {judged.ranks} | refused: {refused} | |")
             continue
-        cells = [cell_of(mine[dtype]) if dtype in mine else "" for dtype in TOLERANCE]
+        cells = [cell_of(mine[dtype]) if dtype in mine else "" for dtype in TOLERANCE_OF_DTYPE]
         found.append(f"| {layout} | {judged.ranks} | {cells[0]} | {cells[1]} |")
     return found
 
@@ -289,7 +289,7 @@ def cell_of(row: dict[str, Any]) -> str:
     told = [name for name in ERRORS if name in row["errors"]]
     found = f"{LOSSY} " if row["compress"] != "none" else ""
     found += ", ".join(f"{name} {row['errors'][name]:.0e}" for name in told)
-    if row["tolerance"] != TOLERANCE[row["dtype"]]:
+    if row["tolerance"] != TOLERANCE_OF_DTYPE[row["dtype"]]:
         found += f" (allowed {row['tolerance']:.0e})"
     if any(note.startswith(EASED) for note in row["notes"]):
         found += " (gradient: allowed what rounding costs)"

@@ -10,9 +10,9 @@ import pytest
 
 from phalanx.core.registry import list_kinds
 from phalanx.job.load import load_job
-from phalanx.resilience.fault import FAULTS, fault_listener, parse_fault
+from phalanx.resilience.fault import FAULTS_PACKAGE, fault_listener, parse_fault
 
-NAMES = list_kinds(FAULTS)
+NAMES = list_kinds(FAULTS_PACKAGE)
 
 
 class Struck(Exception):
@@ -26,7 +26,7 @@ def strike() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_fault_can_be_written_in_a_job(name: str) -> None:
-    module = importlib.import_module(f"{FAULTS}.{name}")
+    module = importlib.import_module(f"{FAULTS_PACKAGE}.{name}")
     assert module.__doc__
     for text in (name, f"{name}:rank=1", f"{name}:rank=1,step=7,phase=backward"):
         (kept,) = load_job(None, [f'resilience.inject=["{text}"]']).resilience.inject

@@ -19,7 +19,7 @@ from phalanx.job.schema import Job, Parallel
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.models.decoder import Decoder, example_batch
 from phalanx.nn.objective import causal_cross_entropy
-from phalanx.parallel.context.attention import ATTEND
+from phalanx.parallel.context.attention import ATTENTION_FUNCTION_OF_KIND
 from phalanx.parallel.context.block_attention import BlockProducts
 from phalanx.parallel.context.chunks import SequenceChunks
 from phalanx.parallel.context.group import GRADIENTS, KEYS, ContextGroup
@@ -63,7 +63,7 @@ def batch() -> dict[str, torch.Tensor]:
     return example_batch(SHAPE, BATCH, SEQ_LEN, seed=3)
 
 
-KINDS = tuple(ATTEND)
+KINDS = tuple(ATTENTION_FUNCTION_OF_KIND)
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_dim": 24, "expert_capacity": 0.75}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     **{f"cp2 {kind}": (2, {"cp": 2, "cp_attention": kind}) for kind in KINDS},
@@ -160,7 +160,7 @@ def events_of_a_ring(rank: int) -> tuple[list[tuple[str, int]], ...]:
             mesh.submesh("cp").get_group(), SequenceChunks(4, "zigzag"), PhaseTimer()
         )
         q, k, v = (torch.randn(1, 2, 8, 8, requires_grad=True) for _ in range(3))
-        out = ATTEND["ring"](q, k, v, None, 0, group)
+        out = ATTENTION_FUNCTION_OF_KIND["ring"](q, k, v, None, 0, group)
         in_forward = list(seen)
         seen.clear()
         out.sum().backward()

@@ -14,7 +14,7 @@ from phalanx.mesh.attend import compute_attention
 from phalanx.mesh.attend_blocks import VisibleKeys
 from phalanx.mesh.mesh import open_mesh
 from phalanx.nn.attention import make_attention_mask, make_shared_attention_mask
-from phalanx.parallel.context.attention import ATTEND
+from phalanx.parallel.context.attention import ATTENTION_FUNCTION_OF_KIND
 from phalanx.parallel.context.chunks import SequenceChunks
 from phalanx.parallel.context.group import ContextGroup
 from phalanx.parallel.context.transform import ContextMask
@@ -57,7 +57,7 @@ def part(
     make = ContextMask(group, make_shared_attention_mask, covers_all=kind == "ulysses")
     mask = make(len(places), window, ids, grad.dtype, CPU)
     assert isinstance(mask, VisibleKeys)
-    return results(ATTEND[kind](*leaves, mask, window, group), leaves, grad)
+    return results(ATTENTION_FUNCTION_OF_KIND[kind](*leaves, mask, window, group), leaves, grad)
 
 
 def differences(rank: int) -> dict[Any, float]:
@@ -78,7 +78,7 @@ def differences(rank: int) -> dict[Any, float]:
                 )
                 places = group.chunks.token_positions(rank, num_tokens)
                 wanted = [tensor.index_select(2, places) for tensor in whole]
-                for kind in ATTEND:
+                for kind in ATTENTION_FUNCTION_OF_KIND:
                     with use_block_sizes(BlockSizes(query_block=4)):
                         ours = part(group, kind, tensors, window, ids)
                     worst = max(
@@ -91,7 +91,7 @@ def differences(rank: int) -> dict[Any, float]:
 def test_every_way_to_attend_equals_the_whole_mask() -> None:
     """Output and gradients, fp64. Reference: attend with attention_mask, in one process."""
     for found in run_ranks(RANKS, differences):
-        assert len(found) == len(CASES) * len(ATTEND) * 2
+        assert len(found) == len(CASES) * len(ATTENTION_FUNCTION_OF_KIND) * 2
         assert {case: worst for case, worst in found.items() if not worst < 1e-12} == {}
 
 

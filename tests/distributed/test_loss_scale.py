@@ -17,7 +17,7 @@ from phalanx.core.errors import CheckpointError, NumericsError
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import open_mesh
 from phalanx.nn.objective import causal_cross_entropy
-from phalanx.parallel.loss_scale import FLOOR, LossScale, require_loss_scale_state
+from phalanx.parallel.loss_scale import MIN_LOSS_SCALE, LossScale, require_loss_scale_state
 from phalanx.parallel.parallelize import parallelize
 from phalanx.parallel.step_stats import StepStats
 from phalanx.plan.plan import LossScaling
@@ -192,7 +192,7 @@ def test_it_halves_and_doubles() -> None:
 
 
 def test_it_gives_up_where_a_smaller_one_would_not_help() -> None:
-    scale = LossScale(4 * FLOOR, growth_steps=3)
+    scale = LossScale(4 * MIN_LOSS_SCALE, growth_steps=3)
     scale.adjust(finite=False)
     scale.adjust(finite=False)
     with pytest.raises(NumericsError, match=r"loss scale of 1 .*bf16"):

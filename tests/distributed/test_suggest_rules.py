@@ -16,10 +16,10 @@ from commands import run
 from models import CPU
 from phalanx.job.schema import Job
 from phalanx.plan.planner import make_plan
-from phalanx.plan.rules import CUTS
+from phalanx.plan.rules import CUTTING_KINDS
 from phalanx.suggest.search import suggest_rules
 from phalanx.verify.batches import make_global_steps
-from phalanx.verify.cases import SMALL_VOCAB
+from phalanx.verify.cases import SHRUNK_VOCAB_SIZE
 from ranks import run_ranks
 
 ZOO = (
@@ -69,7 +69,9 @@ def suggestions(rank: int, kinds: list[str]) -> dict[str, tuple[Rules, dict[str,
     found = {}
     for kind in kinds:
         job = job_of(kind, ranks=1)
-        plan = dataclasses.replace(make_plan(job, cluster=CPU, shape=SHAPE), vocab_size=SMALL_VOCAB)
+        plan = dataclasses.replace(
+            make_plan(job, cluster=CPU, shape=SHAPE), vocab_size=SHRUNK_VOCAB_SIZE
+        )
         said = suggest_rules(job, plan, make_global_steps(job, plan, None, num_steps=1)[0][0])
         found[kind] = (said.rules, said.whole)
     return found
@@ -81,7 +83,7 @@ def test_the_rules_that_a_person_wrote_are_found() -> None:
         rules = {pattern: text for pattern, (text, _) in found[f"tp_zoo:{name}"][0].items()}
         written = getattr(tp_zoo, name)().shard_rules
         for pattern, text in written.items():
-            if text.split()[0] in CUTS or text.startswith("replicate"):
+            if text.split()[0] in CUTTING_KINDS or text.startswith("replicate"):
                 assert rules[pattern] == text, (name, pattern)
         assert set(rules) - set(written) <= {
             "embed",

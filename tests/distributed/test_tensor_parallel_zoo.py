@@ -17,7 +17,7 @@ from phalanx.job.shapes.measured import MeasuredModule
 from phalanx.verify import rank as verify_rank
 from phalanx.verify.cases import make_cases, make_verified_job
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
-from phalanx.verify.row import ROWS
+from phalanx.verify.row import ROWS_FILE_NAME
 from ranks import run_ranks
 
 SHAPE = MeasuredModule("tp_zoo", 2, 20_000, 20_000, 4_000, 8_000)  # for the plan's memory alone
@@ -66,7 +66,7 @@ def rows_of(wanted: Wanted) -> dict[str, dict[str, Any]]:
         rows = [
             json.loads(line)
             for name in wanted
-            for line in (Path(directory) / name / ROWS).read_text().splitlines()
+            for line in (Path(directory) / name / ROWS_FILE_NAME).read_text().splitlines()
         ]
     return {f"{row['model']} {row['layout']}": row for row in rows}
 

@@ -46,7 +46,7 @@ from phalanx.parallel.step_stats import LocalLoss
 from phalanx.parallel.wire import Wire
 from phalanx.verify import rank as verify_rank
 from phalanx.verify.cases import (
-    RECOMPUTED,
+    RECOMPUTE_LAYOUTS,
     list_compressed_layouts,
     list_layouts,
     make_cases,
@@ -54,7 +54,7 @@ from phalanx.verify.cases import (
     shrink_job,
 )
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
-from phalanx.verify.row import ROWS
+from phalanx.verify.row import ROWS_FILE_NAME
 from plants import some
 from ranks import run_ranks
 
@@ -134,7 +134,7 @@ def rows_of(
             only,
             compressed,
         )
-        lines = (Path(directory) / ROWS).read_text().splitlines()
+        lines = (Path(directory) / ROWS_FILE_NAME).read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     return {f"{row['layout']} {row['dtype']}": row for row in rows}
 
@@ -166,7 +166,7 @@ TENSOR_4 = (
             marks=pytest.mark.long,
         ),
         pytest.param("gpt2", 4, (*EVERY, *HYBRID, *TENSOR_4), marks=pytest.mark.long),
-        pytest.param("gemma3-1b", 2, (*EVERY, *TENSOR, *RECOMPUTED), marks=pytest.mark.long),
+        pytest.param("gemma3-1b", 2, (*EVERY, *TENSOR, *RECOMPUTE_LAYOUTS), marks=pytest.mark.long),
     ],
 )
 def test_layouts_equal_the_reference(preset: str, num_ranks: int, names: tuple[str, ...]) -> None:
@@ -571,8 +571,8 @@ EXPECTED_OF_RECOMPUTE = {
 def test_bugs_of_recompute_are_found_in_the_variants_that_have_them(plant: Plant) -> None:
     """In the gradient, with loss and initial weights as they should be; what keeps everything is
     equal."""
-    rows = rows_with(plant, only=("zero3", *RECOMPUTED))
-    assert len(rows) == 1 + len(RECOMPUTED)
+    rows = rows_with(plant, only=("zero3", *RECOMPUTE_LAYOUTS))
+    assert len(rows) == 1 + len(RECOMPUTE_LAYOUTS)
     wrong = {name.split()[0]: row["first"] for name, row in rows.items() if not row["ok"]}
     assert set(wrong) == set(EXPECTED_OF_RECOMPUTE[plant])
     assert {(first["what"], first["step"]) for first in wrong.values()} == {("gradient", 0)}

@@ -24,9 +24,9 @@ from phalanx.verify.cases import (
     narrow_job,
     shrink_job,
 )
-from phalanx.verify.number_types import COMPUTE_OF
+from phalanx.verify.number_types import COMPUTE_OF_NARROW_DTYPE
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
-from phalanx.verify.row import ROWS
+from phalanx.verify.row import ROWS_FILE_NAME
 from ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
@@ -48,7 +48,7 @@ def judge(
     layouts = [pair for pair in list_layouts(num_ranks, experts=True) if pair[0] in only]
     work = [
         VerifyCase(dtype, case.name, case.parallel, case.plan)
-        for dtype in COMPUTE_OF
+        for dtype in COMPUTE_OF_NARROW_DTYPE
         for case in make_cases(
             narrow_job(job, dtype), layouts, num_ranks=num_ranks, cluster=CPU, shape=None
         )
@@ -67,7 +67,7 @@ def rows_with(
 ) -> Rows:
     with tempfile.TemporaryDirectory() as directory:
         run_ranks(num_ranks, judge, num_ranks, model or {}, directory, plant, only)
-        lines = (Path(directory) / ROWS).read_text().splitlines()
+        lines = (Path(directory) / ROWS_FILE_NAME).read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     return {f"{row['layout']} {row['dtype']}": row for row in rows}
 
@@ -77,7 +77,7 @@ def rows_with(
 )
 def test_correct_layouts_are_equal(model: dict[str, int]) -> None:
     rows = rows_with(None, 4, LAYOUTS, model)
-    assert len(rows) == len(LAYOUTS) * len(COMPUTE_OF)
+    assert len(rows) == len(LAYOUTS) * len(COMPUTE_OF_NARROW_DTYPE)
     assert {name: row["first"] for name, row in rows.items() if not row["ok"]} == {}
     for row in rows.values():
         # A band that nothing exceeds would make every row equal.

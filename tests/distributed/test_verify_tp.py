@@ -30,7 +30,7 @@ from phalanx.plan.rules import DimSlice, Rule
 from phalanx.verify import rank as verify_rank
 from phalanx.verify.cases import make_cases, make_verified_job
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
-from phalanx.verify.row import ROWS
+from phalanx.verify.row import ROWS_FILE_NAME
 from ranks import run_ranks
 
 LAYOUTS = {
@@ -217,7 +217,9 @@ def test_planted_bugs_are_found_and_named(plant: Callable[[], None]) -> None:
     job, shape = (zoo_job(model), SHAPE) if isinstance(model, str) else (small_job(**model), None)
     with tempfile.TemporaryDirectory() as directory:
         run_ranks(2, judge_tp, job, shape, directory, plant)
-        rows = [json.loads(line) for line in (Path(directory) / ROWS).read_text().splitlines()]
+        rows = [
+            json.loads(line) for line in (Path(directory) / ROWS_FILE_NAME).read_text().splitlines()
+        ]
     assert [row["layout"] for row in rows] == [
         layout for layout in LAYOUTS if shape is None or layout == "whole"
     ]

@@ -20,7 +20,7 @@ from phalanx.job.schema import Data, Job
 from phalanx.job.shapes.vit import VitShape
 from phalanx.observe.events import StepFinished
 from phalanx.observe.tail import read_recorded_events
-from phalanx.verify.cases import SMALL_VOCAB, Case
+from phalanx.verify.cases import SHRUNK_VOCAB_SIZE, Case
 from phalanx.verify.choose import choose_layouts
 
 NUM_STEPS = 20
@@ -85,7 +85,7 @@ def choose_data(job: Job, folder: Path) -> dict[str, Any]:
     """The keys of data that a job without data of its own trains on."""
     if job.data.source != Data().source:
         return {}
-    shape = None if job.model.is_foreign else build_model_shape(job, SMALL_VOCAB)
+    shape = None if job.model.is_foreign else build_model_shape(job, SHRUNK_VOCAB_SIZE)
     if isinstance(shape, VitShape):
         return {"source": "exam_models:pictures", "args": {"size": shape.image_size}}
     return {"source": str(write_text(folder))}

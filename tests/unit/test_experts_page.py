@@ -15,7 +15,7 @@ from phalanx.observe.console import open_console
 from phalanx.observe.events import ExpertsLoaded, seal_event
 from phalanx.observe.tail import read_event
 from phalanx.report.reduce import collect_run_facts
-from phalanx.report.sections.experts import LEVELS, heat_level_of_share
+from phalanx.report.sections.experts import LOAD_LEVELS, heat_level_of_share
 from phalanx.report.summary import build_run_json
 
 EVEN, SKEWED = [8, 8, 8, 8], [0, 4, 4, 24]  # the busiest has 3 times the mean
@@ -88,7 +88,7 @@ def test_a_run_without_experts_has_no_such_section(tmp_path: Path) -> None:
 
 def test_each_cell_has_the_colour_of_its_share() -> None:
     shares = (0, 0.2, 0.5, 0.6, 1, 1.9, 3, 30)
-    assert [heat_level_of_share(share, 1.0) for share in shares] == list(range(len(LEVELS)))
+    assert [heat_level_of_share(share, 1.0) for share in shares] == list(range(len(LOAD_LEVELS)))
     assert heat_level_of_share(0, 0.0) == 0
 
 

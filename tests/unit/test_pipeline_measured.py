@@ -17,7 +17,7 @@ from phalanx.job.schema import Job
 from phalanx.observe.events import PipelineMeasured, seal_event
 from phalanx.observe.tail import read_event
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.pipeline.bubble import LIMIT
+from phalanx.plan.pipeline.bubble import MAX_UNREMARKED_BUBBLE
 from phalanx.plan.pipeline.cut import Stages
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, default_stages_per_rank
 from phalanx.plan.pipeline.pipeline_plan import Pipeline, build_named_pipeline
@@ -227,7 +227,7 @@ def test_a_long_bubble_asks_for_the_least_number_of_microbatches_that_mends_it()
     divides 32 samples."""
     found = judged(pipeline(), [EVEN] * 4)
     assert found.event.bubble_measured == pytest.approx(3 / 11)
-    assert found.event.bubble_measured > LIMIT
+    assert found.event.bubble_measured > MAX_UNREMARKED_BUBBLE
     first, second = found.suggest_remedies()
     assert (
         first

@@ -21,7 +21,7 @@ from phalanx.parallel.pipeline.transform import ParameterPlacement
 from phalanx.parallel.pipeline.weight_grads import DeferredWeightGrads, split_backward_of_linears
 from phalanx.plan.pipeline.cut import Stages
 from phalanx.plan.pipeline.generate import generate_schedule
-from phalanx.plan.pipeline.messages import AHEAD, P2PMessage, output_of, plan_messages
+from phalanx.plan.pipeline.messages import NUM_RECEIVES_AHEAD, P2PMessage, output_of, plan_messages
 from phalanx.plan.pipeline.pipeline_plan import Pipeline, build_named_pipeline
 
 CPU = torch.device("cpu")
@@ -259,7 +259,7 @@ def test_messages_are_asked_for_in_the_order_in_which_they_are_made(
                     if found.numel():
                         assert found.flatten()[0] == turns[place]
                     num_taken[source] = max(num_taken.get(source, 0), place + 1)
-                    assert len(turns) <= num_taken[source] + AHEAD + 1 or in_one_queue
+                    assert len(turns) <= num_taken[source] + NUM_RECEIVES_AHEAD + 1 or in_one_queue
             made_here = output_of(action, num_stages)
             if made_here is not None:
                 handed[made_here] = torch.ones(2)

@@ -14,7 +14,7 @@ from phalanx.job.schema import Job
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.explain import describe_plan, format_counts
 from phalanx.plan.layout import Layout
-from phalanx.plan.pipeline.bubble import LIMIT, bubble_of
+from phalanx.plan.pipeline.bubble import MAX_UNREMARKED_BUBBLE, bubble_of
 from phalanx.plan.pipeline.closed_forms import bubble as closed_form
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, can_run_microbatches, generate_schedule
 from phalanx.plan.pipeline.schedule import write_schedule
@@ -84,12 +84,13 @@ def test_microbatches_where_the_job_is_silent(
         return float(timeline.bubble)
 
     assert wanted == min(
-        [m for m in legal if m >= 4 * (pp - 1) and waits(m) <= LIMIT], default=legal[-1]
+        [m for m in legal if m >= 4 * (pp - 1) and waits(m) <= MAX_UNREMARKED_BUBBLE],
+        default=legal[-1],
     )
 
 
 def test_four_times_as_many_microbatches_as_hops_wait_a_fifth() -> None:
-    assert closed_form("1f1b", 5, 16, 1, UNIFORM) == pytest.approx(LIMIT)
+    assert closed_form("1f1b", 5, 16, 1, UNIFORM) == pytest.approx(MAX_UNREMARKED_BUBBLE)
 
 
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)

@@ -24,7 +24,7 @@ from phalanx.observe import events
 from phalanx.observe.bus import event_file_path
 from phalanx.observe.events import Envelope, Event, StepFinished
 from phalanx.report import write_report
-from phalanx.report.page import CONTENT_SECURITY
+from phalanx.report.page import CONTENT_SECURITY_POLICY
 from phalanx.report.reduce import collect_run_facts
 from phalanx.report.summary import build_run_json
 
@@ -202,8 +202,8 @@ def test_loads_nothing(whole: Run) -> None:
     policy = [
         a.get("content") for tag, a in page.tags if a.get("http-equiv") == "Content-Security-Policy"
     ]
-    assert policy == [CONTENT_SECURITY]
-    assert CONTENT_SECURITY.startswith(
+    assert policy == [CONTENT_SECURITY_POLICY]
+    assert CONTENT_SECURITY_POLICY.startswith(
         "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
     )
     assert page.attributes("src") == []
@@ -212,7 +212,7 @@ def test_loads_nothing(whole: Run) -> None:
     assert style is not None
     assert "url(" not in style[1]
     assert "@import" not in style[1]
-    assert "http" not in page.source.replace(CONTENT_SECURITY, "").replace(
+    assert "http" not in page.source.replace(CONTENT_SECURITY_POLICY, "").replace(
         "http-equiv", ""
     ).replace("https://evil.example", "")
 

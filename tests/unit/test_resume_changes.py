@@ -17,7 +17,7 @@ from phalanx.job.load import load_job
 from phalanx.job.schema import Job
 from phalanx.optim.schedule import learning_rate
 from phalanx.plan.planner import make_plan
-from phalanx.run.resume import _EFFECTS, load_resumed_job
+from phalanx.run.resume import _CHANGE_DESCRIPTIONS, load_resumed_job
 
 SMALL = (
     "model.num_layers=4",
@@ -121,7 +121,7 @@ def test_every_change_is_named_with_what_it_does(
 
 def test_every_section_of_a_job_has_its_words() -> None:
     """A new section would fall through to words that say nothing."""
-    known = {prefix.partition(".")[0] for prefix, *_ in _EFFECTS} | {"model"}
+    known = {prefix.partition(".")[0] for prefix, *_ in _CHANGE_DESCRIPTIONS} | {"model"}
     assert set(Job.model_fields) <= known
 
 

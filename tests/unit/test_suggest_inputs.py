@@ -20,7 +20,7 @@ from phalanx.plan.planner import make_plan
 from phalanx.run.one_process.rows_probe import sample_batch
 from phalanx.suggest.search import suggest_rules
 from phalanx.suggest.suggestion import Suggestion
-from phalanx.verify.cases import SMALL_VOCAB
+from phalanx.verify.cases import SHRUNK_VOCAB_SIZE
 
 SHAPE = MeasuredModule("x", 0, 200, 200, 200, 0)
 
@@ -144,7 +144,7 @@ def suggestion(name: str, **shapes: list[int]) -> Suggestion:
         "parallel": {"ranks": 1},
     }
     job = Job.model_validate(body)
-    plan = make_plan(job, cluster=CPU, shape=SHAPE, vocab_size=SMALL_VOCAB)
+    plan = make_plan(job, cluster=CPU, shape=SHAPE, vocab_size=SHRUNK_VOCAB_SIZE)
     return suggest_rules(job, plan, sample_batch(job, plan), is_made_up=not shapes)
 
 

@@ -24,7 +24,7 @@ from phalanx.plan.cluster import Cluster
 from phalanx.plan.layout import AXES
 from phalanx.verify.cases import (
     NUM_MICROBATCHES,
-    WAYS,
+    OPTION_KEYS,
     list_layouts,
     make_cases,
     make_verified_job,
@@ -39,7 +39,7 @@ from phalanx.verify.narrow_reference import AutocastLoss
 from phalanx.verify.result import VerifyResult
 from phalanx.verify.row import Row
 from phalanx.verify.trace_facts import (
-    INITIAL,
+    INITIAL_KIND,
     Trace,
     TraceStep,
     buffers_of,
@@ -86,7 +86,7 @@ def test_all_layouts_are_of_all_ranks_and_have_plans(num_ranks: int) -> None:
         for key, value in case.parallel.items():
             if key in AXES:
                 assert getattr(case.plan.layout, key) == value
-            elif key in WAYS:
+            elif key in OPTION_KEYS:
                 assert getattr(case.plan.parallel, key) == value
 
 
@@ -214,7 +214,7 @@ TRACE = Trace(
     0.1,
     (TraceStep(3.0, 10, 5.0**0.5, None),),
     ("b", "a"),
-    dict.fromkeys((INITIAL, gradients_of(0), WEIGHTS), SIZES),
+    dict.fromkeys((INITIAL_KIND, gradients_of(0), WEIGHTS), SIZES),
     norms={WEIGHTS: SIZES},
     evaluation=2.5,
 )
@@ -229,7 +229,7 @@ def saw(**changes: Any) -> dict[str, Any]:
         "num_targets": [10],
         "evaluation": 2.5,
         "local_means": [[2.0, 4.5]],
-        "tensors": {kind: dict(right) for kind in (INITIAL, gradients_of(0), WEIGHTS)},
+        "tensors": {kind: dict(right) for kind in (INITIAL_KIND, gradients_of(0), WEIGHTS)},
         "digests": {},
         "loads": [{}],
         "held": {"a": "whole", "b": "whole"},
@@ -263,7 +263,7 @@ def test_the_first_gradient_is_the_one_nearest_to_the_loss() -> None:
 def test_initial_weights_come_before_losses_and_losses_before_gradients() -> None:
     off = {"a": (1.0, 4.0, 4.0, 4.0)}
     assert first_of(saw(losses=[3.1], tensors={gradients_of(0): off})).what == "loss"
-    assert first_of(saw(losses=[3.1], tensors={INITIAL: off})).what == "initial weight"
+    assert first_of(saw(losses=[3.1], tensors={INITIAL_KIND: off})).what == "initial weight"
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -279,7 +279,7 @@ def test_not_a_number_is_never_equal(value: float) -> None:
 
 
 def test_parts_that_do_not_make_the_tensor_are_found_though_each_is_right() -> None:
-    half = {kind: {"a": (0.0, 1.0, 1.0, 1.0)} for kind in (INITIAL, gradients_of(0), WEIGHTS)}
+    half = {kind: {"a": (0.0, 1.0, 1.0, 1.0)} for kind in (INITIAL_KIND, gradients_of(0), WEIGHTS)}
     first = first_of(saw(tensors=half), saw(tensors=half))
     assert "do not make the tensor" in first.cause
 
@@ -354,9 +354,9 @@ def traced(**changes: Any) -> Trace:
 def test_a_gradient_that_is_rounding_has_the_scale_of_a_usual_one() -> None:
     """A bias before BatchNorm: its true gradient is zero, and each layout rounds it otherwise."""
     sizes = {"a": 2.0, "b": 1e-12}
-    trace = traced(sizes=dict.fromkeys((INITIAL, gradients_of(0), WEIGHTS), sizes))
+    trace = traced(sizes=dict.fromkeys((INITIAL_KIND, gradients_of(0), WEIGHTS), sizes))
     assert trace.scale(gradients_of(0), "b") == pytest.approx(2.0 / 2**0.5)
-    assert trace.scale(INITIAL, "b") == pytest.approx(1e-3 * 2.0 / 2**0.5)
+    assert trace.scale(INITIAL_KIND, "b") == pytest.approx(1e-3 * 2.0 / 2**0.5)
 
 
 def test_an_update_may_be_off_by_a_few_roundings_of_the_weight() -> None:
@@ -371,7 +371,7 @@ def test_an_update_may_be_off_by_a_few_roundings_of_the_weight() -> None:
 
 def test_a_frozen_tensor_that_an_optimizer_moves_is_found() -> None:
     sizes = {"a": 2.0, "b": 0.0}
-    trace = traced(sizes={INITIAL: SIZES, gradients_of(0): sizes, WEIGHTS: sizes})
+    trace = traced(sizes={INITIAL_KIND: SIZES, gradients_of(0): sizes, WEIGHTS: sizes})
     seen = saw(tensors={gradients_of(0): {"b": (0.0, 0.0, 0.0, 0.0)}})
     seen["tensors"][WEIGHTS] = {"a": (0.0, 4.0, 4.0, 4.0), "b": (0.01, 1.0, 1.0, 1.0)}
     first = Comparator(trace, [seen], JudgedLayout(1), tolerance=1e-10).compare().first

@@ -15,7 +15,7 @@ from phalanx.plan.cluster import Cluster
 from phalanx.plan.explain import describe_plan
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
-from phalanx.plan.warnings import RULES, DataFacts, SourceFacts
+from phalanx.plan.warnings import WARNING_RULES, DataFacts, SourceFacts
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
@@ -343,8 +343,8 @@ def test_the_plan_says_what_becomes_of_samples_that_fill_no_batch(
 
 
 def test_every_rule_is_tried_both_ways() -> None:
-    assert isinstance(RULES, tuple), "nobody adds to it"
-    assert {code for code, _ in RULES} == set(FIRES) == {code for code, _ in SILENT}
+    assert isinstance(WARNING_RULES, tuple), "nobody adds to it"
+    assert {code for code, _ in WARNING_RULES} == set(FIRES) == {code for code, _ in SILENT}
 
 
 def test_the_plan_says_and_keeps_them() -> None:

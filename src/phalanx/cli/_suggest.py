@@ -11,7 +11,7 @@ from phalanx.cli._json import print_json
 from phalanx.cli.verify import print_verification
 from phalanx.job.load import load_job
 from phalanx.suggest.drive import suggest_rules_for
-from phalanx.suggest.suggestion import Reasoned, Suggestion
+from phalanx.suggest.suggestion import NameAndReason, Suggestion
 
 
 def print_suggestion(
@@ -67,6 +67,6 @@ def _write_entry(pattern: str, rule: str) -> str:
     return f"{json.dumps(pattern)} = {json.dumps(rule)}"
 
 
-def _write_inline(rules: Mapping[str, Reasoned]) -> str:
+def _write_inline(rules: Mapping[str, NameAndReason]) -> str:
     entries = [_write_entry(pattern, rule) for pattern, (rule, _) in rules.items()]
     return "{" + ", ".join(entries) + "}"

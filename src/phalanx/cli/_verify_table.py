@@ -10,7 +10,7 @@ from phalanx.core.units import format_seconds, plural
 from phalanx.verify.choose import Selection
 from phalanx.verify.progress import VerifyProgress
 from phalanx.verify.result import VerifyResult
-from phalanx.verify.row import DTYPES, Row
+from phalanx.verify.row import DEFAULT_DTYPES, Row
 
 # In this order.
 ERROR_COLUMNS = (
@@ -92,7 +92,7 @@ def describe_refused(rows: Sequence[Row]) -> list[str]:
     names: dict[str, list[str]] = {}
     for (reason, layout), refused_dtypes in dtypes.items():
         # "" stands for a layout that was refused before any type came into play.
-        if refused_dtypes != [""] and set(refused_dtypes) != set(DTYPES):
+        if refused_dtypes != [""] and set(refused_dtypes) != set(DEFAULT_DTYPES):
             layout = f"{layout} ({', '.join(refused_dtypes)})"
         names.setdefault(reason, []).append(layout)
     return [f"refused {', '.join(layouts)}: {reason}" for reason, layouts in names.items()]

@@ -21,7 +21,7 @@ from phalanx.data.tokenizer import BYTE_TOKENIZER_KIND, TOKENIZER_FILE, load_tok
 from phalanx.job.schema import Data
 from phalanx.job.user_dataset import is_own_dataset
 from phalanx.plan.plan import EarlyWarning
-from phalanx.plan.warnings import NOTHING_MORE, ExtraNotes
+from phalanx.plan.warnings import NO_EXTRA_NOTES, ExtraNotes
 
 # What tokenizers are stored as besides a tokenizer.json. None of them says all that a tokenizer
 # does.
@@ -217,7 +217,7 @@ def describe_tokenizers(
     Empty if the model brings no tokenizer and none is expected of it.
     """
     if brought is None:
-        return NOTHING_MORE
+        return NO_EXTRA_NOTES
     reasons, warnings = [], []
     for one in tokens:
         if one.facts.kind == "none":

@@ -15,7 +15,7 @@ from phalanx.mesh.devices import is_cpu
 from phalanx.mesh.transfer import pin_memory
 from phalanx.parallel.call.bind_batch import NamedTensors, call_with_batch, describe_batch
 from phalanx.parallel.call.check_indices import (
-    TAKES_CLASSES,
+    TAKES_CLASSES_ATTRIBUTE,
     explain_failed_lookup,
     require_ids,
     require_targets,
@@ -26,7 +26,7 @@ from phalanx.parallel.executor import Batch, LossAndTargets, Objective
 from phalanx.parallel.pipeline.staged import PipelineStageGroup
 from phalanx.parallel.protocol import ParallelContext
 
-READS_PARTS = "reads_vocabulary_parts"
+READS_VOCABULARY_PARTS_ATTRIBUTE = "reads_vocabulary_parts"
 """An objective with this attribute computes with a part of the logits."""
 
 
@@ -129,9 +129,9 @@ class LossForward:
                 return torch.zeros(()), torch.zeros(())
         if isinstance(objective, OutputFunction):
             return objective.then(outputs)
-        if not getattr(objective, READS_PARTS, False):
+        if not getattr(objective, READS_VOCABULARY_PARTS_ATTRIBUTE, False):
             outputs = gather_logits(outputs)
-        if getattr(objective, TAKES_CLASSES, False):
+        if getattr(objective, TAKES_CLASSES_ATTRIBUTE, False):
             require_targets(batch, outputs)
         return objective(outputs, on_device)
 

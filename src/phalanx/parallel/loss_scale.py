@@ -15,9 +15,9 @@ import torch
 from phalanx.core.errors import CheckpointError, NumericsError
 from phalanx.plan.plan import Plan
 
-FLOOR = 1.0
+MIN_LOSS_SCALE = 1.0
 """A step that overflows below it has gradients, or activations, beyond 65504 whatever the scale."""
-CEILING = 2.0**40
+MAX_LOSS_SCALE = 2.0**40
 
 
 @dataclass
@@ -40,7 +40,7 @@ class LossScale:
         if not self.is_dynamic:
             return
         if not finite:
-            if self.scale / 2 < FLOOR:
+            if self.scale / 2 < MIN_LOSS_SCALE:
                 raise NumericsError(
                     f"fp16 overflows even with a loss scale of {self.scale:g}",
                     why=(
@@ -56,7 +56,7 @@ class LossScale:
         self.good_steps += 1
         if self.good_steps >= self.growth_steps:
             # A scale that a job began above the ceiling stays as it is.
-            self.scale, self.good_steps = min(self.scale * 2, max(self.scale, CEILING)), 0
+            self.scale, self.good_steps = min(self.scale * 2, max(self.scale, MAX_LOSS_SCALE)), 0
 
     def saved_state(self) -> dict[str, Any]:
         return {"scale": self.scale, "good_steps": self.good_steps}

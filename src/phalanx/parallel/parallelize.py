@@ -28,7 +28,7 @@ from phalanx.parallel.pipeline.staged import PipelineStageGroup
 from phalanx.parallel.protocol import ParallelContext, Parallelism, RootModule
 from phalanx.plan.plan import Plan
 
-_INITIAL_WEIGHTS = "initial weights of your module"
+_INITIAL_WEIGHTS_SUBJECT = "initial weights of your module"
 
 
 def discover_transforms() -> list[Parallelism]:
@@ -71,10 +71,10 @@ def parallelize(
         pass
     elif not on_meta:
         # Ranks that begin with other weights would never agree again, and no loss would show it.
-        mesh.require_agreement({_INITIAL_WEIGHTS: _hash_weights(module)})
+        mesh.require_agreement({_INITIAL_WEIGHTS_SUBJECT: _hash_weights(module)})
         root.to(mesh.device)
     elif recorded is not None:
-        mesh.require_agreement({_INITIAL_WEIGHTS: recorded.digest})
+        mesh.require_agreement({_INITIAL_WEIGHTS_SUBJECT: recorded.digest})
     seed = plan.seed if seed is None else seed
     context = ParallelContext(
         root=root,

@@ -7,9 +7,10 @@ from typing import Final, Generic, TypeVar
 
 T = TypeVar("T")
 
-AS_JOB_SAYS = "as the job says"
-DEFAULT = "the default"
-AUTO: Final = "auto"  # the value of what the plan leaves to torch, or to the module on the ranks
+REASON_JOB_SAYS = "as the job says"
+REASON_DEFAULT = "the default"
+# The value of what the plan leaves to torch, or to the module on the ranks.
+AUTO: Final = "auto"
 
 
 @dataclass(frozen=True)

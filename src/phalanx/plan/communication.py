@@ -9,7 +9,8 @@ from phalanx.job.costs import AttentionHeads, ExpertCosts, ModelCosts
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.workload import Workload
 
-ROW_EXCHANGES = 4  # of a block and microbatch: to the experts and back, and so the gradients
+# Of a block and microbatch: to the experts and back, and so the gradients.
+ROW_EXCHANGES_PER_BLOCK = 4
 
 
 def cp_buffer_bytes(shape: ModelCosts, work: Workload) -> float:
@@ -80,7 +81,7 @@ def ep_bytes_per_step(shape: ModelCosts, work: Workload) -> float:
     if experts is None:
         return 0
     rows = work.tokens * experts.per_token * (work.ep - 1) / work.ep
-    num_exchanges = ROW_EXCHANGES * len(experts.layers) * work.num_microbatches
+    num_exchanges = ROW_EXCHANGES_PER_BLOCK * len(experts.layers) * work.num_microbatches
     return num_exchanges * rows * experts.dim * work.compute_bytes
 
 

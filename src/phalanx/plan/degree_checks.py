@@ -23,7 +23,7 @@ from phalanx.plan.rule_checks import check_overrides, check_rules
 from phalanx.plan.rules import describe_heads, legal_tp_degrees
 from phalanx.plan.workload import cuts_sequence
 
-Check = Callable[[Job, ModelCosts], None]
+DegreeCheck = Callable[[Job, ModelCosts], None]
 
 
 def check_degrees(job: Job, shape: ModelCosts, num_ranks: int) -> None:
@@ -155,7 +155,7 @@ def _check_heads_divide(job: Job, shape: ModelCosts) -> None:
 
 
 # In this order: what no edit of the job could mend comes first, and what one number would, last.
-CONTEXT_CHECKS: tuple[Check, ...] = (
+CONTEXT_CHECKS: tuple[DegreeCheck, ...] = (
     _check_sequence_can_be_split,
     _check_attention_is_replaceable,
     _check_objective_is_builtin,

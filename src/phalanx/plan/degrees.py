@@ -16,12 +16,12 @@ from phalanx.job.nearest import (
     list_divisors,
 )
 from phalanx.job.schema import Job
-from phalanx.plan.choice import DEFAULT, Choice
+from phalanx.plan.choice import REASON_DEFAULT, Choice
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.layout import AXES, Layout, fill_layout
 from phalanx.plan.pipeline.requested_schedule import RequestedSchedule, split_pipeline_batch
 
-MAX_CPU_RANKS = 8
+MAX_DEFAULT_CPU_RANKS = 8
 
 
 def choose_num_ranks(job: Job, cluster: Cluster, running: int | None) -> Choice[int]:
@@ -94,7 +94,7 @@ def _find_max_ranks(job: Job, cluster: Cluster) -> int:
     limit = cluster.num_devices
     if cluster.device != "cuda":
         # Two even on one core: a first run is to be distributed.
-        limit = max(2, min(cluster.num_devices, MAX_CPU_RANKS))
+        limit = max(2, min(cluster.num_devices, MAX_DEFAULT_CPU_RANKS))
         limit = max(limit, degrees)  # cores can be shared, and the job says between how many
     samples = micro or 1  # where the job leaves them open, microbatches of one sample can be
     legal = []
@@ -211,4 +211,4 @@ def choose_cp_load_balance(job: Job) -> Choice[str]:
     """The way in which sequences are cut between the ranks of cp."""
     if job.parallel.cp_attention == "ulysses":
         return Choice("none", "ulysses computes on whole sequences, in any order of their parts")
-    return Choice(job.parallel.cp_load_balance, DEFAULT)
+    return Choice(job.parallel.cp_load_balance, REASON_DEFAULT)

@@ -9,7 +9,7 @@ from itertools import groupby
 from phalanx.core.units import format_bytes, format_count, plural
 from phalanx.job.costs import ModelCosts
 from phalanx.job.schema import Job
-from phalanx.plan.choice import AS_JOB_SAYS
+from phalanx.plan.choice import REASON_JOB_SAYS
 from phalanx.plan.communication import pp_bytes_per_step
 from phalanx.plan.pipeline.bubble import find_busiest_rank
 from phalanx.plan.pipeline.costs import model_part_costs
@@ -19,8 +19,8 @@ from phalanx.plan.pipeline.stages import add_recompute_costs
 from phalanx.plan.plan import Plan
 from phalanx.plan.workload import Workload, shard_shape
 
-MAX_LISTED = 16
-EVEN = 1.005  # times the mean: below, two digits show no difference
+MAX_LISTED_STAGES = 16
+MAX_EVEN_RATIO = 1.005  # times the mean: below, two digits show no difference
 
 
 def describe_plan(plan: Plan, *, of_samples: bool = False) -> list[str]:
@@ -63,7 +63,7 @@ def describe_plan(plan: Plan, *, of_samples: bool = False) -> list[str]:
     if plan.pipeline is not None:
         totals = [format_bytes(total) for total in plan.pipeline.rank_bytes]
         shown = f"{totals[0]} to {totals[-1]}"
-        if len(totals) <= MAX_LISTED:
+        if len(totals) <= MAX_LISTED_STAGES:
             shown = ", ".join(totals)
         lines.append(f"        by pipeline rank: {shown}")
     for candidate in plan.alternatives:
@@ -115,7 +115,7 @@ def _explain_stages(
     block = sum(layers.blocks) / len(layers.blocks)
     if layers.head and block:
         line += f" (the head is the work of {float(layers.head / block):.1f} blocks)"
-    if ratio > EVEN:
+    if ratio > MAX_EVEN_RATIO:
         return f"{line}; rank {rank} has {ratio:.2f} times the mean"
     return f"{line}; all have as much"
 
@@ -126,7 +126,7 @@ def _explain_schedule(job: Job, work: Workload, pipeline: Pipeline, why: str) ->
     schedule = f"schedule {name}"
     if pipeline.rows:
         schedule = f"schedule {job.parallel.schedule_file}"
-    elif why != AS_JOB_SAYS:
+    elif why != REASON_JOB_SAYS:
         schedule += f", {why},"
     line = (
         f"{schedule} with {plural(number, 'microbatch', 'microbatches')} of {work.micro_batch_size}"
@@ -175,7 +175,7 @@ def format_counts(counts: Sequence[int]) -> str:
     """Counts in words: '10' for equal ones, '3, 3, 3, 2', or for many '63 times 10, 9'."""
     if len(set(counts)) == 1:
         return str(counts[0])
-    if len(counts) <= MAX_LISTED:
+    if len(counts) <= MAX_LISTED_STAGES:
         return ", ".join(map(str, counts))
     parts = []
     for value, run in groupby(counts):

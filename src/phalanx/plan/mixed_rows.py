@@ -12,8 +12,8 @@ from phalanx.job.hugging_face import is_hugging_face
 from phalanx.job.schema import Job
 from phalanx.plan.plan import EarlyWarning, Plan
 
-MAX_PARAMS = 10**8  # of a module that is built whole, in fp32, to try it: 400 MB
-MIXED = (
+MAX_TRIED_PARAMS = 10**8  # of a module that is built whole, in fp32, to try it: 400 MB
+MIXED_ROWS_WARNING = (
     "{subject} lets the rows of a batch see each other: the loss of a batch is not that of its"
     " parts."
     " Of {batch} rows each part of {part} is computed by itself, so {ranks} data-parallel ranks x"
@@ -21,7 +21,7 @@ MIXED = (
     " both (train.micro_batch_size) where losses are to be compared, or take one rank and one"
     " microbatch"
 )
-COLLECTIVE = (
+COLLECTIVE_IN_LOSS_WARNING = (
     "the loss calls {call}: a sum over ranks comes on top of phalanx's own, a pipeline or an"
     " evaluation may wait in it for ever, and verify cannot judge it; compute the loss of the rows"
     " given"
@@ -67,9 +67,13 @@ def warn_of_mixed_rows(facts: RowMixing, job: Job, plan: Plan) -> tuple[EarlyWar
             "ranks": ranks,
             "parts": parts,
         }
-        warnings.append(EarlyWarning("rows_are_mixed", MIXED.format(subject=subject, **numbers)))
+        warnings.append(
+            EarlyWarning("rows_are_mixed", MIXED_ROWS_WARNING.format(subject=subject, **numbers))
+        )
     if facts.collective:
         warnings.append(
-            EarlyWarning("collective_in_the_loss", COLLECTIVE.format(call=facts.collective))
+            EarlyWarning(
+                "collective_in_the_loss", COLLECTIVE_IN_LOSS_WARNING.format(call=facts.collective)
+            )
         )
     return tuple(warnings)

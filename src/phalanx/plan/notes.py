@@ -28,13 +28,19 @@ from phalanx.plan.plan import Candidate
 from phalanx.plan.rule_checks import check_rules, describe_unsharded_matrices
 from phalanx.plan.workload import Workload, has_error_feedback, shard_shape
 
-SHARDED_KEYS = ("accumulate", "blocks_per_unit", "keep_whole_below", "prefetch")  # ZeRO 2 and 3
-DDP_KEYS = ("static_graph",)
+SHARDING_ONLY_KEYS = (
+    "accumulate",
+    "blocks_per_unit",
+    "keep_whole_below",
+    "prefetch",
+)  # ZeRO 2 and 3
+DDP_ONLY_KEYS = ("static_graph",)
 # Of a pipeline: a stage is gathered whole for a step, and a parameter without a gradient counts as
 # zero.
-PIPELINE_KEYS = ("blocks_per_unit", "prefetch", "static_graph", "unused_parameters")
-MOST_PROPOSED = 8  # ranks of one node: rows of every token travel in every block
-WORTH_SHARE = 0.05  # of a rank's memory: what spreading experts must save to be worth a line
+KEYS_IGNORED_IN_PIPELINES = ("blocks_per_unit", "prefetch", "static_graph", "unused_parameters")
+MAX_PROPOSED_EP = 8  # ranks of one node: rows of every token travel in every block
+# Of a rank's memory: what spreading experts must save to be worth a line.
+MIN_SAVED_MEMORY_SHARE = 0.05
 
 
 def list_notes(
@@ -136,11 +142,11 @@ def _list_ignored_keys(chosen: Candidate) -> tuple[str, ...]:
     """The keys of [parallel] that a layout does not read, each once."""
     ignored: list[str] = []
     if chosen.zero_stage < 2:
-        ignored += SHARDED_KEYS
+        ignored += SHARDING_ONLY_KEYS
     if chosen.zero_stage > 0 or chosen.layout.reduced.data_parallel_size == 1:
-        ignored += DDP_KEYS
+        ignored += DDP_ONLY_KEYS
     if chosen.layout.pp > 1:
-        ignored += PIPELINE_KEYS
+        ignored += KEYS_IGNORED_IN_PIPELINES
     return tuple(dict.fromkeys(ignored))
 
 
@@ -214,7 +220,7 @@ def _suggest_ep(job: Job, evaluator: CandidateEvaluator, chosen: Candidate) -> s
     """A line on what parallel.ep would save, if it can be set and is worth a line; else ""."""
     # The largest that stays within a node saves most.
     degree = max(
-        (ep for ep in list_ep_degrees(job, evaluator, chosen) if ep <= MOST_PROPOSED), default=1
+        (ep for ep in list_ep_degrees(job, evaluator, chosen) if ep <= MAX_PROPOSED_EP), default=1
     )
     if degree == 1:
         return ""
@@ -223,7 +229,7 @@ def _suggest_ep(job: Job, evaluator: CandidateEvaluator, chosen: Candidate) -> s
     saved = chosen.total_bytes - sum(
         replace(evaluator, work=work).memory(chosen.zero_stage, shards).values()
     )
-    if saved < WORTH_SHARE * chosen.total_bytes:
+    if saved < MIN_SAVED_MEMORY_SHARE * chosen.total_bytes:
         return ""
     shard = shard_shape(evaluator.shape, work.tp, work.rules)
     assert shard.experts is not None

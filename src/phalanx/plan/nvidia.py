@@ -18,7 +18,7 @@ from typing import Any
 
 from phalanx.core.errors import EnvironmentProblem
 
-PATIENCE_S = 60.0  # eight GPUs without persistence mode are woken one after the other
+NVIDIA_SMI_TIMEOUT_S = 60.0  # eight GPUs without persistence mode are woken one after the other
 
 
 @dataclass(frozen=True)
@@ -170,14 +170,14 @@ def _query_nvidia_smi() -> tuple[Gpu, ...]:
     query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(
-            query, capture_output=True, text=True, errors="replace", timeout=PATIENCE_S
+            query, capture_output=True, text=True, errors="replace", timeout=NVIDIA_SMI_TIMEOUT_S
         )
     except FileNotFoundError:
         raise _GpuQueryFailure("there is no nvidia-smi", is_absent=True) from None
     except OSError as error:
         raise _GpuQueryFailure(f"nvidia-smi cannot be run: {error.strerror}") from None
     except subprocess.TimeoutExpired:
-        raise _GpuQueryFailure(f"nvidia-smi did not answer in {PATIENCE_S:g} s") from None
+        raise _GpuQueryFailure(f"nvidia-smi did not answer in {NVIDIA_SMI_TIMEOUT_S:g} s") from None
     output = " ".join((done.stdout + done.stderr).split())[:120]
     if "no devices were found" in output.lower():
         return ()

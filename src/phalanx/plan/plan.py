@@ -16,7 +16,7 @@ from phalanx.job.schema import Job
 from phalanx.job.shapes.stored import read_shape
 from phalanx.plan.layout import Layout
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
-from phalanx.plan.resolved_parallel import TOP_KEYS, ResolvedParallel, read_resolved_parallel
+from phalanx.plan.resolved_parallel import TOP_LEVEL_KEYS, ResolvedParallel, read_resolved_parallel
 from phalanx.plan.segments import Segment
 from phalanx.plan.timing.step_time import StepTime
 
@@ -70,8 +70,8 @@ class LossScaling:
 
 
 # Until 0.2 these are attributes of a plan still; where each is now.
-_MOVED = {
-    **{key: f"parallel.{key}" for key in TOP_KEYS},
+_NEW_PATH_OF_FIELD = {
+    **{key: f"parallel.{key}" for key in TOP_LEVEL_KEYS},
     "data_parallel": "parallel",
     "recompute": "activations.recompute",
     "recompute_every": "activations.recompute_every",
@@ -124,10 +124,10 @@ class Plan:
 
         def __getattr__(self, name: str) -> Any:
             """The value of an attribute under its old name, with a warning."""
-            if name not in _MOVED:
+            if name not in _NEW_PATH_OF_FIELD:
                 raise AttributeError(f"Plan has no {name!r}")
-            warn_renamed(f"Plan.{name}", f"Plan.{_MOVED[name]}")
-            noun, _, attribute = _MOVED[name].partition(".")
+            warn_renamed(f"Plan.{name}", f"Plan.{_NEW_PATH_OF_FIELD[name]}")
+            noun, _, attribute = _NEW_PATH_OF_FIELD[name].partition(".")
             value = getattr(self, noun)
             if value is None or not attribute:
                 return value

@@ -40,7 +40,7 @@ from phalanx.plan.precision import require_fp8, resolve_precision
 from phalanx.plan.recompute import plan_recompute
 from phalanx.plan.resolved_parallel import ResolvedParallel, resolve_parallel
 from phalanx.plan.warnings import (
-    NOTHING_MORE,
+    NO_EXTRA_NOTES,
     DataFacts,
     ExtraNotes,
     describe_partial_epoch_batch,
@@ -57,7 +57,7 @@ def make_plan(
     num_ranks: int | None = None,
     shape: ModelCosts | None = None,
     data: DataFacts | None = None,
-    more: ExtraNotes = NOTHING_MORE,
+    more: ExtraNotes = NO_EXTRA_NOTES,
 ) -> Plan:
     """Choose the simplest layout that fits and say why.
 

@@ -14,8 +14,8 @@ from phalanx.plan.cluster import Cluster, detect_cluster
 from phalanx.plan.plan import Plan
 from phalanx.plan.workload import Workload
 
-BF16_CAPABILITY = (8, 0)  # the first GPUs whose tensor cores multiply bf16: A100
-FP16_CAPABILITY = (7, 0)  # the first with tensor cores, which take fp16 alone: V100
+MIN_BF16_CAPABILITY = (8, 0)  # the first GPUs whose tensor cores multiply bf16: A100
+MIN_FP16_CAPABILITY = (7, 0)  # the first with tensor cores, which take fp16 alone: V100
 
 
 def resolve_precision(job: Job, cluster: Cluster) -> tuple[Job, str]:
@@ -82,21 +82,21 @@ def _default_precision(cluster: Cluster) -> tuple[str, str]:
         )
         return "fp32", f"fp32: {why}"
     gpus = f"GPUs of compute capability {'.'.join(map(str, cluster.capability))}"
-    if cluster.capability >= BF16_CAPABILITY:
+    if cluster.capability >= MIN_BF16_CAPABILITY:
         why = (
             "weights, optimizer and the reduction of gradients stay fp32; precision.compute=fp32"
             " turns it off"
         )
         return "bf16", f"bf16: {gpus} multiply it many times as fast as fp32; {why}"
     more = ""
-    if cluster.capability >= FP16_CAPABILITY:
+    if cluster.capability >= MIN_FP16_CAPABILITY:
         more = "; precision.compute=fp16 uses their tensor cores"
     return "fp32", f"fp32: {gpus} have no bf16 to multiply with{more}"
 
 
 # The fp8 kernels take widths of matrices and tokens of a microbatch in multiples of this.
-FP8_MULTIPLE = 16
-FP8_CAPABILITY = (8, 9)  # the first GPUs that multiply fp8: Ada, and Hopper (9.0)
+FP8_WIDTH_MULTIPLE = 16
+MIN_FP8_CAPABILITY = (8, 9)  # the first GPUs that multiply fp8: Ada, and Hopper (9.0)
 FP8_FIX = "set precision.compute=bf16"
 
 
@@ -113,12 +113,12 @@ def require_fp8(work: Workload, device: str, *, tokens_are_known: bool) -> None:
             why="no other multiplies fp8",
             fix=FP8_FIX,
         )  # fmt: skip
-    if tokens_are_known and work.tokens % FP8_MULTIPLE:
+    if tokens_are_known and work.tokens % FP8_WIDTH_MULTIPLE:
         raise LayoutError(
-            f"precision.compute=fp8 multiplies {FP8_MULTIPLE} tokens at a time, and a rank's"
+            f"precision.compute=fp8 multiplies {FP8_WIDTH_MULTIPLE} tokens at a time, and a rank's"
             f" microbatch has {work.tokens}",
             fix=(
                 "choose train.micro_batch_size and data.seq_len so that their product is a"
-                f" multiple of {FP8_MULTIPLE}"
+                f" multiple of {FP8_WIDTH_MULTIPLE}"
             ),
         )

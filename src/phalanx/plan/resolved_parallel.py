@@ -17,11 +17,11 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field
 
 from phalanx.job.schema import Count, Parallel, Positive
-from phalanx.plan.choice import AS_JOB_SAYS, AUTO, DEFAULT, Choice
+from phalanx.plan.choice import AUTO, REASON_DEFAULT, REASON_JOB_SAYS, Choice
 
 ALL_BLOCKS = 0  # how stored plans write blocks_per_unit = "all"
 # Plans of 0.1 store these keys at the top, as they were fields of Plan; readers of them stay right.
-TOP_KEYS = (
+TOP_LEVEL_KEYS = (
     *("zero_stage", "bucket_mb", "sync_batchnorm", "dropout", "sequence_parallel", "tp_chunks"),
     *("rules", "compress", "compress_rank", "compress_fraction", "cp_attention"),
     "cp_load_balance",
@@ -30,7 +30,7 @@ DATA_PARALLEL_KEYS = (
     *("accumulate", "blocks_per_unit", "keep_whole_below", "prefetch", "offload"),
     *("static_graph", "unused_parameters"),
 )
-UNDECIDED = {
+UNDECIDED_KEY_REASONS = {
     "sequence_parallel": "the module says on the ranks if it can be cut",
     "prefetch": "torch chooses",
     "schedule": "there is no pipeline",
@@ -81,15 +81,15 @@ class ResolvedParallel(Parallel):
         plans of 0.1 have."""
         values = self.to_json()
         # Plans of 0.1 have here what the job says, and no reasons.
-        why = self.reasons.get("sequence_parallel", AS_JOB_SAYS)
-        if self.sequence_parallel == AUTO or why != AS_JOB_SAYS:
+        why = self.reasons.get("sequence_parallel", REASON_JOB_SAYS)
+        if self.sequence_parallel == AUTO or why != REASON_JOB_SAYS:
             values["sequence_parallel"] = None
         if self.prefetch == AUTO:
             values["prefetch"] = None
         if self.blocks_per_unit == "all":
             values["blocks_per_unit"] = ALL_BLOCKS
         options = {key: values[key] for key in DATA_PARALLEL_KEYS}
-        return {key: values[key] for key in TOP_KEYS} | {"data_parallel": options}
+        return {key: values[key] for key in TOP_LEVEL_KEYS} | {"data_parallel": options}
 
 
 def resolve_parallel(parallel: Parallel, choices: Mapping[str, Choice[Any]]) -> ResolvedParallel:
@@ -98,13 +98,13 @@ def resolve_parallel(parallel: Parallel, choices: Mapping[str, Choice[Any]]) -> 
     values, reasons = {}, {}
     for key, field in Parallel.model_fields.items():
         requested, default = getattr(parallel, key), field.get_default(call_default_factory=True)
-        choice = choices.get(key) or Choice(requested, DEFAULT)
+        choice = choices.get(key) or Choice(requested, REASON_DEFAULT)
         if choice.value is None:
             undecided = ResolvedParallel.model_fields[key].default
-            choice = Choice(undecided, UNDECIDED.get(key, DEFAULT))
+            choice = Choice(undecided, UNDECIDED_KEY_REASONS.get(key, REASON_DEFAULT))
         values[key], reasons[key] = choice.value, choice.why
         if requested not in (default, None) and requested == choice.value:
-            reasons[key] = AS_JOB_SAYS
+            reasons[key] = REASON_JOB_SAYS
     return ResolvedParallel(**values, reasons=reasons)
 
 
@@ -114,7 +114,7 @@ def read_resolved_parallel(plan: Mapping[str, Any]) -> ResolvedParallel:
     stored = plan.get("parallel")
     if stored is None:
         stored = {"ranks": plan.get("world_size"), **plan["layout"], **plan["data_parallel"]}
-        stored |= {key: plan[key] for key in TOP_KEYS if key in plan}
+        stored |= {key: plan[key] for key in TOP_LEVEL_KEYS if key in plan}
         if stored["blocks_per_unit"] == ALL_BLOCKS:
             stored["blocks_per_unit"] = "all"
     # A plan of a later version may have keys that this one does not know.

@@ -14,14 +14,14 @@ from phalanx.core.units import format_count
 from phalanx.job.costs import ModelCosts
 from phalanx.job.param_holder import ParamHolder
 from phalanx.job.shapes.own_rules import pattern_for_all_blocks
-from phalanx.plan.rules import CUTS, DimSlice, Rule, find_rule, matches, parse_rules
+from phalanx.plan.rules import CUTTING_KINDS, DimSlice, Rule, find_rule, matches, parse_rules
 
-NUM_NAMED = 3
-CUTTABLE = {
+MAX_NAMED_MODULES = 3
+CUTTABLE_LAYER_KINDS = {
     "vocab": (("linear", "embedding"), "embeddings and linear layers"),
     "experts": (("stacked", "stacked with gates"), "experts whose matrices are stacked"),
 }
-SHARE_WORTH_A_WORD = 0.01  # of all parameters
+MIN_REMARKED_SHARE = 0.01  # of all parameters
 
 
 def check_rules(overrides: Mapping[str, str], shape: ModelCosts, tp: int) -> tuple[Rule, ...]:
@@ -44,11 +44,11 @@ def check_rules(overrides: Mapping[str, str], shape: ModelCosts, tp: int) -> tup
     if not shape.module_names:  # of a probe that says none
         return of_job
     require_rule_matches_module(unproven, shape.module_names)
-    if not any(rule.kind in CUTS for rule in rules):
+    if not any(rule.kind in CUTTING_KINDS for rule in rules):
         raise missing_rules_error(name)
     for holder in shape.holders:
         rule = find_rule(unproven, holder.name)
-        if rule is not None and rule.kind in CUTS:
+        if rule is not None and rule.kind in CUTTING_KINDS:
             _check_rule(rule, holder, tp)
     if not shape.has_proven_rules:
         _require_row_rules(rules, shape.holders)
@@ -112,7 +112,7 @@ def require_cuttable(rule: Rule, name: str, kind: str) -> None:
                 " k, v and o"
             ),
         )
-    kinds, layers = CUTTABLE.get(rule.kind, (("linear", "grouped"), "linear layers"))
+    kinds, layers = CUTTABLE_LAYER_KINDS.get(rule.kind, (("linear", "grouped"), "linear layers"))
     if kind not in kinds:
         raise LayoutError(
             f"{name} is {'an' if kind[0] in 'AEIOUaeiou' else 'a'} {kind}, and {rule.kind} cuts"
@@ -157,21 +157,24 @@ def describe_unsharded_matrices(rules: Sequence[Rule], shape: ModelCosts) -> str
         if is_matrix and find_rule(rules, holder.name) is None:
             sizes[pattern_for_all_blocks(holder.name)].append(holder.num_params)
     words = []
-    # The largest first: only NUM_NAMED of them are told.
+    # The largest first: only MAX_NAMED_MODULES of them are told.
     for name, each in sorted(sizes.items(), key=lambda item: -sum(item[1])):
-        if sum(each) < SHARE_WORTH_A_WORD * max(1, shape.num_params):
+        if sum(each) < MIN_REMARKED_SHARE * max(1, shape.num_params):
             continue
         number = f" ({len(each)} of them)" * (len(each) > 1)
         words.append(f"`{name}`{number}, {format_count(sum(each))} parameters")
     if not words:
         return ""
-    line = f"tp: no rule covers {', '.join(words[:NUM_NAMED])}"
-    if len(words) > NUM_NAMED:
-        line += f" and {len(words) - NUM_NAMED} more"
+    line = f"tp: no rule covers {', '.join(words[:MAX_NAMED_MODULES])}"
+    if len(words) > MAX_NAMED_MODULES:
+        line += f" and {len(words) - MAX_NAMED_MODULES} more"
     return f"{line}; they stay whole on every rank"
 
 
-TOGETHER = {"attention": ("q", "q_up", "k", "v", "kv_up", "o"), "ffn": ("gate", "up", "down")}
+PARTS_CUT_TOGETHER = {
+    "attention": ("q", "q_up", "k", "v", "kv_up", "o"),
+    "ffn": ("gate", "up", "down"),
+}
 
 
 def check_overrides(
@@ -182,7 +185,7 @@ def check_overrides(
     holders = {holder.name: holder for holder in shape.holders}
     # Block by block: a pattern may name a single one.
     for layer in range(shape.num_layers):
-        for part, members in TOGETHER.items():
+        for part, members in PARTS_CUT_TOGETHER.items():
             region = f"blocks.{layer}.{part}"
             names = [f"{region}.{member}" for member in members]
             together = [holders[name] for name in names if name in holders]
@@ -288,7 +291,7 @@ def _require_embedding_and_head_rules(
     a loss by tokens. `modules`: names of those that hold parameters."""
     head_name = "head" if "head" in modules else "embed"  # a tied one
     head = find_rule(rules, head_name)
-    if head is not None and head.kind in CUTS and head.kind != "vocab":
+    if head is not None and head.kind in CUTTING_KINDS and head.kind != "vocab":
         raise LayoutError(
             "a head is cut by tokens",
             where=_name_rule(head),

@@ -35,11 +35,13 @@ from typing import Literal, get_args
 from phalanx.core.errors import LayoutError, did_you_mean
 from phalanx.core.units import plural
 
-Kind = Literal["column", "row", "experts", "vocab", "region", "sequence", "partial", "replicate"]
-KINDS: tuple[str, ...] = get_args(Kind)
-CUTS = ("column", "row", "experts", "vocab")
-_FLAGS = ("gather", "summed", "unsummed")
-_OPTIONS = {
+RuleKind = Literal[
+    "column", "row", "experts", "vocab", "region", "sequence", "partial", "replicate"
+]
+RULE_KINDS: tuple[str, ...] = get_args(RuleKind)
+CUTTING_KINDS = ("column", "row", "experts", "vocab")
+_FLAG_OPTIONS = ("gather", "summed", "unsummed")
+_OPTIONS_OF_KIND = {
     "column": ("heads", "parts", "gather"),
     "row": ("heads", "unsummed"),
     "experts": ("parts",),
@@ -95,7 +97,7 @@ class Rule:
 
     pattern: str
     text: str
-    kind: Kind
+    kind: RuleKind
     parts: tuple[FusedPart, ...] = (FusedPart(),)
     gather: bool = False
     divide: tuple[CountAttribute, ...] = ()
@@ -182,21 +184,22 @@ def parse_rules(texts: Mapping[str, str]) -> tuple[Rule, ...]:
 def _parse(pattern: str, text: str) -> Rule:
     where = f'sharding rule "{pattern}" = "{text}"'
     words = text.split()
-    if not words or words[0] not in KINDS:
+    if not words or words[0] not in RULE_KINDS:
         raise LayoutError(
             f"{words[0]!r} is no kind of rule" if words else "it is empty",
             where=where,
-            fix=(did_you_mean(words[0], KINDS) if words else "") or f"one of {', '.join(KINDS)}",
+            fix=(did_you_mean(words[0], RULE_KINDS) if words else "")
+            or f"one of {', '.join(RULE_KINDS)}",
         )
-    kind: Kind = words[0]  # type: ignore[assignment]
+    kind: RuleKind = words[0]  # type: ignore[assignment]
     values: dict[str, str] = {}
     for word in words[1:]:
         key, _, value = word.partition("=")
-        if kind == "region" and "=" not in word and word not in _FLAGS:
+        if kind == "region" and "=" not in word and word not in _FLAG_OPTIONS:
             values["argument"] = word
             continue
-        if key not in _OPTIONS.get(kind, ()) or (key in _FLAGS) == bool(value):
-            known = ", ".join(_OPTIONS.get(kind, ())) or "nothing"
+        if key not in _OPTIONS_OF_KIND.get(kind, ()) or (key in _FLAG_OPTIONS) == bool(value):
+            known = ", ".join(_OPTIONS_OF_KIND.get(kind, ())) or "nothing"
             raise LayoutError(
                 f"{word!r} says nothing of a {kind}", where=where, fix=f"it takes {known}"
             )
@@ -212,7 +215,7 @@ def _parse(pattern: str, text: str) -> Rule:
             where=where,
             fix="as heads=8, heads=8+2/8+2/8, parts=2, divide=num_heads,size/2",
         ) from None
-    flags = {flag: flag in values for flag in _FLAGS}
+    flags = {flag: flag in values for flag in _FLAG_OPTIONS}
     return Rule(
         pattern, text, kind, parts, divide=divide, argument=values.get("argument", ""), **flags
     )

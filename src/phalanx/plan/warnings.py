@@ -26,14 +26,15 @@ from phalanx.plan.plan import EarlyWarning, Plan
 
 LARGE_BATCH_TOKENS = 2**18
 LARGE_BATCH_SAMPLES = 256  # where a sample has one target
-HIGH_LR = {"adamw": 1e-3, "sgd": 0.1}
-HIGH_LR_OF_TRAINED = {"adamw": 3e-4, "sgd": 0.03}  # a rate at which random weights are trained
-FEW_STATISTICS = 16  # samples under a BatchNorm: half as many make its variance uncertain by a half
-MAX_EPOCHS = 4.0  # beyond, repeated tokens are worth less and less (Muennighoff et al. 2023)
-NATS_OF_A_TOKEN = 2.0  # spread of one token's loss; it differs little between corpora
-MAX_UNCERTAINTY = 0.05  # nats, or part of the samples
+MAX_USUAL_LR = {"adamw": 1e-3, "sgd": 0.1}
+MAX_USUAL_FINETUNE_LR = {"adamw": 3e-4, "sgd": 0.03}  # a rate at which random weights are trained
+# Samples under a BatchNorm: half as many make its variance uncertain by a half.
+MIN_BATCHNORM_SAMPLES = 16
+MAX_USEFUL_EPOCHS = 4.0  # beyond, repeated tokens are worth less and less (Muennighoff et al. 2023)
+TOKEN_LOSS_STD_NATS = 2.0  # spread of one token's loss; it differs little between corpora
+MAX_HELD_OUT_UNCERTAINTY = 0.05  # nats, or part of the samples
 LONG_RUN_STEPS = 2_000
-BF16_PAYS_PARAMS = 10_000_000
+MIN_BF16_WORTHWHILE_PARAMS = 10_000_000
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class ExtraNotes:
     warnings: tuple[EarlyWarning, ...] = ()
 
 
-NOTHING_MORE = ExtraNotes()
+NO_EXTRA_NOTES = ExtraNotes()
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,13 @@ class DataFacts:
     """Of tokens; empty where there are samples."""
 
 
-Rule = Callable[["Job", "Plan", "DataFacts | None"], str | None]
+WarningRule = Callable[["Job", "Plan", "DataFacts | None"], str | None]
 
 
 def early_warnings(job: Job, plan: Plan, data: DataFacts | None = None) -> tuple[EarlyWarning, ...]:
     """All warnings that can be given now. Without `data`, rules about data are silent."""
     warnings = []
-    for code, rule in RULES:
+    for code, rule in WARNING_RULES:
         text = rule(job, plan, data)
         if text is not None:
             warnings.append(EarlyWarning(code, text))
@@ -85,7 +86,7 @@ def _warn_of_no_warmup(job: Job, plan: Plan, data: DataFacts | None) -> str | No
     if job.optim.warmup_steps != 0:
         return None
     batch, tokens = plan.global_batch_size, plan.global_batch_size * plan.seq_len
-    high = HIGH_LR.get(job.optim.kind, math.inf)
+    high = MAX_USUAL_LR.get(job.optim.kind, math.inf)
     remedy = f"set optim.warmup_steps, {max(1, min(job.train.steps // 20, 2000))} say"
     is_large, size = tokens >= LARGE_BATCH_TOKENS, f"{tokens:,} tokens"
     if _counts_own_samples(job, data):
@@ -115,7 +116,7 @@ def _warn_of_fixed_lr(job: Job, plan: Plan, data: DataFacts | None) -> str | Non
 
 def _warn_of_high_lr(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     trained, lr = find_pretrained_weights_key(job.model), plan.peak_lr
-    if not trained or lr < HIGH_LR_OF_TRAINED.get(job.optim.kind, RANDOM_WEIGHTS_LR):
+    if not trained or lr < MAX_USUAL_FINETUNE_LR.get(job.optim.kind, RANDOM_WEIGHTS_LR):
         return None
     usual = TRAINED_WEIGHTS_LR_OF_OPTIMIZER.get(job.optim.kind)
     remedy = "set optim.lr to what your optimizer needs for them"
@@ -138,7 +139,7 @@ def _warn_of_small_batchnorm_batch(job: Job, plan: Plan, data: DataFacts | None)
             f" of all {ranks} ranks, and keep rank 0's running statistics: results follow the"
             " layout; leave parallel.sync_batchnorm on"
         )
-    if micro * ranks < FEW_STATISTICS:
+    if micro * ranks < MIN_BATCHNORM_SAMPLES:
         return (
             f"{plural(norms, 'BatchNorm layer')} normalise over {micro * ranks} of"
             f" {plan.global_batch_size} samples: their statistics will be noisy; raise"
@@ -187,15 +188,16 @@ def _warn_of_many_epochs(job: Job, plan: Plan, data: DataFacts | None) -> str | 
     worst = max(data.sources, key=lambda source: source.share / max(1, source.num_train))
     # A source gives its share of the samples, whatever its size: small ones come round more often.
     epochs = job.train.steps * step_tokens * worst.share / max(1, worst.num_train)
-    if epochs <= MAX_EPOCHS:
+    if epochs <= MAX_USEFUL_EPOCHS:
         return None
-    useful = max(1, int(MAX_EPOCHS * worst.num_train / (step_tokens * worst.share)))
+    useful = max(1, int(MAX_USEFUL_EPOCHS * worst.num_train / (step_tokens * worst.share)))
     remedy = "give it less weight, get more of it"
     if len(data.sources) == 1:
         remedy = "get more text"
     return (
         f"{epochs:.1f} epochs over the {worst.num_train:,} tokens of {worst.name}: past about"
-        f" {MAX_EPOCHS:g}, repeated text teaches little; {remedy}, or stop at train.steps={useful}"
+        f" {MAX_USEFUL_EPOCHS:g}, repeated text teaches little; {remedy}, or stop at"
+        f" train.steps={useful}"
     )
 
 
@@ -208,9 +210,9 @@ def _warn_of_small_held_out(job: Job, plan: Plan, data: DataFacts | None) -> str
         spread = 0.5 / judged**0.5
         error = f"a share of them, an accuracy say, is uncertain by {spread:.0%}"
     else:
-        spread = NATS_OF_A_TOKEN / judged**0.5
+        spread = TOKEN_LOSS_STD_NATS / judged**0.5
         error = f"their loss is uncertain by about {spread:.2f} nats"
-    if spread <= MAX_UNCERTAINTY:
+    if spread <= MAX_HELD_OUT_UNCERTAINTY:
         return None
     remedy = "hold out more"
     if judged < data.num_held_out:
@@ -256,7 +258,11 @@ def _warn_of_missing_saves(job: Job, plan: Plan, data: DataFacts | None) -> str 
 
 
 def _warn_of_fp32(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
-    if plan.device != "cuda" or plan.precision != "fp32" or plan.num_params < BF16_PAYS_PARAMS:
+    if (
+        plan.device != "cuda"
+        or plan.precision != "fp32"
+        or plan.num_params < MIN_BF16_WORTHWHILE_PARAMS
+    ):
         return None
     if plan.precision_is_auto:  # these GPUs have no bf16, and a reason of the plan says so
         return None
@@ -274,7 +280,7 @@ def _warn_of_compiled_stages(job: Job, plan: Plan, data: DataFacts | None) -> st
     return warn_of_compiled_split_backward(job, plan)
 
 
-RULES: tuple[tuple[str, Rule], ...] = (
+WARNING_RULES: tuple[tuple[str, WarningRule], ...] = (
     ("no_warmup", _warn_of_no_warmup),
     ("lr_ignores_batch", _warn_of_fixed_lr),
     ("high_lr_of_trained_weights", _warn_of_high_lr),

@@ -14,10 +14,10 @@ from phalanx.job.param_holder import ParamHolder
 from phalanx.job.schema import Job, Parallel
 from phalanx.job.user_dataset import is_own_dataset
 from phalanx.plan.rule_checks import check_rules
-from phalanx.plan.rules import CUTS, Rule, find_rule
+from phalanx.plan.rules import CUTTING_KINDS, Rule, find_rule
 from phalanx.plan.segments import Segment
 
-HOOKS = "phalanx.parallel.hooks"
+HOOKS_PACKAGE = "phalanx.parallel.hooks"
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Workload:
 @cache
 def has_error_feedback(compress: str) -> bool:
     """True for a compression that keeps what it has not sent in a step, as its file says."""
-    return compress != "none" and bool(read_literal(compress, HOOKS, "KEEPS_ERROR", False))
+    return compress != "none" and bool(read_literal(compress, HOOKS_PACKAGE, "KEEPS_ERROR", False))
 
 
 def build_workload(
@@ -167,7 +167,7 @@ def _shard_holder(holder: ParamHolder, rule: Rule | None, tp: int) -> ParamHolde
 
     A tied weight counts elsewhere.
     """
-    if rule is None or rule.kind not in CUTS or not holder.num_outputs:
+    if rule is None or rule.kind not in CUTTING_KINDS or not holder.num_outputs:
         return holder
     width = holder.num_inputs if rule.kind == "row" else holder.num_outputs
     # Widths that tp does not divide: the rank with most decides whether the plan fits.

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from phalanx.report.markup import Html, build_tag
 
 # Of a bar: less is not a pixel; the tables have it.
-MIN_SHARE = 0.002
+MIN_SHOWN_SHARE = 0.002
 
 
 def draw_stacked_bar(
@@ -26,7 +26,7 @@ def draw_stacked_bar(
         share = 0.0
         if math.isfinite(value) and full_width > 0:
             share = min(value / full_width, 1.0)
-        if share < MIN_SHARE:
+        if share < MIN_SHOWN_SHARE:
             continue
         label = ""
         # A letter of the label is about 1.1 % of the bar wide, its padding 2 %.

@@ -15,9 +15,9 @@ from phalanx.job.schema import Job
 from phalanx.job.shapes.stored import read_shape
 from phalanx.observe.events import PipelineMeasured
 from phalanx.plan.pipeline.bubble import (
-    LIMIT,
-    MAX_ACTIONS,
-    UNEVEN,
+    MAX_SIMULATED_ACTIONS,
+    MAX_UNREMARKED_BUBBLE,
+    MIN_UNEVEN_RATIO,
     find_enough_microbatches,
     predict_bubble_with_halved_stages,
 )
@@ -35,7 +35,7 @@ from phalanx.report import formats
 from phalanx.report.formats import finite_or_zero, number_or_nan
 
 # Of the ranks' time: what the schedule and the stages' times do not account for.
-UNEXPLAINED = 0.05
+MAX_UNEXPLAINED_SHARE = 0.05
 
 
 @dataclass(frozen=True)
@@ -110,14 +110,14 @@ class MeasuredPipeline:
     @property
     def is_worth_recutting(self) -> bool:
         """True if a stage is slow, and another cut would mend it as far as is known."""
-        return self.slowest_stage[1] > UNEVEN and (
+        return self.slowest_stage[1] > MIN_UNEVEN_RATIO and (
             self.proposed_cut is None or self.proposed_cut.is_worth_it
         )
 
     @property
     def has_long_bubble(self) -> bool:
         """True if the measured bubble is above the limit."""
-        return self.event.bubble_measured > LIMIT
+        return self.event.bubble_measured > MAX_UNREMARKED_BUBBLE
 
     def plan_timeline(self) -> Timeline | None:
         """The plan's timeline on the scale of what was measured; None where the plan has no
@@ -153,7 +153,7 @@ class MeasuredPipeline:
         more = self._suggest_microbatches() + self._suggest_interleaving()
         advice += more
         extra = self.event.bubble_measured - self.event.bubble_predicted
-        if extra > UNEXPLAINED:
+        if extra > MAX_UNEXPLAINED_SHARE:
             advice.append(
                 f"{formats.format_percent(extra, 1.0)} of the ranks' time follows from neither"
                 " schedule nor stages: it is sending, or ranks that share cores or wait for"
@@ -234,7 +234,7 @@ def read_pipeline_plan(plan: dict[str, Any]) -> Pipeline | None:
         pipeline = Pipeline.from_json(body)
         if (
             # Before a schedule is made: it has at most three actions (F, I, W) for each of these.
-            not 0 < pipeline.num_stages * pipeline.num_microbatches * 3 <= MAX_ACTIONS
+            not 0 < pipeline.num_stages * pipeline.num_microbatches * 3 <= MAX_SIMULATED_ACTIONS
             or pipeline.num_ranks > pipeline.num_stages
         ):
             return None

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from phalanx.report.figure import (
-    SIZE,
+    VIEW_BOX_SIZE,
     ChartDrawing,
     ChartFrame,
     draw_figure,
@@ -28,15 +28,15 @@ from phalanx.report.scales import AxisScale, choose_scale
 
 # Curves are SVG of our own: a few hundred lines instead of a chart library of megabytes in the
 # page of every run.
-MAX_POINTS = 1200  # two per pixel column of the plot: more cannot be seen
-MAX_COLUMNS = 120
+MAX_LINE_POINTS = 1200  # two per pixel column of the plot: more cannot be seen
+MAX_BAND_COLUMNS = 120
 MAX_TABLE_ROWS = 40
 MAX_MARKS = 150
-MAX_DOTS = 60
+MAX_POINTS_WITH_DOTS = 60
 # Of the plot's height, so that labels beside it do not overlap.
 MIN_LABEL_GAP = 0.075
 # Of the plot's width, about that of "restart 12": nearer marks have no text.
-FLAG_WIDTH = 0.16
+MARK_LABEL_WIDTH_SHARE = 0.16
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def _has_finite_value(curves: Sequence[ChartSeries]) -> bool:
 
 
 def _downsample_series(series: ChartSeries) -> ChartSeries:
-    xs, ys = select_extremes(series.xs, series.ys, MAX_POINTS)
+    xs, ys = select_extremes(series.xs, series.ys, MAX_LINE_POINTS)
     return replace(series, xs=xs, ys=ys)
 
 
@@ -153,15 +153,15 @@ def _draw_series(
     if series.dots:
         css_class = f"thin {css_class}"
     drawing.svg.append(draw_path(_draw_polyline(series.xs, series.ys, x_scale, y_scale), css_class))
-    if series.dots and len(series.xs) <= MAX_DOTS:
+    if series.dots and len(series.xs) <= MAX_POINTS_WITH_DOTS:
         for x, y in zip(series.xs, series.ys, strict=True):
             drawing.over.append(_draw_dot(x_scale(x), y_scale(y), series.css_class))
 
 
 def draw_stack_chart(chart: StackChart) -> Html:
-    """Columns down-sampled to `MAX_COLUMNS`; a column far above the others is cut, and the note
-    says so."""
-    spans = split_into_buckets(len(chart.xs), MAX_COLUMNS)
+    """Columns down-sampled to `MAX_BAND_COLUMNS`; a column far above the others is cut, and the
+    note says so."""
+    spans = split_into_buckets(len(chart.xs), MAX_BAND_COLUMNS)
     parts = {
         name: [_mean_of_finite(ys[start:end]) for start, end in spans]
         for name, ys in chart.parts.items()
@@ -308,14 +308,14 @@ def _draw_event_marks(
             # Kept off the plot's edges, where half of the sign would be cut away.
             drawing.over.append(_draw_cross(x, min(max(y, 0.03), 0.97), "skip", "✕", mark.title))
             continue
-        drawing.svg.append(draw_path(f"M{x * SIZE:.1f} 0V{SIZE}", mark.kind))
+        drawing.svg.append(draw_path(f"M{x * VIEW_BOX_SIZE:.1f} 0V{VIEW_BOX_SIZE}", mark.kind))
         if x >= free_from:
             # A text that begins near the right edge would run over it.
             side = "flag left" if x > 0.8 else "flag"
             drawing.over.append(
                 build_tag("span", mark.title, class_=side, style=f"left:{100 * x:.2f}%")
             )
-            free_from = x + FLAG_WIDTH
+            free_from = x + MARK_LABEL_WIDTH_SHARE
     kinds = {mark.kind for mark in marks}
     if "skip" in kinds:
         cross = build_tag("b", "✕", class_="skip")
@@ -385,7 +385,9 @@ def _draw_polyline(
     for x, y in zip(xs, ys, strict=True):
         # A logarithm has no place for zero, and for less.
         if math.isfinite(y) and not (y_scale.is_log and y <= 0):
-            d.append(f"{command}{SIZE * x_scale(x):.1f} {SIZE * (1 - y_scale(y)):.1f}")
+            d.append(
+                f"{command}{VIEW_BOX_SIZE * x_scale(x):.1f} {VIEW_BOX_SIZE * (1 - y_scale(y)):.1f}"
+            )
             command = "L"
         else:
             command = "M"
@@ -401,8 +403,11 @@ def _columns_path(
 ) -> str:
     d = []
     for left_edge, right_edge, low, high in zip(lefts, rights, floor, top, strict=True):
-        start_x, end_x = max(left_edge, 0.0) * SIZE, min(right_edge, 1.0) * SIZE
-        y_low, y_high = SIZE * (1 - min(y_scale(low), 1.0)), SIZE * (1 - min(y_scale(high), 1.0))
+        start_x, end_x = max(left_edge, 0.0) * VIEW_BOX_SIZE, min(right_edge, 1.0) * VIEW_BOX_SIZE
+        y_low, y_high = (
+            VIEW_BOX_SIZE * (1 - min(y_scale(low), 1.0)),
+            VIEW_BOX_SIZE * (1 - min(y_scale(high), 1.0)),
+        )
         # Flat columns are left out: paths of many steps and parts are most of a page's bytes.
         if y_low - y_high > 0.05 and end_x > start_x:
             d.append(f"M{start_x:.1f} {y_low:.1f}V{y_high:.1f}H{end_x:.1f}V{y_low:.1f}Z")

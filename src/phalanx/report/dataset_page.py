@@ -12,7 +12,7 @@ from phalanx.core.units import format_bytes, format_count, plural
 from phalanx.data.dataset import Dataset, DatasetManifest
 from phalanx.data.stats import DatasetStats
 from phalanx.report.figure import (
-    SIZE,
+    VIEW_BOX_SIZE,
     draw_path,
     draw_x_ticks,
     draw_y_ticks,
@@ -21,13 +21,13 @@ from phalanx.report.figure import (
 from phalanx.report.markup import Html, build_note, build_small_text, build_table, build_tag
 from phalanx.report.scales import AxisScale, choose_scale, select_whole_numbers
 
-_GAP = 0.08  # between columns, as a part of one
-_LEAST_COLUMNS = 8  # wide: one alone does not fill the picture
-_LABEL_LETTERS = 48  # under one picture, with the space between labels
-_MOST_SHARDS = 40
+_COLUMN_GAP_SHARE = 0.08  # between columns, as a part of one
+_MIN_COLUMN_SLOTS = 8  # wide: one alone does not fill the picture
+_MAX_LABEL_CHARS = 48  # under one picture, with the space between labels
+_MAX_SHOWN_SHARDS = 40
 # No source of scripts at all: this page has none.
-_CONTENT_SECURITY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-_VISIBLE = str.maketrans({"\n": "⏎", "\t": "⇥", " ": "␣", "\r": "␍"})
+_CONTENT_SECURITY_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+_VISIBLE_WHITESPACE = str.maketrans({"\n": "⏎", "\t": "⇥", " ": "␣", "\r": "␍"})
 
 
 def write_dataset_page(path: Path, dataset: Dataset, stats: DatasetStats) -> None:
@@ -45,7 +45,7 @@ def render_dataset_page(dataset: Dataset, stats: DatasetStats) -> str:
     head = build_tag(
         "head",
         build_tag("meta", charset="utf-8"),
-        Html(f'<meta http-equiv="Content-Security-Policy" content="{_CONTENT_SECURITY}">'),
+        Html(f'<meta http-equiv="Content-Security-Policy" content="{_CONTENT_SECURITY_POLICY}">'),
         build_tag("meta", name_="viewport", content="width=device-width, initial-scale=1"),
         build_tag("title", f"{name}, a dataset · phalanx"),
         # Else a browser asks for /favicon.ico.
@@ -210,7 +210,7 @@ def _show_white_space(text: str) -> str:
     """White space as something one can see."""
     if text == "(end of document)":
         return text
-    return text.translate(_VISIBLE)
+    return text.translate(_VISIBLE_WHITESPACE)
 
 
 def _render_origin(dataset: Dataset) -> Html:
@@ -220,7 +220,7 @@ def _render_origin(dataset: Dataset) -> Html:
         size = format_bytes(entry["num_bytes"])
         inputs.append([str(entry["source"]), f"{entry['num_files']:,}", size])
     shards = []
-    for shard in dataset.shards[:_MOST_SHARDS]:
+    for shard in dataset.shards[:_MAX_SHOWN_SHARDS]:
         facts = shard.facts
         numbers = [facts.num_tokens, facts.num_documents, facts.max_token_id]
         shards.append([facts.file, *[f"{number:,}" for number in numbers], facts.xxh3])
@@ -257,20 +257,21 @@ def draw_histogram(
     """A histogram: one column per range of lengths, whose numbers show where one points at it."""
     scale = choose_scale([0, *values], zero=True)
     paths, names = [], []
-    num_slots = max(len(values), _LEAST_COLUMNS)
+    num_slots = max(len(values), _MIN_COLUMN_SLOTS)
     first = (num_slots - len(values)) / 2
     labels = [_format_thousands(low) for low, _ in ranges]
     # Every label, or each second, third, ...: as many as have room (rounded up).
-    label_period = -(-len(values) * (max(map(len, labels)) + 2) // _LABEL_LETTERS)
+    label_period = -(-len(values) * (max(map(len, labels)) + 2) // _MAX_LABEL_CHARS)
     for number, ((low, high), value) in enumerate(zip(ranges, values, strict=True)):
-        left_edge = (first + number + _GAP / 2) / num_slots
-        right_edge = (first + number + (1 - _GAP / 2)) / num_slots
+        left_edge = (first + number + _COLUMN_GAP_SHARE / 2) / num_slots
+        right_edge = (first + number + (1 - _COLUMN_GAP_SHARE / 2)) / num_slots
         top = scale(value)
         if value:
             # One document of a million still shows.
             top = max(top, 0.004)
-            start_x, end_x = SIZE * left_edge, SIZE * right_edge
-            d = f"M{start_x:.1f} {SIZE}V{SIZE * (1 - top):.1f}H{end_x:.1f}V{SIZE}Z"
+            start_x, end_x = VIEW_BOX_SIZE * left_edge, VIEW_BOX_SIZE * right_edge
+            top_y = VIEW_BOX_SIZE * (1 - top)
+            d = f"M{start_x:.1f} {VIEW_BOX_SIZE}V{top_y:.1f}H{end_x:.1f}V{VIEW_BOX_SIZE}Z"
             pointed = build_tag("title", f"{format_range(low, high)} tokens: {value:,} {y_label}")
             paths.append(build_tag("path", pointed, d=d, class_=css_class))
         if number % label_period == 0:
@@ -292,7 +293,7 @@ def _draw_rank_frequency_curve(stats: DatasetStats) -> Html:
     ys = choose_scale([count for _, count in stats.counts_by_rank], may_be_log=True)
     corners = []
     for rank, count in stats.counts_by_rank:
-        corners.append(f"{SIZE * xs(rank):.1f} {SIZE * (1 - ys(count)):.1f}")
+        corners.append(f"{VIEW_BOX_SIZE * xs(rank):.1f} {VIEW_BOX_SIZE * (1 - ys(count)):.1f}")
     line = draw_path("M" + "L".join(corners), "s0")
     title = "How often each token occurs, from the most frequent on"
     return _render_figure(
@@ -311,7 +312,7 @@ def _render_figure(
         "svg",
         grid,
         paths,
-        viewBox=f"0 0 {SIZE} {SIZE}",
+        viewBox=f"0 0 {VIEW_BOX_SIZE} {VIEW_BOX_SIZE}",
         preserveAspectRatio="none",
         role="img",
         aria_label=title,

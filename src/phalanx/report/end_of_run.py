@@ -32,10 +32,10 @@ from phalanx.observe.invariant_words import describe_failed_check
 from phalanx.observe.tail import EventTail, read_recorded_events
 from phalanx.observe.units import MetricUnits, find_units_of_job
 from phalanx.observe.words import find_exception_line
-from phalanx.plan.pipeline.bubble import LIMIT
+from phalanx.plan.pipeline.bubble import MAX_UNREMARKED_BUBBLE
 from phalanx.plan.timing.step_time import StepTime
 from phalanx.report.bubble import MeasuredPipeline
-from phalanx.report.facts import SENT_OVER, describe_sent_bytes, describe_untrained
+from phalanx.report.facts import CONTENT_SENT_OVER_AXIS, describe_sent_bytes, describe_untrained
 from phalanx.report.formats import dict_or_empty
 from phalanx.report.invariant_facts import InvariantLog
 
@@ -185,7 +185,7 @@ def _sent_bytes_lines(events: list[Event]) -> list[str]:
         "gradients": "" if is_usual else describe_sent_bytes(last.sent_bytes, start.plain_bytes),
     }
     for axis, sent_bytes in last.sent_by_axis.items():
-        amounts[f"{SENT_OVER[axis]} over {axis}"] = describe_sent_bytes(sent_bytes, 0)
+        amounts[f"{CONTENT_SENT_OVER_AXIS[axis]} over {axis}"] = describe_sent_bytes(sent_bytes, 0)
     parts = [f"{noun} {text}" for noun, text in amounts.items() if text]
     return [f"wire    {'; '.join(parts)}"] if parts else []
 
@@ -199,7 +199,7 @@ def _pipeline_lines(events: list[Event], run_dir: Path) -> list[str]:
         return []
     line = f"bubble  {measured.describe_wait()}, at step {last.step}"
     if measured.has_long_bubble:
-        line += f": more than {100 * LIMIT:.0f} %"
+        line += f": more than {100 * MAX_UNREMARKED_BUBBLE:.0f} %"
     return [line, *[f"        {remedy}" for remedy in measured.suggest_remedies()]]
 
 

@@ -16,12 +16,12 @@ from phalanx.observe.events import Envelope, StepFinished
 from phalanx.observe.order import sort_events
 from phalanx.observe.tail import RANK_FILE_PATTERN, SUPERVISOR_FILE_NAME, read_event
 from phalanx.report.expert_facts import ExpertLog
-from phalanx.report.facts import GROUPS, StepColumns, time_group_of_phase
+from phalanx.report.facts import TIME_GROUPS, StepColumns, time_group_of_phase
 from phalanx.report.invariant_facts import InvariantLog
 from phalanx.report.timeline import TimelineBuilder
 
 NAN = math.nan
-SUPERVISOR = -1
+SUPERVISOR_RANK = -1
 
 
 @dataclass
@@ -30,7 +30,7 @@ class RankStepTimes:
 
     # Eight bytes a step, where a list of floats has several times that.
     step_s: array[float] = field(default_factory=lambda: array("d"))
-    groups_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(GROUPS, 0.0))
+    groups_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TIME_GROUPS, 0.0))
 
 
 @dataclass
@@ -53,7 +53,7 @@ class EventLog:
     def add_event(self, envelope: Envelope) -> None:
         event = envelope.event
         self.num_events += 1
-        if envelope.rank in (SUPERVISOR, self.lead_rank):
+        if envelope.rank in (SUPERVISOR_RANK, self.lead_rank):
             self.times.add_event(envelope)
         # The first stays, the newest takes the place of the one before: two for each stream,
         # however long a run is.
@@ -110,7 +110,9 @@ class EventLog:
 
 def read_event_log(run_dir: Path) -> EventLog:
     files = _event_files(run_dir / "events")
-    log = EventLog(lead_rank=min((rank for rank, _, _ in files if rank != SUPERVISOR), default=0))
+    log = EventLog(
+        lead_rank=min((rank for rank, _, _ in files if rank != SUPERVISOR_RANK), default=0)
+    )
     for _, _, path in files:
         # A file is one process's (the supervisor's: of one after another), and names its own clock.
         clock = None
@@ -133,7 +135,7 @@ def _event_files(directory: Path) -> list[tuple[int, int, Path]]:
             if match:
                 event_files.append((int(match[1]), int(match[2]), path))
             elif path.name == SUPERVISOR_FILE_NAME:
-                event_files.append((SUPERVISOR, 0, path))
+                event_files.append((SUPERVISOR_RANK, 0, path))
     except OSError:
         return []
     return sorted(event_files)

@@ -19,7 +19,7 @@ from phalanx.report.timeline import RunTimeline
 
 # What the page charges seconds to: the phases of `phalanx.core.phases`, the rare ones taken
 # together.
-GROUPS = (
+TIME_GROUPS = (
     "data",
     "forward",
     "backward",
@@ -33,13 +33,13 @@ GROUPS = (
     "unaccounted",
 )
 
-_WHY_SKIPPED = {
+_TEXT_OF_SKIP_REASON = {
     "no_targets": "had no targets",
     "nonfinite_gradients": "had non-finite gradients",
     "overflow": "overflowed in fp16",
 }
 
-_GROUP_OF = {
+_GROUP_OF_PHASE = {
     "ckpt_stage": "checkpoint",
     "ckpt_write": "checkpoint",
     "before_commit": "checkpoint",
@@ -49,17 +49,17 @@ _GROUP_OF = {
 
 
 def time_group_of_phase(phase: str) -> str:
-    """The group of `GROUPS` a phase is shown in; phases of a later release are "other"."""
+    """The group of `TIME_GROUPS` a phase is shown in; phases of a later release are "other"."""
     # No phase may take the name of what is left over by all of them.
     if phase == "unaccounted":
         return "other"
-    name = _GROUP_OF.get(phase, phase)
-    if name not in GROUPS:
+    name = _GROUP_OF_PHASE.get(phase, phase)
+    if name not in TIME_GROUPS:
         return "other"
     return name
 
 
-SENT_OVER = {
+CONTENT_SENT_OVER_AXIS = {
     "tp": "activations",
     "cp": "keys and values",
     "ep": "rows of experts",
@@ -88,7 +88,7 @@ def describe_untrained(steps: Collection[int], skipped: Iterable[events.StepSkip
         subject = "the only step"
     why = "was skipped"
     if len(set(reasons.values())) == 1:
-        why = _WHY_SKIPPED.get(reasons[min(reasons)], why)
+        why = _TEXT_OF_SKIP_REASON.get(reasons[min(reasons)], why)
     return f"no step was applied, the weights are those it began with: {subject} {why}"
 
 
@@ -112,9 +112,11 @@ class StepColumns:
     rss_bytes: list[float] = field(default_factory=list)
     sent_bytes: list[float] = field(default_factory=list)
     sent_by_axis: dict[str, list[float]] = field(
-        default_factory=lambda: {axis: [] for axis in SENT_OVER}
+        default_factory=lambda: {axis: [] for axis in CONTENT_SENT_OVER_AXIS}
     )
-    groups_s: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in GROUPS})
+    groups_s: dict[str, list[float]] = field(
+        default_factory=lambda: {name: [] for name in TIME_GROUPS}
+    )
 
     def __len__(self) -> int:
         return len(self.step)
@@ -221,8 +223,8 @@ class RunFacts:
         return describe_sent_bytes(_median(self.steps.sent_bytes), plain_bytes)
 
     def describe_sent_over(self, axis: str) -> str:
-        """Bytes that the lead rank sent over `axis` (a key of SENT_OVER), as "12.3 MiB a step";
-        empty if none or unknown."""
+        """Bytes that the lead rank sent over `axis` (a key of CONTENT_SENT_OVER_AXIS), as "12.3 MiB
+        a step"; empty if none or unknown."""
         return describe_sent_bytes(_median(self.steps.sent_by_axis[axis]), 0)
 
     @property

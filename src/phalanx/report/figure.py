@@ -10,7 +10,7 @@ from typing import Any
 from phalanx.report.markup import Html, build_json_script, build_note, build_tag
 from phalanx.report.scales import AxisScale, choose_whole_number_ticks, format_ticks
 
-SIZE = 1000  # of the SVG's own coordinates, both ways
+VIEW_BOX_SIZE = 1000  # of the SVG's own coordinates, both ways
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def draw_figure(
         "svg",
         grid,
         drawing.svg,
-        viewBox=f"0 0 {SIZE} {SIZE}",
+        viewBox=f"0 0 {VIEW_BOX_SIZE} {VIEW_BOX_SIZE}",
         preserveAspectRatio="none",
         # For eyes alone: read-out and table have the numbers.
         aria_hidden="true",
@@ -162,7 +162,7 @@ def draw_path(d: str, css_class: str) -> Html:
 
 
 def horizontal_path(y: float) -> str:
-    return f"M0 {SIZE * (1 - y):.1f}H{SIZE}"
+    return f"M0 {VIEW_BOX_SIZE * (1 - y):.1f}H{VIEW_BOX_SIZE}"
 
 
 def _round_numbers(values: Sequence[float]) -> list[float | None]:

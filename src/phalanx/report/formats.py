@@ -9,7 +9,7 @@ from typing import Any
 from phalanx.core.units import format_bytes, format_count, format_seconds
 from phalanx.observe.events import EvalFinished
 
-NOT_MEASURED = "not measured"
+NOT_MEASURED_TEXT = "not measured"
 
 
 def number_or_nan(value: Any) -> float:
@@ -39,20 +39,20 @@ def list_or_empty(value: Any) -> list[Any]:
     return []
 
 
-def text_or_missing(value: Any, missing: str = NOT_MEASURED) -> str:
+def text_or_missing(value: Any, missing: str = NOT_MEASURED_TEXT) -> str:
     if value is None or value == "":
         return missing
     return str(value)
 
 
 def seconds(value: float) -> str:
-    return format_seconds(value) if math.isfinite(value) else NOT_MEASURED
+    return format_seconds(value) if math.isfinite(value) else NOT_MEASURED_TEXT
 
 
 def format_milliseconds(value: float) -> str:
     """Step times side by side keep one unit, so that they can be compared at a glance."""
     if not math.isfinite(value):
-        return NOT_MEASURED
+        return NOT_MEASURED_TEXT
     ms = value * 1e3
     if ms >= 100:
         return f"{ms:,.0f} ms"
@@ -62,15 +62,15 @@ def format_milliseconds(value: float) -> str:
 
 
 def format_num_bytes(value: float) -> str:
-    return format_bytes(value) if math.isfinite(value) else NOT_MEASURED
+    return format_bytes(value) if math.isfinite(value) else NOT_MEASURED_TEXT
 
 
 def format_rounded_count(value: float) -> str:
-    return format_count(value) if math.isfinite(value) else NOT_MEASURED
+    return format_count(value) if math.isfinite(value) else NOT_MEASURED_TEXT
 
 
 def format_loss(value: float, unit: str) -> str:
-    return f"{value:.4f} {unit}".rstrip() if math.isfinite(value) else NOT_MEASURED
+    return f"{value:.4f} {unit}".rstrip() if math.isfinite(value) else NOT_MEASURED_TEXT
 
 
 def format_percent(part: float, total: float) -> str:

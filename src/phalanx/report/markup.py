@@ -11,7 +11,7 @@ from unicodedata import category
 
 from phalanx.core.printable import BIDI_CONTROLS
 
-VOID = frozenset({"meta", "link", "br", "input"})
+VOID_ELEMENTS = frozenset({"meta", "link", "br", "input"})
 
 
 class Html(str):
@@ -37,7 +37,7 @@ def build_tag(name: str, *children: Child, **attributes: str | int | float | boo
             if value is True
             else f' {label}="{escape(_remove_forbidden_characters(str(value)))}"'
         )
-    if name in VOID:
+    if name in VOID_ELEMENTS:
         return Html(f"<{head}>")
     return Html(f"<{head}>{join_html(children)}</{name}>")
 

@@ -22,11 +22,11 @@ from phalanx.report.sections.timing import render_time
 
 # The page shows text of strangers (errors, samples, names of files): should any of it pass as
 # markup after all, it can load nothing and reach nobody.
-CONTENT_SECURITY = (
+CONTENT_SECURITY_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 )
 
-_NAVIGATION = (
+_NAVIGATION_LINKS = (
     ("training", "Training"),
     ("time", "Time"),
     ("pipeline", "Pipeline"),
@@ -65,7 +65,7 @@ def render_page(facts: RunFacts) -> str:
     head = build_tag(
         "head",
         build_tag("meta", charset="utf-8"),
-        Html(f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_SECURITY}">'),
+        Html(f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_SECURITY_POLICY}">'),
         build_tag("meta", name_="viewport", content="width=device-width, initial-scale=1"),
         build_tag("title", f"{facts.name}, {facts.status} · phalanx"),
         # Else a browser asks for /favicon.ico.
@@ -106,7 +106,7 @@ def _render_navigation(facts: RunFacts) -> Html:
         )
         if not has(facts)
     }
-    sections = [(name, text) for name, text in _NAVIGATION if name not in left_out]
+    sections = [(name, text) for name, text in _NAVIGATION_LINKS if name not in left_out]
     links = [build_tag("a", text, href=f"#{name}") for name, text in sections]
     return build_tag("nav", links, aria_label="Sections")
 

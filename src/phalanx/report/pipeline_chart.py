@@ -7,23 +7,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from phalanx.core.units import plural
-from phalanx.plan.pipeline.schedule import KIND_NAMES, Action, Kind
+from phalanx.plan.pipeline.schedule import NAME_OF_ACTION_KIND, Action, ActionKind
 from phalanx.plan.pipeline.simulate import Timeline, count_in_flight
 from phalanx.report import formats
 from phalanx.report.figure import draw_legend
 from phalanx.report.markup import Html, build_note, build_small_text, build_table, build_tag
 from phalanx.report.scales import choose_linear_ticks, format_ticks
 
-MAX_RANKS = 16
+MAX_DRAWN_RANKS = 16
 # Actions with a text to hover over: more would make the page megabytes longer.
-MAX_NAMED = 1500
-MAX_BOXES = 600  # of one rank: two pixels each
+MAX_ACTIONS_WITH_TEXT = 1500
+MAX_BOXES_PER_RANK = 600  # of one rank: two pixels each
 MAX_COLUMNS = 150  # where there are more than that
 MIN_LABEL_SHARE = 0.011  # of the step: narrower boxes have no room for a number
 
 _WIDTH, _HEIGHT = 10_000, 100  # of the SVG's own coordinates
-_CLASS: dict[Kind, str] = {"F": "pf", "B": "pb", "I": "pi", "W": "pw"}
-_UNITS = (
+_CSS_CLASS_OF_KIND: dict[ActionKind, str] = {"F": "pf", "B": "pb", "I": "pi", "W": "pw"}
+_TIME_UNITS = (
     (1.0, "seconds of the step"),
     (1e3, "milliseconds of the step"),
     (1e6, "microseconds of the step"),
@@ -93,19 +93,23 @@ def draw_timeline_chart(
 
 def _legend_classes(lanes: dict[str, Timeline]) -> dict[str, str]:
     """The colour of each kind of action that the lanes have, and of waiting."""
-    kinds: set[Kind] = set()
+    kinds: set[ActionKind] = set()
     for lane in lanes.values():
         for row in lane.schedule.actions:
             kinds.update(action.kind for action in row)
-    classes = {text: _CLASS[kind] for kind, text in KIND_NAMES.items() if kind in kinds}
+    classes = {
+        text: _CSS_CLASS_OF_KIND[kind]
+        for kind, text in NAME_OF_ACTION_KIND.items()
+        if kind in kinds
+    }
     return classes | {"idle": "pidle"}
 
 
 def _choose_ranks(num_ranks: int) -> list[int]:
     """All, or the first and the last."""
-    if num_ranks <= MAX_RANKS:
+    if num_ranks <= MAX_DRAWN_RANKS:
         return list(range(num_ranks))
-    half = MAX_RANKS // 2
+    half = MAX_DRAWN_RANKS // 2
     return [*range(half), *range(num_ranks - half, num_ranks)]
 
 
@@ -117,7 +121,7 @@ def _draw_rank_row(
     A rank's second row, the measured one, does not say the rank again.
     """
     boxes = list(_list_action_boxes(timeline, rank, whole_s))
-    paths = _draw_rectangles(boxes) if len(boxes) <= MAX_BOXES else _draw_columns(boxes)
+    paths = _draw_rectangles(boxes) if len(boxes) <= MAX_BOXES_PER_RANK else _draw_columns(boxes)
     drawn = [build_tag("path", d=d, class_=css_class) for css_class, d in paths.items()]
     size = f"0 0 {_WIDTH} {_HEIGHT}"
     svg = build_tag(
@@ -146,7 +150,7 @@ def _draw_rank_row(
 
 
 def _are_actions_named(timeline: Timeline) -> bool:
-    return sum(map(len, timeline.spans_s)) <= MAX_NAMED
+    return sum(map(len, timeline.spans_s)) <= MAX_ACTIONS_WITH_TEXT
 
 
 def _list_action_boxes(timeline: Timeline, rank: int, whole_s: float) -> Iterator[_ActionBox]:
@@ -161,7 +165,7 @@ def _list_action_boxes(timeline: Timeline, rank: int, whole_s: float) -> Iterato
 
 
 def _css_class_of_action(box: _ActionBox) -> str:
-    css_class = _CLASS[box.action.kind]
+    css_class = _CSS_CLASS_OF_KIND[box.action.kind]
     if box.is_late:
         css_class += " late"
     return css_class
@@ -216,7 +220,7 @@ def _label_box(box: _ActionBox, whole_s: float, in_seconds: bool) -> Html:
         text = ""
     took = _format_duration(width * whole_s, whole_s, in_seconds)
     hover = (
-        f"{action}: {KIND_NAMES[action.kind]} of microbatch {action.microbatch} in stage"
+        f"{action}: {NAME_OF_ACTION_KIND[action.kind]} of microbatch {action.microbatch} in stage"
         f" {action.stage}, {took}"
     )
     return build_tag(
@@ -227,10 +231,10 @@ def _label_box(box: _ActionBox, whole_s: float, in_seconds: bool) -> Html:
 def _draw_time_axis(whole_s: float) -> tuple[str, Html]:
     """(unit, the ticks under the lanes)."""
     # The largest unit of which a step has at least two.
-    for factor, unit in _UNITS:
+    for factor, unit in _TIME_UNITS:
         if whole_s * factor >= 2:
             return unit, _draw_time_ticks(whole_s * factor)
-    factor, unit = _UNITS[-1]
+    factor, unit = _TIME_UNITS[-1]
     return unit, _draw_time_ticks(whole_s * factor)
 
 
@@ -257,10 +261,10 @@ def _describe_chart(lanes: dict[str, Timeline], ranks: list[int], in_seconds: bo
     if all(_are_actions_named(lane) for lane in lanes.values()):
         sentences.append("Numbers are microbatches.")
     most_boxes = max(max(map(len, lane.spans_s)) for lane in lanes.values())
-    if most_boxes > MAX_BOXES:
+    if most_boxes > MAX_BOXES_PER_RANK:
         sentences.append("Colours are as high as their share of the time.")
     if len(ranks) < schedule.num_ranks:
-        half = MAX_RANKS // 2
+        half = MAX_DRAWN_RANKS // 2
         sentences.append(f"Ranks {half} to {schedule.num_ranks - half - 1} are left out.")
     return " ".join(sentences)
 

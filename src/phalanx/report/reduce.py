@@ -19,7 +19,7 @@ from phalanx.observe import events
 from phalanx.observe.events import Envelope
 from phalanx.observe.order import sort_events
 from phalanx.observe.units import find_units_of_job
-from phalanx.report.event_log import SUPERVISOR, EventLog, RankStepTimes, read_event_log
+from phalanx.report.event_log import SUPERVISOR_RANK, EventLog, RankStepTimes, read_event_log
 from phalanx.report.facts import (
     RankPhaseSeconds,
     RunFacts,
@@ -42,7 +42,7 @@ Kind = TypeVar("Kind", bound=events.Event)
 AtStep = TypeVar("AtStep", events.EvalFinished, events.PipelineMeasured, events.TextGenerated)
 
 # What each rank tells of itself alone; all else is the same on every rank.
-_OF_ONE_RANK = (
+_SINGLE_RANK_EVENTS = (
     events.CheckpointFailed,
     events.CheckpointUnusable,
     events.SinkDropped,
@@ -50,7 +50,7 @@ _OF_ONE_RANK = (
     events.LoaderWorkerReplaced,
     events.InvariantChecked,
 )
-_BEGINS = (events.RunStarted, events.RanksStarted, events.RestartScheduled)
+_ATTEMPT_START_EVENTS = (events.RunStarted, events.RanksStarted, events.RestartScheduled)
 
 
 def collect_run_facts(run_dir: Path) -> RunFacts:
@@ -274,8 +274,8 @@ def _order_story_events(log: EventLog) -> list[Envelope]:
     rank."""
     story: list[Envelope] = []
     for envelope in sort_events(log.rest):
-        is_of_one_rank = isinstance(envelope.event, _OF_ONE_RANK)
-        if envelope.rank not in (SUPERVISOR, log.lead_rank) and not is_of_one_rank:
+        is_of_one_rank = isinstance(envelope.event, _SINGLE_RANK_EVENTS)
+        if envelope.rank not in (SUPERVISOR_RANK, log.lead_rank) and not is_of_one_rank:
             continue
         # Rank 0 and the supervisor both see the end.
         if story and _are_run_ends(story[-1], envelope):
@@ -293,7 +293,7 @@ def _find_run_status(story: list[Envelope]) -> tuple[str, events.RunFinished | N
     for envelope in reversed(story):
         if isinstance(envelope.event, events.RunFinished):
             return envelope.event.status, envelope.event
-        if isinstance(envelope.event, _BEGINS):
+        if isinstance(envelope.event, _ATTEMPT_START_EVENTS):
             return "unfinished", None
     if not story:
         return "no events", None

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from phalanx.report.formats import finite_or_zero
 
-Points = tuple[list[float], list[float]]
+XsAndYs = tuple[list[float], list[float]]
 
 
 def split_into_buckets(count: int, max_buckets: int) -> list[tuple[int, int]]:
@@ -21,7 +21,7 @@ def split_into_buckets(count: int, max_buckets: int) -> list[tuple[int, int]]:
     return list(pairwise(count * index // max_buckets for index in range(max_buckets + 1)))
 
 
-def select_extremes(xs: Sequence[float], ys: Sequence[float], max_points: int) -> Points:
+def select_extremes(xs: Sequence[float], ys: Sequence[float], max_points: int) -> XsAndYs:
     """The lowest and highest point of each bucket, in order: a spike of one step survives.
 
     Gaps stay NaN.

@@ -12,7 +12,7 @@ from phalanx.core.digest import digest
 from phalanx.core.phases import PhaseListener
 from phalanx.core.registry import resolve_kind
 
-FAULTS = "phalanx.resilience.faults"
+FAULTS_PACKAGE = "phalanx.resilience.faults"
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,9 @@ def parse_fault(text: str) -> Fault:
     if "step" in target:
         step = int(target["step"])
     rank = int(target.get("rank", 0))
-    return Fault(name, rank, step, target.get("phase"), resolve_kind(name, FAULTS, "inject"))
+    return Fault(
+        name, rank, step, target.get("phase"), resolve_kind(name, FAULTS_PACKAGE, "inject")
+    )
 
 
 def fault_listener(texts: Sequence[str], *, rank: int, run_dir: Path) -> PhaseListener:

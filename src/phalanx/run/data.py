@@ -31,7 +31,7 @@ from phalanx.observe.events import Note
 from phalanx.parallel.call.bind_batch import call_with_batch
 from phalanx.parallel.model import ParallelModel
 from phalanx.plan.plan import Plan
-from phalanx.train.evaluation import HeldOut
+from phalanx.train.evaluation import HeldOutBatches
 from phalanx.train.state import TrainState
 
 STDLIB_PROMPT = "def "
@@ -71,7 +71,7 @@ def open_train_batches(
 
 def open_held_out(
     job: Job, plan: Plan, mesh: Mesh, corpus: Corpus, *, split: Split = "held_out"
-) -> HeldOut | None:
+) -> HeldOutBatches | None:
     """The batches to evaluate, by source; None if eval.tokens is 0 or nothing is held out."""
     if not job.eval.tokens:
         return None

@@ -21,7 +21,7 @@ from phalanx.job.schema import Job
 from phalanx.job.toml import format_toml_value
 from phalanx.job.user_dataset import count_loader_processes
 from phalanx.observe.units import TEXT_METRIC_UNITS, MetricUnits, find_units_of_job
-from phalanx.plan.choice import AUTO, DEFAULT
+from phalanx.plan.choice import AUTO, REASON_DEFAULT
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.described_cluster import find_cluster
 from phalanx.plan.plan import Plan
@@ -29,8 +29,8 @@ from phalanx.plan.planner import make_plan
 from phalanx.run.needs import choose_sinks
 from phalanx.run.tokens import JobTokens, find_job_tokens
 
-SCHEMA = "phalanx.explain/1"
-_AUTO = ("auto", None)
+EXPLAIN_SCHEMA_VERSION = "phalanx.explain/1"
+_AUTO_VALUES = ("auto", None)
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def _explain_key(
     key: str, value: Any, origin: ValueOrigin, derived: ExplainedValue | None
 ) -> ExplainedValue:
     """The value that the user gave, unless that leaves it open or a rule changes it."""
-    if derived is not None and (value in _AUTO or derived.value != value):
+    if derived is not None and (value in _AUTO_VALUES or derived.value != value):
         return derived
     why = (
         f"{origin.shadowed_where} says {format_toml_value(origin.shadowed)}"
@@ -204,7 +204,7 @@ def _explain_parallel(plan: Plan) -> list[ExplainedValue]:
             continue
         if key == "zero_stage" and not value:
             value = None  # which is how a job says it
-        if why == DEFAULT:
+        if why == REASON_DEFAULT:
             rows.append(ExplainedValue(f"parallel.{key}", value, "default"))
         else:
             rows.append(ExplainedValue(f"parallel.{key}", value, "derived", why=why))
@@ -269,7 +269,7 @@ def format_explained_json(
     explained: Sequence[ExplainedValue], plan: Plan, job_file: str | Path | None
 ) -> dict[str, Any]:
     return {
-        "schema": SCHEMA,
+        "schema": EXPLAIN_SCHEMA_VERSION,
         "job_file": str(job_file) if job_file is not None else None,
         "values": [asdict(one) for one in explained],
         "plan": plan.to_json(),

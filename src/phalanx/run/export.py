@@ -41,7 +41,7 @@ from phalanx.job.shapes.transformer import TransformerShape
 from phalanx.run.tokens import find_tokenizer_of_model
 
 # torch's names by those of a job.
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+TORCH_DTYPE_OF_PRECISION = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,10 @@ def export_checkpoint(
     `shard_bytes` at most. Raises UsageError if `out` is there, CheckpointError if no plan or import
     says what model it is, LayoutError if transformers has no class for the model.
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise UsageError(f"unknown type {dtype!r}", fix=f"one of {', '.join(DTYPES)}")
+    if dtype is not None and dtype not in TORCH_DTYPE_OF_PRECISION:
+        raise UsageError(
+            f"unknown type {dtype!r}", fix=f"one of {', '.join(TORCH_DTYPE_OF_PRECISION)}"
+        )
     # Before anything slow is done.
     require_absent_or_empty(Path(out))
     folder = choose_checkpoint(location, best=best)
@@ -141,7 +143,7 @@ def _build_dtype_rounding(dtype: str | None) -> DtypeRounding | None:
     # Only now: torch takes seconds to import.
     from phalanx.checkpoint.exchange.casts import round_bits_to_dtype
 
-    return DtypeRounding(DTYPES[dtype], round_bits_to_dtype)
+    return DtypeRounding(TORCH_DTYPE_OF_PRECISION[dtype], round_bits_to_dtype)
 
 
 def _find_tokenizer_files(location: str, folder: Folder) -> TokenizerFiles:

@@ -38,7 +38,7 @@ from phalanx.run.supervised import open_supervisor_bus, require_run_not_taken
 if TYPE_CHECKING:
     from phalanx.run.launched_rank import DecisionStore
 
-STATUS = {
+STATUS_OF_EXIT_CODE = {
     ExitCode.OK: "finished",
     ExitCode.PREEMPTED: "preempted",
     ExitCode.INTERRUPTED: "interrupted",
@@ -149,7 +149,7 @@ def _train_as_rank_zero(
         finally:
             # A run that another job has by now gets no end from us.
             if not fence.is_lost(now=True):
-                outcome = RunOutcome(code, STATUS.get(code, "failed"), "", 1)
+                outcome = RunOutcome(code, STATUS_OF_EXIT_CODE.get(code, "failed"), "", 1)
                 elapsed_s = time.monotonic() - run.started_s
                 end = finish_run(prepared, outcome, bus, stack, output, elapsed_s=elapsed_s)
     if end is None:
@@ -179,7 +179,7 @@ def _train_as_other_rank(
             refusal = RankZeroError(decision.error, code)
         return RunEnd(
             run_dir,
-            STATUS.get(code, "failed"),
+            STATUS_OF_EXIT_CODE.get(code, "failed"),
             int(code),
             decision.error,
             plan,
@@ -198,4 +198,6 @@ def _train_as_other_rank(
             # Another node: rank 0's words are not on this terminal.
             output.warn(f"phalanx: rank {ranks.rank}: {error}")
         return RunEnd(run_dir, "failed", int(error.exit_code), str(error), plan, error, ranks.rank)
-    return RunEnd(run_dir, STATUS.get(code, "failed"), int(code), "", plan, rank=ranks.rank)
+    return RunEnd(
+        run_dir, STATUS_OF_EXIT_CODE.get(code, "failed"), int(code), "", plan, rank=ranks.rank
+    )

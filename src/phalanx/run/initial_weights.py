@@ -30,8 +30,8 @@ from phalanx.job.schema import Job, Model
 from phalanx.job.shapes.transformer import TransformerShape
 
 # In the run directory: what was decided, for every attempt.
-INIT = "init.json"
-TRAINED_IN = "float32"
+INIT_FILE_NAME = "init.json"
+MASTER_WEIGHT_DTYPE = "float32"
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class InitialWeights:
         if self.imported_from:
             # The steps of imported weights are not known.
             came = f", imported from {self.imported_from}"
-        if self.dtypes != (TRAINED_IN,):
-            cast = f", rounded to {TRAINED_IN}"
+        if self.dtypes != (MASTER_WEIGHT_DTYPE,):
+            cast = f", rounded to {MASTER_WEIGHT_DTYPE}"
         kinds = " and ".join(self.dtypes)
         first = f"init    {self.num_tensors} tensors of {kinds}{cast} from {self.checkpoint}{came}"
         return [first, *(f"warn    the weights were made for {text}" for text in self.differences)]
@@ -121,7 +121,8 @@ def _require_fitting_weights(
     folder: Folder, manifest: Manifest, shape: TransformerShape, cast: bool
 ) -> None:
     tensors = {
-        name: ExpectedTensor(size, TRAINED_IN) for name, size in shape.list_stored_tensors().items()
+        name: ExpectedTensor(size, MASTER_WEIGHT_DTYPE)
+        for name, size in shape.list_stored_tensors().items()
     }
     misfits = find_tensor_mismatches(tensors, manifest.tensors, cast=cast)
     if not misfits:
@@ -149,11 +150,11 @@ def _list_setting_differences(
 def read_initial_weights(run_dir: Path) -> Mapping[str, Any] | None:
     """The decision that was written for the run; None if it starts from random weights."""
     try:
-        decision: dict[str, Any] = read_json(run_dir / INIT)
+        decision: dict[str, Any] = read_json(run_dir / INIT_FILE_NAME)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            "it cannot be read", where=str(run_dir / INIT), why=str(error)
+            "it cannot be read", where=str(run_dir / INIT_FILE_NAME), why=str(error)
         ) from None
     return decision

@@ -25,9 +25,9 @@ from phalanx.run.rank import run_rank
 from phalanx.run.rank_run import RankRunInputs
 
 # In this time rank 0 plans, and builds shards of text.
-PREPARE_TIMEOUT_S = 600.0
+PREPARE_WAIT_TIMEOUT_S = 600.0
 READ_TIMEOUT_S = 20.0
-_DECISION = "decision"
+_DECISION_STORE_KEY = "decision"
 
 
 class DecisionStore:
@@ -52,7 +52,7 @@ class DecisionStore:
         if self._is_told or self._store is None:
             return
         self._is_told = True
-        self._store.set(_DECISION, json.dumps(decision.to_json()))
+        self._store.set(_DECISION_STORE_KEY, json.dumps(decision.to_json()))
         if decision.exit_code is not None:
             keys = [f"read/{rank}" for rank in range(1, self._ranks.world_size)]
             with contextlib.suppress(dist.DistError):
@@ -64,9 +64,9 @@ class DecisionStore:
         Raises EnvironmentProblem if rank 0 tells none.
         """
         # Longer than for the rendezvous: preparing data takes its time.
-        self._store.set_timeout(datetime.timedelta(seconds=PREPARE_TIMEOUT_S))
+        self._store.set_timeout(datetime.timedelta(seconds=PREPARE_WAIT_TIMEOUT_S))
         try:
-            decision = RankZeroDecision.from_json(json.loads(self._store.get(_DECISION)))
+            decision = RankZeroDecision.from_json(json.loads(self._store.get(_DECISION_STORE_KEY)))
             # Rank 0 may wait for this before it ends, and its store with it.
             self._store.set(f"read/{self._ranks.rank}", "1")
         except dist.DistError as error:

@@ -22,12 +22,17 @@ from phalanx.job.module_probe import (
     run_request_process,
 )
 from phalanx.job.schema import Job
-from phalanx.plan.mixed_rows import MAX_PARAMS, RowMixing, has_user_loss_code, warn_of_mixed_rows
+from phalanx.plan.mixed_rows import (
+    MAX_TRIED_PARAMS,
+    RowMixing,
+    has_user_loss_code,
+    warn_of_mixed_rows,
+)
 from phalanx.plan.plan import EarlyWarning, Plan
 
-PROBE = "phalanx.run.one_process.rows_probe"
+ROWS_PROBE_MODULE = "phalanx.run.one_process.rows_probe"
 # A run waits for it before its ranks start.
-TIMEOUT_S = 30.0
+ROWS_PROBE_TIMEOUT_S = 30.0
 
 
 def warnings_about_mixed_rows(
@@ -39,7 +44,7 @@ def warnings_about_mixed_rows(
 
     Without `ask`, user code is not called: only an answer that is kept from before counts.
     """
-    if not has_user_loss_code(job) or plan.num_params > MAX_PARAMS:
+    if not has_user_loss_code(job) or plan.num_params > MAX_TRIED_PARAMS:
         return ()
     facts = _probe_mixed_rows(job, plan, ask)
     if facts.unknown:
@@ -59,7 +64,11 @@ def _probe_mixed_rows(job: Job, plan: Plan, ask: bool) -> RowMixing:
     request = {"job": job.to_json(), "plan": plan.to_json()}
     try:
         facts = RowMixing(
-            **json.loads(find_last_line(run_request_process(PROBE, request, TIMEOUT_S)))
+            **json.loads(
+                find_last_line(
+                    run_request_process(ROWS_PROBE_MODULE, request, ROWS_PROBE_TIMEOUT_S)
+                )
+            )
         )
     except (ChildProcessError, ValueError, TypeError):
         # Nothing is known of what cannot be tried: training says what is wrong with it.

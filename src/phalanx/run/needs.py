@@ -16,7 +16,7 @@ from phalanx.job.schema import Job
 from phalanx.observe.outlet import OpenSink, Sink
 from phalanx.observe.sink_process import SINKS_PACKAGE, ProcessSink
 from phalanx.plan.cluster import compute_capability
-from phalanx.plan.precision import FP8_CAPABILITY, FP8_FIX
+from phalanx.plan.precision import FP8_FIX, MIN_FP8_CAPABILITY
 
 
 def choose_sinks(job: Job) -> tuple[str, ...]:
@@ -89,10 +89,11 @@ def _require_fp8_support(device: str) -> None:
     if device != "cuda":
         return
     capability = compute_capability()
-    if capability is not None and capability < FP8_CAPABILITY:
+    if capability is not None and capability < MIN_FP8_CAPABILITY:
         raise EnvironmentProblem(
             "precision.compute=fp8 needs GPUs of compute capability"
-            f" {_format_version(FP8_CAPABILITY)}, and one here has {_format_version(capability)}",
+            f" {_format_version(MIN_FP8_CAPABILITY)}, and one here has"
+            f" {_format_version(capability)}",
             fix=FP8_FIX,
         )
 

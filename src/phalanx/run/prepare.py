@@ -33,7 +33,7 @@ from phalanx.run.directory import (
     refuse_existing_run,
     write_run_facts,
 )
-from phalanx.run.initial_weights import INIT, find_initial_checkpoint, find_known_shape
+from phalanx.run.initial_weights import INIT_FILE_NAME, find_initial_checkpoint, find_known_shape
 from phalanx.run.mixed_rows import warnings_about_mixed_rows
 from phalanx.run.needs import require_packages
 from phalanx.run.resume import plan_of_run
@@ -229,4 +229,4 @@ def _write_initial_weights(job: Job, plan: Plan, store: Store) -> tuple[dict[str
         ]
     initial = find_initial_checkpoint(job.model, plan.model_shape)
     assert initial is not None
-    return {INIT: initial.to_json()}, initial.summary_lines()
+    return {INIT_FILE_NAME: initial.to_json()}, initial.summary_lines()

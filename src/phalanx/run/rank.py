@@ -65,7 +65,7 @@ from phalanx.train.training_data import TrainingData
 # Imported in the server, once, instead of in every rank.
 discover_transforms()
 
-_EXIT_CODES = {
+_EXIT_CODE_OF_END = {
     "finished": ExitCode.OK,
     "sigterm": ExitCode.PREEMPTED,
     "sigint": ExitCode.INTERRUPTED,
@@ -211,7 +211,7 @@ def _train_rank(rank: RankContext, rendezvous: dist.Store | None) -> ExitCode:
             rank.phases.leave("startup")
             end_reason = trainer.run()
         _finish_together(rank, trainer, corpus, is_finished=end_reason == "finished")
-    return _EXIT_CODES[end_reason]
+    return _EXIT_CODE_OF_END[end_reason]
 
 
 @contextlib.contextmanager

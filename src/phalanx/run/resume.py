@@ -24,15 +24,15 @@ from phalanx.plan.planner import make_plan
 from phalanx.plan.precision import resolve_precision
 
 # With other values of these a checkpoint would not fit, or samples would be repeated or skipped.
-KEPT_BY_A_RUN = ("run.seed", "model.", "data.")
+UNCHANGEABLE_KEYS = ("run.seed", "model.", "data.")
 # Its state lies in the checkpoint.
-KEPT_ONCE_SAVED = ("optim.kind",)
+UNCHANGEABLE_KEYS_ONCE_SAVED = ("optim.kind",)
 # Whatever they are, the samples are the same.
-HOW_DATA_IS_READ = (
+DATA_READING_KEYS = (
     "data.workers",
     "data.worker_timeout_s",
 )
-DEGREES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+DEGREE_KEYS = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def load_resumed_job(resume: str, overrides: Sequence[str]) -> ResumedRun:
     # The store of the job as it was, which `checkpoint.url` may change: a look of its own.
     step = find_newest_step(open_store(run_dir, was.checkpoint.url))
     changed_keys = find_differing_keys(was.to_json(), job.to_json())
-    changed_keys = [key for key in changed_keys if key not in HOW_DATA_IS_READ]
+    changed_keys = [key for key in changed_keys if key not in DATA_READING_KEYS]
     _refuse_fixed_keys(changed_keys, is_saved=step > 0)
     before, after = _flatten_keys(was.to_json()), _flatten_keys(job.to_json())
     changes = []
@@ -125,9 +125,9 @@ def load_resumed_job(resume: str, overrides: Sequence[str]) -> ResumedRun:
 
 def _refuse_fixed_keys(changed_keys: Sequence[str], *, is_saved: bool) -> None:
     """Raise JobError for changes of keys that a run keeps; more of them once it has saved."""
-    fixed_keys: tuple[str, ...] = KEPT_BY_A_RUN
+    fixed_keys: tuple[str, ...] = UNCHANGEABLE_KEYS
     if is_saved:
-        fixed_keys = (*KEPT_BY_A_RUN, *KEPT_ONCE_SAVED)
+        fixed_keys = (*UNCHANGEABLE_KEYS, *UNCHANGEABLE_KEYS_ONCE_SAVED)
     reason = "a resumed run keeps what it was trained with"
     problems = []
     for key in changed_keys:
@@ -165,7 +165,7 @@ def _flatten_keys(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _describe_change(key: str, before: Any, after: Any, was: Job, job: Job, step: int) -> JobChange:
-    for prefix, describe, is_other_training in _EFFECTS:
+    for prefix, describe, is_other_training in _CHANGE_DESCRIPTIONS:
         if key.startswith(prefix):
             return JobChange(key, before, after, describe(was, job, step), is_other_training)
     return JobChange(
@@ -194,15 +194,15 @@ def _describe_batch_change(was: Job, job: Job, step: int) -> str:
     )
 
 
-_SAME = "the same mathematics, rounded otherwise"
+_SAME_MATHEMATICS_TEXT = "the same mathematics, rounded otherwise"
 # By the beginning of a key, the first that fits: (beginning, words of (job before, job after,
 # step), other training?).
-_EFFECTS: tuple[tuple[str, Callable[[Job, Job, int], str], bool], ...] = (
+_CHANGE_DESCRIPTIONS: tuple[tuple[str, Callable[[Job, Job, int], str], bool], ...] = (
     ("train.steps", _describe_steps_change, True),
     ("train.global_batch_size", _describe_batch_change, True),
     ("train.sample_tokens", _make_describer("of the text at the end alone"), False),
-    ("train.compile", _make_describer(_SAME), False),
-    ("train.deterministic", _make_describer(f"{_SAME}, on GPUs"), False),
+    ("train.compile", _make_describer(_SAME_MATHEMATICS_TEXT), False),
+    ("train.deterministic", _make_describer(f"{_SAME_MATHEMATICS_TEXT}, on GPUs"), False),
     ("train.", _make_describer("the same mathematics, in other memory and time"), False),
     ("optim.", _make_describer("holds from step {next} on"), True),
     ("precision.", _make_describer("numbers are rounded so from step {next} on"), True),
@@ -213,7 +213,7 @@ _EFFECTS: tuple[tuple[str, Callable[[Job, Job, int], str], bool], ...] = (
         True,
     ),
     ("parallel.dropout", _make_describer("dropout draws so from step {next} on"), True),
-    ("parallel.", _make_describer(_SAME), False),
+    ("parallel.", _make_describer(_SAME_MATHEMATICS_TEXT), False),
     ("cluster.", _make_describer("where it runs; the same mathematics"), False),
     ("eval.", _make_describer("evaluations from step {next} on; training does not change"), False),
     (
@@ -364,7 +364,7 @@ def _reset_layout(run_layout: Parallel, layout_keys: Sequence[str], degree: str)
         if name in layout_keys or getattr(run_layout, key) == default:
             continue
         value = degree
-        if key not in DEGREES:
+        if key not in DEGREE_KEYS:
             value = _spell_value(default)
         overrides[name] = f"{name}={value}"
     return overrides

@@ -23,7 +23,14 @@ from phalanx.core.files import SCRATCH_PREFIX, build_resource_error
 from phalanx.launch.paths import LOGS
 from phalanx.launch.supervisor import RunOutcome
 
-KINDS = (LayoutError, DataError, CheckpointError, EnvironmentProblem, ResourceError, NumericsError)
+USER_ERROR_CLASSES = (
+    LayoutError,
+    DataError,
+    CheckpointError,
+    EnvironmentProblem,
+    ResourceError,
+    NumericsError,
+)
 
 
 @dataclass
@@ -41,7 +48,9 @@ class ScratchDirectory:
     def find_rank_refusal(self, outcome: RunOutcome) -> PhalanxError | None:
         """The PhalanxError that a rank raised; None if ranks failed by anything else."""
         # What a person can mend is one line; a message of several is a traceback.
-        kind = next((kind for kind in KINDS if kind.exit_code == outcome.exit_code), None)
+        kind = next(
+            (kind for kind in USER_ERROR_CLASSES if kind.exit_code == outcome.exit_code), None
+        )
         if outcome.status != "failed" or kind is None or "\n" in outcome.message:
             return None
         return kind(self.failure_message(outcome))

@@ -45,7 +45,7 @@ from phalanx.run.resume import ResumedRun
 # By name: the ranks import torch, and this process must not.
 RANK_ENTRY = "phalanx.run.rank:run_supervised_rank"
 
-_REFUSALS: dict[ExitCode, type[PhalanxError]] = {
+_ERROR_CLASS_OF_EXIT_CODE: dict[ExitCode, type[PhalanxError]] = {
     kind.exit_code: kind for kind in (LayoutError, DataError, EnvironmentProblem, RunLockedError)
 }
 
@@ -182,7 +182,7 @@ def _find_rank_refusal(run: PreparedRun, outcome: RunOutcome) -> PhalanxError | 
 
     None for any other end, and where the message points to a log of the run.
     """
-    kind = _REFUSALS.get(ExitCode(outcome.exit_code))
+    kind = _ERROR_CLASS_OF_EXIT_CODE.get(ExitCode(outcome.exit_code))
     if kind is None or outcome.status != "failed" or str(run.run_dir) in outcome.message:
         return None
     for envelope in EventTail(run.run_dir).read_new_events():

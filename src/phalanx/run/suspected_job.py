@@ -21,12 +21,12 @@ from phalanx.job.schema import Job
 from phalanx.plan.cluster import Cluster, detect_cluster
 from phalanx.plan.plan import Plan
 
-AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+AXES_IN_HALVING_ORDER = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 """In the order in which degrees are halved: replicas are the most alike."""
 RANKS_PER_CORE = 4
-LEAST_RANKS = 8
+MIN_STARTED_RANKS = 8
 """This many ranks are started on any machine."""
-PARAMETER_BYTES = 48
+FLOAT64_BYTES_PER_PARAM = 48
 """Of a parameter in float64: weight, gradient, two moments, and what they are compared with."""
 MAX_PARAMS = 200_000_000
 """As many as `phalanx verify` judges without --shrink."""
@@ -58,8 +58,8 @@ def load_suspected_job(
     job = load_job_json(run_dir / "job.json", overrides)
     plan = Plan.from_json(read_json(run_dir / "plan.json"))
     cluster = cluster or detect_cluster("cpu")
-    degrees = {axis: int(getattr(plan.layout, axis)) for axis in AXES}
-    fewer = limit_degrees(degrees, max(LEAST_RANKS, RANKS_PER_CORE * cluster.num_devices))
+    degrees = {axis: int(getattr(plan.layout, axis)) for axis in AXES_IN_HALVING_ORDER}
+    fewer = limit_degrees(degrees, max(MIN_STARTED_RANKS, RANKS_PER_CORE * cluster.num_devices))
     changes = []
     if fewer != degrees:
         changes.append(
@@ -88,7 +88,7 @@ def limit_degrees(degrees: dict[str, int], most_ranks: int) -> dict[str, int]:
     """The degrees with at most `most_ranks` ranks, if that can be: each that was above 1 stays
     above it, so that every axis of the run is judged."""
     fewer = dict(degrees)
-    for axis in AXES:
+    for axis in AXES_IN_HALVING_ORDER:
         while math.prod(fewer.values()) > most_ranks and fewer[axis] > 2:
             fewer[axis] = _next_divisor(fewer[axis])
     return fewer
@@ -118,7 +118,7 @@ def _layout_keys_of_run(
 
 def _max_params_in_memory(cluster: Cluster, num_ranks: int) -> int:
     """The most parameters that half of the memory holds on all ranks and in the reference."""
-    in_memory = cluster.memory_bytes // 2 // (PARAMETER_BYTES * (num_ranks + 1))
+    in_memory = cluster.memory_bytes // 2 // (FLOAT64_BYTES_PER_PARAM * (num_ranks + 1))
     return min(MAX_PARAMS, in_memory)
 
 
@@ -144,5 +144,7 @@ def _count_params(body: dict[str, Any], plan: Plan) -> int:
 
 def _describe_degree_changes(before: dict[str, int], after: dict[str, int]) -> str:
     return ", ".join(
-        f"{axis} {before[axis]} -> {after[axis]}" for axis in AXES if before[axis] != after[axis]
+        f"{axis} {before[axis]} -> {after[axis]}"
+        for axis in AXES_IN_HALVING_ORDER
+        if before[axis] != after[axis]
     )

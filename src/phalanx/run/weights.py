@@ -31,7 +31,7 @@ from phalanx.plan.plan import Plan
 from phalanx.run.initial_weights import read_initial_weights
 from phalanx.train.state import TrainState
 
-_TAKE_AN_OLDER_ONE = "add --fallback to continue from the newest one before it that can be used"
+_FALLBACK_FIX = "add --fallback to continue from the newest one before it that can be used"
 
 
 def open_state(
@@ -140,7 +140,7 @@ def restore_newest(
             first_error = first_error or error
             if not fallback:
                 if len(names) > 1 and not isinstance(error, MismatchError):
-                    error.fix = error.fix or _TAKE_AN_OLDER_ONE
+                    error.fix = error.fix or _FALLBACK_FIX
                 break
             if mesh.rank == 0:
                 location = place_in_run(folder, storage.run_dir)

@@ -10,8 +10,8 @@ import torch
 
 from phalanx.suggest.flow import ForwardFlow, sum_mixed
 
-NUM_SAMPLES = 12  # features of a row's input that are followed back
-MOST_FOLLOWED = 2048  # features, where all of them must be
+NUM_SAMPLED_FEATURES = 12  # features of a row's input that are followed back
+MAX_FOLLOWED_FEATURES = 2048  # features, where all of them must be
 
 
 def find_needed_features(
@@ -59,7 +59,7 @@ def find_cutting(flow: ForwardFlow, row: str, columns: Sequence[str]) -> CutProp
     widths = [flow.outputs[name].shape[-1] for name in columns]
     # Each costs a backward: both ends, and some between.
     samples = {*range(min(3, width)), width - 1}
-    samples |= {width * index // NUM_SAMPLES for index in range(NUM_SAMPLES)}
+    samples |= {width * index // NUM_SAMPLED_FEATURES for index in range(NUM_SAMPLED_FEATURES)}
     needs_of_feature = {}
     for feature in sorted(samples):
         needs = find_needed_features(flow, row, columns, feature)
@@ -210,7 +210,7 @@ def _cut_by_groups(flow: ForwardFlow, row: str, columns: Sequence[str]) -> CutPr
     matrix with them."""
     width = flow.inputs[row].shape[-1]
     widths = [flow.outputs[name].shape[-1] for name in columns]
-    if width > MOST_FOLLOWED:
+    if width > MAX_FOLLOWED_FEATURES:
         return None
     group_of = _number_groups(flow, row, columns)
     if group_of is None:

@@ -18,8 +18,8 @@ from phalanx.plan.cluster import detect_cluster
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.run.scratch import ScratchDirectory, scratch_directory
-from phalanx.suggest.suggestion import SUGGESTION_FILE, Suggestion, SuggestPayload
-from phalanx.verify.cases import SMALL_VOCAB, make_verified_job
+from phalanx.suggest.suggestion import SUGGESTION_FILE_NAME, Suggestion, SuggestPayload
+from phalanx.verify.cases import SHRUNK_VOCAB_SIZE, make_verified_job
 
 
 def suggest_rules_for(job: Job) -> Suggestion:
@@ -32,13 +32,13 @@ def suggest_rules_for(job: Job) -> Suggestion:
     plan = make_plan(
         job,
         cluster=detect_cluster("cpu"),
-        vocab_size=SMALL_VOCAB,
+        vocab_size=SHRUNK_VOCAB_SIZE,
         num_ranks=1,
         shape=measure_foreign_shape(job),
     )
     with scratch_directory("suggest") as scratch:
         outcome = _run_rank(job, plan, scratch)
-        answer = scratch.directory / SUGGESTION_FILE
+        answer = scratch.directory / SUGGESTION_FILE_NAME
         if not answer.exists():
             _raise_refusal(outcome, scratch)
         return Suggestion.from_json(read_json(answer))

@@ -12,10 +12,10 @@ from torch import nn
 from phalanx.mesh.linear import is_linear
 from phalanx.nn.objective import CausalOutput
 from phalanx.suggest.observed import ObservedModule
-from phalanx.suggest.suggestion import Reasoned
+from phalanx.suggest.suggestion import NameAndReason
 from phalanx.suggest.surroundings import find_tensors
 
-SMALL_HEAD = 128  # outputs: fewer are not worth a cut
+MIN_CUT_HEAD_OUTPUTS = 128  # outputs: fewer are not worth a cut
 
 
 @dataclass
@@ -25,11 +25,11 @@ class EndRules:
     `whole`: name of an embedding or head that stays whole -> why.
     """
 
-    rules: dict[str, Reasoned] = field(default_factory=dict)
+    rules: dict[str, NameAndReason] = field(default_factory=dict)
     whole: dict[str, str] = field(default_factory=dict)
 
 
-def find_end_rules(observed: ObservedModule, rules: Mapping[str, Reasoned]) -> EndRules:
+def find_end_rules(observed: ObservedModule, rules: Mapping[str, NameAndReason]) -> EndRules:
     """Rules for embeddings and heads, beside the `rules` that layers have already."""
     heads = _find_heads(observed, rules)
     ends = EndRules()
@@ -56,7 +56,7 @@ def find_end_rules(observed: ObservedModule, rules: Mapping[str, Reasoned]) -> E
         if name in rules or name in ends.rules or is_tied_to_whole:
             continue
         # A head of the vocabulary is cut at any size.
-        if weight.shape[0] >= SMALL_HEAD or weight.shape[0] in vocab_sizes:
+        if weight.shape[0] >= MIN_CUT_HEAD_OUTPUTS or weight.shape[0] in vocab_sizes:
             ends.rules[name] = rule
         else:
             ends.whole[name] = f"a head of {weight.shape[0]} outputs is not worth a cut"
@@ -67,7 +67,7 @@ def _refuse_embedding(
     observed: ObservedModule,
     name: str,
     looked_up: torch.Tensor,
-    heads: Mapping[str, Reasoned],
+    heads: Mapping[str, NameAndReason],
 ) -> str:
     """Why an embedding stays whole; "" if its vocabulary can be cut."""
     part = observed.parts[name]
@@ -88,7 +88,9 @@ def _refuse_embedding(
     return ""
 
 
-def _find_heads(observed: ObservedModule, rules: Mapping[str, Reasoned]) -> dict[str, Reasoned]:
+def _find_heads(
+    observed: ObservedModule, rules: Mapping[str, NameAndReason]
+) -> dict[str, NameAndReason]:
     """The rules of linear layers whose output the module returns."""
     flow, result = observed.flow, observed.flow.result
     if isinstance(result, CausalOutput):
@@ -96,7 +98,7 @@ def _find_heads(observed: ObservedModule, rules: Mapping[str, Reasoned]) -> dict
     consumed: set[str] = set()
     for layer_input in flow.inputs.values():
         consumed |= flow.find_feeders(layer_input)
-    heads: dict[str, Reasoned] = {}
+    heads: dict[str, NameAndReason] = {}
     for name, output in flow.outputs.items():
         is_candidate = name not in rules and name not in consumed
         if not is_candidate or not isinstance(observed.parts[name], nn.Linear):
@@ -109,9 +111,11 @@ def _find_heads(observed: ObservedModule, rules: Mapping[str, Reasoned]) -> dict
     return heads
 
 
-def _find_objective_heads(observed: ObservedModule, result: CausalOutput) -> dict[str, Reasoned]:
+def _find_objective_heads(
+    observed: ObservedModule, result: CausalOutput
+) -> dict[str, NameAndReason]:
     """The rules of the layers that hold the head's weight, which the objective multiplies by."""
-    heads: dict[str, Reasoned] = {}
+    heads: dict[str, NameAndReason] = {}
     for name, part in observed.parts.items():
         if getattr(part, "weight", None) is not result.head_VD:
             continue

@@ -11,7 +11,7 @@ from torch.nn.modules.conv import _ConvNd
 from phalanx.run.one_process.plain_loss import Batch
 
 NUM_ROWS = 2
-MAX_SHAPES = 12  # a module is built anew for each
+MAX_TRIED_SHAPES = 12  # a module is built anew for each
 SIDE, LENGTH = 32, 8  # of an image, of a sequence
 
 
@@ -24,7 +24,7 @@ def make_fitting_batches(module: nn.Module) -> Iterator[Batch]:
     tried: set[tuple[int, ...]] = set()
     for part in module.modules():
         for shape in _list_input_shapes(part):
-            if shape in tried or len(tried) == MAX_SHAPES:
+            if shape in tried or len(tried) == MAX_TRIED_SHAPES:
                 continue
             tried.add(shape)
             generator = torch.Generator().manual_seed(11)

@@ -8,16 +8,16 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from phalanx.plan.rules import matches
-from phalanx.suggest.suggestion import Reasoned
+from phalanx.suggest.suggestion import NameAndReason
 
 
 def group_by_pattern(
-    rules: Mapping[str, Reasoned], parts: Mapping[str, nn.Module]
-) -> dict[str, Reasoned]:
+    rules: Mapping[str, NameAndReason], parts: Mapping[str, nn.Module]
+) -> dict[str, NameAndReason]:
     """The rules by pattern: one line for all blocks if they agree and the pattern matches no other
     module, else one for each.
     """
-    by_pattern: dict[str, Reasoned] = {}
+    by_pattern: dict[str, NameAndReason] = {}
     for name, rule in rules.items():
         # Ends at the latest with the name itself, which matches no other module.
         for pattern in _list_patterns(name):

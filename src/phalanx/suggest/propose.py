@@ -15,7 +15,7 @@ from phalanx.suggest.ends import find_end_rules
 from phalanx.suggest.layer_groups import LayerGroup, find_layer_groups
 from phalanx.suggest.observed import ObservedModule
 from phalanx.suggest.patterns import group_by_pattern
-from phalanx.suggest.suggestion import Reasoned, Suggestion
+from phalanx.suggest.suggestion import NameAndReason, Suggestion
 from phalanx.suggest.surroundings import find_uncut_parameter_rules
 from phalanx.suggest.trial import CutTrial, try_cutting
 from phalanx.suggest.visit import drops_between, record_module_call
@@ -36,7 +36,7 @@ class _RuleProposer:
 
     def __init__(self, observed: ObservedModule) -> None:
         self.observed = observed
-        self._rules: dict[str, Reasoned] = {}
+        self._rules: dict[str, NameAndReason] = {}
         self._whole: dict[str, str] = {}
         # Blocks are alike: what one of them gave, a group or a refusal, holds for the others.
         self._outcomes: dict[Any, LayerGroup | str] = {}
@@ -151,7 +151,7 @@ class _RuleProposer:
         self._rules[group.row] = (cutting.row, f"takes what {column_names} {verb} out")
 
 
-def _join_home_rule(home_rule: Reasoned, trial: CutTrial) -> Reasoned | None:
+def _join_home_rule(home_rule: NameAndReason, trial: CutTrial) -> NameAndReason | None:
     """The rule of a home, with the counts that a trial found to be divided; None if it needs
     none."""
     kind, why = home_rule

@@ -9,12 +9,12 @@ from phalanx.core.typed_json import JsonObject
 from phalanx.launch.rank_link import RankLink
 from phalanx.nn.probe import summarize_error
 from phalanx.suggest.search import suggest_rules
-from phalanx.suggest.suggestion import SUGGESTION_FILE, SuggestPayload
+from phalanx.suggest.suggestion import SUGGESTION_FILE_NAME, SuggestPayload
 from phalanx.verify.batches import make_global_steps
 
 
 def suggest_as_rank(document: JsonObject, link: RankLink) -> int:
-    """Write the suggestion for the JSON of a SuggestPayload to run_dir/SUGGESTION_FILE."""
+    """Write the suggestion for the JSON of a SuggestPayload to run_dir/SUGGESTION_FILE_NAME."""
     payload = SuggestPayload.from_json(document)
     job, plan, data_dir = payload.job, payload.plan, payload.data_dir
     batch = make_global_steps(job, plan, data_dir, num_steps=1)[0][0]
@@ -26,5 +26,5 @@ def suggest_as_rank(document: JsonObject, link: RankLink) -> int:
         raise LayoutError(
             f"the forward of {job.model.kind} cannot be followed", why=summarize_error(error)
         ) from None
-    (payload.run_dir / SUGGESTION_FILE).write_text(json.dumps(suggestion.to_json()))
+    (payload.run_dir / SUGGESTION_FILE_NAME).write_text(json.dumps(suggestion.to_json()))
     return ExitCode.OK

@@ -11,8 +11,8 @@ from phalanx.core.typed_json import JsonRecord
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
 
-SUGGESTION_FILE = "suggested.json"
-Reasoned = tuple[str, str]
+SUGGESTION_FILE_NAME = "suggested.json"
+NameAndReason = tuple[str, str]
 """(rule, why)."""
 
 
@@ -20,8 +20,8 @@ Reasoned = tuple[str, str]
 class SuggestPayload(JsonRecord):
     """The job and plan of the module that a rank looks at.
 
-    `data_dir`: the job's own dataset, None for made-up inputs. The rank writes SUGGESTION_FILE into
-    `run_dir`.
+    `data_dir`: the job's own dataset, None for made-up inputs. The rank writes SUGGESTION_FILE_NAME
+    into `run_dir`.
     """
 
     job: Job
@@ -39,7 +39,7 @@ class Suggestion:
     job has no dataset of its own.
     """
 
-    rules: dict[str, Reasoned] = field(default_factory=dict)
+    rules: dict[str, NameAndReason] = field(default_factory=dict)
     whole: dict[str, str] = field(default_factory=dict)
     why_none: str = ""
     fed_with: str = ""

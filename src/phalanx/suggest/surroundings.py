@@ -13,7 +13,7 @@ from torch import nn
 from phalanx.job.shapes.own_rules import pattern_for_all_blocks
 from phalanx.suggest.layer_groups import LayerGroup
 from phalanx.suggest.observed import ObservedModule
-from phalanx.suggest.suggestion import Reasoned
+from phalanx.suggest.suggestion import NameAndReason
 from phalanx.suggest.visit import ModuleCall
 
 
@@ -21,7 +21,7 @@ from phalanx.suggest.visit import ModuleCall
 class UncutParameterRules:
     """The rules of what surrounds a cut, by module name; or why there are none that would do."""
 
-    rules: Mapping[str, Reasoned]
+    rules: Mapping[str, NameAndReason]
     refused: str = ""
 
 
@@ -66,7 +66,7 @@ def find_uncut_parameter_rules(
     outputs = find_tensors(visit.output)
     passes_by = visit.entered is None or _depends_on(outputs, [visit.entered])[0]
     is_region = bool(group.home) and not passes_by
-    rules: dict[str, Reasoned] = {}
+    rules: dict[str, NameAndReason] = {}
     for name in uses.between:
         owner = group.find_owner(name)
         where = uses.describe_refusal(name, is_region=is_region, is_of_home=owner == group.home)

@@ -22,8 +22,8 @@ from phalanx.suggest.cutting import CutProposal
 from phalanx.suggest.visit import ModuleCall
 
 # Relative: float32, where the module has no float64, keeps about seven digits.
-TOLERANCE = 1e-6
-MOST_COUNTS = 7  # each set of them is tried: 128 at most
+RELATIVE_TOLERANCE = 1e-6
+MAX_TRIED_COUNTS = 7  # each set of them is tried: 128 at most
 
 
 class _SingleRankGroup(TensorGroup):
@@ -80,7 +80,7 @@ def _choices_of_counts(home: nn.Module, cutting: CutProposal) -> Iterator[tuple[
     # Those that are called after heads are tried first.
     integers.sort(key=lambda item: "head" not in item[0])
     words = []
-    for path, value in integers[:MOST_COUNTS]:
+    for path, value in integers[:MAX_TRIED_COUNTS]:
         heads = cutting.counts[value]
         words.append(f"{path}/{heads}" if heads and heads != cutting.num_heads else path)
     for size in range(len(words) + 1):
@@ -147,4 +147,4 @@ def _is_sum_equal(
         total = total - (tp - 1) * bias
     if total.shape != visit.row_output.shape:
         return False
-    return bool((total - visit.row_output).norm() <= TOLERANCE * visit.row_output.norm())
+    return bool((total - visit.row_output).norm() <= RELATIVE_TOLERANCE * visit.row_output.norm())

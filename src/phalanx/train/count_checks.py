@@ -17,7 +17,7 @@ from torch import nn
 from phalanx.core.batch import IGNORE_INDEX
 from phalanx.mesh.logical import full_name
 from phalanx.mesh.mesh import Mesh
-from phalanx.parallel.call.check_indices import TAKES_CLASSES
+from phalanx.parallel.call.check_indices import TAKES_CLASSES_ATTRIBUTE
 from phalanx.parallel.executor import Batch, Objective
 from phalanx.parallel.expert.router_load import ExpertLoad, is_router
 
@@ -43,7 +43,7 @@ def count_targets_and_tokens(
 def _count_targets(batch: Batch, objective: Objective) -> float:
     keys = [key for key in ("targets", "labels") if key in batch]
     # An objective that does not take every target for a class knows alone what it counts.
-    if not getattr(objective, TAKES_CLASSES, False) or len(keys) != 1:
+    if not getattr(objective, TAKES_CLASSES_ATTRIBUTE, False) or len(keys) != 1:
         return math.nan
     targets = batch[keys[0]]
     # What lies on a device the host would have to wait for.

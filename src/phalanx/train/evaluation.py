@@ -21,11 +21,11 @@ from phalanx.train.randomness import separate_generators
 
 # Batches to evaluate by source ("" where there is only one). Iterated once per evaluation;
 # every rank must yield equally many batches of each.
-HeldOut = Mapping[str, Iterable[Batch]]
+HeldOutBatches = Mapping[str, Iterable[Batch]]
 
 
 # The best step is found by it, unless eval.metric names another.
-LOSS = "loss"
+LOSS_METRIC = "loss"
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Evaluation:
 
     def value_of(self, metric: str) -> float:
         """The loss or a metric; NaN where it was not measured."""
-        if metric == LOSS:
+        if metric == LOSS_METRIC:
             return self.loss
         return self.metrics.get(metric, math.nan)
 
@@ -105,7 +105,7 @@ class EvalRecord:
 
 
 def read_evaluation_record(
-    run_dir: Path | None, step: int, mesh: Mesh, metric: str = LOSS
+    run_dir: Path | None, step: int, mesh: Mesh, metric: str = LOSS_METRIC
 ) -> EvalRecord:
     """The evaluations up to `step` in rank 0's event files, for all ranks.
 

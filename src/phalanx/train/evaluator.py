@@ -17,9 +17,9 @@ from phalanx.observe.progress import ProgressEmitter
 from phalanx.parallel.executor import Batch, Objective
 from phalanx.parallel.model import ParallelModel
 from phalanx.train.evaluation import (
-    LOSS,
+    LOSS_METRIC,
     Evaluation,
-    HeldOut,
+    HeldOutBatches,
     average_over_sources,
     evaluation_mode,
 )
@@ -27,18 +27,18 @@ from phalanx.train.metrics import MetricSums, SumAndCount, average_metrics, requ
 from phalanx.train.stop import StopFlags, StopRequestedError
 
 # About how long an evaluation goes on after a stop was asked for.
-AGREE_S = 0.5
+STOP_AGREEMENT_INTERVAL_S = 0.5
 # Batches may get slower: ranks never go on for longer without agreeing.
-MOST_BATCHES = 64
+MAX_BATCHES_BETWEEN_AGREEMENTS = 64
 
 
 def batches_until_agreement(batches: int, took_s: float) -> int:
     """The number of batches before ranks agree again, after `batches` that took `took_s`."""
-    if took_s > AGREE_S:
+    if took_s > STOP_AGREEMENT_INTERVAL_S:
         return max(1, batches // 2)
     # Only far below: twice as many must not take too long at once.
-    if took_s < AGREE_S / 4:
-        return min(MOST_BATCHES, 2 * batches)
+    if took_s < STOP_AGREEMENT_INTERVAL_S / 4:
+        return min(MAX_BATCHES_BETWEEN_AGREEMENTS, 2 * batches)
     return batches
 
 
@@ -68,7 +68,7 @@ class Evaluator:
         mesh: Mesh,
         *,
         objective: Objective,
-        held_out: HeldOut,
+        held_out: HeldOutBatches,
         source_weights: Mapping[str, float] | None,
         stop: StopFlags,
         emit: Callable[[Event], None] = lambda event: None,
@@ -124,7 +124,7 @@ class Evaluator:
     def require_metric(self, metric: str) -> None:
         """Raise LayoutError, before training, for a metric that the objective does not have: the
         first held-out batch shows it."""
-        if metric == LOSS:
+        if metric == LOSS_METRIC:
             return
         objective = MetricSums(self._objective, self._mesh)
         batches = next(iter(self._held_out.values()))

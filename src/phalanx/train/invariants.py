@@ -24,8 +24,8 @@ from phalanx.train.pipeline_record import is_stage_leader
 from phalanx.train.state import TrainState
 from phalanx.train.weight_checks import WeightChecks, WeightFindings
 
-MAX_NAMES = 20
-NUM_COUNTS = 2
+MAX_NAMED_PARAMETERS = 20
+NUM_BATCH_COUNT_FLAGS = 2
 """Numbers that `RunInvariants.count_rank_batch` adds to the flags of a step."""
 
 
@@ -69,8 +69,8 @@ class RunInvariants:
             self._weights = WeightChecks(self._state.model, self._state.optimizer)
 
     def count_rank_batch(self, microbatches: Sequence[Batch]) -> tuple[float, ...]:
-        """Numbers of this rank's part of the batch, for the reduction of the step: NUM_COUNTS of
-        them, or none."""
+        """Numbers of this rank's part of the batch, for the reduction of the step:
+        NUM_BATCH_COUNT_FLAGS of them, or none."""
         if self._weights is None:
             return ()
         if not self._counts_batch:
@@ -81,9 +81,9 @@ class RunInvariants:
         """`facts` without what `count` has added to the flags."""
         if self._weights is None:
             return facts
-        num_targets, num_tokens = facts.flags[-NUM_COUNTS:]
+        num_targets, num_tokens = facts.flags[-NUM_BATCH_COUNT_FLAGS:]
         self._counts = num_targets, num_tokens
-        return replace(facts, flags=facts.flags[:-NUM_COUNTS])
+        return replace(facts, flags=facts.flags[:-NUM_BATCH_COUNT_FLAGS])
 
     def begin_update(self) -> None:
         """Before the update of the next step."""
@@ -267,7 +267,7 @@ class RunInvariants:
                     num_checks=tally.num_checks,
                     num_failed=tally.num_failed,
                     first_failed_step=tally.first_failed_step,
-                    tensors=result.tensors[:MAX_NAMES],
+                    tensors=result.tensors[:MAX_NAMED_PARAMETERS],
                     num_tensors=len(result.tensors),
                 )
             )

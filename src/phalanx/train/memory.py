@@ -18,7 +18,7 @@ from phalanx.observe.events import MemoryMeasured
 from phalanx.parallel.model import ParallelModel
 
 # The kernel counts pages per core, and adds them up now and then: readings differ by that.
-SLACK_BYTES = 4 * MIB
+READING_SLACK_BYTES = 4 * MIB
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class MemoryMeter:
         # The mark is set back first: what the reading shows must be of after it.
         can_reset, now = self._process.reset_peak(), self._process.read()
         self._keeps_peak = (
-            can_reset and now is not None and now.peak_bytes <= now.all_bytes + SLACK_BYTES
+            can_reset and now is not None and now.peak_bytes <= now.all_bytes + READING_SLACK_BYTES
         )
         if not self._keeps_peak:
             now = self._sample_resident_memory()
@@ -85,7 +85,7 @@ class MemoryMeter:
         # A process that was started by another one's exec begins with that one's peak, which no
         # reset lowers.
         # `ru_maxrss` is in KiB on Linux.
-        self._counts_all = self._known_maxrss * 1024 > now.all_bytes + SLACK_BYTES
+        self._counts_all = self._known_maxrss * 1024 > now.all_bytes + READING_SLACK_BYTES
         self._start_bytes = self._peak_bytes = now.own_bytes
         self._file_bytes = now.file_bytes
         self._most_resident_bytes = self._in_all_bytes = now.all_bytes
@@ -122,7 +122,7 @@ class MemoryMeter:
             self._in_all_bytes = own_bytes + now.file_bytes
         # Once pages of files went, the mark no longer says how many of those at the peak were the
         # process's own.
-        if self._keeps_peak and now.file_bytes < self._file_bytes - SLACK_BYTES:
+        if self._keeps_peak and now.file_bytes < self._file_bytes - READING_SLACK_BYTES:
             self._process.reset_peak()
             # It may have fallen with the mark.
             self._known_maxrss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -13,10 +13,10 @@ from phalanx.core.errors import LayoutError
 from phalanx.mesh.mesh import Mesh
 from phalanx.mesh.transfer import fill_on_device
 from phalanx.parallel.executor import Batch, Objective
-from phalanx.train.evaluation import LOSS, average_over_sources
+from phalanx.train.evaluation import LOSS_METRIC, average_over_sources
 
 SumAndCount = tuple[float, float]
-FIX = (
+METRICS_FIX = (
     'return {"accuracy": (how many are right, how many there are)}: two numbers or tensors of no'
     " dimensions for each"
 )
@@ -119,9 +119,9 @@ def average_metrics(
 
 def require_metric(metric: str, names: list[str]) -> None:
     """Raise LayoutError (exit 3) if evaluations have no metric of the name in eval.metric."""
-    if metric == LOSS or metric in names:
+    if metric == LOSS_METRIC or metric in names:
         return
-    fix = f"set eval.metric to one of {_join_names([LOSS, *names])}"
+    fix = f"set eval.metric to one of {_join_names([LOSS_METRIC, *names])}"
     if not names:
         fix = (
             "give model.objective a metrics(outputs, batch), see docs/own-code.md, or leave"
@@ -133,17 +133,19 @@ def require_metric(metric: str, names: list[str]) -> None:
 def _require_metric_pairs(metrics: Any) -> dict[str, tuple[Any, Any]]:
     """A user's metrics. Raises LayoutError if they are not pairs of numbers by name."""
     if not isinstance(metrics, Mapping):
-        raise LayoutError(f"the objective's metrics returned a {type(metrics).__name__}", fix=FIX)
+        raise LayoutError(
+            f"the objective's metrics returned a {type(metrics).__name__}", fix=METRICS_FIX
+        )
     for name, pair in metrics.items():
         # "loss" would be taken for the loss itself in eval.metric.
-        if not isinstance(name, str) or not name.strip() or name == LOSS:
+        if not isinstance(name, str) or not name.strip() or name == LOSS_METRIC:
             raise LayoutError(
                 f"the objective's metrics have a metric named {name!r}",
                 fix='any other name than "loss"',
             )
         if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(map(_is_number, pair)):
             raise LayoutError(
-                f'the objective\'s metric "{name}" is no pair of a sum and a count', fix=FIX
+                f'the objective\'s metric "{name}" is no pair of a sum and a count', fix=METRICS_FIX
             )
     return dict(metrics)
 

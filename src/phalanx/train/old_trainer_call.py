@@ -12,10 +12,12 @@ from phalanx.core.deprecated import warn_renamed
 from phalanx.observe.events import Note
 from phalanx.train.training_data import TrainingData
 
-_OLD = "Trainer(job, plan, mesh, state, bus, data=..., objective=..., run_dir=...)"
-_NEW = "Trainer(job, plan, state, bus, TrainingData(...), storage=RunStorage.open(run_dir))"
-_POSITIONAL = ("job", "plan", "mesh", "state", "bus")
-_OF_DATA = ("held_out", "source_weights", "records")
+_OLD_CALL_TEXT = "Trainer(job, plan, mesh, state, bus, data=..., objective=..., run_dir=...)"
+_NEW_CALL_TEXT = (
+    "Trainer(job, plan, state, bus, TrainingData(...), storage=RunStorage.open(run_dir))"
+)
+_OLD_POSITIONAL_PARAMETERS = ("job", "plan", "mesh", "state", "bus")
+_TRAINING_DATA_PARAMETERS = ("held_out", "source_weights", "records")
 
 Init = TypeVar("Init", bound=Callable[..., None])
 
@@ -29,7 +31,7 @@ def accept_old_trainer_arguments(init: Init) -> Init:
         if "objective" not in named:
             init(self, *args, **named)
             return
-        warn_renamed(_OLD, _NEW)
+        warn_renamed(_OLD_CALL_TEXT, _NEW_CALL_TEXT)
         init(self, **_translate_arguments(args, named))
 
     return cast(Init, init_either_way)
@@ -38,10 +40,10 @@ def accept_old_trainer_arguments(init: Init) -> Init:
 def _translate_arguments(args: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of the new call that mean what the old ones did."""
     # Positional arguments may be fewer than the names: the rest came by name.
-    new = dict(zip(_POSITIONAL, args, strict=False)) | dict(named)
+    new = dict(zip(_OLD_POSITIONAL_PARAMETERS, args, strict=False)) | dict(named)
     # The state's model has it.
     new.pop("mesh")
-    of_data = {name: new.pop(name) for name in _OF_DATA if name in new}
+    of_data = {name: new.pop(name) for name in _TRAINING_DATA_PARAMETERS if name in new}
     new["data"] = TrainingData(new["data"], new.pop("objective"), **of_data)
     run_dir, token, fence = (new.pop(name, None) for name in ("run_dir", "fencing_token", "fence"))
     # Its name before that.

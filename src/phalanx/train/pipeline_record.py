@@ -18,7 +18,7 @@ from phalanx.plan.pipeline.simulate import Timeline, count_in_flight, simulate
 from phalanx.plan.pipeline.trace import build_timeline, mean_stage_costs, splits_backward
 
 # Allocators and caches have settled by then.
-FIRST = 5
+FIRST_RECORDED_STEP = 5
 
 
 def should_record_pipeline(step: int, last_step: int) -> bool:
@@ -26,9 +26,9 @@ def should_record_pipeline(step: int, last_step: int) -> bool:
     decides alike."""
     if step == last_step:
         return True
-    while step > FIRST and step % 10 == 0:
+    while step > FIRST_RECORDED_STEP and step % 10 == 0:
         step //= 10
-    return step == FIRST
+    return step == FIRST_RECORDED_STEP
 
 
 def record_pipeline(step: int, last_step: int, model: ParallelModel, bus: Bus) -> None:

@@ -33,11 +33,11 @@ from phalanx.parallel.loss_scale import require_loss_scale_state
 from phalanx.parallel.model import ParallelModel
 
 # Among the facts of a run in fp16.
-LOSS_SCALE = "loss_scale"
+LOSS_SCALE_FACT = "loss_scale"
 # Among the facts of a run on CPUs since checkpoints say it.
-CPU_KIND = "cpu_kind"
+CPU_KIND_FACT = "cpu_kind"
 # Checkpoints of earlier versions, and of other precisions and devices, do not have them.
-NOT_IN_ALL = {LOSS_SCALE, CPU_KIND}
+OPTIONAL_FACTS = {LOSS_SCALE_FACT, CPU_KIND_FACT}
 
 
 @dataclass
@@ -102,9 +102,9 @@ class TrainState:
             "optimizer": {"kind": type(self.optimizer).__name__, "numbers": numbers},
         }
         if scale is not None:
-            facts[LOSS_SCALE] = scale.saved_state()
+            facts[LOSS_SCALE_FACT] = scale.saved_state()
         if self.model.mesh.device.type == "cpu":
-            facts[CPU_KIND] = describe_cpu_kind()
+            facts[CPU_KIND_FACT] = describe_cpu_kind()
         return facts
 
     def snapshot(self) -> Snapshot:
@@ -174,11 +174,11 @@ class TrainState:
         for restore_value in restores:
             restore_value()
         self.model.refresh()
-        if self.model.loss_scale is not None and LOSS_SCALE in facts:
-            self.model.loss_scale.restore(facts[LOSS_SCALE])
+        if self.model.loss_scale is not None and LOSS_SCALE_FACT in facts:
+            self.model.loss_scale.restore(facts[LOSS_SCALE_FACT])
         self.step, self.tokens_seen = int(facts["step"]), int(facts["tokens_seen"])
         self.samples_seen = int(facts["samples_seen"])
-        self.other_cpu = self._describe_other_cpu(facts.get(CPU_KIND))
+        self.other_cpu = self._describe_other_cpu(facts.get(CPU_KIND_FACT))
 
     def _describe_other_cpu(self, then: object) -> str:
         """The reason why steps after a checkpoint that was written on the CPU kind `then` may round
@@ -186,7 +186,7 @@ class TrainState:
 
         Empty as well if the checkpoint has no kind, or training is not on CPUs.
         """
-        now = self.facts().get(CPU_KIND)
+        now = self.facts().get(CPU_KIND_FACT)
         if now is None or not isinstance(then, str) or then == now:
             return ""
         return (
@@ -225,11 +225,11 @@ class TrainState:
 
     def _require_same_run(self, manifest: Manifest, where: str) -> None:
         # Before the facts are read by name below.
-        missing = sorted(set(self.facts()) - set(manifest.facts) - NOT_IN_ALL)
+        missing = sorted(set(self.facts()) - set(manifest.facts) - OPTIONAL_FACTS)
         if missing:
             raise CheckpointError(f"it does not say {', '.join(missing)}", where=where)
-        if LOSS_SCALE in manifest.facts:
-            require_loss_scale_state(manifest.facts[LOSS_SCALE], where)
+        if LOSS_SCALE_FACT in manifest.facts:
+            require_loss_scale_state(manifest.facts[LOSS_SCALE_FACT], where)
         seed = manifest.facts["seed"]
         if seed != self.seed:
             raise CheckpointError(

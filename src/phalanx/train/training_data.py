@@ -10,7 +10,7 @@ import torch
 
 from phalanx.observe.events import Event
 from phalanx.parallel.executor import Objective
-from phalanx.train.evaluation import HeldOut
+from phalanx.train.evaluation import HeldOutBatches
 
 
 class Microbatches(Protocol):
@@ -35,6 +35,6 @@ class TrainingData:
 
     batches: Microbatches
     objective: Objective
-    held_out: HeldOut | None = None
+    held_out: HeldOutBatches | None = None
     source_weights: Mapping[str, float] | None = None
     records: Callable[[int], Sequence[Event]] = list_no_events

@@ -28,9 +28,9 @@ from phalanx.train.weight_blocks import (
     select_block,
 )
 
-SAMPLE = 1024
+NUM_SAMPLED_ELEMENTS = 1024
 """Elements of a tensor that are asked whether the update must change one of them."""
-MARGIN = 64.0
+MIN_UPDATE_PER_ROUNDING = 64.0
 """So many times the rounding of a weight its update must be before it is missed."""
 # Flags of a tensor on a rank, in what ranks gather.
 _STUCK, _MISSING, _MUST_MOVE = 1, 2, 4
@@ -231,11 +231,11 @@ def _select_trained_parameters(parameters: dict[str, nn.Parameter]) -> dict[str,
 
 def must_parameter_move(parameter: nn.Parameter, group: dict[str, Any]) -> torch.Tensor:
     """0-d bool: the update of `parameter` by its gradient is far above the rounding of some
-    element (of a sample of SAMPLE). `group`: the options of its optimizer."""
+    element (of a sample of NUM_SAMPLED_ELEMENTS). `group`: the options of its optimizer."""
     assert parameter.grad is not None
     weights = _sample_elements(local_tensor(parameter.detach())).abs()
     gradients = _sample_elements(local_tensor(parameter.grad)).abs()
-    rounding = weights * (MARGIN * torch.finfo(weights.dtype).eps)
+    rounding = weights * (MIN_UPDATE_PER_ROUNDING * torch.finfo(weights.dtype).eps)
     if "betas" in group and "eps" in group:
         # Adam and its kin move by the rate, unless a gradient is as small as eps.
         return ((gradients > 1e3 * group["eps"]) & (rounding < group["lr"])).any()
@@ -246,7 +246,7 @@ def must_parameter_move(parameter: nn.Parameter, group: dict[str, Any]) -> torch
 def _sample_elements(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.reshape(-1)
     # Odd, so that it is no multiple of a row's length.
-    stride = flat.numel() // SAMPLE | 1
+    stride = flat.numel() // NUM_SAMPLED_ELEMENTS | 1
     return flat[::stride]
 
 

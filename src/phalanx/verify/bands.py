@@ -9,8 +9,8 @@ import math
 import statistics
 from dataclasses import dataclass
 
-from phalanx.verify.number_types import COMPUTE_OF
-from phalanx.verify.trace_facts import ROUNDINGS, Trace
+from phalanx.verify.number_types import COMPUTE_OF_NARROW_DTYPE
+from phalanx.verify.trace_facts import ALLOWED_ROUNDINGS, Trace
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,16 @@ def summarize_bands(trace: Trace) -> Bands:
 def describe_bands(trace: Trace) -> str:
     """The bands of a trace in a narrow type, in a sentence."""
     bands = summarize_bands(trace)
+    compute = COMPUTE_OF_NARROW_DTYPE[trace.dtype]
     if not bands.widest_name:
-        return f"{COMPUTE_OF[trace.dtype]}: no gradient is judged, for rounding changes all by half"
+        return f"{compute}: no gradient is judged, for rounding changes all by half"
     norm = trace.scalar_tolerance("grad_norm", 0.0)
     loss = trace.scalar_tolerance("loss", 0.0)
     return (
-        f"{COMPUTE_OF[trace.dtype]}: gradients may be off by {_percent(bands.narrowest)} to"
+        f"{compute}: gradients may be off by {_percent(bands.narrowest)} to"
         f" {_percent(bands.widest)} (widest: {bands.widest_name}; median"
         f" {_percent(bands.median)}), their norm by {_percent(norm)}, the loss by {_percent(loss)}:"
-        f" {ROUNDINGS} x what weights rounded otherwise change in one process"
+        f" {ALLOWED_ROUNDINGS} x what weights rounded otherwise change in one process"
     )
 
 

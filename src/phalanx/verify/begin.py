@@ -9,9 +9,9 @@ from torch import nn
 from phalanx.job.schema import Optim
 from phalanx.parallel.model import ParallelModel
 from phalanx.verify.trace import TraceReader
-from phalanx.verify.trace_facts import BEGIN, Trace
+from phalanx.verify.trace_facts import BEGIN_KIND, Trace
 
-NOISE = 0.1  # standard deviation
+INIT_NOISE_STD = 0.1  # standard deviation
 
 
 @torch.no_grad()
@@ -26,7 +26,7 @@ def randomize_constants(module: nn.Module) -> tuple[str, ...]:
             continue
         if bool((parameter == parameter.flatten()[0]).all()):
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter += (NOISE * noise).to(parameter.dtype)
+            parameter += (INIT_NOISE_STD * noise).to(parameter.dtype)
             names.append(name)
     return tuple(names)
 
@@ -34,7 +34,7 @@ def randomize_constants(module: nn.Module) -> tuple[str, ...]:
 @torch.no_grad()
 def copy_starting_weights(module: nn.Module, leader: Trace) -> None:
     """Give a module the weights with which the first step of `leader` begins."""
-    with TraceReader(leader, BEGIN) as reader:
+    with TraceReader(leader, BEGIN_KIND) as reader:
         for name, parameter in module.named_parameters():
             parameter.copy_(reader.read(name))
 
@@ -44,8 +44,8 @@ def write_starting_weights(model: ParallelModel, trace: Trace) -> None:
     """Give a layout the weights with which the first step of `trace` begins, where its own are
     others. Collective."""
     shards, is_changed = model.shards(), False
-    with TraceReader(trace, BEGIN) as reader:
-        for name in trace.sizes[BEGIN]:
+    with TraceReader(trace, BEGIN_KIND) as reader:
+        for name in trace.sizes[BEGIN_KIND]:
             if name not in shards:
                 continue
             shard = shards[name]

@@ -20,32 +20,32 @@ from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.plan.precision import detect_precision, replace_precision
 from phalanx.verify import contexts, pipelines, products
-from phalanx.verify.number_types import COMPUTE_OF, LAYOUT_LOSS_SCALE
+from phalanx.verify.number_types import COMPUTE_OF_NARROW_DTYPE, LAYOUT_LOSS_SCALE
 
 NUM_MICROBATCHES = 3
 ROWS_PER_RANK = 2  # of each microbatch
-SMALL_EXPERTS = 8
+NUM_SHRUNK_EXPERTS = 8
 # No layouts: runs through the trainer have names of their own, which begin so.
-TRAINER = "trainer-"
+TRAINER_ROW_PREFIX = "trainer-"
 # No layouts: phalanx's own module in one process, beside a second implementation of it.
 PLAIN, HUGGING_FACE = "plain", "hugging-face"
 SECOND_IMPLEMENTATIONS = (PLAIN, HUGGING_FACE)
 # A prime: some rank has less of the embedding than the others.
-SMALL_VOCAB = 251
-MAX_SEQ_LEN = 64
-WAYS = (
+SHRUNK_VOCAB_SIZE = 251
+MAX_SHRUNK_SEQ_LEN = 64
+OPTION_KEYS = (
     *("accumulate", "keep_whole_below", "prefetch", "offload", "static_graph"),
     *("unused_parameters", "blocks_per_unit"),
 )
 
-_WAYS = {key: Parallel.model_fields[key].default for key in WAYS}
+_DEFAULT_OPTIONS = {key: Parallel.model_fields[key].default for key in OPTION_KEYS}
 
 
-AXES = (
+AXIS_KEYS = (
     *("dp_replicate", "dp_shard", "zero_stage", "tp", "sequence_parallel"),
-    *(*contexts.AXES, *products.EXPERT_AXES, *pipelines.AXES),
+    *(*contexts.CONTEXT_KEYS, *products.EXPERT_KEYS, *pipelines.PIPELINE_KEYS),
 )
-_NONE = {key: Parallel.model_fields[key].default for key in AXES}
+_DEFAULT_AXES = {key: Parallel.model_fields[key].default for key in AXIS_KEYS}
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Case:
 
 def is_of_one_type(name: str) -> bool:
     """True for what is judged in float64 alone: it is no layout."""
-    return name in SECOND_IMPLEMENTATIONS or name.startswith(TRAINER)
+    return name in SECOND_IMPLEMENTATIONS or name.startswith(TRAINER_ROW_PREFIX)
 
 
 def make_verified_job(job: Job, num_ranks: int) -> Job:
@@ -82,7 +82,7 @@ def make_verified_job(job: Job, num_ranks: int) -> Job:
     body["parallel"]["ranks"] = num_ranks
     if not job.model.is_foreign or is_hugging_face(job.model.kind):
         # Zigzag cuts a sequence into 2 x cp parts, and cp is any divisor of the ranks.
-        length, chunks = min(job.data.seq_len, MAX_SEQ_LEN), 2 * num_ranks
+        length, chunks = min(job.data.seq_len, MAX_SHRUNK_SEQ_LEN), 2 * num_ranks
         body["data"]["seq_len"] = length - length % chunks if length >= chunks else length
     return _parse_job(body)
 
@@ -90,7 +90,7 @@ def make_verified_job(job: Job, num_ranks: int) -> Job:
 def narrow_job(job: Job, dtype: str) -> Job:
     """A job that is verified, in a narrow type: weights float32, forward and backward in `dtype`;
     fp16 with a fixed loss scale, so that no step is skipped."""
-    narrow = replace_precision(job, COMPUTE_OF[dtype])
+    narrow = replace_precision(job, COMPUTE_OF_NARROW_DTYPE[dtype])
     fixed = narrow.precision.model_copy(update={"loss_scale": LAYOUT_LOSS_SCALE})
     return narrow.model_copy(update={"precision": fixed})
 
@@ -130,7 +130,7 @@ def describe_changes(requested_job: Job, verified: Job) -> str:
 def list_not_judged(job: Job, types: Sequence[str]) -> list[str]:
     """The settings of a job that are left out where layouts are judged in `types`, in words."""
     compute = detect_precision(job)
-    judged = [COMPUTE_OF.get(dtype, dtype) for dtype in types]
+    judged = [COMPUTE_OF_NARROW_DTYPE.get(dtype, dtype) for dtype in types]
     if compute == "fp32" or compute in judged:
         return []
     names = ", ".join(judged)
@@ -144,7 +144,7 @@ def shrink_job(job: Job, *, num_blocks: int = 2) -> tuple[Job, str]:
         raise LayoutError(
             "only built-in models can be shrunk", fix="give your factory smaller model.args"
         )
-    shape = build_model_shape(job, SMALL_VOCAB)
+    shape = build_model_shape(job, SHRUNK_VOCAB_SIZE)
     groups = max(1, shape.num_heads // max(1, shape.num_kv_heads))
     # About four heads, of which as many share a key-value head as in the model asked for.
     heads = groups * max(1, 4 // groups)
@@ -184,11 +184,11 @@ def _shrink_decoder(shape: DecoderShape, num_blocks: int) -> dict[str, Any]:
             "value_head_dim": 6,
         }
     if shape.vocab_size:
-        small["vocab_size"] = min(shape.vocab_size, SMALL_VOCAB)
+        small["vocab_size"] = min(shape.vocab_size, SHRUNK_VOCAB_SIZE)
     if shape.num_experts:
         small |= _shrink_experts(shape)
     if shape.sliding_window:
-        small["sliding_window"] = min(shape.sliding_window, MAX_SEQ_LEN // 4)
+        small["sliding_window"] = min(shape.sliding_window, MAX_SHRUNK_SEQ_LEN // 4)
     return small
 
 
@@ -196,7 +196,7 @@ def _shrink_experts(shape: DecoderShape) -> dict[str, Any]:
     """At least two blocks with them, and a width that no two ranks of tp halve evenly by four."""
     dense = min(shape.num_dense_layers, 1)
     return {
-        "num_experts": min(shape.num_experts, SMALL_EXPERTS),
+        "num_experts": min(shape.num_experts, NUM_SHRUNK_EXPERTS),
         "experts_per_token": min(shape.experts_per_token, 3),
         "num_shared_experts": min(shape.num_shared_experts, 2),
         "expert_ffn_dim": 22,
@@ -207,13 +207,13 @@ def _shrink_experts(shape: DecoderShape) -> dict[str, Any]:
 def read_job_layout(job: Job) -> dict[str, Any]:
     """The axes that the job sets."""
     keys = (
-        *AXES,
+        *AXIS_KEYS,
         "tp_chunks",
         "compress",
         "compress_rank",
         "compress_fraction",
-        *WAYS,
-        *pipelines.OF_THE_MODEL,
+        *OPTION_KEYS,
+        *pipelines.MODEL_STAGE_KEYS,
     )
     settings = {key: getattr(job.parallel, key) for key in keys}
     return {
@@ -244,7 +244,7 @@ def list_layouts(num_ranks: int, *, experts: bool = False) -> Iterator[tuple[str
                 whole = {"sequence_parallel": False, "tp_chunks": 3}
                 yield f"tp{tp}-whole-sequence-chunks", {**axes, "tp": tp, **whole}
                 yield f"tp{tp}-selective", {**axes, "tp": tp, "train.recompute": "selective"}
-                yield f"tp{tp}-odd-sequence", {**axes, "tp": tp, **pipelines.ODD_SEQUENCE}
+                yield f"tp{tp}-odd-sequence", {**axes, "tp": tp, **pipelines.ODD_SEQUENCE_OVERRIDE}
     if num_ranks == 1:
         yield "one-offload-optimizer", {"offload": "optimizer"}
         return
@@ -274,7 +274,7 @@ def _list_data_parallel_layouts(num_ranks: int) -> Iterator[tuple[str, dict[str,
             yield f"hsdp{replicas}x{num_ranks // replicas}-zero{stage}", axes
 
 
-RECOMPUTED: dict[str, dict[str, Any]] = {
+RECOMPUTE_LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp-selective": {"train.recompute": "selective"},
     "ddp-every2": {"train.recompute": "every-k", "train.recompute_every": 2},
     "ddp-offload-activations": {"train.offload_activations": True},
@@ -289,7 +289,7 @@ def list_recompute_layouts(num_ranks: int) -> Iterator[tuple[str, dict[str, Any]
 
     What goes by memory ("budget") only chooses among these.
     """
-    for name, settings in RECOMPUTED.items():
+    for name, settings in RECOMPUTE_LAYOUTS.items():
         axes = {"dp_shard": num_ranks, "zero_stage": 3}
         if name.startswith("ddp"):
             axes = {"dp_replicate": num_ranks}
@@ -340,7 +340,7 @@ def make_cases(
     """
 
     def plan_of(body: Mapping[str, Any]) -> Plan:
-        vocab_size = (shape.vocab_size if shape else 0) or SMALL_VOCAB
+        vocab_size = (shape.vocab_size if shape else 0) or SHRUNK_VOCAB_SIZE
         return make_plan(
             _parse_job(body),
             cluster=cluster,
@@ -349,14 +349,14 @@ def make_cases(
             shape=shape,
         )
 
-    num_blocks = (shape or build_model_shape(job, SMALL_VOCAB)).num_layers
+    num_blocks = (shape or build_model_shape(job, SHRUNK_VOCAB_SIZE)).num_layers
     cases = []
     for name, axes in layouts:
         parallel = pipelines.resolve_stage_blocks(axes, num_blocks)
         parallel = pipelines.resolve_seq_len(parallel, job.data.seq_len, num_ranks)
         body = job.to_json()
         # What a layout does not name has its default here, not what the job asks for.
-        body["parallel"] |= _NONE | {"compress": "none"} | _WAYS
+        body["parallel"] |= _DEFAULT_AXES | {"compress": "none"} | _DEFAULT_OPTIONS
         for key, value in parallel.items():
             section, _, name_of_key = key.rpartition(".")
             body[section or "parallel"][name_of_key] = value
@@ -365,7 +365,7 @@ def make_cases(
                 _require_pipeline_without_conflicts(_parse_job(body))
             else:
                 # Without a pipeline there is no stage to hold modules of the model.
-                body["parallel"] |= dict.fromkeys(pipelines.OF_THE_MODEL, ())
+                body["parallel"] |= dict.fromkeys(pipelines.MODEL_STAGE_KEYS, ())
             # A first plan says how many microbatches there are, the second has their size.
             first = plan_of(body)
             count = pipelines.num_microbatches(first) or NUM_MICROBATCHES

@@ -22,8 +22,8 @@ from phalanx.plan.plan import Plan
 from phalanx.plan.precision import detect_precision
 from phalanx.verify.cases import (
     SECOND_IMPLEMENTATIONS,
-    SMALL_VOCAB,
-    TRAINER,
+    SHRUNK_VOCAB_SIZE,
+    TRAINER_ROW_PREFIX,
     Case,
     describe_changes,
     is_of_one_type,
@@ -37,17 +37,17 @@ from phalanx.verify.cases import (
     read_job_layout,
     shrink_job,
 )
-from phalanx.verify.number_types import COMPUTE_OF, is_narrow, resolve_types
+from phalanx.verify.number_types import COMPUTE_OF_NARROW_DTYPE, is_narrow, resolve_types
 from phalanx.verify.pipelines import count_needed_blocks
 from phalanx.verify.row import Row
 from phalanx.verify.trainer_cases import list_trainer_names, make_runs
 
-DEFAULT_RANKS = 4
+DEFAULT_NUM_RANKS = 4
 DEVICES = ("cpu", "cuda")
 ROUNDED_OTHERWISE = "compression and compilers round otherwise than one process does"
-MAX_NAMED = 16  # layouts, of a hundred and more, in a message
+MAX_NAMED_LAYOUTS = 16  # layouts, of a hundred and more, in a message
 # In float64: a copy per rank, and the reference's gradients of each step on disk.
-LARGE_PARAMS = 200_000_000
+MIN_LARGE_MODEL_PARAMS = 200_000_000
 
 
 @dataclass(frozen=True)
@@ -137,9 +137,9 @@ def choose_layouts(
     """
     layout_names = _list_names(layouts)
     job_layout = read_job_layout(job)
-    num_ranks = ranks or job.parallel.ranks or _multiply_degrees(job_layout) or DEFAULT_RANKS
+    num_ranks = ranks or job.parallel.ranks or _multiply_degrees(job_layout) or DEFAULT_NUM_RANKS
     has_experts = (
-        not job.model.is_foreign and build_model_shape(job, SMALL_VOCAB).experts is not None
+        not job.model.is_foreign and build_model_shape(job, SHRUNK_VOCAB_SIZE).experts is not None
     )
     axes_of_name = _resolve_names(layout_names, job_layout, num_ranks, has_experts=has_experts)
     notes = []
@@ -162,7 +162,7 @@ def choose_layouts(
         cases_of_type[dtype] = maker.make_narrow_cases(dtype)
         omissions += _list_left_out(dtype, axes_of_name, cases_of_type[dtype])
         # None of the named layouts is judged in the type that the job computes in.
-        if not cases_of_type[dtype] and COMPUTE_OF[dtype] == compute:
+        if not cases_of_type[dtype] and COMPUTE_OF_NARROW_DTYPE[dtype] == compute:
             left_out.append(f"precision.compute={compute}: {ROUNDED_OTHERWISE}")
     selection = Selection(
         job,
@@ -216,7 +216,7 @@ class _CaseMaker:
         without `has_float64`, and those of the trainer on a GPU."""
         layouts, run_names = [], []
         for name, axes in self.axes_of_name.items():
-            if name.startswith(TRAINER):
+            if name.startswith(TRAINER_ROW_PREFIX):
                 run_names.append(name)
             else:
                 layouts.append((name, axes))
@@ -239,7 +239,7 @@ class _CaseMaker:
             cases = _refuse_cases(cases, is_of_one_type, reason)
         if device == "cuda":
             reason = "the trainer is judged on the CPU alone"
-            cases = _refuse_cases(cases, lambda name: name.startswith(TRAINER), reason)
+            cases = _refuse_cases(cases, lambda name: name.startswith(TRAINER_ROW_PREFIX), reason)
         return cases
 
     def make_narrow_cases(self, dtype: str) -> tuple[Case, ...]:
@@ -267,8 +267,8 @@ def _measure_judged_shape(job: Job, num_ranks: int) -> MeasuredModule | None:
     """The shape of a user's own module, None for any other model. Raises LayoutError for one that
     is too large."""
     shape = measure_foreign_shape(job)
-    num_params = (shape or build_model_shape(job, SMALL_VOCAB)).num_params
-    if num_params > LARGE_PARAMS:
+    num_params = (shape or build_model_shape(job, SHRUNK_VOCAB_SIZE)).num_params
+    if num_params > MIN_LARGE_MODEL_PARAMS:
         raise LayoutError(
             f"{format_count(num_params)} parameters would be judged in float64 by {num_ranks} ranks"
             " of one machine",
@@ -316,7 +316,9 @@ def _list_left_out(dtype: str, layout_names: Iterable[str], cases: Sequence[Case
     missing = [name for name in layout_names if name not in judged and not is_of_one_type(name)]
     if not missing:
         return []
-    return [f"not judged in {COMPUTE_OF[dtype]}: {', '.join(missing)}: {ROUNDED_OTHERWISE}"]
+    return [
+        f"not judged in {COMPUTE_OF_NARROW_DTYPE[dtype]}: {', '.join(missing)}: {ROUNDED_OTHERWISE}"
+    ]
 
 
 def _describe_work(selection: Selection, plans: Sequence[Plan], num_ranks: int) -> str:
@@ -375,9 +377,9 @@ def _resolve_names(
 
 
 def _suggest_name(name: str, known: Sequence[str]) -> str:
-    num_unnamed = len(known) - MAX_NAMED
+    num_unnamed = len(known) - MAX_NAMED_LAYOUTS
     more = f", and {num_unnamed} more" if num_unnamed > 0 else ""
-    examples = f"asked, all, {', '.join(known[:MAX_NAMED])}{more}"
+    examples = f"asked, all, {', '.join(known[:MAX_NAMED_LAYOUTS])}{more}"
     return did_you_mean(name, [*known, "all", "asked"]) or f"one of {examples}: docs/verify.md"
 
 

@@ -18,10 +18,10 @@ from typing import Any
 
 from phalanx.verify.trace_facts import Trace, weights_of
 
-NO_DOTS = (0.0,) * 5
+ZERO_DOTS = (0.0,) * 5
 # The least square of the cosine between an error and the reference that makes one a multiple.
-MULTIPLE = 1 - 1e-5
-LEAST_FACTOR = 0.1  # of the tolerance
+MIN_COSINE_SQUARED_OF_MULTIPLE = 1 - 1e-5
+MIN_EXPLAINED_TOLERANCE_SHARE = 0.1  # of the tolerance
 
 Block = tuple[tuple[int, ...], tuple[int, ...]]
 Box = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -114,7 +114,7 @@ class Comparison:
         """The square of the reference over the blocks of all ranks."""
         total = 0.0
         for observation in self.observations:
-            total += observation["tensors"][kind].get(name, NO_DOTS)[-1]
+            total += observation["tensors"][kind].get(name, ZERO_DOTS)[-1]
         return total
 
     def count_copies(self, kind: str, name: str) -> int:
@@ -128,7 +128,7 @@ class Comparison:
         """The cosine between the error of a tensor and the reference: near 0 for rounding."""
         error, along, size = 0.0, 0.0, 0.0
         for observation in self.observations:
-            dots = observation["tensors"][kind].get(name, NO_DOTS)
+            dots = observation["tensors"][kind].get(name, ZERO_DOTS)
             error, along, size = error + dots[0], along + dots[2] - dots[3], size + dots[3]
         if not error or not size:
             return 0.0
@@ -136,15 +136,15 @@ class Comparison:
 
     def has_moved(self, kind: str, name: str, rank: int) -> bool:
         """True if the weight has moved on a rank, in a set of weights."""
-        return self.observations[rank]["tensors"][kind].get(name, NO_DOTS)[1] > 0
+        return self.observations[rank]["tensors"][kind].get(name, ZERO_DOTS)[1] > 0
 
     def has_other_shape(self, kind: str, name: str, rank: int) -> bool:
         """True if a rank's part does not have the shape that its place in the tensor has."""
-        return self.observations[rank]["tensors"][kind].get(name, NO_DOTS)[1] < 0
+        return self.observations[rank]["tensors"][kind].get(name, ZERO_DOTS)[1] < 0
 
     def moves_in_part(self, kind: str, name: str, rank: int) -> bool:
         """True if some elements of a weight have moved as they should and the others not at all."""
-        _, moved, along, *_ = self.observations[rank]["tensors"][kind].get(name, NO_DOTS)
+        _, moved, along, *_ = self.observations[rank]["tensors"][kind].get(name, ZERO_DOTS)
         # Each element a of the movement is 0 or the reference's r: a (a - r) = 0.
         return moved > 0 and abs(moved - along) <= 1e-9 * moved
 
@@ -196,22 +196,25 @@ class Comparison:
         return digests_of
 
     def squared_error(self, kind: str, name: str, rank: int) -> float:
-        return float(self.observations[rank]["tensors"][kind].get(name, NO_DOTS)[0])
+        return float(self.observations[rank]["tensors"][kind].get(name, ZERO_DOTS)[0])
 
     def multiple_of_reference(self, kind: str, names: Sequence[str], rank: int) -> float | None:
         """The factor by which a rank's part is a multiple of the reference; None if it is no
         multiple."""
         error, along, size = 0.0, 0.0, 0.0
         for name in names:
-            dots = self.observations[rank]["tensors"][kind].get(name, NO_DOTS)
+            dots = self.observations[rank]["tensors"][kind].get(name, ZERO_DOTS)
             error, along, size = error + dots[0], along + dots[2] - dots[3], size + dots[3]
         if not size or not error < math.inf:
             return None
-        if error <= (LEAST_FACTOR * self.tolerance) ** 2 * size:
+        if error <= (MIN_EXPLAINED_TOLERANCE_SHARE * self.tolerance) ** 2 * size:
             return 1.0
         # The error has the direction of the reference: a - r = (f - 1) r. Where a layout rounds by
         # design it has it but for that.
-        if not along**2 >= min(MULTIPLE, 1 - 4 * self.tolerance**2) * error * size:
+        if (
+            not along**2
+            >= min(MIN_COSINE_SQUARED_OF_MULTIPLE, 1 - 4 * self.tolerance**2) * error * size
+        ):
             return None
         return 1.0 + along / size
 

@@ -7,25 +7,25 @@ from typing import Any, get_args
 
 from phalanx.job.schema import Parallel
 
-AXES = ("cp", "cp_attention", "cp_load_balance")
+CONTEXT_KEYS = ("cp", "cp_attention", "cp_load_balance")
 
-Layouts = Iterator[tuple[str, dict[str, Any]]]
-_KINDS = get_args(Parallel.model_fields["cp_attention"].annotation)
+NamedLayouts = Iterator[tuple[str, dict[str, Any]]]
+_CP_ATTENTION_KINDS = get_args(Parallel.model_fields["cp_attention"].annotation)
 
 
-def list_context_layouts(num_ranks: int) -> Layouts:
+def list_context_layouts(num_ranks: int) -> NamedLayouts:
     """Each way to attend, alone and beside each other axis that two ranks leave room for; and other
     ways of cutting sequences, of sharding and of keeping less."""
     for cp in (d for d in range(2, num_ranks + 1) if num_ranks % d == 0):
         for prefix, axes in _list_other_axes(num_ranks // cp):
-            for kind in _KINDS:
+            for kind in _CP_ATTENTION_KINDS:
                 suffix = "" if kind == "ring" else f"-{kind}"
                 yield f"{prefix}cp{cp}{suffix}", {"cp": cp, "cp_attention": kind} | axes
     if num_ranks > 1:
         yield from _list_context_variants(num_ranks)
 
 
-def _list_other_axes(rest: int) -> Layouts:
+def _list_other_axes(rest: int) -> NamedLayouts:
     if rest == 1:
         yield "", {}
         return
@@ -34,7 +34,7 @@ def _list_other_axes(rest: int) -> Layouts:
     yield f"tp{rest}-", {"tp": rest}
 
 
-def _list_context_variants(num_ranks: int) -> Layouts:
+def _list_context_variants(num_ranks: int) -> NamedLayouts:
     """Sequences cut into one run, shards over cp alone and over copies of them, recomputation."""
     cp = {"cp": num_ranks}
     yield f"cp{num_ranks}-one-run", cp | {"cp_load_balance": "none"}

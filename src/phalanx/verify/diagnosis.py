@@ -8,49 +8,53 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from phalanx.verify.compare import NO_DOTS, Comparison
+from phalanx.verify.compare import ZERO_DOTS, Comparison
 from phalanx.verify.diagnosis_of_experts import ExpertDiagnosis
 from phalanx.verify.diagnosis_of_norms import NormDiagnosis
-from phalanx.verify.diagnosis_of_stages import OTHER_MICROBATCH, StageDiagnosis
+from phalanx.verify.diagnosis_of_stages import WRONG_MICROBATCH_CAUSE, StageDiagnosis
 from phalanx.verify.factors import FactorWords, describe_times
 from phalanx.verify.flips import Reroute
 from phalanx.verify.judged_layout import JudgedLayout
 from phalanx.verify.trace_facts import buffers_of, weights_of
 
-NOT_FINITE = "it is not a finite number"
-CUT_WRONG = (
+NOT_FINITE_CAUSE = "it is not a finite number"
+WRONG_CUT_CAUSE = (
     "a sharding rule cuts elsewhere than between heads or features that belong together, a sum over"
     " the ranks of tp is missing, or a bias is added on every one of them"
 )
-PADDED_WRONG = (
+WRONG_PADDING_CAUSE = (
     "where the ranks of tp do not divide the sequence, tokens that pad it are taken for others, or"
     " the last ones are cut off"
 )
-SEQUENCES_CUT_WRONG = (
+WRONG_SEQUENCE_CUT_CAUSE = (
     "a rank of cp attends otherwise than the whole sequence does: a mask of documents or of a"
     " window is dropped, positions begin again on each rank, or blocks of keys are merged without"
     " their weights"
 )
-KEYS_LOST = (
+LOST_KEY_GRADIENTS_CAUSE = (
     "the loss agrees, and gradients of keys or values do not: what other ranks' tokens owe to this"
     " rank's keys and values does not come back to it"
 )
-ROWS_MIXED = (
+MIXED_ROWS_CAUSE = (
     "the objective lets the rows of a batch see each other, and a rank has only its own: the loss"
     " of a batch is not that of its parts, and changes with the number of ranks and of microbatches"
 )
-BUFFER_MOVED = (
+CHANGED_BUFFER_CAUSE = (
     "the forward changes the buffer {name} by what it makes of its rows, and a rank sees only its"
     " own: it follows rank 0's, one microbatch after the other (docs/own-code.md, other buffers);"
     " keep it out of forward"
 )
-BUFFER_OFF = 1e-8  # relative; far above float64's rounding
+BUFFER_TOLERANCE = 1e-8  # relative; far above float64's rounding
 
 
 # float32 rounds by 6e-8, float16 by 5e-4 and bfloat16 by 4e-3 at most; sums lose more, or less.
 # The cosine that rounding of a few dozen elements has by chance.
-LEVEL = 0.4
-NARROW_TYPES = ((1e-10, 1e-6, "float32"), (3e-5, 3e-4, "float16"), (3e-4, 1e-2, "bfloat16"))
+MAX_CHANCE_COSINE = 0.4
+ERROR_RANGE_OF_NARROW_TYPES = (
+    (1e-10, 1e-6, "float32"),
+    (3e-5, 3e-4, "float16"),
+    (3e-4, 1e-2, "bfloat16"),
+)
 
 
 class Diagnosis:
@@ -70,11 +74,11 @@ class Diagnosis:
     def explain_loss(self, loss: float, step: int) -> str:
         # What its number proves comes before what the layout makes possible.
         if not math.isfinite(loss):
-            return NOT_FINITE
+            return NOT_FINITE_CAUSE
         if buffer := self.find_moved_buffer():
-            return BUFFER_MOVED.format(name=buffer)
+            return CHANGED_BUFFER_CAUSE.format(name=buffer)
         if self._trace.mixed_by == "objective" and step == 0:
-            return ROWS_MIXED
+            return MIXED_ROWS_CAUSE
         cause = self._explain_loss_by_means(loss, step)
         if cause:
             return cause
@@ -136,7 +140,7 @@ class Diagnosis:
         saved = self._trace.sizes.get(buffers_of(0), {})
         for name in self._trace.moved:
             if name in saved and any(
-                self._compared.error(buffers_of(step), name) > BUFFER_OFF for step in steps
+                self._compared.error(buffers_of(step), name) > BUFFER_TOLERANCE for step in steps
             ):
                 return name
         for name in self._trace.moved:
@@ -154,18 +158,18 @@ class Diagnosis:
         """The mistakes of a first forward that this layout makes possible."""
         causes = []
         if self._stages:
-            causes.append(OTHER_MICROBATCH)
+            causes.append(WRONG_MICROBATCH_CAUSE)
         if self._layout.pads_sequences:
-            causes.append(PADDED_WRONG)
+            causes.append(WRONG_PADDING_CAUSE)
         if self._tp > 1:
-            causes.append(CUT_WRONG)
+            causes.append(WRONG_CUT_CAUSE)
         if self._cp > 1:
-            causes.append(SEQUENCES_CUT_WRONG)
+            causes.append(WRONG_SEQUENCE_CUT_CAUSE)
         return causes
 
     def explain_norm(self, norm: float, step: int) -> str:
         if not math.isfinite(norm):
-            return NOT_FINITE
+            return NOT_FINITE_CAUSE
         return self._norms.explain(norm, step)
 
     def explain_tensor(
@@ -184,7 +188,7 @@ class Diagnosis:
             )
         squares = [self._compared.squared_error(kind, off[0], rank) for rank in ranks]
         if not all(map(math.isfinite, squares)):
-            return NOT_FINITE
+            return NOT_FINITE_CAUSE
         if label == "initial weight":
             return "initial weights depend on the layout"
         if label == "buffer":
@@ -194,12 +198,12 @@ class Diagnosis:
         if label == "gradient" and not self._trace.sizes[kind][name]:
             return "in one process it has no gradient: it is frozen, or has no part in the loss"
         if buffer := self.find_moved_buffer():
-            return BUFFER_MOVED.format(name=buffer)
+            return CHANGED_BUFFER_CAUSE.format(name=buffer)
         return self._explain_gradient(kind, name, off, ranks, step)
 
     def _explain_buffer(self, name: str) -> str:
         if name in self._trace.moved:
-            return BUFFER_MOVED.format(name=name)
+            return CHANGED_BUFFER_CAUSE.format(name=name)
         cause = (
             "gradients and weights agree, so a rank moves it by its own share of the batch, or"
             " not at all"
@@ -286,7 +290,7 @@ class Diagnosis:
             return cause
         num_tensors = len(self._trace.order)
         if self._cp > 1 and step == 0 and any(map(_is_key_or_value_weight, off)):
-            return KEYS_LOST
+            return LOST_KEY_GRADIENTS_CAUSE
         if len(off) < num_tensors:
             return (
                 f"{len(off)} of {num_tensors} tensors differ: the backward goes wrong where it"
@@ -474,7 +478,7 @@ class Diagnosis:
     def _sum_along(self, kind: str, name: str) -> tuple[float, float]:
         """(sum over ranks of the tensor times the reference, and of the reference squared)."""
         dots = [
-            observation["tensors"][kind].get(name, NO_DOTS) for observation in self._observations
+            observation["tensors"][kind].get(name, ZERO_DOTS) for observation in self._observations
         ]
         return sum(dot[2] for dot in dots), sum(dot[3] for dot in dots)
 
@@ -527,10 +531,10 @@ class Diagnosis:
             return ""
         # An error that grows with the tensor is a wrong factor or a wrong input, not rounding.
         directions = sorted(abs(self._compared.error_cosine(kind, name)) for name in off)
-        if directions[len(directions) // 2] > LEVEL:
+        if directions[len(directions) // 2] > MAX_CHANCE_COSINE:
             return ""
         error = self._compared.error(kind, off[-1])
-        for low, high, narrow in NARROW_TYPES:
+        for low, high, narrow in ERROR_RANGE_OF_NARROW_TYPES:
             if low < error < high:
                 return narrow
         return ""

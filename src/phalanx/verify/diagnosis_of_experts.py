@@ -9,7 +9,7 @@ from phalanx.verify.flips import Reroute
 from phalanx.verify.trace_facts import buffers_of
 
 ROUTER, BIAS, EXPERTS = ".router.weight", ".router.bias", ".moe.experts."
-BIAS_MOVED = (
+WRONG_BIAS_UPDATE_CAUSE = (
     "its bias was moved by other counts than those of the whole batch: the loads of some ranks are"
     " missing, counted twice, or a rank does not move it"
 )
@@ -32,7 +32,7 @@ class ExpertDiagnosis:
         if reroute.phase != "step-0":
             trace, kind = self._compared.trace, buffers_of(self._compared.trace.num_steps - 1)
             if bias in trace.sizes.get(kind, {}) and self._compared.error(kind, bias) > 1e-3:
-                return f"it is no near-tie, and gradients agree: {BIAS_MOVED}"
+                return f"it is no near-tie, and gradients agree: {WRONG_BIAS_UPDATE_CAUSE}"
             return (
                 "it is no near-tie, and all before it agrees: the router has other weights, or a"
                 " stale bias"
@@ -53,7 +53,11 @@ class ExpertDiagnosis:
         )
 
     def explain_buffer(self, name: str) -> str:
-        return f"gradients and weights agree, so {BIAS_MOVED}" if name.endswith(BIAS) else ""
+        return (
+            f"gradients and weights agree, so {WRONG_BIAS_UPDATE_CAUSE}"
+            if name.endswith(BIAS)
+            else ""
+        )
 
     def explain_gradient(self, kind: str, off: Sequence[str], ranks: Sequence[int]) -> str:
         """`off`: all that differ, after a loss that agrees."""
@@ -96,11 +100,11 @@ class ExpertDiagnosis:
         if self._tp > 1:
             over.append("counted by each rank of tp")
         if self._cp > 1:
-            over.append(_OF_A_PART)
+            over.append(_LOCAL_TOKENS_CAUSE)
         return (
             f"the loss agrees, and what comes behind {self._compared.trace.order[last]} does: the"
             f" balance loss of routers is {', or '.join(over) or 'weighed otherwise'}"
         )
 
 
-_OF_A_PART = "made of a rank's own tokens instead of whole sequences"
+_LOCAL_TOKENS_CAUSE = "made of a rank's own tokens instead of whole sequences"

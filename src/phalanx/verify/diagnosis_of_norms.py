@@ -7,14 +7,14 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from phalanx.verify.compare import NO_DOTS, Comparison
+from phalanx.verify.compare import ZERO_DOTS, Comparison
 from phalanx.verify.diagnosis_of_experts import EXPERTS
 from phalanx.verify.diagnosis_of_stages import StageDiagnosis
 from phalanx.verify.factors import FactorWords
 from phalanx.verify.trace_facts import gradients_of
 
-SAME = 1e-6  # of the square of a norm
-MOST_RANKS = 8  # of which all subsets are tried
+EQUAL_SQUARES_TOLERANCE = 1e-6  # of the square of a norm
+MAX_RANKS_OF_SUBSETS = 8  # of which all subsets are tried
 
 
 class NormDiagnosis:
@@ -124,12 +124,12 @@ class NormDiagnosis:
         """The cause of a norm in which only what some ranks hold counts, each of what several hold
         alike by its share."""
         kind, observations = gradients_of(step), self._compared.observations
-        if len(observations) > MOST_RANKS:
+        if len(observations) > MAX_RANKS_OF_SUBSETS:
             return ""
         squares: list[float] = []
         for observation in observations:
             shares = [
-                observation["tensors"][kind].get(name, NO_DOTS)[-1]
+                observation["tensors"][kind].get(name, ZERO_DOTS)[-1]
                 / self._compared.count_copies(kind, name)
                 for name in self._compared.trace.order
             ]
@@ -150,4 +150,4 @@ def _name_mistake(excess: float) -> str:
 
 
 def _is_near(a: float, b: float) -> bool:
-    return math.isfinite(a) and abs(a - b) <= SAME * max(abs(a), abs(b))
+    return math.isfinite(a) and abs(a - b) <= EQUAL_SQUARES_TOLERANCE * max(abs(a), abs(b))

@@ -8,7 +8,7 @@ from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.verify.compare import Comparison
 from phalanx.verify.trace_facts import gradients_of
 
-OTHER_MICROBATCH = (
+WRONG_MICROBATCH_CAUSE = (
     "a stage goes on with hidden states of another microbatch than the one whose targets the last"
     " stage reads, or does not compute its own blocks, in their order"
 )

@@ -28,7 +28,7 @@ from phalanx.verify.choose import Selection, choose_layouts
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
 from phalanx.verify.progress import RowTimes, VerifyProgress
 from phalanx.verify.result import VerifyResult
-from phalanx.verify.row import NUM_STEPS, ROWS, Row
+from phalanx.verify.row import NUM_STEPS, ROWS_FILE_NAME, Row
 from phalanx.verify.stopped_work import Work, count_done, open_work
 
 
@@ -188,7 +188,7 @@ def _run_cases(
     # float64 first: references in float32 look for its traces (`_find_float64`).
     remaining = selection.work[len(work.earlier_rows) :]
     while remaining:
-        row_reader = _RowReader(directory / ROWS, add_row)
+        row_reader = _RowReader(directory / ROWS_FILE_NAME, add_row)
 
         def tick(reader: _RowReader = row_reader) -> None:
             reader.poll()
@@ -212,7 +212,7 @@ def _run_cases(
             dtype, case = remaining.pop(0)
             add_row(selection.row_of(case, dtype=dtype, crashed=message))
         # The next group's reader counts its rows from zero.
-        (directory / ROWS).unlink(missing_ok=True)
+        (directory / ROWS_FILE_NAME).unlink(missing_ok=True)
     return None
 
 

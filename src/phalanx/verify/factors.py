@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from phalanx.verify.judged_layout import JudgedLayout
 from phalanx.verify.trace_facts import Trace
 
-LOSS_SCALE = 65536  # the usual first one of float16
-MOST_DIGITS = 9
+USUAL_LOSS_SCALE = 65536  # the usual first one of float16
+MAX_DIGITS = 9
 FLOAT32_ROUNDING = 2.0**-24
 
 
@@ -52,8 +52,8 @@ class FactorWords:
             count = layout.num_microbatches
             yield count, f"summed over the {count} microbatches instead of averaged"
             yield 1 / count, f"divided by the number of microbatches ({count}) once too often"
-        yield LOSS_SCALE, "the loss scale was not divided out again"
-        yield 1 / LOSS_SCALE, "divided by the loss scale, which was never multiplied in"
+        yield USUAL_LOSS_SCALE, "the loss scale was not divided out again"
+        yield 1 / USUAL_LOSS_SCALE, "divided by the loss scale, which was never multiplied in"
         if targets > 1:
             off_by_one = "divided by a number of targets that is off by one"
             yield targets / (targets - 1), off_by_one
@@ -67,6 +67,6 @@ def describe_times(factor: float) -> str:
     if not 0 < off < 1e-3:
         return f"{factor:.4g} x"
     digits = 1 - math.floor(math.log10(off))
-    if digits > MOST_DIGITS:
+    if digits > MAX_DIGITS:
         return f"(1 {factor - 1:+.1e}) x"
     return f"{factor:.{digits}f}".rstrip("0") + " x"

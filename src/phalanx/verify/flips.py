@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-EVALUATION = "evaluation"
+EVALUATION_KIND = "evaluation"
 
 
 def train_step(step: int) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-NARROW = (torch.float32, torch.bfloat16, torch.float16)
+NARROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Float64Casts(TorchFunctionMode):
@@ -29,7 +29,7 @@ class Float64Casts(TorchFunctionMode):
         result = func(*map(_widen, args), **widened)
         results = result if isinstance(result, tuple | list) else (result,)
         for value in results:
-            if isinstance(value, torch.Tensor) and value.dtype in NARROW:
+            if isinstance(value, torch.Tensor) and value.dtype in NARROW_DTYPES:
                 self.is_narrowed = True
         return result
 

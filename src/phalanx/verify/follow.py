@@ -25,8 +25,8 @@ from phalanx.verify.kept_errors import KeptErrors
 from phalanx.verify.outputs import FirstOutput
 from phalanx.verify.trace import AppliedTraceGradients, TraceReader
 from phalanx.verify.trace_facts import (
-    BEGIN,
-    INITIAL,
+    BEGIN_KIND,
+    INITIAL_KIND,
     Trace,
     buffers_of,
     gradients_of,
@@ -139,14 +139,14 @@ def follow(
 def _observe_start(model: ParallelModel, trace: Trace) -> RankObservations:
     """The shards that the ranks hold, and their initial weights."""
     observations = RankObservations()
-    shards, reference_names = model.shards(), set(trace.sizes[INITIAL])
+    shards, reference_names = model.shards(), set(trace.sizes[INITIAL_KIND])
     observations.unknown = sorted(set(list_parameters(model)) - reference_names)
     observations.absent = sorted(reference_names - set(shards))
     observations.held = {name: describe_held(shard) for name, shard in shards.items()}
     observations.boxes = list_boxes(shards)
     if model.pipeline is not None:
         observations.stages = dict(model.pipeline.staged.stages)
-    observations.tensors[INITIAL] = compare_blocks(trace, INITIAL, shards)
+    observations.tensors[INITIAL_KIND] = compare_blocks(trace, INITIAL_KIND, shards)
     return observations
 
 
@@ -160,7 +160,7 @@ def _observe_update(
         kinds.append(buffers_of(number))
     for kind in kinds:
         # Of weights how they moved: what an update did is not lost in what they were.
-        since = BEGIN if kind == weights_of(number) else None
+        since = BEGIN_KIND if kind == weights_of(number) else None
         observations.tensors[kind] = compare_blocks(trace, kind, shards, since=since)
         if number == trace.num_steps - 1:
             shards_of_kind = {name: shards[name] for name in trace.sizes[kind] if name in shards}

@@ -16,7 +16,7 @@ from phalanx.core.errors import LayoutError
 from phalanx.mesh.logical import full_name
 from phalanx.run.one_process.dropout_masks import DropoutMasks
 from phalanx.run.one_process.row_mixing import (
-    Part,
+    MixingPart,
     SplitLoss,
     count_batch_rows,
     find_part_that_mixes_rows,
@@ -25,7 +25,7 @@ from phalanx.run.one_process.row_mixing import (
 )
 from phalanx.verify.reference import Batch, forward_order
 
-NARROW = (torch.float32, torch.bfloat16, torch.float16)
+NARROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Probe:
     narrows: bool
     mixes_rows: bool
     dropped: tuple[str, ...] = ()
-    mixed_by: Part = ""
+    mixed_by: MixingPart = ""
     moved: tuple[str, ...] = ()
 
 
@@ -63,7 +63,7 @@ def probe(build: Callable[[], nn.Module], loss: SplitLoss, batch: Batch, seed: i
     moved = tuple(
         name for name, buffer in _buffers(module).items() if not _is_same(before.get(name), buffer)
     )
-    mixed_by: Part = ""
+    mixed_by: MixingPart = ""
     if rows > 1:
         # A module of its own: the forward above may have moved the buffers of the first.
         other, (total, targets) = build(), sums[0]
@@ -107,7 +107,7 @@ class _Narrowing(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         refuse_collective(func)
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and out.dtype in NARROW:
+        if isinstance(out, torch.Tensor) and out.dtype in NARROW_DTYPES:
             self.is_narrowed |= any(
                 isinstance(arg, torch.Tensor) and arg.dtype is torch.float64 for arg in args
             )

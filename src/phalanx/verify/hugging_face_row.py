@@ -34,7 +34,7 @@ from phalanx.nn.hugging_face.adapter import load_original
 from phalanx.plan.plan import Plan
 from phalanx.run.one_process.plain_loss import Batch
 from phalanx.verify.cases import HUGGING_FACE
-from phalanx.verify.float64_casts import NARROW, cast_to_float64
+from phalanx.verify.float64_casts import NARROW_DTYPES, cast_to_float64
 from phalanx.verify.plain_row import judge_plain
 from phalanx.verify.row import Difference, Row
 from phalanx.verify.second_implementation import (
@@ -44,30 +44,30 @@ from phalanx.verify.second_implementation import (
     judge_by_implementation,
 )
 
-DTYPE = "float64"
-JUDGED = ("loss", "gradients", "config.json", "names and orientation of exported tensors")
-BY_MODULE = (
+ROW_DTYPE = "float64"
+JUDGED_PARTS = ("loss", "gradients", "config.json", "names and orientation of exported tensors")
+MODULE_DISAGREES_CAUSE = (
     "phalanx.nn disagrees with transformers' {} and with the plain implementation: the reference"
     " itself may be wrong, and then every layout is, alike"
 )
-BY_EXPORT = (
+EXPORT_DISAGREES_CAUSE = (
     "phalanx.nn and the plain implementation agree, so what is exported is another model to"
     " transformers' {}: the name or orientation of a tensor, or config.json, is wrong"
 )
-BY_IMPORT = (
+IMPORT_DISAGREES_CAUSE = (
     "phalanx.nn and the plain implementation agree, and so does the loss of transformers' {}: what"
     " it saves is imported under another name, or in another orientation"
 )
-NOTE = (
+ROW_NOTE = (
     "beside {} of transformers {}, whose casts to float32 (norms, softmax, rotary positions) are"
     " float64 here: its formulas are compared, and not its rounding"
 )
 # Keys of a shape that no module of transformers computes alike, and what is left out with them.
-LEFT_OUT = {
+NOT_JUDGED_OF_SETTING = {
     "balance_loss": "the balance loss, 0 in this row: transformers has another one",
     "expert_capacity": "the capacity of experts, none in this row: transformers drops no token",
 }
-BIASES = "how routers' biases move: transformers leaves them as they are"
+ROUTER_BIASES_NOT_JUDGED = "how routers' biases move: transformers leaves them as they are"
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class HuggingFaceImplementation:
     directory: Path
     notes: tuple[str, ...]
     not_judged: tuple[str, ...]
-    judged = JUDGED
+    judged = JUDGED_PARTS
     # `judge_hugging_face` finds it once something differs.
     cause = ""
 
@@ -145,7 +145,7 @@ class HuggingFaceImplementation:
         tensors = {name: torch.zeros(size, dtype=torch.float64) for name, size in sizes.items()}
         for part in imported.tensors:
             # A copy in C order: the file goes, and some are transposed.
-            values = torch.from_numpy(np.array(part.load(), order="C").view(DTYPE))
+            values = torch.from_numpy(np.array(part.load(), order="C").view(ROW_DTYPE))
             if part.offset is None:
                 tensors[part.name].copy_(values)
             else:
@@ -198,7 +198,7 @@ def _require_same(imported: TransformerShape, exported: TransformerShape) -> Non
 
 def _has_narrow_tensors(module: nn.Module) -> bool:
     tensors = [*module.parameters(), *module.buffers()]
-    return any(tensor.dtype in NARROW for tensor in tensors)
+    return any(tensor.dtype in NARROW_DTYPES for tensor in tensors)
 
 
 class _ModuleReader:
@@ -209,11 +209,12 @@ class _ModuleReader:
     def __init__(self, module: nn.Module) -> None:
         self._tensors: Tensors = module.state_dict()
         self.tensors: Mapping[str, TensorInfo] = {
-            name: TensorInfo(tuple(tensor.shape), DTYPE) for name, tensor in self._tensors.items()
+            name: TensorInfo(tuple(tensor.shape), ROW_DTYPE)
+            for name, tensor in self._tensors.items()
         }
 
     def load(self, name: str) -> Bits:
-        bits: Bits = self._tensors[name].contiguous().numpy().view(unsigned_bits_dtype(DTYPE))
+        bits: Bits = self._tensors[name].contiguous().numpy().view(unsigned_bits_dtype(ROW_DTYPE))
         return bits
 
     def load_element(self, name: str, number: int) -> Bits:
@@ -265,23 +266,23 @@ def judge_hugging_face(
 
     shape = _find_comparable_shape(plan)
     architecture = find_family(hugging_face_config(shape)["model_type"]).architecture
-    note = NOTE.format(architecture, transformers.__version__)
+    note = ROW_NOTE.format(architecture, transformers.__version__)
     second = HuggingFaceImplementation(shape, directory, (note,), _list_left_out(plan))
     plan = replace(plan, shape=shape.to_json())
-    row = judge_by_implementation(second, job, plan, steps, DTYPE, HUGGING_FACE)
+    row = judge_by_implementation(second, job, plan, steps, ROW_DTYPE, HUGGING_FACE)
     # Anything else says itself what is wrong.
     if row.first is None or row.first.what not in ("loss", "gradient"):
         return row
-    cause = _find_cause(row.first, judge_plain(job, plan, steps, DTYPE)).format(architecture)
+    cause = _find_cause(row.first, judge_plain(job, plan, steps, ROW_DTYPE)).format(architecture)
     return replace(row, first=replace(row.first, cause=cause))
 
 
 def _find_cause(first: Difference, plain: Row) -> str:
     if not plain.ok:
-        return BY_MODULE
+        return MODULE_DISAGREES_CAUSE
     if first.what == "loss":
-        return BY_EXPORT
-    return BY_IMPORT
+        return EXPORT_DISAGREES_CAUSE
+    return IMPORT_DISAGREES_CAUSE
 
 
 def _find_comparable_shape(plan: Plan) -> TransformerShape:
@@ -297,7 +298,7 @@ def _list_left_out(plan: Plan) -> tuple[str, ...]:
     shape = plan.model_shape
     if not isinstance(shape, DecoderShape):
         return ()
-    left_out = [reason for key, reason in LEFT_OUT.items() if getattr(shape, key)]
+    left_out = [reason for key, reason in NOT_JUDGED_OF_SETTING.items() if getattr(shape, key)]
     if shape.balance_bias:
-        left_out.append(BIASES)
+        left_out.append(ROUTER_BIASES_NOT_JUDGED)
     return tuple(left_out)

@@ -23,7 +23,7 @@ from phalanx.verify.follow import follow
 from phalanx.verify.number_types import parameter_type
 from phalanx.verify.outputs import OutputWatch
 from phalanx.verify.routes import RouteWatch, read_routes
-from phalanx.verify.trace_facts import TOLERANCE, Trace
+from phalanx.verify.trace_facts import TOLERANCE_OF_DTYPE, Trace
 
 
 @dataclass
@@ -67,7 +67,7 @@ class LayoutRun:
             lambda lr: build_optimizer(model, replace_learning_rate(self.job.optim, lr)),
             seed=self.job.run.seed,
         )
-        tolerance = TOLERANCE[parameter_type(trace.dtype)]
+        tolerance = TOLERANCE_OF_DTYPE[parameter_type(trace.dtype)]
         observations.outputs = outputs.find_first(trace.directory, tolerance)
         all_observations = mesh.gather_json(observations.to_json())
         return LayoutResult(

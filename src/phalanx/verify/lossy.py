@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from phalanx.plan.workload import has_error_feedback
 
-CAST_TOLERANCE = {"fp16": 5e-3, "bf16": 4e-2}
+TOLERANCE_OF_CAST = {"fp16": 5e-3, "bf16": 4e-2}
 """Rounding is 5e-4 and 4e-3 of each rank's gradient; their sum is smaller where they cancel, and is
 rounded, too."""
 
@@ -19,7 +19,7 @@ def is_lossy(compress: str) -> bool:
 
 def find_tolerance(compress: str, exact: float) -> float:
     """The tolerance of a layout with this compression; `exact` is that of uncompressed ones."""
-    return max(exact, CAST_TOLERANCE.get(compress, 0.0))
+    return max(exact, TOLERANCE_OF_CAST.get(compress, 0.0))
 
 
 def describe_compression(compress: str, tolerance: float) -> str:

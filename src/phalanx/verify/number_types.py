@@ -11,14 +11,19 @@ from collections.abc import Sequence
 
 from phalanx.core.errors import UsageError, did_you_mean
 
-WIDE = ("float64", "float32")
-COMPUTE_OF = {"bfloat16": "bf16", "float16": "fp16"}
+WIDE_DTYPES = ("float64", "float32")
+COMPUTE_OF_NARROW_DTYPE = {"bfloat16": "bf16", "float16": "fp16"}
 """The narrow types, and their names in a job's precision.compute."""
-_NARROW_OF = {compute: dtype for dtype, compute in COMPUTE_OF.items()}
-NAMES = (*WIDE, *_NARROW_OF)
+_NARROW_DTYPE_OF_COMPUTE = {compute: dtype for dtype, compute in COMPUTE_OF_NARROW_DTYPE.items()}
+NUMBER_TYPE_NAMES = (*WIDE_DTYPES, *_NARROW_DTYPE_OF_COMPUTE)
 
-EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
-NEAR_TIE = 8  # roundings of what a router reads, which several layers have rounded
+EPSILON_OF_DTYPE = {
+    "float64": 2.0**-52,
+    "float32": 2.0**-23,
+    "bfloat16": 2.0**-7,
+    "float16": 2.0**-10,
+}
+NEAR_TIE_ROUNDINGS = 8  # roundings of what a router reads, which several layers have rounded
 # So that gradients are neither below what float16 has (6e-5, with all digits) nor above (65504).
 # A layout's is of a loss per target of a rank, the reference's of the sum over targets.
 LAYOUT_LOSS_SCALE, REFERENCE_LOSS_SCALE = 2.0**14, 2.0**6
@@ -26,7 +31,7 @@ LAYOUT_LOSS_SCALE, REFERENCE_LOSS_SCALE = 2.0**14, 2.0**6
 
 def is_narrow(dtype: str) -> bool:
     """True for types whose rounding is measured: bfloat16 and float16."""
-    return dtype in COMPUTE_OF
+    return dtype in COMPUTE_OF_NARROW_DTYPE
 
 
 def parameter_type(dtype: str) -> str:
@@ -39,7 +44,7 @@ def find_near_tie(dtype: str, usual: float) -> float:
     to turn them: `usual` in wide types."""
     if not is_narrow(dtype):
         return usual
-    return NEAR_TIE * EPSILON[dtype]
+    return NEAR_TIE_ROUNDINGS * EPSILON_OF_DTYPE[dtype]
 
 
 def resolve_types(types: str | Sequence[str], compute: str) -> tuple[str, ...]:
@@ -50,13 +55,18 @@ def resolve_types(types: str | Sequence[str], compute: str) -> tuple[str, ...]:
     Raises UsageError for another name.
     """
     names = types.split(",") if isinstance(types, str) else list(types)
-    names = [COMPUTE_OF.get(name.strip(), name.strip()) for name in names if name.strip()]
+    names = [
+        COMPUTE_OF_NARROW_DTYPE.get(name.strip(), name.strip()) for name in names if name.strip()
+    ]
     if not names:
-        names = [*WIDE, *({compute} & set(_NARROW_OF))]
+        names = [*WIDE_DTYPES, *({compute} & set(_NARROW_DTYPE_OF_COMPUTE))]
     for name in names:
-        if name not in NAMES:
+        if name not in NUMBER_TYPE_NAMES:
             raise UsageError(
                 f"--types: {name!r} is no type that layouts are judged in",
-                fix=did_you_mean(name, NAMES) or f"one or more of {', '.join(NAMES)}",
+                fix=did_you_mean(name, NUMBER_TYPE_NAMES)
+                or f"one or more of {', '.join(NUMBER_TYPE_NAMES)}",
             )
-    return tuple(_NARROW_OF.get(name, name) for name in NAMES if name in names)
+    return tuple(
+        _NARROW_DTYPE_OF_COMPUTE.get(name, name) for name in NUMBER_TYPE_NAMES if name in names
+    )

@@ -25,7 +25,7 @@ from phalanx.parallel.model import ParallelModel
 from phalanx.verify.flips import train_step
 from phalanx.verify.routes import PhaseRecorder, TokenPlaces
 
-OUTPUTS = "outputs.safetensors"
+OUTPUTS_FILE_NAME = "outputs.safetensors"
 FirstOutput = tuple[int, int, str, float, int, int]
 """(step, from 0; place in the order of the forward; name of the module; relative error; row of the
 batch; token)."""
@@ -51,7 +51,7 @@ class OutputTrace(PhaseRecorder):
             if len(projection_BT) == fewest[phase]:
                 tensors[f"{phase}/{output_index}/{width}/{name}"] = projection_BT
         if tensors:
-            save_file(tensors, directory / OUTPUTS)
+            save_file(tensors, directory / OUTPUTS_FILE_NAME)
 
     def _note(self, name: str, _: nn.Module, args: Any, output: Any) -> None:
         hidden_BTD = _find_hidden_states(output)
@@ -78,10 +78,10 @@ class OutputWatch:
     def find_first(self, directory: Path, tolerance: float) -> list[FirstOutput]:
         """The first output of each step, in the order of the forward, that is further than
         `tolerance` from the one that `OutputTrace` has written; of this rank alone."""
-        if not self._parts or not (directory / OUTPUTS).exists():
+        if not self._parts or not (directory / OUTPUTS_FILE_NAME).exists():
             return []
         firsts: dict[int, FirstOutput] = {}
-        for key, reference_BT in load_file(directory / OUTPUTS).items():
+        for key, reference_BT in load_file(directory / OUTPUTS_FILE_NAME).items():
             phase, output_index, width, name = key.split("/", 3)
             found = self._compare(phase, name, int(width), reference_BT, tolerance)
             if found is None:

@@ -12,25 +12,25 @@ from typing import Any
 
 from phalanx.job.schema import Parallel
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, default_stages_per_rank
-from phalanx.plan.pipeline.pipeline_plan import FROM_FILE
+from phalanx.plan.pipeline.pipeline_plan import SCHEDULE_FROM_FILE
 from phalanx.plan.pipeline.requested_schedule import DEFAULT_SCHEDULE
 from phalanx.plan.pipeline.schedule import read_schedule
 from phalanx.plan.plan import Plan
 
-AXES = ("pp", "schedule", "schedule_file", "stages_per_rank", "stage_blocks")
+PIPELINE_KEYS = ("pp", "schedule", "schedule_file", "stages_per_rank", "stage_blocks")
 # Which of the model's modules these stages hold, in any pipeline.
-OF_THE_MODEL = ("first_stage", "last_stage")
+MODEL_STAGE_KEYS = ("first_stage", "last_stage")
 MICROBATCHES_PER_RANK = 2  # the fewest that every schedule can run
 # One with whole backwards and one with split ones: they run many small microbatches, far more than
 # are in flight at a time.
-SCHEDULES_OF_MANY = ("1f1b", "zb-v")
+MANY_MICROBATCH_SCHEDULES = ("1f1b", "zb-v")
 ROWS_OF_SMALL_MICROBATCH = 2
-_OUTSIDE_BLOCKS = 1  # the head can be a stage of its own
+_NUM_STAGES_OUTSIDE_BLOCKS = 1  # the head can be a stage of its own
 
-Layouts = Iterator[tuple[str, dict[str, Any]]]
+NamedLayouts = Iterator[tuple[str, dict[str, Any]]]
 
 
-def list_pipelines(num_ranks: int) -> Layouts:
+def list_pipelines(num_ranks: int) -> NamedLayouts:
     """Every schedule alone, with FSDP, with TP and with both; what else there is inside of
     stages with one or two."""
     for pp in (d for d in range(2, num_ranks + 1) if num_ranks % d == 0):
@@ -40,7 +40,7 @@ def list_pipelines(num_ranks: int) -> Layouts:
     yield from _list_pipeline_variants(num_ranks)
 
 
-def _list_layouts_inside_stages(rest: int) -> Layouts:
+def _list_layouts_inside_stages(rest: int) -> NamedLayouts:
     """The layouts of the `rest` ranks of each stage: FSDP, TP, and the two together."""
     if rest == 1:
         yield "", {}
@@ -51,7 +51,7 @@ def _list_layouts_inside_stages(rest: int) -> Layouts:
         yield "-zero3-tp2", {"dp_shard": rest // 2, "zero_stage": 3, "tp": 2}
 
 
-def _list_pipeline_variants(num_ranks: int) -> Layouts:
+def _list_pipeline_variants(num_ranks: int) -> NamedLayouts:
     """Other ways of data parallelism, of recomputing and of cutting, in a schedule with whole
     backwards and in one that splits them."""
     if num_ranks % 2:
@@ -87,32 +87,35 @@ def _list_pipeline_variants(num_ranks: int) -> Layouts:
     ):
         axes = {"pp": 2, "schedule": schedule} | fsdp
         yield f"pp2{suffix}-{how}-{schedule}", axes | {"train.recompute": how}
-    yield f"pp2{suffix}-uneven-1f1b", {"pp": 2, "schedule": "1f1b", "stage_blocks": UNEVEN} | fsdp
+    yield (
+        f"pp2{suffix}-uneven-1f1b",
+        {"pp": 2, "schedule": "1f1b", "stage_blocks": UNEVEN_STAGES} | fsdp,
+    )
     if rest > 1:
         axes = {"pp": 2, "schedule": "1f1b", "tp": rest}
-        yield f"pp2-tp{rest}-odd-sequence-1f1b", axes | ODD_SEQUENCE
+        yield f"pp2-tp{rest}-odd-sequence-1f1b", axes | ODD_SEQUENCE_OVERRIDE
 
 
 # All blocks but one in the last stage: how many these are is known when there is a model.
-UNEVEN = "uneven"
+UNEVEN_STAGES = "uneven"
 
 
 # Sequences that no number of ranks divides: how long they are is known when there is a job.
 SHORTER_SEQUENCE = "data.seq_len"
-ODD_SEQUENCE: dict[str, Any] = {SHORTER_SEQUENCE: "odd"}
+ODD_SEQUENCE_OVERRIDE: dict[str, Any] = {SHORTER_SEQUENCE: "odd"}
 
 
 def resolve_seq_len(parallel: Mapping[str, Any], seq_len: int, num_ranks: int) -> dict[str, Any]:
     """The same for sequences of `seq_len` tokens: an odd one is so short that the last of
     `num_ranks` ranks has the least of it."""
-    if parallel.get(SHORTER_SEQUENCE) != ODD_SEQUENCE[SHORTER_SEQUENCE]:
+    if parallel.get(SHORTER_SEQUENCE) != ODD_SEQUENCE_OVERRIDE[SHORTER_SEQUENCE]:
         return dict(parallel)
     return {**parallel, SHORTER_SEQUENCE: max(1, seq_len - (num_ranks - 1))}
 
 
 def resolve_stage_blocks(parallel: Mapping[str, Any], num_blocks: int) -> dict[str, Any]:
     """The same for a model of `num_blocks`."""
-    if parallel.get("stage_blocks") != UNEVEN:
+    if parallel.get("stage_blocks") != UNEVEN_STAGES:
         return dict(parallel)
     return {**parallel, "stage_blocks": (1, max(0, num_blocks - 1))}
 
@@ -121,10 +124,13 @@ def num_microbatches(plan: Plan) -> int:
     """The number of microbatches in which a pipeline is verified; 0 without a pipeline."""
     if plan.pipeline is None:
         return 0
-    if plan.pipeline.schedule_name == FROM_FILE:
+    if plan.pipeline.schedule_name == SCHEDULE_FROM_FILE:
         return plan.pipeline.num_microbatches
     least = MICROBATCHES_PER_RANK * plan.layout.pp
-    if plan.pipeline.schedule_name not in SCHEDULES_OF_MANY or plan.layout.data_parallel_size > 1:
+    if (
+        plan.pipeline.schedule_name not in MANY_MICROBATCH_SCHEDULES
+        or plan.layout.data_parallel_size > 1
+    ):
         return least
     return max(least, plan.global_batch_size // ROWS_OF_SMALL_MICROBATCH)
 
@@ -136,7 +142,7 @@ def count_needed_blocks(layouts: Iterable[Mapping[str, Any]]) -> int:
     for parallel in layouts:
         if (parallel.get("pp") or 1) > 1:
             needed = max(needed, _num_stages(parallel))
-    return max(0, needed - _OUTSIDE_BLOCKS)
+    return max(0, needed - _NUM_STAGES_OUTSIDE_BLOCKS)
 
 
 def _num_stages(parallel: Mapping[str, Any]) -> int:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-Layouts = Iterator[tuple[str, dict[str, Any]]]
-EXPERT_AXES = ("ep",)
+NamedLayouts = Iterator[tuple[str, dict[str, Any]]]
+EXPERT_KEYS = ("ep",)
 
 
-def list_products(num_ranks: int) -> Layouts:
+def list_products(num_ranks: int) -> NamedLayouts:
     """Three axes on eight ranks and more: what there is of other layouts has two, or is in
     `verify.pipelines`."""
     if num_ranks % 8:
@@ -28,7 +28,7 @@ def list_products(num_ranks: int) -> Layouts:
             yield f"pp2-tp2-cp2-{schedule}", {**pp, **tp, **cp}
 
 
-def list_expert_layouts(num_ranks: int) -> Layouts:
+def list_expert_layouts(num_ranks: int) -> NamedLayouts:
     """Experts spread over the ranks of data parallelism, and of cp; alone and beside each other
     axis."""
     for ep in _divisors(num_ranks):
@@ -73,7 +73,7 @@ def list_expert_layouts(num_ranks: int) -> Layouts:
     yield from _list_products_with_experts(num_ranks)
 
 
-def _list_products_with_experts(num_ranks: int) -> Layouts:
+def _list_products_with_experts(num_ranks: int) -> NamedLayouts:
     if num_ranks % 8:
         return
     shards = num_ranks // 4

@@ -37,18 +37,18 @@ from phalanx.verify.pipelines import SHORTER_SEQUENCE
 from phalanx.verify.plain_row import judge_plain, why_no_plain_row
 from phalanx.verify.references import References, has_float64
 from phalanx.verify.rerouted import compare_routes
-from phalanx.verify.row import ROWS, Row
+from phalanx.verify.row import ROWS_FILE_NAME, Row
 from phalanx.verify.scope import list_judged, list_not_compared
-from phalanx.verify.trace_facts import TOLERANCE, Trace
+from phalanx.verify.trace_facts import TOLERANCE_OF_DTYPE, Trace
 from phalanx.verify.trainer_cases import TrainerCase, make_trainer_job
 from phalanx.verify.trainer_row import TrainerPlace, judge_trainer
 from phalanx.verify.verdict import Comparator
 
 # The first torch known to compile attention's backward in float64; 2.11 is known not to.
-FLOAT64_COMPILED = (2, 13)
+MIN_TORCH_FOR_COMPILED_FLOAT64 = (2, 13)
 # Times, of one block: in training and evaluation, with and without gradients, for each module.
-MOST_COMPILED = 64
-STEPS_IN_FLOAT32 = 3
+MAX_RECOMPILES = 64
+NUM_FLOAT32_STEPS = 3
 # Imported in the server, once, instead of in every rank: ranks are forks of it.
 discover_transforms()
 
@@ -82,7 +82,7 @@ def compare_layouts(payload: VerifyPayload) -> None:
                 # A refusal is every rank's: rows are counted by whoever reads them.
                 if row is not None and mesh.rank == 0:
                     # As each case ends: the process that started us reads along.
-                    with open(run_dir / ROWS, "a") as file:
+                    with open(run_dir / ROWS_FILE_NAME, "a") as file:
                         file.write(json.dumps(row.to_json()) + "\n")
 
 
@@ -144,7 +144,7 @@ def _choose_steps(steps: list[list[Batch]], dtype: str, run_dir: Path) -> list[l
     then sees what is of its type."""
     if dtype != "float32" or not has_float64(run_dir):
         return steps
-    return steps[:STEPS_IN_FLOAT32]
+    return steps[:NUM_FLOAT32_STEPS]
 
 
 def verify_layout(
@@ -156,10 +156,11 @@ def verify_layout(
     reference, steps = references.find_for_plan(plan)
     if isinstance(reference, str):
         return _refuse(case, model_name, dtype, reference)
-    if plan.compile and dtype == "float64" and TORCH_VERSION < FLOAT64_COMPILED:
+    if plan.compile and dtype == "float64" and TORCH_VERSION < MIN_TORCH_FOR_COMPILED_FLOAT64:
         return _refuse(case, model_name, dtype, _describe_narrow_compiler())
     tolerance = find_tolerance(
-        plan.parallel.compress, TOLERANCE["float32" if reference.narrows else parameter_type(dtype)]
+        plan.parallel.compress,
+        TOLERANCE_OF_DTYPE["float32" if reference.narrows else parameter_type(dtype)],
     )
     run = LayoutRun(job, plan)
     if plan.compile:
@@ -227,7 +228,7 @@ def _choose_block_sizes(dtype: str) -> BlockSizes:
 
 
 def _describe_narrow_compiler() -> str:
-    first = ".".join(map(str, FLOAT64_COMPILED))
+    first = ".".join(map(str, MIN_TORCH_FOR_COMPILED_FLOAT64))
     return (
         f"torch {torch.__version__} compiles a backward in float64 to float32's; {first} does not"
     )
@@ -236,7 +237,7 @@ def _describe_narrow_compiler() -> str:
 def _reset_compiler() -> None:
     # What dynamo has compiled often, for whichever layout, it would leave eager without a word.
     torch._dynamo.reset()
-    torch._dynamo.config.recompile_limit = MOST_COMPILED
+    torch._dynamo.config.recompile_limit = MAX_RECOMPILES
     torch._dynamo.config.fail_on_recompile_limit_hit = True
 
 

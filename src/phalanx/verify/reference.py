@@ -20,7 +20,7 @@ from torch import nn
 Batch = Mapping[str, torch.Tensor]
 LossSum = Callable[[nn.Module, Batch], tuple[torch.Tensor, torch.Tensor]]
 """(sum of the losses of a batch's targets, how many they are)."""
-Around = Callable[[int, int, int], AbstractContextManager[None]]
+ForwardContext = Callable[[int, int, int], AbstractContextManager[None]]
 """What a forward runs in: of (step, counted from 1; its first row of the step's batch; how many
 rows)."""
 
@@ -68,7 +68,7 @@ def train_in_one_process(
     *,
     clip: float,
     move: float,
-    around: Around = lambda step, first_row, num_rows: nullcontext(),
+    around: ForwardContext = lambda step, first_row, num_rows: nullcontext(),
     applied: AppliedGradients | None = None,
     loss_scale: float = 1.0,
 ) -> None:
@@ -161,7 +161,7 @@ def _run_microbatches(
     loss_sum: LossSum,
     microbatches: Sequence[Batch],
     step: int,
-    around: Around,
+    around: ForwardContext,
     loss_scale: float,
 ) -> tuple[float, int]:
     """(sum of the losses of a step, number of its targets); leaves the gradients of `loss_scale` x

@@ -26,7 +26,7 @@ from phalanx.run.one_process.job_loss import JobLoss
 from phalanx.run.one_process.original_module import build_original_module
 from phalanx.verify.batches import cast_steps, cut_sequences, split_into_microbatches
 from phalanx.verify.begin import copy_starting_weights, randomize_constants, replace_learning_rate
-from phalanx.verify.flips import EVALUATION, Reroute, train_step
+from phalanx.verify.flips import EVALUATION_KIND, Reroute, train_step
 from phalanx.verify.forward_probe import Probe, describe_failure, probe
 from phalanx.verify.narrow_reference import (
     NUM_NUDGED,
@@ -36,18 +36,24 @@ from phalanx.verify.narrow_reference import (
 )
 from phalanx.verify.number_types import (
     REFERENCE_LOSS_SCALE,
-    WIDE,
+    WIDE_DTYPES,
     is_narrow,
     parameter_type,
 )
 from phalanx.verify.outputs import OutputTrace
 from phalanx.verify.pipelines import num_microbatches
-from phalanx.verify.reference import Around, evaluate_in_one_process, train_in_one_process
-from phalanx.verify.routes import Choices, Routes, have_same_choices, read_routes, write_routes
+from phalanx.verify.reference import ForwardContext, evaluate_in_one_process, train_in_one_process
+from phalanx.verify.routes import (
+    ChosenExperts,
+    Routes,
+    have_same_choices,
+    read_routes,
+    write_routes,
+)
 from phalanx.verify.trace import AppliedTraceGradients, TraceWriter
-from phalanx.verify.trace_facts import TRACE, Trace, read_trace
+from phalanx.verify.trace_facts import TRACE_FILE_NAME, Trace, read_trace
 
-NUDGE = 4  # roundings
+MAX_NUDGE_ROUNDINGS = 4  # roundings
 # Not one over a number of ranks or microbatches, so that a clip that is missing is told from them.
 CLIP, MOVE = 0.3, 0.01
 
@@ -99,7 +105,7 @@ class References:
         if name not in self._traces:
             directory, failure = self.run_dir / name, ""
             # A group that crashed may have left it; trace.json is written last.
-            if self.mesh.rank == 0 and not (directory / TRACE).exists():
+            if self.mesh.rank == 0 and not (directory / TRACE_FILE_NAME).exists():
                 leader = self._find_leader(count, seq_len)
                 failure, _ = _write_reference(
                     directory, self.job, self.plan, self.dtype, steps, leader=leader
@@ -113,9 +119,9 @@ class References:
     def _find_leader(self, count: int, seq_len: int) -> Trace | None:
         """The trace whose weights this type follows, so that they differ by rounding alone:
         float64's, or float32's for a narrow type; None where there is none."""
-        for dtype in WIDE[: 2 if is_narrow(self.dtype) else 1]:
+        for dtype in WIDE_DTYPES[: 2 if is_narrow(self.dtype) else 1]:
             directory = self.run_dir / self._reference_name(dtype, count, seq_len)
-            if dtype != self.dtype and (directory / TRACE).exists():
+            if dtype != self.dtype and (directory / TRACE_FILE_NAME).exists():
                 trace = read_trace(directory)
                 return trace if trace.leader is None else read_trace(trace.leader)
         return None
@@ -125,7 +131,7 @@ class References:
         return f"reference-{dtype}-{count}{suffix}"
 
     def replay(
-        self, trace: Trace, steps: list[list[Batch]], choices: Choices
+        self, trace: Trace, steps: list[list[Batch]], choices: ChosenExperts
     ) -> tuple[Trace | str, list[Reroute]]:
         """`trace` again, with routers that choose as `choices` say, or why there is none; and where
         they would have chosen something else.
@@ -149,7 +155,7 @@ class References:
 
 def has_float64(run_dir: Path) -> bool:
     """True if there is a reference in float64: its rows come before those of other types."""
-    return any(run_dir.glob(f"reference-float64-*/{TRACE}"))
+    return any(run_dir.glob(f"reference-float64-*/{TRACE_FILE_NAME}"))
 
 
 def _write_reference(
@@ -158,7 +164,7 @@ def _write_reference(
     plan: Plan,
     dtype: str,
     steps: Sequence[Sequence[Batch]],
-    forced: Choices | None = None,
+    forced: ChosenExperts | None = None,
     *,
     leader: Trace | None = None,
     nudged: int = 0,
@@ -204,7 +210,7 @@ class _ReferenceWriter:
     plan: Plan
     dtype: str
     steps: Sequence[Sequence[Batch]]
-    forced: Choices | None
+    forced: ChosenExperts | None
     leader: Trace | None
     nudged: int
     loss_sum: JobLoss
@@ -231,7 +237,7 @@ class _ReferenceWriter:
             applied=None if self.leader is None else AppliedTraceGradients(self.leader),
             loss_scale=REFERENCE_LOSS_SCALE if self.dtype == "float16" else 1.0,
         )
-        with routes.record(EVALUATION):
+        with routes.record(EVALUATION_KIND):
             evaluation = evaluate_in_one_process(module, self.loss_sum, self.steps[-1])
         write_routes(self.directory, routes.choices)
         outputs.write(self.directory)
@@ -299,7 +305,7 @@ class _ReferenceWriter:
         )
         return failure, nudged
 
-    def _find_float64(self, choices: Choices) -> Path | None:
+    def _find_float64(self, choices: ChosenExperts) -> Path | None:
         """The directory of the same steps in float64, routed alike; None where float64 is not
         judged."""
         if self.leader is None or self.leader.dtype != "float64":
@@ -316,7 +322,7 @@ class _ReferenceWriter:
         return alike
 
 
-def _around(masks: DropoutMasks, routes: Routes, outputs: OutputTrace) -> Around:
+def _around(masks: DropoutMasks, routes: Routes, outputs: OutputTrace) -> ForwardContext:
     """The context that each forward of the reference runs in: masks, routes and outputs of its
     step."""
 
@@ -339,9 +345,9 @@ def _perturb_by_roundings(module: nn.Module) -> None:
     of sums can promise."""
     generator = torch.Generator().manual_seed(0)
     for parameter in filter(torch.is_floating_point, module.parameters()):
-        roundings = torch.randint(-NUDGE, NUDGE + 1, parameter.shape, generator=generator).to(
-            parameter.dtype
-        )
+        roundings = torch.randint(
+            -MAX_NUDGE_ROUNDINGS, MAX_NUDGE_ROUNDINGS + 1, parameter.shape, generator=generator
+        ).to(parameter.dtype)
         parameter.mul_(1 + torch.finfo(torch.float32).eps * roundings)
 
 

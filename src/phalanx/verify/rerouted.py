@@ -15,7 +15,7 @@ from phalanx.verify.flips import MisroutedToken, Reroute, find_misrouted
 from phalanx.verify.layout_run import LayoutResult
 from phalanx.verify.references import References
 from phalanx.verify.routes import (
-    Choices,
+    ChosenExperts,
     find_disputed_token,
     have_same_choices,
     read_routes,
@@ -23,11 +23,11 @@ from phalanx.verify.routes import (
 )
 from phalanx.verify.trace_facts import Trace
 
-RANKS_DISAGREE = (
+RANKS_DISAGREE_CAUSE = (
     "ranks that have the same token route it differently, or none does: copies of the router are"
     " not alike"
 )
-NOT_REPEATED = "the layout chooses other experts each time that it runs"
+NOT_REPEATED_CAUSE = "the layout chooses other experts each time that it runs"
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Rerouted:
             self,
             flips=(),
             misrouted=MisroutedToken(
-                reroute, _find_ranks_of_token(second_run, reroute), NOT_REPEATED
+                reroute, _find_ranks_of_token(second_run, reroute), NOT_REPEATED_CAUSE
             ),
         )
 
@@ -75,7 +75,9 @@ def compare_routes(
         return Rerouted(
             trace,
             (),
-            MisroutedToken(reroute, _find_ranks_of_token(layout_result, reroute), RANKS_DISAGREE),
+            MisroutedToken(
+                reroute, _find_ranks_of_token(layout_result, reroute), RANKS_DISAGREE_CAUSE
+            ),
         )
     replayed, reroutes = references.replay(trace, steps, layout_result.choices)
     wrong = _sort_by_forward(find_misrouted(reroutes, tolerance), trace)
@@ -100,7 +102,9 @@ def _sort_by_forward(reroutes: Sequence[Reroute], trace: Trace) -> list[Reroute]
     )
 
 
-def _find_first_other_choice(choices: Choices, reference: Choices) -> tuple[str, int, int] | None:
+def _find_first_other_choice(
+    choices: ChosenExperts, reference: ChosenExperts
+) -> tuple[str, int, int] | None:
     for key, choice in choices.items():
         token_place = (choice != reference[key]).any(-1).nonzero()
         if len(token_place):

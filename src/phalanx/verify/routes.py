@@ -28,10 +28,10 @@ from torch import nn
 from phalanx.mesh.logical import full_name
 from phalanx.nn.routing import ChooseExperts, Router
 from phalanx.parallel.model import ParallelModel
-from phalanx.verify.flips import EVALUATION, Reroute, train_step
+from phalanx.verify.flips import EVALUATION_KIND, Reroute, train_step
 
-Choices = Mapping[str, torch.Tensor]
-ROUTES = "routes.safetensors"
+ChosenExperts = Mapping[str, torch.Tensor]
+ROUTES_FILE_NAME = "routes.safetensors"
 
 
 def find_routers(module: nn.Module) -> dict[str, Router]:
@@ -62,7 +62,7 @@ class Routes(PhaseRecorder):
     another.
     """
 
-    def __init__(self, module: nn.Module, forced: Choices | None = None) -> None:
+    def __init__(self, module: nn.Module, forced: ChosenExperts | None = None) -> None:
         self.reroutes: list[Reroute] = []
         self._forced = forced or {}
         self._parts = dict[str, list[torch.Tensor]]()
@@ -165,7 +165,7 @@ class RouteWatch:
         if moment is not None:
             key, first_row = f"{train_step(moment.step - 1)}/{name}", moment.first_row
         else:
-            key = f"{EVALUATION}/{name}"
+            key = f"{EVALUATION_KIND}/{name}"
             # An evaluation has no moment: its microbatches are counted as they come.
             index = sum(other == key for other, _ in self._parts)
             first_row = (
@@ -182,7 +182,7 @@ class RouteWatch:
                 return token in places.find_tokens(chosen.shape[1] * places.cp).tolist()
         return False
 
-    def gather(self, like: Choices) -> dict[str, torch.Tensor]:
+    def gather(self, like: ChosenExperts) -> dict[str, torch.Tensor]:
         """Choices of the keys and shapes of `like`, put together; -2 where ranks that have the same
         token chose differently.
 
@@ -191,7 +191,7 @@ class RouteWatch:
         gathered = {}
         # `like` is the trace's, the same on every rank: all reduce the same keys in the same order.
         for key, complete in like.items():
-            most, least = torch.full_like(complete, -1), torch.full_like(complete, _ABSENT)
+            most, least = torch.full_like(complete, -1), torch.full_like(complete, _NO_EXPERT)
             for (other, first_row), (chosen, places) in self._parts.items():
                 if other == key:
                     for part in (most, least):
@@ -232,7 +232,7 @@ class TokenPlaces:
 
 
 # Above any expert's number, so that the minimum over ranks is of one that chose.
-_ABSENT = 2**31
+_NO_EXPERT = 2**31
 
 
 def reduce_over_ranks(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
@@ -245,25 +245,25 @@ def reduce_over_ranks(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torc
     return tensor.cpu()
 
 
-def write_routes(directory: Path, choices: Choices) -> None:
+def write_routes(directory: Path, choices: ChosenExperts) -> None:
     if choices:
         # safetensors refuses tensors that are not contiguous.
-        save_file({key: t.contiguous() for key, t in choices.items()}, directory / ROUTES)
+        save_file({key: t.contiguous() for key, t in choices.items()}, directory / ROUTES_FILE_NAME)
 
 
 def read_routes(directory: Path) -> dict[str, torch.Tensor]:
     """Empty where the module has no routers."""
-    if not (directory / ROUTES).exists():
+    if not (directory / ROUTES_FILE_NAME).exists():
         return {}
-    return load_file(directory / ROUTES)
+    return load_file(directory / ROUTES_FILE_NAME)
 
 
-def have_same_choices(first: Choices, second: Choices) -> bool:
+def have_same_choices(first: ChosenExperts, second: ChosenExperts) -> bool:
     """True if what both have is the same."""
     return all(torch.equal(choice, second[key]) for key, choice in first.items() if key in second)
 
 
-def find_disputed_token(choices: Choices) -> tuple[str, int, int] | None:
+def find_disputed_token(choices: ChosenExperts) -> tuple[str, int, int] | None:
     """(key, row, token) of the first token that ranks route differently, or that nobody routes."""
     for key, choice in choices.items():
         misrouted = (choice < 0).any(-1).nonzero()

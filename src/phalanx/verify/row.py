@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from phalanx.verify.flips import Reroute
-from phalanx.verify.number_types import WIDE
+from phalanx.verify.number_types import WIDE_DTYPES
 
-ROWS = "rows.jsonl"
-DTYPES = WIDE
+ROWS_FILE_NAME = "rows.jsonl"
+DEFAULT_DTYPES = WIDE_DTYPES
 # Enough for what begins late, and for moments to have a past.
 NUM_STEPS = 6
 

@@ -10,7 +10,7 @@ import math
 from phalanx.core.units import plural
 from phalanx.plan.plan import Plan
 from phalanx.verify.lossy import is_lossy
-from phalanx.verify.number_types import COMPUTE_OF
+from phalanx.verify.number_types import COMPUTE_OF_NARROW_DTYPE
 from phalanx.verify.trace_facts import Trace, buffers_of, gradients_of
 
 
@@ -53,7 +53,7 @@ def list_not_compared(plan: Plan, trace: Trace) -> tuple[str, ...]:
     if too_wide:
         examples = ", ".join(too_wide[:3])
         not_judged.append(
-            f"{plural(len(too_wide), 'gradient')} in {COMPUTE_OF[trace.dtype]}, which rounding"
-            f" alone changes by more than half: {examples}"
+            f"{plural(len(too_wide), 'gradient')} in {COMPUTE_OF_NARROW_DTYPE[trace.dtype]}, which"
+            f" rounding alone changes by more than half: {examples}"
         )
     return tuple(not_judged)

@@ -24,11 +24,11 @@ from phalanx.run.one_process.plain_loss import Batch
 from phalanx.verify.begin import randomize_constants
 from phalanx.verify.reference import forward_order
 from phalanx.verify.row import Difference, Row
-from phalanx.verify.trace_facts import TOLERANCE
+from phalanx.verify.trace_facts import TOLERANCE_OF_DTYPE
 
-MOVE = 0.01  # of each weight's norm, by a step
+RELATIVE_STEP_SIZE = 0.01  # of each weight's norm, by a step
 # So few that some experts get none.
-SHORT = 2
+NUM_SHORT_TOKENS = 2
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -113,9 +113,9 @@ def judge_by_implementation(
         differences += _compare(number, own_step, other, order, second.cause)
         narrows = narrows or other.narrows
         _move_weights(module)
-    tolerance, notes = TOLERANCE[dtype], second.notes
+    tolerance, notes = TOLERANCE_OF_DTYPE[dtype], second.notes
     if narrows:
-        tolerance = TOLERANCE["float32"]
+        tolerance = TOLERANCE_OF_DTYPE["float32"]
         notes += (f"it computes in fewer digits than {dtype} on its way, and is judged by those",)
     first = next((error for error in differences if error.error > tolerance), None)
     return Row(
@@ -157,7 +157,8 @@ def _choose_steps(
 
 
 def _cut_batch(batch: Batch) -> Batch:
-    """The first sequence that has a target, from there on for `SHORT` tokens; or its image."""
+    """The first sequence that has a target, from there on for `NUM_SHORT_TOKENS` tokens; or its
+    image."""
     targets = batch["targets"]
     first = (targets != IGNORE_INDEX).nonzero()[0]
     row = slice(int(first[0]), int(first[0]) + 1)
@@ -165,10 +166,10 @@ def _cut_batch(batch: Batch) -> Batch:
     if targets.ndim == 1:
         return cut
     # The last tokens, if the target is one of them.
-    start = max(0, min(int(first[1]), targets.shape[1] - SHORT))
+    start = max(0, min(int(first[1]), targets.shape[1] - NUM_SHORT_TOKENS))
     for key, tensor in batch.items():
         if tensor.shape[:2] == targets.shape:
-            cut[key] = tensor[row, start : start + SHORT]
+            cut[key] = tensor[row, start : start + NUM_SHORT_TOKENS]
     return cut
 
 
@@ -226,8 +227,10 @@ def _list_worst(differences: Sequence[Difference]) -> dict[str, float]:
 
 @torch.no_grad()
 def _move_weights(module: nn.Module) -> None:
-    """Against the gradients, each weight by `MOVE` of its norm."""
+    """Against the gradients, each weight by `RELATIVE_STEP_SIZE` of its norm."""
     for parameter in module.parameters():
         if parameter.grad is None or not parameter.grad.any():
             continue
-        parameter -= parameter.grad * (MOVE * parameter.norm() / parameter.grad.norm())
+        parameter -= parameter.grad * (
+            RELATIVE_STEP_SIZE * parameter.norm() / parameter.grad.norm()
+        )

@@ -29,15 +29,15 @@ from phalanx.run.scratch import ScratchDirectory, scratch_directory
 from phalanx.verify.choose import Selection
 from phalanx.verify.row import Row
 
-STOPPED = "~/.cache/phalanx/verify"
+STOPPED_WORK_DIR = "~/.cache/phalanx/verify"
 KEPT_ROWS, LOCK = "kept-rows.jsonl", "lock"
 # Each has a file that is written last, and says that it is whole.
-REFERENCES = ("reference-", "trainer-reference-")
-NOTE = "judged before the command was stopped"
-FORGOTTEN_AFTER_S = 7 * 24 * 3600.0
-PACKAGE = Path(__file__).parents[1]
-OWN_CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-PACKAGES = ("torch", "transformers", "numpy")
+REFERENCE_PREFIXES = ("reference-", "trainer-reference-")
+RESUMED_ROW_NOTE = "judged before the command was stopped"
+MAX_AGE_S = 7 * 24 * 3600.0
+PHALANX_DIR = Path(__file__).parents[1]
+USER_CODE_PATTERN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+VERSIONED_PACKAGES = ("torch", "transformers", "numpy")
 
 
 @dataclass
@@ -78,12 +78,12 @@ def open_work(selection: Selection, *, resume: bool) -> Iterator[Work]:
     code has no source, or where another process works in it, it is one of its own that never stays.
     """
     key = _hash_work(selection) if resume else None
-    handle = None if key is None else _lock(Path(STOPPED).expanduser() / key)
+    handle = None if key is None else _lock(Path(STOPPED_WORK_DIR).expanduser() / key)
     if key is None or handle is None:
         with scratch_directory("verify") as scratch:
             yield Work(scratch)
         return
-    directory = Path(STOPPED).expanduser() / key
+    directory = Path(STOPPED_WORK_DIR).expanduser() / key
     _remove_old_work(directory)
     work = Work(
         ScratchDirectory(directory),
@@ -109,9 +109,9 @@ def _hash_work(selection: Selection) -> str | None:
     """A name for this work: what is judged, and by which code; None if some of the code has no
     source that could be looked at."""
     job: Any = selection.job.to_json()
-    sources = sorted(PACKAGE.rglob("*.py"))
+    sources = sorted(PHALANX_DIR.rglob("*.py"))
     for text in _list_texts(job):
-        if OWN_CODE.fullmatch(text) and not is_hugging_face(text):
+        if USER_CODE_PATTERN.fullmatch(text) and not is_hugging_face(text):
             own_sources = find_module_sources(text.partition(":")[0].split("."))
             if not own_sources:
                 return None
@@ -119,7 +119,7 @@ def _hash_work(selection: Selection) -> str | None:
     work = [
         (dtype, case.name, dict(case.parallel), case.other_name) for dtype, case in selection.work
     ]
-    versions = [sys.version, *map(_find_version, PACKAGES)]
+    versions = [sys.version, *map(_find_version, VERSIONED_PACKAGES)]
     # Paths are part of it: rows hold for the code of one installation.
     return digest(
         [job, work, selection.num_steps, selection.device, versions, list_file_states(sources)]
@@ -171,7 +171,7 @@ def _remove_old_work(used: Path) -> None:
         for directory in used.parent.iterdir():
             if directory.stem == used.name:
                 continue
-            if time.time() - directory.stat().st_mtime < FORGOTTEN_AFTER_S:
+            if time.time() - directory.stat().st_mtime < MAX_AGE_S:
                 continue
             if directory.is_dir():
                 shutil.rmtree(directory, ignore_errors=True)
@@ -193,8 +193,8 @@ def _read_rows(directory: Path, selection: Selection) -> tuple[Row, ...]:
             break
         if (row.dtype, row.layout) != (dtype, case.name) or row.crashed:
             break
-        if NOTE not in row.notes:
-            row = replace(row, notes=(*row.notes, NOTE))
+        if RESUMED_ROW_NOTE not in row.notes:
+            row = replace(row, notes=(*row.notes, RESUMED_ROW_NOTE))
         rows.append(row)
     return tuple(rows)
 
@@ -203,7 +203,7 @@ def _remove_but_references(work: Work) -> None:
     """Leave the references and the earlier rows alone: not what is torn behind them, and no run of
     the trainer that was stopped, whose checkpoints could stand in for those of the next."""
     for path in work.scratch.directory.iterdir():
-        if path.name.startswith(REFERENCES):
+        if path.name.startswith(REFERENCE_PREFIXES):
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

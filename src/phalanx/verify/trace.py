@@ -23,11 +23,11 @@ from phalanx.verify.forward_probe import Probe
 from phalanx.verify.number_types import is_narrow
 from phalanx.verify.reference import OneProcessStep
 from phalanx.verify.trace_facts import (
-    BEGIN,
-    BUFFERS,
-    GRADIENTS,
-    INITIAL,
-    TRACE,
+    BEGIN_KIND,
+    BUFFER_KIND_PREFIX,
+    GRADIENT_KIND_PREFIX,
+    INITIAL_KIND,
+    TRACE_FILE_NAME,
     Trace,
     TraceStep,
     buffers_of,
@@ -115,11 +115,11 @@ class TraceWriter:
         self._directory, self._dtype, self._module = directory, dtype, module
         self._randomized = randomized
         self._steps: list[TraceStep] = []
-        self._sizes = {INITIAL: _save(directory / INITIAL, initial)}
+        self._sizes = {INITIAL_KIND: _save(directory / INITIAL_KIND, initial)}
         self._norms: dict[str, dict[str, float]] = {}
         self._lr = 0.0
         self._begin = {name: p.detach().clone() for name, p in module.named_parameters()}
-        self._sizes[BEGIN] = _save(directory / BEGIN, self._begin)
+        self._sizes[BEGIN_KIND] = _save(directory / BEGIN_KIND, self._begin)
 
     def on_gradients(self, number: int, step: OneProcessStep) -> None:
         gradients = {}
@@ -189,11 +189,15 @@ class TraceWriter:
             **asdict(probed),
         }
         # Last: whoever finds this file finds the others.
-        (self._directory / TRACE).write_text(json.dumps(body))
+        (self._directory / TRACE_FILE_NAME).write_text(json.dumps(body))
 
     def _widen(self, rounding: dict[str, dict[str, float]], other: Path) -> None:
         """Make each distance in `rounding` at least that to `other`."""
-        judged = (GRADIENTS, BUFFERS) if is_narrow(self._dtype) else (GRADIENTS,)
+        judged = (
+            (GRADIENT_KIND_PREFIX, BUFFER_KIND_PREFIX)
+            if is_narrow(self._dtype)
+            else (GRADIENT_KIND_PREFIX,)
+        )
         for kind in self._sizes:
             if not kind.startswith(judged):
                 continue

@@ -8,42 +8,43 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from phalanx.verify.number_types import EPSILON, is_narrow, parameter_type
+from phalanx.verify.number_types import EPSILON_OF_DTYPE, is_narrow, parameter_type
 
-GRADIENTS = "step-"
-TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
+GRADIENT_KIND_PREFIX = "step-"
+TOLERANCE_OF_DTYPE = {"float64": 1e-10, "float32": 1e-5}
 # Of a usual tensor: a gradient this small is zero but for rounding. A bias before BatchNorm and the
 # key's bias in attention have a true gradient of zero.
 ROUNDING_64, ROUNDING_32 = 1e-10, 1e-5
 
-MOST_RELAXED = 1e-2  # mistakes are larger
+MAX_RELAXED_TOLERANCE = 1e-2  # mistakes are larger
 # A tensor whose band is wider is not judged in a narrow type: rounding alone makes another of it.
-WIDEST_BAND = 0.5
+MAX_JUDGED_BAND = 0.5
 # Two differ by twice what each lost, and ranks add up in another order.
-ROUNDINGS = 4
+ALLOWED_ROUNDINGS = 4
 
-INITIAL = "initial"  # as the job's initialization makes them
-BEGIN = "begin"  # what the first step begins with: those that are constant at first, made random
-WEIGHTS = "weights-"  # sizes are how far they moved since the beginning
-BUFFERS = "buffers-"  # persistent ones
-TRACE = "trace.json"
+INITIAL_KIND = "initial"  # as the job's initialization makes them
+# What the first step begins with: those that are constant at first, made random.
+BEGIN_KIND = "begin"
+WEIGHT_KIND_PREFIX = "weights-"  # sizes are how far they moved since the beginning
+BUFFER_KIND_PREFIX = "buffers-"  # persistent ones
+TRACE_FILE_NAME = "trace.json"
 # An update rounds each element a few times, relative to the weight and not to how far it moves.
 UPDATE_ROUNDINGS = 8
 
 
 def gradients_of(step: int) -> str:
     """The name of the gradients of a step, counted from 0."""
-    return f"{GRADIENTS}{step}"
+    return f"{GRADIENT_KIND_PREFIX}{step}"
 
 
 def weights_of(step: int) -> str:
     """The name of the weights after the update of a step, counted from 0."""
-    return f"{WEIGHTS}{step}"
+    return f"{WEIGHT_KIND_PREFIX}{step}"
 
 
 def buffers_of(step: int) -> str:
     """The name of the persistent buffers after a step, counted from 0."""
-    return f"{BUFFERS}{step}"
+    return f"{BUFFER_KIND_PREFIX}{step}"
 
 
 @dataclass(frozen=True)
@@ -123,14 +124,18 @@ class Trace:
         lost = self.rounding.get(kind, {}).get(name, 0.0)
         if not lost:
             return usual
-        return max(usual, min(MOST_RELAXED, ROUNDINGS * lost / self.scale(kind, name)))
+        return max(
+            usual, min(MAX_RELAXED_TOLERANCE, ALLOWED_ROUNDINGS * lost / self.scale(kind, name))
+        )
 
     def scalar_tolerance(self, attribute: str, usual: float) -> float:
         """The tolerance of "loss", "grad_norm" or "evaluation": `usual`, or in a narrow type a few
         times what rounding costs it."""
         if not is_narrow(self.dtype):
             return usual
-        return max(ROUNDINGS * self.strays.get(attribute, 0.0), EPSILON[self.dtype] / 16)
+        return max(
+            ALLOWED_ROUNDINGS * self.strays.get(attribute, 0.0), EPSILON_OF_DTYPE[self.dtype] / 16
+        )
 
     def bands(self) -> dict[str, float]:
         """Tolerances of a narrow type: gradient -> how far it may be off, relative to its size;
@@ -148,8 +153,8 @@ class Trace:
             return usual
         # Of all steps: of a tensor with few elements, one may hardly move by chance.
         lost = [self.rounding[other][name] / (self.scale(other, name) or 1.0) for other in kinds]
-        band = max(ROUNDINGS * max(lost), EPSILON[self.dtype] / 2)
-        if band > WIDEST_BAND:
+        band = max(ALLOWED_ROUNDINGS * max(lost), EPSILON_OF_DTYPE[self.dtype] / 2)
+        if band > MAX_JUDGED_BAND:
             return math.inf
         return band
 
@@ -164,9 +169,9 @@ class Trace:
         What is nothing but the rounding of larger numbers (the gradient of a bias before BatchNorm)
         has no digits of its own: its error is relative to a usual tensor's size.
         """
-        if kind.startswith(WEIGHTS):
+        if kind.startswith(WEIGHT_KIND_PREFIX):
             stored = parameter_type(self.dtype)
-            rounding = UPDATE_ROUNDINGS * EPSILON[stored] / TOLERANCE[stored]
+            rounding = UPDATE_ROUNDINGS * EPSILON_OF_DTYPE[stored] / TOLERANCE_OF_DTYPE[stored]
             return max(self.sizes[kind][name], rounding * self.norm(kind, name))
         usual = self._usual(kind)
         if self._is_rounding(kind, name):
@@ -183,7 +188,7 @@ class Trace:
         return math.sqrt(sum(size**2 for size in sizes.values()) / len(sizes))
 
     def _is_rounding(self, kind: str, name: str) -> bool:
-        if not kind.startswith(GRADIENTS):
+        if not kind.startswith(GRADIENT_KIND_PREFIX):
             return False
         share = ROUNDING_64
         if self.narrows or self.dtype != "float64":
@@ -192,7 +197,7 @@ class Trace:
 
 
 def read_trace(directory: Path) -> Trace:
-    body = json.loads((directory / TRACE).read_text())
+    body = json.loads((directory / TRACE_FILE_NAME).read_text())
     return Trace(
         directory,
         body["dtype"],

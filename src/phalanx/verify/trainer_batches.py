@@ -16,7 +16,7 @@ from phalanx.job.schema import Job
 from phalanx.mesh.mesh import Mesh
 from phalanx.parallel.executor import Batch, Objective
 from phalanx.plan.plan import Plan
-from phalanx.train.evaluation import HeldOut
+from phalanx.train.evaluation import HeldOutBatches
 from phalanx.verify.batches import cast_steps, has_step_without_targets, make_global_steps
 from phalanx.verify.cases import NUM_MICROBATCHES
 from phalanx.verify.trainer_cases import (
@@ -96,7 +96,7 @@ class RankBatches:
         self.step = step
         return [self._share(b) for b in self.batches.microbatches(step, self.plan.num_microbatches)]
 
-    def held_out(self) -> HeldOut:
+    def held_out(self) -> HeldOutBatches:
         """This rank's share of the held-out batches, by source."""
         sources: dict[str, list[Batch]] = {}
         for name, batch in self.batches.held_out.items():

@@ -13,10 +13,10 @@ from phalanx.job.costs import ModelCosts
 from phalanx.job.schema import Job
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.plan import LossScaling, Plan
-from phalanx.verify.cases import TRAINER as PREFIX
+from phalanx.verify.cases import TRAINER_ROW_PREFIX as PREFIX
 from phalanx.verify.cases import Case, make_cases
 
-SECOND_OPTIMIZERS = ("adamw", "sgd")
+PLAIN_LOOP_OPTIMIZERS = ("adamw", "sgd")
 """The optimizers that `verify/plain/training.py` has written out."""
 NUM_STEPS = 10
 WARMUP_STEPS = 2
@@ -31,7 +31,7 @@ EVAL_EVERY = 3
 EVALUATED_STEPS = frozenset((3, 6, 9, 10))
 # Squares of such gradients are infinite, while the gradients are not.
 OVERFLOW_FACTOR = 1e200
-SCALING = LossScaling(initial=1024.0, growth_steps=2)
+TEST_LOSS_SCALING = LossScaling(initial=1024.0, growth_steps=2)
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,13 @@ def list_trainer_layouts(num_ranks: int) -> Iterator[tuple[str, dict[str, Any]]]
     )
 
 
-LOSS_SCALE = "loss-scale"
+LOSS_SCALE_VARIANT = "loss-scale"
 
 
 def list_trainer_names(num_ranks: int) -> list[str]:
     """Names of all cases of so many ranks."""
     names = [PREFIX + name for name, _ in list_trainer_layouts(num_ranks)]
-    return [*names, PREFIX + LOSS_SCALE]
+    return [*names, PREFIX + LOSS_SCALE_VARIANT]
 
 
 def make_trainer_job(job: Job) -> Job:
@@ -105,7 +105,7 @@ def make_trainer_job(job: Job) -> Job:
     return Job.model_validate_json(json.dumps(body))
 
 
-JUDGED = (
+JUDGED_PARTS = (
     "learning rates",
     "clipping",
     "skipped steps",
@@ -114,7 +114,7 @@ JUDGED = (
     "a checkpoint saved in the background, and one at a stop",
     "runs resumed in the same and in another layout",
 )
-NOT_JUDGED = (
+NOT_JUDGED_PARTS = (
     "metrics of an own objective, the best step",
     "saves by the clock",
     "random draws other than dropout's",
@@ -123,11 +123,11 @@ NOT_JUDGED = (
 
 def explain_no_run(job: Job) -> str:
     """Why no run of the job is judged; empty if runs are."""
-    if job.optim.kind in SECOND_OPTIMIZERS:
+    if job.optim.kind in PLAIN_LOOP_OPTIMIZERS:
         return ""
     return (
         f"optim.kind={job.optim.kind} is not written out a second time:"
-        f" {' and '.join(SECOND_OPTIMIZERS)} are"
+        f" {' and '.join(PLAIN_LOOP_OPTIMIZERS)} are"
     )
 
 
@@ -192,9 +192,9 @@ def _scale_loss(planned: list[Case]) -> TrainerCase:
     assert case.plan is not None
     assert other.plan is not None
     return TrainerCase(
-        PREFIX + LOSS_SCALE,
+        PREFIX + LOSS_SCALE_VARIANT,
         dict(case.parallel),
-        replace(case.plan, loss_scaling=SCALING),
+        replace(case.plan, loss_scaling=TEST_LOSS_SCALING),
         other.name,
-        replace(other.plan, loss_scaling=SCALING),
+        replace(other.plan, loss_scaling=TEST_LOSS_SCALING),
     )

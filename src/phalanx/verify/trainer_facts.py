@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from phalanx.core.typed_json import JsonRecord
 
-FACTS = "run.json"
+FACTS_FILE_NAME = "run.json"
 WEIGHT, BUFFER, COPY, GRADIENT, STATE = "weight", "buffer", "copy", "gradient", "optim"
 """Kinds of tensors: those of the model; COPY, what the optimizer updates, where that is other
 memory; STATE is followed by the slot: optim/exp_avg."""

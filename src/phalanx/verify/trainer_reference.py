@@ -38,12 +38,12 @@ from phalanx.verify.trainer_cases import (
     NUM_STEPS,
     OVERFLOW_FACTOR,
     OVERFLOW_STEP,
-    SCALING,
+    TEST_LOSS_SCALING,
     WARMUP_STEPS,
 )
 from phalanx.verify.trainer_facts import (
     BUFFER,
-    FACTS,
+    FACTS_FILE_NAME,
     GRADIENT,
     STATE,
     WEIGHT,
@@ -52,7 +52,7 @@ from phalanx.verify.trainer_facts import (
 )
 
 # The defaults of `optim.weight_decay` in docs/job.md.
-WEIGHT_DECAY = {"adamw": 0.1, "sgd": 0.0}
+WEIGHT_DECAY_OF_OPTIMIZER = {"adamw": 0.1, "sgd": 0.0}
 
 
 def write_run_reference(
@@ -99,7 +99,7 @@ class _ReferenceWriter:
             records.append(_make_record(step, start))
         run = RunRecord(max_norm, probed.narrows, tuple(sorted(unused)), tuple(records))
         # Last: whoever finds this file finds the others.
-        (self.directory / FACTS).write_text(json.dumps(run.to_json()))
+        (self.directory / FACTS_FILE_NAME).write_text(json.dumps(run.to_json()))
 
     def _path(self, step: int) -> Path:
         return self.directory / f"step-{step}.safetensors"
@@ -128,7 +128,7 @@ class _ReferenceWriter:
             rule=_make_rule(self.job),
             max_norm=max_norm,
             gradient_factors={OVERFLOW_STEP: OVERFLOW_FACTOR},
-            loss_scale=(SCALING.initial, SCALING.growth_steps),
+            loss_scale=(TEST_LOSS_SCALING.initial, TEST_LOSS_SCALING.growth_steps),
         )
         return train_by_definition(module, self._loss_sum, run, around=around)
 
@@ -148,7 +148,7 @@ def _make_schedule(job: Job) -> RateSchedule:
 def _make_rule(job: Job) -> OptimizerRule:
     optim, decay = job.optim, job.optim.weight_decay
     if decay == "auto":
-        decay = WEIGHT_DECAY[optim.kind]
+        decay = WEIGHT_DECAY_OF_OPTIMIZER[optim.kind]
     return OptimizerRule(optim.kind, decay, optim.betas, optim.eps, optim.momentum)
 
 
@@ -218,7 +218,7 @@ class RunReader:
     """Reads blocks of the reference's tensors; files stay open until the end."""
 
     def __init__(self, directory: Path) -> None:
-        self.record = RunRecord.from_json(json.loads((directory / FACTS).read_text()))
+        self.record = RunRecord.from_json(json.loads((directory / FACTS_FILE_NAME).read_text()))
         self._directory = directory
         self._files: dict[int, Any] = {}
         self._keys: dict[int, frozenset[str]] = {}

@@ -13,13 +13,13 @@ from phalanx.mesh.mesh import Mesh
 from phalanx.verify.row import Row
 from phalanx.verify.trainer_batches import RunBatches, make_run_batches
 from phalanx.verify.trainer_cases import (
-    JUDGED,
-    LOSS_SCALE,
-    NOT_JUDGED,
+    JUDGED_PARTS,
+    LOSS_SCALE_VARIANT,
+    NOT_JUDGED_PARTS,
     TrainerCase,
     explain_no_run,
 )
-from phalanx.verify.trainer_facts import FACTS, AttemptObservation
+from phalanx.verify.trainer_facts import FACTS_FILE_NAME, AttemptObservation
 from phalanx.verify.trainer_reference import RunReader, write_run_reference
 from phalanx.verify.trainer_run import TrainerRun
 from phalanx.verify.trainer_verdict import RunComparator
@@ -63,7 +63,7 @@ def judge_trainer(job: Job, case: TrainerCase, trainer_place: TrainerPlace) -> R
         readers[0].record,
         readers[1].record,
         batch_size=job.train.global_batch_size,
-        is_scaled=case.name.endswith(LOSS_SCALE),
+        is_scaled=case.name.endswith(LOSS_SCALE_VARIANT),
     )
     first = comparator.find_first()
     return Row(
@@ -76,8 +76,8 @@ def judge_trainer(job: Job, case: TrainerCase, trainer_place: TrainerPlace) -> R
         tolerance=comparator.tolerance,
         first=first,
         notes=comparator.notes(),
-        judged=JUDGED,
-        not_judged=(*comparator.list_not_judged(), *NOT_JUDGED),
+        judged=JUDGED_PARTS,
+        not_judged=(*comparator.list_not_judged(), *NOT_JUDGED_PARTS),
         wall_s=round(time.monotonic() - began, 3),
     )
 
@@ -93,7 +93,7 @@ def _open_reference(
     there is none. Collective."""
     directory = trainer_place.run_dir / f"trainer-reference-{num_microbatches}"
     failure = ""
-    if trainer_place.mesh.rank == 0 and not (directory / FACTS).exists():
+    if trainer_place.mesh.rank == 0 and not (directory / FACTS_FILE_NAME).exists():
         failure = write_run_reference(directory, job, case.plan, batches, num_microbatches)
     failure = trainer_place.mesh.gather_json(failure)[0]
     return failure or RunReader(directory)

@@ -29,8 +29,8 @@ from phalanx.verify.trainer_facts import (
 )
 
 TOLERANCE, NARROW_TOLERANCE = 1e-8, 1e-4
-SAME = 1e-3  # ratios that are alike
-_REASONS = {
+EQUAL_RATIO_TOLERANCE = 1e-3  # ratios that are alike
+_ACCEPTED_SKIP_REASONS = {
     "": ("",),
     "no_targets": ("no_targets",),
     "not_finite": ("nonfinite_gradients", "overflow"),
@@ -376,7 +376,7 @@ class RunComparator:
             if not error <= self.tolerance:
                 cause = "gradients before clipping are others, of equal weights and data"
                 yield self._make_number_difference("gradient norm", step, error, cause, rank)
-        if observed.reason not in _REASONS[reference.skipped]:
+        if observed.reason not in _ACCEPTED_SKIP_REASONS[reference.skipped]:
             cause = (
                 f"the step is taken for {observed.reason or 'a good one'}, and must be skipped:"
                 f" {reference.skipped}"
@@ -434,8 +434,10 @@ class RunComparator:
                     expected + reference_squares,
                 )
         ratio = math.sqrt(actual / expected) if expected else math.inf
-        is_parallel = abs(crossed - math.sqrt(actual * expected)) <= SAME * expected
-        if is_parallel and abs(ratio - 1) > SAME:
+        is_parallel = (
+            abs(crossed - math.sqrt(actual * expected)) <= EQUAL_RATIO_TOLERANCE * expected
+        )
+        if is_parallel and abs(ratio - 1) > EQUAL_RATIO_TOLERANCE:
             clipped = "clipped" if reference.is_clipped else "left as they are"
             return (
                 f"all gradients are {ratio:.3g} times as large as they should be, {clipped} by the"

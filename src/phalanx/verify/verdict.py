@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.verify.compare import Comparison, replace_nan
-from phalanx.verify.diagnosis import ROWS_MIXED, Diagnosis
-from phalanx.verify.flips import EVALUATION, MisroutedToken, train_step
+from phalanx.verify.diagnosis import MIXED_ROWS_CAUSE, Diagnosis
+from phalanx.verify.flips import EVALUATION_KIND, MisroutedToken, train_step
 from phalanx.verify.judged_layout import JudgedLayout
 from phalanx.verify.number_types import is_narrow, parameter_type
 from phalanx.verify.row import Difference
 from phalanx.verify.trace_facts import (
-    INITIAL,
-    TOLERANCE,
+    INITIAL_KIND,
+    TOLERANCE_OF_DTYPE,
     Trace,
     buffers_of,
     gradients_of,
@@ -72,7 +72,7 @@ class Comparator:
             "norm": self._compared.worst_scalar("norms", "grad_norm"),
         }
         steps = range(len(self._trace.steps))
-        errors["initial"] = self._compared.worst(INITIAL)
+        errors["initial"] = self._compared.worst(INITIAL_KIND)
         errors["gradient"] = max(self._compared.worst(gradients_of(step)) for step in steps)
         errors["weight"] = self._compared.worst_weight()
         errors["update"] = max(self._compared.worst(weights_of(step)) for step in steps)
@@ -86,7 +86,7 @@ class Comparator:
         """All differences, in the order in which things go wrong: names, initial weights, and of
         each step what leads to its gradients, its update and its buffers."""
         yield from self._compare_names()
-        yield from self._compare_tensors("initial weight", INITIAL, 0)
+        yield from self._compare_tensors("initial weight", INITIAL_KIND, 0)
         last = self._trace.num_steps - 1
         for step in range(self._trace.num_steps):
             yield from self._compare_target_counts(step)
@@ -103,7 +103,7 @@ class Comparator:
         yield from self._compare_replicas("weight", weights_of(last), last)
         if self._trace.has_buffers:
             yield from self._compare_replicas("buffer", buffers_of(last), last)
-        yield from self._compare_routing(EVALUATION)
+        yield from self._compare_routing(EVALUATION_KIND)
         yield from self._compare_evaluation()
 
     def _list_relaxed_gradients(self) -> tuple[str, ...]:
@@ -149,7 +149,7 @@ class Comparator:
                     " should"
                 )
                 if self._trace.mixed_by == "objective":
-                    cause = ROWS_MIXED
+                    cause = MIXED_ROWS_CAUSE
                 error = abs(num_targets - num_expected) / num_expected
                 yield Difference("number of targets", "", step, error, rank, (rank,), "", cause)
                 return
@@ -292,7 +292,7 @@ class Comparator:
         usual = self._tolerance
         # The gradients that led to it are the reference's own, to the bit.
         if label == "update":
-            usual = TOLERANCE[parameter_type(self._trace.dtype)]
+            usual = TOLERANCE_OF_DTYPE[parameter_type(self._trace.dtype)]
         tolerance_of: dict[str, float] = {}
         for name in self._compared.list_compared(kind):
             tolerance = self._trace.tolerance(kind, name, usual)

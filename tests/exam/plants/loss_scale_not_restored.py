@@ -8,8 +8,8 @@ PLANT = Plant(
         Edit(
             "train/state.py",
             "TrainState.restore",
-            "        if self.model.loss_scale is not None and LOSS_SCALE in facts:\n",
-            "        if self.model.loss_scale is not None and LOSS_SCALE in facts and not __planted__():\n",
+            "        if self.model.loss_scale is not None and LOSS_SCALE_FACT in facts:\n",
+            "        if self.model.loss_scale is not None and LOSS_SCALE_FACT in facts and not __planted__():\n",
         ),
     ),
     shows=("trainer-loss-scale",),

@@ -8,9 +8,9 @@ PLANT = Plant(
         Edit(
             "parallel/hooks/powersgd.py",
             "PowerSgd.reduce",
-            "            gradient.slots[Q].copy_(torch.where(q.isfinite().all(), q, gradient.slots[Q]))\n",
+            "            gradient.slots[Q_SLOT].copy_(torch.where(q.isfinite().all(), q, gradient.slots[Q_SLOT]))\n",
             "            if not __planted__():\n"
-            "                gradient.slots[Q].copy_(torch.where(q.isfinite().all(), q, gradient.slots[Q]))\n",
+            "                gradient.slots[Q_SLOT].copy_(torch.where(q.isfinite().all(), q, gradient.slots[Q_SLOT]))\n",
         ),
     ),
     shows=("ddp-powersgd",),

@@ -23,7 +23,7 @@ from phalanx.parallel.batchnorm.layer import (
 from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.plan.plan import Plan
 
-DERIVE = "derive it from nn.BatchNorm1d, 2d or 3d: phalanx synchronises those"
+DERIVE_FROM_TORCH_FIX = "derive it from nn.BatchNorm1d, 2d or 3d: phalanx synchronises those"
 
 
 class SyncBatchNorm:
@@ -58,7 +58,8 @@ def _synchronise(name: str, module: _BatchNorm, ranks: StatisticsRanks) -> None:
     if isinstance(module, nn.SyncBatchNorm):
         if original is not nn.SyncBatchNorm:
             raise LayoutError(
-                f"{name} ({original.__name__}) is derived from torch's SyncBatchNorm", fix=DERIVE
+                f"{name} ({original.__name__}) is derived from torch's SyncBatchNorm",
+                fix=DERIVE_FROM_TORCH_FIX,
             )
         module.__class__ = AnyDimensionsBatchNorm
     else:

@@ -14,9 +14,9 @@ from phalanx.core.batch import list_outermost_names, unflatten_entry
 from phalanx.core.errors import DataError, LayoutError
 
 # This stands for a forward that takes any keyword.
-ANY = "**"
+ANY_KEYWORD = "**"
 # A message names so many entries of a batch at most.
-MAX_SHOWN = 12
+MAX_SHOWN_ENTRIES = 12
 
 
 class NamedTensors(dict[str, torch.Tensor]):
@@ -53,7 +53,7 @@ def call_with_batch(
         if key not in ("inputs", "targets") and _takes_argument(known, key):
             extras[key] = unflatten_entry(batch, key)
     if "document_ids" in batch and "document_ids" not in known:
-        raise _missing_documents_error(module, takes_any=ANY in known)
+        raise _missing_documents_error(module, takes_any=ANY_KEYWORD in known)
     args = (unflatten_entry(batch, "inputs"),) if "inputs" in levels else ()
     if not args and not extras:
         raise LayoutError(
@@ -84,7 +84,7 @@ def _missing_documents_error(module: nn.Module, *, takes_any: bool) -> LayoutErr
 
 
 def _takes_argument(known: frozenset[str], key: str) -> bool:
-    return key in known or ANY in known
+    return key in known or ANY_KEYWORD in known
 
 
 def _read_forward_signature(module: nn.Module) -> tuple[frozenset[str], str, tuple[str, ...]]:
@@ -93,7 +93,7 @@ def _read_forward_signature(module: nn.Module) -> tuple[frozenset[str], str, tup
     cached = module.__dict__.get("_phalanx_forward_names")
     if cached is None:
         parameters = list(inspect.signature(module.forward).parameters.values())
-        known = frozenset(ANY if p.kind is p.VAR_KEYWORD else p.name for p in parameters)
+        known = frozenset(ANY_KEYWORD if p.kind is p.VAR_KEYWORD else p.name for p in parameters)
         variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         needed = tuple(
             p.name for p in parameters if p.default is p.empty and p.kind not in variable
@@ -111,6 +111,6 @@ def describe_batch(batch: Mapping[str, torch.Tensor]) -> str:
     shown = [
         f"{key} {str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for key, t in batch.items()
     ]
-    if len(shown) > MAX_SHOWN:
-        return ", ".join(shown[:MAX_SHOWN]) + " ..."
+    if len(shown) > MAX_SHOWN_ENTRIES:
+        return ", ".join(shown[:MAX_SHOWN_ENTRIES]) + " ..."
     return ", ".join(shown) or "nothing"

@@ -20,9 +20,9 @@ from phalanx.mesh.devices import is_on_cpu
 
 Batch = Mapping[str, torch.Tensor]
 # An objective with this attribute takes every target for the number of a class.
-TAKES_CLASSES = "takes_classes"
+TAKES_CLASSES_ATTRIBUTE = "takes_classes"
 # The built-in objectives look in this order.
-_TARGETS = ("labels", "targets")
+_TARGET_ENTRY_NAMES = ("labels", "targets")
 
 
 def require_ids(batch: Batch, vocab_size: int) -> None:
@@ -35,7 +35,7 @@ def require_ids(batch: Batch, vocab_size: int) -> None:
 def require_targets(batch: Batch, outputs: Any) -> None:
     """Raises DataError for targets that are no class of `outputs`, which are logits or bring the
     head's weight."""
-    key = next((key for key in _TARGETS if key in batch), None)
+    key = next((key for key in _TARGET_ENTRY_NAMES if key in batch), None)
     num_classes = _num_classes(outputs)
     if key is not None and num_classes:
         _require_index_range(repr(key), batch[key], num_classes, classes=True)

@@ -16,7 +16,7 @@ from torch import nn
 from phalanx.core.errors import EnvironmentProblem, LayoutError
 from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.plan.plan import Plan
-from phalanx.plan.precision import FP8_CAPABILITY, FP8_FIX, FP8_MULTIPLE
+from phalanx.plan.precision import FP8_FIX, FP8_WIDTH_MULTIPLE, MIN_FP8_CAPABILITY
 
 
 class Float8:
@@ -37,7 +37,7 @@ class Float8:
         if not sum(convert_to_fp8(block, emulate=self.emulate) for block in context.blocks):
             raise LayoutError(
                 f"precision.compute=fp8 finds nothing to do in {name}",
-                why=f"no block has an nn.Linear whose widths are multiples of {FP8_MULTIPLE}",
+                why=f"no block has an nn.Linear whose widths are multiples of {FP8_WIDTH_MULTIPLE}",
                 fix=FP8_FIX,
             )
 
@@ -50,11 +50,11 @@ def require_fp8_device(device: torch.device) -> None:
             f"precision.compute=fp8 needs a GPU, and this rank is on {device.type}", fix=FP8_FIX
         )
     capability = torch.cuda.get_device_capability(device)
-    if capability < FP8_CAPABILITY:
+    if capability < MIN_FP8_CAPABILITY:
         name = torch.cuda.get_device_name(device)
         raise EnvironmentProblem(
             "precision.compute=fp8 needs a GPU of compute capability"
-            f" {_format_capability(FP8_CAPABILITY)}, and"
+            f" {_format_capability(MIN_FP8_CAPABILITY)}, and"
             f" {name} has {_format_capability(capability)}",
             fix=FP8_FIX,
         )
@@ -92,7 +92,7 @@ def has_fp8_widths(part: nn.Module) -> bool:
     """An nn.Linear, and no subclass, which may multiply in its own way, with widths that kernels
     take."""
     return type(part) is nn.Linear and not (
-        part.in_features % FP8_MULTIPLE or part.out_features % FP8_MULTIPLE
+        part.in_features % FP8_WIDTH_MULTIPLE or part.out_features % FP8_WIDTH_MULTIPLE
     )
 
 

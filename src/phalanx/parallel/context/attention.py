@@ -84,7 +84,7 @@ def ulysses_attention(
     return attended
 
 
-ATTEND: dict[str, Attend] = {
+ATTENTION_FUNCTION_OF_KIND: dict[str, Attend] = {
     "ring": ring_attention,
     "all-gather": all_gather_attention,
     "ulysses": ulysses_attention,

@@ -16,7 +16,7 @@ from phalanx.core.errors import LayoutError
 from phalanx.job.nearest import format_nearest_multiples
 
 # Index tensors are kept: a training meets one length or two, a sample of text some more.
-KEPT = 32
+MAX_CACHED_POSITIONS = 32
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class SequenceChunks:
         return ChunkRectangle(*hull, is_causal=query_rank == key_rank)
 
 
-@functools.lru_cache(maxsize=KEPT)
+@functools.lru_cache(maxsize=MAX_CACHED_POSITIONS)
 def _cached_token_positions(
     chunks: SequenceChunks, rank: int, num_tokens: int, device: torch.device
 ) -> torch.Tensor:
@@ -143,7 +143,7 @@ def _cached_token_positions(
         return chunks._compute_token_positions(rank, num_tokens, device)
 
 
-@functools.lru_cache(maxsize=KEPT)
+@functools.lru_cache(maxsize=MAX_CACHED_POSITIONS)
 def _cached_rank_order(
     chunks: SequenceChunks, num_tokens: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:

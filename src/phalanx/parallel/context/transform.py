@@ -27,7 +27,7 @@ from phalanx.core.errors import LayoutError
 from phalanx.mesh.attend_blocks import VisibleKeys, is_masked
 from phalanx.mesh.logical import full_name
 from phalanx.mesh.seams import find_attention_cores, has_attention_seam
-from phalanx.parallel.context.attention import ATTEND
+from phalanx.parallel.context.attention import ATTENTION_FUNCTION_OF_KIND
 from phalanx.parallel.context.chunks import SequenceChunks
 from phalanx.parallel.context.group import ContextGroup
 from phalanx.parallel.pipeline.staged import PipelineStageGroup
@@ -35,7 +35,7 @@ from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.plan.degree_checks import attention_not_replaceable_error
 from phalanx.plan.plan import Plan
 
-PER_TOKEN = ("inputs", "targets", "positions")
+PER_TOKEN_ENTRIES = ("inputs", "targets", "positions")
 Mask = Callable[..., "torch.Tensor | None"]
 
 
@@ -146,7 +146,7 @@ class ContextCore(nn.Module):
 
     def __init__(self, window: int, masks: ContextMask, kind: str) -> None:
         super().__init__()
-        self.window, self._masks, self._attend = window, masks, ATTEND[kind]
+        self.window, self._masks, self._attend = window, masks, ATTENTION_FUNCTION_OF_KIND[kind]
 
     def forward(
         self,
@@ -221,7 +221,7 @@ class SequenceSplit:
 
         Raises LayoutError for a length that does not divide, and for what is none of these.
         """
-        unsplit_keys = [key for key in batch if key not in (*PER_TOKEN, "document_ids")]
+        unsplit_keys = [key for key in batch if key not in (*PER_TOKEN_ENTRIES, "document_ids")]
         tokens = batch.get("inputs")
         if unsplit_keys or tokens is None or tokens.ndim != 2:
             raise LayoutError(
@@ -235,7 +235,7 @@ class SequenceSplit:
             "positions": torch.arange(length, device=tokens.device).expand_as(tokens),
             **batch,
         }
-        for key in full_batch.keys() & PER_TOKEN:
+        for key in full_batch.keys() & PER_TOKEN_ENTRIES:
             full_batch[key] = full_batch[key].index_select(1, places)
         return full_batch
 

@@ -26,9 +26,9 @@ from phalanx.parallel.dropout.transform import find_batch_second_layers
 from phalanx.parallel.pipeline.staged import PipelineStageGroup
 from phalanx.parallel.protocol import ParallelContext
 
-BERNOULLI = torch.ops.aten.bernoulli_.float
-NATIVE_DROPOUT = torch.ops.aten.native_dropout.default
-_DROPOUT_AT = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
+BERNOULLI_OP = torch.ops.aten.bernoulli_.float
+NATIVE_DROPOUT_OP = torch.ops.aten.native_dropout.default
+_DROPOUT_ARGUMENT_INDEX = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
 """Which argument of these functions is the probability."""
 
 
@@ -232,12 +232,12 @@ class _PositionalDraws(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # With a generator of the user's own the numbers are the user's, too.
-        if func is BERNOULLI and kwargs.get("generator") is None:
+        if func is BERNOULLI_OP and kwargs.get("generator") is None:
             keep = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
             mask = self._interceptor.draw_mask(keep, args[0]) if 0.0 < keep < 1.0 else None
             if mask is not None:
                 return args[0].copy_(mask)
-        if func is NATIVE_DROPOUT and args[2] and 0.0 < args[1] < 1.0:
+        if func is NATIVE_DROPOUT_OP and args[2] and 0.0 < args[1] < 1.0:
             keep = 1.0 - args[1]
             mask = self._interceptor.draw_mask(keep, args[0])
             if mask is not None:
@@ -254,7 +254,9 @@ class _PlainAttention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        argument = _DROPOUT_AT.get(func.__name__) if func in _attention_functions() else None
+        argument = (
+            _DROPOUT_ARGUMENT_INDEX.get(func.__name__) if func in _attention_functions() else None
+        )
         if argument is not None and args and args[0].device.type == "cuda":
             probability = args[argument] if len(args) > argument else kwargs.get("dropout_p", 0.0)
             if probability > 0.0:

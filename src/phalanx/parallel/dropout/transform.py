@@ -38,7 +38,9 @@ class Dropout:
         module = context.root.module
         time_first = find_batch_second_layers(module)
         for name, part in module.named_modules():
-            if isinstance(part, _DropoutNd) and any(isinstance(part, known) for known in _COUNTED):
+            if isinstance(part, _DropoutNd) and any(
+                isinstance(part, known) for known in _COUNTED_CLASS_OF_TORCH_CLASS
+            ):
                 _use_counter_rng(
                     full_name(name),
                     part,
@@ -146,7 +148,7 @@ class CountedFeatureAlphaDropout(_AlphaDropoutMixin, _ChannelDropout, nn.Feature
     pass
 
 
-_COUNTED: dict[type[_DropoutNd], type[_CounterRngDropout]] = {
+_COUNTED_CLASS_OF_TORCH_CLASS: dict[type[_DropoutNd], type[_CounterRngDropout]] = {
     nn.Dropout: CountedDropout,
     nn.Dropout1d: CountedDropout1d,
     nn.Dropout2d: CountedDropout2d,
@@ -167,9 +169,13 @@ def _use_counter_rng(
 
 @functools.cache
 def _derive_counting_type(original: type[_DropoutNd]) -> type[_CounterRngDropout]:
-    if original in _COUNTED:
-        return _COUNTED[original]
-    counted = next(_COUNTED[known] for known in original.__mro__ if known in _COUNTED)
+    if original in _COUNTED_CLASS_OF_TORCH_CLASS:
+        return _COUNTED_CLASS_OF_TORCH_CLASS[original]
+    counted = next(
+        _COUNTED_CLASS_OF_TORCH_CLASS[known]
+        for known in original.__mro__
+        if known in _COUNTED_CLASS_OF_TORCH_CLASS
+    )
     # In this order `super().forward` of a user's class finds ours before torch's.
     bases = (
         original,

@@ -16,7 +16,7 @@ from phalanx.parallel.hooks._protocol import CompressionOptions, Gradient
 from phalanx.parallel.wire import Wire
 
 # The sum over ranks stays below this; fp16 ends at 65504.
-LARGEST = 2.0**15
+MAX_SCALED_MAGNITUDE = 2.0**15
 
 
 class Fp16:
@@ -31,7 +31,9 @@ class Fp16:
         # A gradient of zeros gets a large scale, not an infinite one; an infinite limit makes the
         # scale 0, and the gradient NaN on all ranks.
         scales = torch.exp2(
-            torch.floor(torch.log2(LARGEST / wire.num_ranks / limits.clamp(min=2.0**-100)))
+            torch.floor(
+                torch.log2(MAX_SCALED_MAGNITUDE / wire.num_ranks / limits.clamp(min=2.0**-100))
+            )
         )
         rounded = torch.cat(
             [(g.tensor * s).reshape(-1).half() for g, s in zip(gradients, scales, strict=True)]

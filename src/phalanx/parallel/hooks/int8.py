@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from phalanx.parallel.hooks._protocol import CompressionOptions, Gradient
 from phalanx.parallel.wire import Wire
 
-BLOCK = 256
+BLOCK_ELEMENTS = 256
 # On either side of 0: -128 is not used, so that levels are symmetric.
-LEVELS = 127
-SCALE = torch.float32
+MAX_LEVEL = 127
+SCALE_DTYPE = torch.float32
 KEEPS_ERROR = True
 
 
@@ -39,7 +39,7 @@ class ElementShares:
 
     @property
     def num_blocks(self) -> int:
-        return -(-self.share // BLOCK)
+        return -(-self.share // BLOCK_ELEMENTS)
 
     @property
     def block(self) -> int:
@@ -103,10 +103,10 @@ def _quantise(blocks: torch.Tensor) -> Quantised:
 
     A block with anything that is not finite has a scale that is not.
     """
-    scales = (blocks.abs().amax(-1) / LEVELS).to(SCALE)
+    scales = (blocks.abs().amax(-1) / MAX_LEVEL).to(SCALE_DTYPE)
     # A block of zeros has a scale of 0: it is divided by something else, and stays zero.
-    steps = blocks / scales[..., None].to(blocks.dtype).clamp(min=torch.finfo(SCALE).tiny)
-    return steps.round().clamp(-LEVELS, LEVELS).nan_to_num(0.0).to(torch.int8), scales
+    steps = blocks / scales[..., None].to(blocks.dtype).clamp(min=torch.finfo(SCALE_DTYPE).tiny)
+    return steps.round().clamp(-MAX_LEVEL, MAX_LEVEL).nan_to_num(0.0).to(torch.int8), scales
 
 
 def _dequantise(numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -124,8 +124,8 @@ def _pack(quantised: Sequence[Quantised]) -> torch.Tensor:
 def _unpack(packed: torch.Tensor, cuts: Sequence[ElementShares]) -> list[Quantised]:
     """The inverse of `_pack`."""
     counts = [cut.num_blocks for cut in cuts]
-    edge = sum(counts) * SCALE.itemsize
-    scales = packed[:, :edge].contiguous().view(SCALE).split(counts, dim=1)
+    edge = sum(counts) * SCALE_DTYPE.itemsize
+    scales = packed[:, :edge].contiguous().view(SCALE_DTYPE).split(counts, dim=1)
     numbers = packed[:, edge:].contiguous().view(torch.int8)
     parts = numbers.split([cut.num_blocks * cut.block for cut in cuts], dim=1)
     return [

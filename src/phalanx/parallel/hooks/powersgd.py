@@ -16,7 +16,7 @@ from phalanx.core.digest import stable_hash64
 from phalanx.parallel.hooks._protocol import CompressionOptions, Gradient
 from phalanx.parallel.wire import Wire
 
-Q = "q"
+Q_SLOT = "q"
 KEEPS_ERROR = True
 
 
@@ -40,7 +40,7 @@ class PowerSgd:
             generator=generator,
             dtype=torch.float64,
         )
-        return {Q: drawn.to(parameter)}
+        return {Q_SLOT: drawn.to(parameter)}
 
     def _is_worth_compressing(self, tensor: torch.Tensor) -> bool:
         if tensor.ndim < 2:
@@ -49,10 +49,10 @@ class PowerSgd:
         return self._rank * (rows + columns) < rows * columns and self._rank <= min(rows, columns)
 
     def reduce(self, gradients: Sequence[Gradient], wire: Wire) -> list[torch.Tensor]:
-        thin = [g for g in gradients if Q in g.slots]
+        thin = [g for g in gradients if Q_SLOT in g.slots]
         ms = [_view_as_matrix(g.tensor) for g in thin]
-        ps = [m @ g.slots[Q] for m, g in zip(ms, thin, strict=True)]
-        uncompressed = [g.tensor for g in gradients if Q not in g.slots]
+        ps = [m @ g.slots[Q_SLOT] for m, g in zip(ms, thin, strict=True)]
+        uncompressed = [g.tensor for g in gradients if Q_SLOT not in g.slots]
         _average_over_ranks([*ps, *uncompressed], wire)
         # Each rank by itself: after the sum they have the same P, bit by bit.
         ps = [torch.linalg.qr(p).Q for p in ps]
@@ -64,7 +64,7 @@ class PowerSgd:
             errors[gradient.name] = (m - mean).view_as(gradient.tensor)
             gradient.tensor.copy_(mean.view_as(gradient.tensor))
             # A step that overflowed leaves Q as it was: a NaN in it would stay for good.
-            gradient.slots[Q].copy_(torch.where(q.isfinite().all(), q, gradient.slots[Q]))
+            gradient.slots[Q_SLOT].copy_(torch.where(q.isfinite().all(), q, gradient.slots[Q_SLOT]))
         return [
             errors[g.name] if g.name in errors else torch.zeros_like(g.tensor) for g in gradients
         ]

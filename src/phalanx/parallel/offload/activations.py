@@ -22,12 +22,12 @@ from phalanx.parallel.saved_tensors import is_weight
 from phalanx.plan.plan import Plan
 
 # Below this a copy costs more than it frees; a CPU rehearses with everything.
-SMALLEST_BYTES = {
+MIN_OFFLOAD_BYTES_OF_DEVICE = {
     "cuda": 1 << 16,
     "cpu": 1,
 }
 # So many storages are fetched before the backward asks for them.
-NUM_AHEAD = 2
+NUM_PREFETCHED_STORAGES = 2
 
 
 class OffloadActivations:
@@ -158,7 +158,8 @@ class OffloadPass:
             and tensor.layout is torch.strided
             and not tensor.is_conj()
             and not tensor.is_neg()
-            and tensor.untyped_storage().nbytes() >= SMALLEST_BYTES.get(tensor.device.type, 1 << 16)
+            and tensor.untyped_storage().nbytes()
+            >= MIN_OFFLOAD_BYTES_OF_DEVICE.get(tensor.device.type, 1 << 16)
             and not is_weight(tensor)
         )
 
@@ -207,7 +208,10 @@ class OffloadPass:
         if self._copy_stream.stream is None:
             return
         for earlier in (
-            ref() for ref in self._in_order[max(0, offloaded.number - NUM_AHEAD) : offloaded.number]
+            ref()
+            for ref in self._in_order[
+                max(0, offloaded.number - NUM_PREFETCHED_STORAGES) : offloaded.number
+            ]
         ):
             if earlier is not None and earlier.num_left > 0:
                 self._fetch_storage(earlier)

@@ -29,7 +29,7 @@ from phalanx.parallel.pipeline.weight_grads import DeferredWeightGrads
 from phalanx.parallel.protocol import ParallelContext
 from phalanx.parallel.saved_tensors import can_count_saved_bytes
 from phalanx.plan.pipeline.messages import Messages, P2PMessage, output_of, plan_messages
-from phalanx.plan.pipeline.pipeline_plan import FROM_FILE, Pipeline
+from phalanx.plan.pipeline.pipeline_plan import SCHEDULE_FROM_FILE, Pipeline
 from phalanx.plan.pipeline.schedule import Action, Schedule
 
 Span = tuple[str, Any, Any]
@@ -131,7 +131,7 @@ class PipelineExecutor:
             pipeline = self.staged.pipeline
             if (
                 num_microbatches != pipeline.num_microbatches
-                and pipeline.schedule_name == FROM_FILE
+                and pipeline.schedule_name == SCHEDULE_FROM_FILE
             ):
                 raise LayoutError(
                     f"the schedule is of {pipeline.num_microbatches} microbatches, and a step has"

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from phalanx.parallel.pipeline.stage_forward import RELEASED_PARTS, StageForward
+from phalanx.parallel.pipeline.stage_forward import RELEASED_PARTS_ATTRIBUTE, StageForward
 
 
 def release_block_tensors(
@@ -43,7 +43,7 @@ def release_block_tensors(
                         tensor.detach(), full, stage_forward, device, in_block=True
                     ),
                 )
-    block.__dict__[RELEASED_PARTS] = dict(block._modules)
+    block.__dict__[RELEASED_PARTS_ATTRIBUTE] = dict(block._modules)
     block._modules.clear()
 
 

@@ -27,8 +27,8 @@ from phalanx.parallel.pipeline.p2p import StageGroup, TensorSpec
 
 # A stage announces its output in fields of fixed number: the type as its index here, plus 1, and
 # room for so many dimensions.
-_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_MAX_DIMS = 8
+_SENDABLE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_MAX_SENDABLE_DIMS = 8
 
 Compute = Callable[[int, torch.Tensor | None], Any]
 """(stage, what arrived) -> hidden states, or of the last stage anything."""
@@ -156,13 +156,13 @@ def _run_stages(
 
 
 def _require_sendable(stage: int, output: Any, *, is_last: bool) -> None:
-    if not is_last and (output.dtype not in _TYPES or output.ndim > _MAX_DIMS):
+    if not is_last and (output.dtype not in _SENDABLE_DTYPES or output.ndim > _MAX_SENDABLE_DIMS):
         raise LayoutError(
             f"stage {stage} hands on a tensor of {output.dtype} and {output.ndim} dimensions, which"
             " stages cannot send",
             fix=(
-                f"have blocks return floats of at most {_MAX_DIMS} dimensions, or do without"
-                " parallel.pp"
+                f"have blocks return floats of at most {_MAX_SENDABLE_DIMS} dimensions, or do"
+                " without parallel.pp"
             ),
         )
 
@@ -189,13 +189,13 @@ def _broadcast_spec(
 ) -> TensorSpec | None:
     """Broadcast from `owner` the form of its stage's output, None after the last one, or why it
     refuses."""
-    fields = torch.zeros(4 + _MAX_DIMS, dtype=torch.int64, device=stage_group.device)
+    fields = torch.zeros(4 + _MAX_SENDABLE_DIMS, dtype=torch.int64, device=stage_group.device)
     text = b""
     if refusal is not None:
         text = json.dumps(refusal.to_json()).encode()
         fields[0] = len(text)
     elif hidden is not None:
-        fields[1], fields[2] = 1 + _TYPES.index(hidden.dtype), hidden.ndim
+        fields[1], fields[2] = 1 + _SENDABLE_DTYPES.index(hidden.dtype), hidden.ndim
         fields[4 : 4 + hidden.ndim] = torch.tensor(hidden.shape)
         # Only the first stage's embedding sees how long a sequence is that tp has cut.
         fields[3] = group.num_tokens if group is not None else 0
@@ -211,7 +211,7 @@ def _broadcast_spec(
         dist.broadcast(data, source, group=stage_group.down)
         raise refusal or _rebuild_refusal(json.loads(data.cpu().numpy().tobytes()))
     if kind:
-        return TensorSpec(tuple(shape[:num_dims]), _TYPES[kind - 1])
+        return TensorSpec(tuple(shape[:num_dims]), _SENDABLE_DTYPES[kind - 1])
     return None
 
 

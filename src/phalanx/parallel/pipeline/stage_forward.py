@@ -27,7 +27,7 @@ from phalanx.mesh.logical import local_tensor
 
 BEFORE, INSIDE, AFTER = "before", "between", "after"
 # A block of another stage has the parts that it had under this attribute, emptied as well.
-RELEASED_PARTS = "_phalanx_released"
+RELEASED_PARTS_ATTRIBUTE = "_phalanx_released"
 
 
 class StageBoundary(BaseException):
@@ -349,7 +349,7 @@ def _derive_intercepting_type(original: type[nn.Module]) -> type[nn.Module]:
         return self._phalanx_stage_forward(*args, **kwargs)
 
     def find(self: nn.Module, name: str) -> Any:
-        submodule = self.__dict__.get(RELEASED_PARTS, {}).get(name)
+        submodule = self.__dict__.get(RELEASED_PARTS_ATTRIBUTE, {}).get(name)
         if submodule is None:
             return original.__getattr__(self, name)
         return submodule

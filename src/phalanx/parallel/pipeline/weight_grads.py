@@ -27,7 +27,7 @@ from phalanx.mesh.linear import is_grouped_linear
 GradWork = Callable[[], None]
 
 # A linear layer with this attribute defers the gradient of its weight.
-SPLITS = "phalanx_splits_backward"
+SPLITS_BACKWARD_ATTRIBUTE = "phalanx_splits_backward"
 
 
 @dataclass
@@ -42,11 +42,11 @@ class DeferredWeightGrads:
         # The products are a list and no graph: they need activations and gradients, but no weights,
         # which FSDP may have freed until W comes.
         works = self._due.setdefault(key, [])
-        _DEFERRED.append(works)
+        _active_deferred_grads.append(works)
         try:
             yield
         finally:
-            _DEFERRED.pop()
+            _active_deferred_grads.pop()
 
     @torch.no_grad()
     def run(self, key: Hashable) -> None:
@@ -60,14 +60,14 @@ class DeferredWeightGrads:
 
 # A backward is asked for by the autograd engine, which hands on no object of ours: this is how it
 # finds where to put what is to wait. One backward runs at a time.
-_DEFERRED: list[list[GradWork]] = []
+_active_deferred_grads: list[list[GradWork]] = []
 
 
 def defer_weight_gradient(work: GradWork) -> None:
     """Do `work`, which only makes gradients of weights, where the schedule has its W; at once
     outside of a split backward. The backward of an autograd function calls it."""
-    if _DEFERRED:
-        _DEFERRED[-1].append(work)
+    if _active_deferred_grads:
+        _active_deferred_grads[-1].append(work)
     else:
         work()
 
@@ -77,7 +77,7 @@ def split_backward_of_linears(module: nn.Module) -> None:
     also those of experts."""
     for part in module.modules():
         if isinstance(part, nn.Linear):
-            setattr(part, SPLITS, True)
+            setattr(part, SPLITS_BACKWARD_ATTRIBUTE, True)
         if (
             isinstance(part, nn.Linear)
             # A subclass with a forward of its own multiplies in its own way; it reads the attribute
@@ -134,7 +134,7 @@ class _GroupedLinearDeferringGradient(torch.autograd.Function):
             grad_x = grouped_matmul(grad, weight.detach().to(grad.dtype), counts)
         else:
             grad_x = None
-        if _DEFERRED:
+        if _active_deferred_grads:
             defer_weight_gradient(lambda: _accumulate(weight, grouped_weight_grad(grad, x, counts)))
             return grad_x, None, None
         return grad_x, grouped_weight_grad(grad, x, counts).to(weight.dtype), None
@@ -197,7 +197,7 @@ class _LinearDeferringGradient(torch.autograd.Function):
                 if gradient is not None:
                     _accumulate(parameter, gradient)
 
-        if _DEFERRED:
+        if _active_deferred_grads:
             defer_weight_gradient(work)
             return grad_x, None, None
         grad_weight, grad_bias = compute_grads()

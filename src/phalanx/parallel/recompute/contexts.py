@@ -17,17 +17,17 @@ from phalanx.core.errors import LayoutError
 from phalanx.parallel.batchnorm.layer import StatisticsTape, SynchronisedBatchNorm
 from phalanx.parallel.dropout.rng import DropoutRng
 
-Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+ContextPairFactory = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
-MATMULS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_grouped_mm")
+MATMUL_OP_NAMES = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_grouped_mm")
 # Each device has its own: _flash_attention_for_cpu, _cudnn_attention, ...
-ATTENTION = "_scaled_dot_product_"
+ATTENTION_OP_PREFIX = "_scaled_dot_product_"
 # Our own operator for attention in long sequences.
-MASKED_ATTENTION = "attend_by_blocks"
-COLLECTIVES = "_c10d_functional"
+BLOCK_ATTENTION_OP_NAME = "attend_by_blocks"
+COLLECTIVE_OP_NAMESPACE = "_c10d_functional"
 
 
-def recompute_contexts(block: nn.Module, mode: str, dropout_rng: DropoutRng) -> Contexts:
+def recompute_contexts(block: nn.Module, mode: str, dropout_rng: DropoutRng) -> ContextPairFactory:
     """A maker of (context of the forward, context of the recomputation): dropout drops the same
     again, too."""
     inner = _user_contexts(block, mode)
@@ -41,7 +41,7 @@ def recompute_contexts(block: nn.Module, mode: str, dropout_rng: DropoutRng) -> 
     return contexts
 
 
-def _user_contexts(block: nn.Module, mode: str) -> Contexts | None:
+def _user_contexts(block: nn.Module, mode: str) -> ContextPairFactory | None:
     norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]
     of_norms = {id(buffer) for norm in norms for buffer in norm.buffers()}
     other_buffers = {
@@ -79,9 +79,11 @@ def _selective_policy(
 ) -> CheckpointPolicy:
     """Keep what is dear to make again: products, attention, and what came from other ranks."""
     namespace, _, name = str(op.name()).split(".")[0].partition("::")
-    is_product = namespace == "aten" and (name in MATMULS or name.startswith(ATTENTION))
-    is_product |= namespace == "phalanx" and name == MASKED_ATTENTION
-    is_dear = is_product or (namespace == COLLECTIVES and name != "wait_tensor")
+    is_product = namespace == "aten" and (
+        name in MATMUL_OP_NAMES or name.startswith(ATTENTION_OP_PREFIX)
+    )
+    is_product |= namespace == "phalanx" and name == BLOCK_ATTENTION_OP_NAME
+    is_dear = is_product or (namespace == COLLECTIVE_OP_NAMESPACE and name != "wait_tensor")
     if is_dear:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

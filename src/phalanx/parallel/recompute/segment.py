@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from phalanx.core.errors import LayoutError
 from phalanx.parallel.dropout.rng import DropoutRng
-from phalanx.parallel.recompute.contexts import Contexts, recompute_contexts
+from phalanx.parallel.recompute.contexts import ContextPairFactory, recompute_contexts
 
 
 class RecomputeSegment:
@@ -42,7 +42,12 @@ class RecomputeSegment:
             block.forward = functools.partial(self._call_block, index, block.forward, maker)
 
     def _call_block(
-        self, index: int, forward: Callable[..., Any], contexts: Contexts, *args: Any, **kwargs: Any
+        self,
+        index: int,
+        forward: Callable[..., Any],
+        contexts: ContextPairFactory,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)

@@ -17,7 +17,10 @@ from phalanx.core.errors import DataError, LayoutError
 from phalanx.mesh.devices import is_on_cpu
 from phalanx.mesh.linear import input_dim, is_conv1d, output_dim
 from phalanx.mesh.tensor_group import SEQUENCE_DIM, TensorGroup, VocabularyLogits, VocabularyShard
-from phalanx.parallel.pipeline.weight_grads import SPLITS, linear_with_deferred_gradient
+from phalanx.parallel.pipeline.weight_grads import (
+    SPLITS_BACKWARD_ATTRIBUTE,
+    linear_with_deferred_gradient,
+)
 from phalanx.parallel.tensor.overlap import multiply_row_in_chunks
 from phalanx.plan.rules import CountAttribute, Rule
 
@@ -60,7 +63,7 @@ def _row_forward(part: nn.Module, name: str, group: TensorGroup, x: torch.Tensor
 
 def _multiply_by_weight(part: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Multiply by a weight; in a pipeline that splits backwards its gradient can wait."""
-    if getattr(part, SPLITS, False):
+    if getattr(part, SPLITS_BACKWARD_ATTRIBUTE, False):
         return linear_with_deferred_gradient(x, weight)
     return F.linear(x, weight)
 

@@ -11,7 +11,7 @@ from phalanx.core.errors import LayoutError
 from phalanx.plan.rule_checks import missing_row_rule_error
 from phalanx.plan.rules import Rule
 
-MISFITS = (
+SHAPE_ERROR_PATTERNS = (
     r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)",
     r"size of tensor a \((\d+)\) must match the size of tensor b \((\d+)\)",
     r"normalized_shape=\[(\d+)\].*input.*of size\s*\[.*?(\d+)\]",
@@ -41,7 +41,12 @@ def shard_width_error(error: Exception, columns: Sequence[OpenColumn]) -> Layout
     """
     message = str(error).splitlines()[0] if str(error) else ""
     shapes = next(
-        (match.groups() for pattern in MISFITS if (match := re.search(pattern, message))), ()
+        (
+            match.groups()
+            for pattern in SHAPE_ERROR_PATTERNS
+            if (match := re.search(pattern, message))
+        ),
+        (),
     )
     if not isinstance(error, RuntimeError) or not shapes:
         return None

@@ -25,7 +25,7 @@ from phalanx.parallel.tensor.dropout import PartialDropoutCheck, partial_dropout
 from phalanx.parallel.tensor.overlap import overlap_columns
 from phalanx.parallel.tensor.shape_errors import OpenColumn
 from phalanx.plan.rule_checks import require_cuttable, require_fused_expert_parts
-from phalanx.plan.rules import CUTS, DimSlice, Rule, find_rule
+from phalanx.plan.rules import CUTTING_KINDS, DimSlice, Rule, find_rule
 
 
 def shard_module(
@@ -75,7 +75,9 @@ class ModuleSharder:
 
     def shard(self) -> None:
         """Cut what rules name, and check that what follows fits."""
-        if not self.is_stage and not any(rule.kind in CUTS for rule in self._rules.values()):
+        if not self.is_stage and not any(
+            rule.kind in CUTTING_KINDS for rule in self._rules.values()
+        ):
             raise LayoutError(f"no sharding rule cuts anything of {type(self.module).__name__}")
         for name, rule in self._rules.items():
             self._apply_rule(name, self._modules[name], rule)
@@ -87,7 +89,7 @@ class ModuleSharder:
     def _apply_rule(self, name: str, part: nn.Module, rule: Rule) -> None:
         for count in rule.divide:
             tp_modules.divide_count_attribute(part, name, count, self.group.size)
-        if rule.kind in CUTS:
+        if rule.kind in CUTTING_KINDS:
             kind = classify_module(part, is_attention=self._is_attention(name))
             require_cuttable(rule, name, kind)
         apply_rule = {

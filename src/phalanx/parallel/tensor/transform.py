@@ -30,7 +30,7 @@ from phalanx.plan.rule_checks import (
     missing_rules_error,
     require_rule_matches_module,
 )
-from phalanx.plan.rules import CUTS, Rule, parse_rules
+from phalanx.plan.rules import CUTTING_KINDS, Rule, parse_rules
 
 
 class TensorParallel:
@@ -91,7 +91,7 @@ def collect_shard_rules(
         if pattern not in job_rules
     }
     rules = parse_rules({**job_rules, **brought})
-    if not any(rule.kind in CUTS for rule in rules):
+    if not any(rule.kind in CUTTING_KINDS for rule in rules):
         raise missing_rules_error(type(module).__name__)
     require_rule_matches_module(rules, list(names))
     return rules

@@ -21,12 +21,14 @@ from phalanx.plan.pipeline.simulate import Seconds, StageCosts, simulate
 from phalanx.plan.pipeline.trace import forward_backward_seconds, scale_costs, splits_backward
 from phalanx.plan.plan import Plan
 
-LIMIT = 0.2  # of the ranks' time; waiting more than that is worth a change
-UNEVEN = 1.1  # the busiest rank against the mean of all
-WORTH = 0.95  # of a bubble: one that another schedule makes no smaller than this is left as it is
-MUCH_SMALLER = 0.9  # of a bubble: what interleaving must bring, for it sends more messages
-MAX_ACTIONS = 100_000  # of a schedule that is simulated here: planning must stay quick
-MAX_MICROBATCHES = 32  # times as many as there are, at most, are proposed
+MAX_UNREMARKED_BUBBLE = 0.2  # of the ranks' time; waiting more than that is worth a change
+MIN_UNEVEN_RATIO = 1.1  # the busiest rank against the mean of all
+# Of a bubble: one that another schedule makes no smaller than this is left as it is.
+MAX_WORTHWHILE_BUBBLE_RATIO = 0.95
+# Of a bubble: what interleaving must bring, for it sends more messages.
+MAX_INTERLEAVED_BUBBLE_RATIO = 0.9
+MAX_SIMULATED_ACTIONS = 100_000  # of a schedule that is simulated here: planning must stay quick
+MAX_SUGGESTED_MICROBATCHES = 32  # times as many as there are, at most, are proposed
 
 
 def bubble_of(
@@ -39,7 +41,7 @@ def bubble_of(
     """Part of all ranks' time that is idle; None for a schedule that there is not, or one too
     long to look at."""
     # F, I and W of each microbatch in each stage, where backwards are split.
-    if 3 * num_ranks * stages_per_rank * num_microbatches > MAX_ACTIONS:
+    if 3 * num_ranks * stages_per_rank * num_microbatches > MAX_SIMULATED_ACTIONS:
         return None
     try:
         schedule = generate_schedule(name, num_ranks, num_microbatches, stages_per_rank)
@@ -67,7 +69,7 @@ def find_enough_microbatches(
         bubble = bubble_of(
             pipeline.schedule_name, pipeline.num_ranks, count, pipeline.stages_per_rank, costs
         )
-        if bubble is not None and bubble <= LIMIT:
+        if bubble is not None and bubble <= MAX_UNREMARKED_BUBBLE:
             return count, is_divided, bubble
     return None
 
@@ -76,10 +78,10 @@ def _list_larger_microbatch_counts(now: int, share: int) -> Iterator[tuple[int, 
     """Larger numbers of microbatches to try, with True where they divide `share`: those first,
     because they leave the batch as it is."""
     for count in list_divisors(share):
-        if now < count <= MAX_MICROBATCHES * now:
+        if now < count <= MAX_SUGGESTED_MICROBATCHES * now:
             yield count, True
     # Then larger batches, which change what a step learns from.
-    for factor in range(2, MAX_MICROBATCHES + 1):
+    for factor in range(2, MAX_SUGGESTED_MICROBATCHES + 1):
         yield factor * now, False
 
 
@@ -134,7 +136,7 @@ def warn_of_long_bubble(job: Job, plan: Plan) -> str | None:
     if plan.pipeline is None:
         return None
     timeline = plan.pipeline.timeline()
-    if timeline is None or timeline.bubble <= LIMIT:
+    if timeline is None or timeline.bubble <= MAX_UNREMARKED_BUBBLE:
         return None
     if plan.pipeline.rows:
         named = _suggest_schedule_name(plan.pipeline, _samples_per_rank(plan))
@@ -143,7 +145,7 @@ def warn_of_long_bubble(job: Job, plan: Plan) -> str | None:
         remedy = _suggest_settings(job, plan, plan.pipeline, float(timeline.bubble))
     work = [forward_backward_seconds(cost) for cost in plan.pipeline.costs]
     rank, ratio = find_busiest_rank(work, plan.pipeline.rank_of_stage)
-    if ratio > UNEVEN:
+    if ratio > MIN_UNEVEN_RATIO:
         remedy += f"; rank {rank} has {ratio:.2f} times the mean work"
         if job.parallel.stage_blocks:
             remedy += ": leave parallel.stage_blocks out"
@@ -177,7 +179,7 @@ def _suggest_settings(job: Job, plan: Plan, pipeline: Pipeline, bubble: float) -
         fixes.append(f"{how} ({count} microbatches: {new_bubble:.0%})")
     layers = model_part_costs(job, plan.model_shape).layer_costs
     interleaved = predict_interleaved_bubble(pipeline, layers)
-    if interleaved is not None and interleaved < MUCH_SMALLER * bubble:
+    if interleaved is not None and interleaved < MAX_INTERLEAVED_BUBBLE_RATIO * bubble:
         fixes.append(f"parallel.schedule=interleaved ({interleaved:.0%})")
     if not fixes:
         return "use fewer pipeline ranks (parallel.pp)"
@@ -222,6 +224,6 @@ def warn_of_compiled_split_backward(job: Job, plan: Plan) -> str | None:
             bubbles.append((bubble, other))
     message += f"; ranks wait {now:.0%} of each step"
     least, best = min(bubbles, default=(now, plan.pipeline.schedule_name))
-    if least > WORTH * now:
+    if least > MAX_WORTHWHILE_BUBBLE_RATIO * now:
         return f"{message}, and neither 1f1b nor interleaved has them wait less"
     return f"{message}; set parallel.schedule={best}{replaced} ({least:.0%})"

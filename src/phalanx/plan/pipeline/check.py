@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from phalanx.core.errors import LayoutError, Problem
-from phalanx.plan.pipeline.schedule import Action, Kind, Schedule
+from phalanx.plan.pipeline.schedule import Action, ActionKind, Schedule
 from phalanx.plan.pipeline.simulate import (
     ActionResults,
     Seconds,
@@ -15,7 +15,7 @@ from phalanx.plan.pipeline.simulate import (
     simulate_schedule,
 )
 
-_Place = tuple[int, int]  # rank, position
+_RankAndIndex = tuple[int, int]  # rank, position
 
 
 def find_problems(schedule: Schedule, *, max_in_flight: int | None = None) -> tuple[Problem, ...]:
@@ -52,8 +52,8 @@ def _format_position(rank: int, position: int) -> str:
     return f"rank {rank}, position {position + 1}"
 
 
-def _list_action_positions(schedule: Schedule) -> dict[Action, list[_Place]]:
-    places: dict[Action, list[_Place]] = defaultdict(list)
+def _list_action_positions(schedule: Schedule) -> dict[Action, list[_RankAndIndex]]:
+    places: dict[Action, list[_RankAndIndex]] = defaultdict(list)
     for rank, row in enumerate(schedule.actions):
         for position, action in enumerate(row):
             places[action].append((rank, position))
@@ -82,7 +82,7 @@ def _find_misplaced_actions(schedule: Schedule) -> Iterator[Problem]:
 
 
 def _find_miscounted_actions(
-    schedule: Schedule, places: dict[Action, list[_Place]]
+    schedule: Schedule, places: dict[Action, list[_RankAndIndex]]
 ) -> Iterator[Problem]:
     """A problem for each action that is done twice, or never."""
     for action, occurrences in places.items():
@@ -99,7 +99,7 @@ def _find_miscounted_actions(
 
 
 def _find_miscounted_actions_of_microbatch(
-    stage: int, microbatch: int, owner: int, places: dict[Action, list[_Place]]
+    stage: int, microbatch: int, owner: int, places: dict[Action, list[_RankAndIndex]]
 ) -> Iterator[Problem]:
     forward, backward, inputs, weights = (
         Action(kind, stage, microbatch) for kind in ("F", "B", "I", "W")
@@ -132,12 +132,12 @@ def _find_deadlocked_ranks(schedule: Schedule) -> Iterator[Problem]:
     """A problem for each rank that never ends: where it stands, and where what it waits for
     would be made."""
     # Any seconds do: who waits for ever follows from the order alone.
-    costs: dict[Kind, Seconds] = {"F": 1, "B": 1, "I": 1, "W": 1}
+    costs: dict[ActionKind, Seconds] = {"F": 1, "B": 1, "I": 1, "W": 1}
     paper_run = simulate_schedule(schedule, [costs] * schedule.num_stages)
     if not paper_run.stuck:
         return
     results = ActionResults(schedule.num_stages, schedule.num_microbatches)
-    makers: dict[int, _Place] = {}
+    makers: dict[int, _RankAndIndex] = {}
     for rank, row in enumerate(schedule.actions):
         for position, action in enumerate(row):
             makers[results.output_of(action)] = rank, position

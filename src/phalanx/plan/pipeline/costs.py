@@ -52,7 +52,7 @@ def stage_costs(
     return tuple(costs)
 
 
-FLOPS_PER_S = 1e12  # a scale: what a plan says of a pipeline are parts of a step
+ASSUMED_FLOPS_PER_S = 1e12  # a scale: what a plan says of a pipeline are parts of a step
 
 
 def count_params_of_stages(params: PartParams, stages: Stages, stages_held: Collection[int]) -> int:
@@ -132,21 +132,21 @@ def model_part_costs(job: Job, shape: ModelCosts) -> ModelPartCosts:
 def predict_stage_costs(
     parts: ModelPartCosts, stages: Stages, *, samples: int, recomputed: Collection[int], tp: int
 ) -> tuple[StageCosts, ...]:
-    """Seconds of each stage for one microbatch at `FLOPS_PER_S`; of a user's own module only in
-    proportion."""
+    """Seconds of each stage for one microbatch at `ASSUMED_FLOPS_PER_S`; of a user's own module
+    only in proportion."""
     if parts.flops is not None:
         return stage_costs(
             parts.flops,
             stages,
             samples=samples,
-            flops_per_s=FLOPS_PER_S * tp,
+            flops_per_s=ASSUMED_FLOPS_PER_S * tp,
             recomputed=recomputed,
         )
     blocks = parts.params.blocks
     recomputed_costs = LayerCosts(
         0, tuple(size if block in recomputed else 0 for block, size in enumerate(blocks)), 0
     )
-    scale = samples / (FLOPS_PER_S * tp)
+    scale = samples / (ASSUMED_FLOPS_PER_S * tp)
     return tuple(
         StageCosts(once * scale, (once + more) * scale, once * scale)
         for once, more in zip(

@@ -205,7 +205,7 @@ def _find_optimal_cut(
     return after[0]
 
 
-_Value = tuple[Seconds, Seconds, Seconds]
+_CutSortKey = tuple[Seconds, Seconds, Seconds]
 
 
 def cut_for_ranks(costs: LayerCosts, rank_of_stage: Sequence[int]) -> Stages:
@@ -254,7 +254,7 @@ def _list_neighbour_cuts(costs: LayerCosts, stages: Stages) -> Iterator[Stages]:
                 yield replace(stages, num_blocks=tuple(moved))
 
 
-def _cut_sort_key(costs: LayerCosts, stages: Stages, rank_of_stage: Sequence[int]) -> _Value:
+def _cut_sort_key(costs: LayerCosts, stages: Stages, rank_of_stage: Sequence[int]) -> _CutSortKey:
     """The work of the busiest rank, that of the slowest stage, and unevenness, to compare cuts
     by."""
     of_stages = costs.of_stages(stages)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from phalanx.core.errors import LayoutError, did_you_mean
-from phalanx.plan.pipeline.schedule import Action, Kind, Schedule, loop_placement
+from phalanx.plan.pipeline.schedule import Action, ActionKind, Schedule, loop_placement
 from phalanx.plan.pipeline.v_shaped import generate_dualpipe_v, generate_zb_v
 
 
@@ -38,7 +38,7 @@ def generate_1f1b(num_ranks: int, num_microbatches: int, stages_per_rank: int = 
     return Schedule("1f1b", num_microbatches, loop_placement(num_ranks, 1), tuple(rows))
 
 
-def _list_actions_of_stage(kind: Kind, stage: int, num_microbatches: int) -> list[Action]:
+def _list_actions_of_stage(kind: ActionKind, stage: int, num_microbatches: int) -> list[Action]:
     return [Action(kind, stage, microbatch) for microbatch in range(num_microbatches)]
 
 
@@ -110,7 +110,7 @@ def _num_warmup_forwards(num_ranks: int, num_microbatches: int, stages_per_rank:
 
 
 def _list_interleaved_actions(
-    kind: Kind, rank: int, num_ranks: int, num_microbatches: int, stages_per_rank: int
+    kind: ActionKind, rank: int, num_ranks: int, num_microbatches: int, stages_per_rank: int
 ) -> Iterator[Action]:
     """The actions of one kind on a rank: a round of microbatches goes through one stage, then
     through the next; backwards meet the last stage first."""

@@ -22,7 +22,7 @@ from phalanx.plan.pipeline.schedule import Schedule
 from phalanx.plan.pipeline.simulate import peak_bytes
 from phalanx.plan.workload import Workload, shard_shape
 
-ASKED_FOR = 2  # messages that a rank has room for before it needs them
+NUM_RECEIVE_BUFFERS = 2  # messages that a rank has room for before it needs them
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def _message_bytes(schedule: Schedule, rank: int, sent: int) -> int:
     stages = schedule.stages_of(rank)
     neighbours = {s + d for s in stages for d in (-1, 1) if 0 <= s + d < schedule.num_stages}
     return (
-        ASKED_FOR * sent
+        NUM_RECEIVE_BUFFERS * sent
         if any(schedule.rank_of_stage[stage] != rank for stage in neighbours)
         else 0
     )

@@ -20,16 +20,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from phalanx.plan.pipeline.schedule import Action, Kind, Schedule
+from phalanx.plan.pipeline.schedule import Action, ActionKind, Schedule
 from phalanx.plan.pipeline.simulate import simulate_schedule
 
-AHEAD = 2  # messages of a rank that are asked for beyond those that the next two actions need
-_COSTS: dict[Kind, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
+# Messages of a rank that are asked for beyond those that the next two actions need.
+NUM_RECEIVES_AHEAD = 2
+_ASSUMED_SECONDS_OF_KIND: dict[ActionKind, float] = {"F": 1, "B": 2, "I": 1, "W": 1}
 """Any seconds above 0 give an order that no rank waits for ever in; these are near what actions
 take."""
 # Of actions that begin at once: the gradients that go to another rank, then forwards, then W, which
 # makes nothing that another rank waits for.
-_TURNS: dict[Kind, int] = {"B": -1, "I": -1, "F": 0, "W": 1}
+_SORT_RANK_OF_KIND: dict[ActionKind, int] = {"B": -1, "I": -1, "F": 0, "W": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +122,13 @@ def plan_messages(schedule: Schedule, rank: int, *, in_one_queue: bool) -> Messa
 
 def _simulated_action_order(schedule: Schedule) -> list[tuple[int, int]]:
     """(rank, place) of all actions, as they begin on paper."""
-    spans = simulate_schedule(schedule, [_COSTS] * schedule.num_stages).spans_s
+    spans = simulate_schedule(schedule, [_ASSUMED_SECONDS_OF_KIND] * schedule.num_stages).spans_s
     keys = []
     for rank, (row, times) in enumerate(zip(schedule.actions, spans, strict=True)):
         for position, (action, (start, _)) in enumerate(zip(row, times, strict=True)):
             # What begins at once is independent; of that, what goes on to another rank first: each
             # message is then asked for beside the action that it is made in.
-            turn = _TURNS[action.kind]
+            turn = _SORT_RANK_OF_KIND[action.kind]
             # What has further to go comes first: a forward of an early stage, a gradient of a late.
             stage = action.stage
             if action.kind != "F":
@@ -182,7 +183,7 @@ def _plan_receives_ahead(
     own_before: Mapping[P2PMessage, int],
 ) -> tuple[tuple[int, ...], ...]:
     """The messages to ask for before each own action: those that the next two actions need, and
-    AHEAD more of the same rank, as soon as they depend on nothing to come."""
+    NUM_RECEIVES_AHEAD more of the same rank, as soon as they depend on nothing to come."""
     places: dict[P2PMessage | None, tuple[int, int]] = {}  # source, number from that source
     for source, messages in coming.items():
         for at, message in enumerate(messages):
@@ -196,7 +197,7 @@ def _plan_receives_ahead(
             if needed not in places:
                 continue
             source, at = places[needed]
-            for message in coming[source][num_asked[source] : at + 1 + AHEAD]:
+            for message in coming[source][num_asked[source] : at + 1 + NUM_RECEIVES_AHEAD]:
                 # Messages of one source are asked for in its order, so the rest waits as well.
                 if own_before[message] > position:
                     break

@@ -15,8 +15,8 @@ from phalanx.plan.pipeline.generate import generate_schedule
 from phalanx.plan.pipeline.schedule import Action, Schedule, loop_placement, v_placement
 from phalanx.plan.pipeline.simulate import StageCosts, Timeline, simulate
 
-V_SHAPED = ("zb-v", "dualpipe-v")
-FROM_FILE = "file"
+V_SHAPED_SCHEDULES = ("zb-v", "dualpipe-v")
+SCHEDULE_FROM_FILE = "file"
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Pipeline:
         if self.rows:
             rows = tuple(_parse_actions(row) for row in self.rows)
             return Schedule(self.schedule_name, self.num_microbatches, self.rank_of_stage, rows)
-        return _generate_once(
+        return _generate_cached_schedule(
             self.schedule_name, self.num_ranks, self.num_microbatches, self.stages_per_rank
         )
 
@@ -123,7 +123,7 @@ def _parse_actions(row: str) -> tuple[Action, ...]:
 
 # A plan asks for one schedule and its timeline again and again, and they may have a hundred
 # thousand actions.
-_generate_once = lru_cache(maxsize=4)(generate_schedule)
+_generate_cached_schedule = lru_cache(maxsize=4)(generate_schedule)
 
 
 @lru_cache(maxsize=4)
@@ -133,7 +133,7 @@ def _simulate_once(pipeline: Pipeline) -> Timeline:
 
 def place_stages(name: str, num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
     """The rank of each stage of a named schedule."""
-    if name in V_SHAPED:
+    if name in V_SHAPED_SCHEDULES:
         return v_placement(num_ranks, stages_per_rank)
     return loop_placement(num_ranks, stages_per_rank)
 

@@ -21,15 +21,15 @@ from typing import Any, Literal
 from phalanx.core.errors import LayoutError
 from phalanx.core.files import read_regular, write_bytes_atomic
 
-Kind = Literal["F", "B", "I", "W"]
-KIND_NAMES: dict[Kind, str] = {
+ActionKind = Literal["F", "B", "I", "W"]
+NAME_OF_ACTION_KIND: dict[ActionKind, str] = {
     "F": "forward",
     "B": "backward",
     "I": "backward, inputs",
     "W": "backward, weights",
 }
 # [0-9] and not \d, which takes the digits of every script.
-_ACTION = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
+_ACTION_PATTERN = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Action:
     Text is stage, kind, microbatch: 3F0.
     """
 
-    kind: Kind
+    kind: ActionKind
     stage: int
     microbatch: int
 
@@ -50,7 +50,7 @@ class Action:
     def from_text(cls, text: str) -> Action:
         """The action that `text` names. Raises LayoutError for anything but stage, one of F B I
         W, microbatch."""
-        match = _ACTION.fullmatch(text.strip())
+        match = _ACTION_PATTERN.fullmatch(text.strip())
         if match is None:
             raise LayoutError(
                 f"{text.strip()[:40]!r} is no action",
@@ -132,8 +132,10 @@ def v_placement(num_ranks: int, stages_per_rank: int = 2) -> tuple[int, ...]:
 
 
 # What torch writes into such a file besides actions: pairs that it may overlap, and communication.
-_OVERLAP = re.compile(r"\((?P<pair>[^()]*)\)OVERLAP_F_B")
-_SENDS = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
+_OVERLAP_PATTERN = re.compile(r"\((?P<pair>[^()]*)\)OVERLAP_F_B")
+_COMMUNICATION_PATTERN = re.compile(
+    r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*"
+)
 
 
 def read_schedule(path: Path) -> Schedule:
@@ -179,7 +181,7 @@ def _parse_schedule_row(path: Path, line: int, cells: list[str]) -> Iterator[Act
                 yield Action.from_text(part)
             except LayoutError as error:
                 where = f"{path}:{line}: cell {number}"
-                if _SENDS.fullmatch(part):
+                if _COMMUNICATION_PATTERN.fullmatch(part):
                     why = (
                         "sends, receives and gathers follow from the actions and are not written"
                         " down"
@@ -193,7 +195,7 @@ def _split_csv_cell(cell: str) -> list[str]:
     text = cell.strip()
     if not text:
         return []
-    overlap = _OVERLAP.fullmatch(text)
+    overlap = _OVERLAP_PATTERN.fullmatch(text)
     if overlap:
         return overlap["pair"].split(";")
     return [text]

@@ -14,11 +14,11 @@ from fractions import Fraction
 from typing import Any
 
 from phalanx.core.errors import LayoutError
-from phalanx.plan.pipeline.schedule import Action, Kind, Schedule
+from phalanx.plan.pipeline.schedule import Action, ActionKind, Schedule
 
 # Fractions where equal times must be equal: sums of floats in another order are not.
 Seconds = float | Fraction
-NOTHING = -1  # in place of the number of a result
+NO_RESULT = -1  # in place of the number of a result
 
 
 @dataclass(frozen=True)
@@ -36,26 +36,26 @@ class ActionResults:
         return 2 * self.num_stages * self.num_microbatches
 
     def output_of(self, action: Action) -> int:
-        """The number of the result that an action makes; NOTHING for W."""
+        """The number of the result that an action makes; NO_RESULT for W."""
         number = action.stage * self.num_microbatches + action.microbatch
         if action.kind == "W":
-            return NOTHING
+            return NO_RESULT
         if action.kind == "F":
             return number
         return number + len(self) // 2
 
     def inputs_of(self, action: Action) -> tuple[int, int]:
-        """The results that an action needs: of its own stage, and of a neighbouring one; NOTHING
+        """The results that an action needs: of its own stage, and of a neighbouring one; NO_RESULT
         where it needs none."""
         forward = action.stage * self.num_microbatches + action.microbatch
         gradient = forward + len(self) // 2
         if action.kind == "W":
-            return gradient, NOTHING
-        received = NOTHING
+            return gradient, NO_RESULT
+        received = NO_RESULT
         if action.kind == "F":
             if action.stage > 0:
                 received = forward - self.num_microbatches
-            return NOTHING, received
+            return NO_RESULT, received
         if action.stage + 1 < self.num_stages:
             received = gradient + self.num_microbatches
         return forward, received
@@ -63,7 +63,7 @@ class ActionResults:
     def name(self, number: int) -> Action:
         """The action, F or I, that makes result `number`."""
         half = len(self) // 2
-        kind: Kind = "I"
+        kind: ActionKind = "I"
         if number < half:
             kind = "F"
         stage, microbatch = divmod(number % half, self.num_microbatches)
@@ -83,7 +83,7 @@ class SimulationResult:
 
 
 def simulate_schedule(
-    schedule: Schedule, seconds: Sequence[Mapping[Kind, Seconds]], send_s: Seconds = 0
+    schedule: Schedule, seconds: Sequence[Mapping[ActionKind, Seconds]], send_s: Seconds = 0
 ) -> SimulationResult:
     """Runs a schedule on paper: every rank goes on as soon as it is free and its inputs have
     arrived, until all are done or none can move.
@@ -95,7 +95,7 @@ def simulate_schedule(
 
 class _ScheduleSimulator:
     def __init__(
-        self, schedule: Schedule, seconds: Sequence[Mapping[Kind, Seconds]], send_s: Seconds
+        self, schedule: Schedule, seconds: Sequence[Mapping[ActionKind, Seconds]], send_s: Seconds
     ) -> None:
         self.schedule, self.seconds, self.send_s = schedule, seconds, send_s
         self.results = ActionResults(schedule.num_stages, schedule.num_microbatches)
@@ -113,7 +113,7 @@ class _ScheduleSimulator:
         while ready:
             rank = ready.popleft()
             missing = self._advance(rank, ready)
-            if missing != NOTHING:
+            if missing != NO_RESULT:
                 self.waiting.setdefault(missing, []).append(rank)
         stuck = {}
         for number, ranks in self.waiting.items():
@@ -134,22 +134,22 @@ class _ScheduleSimulator:
             action = row[len(spans)]
             own_input, received_input = self.results.inputs_of(action)
             start = clock
-            if received_input != NOTHING:
+            if received_input != NO_RESULT:
                 arrival = arrived[received_input]
                 if arrival is None:
                     return received_input
                 start = max(start, arrival)
-            if own_input != NOTHING and arrived[own_input] is None:
+            if own_input != NO_RESULT and arrived[own_input] is None:
                 # Nobody else makes it: it comes later in this row, which therefore never goes on.
                 return own_input
             clock = start + self.seconds[action.stage][action.kind]
             spans.append((start, clock))
             output = self.results.output_of(action)
-            if output != NOTHING:
+            if output != NO_RESULT:
                 arrived[output] = self._arrival(rank, action, clock)
                 # Popped: a rank waits for one result at a time, and is looked at once for it.
                 ready += self.waiting.pop(output, ())
-        return NOTHING
+        return NO_RESULT
 
     def _arrival(self, rank: int, action: Action, end: Seconds) -> Seconds:
         """Sends go on beside computation, but one after the other from one rank to another."""
@@ -176,7 +176,7 @@ class StageCosts:
     backward_weight_s: Seconds
 
     @property
-    def by_kind_s(self) -> dict[Kind, Seconds]:
+    def by_kind_s(self) -> dict[ActionKind, Seconds]:
         backward_s = self.backward_input_s + self.backward_weight_s
         return {
             "F": self.forward_s,

@@ -12,12 +12,12 @@ from phalanx.job.costs import ModelCosts
 from phalanx.job.nearest import list_divisors
 from phalanx.job.schema import Job
 from phalanx.plan.choice import Choice
-from phalanx.plan.pipeline.bubble import LIMIT, find_enough_microbatches
+from phalanx.plan.pipeline.bubble import MAX_UNREMARKED_BUBBLE, find_enough_microbatches
 from phalanx.plan.pipeline.costs import model_part_costs, predict_stage_costs
 from phalanx.plan.pipeline.cut import LayerCosts, Stages, check_requested_cut, cut_for_ranks
 from phalanx.plan.pipeline.generate import can_have_stages_per_rank
 from phalanx.plan.pipeline.memory import rank_activation_bytes
-from phalanx.plan.pipeline.pipeline_plan import FROM_FILE, Pipeline, build_named_pipeline
+from phalanx.plan.pipeline.pipeline_plan import SCHEDULE_FROM_FILE, Pipeline, build_named_pipeline
 from phalanx.plan.pipeline.requested_schedule import DEFAULT_SCHEDULE, RequestedSchedule
 from phalanx.plan.recompute import fit_recompute_budget, job_segments, recompute_notes
 from phalanx.plan.segments import Segment
@@ -84,7 +84,11 @@ def plan_pipeline_and_microbatches(
     of_first: list[str] = []
     first_work, pipeline = plan_pipeline(job, shape, requested, work, num_ranks, of_first)
     timeline = pipeline.timeline()
-    if job.train.micro_batch_size is None and timeline is not None and timeline.bubble > LIMIT:
+    if (
+        job.train.micro_batch_size is None
+        and timeline is not None
+        and timeline.bubble > MAX_UNREMARKED_BUBBLE
+    ):
         share = work.micro_batch_size * work.num_microbatches
         enough = find_enough_microbatches(pipeline, share)
         if enough is not None and enough[1]:
@@ -108,7 +112,7 @@ def list_pipeline_choices(
         tuple(pipeline.stages.num_blocks),
         f"cut by {unit} so that the busiest rank has least to do",
     )
-    if pipeline.schedule_name == FROM_FILE:
+    if pipeline.schedule_name == SCHEDULE_FROM_FILE:
         of_file = "as parallel.schedule_file says"
         return {
             "stage_blocks": blocks,
@@ -138,7 +142,7 @@ def _build_pipeline(
     rows = tuple(",".join(map(str, row)) for row in requested.written.actions)
     placement = requested.written.rank_of_stage
     return Pipeline(
-        FROM_FILE,
+        SCHEDULE_FROM_FILE,
         requested.num_ranks,
         work.num_microbatches,
         stages,

@@ -17,7 +17,7 @@ from phalanx.plan.pipeline.simulate import Seconds, StageCosts, Timeline, simula
 # Of one rank, in the order in which it did them: (action, begin, end) in seconds. JSON makes lists
 # of the tuples.
 RankSpans = Sequence[Sequence[Any]]
-WORTH = 0.005  # of a step: what a cut must gain to be worth the change
+MIN_WORTHWHILE_GAIN = 0.005  # of a step: what a cut must gain to be worth the change
 
 
 def build_timeline(name: str, spans: Sequence[RankSpans]) -> Timeline:
@@ -152,7 +152,7 @@ class ProposedCut:
 
     @property
     def is_worth_it(self) -> bool:
-        return self.stages != self.measured and self.gain >= WORTH
+        return self.stages != self.measured and self.gain >= MIN_WORTHWHILE_GAIN
 
 
 def recut(

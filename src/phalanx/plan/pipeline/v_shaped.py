@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from phalanx.plan.pipeline.schedule import Action, Kind, Schedule, v_placement
+from phalanx.plan.pipeline.schedule import Action, ActionKind, Schedule, v_placement
 
 
 class _ActionTape:
@@ -20,13 +20,13 @@ class _ActionTape:
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
-        self._next: Counter[tuple[Kind, int]] = Counter()
+        self._next: Counter[tuple[ActionKind, int]] = Counter()
         self._weights_due: deque[Action] = deque()
 
-    def do(self, kind: Kind, stage: int) -> None:
+    def do(self, kind: ActionKind, stage: int) -> None:
         """Adds the next F, I or B of `stage`. The W of an I is put off until `do_weights`."""
         # B and I are one count: a microbatch has one or the other.
-        counted: Kind = "I"
+        counted: ActionKind = "I"
         if kind == "F":
             counted = "F"
         action = Action(kind, stage, self._next[counted, stage])
@@ -44,7 +44,7 @@ class _ActionTape:
                 self.actions.append(due)
                 return
 
-    def num_remaining(self, kind: Kind, stage: int, num_microbatches: int) -> int:
+    def num_remaining(self, kind: ActionKind, stage: int, num_microbatches: int) -> int:
         return num_microbatches - self._next[kind, stage]
 
     def num_due(self, stage: int) -> int:

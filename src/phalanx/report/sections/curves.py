@@ -12,9 +12,9 @@ from phalanx.report.facts import RunFacts
 from phalanx.report.markup import Html, build_tag
 from phalanx.report.sample import running_mean, running_median
 
-MAX_SOURCES = 6
-MAX_METRICS = 8
-MAX_NAME = 32
+MAX_SHOWN_SOURCES = 6
+MAX_SHOWN_METRICS = 8
+MAX_NAME_CHARS = 32
 
 
 def render_curves(facts: RunFacts) -> Html:
@@ -131,7 +131,7 @@ def _held_out_loss_by_source(facts: RunFacts) -> list[ChartSeries]:
     """The held-out loss of each source of a mixture."""
     curves: dict[str, ChartSeries] = {}
     by_name = _columns_by_name([(event.step, event.loss_by_source) for event in facts.evals])
-    for number, (name, (at, losses)) in enumerate(by_name[:MAX_SOURCES]):
+    for number, (name, (at, losses)) in enumerate(by_name[:MAX_SHOWN_SOURCES]):
         css_class = f"source d{number}"
         curves[name] = ChartSeries(
             f"held-out, {shorten_source_name(name)}", at, losses, css_class, dots=True
@@ -157,7 +157,7 @@ def draw_metric_charts(facts: RunFacts) -> list[Html]:
     """One chart for each metric of the user's objective."""
     by_name = _columns_by_name([(event.step, event.metrics) for event in facts.evals])
     charts = []
-    for name, (at, values) in by_name[:MAX_METRICS]:
+    for name, (at, values) in by_name[:MAX_SHOWN_METRICS]:
         label = f"held-out {values[-1]:.4f}"
         chart = LineChart(
             title=shorten_source_name(name),
@@ -173,9 +173,9 @@ def draw_metric_charts(facts: RunFacts) -> list[Html]:
 
 def shorten_source_name(name: str) -> str:
     """The end of a path or pattern, which is what tells sources apart."""
-    if len(name) <= MAX_NAME:
+    if len(name) <= MAX_NAME_CHARS:
         return name
-    return f"…{name[-MAX_NAME + 1 :]}"
+    return f"…{name[-MAX_NAME_CHARS + 1 :]}"
 
 
 def _note_below_loss_chart(facts: RunFacts) -> str:

@@ -16,12 +16,12 @@ from phalanx.report.markup import Html, build_table, build_tag
 from phalanx.report.sections.curves import find_step_range, list_restart_marks
 
 MAX_LAYERS, MAX_EXPERTS = 160, 1024
-FEW_COLUMNS = 64  # cells are drawn apart
+MAX_SEPARATE_COLUMNS = 64  # cells are drawn apart
 ROW_PX, FEW_PX = 16, 26  # height of a layer's row, and where there are few layers
 
 # By share of the even load, from none to far too much; below even is blue, above is orange, about
 # even is pale.
-LEVELS = (
+LOAD_LEVELS = (
     (0.0, "nothing"),
     (0.25, "up to 1/4"),
     (0.5, "to 1/2"),
@@ -94,7 +94,7 @@ def draw_heat_map(experts: ExpertFacts) -> Html:
         build_tag("div", ticks, class_="heataxis"),
         build_tag("span", "max / mean", class_="heatend"),
     ]
-    names = [name for _, name in LEVELS]
+    names = [name for _, name in LOAD_LEVELS]
     note = (
         "Colour: tokens of an expert over the mean of its layer, in one step over all ranks."
         " Across: the experts."
@@ -120,11 +120,11 @@ def draw_heat_map(experts: ExpertFacts) -> Html:
 
 
 def heat_level_of_share(tokens: float, mean: float) -> int:
-    """The number of the first of `LEVELS` that holds it."""
+    """The number of the first of `MAX_LEVEL` that holds it."""
     share = 0.0
     if mean > 0:
         share = tokens / mean
-    return next(level for level, (most, _) in enumerate(LEVELS) if share <= most)
+    return next(level for level, (most, _) in enumerate(LOAD_LEVELS) if share <= most)
 
 
 def _draw_layer_row(
@@ -135,7 +135,7 @@ def _draw_layer_row(
     mean = sum(tokens) / max(len(tokens), 1)
     paths: dict[int, str] = {}
     levels = [heat_level_of_share(count, mean) for count in tokens]
-    start, is_few = 0, columns <= FEW_COLUMNS
+    start, is_few = 0, columns <= MAX_SEPARATE_COLUMNS
     # One beyond the last expert, where the last run ends.
     for end in range(1, len(levels) + 1):
         if end == len(levels) or levels[end] != levels[start] or is_few:

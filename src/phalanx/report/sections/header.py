@@ -6,16 +6,21 @@ import math
 
 from phalanx.core.units import plural
 from phalanx.report import formats
-from phalanx.report.facts import SENT_OVER, RunFacts
+from phalanx.report.facts import CONTENT_SENT_OVER_AXIS, RunFacts
 from phalanx.report.markup import Html, build_small_text, build_tag
 
-_STATUS_CLASS = {"finished": "finished", "failed": "bad", "interrupted": "bad", "preempted": "open"}
-_UNITS = ("nats/token", "tokens/s", "targets/s")  # set smaller than the number before them
+_CSS_CLASS_OF_STATUS = {
+    "finished": "finished",
+    "failed": "bad",
+    "interrupted": "bad",
+    "preempted": "open",
+}
+_METRIC_UNITS = ("nats/token", "tokens/s", "targets/s")  # set smaller than the number before them
 MAX_WARNINGS = 10
 
 
 def render_header(facts: RunFacts) -> Html:
-    status_class = _STATUS_CLASS.get(facts.status, "open")
+    status_class = _CSS_CLASS_OF_STATUS.get(facts.status, "open")
     return build_tag(
         "header",
         build_tag(
@@ -31,7 +36,7 @@ def render_header(facts: RunFacts) -> Html:
 
 
 def _render_key_value(name: str, value: str, detail: str = "") -> Html:
-    unit = next((unit for unit in _UNITS if value.endswith(unit)), "")
+    unit = next((unit for unit in _METRIC_UNITS if value.endswith(unit)), "")
     children: list[Html | str] = [value.removesuffix(unit)]
     if unit:
         children.append(build_tag("span", unit, class_="unit"))
@@ -95,13 +100,13 @@ def _describe_steps_done(facts: RunFacts) -> str:
 
 def _describe_rate(facts: RunFacts) -> str:
     if not math.isfinite(facts.tokens_per_s):
-        return formats.NOT_MEASURED
+        return formats.NOT_MEASURED_TEXT
     return f"{formats.format_rounded_count(facts.tokens_per_s)} {facts.units.rate_unit}"
 
 
 def _list_sent_bytes_tiles(facts: RunFacts) -> list[tuple[str, str, str]]:
     tiles = []
-    for axis, noun in SENT_OVER.items():
+    for axis, noun in CONTENT_SENT_OVER_AXIS.items():
         amount = facts.describe_sent_over(axis)
         if amount:
             tiles.append((f"Sent over {axis}", amount, f"{noun} and their gradients"))
@@ -124,7 +129,7 @@ def _describe_held_out(facts: RunFacts) -> tuple[str, str]:
     """The last evaluation, the best one if that is another, and how far it stands from each
     n-gram model."""
     if not facts.evals:
-        return formats.NOT_MEASURED, ""
+        return formats.NOT_MEASURED_TEXT, ""
     last, best = facts.evals[-1], facts.find_best_evaluation
     remarks = []
     if best is not None and best.step != last.step:

@@ -8,7 +8,7 @@ from phalanx.report.facts import RunFacts
 from phalanx.report.invariant_facts import InvariantFacts
 from phalanx.report.markup import Html, build_table, build_tag
 
-MAX_SHOWN = 5
+MAX_SHOWN_FAILURES = 5
 
 
 def has_invariants(facts: RunFacts) -> bool:
@@ -61,7 +61,7 @@ def _list_failures(facts: RunFacts) -> list[str]:
     sentences = []
     for invariant in facts.invariants:
         failures = invariant.failures
-        sentences += [describe_failed_check(event) for event in failures[:MAX_SHOWN]]
-        if len(failures) > MAX_SHOWN:
-            sentences.append(f"{len(failures) - MAX_SHOWN} more; all are in RUN/events")
+        sentences += [describe_failed_check(event) for event in failures[:MAX_SHOWN_FAILURES]]
+        if len(failures) > MAX_SHOWN_FAILURES:
+            sentences.append(f"{len(failures) - MAX_SHOWN_FAILURES} more; all are in RUN/events")
     return sentences

@@ -14,12 +14,12 @@ from phalanx.report.facts import RunFacts
 from phalanx.report.figure import draw_legend
 from phalanx.report.markup import Html, build_table, build_tag
 
-MAX_RANKS = 32
-TOTAL = "peak"
-UNATTRIBUTED = "not attributed"
+MAX_SHOWN_RANKS = 32
+PEAK_COLUMN = "peak"
+UNATTRIBUTED_COLUMN = "not attributed"
 
-_ORDER = ("parameters", "gradients", "optimizer", "activations", "loss", "communication")
-_CLASSES = ("g1", "g0", "g4", "g2", "g5", "g3", "g7", "g6", "g8", "g9")
+_CATEGORY_ORDER = ("parameters", "gradients", "optimizer", "activations", "loss", "communication")
+_CSS_CLASSES = ("g1", "g0", "g4", "g2", "g5", "g3", "g7", "g6", "g8", "g9")
 
 
 def list_memory_categories(*dicts: Mapping[str, object]) -> list[str]:
@@ -27,18 +27,18 @@ def list_memory_categories(*dicts: Mapping[str, object]) -> list[str]:
     names: dict[str, None] = {}
     for mapping in dicts:
         names |= dict.fromkeys(mapping)
-    usual = [name for name in _ORDER if name in names]
-    return usual + [name for name in names if name not in (*_ORDER, TOTAL)]
+    usual = [name for name in _CATEGORY_ORDER if name in names]
+    return usual + [name for name in names if name not in (*_CATEGORY_ORDER, PEAK_COLUMN)]
 
 
 def css_classes_by_category(names: Iterable[str]) -> dict[str, str]:
     """A colour for each category, the same one wherever it appears on the page."""
     # Not strict: there are more colours than usual categories, for others that may come.
-    colours = dict(zip(_ORDER, _CLASSES, strict=False))
+    colours = dict(zip(_CATEGORY_ORDER, _CSS_CLASSES, strict=False))
     for name in names:
         if name not in colours:
             # Where there are more names than colours, the rest share the last one.
-            colours[name] = _CLASSES[min(len(colours), len(_CLASSES) - 1)]
+            colours[name] = _CSS_CLASSES[min(len(colours), len(_CSS_CLASSES) - 1)]
     return colours
 
 
@@ -48,7 +48,7 @@ def render_memory(facts: RunFacts) -> Html:
         return build_tag(
             "section", build_tag("h2", "Memory, predicted and measured"), body, id="memory"
         )
-    ranks = sorted(facts.memory)[:MAX_RANKS]
+    ranks = sorted(facts.memory)[:MAX_SHOWN_RANKS]
     events = [facts.memory[rank] for rank in ranks]
     estimates = [event.predicted_bytes for event in events]
     estimates += [event.measured_bytes for event in events]
@@ -62,7 +62,7 @@ def render_memory(facts: RunFacts) -> Html:
         " was measured."
     )
     if left_out:
-        note += f" The first {MAX_RANKS} ranks are shown; {left_out} are left out."
+        note += f" The first {MAX_SHOWN_RANKS} ranks are shown; {left_out} are left out."
     return build_tag(
         "section",
         build_tag("h2", "Memory, predicted and measured"),
@@ -84,8 +84,8 @@ def render_memory(facts: RunFacts) -> Html:
 
 def total_peak_bytes(parts: Mapping[str, float]) -> float:
     """The peak if it was given, else the sum of the categories."""
-    if TOTAL in parts:
-        return float(parts[TOTAL])
+    if PEAK_COLUMN in parts:
+        return float(parts[PEAK_COLUMN])
     return float(sum(value for value in parts.values() if math.isfinite(value)))
 
 
@@ -101,10 +101,10 @@ def draw_memory_bar(
     unattributed = total_peak_bytes(parts) - sum(shown.values())
     # A peak can be measured where its parts cannot.
     if unattributed > 0:
-        shown[UNATTRIBUTED] = unattributed
+        shown[UNATTRIBUTED_COLUMN] = unattributed
     return draw_stacked_bar(
         shown,
-        {**colour, UNATTRIBUTED: "hatch"},
+        {**colour, UNATTRIBUTED_COLUMN: "hatch"},
         full_bytes,
         {name: formats.format_num_bytes(value) for name, value in shown.items()},
     )
@@ -127,7 +127,7 @@ def _render_rank_memory(
     )
     return [
         str(rank), bars, formats.format_num_bytes(predicted), formats.format_num_bytes(measured),
-        _format_prediction_error(event, TOTAL, predicted, measured),
+        _format_prediction_error(event, PEAK_COLUMN, predicted, measured),
         printable(event.moment_in_words, 60) or "–",
         formats.format_num_bytes(event.runtime_bytes),
     ]  # fmt: skip
@@ -136,7 +136,7 @@ def _render_rank_memory(
 def _render_memory_table(ranks: list[int], facts: RunFacts, names: list[str]) -> Html:
     """A row per rank, a column per category: what was measured, and below it the prediction and
     its error."""
-    with_total = [*names, TOTAL]
+    with_total = [*names, PEAK_COLUMN]
     rows = []
     for rank in ranks:
         rows.append(
@@ -169,6 +169,6 @@ def _format_prediction_error(
     event: MemoryMeasured, name: str, predicted: float, measured: float
 ) -> str:
     """The plan's error as text. Without predicted activations neither they nor the sum has one."""
-    if name in (TOTAL, "activations") and not event.predicts_activations:
+    if name in (PEAK_COLUMN, "activations") and not event.predicts_activations:
         return "activations not predicted"
     return describe_bytes_error(predicted, measured)

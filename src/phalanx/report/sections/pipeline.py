@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from phalanx.core.errors import LayoutError
-from phalanx.plan.pipeline.bubble import LIMIT
+from phalanx.plan.pipeline.bubble import MAX_UNREMARKED_BUBBLE
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.pipeline.simulate import StageCosts, Timeline, count_in_flight, simulate
 from phalanx.plan.pipeline.trace import build_timeline, forward_backward_seconds
@@ -89,7 +89,7 @@ def _describe_idle_time(measured: MeasuredPipeline, facts: RunFacts) -> list[Htm
     css_class = None
     if measured.has_long_bubble:
         css_class = "over"
-        summary += f" That is more than {100 * LIMIT:.0f} %."
+        summary += f" That is more than {100 * MAX_UNREMARKED_BUBBLE:.0f} %."
     earlier = []
     for each in facts.pipelines[:-1]:
         earlier.append(f"{formats.format_percent(each.bubble_measured, 1.0)} at step {each.step:,}")

@@ -14,13 +14,13 @@ from phalanx.report import formats
 from phalanx.report.facts import RunFacts
 from phalanx.report.markup import Html, build_note, build_table, build_tag
 
-MAX_ROWS = 300
-MAX_SAMPLES = 3
-MAX_NOTE = 500
-MAX_TEXT = 20_000
+MAX_STORY_ROWS = 300
+MAX_TEXT_SAMPLES = 3
+MAX_NOTE_CHARS = 500
+MAX_TRACEBACK_CHARS = 20_000
 MAX_JOB_ROWS = 400
 
-_BAD = (
+_FAILURE_EVENTS = (
     events.RankFailed,
     events.CheckpointFailed,
     events.CheckpointUnusable,
@@ -29,11 +29,15 @@ _BAD = (
     events.LoaderWorkerReplaced,
     events.InvariantChecked,
 )
-_ELSEWHERE = (events.TextGenerated, events.BaselineMeasured)
+_EVENTS_SHOWN_ELSEWHERE = (events.TextGenerated, events.BaselineMeasured)
 
 
 def render_story(facts: RunFacts) -> Html:
-    story = [envelope for envelope in facts.story if not isinstance(envelope.event, _ELSEWHERE)]
+    story = [
+        envelope
+        for envelope in facts.story
+        if not isinstance(envelope.event, _EVENTS_SHOWN_ELSEWHERE)
+    ]
     shown, num_left_out = _thin_out_story(story)
     if not shown:
         body: list[Html | None] = [build_note("Nothing has been recorded yet.")]
@@ -49,8 +53,8 @@ def render_story(facts: RunFacts) -> Html:
 
 
 def _thin_out_story(story: list[Envelope]) -> tuple[list[Envelope], int]:
-    """At most `MAX_ROWS`: checkpoints and skips are thinned first, then the middle goes."""
-    if len(story) <= MAX_ROWS:
+    """At most `MAX_STORY_ROWS`: checkpoints and skips are thinned first, then the middle goes."""
+    if len(story) <= MAX_STORY_ROWS:
         return story, 0
     saves = (events.CheckpointSaved, events.CheckpointPostponed, events.CheckpointsRemoved)
     routine = (*saves, events.StepSkipped, events.EvalFinished)
@@ -58,9 +62,9 @@ def _thin_out_story(story: list[Envelope]) -> tuple[list[Envelope], int]:
     common: list[Envelope] = []
     for envelope in story:
         (common if isinstance(envelope.event, routine) else rare).append(envelope)
-    if len(rare) > MAX_ROWS // 2:
-        rare = _first_and_last(rare, MAX_ROWS // 4)
-    selected = rare + _first_and_last(common, (MAX_ROWS - len(rare)) // 2)
+    if len(rare) > MAX_STORY_ROWS // 2:
+        rare = _first_and_last(rare, MAX_STORY_ROWS // 4)
+    selected = rare + _first_and_last(common, (MAX_STORY_ROWS - len(rare)) // 2)
     # By identity: two equal events at one moment are two rows.
     selected_ids = set(map(id, selected))
     rows = [envelope for envelope in story if id(envelope) in selected_ids]
@@ -85,7 +89,7 @@ def _render_story_row(envelope: Envelope, facts: RunFacts) -> list[Html | str]:
         after = formats.seconds(elapsed_s)
     text = describe_event(envelope, facts.units) or _describe_unknown_event(envelope)
     line = build_tag("span", text)
-    if isinstance(envelope.event, _BAD):
+    if isinstance(envelope.event, _FAILURE_EVENTS):
         line = build_tag("span", text, class_="over")
     when = build_tag(
         "span", f"+{after}", title=formats.format_timestamp(envelope.time_unix_s), class_="nowrap"
@@ -101,14 +105,16 @@ def _describe_unknown_event(envelope: Envelope) -> str:
         processes = plural(len(event.pids), "process", "processes")
         return f"started {processes} in {formats.seconds(event.start_s)}"
     if isinstance(event, events.Note) and event.code == events.RESUMED:
-        return f"resumed at step {event.facts.get('step')}: {event.facts.get('told')}"[:MAX_NOTE]
+        return f"resumed at step {event.facts.get('step')}: {event.facts.get('told')}"[
+            :MAX_NOTE_CHARS
+        ]
     if isinstance(event, events.Note):
         if event.code == "warning" and isinstance(event.facts.get("text"), str):
-            return f"warning: {event.facts['text']}"[:MAX_NOTE]
+            return f"warning: {event.facts['text']}"[:MAX_NOTE_CHARS]
         facts = ", ".join(f"{key} {_shorten_text(value)}" for key, value in event.facts.items())
         if not facts:
             return f"note {event.code}"
-        return f"note {event.code}: {facts}"[:MAX_NOTE]
+        return f"note {event.code}: {facts}"[:MAX_NOTE_CHARS]
     return event.kind().replace("_", " ")
 
 
@@ -124,7 +130,9 @@ def _render_traceback(envelope: Envelope) -> Html | None:
     if isinstance(event, events.RankFailed) and "\n" in event.detail.strip():
         # Its end, which names the exception.
         return build_tag(
-            "details", build_tag("summary", "Traceback"), build_tag("pre", event.detail[-MAX_TEXT:])
+            "details",
+            build_tag("summary", "Traceback"),
+            build_tag("pre", event.detail[-MAX_TRACEBACK_CHARS:]),
         )
     return None
 
@@ -134,10 +142,10 @@ def render_text(facts: RunFacts) -> Html:
         body = [build_tag("p", "No text was generated.", class_="note")]
     else:
         body = []
-        for sample in facts.samples[-MAX_SAMPLES:]:
+        for sample in facts.samples[-MAX_TEXT_SAMPLES:]:
             body.append(build_tag("h3", f"After step {sample.step:,}"))
-            prompt = build_tag("b", sample.prompt[:MAX_TEXT])
-            body.append(build_tag("pre", prompt, sample.text[:MAX_TEXT], tabindex=0))
+            prompt = build_tag("b", sample.prompt[:MAX_TRACEBACK_CHARS])
+            body.append(build_tag("pre", prompt, sample.text[:MAX_TRACEBACK_CHARS], tabindex=0))
         body.append(
             build_tag("p", "The prompt is in bold; the rest is the model's.", class_="note")
         )
@@ -181,7 +189,7 @@ def _format_job_value(value: Any) -> str:
     return repr(value)
 
 
-_FILES = (
+_LINKED_FILES = (
     ("job.json", "the resolved job"),
     ("best.json", "which checkpoint had the lowest held-out loss"),
     ("plan.json", "the plan"),
@@ -195,7 +203,7 @@ _FILES = (
 
 def render_files(facts: RunFacts) -> Html:
     rows = []
-    for name, contents in _FILES:
+    for name, contents in _LINKED_FILES:
         # The page itself is there once it is read, though not yet while it is made.
         is_there = name == "report.html" or (facts.run_dir / name).exists()
         rows.append([build_tag("code", name), contents, "there" if is_there else "absent"])

@@ -6,19 +6,22 @@ from __future__ import annotations
 from phalanx.report import formats
 from phalanx.report.bars import draw_stacked_bar
 from phalanx.report.charts import StackChart, draw_stack_chart
-from phalanx.report.facts import GROUPS, RankPhaseSeconds, RunFacts
+from phalanx.report.facts import TIME_GROUPS, RankPhaseSeconds, RunFacts
 from phalanx.report.figure import draw_legend
 from phalanx.report.markup import Html, build_table, build_tag
 from phalanx.report.sections.curves import find_step_range
 
-MAX_RANKS = 32
+MAX_SHOWN_RANKS = 32
 
 # Colours stay what they were when a group comes between others.
-_LATER = {"pipeline": "g10"}
-GROUP_CLASS = {
-    name: f"g{index}" for index, name in enumerate(name for name in GROUPS if name not in _LATER)
-} | _LATER
-_LEDGER_CLASS = {
+_CSS_CLASS_OF_LATER_GROUP = {"pipeline": "g10"}
+CSS_CLASS_OF_GROUP = {
+    name: f"g{index}"
+    for index, name in enumerate(
+        name for name in TIME_GROUPS if name not in _CSS_CLASS_OF_LATER_GROUP
+    )
+} | _CSS_CLASS_OF_LATER_GROUP
+_CSS_CLASS_OF_LEDGER_ENTRY = {
     "training steps": "g1",
     "waiting for data": "g0",
     "waiting for other stages": "g10",
@@ -54,8 +57,8 @@ def _render_wall_time(facts: RunFacts) -> Html:
         build_tag(
             "h3", f"The whole run: {formats.seconds(ledger.wall_s)} of rank {facts.lead_rank}"
         ),
-        draw_stacked_bar(ledger.parts_s, _LEDGER_CLASS, ledger.wall_s, texts),
-        draw_legend(shown, _LEDGER_CLASS),
+        draw_stacked_bar(ledger.parts_s, _CSS_CLASS_OF_LEDGER_ENTRY, ledger.wall_s, texts),
+        draw_legend(shown, _CSS_CLASS_OF_LEDGER_ENTRY),
         build_tag(
             "p",
             "“Everything else” is what lies between the steps: waiting for a restart, generating"
@@ -74,7 +77,7 @@ def _render_wall_time(facts: RunFacts) -> Html:
 def _render_rank_times(facts: RunFacts) -> Html:
     ranks = _choose_ranks(facts.ranks)
     full_s = max(map(_bar_length_s, ranks))
-    used = [name for name in GROUPS if _is_group_used(name, ranks)]
+    used = [name for name in TIME_GROUPS if _is_group_used(name, ranks)]
     rows = [_render_rank_time(rank, full_s) for rank in ranks]
     head = ["rank", "mean step by phase", "mean", "p50", "p99", "longest", "unaccounted"]
     left_out = len(facts.ranks) - len(ranks)
@@ -97,7 +100,7 @@ def _render_rank_times(facts: RunFacts) -> Html:
         "div",
         build_tag("h3", "A step of each rank"),
         build_tag("p", _describe_step_time(facts.ranks[0]), class_="note"),
-        draw_legend(used, GROUP_CLASS),
+        draw_legend(used, CSS_CLASS_OF_GROUP),
         build_table(head, rows),
         build_tag("p", note, class_="note"),
         build_tag("details", build_tag("summary", "Data table"), _build_phase_table(ranks, used)),
@@ -116,9 +119,9 @@ def _is_group_used(group: str, ranks: list[RankPhaseSeconds]) -> bool:
 
 
 def _choose_ranks(ranks: list[RankPhaseSeconds]) -> list[RankPhaseSeconds]:
-    if len(ranks) <= MAX_RANKS:
+    if len(ranks) <= MAX_SHOWN_RANKS:
         return ranks
-    slowest = sorted(ranks[1:], key=lambda rank: rank.mean_s, reverse=True)[: MAX_RANKS - 1]
+    slowest = sorted(ranks[1:], key=lambda rank: rank.mean_s, reverse=True)[: MAX_SHOWN_RANKS - 1]
     return [ranks[0], *sorted(slowest, key=lambda rank: rank.rank)]
 
 
@@ -127,7 +130,7 @@ def _render_rank_time(rank: RankPhaseSeconds, full_s: float) -> list[Html | str]
     unaccounted = rank.mean_groups_s["unaccounted"]
     share = formats.format_percent(unaccounted, rank.mean_s)
     spare = f"{formats.format_milliseconds(unaccounted)} ({share})"
-    bar = draw_stacked_bar(rank.mean_groups_s, GROUP_CLASS, full_s, texts)
+    bar = draw_stacked_bar(rank.mean_groups_s, CSS_CLASS_OF_GROUP, full_s, texts)
     times = [rank.mean_s, rank.p50_s, rank.p99_s, rank.max_s]
     return [
         str(rank.rank),
@@ -168,7 +171,7 @@ def _render_time_chart(facts: RunFacts) -> Html:
         unit="ms",
         xs=facts.steps.step,
         parts=parts,
-        classes=GROUP_CLASS,
+        classes=CSS_CLASS_OF_GROUP,
         x_range=find_step_range(facts),
         note="Each column is the mean of its steps.",
     )

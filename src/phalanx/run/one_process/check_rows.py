@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from phalanx.job.schema import Job
-from phalanx.plan.mixed_rows import MAX_PARAMS, RowMixing, has_user_loss_code
+from phalanx.plan.mixed_rows import MAX_TRIED_PARAMS, RowMixing, has_user_loss_code
 from phalanx.plan.plan import Plan
 from phalanx.run.one_process.dropout_masks import DropoutMasks
 from phalanx.run.one_process.job_loss import JobLoss
@@ -25,7 +25,7 @@ from phalanx.run.one_process.original_module import build_original_module
 from phalanx.run.one_process.plain_loss import Batch
 from phalanx.run.one_process.row_mixing import (
     CollectiveCalledError,
-    Part,
+    MixingPart,
     RefusingCollectives,
     count_batch_rows,
     find_part_that_mixes_rows,
@@ -34,11 +34,11 @@ from phalanx.run.one_process.row_mixing import (
 )
 
 # Tried one after the other: classes with two members may need many.
-NUM_ROWS = (4, 32)
+COMPARED_ROW_COUNTS = (4, 32)
 # Parameters x tokens: some seconds of a core.
-MAX_WORK = 2**34
+MAX_PARAMETER_TOKENS = 2**34
 # What the larger number of rows may take, as the smaller one lets expect.
-MAX_S = 5.0
+MAX_CHECK_S = 5.0
 
 
 def check_loss_on_rows(job: Job, plan: Plan, batch: Batch) -> RowMixing:
@@ -52,11 +52,13 @@ def check_loss_on_rows(job: Job, plan: Plan, batch: Batch) -> RowMixing:
     what is wrong with it.
     """
     batch = {key: tensor.detach().cpu() for key, tensor in batch.items()}
-    most = min(count_batch_rows(batch), MAX_WORK // max(1, plan.num_params * plan.seq_len))
+    most = min(
+        count_batch_rows(batch), MAX_PARAMETER_TOKENS // max(1, plan.num_params * plan.seq_len)
+    )
     if (
-        most < min(NUM_ROWS[0], count_batch_rows(batch))
+        most < min(COMPARED_ROW_COUNTS[0], count_batch_rows(batch))
         or most < 2
-        or plan.num_params > MAX_PARAMS
+        or plan.num_params > MAX_TRIED_PARAMS
         or not has_user_loss_code(job)
     ):
         return RowMixing()
@@ -71,12 +73,18 @@ def check_loss_on_rows(job: Job, plan: Plan, batch: Batch) -> RowMixing:
                     part.eval()
             # A collective of the factory before is none of the loss: here one rank alone calls it.
             is_built = True
-            for num_rows in NUM_ROWS:
+            for num_rows in COMPARED_ROW_COUNTS:
                 started = time.monotonic()
                 mixes = _find_mixing_part(
                     module, loss, select_few_rows(batch, min(num_rows, most)), job.run.seed
                 )
-                if mixes or (time.monotonic() - started) * NUM_ROWS[-1] / NUM_ROWS[0] > MAX_S:
+                if (
+                    mixes
+                    or (time.monotonic() - started)
+                    * COMPARED_ROW_COUNTS[-1]
+                    / COMPARED_ROW_COUNTS[0]
+                    > MAX_CHECK_S
+                ):
                     break
             return RowMixing(mixes=mixes)
     except CollectiveCalledError as error:
@@ -118,7 +126,7 @@ def _find_row_labels(batch: Batch) -> list[int]:
     return []
 
 
-def _find_mixing_part(module: nn.Module, loss: JobLoss, batch: Batch, seed: int) -> Part:
+def _find_mixing_part(module: nn.Module, loss: JobLoss, batch: Batch, seed: int) -> MixingPart:
     masks, rows = DropoutMasks(module, seed), count_batch_rows(batch)
     state = torch.get_rng_state()
     with masks.applying_masks(1, 0, rows), restoring_buffers(module):

@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # 2^64 over the golden ratio: the increment of SplitMix64.
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+GOLDEN_RATIO_64 = np.uint64(0x9E3779B97F4A7C15)
 
 
 def make_dropout_mask(
@@ -36,11 +36,13 @@ def make_dropout_mask(
     with np.errstate(over="ignore"):
         rows = _mix_bits(
             np.uint64(key)
-            + (np.arange(num_rows, dtype=np.uint64) + np.uint64(first_row + 1)) * GOLDEN
+            + (np.arange(num_rows, dtype=np.uint64) + np.uint64(first_row + 1)) * GOLDEN_RATIO_64
         )
         numbers = np.arange(per_row, dtype=np.uint64)
         # One mix makes two elements: its low half and its high half.
-        pairs = _mix_bits(rows[:, None] + (numbers // np.uint64(2) + np.uint64(1)) * GOLDEN)
+        pairs = _mix_bits(
+            rows[:, None] + (numbers // np.uint64(2) + np.uint64(1)) * GOLDEN_RATIO_64
+        )
     halves = np.where(
         numbers % np.uint64(2) == 1, pairs >> np.uint64(32), pairs & np.uint64(2**32 - 1)
     )

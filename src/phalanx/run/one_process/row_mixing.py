@@ -21,13 +21,13 @@ from phalanx.core.errors import LayoutError
 from phalanx.run.one_process.dropout_masks import DropoutMasks
 from phalanx.run.one_process.plain_loss import Batch
 
-Part = Literal["", "model", "objective"]
+MixingPart = Literal["", "model", "objective"]
 
 # Far above the rounding of a sum, far below what another row does to a loss.
-MIXES = 1e-4
-COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
-_OURS = str(Path(phalanx.__file__).parent)
-_TORCHS = str(Path(torch.__file__).parent)
+MIN_MIXING_DIFFERENCE = 1e-4
+COLLECTIVE_OP_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
+_PHALANX_DIR = str(Path(phalanx.__file__).parent)
+_TORCH_DIR = str(Path(torch.__file__).parent)
 
 
 class SplitLoss(Protocol):
@@ -65,13 +65,13 @@ def mixes_rows(
     if not math.isfinite(mean):
         return False
     # `not <=`, and not `>`: a NaN is a difference, too.
-    return not abs(apart / count - mean) <= MIXES * abs(mean)
+    return not abs(apart / count - mean) <= MIN_MIXING_DIFFERENCE * abs(mean)
 
 
 @torch.no_grad()
 def find_part_that_mixes_rows(
     module: nn.Module, loss: SplitLoss, batch: Batch, masks: DropoutMasks
-) -> Part:
+) -> MixingPart:
     """The part of a loss that mixes rows: "model" if its outputs for the first rows change with the
     last rows.
 
@@ -101,7 +101,7 @@ def find_part_that_mixes_rows(
         (a[: len(a) // rows * half].double(), b[: len(b) // rows * half].double()) for a, b in pairs
     ]
     for alone, together in firsts:
-        if (alone - together).norm() > MIXES * alone.norm():
+        if (alone - together).norm() > MIN_MIXING_DIFFERENCE * alone.norm():
             return "model"
     return "objective"
 
@@ -164,7 +164,7 @@ class RefusingCollectives(TorchDispatchMode):
 
 def refuse_collective(func: Any) -> None:
     """Raise CollectiveCalledError if an operation of torch is a collective."""
-    if func.namespace in COLLECTIVES:
+    if func.namespace in COLLECTIVE_OP_NAMESPACES:
         raise CollectiveCalledError(_describe_collective_call(func))
 
 
@@ -174,11 +174,11 @@ def _describe_collective_call(func: Any) -> str:
     name = str(func.overloadpacket.__name__).strip("_")
     # From the innermost frame on: torch's own, then the first line of the user's.
     for entry in reversed(traceback.extract_stack(sys._getframe(1))):
-        if entry.filename.startswith(_TORCHS):
-            is_public = f"{_TORCHS}/distributed" in entry.filename and not entry.name.startswith(
+        if entry.filename.startswith(_TORCH_DIR):
+            is_public = f"{_TORCH_DIR}/distributed" in entry.filename and not entry.name.startswith(
                 "_"
             )
             name = entry.name if is_public and entry.name != "wrapper" else name
-        elif not entry.filename.startswith((_OURS, "<")):
+        elif not entry.filename.startswith((_PHALANX_DIR, "<")):
             return f"{name} ({Path(entry.filename).name}:{entry.lineno})"
     return name

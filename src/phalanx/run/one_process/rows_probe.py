@@ -30,14 +30,14 @@ from phalanx.job.user_dataset import is_own_dataset
 from phalanx.nn.build import MODELS_PACKAGE
 from phalanx.plan.mixed_rows import RowMixing
 from phalanx.plan.plan import Plan
-from phalanx.run.one_process.check_rows import NUM_ROWS, check_loss_on_rows
+from phalanx.run.one_process.check_rows import COMPARED_ROW_COUNTS, check_loss_on_rows
 from phalanx.run.one_process.plain_loss import Batch
 from phalanx.run.one_process.synthetic_batches import make_up_batch
 
 # Of these the rows are chosen that have a like.
-MAX_SAMPLES = 2 * NUM_ROWS[-1]
+MAX_SAMPLES = 2 * COMPARED_ROW_COUNTS[-1]
 # More than the few are read as long as this.
-READ_S = 5.0
+READ_TIMEOUT_S = 5.0
 
 
 def answer_probe_request(request: dict[str, Any]) -> dict[str, Any]:
@@ -64,18 +64,18 @@ def sample_batch(job: Job, plan: Plan) -> Batch:
         plan = replace(plan, vocab_size=job.model.vocab_size or BYTE_VOCAB_SIZE)
     return make_up_batch(
         plan,
-        NUM_ROWS[-1],
+        COMPARED_ROW_COUNTS[-1],
         torch.Generator().manual_seed(job.run.seed),
         documents=job.data.document_masks,
     )
 
 
 def _read_some_samples(samples: UserSamples) -> Batch:
-    until = time.monotonic() + READ_S
-    parts = [samples.take(np.arange(NUM_ROWS[0]))]
-    while len(parts) <= MAX_SAMPLES - NUM_ROWS[0] and time.monotonic() < until:
+    until = time.monotonic() + READ_TIMEOUT_S
+    parts = [samples.take(np.arange(COMPARED_ROW_COUNTS[0]))]
+    while len(parts) <= MAX_SAMPLES - COMPARED_ROW_COUNTS[0] and time.monotonic() < until:
         # One at a time: a dataset may be slow, and the few are enough.
-        parts.append(samples.take(np.array([NUM_ROWS[0] + len(parts) - 1])))
+        parts.append(samples.take(np.array([COMPARED_ROW_COUNTS[0] + len(parts) - 1])))
     return {
         key: torch.from_numpy(np.concatenate([part[key] for part in parts])) for key in parts[0]
     }

@@ -23,10 +23,10 @@ from phalanx.observe.events import EvalFinished
 from phalanx.observe.tail import read_recorded_events
 from phalanx.observe.units import MetricUnits, find_units_of_job
 from phalanx.plan.plan import Plan
-from phalanx.plan.warnings import NOTHING_MORE, ExtraNotes
+from phalanx.plan.warnings import NO_EXTRA_NOTES, ExtraNotes
 from phalanx.run.scratch import ScratchDirectory
 from phalanx.run.tokens import find_job_tokens
-from phalanx.run.trained.files import PROGRESS, RESULT
+from phalanx.run.trained.files import PROGRESS_FILE_NAME, RESULT_FILE_NAME
 from phalanx.run.trained.launch import build_model_payload, require_result, run_ranks
 from phalanx.run.trained.model import DATA_KEYS, TrainedModel
 from phalanx.run.trained.payloads import EvaluatePayload
@@ -42,7 +42,7 @@ EVALUATION_KEYS = (
     ),
 )
 # e to a little more than this is no fp64: the largest is about e^709.8.
-MAX_EXPONENT = 700.0
+MAX_EXPONENT_OF_PERPLEXITY = 700.0
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class EvaluationData:
     corpus: Corpus
     split: Split
     is_of_run: bool
-    remarks: ExtraNotes = NOTHING_MORE
+    remarks: ExtraNotes = NO_EXTRA_NOTES
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class EvaluationResult:
         """e to the power of the loss; None where the loss is not in nats."""
         if not self.units.loss:
             return None
-        if self.loss >= MAX_EXPONENT:
+        if self.loss >= MAX_EXPONENT_OF_PERPLEXITY:
             return math.inf
         return math.exp(self.loss)
 
@@ -161,10 +161,10 @@ def evaluate(
     directory, data = scratch.directory, task.data
     model = build_model_payload(task.model, task.plan, scratch)
     payload = EvaluatePayload(model, data.corpus.directory.absolute(), data.split)
-    progress_file = directory / PROGRESS
+    progress_file = directory / PROGRESS_FILE_NAME
     run_ranks(payload, scratch, lambda: on_progress(_read_progress(progress_file)))
-    require_result(directory / RESULT)
-    facts = read_json(directory / RESULT)
+    require_result(directory / RESULT_FILE_NAME)
+    facts = read_json(directory / RESULT_FILE_NAME)
     recorded_loss = None
     if data.is_of_run:
         recorded_loss = _find_recorded_loss(task.model, facts["num_targets"])

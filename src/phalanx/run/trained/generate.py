@@ -15,7 +15,7 @@ from phalanx.core.errors import CheckpointError, DataError, LayoutError, UsageEr
 from phalanx.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from phalanx.plan.plan import Plan
 from phalanx.run.scratch import ScratchDirectory
-from phalanx.run.trained.files import TOKENS
+from phalanx.run.trained.files import TOKENS_FILE_NAME
 from phalanx.run.trained.launch import build_model_payload, require_result, run_ranks
 from phalanx.run.trained.model import TrainedModel
 from phalanx.run.trained.payloads import GeneratePayload, SamplingOptions
@@ -193,13 +193,13 @@ def generate_texts(
         sampling=sampling,
         num_choices=generator.num_tokens_known,
     )
-    tokens_file = _GeneratedTokensFile(scratch.directory / TOKENS, texts, on_text)
+    tokens_file = _GeneratedTokensFile(scratch.directory / TOKENS_FILE_NAME, texts, on_text)
     try:
         run_ranks(payload, scratch, tokens_file.read_new_lines)
     finally:
         # What ranks wrote since the last time, also where they were stopped.
         tokens_file.read_new_lines()
-    require_result(scratch.directory / TOKENS)
+    require_result(scratch.directory / TOKENS_FILE_NAME)
     return GenerationResult(generator, sampling, seed, texts)
 
 

@@ -18,7 +18,7 @@ from phalanx.run.trained.payloads import EvaluatePayload, GeneratePayload, Model
 
 # By the payload: the function of phalanx.run.trained.rank that takes it, and what ranks do there,
 # as messages say it.
-ENTRIES: Mapping[type, tuple[str, str]] = {
+ENTRY_OF_PAYLOAD: Mapping[type, tuple[str, str]] = {
     EvaluatePayload: ("evaluate_as_rank", "evaluating"),
     GeneratePayload: ("continue_texts", "generating"),
 }
@@ -62,7 +62,7 @@ def run_ranks(
     Raises the PhalanxError that a rank raised, or RanksEndedError.
     """
     directory, model = scratch.directory, payload.model
-    function, doing = ENTRIES[type(payload)]
+    function, doing = ENTRY_OF_PAYLOAD[type(payload)]
     spec = LaunchSpec(
         entry=f"phalanx.run.trained.rank:{function}",
         payload_of_attempt=lambda: payload,

@@ -32,14 +32,14 @@ from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import discover_transforms, parallelize
 from phalanx.plan.plan import Plan
 from phalanx.run.data import open_held_out, require_document_mask_support
-from phalanx.run.trained.files import PROGRESS, RESULT, TOKENS
+from phalanx.run.trained.files import PROGRESS_FILE_NAME, RESULT_FILE_NAME, TOKENS_FILE_NAME
 from phalanx.run.trained.payloads import EvaluatePayload, GeneratePayload, ModelPayload
-from phalanx.train.evaluation import HeldOut
+from phalanx.train.evaluation import HeldOutBatches
 from phalanx.train.evaluator import Evaluator
 from phalanx.train.generate import Sampling, generate_tokens
 from phalanx.train.stop import StopFlags
 
-PROGRESS_S = 0.2
+PROGRESS_INTERVAL_S = 0.2
 # Imported in the server, once, instead of in every rank.
 discover_transforms()
 
@@ -90,7 +90,7 @@ def evaluate_as_rank(document: JsonObject, link: RankLink) -> int:
         ).evaluate()
         if mesh.rank == 0:
             facts = {**asdict(result), "evaluated_s": time.monotonic() - began}
-            write_json_atomic(run_dir / RESULT, facts)
+            write_json_atomic(run_dir / RESULT_FILE_NAME, facts)
         mesh.barrier()
     return ExitCode.OK
 
@@ -102,7 +102,10 @@ def continue_texts(document: JsonObject, link: RankLink) -> int:
     """
     payload = GeneratePayload.from_json(document)
     sampling = Sampling(**asdict(payload.sampling), num_choices=payload.num_choices)
-    with open_model(payload.model) as opened, open(payload.model.run_dir / TOKENS, "a") as file:
+    with (
+        open_model(payload.model) as opened,
+        open(payload.model.run_dir / TOKENS_FILE_NAME, "a") as file,
+    ):
 
         def tell(**facts: Any) -> None:
             if opened.mesh.rank == 0:
@@ -168,7 +171,7 @@ def open_model(payload: ModelPayload) -> Iterator[OpenedModel]:
         yield OpenedModel(job, plan, mesh, model, payload.step)
 
 
-def _report_batches(held_out: HeldOut, run_dir: Path) -> HeldOut:
+def _report_batches(held_out: HeldOutBatches, run_dir: Path) -> HeldOutBatches:
     """The same batches; how many of all were taken is written now and then."""
     total = sum(len(batches) for batches in held_out.values() if isinstance(batches, Sized))
     done, told_s = 0, 0.0
@@ -179,11 +182,11 @@ def _report_batches(held_out: HeldOut, run_dir: Path) -> HeldOut:
             # Counted when the next one is asked for: it is done by then.
             yield batch
             done += 1
-            if time.monotonic() - told_s > PROGRESS_S:
+            if time.monotonic() - told_s > PROGRESS_INTERVAL_S:
                 told_s = time.monotonic()
                 # Progress is for people: a disk that refuses it ends no evaluation.
                 with contextlib.suppress(OSError):
-                    write_json_atomic(run_dir / PROGRESS, {"done": done, "total": total})
+                    write_json_atomic(run_dir / PROGRESS_FILE_NAME, {"done": done, "total": total})
 
     # Not a generator: batches are iterated anew for each evaluation.
     class Counted:

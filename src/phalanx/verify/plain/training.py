@@ -18,7 +18,7 @@ from torch import nn
 Batch = Mapping[str, torch.Tensor]
 LossSum = Callable[[nn.Module, Batch], tuple[torch.Tensor, torch.Tensor]]
 """(sum of the losses of a batch's targets, how many they are)."""
-Around = Callable[[int, int, int], AbstractContextManager[None]]
+ForwardContext = Callable[[int, int, int], AbstractContextManager[None]]
 """What a forward runs in: of (step, counted from 1; its first row of the step's batch; how many
 rows)."""
 Tensors = dict[str, torch.Tensor]
@@ -29,7 +29,7 @@ NORM_TYPES = (
     nn.GroupNorm,
     nn.modules.batchnorm._NormBase,
 )
-OPTIMIZERS = ("adamw", "sgd")
+PLAIN_OPTIMIZERS = ("adamw", "sgd")
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class RateSchedule:
 
 @dataclass(frozen=True)
 class OptimizerRule:
-    """An optimizer by its definition: `kind` is one of OPTIMIZERS."""
+    """An optimizer by its definition: `kind` is one of PLAIN_OPTIMIZERS."""
 
     kind: str
     weight_decay: float
@@ -205,7 +205,7 @@ def train_by_definition(
     loss_sum: LossSum,
     run: PlainRun,
     *,
-    around: Around = lambda step, first_row, num_rows: nullcontext(),
+    around: ForwardContext = lambda step, first_row, num_rows: nullcontext(),
 ) -> Iterator[PlainStep]:
     """Train `module` as `run` says; yields after each step. Tensors of a PlainStep are those of
     training: whoever keeps them copies them."""
@@ -284,7 +284,7 @@ def _accumulate(
     run: PlainRun,
     step: int,
     microbatches: Sequence[Batch],
-    around: Around,
+    around: ForwardContext,
 ) -> tuple[float, int]:
     """(sum of the losses of a step, number of its targets); the gradients of that sum stay in
     `module`."""
