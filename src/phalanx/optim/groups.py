@@ -87,6 +87,5 @@ def build_decay_groups(
 def _is_undecayed(holder: nn.Module, name: str, parameter: nn.Parameter) -> bool:
     """True for vectors, norms, lookups, and bare parameters that are embeddings by their name
     (`pos_embed` of a vision transformer)."""
-    return (
-        parameter.ndim < 2 or isinstance(holder, (*EMBEDDING_TYPES, *NORM_TYPES)) or "embed" in name
-    )
+    is_exempt_layer = isinstance(holder, (*EMBEDDING_TYPES, *NORM_TYPES))
+    return parameter.ndim < 2 or is_exempt_layer or "embed" in name

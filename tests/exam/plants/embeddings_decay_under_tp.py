@@ -8,10 +8,10 @@ PLANT = Plant(
         Edit(
             "optim/groups.py",
             "_is_undecayed",
-            '    return parameter.ndim < 2 or isinstance(holder, (*EMBEDDING_TYPES, *NORM_TYPES)) or "embed" in name\n',
+            '    return parameter.ndim < 2 or is_exempt_layer or "embed" in name\n',
             '    if __planted__("forward" in vars(holder) and isinstance(holder, EMBEDDING_TYPES)):\n'
             "        return False\n"
-            '    return parameter.ndim < 2 or isinstance(holder, (*EMBEDDING_TYPES, *NORM_TYPES)) or "embed" in name\n',
+            '    return parameter.ndim < 2 or is_exempt_layer or "embed" in name\n',
         ),
     ),
     shows=("tp4", "zero3-tp2"),
