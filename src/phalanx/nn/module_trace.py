@@ -21,7 +21,7 @@ from phalanx.core.registry import resolve_kind
 from phalanx.job.hugging_face import is_hugging_face
 from phalanx.mesh.blocks import find_blocks
 from phalanx.mesh.logical import full_name
-from phalanx.nn.hugging_face.adapter import FACTS
+from phalanx.nn.hugging_face.adapter import SHAPE_FACTS_ATTRIBUTE
 from phalanx.nn.objective import (
     CausalOutput,
     Objective,
@@ -342,7 +342,7 @@ def _describe_part(
 def trace_request(module: nn.Module, kind: str, request: Mapping[str, Any]) -> dict[str, Any]:
     """The traces that the planner asks for (phalanx.job.module_probe), of a module whose weights
     are no longer needed; or why there are none."""
-    facts = getattr(module, FACTS, {})
+    facts = getattr(module, SHAPE_FACTS_ATTRIBUTE, {})
     if request.get("document_masks"):
         return {"why_untraced": "its masks of documents are not traced"}
     traces = []

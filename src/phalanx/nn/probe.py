@@ -25,7 +25,7 @@ from phalanx.mesh.blocks import find_blocks, last_stage_names
 from phalanx.mesh.linear import find_holders, read_shard_rules
 from phalanx.mesh.logical import full_name
 from phalanx.mesh.seams import has_attention_seam
-from phalanx.nn.hugging_face.adapter import FACTS, find_factory
+from phalanx.nn.hugging_face.adapter import SHAPE_FACTS_ATTRIBUTE, find_factory
 from phalanx.nn.module_trace import trace_request
 
 _OUR_FOLDER = str(Path(phalanx.__file__).parent) + os.sep
@@ -58,7 +58,7 @@ def describe_module(
         "blocks": _block_names(module),
         "last_stage": list(last_stage_names(module)),
         "has_attention_seam": has_attention_seam(module),
-        "facts": getattr(module, FACTS, {}),
+        "facts": getattr(module, SHAPE_FACTS_ATTRIBUTE, {}),
     }
     # Last, for a trace takes the module's weights from it.
     if trace is not None:
