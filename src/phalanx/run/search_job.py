@@ -13,8 +13,8 @@ from typing import Any
 
 from phalanx.core.errors import UsageError
 from phalanx.core.files import build_resource_error, write_bytes_atomic, write_json_atomic
-from phalanx.data.look import inspect_data
-from phalanx.data.tokenizer import BYTES
+from phalanx.data.look import summarize_data
+from phalanx.data.tokenizer import BYTE_TOKENIZER_KIND
 from phalanx.job.model import find_vocab_size_of
 from phalanx.job.schema import Data, Job
 from phalanx.job.toml import format_toml_value
@@ -70,9 +70,13 @@ def _find_vocab_size(job: Job) -> int | None:
     size = find_vocab_size_of(job.model)
     tokens = find_job_tokens(job)
     is_default = job.data.source == Data().source and not job.data.mixture
-    if size is not None or job.model.is_foreign or (is_default and tokens.default in ("", BYTES)):
+    if (
+        size is not None
+        or job.model.is_foreign
+        or (is_default and tokens.default in ("", BYTE_TOKENIZER_KIND))
+    ):
         return size
-    return inspect_data(job.data, vocab_size=None, default_tokenizer=tokens.default).vocab_size
+    return summarize_data(job.data, vocab_size=None, default_tokenizer=tokens.default).vocab_size
 
 
 def format_job(job: Job) -> str:
