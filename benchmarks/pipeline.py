@@ -36,7 +36,7 @@ from torch.distributed.pipelining import (
 )
 
 from phalanx.job.schema import Job
-from phalanx.mesh.compat import quiet_torch
+from phalanx.mesh.compat import silence_torch_warnings
 from phalanx.mesh.mesh import open_mesh
 from phalanx.nn.build import build_model
 from phalanx.nn.models.decoder import Decoder
@@ -255,7 +255,7 @@ def batch_of(options: argparse.Namespace, number: int) -> Batch:
 
 
 def run_rank(rank: int, options: argparse.Namespace, out: Path) -> None:
-    quiet_torch()
+    silence_torch_warnings()
     torch.set_num_threads(1)
     store = dist.FileStore(str(out / "store"), NUM_RANKS)
     dist.init_process_group(

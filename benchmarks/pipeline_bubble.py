@@ -40,7 +40,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from phalanx.job.schema import Job
-from phalanx.mesh.compat import quiet_torch
+from phalanx.mesh.compat import silence_torch_warnings
 from phalanx.mesh.mesh import open_mesh
 from phalanx.parallel.parallelize import discover_transforms, parallelize
 from phalanx.parallel.pipeline.weight_grads import defer_weight_gradient
@@ -258,7 +258,7 @@ def measure(case: Case, plan: Plan, clock: Clock, options: argparse.Namespace) -
 
 
 def run_rank(rank: int, options: argparse.Namespace, plans: Sequence[Plan], out: Path) -> None:
-    quiet_torch()
+    silence_torch_warnings()
     torch.set_num_threads(1)
     store = dist.FileStore(str(out / "store"), NUM_RANKS)
     dist.init_process_group(

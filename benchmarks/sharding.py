@@ -44,7 +44,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.job.schema import Job
-from phalanx.mesh.compat import quiet_torch
+from phalanx.mesh.compat import silence_torch_warnings
 from phalanx.mesh.mesh import open_mesh
 from phalanx.nn.build import build_model
 from phalanx.nn.models.decoder import Decoder
@@ -268,7 +268,7 @@ def batch_of(options: argparse.Namespace, number: int, rank: int, whole: bool) -
 
 
 def run_rank(rank: int, options: argparse.Namespace, out: Path) -> None:
-    quiet_torch()
+    silence_torch_warnings()
     torch.set_num_threads(1)
     store = dist.FileStore(str(out / "store"), NUM_RANKS)
     dist.init_process_group(

@@ -38,12 +38,18 @@ from phalanx.mesh.logical import LogicalShard, make_logical_shard
 from phalanx.verify.follow import (
     RankObservations,
     compare_blocks,
-    describe_held,
+    describe_held_part,
     digest_blocks,
-    list_boxes,
+    list_boxes_of_shards,
 )
 from phalanx.verify.judged_layout import JudgedLayout
-from phalanx.verify.trace_facts import INITIAL_KIND, Trace, TraceStep, gradients_of, weights_of
+from phalanx.verify.trace_facts import (
+    INITIAL_KIND,
+    Trace,
+    TraceStep,
+    gradients_set_name,
+    weights_set_name,
+)
 from phalanx.verify.verdict import Comparator, Verdict
 
 HERE = Path(__file__).parent
@@ -222,8 +228,8 @@ def trace_alone(directory: Path, traced: Path) -> Trace:
     again, _ = compute_gradients(load_model(directory, None))
     if loss != again:
         raise ValueError("its loss is another one each time")
-    sizes: dict[str, dict[str, float]] = {weights_of(0): {}}
-    for kind, tensors in ((INITIAL_KIND, weights), (gradients_of(0), gradients)):
+    sizes: dict[str, dict[str, float]] = {weights_set_name(0): {}}
+    for kind, tensors in ((INITIAL_KIND, weights), (gradients_set_name(0), gradients)):
         save_file(tensors, traced / f"{kind}.safetensors")
         sizes[kind] = {name: tensor.norm().item() for name, tensor in tensors.items()}
     step = TraceStep(loss, ROWS * LENGTH, total_norm(gradients), None)
@@ -235,19 +241,19 @@ def observe(rank: int, directory: Path, config: dict[str, int], trace: Trace) ->
     model = load_model(directory, config)
     weights = {name: gather(parameter) for name, parameter in model.named_parameters()}
     loss, gradients = compute_gradients(model)
-    held, kind = make_shards(weights, rank), gradients_of(0)
+    held, kind = make_shards(weights, rank), gradients_set_name(0)
     shards = make_shards(gradients, rank)
     seen = RankObservations()
     seen.losses, seen.norms = [loss], [total_norm(gradients)]
     seen.num_targets, seen.local_means = [ROWS * LENGTH], [[]]
     seen.held, seen.boxes = (
-        {name: describe_held(each) for name, each in held.items()},
-        list_boxes(held),
+        {name: describe_held_part(each) for name, each in held.items()},
+        list_boxes_of_shards(held),
     )
     seen.unknown = sorted(set(held) - set(trace.sizes[INITIAL_KIND]))
     seen.absent = sorted(set(trace.sizes[INITIAL_KIND]) - set(held))
     seen.tensors = {INITIAL_KIND: compare_blocks(trace, INITIAL_KIND, held)}
-    seen.tensors |= {kind: compare_blocks(trace, kind, shards), weights_of(0): {}}
+    seen.tensors |= {kind: compare_blocks(trace, kind, shards), weights_set_name(0): {}}
     seen.digests = {kind: digest_blocks(shards)}
     return seen
 

@@ -14,7 +14,7 @@ from phalanx.core.phases import PhaseTimer
 from phalanx.core.registry import list_kinds, resolve_kind
 from phalanx.job.json_schema import job_json_schema
 from phalanx.job.load import load_job
-from phalanx.mesh.compat import quiet_torch
+from phalanx.mesh.compat import silence_torch_warnings
 from phalanx.parallel.data_parallel.compression import HOOKS, Compression
 from phalanx.parallel.hooks._protocol import CompressionOptions
 from phalanx.parallel.traffic import GradientTraffic, all_reduce_bytes
@@ -81,7 +81,7 @@ APART = [["kernel"], ["matrix", "nothing", "vector"], ["small", "bias"]]
 
 
 def use_all(rank: int) -> dict[str, dict[str, Any]]:
-    quiet_torch()
+    silence_torch_warnings()
     return {kind: use(kind) for kind in KINDS}
 
 

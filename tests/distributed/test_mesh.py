@@ -466,7 +466,7 @@ def test_an_error_on_a_gpu_aborts_instead_of_destroying(monkeypatch: pytest.Monk
     monkeypatch.setattr(
         dist.distributed_c10d, "_abort_process_group", lambda: did.append("aborted")
     )
-    mesh_file._abandon_groups(torch.device("cuda", 0))
+    mesh_file._forget_process_groups(torch.device("cuda", 0))
     assert did == ["aborted"]
 
 
@@ -477,7 +477,7 @@ def leave_early(rank: int, port: int) -> tuple[bool, bool]:
     )
     with open_mesh(Layout(dp_replicate=2), device="cpu") as mesh:
         mesh.barrier()
-        mesh_file.leave_at_once(mesh)
+        mesh_file.exit_without_cleanup(mesh)
         found = mesh.is_ours, dist.is_initialized()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return found

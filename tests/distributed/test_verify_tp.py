@@ -117,7 +117,7 @@ def entry_without_a_sum() -> None:
     """The backward of the entry into a region keeps what this rank's features alone contribute."""
     tensor_group._CopyFunction.backward = staticmethod(lambda ctx, grad: (grad, None))  # type: ignore[method-assign, assignment]
     tensor_group._GatherTokensFunction.backward = staticmethod(  # type: ignore[method-assign, assignment]
-        lambda ctx, grad: (ctx.group.own_tokens(grad), None)
+        lambda ctx, grad: (ctx.group.select_own_tokens(grad), None)
     )
 
 

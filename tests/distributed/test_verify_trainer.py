@@ -27,7 +27,7 @@ from phalanx.verify.trainer_cases import (
     make_trainer_cases,
     make_trainer_job,
 )
-from phalanx.verify.trainer_row import TrainerPlace, judge_trainer
+from phalanx.verify.trainer_row import TrainerRowContext, judge_trainer
 from planted import plant_bug
 from plants import some
 from ranks import run_ranks
@@ -57,7 +57,7 @@ def judge_cases(
     cases = make_trainer_cases(job, num_ranks=num_ranks, cluster=CPU, shape=shape)
     rows = []
     with open_mesh(Layout(dp_replicate=num_ranks), device="cpu") as mesh:
-        place = TrainerPlace(mesh, Path(directory), None, "small")
+        place = TrainerRowContext(mesh, Path(directory), None, "small")
         for case in cases:
             if isinstance(case, TrainerCase) and (not only or case.name in only):
                 rows.append(judge_trainer(job, case, place).to_json())

@@ -82,15 +82,15 @@ def check_operations() -> int:
         num_tokens = x.shape[1] * dist.get_world_size(group)
         return make(group, num_tokens, cuts_sequence=True).enter(x)
 
-    def own_tokens(x: Any, group: Any) -> Any:
-        return make(group, x.shape[1], cuts_sequence=True).own_tokens(x).clone()
+    def select_own_tokens(x: Any, group: Any) -> Any:
+        return make(group, x.shape[1], cuts_sequence=True).select_own_tokens(x).clone()
 
     cases: list[tuple[Callable[..., Any], Any, Callable[..., Any]]] = [
         (leave, P, lambda x, group: rules.all_reduce(x, group, src=P, dst=R)),
         (leave_cut, P, lambda x, group: rules.reduce_scatter(x, group, src=P, dst=S(1))),
         (enter, R, lambda x, group: rules.ignore(x) or x),
         (enter_cut, S(1), lambda x, group: rules.all_gather(x, group, src=S(1), dst=R)),
-        (own_tokens, R, lambda x, group: rules.convert(x, group, src=R, dst=S(1))),
+        (select_own_tokens, R, lambda x, group: rules.convert(x, group, src=R, dst=S(1))),
     ]
     is_wrong = False
     for operation, placement, hook in cases:

@@ -29,7 +29,7 @@ from phalanx.job.load import load_job
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import BaselineMeasured, EvalFinished, TextGenerated
 from phalanx.report.end_of_run import end_of_run_lines
-from phalanx.run.announce import announcement_lines
+from phalanx.run.announce import format_run_announcement
 from phalanx.run.prepare import prepare_run
 
 
@@ -280,7 +280,7 @@ def test_how_a_single_document_is_held_out_is_said_before_the_start(tmp_path: Pa
         None, [*TINY, f"data.source={source}", "parallel.ranks=1", f"run.dir={tmp_path / 'run'}"]
     )
     with prepare_run(job, tmp_path / "run", resume=False, num_ranks=None) as run:
-        said = "\n".join(announcement_lines(run))
+        said = "\n".join(format_run_announcement(run))
     assert re.search(r"in 1 documents, [0-9,]+ held out by position \(there is one document", said)
 
 

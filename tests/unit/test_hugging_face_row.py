@@ -29,10 +29,10 @@ from phalanx.nn import norms, rotary
 from phalanx.nn.routing import Router
 from phalanx.plan.plan import Plan
 from phalanx.verify import float64_casts, hugging_face_row
-from phalanx.verify.batches import cast_steps, make_global_steps
+from phalanx.verify.batches import cast_steps_to_dtype, make_global_steps
 from phalanx.verify.cases import make_cases, make_verified_job, shrink_job
 from phalanx.verify.float64_casts import cast_to_float64
-from phalanx.verify.hugging_face_row import judge_hugging_face, why_no_hugging_face_row
+from phalanx.verify.hugging_face_row import explain_no_hugging_face_row, judge_hugging_face
 from phalanx.verify.row import Row
 from ranks import run_ranks
 
@@ -92,7 +92,7 @@ def make_plan(model: Model) -> tuple[Job, Plan]:
 
 def judge(model: Model, place: Path) -> Row:
     job, plan = make_plan(model)
-    steps = cast_steps(make_global_steps(job, plan, None, num_steps=2), torch.float64)
+    steps = cast_steps_to_dtype(make_global_steps(job, plan, None, num_steps=2), torch.float64)
     return judge_hugging_face(job, plan, steps, place)
 
 
@@ -108,7 +108,7 @@ NARROWED = "with casts to float32"
 def judge_narrowed(place: Path) -> Row:
     """transformers as it is: its casts are to float32."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(float64_casts, "_widen", lambda value: value)
+        patch.setattr(float64_casts, "_raise_rounding_to", lambda value: value)
         return judge(MODELS[0], place)
 
 
@@ -156,7 +156,7 @@ def test_every_preset_is_equal_or_refused(tmp_path: Path) -> None:
     models, refused = [], set()
     for name in list_preset_names():
         model = Model(name, "")
-        if why_no_hugging_face_row(*make_plan(model)):
+        if explain_no_hugging_face_row(*make_plan(model)):
             refused.add(name)
         else:
             models.append(model)
@@ -336,7 +336,7 @@ def test_without_transformers_the_row_is_refused(monkeypatch: pytest.MonkeyPatch
         return None if name == "transformers" else find(name, package)
 
     monkeypatch.setattr(importlib.util, "find_spec", find_others)
-    assert "not installed" in why_no_hugging_face_row(*make_plan(MODELS[0]))
+    assert "not installed" in explain_no_hugging_face_row(*make_plan(MODELS[0]))
 
 
 def test_what_narrows_all_the_same_is_judged_by_float32(rows: Mapping[str, Row]) -> None:

@@ -17,7 +17,7 @@ from phalanx.job.schema import Job
 from phalanx.job.shapes.stored import read_shape
 from phalanx.observe.events import Envelope, PipelineMeasured
 from phalanx.plan.pipeline.costs import ModelPartCosts, count_params_of_stages
-from phalanx.plan.pipeline.cut import LayerCosts, Stages, cut_for_ranks, cut_stages
+from phalanx.plan.pipeline.cut import LayerCosts, Stages, cut_stages, cut_stages_for_ranks
 from phalanx.plan.pipeline.pipeline_plan import build_named_pipeline, place_stages
 from phalanx.plan.pipeline.simulate import StageCosts
 from phalanx.plan.pipeline.stages import fully_recomputed_blocks, split_at_stages
@@ -84,7 +84,7 @@ def test_ranks_with_several_stages_are_even(name: str, costs: LayerCosts) -> Non
             work[rank] += float(cost)
         return max(work)
 
-    num_blocks, found = len(costs.blocks), cut_for_ranks(costs, placement)
+    num_blocks, found = len(costs.blocks), cut_stages_for_ranks(costs, placement)
     borders = combinations(
         range(num_blocks + 1), 5
     )  # the last stage may have none, the head being its work
@@ -100,7 +100,7 @@ def test_ranks_with_several_stages_are_even(name: str, costs: LayerCosts) -> Non
 
 def test_one_stage_per_rank_is_the_plain_cut() -> None:
     costs = LayerCosts(0, (1, 1, 2, 3, 1, 1, 2, 1, 1), 2.5)
-    assert cut_for_ranks(costs, (0, 1, 2)) == cut_stages(costs, 3)
+    assert cut_stages_for_ranks(costs, (0, 1, 2)) == cut_stages(costs, 3)
 
 
 def test_segments_of_recompute_end_where_stages_do() -> None:

@@ -21,7 +21,7 @@ from phalanx.nn import attention, latent_attention, rotary
 from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import causal_cross_entropy
 from phalanx.verify.cases import shrink_job
-from phalanx.verify.plain.decoder import plain_biases, plain_loss
+from phalanx.verify.plain.decoder import plain_loss, plain_router_biases
 from phalanx.verify.plain_settings import make_plain_settings
 
 NUM_TOKENS, BATCH_SIZE = 36, 2
@@ -124,7 +124,7 @@ def _run_both(
     loss.backward()
     plain = {"loss": loss.detach(), "targets": torch.tensor(float(count), dtype=torch.float64)}
     plain |= {name: _gradient(tensor) for name, tensor in parameters.items()}
-    plain |= plain_biases(settings, parameters, buffers, batch)
+    plain |= plain_router_biases(settings, parameters, buffers, batch)
 
     fed = {name: batch[name] for name in ("inputs", "positions", "document_ids")}
     loss_sum, num_targets = causal_cross_entropy(11)(model(**fed), batch)

@@ -14,7 +14,7 @@ from phalanx.mesh import grouped
 from phalanx.nn import attention, rotary
 from phalanx.nn.models.vit import VisionTransformer
 from phalanx.nn.routing import Router
-from phalanx.verify.batches import cast_steps, make_global_steps
+from phalanx.verify.batches import cast_steps_to_dtype, make_global_steps
 from phalanx.verify.cases import make_cases, make_verified_job, shrink_job
 from phalanx.verify.plain_row import judge_plain
 from phalanx.verify.row import Row
@@ -28,7 +28,7 @@ def _judge(preset: str, **model: Any) -> Row:
     job = make_verified_job(shrink_job(job)[0], 1)
     (case,) = make_cases(job, [("one", {})], num_ranks=1, cluster=CPU, shape=None)
     assert case.plan is not None
-    steps = cast_steps(make_global_steps(job, case.plan, None, num_steps=2), torch.float64)
+    steps = cast_steps_to_dtype(make_global_steps(job, case.plan, None, num_steps=2), torch.float64)
     return judge_plain(job, case.plan, steps, "float64")
 
 

@@ -10,7 +10,7 @@ from phalanx.job.schema import Job
 from phalanx.verify.choose import Selection, choose_layouts
 from phalanx.verify.progress import RowTimes
 from phalanx.verify.row import Row
-from phalanx.verify.stopped_work import open_work
+from phalanx.verify.stopped_work import open_verify_work
 
 WORK = [
     ("float64", "ddp"),
@@ -67,10 +67,10 @@ def row_of(selection: Selection, index: int, crashed: str = "") -> Row:
 
 
 def interrupt(selection: Selection) -> None:
-    with open_work(selection, resume=True) as work:
+    with open_verify_work(selection, resume=True) as work:
         for name in ("reference-float64-3", "trainer-reference-3", "trainer-ddp"):
             (work.scratch.directory / name).mkdir()
-        work.keep(row_of(selection, 0))
+        work.keep_row(row_of(selection, 0))
         raise KeyboardInterrupt
 
 
@@ -79,7 +79,7 @@ def test_an_error_and_a_stop_leave_rows_and_references_but_no_run_of_the_trainer
 ) -> None:
     with pytest.raises(KeyboardInterrupt):
         interrupt(selection)
-    with open_work(selection, resume=True) as work:
+    with open_verify_work(selection, resume=True) as work:
         assert [row.layout for row in work.earlier_rows] == ["ddp"]
         names = sorted(path.name for path in work.scratch.directory.iterdir())
         assert names == ["kept-rows.jsonl", "reference-float64-3", "trainer-reference-3"]
@@ -88,21 +88,21 @@ def test_an_error_and_a_stop_leave_rows_and_references_but_no_run_of_the_trainer
 
 
 def test_a_row_that_crashed_and_a_damaged_one_are_judged_again(selection: Selection) -> None:
-    with open_work(selection, resume=True) as work:
-        work.keep(row_of(selection, 0, crashed="rank 1 ended"))
-    with open_work(selection, resume=True) as work:
+    with open_verify_work(selection, resume=True) as work:
+        work.keep_row(row_of(selection, 0, crashed="rank 1 ended"))
+    with open_verify_work(selection, resume=True) as work:
         assert work.earlier_rows == ()
-        work.keep(row_of(selection, 0))
+        work.keep_row(row_of(selection, 0))
         (work.scratch.directory / "kept-rows.jsonl").write_text("{}\n")
-    with open_work(selection, resume=True) as work:
+    with open_verify_work(selection, resume=True) as work:
         assert work.earlier_rows == ()
         work.stays = False
 
 
 def test_a_directory_in_use_is_left_to_whoever_uses_it(selection: Selection) -> None:
-    with open_work(selection, resume=True) as first:
-        first.keep(row_of(selection, 0))
-        with open_work(selection, resume=True) as second:
+    with open_verify_work(selection, resume=True) as first:
+        first.keep_row(row_of(selection, 0))
+        with open_verify_work(selection, resume=True) as second:
             assert second.scratch.directory != first.scratch.directory
             assert not second.stays
             assert second.earlier_rows == ()
@@ -113,14 +113,14 @@ def test_a_directory_in_use_is_left_to_whoever_uses_it(selection: Selection) -> 
 def test_rows_of_another_torch_are_not_taken_over(
     selection: Selection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with open_work(selection, resume=True) as work:
-        work.keep(row_of(selection, 0))
+    with open_verify_work(selection, resume=True) as work:
+        work.keep_row(row_of(selection, 0))
     with monkeypatch.context() as other:
         other.setattr("phalanx.verify.stopped_work.version", lambda package: "0.0")
-        with open_work(selection, resume=True) as work:
+        with open_verify_work(selection, resume=True) as work:
             assert work.earlier_rows == ()
             work.stays = False
-    with open_work(selection, resume=True) as work:
+    with open_verify_work(selection, resume=True) as work:
         assert len(work.earlier_rows) == 1
         work.stays = False
 
@@ -128,11 +128,11 @@ def test_rows_of_another_torch_are_not_taken_over(
 def test_rows_of_code_that_changed_meanwhile_are_not_kept(
     selection: Selection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with open_work(selection, resume=True) as work:
+    with open_verify_work(selection, resume=True) as work:
         with monkeypatch.context() as other:
             other.setattr("phalanx.verify.stopped_work.version", lambda package: "0.0")
-            work.keep(row_of(selection, 0))
-        work.keep(row_of(selection, 1))
-    with open_work(selection, resume=True) as work:
+            work.keep_row(row_of(selection, 0))
+        work.keep_row(row_of(selection, 1))
+    with open_verify_work(selection, resume=True) as work:
         assert work.earlier_rows == ()
         work.stays = False

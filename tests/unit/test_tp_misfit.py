@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx.parallel.tensor.shape_errors import OpenColumn, shard_width_error
+from phalanx.parallel.tensor.shape_errors import UngatheredColumn, shard_width_error
 from phalanx.plan.rules import parse_rules
 
 (RULE,) = parse_rules({"up": "column"})
-COLUMN = OpenColumn("up", RULE, full_size=64, rank_size=32, has_row=False)
+COLUMN = UngatheredColumn("up", RULE, full_size=64, rank_size=32, has_row=False)
 
 
 def error_of(call: object) -> Exception:

@@ -18,11 +18,11 @@ from phalanx.job.schema import Job
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.nn.models.decoder import Decoder, example_batch
 from phalanx.verify.cases import list_layouts, make_cases, make_verified_job, shrink_job
-from phalanx.verify.flips import Reroute, find_misrouted
-from phalanx.verify.pipelines import count_needed_blocks
+from phalanx.verify.flips import RoutingChange, find_misrouted_tokens
+from phalanx.verify.pipelines import count_blocks_for_stages
 from phalanx.verify.products import list_expert_layouts, list_products
 from phalanx.verify.result import VerifyResult
-from phalanx.verify.routes import Routes, find_disputed_token, have_same_choices
+from phalanx.verify.routes import RoutingTrace, find_disputed_token, have_same_choices
 from phalanx.verify.row import Row
 
 SHAPE = DecoderShape(
@@ -43,13 +43,13 @@ ROUTER = "blocks.1.moe.router"
 KEY = f"step-0/{ROUTER}"
 
 
-def routed(forced: dict[str, torch.Tensor] | None = None) -> tuple[Routes, torch.Tensor]:
+def routed(forced: dict[str, torch.Tensor] | None = None) -> tuple[RoutingTrace, torch.Tensor]:
     """(choices of a step of two forwards, hidden states of both)."""
     torch.manual_seed(3)
     module = Decoder(SHAPE)
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    routes = Routes(module, forced)
+    routes = RoutingTrace(module, forced)
     batch = example_batch(SHAPE, 4, 6, seed=0)
     with routes.record("step-0"):
         hidden = [
@@ -107,12 +107,12 @@ def test_ranks_that_disagree_are_found() -> None:
     ],
 )
 def test_a_near_tie_has_a_bound(phase: str, margin: float, is_wrong: bool) -> None:
-    found = Reroute(ROUTER, phase, 0, 0, 1, 2, margin)
-    assert bool(find_misrouted([found], 1e-10)) is is_wrong
+    found = RoutingChange(ROUTER, phase, 0, 0, 1, 2, margin)
+    assert bool(find_misrouted_tokens([found], 1e-10)) is is_wrong
 
 
 def test_a_flip_is_told_and_is_no_failure() -> None:
-    flip = Reroute(ROUTER, "step-1", 4, 13, 5, 3, 2.1e-8)
+    flip = RoutingChange(ROUTER, "step-1", 4, 13, 5, 3, 2.1e-8)
     row = Row("zero3-ep2", {}, "small", "float32", True, {"loss": 1e-8}, 1e-5, flips=(flip, flip))
     result = VerifyResult((row, replace(row, flips=())), required=frozenset({"zero3-ep2"}))
     assert result.exit_code == ExitCode.OK
@@ -138,7 +138,7 @@ def test_layouts_of_experts_have_plans(preset: str, num_ranks: int) -> None:
     assert len(set(every)) == len(every)
     assert {name for name, _ in layouts} <= set(every)
     job = Job.model_validate({"model": {"preset": preset}, "data": {"seq_len": 32}})
-    small, said = shrink_job(job, num_blocks=count_needed_blocks(keys for _, keys in layouts))
+    small, said = shrink_job(job, num_blocks=count_blocks_for_stages(keys for _, keys in layouts))
     shape = build_model_shape(small, 251)
     assert shape.num_expert_layers >= 2
     assert shape.num_experts == 8

@@ -32,7 +32,7 @@ from phalanx.verify.cases import (
     shrink_job,
 )
 from phalanx.verify.choose import choose_layouts
-from phalanx.verify.compare import covers_evenly
+from phalanx.verify.compare import blocks_cover_evenly
 from phalanx.verify.factors import describe_times
 from phalanx.verify.judged_layout import JudgedLayout
 from phalanx.verify.narrow_reference import AutocastLoss
@@ -42,9 +42,9 @@ from phalanx.verify.trace_facts import (
     INITIAL_KIND,
     Trace,
     TraceStep,
-    buffers_of,
-    gradients_of,
-    weights_of,
+    buffers_set_name,
+    gradients_set_name,
+    weights_set_name,
 )
 from phalanx.verify.verdict import Comparator
 
@@ -118,7 +118,7 @@ def test_gradients_that_some_ranks_do_not_clip_are_named_with_the_ranks() -> Non
         n: (s**2 * (factor - 1) ** 2, s**2 * factor**2, s**2 * factor, s**2)
         for n, s in SIZES.items()
     }
-    seen = [saw(), saw(tensors={gradients_of(0): off})]
+    seen = [saw(), saw(tensors={gradients_set_name(0): off})]
     verdict = Comparator(traced(steps=steps), seen, JudgedLayout(2), tolerance=1e-10).compare()
     assert verdict.first is not None
     assert verdict.first.cause.startswith("gradients are not clipped on rank 1")
@@ -207,14 +207,14 @@ def test_a_users_own_model_is_not_shrunk() -> None:
 # The sums, on a trace of two tensors made by hand
 
 SIZES = {"a": 2.0, "b": 1.0}
-WEIGHTS = weights_of(0)
+WEIGHTS = weights_set_name(0)
 TRACE = Trace(
     Path("."),
     "float64",
     0.1,
     (TraceStep(3.0, 10, 5.0**0.5, None),),
     ("b", "a"),
-    dict.fromkeys((INITIAL_KIND, gradients_of(0), WEIGHTS), SIZES),
+    dict.fromkeys((INITIAL_KIND, gradients_set_name(0), WEIGHTS), SIZES),
     norms={WEIGHTS: SIZES},
     evaluation=2.5,
 )
@@ -229,7 +229,7 @@ def saw(**changes: Any) -> dict[str, Any]:
         "num_targets": [10],
         "evaluation": 2.5,
         "local_means": [[2.0, 4.5]],
-        "tensors": {kind: dict(right) for kind in (INITIAL_KIND, gradients_of(0), WEIGHTS)},
+        "tensors": {kind: dict(right) for kind in (INITIAL_KIND, gradients_set_name(0), WEIGHTS)},
         "digests": {},
         "loads": [{}],
         "held": {"a": "whole", "b": "whole"},
@@ -255,14 +255,14 @@ def test_equal_is_equal() -> None:
 def test_the_first_gradient_is_the_one_nearest_to_the_loss() -> None:
     """Where a backward goes wrong, all before it is wrong, too; "a" comes last in a forward."""
     off = {"a": (0.01, 4.0, 4.0, 4.0), "b": (0.01, 1.0, 1.0, 1.0)}
-    first = first_of(saw(tensors={gradients_of(0): off}), saw())
+    first = first_of(saw(tensors={gradients_set_name(0): off}), saw())
     assert (first.what, first.name, first.rank, first.ranks) == ("gradient", "a", 0, (0,))
     assert first.error == pytest.approx(0.05)
 
 
 def test_initial_weights_come_before_losses_and_losses_before_gradients() -> None:
     off = {"a": (1.0, 4.0, 4.0, 4.0)}
-    assert first_of(saw(losses=[3.1], tensors={gradients_of(0): off})).what == "loss"
+    assert first_of(saw(losses=[3.1], tensors={gradients_set_name(0): off})).what == "loss"
     assert first_of(saw(losses=[3.1], tensors={INITIAL_KIND: off})).what == "initial weight"
 
 
@@ -279,7 +279,9 @@ def test_not_a_number_is_never_equal(value: float) -> None:
 
 
 def test_parts_that_do_not_make_the_tensor_are_found_though_each_is_right() -> None:
-    half = {kind: {"a": (0.0, 1.0, 1.0, 1.0)} for kind in (INITIAL_KIND, gradients_of(0), WEIGHTS)}
+    half = {
+        kind: {"a": (0.0, 1.0, 1.0, 1.0)} for kind in (INITIAL_KIND, gradients_set_name(0), WEIGHTS)
+    }
     first = first_of(saw(tensors=half), saw(tensors=half))
     assert "do not make the tensor" in first.cause
 
@@ -337,7 +339,7 @@ SHARED_A = (*HALF_A[:2], 2)  # held by two ranks that differ in what else they h
     ],
 )
 def test_parts_of_ranks_make_a_whole_or_not(boxes: Any, even: bool) -> None:
-    assert covers_evenly(boxes) is even
+    assert blocks_cover_evenly(boxes) is even
 
 
 def test_parts_that_overlap_are_found_though_they_look_alike() -> None:
@@ -354,8 +356,8 @@ def traced(**changes: Any) -> Trace:
 def test_a_gradient_that_is_rounding_has_the_scale_of_a_usual_one() -> None:
     """A bias before BatchNorm: its true gradient is zero, and each layout rounds it otherwise."""
     sizes = {"a": 2.0, "b": 1e-12}
-    trace = traced(sizes=dict.fromkeys((INITIAL_KIND, gradients_of(0), WEIGHTS), sizes))
-    assert trace.scale(gradients_of(0), "b") == pytest.approx(2.0 / 2**0.5)
+    trace = traced(sizes=dict.fromkeys((INITIAL_KIND, gradients_set_name(0), WEIGHTS), sizes))
+    assert trace.scale(gradients_set_name(0), "b") == pytest.approx(2.0 / 2**0.5)
     assert trace.scale(INITIAL_KIND, "b") == pytest.approx(1e-3 * 2.0 / 2**0.5)
 
 
@@ -371,8 +373,8 @@ def test_an_update_may_be_off_by_a_few_roundings_of_the_weight() -> None:
 
 def test_a_frozen_tensor_that_an_optimizer_moves_is_found() -> None:
     sizes = {"a": 2.0, "b": 0.0}
-    trace = traced(sizes={INITIAL_KIND: SIZES, gradients_of(0): sizes, WEIGHTS: sizes})
-    seen = saw(tensors={gradients_of(0): {"b": (0.0, 0.0, 0.0, 0.0)}})
+    trace = traced(sizes={INITIAL_KIND: SIZES, gradients_set_name(0): sizes, WEIGHTS: sizes})
+    seen = saw(tensors={gradients_set_name(0): {"b": (0.0, 0.0, 0.0, 0.0)}})
     seen["tensors"][WEIGHTS] = {"a": (0.0, 4.0, 4.0, 4.0), "b": (0.01, 1.0, 1.0, 1.0)}
     first = Comparator(trace, [seen], JudgedLayout(1), tolerance=1e-10).compare().first
     assert first is not None
@@ -380,11 +382,11 @@ def test_a_frozen_tensor_that_an_optimizer_moves_is_found() -> None:
 
 
 def test_buffers_are_compared_after_the_weights() -> None:
-    trace = traced(sizes={**TRACE.sizes, buffers_of(0): {"running": 3.0}})
+    trace = traced(sizes={**TRACE.sizes, buffers_set_name(0): {"running": 3.0}})
     boxes = {"a": [[[0], [4], 1]], "b": [[[0], [1], 1]], "running": [[[0], [9], 1]]}
     seen = saw(boxes=boxes)
     for error, what in ((0.0, None), (0.09, "buffer")):
-        seen["tensors"][buffers_of(0)] = {"running": (error, 9.0, 9.0, 9.0)}
+        seen["tensors"][buffers_set_name(0)] = {"running": (error, 9.0, 9.0, 9.0)}
         verdict = Comparator(trace, [seen], JudgedLayout(1), tolerance=1e-10).compare()
         assert (verdict.first and verdict.first.what) == what
         assert verdict.errors["buffer"] == pytest.approx(error**0.5 / 3)
@@ -392,7 +394,7 @@ def test_buffers_are_compared_after_the_weights() -> None:
 
 def test_replicas_with_other_bits_are_found_with_the_rank_that_is_alone() -> None:
     def digests(last: str) -> dict[str, Any]:
-        return {gradients_of(0): {"a": [[[0], [4], "c0ffee"]], "b": [[[0], [1], last]]}}
+        return {gradients_set_name(0): {"a": [[[0], [4], "c0ffee"]], "b": [[[0], [1], last]]}}
 
     seen = [saw(digests=digests(last)) for last in ("00", "00", "01")]
     first = first_of(*seen)
@@ -402,7 +404,8 @@ def test_replicas_with_other_bits_are_found_with_the_rank_that_is_alone() -> Non
 
 def test_blocks_of_which_each_rank_has_its_own_are_no_replicas() -> None:
     halves = [
-        saw(digests={gradients_of(0): {"a": [[[start], [2], str(start)]]}}) for start in (0, 2)
+        saw(digests={gradients_set_name(0): {"a": [[[start], [2], str(start)]]}})
+        for start in (0, 2)
     ]
     assert first_of(*halves) is None
 
@@ -425,10 +428,10 @@ def test_loads_of_experts_that_miss_a_rank_are_found() -> None:
 def test_buffers_that_are_all_zero_in_one_process_are_compared(error: float, found: bool) -> None:
     """The biases of a router that nothing has moved, say: there is no size that an error could
     be relative to."""
-    trace = traced(sizes={**TRACE.sizes, buffers_of(0): {"bias": 0.0}})
+    trace = traced(sizes={**TRACE.sizes, buffers_set_name(0): {"bias": 0.0}})
     seen = saw()
     seen["held"]["bias"] = "all of it"
-    seen["tensors"][buffers_of(0)] = {"bias": (error, error, 0.0, 0.0)}
+    seen["tensors"][buffers_set_name(0)] = {"bias": (error, error, 0.0, 0.0)}
     first = Comparator(trace, [seen], JudgedLayout(1), tolerance=1e-10).compare().first
     assert (first is not None and (first.what, first.name) == ("buffer", "bias")) is found
 
@@ -509,7 +512,7 @@ def test_causes_of_a_factor(factor: float, clips: bool, words: str) -> None:
         n: (s**2 * (factor - 1) ** 2, s**2 * factor**2, s**2 * factor, s**2)
         for n, s in SIZES.items()
     }
-    seen = saw(tensors={gradients_of(0): off})
+    seen = saw(tensors={gradients_set_name(0): off})
     first = (
         Comparator(traced(steps=steps), [seen, seen], JudgedLayout(2), tolerance=1e-10)
         .compare()
@@ -525,7 +528,9 @@ def test_an_error_of_the_size_of_a_narrower_type_is_called_so() -> None:
             name: (error**2 * size**2 / 2, size**2, size**2, size**2)
             for name, size in SIZES.items()
         }
-        first = first_of(saw(tensors={gradients_of(0): off}), saw(tensors={gradients_of(0): off}))
+        first = first_of(
+            saw(tensors={gradients_set_name(0): off}), saw(tensors={gradients_set_name(0): off})
+        )
         assert narrow in first.cause
 
 

@@ -22,7 +22,7 @@ from phalanx.verify.cases import (
     read_job_layout,
     shrink_job,
 )
-from phalanx.verify.pipelines import count_needed_blocks, list_pipelines
+from phalanx.verify.pipelines import count_blocks_for_stages, list_pipelines
 
 
 def cases_of(num_ranks: int, num_layers: int, **parallel: Any) -> dict[str, Case]:
@@ -115,7 +115,7 @@ def test_the_batch_grows_until_a_schedule_from_a_file_has_its_microbatches(tmp_p
 def test_shrunk_models_keep_the_blocks_that_pipelines_need(
     parallel: dict[str, Any], num_blocks: int
 ) -> None:
-    assert count_needed_blocks([parallel]) == num_blocks
+    assert count_blocks_for_stages([parallel]) == num_blocks
     small, said = shrink_job(
         Job.model_validate({"model": {"preset": "llama3-8b"}}), num_blocks=num_blocks
     )

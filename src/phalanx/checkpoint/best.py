@@ -60,7 +60,9 @@ def record_best_step(
 def read_protected_steps(run_dir: Path) -> frozenset[int]:
     """The best step, if one is recorded: its checkpoint must stay, whatever else is removed."""
     best = read_best_step(run_dir)
-    return frozenset() if best is None else frozenset((best.step,))
+    if best is None:
+        return frozenset()
+    return frozenset((best.step,))
 
 
 def read_best_step(run_dir: Path) -> BestStep | None:

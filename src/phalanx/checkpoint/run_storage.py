@@ -46,7 +46,9 @@ class RunStorage:
     @property
     def fencing_token(self) -> FencingToken | None:
         """This job's claim on the run, with which it may commit; None without one."""
-        return None if self.fence is None else self.fence.token
+        if self.fence is None:
+            return None
+        return self.fence.token
 
     def is_lost(self, *, now: bool = False) -> bool:
         """True once another job has taken the run. Looks at once if `now`."""

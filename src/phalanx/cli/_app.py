@@ -179,7 +179,9 @@ def _invoke_app(arguments: Sequence[str]) -> int:
     try:
         # Not standalone: click would end the process, with exit codes of its own.
         result = build_app().main(list(arguments), prog_name="phalanx", standalone_mode=False)
-        return result if isinstance(result, int) else ExitCode.OK
+        if isinstance(result, int):
+            return result
+        return ExitCode.OK
     except PhalanxError as error:
         print_error(error)
         return error.exit_code

@@ -32,7 +32,7 @@ class FuzzyCompletion(str):
 
 def complete_job(context: typer.Context, incomplete: str) -> Candidates:
     """Job files, keys and values. The nearest keys where none begins with what was typed."""
-    key = _key_before_the_cursor(context)
+    key = _find_key_before_cursor(context)
     if key is not None:
         return _complete_values(key, incomplete)
     name, equals, value = incomplete.partition("=")
@@ -57,7 +57,7 @@ def complete_run(incomplete: str) -> Candidates:
     return [(path, "") for path in sorted(runs)[:MAX_COMPLETED_RUNS]]
 
 
-def _key_before_the_cursor(context: typer.Context) -> str | None:
+def _find_key_before_cursor(context: typer.Context) -> str | None:
     """The key whose value is completed, where the shell has cut "key=value" into words (bash
     does)."""
     # typer's script for bash joins the words by line ends.
@@ -139,7 +139,9 @@ def _list_choices(schema: dict[str, Any]) -> Iterator[str]:
 
 
 def _format_value(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    if isinstance(value, str):
+        return value
+    return json.dumps(value)
 
 
 def _keys_of_schema() -> Iterator[tuple[str, dict[str, Any]]]:

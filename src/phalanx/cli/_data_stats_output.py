@@ -26,11 +26,11 @@ def print_dataset_verdict(result: DatasetVerification) -> None:
 
 def print_stats(stats: DatasetStats, directory: str) -> None:
     """Print the facts of a dataset, and a histogram in characters that the terminal has."""
-    for text in describe_stats(stats, directory, fancy=_can_print_blocks()):
+    for text in describe_stats(stats, directory, fancy=_can_encode_block_characters()):
         print(text)
 
 
-def _can_print_blocks() -> bool:
+def _can_encode_block_characters() -> bool:
     try:
         "█▏".encode(sys.stdout.encoding or "ascii")
     # LookupError: an encoding that Python does not know.

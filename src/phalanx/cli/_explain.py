@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.core.terminal import print_coloured, print_document
-from phalanx.job.findings import shorten_to_line
+from phalanx.job.findings import shorten_to_one_line
 from phalanx.job.schema import Job
 from phalanx.job.toml import format_toml_value
 from phalanx.run.explain import ExplainedValue, explain_job, format_explained_json
@@ -43,7 +43,7 @@ def format_explained_lines(explained: Sequence[ExplainedValue], *, colour: bool)
         padded = f"{value:<{value_width}}  {origin:<{origin_width}}"
         why = ""
         if one.why:
-            why = f"  {shorten_to_line(one.why, 120)}"
+            why = f"  {shorten_to_one_line(one.why, 120)}"
         else:
             padded = padded.rstrip()
         painted = _add_colours(padded, _COLOUR_OF_ORIGIN[one.origin], colour)
@@ -55,7 +55,7 @@ def _format_value(value: Any) -> str:
     # TOML has no word for it.
     if value is None:
         return "none"
-    return shorten_to_line(format_toml_value(value), MAX_VALUE_CHARS)
+    return shorten_to_one_line(format_toml_value(value), MAX_VALUE_CHARS)
 
 
 def _add_colours(text: str, code: str, colour: bool) -> str:

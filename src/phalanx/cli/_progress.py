@@ -68,7 +68,7 @@ class ProgressLine:
             )
             self._stream.flush()
 
-    def adder_of_bytes(self, total_bytes: float) -> Callable[[int], None]:
+    def make_byte_counter(self, total_bytes: float) -> Callable[[int], None]:
         """A function that adds bytes to those that are done, and shows how many of `total_bytes`
         they are.
         """

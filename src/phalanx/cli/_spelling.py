@@ -58,7 +58,9 @@ def suggest_option(
     is_exact = name.rpartition(".")[2] in {*sections_by_key(), *KEYS_OF_ALIAS}
     keys = suggest_key(option, sections_by_key(), _value_of_unknown_option(option, arguments))
     # An exact key comes before an option that is only spelt like it.
-    return keys if keys and (is_exact or not suggestion) else suggestion or keys
+    if keys and (is_exact or not suggestion):
+        return keys
+    return suggestion or keys
 
 
 def _value_of_unknown_option(option: str, arguments: Sequence[str]) -> str:
@@ -100,7 +102,7 @@ def refuse_other_files(word: str) -> None:
     ):
         problem, fix = "is a model, not a job file", f"write model.kind={word}"
     elif os.sep not in word:
-        problem, fix = _describe_name(word)
+        problem, fix = _describe_preset_or_key(word)
     if problem:
         raise UsageError(f"{word!r} {problem}", fix=fix)
 
@@ -126,7 +128,7 @@ def _describe_directory(path: Path, word: str) -> tuple[str, str]:
     return "is a folder, not a job file", f"write data.source={word} to train on what is in it"
 
 
-def _describe_name(word: str) -> tuple[str, str]:
+def _describe_preset_or_key(word: str) -> tuple[str, str]:
     """A preset, or a key or another trainer's name of one, where a job file was expected."""
     from phalanx.job.presets import list_preset_names
 

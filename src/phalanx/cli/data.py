@@ -188,7 +188,7 @@ def stats_command(
     with print_errors_as_json(as_json):
         opened = open_dataset(Path(dataset))
         with ProgressLine("reading") as line:
-            measured = measure_dataset(opened, line.adder_of_bytes(opened.num_token_bytes))
+            measured = measure_dataset(opened, line.make_byte_counter(opened.num_token_bytes))
         if page is not None:
             write_dataset_page(Path(page), opened, measured)
     if as_json:

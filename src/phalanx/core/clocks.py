@@ -26,7 +26,9 @@ def identify_monotonic_clock() -> str:
     except OSError:
         # A kernel without time namespaces (before Linux 5.6).
         namespace = ""
-    return digest([boot, namespace]) if boot else ""
+    if boot:
+        return digest([boot, namespace])
+    return ""
 
 
 def process_began_s() -> float:

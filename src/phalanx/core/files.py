@@ -241,14 +241,14 @@ PERMANENT_WRITE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, er
 WRITE_FAILURE_ERRNOS = (*PERMANENT_WRITE_ERRNOS, errno.ESTALE, errno.ENODEV, errno.ENXIO)
 
 
-def _codes_of_this_system(*names: str) -> tuple[int, ...]:
+def _select_existing_errnos(*names: str) -> tuple[int, ...]:
     # Some are Linux's alone.
     return tuple(getattr(errno, name) for name in names if hasattr(errno, name))
 
 
 # What only a failing disk or file server says when it is read: of a file that is missing or damaged
 # it says otherwise.
-READ_FAILURE_ERRNOS = _codes_of_this_system(
+READ_FAILURE_ERRNOS = _select_existing_errnos(
     *("EIO", "ESTALE", "ENODEV", "ENXIO", "EUCLEAN", "EBADMSG"),
     *("EREMOTEIO", "ETIMEDOUT", "ENOTCONN"),
 )

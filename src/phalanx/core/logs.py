@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from phalanx.core.files import append_regular
-from phalanx.core.secrets import Redactor, find_secret_spans_by_place
+from phalanx.core.secrets import Redactor, find_url_secret_spans
 from phalanx.core.spellings import SecretSpellings, build_secret_spellings
 
 # Windows overlap by more than a spelling of a secret can have: one that lies in two is found.
@@ -108,7 +108,7 @@ def overwrite_secrets(path: Path, secrets: Iterable[str], *, done_bytes: int = 0
         return (
             num_places
             + _blank_out_spellings(content, build_secret_spellings((known, in_letters)), start)
-            + _blank_out_by_place(content, content.rfind(b"\n", 0, start) + 1)
+            + _blank_out_url_secrets(content, content.rfind(b"\n", 0, start) + 1)
         )
 
 
@@ -141,11 +141,11 @@ def _blank_out_spellings(content: mmap.mmap, known: SecretSpellings, first: int)
     return num_places
 
 
-def _blank_out_by_place(content: mmap.mmap, offset: int) -> int:
+def _blank_out_url_secrets(content: mmap.mmap, offset: int) -> int:
     num_places = 0
     content.seek(offset)
     for line in iter(content.readline, b""):
-        for start, end in find_secret_spans_by_place(line.decode("latin-1")):  # a byte is a letter
+        for start, end in find_url_secret_spans(line.decode("latin-1")):  # a byte is a letter
             content[offset + start : offset + end] = b"*" * (end - start)
             num_places += 1
         offset += len(line)

@@ -49,7 +49,7 @@ def silence() -> Iterator[None]:
         _is_silent.reset(token)
 
 
-def say_waiting(line: str) -> None:
+def print_waiting_notice(line: str) -> None:
     """Print on standard error what is waited for, unless it is silent."""
     if not _is_silent.get():
         print(line, file=filter_stream(sys.stderr))

@@ -86,12 +86,12 @@ def _hide_secrets(text: str, known: SecretSpellings) -> str:
     """Known secrets first: what is left of a URL around them is looked at by its form."""
     text = known.hide(text)
     # From the end on, so that the places of those before stay right.
-    for start, end in reversed(find_secret_spans_by_place(text)):
+    for start, end in reversed(find_url_secret_spans(text)):
         text = text[:start] + REDACTED_TEXT + text[end:]
     return text
 
 
-def find_secret_spans_by_place(text: str) -> list[Span]:
+def find_url_secret_spans(text: str) -> list[Span]:
     """Spans of the secrets in `text` that are known by their place: a URL's password or token.
 
     In order, none in another.
@@ -127,8 +127,8 @@ def find_secret_values(environ: Mapping[str, str]) -> dict[str, tuple[str, ...]]
         parts = []
         if is_secret_name(name) and not _is_path_variable(value):
             parts += [part.strip() for part in (value, *value.splitlines())]
-        spans = find_secret_spans_by_place(value)
-        if _is_connection(name):
+        spans = find_url_secret_spans(value)
+        if _is_connection_string_name(name):
             spans += find_parameter_spans(value, _is_secret_in_query, anywhere=True)
         parts += [value[start:end] for start, end in spans]
         # Without repetitions: a value of one line is a line of it, too.
@@ -153,11 +153,11 @@ def is_secret_name(name: str) -> bool:
     return (
         any(word.endswith(_SECRET_NAME_ENDINGS) or word in _SECRET_NAME_WORDS for word in words)
         or ("".join(words) not in _WORKING_DIR_VARIABLES and words[-1].endswith("PWD"))
-        or _is_connection(name)
+        or _is_connection_string_name(name)
     )
 
 
-def _is_connection(name: str) -> bool:
+def _is_connection_string_name(name: str) -> bool:
     """True for AZURE_STORAGE_CONNECTION_STRING: several settings in one value, secrets among
     them."""
     return "".join(_split_name_into_words(name)).endswith(tuple(_CONNECTION_STRING_NAMES))
@@ -171,7 +171,9 @@ def describe_secret_problem(name: str, value: str, environ: Mapping[str, str]) -
             return f"holds the secret of the environment variable {variable}"
     if any(find_user_spans(value)):
         return "is a URL with a password in it"
-    if any(find_parameter_spans(value, _is_secret_in_job, anywhere=_is_connection(name))):
+    if any(
+        find_parameter_spans(value, _is_secret_in_job, anywhere=_is_connection_string_name(name))
+    ):
         return "is a URL or a connection string with a secret in it"
     if (
         value

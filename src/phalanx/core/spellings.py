@@ -159,8 +159,8 @@ def build_secret_spellings(groups: tuple[tuple[str, ...], ...]) -> SecretSpellin
     plain: set[str] = set()
     encoded: set[str] = set()
     for secret in secrets:
-        plain.update(_plain_forms(secret))
-        encoded.update(_encode_in_all_ways(secret))
+        plain.update(_list_plain_spellings(secret))
+        encoded.update(_list_encodings(secret))
     texts = {text for text in plain if len(text) >= MIN_SECRET_CHARS}
     texts |= {text for text in encoded if len(text) >= _ENCODED_CHARS}
     # The longest first: of two that begin alike a pattern takes the one that stands first in it.
@@ -223,7 +223,7 @@ def _distinctive_pieces(secret: str) -> Iterator[str]:
             yield piece
 
 
-def _plain_forms(secret: str) -> Iterable[str]:
+def _list_plain_spellings(secret: str) -> Iterable[str]:
     yield secret
     yield unquote(secret)
     yield quote(secret, safe="")
@@ -238,7 +238,7 @@ def _plain_forms(secret: str) -> Iterable[str]:
     yield " ".join(secret.split())
 
 
-def _encode_in_all_ways(secret: str) -> Iterable[str]:
+def _list_encodings(secret: str) -> Iterable[str]:
     raw = _encode_utf8(secret)
     for digits in (
         raw.hex(),

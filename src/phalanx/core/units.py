@@ -71,7 +71,9 @@ def describe_error(predicted: float, measured: float) -> str:
 
 
 def _error_direction(predicted: float, measured: float) -> str:
-    return "low" if predicted < measured else "high"
+    if predicted < measured:
+        return "low"
+    return "high"
 
 
 SMALL_BYTES, LARGE_ERROR = 64 * MIB, 0.25

@@ -66,7 +66,7 @@ class _Worker:
         except BrokenPipeError:
             raise self.explain_death() from None
 
-    def give(self, task: ShardTask) -> None:
+    def give_task(self, task: ShardTask) -> None:
         self.task = task
         self.send({"task": task.to_json()})
 
@@ -112,7 +112,7 @@ def _build_in_workers(
     ):
         for worker in workers:
             selector.register(cast(IO[bytes], worker.process.stdout), selectors.EVENT_READ, worker)
-            worker.give(waiting.pop())
+            worker.give_task(waiting.pop())
         num_left = len(tasks)
         while num_left:
             for key, _ in selector.select():
@@ -128,7 +128,7 @@ def _build_in_workers(
                     num_left -= 1
                     worker.task = None
                     if waiting:
-                        worker.give(waiting.pop())
+                        worker.give_task(waiting.pop())
 
 
 @contextmanager

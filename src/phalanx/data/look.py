@@ -69,7 +69,7 @@ class DataSummary:
         return bool(self.sources) and all(source.num_train is not None for source in self.sources)
 
 
-def inspect_data(
+def summarize_data(
     data: Data, *, vocab_size: int | None, default_tokenizer: str = BYTE_TOKENIZER_KIND
 ) -> DataSummary:
     """Read what `data` names as far as its kind says it by itself.

@@ -57,7 +57,9 @@ def megatron_paths(source: str) -> tuple[Path, Path] | None:
         prefix = path.with_suffix("")
     pair = prefix.with_name(f"{prefix.name}.bin"), prefix.with_name(f"{prefix.name}.idx")
     named = path.suffix in (".bin", ".idx") and os.path.isfile(path)
-    return pair if named or all(map(os.path.isfile, pair)) else None
+    if named or all(map(os.path.isfile, pair)):
+        return pair
+    return None
 
 
 def open_megatron(bin_path: Path, idx_path: Path) -> MegatronFile:

@@ -160,7 +160,9 @@ class KneserNeyOrder:
     @classmethod
     def build(cls, grams: NgramCounts, vocab_size: int) -> KneserNeyOrder:
         # No more than the count itself, or a share would be negative.
-        discounts = np.minimum(_discounts(grams.counts)[np.minimum(grams.counts, 3)], grams.counts)
+        discounts = np.minimum(
+            _kneser_ney_discounts(grams.counts)[np.minimum(grams.counts, 3)], grams.counts
+        )
         contexts, first, sizes = np.unique(
             grams.keys // vocab_size, return_index=True, return_counts=True
         )
@@ -181,7 +183,7 @@ class KneserNeyOrder:
         return np.where(context_seen, interpolated, shorter)
 
 
-def _discounts(counts: Int64s) -> Floats:
+def _kneser_ney_discounts(counts: Int64s) -> Floats:
     """The discounts of counts of 0, 1, 2 and 3 or more [4]: Chen & Goodman's estimate from counts
     of counts.
 

@@ -41,14 +41,16 @@ def permute_indices(index: NDArray[np.integer], n: int, key: int | Uint64s) -> N
         # np.uint64 refuses a number that does not fit.
         round_keys.append(mix_bits(keys + np.uint64(number * _GOLDEN_RATIO_64 & _MASK64)))
     num_bits = (n - 1).bit_length()
-    permuted = _feistel(values, round_keys, num_bits)
+    permuted = _apply_feistel_rounds(values, round_keys, num_bits)
     # This ends: the cycle of a value in [0, n) comes back to that value.
     while (outside := permuted >= n).any():
-        permuted = np.where(outside, _feistel(permuted, round_keys, num_bits), permuted)
+        permuted = np.where(
+            outside, _apply_feistel_rounds(permuted, round_keys, num_bits), permuted
+        )
     return permuted.astype(np.int64).reshape(np.shape(index))
 
 
-def _feistel(values: Uint64s, round_keys: list[Uint64s], num_bits: int) -> Uint64s:
+def _apply_feistel_rounds(values: Uint64s, round_keys: list[Uint64s], num_bits: int) -> Uint64s:
     """A keyed bijection of [0, 2**num_bits): each round changes one half by a hash of the other,
     which undoes it.
     """

@@ -27,7 +27,7 @@ def json_rows(
     with open_regular(span.path) as raw:
         file = _decompress(raw, span)
         is_plain = span.format == "jsonl"
-        offset = _to_next_line(file, span.begin) if is_plain else 0
+        offset = _skip_to_next_line(file, span.begin) if is_plain else 0
         before = reading.read
         while not is_plain or offset < span.end:
             # One byte more, which tells that a line is too long.
@@ -60,7 +60,7 @@ def _decompress(raw: BinaryIO, span: SourceFileSpan) -> BinaryIO:
     return raw
 
 
-def _to_next_line(file: BinaryIO, offset: int) -> int:
+def _skip_to_next_line(file: BinaryIO, offset: int) -> int:
     """Move the file to the first line that begins at or after `offset`; returns its position."""
     if offset == 0:
         return 0

@@ -233,7 +233,9 @@ def verify_shard(path: Path, progress: Progress | None = None) -> list[DataError
     sections = _SectionOffsets.place(shard.facts.num_tokens, shard.facts.num_documents, shard.dtype)
     try:
         ranges = _join_neighbouring_ranges(_differing_chunks(shard, sections, progress))
-        damaged = [_damage_in_range(shard, sections, start, stop) for start, stop in ranges]
+        damaged = [
+            _describe_damage_in_range(shard, sections, start, stop) for start, stop in ranges
+        ]
     except _DamagedChecksumsError:
         return [
             _damage_error(
@@ -286,7 +288,9 @@ def _join_neighbouring_ranges(ranges: Iterator[tuple[int, int]]) -> list[tuple[i
     return joined
 
 
-def _damage_in_range(shard: Shard, sections: _SectionOffsets, start: int, stop: int) -> DataError:
+def _describe_damage_in_range(
+    shard: Shard, sections: _SectionOffsets, start: int, stop: int
+) -> DataError:
     contents: list[str] = []
     itemsize = np.dtype(shard.dtype).itemsize
     if start < sections.ends_at:

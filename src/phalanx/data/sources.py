@@ -88,7 +88,7 @@ def list_source_files(
 
     Raises DataError for an input where there is nothing to read, as a value of `named`.
     """
-    real = _SeenFiles()
+    real = _SeenFileIds()
     try:
         listings = []
         for number, source in enumerate(sources):
@@ -105,7 +105,7 @@ def list_source_files(
     return listings
 
 
-class _SeenFiles:
+class _SeenFileIds:
     """The files that were seen, whatever way led to them."""
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class _SeenFiles:
 
 
 def _find_source_files(
-    source: str, prefix: str, out: Path | None, real: _SeenFiles
+    source: str, prefix: str, out: Path | None, real: _SeenFileIds
 ) -> SourceListing:
     """`prefix` keeps documents apart that have the same name in several inputs."""
     try:

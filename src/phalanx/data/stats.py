@@ -61,7 +61,9 @@ class DatasetStats:
 
     @property
     def tokens_per_byte(self) -> float:
-        return self.num_tokens / self.source_bytes if self.source_bytes else 0.0
+        if self.source_bytes:
+            return self.num_tokens / self.source_bytes
+        return 0.0
 
     def to_json(self) -> dict[str, Any]:
         fields = dict(vars(self))

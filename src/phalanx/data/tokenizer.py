@@ -256,4 +256,6 @@ def _read_settings(path: Path) -> dict[str, Any]:
         settings = read_json(path)
     except (OSError, ValueError):
         return {}
-    return settings if isinstance(settings, dict) else {}
+    if isinstance(settings, dict):
+        return settings
+    return {}

@@ -47,7 +47,7 @@ def collect_tokenizer_files(
 
     Raises DataError if the tokenizer is not where it was, or is another one by now.
     """
-    if brought is not None and _is_models_tokenizer(corpus, brought):
+    if brought is not None and _is_tokenizer_of_model(corpus, brought):
         return _collect_models_files(corpus, brought, file_names)
     tokenizer = corpus.tokenizer()
     if tokenizer is None:
@@ -100,7 +100,7 @@ def _tokenizer_config(end: str | None) -> dict[str, Any]:
     return config
 
 
-def _is_models_tokenizer(corpus: Corpus, brought: ModelTokenizer) -> bool:
+def _is_tokenizer_of_model(corpus: Corpus, brought: ModelTokenizer) -> bool:
     """True if the tokens are, or may be for all that is known, those of the model's
     tokenizer.json."""
     if brought.facts is None or brought.facts.kind == BYTE_TOKENIZER_KIND:

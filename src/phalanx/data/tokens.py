@@ -195,7 +195,9 @@ class TrainHeldOutSplit:
     held_out: TokenSequence
 
     def __getitem__(self, split: Split) -> TokenSequence:
-        return self.train if split == "train" else self.held_out
+        if split == "train":
+            return self.train
+        return self.held_out
 
 
 class SplitChoice(NamedTuple):

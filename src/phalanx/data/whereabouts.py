@@ -68,14 +68,14 @@ class WorkerStatus:
 
 
 def create_worker_status() -> WorkerStatus:
-    fd = open_unnamed_file("phalanx-place")
+    fd = create_unlinked_file("phalanx-place")
     os.ftruncate(fd, _ACTIVITY_STRUCT.size)
     whereabouts = WorkerStatus(fd)
     whereabouts.mark_reading(None)
     return whereabouts
 
 
-def open_unnamed_file(name: str) -> int:
+def create_unlinked_file(name: str) -> int:
     """A descriptor of a file in memory that goes with the last process that has it."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name)

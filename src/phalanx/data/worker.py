@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from phalanx.core.errors import DataError, PhalanxError
 from phalanx.core.parent import die_with_parent
-from phalanx.data.whereabouts import WorkerStatus, open_unnamed_file
+from phalanx.data.whereabouts import WorkerStatus, create_unlinked_file
 
 _LENGTH_PREFIX = struct.Struct("<I")
 _PR_SET_NAME = 15
@@ -91,7 +91,7 @@ def pack_arrays(arrays: Arrays) -> tuple[list[Message], int]:
         # Places are known before anything is written, so each array is copied once.
         layout.append({"name": name, "dtype": each.dtype.str, "shape": each.shape, "at": size})
         size += -(-each.nbytes // _ALIGNMENT) * _ALIGNMENT
-    fd = open_unnamed_file("phalanx-batch")
+    fd = create_unlinked_file("phalanx-batch")
     # An empty file cannot be mapped.
     os.ftruncate(fd, max(size, 1))
     with mmap.mmap(fd, max(size, 1)) as memory:
@@ -196,7 +196,7 @@ def error_from_worker(described: Message) -> PhalanxError:
     return error
 
 
-def _end_with_the_rank(link: socket.socket, rank_pid: int) -> None:
+def _exit_with_rank_process(link: socket.socket, rank_pid: int) -> None:
     """Be killed when the rank is gone, even while stopped or inside C code; elsewhere than on
     Linux, soon after."""
     die_with_parent()
@@ -225,7 +225,7 @@ def main() -> int:
     # The rank is asked to stop, and stops us when it is done.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    _end_with_the_rank(link, int(sys.argv[2]))
+    _exit_with_rank_process(link, int(sys.argv[2]))
     try:
         serve_samples(link, WorkerStatus(int(sys.argv[3])))
     # The rank is gone, or has closed its end: nobody waits for the answer.

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 import phalanx
 from phalanx.core.errors import DataError
-from phalanx.core.output import say_waiting
+from phalanx.core.output import print_waiting_notice
 from phalanx.data.user_dataset import UserDatasetFacts
 from phalanx.data.whereabouts import WorkerActivity, WorkerStatus, create_worker_status
 from phalanx.data.worker import (
@@ -324,7 +324,7 @@ def _wait_for_answer(worker: _Worker, source: str, sample_s: float, opening_s: f
         if waited_s > limit_s:
             return False
         if waited_s >= next_said_s:
-            say_waiting(
+            print_waiting_notice(
                 f"phalanx: {source}: waiting for {position} ({waited_s:.0f} s of {limit_s:g} s)"
             )
             next_said_s *= 3

@@ -72,10 +72,10 @@ def format_path(path: Path) -> str:
             text += f".{part}"
         else:
             text = part
-    return shorten_to_line(text)
+    return shorten_to_one_line(text)
 
 
-def shorten_to_line(text: str, limit: int = 60) -> str:
+def shorten_to_one_line(text: str, limit: int = 60) -> str:
     """`text` on one line, without what a terminal cannot print."""
     shown = ""
     for letter in text:
@@ -134,7 +134,7 @@ def describe_value(value: Any) -> str:
     if isinstance(value, dict):
         return "a table"
     if isinstance(value, str):
-        return f'"{shorten_to_line(value)}"'
+        return f'"{shorten_to_one_line(value)}"'
     # Longer ones would fill the terminal: their length says enough.
     if isinstance(value, list) and len(str(value)) > 40:
         return f"a list of {len(value)}"

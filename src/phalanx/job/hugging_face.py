@@ -29,11 +29,10 @@ def find_config_file(kind: str) -> Path:
     file = path / CONFIG_FILE_NAME if path.is_dir() else path
     # "hf:" alone is no name, though Path("") is the current directory.
     if not kind.removeprefix(HUGGING_FACE_PREFIX) or not file.is_file():
-        why = (
-            f"{file} is not there"
-            if path.is_dir() or path.suffix
-            else f"there is no directory {str(path)!r} here"
-        )
+        if path.is_dir() or path.suffix:
+            why = f"{file} is not there"
+        else:
+            why = f"there is no directory {str(path)!r} here"
         raise LayoutError(
             f"{kind} is no Hugging Face model",
             why=why,

@@ -19,7 +19,7 @@ from phalanx.job.findings import (
     find_annotation,
     format_path,
     list_keys_by_section,
-    shorten_to_line,
+    shorten_to_one_line,
 )
 from phalanx.job.overrides import Override, apply_overrides, parse_overrides
 from phalanx.job.positions import KeyPlace, Path, TextPosition, locate_toml_keys
@@ -226,7 +226,7 @@ def _place_finding(
     where, order = "override", (2, index, 0)
     if index < 0:
         where, order = source.name, (1, 0, 0)
-        spot = _nearest_spot(path, places, finding.at_key)
+        spot = _nearest_position(path, places, finding.at_key)
         if spot is not None:
             where = f"{source.name}:{spot.line}:{spot.column}"
             order = (0, spot.line, spot.column)
@@ -270,7 +270,9 @@ def _has_path(tree: Any, path: Path) -> bool:
     return True
 
 
-def _nearest_spot(path: Path, places: dict[Path, KeyPlace], at_key: bool) -> TextPosition | None:
+def _nearest_position(
+    path: Path, places: dict[Path, KeyPlace], at_key: bool
+) -> TextPosition | None:
     """The spot of `path`, or of the innermost thing around it that stands somewhere."""
     while path:
         if position := places.get(path):
@@ -324,7 +326,7 @@ def _read_text(path: str | FilePath) -> tuple[str, str]:
 
     Raises JobError if it is missing, a directory or not UTF-8.
     """
-    name = shorten_to_line(str(path), limit=4096)
+    name = shorten_to_one_line(str(path), limit=4096)
 
     def refuse(problem: str, fix: str = "") -> JobError:
         return JobError([Problem("job file", problem, name, fix)])
@@ -350,7 +352,7 @@ def _read_text(path: str | FilePath) -> tuple[str, str]:
 def _suggest_nearest_file(path: FilePath) -> str:
     """'did you mean "job.toml"?' for the nearest file in the same directory; "" if none is near."""
     if not path.parent.is_dir():
-        return f"there is no directory {shorten_to_line(str(path.parent))!r}"
+        return f"there is no directory {shorten_to_one_line(str(path.parent))!r}"
     try:
         files = [file.name for file in path.parent.iterdir() if file.suffix in (".toml", ".json")]
     except OSError:

@@ -38,7 +38,7 @@ def find_model_kind(model: Model) -> str:
     return model.kind or find_preset_of_model(model).kind
 
 
-def keys_of_user(model: Model) -> dict[str, Any]:
+def list_user_set_keys(model: Model) -> dict[str, Any]:
     """The keys of the shape that the user set, and their values."""
     return {key: getattr(model, key) for key in SHAPE_KEYS if getattr(model, key) is not None}
 
@@ -48,11 +48,9 @@ def find_vocab_size_of(model: Model) -> int | None:
     if is_hugging_face(model.kind):
         assert model.kind is not None
         return find_vocab_size(model.kind, model.args)
-    return (
-        model.vocab_size
-        if model.is_foreign
-        else model.vocab_size or find_preset_of_model(model).values.get("vocab_size")
-    )
+    if model.is_foreign:
+        return model.vocab_size
+    return model.vocab_size or find_preset_of_model(model).values.get("vocab_size")
 
 
 def build_model_shape(job: Job, vocab_size: int) -> BuiltInShape:
@@ -84,7 +82,7 @@ def _build_shape_of_kind(values: dict[str, Any], vocab_size: int, seq_len: int) 
 
 def _resolve_shape_keys(model: Model) -> dict[str, Any]:
     """All that preset and keys say, and the widths that follow."""
-    base, user_values = dict(find_preset_of_model(model).values), keys_of_user(model)
+    base, user_values = dict(find_preset_of_model(model).values), list_user_set_keys(model)
     values = {
         key: value
         for key, value in base.items()
@@ -128,7 +126,9 @@ def _scale_kv_heads(base: dict[str, Any], values: dict[str, Any]) -> int:
     heads: int = values["num_heads"]
     groups: int = base["num_heads"] // base.get("num_kv_heads", base["num_heads"])
     # Where groups come out uneven, plain multi-head attention is always legal.
-    return heads // groups if heads % groups == 0 else heads
+    if heads % groups == 0:
+        return heads // groups
+    return heads
 
 
 def _scale_ffn_dim(base: dict[str, Any], values: dict[str, Any]) -> int:
@@ -137,7 +137,9 @@ def _scale_ffn_dim(base: dict[str, Any], values: dict[str, Any]) -> int:
     if "ffn_dim" in base and _is_gated(base) == _is_gated(values):
         return _scale_width("ffn_dim", base, values)
     dim: int = values["dim"]
-    return default_ffn_dim(dim) if _is_gated(values) else 4 * dim
+    if _is_gated(values):
+        return default_ffn_dim(dim)
+    return 4 * dim
 
 
 def _scale_width(key: str, base: dict[str, Any], values: dict[str, Any]) -> int:
@@ -154,7 +156,7 @@ def explain_scaled_widths(model: Model) -> list[str]:
     """One line for each width of a preset that changed because the user gave another one."""
     if model.is_foreign or model.preset is None:
         return []
-    user_values = keys_of_user(model)
+    user_values = list_user_set_keys(model)
     was, now = _resolve_shape_keys(Model(preset=model.preset)), _resolve_shape_keys(model)
     lines = []
     for key, causes in _CAUSING_KEYS.items():

@@ -15,7 +15,7 @@ from phalanx.job.findings import (
     find_annotation,
     list_keys_by_section,
     list_sections_of_keys,
-    shorten_to_line,
+    shorten_to_one_line,
     split_union,
 )
 from phalanx.job.key_suggestions import suggest_key
@@ -83,7 +83,7 @@ def _parse_override(text: str, index: int) -> Override | Finding:
     if len(parts) == 1:
         return _refuse_without_section(key, raw, index)
     if not raw:
-        return refuse(key, "has no value", f"write {shorten_to_line(key)}=VALUE")
+        return refuse(key, "has no value", f"write {shorten_to_one_line(key)}=VALUE")
     path: Path = tuple(parts)
     # Asked first: for such a key 123 and true are text, which TOML would read otherwise.
     if takes_only_strings(path):
@@ -92,7 +92,7 @@ def _parse_override(text: str, index: int) -> Override | Finding:
     # Given back as it was, so no TOML: the shell took the quotes inside.
     if isinstance(value, str) and value == raw and raw[0] in "[{":
         fix = f"""strings inside need quotes, and the shell eats them: write '{key}=["a", "b"]'"""
-        return refuse(key, f"the value {shorten_to_line(raw)} is not valid TOML", fix)
+        return refuse(key, f"the value {shorten_to_one_line(raw)} is not valid TOML", fix)
     return Override(path, value, index)
 
 
@@ -100,7 +100,7 @@ def _refuse_without_section(name: str, raw: str, index: int) -> Finding:
     """The finding for `dim=192`: names the key that was meant, in full and with its value; for a
     section, a key that its value may be of."""
     keys = list_keys_by_section()
-    value = shorten_to_line(raw)
+    value = shorten_to_one_line(raw)
     if name in keys:
         first = keys[name][0]
         if name == "model" and ":" in raw:  # package.module:factory

@@ -27,4 +27,6 @@ def count_loader_processes(data: Data) -> int:
     """
     if data.workers is not None:
         return data.workers
-    return 1 if is_own_dataset(data.source) and not data.mixture else 0
+    if is_own_dataset(data.source) and not data.mixture:
+        return 1
+    return 0

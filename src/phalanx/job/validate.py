@@ -121,11 +121,9 @@ def _explain_pydantic_error(clean: dict[str, Any], line: Any) -> Finding:
         except (KeyError, IndexError, TypeError):
             break
         path = (*path, part)
-    return (
-        explain_unknown(path, value)
-        if line["type"] == "extra_forbidden"
-        else explain_wrong_value(path, value)
-    )
+    if line["type"] == "extra_forbidden":
+        return explain_unknown(path, value)
+    return explain_wrong_value(path, value)
 
 
 def _merge(unusable: list[Finding], refused: list[Finding]) -> list[Finding]:

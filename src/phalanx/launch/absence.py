@@ -61,7 +61,7 @@ def find_absent_rank(
     # A stopped process first: it may have been stopped while it waited for the others.
     for group in (stopped, not_waiting):
         if group:
-            rank = min(group, key=lambda rank: _last_seen_position(last_seen_of.get(rank)))
+            rank = min(group, key=lambda rank: _find_last_position(last_seen_of.get(rank)))
             return AbsentRank(
                 rank, _MEANING_OF_PROCESS_STATE.get(silent[rank], "its process said nothing")
             )
@@ -93,7 +93,7 @@ def _is_waiting(last_seen: LastSeenPlace | None) -> bool:
     )
 
 
-def _last_seen_position(last_seen: LastSeenPlace | None) -> tuple[int, float]:
+def _find_last_position(last_seen: LastSeenPlace | None) -> tuple[int, float]:
     """Step and time at which a rank was last seen: the one that is furthest behind comes first."""
     if last_seen is None:
         return -1, 0.0

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 
 
-def quiet_torch() -> None:
+def silence_torch_warnings() -> None:
     """Hide warnings that torch raises about its own internals and that a user can do nothing
     about."""
     for message in (

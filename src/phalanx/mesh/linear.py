@@ -54,16 +54,22 @@ def has_gated_experts(part: nn.Module) -> bool:
 
 def first_expert_parameter_name(part: nn.Module) -> str:
     """The name of the parameter that rows of an expert meet first."""
-    return "gate_up_proj" if has_gated_experts(part) else "up_proj"
+    if has_gated_experts(part):
+        return "gate_up_proj"
+    return "up_proj"
 
 
 def output_dim(part: nn.Module) -> int:
     """The dimension of a linear layer's weight that holds its outputs."""
-    return 1 if is_conv1d(part) or is_grouped_linear(part) else 0
+    if is_conv1d(part) or is_grouped_linear(part):
+        return 1
+    return 0
 
 
 def input_dim(part: nn.Module) -> int:
-    return 2 if is_grouped_linear(part) else 1 - output_dim(part)
+    if is_grouped_linear(part):
+        return 2
+    return 1 - output_dim(part)
 
 
 def find_holders(module: nn.Module) -> Iterator[ParamHolder]:

@@ -22,7 +22,7 @@ from phalanx.core.digest import digest
 from phalanx.core.errors import EnvironmentProblem, RanksDifferError
 from phalanx.core.launchers import adopt_launched_rank
 from phalanx.mesh.agreement import describe_differing_ranks
-from phalanx.mesh.compat import default_group_timeout, quiet_torch
+from phalanx.mesh.compat import default_group_timeout, silence_torch_warnings
 from phalanx.mesh.device_meshes import forget_open_device_meshes, open_expert_mesh, open_layout_mesh
 from phalanx.mesh.devices import (
     choose_device,
@@ -265,7 +265,7 @@ def open_mesh(
     Every group that is opened meanwhile, also by user code, has `timeout_s` for a collective unless
     it is given another.
     """
-    quiet_torch()
+    silence_torch_warnings()
     launched = _find_launched_rank(layout)
     if layout.pp > 1 and device != "cpu":
         # Before anything asks the driver, which reads them once.
@@ -276,7 +276,9 @@ def open_mesh(
         store = store or open_rendezvous_store(rendezvous_s=rendezvous_s)
         # Before the device: making its context takes seconds, one after another on a machine with
         # several GPUs.
-        _meet_ranks(store, launched, torch_device, rendezvous_s=rendezvous_s, timeout_s=timeout_s)
+        _rendezvous_with_ranks(
+            store, launched, torch_device, rendezvous_s=rendezvous_s, timeout_s=timeout_s
+        )
     prepare_threads_and_device(
         torch_device, launched.world_size, is_sharded=layout.reduced.dp_shard > 1
     )
@@ -297,7 +299,7 @@ def open_mesh(
                 torch.cuda.synchronize()
     except BaseException:
         if launched.opens_groups and dist.is_initialized():
-            _abandon_groups(torch_device)
+            _forget_process_groups(torch_device)
         raise
     finally:
         torch.set_num_threads(threads_before)
@@ -338,7 +340,7 @@ def _find_launched_rank(layout: Layout) -> _LaunchedRank:
     return _LaunchedRank(rank, local_rank, world_size, world_size > 1 and not has_group)
 
 
-def _meet_ranks(
+def _rendezvous_with_ranks(
     store: dist.Store,
     launched: _LaunchedRank,
     device: torch.device,
@@ -376,7 +378,7 @@ def _open_groups(
     )
 
 
-def leave_at_once(mesh: Mesh) -> None:
+def exit_without_cleanup(mesh: Mesh) -> None:
     """Leave the groups of an open mesh, while the other ranks may be in a collective that this one
     will never join.
 
@@ -384,10 +386,10 @@ def leave_at_once(mesh: Mesh) -> None:
     `open_mesh` leaves them.
     """
     if mesh.is_ours and dist.is_initialized():
-        _abandon_groups(mesh.device)
+        _forget_process_groups(mesh.device)
 
 
-def _abandon_groups(device: torch.device) -> None:
+def _forget_process_groups(device: torch.device) -> None:
     """Leave all groups without waiting for other ranks.
 
     Destroying a group of NCCL waits for its kernels, and so for the others; aborting does not. Gloo

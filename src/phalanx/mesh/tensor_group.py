@@ -70,7 +70,7 @@ class TensorGroup:
         output: torch.Tensor = leave.apply(x, self)
         return output
 
-    def own_tokens(self, x: torch.Tensor) -> torch.Tensor:
+    def select_own_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's part of the sequence of what all ranks hold alike; all of it where it is
         not cut."""
         if not self.cuts_sequence:

@@ -16,7 +16,11 @@ from phalanx.job.hugging_face import is_hugging_face
 from phalanx.job.model import find_model_kind
 from phalanx.job.schema import Job, Model
 from phalanx.mesh.recorded_init import record_build
-from phalanx.nn.hugging_face.adapter import find_factory, record, require_trainable_in_small
+from phalanx.nn.hugging_face.adapter import (
+    find_factory,
+    record_module_facts,
+    require_trainable_small_model,
+)
 from phalanx.nn.objective import Objective, causal_cross_entropy, logits_cross_entropy
 
 MODELS_PACKAGE = "phalanx.nn.models"
@@ -72,13 +76,13 @@ def _record_factory(factory: Callable[..., Any], model: Model, seed: int) -> nn.
         return module
 
     try:
-        module = record(kind, build) if is_hugging_face(kind) else record_build(build)
+        module = record_module_facts(kind, build) if is_hugging_face(kind) else record_build(build)
     # Of any kind: code that reads its weights' numbers fails in its own ways, and an error that is
     # not of fake tensors comes again when it is called plainly.
     except Exception:
         return None
     if is_hugging_face(kind):
-        require_trainable_in_small(kind, model.args)
+        require_trainable_small_model(kind, model.args)
     return module
 
 

@@ -81,8 +81,9 @@ def _describe_activity_of_event(event: events.WorkProgressed) -> str:
         "evaluate": ("evaluating", "batch", "batches"),
         "sample": ("sampling text", "token", ""),
     }.get(event.activity, (event.activity, "part", ""))
-    done = (
-        f"{event.num_done:,} of {plural(event.num_total, noun, nouns)}" if event.num_total else ""
-    )
+    if event.num_total:
+        done = f"{event.num_done:,} of {plural(event.num_total, noun, nouns)}"
+    else:
+        done = ""
     done = done or f"{plural(event.num_done, noun, nouns)} done"
     return f"{doing} at step {event.step}: {done}"

@@ -398,11 +398,10 @@ class LiveConsole:
         from rich.text import Text
 
         pace = self._pace
-        doing = (
-            [Text(pace.activity.live_line(), no_wrap=True, overflow="ellipsis")]
-            if pace.activity.words
-            else []
-        )
+        if pace.activity.words:
+            doing = [Text(pace.activity.live_line(), no_wrap=True, overflow="ellipsis")]
+        else:
+            doing = []
         if pace.last is None:
             return Group(*doing)
         bar = Table.grid(padding=(0, 2, 0, 0), expand=True)
@@ -457,7 +456,9 @@ def _choose_style(event: events.Event) -> str:
     if isinstance(event, events.RankFailed | events.CheckpointFailed | events.CheckpointUnusable):
         return "red"
     if isinstance(event, events.Note):
-        return "yellow" if event.code == "warning" else ""
+        if event.code == "warning":
+            return "yellow"
+        return ""
     if isinstance(event, _YELLOW_EVENTS):
         return "yellow"
     return ""

@@ -175,12 +175,16 @@ class EvalFinished(Event):
 
     def value_of(self, metric: str) -> float:
         """The loss or a metric; NaN where it was not measured."""
-        return self.loss if metric == "loss" else self.metrics.get(metric, math.nan)
+        if metric == "loss":
+            return self.loss
+        return self.metrics.get(metric, math.nan)
 
     @property
     def best(self) -> float:
         """The best evaluation's value of `judged_by`."""
-        return self.best_loss if self.judged_by == "loss" else self.best_value
+        if self.judged_by == "loss":
+            return self.best_loss
+        return self.best_value
 
 
 @dataclass(frozen=True)
@@ -308,11 +312,9 @@ class MemoryMeasured(Event):
         """When it was: "step 3, backward", "the start", or "" where nobody knows."""
         if not self.peak_phase:
             return ""
-        return (
-            f"step {self.peak_step}, {self.peak_phase}"
-            if self.peak_phase != "startup"
-            else "the start"
-        )
+        if self.peak_phase != "startup":
+            return f"step {self.peak_step}, {self.peak_phase}"
+        return "the start"
 
     @property
     def predicts_activations(self) -> bool:
@@ -381,7 +383,9 @@ class ExpertsLoaded(Event):
     def dropped_share(self) -> float:
         """Fraction (0 to 1) of all token-to-expert choices that were dropped."""
         chosen = sum(map(sum, self.tokens_by_expert.values()))
-        return sum(self.dropped.values()) / chosen if chosen > 0 else 0.0
+        if chosen > 0:
+            return sum(self.dropped.values()) / chosen
+        return 0.0
 
 
 @dataclass(frozen=True)

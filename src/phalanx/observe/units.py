@@ -19,8 +19,10 @@ class MetricUnits:
     items: str = "tokens"
 
     @property
-    def describe_loss_unit(self) -> str:
-        return "nats per token" if self.loss else "loss"
+    def format_loss_with_unit(self) -> str:
+        if self.loss:
+            return "nats per token"
+        return "loss"
 
     @property
     def rate_unit(self) -> str:
@@ -29,7 +31,9 @@ class MetricUnits:
     @property
     def short_rate_unit(self) -> str:
         """The rate's unit for a line that is read over and over."""
-        return "tok/s" if self.items == "tokens" else self.rate_unit
+        if self.items == "tokens":
+            return "tok/s"
+        return self.rate_unit
 
 
 TEXT_METRIC_UNITS = MetricUnits()
@@ -48,7 +52,9 @@ def find_units_of_job(job: Mapping[str, Any]) -> MetricUnits:
 
 def _section_table(job: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     table = job.get(name)
-    return table if isinstance(table, Mapping) else {}
+    if isinstance(table, Mapping):
+        return table
+    return {}
 
 
 def _is_factory(source: Any) -> bool:

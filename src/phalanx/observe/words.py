@@ -77,7 +77,9 @@ def _describe_event_body(event: events.Event, units: MetricUnits) -> str | None:
             return _describe_pipeline(event)
         case events.InvariantChecked():
             # A summary is for the report.
-            return None if event.is_summary else f"check failed: {describe_failed_check(event)}"
+            if event.is_summary:
+                return None
+            return f"check failed: {describe_failed_check(event)}"
         case events.StopRequested():
             return f"stopping after step {event.step}: {event.reason}"
         case events.RankFailed():

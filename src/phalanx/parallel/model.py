@@ -140,7 +140,7 @@ class ParallelModel:
         """
         if self._split is None:
             return self._executor.call(batch, then)
-        with self._split.pad_to_divide(batch) as padded:
+        with self._split.pad_to_equal_shares(batch) as padded:
             return self._split.group.broadcast_last(self._executor.call(padded, then))
 
     def parameters(self) -> Iterator[nn.Parameter]:

@@ -199,7 +199,9 @@ def _allocate_meta_tensors(
 
     def allocate(tensor: torch.Tensor) -> torch.Tensor:
         # Buffers of a module whose building was recorded have values already.
-        return torch.empty_like(tensor, device=target) if tensor.is_meta else tensor.to(target)
+        if tensor.is_meta:
+            return torch.empty_like(tensor, device=target)
+        return tensor.to(target)
 
     tied = _list_tied_parameters(root)
     root._apply(allocate)

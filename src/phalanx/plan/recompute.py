@@ -43,7 +43,9 @@ def plan_recompute(job: Job, shape: ModelCosts, work: Workload, reasons: list[st
 def job_segments(job: Job, shape: ModelCosts) -> tuple[Segment, ...]:
     """The segments of a mode other than budget for the model."""
     mode, interval = job.train.recompute, job.train.recompute_every or 1
-    return list_segments(mode, shape.num_layers, interval) if shape.num_layers else ()
+    if shape.num_layers:
+        return list_segments(mode, shape.num_layers, interval)
+    return ()
 
 
 def fit_recompute_budget(

@@ -121,11 +121,10 @@ class Rule:
             )
         unit = size // (heads or len(self.parts))
         for part in self.parts:
-            span = (
-                _head_span(part, unit, tp, rank, name)
-                if part.heads
-                else _feature_span(unit, tp, rank, name)
-            )
+            if part.heads:
+                span = _head_span(part, unit, tp, rank, name)
+            else:
+                span = _feature_span(unit, tp, rank, name)
             spans.append(DimSlice(start + span.start, span.size, span.copy, span.copies))
             start += unit * (part.heads or 1)
         return spans

@@ -74,7 +74,9 @@ class Workload:
     @property
     def error_feedback_bytes(self) -> int:
         """Bytes per parameter that compression has not sent yet. Each rank has its own."""
-        return 4 if has_error_feedback(self.compress) else 0
+        if has_error_feedback(self.compress):
+            return 4
+        return 0
 
 
 @cache
@@ -145,7 +147,9 @@ def cuts_sequence(job: Job, shape: ModelCosts) -> bool:
     """True if tp cuts the sequence between the cut matrices. Of a user's own module only what the
     job says counts: the module is not asked here."""
     requested = job.parallel.sequence_parallel
-    return bool(shape.is_per_token_outside_regions) if requested is None else requested
+    if requested is None:
+        return bool(shape.is_per_token_outside_regions)
+    return requested
 
 
 @lru_cache(maxsize=32)

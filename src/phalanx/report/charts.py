@@ -16,9 +16,9 @@ from phalanx.report.figure import (
     VIEW_BOX_SIZE,
     ChartDrawing,
     ChartFrame,
+    draw_empty_chart,
     draw_figure,
     draw_legend_entry,
-    draw_nothing,
     draw_path,
     horizontal_path,
 )
@@ -109,7 +109,7 @@ class StackChart(ChartFrame):
 def draw_line_chart(chart: LineChart) -> Html:
     """The chart as a figure; one line of text instead if nothing was measured."""
     if not _has_finite_value(chart.series):
-        return draw_nothing(chart.title)
+        return draw_empty_chart(chart.title)
     sampled = [_downsample_series(series) for series in chart.series]
     steps: list[float] = []
     values: list[float] = []
@@ -168,7 +168,7 @@ def draw_stack_chart(chart: StackChart) -> Html:
     }
     totals = [sum(column) for column in zip(*parts.values(), strict=True)]
     if not any(total > 0 for total in totals):
-        return draw_nothing(chart.title)
+        return draw_empty_chart(chart.title)
     steps = [chart.xs[end - 1] for _, end in spans]
     limit = _height_to_cut_at(totals)
     y_scale = choose_scale([min(total, limit) for total in totals], zero=True)
@@ -193,7 +193,7 @@ def draw_stack_chart(chart: StackChart) -> Html:
     note = chart.note
     if math.isfinite(limit):
         note += _describe_cut(totals, chart.unit)
-        _mark_cut(lefts, rights, totals, y_scale, chart.unit, drawing)
+        _draw_cut_mark(lefts, rights, totals, y_scale, chart.unit, drawing)
     data = _table_of_steps(steps, list(parts.items()), chart.unit)
     return draw_figure(chart, x_scale, y_scale, drawing, note.strip(), data)
 
@@ -221,7 +221,7 @@ def _describe_cut(totals: Sequence[float], unit: str) -> str:
     return f" {subject} past the top, the highest to {_format_value(max(cut), unit)}."
 
 
-def _mark_cut(
+def _draw_cut_mark(
     lefts: Sequence[float],
     rights: Sequence[float],
     totals: Sequence[float],
@@ -273,12 +273,12 @@ def _describe_values(series: ChartSeries, unit: str) -> str:
     if not finite:
         return ""
     if series.dots:
-        return "; ".join(_value_at(y, x, unit) for y, x in finite[:MAX_TABLE_ROWS])
-    lowest, highest = _value_at(*min(finite), unit), _value_at(*max(finite), unit)
+        return "; ".join(_value_at_step(y, x, unit) for y, x in finite[:MAX_TABLE_ROWS])
+    lowest, highest = _value_at_step(*min(finite), unit), _value_at_step(*max(finite), unit)
     return f"lowest {lowest}, highest {highest}"
 
 
-def _value_at(value: float, step: float, unit: str) -> str:
+def _value_at_step(value: float, step: float, unit: str) -> str:
     return f"{_format_value(value, unit)} at step {_format_step(step)}"
 
 
@@ -335,9 +335,9 @@ def _end_labels(chart: LineChart, y_scale: AxisScale) -> list[Html]:
         last = next((y for y in reversed(series.ys) if math.isfinite(y)), None)
         if series.end_label and last is not None:
             labels.append((y_scale(last), series.end_label, series.css_class))
-    # By height, as `_move_apart` takes them.
+    # By height, as `_spread_overlapping_labels` takes them.
     labels.sort()
-    heights = _move_apart([height for height, _, _ in labels])
+    heights = _spread_overlapping_labels([height for height, _, _ in labels])
     end_labels = []
     for height, (_, text, css_class) in zip(heights, labels, strict=True):
         style = f"bottom:{100 * height:.2f}%"
@@ -345,7 +345,7 @@ def _end_labels(chart: LineChart, y_scale: AxisScale) -> list[Html]:
     return end_labels
 
 
-def _move_apart(heights: Sequence[float]) -> list[float]:
+def _spread_overlapping_labels(heights: Sequence[float]) -> list[float]:
     """The ascending heights, at least `MIN_LABEL_GAP` from each other and inside the plot."""
     moved: list[float] = []
     lowest = 0.0
@@ -423,7 +423,9 @@ def _mean_of_finite(values: Sequence[float]) -> float:
 
 
 def _format_plain_number(value: float) -> str:
-    return f"{value:.5g}" if math.isfinite(value) else "not a number"
+    if math.isfinite(value):
+        return f"{value:.5g}"
+    return "not a number"
 
 
 def _format_value(value: float, unit: str) -> str:

@@ -100,7 +100,7 @@ def _evaluation_lines(
     parts += [f"{name} {baseline.loss:.3f}" for name, baseline in baselines.items()]
     title = "held out"
     if units.loss:
-        title = f"held out, {units.describe_loss_unit}"
+        title = f"held out, {units.format_loss_with_unit}"
     num_targets = f"({evaluation.num_targets:,} {units.items})"
     lines = [f"loss    {title}: {'  '.join(parts)}   {num_targets}"]
     lines += _source_loss_lines(evaluation) + _metric_lines(evaluation)
@@ -187,7 +187,9 @@ def _sent_bytes_lines(events: list[Event]) -> list[str]:
     for axis, sent_bytes in last.sent_by_axis.items():
         amounts[f"{CONTENT_SENT_OVER_AXIS[axis]} over {axis}"] = describe_sent_bytes(sent_bytes, 0)
     parts = [f"{noun} {text}" for noun, text in amounts.items() if text]
-    return [f"wire    {'; '.join(parts)}"] if parts else []
+    if parts:
+        return [f"wire    {'; '.join(parts)}"]
+    return []
 
 
 def _pipeline_lines(events: list[Event], run_dir: Path) -> list[str]:
@@ -228,7 +230,9 @@ def _time_lines(events: list[Event], run_dir: Path) -> list[str]:
 
 
 def _say_error(predicted_s: float, measured_s: float) -> str:
-    return "high" if predicted_s > measured_s else "low"
+    if predicted_s > measured_s:
+        return "high"
+    return "low"
 
 
 WARM_UP_STEPS = 3  # of an attempt: allocations, compilation, first reads

@@ -120,7 +120,7 @@ def _format_x_labels(scale: AxisScale) -> list[Html]:
     return draw_x_ticks(ticks, scale)
 
 
-def draw_nothing(title: str) -> Html:
+def draw_empty_chart(title: str) -> Html:
     return build_tag(
         "figure",
         build_tag("figcaption", build_tag("h3", title)),

@@ -46,7 +46,9 @@ def text_or_missing(value: Any, missing: str = NOT_MEASURED_TEXT) -> str:
 
 
 def seconds(value: float) -> str:
-    return format_seconds(value) if math.isfinite(value) else NOT_MEASURED_TEXT
+    if math.isfinite(value):
+        return format_seconds(value)
+    return NOT_MEASURED_TEXT
 
 
 def format_milliseconds(value: float) -> str:
@@ -62,15 +64,21 @@ def format_milliseconds(value: float) -> str:
 
 
 def format_num_bytes(value: float) -> str:
-    return format_bytes(value) if math.isfinite(value) else NOT_MEASURED_TEXT
+    if math.isfinite(value):
+        return format_bytes(value)
+    return NOT_MEASURED_TEXT
 
 
 def format_rounded_count(value: float) -> str:
-    return format_count(value) if math.isfinite(value) else NOT_MEASURED_TEXT
+    if math.isfinite(value):
+        return format_count(value)
+    return NOT_MEASURED_TEXT
 
 
 def format_loss(value: float, unit: str) -> str:
-    return f"{value:.4f} {unit}".rstrip() if math.isfinite(value) else NOT_MEASURED_TEXT
+    if math.isfinite(value):
+        return f"{value:.4f} {unit}".rstrip()
+    return NOT_MEASURED_TEXT
 
 
 def format_percent(part: float, total: float) -> str:

@@ -22,7 +22,7 @@ class StepHistory:
     rolled_back_s: float = 0.0
 
 
-def select_standing_steps(log: EventLog) -> tuple[StepColumns, StepHistory]:
+def select_steps_not_redone(log: EventLog) -> tuple[StepColumns, StepHistory]:
     """The lead rank's steps that stand.
 
     What an attempt did at or after the next one's first step is undone.
@@ -66,7 +66,7 @@ def _copy_step_row(source: StepColumns, row: int, target: StepColumns) -> None:
         column.append(source.groups_s[name][row])
 
 
-def select_standing_skips(
+def select_skips_not_redone(
     log: EventLog, steps: StepColumns, history: StepHistory
 ) -> list[events.StepSkipped]:
     """Skipped steps that were not done, without a skip, by a later attempt."""

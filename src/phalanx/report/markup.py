@@ -78,10 +78,10 @@ def _remove_forbidden_characters(text: str) -> str:
     # Most text is, and then no letter has to be looked at: none of what is taken out is printable.
     if text.isprintable():
         return text
-    return "".join(map(_clean_character, text))
+    return "".join(map(_replace_forbidden_character, text))
 
 
-def _clean_character(letter: str) -> str:
+def _replace_forbidden_character(letter: str) -> str:
     if letter in "\n\t":
         return letter
     if category(letter) in ("Cc", "Cs") or letter in BIDI_CONTROLS:

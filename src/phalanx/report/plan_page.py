@@ -7,7 +7,7 @@ from pathlib import Path
 
 from phalanx.core.files import build_resource_error, write_bytes_atomic
 from phalanx.report.markup import Html, build_tag, join_html
-from phalanx.report.page import CONTENT_SECURITY
+from phalanx.report.page import CONTENT_SECURITY_POLICY
 from phalanx.report.plan_facts import PlanPageFacts
 from phalanx.report.plan_sections.answer import (
     render_nearest,
@@ -62,7 +62,7 @@ def render_plan_page(facts: PlanPageFacts) -> str:
     head = build_tag(
         "head",
         build_tag("meta", charset="utf-8"),
-        Html(f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_SECURITY}">'),
+        Html(f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_SECURITY_POLICY}">'),
         build_tag("meta", name_="viewport", content="width=device-width, initial-scale=1"),
         build_tag("title", f"{facts.model} on {facts.cluster} · phalanx plan"),
         # Else a browser asks for /favicon.ico.

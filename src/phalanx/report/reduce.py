@@ -31,8 +31,8 @@ from phalanx.report.formats import finite_or_zero
 from phalanx.report.history import (
     StepHistory,
     list_attempts,
-    select_standing_skips,
-    select_standing_steps,
+    select_skips_not_redone,
+    select_steps_not_redone,
 )
 from phalanx.report.timeline import RunTimeline
 
@@ -63,11 +63,11 @@ def collect_run_facts(run_dir: Path) -> RunFacts:
     plan = _read_object(run_dir / "plan.json", problems)
     job = _read_object(run_dir / "job.json", problems)
     story = _order_story_events(log)
-    steps, history = select_standing_steps(log)
+    steps, history = select_steps_not_redone(log)
     status, finished = _find_run_status(story)
     timeline = log.times.build_timeline()
     ledger = _charge_wall_time(timeline, story, steps, history)
-    skipped = select_standing_skips(log, steps, history)
+    skipped = select_skips_not_redone(log, steps, history)
     attempts = list_attempts(log, history)
     identity = _identify_run(run_dir, job, plan, story)
     baselines = _select_events(story, events.BaselineMeasured)

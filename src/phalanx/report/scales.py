@@ -131,7 +131,9 @@ def _format_tick(value: float, largest: float) -> str:
     size = abs(value)
     if 0 < size < 1e-3:
         mantissa, _, power = f"{value:.3g}".partition("e")
-        return f"{mantissa}e{int(power)}" if power else mantissa
+        if power:
+            return f"{mantissa}e{int(power)}"
+        return mantissa
     for limit, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         # An axis that ends below 10,000 has no suffixes.
         if size >= limit and largest >= 1e4:

@@ -9,7 +9,7 @@ from phalanx.run.prepare import PreparedRun
 from phalanx.run.resume import ResumedRun
 
 
-def announcement_lines(
+def format_run_announcement(
     run: PreparedRun, *, ranks: str = "", resumed: ResumedRun | None = None
 ) -> list[str]:
     """The lines before the first step.

@@ -75,7 +75,7 @@ def finish_run(
     if refusal is not None:
         run.discard_run()
         raise refusal
-    _say_conclusion(run, outcome, output)
+    _print_conclusion(run, outcome, output)
     # A run is finished by what is on record: without it, a second start would evaluate,
     # sample and conclude again.
     if outcome.exit_code == ExitCode.OK and bus_refusal is not None:
@@ -84,7 +84,7 @@ def finish_run(
     return RunEnd(run.run_dir, outcome.status, outcome.exit_code, outcome.message, run.plan)
 
 
-def _say_conclusion(run: PreparedRun, outcome: RunOutcome, output: RunOutput) -> None:
+def _print_conclusion(run: PreparedRun, outcome: RunOutcome, output: RunOutput) -> None:
     """Write the page and say what came out and where it is."""
     page_line = _write_page(run.run_dir)
     is_finished = outcome.status == "finished"

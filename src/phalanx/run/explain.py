@@ -60,11 +60,10 @@ def explain_job(
     plan = make_plan(job, cluster=cluster, vocab_size=vocab_size, more=tokens.corpus_remarks())
     derived = _explain_derived(job, plan, cluster, vocab_why)
     if job.data.tokenizer is None and tokens.default:
-        why = (
-            f"{tokens.brought.owner} brings it"
-            if tokens.brought and tokens.brought.name
-            else "the default of text"
-        )
+        if tokens.brought and tokens.brought.name:
+            why = f"{tokens.brought.owner} brings it"
+        else:
+            why = "the default of text"
         derived["data.tokenizer"] = ExplainedValue(
             "data.tokenizer", tokens.default, "derived", why=why
         )
@@ -83,11 +82,10 @@ def _explain_key(
     """The value that the user gave, unless that leaves it open or a rule changes it."""
     if derived is not None and (value in _AUTO_VALUES or derived.value != value):
         return derived
-    why = (
-        f"{origin.shadowed_where} says {format_toml_value(origin.shadowed)}"
-        if origin.shadowed_where
-        else ""
-    )
+    if origin.shadowed_where:
+        why = f"{origin.shadowed_where} says {format_toml_value(origin.shadowed)}"
+    else:
+        why = ""
     return ExplainedValue(key, value, origin.kind, origin.where, why)
 
 
@@ -116,11 +114,10 @@ def _explain_derived(
             ExplainedValue("train.micro_batch_size", plan.micro_batch_size, "derived", why=why)
         )
     if job.data.workers is None:
-        why = (
-            "tokens are read ahead in a thread"
-            if count_loader_processes(job.data) == 0
-            else "your own dataset is read ahead"
-        )
+        if count_loader_processes(job.data) == 0:
+            why = "tokens are read ahead in a thread"
+        else:
+            why = "your own dataset is read ahead"
         rows.append(
             ExplainedValue("data.workers", count_loader_processes(job.data), "derived", why=why)
         )

@@ -24,7 +24,7 @@ from phalanx.launch.rank_env import RankEnv
 from phalanx.launch.supervisor import RunOutcome
 from phalanx.observe.events import RESUMED, Note
 from phalanx.plan.precision import replace_precision
-from phalanx.run.announce import announcement_lines
+from phalanx.run.announce import format_run_announcement
 from phalanx.run.conclude import RunEnd, finish_run, score_baselines
 from phalanx.run.decision import RankZeroDecision
 from phalanx.run.directory import JOB_FILE
@@ -83,7 +83,7 @@ def train_as_rank(
         with prepare_run(
             job, run_dir, resume=resume, num_ranks=ranks.world_size, say=output.say
         ) as prepared:
-            output.say(*announcement_lines(prepared, ranks=launched.words, resumed=resumed))
+            output.say(*format_run_announcement(prepared, ranks=launched.words, resumed=resumed))
             plan = prepared.plan
             if resume and is_finished(prepared):
                 # The others wait for a decision also where nothing is trained.

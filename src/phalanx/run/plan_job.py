@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from phalanx.data.look import inspect_data
+from phalanx.data.look import summarize_data
 from phalanx.data.tokenizer import BYTE_TOKENIZER_KIND
 from phalanx.job.model import build_model_shape, find_vocab_size_of
 from phalanx.job.module_probe import measure_foreign_shape
@@ -83,7 +83,9 @@ def _plan_with_data(job: Job) -> tuple[Plan, list[str]]:
         chosen = choose_layout(job, cluster=cluster, shape=shape)
         return chosen.make_plan(job, cluster=cluster, shape=shape, more=tokens.corpus_remarks()), []
     fixed = find_vocab_size_of(job.model)
-    look = inspect_data(job.data, vocab_size=fixed, default_tokenizer=tokens.default or BYTES)
+    look = summarize_data(
+        job.data, vocab_size=fixed, default_tokenizer=tokens.default or BYTE_TOKENIZER_KIND
+    )
     vocab_size = fixed or look.vocab_size
     chosen = choose_layout(job, cluster=cluster, shape=shape, vocab_size=vocab_size)
     plan = chosen.make_plan(

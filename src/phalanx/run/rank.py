@@ -30,7 +30,7 @@ from phalanx.launch.rank_env import read_rank_env
 from phalanx.launch.rank_link import RankLink
 from phalanx.mesh.determinism import deterministic_algorithms, explaining_determinism_errors
 from phalanx.mesh.event_clock import phase_clock_of_device
-from phalanx.mesh.mesh import Mesh, leave_at_once, open_mesh
+from phalanx.mesh.mesh import Mesh, exit_without_cleanup, open_mesh
 from phalanx.mesh.rendezvous import RENDEZVOUS_TIMEOUT_S, SUPERVISED_RENDEZVOUS_TIMEOUT_S
 from phalanx.nn.build import build_objective
 from phalanx.observe.bus import (
@@ -173,7 +173,7 @@ def _train_rank(rank: RankContext, rendezvous: dist.Store | None) -> ExitCode:
     """Join the other ranks, build and restore the state, train, and leave together."""
     run, plan = rank.run, rank.run.plan
     rank.phases.enter("startup")
-    with _join_ranks(run, rendezvous) as mesh, _report_errors(run):
+    with _open_mesh_of_ranks(run, rendezvous) as mesh, _report_errors(run):
         # On a GPU work runs later than it is called for: there its events tell the seconds.
         rank.phases.use_clock(phase_clock_of_device(mesh.device))
         corpus = load_corpus(run.run_dir / DATA_FOLDER)
@@ -210,12 +210,12 @@ def _train_rank(rank: RankContext, rendezvous: dist.Store | None) -> ExitCode:
                 _emit_warnings(run, state, rank.bus, shortage)
             rank.phases.leave("startup")
             end_reason = trainer.run()
-        _finish_together(rank, trainer, corpus, is_finished=end_reason == "finished")
+        _finish_on_all_ranks(rank, trainer, corpus, is_finished=end_reason == "finished")
     return _EXIT_CODE_OF_END[end_reason]
 
 
 @contextlib.contextmanager
-def _join_ranks(run: RankRunInputs, rendezvous: dist.Store | None) -> Iterator[Mesh]:
+def _open_mesh_of_ranks(run: RankRunInputs, rendezvous: dist.Store | None) -> Iterator[Mesh]:
     """Open the mesh of the plan for the body, in which algorithms are as deterministic as the job
     asks for."""
     job, plan = run.job, run.plan
@@ -276,7 +276,7 @@ def _build_trainer(
     )
 
 
-def _finish_together(
+def _finish_on_all_ranks(
     rank: RankContext, trainer: Trainer, corpus: Corpus, *, is_finished: bool
 ) -> None:
     """Sample text if the run is finished, emit the memory of this rank, and wait for the others."""
@@ -297,7 +297,7 @@ def _finish_together(
         mesh.barrier()
     else:
         # Closing the mesh on a GPU would wait for the collective of the sample that others are in.
-        leave_at_once(mesh)
+        exit_without_cleanup(mesh)
 
 
 def _emit_warnings(run: RankRunInputs, state: TrainState, bus: Bus, shortage: str) -> None:

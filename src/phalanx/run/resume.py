@@ -365,12 +365,12 @@ def _reset_layout(run_layout: Parallel, layout_keys: Sequence[str], degree: str)
             continue
         value = degree
         if key not in DEGREE_KEYS:
-            value = _spell_value(default)
+            value = _format_override_value(default)
         overrides[name] = f"{name}={value}"
     return overrides
 
 
-def _spell_value(value: Any) -> str:
+def _format_override_value(value: Any) -> str:
     """A value as an override says it."""
     if value is None:
         return "none"
@@ -388,5 +388,5 @@ def _describe_layout_keys(was: Job, more: Sequence[str]) -> str:
     for text in more:
         name = text.partition("=")[0]
         value = getattr(was.parallel, name.removeprefix("parallel."))
-        described.append(f"{name}={_spell_value(value)}")
+        described.append(f"{name}={_format_override_value(value)}")
     return ", ".join(described)

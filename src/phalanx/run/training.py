@@ -14,7 +14,7 @@ from phalanx.job.schema import Job
 from phalanx.launch.end_record import EndRecord
 from phalanx.launch.external import LaunchedRanks, external_ranks
 from phalanx.launch.guard import fork_under_guard
-from phalanx.run.announce import announcement_lines
+from phalanx.run.announce import format_run_announcement
 from phalanx.run.conclude import RunEnd
 from phalanx.run.external import train_as_rank
 from phalanx.run.finished import end_without_training, is_finished, require_steps_left
@@ -67,7 +67,7 @@ def run_training(request: TrainRequest, output: RunOutput, *, guards_rank: bool)
             if is_finished(run):
                 return end_without_training(run, output)
             require_steps_left(run)
-            output.say(*announcement_lines(run, resumed=resumed))
+            output.say(*format_run_announcement(run, resumed=resumed))
             return train_supervised(run, output, began_s=began_s, resumed=resumed)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx.suggest.flow import ForwardFlow, sum_mixed
+from phalanx.suggest.flow import ForwardFlow, sum_mixed_tensors
 
 NUM_SAMPLED_FEATURES = 12  # features of a row's input that are followed back
 MAX_FOLLOWED_FEATURES = 2048  # features, where all of them must be
@@ -20,7 +20,10 @@ def find_needed_features(
     """The features of each column's output that feature `feature` of the row's input depends on."""
     outputs = [flow.outputs[name] for name in columns]
     grads = torch.autograd.grad(
-        sum_mixed(flow.inputs[row][..., feature]), outputs, allow_unused=True, retain_graph=True
+        sum_mixed_tensors(flow.inputs[row][..., feature]),
+        outputs,
+        allow_unused=True,
+        retain_graph=True,
     )
     needs: list[list[int]] = []
     for grad in grads:

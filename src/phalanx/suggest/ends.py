@@ -19,7 +19,7 @@ MIN_CUT_HEAD_OUTPUTS = 128  # outputs: fewer are not worth a cut
 
 
 @dataclass
-class EndRules:
+class EmbeddingAndHeadRules:
     """`rules`: name -> (rule, why).
 
     `whole`: name of an embedding or head that stays whole -> why.
@@ -29,10 +29,12 @@ class EndRules:
     whole: dict[str, str] = field(default_factory=dict)
 
 
-def find_end_rules(observed: ObservedModule, rules: Mapping[str, NameAndReason]) -> EndRules:
+def find_embedding_and_head_rules(
+    observed: ObservedModule, rules: Mapping[str, NameAndReason]
+) -> EmbeddingAndHeadRules:
     """Rules for embeddings and heads, beside the `rules` that layers have already."""
     heads = _find_heads(observed, rules)
-    ends = EndRules()
+    ends = EmbeddingAndHeadRules()
     for name, looked_up in observed.flow.looked_up.items():
         refusal = _refuse_embedding(observed, name, looked_up, heads)
         if refusal:

@@ -42,7 +42,7 @@ class ForwardFlow:
         if any(tensor is output for output in outputs):
             return {name for name, output in self.outputs.items() if output is tensor}
         grads = torch.autograd.grad(
-            sum_mixed(tensor), outputs, allow_unused=True, retain_graph=True
+            sum_mixed_tensors(tensor), outputs, allow_unused=True, retain_graph=True
         )
         feeders = set()
         for name, grad in zip(names, grads, strict=True):
@@ -109,7 +109,7 @@ def _register_hooks(
             handle.remove()
 
 
-def sum_mixed(tensor: torch.Tensor) -> torch.Tensor:
+def sum_mixed_tensors(tensor: torch.Tensor) -> torch.Tensor:
     """A sum of `tensor` with another weight for each element, so that nothing cancels."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)

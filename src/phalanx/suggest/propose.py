@@ -11,7 +11,7 @@ from phalanx.job.shapes.own_rules import pattern_for_all_blocks
 from phalanx.mesh.linear import is_linear
 from phalanx.run.one_process.plain_loss import Batch
 from phalanx.suggest.cutting import CutProposal, find_cutting
-from phalanx.suggest.ends import find_end_rules
+from phalanx.suggest.ends import find_embedding_and_head_rules
 from phalanx.suggest.layer_groups import LayerGroup, find_layer_groups
 from phalanx.suggest.observed import ObservedModule
 from phalanx.suggest.patterns import group_by_pattern
@@ -58,7 +58,7 @@ class _RuleProposer:
 
     def suggest(self) -> Suggestion:
         """The suggestion of the groups so far, with embedding, head and what stays whole."""
-        ends = find_end_rules(self.observed, self._rules)
+        ends = find_embedding_and_head_rules(self.observed, self._rules)
         self._rules |= ends.rules
         self._whole |= ends.whole
         for name, part in self.observed.parts.items():
@@ -156,7 +156,9 @@ def _join_home_rule(home_rule: NameAndReason, trial: CutTrial) -> NameAndReason 
     none."""
     kind, why = home_rule
     if not trial.divide:
-        return home_rule if kind != "replicate" else None
+        if kind != "replicate":
+            return home_rule
+        return None
     counts = ", ".join(trial.divide)
     verb = "counts" if len(trial.divide) == 1 else "count"
     reasons = [why] if why else []

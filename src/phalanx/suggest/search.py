@@ -18,7 +18,7 @@ from phalanx.run.one_process.plain_loss import Batch
 from phalanx.suggest.made_up_inputs import make_fitting_batches
 from phalanx.suggest.propose import propose_rules
 from phalanx.suggest.suggestion import Suggestion
-from phalanx.verify.batches import cast_steps
+from phalanx.verify.batches import cast_steps_to_dtype
 
 NUM_ROWS = 2
 
@@ -77,7 +77,7 @@ def _build_refusal(job: Job, batch: Batch, failure: str, is_made_up: bool) -> La
 def _take_rows(batch: Batch, dtype: str) -> Batch:
     """The first rows of a batch, with its floating-point tensors in `dtype`."""
     first_rows = {key: tensor[:NUM_ROWS] for key, tensor in batch.items()}
-    return cast_steps([[first_rows]], getattr(torch, dtype))[0][0]
+    return cast_steps_to_dtype([[first_rows]], getattr(torch, dtype))[0][0]
 
 
 def _build_module(job: Job, plan: Plan, dtype: str) -> nn.Module:

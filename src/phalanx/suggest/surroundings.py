@@ -36,22 +36,26 @@ class _ParameterUses:
     between: Mapping[str, bool]
     after: Mapping[str, bool]
 
-    def sees_part(self, name: str, *, is_region: bool) -> bool:
+    def receives_cut_features(self, name: str, *, is_region: bool) -> bool:
         """True if a rank's gradient of it is a part: it is used between the cut layers, or before
         them within a region."""
         return self.between[name] or (self.before[name] and is_region)
 
-    def is_behind(self, name: str, *, is_region: bool) -> bool:
-        return is_region and self.after[name] and not self.sees_part(name, is_region=is_region)
+    def is_after_cut_layer(self, name: str, *, is_region: bool) -> bool:
+        return (
+            is_region
+            and self.after[name]
+            and not self.receives_cut_features(name, is_region=is_region)
+        )
 
     def is_only_outside(self, name: str) -> bool:
         return not self.between[name] and (self.after[name] or self.before[name])
 
     def describe_refusal(self, name: str, *, is_region: bool, is_of_home: bool) -> str:
         """The uses for which there is no rule, in words; "" if there is one."""
-        if self.after[name] and self.sees_part(name, is_region=is_region):
+        if self.after[name] and self.receives_cut_features(name, is_region=is_region):
             return "before and after the cut"
-        if is_of_home and self.is_behind(name, is_region=is_region):
+        if is_of_home and self.is_after_cut_layer(name, is_region=is_region):
             return "behind the cut"
         return ""
 
@@ -74,7 +78,7 @@ def find_uncut_parameter_rules(
             return UncutParameterRules({}, f"{name} of {home_pattern} is used {where}")
         if uses.between[name] and not is_region:
             rules[owner] = ("partial", "each rank puts its own part through it")
-        if uses.is_behind(name, is_region=is_region):
+        if uses.is_after_cut_layer(name, is_region=is_region):
             rules[owner] = ("replicate", "it comes behind the row, where every rank has all")
     # Only now are all owners known: "partial" is a rule of all that a module holds.
     for name in uses.between:

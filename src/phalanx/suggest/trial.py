@@ -95,7 +95,7 @@ def _list_integer_attributes(home: nn.Module) -> Iterator[tuple[str, int]]:
             continue
         owners: list[tuple[tuple[str, ...], dict[str, Any]]] = [((), vars(part))]
         for name, value in vars(part).items():
-            if _are_settings(name, value):
+            if _are_equal_settings(name, value):
                 owners.append(((name,), vars(value)))
         for steps, owner in owners:
             for name, value in owner.items():
@@ -105,7 +105,7 @@ def _list_integer_attributes(home: nn.Module) -> Iterator[tuple[str, int]]:
                     yield ".".join(filter(None, (full_name(prefix), *steps, name))), value
 
 
-def _are_settings(name: str, value: Any) -> bool:
+def _are_equal_settings(name: str, value: Any) -> bool:
     return (
         not name.startswith("_")
         and hasattr(value, "__dict__")

@@ -49,7 +49,7 @@ class BestRecorder:
                 num_targets=score.num_targets,
                 metric=metric,
                 value=score.value,
-                checkpoint=self._checkpoint_url_elsewhere(self._storage, step),
+                checkpoint=self._url_of_external_checkpoint(self._storage, step),
             )
         except CheckpointError as error:
             self._bus.emit(
@@ -62,7 +62,7 @@ class BestRecorder:
                 )
             )
 
-    def _checkpoint_url_elsewhere(self, storage: RunStorage, step: int) -> str | None:
+    def _url_of_external_checkpoint(self, storage: RunStorage, step: int) -> str | None:
         """The URL of the checkpoint of a step, if that is not in the run's own directory."""
         if self._job.checkpoint.url is None:
             return None

@@ -193,16 +193,19 @@ class Trainer:
 
     def _build_step_flags(self) -> tuple[float, ...]:
         """This rank's flags in the reduction of a step: stops, a lost run, and saves."""
-        save_flags = (
-            self._schedule.status_flags() if self._schedule is not None else (0.0, 0.0, 0.0)
-        )
+        if self._schedule is not None:
+            save_flags = self._schedule.status_flags()
+        else:
+            save_flags = (0.0, 0.0, 0.0)
         # Rank 0 alone looks at the files: the sum of the flags tells all.
         is_fenced = self.storage is not None and self.mesh.rank == 0 and self.storage.is_lost()
         return float(self.stop.sigterm), float(self.stop.sigint), float(is_fenced), *save_flags
 
     @property
     def _storage_fence(self) -> OwnershipFence | None:
-        return None if self.storage is None else self.storage.fence
+        if self.storage is None:
+            return None
+        return self.storage.fence
 
     def _build_schedule(self) -> CheckpointSchedule | None:
         if self.storage is None:
@@ -243,7 +246,9 @@ class Trainer:
     @property
     def staging_bytes(self) -> int:
         """Host memory that this rank holds for copies of the state."""
-        return self._schedule.staging_bytes if self._schedule is not None else 0
+        if self._schedule is not None:
+            return self._schedule.staging_bytes
+        return 0
 
     def save(self, *, is_last_chance: bool = False) -> None:
         """Save this step if it is not saved yet, and there is a storage (see

@@ -110,7 +110,9 @@ def take_rank_rows(
     return [[part(batch) for batch in step] for step in steps]
 
 
-def move_steps(steps: Sequence[Sequence[Batch]], device: torch.device) -> list[list[Batch]]:
+def move_steps_to_device(
+    steps: Sequence[Sequence[Batch]], device: torch.device
+) -> list[list[Batch]]:
     """The same on `device`, where a forward then takes these very tensors."""
     return [
         [{key: tensor.to(device) for key, tensor in batch.items()} for batch in step]
@@ -118,7 +120,7 @@ def move_steps(steps: Sequence[Sequence[Batch]], device: torch.device) -> list[l
     ]
 
 
-def cast_steps(steps: Sequence[Sequence[Batch]], dtype: torch.dtype) -> list[list[Batch]]:
+def cast_steps_to_dtype(steps: Sequence[Sequence[Batch]], dtype: torch.dtype) -> list[list[Batch]]:
     """Numbers in `dtype`; tokens and labels as they are."""
     return [[_cast_batch(batch, dtype) for batch in step] for step in steps]
 

@@ -61,7 +61,7 @@ def write_starting_weights(model: ParallelModel, trace: Trace) -> None:
         model.refresh()
 
 
-def replace_learning_rate(optim: Optim, lr: float | None) -> Optim:
+def set_reference_learning_rate(optim: Optim, lr: float | None) -> Optim:
     """The job's optimizer with the learning rate of a reference; None: its own."""
     if lr is None:
         return optim

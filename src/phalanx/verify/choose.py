@@ -11,7 +11,7 @@ from typing import Any
 
 from phalanx.core.errors import EnvironmentProblem, LayoutError, UsageError, did_you_mean
 from phalanx.core.units import format_count, plural
-from phalanx.data.look import inspect_data
+from phalanx.data.look import summarize_data
 from phalanx.job.model import build_model_shape
 from phalanx.job.module_probe import measure_foreign_shape
 from phalanx.job.schema import Data, Job
@@ -38,9 +38,9 @@ from phalanx.verify.cases import (
     shrink_job,
 )
 from phalanx.verify.number_types import COMPUTE_OF_NARROW_DTYPE, is_narrow, resolve_types
-from phalanx.verify.pipelines import count_needed_blocks
+from phalanx.verify.pipelines import count_blocks_for_stages
 from phalanx.verify.row import Row
-from phalanx.verify.trainer_cases import list_trainer_names, make_runs
+from phalanx.verify.trainer_cases import list_trainer_names, make_trainer_runs
 
 DEFAULT_NUM_RANKS = 4
 DEVICES = ("cpu", "cuda")
@@ -144,7 +144,7 @@ def choose_layouts(
     axes_of_name = _resolve_names(layout_names, job_layout, num_ranks, has_experts=has_experts)
     notes = []
     if shrink:
-        job, changes = shrink_job(job, num_blocks=count_needed_blocks(axes_of_name.values()))
+        job, changes = shrink_job(job, num_blocks=count_blocks_for_stages(axes_of_name.values()))
         notes.append(f"shrunk  {changes or 'nothing: it is small'}")
     # Before the job is changed, of which this says what is left out.
     compute = detect_precision(job)
@@ -227,7 +227,7 @@ class _CaseMaker:
             cluster=self.cluster,
             shape=self.shape,
         )
-        cases += make_runs(
+        cases += make_trainer_runs(
             self.job,
             run_names,
             num_ranks=self.num_ranks,
@@ -260,7 +260,7 @@ def _require_existing_data(job: Job) -> None:
     mistake."""
     data = job.data
     if data.mixture or not (data.source == Data().source or is_own_dataset(data.source)):
-        inspect_data(data, vocab_size=None)
+        summarize_data(data, vocab_size=None)
 
 
 def _measure_judged_shape(job: Job, num_ranks: int) -> MeasuredModule | None:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.verify.trace_facts import Trace, weights_of
+from phalanx.verify.trace_facts import Trace, weights_set_name
 
 ZERO_DOTS = (0.0,) * 5
 # The least square of the cosine between an error and the reference that makes one a multiple.
@@ -67,7 +67,7 @@ class Comparison:
         error = abs(value - reference) / max(abs(reference), 1e-30)
         return replace_nan(error)
 
-    def worst_scalar(self, key: str, attribute: str) -> float:
+    def largest_scalar_error(self, key: str, attribute: str) -> float:
         errors = []
         for observation in self.observations:
             for step, value in enumerate(observation[key]):
@@ -97,7 +97,7 @@ class Comparison:
     def coverage_gap(self, kind: str, name: str) -> float:
         """0 if the blocks of all ranks make the tensor a whole number of times, else how far
         they are from it."""
-        if not self._covers_evenly(name):
+        if not self._blocks_cover_tensor_evenly(name):
             return 1.0
         size = self.trace.sizes[kind][name] ** 2
         if size == 0:
@@ -142,30 +142,34 @@ class Comparison:
         """True if a rank's part does not have the shape that its place in the tensor has."""
         return self.observations[rank]["tensors"][kind].get(name, ZERO_DOTS)[1] < 0
 
-    def moves_in_part(self, kind: str, name: str, rank: int) -> bool:
+    def has_partly_moved(self, kind: str, name: str, rank: int) -> bool:
         """True if some elements of a weight have moved as they should and the others not at all."""
         _, moved, along, *_ = self.observations[rank]["tensors"][kind].get(name, ZERO_DOTS)
         # Each element a of the movement is 0 or the reference's r: a (a - r) = 0.
         return moved > 0 and abs(moved - along) <= 1e-9 * moved
 
-    def _covers_evenly(self, name: str) -> bool:
+    def _blocks_cover_tensor_evenly(self, name: str) -> bool:
         is_even = self._even.get(name)
         if is_even is None:
-            is_even = covers_evenly([_boxes(of_rank, name) for of_rank in self.observations])
+            is_even = blocks_cover_evenly(
+                [_parse_boxes(of_rank, name) for of_rank in self.observations]
+            )
             self._even[name] = is_even
         return is_even
 
     def worst(self, kind: str) -> float:
-        return max((self.error(kind, name) for name in self.list_compared(kind)), default=0.0)
+        return max(
+            (self.error(kind, name) for name in self.list_compared_tensors(kind)), default=0.0
+        )
 
-    def list_compared(self, kind: str) -> list[str]:
+    def list_compared_tensors(self, kind: str) -> list[str]:
         """The tensors of a set, in forward order."""
         sizes = self.trace.sizes[kind]
         return [name for name in self.trace.order if name in sizes] or list(sizes)
 
-    def worst_weight(self) -> float:
+    def largest_relative_weight_error(self) -> float:
         """The largest error of a weight after the last step, relative to the weight itself."""
-        kind = weights_of(self.trace.num_steps - 1)
+        kind = weights_set_name(self.trace.num_steps - 1)
         errors = [0.0]
         for name, norm in self.trace.norms.get(kind, {}).items():
             square = sum(self.list_squared_errors(kind, name))
@@ -176,7 +180,7 @@ class Comparison:
     def find_unequal_replicas(self, kind: str) -> tuple[str, tuple[int, ...]] | None:
         """(name, ranks) of the first tensor of a set of which ranks that hold the same block do not
         hold the same bits; the ranks are those that are not with the most."""
-        for name in self.list_compared(kind):
+        for name in self.list_compared_tensors(kind):
             digests_of = self._list_digests(kind, name)
             ranks: set[int] = set()
             for digests in digests_of.values():
@@ -226,7 +230,7 @@ def replace_nan(error: float) -> float:
     return error
 
 
-def covers_evenly(boxes_of_ranks: Sequence[Sequence[Box]]) -> bool:
+def blocks_cover_evenly(boxes_of_ranks: Sequence[Sequence[Box]]) -> bool:
     """True if the blocks of all ranks make one whole, each as often as the others, or as it says:
     none overlaps another in part."""
     count = Counter(itertools.chain.from_iterable(boxes_of_ranks))
@@ -245,7 +249,7 @@ def _have_overlap(a: Block, b: Block) -> bool:
     )
 
 
-def _boxes(observation: Mapping[str, Any], name: str) -> list[Box]:
+def _parse_boxes(observation: Mapping[str, Any], name: str) -> list[Box]:
     return [
         (tuple(offset), tuple(size), replicas)
         for offset, size, replicas in observation["boxes"].get(name, ())

@@ -17,7 +17,7 @@ def list_context_layouts(num_ranks: int) -> NamedLayouts:
     """Each way to attend, alone and beside each other axis that two ranks leave room for; and other
     ways of cutting sequences, of sharding and of keeping less."""
     for cp in (d for d in range(2, num_ranks + 1) if num_ranks % d == 0):
-        for prefix, axes in _list_other_axes(num_ranks // cp):
+        for prefix, axes in _list_axes_beside_context(num_ranks // cp):
             for kind in _CP_ATTENTION_KINDS:
                 suffix = "" if kind == "ring" else f"-{kind}"
                 yield f"{prefix}cp{cp}{suffix}", {"cp": cp, "cp_attention": kind} | axes
@@ -25,7 +25,7 @@ def list_context_layouts(num_ranks: int) -> NamedLayouts:
         yield from _list_context_variants(num_ranks)
 
 
-def _list_other_axes(rest: int) -> NamedLayouts:
+def _list_axes_beside_context(rest: int) -> NamedLayouts:
     if rest == 1:
         yield "", {}
         return

@@ -13,9 +13,9 @@ from phalanx.verify.diagnosis_of_experts import ExpertDiagnosis
 from phalanx.verify.diagnosis_of_norms import NormDiagnosis
 from phalanx.verify.diagnosis_of_stages import WRONG_MICROBATCH_CAUSE, StageDiagnosis
 from phalanx.verify.factors import FactorWords, describe_times
-from phalanx.verify.flips import Reroute
+from phalanx.verify.flips import RoutingChange
 from phalanx.verify.judged_layout import JudgedLayout
-from phalanx.verify.trace_facts import buffers_of, weights_of
+from phalanx.verify.trace_facts import buffers_set_name, weights_set_name
 
 NOT_FINITE_CAUSE = "it is not a finite number"
 WRONG_CUT_CAUSE = (
@@ -99,10 +99,10 @@ class Diagnosis:
             present = [mean for mean in observation["local_means"][step] if mean == mean]
             by_rank.append(present)
             means += present
-        if means and _is_near(loss, _mean(means)):
+        if means and _is_nearly_equal(loss, _mean(means)):
             return "a mean of means: microbatches count alike, however many targets they have"
         for rank, present in enumerate(by_rank):
-            if self._dp > 1 and _is_near(loss, _mean(present)):
+            if self._dp > 1 and _is_nearly_equal(loss, _mean(present)):
                 return f"it is the loss of rank {rank} alone: it was not reduced"
         return ""
 
@@ -137,10 +137,11 @@ class Diagnosis:
         A buffer that no checkpoint keeps counts as different: it is not compared.
         """
         steps = range(self._trace.num_steps)
-        saved = self._trace.sizes.get(buffers_of(0), {})
+        saved = self._trace.sizes.get(buffers_set_name(0), {})
         for name in self._trace.moved:
             if name in saved and any(
-                self._compared.error(buffers_of(step), name) > BUFFER_TOLERANCE for step in steps
+                self._compared.error(buffers_set_name(step), name) > BUFFER_TOLERANCE
+                for step in steps
             ):
                 return name
         for name in self._trace.moved:
@@ -148,7 +149,7 @@ class Diagnosis:
                 return name
         return ""
 
-    def explain_routing(self, reroute: Reroute) -> str:
+    def explain_routing(self, reroute: RoutingChange) -> str:
         causes = [self._experts.explain_routing(reroute)]
         if reroute.phase == "step-0":
             causes += self._list_forward_causes()
@@ -218,13 +219,13 @@ class Diagnosis:
                 "in one process it has no gradient and stays; here it is updated (decay, say):"
                 " freeze it"
             )
-        kind = weights_of(step)
+        kind = weights_set_name(step)
         factors = [self._compared.multiple_of_reference(kind, [name], rank) for rank in ranks]
         stays = [rank for rank in ranks if not self._compared.has_moved(kind, name, rank)]
         if stays:
             where = f"rank {', '.join(map(str, stays))}"
             return f"it is not updated on {where}, and stays as it was: a stale part"
-        stays = [rank for rank in ranks if self._compared.moves_in_part(kind, name, rank)]
+        stays = [rank for rank in ranks if self._compared.has_partly_moved(kind, name, rank)]
         if stays:
             where = f"rank {', '.join(map(str, stays))}"
             return (
@@ -386,8 +387,12 @@ class Diagnosis:
         if reference.max_norm is None:
             return ""
         inverse = reference.grad_norm / reference.max_norm
-        unclipped = [rank for rank, factor in enumerate(factors) if _is_near(factor, inverse)]
-        if not unclipped or not all(_is_near(f, inverse) or _is_near(f, 1.0) for f in factors):
+        unclipped = [
+            rank for rank, factor in enumerate(factors) if _is_nearly_equal(factor, inverse)
+        ]
+        if not unclipped or not all(
+            _is_nearly_equal(f, inverse) or _is_nearly_equal(f, 1.0) for f in factors
+        ):
             return ""
         return (
             f"gradients are not clipped on rank {', '.join(map(str, unclipped))}, and on the others"
@@ -417,7 +422,9 @@ class Diagnosis:
             )
         # A tensor of one element is a multiple on every rank: if each has another factor, that says
         # less than that they have parts of it.
-        if not self._has_one_factor(kind, name, ranks) and self._is_sum_of_parts(kind, name):
+        if not self._have_ranks_same_factor(kind, name, ranks) and self._is_sum_of_parts(
+            kind, name
+        ):
             return (
                 f"each rank of tp has its own part of the gradient of {name}, and nobody added them"
                 ' up: a rule "partial" is missing, or parts that ranks hold alike are not summed'
@@ -429,7 +436,7 @@ class Diagnosis:
             )
         return ""
 
-    def _has_one_factor(self, kind: str, name: str, ranks: Sequence[int]) -> bool:
+    def _have_ranks_same_factor(self, kind: str, name: str, ranks: Sequence[int]) -> bool:
         """True if each rank's part of a tensor is the same multiple of the reference."""
         factors = []
         for rank in ranks:
@@ -440,7 +447,7 @@ class Diagnosis:
         return max(factors) - min(factors) <= 1e-4 * max(map(abs, factors))
 
     def _explain_unreduced(self, kind: str, name: str) -> str:
-        if self._dp == 1 or not self._is_mean_right(kind, name):
+        if self._dp == 1 or not self._is_mean_over_ranks_right(kind, name):
             return ""
         return (
             f"each data-parallel rank has a gradient of {name} of its own, and their mean is"
@@ -468,7 +475,7 @@ class Diagnosis:
                 return True
         return False
 
-    def _is_mean_right(self, kind: str, name: str) -> bool:
+    def _is_mean_over_ranks_right(self, kind: str, name: str) -> bool:
         """True if what the ranks have, each something else, makes the reference on average."""
         along, size = self._sum_along(kind, name)
         # What ranks see for themselves is far from the mean; rounding is not, and is level too.
@@ -540,7 +547,7 @@ class Diagnosis:
         return ""
 
 
-def _is_near(a: float, b: float) -> bool:
+def _is_nearly_equal(a: float, b: float) -> bool:
     return b == b and abs(a - b) <= 1e-6 * max(abs(a), abs(b))
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from phalanx.verify.compare import Comparison
-from phalanx.verify.flips import Reroute
-from phalanx.verify.trace_facts import buffers_of
+from phalanx.verify.flips import RoutingChange
+from phalanx.verify.trace_facts import buffers_set_name
 
 ROUTER, BIAS, EXPERTS = ".router.weight", ".router.bias", ".moe.experts."
 WRONG_BIAS_UPDATE_CAUSE = (
@@ -25,12 +25,12 @@ class ExpertDiagnosis:
         self._compared, self._ep, self._tp, self._cp = compared, ep, tp, cp
         self._routers = [name for name in compared.trace.order if name.endswith(ROUTER)]
 
-    def explain_routing(self, reroute: Reroute) -> str:
+    def explain_routing(self, reroute: RoutingChange) -> str:
         """The cause of a token that goes elsewhere while all before it agrees, and that is no
         near-tie."""
         weight, bias = f"{reroute.router}.weight", f"{reroute.router}.bias"
         if reroute.phase != "step-0":
-            trace, kind = self._compared.trace, buffers_of(self._compared.trace.num_steps - 1)
+            trace, kind = self._compared.trace, buffers_set_name(self._compared.trace.num_steps - 1)
             if bias in trace.sizes.get(kind, {}) and self._compared.error(kind, bias) > 1e-3:
                 return f"it is no near-tie, and gradients agree: {WRONG_BIAS_UPDATE_CAUSE}"
             return (
@@ -43,7 +43,9 @@ class ExpertDiagnosis:
                 "it is no near-tie, and no router comes before it: it sees the hidden states of"
                 " other tokens, or sums"
             )
-            return f"{words} of a part of them" if self._tp > 1 else f"{words} them otherwise"
+            if self._tp > 1:
+                return f"{words} of a part of them"
+            return f"{words} them otherwise"
         before = self._routers[index - 1].removesuffix(ROUTER)
         capacity = ", or capacity is counted per rank" if self._cp > 1 else ""
         return (
@@ -53,11 +55,9 @@ class ExpertDiagnosis:
         )
 
     def explain_buffer(self, name: str) -> str:
-        return (
-            f"gradients and weights agree, so {WRONG_BIAS_UPDATE_CAUSE}"
-            if name.endswith(BIAS)
-            else ""
-        )
+        if name.endswith(BIAS):
+            return f"gradients and weights agree, so {WRONG_BIAS_UPDATE_CAUSE}"
+        return ""
 
     def explain_gradient(self, kind: str, off: Sequence[str], ranks: Sequence[int]) -> str:
         """`off`: all that differ, after a loss that agrees."""

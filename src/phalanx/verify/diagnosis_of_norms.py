@@ -11,7 +11,7 @@ from phalanx.verify.compare import ZERO_DOTS, Comparison
 from phalanx.verify.diagnosis_of_experts import EXPERTS
 from phalanx.verify.diagnosis_of_stages import StageDiagnosis
 from phalanx.verify.factors import FactorWords
-from phalanx.verify.trace_facts import gradients_of
+from phalanx.verify.trace_facts import gradients_set_name
 
 EQUAL_SQUARES_TOLERANCE = 1e-6  # of the square of a norm
 MAX_RANKS_OF_SUBSETS = 8  # of which all subsets are tried
@@ -53,8 +53,10 @@ class NormDiagnosis:
     def _explain_own_norm(self, norm: float, step: int) -> str:
         observations = self._compared.observations
         for rank, observation in enumerate(observations):
-            square = sum(dots[1] for dots in observation["tensors"][gradients_of(step)].values())
-            if len(observations) > 1 and _is_near(norm**2, square):
+            square = sum(
+                dots[1] for dots in observation["tensors"][gradients_set_name(step)].values()
+            )
+            if len(observations) > 1 and _is_nearly_equal(norm**2, square):
                 return (
                     f"it is the norm of what rank {rank} holds: the shards of the others are"
                     " missing"
@@ -62,15 +64,15 @@ class NormDiagnosis:
         return ""
 
     def _explain_tensors(self, excess: float, step: int) -> str:
-        for name, size in self._compared.trace.sizes[gradients_of(step)].items():
+        for name, size in self._compared.trace.sizes[gradients_set_name(step)].items():
             # The squares of the two norms differ by that of this one tensor.
             if size and abs(abs(excess) / size**2 - 1) < 1e-4:
-                return f"the gradient of {name} is {_name_mistake(excess)}"
+                return f"the gradient of {name} is {_describe_wrong_count(excess)}"
         return ""
 
     def _explain_copies(self, factor: float) -> str:
         copies = round(factor**2)
-        if 1 < copies <= len(self._compared.observations) and _is_near(factor**2, copies):
+        if 1 < copies <= len(self._compared.observations) and _is_nearly_equal(factor**2, copies):
             return (
                 f"its square is {copies} x the reference's: replicas of the same gradient each"
                 " count"
@@ -79,7 +81,7 @@ class NormDiagnosis:
 
     def _explain_replicas(self, excess: float, step: int) -> str:
         """The cause of a norm whose square is off by `excess`, where that is what replicas have."""
-        kind = gradients_of(step)
+        kind = gradients_set_name(step)
         order = self._compared.trace.order
         copies_of = {name: self._compared.count_copies(kind, name) for name in order}
         fewest = min(copies_of.values(), default=1)
@@ -88,7 +90,7 @@ class NormDiagnosis:
         repeated = sum((copies_of[name] / fewest - 1) * sizes[name] ** 2 for name in alike)
         once = sum(sizes[name] ** 2 for name in alike)
         for square, words in ((repeated, "each count"), (-once, "are left out")):
-            if alike and _is_near(excess, square):
+            if alike and _is_nearly_equal(excess, square):
                 return (
                     f"replicas {words}: gradients that several ranks hold alike, such as that of"
                     f" {alike[0]}"
@@ -97,11 +99,11 @@ class NormDiagnosis:
 
     def _explain_groups(self, excess: float, step: int) -> str:
         """The cause of a norm that lacks, or has twice, gradients that belong together."""
-        sizes = self._compared.trace.sizes[gradients_of(step)]
+        sizes = self._compared.trace.sizes[gradients_set_name(step)]
         for words, names in self._list_groups():
             square = sum(sizes[name] ** 2 for name in names)
-            if square and _is_near(abs(excess), square):
-                return f"gradients of {words} are {_name_mistake(excess)}"
+            if square and _is_nearly_equal(abs(excess), square):
+                return f"gradients of {words} are {_describe_wrong_count(excess)}"
         return ""
 
     def _list_groups(self) -> Iterator[tuple[str, Sequence[str]]]:
@@ -123,7 +125,7 @@ class NormDiagnosis:
     def _explain_ranks(self, norm: float, step: int) -> str:
         """The cause of a norm in which only what some ranks hold counts, each of what several hold
         alike by its share."""
-        kind, observations = gradients_of(step), self._compared.observations
+        kind, observations = gradients_set_name(step), self._compared.observations
         if len(observations) > MAX_RANKS_OF_SUBSETS:
             return ""
         squares: list[float] = []
@@ -136,7 +138,7 @@ class NormDiagnosis:
             squares.append(sum(shares))
         for count in range(1, len(observations)):
             for ranks in itertools.combinations(range(len(observations)), count):
-                if _is_near(norm**2, sum(squares[rank] for rank in ranks)):
+                if _is_nearly_equal(norm**2, sum(squares[rank] for rank in ranks)):
                     noun = "ranks" if count > 1 else "rank"
                     return (
                         f"only what {noun} {', '.join(map(str, ranks))} holds counts in it:"
@@ -145,9 +147,11 @@ class NormDiagnosis:
         return ""
 
 
-def _name_mistake(excess: float) -> str:
-    return "counted twice" if excess > 0 else "left out"
+def _describe_wrong_count(excess: float) -> str:
+    if excess > 0:
+        return "counted twice"
+    return "left out"
 
 
-def _is_near(a: float, b: float) -> bool:
+def _is_nearly_equal(a: float, b: float) -> bool:
     return math.isfinite(a) and abs(a - b) <= EQUAL_SQUARES_TOLERANCE * max(abs(a), abs(b))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.verify.compare import Comparison
-from phalanx.verify.trace_facts import gradients_of
+from phalanx.verify.trace_facts import gradients_set_name
 
 WRONG_MICROBATCH_CAUSE = (
     "a stage goes on with hidden states of another microbatch than the one whose targets the last"
@@ -23,7 +23,7 @@ class StageDiagnosis:
     def explain_norm(self, norm: float, step: int) -> str:
         """The cause of a norm that is one of some stages alone, or that lacks or doubles those
         of one rank."""
-        sizes = self._compared.trace.sizes[gradients_of(step)]
+        sizes = self._compared.trace.sizes[gradients_set_name(step)]
         reference = self._compared.trace.steps[step].grad_norm
         squares: dict[float, str] = {}
         for rank in range(self._pipeline.num_ranks):
@@ -35,11 +35,11 @@ class StageDiagnosis:
             # Or each of a parameter's holders counts a part of it.
             squares[sum(sizes[name] ** 2 / count for name, count in holders_of.items())] = stages
         for square, stages in squares.items():
-            if _is_near(norm**2, square):
+            if _is_nearly_equal(norm**2, square):
                 return f"it is the norm of {stages} alone: those of the other stages are missing"
         for square, stages in squares.items():
             for sign, words in ((1, "counted twice"), (-1, "left out")):
-                if _is_near(norm**2 - reference**2, sign * square):
+                if _is_nearly_equal(norm**2 - reference**2, sign * square):
                     return f"the gradients of {stages} are {words}"
         return ""
 
@@ -112,5 +112,5 @@ def _list_numbers(noun: str, numbers: Sequence[int]) -> str:
     return f"{noun}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
-def _is_near(a: float, b: float) -> bool:
+def _is_nearly_equal(a: float, b: float) -> bool:
     return abs(a - b) <= 1e-6 * max(abs(a), abs(b))

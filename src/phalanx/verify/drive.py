@@ -29,7 +29,7 @@ from phalanx.verify.payloads import VerifyCase, VerifyPayload
 from phalanx.verify.progress import RowTimes, VerifyProgress
 from phalanx.verify.result import VerifyResult
 from phalanx.verify.row import NUM_STEPS, ROWS_FILE_NAME, Row
-from phalanx.verify.stopped_work import Work, count_done, open_work
+from phalanx.verify.stopped_work import VerifyWork, count_written_rows, open_verify_work
 
 
 def verify_job(
@@ -73,17 +73,17 @@ def verify_job(
     rows: list[Row] = []
 
     def add_row(row: Row) -> None:
-        row = _add_settings_left_out(_take_over_cause(row, rows), selection.left_out)
+        row = _note_unjudged_settings(_copy_cause_of_earlier_row(row, rows), selection.left_out)
         rows.append(row)
         on_row(row)
 
-    stop, resumes = _Stop(), False
+    stop, resumes = _StopCatcher(), False
     with stop.catching():
         on_selection(selection)
         for row in selection.refused_rows:
             add_row(row)
         if selection.work:
-            with open_work(selection, resume=resume) as work:
+            with open_verify_work(selection, resume=resume) as work:
                 # What ends in between can be resumed, as far as it is kept.
                 resumes = work.stays
                 stop.code = _run_with_earlier_rows(selection, work, rows, add_row, on_progress)
@@ -97,13 +97,13 @@ def verify_job(
         selection.not_judged,
         selection.required,
         stop_code=stop.code,
-        num_missing=len(selection.work) - count_done(selection, rows),
+        num_missing=len(selection.work) - count_written_rows(selection, rows),
         left_out=selection.left_out,
         can_resume=resumes,
     )
 
 
-def _take_over_cause(row: Row, earlier: Sequence[Row]) -> Row:
+def _copy_cause_of_earlier_row(row: Row, earlier: Sequence[Row]) -> Row:
     """`row` with the cause that an earlier one of the same layout has for the same kind of
     difference: float64, which comes first, tells more of it than types with fewer digits."""
     if row.first is None:
@@ -117,7 +117,7 @@ def _take_over_cause(row: Row, earlier: Sequence[Row]) -> Row:
     return row
 
 
-def _add_settings_left_out(row: Row, left_out: Sequence[str]) -> Row:
+def _note_unjudged_settings(row: Row, left_out: Sequence[str]) -> Row:
     """`row` with settings of the job that nobody judged, where it was judged itself: what is equal
     is equal without them."""
     if row.ok is None:
@@ -128,7 +128,7 @@ def _add_settings_left_out(row: Row, left_out: Sequence[str]) -> Row:
 
 
 @dataclass
-class _Stop:
+class _StopCatcher:
     """The exit code of a stop by Ctrl-C or SIGTERM, None without one."""
 
     code: int | None = None
@@ -147,7 +147,7 @@ class _Stop:
 
 def _run_with_earlier_rows(
     selection: Selection,
-    work: Work,
+    work: VerifyWork,
     rows: list[Row],
     add_row: Callable[[Row], None],
     on_progress: Callable[[VerifyProgress], None],
@@ -161,7 +161,7 @@ def _run_with_earlier_rows(
 
     def keep_row(row: Row) -> None:
         add_row(row)
-        work.keep(rows[-1])
+        work.keep_row(rows[-1])
         times.finish_row()
 
     return _run_cases(selection, work, keep_row, on_tick=lambda: on_progress(times.read()))
@@ -169,7 +169,7 @@ def _run_with_earlier_rows(
 
 def _run_cases(
     selection: Selection,
-    work: Work,
+    work: VerifyWork,
     add_row: Callable[[Row], None],
     *,
     on_tick: Callable[[], None],

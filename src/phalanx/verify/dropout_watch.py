@@ -24,7 +24,7 @@ class DropoutWatch:
         self.wrong: dict[tuple[int, str], float] = {}
         self._definition, self._place = DropoutMasks(module, seed), (share, shares)
         self._step, self._rows, self._places = 0, 0, dict[int, int]()
-        module.register_forward_pre_hook(self._begin, prepend=True, with_kwargs=True)
+        module.register_forward_pre_hook(self._begin_forward, prepend=True, with_kwargs=True)
         for name, part in module.named_modules():
             if (
                 isinstance(part, nn.Dropout)
@@ -48,7 +48,7 @@ class DropoutWatch:
             t.data_ptr(): index for index, batch in enumerate(microbatches) for t in batch.values()
         }
 
-    def _begin(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+    def _begin_forward(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
         index = next(
             (self._places[t.data_ptr()] for t in tensors if t.data_ptr() in self._places), 0

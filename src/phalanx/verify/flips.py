@@ -11,13 +11,13 @@ from dataclasses import dataclass
 EVALUATION_KIND = "evaluation"
 
 
-def train_step(step: int) -> str:
+def train_phase_of_step(step: int) -> str:
     """The phase of a step, counted from 0."""
     return f"step-{step}"
 
 
 @dataclass(frozen=True)
-class Reroute:
+class RoutingChange:
     """One token.
 
     `row` and `token` say which of the step's batch; one process chooses `expert`, the layout
@@ -56,7 +56,7 @@ class MisroutedToken:
     `ranks` route it; `cause` is known, or to be found.
     """
 
-    reroute: Reroute
+    reroute: RoutingChange
     ranks: tuple[int, ...]
     cause: str = ""
 
@@ -65,14 +65,14 @@ class MisroutedToken:
         """The token, and the expert it goes to."""
         reroute = self.reroute
         token = f"token {reroute.token} of row {reroute.row}"
-        return (
-            f"{token} goes to expert {reroute.instead}, not {reroute.expert}"
-            if reroute.expert >= 0
-            else token
-        )
+        if reroute.expert >= 0:
+            return f"{token} goes to expert {reroute.instead}, not {reroute.expert}"
+        return token
 
 
-def find_misrouted(reroutes: Sequence[Reroute], tolerance: float) -> list[Reroute]:
+def find_misrouted_tokens(
+    reroutes: Sequence[RoutingChange], tolerance: float
+) -> list[RoutingChange]:
     """The reroutes that are no near-ties: rounding within `tolerance` cannot have turned them."""
     # Not `>`: a margin of NaN is no near-tie.
     return [reroute for reroute in reroutes if not reroute.margin <= tolerance]

@@ -28,9 +28,9 @@ from phalanx.verify.trace_facts import (
     BEGIN_KIND,
     INITIAL_KIND,
     Trace,
-    buffers_of,
-    gradients_of,
-    weights_of,
+    buffers_set_name,
+    gradients_set_name,
+    weights_set_name,
 )
 
 Dots = tuple[float, float, float, float, float]
@@ -80,7 +80,7 @@ class RankObservations:
         return dict(self.__dict__)
 
 
-def follow(
+def train_beside_reference(
     model: ParallelModel,
     objective: Objective,
     steps: Sequence[Sequence[Batch]],
@@ -93,7 +93,7 @@ def follow(
 
     Collective.
     """
-    observations = _observe_start(model, trace)
+    observations = _observe_initial_weights(model, trace)
     applied, unsent_errors = AppliedTraceGradients(trace), KeptErrors(model)
     share = {"share": model.mesh.data_parallel_rank, "shares": model.plan.layout.data_parallel_size}
     watch = DropoutWatch(model.module, seed, **share) if trace.dropped else None
@@ -104,20 +104,20 @@ def follow(
         means: list[float] = []
         if watch is not None:
             watch.begin_step(number + 1, microbatches)
-        sums = model.forward_backward(microbatches, record_means(objective, means))
+        sums = model.forward_backward(microbatches, record_microbatch_means(objective, means))
         facts = model.reduce_and_clip(sums, max_norm=reference.max_norm)
         observations.losses.append(facts.loss)
         observations.norms.append(facts.grad_norm)
         observations.num_targets.append(facts.num_targets)
         observations.local_means.append(means)
         observations.loads.append(_read_loads(model))
-        gradients, kind = gradient_shards(model), gradients_of(number)
+        gradients, kind = collect_gradient_shards(model), gradients_set_name(number)
         # By its own norm: an error of the norm is not one of every gradient.
         unclipped = _undo_clipping(gradients, facts.grad_norm, reference.max_norm)
         if unsent_errors.are_kept:
             observations.apart["sent"] = max(
                 observations.apart.get("sent", 0.0),
-                _distance(compare_blocks(trace, kind, unclipped)),
+                _relative_distance(compare_blocks(trace, kind, unclipped)),
             )
             unclipped = unsent_errors.complete(facts.num_targets, unclipped)
             observations.norms[-1] = _norm_of(unclipped)
@@ -136,14 +136,14 @@ def follow(
     return observations
 
 
-def _observe_start(model: ParallelModel, trace: Trace) -> RankObservations:
+def _observe_initial_weights(model: ParallelModel, trace: Trace) -> RankObservations:
     """The shards that the ranks hold, and their initial weights."""
     observations = RankObservations()
     shards, reference_names = model.shards(), set(trace.sizes[INITIAL_KIND])
     observations.unknown = sorted(set(list_parameters(model)) - reference_names)
     observations.absent = sorted(reference_names - set(shards))
-    observations.held = {name: describe_held(shard) for name, shard in shards.items()}
-    observations.boxes = list_boxes(shards)
+    observations.held = {name: describe_held_part(shard) for name, shard in shards.items()}
+    observations.boxes = list_boxes_of_shards(shards)
     if model.pipeline is not None:
         observations.stages = dict(model.pipeline.staged.stages)
     observations.tensors[INITIAL_KIND] = compare_blocks(trace, INITIAL_KIND, shards)
@@ -155,12 +155,12 @@ def _observe_update(
 ) -> None:
     """Weights and buffers after the update of a step."""
     shards = model.shards()
-    kinds = [weights_of(number)]
+    kinds = [weights_set_name(number)]
     if trace.has_buffers:
-        kinds.append(buffers_of(number))
+        kinds.append(buffers_set_name(number))
     for kind in kinds:
         # Of weights how they moved: what an update did is not lost in what they were.
-        since = BEGIN_KIND if kind == weights_of(number) else None
+        since = BEGIN_KIND if kind == weights_set_name(number) else None
         observations.tensors[kind] = compare_blocks(trace, kind, shards, since=since)
         if number == trace.num_steps - 1:
             shards_of_kind = {name: shards[name] for name in trace.sizes[kind] if name in shards}
@@ -187,7 +187,7 @@ def apply_gradients(
     applied: AppliedTraceGradients, number: int, gradients: Mapping[str, LogicalShard]
 ) -> None:
     """Write the gradients of a step that are to be applied over those of this rank."""
-    factor = applied.clipping(number)
+    factor = applied.clipping_factor(number)
     with applied.open(number) as reader:
         for name, shard in gradients.items():
             # A name that the reference does not have is a difference of its own.
@@ -201,7 +201,7 @@ def apply_gradients(
                     local_block.copy_(block * factor)
 
 
-def list_boxes(
+def list_boxes_of_shards(
     shards: Mapping[str, LogicalShard],
 ) -> dict[str, list[tuple[tuple[int, ...], tuple[int, ...], int]]]:
     """The blocks of each shard, as `RankObservations.boxes` has them."""
@@ -211,7 +211,7 @@ def list_boxes(
     }
 
 
-def record_means(objective: Objective, means: list[float]) -> Objective:
+def record_microbatch_means(objective: Objective, means: list[float]) -> Objective:
     """The objective, which also keeps each microbatch's own mean: what a mean of means would be
     made of."""
 
@@ -229,18 +229,17 @@ def list_parameters(model: ParallelModel) -> dict[str, torch.Tensor]:
     return {full_name(name): parameter for name, parameter in model.named_parameters()}
 
 
-def gradient_shards(model: ParallelModel) -> dict[str, LogicalShard]:
+def collect_gradient_shards(model: ParallelModel) -> dict[str, LogicalShard]:
     """The gradients in the places of what is updated; zeros where a parameter had no part in the
     loss."""
     shards = model.trained_shards()
     gradients = {}
     for name, parameter in list_parameters(model).items():
         local = shards[name].tensor
-        gradient = (
-            torch.zeros_like(local)
-            if parameter.grad is None
-            else local_tensor(parameter.grad).detach()
-        )
+        if parameter.grad is None:
+            gradient = torch.zeros_like(local)
+        else:
+            gradient = local_tensor(parameter.grad).detach()
         gradients[name] = shards[name].like(name, gradient)
     return gradients
 
@@ -296,10 +295,12 @@ def _digest(tensor: torch.Tensor) -> str:
     )
 
 
-def _distance(dots: Mapping[str, Dots]) -> float:
+def _relative_distance(dots: Mapping[str, Dots]) -> float:
     """The error |a - r| / |r| over all tensors."""
     error, size = (sum(values[i] for values in dots.values()) for i in (0, 3))
-    return float((error / size) ** 0.5) if size else 0.0
+    if size:
+        return float((error / size) ** 0.5)
+    return 0.0
 
 
 def _norm_of(gradients: Mapping[str, LogicalShard]) -> float:
@@ -308,7 +309,7 @@ def _norm_of(gradients: Mapping[str, LogicalShard]) -> float:
     return float(sum(squares)) ** 0.5
 
 
-def describe_held(shard: LogicalShard) -> str:
+def describe_held_part(shard: LogicalShard) -> str:
     """The part of a tensor that a shard holds: "whole", "nothing", or "[0:16, :] of [64, 32]"."""
     if not shard.boxes:
         return "nothing"

@@ -29,7 +29,7 @@ NARROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Probe:
+class ForwardProbe:
     """`order`: parameters as a forward meets them.
 
     `narrows`: in float64 it rounds to a narrower type on its way.
@@ -47,7 +47,9 @@ class Probe:
     moved: tuple[str, ...] = ()
 
 
-def probe(build: Callable[[], nn.Module], loss: SplitLoss, batch: Batch, seed: int) -> Probe:
+def probe_forward(
+    build: Callable[[], nn.Module], loss: SplitLoss, batch: Batch, seed: int
+) -> ForwardProbe:
     """Look at one forward of modules of their own: it may move buffers, and the reference must not
     have seen it.
 
@@ -55,13 +57,19 @@ def probe(build: Callable[[], nn.Module], loss: SplitLoss, batch: Batch, seed: i
     function of the batch, and for a loss that calls collectives.
     """
     module, sums = build(), list[tuple[torch.Tensor, torch.Tensor]]()
-    narrowing, masks, before = _Narrowing(), DropoutMasks(module, seed), _buffers(module)
+    narrowing, masks, before = (
+        _NarrowingDetector(),
+        DropoutMasks(module, seed),
+        _copy_compared_buffers(module),
+    )
     rows = count_batch_rows(batch)
     # Dropout takes its masks from `masks` and draws nothing: any draw that is left is refused.
     with _forbid_random_draws(module), masks.applying_masks(1, 0, rows), narrowing:
         order = forward_order(module, lambda: sums.append(loss(module, batch)))
     moved = tuple(
-        name for name, buffer in _buffers(module).items() if not _is_same(before.get(name), buffer)
+        name
+        for name, buffer in _copy_compared_buffers(module).items()
+        if not _is_same(before.get(name), buffer)
     )
     mixed_by: MixingPart = ""
     if rows > 1:
@@ -70,12 +78,12 @@ def probe(build: Callable[[], nn.Module], loss: SplitLoss, batch: Batch, seed: i
         others_masks = DropoutMasks(other, seed)
         if mixes_rows(other, loss, batch, others_masks, total.item(), int(targets)):
             mixed_by = find_part_that_mixes_rows(other, loss, batch, others_masks)
-    return Probe(
+    return ForwardProbe(
         tuple(order), narrowing.is_narrowed, bool(mixed_by), tuple(masks.dropped), mixed_by, moved
     )
 
 
-def _buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+def _copy_compared_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """But for statistics of BatchNorm, which have no part in what it makes of a training batch."""
     buffers: dict[str, torch.Tensor] = {}
     for prefix, part in module.named_modules():
@@ -94,7 +102,7 @@ def _is_same(before: torch.Tensor | None, after: torch.Tensor) -> bool:
     )
 
 
-class _Narrowing(TorchDispatchMode):
+class _NarrowingDetector(TorchDispatchMode):
     """Sees whether a float64 tensor becomes one of fewer digits.
 
     Refuses collectives: other ranks are not in them.
@@ -115,7 +123,7 @@ class _Narrowing(TorchDispatchMode):
 
 
 @dataclass
-class _Draws:
+class _RandomDrawTracker:
     """The generator's state where each call of a module began; the first that changed it is the
     innermost."""
 
@@ -132,7 +140,7 @@ class _Draws:
 
 @contextmanager
 def _forbid_random_draws(module: nn.Module) -> Iterator[None]:
-    draws, hooks = _Draws(), []
+    draws, hooks = _RandomDrawTracker(), []
     for path, part in module.named_modules():
         name = f"{path} ({type(part).__name__})" if path else type(part).__name__
         hooks.append(part.register_forward_pre_hook(draws.enter))
@@ -151,7 +159,7 @@ def _forbid_random_draws(module: nn.Module) -> Iterator[None]:
         )
 
 
-def describe_failure(error: Exception, dtype: str) -> str:
+def describe_reference_failure(error: Exception, dtype: str) -> str:
     """Why there is no reference: nothing that a layout could be blamed for."""
     if isinstance(error, LayoutError):
         return str(error)

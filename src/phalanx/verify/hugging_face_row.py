@@ -233,7 +233,7 @@ def _write_gradients(hugging_face_model: Any, count: int, directory: Path) -> No
     hugging_face_model.save_pretrained(str(directory))
 
 
-def why_no_hugging_face_row(job: Job, plan: Plan) -> str:
+def explain_no_hugging_face_row(job: Job, plan: Plan) -> str:
     """Why no module of transformers computes what this job's does; "" if one does."""
     if job.model.is_foreign or not isinstance(plan.model_shape, TransformerShape):
         return "modules of transformers are references for phalanx's own models alone"
@@ -257,9 +257,9 @@ def judge_hugging_face(
     """The row "hugging-face", in float64: phalanx's module in one process, judged by that of
     transformers, as `judge_by_implementation` says. Files come and go in `directory`.
 
-    Raises LayoutError where `why_no_hugging_face_row` has a reason.
+    Raises LayoutError where `explain_no_hugging_face_row` has a reason.
     """
-    refused = why_no_hugging_face_row(job, plan)
+    refused = explain_no_hugging_face_row(job, plan)
     if refused:
         raise LayoutError(refused)
     import transformers

@@ -18,11 +18,11 @@ from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.plan import Plan
 from phalanx.run.one_process.original_module import build_original_module
-from phalanx.verify.begin import replace_learning_rate
-from phalanx.verify.follow import follow
-from phalanx.verify.number_types import parameter_type
+from phalanx.verify.begin import set_reference_learning_rate
+from phalanx.verify.follow import train_beside_reference
+from phalanx.verify.number_types import parameter_dtype_of_row
 from phalanx.verify.outputs import OutputWatch
-from phalanx.verify.routes import RouteWatch, read_routes
+from phalanx.verify.routes import RoutingWatch, read_routes
 from phalanx.verify.trace_facts import TOLERANCE_OF_DTYPE, Trace
 
 
@@ -36,7 +36,7 @@ class LayoutResult:
     observations: list[Any]
     apart: dict[str, float]
     notes: tuple[str, ...]
-    watch: RouteWatch
+    watch: RoutingWatch
     choices: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -49,26 +49,26 @@ class LayoutRun:
     _model: ParallelModel | None = None
 
     @property
-    def is_amid_schedule(self) -> bool:
+    def has_unfinished_schedule(self) -> bool:
         pipeline = None if self._model is None else self._model.pipeline
         return pipeline is not None and pipeline.is_under_way
 
     def run(self, trace: Trace, steps: Sequence[Sequence[Batch]], mesh: Mesh) -> LayoutResult:
         """Train `steps`, this rank's microbatches of each. Collective."""
-        objective, watch = build_objective(self.job), RouteWatch()
+        objective, watch = build_objective(self.job), RoutingWatch()
         model, notes = self._build(trace, mesh)
         watch.attach(model)
         outputs = OutputWatch(model)
-        observations = follow(
+        observations = train_beside_reference(
             model,
             objective,
             steps,
             trace,
-            lambda lr: build_optimizer(model, replace_learning_rate(self.job.optim, lr)),
+            lambda lr: build_optimizer(model, set_reference_learning_rate(self.job.optim, lr)),
             seed=self.job.run.seed,
         )
-        tolerance = TOLERANCE_OF_DTYPE[parameter_type(trace.dtype)]
-        observations.outputs = outputs.find_first(trace.directory, tolerance)
+        tolerance = TOLERANCE_OF_DTYPE[parameter_dtype_of_row(trace.dtype)]
+        observations.outputs = outputs.find_first_wrong_output(trace.directory, tolerance)
         all_observations = mesh.gather_json(observations.to_json())
         return LayoutResult(
             all_observations,
@@ -80,7 +80,7 @@ class LayoutRun:
 
     def _build(self, trace: Trace, mesh: Mesh) -> tuple[ParallelModel, tuple[str, ...]]:
         module, notes = build_original_module(
-            self.job, self.plan, parameter_type(trace.dtype), materialize=False
+            self.job, self.plan, parameter_dtype_of_row(trace.dtype), materialize=False
         )
         self._model = parallelize(module, self.plan, mesh, seed=self.job.run.seed)
         return self._model, notes

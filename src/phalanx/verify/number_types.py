@@ -34,12 +34,14 @@ def is_narrow(dtype: str) -> bool:
     return dtype in COMPUTE_OF_NARROW_DTYPE
 
 
-def parameter_type(dtype: str) -> str:
+def parameter_dtype_of_row(dtype: str) -> str:
     """The type of parameters, gradients and updates in a row of `dtype`."""
-    return "float32" if is_narrow(dtype) else dtype
+    if is_narrow(dtype):
+        return "float32"
+    return dtype
 
 
-def find_near_tie(dtype: str, usual: float) -> float:
+def near_tie_tolerance(dtype: str, usual: float) -> float:
     """The distance that the scores of two experts may have, as a part of the largest, for rounding
     to turn them: `usual` in wide types."""
     if not is_narrow(dtype):

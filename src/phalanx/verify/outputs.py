@@ -22,8 +22,8 @@ from torch import nn
 from phalanx.core.digest import stable_hash64
 from phalanx.mesh.logical import full_name
 from phalanx.parallel.model import ParallelModel
-from phalanx.verify.flips import train_step
-from phalanx.verify.routes import PhaseRecorder, TokenPlaces
+from phalanx.verify.flips import train_phase_of_step
+from phalanx.verify.routes import PhaseRecorder, TokensOfRank
 
 OUTPUTS_FILE_NAME = "outputs.safetensors"
 FirstOutput = tuple[int, int, str, float, int, int]
@@ -36,7 +36,7 @@ class OutputTrace(PhaseRecorder):
 
     def __init__(self, module: nn.Module) -> None:
         self._parts: dict[tuple[str, str, int], list[torch.Tensor]] = {}
-        for name, part in list_watched(module):
+        for name, part in list_watched_modules(module):
             part.register_forward_hook(functools.partial(self._note, name))
 
     def write(self, directory: Path) -> None:
@@ -61,7 +61,7 @@ class OutputTrace(PhaseRecorder):
         parts = self._parts.setdefault(key, [])
         # torch.cat takes no sequences of other lengths.
         if not parts or parts[0].shape[1] == hidden_BTD.shape[1]:
-            parts.append(_project(hidden_BTD))
+            parts.append(_project_to_scalar(hidden_BTD))
 
 
 class OutputWatch:
@@ -72,10 +72,10 @@ class OutputWatch:
         self._parts: dict[tuple[str, str, int, int], torch.Tensor] = {}
         # What is compiled takes no hooks.
         if not model.plan.compile:
-            for name, part in list_watched(model.module):
+            for name, part in list_watched_modules(model.module):
                 part.register_forward_hook(functools.partial(self._note, name))
 
-    def find_first(self, directory: Path, tolerance: float) -> list[FirstOutput]:
+    def find_first_wrong_output(self, directory: Path, tolerance: float) -> list[FirstOutput]:
         """The first output of each step, in the order of the forward, that is further than
         `tolerance` from the one that `OutputTrace` has written; of this rank alone."""
         if not self._parts or not (directory / OUTPUTS_FILE_NAME).exists():
@@ -116,7 +116,7 @@ class OutputWatch:
     def _find_tokens(self, length: int, num_local: int) -> torch.Tensor | None:
         """The tokens of a sequence of `length` that the `num_local` of this rank are; None if they
         are cut otherwise."""
-        tokens = TokenPlaces.of_model(self._model).find_tokens(length)
+        tokens = TokensOfRank.of_model(self._model).find_tokens(length)
         if num_local == len(tokens):
             return tokens
         layout = self._model.plan.layout
@@ -138,10 +138,10 @@ class OutputWatch:
             pipeline.is_inferring_shapes or bool(hidden_BTD.isnan().all())
         ):
             return
-        phase = train_step(moment.step - 1)
+        phase = train_phase_of_step(moment.step - 1)
         key = (phase, name, moment.first_row, hidden_BTD.shape[-1])
         if key not in self._parts:
-            self._parts[key] = _project(hidden_BTD)
+            self._parts[key] = _project_to_scalar(hidden_BTD)
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class _WrongToken:
     token: int
 
 
-def list_watched(module: nn.Module) -> list[tuple[str, nn.Module]]:
+def list_watched_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Name and module of all whose outputs are hidden states: those outside of lists of blocks,
     the blocks, and what these are made of."""
     watched = []
@@ -178,7 +178,7 @@ def _find_hidden_states(output: Any) -> torch.Tensor | None:
 
 
 @torch.no_grad()
-def _project(hidden_BTD: torch.Tensor) -> torch.Tensor:
+def _project_to_scalar(hidden_BTD: torch.Tensor) -> torch.Tensor:
     """[B, T] float64, on the CPU."""
     return hidden_BTD.detach().double().cpu() @ _random_vector(hidden_BTD.shape[-1])
 

@@ -135,7 +135,7 @@ def num_microbatches(plan: Plan) -> int:
     return max(least, plan.global_batch_size // ROWS_OF_SMALL_MICROBATCH)
 
 
-def count_needed_blocks(layouts: Iterable[Mapping[str, Any]]) -> int:
+def count_blocks_for_stages(layouts: Iterable[Mapping[str, Any]]) -> int:
     """The number of blocks that all of these layouts need: of a pipeline one less than its
     stages."""
     needed = 0

@@ -16,7 +16,7 @@ from phalanx.job.shapes.vit import VitShape
 from phalanx.plan.plan import Plan
 from phalanx.run.one_process.plain_loss import Batch
 from phalanx.verify.cases import PLAIN
-from phalanx.verify.plain.decoder import plain_biases, plain_loss
+from phalanx.verify.plain.decoder import plain_loss, plain_router_biases
 from phalanx.verify.plain.settings import PlainSettings, VisionSettings
 from phalanx.verify.plain.vision import plain_vision_loss
 from phalanx.verify.plain_settings import make_plain_settings, make_vision_settings
@@ -64,7 +64,7 @@ class PlainImplementation:
         global_batch = {
             key: torch.cat([batch[key] for batch in microbatches]) for key in microbatches[0]
         }
-        biases = plain_biases(self.settings, parameters, buffers, global_batch)
+        biases = plain_router_biases(self.settings, parameters, buffers, global_batch)
         return StepResult(total / count, count, gradients, biases)
 
     def _loss(
@@ -75,7 +75,7 @@ class PlainImplementation:
         return plain_loss(self.settings, parameters, buffers, batch)
 
 
-def why_no_plain_row(job: Job, plan: Plan) -> str:
+def explain_no_plain_row(job: Job, plan: Plan) -> str:
     """Why there is no plain implementation of this job; "" if there is one."""
     if job.model.is_foreign or not isinstance(plan.model_shape, DecoderShape | VitShape):
         return "there is a plain implementation of phalanx's own models alone"
@@ -88,9 +88,9 @@ def judge_plain(job: Job, plan: Plan, steps: Sequence[Sequence[Batch]], dtype: s
     """The row "plain": phalanx's module in one process, judged by the plain implementation, as
     `judge_by_implementation` says.
 
-    Raises LayoutError where `why_no_plain_row` has a reason.
+    Raises LayoutError where `explain_no_plain_row` has a reason.
     """
-    refused = why_no_plain_row(job, plan)
+    refused = explain_no_plain_row(job, plan)
     if refused:
         raise LayoutError(refused)
     return judge_by_implementation(_choose_implementation(plan), job, plan, steps, dtype, PLAIN)

@@ -13,13 +13,13 @@ from phalanx.verify.plain.settings import BlockSettings, PlainSettings, VisionSe
 
 def make_plain_settings(shape: DecoderShape) -> PlainSettings:
     """The numbers of a decoder that settings have, each under the same name."""
-    return PlainSettings(**_take_values(shape, PlainSettings))
+    return PlainSettings(**_copy_common_fields(shape, PlainSettings))
 
 
 def make_vision_settings(shape: VitShape) -> VisionSettings:
     """The numbers of a vision transformer that settings have, each under the same name."""
-    return VisionSettings(**_take_values(shape, VisionSettings))
+    return VisionSettings(**_copy_common_fields(shape, VisionSettings))
 
 
-def _take_values(shape: TransformerShape, settings: type[BlockSettings]) -> dict[str, Any]:
+def _copy_common_fields(shape: TransformerShape, settings: type[BlockSettings]) -> dict[str, Any]:
     return {field.name: getattr(shape, field.name) for field in fields(settings)}

@@ -32,7 +32,7 @@ def list_expert_layouts(num_ranks: int) -> NamedLayouts:
     """Experts spread over the ranks of data parallelism, and of cp; alone and beside each other
     axis."""
     for ep in _divisors(num_ranks):
-        yield f"zero3-ep{ep}", _zero3(num_ranks) | {"ep": ep}
+        yield f"zero3-ep{ep}", _zero3_keys(num_ranks) | {"ep": ep}
     if num_ranks == 1:
         return
     everywhere = {"ep": num_ranks}
@@ -42,33 +42,33 @@ def list_expert_layouts(num_ranks: int) -> NamedLayouts:
     for how in ("full", "selective", "sqrt"):
         yield (
             f"zero3-ep{num_ranks}-{how}",
-            _zero3(num_ranks) | everywhere | {"train.recompute": how},
+            _zero3_keys(num_ranks) | everywhere | {"train.recompute": how},
         )
     yield f"cp{num_ranks}-ep{num_ranks}", {"cp": num_ranks} | everywhere
     if num_ranks % 2 or num_ranks == 2:
         return
     half = num_ranks // 2
     yield f"ddp-ep{half}", {"ep": half}
-    yield f"hsdp2x{half}-zero3-ep{half}", {"dp_replicate": 2, **_zero3(half), "ep": half}
-    yield f"zero3-tp2-ep{half}", {**_zero3(half), "tp": 2, "ep": half}
+    yield f"hsdp2x{half}-zero3-ep{half}", {"dp_replicate": 2, **_zero3_keys(half), "ep": half}
+    yield f"zero3-tp2-ep{half}", {**_zero3_keys(half), "tp": 2, "ep": half}
     yield (
         f"zero3-tp2-whole-sequence-ep{half}",
-        {**_zero3(half), "tp": 2, "sequence_parallel": False, "ep": half},
+        {**_zero3_keys(half), "tp": 2, "sequence_parallel": False, "ep": half},
     )
     yield f"tp2-cp{half}-ep{half}", {"tp": 2, "cp": half, "ep": half}
-    yield "zero3-cp2-ep2", {**_zero3(half), "cp": 2, "ep": 2}
-    yield f"zero3-cp2-ep{num_ranks}", {**_zero3(half), "cp": 2} | everywhere
+    yield "zero3-cp2-ep2", {**_zero3_keys(half), "cp": 2, "ep": 2}
+    yield f"zero3-cp2-ep{num_ranks}", {**_zero3_keys(half), "cp": 2} | everywhere
     yield "ddp-cp2-ep2", {"dp_replicate": half, "cp": 2, "ep": 2}
     for schedule in ("1f1b", "interleaved-zero-bubble", "zb-v", "dualpipe-v"):
         yield (
             f"pp2-zero3-ep{half}-{schedule}",
-            {"pp": 2, "schedule": schedule, **_zero3(half), "ep": half},
+            {"pp": 2, "schedule": schedule, **_zero3_keys(half), "ep": half},
         )
     yield f"pp2-ddp-ep{half}-zb-v", {"pp": 2, "schedule": "zb-v", "ep": half}
     full = {"train.recompute": "full"}
     yield (
         f"pp2-zero3-ep{half}-full-1f1b",
-        {"pp": 2, "schedule": "1f1b", **_zero3(half), "ep": half} | full,
+        {"pp": 2, "schedule": "1f1b", **_zero3_keys(half), "ep": half} | full,
     )
     yield from _list_products_with_experts(num_ranks)
 
@@ -79,23 +79,23 @@ def _list_products_with_experts(num_ranks: int) -> NamedLayouts:
     shards = num_ranks // 4
     over_both = 2 * shards
     for schedule in ("1f1b", "zb-v"):
-        pp = {"pp": 2, "schedule": schedule, **_zero3(shards)}
+        pp = {"pp": 2, "schedule": schedule, **_zero3_keys(shards)}
         yield f"pp2-zero3-tp2-ep{shards}-{schedule}", pp | {"tp": 2, "ep": shards}
         yield f"pp2-zero3-cp2-ep{over_both}-{schedule}", pp | {"cp": 2, "ep": over_both}
-    yield f"zero3-tp2-cp2-ep{over_both}", {**_zero3(shards), "tp": 2, "cp": 2, "ep": over_both}
+    yield f"zero3-tp2-cp2-ep{over_both}", {**_zero3_keys(shards), "tp": 2, "cp": 2, "ep": over_both}
     yield (
         f"hsdp2x{over_both}-zero3-cp2-ep{over_both}",
-        {"dp_replicate": 2, **_zero3(shards), "cp": 2, "ep": over_both},
+        {"dp_replicate": 2, **_zero3_keys(shards), "cp": 2, "ep": over_both},
     )
     yield (
         f"hsdp2x{shards}-zero3-tp2-ep{shards}",
-        {"dp_replicate": 2, **_zero3(shards), "tp": 2, "ep": shards},
+        {"dp_replicate": 2, **_zero3_keys(shards), "tp": 2, "ep": shards},
     )
     pp = {"pp": 2, "schedule": "1f1b", "dp_replicate": 2}
-    yield f"pp2-hsdp2x{shards}-zero3-ep{shards}-1f1b", {**pp, **_zero3(shards), "ep": shards}
+    yield f"pp2-hsdp2x{shards}-zero3-ep{shards}-1f1b", {**pp, **_zero3_keys(shards), "ep": shards}
 
 
-def _zero3(shards: int) -> dict[str, Any]:
+def _zero3_keys(shards: int) -> dict[str, Any]:
     return {"dp_shard": shards, "zero_stage": 3}
 
 

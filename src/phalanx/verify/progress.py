@@ -53,10 +53,13 @@ class RowTimes:
             dtype, layout = remaining[0]
             running = f"{layout} in {dtype}"
         return VerifyProgress(
-            min(self.num_done, len(self.work)), len(self.work), running, self._guess(remaining)
+            min(self.num_done, len(self.work)),
+            len(self.work),
+            running,
+            self._estimate_remaining_s(remaining),
         )
 
-    def _guess(self, remaining: Sequence[tuple[str, str]]) -> float | None:
+    def _estimate_remaining_s(self, remaining: Sequence[tuple[str, str]]) -> float | None:
         all_seconds = [seconds for of_kind in self._seconds.values() for seconds in of_kind]
         if not all_seconds:
             return None

@@ -25,23 +25,28 @@ from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.plan.rule_checks import check_rules, describe_unsharded_matrices
 from phalanx.verify.bands import describe_bands, summarize_bands
-from phalanx.verify.batches import cast_steps, make_global_steps, move_steps, take_rank_rows
+from phalanx.verify.batches import (
+    cast_steps_to_dtype,
+    make_global_steps,
+    move_steps_to_device,
+    take_rank_rows,
+)
 from phalanx.verify.cases import PLAIN, SECOND_IMPLEMENTATIONS
-from phalanx.verify.hugging_face_row import judge_hugging_face, why_no_hugging_face_row
+from phalanx.verify.hugging_face_row import explain_no_hugging_face_row, judge_hugging_face
 from phalanx.verify.judged_layout import JudgedLayout
 from phalanx.verify.layout_run import LayoutRun
 from phalanx.verify.lossy import describe_compression, find_tolerance
-from phalanx.verify.number_types import find_near_tie, is_narrow, parameter_type
+from phalanx.verify.number_types import is_narrow, near_tie_tolerance, parameter_dtype_of_row
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
 from phalanx.verify.pipelines import SHORTER_SEQUENCE
-from phalanx.verify.plain_row import judge_plain, why_no_plain_row
+from phalanx.verify.plain_row import explain_no_plain_row, judge_plain
 from phalanx.verify.references import References, has_float64
-from phalanx.verify.rerouted import compare_routes
+from phalanx.verify.rerouted import compare_routing
 from phalanx.verify.row import ROWS_FILE_NAME, Row
 from phalanx.verify.scope import list_judged, list_not_compared
 from phalanx.verify.trace_facts import TOLERANCE_OF_DTYPE, Trace
 from phalanx.verify.trainer_cases import TrainerCase, make_trainer_job
-from phalanx.verify.trainer_row import TrainerPlace, judge_trainer
+from phalanx.verify.trainer_row import TrainerRowContext, judge_trainer
 from phalanx.verify.verdict import Comparator
 
 # The first torch known to compile attention's backward in float64; 2.11 is known not to.
@@ -73,12 +78,13 @@ def compare_layouts(payload: VerifyPayload) -> None:
         all_steps = make_global_steps(job, first, payload.data_dir, num_steps=payload.num_steps)
         # groupby joins neighbours only: the cases come type by type (`verify.drive`).
         for dtype, cases in itertools.groupby(payload.cases, key=lambda case: case.dtype):
-            steps = cast_steps(
-                _choose_steps(all_steps, dtype, run_dir), getattr(torch, parameter_type(dtype))
+            steps = cast_steps_to_dtype(
+                _choose_steps(all_steps, dtype, run_dir),
+                getattr(torch, parameter_dtype_of_row(dtype)),
             )
             references = References(mesh, run_dir, job, first, dtype, steps)
             for case in cases:
-                row = _judge(payload, case, references)
+                row = _verify_case(payload, case, references)
                 # A refusal is every rank's: rows are counted by whoever reads them.
                 if row is not None and mesh.rank == 0:
                     # As each case ends: the process that started us reads along.
@@ -96,42 +102,42 @@ def _find_plan_of_whole_sequences(payload: VerifyPayload) -> Plan:
     return replace(payload.cases[0].plan, seq_len=payload.job.data.seq_len)
 
 
-def _judge(payload: VerifyPayload, case: VerifyCase, references: References) -> Row | None:
+def _verify_case(payload: VerifyPayload, case: VerifyCase, references: References) -> Row | None:
     """The row of a case on rank 0; on the others None, or the same one if it is refused.
 
     Collective, but for those of a second implementation.
     """
     if case.other_plan is not None:
-        return _judge_run(payload, case, case.other_plan, references)
+        return _verify_trainer_run(payload, case, case.other_plan, references)
     if case.name not in SECOND_IMPLEMENTATIONS:
         return verify_layout(payload.job, case, references, payload.model_name)
     if references.mesh.rank != 0:
         return None
-    row = _judge_by_second(payload, case, references.steps)
+    row = _verify_by_second_implementation(payload, case, references.steps)
     return replace(row, model=payload.model_name)
 
 
-def _judge_by_second(
+def _verify_by_second_implementation(
     payload: VerifyPayload, case: VerifyCase, steps: Sequence[Sequence[Batch]]
 ) -> Row:
     job, plan = payload.job, case.plan
     if case.name == PLAIN:
-        reason = why_no_plain_row(job, plan)
+        reason = explain_no_plain_row(job, plan)
     else:
-        reason = why_no_hugging_face_row(job, plan)
+        reason = explain_no_hugging_face_row(job, plan)
     if reason:
-        return _refuse(case, payload.model_name, case.dtype, reason)
+        return _refused_row(case, payload.model_name, case.dtype, reason)
     if case.name == PLAIN:
         return judge_plain(job, plan, steps, case.dtype)
     return judge_hugging_face(job, plan, steps, payload.run_dir)
 
 
-def _judge_run(
+def _verify_trainer_run(
     payload: VerifyPayload, case: VerifyCase, other_plan: Plan, references: References
 ) -> Row | None:
     """The row of a run through the trainer on rank 0, None on the others. Collective."""
     mesh = references.mesh
-    trainer_place = TrainerPlace(mesh, payload.run_dir, payload.data_dir, payload.model_name)
+    trainer_place = TrainerRowContext(mesh, payload.run_dir, payload.data_dir, payload.model_name)
     run = TrainerCase(case.name, case.parallel, case.plan, case.other_name, other_plan)
     row = judge_trainer(make_trainer_job(payload.job), run, trainer_place)
     if mesh.rank != 0:
@@ -155,12 +161,12 @@ def verify_layout(
     plan, dtype, mesh = case.plan, references.dtype, references.mesh
     reference, steps = references.find_for_plan(plan)
     if isinstance(reference, str):
-        return _refuse(case, model_name, dtype, reference)
+        return _refused_row(case, model_name, dtype, reference)
     if plan.compile and dtype == "float64" and TORCH_VERSION < MIN_TORCH_FOR_COMPILED_FLOAT64:
-        return _refuse(case, model_name, dtype, _describe_narrow_compiler())
+        return _refused_row(case, model_name, dtype, _describe_narrow_compiler())
     tolerance = find_tolerance(
         plan.parallel.compress,
-        TOLERANCE_OF_DTYPE["float32" if reference.narrows else parameter_type(dtype)],
+        TOLERANCE_OF_DTYPE["float32" if reference.narrows else parameter_dtype_of_row(dtype)],
     )
     run = LayoutRun(job, plan)
     if plan.compile:
@@ -173,22 +179,22 @@ def verify_layout(
             rank_steps = take_rank_rows(
                 steps, inner.data_parallel_rank, plan.layout.data_parallel_size
             )
-            rank_steps = move_steps(rank_steps, inner.device)
+            rank_steps = move_steps_to_device(rank_steps, inner.device)
             result = run.run(reference, rank_steps, inner)
-            near_tie = find_near_tie(dtype, tolerance)
-            routed = compare_routes(result, references, reference, steps, near_tie)
+            near_tie = near_tie_tolerance(dtype, tolerance)
+            routed = compare_routing(result, references, reference, steps, near_tie)
             # A token near the border of two experts may go to the other one by rounding alone:
             # then the reference is what one process computes that routes alike.
             if routed.flips:
                 reference = routed.trace
                 result = run.run(reference, rank_steps, inner)
-                routed = routed.confirm(result)
+                routed = routed.confirm_by_second_run(result)
     except LayoutError as error:
         # Amid a schedule it may be about this rank alone, for which the others wait. Before it,
         # it is about the module, and the same on every rank.
-        if run.is_amid_schedule:
+        if run.has_unfinished_schedule:
             raise
-        return _refuse(case, model_name, dtype, str(error))
+        return _refused_row(case, model_name, dtype, str(error))
     # The others have the same observations, and nobody to tell.
     if mesh.rank != 0:
         return None
@@ -264,5 +270,5 @@ def _list_notes(
     return tuple(filter(None, notes))
 
 
-def _refuse(case: VerifyCase, model_name: str, dtype: str, reason: str) -> Row:
+def _refused_row(case: VerifyCase, model_name: str, dtype: str, reason: str) -> Row:
     return Row(case.name, case.parallel, model_name, dtype, None, {}, 0.0, refused=reason)

@@ -24,10 +24,14 @@ from phalanx.plan.plan import Plan
 from phalanx.run.one_process.dropout_masks import DropoutMasks
 from phalanx.run.one_process.job_loss import JobLoss
 from phalanx.run.one_process.original_module import build_original_module
-from phalanx.verify.batches import cast_steps, cut_sequences, split_into_microbatches
-from phalanx.verify.begin import copy_starting_weights, randomize_constants, replace_learning_rate
-from phalanx.verify.flips import EVALUATION_KIND, Reroute, train_step
-from phalanx.verify.forward_probe import Probe, describe_failure, probe
+from phalanx.verify.batches import cast_steps_to_dtype, cut_sequences, split_into_microbatches
+from phalanx.verify.begin import (
+    copy_starting_weights,
+    randomize_constants,
+    set_reference_learning_rate,
+)
+from phalanx.verify.flips import EVALUATION_KIND, RoutingChange, train_phase_of_step
+from phalanx.verify.forward_probe import ForwardProbe, describe_reference_failure, probe_forward
 from phalanx.verify.narrow_reference import (
     NUM_NUDGED,
     AutocastLoss,
@@ -38,14 +42,14 @@ from phalanx.verify.number_types import (
     REFERENCE_LOSS_SCALE,
     WIDE_DTYPES,
     is_narrow,
-    parameter_type,
+    parameter_dtype_of_row,
 )
 from phalanx.verify.outputs import OutputTrace
 from phalanx.verify.pipelines import num_microbatches
 from phalanx.verify.reference import ForwardContext, evaluate_in_one_process, train_in_one_process
 from phalanx.verify.routes import (
     ChosenExperts,
-    Routes,
+    RoutingTrace,
     have_same_choices,
     read_routes,
     write_routes,
@@ -79,19 +83,19 @@ class References:
         Pipelines have more microbatches, of the same rows. Only a module whose rows see each other,
         or that counts its calls, knows the difference: it then has a reference of its own.
         """
-        usual_steps = self._cut_to(plan.seq_len)
+        usual_steps = self._steps_of_length(plan.seq_len)
         if isinstance(usual_steps, str):
             return usual_steps, self.steps
-        usual = self._open(len(usual_steps[0]), plan.seq_len, usual_steps)
+        usual = self._open_or_write_trace(len(usual_steps[0]), plan.seq_len, usual_steps)
         count = num_microbatches(plan)
         if isinstance(usual, str) or count in (0, len(usual_steps[0])):
             return usual, usual_steps
         steps = split_into_microbatches(usual_steps, count)
         if usual.mixes_rows or usual.has_buffers:
-            return self._open(count, plan.seq_len, steps), steps
+            return self._open_or_write_trace(count, plan.seq_len, steps), steps
         return usual, steps
 
-    def _cut_to(self, seq_len: int) -> list[list[Batch]] | str:
+    def _steps_of_length(self, seq_len: int) -> list[list[Batch]] | str:
         """The steps with sequences of `seq_len`, or why there are none."""
         if seq_len == self.plan.seq_len:
             return self.steps
@@ -100,13 +104,15 @@ class References:
             return f"its data has no sequences of data.seq_len={self.plan.seq_len} to cut shorter"
         return steps
 
-    def _open(self, count: int, seq_len: int, steps: list[list[Batch]]) -> Trace | str:
+    def _open_or_write_trace(
+        self, count: int, seq_len: int, steps: list[list[Batch]]
+    ) -> Trace | str:
         name = self._reference_name(self.dtype, count, seq_len)
         if name not in self._traces:
             directory, failure = self.run_dir / name, ""
             # A group that crashed may have left it; trace.json is written last.
             if self.mesh.rank == 0 and not (directory / TRACE_FILE_NAME).exists():
-                leader = self._find_leader(count, seq_len)
+                leader = self._find_trace_to_follow(count, seq_len)
                 failure, _ = _write_reference(
                     directory, self.job, self.plan, self.dtype, steps, leader=leader
                 )
@@ -116,23 +122,25 @@ class References:
             self._steps_of[directory] = steps
         return self._traces[name]
 
-    def _find_leader(self, count: int, seq_len: int) -> Trace | None:
+    def _find_trace_to_follow(self, count: int, seq_len: int) -> Trace | None:
         """The trace whose weights this type follows, so that they differ by rounding alone:
         float64's, or float32's for a narrow type; None where there is none."""
         for dtype in WIDE_DTYPES[: 2 if is_narrow(self.dtype) else 1]:
             directory = self.run_dir / self._reference_name(dtype, count, seq_len)
             if dtype != self.dtype and (directory / TRACE_FILE_NAME).exists():
                 trace = read_trace(directory)
-                return trace if trace.leader is None else read_trace(trace.leader)
+                if trace.leader is None:
+                    return trace
+                return read_trace(trace.leader)
         return None
 
     def _reference_name(self, dtype: str, count: int, seq_len: int) -> str:
         suffix = "" if seq_len == self.plan.seq_len else f"-{seq_len}-tokens"
         return f"reference-{dtype}-{count}{suffix}"
 
-    def replay(
+    def replay_with_choices(
         self, trace: Trace, steps: list[list[Batch]], choices: ChosenExperts
-    ) -> tuple[Trace | str, list[Reroute]]:
+    ) -> tuple[Trace | str, list[RoutingChange]]:
         """`trace` again, with routers that choose as `choices` say, or why there is none; and where
         they would have chosen something else.
 
@@ -150,7 +158,7 @@ class References:
             )
             answer = failure, [asdict(reroute) for reroute in reroutes]
         failure, bodies = self.mesh.gather_json(answer)[0]
-        return failure or read_trace(directory), [Reroute(**body) for body in bodies]
+        return failure or read_trace(directory), [RoutingChange(**body) for body in bodies]
 
 
 def has_float64(run_dir: Path) -> bool:
@@ -168,7 +176,7 @@ def _write_reference(
     *,
     leader: Trace | None = None,
     nudged: int = 0,
-) -> tuple[str, list[Reroute]]:
+) -> tuple[str, list[RoutingChange]]:
     """Write it, or return why there is none: what the module does in one process is no layout's
     fault.
 
@@ -198,7 +206,7 @@ def _write_reference(
         if problem is not None:
             raise problem from error
         traceback.print_exc()  # in the rank's log
-        return describe_failure(error, dtype), []
+        return describe_reference_failure(error, dtype), []
 
 
 @dataclass(frozen=True)
@@ -215,29 +223,29 @@ class _ReferenceWriter:
     nudged: int
     loss_sum: JobLoss
 
-    def write(self) -> list[Reroute]:
+    def write(self) -> list[RoutingChange]:
         """Write it, and return what its routers would have chosen instead of `forced`."""
         # Not in a narrow type, whose rounding looks as if rows saw each other.
         wide_loss = JobLoss(self.job, self.plan)
-        probed = probe(self._build, wide_loss, self.steps[0][0], self.job.run.seed)
+        probed = probe_forward(self._build, wide_loss, self.steps[0][0], self.job.run.seed)
         module = self._build()
         initial = {name: p.detach().clone() for name, p in module.named_parameters()}
-        randomized = self._begin(module)
-        routes, outputs = Routes(module, self.forced), OutputTrace(module)
+        randomized = self._set_starting_weights(module)
+        routes, outputs = RoutingTrace(module, self.forced), OutputTrace(module)
         writer = TraceWriter(self.directory, self.dtype, module, initial, randomized)
         train_in_one_process(
             module,
             self.loss_sum,
             self.steps,
-            lambda lr: build_optimizer(module, replace_learning_rate(self.job.optim, lr)),
+            lambda lr: build_optimizer(module, set_reference_learning_rate(self.job.optim, lr)),
             writer,
             clip=CLIP,
             move=MOVE,
-            around=_around(DropoutMasks(module, self.job.run.seed), routes, outputs),
+            around=_make_forward_context(DropoutMasks(module, self.job.run.seed), routes, outputs),
             applied=None if self.leader is None else AppliedTraceGradients(self.leader),
             loss_scale=REFERENCE_LOSS_SCALE if self.dtype == "float16" else 1.0,
         )
-        with routes.record(EVALUATION_KIND):
+        with routes.recording_phase(EVALUATION_KIND):
             evaluation = evaluate_in_one_process(module, self.loss_sum, self.steps[-1])
         write_routes(self.directory, routes.choices)
         outputs.write(self.directory)
@@ -246,16 +254,16 @@ class _ReferenceWriter:
             evaluation=evaluation,
             leader=None if self.leader is None else self.leader.directory,
             loads=routes.count_loads(len(self.steps)),
-            other_directories=self._find_others(probed, routes, writer),
+            other_directories=self._find_traces_to_compare_with(probed, routes, writer),
         )
         return list(routes.reroutes)
 
     def _build(self) -> nn.Module:
         return build_original_module(
-            self.job, self.plan, parameter_type(self.dtype), materialize=True
+            self.job, self.plan, parameter_dtype_of_row(self.dtype), materialize=True
         )[0]
 
-    def _begin(self, module: nn.Module) -> tuple[str, ...]:
+    def _set_starting_weights(self, module: nn.Module) -> tuple[str, ...]:
         """Give it the weights of the first step; the names of those that are random since then."""
         if self.leader is None:
             randomized = randomize_constants(module)
@@ -268,7 +276,9 @@ class _ReferenceWriter:
             _perturb_by_roundings(module)
         return randomized
 
-    def _find_others(self, probed: Probe, routes: Routes, writer: TraceWriter) -> list[Path]:
+    def _find_traces_to_compare_with(
+        self, probed: ForwardProbe, routes: RoutingTrace, writer: TraceWriter
+    ) -> list[Path]:
         """The directories of the same steps in float64, or else from nudged weights; none where
         rounding is not judged, or there is neither."""
         if self.nudged:
@@ -289,7 +299,9 @@ class _ReferenceWriter:
         failure, nudged = self._write_nudged(routes, writer, 1)
         return [] if failure else [nudged]
 
-    def _write_nudged(self, routes: Routes, writer: TraceWriter, seed: int) -> tuple[str, Path]:
+    def _write_nudged(
+        self, routes: RoutingTrace, writer: TraceWriter, seed: int
+    ) -> tuple[str, Path]:
         """(why there is none, the directory) of the same steps from nudged weights."""
         nudged = self.directory.parent / f"{self.directory.name}-nudged-{seed}"
         leader = self.leader or writer.trace
@@ -313,7 +325,7 @@ class _ReferenceWriter:
         if have_same_choices(choices, read_routes(self.leader.directory)):
             return self.leader.directory
         alike = self.directory.parent / f"{self.directory.name}-float64"
-        steps = cast_steps(self.steps, torch.float64)
+        steps = cast_steps_to_dtype(self.steps, torch.float64)
         failure, _ = _write_reference(
             alike, self.job, self.plan, "float64", steps, choices, leader=self.leader
         )
@@ -322,17 +334,19 @@ class _ReferenceWriter:
         return alike
 
 
-def _around(masks: DropoutMasks, routes: Routes, outputs: OutputTrace) -> ForwardContext:
+def _make_forward_context(
+    masks: DropoutMasks, routes: RoutingTrace, outputs: OutputTrace
+) -> ForwardContext:
     """The context that each forward of the reference runs in: masks, routes and outputs of its
     step."""
 
     @contextmanager
     def around(step: int, first_row: int, num_rows: int) -> Iterator[None]:
-        phase = train_step(step - 1)
+        phase = train_phase_of_step(step - 1)
         with (
             masks.applying_masks(step, first_row, num_rows),
-            routes.record(phase),
-            outputs.record(phase),
+            routes.recording_phase(phase),
+            outputs.recording_phase(phase),
         ):
             yield
 

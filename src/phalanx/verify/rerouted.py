@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.parallel.executor import Batch
-from phalanx.verify.flips import MisroutedToken, Reroute, find_misrouted
+from phalanx.verify.flips import MisroutedToken, RoutingChange, find_misrouted_tokens
 from phalanx.verify.layout_run import LayoutResult
 from phalanx.verify.references import References
 from phalanx.verify.routes import (
@@ -31,7 +31,7 @@ NOT_REPEATED_CAUSE = "the layout chooses other experts each time that it runs"
 
 
 @dataclass(frozen=True)
-class Rerouted:
+class ReroutedReference:
     """`trace`: what the layout is to be judged by.
 
     `flips`: the near-ties that it turns, if these are all. `misrouted`: the first token that is
@@ -39,10 +39,10 @@ class Rerouted:
     """
 
     trace: Trace
-    flips: tuple[Reroute, ...] = ()
+    flips: tuple[RoutingChange, ...] = ()
     misrouted: MisroutedToken | None = None
 
-    def confirm(self, second_run: LayoutResult) -> Rerouted:
+    def confirm_by_second_run(self, second_run: LayoutResult) -> ReroutedReference:
         """The same after a second run, which is misrouted if it chooses other experts than
         `trace`."""
         difference = _find_first_other_choice(second_run.choices, read_routes(self.trace.directory))
@@ -58,42 +58,44 @@ class Rerouted:
         )
 
 
-def compare_routes(
+def compare_routing(
     layout_result: LayoutResult,
     references: References,
     trace: Trace,
     steps: list[list[Batch]],
     tolerance: float,
-) -> Rerouted:
+) -> ReroutedReference:
     """`steps`: those of the layout, of all ranks. Collective."""
     # The choices are those of all ranks, so all take the same branch, and meet in collectives.
     if have_same_choices(layout_result.choices, read_routes(trace.directory)):
-        return Rerouted(trace)
+        return ReroutedReference(trace)
     token_place = find_disputed_token(layout_result.choices)
     if token_place is not None:
         reroute = _make_unknown_reroute(*token_place)
-        return Rerouted(
+        return ReroutedReference(
             trace,
             (),
             MisroutedToken(
                 reroute, _find_ranks_of_token(layout_result, reroute), RANKS_DISAGREE_CAUSE
             ),
         )
-    replayed, reroutes = references.replay(trace, steps, layout_result.choices)
-    wrong = _sort_by_forward(find_misrouted(reroutes, tolerance), trace)
+    replayed, reroutes = references.replay_with_choices(trace, steps, layout_result.choices)
+    wrong = _sort_by_forward(find_misrouted_tokens(reroutes, tolerance), trace)
     if isinstance(replayed, str):
         cause = f"one process that routes alike has no reference: {replayed}"
         difference = _find_first_other_choice(layout_result.choices, read_routes(trace.directory))
         assert difference is not None
-        return Rerouted(trace, (), MisroutedToken(_make_unknown_reroute(*difference), (0,), cause))
+        return ReroutedReference(
+            trace, (), MisroutedToken(_make_unknown_reroute(*difference), (0,), cause)
+        )
     if wrong:
-        return Rerouted(
+        return ReroutedReference(
             trace, (), MisroutedToken(wrong[0], _find_ranks_of_token(layout_result, wrong[0]))
         )
-    return Rerouted(replayed, tuple(_sort_by_forward(reroutes, trace)))
+    return ReroutedReference(replayed, tuple(_sort_by_forward(reroutes, trace)))
 
 
-def _sort_by_forward(reroutes: Sequence[Reroute], trace: Trace) -> list[Reroute]:
+def _sort_by_forward(reroutes: Sequence[RoutingChange], trace: Trace) -> list[RoutingChange]:
     """The reroutes step by step, and in each step as a forward meets the routers."""
     phases = list(dict.fromkeys(reroute.phase for reroute in reroutes))
     order = {name.removesuffix(".weight"): number for number, name in enumerate(trace.order)}
@@ -113,17 +115,19 @@ def _find_first_other_choice(
     return None
 
 
-def _make_unknown_reroute(key: str, row: int, token: int) -> Reroute:
+def _make_unknown_reroute(key: str, row: int, token: int) -> RoutingChange:
     phase, _, router = key.partition("/")
-    return Reroute(router, phase, row, token, -1, -1, math.inf)
+    return RoutingChange(router, phase, row, token, -1, -1, math.inf)
 
 
-def _find_ranks_of_token(layout_result: LayoutResult, reroute: Reroute) -> tuple[int, ...]:
+def _find_ranks_of_token(layout_result: LayoutResult, reroute: RoutingChange) -> tuple[int, ...]:
     """The ranks that route the token. Collective."""
     if not dist.is_initialized():
         return (0,)
     routes_token = torch.zeros(dist.get_world_size(), dtype=torch.int64)
     key = f"{reroute.phase}/{reroute.router}"
-    routes_token[dist.get_rank()] = layout_result.watch.has(key, reroute.row, reroute.token)
+    routes_token[dist.get_rank()] = layout_result.watch.has_chosen_for(
+        key, reroute.row, reroute.token
+    )
     routes_token = reduce_over_ranks(routes_token, dist.ReduceOp.SUM)
     return tuple(routes_token.nonzero().flatten().tolist())

@@ -28,7 +28,7 @@ from torch import nn
 from phalanx.mesh.logical import full_name
 from phalanx.nn.routing import ChooseExperts, Router
 from phalanx.parallel.model import ParallelModel
-from phalanx.verify.flips import EVALUATION_KIND, Reroute, train_step
+from phalanx.verify.flips import EVALUATION_KIND, RoutingChange, train_phase_of_step
 
 ChosenExperts = Mapping[str, torch.Tensor]
 ROUTES_FILE_NAME = "routes.safetensors"
@@ -46,7 +46,7 @@ class PhaseRecorder:
     _phase: str = ""
 
     @contextmanager
-    def record(self, phase: str) -> Iterator[None]:
+    def recording_phase(self, phase: str) -> Iterator[None]:
         """Inside, forwards are noted."""
         self._phase = phase
         try:
@@ -55,7 +55,7 @@ class PhaseRecorder:
             self._phase = ""
 
 
-class Routes(PhaseRecorder):
+class RoutingTrace(PhaseRecorder):
     """The choices of one process, whose forwards take the rows of a batch in their order.
 
     `forced`: what is chosen instead; `reroutes` then lists where the module's own choice is
@@ -63,7 +63,7 @@ class Routes(PhaseRecorder):
     """
 
     def __init__(self, module: nn.Module, forced: ChosenExperts | None = None) -> None:
-        self.reroutes: list[Reroute] = []
+        self.reroutes: list[RoutingChange] = []
         self._forced = forced or {}
         self._parts = dict[str, list[torch.Tensor]]()
         self._routers = find_routers(module)
@@ -80,7 +80,7 @@ class Routes(PhaseRecorder):
         loads: list[dict[str, list[int]]] = [{} for _ in range(num_steps)]
         for step, load_of in enumerate(loads):
             for name, router in self._routers.items():
-                chosen = choices.get(f"{train_step(step)}/{name}")
+                chosen = choices.get(f"{train_phase_of_step(step)}/{name}")
                 if chosen is not None:
                     counts = chosen.flatten().bincount(minlength=router.num_experts)
                     load_of[name] = counts.tolist()
@@ -107,7 +107,7 @@ class Routes(PhaseRecorder):
                 )
                 at = (self._phase, name, first_row + row, token)
                 self.reroutes.append(
-                    _reroute(at, scores_BTE[row, token], own_experts, forced_experts)
+                    _make_routing_change(at, scores_BTE[row, token], own_experts, forced_experts)
                 )
             chosen = forced
             # Where the choice is the same, its own order stays.
@@ -116,9 +116,9 @@ class Routes(PhaseRecorder):
         return experts_BTK
 
 
-def _reroute(
+def _make_routing_change(
     at: tuple[str, str, int, int], scores_E: torch.Tensor, chosen: set[int], forced: set[int]
-) -> Reroute:
+) -> RoutingChange:
     score = scores_E.tolist()
     # The widest gap of the swap: the best expert that was left against the worst that was taken.
     expert, instead = (
@@ -127,14 +127,14 @@ def _reroute(
     )
     margin, size = score[expert] - score[instead], max(map(abs, score))
     phase, name, row, token = at
-    return Reroute(name, phase, row, token, expert, instead, margin / size if size else 0.0)
+    return RoutingChange(name, phase, row, token, expert, instead, margin / size if size else 0.0)
 
 
-class RouteWatch:
+class RoutingWatch:
     """The choices of a layout's modules, on the tokens of this rank."""
 
     def __init__(self) -> None:
-        self._parts: dict[tuple[str, int], tuple[torch.Tensor, TokenPlaces]] = {}
+        self._parts: dict[tuple[str, int], tuple[torch.Tensor, TokensOfRank]] = {}
 
     def attach(self, model: ParallelModel) -> None:
         """Note its choices."""
@@ -163,7 +163,7 @@ class RouteWatch:
         if moment is None and model.module.training:
             return
         if moment is not None:
-            key, first_row = f"{train_step(moment.step - 1)}/{name}", moment.first_row
+            key, first_row = f"{train_phase_of_step(moment.step - 1)}/{name}", moment.first_row
         else:
             key = f"{EVALUATION_KIND}/{name}"
             # An evaluation has no moment: its microbatches are counted as they come.
@@ -172,10 +172,10 @@ class RouteWatch:
                 index * model.plan.layout.data_parallel_size + model.mesh.data_parallel_rank
             ) * num_rows
         self._parts.setdefault(
-            (key, first_row), (experts_BTK.sort(-1).values.cpu(), TokenPlaces.of_model(model))
+            (key, first_row), (experts_BTK.sort(-1).values.cpu(), TokensOfRank.of_model(model))
         )
 
-    def has(self, key: str, row: int, token: int) -> bool:
+    def has_chosen_for(self, key: str, row: int, token: int) -> bool:
         """True if this rank has chosen for the token."""
         for (other, first_row), (chosen, places) in self._parts.items():
             if other == key and first_row <= row < first_row + len(chosen):
@@ -207,7 +207,7 @@ class RouteWatch:
 
 
 @dataclass(frozen=True)
-class TokenPlaces:
+class TokensOfRank:
     """The tokens of a sequence that a rank of `cp` has."""
 
     cp: int
@@ -215,7 +215,7 @@ class TokenPlaces:
     zigzag: bool
 
     @classmethod
-    def of_model(cls, model: ParallelModel) -> TokenPlaces:
+    def of_model(cls, model: ParallelModel) -> TokensOfRank:
         plan = model.plan
         is_zigzag = plan.parallel.cp_load_balance == "zigzag"
         return cls(plan.layout.cp, model.mesh.coordinates["cp"], is_zigzag)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from phalanx.verify.flips import Reroute
+from phalanx.verify.flips import RoutingChange
 from phalanx.verify.number_types import WIDE_DTYPES
 
 ROWS_FILE_NAME = "rows.jsonl"
@@ -80,7 +80,7 @@ class Row:
     """What the layout has and nobody compared, in words."""
     compress: str = "none"
     """How gradients were compressed: `ok` is then not equality, and a note says what it is."""
-    flips: tuple[Reroute, ...] = ()
+    flips: tuple[RoutingChange, ...] = ()
     """Near-ties of routers that the layout turns: `ok` is then equality with one process that
     routes as it does."""
     wall_s: float = 0.0
@@ -96,7 +96,7 @@ class Row:
             # JSON has no tuples.
             stages = {"ranks": tuple(first["ranks"]), "stages": tuple(first["stages"])}
             first = Difference(**_without_text(first) | stages)
-        flips = tuple(Reroute(**_without_text(flip)) for flip in body["flips"])
+        flips = tuple(RoutingChange(**_without_text(flip)) for flip in body["flips"])
         tuples = {key: tuple(body.get(key, ())) for key in ("notes", "judged", "not_judged")}
         return cls(**{**body, **tuples, "first": first, "flips": flips})
 

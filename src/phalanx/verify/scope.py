@@ -11,13 +11,15 @@ from phalanx.core.units import plural
 from phalanx.plan.plan import Plan
 from phalanx.verify.lossy import is_lossy
 from phalanx.verify.number_types import COMPUTE_OF_NARROW_DTYPE
-from phalanx.verify.trace_facts import Trace, buffers_of, gradients_of
+from phalanx.verify.trace_facts import Trace, buffers_set_name, gradients_set_name
 
 
 def list_judged(plan: Plan, trace: Trace, optimizer: str) -> tuple[str, ...]:
     """List what the row of a layout that ran to its end compared with one process."""
     steps = plural(trace.num_steps, "step")
-    num_trained = sum(not trace.has_no_gradient(name) for name in trace.sizes[gradients_of(0)])
+    num_trained = sum(
+        not trace.has_no_gradient(name) for name in trace.sizes[gradients_set_name(0)]
+    )
     judged = [
         f"loss, number of targets and gradient norm of {steps}",
         f"{plural(num_trained, 'gradient')} of each step, before clipping",
@@ -28,7 +30,7 @@ def list_judged(plan: Plan, trace: Trace, optimizer: str) -> tuple[str, ...]:
     if any(step.max_norm is not None for step in trace.steps):
         judged.append("clipping")
     if trace.has_buffers:
-        judged.append(f"{plural(len(trace.sizes[buffers_of(0)]), 'buffer')} after each step")
+        judged.append(f"{plural(len(trace.sizes[buffers_set_name(0)]), 'buffer')} after each step")
     if trace.dropped:
         judged.append(f"masks of {plural(len(trace.dropped), 'dropout layer')}")
     if trace.loads and trace.loads[0]:
@@ -41,7 +43,7 @@ def list_judged(plan: Plan, trace: Trace, optimizer: str) -> tuple[str, ...]:
 def list_not_compared(plan: Plan, trace: Trace) -> tuple[str, ...]:
     """List what such a row did not compare."""
     not_judged = []
-    still = [name for name in trace.sizes[gradients_of(0)] if trace.has_no_gradient(name)]
+    still = [name for name in trace.sizes[gradients_set_name(0)] if trace.has_no_gradient(name)]
     if still:
         examples = ", ".join(still[:3])
         not_judged.append(f"gradients of {plural(len(still), 'parameter')} without any: {examples}")

@@ -100,7 +100,7 @@ def judge_by_implementation(
     order = forward_order(module, partial(outputs, module, steps[0][0]))
     differences: list[Difference] = []
     narrows = False
-    for number, (microbatches, sizes) in enumerate(_choose_steps(steps)):
+    for number, (microbatches, sizes) in enumerate(_choose_microbatches_and_block_sizes(steps)):
         try:
             other = second.compute(module, microbatches)
         except WeightsError as error:
@@ -109,7 +109,7 @@ def judge_by_implementation(
             )
             break
         with use_block_sizes(sizes):
-            own_step = _compute_own(job, plan, module, microbatches)
+            own_step = _compute_by_phalanx(job, plan, module, microbatches)
         differences += _compare(number, own_step, other, order, second.cause)
         narrows = narrows or other.narrows
         _move_weights(module)
@@ -124,7 +124,7 @@ def judge_by_implementation(
         model=plan.model_shape.kind,
         dtype=dtype,
         ok=first is None,
-        errors=_list_worst(differences),
+        errors=_list_largest_errors(differences),
         tolerance=tolerance,
         first=first,
         notes=notes,
@@ -145,7 +145,7 @@ def gradients_per_target(parameters: Tensors, count: int) -> dict[str, torch.Ten
     return gradients
 
 
-def _choose_steps(
+def _choose_microbatches_and_block_sizes(
     steps: Sequence[Sequence[Batch]],
 ) -> Iterator[tuple[Sequence[Batch], BlockSizes]]:
     """The microbatches of each judged step, and the sizes of blocks with which phalanx's module
@@ -153,10 +153,10 @@ def _choose_steps(
     # A small model reaches loops over blocks with small blocks alone, and what is computed at once
     # (attention's one mask) with the usual ones.
     yield from zip(steps, (shrink_block_sizes(), BlockSizes()), strict=False)
-    yield [_cut_batch(steps[0][0])], BlockSizes()
+    yield [_cut_to_short_sequence(steps[0][0])], BlockSizes()
 
 
-def _cut_batch(batch: Batch) -> Batch:
+def _cut_to_short_sequence(batch: Batch) -> Batch:
     """The first sequence that has a target, from there on for `NUM_SHORT_TOKENS` tokens; or its
     image."""
     targets = batch["targets"]
@@ -173,7 +173,7 @@ def _cut_batch(batch: Batch) -> Batch:
     return cut
 
 
-def _compute_own(
+def _compute_by_phalanx(
     job: Job, plan: Plan, module: nn.Module, microbatches: Sequence[Batch]
 ) -> StepResult:
     outputs, objective = JobLoss(job, plan).compute_outputs, build_objective(job)
@@ -217,7 +217,7 @@ def _compare(
         yield difference("buffer", name, off / max(float(buffer.norm()), 1e-30))
 
 
-def _list_worst(differences: Sequence[Difference]) -> dict[str, float]:
+def _list_largest_errors(differences: Sequence[Difference]) -> dict[str, float]:
     """The largest error of each kind."""
     worst: dict[str, float] = {}
     for difference in differences:

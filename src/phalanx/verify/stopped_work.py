@@ -41,7 +41,7 @@ VERSIONED_PACKAGES = ("torch", "transformers", "numpy")
 
 
 @dataclass
-class Work:
+class VerifyWork:
     """`scratch`: where ranks write. `earlier_rows`: those of a command that was stopped, in the
     order in which they are judged. `is_same_code`: no file of the code has changed since then.
     `stays`: the directory is left for the next command."""
@@ -55,7 +55,7 @@ class Work:
     def __post_init__(self) -> None:
         self._keeps = self.stays
 
-    def keep(self, row: Row) -> None:
+    def keep_row(self, row: Row) -> None:
         """Write a row down for a command that goes on after a stop."""
         # Ranks import the code anew after a crash: from then on rows may be of other code.
         self._keeps = self._keeps and self.is_same_code()
@@ -71,7 +71,7 @@ class Work:
 
 
 @contextmanager
-def open_work(selection: Selection, *, resume: bool) -> Iterator[Work]:
+def open_verify_work(selection: Selection, *, resume: bool) -> Iterator[VerifyWork]:
     """Open the directory that a stopped command has left for the same work, or a new one.
 
     It stays unless `Work.stays` is unset, or a disk refuses. Without `resume`, where the user's own
@@ -81,18 +81,18 @@ def open_work(selection: Selection, *, resume: bool) -> Iterator[Work]:
     handle = None if key is None else _lock(Path(STOPPED_WORK_DIR).expanduser() / key)
     if key is None or handle is None:
         with scratch_directory("verify") as scratch:
-            yield Work(scratch)
+            yield VerifyWork(scratch)
         return
     directory = Path(STOPPED_WORK_DIR).expanduser() / key
     _remove_old_work(directory)
-    work = Work(
+    work = VerifyWork(
         ScratchDirectory(directory),
         _read_rows(directory, selection),
         lambda: _hash_work(selection) == key,
         stays=True,
     )
     try:
-        _remove_but_references(work)
+        _remove_all_but_references(work)
         yield work
     except ResourceError:
         work.stays = False
@@ -199,7 +199,7 @@ def _read_rows(directory: Path, selection: Selection) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def _remove_but_references(work: Work) -> None:
+def _remove_all_but_references(work: VerifyWork) -> None:
     """Leave the references and the earlier rows alone: not what is torn behind them, and no run of
     the trainer that was stopped, whose checkpoints could stand in for those of the next."""
     for path in work.scratch.directory.iterdir():
@@ -210,10 +210,10 @@ def _remove_but_references(work: Work) -> None:
         else:
             path.unlink()
     for row in work.earlier_rows:
-        work.keep(row)
+        work.keep_row(row)
 
 
-def count_done(selection: Selection, rows: Sequence[Row]) -> int:
+def count_written_rows(selection: Selection, rows: Sequence[Row]) -> int:
     """Count the rows that ranks are to write among `rows`."""
     names = {(dtype, case.name) for dtype, case in selection.work}
     return sum((row.dtype, row.layout) in names for row in rows)

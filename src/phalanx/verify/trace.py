@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from phalanx.verify.forward_probe import Probe
+from phalanx.verify.forward_probe import ForwardProbe
 from phalanx.verify.number_types import is_narrow
 from phalanx.verify.reference import OneProcessStep
 from phalanx.verify.trace_facts import (
@@ -30,10 +30,10 @@ from phalanx.verify.trace_facts import (
     TRACE_FILE_NAME,
     Trace,
     TraceStep,
-    buffers_of,
-    gradients_of,
+    buffers_set_name,
+    gradients_set_name,
     read_trace,
-    weights_of,
+    weights_set_name,
 )
 
 
@@ -78,21 +78,23 @@ class AppliedTraceGradients:
     @property
     def names(self) -> Collection[str]:
         """The parameters of which there are gradients."""
-        return self._leader.sizes[gradients_of(0)].keys()
+        return self._leader.sizes[gradients_set_name(0)].keys()
 
     def open(self, step: int) -> AbstractContextManager[TraceReader]:
         """The gradients of a step, before clipping."""
-        return TraceReader(self._leader, gradients_of(step))
+        return TraceReader(self._leader, gradients_set_name(step))
 
-    def clipping(self, step: int) -> float:
+    def clipping_factor(self, step: int) -> float:
         """The factor by which the gradients of a step are multiplied."""
         facts = self._leader.steps[step]
-        return 1.0 if facts.max_norm is None else facts.max_norm / facts.grad_norm
+        if facts.max_norm is None:
+            return 1.0
+        return facts.max_norm / facts.grad_norm
 
     def read(self, step: int, name: str) -> torch.Tensor:
         """The whole gradient of a parameter, clipped."""
         with self.open(step) as reader:
-            return reader.read(name) * self.clipping(step)
+            return reader.read(name) * self.clipping_factor(step)
 
 
 class TraceWriter:
@@ -125,21 +127,21 @@ class TraceWriter:
         gradients = {}
         for name, parameter in self._module.named_parameters():
             gradient = step.gradients[name]
-            # Without a part in the loss: zeros, as a layout's are (`gradient_shards`).
+            # Without a part in the loss: zeros, as a layout's are (`collect_gradient_shards`).
             gradients[name] = torch.zeros_like(parameter) if gradient is None else gradient
-        kind = gradients_of(number)
+        kind = gradients_set_name(number)
         self._sizes[kind] = _save(self._directory / kind, gradients)
         self._steps.append(TraceStep(step.loss, step.num_targets, step.grad_norm, step.max_norm))
         self._lr = step.lr
 
     def on_update(self, number: int) -> None:
-        kind, parameters = weights_of(number), dict(self._module.named_parameters())
+        kind, parameters = weights_set_name(number), dict(self._module.named_parameters())
         self._norms[kind] = _save(self._directory / kind, parameters)
         moved = {name: p.detach() - self._begin[name] for name, p in parameters.items()}
         self._sizes[kind] = {name: t.double().norm().item() for name, t in moved.items()}
         buffers = _persistent_buffers(self._module)
         if buffers:
-            kind = buffers_of(number)
+            kind = buffers_set_name(number)
             self._sizes[kind] = _save(self._directory / kind, buffers)
 
     @property
@@ -158,7 +160,7 @@ class TraceWriter:
 
     def finish(
         self,
-        probed: Probe,
+        probed: ForwardProbe,
         *,
         evaluation: float,
         leader: Path | None,
@@ -171,9 +173,9 @@ class TraceWriter:
         rounding: dict[str, dict[str, float]] = {}
         strays: dict[str, float] = {}
         for other in other_directories:
-            self._widen(rounding, other)
+            self._raise_rounding_to(rounding, other)
             if is_narrow(self._dtype):
-                self._widen_scalars(strays, evaluation, read_trace(other))
+                self._raise_scalar_rounding_to(strays, evaluation, read_trace(other))
         body = {
             "dtype": self._dtype,
             "lr": self._lr,
@@ -191,13 +193,12 @@ class TraceWriter:
         # Last: whoever finds this file finds the others.
         (self._directory / TRACE_FILE_NAME).write_text(json.dumps(body))
 
-    def _widen(self, rounding: dict[str, dict[str, float]], other: Path) -> None:
+    def _raise_rounding_to(self, rounding: dict[str, dict[str, float]], other: Path) -> None:
         """Make each distance in `rounding` at least that to `other`."""
-        judged = (
-            (GRADIENT_KIND_PREFIX, BUFFER_KIND_PREFIX)
-            if is_narrow(self._dtype)
-            else (GRADIENT_KIND_PREFIX,)
-        )
+        if is_narrow(self._dtype):
+            judged: tuple[str, ...] = (GRADIENT_KIND_PREFIX, BUFFER_KIND_PREFIX)
+        else:
+            judged = (GRADIENT_KIND_PREFIX,)
         for kind in self._sizes:
             if not kind.startswith(judged):
                 continue
@@ -205,7 +206,9 @@ class TraceWriter:
             for name, distance in _distances(self._directory, other, kind).items():
                 largest[name] = max(distance, largest.get(name, 0.0))
 
-    def _widen_scalars(self, strays: dict[str, float], evaluation: float, other: Trace) -> None:
+    def _raise_scalar_rounding_to(
+        self, strays: dict[str, float], evaluation: float, other: Trace
+    ) -> None:
         """Make each number in `strays` at least how far the same of `other` is from it."""
         pairs = [("evaluation", evaluation, other.evaluation or evaluation)]
         for step, nudged in zip(self._steps, other.steps, strict=True):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from phalanx.verify.number_types import EPSILON_OF_DTYPE, is_narrow, parameter_type
+from phalanx.verify.number_types import EPSILON_OF_DTYPE, is_narrow, parameter_dtype_of_row
 
 GRADIENT_KIND_PREFIX = "step-"
 TOLERANCE_OF_DTYPE = {"float64": 1e-10, "float32": 1e-5}
@@ -32,17 +32,17 @@ TRACE_FILE_NAME = "trace.json"
 UPDATE_ROUNDINGS = 8
 
 
-def gradients_of(step: int) -> str:
+def gradients_set_name(step: int) -> str:
     """The name of the gradients of a step, counted from 0."""
     return f"{GRADIENT_KIND_PREFIX}{step}"
 
 
-def weights_of(step: int) -> str:
+def weights_set_name(step: int) -> str:
     """The name of the weights after the update of a step, counted from 0."""
     return f"{WEIGHT_KIND_PREFIX}{step}"
 
 
-def buffers_of(step: int) -> str:
+def buffers_set_name(step: int) -> str:
     """The name of the persistent buffers after a step, counted from 0."""
     return f"{BUFFER_KIND_PREFIX}{step}"
 
@@ -101,7 +101,7 @@ class Trace:
     @property
     def has_buffers(self) -> bool:
         """True if the module has persistent buffers."""
-        return buffers_of(0) in self.sizes
+        return buffers_set_name(0) in self.sizes
 
     @property
     def num_steps(self) -> int:
@@ -120,7 +120,7 @@ class Trace:
         them up in.
         """
         if is_narrow(self.dtype):
-            return self._band(kind, name, usual)
+            return self._error_band(kind, name, usual)
         lost = self.rounding.get(kind, {}).get(name, 0.0)
         if not lost:
             return usual
@@ -142,10 +142,10 @@ class Trace:
         infinite where rounding alone changes it by more than half."""
         if not is_narrow(self.dtype):
             return {}
-        kind = gradients_of(0)
-        return {name: self._band(kind, name, 0.0) for name in self.sizes[kind]}
+        kind = gradients_set_name(0)
+        return {name: self._error_band(kind, name, 0.0) for name in self.sizes[kind]}
 
-    def _band(self, kind: str, name: str, usual: float) -> float:
+    def _error_band(self, kind: str, name: str, usual: float) -> float:
         prefix = kind.rpartition("-")[0]
         kinds = [other for other in self.rounding if other.rpartition("-")[0] == prefix]
         # Weights and updates: from equal gradients, in float32.
@@ -170,10 +170,10 @@ class Trace:
         has no digits of its own: its error is relative to a usual tensor's size.
         """
         if kind.startswith(WEIGHT_KIND_PREFIX):
-            stored = parameter_type(self.dtype)
+            stored = parameter_dtype_of_row(self.dtype)
             rounding = UPDATE_ROUNDINGS * EPSILON_OF_DTYPE[stored] / TOLERANCE_OF_DTYPE[stored]
             return max(self.sizes[kind][name], rounding * self.norm(kind, name))
-        usual = self._usual(kind)
+        usual = self._usual_size(kind)
         if self._is_rounding(kind, name):
             return usual
         return max(self.sizes[kind][name], 1e-3 * usual)
@@ -181,9 +181,11 @@ class Trace:
     def has_no_gradient(self, name: str) -> bool:
         """True if the tensor has no gradient in one process: it is frozen, or has no part in the
         loss."""
-        return not any(self.sizes[gradients_of(step)][name] for step in range(len(self.steps)))
+        return not any(
+            self.sizes[gradients_set_name(step)][name] for step in range(len(self.steps))
+        )
 
-    def _usual(self, kind: str) -> float:
+    def _usual_size(self, kind: str) -> float:
         sizes = self.sizes[kind]
         return math.sqrt(sum(size**2 for size in sizes.values()) / len(sizes))
 
@@ -193,7 +195,7 @@ class Trace:
         share = ROUNDING_64
         if self.narrows or self.dtype != "float64":
             share = ROUNDING_32
-        return 0 < self.sizes[kind][name] <= share * self._usual(kind)
+        return 0 < self.sizes[kind][name] <= share * self._usual_size(kind)
 
 
 def read_trace(directory: Path) -> Trace:

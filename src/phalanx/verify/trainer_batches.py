@@ -17,7 +17,7 @@ from phalanx.mesh.mesh import Mesh
 from phalanx.parallel.executor import Batch, Objective
 from phalanx.plan.plan import Plan
 from phalanx.train.evaluation import HeldOutBatches
-from phalanx.verify.batches import cast_steps, has_step_without_targets, make_global_steps
+from phalanx.verify.batches import cast_steps_to_dtype, has_step_without_targets, make_global_steps
 from phalanx.verify.cases import NUM_MICROBATCHES
 from phalanx.verify.trainer_cases import (
     HALF_MASKED_STEP,
@@ -51,7 +51,7 @@ def make_run_batches(job: Job, plan: Plan, data_dir: Path | None) -> RunBatches:
     num_batches = NUM_STEPS + len(SOURCE_WEIGHTS)
     global_steps = make_global_steps(job, plan, data_dir, num_steps=num_batches)
     batches: list[Batch] = []
-    for microbatches in cast_steps(global_steps, torch.float64):
+    for microbatches in cast_steps_to_dtype(global_steps, torch.float64):
         batches.append(
             {key: torch.cat([batch[key] for batch in microbatches]) for key in microbatches[0]}
         )
@@ -109,7 +109,7 @@ class RankBatches:
 
 
 @dataclass
-class SpoiledStep:
+class OverflowInjector:
     """Multiplies the gradients of the first microbatch of OVERFLOW_STEP on the first
     data-parallel rank: its loss stays as it is, and only the norm is not finite."""
 

@@ -121,7 +121,7 @@ NOT_JUDGED_PARTS = (
 )
 
 
-def explain_no_run(job: Job) -> str:
+def explain_no_trainer_run(job: Job) -> str:
     """Why no run of the job is judged; empty if runs are."""
     if job.optim.kind in PLAIN_LOOP_OPTIMIZERS:
         return ""
@@ -154,11 +154,11 @@ def make_trainer_cases(
             TrainerCase(PREFIX + case.name, dict(case.parallel), case.plan, other.name, other.plan)
         )
     if planned:
-        cases.append(_scale_loss(planned))
+        cases.append(_make_loss_scale_case(planned))
     return cases
 
 
-def make_runs(
+def make_trainer_runs(
     job: Job,
     names: Sequence[str],
     *,
@@ -186,7 +186,7 @@ def make_runs(
     return runs
 
 
-def _scale_loss(planned: list[Case]) -> TrainerCase:
+def _make_loss_scale_case(planned: list[Case]) -> TrainerCase:
     """The first layout with a loss that is scaled as in fp16, resumed in the second."""
     case, other = planned[0], planned[min(1, len(planned) - 1)]
     assert case.plan is not None

@@ -57,7 +57,7 @@ class RunRecord(JsonRecord):
     unused: tuple[str, ...]
     steps: tuple[ReferenceStep, ...]
 
-    def after(self, step: int) -> ReferenceStep:
+    def record_after_step(self, step: int) -> ReferenceStep:
         """The record of a step, counted from 1."""
         return self.steps[step - 1]
 

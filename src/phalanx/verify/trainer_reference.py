@@ -22,7 +22,7 @@ from phalanx.plan.plan import Plan
 from phalanx.run.one_process.dropout_masks import DropoutMasks
 from phalanx.run.one_process.job_loss import JobLoss
 from phalanx.run.one_process.original_module import build_original_module
-from phalanx.verify.forward_probe import describe_failure, probe
+from phalanx.verify.forward_probe import describe_reference_failure, probe_forward
 from phalanx.verify.plain.training import (
     HeldOutSource,
     OptimizerRule,
@@ -64,7 +64,7 @@ def write_run_reference(
         _ReferenceWriter(directory, job, plan, batches, num_microbatches).write()
     except Exception as error:
         traceback.print_exc()  # in the rank's log
-        return describe_failure(error, "float64")
+        return describe_reference_failure(error, "float64")
     return ""
 
 
@@ -82,17 +82,19 @@ class _ReferenceWriter:
 
     def write(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        probed = probe(self._build, self._loss_sum, self._list_steps()[0][0], self.job.run.seed)
+        probed = probe_forward(
+            self._build, self._loss_sum, self._list_steps()[0][0], self.job.run.seed
+        )
         norms: list[float] = []
-        for step in self._train(self._build(), max_norm=None):
+        for step in self._train_by_definition(self._build(), max_norm=None):
             if not step.skipped:
                 norms.append(step.grad_norm)
-        max_norm = _split_in_half(norms)
+        max_norm = _median_norm(norms)
         module = self._build()
         start = {name: p.detach().clone() for name, p in module.named_parameters()}
         _save(self._path(0), _list_tensors(start, {}, {}, {}))
         records, unused = [], set(start)
-        for step in self._train(module, max_norm=max_norm):
+        for step in self._train_by_definition(module, max_norm=max_norm):
             tensors = _list_tensors(step.weights, step.buffers, step.gradients, step.states)
             _save(self._path(step.step), tensors)
             unused -= {name for name, gradient in step.gradients.items() if gradient.any()}
@@ -111,7 +113,9 @@ class _ReferenceWriter:
         numbers = range(1, NUM_STEPS + 1)
         return [self.batches.microbatches(number, self.num_microbatches) for number in numbers]
 
-    def _train(self, module: nn.Module, *, max_norm: float | None) -> Iterator[PlainStep]:
+    def _train_by_definition(
+        self, module: nn.Module, *, max_norm: float | None
+    ) -> Iterator[PlainStep]:
         masks = DropoutMasks(module, self.job.run.seed)
 
         def around(step: int, first_row: int, num_rows: int) -> AbstractContextManager[None]:
@@ -125,7 +129,7 @@ class _ReferenceWriter:
             held_out=sources,
             evaluated=EVALUATED_STEPS,
             schedule=_make_schedule(self.job),
-            rule=_make_rule(self.job),
+            rule=_make_optimizer_rule(self.job),
             max_norm=max_norm,
             gradient_factors={OVERFLOW_STEP: OVERFLOW_FACTOR},
             loss_scale=(TEST_LOSS_SCALING.initial, TEST_LOSS_SCALING.growth_steps),
@@ -145,14 +149,14 @@ def _make_schedule(job: Job) -> RateSchedule:
     )
 
 
-def _make_rule(job: Job) -> OptimizerRule:
+def _make_optimizer_rule(job: Job) -> OptimizerRule:
     optim, decay = job.optim, job.optim.weight_decay
     if decay == "auto":
         decay = WEIGHT_DECAY_OF_OPTIMIZER[optim.kind]
     return OptimizerRule(optim.kind, decay, optim.betas, optim.eps, optim.momentum)
 
 
-def _split_in_half(norms: list[float]) -> float:
+def _median_norm(norms: list[float]) -> float:
     """A norm that half of the steps exceed."""
     if len(norms) < 2:
         raise ArithmeticError("fewer than two steps have targets and finite gradients")
@@ -218,7 +222,9 @@ class RunReader:
     """Reads blocks of the reference's tensors; files stay open until the end."""
 
     def __init__(self, directory: Path) -> None:
-        self.record = RunRecord.from_json(json.loads((directory / FACTS_FILE_NAME).read_text()))
+        self.recording_phase = RunRecord.from_json(
+            json.loads((directory / FACTS_FILE_NAME).read_text())
+        )
         self._directory = directory
         self._files: dict[int, Any] = {}
         self._keys: dict[int, frozenset[str]] = {}

@@ -17,7 +17,7 @@ from phalanx.verify.trainer_cases import (
     LOSS_SCALE_VARIANT,
     NOT_JUDGED_PARTS,
     TrainerCase,
-    explain_no_run,
+    explain_no_trainer_run,
 )
 from phalanx.verify.trainer_facts import FACTS_FILE_NAME, AttemptObservation
 from phalanx.verify.trainer_reference import RunReader, write_run_reference
@@ -26,7 +26,7 @@ from phalanx.verify.trainer_verdict import RunComparator
 
 
 @dataclass(frozen=True)
-class TrainerPlace:
+class TrainerRowContext:
     """The place where runs through the trainer are judged: the group of ranks, a directory that all
     of them see, and the job's own dataset if it has one."""
 
@@ -36,32 +36,32 @@ class TrainerPlace:
     model_name: str
 
 
-def judge_trainer(job: Job, case: TrainerCase, trainer_place: TrainerPlace) -> Row:
+def judge_trainer(job: Job, case: TrainerCase, trainer_place: TrainerRowContext) -> Row:
     """The row of one case of `make_trainer_cases`; `job` is that of `make_trainer_job`.
     Collective."""
     began = time.monotonic()
-    refusal = explain_no_run(job)
+    refusal = explain_no_trainer_run(job)
     if refusal:
-        return _refuse(case, trainer_place, refusal)
+        return _refused_row(case, trainer_place, refusal)
     batches = make_run_batches(job, case.plan, trainer_place.data_dir)
     readers: list[RunReader] = []
     for plan in (case.plan, case.other_plan):
         reader = _open_reference(job, case, plan.num_microbatches, batches, trainer_place)
         if isinstance(reader, str):
-            return _refuse(case, trainer_place, reader)
+            return _refused_row(case, trainer_place, reader)
         readers.append(reader)
     run = TrainerRun(job, case, batches, trainer_place.run_dir / case.name, *readers)
     try:
         observed = run.run()
     except LayoutError as error:
         # About the module, before any step, and the same on every rank.
-        return _refuse(case, trainer_place, str(error))
+        return _refused_row(case, trainer_place, str(error))
     gathered = trainer_place.mesh.gather_json([attempt.to_json() for attempt in observed])
     by_rank = [[AttemptObservation.from_json(body) for body in bodies] for bodies in gathered]
     comparator = RunComparator(
         by_rank,
-        readers[0].record,
-        readers[1].record,
+        readers[0].recording_phase,
+        readers[1].recording_phase,
         batch_size=job.train.global_batch_size,
         is_scaled=case.name.endswith(LOSS_SCALE_VARIANT),
     )
@@ -87,7 +87,7 @@ def _open_reference(
     case: TrainerCase,
     num_microbatches: int,
     batches: RunBatches,
-    trainer_place: TrainerPlace,
+    trainer_place: TrainerRowContext,
 ) -> RunReader | str:
     """The reference in so many microbatches, which rank 0 writes where it is not there yet; or why
     there is none. Collective."""
@@ -99,7 +99,7 @@ def _open_reference(
     return failure or RunReader(directory)
 
 
-def _refuse(case: TrainerCase, trainer_place: TrainerPlace, reason: str) -> Row:
+def _refused_row(case: TrainerCase, trainer_place: TrainerRowContext, reason: str) -> Row:
     return Row(
         case.name, case.parallel, trainer_place.model_name, "float64", None, {}, 0.0, refused=reason
     )

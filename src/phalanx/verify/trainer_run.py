@@ -31,9 +31,9 @@ from phalanx.run.weights import build_state, find_checkpoints, restore_newest
 from phalanx.train.state import TrainState
 from phalanx.train.stop import StopFlags
 from phalanx.train.training_data import TrainingData
-from phalanx.verify.follow import describe_held
+from phalanx.verify.follow import describe_held_part
 from phalanx.verify.late_store import LateStore
-from phalanx.verify.trainer_batches import SOURCE_WEIGHTS, RankBatches, RunBatches, SpoiledStep
+from phalanx.verify.trainer_batches import SOURCE_WEIGHTS, OverflowInjector, RankBatches, RunBatches
 from phalanx.verify.trainer_cases import SAME_LAYOUT, SAVE_EVERY, STOP_STEP, TrainerCase
 from phalanx.verify.trainer_facts import (
     BUFFER,
@@ -135,7 +135,7 @@ class TrainerRun:
         batches = RankBatches(self.batches, plan, mesh, observer.begin_step)
         data = TrainingData(
             batches,
-            SpoiledStep(batches).wrap(build_objective(job)),
+            OverflowInjector(batches).wrap(build_objective(job)),
             batches.held_out(),
             source_weights=SOURCE_WEIGHTS,
         )
@@ -158,7 +158,7 @@ class TrainerRun:
         """The job, which clips to what half of the steps exceed; an attempt that is resumed saves
         nothing."""
         body = self.job.to_json()
-        body["optim"]["clip_norm"] = reader.record.max_norm
+        body["optim"]["clip_norm"] = reader.recording_phase.max_norm
         if not saves:
             body["checkpoint"]["every_steps"] = None
         return Job.model_validate_json(json.dumps(body))
@@ -190,7 +190,7 @@ class _RunObserver:
 
     def watching(self) -> Any:
         """A context in which updates are observed."""
-        return _Hooked(self.state.optimizer, self._before_update, self._after_update)
+        return _OptimizerHook(self.state.optimizer, self._before_update, self._after_update)
 
     def begin_step(self, step: int) -> None:
         """Observe the state where the trainer asks for the data of `step`; ask for a stop after the
@@ -223,7 +223,7 @@ class _RunObserver:
             step, state.step, state.tokens_seen, state.samples_seen, asked_step
         )
         shards = state.model.shards()
-        self.observation.held = {name: describe_held(shard) for name, shard in shards.items()}
+        self.observation.held = {name: describe_held_part(shard) for name, shard in shards.items()}
         for name, shard in shards.items():
             kind = WEIGHT if self.reader.has(step, f"{WEIGHT}/{name}") else BUFFER
             self._compare(observed, kind, name, shard, step)
@@ -274,7 +274,7 @@ class _RunObserver:
 
     def _measure(self, shard: LogicalShard, key: str, step: int, before: str | None) -> Dots:
         sums = torch.zeros(4, dtype=torch.float64)
-        for actual, box in _blocks(shard):
+        for actual, box in _view_blocks(shard):
             if not (actual.is_floating_point() or actual.dtype in (torch.int64, torch.bool)):
                 continue
             reference = self.reader.block(step, key, box.global_offset, box.size).double()
@@ -312,7 +312,7 @@ class _RunObserver:
                 continue
             shard = trained[name].like(name, local_tensor(parameter.grad).detach())
             step.gradients[name] = self._measure(shard, key, step.step, None)
-            for block, box in _blocks(shard):
+            for block, box in _view_blocks(shard):
                 block.copy_(self.reader.block(step.step, key, box.global_offset, box.size))
 
     def _after_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -324,18 +324,18 @@ class _RunObserver:
 
 
 @dataclass
-class _Hooked:
+class _OptimizerHook:
     """A context with hooks before and after each update of an optimizer."""
 
     optimizer: torch.optim.Optimizer
     before: Any
-    after: Any
+    record_after_step: Any
     _handles: tuple[Any, ...] = ()
 
     def __enter__(self) -> None:
         self._handles = (
             self.optimizer.register_step_pre_hook(self.before),
-            self.optimizer.register_step_post_hook(self.after),
+            self.optimizer.register_step_post_hook(self.record_after_step),
         )
 
     def __exit__(self, *error: object) -> None:
@@ -343,7 +343,7 @@ class _Hooked:
             handle.remove()
 
 
-def _blocks(shard: LogicalShard) -> Iterator[tuple[torch.Tensor, Any]]:
+def _view_blocks(shard: LogicalShard) -> Iterator[tuple[torch.Tensor, Any]]:
     """Each block of a shard, as a view of its local tensor, and where it stands."""
     for box in shard.boxes:
         slices = tuple(slice(o, o + n) for o, n in zip(box.local_offset, box.size, strict=True))

@@ -105,7 +105,9 @@ class RunComparator:
         for index, observed in enumerate(attempt.states):
             of_ranks = [states[rank][index] for rank in range(len(ranks))]
             if observed.step:
-                yield from self._compare_evaluation(attempt, record.after(observed.step))
+                yield from self._compare_evaluation(
+                    attempt, record.record_after_step(observed.step)
+                )
             began = attempt.name if index == 0 else ""
             yield from self._compare_state(of_ranks, record, began, ranks)
             following = observed.step + 1
@@ -167,7 +169,7 @@ class RunComparator:
                 )
             for name in observed.left:
                 cause = "the step before is left in gradients: they were not cleared"
-                if step and record.after(step).skipped:
+                if step and record.record_after_step(step).skipped:
                     cause = "a skipped step is left in gradients: they were not cleared"
                 yield self._make_tensor_difference(
                     "gradient", name, step, observed.left[name], rank, "", cause
@@ -189,7 +191,7 @@ class RunComparator:
         self, ranks: Sequence[StateObservation], record: RunRecord, restored: str
     ) -> Iterator[Difference]:
         step = ranks[0].step
-        tokens = record.after(step).tokens_seen if step else 0
+        tokens = record.record_after_step(step).tokens_seen if step else 0
         for rank, observed in enumerate(ranks):
             pairs = (
                 ("step", observed.counted_step, step),
@@ -233,7 +235,7 @@ class RunComparator:
         sums = [observed.tensors.get(kind, {}) for observed in ranks]
         skipped_names = record.unused if kind != BUFFER else ()
         size_kind = WEIGHT if kind == COPY else kind
-        off = self._find_off(sums, reference, size_kind, skipped_names)
+        off = self._find_wrong_tensors(sums, reference, size_kind, skipped_names)
         for name, (error, rank) in off.items():
             if kind == BUFFER and is_evaluated:
                 cause = "a buffer is another one than before: an evaluation leaves its buffers"
@@ -247,7 +249,7 @@ class RunComparator:
                 kind_of_tensor, name, step, error, rank, held_blocks, cause
             )
 
-    def _find_off(
+    def _find_wrong_tensors(
         self,
         sums: Sequence[Mapping[str, Dots]],
         reference: ReferenceStep | None,
@@ -266,7 +268,7 @@ class RunComparator:
                 scale = reference.scale(kind, name)
             errors = [math.sqrt(of_rank[name][0]) if name in of_rank else 0.0 for of_rank in sums]
             # NaN is the worst of all.
-            worst = max(range(len(errors)), key=lambda rank: _nan_to_inf(errors[rank]))
+            worst = max(range(len(errors)), key=lambda rank: _replace_nan_by_infinity(errors[rank]))
             error = errors[worst] / scale
             self._note_worst_error(kind.partition("/")[0], error)
             if not error <= self.tolerance:
@@ -286,7 +288,7 @@ class RunComparator:
             return _describe_restore("what was saved is", restored)
         if not step:
             return "the trainer begins with other weights"
-        if record.after(step).skipped:
+        if record.record_after_step(step).skipped:
             return "a skipped step is applied, or changed weights all the same"
         moved = sum(of_rank[name][1] for of_rank in sums if name in of_rank)
         expected = sum(of_rank[name][3] for of_rank in sums if name in of_rank)
@@ -312,7 +314,7 @@ class RunComparator:
         }.get(slot, slot)
         if restored:
             return _describe_restore(f"{words} of the optimizer are", restored)
-        if step and record.after(step).skipped:
+        if step and record.record_after_step(step).skipped:
             return f"{words} of the optimizer went on in a skipped step"
         return f"{words} are not what the optimizer's definition makes of the same gradients"
 
@@ -325,13 +327,13 @@ class RunComparator:
         attempt: AttemptObservation,
         attempts: Sequence[AttemptObservation],
     ) -> Iterator[Difference]:
-        reference = record.after(ranks[0].step)
+        reference = record.record_after_step(ranks[0].step)
         for rank, observed in enumerate(ranks):
             yield from self._compare_step_facts(observed, reference, record, rank, attempt)
         for rank, observed in enumerate(ranks):
             yield from self._compare_updates(observed, reference, rank)
         sums = [observed.gradients for observed in ranks]
-        off = self._find_off(sums, reference, GRADIENT, record.unused)
+        off = self._find_wrong_tensors(sums, reference, GRADIENT, record.unused)
         for name, (error, rank) in off.items():
             held_blocks = attempts[rank].held.get(name, "")
             cause = self._explain_gradients(sums, reference)
@@ -353,7 +355,7 @@ class RunComparator:
             off = float(observed.num_targets - reference.num_targets)
             yield self._make_number_difference("number of targets", step, abs(off), cause, rank)
         if reference.skipped != "no_targets":
-            error = _relative(observed.loss, reference.loss)
+            error = _relative_error(observed.loss, reference.loss)
             self._note_worst_error("loss", error)
             if not error <= self.tolerance:
                 yield self._make_number_difference(
@@ -368,10 +370,10 @@ class RunComparator:
                         ": it, or its count of good steps, is not restored from the checkpoint"
                         f" ({attempt.name})"
                     )
-                error = _relative(observed.loss_scale, scale)
+                error = _relative_error(observed.loss_scale, scale)
                 yield self._make_number_difference("loss scale", step, error, cause, rank)
         if not reference.skipped:
-            error = _relative(observed.grad_norm, reference.grad_norm)
+            error = _relative_error(observed.grad_norm, reference.grad_norm)
             self._note_worst_error("norm", error)
             if not error <= self.tolerance:
                 cause = "gradients before clipping are others, of equal weights and data"
@@ -413,7 +415,7 @@ class RunComparator:
                 "update", step, abs(observed.num_updates - expected), cause, rank
             )
         for rate in observed.rates:
-            error = _relative(rate, reference.rate)
+            error = _relative_error(rate, reference.rate)
             self._note_worst_error("rate", error)
             if not error <= 1e-12:
                 cause = (
@@ -462,7 +464,7 @@ class RunComparator:
             yield self._make_number_difference("evaluation loss", step, math.nan, cause)
         if actual is None or expected is None:
             return
-        error = _relative(actual, expected)
+        error = _relative_error(actual, expected)
         self._note_worst_error("evaluation", error)
         if not error <= self.tolerance:
             cause = (
@@ -472,7 +474,7 @@ class RunComparator:
             yield self._make_number_difference("evaluation loss", step, error, cause)
 
     def _note_worst_error(self, kind: str, error: float) -> None:
-        self._worst[kind] = max(self._worst.get(kind, 0.0), _nan_to_inf(error))
+        self._worst[kind] = max(self._worst.get(kind, 0.0), _replace_nan_by_infinity(error))
 
     def _make_number_difference(
         self, kind_of_number: str, step: int, error: float, cause: str, rank: int = 0
@@ -523,13 +525,13 @@ def _list_kinds(ranks: Sequence[StateObservation]) -> list[str]:
     return sorted(kinds, key=lambda kind: (not kind.startswith(STATE), kind))
 
 
-def _relative(actual: float, expected: float) -> float:
+def _relative_error(actual: float, expected: float) -> float:
     if actual == expected:
         return 0.0
     return abs(actual - expected) / max(abs(expected), 1e-300)
 
 
-def _nan_to_inf(value: float) -> float:
+def _replace_nan_by_infinity(value: float) -> float:
     if math.isnan(value):
         return math.inf
     return value

@@ -12,17 +12,17 @@ from typing import Any
 
 from phalanx.verify.compare import Comparison, replace_nan
 from phalanx.verify.diagnosis import MIXED_ROWS_CAUSE, Diagnosis
-from phalanx.verify.flips import EVALUATION_KIND, MisroutedToken, train_step
+from phalanx.verify.flips import EVALUATION_KIND, MisroutedToken, train_phase_of_step
 from phalanx.verify.judged_layout import JudgedLayout
-from phalanx.verify.number_types import is_narrow, parameter_type
+from phalanx.verify.number_types import is_narrow, parameter_dtype_of_row
 from phalanx.verify.row import Difference
 from phalanx.verify.trace_facts import (
     INITIAL_KIND,
     TOLERANCE_OF_DTYPE,
     Trace,
-    buffers_of,
-    gradients_of,
-    weights_of,
+    buffers_set_name,
+    gradients_set_name,
+    weights_set_name,
 )
 
 
@@ -62,27 +62,27 @@ class Comparator:
     def compare(self) -> Verdict:
         """The errors of each kind, and the first difference with its likely cause."""
         # The generator stops there: what only follows from the first difference is not explained.
-        first = next(self._differences(), None)
+        first = next(self._iterate_differences(), None)
         if first is not None:
             first = replace(
                 first, schedule=self._schedule, stages=self._compared.stages.get(first.name, ())
             )
         errors = {
-            "loss": self._compared.worst_scalar("losses", "loss"),
-            "norm": self._compared.worst_scalar("norms", "grad_norm"),
+            "loss": self._compared.largest_scalar_error("losses", "loss"),
+            "norm": self._compared.largest_scalar_error("norms", "grad_norm"),
         }
         steps = range(len(self._trace.steps))
         errors["initial"] = self._compared.worst(INITIAL_KIND)
-        errors["gradient"] = max(self._compared.worst(gradients_of(step)) for step in steps)
-        errors["weight"] = self._compared.worst_weight()
-        errors["update"] = max(self._compared.worst(weights_of(step)) for step in steps)
+        errors["gradient"] = max(self._compared.worst(gradients_set_name(step)) for step in steps)
+        errors["weight"] = self._compared.largest_relative_weight_error()
+        errors["update"] = max(self._compared.worst(weights_set_name(step)) for step in steps)
         if self._trace.has_buffers:
-            errors["buffer"] = max(self._compared.worst(buffers_of(step)) for step in steps)
+            errors["buffer"] = max(self._compared.worst(buffers_set_name(step)) for step in steps)
         if self._trace.evaluation is not None:
             errors["evaluation"] = max(self._compared.evaluation_errors())
         return Verdict(errors, first, self._list_relaxed_gradients())
 
-    def _differences(self) -> Iterator[Difference]:
+    def _iterate_differences(self) -> Iterator[Difference]:
         """All differences, in the order in which things go wrong: names, initial weights, and of
         each step what leads to its gradients, its update and its buffers."""
         yield from self._compare_names()
@@ -91,18 +91,18 @@ class Comparator:
         for step in range(self._trace.num_steps):
             yield from self._compare_target_counts(step)
             yield from self._compare_dropout_masks(step)
-            yield from self._compare_routing(train_step(step))
+            yield from self._compare_routing(train_phase_of_step(step))
             yield from self._compare_scalar("loss", "losses", "loss", step)
-            yield from self._compare_tensors("gradient", gradients_of(step), step)
+            yield from self._compare_tensors("gradient", gradients_set_name(step), step)
             yield from self._compare_scalar("gradient norm", "norms", "grad_norm", step)
-            yield from self._compare_replicas("gradient", gradients_of(step), step)
+            yield from self._compare_replicas("gradient", gradients_set_name(step), step)
             yield from self._compare_loads(step)
-            yield from self._compare_tensors("update", weights_of(step), step)
+            yield from self._compare_tensors("update", weights_set_name(step), step)
             if self._trace.has_buffers:
-                yield from self._compare_tensors("buffer", buffers_of(step), step)
-        yield from self._compare_replicas("weight", weights_of(last), last)
+                yield from self._compare_tensors("buffer", buffers_set_name(step), step)
+        yield from self._compare_replicas("weight", weights_set_name(last), last)
         if self._trace.has_buffers:
-            yield from self._compare_replicas("buffer", buffers_of(last), last)
+            yield from self._compare_replicas("buffer", buffers_set_name(last), last)
         yield from self._compare_routing(EVALUATION_KIND)
         yield from self._compare_evaluation()
 
@@ -111,8 +111,8 @@ class Comparator:
         # All of them are judged so, and the row says by how much.
         if is_narrow(self._trace.dtype):
             return ()
-        for kind in map(gradients_of, range(len(self._trace.steps))):
-            for name in self._compared.list_compared(kind):
+        for kind in map(gradients_set_name, range(len(self._trace.steps))):
+            for name in self._compared.list_compared_tensors(kind):
                 allowed = self._trace.tolerance(kind, name, self._tolerance)
                 if self._tolerance < self._compared.error(kind, name) <= allowed:
                     relaxed[name] = None
@@ -133,9 +133,10 @@ class Comparator:
                 ranks = tuple(
                     rank for rank, rank_names in enumerate(names_of_ranks) if name in rank_names
                 )
-                cause = (
-                    "a tied weight became two" if key == "unknown" else "a stage or a rule lost it"
-                )
+                if key == "unknown":
+                    cause = "a tied weight became two"
+                else:
+                    cause = "a stage or a rule lost it"
                 yield Difference(f"{words}:", name, 0, math.inf, ranks[0], ranks, "its name", cause)
 
     def _compare_target_counts(self, step: int) -> Iterator[Difference]:
@@ -211,10 +212,10 @@ class Comparator:
                 cause = self._diagnosis.explain_norm(value, step)
             difference = Difference(kind, "", step, errors[worst], worst, ranks, "", cause)
             if kind == "loss":
-                difference = self._locate(difference)
+                difference = self._add_first_wrong_output(difference)
             yield difference
 
-    def _locate(self, difference: Difference) -> Difference:
+    def _add_first_wrong_output(self, difference: Difference) -> Difference:
         """The difference of a loss with the first output that differs in its step, and on which
         ranks; as it is where none does."""
         firsts = {
@@ -292,9 +293,9 @@ class Comparator:
         usual = self._tolerance
         # The gradients that led to it are the reference's own, to the bit.
         if label == "update":
-            usual = TOLERANCE_OF_DTYPE[parameter_type(self._trace.dtype)]
+            usual = TOLERANCE_OF_DTYPE[parameter_dtype_of_row(self._trace.dtype)]
         tolerance_of: dict[str, float] = {}
-        for name in self._compared.list_compared(kind):
+        for name in self._compared.list_compared_tensors(kind):
             tolerance = self._trace.tolerance(kind, name, usual)
             if self._compared.error(kind, name) > tolerance:
                 tolerance_of[name] = tolerance

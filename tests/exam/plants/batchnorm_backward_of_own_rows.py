@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/batchnorm/layer.py",
-            "StatisticsRanks.add_up",
+            "StatisticsGroup.add_up",
             "        if self.all:\n",
             "        if self.all and not __planted__():\n",
         ),

@@ -7,13 +7,13 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/batchnorm/layer.py",
-            "StatisticsRanks.gather",
+            "StatisticsGroup.gather",
             "        if not self.all:\n",
             "        if not self.all or __planted__():\n",
         ),
         Edit(
             "parallel/batchnorm/layer.py",
-            "StatisticsRanks.add_up",
+            "StatisticsGroup.add_up",
             "        if self.all:\n",
             "        if self.all and not __planted__():\n",
         ),

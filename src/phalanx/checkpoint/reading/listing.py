@@ -63,11 +63,10 @@ def list_checkpoints(location: str) -> CheckpointListing:
     """List the checkpoints of a run, or the one at `location`. Raises UsageError or CheckpointError
     if there is none.
     """
-    folders = (
-        [find_checkpoint_folder(location)]
-        if is_single_checkpoint(location)
-        else find_checkpoint_folders(location)
-    )
+    if is_single_checkpoint(location):
+        folders = [find_checkpoint_folder(location)]
+    else:
+        folders = find_checkpoint_folders(location)
     best = _find_best_checkpoint(location)
     best_step = None
     if best is not None:

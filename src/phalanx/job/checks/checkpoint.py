@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from phalanx.core.store_urls import find_url_problem
 from phalanx.job.checks.check import declare_check, make_finding
-from phalanx.job.findings import Finding, shorten_to_line
+from phalanx.job.findings import Finding, shorten_to_one_line
 from phalanx.job.schema import Job
 
 
@@ -14,21 +14,24 @@ def checkpoints_have_an_address(job: Job) -> list[Finding]:
     refused = find_url_problem(url, in_job=True) if url is not None else None
     if url is None or refused is None:
         return []
-    return [make_finding("checkpoint.url", f"{shorten_to_line(url)!r} {refused.what}", refused.fix)]
+    return [
+        make_finding("checkpoint.url", f"{shorten_to_one_line(url)!r} {refused.what}", refused.fix)
+    ]
 
 
 @declare_check("model.init_from")
 def initial_weights_have_an_address(job: Job) -> list[Finding]:
     origin = job.model.init_from
-    refused = (
-        find_url_problem(origin)
-        if origin is not None and ("://" in origin or "::" in origin)
-        else None
-    )
+    if origin is not None and ("://" in origin or "::" in origin):
+        refused = find_url_problem(origin)
+    else:
+        refused = None
     if origin is None or refused is None:
         return []
     return [
-        make_finding("model.init_from", f"{shorten_to_line(origin)!r} {refused.what}", refused.fix)
+        make_finding(
+            "model.init_from", f"{shorten_to_one_line(origin)!r} {refused.what}", refused.fix
+        )
     ]
 
 

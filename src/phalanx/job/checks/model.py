@@ -99,11 +99,9 @@ def key_is_read(key: str, job: Job) -> list[Finding]:
     if key in (IMAGE_KEYS if isinstance(shape, DecoderShape) else TEXT_KEYS):
         return [_model_finding(key, f"{key} is not read by a {shape.kind}", "remove it")]
     fix = _explain_no_effect(key, shape) if isinstance(shape, DecoderShape) else ""
-    return (
-        [_model_finding(key, f"{key} has no effect", fix)]
-        if fix and value not in (0, "none")
-        else []
-    )
+    if fix and value not in (0, "none"):
+        return [_model_finding(key, f"{key} has no effect", fix)]
+    return []
 
 
 def _explain_no_effect(key: str, shape: DecoderShape) -> str:
@@ -345,7 +343,9 @@ MODEL_CHECKS: list[tuple[Question, tuple[str, ...]]] = [
 def find_decoder_shape(job: Job) -> DecoderShape | None:
     """The shape of the job's model; None if it is no decoder, or has none that can be."""
     shape = find_model_shape(job)
-    return shape if isinstance(shape, DecoderShape) else None
+    if isinstance(shape, DecoderShape):
+        return shape
+    return None
 
 
 def find_model_shape(job: Job) -> BuiltInShape | None:

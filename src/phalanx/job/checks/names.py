@@ -9,7 +9,7 @@ import os
 from phalanx.core import registry
 from phalanx.core.errors import LayoutError, did_you_mean
 from phalanx.job.checks.check import declare_check, make_finding
-from phalanx.job.findings import Finding, shorten_to_line
+from phalanx.job.findings import Finding, shorten_to_one_line
 from phalanx.job.hugging_face import CONFIG_FILE_NAME, is_hugging_face, read_model_config
 from phalanx.job.presets import list_preset_names
 from phalanx.job.schema import Job
@@ -111,7 +111,7 @@ def compression_exists(job: Job) -> list[Finding]:
     # "none" alone: this installation lacks the folder, and no name can be checked.
     if kind in known or len(known) == 1:
         return []
-    problem = f"unknown compression {shorten_to_line(kind)!r}"
+    problem = f"unknown compression {shorten_to_one_line(kind)!r}"
     return [
         make_finding(
             "parallel.compress", problem, did_you_mean(kind, known) or f"one of {', '.join(known)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from phalanx.core import registry
 from phalanx.job.checks.check import declare_check, make_finding
-from phalanx.job.findings import Finding, shorten_to_line
+from phalanx.job.findings import Finding, shorten_to_one_line
 from phalanx.job.learning_rate import count_warmup_steps
 from phalanx.job.schema import Job
 
@@ -104,16 +104,15 @@ def metrics_are_the_objectives(job: Job) -> list[Finding]:
             return []
         return [make_finding("eval.mode", "the best loss is the lowest", 'mode = "min"')]
     if objective is None:
-        problem = (
-            f'the objective of phalanx has the loss and nothing named "{shorten_to_line(metric)}"'
-        )
+        name = shorten_to_one_line(metric)
+        problem = f'the objective of phalanx has the loss and nothing named "{name}"'
         return [
             make_finding(
                 "eval.metric", problem, "set model.objective to one of yours that has metrics"
             )
         ]
     if mode is None:
-        problem = f"nothing says whether a high or a low {shorten_to_line(metric)} is better"
+        problem = f"nothing says whether a high or a low {shorten_to_one_line(metric)} is better"
         return [make_finding("eval.mode", problem, 'set eval.mode to "max" or "min"')]
     return []
 

@@ -65,7 +65,9 @@ def _format_row(preset: Preset) -> tuple[str, ...]:
 def _describe_vocabulary(shape: BuiltInShape) -> str:
     if isinstance(shape, VitShape):
         return f"{shape.num_classes:,} classes"
-    return f"{shape.vocab_size:,}" if shape.vocab_size else "the data's"
+    if shape.vocab_size:
+        return f"{shape.vocab_size:,}"
+    return "the data's"
 
 
 def _has_vocabulary_of_data(shape: BuiltInShape) -> bool:

@@ -90,7 +90,9 @@ def norm_input_bytes(shape: TransformerShape, width: int, c: int) -> int:
 
     LayerNorm: its input, mean and deviation. RMSNorm: input and normalised input, both fp32.
     """
-    return width * c + 8 if shape.norm == "layernorm" else rms_norm_bytes(width)
+    if shape.norm == "layernorm":
+        return width * c + 8
+    return rms_norm_bytes(width)
 
 
 def rms_norm_bytes(width: int) -> int:

@@ -97,13 +97,17 @@ class DecoderShape(TransformerShape):
 
     @property
     def longest_sequence(self) -> int:
-        return self.max_positions if self.positions == "learned" else 0
+        if self.positions == "learned":
+            return self.max_positions
+        return 0
 
     def tokens_of(self, seq_len: int) -> int:
         return seq_len
 
     def name_samples(self, *, of_own_data: bool) -> str:
-        return "samples" if of_own_data else "sequences"
+        if of_own_data:
+            return "samples"
+        return "sequences"
 
     def targets_of(self, num_tokens: int) -> int:
         return num_tokens
@@ -134,7 +138,9 @@ class DecoderShape(TransformerShape):
 
     @property
     def num_expert_layers(self) -> int:
-        return self.num_layers - self.num_dense_layers if self.num_experts else 0
+        if self.num_experts:
+            return self.num_layers - self.num_dense_layers
+        return 0
 
     def is_local(self, layer: int) -> bool:
         """True if the block `layer` (from 0) has the sliding window."""
@@ -143,7 +149,9 @@ class DecoderShape(TransformerShape):
         return self.sliding_window > 0 and not is_global
 
     def window_of(self, layer: int) -> int:
-        return self.sliding_window if self.is_local(layer) else 0
+        if self.is_local(layer):
+            return self.sliding_window
+        return 0
 
     @property
     def num_local_layers(self) -> int:
@@ -189,7 +197,9 @@ class DecoderShape(TransformerShape):
         return count * self.count_feed_forward_params(self.expert_ffn_dim)
 
     def count_sparse_params(self, ep: int = 1) -> int:
-        return self.count_experts_params(ep) + self.router_params if self.num_expert_layers else 0
+        if self.num_expert_layers:
+            return self.count_experts_params(ep) + self.router_params
+        return 0
 
     @cached_property
     def experts(self) -> ExpertCosts | None:
@@ -212,11 +222,15 @@ class DecoderShape(TransformerShape):
 
     @property
     def head_params(self) -> int:
-        return 0 if self.tie_embeddings else self.vocab_size * self.dim
+        if self.tie_embeddings:
+            return 0
+        return self.vocab_size * self.dim
 
     @property
     def tied_params(self) -> int:
-        return self.vocab_size * self.dim if self.tie_embeddings else 0
+        if self.tie_embeddings:
+            return self.vocab_size * self.dim
+        return 0
 
     @property
     def num_active_params(self) -> int:

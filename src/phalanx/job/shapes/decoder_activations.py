@@ -65,7 +65,9 @@ class DecoderActivations(TransformerActivations):
         return masks.common_mask_bytes(self.shape, batch) + batch.tokens * tables
 
     def embedding(self, batch: Microbatch) -> int:
-        return batch.tokens * LOOKED_UP_BYTES if batch.tp > 1 else 0
+        if batch.tp > 1:
+            return batch.tokens * LOOKED_UP_BYTES
+        return 0
 
     def final_norm(self, batch: Microbatch) -> int:
         shape = self.shape

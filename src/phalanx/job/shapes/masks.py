@@ -17,7 +17,9 @@ DEFAULT_QUERY_BLOCK = BlockSizes().query_block
 
 def count_block_kinds(shape: DecoderShape) -> int:
     """The number of kinds of blocks: 2 if some blocks have a window and others have not, else 1."""
-    return 2 if 0 < shape.num_local_layers < shape.num_layers else 1
+    if 0 < shape.num_local_layers < shape.num_layers:
+        return 2
+    return 1
 
 
 def common_mask_bytes(shape: DecoderShape, batch: Microbatch) -> int:
@@ -65,4 +67,6 @@ def _has_window(shape: DecoderShape, batch: Microbatch) -> bool:
 def _num_queries(batch: Microbatch) -> int:
     """The number of queries in a mask: those of this rank; with ulysses, which has some heads of
     all tokens, those of the whole sequence."""
-    return batch.seq_len if batch.cp_attention == "ulysses" else batch.seq_len // batch.cp
+    if batch.cp_attention == "ulysses":
+        return batch.seq_len
+    return batch.seq_len // batch.cp

@@ -24,7 +24,7 @@ def read_shape(body: Mapping[str, Any]) -> BuiltInShape | MeasuredModule:
     if not counted:
         return build_shape(body)
     _require_keys(body)
-    return _take_fields(MeasuredModule, {**body, **load_counted_fields(counted)})
+    return _select_fields(MeasuredModule, {**body, **load_counted_fields(counted)})
 
 
 def build_shape(values: Mapping[str, Any]) -> BuiltInShape:
@@ -33,11 +33,11 @@ def build_shape(values: Mapping[str, Any]) -> BuiltInShape:
     _require_keys(values)
     kind = values.get("kind", "decoder")
     if kind == "vit" or (kind != "decoder" and values.get("image_size", 0) > 0):
-        return _take_fields(VitShape, values)
-    return _take_fields(DecoderShape, values)
+        return _select_fields(VitShape, values)
+    return _select_fields(DecoderShape, values)
 
 
-def _take_fields(shape: type[AnyShape], values: Mapping[str, Any]) -> AnyShape:
+def _select_fields(shape: type[AnyShape], values: Mapping[str, Any]) -> AnyShape:
     names = {field.name for field in fields(shape)}
     return shape(**{name: value for name, value in values.items() if name in names})
 

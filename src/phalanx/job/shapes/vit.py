@@ -17,7 +17,9 @@ Pooling = Literal["class_token", "mean"]
 
 def count_patches(image_size: int, patch_size: int) -> int:
     """Patches of one image; 0 where it is not cut into any."""
-    return (image_size // patch_size) ** 2 if patch_size else 0
+    if patch_size:
+        return (image_size // patch_size) ** 2
+    return 0
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def build(kind: str, **args: Any) -> nn.Module:
     directory = find_weights_directory(kind)
     try:
         # The default device is meta where a planner asks for shapes alone, and tensors are fake
-        # where building is recorded: `record` takes the weights from their files.
+        # where building is recorded: `recording_phase` takes the weights from their files.
         if directory is None or torch.empty(0).is_meta or isinstance(torch.empty(0), FakeTensor):
             module = auto.from_config(
                 config,
@@ -107,7 +107,7 @@ def _has_numbers(module: nn.Module) -> bool:
     )
 
 
-def require_trainable_in_small(kind: str, args: Mapping[str, Any]) -> None:
+def require_trainable_small_model(kind: str, args: Mapping[str, Any]) -> None:
     """Raise the LayoutError of `build` for a model that cannot be trained, as far as one with
     random weights, few blocks and few tokens tells; nothing where there is no such model."""
     values = read_model_config(kind)
@@ -138,7 +138,7 @@ def require_trainable_in_small(kind: str, args: Mapping[str, Any]) -> None:
     )
 
 
-def record(kind: str, build: Callable[[], nn.Module]) -> nn.Module:
+def record_module_facts(kind: str, build: Callable[[], nn.Module]) -> nn.Module:
     """The module of `build` without memory for its parameters, which get their values from where
     `build` would have got them.
 

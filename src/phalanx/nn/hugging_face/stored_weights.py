@@ -70,7 +70,7 @@ def find_stored_weights(module: nn.Module, directory: Path) -> StoredWeights | N
                     return None
                 file_of[name] = path
                 hasher.update(f"{name} {stored.get_dtype()} {stored.get_shape()}".encode())
-                for values in _sample(stored):
+                for values in _sample_rows(stored):
                     hasher.update(values.contiguous().view(torch.uint8).numpy().tobytes())
     if file_of.keys() != shapes.keys():
         return None
@@ -85,7 +85,7 @@ def _list_files(directory: Path) -> list[Path]:
     return [directory / name for name in sorted(set(weight_map.values()))]
 
 
-def _sample(stored: Any) -> Iterator[torch.Tensor]:
+def _sample_rows(stored: Any) -> Iterator[torch.Tensor]:
     """The first and the last rows of a tensor of one dimension or more, as far as
     _NUM_COMPARED_ELEMENTS."""
     shape = stored.get_shape()

@@ -36,7 +36,7 @@ def require_trainable_by_trial(
                     module(torch.zeros(size))
             else:
                 length = min(MAX_TRIAL_TOKENS, facts["max_positions"] or MAX_TRIAL_TOKENS)
-                sees_later = _sees_later(module, length, facts["vocab_size"])
+                sees_later = _attends_to_later_tokens(module, length, facts["vocab_size"])
     except Exception as error:
         raise LayoutError(
             f"the forward of {kind} fails",
@@ -56,7 +56,7 @@ def require_trainable_by_trial(
         )
 
 
-def _sees_later(module: Any, length: int, vocab_size: int) -> bool:
+def _attends_to_later_tokens(module: Any, length: int, vocab_size: int) -> bool:
     """True if what is made of tokens before the last has a gradient by its embedding: exactly
     zero if not."""
     looked_up: list[torch.Tensor] = []

@@ -83,9 +83,10 @@ class Decoder(nn.Module):
             Block(shape, layer, self.balance) for layer in range(shape.num_layers)
         )
         self.norm = build_norm(shape)
-        self.head = (
-            None if shape.tie_embeddings else nn.Linear(shape.dim, shape.vocab_size, bias=False)
-        )
+        if shape.tie_embeddings:
+            self.head = None
+        else:
+            self.head = nn.Linear(shape.dim, shape.vocab_size, bias=False)
         # The seam that makes masks: context parallelism puts in its own.
         self.attention_mask = make_shared_attention_mask
         # A pipeline's last stage computes the head, and so holds the embedding that it is tied to.

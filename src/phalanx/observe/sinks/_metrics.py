@@ -91,7 +91,9 @@ class MetricsOfEvents:
         if self._was_stopped:
             return "stopped"
         # total_steps is -1 until the run has started.
-        return "finished" if self._step >= self._total_steps >= 0 else "failed"
+        if self._step >= self._total_steps >= 0:
+            return "finished"
+        return "failed"
 
     def _remember_progress(self, event: Event) -> None:
         if isinstance(event, RunStarted):  # what came after this step is done again

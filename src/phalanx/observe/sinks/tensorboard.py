@@ -42,7 +42,7 @@ class TensorBoardSink:
         if not self._is_open:
             return
         if isinstance(envelope.event, RunStarted) and envelope.rank <= 0:
-            self._forget_what_is_redone(envelope.event, envelope.time_unix_s)
+            self._forget_repeated_steps(envelope.event, envelope.time_unix_s)
         if point is None:
             return
         message = self._proto.Event(wall_time=point.time_unix_s, step=point.step)
@@ -55,7 +55,7 @@ class TensorBoardSink:
             self._is_open = False
             self._writer.close()
 
-    def _forget_what_is_redone(self, started: RunStarted, time_unix_s: float) -> None:
+    def _forget_repeated_steps(self, started: RunStarted, time_unix_s: float) -> None:
         """Tell TensorBoard to drop what an earlier attempt wrote of the steps from here on.
 
         The step that is continued from stands, whatever comes first now: its evaluation, perhaps.

@@ -22,7 +22,7 @@ from phalanx.core.phases import PhaseTimer
 
 
 @dataclass(frozen=True)
-class StatisticsRanks:
+class StatisticsGroup:
     """Whose microbatch the statistics are of: that of all ranks, or this rank's own."""
 
     phases: PhaseTimer
@@ -83,7 +83,7 @@ class SynchronisedBatchNorm(_BatchNorm):
     """Stands between a module's own class and torch's `_BatchNorm`: the user's forward still
     comes first."""
 
-    _ranks: StatisticsRanks
+    _ranks: StatisticsGroup
     _tape: StatisticsTape | None = None
     _was_called = False
 
@@ -164,7 +164,7 @@ def _expand_channels(per_channel: torch.Tensor, like: torch.Tensor) -> torch.Ten
 
 
 @torch.no_grad()
-def _combine_statistics(input: torch.Tensor, ranks: StatisticsRanks) -> ChannelStatistics:
+def _combine_statistics(input: torch.Tensor, ranks: StatisticsGroup) -> ChannelStatistics:
     """Mean and variance over all ranks, from each rank's own (Chan et al. 1983), the same bits
     on every rank."""
     channels, count = input.shape[1], input.numel() // max(1, input.shape[1])
@@ -205,7 +205,7 @@ class _Normalise(torch.autograd.Function):
         bias: torch.Tensor | None,
         statistics: ChannelStatistics,
         eps: float,
-        ranks: StatisticsRanks,
+        ranks: StatisticsGroup,
     ) -> torch.Tensor:
         ctx.ranks, ctx.has_bias = ranks, bias is not None
         scale = torch.rsqrt(statistics.var + eps)

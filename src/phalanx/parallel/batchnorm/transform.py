@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from phalanx.core.errors import LayoutError
 from phalanx.parallel.batchnorm.layer import (
     AnyDimensionsBatchNorm,
-    StatisticsRanks,
+    StatisticsGroup,
     SynchronisedBatchNorm,
 )
 from phalanx.parallel.protocol import Order, ParallelContext
@@ -42,14 +42,14 @@ class SyncBatchNorm:
         ]
         if not norms:
             return
-        ranks = StatisticsRanks(
+        ranks = StatisticsGroup(
             context.phases, context.plan.parallel.sync_batchnorm, context.mesh.data_parallel_group()
         )
         for name, module in norms:
             _synchronise(name, module, ranks)
 
 
-def _synchronise(name: str, module: _BatchNorm, ranks: StatisticsRanks) -> None:
+def _synchronise(name: str, module: _BatchNorm, ranks: StatisticsGroup) -> None:
     """Change the class of `module` in place."""
     original = type(module)
     if isinstance(module, nn.SyncBatchNorm) and not ranks.all:

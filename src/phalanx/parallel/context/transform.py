@@ -240,7 +240,9 @@ class SequenceSplit:
         return full_batch
 
     @contextmanager
-    def pad_to_divide(self, batch: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    def pad_to_equal_shares(
+        self, batch: Mapping[str, torch.Tensor]
+    ) -> Iterator[dict[str, torch.Tensor]]:
         """A batch of inputs alone of any length, with a document of its own before it, so that it
         divides.
 

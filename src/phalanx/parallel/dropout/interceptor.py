@@ -254,9 +254,10 @@ class _PlainAttention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        argument = (
-            _DROPOUT_ARGUMENT_INDEX.get(func.__name__) if func in _attention_functions() else None
-        )
+        if func in _attention_functions():
+            argument = _DROPOUT_ARGUMENT_INDEX.get(func.__name__)
+        else:
+            argument = None
         if argument is not None and args and args[0].device.type == "cuda":
             probability = args[argument] if len(args) > argument else kwargs.get("dropout_p", 0.0)
             if probability > 0.0:

@@ -93,7 +93,7 @@ class PipelineExecutor:
 
         `add(loss, num_targets)` is called for each microbatch of the last stage.
         """
-        self._require_in_step()
+        self._require_no_aborted_step()
         schedule = self._find_schedule(len(microbatches))
         # Spans are of one step: the record of a pipeline reads the last one.
         self.spans = []
@@ -117,7 +117,7 @@ class PipelineExecutor:
         assert not self._saved, "a schedule that was checked leaves nothing"
         assert not self._deferred.num_deferred, "nor does it leave a W"
 
-    def _require_in_step(self) -> None:
+    def _require_no_aborted_step(self) -> None:
         """Another step's messages would be taken for those that other ranks still wait for."""
         if self.is_under_way:
             raise PhalanxError(
@@ -326,7 +326,7 @@ class PipelineExecutor:
 
         As many microbatches as there are ranks are under way together.
         """
-        self._require_in_step()
+        self._require_no_aborted_step()
         pipeline = self.staged.pipeline
         batches = iter(microbatches)
         while group_of_batches := list(itertools.islice(batches, pipeline.num_ranks)):

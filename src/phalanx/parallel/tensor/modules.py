@@ -181,7 +181,7 @@ def gather_output_features(
 
 def keep_own_tokens(group: TensorGroup, part: nn.Module, args: Any, output: torch.Tensor) -> Any:
     group.num_tokens = output.shape[SEQUENCE_DIM]
-    return group.own_tokens(output)
+    return group.select_own_tokens(output)
 
 
 def divide_count_attribute(part: nn.Module, name: str, count: CountAttribute, tp: int) -> None:

@@ -23,7 +23,7 @@ from phalanx.parallel.protocol import ParallelContext
 from phalanx.parallel.tensor import modules as tp_modules
 from phalanx.parallel.tensor.dropout import PartialDropoutCheck, partial_dropout_error
 from phalanx.parallel.tensor.overlap import overlap_columns
-from phalanx.parallel.tensor.shape_errors import OpenColumn
+from phalanx.parallel.tensor.shape_errors import UngatheredColumn
 from phalanx.plan.rule_checks import require_cuttable, require_fused_expert_parts
 from phalanx.plan.rules import CUTTING_KINDS, DimSlice, Rule, find_rule
 
@@ -62,11 +62,11 @@ class ModuleSharder:
         for name in self._modules:
             rule = find_rule(self.rules, name)
             if rule is not None and name in self.absent:
-                self._follow_absent(self._modules[name], rule)
+                self._cut_sequence_after_absent_embedding(self._modules[name], rule)
             elif rule is not None:
                 self._rules[name] = rule
 
-    def _follow_absent(self, part: nn.Module, rule: Rule) -> None:
+    def _cut_sequence_after_absent_embedding(self, part: nn.Module, rule: Rule) -> None:
         """Cut the sequence behind an embedding whose parameters another stage holds: what this
         stage has beside it, tied to its head say, is cut there, and they are added."""
         is_embedding = rule.kind in ("vocab", "sequence") and isinstance(part, nn.Embedding)
@@ -130,7 +130,7 @@ class ModuleSharder:
             if key == "weight":
                 cut_modules.append(self._modules[owner])
         last_columns = []
-        for column in self.unclosed_columns():
+        for column in self.list_ungathered_columns():
             if not column.has_row and self._find_region(column.name) is None:
                 last_columns.append((self._modules[column.name], column.rule))
         self.module.register_forward_hook(
@@ -165,7 +165,7 @@ class ModuleSharder:
                 names.append(name)
         return names
 
-    def unclosed_columns(self) -> list[OpenColumn]:
+    def list_ungathered_columns(self) -> list[UngatheredColumn]:
         """Columns whose features are not put together again by themselves."""
         rows = {name.rpartition(".")[0] for name, rule in self._rules.items() if rule.kind == "row"}
         columns = []
@@ -174,7 +174,7 @@ class ModuleSharder:
                 part, has_row = self._modules[name], name.rpartition(".")[0] in rows
                 full_size = self.cuts[f"{name}.weight"].global_shape[output_dim(part)]
                 columns.append(
-                    OpenColumn(name, rule, full_size, tp_modules.num_outputs(part), has_row)
+                    UngatheredColumn(name, rule, full_size, tp_modules.num_outputs(part), has_row)
                 )
         return columns
 

@@ -72,7 +72,7 @@ class TensorParallel:
         # Compiled code counts nothing: no number is better than a part of it.
         if not plan.compile:
             context.traffic.add_sender("tp", group)
-        explain = functools.partial(shard_width_error, columns=sharder.unclosed_columns())
+        explain = functools.partial(shard_width_error, columns=sharder.list_ungathered_columns())
         context.hooks.explain_error.append(explain)
 
 

@@ -14,7 +14,7 @@ from phalanx.core.units import plural
 from phalanx.job.nearest import list_divisors
 from phalanx.job.schema import Job
 from phalanx.plan.pipeline.costs import model_part_costs
-from phalanx.plan.pipeline.cut import LayerCosts, cut_for_ranks
+from phalanx.plan.pipeline.cut import LayerCosts, cut_stages_for_ranks
 from phalanx.plan.pipeline.generate import default_stages_per_rank, generate_schedule
 from phalanx.plan.pipeline.pipeline_plan import Pipeline, place_stages
 from phalanx.plan.pipeline.simulate import Seconds, StageCosts, simulate
@@ -99,7 +99,7 @@ def predict_bubble_with_schedule(pipeline: Pipeline, layers: LayerCosts, name: s
     if len(layers.blocks) < per_rank * pipeline.num_ranks:
         return None
     placement = place_stages(name, pipeline.num_ranks, per_rank)
-    stages = cut_for_ranks(layers, placement)
+    stages = cut_stages_for_ranks(layers, placement)
     # F, I and W of a linear layer are one product each, so each takes as long as the others.
     costs = [StageCosts(cost, cost, cost) for cost in layers.of_stages(stages)]
     return bubble_of(name, pipeline.num_ranks, pipeline.num_microbatches, per_rank, costs)

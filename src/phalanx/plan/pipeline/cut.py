@@ -208,7 +208,7 @@ def _find_optimal_cut(
 _CutSortKey = tuple[Seconds, Seconds, Seconds]
 
 
-def cut_for_ranks(costs: LayerCosts, rank_of_stage: Sequence[int]) -> Stages:
+def cut_stages_for_ranks(costs: LayerCosts, rank_of_stage: Sequence[int]) -> Stages:
     """The cut of `cut_stages`; where ranks have several stages, blocks move between stages as
     long as that lowers the work of the busiest rank, or at the same work that of the slowest
     stage, or makes stages more even.

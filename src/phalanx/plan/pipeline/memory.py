@@ -176,8 +176,6 @@ def _message_bytes(schedule: Schedule, rank: int, sent: int) -> int:
     """Bytes for messages on their way to a rank; 0 if all of its neighbours' stages are its own."""
     stages = schedule.stages_of(rank)
     neighbours = {s + d for s in stages for d in (-1, 1) if 0 <= s + d < schedule.num_stages}
-    return (
-        NUM_RECEIVE_BUFFERS * sent
-        if any(schedule.rank_of_stage[stage] != rank for stage in neighbours)
-        else 0
-    )
+    if any(schedule.rank_of_stage[stage] != rank for stage in neighbours):
+        return NUM_RECEIVE_BUFFERS * sent
+    return 0

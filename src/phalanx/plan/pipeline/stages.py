@@ -14,7 +14,7 @@ from phalanx.job.schema import Job
 from phalanx.plan.choice import Choice
 from phalanx.plan.pipeline.bubble import MAX_UNREMARKED_BUBBLE, find_enough_microbatches
 from phalanx.plan.pipeline.costs import model_part_costs, predict_stage_costs
-from phalanx.plan.pipeline.cut import LayerCosts, Stages, check_requested_cut, cut_for_ranks
+from phalanx.plan.pipeline.cut import LayerCosts, Stages, check_requested_cut, cut_stages_for_ranks
 from phalanx.plan.pipeline.generate import can_have_stages_per_rank
 from phalanx.plan.pipeline.memory import rank_activation_bytes
 from phalanx.plan.pipeline.pipeline_plan import SCHEDULE_FROM_FILE, Pipeline, build_named_pipeline
@@ -217,7 +217,7 @@ def _cut_stages(
             fix=_suggest_fewer_stages(job, requested, most, num_ranks)
             or "leave parallel.pp out, or use a deeper model",
         )
-    return cut_for_ranks(costs, requested.rank_of_stage)
+    return cut_stages_for_ranks(costs, requested.rank_of_stage)
 
 
 def _suggest_fewer_stages(job: Job, requested: RequestedSchedule, most: int, num_ranks: int) -> str:
@@ -243,4 +243,6 @@ def _suggest_fewer_stages(job: Job, requested: RequestedSchedule, most: int, num
             f"parallel.schedule={DEFAULT_SCHEDULE}"
             + " without stages_per_rank" * bool(job.parallel.stages_per_rank)
         )
-    return f"nearest: {', or '.join(fixes)}" if fixes else ""
+    if fixes:
+        return f"nearest: {', or '.join(fixes)}"
+    return ""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.core.errors import LayoutError
-from phalanx.plan.pipeline.cut import LayerCosts, Stages, cut_for_ranks
+from phalanx.plan.pipeline.cut import LayerCosts, Stages, cut_stages_for_ranks
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.pipeline.schedule import Action, Schedule
 from phalanx.plan.pipeline.simulate import Seconds, StageCosts, Timeline, simulate
@@ -178,7 +178,7 @@ def recut(
         )
     totals = [forward_backward_seconds(cost) for cost in seconds]
     layers = _distribute_seconds(totals, measured, weights)
-    stages = cut_for_ranks(layers, pipeline.rank_of_stage)
+    stages = cut_stages_for_ranks(layers, pipeline.rank_of_stage)
     by_kind = []
     for kind in ("forward_s", "backward_input_s", "backward_weight_s"):
         kind_seconds = [getattr(cost, kind) for cost in seconds]

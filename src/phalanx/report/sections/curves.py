@@ -104,7 +104,7 @@ def draw_loss_chart(facts: RunFacts) -> Html:
         series += _held_out_loss_by_source(facts)
     chart = LineChart(
         title="Loss",
-        y_label=facts.units.describe_loss_unit,
+        y_label=facts.units.format_loss_with_unit,
         unit=facts.units.loss,
         series=series,
         references=_baseline_references(facts),

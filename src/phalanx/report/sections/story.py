@@ -38,7 +38,7 @@ def render_story(facts: RunFacts) -> Html:
         for envelope in facts.story
         if not isinstance(envelope.event, _EVENTS_SHOWN_ELSEWHERE)
     ]
-    shown, num_left_out = _thin_out_story(story)
+    shown, num_left_out = _drop_frequent_events(story)
     if not shown:
         body: list[Html | None] = [build_note("Nothing has been recorded yet.")]
     else:
@@ -52,7 +52,7 @@ def render_story(facts: RunFacts) -> Html:
     )
 
 
-def _thin_out_story(story: list[Envelope]) -> tuple[list[Envelope], int]:
+def _drop_frequent_events(story: list[Envelope]) -> tuple[list[Envelope], int]:
     """At most `MAX_STORY_ROWS`: checkpoints and skips are thinned first, then the middle goes."""
     if len(story) <= MAX_STORY_ROWS:
         return story, 0

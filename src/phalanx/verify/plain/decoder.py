@@ -10,9 +10,9 @@ import math
 
 import torch
 
-from phalanx.verify.plain.attention import attention, visible_pairs
+from phalanx.verify.plain.attention import attention, make_visibility_mask
 from phalanx.verify.plain.experts import mixture_of_experts, move_bias
-from phalanx.verify.plain.layers import Tensors, feed_forward, stream_norm
+from phalanx.verify.plain.layers import Tensors, feed_forward, residual_stream_norm
 from phalanx.verify.plain.rotary import rotation_angles
 from phalanx.verify.plain.settings import PlainSettings
 
@@ -41,7 +41,7 @@ def plain_loss(
 
 
 @torch.no_grad()
-def plain_biases(
+def plain_router_biases(
     settings: PlainSettings, parameters: Tensors, buffers: Tensors, batch: Tensors
 ) -> dict[str, torch.Tensor]:
     """The routers' biases after a step on the whole of `batch`, by their names in `buffers`."""
@@ -66,25 +66,29 @@ def _run_blocks(
     balance, counts = x_BTD.new_zeros(()), {}
     for layer in range(settings.num_layers):
         block, is_local = f"blocks.{layer}", settings.is_local(layer)
-        normed = stream_norm(settings, parameters, f"{block}.attention_norm", x_BTD)
+        normed = residual_stream_norm(settings, parameters, f"{block}.attention_norm", x_BTD)
         angles = None
         if settings.positions == "rope":
             angles = rotation_angles(settings, positions, x_BTD.dtype, is_local=is_local)
         window = settings.sliding_window if is_local else 0
         documents = batch.get("document_ids")
-        visible = visible_pairs(inputs.shape[1], window, documents, inputs.device)
+        visible = make_visibility_mask(inputs.shape[1], window, documents, inputs.device)
         name = f"{block}.attention"
         added = attention(settings, parameters, name, normed, angles, visible, is_local=is_local)
-        x_BTD = x_BTD + _after(settings, parameters, f"{block}.attention_post_norm", added)
-        normed = stream_norm(settings, parameters, f"{block}.ffn_norm", x_BTD)
+        x_BTD = x_BTD + _normalize_after_sublayer(
+            settings, parameters, f"{block}.attention_post_norm", added
+        )
+        normed = residual_stream_norm(settings, parameters, f"{block}.ffn_norm", x_BTD)
         if settings.has_experts(layer):
             routed = mixture_of_experts(settings, parameters, buffers, f"{block}.moe", normed)
             added, balance = routed.output_BTD, balance + routed.balance
             counts[block] = routed.counts_E
         else:
             added = feed_forward(settings, parameters, f"{block}.ffn", normed)
-        x_BTD = x_BTD + _after(settings, parameters, f"{block}.ffn_post_norm", added)
-    return stream_norm(settings, parameters, "norm", x_BTD), balance, counts
+        x_BTD = x_BTD + _normalize_after_sublayer(
+            settings, parameters, f"{block}.ffn_post_norm", added
+        )
+    return residual_stream_norm(settings, parameters, "norm", x_BTD), balance, counts
 
 
 def _embed(
@@ -101,9 +105,9 @@ def _embed(
     return x_BTD
 
 
-def _after(
+def _normalize_after_sublayer(
     settings: PlainSettings, parameters: Tensors, name: str, x_BTD: torch.Tensor
 ) -> torch.Tensor:
     if not settings.post_norms:
         return x_BTD
-    return stream_norm(settings, parameters, name, x_BTD)
+    return residual_stream_norm(settings, parameters, name, x_BTD)

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import torch
 
-from phalanx.verify.plain.layers import Tensors, activate, feed_forward
+from phalanx.verify.plain.layers import Tensors, apply_activation, feed_forward
 from phalanx.verify.plain.settings import PlainSettings
 
 
-class Routed(NamedTuple):
+class ExpertOutput(NamedTuple):
     """output_BTD; balance: the auxiliary loss, summed over sequences, each times its tokens;
     counts_E: the tokens that chose each expert, dropped ones among them."""
 
@@ -28,8 +28,8 @@ class Routed(NamedTuple):
 
 def mixture_of_experts(
     settings: PlainSettings, parameters: Tensors, buffers: Tensors, name: str, x_BTD: torch.Tensor
-) -> Routed:
-    scores_BTE = _scores(settings, parameters[f"{name}.router.weight"], x_BTD)
+) -> ExpertOutput:
+    scores_BTE = _router_scores(settings, parameters[f"{name}.router.weight"], x_BTD)
     chosen_by = scores_BTE.detach()
     if settings.balance_bias > 0:
         chosen_by = chosen_by + buffers[f"{name}.router.bias"]
@@ -49,7 +49,7 @@ def mixture_of_experts(
     if settings.num_shared_experts > 0:
         output_BTD = output_BTD + feed_forward(settings, parameters, f"{name}.shared", x_BTD)
     balance = _balance_loss(settings, scores_BTE, chosen_BTE)
-    return Routed(output_BTD, balance, chosen_BTE.sum((0, 1)))
+    return ExpertOutput(output_BTD, balance, chosen_BTE.sum((0, 1)))
 
 
 def move_bias(
@@ -62,7 +62,9 @@ def move_bias(
     return bias_E + settings.balance_bias * torch.sign(error_E).to(bias_E.dtype)
 
 
-def _scores(settings: PlainSettings, weight: torch.Tensor, x_BTD: torch.Tensor) -> torch.Tensor:
+def _router_scores(
+    settings: PlainSettings, weight: torch.Tensor, x_BTD: torch.Tensor
+) -> torch.Tensor:
     """[B, T, E], in fp32 at least."""
     wide = torch.promote_types(x_BTD.dtype, torch.float32)
     logits_BTE = torch.einsum("btd,ed->bte", x_BTD.to(wide), weight.to(wide))
@@ -95,10 +97,10 @@ def _run_expert(
 ) -> torch.Tensor:
     """The output that one expert would have for each token. Experts have no biases."""
     up = torch.einsum("btd,fd->btf", x_BTD, parameters[f"{name}.up.weight"][expert])
-    inner = activate(settings.activation, up)
+    inner = apply_activation(settings.activation, up)
     if settings.activation in ("swiglu", "geglu", "geglu_tanh"):
         gate = torch.einsum("btd,fd->btf", x_BTD, parameters[f"{name}.gate.weight"][expert])
-        inner = activate(settings.activation, gate) * up
+        inner = apply_activation(settings.activation, gate) * up
     return torch.einsum("btf,df->btd", inner, parameters[f"{name}.down.weight"][expert])
 
 

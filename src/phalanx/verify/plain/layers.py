@@ -40,7 +40,7 @@ def layer_norm(
     return centred / torch.sqrt(variance + eps) * weight + bias
 
 
-def stream_norm(
+def residual_stream_norm(
     settings: BlockSettings, parameters: Tensors, name: str, x: torch.Tensor
 ) -> torch.Tensor:
     """A norm of the residual stream, of the settings' kind."""
@@ -50,7 +50,7 @@ def stream_norm(
     return rms_norm(x, weight, settings.norm_eps, plus_one=settings.norm_plus_one)
 
 
-def activate(kind: str, x: torch.Tensor) -> torch.Tensor:
+def apply_activation(kind: str, x: torch.Tensor) -> torch.Tensor:
     """SiLU (arXiv 1702.03118); GELU, exact or with the tanh of arXiv 1606.08415, section 2."""
     if kind == "swiglu":
         return x * torch.sigmoid(x)
@@ -68,7 +68,7 @@ def feed_forward(
     up = apply_linear(parameters, f"{name}.up", x, bias=bias)
     if settings.activation in ("swiglu", "geglu", "geglu_tanh"):
         gate = apply_linear(parameters, f"{name}.gate", x, bias=bias)
-        inner = activate(settings.activation, gate) * up
+        inner = apply_activation(settings.activation, gate) * up
     else:
-        inner = activate(settings.activation, up)
+        inner = apply_activation(settings.activation, up)
     return apply_linear(parameters, f"{name}.down", inner, bias=bias)

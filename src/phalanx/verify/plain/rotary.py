@@ -22,12 +22,12 @@ def rotation_angles(
     """[B, T, P]: the angle of each pair, in radians, in fp32 at least."""
     width = settings.rope_head_dim or settings.head_dim
     wide = torch.promote_types(dtype, torch.float32)
-    rates = [_rate(settings, pair, width, is_local) for pair in range(width // 2)]
+    rates = [_frequency_of_pair(settings, pair, width, is_local) for pair in range(width // 2)]
     rates_P = torch.tensor(rates, dtype=wide, device=positions_BT.device)
     return torch.einsum("bt,p->btp", positions_BT.to(wide), rates_P)
 
 
-def temperature(settings: PlainSettings, *, is_local: bool) -> float:
+def yarn_attention_factor(settings: PlainSettings, *, is_local: bool) -> float:
     """The factor by which YaRN multiplies queries and keys (section 3.4): sqrt(1/t) = 0.1 ln(s) +
     1; with DeepSeek-V2's factor of the logarithm (`mscale`). 1 where positions are not
     stretched."""
@@ -41,7 +41,7 @@ def _has_own_base(settings: PlainSettings, is_local: bool) -> bool:
     return is_local and settings.local_rope_theta > 0
 
 
-def _rate(settings: PlainSettings, pair: int, width: int, is_local: bool) -> float:
+def _frequency_of_pair(settings: PlainSettings, pair: int, width: int, is_local: bool) -> float:
     """Radians per position."""
     if _has_own_base(settings, is_local):
         return 1.0 / settings.local_rope_theta ** (2 * pair / width)
@@ -52,13 +52,13 @@ def _rate(settings: PlainSettings, pair: int, width: int, is_local: bool) -> flo
     if settings.rope_scaling == "ntk":
         return 1.0 / (theta * factor ** (width / (width - 2))) ** (2 * pair / width)
     if settings.rope_scaling == "llama3":
-        return _llama3(rate, factor, settings.rope_original_len)
+        return _llama3_scaled_frequency(rate, factor, settings.rope_original_len)
     if settings.rope_scaling == "yarn":
-        return _yarn(rate, pair, width, settings)
+        return _yarn_scaled_frequency(rate, pair, width, settings)
     return rate
 
 
-def _llama3(rate: float, factor: float, original_len: int) -> float:
+def _llama3_scaled_frequency(rate: float, factor: float, original_len: int) -> float:
     low_factor, high_factor = 1.0, 4.0
     wavelength = 2 * math.pi / rate
     if wavelength < original_len / high_factor:
@@ -69,7 +69,7 @@ def _llama3(rate: float, factor: float, original_len: int) -> float:
     return (1 - smooth) * rate / factor + smooth * rate
 
 
-def _yarn(rate: float, pair: int, width: int, settings: PlainSettings) -> float:
+def _yarn_scaled_frequency(rate: float, pair: int, width: int, settings: PlainSettings) -> float:
     beta_fast, beta_slow = 32.0, 1.0
 
     def pair_with(turns: float) -> float:

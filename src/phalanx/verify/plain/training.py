@@ -186,7 +186,7 @@ class PlainStep:
     evaluation: float | None
 
 
-def find_decayed(module: nn.Module) -> set[str]:
+def find_decayed_parameters(module: nn.Module) -> set[str]:
     """Names of the parameters that decay: all but norms, biases, other vectors and embeddings.
 
     A tensor with several names decays if it does under all of them.
@@ -209,7 +209,7 @@ def train_by_definition(
 ) -> Iterator[PlainStep]:
     """Train `module` as `run` says; yields after each step. Tensors of a PlainStep are those of
     training: whoever keeps them copies them."""
-    decayed = find_decayed(module)
+    decayed = find_decayed_parameters(module)
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
     states = {name: run.rule.start(parameter.detach()) for name, parameter in named.items()}
     scale = None if run.loss_scale is None else LossScaleRule(*run.loss_scale)
@@ -236,10 +236,10 @@ def train_by_definition(
         is_clipped, rate = False, run.schedule.rate(number)
         if skipped:
             gradients = {}
-            _forget_loads(module)
+            _clear_router_loads(module)
         else:
             gradients, is_clipped = _clip(gradients, norm, run.max_norm)
-            _apply(named, gradients, states, run.rule, rate, decayed)
+            _update_parameters(named, gradients, states, run.rule, rate, decayed)
             # Routers move their biases by the load of the step.
             if hasattr(module, "after_step"):
                 module.after_step()
@@ -271,7 +271,7 @@ def _clip(gradients: Tensors, norm: float, max_norm: float | None) -> tuple[Tens
     return {name: gradient * (max_norm / norm) for name, gradient in gradients.items()}, True
 
 
-def _forget_loads(module: nn.Module) -> None:
+def _clear_router_loads(module: nn.Module) -> None:
     """Forget what tokens of a skipped step chose: it moves no bias, nor does it in the next."""
     for part in module.modules():
         if hasattr(part, "load") and hasattr(part, "num_experts"):
@@ -303,7 +303,7 @@ def _accumulate(
 
 
 @torch.no_grad()
-def _apply(
+def _update_parameters(
     named: Mapping[str, torch.Tensor],
     gradients: Tensors,
     states: Mapping[str, Tensors],

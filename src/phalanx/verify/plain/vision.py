@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from phalanx.verify.plain.attention import attention_of_heads
-from phalanx.verify.plain.layers import Tensors, apply_linear, feed_forward, stream_norm
+from phalanx.verify.plain.layers import Tensors, apply_linear, feed_forward, residual_stream_norm
 from phalanx.verify.plain.settings import VisionSettings
 
 # A label that counts for nothing: the default of torch's cross_entropy.
@@ -28,20 +28,22 @@ def plain_vision_loss(
     visible = torch.ones(1, num_tokens, num_tokens, dtype=torch.bool, device=x_BTD.device)
     for layer in range(settings.num_layers):
         block = f"blocks.{layer}"
-        normed = stream_norm(settings, parameters, f"{block}.attention_norm", x_BTD)
+        normed = residual_stream_norm(settings, parameters, f"{block}.attention_norm", x_BTD)
         added = attention_of_heads(settings, parameters, f"{block}.attention", normed, visible)
         if settings.post_norms:
-            added = stream_norm(settings, parameters, f"{block}.attention_post_norm", added)
+            added = residual_stream_norm(
+                settings, parameters, f"{block}.attention_post_norm", added
+            )
         x_BTD = x_BTD + added
-        normed = stream_norm(settings, parameters, f"{block}.ffn_norm", x_BTD)
+        normed = residual_stream_norm(settings, parameters, f"{block}.ffn_norm", x_BTD)
         added = feed_forward(settings, parameters, f"{block}.ffn", normed)
         if settings.post_norms:
-            added = stream_norm(settings, parameters, f"{block}.ffn_post_norm", added)
+            added = residual_stream_norm(settings, parameters, f"{block}.ffn_post_norm", added)
         x_BTD = x_BTD + added
     pooled_BD = x_BTD[:, 0]
     if settings.pooling == "mean":
         pooled_BD = x_BTD.sum(1) / num_tokens
-    normed = stream_norm(settings, parameters, "norm", pooled_BD)
+    normed = residual_stream_norm(settings, parameters, "norm", pooled_BD)
     logits_BV = apply_linear(parameters, "head", normed, bias=True)
     wide = torch.promote_types(logits_BV.dtype, torch.float32)
     log_probs_BV = logits_BV.to(wide).log_softmax(-1)
