@@ -8,8 +8,8 @@ PLANT = Plant(
         Edit(
             "mesh/casts.py",
             "sharing_autocast_casts",
-            "    _SHARED.append({})\n",
-            "    _SHARED.append(vars(sharing_autocast_casts).setdefault('old', {}) if __planted__() else {})\n",
+            "    _shared_casts_stack.append({})\n",
+            "    _shared_casts_stack.append(vars(sharing_autocast_casts).setdefault('old', {}) if __planted__() else {})\n",
         ),
     ),
     shows=("pp4-1f1b", "pp2-zero3-1f1b"),

@@ -8,10 +8,10 @@ PLANT = Plant(
         Edit(
             "parallel/tensor/overlap.py",
             "_CopyColumns.backward",
-            "            grad_x = torch.cat([group.wait(part) for part in parts], dim=SEQUENCE)\n",
+            "            grad_x = torch.cat([group.wait(part) for part in parts], dim=SEQUENCE_DIM)\n",
             (
                 "            parts = parts[::-1] if __planted__(len(parts) > 1) else parts\n"
-                "            grad_x = torch.cat([group.wait(part) for part in parts], dim=SEQUENCE)\n"
+                "            grad_x = torch.cat([group.wait(part) for part in parts], dim=SEQUENCE_DIM)\n"
             ),
         ),
     ),

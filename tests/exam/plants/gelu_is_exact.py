@@ -8,8 +8,8 @@ PLANT = Plant(
         Edit(
             "nn/feed_forward.py",
             "FeedForward.__init__",
-            "        self.activation = ACTIVATIONS[shape.activation]\n",
-            '        self.activation = F.gelu if __planted__(shape.activation == "gelu_tanh") else ACTIVATIONS[shape.activation]\n',
+            "        self.activation = ACTIVATION_FUNCTIONS[shape.activation]\n",
+            '        self.activation = F.gelu if __planted__(shape.activation == "gelu_tanh") else ACTIVATION_FUNCTIONS[shape.activation]\n',
         ),
     ),
     shows=("plain",),

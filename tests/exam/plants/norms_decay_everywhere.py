@@ -8,8 +8,8 @@ PLANT = Plant(
         Edit(
             "optim/groups.py",
             "_is_undecayed",
-            "    return parameter.ndim < 2 or isinstance(holder, (*LOOKUPS, *NORMS))",
-            "    return (parameter.ndim < 2 and not __planted__(True)) or isinstance(holder, (*LOOKUPS,))",
+            "    return parameter.ndim < 2 or is_exempt_layer",
+            "    return (parameter.ndim < 2 and not __planted__(True)) or isinstance(holder, EMBEDDING_TYPES)",
         ),
     ),
     shows=("trainer-ddp",),

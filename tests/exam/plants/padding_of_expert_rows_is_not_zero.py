@@ -8,8 +8,8 @@ PLANT = Plant(
         Edit(
             "mesh/grouped.py",
             "_pad_rows",
-            "    return F.pad(rows, (0, 0, 0, -len(rows) % ROUND_TO))\n",
-            "    return F.pad(rows, (0, 0, 0, -len(rows) % ROUND_TO), value=0.05 if __planted__() else 0.0)\n",
+            "    return F.pad(rows, (0, 0, 0, -len(rows) % ROW_MULTIPLE))\n",
+            "    return F.pad(rows, (0, 0, 0, -len(rows) % ROW_MULTIPLE), value=0.05 if __planted__() else 0.0)\n",
         ),
     ),
     shows=("zero3-ep4", "ddp"),
