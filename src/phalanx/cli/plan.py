@@ -123,6 +123,23 @@ def command(
     no_cache: Annotated[
         bool, typer.Option("--no-cache", help="With --dry-run: run it again.")
     ] = False,
+    validate: Annotated[
+        Path | None,
+        typer.Option(
+            "--validate",
+            metavar="FILE",
+            help="Predict the measured runs of this JSONL file, and say how wrong that is.",
+        ),
+    ] = None,
+    anchors: Annotated[
+        int,
+        typer.Option(
+            "--anchors",
+            metavar="K",
+            min=0,
+            help="With --validate: K rows of each source set a scale for its others.",
+        ),
+    ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> int:
     """Choose a layout for a job and say why, with memory per rank, for this machine or any other.
@@ -140,6 +157,10 @@ def command(
         if models:
             _print_models(as_json)
             return 0
+        if validate is not None:
+            from phalanx.cli._plan_validate import print_validation
+
+            return print_validation(validate, anchors, as_json=as_json)
         if suggest:
             from phalanx.cli._suggest import print_suggestion
 

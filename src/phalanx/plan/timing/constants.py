@@ -80,8 +80,11 @@ class TimingConstants:
     optimizer_bytes: float
     tp_backward_exposed: float
     p2p_overlapped: float
+    unaligned_efficiency: float
     band: float
-    band_anchored: float
+    band_experts: float
+    band_waiting: float
+    anchored_band: float
 
     def override(self, values: Mapping[str, float]) -> TimingConstants:
         """These constants with the `values` of a profile in their place.

@@ -55,7 +55,11 @@ def build_machine(
     """The rates of `accelerator` with the links that it is usually sold with, but for what is
     given (0: as usual)."""
     num_devices = gpus_per_node or accelerator.gpus_per_node
-    domain = link_domain or max(accelerator.link_domain, num_devices)
+    domain = link_domain
+    if not domain:
+        # NVLink joins a node, or a rack of them.
+        is_rack = accelerator.link_domain > accelerator.gpus_per_node
+        domain = accelerator.link_domain if is_rack else num_devices
     inner = LinkRate(domain, (link_gb_s or accelerator.link_gb_s) * GB)
     outer = LinkRate(2**31, (nic_gb_s or accelerator.nic_gb_s) * GB)
     return MachineRates(accelerator, (inner, outer), num_devices, power_share)

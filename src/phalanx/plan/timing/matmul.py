@@ -18,6 +18,9 @@ from phalanx.plan.timing.setup import Precision
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.78), (64, 64, 0.55))
 # A last wave that is half full takes less than a full one: clocks rise, and memory is less busy.
 WAVE_WEIGHT = 0.7
+ALIGNED_ELEMENTS = 64  # 128 bytes of 16-bit elements
+# Watts for a TFLOP/s of 16-bit products on the GPU that a generation's efficiency is fitted to.
+REFERENCE_WATTS = {70: 300 / 125, 80: 400 / 312, 90: 700 / 989, 100: 1200 / 2500}
 
 
 def matmul_s(
@@ -41,6 +44,9 @@ def matmul_s(
         seconds = cost * flops / (flops_s * speed)
         best = seconds if best is None else np.minimum(best, seconds)
     assert best is not None
+    # Rows of memory that do not begin at a cache line are read in smaller pieces.
+    is_aligned = (n % ALIGNED_ELEMENTS == 0) & (k % ALIGNED_ELEMENTS == 0)
+    best = np.where(is_aligned, best, best / constants.unaligned_efficiency)
     moved = count * (element_bytes * (m * k + n * k) + 2.0 * m * n)
     reading = moved / (machine.memory_bytes_s * constants.memory_efficiency)
     return np.asarray(np.maximum(best, reading))
@@ -71,8 +77,14 @@ def dense_flops_s(
 
 
 def power_factor(machine: MachineRates, constants: TimingConstants) -> Column | float:
-    """The part of its speed that a GPU has at its power limit."""
-    factor: float = machine.power_share**constants.power_exponent
+    """How much faster large products are than on the reference of the generation, for the power
+    that a GPU has for them."""
+    accelerator = machine.accelerator
+    tflops = accelerator.bf16_tflops or accelerator.fp16_tflops
+    reference = REFERENCE_WATTS[machine.generation]
+    watts = accelerator.watts or reference * tflops
+    share = machine.power_share * watts / tflops / reference
+    factor: float = min(share, 1.3) ** constants.power_exponent
     return factor
 
 

@@ -75,6 +75,8 @@ def _idle_share(stage: StageTimes, columns: SetupColumns) -> Column:
     phalanx.plan.pipeline.closed_forms."""
     forward, backward, weights = stage.forward, stage.backward, stage.weight_gradients
     plain = (forward + backward) / columns.stages_per_rank
-    zero = np.maximum(forward, forward + backward - 2 * weights) / columns.stages_per_rank
+    saved = columns.deferred_weights * weights
+    zero = np.maximum(0.0, forward + backward - saved) / columns.stages_per_rank
     v_shaped = forward / 2
-    return np.where(columns.is_v_shaped, v_shaped, np.where(columns.is_zero_bubble, zero, plain))
+    is_zero_bubble = columns.deferred_weights > 0
+    return np.where(columns.is_v_shaped, v_shaped, np.where(is_zero_bubble, zero, plain))

@@ -102,6 +102,9 @@ class StepSetup:
     """Whether gradients of microbatches add up before they are reduced (ZeRO 2 and 3)."""
     offload: Literal["none", "optimizer", "parameters"] = "none"
     stack: SoftwareStack = PHALANX
+    folded_ep: int = 0
+    """Ranks that experts are spread over, where ep folds over tp, too (`cuts_experts` is False)
+    and may be larger than the layout could say; 0: the layout's ep."""
     imbalance: float = 1.0
     """Tokens of the busiest expert rank, as a multiple of the mean."""
 

@@ -29,6 +29,8 @@ from phalanx.plan.timing.step_time import TERMS, StepTime
 
 # The loss in eager kernels: logits in fp32, their softmax, and its gradient are written apart.
 EAGER_LOSS = 2.5
+# Terms in which a GPU waits for something else.
+WAITING = ("tp", "cp", "ep", "bubble", "dp exposed", "offload", "launch")
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class StepTimes:
     """Seconds of a step for many setups: one column a term, in the order of TERMS."""
 
     terms: dict[str, Column]
-    band: float
+    band: Column
     """Half of the logarithm's width of the 80 % interval."""
 
     @property
@@ -46,7 +48,7 @@ class StepTimes:
     def take(self, row: int) -> StepTime:
         """The times of the setup at `row`."""
         terms = {term: float(self.terms[term][row]) for term in TERMS}
-        total, factor = sum(terms.values()), math.exp(float(self.band))
+        total, factor = sum(terms.values()), math.exp(float(self.band[row]))
         return StepTime(terms, total / factor, total * factor)
 
 
@@ -135,7 +137,20 @@ class _StepTimer:
         terms["jitter"] = subtotal * self._jitter_share()
         shape = np.broadcast_shapes(*(term.shape for term in terms.values()), columns.pp.shape)
         in_order = {term: np.broadcast_to(terms[term], shape) for term in TERMS}
-        return StepTimes(in_order, constants.band)
+        return StepTimes(in_order, np.broadcast_to(self._band(in_order), shape))
+
+    def _band(self, terms: dict[str, Column]) -> Column:
+        """Half of the logarithm's width of the 80 % interval: parts that do not depend on each
+        other add up as squares."""
+        constants = self.constants
+        total = sum(terms.values(), start=np.zeros(1))
+        waiting = sum((terms[term] for term in WAITING), start=np.zeros(1)) / total
+        has_experts = any(block.num_experts for block, _ in self.work.block_kinds)
+        return np.sqrt(
+            constants.band**2
+            + (constants.band_experts * has_experts) ** 2
+            + (constants.band_waiting * waiting) ** 2
+        )
 
     def _ideal_s(self) -> Column:
         """Seconds of the model's products, without any recomputation, at the data sheet's peak."""

@@ -1,0 +1,1 @@
+"""Predictions against measured runs: rows of published results, read, predicted and scored."""

@@ -1,0 +1,127 @@
+"""The machine of a published row: its GPU by any spelling, and its links from their description."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from phalanx.plan.accelerators import Accelerator, list_accelerators
+from phalanx.plan.timing.machine import MachineRates, build_machine
+from phalanx.plan.validation.row_values import (
+    UnusableRow,
+    read_number,
+    read_optional_int,
+    read_text,
+)
+
+# InfiniBand generations: Gbit/s of one port of four lanes.
+INFINIBAND = {"edr": 100, "hdr": 200, "ndr": 400, "xdr": 800}
+
+
+def build_row_machine(row: Mapping[str, Any]) -> MachineRates:
+    """The rates of a row's GPUs and links. Raises UnusableRow for a GPU that no table knows."""
+    text = read_text(row, "gpu")
+    accelerator = match_accelerator(text, read_number(row, "gpu_mem_gb"))
+    bandwidth = re.search(r"(\d+(?:\.\d+)?)\s*TB/s", text)
+    if bandwidth:
+        accelerator = replace(accelerator, memory_gb_s=1000 * float(bandwidth[1]))
+    share = 1.0
+    watts = re.search(r"(\d{2,4})\s*W\b", text)
+    if watts and accelerator.watts:
+        share = min(1.0, max(0.2, float(watts[1]) / accelerator.watts))
+    gpus_per_node = read_optional_int(row, "gpus_per_node") or accelerator.gpus_per_node
+    domain = read_optional_int(row, "nvlink_domain") or 0
+    return build_machine(
+        accelerator,
+        gpus_per_node=gpus_per_node,
+        link_domain=domain if domain >= gpus_per_node else 0,
+        link_gb_s=read_link(read_text(row, "intra_net")),
+        nic_gb_s=read_network(read_text(row, "inter_net"), gpus_per_node),
+        power_share=share,
+    )
+
+
+def match_accelerator(text: str, memory_gb: float | None = None) -> Accelerator:
+    """The accelerator that a text means: "H100-SXM5 80GB", "NVIDIA A100 PCIe", "gb200 NVL72".
+
+    Raises UnusableRow for one that no table knows.
+    """
+    words = re.sub(r"[^a-z0-9]+", "", text.lower())
+    best: Accelerator | None = None
+    best_length = 0
+    for name, accelerator in list_accelerators().items():
+        model = name.split("-")[0]
+        if name.startswith("rtx"):
+            model = name.replace("-", "")
+        # "h100" is in "gh100" as "b200" is in "gb200": the longest model wins.
+        position = words.find(model)
+        if position < 0 or len(model) < best_length:
+            continue
+        if len(model) == best_length and not _is_closer(name, words, memory_gb, best):
+            continue
+        best, best_length = accelerator, len(model)
+    if best is None:
+        best = _match_relative(words)
+    if best is None:
+        raise UnusableRow("unknown GPU")
+    return best
+
+
+def _is_closer(name: str, words: str, memory_gb: float | None, other: Accelerator | None) -> bool:
+    """True if the variant `name` fits a text better than `other`, of the same model."""
+    if "pcie" in words:
+        return "pcie" in name
+    if "pcie" in name:
+        return False
+    memory = list_accelerators()[name].memory_gib
+    if memory_gb and other is not None and "pcie" not in other.name:
+        return abs(memory - memory_gb) < abs(other.memory_gib - memory_gb)
+    return other is not None and "pcie" in other.name
+
+
+def _match_relative(words: str) -> Accelerator | None:
+    """The GPU that one sold elsewhere is made after: the same chip with slower links."""
+    table = list_accelerators()
+    relatives = {
+        "a800": ("a100-sxm", 200.0),
+        "h800": ("h100-sxm", 200.0),
+    }
+    for model, (name, link_gb_s) in relatives.items():
+        if model in words and name in table:
+            return replace(table[name], link_gb_s=link_gb_s)
+    return None
+
+
+def read_link(text: str) -> float:
+    """GB/s of one GPU in one direction to others of its node; 0 where the text does not say."""
+    match = re.search(r"(\d+(?:\.\d+)?)\s*GB/s(?: per direction)?", text)
+    if not match:
+        return 0.0
+    rate = float(match[1])
+    if re.search(r"bidirectional|both directions|total", text):
+        rate /= 2
+    return rate if 1 <= rate <= 10_000 else 0.0
+
+
+def read_network(text: str, gpus_per_node: int) -> float:
+    """GB/s of one GPU's share of the network, in one direction; 0 where the text does not say."""
+    lowered = text.lower()
+    rate = re.search(r"(\d+(?:\.\d+)?)\s*(?:gb/s|gbps|gbit/s|gbe|g\b)", lowered)
+    generation = re.search(r"\b(edr|hdr|ndr|xdr)\b", lowered)
+    count = re.search(r"(\d+)\s*x\s*(?=\D*\d|hdr|ndr|edr|xdr)", lowered)
+    if rate is None and generation is None:
+        return 0.0
+    gbit = float(rate[1]) if rate else float(INFINIBAND[generation[1]])  # type: ignore[index]
+    if not 1 <= gbit <= 100_000:
+        return 0.0
+    is_total = "=" in lowered or (count is None and "per node" in lowered) or gbit > 1600
+    if "per gpu" in lowered:
+        return gbit / 8
+    if is_total:
+        return gbit / 8 / gpus_per_node
+    if count:
+        # No more than one for each GPU.
+        return min(int(count[1]), gpus_per_node) * gbit / 8 / gpus_per_node
+    return gbit / 8

@@ -1,0 +1,131 @@
+"""The model of a published row, from the widths that it states; what it leaves out follows from
+what the field usually does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from phalanx.job.shapes.decoder import DecoderShape
+from phalanx.plan.validation.row_values import (
+    UnusableRow,
+    read_int,
+    read_optional_int,
+    read_text,
+)
+
+DEFAULT_VOCAB = 50304  # GPT-2's, padded: of rows that state none
+# Latent attention of DeepSeek-V2 and -V3, and of the models made after them.
+LATENT = {"kv_rank": 512, "rope_head_dim": 64, "head_dim": 192, "value_head_dim": 128}
+QUERY_RANK = 1536
+EXPERT_WIDTHS = {"deepseek-?v2": 1536, "deepseek-?v3": 2048, "mixtral-8x7": 14336}
+WIDE_LATENT_DIM = 5120  # models this wide project queries through a latent, smaller ones at once
+
+
+def build_row_shape(row: Mapping[str, Any]) -> DecoderShape:
+    """The shape of a row's model. Raises UnusableRow where layers or widths are missing."""
+    dim, num_layers = read_int(row, "hidden"), read_int(row, "layers")
+    # Frameworks fill the vocabulary up, so that ranks of tp have equal and aligned parts.
+    multiple = 128 * (read_optional_int(row, "tp") or 1)
+    vocab = -(-(read_optional_int(row, "vocab") or DEFAULT_VOCAB) // multiple) * multiple
+    moe = row.get("moe")
+    if not isinstance(moe, Mapping):
+        moe = {}
+    heads = read_optional_int(row, "heads") or max(1, dim // 128)
+    kv_heads = read_optional_int(row, "kv_heads") or heads
+    head_dim = read_optional_int(moe, "head_dim") or read_optional_int(row, "head_dim")
+    ffn = read_optional_int(row, "ffn") or read_optional_int(moe, "moe_ffn") or 4 * dim
+    keys: dict[str, Any] = {
+        "num_layers": num_layers,
+        "dim": dim,
+        "num_heads": heads,
+        "num_kv_heads": min(kv_heads, heads),
+        "head_dim": head_dim or max(1, dim // heads),
+        "ffn_dim": ffn,
+        "vocab_size": vocab,
+    }
+    is_gated = _is_gated(row, dim, ffn)
+    keys["activation"] = "swiglu" if is_gated else "gelu"
+    keys["norm"] = "rmsnorm" if is_gated else "layernorm"
+    keys["positions"] = "rope" if is_gated else "learned"
+    keys["bias"] = "none" if is_gated else "all"
+    keys["tie_embeddings"] = not is_gated
+    keys |= _read_experts(row, moe)
+    keys |= _read_latent_attention(row, moe, dim)
+    keys |= _read_window(row)
+    return DecoderShape(**keys)
+
+
+def count_predicted_tokens(row: Mapping[str, Any]) -> int:
+    """Layers beside the model's own that predict tokens further ahead (MTP), 0 or 1: DeepSeek-V3
+    is trained with one, unless the row says otherwise."""
+    text = f"{read_text(row, 'note')} {read_text(row, 'variant')}".lower()
+    if re.search(r"w/o mtp|without mtp|no mtp", text):
+        return 0
+    return int(bool(re.search(r"deepseek[-_ ]?v3", read_text(row, "model").lower())))
+
+
+def _is_gated(row: Mapping[str, Any], dim: int, ffn: int) -> bool:
+    mlp, name = read_text(row, "mlp").lower(), read_text(row, "model").lower()
+    if "glu" in mlp or "moe" in mlp:
+        return True
+    if "gelu" in mlp or "relu" in mlp:
+        return False
+    if re.search(r"llama|qwen|mistral|mixtral|deepseek|gemma|internlm|moonlight", name):
+        return True
+    return ffn != 4 * dim
+
+
+def _read_experts(row: Mapping[str, Any], moe: Mapping[str, Any]) -> dict[str, Any]:
+    num_experts = read_optional_int(moe, "experts") or read_optional_int(moe, "num_experts")
+    top_k = read_optional_int(moe, "top_k")
+    shared = read_optional_int(moe, "shared_experts") or 0
+    if not num_experts:
+        # Some rows have it in words: "moe160top6+2shared,mla".
+        match = re.search(r"moe(\d+)top(\d+)(?:\+(\d+)shared)?", read_text(row, "mlp").lower())
+        if not match:
+            return {}
+        num_experts, top_k = int(match[1]), int(match[2])
+        shared = int(match[3] or 0)
+    if not top_k:
+        raise UnusableRow("experts without a number that a token visits")
+    width = read_optional_int(moe, "moe_ffn") or read_optional_int(row, "ffn")
+    if width is None:
+        width = _find_expert_width(read_text(row, "model"))
+    return {
+        "num_experts": num_experts,
+        "experts_per_token": min(top_k, num_experts),
+        "expert_ffn_dim": width,
+        "num_shared_experts": shared,
+        "num_dense_layers": read_optional_int(moe, "first_dense_layers") or 0,
+        "router_scores": "softmax",
+    }
+
+
+def _find_expert_width(model: str) -> int:
+    """The width of one expert in a published model that rows only name. Raises UnusableRow for
+    others."""
+    name = model.lower().replace("_", "-")
+    for pattern, width in EXPERT_WIDTHS.items():
+        if re.search(pattern, name):
+            return width
+    raise UnusableRow("experts of unknown width")
+
+
+def _read_latent_attention(
+    row: Mapping[str, Any], moe: Mapping[str, Any], dim: int
+) -> dict[str, Any]:
+    words = f"{read_text(moe, 'attn')} {read_text(row, 'attn')} {read_text(row, 'mlp')}".lower()
+    if "mla" not in words:
+        return {}
+    heads = read_optional_int(row, "heads") or max(1, dim // 128)
+    query_rank = QUERY_RANK if dim >= WIDE_LATENT_DIM else 0
+    return {**LATENT, "query_rank": query_rank, "num_kv_heads": heads}
+
+
+def _read_window(row: Mapping[str, Any]) -> dict[str, Any]:
+    if re.search(r"gpt[-_ ]?oss", read_text(row, "model").lower()):
+        return {"sliding_window": 128, "global_every": 2}
+    window = read_optional_int(row, "sliding_window")
+    return {"sliding_window": window} if window else {}

@@ -1,0 +1,164 @@
+"""The setups that a published row may have had: one where it says all, more where it leaves
+something out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+from phalanx.plan.layout import Layout
+from phalanx.plan.timing.setup import Precision, StepSetup
+from phalanx.plan.validation.row_stack import (
+    build_row_stack,
+    is_sequence_parallel,
+    read_recompute,
+    read_schedule,
+)
+from phalanx.plan.validation.row_values import (
+    UnusableRow,
+    read_number,
+    read_optional_int,
+    read_text,
+)
+
+MICRO_BATCHES = (1, 2, 4, 8)  # those tried where a row does not say
+MOST_STAGES_PER_RANK = 12  # those tried where a row does not say
+
+
+def list_setups(
+    row: Mapping[str, Any], num_gpus: int, seq_len: int, precision: Precision, num_layers: int
+) -> Iterator[StepSetup]:
+    """Every setup that a row's words leave possible."""
+    tp, pp = read_optional_int(row, "tp"), read_optional_int(row, "pp")
+    if tp is None and pp is None and read_optional_int(row, "dp") != num_gpus:
+        raise UnusableRow("no layout")
+    tp, pp, cp = tp or 1, pp or 1, read_optional_int(row, "cp") or 1
+    ep = read_optional_int(row, "ep") or 1
+    model_parallel = tp * pp * cp
+    if num_gpus % model_parallel:
+        raise UnusableRow("degrees do not divide the GPUs")
+    dp = num_gpus // model_parallel
+    stack = build_row_stack(row)
+    for v, micro_batch, (mode, share), (stage, shard) in product(
+        _list_stages_per_rank(row, pp, num_layers),
+        _list_micro_batches(row),
+        read_recompute(row),
+        _list_shards(row, dp),
+    ):
+        count = _count_microbatches(row, dp, micro_batch)
+        if count is None:
+            continue
+        is_folded = ep > 1 and not stack.cuts_experts
+        if ep > 1 and not is_folded and (shard * cp) % ep:
+            is_folded, stack = True, replace(stack, cuts_experts=False)
+        layout = Layout(pp, dp // shard, shard, cp, tp, 1 if is_folded else ep)
+        yield StepSetup(
+            layout=layout,
+            zero_stage=stage,
+            micro_batch_size=micro_batch,
+            num_microbatches=count,
+            seq_len=seq_len,
+            precision=precision,
+            schedule=read_schedule(row),
+            stages_per_rank=v,
+            recompute=mode,
+            recompute_share=share,
+            sequence_parallel=is_sequence_parallel(row, stack),
+            cp_attention=_read_cp_attention(row),
+            stack=stack,
+            folded_ep=ep if is_folded else 0,
+        )
+
+
+def _list_zero_stages(row: Mapping[str, Any]) -> tuple[int, ...]:
+    """The ZeRO stages that a row leaves possible; several where it does not say."""
+    stage = read_number(row, "zero_stage")
+    words = read_text(row, "dp_mode").lower()
+    if stage is not None and stage in (0, 1, 2, 3):
+        return (int(stage),)
+    if re.search(r"fsdp|zero-?3|full", words):
+        return (3,)
+    if re.search(r"zero-?2|grad_op", words):
+        return (2,)
+    if re.search(r"zero-?1|distributed optimizer|dist", words):
+        return (1,)
+    if words:
+        return (0,)
+    return (0, 1, 3)
+
+
+def _read_cp_attention(row: Mapping[str, Any]) -> Any:
+    words = f"{read_text(row, 'attention_kernel')} {read_text(row, 'cp_mode')}".lower()
+    if re.search(r"ulysses|a2a|all-to-all", words):
+        return "ulysses"
+    if re.search(r"all-?gather", words):
+        return "all-gather"
+    return "ring"
+
+
+def _list_stages_per_rank(row: Mapping[str, Any], pp: int, num_layers: int) -> list[int]:
+    v = read_optional_int(row, "vpp")
+    if pp == 1:
+        return [1]
+    if v is not None:
+        return [v]
+    if (
+        "interleaved" in read_text(row, "pp_schedule").lower()
+        or "1f1b-i" in read_text(row, "pp_schedule").lower()
+    ):
+        return [max(1, num_layers // pp)]
+    if num_layers % pp:
+        return [1]
+    # Unsaid: plain, or as many as leave each a whole number of blocks.
+    blocks = num_layers // pp
+    most = max(v for v in range(1, MOST_STAGES_PER_RANK + 1) if blocks % v == 0)
+    return sorted({1, most})
+
+
+def _list_micro_batches(row: Mapping[str, Any]) -> tuple[int, ...]:
+    micro_batch = read_optional_int(row, "micro_batch")
+    return (micro_batch,) if micro_batch else MICRO_BATCHES
+
+
+def _list_shards(row: Mapping[str, Any], dp: int) -> list[tuple[int, int]]:
+    """ZeRO stages, each with the number of ranks that share one copy of the sharded states."""
+    shards = []
+    for stage in _list_zero_stages(row):
+        sizes = [dp]
+        if stage:
+            sizes = _list_shard_sizes(row, dp)
+        shards += [(stage, size) for size in sizes]
+    return shards
+
+
+def _list_shard_sizes(row: Mapping[str, Any], dp: int) -> list[int]:
+    words = read_text(row, "dp_mode").lower()
+    match = re.search(r"(?:over|fsdp|hsdp)\s+(\d+)\b", words)
+    shards = int(match[1]) if match else dp
+    if shards <= 0 or dp % shards:
+        shards = dp
+    if match or not re.search(r"\+\s*dp|hsdp|hybrid", words):
+        return [shards]
+    # Sharded over some ranks and replicated over the rest, of which only the product is known.
+    return sorted({dp, *(part for part in (8, 16, 32, 64, 128, 256) if dp % part == 0)})
+
+
+def _count_microbatches(row: Mapping[str, Any], dp: int, micro_batch: int) -> int | None:
+    """Microbatches of one rank and step; None where the batch does not divide."""
+    batch = read_optional_int(row, "global_batch")
+    if batch is None:
+        for key in ("n_microbatches", "micro_batch_count", "grad_accum"):
+            count = read_optional_int(row, key)
+            if count:
+                return count
+        raise UnusableRow("no global_batch")
+    per_rank = batch / dp / micro_batch
+    if per_rank == int(per_rank) and per_rank >= 1:
+        return int(per_rank)
+    # A batch that was rounded, or ranks that have one more than others.
+    if read_optional_int(row, "micro_batch") and per_rank > 1:
+        return -(-batch // (dp * micro_batch))
+    return None

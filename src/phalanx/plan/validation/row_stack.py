@@ -1,0 +1,168 @@
+"""How the framework of a published row computes and communicates, from the words of the row.
+
+Words decide, never where a row comes from: a family of frameworks, its kernels, its precision.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from phalanx.plan.timing.setup import (
+    AttentionKernel,
+    Kernels,
+    Precision,
+    Recompute,
+    SoftwareStack,
+)
+from phalanx.plan.validation.row_values import read_text
+
+SHARDED = re.compile(r"fsdp|zero-?3|fully")
+
+
+def read_precision(row: Mapping[str, Any]) -> Precision:
+    """The type that products of blocks are computed in; bf16 where the row does not say."""
+    text = read_text(row, "precision").lower()
+    if re.search(r"fp4", text):
+        return "fp4"
+    if re.search(r"mxfp8|block", text):
+        return "mxfp8"
+    if re.search(r"fp8|float8", text):
+        return "fp8"
+    if "bf16" in text or "bfloat16" in text:
+        return "bf16"
+    if re.search(r"fp16|half|float16", text):
+        return "fp16"
+    if re.search(r"fp32|float32|tf32", text):
+        return "fp32"
+    return "bf16"
+
+
+def read_recompute(row: Mapping[str, Any]) -> tuple[tuple[Recompute, float], ...]:
+    """The modes of recomputation, and parts of the blocks, that a row's words leave possible; more
+    than one where they do not say."""
+    text = read_text(row, "activation_checkpointing").lower()
+    unknown: tuple[tuple[Recompute, float], ...] = (
+        ("none", 1.0),
+        ("selective", 1.0),
+        ("full", 0.25),
+        ("full", 0.5),
+        ("full", 1.0),
+    )
+    if re.search(r"not in table|recipe|unstated|unknown|as needed", text) or not text:
+        return unknown
+    every = re.search(r"every (\d+)(?:nd|rd|th)", text)
+    if every:
+        return (("full", 1.0 / int(every[1])),)
+    if re.search(r"^(none|no|off|false)\b|: none", text):
+        return (("none", 1.0),)
+    if re.search(r"core|attention", text):
+        return (("attention", 1.0),)
+    if "op" in text:
+        return (("per-op", 1.0),)
+    if re.search(r"act|norm|mlp|up_proj|minimal", text):
+        return (("selective", 1.0),)
+    if "selective" in text:
+        return (("attention", 1.0),)
+    if re.search(r"full|every|true|yes|uniform|block", text):
+        return (("full", 1.0),)
+    return unknown
+
+
+def read_schedule(row: Mapping[str, Any]) -> str:
+    """The pipeline schedule in a row's words; 1f1b where it does not say."""
+    text = read_text(row, "pp_schedule").lower()
+    if re.search(r"zb[-_]?2p|zb[-_]?h2", text):
+        return "zb-h2"
+    if re.search(r"zb[-_]?v", text):
+        return "zb-v"
+    if re.search(r"zb|zero.?bubble", text):
+        return "zb-h1"
+    if "dualpipe" in text:
+        return "dualpipe-v"
+    if "gpipe" in text:
+        return "gpipe"
+    return "1f1b"
+
+
+def build_row_stack(row: Mapping[str, Any]) -> SoftwareStack:
+    """The software of a row."""
+    framework = read_text(row, "framework").lower()
+    dp_mode = read_text(row, "dp_mode").lower()
+    attention = _read_attention(row)
+    is_xla = bool(re.search(r"xla|pax|maxtext|jax", framework + read_text(row, "compile").lower()))
+    is_megatron = bool(re.search(r"megatron|nemo|mcore", framework)) and not is_xla
+    is_deepspeed = "deepspeed" in framework + dp_mode
+    # Transformer Engine came with cuDNN's attention, overlapped collectives and a sequence cut.
+    is_modern = attention == "cudnn" and not is_xla
+    is_sharded = bool(SHARDED.search(dp_mode)) and "megatron" not in dp_mode
+    overlaps_dp = not re.search(r"no gradient|no overlap|\(local\)", dp_mode)
+    if is_deepspeed and is_megatron:
+        # The pipeline engine reduces after all microbatches.
+        overlaps_dp = False
+    grad_bytes, gather_bytes = _read_travelling_bytes(row, dp_mode, is_megatron)
+    return SoftwareStack(
+        name=framework or "unknown",
+        kernels=_read_kernels(row, is_xla, is_megatron),
+        attention=attention,
+        launch="graph" if is_xla else "eager",
+        # Experts with a capacity have sizes that the CPU need not wait for.
+        launch_weight=0.5 if "tokendrop" in read_text(row, "note").lower() else 1.0,
+        overlaps_reduce=overlaps_dp,
+        overlaps_gather=overlaps_dp,
+        overlaps_tp=_read_flag(row, "async_tp", is_megatron and is_modern),
+        overlaps_ep=_read_flag(row, "ep_overlap", is_megatron and is_modern),
+        overlaps_p2p=is_megatron,
+        grad_bytes=grad_bytes,
+        gather_bytes=gather_bytes,
+        has_main_grad=is_megatron or "internevo" in framework,
+        reduces_each_microbatch=is_sharded,
+        cuts_experts=not is_megatron,
+        is_head_fused=is_megatron or is_xla or _read_kernels(row, is_xla, False) == "compiled",
+        extra_dropout=attention == "unfused",
+    )
+
+
+def is_sequence_parallel(row: Mapping[str, Any], stack: SoftwareStack) -> bool:
+    """True if ranks of tp hold parts of the sequence between their regions; where the row does not
+    say, if its software is of a time that does."""
+    return _read_flag(row, "sequence_parallel", stack.attention != "unfused")
+
+
+def _read_attention(row: Mapping[str, Any]) -> AttentionKernel:
+    text = read_text(row, "attention_kernel").lower()
+    if re.search(r"unfused|eager|math|megatron|fused softmax", text) and "flash" not in text:
+        return "unfused"
+    if re.search(r"cudnn|\bte\b|te/|fa3|flashattention-?3|transformer engine", text):
+        return "cudnn"
+    return "flash"
+
+
+def _read_kernels(row: Mapping[str, Any], is_xla: bool, is_megatron: bool) -> Kernels:
+    compiled = read_text(row, "compile").lower()
+    if is_xla or compiled in ("true", "yes", "torch.compile", "inductor"):
+        return "compiled"
+    if is_megatron or re.search(r"fused|deepspeed|internevo", read_text(row, "framework").lower()):
+        return "fused"
+    return "eager"
+
+
+def _read_travelling_bytes(
+    row: Mapping[str, Any], dp_mode: str, is_megatron: bool
+) -> tuple[int, int]:
+    """Bytes of one element of a gradient that is reduced, and of a parameter that is gathered."""
+    precision = read_text(row, "precision").lower()
+    grad_bytes, gather_bytes = 4, 2
+    if "pure" in dp_mode or "deepspeed" in read_text(row, "framework").lower():
+        grad_bytes = 2
+    if is_megatron and re.search(r"fp16|bf16|fp8|fp4", precision):
+        grad_bytes = 2 if "distributed" in dp_mode or "fp16" in precision else 4
+    if "fp8 all-gather" in precision:
+        gather_bytes = 1
+    return grad_bytes, gather_bytes
+
+
+def _read_flag(row: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = row.get(key)
+    return value if isinstance(value, bool) else default

@@ -1,0 +1,51 @@
+"""Values of a row as they are written in files of many hands: checked, or refused with a reason."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+# Beyond these nobody has trained: a typo, or another unit.
+LARGEST_INT = 10**9
+LARGEST_STEP_S = 1e6
+
+
+class UnusableRow(Exception):
+    """A row that cannot be predicted or scored. Its text is the reason, in words that rows share,
+    by which they are counted."""
+
+
+def read_number(row: Mapping[str, Any], key: str) -> float | None:
+    """The finite number at `key`; None where there is none, or something else."""
+    value = row.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def read_optional_int(row: Mapping[str, Any], key: str) -> int | None:
+    """The whole number above 0 at `key`; None where there is none. Raises UnusableRow for a number
+    that cannot be one."""
+    value = read_number(row, key)
+    if value is None or value == 0:
+        return None
+    if value < 0 or value > LARGEST_INT or value != int(value):
+        raise UnusableRow(f"absurd {key}")
+    return int(value)
+
+
+def read_int(row: Mapping[str, Any], key: str) -> int:
+    """The whole number above 0 at `key`. Raises UnusableRow where there is none."""
+    value = read_optional_int(row, key)
+    if value is None:
+        raise UnusableRow(f"no {key}")
+    return value
+
+
+def read_text(row: Mapping[str, Any], key: str) -> str:
+    """The text at `key`; "" where there is none. True and False are their names."""
+    value = row.get(key)
+    if value is None:
+        return ""
+    return str(value)

@@ -1,0 +1,209 @@
+"""`MeasuredRun`: a published row as the planner's own nouns: model, machine, the setups that it may
+have had, and what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from phalanx.job.shapes.decoder import DecoderShape
+from phalanx.job.work import ModelWork
+from phalanx.plan.timing.machine import MachineRates
+from phalanx.plan.timing.setup import Precision, StepSetup
+from phalanx.plan.validation.row_machine import build_row_machine
+from phalanx.plan.validation.row_memory import estimate_rank_bytes, fits
+from phalanx.plan.validation.row_model import build_row_shape, count_predicted_tokens
+from phalanx.plan.validation.row_setups import list_setups
+from phalanx.plan.validation.row_stack import (
+    read_precision,
+)
+from phalanx.plan.validation.row_values import (
+    LARGEST_STEP_S,
+    UnusableRow,
+    read_int,
+    read_number,
+    read_text,
+)
+
+LONG_SEQ_LEN = 16_384
+MANY_GPUS = 64
+LARGEST_SEQ_LEN = 4_194_304
+# Nobody measured more of the data sheet's peak than this, recomputation counted or not.
+LARGEST_UTILISATION = 1.3
+SMALLEST_UTILISATION = 0.002
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """A row that can be predicted. `setups`: more than one where the row leaves something out."""
+
+    row_id: str
+    source: str
+    group: str
+    """Rows with this in common are one model and machine, and may be ranked by layout."""
+    model: str
+    gpu: str
+    work: ModelWork
+    machine: MachineRates
+    precision: Precision
+    setups: tuple[StepSetup, ...]
+    num_gpus: int
+    step_s: float
+    memory_gib: float | None
+    classes: tuple[str, ...]
+    ideal_s: float
+    """Seconds of the model's FLOPs at the data sheet's peak on all GPUs."""
+
+    @property
+    def memory_estimate_gib(self) -> float:
+        """GiB by the estimate of the first setup that is possible."""
+        return estimate_rank_bytes(self.work, self.setups[0]) / 2**30
+
+
+def build_run(row: Mapping[str, Any]) -> MeasuredRun:
+    """The run of a row. Raises UnusableRow, with the reason, where it cannot be predicted or was
+    not measured."""
+    step_s = _read_step_s(row)
+    machine = build_row_machine(row)
+    shape = build_row_shape(row)
+    seq_len = read_int(row, "seq_len")
+    if seq_len > LARGEST_SEQ_LEN:
+        raise UnusableRow("absurd seq_len")
+    work = _count_work(shape, seq_len, count_predicted_tokens(row))
+    num_gpus = read_int(row, "n_gpus")
+    precision = read_precision(row)
+    setups = tuple(list_setups(row, num_gpus, seq_len, precision, shape.num_layers))
+    if not setups:
+        raise UnusableRow("degrees and batch do not divide")
+    if machine.accelerator.memory_gib:
+        setups = _keep_fitting(work, setups, machine.accelerator.memory_gib)
+    ideal_s = _ideal_step_s(work, machine, precision, setups[0], num_gpus)
+    if not SMALLEST_UTILISATION <= ideal_s / step_s <= LARGEST_UTILISATION:
+        raise UnusableRow("step time that no such machine can have")
+    return MeasuredRun(
+        row_id=read_text(row, "id"),
+        source=read_text(row, "source") or "unknown",
+        group=_name_group(row, machine),
+        model=read_text(row, "model"),
+        gpu=machine.accelerator.name,
+        work=work,
+        machine=machine,
+        precision=precision,
+        setups=setups,
+        num_gpus=num_gpus,
+        step_s=step_s,
+        memory_gib=_read_memory(row),
+        classes=_classify(row, shape, setups[0], num_gpus, machine, precision),
+        ideal_s=ideal_s,
+    )
+
+
+@lru_cache(maxsize=256)
+def _count_work(shape: DecoderShape, seq_len: int, num_predicted: int) -> ModelWork:
+    work = shape.work(seq_len)
+    if not num_predicted:
+        return work
+    # A block and the head again, for the token after the next.
+    share = 1 + num_predicted
+    return replace(
+        work,
+        blocks=work.blocks + work.blocks[-1:] * num_predicted,
+        num_head_tokens=work.num_head_tokens * share,
+    )
+
+
+def _read_step_s(row: Mapping[str, Any]) -> float:
+    """Seconds of one step: measured, or from what else was. Raises UnusableRow for none."""
+    measured, derived = (
+        part if isinstance(part, Mapping) else {}
+        for part in (row.get("measured"), row.get("derived"))
+    )
+    if measured.get("oom"):
+        raise UnusableRow("out of memory")
+    step_s = read_number(measured, "step_time_s") or read_number(derived, "step_time_s")
+    if step_s is None:
+        step_s = _step_s_of_rate(row, measured) or _step_s_of_rate(row, derived)
+    if step_s is None:
+        raise UnusableRow("no step time or tokens/s")
+    if not 0 < step_s < LARGEST_STEP_S:
+        raise UnusableRow("absurd step time")
+    return step_s
+
+
+def _step_s_of_rate(row: Mapping[str, Any], rates: Mapping[str, Any]) -> float | None:
+    batch, seq_len = read_number(row, "global_batch"), read_number(row, "seq_len")
+    num_gpus = read_number(row, "n_gpus")
+    if not batch or not seq_len or not num_gpus:
+        return None
+    per_gpu = read_number(rates, "tokens_per_s_per_gpu")
+    total = read_number(rates, "tokens_per_s")
+    samples = read_number(rates, "samples_per_s") or read_number(rates, "sequences_per_s")
+    if per_gpu and per_gpu > 0:
+        return batch * seq_len / (per_gpu * num_gpus)
+    if total and total > 0:
+        return batch * seq_len / total
+    if samples and samples > 0:
+        return batch / samples
+    return None
+
+
+def _read_memory(row: Mapping[str, Any]) -> float | None:
+    measured = row.get("measured")
+    if not isinstance(measured, Mapping):
+        return None
+    memory = read_number(measured, "memory_gib") or read_number(measured, "memory_gb_reported")
+    return memory if memory and memory > 0 else None
+
+
+def _keep_fitting(
+    work: ModelWork, setups: tuple[StepSetup, ...], memory_gib: float
+) -> tuple[StepSetup, ...]:
+    """The setups that fit by the estimate; where none does, the one that needs least, for the run
+    took place."""
+    fitting = tuple(setup for setup in setups if fits(work, setup, memory_gib))
+    if fitting:
+        return fitting
+    return (min(setups, key=lambda setup: estimate_rank_bytes(work, setup)),)
+
+
+def _ideal_step_s(
+    work: ModelWork, machine: MachineRates, precision: Precision, setup: StepSetup, num_gpus: int
+) -> float:
+    flops = 3.0 * (work.matmul_flops + work.attention_flops) * setup.num_sequences
+    peak = machine.accelerator.peak_flops("bf16" if precision == "fp32" else precision)
+    if precision == "mxfp8":
+        peak = machine.accelerator.peak_flops("fp8")
+    return flops / (peak * num_gpus)
+
+
+def _name_group(row: Mapping[str, Any], machine: MachineRates) -> str:
+    """What rows of different layouts have in common: everything else that takes time."""
+    keys = ("source", "model", "seq_len", "n_gpus", "global_batch", "precision", "framework")
+    return "|".join([*(read_text(row, key) for key in keys), machine.accelerator.name])
+
+
+def _classify(
+    row: Mapping[str, Any],
+    shape: DecoderShape,
+    setup: StepSetup,
+    num_gpus: int,
+    machine: MachineRates,
+    precision: Precision,
+) -> tuple[str, ...]:
+    """The classes that results are told apart by; a row may be of several."""
+    classes = []
+    if not shape.num_experts and num_gpus >= MANY_GPUS:
+        classes.append(f"dense >= {MANY_GPUS} GPUs")
+    if num_gpus <= machine.gpus_per_node:
+        classes.append("single-node")
+    if setup.seq_len >= LONG_SEQ_LEN or setup.layout.cp > 1:
+        classes.append("long-context")
+    if setup.zero_stage == 3:
+        classes.append("FSDP")
+    if shape.num_experts:
+        classes.append("MoE")
+    if precision in ("fp8", "mxfp8", "fp4"):
+        classes.append("fp8")
+    return tuple(classes)

@@ -1,0 +1,263 @@
+"""Scores predictions of measured runs: errors by source and class, beside a baseline, with what the
+80 % interval covered and what choosing a layout by prediction would have cost."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.plan.timing.constants import TimingConstants, load_constants
+from phalanx.plan.validation.predict import group_runs, predict_runs
+from phalanx.plan.validation.regret import RegretStats, measure_regret
+from phalanx.plan.validation.rows import RowFile
+from phalanx.plan.validation.run import MeasuredRun
+
+Array = npt.NDArray[np.float64]
+FEW_ROWS = 8
+POOL = f"sources of fewer than {FEW_ROWS} rows"
+SMALLEST_SCALE, LARGEST_SCALE = 0.6, 1.6
+# A scale from a few runs is partly their noise: this much of it is believed.
+ANCHOR_TRUST = 0.85
+NUM_WORST = 10
+
+
+@dataclass(frozen=True)
+class ErrorStats:
+    """Relative errors of the step time, as fractions: of |predicted / measured - 1| the median,
+    mean, 90th percentile and maximum; of the signed error the median (`bias`); and the share of
+    rows inside the 80 % interval."""
+
+    n: int
+    median: float
+    mean: float
+    p90: float
+    max: float
+    bias: float
+    coverage: float | None
+
+
+@dataclass(frozen=True)
+class WorstRow:
+    """A row with one of the largest errors."""
+
+    row_id: str
+    source: str
+    model: str
+    gpu: str
+    num_gpus: int
+    measured_s: float
+    predicted_s: float
+
+
+@dataclass(frozen=True)
+class ScoreReport:
+    """All that a validation says."""
+
+    num_rows: int
+    anchors: int
+    """Rows per source that set its scale and are not scored."""
+    num_anchor_rows: int
+    num_inferred: int
+    """Scored rows that left recomputation, microbatch or schedule open: the fastest that fits."""
+    overall: ErrorStats
+    sources: Mapping[str, ErrorStats]
+    classes: Mapping[str, ErrorStats]
+    baseline: ErrorStats
+    """The same rows by one constant utilisation for each GPU and type, taken from these rows."""
+    baseline_sources: Mapping[str, ErrorStats]
+    memory: ErrorStats | None
+    regret: RegretStats
+    worst: tuple[WorstRow, ...]
+    unusable: Mapping[str, int]
+
+    @property
+    def median_of_sources(self) -> float:
+        """The median over sources of their median errors."""
+        return float(np.median([stats.median for stats in self.sources.values()]))
+
+    def to_json(self) -> dict[str, Any]:
+        body = asdict(self)
+        return {
+            **body,
+            "median_of_sources": self.median_of_sources,
+        }
+
+
+@dataclass(frozen=True)
+class ScoredRuns:
+    """Runs with their predictions, after anchors set the scale of each source."""
+
+    runs: Sequence[MeasuredRun]
+    predicted: Array
+    band: Array
+    """Half of the logarithm's width of each run's 80 % interval."""
+    is_anchor: npt.NDArray[np.bool_]
+
+    @property
+    def measured(self) -> Array:
+        return np.array([run.step_s for run in self.runs])
+
+    def select(self, keep: npt.NDArray[np.bool_]) -> ErrorStats | None:
+        """The errors of the runs of `keep` that are no anchors; None where there are none."""
+        rows = np.flatnonzero(keep & ~self.is_anchor)
+        if not len(rows):
+            return None
+        log_error = np.log(self.predicted[rows] / self.measured[rows])
+        inside = np.abs(log_error) <= self.band[rows]
+        return summarise_errors(np.expm1(log_error), float(inside.mean()))
+
+
+def summarise_errors(errors: Array, coverage: float | None) -> ErrorStats:
+    """The statistics of signed relative errors."""
+    size = np.abs(errors)
+    return ErrorStats(
+        n=len(errors),
+        median=float(np.median(size)),
+        mean=float(size.mean()),
+        p90=float(np.quantile(size, 0.9)),
+        max=float(size.max()),
+        bias=float(np.median(errors)),
+        coverage=coverage,
+    )
+
+
+def label_sources(runs: Sequence[MeasuredRun], pool_small: bool) -> list[str]:
+    """The source of each run; those of few rows are one where `pool_small`."""
+    counts: dict[str, int] = defaultdict(int)
+    for run in runs:
+        counts[run.source] += 1
+    labels = []
+    for run in runs:
+        is_small = counts[run.source] < FEW_ROWS
+        labels.append(POOL if pool_small and is_small else run.source)
+    return labels
+
+
+def choose_anchors(rows: npt.NDArray[np.intp], utilisation: Array, count: int) -> list[int]:
+    """`count` of the `rows`, evenly spread over the predicted utilisation: what somebody would run
+    first who has measured nothing. At most half of them."""
+    count = min(count, len(rows) // 2)
+    in_order = rows[np.argsort(utilisation[rows], kind="stable")]
+    return [int(in_order[int((index + 0.5) * len(rows) / count)]) for index in range(count)]
+
+
+def anchor_runs(
+    runs: Sequence[MeasuredRun], predicted: Array, labels: Sequence[str], count: int
+) -> tuple[Array, npt.NDArray[np.bool_]]:
+    """The predictions times the scale of each source, and which rows set it."""
+    is_anchor = np.zeros(len(runs), dtype=np.bool_)
+    scaled = predicted.copy()
+    if not count:
+        return scaled, is_anchor
+    names = np.array(labels)
+    utilisation = np.array([run.ideal_s for run in runs]) / predicted
+    measured = np.array([run.step_s for run in runs])
+    for name in dict.fromkeys(labels):
+        rows = np.flatnonzero(names == name)
+        anchors = choose_anchors(rows, utilisation, count)
+        if not anchors:
+            continue
+        log_scale = ANCHOR_TRUST * float(np.median(np.log(measured[anchors] / predicted[anchors])))
+        log_scale = min(max(log_scale, np.log(SMALLEST_SCALE)), np.log(LARGEST_SCALE))
+        scaled[rows] *= np.exp(log_scale)
+        is_anchor[anchors] = True
+    return scaled, is_anchor
+
+
+def score_rows(
+    rows: RowFile,
+    anchors: int = 0,
+    constants: TimingConstants | None = None,
+    predicted: tuple[Array, Array] | None = None,
+) -> ScoreReport:
+    """The report on a file of rows. `predicted`: seconds and bands that somebody has already."""
+    runs = rows.runs
+    constants = constants or load_constants()
+    seconds, band = predicted or predict_runs(group_runs(runs), constants)
+    labels = label_sources(runs, pool_small=anchors > 0)
+    seconds, is_anchor = anchor_runs(runs, seconds, labels, anchors)
+    if anchors:
+        band = band * constants.anchored_band
+    scored = ScoredRuns(runs, seconds, band, is_anchor)
+    by_utilisation, _ = anchor_runs(runs, predict_by_utilisation(runs), labels, anchors)
+    baseline = ScoredRuns(runs, by_utilisation, np.zeros(len(runs)), is_anchor)
+    everything = np.ones(len(runs), dtype=np.bool_)
+    overall, of_baseline = scored.select(everything), baseline.select(everything)
+    nan = float("nan")
+    nothing = ErrorStats(0, nan, nan, nan, nan, nan, None)
+    return ScoreReport(
+        num_rows=rows.num_rows,
+        anchors=anchors,
+        num_anchor_rows=int(is_anchor.sum()),
+        num_inferred=sum(len(run.setups) > 1 for run in runs),
+        overall=overall or nothing,
+        sources=_score_by(scored, labels),
+        classes=_score_by_class(scored),
+        baseline=of_baseline or nothing,
+        baseline_sources=_score_by(baseline, labels),
+        memory=_score_memory(runs),
+        regret=measure_regret(runs, seconds),
+        worst=_list_worst(scored),
+        unusable=rows.unusable,
+    )
+
+
+def predict_by_utilisation(runs: Sequence[MeasuredRun]) -> Array:
+    """Seconds of each run if every GPU and type had one utilisation: the median of these runs."""
+    by_kind: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for run in runs:
+        by_kind[run.gpu, run.precision].append(run.ideal_s / run.step_s)
+    return np.array([run.ideal_s / np.median(by_kind[run.gpu, run.precision]) for run in runs])
+
+
+def _score_by(scored: ScoredRuns, labels: Sequence[str]) -> dict[str, ErrorStats]:
+    names, by_name = np.array(labels), {}
+    for name in dict.fromkeys(labels):
+        stats = scored.select(names == name)
+        if stats is not None:
+            by_name[name] = stats
+    return by_name
+
+
+def _score_by_class(scored: ScoredRuns) -> dict[str, ErrorStats]:
+    names = sorted({name for run in scored.runs for name in run.classes})
+    by_class = {}
+    for name in names:
+        stats = scored.select(np.array([name in run.classes for run in scored.runs]))
+        if stats is not None:
+            by_class[name] = stats
+    return by_class
+
+
+def _score_memory(runs: Sequence[MeasuredRun]) -> ErrorStats | None:
+    errors = [
+        run.memory_estimate_gib / run.memory_gib - 1 for run in runs if run.memory_gib is not None
+    ]
+    return summarise_errors(np.array(errors), None) if errors else None
+
+
+def _list_worst(scored: ScoredRuns) -> tuple[WorstRow, ...]:
+    errors = np.abs(np.log(scored.predicted / scored.measured))
+    errors[scored.is_anchor] = -1.0
+    worst = []
+    for row in np.argsort(-errors, kind="stable")[:NUM_WORST]:
+        if errors[row] < 0:
+            continue
+        run = scored.runs[row]
+        worst.append(
+            WorstRow(
+                run.row_id,
+                run.source,
+                run.model,
+                run.gpu,
+                run.num_gpus,
+                run.step_s,
+                float(scored.predicted[row]),
+            )
+        )
+    return tuple(worst)

@@ -1,0 +1,225 @@
+"""`phalanx plan --validate`: rows of any quality are predicted or counted, and never end it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from phalanx.core.errors import UsageError
+from phalanx.plan.timing.constants import list_constants, load_constants
+from phalanx.plan.validation.predict import group_runs, predict_runs
+from phalanx.plan.validation.row_machine import match_accelerator, read_network
+from phalanx.plan.validation.row_stack import read_precision, read_recompute
+from phalanx.plan.validation.rows import parse_rows, read_rows
+from phalanx.plan.validation.run import build_run
+from phalanx.plan.validation.score import choose_anchors, score_rows, summarise_errors
+
+PUBLISHED = Path(__file__).parents[2] / "benchmarks" / "published" / "runs.jsonl"
+
+ROW: dict[str, Any] = {
+    "id": "a1",
+    "source": "a table",
+    "model": "Llama-3.1-8B",
+    "layers": 32,
+    "hidden": 4096,
+    "ffn": 14336,
+    "heads": 32,
+    "kv_heads": 8,
+    "vocab": 128256,
+    "seq_len": 8192,
+    "gpu": "H100-SXM",
+    "gpu_mem_gb": 80,
+    "n_gpus": 8,
+    "gpus_per_node": 8,
+    "tp": 1,
+    "pp": 1,
+    "cp": 1,
+    "ep": 1,
+    "dp": 8,
+    "zero_stage": 3,
+    "dp_mode": "FSDP2",
+    "micro_batch": 1,
+    "global_batch": 16,
+    "precision": "bf16",
+    "activation_checkpointing": "none",
+    "attention_kernel": "SDPA flash",
+    "compile": True,
+    "framework": "torchtitan",
+    "measured": {"step_time_s": 2.5},
+}
+
+
+def encode(*rows: Any) -> bytes:
+    return "\n".join(json.dumps(row) for row in rows).encode()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"layers": None}, "no layers"),
+        ({"hidden": "wide"}, "no hidden"),
+        ({"layers": -3}, "absurd layers"),
+        ({"seq_len": 10**8}, "absurd seq_len"),
+        ({"hidden": float("nan")}, "no hidden"),
+        ({"gpu": "TPU v5p"}, "unknown GPU"),
+        ({"gpu": None}, "unknown GPU"),
+        ({"measured": {}}, "no step time or tokens/s"),
+        ({"measured": "fast"}, "no step time or tokens/s"),
+        ({"measured": {"step_time_s": -1}}, "absurd step time"),
+        ({"measured": {"step_time_s": 1e-6}}, "step time that no such machine can have"),
+        ({"measured": {"oom": True}}, "out of memory"),
+        ({"tp": 3}, "degrees do not divide the GPUs"),
+        ({"tp": None, "pp": None, "dp": None}, "no layout"),
+        ({"global_batch": None}, "no global_batch"),
+        ({"moe": {"experts": 8}}, "experts without a number that a token visits"),
+    ],
+)
+def test_unusable_rows_are_counted_by_reason(change: dict[str, Any], reason: str) -> None:
+    rows = parse_rows(encode(ROW, {**ROW, **change}))
+    assert len(rows.runs) == 1
+    assert dict(rows.unusable) == {reason: 1}
+
+
+def test_lines_that_are_no_rows_are_counted() -> None:
+    content = b'{"id": \n[1, 2]\n\n\xff\xfe\n' + encode(ROW, {})
+    rows = parse_rows(content)
+    assert len(rows.runs) == 1
+    assert rows.unusable["not JSON"] == 2
+    assert rows.unusable["not a JSON object"] == 1
+    assert rows.num_rows == 5
+
+
+@pytest.mark.parametrize("key", sorted(ROW))
+@pytest.mark.parametrize("value", [None, "", "?", [], {}, -1, 0, 1e300, True])
+def test_no_value_of_any_key_ends_it(key: str, value: Any) -> None:
+    rows = parse_rows(encode({**ROW, key: value}))
+    assert rows.num_rows == 1
+
+
+def test_optional_keys_may_be_missing() -> None:
+    needed = {"layers", "hidden", "seq_len", "gpu", "n_gpus", "dp", "global_batch", "measured"}
+    bare = {key: ROW[key] for key in needed}
+    rows = parse_rows(encode(bare))
+    assert len(rows.runs) == 1
+    # What the row does not say is tried, and the fastest that fits is taken.
+    assert len(rows.runs[0].setups) > 1
+
+
+def test_tokens_per_second_are_a_step_time() -> None:
+    rate = 16 * 8192 / 2.5 / 8
+    run = build_run({**ROW, "measured": {"tokens_per_s_per_gpu": rate}})
+    assert run.step_s == pytest.approx(2.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
+        ("a100-pcie-80gb", "a100-pcie"),
+        ("GB200 NVL72", "gb200"),
+        ("Tesla V100-SXM2-32GB", "v100-sxm"),
+        ("H800", "h800-sxm"),
+    ],
+)
+def test_gpus_are_found_by_other_spellings(text: str, name: str) -> None:
+    assert match_accelerator(text).name == name
+
+
+@pytest.mark.parametrize(
+    ("text", "gb_s"),
+    [
+        ("8x 400 Gb/s per node", 50.0),
+        ("400 Gb/s per GPU IB NDR", 50.0),
+        ("4x HDR IB = 800 Gb/s per node", 12.5),
+        ("RoCE 1600 Gb/s per node", 25.0),
+        ("8x HDR IB", 25.0),
+        ("100 Gbps Ethernet per node", 100 / 64),
+        ("unstated", 0.0),
+    ],
+)
+def test_networks_are_read_from_words(text: str, gb_s: float) -> None:
+    assert read_network(text, 8) == pytest.approx(gb_s)
+
+
+def test_precision_and_recomputation_are_read_from_words() -> None:
+    assert read_precision({"precision": "fp8 (delayed scaling)"}) == "fp8"
+    assert read_precision({"precision": "amp_bf16"}) == "bf16"
+    assert read_recompute({"activation_checkpointing": "full (every layer)"}) == (("full", 1.0),)
+    assert read_recompute({"activation_checkpointing": "none"}) == (("none", 1.0),)
+    assert len(read_recompute({"activation_checkpointing": "recipe-specific"})) > 1
+
+
+def test_statistics_are_those_of_the_errors() -> None:
+    stats = summarise_errors(np.array([-0.1, 0.0, 0.2, 0.05]), 0.5)
+    assert stats.n == 4
+    assert stats.median == pytest.approx(0.075)
+    assert stats.mean == pytest.approx(0.0875)
+    assert stats.max == pytest.approx(0.2)
+    assert stats.bias == pytest.approx(0.025)
+
+
+def test_anchors_are_not_scored_and_take_a_common_factor_out() -> None:
+    rows = []
+    for n in range(1, 13):
+        rows.append({**ROW, "global_batch": 8 * n, "measured": {"step_time_s": 1.0 * n}})
+    base = parse_rows(encode(*rows))
+    exact = score_rows(base)
+    predicted, _ = predict_runs(group_runs(base.runs), load_constants())
+    rows = []
+    for n, seconds in zip(range(1, 13), predicted, strict=True):
+        measured = {"step_time_s": 1.3 * float(seconds)}
+        rows.append({**ROW, "global_batch": 8 * n, "measured": measured})
+    slower = parse_rows(encode(*rows))
+    without, anchored = score_rows(slower), score_rows(slower, anchors=3)
+    assert exact.overall.n == without.overall.n == 12
+    assert anchored.overall.n == 9
+    assert without.overall.median == pytest.approx(1 - 1 / 1.3)
+    assert anchored.overall.median < 0.06
+
+
+def test_anchors_are_at_most_half_of_the_rows() -> None:
+    rows = np.arange(4)
+    assert len(choose_anchors(rows, np.linspace(0.1, 0.5, 4), 3)) == 2
+    assert choose_anchors(rows[:1], np.array([0.3]), 3) == []
+
+
+def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_rows(tmp_path / "none.jsonl")
+
+
+def test_published_rows_are_predicted_better_than_by_one_utilisation() -> None:
+    rows = read_rows(PUBLISHED)
+    report = score_rows(rows, anchors=3)
+    assert report.overall.n + report.num_anchor_rows == len(rows.runs)
+    assert report.overall.median < 0.08
+    assert report.overall.median < 0.7 * report.baseline.median
+    body = json.loads(json.dumps(report.to_json()))
+    for stats in (body["overall"], *body["sources"].values()):
+        assert {"n", "median", "mean", "p90", "max", "bias", "coverage"} <= stats.keys()
+    assert sum(stats["n"] for stats in body["sources"].values()) == body["overall"]["n"]
+
+
+def test_constants_stay_within_what_hardware_can_do() -> None:
+    constants = load_constants()
+    for name, spec in list_constants().items():
+        assert spec.low <= getattr(constants, name) <= spec.high, name
+        assert spec.low <= spec.prior <= spec.high, name
+        assert spec.moves, name
+        assert spec.source, name
+
+
+def test_formulas_know_no_source_by_name() -> None:
+    sources = set()
+    for line in PUBLISHED.read_bytes().splitlines():
+        sources.add(json.loads(line)["source"])
+    plan = Path(__file__).parents[2] / "src" / "phalanx" / "plan"
+    for path in [*plan.glob("timing/*.py"), *plan.glob("validation/*.py")]:
+        text = path.read_text()
+        assert not [source for source in sources if source in text], path
+        assert "row_id ==" not in text, path
+        assert "source ==" not in text, path
