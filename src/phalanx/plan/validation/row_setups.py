@@ -15,7 +15,7 @@ from phalanx.plan.validation.row_stack import (
     build_row_stack,
     is_sequence_parallel,
     read_recompute,
-    read_schedule,
+    read_row_schedule,
 )
 from phalanx.plan.validation.row_values import (
     UnusableRow,
@@ -62,7 +62,7 @@ def list_setups(
             num_microbatches=count,
             seq_len=seq_len,
             precision=precision,
-            schedule=read_schedule(row),
+            schedule=read_row_schedule(row),
             stages_per_rank=v,
             recompute=mode,
             recompute_share=share,

@@ -70,7 +70,7 @@ def read_recompute(row: Mapping[str, Any]) -> tuple[tuple[Recompute, float], ...
     return unknown
 
 
-def read_schedule(row: Mapping[str, Any]) -> str:
+def read_row_schedule(row: Mapping[str, Any]) -> str:
     """The pipeline schedule in a row's words; 1f1b where it does not say."""
     text = read_text(row, "pp_schedule").lower()
     if re.search(r"zb[-_]?2p|zb[-_]?h2", text):
