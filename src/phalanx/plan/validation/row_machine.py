@@ -13,7 +13,7 @@ from phalanx.plan.validation.row_values import (
     UnusableRow,
     read_number,
     read_optional_int,
-    read_text,
+    get_text,
 )
 
 # InfiniBand generations: Gbit/s of one port of four lanes.
@@ -22,7 +22,7 @@ INFINIBAND = {"edr": 100, "hdr": 200, "ndr": 400, "xdr": 800}
 
 def build_row_machine(row: Mapping[str, Any]) -> MachineRates:
     """The rates of a row's GPUs and links. Raises UnusableRow for a GPU that no table knows."""
-    text = read_text(row, "gpu")
+    text = get_text(row, "gpu")
     accelerator = match_accelerator(text, read_number(row, "gpu_mem_gb"))
     bandwidth = re.search(r"(\d+(?:\.\d+)?)\s*TB/s", text)
     if bandwidth:
@@ -37,8 +37,8 @@ def build_row_machine(row: Mapping[str, Any]) -> MachineRates:
         accelerator,
         gpus_per_node=gpus_per_node,
         link_domain=domain if domain >= gpus_per_node else 0,
-        link_gb_s=read_link(read_text(row, "intra_net")),
-        nic_gb_s=read_network(read_text(row, "inter_net"), gpus_per_node),
+        link_gb_s=read_link(get_text(row, "intra_net")),
+        nic_gb_s=read_network(get_text(row, "inter_net"), gpus_per_node),
         power_share=share,
     )
 

@@ -12,7 +12,7 @@ from phalanx.plan.validation.row_values import (
     UnusableRow,
     read_int,
     read_optional_int,
-    read_text,
+    get_text,
 )
 
 DEFAULT_VOCAB = 50304  # GPT-2's, padded: of rows that state none
@@ -60,14 +60,14 @@ def build_row_shape(row: Mapping[str, Any]) -> DecoderShape:
 def count_predicted_tokens(row: Mapping[str, Any]) -> int:
     """Layers beside the model's own that predict tokens further ahead (MTP), 0 or 1: DeepSeek-V3
     is trained with one, unless the row says otherwise."""
-    text = f"{read_text(row, 'note')} {read_text(row, 'variant')}".lower()
+    text = f"{get_text(row, 'note')} {get_text(row, 'variant')}".lower()
     if re.search(r"w/o mtp|without mtp|no mtp", text):
         return 0
-    return int(bool(re.search(r"deepseek[-_ ]?v3", read_text(row, "model").lower())))
+    return int(bool(re.search(r"deepseek[-_ ]?v3", get_text(row, "model").lower())))
 
 
 def _is_gated(row: Mapping[str, Any], dim: int, ffn: int) -> bool:
-    mlp, name = read_text(row, "mlp").lower(), read_text(row, "model").lower()
+    mlp, name = get_text(row, "mlp").lower(), get_text(row, "model").lower()
     if "glu" in mlp or "moe" in mlp:
         return True
     if "gelu" in mlp or "relu" in mlp:
@@ -83,7 +83,7 @@ def _read_experts(row: Mapping[str, Any], moe: Mapping[str, Any]) -> dict[str, A
     shared = read_optional_int(moe, "shared_experts") or 0
     if not num_experts:
         # Some rows have it in words: "moe160top6+2shared,mla".
-        match = re.search(r"moe(\d+)top(\d+)(?:\+(\d+)shared)?", read_text(row, "mlp").lower())
+        match = re.search(r"moe(\d+)top(\d+)(?:\+(\d+)shared)?", get_text(row, "mlp").lower())
         if not match:
             return {}
         num_experts, top_k = int(match[1]), int(match[2])
@@ -92,7 +92,7 @@ def _read_experts(row: Mapping[str, Any], moe: Mapping[str, Any]) -> dict[str, A
         raise UnusableRow("experts without a number that a token visits")
     width = read_optional_int(moe, "moe_ffn") or read_optional_int(row, "ffn")
     if width is None:
-        width = _find_expert_width(read_text(row, "model"))
+        width = _find_expert_width(get_text(row, "model"))
     return {
         "num_experts": num_experts,
         "experts_per_token": min(top_k, num_experts),
@@ -116,7 +116,7 @@ def _find_expert_width(model: str) -> int:
 def _read_latent_attention(
     row: Mapping[str, Any], moe: Mapping[str, Any], dim: int
 ) -> dict[str, Any]:
-    words = f"{read_text(moe, 'attn')} {read_text(row, 'attn')} {read_text(row, 'mlp')}".lower()
+    words = f"{get_text(moe, 'attn')} {get_text(row, 'attn')} {get_text(row, 'mlp')}".lower()
     if "mla" not in words:
         return {}
     heads = read_optional_int(row, "heads") or max(1, dim // 128)
@@ -125,7 +125,7 @@ def _read_latent_attention(
 
 
 def _read_window(row: Mapping[str, Any]) -> dict[str, Any]:
-    if re.search(r"gpt[-_ ]?oss", read_text(row, "model").lower()):
+    if re.search(r"gpt[-_ ]?oss", get_text(row, "model").lower()):
         return {"sliding_window": 128, "global_every": 2}
     window = read_optional_int(row, "sliding_window")
     return {"sliding_window": window} if window else {}

@@ -21,7 +21,7 @@ from phalanx.plan.validation.row_values import (
     UnusableRow,
     read_number,
     read_optional_int,
-    read_text,
+    get_text,
 )
 
 MICRO_BATCHES = (1, 2, 4, 8)  # those tried where a row does not say
@@ -76,7 +76,7 @@ def list_setups(
 def _list_zero_stages(row: Mapping[str, Any]) -> tuple[int, ...]:
     """The ZeRO stages that a row leaves possible; several where it does not say."""
     stage = read_number(row, "zero_stage")
-    words = read_text(row, "dp_mode").lower()
+    words = get_text(row, "dp_mode").lower()
     if stage is not None and stage in (0, 1, 2, 3):
         return (int(stage),)
     if re.search(r"fsdp|zero-?3|full", words):
@@ -91,7 +91,7 @@ def _list_zero_stages(row: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _read_cp_attention(row: Mapping[str, Any]) -> Any:
-    words = f"{read_text(row, 'attention_kernel')} {read_text(row, 'cp_mode')}".lower()
+    words = f"{get_text(row, 'attention_kernel')} {get_text(row, 'cp_mode')}".lower()
     if re.search(r"ulysses|a2a|all-to-all", words):
         return "ulysses"
     if re.search(r"all-?gather", words):
@@ -106,8 +106,8 @@ def _list_stages_per_rank(row: Mapping[str, Any], pp: int, num_layers: int) -> l
     if v is not None:
         return [v]
     if (
-        "interleaved" in read_text(row, "pp_schedule").lower()
-        or "1f1b-i" in read_text(row, "pp_schedule").lower()
+        "interleaved" in get_text(row, "pp_schedule").lower()
+        or "1f1b-i" in get_text(row, "pp_schedule").lower()
     ):
         return [max(1, num_layers // pp)]
     if num_layers % pp:
@@ -135,7 +135,7 @@ def _list_shards(row: Mapping[str, Any], dp: int) -> list[tuple[int, int]]:
 
 
 def _list_shard_sizes(row: Mapping[str, Any], dp: int) -> list[int]:
-    words = read_text(row, "dp_mode").lower()
+    words = get_text(row, "dp_mode").lower()
     match = re.search(r"(?:over|fsdp|hsdp)\s+(\d+)\b", words)
     shards = int(match[1]) if match else dp
     if shards <= 0 or dp % shards:

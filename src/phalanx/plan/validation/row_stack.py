@@ -16,14 +16,14 @@ from phalanx.plan.timing.setup import (
     Recompute,
     SoftwareStack,
 )
-from phalanx.plan.validation.row_values import read_text
+from phalanx.plan.validation.row_values import get_text
 
 SHARDED = re.compile(r"fsdp|zero-?3|fully")
 
 
 def read_precision(row: Mapping[str, Any]) -> Precision:
     """The type that products of blocks are computed in; bf16 where the row does not say."""
-    text = read_text(row, "precision").lower()
+    text = get_text(row, "precision").lower()
     if re.search(r"fp4", text):
         return "fp4"
     if re.search(r"mxfp8|block", text):
@@ -42,7 +42,7 @@ def read_precision(row: Mapping[str, Any]) -> Precision:
 def read_recompute(row: Mapping[str, Any]) -> tuple[tuple[Recompute, float], ...]:
     """The modes of recomputation, and parts of the blocks, that a row's words leave possible; more
     than one where they do not say."""
-    text = read_text(row, "activation_checkpointing").lower()
+    text = get_text(row, "activation_checkpointing").lower()
     unknown: tuple[tuple[Recompute, float], ...] = (
         ("none", 1.0),
         ("selective", 1.0),
@@ -72,7 +72,7 @@ def read_recompute(row: Mapping[str, Any]) -> tuple[tuple[Recompute, float], ...
 
 def read_row_schedule(row: Mapping[str, Any]) -> str:
     """The pipeline schedule in a row's words; 1f1b where it does not say."""
-    text = read_text(row, "pp_schedule").lower()
+    text = get_text(row, "pp_schedule").lower()
     if re.search(r"zb[-_]?2p|zb[-_]?h2", text):
         return "zb-h2"
     if re.search(r"zb[-_]?v", text):
@@ -88,10 +88,10 @@ def read_row_schedule(row: Mapping[str, Any]) -> str:
 
 def build_row_stack(row: Mapping[str, Any]) -> SoftwareStack:
     """The software of a row."""
-    framework = read_text(row, "framework").lower()
-    dp_mode = read_text(row, "dp_mode").lower()
+    framework = get_text(row, "framework").lower()
+    dp_mode = get_text(row, "dp_mode").lower()
     attention = _read_attention(row)
-    is_xla = bool(re.search(r"xla|pax|maxtext|jax", framework + read_text(row, "compile").lower()))
+    is_xla = bool(re.search(r"xla|pax|maxtext|jax", framework + get_text(row, "compile").lower()))
     is_megatron = bool(re.search(r"megatron|nemo|mcore", framework)) and not is_xla
     is_deepspeed = "deepspeed" in framework + dp_mode
     # Transformer Engine came with cuDNN's attention, overlapped collectives and a sequence cut.
@@ -108,7 +108,7 @@ def build_row_stack(row: Mapping[str, Any]) -> SoftwareStack:
         attention=attention,
         launch="graph" if is_xla else "eager",
         # Experts with a capacity have sizes that the CPU need not wait for.
-        launch_weight=0.5 if "tokendrop" in read_text(row, "note").lower() else 1.0,
+        launch_weight=0.5 if "tokendrop" in get_text(row, "note").lower() else 1.0,
         overlaps_reduce=overlaps_dp,
         overlaps_gather=overlaps_dp,
         overlaps_tp=_read_flag(row, "async_tp", is_megatron and is_modern),
@@ -131,7 +131,7 @@ def is_sequence_parallel(row: Mapping[str, Any], stack: SoftwareStack) -> bool:
 
 
 def _read_attention(row: Mapping[str, Any]) -> AttentionKernel:
-    text = read_text(row, "attention_kernel").lower()
+    text = get_text(row, "attention_kernel").lower()
     if re.search(r"unfused|eager|math|megatron|fused softmax", text) and "flash" not in text:
         return "unfused"
     if re.search(r"cudnn|\bte\b|te/|fa3|flashattention-?3|transformer engine", text):
@@ -140,10 +140,10 @@ def _read_attention(row: Mapping[str, Any]) -> AttentionKernel:
 
 
 def _read_kernels(row: Mapping[str, Any], is_xla: bool, is_megatron: bool) -> Kernels:
-    compiled = read_text(row, "compile").lower()
+    compiled = get_text(row, "compile").lower()
     if is_xla or compiled in ("true", "yes", "torch.compile", "inductor"):
         return "compiled"
-    if is_megatron or re.search(r"fused|deepspeed|internevo", read_text(row, "framework").lower()):
+    if is_megatron or re.search(r"fused|deepspeed|internevo", get_text(row, "framework").lower()):
         return "fused"
     return "eager"
 
@@ -152,9 +152,9 @@ def _read_travelling_bytes(
     row: Mapping[str, Any], dp_mode: str, is_megatron: bool
 ) -> tuple[int, int]:
     """Bytes of one element of a gradient that is reduced, and of a parameter that is gathered."""
-    precision = read_text(row, "precision").lower()
+    precision = get_text(row, "precision").lower()
     grad_bytes, gather_bytes = 4, 2
-    if "pure" in dp_mode or "deepspeed" in read_text(row, "framework").lower():
+    if "pure" in dp_mode or "deepspeed" in get_text(row, "framework").lower():
         grad_bytes = 2
     if is_megatron and re.search(r"fp16|bf16|fp8|fp4", precision):
         grad_bytes = 2 if "distributed" in dp_mode or "fp16" in precision else 4

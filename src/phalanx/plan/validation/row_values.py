@@ -43,7 +43,7 @@ def read_int(row: Mapping[str, Any], key: str) -> int:
     return value
 
 
-def read_text(row: Mapping[str, Any], key: str) -> str:
+def get_text(row: Mapping[str, Any], key: str) -> str:
     """The text at `key`; "" where there is none. True and False are their names."""
     value = row.get(key)
     if value is None:

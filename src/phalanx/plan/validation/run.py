@@ -24,7 +24,7 @@ from phalanx.plan.validation.row_values import (
     UnusableRow,
     read_int,
     read_number,
-    read_text,
+    get_text,
 )
 
 LONG_SEQ_LEN = 16_384
@@ -83,10 +83,10 @@ def build_run(row: Mapping[str, Any]) -> MeasuredRun:
     if not SMALLEST_UTILISATION <= ideal_s / step_s <= LARGEST_UTILISATION:
         raise UnusableRow("step time that no such machine can have")
     return MeasuredRun(
-        row_id=read_text(row, "id"),
-        source=read_text(row, "source") or "unknown",
+        row_id=get_text(row, "id"),
+        source=get_text(row, "source") or "unknown",
         group=_name_group(row, machine),
-        model=read_text(row, "model"),
+        model=get_text(row, "model"),
         gpu=machine.accelerator.name,
         work=work,
         machine=machine,
@@ -181,7 +181,7 @@ def _ideal_step_s(
 def _name_group(row: Mapping[str, Any], machine: MachineRates) -> str:
     """What rows of different layouts have in common: everything else that takes time."""
     keys = ("source", "model", "seq_len", "n_gpus", "global_batch", "precision", "framework")
-    return "|".join([*(read_text(row, key) for key in keys), machine.accelerator.name])
+    return "|".join([*(get_text(row, key) for key in keys), machine.accelerator.name])
 
 
 def _classify(
