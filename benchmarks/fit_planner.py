@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -42,6 +43,7 @@ SOURCE_SHARE = 0.6  # of what a source's rows have in common, how much is left o
 PRIOR_WIDTH = 0.35  # standard deviation of a prior, as a part of the distance between its bounds
 PRIOR_WEIGHT = 0.35
 ROW_SIGMA = 0.08  # beyond this error, rows count less than quadratically
+MOST_ROWS = 180  # of one source in a fit
 STEP = 0.01  # of a finite difference, as a part of the distance between bounds
 
 
@@ -146,6 +148,18 @@ def soften_slope(values: Array) -> Array:
     return np.where(softened < 1e-6, 1.0, np.abs(values) / (root * np.maximum(softened, 1e-6)))
 
 
+def thin_out(runs: Sequence[MeasuredRun]) -> npt.NDArray[np.bool_]:
+    """Which runs a fit looks at: of sources with hundreds of rows, evenly chosen ones."""
+    seen: dict[str, int] = defaultdict(int)
+    counts = Counter(run.source for run in runs)
+    chosen = np.zeros(len(runs), dtype=np.bool_)
+    for row, run in enumerate(runs):
+        every = -(-counts[run.source] // MOST_ROWS)
+        chosen[row] = seen[run.source] % every == 0
+        seen[run.source] += 1
+    return chosen
+
+
 def load_runs() -> list[MeasuredRun]:
     runs: list[MeasuredRun] = []
     for path in sorted(PUBLISHED.glob("runs*.jsonl")):
@@ -162,15 +176,78 @@ def write_constants(values: dict[str, float]) -> None:
     CONSTANTS.write_text(text)
 
 
+class LeaveOneOut:
+    """Constants fitted without one source, for each, from the derivatives at the fit to all.
+
+    The residuals are solved as linear in the constants, within bounds; where the true ones do not
+    get smaller by it, half of the step is taken, and half of that.
+    """
+
+    def __init__(self, fit: Fit, unit: Array) -> None:
+        self.fit, self.start = fit, unit
+        self.errors, self.derivatives = fit.differentiate(unit)
+        self.chosen = thin_out(fit.runs)
+
+    def fit_without(self, rows: npt.NDArray[np.bool_]) -> Array:
+        """The constants, in units, of a fit that never saw `rows`."""
+        train = self.chosen & ~rows
+        whiten = self.fit._whitener(train)
+        errors, derivatives = self.errors[train], self.derivatives[train]
+        by_constant = whiten(derivatives)[0]
+
+        def residuals(unit: Array) -> Array:
+            moved = errors + derivatives @ (unit - self.start)
+            prior = PRIOR_WEIGHT * (unit - self.fit.prior) / PRIOR_WIDTH
+            return np.concatenate([soften(whiten(moved)[0]), prior])
+
+        def jacobian(unit: Array) -> Array:
+            values = whiten(errors + derivatives @ (unit - self.start))[0]
+            prior = np.eye(len(unit)) * PRIOR_WEIGHT / PRIOR_WIDTH
+            return np.vstack([by_constant * soften_slope(values)[:, None], prior])
+
+        inside = np.clip(self.start, 0.001, 0.999)
+        solved = least_squares(residuals, inside, jacobian, bounds=(0.0, 1.0)).x
+        best, lowest = self.start, float((residuals(self.start) ** 2).sum())
+        for share in (1.0, 0.5, 0.25):
+            unit = self.start + share * (solved - self.start)
+            softened = soften(whiten(self.fit.log_errors(unit)[train])[0])
+            prior = PRIOR_WEIGHT * (unit - self.fit.prior) / PRIOR_WIDTH
+            objective = float((softened**2).sum() + (prior**2).sum())
+            if objective < lowest:
+                return unit
+        return best
+
+    def predict_all(self) -> tuple[Array, Array]:
+        """Seconds of every run by constants that never saw its source, and shares of waiting."""
+        seconds = np.zeros(len(self.fit.runs))
+        band = np.zeros(len(self.fit.runs))
+        sources = np.array([run.source for run in self.fit.runs])
+        for number, source in enumerate(dict.fromkeys(sources)):
+            rows = sources == source
+            constants = self.fit.build_constants(self.fit_without(rows))
+            mine = [run for run in self.fit.runs if run.source == source]
+            predicted, width = predict_runs(group_runs(mine), constants)
+            seconds[rows], band[rows] = predicted, width
+            print(f"{number + 1:3d}  {source}", flush=True)
+        return seconds, band
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--leave-one-out", action="store_true")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--leave-one-out", action="store_true", help="and write the page")
+    parser.add_argument("--keep-constants", action="store_true", help="do not fit to all rows")
     arguments = parser.parse_args()
     fit = Fit(load_runs())
-    unit = fit.run(np.ones(len(fit.runs), dtype=np.bool_))
-    constants = fit.build_constants(unit)
-    write_constants({name: getattr(constants, name) for name in fit.names})
-    del arguments
+    unit = fit.scale_to_unit(np.array([getattr(load_constants(), name) for name in fit.names]))
+    if not arguments.keep_constants:
+        unit = fit.run(thin_out(fit.runs), start=unit)
+        constants = fit.build_constants(unit)
+        write_constants({name: getattr(constants, name) for name in fit.names})
+    if arguments.leave_one_out:
+        import planner_page
+
+        seconds, _ = LeaveOneOut(fit, unit).predict_all()
+        planner_page.write_page(fit.runs, seconds, len(fit.names))
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ def _build_columns(job: Job, rows: LayoutRows, *, sequence_parallel: bool) -> Se
         "gather_bytes": np.where(rows.zero_stage >= 2, gathered, 4.0),
         "is_gpipe": names == "gpipe",
         "is_interleaved": rows.stages_per_rank > 1,
-        "is_zero_bubble": names == "interleaved-zero-bubble",
+        "deferred_weights": np.where(names == "interleaved-zero-bubble", 2.0, 0.0),
         "is_v_shaped": (names == "zb-v") | (names == "dualpipe-v"),
     }
     return SetupColumns(**columns)

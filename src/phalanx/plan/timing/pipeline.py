@@ -57,9 +57,10 @@ def bubble_s(
 def _slowest_stage_s(stage: StageTimes, columns: SetupColumns) -> Column:
     """Seconds of one microbatch on the rank that takes longest, where first and last stage have
     fewer blocks if the blocks do not divide."""
-    pp, v = columns.pp, columns.stages_per_rank
+    pp = columns.pp
     block = stage.forward + stage.backward
-    most = np.ceil(stage.num_layers / (pp * v)) * v
+    # Chunks that do not divide are larger on some ranks and smaller on others.
+    most = np.ceil(stage.num_layers / pp)
     missing = pp * most - stage.num_layers
     at_end = np.maximum(most - np.ceil(missing / 2), 0.0)
     at_start = np.maximum(most - np.floor(missing / 2), 0.0)

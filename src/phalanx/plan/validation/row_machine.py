@@ -11,9 +11,9 @@ from phalanx.plan.accelerators import Accelerator, list_accelerators
 from phalanx.plan.timing.machine import MachineRates, build_machine
 from phalanx.plan.validation.row_values import (
     UnusableRow,
+    get_text,
     read_number,
     read_optional_int,
-    get_text,
 )
 
 # InfiniBand generations: Gbit/s of one port of four lanes.

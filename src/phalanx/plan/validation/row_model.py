@@ -10,9 +10,9 @@ from typing import Any
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.plan.validation.row_values import (
     UnusableRow,
+    get_text,
     read_int,
     read_optional_int,
-    get_text,
 )
 
 DEFAULT_VOCAB = 50304  # GPT-2's, padded: of rows that state none

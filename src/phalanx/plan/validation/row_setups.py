@@ -19,9 +19,9 @@ from phalanx.plan.validation.row_stack import (
 )
 from phalanx.plan.validation.row_values import (
     UnusableRow,
+    get_text,
     read_number,
     read_optional_int,
-    get_text,
 )
 
 MICRO_BATCHES = (1, 2, 4, 8)  # those tried where a row does not say

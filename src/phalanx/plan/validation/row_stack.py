@@ -154,7 +154,8 @@ def _read_travelling_bytes(
     """Bytes of one element of a gradient that is reduced, and of a parameter that is gathered."""
     precision = get_text(row, "precision").lower()
     grad_bytes, gather_bytes = 4, 2
-    if "pure" in dp_mode or "deepspeed" in get_text(row, "framework").lower():
+    framework = get_text(row, "framework").lower()
+    if "pure" in dp_mode or re.search(r"deepspeed|internevo|colossal", framework):
         grad_bytes = 2
     if is_megatron and re.search(r"fp16|bf16|fp8|fp4", precision):
         grad_bytes = 2 if "distributed" in dp_mode or "fp16" in precision else 4

@@ -22,9 +22,9 @@ from phalanx.plan.validation.row_stack import (
 from phalanx.plan.validation.row_values import (
     LARGEST_STEP_S,
     UnusableRow,
+    get_text,
     read_int,
     read_number,
-    get_text,
 )
 
 LONG_SEQ_LEN = 16_384
