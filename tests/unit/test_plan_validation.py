@@ -12,7 +12,7 @@ import pytest
 from phalanx.core.errors import UsageError
 from phalanx.plan.timing.constants import list_constants, load_constants
 from phalanx.plan.validation.predict import group_runs, predict_runs
-from phalanx.plan.validation.row_machine import match_accelerator, read_network
+from phalanx.plan.validation.row_machine import find_row_accelerator, read_network
 from phalanx.plan.validation.row_stack import read_precision, read_recompute
 from phalanx.plan.validation.rows import parse_rows, read_rows
 from phalanx.plan.validation.run import build_run
@@ -126,7 +126,7 @@ def test_tokens_per_second_are_a_step_time() -> None:
     ],
 )
 def test_gpus_are_found_by_other_spellings(text: str, name: str) -> None:
-    assert match_accelerator(text).name == name
+    assert find_row_accelerator(text).name == name
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ INFINIBAND = {"edr": 100, "hdr": 200, "ndr": 400, "xdr": 800}
 def build_row_machine(row: Mapping[str, Any]) -> MachineRates:
     """The rates of a row's GPUs and links. Raises UnusableRow for a GPU that no table knows."""
     text = get_text(row, "gpu")
-    accelerator = match_accelerator(text, read_number(row, "gpu_mem_gb"))
+    accelerator = find_row_accelerator(text, read_number(row, "gpu_mem_gb"))
     bandwidth = re.search(r"(\d+(?:\.\d+)?)\s*TB/s", text)
     if bandwidth:
         accelerator = replace(accelerator, memory_gb_s=1000 * float(bandwidth[1]))
@@ -43,7 +43,7 @@ def build_row_machine(row: Mapping[str, Any]) -> MachineRates:
     )
 
 
-def match_accelerator(text: str, memory_gb: float | None = None) -> Accelerator:
+def find_row_accelerator(text: str, memory_gb: float | None = None) -> Accelerator:
     """The accelerator that a text means: "H100-SXM5 80GB", "NVIDIA A100 PCIe", "gb200 NVL72".
 
     Raises UnusableRow for one that no table knows.
