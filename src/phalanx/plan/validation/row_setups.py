@@ -19,9 +19,9 @@ from phalanx.plan.validation.row_stack import (
 )
 from phalanx.plan.validation.row_values import (
     UnusableRow,
+    get_number,
+    get_optional_int,
     get_text,
-    read_number,
-    read_optional_int,
 )
 
 MICRO_BATCHES = (1, 2, 4, 8)  # those tried where a row does not say
@@ -32,11 +32,11 @@ def list_setups(
     row: Mapping[str, Any], num_gpus: int, seq_len: int, precision: Precision, num_layers: int
 ) -> Iterator[StepSetup]:
     """Every setup that a row's words leave possible."""
-    tp, pp = read_optional_int(row, "tp"), read_optional_int(row, "pp")
-    if tp is None and pp is None and read_optional_int(row, "dp") != num_gpus:
+    tp, pp = get_optional_int(row, "tp"), get_optional_int(row, "pp")
+    if tp is None and pp is None and get_optional_int(row, "dp") != num_gpus:
         raise UnusableRow("no layout")
-    tp, pp, cp = tp or 1, pp or 1, read_optional_int(row, "cp") or 1
-    ep = read_optional_int(row, "ep") or 1
+    tp, pp, cp = tp or 1, pp or 1, get_optional_int(row, "cp") or 1
+    ep = get_optional_int(row, "ep") or 1
     model_parallel = tp * pp * cp
     if num_gpus % model_parallel:
         raise UnusableRow("degrees do not divide the GPUs")
@@ -75,7 +75,7 @@ def list_setups(
 
 def _list_zero_stages(row: Mapping[str, Any]) -> tuple[int, ...]:
     """The ZeRO stages that a row leaves possible; several where it does not say."""
-    stage = read_number(row, "zero_stage")
+    stage = get_number(row, "zero_stage")
     words = get_text(row, "dp_mode").lower()
     if stage is not None and stage in (0, 1, 2, 3):
         return (int(stage),)
@@ -100,7 +100,7 @@ def _read_cp_attention(row: Mapping[str, Any]) -> Any:
 
 
 def _list_stages_per_rank(row: Mapping[str, Any], pp: int, num_layers: int) -> list[int]:
-    v = read_optional_int(row, "vpp")
+    v = get_optional_int(row, "vpp")
     if pp == 1:
         return [1]
     if v is not None:
@@ -119,7 +119,7 @@ def _list_stages_per_rank(row: Mapping[str, Any], pp: int, num_layers: int) -> l
 
 
 def _list_micro_batches(row: Mapping[str, Any]) -> tuple[int, ...]:
-    micro_batch = read_optional_int(row, "micro_batch")
+    micro_batch = get_optional_int(row, "micro_batch")
     return (micro_batch,) if micro_batch else MICRO_BATCHES
 
 
@@ -148,10 +148,10 @@ def _list_shard_sizes(row: Mapping[str, Any], dp: int) -> list[int]:
 
 def _count_microbatches(row: Mapping[str, Any], dp: int, micro_batch: int) -> int | None:
     """Microbatches of one rank and step; None where the batch does not divide."""
-    batch = read_optional_int(row, "global_batch")
+    batch = get_optional_int(row, "global_batch")
     if batch is None:
         for key in ("n_microbatches", "micro_batch_count", "grad_accum"):
-            count = read_optional_int(row, key)
+            count = get_optional_int(row, key)
             if count:
                 return count
         raise UnusableRow("no global_batch")
@@ -159,6 +159,6 @@ def _count_microbatches(row: Mapping[str, Any], dp: int, micro_batch: int) -> in
     if per_rank == int(per_rank) and per_rank >= 1:
         return int(per_rank)
     # A batch that was rounded, or ranks that have one more than others.
-    if read_optional_int(row, "micro_batch") and per_rank > 1:
+    if get_optional_int(row, "micro_batch") and per_rank > 1:
         return -(-batch // (dp * micro_batch))
     return None

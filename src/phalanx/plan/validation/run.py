@@ -22,9 +22,9 @@ from phalanx.plan.validation.row_stack import (
 from phalanx.plan.validation.row_values import (
     LARGEST_STEP_S,
     UnusableRow,
+    get_int,
+    get_number,
     get_text,
-    read_int,
-    read_number,
 )
 
 LONG_SEQ_LEN = 16_384
@@ -68,11 +68,11 @@ def build_run(row: Mapping[str, Any]) -> MeasuredRun:
     step_s = _read_step_s(row)
     machine = build_row_machine(row)
     shape = build_row_shape(row)
-    seq_len = read_int(row, "seq_len")
+    seq_len = get_int(row, "seq_len")
     if seq_len > LARGEST_SEQ_LEN:
         raise UnusableRow("absurd seq_len")
     work = _count_work(shape, seq_len, count_predicted_tokens(row))
-    num_gpus = read_int(row, "n_gpus")
+    num_gpus = get_int(row, "n_gpus")
     precision = read_precision(row)
     setups = tuple(list_setups(row, num_gpus, seq_len, precision, shape.num_layers))
     if not setups:
@@ -122,7 +122,7 @@ def _read_step_s(row: Mapping[str, Any]) -> float:
     )
     if measured.get("oom"):
         raise UnusableRow("out of memory")
-    step_s = read_number(measured, "step_time_s") or read_number(derived, "step_time_s")
+    step_s = get_number(measured, "step_time_s") or get_number(derived, "step_time_s")
     if step_s is None:
         step_s = _step_s_of_rate(row, measured) or _step_s_of_rate(row, derived)
     if step_s is None:
@@ -133,13 +133,13 @@ def _read_step_s(row: Mapping[str, Any]) -> float:
 
 
 def _step_s_of_rate(row: Mapping[str, Any], rates: Mapping[str, Any]) -> float | None:
-    batch, seq_len = read_number(row, "global_batch"), read_number(row, "seq_len")
-    num_gpus = read_number(row, "n_gpus")
+    batch, seq_len = get_number(row, "global_batch"), get_number(row, "seq_len")
+    num_gpus = get_number(row, "n_gpus")
     if not batch or not seq_len or not num_gpus:
         return None
-    per_gpu = read_number(rates, "tokens_per_s_per_gpu")
-    total = read_number(rates, "tokens_per_s")
-    samples = read_number(rates, "samples_per_s") or read_number(rates, "sequences_per_s")
+    per_gpu = get_number(rates, "tokens_per_s_per_gpu")
+    total = get_number(rates, "tokens_per_s")
+    samples = get_number(rates, "samples_per_s") or get_number(rates, "sequences_per_s")
     if per_gpu and per_gpu > 0:
         return batch * seq_len / (per_gpu * num_gpus)
     if total and total > 0:
@@ -153,7 +153,7 @@ def _read_memory(row: Mapping[str, Any]) -> float | None:
     measured = row.get("measured")
     if not isinstance(measured, Mapping):
         return None
-    memory = read_number(measured, "memory_gib") or read_number(measured, "memory_gb_reported")
+    memory = get_number(measured, "memory_gib") or get_number(measured, "memory_gb_reported")
     return memory if memory and memory > 0 else None
 
 
