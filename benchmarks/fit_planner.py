@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import least_squares
 
+import planner_page
 from phalanx.plan.timing.constants import TimingConstants, list_constants, load_constants
 from phalanx.plan.validation.predict import RunBatch, group_runs, predict_runs
 from phalanx.plan.validation.rows import read_rows
@@ -41,7 +42,7 @@ NOT_FITTED = (
 )  # no row moves them
 SOURCE_SHARE = 0.6  # of what a source's rows have in common, how much is left out
 PRIOR_WIDTH = 0.35  # standard deviation of a prior, as a part of the distance between its bounds
-PRIOR_WEIGHT = 0.35
+PRIOR_WEIGHT = 1.0
 ROW_SIGMA = 0.08  # beyond this error, rows count less than quadratically
 MOST_ROWS = 180  # of one source in a fit
 STEP = 0.01  # of a finite difference, as a part of the distance between bounds
@@ -91,7 +92,7 @@ class Fit:
     ) -> Array:
         """The constants, in units, that fit the rows of `train` best."""
         cache: dict[bytes, tuple[Array, Array]] = {}
-        whiten = self._whitener(train)
+        whiten = self.build_whitener(train)
 
         def look_up(unit: Array) -> tuple[Array, Array]:
             key = unit.tobytes()
@@ -117,7 +118,7 @@ class Fit:
         )
         return np.asarray(result.x)
 
-    def _whitener(self, train: npt.NDArray[np.bool_]) -> Any:
+    def build_whitener(self, train: npt.NDArray[np.bool_]) -> Any:
         """A function that weighs rows so that sources count alike, and leaves most of what a
         source's rows have in common out."""
         source = self.source_of[train]
@@ -191,7 +192,7 @@ class LeaveOneOut:
     def fit_without(self, rows: npt.NDArray[np.bool_]) -> Array:
         """The constants, in units, of a fit that never saw `rows`."""
         train = self.chosen & ~rows
-        whiten = self.fit._whitener(train)
+        whiten = self.fit.build_whitener(train)
         errors, derivatives = self.errors[train], self.derivatives[train]
         by_constant = whiten(derivatives)[0]
 
@@ -217,19 +218,17 @@ class LeaveOneOut:
                 return unit
         return best
 
-    def predict_all(self) -> tuple[Array, Array]:
-        """Seconds of every run by constants that never saw its source, and shares of waiting."""
+    def predict_all(self) -> Array:
+        """Seconds of every run by constants that never saw its source."""
         seconds = np.zeros(len(self.fit.runs))
-        band = np.zeros(len(self.fit.runs))
         sources = np.array([run.source for run in self.fit.runs])
         for number, source in enumerate(dict.fromkeys(sources)):
             rows = sources == source
             constants = self.fit.build_constants(self.fit_without(rows))
-            mine = [run for run in self.fit.runs if run.source == source]
-            predicted, width = predict_runs(group_runs(mine), constants)
-            seconds[rows], band[rows] = predicted, width
+            of_source = [run for run in self.fit.runs if run.source == source]
+            seconds[rows], _ = predict_runs(group_runs(of_source), constants)
             print(f"{number + 1:3d}  {source}", flush=True)
-        return seconds, band
+        return seconds
 
 
 def main() -> None:
@@ -244,9 +243,10 @@ def main() -> None:
         constants = fit.build_constants(unit)
         write_constants({name: getattr(constants, name) for name in fit.names})
     if arguments.leave_one_out:
-        import planner_page
-
-        seconds, _ = LeaveOneOut(fit, unit).predict_all()
+        seconds = LeaveOneOut(fit, unit).predict_all()
+        write_constants(planner_page.fit_bands(fit.runs, seconds))
+        list_constants.cache_clear()
+        load_constants.cache_clear()
         planner_page.write_page(fit.runs, seconds, len(fit.names))
 
 

@@ -5,16 +5,30 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
+from phalanx.core.errors import LayoutError
 from phalanx.job.model import build_preset_shape
 from phalanx.job.presets import find_preset
 from phalanx.job.shapes.stored import BuiltInShape
 from phalanx.plan.accelerators import find_accelerator
 from phalanx.plan.layout import Layout
+from phalanx.plan.pipeline.generate import (
+    generate_1f1b,
+    generate_gpipe,
+    generate_interleaved,
+    generate_interleaved_zero_bubble,
+)
+from phalanx.plan.pipeline.schedule import Schedule
+from phalanx.plan.pipeline.simulate import StageCosts, simulate
+from phalanx.plan.timing.collectives import place_group
+from phalanx.plan.timing.columns import build_columns
+from phalanx.plan.timing.constants import TimingConstants, list_constants, load_constants
 from phalanx.plan.timing.machine import MachineRates, build_machine
-from phalanx.plan.timing.setup import MEGATRON, StepSetup
-from phalanx.plan.timing.step import estimate_many, estimate_step
+from phalanx.plan.timing.pipeline import StageTimes, bubble_s
+from phalanx.plan.timing.setup import MEGATRON, PHALANX, PHALANX_COMPILED, StepSetup
+from phalanx.plan.timing.step import estimate_many, estimate_step, time_steps
 from phalanx.plan.timing.step_time import TERMS, StepTime
 
 LAYOUT = Layout(pp=2, dp_shard=4, tp=4)
@@ -84,3 +98,113 @@ def test_many_setups_take_as_long_as_each_alone(machine: MachineRates) -> None:
         alone = estimate_step(build_shape(), machine, setup)
         assert together.take(row).terms == pytest.approx(alone.terms)
     assert np.all(together.total_s > 0)
+
+
+def build_moved_constants(
+    names: list[str],
+) -> tuple[TimingConstants, npt.NDArray[np.bool_]]:
+    """The constants as columns: first as they are, then with one of `names` moved in each row."""
+    constants, specs = load_constants(), list_constants()
+    columns = {}
+    for row, name in enumerate(names):
+        value, spec = getattr(constants, name), specs[name]
+        other = spec.low if value > (spec.low + spec.high) / 2 else spec.high
+        column = np.full((len(names) + 1, 1), value)
+        column[row + 1] = 0.5 * (value + other)
+        columns[name] = column
+    return replace(constants, **columns), np.zeros(len(names), dtype=np.bool_)
+
+
+def test_every_constant_moves_some_output() -> None:
+    moe, dense = build_shape("deepseek-v2-lite"), build_shape()
+    plain = replace(MEGATRON, attention="flash", overlaps_ep=True, overlaps_tp=True)
+    setups = {
+        "dense": (dense, setup_of()),
+        "overlapped": (dense, setup_of(stack=plain, stages_per_rank=2)),
+        "unfused": (dense, setup_of(stack=replace(MEGATRON, attention="unfused"))),
+        "eager": (dense, setup_of(layout=Layout(dp_shard=32), zero_stage=3, stack=PHALANX)),
+        "compiled": (dense, setup_of(layout=Layout(dp_shard=8, cp=2), stack=PHALANX_COMPILED)),
+        "offload": (dense, setup_of(layout=Layout(dp_shard=16), zero_stage=3, offload="optimizer")),
+        "experts": (moe, setup_of(layout=Layout(dp_shard=16, ep=16), stack=plain)),
+        "8 bits": (dense, setup_of(precision="fp8")),
+        "4 bits": (dense, setup_of(precision="fp4")),
+    }
+    odd = replace(dense, ffn_dim=14_330, head_dim=64, num_heads=64)
+    setups["odd"] = (odd, setup_of(layout=Layout(dp_shard=8), zero_stage=1))
+    machines = []
+    for name in ("v100-sxm", "a100-sxm", "h100-sxm", "b200-sxm"):
+        machines.append(build_machine(find_accelerator(name), power_share=0.8))
+
+    names = [name for name in list_constants() if name != "anchored_band"]  # of scores of rows
+    constants, moved = build_moved_constants(names)
+    for machine in machines:
+        for shape, setup in setups.values():
+            work, columns = shape.work(setup.seq_len), build_columns([setup])
+            times = time_steps(work, machine, setup.precision, columns, constants)
+            for values in (times.total_s, times.band):
+                column = np.broadcast_to(values, (len(names) + 1, 1))[:, 0]
+                moved |= column[1:] != column[0]
+    assert [name for name, has_moved in zip(names, moved, strict=True) if not has_moved] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "v", "schedule"),
+    [
+        ("gpipe", 1, generate_gpipe(4, 12)),
+        ("1f1b", 1, generate_1f1b(4, 12)),
+        ("interleaved", 2, generate_interleaved(4, 12, 2)),
+        ("interleaved-zero-bubble", 1, generate_interleaved_zero_bubble(4, 12, 1)),
+    ],
+)
+def test_closed_forms_are_the_event_simulation(
+    machine: MachineRates, name: str, v: int, schedule: Schedule
+) -> None:
+    pp, count, num_layers = 4, 12, 16
+    setup = setup_of(layout=Layout(pp=pp), num_microbatches=count, schedule=name, stages_per_rank=v)
+    one = np.ones(1)
+    # A second a block: messages of no bytes are nothing beside it.
+    stage = StageTimes(num_layers, one, 2 * one, one, 0 * one, 0 * one)
+    bubble = bubble_s(stage, 0 * one, build_columns([setup]), machine, load_constants())
+    per_stage = num_layers / (pp * v)
+    costs = [StageCosts(per_stage, per_stage, per_stage)] * (pp * v)
+    simulated = float(simulate(schedule, costs).step_s)
+    busy = count * 3 * num_layers / pp
+    assert busy + bubble[0] == pytest.approx(simulated, rel=1e-3)
+
+
+def test_placement_decides_and_not_the_size_of_a_group(machine: MachineRates) -> None:
+    four = np.full(3, 4.0)
+    strides = np.array([1.0, 4.0, 8.0])
+    group = place_group(four, strides, machine, load_constants())
+    # All in one node; two and two in two nodes, which share two NICs; one in each of four.
+    assert list(group.together) == [4.0, 2.0, 1.0]
+    inside, pairs, apart = group.ring_bytes_s
+    assert inside > pairs > apart
+    assert pairs == pytest.approx(2 * apart)
+    assert group.latency_s[2] > group.latency_s[1] > group.latency_s[0]
+
+
+def test_recomputing_more_takes_longer(machine: MachineRates) -> None:
+    times = []
+    for recompute in ("none", "selective", "per-op", "full"):
+        times.append(estimate_step(build_shape(), machine, setup_of(recompute=recompute)).total_s)
+    assert times == sorted(times)
+
+
+def test_faster_links_and_gpus_take_no_longer(machine: MachineRates) -> None:
+    setup = setup_of(layout=Layout(dp_shard=32), zero_stage=3, num_microbatches=1)
+    slow = build_machine(find_accelerator("h100-sxm"), nic_gb_s=5.0)
+    assert estimate_step(build_shape(), slow, setup).total_s > (
+        estimate_step(build_shape(), machine, setup).total_s
+    )
+    older = build_machine(find_accelerator("a100-sxm"))
+    assert estimate_step(build_shape(), older, setup_of()).total_s > (
+        estimate_step(build_shape(), machine, setup_of()).total_s
+    )
+
+
+def test_constants_out_of_bounds_are_refused() -> None:
+    with pytest.raises(LayoutError, match="between"):
+        load_constants().override({"memory_efficiency": 1.5})
+    with pytest.raises(LayoutError, match="memory_efficency"):
+        load_constants().override({"memory_efficency": 0.8})

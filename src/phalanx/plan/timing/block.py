@@ -12,7 +12,7 @@ from phalanx.plan.timing.attention import time_attention
 from phalanx.plan.timing.columns import Column, SetupColumns
 from phalanx.plan.timing.constants import TimingConstants
 from phalanx.plan.timing.machine import MachineRates
-from phalanx.plan.timing.matmul import dense_flops_s, matmul_s
+from phalanx.plan.timing.matmul import aligned_speed, dense_flops_s, matmul_s
 from phalanx.plan.timing.setup import Precision
 
 PARTS = ("matmul", "attention", "elementwise", "tp", "cp", "ep", "launch")
@@ -139,6 +139,7 @@ class BlockTimer:
             inputs = np.ceil(inputs / parts)
         elif matmul.cut == "column":
             outputs = np.ceil(outputs / parts)
+        flops_s = flops_s * aligned_speed(inputs, outputs, constants)
         shared = (count, flops_s, self.machine, constants, element_bytes)
         return (
             matmul_s(rows, outputs, inputs, *shared),

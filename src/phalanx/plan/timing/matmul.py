@@ -44,12 +44,16 @@ def matmul_s(
         seconds = cost * flops / (flops_s * speed)
         best = seconds if best is None else np.minimum(best, seconds)
     assert best is not None
-    # Rows of memory that do not begin at a cache line are read in smaller pieces.
-    is_aligned = (n % ALIGNED_ELEMENTS == 0) & (k % ALIGNED_ELEMENTS == 0)
-    best = np.where(is_aligned, best, best / constants.unaligned_efficiency)
     moved = count * (element_bytes * (m * k + n * k) + 2.0 * m * n)
     reading = moved / (machine.memory_bytes_s * constants.memory_efficiency)
     return np.asarray(np.maximum(best, reading))
+
+
+def aligned_speed(inputs: Column, outputs: Column, constants: TimingConstants) -> Column:
+    """The part of its speed that a product with a matrix of `inputs` x `outputs` keeps: rows of
+    memory that do not begin at a cache line are read in smaller pieces."""
+    is_aligned = (inputs % ALIGNED_ELEMENTS == 0) & (outputs % ALIGNED_ELEMENTS == 0)
+    return np.where(is_aligned, 1.0, constants.unaligned_efficiency)
 
 
 def dense_flops_s(

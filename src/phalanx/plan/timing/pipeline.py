@@ -77,7 +77,9 @@ def _idle_share(stage: StageTimes, columns: SetupColumns) -> Column:
     forward, backward, weights = stage.forward, stage.backward, stage.weight_gradients
     plain = (forward + backward) / columns.stages_per_rank
     saved = columns.deferred_weights * weights
-    zero = np.maximum(0.0, forward + backward - saved) / columns.stages_per_rank
+    # ZB-H1 keeps as few microbatches as 1F1B: a rank waits for the longest pass of the next.
+    least = np.where(columns.deferred_weights > 2, 0.0, np.maximum(forward, backward - weights))
+    zero = np.maximum(least, forward + backward - saved) / columns.stages_per_rank
     v_shaped = forward / 2
     is_zero_bubble = columns.deferred_weights > 0
     return np.where(columns.is_v_shaped, v_shaped, np.where(is_zero_bubble, zero, plain))

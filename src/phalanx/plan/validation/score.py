@@ -21,8 +21,9 @@ Array = npt.NDArray[np.float64]
 FEW_ROWS = 8
 POOL = f"sources of fewer than {FEW_ROWS} rows"
 SMALLEST_SCALE, LARGEST_SCALE = 0.6, 1.6
-# A scale from a few runs is partly their noise: this much of it is believed.
-ANCHOR_TRUST = 0.85
+# Logarithmic spreads: of sites around the model, and of runs around their site before any was seen.
+SITE_SPREAD, RUN_SPREAD = 0.12, 0.08
+MEDIAN_VARIANCE = 1.3  # of the median of three, as a multiple of the mean's
 NUM_WORST = 10
 
 
@@ -138,12 +139,21 @@ def label_sources(runs: Sequence[MeasuredRun], pool_small: bool) -> list[str]:
     return labels
 
 
-def choose_anchors(rows: npt.NDArray[np.intp], utilisation: Array, count: int) -> list[int]:
-    """`count` of the `rows`, evenly spread over the predicted utilisation: what somebody would run
-    first who has measured nothing. At most half of them."""
+def choose_anchors(rows: npt.NDArray[np.intp], count: int) -> list[int]:
+    """`count` of the `rows`, evenly spread over their order in the file, for tables list what is
+    alike together; at most half of them. What was measured has no part in it."""
     count = min(count, len(rows) // 2)
-    in_order = rows[np.argsort(utilisation[rows], kind="stable")]
-    return [int(in_order[int((index + 0.5) * len(rows) / count)]) for index in range(count)]
+    return [int(rows[int((index + 0.5) * len(rows) / count)]) for index in range(count)]
+
+
+def estimate_scale(log_ratios: Array) -> float:
+    """The logarithm of a site's scale from those of a few runs: their median, believed the less the
+    more they differ, for then it is partly their noise."""
+    middle, count = float(np.median(log_ratios)), len(log_ratios)
+    squares = 2 * RUN_SPREAD**2 + float(((log_ratios - middle) ** 2).sum())
+    variance = squares / (count + 1) / count * MEDIAN_VARIANCE
+    log_scale = middle * SITE_SPREAD**2 / (SITE_SPREAD**2 + variance)
+    return float(min(max(log_scale, np.log(SMALLEST_SCALE)), np.log(LARGEST_SCALE)))
 
 
 def anchor_runs(
@@ -155,16 +165,14 @@ def anchor_runs(
     if not count:
         return scaled, is_anchor
     names = np.array(labels)
-    utilisation = np.array([run.ideal_s for run in runs]) / predicted
     measured = np.array([run.step_s for run in runs])
     for name in dict.fromkeys(labels):
         rows = np.flatnonzero(names == name)
-        anchors = choose_anchors(rows, utilisation, count)
+        anchors = choose_anchors(rows, count)
         if not anchors:
             continue
-        log_scale = ANCHOR_TRUST * float(np.median(np.log(measured[anchors] / predicted[anchors])))
-        log_scale = min(max(log_scale, np.log(SMALLEST_SCALE)), np.log(LARGEST_SCALE))
-        scaled[rows] *= np.exp(log_scale)
+        log_ratios = np.log(measured[anchors] / predicted[anchors])
+        scaled[rows] *= np.exp(estimate_scale(log_ratios))
         is_anchor[anchors] = True
     return scaled, is_anchor
 
