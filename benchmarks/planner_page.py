@@ -124,11 +124,11 @@ def format_page(reports: dict[tuple[str, int], ScoreReport], num_fitted: int) ->
         "",
         f"With K = {ANCHORS} anchors, three rows of a source (evenly spread over the file's"
         " order, and not scored) set one scale within 0.6 to 1.6 for its others: the median of"
-        " their ratios, believed the less the more they differ. This rule was chosen among 18 by"
-        " these very results; the others gave medians of 6.8 to 7.9 % and p90 of 22 to 27 %. Sources of"
-        " fewer than 8 rows are one, which has one"
-        " scale. The baseline is one utilisation for each GPU and type, the median of the very"
-        " rows that are scored, scaled by the same anchors.",
+        " their ratios, believed the less the more they differ. This rule was chosen among 18"
+        " by these very results; the others gave medians of 6.8 to 7.9 % and p90 of 22 to 27 %."
+        " Sources of fewer than 8 rows are one, which has one scale. The baseline is one"
+        " utilisation for each GPU and type, the median of the very rows that are scored, scaled"
+        " by the same anchors.",
         "",
         "| rows | anchors | n | median | mean | p90 | bias | in the 80 % interval | median of"
         " sources | baseline median | baseline p90 |",
