@@ -17,8 +17,14 @@ from phalanx.job.schema import Job
 from phalanx.mesh.mesh import open_mesh
 from phalanx.nn.routing import Router
 from phalanx.parallel.step_stats import StepStats
+from phalanx.plan.communication import (
+    cp_bytes_per_step,
+    ep_bytes_per_step,
+    pp_bytes_per_step,
+)
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
+from phalanx.plan.workload import build_workload, shard_shape
 from phalanx.run.weights import build_state
 from phalanx.verify.dry_run.collectives import Collective, CollectiveLog
 from phalanx.verify.dry_run.program import StepRunner, WatchedPhases, run_dry_step
@@ -142,6 +148,48 @@ def test_says_what_a_real_run_says_to_others(name: str, followed: Any) -> None:
         assert stats.sent_cp_bytes == expected_stats.sent_cp_bytes
         assert stats.sent_ep_bytes == expected_stats.sent_ep_bytes
         assert stats.sent_pp_bytes == expected_stats.sent_pp_bytes
+
+
+def test_agrees_with_the_formulas_of_the_plan(followed: Any) -> None:
+    """Bytes over cp, pp and ep, as the plan predicts them without having seen the program."""
+    for name in ("cp", "ulysses", "ep"):
+        job, plan = plan_small(*LAYOUTS[name])
+        _, dry = followed[name]
+        _, _, stats = dry[RANKS - 1]
+        work = build_workload(
+            job,
+            plan.model_shape,
+            micro_batch_size=plan.micro_batch_size,
+            num_microbatches=plan.num_microbatches,
+            tp=plan.layout.tp,
+            cp=plan.layout.cp,
+            ep=plan.layout.ep,
+        )
+        work = replace(work, precision=plan.precision)
+        shape = shard_shape(plan.model_shape, plan.layout.tp)
+        if plan.layout.ep > 1:
+            # The plan counts rows; the program sends the counts of rows, too: a number for each
+            # expert of other ranks, in each mixture's forward.
+            counts = (
+                8 * shape.experts.count // 2 * plan.num_microbatches * len(shape.experts.layers)
+            )
+            assert stats.sent_ep_bytes == ep_bytes_per_step(shape, work) + counts
+        else:
+            assert stats.sent_cp_bytes == cp_bytes_per_step(shape, work)
+    job, plan = plan_small(*LAYOUTS["zb-v"])
+    _, dry = followed["zb-v"]
+    work = build_workload(
+        job,
+        plan.model_shape,
+        micro_batch_size=plan.micro_batch_size,
+        num_microbatches=plan.num_microbatches,
+        tp=1,
+    )
+    work = replace(work, precision=plan.precision)
+    assert plan.pipeline is not None
+    assert dry[RANKS - 1][2].sent_pp_bytes == pp_bytes_per_step(
+        plan.model_shape, work, plan.pipeline, rank=1
+    )
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
-from phalanx.mesh import logical
+from phalanx.mesh import counter_rng, logical
 from phalanx.mesh.device_meshes import forget_open_device_meshes
 from phalanx.mesh.logical import local_tensor
 from phalanx.mesh.mesh import Mesh, open_mesh
@@ -58,11 +58,11 @@ def open_fake_mesh(layout: Layout, rank: int) -> Iterator[Mesh]:
 
 
 @contextlib.contextmanager
-def hiding_dtensor_arithmetic() -> Iterator[None]:
-    """Inside, DTensor works out forms and places where no mode sees it.
+def hiding_arithmetic_of_places() -> Iterator[None]:
+    """Inside, forms and places are worked out where no mode sees it.
 
-    For forms of results it computes with tensors of the global shape, which a follower of memory
-    would count; for places it reads small tensors, which would have no numbers.
+    For forms of results DTensor computes with tensors of the global shape, which a follower of
+    memory would count; for places it and dropout read small tensors, which would have no numbers.
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_param
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -70,6 +70,7 @@ def hiding_dtensor_arithmetic() -> Iterator[None]:
     asides = (
         (ShardingPropagator, "_propagate_tensor_meta_non_cached"),
         (logical, "compute_local_shape_and_global_offset"),
+        (counter_rng, "_find_element_runs"),
         (DeviceMesh, "__getitem__"),
         (DeviceMesh, "_flatten"),
     )

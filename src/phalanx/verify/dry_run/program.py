@@ -19,7 +19,7 @@ from phalanx.job.schema import Job
 from phalanx.mesh.blocks import find_blocks
 from phalanx.mesh.compat import list_whole_gradients
 from phalanx.mesh.devices import letting_cpu_stand_for_gpu
-from phalanx.mesh.fake_tensors import hiding_dtensor_arithmetic, open_fake_mesh
+from phalanx.mesh.fake_tensors import hiding_arithmetic_of_places, open_fake_mesh
 from phalanx.mesh.logical import full_name
 from phalanx.nn.build import MODELS_PACKAGE, build_foreign, build_objective
 from phalanx.parallel.executor import Objective
@@ -188,7 +188,7 @@ def run_dry_step(
         with (
             FakeTensorMode(allow_non_fake_inputs=True),
             tracker.following_sizes(),
-            hiding_dtensor_arithmetic(),
+            hiding_arithmetic_of_places(),
             letting_cpu_stand_for_gpu(plan.device != "cpu"),
             standing_in(boundary, tracker),
             tracker,
