@@ -196,7 +196,8 @@ def test_agrees_with_the_formulas_of_the_plan(followed: Any) -> None:
 def test_tensors_take_what_they_take_in_a_real_run(name: str, followed: Any) -> None:
     real, dry = followed[name]
     for rank, (_, peak_bytes, _) in dry.items():
-        # A few numbers that a mesh made while it was built; a grouped product of real tensors
-        # also holds what it copies for a moment.
-        share = 0.02 if name == "ep" else 1e-4
-        assert peak_bytes == pytest.approx(real[rank][1], rel=share), rank
+        # Never more than really was, but for nothing: tensors that a mesh made are a few bytes.
+        assert peak_bytes <= real[rank][1] * 1.0001, rank
+        # gloo's threads hold a message for a moment after it was waited for: a unit of FSDP is 3 %
+        # here. A grouped product of real tensors holds a copy.
+        assert peak_bytes >= real[rank][1] * 0.96, rank
