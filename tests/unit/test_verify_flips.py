@@ -51,7 +51,7 @@ def routed(forced: dict[str, torch.Tensor] | None = None) -> tuple[RoutingTrace,
         torch.nn.init.normal_(parameter, std=0.3)
     routes = RoutingTrace(module, forced)
     batch = example_batch(SHAPE, 4, 6, seed=0)
-    with routes.record("step-0"):
+    with routes.recording_phase("step-0"):
         hidden = [
             module(batch["inputs"][rows], batch["positions"][rows])[0]
             for rows in (slice(0, 2), slice(2, 4))
