@@ -38,7 +38,7 @@ LAYOUTS = ("ddp", "zero3", "ddp-tp2", "cp4", "pp2-zero3-1f1b")
 
 
 def judge(
-    rank: int, num_ranks: int, model: dict[str, int], directory: str, plant: Plant | None, only: Any
+    rank: int, num_ranks: int, model: dict[str, Any], directory: str, plant: Plant | None, only: Any
 ) -> None:
     """One rank's part of `phalanx verify --types bf16,fp16`, with a bug in it."""
     if plant is not None:
@@ -63,7 +63,7 @@ def rows_with(
     plant: Plant | None,
     num_ranks: int = 2,
     only: tuple[str, ...] = ("ddp",),
-    model: dict[str, int] | None = None,
+    model: dict[str, Any] | None = None,
 ) -> Rows:
     with tempfile.TemporaryDirectory() as directory:
         run_ranks(num_ranks, judge, num_ranks, model or {}, directory, plant, only)
@@ -75,7 +75,7 @@ def rows_with(
 @pytest.mark.parametrize(
     "model", [{}, pytest.param(EXPERTS, marks=pytest.mark.long)], ids=["dense", "experts"]
 )
-def test_correct_layouts_are_equal(model: dict[str, int]) -> None:
+def test_correct_layouts_are_equal(model: dict[str, Any]) -> None:
     rows = rows_with(None, 4, LAYOUTS, model)
     assert len(rows) == len(LAYOUTS) * len(COMPUTE_OF_NARROW_DTYPE)
     assert {name: row["first"] for name, row in rows.items() if not row["ok"]} == {}
@@ -84,6 +84,14 @@ def test_correct_layouts_are_equal(model: dict[str, int]) -> None:
         assert 0 < row["tolerance"] < 0.2, row["notes"]
         assert row["errors"]["gradient"] > 0, row["layout"]
         assert any("gradients may be off by" in note for note in row["notes"])
+
+
+@pytest.mark.long
+def test_a_gradient_whose_parts_cancel_has_a_band_of_their_size() -> None:
+    """A norm's bias before keys: no nudge of weights moves what cancels for all weights, and the
+    partial sums of four ranks do."""
+    rows = rows_with(None, 4, ("tp4-whole-sequence",), {"preset": "gpt2"})
+    assert {name: row["first"] for name, row in rows.items()} == dict.fromkeys(rows)
 
 
 def scale_gradient(factor: float, name: str = "blocks.1.attention.q.weight") -> None:

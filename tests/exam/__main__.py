@@ -26,7 +26,7 @@ from typing import Any
 from exam.clean import CleanRun, CleanScore, plan_clean_runs, run_clean
 from exam.curves import plan_short_runs, score_curves, train_short_run
 from exam.generate import generate_variants
-from exam.page import format_page
+from exam.page import NARROW_TITLE, format_narrow, format_page, replace_section
 from exam.plant import Plant, find_stale, list_plants
 from exam.results import Results, digest_sources
 from exam.score import Score
@@ -84,7 +84,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plant.name: score_curves(plant, lambda key: results.find(f"{code}/{key}"))
         for plant in plants
     }
-    if options.only == "*" and not options.sample:
+    if any(score.narrow for _, score in sat):
+        body = format_narrow(sat, num_plants=len(list_plants()), about=describe_machine())
+        page = PAGE.read_text(encoding="utf-8")
+        PAGE.write_text(replace_section(page, NARROW_TITLE, body), encoding="utf-8")
+    elif options.only == "*" and not options.sample:
         seconds = sum(body.get("seconds", 0.0) for body in bodies.values())
         about = describe_machine()
         text = format_page(

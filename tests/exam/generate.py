@@ -82,6 +82,11 @@ def generate_variants(seed: int = 0, *, repeats: int = 1) -> Iterator[Plant]:
                 yield _draw(generator, seam, size, f"{seam}_{size:.0e}_{seed}_{repeat}")
 
 
+def find_first_step(plant: Plant) -> int:
+    """The step in which a variant begins to act, as its mistake says."""
+    return int(plant.mistake.rpartition("from step ")[2].removesuffix(" on"))
+
+
 def _draw(generator: random.Random, seam: str, size: float, name: str) -> Plant:
     layout = generator.choice(list(LAYOUTS))
     step, tensor = generator.choice(FROM_STEPS), generator.choice(TENSORS)

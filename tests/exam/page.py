@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from exam.clean import CleanScore
 from exam.curves import MULTIPLE, SMALLEST, CurveScore
-from exam.generate import SEAMS, SIZES
+from exam.generate import SEAMS, SIZES, find_first_step
 from exam.plant import AXES, Plant
 from exam.score import BANDS, NARROW, OUTCOMES, UPDATE_BAND, VISIBLE, Score
 
+STEPS_IN_FLOAT32 = 3  # as verify/rank.py has it, which imports torch
 Sat = Sequence[tuple[Plant, Score]]
 Curves = Mapping[str, CurveScore]
 
@@ -46,6 +47,7 @@ other plants it cannot see: gradients that hooks sum after the backward, pipelin
 CPUs of this torch `rulecheck` of partial sums ends in NotImplementedError by itself (`aten::_philox_normal_`); the script goes around that.
 """
 
+NARROW_TITLE, LADDER_TITLE = "## Narrow types", "## The ladder of sizes"
 OF_VARIANTS = f'"loss" and "norm" are those of the judged steps here, at {VISIBLE:g}.\n'
 
 
@@ -72,10 +74,10 @@ def format_page(
         _format_clean(sat, clean),
     ]
     if any(score.narrow for _, score in sat):
-        parts += ["## Narrow types\n", format_narrow(sat)]
+        parts += [f"{NARROW_TITLE}\n", format_narrow(sat, num_plants=num_plants, about=about)]
     parts.append(BESIDE_TYPES)
     if generated:
-        parts += ["## The ladder of sizes\n", _format_ladder(generated)]
+        parts += [f"{LADDER_TITLE}\n", format_ladder(generated)]
     parts += ["## Each plant\n", _format_plants(sat, curves)]
     if generated:
         parts += ["## Generated variants\n", OF_VARIANTS, _format_plants(generated, {})]
@@ -152,30 +154,51 @@ def _format_clean(sat: Sat, clean: Sequence[CleanScore]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def format_narrow(sat: Sat) -> str:
-    """What rows of narrow types found of the plants, where they have any."""
+def format_narrow(sat: Sat, *, num_plants: int, about: str) -> str:
+    """What rows of narrow types found of the plants, where they have any, and how wide the bands
+    were."""
+    with_rows = [(plant, score) for plant, score in sat if score.narrow]
     lines = [
+        f"{len(sat)} of {num_plants} plants sat in these types, of which {len(with_rows)} have such rows (the others name rows of the trainer"
+        f" or of a second implementation, in float64 alone); {about}.",
         f"Of the plants whose effect on a gradient in float64 is at least {BANDS} x the median band of the type (of updates,"
-        f" {BANDS} x {UPDATE_BAND:g}); the others are below what the type shows.\n",
-        "| type | found | missed | share found | below |",
-        "|---|---:|---:|---:|---:|",
+        f" {BANDS} x {UPDATE_BAND:g}); the others are below what the type shows. The median band of a row, over the plants: least, median, most.\n",
+        "| type | found | missed | share found | below | median band |",
+        "|---|---:|---:|---:|---:|---|",
     ]
     for dtype in NARROW:
-        outcomes = [score.narrow[dtype] for _, score in sat if dtype in score.narrow]
+        outcomes = [score.narrow[dtype] for _, score in with_rows if dtype in score.narrow]
         found, missed, below = (outcomes.count(word) for word in ("found", "missed", "below"))
         share = f"{100 * found / (found + missed):.0f} %" if found + missed else ""
-        lines.append(f"| {dtype} | {found} | {missed} | {share} | {below} |")
+        bands = sorted(score.bands[dtype] for _, score in with_rows if dtype in score.bands)
+        shown = ""
+        if bands:
+            cells = (bands[0], bands[len(bands) // 2], bands[-1])
+            shown = ", ".join(f"{100 * band:.2g} %" for band in cells)
+        lines.append(f"| {dtype} | {found} | {missed} | {share} | {below} | {shown} |")
     for dtype in NARROW:
         for word in ("missed", "below"):
-            names = [plant.name for plant, score in sat if score.narrow.get(dtype) == word]
+            names = [plant.name for plant, score in with_rows if score.narrow.get(dtype) == word]
             if names:
                 lines.append(f"\n{dtype}, {word}: {', '.join(names)}")
     return "\n".join(lines) + "\n"
 
 
-def _format_ladder(generated: Sat) -> str:
+def replace_section(page: str, title: str, body: str) -> str:
+    """`page` with `body` below the heading `title`; before the ladder of sizes if it has no such
+    heading yet."""
+    section = f"{title}\n\n{body}\n"
+    before, heading, rest = page.partition(f"{title}\n")
+    if not heading:
+        return page.replace(f"{LADDER_TITLE}\n", f"{section}{LADDER_TITLE}\n", 1)
+    _, next_heading, after = rest.partition("\n## ")
+    return before + section + next_heading.lstrip("\n") + after
+
+
+def format_ladder(generated: Sat) -> str:
     lines = [
-        "Variants of one factor each, on some rank: the sizes of which every variant that acted was found, by type.\n",
+        "Variants of one factor each, on some rank: the sizes of which every variant that acted was found, by type. Rows of float32 go through"
+        f" {STEPS_IN_FLOAT32} steps beside those of float64, so that variants which begin later are left out of them.\n",
         f"| seam | type | {' | '.join(f'{size:g}' for size in SIZES)} | always found from |",
         f"|---|---|{'---|' * len(SIZES)}---:|",
     ]
@@ -194,7 +217,10 @@ def _find_share(generated: Sat, seam: str, size: float, dtype: str) -> tuple[int
     scores = [
         score
         for plant, score in generated
-        if plant.size == size and plant.name.startswith(f"generated_{seam}_") and score.acted
+        if plant.size == size
+        and plant.name.startswith(f"generated_{seam}_")
+        and score.acted
+        and (dtype == "float64" or find_first_step(plant) <= STEPS_IN_FLOAT32)
     ]
     return sum(dtype in score.types for score in scores), len(scores)
 

@@ -46,6 +46,8 @@ class Score:
     norm_error: float = 0.0
     narrow: Mapping[str, str] = field(default_factory=dict)
     """Narrow type -> "found", "missed", or "below": too little an effect for what the type rounds."""
+    bands: Mapping[str, float] = field(default_factory=dict)
+    """Narrow type -> the median band of its rows, the widest of them."""
 
     @property
     def is_found(self) -> bool:
@@ -90,6 +92,7 @@ def score_rows(plant: Plant, rows: Sequence[Row], *, exit_code: int, text: str) 
         "loss_error": _find_worst(judged, "loss"),
         "norm_error": _find_worst(judged, "norm"),
         "narrow": {dtype: outcome for dtype in NARROW if (outcome := _judge_narrow(judged, dtype))},
+        "bands": {dtype: band for dtype in NARROW if (band := _find_band(rows, dtype))},
     }
     if not differing or exit_code != DIFFERS:
         return Score(plant.name, _name_failure(judged), message=text[-500:], **shared)
@@ -123,6 +126,12 @@ def _judge_narrow(rows: Sequence[Row], dtype: str) -> str:
         if gradient >= BANDS * row["tolerance"] or update >= BANDS * UPDATE_BAND:
             return "missed"
     return "below"
+
+
+def _find_band(rows: Sequence[Row], dtype: str) -> float:
+    """The widest median band of the rows in a narrow type; 0 without any."""
+    bands = [row["tolerance"] for row in rows if row["dtype"] == dtype and row["errors"]]
+    return max(bands, default=0.0)
 
 
 def _find_worst(rows: Iterable[Row], kind: str) -> float:

@@ -272,7 +272,9 @@ def test_a_narrow_type_must_find_what_is_far_above_its_band(
     narrow = row("zero3", "bfloat16", first=first() if is_found else None, tolerance=0.1)
     score = score_rows(PLANT, [exact, narrow], exit_code=11, text="")
     assert score.narrow == {"bfloat16": outcome}
-    assert f"| bfloat16 | {int(is_found)} |" in format_narrow([(PLANT, score)])
+    assert f"| bfloat16 | {int(is_found)} |" in format_narrow(
+        [(PLANT, score)], num_plants=1, about=""
+    )
 
 
 def test_scores_and_results_survive_a_file(tmp_path: Path) -> None:

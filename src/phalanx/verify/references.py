@@ -289,11 +289,12 @@ class _ReferenceWriter:
             missing = [failure for failure, _ in nudges if failure]
             if missing:
                 raise ArithmeticError(f"with weights rounded otherwise, {missing[0]}")
-            return [directory for _, directory in nudges]
+            wide = self._find_wide(routes.choices, self.leader or writer.trace)
+            return [directory for _, directory in nudges] + wide
         if self.dtype == "float32":
             exact = self._find_float64(routes.choices)
-            if exact is not None:
-                return [exact]
+            if exact:
+                return exact
         elif not probed.narrows:
             return []
         failure, nudged = self._write_nudged(routes, writer, 1)
@@ -317,21 +318,29 @@ class _ReferenceWriter:
         )
         return failure, nudged
 
-    def _find_float64(self, choices: ChosenExperts) -> Path | None:
-        """The directory of the same steps in float64, routed alike; None where float64 is not
+    def _find_float64(self, choices: ChosenExperts) -> list[Path]:
+        """The directory of the same steps in float64, routed alike; none where float64 is not
         judged."""
         if self.leader is None or self.leader.dtype != "float64":
-            return None
-        if have_same_choices(choices, read_routes(self.leader.directory)):
-            return self.leader.directory
-        alike = self.directory.parent / f"{self.directory.name}-float64"
-        steps = cast_steps_to_dtype(self.steps, torch.float64)
+            return []
+        return self._find_wide(choices, self.leader)
+
+    def _find_wide(self, choices: ChosenExperts, leader: Trace) -> list[Path]:
+        """The directory of the steps with the gradients of `leader`, routed alike, in its type, or
+        in float32 if that is narrow; none where the module fails.
+
+        Sums that cancel whatever the weights are (of a bias before keys) no nudge of weights moves,
+        and rounding does.
+        """
+        dtype = "float32" if is_narrow(leader.dtype) else leader.dtype
+        if dtype == leader.dtype and have_same_choices(choices, read_routes(leader.directory)):
+            return [leader.directory]
+        alike = self.directory.parent / f"{self.directory.name}-{dtype}"
+        steps = cast_steps_to_dtype(self.steps, getattr(torch, dtype))
         failure, _ = _write_reference(
-            alike, self.job, self.plan, "float64", steps, choices, leader=self.leader
+            alike, self.job, self.plan, dtype, steps, choices, leader=leader
         )
-        if failure:
-            return None
-        return alike
+        return [] if failure else [alike]
 
 
 def _make_forward_context(

@@ -195,6 +195,10 @@ class TraceWriter:
 
     def _raise_rounding_to(self, rounding: dict[str, dict[str, float]], other: Path) -> None:
         """Make each distance in `rounding` at least that to `other`."""
+        # One that is nudged has lost as much again; a wide one has lost nothing.
+        share = 1
+        if is_narrow(self._dtype) and not is_narrow(read_trace(other).dtype):
+            share = 2
         if is_narrow(self._dtype):
             judged: tuple[str, ...] = (GRADIENT_KIND_PREFIX, BUFFER_KIND_PREFIX)
         else:
@@ -204,7 +208,7 @@ class TraceWriter:
                 continue
             largest = rounding.setdefault(kind, {})
             for name, distance in _distances(self._directory, other, kind).items():
-                largest[name] = max(distance, largest.get(name, 0.0))
+                largest[name] = max(share * distance, largest.get(name, 0.0))
 
     def _raise_scalar_rounding_to(
         self, strays: dict[str, float], evaluation: float, other: Trace
