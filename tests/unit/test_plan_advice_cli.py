@@ -67,9 +67,8 @@ def test_a_term_is_explained_with_its_numbers(capsys: pytest.CaptureFixture[str]
 def test_wrong_terms_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert _app.run_command_line(["plan", "--explain", "quux"]) == 2
     assert "dp-exposed" in capsys.readouterr().err
-    # Nobody predicts the time of a step on CPUs that were not measured.
     assert _app.run_command_line(["plan", "--explain", "bubble", "cluster.device=cpu"]) == 2
-    assert "not predicted" in capsys.readouterr().err
+    assert "named GPUs" in capsys.readouterr().err
 
 
 def test_terms_are_told_from_job_files_and_overrides(tmp_path: Path) -> None:

@@ -46,7 +46,8 @@ def print_term(advised: AdvisedPlan, name: str, *, as_json: bool) -> None:
     explanation = explain_term_of_plan(advised, term)
     if explanation is None:
         raise UsageError(
-            f"the time of a step is not predicted for {advised.cluster.name or 'this device'}",
+            f"the formulas of time are those of named GPUs, not of"
+            f" {advised.cluster.name or 'this device'}",
             fix="name GPUs, as in cluster.gpu=h100-sxm, or explain a category of memory",
         )
     explained, total = explanation

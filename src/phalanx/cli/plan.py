@@ -187,7 +187,6 @@ def command(
             print_explained(load_job(job_file, overrides), job_file, overrides, as_json=as_json)
             return 0
         from phalanx.job.load import load_job
-        from phalanx.run.plan_advice import advise_on_planned_job
         from phalanx.run.plan_job import plan_job
 
         job = load_job(job_file, overrides)
@@ -207,6 +206,8 @@ def command(
         if recut is not None:
             _print_recut(planned, recut, as_json)
         elif term is not None:
+            from phalanx.run.plan_advice import advise_on_planned_job
+
             print_term(advise_on_planned_job(planned), term, as_json=as_json)
         else:
             _print_planned(planned, arguments or [], page, as_json=as_json, all_rules=all_rules)
@@ -224,7 +225,6 @@ def _print_planned(
     """Print the plan of a job, with its rules where they are asked for, and write its page."""
     from phalanx.cli._json import print_json
     from phalanx.cli._plan_advice import print_plan_details, write_page
-    from phalanx.run.plan_advice import advise_on_planned_job
 
     if as_json:
         print_json("plan", planned.to_json(), indent=1)
@@ -232,6 +232,9 @@ def _print_planned(
         _print_plan(planned, arguments)
     if page is None and not all_rules:
         return
+    # Only now: it imports numpy.
+    from phalanx.run.plan_advice import advise_on_planned_job
+
     advised = advise_on_planned_job(planned)
     if all_rules and not as_json:
         print_plan_details(advised, all_rules=True)

@@ -20,9 +20,11 @@ from phalanx.plan.timing.constants import list_constants
 from phalanx.plan.timing.step import estimate_step
 from phalanx.report.plan_facts import AnswerTile, LayoutRow, PlanPageFacts
 
-ASSUMPTIONS = (
+DATA_SHEETS = (
     "Times are predicted from data sheets and the constants below, and were not measured on this"
-    " cluster. phalanx bench measures a machine's own.",
+    " cluster. phalanx bench measures a machine's own."
+)
+ASSUMPTIONS = (
     "Memory is what the planner counts of a rank's tensors; what CUDA and NCCL take is left free"
     " beside it (docs/memory.md).",
     "All GPUs are equal and work, samples have the full length, and experts are loaded evenly"
@@ -38,9 +40,18 @@ def collect_page_facts(
     grid: WhatIfGrid | None = None,
     result: SearchResult | None = None,
     job_text: str = "",
+    basis: str = "",
 ) -> PlanPageFacts:
     """Everything that the page of `plan` shows. Without the result of a search the ranking is the
-    plan's own alternatives."""
+    plan's own alternatives. `basis`: what its time is built on; "" for data sheets."""
+    is_from_data_sheets = advice.time is not None and not basis
+    assumptions = list(ASSUMPTIONS)
+    if is_from_data_sheets:
+        assumptions.insert(0, DATA_SHEETS)
+    elif basis:
+        assumptions.insert(0, f"The time of a step: {basis}.")
+    if result is not None:
+        assumptions += result.remarks
     terms_s: Mapping[str, float] = {}
     if advice.time is not None:
         terms_s = advice.time.terms
@@ -70,8 +81,8 @@ def collect_page_facts(
         rules=[verdict.to_json() for verdict in advice.verdicts],
         tables=[answer.to_json() for answer in advice.answers],
         hardware=list_hardware(cluster, advice),
-        assumptions=(*ASSUMPTIONS, *(result.remarks if result is not None else ())),
-        constants=list_constant_rows() if advice.time is not None else (),
+        assumptions=assumptions,
+        constants=list_constant_rows() if is_from_data_sheets else (),
         what_if=None if grid is None else grid.to_json(),
         job_text=job_text,
     )

@@ -41,13 +41,18 @@ class AdvisedPlan:
     advice: PlanAdvice
     result: SearchResult | None = None
     job_text: str = ""
+    basis: str = ""
+    """What a time is built on that was not predicted from data sheets."""
 
 
 def advise_on_planned_job(planned: PlannedJob) -> AdvisedPlan:
     """The advice on the plan of a job."""
     cluster = find_cluster(planned.job)
-    advice = advise_on_plan(planned.job, planned.plan, cluster)
-    return AdvisedPlan(planned.job, planned.plan, cluster, advice)
+    step, basis = None, ""
+    if planned.time is not None and planned.time.step is not None:
+        step, basis = planned.time.step, planned.time.basis
+    advice = advise_on_plan(planned.job, planned.plan, cluster, time=step)
+    return AdvisedPlan(planned.job, planned.plan, cluster, advice, basis=basis)
 
 
 def advise_on_search(searched: SearchedJob) -> AdvisedPlan | None:
@@ -131,5 +136,6 @@ def write_page_of_plan(
         grid,
         advised.result,
         advised.job_text,
+        advised.basis,
     )
     write_plan_page(path, facts)
