@@ -186,6 +186,16 @@ def test_a_bubble_between_good_and_bad_is_tight() -> None:
     assert states == ["holds", "tight", "fails"]
 
 
+def test_model_parallelism_that_is_faster_is_not_needless() -> None:
+    facts = make_facts(TP8, data_parallel_bytes=60 * GIB, capacity_bytes=70 * GIB, terms_s=TERMS)
+    name = "data-parallel-first"
+    slower = judge(name, replace(facts, data_parallel_step_s=2.0 * sum(TERMS.values())))
+    faster = judge(name, replace(facts, data_parallel_step_s=0.9 * sum(TERMS.values())))
+    assert slower is not None
+    assert faster is not None
+    assert (slower.state, faster.state) == ("holds", "fails")
+
+
 def test_failures_come_first() -> None:
     verdicts = check_rules_of_thumb(make_facts(TP16, peak_bytes=79 * GIB, terms_s=SLOW))
     order = ["fails", "tight", "unknown", "holds"]

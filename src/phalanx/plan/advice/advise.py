@@ -112,13 +112,15 @@ def collect_plan_facts(
         peak_bytes=plan.chosen.total_bytes if activations_are_known else None,
         capacity_bytes=plan.capacity_bytes,
     )
+    data_parallel_bytes, data_parallel_step_s = _plan_data_parallel(job, plan, cluster)
     return replace(
         facts,
         bubble=_find_bubble(plan),
         busiest_stage_ratio=_find_busiest_stage(job, plan),
         wave_loss=_find_wave_loss(plan, cluster, setup),
         single_domain_efficiency=_compare_with_one_domain(plan, cluster, setup, time),
-        data_parallel_bytes=_count_data_parallel_bytes(job, plan, cluster),
+        data_parallel_bytes=data_parallel_bytes,
+        data_parallel_step_s=data_parallel_step_s,
         smaller_zero_bytes=_find_smaller_zero_bytes(plan),
         plain_bytes=_count_plain_bytes(job, plan, cluster),
     )
@@ -221,16 +223,27 @@ def _compare_with_one_domain(
     return min(1.0, near.total_s / time.total_s)
 
 
-def _count_data_parallel_bytes(job: Job, plan: Plan, cluster: Cluster) -> int | None:
-    """Bytes per rank of ZeRO-3 over all ranks, for a plan with model parallelism; else None."""
-    if plan.layout.world_size == plan.layout.data_parallel_size:
-        return None
+def _plan_data_parallel(job: Job, plan: Plan, cluster: Cluster) -> tuple[int | None, float | None]:
+    """(bytes per rank, seconds of a step) of ZeRO-3 over all ranks, for a plan with model
+    parallelism; None where there is no such plan, or its time is not predicted."""
+    layout = plan.layout
+    if max(layout.pp, layout.cp, layout.tp, layout.ep) == 1:
+        return None, None
     alone = dict.fromkeys(
         ("tp", "pp", "cp", "ep", "dp_replicate", "dp_shard", "schedule", "schedule_file",
          "sequence_parallel", "stages_per_rank")
     )  # fmt: skip
     changes = {"parallel": {**alone, "zero_stage": 3, "stage_blocks": ()}}
-    return find_needed_bytes(job, plan, cluster, changes)
+    other = find_changed_plan(job, plan, cluster, changes)
+    if other is None:
+        return None, None
+    machine, step_s = build_machine_rates(cluster), None
+    if machine is not None:
+        time = estimate_planned_step(
+            change_job(job, plan, changes), other, plan.model_shape, machine
+        )
+        step_s = None if time is None else time.total_s
+    return other.chosen.total_bytes, step_s
 
 
 def _find_smaller_zero_bytes(plan: Plan) -> int | None:
@@ -246,20 +259,20 @@ def _count_plain_bytes(job: Job, plan: Plan, cluster: Cluster) -> int | None:
     if plan.activations.recompute == "none":
         return None
     plain = {"recompute": "none", "recompute_every": None, "recompute_budget_gib": None}
-    return find_needed_bytes(job, plan, cluster, {"train": plain})
+    other = find_changed_plan(job, plan, cluster, {"train": plain})
+    return None if other is None else other.chosen.total_bytes
 
 
-def find_needed_bytes(
+def find_changed_plan(
     job: Job, plan: Plan, cluster: Cluster, changes: Mapping[str, Mapping[str, Any]]
-) -> int | None:
-    """Bytes per rank of the job with other values of some keys; None where that is no plan."""
-    other = change_job(job, plan, changes)
+) -> Plan | None:
+    """The plan of the job with other values of some keys, however much memory it needs; None where
+    that is no plan."""
     unlimited = replace(cluster, memory_bytes=round(UNLIMITED_GIB * 2**30))
     try:
-        changed = make_plan(other, cluster=unlimited, shape=plan.model_shape)
+        return make_plan(change_job(job, plan, changes), cluster=unlimited, shape=plan.model_shape)
     except PhalanxError:
         return None
-    return changed.chosen.total_bytes
 
 
 def change_job(job: Job, plan: Plan, changes: Mapping[str, Mapping[str, Any]]) -> Job:

@@ -104,6 +104,8 @@ class PlanFacts:
     """Part of the wall time (0 to 1) that is neither saving, nor failures, nor repeated steps."""
     data_parallel_bytes: int | None = None
     """Bytes per rank of the largest ZeRO stage over all ranks, without tp, pp, cp and ep."""
+    data_parallel_step_s: float | None = None
+    """Seconds of a step of that."""
     smaller_zero_bytes: int | None = None
     """Bytes per rank of the next smaller ZeRO stage in the same layout."""
     plain_bytes: int | None = None

@@ -149,7 +149,10 @@ def describe_rules(
             lines += wrap_lines(f"often said otherwise: {verdict.correction}", "    ", style)
     num_others = sum(verdict.state != "fails" for verdict in verdicts)
     if not shows_all and num_others:
-        lines.append(f"  {num_others} other rules hold or could not be judged: --rules shows all")
+        which = f"all {num_others}"
+        if lines:
+            which = f"{num_others} other"
+        lines.append(f"  {which} rules hold or could not be judged: --rules shows all")
     return lines
 
 

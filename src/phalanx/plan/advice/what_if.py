@@ -163,7 +163,7 @@ def _list_axes(
         _build_axis(
             "micro", "Sequences of a micro-batch", "", "stops", micro, plan.micro_batch_size
         ),
-        _build_axis("devices", "GPUs", "", "range", devices, num_ranks),
+        _build_axis("devices", "GPUs", "", "stops", devices, num_ranks),
         _build_axis(
             "network", "Network per GPU", "GB/s", "range", networks, networks[len(networks) // 2]
         ),

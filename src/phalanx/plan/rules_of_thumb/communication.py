@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from phalanx.plan.advice.facts import COMMUNICATION_TERMS, PlanFacts
 from phalanx.plan.advice.rule import Measurement, RuleOfThumb
+from phalanx.plan.advice.waterfall import TERM_NAMES
 
 MAX_EXPOSED = 0.10
 MIN_EFFICIENCY = 0.80
@@ -22,7 +23,7 @@ def measure_exposed(facts: PlanFacts) -> Measurement | None:
     return Measurement(
         facts.share_of_step(*COMMUNICATION_TERMS),
         MAX_EXPOSED,
-        consequence=f"nothing hides it; the largest part is {largest}",
+        consequence=f"nothing hides it; the largest part is {TERM_NAMES[largest]}",
         remedy=_remedy_of_term(largest),
         missing="the time of a step",
     )
@@ -101,7 +102,7 @@ def measure_network(facts: PlanFacts) -> Measurement | None:
     return Measurement(
         hardware.network_gb_s,
         LARGE_MODEL_GB_S,
-        consequence="gradients and gathers of a large model wait for the network",
+        consequence="gradients and gathered weights of a large model travel over it",
         remedy=(
             "InfiniBand or RoCE with a card per GPU; else shards inside a node (parallel.dp_shard)"
             " and a pipeline between nodes"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from phalanx.core.units import format_bytes
+from phalanx.core.units import format_bytes, format_seconds
 from phalanx.plan.advice.facts import PlanFacts
 from phalanx.plan.advice.rule import Measurement, RuleOfThumb
 
 MAX_MEMORY = 0.94
 MAX_OFFLOAD = 0.05
+# Times the step: data parallelism that is slower by more is a reason for other axes.
+SLOWER = 1.03
 
 
 def measure_memory(facts: PlanFacts) -> Measurement | None:
@@ -37,7 +39,12 @@ def measure_model_parallelism(facts: PlanFacts) -> Measurement | None:
     if facts.data_parallel_bytes is None or facts.capacity_bytes is None:
         return Measurement(None, 0, missing="the memory of data parallelism alone")
     needless = 0
-    if facts.data_parallel_bytes <= facts.capacity_bytes:
+    speed, other_s = "", facts.data_parallel_step_s
+    is_slower = False
+    if facts.step_s is not None and other_s is not None:
+        is_slower = other_s > SLOWER * facts.step_s
+        speed = f" and takes {format_seconds(other_s)} a step, not {format_seconds(facts.step_s)}"
+    if facts.data_parallel_bytes <= facts.capacity_bytes and not is_slower:
         needless = len(axes)
     data_parallel = format_bytes(facts.data_parallel_bytes)
     capacity = format_bytes(facts.capacity_bytes)
@@ -45,10 +52,10 @@ def measure_model_parallelism(facts: PlanFacts) -> Measurement | None:
         needless,
         0,
         consequence=(
-            f"data parallelism alone needs {data_parallel} of the {capacity} that a rank may fill;"
-            f" {', '.join(axes)} send activations in every block"
+            f"data parallelism alone needs {data_parallel} of the {capacity} that a rank may"
+            f" fill{speed}; {', '.join(axes)} send activations in every block"
         ),
-        remedy=f"without {', '.join(f'parallel.{axis}' for axis in axes)}, unless it is faster so",
+        remedy=f"without {', '.join(f'parallel.{axis}' for axis in axes)}",
     )
 
 

@@ -98,13 +98,16 @@ def measure_vocab_padding(facts: PlanFacts) -> Measurement | None:
         return None
     multiple = VOCAB_MULTIPLE * tp
     missing_rows = -vocab_size % multiple
+    consequence = f"{vocab_size:,} is a multiple of {multiple:,} ({VOCAB_MULTIPLE} x tp)"
+    if missing_rows:
+        consequence = (
+            f"the head's last tiles are partly empty: {vocab_size:,} is no multiple of"
+            f" {multiple:,} ({VOCAB_MULTIPLE} x tp)"
+        )
     return Measurement(
         missing_rows / vocab_size,
         MAX_PADDING,
-        consequence=(
-            f"the head's last tiles are partly empty: {vocab_size:,} is no multiple of"
-            f" {multiple:,} ({VOCAB_MULTIPLE} x tp)"
-        ),
+        consequence=consequence,
         remedy=f"model.vocab_size={vocab_size + missing_rows} where the tokenizer is still open",
     )
 
