@@ -6,6 +6,7 @@ Activations and the rest have tests of their own.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,13 @@ import pytest
 
 from phalanx.job.schema import Parallel
 from phalanx.job.shapes.decoder import DecoderShape
+from phalanx.plan.host_allocator import (
+    ACCUMULATING_SHARE,
+    LIBRARY_BYTES,
+    RETAINED_SHARE,
+    RETURNED_SHARE,
+)
 from phalanx.plan.memory import (
-    CPU_ALLOCATOR_SHARE,
-    CPU_LIBRARY_BYTES,
     MIXED_FP16_ADAM,
     StateBytes,
     rank_memory,
@@ -123,22 +128,38 @@ def test_ddp_accumulates_beside_its_buckets() -> None:
 
 @pytest.mark.parametrize(
     ("num_ranks", "num_microbatches", "precision", "of_block"),
-    [(1, 1, "fp32", 0), (2, 1, "fp32", 4), (1, 2, "fp32", 4), (2, 1, "bf16", 6)],
+    [(2, 1, "fp32", 0), (1, 2, "fp32", 4), (2, 2, "bf16", 6)],
 )
-def test_a_cpu_keeps_freed_gradients_of_one_block_and_of_the_table(
+def test_a_cpu_keeps_freed_gradients_that_accumulate(
     num_ranks: int, num_microbatches: int, precision: str, of_block: int
 ) -> None:
     work = Workload(1, 8, precision, "none", 2048, num_microbatches)
     found = rank_memory(SHAPE, work, 0, num_ranks, "cpu", num_ranks)
-    rest = CPU_LIBRARY_BYTES + round(CPU_ALLOCATOR_SHARE * found["activations"])
-    assert found["allocator"] - rest == pytest.approx(
-        of_block * BLOCK + 4 * SHAPE.vocab_size * SHAPE.dim, abs=1
-    )
+    share = ACCUMULATING_SHARE if num_microbatches > 1 else RETAINED_SHARE
+    rest = LIBRARY_BYTES + round(share * found["activations"])
+    table = 4 * SHAPE.vocab_size * SHAPE.dim if num_microbatches > 1 else 0
+    assert found["allocator"] - rest == pytest.approx(of_block * BLOCK + table, abs=1)
 
 
 def test_what_glibc_gives_back_is_not_kept() -> None:
     large = DecoderShape(1, 4096, 4, 4, 1024, 16384, 97, True)
-    work = Workload(1, 8, "fp32", "none", 2048)
+    work = Workload(1, 8, "fp32", "none", 2048, 2)
     found = rank_memory(large, work, 0, 2, "cpu", 2)
-    rest = CPU_LIBRARY_BYTES + round(CPU_ALLOCATOR_SHARE * found["activations"])
+    rest = LIBRARY_BYTES + round(ACCUMULATING_SHARE * found["activations"])
     assert found["allocator"] - rest == pytest.approx(4 * large.vocab_size * large.dim, abs=1)
+
+
+def test_tensor_parallel_ranks_return_their_blocks_and_have_no_buckets() -> None:
+    wide = DecoderShape(2, 512, 8, 8, 64, 1376, 97, True)
+    work = Workload(2, 512, "fp32", "none", 2048, 2, tp=2)
+    found = rank_memory(wide, work, 0, 1, "cpu", 2)
+    assert found["communication"] == 0
+    once = replace(work, num_microbatches=1)
+    kept = rank_memory(wide, once, 0, 1, "cpu", 2)
+    returned = LIBRARY_BYTES + RETURNED_SHARE * kept["activations"]
+    assert kept["allocator"] == pytest.approx(returned, abs=1)
+
+
+def test_frozen_parameters_have_no_gradients_and_no_moments() -> None:
+    half = state_bytes(1000, 0, 8, StateBytes(), trained=0.5)
+    assert half == {"parameters": 4000, "gradients": 2000, "optimizer": 4000}

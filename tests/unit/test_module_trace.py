@@ -10,14 +10,18 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from phalanx.job.load import load_job
 from phalanx.job.module_probe import _count_answer, build_trace_request, probe_foreign_shape
+from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.job.shapes.measured import MeasuredModule
 from phalanx.job.shapes.stored import read_shape
 from phalanx.nn.hugging_face.adapter import find_factory
-from phalanx.nn.objective import causal_cross_entropy, logits_cross_entropy
+from phalanx.nn.models.decoder import Decoder
+from phalanx.nn.module_trace import TracedBatch, trace_module
+from phalanx.nn.objective import CausalOutput, causal_cross_entropy, logits_cross_entropy
 from phalanx.nn.probe import describe_module
 from phalanx.parallel.saved_tensors import SavedBytes
 from phalanx.plan.memory import activation_bytes
@@ -181,6 +185,23 @@ def test_what_cannot_be_traced_is_no_fit_without_a_word(
     assert "that it fits is not known" in notes
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("changes", [{}, {"activation": "gelu", "ffn_dim": 320}], ids=str)
+def test_gradients_on_their_way_are_those_of_a_trace(
+    changes: dict[str, Any], precision: str
+) -> None:
+    """So many tokens that activations outweigh a weight's own gradient, which is in `gradients`."""
+    shape = replace(DecoderShape(2, 64, 4, 4, 16, 160, 97, False), **changes)
+    with torch.device("meta"):
+        module = Decoder(shape)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        module.to_empty(device="cpu")
+        batch = TracedBatch(1, 8192, precision)
+        trace = trace_module(module, batch, causal_cross_entropy(1024))
+    block = shape.activations.block(0, Workload(1, 8192, precision, "none", 1024))
+    assert max(kind["passing"] for kind in trace["kinds"]) == pytest.approx(block.passing, rel=0.01)
+
+
 def test_a_stored_shape_keeps_its_trace(own_model: str) -> None:
     shape = measure(f"{own_model}:Model")
     assert read_shape(json.loads(json.dumps(shape.to_json()))) == shape
@@ -209,3 +230,49 @@ def test_tensor_parallelism_divides_what_comes_from_cut_layers(own_model: str) -
 def test_a_dataset_of_ones_own_is_not_traced() -> None:
     job = load_job(None, ["model.kind=traced_model:Model", "data.source=my.data:build"])
     assert build_trace_request(job) is None
+
+
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "qwen2": {},
+    "qwen3": {"head_dim": 8},
+    "gemma": {"head_dim": 8},
+    "gemma2": {"head_dim": 8, "sliding_window": 512},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 512},
+    "phi": {},
+    "phi3": {},
+    "olmo2": {},
+    "stablelm": {},
+    "starcoder2": {"sliding_window": None},
+    "gpt_neox": {},
+    "granite": {},
+    "cohere": {},
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", [*ARCHITECTURES, "gpt2"])
+def test_parameters_and_flops_are_those_of_the_real_module(family: str, tmp_path: Path) -> None:
+    """FLOPs as torch's counter has them: attention over all pairs of tokens."""
+    config = GPT2 if family == "gpt2" else {**LLAMA, "model_type": family, **ARCHITECTURES[family]}
+    kind = write_config(tmp_path, {**config, "pad_token_id": None})
+    shape, module = measure(kind), find_factory(kind)()
+    assert not shape.why_untraced
+    assert shape.num_params == sum(parameter.numel() for parameter in module.parameters())
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        outputs = module(torch.ones(1, LENGTH, dtype=torch.int64))
+    flops = shape.flops(LENGTH)
+    assert flops is not None
+    parts = (flops.embedding, *flops.blocks, flops.head)
+    attention = sum(part.attention for part in parts)
+    pairs, causal_pairs = LENGTH**2, LENGTH * (LENGTH + 1) // 2
+    head = 0
+    if isinstance(outputs, CausalOutput):
+        # The objective multiplies by it, outside of the forward that is counted.
+        head = 2 * LENGTH * outputs.head_VD.numel()
+    matmul = sum(part.matmul for part in parts) - head
+    # torch counts all pairs; its counter knows no formula of the CPU's flash kernel.
+    counted = counter.get_total_flops()
+    assert counted in (matmul, matmul + attention * pairs // causal_pairs)
+    assert attention > 0

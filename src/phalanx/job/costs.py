@@ -264,6 +264,10 @@ class ModelCosts(Hashable, Protocol):
         """Parameters that take part in one token: of the experts, only the ones it visits."""
 
     @property
+    def trained_share(self) -> float:
+        """The part of the parameters, 0 to 1, that is not frozen."""
+
+    @property
     def blocks_params(self) -> int: ...
     def count_largest_block(self, ep: int = 1) -> int:
         """Parameters of the largest block; of experts those that one rank of `ep` has."""

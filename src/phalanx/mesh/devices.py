@@ -12,6 +12,7 @@ from phalanx.core.cores import count_cores
 from phalanx.core.errors import EnvironmentProblem
 from phalanx.core.launchers import SUPERVISED_VARIABLE
 from phalanx.mesh.malloc import return_freed_memory_to_system
+from phalanx.plan.host_allocator import HEAP_BYTES
 
 PIPELINE_CUDA_VARIABLES = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 """Of CUDA, for pipelines, unless the user has set them.
@@ -83,17 +84,18 @@ def read_gpu_uuid(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def prepare_threads_and_device(device: torch.device, world_size: int, *, is_sharded: bool) -> None:
-    """Set this process's threads, and make `device` current or, for a sharded rank on the CPU,
-    malloc return large blocks."""
+def prepare_threads_and_device(device: torch.device, world_size: int, *, heap_bytes: int) -> None:
+    """Set this process's threads, and make `device` current or, on the CPU, malloc return freed
+    blocks larger than `heap_bytes`."""
     # Ranks with a GPU compute on the CPU, too: an offloaded optimizer, initial weights, norms. The
     # server that forks them has one thread, and what OMP_NUM_THREADS says afterwards torch no
     # longer reads by itself.
     torch.set_num_threads(threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)))
     if device.type != "cpu":
         torch.cuda.set_device(device)
-    elif is_sharded:
-        return_freed_memory_to_system()
+    # Larger ones go back anyway.
+    elif heap_bytes < HEAP_BYTES:
+        return_freed_memory_to_system(heap_bytes)
 
 
 def threads_per_rank(local_world_size: int) -> int:

@@ -1,5 +1,5 @@
 """Have glibc give large freed blocks back: a sharded rank on a CPU would otherwise peak as high as
-one that is not.
+one that is not, and one of tensor parallelism at nearly twice what is alive.
 
 glibc takes blocks of up to 32 MiB from its heap once blocks of that size were freed. Gathered
 weights and gradients then leave holes between the tensors that stay, and what was freed is neither
@@ -18,16 +18,15 @@ import sys
 import torch
 
 from phalanx.core.block_sizes import get_block_sizes
+from phalanx.plan.host_allocator import SHARDED_HEAP_BYTES
 
 M_MMAP_THRESHOLD = -3  # malloc.h
-# Smaller ones return more, and cost more page faults where activations are many:
-# docs/benchmarks.md.
-LARGE_BLOCK_BYTES = 4 * 2**20
 USER_MALLOC_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
-def return_freed_memory_to_system() -> None:
-    """Have malloc return large freed blocks to the system, for the rest of this process.
+def return_freed_memory_to_system(heap_bytes: int = SHARDED_HEAP_BYTES) -> None:
+    """Have malloc return freed blocks larger than `heap_bytes` to the system, for the rest of this
+    process.
 
     Does nothing if the environment sets its threshold, or without glibc.
     """
@@ -36,7 +35,7 @@ def return_freed_memory_to_system() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         # A threshold that is set also stays: glibc no longer raises it by itself (mallopt(3)).
-        mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
+        mallopt(M_MMAP_THRESHOLD, heap_bytes)
 
 
 def make_uninitialized_like(

@@ -37,6 +37,7 @@ from phalanx.mesh.rendezvous import (
     refuse_shared_gpus,
     wait_for_all_ranks,
 )
+from phalanx.plan.host_allocator import choose_heap_bytes
 from phalanx.plan.layout import Layout
 
 
@@ -280,7 +281,7 @@ def open_mesh(
             store, launched, torch_device, rendezvous_s=rendezvous_s, timeout_s=timeout_s
         )
     prepare_threads_and_device(
-        torch_device, launched.world_size, is_sharded=layout.reduced.dp_shard > 1
+        torch_device, launched.world_size, heap_bytes=choose_heap_bytes(layout)
     )
     if launched.world_size == 1 and not dist.is_initialized():
         yield Mesh(layout, 0, launched.local_rank, torch_device)

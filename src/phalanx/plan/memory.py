@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from phalanx.job.costs import ActivationCosts, ModelCosts
 from phalanx.job.schema import Parallel
+from phalanx.plan.host_allocator import retained_bytes, retained_gradient_bytes
 from phalanx.plan.layout import zero_split_dim
 from phalanx.plan.segments import Segment, list_segments
 from phalanx.plan.workload import Workload, shard_shape
@@ -28,13 +29,6 @@ CATEGORIES = (
     "allocator",
     "staging",
 )
-# glibc keeps freed blocks: 0.2 to 0.5 of the activations in the fp32 runs of docs/benchmarks.md.
-# What CUDA's caching allocator keeps is not counted: its statistics, which a plan is compared with,
-# are in allocated bytes.
-CPU_ALLOCATOR_SHARE = 0.4
-CPU_LIBRARY_BYTES = 8 * 2**20  # what torch allocates for itself when it first trains
-# glibc maps larger blocks and returns them as they are freed: mallopt(3), M_MMAP_THRESHOLD.
-GLIBC_HEAP_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True)
@@ -54,19 +48,28 @@ MIXED_FP16_ADAM = StateBytes(2, 2, 12)
 
 
 def state_bytes(
-    num_params: float, zero_stage: int, dp_size: int, per: StateBytes, uneven: float = 0
+    num_params: float,
+    zero_stage: int,
+    dp_size: int,
+    per: StateBytes,
+    uneven: float = 0,
+    trained: float = 1,
 ) -> dict[str, float]:
     """Model-state bytes of one rank at a ZeRO stage (0: plain data parallelism).
 
-    `uneven`: parameters that a rank has beyond an even part of what is split.
+    `uneven`: parameters that a rank has beyond an even part of what is split. `trained`: the part
+    of the parameters, 0 to 1, that have gradients and optimizer state.
     """
     split = {
         kind: dp_size if zero_stage >= stage else 1 for kind, stage in _SPLIT_FROM_STAGE.items()
     }
-    return {
-        kind: (num_params / parts + (uneven if parts > 1 else 0)) * getattr(per, kind)
-        for kind, parts in split.items()
-    }
+    states = {}
+    for kind, parts in split.items():
+        held = num_params / parts + (uneven if parts > 1 else 0)
+        # Frozen parameters have nothing but their weights.
+        share = 1 if kind == "parameters" else trained
+        states[kind] = held * getattr(per, kind) * share
+    return states
 
 
 _SPLIT_FROM_STAGE = {"optimizer": 1, "gradients": 2, "parameters": 3}
@@ -168,48 +171,31 @@ def _activation_bytes_outside_blocks(activations: ActivationCosts, work: Workloa
 
 
 def loss_bytes(shape: ModelCosts, work: Workload) -> int:
-    """Bytes of one microbatch's loss, of which the backward follows; 0 where nobody knows."""
+    """Bytes of one microbatch's loss, or of the gradients that its backward has on their way in
+    the last block, whichever are more; 0 where nobody knows."""
     if shape.activations is None:
         return 0
-    return shape.activations.loss(work).at_once
-
-
-def allocator_retained_gradient_bytes(
-    shape: ModelCosts, work: Workload, zero_stage: int, *, accumulates: bool
-) -> int:
-    """Bytes of freed gradients that glibc keeps on a CPU, beside what is alive.
-
-    The gradient of the embedding always counts: it is as large as the table, and is added to the
-    head's or to a bucket. Where gradients accumulate (`accumulates`: over microbatches, or in the
-    buckets of DDP), each gradient of a block is made anew, in bf16 first in the compute type, and
-    freed: those of one block lie between what stays. FSDP's gradients are a part of communication.
-    """
-    if zero_stage >= 2 or shape.activations is None:
-        return 0
-    freed = shape.activations.find_freed_gradients(work.ep)
-    freed_bytes = 0
-    # A block's largest matrix decides: larger ones are mapped, and go back as they are freed.
-    if accumulates and freed.matrix * 4 <= GLIBC_HEAP_BYTES:
-        # Each gradient in fp32, and before that in the compute type, where this is another one.
-        freed_bytes = freed.block * (4 + work.cast_bytes)
-    if freed.table * 4 <= GLIBC_HEAP_BYTES:
-        freed_bytes += freed.table * 4
-    return freed_bytes
+    loss, passing = shape.activations.loss(work), 0
+    if shape.num_layers:
+        passing = shape.activations.block(shape.num_layers - 1, work).passing
+    return max(loss.at_once, loss.waiting + passing)
 
 
 def communication_bytes(
-    shape: ModelCosts, work: Workload, zero_stage: int, num_ranks: int
+    shape: ModelCosts, work: Workload, zero_stage: int, num_readers: int
 ) -> float:
     """Bytes of what sharding gathers for use: the unsharded weights and gradients of the units
     alive at the worst time.
 
     DDP reduces in its buckets, which are the gradients' own storage unless microbatches accumulate
-    beside them. Under autocast it keeps cast weights.
+    beside them. Under autocast it keeps cast weights. `num_readers`: ranks with gradients to
+    average.
     """
     params = rank_params(shape, work.ep)
     if zero_stage <= 1:
         size = (params - _fp8_params(shape, work)) * work.cast_bytes
-        if work.num_microbatches > 1 and num_ranks > 1:
+        # Ranks of tp alone have no buckets.
+        if work.num_microbatches > 1 and num_readers > 1:
             size += params * 4
         return size
     accumulated = 0
@@ -301,7 +287,12 @@ def rank_memory(
     params = rank_params(shape, work.ep) if zero_stage <= 1 else shape.num_params
     uneven = uneven_expert_params(shape, zero_stage, dp_size, work.ep)
     memory = state_bytes(
-        params, zero_stage, dp_size, StateBytes(optimizer=work.optimizer_bytes), uneven
+        params,
+        zero_stage,
+        dp_size,
+        StateBytes(optimizer=work.optimizer_bytes),
+        uneven,
+        shape.trained_share,
     )
     memory["compression"] = (
         shape.num_params * work.error_feedback_bytes if zero_stage == 0 and num_ranks > 1 else 0
@@ -313,25 +304,28 @@ def rank_memory(
         memory["activations"] = count(shape, work)
         memory["loss"] = loss_bytes(shape, work)
         memory["communication"] = communication_bytes(
-            shape, work, zero_stage, num_ranks
+            shape, work, zero_stage, num_ranks // work.tp
         ) + fp8_cast_bytes(shape, work)
         # FSDP keeps shards, too, and what is gathered of them counts as communication
         if zero_stage == 2:
             memory["parameters"] = memory["parameters"] / dp_size + uneven * StateBytes().parameters
     if device == "cpu" and work.copies_state:
         memory["staging"] = staging_bytes(shape, work, num_ranks // work.tp)
-    # With several ranks gradients go into the buckets of DDP, even of a single microbatch.
-    accumulates = work.num_microbatches > 1 or num_ranks > 1
-    freed = allocator_retained_gradient_bytes(shape, work, zero_stage, accumulates=accumulates)
-    return adjust_memory_for_device(memory, work, device, freed)
+    return adjust_memory_for_device(memory, shape, work, device, zero_stage)
 
 
 def adjust_memory_for_device(
-    memory: dict[str, float], work: Workload, device: str, freed: int
+    memory: dict[str, float],
+    shape: ModelCosts,
+    work: Workload,
+    device: str,
+    zero_stage: int,
+    *,
+    is_staged: bool = False,
 ) -> dict[str, int]:
     """Bytes by category, with what a device needs besides and without what waits on the host.
 
-    `freed`: gradients that a CPU's allocator keeps.
+    `is_staged`: of a pipeline's rank.
     """
     if device != "cpu":
         on_host = {"optimizer": work.options.state_on_host} | dict.fromkeys(
@@ -339,9 +333,10 @@ def adjust_memory_for_device(
         )
         memory |= {category: 0 for category, is_away in on_host.items() if is_away}
     else:
-        memory["allocator"] = (
-            CPU_LIBRARY_BYTES + CPU_ALLOCATOR_SHARE * memory.get("activations", 0) + freed
-        )
+        message = 0 if shape.activations is None else shape.activations.message(work)
+        kept = memory.get("activations", 0)
+        memory["allocator"] = retained_bytes(work, kept, message, is_staged=is_staged)
+        memory["allocator"] += retained_gradient_bytes(shape, work, zero_stage)
     memory = {
         category: size for category, size in memory.items() if size or category != "compression"
     }

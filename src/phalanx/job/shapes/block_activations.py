@@ -44,12 +44,16 @@ def sum_block_bytes(
     num_norms = 4 if shape.post_norms else 2
     # What enters a matrix product is gathered before: norms' outputs are whole, their inputs parts.
     norms = norm_input_bytes(shape, shape.dim, c) * num_norms // sequence_parts + 2 * shape.dim * c
+    # In the backward of the feed-forward: gradients of what came out of it, of its input and of the
+    # residual stream, and of gate and up. Held to traces by tests/unit/test_module_trace.py.
+    passing = (3 * shape.dim + (shape.num_matrices - 1) * shape.ffn_dim) * c
     return BlockBytes(
         norms + sum(part.saved for part in parts),
         shape.dim * c // sequence_parts,
         sum(part.products for part in parts),
         sum(part.products_in_both for part in parts),
         sum(part.weight_inputs for part in parts),
+        passing,
     )
 
 

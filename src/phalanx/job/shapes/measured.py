@@ -182,6 +182,11 @@ class MeasuredModule:
     def num_active_params(self) -> int:
         return self.num_params
 
+    @property
+    def trained_share(self) -> float:
+        """Frozen parameters have no gradient and no optimizer state."""
+        return self.num_trainable_params / max(1, self.num_params)
+
     def count_largest_block(self, ep: int = 1) -> int:
         return self.block_params
 
@@ -240,6 +245,8 @@ class MeasuredModule:
         return replace(
             self,
             num_params=num_params,
+            # As much of a rank's part is frozen as of the whole.
+            num_trainable_params=round(self.trained_share * num_params),
             block_params=max(sizes, default=num_params),
             blocks_params=sum(sizes),
             holders=holders,

@@ -239,6 +239,10 @@ class TransformerShape(ABC):
         return 0
 
     @property
+    def trained_share(self) -> float:
+        return 1.0
+
+    @property
     def num_params(self) -> int:
         """Parameters stored: a tied head counts once, as the embedding."""
         outside = self.embedding_params + self.norm_params + self.head_params

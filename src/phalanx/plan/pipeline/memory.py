@@ -10,7 +10,6 @@ from phalanx.job.costs import ModelCosts
 from phalanx.plan.memory import (
     StateBytes,
     adjust_memory_for_device,
-    allocator_retained_gradient_bytes,
     count_segment_bytes,
     peak_segment_bytes,
     state_bytes,
@@ -67,18 +66,22 @@ def pipeline_memory(
         num_rank_params = count_params_of_stages(rank_params, pipeline.stages, stages)
         ranges = [pipeline.stages.ranges[stage] for stage in stages]
         uneven = uneven_expert_params(shape, zero_stage, dp_size, work.ep, ranges)
-        memory = _state_bytes(num_params, num_rank_params, work, zero_stage, dp_size, uneven)
+        memory = _state_bytes(
+            num_params, num_rank_params, work, zero_stage, dp_size, uneven, shape.trained_share
+        )
         if shape.activations is not None:
             memory["activations"] = activations_by_rank[rank]
             if pipeline.num_stages - 1 in stages:
-                memory["loss"] = shape.activations.loss(work).computing
+                # As without a pipeline: gradients on their way have the room of the loss.
+                passing = _passing_bytes(shape, work, pipeline.stages.ranges[-1])
+                memory["loss"] = max(shape.activations.loss(work).computing, passing)
             message = shape.activations.message(work)
             memory["communication"] += _message_bytes(schedule, rank, message)
         if device == "cpu" and work.copies_state:
             memory["staging"] = staging[rank]
-        # Gradients of a pipeline add up over its microbatches on any number of ranks.
-        freed = allocator_retained_gradient_bytes(shape, work, zero_stage, accumulates=True)
-        memories.append(adjust_memory_for_device(memory, work, device, freed))
+        memories.append(
+            adjust_memory_for_device(memory, shape, work, device, zero_stage, is_staged=True)
+        )
     return tuple(memories)
 
 
@@ -124,8 +127,16 @@ def stage_bytes(shape: ModelCosts, work: Workload, pipeline: Pipeline, stage: in
     if not work.is_compiled:  # else the half of the input does both
         for layer in range(first, end):
             for_weights += activations.block(layer, work).weight_inputs
-    passing = peak_segment_bytes(saved, redone) - sum(saved) + activations.block_mask(work)
-    return StageBytes(sum(saved) + outside, passing, for_weights)
+    again = peak_segment_bytes(saved, redone) - sum(saved) + activations.block_mask(work)
+    return StageBytes(sum(saved) + outside, again, for_weights)
+
+
+def _passing_bytes(shape: ModelCosts, work: Workload, blocks: tuple[int, int]) -> int:
+    """Bytes of gradients on their way in the backward of one of `blocks`, of that with most."""
+    if shape.activations is None:
+        return 0
+    passing = (shape.activations.block(layer, work).passing for layer in range(*blocks))
+    return max(passing, default=0)
 
 
 def _state_bytes(
@@ -135,6 +146,7 @@ def _state_bytes(
     zero_stage: int,
     dp_size: int,
     uneven: float,
+    trained: float,
 ) -> dict[str, float]:
     """Bytes of parameters, gradients and optimizer state, and of communication.
 
@@ -143,11 +155,11 @@ def _state_bytes(
     """
     per = StateBytes(optimizer=work.optimizer_bytes)
     if zero_stage < 2:
-        memory = state_bytes(num_rank_params, zero_stage, dp_size, per, uneven)
+        memory = state_bytes(num_rank_params, zero_stage, dp_size, per, uneven, trained)
         # Cast weights, under autocast.
         memory["communication"] = num_rank_params * 2 if work.compute_bytes == 2 else 0
         return memory
-    memory = state_bytes(num_params, zero_stage, dp_size, per, uneven)
+    memory = state_bytes(num_params, zero_stage, dp_size, per, uneven, trained)
     memory["parameters"] = (num_params / dp_size + uneven) * 4
     memory["communication"] = num_rank_params * (work.compute_bytes + 4)
     return memory

@@ -1,0 +1,78 @@
+"""What glibc's allocator keeps on a CPU beside what is alive, and from which size on blocks go back
+to the system.
+
+Numbers are measured (docs/memory.md, "What glibc keeps"). Up to glibc 2.37 a freed block that was
+aligned, as torch's are, is too small for the next one of its size, so holes grow with activations.
+What CUDA's caching allocator keeps is not counted: its statistics, which a plan is compared with,
+are in allocated bytes. Torch-free.
+"""
+
+from __future__ import annotations
+
+from phalanx.core.units import MIB
+from phalanx.job.costs import ModelCosts
+from phalanx.plan.layout import Layout
+from phalanx.plan.workload import Workload
+
+# What torch, MKL and oneDNN allocate for themselves when they first train.
+LIBRARY_BYTES = 12 * MIB
+# Of the activations, where the heap takes blocks of up to 32 MiB.
+RETAINED_SHARE = 0.4
+# The same where gradients of several microbatches accumulate without a pipeline: they come to lie
+# between the activations, which are elsewhere in the next microbatch.
+ACCUMULATING_SHARE = 0.8
+# Of the activations of tensor parallelism, whose blocks of 1 MiB and more go back to the system.
+RETURNED_SHARE = 0.05
+# Graphs and code of torch.compile in a rank. Measured in one configuration.
+COMPILER_BYTES = 56 * MIB
+# Larger blocks are mapped, and returned as they are freed: mallopt(3), M_MMAP_THRESHOLD. Smaller
+# thresholds return more, and cost page faults where activations are many: docs/benchmarks.md.
+HEAP_BYTES = 32 * MIB
+SHARDED_HEAP_BYTES = 4 * MIB
+TENSOR_PARALLEL_HEAP_BYTES = MIB
+
+
+def choose_heap_bytes(layout: Layout) -> int:
+    """The size up to which a CPU rank's freed blocks stay in its heap."""
+    if layout.tp > 1:
+        return TENSOR_PARALLEL_HEAP_BYTES
+    if layout.reduced.dp_shard > 1:
+        return SHARDED_HEAP_BYTES
+    return HEAP_BYTES
+
+
+def retained_bytes(
+    work: Workload, activations: float, message: int, *, is_staged: bool = False
+) -> float:
+    """Bytes that a CPU rank's allocator and libraries keep, beside freed gradients.
+
+    `activations`: bytes that the rank keeps for the backward; `message`: of what goes from one
+    block to the next, the size of many of their tensors. `is_staged`: of a pipeline's rank.
+    """
+    share = RETAINED_SHARE
+    if work.num_microbatches > 1 and not is_staged:
+        share = ACCUMULATING_SHARE
+    # A block's largest tensors are some four times what it hands on.
+    if work.tp > 1 and 4 * message >= TENSOR_PARALLEL_HEAP_BYTES:
+        share = RETURNED_SHARE
+    compiler = COMPILER_BYTES if work.is_compiled else 0
+    return LIBRARY_BYTES + share * activations + compiler
+
+
+def retained_gradient_bytes(shape: ModelCosts, work: Workload, zero_stage: int) -> int:
+    """Bytes of freed gradients that glibc keeps on a CPU.
+
+    Where gradients accumulate over microbatches, each of a block is made anew, in bf16 first in the
+    compute type, and freed: those of one block lie between what stays, and so does the
+    embedding's, which is as large as its table. FSDP's gradients are a part of communication.
+    """
+    if zero_stage >= 2 or work.num_microbatches == 1 or shape.activations is None:
+        return 0
+    freed = shape.activations.find_freed_gradients(work.ep)
+    freed_bytes = 0
+    # A block's largest matrix decides: larger ones are mapped, and go back as they are freed.
+    if freed.matrix * 4 <= HEAP_BYTES:
+        freed_bytes = freed.block * (4 + work.cast_bytes)
+    if freed.table * 4 <= HEAP_BYTES:
+        freed_bytes += freed.table * 4
+    return freed_bytes
