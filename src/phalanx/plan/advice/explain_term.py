@@ -24,6 +24,7 @@ MEMORY = (
     "phalanx.plan.memory",
     "phalanx.plan.communication",
     "phalanx.plan.pipeline.memory",
+    "phalanx.plan.host_allocator",
 )
 # Functions that say how a term comes about, from the parts to the sum.
 TIME_FORMULAS: dict[str, tuple[str, ...]] = {
@@ -55,7 +56,7 @@ MEMORY_FORMULAS: dict[str, tuple[str, ...]] = {
         "ep_buffer_bytes",
     ),
     "compression": (),
-    "allocator": ("allocator_retained_gradient_bytes", "adjust_memory_for_device"),
+    "allocator": ("retained_bytes", "retained_gradient_bytes", "adjust_memory_for_device"),
     "staging": ("staging_bytes", "rank_staging_bytes"),
 }  # fmt: skip
 # Where the terms of a step are put together.
