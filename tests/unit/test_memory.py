@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from phalanx.job.schema import Parallel
+from phalanx.job.schema import Job, Parallel
 from phalanx.job.shapes.decoder import DecoderShape
+from phalanx.plan.cluster import Cluster
 from phalanx.plan.host_allocator import (
     ACCUMULATING_SHARE,
     LIBRARY_BYTES,
@@ -26,6 +27,7 @@ from phalanx.plan.memory import (
     rank_memory,
     state_bytes,
 )
+from phalanx.plan.planner import make_plan
 from phalanx.plan.workload import Workload
 
 ROWS: list[dict[str, Any]] = json.loads(
@@ -163,3 +165,15 @@ def test_tensor_parallel_ranks_return_their_blocks_and_have_no_buckets() -> None
 def test_frozen_parameters_have_no_gradients_and_no_moments() -> None:
     half = state_bytes(1000, 0, 8, StateBytes(), trained=0.5)
     assert half == {"parameters": 4000, "gradients": 2000, "optimizer": 4000}
+
+
+def test_a_plan_for_gpus_says_what_waits_in_host_memory() -> None:
+    job = Job.model_validate(
+        {
+            "parallel": {"dp_shard": 2, "offload": "optimizer"},
+            "train": {"offload_activations": True},
+        }
+    )
+    plan = make_plan(job, cluster=Cluster("cuda", 2, 80 * 2**30, "H100"), vocab_size=257)
+    assert plan.chosen.predicted_bytes["optimizer"] == 0
+    assert any(reason.startswith("host memory: ") for reason in plan.reasons)

@@ -66,6 +66,21 @@ class CandidateEvaluator:
             return max(rank_staging_bytes(shape, self.work, self.pipeline, self.num_shares))
         return staging_bytes(shape, self.work, self.num_shares)
 
+    def host_bytes(self, candidate: Candidate) -> int:
+        """Bytes of one rank in the host's memory beside those of its GPU: states and activations
+        that wait there, and the copy that saves are written from. Without a GPU 0."""
+        if self.device == "cpu":
+            return 0
+        on_host = replace(self, device="cpu")
+        memory = on_host.memory(candidate.zero_stage, candidate.layout.reduced.dp_shard)
+        kinds = ["parameters", "gradients", "optimizer"]
+        if self.work.offloads_activations:
+            kinds.append("activations")
+        num_bytes = sum(memory[kind] - candidate.predicted_bytes[kind] for kind in kinds)
+        if self.work.copies_state:
+            num_bytes += self.staging_bytes()
+        return num_bytes
+
     def memory(self, zero_stage: int, shards: int) -> dict[str, int]:
         """Bytes of one rank by category; of a pipeline, those of the rank that needs most."""
         if self.pipeline is not None:

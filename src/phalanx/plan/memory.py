@@ -125,7 +125,7 @@ def activation_bytes_on_device(shape: ModelCosts, work: Workload) -> int:
         for now, after, recomputed in zip(saved, [*saved[1:], 0], redone, strict=True)
     )
     outside = _activation_bytes_outside_blocks(activations, work) + activations.block_mask(work)
-    return max(pairs) + outside
+    return max(pairs, default=0) + outside
 
 
 def count_segment_bytes(

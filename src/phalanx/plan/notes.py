@@ -66,6 +66,7 @@ def list_notes(
             " fits is not known"
         )
     notes.append(_staging_note(evaluator))
+    notes.append(_host_note(evaluator, chosen))
     notes += compression_notes(job, shape, evaluator.num_ranks)
     waits_on_host = work.offloads_activations and evaluator.device == "cuda"
     if waits_on_host and shape.activations is not None:
@@ -114,6 +115,20 @@ def _staging_note(evaluator: CandidateEvaluator) -> str:
     return (
         f"training goes on while it is saved, from a copy of the state: {format_bytes(size)} of"
         f" {where} per rank; checkpoint.asynchronous=false does without"
+    )
+
+
+def _host_note(evaluator: CandidateEvaluator, chosen: Candidate) -> str:
+    """The host's memory that offloading takes, beside what the plan of a GPU counts."""
+    work = evaluator.work
+    if not (work.options.state_on_host or work.offloads_activations):
+        return ""
+    size = evaluator.host_bytes(chosen)
+    if not size:
+        return ""
+    return (
+        f"host memory: {format_bytes(size)} per rank for what waits there or is saved from there;"
+        " interpreter, torch and the loader's workers are not counted"
     )
 
 
