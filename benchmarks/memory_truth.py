@@ -5,7 +5,7 @@ Configurations of every class are drawn from the seed before anything runs. Each
 `phalanx train` of a few steps; true is the kernel's peak of pages of the rank's own (VmHWM), above
 what it had before the model was built. Only ranks of at least 256 MiB are judged. A run that is
 stopped goes on where it was: rows in FILE are not run again. `--markdown` prints the table of
-docs/memory.md from FILE.
+docs/memory.md from FILE; `--plan-again` first plans its rows anew, with the formulas of today.
 """
 
 from __future__ import annotations
@@ -453,6 +453,31 @@ def print_markdown(rows: list[dict[str, Any]]) -> None:
     print(summarize(rows))
 
 
+def plan_again(rows: list[dict[str, Any]]) -> None:
+    """Put what the plan says today in the place of what it said when the rows were run."""
+    from phalanx.job.load import load_job
+    from phalanx.plan.planner import make_plan
+
+    sys.path.insert(0, str(Path(__file__).parent))
+    for row in rows:
+        if "failed" in row:
+            continue
+        case = draw_cases(row["seed"], row["index"] + 1)[-1]
+        with tempfile.TemporaryDirectory() as folder:
+            for name, text in case.files:
+                Path(folder, name).write_text(text)
+            overrides = [override.replace("FOLDER", folder) for override in case.overrides]
+            job = load_job(None, [*COMMON, *overrides])
+            # Text as bytes, and the end of a document.
+            plan = make_plan(job, vocab_size=257)
+        for rank in row["ranks"]:
+            peak = plan.chosen.total_bytes
+            if plan.pipeline is not None:
+                ranks = plan.pipeline.rank_bytes
+                peak = ranks[rank["rank"] % len(ranks)]
+            rank["predicted_bytes"] = {"peak": peak}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rows", type=int, default=60)
@@ -460,11 +485,14 @@ def main() -> None:
     parser.add_argument("--to", type=Path, required=True, help="JSON lines; gone on with")
     parser.add_argument("--only", action="append", help="a class; may be repeated")
     parser.add_argument("--markdown", action="store_true", help="print the table of what is there")
+    parser.add_argument("--plan-again", action="store_true", help="by the formulas of today")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     if options.to.exists():
         rows = [json.loads(line) for line in options.to.read_text().splitlines()]
-    if options.markdown:
+    if options.plan_again:
+        plan_again(rows)
+    if options.markdown or options.plan_again:
         print_markdown(rows)
         return
     cases = draw_cases(options.seed, options.rows)
