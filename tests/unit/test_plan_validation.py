@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from phalanx.cli.plan import command
 from phalanx.core.errors import UsageError
 from phalanx.plan.timing.constants import list_constants, load_constants
 from phalanx.plan.validation.predict import group_runs, predict_runs
@@ -214,6 +215,27 @@ def test_published_rows_are_predicted_better_than_by_one_utilisation() -> None:
     for stats in (body["overall"], *body["sources"].values()):
         assert {"n", "median", "mean", "p90", "max", "bias", "coverage"} <= stats.keys()
     assert sum(stats["n"] for stats in body["sources"].values()) == body["overall"]["n"]
+
+
+def test_the_command_scores_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"{\n" + encode(ROW, {**ROW, "gpu": "TPU v5p"}))
+    assert command(validate=path, as_json=True) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert body["schema"] == "phalanx.plan-validation/1"
+    assert body["overall"]["n"] == body["sources"]["a table"]["n"] == 1
+    assert body["unusable"] == {"not JSON": 1, "unknown GPU": 1}
+    assert command(validate=path) == 0
+    assert "not used: 1 rows: unknown GPU" in capsys.readouterr().out
+
+
+def test_the_command_refuses_what_it_cannot_score(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--anchors is for --validate"):
+        command(anchors=3)
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    with pytest.raises(UsageError, match="no row that can be predicted"):
+        command(validate=empty)
 
 
 def test_constants_stay_within_what_hardware_can_do() -> None:

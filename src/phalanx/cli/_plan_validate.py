@@ -28,7 +28,7 @@ def print_validation(path: Path, anchors: int, *, as_json: bool) -> int:
         raise UsageError(
             f"{path} has no row that can be predicted",
             why=reasons or "it is empty",
-            fix="see docs/planner-validation.md for the keys of a row",
+            fix="see docs/planner.md for the keys of a row",
         )
     report = score_rows(rows, anchors)
     if as_json:

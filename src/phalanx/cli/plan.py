@@ -157,6 +157,8 @@ def command(
         if models:
             _print_models(as_json)
             return 0
+        if anchors and validate is None:
+            raise UsageError("--anchors is for --validate", fix="add --validate FILE.jsonl")
         if validate is not None:
             from phalanx.cli._plan_validate import print_validation
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.plan.timing.setup import StepSetup
+from phalanx.plan.timing.setup import SoftwareStack, StepSetup
 
 Column = npt.NDArray[Any]
 Flag = npt.NDArray[np.bool_]
@@ -100,7 +100,13 @@ class SetupColumns:
 
 def build_columns(setups: Sequence[StepSetup]) -> SetupColumns:
     """The columns of `setups`, which may differ in all but seq_len and precision."""
-    rows = [_list_values(setup) for setup in setups]
+    of_stack: dict[int, dict[str, float | bool]] = {}
+    rows = []
+    for setup in setups:
+        # Thousands of setups share a few stacks, which stay alive with them.
+        if id(setup.stack) not in of_stack:
+            of_stack[id(setup.stack)] = _list_stack_values(setup.stack)
+        rows.append(_list_values(setup) | of_stack[id(setup.stack)])
     columns: dict[str, npt.NDArray[Any]] = {}
     for key, values in zip(rows[0], zip(*(row.values() for row in rows), strict=True), strict=True):
         dtype = np.bool_ if isinstance(values[0], bool) else np.float64
@@ -109,7 +115,7 @@ def build_columns(setups: Sequence[StepSetup]) -> SetupColumns:
 
 
 def _list_values(setup: StepSetup) -> dict[str, float | bool]:
-    layout, stack = setup.layout, setup.stack
+    layout = setup.layout
     matmul, attention, elementwise = RECOMPUTED_SHARES[setup.recompute]
     return {
         "pp": layout.pp,
@@ -126,20 +132,29 @@ def _list_values(setup: StepSetup) -> dict[str, float | bool]:
         "recomputed_attention": attention * setup.recompute_share,
         "recomputed_elementwise": elementwise * setup.recompute_share,
         "imbalance": setup.imbalance,
-        "grad_bytes": stack.grad_bytes,
-        "gather_bytes": stack.gather_bytes,
-        "launch_weight": stack.launch_weight,
         "sequence_parallel": setup.sequence_parallel,
         "accumulates_sharded": setup.accumulate == "sharded",
         "offloads_optimizer": setup.offload != "none",
         "offloads_parameters": setup.offload == "parameters",
+        "is_ring": setup.cp_attention == "ring",
+        "is_gathered_cp": setup.cp_attention == "all-gather",
+        "is_gpipe": setup.schedule == "gpipe",
+        "is_interleaved": setup.stages_per_rank > 1,
+        "deferred_weights": DEFERRED_WEIGHTS.get(setup.schedule, 0.0),
+        "is_v_shaped": setup.schedule in ("zb-v", "dualpipe-v"),
+    }
+
+
+def _list_stack_values(stack: SoftwareStack) -> dict[str, float | bool]:
+    return {
+        "grad_bytes": stack.grad_bytes,
+        "gather_bytes": stack.gather_bytes,
+        "launch_weight": stack.launch_weight,
         "is_fused": stack.kernels == "fused",
         "is_eager": stack.kernels == "eager",
         "is_compiled": stack.kernels == "compiled",
         "is_unfused_attention": stack.attention == "unfused",
         "is_cudnn_attention": stack.attention == "cudnn",
-        "is_ring": setup.cp_attention == "ring",
-        "is_gathered_cp": setup.cp_attention == "all-gather",
         "launches_graphs": stack.launch == "graph",
         "overlaps_reduce": stack.overlaps_reduce,
         "overlaps_gather": stack.overlaps_gather,
@@ -152,8 +167,4 @@ def _list_values(setup: StepSetup) -> dict[str, float | bool]:
         "cuts_experts": stack.cuts_experts,
         "is_head_fused": stack.is_head_fused,
         "extra_dropout": stack.extra_dropout,
-        "is_gpipe": setup.schedule == "gpipe",
-        "is_interleaved": setup.stages_per_rank > 1,
-        "deferred_weights": DEFERRED_WEIGHTS.get(setup.schedule, 0.0),
-        "is_v_shaped": setup.schedule in ("zb-v", "dualpipe-v"),
     }
