@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from typing import Any
 
 from phalanx.core.errors import LayoutError
@@ -200,7 +201,7 @@ class Timeline:
     schedule: Schedule
     spans_s: tuple[tuple[tuple[Seconds, Seconds], ...], ...]
 
-    @property
+    @cached_property
     def step_s(self) -> Seconds:
         """Seconds from zero to the end of the last action."""
         return max((end for row in self.spans_s for _, end in row), default=0.0)
