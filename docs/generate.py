@@ -168,6 +168,8 @@ def targets() -> dict[Path, str]:
     with_tables = runpy.run_path(str(HERE / "strategies.py"))["with_tables"]
     with_schedules = runpy.run_path(str(HERE / "pipeline_table.py"))["with_schedules"]
     with_rules = runpy.run_path(str(HERE / "rules_table.py"))["with_rules"]
+    with_clusters = runpy.run_path(str(HERE / "cluster_tables.py"))["with_clusters"]
+    plan = HERE / "plan.md"
     with_counts = runpy.run_path(str(HERE / "layout_counts.py"))["with_counts"]
     return {
         HERE / "reference.md": reference(),
@@ -178,6 +180,7 @@ def targets() -> dict[Path, str]:
         found: with_examples(found.read_text(encoding="utf-8")),
         costs: with_tables(costs.read_text(encoding="utf-8")),
         rules: with_rules(rules.read_text(encoding="utf-8")),
+        plan: with_clusters(plan.read_text(encoding="utf-8")),
         pipeline: with_schedules(pipeline.read_text(encoding="utf-8")),
         checkpoints: with_counts(checkpoints.read_text(encoding="utf-8")),
     }
