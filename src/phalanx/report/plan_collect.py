@@ -120,7 +120,8 @@ def list_ranked_layouts(result: SearchResult) -> list[LayoutRow]:
 
 
 def _describe_ranked(ranked: RankedLayout, *, is_winner: bool) -> LayoutRow:
-    settings = [f"{ranked.num_microbatches} micro-batches of {ranked.micro_batch_size}"]
+    micro_batches = plural(ranked.num_microbatches, "micro-batch", "micro-batches")
+    settings = [f"{micro_batches} of {ranked.micro_batch_size}"]
     if ranked.schedule:
         settings.append(ranked.schedule)
     if ranked.recompute != "none":
