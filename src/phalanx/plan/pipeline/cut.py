@@ -193,7 +193,12 @@ def _find_optimal_cut(
         for first in firsts:
             for end in work.ends(stage, first):
                 cost = work.cost(stage, first, end)
-                if end not in after or (limit is not None and cost > limit):
+                # A stage of more blocks costs no less, and a value is never below its cost.
+                if limit is not None and cost > limit:
+                    break
+                if first in best and cost >= best[first][0]:
+                    break
+                if end not in after:
                     continue
                 # The stages after this one are at their best already: their order is backwards.
                 value = join(cost, after[end][0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -200,6 +201,10 @@ def add_recompute_costs(costs: LayerCosts, segments: Collection[Segment]) -> Lay
     return replace(costs, blocks=tuple(blocks))
 
 
+# A search plans the same stages with one ZeRO stage and batch after the other.
+_cut_once = lru_cache(maxsize=64)(cut_stages_for_ranks)
+
+
 def _cut_stages(
     job: Job, shape: ModelCosts, requested: RequestedSchedule, costs: LayerCosts, num_ranks: int
 ) -> Stages:
@@ -217,7 +222,7 @@ def _cut_stages(
             fix=_suggest_fewer_stages(job, requested, most, num_ranks)
             or "leave parallel.pp out, or use a deeper model",
         )
-    return cut_stages_for_ranks(costs, requested.rank_of_stage)
+    return _cut_once(costs, tuple(requested.rank_of_stage))
 
 
 def _suggest_fewer_stages(job: Job, requested: RequestedSchedule, most: int, num_ranks: int) -> str:

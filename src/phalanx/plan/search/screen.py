@@ -15,12 +15,13 @@ import numpy.typing as npt
 
 from phalanx.job.costs import ModelCosts
 from phalanx.plan.memory import count_segment_bytes, peak_segment_bytes
+from phalanx.plan.pipeline.pipeline_plan import V_SHAPED
 from phalanx.plan.search.space import OFFLOADS, RECOMPUTE_MODES, SCHEDULES, LayoutRows
 from phalanx.plan.segments import list_segments
 from phalanx.plan.workload import Workload, shard_shape
 
 Bytes = npt.NDArray[np.float64]
-Keys = tuple[int, ...]
+LARGEST_DEGREE = 2**20  # of any column that bytes are looked up by, three at a time
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,12 @@ class MemoryScreen:
 
     def _look_up(self, count: Callable[..., float], *columns: npt.NDArray[np.int64]) -> Bytes:
         """`count` of each row's values in `columns`, called once for each different combination."""
-        stacked = np.stack(columns, axis=1)
-        values, inverse = np.unique(stacked, axis=0, return_inverse=True)
+        # One number for each combination: numpy sorts these many times as fast as rows.
+        number = np.zeros(len(self.rows), dtype=np.int64)
+        for column in columns:
+            number = number * LARGEST_DEGREE + column
+        _, first, inverse = np.unique(number, return_index=True, return_inverse=True)
+        values = zip(*(column[first] for column in columns), strict=True)
         table = np.array([count(*map(int, value)) for value in values], dtype=np.float64)
         return table[inverse.reshape(-1)]
 
@@ -105,7 +110,7 @@ class MemoryScreen:
         rows, work = self.rows, self.work
         local = self._blocks + self._outside
         accumulates = (rows.num_microbatches > 1) & (rows.dp_replicate * rows.shards > 1)
-        plain = local * work.cast_bytes + np.where(accumulates, 4.0 * local, 0.0)
+        plain = local * work.cast_bytes + np.where(accumulates & (rows.pp == 1), 4.0 * local, 0.0)
         unit = self._look_up(
             lambda tp, ep: self._shard(tp).count_largest_block(ep), rows.tp, rows.ep
         )
@@ -141,9 +146,42 @@ class MemoryScreen:
         # Of a pipeline the first rank has most microbatches in flight, and one is recomputed.
         flight = self._microbatches_in_flight()
         redone = peak - saved
-        first = flight * saved / rows.pp + redone + ends
-        last = np.minimum(flight, 2.0) * saved / rows.pp + redone + ends + loss
+        waiting = np.maximum(saved, self._waiting_bytes()) * self._largest_stage_share()
+        # Each stage keeps what it sends, too.
+        message = self._look_up(self._message_bytes, rows.tp, rows.cp)
+        waiting = waiting + rows.stages_per_rank * rows.micro_batch_size * message
+        first = flight * waiting + redone + ends
+        last = np.minimum(flight, 2.0) * waiting + redone + ends + loss
         return np.where(rows.pp > 1, np.maximum(first, last), direct)
+
+    def _largest_stage_share(self) -> Bytes:
+        """The part of the blocks that a rank has, where they do not divide: the one with most."""
+        rows, num_layers = self.rows, self.shape.num_layers
+        stages = rows.pp * rows.stages_per_rank
+        # Blocks move to where the least is in flight, so that only half of the excess counts.
+        even = num_layers / stages
+        return (even + 0.5 * (np.ceil(even) - even)) * rows.stages_per_rank / num_layers
+
+    def _waiting_bytes(self) -> Bytes:
+        """Bytes of a microbatch that wait for the gradients of weights, where a schedule puts these
+        off: what recomputation frees is made for them, and stays."""
+        rows = self.rows
+        splits = np.array(["zero-bubble" in name or name in V_SHAPED for name in SCHEDULES])
+        if self.work.is_compiled:
+            splits[:] = False
+        bytes_of_sample = self._look_up(self._weight_input_bytes, rows.tp, rows.cp)
+        return np.where(splits[rows.schedule], rows.micro_batch_size * bytes_of_sample, 0.0)
+
+    def _message_bytes(self, tp: int, cp: int) -> float:
+        activations = self._shard(tp).activations
+        assert activations is not None
+        return float(activations.message(self._work_of(tp, cp)))
+
+    def _weight_input_bytes(self, tp: int, cp: int) -> float:
+        activations, work = self._shard(tp).activations, self._work_of(tp, cp)
+        assert activations is not None
+        blocks = range(self.shape.num_layers)
+        return float(sum(activations.block(layer, work).weight_inputs for layer in blocks))
 
     def _microbatches_in_flight(self) -> Bytes:
         """Microbatches of a whole stage's activations on the first rank."""

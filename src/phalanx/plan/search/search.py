@@ -21,7 +21,12 @@ from phalanx.plan.degrees import choose_num_ranks
 from phalanx.plan.described_cluster import find_cluster, resize_cluster
 from phalanx.plan.precision import resolve_precision
 from phalanx.plan.search.economics import estimate_cost, estimate_goodput
-from phalanx.plan.search.finalists import FinalistPlanner, list_row_keys
+from phalanx.plan.search.finalists import (
+    FinalistPlanner,
+    apply_keys,
+    drop_keys,
+    list_row_keys,
+)
 from phalanx.plan.search.result import RankedLayout, SearchResult
 from phalanx.plan.search.screen import MemoryScreen
 from phalanx.plan.search.space import (
@@ -40,6 +45,12 @@ TIE = 0.03
 SCREEN_SLACK = 1.02  # of what a rank may fill: the screen is not exact, and the plan decides
 TRIES_PER_FAMILY = 4
 NUM_RUNNERS_UP = 4
+# What cuts a model, and what goes with it.
+CUTTING_KEYS = (
+    *("parallel.tp", "parallel.pp", "parallel.cp", "parallel.ep", "parallel.schedule"),
+    *("parallel.stages_per_rank", "parallel.dp_replicate", "parallel.dp_shard"),
+    *("parallel.sequence_parallel", "parallel.tp_chunks", "parallel.stage_blocks"),
+)
 
 
 @dataclass(frozen=True)
@@ -132,8 +143,41 @@ def search_layouts(task: SearchTask, *, num_runners_up: int = NUM_RUNNERS_UP) ->
         return result
     winner, others = _choose_winner(best)
     runners_up = tuple(replace(other, why_not=explain_loss(other, winner)) for other in others)
-    result = replace(result, winner=winner, runners_up=runners_up)
+    remarks = tuple(filter(None, [_remark_on_copies(task, planner, winner)]))
+    result = replace(result, winner=winner, runners_up=runners_up, remarks=remarks)
     return replace(result, economics=estimate_economics(task, winner))
+
+
+def _remark_on_copies(task: SearchTask, planner: FinalistPlanner, winner: RankedLayout) -> str:
+    """A line where the job cuts the model and whole copies, or shards alone, would fit as well;
+    "" where they do not."""
+    fixed = task.job.parallel.degrees.above_one("tp", "pp", "cp", "ep")
+    if not fixed:
+        return ""
+    opened = drop_keys(task.job, *CUTTING_KEYS)
+    opened = apply_keys(opened, {f"parallel.{axis}": 1 for axis in ("tp", "pp", "cp", "ep")})
+    try:
+        screened = screen_layouts(replace(task, job=opened))
+    except LayoutError:
+        return ""  # so many data-parallel ranks do not divide the batch
+    planner = replace(planner, job=opened)
+    number = count_mechanisms(screened.rows)
+    # The simplest first: what is asked is whether the cut is needed at all.
+    firsts = sorted(
+        (int(family[0]) for family in _order_families(screened)), key=lambda row: number[row]
+    )
+    for row in firsts:
+        ranked = planner.plan(list_row_keys(opened, screened.rows, row))
+        if ranked is None:
+            continue
+        words = " x ".join(f"{axis}={degree}" for axis, degree in fixed.items())
+        text = f"remark  {words} is as the job says; {ranked.family} fits without it"
+        text += f" ({format_bytes(ranked.memory.total_bytes)} per rank"
+        if ranked.step_s is not None and winner.step_s is not None:
+            text += f", {format_seconds(ranked.step_s)} a step instead of"
+            text += f" {format_seconds(winner.step_s)}"
+        return f"{text})"
+    return ""
 
 
 def screen_layouts(task: SearchTask) -> ScreenedRows:
@@ -151,8 +195,10 @@ def screen_layouts(task: SearchTask) -> ScreenedRows:
     work = build_workload(job, shape, micro_batch_size=1, num_microbatches=1, tp=keys.tp[-1])
     total = MemoryScreen(shape, work, rows).total_bytes()
     memory_bytes = rank_memory_bytes(job, cluster, task.num_ranks)
-    capacity = headroom_for(cluster.device).capacity(memory_bytes, 1)
-    fits = total <= capacity * SCREEN_SLACK
+    headroom = headroom_for(cluster.device)
+    capacity = headroom.capacity(memory_bytes, 1)
+    groups = headroom.communicator_bytes * (count_row_communicators(rows) - 1)
+    fits = total <= (capacity - groups) * SCREEN_SLACK
     kept = keep_cheapest_recompute(rows, fits, len(keys.recompute))
     rows_that_fit = rows.take(kept)
     seconds = _time_screened(task, rows_that_fit, sequence_parallel=work.cuts_sequence)
@@ -173,6 +219,25 @@ def _time_screened(
         return np.full(len(rows), np.nan)
     times = time_rows(task.job, work, machine, rows, sequence_parallel=sequence_parallel)
     return np.asarray(times.total_s, dtype=np.float64)
+
+
+def count_row_communicators(rows: LayoutRows) -> npt.NDArray[np.int64]:
+    """`plan.cluster.count_communicators` of each of `rows`."""
+    copies = rows.dp_replicate * rows.shards
+    num_ranks = copies * rows.pp * rows.tp
+    is_hybrid = (rows.dp_replicate > 1) & (rows.shards > 1)
+    # Where ep spreads whole copies, a job names neither degree.
+    is_hybrid &= (rows.zero_stage > 0) | (rows.ep == 1)
+    is_one_axis = (num_ranks == rows.tp) | (num_ranks == rows.cp)
+    is_one_axis |= num_ranks == rows.dp_replicate * rows.dp_shard
+    number = np.ones(len(rows), dtype=np.int64)
+    for axis in (rows.tp > 1, rows.cp > 1, copies > 1, is_hybrid):
+        number += axis
+    number += np.where(rows.ep > 1, 2, 0)
+    # In the middle of a pipeline a rank has two neighbours, and each direction to each.
+    number += np.where(rows.pp > 2, 4, np.where(rows.pp > 1, 2, 0))
+    number = np.where(is_one_axis & (rows.ep == 1) & ~is_hybrid, 1, number)
+    return np.where(num_ranks == 1, 0, number)
 
 
 def count_mechanisms(rows: LayoutRows) -> npt.NDArray[np.int64]:

@@ -12,8 +12,11 @@ from phalanx.job.schema import Job
 from phalanx.job.work import ModelWork
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.plan import Plan
+from phalanx.plan.search.simulated_bubble import simulate_bubble
 from phalanx.plan.search.space import OFFLOADS, RECOMPUTE_MODES, SCHEDULES, LayoutRows
+from phalanx.plan.timing import collectives
 from phalanx.plan.timing.columns import RECOMPUTED_SHARES, SetupColumns, build_columns
+from phalanx.plan.timing.constants import load_constants
 from phalanx.plan.timing.machine import LinkRate, MachineRates
 from phalanx.plan.timing.setup import (
     PHALANX,
@@ -108,11 +111,22 @@ def estimate_planned_step(
     if work is None:
         return None
     setup = describe_setup(job, plan)
+    columns = build_columns([setup])
     try:
-        times = time_steps(work, machine, setup.precision, build_columns([setup]))
+        times = time_steps(work, machine, setup.precision, columns)
     except LayoutError:
         return None
-    return times.take(0)
+    time = times.take(0)
+    if plan.pipeline is None:
+        return time
+    num_bytes = 2.0 * plan.micro_batch_size * work.num_tokens * work.dim
+    parts = plan.layout.cp * (plan.layout.tp if setup.sequence_parallel else 1)
+    constants = load_constants()
+    stride = columns.tp * columns.cp * columns.data_parallel_size
+    send_s = collectives.send_s(
+        np.array([num_bytes / parts]), stride, columns.pp, machine, constants
+    )
+    return simulate_bubble(time, plan.pipeline, plan.num_microbatches, float(send_s[0]))
 
 
 def describe_setup(job: Job, plan: Plan) -> StepSetup:

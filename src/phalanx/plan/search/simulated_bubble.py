@@ -1,0 +1,63 @@
+"""The bubble of a pipeline by running its schedule on paper, with the stages as they are cut and
+the messages between them, in place of a closed form."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from phalanx.plan.pipeline.pipeline_plan import Pipeline
+from phalanx.plan.pipeline.simulate import StageCosts, simulate
+from phalanx.plan.timing.step_time import StepTime
+
+# What a rank does in a microbatch: all but what a step has once, and waiting.
+COMPUTED_TERMS = ("ideal", "matmul loss", "attention", "elementwise", "tp", "cp", "ep")
+
+
+def simulate_bubble(
+    time: StepTime, pipeline: Pipeline, num_microbatches: int, send_s: float
+) -> StepTime:
+    """`time` with the bubble that the schedule of `pipeline` has; the interval moves along.
+
+    A pipeline may be planned with fewer microbatches than its step has. What those left out add is
+    the lead of the busiest rank over the mean one: in a steady state nothing else waits. `send_s`:
+    seconds of one message between stages.
+    """
+    if not pipeline.costs or pipeline.rows:
+        return time
+    computed_s = sum(time.terms[term] for term in COMPUTED_TERMS)
+    # Stages say how they compare to each other; the terms, how long the mean rank takes in all.
+    costs = [float(sum(_list_parts(cost))) for cost in pipeline.costs]
+    of_mean_rank = sum(costs) / pipeline.num_ranks
+    if not of_mean_rank or not computed_s:
+        return time
+    scale = computed_s / num_microbatches / of_mean_rank
+    scaled = [StageCosts(*(part * scale for part in _list_parts(cost))) for cost in pipeline.costs]
+    timeline = simulate(pipeline.schedule(), scaled, send_s)
+    mean_s = of_mean_rank * scale
+    busiest_s = max(
+        sum(costs[stage] for stage in pipeline.stages_of(rank)) * scale
+        for rank in range(pipeline.num_ranks)
+    )
+    idle_s = float(timeline.step_s) - pipeline.num_microbatches * mean_s
+    left_out = num_microbatches - pipeline.num_microbatches
+    bubble_s = max(0.0, idle_s + left_out * (busiest_s - mean_s))
+    return replace_bubble(time, bubble_s)
+
+
+def _list_parts(cost: StageCosts) -> tuple[float, float, float]:
+    return float(cost.forward_s), float(cost.backward_input_s), float(cost.backward_weight_s)
+
+
+def replace_bubble(time: StepTime, bubble_s: float) -> StepTime:
+    """`time` with another bubble: the interval keeps its width in parts of the step."""
+    terms = dict(time.terms)
+    before = time.total_s
+    terms["bubble"] = bubble_s
+    # Jitter is a part of all else.
+    others = sum(seconds for term, seconds in time.terms.items() if term != "jitter")
+    if others:
+        terms["jitter"] *= (others - time.terms["bubble"] + bubble_s) / others
+    ratio = sum(terms.values()) / before
+    assert math.isfinite(ratio)
+    return replace(time, terms=terms, low_s=time.low_s * ratio, high_s=time.high_s * ratio)

@@ -1,0 +1,90 @@
+"""`phalanx plan` for a cluster that is not here: answers, files, exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli import _app
+from phalanx.job.load import load_job
+from phalanx.plan.accelerators import list_accelerators
+from phalanx.plan.described_cluster import list_instances
+from phalanx.plan.planner import make_plan
+from phalanx.plan.search.result import SearchResult
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["plan", "--model", "gpt2", "--gpu", "h100-sxm", "--seq-len", "1024"]
+QUESTION = [*SMALL, "--global-batch", "64"]
+
+
+def test_the_answer_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _app.run_command_line([*QUESTION, "--instance", "p5.48xlarge"]) == 0
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first.startswith("FITS · ")
+    for part in ("80 %", "tokens/s/GPU", "MFU", "peak", "goodput"):
+        assert part in first
+    assert any("on demand" in line and "kWh" in line for line in others)
+
+
+def test_out_writes_a_job_that_plans_as_the_answer_and_replaces_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "plan"
+    assert _app.run_command_line([*QUESTION, "--out", str(folder)]) == 0
+    result = SearchResult.from_json(json.loads((folder / "plan.json").read_text()))
+    assert result.winner is not None
+    plan = make_plan(load_job(folder / "job.toml"))
+    assert plan.layout == result.winner.layout
+    assert plan.chosen.total_bytes == result.winner.memory.total_bytes
+    assert _app.run_command_line([*QUESTION, "--out", str(folder)]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert _app.run_command_line([*QUESTION, "--out", str(folder), "--force"]) == 0
+
+
+def test_what_does_not_fit_is_exit_3_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    large = ["plan", "--model", "llama3-70b", "--gpu", "h100-sxm", "--seq-len", "8192"]
+    assert _app.run_command_line([*large, "--global-batch", "64"]) == 3
+    text = capsys.readouterr().out
+    assert text.startswith("DOES NOT FIT")
+    assert "parallel.offload=parameters" in text
+    assert "16 ranks" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "named"),
+    [
+        (["--gpu", "h100-smx"], 3, "h100-sxm"),
+        (["--instance", "p5"], 3, "no machine is called"),
+        (["--model", "llama3-8c"], 3, "llama3-8b"),
+        (["--cluster", "/nowhere.toml"], 3, "cannot be read"),
+        (["--gpus", "1..x"], 3, "64..1024"),
+        (["--nodes", "0"], 2, "nodes"),
+        (["--global-batch", "7", "parallel.dp_replicate=8"], 3, "global_batch_size"),
+    ],
+)
+def test_bad_input_is_one_line(
+    arguments: list[str], code: int, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    question = ["plan", "--model", "gpt2", "--gpu", "h100-sxm", "--seq-len", "1024"]
+    assert _app.run_command_line([*question, *arguments]) == code
+    captured = capsys.readouterr()
+    assert named in captured.err
+    if code == 3:
+        assert len(captured.err.splitlines()) == 1
+
+
+def test_numbers_of_gpus_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _app.run_command_line([*QUESTION, "--gpus", "8..32", "--json"]) == 0
+    counts = json.loads(capsys.readouterr().out)["counts"]
+    assert [count["num_devices"] for count in counts] == [8, 16, 32]
+    rates = [count["tokens_per_s"] for count in counts]
+    assert rates == sorted(rates)
+    assert counts[0]["efficiency"] == 1
+
+
+def test_the_page_of_the_verb_names_every_gpu_and_machine() -> None:
+    page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+    for name in (*list_accelerators(), *list_instances()):
+        assert f"| `{name}` |" in page
