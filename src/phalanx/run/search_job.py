@@ -13,7 +13,6 @@ from typing import Any
 
 from phalanx.core.errors import UsageError
 from phalanx.core.files import build_resource_error, write_bytes_atomic, write_json_atomic
-from phalanx.data.look import summarize_data
 from phalanx.data.tokenizer import BYTE_TOKENIZER_KIND
 from phalanx.job.model import find_vocab_size_of
 from phalanx.job.schema import Data, Job
@@ -76,6 +75,9 @@ def _find_vocab_size(job: Job) -> int | None:
         or (is_default and tokens.default in ("", BYTE_TOKENIZER_KIND))
     ):
         return size
+    # Only now: it reads data, which most searches are made without.
+    from phalanx.data.look import summarize_data
+
     return summarize_data(job.data, vocab_size=None, default_tokenizer=tokens.default).vocab_size
 
 

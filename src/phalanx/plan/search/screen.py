@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from phalanx.job.costs import ModelCosts
 from phalanx.plan.memory import count_segment_bytes, peak_segment_bytes
-from phalanx.plan.pipeline.pipeline_plan import V_SHAPED
+from phalanx.plan.pipeline.pipeline_plan import V_SHAPED_SCHEDULES
 from phalanx.plan.search.space import OFFLOADS, RECOMPUTE_MODES, SCHEDULES, LayoutRows
 from phalanx.plan.segments import list_segments
 from phalanx.plan.workload import Workload, shard_shape
@@ -166,7 +166,9 @@ class MemoryScreen:
         """Bytes of a microbatch that wait for the gradients of weights, where a schedule puts these
         off: what recomputation frees is made for them, and stays."""
         rows = self.rows
-        splits = np.array(["zero-bubble" in name or name in V_SHAPED for name in SCHEDULES])
+        splits = np.array(
+            ["zero-bubble" in name or name in V_SHAPED_SCHEDULES for name in SCHEDULES]
+        )
         if self.work.is_compiled:
             splits[:] = False
         bytes_of_sample = self._look_up(self._weight_input_bytes, rows.tp, rows.cp)
