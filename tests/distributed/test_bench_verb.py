@@ -81,3 +81,26 @@ def test_storage_that_refuses_is_exit_7_and_one_line(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 7
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_autotune_runs_a_layout_and_cleans_up(tmp_path: Path) -> None:
+    """One short run: predicted beside measured, a pick, and no directory left."""
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("All work and no play makes Jack a dull boy.\n" * 500)
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    small = ["model.dim=32", "model.num_layers=1", "model.num_heads=1", "data.seq_len=32"]
+    command = [sys.executable, "-m", "phalanx", "plan", "--autotune=1", "--json", *small]
+    command += ["train.global_batch_size=4", "parallel.ranks=2", "data.source=text"]
+    environment = dict(os.environ, HOME=str(tmp_path / "home"), TMPDIR=str(temporary))
+    done = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["schema"] == "phalanx.autotune/1"
+    assert facts["winner"]["measured_s"] > 0
+    assert facts["winner"]["predicted_s"] is None
+    assert "uncalibrated" in facts["basis"]
+    assert [path.name for path in temporary.iterdir() if "autotune" in path.name] == []
+    assert not (tmp_path / "runs").exists()

@@ -314,6 +314,7 @@ OURS = {
     "plan/cluster.py": "reads /proc and /sys",
     "plan/advice/decision_tables.py": "reads our own table",
     "plan/accelerators.py": "reads our own table",
+    "plan/calibrated/one_core.py": "reads our own table",
     "plan/described_cluster.py": "reads our own table",
     "plan/search/economics.py": "reads our own table",
     "plan/timing/constants.py": "reads our own table",

@@ -140,6 +140,18 @@ def command(
             help="With --validate: K rows of each source set a scale for its others.",
         ),
     ] = 0,
+    from_run: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", metavar="RUN", help="Time and memory from what a small run measured."
+        ),
+    ] = None,
+    autotune: Annotated[
+        int | None,
+        typer.Option(
+            "--autotune", min=1, metavar="K", help="Run the K best layouts for a few steps."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> int:
     """Choose a layout for a job and say why, with memory per rank, for this machine or any other.
@@ -167,6 +179,14 @@ def command(
             from phalanx.cli._suggest import print_suggestion
 
             return print_suggestion(arguments or [], model, verify_too=judge, as_json=as_json)
+        if from_run is not None:
+            from phalanx.cli._plan_from import print_plan_from
+
+            return print_plan_from(from_run, arguments or [], as_json=as_json)
+        if autotune is not None:
+            from phalanx.cli._plan_autotune import print_autotune
+
+            return print_autotune(autotune, arguments or [], as_json=as_json)
         if judge:
             raise UsageError("--verify is for --suggest-rules", fix="use phalanx verify")
         term = None

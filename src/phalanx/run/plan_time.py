@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.core.errors import LayoutError
+from phalanx.core.errors import EnvironmentProblem, LayoutError
 from phalanx.core.units import format_count, format_seconds
 from phalanx.plan.calibrated.step import estimate_measured_step
 from phalanx.plan.cluster import Cluster, detect_cluster
@@ -45,10 +45,13 @@ class PlannedTime:
 
 def predict_time(plan: Plan, cluster: Cluster | None = None) -> PlannedTime:
     """The time of a step of `plan` on this machine (`cluster`; None: as it is detected)."""
-    cluster = cluster or detect_cluster(plan.device)
+    tokens = plan.global_batch_size * plan.seq_len
+    try:
+        cluster = cluster or detect_cluster(plan.device)
+    except EnvironmentProblem:
+        return PlannedTime(None, "this machine has no such device", tokens)
     profile = find_profile_of(cluster)
     basis = describe_calibration(profile)
-    tokens = plan.global_batch_size * plan.seq_len
     if profile is None:
         return PlannedTime(None, basis, tokens)
     try:

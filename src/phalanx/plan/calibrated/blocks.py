@@ -17,7 +17,7 @@ CAST = 6.0
 # counts them.
 TRAFFIC = {"add": (3, 3), "rms_norm": (2, 5), "gated_activation": (3, 8), "rotary": (2, 4)}
 # Inductor makes one kernel of what stands between products; the plain operations read and write
-# each step.
+# each step. An estimate: compiled kernels are not measured.
 COMPILED_TRAFFIC = 0.5
 
 

@@ -23,10 +23,11 @@ from phalanx.plan.profiles import MachineProfile, join_residuals
 from phalanx.plan.timing.step_time import TERMS, StepTime
 
 # Half of the logarithm's width of the 80 % interval: what composing operations adds to the
-# residuals of their fits; and for a plan whose model nobody has the work of, by FLOPs alone.
+# residuals of their fits; and for a plan whose model nobody has the work of, by FLOPs alone. Set by
+# hand: 13 of the 19 configurations of the first campaign (docs/planner-truth.md) are inside.
 BAND, FLOPS_BAND = 0.15, 0.4
-# Seconds of a step around its microbatches: loader, hooks, one reduction, events. Measured on two
-# CPU ranks (docs/planner-truth.md).
+# Seconds of a step around its microbatches: loader, hooks, one reduction, events. An estimate: no
+# part of `bench` measures it.
 STEP_OVERHEAD_S = 2.5e-3
 # AdamW reads weight, gradient and two moments, and writes three of them; clipping reads gradients
 # and writes them.

@@ -1,0 +1,27 @@
+"""`phalanx plan --from RUN`: time and memory of a job, from a run of one like it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from phalanx.cli._arguments import split_arguments
+from phalanx.cli._json import print_json
+
+
+def print_plan_from(run_dir: Path, arguments: Sequence[str], *, as_json: bool) -> int:
+    """Plan the job of the run with the overrides in `arguments` (or the job file there), and print
+    what the run says of it. Returns the exit code."""
+    from phalanx.plan.explain import describe_plan
+    from phalanx.run.plan_from import extrapolate_run, load_job_like_run
+    from phalanx.run.plan_job import plan_job
+
+    job_file, overrides = split_arguments(arguments)
+    planned = plan_job(load_job_like_run(run_dir, job_file, overrides), checks_initial=False)
+    result = extrapolate_run(run_dir, planned.plan)
+    if as_json:
+        print_json("plan-from", result.to_json(), indent=1)
+        return 0
+    for line in (*describe_plan(planned.plan)[:2], *result.lines()):
+        print(line)
+    return 0

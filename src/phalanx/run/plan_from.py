@@ -1,0 +1,281 @@
+"""The time and memory of a job, from a small run of it (or of a job like it): what the run
+measured, scaled by how the parts of a step grow.
+
+Torch-free.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.core.errors import UsageError
+from phalanx.core.files import read_json
+from phalanx.core.units import SMALL_BYTES, describe_error, format_bytes, format_seconds, plural
+from phalanx.job.load import load_job, load_job_json
+from phalanx.job.schema import Job
+from phalanx.observe.events import MemoryMeasured, StepFinished
+from phalanx.observe.tail import read_recorded_events
+from phalanx.plan.calibrated.one_core import load_one_core
+from phalanx.plan.calibrated.step import estimate_measured_step
+from phalanx.plan.cluster import detect_cluster
+from phalanx.plan.plan import Plan
+from phalanx.plan.profiles import find_profile_of
+from phalanx.plan.timing.step_time import TERMS, StepTime
+
+# The first steps take memory, open connections and choose kernels.
+WARMUP_STEPS, LEAST_STEPS = 2, 3
+# What a step's terms are made of, as phases of a run measure it.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "computing": ("ideal", "matmul loss", "attention", "elementwise", "launch", "offload"),
+    "messages": ("tp", "cp", "ep", "bubble", "dp exposed"),
+    "optimizer": ("optimizer",),
+}
+PHASES_OF_GROUP = {
+    "computing": ("forward", "backward"),
+    "messages": ("collective", "pipeline"),
+    "optimizer": ("optimizer",),
+}
+# Messages that take longer than this, beside computing's scale, are waited for.
+MOST_OF_MESSAGES = 3.0
+# Half of the logarithm's width of the 80 % interval: of a run like this one; for each factor of e
+# that the step is longer; and for the share of a step that the run had nothing of.
+BAND, BAND_PER_E, BAND_UNMEASURED = 0.08, 0.04, 0.7
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """What a run's steps took: medians over steps, in seconds by group (means over its ranks), and
+    the step of its slowest rank with the tenths at both ends."""
+
+    num_steps: int
+    step_s: float
+    low_s: float
+    high_s: float
+    groups_s: dict[str, float]
+    memory_ratio: float | None
+    """Measured over predicted bytes of the rank where it is largest; None of a run that needs less
+    than SMALL_BYTES, most of which allocators round up and libraries take once."""
+
+    @property
+    def rest_s(self) -> float:
+        """Seconds of a step that no group has: data, hooks, waiting for a turn."""
+        return max(0.0, self.step_s - sum(self.groups_s.values()))
+
+
+@dataclass(frozen=True)
+class PlanFromRun:
+    """A plan whose time and memory are extrapolated from a run."""
+
+    run_dir: Path
+    run: MeasuredRun
+    run_estimate: StepTime
+    scales: dict[str, float]
+    plan: Plan
+    step: StepTime
+    memory_bytes: int
+    waiting_s: float
+    """Seconds of the run's step in which ranks waited for each other rather than for messages."""
+    is_profiled: bool
+    """True where a profile of `phalanx bench` says how parts grow; else one core's figures."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The body of phalanx.plan-from/1."""
+        return {
+            "run": str(self.run_dir),
+            "measured": {
+                "num_steps": self.run.num_steps,
+                "step_s": self.run.step_s,
+                "low_s": self.run.low_s,
+                "high_s": self.run.high_s,
+                "groups_s": self.run.groups_s,
+                "rest_s": self.run.rest_s,
+                "memory_ratio": self.run.memory_ratio,
+            },
+            "scales": self.scales,
+            "waiting_s": self.waiting_s,
+            "has_profile": self.is_profiled,
+            "step": self.step.to_json(),
+            "memory_bytes": self.memory_bytes,
+            "plan": self.plan.to_json(),
+        }
+
+    def lines(self) -> list[str]:
+        """Lines for people."""
+        run, step, plan = self.run, self.step, self.plan
+        parts = ", ".join(f"{name} {scale:.2f}" for name, scale in self.scales.items())
+        tokens = plan.global_batch_size * plan.seq_len
+        lines = [
+            f"from    {self.run_dir}: {format_seconds(run.step_s)}/step measured"
+            f" ({format_seconds(run.low_s)} to {format_seconds(run.high_s)}, of"
+            f" {plural(run.num_steps, 'step')})"
+        ]
+        if self.is_profiled:
+            error = describe_error(self.run_estimate.total_s, run.step_s)
+            lines.append(f"        the profile of this machine alone says it {error}")
+        lines += [
+            f"scales  {parts}; {format_seconds(self.waiting_s)} of a step waiting for other ranks,"
+            f" {format_seconds(run.rest_s)} beside these",
+            f"time    {format_seconds(step.total_s)}/step ({format_seconds(step.low_s)} to"
+            f" {format_seconds(step.high_s)}), {tokens / step.total_s:,.0f} tokens/s;"
+            " extrapolated from this run",
+        ]
+        memory = f"memory  {format_bytes(self.memory_bytes)} per rank"
+        if run.memory_ratio is None:
+            return [*lines, f"{memory} predicted; the run is too small to say more"]
+        return [*lines, f"{memory}: predicted, times {run.memory_ratio:.2f} as the run measured it"]
+
+
+def load_job_like_run(run_dir: Path, job_file: str | None, overrides: Sequence[str]) -> Job:
+    """The job in `job_file`, else that of the run; with overrides. Raises UsageError where there is
+    no run."""
+    if not (run_dir / "job.json").is_file() or not (run_dir / "plan.json").is_file():
+        raise UsageError(
+            "no run is there", where=str(run_dir), fix="give a directory that phalanx train wrote"
+        )
+    if job_file is not None:
+        return load_job(job_file, overrides)
+    return load_job_json(run_dir / "job.json", overrides)
+
+
+def extrapolate_run(run_dir: Path, plan: Plan) -> PlanFromRun:
+    """The time and memory of `plan` by what the run in `run_dir` measured.
+
+    Raises UsageError for a run with too few steps, LayoutError for a profile that lacks what is
+    needed.
+    """
+    run_plan = Plan.from_json(read_json(run_dir / "plan.json"))
+    measured = measure_run(run_dir, run_plan)
+    if run_plan.device != plan.device:
+        raise UsageError(
+            f"the run was on {run_plan.device} and the plan is for {plan.device}",
+            where=str(run_dir),
+            fix="give a run of the same kind of device",
+        )
+    profile = find_profile_of(detect_cluster(plan.device))
+    if profile is None and plan.device != "cpu":
+        raise UsageError(
+            "no profile of this machine says how a step on its GPUs grows",
+            fix="run phalanx bench all",
+        )
+    growth = profile or load_one_core()
+    before, after = estimate_measured_step(run_plan, growth), estimate_measured_step(plan, growth)
+    scales, waiting_s = _find_scales(measured, before)
+    step = _scale_step(measured, scales, waiting_s, before, after)
+    memory_bytes = round(_predict_bytes(plan) * (measured.memory_ratio or 1.0))
+    return PlanFromRun(
+        run_dir, measured, before, scales, plan, step, memory_bytes, waiting_s, profile is not None
+    )
+
+
+def _predict_bytes(plan: Plan) -> int:
+    """Bytes of the rank that needs most."""
+    return max(sum(plan.memory_of_rank(rank).values()) for rank in range(plan.world_size))
+
+
+def measure_run(run_dir: Path, plan: Plan) -> MeasuredRun:
+    """What the steps of the run in `run_dir` took. Raises UsageError where there are too few."""
+    by_step: dict[int, list[StepFinished]] = {}
+    ratios = []
+    for rank in range(plan.world_size):
+        for envelope in read_recorded_events(run_dir, StepFinished, rank=rank):
+            if isinstance(envelope.event, StepFinished):
+                by_step.setdefault(envelope.event.step, []).append(envelope.event)
+        for envelope in read_recorded_events(run_dir, MemoryMeasured, rank=rank):
+            if isinstance(envelope.event, MemoryMeasured):
+                ratios.append(_memory_ratio(envelope.event))
+    steps = [by_step[step] for step in sorted(by_step)][WARMUP_STEPS:]
+    if len(steps) < LEAST_STEPS:
+        raise UsageError(
+            f"the run has {plural(len(by_step), 'step')} on record, and"
+            f" {WARMUP_STEPS + LEAST_STEPS} are needed",
+            where=str(run_dir),
+            fix="train it a little longer",
+        )
+    walls = sorted(max(event.step_s for event in ranks) for ranks in steps)
+    tenth = len(walls) // 10
+    groups_s = {}
+    for group, phases in PHASES_OF_GROUP.items():
+        seconds = []
+        for ranks in steps:
+            seconds.append(statistics.mean(_sum_phases(event, phases) for event in ranks))
+        groups_s[group] = statistics.median(seconds)
+    known = [ratio for ratio in ratios if ratio > 0]
+    return MeasuredRun(
+        len(steps),
+        statistics.median(walls),
+        walls[tenth],
+        walls[-1 - tenth],
+        groups_s,
+        max(known, default=None),
+    )
+
+
+def _sum_phases(event: StepFinished, phases: Sequence[str]) -> float:
+    return sum(event.phases_s.get(phase, 0.0) for phase in phases)
+
+
+def _memory_ratio(event: MemoryMeasured) -> float:
+    """Measured over predicted bytes at the peak; 0 where these are few, or missing."""
+    predicted = sum(event.predicted_bytes.values())
+    measured = event.measured_bytes.get("peak", 0)
+    if min(predicted, measured) < SMALL_BYTES:
+        return 0.0
+    return measured / predicted
+
+
+def _sum_group(terms: Mapping[str, float], group: str) -> float:
+    return sum(terms[term] for term in GROUPS[group])
+
+
+def _find_scales(measured: MeasuredRun, estimate: StepTime) -> tuple[dict[str, float], float]:
+    """Measured over estimated seconds of each group that the run had, others have none; and the
+    seconds in collectives that no message takes: ranks that are slower or have no turn are waited
+    for there."""
+    scales, waiting_s = {}, 0.0
+    for group, seconds in measured.groups_s.items():
+        estimated_s = _sum_group(estimate.terms, group)
+        # Of one rank, say, the reduction that sends nothing.
+        if estimated_s > 0 and seconds > 0:
+            scales[group] = seconds / estimated_s
+        elif group == "messages":
+            waiting_s = seconds
+    limit = MOST_OF_MESSAGES * max(1.0, scales.get("computing", 1.0))
+    if scales.get("messages", 0.0) > limit:
+        messages_s = _sum_group(estimate.terms, "messages")
+        waiting_s = (scales["messages"] - limit) * messages_s
+        scales["messages"] = limit
+    return scales, waiting_s
+
+
+def _scale_step(
+    measured: MeasuredRun,
+    scales: Mapping[str, float],
+    waiting_s: float,
+    before: StepTime,
+    after: StepTime,
+) -> StepTime:
+    """The terms of `after`, each scaled as its group was measured; one that the run had nothing of
+    as computing was, with a wider interval. Waiting for other ranks grows as computing does."""
+    fallback = scales.get("computing", 1.0)
+    terms, unmeasured_s = {}, 0.0
+    for group, names in GROUPS.items():
+        for name in names:
+            terms[name] = after.terms[name] * scales.get(group, fallback)
+            if group not in scales:
+                unmeasured_s += terms[name]
+    terms["jitter"] = after.terms["jitter"]
+    computing = [_sum_group(time.terms, "computing") for time in (before, after)]
+    terms["jitter"] += waiting_s * computing[1] / computing[0]
+    terms["launch"] += measured.rest_s
+    total_s = sum(terms.values())
+    spread = 0.5 * math.log(measured.high_s / measured.low_s)
+    growth = BAND_PER_E * abs(math.log(after.total_s / before.total_s))
+    missing = BAND_UNMEASURED * unmeasured_s / total_s
+    band = math.hypot(BAND, spread, growth, missing)
+    in_order = {term: terms[term] for term in TERMS}
+    return StepTime(in_order, total_s / math.exp(band), total_s * math.exp(band))
