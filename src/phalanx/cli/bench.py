@@ -10,7 +10,7 @@ import typer
 from phalanx.cli._options import JsonOption
 
 EXAMPLE = "Example: phalanx bench all"
-EXAMPLES = {
+EXAMPLE_OF_COMMAND = {
     "all": "Example: phalanx bench all --directory runs",
     "gemm": "Example: phalanx bench gemm --device cpu",
     "comm": "Example: phalanx bench comm --ranks 4",

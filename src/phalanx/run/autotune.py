@@ -15,7 +15,7 @@ from typing import Any
 from phalanx.core.errors import ExitCode, JobError, LayoutError, PhalanxError
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
-from phalanx.run.plan_from import MeasuredRun, measure_run
+from phalanx.run.plan_from import RecordedSteps, measure_run
 from phalanx.run.plan_job import plan_job
 from phalanx.run.plan_time import predict_time
 from phalanx.run.scratch import scratch_directory
@@ -46,7 +46,7 @@ class TunedLayout:
     keys: dict[str, int]
     plan: Plan = field(repr=False)
     predicted_s: float | None
-    measured: MeasuredRun | None = None
+    measured: RecordedSteps | None = None
     why_not: str = ""
 
     def to_json(self) -> dict[str, Any]:

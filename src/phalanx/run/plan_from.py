@@ -48,7 +48,7 @@ BAND, BAND_PER_E, BAND_UNMEASURED = 0.08, 0.04, 0.7
 
 
 @dataclass(frozen=True)
-class MeasuredRun:
+class RecordedSteps:
     """What a run's steps took: medians over steps, in seconds by group (means over its ranks), and
     the step of its slowest rank with the tenths at both ends."""
 
@@ -72,7 +72,7 @@ class PlanFromRun:
     """A plan whose time and memory are extrapolated from a run."""
 
     run_dir: Path
-    run: MeasuredRun
+    run: RecordedSteps
     run_estimate: StepTime
     scales: dict[str, float]
     plan: Plan
@@ -177,7 +177,7 @@ def _predict_bytes(plan: Plan) -> int:
     return max(sum(plan.memory_of_rank(rank).values()) for rank in range(plan.world_size))
 
 
-def measure_run(run_dir: Path, plan: Plan) -> MeasuredRun:
+def measure_run(run_dir: Path, plan: Plan) -> RecordedSteps:
     """What the steps of the run in `run_dir` took. Raises UsageError where there are too few."""
     by_step: dict[int, list[StepFinished]] = {}
     ratios = []
@@ -205,7 +205,7 @@ def measure_run(run_dir: Path, plan: Plan) -> MeasuredRun:
             seconds.append(statistics.mean(_sum_phases(event, phases) for event in ranks))
         groups_s[group] = statistics.median(seconds)
     known = [ratio for ratio in ratios if ratio > 0]
-    return MeasuredRun(
+    return RecordedSteps(
         len(steps),
         statistics.median(walls),
         walls[tenth],
@@ -232,7 +232,7 @@ def _sum_group(terms: Mapping[str, float], group: str) -> float:
     return sum(terms[term] for term in GROUPS[group])
 
 
-def _find_scales(measured: MeasuredRun, estimate: StepTime) -> tuple[dict[str, float], float]:
+def _find_scales(measured: RecordedSteps, estimate: StepTime) -> tuple[dict[str, float], float]:
     """Measured over estimated seconds of each group that the run had, others have none; and the
     seconds in collectives that no message takes: ranks that are slower or have no turn are waited
     for there."""
@@ -253,7 +253,7 @@ def _find_scales(measured: MeasuredRun, estimate: StepTime) -> tuple[dict[str, f
 
 
 def _scale_step(
-    measured: MeasuredRun,
+    measured: RecordedSteps,
     scales: Mapping[str, float],
     waiting_s: float,
     before: StepTime,
