@@ -103,7 +103,7 @@ def test_the_example_of_a_verb_is_one_of_it(verb: str) -> None:
 @pytest.mark.parametrize("verb", GROUPS)
 def test_a_verb_of_verbs_lists_them_with_their_words(verb: str) -> None:
     module = importlib.import_module(f"phalanx.cli.{verb}")
-    assert set(module.EXAMPLES) == set(module.COMMANDS)
+    assert set(module.EXAMPLE_OF_COMMAND) == set(module.COMMANDS)
     code, _, modules, out = ask(verb, "--help")
     assert code == 0
     assert not {"torch", "numpy", "pyarrow", "tokenizers"} & modules
@@ -119,7 +119,7 @@ def test_a_sub_verb_explains_itself(
     module = importlib.import_module(f"phalanx.cli.{verb}")
     assert _app.run_command_line([verb, sub_verb, "--help"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    example = module.EXAMPLES[sub_verb]
+    example = module.EXAMPLE_OF_COMMAND[sub_verb]
     assert example in shown
     assert shown.index(example) > shown.index("--help")
     assert shlex.split(example.removeprefix("Example: "))[:3] == ["phalanx", verb, sub_verb]
