@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from phalanx.mesh.fake_tensors import is_fake
 from phalanx.parallel.pipeline.stage_forward import RELEASED_PARTS_ATTRIBUTE, StageForward
 
 
@@ -72,7 +74,7 @@ class Placeholder(torch.Tensor):
         # Integers have no NaN.
         nothing = math.nan if tensor.is_floating_point() else 0
         # In a dry run tensors are fake, and no fake one can be seen as a placeholder.
-        with _disable_current_modes():
+        with _disable_current_modes() if is_fake(tensor) else nullcontext():
             value = torch.full((), nothing, dtype=tensor.dtype, device=device).expand(tensor.shape)
             placeholder: Placeholder = value.as_subclass(Placeholder)
         placeholder._door, placeholder._name, placeholder._in_block = stage_forward, name, in_block
