@@ -24,7 +24,7 @@ from phalanx.plan.timing.step_time import TERMS, StepTime
 
 # Half of the logarithm's width of the 80 % interval: what composing operations adds to the
 # residuals of their fits; and for a plan whose model nobody has the work of, by FLOPs alone. Set by
-# hand: 13 of the 19 configurations of the first campaign (docs/planner-truth.md) are inside.
+# hand: 14 of the 22 configurations of the first campaign (docs/planner-truth.md) are inside.
 BAND, FLOPS_BAND = 0.15, 0.4
 # Seconds of a step around its microbatches: loader, hooks, one reduction, events. An estimate: no
 # part of `bench` measures it.
