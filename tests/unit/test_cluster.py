@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 LOOK = """
-import dataclasses, json, sys
+import json, sys
 from phalanx.core.errors import PhalanxError
 from phalanx.plan import nvidia
 from phalanx.plan.cluster import compute_capability, detect_cluster
@@ -21,7 +21,8 @@ nvidia.PATIENCE_S = float(sys.argv[2])
 try:
     found = detect_cluster(sys.argv[1])
     assert found.capability == (compute_capability() if found.device == "cuda" else None)
-    print(json.dumps(dataclasses.astuple(found)))
+    facts = (found.device, found.num_devices, found.memory_bytes, found.name, found.capability)
+    print(json.dumps(facts))
 except PhalanxError as error:
     print(json.dumps({"code": int(error.exit_code), "said": str(error)}))
 """
