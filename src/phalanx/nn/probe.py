@@ -164,7 +164,9 @@ def _answer(request: Mapping[str, Any]) -> str:
 
 if __name__ == "__main__":
     die_with_parent()
-    sys.path.insert(0, os.getcwd())
+    # Last, as in ranks: nothing in the user's folder stands for a library that torch imports late.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
     request = json.loads(sys.argv[1])
     try:
         with refuse_silent_exits():

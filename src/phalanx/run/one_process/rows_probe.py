@@ -83,5 +83,7 @@ def _read_some_samples(samples: UserSamples) -> Batch:
 
 if __name__ == "__main__":
     die_with_parent()
-    sys.path.insert(0, os.getcwd())
+    # Last, as in ranks: nothing in the user's folder stands for a library that torch imports late.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
     print(json.dumps(answer_probe_request(json.loads(sys.argv[1]))))

@@ -37,7 +37,9 @@ def main() -> int:
     # What the user's module prints must not come between our messages.
     stream = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    sys.path.insert(0, os.getcwd())
+    # Last, as in ranks: nothing in the user's folder stands for a library that torch imports late.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
 
     def say(message: Mapping[str, Any]) -> None:
         stream.write(json.dumps(message) + "\n")
