@@ -83,6 +83,8 @@ def test_70b_on_eight_gpus_is_told_what_fits_and_each_change_is_planned():
     assert result.smallest_bytes > result.capacity_bytes
     fits = {fit.axis: fit for fit in find_nearest_fits(task)}
     assert "parallel.offload=parameters" in fits["offload"].change
+    # Weights, gradients and two moments of 70.6 B parameters, in fp32, on one node.
+    assert fits["offload"].host_bytes_per_node == 16 * task.shape.num_params
     assert fits["more ranks"].num_ranks > task.num_ranks
     assert all(fit.ranked.memory.fits for fit in fits.values())
     assert min(fit.slowdown for fit in fits.values()) == 1
@@ -229,3 +231,8 @@ def test_a_bubble_is_that_of_the_schedule_as_it_runs():
     assert simulate_bubble(time, uneven, 8, 0.0).terms["bubble"] > 9.0
     moved = simulate_bubble(time, pipeline, 8, 0.0)
     assert moved.low_s / moved.total_s == pytest.approx(time.low_s / time.total_s)
+
+
+def test_offload_is_not_advised_where_the_host_has_no_room_for_it():
+    task = open_task("llama3-70b", H100, "cluster.host_memory_gib=512")
+    assert "offload" not in {fit.axis for fit in find_nearest_fits(task)}

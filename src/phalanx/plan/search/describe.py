@@ -162,6 +162,8 @@ def describe_nearest_fit(fit: NearestFit) -> str:
         text += f", {format_seconds(fit.ranked.step_s)} a step"
     if fit.slowdown is not None and fit.slowdown > 1.005:
         text += f", {fit.slowdown:.2f} x the device time of the cheapest"
+    if fit.host_bytes_per_node:
+        text += f", and {format_bytes(fit.host_bytes_per_node)} of a node's host memory"
     return f"{text})"
 
 

@@ -10,9 +10,11 @@ from typing import Any
 from phalanx.core.errors import LayoutError
 from phalanx.core.units import plural
 from phalanx.plan.described_cluster import resize_cluster
+from phalanx.plan.memory import StateBytes
 from phalanx.plan.search.finalists import FinalistPlanner, apply_keys, drop_keys, list_row_keys
 from phalanx.plan.search.result import NearestFit
 from phalanx.plan.search.search import ScreenedRows, SearchTask, screen_layouts
+from phalanx.plan.workload import build_workload
 
 MOST_TIMES_AS_MANY = 64
 TRIES = 4
@@ -114,10 +116,28 @@ def _try_change(task: SearchTask, change: _Change) -> NearestFit | None:
     )
     for row in range(min(TRIES, len(screened.rows))):
         ranked = planner.plan(_keys_of(change, screened, row))
-        if ranked is not None:
-            words = change.words or _describe_change(task, ranked.job_keys)
-            return NearestFit(change.axis, words, ranked, change.task.num_ranks)
+        if ranked is None:
+            continue
+        host_bytes = _count_host_bytes(change.task, ranked.offload)
+        host_memory = change.task.cluster.host_memory_bytes
+        if host_memory is not None and host_bytes > host_memory:
+            continue
+        words = change.words or _describe_change(task, ranked.job_keys)
+        return NearestFit(
+            change.axis, words, ranked, change.task.num_ranks, host_bytes_per_node=host_bytes
+        )
     return None
+
+
+def _count_host_bytes(task: SearchTask, offload: str) -> int:
+    """Bytes of states that wait in the host memory of one node, without staging buffers."""
+    if offload == "none":
+        return 0
+    work = build_workload(task.job, task.shape, micro_batch_size=1, num_microbatches=1, tp=1)
+    per_param = float(work.optimizer_bytes)
+    if offload == "parameters":
+        per_param += StateBytes().parameters + StateBytes().gradients
+    return round(task.shape.num_params * per_param / task.cluster.num_nodes)
 
 
 def _keys_of(change: _Change, screened: ScreenedRows, row: int) -> dict[str, Any]:

@@ -116,6 +116,8 @@ class NearestFit:
     num_ranks: int
     slowdown: float | None = None
     """Device-seconds of a step, as a multiple of the cheapest change's."""
+    host_bytes_per_node: int = 0
+    """Host memory that a node needs for what is offloaded to it."""
 
     def to_json(self) -> dict[str, Any]:
         return dict(vars(self)) | {"ranked": self.ranked.to_json()}
