@@ -17,7 +17,7 @@ import json, sys
 from phalanx.core.errors import PhalanxError
 from phalanx.plan import nvidia
 from phalanx.plan.cluster import compute_capability, detect_cluster
-nvidia.PATIENCE_S = float(sys.argv[2])
+nvidia.NVIDIA_SMI_TIMEOUT_S = float(sys.argv[2])
 try:
     found = detect_cluster(sys.argv[1])
     assert found.capability == (compute_capability() if found.device == "cuda" else None)

@@ -417,6 +417,11 @@ VERBS: dict[tuple[str, ...], Callable[[Path], Iterable[tuple[object, ...]]]] = {
     ("data", "verify"): lambda d: [(d,)],
     ("data", "stats"): lambda d: [(d,)],
     ("data", "ledger"): lambda d: [(d,)],
+    # Measuring reads no file: what it is given is where it writes.
+    ("bench", "gemm"): lambda d: [("--out", d)],
+    ("bench", "comm"): lambda d: [("--out", d)],
+    ("bench", "storage"): lambda d: [("--directory", d / "job.toml")],
+    ("bench", "all"): lambda d: [("--directory", d / "job.toml")],
     ("init",): lambda d: [(d / "job.toml",)],
     ("plan",): lambda d: [
         (d / "job.toml",),

@@ -14,7 +14,6 @@ from phalanx.core.batch import IGNORE_INDEX
 from phalanx.core.errors import LayoutError
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.nn.objective import CausalOutput, HeadOutput, causal_cross_entropy, token_cross_entropy
-from phalanx.plan.memory import loss_bytes
 from phalanx.plan.workload import Workload
 
 B, T, D, V = 3, 7, 6, 29
@@ -156,7 +155,7 @@ def test_a_loss_over_several_chunks_holds_one_of_them(
         )
         loss.backward()
     shape = DecoderShape(1, dim, 1, 1, dim, dim, vocab, True)
-    planned = loss_bytes(shape, Workload(1, num_tokens, precision, "none", chunk))
+    planned = shape.activations.loss(Workload(1, num_tokens, precision, "none", chunk)).at_once
     # What went in: views of it are counted as made. In bf16 the head's cast counts as communication
     # in a plan.
     given = hidden.untyped_storage().nbytes() + vocab * dim * (4 if precision == "fp32" else 2)

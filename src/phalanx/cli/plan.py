@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from phalanx.run.plan_job import PlannedJob
 
 EXAMPLE = (
-    "Example: phalanx plan --model llama3-70b --gpu h100-sxm --nodes 32 --seq-len 8192"
-    " --global-batch 512"
+    "Example: phalanx plan model.preset=llama3-70b cluster.gpu=h100-sxm cluster.nodes=32"
+    " data.seq_len=8192 train.global_batch_size=512"
 )
 
 

@@ -229,7 +229,7 @@ _ALIASES_OF_KEY: tuple[tuple[KeyAlias, str], ...] = (
             "the launcher says it: torchrun --nnodes, srun --nodes",
             keeps_value=False,
         ),
-        "nnodes num_nodes num_machines nodes",
+        "nnodes num_nodes num_machines",
     ),
     (
         KeyAlias("parallel.tp"),

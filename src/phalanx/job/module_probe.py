@@ -22,6 +22,7 @@ from phalanx.core.digest import digest
 from phalanx.core.errors import LayoutError
 from phalanx.core.files import read_json, write_json_atomic
 from phalanx.core.registry import is_foreign
+from phalanx.core.secrets import Redactor
 from phalanx.job.hugging_face import find_config_file, is_hugging_face, read_model_config
 from phalanx.job.param_holder import ParamHolder
 from phalanx.job.schema import Job
@@ -209,7 +210,7 @@ def _count_answer(kind: str, answer: Mapping[str, Any]) -> MeasuredModule:
         last_stage=tuple(map(str, answer.get("last_stage", ()))),
         has_attention_seam=bool(answer.get("has_attention_seam", True)),
         traces=read_traces(answer.get("traces", ())),
-        why_untraced=str(answer.get("why_untraced", "")),
+        why_untraced=Redactor(os.environ).redact_text(str(answer.get("why_untraced", ""))),
         **facts,
     )
 
