@@ -13,7 +13,7 @@ from phalanx.plan.advice.waterfall import build_waterfall
 from phalanx.plan.advice.what_if import WhatIfGrid
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.plan import Candidate, Plan
-from phalanx.plan.search.describe import describe_nearest_fit
+from phalanx.plan.search.describe import describe_nearest_fit, explain_win
 from phalanx.plan.search.result import RankedLayout, SearchResult
 from phalanx.plan.search.step_times import build_machine_rates
 from phalanx.plan.timing.constants import list_constants
@@ -113,7 +113,9 @@ def list_ranked_layouts(result: SearchResult) -> list[LayoutRow]:
     """The winner and the runners-up of a search."""
     rows = []
     if result.winner is not None:
-        rows.append(_describe_ranked(result.winner, is_winner=True))
+        row = _describe_ranked(result.winner, is_winner=True)
+        why = explain_win(result.winner, [result.winner, *result.runners_up])
+        rows.append(replace(row, why=why))
     for ranked in result.runners_up:
         rows.append(_describe_ranked(ranked, is_winner=False))
     return rows
@@ -128,16 +130,13 @@ def _describe_ranked(ranked: RankedLayout, *, is_winner: bool) -> LayoutRow:
         settings.append(f"recompute {ranked.recompute}")
     if ranked.offload != "none":
         settings.append(f"offload {ranked.offload}")
-    why = ranked.why_not
-    if is_winner:
-        why = why or "the fastest, or as fast and simpler"
     return LayoutRow(
         ranked.family,
         str(ranked.layout),
         ", ".join(settings),
         math.nan if ranked.step_s is None else ranked.step_s,
         ranked.memory.total_bytes,
-        why,
+        ranked.why_not,
         ranked.memory.categories,
         is_winner,
     )

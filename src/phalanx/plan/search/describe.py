@@ -132,10 +132,22 @@ def format_ranking(ranked: Sequence[RankedLayout]) -> list[str]:
                 step,
                 mfu,
                 format_bytes(layout.memory.total_bytes),
-                layout.why_not or "the fastest, or as fast and simpler",
+                layout.why_not or explain_win(layout, ranked),
             )
         )
     return _align(rows)
+
+
+def explain_win(winner: RankedLayout, ranked: Sequence[RankedLayout]) -> str:
+    """Why `winner` is the first of `ranked`: it is the fastest, or a tie with it and simpler."""
+    times = [layout.step_s for layout in ranked if layout.step_s is not None]
+    if winner.step_s is None:
+        return "the fewest mechanisms"
+    behind = winner.step_s / min(times) - 1
+    if behind <= 0:
+        return "the fastest"
+    # Of ties the simplest wins, and of equally simple ones that whose shards are closest together.
+    return f"a tie with the fastest ({behind:.1%} behind), and as simple or simpler"
 
 
 def _align(rows: Sequence[Sequence[str]]) -> list[str]:

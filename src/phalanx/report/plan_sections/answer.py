@@ -88,7 +88,7 @@ def _render_layout(
         bar = draw_memory_bar(dict(row.parts), full_bytes, colour)
     return [
         build_tag("span", row.family, class_=css_class),
-        build_tag("span", row.layout, build_small_text(row.settings), class_="two"),
+        build_tag("span", row.layout, build_small_text(row.settings), class_="two wraps"),
         build_tag("span", formats.seconds(row.step_s), build_small_text(relative), class_="two nw"),
         formats.format_num_bytes(row.peak_bytes),
         bar,
