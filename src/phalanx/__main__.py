@@ -17,9 +17,9 @@ def main() -> None:
     filter_output()  # to the very end: what is printed while the interpreter leaves, too
     code = run_command_line(sys.argv[1:])
     if "torch" in sys.modules:  # a rank of another launcher; no other command imports torch
-        from phalanx.launch.rank import exit_rank_process
+        from phalanx.launch.rank import exit_rank_without_teardown
 
-        exit_rank_process(code)
+        exit_rank_without_teardown(code)
     sys.exit(code)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from phalanx.core.registry import list_kinds
 from phalanx.job.load import load_job
-from phalanx.resilience.fault import FAULTS_PACKAGE, fault_listener, parse_fault
+from phalanx.resilience.fault import FAULTS_PACKAGE, build_fault_listener, parse_fault
 
 NAMES = list_kinds(FAULTS_PACKAGE)
 
@@ -32,14 +32,14 @@ def test_a_fault_can_be_written_in_a_job(name: str) -> None:
         (kept,) = load_job(None, [f'resilience.inject=["{text}"]']).resilience.inject
         fault = parse_fault(kept)
         assert (fault.name, fault.inject) == (name, module.inject)
-    assert fault.strikes_at(1, 7, "backward")
-    assert not fault.strikes_at(0, 7, "backward")
-    assert not fault.strikes_at(1, 8, "backward")
-    assert not fault.strikes_at(1, 7, "forward")
+    assert fault.is_due_at(1, 7, "backward")
+    assert not fault.is_due_at(0, 7, "backward")
+    assert not fault.is_due_at(1, 8, "backward")
+    assert not fault.is_due_at(1, 7, "forward")
 
 
 def listener(run_dir: Path, *texts: str, rank: int = 1):
-    return fault_listener(
+    return build_fault_listener(
         [f"{__name__}:strike{text}" for text in texts], rank=rank, run_dir=run_dir
     )
 

@@ -638,9 +638,9 @@ def _descriptors(pid: int, kind: str) -> set[str]:
 
 
 def test_the_loopback_listener_is_fresh_for_each_attempt() -> None:
-    from phalanx.launch.store import listen_on_loopback
+    from phalanx.launch.store import open_loopback_listener
 
-    with listen_on_loopback() as first, listen_on_loopback() as second:
+    with open_loopback_listener() as first, open_loopback_listener() as second:
         assert first.getsockname()[0] == second.getsockname()[0] == "127.0.0.1"
         assert first.getsockname() != second.getsockname()
         with socket.create_connection(first.getsockname(), timeout=5):

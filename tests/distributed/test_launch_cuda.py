@@ -11,7 +11,7 @@ import pytest
 from test_launch import Run, _nothing_is_left, run  # noqa: F401  (fixtures)
 
 from phalanx.job.schema import Job
-from phalanx.launch.server_process import _server_environment
+from phalanx.launch.server_process import _build_server_environment
 from phalanx.observe.events import Note
 from phalanx.run.needs import list_modules_to_preload
 
@@ -103,6 +103,6 @@ def test_nothing_that_the_server_imports_begins_cuda(tmp_path: Path) -> None:
     assert "transformers.modeling_utils" in modules
     command = [sys.executable, "-W", "ignore", "-c", PRELOADS, *modules]
     done = subprocess.run(
-        command, env=_server_environment(), capture_output=True, text=True, timeout=300
+        command, env=_build_server_environment(), capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-2000:]

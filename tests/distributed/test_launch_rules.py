@@ -20,14 +20,14 @@ from phalanx.core.phases import BlackBox, LastSeenPlace
 from phalanx.launch.absence import AbsentRank, find_absent_rank
 from phalanx.launch.attempt import AttemptEnd, RankExit
 from phalanx.launch.end_record import EndRecord, EndWriter, open_end_pipe
-from phalanx.launch.external import external_ranks
+from phalanx.launch.external import read_external_launch
 from phalanx.launch.paths import black_box_path, clear_black_boxes, next_attempt_number
-from phalanx.launch.rank_env import ALLOCATOR_VARIABLES, RankEnv, build_rank_variables
+from phalanx.launch.rank_env import ALLOCATOR_VARIABLES, RankEnv, build_rank_env_variables
 from phalanx.launch.reports import ErrorReport, build_error_report
 from phalanx.launch.restarts import RestartPolicy
-from phalanx.launch.server_process import _server_environment
-from phalanx.launch.signature import normalize_failure_message
-from phalanx.launch.verdict import RankFailure, find_failure
+from phalanx.launch.server_process import _build_server_environment
+from phalanx.launch.signature import remove_varying_text_from_failure
+from phalanx.launch.verdict import RankFailure, find_root_failure
 
 TORCHRUN = {
     "RANK": "3",
@@ -41,14 +41,14 @@ TORCHRUN = {
 
 
 def place_of(environ: dict[str, str]) -> RankEnv | None:
-    found = external_ranks(environ)
+    found = read_external_launch(environ)
     return found and found.rank_env
 
 
 class TestExternalRanks:
     def test_none_where_nobody_started_ranks(self) -> None:
-        assert external_ranks({}) is None
-        assert external_ranks({"MASTER_ADDR": "node0", "RANK": ""}) is None
+        assert read_external_launch({}) is None
+        assert read_external_launch({"MASTER_ADDR": "node0", "RANK": ""}) is None
 
     def test_torchrun(self) -> None:
         assert place_of(TORCHRUN) == RankEnv(3, 4, 1, 2, attempt=2)
@@ -61,7 +61,7 @@ class TestExternalRanks:
 
     def test_a_supervised_rank_reads_back_what_it_was_given(self) -> None:
         ranks = RankEnv(1, 2, 1, 2, attempt=7)
-        variables = build_rank_variables(ranks, 12345, {"OMP_NUM_THREADS": "4"})
+        variables = build_rank_env_variables(ranks, 12345, {"OMP_NUM_THREADS": "4"})
         assert place_of(variables) == ranks
         assert variables["GLOO_SOCKET_IFNAME"] == variables["NCCL_SOCKET_IFNAME"] == "lo"
         assert variables["MASTER_ADDR"] == "127.0.0.1"
@@ -88,7 +88,7 @@ class TestExternalRanks:
     ) -> None:
         environ = {name: value for name, value in (TORCHRUN | changes).items() if value is not None}
         with pytest.raises(EnvironmentProblem) as caught:
-            external_ranks(environ)
+            read_external_launch(environ)
         assert words in str(caught.value)
         assert caught.value.exit_code == 6
         assert "\n" not in str(caught.value)
@@ -217,24 +217,24 @@ class TestEndRecords:
         reader, fd = open_end_pipe()
         writer = EndWriter(fd)
         if (pid := os.fork()) == 0:
-            writer.write_record(
+            writer.write_end_record(
                 EndRecord(0)
             )  # a process that user code forked does not speak for the rank
             os._exit(0)
         os.waitpid(pid, 0)
-        assert reader.read_record() is None
+        assert reader.read_complete_record() is None
         record = EndRecord(1, raised(ValueError("long " * 10_000)))
         telling = threading.Thread(
-            target=lambda: (writer.write_record(record), writer.write_record(EndRecord(0)))
+            target=lambda: (writer.write_end_record(record), writer.write_record(EndRecord(0)))
         )
         telling.start()  # it is longer than what a pipe holds
         told = None
         while told is None:
-            told = reader.read_record()
+            told = reader.read_complete_record()
         telling.join()
         os.close(fd)
         assert told == record
-        assert reader.read_record() is None
+        assert reader.read_complete_record() is None
 
     def test_a_pipe_that_user_code_closed_takes_no_other_file_for_itself(
         self, tmp_path: Path
@@ -244,27 +244,27 @@ class TestEndRecords:
         other = os.open(tmp_path / "other", os.O_WRONLY | os.O_CREAT)
         os.dup2(other, fd)
         os.close(other)
-        writer.write_record(EndRecord(0))
+        writer.write_end_record(EndRecord(0))
         os.close(fd)
-        assert reader.read_record() is None
+        assert reader.read_complete_record() is None
         assert (tmp_path / "other").read_bytes() == b""
 
     def test_events_go_the_same_way_and_wait_for_nobody(self) -> None:
         reader, fd = open_end_pipe()
         writer = EndWriter(fd)
-        assert writer.forward_event('{"event": "note"}')
-        writer.write_record(EndRecord(0))
-        assert writer.forward_event("the last, after the record")
-        assert not writer.forward_event("x" * 8192)  # it might be torn, or wait
-        assert reader.read_record() == EndRecord(0)
-        assert reader.take_events() == ['{"event": "note"}', "the last, after the record"]
-        assert reader.take_events() == []
-        while writer.forward_event("y" * 1000):  # until the pipe is full
+        assert writer.forward_refused_event('{"event": "note"}')
+        writer.write_end_record(EndRecord(0))
+        assert writer.forward_refused_event("the last, after the record")
+        assert not writer.forward_refused_event("x" * 8192)  # it might be torn, or wait
+        assert reader.read_complete_record() == EndRecord(0)
+        assert reader.take_event_lines() == ['{"event": "note"}', "the last, after the record"]
+        assert reader.take_event_lines() == []
+        while writer.forward_refused_event("y" * 1000):  # until the pipe is full
             pass
-        assert reader.read_record() is None
-        assert set(reader.take_events()) == {"y" * 1000}
+        assert reader.read_complete_record() is None
+        assert set(reader.take_event_lines()) == {"y" * 1000}
         os.close(fd)
-        assert reader.read_record() is None
+        assert reader.read_complete_record() is None
         assert not reader.is_open
 
     def test_a_broken_str_does_not_hide_the_error(self) -> None:
@@ -299,7 +299,7 @@ class TestVerdict:
             0, exits, {0: failed(early), 2: failed(cause), 3: failed(early), 4: failed(later)}
         )
         end.exits[1] = died(1, signal=9, by_us=True)
-        failure = find_failure(end, tmp_path)
+        failure = find_root_failure(end, tmp_path)
         assert failure is not None
         lines = failure.report.splitlines()
         assert lines[0] == "rank 2 failed at step 31 in backward:"
@@ -318,14 +318,14 @@ class TestVerdict:
         late = replace(raised(RuntimeError("Timed out waiting 8000ms")), time_monotonic_s=2.0)
         records = {0: failed(late), 1: failed(replace(late, time_monotonic_s=1.0))}
         end = AttemptEnd(0, {0: died(0, code=1), 1: died(1, code=1)}, records)
-        failure = find_failure(end, tmp_path)
+        failure = find_root_failure(end, tmp_path)
         assert failure is not None
         assert (failure.rank, failure.restartable) == (1, False)
 
     def test_sigkill_hints_at_the_memory_killer(self, tmp_path: Path) -> None:
         self.at(tmp_path, 1, 12, "forward")
         end = AttemptEnd(0, {0: died(0, signal=9, by_us=True), 1: died(1, signal=9)})
-        failure = find_failure(end, tmp_path)
+        failure = find_root_failure(end, tmp_path)
         assert failure is not None
         assert failure.summary == "rank 1 was killed by SIGKILL at step 12 in forward"
         assert "out-of-memory killer" in failure.report
@@ -336,11 +336,11 @@ class TestVerdict:
         self, tmp_path: Path, code: int
     ) -> None:
         end = AttemptEnd(0, {0: died(0, code=code)})
-        at_start = find_failure(end, tmp_path)
+        at_start = find_root_failure(end, tmp_path)
         assert at_start is not None
         assert (at_start.exit_code, at_start.restartable) == (1, False)
         self.at(tmp_path, 0, 3, "data")
-        failure = find_failure(end, tmp_path)
+        failure = find_root_failure(end, tmp_path)
         assert failure is not None
         assert (failure.exit_code, failure.restartable) == (1, True)
         assert failure.summary == f"rank 0 exited with code {code} at step 3 in data"
@@ -356,7 +356,7 @@ class TestVerdict:
             time_monotonic_s=100.5,
         )
         end = AttemptEnd(0, {0: died(0, code=1), 1: died(1, code=code)}, {0: failed(lost)})
-        failure = find_failure(end, tmp_path)
+        failure = find_root_failure(end, tmp_path)
         assert failure is not None
         assert failure.summary == f"rank 1 exited with code {code} at step 12 in data"
         assert "rank 0: ended because of that" in failure.report
@@ -368,7 +368,7 @@ class TestVerdict:
         self, tmp_path: Path, code: int, exit_code: int, restartable: bool
     ) -> None:
         self.at(tmp_path, 0, 3, "data")
-        failure = find_failure(
+        failure = find_root_failure(
             AttemptEnd(0, {0: died(0, code=code)}, {0: EndRecord(code)}), tmp_path
         )
         assert failure is not None
@@ -377,11 +377,12 @@ class TestVerdict:
     def test_leaving_in_agreement_is_no_failure(self, tmp_path: Path) -> None:
         left = {rank: died(rank, code=75) for rank in range(2)}
         assert (
-            find_failure(AttemptEnd(0, left, {rank: EndRecord(75) for rank in left}), tmp_path)
+            find_root_failure(AttemptEnd(0, left, {rank: EndRecord(75) for rank in left}), tmp_path)
             is None
         )
         assert (
-            find_failure(AttemptEnd(0, {0: died(0, code=0)}, {0: EndRecord(0)}), tmp_path) is None
+            find_root_failure(AttemptEnd(0, {0: died(0, code=0)}, {0: EndRecord(0)}), tmp_path)
+            is None
         )
 
     def test_work_that_is_done_stays_done_if_the_process_then_dies_in_its_teardown(
@@ -392,7 +393,7 @@ class TestVerdict:
             {0: died(0, signal=11), 1: died(1, code=0)},
             {rank: EndRecord(0) for rank in range(2)},
         )
-        assert find_failure(end, tmp_path) is None
+        assert find_root_failure(end, tmp_path) is None
         assert end.exit_codes == {0}
 
 
@@ -468,13 +469,13 @@ class TestSignatures:
         ],
     )
     def test_what_differs_from_start_to_start_does_not_count(self, one: str, another: str) -> None:
-        assert normalize_failure_message(one) == normalize_failure_message(another)
+        assert remove_varying_text_from_failure(one) == remove_varying_text_from_failure(another)
 
     def test_the_host_does_not_count(self, monkeypatch: pytest.MonkeyPatch) -> None:
         signatures = set()
         for host in ("node-17", "node-3.cluster.local"):
             monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
-            signatures.add(normalize_failure_message(f"RuntimeError: {host} has no GPU"))
+            signatures.add(remove_varying_text_from_failure(f"RuntimeError: {host} has no GPU"))
         assert signatures == {"RuntimeError: HOST has no GPU"}
 
     @pytest.mark.parametrize(
@@ -488,7 +489,7 @@ class TestSignatures:
         ],
     )
     def test_what_tells_two_errors_apart_stays(self, one: str, another: str) -> None:
-        assert normalize_failure_message(one) != normalize_failure_message(another)
+        assert remove_varying_text_from_failure(one) != remove_varying_text_from_failure(another)
 
     def test_a_crash_loop_of_lost_connections_is_found(self, tmp_path: Path) -> None:
         """Nobody knows why, each time over another port, and each time another rank says it
@@ -501,14 +502,14 @@ class TestSignatures:
             (f"{GLOO} [127.0.0.1]:4711", f"{FULL_MESH}: Connection reset by peer")
         ):
             record = failed(raised(RuntimeError(words)))
-            failure = find_failure(
+            failure = find_root_failure(
                 AttemptEnd(attempt, {attempt: died(attempt, code=1)}, {attempt: record}), tmp_path
             )
             assert failure is not None
             failures.append(failure)
-        policy.admit_restart(failures[0], now_s=0)
+        policy.count_restart_or_raise(failures[0], now_s=0)
         with pytest.raises(RestartBudgetError, match="deterministic failure at step 7"):
-            policy.admit_restart(failures[1], now_s=0)
+            policy.count_restart_or_raise(failures[1], now_s=0)
 
 
 class TestAbsence:
@@ -563,32 +564,34 @@ class TestRestartPolicy:
 
     def test_the_budget_is_a_rate(self) -> None:
         policy = RestartPolicy(max_restarts=2, window_s=3600)
-        policy.admit_restart(self.failure(1), now_s=0)
-        policy.admit_restart(self.failure(2), now_s=1000)
+        policy.count_restart_or_raise(self.failure(1), now_s=0)
+        policy.count_restart_or_raise(self.failure(2), now_s=1000)
         with pytest.raises(
             RestartBudgetError, match="last cause: rank 1 killed by SIGKILL at step 3"
         ) as caught:
-            policy.admit_restart(self.failure(3), now_s=2000)
+            policy.count_restart_or_raise(self.failure(3), now_s=2000)
         assert caught.value.exit_code == 10
-        policy.admit_restart(self.failure(4), now_s=3700)
+        policy.count_restart_or_raise(self.failure(4), now_s=3700)
 
     def test_the_same_failure_three_times_in_a_row(self) -> None:
         policy = RestartPolicy(max_restarts=100, window_s=3600)
         for step in (5, 5, 6, 5, 5):
-            policy.admit_restart(self.failure(step), now_s=0)
+            policy.count_restart_or_raise(self.failure(step), now_s=0)
         with pytest.raises(RestartBudgetError, match="deterministic failure at step 5"):
-            policy.admit_restart(self.failure(5), now_s=0)
+            policy.count_restart_or_raise(self.failure(5), now_s=0)
 
     def test_an_exception_of_the_same_words_at_the_same_step_is_tried_once_more(self) -> None:
         policy = RestartPolicy(max_restarts=100, window_s=3600)
         for step, words in ((5, "OSError: a"), (5, "OSError: b"), (6, "OSError: b")):
-            policy.admit_restart(self.failure(step, words, "exception"), now_s=0)
+            policy.count_restart_or_raise(self.failure(step, words, "exception"), now_s=0)
         with pytest.raises(RestartBudgetError, match="deterministic failure at step 6: OSError: b"):
-            policy.admit_restart(self.failure(6, "OSError: b", "exception"), now_s=0)
+            policy.count_restart_or_raise(self.failure(6, "OSError: b", "exception"), now_s=0)
 
     def test_no_restarts_at_all(self) -> None:
         with pytest.raises(RestartBudgetError):
-            RestartPolicy(max_restarts=0, window_s=3600).admit_restart(self.failure(1), now_s=0)
+            RestartPolicy(max_restarts=0, window_s=3600).count_restart_or_raise(
+                self.failure(1), now_s=0
+            )
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
@@ -600,13 +603,13 @@ def test_memory_of_gpus_grows_in_segments_unless_the_user_says_otherwise(
     for variable in ALLOCATOR_VARIABLES:
         monkeypatch.delenv(variable, raising=False)
     wanted = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    assert wanted.items() <= build_rank_variables(ranks, 1, {}).items()
-    assert wanted.items() <= _server_environment().items()
+    assert wanted.items() <= build_rank_env_variables(ranks, 1, {}).items()
+    assert wanted.items() <= _build_server_environment().items()
     monkeypatch.setenv(name, "max_split_size_mb:64")
     assert not set(ALLOCATOR_VARIABLES) & set(
-        build_rank_variables(ranks, 1, {name: "max_split_size_mb:64"})
+        build_rank_env_variables(ranks, 1, {name: "max_split_size_mb:64"})
     )
-    found = _server_environment()
+    found = _build_server_environment()
     assert {v: found[v] for v in ALLOCATOR_VARIABLES if v in found} == {
         name: "max_split_size_mb:64"
     }

@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from phalanx.core.errors import EnvironmentProblem, ExitCode, RanksDifferError
 from phalanx.core.launchers import SUPERVISED_VARIABLE, loopback_interface
-from phalanx.launch.rank_env import RankEnv, build_rank_variables
+from phalanx.launch.rank_env import RankEnv, build_rank_env_variables
 from phalanx.mesh import mesh as mesh_file
 from phalanx.mesh import rendezvous
 from phalanx.mesh.devices import choose_device
@@ -497,7 +497,7 @@ def test_a_rank_that_is_shown_one_gpu_takes_it(monkeypatch: pytest.MonkeyPatch) 
     assert choose_device("cuda", 3) == torch.device("cuda", 0)
     monkeypatch.setenv("PHALANX_ATTEMPT", "1")  # as a requeued job of Slurm has it
     assert choose_device("cuda", 3) == torch.device("cuda", 0)
-    for name, value in build_rank_variables(RankEnv(3, 4, 3, 4), 12345, {}).items():
+    for name, value in build_rank_env_variables(RankEnv(3, 4, 3, 4), 12345, {}).items():
         monkeypatch.setenv(name, value)  # our own ranks are all shown the same
     with pytest.raises(EnvironmentProblem, match="local rank 3 has no GPU"):
         choose_device("cuda", 3)

@@ -34,7 +34,7 @@ with raising_on_stop_signals():
         sys.stdin.readline()
         print("cleaned", flush=True)
     finally:
-        end.write_record(EndRecord(code))
+        end.write_end_record(EndRecord(code))
 """
 
 

@@ -189,7 +189,7 @@ def run_variant(
     env["PYTHONPATH"] = os.pathsep.join(
         [str(ROOT / "tests" / "support"), *filter(None, [env.get("PYTHONPATH")])]
     )
-    before = {entry["id"] for entry in read_record(record) if entry["outcome"] != "failed"}
+    before = {entry["id"] for entry in read_complete_record(record) if entry["outcome"] != "failed"}
     began = time.monotonic()
     log = record.with_suffix(".log")
     if variant.one_core:
@@ -197,7 +197,7 @@ def run_variant(
     with busy_processes(variant.num_busy), open(log, "w", encoding="utf-8") as out:
         done = subprocess.run(command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT)
     is_over = done.returncode in (0, 1, 2, NO_TESTS)  # passed, failed, stopped by us, nothing left
-    last = {entry["id"]: entry["outcome"] for entry in read_record(record)}
+    last = {entry["id"]: entry["outcome"] for entry in read_complete_record(record)}
     failed = tuple(sorted(name for name, outcome in last.items() if outcome == "failed"))
     planned = read_plan(record)
     outcome = Outcome(
@@ -271,7 +271,7 @@ def busy_processes(number: int) -> Iterator[None]:
 # The record: one line when tests are chosen, and one for each that ran.
 
 
-def read_record(record: Path) -> list[dict[str, Any]]:
+def read_complete_record(record: Path) -> list[dict[str, Any]]:
     """Tests that ran, in order. A line that was cut by the end of the process is none."""
     return [entry for entry in _lines(record) if "id" in entry]
 
@@ -326,7 +326,7 @@ class Selection:
             )
         wanted = [item for item in items if self._is_wanted(item)]
         self._write({"planned": [item.nodeid for item in wanted]})
-        last = {entry["id"]: entry["outcome"] for entry in read_record(self._record)}
+        last = {entry["id"]: entry["outcome"] for entry in read_complete_record(self._record)}
         items[:] = [item for item in wanted if last.get(item.nodeid, "failed") == "failed"]
 
     def _is_wanted(self, item: pytest.Item) -> bool:

@@ -10,7 +10,7 @@ import pytest
 
 import elsewhere
 import marks
-from elsewhere import Variant, is_in_tenth, read_plan, read_record, run_variant
+from elsewhere import Variant, is_in_tenth, read_complete_record, read_plan, run_variant
 
 TESTS = Path(marks.TESTS)
 BITS = """
@@ -86,13 +86,13 @@ def test_a_variant_runs_its_tests_and_goes_on_from_its_record(
     assert (first.not_run, first.is_good) == (0, False)
     planned = read_plan(records / "plain.jsonl")
     assert 2 < len(planned) < 30, "both that compare bits, and a part of the others"
-    num_lines = len(read_record(records / "plain.jsonl"))
+    num_lines = len(read_complete_record(records / "plain.jsonl"))
 
     mended.touch()
     second = run_variant(variant, records, 0, 60.0, CORES, tests)
     assert second.is_good
     assert second.passed == len(planned)
-    assert len(read_record(records / "plain.jsonl")) == num_lines + 1, (
+    assert len(read_complete_record(records / "plain.jsonl")) == num_lines + 1, (
         "only what had failed ran again"
     )
 

@@ -11,7 +11,7 @@ from phalanx.core.errors import EnvironmentProblem, ExitCode
 from phalanx.core.launch_variables import LaunchedRank
 from phalanx.core.launchers import adopt_launched_rank, find_launched_rank
 from phalanx.core.nodelists import parse_nodelist, parse_tasks_per_node
-from phalanx.launch.external import external_ranks
+from phalanx.launch.external import read_external_launch
 
 SLURM = {
     "SLURM_JOB_ID": "4711",
@@ -156,7 +156,7 @@ def test_no_variable_of_steps_is_needed() -> None:
 )
 def test_what_is_no_task_of_srun_starts_its_own_ranks(changes: dict[str, str]) -> None:
     assert find_launched_rank(SLURM | changes) is None
-    assert external_ranks(SLURM | changes) is None
+    assert read_external_launch(SLURM | changes) is None
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_what_is_no_task_of_srun_starts_its_own_ranks(changes: dict[str, str]) -
 )
 def test_half_a_description_is_refused_by_the_variable(environ: dict[str, str], words: str) -> None:
     with pytest.raises(EnvironmentProblem, match=re.escape(words)) as caught:
-        external_ranks(dict(environ))
+        read_external_launch(dict(environ))
     assert caught.value.exit_code == ExitCode.ENVIRONMENT
     assert "\n" not in str(caught.value)
 
@@ -230,7 +230,7 @@ def test_the_order_of_launchers() -> None:
             together |= {"MASTER_ADDR": "host"}
         assert found(together).origin == origin
         assert find_launched_rank(together | TORCH) is None
-        ranks = external_ranks(together | TORCH)
+        ranks = read_external_launch(together | TORCH)
         assert ranks is not None
         assert (ranks.rank_env.world_size, ranks.words) == (
             8,
@@ -281,6 +281,6 @@ def test_what_is_found_is_said_in_torchs_words() -> None:
 
 
 def test_a_requeued_job_of_slurm_is_another_attempt() -> None:
-    ranks = external_ranks(SLURM | {"SLURM_RESTART_COUNT": "2"})
+    ranks = read_external_launch(SLURM | {"SLURM_RESTART_COUNT": "2"})
     assert ranks is not None
     assert ranks.rank_env.attempt == 2

@@ -16,24 +16,24 @@ from phalanx.core.typed_json import JsonObject, JsonRecord, TypedJsonError, from
 from phalanx.job.load import load_job
 from phalanx.launch.end_record import EndRecord
 from phalanx.launch.messages import (
-    SERVER_ORDER_CODEC,
-    SERVER_REPORT_CODEC,
-    AttemptStarted,
+    SERVER_TO_SUPERVISOR_CODEC,
+    SUPERVISOR_TO_SERVER_CODEC,
     EndRecorded,
     EventRefused,
+    ForkFailed,
     KillRanks,
     PreloadBeginsCuda,
     PreloadFailed,
-    Prepare,
+    PreloadFinished,
+    PreloadModules,
     RankExited,
-    Ready,
-    SendSignal,
+    RanksForked,
+    SendSignalToRanks,
     ServerOrder,
     ServerReport,
-    ShowStacks,
-    StartFailed,
     StartRanks,
     StoreExited,
+    WriteStacksToLogs,
 )
 from phalanx.launch.reports import ErrorReport
 from phalanx.plan.cluster import Cluster
@@ -53,20 +53,20 @@ FAILED = ErrorReport(
     "ValueError", "boom", "Traceback\n", 1, False, "ValueError: boom", False, 1.5, "user.py:3"
 )
 SENT_ORDERS: list[ServerOrder] = [
-    Prepare(Path("/runs/é"), ("torch", "phalanx.run.rank"), ("/a", ""), None),
+    PreloadModules(Path("/runs/é"), ("torch", "phalanx.run.rank"), ("/a", ""), None),
     StartRanks(
         2, 8, "package.module:main", {"job": {"steps": [1, 2.5, None]}, "run_dir": "/r"}, "training"
     ),
-    SendSignal(15),
-    ShowStacks((0, 3)),
+    SendSignalToRanks(15),
+    WriteStacksToLogs((0, 3)),
     KillRanks(),
 ]
 SENT_REPORTS: list[ServerReport] = [
-    Ready(1.25, 1),
+    PreloadFinished(1.25, 1),
     PreloadFailed(FAILED),
     PreloadBeginsCuda("cupy"),
-    AttemptStarted(0, (11, 12)),
-    StartFailed(FAILED),
+    RanksForked(0, (11, 12)),
+    ForkFailed(FAILED),
     EndRecorded(1, 0, EndRecord(1, FAILED)),
     EndRecorded(1, 1, EndRecord(0)),
     EventRefused(0, '{"event": "note"}'),
@@ -80,34 +80,39 @@ def test_every_message_comes_back_as_it_was_sent() -> None:
     assert {type(order) for order in SENT_ORDERS} == set(get_args(ServerOrder))
     assert {type(report) for report in SENT_REPORTS} == set(get_args(ServerReport))
     for order in SENT_ORDERS:
-        assert SERVER_ORDER_CODEC.decode(SERVER_ORDER_CODEC.encode(order)) == order
+        assert SUPERVISOR_TO_SERVER_CODEC.decode(SUPERVISOR_TO_SERVER_CODEC.encode(order)) == order
     for report in SENT_REPORTS:
-        assert SERVER_REPORT_CODEC.encode(report).count(b"\n") == 1
-        assert SERVER_REPORT_CODEC.decode(SERVER_REPORT_CODEC.encode(report)) == report
+        assert SERVER_TO_SUPERVISOR_CODEC.encode(report).count(b"\n") == 1
+        assert (
+            SERVER_TO_SUPERVISOR_CODEC.decode(SERVER_TO_SUPERVISOR_CODEC.encode(report)) == report
+        )
 
 
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ({"type": "Reboot"}, "'Reboot' is none of Ready, PreloadFailed"),
+        ({"type": "Reboot"}, "'Reboot' is none of PreloadFinished, PreloadFailed"),
         ({"type": "KillRanks"}, "'KillRanks' is none of"),  # an order is no report
         ({"import_s": 1.0}, "None is none of"),
         ([], "None is none of"),
-        ({"type": "Ready", "import_s": 1.0}, "Ready.num_threads is missing"),
+        ({"type": "PreloadFinished", "import_s": 1.0}, "Ready.num_threads is missing"),
         (
-            {"type": "Ready", "import_s": 1.0, "num_threads": 1, "more": 0},
-            "Ready has no field 'more'",
+            {"type": "PreloadFinished", "import_s": 1.0, "num_threads": 1, "more": 0},
+            "PreloadFinished has no field 'more'",
         ),
         (
-            {"type": "Ready", "import_s": "1", "num_threads": 1},
-            "Ready.import_s must be float, not '1'",
+            {"type": "PreloadFinished", "import_s": "1", "num_threads": 1},
+            "PreloadFinished.import_s must be float, not '1'",
         ),
-        ({"type": "Ready", "import_s": True, "num_threads": 1}, "Ready.import_s must be float"),
         (
-            {"type": "AttemptStarted", "attempt": 0, "pids": [1, "2"]},
-            r"AttemptStarted.pids\[1\] must be int",
+            {"type": "PreloadFinished", "import_s": True, "num_threads": 1},
+            "Ready.import_s must be float",
         ),
-        ({"type": "AttemptStarted", "attempt": 0, "pids": 1}, "AttemptStarted.pids must be a list"),
+        (
+            {"type": "RanksForked", "attempt": 0, "pids": [1, "2"]},
+            r"RanksForked.pids\[1\] must be int",
+        ),
+        ({"type": "RanksForked", "attempt": 0, "pids": 1}, "RanksForked.pids must be a list"),
         (
             {"type": "EndRecorded", "attempt": 0, "rank": 0, "record": 5},
             "EndRecorded.record must be an object",
@@ -116,12 +121,12 @@ def test_every_message_comes_back_as_it_was_sent() -> None:
 )
 def test_what_is_no_report_is_refused(line: Any, problem: str) -> None:
     with pytest.raises(TypedJsonError, match=problem):
-        SERVER_REPORT_CODEC.decode(json.dumps(line).encode())
+        SERVER_TO_SUPERVISOR_CODEC.decode(json.dumps(line).encode())
 
 
 def test_a_message_of_another_direction_is_not_sent() -> None:
-    with pytest.raises(TypeError, match="Ready is none of Prepare"):
-        SERVER_ORDER_CODEC.encode(Ready(1.0, 1))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="PreloadFinished is none of PreloadModules"):
+        SUPERVISOR_TO_SERVER_CODEC.encode(PreloadFinished(1.0, 1))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,11 @@ from phalanx.core.files import (
     write_bytes_atomic,
 )
 from phalanx.data.shard_writer import ShardWriter
-from phalanx.launch.paths import blank_out_logs, clear_black_boxes, refuse_linked_folders
+from phalanx.launch.paths import (
+    clear_black_boxes,
+    redact_secrets_in_logs,
+    refuse_symlinked_run_folders,
+)
 from phalanx.observe.sinks._metrics import keep_run_id
 
 SOURCE = Path(phalanx.__file__).parent
@@ -454,7 +458,7 @@ def test_links_that_users_make_are_none_of_our_business(tmp_path: Path) -> None:
     (tmp_path / "run").symlink_to(tmp_path / "disk" / "run")
     (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "disk" / "checkpoints")
     (tmp_path / "run" / "data").symlink_to(tmp_path / "disk")  # of a run that has its data
-    refuse_linked_folders(tmp_path / "run")
+    refuse_symlinked_run_folders(tmp_path / "run")
 
 
 def test_a_folder_in_place_of_a_black_box_stays(tmp_path: Path) -> None:
@@ -468,4 +472,4 @@ def test_sizes_of_logs_that_no_log_has_are_ignored(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "a.log").write_text("x")
     (tmp_path / "logs" / ".blanked-out.json").write_text('{"a.log": Infinity}')
-    blank_out_logs(tmp_path, {})
+    redact_secrets_in_logs(tmp_path, {})

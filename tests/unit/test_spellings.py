@@ -16,7 +16,7 @@ import pytest
 from phalanx.core.logs import overwrite_secrets
 from phalanx.core.secrets import Redactor, describe_secret_problem
 from phalanx.core.spellings import build_secret_spellings
-from phalanx.launch.paths import blank_out_logs
+from phalanx.launch.paths import redact_secrets_in_logs
 
 RANDOM = "sk-Ab3dEf9hIjKl+MnOpQr5tUvWxYz/012345"
 PHRASE = "correct horse: battery"
@@ -114,12 +114,12 @@ def test_only_what_is_new_in_a_log_is_looked_at_again_and_other_attempts_not_at_
     mine, earlier = logs / "rank-0000-attempt-01.log", logs / "rank-0000-attempt-00.log"
     for log in (mine, earlier):
         log.write_text("nothing\n" * 20_000)
-    blank_out_logs(tmp_path, ENVIRON)
+    redact_secrets_in_logs(tmp_path, ENVIRON)
     known = f"{RANDOM}\n" + "nothing\n" * 20_000
     earlier.write_text(known[: earlier.stat().st_size])  # the same length: as if it had not changed
     with mine.open("a") as file:
         file.write(f"new: {RANDOM} {b64(PHRASE)}\n")
-    blank_out_logs(tmp_path, ENVIRON)
+    redact_secrets_in_logs(tmp_path, ENVIRON)
     assert RANDOM in earlier.read_text()
     assert RANDOM not in mine.read_text()
     assert b64(PHRASE)[:10] not in mine.read_text()
@@ -134,7 +134,7 @@ def test_of_a_run_that_another_job_has_only_the_own_attempt_is_touched(tmp_path:
     )
     for log in (own, theirs, server):
         log.write_text(f"{RANDOM}\n")
-    blank_out_logs(tmp_path, ENVIRON, only_attempt=3)
+    redact_secrets_in_logs(tmp_path, ENVIRON, only_attempt=3)
     assert RANDOM not in own.read_text()
     assert theirs.read_text() == server.read_text() == f"{RANDOM}\n"
     assert sorted(os.listdir(logs)) == sorted(log.name for log in (own, theirs, server))

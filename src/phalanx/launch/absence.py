@@ -16,7 +16,7 @@ from phalanx.core.phases import LastSeenPlace
 from phalanx.launch.end_record import EndRecord
 
 # A rank that enters a collective this much later than all others was what they waited for.
-MIN_LATENESS_S = 1.0
+MIN_LATENESS_TO_BLAME_S = 1.0
 WAITING_PHASES = ("collective", "pipeline")
 _MEANING_OF_PROCESS_STATE = {
     "R": "its process was running, in code that did not get there",
@@ -57,43 +57,47 @@ def find_absent_rank(
     nothing when the others had given up, `last_seen_of` where each rank was last seen.
     """
     stopped = [rank for rank, state in silent.items() if state in _STOPPED_STATES]
-    not_waiting = [rank for rank in silent if not _is_waiting(last_seen_of.get(rank))]
+    not_waiting = [rank for rank in silent if not _is_waiting_in_collective(last_seen_of.get(rank))]
     # A stopped process first: it may have been stopped while it waited for the others.
     for group in (stopped, not_waiting):
         if group:
-            rank = min(group, key=lambda rank: _find_last_position(last_seen_of.get(rank)))
+            rank = min(
+                group, key=lambda rank: _make_furthest_behind_sort_key(last_seen_of.get(rank))
+            )
             return AbsentRank(
                 rank, _MEANING_OF_PROCESS_STATE.get(silent[rank], "its process said nothing")
             )
     finished = [rank for rank, record in records.items() if not record.has_failed]
     if finished:
         return AbsentRank(min(finished), "it had ended its work, and the others had not")
-    return _find_last_to_enter_collective(last_seen_of)
+    return _find_late_last_to_enter_collective(last_seen_of)
 
 
-def _find_last_to_enter_collective(last_seen_of: Mapping[int, LastSeenPlace]) -> AbsentRank | None:
+def _find_late_last_to_enter_collective(
+    last_seen_of: Mapping[int, LastSeenPlace],
+) -> AbsentRank | None:
     """The last of all ranks to enter a collective, if the one before it had waited for long by
     then."""
     arrivals = []
     for rank, last_seen in last_seen_of.items():
-        if _is_waiting(last_seen):
+        if _is_waiting_in_collective(last_seen):
             arrivals.append((last_seen.monotonic_s, rank))
     if len(arrivals) < 2:
         return None
     (before_s, _), (latest_s, rank) = sorted(arrivals)[-2:]
-    if latest_s - before_s < MIN_LATENESS_S:
+    if latest_s - before_s < MIN_LATENESS_TO_BLAME_S:
         return None
     return AbsentRank(rank, f"it came {latest_s - before_s:.1f} s after the others")
 
 
-def _is_waiting(last_seen: LastSeenPlace | None) -> bool:
+def _is_waiting_in_collective(last_seen: LastSeenPlace | None) -> bool:
     # Without a collective's name it is the phase's own work, such as packing.
     return (
         last_seen is not None and last_seen.phase in WAITING_PHASES and bool(last_seen.collective)
     )
 
 
-def _find_last_position(last_seen: LastSeenPlace | None) -> tuple[int, float]:
+def _make_furthest_behind_sort_key(last_seen: LastSeenPlace | None) -> tuple[int, float]:
     """Step and time at which a rank was last seen: the one that is furthest behind comes first."""
     if last_seen is None:
         return -1, 0.0

@@ -19,24 +19,24 @@ from phalanx.core.typed_json import JsonObject
 from phalanx.launch.absence import read_process_state
 from phalanx.launch.end_record import EndRecord
 from phalanx.launch.messages import (
-    AttemptStarted,
     EndRecorded,
     EventRefused,
+    ForkFailed,
     KillRanks,
     RankExited,
-    SendSignal,
+    RanksForked,
+    SendSignalToRanks,
     ServerReport,
-    ShowStacks,
-    StartFailed,
     StartRanks,
     StoreExited,
+    WriteStacksToLogs,
 )
 from phalanx.launch.paths import black_box_path
 from phalanx.launch.reports import ErrorReport
 from phalanx.launch.server_process import ServerLink, ServerProcess
 from phalanx.launch.signals import SignalInbox
 
-TICK_INTERVAL_S = 0.1
+DEADLINE_CHECK_INTERVAL_S = 0.1
 # After the first failure: how long others may take to report theirs, while only consequences are
 # known, or the cause.
 SUSPECT_WINDOW_S, CAUSE_WINDOW_S = 1.0, 0.3
@@ -118,7 +118,7 @@ class AttemptEnd:
                 codes.add(record.code)
         return codes
 
-    def has_rank_failed(self, rank: int) -> bool:
+    def has_rank_failed_or_died(self, rank: int) -> bool:
         """True for a rank that reports so, and for a process that ended before its rank had
         reported that its work is done.
 
@@ -136,7 +136,7 @@ class AttemptEnd:
         return not any(record.has_failed for record in self.records.values())
 
 
-class EventWaiter:
+class ReportAndSignalWaiter:
     """Waits for a report, a signal or the next tick, whichever comes first."""
 
     def __init__(self, inbox: SignalInbox, on_tick: Callable[[], None]) -> None:
@@ -159,7 +159,7 @@ class EventWaiter:
         # By the clock, not by a timeout: reports that come without end must not keep ticks back.
         if time.monotonic() >= self._next_tick:
             self._on_tick()
-            self._next_tick = time.monotonic() + TICK_INTERVAL_S
+            self._next_tick = time.monotonic() + DEADLINE_CHECK_INTERVAL_S
         return reports, self._inbox.take_signals()
 
 
@@ -173,7 +173,7 @@ class AttemptWatch:
         run_dir: Path,
         grace_s: float,
         server: ServerProcess,
-        waiter: EventWaiter,
+        waiter: ReportAndSignalWaiter,
         stop: StopRequest,
         say: Callable[[str], None],
         on_started: Callable[[Sequence[int]], None],
@@ -196,34 +196,34 @@ class AttemptWatch:
         doing = self.end.stepless or "training"
         order = StartRanks(self.end.number, self._num_ranks, entry, payload, doing)
         self._server.link.send(order)
-        while not self._is_over():
-            reports, signals = self._waiter.wait(self._server.link, self._next_deadline())
+        while not self._has_attempt_ended():
+            reports, signals = self._waiter.wait(self._server.link, self._find_next_deadline())
             for report in reports:
-                self._on_report(report)
+                self._handle_server_report(report)
             for number in signals:
-                self._on_signal(number)
-            self._enforce_deadlines()
+                self._handle_signal(number)
+            self._kill_ranks_past_deadline()
         # The server is gone and ranks are not: its end kills them, and no exits come any more.
         if self._server.link.closed and len(self.end.exits) < self._num_ranks:
             self._server.kill()
-            self.end.server_loss = self._server.describe_end()
+            self.end.server_loss = self._server.describe_exit()
         return self.end
 
-    def _is_over(self) -> bool:
+    def _has_attempt_ended(self) -> bool:
         return (
             self._server.link.closed
             or len(self.end.exits) == self._num_ranks
             or self.end.start_error is not None
         )
 
-    def _on_report(self, report: ServerReport) -> None:
+    def _handle_server_report(self, report: ServerReport) -> None:
         """Take note of a report. Late reports of an earlier attempt are ignored."""
         number = self.end.number
         match report:
-            case AttemptStarted():
+            case RanksForked():
                 self._pids = report.pids
                 self._on_started(self._pids)
-            case StartFailed():
+            case ForkFailed():
                 self.end.start_error = report.report
             case StoreExited(attempt, code) if attempt == number:
                 self.end.store_loss = f"exit status {code}"
@@ -231,20 +231,20 @@ class AttemptWatch:
             case EventRefused():
                 self._on_refused_event(report.line)
             case EndRecorded(attempt, rank, record) if attempt == number:
-                self._on_record(rank, record)
+                self._handle_end_record(rank, record)
             case RankExited(attempt) if attempt == number:
-                self._on_exit(report)
+                self._handle_rank_exit(report)
 
-    def _on_record(self, rank: int, record: EndRecord) -> None:
+    def _handle_end_record(self, rank: int, record: EndRecord) -> None:
         now = time.monotonic()
         self.end.records[rank] = record
         if record.has_failed:
             self._first_report_at = min(self._first_report_at, now)
-        elif record.is_stop:
+        elif record.is_agreed_stop:
             # The ranks agreed to leave; one that stays behind does not stay for ever.
             self._grace_until = min(self._grace_until, now + self._grace_s)
 
-    def _on_exit(self, exited: RankExited) -> None:
+    def _handle_rank_exit(self, exited: RankExited) -> None:
         now = time.monotonic()
         rank_exit = RankExit(
             rank=exited.rank,
@@ -255,65 +255,68 @@ class AttemptWatch:
             detected_s=max(0.0, now - exited.died_monotonic_s),
         )
         self.end.exits[rank_exit.rank] = rank_exit
-        if self.end.has_rank_failed(rank_exit.rank):
+        if self.end.has_rank_failed_or_died(rank_exit.rank):
             self._first_failure_at = min(self._first_failure_at, now)
         elif self.end.is_complete(self._num_ranks):
             self._grace_until = min(self._grace_until, now + EXIT_AFTER_DONE_WINDOW_S)
 
-    def _on_signal(self, number: int) -> None:
+    def _handle_signal(self, number: int) -> None:
         if self._stop.signal is None:
             # SIGHUP, too, is told to the ranks as SIGTERM: they know two kinds of stops.
             self._stop.signal = signal.SIGTERM
             if number == signal.SIGINT:
                 self._stop.signal = signal.SIGINT
             self._grace_until = min(self._grace_until, time.monotonic() + self._grace_s)
-            self._server.link.send(SendSignal(int(self._stop.signal)))
-            self._say(describe_stopping(self._stop.signal, self._grace_s))
+            self._server.link.send(SendSignalToRanks(int(self._stop.signal)))
+            self._say(describe_stop_on_signal(self._stop.signal, self._grace_s))
         elif number == signal.SIGINT:
             self._stop.at_once = True
             # The kernel kills the ranks at the end of the server's pipe, even stopped ones.
             self._server.kill(timeout_s=1.0)
 
-    def _find_kill_time(self) -> float:
+    def _find_kill_time_of_remaining_ranks(self) -> float:
         """The time (monotonic seconds) at which remaining ranks must be killed, as things stand."""
         failed_at = min(self._first_failure_at, self._first_report_at + EXIT_AFTER_REPORT_WINDOW_S)
         # Never before the stacks are written; otherwise whatever ends first.
-        return max(self._stacks_until, min(self._grace_until, failed_at + self._failure_window_s()))
+        return max(
+            self._stacks_until,
+            min(self._grace_until, failed_at + self._compute_kill_delay_after_failure_s()),
+        )
 
-    def _failure_window_s(self) -> float:
+    def _compute_kill_delay_after_failure_s(self) -> float:
         num_heard = len(self.end.exits.keys() | self.end.records.keys())
         # No rank is left that could tell us more.
         if num_heard == self._num_ranks and self._first_failure_at < math.inf:
             return CAUSE_WINDOW_S
         if self._stop.signal is not None and self._has_begun_training():
             return EXIT_AFTER_FAILED_STOP_S
-        if self._stop.signal is not None or self._is_cause_known():
+        if self._stop.signal is not None or self._is_primary_failure_known():
             return CAUSE_WINDOW_S
         return SUSPECT_WINDOW_S
 
-    def _is_cause_known(self) -> bool:
+    def _is_primary_failure_known(self) -> bool:
         """True if an error or a death of this attempt is no mere consequence of another one.
 
         False, too, after an abort alone: NCCL's watchdog ends a process because of another one.
         """
         end, reports = self.end, self.end.error_reports
         for rank, rank_exit in end.exits.items():
-            died_silently = end.has_rank_failed(rank) and rank not in reports
+            died_silently = end.has_rank_failed_or_died(rank) and rank not in reports
             if died_silently and rank_exit.signal != signal.SIGABRT:
                 return True
         return any(not report.secondary for report in reports.values())
 
-    def _next_deadline(self) -> float:
+    def _find_next_deadline(self) -> float:
         if math.isinf(self._killed_at):
-            return self._find_kill_time()
+            return self._find_kill_time_of_remaining_ranks()
         return self._killed_at + EXIT_AFTER_KILL_TIMEOUT_S
 
-    def _enforce_deadlines(self) -> None:
+    def _kill_ranks_past_deadline(self) -> None:
         now = time.monotonic()
-        if self._is_over():
+        if self._has_attempt_ended():
             return
-        if math.isinf(self._killed_at) and now >= self._find_kill_time():
-            if self._examine_silent_ranks(now):
+        if math.isinf(self._killed_at) and now >= self._find_kill_time_of_remaining_ranks():
+            if self._inspect_silent_ranks_once(now):
                 return
             self._killed_at = now
             self.end.grace_over = now >= self._grace_until
@@ -322,7 +325,7 @@ class AttemptWatch:
         elif now >= self._killed_at + EXIT_AFTER_KILL_TIMEOUT_S:
             self._server.kill()
 
-    def _examine_silent_ranks(self, now: float) -> bool:
+    def _inspect_silent_ranks_once(self, now: float) -> bool:
         """Once, when ranks failed only because of another one: note the process states of the
         ranks without a report, and ask them for their stacks.
 
@@ -331,7 +334,7 @@ class AttemptWatch:
         if (
             self._stop.signal is not None
             or not math.isinf(self._stacks_until)
-            or self._is_cause_known()
+            or self._is_primary_failure_known()
         ):
             return False
         heard_of = self.end.exits.keys() | self.end.records.keys()
@@ -344,7 +347,7 @@ class AttemptWatch:
             if last_seen is not None:
                 self.end.silent_places[rank] = last_seen
         self._stacks_until = now + WRITE_STACKS_WINDOW_S
-        self._server.link.send(ShowStacks(tuple(self.end.silent)))
+        self._server.link.send(WriteStacksToLogs(tuple(self.end.silent)))
         return bool(self.end.silent)
 
     def _has_begun_training(self) -> bool:
@@ -355,7 +358,7 @@ class AttemptWatch:
         return False
 
 
-def describe_stopping(number: signal.Signals, grace_s: float) -> str:
+def describe_stop_on_signal(number: signal.Signals, grace_s: float) -> str:
     if number == signal.SIGINT:
         return "stopping after this step and saving; press Ctrl-C again to stop at once"
     return f"{number.name}: stopping after this step and saving, within {grace_s:g} s"

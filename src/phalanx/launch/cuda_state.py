@@ -12,7 +12,7 @@ _CUDA_DRIVER_LIBRARY = "libcuda.so.1"
 _CUDA_ERROR_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
 
 
-def has_begun_cuda() -> bool:
+def is_cuda_driver_initialized() -> bool:
     """True where this process has initialised the driver: what it forks cannot use CUDA any more.
 
     A driver that is not loaded is not loaded for the question.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from phalanx.core.errors import ExitCode
 from phalanx.launch.reports import ErrorReport
-from phalanx.launch.wire import MessageCodec
+from phalanx.launch.wire import JsonLineCodec
 
 # A pipe with room takes so much at once, or nothing.
 MAX_ATOMIC_WRITE_BYTES = select.PIPE_BUF
@@ -30,7 +30,7 @@ class EndRecord:
     report: ErrorReport | None = None
 
     @property
-    def is_stop(self) -> bool:
+    def is_agreed_stop(self) -> bool:
         """True if the ranks agreed to stop before the last step, because a signal had asked for
         it."""
         return self.report is None and self.code in STOPPED_EXIT_CODES
@@ -47,7 +47,9 @@ class RefusedEvent:
     line: str
 
 
-_END_RECORD_CODEC: MessageCodec[EndRecord | RefusedEvent] = MessageCodec((EndRecord, RefusedEvent))
+_END_RECORD_CODEC: JsonLineCodec[EndRecord | RefusedEvent] = JsonLineCodec(
+    (EndRecord, RefusedEvent)
+)
 
 
 class EndWriter:
@@ -57,7 +59,7 @@ class EndWriter:
     """
 
     def __init__(self, fd: int) -> None:
-        self._fd, self._pid, self._pipe = fd, os.getpid(), _device_and_inode(fd)
+        self._fd, self._pid, self._pipe = fd, os.getpid(), _stat_device_and_inode(fd)
         self._lock = threading.Lock()
         self.record: EndRecord | None = None
 
@@ -66,7 +68,7 @@ class EndWriter:
         """False in a process that the rank forked, which must not speak for it."""
         return os.getpid() == self._pid
 
-    def write_record(self, record: EndRecord) -> None:
+    def write_end_record(self, record: EndRecord) -> None:
         """Never raises: a server that is gone has taken the rank along."""
         if self.record is not None or not self.is_rank_process:
             return
@@ -75,13 +77,13 @@ class EndWriter:
         # Whole lines: a thread may send an event at the same moment.
         with self._lock:
             try:
-                while line and self._is_open():
+                while line and self._is_pipe_still_open():
                     # A write that a signal interrupts may take only a part.
                     line = line[os.write(self._fd, line) :]
             except OSError:
                 pass
 
-    def forward_event(self, event_line: str) -> bool:
+    def forward_refused_event(self, event_line: str) -> bool:
         """Send an event that the disk refused.
 
         False where it cannot be sent at once: training does not wait for it.
@@ -95,7 +97,7 @@ class EndWriter:
         ):
             return False
         try:
-            has_room = self._is_open() and bool(select.select([], [self._fd], [], 0)[1])
+            has_room = self._is_pipe_still_open() and bool(select.select([], [self._fd], [], 0)[1])
             return has_room and os.write(self._fd, line) == len(line)
         except (OSError, ValueError):
             # ValueError: a descriptor beyond what select takes (FD_SETSIZE).
@@ -103,12 +105,12 @@ class EndWriter:
         finally:
             self._lock.release()
 
-    def _is_open(self) -> bool:
+    def _is_pipe_still_open(self) -> bool:
         """False once user code has closed all descriptors it found.
 
         Raises OSError if nothing took its place.
         """
-        return _device_and_inode(self._fd) == self._pipe
+        return _stat_device_and_inode(self._fd) == self._pipe
 
 
 class EndReader:
@@ -125,7 +127,7 @@ class EndReader:
     def fileno(self) -> int:
         return self._fd
 
-    def read_record(self) -> EndRecord | None:
+    def read_complete_record(self) -> EndRecord | None:
         """The record, once, when it is complete. Never blocks."""
         while self.is_open:
             try:
@@ -146,7 +148,7 @@ class EndReader:
                 self._has_record, record = True, message
         return record
 
-    def take_events(self) -> list[str]:
+    def take_event_lines(self) -> list[str]:
         """The lines of events that came before or beside the record, each once."""
         events, self._events = self._events, []
         return events
@@ -164,6 +166,6 @@ def open_end_pipe() -> tuple[EndReader, int]:
     return EndReader(read_end), write_end
 
 
-def _device_and_inode(fd: int) -> tuple[int, int]:
+def _stat_device_and_inode(fd: int) -> tuple[int, int]:
     status = os.fstat(fd)
     return status.st_dev, status.st_ino

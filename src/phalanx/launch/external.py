@@ -10,14 +10,14 @@ from phalanx.launch.rank_env import RankEnv, read_rank_env
 
 
 @dataclass(frozen=True)
-class LaunchedRanks:
+class ExternalLaunch:
     """The rank this process is; `words` tell a person from which variables that was read."""
 
     rank_env: RankEnv
     words: str
 
 
-def external_ranks(environ: MutableMapping[str, str]) -> LaunchedRanks | None:
+def read_external_launch(environ: MutableMapping[str, str]) -> ExternalLaunch | None:
     """The rank this process is, if a launcher started it: see `core.launchers` for the order of
     their variables.
 
@@ -31,8 +31,8 @@ def external_ranks(environ: MutableMapping[str, str]) -> LaunchedRanks | None:
     if rank_env is None:
         return None
     if launched is not None:
-        return LaunchedRanks(rank_env, f"from {launched.origin}: {launched.words}")
+        return ExternalLaunch(rank_env, f"from {launched.origin}: {launched.words}")
     words = f"from RANK and WORLD_SIZE: {rank_env.world_size:,} in all"
     if rank_env.world_size > 1:
         words += f"; rank 0 at {environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
-    return LaunchedRanks(rank_env, words)
+    return ExternalLaunch(rank_env, words)

@@ -17,7 +17,7 @@ from pathlib import Path
 from phalanx.core.errors import ExitCode
 from phalanx.core.phases import read_black_box
 from phalanx.launch.end_record import EndReader, EndRecord, EndWriter, open_end_pipe
-from phalanx.launch.lifeline import arm_lifelines
+from phalanx.launch.lifeline import die_when_pipes_close
 from phalanx.launch.paths import black_box_path
 from phalanx.launch.signals import format_signal_name
 from phalanx.launch.verdict import describe_rank_position
@@ -48,16 +48,16 @@ def fork_under_guard(rank: int, run_dir: Path) -> EndWriter:
         reader.close()
         os.close(life_write)
         # Not the group: the launcher made it, and may have others in it.
-        arm_lifelines([life_read], whole_group=False)
+        die_when_pipes_close([life_read], whole_group=False)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return EndWriter(write_end)
     # The rank alone holds it: its end of the pipe closes when it dies.
     os.close(write_end)
     os.close(life_read)
-    os._exit(_run_guard(pid, rank, run_dir, reader, watched))
+    os._exit(_forward_signals_until_rank_ends(pid, rank, run_dir, reader, watched))
 
 
-def _run_guard(
+def _forward_signals_until_rank_ends(
     pid: int, rank: int, run_dir: Path, reader: EndReader, watched: set[signal.Signals]
 ) -> int:
     record: EndRecord | None = None
@@ -72,11 +72,11 @@ def _run_guard(
         if not ended:
             continue
         # Once the rank has ended: what it wrote is complete, and stays in the pipe until then.
-        record = reader.read_record() or record
-        return _exit_code(rank, run_dir, os.waitstatus_to_exitcode(status), record)
+        record = reader.read_complete_record() or record
+        return _choose_guard_exit_code(rank, run_dir, os.waitstatus_to_exitcode(status), record)
 
 
-def _exit_code(rank: int, run_dir: Path, code: int, record: EndRecord | None) -> int:
+def _choose_guard_exit_code(rank: int, run_dir: Path, code: int, record: EndRecord | None) -> int:
     """The exit code that the launcher is to believe; prints the reason if the rank could not."""
     if record is not None:
         return record.code
@@ -85,15 +85,15 @@ def _exit_code(rank: int, run_dir: Path, code: int, record: EndRecord | None) ->
     if box.exists():
         where = f" {describe_rank_position(read_black_box(box))}"
     if code < 0:
-        _print_to_stderr(f"rank {rank} was killed by {format_signal_name(-code)}{where}")
+        _print_line_to_stderr(f"rank {rank} was killed by {format_signal_name(-code)}{where}")
         # By the same signal, so that the launcher sees it, too.
         _die_by_signal(-code)
     how = "by os._exit or C's exit, before the run was done"
-    _print_to_stderr(f"rank {rank} exited with code {code}{where} ({how})")
+    _print_line_to_stderr(f"rank {rank} exited with code {code}{where} ({how})")
     return int(ExitCode.INTERNAL)
 
 
-def _print_to_stderr(line: str) -> None:
+def _print_line_to_stderr(line: str) -> None:
     # Flushed, for the guard leaves by os._exit.
     print(f"phalanx: {line}", file=sys.stderr, flush=True)
 

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Sequence
 
 
-def arm_lifelines(read_ends: Sequence[int], *, whole_group: bool) -> list[int]:
+def die_when_pipes_close(read_ends: Sequence[int], *, whole_group: bool) -> list[int]:
     """Die by SIGKILL when the write end of any pipe closes; with `whole_group`, the process group
     does.
 
@@ -31,20 +31,20 @@ def arm_lifelines(read_ends: Sequence[int], *, whole_group: bool) -> list[int]:
     if whole_group:
         owner = -os.getpgid(0)
     if sys.platform == "linux":
-        armed = [_ask_kernel_to_kill(fd, owner) for fd in read_ends]
+        armed = [_request_kill_by_kernel_on_close(fd, owner) for fd in read_ends]
     else:
         armed = list(read_ends)
         # A daemon: it must not keep a process alive whose work is done.
         threading.Thread(
-            target=_watch_pipes, args=(armed, owner), name="phalanx-lifeline", daemon=True
+            target=_kill_when_pipe_closes, args=(armed, owner), name="phalanx-lifeline", daemon=True
         ).start()
     # A pipe that closed before we armed sends no signal any more.
-    if _is_closed(read_ends, timeout_ms=0):
+    if _is_any_pipe_closed(read_ends, timeout_ms=0):
         os._exit(1)
     return armed
 
 
-def _ask_kernel_to_kill(read_end: int, owner: int) -> int:
+def _request_kill_by_kernel_on_close(read_end: int, owner: int) -> int:
     """Open the pipe anew and ask for SIGKILL on its end.
 
     Anew, because owner and signal belong to the open file description, which forked processes
@@ -58,15 +58,15 @@ def _ask_kernel_to_kill(read_end: int, owner: int) -> int:
     return fd
 
 
-def _watch_pipes(read_ends: Sequence[int], owner: int) -> None:
-    while not _is_closed(read_ends, timeout_ms=1000):
+def _kill_when_pipe_closes(read_ends: Sequence[int], owner: int) -> None:
+    while not _is_any_pipe_closed(read_ends, timeout_ms=1000):
         pass
     if owner < 0:
         os.killpg(-owner, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _is_closed(read_ends: Sequence[int], *, timeout_ms: int) -> bool:
+def _is_any_pipe_closed(read_ends: Sequence[int], *, timeout_ms: int) -> bool:
     poll = select.poll()
     for fd in read_ends:
         # No events asked for: poll reports POLLHUP in any case.

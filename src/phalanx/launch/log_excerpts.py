@@ -13,32 +13,34 @@ from phalanx.launch.rank import STACK_FIRST_LINE
 
 # Lines that say why a rank was aborted: the lines after them are often longer than the end of a log
 # that is shown.
-_TELLING_LINE_PATTERN = re.compile(
+_ABORT_REASON_LINE_PATTERN = re.compile(
     r"watchdog|NCCL (WARN|error)|terminate called|what\(\):|Fatal Python error", re.IGNORECASE
 )
 NUM_LAST_LINES, NUM_TELLING_LINES, NUM_STACK_LINES = 25, 6, 10
 _MAX_TAIL_BYTES = 64 << 20  # of a log, from its end: user code may have printed any number of lines
 
 
-def read_explanation_of_death(rank_exit: RankExit | None, log: Path) -> list[str]:
+def read_log_end_explaining_death(rank_exit: RankExit | None, log: Path) -> list[str]:
     """The end of the log where it explains a death (stacks of faulthandler, an abort's message),
     and before it those lines of NCCL and of C++ that say why."""
     # The end of a log does not explain a signal that came from outside.
     silent_signals = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
     if rank_exit is not None and rank_exit.signal in silent_signals:
         return []
-    last_lines = _read_lines(log)[-NUM_LAST_LINES:]
+    last_lines = _read_last_log_lines(log)[-NUM_LAST_LINES:]
     return [line for line in read_abort_reason(log) if line not in last_lines] + last_lines
 
 
 def read_abort_reason(log: Path) -> list[str]:
     """The first lines of a log that say why a process was aborted."""
-    return list(filter(_TELLING_LINE_PATTERN.search, _read_lines(log)))[:NUM_TELLING_LINES]
+    return list(filter(_ABORT_REASON_LINE_PATTERN.search, _read_last_log_lines(log)))[
+        :NUM_TELLING_LINES
+    ]
 
 
-def read_stack(log: Path) -> list[str]:
+def read_main_thread_stack(log: Path) -> list[str]:
     """The stack of a rank's main thread when it was asked; empty if it could not answer."""
-    lines = _read_lines(log)
+    lines = _read_last_log_lines(log)
     if STACK_FIRST_LINE not in lines:
         return []
     start = len(lines) - lines[::-1].index(STACK_FIRST_LINE)
@@ -48,14 +50,14 @@ def read_stack(log: Path) -> list[str]:
     return [STACK_FIRST_LINE, *frames[:NUM_STACK_LINES]]
 
 
-def _read_lines(log: Path) -> list[str]:
+def _read_last_log_lines(log: Path) -> list[str]:
     try:
-        return _read_tail(log).splitlines()
+        return _read_log_tail(log).splitlines()
     except OSError:
         return []
 
 
-def _read_tail(log: Path) -> str:
+def _read_log_tail(log: Path) -> str:
     with open_regular(log) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _MAX_TAIL_BYTES))
         return file.read(_MAX_TAIL_BYTES).decode("utf-8", "replace")

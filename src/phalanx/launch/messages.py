@@ -9,13 +9,13 @@ from typing import TypeAlias, get_args
 from phalanx.core.typed_json import JsonObject
 from phalanx.launch.end_record import EndRecord
 from phalanx.launch.reports import ErrorReport
-from phalanx.launch.wire import MessageCodec
+from phalanx.launch.wire import JsonLineCodec
 
 # --- orders of the supervisor ---
 
 
 @dataclass(frozen=True)
-class Prepare:
+class PreloadModules:
     """Take over the search path of modules, and import `preload`, so that ranks have them when
     they are forked."""
 
@@ -40,14 +40,14 @@ class StartRanks:
 
 
 @dataclass(frozen=True)
-class SendSignal:
+class SendSignalToRanks:
     """Send a signal to all ranks."""
 
     signal: int
 
 
 @dataclass(frozen=True)
-class ShowStacks:
+class WriteStacksToLogs:
     """Have these ranks write their stacks to their logs."""
 
     ranks: tuple[int, ...]
@@ -62,7 +62,7 @@ class KillRanks:
 
 
 @dataclass(frozen=True)
-class Ready:
+class PreloadFinished:
     """All is imported; ranks can be forked."""
 
     import_s: float
@@ -84,7 +84,7 @@ class PreloadBeginsCuda:
 
 
 @dataclass(frozen=True)
-class AttemptStarted:
+class RanksForked:
     """The ranks are forked; `pids` by rank."""
 
     attempt: int
@@ -92,7 +92,7 @@ class AttemptStarted:
 
 
 @dataclass(frozen=True)
-class StartFailed:
+class ForkFailed:
     """The ranks cannot be forked, and none is left."""
 
     report: ErrorReport
@@ -138,17 +138,19 @@ class StoreExited:
     code: int
 
 
-ServerOrder: TypeAlias = Prepare | StartRanks | SendSignal | ShowStacks | KillRanks
+ServerOrder: TypeAlias = (
+    PreloadModules | StartRanks | SendSignalToRanks | WriteStacksToLogs | KillRanks
+)
 ServerReport: TypeAlias = (
-    Ready
+    PreloadFinished
     | PreloadFailed
     | PreloadBeginsCuda
-    | AttemptStarted
-    | StartFailed
+    | RanksForked
+    | ForkFailed
     | EndRecorded
     | EventRefused
     | RankExited
     | StoreExited
 )
-SERVER_ORDER_CODEC: MessageCodec[ServerOrder] = MessageCodec(get_args(ServerOrder))
-SERVER_REPORT_CODEC: MessageCodec[ServerReport] = MessageCodec(get_args(ServerReport))
+SUPERVISOR_TO_SERVER_CODEC: JsonLineCodec[ServerOrder] = JsonLineCodec(get_args(ServerOrder))
+SERVER_TO_SUPERVISOR_CODEC: JsonLineCodec[ServerReport] = JsonLineCodec(get_args(ServerReport))

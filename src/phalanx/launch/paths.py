@@ -47,7 +47,7 @@ def next_attempt_number(run_dir: Path) -> int:
     return newest + 1
 
 
-def refuse_linked_folders(run_dir: Path, *, more: Sequence[str] = ()) -> None:
+def refuse_symlinked_run_folders(run_dir: Path, *, more: Sequence[str] = ()) -> None:
     """Raise ResourceError for a link in place of a folder in which a job removes and rewrites files
     of its own.
 
@@ -73,7 +73,7 @@ def clear_black_boxes(run_dir: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def blank_out_logs(
+def redact_secrets_in_logs(
     run_dir: Path, environ: Mapping[str, str], *, only_attempt: int | None = None
 ) -> None:
     """Overwrite secrets of `environ` in the logs of processes that have ended: C code and child
@@ -84,7 +84,7 @@ def blank_out_logs(
     else is touched: the other files are another job's.
     """
     secrets = sorted(set(itertools.chain.from_iterable(find_secret_values(environ).values())))
-    num_searched = _read_searched_sizes(run_dir)
+    num_searched = _read_redacted_log_sizes(run_dir)
     pattern = "*.log"
     if only_attempt is not None:
         pattern = f"rank-*-attempt-{only_attempt:02d}.log"
@@ -105,7 +105,7 @@ def blank_out_logs(
             )
 
 
-def _read_searched_sizes(run_dir: Path) -> dict[str, int]:
+def _read_redacted_log_sizes(run_dir: Path) -> dict[str, int]:
     """Bytes of each log that were searched for secrets already, by file name."""
     try:
         sizes = read_json(run_dir / LOGS / REDACTED_LOG_SIZES_FILE_NAME)

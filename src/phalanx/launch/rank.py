@@ -23,7 +23,7 @@ from phalanx.core.secrets import Redactor
 from phalanx.core.typed_json import JsonObject
 from phalanx.launch.end_record import EndRecord, EndWriter
 from phalanx.launch.paths import error_report_path, rank_log_path
-from phalanx.launch.rank_env import RankEnv, build_rank_variables
+from phalanx.launch.rank_env import RankEnv, build_rank_env_variables
 from phalanx.launch.rank_link import RankLink
 from phalanx.launch.reports import build_error_report
 
@@ -49,20 +49,20 @@ STACKS_SIGNAL = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else signal.
 STACK_FIRST_LINE = "Stack (most recent call first):"
 
 
-class _SupervisorLink:
+class _SupervisedRankLink:
     """The RankLink of a supervised rank: the pipe in which it says how it ends."""
 
     def __init__(self, task: RankTask, end: EndWriter) -> None:
         self._task, self._end = task, end
 
     def report_error(self, error: BaseException) -> None:
-        _report_failure(self._task, error, self._end)
+        _report_rank_failure(self._task, error, self._end)
 
-    def report_done(self) -> None:
-        self._end.write_record(EndRecord(int(ExitCode.OK)))
+    def report_work_done(self) -> None:
+        self._end.write_end_record(EndRecord(int(ExitCode.OK)))
 
-    def forward_event(self, line: str) -> None:
-        self._end.forward_event(line)
+    def forward_refused_event(self, line: str) -> None:
+        self._end.forward_refused_event(line)
 
 
 def run_forked_rank(task: RankTask, end: EndWriter) -> int:
@@ -73,52 +73,52 @@ def run_forked_rank(task: RankTask, end: EndWriter) -> int:
     in it, reports its error on the RankLink before it cleans up.
     """
     try:
-        _redirect_stdin_to_null()
+        _redirect_stdin_to_devnull()
         redirect_output(
             rank_log_path(task.run_dir, task.ranks.rank, task.ranks.attempt), Redactor(os.environ)
         )
         faulthandler.enable(2)
         # Descriptor 2 is the rank's log since `redirect_output`.
         faulthandler.register(STACKS_SIGNAL, file=2, all_threads=False)
-        os.environ.update(build_rank_variables(task.ranks, task.master_port, os.environ))
+        os.environ.update(build_rank_env_variables(task.ranks, task.master_port, os.environ))
         trace = task.run_dir / "logs" / f"nccl-attempt-{task.ranks.attempt:02d}-rank-"
         # torch appends the rank
         os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(trace))
         entry: Entry = resolve_kind(task.entry, "phalanx", "")
         # What a process can exit with has 8 bits.
-        code = int(entry(task.payload, _SupervisorLink(task, end)) or 0) & 0xFF
+        code = int(entry(task.payload, _SupervisedRankLink(task, end)) or 0) & 0xFF
         # Before `_finish`, which may block: the work is done whatever comes after.
-        end.write_record(EndRecord(code))
+        end.write_end_record(EndRecord(code))
         _run_interpreter_exit_handlers()
         return code
     except KeyboardInterrupt as interrupt:
         if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             # No signal made it: user code raised it.
-            return _report_failure(task, interrupt, end)
+            return _report_rank_failure(task, interrupt, end)
         # The entry did not catch it: die of it, as any program does.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
         return ExitCode.INTERRUPTED
     except BaseException as error:
         # torch raises some errors that are no Exception; and sys.exit is no way to finish.
-        return _report_failure(task, error, end)
+        return _report_rank_failure(task, error, end)
 
 
-def _redirect_stdin_to_null() -> None:
+def _redirect_stdin_to_devnull() -> None:
     # All ranks would share one input: none may read from it.
     devnull = os.open(os.devnull, os.O_RDONLY)
     os.dup2(devnull, 0)
     os.close(devnull)
 
 
-def _report_failure(task: RankTask, error: BaseException, end: EndWriter) -> int:
+def _report_rank_failure(task: RankTask, error: BaseException, end: EndWriter) -> int:
     """Report why this rank failed: to the supervisor first, then in its log and in a file."""
     report = build_error_report(error, task.run_dir, task.doing)
     # A fork of the rank, or an error on the way out of one that is reported: the first one counts.
     if not end.is_rank_process or (end.record is not None and end.record.report is not None):
         return report.exit_code
     # The pipe first: the log and the file lie on a disk that may refuse.
-    end.write_record(EndRecord(report.exit_code, report))
+    end.write_end_record(EndRecord(report.exit_code, report))
     if isinstance(error, RunTakenError) and not isinstance(error, StoreTakenError):
         # The folder of its log and report is another job's.
         return report.exit_code
@@ -133,7 +133,7 @@ def _report_failure(task: RankTask, error: BaseException, end: EndWriter) -> int
     return report.exit_code
 
 
-def exit_rank_process(code: int) -> NoReturn:
+def exit_rank_without_teardown(code: int) -> NoReturn:
     """End a rank's process with `code`, whatever threads its process groups still have: teardown
     may abort on them."""
     if code in (ExitCode.OK, ExitCode.PREEMPTED, ExitCode.INTERRUPTED):

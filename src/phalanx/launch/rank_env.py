@@ -29,7 +29,7 @@ class RankEnv:
     attempt: int = 0
 
 
-def build_rank_variables(
+def build_rank_env_variables(
     ranks: RankEnv, master_port: int, environ: Mapping[str, str]
 ) -> dict[str, str]:
     """The variables that a supervised rank has in its environment, on top of `environ`.
@@ -56,10 +56,10 @@ def build_rank_variables(
     # The ranks of a node share its cores; torch would take all of them in each.
     if "OMP_NUM_THREADS" not in environ or SERVER_CHOSE_THREADS_VARIABLE in environ:
         variables["OMP_NUM_THREADS"] = str(max(1, count_cores() // ranks.local_world_size))
-    return variables | build_allocator_variables(environ)
+    return variables | build_expandable_segments_variables(environ)
 
 
-def build_allocator_variables(environ: Mapping[str, str]) -> dict[str, str]:
+def build_expandable_segments_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """The allocator's variable for segments of GPU memory that grow; none if the user has set one.
 
     Tensors of another size in each step, as experts have, else leave holes that nothing fits into.
@@ -97,14 +97,14 @@ def read_rank_env(environ: Mapping[str, str]) -> RankEnv | None:
             fix="set the address and port of rank 0 on every rank, or unset RANK and WORLD_SIZE",
         )
     read_port(environ, "MASTER_PORT")
-    local_rank, local_world_size = _read_local_rank(environ, world_size)
+    local_rank, local_world_size = _read_local_rank_and_size(environ, world_size)
     attempt = read_integer(environ, "PHALANX_ATTEMPT")
     if attempt is None:
         attempt = read_integer(environ, "TORCHELASTIC_RESTART_COUNT")
     return RankEnv(rank, world_size, local_rank, local_world_size, attempt or 0)
 
 
-def _read_local_rank(environ: Mapping[str, str], world_size: int) -> tuple[int, int]:
+def _read_local_rank_and_size(environ: Mapping[str, str], world_size: int) -> tuple[int, int]:
     """(local rank, ranks on this node). Raises EnvironmentProblem for impossible ones."""
     local_rank = read_integer(environ, "LOCAL_RANK")
     local_world_size = read_integer(environ, "LOCAL_WORLD_SIZE")

@@ -15,22 +15,22 @@ class RankLink(Protocol):
         The first call counts.
         """
 
-    def report_done(self) -> None:
+    def report_work_done(self) -> None:
         """Tell that this rank's work is done, whatever comes of what follows, such as a sample
         of text."""
 
-    def forward_event(self, line: str) -> None:
+    def forward_refused_event(self, line: str) -> None:
         """Hand on the line of an event that the disk did not take, so that a person sees it."""
 
 
-class NoLink:
+class SilentRankLink:
     """The link of a rank whose launcher reads nothing but exit codes."""
 
     def report_error(self, error: BaseException) -> None:
         pass
 
-    def report_done(self) -> None:
+    def report_work_done(self) -> None:
         pass
 
-    def forward_event(self, line: str) -> None:
+    def forward_refused_event(self, line: str) -> None:
         pass

@@ -66,13 +66,13 @@ def build_error_report(
     """
     redactor = Redactor(os.environ)
     # Before `find_disk_problem` puts another error in its place: the traceback is of the first.
-    lines = traceback.format_exception(type(error), error, _skip_machinery(error))
+    lines = traceback.format_exception(type(error), error, _skip_startup_frames(error))
     code_place = redactor.redact_text(_escape_surrogates(find_user_code_line(error.__traceback__)))
     error = (
         find_disk_problem(error, doing, refusals=PERMANENT_WRITE_ERRNOS, run_dir=run_dir) or error
     )
     is_phalanx_error = isinstance(error, PhalanxError)
-    message = redactor.redact_text(_error_text(error))
+    message = redactor.redact_text(_format_error_message(error))
     name = type(error).__qualname__
     one_line = message
     if not is_phalanx_error:
@@ -92,41 +92,41 @@ def build_error_report(
         exit_code=exit_code,
         is_phalanx_error=is_phalanx_error,
         one_line=one_line,
-        secondary=_is_secondary(error),
+        secondary=_is_caused_by_lost_peer(error),
         time_monotonic_s=time.monotonic(),
         user_place=code_place,
     )
 
 
-def _error_text(error: BaseException) -> str:
+def _format_error_message(error: BaseException) -> str:
     if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
         code = ""
         if error.code is not None:
             code = str(error.code)
         return f"sys.exit({code}) was called before the run was done"
-    return _make_printable(error)
+    return _format_printable_message(error)
 
 
-def _skip_machinery(error: BaseException) -> TracebackType | None:
+def _skip_startup_frames(error: BaseException) -> TracebackType | None:
     """The traceback of `error` from the first frame that is not of phalanx's own start-up."""
     trace = error.__traceback__
     while (
         trace is not None
         and trace.tb_next is not None
-        and _is_machinery(trace.tb_frame.f_code.co_filename)
+        and _is_startup_file(trace.tb_frame.f_code.co_filename)
     ):
         trace = trace.tb_next
     return trace
 
 
-def _is_machinery(filename: str) -> bool:
+def _is_startup_file(filename: str) -> bool:
     return (
         filename.startswith((_LAUNCH_FOLDER, "<frozen importlib"))
         or filename in _IMPORT_MACHINERY_FILES
     )
 
 
-def _is_secondary(error: BaseException) -> bool:
+def _is_caused_by_lost_peer(error: BaseException) -> bool:
     """True if `error`, or what it was raised from or while handling, is a connection lost or a
     peer not answering."""
     visited: list[BaseException] = []
@@ -136,7 +136,9 @@ def _is_secondary(error: BaseException) -> bool:
         visited.append(link)
         if type(link).__name__ in _STORE_ERROR_NAMES:
             return True
-        if isinstance(link, RuntimeError) and is_message_about_lost_peer(_make_printable(link)):
+        if isinstance(link, RuntimeError) and is_message_about_lost_peer(
+            _format_printable_message(link)
+        ):
             return True
         link = link.__cause__ or link.__context__
     return False
@@ -147,7 +149,7 @@ def is_message_about_lost_peer(text: str) -> bool:
     return _OTHER_RANK_ERROR_PATTERN.search(text) is not None
 
 
-def _make_printable(error: BaseException) -> str:
+def _format_printable_message(error: BaseException) -> str:
     try:
         return _escape_surrogates(str(error))
     except Exception:

@@ -25,7 +25,7 @@ class RestartPolicy:
         self._num_same = 0
         self.num_restarts = 0
 
-    def admit_restart(self, failure: RankFailure, now_s: float) -> None:
+    def count_restart_or_raise(self, failure: RankFailure, now_s: float) -> None:
         """Count one restart because of `failure`; raise RestartBudgetError (exit 10) if it is
         one too many."""
         key = (failure.step, failure.signature)

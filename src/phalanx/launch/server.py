@@ -30,33 +30,33 @@ from typing import Any, NoReturn, TypeAlias, assert_never
 from phalanx.core.errors import EnvironmentProblem
 from phalanx.core.logs import redact_streams
 from phalanx.core.secrets import Redactor
-from phalanx.launch.cuda_state import has_begun_cuda
+from phalanx.launch.cuda_state import is_cuda_driver_initialized
 from phalanx.launch.end_record import EndReader, EndWriter, open_end_pipe
-from phalanx.launch.lifeline import arm_lifelines
+from phalanx.launch.lifeline import die_when_pipes_close
 from phalanx.launch.messages import (
-    SERVER_ORDER_CODEC,
-    SERVER_REPORT_CODEC,
-    AttemptStarted,
+    SERVER_TO_SUPERVISOR_CODEC,
+    SUPERVISOR_TO_SERVER_CODEC,
     EndRecorded,
     EventRefused,
+    ForkFailed,
     KillRanks,
     PreloadBeginsCuda,
     PreloadFailed,
-    Prepare,
+    PreloadFinished,
+    PreloadModules,
     RankExited,
-    Ready,
-    SendSignal,
+    RanksForked,
+    SendSignalToRanks,
     ServerOrder,
     ServerReport,
-    ShowStacks,
-    StartFailed,
     StartRanks,
     StoreExited,
+    WriteStacksToLogs,
 )
 from phalanx.launch.rank import STACKS_SIGNAL, RankTask, run_forked_rank
 from phalanx.launch.rank_env import RankEnv
 from phalanx.launch.reports import build_error_report
-from phalanx.launch.store import listen_on_loopback, serve_store
+from phalanx.launch.store import open_loopback_listener, serve_rendezvous_store
 from phalanx.launch.wire import MessageChannel
 
 SupervisorLink: TypeAlias = MessageChannel[ServerReport, ServerOrder]
@@ -78,7 +78,7 @@ class AttemptProcesses:
     killed: set[int] = field(default_factory=set)
 
 
-class Server:
+class RankServer:
     """Forks and reaps on behalf of the supervisor at the other end of `link`."""
 
     def __init__(self, link: SupervisorLink, supervisor_life: int) -> None:
@@ -89,7 +89,7 @@ class Server:
         self._run_dir = Path()
         self._attempt = AttemptProcesses(-1)
 
-    def serve_orders(self) -> int:
+    def execute_orders_until_closed(self) -> int:
         """Do what the supervisor says until it closes the link."""
         for fd in (self._wakeup, self._wakeup_write):
             os.set_blocking(fd, False)
@@ -103,23 +103,23 @@ class Server:
                 # Emptied before `_reap_children`: a child that ends after it wakes the next select.
                 os.read(self._wakeup, 4096)
             for rank in self._attempt.records:
-                self._forward_record(rank)
+                self._forward_end_record_and_events(rank)
             self._reap_children()
             if self._link in readable:
                 for order in self._link.receive():
-                    self._on_order(order)
+                    self._execute_order(order)
         return 0
 
-    def _on_order(self, order: ServerOrder) -> None:
+    def _execute_order(self, order: ServerOrder) -> None:
         match order:
-            case Prepare():
-                self._prepare_imports(order)
+            case PreloadModules():
+                self._preload_modules(order)
             case StartRanks():
-                self._start_attempt(order)
-            case SendSignal(number):
+                self._fork_attempt_ranks(order)
+            case SendSignalToRanks(number):
                 for pid in self._attempt.ranks:
                     os.kill(pid, number)
-            case ShowStacks(ranks):
+            case WriteStacksToLogs(ranks):
                 for pid, rank in self._attempt.ranks.items():
                     if rank in ranks:
                         os.kill(pid, STACKS_SIGNAL)
@@ -128,7 +128,7 @@ class Server:
             case _:
                 assert_never(order)
 
-    def _prepare_imports(self, order: Prepare) -> None:
+    def _preload_modules(self, order: PreloadModules) -> None:
         started = time.monotonic()
         self._run_dir = order.run_dir
         sys.path[:] = order.sys_path
@@ -142,35 +142,39 @@ class Server:
                 traceback.print_exc()
                 self._link.send(PreloadFailed(build_error_report(error)))
                 return
-            if has_begun_cuda():
+            if is_cuda_driver_initialized():
                 self._link.send(PreloadBeginsCuda(name))
                 return
         # What is garbage now would be frozen with the rest.
         gc.collect()
         # collections in a rank would otherwise write to, and so copy, every page we share
         gc.freeze()
-        self._link.send(Ready(time.monotonic() - started, _count_threads()))
+        self._link.send(PreloadFinished(time.monotonic() - started, _count_own_threads()))
 
-    def _start_attempt(self, order: StartRanks) -> None:
+    def _fork_attempt_ranks(self, order: StartRanks) -> None:
         self._attempt = AttemptProcesses(order.attempt)
         try:
             # A new port for each attempt: no rank can read addresses of dead ones.
-            listener = listen_on_loopback()
+            listener = open_loopback_listener()
             with listener:
                 port = listener.getsockname()[1]
-                self._attempt.store_pid = self._fork(lambda: serve_store(listener))
+                self._attempt.store_pid = self._fork_child_process(
+                    lambda: serve_rendezvous_store(listener)
+                )
                 for rank in range(order.num_ranks):
-                    self._attempt.ranks[self._fork_rank(order, rank, port, listener)] = rank
+                    self._attempt.ranks[self._fork_rank_process(order, rank, port, listener)] = rank
         except OSError as error:
             self._kill_ranks()
             problem = EnvironmentProblem(
                 "the ranks cannot be started", why=os.strerror(error.errno or 0)
             )
-            self._link.send(StartFailed(build_error_report(problem)))
+            self._link.send(ForkFailed(build_error_report(problem)))
             return
-        self._link.send(AttemptStarted(self._attempt.number, tuple(self._attempt.ranks)))
+        self._link.send(RanksForked(self._attempt.number, tuple(self._attempt.ranks)))
 
-    def _fork_rank(self, order: StartRanks, rank: int, port: int, listener: socket.socket) -> int:
+    def _fork_rank_process(
+        self, order: StartRanks, rank: int, port: int, listener: socket.socket
+    ) -> int:
         size = order.num_ranks
         ranks = RankEnv(rank, size, local_rank=rank, local_world_size=size, attempt=order.attempt)
         task = RankTask(order.entry, order.payload, self._run_dir, ranks, port, order.doing)
@@ -184,22 +188,22 @@ class Server:
             return run_forked_rank(task, EndWriter(write_end))
 
         try:
-            return self._fork(run)
+            return self._fork_child_process(run)
         finally:
             # The rank alone holds it, so that the pipe ends with the rank.
             os.close(write_end)
 
-    def _forward_record(self, rank: int) -> None:
+    def _forward_end_record_and_events(self, rank: int) -> None:
         """Forward a rank's end record, if it has written one by now, and events that its disk
         refused."""
         reader = self._attempt.records[rank]
-        record = reader.read_record()
-        for line in reader.take_events():
+        record = reader.read_complete_record()
+        for line in reader.take_event_lines():
             self._link.send(EventRefused(self._attempt.number, line))
         if record is not None:
             self._link.send(EndRecorded(self._attempt.number, rank, record))
 
-    def _fork(self, run: Callable[[], int]) -> int:
+    def _fork_child_process(self, run: Callable[[], int]) -> int:
         """Start `run` in a process of its own group that dies with the supervisor and with us; its
         pid.
 
@@ -212,7 +216,7 @@ class Server:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_IGNORED_SIGNALS, signal.SIGCHLD})
         pid = os.fork()
         if pid == 0:
-            self._become_child(run, mask)
+            self._run_as_child_process(run, mask)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         try:
             # In parent and child: one of them comes first, and both may rely on the group.
@@ -221,7 +225,9 @@ class Server:
             pass
         return pid
 
-    def _become_child(self, run: Callable[[], int], mask: set[int | signal.Signals]) -> NoReturn:
+    def _run_as_child_process(
+        self, run: Callable[[], int], mask: set[int | signal.Signals]
+    ) -> NoReturn:
         code = 1
         try:
             os.setpgid(0, 0)
@@ -236,7 +242,7 @@ class Server:
             self._link.close()
             for fd in (self._server_life_write, self._wakeup, self._wakeup_write):
                 os.close(fd)
-            arm_lifelines([self._supervisor_life, self._server_life], whole_group=True)
+            die_when_pipes_close([self._supervisor_life, self._server_life], whole_group=True)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             code = run()
             sys.stdout.flush()
@@ -252,15 +258,15 @@ class Server:
         self._reap_children()
         for pid in self._attempt.ranks:
             self._attempt.killed.add(pid)
-            _kill_group(pid)
+            _kill_process_group(pid)
         # Else it goes with the last rank.
         if not self._attempt.ranks:
-            self._kill_store()
+            self._kill_store_process()
 
-    def _kill_store(self) -> None:
+    def _kill_store_process(self) -> None:
         if self._attempt.store_pid:
             self._attempt.killed.add(self._attempt.store_pid)
-            _kill_group(self._attempt.store_pid)
+            _kill_process_group(self._attempt.store_pid)
 
     def _reap_children(self) -> None:
         while True:
@@ -271,9 +277,9 @@ class Server:
                 return
             if pid == 0:
                 return
-            self._on_exit(pid, os.waitstatus_to_exitcode(status))
+            self._handle_child_exit(pid, os.waitstatus_to_exitcode(status))
 
-    def _on_exit(self, pid: int, code: int) -> None:
+    def _handle_child_exit(self, pid: int, code: int) -> None:
         attempt = self._attempt
         if pid == attempt.store_pid:
             attempt.store_pid = 0
@@ -281,10 +287,10 @@ class Server:
                 self._link.send(StoreExited(attempt.number, code))
         elif pid in attempt.ranks:
             # Helpers that the rank left behind.
-            _kill_group(pid)
+            _kill_process_group(pid)
             rank = attempt.ranks.pop(pid)
             # Before the exit: what a rank said of its end decides what its exit means.
-            self._forward_record(rank)
+            self._forward_end_record_and_events(rank)
             attempt.records[rank].close()
             # The signal that asks for a stack kills a rank that had not set a handler yet.
             by_us = code == -STACKS_SIGNAL or (pid in attempt.killed and code == -signal.SIGKILL)
@@ -304,7 +310,7 @@ class Server:
             )
             # The store goes last: ranks need it while they save.
             if not attempt.ranks:
-                self._kill_store()
+                self._kill_store_process()
 
 
 def _import_module(name: str) -> None:
@@ -318,14 +324,14 @@ def _import_module(name: str) -> None:
         raise
 
 
-def _kill_group(pid: int) -> None:
+def _kill_process_group(pid: int) -> None:
     try:
         os.killpg(pid, signal.SIGKILL)
     except OSError:
         pass
 
 
-def _count_threads() -> int:
+def _count_own_threads() -> int:
     try:
         return len(os.listdir("/proc/self/task"))
     except OSError:
@@ -343,13 +349,15 @@ def run_server(arguments: Sequence[str]) -> int:
     for fd in (link_fd, life_fd, presence_fd):
         # Across exec: a rank's subprocesses hold none of them.
         os.set_inheritable(fd, False)
-    arm_lifelines([life_fd], whole_group=True)
+    die_when_pipes_close([life_fd], whole_group=True)
     # Both are the server's log, which lies in the run.
     redact_streams(Redactor(os.environ))
-    return Server(
-        MessageChannel(socket.socket(fileno=link_fd), SERVER_REPORT_CODEC, SERVER_ORDER_CODEC),
+    return RankServer(
+        MessageChannel(
+            socket.socket(fileno=link_fd), SERVER_TO_SUPERVISOR_CODEC, SUPERVISOR_TO_SERVER_CODEC
+        ),
         life_fd,
-    ).serve_orders()
+    ).execute_orders_until_closed()
 
 
 if __name__ == "__main__":

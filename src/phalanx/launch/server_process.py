@@ -13,8 +13,8 @@ from typing import TypeAlias
 
 from phalanx.core.files import append_regular, build_resource_error, open_regular
 from phalanx.launch.messages import (
-    SERVER_ORDER_CODEC,
-    SERVER_REPORT_CODEC,
+    SERVER_TO_SUPERVISOR_CODEC,
+    SUPERVISOR_TO_SERVER_CODEC,
     ServerOrder,
     ServerReport,
 )
@@ -22,7 +22,7 @@ from phalanx.launch.paths import server_log_path
 from phalanx.launch.rank_env import (
     SERVER_CHOSE_THREADS_VARIABLE,
     THREAD_VARIABLES,
-    build_allocator_variables,
+    build_expandable_segments_variables,
 )
 from phalanx.launch.signals import format_signal_name
 from phalanx.launch.wire import MessageChannel
@@ -79,14 +79,14 @@ class ServerProcess:
             os.close(self._presence)
         return self._process.wait()
 
-    def describe_end(self) -> str:
+    def describe_exit(self) -> str:
         """ "was killed by SIGKILL", "exited with code 1"; only after `kill`."""
         code = self._process.wait()
         if code < 0:
             return f"was killed by {format_signal_name(-code)}"
         return f"exited with code {code}"
 
-    def read_last_words(self, num_lines: int = 20) -> str:
+    def read_end_of_server_log(self, num_lines: int = 20) -> str:
         """The end of what this server wrote to its log."""
         try:
             with open_regular(self._log) as file:
@@ -123,7 +123,7 @@ def start_server(run_dir: Path) -> ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=_server_environment(),
+                env=_build_server_environment(),
                 pass_fds=inherited,
                 start_new_session=True,
             )
@@ -134,7 +134,7 @@ def start_server(run_dir: Path) -> ServerProcess:
         os.close(presence_write)
     return ServerProcess(
         process,
-        MessageChannel(our_end, SERVER_ORDER_CODEC, SERVER_REPORT_CODEC),
+        MessageChannel(our_end, SUPERVISOR_TO_SERVER_CODEC, SERVER_TO_SUPERVISOR_CODEC),
         life_write,
         presence_read,
         log_path,
@@ -142,7 +142,7 @@ def start_server(run_dir: Path) -> ServerProcess:
     )
 
 
-def _server_environment() -> dict[str, str]:
+def _build_server_environment() -> dict[str, str]:
     """Our environment, with one thread for each numerical library (unless set), and phalanx
     importable.
 
@@ -151,7 +151,7 @@ def _server_environment() -> dict[str, str]:
     """
     defaults = {**dict.fromkeys(THREAD_VARIABLES, "1"), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     # The user's own variables win.
-    environment = defaults | build_allocator_variables(os.environ) | dict(os.environ)
+    environment = defaults | build_expandable_segments_variables(os.environ) | dict(os.environ)
     if "OMP_NUM_THREADS" not in os.environ:
         # Ranks choose for themselves.
         environment[SERVER_CHOSE_THREADS_VARIABLE] = "1"

@@ -67,7 +67,7 @@ _VARYING_TEXT_REPLACEMENTS = (
 )
 
 
-def normalize_failure_message(words: str) -> str:
+def remove_varying_text_from_failure(words: str) -> str:
     """`words` with what differs from start to start replaced; equal for two failures that say
     the same."""
     host = socket.gethostname()

@@ -13,7 +13,7 @@ import signal
 import socket
 
 
-def listen_on_loopback() -> socket.socket:
+def open_loopback_listener() -> socket.socket:
     """A listening socket on a free port of 127.0.0.1.
 
     Given none, torch would listen on every interface.
@@ -25,7 +25,7 @@ def listen_on_loopback() -> socket.socket:
     return listener
 
 
-def serve_store(listener: socket.socket) -> int:
+def serve_rendezvous_store(listener: socket.socket) -> int:
     """Serve the store on `listener` until killed."""
     # The ranks need it while they save.
     for number in (signal.SIGTERM, signal.SIGINT):

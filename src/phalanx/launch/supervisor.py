@@ -13,15 +13,20 @@ from pathlib import Path
 
 from phalanx.core.errors import EXIT_CODE_MEANING, ExitCode, RestartBudgetError
 from phalanx.core.typed_json import HasJson
-from phalanx.launch.attempt import AttemptEnd, AttemptWatch, EventWaiter, StopRequest
+from phalanx.launch.attempt import AttemptEnd, AttemptWatch, ReportAndSignalWaiter, StopRequest
 from phalanx.launch.end_record import STOPPED_EXIT_CODES
-from phalanx.launch.messages import PreloadBeginsCuda, PreloadFailed, Prepare, Ready
-from phalanx.launch.paths import blank_out_logs, clear_black_boxes, next_attempt_number
+from phalanx.launch.messages import (
+    PreloadBeginsCuda,
+    PreloadFailed,
+    PreloadFinished,
+    PreloadModules,
+)
+from phalanx.launch.paths import clear_black_boxes, next_attempt_number, redact_secrets_in_logs
 from phalanx.launch.reports import ErrorReport
 from phalanx.launch.restarts import RestartPolicy
 from phalanx.launch.server_process import ServerProcess, start_server
 from phalanx.launch.signals import SignalInbox
-from phalanx.launch.verdict import RankFailure, find_failure
+from phalanx.launch.verdict import RankFailure, find_root_failure
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import Note, RankFailed, RanksStarted, RestartScheduled
 
@@ -90,8 +95,8 @@ def supervise_ranks(
         supervisor = _Supervisor(
             spec,
             bus,
-            EventWaiter(inbox, on_tick),
-            _ignore_os_errors(say),
+            ReportAndSignalWaiter(inbox, on_tick),
+            _ignore_os_errors_of_say(say),
             newest_step,
             on_refused_event,
         )
@@ -107,7 +112,7 @@ class _Supervisor:
         self,
         spec: LaunchSpec,
         bus: Bus,
-        waiter: EventWaiter,
+        waiter: ReportAndSignalWaiter,
         say: Callable[[str], None],
         newest_step: Callable[[], int],
         on_refused_event: Callable[[str], None],
@@ -126,19 +131,19 @@ class _Supervisor:
         while True:
             self._num_attempts += 1
             end = self._run_attempt(number)
-            self._blank_out_logs(end)
-            failure = find_failure(end, self._spec.run_dir)
+            self._redact_secrets_in_logs(end)
+            failure = find_root_failure(end, self._spec.run_dir)
             if self._stop.signal is not None:
-                return self._outcome_of_stop(end, failure)
+                return self._build_outcome_of_stop_request(end, failure)
             if failure is None:
-                return self._outcome_of_end(end)
-            self._emit_failure(failure)
+                return self._build_outcome_of_ended_ranks(end)
+            self._emit_rank_failed(failure)
             if self._spec.stepless or not failure.restartable:
                 return RunOutcome(
                     int(failure.exit_code), "failed", failure.report, self._num_attempts
                 )
             try:
-                self._policy.admit_restart(failure, time.monotonic())
+                self._policy.count_restart_or_raise(failure, time.monotonic())
             except RestartBudgetError as error:
                 message = str(error)
                 if failure.report != failure.summary:
@@ -151,12 +156,12 @@ class _Supervisor:
         if self._server is not None:
             self._server.kill()
 
-    def _blank_out_logs(self, end: AttemptEnd) -> None:
+    def _redact_secrets_in_logs(self, end: AttemptEnd) -> None:
         # Of a run that another job has taken, only what these ranks wrote is this job's.
         only_attempt = None
         if any(report.exit_code == ExitCode.RUN_LOCKED for report in end.error_reports.values()):
             only_attempt = end.number
-        blank_out_logs(self._spec.run_dir, os.environ, only_attempt=only_attempt)
+        redact_secrets_in_logs(self._spec.run_dir, os.environ, only_attempt=only_attempt)
 
     def _run_attempt(self, number: int) -> AttemptEnd:
         started_at = time.monotonic()
@@ -165,7 +170,7 @@ class _Supervisor:
         clear_black_boxes(self._spec.run_dir)
         # One server serves all attempts: torch is imported once.
         if self._server is None or self._server.link.closed:
-            unready = self._start_server(AttemptEnd(number, stepless=self._spec.stepless))
+            unready = self._start_preloaded_server(AttemptEnd(number, stepless=self._spec.stepless))
             if unready is not None:
                 return unready
         server = self._server
@@ -189,7 +194,7 @@ class _Supervisor:
         )
         return watch.watch_until_end(self._spec.entry, self._spec.payload_of_attempt().to_json())
 
-    def _start_server(self, end: AttemptEnd) -> AttemptEnd | None:
+    def _start_preloaded_server(self, end: AttemptEnd) -> AttemptEnd | None:
         """Start a server that is ready to fork; None when it is, otherwise how the attempt ended.
 
         A module that begins to use CUDA when it is imported is left to the ranks: what forks after
@@ -198,19 +203,21 @@ class _Supervisor:
         while True:
             self._server = start_server(self._spec.run_dir)
             num_modules = len(self._preload)
-            unready = self._prepare_server(self._server, end)
+            unready = self._preload_modules_in_server(self._server, end)
             if unready is not None or len(self._preload) == num_modules:
                 return unready
             self._server.kill()
 
-    def _prepare_server(self, server: ServerProcess, end: AttemptEnd) -> AttemptEnd | None:
+    def _preload_modules_in_server(
+        self, server: ServerProcess, end: AttemptEnd
+    ) -> AttemptEnd | None:
         """Have the server import what it must; None when it is ready, or when a module is to be
         left out and another server be started; otherwise how the attempt ended."""
         search_path = tuple(sys.path), os.environ.get("PYTHONPATH")
-        server.link.send(Prepare(self._spec.run_dir, self._preload, *search_path))
+        server.link.send(PreloadModules(self._spec.run_dir, self._preload, *search_path))
         while not server.link.closed:
             reports, signals = self._waiter.wait(server.link)
-            # Before the reports: Ready may have come in the same moment.
+            # Before the reports: PreloadFinished may have come in the same moment.
             if signals:
                 self._stop.signal = signal.SIGTERM
                 if signal.SIGINT in signals:
@@ -219,7 +226,7 @@ class _Supervisor:
                 return end
             for report in reports:
                 match report:
-                    case Ready():
+                    case PreloadFinished():
                         self._bus.emit(Note("server_ready", asdict(report)))
                         return None
                     case PreloadBeginsCuda(module):
@@ -230,12 +237,14 @@ class _Supervisor:
                         end.start_error = error
                         return end
         server.kill()
-        end.server_loss = server.describe_end()
+        end.server_loss = server.describe_exit()
         if "killed" not in end.server_loss:
-            end.start_error = _report_server_loss(end.server_loss, server.read_last_words())
+            end.start_error = _build_server_loss_report(
+                end.server_loss, server.read_end_of_server_log()
+            )
         return end
 
-    def _outcome_of_end(self, end: AttemptEnd) -> RunOutcome:
+    def _build_outcome_of_ended_ranks(self, end: AttemptEnd) -> RunOutcome:
         """The outcome if all ranks report that they finished, or that they agreed to leave because
         one of them was told to."""
         if end.exit_codes == {ExitCode.OK}:
@@ -243,9 +252,11 @@ class _Supervisor:
         code = ExitCode.INTERRUPTED
         if ExitCode.PREEMPTED in end.exit_codes:
             code = ExitCode.PREEMPTED
-        return self._outcome_of_stop_code(code, _describe_killed_ranks(end))
+        return self._build_outcome_of_stop_code(code, _describe_killed_ranks(end))
 
-    def _outcome_of_stop(self, end: AttemptEnd, failure: RankFailure | None) -> RunOutcome:
+    def _build_outcome_of_stop_request(
+        self, end: AttemptEnd, failure: RankFailure | None
+    ) -> RunOutcome:
         """The outcome after a request to stop.
 
         Whatever happened on the way, the run is to be continued, not repaired.
@@ -254,33 +265,33 @@ class _Supervisor:
         if self._stop.at_once or self._stop.signal == signal.SIGINT:
             code = ExitCode.INTERRUPTED
         if self._stop.at_once:
-            return self._outcome_of_stop_code(
+            return self._build_outcome_of_stop_code(
                 code, "stopped at once by Ctrl-C; the last checkpoint, if any, stands"
             )
         if end.exit_codes == {ExitCode.OK}:
             return RunOutcome(int(ExitCode.OK), "finished", "", self._num_attempts)
         if not end.exits:
-            return self._outcome_of_stop_code(
+            return self._build_outcome_of_stop_code(
                 code, "stopped before the ranks had started; nothing is lost"
             )
         if failure is not None and failure.step < 1 and failure.cause == "signal":
-            return self._outcome_of_stop_code(
+            return self._build_outcome_of_stop_code(
                 code, "stopped before the first step; the last checkpoint, if any, stands"
             )
         if failure is not None and failure.exit_code in FINAL_EXIT_CODES_WHILE_STOPPING:
-            self._emit_failure(failure)
+            self._emit_rank_failed(failure)
             return RunOutcome(int(failure.exit_code), "failed", failure.report, self._num_attempts)
         if failure is not None:
-            return self._outcome_of_stop_code(
+            return self._build_outcome_of_stop_code(
                 code, f"failed while stopping; the last checkpoint stands\n{failure.report}"
             )
-        return self._outcome_of_stop_code(code, _describe_killed_ranks(end))
+        return self._build_outcome_of_stop_code(code, _describe_killed_ranks(end))
 
-    def _outcome_of_stop_code(self, code: ExitCode, message: str) -> RunOutcome:
+    def _build_outcome_of_stop_code(self, code: ExitCode, message: str) -> RunOutcome:
         status = "preempted" if code == ExitCode.PREEMPTED else "interrupted"
         return RunOutcome(int(code), status, message or EXIT_CODE_MEANING[code], self._num_attempts)
 
-    def _emit_failure(self, failure: RankFailure) -> None:
+    def _emit_rank_failed(self, failure: RankFailure) -> None:
         self._bus.emit(
             RankFailed(
                 failed_rank=failure.rank,
@@ -311,7 +322,7 @@ def _describe_killed_ranks(end: AttemptEnd) -> str:
     )
 
 
-def _report_server_loss(how: str, last_words: str) -> ErrorReport:
+def _build_server_loss_report(how: str, last_words: str) -> ErrorReport:
     message = f"the process that starts the ranks {how}"
     return ErrorReport(
         type="",
@@ -325,7 +336,7 @@ def _report_server_loss(how: str, last_words: str) -> ErrorReport:
     )
 
 
-def _ignore_os_errors(say: Callable[[str], None]) -> Callable[[str], None]:
+def _ignore_os_errors_of_say(say: Callable[[str], None]) -> Callable[[str], None]:
     """`say`, but for its OSError: a terminal which is gone does not take the run with it."""
 
     def speak(line: str) -> None:

@@ -13,11 +13,15 @@ from phalanx.core.errors import ExitCode
 from phalanx.core.phases import LastSeenPlace, read_black_box
 from phalanx.launch.absence import AbsentRank, find_absent_rank
 from phalanx.launch.attempt import AttemptEnd, RankExit
-from phalanx.launch.log_excerpts import read_abort_reason, read_explanation_of_death, read_stack
+from phalanx.launch.log_excerpts import (
+    read_abort_reason,
+    read_log_end_explaining_death,
+    read_main_thread_stack,
+)
 from phalanx.launch.paths import BLACK_BOXES, black_box_path, rank_log_path
 from phalanx.launch.reports import ErrorReport, is_message_about_lost_peer
 from phalanx.launch.signals import format_signal_name
-from phalanx.launch.signature import normalize_failure_message
+from phalanx.launch.signature import remove_varying_text_from_failure
 
 # Codes that phalanx gives to problems which a restart does not cure.
 _DETERMINISTIC_EXIT_CODES = {int(code) for code in ExitCode} - {
@@ -53,18 +57,18 @@ class RankFailure:
     detected_s: float
 
 
-def find_failure(end: AttemptEnd, run_dir: Path) -> RankFailure | None:
+def find_root_failure(end: AttemptEnd, run_dir: Path) -> RankFailure | None:
     """The failure of an attempt, or None if every rank finished or left in agreement."""
     if end.start_error is not None:
-        return _blame_startup(end.start_error)
+        return _blame_failed_startup(end.start_error)
     earliest = _find_earliest_failure(end, run_dir)
     if earliest is None or earliest.is_consequence:
-        process_failure = _blame_own_process(end, run_dir)
+        process_failure = _blame_server_or_store_process(end, run_dir)
         if process_failure is not None or earliest is None:
             return process_failure
         absence = find_absent_rank(end.records, end.silent, _read_black_boxes(end, run_dir))
         if absence is not None:
-            return _blame_absence(absence, end, run_dir)
+            return _blame_absent_rank(absence, end, run_dir)
     rank = earliest.rank
     blamed = _BlamedRank(rank, end, run_dir, read_black_box(black_box_path(run_dir, rank)))
     report = end.error_reports.get(rank)
@@ -73,8 +77,8 @@ def find_failure(end: AttemptEnd, run_dir: Path) -> RankFailure | None:
     if report is not None:
         return _blame_exception(blamed, report)
     if rank in end.records:
-        return _explain_exit_code(blamed, end.records[rank].code)
-    return _blame_exit(blamed, end.exits[rank])
+        return _blame_nonzero_exit_code(blamed, end.records[rank].code)
+    return _blame_exit_without_record(blamed, end.exits[rank])
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ class _BlamedRank:
     last_seen: LastSeenPlace | None
 
     @property
-    def describe_place(self) -> str:
+    def describe_position(self) -> str:
         return describe_rank_position(self.last_seen, self.end.stepless)
 
     @property
@@ -98,12 +102,12 @@ class _BlamedRank:
     def has_done_steps(self) -> bool:
         return self.last_seen is not None and self.last_seen.step >= 1
 
-    def to_failure(
+    def build_restartable_failure(
         self, cause: str, summary: str, detail: str, lines: Sequence[str], signature: str
     ) -> RankFailure:
         """A failure of this rank as most are: restarted once it has trained, and of no code of its
         own. `lines` are the report."""
-        step, phase = _position_from_black_box(self.last_seen)
+        step, phase = _read_step_and_phase(self.last_seen)
         detected_s = 0.0
         if self.rank in self.end.exits:
             detected_s = self.end.exits[self.rank].detected_s
@@ -123,7 +127,7 @@ class _BlamedRank:
         )
 
 
-def _position_from_black_box(last_seen: LastSeenPlace | None) -> tuple[int, str]:
+def _read_step_and_phase(last_seen: LastSeenPlace | None) -> tuple[int, str]:
     if last_seen is None:
         return 0, ""
     return last_seen.step, last_seen.phase
@@ -141,11 +145,11 @@ def _find_earliest_failure(end: AttemptEnd, run_dir: Path) -> _FailedRank | None
     """The earliest cause; the earliest consequence where no cause is known."""
     failed: list[_FailedRank] = []
     reports = end.error_reports
-    for rank in filter(end.has_rank_failed, end.exits.keys() | end.records.keys()):
+    for rank in filter(end.has_rank_failed_or_died, end.exits.keys() | end.records.keys()):
         if rank in reports:
             is_consequence, time_s = reports[rank].secondary, reports[rank].time_monotonic_s
         elif rank in end.exits:
-            is_consequence = _is_aborted_by_peer(end.exits[rank], end, run_dir)
+            is_consequence = _is_aborted_because_of_peer(end.exits[rank], end, run_dir)
             time_s = end.exits[rank].died_monotonic_s
         else:
             continue
@@ -154,7 +158,7 @@ def _find_earliest_failure(end: AttemptEnd, run_dir: Path) -> _FailedRank | None
     return min(failed, default=None)
 
 
-def _is_aborted_by_peer(rank_exit: RankExit, end: AttemptEnd, run_dir: Path) -> bool:
+def _is_aborted_because_of_peer(rank_exit: RankExit, end: AttemptEnd, run_dir: Path) -> bool:
     """True if C++ code of torch, NCCL's watchdog above all, ended the process because a peer was
     gone or did not come."""
     if rank_exit.signal != signal.SIGABRT:
@@ -174,7 +178,7 @@ def _read_black_boxes(end: AttemptEnd, run_dir: Path) -> dict[int, LastSeenPlace
     return last_seen_of | end.silent_places
 
 
-def _blame_startup(report: ErrorReport) -> RankFailure:
+def _blame_failed_startup(report: ErrorReport) -> RankFailure:
     """The failure of ranks that never started: a module that does not import, no process or port
     to be had."""
     text = report.traceback.rstrip()
@@ -195,7 +199,7 @@ def _blame_startup(report: ErrorReport) -> RankFailure:
     )
 
 
-def _blame_own_process(end: AttemptEnd, run_dir: Path) -> RankFailure | None:
+def _blame_server_or_store_process(end: AttemptEnd, run_dir: Path) -> RankFailure | None:
     if not end.server_loss and not end.store_loss:
         return None
     detail = f"the process that holds the rendezvous store ended ({end.store_loss})"
@@ -207,7 +211,7 @@ def _blame_own_process(end: AttemptEnd, run_dir: Path) -> RankFailure | None:
         last_seen = read_black_box(box)
         if last_seen is not None and (newest is None or last_seen > newest):
             newest = last_seen
-    step, phase = _position_from_black_box(newest)
+    step, phase = _read_step_and_phase(newest)
     summary = f"{detail} {describe_rank_position(newest, end.stepless)}"
     return RankFailure(
         rank=-1,
@@ -226,32 +230,32 @@ def _blame_own_process(end: AttemptEnd, run_dir: Path) -> RankFailure | None:
 
 def _blame_phalanx_error(blamed: _BlamedRank, report: ErrorReport) -> RankFailure:
     line = report.one_line
-    failure = blamed.to_failure("exception", line, line, [line], line)
+    failure = blamed.build_restartable_failure("exception", line, line, [line], line)
     # Refused for a reason that is in the job, the data or the machine.
     return replace(failure, exit_code=report.exit_code, restartable=False)
 
 
 def _blame_exception(blamed: _BlamedRank, report: ErrorReport) -> RankFailure:
-    summary = f"rank {blamed.rank} failed {blamed.describe_place}"
+    summary = f"rank {blamed.rank} failed {blamed.describe_position}"
     lines = [f"{summary}:", report.traceback.rstrip()]
-    lines += _describe_others(blamed.rank, report, blamed.end)
+    lines += _describe_other_ranks_ends(blamed.rank, report, blamed.end)
     if report.user_place:
         lines.append(f"your code: {report.user_place}")
     lines.append(f"log: {blamed.log_path}")
     # A lost connection is told in many words: they are one failure when it repeats.
     signature = "lost connection"
     if not report.secondary:
-        signature = normalize_failure_message(report.one_line)
+        signature = remove_varying_text_from_failure(report.one_line)
     summary = f"{summary}: {report.one_line}"
-    return blamed.to_failure("exception", summary, report.one_line, lines, signature)
+    return blamed.build_restartable_failure("exception", summary, report.one_line, lines, signature)
 
 
-def _blame_absence(absence: AbsentRank, end: AttemptEnd, run_dir: Path) -> RankFailure:
+def _blame_absent_rank(absence: AbsentRank, end: AttemptEnd, run_dir: Path) -> RankFailure:
     """The failure of a rank that the others waited for: it had reported nothing, or came too
     late."""
     rank, last_seen_of = absence.rank, _read_black_boxes(end, run_dir)
     blamed = _BlamedRank(rank, end, run_dir, last_seen_of.get(rank))
-    summary = f"rank {rank} kept the others waiting {blamed.describe_place}: {absence.why}"
+    summary = f"rank {rank} kept the others waiting {blamed.describe_position}: {absence.why}"
     ranks_at: dict[str, list[int]] = {}
     for other in sorted(end.records.keys() | end.exits.keys() | end.silent.keys()):
         if other != rank:
@@ -259,47 +263,49 @@ def _blame_absence(absence: AbsentRank, end: AttemptEnd, run_dir: Path) -> RankF
             ranks_at.setdefault(words, []).append(other)
     lines = [summary]
     for words, ranks in ranks_at.items():
-        lines.append(f"{_format_ranks(ranks)}: waited {words}")
-    lines += [*read_stack(blamed.log_path), f"log: {blamed.log_path}"]
+        lines.append(f"{_format_rank_list(ranks)}: waited {words}")
+    lines += [*read_main_thread_stack(blamed.log_path), f"log: {blamed.log_path}"]
     detail = f"kept the others waiting: {absence.why}"
-    failure = blamed.to_failure("hang", summary, detail, lines, "kept the others waiting")
+    failure = blamed.build_restartable_failure(
+        "hang", summary, detail, lines, "kept the others waiting"
+    )
     # A hang is no death whose detection could be timed.
     return replace(failure, detected_s=0.0)
 
 
-def _explain_exit_code(blamed: _BlamedRank, code: int) -> RankFailure:
+def _blame_nonzero_exit_code(blamed: _BlamedRank, code: int) -> RankFailure:
     """The failure of a rank whose entry returned a code that is neither success nor a stop, without
     a report."""
-    failure = _describe_death(blamed, "exit", f"ended with code {code}")
+    failure = _build_failure_of_dead_process(blamed, "exit", f"ended with code {code}")
     if code in _DETERMINISTIC_EXIT_CODES:
         return replace(failure, exit_code=code, restartable=False)
     return failure
 
 
-def _blame_exit(blamed: _BlamedRank, rank_exit: RankExit) -> RankFailure:
+def _blame_exit_without_record(blamed: _BlamedRank, rank_exit: RankExit) -> RankFailure:
     """The failure of a process that ended without an end record: by a signal, or an exit behind our
     back. Whatever code that had, its work was not done."""
     if rank_exit.signal is None:
-        return _describe_death(blamed, "exit", f"exited with code {rank_exit.code}")
+        return _build_failure_of_dead_process(blamed, "exit", f"exited with code {rank_exit.code}")
     detail = f"killed by {format_signal_name(rank_exit.signal)}"
     # A signal comes from outside: also before the first step another start may do better.
-    return replace(_describe_death(blamed, "signal", detail), restartable=True)
+    return replace(_build_failure_of_dead_process(blamed, "signal", detail), restartable=True)
 
 
-def _describe_death(blamed: _BlamedRank, cause: str, detail: str) -> RankFailure:
+def _build_failure_of_dead_process(blamed: _BlamedRank, cause: str, detail: str) -> RankFailure:
     rank, end = blamed.rank, blamed.end
     verb = f"was {detail}" if cause == "signal" else detail
-    summary = f"rank {rank} {verb} {blamed.describe_place}"
+    summary = f"rank {rank} {verb} {blamed.describe_position}"
     hint = UNREPORTED_EXIT_HINT
     if cause == "signal" or rank in end.records:
         hint = _out_of_memory_hint(detail)
     lines = [
         summary + hint,
-        *read_explanation_of_death(end.exits.get(rank), blamed.log_path),
-        *_describe_others(rank, None, end),
+        *read_log_end_explaining_death(end.exits.get(rank), blamed.log_path),
+        *_describe_other_ranks_ends(rank, None, end),
         f"log: {blamed.log_path}",
     ]
-    return blamed.to_failure(cause, summary, detail, lines, detail)
+    return blamed.build_restartable_failure(cause, summary, detail, lines, detail)
 
 
 def describe_rank_position(last_seen: LastSeenPlace | None, stepless: str = "") -> str:
@@ -320,7 +326,9 @@ def _out_of_memory_hint(how: str) -> str:
     return ""
 
 
-def _describe_others(root: int, root_report: ErrorReport | None, end: AttemptEnd) -> list[str]:
+def _describe_other_ranks_ends(
+    root: int, root_report: ErrorReport | None, end: AttemptEnd
+) -> list[str]:
     """One line for all ranks that ended with the first, and one for each that had an error of its
     own.
 
@@ -339,7 +347,7 @@ def _describe_others(root: int, root_report: ErrorReport | None, end: AttemptEnd
     victims.discard(root)
     lines = []
     if victims:
-        lines.append(f"{_format_ranks(sorted(victims))}: ended because of that")
+        lines.append(f"{_format_rank_list(sorted(victims))}: ended because of that")
     by_line: dict[str, list[int]] = {}
     for rank, report in sorted(reports.items()):
         if rank != root and not report.secondary:
@@ -348,10 +356,10 @@ def _describe_others(root: int, root_report: ErrorReport | None, end: AttemptEnd
     for one_line, ranks in by_line.items():
         if root_report is not None and one_line == root_report.one_line:
             one_line = "the same"
-        lines.append(f"{_format_ranks(ranks)}: {one_line}")
+        lines.append(f"{_format_rank_list(ranks)}: {one_line}")
     return lines
 
 
-def _format_ranks(ranks: Sequence[int]) -> str:
+def _format_rank_list(ranks: Sequence[int]) -> str:
     noun = "rank" if len(ranks) == 1 else "ranks"
     return f"{noun} {', '.join(map(str, ranks))}"

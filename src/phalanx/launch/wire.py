@@ -12,10 +12,10 @@ from phalanx.core.typed_json import TypedJsonError, from_json, to_json
 Message = TypeVar("Message")
 Sent = TypeVar("Sent")
 Received = TypeVar("Received")
-_MESSAGE_TYPE_KEY = "type"
+_CLASS_NAME_KEY = "type"
 
 
-class MessageCodec(Generic[Message]):
+class JsonLineCodec(Generic[Message]):
     """Writes messages of the dataclasses `kinds` as lines of JSON that name their class, and
     reads them."""
 
@@ -27,7 +27,7 @@ class MessageCodec(Generic[Message]):
         name = type(message).__name__
         if self._kinds.get(name) is not type(message):
             raise TypeError(f"{name} is none of {', '.join(self._kinds)}")
-        document = {_MESSAGE_TYPE_KEY: name, **to_json(message)}
+        document = {_CLASS_NAME_KEY: name, **to_json(message)}
         return json.dumps(document, separators=(",", ":")).encode() + b"\n"
 
     def decode(self, line: bytes) -> Message:
@@ -37,7 +37,7 @@ class MessageCodec(Generic[Message]):
         """
         fields, name = json.loads(line), None
         if isinstance(fields, dict):
-            name = fields.pop(_MESSAGE_TYPE_KEY, None)
+            name = fields.pop(_CLASS_NAME_KEY, None)
         if name not in self._kinds:
             raise TypedJsonError(f"{name!r} is none of {', '.join(self._kinds)}")
         return from_json(self._kinds[name], fields)
@@ -50,7 +50,7 @@ class MessageChannel(Generic[Sent, Received]):
     """
 
     def __init__(
-        self, sock: socket.socket, sent: MessageCodec[Sent], received: MessageCodec[Received]
+        self, sock: socket.socket, sent: JsonLineCodec[Sent], received: JsonLineCodec[Received]
     ) -> None:
         self._socket = sock
         self._sent, self._received = sent, received

@@ -26,7 +26,7 @@ class Fault:
     phase: str | None
     inject: Callable[[], None]
 
-    def strikes_at(self, rank: int, step: int, phase: str) -> bool:
+    def is_due_at(self, rank: int, step: int, phase: str) -> bool:
         return rank == self.rank and self.step in (None, step) and self.phase in (None, phase)
 
 
@@ -49,7 +49,7 @@ def parse_fault(text: str) -> Fault:
     )
 
 
-def fault_listener(texts: Sequence[str], *, rank: int, run_dir: Path) -> PhaseListener:
+def build_fault_listener(texts: Sequence[str], *, rank: int, run_dir: Path) -> PhaseListener:
     """A phase listener that injects each fault once per run: restarts must not meet it again.
 
     For several threads.
@@ -60,7 +60,7 @@ def fault_listener(texts: Sequence[str], *, rank: int, run_dir: Path) -> PhaseLi
     # Phases of the background write begin in a thread of its own.
     taking = threading.Lock()
 
-    def take(fault: tuple[str, Fault]) -> bool:
+    def claim_once(fault: tuple[str, Fault]) -> bool:
         with taking:
             # Two threads may have found it at the same moment: the first to take it strikes.
             if fault in faults:
@@ -69,9 +69,9 @@ def fault_listener(texts: Sequence[str], *, rank: int, run_dir: Path) -> PhaseLi
             return False
 
     def listen(step: int, phase: str) -> None:
-        # A copy: `take` removes from the list while this goes over it.
+        # A copy: `claim_once` removes from the list while this goes over it.
         for name, fault in list(faults):
-            if fault.strikes_at(rank, step, phase) and take((name, fault)):
+            if fault.is_due_at(rank, step, phase) and claim_once((name, fault)):
                 # The mark first: a fault that kills this process must not strike the restarted one.
                 mark = run_dir / "faults" / name
                 mark.parent.mkdir(exist_ok=True)

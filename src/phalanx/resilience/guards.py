@@ -42,18 +42,20 @@ class SkippedStepsGuard:
         # The fix differs: without targets the data is at fault, not the optimizer.
         if self.without_targets == self.in_a_row:
             return NumericsError(
-                f"no targets in {_format_steps(self.in_a_row)}, up to step {step}", fix=look_at_data
+                f"no targets in {_format_steps_in_a_row(self.in_a_row)}, up to step {step}",
+                fix=look_at_data,
             )
         if self.without_targets == 0:
             return NumericsError(
-                f"{_format_steps(self.in_a_row)} had non-finite gradients, up to step {step}",
+                f"{_format_steps_in_a_row(self.in_a_row)} had non-finite gradients,"
+                f" up to step {step}",
                 fix=(
                     "lower optim.lr, lengthen optim.warmup_steps, or continue from an older"
                     " checkpoint"
                 ),
             )
         return NumericsError(
-            f"{_format_steps(self.in_a_row)} could not be applied, up to step {step}",
+            f"{_format_steps_in_a_row(self.in_a_row)} could not be applied, up to step {step}",
             why=(
                 f"{self.without_targets} had no targets, {self.in_a_row - self.without_targets}"
                 " non-finite gradients"
@@ -62,7 +64,7 @@ class SkippedStepsGuard:
         )
 
 
-def _format_steps(number: int) -> str:
+def _format_steps_in_a_row(number: int) -> str:
     if number == 1:
         return "1 step"
     return f"{number} steps in a row"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.checkpoint.ownership.fence import OwnershipFence, RunClaim
 from phalanx.core.errors import ExitCode, PhalanxError
 from phalanx.job.schema import Job
-from phalanx.launch.external import LaunchedRanks
+from phalanx.launch.external import ExternalLaunch
 from phalanx.launch.paths import next_attempt_number
 from phalanx.launch.rank_env import RankEnv
 from phalanx.launch.supervisor import RunOutcome
@@ -56,7 +56,7 @@ class RankZeroError(PhalanxError):
 def train_as_rank(
     job: Job,
     run_dir: Path,
-    launched: LaunchedRanks,
+    launched: ExternalLaunch,
     resumed: ResumedRun | None,
     output: RunOutput,
     *,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from phalanx.core.errors import UsageError
-from phalanx.launch.external import external_ranks
+from phalanx.launch.external import read_external_launch
 
 
 class StartedByLauncherError(UsageError):
@@ -19,7 +19,7 @@ class StartedByLauncherError(UsageError):
 
 def refuse_external_launcher(verb: str) -> None:
     """Raise LaunchedRanksError in each rank of another launcher."""
-    launched = external_ranks(os.environ)
+    launched = read_external_launch(os.environ)
     if launched is None or launched.rank_env.world_size == 1:
         return
     error = StartedByLauncherError(

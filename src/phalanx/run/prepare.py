@@ -18,7 +18,7 @@ from phalanx.job.costs import ModelCosts
 from phalanx.job.model import find_vocab_size_of, require_matching_data
 from phalanx.job.module_probe import measure_foreign_shape
 from phalanx.job.schema import Job
-from phalanx.launch.paths import refuse_linked_folders
+from phalanx.launch.paths import refuse_symlinked_run_folders
 from phalanx.plan.cluster import Cluster, detect_cluster
 from phalanx.plan.described_cluster import require_this_machine
 from phalanx.plan.plan import Plan
@@ -130,7 +130,7 @@ def _check_before_writing(
     linked_folders = []
     if resume and not is_prepared:
         linked_folders.append(DATA_FOLDER)
-    refuse_linked_folders(run_dir, more=linked_folders)
+    refuse_symlinked_run_folders(run_dir, more=linked_folders)
     require_this_machine(job)
     cluster = detect_cluster(job.cluster.device)
     earlier_plan = None

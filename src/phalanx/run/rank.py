@@ -41,7 +41,7 @@ from phalanx.observe.bus import (
 )
 from phalanx.observe.events import Envelope, InvariantChecked, Note, RunStarted, SinkDropped
 from phalanx.parallel.parallelize import discover_transforms
-from phalanx.resilience.fault import fault_listener
+from phalanx.resilience.fault import build_fault_listener
 from phalanx.run.build_trainer import build_trainer
 from phalanx.run.data import (
     note_batch_size_change,
@@ -123,7 +123,7 @@ def run_rank(
     stop.handle_signals()
     inject = job.resilience.inject
     meter = MemoryMeter()
-    faults = (fault_listener(inject, rank=rank, run_dir=run.run_dir),) if inject else ()
+    faults = (build_fault_listener(inject, rank=rank, run_dir=run.run_dir),) if inject else ()
     phases = PhaseTimer(
         BlackBox(black_box_path(run.run_dir, rank)), faults, of_training=(meter.begin_phase,)
     )
@@ -155,7 +155,7 @@ def _forward_watched_event(run: RankRunInputs, envelope: Envelope) -> None:
     """Rank 0's events are those that people watch; of other ranks they must know that some are
     lost, and what a check found."""
     if run.rank == 0 or isinstance(envelope.event, InvariantChecked | Note | SinkDropped):
-        run.link.forward_event(envelope.to_line())
+        run.link.forward_refused_event(envelope.to_line())
 
 
 @contextlib.contextmanager
@@ -285,7 +285,7 @@ def _finish_on_all_ranks(
     if is_finished:
         # All is saved: a rank that dies from here on has not failed the run, and no rank does
         # before all are here.
-        run.link.report_done()
+        run.link.report_work_done()
         mesh.barrier()
         has_all_ranks = sample_text(run.job, run.plan, mesh, corpus, trainer, rank.meter)
     predicted = run.plan.memory_of_rank(mesh.rank)

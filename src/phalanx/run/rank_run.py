@@ -11,7 +11,7 @@ from pathlib import Path
 from phalanx.checkpoint.ownership.fence import RunClaim
 from phalanx.core.typed_json import JsonRecord
 from phalanx.job.schema import Job
-from phalanx.launch.rank_link import NoLink, RankLink
+from phalanx.launch.rank_link import RankLink, SilentRankLink
 from phalanx.plan.plan import Plan
 
 
@@ -43,4 +43,4 @@ class RankRunInputs:
     attempt: int
     started_s: float
     claim: RunClaim = field(default_factory=RunClaim)
-    link: RankLink = field(default_factory=NoLink)
+    link: RankLink = field(default_factory=SilentRankLink)

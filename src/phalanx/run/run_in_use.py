@@ -9,7 +9,7 @@ from pathlib import Path
 
 from phalanx.checkpoint.ownership.run_lock import refuse_held_run
 from phalanx.job.load import load_job
-from phalanx.launch.external import external_ranks
+from phalanx.launch.external import read_external_launch
 
 
 def refuse_run_in_use(job_file: str | None, overrides: Sequence[str], resume: str | None) -> None:
@@ -20,7 +20,7 @@ def refuse_run_in_use(job_file: str | None, overrides: Sequence[str], resume: st
     the leader takes it.
     """
     # A copy: asking writes what it finds into the environment.
-    if external_ranks(dict(os.environ)) is not None:
+    if read_external_launch(dict(os.environ)) is not None:
         return
     run_dir = resume
     if run_dir is None:

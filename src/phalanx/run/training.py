@@ -12,7 +12,7 @@ from phalanx.core.clocks import process_began_s
 from phalanx.core.errors import ExitCode, PhalanxError
 from phalanx.job.schema import Job
 from phalanx.launch.end_record import EndRecord
-from phalanx.launch.external import LaunchedRanks, external_ranks
+from phalanx.launch.external import ExternalLaunch, read_external_launch
 from phalanx.launch.guard import fork_under_guard
 from phalanx.run.announce import format_run_announcement
 from phalanx.run.conclude import RunEnd
@@ -52,7 +52,7 @@ def run_training(request: TrainRequest, output: RunOutput, *, guards_rank: bool)
     """
     with raising_on_stop_signals():
         began_s = time.monotonic()
-        ranks = external_ranks(os.environ)
+        ranks = read_external_launch(os.environ)
         if ranks is not None:
             if guards_rank:
                 return _train_with_guard(request, ranks, output)
@@ -71,7 +71,7 @@ def run_training(request: TrainRequest, output: RunOutput, *, guards_rank: bool)
             return train_supervised(run, output, began_s=began_s, resumed=resumed)
 
 
-def _train_with_guard(request: TrainRequest, ranks: LaunchedRanks, output: RunOutput) -> RunEnd:
+def _train_with_guard(request: TrainRequest, ranks: ExternalLaunch, output: RunOutput) -> RunEnd:
     """Train as one rank whose guard tells the launcher how it ended.
 
     The guard is forked before torch is imported: it needs none of it.
@@ -98,7 +98,7 @@ def _train_with_guard(request: TrainRequest, ranks: LaunchedRanks, output: RunOu
         raise
     finally:
         # Also of what was raised: launchers believe exit codes, and the guard has no other source.
-        record.write_record(EndRecord(exit_code))
+        record.write_end_record(EndRecord(exit_code))
 
 
 def _choose_new_run_dir(job: Job) -> str:
