@@ -225,7 +225,7 @@ class TestEndRecords:
         assert reader.read_complete_record() is None
         record = EndRecord(1, raised(ValueError("long " * 10_000)))
         telling = threading.Thread(
-            target=lambda: (writer.write_end_record(record), writer.write_record(EndRecord(0)))
+            target=lambda: (writer.write_end_record(record), writer.write_end_record(EndRecord(0)))
         )
         telling.start()  # it is longer than what a pipe holds
         told = None
