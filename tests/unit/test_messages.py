@@ -95,7 +95,7 @@ def test_every_message_comes_back_as_it_was_sent() -> None:
         ({"type": "KillRanks"}, "'KillRanks' is none of"),  # an order is no report
         ({"import_s": 1.0}, "None is none of"),
         ([], "None is none of"),
-        ({"type": "PreloadFinished", "import_s": 1.0}, "Ready.num_threads is missing"),
+        ({"type": "PreloadFinished", "import_s": 1.0}, "PreloadFinished.num_threads is missing"),
         (
             {"type": "PreloadFinished", "import_s": 1.0, "num_threads": 1, "more": 0},
             "PreloadFinished has no field 'more'",
@@ -106,7 +106,7 @@ def test_every_message_comes_back_as_it_was_sent() -> None:
         ),
         (
             {"type": "PreloadFinished", "import_s": True, "num_threads": 1},
-            "Ready.import_s must be float",
+            "PreloadFinished.import_s must be float",
         ),
         (
             {"type": "RanksForked", "attempt": 0, "pids": [1, "2"]},
