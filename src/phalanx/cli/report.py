@@ -39,7 +39,12 @@ def command(
 
             print_json("run", build_run_json(collect_run_facts(run_dir)), indent=1)
             return 0
+        from phalanx.report.bottleneck.describe import list_verdict_lines
         from phalanx.report.page import write_report
+        from phalanx.report.reduce import collect_run_facts
 
-        print(write_report(run_dir))
+        facts = collect_run_facts(run_dir)
+        if facts.bottleneck is not None:
+            print(*list_verdict_lines(facts.bottleneck), sep="\n")
+        print(write_report(run_dir, facts))
     return 0

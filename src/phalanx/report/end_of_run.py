@@ -34,6 +34,8 @@ from phalanx.observe.units import MetricUnits, find_units_of_job
 from phalanx.observe.words import find_exception_line
 from phalanx.plan.pipeline.bubble import MAX_UNREMARKED_BUBBLE
 from phalanx.plan.timing.step_time import StepTime
+from phalanx.report.bottleneck.describe import describe_bottleneck
+from phalanx.report.bottleneck.of_run import judge_run
 from phalanx.report.bubble import MeasuredPipeline
 from phalanx.report.facts import CONTENT_SENT_OVER_AXIS, describe_sent_bytes, describe_untrained
 from phalanx.report.formats import dict_or_empty
@@ -62,6 +64,7 @@ def end_of_run_lines(run_dir: Path) -> list[str]:
     lines += _sent_bytes_lines(events)
     lines += _pipeline_lines(events, run_dir)
     lines += _time_lines(events, run_dir)
+    lines += _bottleneck_lines(run_dir)
     lines += _memory_lines(envelopes)
     lines += _invariant_lines(run_dir)
     if sample is not None:
@@ -244,6 +247,17 @@ def _measure_step_s(events: list[Event]) -> float | None:
     if len(steps) < 2 * WARM_UP_STEPS:
         return None
     return median(steps[WARM_UP_STEPS:])
+
+
+def _bottleneck_lines(run_dir: Path) -> list[str]:
+    """What bounds the steps, and what to do about it; none for a run of too few steps."""
+    verdict = judge_run(run_dir, _read_json_object(run_dir / "plan.json"))
+    if verdict is None or verdict.why_not:
+        return []
+    lines = [f"bounds  {describe_bottleneck(verdict)}"]
+    if verdict.main is not None and verdict.main.kind != "compute":
+        lines += [f"        {text}" for text in (*verdict.main.evidence, verdict.main.action)]
+    return lines
 
 
 def _memory_lines(envelopes: list[Envelope]) -> list[str]:

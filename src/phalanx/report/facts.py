@@ -13,6 +13,7 @@ from phalanx.core.units import format_bytes
 from phalanx.observe import events
 from phalanx.observe.events import Envelope
 from phalanx.observe.units import MetricUnits
+from phalanx.report.bottleneck.cause import BottleneckVerdict
 from phalanx.report.expert_facts import ExpertFacts
 from phalanx.report.invariant_facts import InvariantFacts
 from phalanx.report.timeline import RunTimeline
@@ -191,6 +192,8 @@ class RunFacts:
     """Empty for a model without experts."""
     invariants: list[InvariantFacts]
     """Empty where nothing was checked, or the run is of an earlier release."""
+    bottleneck: BottleneckVerdict | None
+    """What bounds the newest steps; None where no step was recorded."""
     story: list[Envelope]
     ledger: WallTimeBreakdown
     wall_s: float

@@ -41,13 +41,14 @@ _NAVIGATION_LINKS = (
 )
 
 
-def write_report(run_dir: Path) -> Path:
+def write_report(run_dir: Path, facts: RunFacts | None = None) -> Path:
     """Make `RUN/report.html` from whatever the run has written so far, and return its path.
 
-    Raises ResourceError if the page cannot be written; an old page then stays as it was.
+    `facts` are those of the run, where they have been collected already. Raises ResourceError if
+    the page cannot be written; an old page then stays as it was.
     """
     path = run_dir / "report.html"
-    page = render_page(collect_run_facts(run_dir))
+    page = render_page(facts or collect_run_facts(run_dir))
     try:
         write_bytes_atomic(path, page.encode())
     except OSError as error:

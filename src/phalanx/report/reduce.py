@@ -19,6 +19,7 @@ from phalanx.observe import events
 from phalanx.observe.events import Envelope
 from phalanx.observe.order import sort_events
 from phalanx.observe.units import find_units_of_job
+from phalanx.report.bottleneck.of_run import judge_run
 from phalanx.report.event_log import SUPERVISOR_RANK, EventLog, RankStepTimes, read_event_log
 from phalanx.report.facts import (
     RankPhaseSeconds,
@@ -103,6 +104,7 @@ def collect_run_facts(run_dir: Path) -> RunFacts:
         pipelines=sorted(_newest_event_by_step(story, events.PipelineMeasured), key=_step_of_event),
         experts=log.experts.build_facts(history.attempt_of.get),
         invariants=log.invariants.list_facts(),
+        bottleneck=judge_run(run_dir, plan),
         story=story,
         ledger=ledger,
         wall_s=_find_wall_seconds(story, ledger),

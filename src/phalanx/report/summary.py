@@ -55,6 +55,7 @@ def build_run_json(facts: RunFacts) -> dict[str, Any]:
         "memory": [_memory_json(rank, facts.memory[rank]) for rank in sorted(facts.memory)],
         "pipeline": _pipeline_json(facts),
         "experts": _experts_json(facts),
+        "bottleneck": facts.bottleneck.to_json() if facts.bottleneck else None,
         "invariants": [_invariant_json(invariant) for invariant in facts.invariants],
         "checkpoints": _list_checkpoint_names(facts),
         "warnings": list(facts.warnings),

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from phalanx.report import formats
 from phalanx.report.bars import draw_stacked_bar
+from phalanx.report.bottleneck.cause import Cause
+from phalanx.report.bottleneck.describe import describe_basis, describe_bottleneck, describe_gain
 from phalanx.report.charts import StackChart, draw_stack_chart
 from phalanx.report.facts import TIME_GROUPS, RankPhaseSeconds, RunFacts
 from phalanx.report.figure import draw_legend
@@ -37,8 +39,46 @@ def render_time(facts: RunFacts) -> Html:
     if not facts.ranks:
         body: list[Html] = [build_tag("p", "No step has finished: not measured.", class_="note")]
     else:
-        body = [_render_wall_time(facts), _render_rank_times(facts), _render_time_chart(facts)]
+        body = [
+            _render_bottleneck(facts),
+            _render_wall_time(facts),
+            _render_rank_times(facts),
+            _render_time_chart(facts),
+        ]
     return build_tag("section", build_tag("h2", "Where the time went"), body, id="time")
+
+
+def _render_bottleneck(facts: RunFacts) -> Html:
+    """The verdict: the sentence, each cause with its evidence and gain, and what was looked at."""
+    verdict = facts.bottleneck
+    if verdict is None:
+        return build_tag("div")
+    children = [
+        build_tag("h3", "What bounds a step"),
+        build_tag("p", build_tag("strong", f"{describe_bottleneck(verdict)}.")),
+    ]
+    if verdict.causes:
+        head = ["cause", "share of a step", "without it", "evidence", "next"]
+        rows = [_list_cause_cells(cause) for cause in verdict.causes]
+        children.append(build_table(head, rows))
+    basis = f"Looked at: {describe_basis(verdict)}. “Without it” is the same steps simulated again."
+    children.append(build_tag("p", basis, class_="note"))
+    for text in verdict.not_judged:
+        children.append(build_tag("p", f"Not judged: {text}.", class_="note"))
+    return build_tag("div", children, class_="block")
+
+
+def _list_cause_cells(cause: Cause) -> list[Html | str]:
+    gain = describe_gain(cause)
+    if cause.kind == "compute":
+        gain = "–"
+    return [
+        cause.subject,
+        formats.format_percent(cause.share, 1),
+        gain,
+        "; ".join(cause.evidence),
+        cause.action,
+    ]
 
 
 def _render_wall_time(facts: RunFacts) -> Html:

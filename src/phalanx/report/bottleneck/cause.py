@@ -1,0 +1,102 @@
+"""`Cause`: what takes a part of each step, its evidence, and what mending it gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+CAUSE_KINDS = (
+    "straggler",
+    "data",
+    "communication",
+    "bubble",
+    "checkpoint",
+    "evaluation",
+    "host overhead",
+    "no processor time",
+    "uneven steps",
+    "compute",
+)
+
+# Shares of a step (0 to 1), as the tools and guides that this follows have them.
+MIN_SHARE = 0.10
+"""Below this a cause is not worth a person's time."""
+CLEAR_SHARE = 0.20
+"""From this on a cause is named without further words."""
+MIN_EXPLAINED_SHARE = 0.80
+"""So much of the ranks' waiting one rank must explain, or no rank is named."""
+COMPUTE_SHARE = 0.80
+"""From this on a step is mostly computation."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A cause of lost time.
+
+    `share` of the steps' time, 0 to 1. `speedup`: how many times faster the measured steps would
+    be without it, by simulating them again; with `is_upper_bound` at most so many, as it cannot go
+    away wholly. `rank` is None where it is no single rank. `axis`: of communication, "" where
+    nobody knows.
+    """
+
+    kind: str
+    share: float
+    speedup: float
+    subject: str
+    evidence: tuple[str, ...]
+    action: str
+    rank: int | None = None
+    phase: str = ""
+    axis: str = ""
+    is_upper_bound: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "rank": self.rank,
+            "phase": self.phase or None,
+            "axis": self.axis or None,
+            "share": round(self.share, 4),
+            "speedup": round(self.speedup, 4),
+            "is_upper_bound": self.is_upper_bound,
+            "evidence": list(self.evidence),
+            "action": self.action,
+        }
+
+
+@dataclass(frozen=True)
+class BottleneckVerdict:
+    """What bounds a run's steps `first_step` to `last_step`, the largest cause first.
+
+    `causes` is empty where the evidence does not suffice; `why_not` says why. `not_judged`: what
+    the events of this run cannot show.
+    """
+
+    first_step: int
+    last_step: int
+    num_steps: int
+    num_ranks: int
+    mean_step_s: float
+    causes: tuple[Cause, ...]
+    shares: dict[str, float] = field(default_factory=dict)
+    why_not: str = ""
+    not_judged: tuple[str, ...] = ()
+
+    @property
+    def main(self) -> Cause | None:
+        if self.causes:
+            return self.causes[0]
+        return None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "first_step": self.first_step,
+            "last_step": self.last_step,
+            "num_steps": self.num_steps,
+            "num_ranks": self.num_ranks,
+            "mean_step_s": self.mean_step_s,
+            "causes": [cause.to_json() for cause in self.causes],
+            "shares": {name: round(share, 4) for name, share in self.shares.items()},
+            "why_not": self.why_not or None,
+            "not_judged": list(self.not_judged),
+        }

@@ -1,0 +1,57 @@
+"""A verdict as sentences: one that says what bounds the run, then its evidence and what to do."""
+
+from __future__ import annotations
+
+from phalanx.core.units import format_seconds
+from phalanx.report.bottleneck.cause import CLEAR_SHARE, BottleneckVerdict, Cause
+from phalanx.report.formats import format_percent
+
+
+def describe_bottleneck(verdict: BottleneckVerdict) -> str:
+    """The sentence that says what bounds the steps, how much of them, and the gain."""
+    main = verdict.main
+    if verdict.why_not:
+        return f"the evidence does not suffice: {verdict.why_not}"
+    if main is None:
+        return (
+            "nothing stands out: no cause takes a tenth of a step, and computation less than four"
+            " fifths"
+        )
+    if main.kind == "compute":
+        return f"computation, {format_percent(main.share, 1)} of a step: nothing else takes a tenth"
+    sentence = (
+        f"{main.subject}, {format_percent(main.share, 1)} of a step"
+        f"{'' if main.share >= CLEAR_SHARE else ' (a small part)'}: without it steps would be"
+        f" {describe_gain(main)}"
+    )
+    others = [
+        f"{cause.subject} ({format_percent(cause.share, 1)}, {describe_gain(cause)})"
+        for cause in verdict.causes[1:]
+    ]
+    if others:
+        sentence += f"; then {', '.join(others)}"
+    return sentence
+
+
+def describe_gain(cause: Cause) -> str:
+    """ "1.31 x faster", or "at most 1.31 x faster"."""
+    limit = "at most " if cause.is_upper_bound else ""
+    return f"{limit}{cause.speedup:.2f} x faster"
+
+
+def list_verdict_lines(verdict: BottleneckVerdict) -> list[str]:
+    """The sentence, the evidence of the main cause, what to do, and what was not judged."""
+    lines = [describe_bottleneck(verdict)]
+    if verdict.main is not None:
+        lines += verdict.main.evidence
+        lines.append(f"next: {verdict.main.action}")
+    lines += [f"not judged: {text}" for text in verdict.not_judged]
+    return lines
+
+
+def describe_basis(verdict: BottleneckVerdict) -> str:
+    """ "steps 4 to 60 of 2 ranks, 92 ms each"."""
+    return (
+        f"steps {verdict.first_step:,} to {verdict.last_step:,} of {verdict.num_ranks} ranks,"
+        f" {format_seconds(verdict.mean_step_s)} each in the mean"
+    )

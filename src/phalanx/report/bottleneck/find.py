@@ -1,0 +1,89 @@
+"""`find_bottleneck`: what bounds a run, from the table of its steps and its outline."""
+
+from __future__ import annotations
+
+from phalanx.report.bottleneck.cause import COMPUTE_SHARE, BottleneckVerdict, Cause
+from phalanx.report.bottleneck.communication import find_bubble, find_communication
+from phalanx.report.bottleneck.shared import (
+    find_data,
+    find_evaluation,
+    find_host_overhead,
+    find_missing_processor_time,
+    find_saving_time,
+    find_uneven_steps,
+)
+from phalanx.report.bottleneck.step_table import StepTable
+from phalanx.report.bottleneck.straggler import find_straggler
+from phalanx.report.bottleneck.study import COMPUTE_GROUPS, RunOutline, StepStudy, sum_groups
+from phalanx.report.formats import format_percent
+
+MIN_STEPS = 10
+"""So many steps after the first ones a verdict needs."""
+
+
+def find_bottleneck(table: StepTable, outline: RunOutline) -> BottleneckVerdict:
+    """What bounds the steps of `table`, the largest cause first."""
+    first, last = 0, 0
+    if table.steps:
+        first, last = table.steps[0], table.steps[-1]
+    if table.num_steps < MIN_STEPS:
+        why_not = f"{table.num_steps} steps after the first ones; it takes {MIN_STEPS}"
+        return BottleneckVerdict(
+            first, last, table.num_steps, len(table.ranks), 0.0, (), {}, why_not
+        )
+    study = StepStudy(table, outline)
+    # Those that single ranks have come first: what is left is everyone's.
+    for group in study.group_comparable_ranks():
+        find_straggler(study, group)
+    for find in (
+        find_data, find_saving_time, find_host_overhead, find_communication, find_bubble,
+        find_evaluation, find_missing_processor_time, find_uneven_steps,
+    ):  # fmt: skip
+        find(study)
+    causes = sorted(study.causes, key=lambda cause: cause.speedup, reverse=True)
+    if not causes:
+        causes = _describe_compute(study)
+    return BottleneckVerdict(
+        first,
+        last,
+        table.num_steps,
+        len(table.ranks),
+        table.total_s / table.num_steps,
+        tuple(causes),
+        study.share_by_group(),
+        not_judged=_list_not_judged(outline),
+    )
+
+
+def _describe_compute(study: StepStudy) -> list[Cause]:
+    shares = study.share_by_group()
+    share = sum_groups(shares, COMPUTE_GROUPS)
+    if share < COMPUTE_SHARE:
+        return []
+    evidence = [f"forward, backward and optimizer take {format_percent(share, 1)} of a step"]
+    if study.outline.flops_per_token > 0 and study.outline.tokens_per_s > 0:
+        per_rank = study.outline.flops_per_token * study.outline.tokens_per_s
+        per_rank /= len(study.table.ranks)
+        evidence.append(f"{per_rank / 1e9:.3g} GFLOP/s of the model on each rank")
+    return [
+        Cause(
+            "compute",
+            share,
+            1.0,
+            "computation",
+            tuple(evidence),
+            "a faster step needs faster kernels (train.compile, a narrower type), or more ranks",
+        )
+    ]
+
+
+def _list_not_judged(outline: RunOutline) -> tuple[str, ...]:
+    missing = []
+    if outline.device == "cuda" and outline.zero_stage >= 2:
+        missing.append(
+            "what a GPU waits for gathered weights: FSDP's own streams are not timed, it is a"
+            " part of forward and backward"
+        )
+    if not outline.flops_per_token:
+        missing.append("how fast the computation could be: the model's FLOPs are not known")
+    return tuple(missing)

@@ -1,0 +1,65 @@
+"""`judge_run`: the verdict of a run directory."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from phalanx.observe.events import CheckpointSaved, EvalFinished, PipelineMeasured
+from phalanx.observe.tail import read_recorded_events
+from phalanx.report.bottleneck.cause import BottleneckVerdict
+from phalanx.report.bottleneck.find import find_bottleneck
+from phalanx.report.bottleneck.step_table import StepTable, read_step_table
+from phalanx.report.bottleneck.study import RunOutline
+from phalanx.report.bubble import MeasuredPipeline
+from phalanx.report.formats import dict_or_empty, finite_or_zero, number_or_nan
+
+
+def judge_run(run_dir: Path, plan: dict[str, Any]) -> BottleneckVerdict | None:
+    """What bounds the newest steps of a run, beside its plan (of plan.json, trusted in nothing);
+    None where no step was recorded."""
+    table = read_step_table(run_dir)
+    if table is None:
+        return None
+    return find_bottleneck(table, _outline_run(run_dir, plan, table))
+
+
+def _outline_run(run_dir: Path, plan: dict[str, Any], table: StepTable) -> RunOutline:
+    degrees = {
+        str(axis): int(number_or_nan(degree))
+        for axis, degree in dict_or_empty(plan.get("layout")).items()
+        if math.isfinite(number_or_nan(degree))
+    }
+    lead = min(table.ranks)
+    first, last = (table.steps[0], table.steps[-1]) if table.steps else (0, 0)
+    evaluations = [
+        event
+        for event in _select_of_lead(run_dir, EvalFinished, lead)
+        if first <= event.step < last and math.isfinite(event.wall_s)
+    ]
+    saves = [
+        event
+        for event in _select_of_lead(run_dir, CheckpointSaved, lead)
+        if first <= event.step <= last
+    ]
+    newest = None
+    for event in _select_of_lead(run_dir, PipelineMeasured, lead):
+        newest = event
+    return RunOutline(
+        device=str(plan.get("device", "")),
+        num_stages=degrees.get("pp", 1),
+        zero_stage=int(finite_or_zero(number_or_nan(plan.get("zero_stage")))),
+        evaluation_s=sum(event.wall_s for event in evaluations),
+        num_evaluations=len(evaluations),
+        num_saves=len(saves),
+        sent_bytes={"dp": table.newest.sent_bytes, **table.newest.sent_by_axis},
+        degrees=degrees,
+        pipeline=MeasuredPipeline.from_event(newest, plan, run_dir),
+        flops_per_token=finite_or_zero(number_or_nan(plan.get("flops_per_token"))),
+        tokens_per_s=finite_or_zero(table.newest.tokens_per_s),
+    )
+
+
+def _select_of_lead(run_dir: Path, kind: Any, lead: int) -> list[Any]:
+    return [envelope.event for envelope in read_recorded_events(run_dir, kind, rank=lead)]

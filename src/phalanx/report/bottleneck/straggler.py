@@ -1,0 +1,99 @@
+"""`find_straggler`: one rank of those with the same work that the others wait for."""
+
+from __future__ import annotations
+
+from statistics import mean, median
+
+from phalanx.report.bottleneck.cause import MIN_EXPLAINED_SHARE, MIN_SHARE, Cause
+from phalanx.report.bottleneck.study import StepStudy
+from phalanx.report.bottleneck.what_if import calculate_excess
+from phalanx.report.formats import format_milliseconds, format_percent
+
+# What a rank does by itself, in which it can be slower than the others.
+_OWN_GROUPS = ("data", "forward", "backward", "optimizer", "checkpoint", "evaluate", "unaccounted")
+_WORDS_OF_GROUP = {"unaccounted": "between its phases", "data": "in its loader"}
+# Of what the others have: below this a rank sleeps, waits, or has no turn.
+_MIN_PROCESSOR_RATIO = 0.7
+
+
+def find_straggler(study: StepStudy, group: tuple[int, ...]) -> None:
+    """A rank that has clearly more to do by itself than the others, and explains what they
+    wait."""
+    if len(group) < 2:
+        return
+    rank, explained = _find_latest_rank(study, group)
+    others = tuple(other for other in group if other != rank)
+    excess = [max(each, 0.0) for each in calculate_excess(study.table, rank, others)]
+    share = sum(excess) / study.total_s
+    if share < MIN_SHARE or explained < MIN_EXPLAINED_SHARE:
+        return
+    phase, phase_s = _find_slow_phase(study, rank, others)
+    speedup = study.take_out({rank: excess})
+    where = _WORDS_OF_GROUP.get(phase, f"in {phase}")
+    waits = median(mean(row.waiting_s for row in study.table.rows[other]) for other in others)
+    own_waits = mean(row.waiting_s for row in study.table.rows[rank])
+    evidence = [
+        f"rank {rank} takes {format_milliseconds(phase_s)} of a step longer {where} than the"
+        f" others, and explains {format_percent(explained, 1)} of what ranks are apart",
+        f"the others wait {format_milliseconds(waits)} of a step in collectives, rank {rank}"
+        f" {format_milliseconds(own_waits)}",
+    ]
+    action = _advise_on_straggler(study, rank, others, phase, evidence)
+    study.causes.append(
+        Cause(
+            "straggler",
+            share,
+            speedup,
+            f"rank {rank} {where}",
+            tuple(evidence),
+            action,
+            rank=rank,
+            phase=phase,
+        )
+    )
+
+
+def _find_latest_rank(study: StepStudy, group: tuple[int, ...]) -> tuple[int, float]:
+    """The rank that is beyond the median of the others most, and the share (0 to 1) of all
+    such seconds that it is by itself the latest."""
+    latest_s = dict.fromkeys(group, 0.0)
+    for index in range(study.table.num_steps):
+        own = {rank: study.table.rows[rank][index].self_s for rank in group}
+        rank = max(own, key=own.__getitem__)
+        rest = [seconds for other, seconds in own.items() if other != rank]
+        latest_s[rank] += own[rank] - median(rest)
+    rank = max(latest_s, key=latest_s.__getitem__)
+    return rank, latest_s[rank] / max(sum(latest_s.values()), 1e-12)
+
+
+def _find_slow_phase(study: StepStudy, rank: int, others: tuple[int, ...]) -> tuple[str, float]:
+    """The time group in which a rank is slower by most, and by how many seconds of a step."""
+    excess = {
+        group: mean(calculate_excess(study.table, rank, others, group)) for group in _OWN_GROUPS
+    }
+    phase = max(excess, key=excess.__getitem__)
+    return phase, excess[phase]
+
+
+def _advise_on_straggler(
+    study: StepStudy, rank: int, others: tuple[int, ...], phase: str, evidence: list[str]
+) -> str:
+    if phase == "data":
+        return (
+            f"look at what rank {rank} reads and where from (its disk, its workers: data.workers)"
+        )
+    own, usual = study.processor_share(rank), median(map(study.processor_share, others))
+    if own > 0 and usual > 0:
+        evidence.append(
+            f"rank {rank} had a processor for {format_percent(own, 1)} of its own time, the"
+            f" others for {format_percent(usual, 1)}"
+        )
+        if own < _MIN_PROCESSOR_RATIO * usual:
+            return (
+                f"rank {rank} waits for something or has no turn on its cores: look for other"
+                " processes there, and for what its code waits for"
+            )
+    return (
+        f"rank {rank} computes more or slower: compare its batches (lengths, experts), its"
+        " clock speed and temperature; move it to another device to tell which"
+    )

@@ -1,0 +1,118 @@
+"""`StepStudy`: the steps under study, of which each cause that is found takes its seconds out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+
+from phalanx.report.bottleneck.cause import Cause
+from phalanx.report.bottleneck.step_table import RankStep, StepTable
+from phalanx.report.bottleneck.what_if import (
+    EditedSeconds,
+    calculate_speedup,
+    select_phase_seconds,
+)
+from phalanx.report.bubble import MeasuredPipeline
+
+COMPUTE_GROUPS = ("forward", "backward", "optimizer")
+
+
+@dataclass(frozen=True)
+class RunOutline:
+    """What a verdict needs besides the steps.
+
+    `num_stages` of pipeline ranks; `evaluation_s`: seconds of evaluations between these steps;
+    `sent_bytes` of a step by axis ("dp", "tp", ...); `degrees` by axis of the layout.
+    """
+
+    device: str = ""
+    num_stages: int = 1
+    zero_stage: int = 0
+    evaluation_s: float = 0.0
+    num_evaluations: int = 0
+    num_saves: int = 0
+    sent_bytes: Mapping[str, float] = field(default_factory=dict)
+    degrees: Mapping[str, int] = field(default_factory=dict)
+    pipeline: MeasuredPipeline | None = None
+    flops_per_token: float = 0.0
+    tokens_per_s: float = 0.0
+
+
+class StepStudy:
+    """The steps of a run, its outline, and the causes that were found so far.
+
+    Causes are found one after the other, each in the steps without those before, so that no second
+    is charged to two of them.
+    """
+
+    def __init__(self, table: StepTable, outline: RunOutline) -> None:
+        self.table, self.outline = table, outline
+        self.causes: list[Cause] = []
+        self._seconds = EditedSeconds(table)
+
+    @property
+    def total_s(self) -> float:
+        return self.table.total_s
+
+    def take_out(self, seconds_of: Mapping[int, list[float]]) -> float:
+        """Take seconds of each step out of ranks; returns the speed-up that they alone give."""
+        before_s = self._seconds.total_s()
+        self._seconds = self._seconds.without(seconds_of)
+        saved_s = before_s - self._seconds.total_s()
+        return calculate_speedup(self.table, self.total_s - saved_s)
+
+    def take_out_group(self, group: str) -> float:
+        """Take a time group out of all ranks; returns the speed-up that it alone gives."""
+        return self.take_out(
+            {rank: select_phase_seconds(rows, group) for rank, rows in self.table.rows.items()}
+        )
+
+    def group_comparable_ranks(self) -> list[tuple[int, ...]]:
+        """Ranks that have the same work: those of one stage of a pipeline."""
+        ranks, num_stages = self.table.ranks, max(self.outline.num_stages, 1)
+        if num_stages == 1 or len(ranks) % num_stages:
+            return [ranks]
+        num_in_stage = len(ranks) // num_stages
+        groups = []
+        for start in range(0, len(ranks), num_in_stage):
+            groups.append(ranks[start : start + num_in_stage])
+        return groups
+
+    def typical_share(self, group: str) -> float:
+        """The share of the steps' time (0 to 1) of a time group, in the median over ranks that are
+        no stragglers."""
+        stragglers = {cause.rank for cause in self.causes if cause.kind == "straggler"}
+        shares = []
+        for rank, rows in self.table.rows.items():
+            if rank not in stragglers:
+                shares.append(sum(select_phase_seconds(rows, group)) / self.total_s)
+        return median(shares)
+
+    def processor_share(self, rank: int) -> float:
+        """Of a rank's own seconds those that its process had a processor; above 1 with several
+        threads, 0 where nobody counted."""
+        rows = self.table.rows[rank]
+        own_s = sum(row.self_s for row in rows)
+        if own_s <= 0:
+            return 0.0
+        return sum(row.cpu_s for row in rows) / own_s
+
+    def share_by_group(self) -> dict[str, float]:
+        """Share of the steps' time by time group, in the mean over ranks."""
+        shares: dict[str, float] = {}
+        for rows in self.table.rows.values():
+            for row in rows:
+                for group, seconds in row.seconds.items():
+                    shares[group] = shares.get(group, 0.0) + seconds
+        whole_s = self.total_s * len(self.table.ranks)
+        return {group: seconds / whole_s for group, seconds in shares.items() if seconds}
+
+
+def sum_groups(seconds: Mapping[str, float], groups: Iterable[str]) -> float:
+    return sum(seconds.get(group, 0.0) for group in groups)
+
+
+def sum_compute_seconds(rows: Iterable[RankStep]) -> float:
+    """Seconds in forward, backward and optimizer."""
+    return sum(sum_groups(row.seconds, COMPUTE_GROUPS) for row in rows)

@@ -1,0 +1,205 @@
+"""What bounds a run: verdicts over event files that the real writer's envelopes make."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.observe.events import EvalFinished, Event, StepFinished, seal_event
+from phalanx.report.bottleneck.cause import BottleneckVerdict
+from phalanx.report.bottleneck.describe import describe_bottleneck, list_verdict_lines
+from phalanx.report.bottleneck.of_run import judge_run
+
+COMPUTE_S, TRANSFER_S = 0.100, 0.004
+PLAN = {"layout": {"dp_replicate": 4, "tp": 1}, "device": "cpu", "flops_per_token": 5e6}
+
+
+def write_run(
+    run_dir: Path,
+    delays: dict[int, dict[str, float]],
+    *,
+    num_ranks: int = 4,
+    num_steps: int = 40,
+    transfer_s: float = TRANSFER_S,
+    cpu_share: float = 1.0,
+    delays_of_step: Any = None,
+    more: tuple[Event, ...] = (),
+) -> Path:
+    """Ranks in step: each waits in the collective until the last has come; `delays` are seconds a
+    rank has more of a phase (rank -1: every rank)."""
+    noise = random.Random(5)
+    (run_dir / "events").mkdir(parents=True)
+    lines: dict[int, list[str]] = {rank: [] for rank in range(num_ranks)}
+    for step in range(1, num_steps + 1):
+        own: dict[int, dict[str, float]] = {}
+        for rank in range(num_ranks):
+            phases = {"data": 0.0005, "forward": COMPUTE_S / 3, "backward": COMPUTE_S * 2 / 3}
+            phases["backward"] *= noise.uniform(0.98, 1.02)
+            for key in (rank, -1):
+                for phase, seconds in delays.get(key, {}).items():
+                    phases[phase] = phases.get(phase, 0.0) + seconds
+            if delays_of_step is not None:
+                for phase, seconds in delays_of_step(rank, step).items():
+                    phases[phase] = phases.get(phase, 0.0) + seconds
+            own[rank] = phases
+        latest_s = max(sum(phases.values()) for phases in own.values())
+        for rank, phases in own.items():
+            own_s = sum(phases.values())
+            unaccounted_s = phases.pop("unaccounted", 0.0)
+            event = StepFinished(
+                step=step,
+                loss=2.0,
+                num_targets=2048,
+                tokens_seen=2048 * step,
+                learning_rate=1e-3,
+                grad_norm=1.0,
+                step_s=latest_s + transfer_s,
+                tokens_per_s=2048 / (latest_s + transfer_s),
+                phases_s={**phases, "collective": latest_s - own_s + transfer_s},
+                unaccounted_s=unaccounted_s,
+                rss_bytes=1,
+                sent_bytes=1000,
+                cpu_s=own_s * cpu_share,
+            )
+            lines[rank].append(seal_event(event, rank=rank, attempt=0, seq=step).to_line())
+    for number, event in enumerate(more):
+        sealed = seal_event(event, rank=0, attempt=0, seq=num_steps + number + 1)
+        lines[0].append(sealed.to_line())
+    for rank, of_rank in lines.items():
+        path = run_dir / "events" / f"rank-{rank:04}-attempt-00.jsonl"
+        path.write_text("\n".join(of_rank) + "\n")
+    return run_dir
+
+
+def judge(run_dir: Path, plan: dict[str, Any] | None = None) -> BottleneckVerdict:
+    verdict = judge_run(run_dir, PLAN if plan is None else plan)
+    assert verdict is not None
+    return verdict
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "data", "optimizer"])
+def test_a_late_rank_is_named_with_its_phase_and_the_gain_of_mending_it(
+    tmp_path: Path, phase: str
+) -> None:
+    run = write_run(tmp_path / "run", {2: {phase: 0.060}})
+    main = judge(run).main
+    assert main is not None
+    assert (main.kind, main.rank, main.phase) == ("straggler", 2, phase)
+    healthy_s = judge(write_run(tmp_path / "healthy", {})).mean_step_s
+    assert main.speedup == pytest.approx(judge(run).mean_step_s / healthy_s, abs=0.03)
+
+
+def test_a_rank_that_is_late_in_some_steps_is_named(tmp_path: Path) -> None:
+    run = write_run(
+        tmp_path / "run",
+        {},
+        delays_of_step=lambda rank, step: {"forward": 0.2 if rank == 1 and step % 3 == 0 else 0},
+    )
+    main = judge(run).main
+    assert main is not None
+    assert (main.kind, main.rank) == ("straggler", 1)
+
+
+def test_ranks_that_are_late_in_turn_are_no_straggler(tmp_path: Path) -> None:
+    run = write_run(
+        tmp_path / "run",
+        {},
+        delays_of_step=lambda rank, step: {"forward": 0.05 if rank == step % 4 else 0},
+    )
+    main = judge(run).main
+    assert main is not None
+    assert (main.kind, main.rank) == ("uneven steps", None)
+
+
+@pytest.mark.parametrize(
+    ("phase", "kind"),
+    [
+        ("data", "data"),
+        ("ckpt_write", "checkpoint"),
+        ("unaccounted", "host overhead"),
+    ],
+)
+def test_what_all_ranks_spend_is_no_straggler(tmp_path: Path, phase: str, kind: str) -> None:
+    run = write_run(tmp_path / "run", {-1: {phase: 0.050}})
+    verdict = judge(run)
+    assert verdict.main is not None
+    assert (verdict.main.kind, verdict.main.rank) == (kind, None)
+    assert verdict.main.speedup == pytest.approx(verdict.mean_step_s / 0.106, abs=0.05)
+
+
+def test_transfer_is_communication_and_waiting_is_not(tmp_path: Path) -> None:
+    slow_link = judge(write_run(tmp_path / "link", {}, transfer_s=0.050)).main
+    assert slow_link is not None
+    assert (slow_link.kind, slow_link.axis) == ("communication", "dp")
+    late = judge(write_run(tmp_path / "late", {0: {"backward": 0.1}}))
+    assert [cause.kind for cause in late.causes] == ["straggler"]
+
+
+def test_two_causes_are_both_named_and_no_second_counts_twice(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {3: {"backward": 0.080}, -1: {"data": 0.040}})
+    verdict = judge(run)
+    assert [cause.kind for cause in verdict.causes] == ["straggler", "data"]
+    product = 1.0
+    saved_s = 0.0
+    for cause in verdict.causes:
+        saved_s += verdict.mean_step_s * (1 - 1 / cause.speedup)
+        product *= cause.speedup
+    assert verdict.mean_step_s - saved_s == pytest.approx(0.106, abs=0.004)
+
+
+def test_a_healthy_run_is_bound_by_computation(tmp_path: Path) -> None:
+    verdict = judge(write_run(tmp_path / "run", {}))
+    assert [cause.kind for cause in verdict.causes] == ["compute"]
+    assert "computation" in describe_bottleneck(verdict)
+
+
+def test_ranks_without_a_processor_are_told_from_slow_kernels(tmp_path: Path) -> None:
+    main = judge(write_run(tmp_path / "run", {}, cpu_share=0.3)).main
+    assert main is not None
+    assert main.kind == "no processor time"
+
+
+def test_evaluations_between_the_steps_count(tmp_path: Path) -> None:
+    evaluations = tuple(EvalFinished(step, 2.0, 100, 1.0) for step in (10, 20, 30))
+    main = judge(write_run(tmp_path / "run", {}, more=evaluations)).main
+    assert main is not None
+    assert main.kind == "evaluation"
+    assert main.share == pytest.approx(3 / (3 + 37 * 0.105), abs=0.02)
+
+
+def test_ranks_of_a_pipeline_are_compared_within_their_stage(tmp_path: Path) -> None:
+    # Stage 1 has more to do by its cut: that is no straggler.
+    plan = {**PLAN, "layout": {"pp": 2, "dp_replicate": 2}}
+    uneven = write_run(tmp_path / "uneven", {2: {"forward": 0.05}, 3: {"forward": 0.05}})
+    assert all(cause.kind != "straggler" for cause in judge(uneven, plan).causes)
+    late = write_run(tmp_path / "late", {3: {"forward": 0.05}})
+    main = judge(late, plan).main
+    assert main is not None
+    assert (main.kind, main.rank) == ("straggler", 3)
+
+
+def test_too_few_steps_do_not_suffice(tmp_path: Path) -> None:
+    verdict = judge(write_run(tmp_path / "run", {2: {"forward": 1.0}}, num_steps=12))
+    assert not verdict.causes
+    assert list_verdict_lines(verdict) == [
+        "the evidence does not suffice: 9 steps after the first ones; it takes 10"
+    ]
+
+
+def test_one_rank_alone_has_no_straggler_and_no_communication(tmp_path: Path) -> None:
+    verdict = judge(write_run(tmp_path / "run", {0: {"forward": 0.5}}, num_ranks=1), {})
+    assert [cause.kind for cause in verdict.causes] == ["compute"]
+
+
+def test_damaged_and_missing_files_are_left_out(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {2: {"forward": 0.06}})
+    path = run / "events" / "rank-0003-attempt-00.jsonl"
+    path.write_bytes(path.read_bytes()[:-70] + b"\n\xff\xfe{]\n")
+    (run / "events" / "rank-0001-attempt-00.jsonl").unlink()
+    main = judge(run, {"layout": [], "zero_stage": "x", "device": 7}).main
+    assert main is not None
+    assert main.rank == 2
+    assert judge_run(tmp_path / "nowhere", PLAN) is None
