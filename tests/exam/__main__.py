@@ -50,6 +50,8 @@ class Work:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     plants = [plant for plant in list_plants() if fnmatchcase(plant.name, options.only)]
+    if options.plants:
+        plants = choose_plants(plants, options.plants.read_text(encoding="utf-8").split())
     stale = [line for plant in plants for line in find_stale(plant)]
     if stale:
         print("\n".join(stale), file=sys.stderr)
@@ -88,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         body = format_narrow(sat, num_plants=len(list_plants()), about=describe_machine())
         page = PAGE.read_text(encoding="utf-8")
         PAGE.write_text(replace_section(page, NARROW_TITLE, body), encoding="utf-8")
-    elif options.only == "*" and not options.sample:
+    elif options.only == "*" and not options.sample and not options.plants:
         seconds = sum(body.get("seconds", 0.0) for body in bodies.values())
         about = describe_machine()
         text = format_page(
@@ -111,6 +113,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make exam", description=__doc__)
     parser.add_argument("--only", default="*", help="plants whose name matches this pattern")
+    parser.add_argument(
+        "--plants", type=Path, help="a file with names of plants, in the order in which they sit"
+    )
     parser.add_argument("--sample", type=int, default=0, help="so many plants, drawn by the seed")
     parser.add_argument(
         "--generated", type=int, default=1, help="variants for each seam and size (0: none)"
@@ -127,6 +132,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--types", default="", help="of verify: float64,bf16,fp16, say")
     parser.add_argument("--json", action="store_true", help="one object for each result")
     return parser.parse_args(arguments)
+
+
+def choose_plants(plants: Sequence[Plant], names: Sequence[str]) -> list[Plant]:
+    """The plants of these names, in this order. Raises SystemExit for a name that no plant has."""
+    by_name = {plant.name: plant for plant in plants}
+    unknown = [name for name in names if name not in by_name]
+    if unknown:
+        raise SystemExit(f"no such plants: {', '.join(unknown)}")
+    return [by_name[name] for name in names]
 
 
 def list_sittings(

@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from exam.clean import CleanScore
 from exam.curves import MULTIPLE, SMALLEST, CurveScore
-from exam.generate import SEAMS, SIZES, find_first_step
+from exam.generate import SEAMS, SIZES
 from exam.plant import AXES, Plant
 from exam.score import BANDS, NARROW, OUTCOMES, UPDATE_BAND, VISIBLE, Score
 
-STEPS_IN_FLOAT32 = 3  # as verify/rank.py has it, which imports torch
 Sat = Sequence[tuple[Plant, Score]]
 Curves = Mapping[str, CurveScore]
 
@@ -197,8 +196,7 @@ def replace_section(page: str, title: str, body: str) -> str:
 
 def format_ladder(generated: Sat) -> str:
     lines = [
-        "Variants of one factor each, on some rank: the sizes of which every variant that acted was found, by type. Rows of float32 go through"
-        f" {STEPS_IN_FLOAT32} steps beside those of float64, so that variants which begin later are left out of them.\n",
+        "Variants of one factor each, on some rank: the sizes of which every variant that acted was found, by type.\n",
         f"| seam | type | {' | '.join(f'{size:g}' for size in SIZES)} | always found from |",
         f"|---|---|{'---|' * len(SIZES)}---:|",
     ]
@@ -217,10 +215,7 @@ def _find_share(generated: Sat, seam: str, size: float, dtype: str) -> tuple[int
     scores = [
         score
         for plant, score in generated
-        if plant.size == size
-        and plant.name.startswith(f"generated_{seam}_")
-        and score.acted
-        and (dtype == "float64" or find_first_step(plant) <= STEPS_IN_FLOAT32)
+        if plant.size == size and plant.name.startswith(f"generated_{seam}_") and score.acted
     ]
     return sum(dtype in score.types for score in scores), len(scores)
 

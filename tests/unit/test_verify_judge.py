@@ -17,7 +17,7 @@ import phalanx.run.one_process.dropout_masks as masks
 import phalanx.run.one_process.plain_loss as plain_loss
 import phalanx.verify.reference as reference
 from models import CPU
-from phalanx.cli._verify_table import describe_refused
+from phalanx.cli._verify_table import describe_not_judged, describe_refused
 from phalanx.core.errors import EnvironmentProblem, ExitCode, LayoutError
 from phalanx.job.schema import Job
 from phalanx.plan.cluster import Cluster
@@ -549,6 +549,19 @@ def test_what_is_refused_is_told_once_for_each_reason() -> None:
         "refused tp2, tp2-chunks: heads",
         "refused zero3-sqrt, zero3-full (float32): no blocks",
     ]
+
+
+def test_what_rows_do_not_judge_is_told_once_for_each_part() -> None:
+    rows = []
+    for layout, dtype in (("ddp", "float64"), ("ddp", "float32"), ("tp2", "float64")):
+        parts = ("dropout", "precision.compute=fp8") if layout == "ddp" else ("masks", "dropout")
+        rows.append(Row(layout, {}, "small", dtype, True, {}, 1e-5, not_judged=parts))
+    rows += [replace(rows[-1], layout=f"cp{n}") for n in (2, 3, 4)]
+    assert describe_not_judged(rows, ["precision.compute=fp8"]) == [
+        "not judged in ddp, tp2, cp2 and 2 more: dropout",
+        "not judged in tp2, cp2, cp3 and 1 more: masks",
+    ]
+    assert describe_not_judged(rows[:1])[1] == "not judged in ddp: precision.compute=fp8"
 
 
 def test_a_layout_that_was_named_and_refused_is_no_success() -> None:

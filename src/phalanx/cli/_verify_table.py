@@ -27,6 +27,8 @@ ERROR_COLUMNS = (
 
 # Rows are printed as they come: where nobody redraws, a line now and then says when the last will.
 VERIFY_PROGRESS_INTERVAL_S = 30.0
+# Of the layouts that do not judge something: the line is about that, and --json has all of them.
+MAX_NAMED_LAYOUTS = 3
 
 
 def show_row_progress(line: ProgressLine, progress: VerifyProgress) -> None:
@@ -49,16 +51,20 @@ def describe_stop(result: VerifyResult) -> str:
 
 
 class RowPrinter:
-    """Prints a line for each row that was compared, and at the end those that the ranks refused."""
+    """Prints a line for each row that was compared, and at the end what was not judged: layouts
+    that the ranks refused, and parts of rows."""
 
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
         self._shared_notes: tuple[str, ...] = ()
         self._refused: list[Row] = []
+        self._compared: list[Row] = []
+        self._settings_printed: tuple[str, ...] = ()
         self._already_printed: set[tuple[str, str]] = set()
 
     def print_selection(self, selection: Selection) -> None:
         self._shared_notes = (*selection.notes, *selection.not_judged)
+        self._settings_printed = selection.left_out
         self._already_printed = {(row.layout, row.dtype) for row in selection.refused_rows}
         if not self._as_json:
             refusals = describe_refused(selection.refused_rows)
@@ -74,13 +80,38 @@ class RowPrinter:
             if (row.layout, row.dtype) not in self._already_printed:
                 self._refused.append(row)
         else:
+            self._compared.append(row)
             for line in describe_row(row):
                 print(line)
 
-    def print_refused(self) -> None:
-        """Print the rows that ranks refused, a line for each reason."""
+    def print_omissions(self) -> None:
+        """Print the rows that ranks refused, a line for each reason, and what the others did not
+        judge."""
         for line in describe_refused(self._refused):
             print(line)
+        for line in describe_not_judged(self._compared, self._settings_printed):
+            print(line)
+
+
+def describe_not_judged(rows: Sequence[Row], settings: Sequence[str] = ()) -> list[str]:
+    """A line for each part that rows have and did not judge, with the layouts of these rows;
+    without `settings` of the job, which have been printed."""
+    layouts_of: dict[str, dict[str, None]] = {}
+    for row in rows:
+        for part in row.not_judged:
+            if part not in settings:
+                layouts_of.setdefault(part, {})[row.layout] = None
+    return [
+        f"not judged in {_shorten_names(list(layouts))}: {part}"
+        for part, layouts in layouts_of.items()
+    ]
+
+
+def _shorten_names(names: Sequence[str]) -> str:
+    """The first names, and how many follow."""
+    if len(names) <= MAX_NAMED_LAYOUTS:
+        return ", ".join(names)
+    return f"{', '.join(names[:MAX_NAMED_LAYOUTS])} and {len(names) - MAX_NAMED_LAYOUTS} more"
 
 
 def describe_refused(rows: Sequence[Row]) -> list[str]:

@@ -156,7 +156,7 @@ def print_verification(
             resume=resume,
         )
         line.hide()
-        printer.print_refused()
+        printer.print_omissions()
     if result.stop_code is not None:
         print(describe_stop(result), file=sys.stderr)
     if result.stop_code is None and not as_json:

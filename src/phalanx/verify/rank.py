@@ -8,7 +8,6 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -40,7 +39,7 @@ from phalanx.verify.number_types import is_narrow, near_tie_tolerance, parameter
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
 from phalanx.verify.pipelines import SHORTER_SEQUENCE
 from phalanx.verify.plain_row import explain_no_plain_row, judge_plain
-from phalanx.verify.references import References, has_float64
+from phalanx.verify.references import References
 from phalanx.verify.rerouted import compare_routing
 from phalanx.verify.row import ROWS_FILE_NAME, Row
 from phalanx.verify.scope import list_judged, list_not_compared
@@ -53,7 +52,6 @@ from phalanx.verify.verdict import Comparator
 MIN_TORCH_FOR_COMPILED_FLOAT64 = (2, 13)
 # Times, of one block: in training and evaluation, with and without gradients, for each module.
 MAX_RECOMPILES = 64
-NUM_FLOAT32_STEPS = 3
 # Imported in the server, once, instead of in every rank: ranks are forks of it.
 discover_transforms()
 
@@ -78,10 +76,7 @@ def compare_layouts(payload: VerifyPayload) -> None:
         all_steps = make_global_steps(job, first, payload.data_dir, num_steps=payload.num_steps)
         # groupby joins neighbours only: the cases come type by type (`verify.drive`).
         for dtype, cases in itertools.groupby(payload.cases, key=lambda case: case.dtype):
-            steps = cast_steps_to_dtype(
-                _choose_steps(all_steps, dtype, run_dir),
-                getattr(torch, parameter_dtype_of_row(dtype)),
-            )
+            steps = cast_steps_to_dtype(all_steps, getattr(torch, parameter_dtype_of_row(dtype)))
             references = References(mesh, run_dir, job, first, dtype, steps)
             for case in cases:
                 row = _verify_case(payload, case, references)
@@ -143,14 +138,6 @@ def _verify_trainer_run(
     if mesh.rank != 0:
         return None
     return row
-
-
-def _choose_steps(steps: list[list[Batch]], dtype: str, run_dir: Path) -> list[list[Batch]]:
-    """All steps, but in float32 the first ones alone where float64 sees what comes late: float32
-    then sees what is of its type."""
-    if dtype != "float32" or not has_float64(run_dir):
-        return steps
-    return steps[:NUM_FLOAT32_STEPS]
 
 
 def verify_layout(
@@ -228,7 +215,7 @@ def verify_layout(
 def _choose_block_sizes(dtype: str) -> BlockSizes:
     """Sizes so small that each loop of a layout runs several times, where the reference has one
     block. In float32 attention has one mask, as it has in usual training."""
-    if dtype != "float64":
+    if dtype == "float32":
         return replace(shrink_block_sizes(), query_block=BlockSizes().query_block)
     return shrink_block_sizes()
 

@@ -161,11 +161,6 @@ class References:
         return failure or read_trace(directory), [RoutingChange(**body) for body in bodies]
 
 
-def has_float64(run_dir: Path) -> bool:
-    """True if there is a reference in float64: its rows come before those of other types."""
-    return any(run_dir.glob(f"reference-float64-*/{TRACE_FILE_NAME}"))
-
-
 def _write_reference(
     directory: Path,
     job: Job,
