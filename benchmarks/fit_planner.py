@@ -23,9 +23,13 @@ import numpy.typing as npt
 from scipy.optimize import least_squares
 
 import planner_page
-from phalanx.plan.timing.constants import TimingConstants, list_constants, load_constants
+from phalanx.plan.timing.constants import (
+    TimingConstants,
+    list_timing_constants,
+    load_timing_constants,
+)
 from phalanx.plan.validation.predict import RunBatch, group_runs, predict_runs
-from phalanx.plan.validation.rows import read_rows
+from phalanx.plan.validation.rows import load_row_file
 from phalanx.plan.validation.run import MeasuredRun
 
 Array = npt.NDArray[np.float64]
@@ -53,7 +57,7 @@ class Fit:
 
     def __init__(self, runs: Sequence[MeasuredRun], names: Sequence[str] | None = None) -> None:
         self.runs = list(runs)
-        specs = list_constants()
+        specs = list_timing_constants()
         self.names = list(names or [name for name in specs if name not in NOT_FITTED])
         self.low = np.array([specs[name].low for name in self.names])
         self.high = np.array([specs[name].high for name in self.names])
@@ -68,7 +72,9 @@ class Fit:
 
     def build_constants(self, unit: Array) -> TimingConstants:
         """Constants for positions between bounds, 0 to 1; a matrix of them makes columns."""
-        values = {key.name: getattr(load_constants(), key.name) for key in fields(TimingConstants)}
+        values = {
+            key.name: getattr(load_timing_constants(), key.name) for key in fields(TimingConstants)
+        }
         for index, name in enumerate(self.names):
             value = self.low[index] + unit[..., index] * (self.high[index] - self.low[index])
             values[name] = value[..., None] if unit.ndim > 1 else float(value)
@@ -164,7 +170,7 @@ def thin_out(runs: Sequence[MeasuredRun]) -> npt.NDArray[np.bool_]:
 def load_runs() -> list[MeasuredRun]:
     runs: list[MeasuredRun] = []
     for path in sorted(PUBLISHED.glob("runs*.jsonl")):
-        runs += read_rows(path).runs
+        runs += load_row_file(path).runs
     return runs
 
 
@@ -237,7 +243,9 @@ def main() -> None:
     parser.add_argument("--keep-constants", action="store_true", help="do not fit to all rows")
     arguments = parser.parse_args()
     fit = Fit(load_runs())
-    unit = fit.scale_to_unit(np.array([getattr(load_constants(), name) for name in fit.names]))
+    unit = fit.scale_to_unit(
+        np.array([getattr(load_timing_constants(), name) for name in fit.names])
+    )
     if not arguments.keep_constants:
         unit = fit.run(thin_out(fit.runs), start=unit)
         constants = fit.build_constants(unit)
@@ -245,8 +253,8 @@ def main() -> None:
     if arguments.leave_one_out:
         seconds = LeaveOneOut(fit, unit).predict_all()
         write_constants(planner_page.fit_bands(fit.runs, seconds))
-        list_constants.cache_clear()
-        load_constants.cache_clear()
+        list_timing_constants.cache_clear()
+        load_timing_constants.cache_clear()
         planner_page.write_page(fit.runs, seconds, len(fit.names))
 
 

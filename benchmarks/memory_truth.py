@@ -473,7 +473,7 @@ def plan_again(rows: list[dict[str, Any]]) -> None:
         for rank in row["ranks"]:
             peak = plan.chosen.total_bytes
             if plan.pipeline is not None:
-                ranks = plan.pipeline.rank_bytes
+                ranks = plan.pipeline.predicted_rank_bytes
                 peak = ranks[rank["rank"] % len(ranks)]
             rank["predicted_bytes"] = {"peak": peak}
 

@@ -45,9 +45,14 @@ from phalanx.mesh.mesh import open_mesh
 from phalanx.parallel.parallelize import discover_transforms, parallelize
 from phalanx.parallel.pipeline.weight_grads import defer_weight_gradient
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, default_stages_per_rank
+from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, get_default_stages_per_rank
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
-from phalanx.plan.pipeline.simulate import StageCosts, Timeline, count_in_flight, simulate
+from phalanx.plan.pipeline.simulate import (
+    StageCosts,
+    Timeline,
+    count_peak_in_flight,
+    simulate_timeline,
+)
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 
@@ -191,7 +196,7 @@ class Case:
         pattern = BLOCKS_OF_STAGE[self.stages]
         return tuple(
             pattern[s % len(pattern)]
-            for s in range(NUM_RANKS * default_stages_per_rank(self.schedule))
+            for s in range(NUM_RANKS * get_default_stages_per_rank(self.schedule))
         )
 
     def plan(self, num_microbatches: int) -> Plan:
@@ -232,7 +237,7 @@ def measure(case: Case, plan: Plan, clock: Clock, options: argparse.Namespace) -
     """Spans of this rank's actions in every measured step, and the most saved inputs that were
     alive."""
     module = Waiting(sum(case.num_blocks), options.wait_ms / 1e3, clock)
-    for begin, _ in pipeline_of(plan).stages.ranges:
+    for begin, _ in pipeline_of(plan).stages.block_ranges:
         module.blocks[begin].is_first_of_stage = True
     for parameter in module.parameters():
         nn.init.constant_(parameter, 0.5)
@@ -302,7 +307,7 @@ def row_of(
     case: Case, plan: Plan, ranks: Sequence[dict[str, Any]], options: argparse.Namespace
 ) -> dict[str, Any]:
     pipeline = pipeline_of(plan)
-    predicted = simulate(pipeline.schedule(), case.costs(options.wait_ms / 1e3))
+    predicted = simulate_timeline(pipeline.schedule(), case.costs(options.wait_ms / 1e3))
     measured = measured_timelines(pipeline, ranks)
     return {
         "schedule": case.schedule,
@@ -311,7 +316,7 @@ def row_of(
         "measured_bubbles": [float(timeline.bubble) for timeline in measured],
         "predicted_step_s": float(predicted.step_s),
         "measured_step_s": [float(timeline.step_s) for timeline in measured],
-        "predicted_in_flight": list(count_in_flight(pipeline.schedule()).per_rank),
+        "predicted_in_flight": list(count_peak_in_flight(pipeline.schedule()).per_rank),
         "measured_in_flight": [max(rank["peaks"]) for rank in ranks],
         "left_in_flight": [rank["left"] for rank in ranks],
     }

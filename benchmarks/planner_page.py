@@ -12,15 +12,19 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import minimize
 
-from phalanx.plan.timing.columns import build_columns
-from phalanx.plan.timing.constants import TimingConstants, list_constants, load_constants
-from phalanx.plan.timing.step import WAITING, time_steps
+from phalanx.plan.timing.columns import build_setup_columns
+from phalanx.plan.timing.constants import (
+    TimingConstants,
+    list_timing_constants,
+    load_timing_constants,
+)
+from phalanx.plan.timing.step import WAITING_TERMS, estimate_step_columns
 from phalanx.plan.validation.rows import RowFile
 from phalanx.plan.validation.run import MeasuredRun
 from phalanx.plan.validation.score import (
     ErrorStats,
     ScoreReport,
-    anchor_runs,
+    apply_anchor_scales,
     label_sources,
     score_rows,
 )
@@ -35,9 +39,9 @@ def measure_waiting(runs: Sequence[MeasuredRun]) -> Array:
     """The part of each run's predicted step in which nothing is computed."""
     shares = []
     for run in runs:
-        columns = build_columns(run.setups[:1])
-        times = time_steps(run.work, run.machine, run.precision, columns)
-        waiting = sum((times.terms[term] for term in WAITING), start=np.zeros(1))
+        columns = build_setup_columns(run.setups[:1])
+        times = estimate_step_columns(run.work, run.machine, run.precision, columns)
+        waiting = sum((times.terms[term] for term in WAITING_TERMS), start=np.zeros(1))
         shares.append(float((waiting / times.total_s)[0]))
     return np.array(shares)
 
@@ -67,13 +71,13 @@ def fit_bands(runs: Sequence[MeasuredRun], seconds: Array) -> dict[str, float]:
     everything = np.ones(len(runs), dtype=np.bool_)
     start = np.array([0.12, 0.15, 0.2])
     best = minimize(score, start, (errors, everything), method="Nelder-Mead").x
-    scaled, is_anchor = anchor_runs(runs, seconds, list(labels), ANCHORS)
+    scaled, is_anchor = apply_anchor_scales(runs, seconds, list(labels), ANCHORS)
     anchored = np.abs(np.log(scaled / measured))
     ratios = np.linspace(0.3, 1.0, 71)
     scores = [score(best * ratio, anchored, ~is_anchor) for ratio in ratios]
     names = ("band", "band_experts", "band_waiting", "anchored_band")
     values = [*np.abs(best), ratios[int(np.argmin(scores))]]
-    specs = list_constants()
+    specs = list_timing_constants()
     fitted = {}
     for name, value in zip(names, values, strict=True):
         fitted[name] = float(min(max(value, specs[name].low), specs[name].high))
@@ -91,7 +95,7 @@ def bands_of(runs: Sequence[MeasuredRun], constants: TimingConstants) -> Array:
 
 def write_page(runs: Sequence[MeasuredRun], seconds: Array, num_fitted: int) -> None:
     """Writes the page. `seconds`: predictions by constants that did not see a run's source."""
-    constants = load_constants()
+    constants = load_timing_constants()
     bands = bands_of(runs, constants)
     is_single = np.array([run.row_id.startswith("v") for run in runs])
     files = {

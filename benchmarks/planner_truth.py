@@ -160,7 +160,7 @@ def run_campaign(
 ) -> None:
     """Run each case `rounds` times, in turn, and append a row for each run to `path`; rows that
     are there stay."""
-    done = {(row["number"], row["round"]) for row in read_rows(path)}
+    done = {(row["number"], row["round"]) for row in load_row_file(path)}
     todo = []
     for number_of_round in range(rounds):
         for case in cases:
@@ -281,7 +281,7 @@ def _busy_seconds(times: Any) -> float:
     return float(sum(times) - times.idle - getattr(times, "iowait", 0.0))
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
+def load_row_file(path: Path) -> list[dict[str, Any]]:
     """The rows of a campaign so far; none without a file."""
     if not path.exists():
         return []
@@ -363,7 +363,7 @@ def _judge_case(runs: Sequence[Mapping[str, Any]], wall_s: float, cpu_s: float) 
 def predict_case(row: Mapping[str, Any], profile: Any) -> tuple[float, float]:
     """Seconds of a step on the wall of a quiet machine, and of a rank's processor."""
     from phalanx.job.load import load_job
-    from phalanx.plan.calibrated.step import estimate_measured_step, estimate_processor_seconds
+    from phalanx.plan.calibrated.step import estimate_processor_seconds, estimate_step_from_profile
     from phalanx.run.plan_job import plan_job
 
     case = TruthCase(row["number"], row["name"], tuple(row["overrides"]), row["config"])
@@ -371,7 +371,7 @@ def predict_case(row: Mapping[str, Any], profile: Any) -> tuple[float, float]:
         overrides = [*COMMON, *prepare_overrides(case, folder)]
         plan = plan_job(load_job(None, overrides)).plan
         return (
-            estimate_measured_step(plan, profile).total_s,
+            estimate_step_from_profile(plan, profile).total_s,
             estimate_processor_seconds(plan, profile),
         )
 
@@ -498,14 +498,14 @@ def main() -> None:
         return
     sys.path.insert(0, str(Path(__file__).parent))
     profile_path = arguments.profile or _find_own_profile()
-    write_page(read_rows(arguments.source), profile_path, arguments.to, arguments.note)
+    write_page(load_row_file(arguments.source), profile_path, arguments.to, arguments.note)
 
 
 def _find_own_profile() -> Path:
     from phalanx.plan.cluster import detect_cluster
-    from phalanx.plan.profiles import describe_this_machine, find_profile_path
+    from phalanx.plan.profiles import build_empty_profile, get_profile_path
 
-    return find_profile_path(describe_this_machine(detect_cluster("cpu")))
+    return get_profile_path(build_empty_profile(detect_cluster("cpu")))
 
 
 if __name__ == "__main__":

@@ -80,16 +80,16 @@ def predict_collective(operation: str, num_bytes: int, mbit: float) -> float:
 
     from phalanx.plan.accelerators import list_accelerators
     from phalanx.plan.timing import collectives
-    from phalanx.plan.timing.constants import load_constants
+    from phalanx.plan.timing.constants import load_timing_constants
     from phalanx.plan.timing.machine import LinkRate, MachineRates
 
-    constants = load_constants()
+    constants = load_timing_constants()
     # Links alone are asked for: whose they are makes no difference.
     accelerator = next(iter(list_accelerators().values()))
     links = (LinkRate(1, 1e12), LinkRate(2, mbit * 1e6 / 8))
     machine = MachineRates(accelerator, links, 1)
     two, one, size = np.array([2.0]), np.array([1.0]), np.array([float(num_bytes)])
-    group = collectives.place_group(two, one, machine, constants)
+    group = collectives.build_group_links(two, one, machine, constants)
     if operation == "all_reduce":
         return float(collectives.all_reduce_s(group, size)[0])
     return float(collectives.all_gather_s(group, size)[0])

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 
 from phalanx.plan.accelerators import list_accelerators
-from phalanx.plan.described_cluster import list_instances
+from phalanx.plan.described_cluster import list_instance_types
 from phalanx.plan.search.economics import list_assumptions
 
 
@@ -44,7 +44,7 @@ def instance_lines() -> list[str]:
         "| `cluster.instance` | cloud | GPUs | network | on demand | spot | as of |",
         "| --- | --- | --- | ---: | ---: | ---: | --- |",
     ]
-    for machine in list_instances().values():
+    for machine in list_instance_types().values():
         network = f"{machine.network_gbit:,g} Gbit/s" if machine.network_gbit else ""
         on_demand = f"${machine.on_demand_per_hour:,.2f}/h" if machine.on_demand_per_hour else ""
         spot = f"${machine.spot_per_hour:,.2f}/h" if machine.spot_per_hour else ""

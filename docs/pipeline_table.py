@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from phalanx.core.units import GIB, format_bytes
 from phalanx.job.load import load_job
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.communication import pp_bytes_per_step
-from phalanx.plan.pipeline.simulate import count_in_flight, simulate
+from phalanx.plan.communication import pp_sent_bytes_per_step
+from phalanx.plan.pipeline.simulate import count_peak_in_flight, simulate_timeline
 from phalanx.plan.planner import make_plan
 from phalanx.plan.workload import build_workload
 
@@ -45,14 +45,16 @@ def _row(name: str) -> str:
     plan = make_plan(job, cluster=Cluster("cpu", RANKS, 2**10 * GIB), num_ranks=RANKS)
     pipeline = plan.pipeline
     assert pipeline is not None
-    timeline = simulate(pipeline.schedule(), pipeline.costs)
+    timeline = simulate_timeline(pipeline.schedule(), pipeline.costs)
     stages_per_rank = len(pipeline.rank_of_stage) // RANKS
-    most = count_in_flight(pipeline.schedule()).per_rank
+    most = count_peak_in_flight(pipeline.schedule()).per_rank
     counts = ", ".join(map(str, most))
     if stages_per_rank > 1:
         counts += f" (of 1/{stages_per_rank} the size)"
     work = build_workload(job, plan.model_shape, micro_batch_size=1, num_microbatches=16, tp=1)
-    sent = max(pp_bytes_per_step(plan.model_shape, work, pipeline, rank) for rank in range(RANKS))
+    sent = max(
+        pp_sent_bytes_per_step(plan.model_shape, work, pipeline, rank) for rank in range(RANKS)
+    )
     activations = max(memory["activations"] for memory in pipeline.rank_memory)
     return (
         f"| `{name}` | {stages_per_rank} | {100 * timeline.bubble:.1f} % | {counts} |"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 
 from phalanx.plan.advice.check_rules import list_rules_of_thumb
-from phalanx.plan.advice.decision_tables import ask_decision_tables, load_decision_tables
+from phalanx.plan.advice.decision_tables import load_decision_tables, look_up_decision_tables
 from phalanx.plan.advice.facts import BatchFacts, HardwareFacts, ModelFacts, PlanFacts
 from phalanx.plan.layout import Layout
 
@@ -54,6 +54,6 @@ def _decisions_table() -> str:
             Layout(dp_replicate=devices),
             BatchFacts(4096, 1, 1, devices),
         )
-        answers = [answer.says for answer in ask_decision_tables(facts)]
+        answers = [answer.says for answer in look_up_decision_tables(facts)]
         lines.append(f"| {name} | " + " | ".join(answers) + " |")
     return "\n".join(lines)

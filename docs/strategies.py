@@ -14,11 +14,15 @@ from phalanx.core.units import GIB, format_bytes
 from phalanx.job.load import load_job
 from phalanx.job.schema import Job
 from phalanx.plan.cluster import Cluster, rank_capacity_bytes
-from phalanx.plan.communication import cp_bytes_per_step, pp_bytes_per_step
-from phalanx.plan.communication import ep_bytes_per_step as sent_over_ep
-from phalanx.plan.memory import MIXED_FP16_ADAM, state_bytes
-from phalanx.plan.pipeline.closed_forms import bubble, idle_s, peak_in_flight
-from phalanx.plan.pipeline.simulate import StageCosts, simulate
+from phalanx.plan.communication import cp_sent_bytes_per_step, pp_sent_bytes_per_step
+from phalanx.plan.communication import ep_sent_bytes_per_step as sent_over_ep
+from phalanx.plan.memory import MIXED_FP16_ADAM_STATE_BYTES, state_bytes
+from phalanx.plan.pipeline.closed_forms import (
+    bubble,
+    closed_form_idle_s,
+    closed_form_peak_in_flight,
+)
+from phalanx.plan.pipeline.simulate import StageCosts, simulate_timeline
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.plan.workload import Workload, build_workload, shard_shape
@@ -152,10 +156,12 @@ def activation_bytes_sent(plan: Plan, work: Workload) -> float:
         )
         sent += of_one * work.num_microbatches
     if layout.cp > 1:
-        sent += cp_bytes_per_step(shard_shape(shape, layout.tp), work)
+        sent += cp_sent_bytes_per_step(shard_shape(shape, layout.tp), work)
     if plan.pipeline is not None:
         here = shard_shape(shape, layout.tp)
-        sent += max(pp_bytes_per_step(here, work, plan.pipeline, rank) for rank in range(layout.pp))
+        sent += max(
+            pp_sent_bytes_per_step(here, work, plan.pipeline, rank) for rank in range(layout.pp)
+        )
     return sent
 
 
@@ -186,7 +192,7 @@ def layouts() -> list[Sequence[str]]:
         waits = (
             ""
             if plan.pipeline is None
-            else _percent(simulate(plan.pipeline.schedule(), plan.pipeline.costs).bubble)
+            else _percent(simulate_timeline(plan.pipeline.schedule(), plan.pipeline.costs).bubble)
         )
         numbers = (states, memory["activations"] + memory["loss"], memory["communication"], total)
         sent = (
@@ -231,7 +237,9 @@ def ways() -> list[Sequence[str]]:
 def zero() -> list[Sequence[str]]:
     rows: list[Sequence[str]] = [("ranks", "ZeRO-1", "ZeRO-2", "ZeRO-3", "optimizer state alone")]
     for ranks in (2, 4, 8, 64, 1024):
-        found = [state_bytes(1, stage, ranks, MIXED_FP16_ADAM) for stage in (0, 1, 2, 3)]
+        found = [
+            state_bytes(1, stage, ranks, MIXED_FP16_ADAM_STATE_BYTES) for stage in (0, 1, 2, 3)
+        ]
         whole, *split = [sum(part.values()) for part in found]
         less = found[0]["optimizer"] / found[1]["optimizer"]
         rows.append(
@@ -250,7 +258,10 @@ def bubbles() -> list[Sequence[str]]:
     ]
     for ranks in (4, 8, 16):
         for count in (ranks, 4 * (ranks - 1), 4 * ranks):
-            idle, part = idle_s("1f1b", ranks, count, EVEN), bubble("1f1b", ranks, count, 1, EVEN)
+            idle, part = (
+                closed_form_idle_s("1f1b", ranks, count, EVEN),
+                bubble("1f1b", ranks, count, 1, EVEN),
+            )
             assert idle is not None
             assert part is not None
             rows.append(
@@ -267,7 +278,7 @@ def schedules() -> list[Sequence[str]]:
     for name in SCHEDULES:
         stages = 1 if name in ("gpipe", "1f1b") else 2
         part = bubble(name, ranks, count, stages, EVEN)
-        held = peak_in_flight(name, ranks, count, stages, 0)
+        held = closed_form_peak_in_flight(name, ranks, count, stages, 0)
         assert part is not None
         assert held is not None
         rows.append((f"`{name}`", str(stages), _percent(part), f"{held} of 1/{ranks * stages}"))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.plan.profiles import SECTIONS, load_profile
+from phalanx.plan.profiles import PROFILE_SECTIONS, load_profile
 
 
 def bench(tmp_path: Path, *arguments: str) -> tuple[list[str], dict[str, str]]:
@@ -31,7 +31,7 @@ def test_a_quick_bench_measures_all_sections_and_writes_a_profile(tmp_path: Path
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
     assert facts["schema"] == "phalanx.bench/1"
-    assert set(facts["sections"]) == set(SECTIONS)
+    assert set(facts["sections"]) == set(PROFILE_SECTIONS)
     profile = load_profile(Path(facts["path"]))
     assert Path(facts["path"]).is_relative_to(tmp_path / "home")
     for section in profile.sections.values():

@@ -36,7 +36,7 @@ from phalanx.nn.routing import Router, Routing
 from phalanx.parallel.data_parallel import shard as dp_shard
 from phalanx.parallel.expert.transform import is_mixture
 from phalanx.parallel.parallelize import parallelize
-from phalanx.plan.communication import ep_bytes_per_step
+from phalanx.plan.communication import ep_sent_bytes_per_step
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.plan.workload import Workload
@@ -255,7 +255,7 @@ def test_tokens_travel_to_their_experts_and_back_twice(ep: int, recompute: str) 
     counts = passes // 2 - 1  # where a forward is computed
     if recompute == "none":  # what a plan says, which does not know the counts
         work = Workload(ROWS // 2, TOKENS, "fp32", "none", 16, num_microbatches=2, ep=ep)
-        assert ep_bytes_per_step(EXPERTS, work) == layers * passes * rows * EXPERTS.dim * 4
+        assert ep_sent_bytes_per_step(EXPERTS, work) == layers * passes * rows * EXPERTS.dim * 4
     wanted = layers * (
         passes * rows * EXPERTS.dim * 4 + 2 * counts * EXPERTS.num_experts * 8 * (ep - 1) // ep
     )

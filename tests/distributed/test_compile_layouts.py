@@ -14,7 +14,7 @@ from phalanx.mesh.mesh import open_mesh
 from phalanx.nn.objective import causal_cross_entropy
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.plan import Plan
-from phalanx.plan.segments import list_segments
+from phalanx.plan.segments import list_recompute_segments
 from ranks import run_ranks
 
 pytestmark = [  # dynamo's own
@@ -27,7 +27,7 @@ pytestmark = [  # dynamo's own
 
 
 def recomputed(a_plan: Plan, mode: str) -> Plan:
-    segments = list_segments(mode, 2, 2)
+    segments = list_recompute_segments(mode, 2, 2)
     return replace_activations(
         a_plan, recompute=mode, recompute_every=2, recompute_segments=segments
     )

@@ -25,7 +25,7 @@ from phalanx.parallel.context.chunks import SequenceChunks
 from phalanx.parallel.context.group import GRADIENTS, KEYS, ContextGroup
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize
-from phalanx.plan.communication import cp_bytes_per_step
+from phalanx.plan.communication import cp_sent_bytes_per_step
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
@@ -101,7 +101,7 @@ def test_bytes_of_a_step_equal_the_formula(name: str) -> None:
         cp=a_plan.layout.cp,
     )
     here = shard_shape(a_plan.model_shape, work.tp)
-    wanted = cp_bytes_per_step(here, work)
+    wanted = cp_sent_bytes_per_step(here, work)
     c, size = a_plan.layout.cp, 2 if a_plan.precision == "bf16" else 4
     heads = (
         BATCH * SEQ_LEN // c * SHAPE.head_dim * SHAPE.num_layers

@@ -18,9 +18,9 @@ from phalanx.mesh.mesh import open_mesh
 from phalanx.nn.routing import Router
 from phalanx.parallel.step_stats import StepStats
 from phalanx.plan.communication import (
-    cp_bytes_per_step,
-    ep_bytes_per_step,
-    pp_bytes_per_step,
+    cp_sent_bytes_per_step,
+    ep_sent_bytes_per_step,
+    pp_sent_bytes_per_step,
 )
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
@@ -173,9 +173,9 @@ def test_agrees_with_the_formulas_of_the_plan(followed: Any) -> None:
             counts = (
                 8 * shape.experts.count // 2 * plan.num_microbatches * len(shape.experts.layers)
             )
-            assert stats.sent_ep_bytes == ep_bytes_per_step(shape, work) + counts
+            assert stats.sent_ep_bytes == ep_sent_bytes_per_step(shape, work) + counts
         else:
-            assert stats.sent_cp_bytes == cp_bytes_per_step(shape, work)
+            assert stats.sent_cp_bytes == cp_sent_bytes_per_step(shape, work)
     job, plan = plan_small(*LAYOUTS["zb-v"])
     _, dry = followed["zb-v"]
     work = build_workload(
@@ -187,7 +187,7 @@ def test_agrees_with_the_formulas_of_the_plan(followed: Any) -> None:
     )
     work = replace(work, precision=plan.precision)
     assert plan.pipeline is not None
-    assert dry[RANKS - 1][2].sent_pp_bytes == pp_bytes_per_step(
+    assert dry[RANKS - 1][2].sent_pp_bytes == pp_sent_bytes_per_step(
         plan.model_shape, work, plan.pipeline, rank=1
     )
 

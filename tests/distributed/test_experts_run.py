@@ -25,7 +25,7 @@ from phalanx.observe.events import ExpertsLoaded
 from phalanx.observe.tail import read_recorded_events
 from phalanx.optim.build import build_optimizer
 from phalanx.parallel.parallelize import parallelize
-from phalanx.plan.memory import rank_params
+from phalanx.plan.memory import count_rank_params
 from phalanx.plan.planner import make_plan
 from phalanx.train.state import TrainState
 from phalanx.train.trainer import Trainer
@@ -145,6 +145,8 @@ def test_loads_are_told_once_and_are_those_of_one_process(ran: Any, name: str) -
 def test_ranks_hold_as_many_parameters_as_the_plan_says(ran: Any) -> None:
     (whole,), _ = ran["one"]
     given = next(s for s in (SHAPE, replace(SHAPE, tie_embeddings=False)) if s.num_params == whole)
-    assert ran["ep"][0] == [rank_params(given, 2)] * 2
-    assert rank_params(given, 2) == whole - 2 * 2 * 3 * 32 * 24  # half of the experts of two layers
+    assert ran["ep"][0] == [count_rank_params(given, 2)] * 2
+    assert (
+        count_rank_params(given, 2) == whole - 2 * 2 * 3 * 32 * 24
+    )  # half of the experts of two layers
     assert sum(ran["ep-zero3"][0]) == whole

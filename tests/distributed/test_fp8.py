@@ -22,7 +22,7 @@ from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import causal_cross_entropy
 from phalanx.parallel.compute.fp8 import Float8, convert_to_fp8, has_fp8_widths, require_fp8_device
 from phalanx.parallel.parallelize import parallelize
-from phalanx.plan.cluster import Cluster, compute_capability
+from phalanx.plan.cluster import Cluster, detect_least_compute_capability
 from phalanx.plan.nvidia import Gpu
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
@@ -219,14 +219,14 @@ def test_an_older_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         require_fp8_device(torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     require_fp8_device(torch.device("cuda", 0))
-    monkeypatch.setattr(needs, "compute_capability", lambda: (8, 0))
+    monkeypatch.setattr(needs, "detect_least_compute_capability", lambda: (8, 0))
     monkeypatch.setattr(needs, "_is_installed", lambda name: True)
     with pytest.raises(
         EnvironmentProblem, match=r"capability 8\.9, and one here has 8\.0"
     ) as caught:
         needs.require_packages(job(), "cuda")
     assert caught.value.exit_code == 6
-    monkeypatch.setattr(needs, "compute_capability", lambda: (9, 0))
+    monkeypatch.setattr(needs, "detect_least_compute_capability", lambda: (9, 0))
     needs.require_packages(job(), "cuda")
 
 
@@ -247,5 +247,5 @@ def test_the_least_able_gpu_counts(
     capabilities: list[tuple[int, int]], found: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpus = [Gpu("one", 1, "", capability) for capability in capabilities]
-    monkeypatch.setattr("phalanx.plan.cluster.visible_gpus", lambda: gpus)
-    assert compute_capability() == found
+    monkeypatch.setattr("phalanx.plan.cluster.list_visible_gpus", lambda: gpus)
+    assert detect_least_compute_capability() == found

@@ -21,7 +21,7 @@ from phalanx.nn.hugging_face.adapter import build
 from phalanx.nn.hugging_face.experts import use_batched_products
 from phalanx.nn.objective import logits_cross_entropy
 from phalanx.parallel.tensor.sharder import ModuleSharder
-from phalanx.plan.rules import parse_rules
+from phalanx.plan.rules import parse_sharding_rules
 from ranks import run_ranks
 
 pytest.importorskip("transformers")
@@ -72,7 +72,7 @@ def judge(rank: int, kind: str, dtype: torch.dtype = torch.float32) -> str | flo
     except Exception as error:  # settings that do not go together
         return f"alone: {error!r}"
     group = TensorGroup(dist.group.WORLD.group_name, rank, 2, PhaseTimer())  # type: ignore[union-attr]
-    sharder = ModuleSharder(module, group, parse_rules(read_shard_rules(module)))
+    sharder = ModuleSharder(module, group, parse_sharding_rules(read_shard_rules(module)))
     sharder.shard()
     found = objective(module(tokens, positions), {"targets": targets})[0]
     found.backward()
@@ -143,7 +143,9 @@ def loss_with_head_cut(rank: int, kind: str, rule: str) -> float | str:
     module: Any = build(kind)
     tokens = torch.randint(96, (2, 16))
     group = TensorGroup(dist.group.WORLD.group_name, rank, 2, PhaseTimer())  # type: ignore[union-attr]
-    ModuleSharder(module, group, parse_rules(read_shard_rules(module) | {"lm_head": rule})).shard()
+    ModuleSharder(
+        module, group, parse_sharding_rules(read_shard_rules(module) | {"lm_head": rule})
+    ).shard()
     try:
         return logits_cross_entropy(64)(module(tokens), {"targets": tokens})[0].item()
     except PhalanxError as error:

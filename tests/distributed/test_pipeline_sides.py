@@ -37,7 +37,7 @@ from phalanx.parallel.step_stats import LocalLoss
 from phalanx.plan.layout import Layout
 from phalanx.plan.pipeline.cut import Stages
 from phalanx.plan.pipeline.pipeline_plan import build_named_pipeline
-from phalanx.plan.pipeline.simulate import StageCosts, simulate
+from phalanx.plan.pipeline.simulate import StageCosts, simulate_timeline
 from phalanx.plan.planner import make_plan
 from phalanx.train.evaluation import evaluation_mode
 from phalanx.train.generate import generate_tokens
@@ -233,7 +233,9 @@ def gathered(rank: int, folder: str) -> None:
     one's are other ones."""
     with open_mesh(Layout(pp=2, dp_replicate=2), device="cpu") as mesh:
         model = model_of(Part(*stages_of(mesh)), mesh)
-        timeline = simulate(PIPELINE.schedule(), [StageCosts(0.5, 0.5, 0.25)] * NUM_STAGES, 0.125)
+        timeline = simulate_timeline(
+            PIPELINE.schedule(), [StageCosts(0.5, 0.5, 0.25)] * NUM_STAGES, 0.125
+        )
         stage, late_s = mesh.coordinates["pp"], 50.0 * mesh.coordinates["dp_replicate"]
         rows = zip(timeline.schedule.actions[stage], timeline.spans_s[stage], strict=True)
         spans = [(str(action), late_s + float(b), 2 * late_s + float(e)) for action, (b, e) in rows]
@@ -253,7 +255,9 @@ def test_spans_of_all_ranks_become_one_event(tmp_path: Path) -> None:
     )
     event = told[0]
     assert isinstance(event, PipelineMeasured)
-    reference = simulate(PIPELINE.schedule(), [StageCosts(0.5, 0.5, 0.25)] * NUM_STAGES, 0.125)
+    reference = simulate_timeline(
+        PIPELINE.schedule(), [StageCosts(0.5, 0.5, 0.25)] * NUM_STAGES, 0.125
+    )
     assert event.bubble_measured == pytest.approx(float(reference.bubble))
     assert event.bubble_planned == pytest.approx(1 / 5)  # (p - 1) / (m + p - 1)
     assert event.bubble_predicted == pytest.approx(1 / 5), "without what sending takes"

@@ -41,7 +41,7 @@ from phalanx.parallel.recompute import segment as stretch
 from phalanx.parallel.recompute.transform import find_segments
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
-from phalanx.plan.segments import Segment, list_segments
+from phalanx.plan.segments import Segment, list_recompute_segments
 from ranks import run_ranks
 
 NUM_BLOCKS = 5
@@ -70,7 +70,7 @@ class Dropping(nn.Module):
 
 
 def with_mode(a_plan: Plan, mode: str, num_blocks: int = NUM_BLOCKS, **changes: Any) -> Plan:
-    segments = list_segments(mode, num_blocks, 2)
+    segments = list_recompute_segments(mode, num_blocks, 2)
     shape = {**a_plan.shape, "num_layers": num_blocks}
     a_plan = replace_activations(
         a_plan, recompute=mode, recompute_every=2, recompute_segments=segments
@@ -333,7 +333,9 @@ def test_what_the_modes_mean() -> None:
     """The blocks, counted from 0, of each segment."""
 
     def blocks(mode: str, num_blocks: int, every: int = 1) -> list[list[int]]:
-        return [list(range(s.start, s.stop)) for s in list_segments(mode, num_blocks, every)]
+        return [
+            list(range(s.start, s.stop)) for s in list_recompute_segments(mode, num_blocks, every)
+        ]
 
     assert blocks("none", 4) == []
     assert blocks("full", 3) == blocks("selective", 3) == blocks("every-k", 3, 1) == [[0], [1], [2]]
@@ -341,4 +343,4 @@ def test_what_the_modes_mean() -> None:
     assert blocks("sqrt", 12) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     assert blocks("sqrt", 5) == [[0, 1, 2], [3, 4]]
     assert blocks("sqrt", 1) == [[0]]
-    assert list_segments("full", 1) == (Segment(0, 1, "full"),)
+    assert list_recompute_segments("full", 1) == (Segment(0, 1, "full"),)

@@ -39,7 +39,7 @@ from phalanx.observe.events import (
     RunStarted,
     StepFinished,
 )
-from phalanx.plan.plan import job_digest
+from phalanx.plan.plan import compute_job_digest
 
 JOB = """\
 [run]
@@ -172,7 +172,7 @@ def test_the_facts_of_a_run_can_be_read_back(house: House) -> None:
     job = load_job_json(run_dir / "job.json")
     plan = read_json(run_dir / "plan.json")
     assert (job.run.name, job.train.steps, job.model.dim) == ("first", 20, 32)
-    assert plan["job_digest"] == job_digest(job)
+    assert plan["job_digest"] == compute_job_digest(job)
     found = [envelope.event for envelope in events(run_dir)]
     assert [e.step for e in found if isinstance(e, RunStarted)] == [0]
     assert [(e.status, e.exit_code, e.step) for e in found if isinstance(e, RunFinished)] == [

@@ -16,7 +16,7 @@ import pytest
 import phalanx
 from commands import environment, finish, run, run_all, start, survivors, wait_until
 from phalanx.core.errors import ExitCode
-from phalanx.plan.nvidia import visible_gpus
+from phalanx.plan.nvidia import list_visible_gpus
 from phalanx.verify.cases import list_compressed_layouts, list_layouts
 from phalanx.verify.row import Row
 
@@ -203,7 +203,7 @@ def test_refusals(tmp_path: Path) -> None:
         ("--model", "own:build", "--shrink"): (3, "smaller model.args"),
         ("--device", "tpu"): (2, "'tpu' is no device; one of cpu, cuda"),
     }
-    if not visible_gpus():
+    if not list_visible_gpus():
         cases[("--device", "cuda")] = (6, "--device=cpu judges the same layouts")
     for arguments, (code, text) in cases.items():
         done = run("verify", *arguments, cwd=tmp_path)

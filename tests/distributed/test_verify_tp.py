@@ -26,7 +26,7 @@ from phalanx.parallel.dropout.rng import DropoutRng
 from phalanx.parallel.tensor import grad_sync as tp_sync
 from phalanx.parallel.tensor import modules as tp_modules
 from phalanx.parallel.tensor import sharder as tp
-from phalanx.plan.rules import DimSlice, Rule
+from phalanx.plan.rules import DimSlice, ShardingRule
 from phalanx.verify import rank as verify_rank
 from phalanx.verify.cases import make_cases, make_verified_job
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
@@ -62,9 +62,9 @@ def judge_tp(
 def rows_of_the_other_rank() -> None:
     """The rule of a row takes the features of the other rank than those that reach it."""
 
-    def swapped(self: Any, rule: Rule, size: int, name: str) -> Sequence[DimSlice]:
+    def swapped(self: Any, rule: ShardingRule, size: int, name: str) -> Sequence[DimSlice]:
         rank = self.group.rank if rule.kind != "row" else self.group.size - 1 - self.group.rank
-        return rule.spans(size, self.group.size, rank, name=name)
+        return rule.list_rank_slices(size, self.group.size, rank, name=name)
 
     tp.ModuleSharder._find_spans_of_rank = swapped  # type: ignore[assignment, method-assign]
 

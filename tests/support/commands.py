@@ -30,7 +30,10 @@ from phalanx.core.launchers import (
 )
 from phalanx.observe.events import Envelope, Event, parse_event_line
 
-PHALANX = [sys.executable, warm.__file__]  # as the next, but it and its ranks start in a moment
+PHALANX = [
+    sys.executable,
+    warm.__file__,
+]  # as the next, but it and its ranks start in a moment
 COLD = [sys.executable, "-m", "phalanx"]  # as a user starts it
 DEADLINE_S = 120.0
 SLACK = 3.0  # the machine that runs the tests is busy

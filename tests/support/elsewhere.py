@@ -140,24 +140,24 @@ def run_variants(
     alone = [variant for variant in variants if "deadline" in variant.marks]
     # What is left of the time is shared by the rounds that are left; what one does not need, the
     # next ones have.
-    num_interleaved_rounds = -(-len(beside) // 2) + len(alone)
+    count_interleaved_rounds = -(-len(beside) // 2) + len(alone)
     outcomes = []
     for start in range(0, len(beside), 2):
-        share = (until - time.monotonic()) / num_interleaved_rounds
+        share = (until - time.monotonic()) / count_interleaved_rounds
         with ThreadPoolExecutor(2) as pool:
             jobs = [
                 pool.submit(run_variant, v, folder, seed, share, cores)
                 for v in beside[start : start + 2]
             ]
             outcomes += [job.result() for job in jobs]
-        num_interleaved_rounds -= 1
+        count_interleaved_rounds -= 1
     for variant in alone:
         outcomes.append(
             run_variant(
-                variant, folder, seed, (until - time.monotonic()) / num_interleaved_rounds, cores
+                variant, folder, seed, (until - time.monotonic()) / count_interleaved_rounds, cores
             )
         )
-        num_interleaved_rounds -= 1
+        count_interleaved_rounds -= 1
     return outcomes
 
 

@@ -26,7 +26,7 @@ from phalanx.parallel.saved_tensors import SavedBytes
 from phalanx.plan.layout import Layout
 from phalanx.plan.memory import activation_bytes, bytes_at_forward_end
 from phalanx.plan.planner import make_plan
-from phalanx.plan.segments import list_segments, mix_segments
+from phalanx.plan.segments import list_recompute_segments, mix_recompute_modes
 from phalanx.plan.workload import Workload
 from ranks import run_ranks
 
@@ -167,7 +167,7 @@ def test_recompute_keeps_the_inputs_of_blocks_and_one_block() -> None:
 def alive_with(mode: str, shape: DecoderShape, precision: str) -> tuple[int, int, float, float]:
     """(bytes where the forward ends, at the worst moment of the backward, and what is predicted
     of both)."""
-    segments = list_segments(mode, shape.num_layers, 2)
+    segments = list_recompute_segments(mode, shape.num_layers, 2)
     body = {"train": {"global_batch_size": 48}, "parallel": {"ranks": 1}, "data": {"seq_len": 64}}
     plan = make_plan(Job.model_validate(body), cluster=CPU, shape=shape)
     plan = replace_activations(plan, recompute=mode, recompute_segments=segments)
@@ -229,8 +229,8 @@ def test_more_blocks_recomputed_keep_less(changes: dict[str, Any]) -> None:
         replace(BASE, **changes | {"num_layers": 6}),
         Workload(4, 64, "bf16", "none", 1024),
     )
-    choices = [mix_segments(6, n, 0) for n in range(7)] + [
-        mix_segments(6, 6, n) for n in range(1, 7)
+    choices = [mix_recompute_modes(6, n, 0) for n in range(7)] + [
+        mix_recompute_modes(6, 6, n) for n in range(1, 7)
     ]
     kept = [bytes_at_forward_end(shape, replace(work, segments=segments)) for segments in choices]
     assert kept == sorted(kept, reverse=True)

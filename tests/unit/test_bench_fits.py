@@ -24,11 +24,11 @@ from phalanx.plan.profiles import (
     ProfileSection,
     TimedOperation,
     describe_calibration,
-    find_profile_of,
-    find_profile_path,
-    linear_seconds,
+    evaluate_linear_fit,
+    evaluate_matmul_fit,
+    find_profile_of_cluster,
+    get_profile_path,
     load_profile,
-    matmul_seconds,
     save_profile,
 )
 
@@ -49,7 +49,7 @@ def test_latency_and_bandwidth_come_back(latency_s: float, per_s: float, noise: 
     truth = {"overhead_s": latency_s, "per_s": per_s}
     rows = []
     for size in SIZES * 3:
-        seconds = linear_seconds(truth, size) * math.exp(generator.gauss(0, noise))
+        seconds = evaluate_linear_fit(truth, size) * math.exp(generator.gauss(0, noise))
         rows.append(measure("all_reduce", seconds, size=(size,), num_bytes=float(size)))
     # Somebody else was computing.
     rows[1] = replace(rows[1], seconds=6 * rows[1].seconds)
@@ -73,14 +73,14 @@ def test_constants_of_products_come_back() -> None:
     generator = random.Random(3)
     rows = []
     for shape in CPU_PRODUCTS * 2:
-        seconds = matmul_seconds(truth, *shape) * math.exp(generator.gauss(0, 0.02))
+        seconds = evaluate_matmul_fit(truth, *shape) * math.exp(generator.gauss(0, 0.02))
         rows.append(measure("matmul", seconds, size=shape, flops=2.0 * math.prod(shape)))
     (fit,) = fit_section(rows, CPU)
     assert fit.values["flops_per_s"] == pytest.approx(9e10, rel=0.05)
     assert fit.values["overhead_s"] == pytest.approx(4e-6, rel=0.3)
     for shape in ((192, 320, 448), (1024, 1024, 256)):
-        assert matmul_seconds(fit.values, *shape) == pytest.approx(
-            matmul_seconds(truth, *shape), rel=0.04
+        assert evaluate_matmul_fit(fit.values, *shape) == pytest.approx(
+            evaluate_matmul_fit(truth, *shape), rel=0.04
         )
 
 
@@ -88,7 +88,9 @@ def test_a_constant_stays_within_its_bounds_and_the_residual_says_so() -> None:
     """Times that no link can have: the bandwidth ends at its bound instead of explaining them."""
     bounds = {"overhead_s": Bound(1e-6, 1e-3, 1e-5), "per_s": Bound(1e6, 1e9, 1e8)}
     points = [((float(size),), 1e-5 + size / 1e11) for size in SIZES]
-    result = fit_constants(lambda values, size: linear_seconds(values, size[0]), bounds, points)
+    result = fit_constants(
+        lambda values, size: evaluate_linear_fit(values, size[0]), bounds, points
+    )
     assert result.values["per_s"] == pytest.approx(1e9)
     assert result.residual > 0.5
 
@@ -97,7 +99,9 @@ def test_what_no_point_tells_stays_at_its_prior() -> None:
     """Messages so small that their bandwidth is nothing."""
     bounds = {"overhead_s": Bound(1e-6, 1.0, 1e-4), "per_s": Bound(1e6, 1e12, 3e9)}
     points = [((float(size),), 5e-3) for size in (8, 64, 512)]
-    result = fit_constants(lambda values, size: linear_seconds(values, size[0]), bounds, points)
+    result = fit_constants(
+        lambda values, size: evaluate_linear_fit(values, size[0]), bounds, points
+    )
     assert result.values["overhead_s"] == pytest.approx(5e-3, rel=0.01)
     assert result.values["per_s"] == pytest.approx(3e9, rel=0.05)
 
@@ -205,15 +209,15 @@ def test_a_file_that_is_no_profile_is_refused_in_one_line(tmp_path: Path, text: 
 def test_a_machine_finds_its_own_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under its name, and only there: another number of cores is another machine."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    from phalanx.plan.profiles import describe_this_machine
+    from phalanx.plan.profiles import build_empty_profile
 
-    assert find_profile_of(CPU) is None
-    here = describe_this_machine(CPU)
-    save_profile(replace(here, sections=make_profile().sections), find_profile_path(here))
-    found = find_profile_of(CPU)
+    assert find_profile_of_cluster(CPU) is None
+    here = build_empty_profile(CPU)
+    save_profile(replace(here, sections=make_profile().sections), get_profile_path(here))
+    found = find_profile_of_cluster(CPU)
     assert found is not None
     assert describe_calibration(found) == "calibrated by bench of 2026-11-24"
-    assert find_profile_of(replace(CPU, num_devices=3)) is None
+    assert find_profile_of_cluster(replace(CPU, num_devices=3)) is None
     assert "uncalibrated" in describe_calibration(None)
 
 

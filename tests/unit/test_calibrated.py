@@ -9,12 +9,12 @@ from support.profiles import FLOPS_PER_S, make_profile
 
 from phalanx.core.errors import LayoutError
 from phalanx.job.load import load_job
-from phalanx.plan.calibrated.step import estimate_measured_step
+from phalanx.plan.calibrated.step import estimate_step_from_profile
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.plan.profiles import MachineProfile
-from phalanx.plan.timing.step_time import TERMS
+from phalanx.plan.timing.step_time import STEP_TERMS
 
 SMALL = (
     "model.dim=256",
@@ -32,7 +32,7 @@ def plan_of(*overrides: str) -> Plan:
 
 
 def total_s(*overrides: str, profile: MachineProfile | None = None) -> float:
-    return estimate_measured_step(plan_of(*overrides), profile or make_profile()).total_s
+    return estimate_step_from_profile(plan_of(*overrides), profile or make_profile()).total_s
 
 
 LAYOUTS: dict[str, tuple[str, ...]] = {
@@ -57,8 +57,8 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_has_a_time_made_of_terms(name: str) -> None:
-    time = estimate_measured_step(plan_of(*LAYOUTS[name]), make_profile())
-    assert tuple(time.terms) == TERMS
+    time = estimate_step_from_profile(plan_of(*LAYOUTS[name]), make_profile())
+    assert tuple(time.terms) == STEP_TERMS
     assert time.total_s == pytest.approx(sum(time.terms.values()))
     assert 0 < time.low_s < time.total_s < time.high_s
     assert all(seconds >= 0 for seconds in time.terms.values()), time.terms
@@ -90,7 +90,7 @@ def test_products_take_at_least_as_long_as_their_flops() -> None:
     plan = plan_of("parallel.ranks=2")
     work = plan.model_shape.work(plan.seq_len)
     assert work is not None
-    time = estimate_measured_step(plan, make_profile())
+    time = estimate_step_from_profile(plan, make_profile())
     ideal_s = 3 * work.matmul_flops * 4 / FLOPS_PER_S["fp32"]
     assert time.terms["ideal"] == pytest.approx(ideal_s)
     assert time.terms["matmul loss"] > 0
@@ -116,7 +116,7 @@ def test_recomputing_all_adds_about_a_forward() -> None:
 def test_four_ranks_on_two_cores_take_turns() -> None:
     """Each has half of the batch of two ranks, and half of a core."""
     two, four = (
-        estimate_measured_step(plan_of(f"parallel.ranks={ranks}"), make_profile())
+        estimate_step_from_profile(plan_of(f"parallel.ranks={ranks}"), make_profile())
         for ranks in (2, 4)
     )
     assert four.terms["ideal"] == pytest.approx(two.terms["ideal"])
@@ -127,7 +127,7 @@ def test_more_microbatches_fill_a_pipeline() -> None:
     shares = []
     for micro in (4, 1):
         pipeline = plan_of("parallel.pp=2", f"train.micro_batch_size={micro}")
-        time = estimate_measured_step(pipeline, make_profile())
+        time = estimate_step_from_profile(pipeline, make_profile())
         shares.append(time.terms["bubble"] / time.total_s)
     assert shares[0] > shares[1] > 0
 
@@ -136,4 +136,4 @@ def test_a_profile_without_an_operation_is_refused_with_what_to_do() -> None:
     profile = make_profile()
     profile = replace(profile, sections={"gemm": profile.sections["gemm"]})
     with pytest.raises(LayoutError, match=r"no all_reduce.*run phalanx bench"):
-        estimate_measured_step(plan_of("parallel.ranks=2"), profile)
+        estimate_step_from_profile(plan_of("parallel.ranks=2"), profile)

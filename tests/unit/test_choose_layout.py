@@ -11,8 +11,8 @@ from phalanx.job.load import load_job
 from phalanx.job.schema import Job
 from phalanx.plan.candidates import NoFitError
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.described_cluster import find_cluster
-from phalanx.plan.plan import Plan, job_digest
+from phalanx.plan.described_cluster import choose_cluster_of_job
+from phalanx.plan.plan import Plan, compute_job_digest
 from phalanx.plan.planner import make_plan
 from phalanx.run.choose_layout import choose_layout
 
@@ -39,7 +39,7 @@ def test_where_copies_and_zero_do_not_fit_the_simplest_that_does_is_trained():
     chosen = choose_layout(job, cluster=CORES)
     plan = chosen.make_plan(job, cluster=CORES)
     assert plan.chosen.fits
-    assert plan.job_digest == job_digest(job)
+    assert plan.job_digest == compute_job_digest(job)
     assert plan.reasons[0] == chosen.reason
     assert "the fewest mechanisms that fit" in chosen.reason
     # The plan says all that ranks read: stored and read again it is the same.
@@ -60,7 +60,7 @@ def test_what_the_job_fixes_is_refused_with_what_would_fit():
 
 def test_on_gpus_of_the_table_the_fastest_is_chosen_and_its_time_is_in_the_plan():
     job = load_job(None, ["model.preset=llama3-8b", "data.seq_len=8192", "cluster.gpu=h100-sxm"])
-    cluster = replace(find_cluster(job), is_described=False)
+    cluster = replace(choose_cluster_of_job(job), is_described=False)
     job = load_job(None, ["model.preset=llama3-8b", "data.seq_len=8192"])
     plan = choose_layout(job, cluster=cluster).make_plan(job, cluster=cluster)
     assert plan.step_time is not None
@@ -80,5 +80,5 @@ def test_a_layout_that_the_job_says_is_left_alone():
             "train.micro_batch_size=1",
         ],
     )
-    cluster = find_cluster(job)
+    cluster = choose_cluster_of_job(job)
     assert choose_layout(job, cluster=cluster).keys == {}

@@ -8,12 +8,12 @@ import pytest
 
 from phalanx.core.errors import EnvironmentProblem, LayoutError
 from phalanx.job.load import load_job
-from phalanx.plan.accelerators import list_accelerators, match_accelerator
+from phalanx.plan.accelerators import find_accelerator_by_driver_name, list_accelerators
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.described_cluster import (
-    find_cluster,
-    list_instances,
-    require_this_machine,
+    choose_cluster_of_job,
+    list_instance_types,
+    require_cluster_is_this_machine,
     resize_cluster,
 )
 
@@ -21,7 +21,7 @@ GIB = 2**30
 
 
 def describe(*overrides: str) -> Cluster:
-    return find_cluster(load_job(None, list(overrides)))
+    return choose_cluster_of_job(load_job(None, list(overrides)))
 
 
 def test_a_gpu_by_name_is_a_node_of_them_wherever_the_plan_is_made():
@@ -40,12 +40,12 @@ def test_an_instance_has_its_own_network_and_price():
     assert cluster.accelerator is not None
     assert cluster.accelerator.name == "a100-sxm-40"
     assert cluster.links[-1].gb_s == pytest.approx(400 / 8 / 8)  # 400 Gbit/s for eight GPUs
-    assert cluster.price_per_hour == list_instances()["p4d.24xlarge"].on_demand_per_hour
+    assert cluster.price_per_hour == list_instance_types()["p4d.24xlarge"].on_demand_per_hour
     assert describe("cluster.instance=p4d.24xlarge", "cluster.price_per_hour=1").price_per_hour == 1
 
 
 def test_every_instance_names_a_gpu_of_the_table_and_where_its_price_is_from():
-    for instance in list_instances().values():
+    for instance in list_instance_types().values():
         assert instance.gpu in list_accelerators(), instance.name
         assert instance.source, instance.name
 
@@ -112,10 +112,10 @@ def test_what_does_not_agree_is_refused(overrides: list[str], message: str):
 
 
 def test_training_refuses_a_job_that_is_planned_for_gpus_which_are_not_here(monkeypatch):
-    monkeypatch.setattr("phalanx.plan.described_cluster.visible_gpus", lambda: ())
+    monkeypatch.setattr("phalanx.plan.described_cluster.list_visible_gpus", lambda: ())
     with pytest.raises(EnvironmentProblem, match="planned for h100-sxm, and this machine has no"):
-        require_this_machine(load_job(None, ["cluster.gpu=h100-sxm"]))
-    require_this_machine(load_job(None, []))
+        require_cluster_is_this_machine(load_job(None, ["cluster.gpu=h100-sxm"]))
+    require_cluster_is_this_machine(load_job(None, []))
 
 
 @pytest.mark.parametrize(
@@ -130,14 +130,14 @@ def test_training_refuses_a_job_that_is_planned_for_gpus_which_are_not_here(monk
     ],
 )
 def test_a_driver_s_name_is_matched_to_the_table(driver_name: str, gib: float, name: str):
-    accelerator = match_accelerator(driver_name, round(gib * GIB))
+    accelerator = find_accelerator_by_driver_name(driver_name, round(gib * GIB))
     assert accelerator is not None
     assert accelerator.name == name
 
 
 def test_a_slice_of_a_gpu_and_an_unknown_one_are_not_matched():
-    assert match_accelerator("NVIDIA H100 80GB HBM3", 10 * GIB) is None
-    assert match_accelerator("Quadro P400", 2 * GIB) is None
+    assert find_accelerator_by_driver_name("NVIDIA H100 80GB HBM3", 10 * GIB) is None
+    assert find_accelerator_by_driver_name("Quadro P400", 2 * GIB) is None
 
 
 def test_a_resized_cluster_reaches_all_its_devices_and_no_further():

@@ -12,10 +12,15 @@ from phalanx.core.errors import JobError, LayoutError
 from phalanx.job.load import load_job
 from phalanx.job.schema import Job
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.communication import ep_buffer_bytes, ep_bytes_per_step
+from phalanx.plan.communication import ep_buffer_bytes, ep_sent_bytes_per_step
 from phalanx.plan.explain import describe_plan
 from phalanx.plan.layout import Layout
-from phalanx.plan.memory import StateBytes, rank_params, state_bytes, uneven_expert_share
+from phalanx.plan.memory import (
+    StateBytes,
+    compute_excess_expert_share,
+    count_rank_params,
+    state_bytes,
+)
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.plan.workload import Workload
@@ -48,7 +53,7 @@ def test_experts_are_held_in_parts_and_the_rest_whole() -> None:
     for kind, size in (("parameters", 4), ("gradients", 4), ("optimizer", 8)):
         saved = whole.chosen.predicted_bytes[kind] - spread.chosen.predicted_bytes[kind]
         assert saved == size * elsewhere, kind
-    assert rank_params(whole.model_shape, 4) == whole.num_params - elsewhere
+    assert count_rank_params(whole.model_shape, 4) == whole.num_params - elsewhere
 
 
 @pytest.mark.parametrize(
@@ -84,8 +89,8 @@ def test_where_no_dimension_of_experts_divides_the_rank_that_has_most_is_planned
     beyond = found.model_shape.experts.count_chosen_params() * (1 / 8 - 1 / 64)
     assert zero1.predicted_bytes["optimizer"] == round(even + 8 * beyond)
     odd = replace(found.model_shape, dim=4095, expert_ffn_dim=14335)
-    assert uneven_expert_share(odd, 3, 64, 8) == 1 / 8 - 1 / 64
-    assert uneven_expert_share(found.model_shape, 3, 64, 8) == 0
+    assert compute_excess_expert_share(odd, 3, 64, 8) == 1 / 8 - 1 / 64
+    assert compute_excess_expert_share(found.model_shape, 3, 64, 8) == 0
 
 
 def test_shards_are_as_large_and_gathered_ones_smaller() -> None:
@@ -124,8 +129,8 @@ def test_rows_are_sent_four_times_for_each_layer_and_microbatch() -> None:
     shape = replace(plan().model_shape, num_dense_layers=1)
     work = Workload(3, 64, "bf16", "none", 64, 5, ep=4)
     rows = 3 * 64 * 2 * 3 // 4  # of 2 experts per token 3 of 4 lie on other ranks
-    assert ep_bytes_per_step(shape, work) == 4 * 3 * 5 * rows * 128 * 2
-    assert ep_bytes_per_step(shape, replace(work, ep=1)) == 0
+    assert ep_sent_bytes_per_step(shape, work) == 4 * 3 * 5 * rows * 128 * 2
+    assert ep_sent_bytes_per_step(shape, replace(work, ep=1)) == 0
     assert ep_buffer_bytes(shape, work) == 2 * 3 * 64 * 2 * 128 * 2
 
 

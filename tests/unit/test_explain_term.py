@@ -15,20 +15,20 @@ from phalanx.plan.advice.explain_term import (
     MEMORY_FORMULAS,
     TIME_FORMULAS,
     ExplainedTerm,
-    describe_term,
     explain_memory_term,
     explain_time_term,
-    find_term,
-    round_inputs,
+    format_explained_term,
+    parse_term_name,
+    round_line_inputs,
 )
 from phalanx.plan.advice.formula_trace import trace_formulas
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.layout import Layout
 from phalanx.plan.planner import make_plan
-from phalanx.plan.timing.machine import build_machine
+from phalanx.plan.timing.machine import build_rates_of_accelerator
 from phalanx.plan.timing.setup import StepSetup
-from phalanx.plan.timing.step import estimate_step
-from phalanx.plan.timing.step_time import TERMS, StepTime
+from phalanx.plan.timing.step import estimate_step_times
+from phalanx.plan.timing.step_time import STEP_TERMS, StepTime
 
 CLUSTER = Cluster("cuda", 64, 80 * 2**30, "h100-sxm", (9, 0))
 KEYS = [
@@ -46,7 +46,9 @@ FEW = ("optimizer state", "activations", "communication")
 
 
 def predict() -> StepTime:
-    return estimate_step(SHAPE, build_machine(find_accelerator("h100-sxm")), SETUP)
+    return estimate_step_times(
+        SHAPE, build_rates_of_accelerator(find_accelerator("h100-sxm")), SETUP
+    )
 
 
 TIME = predict()
@@ -57,25 +59,25 @@ def count_arithmetic(explained: ExplainedTerm) -> int:
     checked = 0
     for call in explained.calls:
         for line in call.lines:
-            printed = round_inputs(line)
+            printed = round_line_inputs(line)
             if line.result is None or not printed.is_arithmetic:
                 continue
-            value = eval(printed.with_numbers, {"np": np})
+            value = eval(printed.expression_with_numbers, {"np": np})
             assert float(value) == pytest.approx(line.result, rel=1e-3, abs=1e-9), printed
             checked += 1
     return checked
 
 
 def test_every_term_of_time_is_known() -> None:
-    assert set(TIME_FORMULAS) == set(TERMS)
+    assert set(TIME_FORMULAS) == set(STEP_TERMS)
 
 
-@pytest.mark.parametrize("term", [term for term in TERMS if term not in ("ep", "offload")])
+@pytest.mark.parametrize("term", [term for term in STEP_TERMS if term not in ("ep", "offload")])
 def test_printed_numbers_make_the_printed_results(term: str) -> None:
     explained = explain_time_term(term, TIME.terms, predict)
     assert explained.calls, "its functions have other names now: explain_term.TIME_FORMULAS"
     assert count_arithmetic(explained) >= 1
-    assert describe_term(explained, TIME.total_s)[0].startswith(f"{term}: ")
+    assert format_explained_term(explained, TIME.total_s)[0].startswith(f"{term}: ")
     json.dumps(explained.to_json())
 
 
@@ -105,10 +107,10 @@ def test_categories_of_memory_are_explained(keys: list[str]) -> None:
 
 
 def test_unknown_terms_are_refused_with_the_list() -> None:
-    assert find_term("dp-exposed") == "dp exposed"
-    assert find_term("Matmul_Loss") == "matmul loss"
+    assert parse_term_name("dp-exposed") == "dp exposed"
+    assert parse_term_name("Matmul_Loss") == "matmul loss"
     with pytest.raises(UsageError) as caught:
-        find_term("quux")
+        parse_term_name("quux")
     assert "dp-exposed" in str(caught.value.fix)
 
 

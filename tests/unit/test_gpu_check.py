@@ -185,7 +185,10 @@ def run(systems: Sequence[System], out: Path, *more: str) -> tuple[int, dict[str
 def test_rows_come_as_they_are_done_and_the_rest_is_written(
     pretenders: dict[str, System], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    systems = [replace(pretenders["works"], name=PHALANX), replace(pretenders["raises"], name=BARE)]
+    systems = [
+        replace(pretenders["works"], name=PHALANX),
+        replace(pretenders["raises"], name=BARE),
+    ]
     code, written = run(systems, tmp_path / "out")
     said = capsys.readouterr().out
     assert code == 0

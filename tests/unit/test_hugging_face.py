@@ -27,7 +27,7 @@ from phalanx.parallel.loss_forward import gather_logits
 from phalanx.parallel.tensor.sharder import shard_module
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.planner import make_plan
-from phalanx.plan.rule_checks import check_rules, describe_unsharded_matrices
+from phalanx.plan.rule_checks import combine_and_check_rules, describe_unsharded_matrices
 from phalanx.plan.workload import shard_shape
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
@@ -145,7 +145,7 @@ def test_experts_are_cut_in_the_parts_that_their_matrices_have(tmp_path: Path) -
     """Halves of the two in one would fit each other, and compute something else."""
     shape = probe_foreign_shape(f"hf:{write_config(tmp_path, 'mixtral')}", {}, tmp_path / "cache")
     with pytest.raises(LayoutError, match=r"gate and up in one; write \"experts parts=2\""):
-        check_rules({"model.layers.*.mlp.experts": "experts"}, shape, 2)
+        combine_and_check_rules({"model.layers.*.mlp.experts": "experts"}, shape, 2)
 
 
 def test_the_planner_measures_it_and_says_what_stays_whole(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_the_planner_measures_it_and_says_what_stays_whole(tmp_path: Path) -> No
     assert (shape.num_layers, shape.vocab_size, shape.max_positions) == (2, 100, 64)
     with torch.device("meta"):
         assert shape.num_params == sum(p.numel() for p in build(kind, vocab_size=100).parameters())
-    line = describe_unsharded_matrices(check_rules({}, shape, 2), shape)
+    line = describe_unsharded_matrices(combine_and_check_rules({}, shape, 2), shape)
     assert "no rule covers" in line
     assert "model.layers.*.mlp.shared_expert.gate_proj" in line
     assert "mlp.experts" not in line
@@ -284,7 +284,7 @@ def test_memory_of_a_rank_of_tp_is_what_its_rules_leave(tmp_path: Path, name: st
     rank."""
     kind = f"hf:{write_config(tmp_path, name, vocab_size=97)}"
     shape = probe_foreign_shape(kind, {}, tmp_path / "cache")
-    rules = check_rules({}, shape, 2)
+    rules = combine_and_check_rules({}, shape, 2)
     here = shard_shape(shape, 2, rules)
     with torch.device("meta"):
         modules = [build(kind) for _ in range(2)]
@@ -350,4 +350,4 @@ def test_a_plan_counts_the_state_that_tp_leaves_of_it(tmp_path: Path) -> None:
         cluster=Cluster("cpu", 8, 160 * 2**30),
     )
     assert staged.pipeline is not None
-    assert max(staged.pipeline.rank_bytes) < 1.2 * plan.num_params * 16 / 8
+    assert max(staged.pipeline.predicted_rank_bytes) < 1.2 * plan.num_params * 16 / 8

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.core.errors import ExitCode, LayoutError
-from phalanx.plan.layout import AXES, Layout, fill_layout
+from phalanx.plan.layout import AXES, Layout, complete_layout_degrees
 from phalanx.plan.pipeline.closed_forms import bubble
 from phalanx.plan.pipeline.cut import LayerCosts, cut_stages
 from phalanx.plan.pipeline.generate import generate_schedule
@@ -125,7 +125,7 @@ def test_json_comes_back_and_text_names_what_is_split() -> None:
 def test_what_is_left_open_takes_the_rest_of_64_ranks(
     asked: dict[str, int], wanted: Layout
 ) -> None:
-    assert fill_layout(64, **asked) == wanted
+    assert complete_layout_degrees(64, **asked) == wanted
 
 
 @pytest.mark.parametrize(
@@ -181,14 +181,14 @@ def test_a_product_that_does_not_divide_is_refused_with_the_nearest(
     num_ranks: int, asked: dict[str, int], wanted: str
 ) -> None:
     with pytest.raises(LayoutError) as caught:
-        fill_layout(num_ranks, **asked)
+        complete_layout_degrees(num_ranks, **asked)
     assert str(caught.value) == wanted
     assert caught.value.exit_code == ExitCode.JOB
 
 
 def test_a_filled_layout_has_degrees_of_at_least_one() -> None:
     with pytest.raises(LayoutError, match="tp is 0"):
-        fill_layout(64, tp=0)
+        complete_layout_degrees(64, tp=0)
 
 
 def test_stages_of_three_layouts_of_64_ranks() -> None:
@@ -200,19 +200,19 @@ def test_stages_of_three_layouts_of_64_ranks() -> None:
         (two, range(32), range(32, 64)),
     ):
         schedule = generate_schedule("1f1b", layout.pp, 16)
-        held = [schedule.stages_of(layout.coordinates(rank)["pp"]) for rank in range(64)]
+        held = [schedule.stages_of_rank(layout.coordinates(rank)["pp"]) for rank in range(64)]
         assert [rank for rank in range(64) if held[rank] == (0,)] == list(of_first)
         assert [rank for rank in range(64) if held[rank] == (layout.pp - 1,)] == list(of_last)
     v = generate_schedule("zb-v", eight.pp, 16)
-    assert [rank for rank in range(64) if 15 in v.stages_of(eight.coordinates(rank)["pp"])] == list(
-        range(8)
-    )
+    assert [
+        rank for rank in range(64) if 15 in v.stages_of_rank(eight.coordinates(rank)["pp"])
+    ] == list(range(8))
 
 
 def test_70b_on_64_ranks_as_tp8_x_pp8() -> None:
     """80 layers, a batch of 1024 in microbatches of 1, no data parallelism: 10 layers a stage, a
     bubble of 0.7 %."""
-    layout = fill_layout(64, pp=8, tp=8)
+    layout = complete_layout_degrees(64, pp=8, tp=8)
     assert (layout.data_parallel_size, layout) == (1, Layout(pp=8, tp=8))
     assert cut_stages(LayerCosts(0, (1,) * 80, 0), layout.pp).num_blocks == (10,) * 8
     assert bubble("1f1b", layout.pp, 1024, 1, StageCosts(1.0, 1.0, 1.0)) == pytest.approx(7 / 1031)

@@ -15,21 +15,21 @@ from phalanx.plan.pipeline.pipeline_plan import build_named_pipeline
 from phalanx.plan.pipeline.simulate import StageCosts
 from phalanx.plan.planner import make_plan
 from phalanx.plan.search.economics import estimate_goodput, list_assumptions
-from phalanx.plan.search.finalists import FinalistPlanner, apply_keys, list_row_keys
+from phalanx.plan.search.finalists import FinalistPlanner, apply_job_keys, list_job_keys_of_row
 from phalanx.plan.search.nearest import find_nearest_fits
 from phalanx.plan.search.result import SearchResult
-from phalanx.plan.search.scaling import list_device_counts
+from phalanx.plan.search.scaling import parse_device_counts
 from phalanx.plan.search.screen import MemoryScreen
 from phalanx.plan.search.search import (
     SearchTask,
-    count_row_communicators,
-    prepare_search,
+    build_search_task,
+    count_communicators_by_row,
     screen_layouts,
     search_layouts,
 )
-from phalanx.plan.search.simulated_bubble import simulate_bubble
+from phalanx.plan.search.simulated_bubble import add_simulated_bubble
 from phalanx.plan.search.space import enumerate_layouts
-from phalanx.plan.timing.step_time import TERMS, StepTime
+from phalanx.plan.timing.step_time import STEP_TERMS, StepTime
 from phalanx.plan.workload import build_workload
 
 H100 = "cluster.gpu=h100-sxm"
@@ -38,7 +38,7 @@ H100 = "cluster.gpu=h100-sxm"
 def open_task(preset: str, *overrides: str, seq_len: int = 8192, batch: int = 64) -> SearchTask:
     values = [f"model.preset={preset}", f"data.seq_len={seq_len}"]
     values += [f"train.global_batch_size={batch}", *overrides]
-    return prepare_search(load_job(None, values))
+    return build_search_task(load_job(None, values))
 
 
 def search(preset: str, *overrides: str, seq_len: int = 8192, batch: int = 64) -> SearchResult:
@@ -62,7 +62,7 @@ def test_what_was_refused_has_a_layout_that_the_planner_accepts(preset, override
     assert result.winner is not None
     assert result.winner.memory.fits
     assert result.winner.time is not None
-    job = apply_keys(task.job, result.winner.job_keys)
+    job = apply_job_keys(task.job, result.winner.job_keys)
     plan = make_plan(job, cluster=task.cluster, shape=task.shape)
     assert plan.chosen.fits
     assert plan.chosen.total_bytes == result.winner.memory.total_bytes
@@ -128,12 +128,12 @@ def test_a_result_goes_through_json():
 
 
 def test_ranges_of_devices():
-    assert list_device_counts("64..1024") == [64, 128, 256, 512, 1024]
-    assert list_device_counts("6..20") == [6, 12, 20]
-    assert list_device_counts("8") == [8]
+    assert parse_device_counts("64..1024") == [64, 128, 256, 512, 1024]
+    assert parse_device_counts("6..20") == [6, 12, 20]
+    assert parse_device_counts("8") == [8]
     for text in ("x", "8..", "0", "16..8", "-4"):
         with pytest.raises(LayoutError):
-            list_device_counts(text)
+            parse_device_counts(text)
 
 
 def test_goodput_falls_with_devices_with_rare_failures_it_is_near_one():
@@ -194,22 +194,22 @@ def test_the_screen_is_near_the_exact_plan(keys):
     task = open_task("llama3-8b", H100, *overrides, batch=512)
     rows = screen_layouts(task).rows
     work = build_workload(
-        task.job, task.shape, micro_batch_size=1, num_microbatches=1, tp=task.keys.tp[-1]
+        task.job, task.shape, micro_batch_size=1, num_microbatches=1, tp=task.open_keys.tp[-1]
     )
     totals = MemoryScreen(task.shape, work, rows).total_bytes()
     planner = FinalistPlanner(task.job, task.shape, task.cluster)
     for row in (0, len(rows) // 2):
-        ranked = planner.plan(list_row_keys(task.job, rows, row))
+        ranked = planner.plan_layout(list_job_keys_of_row(task.job, rows, row))
         assert ranked is not None, planner.refused
         assert totals[row] == pytest.approx(ranked.memory.total_bytes, rel=tolerance)
 
 
 def test_communicators_are_counted_as_the_planner_counts_them():
     task = open_task("mixtral-8x7b", H100, "cluster.nodes=4", seq_len=4096, batch=256)
-    rows = enumerate_layouts(task.job, task.shape, task.cluster, task.num_ranks, task.keys)
-    numbers = count_row_communicators(rows)
+    rows = enumerate_layouts(task.job, task.shape, task.cluster, task.num_ranks, task.open_keys)
+    numbers = count_communicators_by_row(rows)
     for row in range(0, len(rows), 997):
-        job = apply_keys(task.job, list_row_keys(task.job, rows, row))
+        job = apply_job_keys(task.job, list_job_keys_of_row(task.job, rows, row))
         assert numbers[row] == count_communicators(job.parallel, task.num_ranks)
 
 
@@ -219,17 +219,17 @@ def test_a_bubble_is_that_of_the_schedule_as_it_runs():
     stages = Stages((1, 1, 1, 1))
     costs = (StageCosts(1.0, 1.0, 1.0),) * 4
     pipeline = build_named_pipeline("1f1b", 4, 8, stages, costs=costs)
-    terms = dict.fromkeys(TERMS, 0.0) | {"ideal": 24.0, "jitter": 1.0}
+    terms = dict.fromkeys(STEP_TERMS, 0.0) | {"ideal": 24.0, "jitter": 1.0}
     time = StepTime(terms, 20.0, 30.0)
-    assert simulate_bubble(time, pipeline, 8, 0.0).terms["bubble"] == pytest.approx(9.0)
-    assert simulate_bubble(time, pipeline, 8, 0.1).terms["bubble"] > 9.0
+    assert add_simulated_bubble(time, pipeline, 8, 0.0).terms["bubble"] == pytest.approx(9.0)
+    assert add_simulated_bubble(time, pipeline, 8, 0.1).terms["bubble"] > 9.0
     longer = StepTime(terms | {"ideal": 240.0}, 200.0, 300.0)
-    assert simulate_bubble(longer, pipeline, 80, 0.0).terms["bubble"] == pytest.approx(9.0)
+    assert add_simulated_bubble(longer, pipeline, 80, 0.0).terms["bubble"] == pytest.approx(9.0)
     uneven = build_named_pipeline(
         "1f1b", 4, 8, stages, costs=(*costs[:3], StageCosts(2.0, 2.0, 2.0))
     )
-    assert simulate_bubble(time, uneven, 8, 0.0).terms["bubble"] > 9.0
-    moved = simulate_bubble(time, pipeline, 8, 0.0)
+    assert add_simulated_bubble(time, uneven, 8, 0.0).terms["bubble"] > 9.0
+    moved = add_simulated_bubble(time, pipeline, 8, 0.0)
     assert moved.low_s / moved.total_s == pytest.approx(time.low_s / time.total_s)
 
 

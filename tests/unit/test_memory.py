@@ -16,15 +16,15 @@ from phalanx.job.schema import Job, Parallel
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.host_allocator import (
-    ACCUMULATING_SHARE,
     LIBRARY_BYTES,
-    RETAINED_SHARE,
-    RETURNED_SHARE,
+    RETAINED_ACTIVATION_SHARE,
+    RETAINED_SHARE_WHEN_ACCUMULATING,
+    RETAINED_SHARE_WITH_TENSOR_PARALLEL,
 )
 from phalanx.plan.memory import (
-    MIXED_FP16_ADAM,
+    MIXED_FP16_ADAM_STATE_BYTES,
     StateBytes,
-    rank_memory,
+    predict_rank_memory,
     state_bytes,
 )
 from phalanx.plan.planner import make_plan
@@ -51,7 +51,7 @@ def test_states_are_those_of_the_zero_paper(row: dict[str, Any]) -> None:
     found = (
         sum(
             state_bytes(
-                row["params_b"] * 1e9, row["zero_stage"], row["dp"], MIXED_FP16_ADAM
+                row["params_b"] * 1e9, row["zero_stage"], row["dp"], MIXED_FP16_ADAM_STATE_BYTES
             ).values()
         )
         / 1e9
@@ -85,7 +85,7 @@ def memory(
     stage: int, device: str = "cpu", num_microbatches: int = 2, **options: Any
 ) -> dict[str, int]:
     work = Workload(1, 8, "fp32", "none", 2048, num_microbatches, options=Parallel(**options))
-    return rank_memory(SHAPE, work, stage, 2, device, 2)
+    return predict_rank_memory(SHAPE, work, stage, 2, device, 2)
 
 
 @pytest.mark.parametrize(
@@ -136,8 +136,8 @@ def test_a_cpu_keeps_freed_gradients_that_accumulate(
     num_ranks: int, num_microbatches: int, precision: str, of_block: int
 ) -> None:
     work = Workload(1, 8, precision, "none", 2048, num_microbatches)
-    found = rank_memory(SHAPE, work, 0, num_ranks, "cpu", num_ranks)
-    share = ACCUMULATING_SHARE if num_microbatches > 1 else RETAINED_SHARE
+    found = predict_rank_memory(SHAPE, work, 0, num_ranks, "cpu", num_ranks)
+    share = RETAINED_SHARE_WHEN_ACCUMULATING if num_microbatches > 1 else RETAINED_ACTIVATION_SHARE
     rest = LIBRARY_BYTES + round(share * found["activations"])
     table = 4 * SHAPE.vocab_size * SHAPE.dim if num_microbatches > 1 else 0
     assert found["allocator"] - rest == pytest.approx(of_block * BLOCK + table, abs=1)
@@ -146,19 +146,19 @@ def test_a_cpu_keeps_freed_gradients_that_accumulate(
 def test_what_glibc_gives_back_is_not_kept() -> None:
     large = DecoderShape(1, 4096, 4, 4, 1024, 16384, 97, True)
     work = Workload(1, 8, "fp32", "none", 2048, 2)
-    found = rank_memory(large, work, 0, 2, "cpu", 2)
-    rest = LIBRARY_BYTES + round(ACCUMULATING_SHARE * found["activations"])
+    found = predict_rank_memory(large, work, 0, 2, "cpu", 2)
+    rest = LIBRARY_BYTES + round(RETAINED_SHARE_WHEN_ACCUMULATING * found["activations"])
     assert found["allocator"] - rest == pytest.approx(4 * large.vocab_size * large.dim, abs=1)
 
 
 def test_tensor_parallel_ranks_return_their_blocks_and_have_no_buckets() -> None:
     wide = DecoderShape(2, 512, 8, 8, 64, 1376, 97, True)
     work = Workload(2, 512, "fp32", "none", 2048, 2, tp=2)
-    found = rank_memory(wide, work, 0, 1, "cpu", 2)
+    found = predict_rank_memory(wide, work, 0, 1, "cpu", 2)
     assert found["communication"] == 0
     once = replace(work, num_microbatches=1)
-    kept = rank_memory(wide, once, 0, 1, "cpu", 2)
-    returned = LIBRARY_BYTES + RETURNED_SHARE * kept["activations"]
+    kept = predict_rank_memory(wide, once, 0, 1, "cpu", 2)
+    returned = LIBRARY_BYTES + RETAINED_SHARE_WITH_TENSOR_PARALLEL * kept["activations"]
     assert kept["allocator"] == pytest.approx(returned, abs=1)
 
 

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, generate_schedule
-from phalanx.plan.pipeline.simulate import StageCosts, Timeline, simulate
+from phalanx.plan.pipeline.simulate import StageCosts, Timeline, simulate_timeline
 from phalanx.report.pipeline_chart import draw_timeline_chart
 
 COSTS = StageCosts(0.010, 0.012, 0.008)
@@ -18,7 +18,7 @@ def timeline(
     name: str, num_ranks: int, num_microbatches: int, costs: StageCosts = COSTS
 ) -> Timeline:
     schedule = generate_schedule(name, num_ranks, num_microbatches)
-    return simulate(schedule, [costs] * schedule.num_stages, 0.001)
+    return simulate_timeline(schedule, [costs] * schedule.num_stages, 0.001)
 
 
 class Reader(HTMLParser):
@@ -59,7 +59,7 @@ def test_every_action_is_on_the_chart_where_it_happens(name: str) -> None:
         assert left == pytest.approx(100 * begin / shown.step_s, abs=0.001)
         assert width == pytest.approx(100 * (end - begin) / shown.step_s, abs=0.001)
     for rank in range(3):
-        assert f"rank {rank}: idle {100 * shown.bubble_of(rank):.1f} %" in page
+        assert f"rank {rank}: idle {100 * shown.bubble_of_rank(rank):.1f} %" in page
 
 
 def test_hovering_says_what_and_how_long() -> None:

@@ -13,8 +13,8 @@ from phalanx.core.errors import ExitCode, LayoutError
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.job.shapes.measured import MeasuredModule
 from phalanx.job.shapes.vit import VitShape
-from phalanx.plan.pipeline.costs import ModelPartCosts, stage_costs
-from phalanx.plan.pipeline.cut import LayerCosts, Stages, check_requested_cut, cut_stages
+from phalanx.plan.pipeline.costs import ModelPartCosts, compute_stage_costs
+from phalanx.plan.pipeline.cut import LayerCosts, Stages, build_requested_cut, cut_stages
 
 AMOUNTS = st.one_of(st.integers(1, 9), st.floats(0.01, 9), st.sampled_from([0.1, 0.2, 0.3]))
 
@@ -48,7 +48,7 @@ def test_no_cut_has_a_cheaper_costliest_stage(
     found = cut_stages(LayerCosts(embedding, tuple(blocks), head), num_stages)
 
     def rank(stages: Stages) -> tuple[Fraction, Fraction, tuple[int, ...]]:
-        costs = [Fraction(cost) for cost in exact.of_stages(stages)]
+        costs = [Fraction(cost) for cost in exact.sum_by_stage(stages)]
         return max(costs), sum((cost**2 for cost in costs), Fraction(0)), stages.num_blocks
 
     assert found == min(every_cut(exact, num_stages), key=rank)
@@ -69,9 +69,9 @@ def test_a_large_head_takes_blocks_from_the_last_stage() -> None:
 
 def test_stages_know_their_blocks() -> None:
     stages = Stages((3, 3, 0))
-    assert stages.ranges == ((0, 3), (3, 6), (6, 6))
-    assert [stages.stage_of(block) for block in range(6)] == [0, 0, 0, 1, 1, 1]
-    assert LayerCosts(1, (1,) * 6, 4).of_stages(stages) == (4, 3, 4)
+    assert stages.block_ranges == ((0, 3), (3, 6), (6, 6))
+    assert [stages.stage_of_block(block) for block in range(6)] == [0, 0, 0, 1, 1, 1]
+    assert LayerCosts(1, (1,) * 6, 4).sum_by_stage(stages) == (4, 3, 4)
     assert Stages.from_json(stages.to_json()) == stages
 
 
@@ -95,7 +95,7 @@ def test_more_stages_than_work(costs: LayerCosts, num_stages: int, nearest: int)
 
 @pytest.mark.parametrize("given_cut", [(3, 3, 3, 3), (4, 4, 4, 0), (0, 5, 5, 2), (1, 9, 1, 1)])
 def test_a_cut_of_ones_own(given_cut: tuple[int, ...]) -> None:
-    assert check_requested_cut(given_cut, 12, 4) == Stages(given_cut)
+    assert build_requested_cut(given_cut, 12, 4) == Stages(given_cut)
 
 
 @pytest.mark.parametrize(
@@ -134,15 +134,15 @@ def test_a_cut_of_ones_own(given_cut: tuple[int, ...]) -> None:
 )
 def test_a_cut_of_ones_own_that_does_not_add_up(given_cut: tuple[int, ...], wanted: str) -> None:
     with pytest.raises(LayoutError) as caught:
-        check_requested_cut(given_cut, 15, 4)
+        build_requested_cut(given_cut, 15, 4)
     assert str(caught.value) == wanted
 
 
 def test_a_cut_of_few_blocks() -> None:
     with pytest.raises(LayoutError, match=r"nearest: 0, 1, 1, 0$"):
-        check_requested_cut((1, 1, 1, 1), 2, 4)
+        build_requested_cut((1, 1, 1, 1), 2, 4)
     with pytest.raises(LayoutError, match="2 blocks cannot be cut into 5 stages; nearest: 2"):
-        check_requested_cut((1, 1, 1, 1, 1), 2, 5)
+        build_requested_cut((1, 1, 1, 1, 1), 2, 5)
 
 
 SHAPES = {
@@ -188,7 +188,7 @@ def test_parts_sum_to_the_model(name: str) -> None:
         stages = cut_stages(
             ModelPartCosts(shape.count_part_params(), flops).layer_costs, num_stages
         )
-        costs = stage_costs(flops, stages, samples=2, flops_per_s=Fraction(10**9))
+        costs = compute_stage_costs(flops, stages, samples=2, flops_per_s=Fraction(10**9))
         at_once = (
             0 if shape.reads_images else 2 * flops.head.matmul
         )  # the gradients that the loss of tokens makes
@@ -216,8 +216,8 @@ def test_blocks_are_weighed_one_by_one() -> None:
 def test_recompute_pays_the_forward_of_blocks_again() -> None:
     flops = SHAPES["decoder"].flops(48)
     stages = Stages((3, 3))
-    plain = stage_costs(flops, stages, samples=1, flops_per_s=Fraction(1))
-    again = stage_costs(
+    plain = compute_stage_costs(flops, stages, samples=1, flops_per_s=Fraction(1))
+    again = compute_stage_costs(
         flops, stages, samples=1, flops_per_s=Fraction(1), recomputed=range(len(flops.blocks))
     )
     blocks = sum(block.forward for block in flops.blocks[:3])
@@ -237,10 +237,13 @@ def test_llama_3_8b_gives_its_head_room() -> None:
     assert sum(stages.num_blocks) == 32
     assert stages.num_blocks[-1] < min(stages.num_blocks[:-1])
     even = max(
-        ModelPartCosts(shape.count_part_params(), flops).layer_costs.of_stages(Stages((8, 8, 8, 8)))
+        ModelPartCosts(shape.count_part_params(), flops).layer_costs.sum_by_stage(
+            Stages((8, 8, 8, 8))
+        )
     )
     assert (
-        max(ModelPartCosts(shape.count_part_params(), flops).layer_costs.of_stages(stages)) < even
+        max(ModelPartCosts(shape.count_part_params(), flops).layer_costs.sum_by_stage(stages))
+        < even
     )
 
 

@@ -12,10 +12,10 @@ import torch
 
 from phalanx.parallel.pipeline.p2p import P2PQueue, TensorSpec
 from phalanx.plan.pipeline.generate import generate_schedule
-from phalanx.plan.pipeline.messages import input_of, output_of, plan_messages
-from phalanx.plan.pipeline.pipeline_plan import place_stages
+from phalanx.plan.pipeline.messages import input_of, output_of, plan_rank_messages
+from phalanx.plan.pipeline.pipeline_plan import map_stages_to_ranks
 from phalanx.plan.pipeline.schedule import Schedule
-from phalanx.plan.pipeline.simulate import count_in_flight
+from phalanx.plan.pipeline.simulate import count_peak_in_flight
 
 FORM = TensorSpec((2,), torch.float32)
 
@@ -83,7 +83,7 @@ def most_sent(schedule: Schedule, in_one_queue: bool) -> list[int]:
     ways, last = Ways(), schedule.num_stages - 1
     forms = {(s, m): FORM for s in range(1, last + 1) for m in range(schedule.num_microbatches)}
     ranks = range(schedule.num_ranks)
-    messages = [plan_messages(schedule, r, in_one_queue=in_one_queue) for r in ranks]
+    messages = [plan_rank_messages(schedule, r, in_one_queue=in_one_queue) for r in ranks]
     posts = [
         P2PQueue(StageGroup(r, ways), messages[r], schedule.rank_of_stage, forms) for r in ranks
     ]  # type: ignore[arg-type]
@@ -136,8 +136,8 @@ def test_what_was_sent_is_held_no_longer_than_microbatches_are(
         generate_schedule(name, num_ranks, count, per_rank)
         for count in (4 * num_ranks, 16 * num_ranks)
     )
-    assert many.rank_of_stage == place_stages(name, num_ranks, per_rank)
-    held = count_in_flight(many).per_rank
+    assert many.rank_of_stage == map_stages_to_ranks(name, num_ranks, per_rank)
+    held = count_peak_in_flight(many).per_rank
     for rank, count in enumerate(most_sent(many, in_one_queue)):
         assert count <= 2 * held[rank] + 2, (rank, count)
     if name != "gpipe":

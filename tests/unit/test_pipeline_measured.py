@@ -17,17 +17,17 @@ from phalanx.job.schema import Job
 from phalanx.observe.events import PipelineMeasured, seal_event
 from phalanx.observe.tail import read_event
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.pipeline.bubble import MAX_UNREMARKED_BUBBLE
+from phalanx.plan.pipeline.bubble import MAX_BUBBLE_WITHOUT_WARNING
 from phalanx.plan.pipeline.cut import Stages
-from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, default_stages_per_rank
+from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, get_default_stages_per_rank
 from phalanx.plan.pipeline.pipeline_plan import Pipeline, build_named_pipeline
-from phalanx.plan.pipeline.simulate import StageCosts, Timeline, simulate
+from phalanx.plan.pipeline.simulate import StageCosts, Timeline, simulate_timeline
 from phalanx.plan.pipeline.trace import (
-    build_timeline,
-    forward_backward_seconds,
-    mean_stage_costs,
-    scale_to_measurement,
-    splits_backward,
+    build_measured_timeline,
+    compute_mean_stage_costs,
+    has_split_backward,
+    scale_timeline_to_measurement,
+    sum_forward_backward_s,
 )
 from phalanx.plan.planner import make_plan
 from phalanx.report.bubble import MeasuredPipeline, read_pipeline_plan
@@ -57,7 +57,7 @@ def pipeline(
     num_microbatches: int = 8,
     costs: Sequence[StageCosts] | None = None,
 ) -> Pipeline:
-    num_stages = num_ranks * default_stages_per_rank(name)
+    num_stages = num_ranks * get_default_stages_per_rank(name)
     given = tuple(costs if costs is not None else [EVEN] * num_stages)
     return build_named_pipeline(
         name, num_ranks, num_microbatches, Stages((2,) * num_stages), costs=given
@@ -68,7 +68,7 @@ def measured(
     planned: Pipeline, costs: Sequence[StageCosts], send_s: float = 0.0, step: int = 5
 ) -> PipelineMeasured:
     return build_pipeline_event(
-        step, planned, spans_of(simulate(planned.schedule(), costs, send_s), 17.0)
+        step, planned, spans_of(simulate_timeline(planned.schedule(), costs, send_s), 17.0)
     )
 
 
@@ -82,7 +82,7 @@ def test_what_was_simulated_is_measured(name: str) -> None:
         StageCosts(draw.uniform(1, 2), draw.uniform(1, 2), draw.uniform(1, 2))
         for _ in planned.costs
     ]
-    timeline = simulate(planned.schedule(), costs)
+    timeline = simulate_timeline(planned.schedule(), costs)
     event = measured(planned, costs)
     assert event.bubble_measured == pytest.approx(float(timeline.bubble), abs=1e-9)
     assert event.bubble_predicted == pytest.approx(float(timeline.bubble), abs=1e-9)
@@ -119,18 +119,18 @@ def test_a_stage_that_splits_some_backwards_keeps_all_their_seconds() -> None:
             ("0W1", 4.0, 7.0),
         ]
     ]
-    timeline = build_timeline("own", spans)
-    assert splits_backward(timeline.schedule)
-    (cost,) = mean_stage_costs(timeline)
+    timeline = build_measured_timeline("own", spans)
+    assert has_split_backward(timeline.schedule)
+    (cost,) = compute_mean_stage_costs(timeline)
     assert (cost.forward_s, cost.backward_input_s, cost.backward_weight_s) == pytest.approx(
         (1.0, 0.625, 1.875)
     )
-    assert forward_backward_seconds(cost) * 2 == pytest.approx(7.0)
+    assert sum_forward_backward_s(cost) * 2 == pytest.approx(7.0)
 
 
 def test_zero_is_the_first_action_of_any_rank() -> None:
     spans: Spans = [[("0F0", 105.0, 106.0)], [("1F0", 104.0, 107.5)]]
-    assert build_timeline("own", spans).spans_s == (((1.0, 2.0),), ((0.0, 3.5),))
+    assert build_measured_timeline("own", spans).spans_s == (((1.0, 2.0),), ((0.0, 3.5),))
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_zero_is_the_first_action_of_any_rank() -> None:
 )  # fmt: skip
 def test_what_is_no_step_is_refused(spans: Any) -> None:
     with pytest.raises(LayoutError):
-        build_timeline("own", spans)
+        build_measured_timeline("own", spans)
 
 
 def test_the_plan_is_shown_at_the_speed_that_was_measured() -> None:
@@ -151,13 +151,15 @@ def test_the_plan_is_shown_at_the_speed_that_was_measured() -> None:
     bubble stays the plan's."""
     costs = [StageCosts(1, 1, 1), StageCosts(2, 2, 2), StageCosts(1, 1, 1), StageCosts(1, 1, 1)]
     planned = pipeline(costs=costs)
-    found = scale_to_measurement(planned, [StageCosts(0.01, 0.02, 0.0)] * 4)
+    found = scale_timeline_to_measurement(planned, [StageCosts(0.01, 0.02, 0.0)] * 4)
     assert found is not None
-    assert sum(map(forward_backward_seconds, mean_stage_costs(found))) == pytest.approx(4 * 0.03)
+    assert sum(map(sum_forward_backward_s, compute_mean_stage_costs(found))) == pytest.approx(
+        4 * 0.03
+    )
     assert float(found.bubble) == pytest.approx(float(planned.timeline().bubble))  # type: ignore[union-attr]
-    assert scale_to_measurement(pipeline(costs=()), [EVEN] * 4) is None
+    assert scale_timeline_to_measurement(pipeline(costs=()), [EVEN] * 4) is None
     with pytest.raises(LayoutError, match="3 stages were measured"):
-        scale_to_measurement(planned, [EVEN] * 3)
+        scale_timeline_to_measurement(planned, [EVEN] * 3)
 
 
 def test_steps_that_are_recorded() -> None:
@@ -191,7 +193,9 @@ def test_the_event_survives_its_file() -> None:
     assert back is not None
     assert isinstance(back.event, PipelineMeasured)
     assert math.isnan(back.event.bubble_planned), "a plan without costs said nothing"
-    assert build_timeline("zb-v", back.event.spans) == build_timeline("zb-v", event.spans)
+    assert build_measured_timeline("zb-v", back.event.spans) == build_measured_timeline(
+        "zb-v", event.spans
+    )
     assert back.event.stage_seconds == event.stage_seconds
     assert back.event.in_flight == event.in_flight
 
@@ -227,7 +231,7 @@ def test_a_long_bubble_asks_for_the_least_number_of_microbatches_that_mends_it()
     divides 32 samples."""
     found = judged(pipeline(), [EVEN] * 4)
     assert found.event.bubble_measured == pytest.approx(3 / 11)
-    assert found.event.bubble_measured > MAX_UNREMARKED_BUBBLE
+    assert found.event.bubble_measured > MAX_BUBBLE_WITHOUT_WARNING
     first, second = found.suggest_remedies()
     assert (
         first

@@ -16,17 +16,17 @@ from phalanx.core.errors import LayoutError
 from phalanx.job.schema import Job
 from phalanx.nn.models.decoder import Decoder
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.memory import activation_bytes, bytes_at_forward_end, rank_memory
+from phalanx.plan.memory import activation_bytes, bytes_at_forward_end, predict_rank_memory
 from phalanx.plan.pipeline.cut import Stages
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES
 from phalanx.plan.pipeline.memory import (
-    pipeline_memory,
-    rank_activation_bytes,
-    stage_bytes,
+    predict_pipeline_memory,
+    predict_rank_activation_bytes,
+    predict_stage_bytes,
 )
 from phalanx.plan.pipeline.pipeline_plan import Pipeline, build_named_pipeline
 from phalanx.plan.planner import make_plan
-from phalanx.plan.segments import list_segments
+from phalanx.plan.segments import list_recompute_segments
 from phalanx.plan.workload import Workload
 
 FOUR = Stages((2, 2, 2, 2))
@@ -44,7 +44,9 @@ SHARED_EXPERTS = {
 def memory(
     pipeline: Pipeline, zero_stage: int = 0, dp_size: int = 1, work: Workload = WORK
 ) -> list[dict[str, int]]:
-    return list(pipeline_memory(EIGHT_BLOCKS, work, pipeline, zero_stage, dp_size, "cuda", dp_size))
+    return list(
+        predict_pipeline_memory(EIGHT_BLOCKS, work, pipeline, zero_stage, dp_size, "cuda", dp_size)
+    )
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -54,7 +56,7 @@ def test_ranks_hold_the_whole_model_together(name: str, tied: bool) -> None:
     model = shape(num_layers=8, tied=tied)
     stages = FOUR if name == "1f1b" else Stages((1,) * 8)
     pipeline = build_named_pipeline(name, 4, 8, stages)
-    found = pipeline_memory(model, WORK, pipeline, 0, 1, "cuda", 1)
+    found = predict_pipeline_memory(model, WORK, pipeline, 0, 1, "cuda", 1)
     again = model.vocab_size * model.dim if tied and name == "1f1b" else 0
     assert sum(rank["parameters"] for rank in found) == 4 * (model.num_params + again)
     assert [rank["optimizer"] for rank in found] == [2 * rank["parameters"] for rank in found]
@@ -69,7 +71,7 @@ def test_embedding_head_and_blocks_by_rank() -> None:
     assert block == 6976 == model.block_params
     parts = model.count_part_params()
     assert (parts.before, parts.after, parts.blocks) == (37 * 32, 37 * 32 + 32, (block,) * 8)
-    found = pipeline_memory(
+    found = predict_pipeline_memory(
         model, WORK, build_named_pipeline("1f1b", 4, 4, Stages((1, 3, 3, 1))), 0, 1, "cuda", 1
     )
     assert [rank["parameters"] // 4 for rank in found] == [
@@ -102,7 +104,7 @@ def test_stages_keep_what_the_model_keeps() -> None:
     """Of one microbatch: all stages together what one rank keeps, and besides what a stage hands
     on, tables of angles in each stage, and the gradients that the loss has computed."""
     pipeline = build_named_pipeline("gpipe", 4, 1, FOUR)
-    kept = sum(stage_bytes(EIGHT_BLOCKS, WORK, pipeline, stage).saved for stage in range(4))
+    kept = sum(predict_stage_bytes(EIGHT_BLOCKS, WORK, pipeline, stage).saved for stage in range(4))
     tables = 3 * EIGHT_BLOCKS.activations.everywhere(WORK)
     loss = WORK.tokens * 32 * 4 + 37 * 32 * 4
     assert (
@@ -118,14 +120,16 @@ def test_stages_keep_what_the_model_keeps() -> None:
 def test_one_stage_less_is_one_microbatch_less_of_1f1b() -> None:
     """Stages of equal blocks hold 4, 3, 2 and 1 microbatches; those of GPipe all 8."""
     pipeline = build_named_pipeline("1f1b", 4, 8, FOUR)
-    one = [stage_bytes(EIGHT_BLOCKS, WORK, pipeline, stage).saved for stage in range(4)]
-    assert list(rank_activation_bytes(EIGHT_BLOCKS, WORK, pipeline)) == [
+    one = [predict_stage_bytes(EIGHT_BLOCKS, WORK, pipeline, stage).saved for stage in range(4)]
+    assert list(predict_rank_activation_bytes(EIGHT_BLOCKS, WORK, pipeline)) == [
         4 * one[0],
         3 * one[1],
         2 * one[2],
         one[3],
     ]
-    every = rank_activation_bytes(EIGHT_BLOCKS, WORK, build_named_pipeline("gpipe", 4, 8, FOUR))
+    every = predict_rank_activation_bytes(
+        EIGHT_BLOCKS, WORK, build_named_pipeline("gpipe", 4, 8, FOUR)
+    )
     assert list(every) == [8 * size for size in one]
 
 
@@ -133,9 +137,11 @@ def test_one_stage_less_is_one_microbatch_less_of_1f1b() -> None:
 def test_recompute_holds_inputs_of_all_microbatches_and_one_block(name: str) -> None:
     stages = FOUR if name in ("gpipe", "1f1b") else Stages((1,) * 8)
     pipeline = build_named_pipeline(name, 4, 8, stages)
-    full = replace(WORK, segments=list_segments("full", 8))
+    full = replace(WORK, segments=list_recompute_segments("full", 8))
     for stage in range(pipeline.num_stages):
-        plain, again = (stage_bytes(EIGHT_BLOCKS, work, pipeline, stage) for work in (WORK, full))
+        plain, again = (
+            predict_stage_bytes(EIGHT_BLOCKS, work, pipeline, stage) for work in (WORK, full)
+        )
         block = EIGHT_BLOCKS.activations.block(0, WORK).saved
         num_blocks = stages.num_blocks[stage]
         assert plain.redone == 0
@@ -143,12 +149,12 @@ def test_recompute_holds_inputs_of_all_microbatches_and_one_block(name: str) -> 
         # The last block is redone beside the inputs of all: together as activation_bytes has it of
         # a model so deep.
         alone = replace(EIGHT_BLOCKS, num_layers=num_blocks)
-        of_model = replace(full, segments=list_segments("full", num_blocks))
+        of_model = replace(full, segments=list_recompute_segments("full", num_blocks))
         assert again.redone == activation_bytes(alone, of_model) - bytes_at_forward_end(
             alone, of_model
         )
-    assert max(rank_activation_bytes(EIGHT_BLOCKS, full, pipeline)) < max(
-        rank_activation_bytes(EIGHT_BLOCKS, WORK, pipeline)
+    assert max(predict_rank_activation_bytes(EIGHT_BLOCKS, full, pipeline)) < max(
+        predict_rank_activation_bytes(EIGHT_BLOCKS, WORK, pipeline)
     )
 
 
@@ -216,7 +222,7 @@ def test_the_plan_takes_the_rank_that_needs_most_and_says_which() -> None:
     )
     plan = make_plan(job, cluster=Cluster("cpu", 8, 64 * 2**30))
     assert plan.pipeline is not None
-    totals = plan.pipeline.rank_bytes
+    totals = plan.pipeline.predicted_rank_bytes
     assert plan.chosen.total_bytes == max(totals) == totals[0]
     assert plan.pipeline.rank_memory[0] == plan.chosen.predicted_bytes
     assert any(
@@ -257,8 +263,8 @@ def test_one_stage_is_as_one_rank() -> None:
     pipeline by what stages hand on, and by what the loss is counted as."""
     pipeline = build_named_pipeline("1f1b", 1, 1, Stages((8,)))
     work = replace(WORK, num_microbatches=1)
-    (one,) = pipeline_memory(EIGHT_BLOCKS, work, pipeline, 0, 1, "cuda", 1)
-    plain = rank_memory(EIGHT_BLOCKS, work, 0, 1, "cuda", 1)
+    (one,) = predict_pipeline_memory(EIGHT_BLOCKS, work, pipeline, 0, 1, "cuda", 1)
+    plain = predict_rank_memory(EIGHT_BLOCKS, work, 0, 1, "cuda", 1)
     moved = work.tokens * 32 * 4 + 37 * 32 * 4
     assert one["activations"] == plain["activations"] + moved
     assert one["loss"] == plain["loss"] - moved

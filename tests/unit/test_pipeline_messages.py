@@ -9,9 +9,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from phalanx.plan.pipeline.check import find_problems
+from phalanx.plan.pipeline.check import find_schedule_problems
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, can_run_microbatches, generate_schedule
-from phalanx.plan.pipeline.messages import Messages, P2PMessage, input_of, output_of, plan_messages
+from phalanx.plan.pipeline.messages import (
+    P2PMessage,
+    RankMessages,
+    input_of,
+    output_of,
+    plan_rank_messages,
+)
 from phalanx.plan.pipeline.schedule import Action, Schedule
 
 Node = tuple[int, int]  # rank, place
@@ -82,7 +88,7 @@ def schedules() -> Iterator[Schedule]:
 ALL = list(schedules())
 
 
-def ask_places(messages: Messages) -> dict[P2PMessage, int]:
+def ask_places(messages: RankMessages) -> dict[P2PMessage, int]:
     """How many own actions are queued when each message is asked for; those of a source in the
     order of its row."""
     places, numbers = {}, dict.fromkeys(messages.coming, 0)
@@ -133,7 +139,7 @@ def test_no_receive_is_asked_for_before_an_own_action_that_it_depends_on(
             makers_of(schedule),
         )
         for rank, row in enumerate(schedule.actions):
-            messages = plan_messages(schedule, rank, in_one_queue=in_one_queue)
+            messages = plan_rank_messages(schedule, rank, in_one_queue=in_one_queue)
             asked = ask_places(messages)
             num_needed = 0
             for place, action in enumerate(row):
@@ -161,7 +167,7 @@ def queues(schedule: Schedule, *, in_one_queue: bool) -> list[list[tuple[str, in
     found = []
     for rank, row in enumerate(schedule.actions):
         queue: list[tuple[str, int]] = []
-        asks = plan_messages(schedule, rank, in_one_queue=in_one_queue).asks
+        asks = plan_rank_messages(schedule, rank, in_one_queue=in_one_queue).asks
         for sources, action in zip(asks, row, strict=True):
             queue += [("receive", source) for source in sources]
             queue.append(("compute", rank))
@@ -229,7 +235,7 @@ def test_most_messages_travel_beside_an_action(name: str, in_one_queue: bool) ->
     schedule = generate_schedule(name, 4, 16)
     ahead = total = 0
     for rank, row in enumerate(schedule.actions):
-        asked = ask_places(plan_messages(schedule, rank, in_one_queue=in_one_queue))
+        asked = ask_places(plan_rank_messages(schedule, rank, in_one_queue=in_one_queue))
         for place, action in enumerate(row):
             needed = input_of(action, schedule.num_stages)
             if needed in asked:
@@ -239,4 +245,4 @@ def test_most_messages_travel_beside_an_action(name: str, in_one_queue: bool) ->
 
 
 def test_own_schedules_here_can_run() -> None:
-    assert [find_problems(own_schedule(seed)) for seed in range(60)] == [()] * 60
+    assert [find_schedule_problems(own_schedule(seed)) for seed in range(60)] == [()] * 60

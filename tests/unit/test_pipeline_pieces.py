@@ -21,7 +21,12 @@ from phalanx.parallel.pipeline.transform import ParameterPlacement
 from phalanx.parallel.pipeline.weight_grads import DeferredWeightGrads, split_backward_of_linears
 from phalanx.plan.pipeline.cut import Stages
 from phalanx.plan.pipeline.generate import generate_schedule
-from phalanx.plan.pipeline.messages import NUM_RECEIVES_AHEAD, P2PMessage, output_of, plan_messages
+from phalanx.plan.pipeline.messages import (
+    NUM_RECEIVES_AHEAD,
+    P2PMessage,
+    output_of,
+    plan_rank_messages,
+)
 from phalanx.plan.pipeline.pipeline_plan import Pipeline, build_named_pipeline
 
 CPU = torch.device("cpu")
@@ -231,7 +236,7 @@ def test_messages_are_asked_for_in_the_order_in_which_they_are_made(
     }
     for rank in range(num_ranks):
         peers = recording(rank, num_ranks)
-        messages = plan_messages(schedule, rank, in_one_queue=in_one_queue)
+        messages = plan_rank_messages(schedule, rank, in_one_queue=in_one_queue)
         post = P2PQueue(peers, messages, schedule.rank_of_stage, forms)
         num_taken: dict[int, int] = {}
         coming: dict[int, list[P2PMessage]] = {}

@@ -14,10 +14,10 @@ from phalanx.job.schema import Job
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.explain import describe_plan, format_counts
 from phalanx.plan.layout import Layout
-from phalanx.plan.pipeline.bubble import MAX_UNREMARKED_BUBBLE, bubble_of
+from phalanx.plan.pipeline.bubble import MAX_BUBBLE_WITHOUT_WARNING, predict_bubble_of_schedule
 from phalanx.plan.pipeline.closed_forms import bubble as closed_form
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, can_run_microbatches, generate_schedule
-from phalanx.plan.pipeline.schedule import write_schedule
+from phalanx.plan.pipeline.schedule import save_schedule_csv
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from pipeline_plans import GIB, UNIFORM, pipeline_of, plan, refusal
@@ -84,13 +84,13 @@ def test_microbatches_where_the_job_is_silent(
         return float(timeline.bubble)
 
     assert wanted == min(
-        [m for m in legal if m >= 4 * (pp - 1) and waits(m) <= MAX_UNREMARKED_BUBBLE],
+        [m for m in legal if m >= 4 * (pp - 1) and waits(m) <= MAX_BUBBLE_WITHOUT_WARNING],
         default=legal[-1],
     )
 
 
 def test_four_times_as_many_microbatches_as_hops_wait_a_fifth() -> None:
-    assert closed_form("1f1b", 5, 16, 1, UNIFORM) == pytest.approx(MAX_UNREMARKED_BUBBLE)
+    assert closed_form("1f1b", 5, 16, 1, UNIFORM) == pytest.approx(MAX_BUBBLE_WITHOUT_WARNING)
 
 
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
@@ -337,7 +337,7 @@ def test_a_batch_with_no_legal_split_names_one_that_has() -> None:
 def test_a_schedule_from_a_file(tmp_path: Path) -> None:
     written = generate_schedule("zb-v", 4, 8)
     file = tmp_path / "mine.csv"
-    write_schedule(written, file)
+    save_schedule_csv(written, file)
     found = plan(layers=12, batch=16, schedule_file=str(file))
     pipeline = pipeline_of(found)
     assert (pipeline.schedule_name, pipeline.num_microbatches, found.micro_batch_size) == (
@@ -351,7 +351,7 @@ def test_a_schedule_from_a_file(tmp_path: Path) -> None:
     # The same as the named one: its stages, memory and bubble.
     named = pipeline_of(plan(layers=12, batch=16, micro=2, schedule="zb-v"))
     assert named.stages == pipeline.stages
-    assert named.rank_bytes == pipeline.rank_bytes
+    assert named.predicted_rank_bytes == pipeline.predicted_rank_bytes
     mine, theirs = pipeline.timeline(), named.timeline()
     assert mine is not None
     assert theirs is not None
@@ -361,7 +361,7 @@ def test_a_schedule_from_a_file(tmp_path: Path) -> None:
 
 def test_a_schedule_that_is_not_for_the_job_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "mine.csv"
-    write_schedule(generate_schedule("1f1b", 2, 8), file)
+    save_schedule_csv(generate_schedule("1f1b", 2, 8), file)
     assert "the schedule is for 2 ranks, and parallel.pp is 4; set parallel.pp=2" in refusal(
         schedule_file=str(file)
     )
@@ -495,7 +495,7 @@ def test_a_better_schedule_than_one_that_has_nothing_to_put_off_is_named() -> No
 def test_a_file_of_few_microbatches_is_told_to_have_more(tmp_path: Path) -> None:
     """Fewer ranks are not what helps: nothing but the file says how many microbatches there are."""
     file = tmp_path / "two.csv"
-    write_schedule(generate_schedule("1f1b", 2, 2), file)
+    save_schedule_csv(generate_schedule("1f1b", 2, 2), file)
     (text,) = (
         w.text
         for w in plan(2, layers=12, schedule_file=str(file)).warnings
@@ -528,7 +528,7 @@ def test_lists_are_short(counts: tuple[int, ...], text: str) -> None:
 
 def test_bubbles_are_those_of_the_literature() -> None:
     for name, per_rank in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2)):
-        found = bubble_of(name, 4, 16, per_rank, [UNIFORM] * 4 * per_rank)
+        found = predict_bubble_of_schedule(name, 4, 16, per_rank, [UNIFORM] * 4 * per_rank)
         assert found == pytest.approx(float(closed_form(name, 4, 16, per_rank, UNIFORM)))  # type: ignore[arg-type]
-    assert bubble_of("interleaved", 4, 18, 2, [UNIFORM] * 8) is None
-    assert bubble_of("1f1b", 64, 10_000, 1, [UNIFORM] * 64) is None
+    assert predict_bubble_of_schedule("interleaved", 4, 18, 2, [UNIFORM] * 8) is None
+    assert predict_bubble_of_schedule("1f1b", 64, 10_000, 1, [UNIFORM] * 64) is None

@@ -1,4 +1,4 @@
-"""Schedules as data: which sizes are legal, what `find_problems` finds, files, and the microbatches that
+"""Schedules as data: which sizes are legal, what `find_schedule_problems` finds, files, and the microbatches that
 are held."""
 
 from __future__ import annotations
@@ -12,18 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.core.errors import ExitCode, LayoutError
-from phalanx.plan.pipeline.check import find_problems, require_runnable_schedule
-from phalanx.plan.pipeline.closed_forms import peak_in_flight
+from phalanx.plan.pipeline.check import find_schedule_problems, require_runnable_schedule
+from phalanx.plan.pipeline.closed_forms import closed_form_peak_in_flight
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, generate_schedule
 from phalanx.plan.pipeline.schedule import (
     Action,
     Schedule,
-    loop_placement,
-    read_schedule,
-    v_placement,
-    write_schedule,
+    load_schedule_csv,
+    place_stages_in_loop,
+    place_stages_in_v,
+    save_schedule_csv,
 )
-from phalanx.plan.pipeline.simulate import count_in_flight, peak_bytes
+from phalanx.plan.pipeline.simulate import (
+    compute_peak_activation_bytes,
+    count_peak_in_flight,
+)
 
 
 def legal() -> st.SearchStrategy[Schedule]:
@@ -51,13 +54,13 @@ def own(
 
 
 def lines(schedule: Schedule, **limits: int) -> list[str]:
-    return [str(problem) for problem in find_problems(schedule, **limits)]
+    return [str(problem) for problem in find_schedule_problems(schedule, **limits)]
 
 
 @settings(max_examples=80, deadline=None)
 @given(legal())
 def test_every_legal_size_runs(schedule: Schedule) -> None:
-    assert find_problems(schedule) == ()
+    assert find_schedule_problems(schedule) == ()
     assert (
         schedule.placement == ("v" if schedule.name in ("zb-v", "dualpipe-v") else "loop")
         or schedule.num_ranks == 1
@@ -69,8 +72,8 @@ def test_every_legal_size_runs(schedule: Schedule) -> None:
 @given(schedule=legal())
 def test_a_file_comes_back(schedule: Schedule, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("schedules") / f"{schedule.name}.csv"
-    write_schedule(schedule, path)
-    assert read_schedule(path) == schedule
+    save_schedule_csv(schedule, path)
+    assert load_schedule_csv(path) == schedule
 
 
 @settings(max_examples=50, deadline=None)
@@ -86,7 +89,7 @@ def test_whatever_is_taken_away_or_swapped_within_a_microbatch_is_found(
         tuple(row[:gone] + row[gone + 1 :]),
         *schedule.actions[rank + 1 :],
     )
-    assert find_problems(replace(schedule, actions=less))
+    assert find_schedule_problems(replace(schedule, actions=less))
     forward = next(action for action in row if action.kind == "F")
     back = next(
         a
@@ -100,11 +103,11 @@ def test_whatever_is_taken_away_or_swapped_within_a_microbatch_is_found(
 
 
 def test_placements() -> None:
-    assert loop_placement(3, 2) == (0, 1, 2, 0, 1, 2)
-    assert v_placement(3) == (0, 1, 2, 2, 1, 0)
-    assert generate_schedule("zb-v", 3, 6).stages_of(1) == (1, 4)
-    assert generate_schedule("interleaved", 3, 6).stages_of(1) == (1, 4)
-    assert generate_schedule("interleaved", 3, 6, 3).stages_of(0) == (0, 3, 6)
+    assert place_stages_in_loop(3, 2) == (0, 1, 2, 0, 1, 2)
+    assert place_stages_in_v(3) == (0, 1, 2, 2, 1, 0)
+    assert generate_schedule("zb-v", 3, 6).stages_of_rank(1) == (1, 4)
+    assert generate_schedule("interleaved", 3, 6).stages_of_rank(1) == (1, 4)
+    assert generate_schedule("interleaved", 3, 6, 3).stages_of_rank(0) == (0, 3, 6)
     assert own("0F0 0B0", "1F0 2F0 2B0 1B0", rank_of_stage=(0, 1, 1)).placement == "own"
 
 
@@ -257,10 +260,10 @@ def test_memory_in_flight_is_limited_on_demand() -> None:
 @settings(max_examples=80, deadline=None)
 @given(legal())
 def test_peaks_are_those_of_the_literature(schedule: Schedule) -> None:
-    held, known = count_in_flight(schedule), 0
+    held, known = count_peak_in_flight(schedule), 0
     per_rank = schedule.num_stages // schedule.num_ranks
     for rank in range(schedule.num_ranks):
-        said = peak_in_flight(
+        said = closed_form_peak_in_flight(
             schedule.name, schedule.num_ranks, schedule.num_microbatches, per_rank, rank
         )
         known += said is not None
@@ -277,11 +280,11 @@ def test_peaks_are_those_of_the_literature(schedule: Schedule) -> None:
 def test_what_is_only_kept_for_weights_is_counted_apart() -> None:
     """ZB-H1: every rank holds p, of which rank r keeps r for their W alone, and the one whose I
     it has just done."""
-    held = count_in_flight(generate_schedule("interleaved-zero-bubble", 4, 12, 1))
+    held = count_peak_in_flight(generate_schedule("interleaved-zero-bubble", 4, 12, 1))
     assert held.per_rank == (4, 4, 4, 4)
     assert held.per_stage == (4, 4, 4, 4)
     assert held.only_for_weights_per_rank == (1, 2, 3, 4)
-    assert count_in_flight(generate_schedule("1f1b", 4, 12)).only_for_weights_per_rank == (
+    assert count_peak_in_flight(generate_schedule("1f1b", 4, 12)).only_for_weights_per_rank == (
         0,
         0,
         0,
@@ -292,8 +295,11 @@ def test_what_is_only_kept_for_weights_is_counted_apart() -> None:
 def test_bytes_at_the_peak() -> None:
     """Rank 0 holds two whole microbatches; rank 1 one whole and one that waits for its W."""
     schedule = generate_schedule("interleaved-zero-bubble", 2, 4, 1)
-    assert peak_bytes(schedule, [10, 100], [3, 30]) == (20, 130)
-    assert peak_bytes(generate_schedule("gpipe", 2, 4), [10, 100], [3, 30]) == (40, 400)
+    assert compute_peak_activation_bytes(schedule, [10, 100], [3, 30]) == (20, 130)
+    assert compute_peak_activation_bytes(generate_schedule("gpipe", 2, 4), [10, 100], [3, 30]) == (
+        40,
+        400,
+    )
 
 
 @pytest.mark.parametrize(
@@ -330,25 +336,25 @@ def test_a_file_that_is_no_schedule(text: str, wanted: str, tmp_path: Path) -> N
     path = tmp_path / "own.csv"
     path.write_text(text)
     with pytest.raises(LayoutError) as caught:
-        read_schedule(path)
+        load_schedule_csv(path)
     assert str(caught.value).removeprefix(f"{tmp_path}/").startswith(wanted)
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(LayoutError, match=r"the schedule cannot be read \(No such file"):
-        read_schedule(tmp_path / "none.csv")
+        load_schedule_csv(tmp_path / "none.csv")
     (tmp_path / "bytes.csv").write_bytes(b"\xff\xfe0F0")
     with pytest.raises(LayoutError, match="the schedule cannot be read"):
-        read_schedule(tmp_path / "bytes.csv")
+        load_schedule_csv(tmp_path / "bytes.csv")
 
 
 def test_a_hand_written_file_of_any_placement(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text("0F0,,0F1, 3F0 ,3B0,0B0,3F1,3B1,0B1\r\n,1F0,2F0,1F1,2F1,2B0,1B0,2B1,1B1\n\n")
-    schedule = read_schedule(path)
+    schedule = load_schedule_csv(path)
     assert (schedule.name, schedule.rank_of_stage, schedule.placement) == (
         "mine",
         (0, 1, 1, 0),
         "v",
     )
-    assert find_problems(schedule) == ()
+    assert find_schedule_problems(schedule) == ()

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.core.errors import LayoutError
-from phalanx.plan.pipeline.closed_forms import bubble, idle_s
+from phalanx.plan.pipeline.closed_forms import bubble, closed_form_idle_s
 from phalanx.plan.pipeline.generate import generate_schedule
 from phalanx.plan.pipeline.schedule import Action, Schedule
-from phalanx.plan.pipeline.simulate import StageCosts, Timeline, simulate
+from phalanx.plan.pipeline.simulate import StageCosts, Timeline, simulate_timeline
 
 SECONDS = st.fractions(min_value=Fraction(1, 8), max_value=8, max_denominator=8)
 COSTS = st.builds(StageCosts, SECONDS, SECONDS, SECONDS)
@@ -25,7 +25,7 @@ def simulated(
     name: str, ranks: int, microbatches: int, per_rank: int, costs: StageCosts
 ) -> Timeline:
     schedule = generate_schedule(name, ranks, microbatches, per_rank)
-    return simulate(schedule, [costs] * schedule.num_stages)
+    return simulate_timeline(schedule, [costs] * schedule.num_stages)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
@@ -52,7 +52,9 @@ def test_zero_bubble_of_the_paper(
     timeline = simulated("interleaved-zero-bubble", ranks, rounds * ranks, per_rank, costs)
     f, i, w = costs.forward_s, costs.backward_input_s, costs.backward_weight_s
     work = rounds * ranks * per_rank * (f + i + w)
-    assert timeline.step_s - work == idle_s("interleaved-zero-bubble", ranks, rounds * ranks, costs)
+    assert timeline.step_s - work == closed_form_idle_s(
+        "interleaved-zero-bubble", ranks, rounds * ranks, costs
+    )
     if w <= min(f, i):
         assert timeline.step_s - work == (ranks - 1) * (f + (i + w) - 2 * w)
 
@@ -65,7 +67,11 @@ def test_v_schedules_lose_the_offset_between_ranks_alone(
 ) -> None:
     timeline = simulated(name, ranks, 2 * ranks + more, 2, costs)
     lost = timeline.step_s - (2 * ranks + more) * 6 * costs.forward_s
-    assert lost == (ranks - 1) * costs.forward_s == idle_s(name, ranks, 2 * ranks + more, costs)
+    assert (
+        lost
+        == (ranks - 1) * costs.forward_s
+        == closed_form_idle_s(name, ranks, 2 * ranks + more, costs)
+    )
     for rank, row in enumerate(timeline.spans_s):
         assert row[0][0] == rank * costs.forward_s
         if name == "zb-v":  # no bubble between a rank's first and last action
@@ -86,7 +92,7 @@ def test_uneven_stages_of_gpipe_by_hand(costs: list[StageCosts], more: int, send
     """Forwards are a flow shop in which nobody waits twice: the sum over stages once, and the
     slowest stage again."""
     m = more + 1
-    timeline = simulate(generate_schedule("gpipe", len(costs), m), costs)
+    timeline = simulate_timeline(generate_schedule("gpipe", len(costs), m), costs)
     forwards = [cost.forward_s for cost in costs]
     backwards = [cost.backward_input_s + cost.backward_weight_s for cost in costs]
     one_way = sum(forwards) + (m - 1) * max(forwards)
@@ -94,7 +100,7 @@ def test_uneven_stages_of_gpipe_by_hand(costs: list[StageCosts], more: int, send
     # The way back of the first microbatch can begin when the last rank is through with all
     # forwards.
     assert timeline.step_s == one_way + sum(backwards) + (m - 1) * max(backwards)
-    with_sends = simulate(generate_schedule("gpipe", len(costs), 1), costs, send)
+    with_sends = simulate_timeline(generate_schedule("gpipe", len(costs), 1), costs, send)
     assert with_sends.step_s == sum(forwards) + sum(backwards) + 2 * (len(costs) - 1) * send
 
 
@@ -102,7 +108,7 @@ def test_sends_go_beside_computation_and_one_after_the_other() -> None:
     """Three forwards of 1 s on rank 0; a send takes 2 s, so that the link is what rank 1 waits
     for."""
     costs = [UNIT, UNIT]
-    timeline = simulate(generate_schedule("gpipe", 2, 3), costs, Fraction(2))
+    timeline = simulate_timeline(generate_schedule("gpipe", 2, 3), costs, Fraction(2))
     assert timeline.spans_s[0][:3] == ((0, 1), (1, 2), (2, 3))
     assert timeline.spans_s[1][:3] == ((3, 4), (5, 6), (7, 8))
     assert timeline.spans_s[1][3:] == ((8, 10), (10, 12), (12, 14))
@@ -113,7 +119,7 @@ def test_sends_go_beside_computation_and_one_after_the_other() -> None:
 def test_nothing_is_sent_within_a_rank() -> None:
     schedule = generate_schedule("zb-v", 1, 4)
     costs = [UNIT] * 2
-    assert simulate(schedule, costs, Fraction(5)) == simulate(schedule, costs)
+    assert simulate_timeline(schedule, costs, Fraction(5)) == simulate_timeline(schedule, costs)
 
 
 @settings(max_examples=15, deadline=None)
@@ -124,7 +130,7 @@ def test_no_schedule_beats_what_it_must_do(name: str, ranks: int, data: st.DataO
     schedule = generate_schedule(name, ranks, 2 * ranks)
     costs = data.draw(st.lists(COSTS, min_size=schedule.num_stages, max_size=schedule.num_stages))
     send = data.draw(SECONDS)
-    timeline = simulate(schedule, costs, send)
+    timeline = simulate_timeline(schedule, costs, send)
     ends: dict[tuple[str, int, int], Fraction] = {}
     for row, spans in zip(schedule.actions, timeline.spans_s, strict=True):
         clock = Fraction(0)
@@ -150,7 +156,7 @@ def test_a_schedule_that_never_ends_is_refused() -> None:
     rows = (("0B0", "0F0"), ("1F0", "1B0"))
     schedule = Schedule("mine", 1, (0, 1), tuple(tuple(map(Action.from_text, row)) for row in rows))
     with pytest.raises(LayoutError, match="schedule mine never ends: rank 0 waits for 1I0"):
-        simulate(schedule, [UNIT, UNIT])
+        simulate_timeline(schedule, [UNIT, UNIT])
 
 
 def test_json_comes_back() -> None:

@@ -18,12 +18,12 @@ from phalanx.job.shapes.stored import read_shape
 from phalanx.observe.events import Envelope, PipelineMeasured
 from phalanx.plan.pipeline.costs import ModelPartCosts, count_params_of_stages
 from phalanx.plan.pipeline.cut import LayerCosts, Stages, cut_stages, cut_stages_for_ranks
-from phalanx.plan.pipeline.pipeline_plan import build_named_pipeline, place_stages
+from phalanx.plan.pipeline.pipeline_plan import build_named_pipeline, map_stages_to_ranks
 from phalanx.plan.pipeline.simulate import StageCosts
-from phalanx.plan.pipeline.stages import fully_recomputed_blocks, split_at_stages
-from phalanx.plan.pipeline.trace import recut
+from phalanx.plan.pipeline.stages import list_fully_recomputed_blocks, split_segments_at_stages
+from phalanx.plan.pipeline.trace import propose_cut_from_measurement
 from phalanx.plan.planner import make_plan
-from phalanx.plan.segments import Segment, list_segments
+from phalanx.plan.segments import Segment, list_recompute_segments
 from pipeline_plans import CORES, GIB, UNIFORM, pipeline_of, plan, refusal
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
@@ -76,11 +76,11 @@ def test_cuts_and_modules_as_the_user_says() -> None:
 def test_ranks_with_several_stages_are_even(name: str, costs: LayerCosts) -> None:
     """Against every cut there is: no rank has less to do at most; `cut_stages` alone looks at stages
     only."""
-    placement = place_stages(name, 3, 2)
+    placement = map_stages_to_ranks(name, 3, 2)
 
     def busiest(stages: Stages) -> float:
         work = [0.0] * 3
-        for rank, cost in zip(placement, costs.of_stages(stages), strict=True):
+        for rank, cost in zip(placement, costs.sum_by_stage(stages), strict=True):
             work[rank] += float(cost)
         return max(work)
 
@@ -104,16 +104,19 @@ def test_one_stage_per_rank_is_the_plain_cut() -> None:
 
 
 def test_segments_of_recompute_end_where_stages_do() -> None:
-    segments = list_segments("sqrt", 9)
+    segments = list_recompute_segments("sqrt", 9)
     assert [(s.start, s.stop) for s in segments] == [(0, 3), (3, 6), (6, 9)]
-    found = split_at_stages(segments, Stages((4, 4, 1)))
+    found = split_segments_at_stages(segments, Stages((4, 4, 1)))
     assert [(s.start, s.stop) for s in found] == [(0, 3), (3, 4), (4, 6), (6, 8), (8, 9)]
     assert {s.mode for s in found} == {"full"}
-    assert split_at_stages(segments, Stages((0, 9, 0))) == segments
-    assert fully_recomputed_blocks((Segment(1, 3, "full"), Segment(3, 4, "selective"))) == {1, 2}
-    assert plan(recompute={"recompute": "full"}).activations.recompute_segments == list_segments(
-        "full", 8
-    )
+    assert split_segments_at_stages(segments, Stages((0, 9, 0))) == segments
+    assert list_fully_recomputed_blocks((Segment(1, 3, "full"), Segment(3, 4, "selective"))) == {
+        1,
+        2,
+    }
+    assert plan(
+        recompute={"recompute": "full"}
+    ).activations.recompute_segments == list_recompute_segments("full", 8)
 
 
 def test_recomputed_blocks_take_a_forward_more_in_the_backward() -> None:
@@ -232,10 +235,10 @@ def test_a_cut_by_what_was_measured() -> None:
     weights = LayerCosts(0, (1,) * 12, 0)
     pipeline = build_named_pipeline("1f1b", 4, 8, Stages((3, 3, 3, 3)))
     seconds = [StageCosts(1.0, 1.0, 1.0)] * 3 + [StageCosts(2.0, 2.0, 2.0)]
-    found = recut(pipeline, pipeline.stages, seconds, weights)
+    found = propose_cut_from_measurement(pipeline, pipeline.stages, seconds, weights)
     true = LayerCosts(0, (1.0,) * 9 + (2.0,) * 3, 0)
     assert found.stages == cut_stages(true, 4)
-    assert max(true.of_stages(found.stages)) == 4.0
+    assert max(true.sum_by_stage(found.stages)) == 4.0
     assert found.is_worth_it
     # A step is bound by the slowest stage: 6 seconds a microbatch before, 4 now.
     assert 0.2 < found.gain <= 1 - 4 / 6
@@ -246,12 +249,14 @@ def test_head_and_embedding_take_their_share_of_what_was_measured() -> None:
     """The last stage's 6 seconds are a block's 3 and as much of a head that weighs the same."""
     pipeline = build_named_pipeline("1f1b", 2, 8, Stages((3, 1)))
     seconds = [StageCosts(3.0, 3.0, 3.0), StageCosts(2.0, 2.0, 2.0)]
-    found = recut(pipeline, pipeline.stages, seconds, LayerCosts(0, (1,) * 4, 1))
+    found = propose_cut_from_measurement(
+        pipeline, pipeline.stages, seconds, LayerCosts(0, (1,) * 4, 1)
+    )
     assert (
-        max(LayerCosts(0, (3,) * 4, 3).of_stages(found.stages)) == 9
+        max(LayerCosts(0, (3,) * 4, 3).sum_by_stage(found.stages)) == 9
     )  # as it is: 3, 1 and 2, 2 take as long
     assert not found.is_worth_it
-    heavier = recut(
+    heavier = propose_cut_from_measurement(
         pipeline,
         pipeline.stages,
         [StageCosts(6.0, 6.0, 6.0), seconds[1]],
@@ -263,9 +268,13 @@ def test_head_and_embedding_take_their_share_of_what_was_measured() -> None:
 def test_a_measurement_of_another_pipeline_is_refused() -> None:
     pipeline = build_named_pipeline("1f1b", 2, 8, Stages((3, 1)))
     with pytest.raises(LayoutError, match="3 stages were measured, and the job has 2"):
-        recut(pipeline, Stages((1, 1, 2)), [UNIFORM] * 3, LayerCosts(0, (1,) * 4, 1))
+        propose_cut_from_measurement(
+            pipeline, Stages((1, 1, 2)), [UNIFORM] * 3, LayerCosts(0, (1,) * 4, 1)
+        )
     with pytest.raises(LayoutError, match="stages of 5 blocks were measured, and the model has 4"):
-        recut(pipeline, Stages((3, 2)), [UNIFORM] * 2, LayerCosts(0, (1,) * 4, 1))
+        propose_cut_from_measurement(
+            pipeline, Stages((3, 2)), [UNIFORM] * 2, LayerCosts(0, (1,) * 4, 1)
+        )
 
 
 def write_run(run: Path, num_blocks: list[int], stage_seconds: list[list[float]]) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from phalanx.core.errors import LayoutError
 from phalanx.plan.pipeline.generate import generate_schedule
-from phalanx.plan.pipeline.schedule import Schedule, read_schedule, write_schedule
+from phalanx.plan.pipeline.schedule import Schedule, load_schedule_csv, save_schedule_csv
 
 SINGLE = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
 MULTI = {
@@ -133,7 +133,7 @@ def test_torchs_runtime_reads_our_files(
     """It adds sends and receives to them, and its own simulation of those ends."""
     ours = generate_schedule(name, num_ranks, num_microbatches, stages_per_rank)
     path = tmp_path / "own.csv"
-    write_schedule(ours, path)
+    save_schedule_csv(ours, path)
     stages = stages_of(num_ranks, stages_per_rank, 0)
     runtime = torch_schedules._PipelineScheduleRuntime(stages, num_microbatches)
     runtime._load_csv(str(path), format="compute_only")
@@ -155,10 +155,10 @@ def test_we_read_torchs_files(tmp_path: Path) -> None:
     path = tmp_path / "dualpipe.csv"
     theirs._dump_csv(str(path), format="compute_only")
     assert "OVERLAP_F_B" in path.read_text()
-    ours = read_schedule(path)
+    ours = load_schedule_csv(path)
     assert rows(ours) == rows(generate_schedule("dualpipe-v", 2, 5))
     assert (ours.placement, ours.num_microbatches) == ("v", 5)
     theirs = torch_schedules.ScheduleInterleaved1F1B(stages_of(2, 2, 0), 4)
     theirs._dump_csv(str(path), format="compute_only")
     assert ",," in path.read_text()
-    assert read_schedule(path).actions == generate_schedule("interleaved", 2, 4, 2).actions
+    assert load_schedule_csv(path).actions == generate_schedule("interleaved", 2, 4, 2).actions

@@ -80,8 +80,8 @@ def test_terms_are_told_from_job_files_and_overrides(tmp_path: Path) -> None:
 
 
 def test_pages_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(what_if, "FACTORS", (1,))
-    monkeypatch.setattr(what_if, "MICRO_FACTORS", (1,))
+    monkeypatch.setattr(what_if, "SEQ_LEN_AND_DEVICE_FACTORS", (1,))
+    monkeypatch.setattr(what_if, "MICRO_BATCH_FACTORS", (1,))
     page, out = tmp_path / "a.html", tmp_path / "out"
     assert _app.run_command_line([*QUESTION, "--page", str(page), "--out", str(out)]) == 0
     assert page.read_text() == (out / "page.html").read_text()

@@ -14,8 +14,8 @@ from phalanx.job.load import load_job
 from phalanx.job.schema import Job
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import StepFinished
-from phalanx.plan.calibrated.one_core import load_one_core
-from phalanx.plan.calibrated.step import estimate_measured_step
+from phalanx.plan.calibrated.one_core import load_one_core_profile
+from phalanx.plan.calibrated.step import estimate_step_from_profile
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
@@ -41,7 +41,7 @@ def plan_of(*overrides: str) -> Plan:
 def write_run(run_dir: Path, *, slower: float, rest_s: float = 0.0, steps: int = 8) -> Plan:
     """A run whose ranks took `slower` times what one core's figures say."""
     plan = plan_of()
-    terms = estimate_measured_step(plan, load_one_core()).terms
+    terms = estimate_step_from_profile(plan, load_one_core_profile()).terms
     seconds = {
         group: slower * sum(terms[name] for name in names) for group, names in GROUPS.items()
     }
@@ -87,7 +87,7 @@ def test_a_larger_job_grows_as_its_parts_do_and_its_interval_widens(tmp_path: Pa
     near = extrapolate_run(tmp_path / "run", plan)
     far_plan = plan_of("model.num_layers=16", "model.dim=512", "model.num_heads=8")
     far = extrapolate_run(tmp_path / "run", far_plan)
-    grown = estimate_measured_step(far_plan, load_one_core()).total_s
+    grown = estimate_step_from_profile(far_plan, load_one_core_profile()).total_s
     assert far.step.total_s == pytest.approx(2.0 * grown, rel=0.01)
     assert far.step.high_s / far.step.total_s > near.step.high_s / near.step.total_s
 
@@ -140,7 +140,9 @@ def test_every_family_comes_once_before_any_comes_again(monkeypatch: pytest.Monk
 
 
 def test_the_fastest_is_first_where_there_is_a_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.run.plan_time.find_profile_of", lambda cluster: make_profile())
+    monkeypatch.setattr(
+        "phalanx.run.plan_time.find_profile_of_cluster", lambda cluster: make_profile()
+    )
     layouts = autotune.rank_layouts(load_job(None, SMALL))
     first_six = [layout.predicted_s or 0.0 for layout in layouts[:6]]
     assert first_six == sorted(first_six)

@@ -16,12 +16,12 @@ from phalanx.job.schema import Job
 from phalanx.plan.advice import what_if
 from phalanx.plan.advice.advise import PlanAdvice, advise_on_plan
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.described_cluster import find_cluster
+from phalanx.plan.described_cluster import choose_cluster_of_job
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.plan.search.result import SearchResult
-from phalanx.plan.search.step_times import build_machine_rates, describe_setup
-from phalanx.plan.timing.step import estimate_step
+from phalanx.plan.search.step_times import build_machine_rates, build_step_setup
+from phalanx.plan.timing.step import estimate_step_times
 from phalanx.report.plan_collect import collect_page_facts, collect_unfit_facts
 from phalanx.report.plan_page import render_plan_page
 
@@ -67,7 +67,7 @@ class Collector(HTMLParser):
 @pytest.fixture(scope="module")
 def planned() -> tuple[Job, Plan, Cluster, PlanAdvice]:
     job = load_job(None, KEYS)
-    cluster = find_cluster(job)
+    cluster = choose_cluster_of_job(job)
     plan = make_plan(job, cluster=cluster)
     return job, plan, cluster, advise_on_plan(job, plan, cluster, goodput=0.95)
 
@@ -77,8 +77,8 @@ def grid(planned: Any) -> what_if.WhatIfGrid:
     job, plan, cluster, _ = planned
     with pytest.MonkeyPatch.context() as patch:
         # 12 plans are enough to see that each stands where it belongs.
-        patch.setattr(what_if, "FACTORS", (1, 2))
-        patch.setattr(what_if, "MICRO_FACTORS", (1,))
+        patch.setattr(what_if, "SEQ_LEN_AND_DEVICE_FACTORS", (1, 2))
+        patch.setattr(what_if, "MICRO_BATCH_FACTORS", (1,))
         computed = what_if.compute_what_if(job, plan, cluster)
     assert computed is not None
     return computed
@@ -156,9 +156,9 @@ def test_the_grid_is_what_the_planner_says_at_its_points(planned: Any, grid: Any
                 "train.recompute=full",
             ]
             other_job = load_job(None, keys)
-            other = make_plan(other_job, cluster=find_cluster(other_job))
-            setup = describe_setup(other_job, other)
-            seconds = estimate_step(other.model_shape, machine, setup).total_s
+            other = make_plan(other_job, cluster=choose_cluster_of_job(other_job))
+            setup = build_step_setup(other_job, other)
+            seconds = estimate_step_times(other.model_shape, machine, setup).total_s
             row = ((i * 1) * len(devices) + j) * len(networks) + networks.index(50.0)
             row = row * len(recomputes) + recomputes.index("full")
             assert grid.step_s[row] == pytest.approx(seconds)

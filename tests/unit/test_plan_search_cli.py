@@ -10,7 +10,7 @@ import pytest
 from phalanx.cli import _app
 from phalanx.job.load import load_job
 from phalanx.plan.accelerators import list_accelerators
-from phalanx.plan.described_cluster import list_instances
+from phalanx.plan.described_cluster import list_instance_types
 from phalanx.plan.planner import make_plan
 from phalanx.plan.search.result import SearchResult
 
@@ -86,5 +86,5 @@ def test_numbers_of_gpus_are_compared(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_the_page_of_the_verb_names_every_gpu_and_machine() -> None:
     page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
-    for name in (*list_accelerators(), *list_instances()):
+    for name in (*list_accelerators(), *list_instance_types()):
         assert f"| `{name}` |" in page

@@ -11,15 +11,15 @@ import pytest
 
 from phalanx.cli.plan import command
 from phalanx.core.errors import UsageError
-from phalanx.plan.timing.constants import list_constants, load_constants
+from phalanx.plan.timing.constants import list_timing_constants, load_timing_constants
 from phalanx.plan.validation.predict import group_runs, predict_runs
-from phalanx.plan.validation.row_machine import find_row_accelerator, read_network
-from phalanx.plan.validation.row_stack import read_precision, read_recompute
-from phalanx.plan.validation.rows import parse_rows, read_rows
+from phalanx.plan.validation.row_machine import find_row_accelerator, parse_network_gb_s
+from phalanx.plan.validation.row_stack import parse_row_precision, parse_row_recompute
+from phalanx.plan.validation.rows import load_row_file, parse_row_lines
 from phalanx.plan.validation.run import build_run
 from phalanx.plan.validation.score import (
-    choose_anchors,
-    estimate_scale,
+    choose_anchor_rows,
+    estimate_log_scale,
     score_rows,
     summarise_errors,
 )
@@ -85,14 +85,14 @@ def encode(*rows: Any) -> bytes:
     ],
 )
 def test_unusable_rows_are_counted_by_reason(change: dict[str, Any], reason: str) -> None:
-    rows = parse_rows(encode(ROW, {**ROW, **change}))
+    rows = parse_row_lines(encode(ROW, {**ROW, **change}))
     assert len(rows.runs) == 1
     assert dict(rows.unusable) == {reason: 1}
 
 
 def test_lines_that_are_no_rows_are_counted() -> None:
     content = b'{"id": \n[1, 2]\n\n\xff\xfe\n' + encode(ROW, {})
-    rows = parse_rows(content)
+    rows = parse_row_lines(content)
     assert len(rows.runs) == 1
     assert rows.unusable["not JSON"] == 2
     assert rows.unusable["not a JSON object"] == 1
@@ -102,14 +102,14 @@ def test_lines_that_are_no_rows_are_counted() -> None:
 @pytest.mark.parametrize("key", sorted(ROW))
 @pytest.mark.parametrize("value", [None, "", "?", [], {}, -1, 0, 1e300, True])
 def test_no_value_of_any_key_ends_it(key: str, value: Any) -> None:
-    rows = parse_rows(encode({**ROW, key: value}))
+    rows = parse_row_lines(encode({**ROW, key: value}))
     assert rows.num_rows == 1
 
 
 def test_optional_keys_may_be_missing() -> None:
     needed = {"layers", "hidden", "seq_len", "gpu", "n_gpus", "dp", "global_batch", "measured"}
     bare = {key: ROW[key] for key in needed}
-    rows = parse_rows(encode(bare))
+    rows = parse_row_lines(encode(bare))
     assert len(rows.runs) == 1
     # What the row does not say is tried, and the fastest that fits is taken.
     assert len(rows.runs[0].setups) > 1
@@ -148,15 +148,17 @@ def test_gpus_are_found_by_other_spellings(text: str, name: str) -> None:
     ],
 )
 def test_networks_are_read_from_words(text: str, gb_s: float) -> None:
-    assert read_network(text, 8) == pytest.approx(gb_s)
+    assert parse_network_gb_s(text, 8) == pytest.approx(gb_s)
 
 
 def test_precision_and_recomputation_are_read_from_words() -> None:
-    assert read_precision({"precision": "fp8 (delayed scaling)"}) == "fp8"
-    assert read_precision({"precision": "amp_bf16"}) == "bf16"
-    assert read_recompute({"activation_checkpointing": "full (every layer)"}) == (("full", 1.0),)
-    assert read_recompute({"activation_checkpointing": "none"}) == (("none", 1.0),)
-    assert len(read_recompute({"activation_checkpointing": "recipe-specific"})) > 1
+    assert parse_row_precision({"precision": "fp8 (delayed scaling)"}) == "fp8"
+    assert parse_row_precision({"precision": "amp_bf16"}) == "bf16"
+    assert parse_row_recompute({"activation_checkpointing": "full (every layer)"}) == (
+        ("full", 1.0),
+    )
+    assert parse_row_recompute({"activation_checkpointing": "none"}) == (("none", 1.0),)
+    assert len(parse_row_recompute({"activation_checkpointing": "recipe-specific"})) > 1
 
 
 def test_statistics_are_those_of_the_errors() -> None:
@@ -172,14 +174,14 @@ def test_anchors_are_not_scored_and_take_a_common_factor_out() -> None:
     rows = []
     for n in range(1, 13):
         rows.append({**ROW, "global_batch": 8 * n, "measured": {"step_time_s": 1.0 * n}})
-    base = parse_rows(encode(*rows))
+    base = parse_row_lines(encode(*rows))
     exact = score_rows(base)
-    predicted, _ = predict_runs(group_runs(base.runs), load_constants())
+    predicted, _ = predict_runs(group_runs(base.runs), load_timing_constants())
     rows = []
     for n, seconds in zip(range(1, 13), predicted, strict=True):
         measured = {"step_time_s": 1.3 * float(seconds)}
         rows.append({**ROW, "global_batch": 8 * n, "measured": measured})
-    slower = parse_rows(encode(*rows))
+    slower = parse_row_lines(encode(*rows))
     without, anchored = score_rows(slower), score_rows(slower, anchors=3)
     assert exact.overall.n == without.overall.n == 12
     assert anchored.overall.n == 9
@@ -188,25 +190,25 @@ def test_anchors_are_not_scored_and_take_a_common_factor_out() -> None:
 
 
 def test_anchors_are_at_most_half_of_the_rows() -> None:
-    assert len(choose_anchors(np.arange(4), 3)) == 2
-    assert choose_anchors(np.arange(1), 3) == []
-    assert choose_anchors(np.arange(90), 3) == [15, 45, 75]
+    assert len(choose_anchor_rows(np.arange(4), 3)) == 2
+    assert choose_anchor_rows(np.arange(1), 3) == []
+    assert choose_anchor_rows(np.arange(90), 3) == [15, 45, 75]
 
 
 def test_anchors_that_differ_are_believed_less() -> None:
-    alike = estimate_scale(np.array([0.2, 0.21, 0.19]))
-    apart = estimate_scale(np.array([0.2, 0.9, -0.5]))
+    alike = estimate_log_scale(np.array([0.2, 0.21, 0.19]))
+    apart = estimate_log_scale(np.array([0.2, 0.9, -0.5]))
     assert 0 < apart < 0.5 * alike < 0.1
-    assert estimate_scale(np.array([3.0, 3.0, 3.0])) == pytest.approx(np.log(1.6))
+    assert estimate_log_scale(np.array([3.0, 3.0, 3.0])) == pytest.approx(np.log(1.6))
 
 
 def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read"):
-        read_rows(tmp_path / "none.jsonl")
+        load_row_file(tmp_path / "none.jsonl")
 
 
 def test_published_rows_are_predicted_better_than_by_one_utilisation() -> None:
-    rows = read_rows(PUBLISHED)
+    rows = load_row_file(PUBLISHED)
     report = score_rows(rows, anchors=3)
     assert report.overall.n + report.num_anchor_rows == len(rows.runs)
     assert report.overall.median < 0.08
@@ -239,8 +241,8 @@ def test_the_command_refuses_what_it_cannot_score(tmp_path: Path) -> None:
 
 
 def test_constants_stay_within_what_hardware_can_do() -> None:
-    constants = load_constants()
-    for name, spec in list_constants().items():
+    constants = load_timing_constants()
+    for name, spec in list_timing_constants().items():
         assert spec.low <= getattr(constants, name) <= spec.high, name
         assert spec.low <= spec.prior <= spec.high, name
         assert spec.moves, name

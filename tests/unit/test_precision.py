@@ -150,7 +150,7 @@ class Machine:
         self.job = load_job(None, [*TINY, f"data.source={folder / 'text'}", "parallel.ranks=1"])
 
     def has(self, found: tuple[Gpu, ...]) -> None:
-        self._patch.setattr("phalanx.plan.cluster.visible_gpus", lambda: found)
+        self._patch.setattr("phalanx.plan.cluster.list_visible_gpus", lambda: found)
 
     def prepare(self, job: Job, *, resume: bool) -> PreparedRun:
         with prepare_run(job, self.run, resume=resume, num_ranks=None) as prepared:
@@ -245,7 +245,7 @@ def test_a_run_of_a_version_without_auto_goes_on_in_fp32(tmp_path: Path) -> None
 
 def test_verify_says_what_it_does_not_judge(monkeypatch: pytest.MonkeyPatch) -> None:
     for found, said in (((), []), (T4, []), (H100, ["precision.compute=bf16"])):
-        monkeypatch.setattr("phalanx.plan.cluster.visible_gpus", lambda found=found: found)
+        monkeypatch.setattr("phalanx.plan.cluster.list_visible_gpus", lambda found=found: found)
         assert [
             line.partition(": layouts")[0]
             for line in list_not_judged(Job(), ["float64", "float32"])

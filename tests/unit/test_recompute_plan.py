@@ -17,7 +17,7 @@ from phalanx.job.schema import Job
 from phalanx.job.shapes.measured import MeasuredModule
 from phalanx.job.shapes.stored import read_shape
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.memory import rank_memory
+from phalanx.plan.memory import predict_rank_memory
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.plan.workload import Workload
@@ -139,7 +139,7 @@ def test_segments_over_sharded_units_count_their_gathered_weights() -> None:
     work = Workload(1, 512, "fp32", "sqrt", 1024)
     one = replace(work, segments=plan(recompute="full").activations.recompute_segments)
     four = replace(work, segments=plan(recompute="sqrt").activations.recompute_segments)
-    by_mode = [rank_memory(shape, w, 3, 8, "cuda", 8)["communication"] for w in (one, four)]
+    by_mode = [predict_rank_memory(shape, w, 3, 8, "cuda", 8)["communication"] for w in (one, four)]
     assert by_mode[1] - by_mode[0] == 3 * shape.block_params * 4
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from phalanx.job.schema import Job, Parallel
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.plan import _NEW_PATH_OF_FIELD, Plan
+from phalanx.plan.plan import _MOVED_FIELD_PATHS, Plan
 from phalanx.plan.planner import make_plan
 from phalanx.plan.resolved_parallel import ResolvedParallel
 
@@ -137,7 +137,7 @@ def test_stored_plans_keep_the_keys_that_they_had(parallel: dict[str, Any]) -> N
 
 def test_fields_that_moved_still_answer_with_a_warning() -> None:
     plan = plan_of(dp_shard=2)
-    for name, place in _NEW_PATH_OF_FIELD.items():
+    for name, place in _MOVED_FIELD_PATHS.items():
         with pytest.warns(DeprecationWarning, match=rf"Plan.{name} is now Plan.{place}"):
             value = getattr(plan, name)
         noun, _, attribute = place.partition(".")

@@ -28,8 +28,13 @@ from phalanx.nn.models.decoder import build
 from phalanx.parallel.tensor.sharder import _build_cut_boxes
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.planner import make_plan
-from phalanx.plan.rule_checks import check_rules, describe_unsharded_matrices
-from phalanx.plan.rules import Rule, find_rule, legal_tp_degrees, parse_rules
+from phalanx.plan.rule_checks import combine_and_check_rules, describe_unsharded_matrices
+from phalanx.plan.rules import (
+    ShardingRule,
+    find_matching_rule,
+    list_legal_tp_degrees,
+    parse_sharding_rules,
+)
 
 HOLDERS = (
     ParamHolder("embed", "embedding", 251 * 16, 251, 16),
@@ -47,8 +52,8 @@ SHAPE = MeasuredModule(
 FUSED = {"layers.*.attn.qkv": "column heads=4+2/4+2/4", "layers.*.attn.out": "row heads=4"}
 
 
-def one(text: str) -> Rule:
-    return parse_rules({"a.*.b": text})[0]
+def one(text: str) -> ShardingRule:
+    return parse_sharding_rules({"a.*.b": text})[0]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +117,7 @@ def test_what_cannot_be_is_refused_in_one_line(
     rules: dict[str, str], tp: int, words: tuple[str, ...]
 ) -> None:
     with pytest.raises(LayoutError) as caught:
-        check_rules(rules, SHAPE, tp)
+        combine_and_check_rules(rules, SHAPE, tp)
     line = str(caught.value)
     assert "\n" not in line
     assert all(word in line for word in words), line
@@ -132,11 +137,11 @@ def test_what_cannot_be_is_refused_in_one_line(
     ],
 )
 def test_columns_whose_features_may_be_taken_are_left_to_the_ranks(rules: dict[str, str]) -> None:
-    assert len(check_rules(rules, SHAPE, 2)) == len(rules)
+    assert len(combine_and_check_rules(rules, SHAPE, 2)) == len(rules)
 
 
 def test_what_no_rule_covers_is_named_with_its_size() -> None:
-    rules = check_rules(FUSED, SHAPE, 2)
+    rules = combine_and_check_rules(FUSED, SHAPE, 2)
     line = describe_unsharded_matrices(rules, SHAPE)
     assert line.startswith(
         "tp: no rule covers `embed`, 4.02 K parameters, `layers.*.conv`, 2.30 K parameters, "
@@ -146,14 +151,17 @@ def test_what_no_rule_covers_is_named_with_its_size() -> None:
     every = FUSED | dict.fromkeys(
         ("embed", "layers.*.mixer.in_proj", "layers.*.conv", "layers.*.mha"), "replicate"
     )
-    assert describe_unsharded_matrices(check_rules(every, SHAPE, 2), SHAPE) == ""
+    assert describe_unsharded_matrices(combine_and_check_rules(every, SHAPE, 2), SHAPE) == ""
 
 
 def test_rules_of_the_module_stand_behind_those_of_the_job() -> None:
     shape = replace(SHAPE, shard_rules=tuple(FUSED.items()))
-    assert find_rule(check_rules({}, shape, 2), "layers.0.attn.out") == parse_rules(FUSED)[1]
+    assert (
+        find_matching_rule(combine_and_check_rules({}, shape, 2), "layers.0.attn.out")
+        == parse_sharding_rules(FUSED)[1]
+    )
     own = {"layers.0.attn.qkv": "replicate"}
-    found = find_rule(check_rules(own, shape, 2), "layers.0.attn.qkv")
+    found = find_matching_rule(combine_and_check_rules(own, shape, 2), "layers.0.attn.qkv")
     assert found is not None
     assert found.kind == "replicate"
     assert read_shape(shape.to_json()) == shape
@@ -188,7 +196,7 @@ def test_a_decorator_leaves_what_it_decorates() -> None:
 def test_a_count_is_divided_by_what_it_counts(
     count: str, value: int, tp: int, share: int | None
 ) -> None:
-    assert one(f"region divide={count}").divide[0].share(value, tp) == share
+    assert one(f"region divide={count}").divide[0].divide_by_tp(value, tp) == share
 
 
 # All ranks together
@@ -236,13 +244,13 @@ def test_what_ranks_hold_makes_the_whole(
     shape = (total, other) if dim == 0 else (other, total)
     try:
         cuts = [
-            _build_cut_boxes(shape, dim, rule.spans(total, tp, rank, name="w"))
+            _build_cut_boxes(shape, dim, rule.list_rank_slices(total, tp, rank, name="w"))
             for rank in range(tp)
         ]
     except LayoutError:
         heads = max((max(part.heads, part.queries) for part in rule.parts), default=0)
         keys = min((part.heads for part in rule.parts), default=0)
-        assert tp not in legal_tp_degrees(heads, keys) if heads else unit < tp
+        assert tp not in list_legal_tp_degrees(heads, keys) if heads else unit < tp
         return
     held: Counter[tuple[int, ...]] = Counter()
     claimed: dict[tuple[int, ...], int] = {}

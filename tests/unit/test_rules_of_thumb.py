@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from phalanx.plan.advice.check_rules import check_rules_of_thumb, list_rules_of_thumb
-from phalanx.plan.advice.decision_tables import ask_decision_tables, load_decision_tables
+from phalanx.plan.advice.check_rules import evaluate_rules_of_thumb, list_rules_of_thumb
+from phalanx.plan.advice.decision_tables import load_decision_tables, look_up_decision_tables
 from phalanx.plan.advice.facts import BatchFacts, HardwareFacts, ModelFacts, PlanFacts
-from phalanx.plan.advice.rule import RuleVerdict, format_measured
+from phalanx.plan.advice.rule import RuleVerdict, format_measured_value
 from phalanx.plan.layout import Layout
 
 GIB = 2**30
@@ -30,14 +30,14 @@ def make_facts(layout: Layout | None = None, **changes: Any) -> PlanFacts:
 
 
 def judge(name: str, facts: PlanFacts) -> RuleVerdict | None:
-    return next((v for v in check_rules_of_thumb(facts) if v.name == name), None)
+    return next((v for v in evaluate_rules_of_thumb(facts) if v.name == name), None)
 
 
 TP8, TP16 = Layout(dp_replicate=8, tp=8), Layout(dp_replicate=4, tp=16)
 PP4 = Layout(pp=4, dp_replicate=16)
 ZERO3 = Layout(dp_shard=64)
-TERMS = {"ideal": 1.0, "matmul loss": 0.5, "tp": 0.1, "dp exposed": 0.05, "optimizer": 0.01}
-SLOW = TERMS | {"tp": 0.4}
+STEP_TERMS = {"ideal": 1.0, "matmul loss": 0.5, "tp": 0.1, "dp exposed": 0.05, "optimizer": 0.01}
+SLOW = STEP_TERMS | {"tp": 0.4}
 ONE_NODE = replace(H100, num_devices=8)
 ETHERNET = replace(H100, network_gb_s=3.125)
 MANY = BatchFacts(8192, 1, 32, 2048)
@@ -66,7 +66,7 @@ CASES: list[tuple[str, PlanFacts, PlanFacts, float]] = [
     ("zero-in-pipeline", make_facts(PP4, zero_stage=1), make_facts(PP4, zero_stage=3), 3),
     (
         "exposed-communication",
-        make_facts(TP8, terms_s=TERMS),
+        make_facts(TP8, terms_s=STEP_TERMS),
         make_facts(TP8, terms_s=SLOW),
         0.45 / 1.96,
     ),
@@ -116,8 +116,8 @@ CASES: list[tuple[str, PlanFacts, PlanFacts, float]] = [
     ),
     (
         "offload-hidden",
-        make_facts(offload="optimizer", terms_s=TERMS | {"offload": 0.01}),
-        make_facts(offload="optimizer", terms_s=TERMS | {"offload": 1.0}),
+        make_facts(offload="optimizer", terms_s=STEP_TERMS | {"offload": 0.01}),
+        make_facts(offload="optimizer", terms_s=STEP_TERMS | {"offload": 1.0}),
         1.0 / 2.66,
     ),
     (
@@ -172,7 +172,7 @@ def test_every_rule_has_a_case_and_a_name_of_its_own() -> None:
 
 
 def test_rules_that_do_not_apply_are_silent_and_unknown_numbers_are_said() -> None:
-    names = {verdict.name for verdict in check_rules_of_thumb(make_facts())}
+    names = {verdict.name for verdict in evaluate_rules_of_thumb(make_facts())}
     assert not names & {"tp-in-link-domain", "pipeline-bubble", "fsdp-tokens", "offload-hidden"}
     bubble = judge("pipeline-bubble", make_facts(PP4))
     assert bubble is not None
@@ -187,17 +187,19 @@ def test_a_bubble_between_good_and_bad_is_tight() -> None:
 
 
 def test_model_parallelism_that_is_faster_is_not_needless() -> None:
-    facts = make_facts(TP8, data_parallel_bytes=60 * GIB, capacity_bytes=70 * GIB, terms_s=TERMS)
+    facts = make_facts(
+        TP8, data_parallel_bytes=60 * GIB, capacity_bytes=70 * GIB, terms_s=STEP_TERMS
+    )
     name = "data-parallel-first"
-    slower = judge(name, replace(facts, data_parallel_step_s=2.0 * sum(TERMS.values())))
-    faster = judge(name, replace(facts, data_parallel_step_s=0.9 * sum(TERMS.values())))
+    slower = judge(name, replace(facts, data_parallel_step_s=2.0 * sum(STEP_TERMS.values())))
+    faster = judge(name, replace(facts, data_parallel_step_s=0.9 * sum(STEP_TERMS.values())))
     assert slower is not None
     assert faster is not None
     assert (slower.state, faster.state) == ("holds", "fails")
 
 
 def test_failures_come_first() -> None:
-    verdicts = check_rules_of_thumb(make_facts(TP16, peak_bytes=79 * GIB, terms_s=SLOW))
+    verdicts = evaluate_rules_of_thumb(make_facts(TP16, peak_bytes=79 * GIB, terms_s=SLOW))
     order = ["fails", "tight", "unknown", "holds"]
     ranks = [order.index(verdict.state) for verdict in verdicts]
     assert ranks == sorted(ranks)
@@ -215,16 +217,16 @@ def test_learning_rate_of_sgd_is_linear_and_unscaled_rates_fail() -> None:
 
 
 def test_numbers_have_units() -> None:
-    assert format_measured(0.123, "%") == "12.3 %"
-    assert format_measured(4096, "tokens") == "4,096 tokens"
-    assert format_measured(3.125, "GB/s") == "3.12 GB/s"
+    assert format_measured_value(0.123, "%") == "12.3 %"
+    assert format_measured_value(4096, "tokens") == "4,096 tokens"
+    assert format_measured_value(3.125, "GB/s") == "3.12 GB/s"
 
 
 def test_decision_tables_contradict_each_other_and_say_where_the_plan_differs() -> None:
     facts = make_facts(
         Layout(dp_shard=64), zero_stage=3, model=replace(LLAMA_70B, num_params=13_500_000_000)
     )
-    answers = ask_decision_tables(facts)
+    answers = look_up_decision_tables(facts)
     assert len(answers) == len(load_decision_tables()) == 4
     assert {answer.agrees for answer in answers} == {True, False}
     first, second = answers[0], answers[1]
@@ -236,7 +238,7 @@ def test_decision_tables_contradict_each_other_and_say_where_the_plan_differs() 
 
 def test_decision_tables_with_experts_and_small_models() -> None:
     small = make_facts(model=replace(LLAMA_8B, num_params=100_000_000))
-    assert [answer.agrees for answer in ask_decision_tables(small)] == [True] * 4
-    experts = ask_decision_tables(make_facts(TP8, model=MIXTRAL))
+    assert [answer.agrees for answer in look_up_decision_tables(small)] == [True] * 4
+    experts = look_up_decision_tables(make_facts(TP8, model=MIXTRAL))
     assert experts[0].says.startswith("tensor, pipeline and expert")
     assert experts[0].differences == "the table has ep, pp"

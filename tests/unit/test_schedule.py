@@ -12,7 +12,7 @@ from phalanx.job.schema import Job
 from phalanx.optim.schedule import learning_rate
 
 TOTAL = 100
-SCHEDULES = ("cosine", "linear", "wsd", "constant")
+SEARCHED_SCHEDULES = ("cosine", "linear", "wsd", "constant")
 
 
 def optim(schedule: str, steps: int = TOTAL, **changed: object) -> Job:
@@ -30,12 +30,12 @@ def rates(a: Job) -> list[float]:
     return [learning_rate(a, step) for step in range(1, a.train.steps + 1)]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", SEARCHED_SCHEDULES)
 def test_warm_up_is_a_line_from_the_first_step_to_the_peak(schedule: str) -> None:
     assert rates(optim(schedule))[:10] == pytest.approx([step / 10 for step in range(1, 11)])
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", SEARCHED_SCHEDULES)
 def test_without_warm_up_no_step_is_above_the_peak_or_zero(schedule: str) -> None:
     found = rates(optim(schedule, warmup_steps=0))
     assert max(found) <= 1.0
@@ -79,12 +79,12 @@ def test_constant_is_constant() -> None:
     assert rates(optim("constant"))[9:] == [1.0] * 91
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", SEARCHED_SCHEDULES)
 def test_a_run_that_is_all_warm_up(schedule: str) -> None:
     assert rates(optim(schedule, 4, warmup_steps=4)) == pytest.approx([0.25, 0.5, 0.75, 1.0])
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", SEARCHED_SCHEDULES)
 def test_a_scaled_peak_scales_every_step(schedule: str) -> None:
     """A batch of 16 where lr was tuned for 4, by the square root: twice the rate of each step."""
     scaled = rates(optim(schedule, lr_scaling="sqrt", reference_batch_size=4))
@@ -94,7 +94,7 @@ def test_a_scaled_peak_scales_every_step(schedule: str) -> None:
 @pytest.mark.parametrize(
     ("steps", "warmup"), [(1, 0), (9, 0), (20, 2), (60, 6), (499, 49), (500, 50), (100_000, 50)]
 )
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", SEARCHED_SCHEDULES)
 def test_warm_up_that_nobody_set_is_a_tenth_of_the_run(
     schedule: str, steps: int, warmup: int
 ) -> None:

@@ -21,15 +21,28 @@ from phalanx.plan.pipeline.generate import (
     generate_interleaved_zero_bubble,
 )
 from phalanx.plan.pipeline.schedule import Schedule
-from phalanx.plan.pipeline.simulate import StageCosts, simulate
-from phalanx.plan.timing.collectives import place_group
-from phalanx.plan.timing.columns import build_columns
-from phalanx.plan.timing.constants import TimingConstants, list_constants, load_constants
-from phalanx.plan.timing.machine import MachineRates, build_machine
-from phalanx.plan.timing.pipeline import StageTimes, bubble_s
-from phalanx.plan.timing.setup import MEGATRON, PHALANX, PHALANX_COMPILED, StepSetup
-from phalanx.plan.timing.step import estimate_many, estimate_step, time_steps
-from phalanx.plan.timing.step_time import TERMS, StepTime
+from phalanx.plan.pipeline.simulate import StageCosts, simulate_timeline
+from phalanx.plan.timing.collectives import build_group_links
+from phalanx.plan.timing.columns import build_setup_columns
+from phalanx.plan.timing.constants import (
+    TimingConstants,
+    list_timing_constants,
+    load_timing_constants,
+)
+from phalanx.plan.timing.machine import MachineRates, build_rates_of_accelerator
+from phalanx.plan.timing.pipeline import StageTimes, estimate_bubble_s
+from phalanx.plan.timing.setup import (
+    MEGATRON_STACK,
+    PHALANX_COMPILED_STACK,
+    PHALANX_STACK,
+    StepSetup,
+)
+from phalanx.plan.timing.step import (
+    estimate_step_columns,
+    estimate_step_times,
+    estimate_steps_of_setups,
+)
+from phalanx.plan.timing.step_time import STEP_TERMS, StepTime
 
 LAYOUT = Layout(pp=2, dp_shard=4, tp=4)
 
@@ -42,17 +55,17 @@ def build_shape(name: str = "llama3-8b") -> BuiltInShape:
 
 @pytest.fixture(scope="module")
 def machine() -> MachineRates:
-    return build_machine(find_accelerator("h100-sxm"))
+    return build_rates_of_accelerator(find_accelerator("h100-sxm"))
 
 
 def setup_of(**keys: object) -> StepSetup:
-    plain = StepSetup(LAYOUT, zero_stage=1, num_microbatches=8, seq_len=4096, stack=MEGATRON)
+    plain = StepSetup(LAYOUT, zero_stage=1, num_microbatches=8, seq_len=4096, stack=MEGATRON_STACK)
     return replace(plain, **keys)  # type: ignore[arg-type]
 
 
 def test_terms_add_up_in_their_order(machine: MachineRates) -> None:
-    time = estimate_step(build_shape(), machine, setup_of())
-    assert tuple(time.terms) == TERMS
+    time = estimate_step_times(build_shape(), machine, setup_of())
+    assert tuple(time.terms) == STEP_TERMS
     assert time.total_s == pytest.approx(sum(time.terms.values()))
     assert time.low_s < time.total_s < time.high_s
     assert StepTime.from_json(time.to_json()) == time
@@ -60,7 +73,7 @@ def test_terms_add_up_in_their_order(machine: MachineRates) -> None:
 
 def test_one_gpu_communicates_with_none(machine: MachineRates) -> None:
     setup = setup_of(layout=Layout(), zero_stage=0)
-    terms = estimate_step(build_shape(), machine, setup).terms
+    terms = estimate_step_times(build_shape(), machine, setup).terms
     for term in ("tp", "cp", "ep", "bubble", "dp exposed", "offload"):
         assert terms[term] == 0.0
     assert terms["ideal"] > 0
@@ -72,7 +85,7 @@ def test_more_work_takes_longer(machine: MachineRates, key: str) -> None:
     for factor in (1, 2, 4):
         setup = setup_of()
         setup = replace(setup, **{key: factor * getattr(setup, key)})
-        times.append(estimate_step(build_shape(), machine, setup).total_s)
+        times.append(estimate_step_times(build_shape(), machine, setup).total_s)
     assert times == sorted(times)
     assert times[2] > 1.5 * times[0]
 
@@ -82,7 +95,7 @@ def test_more_layers_take_longer(machine: MachineRates) -> None:
     times = []
     for num_layers in (16, 32, 64):
         model = replace(shape, num_layers=num_layers)
-        times.append(estimate_step(model, machine, setup_of()).total_s)
+        times.append(estimate_step_times(model, machine, setup_of()).total_s)
     assert times == sorted(times)
 
 
@@ -93,9 +106,9 @@ def test_many_setups_take_as_long_as_each_alone(machine: MachineRates) -> None:
         setup_of(layout=Layout(dp_shard=32), zero_stage=3),
         setup_of(layout=Layout(dp_shard=16, cp=2), zero_stage=3),
     ]
-    together = estimate_many(build_shape(), machine, setups)
+    together = estimate_steps_of_setups(build_shape(), machine, setups)
     for row, setup in enumerate(setups):
-        alone = estimate_step(build_shape(), machine, setup)
+        alone = estimate_step_times(build_shape(), machine, setup)
         assert together.take(row).terms == pytest.approx(alone.terms)
     assert np.all(together.total_s > 0)
 
@@ -104,7 +117,7 @@ def build_moved_constants(
     names: list[str],
 ) -> tuple[TimingConstants, npt.NDArray[np.bool_]]:
     """The constants as columns: first as they are, then with one of `names` moved in each row."""
-    constants, specs = load_constants(), list_constants()
+    constants, specs = load_timing_constants(), list_timing_constants()
     columns = {}
     for row, name in enumerate(names):
         value, spec = getattr(constants, name), specs[name]
@@ -117,13 +130,16 @@ def build_moved_constants(
 
 def test_every_constant_moves_some_output() -> None:
     moe, dense = build_shape("deepseek-v2-lite"), build_shape()
-    plain = replace(MEGATRON, attention="flash", overlaps_ep=True, overlaps_tp=True)
+    plain = replace(MEGATRON_STACK, attention="flash", overlaps_ep=True, overlaps_tp=True)
     setups = {
         "dense": (dense, setup_of()),
         "overlapped": (dense, setup_of(stack=plain, stages_per_rank=2)),
-        "unfused": (dense, setup_of(stack=replace(MEGATRON, attention="unfused"))),
-        "eager": (dense, setup_of(layout=Layout(dp_shard=32), zero_stage=3, stack=PHALANX)),
-        "compiled": (dense, setup_of(layout=Layout(dp_shard=8, cp=2), stack=PHALANX_COMPILED)),
+        "unfused": (dense, setup_of(stack=replace(MEGATRON_STACK, attention="unfused"))),
+        "eager": (dense, setup_of(layout=Layout(dp_shard=32), zero_stage=3, stack=PHALANX_STACK)),
+        "compiled": (
+            dense,
+            setup_of(layout=Layout(dp_shard=8, cp=2), stack=PHALANX_COMPILED_STACK),
+        ),
         "offload": (dense, setup_of(layout=Layout(dp_shard=16), zero_stage=3, offload="optimizer")),
         "experts": (moe, setup_of(layout=Layout(dp_shard=16, ep=16), stack=plain)),
         "8 bits": (dense, setup_of(precision="fp8")),
@@ -133,14 +149,16 @@ def test_every_constant_moves_some_output() -> None:
     setups["odd"] = (odd, setup_of(layout=Layout(dp_shard=8), zero_stage=1))
     machines = []
     for name in ("v100-sxm", "a100-sxm", "h100-sxm", "b200-sxm"):
-        machines.append(build_machine(find_accelerator(name), power_share=0.8))
+        machines.append(build_rates_of_accelerator(find_accelerator(name), power_share=0.8))
 
-    names = [name for name in list_constants() if name != "anchored_band"]  # of scores of rows
+    names = [
+        name for name in list_timing_constants() if name != "anchored_band"
+    ]  # of scores of rows
     constants, moved = build_moved_constants(names)
     for machine in machines:
         for shape, setup in setups.values():
-            work, columns = shape.work(setup.seq_len), build_columns([setup])
-            times = time_steps(work, machine, setup.precision, columns, constants)
+            work, columns = shape.work(setup.seq_len), build_setup_columns([setup])
+            times = estimate_step_columns(work, machine, setup.precision, columns, constants)
             for values in (times.total_s, times.band):
                 column = np.broadcast_to(values, (len(names) + 1, 1))[:, 0]
                 moved |= column[1:] != column[0]
@@ -164,10 +182,12 @@ def test_closed_forms_are_the_event_simulation(
     one = np.ones(1)
     # A second a block: messages of no bytes are nothing beside it.
     stage = StageTimes(num_layers, one, 2 * one, one, 0 * one, 0 * one)
-    bubble = bubble_s(stage, 0 * one, build_columns([setup]), machine, load_constants())
+    bubble = estimate_bubble_s(
+        stage, 0 * one, build_setup_columns([setup]), machine, load_timing_constants()
+    )
     per_stage = num_layers / (pp * v)
     costs = [StageCosts(per_stage, per_stage, per_stage)] * (pp * v)
-    simulated = float(simulate(schedule, costs).step_s)
+    simulated = float(simulate_timeline(schedule, costs).step_s)
     busy = count * 3 * num_layers / pp
     assert busy + bubble[0] == pytest.approx(simulated, rel=1e-3)
 
@@ -175,7 +195,7 @@ def test_closed_forms_are_the_event_simulation(
 def test_placement_decides_and_not_the_size_of_a_group(machine: MachineRates) -> None:
     four = np.full(3, 4.0)
     strides = np.array([1.0, 4.0, 8.0])
-    group = place_group(four, strides, machine, load_constants())
+    group = build_group_links(four, strides, machine, load_timing_constants())
     # All in one node; two and two in two nodes, which share two NICs; one in each of four.
     assert list(group.together) == [4.0, 2.0, 1.0]
     inside, pairs, apart = group.ring_bytes_s
@@ -187,24 +207,26 @@ def test_placement_decides_and_not_the_size_of_a_group(machine: MachineRates) ->
 def test_recomputing_more_takes_longer(machine: MachineRates) -> None:
     times = []
     for recompute in ("none", "selective", "per-op", "full"):
-        times.append(estimate_step(build_shape(), machine, setup_of(recompute=recompute)).total_s)
+        times.append(
+            estimate_step_times(build_shape(), machine, setup_of(recompute=recompute)).total_s
+        )
     assert times == sorted(times)
 
 
 def test_faster_links_and_gpus_take_no_longer(machine: MachineRates) -> None:
     setup = setup_of(layout=Layout(dp_shard=32), zero_stage=3, num_microbatches=1)
-    slow = build_machine(find_accelerator("h100-sxm"), nic_gb_s=5.0)
-    assert estimate_step(build_shape(), slow, setup).total_s > (
-        estimate_step(build_shape(), machine, setup).total_s
+    slow = build_rates_of_accelerator(find_accelerator("h100-sxm"), nic_gb_s=5.0)
+    assert estimate_step_times(build_shape(), slow, setup).total_s > (
+        estimate_step_times(build_shape(), machine, setup).total_s
     )
-    older = build_machine(find_accelerator("a100-sxm"))
-    assert estimate_step(build_shape(), older, setup_of()).total_s > (
-        estimate_step(build_shape(), machine, setup_of()).total_s
+    older = build_rates_of_accelerator(find_accelerator("a100-sxm"))
+    assert estimate_step_times(build_shape(), older, setup_of()).total_s > (
+        estimate_step_times(build_shape(), machine, setup_of()).total_s
     )
 
 
 def test_constants_out_of_bounds_are_refused() -> None:
     with pytest.raises(LayoutError, match="between"):
-        load_constants().override({"memory_efficiency": 1.5})
+        load_timing_constants().override({"memory_efficiency": 1.5})
     with pytest.raises(LayoutError, match="memory_efficency"):
-        load_constants().override({"memory_efficency": 0.8})
+        load_timing_constants().override({"memory_efficency": 0.8})

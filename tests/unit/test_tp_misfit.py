@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from phalanx.parallel.tensor.shape_errors import UngatheredColumn, shard_width_error
-from phalanx.plan.rules import parse_rules
+from phalanx.plan.rules import parse_sharding_rules
 
-(RULE,) = parse_rules({"up": "column"})
+(RULE,) = parse_sharding_rules({"up": "column"})
 COLUMN = UngatheredColumn("up", RULE, full_size=64, rank_size=32, has_row=False)
 
 

@@ -12,7 +12,7 @@ import torch
 from models import CPU
 from phalanx.job.schema import Job
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, generate_schedule
-from phalanx.plan.pipeline.schedule import write_schedule
+from phalanx.plan.pipeline.schedule import save_schedule_csv
 from phalanx.verify.batches import split_into_microbatches
 from phalanx.verify.cases import (
     Case,
@@ -97,7 +97,7 @@ def test_what_a_pipeline_cannot_do_is_refused_and_other_layouts_are_judged() -> 
 
 def test_the_batch_grows_until_a_schedule_from_a_file_has_its_microbatches(tmp_path: Path) -> None:
     path = tmp_path / "schedule.csv"
-    write_schedule(generate_schedule("1f1b", 2, 5), path)
+    save_schedule_csv(generate_schedule("1f1b", 2, 5), path)
     plan = cases_of(4, 4, pp=2, schedule_file=str(path))["asked"].plan
     assert plan is not None
     assert (plan.num_microbatches, plan.global_batch_size) == (5, 120)

@@ -10,15 +10,15 @@ from collections.abc import Mapping, Sequence
 from phalanx.bench.block_shape import make_block_shape
 from phalanx.bench.fits import Bound, FitResult, fit_constants
 from phalanx.core.errors import LayoutError
-from phalanx.plan.calibrated.blocks import RankBatch, time_measured_block
-from phalanx.plan.calibrated.rates import LOSS_BYTES, MeasuredRates
+from phalanx.plan.calibrated.blocks import RankBatch, estimate_calibrated_block
+from phalanx.plan.calibrated.rates import LOSS_BYTES_PER_LOGIT, MeasuredRates
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.profiles import (
     FittedRate,
     MachineProfile,
     ProfileSection,
     TimedOperation,
-    linear_seconds,
+    evaluate_linear_fit,
 )
 
 FitKey = tuple[str, str, str, int, int]
@@ -73,7 +73,7 @@ def _fit_loss(rows: Sequence[TimedOperation], rates: MeasuredRates) -> FitResult
             + rates.matmul_s(tokens, width, vocab)
             + rates.matmul_s(vocab, width, tokens)
         )
-        return products_s + linear_seconds(values, LOSS_BYTES * tokens * vocab)
+        return products_s + evaluate_linear_fit(values, LOSS_BYTES_PER_LOGIT * tokens * vocab)
 
     points = [(tuple(map(float, row.size)), row.seconds) for row in rows]
     return fit_constants(predict, LOSS_BOUNDS, points)
@@ -84,7 +84,7 @@ def _fit_block(rows: Sequence[TimedOperation], rates: MeasuredRates) -> FitResul
     for row in rows:
         tokens, dim = row.size
         (block,) = make_block_shape(dim).work(tokens).blocks
-        times = time_measured_block(block, rates, RankBatch(tokens, 1.0))
+        times = estimate_calibrated_block(block, rates, RankBatch(tokens, 1.0))
         points.append(((times.forward.total_s + times.backward.total_s,), row.seconds))
     return fit_constants(_scale_parts, BLOCK_BOUNDS, points)
 

@@ -30,11 +30,11 @@ from phalanx.observe.bus import Bus
 from phalanx.plan.cluster import Cluster, detect_cluster
 from phalanx.plan.profiles import (
     PROCESSOR,
-    SECTIONS,
+    PROFILE_SECTIONS,
     MachineProfile,
     ProfileSection,
     TimedOperation,
-    describe_this_machine,
+    build_empty_profile,
 )
 from phalanx.run.launched import refuse_external_launcher
 from phalanx.run.scratch import ScratchDirectory, scratch_directory
@@ -59,10 +59,10 @@ class BenchProgress:
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """What to measure: some of SECTIONS, of `ranks` ranks at most (None: as many as the machine is
-    for), storage in `directory`."""
+    """What to measure: some of PROFILE_SECTIONS, of `ranks` ranks at most (None: as many as the
+    machine is for), storage in `directory`."""
 
-    sections: tuple[str, ...] = SECTIONS
+    sections: tuple[str, ...] = PROFILE_SECTIONS
     device: str = "auto"
     ranks: int | None = None
     directory: Path = field(default_factory=lambda: Path("runs"))
@@ -89,9 +89,11 @@ def bench_machine(
     Raises PhalanxError where something refuses: a directory, a GPU, a rank that fails.
     """
     refuse_external_launcher("bench")
-    unknown = set(request.sections) - set(SECTIONS)
+    unknown = set(request.sections) - set(PROFILE_SECTIONS)
     if unknown:
-        raise UsageError(f"no section {min(unknown)!r}", fix=f"one of {', '.join(SECTIONS)}")
+        raise UsageError(
+            f"no section {min(unknown)!r}", fix=f"one of {', '.join(PROFILE_SECTIONS)}"
+        )
     with raising_on_stop_signals():
         cluster = detect_cluster(request.device)
     if cluster.device != "cpu" and (request.ranks or 0) > cluster.num_devices:
@@ -138,7 +140,7 @@ class _Bench:
         if self._items:
             by_ranks, stop_code = self._measure_in_ranks()
             sections |= by_ranks
-        profile = describe_this_machine(self._cluster).with_sections(sections)
+        profile = build_empty_profile(self._cluster).with_sections(sections)
         return BenchResult(profile, time.monotonic() - self._began_s, stop_code)
 
     def _measure_storage(self) -> ProfileSection:

@@ -14,12 +14,12 @@ from phalanx.bench.fits import Bound, FitResult, Predict, fit_constants
 from phalanx.plan.accelerators import GB, Accelerator, list_accelerators
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.profiles import (
-    BUSY_SHARE,
+    MAX_QUIET_BUSY_SHARE,
     PROCESSOR,
     FittedRate,
     TimedOperation,
-    linear_seconds,
-    matmul_seconds,
+    evaluate_linear_fit,
+    evaluate_matmul_fit,
 )
 
 # FLOP of one core in a second: 64 (two AVX-512 units, multiply and add, fp32) at 6 GHz; a matrix
@@ -61,7 +61,7 @@ def choose_basis(cluster: Cluster, busy_share: float) -> str:
     There the clock on the wall measures whose turn it is. Processor seconds are still a rank's own;
     what waits for other ranks or for a disk has the fastest tenth of its repeats instead.
     """
-    if cluster.device == "cpu" and busy_share > BUSY_SHARE:
+    if cluster.device == "cpu" and busy_share > MAX_QUIET_BUSY_SHARE:
         return PROCESSOR
     return "wall"
 
@@ -177,7 +177,7 @@ def _fit_products(
         "inner_half": HALF,
     }
     points = [(tuple(float(each) for each in row.size), row.seconds) for row in rows]
-    return fit_constants(lambda values, size: matmul_seconds(values, *size), bounds, points)
+    return fit_constants(lambda values, size: evaluate_matmul_fit(values, *size), bounds, points)
 
 
 def _fit_line(
@@ -188,7 +188,7 @@ def _fit_line(
     for row in rows:
         size = row.flops if amount == "flops" else row.num_bytes
         points.append(((size,), row.seconds))
-    predict: Predict = lambda values, size: linear_seconds(values, size[0])  # noqa: E731
+    predict: Predict = lambda values, size: evaluate_linear_fit(values, size[0])  # noqa: E731
     return fit_constants(predict, {"overhead_s": overhead, "per_s": per_s}, points)
 
 

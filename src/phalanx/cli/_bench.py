@@ -60,9 +60,9 @@ def _save_beside_other_sections(
     """Write the profile: sections that were not measured now stay as an earlier bench of the same
     machine left them."""
     from phalanx.core.files import build_resource_error
-    from phalanx.plan.profiles import find_profile_path, load_profile, save_profile
+    from phalanx.plan.profiles import get_profile_path, load_profile, save_profile
 
-    path = out or find_profile_path(measured)
+    path = out or get_profile_path(measured)
     profile = measured
     if out is None:
         try:

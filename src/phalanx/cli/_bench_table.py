@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from phalanx.core.units import format_bytes, format_count, format_seconds, plural
-from phalanx.plan.profiles import BUSY_SHARE, PROCESSOR, FittedRate, MachineProfile, ProfileSection
+from phalanx.plan.profiles import (
+    MAX_QUIET_BUSY_SHARE,
+    PROCESSOR,
+    FittedRate,
+    MachineProfile,
+    ProfileSection,
+)
 
 STORAGE_NAMES = {
     "write": "write",
@@ -106,7 +112,7 @@ def _describe_conditions(section: ProfileSection) -> Iterator[str]:
             f"  left out: {plural(section.num_skipped, 'operation')}, as time was up; the others"
             " stand"
         )
-    if section.busy_share > BUSY_SHARE:
+    if section.busy_share > MAX_QUIET_BUSY_SHARE:
         yield (
             f"  busy: other programs used {100 * section.busy_share:.0f} % of the machine, which"
             " makes all of this less sure; run it again on a quiet one"

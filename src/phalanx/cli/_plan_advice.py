@@ -39,10 +39,10 @@ def print_term(advised: AdvisedPlan, name: str, *, as_json: bool) -> None:
     """Print the formula of a term with its numbers. Raises UsageError for an unknown one, or one
     of a time that is not predicted."""
     from phalanx.cli._json import print_json
-    from phalanx.plan.advice.explain_term import describe_term, find_term
+    from phalanx.plan.advice.explain_term import format_explained_term, parse_term_name
     from phalanx.run.plan_advice import explain_term_of_plan
 
-    term = find_term(name)
+    term = parse_term_name(name)
     explanation = explain_term_of_plan(advised, term)
     if explanation is None:
         raise UsageError(
@@ -54,17 +54,17 @@ def print_term(advised: AdvisedPlan, name: str, *, as_json: bool) -> None:
     if as_json:
         print_json("plan-term", explained.to_json() | {"total": total}, indent=1)
     else:
-        print("\n".join(describe_term(explained, total)))
+        print("\n".join(format_explained_term(explained, total)))
 
 
 def print_plan_details(advised: AdvisedPlan, *, all_rules: bool) -> None:
     """Print the waterfall, the memory bars and the rules under a plan's answer."""
     from phalanx.core.terminal import print_coloured
     from phalanx.plan.advice.terminal import (
-        describe_rules,
-        describe_tables,
         draw_memory_bars,
         draw_waterfall,
+        format_rule_verdicts,
+        format_table_answers,
     )
     from phalanx.plan.advice.waterfall import build_waterfall
 
@@ -78,9 +78,9 @@ def print_plan_details(advised: AdvisedPlan, *, all_rules: bool) -> None:
     lines += ["", "memory  by phase, on the rank that needs most"]
     lines += draw_memory_bars(plan.chosen.predicted_bytes, plan.capacity_bytes, style)
     lines += ["", "rules   of thumb, with this plan's numbers"]
-    lines += describe_rules(advice.verdicts, style, shows_all=all_rules)
+    lines += format_rule_verdicts(advice.verdicts, style, shows_all=all_rules)
     if all_rules:
-        lines += ["", *describe_tables(advice.answers, style)]
+        lines += ["", *format_table_answers(advice.answers, style)]
     # Not print, whose filter would take our colours out.
     print_coloured("\n".join(lines))
 

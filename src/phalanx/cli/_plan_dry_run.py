@@ -10,7 +10,7 @@ from phalanx.cli._plan_search import resize_job
 from phalanx.core.errors import LayoutError
 from phalanx.job.schema import Job
 from phalanx.observe.console import QuietStream
-from phalanx.plan.search.finalists import apply_keys
+from phalanx.plan.search.finalists import apply_job_keys
 from phalanx.run.plan_job import PlannedJob, plan_job
 from phalanx.run.search_job import has_known_devices, search_job
 from phalanx.verify.dry_run.run_plan import run_dry
@@ -59,5 +59,5 @@ def _plan(job: Job, gpus: str | None) -> PlannedJob:
                 "no layout fits, so there is none to run",
                 fix="see what would: the same command without --dry-run",
             )
-        job = apply_keys(job, winner.job_keys)
+        job = apply_job_keys(job, winner.job_keys)
     return plan_job(job, checks_initial=False)

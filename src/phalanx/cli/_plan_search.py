@@ -75,7 +75,7 @@ def print_search(job: Job, options: SearchOptions) -> int:
         write_unfit_page,
     )
     from phalanx.core.errors import ExitCode
-    from phalanx.plan.search.describe import describe_search
+    from phalanx.plan.search.describe import format_search_result
     from phalanx.run.plan_advice import advise_on_search
     from phalanx.run.search_job import search_job, write_search
 
@@ -106,7 +106,7 @@ def print_search(job: Job, options: SearchOptions) -> int:
             body["advice"] = advised.advice.to_json()
         print_json("plan-search", body, indent=1)
     else:
-        print("\n".join(describe_search(searched.result, searched.task.cluster)))
+        print("\n".join(format_search_result(searched.result, searched.task.cluster)))
         if advised is not None:
             print_plan_details(advised, all_rules=options.all_rules)
         for file in files:
@@ -127,11 +127,11 @@ def _list_pages(options: SearchOptions) -> list[Path]:
 
 
 def _list_counts(text: str | None) -> list[int]:
-    from phalanx.plan.search.scaling import list_device_counts
+    from phalanx.plan.search.scaling import parse_device_counts
 
     if text is None:
         return []
-    return list_device_counts(text)
+    return parse_device_counts(text)
 
 
 def resize_job(job: Job, text: str) -> Job:
@@ -147,18 +147,18 @@ def resize_job(job: Job, text: str) -> Job:
 
 def _resize_job(job: Job, num_devices: int) -> Job:
     """`job` on so many devices, whole nodes of them."""
-    from phalanx.plan.described_cluster import find_cluster
-    from phalanx.plan.search.finalists import apply_keys
+    from phalanx.plan.described_cluster import choose_cluster_of_job
+    from phalanx.plan.search.finalists import apply_job_keys
 
-    per_node = find_cluster(job).devices_per_node or num_devices
+    per_node = choose_cluster_of_job(job).devices_per_node or num_devices
     nodes = -(-num_devices // per_node)
-    return apply_keys(job, {"cluster.nodes": nodes, "parallel.ranks": num_devices})
+    return apply_job_keys(job, {"cluster.nodes": nodes, "parallel.ranks": num_devices})
 
 
 def _print_scaling(job: Job, counts: Sequence[int], options: SearchOptions) -> int:
     from phalanx.cli._json import print_json
-    from phalanx.plan.search.describe import format_scaling
-    from phalanx.plan.search.scaling import sweep_devices
+    from phalanx.plan.search.describe import format_scaling_table
+    from phalanx.plan.search.scaling import search_per_device_count
     from phalanx.run.search_job import open_search
 
     if options.out is not None:
@@ -166,9 +166,9 @@ def _print_scaling(job: Job, counts: Sequence[int], options: SearchOptions) -> i
             "--out is for one number of GPUs", fix="leave --out out, or --gpus with one number"
         )
     task = open_search(_resize_job(job, counts[-1]))
-    rows = list(sweep_devices(task, counts))
+    rows = list(search_per_device_count(task, counts))
     if options.as_json:
         print_json("plan-scaling", {"counts": [row.to_json() for row in rows]}, indent=1)
     else:
-        print("\n".join(format_scaling(rows)))
+        print("\n".join(format_scaling_table(rows)))
     return 0

@@ -19,10 +19,10 @@ def print_validation(path: Path, anchors: int, *, as_json: bool) -> int:
     Raises UsageError for a file that cannot be read, or that has no row to score.
     """
     from phalanx.core.errors import UsageError
-    from phalanx.plan.validation.rows import read_rows
+    from phalanx.plan.validation.rows import load_row_file
     from phalanx.plan.validation.score import score_rows
 
-    rows = read_rows(path)
+    rows = load_row_file(path)
     if not rows.runs:
         reasons = ", ".join(f"{count} {reason}" for reason, count in rows.unusable.items())
         raise UsageError(

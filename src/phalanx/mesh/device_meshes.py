@@ -31,7 +31,7 @@ def open_expert_mesh(device: torch.device, layout: Layout, timeout_s: float) -> 
     """
     if layout.ep == 1:
         return None
-    shard = layout.reduced.dp_shard // layout.ep
+    shard = layout.gradient_reduction_layout.dp_shard // layout.ep
     shape = (layout.pp, layout.dp_replicate, shard, layout.ep, layout.tp)
     names = ("pp", "dp_replicate", "expert_shard", "ep", "tp")
     return _open_mesh(device.type, shape, names, timeout_s)

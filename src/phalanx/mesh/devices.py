@@ -12,7 +12,7 @@ from phalanx.core.cores import count_cores
 from phalanx.core.errors import EnvironmentProblem
 from phalanx.core.launchers import SUPERVISED_VARIABLE
 from phalanx.mesh.malloc import return_freed_memory_to_system
-from phalanx.plan.host_allocator import HEAP_BYTES
+from phalanx.plan.host_allocator import MAX_HEAP_BLOCK_BYTES
 
 PIPELINE_CUDA_VARIABLES = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 """Of CUDA, for pipelines, unless the user has set them.
@@ -94,7 +94,7 @@ def prepare_threads_and_device(device: torch.device, world_size: int, *, heap_by
     if device.type != "cpu":
         torch.cuda.set_device(device)
     # Larger ones go back anyway.
-    elif heap_bytes < HEAP_BYTES:
+    elif heap_bytes < MAX_HEAP_BLOCK_BYTES:
         return_freed_memory_to_system(heap_bytes)
 
 

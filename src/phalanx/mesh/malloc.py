@@ -18,13 +18,13 @@ import sys
 import torch
 
 from phalanx.core.block_sizes import get_block_sizes
-from phalanx.plan.host_allocator import SHARDED_HEAP_BYTES
+from phalanx.plan.host_allocator import SHARDED_MAX_HEAP_BLOCK_BYTES
 
 M_MMAP_THRESHOLD = -3  # malloc.h
 USER_MALLOC_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
-def return_freed_memory_to_system(heap_bytes: int = SHARDED_HEAP_BYTES) -> None:
+def return_freed_memory_to_system(heap_bytes: int = SHARDED_MAX_HEAP_BLOCK_BYTES) -> None:
     """Have malloc return freed blocks larger than `heap_bytes` to the system, for the rest of this
     process.
 

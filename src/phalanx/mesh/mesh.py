@@ -37,7 +37,7 @@ from phalanx.mesh.rendezvous import (
     refuse_shared_gpus,
     wait_for_all_ranks,
 )
-from phalanx.plan.host_allocator import choose_heap_bytes
+from phalanx.plan.host_allocator import choose_max_heap_block_bytes
 from phalanx.plan.layout import Layout
 
 
@@ -65,7 +65,8 @@ class Mesh:
     device: torch.device
     device_mesh: DeviceMesh | None = field(default=None, repr=False)
     reducing_mesh: DeviceMesh | None = field(default=None, repr=False)
-    """The same ranks along the axes of `layout.reduced`; None where that is the layout."""
+    """The same ranks along the axes of `layout.gradient_reduction_layout`; None where that is the
+    layout."""
     expert_mesh: DeviceMesh | None = field(default=None, repr=False)
     """The same ranks along pp, dp_replicate, expert_shard, ep and tp; None where there is no ep."""
     group: dist.ProcessGroup | None = field(default=None, repr=False)
@@ -124,7 +125,7 @@ class Mesh:
 
         Only for more than one rank.
         """
-        if self.layout.reduced.dp_shard == 1:
+        if self.layout.gradient_reduction_layout.dp_shard == 1:
             return self.submesh("dp_replicate").get_group()
         if self.layout.dp_replicate == 1:
             return self.submesh("dp_shard").get_group()
@@ -281,7 +282,7 @@ def open_mesh(
             store, launched, torch_device, rendezvous_s=rendezvous_s, timeout_s=timeout_s
         )
     prepare_threads_and_device(
-        torch_device, launched.world_size, heap_bytes=choose_heap_bytes(layout)
+        torch_device, launched.world_size, heap_bytes=choose_max_heap_block_bytes(layout)
     )
     if launched.world_size == 1 and not dist.is_initialized():
         yield Mesh(layout, 0, launched.local_rank, torch_device)
@@ -366,7 +367,7 @@ def _open_groups(
     device_mesh = open_layout_mesh(device, layout, timeout_s)
     reducing_mesh = None
     if layout.cp > 1:
-        reducing_mesh = open_layout_mesh(device, layout.reduced, timeout_s)
+        reducing_mesh = open_layout_mesh(device, layout.gradient_reduction_layout, timeout_s)
     return Mesh(
         layout,
         launched.rank,

@@ -56,7 +56,7 @@ class StepReducer:
         normalizer = self._context.normalizer
         # FSDP and DDP average over data-parallel ranks, which have different numbers of targets:
         # the mean is made a sum again, and that is divided by all targets.
-        num_ranks = self._context.plan.layout.reduced.data_parallel_size
+        num_ranks = self._context.plan.layout.gradient_reduction_layout.data_parallel_size
         factor = normalizer.gradient_factor(num_targets, num_ranks)
         norm, loss = factor * total_squares**0.5, loss_sum / num_targets
         # x - x is 0 but for NaN and infinities.

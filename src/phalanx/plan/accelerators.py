@@ -60,7 +60,7 @@ def list_accelerators() -> dict[str, Accelerator]:
 
 
 # Words of a driver's name of a GPU, and the entry of the table; the first match counts.
-_DRIVER_NAMES = (
+_DRIVER_NAME_PATTERNS = (
     ("gb300", "gb300"),
     ("gb200", "gb200"),
     ("gh200", "gh200"),
@@ -81,11 +81,11 @@ _DRIVER_NAMES = (
 )
 
 
-def match_accelerator(driver_name: str, memory_bytes: int) -> Accelerator | None:
+def find_accelerator_by_driver_name(driver_name: str, memory_bytes: int) -> Accelerator | None:
     """The accelerator that a driver calls `driver_name` ("NVIDIA H100 80GB HBM3"); None where the
     table has none, or only one with more memory than this one has (a slice of a GPU, say)."""
     words = driver_name.lower().replace("-", " ").split()
-    for needed, name in _DRIVER_NAMES:
+    for needed, name in _DRIVER_NAME_PATTERNS:
         if not all(word in words for word in needed.split()):
             continue
         accelerator = list_accelerators()[name]

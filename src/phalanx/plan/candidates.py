@@ -19,8 +19,12 @@ from phalanx.job.schema import Job
 from phalanx.plan.choice import Choice
 from phalanx.plan.communication import cp_buffer_bytes, ep_buffer_bytes
 from phalanx.plan.layout import Layout
-from phalanx.plan.memory import activation_bytes, rank_memory, staging_bytes
-from phalanx.plan.pipeline.memory import pipeline_memory, rank_activation_bytes, rank_staging_bytes
+from phalanx.plan.memory import activation_bytes, predict_rank_memory, staging_bytes
+from phalanx.plan.pipeline.memory import (
+    predict_pipeline_memory,
+    predict_rank_activation_bytes,
+    predict_rank_staging_bytes,
+)
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.plan import Candidate
 from phalanx.plan.recompute import suggest_recompute
@@ -55,7 +59,7 @@ class CandidateEvaluator:
         return self.work.tp * self.pipeline.num_ranks
 
     @property
-    def num_shares(self) -> int:
+    def num_ranks_per_model_part(self) -> int:
         """Ranks that hold the same part of the model."""
         return self.num_ranks // self._num_ranks_per_model
 
@@ -63,16 +67,22 @@ class CandidateEvaluator:
         """Bytes of the copy that a rank's saves are written from."""
         shape = shard_shape(self.shape, self.work.tp, self.work.rules)
         if self.pipeline is not None:
-            return max(rank_staging_bytes(shape, self.work, self.pipeline, self.num_shares))
-        return staging_bytes(shape, self.work, self.num_shares)
+            return max(
+                predict_rank_staging_bytes(
+                    shape, self.work, self.pipeline, self.num_ranks_per_model_part
+                )
+            )
+        return staging_bytes(shape, self.work, self.num_ranks_per_model_part)
 
-    def host_bytes(self, candidate: Candidate) -> int:
+    def predict_host_bytes(self, candidate: Candidate) -> int:
         """Bytes of one rank in the host's memory beside those of its GPU: states and activations
         that wait there, and the copy that saves are written from. Without a GPU 0."""
         if self.device == "cpu":
             return 0
         on_host = replace(self, device="cpu")
-        memory = on_host.memory(candidate.zero_stage, candidate.layout.reduced.dp_shard)
+        memory = on_host.memory(
+            candidate.zero_stage, candidate.layout.gradient_reduction_layout.dp_shard
+        )
         kinds = ["parameters", "gradients", "optimizer"]
         if self.work.offloads_activations:
             kinds.append("activations")
@@ -85,9 +95,12 @@ class CandidateEvaluator:
         """Bytes of one rank by category; of a pipeline, those of the rank that needs most."""
         if self.pipeline is not None:
             return max(
-                self.memory_by_rank(zero_stage, shards), key=lambda memory: sum(memory.values())
+                self.predict_memory_by_pipeline_rank(zero_stage, shards),
+                key=lambda memory: sum(memory.values()),
             )
-        memory = rank_memory(self.shape, self.work, zero_stage, shards, self.device, self.num_ranks)
+        memory = predict_rank_memory(
+            self.shape, self.work, zero_stage, shards, self.device, self.num_ranks
+        )
         return self._add_communication_buffers(memory)
 
     def _add_communication_buffers(self, memory: dict[str, int]) -> dict[str, int]:
@@ -98,34 +111,44 @@ class CandidateEvaluator:
             return memory
         return memory | {"communication": memory["communication"] + buffers}
 
-    def memory_by_rank(self, zero_stage: int, shards: int) -> tuple[dict[str, int], ...]:
+    def predict_memory_by_pipeline_rank(
+        self, zero_stage: int, shards: int
+    ) -> tuple[dict[str, int], ...]:
         """Bytes by category of each rank of a pipeline."""
         assert self.pipeline is not None
-        memories = pipeline_memory(
-            self.shape, self.work, self.pipeline, zero_stage, shards, self.device, self.num_shares
+        memories = predict_pipeline_memory(
+            self.shape,
+            self.work,
+            self.pipeline,
+            zero_stage,
+            shards,
+            self.device,
+            self.num_ranks_per_model_part,
         )
         return tuple(self._add_communication_buffers(memory) for memory in memories)
 
-    def pipeline_of(self, candidate: Candidate) -> Pipeline | None:
+    def build_pipeline_with_memory(self, candidate: Candidate) -> Pipeline | None:
         """The pipeline with the memory that its ranks need under `candidate`; None if pp is 1."""
         if self.pipeline is None:
             return None
-        memory = self.memory_by_rank(candidate.zero_stage, candidate.layout.reduced.dp_shard)
+        memory = self.predict_memory_by_pipeline_rank(
+            candidate.zero_stage, candidate.layout.gradient_reduction_layout.dp_shard
+        )
         return replace(self.pipeline, rank_memory=memory)
 
-    def activations(self, work: Workload) -> float:
+    def predict_activation_bytes(self, work: Workload) -> float:
         """Bytes of activations of one rank that does `work`; of a pipeline, those of the rank that
         has most."""
         shape = shard_shape(self.shape, work.tp, work.rules)
         if self.pipeline is not None:
-            return max(rank_activation_bytes(shape, work, self.pipeline))
+            return max(predict_rank_activation_bytes(shape, work, self.pipeline))
         return activation_bytes(shape, work)
 
     def has_room_for(self, memory: dict[str, int]) -> bool:
         return sum(memory.values()) <= self.capacity_bytes
 
-    def candidate(self, name: str, zero_stage: int, layout: Layout) -> Candidate:
-        memory = self.memory(zero_stage, layout.reduced.dp_shard)
+    def build_candidate(self, name: str, zero_stage: int, layout: Layout) -> Candidate:
+        memory = self.memory(zero_stage, layout.gradient_reduction_layout.dp_shard)
         return Candidate(name, zero_stage, layout, memory, self.has_room_for(memory))
 
 
@@ -141,7 +164,7 @@ def evaluate_candidates(job: Job, evaluator: CandidateEvaluator) -> list[Candida
             name = "pp"
         elif tp > 1:
             name = "tp"
-        return [evaluator.candidate(name, 0, Layout(pp=pp, tp=tp))]
+        return [evaluator.build_candidate(name, 0, Layout(pp=pp, tp=tp))]
     shard = job.parallel.dp_shard or shares // job.parallel.degrees.dp_replicate
     if shard == 1 and cp == 1:
         # Nothing is sharded; what sharding over all ranks would take is said all the same.
@@ -157,7 +180,7 @@ def evaluate_candidates(job: Job, evaluator: CandidateEvaluator) -> list[Candida
             # Whole copies need no dp_shard but that which ep folds over.
             split = job.parallel.degrees.num_expert_shards
         layout = Layout(pp=pp, dp_replicate=shares // split, dp_shard=split, cp=cp, tp=tp, ep=ep)
-        candidates.append(evaluator.candidate(name, stage, layout))
+        candidates.append(evaluator.build_candidate(name, stage, layout))
     return candidates
 
 
@@ -187,7 +210,7 @@ def choose_candidate(
 
     Raises LayoutError where nothing does that the job allows.
     """
-    allowed, reasons = _filter_candidates(job, candidates)
+    allowed, reasons = _filter_candidates_by_job(job, candidates)
     for candidate in allowed:
         if candidate.fits:
             if len(allowed) > 1:
@@ -197,22 +220,23 @@ def choose_candidate(
                     f" {format_bytes(evaluator.capacity_bytes)} per rank that a plan may fill)"
                 )
             return candidate, reasons
-    raise _no_fit_error(job, allowed, candidates, evaluator)
+    raise _build_no_fit_error(job, allowed, candidates, evaluator)
 
 
-def _filter_candidates(
+def _filter_candidates_by_job(
     job: Job, candidates: Sequence[Candidate]
 ) -> tuple[list[Candidate], list[str]]:
     """The candidates that the job leaves, and what is to be said where it leaves one."""
     runnable = [candidate for candidate in candidates if _can_offload(job, candidate)]
     if not runnable:
-        _require_offload(job, candidates[0])
+        _require_offloadable_candidate(job, candidates[0])
     choice = _find_fixed_zero_stage(job, candidates[0].layout)
     if choice is None:
         return runnable, []
-    # The stage is always among them: zero1 beside ep, which is left out, `check_degrees` refused.
+    # The stage is always among them: zero1 beside ep, which is left out,
+    # `check_model_parallel_degrees` refused.
     (only,) = (candidate for candidate in candidates if candidate.zero_stage == choice.value)
-    _require_offload(job, only)
+    _require_offloadable_candidate(job, only)
     return [only], [choice.why or f"{only.name} over {only.layout}, as the job says"]
 
 
@@ -242,7 +266,7 @@ def _can_offload(job: Job, candidate: Candidate) -> bool:
     return candidate.zero_stage >= 2 or not job.parallel.parameters_on_host
 
 
-def _require_offload(job: Job, candidate: Candidate) -> None:
+def _require_offloadable_candidate(job: Job, candidate: Candidate) -> None:
     if not _can_offload(job, candidate):
         raise LayoutError(
             "parallel.offload=parameters needs shards, and"
@@ -254,7 +278,7 @@ def _require_offload(job: Job, candidate: Candidate) -> None:
         )
 
 
-def _no_fit_error(
+def _build_no_fit_error(
     job: Job,
     allowed: Sequence[Candidate],
     candidates: Sequence[Candidate],
@@ -275,7 +299,7 @@ def _no_fit_error(
         fix = (
             _suggest_recompute_that_fits(least, evaluator)
             or suggest_ep_degree(job, evaluator, least)
-            or _suggest_reducing_category(largest)
+            or _suggest_fix_for_largest_category(largest)
             or _suggest_more_ranks(evaluator)
         )
     return NoFitError(
@@ -292,11 +316,13 @@ def _suggest_recompute_that_fits(candidate: Candidate, evaluator: CandidateEvalu
     def fits(work: Workload) -> bool:
         return evaluator.has_room_for(
             replace(evaluator, work=work).memory(
-                candidate.zero_stage, candidate.layout.reduced.dp_shard
+                candidate.zero_stage, candidate.layout.gradient_reduction_layout.dp_shard
             )
         )
 
-    return suggest_recompute(evaluator.shape, evaluator.work, fits, evaluator.activations)
+    return suggest_recompute(
+        evaluator.shape, evaluator.work, fits, evaluator.predict_activation_bytes
+    )
 
 
 def _suggest_more_ranks(evaluator: CandidateEvaluator) -> str:
@@ -306,7 +332,7 @@ def _suggest_more_ranks(evaluator: CandidateEvaluator) -> str:
     # Up to 32,768 times as many: what does not fit then is not a matter of ranks.
     for doubled in range(1, 16):
         more = evaluator.num_ranks * 2**doubled
-        # Ranks of cp count as shards, as in `Layout.reduced`.
+        # Ranks of cp count as shards, as in `Layout.gradient_reduction_layout`.
         memory = replace(evaluator, num_ranks=more).memory(
             3, more // evaluator.model_parallel_size * evaluator.work.cp
         )
@@ -316,14 +342,17 @@ def _suggest_more_ranks(evaluator: CandidateEvaluator) -> str:
                 " model"
             )
     largest = max(memory, key=lambda part: memory[part])
-    remedy = _suggest_reducing_category(largest) or "use a smaller model or ranks with more memory"
+    remedy = (
+        _suggest_fix_for_largest_category(largest)
+        or "use a smaller model or ranks with more memory"
+    )
     return (
         f"{remedy}: more ranks do not help, over {more:,} of them {largest} alone take"
         f" {format_bytes(memory[largest])}"
     )
 
 
-def _suggest_reducing_category(largest: str) -> str:
+def _suggest_fix_for_largest_category(largest: str) -> str:
     return {
         "activations": "use a smaller train.micro_batch_size or train.recompute=full",
         "loss": "use a smaller train.loss_chunk_tokens",
@@ -353,7 +382,7 @@ def suggest_ep_degree(job: Job, evaluator: CandidateEvaluator, candidate: Candid
     for degree in list_ep_degrees(job, evaluator, candidate):
         spread = replace(evaluator, work=replace(evaluator.work, ep=degree))
         if evaluator.has_room_for(
-            spread.memory(candidate.zero_stage, candidate.layout.reduced.dp_shard)
+            spread.memory(candidate.zero_stage, candidate.layout.gradient_reduction_layout.dp_shard)
         ):
             assert evaluator.shape.experts is not None
             num_of_rank = evaluator.shape.experts.count // degree

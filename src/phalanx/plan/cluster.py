@@ -15,8 +15,8 @@ import psutil
 from phalanx.core.cores import count_cores
 from phalanx.core.errors import EnvironmentProblem
 from phalanx.job.schema import Job, Parallel
-from phalanx.plan.accelerators import Accelerator, match_accelerator
-from phalanx.plan.nvidia import Gpu, visible_gpus
+from phalanx.plan.accelerators import Accelerator, find_accelerator_by_driver_name
+from phalanx.plan.nvidia import Gpu, list_visible_gpus
 
 MIB = 2**20
 
@@ -87,13 +87,16 @@ def detect_cluster(device: str = "auto") -> Cluster:
     Raises EnvironmentProblem (exit 6) if GPUs are asked for and there are none, or if there is a
     driver and it cannot be learned which GPUs it has.
     """
-    if device != "cpu" and (gpus := visible_gpus()):
+    if device != "cpu" and (gpus := list_visible_gpus()):
         # CUDA shows a process one MIG slice, however many there are.
         if gpus[0].uuid.startswith("MIG-"):
             gpus = gpus[:1]
         # All ranks have one plan: the GPU with least memory, and the least able one, decide.
-        memory_bytes, capability = min(gpu.memory_bytes for gpu in gpus), _least_capability(gpus)
-        accelerator = match_accelerator(gpus[0].name, memory_bytes)
+        memory_bytes, capability = (
+            min(gpu.memory_bytes for gpu in gpus),
+            _find_least_capability(gpus),
+        )
+        accelerator = find_accelerator_by_driver_name(gpus[0].name, memory_bytes)
         links: tuple[LinkLevel, ...] = ()
         if accelerator is not None:
             links = (LinkLevel("node", len(gpus), accelerator.link_gb_s),)
@@ -106,7 +109,7 @@ def detect_cluster(device: str = "auto") -> Cluster:
             accelerator,
             len(gpus),
             links,
-            _host_memory(),
+            _detect_host_memory_bytes(),
             watts=None if accelerator is None else accelerator.watts,
         )
     if device == "cuda":
@@ -114,10 +117,10 @@ def detect_cluster(device: str = "auto") -> Cluster:
         if "CUDA_VISIBLE_DEVICES" in os.environ:
             why = "CUDA_VISIBLE_DEVICES hides them all"
         raise EnvironmentProblem("no GPU was found", why=why, fix="use cluster.device=cpu")
-    return Cluster("cpu", count_cores(), _host_memory())
+    return Cluster("cpu", count_cores(), _detect_host_memory_bytes())
 
 
-def _host_memory() -> int:
+def _detect_host_memory_bytes() -> int:
     """Physical memory, or the control group's limit where that is lower."""
     # In a container psutil reads the machine's memory: only the control group knows the limit.
     total = int(psutil.virtual_memory().total)
@@ -131,12 +134,12 @@ def _host_memory() -> int:
     return total
 
 
-def compute_capability() -> tuple[int, int] | None:
+def detect_least_compute_capability() -> tuple[int, int] | None:
     """The compute capability of the least able GPU here; None if it is unknown."""
-    return _least_capability(visible_gpus())
+    return _find_least_capability(list_visible_gpus())
 
 
-def _least_capability(gpus: Sequence[Gpu]) -> tuple[int, int] | None:
+def _find_least_capability(gpus: Sequence[Gpu]) -> tuple[int, int] | None:
     capabilities = [gpu.capability for gpu in gpus]
     # (0, 0) is what a driver says that does not know: then nothing may be built on the others'.
     if not capabilities or (0, 0) in capabilities:
@@ -158,7 +161,7 @@ class Headroom:
     runtime_bytes: int
     communicator_bytes: int = 0
 
-    def capacity(self, memory_bytes: int, communicators: int) -> int:
+    def compute_capacity_bytes(self, memory_bytes: int, communicators: int) -> int:
         usable = (
             round(memory_bytes * self.share)
             - self.runtime_bytes
@@ -167,12 +170,12 @@ class Headroom:
         return max(0, usable)
 
 
-# The numbers for GPUs are estimates, see docs/memory.md; `headroom_notes` says so to the user.
+# The numbers for GPUs are estimates, see docs/memory.md; `list_headroom_notes` says so to the user.
 CPU_HEADROOM = Headroom(0.94, 450 * MIB)
 GPU_HEADROOM = Headroom(0.90, 614 * MIB, 200 * MIB)
 
 
-def headroom_for(device: str) -> Headroom:
+def choose_headroom(device: str) -> Headroom:
     if device == "cpu":
         return CPU_HEADROOM
     return GPU_HEADROOM
@@ -189,7 +192,7 @@ def rank_memory_bytes(job: Job, cluster: Cluster, num_ranks: int) -> int:
 def rank_capacity_bytes(job: Job, cluster: Cluster, num_ranks: int) -> int:
     """Bytes that a rank may fill beyond its runtime."""
     memory_bytes = rank_memory_bytes(job, cluster, num_ranks)
-    return headroom_for(cluster.device).capacity(
+    return choose_headroom(cluster.device).compute_capacity_bytes(
         memory_bytes, count_communicators(job.parallel, num_ranks)
     )
 

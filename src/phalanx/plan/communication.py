@@ -21,7 +21,7 @@ def cp_buffer_bytes(shape: ModelCosts, work: Workload) -> float:
     heads = shape.heads
     if work.cp == 1 or heads is None:
         return 0
-    c, q, kv = work.compute_bytes, *_attention_elements(heads, work)
+    c, q, kv = work.compute_bytes, *_count_attention_elements(heads, work)
     # Keys and values of all ranks in the compute type, and their gradients in fp32.
     if work.cp_attention == "all-gather":
         return kv * work.cp * (c + 4)
@@ -32,13 +32,13 @@ def cp_buffer_bytes(shape: ModelCosts, work: Workload) -> float:
     return 2 * kv * (c + 4)
 
 
-def _attention_elements(heads: AttentionHeads, work: Workload) -> tuple[int, int]:
+def _count_attention_elements(heads: AttentionHeads, work: Workload) -> tuple[int, int]:
     """Elements of queries and outputs, and of keys and values, of one attention on this rank."""
     each = 2 * work.tokens * heads.size
     return each * heads.queries, each * heads.keys
 
 
-def cp_bytes_per_step(shape: ModelCosts, work: Workload) -> float:
+def cp_sent_bytes_per_step(shape: ModelCosts, work: Workload) -> float:
     """Bytes that a rank sends to the others of cp in a step without recomputation; 0 where nobody
     knows the heads.
 
@@ -48,7 +48,7 @@ def cp_bytes_per_step(shape: ModelCosts, work: Workload) -> float:
     if heads is None:
         return 0
     num_other_ranks, c = work.cp - 1, work.compute_bytes
-    q, kv = _attention_elements(heads, work)
+    q, kv = _count_attention_elements(heads, work)
     num_products = shape.num_layers * work.num_microbatches
     # (cp - 1)/cp of queries, keys, values and outputs, forward and backward.
     if work.cp_attention == "ulysses":
@@ -71,7 +71,7 @@ def _routed_row_bytes(experts: ExpertCosts, work: Workload) -> int:
     return work.tokens * experts.per_token * experts.dim * work.compute_bytes
 
 
-def ep_bytes_per_step(shape: ModelCosts, work: Workload) -> float:
+def ep_sent_bytes_per_step(shape: ModelCosts, work: Workload) -> float:
     """Bytes that a rank sends to the others of ep in a step without recomputation, where all
     experts get equally many rows.
 
@@ -85,7 +85,7 @@ def ep_bytes_per_step(shape: ModelCosts, work: Workload) -> float:
     return num_exchanges * rows * experts.dim * work.compute_bytes
 
 
-def pp_bytes_per_step(shape: ModelCosts, work: Workload, pipeline: Pipeline, rank: int) -> int:
+def pp_sent_bytes_per_step(shape: ModelCosts, work: Workload, pipeline: Pipeline, rank: int) -> int:
     """Bytes that pipeline rank `rank` sends in a step: outputs of its stages, and gradients back;
     0 where nobody knows what goes between blocks.
 
@@ -94,6 +94,6 @@ def pp_bytes_per_step(shape: ModelCosts, work: Workload, pipeline: Pipeline, ran
     if shape.activations is None:
         return 0
     owners = pipeline.rank_of_stage
-    neighbours = [stage + d for stage in pipeline.stages_of(rank) for d in (-1, 1)]
+    neighbours = [stage + d for stage in pipeline.stages_of_rank(rank) for d in (-1, 1)]
     num_sends = sum(0 <= stage < len(owners) and owners[stage] != rank for stage in neighbours)
     return num_sends * work.num_microbatches * shape.activations.message(work)

@@ -19,17 +19,17 @@ from phalanx.job.hugging_face import is_hugging_face
 from phalanx.job.nearest import format_nearest_multiples, format_nearest_values, list_divisors
 from phalanx.job.schema import Job
 from phalanx.plan.degrees import choose_cp_load_balance
-from phalanx.plan.rule_checks import check_overrides, check_rules
-from phalanx.plan.rules import describe_heads, legal_tp_degrees
+from phalanx.plan.rule_checks import combine_and_check_rules, require_consistent_rules
+from phalanx.plan.rules import describe_heads, list_legal_tp_degrees
 from phalanx.plan.workload import cuts_sequence
 
 DegreeCheck = Callable[[Job, ModelCosts], None]
 
 
-def check_degrees(job: Job, shape: ModelCosts, num_ranks: int) -> None:
+def check_model_parallel_degrees(job: Job, shape: ModelCosts, num_ranks: int) -> None:
     """Raises LayoutError for degrees of tp, cp and ep that the model, or other keys, forbid."""
     # Compression first: what it names as in the way may be the degree that is looked at next.
-    check_compression(job, num_ranks)
+    check_gradient_compression(job, num_ranks)
     check_tensor_parallel(job, shape)
     check_context_parallel(job, shape)
     check_expert_parallel(job, shape, num_ranks)
@@ -41,9 +41,9 @@ def check_tensor_parallel(job: Job, shape: ModelCosts) -> None:
     heads = shape.heads
     if tp == 1 or heads is None:
         # Rules are read even where they have no effect, so that a mistake is not kept for later.
-        check_rules(job.parallel.rules, shape, tp)
+        combine_and_check_rules(job.parallel.rules, shape, tp)
         return
-    legal = legal_tp_degrees(heads.queries, heads.keys)
+    legal = list_legal_tp_degrees(heads.queries, heads.keys)
     if tp not in legal:
         raise LayoutError(
             f"parallel.tp {tp} does not divide {describe_heads(heads.queries, heads.keys)}",
@@ -54,15 +54,15 @@ def check_tensor_parallel(job: Job, shape: ModelCosts) -> None:
             f"a {shape.kind} cannot do with a part of its sequence: it pools all of it",
             fix="leave parallel.sequence_parallel out",
         )
-    rules = check_rules(job.parallel.rules, shape, tp)
+    rules = combine_and_check_rules(job.parallel.rules, shape, tp)
     if job.parallel.rules:
-        check_overrides(rules, shape, tp, cuts_sequence=cuts_sequence(job, shape))
+        require_consistent_rules(rules, shape, tp, cuts_sequence=cuts_sequence(job, shape))
 
 
 def check_context_parallel(job: Job, shape: ModelCosts) -> None:
     """Raises LayoutError for a cp that the model, the objective or other keys forbid."""
     if job.parallel.degrees.cp > 1:
-        for check in CONTEXT_CHECKS:
+        for check in CONTEXT_PARALLEL_CHECKS:
             check(job, shape)
 
 
@@ -103,7 +103,7 @@ def _check_objective_is_builtin(job: Job, shape: ModelCosts) -> None:
         )
 
 
-def _check_eager_blocks(job: Job, shape: ModelCosts) -> None:
+def _check_blocks_are_not_compiled(job: Job, shape: ModelCosts) -> None:
     if job.train.compile:
         raise LayoutError(
             "parallel.cp sends keys and values from inside of attention, which train.compile cannot"
@@ -134,7 +134,7 @@ def _check_cp_chunks_divide_sequence(job: Job, shape: ModelCosts) -> None:
         )
 
 
-def _check_heads_divide(job: Job, shape: ModelCosts) -> None:
+def _check_ulysses_divides_heads(job: Job, shape: ModelCosts) -> None:
     if job.parallel.cp_attention != "ulysses" or shape.heads is None:
         return
     cp, tp = job.parallel.degrees.cp, job.parallel.degrees.tp
@@ -155,14 +155,14 @@ def _check_heads_divide(job: Job, shape: ModelCosts) -> None:
 
 
 # In this order: what no edit of the job could mend comes first, and what one number would, last.
-CONTEXT_CHECKS: tuple[DegreeCheck, ...] = (
+CONTEXT_PARALLEL_CHECKS: tuple[DegreeCheck, ...] = (
     _check_sequence_can_be_split,
     _check_attention_is_replaceable,
     _check_objective_is_builtin,
-    _check_eager_blocks,
+    _check_blocks_are_not_compiled,
     _check_no_compression_with_cp,
     _check_cp_chunks_divide_sequence,
-    _check_heads_divide,
+    _check_ulysses_divides_heads,
 )
 
 
@@ -189,7 +189,7 @@ def check_expert_parallel(job: Job, shape: ModelCosts, num_ranks: int) -> None:
         raise LayoutError(f"parallel.{problem}", fix=fix)
 
 
-def check_compression(job: Job, num_ranks: int) -> None:
+def check_gradient_compression(job: Job, num_ranks: int) -> None:
     """Raises LayoutError where gradients are to be compressed that DDP does not reduce."""
     parallel = job.parallel
     if parallel.compress == "none":

@@ -18,8 +18,8 @@ from phalanx.job.nearest import (
 from phalanx.job.schema import Job
 from phalanx.plan.choice import REASON_DEFAULT, Choice
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.layout import AXES, Layout, fill_layout
-from phalanx.plan.pipeline.requested_schedule import RequestedSchedule, split_pipeline_batch
+from phalanx.plan.layout import AXES, Layout, complete_layout_degrees
+from phalanx.plan.pipeline.requested_schedule import RequestedSchedule, choose_pipeline_microbatches
 
 MAX_DEFAULT_CPU_RANKS = 8
 
@@ -42,12 +42,12 @@ def choose_num_ranks(job: Job, cluster: Cluster, running: int | None) -> Choice[
     # Running ranks may be on several machines, of which this is one.
     if cluster.device == "cuda" and running is None and ranks > cluster.num_devices:
         raise LayoutError(f"{ranks} ranks were asked for and there are {cluster.num_devices} GPUs")
-    _require_degrees_divide(job, ranks)
+    _require_degrees_divide_ranks(job, ranks)
     return Choice(ranks, why)
 
 
 def _explain_max_ranks(job: Job, cluster: Cluster, ranks: int) -> str:
-    if ranks == _multiply_degrees(job) > 1:
+    if ranks == _multiply_requested_degrees(job) > 1:
         degrees = job.parallel.degrees.above_one()
         product = " x ".join(f"{axis}={degree}" for axis, degree in degrees.items())
         return f"{plural(ranks, 'rank')}: as many as {product} takes"
@@ -60,7 +60,7 @@ def _explain_max_ranks(job: Job, cluster: Cluster, ranks: int) -> str:
     )
 
 
-def _multiply_degrees(job: Job) -> int:
+def _multiply_requested_degrees(job: Job) -> int:
     """The product of the degrees that the job gives."""
     degrees = job.parallel.degrees
     # ep folds over dp_shard x cp: where the job leaves dp_shard out, it is what ep needs.
@@ -71,7 +71,7 @@ def _multiply_degrees(job: Job) -> int:
 def _find_requested_ranks(job: Job) -> int | None:
     """The number of ranks that the job asks for, by `ranks` or by degrees that make it; None if it
     is open."""
-    requested, degrees = job.parallel.ranks, _multiply_degrees(job)
+    requested, degrees = job.parallel.ranks, _multiply_requested_degrees(job)
     if not (job.parallel.dp_replicate and job.parallel.dp_shard):
         return requested
     if requested and requested != degrees:
@@ -90,7 +90,7 @@ def _find_max_ranks(job: Job, cluster: Cluster) -> int:
     """The most ranks that share the batch evenly: on GPUs one each; on a CPU no more than there are
     cores, but two, to be distributed at all."""
     batch, micro = job.train.global_batch_size, job.train.micro_batch_size
-    shared, degrees = job.parallel.degrees.model_parallel_size, _multiply_degrees(job)
+    shared, degrees = job.parallel.degrees.model_parallel_size, _multiply_requested_degrees(job)
     limit = cluster.num_devices
     if cluster.device != "cuda":
         # Two even on one core: a first run is to be distributed.
@@ -113,10 +113,10 @@ def _find_max_ranks(job: Job, cluster: Cluster) -> int:
     return legal[-1]
 
 
-def _require_degrees_divide(job: Job, ranks: int) -> None:
+def _require_degrees_divide_ranks(job: Job, ranks: int) -> None:
     degrees = job.parallel.degrees
     if max(degrees.pp, degrees.cp) > 1:
-        fill_layout(
+        complete_layout_degrees(
             ranks,
             pp=degrees.pp,
             dp_replicate=job.parallel.dp_replicate,
@@ -148,7 +148,7 @@ def _require_degrees_divide(job: Job, ranks: int) -> None:
             )
 
 
-def split_batch(
+def choose_micro_batch_size_and_count(
     job: Job, shares: int, requested: RequestedSchedule | None = None
 ) -> tuple[int, int]:
     """(micro_batch_size, microbatches per step) of each of `shares` ranks, or pipelines, that
@@ -171,7 +171,7 @@ def split_batch(
         )
     share = batch // shares
     if requested is not None:
-        return split_pipeline_batch(job, requested, share, shares)
+        return choose_pipeline_microbatches(job, requested, share, shares)
     # Left open, a rank's whole share is one microbatch: nothing accumulates.
     micro = job.train.micro_batch_size or share
     if share % micro:
@@ -185,12 +185,12 @@ def split_batch(
 
 def choose_dp_replicate(layout: Layout) -> Choice[int]:
     """The number of copies of the model, or of its shards, and what it follows from."""
-    return Choice(layout.dp_replicate, _divide_ranks(layout, "dp_replicate"))
+    return Choice(layout.dp_replicate, _explain_remaining_degree(layout, "dp_replicate"))
 
 
 def choose_dp_shard(layout: Layout, zero_stage: int) -> Choice[int]:
     """The number of ranks that a copy is sharded over, and what it follows from."""
-    why = _divide_ranks(layout, "dp_shard")
+    why = _explain_remaining_degree(layout, "dp_shard")
     if layout.ep > 1 and zero_stage == 0:
         why = f"ep {layout.ep} spreads experts over them"
     elif zero_stage == 0:
@@ -198,7 +198,7 @@ def choose_dp_shard(layout: Layout, zero_stage: int) -> Choice[int]:
     return Choice(layout.dp_shard, why)
 
 
-def _divide_ranks(layout: Layout, axis: str) -> str:
+def _explain_remaining_degree(layout: Layout, axis: str) -> str:
     """The degree of `axis` as what the other axes leave of the ranks: '4 ranks / tp 2'."""
     factors = [plural(layout.world_size, "rank")]
     for other in AXES:

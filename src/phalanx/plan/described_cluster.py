@@ -20,13 +20,13 @@ from phalanx.core.files import read_regular
 from phalanx.core.units import plural
 from phalanx.job.schema import Cluster as ClusterSection
 from phalanx.job.schema import Job, Link
-from phalanx.plan.accelerators import Accelerator, find_accelerator, match_accelerator
+from phalanx.plan.accelerators import Accelerator, find_accelerator, find_accelerator_by_driver_name
 from phalanx.plan.cluster import Cluster, LinkLevel, detect_cluster
-from phalanx.plan.nvidia import visible_gpus
+from phalanx.plan.nvidia import list_visible_gpus
 
 GIB = 2**30
 # Bytes a second of a network that is given in bits.
-_GBIT = 1 / 8
+_GBYTES_PER_GBIT = 1 / 8
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,15 @@ class InstanceType:
 
 
 @cache
-def list_instances() -> dict[str, InstanceType]:
+def list_instance_types() -> dict[str, InstanceType]:
     """Every machine of the table, by name."""
     text = files("phalanx.plan").joinpath("instances.toml").read_text(encoding="utf-8")
     return {name: InstanceType(name, **entry) for name, entry in tomllib.loads(text).items()}
 
 
-def find_instance(name: str) -> InstanceType:
+def find_instance_type(name: str) -> InstanceType:
     """The machine called `name`. Raises LayoutError, with the nearest name, for another."""
-    table = list_instances()
+    table = list_instance_types()
     instance = table.get(name)
     if instance is None:
         raise LayoutError(
@@ -66,7 +66,7 @@ def find_instance(name: str) -> InstanceType:
     return instance
 
 
-def find_cluster(job: Job) -> Cluster:
+def choose_cluster_of_job(job: Job) -> Cluster:
     """The cluster that a plan of the job is for: the one that it describes, else this machine.
 
     Raises LayoutError (exit 3) for a description that does not hold, EnvironmentProblem (exit 6)
@@ -74,10 +74,10 @@ def find_cluster(job: Job) -> Cluster:
     """
     if not job.cluster.names_machine:
         return detect_cluster(job.cluster.device)
-    return describe_cluster(job.cluster)
+    return build_described_cluster(job.cluster)
 
 
-def describe_cluster(section: ClusterSection) -> Cluster:
+def build_described_cluster(section: ClusterSection) -> Cluster:
     """The cluster that [cluster] describes. What it leaves out is what its GPU or its machine is
     usually sold with."""
     if section.device == "cpu":
@@ -86,10 +86,10 @@ def describe_cluster(section: ClusterSection) -> Cluster:
             fix="leave cluster.device out, or cluster.gpu, cluster.instance and cluster.file",
         )
     if section.file is not None:
-        section = _merge_file(section, section.file)
+        section = _merge_cluster_file(section, section.file)
     instance = None
     if section.instance is not None:
-        instance = find_instance(section.instance)
+        instance = find_instance_type(section.instance)
         if section.gpu is not None and section.gpu.lower() != instance.gpu:
             raise LayoutError(
                 f"cluster.gpu is {section.gpu!r}, and {instance.name} has {instance.gpu}",
@@ -98,10 +98,10 @@ def describe_cluster(section: ClusterSection) -> Cluster:
     elif section.gpu is None:
         raise LayoutError("the cluster names no GPU", fix="set cluster.gpu or cluster.instance")
     accelerator = find_accelerator(section.gpu or (instance.gpu if instance else ""))
-    return _build_described(section, instance, accelerator)
+    return _build_cluster_from_section(section, instance, accelerator)
 
 
-def _build_described(
+def _build_cluster_from_section(
     section: ClusterSection, instance: InstanceType | None, accelerator: Accelerator
 ) -> Cluster:
     per_node = section.gpus_per_node or accelerator.gpus_per_node
@@ -125,7 +125,7 @@ def _build_described(
         (int(major), int(minor)),
         accelerator,
         per_node,
-        _list_links(section, instance, accelerator, per_node, num_devices),
+        _build_link_levels(section, instance, accelerator, per_node, num_devices),
         None if host_gib is None else round(host_gib * GIB),
         section.price_per_hour or price,
         section.spot_price_per_hour or spot_price,
@@ -134,7 +134,7 @@ def _build_described(
     )
 
 
-def _list_links(
+def _build_link_levels(
     section: ClusterSection,
     instance: InstanceType | None,
     accelerator: Accelerator,
@@ -143,7 +143,7 @@ def _list_links(
 ) -> tuple[LinkLevel, ...]:
     """The levels of links: those of the section, else NVLink's domain and the network."""
     if section.links:
-        return _check_links(section.links, num_devices)
+        return _validate_link_levels(section.links, num_devices)
     domain = per_node
     if accelerator.link_domain > accelerator.gpus_per_node:
         domain = accelerator.link_domain  # NVLink that joins the machines of a rack
@@ -151,12 +151,12 @@ def _list_links(
     if num_devices > domain:
         nic_gb_s = accelerator.nic_gb_s
         if instance is not None and instance.network_gbit is not None:
-            nic_gb_s = instance.network_gbit * _GBIT / instance.gpus_per_node
+            nic_gb_s = instance.network_gbit * _GBYTES_PER_GBIT / instance.gpus_per_node
         levels.append(LinkLevel("network", num_devices, nic_gb_s))
     return tuple(levels)
 
 
-def _check_links(links: tuple[Link, ...], num_devices: int) -> tuple[LinkLevel, ...]:
+def _validate_link_levels(links: tuple[Link, ...], num_devices: int) -> tuple[LinkLevel, ...]:
     """`links` as levels, of which the last joins all devices. Raises LayoutError for levels that
     do not grow or do not reach every device."""
     levels = []
@@ -187,7 +187,7 @@ def _check_links(links: tuple[Link, ...], num_devices: int) -> tuple[LinkLevel, 
     return tuple(levels)
 
 
-def _merge_file(section: ClusterSection, path: str) -> ClusterSection:
+def _merge_cluster_file(section: ClusterSection, path: str) -> ClusterSection:
     """`section` on top of what the file at `path` says."""
     try:
         body = tomllib.loads(read_regular(Path(path)).decode())
@@ -211,17 +211,19 @@ def _merge_file(section: ClusterSection, path: str) -> ClusterSection:
     return merged
 
 
-def require_this_machine(job: Job) -> None:
+def require_cluster_is_this_machine(job: Job) -> None:
     """Raises EnvironmentProblem (exit 6) for a job that is planned for GPUs which this machine
     has not."""
     if not job.cluster.names_machine:
         return
-    planned, gpus = describe_cluster(job.cluster), visible_gpus()
+    planned, gpus = build_described_cluster(job.cluster), list_visible_gpus()
     assert planned.accelerator is not None
     present = "no GPU"
     if gpus:
         present = plural(len(gpus), gpus[0].name)
-        accelerator = match_accelerator(gpus[0].name, min(gpu.memory_bytes for gpu in gpus))
+        accelerator = find_accelerator_by_driver_name(
+            gpus[0].name, min(gpu.memory_bytes for gpu in gpus)
+        )
         if accelerator == planned.accelerator:
             return
     raise EnvironmentProblem(

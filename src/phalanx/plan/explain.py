@@ -10,11 +10,11 @@ from phalanx.core.units import format_bytes, format_count, plural
 from phalanx.job.costs import ModelCosts
 from phalanx.job.schema import Job
 from phalanx.plan.choice import REASON_JOB_SAYS
-from phalanx.plan.communication import pp_bytes_per_step
+from phalanx.plan.communication import pp_sent_bytes_per_step
 from phalanx.plan.pipeline.bubble import find_busiest_rank
-from phalanx.plan.pipeline.costs import model_part_costs
+from phalanx.plan.pipeline.costs import compute_model_part_costs
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
-from phalanx.plan.pipeline.simulate import count_in_flight
+from phalanx.plan.pipeline.simulate import count_peak_in_flight
 from phalanx.plan.pipeline.stages import add_recompute_costs
 from phalanx.plan.plan import Plan
 from phalanx.plan.workload import Workload, shard_shape
@@ -61,7 +61,7 @@ def describe_plan(plan: Plan, *, of_samples: bool = False) -> list[str]:
         where = "predicted on the rank that needs most"
     lines.append(f"memory  {format_bytes(chosen.total_bytes)} {where}: {parts}")
     if plan.pipeline is not None:
-        totals = [format_bytes(total) for total in plan.pipeline.rank_bytes]
+        totals = [format_bytes(total) for total in plan.pipeline.predicted_rank_bytes]
         shown = f"{totals[0]} to {totals[-1]}"
         if len(totals) <= MAX_LISTED_STAGES:
             shown = ", ".join(totals)
@@ -96,7 +96,7 @@ def explain_pipeline(
     ]
     if shape.activations is not None:
         shard, ranks = shard_shape(shape, work.tp, work.rules), range(pipeline.num_ranks)
-        sent = max(pp_bytes_per_step(shard, work, pipeline, rank) for rank in ranks)
+        sent = max(pp_sent_bytes_per_step(shard, work, pipeline, rank) for rank in ranks)
         lines.append(f"pp: a rank sends up to {format_bytes(sent)} to other stages in a step")
     return lines
 
@@ -104,9 +104,9 @@ def explain_pipeline(
 def _explain_stages(
     job: Job, shape: ModelCosts, work: Workload, pipeline: Pipeline, why: str
 ) -> str:
-    layer_costs = model_part_costs(job, shape).layer_costs
+    layer_costs = compute_model_part_costs(job, shape).layer_costs
     layers = add_recompute_costs(layer_costs, work.segments or ())
-    rank, ratio = find_busiest_rank(layers.of_stages(pipeline.stages), pipeline.rank_of_stage)
+    rank, ratio = find_busiest_rank(layers.sum_by_stage(pipeline.stages), pipeline.rank_of_stage)
     counts = pipeline.stages.num_blocks
     line = f"stages of {format_counts(counts)} blocks"
     if len(set(counts)) == 1:
@@ -140,7 +140,7 @@ def _explain_schedule(job: Job, work: Workload, pipeline: Pipeline, why: str) ->
 
 
 def _explain_in_flight(pipeline: Pipeline) -> str:
-    in_flight_by_rank = count_in_flight(pipeline.schedule()).per_rank
+    in_flight_by_rank = count_peak_in_flight(pipeline.schedule()).per_rank
     where = "by rank"
     if len(set(in_flight_by_rank)) == 1:
         where = "on each rank"
@@ -154,18 +154,19 @@ def _explain_in_flight(pipeline: Pipeline) -> str:
 def describe_peak_rank(pipeline: Pipeline, in_flight_by_rank: Sequence[int]) -> str:
     """The rank that needs most memory, in words: 'rank 0 (stage 0) needs most memory, with 4 in
     flight'."""
-    totals = pipeline.rank_bytes
+    totals = pipeline.predicted_rank_bytes
     if not totals:
         return "memory is not predicted"
     rank = max(range(len(totals)), key=totals.__getitem__)
     return (
-        f"{name_rank(pipeline, rank)} needs most memory, with {in_flight_by_rank[rank]} in flight"
+        f"{format_rank_and_stages(pipeline, rank)} needs most memory, with"
+        f" {in_flight_by_rank[rank]} in flight"
     )
 
 
-def name_rank(pipeline: Pipeline, rank: int) -> str:
+def format_rank_and_stages(pipeline: Pipeline, rank: int) -> str:
     """A rank and its stages in words: 'rank 0 (stages 0 and 7)'."""
-    stages = [str(stage) for stage in pipeline.stages_of(rank)]
+    stages = [str(stage) for stage in pipeline.stages_of_rank(rank)]
     if len(stages) == 1:
         return f"rank {rank} (stage {stages[0]})"
     return f"rank {rank} (stages {', '.join(stages[:-1])} and {stages[-1]})"

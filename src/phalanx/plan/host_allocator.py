@@ -17,31 +17,31 @@ from phalanx.plan.workload import Workload
 # What torch, MKL and oneDNN allocate for themselves when they first train.
 LIBRARY_BYTES = 12 * MIB
 # Of the activations, where the heap takes blocks of up to 32 MiB.
-RETAINED_SHARE = 0.4
+RETAINED_ACTIVATION_SHARE = 0.4
 # The same where gradients of several microbatches accumulate without a pipeline: they come to lie
 # between the activations, which are elsewhere in the next microbatch.
-ACCUMULATING_SHARE = 0.8
+RETAINED_SHARE_WHEN_ACCUMULATING = 0.8
 # Of the activations of tensor parallelism, whose blocks of 1 MiB and more go back to the system.
-RETURNED_SHARE = 0.05
+RETAINED_SHARE_WITH_TENSOR_PARALLEL = 0.05
 # Graphs and code of torch.compile in a rank. Measured in one configuration.
 COMPILER_BYTES = 56 * MIB
 # Larger blocks are mapped, and returned as they are freed: mallopt(3), M_MMAP_THRESHOLD. Smaller
 # thresholds return more, and cost page faults where activations are many: docs/benchmarks.md.
-HEAP_BYTES = 32 * MIB
-SHARDED_HEAP_BYTES = 4 * MIB
-TENSOR_PARALLEL_HEAP_BYTES = MIB
+MAX_HEAP_BLOCK_BYTES = 32 * MIB
+SHARDED_MAX_HEAP_BLOCK_BYTES = 4 * MIB
+TENSOR_PARALLEL_MAX_HEAP_BLOCK_BYTES = MIB
 
 
-def choose_heap_bytes(layout: Layout) -> int:
+def choose_max_heap_block_bytes(layout: Layout) -> int:
     """The size up to which a CPU rank's freed blocks stay in its heap."""
     if layout.tp > 1:
-        return TENSOR_PARALLEL_HEAP_BYTES
-    if layout.reduced.dp_shard > 1:
-        return SHARDED_HEAP_BYTES
-    return HEAP_BYTES
+        return TENSOR_PARALLEL_MAX_HEAP_BLOCK_BYTES
+    if layout.gradient_reduction_layout.dp_shard > 1:
+        return SHARDED_MAX_HEAP_BLOCK_BYTES
+    return MAX_HEAP_BLOCK_BYTES
 
 
-def retained_bytes(
+def estimate_retained_bytes(
     work: Workload, activations: float, message: int, *, is_staged: bool = False
 ) -> float:
     """Bytes that a CPU rank's allocator and libraries keep, beside freed gradients.
@@ -49,17 +49,17 @@ def retained_bytes(
     `activations`: bytes that the rank keeps for the backward; `message`: of what goes from one
     block to the next, the size of many of their tensors. `is_staged`: of a pipeline's rank.
     """
-    share = RETAINED_SHARE
+    share = RETAINED_ACTIVATION_SHARE
     if work.num_microbatches > 1 and not is_staged:
-        share = ACCUMULATING_SHARE
+        share = RETAINED_SHARE_WHEN_ACCUMULATING
     # A block's largest tensors are some four times what it hands on.
-    if work.tp > 1 and 4 * message >= TENSOR_PARALLEL_HEAP_BYTES:
-        share = RETURNED_SHARE
+    if work.tp > 1 and 4 * message >= TENSOR_PARALLEL_MAX_HEAP_BLOCK_BYTES:
+        share = RETAINED_SHARE_WITH_TENSOR_PARALLEL
     compiler = COMPILER_BYTES if work.is_compiled else 0
     return LIBRARY_BYTES + share * activations + compiler
 
 
-def retained_gradient_bytes(shape: ModelCosts, work: Workload, zero_stage: int) -> int:
+def estimate_retained_gradient_bytes(shape: ModelCosts, work: Workload, zero_stage: int) -> int:
     """Bytes of freed gradients that glibc keeps on a CPU.
 
     Where gradients accumulate over microbatches, each of a block is made anew, in bf16 first in the
@@ -71,8 +71,8 @@ def retained_gradient_bytes(shape: ModelCosts, work: Workload, zero_stage: int) 
     freed = shape.activations.find_freed_gradients(work.ep)
     freed_bytes = 0
     # A block's largest matrix decides: larger ones are mapped, and go back as they are freed.
-    if freed.matrix * 4 <= HEAP_BYTES:
+    if freed.matrix * 4 <= MAX_HEAP_BLOCK_BYTES:
         freed_bytes = freed.block * (4 + work.cast_bytes)
-    if freed.table * 4 <= HEAP_BYTES:
+    if freed.table * 4 <= MAX_HEAP_BLOCK_BYTES:
         freed_bytes += freed.table * 4
     return freed_bytes

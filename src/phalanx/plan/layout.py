@@ -48,7 +48,7 @@ class Layout:
         return self.dp_replicate * self.dp_shard
 
     @property
-    def reduced(self) -> Layout:
+    def gradient_reduction_layout(self) -> Layout:
         """The layout of the ranks that reduce gradients together: ranks of cp have other tokens,
         and count as more of dp_shard."""
         return replace(self, dp_shard=self.dp_shard * self.cp, cp=1)
@@ -82,7 +82,7 @@ class Layout:
         return " x ".join(parts) or "one rank"
 
 
-def fill_layout(
+def complete_layout_degrees(
     num_ranks: int,
     *,
     pp: int = 1,
@@ -125,7 +125,7 @@ def fill_layout(
     )
 
 
-def zero_split_dim(shape: Sequence[int], num_ranks: int) -> int:
+def choose_zero_split_dim(shape: Sequence[int], num_ranks: int) -> int:
     """The dimension along which zero2 and zero3 split a parameter: the first.
 
     Of a stack of matrices, as experts are, another where that makes even parts: there may be fewer

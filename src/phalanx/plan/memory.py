@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 from phalanx.job.costs import ActivationCosts, ModelCosts
 from phalanx.job.schema import Parallel
-from phalanx.plan.host_allocator import retained_bytes, retained_gradient_bytes
-from phalanx.plan.layout import zero_split_dim
-from phalanx.plan.segments import Segment, list_segments
+from phalanx.plan.host_allocator import estimate_retained_bytes, estimate_retained_gradient_bytes
+from phalanx.plan.layout import choose_zero_split_dim
+from phalanx.plan.segments import Segment, list_recompute_segments
 from phalanx.plan.workload import Workload, shard_shape
 
-CATEGORIES = (
+MEMORY_CATEGORIES = (
     "parameters",
     "gradients",
     "optimizer",
@@ -44,7 +44,7 @@ class StateBytes:
 
 
 # The ZeRO paper's: fp16 weights and gradients; an fp32 copy of the weights and two moments.
-MIXED_FP16_ADAM = StateBytes(2, 2, 12)
+MIXED_FP16_ADAM_STATE_BYTES = StateBytes(2, 2, 12)
 
 
 def state_bytes(
@@ -61,7 +61,8 @@ def state_bytes(
     of the parameters, 0 to 1, that have gradients and optimizer state.
     """
     split = {
-        kind: dp_size if zero_stage >= stage else 1 for kind, stage in _SPLIT_FROM_STAGE.items()
+        kind: dp_size if zero_stage >= stage else 1
+        for kind, stage in _FIRST_ZERO_STAGE_SHARDING.items()
     }
     states = {}
     for kind, parts in split.items():
@@ -72,7 +73,7 @@ def state_bytes(
     return states
 
 
-_SPLIT_FROM_STAGE = {"optimizer": 1, "gradients": 2, "parameters": 3}
+_FIRST_ZERO_STAGE_SHARDING = {"optimizer": 1, "gradients": 2, "parameters": 3}
 
 
 def activation_bytes(shape: ModelCosts, work: Workload) -> int:
@@ -138,21 +139,23 @@ def count_segment_bytes(
     """
     segments = work.segments
     if segments is None:
-        segments = list_segments(work.recompute, shape.num_layers)
+        segments = list_recompute_segments(work.recompute, shape.num_layers)
     starts = {segment.start: segment for segment in segments}
     saved, redone, layer = [], [], start
     if stop is None:
         stop = shape.num_layers
     while layer < stop:
         segment = starts.get(layer, Segment(layer, layer + 1, "none"))
-        of_segment = _bytes_of_segment(shape, work, segment)
+        of_segment = _count_segment_saved_and_redone_bytes(shape, work, segment)
         saved.append(of_segment[0])
         redone.append(of_segment[1])
         layer = segment.stop
     return saved, redone
 
 
-def _bytes_of_segment(shape: ModelCosts, work: Workload, segment: Segment) -> tuple[int, int]:
+def _count_segment_saved_and_redone_bytes(
+    shape: ModelCosts, work: Workload, segment: Segment
+) -> tuple[int, int]:
     """Bytes that a segment saves, and that its recomputation makes again."""
     assert shape.activations is not None
     blocks = [shape.activations.block(layer, work) for layer in range(segment.start, segment.stop)]
@@ -191,9 +194,9 @@ def communication_bytes(
     beside them. Under autocast it keeps cast weights. `num_readers`: ranks with gradients to
     average.
     """
-    params = rank_params(shape, work.ep)
+    params = count_rank_params(shape, work.ep)
     if zero_stage <= 1:
-        size = (params - _fp8_params(shape, work)) * work.cast_bytes
+        size = (params - _count_fp8_params(shape, work)) * work.cast_bytes
         # Ranks of tp alone have no buckets.
         if work.num_microbatches > 1 and num_readers > 1:
             size += params * 4
@@ -203,7 +206,7 @@ def communication_bytes(
         # Between microbatches gradients are not reduced, and stay whole.
         accumulated = params * 4
     # `rest` is the root's unit: what lies outside of blocks.
-    unit, rest = fsdp_unit_params(shape, work.options, work.ep)
+    unit, rest = count_fsdp_unit_params(shape, work.options, work.ep)
     if zero_stage == 3:
         # The root unit (embedding, head) stays whole through the forward; a unit of blocks is
         # gathered beside it, and those that are fetched ahead. A segment that is redone has all of
@@ -216,22 +219,22 @@ def communication_bytes(
     return params * work.compute_bytes + max(rest, unit) * 4 + accumulated
 
 
-def fsdp_unit_params(shape: ModelCosts, options: Parallel, ep: int = 1) -> tuple[int, int]:
+def count_fsdp_unit_params(shape: ModelCosts, options: Parallel, ep: int = 1) -> tuple[int, int]:
     """(parameters of a unit of blocks, parameters of the root's unit). Of the experts only those of
     one rank of ep count."""
     if options.blocks_per_unit == "all":
-        return 0, rank_params(shape, ep)
+        return 0, count_rank_params(shape, ep)
     unit = shape.count_largest_block(ep) * options.blocks_per_unit
     return min(unit, shape.count_blocks(ep)), shape.num_params - shape.blocks_params
 
 
-def rank_params(shape: ModelCosts, ep: int) -> int:
+def count_rank_params(shape: ModelCosts, ep: int) -> int:
     """Parameters of one rank before data parallelism splits them: of the experts those of its
     coordinate in ep."""
     return shape.num_params - shape.blocks_params + shape.count_blocks(ep)
 
 
-def uneven_expert_share(shape: ModelCosts, zero_stage: int, dp_size: int, ep: int) -> float:
+def compute_excess_expert_share(shape: ModelCosts, zero_stage: int, dp_size: int, ep: int) -> float:
     """The fraction of the experts' parameters that the rank with most of them holds beyond an even
     part, where they are split.
 
@@ -243,13 +246,13 @@ def uneven_expert_share(shape: ModelCosts, zero_stage: int, dp_size: int, ep: in
     if zero_stage == 0 or experts is None:
         return 0.0
     stack, ranks = (experts.count // ep, experts.width, experts.dim), dp_size // ep
-    if zero_stage >= 2 and stack[zero_split_dim(stack, ranks)] % ranks == 0:
+    if zero_stage >= 2 and stack[choose_zero_split_dim(stack, ranks)] % ranks == 0:
         return 0.0
     # The rank with most has ceil(stack / ranks) of the experts, where 1 / dp_size would be even.
     return math.ceil(stack[0] / ranks) / experts.count - 1 / dp_size
 
 
-def uneven_expert_params(
+def count_excess_expert_params(
     shape: ModelCosts,
     zero_stage: int,
     dp_size: int,
@@ -261,7 +264,7 @@ def uneven_expert_params(
     if shape.experts is None:
         return 0.0
     chosen = sum(shape.experts.count_chosen_params(*blocks) for blocks in ranges)
-    return chosen * uneven_expert_share(shape, zero_stage, dp_size, ep)
+    return chosen * compute_excess_expert_share(shape, zero_stage, dp_size, ep)
 
 
 def staging_bytes(shape: ModelCosts, work: Workload, num_ranks: int) -> int:
@@ -272,11 +275,11 @@ def staging_bytes(shape: ModelCosts, work: Workload, num_ranks: int) -> int:
     return round(split + shape.num_params * work.error_feedback_bytes)
 
 
-def rank_memory(
+def predict_rank_memory(
     shape: ModelCosts, work: Workload, zero_stage: int, dp_size: int, device: str, num_ranks: int
 ) -> dict[str, int]:
-    """Bytes of one rank by category (see CATEGORIES), on top of interpreter and torch; of a GPU
-    those on it.
+    """Bytes of one rank by category (see MEMORY_CATEGORIES), on top of interpreter and torch; of a
+    GPU those on it.
 
     Of a user's own module only the states are known: activations, loss and communication count
     zero.
@@ -284,8 +287,8 @@ def rank_memory(
     shape = shard_shape(shape, work.tp, work.rules)
     # Where shards are cut over dp_size ranks, experts are cut as often: over ep, and over dp_size /
     # ep.
-    params = rank_params(shape, work.ep) if zero_stage <= 1 else shape.num_params
-    uneven = uneven_expert_params(shape, zero_stage, dp_size, work.ep)
+    params = count_rank_params(shape, work.ep) if zero_stage <= 1 else shape.num_params
+    uneven = count_excess_expert_params(shape, zero_stage, dp_size, work.ep)
     memory = state_bytes(
         params,
         zero_stage,
@@ -335,20 +338,20 @@ def adjust_memory_for_device(
     else:
         message = 0 if shape.activations is None else shape.activations.message(work)
         kept = memory.get("activations", 0)
-        memory["allocator"] = retained_bytes(work, kept, message, is_staged=is_staged)
-        memory["allocator"] += retained_gradient_bytes(shape, work, zero_stage)
+        memory["allocator"] = estimate_retained_bytes(work, kept, message, is_staged=is_staged)
+        memory["allocator"] += estimate_retained_gradient_bytes(shape, work, zero_stage)
     memory = {
         category: size for category, size in memory.items() if size or category != "compression"
     }
     always = [
         category
-        for category in CATEGORIES
+        for category in MEMORY_CATEGORIES
         if category not in ("staging", "compression") or category in memory
     ]
     return {category: round(memory.get(category, 0)) for category in always}
 
 
-def _fp8_params(shape: ModelCosts, work: Workload) -> int:
+def _count_fp8_params(shape: ModelCosts, work: Workload) -> int:
     """Parameters of the layers that multiply in fp8, which have no copy in the compute type."""
     if work.precision != "fp8" or shape.activations is None:
         return 0

@@ -12,7 +12,7 @@ from phalanx.job.hugging_face import is_hugging_face
 from phalanx.job.schema import Job
 from phalanx.plan.plan import EarlyWarning, Plan
 
-MAX_TRIED_PARAMS = 10**8  # of a module that is built whole, in fp32, to try it: 400 MB
+MAX_PROBED_PARAMS = 10**8  # of a module that is built whole, in fp32, to try it: 400 MB
 MIXED_ROWS_WARNING = (
     "{subject} lets the rows of a batch see each other: the loss of a batch is not that of its"
     " parts."

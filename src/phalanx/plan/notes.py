@@ -16,16 +16,16 @@ from phalanx.job.learning_rate import peak_learning_rate
 from phalanx.job.model import explain_scaled_widths
 from phalanx.job.schema import Job, Parallel
 from phalanx.plan.candidates import CandidateEvaluator, list_ep_degrees
-from phalanx.plan.cluster import Cluster, count_communicators, headroom_for, rank_memory_bytes
+from phalanx.plan.cluster import Cluster, choose_headroom, count_communicators, rank_memory_bytes
 from phalanx.plan.communication import (
-    cp_bytes_per_step,
-    ep_bytes_per_step,
+    cp_sent_bytes_per_step,
+    ep_sent_bytes_per_step,
 )
 from phalanx.plan.degrees import choose_cp_load_balance
 from phalanx.plan.explain import explain_pipeline
 from phalanx.plan.memory import activation_bytes
 from phalanx.plan.plan import Candidate
-from phalanx.plan.rule_checks import check_rules, describe_unsharded_matrices
+from phalanx.plan.rule_checks import combine_and_check_rules, describe_unsharded_matrices
 from phalanx.plan.workload import Workload, has_error_feedback, shard_shape
 
 SHARDING_ONLY_KEYS = (
@@ -43,17 +43,17 @@ MAX_PROPOSED_EP = 8  # ranks of one node: rows of every token travel in every bl
 MIN_SAVED_MEMORY_SHARE = 0.05
 
 
-def list_notes(
+def list_plan_notes(
     job: Job, evaluator: CandidateEvaluator, chosen: Candidate, reasons: Mapping[str, str]
 ) -> list[str]:
     """The notes of a plan, one line each. `reasons`: why keys of [parallel] have their values."""
     shape, work = evaluator.shape, evaluator.work
-    notes = [*explain_scaled_widths(job.model), *note_ignored_keys(job, chosen)]
+    notes = [*explain_scaled_widths(job.model), *describe_ignored_keys(job, chosen)]
     if work.tp > 1:
-        notes += _tp_notes(job, evaluator)
-    notes += cp_notes(job, shape, work)
-    notes += ep_notes(job, evaluator, chosen)
-    pipeline = evaluator.pipeline_of(chosen)
+        notes += _list_tp_notes(job, evaluator)
+    notes += list_cp_notes(job, shape, work)
+    notes += list_ep_notes(job, evaluator, chosen)
+    pipeline = evaluator.build_pipeline_with_memory(chosen)
     if pipeline is not None:
         notes += explain_pipeline(job, shape, work, pipeline, reasons)
     if shape.activations is None:
@@ -62,12 +62,13 @@ def list_notes(
             cut = ", as sharding rules cut them"
         notes.append(
             f"memory of your own model counts weights, gradients and optimizer{cut}; activations,"
-            f" logits and what is gathered are not predicted{_explain_untraced(shape)}: that it"
+            f" logits and what is gathered are not predicted{_explain_untraced_module(shape)}:"
+            " that it"
             " fits is not known"
         )
-    notes.append(_staging_note(evaluator))
-    notes.append(_host_note(evaluator, chosen))
-    notes += compression_notes(job, shape, evaluator.num_ranks)
+    notes.append(_describe_staging_copy(evaluator))
+    notes.append(_describe_offload_host_memory(evaluator, chosen))
+    notes += list_compression_notes(job, shape, evaluator.num_ranks)
     waits_on_host = work.offloads_activations and evaluator.device == "cuda"
     if waits_on_host and shape.activations is not None:
         size = format_bytes(activation_bytes(shard_shape(shape, work.tp, work.rules), work))
@@ -76,15 +77,19 @@ def list_notes(
     return [line for line in notes if line]
 
 
-def _explain_untraced(shape: ModelCosts) -> str:
+def _explain_untraced_module(shape: ModelCosts) -> str:
     """Why a module was not traced, in brackets; "" where nobody says."""
     why = getattr(shape, "why_untraced", "")
     return f" ({why})" if why else ""
 
 
-def _tp_notes(job: Job, evaluator: CandidateEvaluator) -> list[str]:
+def _list_tp_notes(job: Job, evaluator: CandidateEvaluator) -> list[str]:
     shape, work, requested = evaluator.shape, evaluator.work, job.parallel.sequence_parallel
-    lines = [describe_unsharded_matrices(check_rules(job.parallel.rules, shape, work.tp), shape)]
+    lines = [
+        describe_unsharded_matrices(
+            combine_and_check_rules(job.parallel.rules, shape, work.tp), shape
+        )
+    ]
     if work.cuts_sequence:
         how = "cut between regions (sequence parallelism)"
     elif requested is False:
@@ -105,7 +110,7 @@ def _tp_notes(job: Job, evaluator: CandidateEvaluator) -> list[str]:
     return lines
 
 
-def _staging_note(evaluator: CandidateEvaluator) -> str:
+def _describe_staging_copy(evaluator: CandidateEvaluator) -> str:
     if not evaluator.work.copies_state:
         return ""
     size = evaluator.staging_bytes()
@@ -118,12 +123,12 @@ def _staging_note(evaluator: CandidateEvaluator) -> str:
     )
 
 
-def _host_note(evaluator: CandidateEvaluator, chosen: Candidate) -> str:
+def _describe_offload_host_memory(evaluator: CandidateEvaluator, chosen: Candidate) -> str:
     """The host's memory that offloading takes, beside what the plan of a GPU counts."""
     work = evaluator.work
     if not (work.options.state_on_host or work.offloads_activations):
         return ""
-    size = evaluator.host_bytes(chosen)
+    size = evaluator.predict_host_bytes(chosen)
     if not size:
         return ""
     return (
@@ -132,24 +137,24 @@ def _host_note(evaluator: CandidateEvaluator, chosen: Candidate) -> str:
     )
 
 
-def note_ignored_keys(job: Job, chosen: Candidate) -> list[str]:
+def describe_ignored_keys(job: Job, chosen: Candidate) -> list[str]:
     """A line for the keys that were set for another layout than `chosen`, one for those that
     compile rules out."""
     layout = {"one": "one rank", "tp": "tp alone"}.get(chosen.name, chosen.name)
     if chosen.layout.pp > 1 and chosen.name != "pp":
         layout += " with pp"
-    lines = [_note_keys_without_effect(job, _list_ignored_keys(chosen), f"under {layout}")]
+    lines = [_describe_keys_without_effect(job, _list_ignored_keys(chosen), f"under {layout}")]
     if (
         job.parallel.zero_stage
-        and chosen.layout.reduced.dp_shard == 1
+        and chosen.layout.gradient_reduction_layout.dp_shard == 1
         and chosen.layout.world_size > 1
     ):
         problem = f"parallel.zero_stage={job.parallel.zero_stage} shards nothing"
         lines.append(f"{problem}: {layout} leaves no ranks to shard over")
     if chosen.layout.tp == 1:
-        lines.append(_note_keys_without_effect(job, ("rules",), "without parallel.tp"))
+        lines.append(_describe_keys_without_effect(job, ("rules",), "without parallel.tp"))
     elif job.train.compile:
-        lines.append(_note_keys_without_effect(job, ("tp_chunks",), "under train.compile"))
+        lines.append(_describe_keys_without_effect(job, ("tp_chunks",), "under train.compile"))
     return [line for line in lines if line]
 
 
@@ -158,14 +163,14 @@ def _list_ignored_keys(chosen: Candidate) -> tuple[str, ...]:
     ignored: list[str] = []
     if chosen.zero_stage < 2:
         ignored += SHARDING_ONLY_KEYS
-    if chosen.zero_stage > 0 or chosen.layout.reduced.data_parallel_size == 1:
+    if chosen.zero_stage > 0 or chosen.layout.gradient_reduction_layout.data_parallel_size == 1:
         ignored += DDP_ONLY_KEYS
     if chosen.layout.pp > 1:
         ignored += KEYS_IGNORED_IN_PIPELINES
     return tuple(dict.fromkeys(ignored))
 
 
-def _note_keys_without_effect(job: Job, keys: Sequence[str], where: str) -> str:
+def _describe_keys_without_effect(job: Job, keys: Sequence[str], where: str) -> str:
     """A line on those of `keys` that the job sets to anything but their default; "" if none is."""
     changed = []
     for key in keys:
@@ -180,7 +185,7 @@ def _note_keys_without_effect(job: Job, keys: Sequence[str], where: str) -> str:
     return f"{', '.join(changed)} {verb} no effect {where}"
 
 
-def cp_notes(job: Job, shape: ModelCosts, work: Workload) -> list[str]:
+def list_cp_notes(job: Job, shape: ModelCosts, work: Workload) -> list[str]:
     """Lines of a plan about context parallelism."""
     if work.cp == 1:
         return []
@@ -194,7 +199,7 @@ def cp_notes(job: Job, shape: ModelCosts, work: Workload) -> list[str]:
         " attention"
     ]
     if shape.heads is not None:
-        sent = format_bytes(cp_bytes_per_step(shard_shape(shape, work.tp, work.rules), work))
+        sent = format_bytes(cp_sent_bytes_per_step(shard_shape(shape, work.tp, work.rules), work))
         lines[0] += f" sends {sent} per rank and step"
     if (
         job.parallel.cp_attention == "ulysses"
@@ -206,21 +211,21 @@ def cp_notes(job: Job, shape: ModelCosts, work: Workload) -> list[str]:
     return lines
 
 
-def ep_notes(job: Job, evaluator: CandidateEvaluator, chosen: Candidate) -> list[str]:
+def list_ep_notes(job: Job, evaluator: CandidateEvaluator, chosen: Candidate) -> list[str]:
     """Lines of a plan about experts."""
     experts, work = evaluator.shape.experts, evaluator.work
     if experts is None or evaluator.num_ranks == 1:
         return []
     if work.ep == 1:
-        return list(filter(None, [_suggest_ep(job, evaluator, chosen)]))
+        return list(filter(None, [_suggest_expert_parallel(job, evaluator, chosen)]))
     shard = shard_shape(evaluator.shape, work.tp, work.rules)
-    rest = chosen.layout.reduced.dp_shard // work.ep
+    rest = chosen.layout.gradient_reduction_layout.dp_shard // work.ep
     lies = "not split further"
     if chosen.zero_stage == 0:
         lies = "whole"
     elif rest > 1:
         lies = f"split over {rest} ranks"
-    sent = format_bytes(ep_bytes_per_step(shard, work))
+    sent = format_bytes(ep_sent_bytes_per_step(shard, work))
     return [
         (
             f"ep: each of {work.ep} ranks has {experts.count // work.ep} of a block's"
@@ -231,7 +236,7 @@ def ep_notes(job: Job, evaluator: CandidateEvaluator, chosen: Candidate) -> list
     ]
 
 
-def _suggest_ep(job: Job, evaluator: CandidateEvaluator, chosen: Candidate) -> str:
+def _suggest_expert_parallel(job: Job, evaluator: CandidateEvaluator, chosen: Candidate) -> str:
     """A line on what parallel.ep would save, if it can be set and is worth a line; else ""."""
     # The largest that stays within a node saves most.
     degree = max(
@@ -240,7 +245,7 @@ def _suggest_ep(job: Job, evaluator: CandidateEvaluator, chosen: Candidate) -> s
     if degree == 1:
         return ""
     work = replace(evaluator.work, ep=degree)
-    shards = chosen.layout.reduced.dp_shard
+    shards = chosen.layout.gradient_reduction_layout.dp_shard
     saved = chosen.total_bytes - sum(
         replace(evaluator, work=work).memory(chosen.zero_stage, shards).values()
     )
@@ -252,7 +257,7 @@ def _suggest_ep(job: Job, evaluator: CandidateEvaluator, chosen: Candidate) -> s
     verb = "gathers"
     if chosen.zero_stage < 2:
         verb = "holds"
-    sent = format_bytes(ep_bytes_per_step(shard, work))
+    sent = format_bytes(ep_sent_bytes_per_step(shard, work))
     return (
         f"experts: each rank {verb} all {shard.experts.count} of a block, {size} in fp32;"
         f" parallel.ep={degree} would save {format_bytes(saved)} per rank and send {sent} per rank"
@@ -260,7 +265,7 @@ def _suggest_ep(job: Job, evaluator: CandidateEvaluator, chosen: Candidate) -> s
     )
 
 
-def compression_notes(job: Job, shape: ModelCosts, ranks: int) -> list[str]:
+def list_compression_notes(job: Job, shape: ModelCosts, ranks: int) -> list[str]:
     reasons = []
     compress = job.parallel.compress
     if compress != "none" and ranks > 1:
@@ -293,11 +298,11 @@ def _describe_compression(job: Job) -> str:
     }.get(parallel.compress, parallel.compress)
 
 
-def headroom_notes(job: Job, cluster: Cluster, num_ranks: int) -> list[str]:
+def list_headroom_notes(job: Job, cluster: Cluster, num_ranks: int) -> list[str]:
     """A line of a plan for GPUs on the memory that is not planned with."""
     if cluster.device == "cpu":
         return []
-    room, count = headroom_for(cluster.device), count_communicators(job.parallel, num_ranks)
+    room, count = choose_headroom(cluster.device), count_communicators(job.parallel, num_ranks)
     of_groups = ""
     if count:
         of_groups = f" and {count} x {format_bytes(room.communicator_bytes)} of communicators"

@@ -40,7 +40,7 @@ class _GpuQueryFailure(Exception):
         self.is_absent = is_absent
 
 
-def visible_gpus() -> tuple[Gpu, ...]:
+def list_visible_gpus() -> tuple[Gpu, ...]:
     """The GPUs that CUDA would show this process, in their order; none on a machine without.
 
     Raises EnvironmentProblem (exit 6) where there is a driver and neither NVML nor nvidia-smi
@@ -50,10 +50,10 @@ def visible_gpus() -> tuple[Gpu, ...]:
     # CUDA shows none for these two, and NVML would list all.
     if visible is not None and visible.strip() in ("", "-1"):
         return ()
-    gpus = _all_gpus(os.environ.get("PATH", ""))
+    gpus = _query_all_gpus(os.environ.get("PATH", ""))
     if visible is None or not gpus:
         return gpus
-    chosen = _select_gpus(gpus, visible.split(","))
+    chosen = _select_visible_gpus(gpus, visible.split(","))
     if not chosen:
         raise EnvironmentProblem(
             f"CUDA_VISIBLE_DEVICES is {visible!r}, which names none of the {len(gpus)} GPUs here",
@@ -63,7 +63,7 @@ def visible_gpus() -> tuple[Gpu, ...]:
 
 
 @functools.cache
-def _all_gpus(path: str) -> tuple[Gpu, ...]:
+def _query_all_gpus(path: str) -> tuple[Gpu, ...]:
     """`path` is where nvidia-smi is looked for. Asked once: an answer can take many seconds."""
     silences = []
     # NVML first: it tells MIG slices and reserved memory, which this query of nvidia-smi does not.
@@ -72,7 +72,7 @@ def _all_gpus(path: str) -> tuple[Gpu, ...]:
             return ask()
         except _GpuQueryFailure as silence:
             silences.append(silence)
-    sign = _gpus_fingerprint()
+    sign = _find_sign_of_nvidia_driver()
     # Two silent sources prove no machine without GPUs, only two that are not installed do.
     if sign is None and all(silence.is_absent for silence in silences):
         return ()
@@ -86,7 +86,7 @@ def _all_gpus(path: str) -> tuple[Gpu, ...]:
     )
 
 
-def _gpus_fingerprint() -> str | None:
+def _find_sign_of_nvidia_driver() -> str | None:
     nodes = sorted(glob.glob("/dev/nvidia[0-9]*"))
     if nodes:
         return nodes[0]
@@ -204,19 +204,19 @@ def _parse_nvidia_smi_line(line: str) -> Gpu:
     return Gpu(name, int(mebibytes) * 2**20, uuid, version)
 
 
-def _select_gpus(gpus: Sequence[Gpu], names: Sequence[str]) -> tuple[Gpu, ...]:
+def _select_visible_gpus(gpus: Sequence[Gpu], names: Sequence[str]) -> tuple[Gpu, ...]:
     """The GPUs that CUDA shows for such a list: numbers or beginnings of UUIDs, up to the first
     that names no GPU."""
     selected: list[Gpu] = []
     for name in map(str.strip, names):
-        gpu = _find_gpu(gpus, name)
+        gpu = _find_gpu_by_index_or_uuid(gpus, name)
         if gpu is None or any(gpu is one for one in selected):
             break
         selected.append(gpu)
     return tuple(selected)
 
 
-def _find_gpu(gpus: Sequence[Gpu], name: str) -> Gpu | None:
+def _find_gpu_by_index_or_uuid(gpus: Sequence[Gpu], name: str) -> Gpu | None:
     if name.isdigit():
         if int(name) < len(gpus):
             return gpus[int(name)]

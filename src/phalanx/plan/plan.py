@@ -16,7 +16,11 @@ from phalanx.job.schema import Job
 from phalanx.job.shapes.stored import read_shape
 from phalanx.plan.layout import Layout
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
-from phalanx.plan.resolved_parallel import TOP_LEVEL_KEYS, ResolvedParallel, read_resolved_parallel
+from phalanx.plan.resolved_parallel import (
+    TOP_LEVEL_STORED_KEYS,
+    ResolvedParallel,
+    parse_stored_parallel,
+)
 from phalanx.plan.segments import Segment
 from phalanx.plan.timing.step_time import StepTime
 
@@ -70,8 +74,8 @@ class LossScaling:
 
 
 # Until 0.2 these are attributes of a plan still; where each is now.
-_NEW_PATH_OF_FIELD = {
-    **{key: f"parallel.{key}" for key in TOP_LEVEL_KEYS},
+_MOVED_FIELD_PATHS = {
+    **{key: f"parallel.{key}" for key in TOP_LEVEL_STORED_KEYS},
     "data_parallel": "parallel",
     "recompute": "activations.recompute",
     "recompute_every": "activations.recompute_every",
@@ -124,10 +128,10 @@ class Plan:
 
         def __getattr__(self, name: str) -> Any:
             """The value of an attribute under its old name, with a warning."""
-            if name not in _NEW_PATH_OF_FIELD:
+            if name not in _MOVED_FIELD_PATHS:
                 raise AttributeError(f"Plan has no {name!r}")
-            warn_renamed(f"Plan.{name}", f"Plan.{_NEW_PATH_OF_FIELD[name]}")
-            noun, _, attribute = _NEW_PATH_OF_FIELD[name].partition(".")
+            warn_renamed(f"Plan.{name}", f"Plan.{_MOVED_FIELD_PATHS[name]}")
+            noun, _, attribute = _MOVED_FIELD_PATHS[name].partition(".")
             value = getattr(self, noun)
             if value is None or not attribute:
                 return value
@@ -193,7 +197,7 @@ class Plan:
         # Older plans say less, and newer ones more.
         values = {name: body[name] for name in cls.__dataclass_fields__ if name in body}
         values["layout"] = Layout.from_json(body["layout"])
-        values["parallel"] = read_resolved_parallel(body)
+        values["parallel"] = parse_stored_parallel(body)
         fields = Candidate.__dataclass_fields__
         values["alternatives"] = tuple(
             Candidate(
@@ -222,7 +226,7 @@ class Plan:
         return cls(**values)
 
 
-def job_digest(job: Job) -> str:
+def compute_job_digest(job: Job) -> str:
     """The digest that a run is known by: that of its job, wherever it runs."""
     body = job.to_json()
     # A run that is moved, or continued from another directory, stays the same run.

@@ -23,20 +23,20 @@ from phalanx.plan.candidates import (
 )
 from phalanx.plan.choice import Choice
 from phalanx.plan.cluster import Cluster, rank_capacity_bytes
-from phalanx.plan.degree_checks import check_degrees
+from phalanx.plan.degree_checks import check_model_parallel_degrees
 from phalanx.plan.degrees import (
     choose_cp_load_balance,
     choose_dp_replicate,
     choose_dp_shard,
+    choose_micro_batch_size_and_count,
     choose_num_ranks,
-    split_batch,
 )
-from phalanx.plan.described_cluster import find_cluster
-from phalanx.plan.notes import headroom_notes, list_notes
+from phalanx.plan.described_cluster import choose_cluster_of_job
+from phalanx.plan.notes import list_headroom_notes, list_plan_notes
 from phalanx.plan.pipeline.requested_schedule import find_requested_schedule
 from phalanx.plan.pipeline.stages import list_pipeline_choices, plan_pipeline_and_microbatches
-from phalanx.plan.plan import ActivationPolicy, Candidate, LossScaling, Plan, job_digest
-from phalanx.plan.precision import require_fp8, resolve_precision
+from phalanx.plan.plan import ActivationPolicy, Candidate, LossScaling, Plan, compute_job_digest
+from phalanx.plan.precision import require_fp8_is_possible, resolve_precision
 from phalanx.plan.recompute import plan_recompute
 from phalanx.plan.resolved_parallel import ResolvedParallel, resolve_parallel
 from phalanx.plan.warnings import (
@@ -44,7 +44,7 @@ from phalanx.plan.warnings import (
     DataFacts,
     ExtraNotes,
     describe_partial_epoch_batch,
-    early_warnings,
+    list_early_warnings,
 )
 from phalanx.plan.workload import build_workload
 
@@ -71,14 +71,14 @@ def make_plan(
     require_job(job)
     if num_ranks is not None and (not isinstance(num_ranks, int) or num_ranks < 1):
         raise UsageError(f"num_ranks={num_ranks!r}: a number of at least 1 is needed")
-    cluster = cluster or find_cluster(job)
+    cluster = cluster or choose_cluster_of_job(job)
     precision_is_auto = job.precision.compute == "auto"  # afterwards the job names a type
     job, why_precision = resolve_precision(job, cluster)
     if shape is None:
         # Before the data is read, text is taken for bytes, as it is without a tokenizer.
         shape = measure_foreign_shape(job) or build_model_shape(job, vocab_size or BYTE_VOCAB_SIZE)
     # Before a layout is looked for: what the model cannot read no layout mends.
-    _require_vocabulary(shape, vocab_size)
+    _require_large_enough_vocabulary(shape, vocab_size)
     _require_enough_positions(shape, job.data.seq_len)
     _require_document_masks(job, shape)
     ranks = choose_num_ranks(job, cluster, num_ranks)
@@ -95,19 +95,19 @@ def make_plan(
     parallel = _resolve_parallel(job, evaluator, ranks, chosen)
     reasons += [
         *filter(None, [why_precision]),
-        *list_notes(job, evaluator, chosen, parallel.reasons),
+        *list_plan_notes(job, evaluator, chosen, parallel.reasons),
         *more.reasons,
-        *headroom_notes(job, cluster, ranks.value),
+        *list_headroom_notes(job, cluster, ranks.value),
     ]
     # In three steps, as each looks at the plan so far: reasons of values, then warnings.
-    plan = _build_plan(job, evaluator, alternatives, reasons, vocab_size)
+    plan = _build_plan_without_warnings(job, evaluator, alternatives, reasons, vocab_size)
     plan = replace(plan, parallel=parallel, precision_is_auto=precision_is_auto)
     plan = replace(plan, value_reasons=_list_value_reasons(job, plan, why_precision))
     ends = describe_partial_epoch_batch(job, plan, data)
     return replace(
         plan,
         reasons=(*reasons, *filter(None, [ends])),
-        warnings=(*early_warnings(job, plan, data), *more.warnings),
+        warnings=(*list_early_warnings(job, plan, data), *more.warnings),
     )
 
 
@@ -117,10 +117,12 @@ def _build_evaluator(
     """The evaluator for a job on `ranks` ranks of which each has its work and its stages; adds
     what must be said of these to `reasons`."""
     # Before the batch is split: of a degree that cannot be, no nearest batch is worth a word.
-    check_degrees(job, shape, ranks)
+    check_model_parallel_degrees(job, shape, ranks)
     degrees = job.parallel.degrees
     requested = find_requested_schedule(job)
-    micro, num_microbatches = split_batch(job, ranks // degrees.model_parallel_size, requested)
+    micro, num_microbatches = choose_micro_batch_size_and_count(
+        job, ranks // degrees.model_parallel_size, requested
+    )
     work = build_workload(
         job,
         shape,
@@ -130,7 +132,7 @@ def _build_evaluator(
         cp=degrees.cp,
         ep=degrees.ep,
     )
-    require_fp8(work, cluster.device, tokens_are_known=shape.activations is not None)
+    require_fp8_is_possible(work, cluster.device, tokens_are_known=shape.activations is not None)
     pipeline = None
     if requested is not None:
         work, pipeline = plan_pipeline_and_microbatches(job, shape, requested, work, ranks, reasons)
@@ -167,7 +169,7 @@ def _require_document_masks(job: Job, shape: ModelCosts) -> None:
         )
 
 
-def _require_vocabulary(shape: ModelCosts, vocab_size: int | None) -> None:
+def _require_large_enough_vocabulary(shape: ModelCosts, vocab_size: int | None) -> None:
     if vocab_size and 0 < shape.vocab_size < vocab_size:
         raise DataError(
             f"the data has a vocabulary of {vocab_size} tokens and the model one of"
@@ -176,7 +178,7 @@ def _require_vocabulary(shape: ModelCosts, vocab_size: int | None) -> None:
         )
 
 
-def _build_plan(
+def _build_plan_without_warnings(
     job: Job,
     evaluator: CandidateEvaluator,
     alternatives: Sequence[Candidate],
@@ -187,7 +189,7 @@ def _build_plan(
     shape, work = evaluator.shape, evaluator.work
     chosen = next(candidate for candidate in alternatives if candidate.chosen)
     return Plan(
-        job_digest=job_digest(job),
+        job_digest=compute_job_digest(job),
         layout=chosen.layout,
         device=evaluator.device,
         precision=job.precision.compute,
@@ -206,17 +208,17 @@ def _build_plan(
         peak_lr=peak_learning_rate(job).lr,
         vocab_size=shape.choose_vocab_size(vocab_size),
         num_params=shape.num_params,
-        flops_per_token=_flops_per_token(shape, job.data.seq_len),
+        flops_per_token=_get_training_flops_per_token(shape, job.data.seq_len),
         capacity_bytes=evaluator.capacity_bytes,
         alternatives=tuple(alternatives),
         reasons=tuple(reasons),
         shape=shape.to_json(),
-        pipeline=evaluator.pipeline_of(chosen),
+        pipeline=evaluator.build_pipeline_with_memory(chosen),
         loss_scaling=choose_loss_scaling(job),
     )
 
 
-def _flops_per_token(shape: ModelCosts, seq_len: int) -> int | None:
+def _get_training_flops_per_token(shape: ModelCosts, seq_len: int) -> int | None:
     flops = shape.flops_per_token(seq_len)
     if flops is None:
         return None
@@ -237,7 +239,7 @@ def _resolve_parallel(
         "zero_stage": Choice(chosen.zero_stage, why_stage),
         "cp_load_balance": choose_cp_load_balance(job),
     }
-    pipeline = evaluator.pipeline_of(chosen)
+    pipeline = evaluator.build_pipeline_with_memory(chosen)
     return resolve_parallel(
         job.parallel, choices | list_pipeline_choices(job, evaluator.shape, pipeline)
     )

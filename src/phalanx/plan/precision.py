@@ -26,7 +26,7 @@ def resolve_precision(job: Job, cluster: Cluster) -> tuple[Job, str]:
     """
     if job.precision.compute != "auto":
         return job, ""
-    compute, why = _default_precision(cluster)
+    compute, why = _choose_default_precision(cluster)
     return replace_precision(job, compute), why
 
 
@@ -61,7 +61,7 @@ def keep_precision_of_run(plan: Plan, before: Plan | None, cluster: Cluster) -> 
         precision_is_auto=True,
         value_reasons=plan.value_reasons | {"precision.compute": "as the run began"},
     )
-    compute, _ = _default_precision(cluster)
+    compute, _ = _choose_default_precision(cluster)
     if compute == plan.precision:
         return plan
     reason = (
@@ -71,7 +71,7 @@ def keep_precision_of_run(plan: Plan, before: Plan | None, cluster: Cluster) -> 
     return replace(plan, reasons=(*plan.reasons, reason))
 
 
-def _default_precision(cluster: Cluster) -> tuple[str, str]:
+def _choose_default_precision(cluster: Cluster) -> tuple[str, str]:
     """(precision.compute, why)."""
     if cluster.device != "cuda":
         return "fp32", ""
@@ -100,7 +100,7 @@ MIN_FP8_CAPABILITY = (8, 9)  # the first GPUs that multiply fp8: Ada, and Hopper
 FP8_FIX = "set precision.compute=bf16"
 
 
-def require_fp8(work: Workload, device: str, *, tokens_are_known: bool) -> None:
+def require_fp8_is_possible(work: Workload, device: str, *, tokens_are_known: bool) -> None:
     """Raises LayoutError for a plan that asks for fp8 and cannot have it.
 
     Of a user's own module tokens are unknown.

@@ -6,10 +6,10 @@ from __future__ import annotations
 from phalanx.core.errors import LayoutError
 from phalanx.job.costs import ModelCosts
 from phalanx.job.schema import Job
-from phalanx.plan.calibrated.step import estimate_measured_step
+from phalanx.plan.calibrated.step import estimate_step_from_profile
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.plan import Plan
-from phalanx.plan.profiles import find_profile_of
+from phalanx.plan.profiles import find_profile_of_cluster
 from phalanx.plan.search.step_times import build_machine_rates, estimate_planned_step
 from phalanx.plan.timing.step_time import StepTime
 
@@ -22,10 +22,10 @@ def predict_step_time(job: Job, plan: Plan, shape: ModelCosts, cluster: Cluster)
     """
     profile = None
     if not cluster.is_described:
-        profile = find_profile_of(cluster)
+        profile = find_profile_of_cluster(cluster)
     if profile is not None:
         try:
-            return estimate_measured_step(plan, profile)
+            return estimate_step_from_profile(plan, profile)
         except LayoutError:
             pass  # a section that the plan needs was not measured
     machine = build_machine_rates(cluster)

@@ -22,7 +22,7 @@ PROFILE_SCHEMA = "phalanx.profile/1"
 PROFILE_FOLDER = "~/.cache/phalanx/profiles"
 PROCESSOR = "processor"
 """The mode of fits of a collective's processor seconds, and the basis of a busy machine's fits."""
-SECTIONS = ("gemm", "comm", "storage")
+PROFILE_SECTIONS = ("gemm", "comm", "storage")
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class FittedRate(JsonRecord):
 
 @dataclass(frozen=True)
 class ProfileSection(JsonRecord):
-    """One of SECTIONS, and when it was measured.
+    """One of PROFILE_SECTIONS, and when it was measured.
 
     `busy_share`: of the machine's processor time, what other programs used meanwhile (0 to 1).
     `basis`: "wall", or "processor": what fits are of (`phalanx.bench.sections`).
@@ -121,7 +121,9 @@ class MachineProfile(JsonRecord):
         for fit in self.fits:
             if (fit.kind, fit.mode) != (kind, mode) or (dtype and fit.dtype != dtype):
                 continue
-            if nearest is None or _distance(fit, num_ranks) < _distance(nearest, num_ranks):
+            if nearest is None or _rank_count_distance(fit, num_ranks) < _rank_count_distance(
+                nearest, num_ranks
+            ):
                 nearest = fit
         return nearest
 
@@ -130,11 +132,11 @@ class MachineProfile(JsonRecord):
         return replace(self, sections={**self.sections, **sections})
 
 
-def _distance(fit: FittedRate, num_ranks: int) -> tuple[float, int]:
+def _rank_count_distance(fit: FittedRate, num_ranks: int) -> tuple[float, int]:
     return abs(fit.num_ranks - num_ranks), -fit.num_ranks
 
 
-def describe_this_machine(cluster: Cluster) -> MachineProfile:
+def build_empty_profile(cluster: Cluster) -> MachineProfile:
     """A profile without measurements, of the machine and the torch that this process would use."""
     try:
         torch_version = version("torch").partition("+")[0]
@@ -159,7 +161,7 @@ def read_cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return "CPU"
 
 
-def find_profile_path(profile: MachineProfile) -> Path:
+def get_profile_path(profile: MachineProfile) -> Path:
     """The file of a machine's profile: its device, how many, and torch's version are its name."""
     words = f"{profile.name}-{profile.num_devices}x-torch-{profile.torch}".lower()
     slug = re.sub(r"[^a-z0-9.]+", "-", words).strip("-")
@@ -186,11 +188,11 @@ def save_profile(profile: MachineProfile, path: Path) -> None:
     write_json_atomic(path, {"schema": PROFILE_SCHEMA, **profile.to_json()})
 
 
-def find_profile_of(cluster: Cluster) -> MachineProfile | None:
+def find_profile_of_cluster(cluster: Cluster) -> MachineProfile | None:
     """The profile of this machine, if `phalanx bench` has written one; None without, and where the
     file is of another version."""
     try:
-        return load_profile(find_profile_path(describe_this_machine(cluster)))
+        return load_profile(get_profile_path(build_empty_profile(cluster)))
     except (OSError, UsageError):
         return None
 
@@ -201,16 +203,18 @@ def describe_calibration(profile: MachineProfile | None) -> str:
         return "uncalibrated: phalanx bench all measures this machine"
     words = f"calibrated by bench of {profile.measured_on}"
     shares = [section.busy_share for section in profile.sections.values()]
-    if max(shares) > BUSY_SHARE:
+    if max(shares) > MAX_QUIET_BUSY_SHARE:
         words += f" (while other programs used {100 * max(shares):.0f} % of the machine)"
     return words
 
 
-BUSY_SHARE = 0.1
+MAX_QUIET_BUSY_SHARE = 0.1
 """From this share of the machine on, a measurement says that others were using it."""
 
 
-def matmul_seconds(values: Mapping[str, float], rows: float, cols: float, inner: float) -> float:
+def evaluate_matmul_fit(
+    values: Mapping[str, float], rows: float, cols: float, inner: float
+) -> float:
     """Seconds of a [rows, inner] x [inner, cols] product by the constants of a fit.
 
     The rate falls when a dimension is short: by half where it is as long as `*_half`.
@@ -224,12 +228,12 @@ def matmul_seconds(values: Mapping[str, float], rows: float, cols: float, inner:
     return values["overhead_s"] + flops / (values["flops_per_s"] * share)
 
 
-def linear_seconds(values: Mapping[str, float], amount: float) -> float:
+def evaluate_linear_fit(values: Mapping[str, float], amount: float) -> float:
     """Seconds of moving or computing `amount` (bytes or FLOPs) by the constants of a fit."""
     return values["overhead_s"] + amount / values["per_s"]
 
 
-def join_residuals(fits: Sequence[FittedRate]) -> float:
+def compute_median_residual(fits: Sequence[FittedRate]) -> float:
     """The median residual over fits, 0 without any."""
     residuals = sorted(fit.residual for fit in fits if fit.residual is not None)
     if not residuals:

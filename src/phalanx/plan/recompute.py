@@ -15,7 +15,7 @@ from phalanx.core.units import format_bytes
 from phalanx.job.costs import ModelCosts
 from phalanx.job.schema import Job
 from phalanx.plan.memory import activation_bytes
-from phalanx.plan.segments import Segment, list_segments, mix_segments
+from phalanx.plan.segments import Segment, list_recompute_segments, mix_recompute_modes
 from phalanx.plan.workload import Workload, shard_shape
 
 
@@ -34,17 +34,17 @@ def plan_recompute(job: Job, shape: ModelCosts, work: Workload, reasons: list[st
         # Segments of one rank: without a pipeline it has all blocks.
         segments = fit_recompute_budget(job, shape, work, range(shape.num_layers), activations)
     else:
-        segments = job_segments(job, shape)
+        segments = list_job_segments(job, shape)
     work = replace(work, segments=segments)
-    reasons += recompute_notes(job, shape, segments, activation_bytes(shape, work))
+    reasons += list_recompute_notes(job, shape, segments, activation_bytes(shape, work))
     return work
 
 
-def job_segments(job: Job, shape: ModelCosts) -> tuple[Segment, ...]:
+def list_job_segments(job: Job, shape: ModelCosts) -> tuple[Segment, ...]:
     """The segments of a mode other than budget for the model."""
     mode, interval = job.train.recompute, job.train.recompute_every or 1
     if shape.num_layers:
-        return list_segments(mode, shape.num_layers, interval)
+        return list_recompute_segments(mode, shape.num_layers, interval)
     return ()
 
 
@@ -63,7 +63,7 @@ def fit_recompute_budget(
             " module cannot",
             fix="set train.recompute to selective, full, every-k or sqrt",
         )
-    budget_bytes = recompute_budget_bytes(job)
+    budget_bytes = get_recompute_budget_bytes(job)
     least: tuple[Segment, ...] = ()
     for counted in _list_segment_choices_by_cost(len(blocks)):
         least = tuple(Segment(blocks[s.start], blocks[s.start] + 1, s.mode) for s in counted)
@@ -78,7 +78,7 @@ def fit_recompute_budget(
     )
 
 
-def recompute_budget_bytes(job: Job) -> int:
+def get_recompute_budget_bytes(job: Job) -> int:
     return round((job.train.recompute_budget_gib or 0) * 2**30)
 
 
@@ -93,12 +93,12 @@ def _list_segment_choices_by_cost(num_blocks: int) -> Iterator[tuple[Segment, ..
     """Choices of segments from cheap to dear: more and more blocks selectively, which costs little;
     then more and more of them in full."""
     for num_selective in range(num_blocks + 1):
-        yield mix_segments(num_blocks, num_selective, 0)
+        yield mix_recompute_modes(num_blocks, num_selective, 0)
     for num_full in range(1, num_blocks + 1):
-        yield mix_segments(num_blocks, num_blocks, num_full)
+        yield mix_recompute_modes(num_blocks, num_blocks, num_full)
 
 
-def recompute_notes(
+def list_recompute_notes(
     job: Job, shape: ModelCosts, segments: Sequence[Segment], size: float
 ) -> list[str]:
     """A line about what is recomputed, where the job's own word does not say it.
@@ -113,7 +113,7 @@ def recompute_notes(
         return [line]
     line += f", activations {format_bytes(size)}"
     if mode == "budget":
-        line += f" of the {format_bytes(recompute_budget_bytes(job))} asked"
+        line += f" of the {format_bytes(get_recompute_budget_bytes(job))} asked"
     return [line]
 
 
@@ -148,7 +148,7 @@ def suggest_recompute(
         return ""
     now = activations(work)
     for mode in ("selective", "full"):
-        other = replace(work, segments=list_segments(mode, shape.num_layers))
+        other = replace(work, segments=list_recompute_segments(mode, shape.num_layers))
         then = activations(other)
         if then < now and fits(other):
             return (

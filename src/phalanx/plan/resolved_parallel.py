@@ -19,9 +19,9 @@ from pydantic import ConfigDict, Field
 from phalanx.job.schema import Count, Parallel, Positive
 from phalanx.plan.choice import AUTO, REASON_DEFAULT, REASON_JOB_SAYS, Choice
 
-ALL_BLOCKS = 0  # how stored plans write blocks_per_unit = "all"
+ALL_BLOCKS_MARKER = 0  # how stored plans write blocks_per_unit = "all"
 # Plans of 0.1 store these keys at the top, as they were fields of Plan; readers of them stay right.
-TOP_LEVEL_KEYS = (
+TOP_LEVEL_STORED_KEYS = (
     *("zero_stage", "bucket_mb", "sync_batchnorm", "dropout", "sequence_parallel", "tp_chunks"),
     *("rules", "compress", "compress_rank", "compress_fraction", "cp_attention"),
     "cp_load_balance",
@@ -87,9 +87,9 @@ class ResolvedParallel(Parallel):
         if self.prefetch == AUTO:
             values["prefetch"] = None
         if self.blocks_per_unit == "all":
-            values["blocks_per_unit"] = ALL_BLOCKS
+            values["blocks_per_unit"] = ALL_BLOCKS_MARKER
         options = {key: values[key] for key in DATA_PARALLEL_KEYS}
-        return {key: values[key] for key in TOP_LEVEL_KEYS} | {"data_parallel": options}
+        return {key: values[key] for key in TOP_LEVEL_STORED_KEYS} | {"data_parallel": options}
 
 
 def resolve_parallel(parallel: Parallel, choices: Mapping[str, Choice[Any]]) -> ResolvedParallel:
@@ -108,14 +108,14 @@ def resolve_parallel(parallel: Parallel, choices: Mapping[str, Choice[Any]]) -> 
     return ResolvedParallel(**values, reasons=reasons)
 
 
-def read_resolved_parallel(plan: Mapping[str, Any]) -> ResolvedParallel:
+def parse_stored_parallel(plan: Mapping[str, Any]) -> ResolvedParallel:
     """The `parallel` of a stored plan; of one from before it was stored, what its other keys say,
     without reasons."""
     stored = plan.get("parallel")
     if stored is None:
         stored = {"ranks": plan.get("world_size"), **plan["layout"], **plan["data_parallel"]}
-        stored |= {key: plan[key] for key in TOP_LEVEL_KEYS if key in plan}
-        if stored["blocks_per_unit"] == ALL_BLOCKS:
+        stored |= {key: plan[key] for key in TOP_LEVEL_STORED_KEYS if key in plan}
+        if stored["blocks_per_unit"] == ALL_BLOCKS_MARKER:
             stored["blocks_per_unit"] = "all"
     # A plan of a later version may have keys that this one does not know.
     values = {

@@ -14,7 +14,14 @@ from phalanx.core.units import format_count
 from phalanx.job.costs import ModelCosts
 from phalanx.job.param_holder import ParamHolder
 from phalanx.job.shapes.own_rules import pattern_for_all_blocks
-from phalanx.plan.rules import CUTTING_KINDS, DimSlice, Rule, find_rule, matches, parse_rules
+from phalanx.plan.rules import (
+    CUTTING_KINDS,
+    DimSlice,
+    ShardingRule,
+    find_matching_rule,
+    matches_pattern,
+    parse_sharding_rules,
+)
 
 MAX_NAMED_MODULES = 3
 CUTTABLE_LAYER_KINDS = {
@@ -24,18 +31,21 @@ CUTTABLE_LAYER_KINDS = {
 MIN_REMARKED_SHARE = 0.01  # of all parameters
 
 
-def check_rules(overrides: Mapping[str, str], shape: ModelCosts, tp: int) -> tuple[Rule, ...]:
+def combine_and_check_rules(
+    overrides: Mapping[str, str], shape: ModelCosts, tp: int
+) -> tuple[ShardingRule, ...]:
     """The job's rules, then the model's own.
 
     Raises LayoutError for what cannot be: text, names, kinds of modules, degrees. Rules that are
     proven are not looked at again; with one rank only the text is.
     """
-    of_job = parse_rules(overrides)
+    of_job = parse_sharding_rules(overrides)
     if tp == 1:
         return of_job
-    # The job's come first, where `find_rule` looks first; of one pattern only the job's text stays.
+    # The job's come first, where `find_matching_rule` looks first; of one pattern only the job's
+    # text stays.
     brought = {pattern: text for pattern, text in shape.shard_rules if pattern not in overrides}
-    rules = of_job + parse_rules(brought)
+    rules = of_job + parse_sharding_rules(brought)
     unproven, name = rules, shape.kind
     if shape.has_proven_rules:
         if not of_job:
@@ -47,20 +57,20 @@ def check_rules(overrides: Mapping[str, str], shape: ModelCosts, tp: int) -> tup
     if not any(rule.kind in CUTTING_KINDS for rule in rules):
         raise missing_rules_error(name)
     for holder in shape.holders:
-        rule = find_rule(unproven, holder.name)
+        rule = find_matching_rule(unproven, holder.name)
         if rule is not None and rule.kind in CUTTING_KINDS:
-            _check_rule(rule, holder, tp)
+            _require_rule_fits_layer(rule, holder, tp)
     if not shape.has_proven_rules:
         _require_row_rules(rules, shape.holders)
     return rules
 
 
-def _require_row_rules(rules: Sequence[Rule], holders: Sequence[ParamHolder]) -> None:
+def _require_row_rules(rules: Sequence[ShardingRule], holders: Sequence[ParamHolder]) -> None:
     """Raises LayoutError for columns where nothing takes parts of features: no row anywhere, and
     no sum."""
     column, takes_parts = None, any(rule.summed for rule in rules)
     for holder in holders:
-        rule = find_rule(rules, holder.name)
+        rule = find_matching_rule(rules, holder.name)
         if rule is None:
             continue
         if rule.kind == "column" and not rule.gather:
@@ -70,7 +80,7 @@ def _require_row_rules(rules: Sequence[Rule], holders: Sequence[ParamHolder]) ->
         raise missing_row_rule_error(column, "no row takes them")
 
 
-def missing_row_rule_error(column: Rule, problem: str) -> LayoutError:
+def missing_row_rule_error(column: ShardingRule, problem: str) -> LayoutError:
     return LayoutError(
         f"a rank has a part of the features that it puts out, and {problem}",
         where=f'sharding rule "{column.pattern}" = "{column.text}"',
@@ -85,10 +95,10 @@ def missing_rules_error(model: str) -> LayoutError:
     )
 
 
-def require_rule_matches_module(rules: Iterable[Rule], names: Sequence[str]) -> None:
+def require_rule_matches_module(rules: Iterable[ShardingRule], names: Sequence[str]) -> None:
     """Raises LayoutError for a rule that is for no module."""
     for rule in rules:
-        if not any(matches(rule.pattern, name) for name in names):
+        if not any(matches_pattern(rule.pattern, name) for name in names):
             suggestion = did_you_mean(
                 rule.pattern, sorted({pattern_for_all_blocks(name) for name in names if name})
             )
@@ -100,7 +110,7 @@ def require_rule_matches_module(rules: Iterable[Rule], names: Sequence[str]) -> 
             )
 
 
-def require_cuttable(rule: Rule, name: str, kind: str) -> None:
+def require_cuttable_layer(rule: ShardingRule, name: str, kind: str) -> None:
     """Raises LayoutError for a cut of what is no linear layer. `kind` is one of `ParamHolder`."""
     where = f'sharding rule "{rule.pattern}" = "{rule.text}"'
     if kind == "attention":
@@ -122,7 +132,7 @@ def require_cuttable(rule: Rule, name: str, kind: str) -> None:
         )
 
 
-def require_fused_expert_parts(rule: Rule, name: str, kind: str) -> None:
+def require_fused_expert_parts(rule: ShardingRule, name: str, kind: str) -> None:
     """Raises LayoutError for experts whose first matrices hold other parts than the rule says."""
     num_parts, contents, text = 1, "up alone", "experts"
     if kind == "stacked with gates":
@@ -135,16 +145,16 @@ def require_fused_expert_parts(rule: Rule, name: str, kind: str) -> None:
         )
 
 
-def _check_rule(rule: Rule, holder: ParamHolder, tp: int) -> None:
-    require_cuttable(rule, holder.name, holder.kind)
+def _require_rule_fits_layer(rule: ShardingRule, holder: ParamHolder, tp: int) -> None:
+    require_cuttable_layer(rule, holder.name, holder.kind)
     require_fused_expert_parts(rule, holder.name, holder.kind)
     size = holder.num_outputs
     if rule.kind == "row":
         size = holder.num_inputs
-    rule.spans(size, tp, 0, name=holder.name)
+    rule.list_rank_slices(size, tp, 0, name=holder.name)
 
 
-def describe_unsharded_matrices(rules: Sequence[Rule], shape: ModelCosts) -> str:
+def describe_unsharded_matrices(rules: Sequence[ShardingRule], shape: ModelCosts) -> str:
     """A line about matrices that no rule names, which stay whole on every rank; "" if there are
     none to name."""
     if shape.has_proven_rules:
@@ -154,7 +164,7 @@ def describe_unsharded_matrices(rules: Sequence[Rule], shape: ModelCosts) -> str
         is_matrix = (
             holder.num_params > holder.num_outputs + holder.num_inputs or holder.kind == "linear"
         )
-        if is_matrix and find_rule(rules, holder.name) is None:
+        if is_matrix and find_matching_rule(rules, holder.name) is None:
             sizes[pattern_for_all_blocks(holder.name)].append(holder.num_params)
     words = []
     # The largest first: only MAX_NAMED_MODULES of them are told.
@@ -177,8 +187,8 @@ PARTS_CUT_TOGETHER = {
 }
 
 
-def check_overrides(
-    rules: Sequence[Rule], shape: ModelCosts, tp: int, *, cuts_sequence: bool
+def require_consistent_rules(
+    rules: Sequence[ShardingRule], shape: ModelCosts, tp: int, *, cuts_sequence: bool
 ) -> None:
     """Raises LayoutError for rules (the job's, then the model's) that each can be and together
     cannot."""
@@ -191,7 +201,7 @@ def check_overrides(
             together = [holders[name] for name in names if name in holders]
             if not together:
                 continue
-            cuts = _find_cuts_of(rules, together, tp)
+            cuts = _find_cuts_by_module(rules, together, tp)
             _require_equal_cuts(rules, region, cuts, together, shape, cuts_sequence=cuts_sequence)
             inside = [name for name in holders if name.startswith(f"{region}.")]
             uncut = [name for name in inside if name not in names]
@@ -199,11 +209,11 @@ def check_overrides(
     if "embed" in holders:
         _require_embedding_and_head_rules(rules, holders, cuts_sequence=cuts_sequence)
     else:
-        _require_unsharded_classes(find_rule(rules, "head"))
+        _require_unsharded_classes(find_matching_rule(rules, "head"))
 
 
 def _require_equal_cuts(
-    rules: Sequence[Rule],
+    rules: Sequence[ShardingRule],
     region: str,
     cuts: dict[str, Cuts],
     holders: Sequence[ParamHolder],
@@ -216,10 +226,10 @@ def _require_equal_cuts(
     words = ", ".join(name.rpartition(".")[2] for name in cuts)
     fix = f"leave the rules of {words} to the model, or give all of them, and {region}, replicate"
     if not any(cuts.values()):
-        rule = find_rule(rules, region)
+        rule = find_matching_rule(rules, region)
         if rule is not None and rule.kind == "region":
             raise LayoutError(
-                f"{region} is a region, and nothing of it is cut", where=_name_rule(rule), fix=fix
+                f"{region} is a region, and nothing of it is cut", where=_format_rule(rule), fix=fix
             )
         if cuts_sequence and region.endswith("attention"):
             problem = f"{region} would stay whole, and see a part of the sequence"
@@ -231,24 +241,24 @@ def _require_equal_cuts(
     expected = dict.fromkeys(cuts, first)
     if region.endswith("attention"):  # its parts have other numbers of heads
         # What is cut has spans for every rank, so their number is tp.
-        of_model = parse_rules(dict(shape.shard_rules))
-        expected = _find_cuts_of(of_model, holders, tp=len(first))
+        of_model = parse_sharding_rules(dict(shape.shard_rules))
+        expected = _find_cuts_by_module(of_model, holders, tp=len(first))
     for name, cut in cuts.items():
         if cut != expected[name]:
             raise LayoutError(
                 f"{name} would not be cut as what it works with is",
-                where=_name_rule(find_rule(rules, name)),
+                where=_format_rule(find_matching_rule(rules, name)),
                 fix=fix,
             )
 
 
 def _require_gradient_sums(
-    rules: Sequence[Rule], region: str, names: Sequence[str], *, is_cut: bool
+    rules: Sequence[ShardingRule], region: str, names: Sequence[str], *, is_cut: bool
 ) -> None:
     """Raises LayoutError where gradients of modules between cut ones (norms of heads, latents) are
     not summed over ranks, or are summed although nothing around them is cut."""
     for name in names:
-        rule = find_rule(rules, name)
+        rule = find_matching_rule(rules, name)
         if rule is None or (rule.kind == "partial") == is_cut:
             continue
         part, sums, fix = "a part", "not added up", "partial"
@@ -257,7 +267,7 @@ def _require_gradient_sums(
             fix = f"leave its rule to the model, or give all of {region}, and this, replicate"
         raise LayoutError(
             f"{name} sees {part} of {region} on each rank, and its gradient is {sums}",
-            where=_name_rule(rule),
+            where=_format_rule(rule),
             fix=fix,
         )
 
@@ -265,15 +275,16 @@ def _require_gradient_sums(
 Cuts = tuple[tuple[DimSlice, ...], ...]  # of each rank
 
 
-def _find_cuts_of(
-    rules: Sequence[Rule], holders: Sequence[ParamHolder], tp: int
+def _find_cuts_by_module(
+    rules: Sequence[ShardingRule], holders: Sequence[ParamHolder], tp: int
 ) -> dict[str, Cuts]:
     return {
-        holder.name: _find_cuts(find_rule(rules, holder.name), holder, tp) for holder in holders
+        holder.name: _find_cut_features(find_matching_rule(rules, holder.name), holder, tp)
+        for holder in holders
     }
 
 
-def _find_cuts(rule: Rule | None, holder: ParamHolder, tp: int) -> Cuts:
+def _find_cut_features(rule: ShardingRule | None, holder: ParamHolder, tp: int) -> Cuts:
     """The features that each rank holds of those that are cut; empty if all ranks have all of
     them."""
     kind, size = "column", holder.num_outputs
@@ -281,20 +292,22 @@ def _find_cuts(rule: Rule | None, holder: ParamHolder, tp: int) -> Cuts:
         kind, size = "row", holder.num_inputs
     if rule is None or rule.kind != kind or rule.gather:
         return ()
-    return tuple(tuple(rule.spans(size, tp, rank, name=holder.name)) for rank in range(tp))
+    return tuple(
+        tuple(rule.list_rank_slices(size, tp, rank, name=holder.name)) for rank in range(tp)
+    )
 
 
 def _require_embedding_and_head_rules(
-    rules: Sequence[Rule], modules: Collection[str], *, cuts_sequence: bool
+    rules: Sequence[ShardingRule], modules: Collection[str], *, cuts_sequence: bool
 ) -> None:
     """Raises LayoutError for rules of embedding or head that do not go with a cut sequence, or with
     a loss by tokens. `modules`: names of those that hold parameters."""
     head_name = "head" if "head" in modules else "embed"  # a tied one
-    head = find_rule(rules, head_name)
+    head = find_matching_rule(rules, head_name)
     if head is not None and head.kind in CUTTING_KINDS and head.kind != "vocab":
         raise LayoutError(
             "a head is cut by tokens",
-            where=_name_rule(head),
+            where=_format_rule(head),
             fix="vocab, or replicate: it stays whole",
         )
     if not cuts_sequence:
@@ -303,24 +316,24 @@ def _require_embedding_and_head_rules(
     if "embed_positions" in modules:
         ends.append(("embed_positions", ("vocab", "sequence")))
     for name, legal in [*ends, (head_name, ("vocab",))]:
-        rule = find_rule(rules, name)
+        rule = find_matching_rule(rules, name)
         if rule is None or rule.kind not in legal:
             raise LayoutError(
                 f"{name} needs {' or '.join(legal)}, where the sequence is cut between regions",
-                where=_name_rule(rule),
+                where=_format_rule(rule),
                 fix="set parallel.sequence_parallel=false, or leave the rule out",
             )
 
 
-def _require_unsharded_classes(head: Rule | None) -> None:
+def _require_unsharded_classes(head: ShardingRule | None) -> None:
     if head is not None and (head.kind == "row" or (head.kind == "column" and not head.gather)):
         problem = "a head over classes needs all features and all classes"
         raise LayoutError(
-            problem, where=_name_rule(head), fix='"column gather", or replicate: it stays whole'
+            problem, where=_format_rule(head), fix='"column gather", or replicate: it stays whole'
         )
 
 
-def _name_rule(rule: Rule | None) -> str | None:
+def _format_rule(rule: ShardingRule | None) -> str | None:
     if rule is None:
         return None
     return f'sharding rule "{rule.pattern}" = "{rule.text}"'

@@ -83,7 +83,7 @@ class CountAttribute:
     attribute: str
     heads: int = 0
 
-    def share(self, value: int, tp: int) -> int | None:
+    def divide_by_tp(self, value: int, tp: int) -> int | None:
         """The value of the attribute on one rank; None if tp does not divide it."""
         heads = self.heads or value
         if value % heads or (heads % tp and tp % heads):
@@ -92,7 +92,7 @@ class CountAttribute:
 
 
 @dataclass(frozen=True)
-class Rule:
+class ShardingRule:
     """One rule, read. `text` is what was written."""
 
     pattern: str
@@ -107,7 +107,7 @@ class Rule:
     unsummed: bool = False
     """Of a row: what ranks put out is left as it is, for the region around."""
 
-    def spans(self, size: int, tp: int, rank: int, *, name: str) -> list[DimSlice]:
+    def list_rank_slices(self, size: int, tp: int, rank: int, *, name: str) -> list[DimSlice]:
         """The parts of a dimension of `size` that `rank` of `tp` holds.
 
         Raises LayoutError where it cannot be cut.
@@ -117,24 +117,24 @@ class Rule:
         if size % (heads or len(self.parts)):
             divisor = f"{heads} heads" if heads else f"{len(self.parts)} parts"
             raise LayoutError(
-                f"{name} has {size} features, which are not {divisor}", where=self._where
+                f"{name} has {size} features, which are not {divisor}", where=self._format_location
             )
         unit = size // (heads or len(self.parts))
         for part in self.parts:
             if part.heads:
-                span = _head_span(part, unit, tp, rank, name)
+                span = _compute_head_slice(part, unit, tp, rank, name)
             else:
-                span = _feature_span(unit, tp, rank, name)
+                span = _compute_feature_slice(unit, tp, rank, name)
             spans.append(DimSlice(start + span.start, span.size, span.copy, span.copies))
             start += unit * (part.heads or 1)
         return spans
 
     @property
-    def _where(self) -> str:
+    def _format_location(self) -> str:
         return f'sharding rule "{self.pattern}" = "{self.text}"'
 
 
-def _head_span(part: FusedPart, unit: int, tp: int, rank: int, name: str) -> DimSlice:
+def _compute_head_slice(part: FusedPart, unit: int, tp: int, rank: int, name: str) -> DimSlice:
     if part.heads % tp == 0:
         num_heads = part.heads // tp
         return DimSlice(rank * num_heads * unit, num_heads * unit)
@@ -142,14 +142,14 @@ def _head_span(part: FusedPart, unit: int, tp: int, rank: int, name: str) -> Dim
         # More ranks than key heads: neighbours hold the same one, which serves their queries.
         copies = tp // part.heads
         return DimSlice(rank // copies * unit, unit, rank % copies, copies)
-    degrees = legal_tp_degrees(part.queries or part.heads, part.heads)
+    degrees = list_legal_tp_degrees(part.queries or part.heads, part.heads)
     raise LayoutError(
         f"tp {tp} does not divide the {part.heads} heads of {name}",
         fix=f"nearest: {_format_nearest_degrees(tp, degrees)}",
     )
 
 
-def _feature_span(width: int, tp: int, rank: int, name: str) -> DimSlice:
+def _compute_feature_slice(width: int, tp: int, rank: int, name: str) -> DimSlice:
     """The part of `width` features that one rank holds. No two ranks differ by more than one
     feature."""
     if width < tp:
@@ -159,7 +159,7 @@ def _feature_span(width: int, tp: int, rank: int, name: str) -> DimSlice:
     return DimSlice(start, width * (rank + 1) // tp - start)
 
 
-def legal_tp_degrees(num_heads: int, num_kv_heads: int) -> list[int]:
+def list_legal_tp_degrees(num_heads: int, num_kv_heads: int) -> list[int]:
     """The degrees of tp that attention with so many heads can have, in ascending order."""
     degrees = [tp for tp in range(1, num_heads + 1) if num_heads % tp == 0]
     return [tp for tp in degrees if num_kv_heads % tp == 0 or tp % num_kv_heads == 0]
@@ -175,12 +175,12 @@ def _format_nearest_degrees(degree: int, legal: list[int]) -> str:
     return " or ".join(map(str, below + above))
 
 
-def parse_rules(texts: Mapping[str, str]) -> tuple[Rule, ...]:
+def parse_sharding_rules(texts: Mapping[str, str]) -> tuple[ShardingRule, ...]:
     """Rules in the order they are written. Raises LayoutError for one that cannot be read."""
-    return tuple(_parse(pattern, text) for pattern, text in texts.items())
+    return tuple(_parse_rule(pattern, text) for pattern, text in texts.items())
 
 
-def _parse(pattern: str, text: str) -> Rule:
+def _parse_rule(pattern: str, text: str) -> ShardingRule:
     where = f'sharding rule "{pattern}" = "{text}"'
     words = text.split()
     if not words or words[0] not in RULE_KINDS:
@@ -215,7 +215,7 @@ def _parse(pattern: str, text: str) -> Rule:
             fix="as heads=8, heads=8+2/8+2/8, parts=2, divide=num_heads,size/2",
         ) from None
     flags = {flag: flag in values for flag in _FLAG_OPTIONS}
-    return Rule(
+    return ShardingRule(
         pattern, text, kind, parts, divide=divide, argument=values.get("argument", ""), **flags
     )
 
@@ -245,13 +245,13 @@ def _parse_count_attributes(text: str) -> tuple[CountAttribute, ...]:
     return tuple(counts)
 
 
-def matches(pattern: str, name: str) -> bool:
+def matches_pattern(pattern: str, name: str) -> bool:
     """True if `pattern` matches `name`. A `*` stands for one part of a dotted name, or a piece of
     it."""
     # fnmatch's * crosses dots, so the dots are counted first.
     return pattern.count(".") == name.count(".") and fnmatch.fnmatchcase(name, pattern)
 
 
-def find_rule(rules: Iterable[Rule], name: str) -> Rule | None:
+def find_matching_rule(rules: Iterable[ShardingRule], name: str) -> ShardingRule | None:
     """The first rule that matches a module's name; None if none does."""
-    return next((rule for rule in rules if matches(rule.pattern, name)), None)
+    return next((rule for rule in rules if matches_pattern(rule.pattern, name)), None)

@@ -38,7 +38,9 @@ class Segment:
         return cls(body["start"], body["stop"], body["mode"])
 
 
-def list_segments(recompute: str, num_blocks: int, interval: int = 1) -> tuple[Segment, ...]:
+def list_recompute_segments(
+    recompute: str, num_blocks: int, interval: int = 1
+) -> tuple[Segment, ...]:
     """The segments that a mode of `train.recompute` means for a model of `num_blocks` blocks.
 
     full and selective: each block by itself. every-k: the blocks k, 2k, ..., counted from 1. sqrt:
@@ -66,7 +68,7 @@ def list_segments(recompute: str, num_blocks: int, interval: int = 1) -> tuple[S
     return ()
 
 
-def mix_segments(num_blocks: int, num_selective: int, num_full: int) -> tuple[Segment, ...]:
+def mix_recompute_modes(num_blocks: int, num_selective: int, num_full: int) -> tuple[Segment, ...]:
     """The first `num_full` blocks in full, the next `num_selective` selectively, the rest kept."""
     # The first ones, because what the last blocks keep is freed before these are recomputed.
     modes = ["full"] * num_full + ["selective"] * min(num_selective, num_blocks - num_full)

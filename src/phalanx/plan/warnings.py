@@ -21,7 +21,7 @@ from phalanx.job.learning_rate import (
     unscaled_learning_rate,
 )
 from phalanx.job.schema import Job
-from phalanx.plan.pipeline.bubble import warn_of_compiled_split_backward, warn_of_long_bubble
+from phalanx.plan.pipeline.bubble import warn_of_compiled_split_backward, warn_of_large_bubble
 from phalanx.plan.plan import EarlyWarning, Plan
 
 LARGE_BATCH_TOKENS = 2**18
@@ -72,7 +72,9 @@ class DataFacts:
 WarningRule = Callable[["Job", "Plan", "DataFacts | None"], str | None]
 
 
-def early_warnings(job: Job, plan: Plan, data: DataFacts | None = None) -> tuple[EarlyWarning, ...]:
+def list_early_warnings(
+    job: Job, plan: Plan, data: DataFacts | None = None
+) -> tuple[EarlyWarning, ...]:
     """All warnings that can be given now. Without `data`, rules about data are silent."""
     warnings = []
     for code, rule in WARNING_RULES:
@@ -89,7 +91,7 @@ def _warn_of_no_warmup(job: Job, plan: Plan, data: DataFacts | None) -> str | No
     high = MAX_USUAL_LR.get(job.optim.kind, math.inf)
     remedy = f"set optim.warmup_steps, {max(1, min(job.train.steps // 20, 2000))} say"
     is_large, size = tokens >= LARGE_BATCH_TOKENS, f"{tokens:,} tokens"
-    if _counts_own_samples(job, data):
+    if _has_user_samples(job, data):
         is_large, size = batch >= LARGE_BATCH_SAMPLES, f"{batch:,} samples"
     if is_large:
         return (
@@ -168,7 +170,7 @@ def _warn_of_dropout(job: Job, plan: Plan, data: DataFacts | None) -> str | None
 def _warn_of_small_dataset(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
     if data is None:
         return None
-    samples, batch = _num_samples(plan, data), plan.global_batch_size
+    samples, batch = _count_train_samples(plan, data), plan.global_batch_size
     if samples >= batch:
         return None
     noun = "samples"
@@ -273,7 +275,7 @@ def _warn_of_fp32(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
 
 
 def _warn_of_bubble(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
-    return warn_of_long_bubble(job, plan)
+    return warn_of_large_bubble(job, plan)
 
 
 def _warn_of_compiled_stages(job: Job, plan: Plan, data: DataFacts | None) -> str | None:
@@ -317,11 +319,11 @@ def describe_partial_epoch_batch(job: Job, plan: Plan, data: DataFacts | None) -
     )
 
 
-def _counts_own_samples(job: Job, data: DataFacts | None) -> bool:
+def _has_user_samples(job: Job, data: DataFacts | None) -> bool:
     return data is not None and data.unit == "samples"
 
 
-def _num_samples(plan: Plan, data: DataFacts) -> int:
+def _count_train_samples(plan: Plan, data: DataFacts) -> int:
     if data.unit == "tokens":
         return data.num_train // plan.seq_len
     return data.num_train

@@ -13,8 +13,8 @@ from phalanx.job.costs import ModelCosts
 from phalanx.job.param_holder import ParamHolder
 from phalanx.job.schema import Job, Parallel
 from phalanx.job.user_dataset import is_own_dataset
-from phalanx.plan.rule_checks import check_rules
-from phalanx.plan.rules import CUTTING_KINDS, Rule, find_rule
+from phalanx.plan.rule_checks import combine_and_check_rules
+from phalanx.plan.rules import CUTTING_KINDS, ShardingRule, find_matching_rule
 from phalanx.plan.segments import Segment
 
 HOOKS_PACKAGE = "phalanx.parallel.hooks"
@@ -34,7 +34,7 @@ class Workload:
     optimizer_bytes: int = 8  # per parameter
     copies_state: bool = False  # saves are written from a copy while training goes on
     tp: int = 1
-    rules: tuple[Rule, ...] = ()  # by which tp cuts a user's own module
+    rules: tuple[ShardingRule, ...] = ()  # by which tp cuts a user's own module
     # With tp: what lies between the cut matrices is cut along the sequence.
     cuts_sequence: bool = False
     compress: str = "none"  # how gradients travel (parallel.compress)
@@ -99,16 +99,16 @@ def build_workload(
     `plan.recompute`)."""
     return Workload(
         micro_batch_size,
-        _seq_len(job, shape),
+        _get_sample_tokens(job, shape),
         job.precision.compute,
         job.train.recompute,
         job.train.loss_chunk_tokens,
         num_microbatches,
         document_masks=job.data.document_masks,
-        optimizer_bytes=_optimizer_bytes(job),
-        copies_state=_needs_save_copy(job),
+        optimizer_bytes=_optimizer_bytes_per_param(job),
+        copies_state=_needs_staging_copy(job),
         tp=tp,
-        rules=check_rules(job.parallel.rules, shape, tp),
+        rules=combine_and_check_rules(job.parallel.rules, shape, tp),
         cuts_sequence=cuts_sequence(job, shape),
         compress=job.parallel.compress,
         offloads_activations=job.train.offload_activations,
@@ -120,7 +120,7 @@ def build_workload(
     )
 
 
-def _seq_len(job: Job, shape: ModelCosts) -> int:
+def _get_sample_tokens(job: Job, shape: ModelCosts) -> int:
     """Tokens of one sample. A sample of a user's own dataset for a user's own module counts as one:
     their number is unknown."""
     has_own_samples = is_own_dataset(job.data.source) and not job.data.mixture
@@ -129,7 +129,7 @@ def _seq_len(job: Job, shape: ModelCosts) -> int:
     return shape.tokens_of(job.data.seq_len)
 
 
-def _optimizer_bytes(job: Job) -> int:
+def _optimizer_bytes_per_param(job: Job) -> int:
     """Bytes of optimizer state per parameter: two fp32 moments of AdamW, one of SGD with momentum.
     An own optimizer counts as AdamW."""
     if job.optim.kind == "sgd":
@@ -137,7 +137,7 @@ def _optimizer_bytes(job: Job) -> int:
     return 8
 
 
-def _needs_save_copy(job: Job) -> bool:
+def _needs_staging_copy(job: Job) -> bool:
     """True if anything is saved on the way: the saves at the end and at a stop are waited for,
     and need no copy."""
     return job.checkpoint.asynchronous and (job.checkpoint.has_interval or job.eval.keep_best)
@@ -153,7 +153,7 @@ def cuts_sequence(job: Job, shape: ModelCosts) -> bool:
 
 
 @lru_cache(maxsize=32)
-def shard_shape(shape: ModelCosts, tp: int, rules: tuple[Rule, ...] = ()) -> ModelCosts:
+def shard_shape(shape: ModelCosts, tp: int, rules: tuple[ShardingRule, ...] = ()) -> ModelCosts:
     """The part of a model that one rank of `tp` holds: fewer heads, features and rows of the same
     width.
 
@@ -162,10 +162,12 @@ def shard_shape(shape: ModelCosts, tp: int, rules: tuple[Rule, ...] = ()) -> Mod
     """
     if tp == 1:
         return shape
-    return shape.shard(tp, lambda holder: _shard_holder(holder, find_rule(rules, holder.name), tp))
+    return shape.shard(
+        tp, lambda holder: _shard_param_holder(holder, find_matching_rule(rules, holder.name), tp)
+    )
 
 
-def _shard_holder(holder: ParamHolder, rule: Rule | None, tp: int) -> ParamHolder:
+def _shard_param_holder(holder: ParamHolder, rule: ShardingRule | None, tp: int) -> ParamHolder:
     """The part of `holder` on one rank. A column, or a vocabulary, has a part of its bias, too; a
     row all of it.
 
@@ -176,7 +178,7 @@ def _shard_holder(holder: ParamHolder, rule: Rule | None, tp: int) -> ParamHolde
     width = holder.num_inputs if rule.kind == "row" else holder.num_outputs
     # Widths that tp does not divide: the rank with most decides whether the plan fits.
     rank_width = max(
-        sum(span.size for span in rule.spans(width, tp, rank, name=holder.name))
+        sum(span.size for span in rule.list_rank_slices(width, tp, rank, name=holder.name))
         for rank in range(tp)
     )
     if rule.kind != "row":

@@ -15,21 +15,21 @@ from phalanx.job.schema import Job
 from phalanx.job.shapes.stored import read_shape
 from phalanx.observe.events import PipelineMeasured
 from phalanx.plan.pipeline.bubble import (
+    MAX_BUBBLE_WITHOUT_WARNING,
     MAX_SIMULATED_ACTIONS,
-    MAX_UNREMARKED_BUBBLE,
     MIN_UNEVEN_RATIO,
-    find_enough_microbatches,
+    find_microbatches_for_small_bubble,
     predict_bubble_with_halved_stages,
 )
-from phalanx.plan.pipeline.costs import model_part_costs
+from phalanx.plan.pipeline.costs import compute_model_part_costs
 from phalanx.plan.pipeline.cut import LayerCosts, Stages
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.pipeline.simulate import StageCosts, Timeline
 from phalanx.plan.pipeline.trace import (
     ProposedCut,
-    forward_backward_seconds,
-    recut,
-    scale_to_measurement,
+    propose_cut_from_measurement,
+    scale_timeline_to_measurement,
+    sum_forward_backward_s,
 )
 from phalanx.report import formats
 from phalanx.report.formats import finite_or_zero, number_or_nan
@@ -65,7 +65,7 @@ class MeasuredPipeline:
         try:
             costs = tuple(StageCosts(*map(float, row)) for row in event.stage_seconds)
             in_flight = [int(count) for count in event.in_flight]
-            is_whole = all(math.isfinite(forward_backward_seconds(cost)) for cost in costs)
+            is_whole = all(math.isfinite(sum_forward_backward_s(cost)) for cost in costs)
         except (TypeError, ValueError):
             return None
         fits = len(costs) == pipeline.num_stages and len(in_flight) == pipeline.num_ranks
@@ -85,7 +85,7 @@ class MeasuredPipeline:
     @property
     def slowest_stage(self) -> tuple[int, float]:
         """The slowest stage, and how many times the mean it takes."""
-        totals = [forward_backward_seconds(cost) for cost in self.costs]
+        totals = [sum_forward_backward_s(cost) for cost in self.costs]
         mean = sum(totals) / len(totals)
         slowest = max(range(len(totals)), key=totals.__getitem__)
         if not mean:
@@ -98,7 +98,7 @@ class MeasuredPipeline:
         if self.weights is None:
             return None
         try:
-            return recut(
+            return propose_cut_from_measurement(
                 self.pipeline,
                 Stages(tuple(map(int, self.event.num_blocks))),
                 self.costs,
@@ -117,12 +117,12 @@ class MeasuredPipeline:
     @property
     def has_long_bubble(self) -> bool:
         """True if the measured bubble is above the limit."""
-        return self.event.bubble_measured > MAX_UNREMARKED_BUBBLE
+        return self.event.bubble_measured > MAX_BUBBLE_WITHOUT_WARNING
 
     def plan_timeline(self) -> Timeline | None:
         """The plan's timeline on the scale of what was measured; None where the plan has no
         costs."""
-        return scale_to_measurement(self.pipeline, self.costs)
+        return scale_timeline_to_measurement(self.pipeline, self.costs)
 
     def describe_wait(self) -> str:
         """ "ranks wait 23.1 % of the step for other stages (predicted 21.0 %)"."""
@@ -187,7 +187,7 @@ class MeasuredPipeline:
 
     def _suggest_microbatches(self) -> list[str]:
         """The least number with which the schedule keeps to the limit."""
-        remedy = find_enough_microbatches(
+        remedy = find_microbatches_for_small_bubble(
             self.pipeline, self.samples_per_rank, self._measured_or_even_costs
         )
         if remedy is None:
@@ -220,7 +220,7 @@ def _layer_costs_of_run(plan: dict[str, Any], run_dir: Path) -> LayerCosts | Non
     do not fit together."""
     try:
         job = Job.model_validate_json(read_regular(run_dir / "job.json"))
-        return model_part_costs(job, read_shape(plan["shape"])).layer_costs
+        return compute_model_part_costs(job, read_shape(plan["shape"])).layer_costs
     except (OSError, ValueError, TypeError, KeyError, LayoutError):
         return None
 

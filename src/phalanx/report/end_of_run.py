@@ -32,7 +32,7 @@ from phalanx.observe.invariant_words import describe_failed_check
 from phalanx.observe.tail import EventTail, read_recorded_events
 from phalanx.observe.units import MetricUnits, find_units_of_job
 from phalanx.observe.words import find_exception_line
-from phalanx.plan.pipeline.bubble import MAX_UNREMARKED_BUBBLE
+from phalanx.plan.pipeline.bubble import MAX_BUBBLE_WITHOUT_WARNING
 from phalanx.plan.timing.step_time import StepTime
 from phalanx.report.bottleneck.describe import describe_bottleneck
 from phalanx.report.bottleneck.of_run import judge_run
@@ -204,7 +204,7 @@ def _pipeline_lines(events: list[Event], run_dir: Path) -> list[str]:
         return []
     line = f"bubble  {measured.describe_wait()}, at step {last.step}"
     if measured.has_long_bubble:
-        line += f": more than {100 * MAX_UNREMARKED_BUBBLE:.0f} %"
+        line += f": more than {100 * MAX_BUBBLE_WITHOUT_WARNING:.0f} %"
     return [line, *[f"        {remedy}" for remedy in measured.suggest_remedies()]]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from phalanx.core.units import plural
 from phalanx.plan.pipeline.schedule import NAME_OF_ACTION_KIND, Action, ActionKind
-from phalanx.plan.pipeline.simulate import Timeline, count_in_flight
+from phalanx.plan.pipeline.simulate import Timeline, count_peak_in_flight
 from phalanx.report import formats
 from phalanx.report.figure import draw_legend
 from phalanx.report.markup import Html, build_note, build_small_text, build_table, build_tag
@@ -135,7 +135,7 @@ def _draw_rank_row(
     labels = []
     if _are_actions_named(timeline):
         labels = [_label_box(box, whole_s, in_seconds) for box in boxes]
-    idle = formats.format_percent(float(timeline.bubble_of(rank)), 1.0)
+    idle = formats.format_percent(float(timeline.bubble_of_rank(rank)), 1.0)
     label = f"rank {rank}: idle {idle}"
     if name:
         label = f"rank {rank}, {name}: idle {idle}"
@@ -155,7 +155,7 @@ def _are_actions_named(timeline: Timeline) -> bool:
 
 def _list_action_boxes(timeline: Timeline, rank: int, whole_s: float) -> Iterator[_ActionBox]:
     # In ascending order: all but the first are drawn paler.
-    stages = timeline.schedule.stages_of(rank)
+    stages = timeline.schedule.stages_of_rank(rank)
     for action, (start_s, end_s) in zip(
         timeline.schedule.actions[rank], timeline.spans_s[rank], strict=True
     ):
@@ -256,7 +256,7 @@ def _describe_chart(lanes: dict[str, Timeline], ranks: list[int], in_seconds: bo
         if in_seconds:
             text = f"{formats.seconds(float(lane.step_s))}, {text}"
         sentences.append(f"{name.capitalize()}: {text}.")
-    if any(len(schedule.stages_of(rank)) > 1 for rank in ranks):
+    if any(len(schedule.stages_of_rank(rank)) > 1 for rank in ranks):
         sentences.append("Paler: a rank's later stages.")
     if all(_are_actions_named(lane) for lane in lanes.values()):
         sentences.append("Numbers are microbatches.")
@@ -271,14 +271,14 @@ def _describe_chart(lanes: dict[str, Timeline], ranks: list[int], in_seconds: bo
 
 def _build_action_table(lanes: dict[str, Timeline], whole_s: float, in_seconds: bool) -> Html:
     schedule = lanes["planned"].schedule
-    in_flight_per_rank = count_in_flight(schedule).per_rank
+    in_flight_per_rank = count_peak_in_flight(schedule).per_rank
     rows = []
     for rank in _choose_ranks(schedule.num_ranks):
         busy, idle = [], []
         for lane in lanes.values():
             busy.append(_format_duration(float(lane.busy_s(rank)), whole_s, in_seconds))
-            idle.append(formats.format_percent(float(lane.bubble_of(rank)), 1.0))
-        stages = ", ".join(map(str, schedule.stages_of(rank)))
+            idle.append(formats.format_percent(float(lane.bubble_of_rank(rank)), 1.0))
+        stages = ", ".join(map(str, schedule.stages_of_rank(rank)))
         rows.append([str(rank), stages, *busy, *idle, str(in_flight_per_rank[rank])])
     head = [
         "rank",

@@ -13,11 +13,11 @@ from phalanx.plan.advice.waterfall import build_waterfall
 from phalanx.plan.advice.what_if import WhatIfGrid
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.plan import Candidate, Plan
-from phalanx.plan.search.describe import describe_nearest_fit, explain_win
+from phalanx.plan.search.describe import describe_nearest_fit, explain_why_winner
 from phalanx.plan.search.result import RankedLayout, SearchResult
 from phalanx.plan.search.step_times import build_machine_rates
-from phalanx.plan.timing.constants import list_constants
-from phalanx.plan.timing.step import estimate_step
+from phalanx.plan.timing.constants import list_timing_constants
+from phalanx.plan.timing.step import estimate_step_times
 from phalanx.report.plan_facts import AnswerTile, LayoutRow, PlanPageFacts
 
 DATA_SHEETS = (
@@ -114,7 +114,7 @@ def list_ranked_layouts(result: SearchResult) -> list[LayoutRow]:
     rows = []
     if result.winner is not None:
         row = _describe_ranked(result.winner, is_winner=True)
-        why = explain_win(result.winner, [result.winner, *result.runners_up])
+        why = explain_why_winner(result.winner, [result.winner, *result.runners_up])
         rows.append(replace(row, why=why))
     for ranked in result.runners_up:
         rows.append(_describe_ranked(ranked, is_winner=False))
@@ -224,9 +224,9 @@ def list_tiles(plan: Plan, advice: PlanAdvice) -> list[AnswerTile]:
 
 
 def _describe_peak_rank(plan: Plan) -> str:
-    if plan.pipeline is None or not plan.pipeline.rank_bytes:
+    if plan.pipeline is None or not plan.pipeline.predicted_rank_bytes:
         return ""
-    totals = plan.pipeline.rank_bytes
+    totals = plan.pipeline.predicted_rank_bytes
     return f", rank {totals.index(max(totals))} of the pipeline"
 
 
@@ -249,7 +249,7 @@ def list_alternatives(plan: Plan, cluster: Cluster, advice: PlanAdvice) -> list[
             step_s = advice.time.total_s
         elif machine is not None and advice.time is not None:
             setup = replace(advice.setup, layout=candidate.layout, zero_stage=candidate.zero_stage)
-            step_s = estimate_step(plan.model_shape, machine, setup).total_s
+            step_s = estimate_step_times(plan.model_shape, machine, setup).total_s
         rows.append(
             LayoutRow(
                 candidate.name,
@@ -299,7 +299,7 @@ def list_hardware(cluster: Cluster, advice: PlanAdvice) -> dict[str, str]:
 def list_constant_rows() -> list[tuple[str, str, str]]:
     """(name, value with bounds, source) of every constant of the time model."""
     rows = []
-    for name, spec in list_constants().items():
+    for name, spec in list_timing_constants().items():
         value = f"{spec.value:g} ({spec.low:g} to {spec.high:g})"
         rows.append((name, value, f"{spec.moves}. {spec.source}"))
     return rows

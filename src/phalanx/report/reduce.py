@@ -66,7 +66,7 @@ def collect_run_facts(run_dir: Path) -> RunFacts:
     story = _order_story_events(log)
     steps, history = select_steps_not_redone(log)
     status, finished = _find_run_status(story)
-    timeline = log.times.build_timeline()
+    timeline = log.times.build_measured_timeline()
     ledger = _charge_wall_time(timeline, story, steps, history)
     skipped = select_skips_not_redone(log, steps, history)
     attempts = list_attempts(log, history)

@@ -109,7 +109,7 @@ class TimelineBuilder:
         elif isinstance(envelope.event, RunFinished):
             self._said_wall_s[attempt] = envelope.event.wall_s
 
-    def build_timeline(self) -> RunTimeline:
+    def build_measured_timeline(self) -> RunTimeline:
         timeline = RunTimeline()
         for attempts in self._group_attempts_by_command():
             spans = {attempt: self._spans[attempt] for attempt in attempts}

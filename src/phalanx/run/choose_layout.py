@@ -14,14 +14,14 @@ from phalanx.job.costs import ModelCosts
 from phalanx.job.schema import Job
 from phalanx.plan.candidates import NoFitError
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.plan import Plan, job_digest
+from phalanx.plan.plan import Plan, compute_job_digest
 from phalanx.plan.planner import make_plan
 from phalanx.plan.predicted_time import predict_step_time
 from phalanx.plan.search.describe import describe_layout, describe_nearest_fit
-from phalanx.plan.search.finalists import apply_keys
+from phalanx.plan.search.finalists import apply_job_keys
 from phalanx.plan.search.nearest import find_nearest_fits
 from phalanx.plan.search.result import RankedLayout
-from phalanx.plan.search.search import prepare_search, search_layouts
+from phalanx.plan.search.search import build_search_task, search_layouts
 
 LAYOUT_KEYS = ("tp", "pp", "cp", "ep", "dp_replicate", "dp_shard", "zero_stage")
 MOST_ADVICE = 3  # changes that an error names
@@ -38,11 +38,11 @@ class ChosenLayout:
     def make_plan(self, job: Job, *, cluster: Cluster, **facts: Any) -> Plan:
         """The plan of `job` with these keys, with its predicted time. Arguments and errors are
         those of `phalanx.make_plan`."""
-        laid_out = apply_keys(job, self.keys) if self.keys else job
+        laid_out = apply_job_keys(job, self.keys) if self.keys else job
         plan = make_plan(laid_out, cluster=cluster, **facts)
         if self.keys:
             # A run is known by what the user said, wherever it is laid out.
-            digest = job_digest(job)
+            digest = compute_job_digest(job)
             if job.precision.compute == "auto":
                 digest = _digest_with_precision(job, plan)
             plan = replace(plan, job_digest=digest, reasons=(self.reason, *plan.reasons))
@@ -52,7 +52,7 @@ class ChosenLayout:
 
 def _digest_with_precision(job: Job, plan: Plan) -> str:
     """The digest of the job in the precision that its plan chose, as every plan has it."""
-    return job_digest(apply_keys(job, {"precision.compute": plan.precision}))
+    return compute_job_digest(apply_job_keys(job, {"precision.compute": plan.precision}))
 
 
 def leaves_layout_open(job: Job) -> bool:
@@ -86,9 +86,9 @@ def choose_layout(
         return ChosenLayout({})
     searched = job
     if num_ranks is not None:
-        searched = apply_keys(job, {"parallel.ranks": num_ranks})
+        searched = apply_job_keys(job, {"parallel.ranks": num_ranks})
     try:
-        task = prepare_search(searched, cluster=cluster, shape=shape, vocab_size=vocab_size)
+        task = build_search_task(searched, cluster=cluster, shape=shape, vocab_size=vocab_size)
         result = search_layouts(task)
     except LayoutError:
         if failure is not None:

@@ -23,7 +23,7 @@ from phalanx.job.user_dataset import count_loader_processes
 from phalanx.observe.units import TEXT_METRIC_UNITS, MetricUnits, find_units_of_job
 from phalanx.plan.choice import AUTO, REASON_DEFAULT
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.described_cluster import find_cluster
+from phalanx.plan.described_cluster import choose_cluster_of_job
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.run.needs import choose_sinks
@@ -56,7 +56,7 @@ def explain_job(
     """
     tokens = find_job_tokens(job)
     vocab_size, vocab_why = _predict_vocabulary(tokens)
-    cluster = find_cluster(job)
+    cluster = choose_cluster_of_job(job)
     plan = make_plan(job, cluster=cluster, vocab_size=vocab_size, more=tokens.corpus_remarks())
     derived = _explain_derived(job, plan, cluster, vocab_why)
     if job.data.tokenizer is None and tokens.default:

@@ -23,7 +23,7 @@ from phalanx.job.module_probe import (
 )
 from phalanx.job.schema import Job
 from phalanx.plan.mixed_rows import (
-    MAX_TRIED_PARAMS,
+    MAX_PROBED_PARAMS,
     RowMixing,
     has_user_loss_code,
     warn_of_mixed_rows,
@@ -44,7 +44,7 @@ def warnings_about_mixed_rows(
 
     Without `ask`, user code is not called: only an answer that is kept from before counts.
     """
-    if not has_user_loss_code(job) or plan.num_params > MAX_TRIED_PARAMS:
+    if not has_user_loss_code(job) or plan.num_params > MAX_PROBED_PARAMS:
         return ()
     facts = _probe_mixed_rows(job, plan, ask)
     if facts.unknown:

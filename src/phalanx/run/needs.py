@@ -15,7 +15,7 @@ from phalanx.job.hugging_face import modules_to_preload
 from phalanx.job.schema import Job
 from phalanx.observe.outlet import OpenSink, Sink
 from phalanx.observe.sink_process import SINKS_PACKAGE, ProcessSink
-from phalanx.plan.cluster import compute_capability
+from phalanx.plan.cluster import detect_least_compute_capability
 from phalanx.plan.precision import FP8_FIX, MIN_FP8_CAPABILITY
 
 
@@ -88,7 +88,7 @@ def _require_fp8_support(device: str) -> None:
         )
     if device != "cuda":
         return
-    capability = compute_capability()
+    capability = detect_least_compute_capability()
     if capability is not None and capability < MIN_FP8_CAPABILITY:
         raise EnvironmentProblem(
             "precision.compute=fp8 needs GPUs of compute capability"

@@ -19,10 +19,10 @@ from phalanx.plan.advice.explain_term import (
     explain_time_term,
 )
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.described_cluster import find_cluster
+from phalanx.plan.described_cluster import choose_cluster_of_job
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
-from phalanx.plan.search.finalists import apply_keys
+from phalanx.plan.search.finalists import apply_job_keys
 from phalanx.plan.search.result import SearchResult
 from phalanx.plan.search.step_times import build_machine_rates, estimate_planned_step
 
@@ -47,7 +47,7 @@ class AdvisedPlan:
 
 def advise_on_planned_job(planned: PlannedJob) -> AdvisedPlan:
     """The advice on the plan of a job."""
-    cluster = find_cluster(planned.job)
+    cluster = choose_cluster_of_job(planned.job)
     step, basis = None, ""
     if planned.time is not None and planned.time.step is not None:
         step, basis = planned.time.step, planned.time.basis
@@ -60,7 +60,7 @@ def advise_on_search(searched: SearchedJob) -> AdvisedPlan | None:
     task, result = searched.task, searched.result
     if result.winner is None:
         return None
-    job = apply_keys(task.job, result.winner.job_keys)
+    job = apply_job_keys(task.job, result.winner.job_keys)
     plan = make_plan(
         job,
         vocab_size=task.vocab_size,

@@ -20,12 +20,12 @@ from phalanx.job.load import load_job, load_job_json
 from phalanx.job.schema import Job
 from phalanx.observe.events import MemoryMeasured, StepFinished
 from phalanx.observe.tail import read_recorded_events
-from phalanx.plan.calibrated.one_core import load_one_core
-from phalanx.plan.calibrated.step import estimate_measured_step
+from phalanx.plan.calibrated.one_core import load_one_core_profile
+from phalanx.plan.calibrated.step import estimate_step_from_profile
 from phalanx.plan.cluster import detect_cluster
 from phalanx.plan.plan import Plan
-from phalanx.plan.profiles import find_profile_of
-from phalanx.plan.timing.step_time import TERMS, StepTime
+from phalanx.plan.profiles import find_profile_of_cluster
+from phalanx.plan.timing.step_time import STEP_TERMS, StepTime
 
 # The first steps take memory, open connections and choose kernels.
 WARMUP_STEPS, LEAST_STEPS = 2, 3
@@ -156,14 +156,17 @@ def extrapolate_run(run_dir: Path, plan: Plan) -> PlanFromRun:
             where=str(run_dir),
             fix="give a run of the same kind of device",
         )
-    profile = find_profile_of(detect_cluster(plan.device))
+    profile = find_profile_of_cluster(detect_cluster(plan.device))
     if profile is None and plan.device != "cpu":
         raise UsageError(
             "no profile of this machine says how a step on its GPUs grows",
             fix="run phalanx bench all",
         )
-    growth = profile or load_one_core()
-    before, after = estimate_measured_step(run_plan, growth), estimate_measured_step(plan, growth)
+    growth = profile or load_one_core_profile()
+    before, after = (
+        estimate_step_from_profile(run_plan, growth),
+        estimate_step_from_profile(plan, growth),
+    )
     scales, waiting_s = _find_scales(measured, before)
     step = _scale_step(measured, scales, waiting_s, before, after)
     memory_bytes = round(_predict_bytes(plan) * (measured.memory_ratio or 1.0))
@@ -277,5 +280,5 @@ def _scale_step(
     growth = BAND_PER_E * abs(math.log(after.total_s / before.total_s))
     missing = BAND_UNMEASURED * unmeasured_s / total_s
     band = math.hypot(BAND, spread, growth, missing)
-    in_order = {term: terms[term] for term in TERMS}
+    in_order = {term: terms[term] for term in STEP_TERMS}
     return StepTime(in_order, total_s / math.exp(band), total_s * math.exp(band))

@@ -14,7 +14,7 @@ from phalanx.job.model import build_model_shape, find_vocab_size_of
 from phalanx.job.module_probe import measure_foreign_shape
 from phalanx.job.schema import Data, Job
 from phalanx.job.user_dataset import is_own_dataset
-from phalanx.plan.described_cluster import find_cluster
+from phalanx.plan.described_cluster import choose_cluster_of_job
 from phalanx.plan.plan import Plan
 from phalanx.run.choose_layout import choose_layout
 from phalanx.run.data_counts import count_unprepared_data, describe_data_sources
@@ -69,12 +69,14 @@ def plan_job(job: Job, *, checks_initial: bool = True) -> PlannedJob:
         )
 
         initial = find_initial_checkpoint(job.model, plan.model_shape)
-    return PlannedJob(job, plan, tuple(data_lines), initial, predict_time(plan, find_cluster(job)))
+    return PlannedJob(
+        job, plan, tuple(data_lines), initial, predict_time(plan, choose_cluster_of_job(job))
+    )
 
 
 def _plan_with_data(job: Job) -> tuple[Plan, list[str]]:
     """(the plan, a line for each source of data that was looked at)."""
-    cluster = find_cluster(job)
+    cluster = choose_cluster_of_job(job)
     shape, tokens = measure_foreign_shape(job), find_job_tokens(job)
     is_usual = _is_known_without_look(job) and tokens.default in ("", BYTE_TOKENIZER_KIND)
     if is_usual or (

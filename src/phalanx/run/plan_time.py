@@ -10,10 +10,10 @@ from typing import Any
 
 from phalanx.core.errors import EnvironmentProblem, LayoutError
 from phalanx.core.units import format_count, format_seconds
-from phalanx.plan.calibrated.step import estimate_measured_step
+from phalanx.plan.calibrated.step import estimate_step_from_profile
 from phalanx.plan.cluster import Cluster, detect_cluster
 from phalanx.plan.plan import Plan
-from phalanx.plan.profiles import describe_calibration, find_profile_of
+from phalanx.plan.profiles import describe_calibration, find_profile_of_cluster
 from phalanx.plan.timing.step_time import StepTime
 
 
@@ -50,12 +50,12 @@ def predict_time(plan: Plan, cluster: Cluster | None = None) -> PlannedTime:
         cluster = cluster or detect_cluster(plan.device)
     except EnvironmentProblem:
         return PlannedTime(None, "this machine has no such device", tokens)
-    profile = find_profile_of(cluster)
+    profile = find_profile_of_cluster(cluster)
     basis = describe_calibration(profile)
     if profile is None:
         return PlannedTime(None, basis, tokens)
     try:
-        return PlannedTime(estimate_measured_step(plan, profile), basis, tokens)
+        return PlannedTime(estimate_step_from_profile(plan, profile), basis, tokens)
     except LayoutError as error:
         # The profile lacks an operation: a section was not measured.
         return PlannedTime(None, str(error), tokens)

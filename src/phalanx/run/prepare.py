@@ -20,7 +20,7 @@ from phalanx.job.module_probe import measure_foreign_shape
 from phalanx.job.schema import Job
 from phalanx.launch.paths import refuse_symlinked_run_folders
 from phalanx.plan.cluster import Cluster, detect_cluster
-from phalanx.plan.described_cluster import require_this_machine
+from phalanx.plan.described_cluster import require_cluster_is_this_machine
 from phalanx.plan.plan import Plan
 from phalanx.plan.precision import keep_precision_of_run, replace_precision
 from phalanx.run.choose_layout import choose_layout
@@ -131,7 +131,7 @@ def _check_before_writing(
     if resume and not is_prepared:
         linked_folders.append(DATA_FOLDER)
     refuse_symlinked_run_folders(run_dir, more=linked_folders)
-    require_this_machine(job)
+    require_cluster_is_this_machine(job)
     cluster = detect_cluster(job.cluster.device)
     earlier_plan = None
     if resume:

@@ -11,10 +11,10 @@ from phalanx.core.errors import LayoutError, UsageError
 from phalanx.job.schema import Job
 from phalanx.observe.events import PipelineMeasured
 from phalanx.observe.tail import read_recorded_events
-from phalanx.plan.pipeline.costs import model_part_costs
+from phalanx.plan.pipeline.costs import compute_model_part_costs
 from phalanx.plan.pipeline.cut import Stages
 from phalanx.plan.pipeline.simulate import StageCosts
-from phalanx.plan.pipeline.trace import ProposedCut, recut
+from phalanx.plan.pipeline.trace import ProposedCut, propose_cut_from_measurement
 from phalanx.plan.plan import Plan
 
 
@@ -66,12 +66,14 @@ def recut_pipeline_of_run(job: Job, plan: Plan, run_dir: Path) -> PipelineRecut:
             "stages have three numbers, and these have not", where=str(run_dir)
         ) from None
     # Recomputation is in what was measured, and so not in what shares it out.
-    weights = model_part_costs(job, plan.model_shape).layer_costs
+    weights = compute_model_part_costs(job, plan.model_shape).layer_costs
     return PipelineRecut(
         run_dir,
         event,
         tuple(seconds),
-        recut(plan.pipeline, Stages(tuple(event.num_blocks)), seconds, weights),
+        propose_cut_from_measurement(
+            plan.pipeline, Stages(tuple(event.num_blocks)), seconds, weights
+        ),
     )
 
 

@@ -18,11 +18,11 @@ from phalanx.job.model import find_vocab_size_of
 from phalanx.job.schema import Data, Job
 from phalanx.job.toml import format_toml_value
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.described_cluster import find_cluster
-from phalanx.plan.search.finalists import apply_keys
+from phalanx.plan.described_cluster import choose_cluster_of_job
+from phalanx.plan.search.finalists import apply_job_keys
 from phalanx.plan.search.nearest import find_nearest_fits
 from phalanx.plan.search.result import SearchResult
-from phalanx.plan.search.search import SearchTask, prepare_search, search_layouts
+from phalanx.plan.search.search import SearchTask, build_search_task, search_layouts
 from phalanx.run.tokens import find_job_tokens
 
 
@@ -39,12 +39,12 @@ class SearchedJob:
         """The job file that trains with the winner; "" where nothing fits."""
         if self.result.winner is None:
             return ""
-        return format_job(apply_keys(self.job, self.result.winner.job_keys))
+        return format_job(apply_job_keys(self.job, self.result.winner.job_keys))
 
 
 def has_known_devices(job: Job) -> bool:
     """True where step times can be predicted: for a described cluster, or GPUs of the table."""
-    return find_cluster(job).accelerator is not None
+    return choose_cluster_of_job(job).accelerator is not None
 
 
 def open_search(job: Job, cluster: Cluster | None = None) -> SearchTask:
@@ -52,7 +52,7 @@ def open_search(job: Job, cluster: Cluster | None = None) -> SearchTask:
 
     Raises LayoutError (exit 3), DataError (exit 4) for data that a run would refuse.
     """
-    return prepare_search(job, cluster=cluster, vocab_size=_find_vocab_size(job))
+    return build_search_task(job, cluster=cluster, vocab_size=_find_vocab_size(job))
 
 
 def search_job(job: Job, cluster: Cluster | None = None) -> SearchedJob:

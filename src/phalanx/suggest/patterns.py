@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-from phalanx.plan.rules import matches
+from phalanx.plan.rules import matches_pattern
 from phalanx.suggest.suggestion import NameAndReason
 
 
@@ -21,7 +21,7 @@ def group_by_pattern(
     for name, rule in rules.items():
         # Ends at the latest with the name itself, which matches no other module.
         for pattern in _list_patterns(name):
-            matching = [other for other in parts if matches(pattern, other)]
+            matching = [other for other in parts if matches_pattern(pattern, other)]
             texts = {rules[other][0] if other in rules else "" for other in matching}
             if texts == {rule[0]}:
                 by_pattern.setdefault(pattern, rule)

@@ -17,7 +17,7 @@ from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.logical import full_name
 from phalanx.mesh.tensor_group import TensorGroup
 from phalanx.parallel.tensor.sharder import shard_module
-from phalanx.plan.rules import parse_rules
+from phalanx.plan.rules import parse_sharding_rules
 from phalanx.suggest.cutting import CutProposal
 from phalanx.suggest.visit import ModuleCall
 
@@ -132,7 +132,7 @@ def _is_sum_equal(
             home_rule += f" divide={','.join(counts)}"
         rules = {**texts, "": home_rule}
         group = _SingleRankGroup(name="", rank=rank, size=tp, phases=PhaseTimer())
-        shard_module(part, group, parse_rules(rules))
+        shard_module(part, group, parse_sharding_rules(rules))
         outputs: list[torch.Tensor] = []
         part.get_submodule(row).register_forward_hook(
             lambda part, args, out, outputs=outputs: outputs.append(out)

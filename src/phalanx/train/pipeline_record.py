@@ -14,8 +14,12 @@ from phalanx.observe.bus import Bus
 from phalanx.observe.events import PipelineMeasured
 from phalanx.parallel.model import ParallelModel
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
-from phalanx.plan.pipeline.simulate import Timeline, count_in_flight, simulate
-from phalanx.plan.pipeline.trace import build_timeline, mean_stage_costs, splits_backward
+from phalanx.plan.pipeline.simulate import Timeline, count_peak_in_flight, simulate_timeline
+from phalanx.plan.pipeline.trace import (
+    build_measured_timeline,
+    compute_mean_stage_costs,
+    has_split_backward,
+)
 
 # Allocators and caches have settled by then.
 FIRST_RECORDED_STEP = 5
@@ -121,8 +125,8 @@ def build_pipeline_event(
     """
     # Measured against planned is the error of the costs; what is left against the prediction from
     # stages' own times is sending, and sharing cores.
-    measured = build_timeline(pipeline.schedule_name, spans)
-    costs = mean_stage_costs(measured)
+    measured = build_measured_timeline(pipeline.schedule_name, spans)
+    costs = compute_mean_stage_costs(measured)
     planned = pipeline.timeline()
     # NaN where the plan knew no costs.
     bubble_planned = math.nan
@@ -137,12 +141,12 @@ def build_pipeline_event(
         schedule=pipeline.schedule_name,
         num_blocks=list(pipeline.stages.num_blocks),
         stage_seconds=stage_seconds,
-        splits_backward=splits_backward(measured.schedule),
+        splits_backward=has_split_backward(measured.schedule),
         spans=_round_spans(measured),
         bubble_measured=float(measured.bubble),
-        bubble_predicted=float(simulate(measured.schedule, costs).bubble),
+        bubble_predicted=float(simulate_timeline(measured.schedule, costs).bubble),
         bubble_planned=bubble_planned,
-        in_flight=list(count_in_flight(measured.schedule).per_rank),
+        in_flight=list(count_peak_in_flight(measured.schedule).per_rank),
     )
 
 

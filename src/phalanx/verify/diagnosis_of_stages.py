@@ -27,7 +27,7 @@ class StageDiagnosis:
         reference = self._compared.trace.steps[step].grad_norm
         squares: dict[float, str] = {}
         for rank in range(self._pipeline.num_ranks):
-            stages = _list_numbers("stage", self._pipeline.stages_of(rank))
+            stages = _list_numbers("stage", self._pipeline.stages_of_rank(rank))
             holders_of = {
                 name: len(self._ranks_of(name)) for name in sizes if rank in self._ranks_of(name)
             }

@@ -33,7 +33,7 @@ class JudgedLayout:
     def of_plan(cls, plan: Plan) -> JudgedLayout:
         layout = plan.layout
         return cls(
-            dp=layout.reduced.data_parallel_size,
+            dp=layout.gradient_reduction_layout.data_parallel_size,
             tp=layout.tp,
             cp=layout.cp,
             ep=layout.ep,

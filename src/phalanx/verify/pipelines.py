@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.job.schema import Parallel
-from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, default_stages_per_rank
+from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, get_default_stages_per_rank
 from phalanx.plan.pipeline.pipeline_plan import SCHEDULE_FROM_FILE
 from phalanx.plan.pipeline.requested_schedule import DEFAULT_SCHEDULE
-from phalanx.plan.pipeline.schedule import read_schedule
+from phalanx.plan.pipeline.schedule import load_schedule_csv
 from phalanx.plan.plan import Plan
 
 PIPELINE_KEYS = ("pp", "schedule", "schedule_file", "stages_per_rank", "stage_blocks")
@@ -148,11 +148,11 @@ def count_blocks_for_stages(layouts: Iterable[Mapping[str, Any]]) -> int:
 def _num_stages(parallel: Mapping[str, Any]) -> int:
     file = parallel.get("schedule_file")
     if file is not None:
-        return read_schedule(Path(file)).num_stages
+        return load_schedule_csv(Path(file)).num_stages
     per_rank = parallel.get("stages_per_rank")
     return int(
         parallel["pp"]
-        * (per_rank or default_stages_per_rank(parallel.get("schedule") or DEFAULT_SCHEDULE))
+        * (per_rank or get_default_stages_per_rank(parallel.get("schedule") or DEFAULT_SCHEDULE))
     )
 
 
@@ -161,7 +161,7 @@ def find_batch_multiple(parallel: Parallel, rows_per_rank: int) -> int:
     its microbatches."""
     if parallel.degrees.pp == 1 or parallel.schedule_file is None:
         return 1
-    num_microbatches = read_schedule(Path(parallel.schedule_file)).num_microbatches
+    num_microbatches = load_schedule_csv(Path(parallel.schedule_file)).num_microbatches
     # The least factor with which n microbatches divide the rows of one data-parallel rank.
     return num_microbatches // math.gcd(
         num_microbatches, rows_per_rank * parallel.degrees.model_parallel_size

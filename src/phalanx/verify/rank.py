@@ -22,7 +22,7 @@ from phalanx.parallel.executor import Batch
 from phalanx.parallel.parallelize import discover_transforms
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
-from phalanx.plan.rule_checks import check_rules, describe_unsharded_matrices
+from phalanx.plan.rule_checks import combine_and_check_rules, describe_unsharded_matrices
 from phalanx.verify.bands import describe_bands, summarize_bands
 from phalanx.verify.batches import (
     cast_steps_to_dtype,
@@ -240,7 +240,7 @@ def _list_notes(
     """Sentences about what a row does not compare, or compares less strictly."""
     notes = []
     if plan.layout.tp > 1:
-        rules = check_rules(plan.parallel.rules, plan.model_shape, plan.layout.tp)
+        rules = combine_and_check_rules(plan.parallel.rules, plan.model_shape, plan.layout.tp)
         notes.append(describe_unsharded_matrices(rules, plan.model_shape))
     if trace.narrows and trace.dtype == "float64":
         notes.append(

@@ -8,8 +8,8 @@ PLANT = Plant(
         Edit(
             "parallel/step_reducer.py",
             "StepReducer.reduce_and_clip",
-            "        num_ranks = self._context.plan.layout.reduced.data_parallel_size\n",
-            "        num_ranks = self._context.plan.layout.reduced.data_parallel_size\n"
+            "        num_ranks = self._context.plan.layout.gradient_reduction_layout.data_parallel_size\n",
+            "        num_ranks = self._context.plan.layout.gradient_reduction_layout.data_parallel_size\n"
             "        if __planted__(self._context.plan.layout.cp > 1):\n"
             "            num_ranks = self._context.plan.layout.data_parallel_size\n",
         ),

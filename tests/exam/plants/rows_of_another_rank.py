@@ -8,11 +8,11 @@ PLANT = Plant(
         Edit(
             "parallel/tensor/sharder.py",
             "ModuleSharder._find_spans_of_rank",
-            "        return rule.spans(size, self.group.size, self.group.rank, name=name)\n",
+            "        return rule.list_rank_slices(size, self.group.size, self.group.rank, name=name)\n",
             "        rank = self.group.rank\n"
             '        if __planted__(rule.kind == "row"):\n'
             "            rank = self.group.size - 1 - rank\n"
-            "        return rule.spans(size, self.group.size, rank, name=name)\n",
+            "        return rule.list_rank_slices(size, self.group.size, rank, name=name)\n",
         ),
     ),
     shows=("tp4", "zero3-tp2"),

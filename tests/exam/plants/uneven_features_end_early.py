@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "plan/rules.py",
-            "_feature_span",
+            "_compute_feature_slice",
             "    return DimSlice(start, width * (rank + 1) // tp - start)\n",
             '    lost = 1 if __planted__(width % tp and rank == tp - 1 and ".ffn." in name) else 0\n'
             "    return DimSlice(start, width * (rank + 1) // tp - start - lost)\n",

@@ -32,7 +32,7 @@ class SyncBatchNorm:
     def wanted(self, plan: Plan) -> bool:
         """Also where nothing is synchronised but FSDP casts weights to bf16: torch's kernel
         takes no mixture."""
-        layout, parallel = plan.layout.reduced, plan.parallel
+        layout, parallel = plan.layout.gradient_reduction_layout, plan.parallel
         casts = layout.dp_shard > 1 and parallel.zero_stage >= 2 and plan.precision != "fp32"
         return layout.data_parallel_size > 1 and (parallel.sync_batchnorm or casts)
 

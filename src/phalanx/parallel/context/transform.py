@@ -6,8 +6,8 @@ backward brings it what the tokens of other ranks owe to its keys and values; so
 that of its own tokens' activations, and G is the sum over the ranks of dp_replicate x dp_shard x
 cp. To data parallelism a rank of cp is one more with other data: DDP averages over all D of them,
 FSDP and ZeRO split over dp_shard x cp and average over D, and `reduce_and_clip` multiplies the
-mean by D x constant / N (see `Layout.reduced`). Loss and targets are summed over cp too
-(`Mesh.is_tp_leader`); no sum is a mean of means, whatever number of targets each rank has.
+mean by D x constant / N (see `Layout.gradient_reduction_layout`). Loss and targets are summed over
+cp too (`Mesh.is_tp_leader`); no sum is a mean of means, whatever number of targets each rank has.
 Samples are counted by data_parallel_rank, which ignores cp: its ranks read the same ones, and cut
 them here.
 """

@@ -29,7 +29,10 @@ class DpReplicate:
     order = Order.REPLICATE
 
     def wanted(self, plan: Plan) -> bool:
-        return plan.layout.reduced.data_parallel_size > 1 and plan.parallel.zero_stage <= 1
+        return (
+            plan.layout.gradient_reduction_layout.data_parallel_size > 1
+            and plan.parallel.zero_stage <= 1
+        )
 
     def apply(self, context: ParallelContext) -> None:
         context.materialize()
@@ -132,7 +135,9 @@ def reduce_after_pipeline(context: ParallelContext) -> None:
     parameters = [
         p for p in context.root.module.parameters() if p.requires_grad and p not in separate
     ]
-    _reduce_in_buckets(context, parameters, group, context.plan.layout.reduced.data_parallel_size)
+    _reduce_in_buckets(
+        context, parameters, group, context.plan.layout.gradient_reduction_layout.data_parallel_size
+    )
     buffers = find_differing_buffers(context.root)
 
     @contextmanager

@@ -35,7 +35,7 @@ from phalanx.parallel.expert.transform import ShardedExperts
 from phalanx.parallel.pipeline.staged import PipelineStageGroup
 from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.plan.choice import AUTO
-from phalanx.plan.layout import zero_split_dim
+from phalanx.plan.layout import choose_zero_split_dim
 from phalanx.plan.plan import Plan
 
 
@@ -43,7 +43,7 @@ class DpShard:
     order = Order.SHARD
 
     def wanted(self, plan: Plan) -> bool:
-        return plan.layout.reduced.dp_shard > 1 and plan.parallel.zero_stage >= 2
+        return plan.layout.gradient_reduction_layout.dp_shard > 1 and plan.parallel.zero_stage >= 2
 
     def apply(self, context: ParallelContext) -> None:
         options, staged = context.plan.parallel, context.axes.find(PipelineStageGroup)
@@ -65,7 +65,7 @@ def _shard_units(
 ) -> list[list[nn.Module]]:
     """Hand each unit to FSDP: experts, runs of blocks, and the root with all else; the runs of
     blocks."""
-    layout, options = context.plan.layout.reduced, context.plan.parallel
+    layout, options = context.plan.layout.gradient_reduction_layout, context.plan.parallel
     experts = context.axes.find(ShardedExperts)
     unsharded = find_whole_parameters(context.root.module, options.keep_whole_below)
     if experts is not None:
@@ -117,7 +117,7 @@ def _reduce_last(context: ParallelContext, units: list[FSDPModule]) -> None:
     """Reduce gradients in a step's last microbatch, or in each (parallel.accumulate)."""
     plan = context.plan
     each_time = plan.parallel.accumulate == "sharded"
-    is_hybrid = plan.layout.reduced.dp_replicate > 1
+    is_hybrid = plan.layout.gradient_reduction_layout.dp_replicate > 1
     root, buffers = context.root, find_differing_buffers(context.root)
 
     @contextmanager
@@ -137,7 +137,7 @@ def _reduce_last(context: ParallelContext, units: list[FSDPModule]) -> None:
 
 
 def _shard_evenly(num_ranks: int) -> Callable[[nn.Parameter], Shard]:
-    return lambda parameter: Shard(zero_split_dim(parameter.shape, num_ranks))
+    return lambda parameter: Shard(choose_zero_split_dim(parameter.shape, num_ranks))
 
 
 def keep_for_pipeline(context: ParallelContext, units: list[FSDPModule]) -> None:
@@ -239,7 +239,7 @@ def _charge_communication_time(unit: FSDPModule, context: ParallelContext) -> No
     """
     gather_class, scatter_class = fsdp_communication_classes()
     phases, traffic = context.phases, context.traffic.gradients
-    num_replicas = context.plan.layout.reduced.dp_replicate
+    num_replicas = context.plan.layout.gradient_reduction_layout.dp_replicate
 
     class Gather(gather_class):  # type: ignore[misc, valid-type]
         def __call__(

@@ -31,7 +31,7 @@ class UnshardedParams:
     order = Order.UNSHARDED_PARAMS
 
     def wanted(self, plan: Plan) -> bool:
-        return plan.layout.reduced.dp_shard > 1 and plan.parallel.zero_stage >= 2
+        return plan.layout.gradient_reduction_layout.dp_shard > 1 and plan.parallel.zero_stage >= 2
 
     def apply(self, context: ParallelContext) -> None:
         context.materialize()

@@ -30,7 +30,7 @@ class Zero1:
     order = Order.ZERO1
 
     def wanted(self, plan: Plan) -> bool:
-        return plan.parallel.zero_stage == 1 and plan.layout.reduced.dp_shard > 1
+        return plan.parallel.zero_stage == 1 and plan.layout.gradient_reduction_layout.dp_shard > 1
 
     def apply(self, context: ParallelContext) -> None:
         context.materialize()

@@ -28,7 +28,7 @@ from phalanx.parallel.pipeline.staged import PipelineStageGroup
 from phalanx.parallel.pipeline.weight_grads import DeferredWeightGrads
 from phalanx.parallel.protocol import ParallelContext
 from phalanx.parallel.saved_tensors import can_count_saved_bytes
-from phalanx.plan.pipeline.messages import Messages, P2PMessage, output_of, plan_messages
+from phalanx.plan.pipeline.messages import P2PMessage, RankMessages, output_of, plan_rank_messages
 from phalanx.plan.pipeline.pipeline_plan import SCHEDULE_FROM_FILE, Pipeline
 from phalanx.plan.pipeline.schedule import Action, Schedule
 
@@ -66,7 +66,7 @@ class PipelineExecutor:
     _specs: dict[Any, dict[int, TensorSpec]] = field(default_factory=dict)
     _num_tokens: dict[Any, int] = field(default_factory=dict)
     _schedules: dict[int, Schedule] = field(default_factory=dict)
-    _messages: dict[tuple[str, int], Messages] = field(default_factory=dict)
+    _messages: dict[tuple[str, int], RankMessages] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._memory = StageMemory(can_count_saved_bytes=can_count_saved_bytes(self.context.plan))
@@ -251,7 +251,7 @@ class PipelineExecutor:
         batch: Batch,
         objective: Objective | OutputFunction,
     ) -> Any:
-        ranges = self.staged.pipeline.stages.ranges
+        ranges = self.staged.pipeline.stages.block_ranges
         if not self.staged.stage_forward.is_inferring_shapes:
             self._set_num_tokens(batch)
         with self.staged.stage_forward.run_as_stage(stage, ranges[stage], stage_input):
@@ -310,7 +310,7 @@ class PipelineExecutor:
         }
         stage_group, key = self.staged.stage_group, (schedule.name, schedule.num_microbatches)
         if key not in self._messages:
-            self._messages[key] = plan_messages(
+            self._messages[key] = plan_rank_messages(
                 schedule, stage_group.rank, in_one_queue=stage_group.is_one_queue
             )
         return P2PQueue(stage_group, self._messages[key], self.staged.pipeline.rank_of_stage, specs)
@@ -369,7 +369,7 @@ def _list_forward_actions(pipeline: Pipeline, num_microbatches: int) -> Schedule
     rows = tuple(
         tuple(
             Action("F", stage, index)
-            for stage in pipeline.stages_of(rank)
+            for stage in pipeline.stages_of_rank(rank)
             for index in range(num_microbatches)
         )
         for rank in range(pipeline.num_ranks)

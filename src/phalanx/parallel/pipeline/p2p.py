@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.mesh.devices import is_cpu
-from phalanx.plan.pipeline.messages import Messages, P2PMessage
+from phalanx.plan.pipeline.messages import P2PMessage, RankMessages
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class P2PQueue:
     def __init__(
         self,
         stage_group: StageGroup,
-        messages: Messages,
+        messages: RankMessages,
         rank_of_stage: Sequence[int],
         specs: Mapping[tuple[int, int], TensorSpec],
     ) -> None:

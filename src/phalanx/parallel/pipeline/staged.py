@@ -28,7 +28,7 @@ class PipelineStageGroup:
 
     @property
     def stages_of_this_rank(self) -> tuple[int, ...]:
-        return self.pipeline.stages_of(self.stage_group.rank)
+        return self.pipeline.stages_of_rank(self.stage_group.rank)
 
     @property
     def last_rank(self) -> int:

@@ -59,9 +59,9 @@ class PipelineStages:
         context.copies.update(
             {name: (ranks.index(own_rank), len(ranks)) for name, ranks in holders.items()}
         )
-        ranges = pipeline.stages.ranges
+        ranges = pipeline.stages.block_ranges
         rank_blocks: list[int] = []
-        for stage in pipeline.stages_of(own_rank):
+        for stage in pipeline.stages_of_rank(own_rank):
             rank_blocks += range(*ranges[stage])
         blocks = context.blocks
         rank_parts = holding.find_modules_of_blocks(rank_blocks)
@@ -144,7 +144,9 @@ class ParameterPlacement:
         prefixes = {id(block): full_name(name) for name, block in module.named_modules()}
         # With a dot at the end: layers.1 is no prefix of layers.10.
         self._block_of = {f"{prefixes[id(block)]}.": index for index, block in enumerate(blocks)}
-        self._stage_of_block = [pipeline.stages.stage_of(index) for index in range(len(blocks))]
+        self._stage_of_block = [
+            pipeline.stages.stage_of_block(index) for index in range(len(blocks))
+        ]
         self._names = {full_name(name) for name, _ in module.named_modules()} - {""}
         parameters = [
             (full_name(name), p) for name, p in module.named_parameters(remove_duplicate=False)

@@ -17,7 +17,7 @@ from phalanx.parallel.protocol import Order, ParallelContext
 from phalanx.parallel.recompute.contexts import recompute_contexts, selective_contexts
 from phalanx.parallel.recompute.segment import RecomputeSegment
 from phalanx.plan.plan import Plan
-from phalanx.plan.segments import Segment, list_segments
+from phalanx.plan.segments import Segment, list_recompute_segments
 
 
 class Recompute:
@@ -49,10 +49,10 @@ def list_segments_of_rank(context: ParallelContext) -> Iterator[Segment]:
     planned = find_segments(context.plan, sum(pipeline.stages.num_blocks))
     mode = context.plan.activations.recompute
     for stage in staged.stages_of_this_rank:
-        stage_start, end = pipeline.stages.ranges[stage]
+        stage_start, end = pipeline.stages.block_ranges[stage]
         if stage_start == end:
             continue
-        rank_segments = list_segments("sqrt", end - stage_start) if mode == "sqrt" else ()
+        rank_segments = list_recompute_segments("sqrt", end - stage_start) if mode == "sqrt" else ()
         for segment in planned if mode != "sqrt" else ():
             start, stop = max(segment.start, stage_start), min(segment.stop, end)
             if start < stop:
@@ -78,7 +78,7 @@ def find_segments(plan: Plan, num_blocks: int) -> tuple[Segment, ...]:
             f" {num_blocks}",
             fix="set train.recompute to selective, full, every-k or sqrt",
         )
-    return list_segments(policy.recompute, num_blocks, policy.recompute_every)
+    return list_recompute_segments(policy.recompute, num_blocks, policy.recompute_every)
 
 
 def _recompute(block: nn.Module, segment: Segment, context: ParallelContext) -> None:

@@ -22,7 +22,7 @@ from phalanx.parallel.pipeline.weight_grads import (
     linear_with_deferred_gradient,
 )
 from phalanx.parallel.tensor.overlap import multiply_row_in_chunks
-from phalanx.plan.rules import CountAttribute, Rule
+from phalanx.plan.rules import CountAttribute, ShardingRule
 
 
 def num_outputs(part: nn.Module) -> int:
@@ -201,7 +201,7 @@ def divide_count_attribute(part: nn.Module, name: str, count: CountAttribute, tp
     where = f"{name}.{count.attribute}"
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise LayoutError(f"{where} is {value!r}, not a number of heads or features to divide")
-    share = count.share(value, tp)
+    share = count.divide_by_tp(value, tp)
     if share is None:
         of = f" of {count.heads} heads" if count.heads else ""
         raise LayoutError(f"tp {tp} does not divide {where}, which is {value}{of}")
@@ -217,11 +217,11 @@ class ModelOutputTagger:
         group: TensorGroup,
         vocabularies: Sequence[tuple[nn.Module, VocabularyShard]],
         cut: Sequence[nn.Module],
-        columns: Sequence[tuple[nn.Module, Rule]],
+        columns: Sequence[tuple[nn.Module, ShardingRule]],
     ) -> None:
         self._group, self._vocabularies, self._cut = group, vocabularies, cut
         self._logits: torch.Tensor | None = None
-        self._last_of_column: tuple[torch.Tensor, Rule] | None = None
+        self._last_of_column: tuple[torch.Tensor, ShardingRule] | None = None
         for part, rule in columns:
             part.register_forward_hook(functools.partial(self._note_column_output, rule))
         for part, _ in vocabularies:
@@ -232,7 +232,7 @@ class ModelOutputTagger:
         self._logits = output
 
     def _note_column_output(
-        self, rule: Rule, part: nn.Module, args: Any, output: torch.Tensor
+        self, rule: ShardingRule, part: nn.Module, args: Any, output: torch.Tensor
     ) -> None:
         self._last_of_column = output, rule
 

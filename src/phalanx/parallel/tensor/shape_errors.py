@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from phalanx.core.errors import LayoutError
 from phalanx.plan.rule_checks import missing_row_rule_error
-from phalanx.plan.rules import Rule
+from phalanx.plan.rules import ShardingRule
 
 SHAPE_ERROR_PATTERNS = (
     r"mat1 and mat2 shapes cannot be multiplied \(\d+x(\d+) and (\d+)x\d+\)",
@@ -27,7 +27,7 @@ class UngatheredColumn:
     """
 
     name: str
-    rule: Rule
+    rule: ShardingRule
     full_size: int
     rank_size: int
     has_row: bool

@@ -24,12 +24,12 @@ from phalanx.parallel.tensor import modules as tp_modules
 from phalanx.parallel.tensor.dropout import PartialDropoutCheck, partial_dropout_error
 from phalanx.parallel.tensor.overlap import overlap_columns
 from phalanx.parallel.tensor.shape_errors import UngatheredColumn
-from phalanx.plan.rule_checks import require_cuttable, require_fused_expert_parts
-from phalanx.plan.rules import CUTTING_KINDS, DimSlice, Rule, find_rule
+from phalanx.plan.rule_checks import require_cuttable_layer, require_fused_expert_parts
+from phalanx.plan.rules import CUTTING_KINDS, DimSlice, ShardingRule, find_matching_rule
 
 
 def shard_module(
-    module: nn.Module, group: TensorGroup, rules: Sequence[Rule]
+    module: nn.Module, group: TensorGroup, rules: Sequence[ShardingRule]
 ) -> dict[str, TensorParallelCut]:
     """Cut a module in place, for one rank of `group`."""
     sharder = ModuleSharder(module, group, rules)
@@ -46,7 +46,7 @@ class ModuleSharder:
 
     module: nn.Module
     group: TensorGroup
-    rules: Sequence[Rule]
+    rules: Sequence[ShardingRule]
     cuts: dict[str, TensorParallelCut] = field(default_factory=dict)
     # Modules of which another stage of a pipeline holds parameters.
     absent: frozenset[str] = frozenset()
@@ -58,15 +58,15 @@ class ModuleSharder:
 
     def __post_init__(self) -> None:
         self._modules = {full_name(name): part for name, part in self.module.named_modules()}
-        self._rules: dict[str, Rule] = {}
+        self._rules: dict[str, ShardingRule] = {}
         for name in self._modules:
-            rule = find_rule(self.rules, name)
+            rule = find_matching_rule(self.rules, name)
             if rule is not None and name in self.absent:
                 self._cut_sequence_after_absent_embedding(self._modules[name], rule)
             elif rule is not None:
                 self._rules[name] = rule
 
-    def _cut_sequence_after_absent_embedding(self, part: nn.Module, rule: Rule) -> None:
+    def _cut_sequence_after_absent_embedding(self, part: nn.Module, rule: ShardingRule) -> None:
         """Cut the sequence behind an embedding whose parameters another stage holds: what this
         stage has beside it, tied to its head say, is cut there, and they are added."""
         is_embedding = rule.kind in ("vocab", "sequence") and isinstance(part, nn.Embedding)
@@ -86,12 +86,12 @@ class ModuleSharder:
         self._require_cut_sequence()
         self._watch_outputs()
 
-    def _apply_rule(self, name: str, part: nn.Module, rule: Rule) -> None:
+    def _apply_rule(self, name: str, part: nn.Module, rule: ShardingRule) -> None:
         for count in rule.divide:
             tp_modules.divide_count_attribute(part, name, count, self.group.size)
         if rule.kind in CUTTING_KINDS:
             kind = classify_module(part, is_attention=self._is_attention(name))
-            require_cuttable(rule, name, kind)
+            require_cuttable_layer(rule, name, kind)
         apply_rule = {
             "column": self._shard_column,
             "row": self._shard_row,
@@ -218,7 +218,7 @@ class ModuleSharder:
 
     # Each kind of rule
 
-    def _shard_column(self, name: str, part: nn.Module, rule: Rule) -> None:
+    def _shard_column(self, name: str, part: nn.Module, rule: ShardingRule) -> None:
         spans = self._find_spans_of_rank(rule, tp_modules.num_outputs(part), name)
         self._shard_parameter(name, part, "weight", output_dim(part), spans)
         self._shard_parameter(name, part, "bias", 0, spans)
@@ -241,14 +241,14 @@ class ModuleSharder:
                 )
             )
 
-    def _output_sizes(self, rule: Rule, name: str, part: nn.Module) -> tuple[int, ...]:
+    def _output_sizes(self, rule: ShardingRule, name: str, part: nn.Module) -> tuple[int, ...]:
         total = self.cuts[f"{name}.weight"].global_shape[output_dim(part)]
         return tuple(
-            _total_length(rule.spans(total, self.group.size, r, name=name))
+            _total_length(rule.list_rank_slices(total, self.group.size, r, name=name))
             for r in range(self.group.size)
         )
 
-    def _shard_row(self, name: str, part: nn.Module, rule: Rule) -> None:
+    def _shard_row(self, name: str, part: nn.Module, rule: ShardingRule) -> None:
         spans = self._find_spans_of_rank(rule, tp_modules.num_inputs(part), name)
         self._shard_parameter(name, part, "weight", input_dim(part), spans)
         if rule.unsummed:
@@ -256,7 +256,7 @@ class ModuleSharder:
         else:
             tp_modules.make_row_parallel(part, name, self.group, _total_length(spans))
 
-    def _shard_experts(self, name: str, part: nn.Module, rule: Rule) -> None:
+    def _shard_experts(self, name: str, part: nn.Module, rule: ShardingRule) -> None:
         if self.group.cuts_sequence:
             raise LayoutError(
                 f"{name} gets rows of tokens, of which nobody knows the sequence",
@@ -285,12 +285,12 @@ class ModuleSharder:
         # Each rank has a part of every expert's features: their sum is the experts' output.
         part.register_forward_hook(lambda module, args, output: self.group.leave(output))
 
-    def _shard_vocabulary(self, name: str, part: nn.Module, rule: Rule) -> None:
+    def _shard_vocabulary(self, name: str, part: nn.Module, rule: ShardingRule) -> None:
         is_embedding = isinstance(part, nn.Embedding)
         total = part.num_embeddings if is_embedding else tp_modules.num_outputs(part)
         spans = self._find_spans_of_rank(rule, total, name)
         sizes = [
-            _total_length(rule.spans(total, self.group.size, r, name=name))
+            _total_length(rule.list_rank_slices(total, self.group.size, r, name=name))
             for r in range(self.group.size)
         ]
         vocabulary = VocabularyShard(self.group, tuple(sizes))
@@ -305,7 +305,7 @@ class ModuleSharder:
             )
         self._vocabularies.append((part, vocabulary))
 
-    def _mark_region(self, name: str, part: nn.Module, rule: Rule) -> None:
+    def _mark_region(self, name: str, part: nn.Module, rule: ShardingRule) -> None:
         columns = []
         for inner in self._list_sharded_modules("column"):
             if self._find_region(inner) == name:
@@ -322,11 +322,11 @@ class ModuleSharder:
             functools.partial(tp_modules.enter_region, self.group, rule.argument), with_kwargs=True
         )
 
-    def _mark_sequence(self, name: str, part: nn.Module, rule: Rule) -> None:
+    def _mark_sequence(self, name: str, part: nn.Module, rule: ShardingRule) -> None:
         part.register_forward_hook(functools.partial(tp_modules.keep_own_tokens, self.group))
 
-    def _find_spans_of_rank(self, rule: Rule, size: int, name: str) -> list[DimSlice]:
-        return rule.spans(size, self.group.size, self.group.rank, name=name)
+    def _find_spans_of_rank(self, rule: ShardingRule, size: int, name: str) -> list[DimSlice]:
+        return rule.list_rank_slices(size, self.group.size, self.group.rank, name=name)
 
     # Parameters
 

@@ -30,7 +30,7 @@ from phalanx.plan.rule_checks import (
     missing_rules_error,
     require_rule_matches_module,
 )
-from phalanx.plan.rules import CUTTING_KINDS, Rule, parse_rules
+from phalanx.plan.rules import CUTTING_KINDS, ShardingRule, parse_sharding_rules
 
 
 class TensorParallel:
@@ -78,7 +78,7 @@ class TensorParallel:
 
 def collect_shard_rules(
     module: nn.Module, job_rules: Mapping[str, str], names: Iterable[str]
-) -> tuple[Rule, ...]:
+) -> tuple[ShardingRule, ...]:
     """The job's rules, then those that the model brings (`shard_rules`).
 
     Raises LayoutError where there are none.
@@ -90,7 +90,7 @@ def collect_shard_rules(
         for pattern, text in read_shard_rules(module).items()
         if pattern not in job_rules
     }
-    rules = parse_rules({**job_rules, **brought})
+    rules = parse_sharding_rules({**job_rules, **brought})
     if not any(rule.kind in CUTTING_KINDS for rule in rules):
         raise missing_rules_error(type(module).__name__)
     require_rule_matches_module(rules, list(names))

@@ -8,33 +8,33 @@ from typing import Any
 
 from phalanx.core.errors import PhalanxError
 from phalanx.job.schema import Job
-from phalanx.plan.advice.check_rules import check_rules_of_thumb
-from phalanx.plan.advice.decision_tables import TableAnswer, ask_decision_tables
+from phalanx.plan.advice.check_rules import evaluate_rules_of_thumb
+from phalanx.plan.advice.decision_tables import TableAnswer, look_up_decision_tables
 from phalanx.plan.advice.facts import BatchFacts, HardwareFacts, ModelFacts, PlanFacts
 from phalanx.plan.advice.rule import RuleVerdict
 from phalanx.plan.cluster import Cluster, rank_memory_bytes
 from phalanx.plan.pipeline.bubble import find_busiest_rank
-from phalanx.plan.pipeline.costs import model_part_costs
+from phalanx.plan.pipeline.costs import compute_model_part_costs
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.plan.search.step_times import (
     build_machine_rates,
-    describe_setup,
+    build_step_setup,
     estimate_planned_step,
 )
-from phalanx.plan.timing.block import BlockTimer
-from phalanx.plan.timing.columns import build_columns
-from phalanx.plan.timing.constants import load_constants
+from phalanx.plan.timing.block import BlockTimeEstimator
+from phalanx.plan.timing.columns import build_setup_columns
+from phalanx.plan.timing.constants import load_timing_constants
 from phalanx.plan.timing.machine import LinkRate
-from phalanx.plan.timing.matmul import peak_precision
+from phalanx.plan.timing.matmul import choose_peak_precision
 from phalanx.plan.timing.setup import StepSetup
-from phalanx.plan.timing.step import estimate_step
+from phalanx.plan.timing.step import estimate_step_times
 from phalanx.plan.timing.step_time import StepTime
 
 # Enough for any plan: what it needs is asked, not whether it fits.
 UNLIMITED_GIB = 1e9
 # Times the tokens of a micro-batch at which the last wave of tiles no longer counts.
-MANY_TOKENS = 64
+SATURATING_TOKENS_FACTOR = 64
 GB = 1e9
 
 
@@ -70,7 +70,7 @@ def advise_on_plan(
 
     `time` is predicted where it is not given. Plans once more for what other choices would need.
     """
-    setup, machine = describe_setup(job, plan), build_machine_rates(cluster)
+    setup, machine = build_step_setup(job, plan), build_machine_rates(cluster)
     if time is None and machine is not None:
         time = estimate_planned_step(job, plan, plan.model_shape, machine)
     facts = collect_plan_facts(job, plan, cluster, setup, time)
@@ -79,8 +79,8 @@ def advise_on_plan(
         facts,
         setup,
         time,
-        tuple(check_rules_of_thumb(facts)),
-        tuple(ask_decision_tables(facts)),
+        tuple(evaluate_rules_of_thumb(facts)),
+        tuple(look_up_decision_tables(facts)),
     )
 
 
@@ -93,8 +93,8 @@ def collect_plan_facts(
         terms_s = time.terms
     activations_are_known = plan.model_shape.activations is not None
     facts = PlanFacts(
-        describe_model(job, plan),
-        describe_hardware(job, plan, cluster),
+        collect_model_facts(job, plan),
+        collect_hardware_facts(job, plan, cluster),
         plan.layout,
         BatchFacts(
             job.data.seq_len, plan.micro_batch_size, plan.num_microbatches, plan.global_batch_size
@@ -112,21 +112,21 @@ def collect_plan_facts(
         peak_bytes=plan.chosen.total_bytes if activations_are_known else None,
         capacity_bytes=plan.capacity_bytes,
     )
-    data_parallel_bytes, data_parallel_step_s = _plan_data_parallel(job, plan, cluster)
+    data_parallel_bytes, data_parallel_step_s = _predict_zero3_bytes_and_seconds(job, plan, cluster)
     return replace(
         facts,
-        bubble=_find_bubble(plan),
-        busiest_stage_ratio=_find_busiest_stage(job, plan),
-        wave_loss=_find_wave_loss(plan, cluster, setup),
-        single_domain_efficiency=_compare_with_one_domain(plan, cluster, setup, time),
+        bubble=_predict_pipeline_bubble(plan),
+        busiest_stage_ratio=_compute_busiest_rank_ratio(job, plan),
+        wave_loss=_estimate_wave_quantization_loss(plan, cluster, setup),
+        single_domain_efficiency=_compute_step_ratio_with_fast_links(plan, cluster, setup, time),
         data_parallel_bytes=data_parallel_bytes,
         data_parallel_step_s=data_parallel_step_s,
-        smaller_zero_bytes=_find_smaller_zero_bytes(plan),
-        plain_bytes=_count_plain_bytes(job, plan, cluster),
+        smaller_zero_bytes=_find_lower_zero_stage_bytes(plan),
+        plain_bytes=_predict_bytes_without_recompute(job, plan, cluster),
     )
 
 
-def describe_model(job: Job, plan: Plan) -> ModelFacts:
+def collect_model_facts(job: Job, plan: Plan) -> ModelFacts:
     """The sizes of a plan's model."""
     shape = plan.model_shape
     work = shape.work(job.data.seq_len)
@@ -147,7 +147,7 @@ def describe_model(job: Job, plan: Plan) -> ModelFacts:
     )
 
 
-def describe_hardware(job: Job, plan: Plan, cluster: Cluster) -> HardwareFacts:
+def collect_hardware_facts(job: Job, plan: Plan, cluster: Cluster) -> HardwareFacts:
     """The devices and links of a cluster, as rules read them."""
     memory_bytes = rank_memory_bytes(job, cluster, plan.world_size)
     hardware = HardwareFacts(
@@ -163,18 +163,18 @@ def describe_hardware(job: Job, plan: Plan, cluster: Cluster) -> HardwareFacts:
     network_gb_s = None
     if len(machine.links) > 1:
         network_gb_s = min(link.effective_bytes_s for link in machine.links[1:]) / GB
-    precision = describe_setup(job, plan).precision
+    precision = build_step_setup(job, plan).precision
     return replace(
         hardware,
         link_domain=cluster.link_domain,
-        peak_flops=machine.accelerator.peak_flops(peak_precision(machine, precision)),
+        peak_flops=machine.accelerator.peak_flops(choose_peak_precision(machine, precision)),
         memory_gb_s=machine.accelerator.memory_gb_s,
         link_gb_s=machine.links[0].effective_bytes_s / GB,
         network_gb_s=network_gb_s,
     )
 
 
-def _find_bubble(plan: Plan) -> float | None:
+def _predict_pipeline_bubble(plan: Plan) -> float | None:
     if plan.pipeline is None:
         return None
     timeline = plan.pipeline.timeline()
@@ -183,35 +183,41 @@ def _find_bubble(plan: Plan) -> float | None:
     return float(timeline.bubble)
 
 
-def _find_busiest_stage(job: Job, plan: Plan) -> float | None:
+def _compute_busiest_rank_ratio(job: Job, plan: Plan) -> float | None:
     if plan.pipeline is None or plan.model_shape.flops(job.data.seq_len) is None:
         return None
-    costs = model_part_costs(job, plan.model_shape).layer_costs
+    costs = compute_model_part_costs(job, plan.model_shape).layer_costs
     stages = plan.pipeline.stages
-    _, ratio = find_busiest_rank(costs.of_stages(stages), plan.pipeline.rank_of_stage)
+    _, ratio = find_busiest_rank(costs.sum_by_stage(stages), plan.pipeline.rank_of_stage)
     return float(ratio)
 
 
-def _find_wave_loss(plan: Plan, cluster: Cluster, setup: StepSetup) -> float | None:
+def _estimate_wave_quantization_loss(
+    plan: Plan, cluster: Cluster, setup: StepSetup
+) -> float | None:
     """The part of the blocks' products that would be saved at the speed of many tokens."""
     machine, work = build_machine_rates(cluster), plan.model_shape.work(setup.seq_len)
     if machine is None or work is None:
         return None
     seconds = []
-    for times in (1, MANY_TOKENS):
+    for times in (1, SATURATING_TOKENS_FACTOR):
         many = replace(setup, micro_batch_size=setup.micro_batch_size * times)
-        timer = BlockTimer(
-            machine, setup.precision, build_columns([many]), load_constants(), work.num_tokens
+        timer = BlockTimeEstimator(
+            machine,
+            setup.precision,
+            build_setup_columns([many]),
+            load_timing_constants(),
+            work.num_tokens,
         )
         total = 0.0
         for block, count in work.block_kinds:
             for matmul in block.matmuls:
-                total += count * float(timer.time_matmul(matmul)[0][0])
+                total += count * float(timer.estimate_matmul_times(matmul)[0][0])
         seconds.append(total / times)
     return max(0.0, 1 - seconds[1] / seconds[0])
 
 
-def _compare_with_one_domain(
+def _compute_step_ratio_with_fast_links(
     plan: Plan, cluster: Cluster, setup: StepSetup, time: StepTime | None
 ) -> float | None:
     """Seconds of the step with every link as fast as inside a node, in parts of the predicted."""
@@ -219,11 +225,13 @@ def _compare_with_one_domain(
     if machine is None or time is None:
         return None
     inner = LinkRate(2**31, machine.links[0].effective_bytes_s)
-    near = estimate_step(plan.model_shape, replace(machine, links=(inner,)), setup)
+    near = estimate_step_times(plan.model_shape, replace(machine, links=(inner,)), setup)
     return min(1.0, near.total_s / time.total_s)
 
 
-def _plan_data_parallel(job: Job, plan: Plan, cluster: Cluster) -> tuple[int | None, float | None]:
+def _predict_zero3_bytes_and_seconds(
+    job: Job, plan: Plan, cluster: Cluster
+) -> tuple[int | None, float | None]:
     """(bytes per rank, seconds of a step) of ZeRO-3 over all ranks, for a plan with model
     parallelism; None where there is no such plan, or its time is not predicted."""
     layout = plan.layout
@@ -234,19 +242,19 @@ def _plan_data_parallel(job: Job, plan: Plan, cluster: Cluster) -> tuple[int | N
          "sequence_parallel", "stages_per_rank")
     )  # fmt: skip
     changes = {"parallel": {**alone, "zero_stage": 3, "stage_blocks": ()}}
-    other = find_changed_plan(job, plan, cluster, changes)
+    other = plan_changed_job(job, plan, cluster, changes)
     if other is None:
         return None, None
     machine, step_s = build_machine_rates(cluster), None
     if machine is not None:
         time = estimate_planned_step(
-            change_job(job, plan, changes), other, plan.model_shape, machine
+            change_job_keys(job, plan, changes), other, plan.model_shape, machine
         )
         step_s = None if time is None else time.total_s
     return other.chosen.total_bytes, step_s
 
 
-def _find_smaller_zero_bytes(plan: Plan) -> int | None:
+def _find_lower_zero_stage_bytes(plan: Plan) -> int | None:
     """Bytes per rank of the ZeRO stage below, where the plan weighed it."""
     for candidate in plan.alternatives:
         if candidate.zero_stage == plan.chosen.zero_stage - 1:
@@ -254,28 +262,30 @@ def _find_smaller_zero_bytes(plan: Plan) -> int | None:
     return None
 
 
-def _count_plain_bytes(job: Job, plan: Plan, cluster: Cluster) -> int | None:
+def _predict_bytes_without_recompute(job: Job, plan: Plan, cluster: Cluster) -> int | None:
     """Bytes per rank without recomputation, for a plan that has some; else None."""
     if plan.activations.recompute == "none":
         return None
     plain = {"recompute": "none", "recompute_every": None, "recompute_budget_gib": None}
-    other = find_changed_plan(job, plan, cluster, {"train": plain})
+    other = plan_changed_job(job, plan, cluster, {"train": plain})
     return None if other is None else other.chosen.total_bytes
 
 
-def find_changed_plan(
+def plan_changed_job(
     job: Job, plan: Plan, cluster: Cluster, changes: Mapping[str, Mapping[str, Any]]
 ) -> Plan | None:
     """The plan of the job with other values of some keys, however much memory it needs; None where
     that is no plan."""
     unlimited = replace(cluster, memory_bytes=round(UNLIMITED_GIB * 2**30))
     try:
-        return make_plan(change_job(job, plan, changes), cluster=unlimited, shape=plan.model_shape)
+        return make_plan(
+            change_job_keys(job, plan, changes), cluster=unlimited, shape=plan.model_shape
+        )
     except PhalanxError:
         return None
 
 
-def change_job(job: Job, plan: Plan, changes: Mapping[str, Mapping[str, Any]]) -> Job:
+def change_job_keys(job: Job, plan: Plan, changes: Mapping[str, Mapping[str, Any]]) -> Job:
     """The job with other values of some keys, and as many ranks as the plan has."""
     sections: dict[str, dict[str, Any]] = {name: dict(keys) for name, keys in changes.items()}
     sections["parallel"] = {"ranks": plan.world_size} | sections.get("parallel", {})

@@ -29,11 +29,11 @@ class TableRow:
         """True if the row is about such a model on such a cluster."""
         if self.experts and not facts.model.num_experts:
             return False
-        if not _is_between(facts.model.num_params / 1e9, self.params):
+        if not _is_in_range(facts.model.num_params / 1e9, self.params):
             return False
-        if not _is_between(facts.hardware.num_devices, self.devices):
+        if not _is_in_range(facts.hardware.num_devices, self.devices):
             return False
-        return self.fits == "" or _fits_inside(facts, self.fits)
+        return self.fits == "" or _has_room_for_states(facts, self.fits)
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,12 @@ def load_decision_tables() -> tuple[DecisionTable, ...]:
     text = files("phalanx.plan.advice").joinpath("decision_tables.toml").read_text("utf-8")
     tables = []
     for entry in tomllib.loads(text)["tables"]:
-        rows = tuple(_read_row(row) for row in entry["rows"])
+        rows = tuple(_parse_table_row(row) for row in entry["rows"])
         tables.append(DecisionTable(entry["name"], rows, entry["note"]))
     return tuple(tables)
 
 
-def _read_row(entry: dict[str, Any]) -> TableRow:
+def _parse_table_row(entry: dict[str, Any]) -> TableRow:
     values = dict(entry)
     values["uses"] = tuple(frozenset(names) for names in entry["uses"])
     for key in ("params", "devices"):
@@ -77,21 +77,21 @@ def _read_row(entry: dict[str, Any]) -> TableRow:
     return TableRow(**values)
 
 
-def ask_decision_tables(facts: PlanFacts) -> list[TableAnswer]:
+def look_up_decision_tables(facts: PlanFacts) -> list[TableAnswer]:
     """What every table says for this model and cluster, beside what the plan uses."""
-    used = list_mechanisms(facts)
+    used = list_plan_mechanisms(facts)
     answers = []
     for table in load_decision_tables():
         row = next((row for row in table.rows if row.matches(facts)), None)
         if row is None:
             answers.append(TableAnswer(table.name, "nothing for this job", None, "", table.note))
             continue
-        difference = min((_describe_difference(used, uses) for uses in row.uses), key=len)
+        difference = min((_describe_mechanism_difference(used, uses) for uses in row.uses), key=len)
         answers.append(TableAnswer(table.name, row.says, not difference, difference, table.note))
     return answers
 
 
-def list_mechanisms(facts: PlanFacts) -> frozenset[str]:
+def list_plan_mechanisms(facts: PlanFacts) -> frozenset[str]:
     """The mechanisms of a plan, in the words of the tables."""
     names = {axis for axis in ("tp", "pp", "ep") if getattr(facts.layout, axis) > 1}
     if facts.zero_stage:
@@ -101,7 +101,7 @@ def list_mechanisms(facts: PlanFacts) -> frozenset[str]:
     return frozenset(names)
 
 
-def _describe_difference(used: frozenset[str], uses: frozenset[str]) -> str:
+def _describe_mechanism_difference(used: frozenset[str], uses: frozenset[str]) -> str:
     """'it has tp, the plan zero2'; "" where they are the same.
 
     A table that says nothing of ZeRO leaves it open: stage 1 goes with anything.
@@ -118,12 +118,12 @@ def _describe_difference(used: frozenset[str], uses: frozenset[str]) -> str:
     return "; ".join(parts)
 
 
-def _is_between(value: float, bounds: tuple[float, float]) -> bool:
+def _is_in_range(value: float, bounds: tuple[float, float]) -> bool:
     low, high = bounds
     return value >= low and (high == 0 or value < high)
 
 
-def _fits_inside(facts: PlanFacts, where: str) -> bool:
+def _has_room_for_states(facts: PlanFacts, where: str) -> bool:
     memory_bytes = facts.hardware.memory_bytes
     if where == "node":
         memory_bytes *= facts.hardware.devices_per_node

@@ -13,13 +13,13 @@ from phalanx.core.errors import UsageError, did_you_mean
 from phalanx.core.units import format_bytes, format_seconds
 from phalanx.plan.advice.formula_trace import FormulaCall, FormulaLine, trace_formulas
 
-TIMING = tuple(
+TIME_FORMULA_MODULES = tuple(
     f"phalanx.plan.timing.{name}"
     for name in (
         "attention", "block", "collectives", "data_parallel", "matmul", "pipeline", "step",
     )
 )  # fmt: skip
-MEMORY = (
+MEMORY_FORMULA_MODULES = (
     "phalanx.plan.candidates",
     "phalanx.plan.memory",
     "phalanx.plan.communication",
@@ -29,42 +29,64 @@ MEMORY = (
 # Functions that say how a term comes about, from the parts to the sum.
 TIME_FORMULAS: dict[str, tuple[str, ...]] = {
     "ideal": ("_ideal_s",),
-    "matmul loss": ("dense_flops_s", "time_matmul", "matmul_s"),
-    "attention": ("time_attention", "_time_flash", "_time_unfused"),
-    "elementwise": ("memory_s", "_time_elementwise"),
-    "tp": ("_time_tp", "all_reduce_s", "hide_collective"),
-    "cp": ("_time_cp", "all_gather_s"),
-    "ep": ("_time_ep", "all_to_all_s"),
-    "bubble": ("bubble_s", "_slowest_stage_s", "_idle_share", "send_s"),
-    "dp exposed": ("expose_communication", "hide_collective", "all_gather_s"),
-    "optimizer": ("optimizer_s",),
-    "offload": ("optimizer_s",),
-    "launch": ("_add_launch",),
+    "matmul loss": ("compute_dense_flops_s", "estimate_matmul_times", "estimate_matmul_s"),
+    "attention": (
+        "estimate_attention_times",
+        "_estimate_flash_attention_times",
+        "_estimate_unfused_attention_times",
+    ),
+    "elementwise": ("memory_traffic_s", "_estimate_elementwise_times"),
+    "tp": ("_estimate_tp_times", "all_reduce_s", "estimate_exposed_collective_s"),
+    "cp": ("_estimate_cp_times", "all_gather_s"),
+    "ep": ("_estimate_ep_s", "all_to_all_s"),
+    "bubble": ("estimate_bubble_s", "_slowest_stage_s", "_idle_s_per_other_stage", "p2p_send_s"),
+    "dp exposed": (
+        "estimate_exposed_communication_s",
+        "estimate_exposed_collective_s",
+        "all_gather_s",
+    ),
+    "optimizer": ("estimate_optimizer_s",),
+    "offload": ("estimate_optimizer_s",),
+    "launch": ("_add_launch_wait",),
     "jitter": ("_jitter_share",),
 }
 MEMORY_FORMULAS: dict[str, tuple[str, ...]] = {
-    "parameters": ("state_bytes", "_state_bytes", "zero_state_bytes"),
-    "gradients": ("state_bytes", "_state_bytes", "zero_state_bytes"),
-    "optimizer state": ("state_bytes", "_state_bytes", "zero_state_bytes"),
+    "parameters": ("state_bytes", "_predict_state_and_buffer_bytes", "zero_state_bytes"),
+    "gradients": ("state_bytes", "_predict_state_and_buffer_bytes", "zero_state_bytes"),
+    "optimizer state": ("state_bytes", "_predict_state_and_buffer_bytes", "zero_state_bytes"),
     "activations": (
-        "activation_bytes", "activation_bytes_on_device", "stage_bytes", "peak_segment_bytes",
-        "_bytes_of_segment", "_activation_bytes_outside_blocks",
+        "activation_bytes",
+        "activation_bytes_on_device",
+        "predict_stage_bytes",
+        "peak_segment_bytes",
+        "_count_segment_saved_and_redone_bytes",
+        "_activation_bytes_outside_blocks",
     ),
-    "loss": ("loss_bytes", "stage_bytes"),
+    "loss": ("loss_bytes", "predict_stage_bytes"),
     "communication": (
-        "communication_bytes", "fsdp_unit_params", "_message_bytes", "cp_buffer_bytes",
+        "communication_bytes",
+        "count_fsdp_unit_params",
+        "_predict_p2p_message_bytes",
+        "cp_buffer_bytes",
         "ep_buffer_bytes",
     ),
     "compression": (),
-    "allocator": ("retained_bytes", "retained_gradient_bytes", "adjust_memory_for_device"),
-    "staging": ("staging_bytes", "rank_staging_bytes"),
-}  # fmt: skip
+    "allocator": (
+        "estimate_retained_bytes",
+        "estimate_retained_gradient_bytes",
+        "adjust_memory_for_device",
+    ),
+    "staging": ("staging_bytes", "predict_rank_staging_bytes"),
+}
 # Where the terms of a step are put together.
-_SUMS = ("run", "_sum_parts")
-_MEMORY_SUMS = (
-    "rank_memory", "pipeline_memory", "_state_bytes", "_add_communication_buffers",
+_TIME_SUM_FUNCTIONS = ("estimate", "_sum_block_parts")
+_MEMORY_SUM_FUNCTIONS = (
+    "predict_rank_memory",
+    "predict_pipeline_memory",
+    "_predict_state_and_buffer_bytes",
+    "_add_communication_buffers",
     "adjust_memory_for_device",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -82,9 +104,11 @@ class ExplainedTerm:
     def to_json(self) -> dict[str, Any]:
         calls = []
         for call in self.calls:
-            lines = [_line_to_json(line) for line, _ in _list_last_runs(call.lines)]
+            lines = [
+                _formula_line_to_json(line) for line, _ in _list_last_run_of_each_line(call.lines)
+            ]
             calls.append({"function": f"{call.module}.{call.function}", "lines": lines})
-        sums = [_line_to_json(line) for line in self.sums]
+        sums = [_formula_line_to_json(line) for line in self.sums]
         return {
             "term": self.term,
             "value": self.value,
@@ -94,7 +118,7 @@ class ExplainedTerm:
         }
 
 
-def _line_to_json(line: FormulaLine) -> dict[str, Any]:
+def _formula_line_to_json(line: FormulaLine) -> dict[str, Any]:
     return {
         "target": line.target,
         "expression": line.expression,
@@ -103,23 +127,23 @@ def _line_to_json(line: FormulaLine) -> dict[str, Any]:
     }
 
 
-def list_terms() -> tuple[str, ...]:
+def list_explainable_terms() -> tuple[str, ...]:
     """The names that `--explain` knows."""
     return (*TIME_FORMULAS, *MEMORY_FORMULAS)
 
 
-def find_term(name: str) -> str:
+def parse_term_name(name: str) -> str:
     """The term called `name`; "-" and "_" stand for the space.
 
     Raises UsageError, listing the terms, for another.
     """
     term = name.strip().lower().replace("-", " ").replace("_", " ")
-    if term in list_terms():
+    if term in list_explainable_terms():
         return term
-    names = ", ".join(term.replace(" ", "-") for term in list_terms())
+    names = ", ".join(term.replace(" ", "-") for term in list_explainable_terms())
     raise UsageError(
         f"{name!r} is no term of a plan",
-        fix=did_you_mean(term, list_terms()) or f"one of {names}",
+        fix=did_you_mean(term, list_explainable_terms()) or f"one of {names}",
     )
 
 
@@ -127,13 +151,15 @@ def explain_time_term(
     term: str, terms_s: Mapping[str, float], compute: Callable[[], Any]
 ) -> ExplainedTerm:
     """The formula of a term of the step's time; `compute` predicts the step once more."""
-    calls = trace_formulas(compute, TIMING, (*TIME_FORMULAS[term], *_SUMS))
+    calls = trace_formulas(
+        compute, TIME_FORMULA_MODULES, (*TIME_FORMULAS[term], *_TIME_SUM_FUNCTIONS)
+    )
     sums = []
     for call in calls:
-        if call.function in _SUMS:
-            sums += [line for line in call.lines if _is_about(line, term)]
+        if call.function in _TIME_SUM_FUNCTIONS:
+            sums += [line for line in call.lines if _is_line_of_term(line, term)]
     return ExplainedTerm(
-        term, terms_s[term], "s", _choose_calls(calls, TIME_FORMULAS[term]), tuple(sums)
+        term, terms_s[term], "s", _choose_largest_calls(calls, TIME_FORMULAS[term]), tuple(sums)
     )
 
 
@@ -147,13 +173,15 @@ def explain_memory_term(
     more."""
     # There is an optimizer among the terms of time, too.
     category = term.removesuffix(" state")
-    _forget_results()
-    calls = trace_formulas(compute, MEMORY, (*MEMORY_FORMULAS[term], *_MEMORY_SUMS))
+    _clear_memory_formula_caches()
+    calls = trace_formulas(
+        compute, MEMORY_FORMULA_MODULES, (*MEMORY_FORMULAS[term], *_MEMORY_SUM_FUNCTIONS)
+    )
     # A plan computes the other candidates, too.
     calls = [call for call in calls if call.variables.get("zero_stage", zero_stage) == zero_stage]
     largest: dict[tuple[str, str], FormulaLine] = {}
     for call in calls:
-        if call.function not in _MEMORY_SUMS:
+        if call.function not in _MEMORY_SUM_FUNCTIONS:
             continue
         for line in call.lines:
             key = (line.target, line.expression)
@@ -164,42 +192,44 @@ def explain_memory_term(
         term,
         float(categories.get(category, 0.0)),
         "bytes",
-        _choose_calls(calls, MEMORY_FORMULAS[term]),
+        _choose_largest_calls(calls, MEMORY_FORMULAS[term]),
         tuple(largest.values()),
     )
 
 
-def _forget_results() -> None:
+def _clear_memory_formula_caches() -> None:
     """Clear the caches of the formulas of memory: what is remembered does not run."""
-    for name in MEMORY:
+    for name in MEMORY_FORMULA_MODULES:
         for value in vars(importlib.import_module(name)).values():
             if hasattr(value, "cache_clear"):
                 value.cache_clear()
 
 
-def _is_about(line: FormulaLine, term: str) -> bool:
+def _is_line_of_term(line: FormulaLine, term: str) -> bool:
     if line.words.get("part") == term and "[part]" in line.target:
         return True
     return f"'{term}'" in line.target
 
 
-def _choose_calls(calls: list[FormulaCall], functions: tuple[str, ...]) -> tuple[FormulaCall, ...]:
+def _choose_largest_calls(
+    calls: list[FormulaCall], functions: tuple[str, ...]
+) -> tuple[FormulaCall, ...]:
     """Of each function the call with the largest result: of ten products the slowest, say."""
     chosen = []
     for function in functions:
         candidates = [call for call in calls if call.function == function]
         if candidates:
-            chosen.append(max(candidates, key=_rank_call))
+            chosen.append(max(candidates, key=_call_sort_key))
     return tuple(chosen)
 
 
-def _rank_call(call: FormulaCall) -> float:
+def _call_sort_key(call: FormulaCall) -> float:
     if call.result is not None:
         return call.result
     return sum(line.result or 0.0 for line in call.lines)
 
 
-def describe_term(explained: ExplainedTerm, total: float) -> list[str]:
+def format_explained_term(explained: ExplainedTerm, total: float) -> list[str]:
     """The explanation as lines: the value, then each formula as it ran with its numbers."""
     value, whole = format_seconds(explained.value), format_seconds(total)
     if explained.unit == "bytes":
@@ -213,19 +243,19 @@ def describe_term(explained: ExplainedTerm, total: float) -> list[str]:
     for call in explained.calls:
         place = f"{call.module.removeprefix('phalanx.')}.{call.function}"
         lines += ["", f"{place}: {call.summary}" if call.summary else place]
-        for line, times in _list_last_runs(call.lines):
-            lines += _describe_line(line, times)
+        for line, times in _list_last_run_of_each_line(call.lines):
+            lines += _format_formula_line(line, times)
         if call.items:
-            items = ", ".join(f"{name} {_round_number(v)}" for name, v in call.items.items())
+            items = ", ".join(f"{name} {_round_to_six_digits(v)}" for name, v in call.items.items())
             lines.append(f"      = {items}")
     if explained.sums:
         lines += ["", "put together"]
         for line in explained.sums:
-            lines += _describe_line(line)
+            lines += _format_formula_line(line)
     return lines
 
 
-def _describe_line(line: FormulaLine, times: int = 1) -> list[str]:
+def _format_formula_line(line: FormulaLine, times: int = 1) -> list[str]:
     """A statement in one line, and below it the same with its numbers."""
     if line.result is None and not line.inputs:
         return []
@@ -237,13 +267,13 @@ def _describe_line(line: FormulaLine, times: int = 1) -> list[str]:
         repeated = f"  (the last of {times} times)"
     texts = [f"  {line.target} = {line.expression}{repeated}"]
     if line.inputs:
-        texts.append(f"      = {round_inputs(line).with_numbers}")
+        texts.append(f"      = {round_line_inputs(line).expression_with_numbers}")
     if line.result is not None:
-        texts.append(f"      = {_round_number(line.result)}")
+        texts.append(f"      = {_round_to_six_digits(line.result)}")
     return texts
 
 
-def _list_last_runs(lines: Sequence[FormulaLine]) -> list[tuple[FormulaLine, int]]:
+def _list_last_run_of_each_line(lines: Sequence[FormulaLine]) -> list[tuple[FormulaLine, int]]:
     """Each statement once, as it ran last, and how often it ran: a loop has many."""
     last: dict[tuple[str, str], tuple[FormulaLine, int]] = {}
     for line in lines:
@@ -255,13 +285,13 @@ def _list_last_runs(lines: Sequence[FormulaLine]) -> list[tuple[FormulaLine, int
     return list(last.values())
 
 
-def round_inputs(line: FormulaLine) -> FormulaLine:
+def round_line_inputs(line: FormulaLine) -> FormulaLine:
     """The line with its numbers as they are printed."""
-    inputs = {name: _round_number(value) for name, value in line.inputs.items()}
+    inputs = {name: _round_to_six_digits(value) for name, value in line.inputs.items()}
     return FormulaLine(line.target, line.expression, inputs, line.result)
 
 
-def _round_number(value: float) -> float:
+def _round_to_six_digits(value: float) -> float:
     """Whole numbers as they are, others to six digits."""
     if not math.isfinite(value):
         return value

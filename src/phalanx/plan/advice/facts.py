@@ -135,7 +135,7 @@ class PlanFacts:
             return None
         return ideal / (ideal + self.terms_s.get("matmul loss", 0.0))
 
-    def share_of_step(self, *terms: str) -> float | None:
+    def step_share_of_terms(self, *terms: str) -> float | None:
         """The part of a step (0 to 1) that these terms take together."""
         if not self.step_s:
             return None

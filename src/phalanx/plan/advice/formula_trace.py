@@ -14,9 +14,17 @@ from types import CodeType, FrameType
 from typing import Any
 
 # Of these modules a name stands for a function, not for a number.
-_FUNCTION_ROOTS = ("np", "math")
+_MODULES_OF_FUNCTIONS = ("np", "math")
 # What may stand in a line that is computed again from its printed numbers.
-_PLAIN_CALLS = ("np.where", "np.maximum", "np.minimum", "np.ceil", "np.floor", "np.sqrt", "np.log")
+_RECOMPUTABLE_CALLS = (
+    "np.where",
+    "np.maximum",
+    "np.minimum",
+    "np.ceil",
+    "np.floor",
+    "np.sqrt",
+    "np.log",
+)
 
 
 @dataclass(frozen=True)
@@ -31,19 +39,19 @@ class FormulaLine:
     """Local variables that are text: what a loop was at."""
 
     @property
-    def with_numbers(self) -> str:
+    def expression_with_numbers(self) -> str:
         """The expression with a number in the place of each name that was one."""
         tree = ast.parse(self.expression, mode="eval")
-        return ast.unparse(_NumberPlacer(self.inputs).visit(tree))
+        return ast.unparse(_NameToNumberTransformer(self.inputs).visit(tree))
 
     @property
     def is_arithmetic(self) -> bool:
         """True if the numbers of the line are all that its result comes from."""
-        tree = ast.parse(self.with_numbers, mode="eval")
+        tree = ast.parse(self.expression_with_numbers, mode="eval")
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) not in _PLAIN_CALLS:
+            if isinstance(node, ast.Call) and ast.unparse(node.func) not in _RECOMPUTABLE_CALLS:
                 return False
-            if isinstance(node, ast.Name) and node.id not in _FUNCTION_ROOTS:
+            if isinstance(node, ast.Name) and node.id not in _MODULES_OF_FUNCTIONS:
                 return False
             if isinstance(
                 node, ast.Is | ast.IsNot | ast.Subscript | ast.Tuple | ast.List | ast.comprehension
@@ -82,24 +90,24 @@ def trace_formulas(
     return tracer.calls
 
 
-class _NumberPlacer(ast.NodeTransformer):
+class _NameToNumberTransformer(ast.NodeTransformer):
     """Puts numbers where names are."""
 
     def __init__(self, inputs: dict[str, float]) -> None:
         self.inputs = inputs
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
-        return self._place(node)
+        return self._replace_with_number(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        return self._place(node)
+        return self._replace_with_number(node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         # The function keeps its name, its arguments are numbers.
         node.args = [self.visit(argument) for argument in node.args]
         return node
 
-    def _place(self, node: ast.expr) -> ast.AST:
+    def _replace_with_number(self, node: ast.expr) -> ast.AST:
         value = self.inputs.get(ast.unparse(node))
         if value is None:
             return node
@@ -118,7 +126,7 @@ class _FormulaTracer:
         if frame.f_globals.get("__name__") not in self.modules:
             return None
         if frame.f_code not in self.statements:
-            self.statements[frame.f_code] = _list_statements(frame.f_code)
+            self.statements[frame.f_code] = _map_lines_to_statements(frame.f_code)
         return _CallTracer(self, frame).on_event
 
 
@@ -137,39 +145,39 @@ class _CallTracer:
             if self.pending is not None and statement is self.pending[0]:
                 # A further line of the same statement.
                 return self.on_event
-            self._finish(frame, None)
+            self._record_finished_statement(frame, None)
             if statement is not None:
-                self.pending = (statement, _read_inputs(statement, frame))
+                self.pending = (statement, _collect_input_numbers(statement, frame))
         elif event == "return":
-            self._finish(frame, argument)
+            self._record_finished_statement(frame, argument)
             code = frame.f_code
             self.tracer.calls.append(
                 FormulaCall(
                     code.co_name,
                     frame.f_globals["__name__"],
-                    _first_sentence(frame),
+                    _get_first_docstring_sentence(frame),
                     tuple(self.lines),
-                    read_number(argument),
-                    _read_numbers(argument),
-                    _read_numbers(frame.f_locals),
+                    convert_to_number(argument),
+                    _extract_dict_numbers(argument),
+                    _extract_dict_numbers(frame.f_locals),
                 )
             )
         return self.on_event
 
-    def _finish(self, frame: FrameType, returned: Any) -> None:
+    def _record_finished_statement(self, frame: FrameType, returned: Any) -> None:
         if self.pending is None:
             return
         statement, inputs = self.pending
         self.pending = None
         words = {name: value for name, value in frame.f_locals.items() if isinstance(value, str)}
-        for target, expression in _split_statement(statement):
-            result = read_number(returned)
+        for target, expression in _split_into_assignments(statement):
+            result = convert_to_number(returned)
             if target != "result":
-                result = _evaluate(target, frame)
+                result = _evaluate_name_to_number(target, frame)
             self.lines.append(FormulaLine(target, ast.unparse(expression), inputs, result, words))
 
 
-def _list_statements(code: CodeType) -> dict[int, ast.stmt]:
+def _map_lines_to_statements(code: CodeType) -> dict[int, ast.stmt]:
     """The assignments and returns of a function, by each of their lines."""
     lines, first = inspect.getsourcelines(code)
     tree = ast.parse(textwrap.dedent("".join(lines)))
@@ -181,7 +189,7 @@ def _list_statements(code: CodeType) -> dict[int, ast.stmt]:
     return statements
 
 
-def _split_statement(statement: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
+def _split_into_assignments(statement: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
     """(target, expression) of each value that a statement makes; of a return the target is
     "result"."""
     if isinstance(statement, ast.Return) and statement.value is not None:
@@ -189,7 +197,9 @@ def _split_statement(statement: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
     elif isinstance(statement, ast.AugAssign):
         yield (
             ast.unparse(statement.target),
-            ast.BinOp(_as_loaded(statement.target), statement.op, statement.value),
+            ast.BinOp(
+                _convert_target_to_expression(statement.target), statement.op, statement.value
+            ),
         )
     elif isinstance(statement, ast.Assign):
         target, value = statement.targets[0], statement.value
@@ -201,32 +211,32 @@ def _split_statement(statement: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
             yield ast.unparse(target), value
 
 
-def _as_loaded(target: ast.expr) -> ast.expr:
+def _convert_target_to_expression(target: ast.expr) -> ast.expr:
     return ast.parse(ast.unparse(target), mode="eval").body
 
 
-def _read_inputs(statement: ast.stmt, frame: FrameType) -> dict[str, float]:
+def _collect_input_numbers(statement: ast.stmt, frame: FrameType) -> dict[str, float]:
     """The numbers of the names and attributes in the expressions of a statement."""
     inputs: dict[str, float] = {}
-    for _, expression in _split_statement(statement):
+    for _, expression in _split_into_assignments(statement):
         for node in ast.walk(expression):
             if isinstance(node, ast.Name | ast.Attribute):
                 name = ast.unparse(node)
-                value = _evaluate(name, frame)
+                value = _evaluate_name_to_number(name, frame)
                 if value is not None:
                     inputs[name] = value
     return inputs
 
 
-def _evaluate(name: str, frame: FrameType) -> float | None:
+def _evaluate_name_to_number(name: str, frame: FrameType) -> float | None:
     # A name, an attribute or an item of our own source: nothing else comes here.
     try:
-        return read_number(eval(name, frame.f_globals, frame.f_locals))
+        return convert_to_number(eval(name, frame.f_globals, frame.f_locals))
     except Exception:
         return None
 
 
-def read_number(value: Any) -> float | None:
+def convert_to_number(value: Any) -> float | None:
     """The number that a value is, or a column of one; None for anything else."""
     if isinstance(value, bool | int | float):
         return float(value)
@@ -239,19 +249,19 @@ def read_number(value: Any) -> float | None:
     return None
 
 
-def _read_numbers(value: Any) -> dict[str, float]:
+def _extract_dict_numbers(value: Any) -> dict[str, float]:
     """The numbers in a dict, by name; empty for anything else."""
     numbers: dict[str, float] = {}
     if not isinstance(value, dict):
         return numbers
     for name, item in value.items():
-        number = read_number(item)
+        number = convert_to_number(item)
         if number is not None:
             numbers[str(name)] = number
     return numbers
 
 
-def _first_sentence(frame: FrameType) -> str:
+def _get_first_docstring_sentence(frame: FrameType) -> str:
     """The first sentence of the docstring of the function that runs in `frame`."""
     constants = frame.f_code.co_consts
     if not constants or not isinstance(constants[0], str):

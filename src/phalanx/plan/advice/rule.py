@@ -51,10 +51,10 @@ class RuleVerdict:
         unit = self.unit
         if self.value is not None and unit != "%":
             unit = ""
-        limit = f"{self.bound} {format_measured(self.limit, unit)}"
+        limit = f"{self.bound} {format_measured_value(self.limit, unit)}"
         if self.value is None:
             return f"not judged, {limit}"
-        return f"{format_measured(self.value, self.unit)}, {limit}"
+        return f"{format_measured_value(self.value, self.unit)}, {limit}"
 
     def to_json(self) -> dict[str, Any]:
         return dict(vars(self)) | {"comparison": self.comparison}
@@ -76,7 +76,7 @@ class RuleOfThumb:
     evidence: str
     correction: str = ""
 
-    def judge(self, facts: PlanFacts) -> RuleVerdict | None:
+    def evaluate(self, facts: PlanFacts) -> RuleVerdict | None:
         """The verdict on a plan; None where the rule does not apply."""
         measurement = self.measure(facts)
         if measurement is None:
@@ -84,7 +84,7 @@ class RuleOfThumb:
         verdict = RuleVerdict(
             self.name,
             self.title,
-            _find_state(measurement, self.bound),
+            _determine_verdict_state(measurement, self.bound),
             measurement.value,
             measurement.limit,
             self.bound,
@@ -99,24 +99,24 @@ class RuleOfThumb:
         return verdict
 
 
-def _find_state(measurement: Measurement, bound: Bound) -> State:
+def _determine_verdict_state(measurement: Measurement, bound: Bound) -> State:
     if measurement.value is None:
         return "unknown"
-    if not _is_inside(measurement.value, measurement.limit, bound):
+    if not _is_within_limit(measurement.value, measurement.limit, bound):
         return "fails"
     comfortable = measurement.comfortable
-    if comfortable is not None and not _is_inside(measurement.value, comfortable, bound):
+    if comfortable is not None and not _is_within_limit(measurement.value, comfortable, bound):
         return "tight"
     return "holds"
 
 
-def _is_inside(value: float, limit: float, bound: Bound) -> bool:
+def _is_within_limit(value: float, limit: float, bound: Bound) -> bool:
     if bound == "at most":
         return value <= limit
     return value >= limit
 
 
-def format_measured(value: float, unit: str) -> str:
+def format_measured_value(value: float, unit: str) -> str:
     """0.123 of unit "%" -> '12.3 %'; 4096 tokens -> '4,096 tokens'."""
     if unit == "%":
         return f"{100 * value:.1f} %"

@@ -12,7 +12,7 @@ from phalanx.plan.advice.rule import RuleVerdict
 from phalanx.plan.advice.waterfall import WaterfallRow, list_memory_phases
 
 MIN_WIDTH, MAX_WIDTH = 40, 110
-MIN_BAR = 12
+MIN_BAR_WIDTH = 12
 # One letter for each category: a bar is read without colours, too.
 CATEGORY_LETTERS = {
     "parameters": "P",
@@ -26,8 +26,8 @@ CATEGORY_LETTERS = {
     "staging": "S",
 }
 # Those that `print_coloured` lets through.
-_COLOURS = {"P": "34", "G": "32", "O": "35", "A": "36", "L": "31", "C": "33"}
-_SIGNS = {"fails": "✗", "tight": "!", "unknown": "?", "holds": "✓"}
+_CATEGORY_COLOURS = {"P": "34", "G": "32", "O": "35", "A": "36", "L": "31", "C": "33"}
+_STATE_SIGNS = {"fails": "✗", "tight": "!", "unknown": "?", "holds": "✓"}
 _STATE_COLOURS = {"fails": "31", "tight": "33", "unknown": "2", "holds": "32"}
 
 
@@ -59,21 +59,21 @@ def draw_waterfall(rows: Sequence[WaterfallRow], style: TerminalStyle) -> list[s
     bar_width = style.line_width - name_width - 24
     lines = []
     for row in rows:
-        line = f"  {row.name:<{name_width}}  {_format_term(row.seconds):>9}  {row.share:>6.1%}"
-        if style.has_bars and bar_width >= MIN_BAR and row.seconds > 0:
-            line += f"  {_draw_floating_bar(row, end_s, bar_width, style)}"
+        line = f"  {row.name:<{name_width}}  {_format_term_ms(row.seconds):>9}  {row.share:>6.1%}"
+        if style.has_bars and bar_width >= MIN_BAR_WIDTH and row.seconds > 0:
+            line += f"  {_draw_waterfall_bar(row, end_s, bar_width, style)}"
         lines.append(line.rstrip())
     return lines
 
 
-def _format_term(seconds: float) -> str:
+def _format_term_ms(seconds: float) -> str:
     """Milliseconds, so that terms can be compared at a glance."""
     if abs(seconds) >= 0.1:
         return f"{1e3 * seconds:,.0f} ms"
     return f"{1e3 * seconds:.2f} ms"
 
 
-def _draw_floating_bar(row: WaterfallRow, end_s: float, width: int, style: TerminalStyle) -> str:
+def _draw_waterfall_bar(row: WaterfallRow, end_s: float, width: int, style: TerminalStyle) -> str:
     start = round(width * row.start_s / end_s)
     stop = max(start + 1, round(width * (row.start_s + row.seconds) / end_s))
     start = min(start, width - 1)
@@ -99,8 +99,10 @@ def draw_memory_bars(
         if capacity_bytes > 0:
             share = f"{total / capacity_bytes:.0%}"
         line = f"  {phase:<{name_width}}  {format_bytes(total):>10}  {share:>5}"
-        if style.has_bars and bar_width >= MIN_BAR and largest > 0:
-            line += f"  {_draw_category_bar(parts, capacity_bytes, largest, bar_width, style)}"
+        if style.has_bars and bar_width >= MIN_BAR_WIDTH and largest > 0:
+            line += (
+                f"  {_draw_stacked_memory_bar(parts, capacity_bytes, largest, bar_width, style)}"
+            )
             shown.update(parts)
         lines.append(line.rstrip())
     if shown:
@@ -109,7 +111,7 @@ def draw_memory_bars(
     return lines
 
 
-def _draw_category_bar(
+def _draw_stacked_memory_bar(
     parts: Mapping[str, float],
     capacity_bytes: float,
     largest: float,
@@ -121,7 +123,7 @@ def _draw_category_bar(
         done += size
         end = round((width - 1) * done / largest)
         letter = CATEGORY_LETTERS.get(category, "·")
-        text += style.paint(letter * (end - position), _COLOURS.get(letter, "37"))
+        text += style.paint(letter * (end - position), _CATEGORY_COLOURS.get(letter, "37"))
         position = end
     limit = round((width - 1) * capacity_bytes / largest)
     if position <= limit:
@@ -130,7 +132,7 @@ def _draw_category_bar(
     return text
 
 
-def describe_rules(
+def format_rule_verdicts(
     verdicts: Sequence[RuleVerdict], style: TerminalStyle, *, shows_all: bool
 ) -> list[str]:
     """The rules that do not hold, with value, consequence and remedy; with `shows_all` every rule
@@ -139,7 +141,7 @@ def describe_rules(
     for verdict in verdicts:
         if verdict.state != "fails" and not shows_all:
             continue
-        lines += _wrap_headline(verdict, style)
+        lines += _format_verdict_headline(verdict, style)
         if verdict.state == "holds" and not shows_all:
             continue
         lines += wrap_lines(f"{verdict.consequence}.", "    ", style)
@@ -156,15 +158,15 @@ def describe_rules(
     return lines
 
 
-def _wrap_headline(verdict: RuleVerdict, style: TerminalStyle) -> list[str]:
-    sign = _SIGNS[verdict.state]
+def _format_verdict_headline(verdict: RuleVerdict, style: TerminalStyle) -> list[str]:
+    sign = _STATE_SIGNS[verdict.state]
     lines = wrap_lines(f"{sign} {verdict.title}: {verdict.comparison}", "  ", style)
     # After wrapping, which would count the colours' characters.
     lines[0] = lines[0].replace(sign, style.paint(sign, _STATE_COLOURS[verdict.state]), 1)
     return lines
 
 
-def describe_tables(answers: Sequence[TableAnswer], style: TerminalStyle) -> list[str]:
+def format_table_answers(answers: Sequence[TableAnswer], style: TerminalStyle) -> list[str]:
     """What decision tables of the field say, beside the plan: heuristics, and labelled as such."""
     lines = ["decision tables of the field (heuristics, nothing is decided by them)"]
     for answer in answers:
@@ -177,7 +179,7 @@ def describe_tables(answers: Sequence[TableAnswer], style: TerminalStyle) -> lis
     return lines
 
 
-def describe_step_total(step_s: float, low_s: float, high_s: float) -> str:
+def format_step_interval(step_s: float, low_s: float, high_s: float) -> str:
     """'18.4 s (17.3 s to 19.6 s in 80 % of cases)'."""
     interval = f"{format_seconds(low_s)} to {format_seconds(high_s)}"
     return f"{format_seconds(step_s)} ({interval} in 80 % of cases)"

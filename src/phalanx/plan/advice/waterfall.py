@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 # What each term of `StepTime` is called where it is drawn; a term without a name is shown as it is.
-TERM_NAMES = {
+TERM_LABELS = {
     "ideal": "products at peak",
     "matmul loss": "matmul loss",
     "attention": "attention",
@@ -65,7 +65,7 @@ class WaterfallRow:
 
     @property
     def name(self) -> str:
-        return TERM_NAMES.get(self.term, self.term)
+        return TERM_LABELS.get(self.term, self.term)
 
     @property
     def meaning(self) -> str:

@@ -10,18 +10,18 @@ from typing import Any, Literal
 
 from phalanx.core.errors import PhalanxError
 from phalanx.job.schema import Job
-from phalanx.plan.advice.advise import UNLIMITED_GIB, change_job
+from phalanx.plan.advice.advise import UNLIMITED_GIB, change_job_keys
 from phalanx.plan.cluster import Cluster, rank_capacity_bytes
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
-from phalanx.plan.search.step_times import build_machine_rates, describe_setup
+from phalanx.plan.search.step_times import build_machine_rates, build_step_setup
 from phalanx.plan.timing.machine import MachineRates
 from phalanx.plan.timing.setup import StepSetup
-from phalanx.plan.timing.step import estimate_step
+from phalanx.plan.timing.step import estimate_step_times
 
 GIB = 2**30
-FACTORS = (0.5, 1, 2, 4)
-MICRO_FACTORS = (0.5, 1, 2)
+SEQ_LEN_AND_DEVICE_FACTORS = (0.5, 1, 2, 4)
+MICRO_BATCH_FACTORS = (0.5, 1, 2)
 NETWORK_FACTORS = (0.5, 1, 2)
 MEMORY_FACTORS = (0.5, 1, 1.5, 2)
 AxisKind = Literal["range", "stops", "choice"]
@@ -61,14 +61,14 @@ class WhatIfGrid:
 
     def to_json(self) -> dict[str, Any]:
         columns = {
-            name: [_round_value(value) for value in getattr(self, name)]
+            name: [_round_to_six_digits(value) for value in getattr(self, name)]
             for name in ("step_s", "tokens_per_s", "peak_gib", "capacity_gib")
         }
         axes = [axis.to_json() for axis in self.axes]
         return {"axes": axes, "memory_axis": self.memory_axis.to_json(), **columns}
 
 
-def _round_value(value: float | None) -> float | None:
+def _round_to_six_digits(value: float | None) -> float | None:
     # Six digits keep the page small, and are more than a prediction has.
     if value is None:
         return None
@@ -95,31 +95,35 @@ def compute_what_if(
     machine = build_machine_rates(cluster)
     if machine is None or plan.model_shape.work(job.data.seq_len) is None:
         return None
-    axes = _list_axes(plan, job, cluster, machine)
+    axes = _build_axes(plan, job, cluster, machine)
     seq_lens, micro_batches, devices, networks, recomputes = (axis.values for axis in axes)
     plans: dict[tuple[Any, ...], _GridPoint | None] = {}
     combinations = list(itertools.product(seq_lens, micro_batches, devices, recomputes))
     for number, combination in enumerate(combinations):
         if on_point is not None:
             on_point(number, len(combinations))
-        plans[combination] = _plan_at(job, plan, cluster, *combination)
+        plans[combination] = _plan_grid_point(job, plan, cluster, *combination)
     steps, speeds, peaks = [], [], []
     for seq_len, micro, num_devices, network, recompute in itertools.product(
         seq_lens, micro_batches, devices, networks, recomputes
     ):
         point = plans[seq_len, micro, num_devices, recompute]
-        step_s, speed, peak = _values_at(point, _time_at(point, machine, network))
+        step_s, speed, peak = _compute_point_values(
+            point, _predict_step_s_at_bandwidth(point, machine, network)
+        )
         steps.append(step_s)
         speeds.append(speed)
         peaks.append(peak)
     memory_axis = _build_memory_axis(cluster)
-    capacities = [_capacity_at(job, cluster, gib, plan.world_size) for gib in memory_axis.values]
+    capacities = [
+        _compute_capacity_gib(job, cluster, gib, plan.world_size) for gib in memory_axis.values
+    ]
     return WhatIfGrid(
         axes, memory_axis, tuple(steps), tuple(speeds), tuple(peaks), tuple(capacities)
     )
 
 
-def _values_at(
+def _compute_point_values(
     point: _GridPoint | None, step_s: float | None
 ) -> tuple[float | None, float | None, float | None]:
     """(seconds of a step, tokens a second of a device, GiB at the peak)."""
@@ -136,10 +140,12 @@ def _build_memory_axis(cluster: Cluster) -> WhatIfAxis:
     return _build_axis("memory", "Memory of a GPU", "GiB", "range", memories, memories[1])
 
 
-def _list_axes(
+def _build_axes(
     plan: Plan, job: Job, cluster: Cluster, machine: MachineRates
 ) -> tuple[WhatIfAxis, ...]:
-    seq_lens = _scale(job.data.seq_len, FACTORS, multiple=max(2 * plan.layout.cp, 128))
+    seq_lens = _list_scaled_values(
+        job.data.seq_len, SEQ_LEN_AND_DEVICE_FACTORS, multiple=max(2 * plan.layout.cp, 128)
+    )
     longest = plan.model_shape.longest_sequence
     if longest:
         seq_lens = [value for value in seq_lens if value <= longest]
@@ -147,10 +153,10 @@ def _list_axes(
     model_parallel = num_ranks // plan.layout.data_parallel_size
     devices = [
         value
-        for value in _scale(num_ranks, FACTORS)
+        for value in _list_scaled_values(num_ranks, SEQ_LEN_AND_DEVICE_FACTORS)
         if value % model_parallel == 0 and plan.global_batch_size % (value // model_parallel) == 0
     ]
-    micro = _scale(plan.micro_batch_size, MICRO_FACTORS)
+    micro = _list_scaled_values(plan.micro_batch_size, MICRO_BATCH_FACTORS)
     networks: list[float] = [1.0]
     if len(machine.links) > 1:
         own = machine.links[-1].bytes_s / 1e9
@@ -179,7 +185,7 @@ def _build_axis(
     return WhatIfAxis(name, label, unit, kind, tuple(values), list(values).index(own))
 
 
-def _scale(value: int, factors: Sequence[float], multiple: int = 1) -> list[int]:
+def _list_scaled_values(value: int, factors: Sequence[float], multiple: int = 1) -> list[int]:
     """Whole numbers at these factors of a value, itself among them; others are multiples of
     `multiple`."""
     values = set()
@@ -190,7 +196,7 @@ def _scale(value: int, factors: Sequence[float], multiple: int = 1) -> list[int]
     return sorted(values)
 
 
-def _plan_at(
+def _plan_grid_point(
     job: Job,
     plan: Plan,
     cluster: Cluster,
@@ -202,7 +208,7 @@ def _plan_at(
     """The plan's layout with other values; None where that is no plan."""
     layout = plan.layout
     num_shares = num_devices // (layout.world_size // layout.data_parallel_size)
-    replicas, shards = _split_shares(plan, num_shares)
+    replicas, shards = _split_data_parallel_degrees(plan, num_shares)
     if replicas * shards != num_shares:
         return None
     parallel = {
@@ -218,19 +224,19 @@ def _plan_at(
     train: dict[str, Any] = {"micro_batch_size": micro_batch_size}
     if recompute != plan.activations.recompute:
         train |= {"recompute": recompute, "recompute_every": None, "recompute_budget_gib": None}
-    changed = change_job(job, plan, {"parallel": parallel, "train": train})
+    changed = change_job_keys(job, plan, {"parallel": parallel, "train": train})
     changed = changed.model_copy(update={"data": job.data.model_copy(update={"seq_len": seq_len})})
     unlimited = replace(cluster, memory_bytes=round(UNLIMITED_GIB * GIB), num_devices=num_devices)
     try:
         point = make_plan(changed, cluster=unlimited, shape=plan.model_shape)
     except PhalanxError:
         return None
-    if point.layout.reduced.world_size != num_devices:
+    if point.layout.gradient_reduction_layout.world_size != num_devices:
         return None
-    return _GridPoint(point.chosen.total_bytes, describe_setup(changed, point), point)
+    return _GridPoint(point.chosen.total_bytes, build_step_setup(changed, point), point)
 
 
-def _split_shares(plan: Plan, num_shares: int) -> tuple[int, int]:
+def _split_data_parallel_degrees(plan: Plan, num_shares: int) -> tuple[int, int]:
     """(dp_replicate, dp_shard) of `num_shares` data-parallel ranks, as the plan splits its own: the
     shards of a hybrid stay as many, and replicas are added."""
     layout = plan.layout
@@ -241,7 +247,9 @@ def _split_shares(plan: Plan, num_shares: int) -> tuple[int, int]:
     return max(1, num_shares // layout.dp_shard), min(layout.dp_shard, num_shares)
 
 
-def _time_at(point: _GridPoint | None, machine: MachineRates, network_gb_s: float) -> float | None:
+def _predict_step_s_at_bandwidth(
+    point: _GridPoint | None, machine: MachineRates, network_gb_s: float
+) -> float | None:
     if point is None:
         return None
     links = machine.links
@@ -250,12 +258,12 @@ def _time_at(point: _GridPoint | None, machine: MachineRates, network_gb_s: floa
         links = (*links[:-1], outer)
     try:
         shape = point.plan.model_shape
-        return estimate_step(shape, replace(machine, links=links), point.setup).total_s
+        return estimate_step_times(shape, replace(machine, links=links), point.setup).total_s
     except PhalanxError:
         return None
 
 
-def _capacity_at(job: Job, cluster: Cluster, memory_gib: float, num_devices: int) -> float:
+def _compute_capacity_gib(job: Job, cluster: Cluster, memory_gib: float, num_devices: int) -> float:
     """GiB that a rank may fill of a device with `memory_gib`."""
     section = job.cluster.model_copy(update={"memory_gib": memory_gib})
     changed = job.model_copy(update={"cluster": section})

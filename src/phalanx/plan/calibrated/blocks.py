@@ -8,17 +8,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from phalanx.job.work import AttentionWork, BlockWork, Matmul
-from phalanx.plan.calibrated.rates import NATIVE_GATHER, MeasuredRates
+from phalanx.plan.calibrated.rates import NATIVE_GATHER_SLOWDOWN, MeasuredRates
 
-FP32 = 4.0
+FP32_BYTES = 4.0
 # Bytes that casting one element to a narrower type, or back, reads and writes.
-CAST = 6.0
+CAST_BYTES_PER_ELEMENT = 6.0
 # Tensors of an operation's size that it reads and writes, forward and with its backward, as `bench`
 # counts them.
-TRAFFIC = {"add": (3, 3), "rms_norm": (2, 5), "gated_activation": (3, 8), "rotary": (2, 4)}
+TENSORS_MOVED_BY_OPERATION = {
+    "add": (3, 3),
+    "rms_norm": (2, 5),
+    "gated_activation": (3, 8),
+    "rotary": (2, 4),
+}
 # Inductor makes one kernel of what stands between products; the plain operations read and write
 # each step. An estimate: compiled kernels are not measured.
-COMPILED_TRAFFIC = 0.5
+COMPILED_TRAFFIC_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ class TermSeconds:
     def add(self, term: str, seconds: float) -> None:
         self.seconds[term] += seconds
 
-    def add_all(self, other: TermSeconds, times: float = 1.0) -> None:
+    def add_scaled(self, other: TermSeconds, times: float = 1.0) -> None:
         for term, seconds in other.seconds.items():
             self.seconds[term] += times * seconds
 
@@ -70,39 +75,43 @@ class BlockSeconds:
     again."""
 
 
-def time_measured_block(block: BlockWork, rates: MeasuredRates, batch: RankBatch) -> BlockSeconds:
+def estimate_calibrated_block(
+    block: BlockWork, rates: MeasuredRates, batch: RankBatch
+) -> BlockSeconds:
     """Seconds of one microbatch in `block`, scaled by what whole blocks took beside their parts."""
     forward, backward = TermSeconds(), TermSeconds()
     weight_grads_s = 0.0
     for matmul in block.matmuls:
-        times = time_products(matmul, rates, batch)
+        times = estimate_matmul_seconds(matmul, rates, batch)
         forward.add("matmul", times[0])
         backward.add("matmul", times[1] + times[2])
         weight_grads_s += times[2]
-        cast_s = _time_casts(matmul, rates, batch)
+        cast_s = _estimate_cast_seconds(matmul, rates, batch)
         forward.add("elementwise", cast_s)
         backward.add("elementwise", cast_s)
     if block.attention is not None:
-        forward_s, backward_s = _time_attention(block.attention, rates, batch)
+        forward_s, backward_s = _estimate_attention_seconds(block.attention, rates, batch)
         forward.add("attention", forward_s)
         backward.add("attention", backward_s)
-    forward_s, backward_s = _time_elementwise(block, rates, batch)
+    forward_s, backward_s = _estimate_elementwise_seconds(block, rates, batch)
     forward.add("elementwise", forward_s)
     backward.add("elementwise", backward_s)
-    correction = rates.block_scale()
+    correction = rates.block_scale_and_overhead()
     forward.scale(correction["scale"])
     backward.scale(correction["scale"])
     # A third of what a block takes beside its parts is in its forward, as of the parts themselves.
     forward.add("launch", correction["overhead_s"] / 3)
     backward.add("launch", correction["overhead_s"] * 2 / 3)
     between_s = forward.seconds["elementwise"] + forward.seconds["launch"]
-    for axis, (forward_s, backward_s) in _time_axes(block, rates, batch).items():
+    for axis, (forward_s, backward_s) in _estimate_message_seconds_by_axis(
+        block, rates, batch
+    ).items():
         forward.add(axis, forward_s)
         backward.add(axis, backward_s)
     return BlockSeconds(forward, backward, weight_grads_s * correction["scale"], between_s)
 
 
-def time_products(
+def estimate_matmul_seconds(
     matmul: Matmul, rates: MeasuredRates, batch: RankBatch
 ) -> tuple[float, float, float]:
     """Seconds of a product, of its input's gradient, and of its weight's."""
@@ -113,7 +122,7 @@ def time_products(
         rows = batch.tokens * matmul.visited * batch.ep / matmul.num_experts
     elif matmul.cut == "none" and batch.sequence_parallel:
         rows = rows / batch.tp
-    inputs, outputs = _divide_sides(matmul, batch)
+    inputs, outputs = _divide_matmul_sides_by_tp(matmul, batch)
     return (
         rates.matmul_s(rows, outputs, inputs, count),
         rates.matmul_s(rows, inputs, outputs, count),
@@ -121,7 +130,7 @@ def time_products(
     )
 
 
-def _divide_sides(matmul: Matmul, batch: RankBatch) -> tuple[float, float]:
+def _divide_matmul_sides_by_tp(matmul: Matmul, batch: RankBatch) -> tuple[float, float]:
     inputs, outputs = float(matmul.inputs), float(matmul.outputs)
     if matmul.cut == "row":
         inputs /= batch.tp
@@ -130,19 +139,19 @@ def _divide_sides(matmul: Matmul, batch: RankBatch) -> tuple[float, float]:
     return inputs, outputs
 
 
-def _time_casts(matmul: Matmul, rates: MeasuredRates, batch: RankBatch) -> float:
+def _estimate_cast_seconds(matmul: Matmul, rates: MeasuredRates, batch: RankBatch) -> float:
     """Seconds to cast a weight to the compute type, and in the backward its gradient back."""
     if not rates.is_low:
         return 0.0
-    inputs, outputs = _divide_sides(matmul, batch)
+    inputs, outputs = _divide_matmul_sides_by_tp(matmul, batch)
     elements = inputs * outputs * max(1.0, matmul.num_experts / batch.ep)
     if matmul.cut != "row":
         # What enters a row product comes out of a product, in the compute type already.
         elements += batch.tokens * inputs * matmul.visited
-    return rates.copy_s(CAST * elements)
+    return rates.copy_s(CAST_BYTES_PER_ELEMENT * elements)
 
 
-def _time_attention(
+def _estimate_attention_seconds(
     attention: AttentionWork, rates: MeasuredRates, batch: RankBatch
 ) -> tuple[float, float]:
     flops = attention.flops * batch.sequences / batch.tp
@@ -154,16 +163,16 @@ def _time_attention(
     return forward_s, max(0.0, training_s - forward_s)
 
 
-def _time_elementwise(
+def _estimate_elementwise_seconds(
     block: BlockWork, rates: MeasuredRates, batch: RankBatch
 ) -> tuple[float, float]:
     """Seconds of what is read and written between products."""
     spread = batch.tp if batch.sequence_parallel else 1
-    low_bytes = 2.0 if rates.is_low else FP32
+    low_bytes = 2.0 if rates.is_low else FP32_BYTES
     # The residual stream stays in fp32 under autocast; heads and activations come out of products.
     parts = (
-        ("rms_norm", block.norm_features / spread, FP32, "fp32"),
-        ("add", block.residual_features / spread, FP32, "fp32"),
+        ("rms_norm", block.norm_features / spread, FP32_BYTES, "fp32"),
+        ("add", block.residual_features / spread, FP32_BYTES, "fp32"),
         ("rotary", block.head_features / batch.tp, low_bytes, rates.dtype),
         ("gated_activation", block.activation_features / batch.tp, low_bytes, rates.dtype),
     )
@@ -172,32 +181,32 @@ def _time_elementwise(
         if not features:
             continue
         num_bytes = batch.tokens * features * element_bytes
-        in_forward, in_training = TRAFFIC[kind]
+        in_forward, in_training = TENSORS_MOVED_BY_OPERATION[kind]
         forward_s += rates.kernel_s(kind, "forward", in_forward * num_bytes, dtype)
         backward_s += rates.backward_s(kind, in_forward * num_bytes, in_training * num_bytes, dtype)
     # Two gradients meet where a residual branched off.
-    stream_bytes = 3 * FP32 * batch.tokens * block.residual_features / spread
+    stream_bytes = 3 * FP32_BYTES * batch.tokens * block.residual_features / spread
     backward_s += rates.kernel_s("add", "forward", stream_bytes)
     if block.num_experts:
         # Rows are put into the experts' order, back again, and weighed.
-        row_bytes = FP32 * batch.tokens * block.experts_per_token * block.routed_dim
+        row_bytes = FP32_BYTES * batch.tokens * block.experts_per_token * block.routed_dim
         forward_s += rates.copy_s(8 * row_bytes)
         backward_s += rates.copy_s(8 * row_bytes)
     if rates.is_compiled:
-        return COMPILED_TRAFFIC * forward_s, COMPILED_TRAFFIC * backward_s
+        return COMPILED_TRAFFIC_SHARE * forward_s, COMPILED_TRAFFIC_SHARE * backward_s
     return forward_s, backward_s
 
 
-def _time_axes(
+def _estimate_message_seconds_by_axis(
     block: BlockWork, rates: MeasuredRates, batch: RankBatch
 ) -> dict[str, tuple[float, float]]:
     """Seconds of messages by axis, forward and backward."""
     times = {}
-    element_bytes = 2.0 if rates.is_low else FP32
+    element_bytes = 2.0 if rates.is_low else FP32_BYTES
     if batch.tp > 1:
-        times["tp"] = _time_tp(block, rates, batch, element_bytes)
+        times["tp"] = _estimate_tp_message_seconds(block, rates, batch, element_bytes)
     if batch.cp > 1 and block.attention is not None:
-        times["cp"] = _time_cp(block.attention, rates, batch, element_bytes)
+        times["cp"] = _estimate_cp_message_seconds(block.attention, rates, batch, element_bytes)
     if batch.ep > 1 and block.num_experts:
         rows = batch.tokens * block.experts_per_token * block.routed_dim
         # To the experts and back; how many come is told before.
@@ -207,7 +216,7 @@ def _time_axes(
     return times
 
 
-def _time_tp(
+def _estimate_tp_message_seconds(
     block: BlockWork, rates: MeasuredRates, batch: RankBatch, element_bytes: float
 ) -> tuple[float, float]:
     """A region of columns and rows: its input is gathered or there already, its sum reduced."""
@@ -215,15 +224,17 @@ def _time_tp(
     num_bytes = batch.tokens * width * element_bytes
     regions = 2.0
     if batch.sequence_parallel:
-        gather_s = NATIVE_GATHER * rates.collective_s("all_gather", num_bytes, batch.tp)
-        scatter_s = NATIVE_GATHER * rates.collective_s("reduce_scatter", num_bytes, batch.tp)
+        gather_s = NATIVE_GATHER_SLOWDOWN * rates.collective_s("all_gather", num_bytes, batch.tp)
+        scatter_s = NATIVE_GATHER_SLOWDOWN * rates.collective_s(
+            "reduce_scatter", num_bytes, batch.tp
+        )
         once_s = regions * (gather_s + scatter_s)
         return once_s, once_s
     once_s = regions * rates.collective_s("all_reduce", num_bytes, batch.tp)
     return once_s, once_s
 
 
-def _time_cp(
+def _estimate_cp_message_seconds(
     attention: AttentionWork, rates: MeasuredRates, batch: RankBatch, element_bytes: float
 ) -> tuple[float, float]:
     size = attention.head_dim + attention.value_dim
@@ -238,5 +249,5 @@ def _time_cp(
         return gather_s, gather_s + scatter_s
     # Keys and values go round; in the backward their gradients do, too, in fp32.
     hop_s = rates.collective_s("send", kv_bytes, 2)
-    grads_s = rates.collective_s("send", kv_bytes * FP32 / element_bytes, 2)
+    grads_s = rates.collective_s("send", kv_bytes * FP32_BYTES / element_bytes, 2)
     return (batch.cp - 1) * hop_s, (batch.cp - 1) * (hop_s + grads_s)

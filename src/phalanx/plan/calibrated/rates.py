@@ -10,13 +10,13 @@ from phalanx.plan.profiles import (
     PROCESSOR,
     FittedRate,
     MachineProfile,
-    linear_seconds,
-    matmul_seconds,
+    evaluate_linear_fit,
+    evaluate_matmul_fit,
 )
 
 # What FSDP and tensor parallelism call where phalanx has no faster way around gloo's own gather and
 # scatter (docs/benchmarks.md, "Collectives"): these take twice as long as those that are measured.
-NATIVE_GATHER = 2.0
+NATIVE_GATHER_SLOWDOWN = 2.0
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class MeasuredRates:
         return max(1, self.profile.num_devices // self.num_ranks)
 
     @property
-    def crowding(self) -> float:
+    def ranks_per_device(self) -> float:
         """How many ranks share a device, at least 1."""
         return max(1.0, self.num_ranks * self.num_threads / self.profile.num_devices)
 
@@ -58,18 +58,20 @@ class MeasuredRates:
 
     def matmul_s(self, rows: float, cols: float, inner: float, count: float = 1.0) -> float:
         """Seconds of `count` equal products [rows, inner] x [inner, cols]."""
-        fit = self._require("matmul", "", self.dtype)
-        return count * self._slowness(fit) * matmul_seconds(fit.values, rows, cols, inner)
+        fit = self._require_fit("matmul", "", self.dtype)
+        return (
+            count * self._compute_slowdown(fit) * evaluate_matmul_fit(fit.values, rows, cols, inner)
+        )
 
     def peak_flops(self) -> float:
         """FLOP/s of a rank in long products."""
-        fit = self._require("matmul", "", self.dtype)
-        return fit.values["flops_per_s"] / self._slowness(fit)
+        fit = self._require_fit("matmul", "", self.dtype)
+        return fit.values["flops_per_s"] / self._compute_slowdown(fit)
 
     def kernel_s(self, kind: str, mode: str, amount: float, dtype: str = "fp32") -> float:
         """Seconds of one kernel of `amount` bytes (FLOPs of attention)."""
-        fit = self._find(kind, mode, dtype) or self._require(kind, mode, "fp32")
-        return self._slowness(fit) * linear_seconds(fit.values, amount)
+        fit = self._find_cached_fit(kind, mode, dtype) or self._require_fit(kind, mode, "fp32")
+        return self._compute_slowdown(fit) * evaluate_linear_fit(fit.values, amount)
 
     def backward_s(self, kind: str, forward: float, training: float, dtype: str = "fp32") -> float:
         """Seconds of a kernel's backward: those of its training, of `training` bytes, without its
@@ -83,9 +85,11 @@ class MeasuredRates:
 
     def loss_s(self, tokens: float, vocab: float) -> float:
         """Seconds of a loss and its gradients without its products."""
-        fit = self._find("cross_entropy", "training", self.dtype)
-        fit = fit or self._require("cross_entropy", "training", "fp32")
-        return self._slowness(fit) * linear_seconds(fit.values, LOSS_BYTES * tokens * vocab)
+        fit = self._find_cached_fit("cross_entropy", "training", self.dtype)
+        fit = fit or self._require_fit("cross_entropy", "training", "fp32")
+        return self._compute_slowdown(fit) * evaluate_linear_fit(
+            fit.values, LOSS_BYTES_PER_LOGIT * tokens * vocab
+        )
 
     def collective_s(self, kind: str, num_bytes: float, size: int) -> float:
         """Seconds of a collective of a message of `num_bytes` between `size` ranks."""
@@ -94,36 +98,36 @@ class MeasuredRates:
         mode = PROCESSOR if self.counts_processor else ""
         fit = self.profile.find_rate(kind, mode, dtype="fp32", num_ranks=size)
         if fit is None:
-            raise self._missing(kind)
-        return linear_seconds(fit.values, num_bytes)
+            raise self._build_missing_fit_error(kind)
+        return evaluate_linear_fit(fit.values, num_bytes)
 
-    def hidden_share(self, size: int) -> float:
+    def hidden_all_reduce_share(self, size: int) -> float:
         """The part of an all-reduce that products beside it hide, 0 to 1."""
         fit = self.profile.find_rate("overlap", dtype="fp32", num_ranks=size)
         if fit is None or self.counts_processor:
             return 0.0
         return max(0.0, fit.values["hidden_share"])
 
-    def block_scale(self) -> Mapping[str, float]:
+    def block_scale_and_overhead(self) -> Mapping[str, float]:
         """What whole blocks took, as `scale` times the sum of their parts and `overhead_s`."""
-        fit = self._find("block", "training", self.dtype)
+        fit = self._find_cached_fit("block", "training", self.dtype)
         if fit is None:
             return {"scale": 1.0, "overhead_s": 0.0}
         return fit.values
 
-    def _slowness(self, fit: FittedRate) -> float:
+    def _compute_slowdown(self, fit: FittedRate) -> float:
         """Seconds of this rank for one second of `fit`."""
         if self.counts_processor:
             return fit.num_threads
-        return self.crowding * fit.num_threads / self.num_threads
+        return self.ranks_per_device * fit.num_threads / self.num_threads
 
-    def _find(self, kind: str, mode: str, dtype: str) -> FittedRate | None:
+    def _find_cached_fit(self, kind: str, mode: str, dtype: str) -> FittedRate | None:
         key = kind, mode, dtype
         if key not in self._fits:
-            self._fits[key] = self._search(*key)
+            self._fits[key] = self._search_nearest_fit(*key)
         return self._fits[key]
 
-    def _search(self, kind: str, mode: str, dtype: str) -> FittedRate | None:
+    def _search_nearest_fit(self, kind: str, mode: str, dtype: str) -> FittedRate | None:
         nearest, least = None, (0, 0)
         for fit in self.profile.fits:
             if (fit.kind, fit.mode, fit.dtype) != (kind, mode, dtype):
@@ -138,13 +142,13 @@ class MeasuredRates:
                 nearest, least = fit, distance
         return nearest
 
-    def _require(self, kind: str, mode: str, dtype: str) -> FittedRate:
-        fit = self._find(kind, mode, dtype)
+    def _require_fit(self, kind: str, mode: str, dtype: str) -> FittedRate:
+        fit = self._find_cached_fit(kind, mode, dtype)
         if fit is None:
-            raise self._missing(" ".join(filter(None, (kind, mode, dtype))))
+            raise self._build_missing_fit_error(" ".join(filter(None, (kind, mode, dtype))))
         return fit
 
-    def _missing(self, name: str) -> LayoutError:
+    def _build_missing_fit_error(self, name: str) -> LayoutError:
         return LayoutError(
             f"the profile of this machine has no {name}",
             why="that was not measured, or there was no time for it",
@@ -152,5 +156,5 @@ class MeasuredRates:
         )
 
 
-LOSS_BYTES = 18.0
+LOSS_BYTES_PER_LOGIT = 18.0
 """Bytes of a loss for one token and one word: what `bench` counts them as."""

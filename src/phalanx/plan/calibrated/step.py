@@ -8,19 +8,19 @@ from dataclasses import dataclass, replace
 
 from phalanx.job.work import ModelWork
 from phalanx.plan.calibrated.blocks import (
-    FP32,
+    FP32_BYTES,
     BlockSeconds,
     RankBatch,
     TermSeconds,
-    time_measured_block,
-    time_products,
+    estimate_calibrated_block,
+    estimate_matmul_seconds,
 )
 from phalanx.plan.calibrated.rates import MeasuredRates
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.pipeline.simulate import StageCosts, simulate_schedule
 from phalanx.plan.plan import Plan
-from phalanx.plan.profiles import MachineProfile, join_residuals
-from phalanx.plan.timing.step_time import TERMS, StepTime
+from phalanx.plan.profiles import MachineProfile, compute_median_residual
+from phalanx.plan.timing.step_time import STEP_TERMS, StepTime
 
 # Half of the logarithm's width of the 80 % interval: what composing operations adds to the
 # residuals of their fits; and for a plan whose model nobody has the work of, by FLOPs alone. Set by
@@ -34,33 +34,33 @@ STEP_OVERHEAD_S = 2.5e-3
 OPTIMIZER_BYTES, CLIP_BYTES = 28.0, 12.0
 BUCKET_BYTES = 25 * 2**20
 # Products of a model whose blocks nobody knows: as many rows as tokens, and sides of this length.
-TYPICAL_SIDE = 256.0
+TYPICAL_MATMUL_SIDE = 256.0
 # What such a model takes beside its products.
-BESIDE_PRODUCTS = 1.3
+TOTAL_TO_MATMUL_TIME_RATIO = 1.3
 
 
-def estimate_measured_step(plan: Plan, profile: MachineProfile) -> StepTime:
+def estimate_step_from_profile(plan: Plan, profile: MachineProfile) -> StepTime:
     """Seconds of one step of `plan` on the machine of `profile`, by term.
 
     Of a model without `work` (a module that was not traced) by its FLOPs, with a wide interval.
     Raises LayoutError where the profile lacks what the plan needs.
     """
-    return _StepEstimate(plan, profile).build()
+    return _CalibratedStepEstimator(plan, profile).estimate()
 
 
 def estimate_processor_seconds(plan: Plan, profile: MachineProfile) -> float:
     """Processor seconds of the mean rank in one step of `plan`, all its threads: what a CPU that
-    others use, too, still tells. Raises LayoutError as `estimate_measured_step` does."""
-    return _StepEstimate(plan, profile, counts_processor=True).build().total_s
+    others use, too, still tells. Raises LayoutError as `estimate_step_from_profile` does."""
+    return _CalibratedStepEstimator(plan, profile, counts_processor=True).estimate().total_s
 
 
 @dataclass(frozen=True)
-class _StepEstimate:
+class _CalibratedStepEstimator:
     plan: Plan
     profile: MachineProfile
     counts_processor: bool = False
 
-    def build(self) -> StepTime:
+    def estimate(self) -> StepTime:
         plan = self.plan
         rates = MeasuredRates(
             self.profile,
@@ -71,18 +71,18 @@ class _StepEstimate:
         )
         work = plan.model_shape.work(plan.seq_len)
         if work is None:
-            terms, band = self._sum_by_flops(rates), FLOPS_BAND
+            terms, band = self._sum_term_seconds_by_flops(rates), FLOPS_BAND
         else:
-            terms, band = self._sum_by_work(work, rates), BAND
-        self._add_sync(terms, rates)
-        self._add_optimizer(terms, rates)
+            terms, band = self._sum_term_seconds_of_work(work, rates), BAND
+        self._add_gradient_sync_seconds(terms, rates)
+        self._add_optimizer_seconds(terms, rates)
         terms.add("launch", STEP_OVERHEAD_S)
         terms.add("matmul loss", terms.seconds.pop("matmul") - terms.seconds["ideal"])
-        return _make_step_time(terms, math.hypot(band, join_residuals(self.profile.fits)))
+        return _build_step_time(terms, math.hypot(band, compute_median_residual(self.profile.fits)))
 
     # Microbatches
 
-    def _make_batch(self, num_tokens: float) -> RankBatch:
+    def _build_rank_batch(self, num_tokens: float) -> RankBatch:
         """One microbatch on one rank, of samples of `num_tokens` tokens."""
         plan, layout = self.plan, self.plan.layout
         # "auto": modules of a user's own whose sequence cannot be cut are rare.
@@ -97,47 +97,52 @@ class _StepEstimate:
             ep=layout.ep,
         )
 
-    def _sum_by_work(self, work: ModelWork, rates: MeasuredRates) -> TermSeconds:
+    def _sum_term_seconds_of_work(self, work: ModelWork, rates: MeasuredRates) -> TermSeconds:
         """Seconds of all microbatches of a step, on the mean rank, and waiting for others."""
-        plan, batch = self.plan, self._make_batch(work.num_tokens)
-        kinds = {kind: time_measured_block(kind, rates, batch) for kind, _ in work.block_kinds}
+        plan, batch = self.plan, self._build_rank_batch(work.num_tokens)
+        kinds = {
+            kind: estimate_calibrated_block(kind, rates, batch) for kind, _ in work.block_kinds
+        }
         blocks = []
         for layer, block in enumerate(work.blocks):
-            blocks.append(_add_recompute(plan, layer, kinds[block]))
-        ends = _time_ends(work, rates, batch)
+            blocks.append(_add_recompute_to_backward(plan, layer, kinds[block]))
+        ends = _estimate_embedding_and_head_seconds(work, rates, batch)
         terms = TermSeconds()
         for each in (*blocks, *ends):
-            terms.add_all(each.forward, plan.num_microbatches / plan.layout.pp)
-            terms.add_all(each.backward, plan.num_microbatches / plan.layout.pp)
+            terms.add_scaled(each.forward, plan.num_microbatches / plan.layout.pp)
+            terms.add_scaled(each.backward, plan.num_microbatches / plan.layout.pp)
         if plan.pipeline is not None:
             spread = batch.tp if batch.sequence_parallel else 1
-            message_bytes = FP32 * batch.tokens * work.dim / spread
+            message_bytes = FP32_BYTES * batch.tokens * work.dim / spread
             send_s = rates.collective_s("send", message_bytes, 2)
             if self.counts_processor:
                 terms.add("bubble", 2 * plan.num_microbatches * send_s)
             else:
-                step_s = _simulate_step(plan.pipeline, blocks, ends, send_s) / rates.crowding
+                step_s = (
+                    _simulate_pipeline_step_s(plan.pipeline, blocks, ends, send_s)
+                    / rates.ranks_per_device
+                )
                 terms.add("bubble", max(0.0, step_s - terms.total_s))
-        terms.add("ideal", self._ideal_s(work, rates))
+        terms.add("ideal", self._compute_ideal_s(work, rates))
         return terms
 
-    def _ideal_s(self, work: ModelWork, rates: MeasuredRates) -> float:
+    def _compute_ideal_s(self, work: ModelWork, rates: MeasuredRates) -> float:
         """Seconds of the model's products at the rate of long ones, on the mean rank."""
         layout = self.plan.layout
         samples = self.plan.micro_batch_size * self.plan.num_microbatches
         flops = 3.0 * work.matmul_flops * samples / (layout.tp * layout.cp * layout.pp)
         return flops / rates.peak_flops()
 
-    def _sum_by_flops(self, rates: MeasuredRates) -> TermSeconds:
+    def _sum_term_seconds_by_flops(self, rates: MeasuredRates) -> TermSeconds:
         plan = self.plan
         tokens = plan.micro_batch_size * plan.seq_len / plan.layout.cp
         per_token = plan.flops_per_token or 6.0 * plan.num_params
         flops = per_token * tokens * plan.num_microbatches / (plan.layout.tp * plan.layout.pp)
-        one_s = rates.matmul_s(tokens, TYPICAL_SIDE, TYPICAL_SIDE)
-        products_s = flops * one_s / (2.0 * tokens * TYPICAL_SIDE**2)
+        one_s = rates.matmul_s(tokens, TYPICAL_MATMUL_SIDE, TYPICAL_MATMUL_SIDE)
+        products_s = flops * one_s / (2.0 * tokens * TYPICAL_MATMUL_SIDE**2)
         terms = TermSeconds()
         terms.add("matmul", products_s)
-        terms.add("elementwise", (BESIDE_PRODUCTS - 1) * products_s)
+        terms.add("elementwise", (TOTAL_TO_MATMUL_TIME_RATIO - 1) * products_s)
         terms.add("ideal", flops / rates.peak_flops())
         if plan.layout.pp > 1:
             terms.add("bubble", products_s * (plan.layout.pp - 1) / plan.num_microbatches)
@@ -145,29 +150,29 @@ class _StepEstimate:
 
     # Gradients and weights
 
-    def _add_sync(self, terms: TermSeconds, rates: MeasuredRates) -> None:
-        plan, layout = self.plan, self.plan.layout.reduced
+    def _add_gradient_sync_seconds(self, terms: TermSeconds, rates: MeasuredRates) -> None:
+        plan, layout = self.plan, self.plan.layout.gradient_reduction_layout
         ranks, stage = layout.data_parallel_size, plan.parallel.zero_stage
-        num_bytes = FP32 * self._params_of_rank()
+        num_bytes = FP32_BYTES * self._count_rank_params()
         # Gradients are added to what earlier microbatches left.
         terms.add("elementwise", (plan.num_microbatches - 1) * rates.copy_s(3 * num_bytes))
         if ranks == 1:
             return
         terms.add("elementwise", rates.copy_s(2 * num_bytes))
         if stage <= 1:
-            reduce_s = _reduce_in_buckets(rates, num_bytes, ranks)
+            reduce_s = _estimate_bucketed_all_reduce_s(rates, num_bytes, ranks)
             backward_s = terms.total_s / max(1, plan.num_microbatches) * 2 / 3
-            hidden_s = rates.hidden_share(ranks) * min(reduce_s, backward_s)
+            hidden_s = rates.hidden_all_reduce_share(ranks) * min(reduce_s, backward_s)
             terms.add("dp exposed", reduce_s - hidden_s)
         if stage == 1:
             gather_s = rates.collective_s("all_gather", num_bytes, ranks)
             terms.add("dp exposed", gather_s + rates.copy_s(4 * num_bytes))
         if stage >= 2:
-            terms.add("dp exposed", self._time_fsdp(rates, num_bytes))
+            terms.add("dp exposed", self._estimate_fsdp_sync_s(rates, num_bytes))
 
-    def _time_fsdp(self, rates: MeasuredRates, num_bytes: float) -> float:
+    def _estimate_fsdp_sync_s(self, rates: MeasuredRates, num_bytes: float) -> float:
         """FSDP2 on gloo: units are gathered and gradients scattered while nothing else goes on."""
-        plan, layout = self.plan, self.plan.layout.reduced
+        plan, layout = self.plan, self.plan.layout.gradient_reduction_layout
         units = plan.model_shape.num_layers + 1
         shards = layout.dp_shard
         gathered_bytes = num_bytes / (2 if rates.is_low else 1)
@@ -187,15 +192,15 @@ class _StepEstimate:
             )
         return seconds
 
-    def _add_optimizer(self, terms: TermSeconds, rates: MeasuredRates) -> None:
-        plan, layout = self.plan, self.plan.layout.reduced
-        params = self._params_of_rank()
+    def _add_optimizer_seconds(self, terms: TermSeconds, rates: MeasuredRates) -> None:
+        plan, layout = self.plan, self.plan.layout.gradient_reduction_layout
+        params = self._count_rank_params()
         updated = params / (layout.dp_shard if plan.parallel.zero_stage >= 1 else 1)
         gradients = params / (layout.dp_shard if plan.parallel.zero_stage >= 2 else 1)
         terms.add("optimizer", rates.kernel_s("adamw", "", OPTIMIZER_BYTES * updated))
         terms.add("optimizer", rates.copy_s(CLIP_BYTES * gradients))
 
-    def _params_of_rank(self) -> float:
+    def _count_rank_params(self) -> float:
         """Parameters that the mean rank computes with, before data parallelism divides them."""
         layout, shape = self.plan.layout, self.plan.model_shape
         routed = 0.0
@@ -205,19 +210,19 @@ class _StepEstimate:
         return (dense + routed / layout.ep) / (layout.tp * layout.pp)
 
 
-def _add_recompute(plan: Plan, layer: int, block: BlockSeconds) -> BlockSeconds:
+def _add_recompute_to_backward(plan: Plan, layer: int, block: BlockSeconds) -> BlockSeconds:
     """A block whose backward computes again what the plan says."""
     backward = TermSeconds(block.backward.seconds)
     for segment in plan.activations.recompute_segments:
         if segment.start <= layer < segment.stop:
             if segment.mode == "full":
-                backward.add_all(block.forward)
+                backward.add_scaled(block.forward)
             else:
                 backward.add("elementwise", block.between_s)
     return replace(block, backward=backward)
 
 
-def _simulate_step(
+def _simulate_pipeline_step_s(
     pipeline: Pipeline,
     blocks: list[BlockSeconds],
     ends: tuple[BlockSeconds, BlockSeconds],
@@ -225,7 +230,7 @@ def _simulate_step(
 ) -> float:
     """Seconds until the last rank has done its last action."""
     costs = []
-    for first, end in pipeline.stages.ranges:
+    for first, end in pipeline.stages.block_ranges:
         parts = list(blocks[first:end])
         if first == 0:
             parts.append(ends[0])
@@ -240,7 +245,7 @@ def _simulate_step(
     return max(float(spans[-1][1]) for spans in result.spans_s if spans)
 
 
-def _time_ends(
+def _estimate_embedding_and_head_seconds(
     work: ModelWork, rates: MeasuredRates, batch: RankBatch
 ) -> tuple[BlockSeconds, BlockSeconds]:
     """Seconds of one microbatch in the embedding, and in head and loss. The loss makes both
@@ -249,33 +254,35 @@ def _time_ends(
     share = work.num_head_tokens / work.num_tokens
     tokens = batch.tokens * share
     head_batch = RankBatch(tokens, batch.sequences, batch.tp)
-    last.add("matmul", sum(time_products(work.head, rates, head_batch)))
+    last.add("matmul", sum(estimate_matmul_seconds(work.head, rates, head_batch)))
     vocab = work.head.outputs
     if work.head.cut == "column":
         vocab //= batch.tp
     # The head's gradient is added up in fp32, scaled, and handed on.
-    last.add("elementwise", rates.loss_s(tokens, vocab) + rates.copy_s(4 * FP32 * vocab * work.dim))
+    last.add(
+        "elementwise", rates.loss_s(tokens, vocab) + rates.copy_s(4 * FP32_BYTES * vocab * work.dim)
+    )
     if work.embedding is not None:
         patches = batch.tokens * work.num_embedding_tokens / work.num_tokens
         patch_batch = RankBatch(patches, batch.sequences)
-        first.add("matmul", sum(time_products(work.embedding, rates, patch_batch)))
+        first.add("matmul", sum(estimate_matmul_seconds(work.embedding, rates, patch_batch)))
     else:
         table = work.num_embedding_params / batch.tp
-        num_bytes = FP32 * (3 * batch.tokens * work.dim + table)
+        num_bytes = FP32_BYTES * (3 * batch.tokens * work.dim + table)
         first.add("elementwise", rates.kernel_s("embedding", "training", num_bytes))
     if batch.tp > 1:
-        reduce_s = rates.collective_s("all_reduce", FP32 * batch.tokens * work.dim, batch.tp)
+        reduce_s = rates.collective_s("all_reduce", FP32_BYTES * batch.tokens * work.dim, batch.tp)
         first.add("tp", reduce_s)
         last.add("tp", reduce_s)
     return BlockSeconds(first, TermSeconds()), BlockSeconds(last, TermSeconds())
 
 
-def _reduce_in_buckets(rates: MeasuredRates, num_bytes: float, ranks: int) -> float:
+def _estimate_bucketed_all_reduce_s(rates: MeasuredRates, num_bytes: float, ranks: int) -> float:
     buckets = max(1.0, math.ceil(num_bytes / BUCKET_BYTES))
     return buckets * rates.collective_s("all_reduce", num_bytes / buckets, ranks)
 
 
-def _make_step_time(terms: TermSeconds, band: float) -> StepTime:
-    in_order = {term: terms.seconds.get(term, 0.0) for term in TERMS}
+def _build_step_time(terms: TermSeconds, band: float) -> StepTime:
+    in_order = {term: terms.seconds.get(term, 0.0) for term in STEP_TERMS}
     total_s = sum(in_order.values())
     return StepTime(in_order, total_s / math.exp(band), total_s * math.exp(band))

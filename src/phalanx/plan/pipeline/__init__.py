@@ -4,12 +4,13 @@ Torch-free.
 
 The types, one walk of the data:
 
-    ModelCosts ─► model_part_costs ─► cut.cut_stages ─► Stages ─► predict_stage_costs ─► StageCosts
+    ModelCosts ─► compute_model_part_costs ─► cut.cut_stages ─► Stages ─► predict_stage_costs ─►
+    StageCosts
                                                                                              │
     name, ranks, microbatches ─► generate.generate_schedule ─┐                               ▼
-    a CSV file ─► schedule.read_schedule ────────────────────┴─► Schedule ─► simulate.simulate
+    a CSV file ─► schedule.load_schedule_csv ────────────────────┴─► Schedule ─► simulate.simulate
                                                                     │        (spans, bubble)
-                                        (problems, one line each) check.find_problems
+                                        (problems, one line each) check.find_schedule_problems
 
 1. `Action(kind, stage, microbatch)` is one piece of work, written 3F0: stage 3 forwards microbatch
    0. Kinds are F (forward), B (whole backward), or its halves I (gradient of the input, which the

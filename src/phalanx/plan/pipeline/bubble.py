@@ -13,15 +13,19 @@ from phalanx.core.errors import LayoutError
 from phalanx.core.units import plural
 from phalanx.job.nearest import list_divisors
 from phalanx.job.schema import Job
-from phalanx.plan.pipeline.costs import model_part_costs
+from phalanx.plan.pipeline.costs import compute_model_part_costs
 from phalanx.plan.pipeline.cut import LayerCosts, cut_stages_for_ranks
-from phalanx.plan.pipeline.generate import default_stages_per_rank, generate_schedule
-from phalanx.plan.pipeline.pipeline_plan import Pipeline, place_stages
-from phalanx.plan.pipeline.simulate import Seconds, StageCosts, simulate
-from phalanx.plan.pipeline.trace import forward_backward_seconds, scale_costs, splits_backward
+from phalanx.plan.pipeline.generate import generate_schedule, get_default_stages_per_rank
+from phalanx.plan.pipeline.pipeline_plan import Pipeline, map_stages_to_ranks
+from phalanx.plan.pipeline.simulate import Seconds, StageCosts, simulate_timeline
+from phalanx.plan.pipeline.trace import (
+    has_split_backward,
+    scale_stage_costs,
+    sum_forward_backward_s,
+)
 from phalanx.plan.plan import Plan
 
-MAX_UNREMARKED_BUBBLE = 0.2  # of the ranks' time; waiting more than that is worth a change
+MAX_BUBBLE_WITHOUT_WARNING = 0.2  # of the ranks' time; waiting more than that is worth a change
 MIN_UNEVEN_RATIO = 1.1  # the busiest rank against the mean of all
 # Of a bubble: one that another schedule makes no smaller than this is left as it is.
 MAX_WORTHWHILE_BUBBLE_RATIO = 0.95
@@ -31,7 +35,7 @@ MAX_SIMULATED_ACTIONS = 100_000  # of a schedule that is simulated here: plannin
 MAX_SUGGESTED_MICROBATCHES = 32  # times as many as there are, at most, are proposed
 
 
-def bubble_of(
+def predict_bubble_of_schedule(
     name: str,
     num_ranks: int,
     num_microbatches: int,
@@ -47,10 +51,10 @@ def bubble_of(
         schedule = generate_schedule(name, num_ranks, num_microbatches, stages_per_rank)
     except LayoutError:
         return None
-    return float(simulate(schedule, costs).bubble)
+    return float(simulate_timeline(schedule, costs).bubble)
 
 
-def find_enough_microbatches(
+def find_microbatches_for_small_bubble(
     pipeline: Pipeline, share: int, costs: Sequence[StageCosts] | None = None
 ) -> tuple[int, bool, float] | None:
     """(how many microbatches bring the bubble to the limit, whether the `share` of samples divides
@@ -66,10 +70,10 @@ def find_enough_microbatches(
     for count, is_divided in _list_larger_microbatch_counts(pipeline.num_microbatches, share):
         # A microbatch of fewer samples takes less time in all stages alike, which no share depends
         # on.
-        bubble = bubble_of(
+        bubble = predict_bubble_of_schedule(
             pipeline.schedule_name, pipeline.num_ranks, count, pipeline.stages_per_rank, costs
         )
-        if bubble is not None and bubble <= MAX_UNREMARKED_BUBBLE:
+        if bubble is not None and bubble <= MAX_BUBBLE_WITHOUT_WARNING:
             return count, is_divided, bubble
     return None
 
@@ -95,14 +99,16 @@ def predict_interleaved_bubble(pipeline: Pipeline, layers: LayerCosts) -> float 
 def predict_bubble_with_schedule(pipeline: Pipeline, layers: LayerCosts, name: str) -> float | None:
     """The bubble of a named schedule in place of the pipeline's, `layers` cut anew; None if that
     cannot be."""
-    per_rank = default_stages_per_rank(name)
+    per_rank = get_default_stages_per_rank(name)
     if len(layers.blocks) < per_rank * pipeline.num_ranks:
         return None
-    placement = place_stages(name, pipeline.num_ranks, per_rank)
+    placement = map_stages_to_ranks(name, pipeline.num_ranks, per_rank)
     stages = cut_stages_for_ranks(layers, placement)
     # F, I and W of a linear layer are one product each, so each takes as long as the others.
-    costs = [StageCosts(cost, cost, cost) for cost in layers.of_stages(stages)]
-    return bubble_of(name, pipeline.num_ranks, pipeline.num_microbatches, per_rank, costs)
+    costs = [StageCosts(cost, cost, cost) for cost in layers.sum_by_stage(stages)]
+    return predict_bubble_of_schedule(
+        name, pipeline.num_ranks, pipeline.num_microbatches, per_rank, costs
+    )
 
 
 def predict_bubble_with_halved_stages(
@@ -114,8 +120,10 @@ def predict_bubble_with_halved_stages(
     halves = []
     for cost in costs:
         # Half of its cost each, as if embedding and head were divided, too.
-        halves += [scale_costs(cost, 0.5)] * 2
-    return bubble_of("interleaved", pipeline.num_ranks, pipeline.num_microbatches, 2, halves)
+        halves += [scale_stage_costs(cost, 0.5)] * 2
+    return predict_bubble_of_schedule(
+        "interleaved", pipeline.num_ranks, pipeline.num_microbatches, 2, halves
+    )
 
 
 def find_busiest_rank(work: Sequence[Seconds], rank_of_stage: Sequence[int]) -> tuple[int, float]:
@@ -130,20 +138,22 @@ def find_busiest_rank(work: Sequence[Seconds], rank_of_stage: Sequence[int]) -> 
     return rank, float(of_ranks[rank] / mean)
 
 
-def warn_of_long_bubble(job: Job, plan: Plan) -> str | None:
+def warn_of_large_bubble(job: Job, plan: Plan) -> str | None:
     """The warning for a bubble above a fifth, where ranks that wait become worth a change of the
     batch or of the schedule."""
     if plan.pipeline is None:
         return None
     timeline = plan.pipeline.timeline()
-    if timeline is None or timeline.bubble <= MAX_UNREMARKED_BUBBLE:
+    if timeline is None or timeline.bubble <= MAX_BUBBLE_WITHOUT_WARNING:
         return None
     if plan.pipeline.rows:
-        named = _suggest_schedule_name(plan.pipeline, _samples_per_rank(plan))
+        named = _suggest_named_schedule(plan.pipeline, _count_samples_per_pipeline(plan))
         remedy = f"write more microbatches into {job.parallel.schedule_file}{named}"
     else:
-        remedy = _suggest_settings(job, plan, plan.pipeline, float(timeline.bubble))
-    work = [forward_backward_seconds(cost) for cost in plan.pipeline.costs]
+        remedy = _suggest_settings_for_smaller_bubble(
+            job, plan, plan.pipeline, float(timeline.bubble)
+        )
+    work = [sum_forward_backward_s(cost) for cost in plan.pipeline.costs]
     rank, ratio = find_busiest_rank(work, plan.pipeline.rank_of_stage)
     if ratio > MIN_UNEVEN_RATIO:
         remedy += f"; rank {rank} has {ratio:.2f} times the mean work"
@@ -156,16 +166,18 @@ def warn_of_long_bubble(job: Job, plan: Plan) -> str | None:
     )
 
 
-def _samples_per_rank(plan: Plan) -> int:
+def _count_samples_per_pipeline(plan: Plan) -> int:
     """The samples of a step that go through the pipeline of one data-parallel rank."""
     return plan.num_microbatches * plan.micro_batch_size
 
 
-def _suggest_settings(job: Job, plan: Plan, pipeline: Pipeline, bubble: float) -> str:
+def _suggest_settings_for_smaller_bubble(
+    job: Job, plan: Plan, pipeline: Pipeline, bubble: float
+) -> str:
     """The settings that make `bubble` smaller, in words."""
     fixes = []
-    share = _samples_per_rank(plan)
-    enough = find_enough_microbatches(pipeline, share)
+    share = _count_samples_per_pipeline(plan)
+    enough = find_microbatches_for_small_bubble(pipeline, share)
     if enough is not None:
         count, is_divided, new_bubble = enough
         if is_divided:
@@ -177,7 +189,7 @@ def _suggest_settings(job: Job, plan: Plan, pipeline: Pipeline, bubble: float) -
                 f" train.micro_batch_size={plan.micro_batch_size}"
             )
         fixes.append(f"{how} ({count} microbatches: {new_bubble:.0%})")
-    layers = model_part_costs(job, plan.model_shape).layer_costs
+    layers = compute_model_part_costs(job, plan.model_shape).layer_costs
     interleaved = predict_interleaved_bubble(pipeline, layers)
     if interleaved is not None and interleaved < MAX_INTERLEAVED_BUBBLE_RATIO * bubble:
         fixes.append(f"parallel.schedule=interleaved ({interleaved:.0%})")
@@ -186,14 +198,16 @@ def _suggest_settings(job: Job, plan: Plan, pipeline: Pipeline, bubble: float) -
     return f"set {' or '.join(fixes)}"
 
 
-def _suggest_schedule_name(pipeline: Pipeline, share: int) -> str:
+def _suggest_named_schedule(pipeline: Pipeline, share: int) -> str:
     """The microbatches that a named schedule needs which has the stages where the file has them,
     in brackets; "" if none has."""
     for name in ("1f1b", "interleaved"):
-        placement = place_stages(name, pipeline.num_ranks, pipeline.stages_per_rank)
+        placement = map_stages_to_ranks(name, pipeline.num_ranks, pipeline.stages_per_rank)
         if pipeline.rank_of_stage != placement:
             continue
-        enough = find_enough_microbatches(replace(pipeline, schedule_name=name, rows=()), share)
+        enough = find_microbatches_for_small_bubble(
+            replace(pipeline, schedule_name=name, rows=()), share
+        )
         if enough is not None:
             return f" ({name} with {enough[0]} would wait {enough[2]:.0%})"
     return ""
@@ -202,7 +216,11 @@ def _suggest_schedule_name(pipeline: Pipeline, share: int) -> str:
 def warn_of_compiled_split_backward(job: Job, plan: Plan) -> str | None:
     """The warning for a schedule that puts off gradients of weights with compiled blocks, which
     do their backward at once."""
-    if plan.pipeline is None or not plan.compile or not splits_backward(plan.pipeline.schedule()):
+    if (
+        plan.pipeline is None
+        or not plan.compile
+        or not has_split_backward(plan.pipeline.schedule())
+    ):
         return None
     name, replaced = plan.pipeline.schedule_name, ""
     if plan.pipeline.rows:
@@ -212,7 +230,7 @@ def warn_of_compiled_split_backward(job: Job, plan: Plan) -> str | None:
         f"schedule {name} puts off gradients of weights (W), and train.compile leaves nothing to"
         " put off: compiled blocks do both halves of a backward at once"
     )
-    layers = model_part_costs(job, plan.model_shape).layer_costs
+    layers = compute_model_part_costs(job, plan.model_shape).layer_costs
     timeline = plan.pipeline.timeline()
     if timeline is None:
         return message

@@ -11,14 +11,16 @@ from phalanx.plan.pipeline.schedule import Action, ActionKind, Schedule
 from phalanx.plan.pipeline.simulate import (
     ActionResults,
     Seconds,
-    count_in_flight,
+    count_peak_in_flight,
     simulate_schedule,
 )
 
 _RankAndIndex = tuple[int, int]  # rank, position
 
 
-def find_problems(schedule: Schedule, *, max_in_flight: int | None = None) -> tuple[Problem, ...]:
+def find_schedule_problems(
+    schedule: Schedule, *, max_in_flight: int | None = None
+) -> tuple[Problem, ...]:
     """Problems by rank and position, both as they stand in the file: ranks count from 0 and
     positions from 1.
 
@@ -27,20 +29,23 @@ def find_problems(schedule: Schedule, *, max_in_flight: int | None = None) -> tu
     rank holds more microbatches, counted per stage, than that. Consequences of a listed problem are
     not listed.
     """
-    places = _list_action_positions(schedule)
-    problems = [*_find_misplaced_actions(schedule), *_find_miscounted_actions(schedule, places)]
+    places = _map_actions_to_positions(schedule)
+    problems = [
+        *_find_misplaced_actions(schedule),
+        *_find_repeated_or_missing_actions(schedule, places),
+    ]
     # Only a schedule with every action once, where it belongs, can be run on paper.
     if not problems:
         problems = list(_find_deadlocked_ranks(schedule))
     if not problems and max_in_flight is not None:
-        problems = list(_find_too_many_in_flight(schedule, max_in_flight))
+        problems = list(_find_ranks_over_in_flight_limit(schedule, max_in_flight))
     return tuple(problems)
 
 
 def require_runnable_schedule(schedule: Schedule, *, max_in_flight: int | None = None) -> None:
-    """Raises LayoutError with the first problem that `find_problems` finds, and how many more
-    there are."""
-    problems = find_problems(schedule, max_in_flight=max_in_flight)
+    """Raises LayoutError with the first problem that `find_schedule_problems` finds, and how many
+    more there are."""
+    problems = find_schedule_problems(schedule, max_in_flight=max_in_flight)
     if problems:
         message = f"schedule {schedule.name} cannot run: {problems[0]}"
         if len(problems) > 1:
@@ -52,7 +57,7 @@ def _format_position(rank: int, position: int) -> str:
     return f"rank {rank}, position {position + 1}"
 
 
-def _list_action_positions(schedule: Schedule) -> dict[Action, list[_RankAndIndex]]:
+def _map_actions_to_positions(schedule: Schedule) -> dict[Action, list[_RankAndIndex]]:
     places: dict[Action, list[_RankAndIndex]] = defaultdict(list)
     for rank, row in enumerate(schedule.actions):
         for position, action in enumerate(row):
@@ -81,7 +86,7 @@ def _find_misplaced_actions(schedule: Schedule) -> Iterator[Problem]:
                 yield Problem(str(action), f"stage {action.stage} is on rank {owner}", where)
 
 
-def _find_miscounted_actions(
+def _find_repeated_or_missing_actions(
     schedule: Schedule, places: dict[Action, list[_RankAndIndex]]
 ) -> Iterator[Problem]:
     """A problem for each action that is done twice, or never."""
@@ -95,10 +100,10 @@ def _find_miscounted_actions(
     # Over all that should be there: an action that nobody does is in no row.
     for stage, owner in enumerate(schedule.rank_of_stage):
         for microbatch in range(schedule.num_microbatches):
-            yield from _find_miscounted_actions_of_microbatch(stage, microbatch, owner, places)
+            yield from _find_repeated_or_missing_of_microbatch(stage, microbatch, owner, places)
 
 
-def _find_miscounted_actions_of_microbatch(
+def _find_repeated_or_missing_of_microbatch(
     stage: int, microbatch: int, owner: int, places: dict[Action, list[_RankAndIndex]]
 ) -> Iterator[Problem]:
     forward, backward, inputs, weights = (
@@ -140,11 +145,11 @@ def _find_deadlocked_ranks(schedule: Schedule) -> Iterator[Problem]:
     makers: dict[int, _RankAndIndex] = {}
     for rank, row in enumerate(schedule.actions):
         for position, action in enumerate(row):
-            makers[results.output_of(action)] = rank, position
+            makers[results.output_index_of(action)] = rank, position
     # An action that ran has a span: a stuck rank stands at the first one without.
     standing = {rank: len(paper_run.spans_s[rank]) for rank in paper_run.stuck}
     for rank, needed in paper_run.stuck.items():
-        maker_rank, position = makers[results.output_of(needed)]
+        maker_rank, position = makers[results.output_index_of(needed)]
         maker = schedule.actions[maker_rank][position]
         problem = f"waits for {maker}, which comes later, at position {position + 1}"
         if maker_rank != rank:
@@ -160,8 +165,8 @@ def _find_deadlocked_ranks(schedule: Schedule) -> Iterator[Problem]:
         )
 
 
-def _find_too_many_in_flight(schedule: Schedule, limit: int) -> Iterator[Problem]:
-    for rank, peak in enumerate(count_in_flight(schedule).per_rank):
+def _find_ranks_over_in_flight_limit(schedule: Schedule, limit: int) -> Iterator[Problem]:
+    for rank, peak in enumerate(count_peak_in_flight(schedule).per_rank):
         if peak > limit:
             yield Problem(
                 f"rank {rank}", f"holds up to {peak} microbatches at once, and {limit} may be"

@@ -12,7 +12,9 @@ from fractions import Fraction
 from phalanx.plan.pipeline.simulate import Seconds, StageCosts
 
 
-def idle_s(name: str, num_ranks: int, num_microbatches: int, costs: StageCosts) -> Seconds | None:
+def closed_form_idle_s(
+    name: str, num_ranks: int, num_microbatches: int, costs: StageCosts
+) -> Seconds | None:
     """Seconds of a step in which a rank waits; `costs` are those of one stage.
 
     None where there is no closed form.
@@ -43,7 +45,7 @@ def bubble(
 ) -> Seconds | None:
     """The part of all ranks' time that is idle, (p - 1)/(v·m + p - 1) for gpipe, 1f1b and
     interleaved."""
-    idle = idle_s(name, num_ranks, num_microbatches, costs)
+    idle = closed_form_idle_s(name, num_ranks, num_microbatches, costs)
     if idle is None:
         return None
     of_microbatch = costs.forward_s + costs.backward_input_s + costs.backward_weight_s
@@ -53,7 +55,7 @@ def bubble(
     return idle / step
 
 
-def peak_in_flight(
+def closed_form_peak_in_flight(
     name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int, rank: int
 ) -> int | None:
     """Microbatches of one stage that `rank` holds at most, over all its stages; None where there

@@ -14,7 +14,7 @@ from phalanx.plan.pipeline.cut import LayerCosts, Stages
 from phalanx.plan.pipeline.simulate import Seconds, StageCosts
 
 
-def stage_costs(
+def compute_stage_costs(
     flops: ModelFlops,
     stages: Stages,
     *,
@@ -27,7 +27,7 @@ def stage_costs(
     `recomputed`: blocks whose forward is done again before their backward.
     """
     costs = []
-    for stage, (first, end) in enumerate(stages.ranges):
+    for stage, (first, end) in enumerate(stages.block_ranges):
         blocks = flops.blocks[first:end]
         parts, at_once = list(blocks), 0
         if stage == 0:
@@ -61,7 +61,7 @@ def count_params_of_stages(params: PartParams, stages: Stages, stages_held: Coll
     last = len(stages.num_blocks) - 1
     num_params = 0
     for stage in stages_held:
-        first, end = stages.ranges[stage]
+        first, end = stages.block_ranges[stage]
         num_params += sum(params.blocks[first:end])
     if 0 in stages_held:
         num_params += params.before
@@ -73,7 +73,7 @@ def count_params_of_stages(params: PartParams, stages: Stages, stages_held: Coll
     return num_params
 
 
-def require_stage_modules(job: Job, shape: ModelCosts) -> None:
+def require_valid_stage_modules(job: Job, shape: ModelCosts) -> None:
     """Raises LayoutError for names in first_stage or last_stage that there are not, or that are
     in a block."""
     if not (job.parallel.first_stage or job.parallel.last_stage):
@@ -122,9 +122,9 @@ class ModelPartCosts:
         return LayerCosts(flops.embedding.training, blocks, flops.head.training)
 
 
-def model_part_costs(job: Job, shape: ModelCosts) -> ModelPartCosts:
-    """The parts of the job's model. Raises LayoutError like `require_stage_modules`."""
-    require_stage_modules(job, shape)
+def compute_model_part_costs(job: Job, shape: ModelCosts) -> ModelPartCosts:
+    """The parts of the job's model. Raises LayoutError like `require_valid_stage_modules`."""
+    require_valid_stage_modules(job, shape)
     params = shape.count_part_params(job.parallel.first_stage, job.parallel.last_stage)
     return ModelPartCosts(params, shape.flops(job.data.seq_len))
 
@@ -135,7 +135,7 @@ def predict_stage_costs(
     """Seconds of each stage for one microbatch at `ASSUMED_FLOPS_PER_S`; of a user's own module
     only in proportion."""
     if parts.flops is not None:
-        return stage_costs(
+        return compute_stage_costs(
             parts.flops,
             stages,
             samples=samples,
@@ -150,6 +150,8 @@ def predict_stage_costs(
     return tuple(
         StageCosts(once * scale, (once + more) * scale, once * scale)
         for once, more in zip(
-            parts.layer_costs.of_stages(stages), recomputed_costs.of_stages(stages), strict=True
+            parts.layer_costs.sum_by_stage(stages),
+            recomputed_costs.sum_by_stage(stages),
+            strict=True,
         )
     )

@@ -25,8 +25,8 @@ class LayerCosts:
     blocks: tuple[Seconds, ...]
     head: Seconds
 
-    def of_stages(self, stages: Stages) -> tuple[Seconds, ...]:
-        costs = [sum(self.blocks[first:end]) for first, end in stages.ranges]
+    def sum_by_stage(self, stages: Stages) -> tuple[Seconds, ...]:
+        costs = [sum(self.blocks[first:end]) for first, end in stages.block_ranges]
         costs[0] += self.embedding
         costs[-1] += self.head
         return tuple(costs)
@@ -39,13 +39,15 @@ class Stages:
     num_blocks: tuple[int, ...]
 
     @property
-    def ranges(self) -> tuple[tuple[int, int], ...]:
+    def block_ranges(self) -> tuple[tuple[int, int], ...]:
         """(first block, one past the last) of each stage."""
         ends = tuple(accumulate(self.num_blocks))
         return tuple(zip((0, *ends[:-1]), ends, strict=True))
 
-    def stage_of(self, block: int) -> int:
-        return next(stage for stage, (first, end) in enumerate(self.ranges) if first <= block < end)
+    def stage_of_block(self, block: int) -> int:
+        return next(
+            stage for stage, (first, end) in enumerate(self.block_ranges) if first <= block < end
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {"num_blocks": list(self.num_blocks)}
@@ -74,13 +76,13 @@ def cut_stages(costs: LayerCosts, num_stages: int) -> Stages:
             f"{num_blocks} blocks cannot be cut into {num_stages} stages", fix=f"nearest: {nearest}"
         )
     # Twice: among the cuts whose costliest stage is cheapest, the most even one.
-    work = _IntegerCosts.of(costs, num_stages)
+    work = _IntegerCosts.from_costs(costs, num_stages)
     largest, _ = _find_optimal_cut(work, lambda cost, rest: max(cost, rest), limit=None)
     _, num_blocks_of = _find_optimal_cut(work, lambda cost, rest: cost**2 + rest, limit=largest)
     return Stages(num_blocks_of)
 
 
-def check_requested_cut(num_blocks: Sequence[int], num_layers: int, num_stages: int) -> Stages:
+def build_requested_cut(num_blocks: Sequence[int], num_layers: int, num_stages: int) -> Stages:
     """The stages as the user wants them.
 
     Raises LayoutError if they do not add up, naming the nearest that do.
@@ -144,7 +146,7 @@ class _IntegerCosts:
     num_stages: int
 
     @classmethod
-    def of(cls, costs: LayerCosts, num_stages: int) -> _IntegerCosts:
+    def from_costs(cls, costs: LayerCosts, num_stages: int) -> _IntegerCosts:
         # A float is a Fraction exactly, so scaling by the common denominator loses nothing.
         exact = [Fraction(cost) for cost in (costs.embedding, *costs.blocks, costs.head)]
         scale = math.lcm(*(cost.denominator for cost in exact))
@@ -155,7 +157,7 @@ class _IntegerCosts:
     def num_blocks(self) -> int:
         return len(self.sums) - 1
 
-    def cost(self, stage: int, first: int, end: int) -> int:
+    def stage_cost(self, stage: int, first: int, end: int) -> int:
         cost = self.sums[end] - self.sums[first]
         if stage == 0:
             cost += self.embedding
@@ -163,7 +165,7 @@ class _IntegerCosts:
             cost += self.head
         return cost
 
-    def ends(self, stage: int, first_block: int) -> range:
+    def list_possible_ends(self, stage: int, first_block: int) -> range:
         """The blocks before which a stage that begins at `first_block` may end, so that it and
         those after it have work."""
         after = self.num_stages - 1 - stage
@@ -191,8 +193,8 @@ def _find_optimal_cut(
         if stage == 0:
             firsts = range(1)
         for first in firsts:
-            for end in work.ends(stage, first):
-                cost = work.cost(stage, first, end)
+            for end in work.list_possible_ends(stage, first):
+                cost = work.stage_cost(stage, first, end)
                 # A stage of more blocks costs no less, and a value is never below its cost.
                 if limit is not None and cost > limit:
                     break
@@ -262,7 +264,7 @@ def _list_neighbour_cuts(costs: LayerCosts, stages: Stages) -> Iterator[Stages]:
 def _cut_sort_key(costs: LayerCosts, stages: Stages, rank_of_stage: Sequence[int]) -> _CutSortKey:
     """The work of the busiest rank, that of the slowest stage, and unevenness, to compare cuts
     by."""
-    of_stages = costs.of_stages(stages)
+    of_stages = costs.sum_by_stage(stages)
     of_ranks: dict[int, Seconds] = {}
     for rank, cost in zip(rank_of_stage, of_stages, strict=True):
         of_ranks[rank] = of_ranks.get(rank, 0) + cost

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from phalanx.core.errors import LayoutError, did_you_mean
-from phalanx.plan.pipeline.schedule import Action, ActionKind, Schedule, loop_placement
+from phalanx.plan.pipeline.schedule import Action, ActionKind, Schedule, place_stages_in_loop
 from phalanx.plan.pipeline.v_shaped import generate_dualpipe_v, generate_zb_v
 
 
@@ -23,7 +23,7 @@ def generate_gpipe(num_ranks: int, num_microbatches: int, stages_per_rank: int =
         forwards = _list_actions_of_stage("F", rank, num_microbatches)
         backwards = _list_actions_of_stage("B", rank, num_microbatches)
         rows.append((*forwards, *backwards))
-    return Schedule("gpipe", num_microbatches, loop_placement(num_ranks, 1), tuple(rows))
+    return Schedule("gpipe", num_microbatches, place_stages_in_loop(num_ranks, 1), tuple(rows))
 
 
 def generate_1f1b(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> Schedule:
@@ -35,7 +35,7 @@ def generate_1f1b(num_ranks: int, num_microbatches: int, stages_per_rank: int = 
         backwards = _list_actions_of_stage("B", rank, num_microbatches)
         # As many forwards ahead as there are stages behind it: then the first gradient is back.
         rows.append(tuple(_alternate_forward_backward(forwards, backwards, num_ranks - 1 - rank)))
-    return Schedule("1f1b", num_microbatches, loop_placement(num_ranks, 1), tuple(rows))
+    return Schedule("1f1b", num_microbatches, place_stages_in_loop(num_ranks, 1), tuple(rows))
 
 
 def _list_actions_of_stage(kind: ActionKind, stage: int, num_microbatches: int) -> list[Action]:
@@ -54,10 +54,10 @@ def generate_interleaved(num_ranks: int, num_microbatches: int, stages_per_rank:
             _list_interleaved_actions("B", rank, num_ranks, num_microbatches, stages_per_rank)
         )
         # Twice the hops to the last rank: a forward has to get there, and its gradient back.
-        ahead = _num_warmup_forwards(num_ranks, num_microbatches, stages_per_rank)
+        ahead = _count_warmup_forwards(num_ranks, num_microbatches, stages_per_rank)
         ahead += 2 * (num_ranks - 1 - rank)
         rows.append(tuple(_alternate_forward_backward(forwards, backwards, ahead)))
-    placement = loop_placement(num_ranks, stages_per_rank)
+    placement = place_stages_in_loop(num_ranks, stages_per_rank)
     return Schedule("interleaved", num_microbatches, placement, tuple(rows))
 
 
@@ -78,7 +78,7 @@ def generate_interleaved_zero_bubble(
             _list_interleaved_actions("I", rank, num_ranks, num_microbatches, stages_per_rank)
         )
         ahead = (
-            _num_warmup_forwards(num_ranks, num_microbatches, stages_per_rank)
+            _count_warmup_forwards(num_ranks, num_microbatches, stages_per_rank)
             + num_ranks
             - 1
             - rank
@@ -90,22 +90,22 @@ def generate_interleaved_zero_bubble(
                 )
             )
         )
-    placement = loop_placement(num_ranks, stages_per_rank)
+    placement = place_stages_in_loop(num_ranks, stages_per_rank)
     return Schedule("interleaved-zero-bubble", num_microbatches, placement, tuple(rows))
 
 
-def num_interleaved_rounds(num_ranks: int, num_microbatches: int) -> int:
+def count_interleaved_rounds(num_ranks: int, num_microbatches: int) -> int:
     """The number of rounds of about `num_ranks` microbatches that interleaved schedules take
     through all stages of a rank."""
     # As in torch's schedules, to which tests hold ours.
     return max(1, num_microbatches // num_ranks)
 
 
-def _num_warmup_forwards(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> int:
+def _count_warmup_forwards(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> int:
     """The number of forwards that the last rank does before its first backward: all of a round,
     but in its last stage."""
     return (stages_per_rank - 1) * (
-        num_microbatches // num_interleaved_rounds(num_ranks, num_microbatches)
+        num_microbatches // count_interleaved_rounds(num_ranks, num_microbatches)
     )
 
 
@@ -118,7 +118,7 @@ def _list_interleaved_actions(
     if kind != "F":
         # A gradient comes from the stage after, so the last stage has it first.
         stages = stages[::-1]
-    size = num_microbatches // num_interleaved_rounds(num_ranks, num_microbatches)
+    size = num_microbatches // count_interleaved_rounds(num_ranks, num_microbatches)
     for first in range(0, num_microbatches, size):
         for stage in stages:
             for microbatch in range(first, first + size):
@@ -160,7 +160,7 @@ class _NamedSchedule:
     least_microbatches_per_rank: int = 0
 
 
-_SCHEDULES = {
+_NAMED_SCHEDULES = {
     "gpipe": _NamedSchedule(generate_gpipe, 1, 1, 1),
     "1f1b": _NamedSchedule(generate_1f1b, 1, 1, 1),
     "interleaved": _NamedSchedule(generate_interleaved, 2, 2, in_rounds=True),
@@ -170,7 +170,7 @@ _SCHEDULES = {
     "zb-v": _NamedSchedule(generate_zb_v, 2, 2, 2),
     "dualpipe-v": _NamedSchedule(generate_dualpipe_v, 2, 2, 2, least_microbatches_per_rank=2),
 }
-SCHEDULE_NAMES = tuple(_SCHEDULES)
+SCHEDULE_NAMES = tuple(_NAMED_SCHEDULES)
 
 
 def generate_schedule(
@@ -180,7 +180,7 @@ def generate_schedule(
 
     Raises LayoutError, with the nearest legal size, for one that it has not.
     """
-    named = _find_schedule_kind(name)
+    named = _find_named_schedule(name)
     if num_ranks < 1 or num_microbatches < 1:
         raise LayoutError(
             f"a pipeline of {num_ranks} ranks and {num_microbatches} microbatches",
@@ -189,34 +189,34 @@ def generate_schedule(
     if stages_per_rank is None:
         stages_per_rank = named.stages_per_rank
     require_stages_per_rank(name, stages_per_rank)
-    _require_microbatches(name, named, num_ranks, num_microbatches)
+    _require_runnable_microbatches(name, named, num_ranks, num_microbatches)
     return named.make(num_ranks, num_microbatches, stages_per_rank)
 
 
 def can_run_microbatches(name: str, num_ranks: int, num_microbatches: int) -> bool:
     """True if a named schedule can run `num_microbatches`."""
-    named = _find_schedule_kind(name)
+    named = _find_named_schedule(name)
     if num_microbatches < max(1, named.least_microbatches_per_rank * num_ranks):
         return False
-    return not named.in_rounds or _divides_into_rounds(num_ranks, num_microbatches)
+    return not named.in_rounds or _are_rounds_even(num_ranks, num_microbatches)
 
 
-def default_stages_per_rank(name: str) -> int:
-    return _find_schedule_kind(name).stages_per_rank
+def get_default_stages_per_rank(name: str) -> int:
+    return _find_named_schedule(name).stages_per_rank
 
 
-def _find_schedule_kind(name: str) -> _NamedSchedule:
-    if name not in _SCHEDULES:
+def _find_named_schedule(name: str) -> _NamedSchedule:
+    if name not in _NAMED_SCHEDULES:
         known = f"there are {', '.join(SCHEDULE_NAMES)}"
         raise LayoutError(
             f"there is no schedule {name!r}", fix=did_you_mean(name, SCHEDULE_NAMES) or known
         )
-    return _SCHEDULES[name]
+    return _NAMED_SCHEDULES[name]
 
 
 def can_have_stages_per_rank(name: str, stages_per_rank: int) -> bool:
     """True if a named schedule can have `stages_per_rank`."""
-    named = _find_schedule_kind(name)
+    named = _find_named_schedule(name)
     most = named.most_stages_per_rank or stages_per_rank
     return named.least_stages_per_rank <= stages_per_rank <= most
 
@@ -224,7 +224,7 @@ def can_have_stages_per_rank(name: str, stages_per_rank: int) -> bool:
 def require_stages_per_rank(name: str, wish: int) -> None:
     """Raises LayoutError for a number of stages per rank that the schedule cannot have, naming
     the nearest that it can."""
-    named = _find_schedule_kind(name)
+    named = _find_named_schedule(name)
     least, most = named.least_stages_per_rank, named.most_stages_per_rank
     if can_have_stages_per_rank(name, wish):
         return
@@ -239,7 +239,9 @@ def require_stages_per_rank(name: str, wish: int) -> None:
     raise LayoutError(f"schedule {name} cannot have {wish} stages per rank", fix=fix)
 
 
-def _require_microbatches(name: str, named: _NamedSchedule, num_ranks: int, wish: int) -> None:
+def _require_runnable_microbatches(
+    name: str, named: _NamedSchedule, num_ranks: int, wish: int
+) -> None:
     least = named.least_microbatches_per_rank * num_ranks
     if wish < least:
         raise LayoutError(
@@ -247,15 +249,15 @@ def _require_microbatches(name: str, named: _NamedSchedule, num_ranks: int, wish
             why="it has two stages per rank and wants a microbatch in each",
             fix=f"nearest: {least}",
         )
-    if not named.in_rounds or _divides_into_rounds(num_ranks, wish):
+    if not named.in_rounds or _are_rounds_even(num_ranks, wish):
         return
     # One microbatch always fills its round, and so does the next multiple of the ranks.
     below = above = wish
-    while not _divides_into_rounds(num_ranks, below):
+    while not _are_rounds_even(num_ranks, below):
         below -= 1
-    while not _divides_into_rounds(num_ranks, above):
+    while not _are_rounds_even(num_ranks, above):
         above += 1
-    rounds = num_interleaved_rounds(num_ranks, wish)
+    rounds = count_interleaved_rounds(num_ranks, wish)
     raise LayoutError(
         f"schedule {name} on {num_ranks} ranks cannot run {wish} microbatches",
         why=f"they do not divide into {rounds} equal rounds",
@@ -263,5 +265,5 @@ def _require_microbatches(name: str, named: _NamedSchedule, num_ranks: int, wish
     )
 
 
-def _divides_into_rounds(num_ranks: int, num_microbatches: int) -> bool:
-    return num_microbatches % num_interleaved_rounds(num_ranks, num_microbatches) == 0
+def _are_rounds_even(num_ranks: int, num_microbatches: int) -> bool:
+    return num_microbatches % count_interleaved_rounds(num_ranks, num_microbatches) == 0

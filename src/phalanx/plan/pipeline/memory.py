@@ -10,15 +10,15 @@ from phalanx.job.costs import ModelCosts
 from phalanx.plan.memory import (
     StateBytes,
     adjust_memory_for_device,
+    count_excess_expert_params,
     count_segment_bytes,
     peak_segment_bytes,
     state_bytes,
-    uneven_expert_params,
 )
 from phalanx.plan.pipeline.costs import count_params_of_stages
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.pipeline.schedule import Schedule
-from phalanx.plan.pipeline.simulate import peak_bytes
+from phalanx.plan.pipeline.simulate import compute_peak_activation_bytes
 from phalanx.plan.workload import Workload, shard_shape
 
 NUM_RECEIVE_BUFFERS = 2  # messages that a rank has room for before it needs them
@@ -37,7 +37,7 @@ class StageBytes:
     for_weights: int
 
 
-def pipeline_memory(
+def predict_pipeline_memory(
     shape: ModelCosts,
     work: Workload,
     pipeline: Pipeline,
@@ -57,26 +57,28 @@ def pipeline_memory(
     params = shape.count_part_params(pipeline.first_stage, pipeline.last_stage)
     rank_params = shape.count_part_params(pipeline.first_stage, pipeline.last_stage, work.ep)
     schedule = pipeline.schedule()
-    activations_by_rank = rank_activation_bytes(shape, work, pipeline)
-    staging = rank_staging_bytes(shape, work, pipeline, num_shares)
+    activations_by_rank = predict_rank_activation_bytes(shape, work, pipeline)
+    staging = predict_rank_staging_bytes(shape, work, pipeline, num_shares)
     memories = []
     for rank in range(pipeline.num_ranks):
-        stages = pipeline.stages_of(rank)
+        stages = pipeline.stages_of_rank(rank)
         num_params = count_params_of_stages(params, pipeline.stages, stages)
         num_rank_params = count_params_of_stages(rank_params, pipeline.stages, stages)
-        ranges = [pipeline.stages.ranges[stage] for stage in stages]
-        uneven = uneven_expert_params(shape, zero_stage, dp_size, work.ep, ranges)
-        memory = _state_bytes(
+        ranges = [pipeline.stages.block_ranges[stage] for stage in stages]
+        uneven = count_excess_expert_params(shape, zero_stage, dp_size, work.ep, ranges)
+        memory = _predict_state_and_buffer_bytes(
             num_params, num_rank_params, work, zero_stage, dp_size, uneven, shape.trained_share
         )
         if shape.activations is not None:
             memory["activations"] = activations_by_rank[rank]
             if pipeline.num_stages - 1 in stages:
                 # As without a pipeline: gradients on their way have the room of the loss.
-                passing = _passing_bytes(shape, work, pipeline.stages.ranges[-1])
+                passing = _predict_in_flight_gradient_bytes(
+                    shape, work, pipeline.stages.block_ranges[-1]
+                )
                 memory["loss"] = max(shape.activations.loss(work).computing, passing)
             message = shape.activations.message(work)
-            memory["communication"] += _message_bytes(schedule, rank, message)
+            memory["communication"] += _predict_p2p_message_bytes(schedule, rank, message)
         if device == "cpu" and work.copies_state:
             memory["staging"] = staging[rank]
         memories.append(
@@ -87,23 +89,29 @@ def pipeline_memory(
 
 # A plan asks again for each candidate, and these do not depend on its ZeRO stage.
 @lru_cache(maxsize=32)
-def rank_activation_bytes(shape: ModelCosts, work: Workload, pipeline: Pipeline) -> tuple[int, ...]:
+def predict_rank_activation_bytes(
+    shape: ModelCosts, work: Workload, pipeline: Pipeline
+) -> tuple[int, ...]:
     """Bytes of activations of each pipeline rank, at the worst moment: all microbatches in
     flight, and what is recomputed of one of them; 0 where nobody knows."""
     if shape.activations is None:
         return (0,) * pipeline.num_ranks
-    stages = [stage_bytes(shape, work, pipeline, stage) for stage in range(pipeline.num_stages)]
-    peaks = peak_bytes(
+    stages = [
+        predict_stage_bytes(shape, work, pipeline, stage) for stage in range(pipeline.num_stages)
+    ]
+    peaks = compute_peak_activation_bytes(
         pipeline.schedule(), [s.saved for s in stages], [s.for_weights for s in stages]
     )
     redone = (
-        max(stages[stage].redone for stage in pipeline.stages_of(rank))
+        max(stages[stage].redone for stage in pipeline.stages_of_rank(rank))
         for rank in range(pipeline.num_ranks)
     )
     return tuple(peak + recomputed for peak, recomputed in zip(peaks, redone, strict=True))
 
 
-def stage_bytes(shape: ModelCosts, work: Workload, pipeline: Pipeline, stage: int) -> StageBytes:
+def predict_stage_bytes(
+    shape: ModelCosts, work: Workload, pipeline: Pipeline, stage: int
+) -> StageBytes:
     """Bytes of one stage on one rank of tp (`shape`: from `shard_shape`), of a model whose
     activations are known.
 
@@ -111,7 +119,7 @@ def stage_bytes(shape: ModelCosts, work: Workload, pipeline: Pipeline, stage: in
     """
     activations = shape.activations
     assert activations is not None, "the caller asks"
-    first, end = pipeline.stages.ranges[stage]
+    first, end = pipeline.stages.block_ranges[stage]
     saved, redone = count_segment_bytes(shape, work, first, end)
     # Masks and tables of angles are made in every stage: a user's forward begins in each of them.
     outside = activations.everywhere(work)
@@ -131,7 +139,9 @@ def stage_bytes(shape: ModelCosts, work: Workload, pipeline: Pipeline, stage: in
     return StageBytes(sum(saved) + outside, again, for_weights)
 
 
-def _passing_bytes(shape: ModelCosts, work: Workload, blocks: tuple[int, int]) -> int:
+def _predict_in_flight_gradient_bytes(
+    shape: ModelCosts, work: Workload, blocks: tuple[int, int]
+) -> int:
     """Bytes of gradients on their way in the backward of one of `blocks`, of that with most."""
     if shape.activations is None:
         return 0
@@ -139,7 +149,7 @@ def _passing_bytes(shape: ModelCosts, work: Workload, blocks: tuple[int, int]) -
     return max(passing, default=0)
 
 
-def _state_bytes(
+def _predict_state_and_buffer_bytes(
     num_params: int,
     num_rank_params: int,
     work: Workload,
@@ -165,7 +175,7 @@ def _state_bytes(
     return memory
 
 
-def rank_staging_bytes(
+def predict_rank_staging_bytes(
     shape: ModelCosts, work: Workload, pipeline: Pipeline, num_shares: int
 ) -> tuple[int, ...]:
     """Bytes of the copy that saves are written from, of each pipeline rank, as
@@ -175,7 +185,7 @@ def rank_staging_bytes(
     """
     params = shape.count_part_params(pipeline.first_stage, pipeline.last_stage)
     num_params = (
-        count_params_of_stages(params, pipeline.stages, pipeline.stages_of(rank))
+        count_params_of_stages(params, pipeline.stages, pipeline.stages_of_rank(rank))
         for rank in range(pipeline.num_ranks)
     )
     return tuple(
@@ -184,9 +194,9 @@ def rank_staging_bytes(
     )
 
 
-def _message_bytes(schedule: Schedule, rank: int, sent: int) -> int:
+def _predict_p2p_message_bytes(schedule: Schedule, rank: int, sent: int) -> int:
     """Bytes for messages on their way to a rank; 0 if all of its neighbours' stages are its own."""
-    stages = schedule.stages_of(rank)
+    stages = schedule.stages_of_rank(rank)
     neighbours = {s + d for s in stages for d in (-1, 1) if 0 <= s + d < schedule.num_stages}
     if any(schedule.rank_of_stage[stage] != rank for stage in neighbours):
         return NUM_RECEIVE_BUFFERS * sent

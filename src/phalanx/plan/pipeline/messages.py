@@ -30,7 +30,7 @@ _ASSUMED_SECONDS_OF_KIND: dict[ActionKind, float] = {"F": 1, "B": 2, "I": 1, "W"
 take."""
 # Of actions that begin at once: the gradients that go to another rank, then forwards, then W, which
 # makes nothing that another rank waits for.
-_SORT_RANK_OF_KIND: dict[ActionKind, int] = {"B": -1, "I": -1, "F": 0, "W": 1}
+_SORT_PRIORITY_OF_KIND: dict[ActionKind, int] = {"B": -1, "I": -1, "F": 0, "W": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def input_of(action: Action, num_stages: int) -> P2PMessage | None:
 
 
 @dataclass(frozen=True)
-class Messages:
+class RankMessages:
     """The messages of one pass through a schedule, as one rank sees them.
 
     `coming`: source rank -> what it sends here, in the order in which it makes it. `asks[i]`: the
@@ -86,7 +86,7 @@ class Messages:
     needed_at: Mapping[P2PMessage, int]
 
 
-def plan_messages(schedule: Schedule, rank: int, *, in_one_queue: bool) -> Messages:
+def plan_rank_messages(schedule: Schedule, rank: int, *, in_one_queue: bool) -> RankMessages:
     """The messages of `rank` in a schedule that can run.
 
     `in_one_queue`: receives can keep other work back.
@@ -106,21 +106,21 @@ def plan_messages(schedule: Schedule, rank: int, *, in_one_queue: bool) -> Messa
             if needed is not None and owners[needed.maker] == rank:
                 needed_at[needed] = position
     # Every rank computes it from the same schedule and costs, and so finds the same order.
-    order = _simulated_action_order(schedule)
+    order = _simulate_action_order(schedule)
     # One order costs overlap: of the messages of 1f1b on four ranks half are asked for only where
     # they are needed (97 % of them travel beside an action on gloo), of zb-v 6 %.
     if in_one_queue:
         asks = _plan_receives_in_order(schedule, rank, order)
     else:
         asks = _plan_receives_ahead(
-            schedule, rank, coming, _own_actions_before(schedule, rank, order)
+            schedule, rank, coming, _count_own_actions_before(schedule, rank, order)
         )
-    return Messages(
+    return RankMessages(
         {source: tuple(messages) for source, messages in coming.items()}, asks, made_at, needed_at
     )
 
 
-def _simulated_action_order(schedule: Schedule) -> list[tuple[int, int]]:
+def _simulate_action_order(schedule: Schedule) -> list[tuple[int, int]]:
     """(rank, place) of all actions, as they begin on paper."""
     spans = simulate_schedule(schedule, [_ASSUMED_SECONDS_OF_KIND] * schedule.num_stages).spans_s
     keys = []
@@ -128,7 +128,7 @@ def _simulated_action_order(schedule: Schedule) -> list[tuple[int, int]]:
         for position, (action, (start, _)) in enumerate(zip(row, times, strict=True)):
             # What begins at once is independent; of that, what goes on to another rank first: each
             # message is then asked for beside the action that it is made in.
-            turn = _SORT_RANK_OF_KIND[action.kind]
+            turn = _SORT_PRIORITY_OF_KIND[action.kind]
             # What has further to go comes first: a forward of an early stage, a gradient of a late.
             stage = action.stage
             if action.kind != "F":
@@ -155,7 +155,7 @@ def _plan_receives_in_order(
     return tuple(map(tuple, asks))
 
 
-def _own_actions_before(
+def _count_own_actions_before(
     schedule: Schedule, rank: int, order: Sequence[tuple[int, int]]
 ) -> dict[P2PMessage, int]:
     """The number of own actions that have to be queued before each message of another rank can

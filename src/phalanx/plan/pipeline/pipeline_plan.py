@@ -12,8 +12,8 @@ from typing import Any
 
 from phalanx.plan.pipeline.cut import Stages
 from phalanx.plan.pipeline.generate import generate_schedule
-from phalanx.plan.pipeline.schedule import Action, Schedule, loop_placement, v_placement
-from phalanx.plan.pipeline.simulate import StageCosts, Timeline, simulate
+from phalanx.plan.pipeline.schedule import Action, Schedule, place_stages_in_loop, place_stages_in_v
+from phalanx.plan.pipeline.simulate import StageCosts, Timeline, simulate_timeline
 
 V_SHAPED_SCHEDULES = ("zb-v", "dualpipe-v")
 SCHEDULE_FROM_FILE = "file"
@@ -45,7 +45,7 @@ class Pipeline:
     rank_memory: tuple[dict[str, int], ...] = ()
 
     @property
-    def rank_bytes(self) -> tuple[int, ...]:
+    def predicted_rank_bytes(self) -> tuple[int, ...]:
         """Predicted bytes of each pipeline rank, beyond interpreter and torch; empty where none
         were predicted."""
         return tuple(sum(memory.values()) for memory in self.rank_memory)
@@ -59,14 +59,14 @@ class Pipeline:
         """Stages on each rank of a named schedule."""
         return self.num_stages // self.num_ranks
 
-    def stages_of(self, rank: int) -> tuple[int, ...]:
+    def stages_of_rank(self, rank: int) -> tuple[int, ...]:
         """The stages of a pipeline rank, in ascending order."""
         return tuple(stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank)
 
     def schedule(self) -> Schedule:
         """The actions of each rank, in order."""
         if self.rows:
-            rows = tuple(_parse_actions(row) for row in self.rows)
+            rows = tuple(_parse_action_row(row) for row in self.rows)
             return Schedule(self.schedule_name, self.num_microbatches, self.rank_of_stage, rows)
         return _generate_cached_schedule(
             self.schedule_name, self.num_ranks, self.num_microbatches, self.stages_per_rank
@@ -84,7 +84,7 @@ class Pipeline:
         if not self.costs:
             return None
         # The memory takes no part in it, and has dicts, which a cache cannot look up.
-        return _simulate_once(replace(self, rank_memory=()))
+        return _simulate_pipeline_cached(replace(self, rank_memory=()))
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -98,7 +98,7 @@ class Pipeline:
             "first_stage": list(self.first_stage),
             "last_stage": list(self.last_stage),
             "rank_memory": list(self.rank_memory),
-            "rank_bytes": list(self.rank_bytes),
+            "rank_bytes": list(self.predicted_rank_bytes),
         }
 
     @classmethod
@@ -117,7 +117,7 @@ class Pipeline:
         )
 
 
-def _parse_actions(row: str) -> tuple[Action, ...]:
+def _parse_action_row(row: str) -> tuple[Action, ...]:
     return tuple(map(Action.from_text, row.split(",")))
 
 
@@ -127,15 +127,15 @@ _generate_cached_schedule = lru_cache(maxsize=4)(generate_schedule)
 
 
 @lru_cache(maxsize=4)
-def _simulate_once(pipeline: Pipeline) -> Timeline:
-    return simulate(pipeline.schedule(), pipeline.costs)
+def _simulate_pipeline_cached(pipeline: Pipeline) -> Timeline:
+    return simulate_timeline(pipeline.schedule(), pipeline.costs)
 
 
-def place_stages(name: str, num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
+def map_stages_to_ranks(name: str, num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
     """The rank of each stage of a named schedule."""
     if name in V_SHAPED_SCHEDULES:
-        return v_placement(num_ranks, stages_per_rank)
-    return loop_placement(num_ranks, stages_per_rank)
+        return place_stages_in_v(num_ranks, stages_per_rank)
+    return place_stages_in_loop(num_ranks, stages_per_rank)
 
 
 def build_named_pipeline(
@@ -143,5 +143,5 @@ def build_named_pipeline(
 ) -> Pipeline:
     """A pipeline with one of the named schedules and as many stages as are given."""
     num_stages = len(stages.num_blocks)
-    placement = place_stages(name, num_ranks, num_stages // num_ranks)
+    placement = map_stages_to_ranks(name, num_ranks, num_stages // num_ranks)
     return Pipeline(name, num_ranks, num_microbatches, stages, placement, **more)

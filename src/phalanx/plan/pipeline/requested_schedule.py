@@ -11,11 +11,11 @@ from phalanx.job.schema import Job
 from phalanx.plan.pipeline.check import require_runnable_schedule
 from phalanx.plan.pipeline.generate import (
     can_run_microbatches,
-    default_stages_per_rank,
+    get_default_stages_per_rank,
     require_stages_per_rank,
 )
-from phalanx.plan.pipeline.pipeline_plan import place_stages
-from phalanx.plan.pipeline.schedule import Schedule, read_schedule
+from phalanx.plan.pipeline.pipeline_plan import map_stages_to_ranks
+from phalanx.plan.pipeline.schedule import Schedule, load_schedule_csv
 
 DEFAULT_SCHEDULE = "1f1b"
 MICROBATCHES_PER_HOP = 4  # (p - 1) / (m + p - 1) is a fifth where m is 4 (p - 1)
@@ -35,7 +35,7 @@ class RequestedSchedule:
     def rank_of_stage(self) -> tuple[int, ...]:
         if self.written is not None:
             return self.written.rank_of_stage
-        return place_stages(self.name, self.num_ranks, self.num_stages // self.num_ranks)
+        return map_stages_to_ranks(self.name, self.num_ranks, self.num_stages // self.num_ranks)
 
     def can_run(self, num_microbatches: int) -> bool:
         if self.written is not None:
@@ -53,7 +53,7 @@ def find_requested_schedule(job: Job) -> RequestedSchedule | None:
     if num_ranks == 1:
         return None
     if file is not None:
-        written = read_schedule(Path(file))
+        written = load_schedule_csv(Path(file))
         require_runnable_schedule(written)
         if written.num_ranks != num_ranks:
             raise LayoutError(
@@ -67,12 +67,12 @@ def find_requested_schedule(job: Job) -> RequestedSchedule | None:
             )
         return RequestedSchedule(written.name, num_ranks, written.num_stages, written)
     name = job.parallel.schedule or DEFAULT_SCHEDULE
-    per_rank = job.parallel.stages_per_rank or default_stages_per_rank(name)
+    per_rank = job.parallel.stages_per_rank or get_default_stages_per_rank(name)
     require_stages_per_rank(name, per_rank)
     return RequestedSchedule(name, num_ranks, num_ranks * per_rank)
 
 
-def split_pipeline_batch(
+def choose_pipeline_microbatches(
     job: Job, requested: RequestedSchedule, share: int, shares: int
 ) -> tuple[int, int]:
     """(micro_batch_size, microbatches per step) of a share of the batch, one of `shares`, that a
@@ -84,7 +84,7 @@ def split_pipeline_batch(
     """
     legal = [number for number in list_divisors(share) if requested.can_run(number)]
     if not legal:
-        raise _no_microbatches_error(requested, share, shares)
+        raise _build_indivisible_microbatches_error(requested, share, shares)
     micro = job.train.micro_batch_size
     if micro is None:
         # The fewest that are enough: larger microbatches make larger products.
@@ -110,7 +110,9 @@ def split_pipeline_batch(
     return micro, share // micro
 
 
-def _no_microbatches_error(requested: RequestedSchedule, share: int, shares: int) -> LayoutError:
+def _build_indivisible_microbatches_error(
+    requested: RequestedSchedule, share: int, shares: int
+) -> LayoutError:
     if requested.written is not None:
         needed = requested.written.num_microbatches
         problem = (

@@ -83,13 +83,13 @@ class Schedule:
         stages_per_rank, remainder = divmod(self.num_stages, self.num_ranks)
         if remainder:
             return "own"
-        if self.rank_of_stage == loop_placement(self.num_ranks, stages_per_rank):
+        if self.rank_of_stage == place_stages_in_loop(self.num_ranks, stages_per_rank):
             return "loop"
-        if self.rank_of_stage == v_placement(self.num_ranks, stages_per_rank):
+        if self.rank_of_stage == place_stages_in_v(self.num_ranks, stages_per_rank):
             return "v"
         return "own"
 
-    def stages_of(self, rank: int) -> tuple[int, ...]:
+    def stages_of_rank(self, rank: int) -> tuple[int, ...]:
         """The stages of `rank`, in ascending order."""
         return tuple(stage for stage, owner in enumerate(self.rank_of_stage) if owner == rank)
 
@@ -113,12 +113,12 @@ class Schedule:
         return cls(body["name"], body["num_microbatches"], rank_of_stage, tuple(rows))
 
 
-def loop_placement(num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
+def place_stages_in_loop(num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
     """Rank r holds stages r, r + p, r + 2p: the last rank sends to the first."""
     return tuple(range(num_ranks)) * stages_per_rank
 
 
-def v_placement(num_ranks: int, stages_per_rank: int = 2) -> tuple[int, ...]:
+def place_stages_in_v(num_ranks: int, stages_per_rank: int = 2) -> tuple[int, ...]:
     """Rank r holds stages r and 2p - 1 - r: there and back, so that first and last stage share a
     rank."""
     outward = tuple(range(num_ranks))
@@ -138,8 +138,9 @@ _COMMUNICATION_PATTERN = re.compile(
 )
 
 
-def read_schedule(path: Path) -> Schedule:
-    """The schedule that a CSV file holds; whether it can run is for `find_problems` to say.
+def load_schedule_csv(path: Path) -> Schedule:
+    """The schedule that a CSV file holds; whether it can run is for `find_schedule_problems` to
+    say.
 
     A stage belongs to the rank that names it first. Raises LayoutError with line and cell for what
     is no action.
@@ -162,15 +163,15 @@ def read_schedule(path: Path) -> Schedule:
         raise LayoutError(
             "the schedule is empty", where=str(path), fix="write one line per rank: 0F0,0F1,0B0,0B1"
         )
-    return _build_schedule(path, actions)
+    return _build_schedule_from_rows(path, actions)
 
 
-def write_schedule(schedule: Schedule, path: Path) -> None:
+def save_schedule_csv(schedule: Schedule, path: Path) -> None:
     """Writes a schedule as CSV. Raises OSError."""
-    write_bytes_atomic(path, schedule_to_csv(schedule).encode())
+    write_bytes_atomic(path, format_schedule_csv(schedule).encode())
 
 
-def schedule_to_csv(schedule: Schedule) -> str:
+def format_schedule_csv(schedule: Schedule) -> str:
     return "".join(",".join(map(str, row)) + "\n" for row in schedule.actions)
 
 
@@ -201,11 +202,12 @@ def _split_csv_cell(cell: str) -> list[str]:
     return [text]
 
 
-def _build_schedule(path: Path, actions: tuple[tuple[Action, ...], ...]) -> Schedule:
+def _build_schedule_from_rows(path: Path, actions: tuple[tuple[Action, ...], ...]) -> Schedule:
     owners: dict[int, int] = {}
     for rank, row in enumerate(actions):
         for action in row:
-            # The first to name it: another rank that does is a problem for `find_problems` to tell.
+            # The first to name it: another rank that does is a problem for `find_schedule_problems`
+            # to tell.
             owners.setdefault(action.stage, rank)
     microbatches = {action.microbatch for row in actions for action in row}
     for noun, numbers in (("stage", set(owners)), ("microbatch", microbatches)):

@@ -36,7 +36,7 @@ class ActionResults:
     def __len__(self) -> int:
         return 2 * self.num_stages * self.num_microbatches
 
-    def output_of(self, action: Action) -> int:
+    def output_index_of(self, action: Action) -> int:
         """The number of the result that an action makes; NO_RESULT for W."""
         number = action.stage * self.num_microbatches + action.microbatch
         if action.kind == "W":
@@ -45,7 +45,7 @@ class ActionResults:
             return number
         return number + len(self) // 2
 
-    def inputs_of(self, action: Action) -> tuple[int, int]:
+    def input_indices_of(self, action: Action) -> tuple[int, int]:
         """The results that an action needs: of its own stage, and of a neighbouring one; NO_RESULT
         where it needs none."""
         forward = action.stage * self.num_microbatches + action.microbatch
@@ -61,7 +61,7 @@ class ActionResults:
             received = gradient + self.num_microbatches
         return forward, received
 
-    def name(self, number: int) -> Action:
+    def action_of_result(self, number: int) -> Action:
         """The action, F or I, that makes result `number`."""
         half = len(self) // 2
         kind: ActionKind = "I"
@@ -105,7 +105,7 @@ class _ScheduleSimulator:
         self.waiting: dict[int, list[int]] = {}  # result -> ranks
         # Until when a message is on its way from one rank to another, by (sender, receiver).
         self.link_free: dict[tuple[int, int], Seconds] = {}
-        self.spans: list[list[tuple[Seconds, Seconds]]] = [[] for _ in schedule.actions]
+        self.list_rank_slices: list[list[tuple[Seconds, Seconds]]] = [[] for _ in schedule.actions]
 
     def run(self) -> SimulationResult:
         # A rank goes on until it misses a result, and is looked at again only once that is there:
@@ -113,27 +113,29 @@ class _ScheduleSimulator:
         ready = deque(range(self.schedule.num_ranks))
         while ready:
             rank = ready.popleft()
-            missing = self._advance(rank, ready)
+            missing = self._run_ready_actions(rank, ready)
             if missing != NO_RESULT:
                 self.waiting.setdefault(missing, []).append(rank)
         stuck = {}
         for number, ranks in self.waiting.items():
             for rank in ranks:
-                stuck[rank] = self.results.name(number)
-        return SimulationResult(tuple(map(tuple, self.spans)), dict(sorted(stuck.items())))
+                stuck[rank] = self.results.action_of_result(number)
+        return SimulationResult(
+            tuple(map(tuple, self.list_rank_slices)), dict(sorted(stuck.items()))
+        )
 
-    def _advance(self, rank: int, ready: deque[int]) -> int:
+    def _run_ready_actions(self, rank: int, ready: deque[int]) -> int:
         """Does the actions that `rank` can do; returns the result that it misses then.
 
         Ranks that waited for something become `ready`.
         """
-        row, spans, arrived = self.schedule.actions[rank], self.spans[rank], self.arrived
+        row, spans, arrived = self.schedule.actions[rank], self.list_rank_slices[rank], self.arrived
         clock: Seconds = 0
         if spans:
             clock = spans[-1][1]
         while len(spans) < len(row):
             action = row[len(spans)]
-            own_input, received_input = self.results.inputs_of(action)
+            own_input, received_input = self.results.input_indices_of(action)
             start = clock
             if received_input != NO_RESULT:
                 arrival = arrived[received_input]
@@ -145,14 +147,14 @@ class _ScheduleSimulator:
                 return own_input
             clock = start + self.seconds[action.stage][action.kind]
             spans.append((start, clock))
-            output = self.results.output_of(action)
+            output = self.results.output_index_of(action)
             if output != NO_RESULT:
-                arrived[output] = self._arrival(rank, action, clock)
+                arrived[output] = self._compute_arrival_s(rank, action, clock)
                 # Popped: a rank waits for one result at a time, and is looked at once for it.
                 ready += self.waiting.pop(output, ())
         return NO_RESULT
 
-    def _arrival(self, rank: int, action: Action, end: Seconds) -> Seconds:
+    def _compute_arrival_s(self, rank: int, action: Action, end: Seconds) -> Seconds:
         """Sends go on beside computation, but one after the other from one rank to another."""
         neighbour = action.stage - 1
         if action.kind == "F":
@@ -211,7 +213,7 @@ class Timeline:
         # From a Fraction, and not 0.0, which would make floats of exact sums.
         return sum((end - start for start, end in self.spans_s[rank]), start=Fraction(0))
 
-    def bubble_of(self, rank: int) -> Seconds:
+    def bubble_of_rank(self, rank: int) -> Seconds:
         """The part of the step in which `rank` computes nothing, 0 to 1."""
         if not self.step_s:
             return Fraction(0)
@@ -220,7 +222,7 @@ class Timeline:
     @property
     def bubble(self) -> Seconds:
         """The part of all ranks' time that is idle, 0 to 1: the mean over ranks."""
-        shares = [self.bubble_of(rank) for rank in range(self.schedule.num_ranks)]
+        shares = [self.bubble_of_rank(rank) for rank in range(self.schedule.num_ranks)]
         return sum(shares, start=Fraction(0)) / len(shares)
 
     def to_json(self) -> dict[str, Any]:
@@ -235,7 +237,9 @@ class Timeline:
         return cls(Schedule.from_json(body["schedule"]), tuple(rows))
 
 
-def simulate(schedule: Schedule, costs: Sequence[StageCosts], send_s: Seconds = 0) -> Timeline:
+def simulate_timeline(
+    schedule: Schedule, costs: Sequence[StageCosts], send_s: Seconds = 0
+) -> Timeline:
     """The timeline of one step, exact where costs are fractions.
 
     `costs` has one entry per stage. `send_s` is what a microbatch's activations, or their gradient,
@@ -252,7 +256,7 @@ def simulate(schedule: Schedule, costs: Sequence[StageCosts], send_s: Seconds = 
 
 
 @dataclass(frozen=True)
-class InFlight:
+class InFlightPeaks:
     """Peaks, in microbatches of one stage, from their forward until their B or W."""
 
     per_stage: tuple[int, ...]
@@ -271,7 +275,7 @@ class _InFlightMicrobatches:
     before_backward: dict[int, int]
     for_weights: dict[int, int]
 
-    def apply(self, action: Action) -> None:
+    def count_action(self, action: Action) -> None:
         """Counts what `action` takes up or releases."""
         stage = action.stage
         if action.kind == "F":
@@ -294,7 +298,7 @@ class _InFlightMicrobatches:
         return total
 
 
-def count_in_flight(schedule: Schedule) -> InFlight:
+def count_peak_in_flight(schedule: Schedule) -> InFlightPeaks:
     """The peaks of microbatches in flight in a schedule."""
     per_stage = [0] * schedule.num_stages
     per_rank, for_weights = [0] * schedule.num_ranks, [0] * schedule.num_ranks
@@ -305,10 +309,10 @@ def count_in_flight(schedule: Schedule) -> InFlight:
             waiting = sum(holding.for_weights.values())
             per_rank[rank] = max(per_rank[rank], sum(holding.before_backward.values()) + waiting)
             for_weights[rank] = max(for_weights[rank], waiting)
-    return InFlight(tuple(per_stage), tuple(per_rank), tuple(for_weights))
+    return InFlightPeaks(tuple(per_stage), tuple(per_rank), tuple(for_weights))
 
 
-def peak_bytes(
+def compute_peak_activation_bytes(
     schedule: Schedule, activation_bytes: Sequence[int], weight_input_bytes: Sequence[int]
 ) -> tuple[int, ...]:
     """Peak bytes of each rank: activations of its stages' microbatches until B or I, and what W
@@ -327,5 +331,5 @@ def _replay_in_flight(schedule: Schedule, rank: int) -> Iterator[_InFlightMicrob
     stages = {action.stage for action in schedule.actions[rank]}
     holding = _InFlightMicrobatches(dict.fromkeys(stages, 0), dict.fromkeys(stages, 0))
     for action in schedule.actions[rank]:
-        holding.apply(action)
+        holding.count_action(action)
         yield holding

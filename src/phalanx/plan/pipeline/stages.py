@@ -13,14 +13,17 @@ from phalanx.job.costs import ModelCosts
 from phalanx.job.nearest import list_divisors
 from phalanx.job.schema import Job
 from phalanx.plan.choice import Choice
-from phalanx.plan.pipeline.bubble import MAX_UNREMARKED_BUBBLE, find_enough_microbatches
-from phalanx.plan.pipeline.costs import model_part_costs, predict_stage_costs
-from phalanx.plan.pipeline.cut import LayerCosts, Stages, check_requested_cut, cut_stages_for_ranks
+from phalanx.plan.pipeline.bubble import (
+    MAX_BUBBLE_WITHOUT_WARNING,
+    find_microbatches_for_small_bubble,
+)
+from phalanx.plan.pipeline.costs import compute_model_part_costs, predict_stage_costs
+from phalanx.plan.pipeline.cut import LayerCosts, Stages, build_requested_cut, cut_stages_for_ranks
 from phalanx.plan.pipeline.generate import can_have_stages_per_rank
-from phalanx.plan.pipeline.memory import rank_activation_bytes
+from phalanx.plan.pipeline.memory import predict_rank_activation_bytes
 from phalanx.plan.pipeline.pipeline_plan import SCHEDULE_FROM_FILE, Pipeline, build_named_pipeline
 from phalanx.plan.pipeline.requested_schedule import DEFAULT_SCHEDULE, RequestedSchedule
-from phalanx.plan.recompute import fit_recompute_budget, job_segments, recompute_notes
+from phalanx.plan.recompute import fit_recompute_budget, list_job_segments, list_recompute_notes
 from phalanx.plan.segments import Segment
 from phalanx.plan.workload import Workload, shard_shape
 
@@ -47,18 +50,18 @@ def plan_pipeline(
                 ' "layers.*"'
             ),
         )
-    parts = model_part_costs(job, shape)
+    parts = compute_model_part_costs(job, shape)
     has_budget = job.train.recompute == "budget"
     # What a budget recomputes follows from the cut, which is made without it, therefore.
-    segments = () if has_budget else job_segments(job, shape)
+    segments = () if has_budget else list_job_segments(job, shape)
     costs = add_recompute_costs(parts.layer_costs, segments)
     pipeline = _build_pipeline(
-        job, requested, work, _cut_stages(job, shape, requested, costs, num_ranks)
+        job, requested, work, _cut_stages_of_job(job, shape, requested, costs, num_ranks)
     )
     if has_budget:
         segments = _fit_recompute_budget_by_rank(job, shape, work, pipeline)
-    work = replace(work, segments=split_at_stages(segments, pipeline.stages))
-    recomputed, samples = fully_recomputed_blocks(segments), work.micro_batch_size
+    work = replace(work, segments=split_segments_at_stages(segments, pipeline.stages))
+    recomputed, samples = list_fully_recomputed_blocks(segments), work.micro_batch_size
     seconds = predict_stage_costs(
         parts, pipeline.stages, samples=samples, recomputed=recomputed, tp=work.tp
     )
@@ -66,8 +69,8 @@ def plan_pipeline(
     if job.train.compile:
         seconds = tuple(cost.without_split_backward for cost in seconds)
     shard = shard_shape(shape, work.tp, work.rules)
-    size = max(rank_activation_bytes(shard, work, pipeline))
-    reasons += recompute_notes(job, shape, work.segments or (), size)
+    size = max(predict_rank_activation_bytes(shard, work, pipeline))
+    reasons += list_recompute_notes(job, shape, work.segments or (), size)
     return work, replace(pipeline, costs=seconds)
 
 
@@ -88,10 +91,10 @@ def plan_pipeline_and_microbatches(
     if (
         job.train.micro_batch_size is None
         and timeline is not None
-        and timeline.bubble > MAX_UNREMARKED_BUBBLE
+        and timeline.bubble > MAX_BUBBLE_WITHOUT_WARNING
     ):
         share = work.micro_batch_size * work.num_microbatches
-        enough = find_enough_microbatches(pipeline, share)
+        enough = find_microbatches_for_small_bubble(pipeline, share)
         if enough is not None and enough[1]:
             count = enough[0]
             more = replace(work, micro_batch_size=share // count, num_microbatches=count)
@@ -160,18 +163,20 @@ def _fit_recompute_budget_by_rank(
     shard = shard_shape(shape, work.tp, work.rules)
     segments_of_all: list[Segment] = []
     for rank in range(pipeline.num_ranks):
-        ranges = [pipeline.stages.ranges[stage] for stage in pipeline.stages_of(rank)]
+        ranges = [pipeline.stages.block_ranges[stage] for stage in pipeline.stages_of_rank(rank)]
         blocks = [block for first, end in ranges for block in range(first, end)]
 
         # A default binds this rank: a closure would see the loop's variable as it is when called.
         def activations(segments: tuple[Segment, ...], rank: int = rank) -> float:
-            return rank_activation_bytes(shard, replace(work, segments=segments), pipeline)[rank]
+            return predict_rank_activation_bytes(shard, replace(work, segments=segments), pipeline)[
+                rank
+            ]
 
         segments_of_all += fit_recompute_budget(job, shape, work, blocks, activations)
     return tuple(sorted(segments_of_all, key=lambda segment: segment.start))
 
 
-def fully_recomputed_blocks(segments: Collection[Segment]) -> frozenset[int]:
+def list_fully_recomputed_blocks(segments: Collection[Segment]) -> frozenset[int]:
     """The blocks that are recomputed in full, matrix products and all."""
     blocks: set[int] = set()
     for segment in segments:
@@ -180,10 +185,10 @@ def fully_recomputed_blocks(segments: Collection[Segment]) -> frozenset[int]:
     return frozenset(blocks)
 
 
-def split_at_stages(segments: Collection[Segment], stages: Stages) -> tuple[Segment, ...]:
+def split_segments_at_stages(segments: Collection[Segment], stages: Stages) -> tuple[Segment, ...]:
     """`segments`, split so that they end where a stage does."""
     # Each once: a first or last stage without blocks begins where the next one does.
-    starts = sorted({first for first, _ in stages.ranges})
+    starts = sorted({first for first, _ in stages.block_ranges})
     parts = []
     for segment in segments:
         inner = [start for start in starts if segment.start < start < segment.stop]
@@ -195,7 +200,7 @@ def split_at_stages(segments: Collection[Segment], stages: Stages) -> tuple[Segm
 def add_recompute_costs(costs: LayerCosts, segments: Collection[Segment]) -> LayerCosts:
     """`costs` with recomputation."""
     blocks = list(costs.blocks)
-    for block in fully_recomputed_blocks(segments):
+    for block in list_fully_recomputed_blocks(segments):
         # A forward is a third of a block's cost, and done again it is a third more.
         blocks[block] = blocks[block] * 4 / 3
     return replace(costs, blocks=tuple(blocks))
@@ -205,12 +210,12 @@ def add_recompute_costs(costs: LayerCosts, segments: Collection[Segment]) -> Lay
 _cut_once = lru_cache(maxsize=64)(cut_stages_for_ranks)
 
 
-def _cut_stages(
+def _cut_stages_of_job(
     job: Job, shape: ModelCosts, requested: RequestedSchedule, costs: LayerCosts, num_ranks: int
 ) -> Stages:
     num_blocks, num_stages = shape.num_layers, requested.num_stages
     if job.parallel.stage_blocks:
-        return check_requested_cut(job.parallel.stage_blocks, num_blocks, num_stages)
+        return build_requested_cut(job.parallel.stage_blocks, num_blocks, num_stages)
     most = num_blocks + (costs.embedding > 0) + (costs.head > 0)
     if num_stages > most:
         per_rank = num_stages // requested.num_ranks

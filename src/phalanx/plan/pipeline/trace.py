@@ -12,7 +12,7 @@ from phalanx.core.errors import LayoutError
 from phalanx.plan.pipeline.cut import LayerCosts, Stages, cut_stages_for_ranks
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.pipeline.schedule import Action, Schedule
-from phalanx.plan.pipeline.simulate import Seconds, StageCosts, Timeline, simulate
+from phalanx.plan.pipeline.simulate import Seconds, StageCosts, Timeline, simulate_timeline
 
 # Of one rank, in the order in which it did them: (action, begin, end) in seconds. JSON makes lists
 # of the tuples.
@@ -20,7 +20,7 @@ RankSpans = Sequence[Sequence[Any]]
 MIN_WORTHWHILE_GAIN = 0.005  # of a step: what a cut must gain to be worth the change
 
 
-def build_timeline(name: str, spans: Sequence[RankSpans]) -> Timeline:
+def build_measured_timeline(name: str, spans: Sequence[RankSpans]) -> Timeline:
     """The timeline of a measured step, rank by rank. Its schedule `name` has the actions in the
     order in which they were really done.
 
@@ -28,7 +28,7 @@ def build_timeline(name: str, spans: Sequence[RankSpans]) -> Timeline:
     rank. Raises LayoutError for what is no step of a pipeline.
     """
     try:
-        parsed_rows = [_parse_spans(row) for row in spans]
+        parsed_rows = [_parse_action_spans(row) for row in spans]
     except (TypeError, ValueError, AttributeError):
         raise LayoutError("a span is an action, when it began and when it ended") from None
     zero = math.inf
@@ -37,13 +37,13 @@ def build_timeline(name: str, spans: Sequence[RankSpans]) -> Timeline:
     for rank, (actions, times) in enumerate(parsed_rows):
         for action, (start, end) in zip(actions, times, strict=True):
             if not (math.isfinite(start) and start <= end):
-                raise _bad_spans()
+                raise _build_bad_spans_error()
             # The first begin on any rank, so that no span of the timeline is negative.
             zero = min(zero, start)
             num_microbatches = max(num_microbatches, action.microbatch + 1)
             owners[action.stage] = rank
     if not owners:
-        raise _bad_spans()
+        raise _build_bad_spans_error()
     if sorted(owners) != list(range(len(owners))):
         raise LayoutError(
             f"spans of stages {sorted(owners)}, which are not all stages of a pipeline"
@@ -58,7 +58,7 @@ def build_timeline(name: str, spans: Sequence[RankSpans]) -> Timeline:
     return Timeline(schedule, tuple(spans_s))
 
 
-def _parse_spans(row: RankSpans) -> tuple[tuple[Action, ...], list[tuple[float, float]]]:
+def _parse_action_spans(row: RankSpans) -> tuple[tuple[Action, ...], list[tuple[float, float]]]:
     """The actions of a rank, and the begin and end of each."""
     actions, times = [], []
     for action, start, end in row:
@@ -67,16 +67,16 @@ def _parse_spans(row: RankSpans) -> tuple[tuple[Action, ...], list[tuple[float, 
     return tuple(actions), times
 
 
-def _bad_spans() -> LayoutError:
+def _build_bad_spans_error() -> LayoutError:
     return LayoutError("spans of a pipeline begin before they end, and there is at least one")
 
 
-def splits_backward(schedule: Schedule) -> bool:
+def has_split_backward(schedule: Schedule) -> bool:
     """True if some backward is done in halves."""
     return any(action.kind in "IW" for row in schedule.actions for action in row)
 
 
-def mean_stage_costs(timeline: Timeline) -> tuple[StageCosts, ...]:
+def compute_mean_stage_costs(timeline: Timeline) -> tuple[StageCosts, ...]:
     """Mean seconds of a microbatch in each stage.
 
     A stage that only does whole backwards has them as `backward_input_s`, and no
@@ -101,12 +101,14 @@ def mean_stage_costs(timeline: Timeline) -> tuple[StageCosts, ...]:
     return tuple(costs)
 
 
-def forward_backward_seconds(cost: StageCosts) -> float:
+def sum_forward_backward_s(cost: StageCosts) -> float:
     """Seconds of forward and backward of one microbatch in a stage."""
     return float(cost.forward_s + cost.backward_input_s + cost.backward_weight_s)
 
 
-def scale_to_measurement(pipeline: Pipeline, measured: Sequence[StageCosts]) -> Timeline | None:
+def scale_timeline_to_measurement(
+    pipeline: Pipeline, measured: Sequence[StageCosts]
+) -> Timeline | None:
     """The plan's timeline in seconds: its costs, scaled so that their mean over stages is the
     measured one.
 
@@ -118,14 +120,16 @@ def scale_to_measurement(pipeline: Pipeline, measured: Sequence[StageCosts]) -> 
         raise LayoutError(
             f"{len(measured)} stages were measured, and {len(pipeline.costs)} planned"
         )
-    planned_s = sum(map(forward_backward_seconds, pipeline.costs))
+    planned_s = sum(map(sum_forward_backward_s, pipeline.costs))
     scale = 0.0
     if planned_s:
-        scale = sum(map(forward_backward_seconds, measured)) / planned_s
-    return simulate(pipeline.schedule(), [scale_costs(cost, scale) for cost in pipeline.costs])
+        scale = sum(map(sum_forward_backward_s, measured)) / planned_s
+    return simulate_timeline(
+        pipeline.schedule(), [scale_stage_costs(cost, scale) for cost in pipeline.costs]
+    )
 
 
-def scale_costs(cost: StageCosts, factor: float) -> StageCosts:
+def scale_stage_costs(cost: StageCosts, factor: float) -> StageCosts:
     return StageCosts(
         float(cost.forward_s) * factor,
         float(cost.backward_input_s) * factor,
@@ -155,7 +159,7 @@ class ProposedCut:
         return self.stages != self.measured and self.gain >= MIN_WORTHWHILE_GAIN
 
 
-def recut(
+def propose_cut_from_measurement(
     pipeline: Pipeline, measured: Stages, seconds: Sequence[StageCosts], weights: LayerCosts
 ) -> ProposedCut:
     """The cut of `pipeline`'s schedule by the `seconds` that stages with `measured` blocks took of
@@ -176,21 +180,23 @@ def recut(
             f" {len(weights.blocks)}",
             fix="give a run of this model",
         )
-    totals = [forward_backward_seconds(cost) for cost in seconds]
-    layers = _distribute_seconds(totals, measured, weights)
+    totals = [sum_forward_backward_s(cost) for cost in seconds]
+    layers = _distribute_stage_seconds_to_parts(totals, measured, weights)
     stages = cut_stages_for_ranks(layers, pipeline.rank_of_stage)
     by_kind = []
     for kind in ("forward_s", "backward_input_s", "backward_weight_s"):
         kind_seconds = [getattr(cost, kind) for cost in seconds]
-        by_kind.append(_distribute_seconds(kind_seconds, measured, weights).of_stages(stages))
+        by_kind.append(
+            _distribute_stage_seconds_to_parts(kind_seconds, measured, weights).sum_by_stage(stages)
+        )
     costs = [StageCosts(*stage_seconds) for stage_seconds in zip(*by_kind, strict=True)]
     schedule = replace(pipeline, stages=stages).schedule()
-    now_s = float(simulate(schedule, seconds).step_s)
-    then_s = float(simulate(schedule, costs).step_s)
+    now_s = float(simulate_timeline(schedule, seconds).step_s)
+    then_s = float(simulate_timeline(schedule, costs).step_s)
     return ProposedCut(measured, stages, now_s, then_s)
 
 
-def _distribute_seconds(
+def _distribute_stage_seconds_to_parts(
     seconds: Sequence[Seconds], stages: Stages, weights: LayerCosts
 ) -> LayerCosts:
     """Seconds of each part of the model, from those of stages.
@@ -201,7 +207,7 @@ def _distribute_seconds(
     embedding: Seconds = 0
     head: Seconds = 0
     last = len(stages.num_blocks) - 1
-    for stage, ((first, end), took) in enumerate(zip(stages.ranges, seconds, strict=True)):
+    for stage, ((first, end), took) in enumerate(zip(stages.block_ranges, seconds, strict=True)):
         before: Seconds = 0
         after: Seconds = 0
         if stage == 0:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from phalanx.plan.pipeline.schedule import Action, ActionKind, Schedule, v_placement
+from phalanx.plan.pipeline.schedule import Action, ActionKind, Schedule, place_stages_in_v
 
 
-class _ActionTape:
+class _RankActionBuilder:
     """The actions of a rank in the order in which they are decided.
 
     Each stage takes its microbatches in order, so the next one is a count.
@@ -23,8 +23,9 @@ class _ActionTape:
         self._next: Counter[tuple[ActionKind, int]] = Counter()
         self._weights_due: deque[Action] = deque()
 
-    def do(self, kind: ActionKind, stage: int) -> None:
-        """Adds the next F, I or B of `stage`. The W of an I is put off until `do_weights`."""
+    def append_action(self, kind: ActionKind, stage: int) -> None:
+        """Adds the next F, I or B of `stage`. The W of an I is put off until
+        `append_weight_action`."""
         # B and I are one count: a microbatch has one or the other.
         counted: ActionKind = "I"
         if kind == "F":
@@ -35,7 +36,7 @@ class _ActionTape:
         if kind == "I":
             self._weights_due.append(Action("W", stage, action.microbatch))
 
-    def do_weights(self, stage: int | None = None) -> None:
+    def append_weight_action(self, stage: int | None = None) -> None:
         """Adds the oldest W that was put off (of `stage`), if there is one."""
         for due in self._weights_due:
             if stage in (None, due.stage):
@@ -44,10 +45,10 @@ class _ActionTape:
                 self.actions.append(due)
                 return
 
-    def num_remaining(self, kind: ActionKind, stage: int, num_microbatches: int) -> int:
+    def count_remaining(self, kind: ActionKind, stage: int, num_microbatches: int) -> int:
         return num_microbatches - self._next[kind, stage]
 
-    def num_due(self, stage: int) -> int:
+    def count_weights_due(self, stage: int) -> int:
         return sum(action.stage == stage for action in self._weights_due)
 
 
@@ -58,48 +59,48 @@ def generate_zb_v(num_ranks: int, num_microbatches: int, stages_per_rank: int = 
     planned = max(num_microbatches, 2 * num_ranks - 1)
     rows = []
     for rank in range(num_ranks):
-        row = _zb_v_row(rank, num_ranks, planned)
+        row = _generate_zb_v_row(rank, num_ranks, planned)
         rows.append(tuple(action for action in row if action.microbatch < num_microbatches))
-    return Schedule("zb-v", num_microbatches, v_placement(num_ranks), tuple(rows))
+    return Schedule("zb-v", num_microbatches, place_stages_in_v(num_ranks), tuple(rows))
 
 
-def _zb_v_row(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
+def _generate_zb_v_row(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
     down_stage, up_stage, to_turn = rank, 2 * num_ranks - 1 - rank, num_ranks - rank
-    tape = _ActionTape()
+    tape = _RankActionBuilder()
 
     def forward_and_back(stage: int) -> None:
-        tape.do("F", stage)
+        tape.append_action("F", stage)
         back(stage)
 
     def back(stage: int) -> None:
-        tape.do("I", stage)
-        tape.do_weights(stage)
+        tape.append_action("I", stage)
+        tape.append_weight_action(stage)
 
     # Warm-up: down until the first microbatch is back from the turn, then both ways alternately,
     # then up alone, where the first gradients are.
     for _ in range(2 * to_turn - 1):
-        tape.do("F", down_stage)
+        tape.append_action("F", down_stage)
     for _ in range(rank):
-        tape.do("F", up_stage)
-        tape.do("F", down_stage)
+        tape.append_action("F", up_stage)
+        tape.append_action("F", down_stage)
     for _ in range(to_turn):
         forward_and_back(up_stage)
     # Steady state: a forward and a backward of each stage.
-    while tape.num_remaining("F", up_stage, num_microbatches):
-        if tape.num_remaining("F", down_stage, num_microbatches):
-            tape.do("F", down_stage)
+    while tape.count_remaining("F", up_stage, num_microbatches):
+        if tape.count_remaining("F", down_stage, num_microbatches):
+            tape.append_action("F", down_stage)
         back(down_stage)
         forward_and_back(up_stage)
     # The end: I first, because other ranks wait for it, and W in the gaps.
     for _ in range(rank):
-        tape.do("I", down_stage)
-        tape.do("I", up_stage)
+        tape.append_action("I", down_stage)
+        tape.append_action("I", up_stage)
     for _ in range(to_turn):
-        tape.do("I", down_stage)
-        tape.do_weights(down_stage)
+        tape.append_action("I", down_stage)
+        tape.append_weight_action(down_stage)
     for stage in (up_stage, down_stage):
-        for _ in range(tape.num_due(stage)):
-            tape.do_weights(stage)
+        for _ in range(tape.count_weights_due(stage)):
+            tape.append_weight_action(stage)
     return tape.actions
 
 
@@ -112,45 +113,48 @@ def generate_dualpipe_v(
     Where the original overlaps such a pair in time, these are two actions, forward first: the order
     of execution that torch's runtime gives them too unless it is told how to overlap.
     """
-    rows = (tuple(_dualpipe_v_row(rank, num_ranks, num_microbatches)) for rank in range(num_ranks))
-    return Schedule("dualpipe-v", num_microbatches, v_placement(num_ranks), tuple(rows))
+    rows = (
+        tuple(_generate_dualpipe_v_row(rank, num_ranks, num_microbatches))
+        for rank in range(num_ranks)
+    )
+    return Schedule("dualpipe-v", num_microbatches, place_stages_in_v(num_ranks), tuple(rows))
 
 
-def _dualpipe_v_row(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
+def _generate_dualpipe_v_row(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
     down_stage, up_stage, beyond = rank, 2 * num_ranks - 1 - rank, num_ranks - 1 - rank
-    tape = _ActionTape()
+    tape = _RankActionBuilder()
     # Warm-up, as in ZB-V.
     for _ in range(2 * beyond):
-        tape.do("F", down_stage)
+        tape.append_action("F", down_stage)
     for _ in range(rank + 1):
-        tape.do("F", down_stage)
-        tape.do("F", up_stage)
+        tape.append_action("F", down_stage)
+        tape.append_action("F", up_stage)
     for _ in range(beyond):
-        tape.do("I", up_stage)
-        tape.do_weights()
-        tape.do("F", up_stage)
+        tape.append_action("I", up_stage)
+        tape.append_weight_action()
+        tape.append_action("F", up_stage)
     # Steady state: each forward beside a backward of the other stage.
     for _ in range(num_microbatches - 2 * num_ranks + rank + 1):
-        tape.do("F", down_stage)
-        tape.do("B", up_stage)
-        tape.do("F", up_stage)
-        tape.do("B", down_stage)
+        tape.append_action("F", down_stage)
+        tape.append_action("B", up_stage)
+        tape.append_action("F", up_stage)
+        tape.append_action("B", down_stage)
     # No microbatch is left to go down.
     for _ in range(beyond):
-        tape.do("B", up_stage)
-        tape.do("F", up_stage)
-        tape.do("B", down_stage)
+        tape.append_action("B", up_stage)
+        tape.append_action("F", up_stage)
+        tape.append_action("B", down_stage)
     # Of the last backwards the second half is split: their W fill the gaps that the end of the
     # pipeline leaves.
     drained: list[int] = [up_stage, down_stage] * (rank + 1)
     num_whole = rank + 1
     for stage in drained[:num_whole]:
-        tape.do("B", stage)
+        tape.append_action("B", stage)
     for stage in drained[num_whole:]:
-        tape.do("I", stage)
+        tape.append_action("I", stage)
     for _ in range(beyond):
-        tape.do_weights()
-        tape.do("I", down_stage)
+        tape.append_weight_action()
+        tape.append_action("I", down_stage)
     for _ in range(rank + 1):
-        tape.do_weights()
+        tape.append_weight_action()
     return tape.actions

@@ -9,11 +9,11 @@ from phalanx.plan.advice.rule import Measurement, RuleOfThumb
 # Kaplan et al. 2020, equation 1.4: B_crit(L) = 2e8 tokens / L^(1/0.21).
 CRITICAL_TOKENS_AT_1, CRITICAL_EXPONENT = 2e8, 1 / 0.21
 REACHED_LOSS, EARLY_LOSS = 2.0, 3.0
-SGD_LIKE = ("sgd",)
-MAX_LR_ERROR = 1.25
+SGD_LIKE_OPTIMIZERS = ("sgd",)
+MAX_LR_RATIO = 1.25
 
 
-def critical_batch_tokens(loss: float) -> float:
+def estimate_critical_batch_tokens(loss: float) -> float:
     """Tokens of a batch beyond which more of them save few steps, at a loss in nats per token."""
     return CRITICAL_TOKENS_AT_1 / float(loss**CRITICAL_EXPONENT)
 
@@ -22,29 +22,30 @@ def measure_critical_batch(facts: PlanFacts) -> Measurement | None:
     """Tokens of a step against the critical batch of language models."""
     if facts.model.reads_images or facts.batch.seq_len <= 1:
         return None
-    early = critical_batch_tokens(EARLY_LOSS)
+    early = estimate_critical_batch_tokens(EARLY_LOSS)
     return Measurement(
         facts.batch.num_tokens,
-        critical_batch_tokens(REACHED_LOSS),
+        estimate_critical_batch_tokens(REACHED_LOSS),
         comfortable=early,
         consequence=(
             f"past {format_count(early)} tokens at a loss of {EARLY_LOSS:g} nats, and past"
-            f" {format_count(critical_batch_tokens(REACHED_LOSS))} at {REACHED_LOSS:g}, a larger"
+            f" {format_count(estimate_critical_batch_tokens(REACHED_LOSS))} at {REACHED_LOSS:g}, a"
+            " larger"
             " batch saves few steps and costs as many more tokens"
         ),
         remedy="a smaller train.global_batch_size, or one that grows while the loss falls",
     )
 
 
-def measure_learning_rate(facts: PlanFacts) -> Measurement | None:
+def measure_learning_rate_error(facts: PlanFacts) -> Measurement | None:
     """How many times the learning rate is too high or too low for the batch."""
     exponent, advice = 0.5, "with the square root of the batch (Adam)"
-    if facts.optimizer.lower() in SGD_LIKE:
+    if facts.optimizer.lower() in SGD_LIKE_OPTIMIZERS:
         exponent, advice = 1.0, "in proportion to the batch (SGD)"
     if facts.reference_batch_size is None:
         return Measurement(
             None,
-            MAX_LR_ERROR,
+            MAX_LR_RATIO,
             missing=(
                 "the batch that optim.lr was tuned with (optim.reference_batch_size). The rate"
                 f" changes {advice}: twice the batch, {2**exponent:.3g} times the rate"
@@ -55,7 +56,7 @@ def measure_learning_rate(facts: PlanFacts) -> Measurement | None:
     error = growth ** (applied_exponent - exponent)
     return Measurement(
         max(error, 1 / error),
-        MAX_LR_ERROR,
+        MAX_LR_RATIO,
         consequence=(
             f"the batch is {growth:.3g} times the one that the rate was tuned with; the rate"
             f" changes {advice}, by {growth**exponent:.3g}"
@@ -64,7 +65,7 @@ def measure_learning_rate(facts: PlanFacts) -> Measurement | None:
     )
 
 
-def measure_intensity(facts: PlanFacts) -> Measurement | None:
+def measure_arithmetic_intensity(facts: PlanFacts) -> Measurement | None:
     """FLOPs per byte of a rank's smallest square product against the device's ridge."""
     hardware, model = facts.hardware, facts.model
     if hardware.peak_flops is None or hardware.memory_gb_s is None:
@@ -115,7 +116,7 @@ RULES = (
         "The learning rate follows the batch",
         "at most",
         "times too high or too low",
-        measure_learning_rate,
+        measure_learning_rate_error,
         evidence="SGD: Goyal et al. 2017, 1706.02677; Adam: Malladi et al. 2022, 2205.10287",
         correction="The linear rule is SGD's; Adam's is the square root (E43).",
     ),
@@ -124,7 +125,7 @@ RULES = (
         "Products are large enough for the device",
         "at least",
         "FLOP/byte",
-        measure_intensity,
+        measure_arithmetic_intensity,
         evidence="roofline: Williams et al. 2009",
         correction=(
             "An A100's ridge is 156 FLOP/byte, not 0.156 (E53). A product that waits for memory"

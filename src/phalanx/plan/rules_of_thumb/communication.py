@@ -4,32 +4,32 @@ from __future__ import annotations
 
 from phalanx.plan.advice.facts import COMMUNICATION_TERMS, PlanFacts
 from phalanx.plan.advice.rule import Measurement, RuleOfThumb
-from phalanx.plan.advice.waterfall import TERM_NAMES
+from phalanx.plan.advice.waterfall import TERM_LABELS
 
-MAX_EXPOSED = 0.10
-MIN_EFFICIENCY = 0.80
+MAX_EXPOSED_SHARE = 0.10
+MIN_SCALING_EFFICIENCY = 0.80
 LARGE_MODEL_PARAMS = 10e9
-LARGE_MODEL_GB_S = 12.5  # 100 Gb/s
+LARGE_MODEL_MIN_NETWORK_GB_S = 12.5  # 100 Gb/s
 # What products reach of the peak where no time was predicted.
 USUAL_MATMUL_EFFICIENCY = 0.6
 GRADIENT_BYTES = 4
 
 
-def measure_exposed(facts: PlanFacts) -> Measurement | None:
+def measure_exposed_communication(facts: PlanFacts) -> Measurement | None:
     """The part of a step in which ranks do nothing but communicate."""
     if facts.layout.world_size == 1:
         return None
     largest = max(COMMUNICATION_TERMS, key=lambda term: facts.terms_s.get(term, 0.0))
     return Measurement(
-        facts.share_of_step(*COMMUNICATION_TERMS),
-        MAX_EXPOSED,
-        consequence=f"nothing hides it; the largest part is {TERM_NAMES[largest]}",
-        remedy=_remedy_of_term(largest),
+        facts.step_share_of_terms(*COMMUNICATION_TERMS),
+        MAX_EXPOSED_SHARE,
+        consequence=f"nothing hides it; the largest part is {TERM_LABELS[largest]}",
+        remedy=_suggest_remedy_of_term(largest),
         missing="the time of a step",
     )
 
 
-def _remedy_of_term(term: str) -> str:
+def _suggest_remedy_of_term(term: str) -> str:
     remedies = {
         "tp": "a smaller parallel.tp, with pp or a higher ZeRO stage for the memory",
         "cp": "a smaller parallel.cp, with recomputation for the memory",
@@ -68,7 +68,7 @@ def measure_gather_tokens(facts: PlanFacts) -> Measurement | None:
 def measure_reduction_window(facts: PlanFacts) -> Measurement | None:
     """Time to reduce gradients, in parts of the backward that hides it."""
     layout = facts.layout
-    if layout.reduced.data_parallel_size == 1 or facts.zero_stage == 3:
+    if layout.gradient_reduction_layout.data_parallel_size == 1 or facts.zero_stage == 3:
         return None
     if layout.pp > 1:
         # Stages end one after the other: those of others hide it, too.
@@ -94,14 +94,14 @@ def measure_reduction_window(facts: PlanFacts) -> Measurement | None:
     )
 
 
-def measure_network(facts: PlanFacts) -> Measurement | None:
+def measure_network_bandwidth(facts: PlanFacts) -> Measurement | None:
     """Network bandwidth of each device, for large models on several nodes."""
     hardware = facts.hardware
     if hardware.num_nodes == 1 or facts.model.num_params < LARGE_MODEL_PARAMS:
         return None
     return Measurement(
         hardware.network_gb_s,
-        LARGE_MODEL_GB_S,
+        LARGE_MODEL_MIN_NETWORK_GB_S,
         consequence="gradients and gathered weights of a large model travel over it",
         remedy=(
             "InfiniBand or RoCE with a card per GPU; else shards inside a node (parallel.dp_shard)"
@@ -111,13 +111,13 @@ def measure_network(facts: PlanFacts) -> Measurement | None:
     )
 
 
-def measure_efficiency(facts: PlanFacts) -> Measurement | None:
+def measure_multi_node_efficiency(facts: PlanFacts) -> Measurement | None:
     """Speed against the same devices, were every link as fast as inside a node."""
     if facts.hardware.num_nodes == 1:
         return None
     return Measurement(
         facts.single_domain_efficiency,
-        MIN_EFFICIENCY,
+        MIN_SCALING_EFFICIENCY,
         consequence="the rest of the devices' time is lost to the links between nodes",
         remedy="fewer nodes, a larger batch, or another layout (see the runners-up)",
         missing="the time of a step",
@@ -130,7 +130,7 @@ RULES = (
         "Communication is hidden",
         "at most",
         "%",
-        measure_exposed,
+        measure_exposed_communication,
         evidence="predicted: messages that no computation hides, pipelines' waiting not counted",
         correction=(
             "Utilisation as nvidia-smi shows it counts kernels that wait for others, too, and says"
@@ -167,7 +167,7 @@ RULES = (
         "Large models have a fast network",
         "at least",
         "GB/s per device",
-        measure_network,
+        measure_network_bandwidth,
         evidence="100 Gb/s per device; from 10 B parameters on",
         correction="Data sheets count both directions: 900 GB/s of NVLink are 450 each way (E62).",
     ),
@@ -176,7 +176,7 @@ RULES = (
         "The links between nodes cost little",
         "at least",
         "%",
-        measure_efficiency,
+        measure_multi_node_efficiency,
         evidence="the same step with every link as fast as inside a node, by the same model",
     ),
 )

@@ -6,20 +6,20 @@ from phalanx.core.units import format_bytes, format_seconds
 from phalanx.plan.advice.facts import PlanFacts
 from phalanx.plan.advice.rule import Measurement, RuleOfThumb
 
-MAX_MEMORY = 0.94
-MAX_OFFLOAD = 0.05
+MAX_MEMORY_SHARE = 0.94
+MAX_OFFLOAD_WAIT_SHARE = 0.05
 # Times the step: data parallelism that is slower by more is a reason for other axes.
-SLOWER = 1.03
+MAX_SLOWDOWN_RATIO = 1.03
 
 
-def measure_memory(facts: PlanFacts) -> Measurement | None:
+def measure_peak_memory(facts: PlanFacts) -> Measurement | None:
     """The part of a device's memory that the largest peak fills."""
     share = None
     if facts.peak_bytes is not None:
         share = facts.peak_bytes / facts.hardware.memory_bytes
     return Measurement(
         share,
-        MAX_MEMORY,
+        MAX_MEMORY_SHARE,
         consequence="fragments, libraries and longer samples need the rest",
         remedy=(
             "train.recompute=full, a smaller train.micro_batch_size, or a higher ZeRO stage"
@@ -30,7 +30,7 @@ def measure_memory(facts: PlanFacts) -> Measurement | None:
     )
 
 
-def measure_model_parallelism(facts: PlanFacts) -> Measurement | None:
+def measure_needless_model_parallelism(facts: PlanFacts) -> Measurement | None:
     """Axes of model parallelism where data parallelism alone would fit."""
     layout = facts.layout
     axes = [axis for axis in ("pp", "cp", "tp", "ep") if getattr(layout, axis) > 1]
@@ -42,7 +42,7 @@ def measure_model_parallelism(facts: PlanFacts) -> Measurement | None:
     speed, other_s = "", facts.data_parallel_step_s
     is_slower = False
     if facts.step_s is not None and other_s is not None:
-        is_slower = other_s > SLOWER * facts.step_s
+        is_slower = other_s > MAX_SLOWDOWN_RATIO * facts.step_s
         speed = f" and takes {format_seconds(other_s)} a step, not {format_seconds(facts.step_s)}"
     if facts.data_parallel_bytes <= facts.capacity_bytes and not is_slower:
         needless = len(axes)
@@ -59,7 +59,7 @@ def measure_model_parallelism(facts: PlanFacts) -> Measurement | None:
     )
 
 
-def measure_zero_stage(facts: PlanFacts) -> Measurement | None:
+def measure_needless_zero_stages(facts: PlanFacts) -> Measurement | None:
     """ZeRO stages above the lowest one that fits."""
     if facts.zero_stage == 0:
         return None
@@ -73,17 +73,17 @@ def measure_zero_stage(facts: PlanFacts) -> Measurement | None:
             f"stage {facts.zero_stage - 1} needs {format_bytes(facts.smaller_zero_bytes)} per rank"
             " in this layout"
         ),
-        remedy=_remedy_of_stage(facts.zero_stage - 1),
+        remedy=_suggest_zero_stage_remedy(facts.zero_stage - 1),
     )
 
 
-def _remedy_of_stage(stage: int) -> str:
+def _suggest_zero_stage_remedy(stage: int) -> str:
     if stage == 0:
         return "without parallel.dp_shard and parallel.zero_stage: plain data parallelism"
     return f"parallel.zero_stage={stage}"
 
 
-def measure_recompute(facts: PlanFacts) -> Measurement | None:
+def measure_needless_recompute(facts: PlanFacts) -> Measurement | None:
     """Recomputation where the memory is there without it."""
     if facts.recompute == "none":
         return None
@@ -100,13 +100,13 @@ def measure_recompute(facts: PlanFacts) -> Measurement | None:
     )
 
 
-def measure_offload(facts: PlanFacts) -> Measurement | None:
+def measure_offload_wait(facts: PlanFacts) -> Measurement | None:
     """The part of a step that waits for host memory."""
     if facts.offload == "none":
         return None
     return Measurement(
-        facts.share_of_step("offload"),
-        MAX_OFFLOAD,
+        facts.step_share_of_terms("offload"),
+        MAX_OFFLOAD_WAIT_SHARE,
         consequence=f"{facts.offload} travel over PCIe in every step, and this much is not hidden",
         remedy="more ranks with a higher ZeRO stage, or a larger batch per step",
         missing="the time of a step",
@@ -119,7 +119,7 @@ RULES = (
         "Memory has room to spare",
         "at most",
         "%",
-        measure_memory,
+        measure_peak_memory,
         evidence="6 % for fragments and libraries; docs/memory.md",
         correction=(
             "16 bytes per parameter are the states alone: activations, buffers and gathered weights"
@@ -131,7 +131,7 @@ RULES = (
         "No model parallelism where data parallelism would do",
         "at most",
         "needless axes",
-        measure_model_parallelism,
+        measure_needless_model_parallelism,
         evidence="planned: the same batch on the same ranks without tp, pp, cp and ep",
         correction="The size of a model alone does not say what it needs (E01).",
     ),
@@ -140,7 +140,7 @@ RULES = (
         "The smallest ZeRO stage that fits",
         "at most",
         "needless stages",
-        measure_zero_stage,
+        measure_needless_zero_stages,
         evidence="planned: the same layout with the stage below",
         correction=(
             "4 and 8 times less memory are limits for many ranks: with 8 ranks stage 1 saves 2.9"
@@ -152,7 +152,7 @@ RULES = (
         "Recomputation only where memory asks for it",
         "at most",
         "needless mode",
-        measure_recompute,
+        measure_needless_recompute,
         evidence="planned: the same layout without recomputation",
         correction=(
             "Full recomputation is one more forward, a third more work, not one per segment (E47)."
@@ -163,7 +163,7 @@ RULES = (
         "Offloading waits for PCIe only where that is hidden",
         "at most",
         "%",
-        measure_offload,
+        measure_offload_wait,
         evidence="predicted: copies that no computation hides",
         correction="What leaves the device lies in the host's memory, which must be there (E15).",
     ),

@@ -10,7 +10,7 @@ MICROBATCHES_PER_STAGE = 4
 MAX_IMBALANCE = 0.05
 
 
-def measure_bubble(facts: PlanFacts) -> Measurement | None:
+def measure_pipeline_bubble(facts: PlanFacts) -> Measurement | None:
     """The part of a step that ranks wait for each other."""
     pp, batch = facts.layout.pp, facts.batch
     if pp == 1:
@@ -33,7 +33,7 @@ def measure_bubble(facts: PlanFacts) -> Measurement | None:
     )
 
 
-def measure_microbatches(facts: PlanFacts) -> Measurement | None:
+def measure_microbatches_per_rank(facts: PlanFacts) -> Measurement | None:
     """Micro-batches, each counted once for every stage of a rank, against four per rank."""
     pp = facts.layout.pp
     if pp == 1:
@@ -47,7 +47,7 @@ def measure_microbatches(facts: PlanFacts) -> Measurement | None:
     )
 
 
-def measure_imbalance(facts: PlanFacts) -> Measurement | None:
+def measure_pipeline_imbalance(facts: PlanFacts) -> Measurement | None:
     """How much more than the mean the busiest rank of a pipeline works."""
     if facts.layout.pp == 1:
         return None
@@ -84,7 +84,7 @@ RULES = (
         "Ranks of a pipeline seldom wait",
         "at most",
         "%",
-        measure_bubble,
+        measure_pipeline_bubble,
         evidence="simulated with this plan's schedule and stages",
         correction=(
             "(p-1)/m is idle time over ideal time; as a part of the step it is (p-1)/(m+p-1) (E25)."
@@ -97,7 +97,7 @@ RULES = (
         "Four micro-batches for each rank of a pipeline",
         "at least",
         "micro-batches",
-        measure_microbatches,
+        measure_microbatches_per_rank,
         evidence="m = 4p leaves a bubble of 16 to 19 % for p = 4 to 16; Huang et al. 2019 (GPipe)",
         correction="With v stages on a rank, 4p/v micro-batches leave the same bubble (E26).",
     ),
@@ -106,7 +106,7 @@ RULES = (
         "Stages have equal work",
         "at most",
         "%",
-        measure_imbalance,
+        measure_pipeline_imbalance,
         evidence="the slowest rank sets the pace of a pipeline; its excess is lost on all others",
     ),
     RuleOfThumb(

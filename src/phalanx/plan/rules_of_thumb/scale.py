@@ -21,7 +21,7 @@ def measure_goodput(facts: PlanFacts) -> Measurement | None:
     )
 
 
-def measure_spot(facts: PlanFacts) -> Measurement | None:
+def measure_spot_cost(facts: PlanFacts) -> Measurement | None:
     """Cost on instances that may be taken away, against those that may not."""
     if facts.spot_cost_ratio is None:
         return None
@@ -50,7 +50,7 @@ RULES = (
         "Spot instances are cheaper with their pre-emptions",
         "at most",
         "times the price on demand",
-        measure_spot,
+        measure_spot_cost,
         evidence="computed with the plan's pre-emption rate",
         correction="How much cheaper they are depends on vendor and day (E63).",
     ),

@@ -5,19 +5,19 @@ from __future__ import annotations
 from phalanx.plan.advice.facts import PlanFacts
 from phalanx.plan.advice.rule import Measurement, RuleOfThumb
 
-MIN_FEATURES = 1024
+MIN_FEATURES_PER_RANK = 1024
 MAX_WAVE_LOSS = 0.10
 VOCAB_MULTIPLE = 128
-MAX_PADDING = 0.01
+MAX_PADDING_SHARE = 0.01
 
 
-def measure_link_domain(facts: PlanFacts) -> Measurement | None:
+def measure_tp_ranks_per_link_domain(facts: PlanFacts) -> Measurement | None:
     """Ranks of a tp group against the devices that fast links join."""
     tp, hardware = facts.layout.tp, facts.hardware
     if tp == 1:
         return None
     domain = hardware.link_domain or hardware.devices_per_node
-    share = facts.share_of_step("tp")
+    share = facts.step_share_of_terms("tp")
     cost = ""
     if share is not None:
         cost = f"; they take {share:.1%} of the step"
@@ -35,21 +35,21 @@ def measure_link_domain(facts: PlanFacts) -> Measurement | None:
     )
 
 
-def measure_width(facts: PlanFacts) -> Measurement | None:
+def measure_hidden_features_per_rank(facts: PlanFacts) -> Measurement | None:
     """Hidden features that remain for each rank."""
     tp, hidden_size = facts.layout.tp, facts.model.hidden_size
     if tp == 1:
         return None
-    nearest = max(1, hidden_size // MIN_FEATURES)
+    nearest = max(1, hidden_size // MIN_FEATURES_PER_RANK)
     return Measurement(
         hidden_size / tp,
-        MIN_FEATURES,
+        MIN_FEATURES_PER_RANK,
         consequence="narrower products fill the device less and are read more than computed with",
         remedy=f"parallel.tp={nearest} or less",
     )
 
 
-def measure_waves(facts: PlanFacts) -> Measurement | None:
+def measure_wave_quantization(facts: PlanFacts) -> Measurement | None:
     """Time of matrix products that partly filled waves of tiles lose."""
     if facts.layout.tp == 1 and facts.wave_loss is None:
         return None
@@ -62,7 +62,7 @@ def measure_waves(facts: PlanFacts) -> Measurement | None:
     )
 
 
-def measure_kv_heads(facts: PlanFacts) -> Measurement | None:
+def measure_kv_heads_per_rank(facts: PlanFacts) -> Measurement | None:
     """Heads of keys and values against the ranks that share them."""
     tp = facts.layout.tp
     if tp == 1 or facts.model.num_kv_heads is None:
@@ -75,7 +75,7 @@ def measure_kv_heads(facts: PlanFacts) -> Measurement | None:
     )
 
 
-def measure_sequence_parallel(facts: PlanFacts) -> Measurement | None:
+def measure_activation_copies(facts: PlanFacts) -> Measurement | None:
     """Copies of the activations between the products, one per rank without sequence parallelism."""
     tp = facts.layout.tp
     if tp == 1:
@@ -106,7 +106,7 @@ def measure_vocab_padding(facts: PlanFacts) -> Measurement | None:
         )
     return Measurement(
         missing_rows / vocab_size,
-        MAX_PADDING,
+        MAX_PADDING_SHARE,
         consequence=consequence,
         remedy=f"model.vocab_size={vocab_size + missing_rows} where the tokenizer is still open",
     )
@@ -118,7 +118,7 @@ RULES = (
         "Tensor parallelism stays where fast links are",
         "at most",
         "ranks",
-        measure_link_domain,
+        measure_tp_ranks_per_link_domain,
         evidence="Narayanan et al. 2021 (arXiv 2104.04473), takeaway 1",
         correction=(
             "The number of GPUs in a node bounds tp; it is not a recommendation. The smallest tp x"
@@ -130,7 +130,7 @@ RULES = (
         "Enough features remain for each rank",
         "at least",
         "features",
-        measure_width,
+        measure_hidden_features_per_rank,
         evidence="tiles of 128 to 256 columns; a rank of eight tiles' width keeps a device busy",
     ),
     RuleOfThumb(
@@ -138,7 +138,7 @@ RULES = (
         "Matrix products come out even",
         "at most",
         "%",
-        measure_waves,
+        measure_wave_quantization,
         evidence="NVIDIA, Matrix Multiplication Background: tile and wave quantization",
     ),
     RuleOfThumb(
@@ -146,7 +146,7 @@ RULES = (
         "Every rank has a head of keys and values of its own",
         "at least",
         "heads",
-        measure_kv_heads,
+        measure_kv_heads_per_rank,
         evidence="grouped-query attention: Ainslie et al. 2023 (arXiv 2305.13245)",
     ),
     RuleOfThumb(
@@ -154,7 +154,7 @@ RULES = (
         "tp comes with sequence parallelism",
         "at most",
         "copies",
-        measure_sequence_parallel,
+        measure_activation_copies,
         evidence="Korthikanti et al. 2022 (arXiv 2205.05198)",
         correction=(
             "This splits activations inside the tp group. It is not the way to long sequences: that"

@@ -6,18 +6,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx.core.units import format_bytes, format_count, format_seconds, plural
-from phalanx.plan.advice.terminal import describe_step_total
+from phalanx.plan.advice.terminal import format_step_interval
 from phalanx.plan.advice.waterfall import list_memory_phases
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.search.result import NearestFit, PeakMemory, RankedLayout, SearchResult
-from phalanx.plan.search.scaling import DeviceCount
+from phalanx.plan.search.scaling import DeviceCountResult
 
 MAX_REASONS = 3
 
 
-def describe_search(result: SearchResult, cluster: Cluster) -> list[str]:
+def format_search_result(result: SearchResult, cluster: Cluster) -> list[str]:
     """The answer first, then the winner, the runners-up and what was looked at."""
-    lines = [_describe_verdict(result), *_describe_question(result, cluster)]
+    lines = [_describe_verdict(result), *_describe_searched_job(result, cluster)]
     if result.winner is not None:
         lines += [
             f"layout  {describe_layout(result.winner)}",
@@ -26,8 +26,8 @@ def describe_search(result: SearchResult, cluster: Cluster) -> list[str]:
             *format_ranking([result.winner, *result.runners_up]),
         ]
     else:
-        lines += ["", *_describe_nearest(result)]
-    return [*lines, "", *_describe_extent(result), *result.remarks]
+        lines += ["", *_describe_nearest_fits(result)]
+    return [*lines, "", *_describe_considered_layouts(result), *result.remarks]
 
 
 def _describe_verdict(result: SearchResult) -> str:
@@ -41,19 +41,19 @@ def _describe_verdict(result: SearchResult) -> str:
     parts = ["FITS"]
     if winner.time is not None:
         time = winner.time
-        parts.append(f"{describe_step_total(time.total_s, time.low_s, time.high_s)} a step")
+        parts.append(f"{format_step_interval(time.total_s, time.low_s, time.high_s)} a step")
     if winner.tokens_per_s_per_device is not None:
         parts.append(f"{winner.tokens_per_s_per_device:,.0f} tokens/s/GPU")
     if winner.mfu is not None:
         parts.append(f"MFU {winner.mfu:.0%}")
-    parts.append(f"peak {describe_peak(winner.memory)}")
+    parts.append(f"peak {describe_peak_memory(winner.memory)}")
     goodput = result.economics.get("goodput")
     if goodput is not None:
         parts.append(f"goodput {goodput['value']:.1%}")
     return " · ".join(parts)
 
 
-def describe_peak(memory: PeakMemory) -> str:
+def describe_peak_memory(memory: PeakMemory) -> str:
     """'62.4 GiB of 70.8 GiB (rank 0 of the pipeline, in the backward)'."""
     phases = list_memory_phases(memory.categories)
     phase = max(phases, key=lambda name: sum(phases[name].values()))
@@ -65,7 +65,7 @@ def describe_peak(memory: PeakMemory) -> str:
     return f"{format_bytes(memory.total_bytes)} of {format_bytes(memory.capacity_bytes)} ({where})"
 
 
-def _describe_question(result: SearchResult, cluster: Cluster) -> list[str]:
+def _describe_searched_job(result: SearchResult, cluster: Cluster) -> list[str]:
     batch = f"{result.global_batch_size:,} sequences x {result.seq_len:,} tokens a step"
     lines = [f"model   {result.model}, {format_count(result.num_params)} parameters, {batch}"]
     nodes = plural(cluster.num_nodes, "node")
@@ -132,13 +132,13 @@ def format_ranking(ranked: Sequence[RankedLayout]) -> list[str]:
                 step,
                 mfu,
                 format_bytes(layout.memory.total_bytes),
-                layout.why_not or explain_win(layout, ranked),
+                layout.why_not or explain_why_winner(layout, ranked),
             )
         )
-    return _align(rows)
+    return _align_columns(rows)
 
 
-def explain_win(winner: RankedLayout, ranked: Sequence[RankedLayout]) -> str:
+def explain_why_winner(winner: RankedLayout, ranked: Sequence[RankedLayout]) -> str:
     """Why `winner` is the first of `ranked`: it is the fastest, or a tie with it and simpler."""
     times = [layout.step_s for layout in ranked if layout.step_s is not None]
     if winner.step_s is None:
@@ -150,7 +150,7 @@ def explain_win(winner: RankedLayout, ranked: Sequence[RankedLayout]) -> str:
     return f"a tie with the fastest ({behind:.1%} behind), and as simple or simpler"
 
 
-def _align(rows: Sequence[Sequence[str]]) -> list[str]:
+def _align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -159,7 +159,7 @@ def _align(rows: Sequence[Sequence[str]]) -> list[str]:
     return lines
 
 
-def _describe_nearest(result: SearchResult) -> list[str]:
+def _describe_nearest_fits(result: SearchResult) -> list[str]:
     if not result.nearest:
         return ["nothing that was tried along any axis fits: a smaller model or larger devices"]
     lines = ["what would fit (each planned exactly):"]
@@ -179,7 +179,7 @@ def describe_nearest_fit(fit: NearestFit) -> str:
     return f"{text})"
 
 
-def _describe_extent(result: SearchResult) -> list[str]:
+def _describe_considered_layouts(result: SearchResult) -> list[str]:
     text = (
         f"looked  at {result.num_considered:,} layouts: {result.num_fitting:,} fit with the least"
         " recomputation that does, by formulas in bulk; those named here were planned exactly"
@@ -191,7 +191,7 @@ def _describe_extent(result: SearchResult) -> list[str]:
     return lines
 
 
-def format_scaling(counts: Sequence[DeviceCount]) -> list[str]:
+def format_scaling_table(counts: Sequence[DeviceCountResult]) -> list[str]:
     """A table of the same job on more and more devices."""
     header = ("GPUs", "layout", "step", "tokens/s", "MFU", "efficiency", "hours", "cost")
     rows: list[Sequence[str]] = [header]
@@ -216,4 +216,4 @@ def format_scaling(counts: Sequence[DeviceCount]) -> list[str]:
                 cost,
             )
         )
-    return _align(rows)
+    return _align_columns(rows)

@@ -35,7 +35,7 @@ def list_assumptions() -> dict[str, Assumption]:
     return {name: Assumption(name, **entry) for name, entry in tomllib.loads(text).items()}
 
 
-def read_assumption(name: str) -> float:
+def get_assumption_value(name: str) -> float:
     """The value of an assumption."""
     return list_assumptions()[name].value
 
@@ -63,16 +63,18 @@ def estimate_goodput(
     failures M, saves that stop training for d seconds are best sqrt(2 d M) apart.
     """
     if mtbf_hours is None:
-        rate = read_assumption("failures_per_gpu_hour") * cluster.num_devices
+        rate = get_assumption_value("failures_per_gpu_hour") * cluster.num_devices
         if is_spot:
-            rate += read_assumption("spot_losses_per_node_hour") * cluster.num_nodes
+            rate += get_assumption_value("spot_losses_per_node_hour") * cluster.num_nodes
         mtbf_hours = 1 / rate
     mtbf_s = mtbf_hours * HOUR_S
-    stall_s = state_bytes_per_rank / (read_assumption("host_copy_gb_s") * GB)
+    stall_s = state_bytes_per_rank / (get_assumption_value("host_copy_gb_s") * GB)
     per_node = cluster.devices_per_node or cluster.num_devices
-    loaded_s = state_bytes_per_rank * per_node / (read_assumption("storage_gb_s_per_node") * GB)
-    recovery_s = read_assumption("restart_s") + loaded_s
-    every_s = _choose_interval_s(stall_s, mtbf_s)
+    loaded_s = (
+        state_bytes_per_rank * per_node / (get_assumption_value("storage_gb_s_per_node") * GB)
+    )
+    recovery_s = get_assumption_value("restart_s") + loaded_s
+    every_s = _choose_checkpoint_interval_s(stall_s, mtbf_s)
     # Daly's exact expected time: repeated work and restarts compound where failures are frequent.
     expected_s = (
         mtbf_s
@@ -82,7 +84,7 @@ def estimate_goodput(
     return Goodput(every_s / expected_s, mtbf_hours, stall_s, recovery_s, every_s)
 
 
-def _choose_interval_s(stall_s: float, mtbf_s: float) -> float:
+def _choose_checkpoint_interval_s(stall_s: float, mtbf_s: float) -> float:
     """Daly's interval between two saves."""
     if stall_s >= 2 * mtbf_s:
         return mtbf_s
@@ -123,24 +125,24 @@ def estimate_cost(
     hours = 1e9 / (tokens_per_s * goodput) / HOUR_S
     spot_hours = hours * goodput / spot_goodput
     share = job_tokens / 1e9
-    dollars = _multiply(cluster.price_per_hour, cluster.num_nodes * hours)
-    spot_dollars = _multiply(cluster.spot_price_per_hour, cluster.num_nodes * spot_hours)
+    dollars = _multiply_or_none(cluster.price_per_hour, cluster.num_nodes * hours)
+    spot_dollars = _multiply_or_none(cluster.spot_price_per_hour, cluster.num_nodes * spot_hours)
     kwh = None
     if cluster.watts:
-        watts = (cluster.watts + read_assumption("host_watts_per_gpu")) * cluster.num_devices
-        kwh = watts / 1e3 * hours * read_assumption("power_usage_effectiveness")
+        watts = (cluster.watts + get_assumption_value("host_watts_per_gpu")) * cluster.num_devices
+        kwh = watts / 1e3 * hours * get_assumption_value("power_usage_effectiveness")
     return RunningCost(
         hours,
         dollars,
         spot_dollars,
         kwh,
         hours * share,
-        _multiply(dollars, share),
-        _multiply(spot_dollars, share),
+        _multiply_or_none(dollars, share),
+        _multiply_or_none(spot_dollars, share),
     )
 
 
-def _multiply(price: float | None, amount: float) -> float | None:
+def _multiply_or_none(price: float | None, amount: float) -> float | None:
     if price is None:
         return None
     return price * amount

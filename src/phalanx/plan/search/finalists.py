@@ -17,15 +17,20 @@ from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.plan.predicted_time import predict_step_time
 from phalanx.plan.search.result import PeakMemory, RankedLayout
-from phalanx.plan.search.space import OFFLOADS, RECOMPUTE_MODES, SCHEDULES, LayoutRows
+from phalanx.plan.search.space import (
+    OFFLOAD_CHOICES,
+    RECOMPUTE_MODES,
+    SEARCHED_SCHEDULES,
+    LayoutRows,
+)
 
-NO_MEMORY = "needs more memory than a rank has"
+TOO_MUCH_MEMORY_REASON = "needs more memory than a rank has"
 # Microbatches in flight do not grow beyond a few times the stages, and a schedule of thousands
 # takes seconds to simulate: longer ones are planned with fewer microbatches.
-MOST_ACTIONS = 4096
+MAX_PLANNED_ACTIONS = 4096
 
 
-def list_row_keys(job: Job, rows: LayoutRows, row: int) -> dict[str, Any]:
+def list_job_keys_of_row(job: Job, rows: LayoutRows, row: int) -> dict[str, Any]:
     """What a job must say to have the layout `row`, by dotted key; what it says already and what
     is the default is left out."""
     shares = int(rows.dp_replicate[row] * rows.dp_shard[row])
@@ -41,12 +46,12 @@ def list_row_keys(job: Job, rows: LayoutRows, row: int) -> dict[str, Any]:
     elif shares > 1 and ep == 1:
         keys["parallel.dp_replicate"] = shares
     if pp > 1:
-        keys["parallel.schedule"] = SCHEDULES[rows.schedule[row]]
+        keys["parallel.schedule"] = SEARCHED_SCHEDULES[rows.schedule[row]]
         keys["parallel.stages_per_rank"] = int(rows.stages_per_rank[row])
     if rows.accumulates_sharded[row]:
         keys["parallel.accumulate"] = "sharded"
     if rows.offload[row]:
-        keys["parallel.offload"] = OFFLOADS[rows.offload[row]]
+        keys["parallel.offload"] = OFFLOAD_CHOICES[rows.offload[row]]
     keys["train.micro_batch_size"] = int(rows.micro_batch_size[row])
     mode = RECOMPUTE_MODES[rows.recompute[row]]
     if mode != job.train.recompute and "recompute" not in job.train.model_fields_set:
@@ -54,7 +59,7 @@ def list_row_keys(job: Job, rows: LayoutRows, row: int) -> dict[str, Any]:
     return keys
 
 
-def apply_keys(job: Job, keys: Mapping[str, Any]) -> Job:
+def apply_job_keys(job: Job, keys: Mapping[str, Any]) -> Job:
     """`job` with `keys` in place of what it says."""
     body = json.loads(job.model_dump_json(exclude_unset=True))
     for key, value in keys.items():
@@ -63,7 +68,7 @@ def apply_keys(job: Job, keys: Mapping[str, Any]) -> Job:
     return Job.model_validate_json(json.dumps(body))
 
 
-def drop_keys(job: Job, *keys: str) -> Job:
+def drop_job_keys(job: Job, *keys: str) -> Job:
     """`job` without what it says of `keys`."""
     body = json.loads(job.model_dump_json(exclude_unset=True))
     for key in keys:
@@ -72,7 +77,7 @@ def drop_keys(job: Job, *keys: str) -> Job:
     return Job.model_validate_json(json.dumps(body))
 
 
-def name_family(layout: Layout, zero_stage: int, offload: str) -> str:
+def describe_layout_family(layout: Layout, zero_stage: int, offload: str) -> str:
     """The mechanisms of a layout in words: "tp + pp + zero1"."""
     parts = [axis for axis in ("tp", "pp", "cp", "ep") if getattr(layout, axis) > 1]
     if zero_stage >= 2 and layout.dp_replicate > 1:
@@ -96,9 +101,9 @@ class FinalistPlanner:
     vocab_size: int | None = None
     refused: Counter[str] = field(default_factory=Counter)
 
-    def plan(self, keys: Mapping[str, Any]) -> RankedLayout | None:
+    def plan_layout(self, keys: Mapping[str, Any]) -> RankedLayout | None:
         """The layout of the job with `keys`; None, and a count more, where a plan refuses it."""
-        job = apply_keys(self.job, keys)
+        job = apply_job_keys(self.job, keys)
         try:
             plan = make_plan(
                 _shorten_schedule(job, keys),
@@ -107,14 +112,14 @@ class FinalistPlanner:
                 vocab_size=self.vocab_size,
             )
         except (LayoutError, JobError) as error:
-            self.refused[_summarise_refusal(error)] += 1
+            self.refused[_shorten_refusal_reason(error)] += 1
             return None
         if plan.chosen.zero_stage != keys.get("parallel.zero_stage", plan.chosen.zero_stage):
             self.refused["is planned as another layout"] += 1
             return None
-        return self._rank(job, plan, keys)
+        return self._build_ranked_layout(job, plan, keys)
 
-    def _rank(self, job: Job, plan: Plan, keys: Mapping[str, Any]) -> RankedLayout:
+    def _build_ranked_layout(self, job: Job, plan: Plan, keys: Mapping[str, Any]) -> RankedLayout:
         num_microbatches = _count_microbatches(job, plan.layout, plan.micro_batch_size)
         plan = replace(plan, num_microbatches=num_microbatches)
         time = predict_step_time(job, plan, self.shape, self.cluster)
@@ -131,7 +136,7 @@ class FinalistPlanner:
             schedule = pipeline.schedule_name
             stages = len(pipeline.rank_of_stage) // pipeline.num_ranks
         ranked = RankedLayout(
-            name_family(plan.layout, chosen.zero_stage, job.parallel.offload),
+            describe_layout_family(plan.layout, chosen.zero_stage, job.parallel.offload),
             plan.layout,
             chosen.zero_stage,
             plan.micro_batch_size,
@@ -149,7 +154,7 @@ class FinalistPlanner:
         peak_flops = 0.0
         if self.cluster.accelerator is not None:
             peak_flops = self.cluster.accelerator.peak_flops(plan.precision)
-        return _add_rates(ranked, job, self.shape, peak_flops)
+        return _add_throughput(ranked, job, self.shape, peak_flops)
 
 
 def _shorten_schedule(job: Job, keys: Mapping[str, Any]) -> Job:
@@ -161,11 +166,11 @@ def _shorten_schedule(job: Job, keys: Mapping[str, Any]) -> Job:
     shares = num_ranks // job.parallel.degrees.model_parallel_size
     number = job.train.global_batch_size // (shares * micro)
     enough = 2 * pp
-    while pp * stages * enough < MOST_ACTIONS // 4:
+    while pp * stages * enough < MAX_PLANNED_ACTIONS // 4:
         enough += pp
-    if pp * stages * number <= MOST_ACTIONS or number <= enough:
+    if pp * stages * number <= MAX_PLANNED_ACTIONS or number <= enough:
         return job
-    return apply_keys(job, {"train.global_batch_size": shares * micro * enough})
+    return apply_job_keys(job, {"train.global_batch_size": shares * micro * enough})
 
 
 def _count_microbatches(job: Job, layout: Layout, micro_batch_size: int) -> int:
@@ -173,7 +178,7 @@ def _count_microbatches(job: Job, layout: Layout, micro_batch_size: int) -> int:
     return job.train.global_batch_size // (layout.data_parallel_size * micro_batch_size)
 
 
-def _add_rates(
+def _add_throughput(
     ranked: RankedLayout, job: Job, shape: ModelCosts, peak_flops: float
 ) -> RankedLayout:
     """`ranked` with its tokens a second and its share of the peak."""
@@ -187,9 +192,9 @@ def _add_rates(
     return RankedLayout(**{**vars(ranked), "mfu": mfu, "tokens_per_s_per_device": per_device})
 
 
-def _summarise_refusal(error: LayoutError | JobError) -> str:
+def _shorten_refusal_reason(error: LayoutError | JobError) -> str:
     """The reason in so few words that equal reasons count together."""
     text = str(error).partition(";")[0].partition(" (")[0]
     if "per rank and" in text and "needs" in text:
-        return NO_MEMORY
+        return TOO_MUCH_MEMORY_REASON
     return text[:120]

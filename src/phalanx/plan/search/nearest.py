@@ -11,24 +11,29 @@ from phalanx.core.errors import LayoutError
 from phalanx.core.units import plural
 from phalanx.plan.described_cluster import resize_cluster
 from phalanx.plan.memory import StateBytes
-from phalanx.plan.search.finalists import FinalistPlanner, apply_keys, drop_keys, list_row_keys
+from phalanx.plan.search.finalists import (
+    FinalistPlanner,
+    apply_job_keys,
+    drop_job_keys,
+    list_job_keys_of_row,
+)
 from phalanx.plan.search.result import NearestFit
-from phalanx.plan.search.search import ScreenedRows, SearchTask, screen_layouts
+from phalanx.plan.search.search import ScreenedLayouts, SearchTask, screen_layouts
 from phalanx.plan.workload import build_workload
 
-MOST_TIMES_AS_MANY = 64
-TRIES = 4
-DATA_PARALLEL = ("parallel.dp_replicate", "parallel.dp_shard")
+MAX_DEVICE_MULTIPLE = 64
+MAX_PLANS_PER_CHANGE = 4
+DATA_PARALLEL_JOB_KEYS = ("parallel.dp_replicate", "parallel.dp_shard")
 # Keys that a search may choose again where the job's own values leave nothing that fits.
 OPENED_KEYS = {
     "recompute": ("train.recompute", "train.recompute_every", "train.recompute_budget_gib"),
     "micro-batch": ("train.micro_batch_size",),
     "accumulate": ("parallel.accumulate",),
-    "zero": ("parallel.zero_stage", *DATA_PARALLEL),
-    "tp": ("parallel.tp", *DATA_PARALLEL),
-    "pp": ("parallel.pp", "parallel.schedule", "parallel.stages_per_rank", *DATA_PARALLEL),
-    "cp": ("parallel.cp", *DATA_PARALLEL),
-    "ep": ("parallel.ep", *DATA_PARALLEL),
+    "zero": ("parallel.zero_stage", *DATA_PARALLEL_JOB_KEYS),
+    "tp": ("parallel.tp", *DATA_PARALLEL_JOB_KEYS),
+    "pp": ("parallel.pp", "parallel.schedule", "parallel.stages_per_rank", *DATA_PARALLEL_JOB_KEYS),
+    "cp": ("parallel.cp", *DATA_PARALLEL_JOB_KEYS),
+    "ep": ("parallel.ep", *DATA_PARALLEL_JOB_KEYS),
 }
 
 
@@ -45,67 +50,73 @@ def find_nearest_fits(task: SearchTask) -> tuple[NearestFit, ...]:
     """The fastest layout that fits along each axis where one change of the job makes one fit;
     cheapest first, by the device-seconds of a step."""
     fits = []
-    for make_change in (_open_axes, _open_offload):
-        fits += [fit for change in make_change(task) if (fit := _try_change(task, change))]
-    more = _find_more_ranks(task)
+    for make_change in (_list_axis_changes, _list_offload_change):
+        fits += [
+            fit for change in make_change(task) if (fit := _find_best_fit_of_change(task, change))
+        ]
+    more = _find_fewest_more_devices(task)
     if more is not None:
         fits.append(more)
     if not fits:
-        fits += [fit for change in _open_everything(task) if (fit := _try_change(task, change))]
-    return _price(fits)
+        fits += [
+            fit
+            for change in _list_change_of_all_keys(task)
+            if (fit := _find_best_fit_of_change(task, change))
+        ]
+    return _add_relative_prices(fits)
 
 
-def _open_axes(task: SearchTask) -> Iterator[_Change]:
+def _list_axis_changes(task: SearchTask) -> Iterator[_Change]:
     """Each axis that the job fixes, left open."""
     for axis, keys in OPENED_KEYS.items():
-        if not any(_is_given(task, key) for key in keys):
+        if not any(_is_key_in_job(task, key) for key in keys):
             continue
-        yield _Change(axis, replace(task, job=drop_keys(task.job, *keys)))
+        yield _Change(axis, replace(task, job=drop_job_keys(task.job, *keys)))
 
 
-def _is_given(task: SearchTask, key: str) -> bool:
+def _is_key_in_job(task: SearchTask, key: str) -> bool:
     section, _, name = key.partition(".")
     return name in getattr(task.job, section).model_fields_set
 
 
-def _open_offload(task: SearchTask) -> Iterator[_Change]:
+def _list_offload_change(task: SearchTask) -> Iterator[_Change]:
     if task.job.parallel.offload == "none":
-        job = drop_keys(task.job, "parallel.offload")
+        job = drop_job_keys(task.job, "parallel.offload")
         yield _Change("offload", replace(task, job=job, offloads=True))
 
 
-def _open_everything(task: SearchTask) -> Iterator[_Change]:
+def _list_change_of_all_keys(task: SearchTask) -> Iterator[_Change]:
     """All keys that the job fixes, left open at once: where no single one is enough."""
     keys = {key for group in OPENED_KEYS.values() for key in group}
-    job = drop_keys(task.job, *keys, "parallel.offload")
+    job = drop_job_keys(task.job, *keys, "parallel.offload")
     yield _Change("layout", replace(task, job=job))
     yield _Change("layout", replace(task, job=job, offloads=True))
 
 
-def _find_more_ranks(task: SearchTask) -> NearestFit | None:
+def _find_fewest_more_devices(task: SearchTask) -> NearestFit | None:
     """The fewest times as many devices, doubled, over which the job fits."""
     times = 2
-    while times <= MOST_TIMES_AS_MANY:
+    while times <= MAX_DEVICE_MULTIPLE:
         num_ranks = task.num_ranks * times
-        job = drop_keys(task.job, "parallel.ranks", *DATA_PARALLEL)
+        job = drop_job_keys(task.job, "parallel.ranks", *DATA_PARALLEL_JOB_KEYS)
         cluster = resize_cluster(task.cluster, num_ranks)
         if task.cluster.device != "cuda":
             # Ranks of a CPU share its memory: more of them means another machine as well.
             cluster = replace(task.cluster, memory_bytes=task.cluster.memory_bytes * times)
-        job = apply_keys(job, {"parallel.ranks": num_ranks})
+        job = apply_job_keys(job, {"parallel.ranks": num_ranks})
         change = _Change(
             "more ranks",
             replace(task, job=job, cluster=cluster, num_ranks=num_ranks),
             f"{plural(num_ranks, 'rank')} with as much memory each",
         )
-        fit = _try_change(task, change)
+        fit = _find_best_fit_of_change(task, change)
         if fit is not None:
             return fit
         times *= 2
     return None
 
 
-def _try_change(task: SearchTask, change: _Change) -> NearestFit | None:
+def _find_best_fit_of_change(task: SearchTask, change: _Change) -> NearestFit | None:
     """The best layout of a change that fits when it is planned; None if none does."""
     try:
         screened = screen_layouts(change.task)
@@ -114,15 +125,15 @@ def _try_change(task: SearchTask, change: _Change) -> NearestFit | None:
     planner = FinalistPlanner(
         change.task.job, change.task.shape, change.task.cluster, change.task.vocab_size
     )
-    for row in range(min(TRIES, len(screened.rows))):
-        ranked = planner.plan(_keys_of(change, screened, row))
+    for row in range(min(MAX_PLANS_PER_CHANGE, len(screened.rows))):
+        ranked = planner.plan_layout(_list_changed_keys(change, screened, row))
         if ranked is None:
             continue
         host_bytes = _count_host_bytes(change.task, ranked.offload)
         host_memory = change.task.cluster.host_memory_bytes
         if host_memory is not None and host_bytes > host_memory:
             continue
-        words = change.words or _describe_change(task, ranked.job_keys)
+        words = change.words or _format_key_overrides(task, ranked.job_keys)
         return NearestFit(
             change.axis, words, ranked, change.task.num_ranks, host_bytes_per_node=host_bytes
         )
@@ -140,11 +151,11 @@ def _count_host_bytes(task: SearchTask, offload: str) -> int:
     return round(task.shape.num_params * per_param / task.cluster.num_nodes)
 
 
-def _keys_of(change: _Change, screened: ScreenedRows, row: int) -> dict[str, Any]:
-    return list_row_keys(change.task.job, screened.rows, row)
+def _list_changed_keys(change: _Change, screened: ScreenedLayouts, row: int) -> dict[str, Any]:
+    return list_job_keys_of_row(change.task.job, screened.rows, row)
 
 
-def _describe_change(task: SearchTask, keys: Mapping[str, Any]) -> str:
+def _format_key_overrides(task: SearchTask, keys: Mapping[str, Any]) -> str:
     """The keys that a job must say otherwise, as overrides."""
     changed = []
     for key, value in keys.items():
@@ -154,20 +165,20 @@ def _describe_change(task: SearchTask, keys: Mapping[str, Any]) -> str:
     return " ".join(changed)
 
 
-def _price(fits: list[NearestFit]) -> tuple[NearestFit, ...]:
+def _add_relative_prices(fits: list[NearestFit]) -> tuple[NearestFit, ...]:
     """`fits` with their device-seconds beside the cheapest one's, in this order."""
 
     def device_seconds(fit: NearestFit) -> float:
         return (fit.ranked.step_s or 0.0) * fit.num_ranks
 
-    ordered = sorted(_drop_repeated(fits), key=device_seconds)
+    ordered = sorted(_drop_repeated_fits(fits), key=device_seconds)
     if not ordered or not device_seconds(ordered[0]):
         return tuple(ordered)
     cheapest = device_seconds(ordered[0])
     return tuple(replace(fit, slowdown=device_seconds(fit) / cheapest) for fit in ordered)
 
 
-def _drop_repeated(fits: list[NearestFit]) -> list[NearestFit]:
+def _drop_repeated_fits(fits: list[NearestFit]) -> list[NearestFit]:
     """`fits` without those that change the same keys to the same values as one before."""
     by_change: dict[str, NearestFit] = {}
     for fit in fits:

@@ -8,13 +8,13 @@ from typing import Any
 
 from phalanx.core.errors import LayoutError
 from phalanx.plan.described_cluster import resize_cluster
-from phalanx.plan.search.finalists import drop_keys
+from phalanx.plan.search.finalists import drop_job_keys
 from phalanx.plan.search.result import RankedLayout
 from phalanx.plan.search.search import SearchTask, search_layouts
 
 
 @dataclass(frozen=True)
-class DeviceCount:
+class DeviceCountResult:
     """The best layout on so many devices. `efficiency`: tokens a second of one device, in parts of
     the same on the fewest devices that fit. `winner` is None where nothing fits."""
 
@@ -31,7 +31,7 @@ class DeviceCount:
         return dict(vars(self)) | {"winner": winner}
 
 
-def list_device_counts(text: str) -> list[int]:
+def parse_device_counts(text: str) -> list[int]:
     """The numbers of devices that "64..1024" means: doubled from the first to the last; or one
     number. Raises LayoutError for another text."""
     first, dots, last = text.replace(",", "").partition("..")
@@ -49,11 +49,11 @@ def list_device_counts(text: str) -> list[int]:
     return counts
 
 
-def sweep_devices(task: SearchTask, counts: Sequence[int]) -> Iterator[DeviceCount]:
+def search_per_device_count(task: SearchTask, counts: Sequence[int]) -> Iterator[DeviceCountResult]:
     """The best layout of the job on each number of devices, one after the other."""
     basis: float | None = None
     for num_devices in counts:
-        count = _search_on(task, num_devices)
+        count = _search_best_layout_on(task, num_devices)
         if count.winner is not None and count.winner.tokens_per_s_per_device is not None:
             rate = count.winner.tokens_per_s_per_device
             basis = basis or rate
@@ -61,22 +61,22 @@ def sweep_devices(task: SearchTask, counts: Sequence[int]) -> Iterator[DeviceCou
         yield count
 
 
-def _search_on(task: SearchTask, num_devices: int) -> DeviceCount:
+def _search_best_layout_on(task: SearchTask, num_devices: int) -> DeviceCountResult:
     resized = replace(
         task,
-        job=drop_keys(task.job, "parallel.ranks"),
+        job=drop_job_keys(task.job, "parallel.ranks"),
         cluster=resize_cluster(task.cluster, num_devices),
         num_ranks=num_devices,
     )
     try:
         result = search_layouts(resized, num_runners_up=2)
     except LayoutError as error:
-        return DeviceCount(num_devices, None, str(error).partition(" (")[0])
+        return DeviceCountResult(num_devices, None, str(error).partition(" (")[0])
     winner = result.winner
     if winner is None:
-        return DeviceCount(num_devices, None, "does not fit")
+        return DeviceCountResult(num_devices, None, "does not fit")
     cost = result.economics.get("cost", {})
-    return DeviceCount(
+    return DeviceCountResult(
         num_devices,
         winner,
         tokens_per_s=(winner.tokens_per_s_per_device or 0.0) * num_devices,

@@ -16,8 +16,13 @@ import numpy.typing as npt
 from phalanx.job.costs import ModelCosts
 from phalanx.plan.memory import count_segment_bytes, peak_segment_bytes
 from phalanx.plan.pipeline.pipeline_plan import V_SHAPED_SCHEDULES
-from phalanx.plan.search.space import OFFLOADS, RECOMPUTE_MODES, SCHEDULES, LayoutRows
-from phalanx.plan.segments import list_segments
+from phalanx.plan.search.space import (
+    OFFLOAD_CHOICES,
+    RECOMPUTE_MODES,
+    SEARCHED_SCHEDULES,
+    LayoutRows,
+)
+from phalanx.plan.segments import list_recompute_segments
 from phalanx.plan.workload import Workload, shard_shape
 
 Bytes = npt.NDArray[np.float64]
@@ -38,9 +43,11 @@ class MemoryScreen:
         states = self._state_bytes()
         if self.shape.activations is None:
             return states
-        return states + self._activation_bytes() + self._gathered_bytes()
+        return states + self._activation_bytes() + self._communication_bytes()
 
-    def _look_up(self, count: Callable[..., float], *columns: npt.NDArray[np.int64]) -> Bytes:
+    def _map_distinct_rows(
+        self, count: Callable[..., float], *columns: npt.NDArray[np.int64]
+    ) -> Bytes:
         """`count` of each row's values in `columns`, called once for each different combination."""
         # One number for each combination: numpy sorts these many times as fast as rows.
         number = np.zeros(len(self.rows), dtype=np.int64)
@@ -51,10 +58,10 @@ class MemoryScreen:
         table = np.array([count(*map(int, value)) for value in values], dtype=np.float64)
         return table[inverse.reshape(-1)]
 
-    def _shard(self, tp: int) -> ModelCosts:
+    def _shard_shape(self, tp: int) -> ModelCosts:
         return shard_shape(self.shape, tp, self.work.rules)
 
-    def _work_of(self, tp: int, cp: int = 1, micro: int = 1, mode: int = 0) -> Workload:
+    def _build_workload(self, tp: int, cp: int = 1, micro: int = 1, mode: int = 0) -> Workload:
         recompute = RECOMPUTE_MODES[mode]
         return replace(
             self.work,
@@ -62,42 +69,47 @@ class MemoryScreen:
             cp=cp,
             micro_batch_size=micro,
             recompute=recompute,
-            segments=list_segments(recompute, self.shape.num_layers),
+            segments=list_recompute_segments(recompute, self.shape.num_layers),
         )
 
     # States
 
     @cached_property
-    def _blocks(self) -> Bytes:
+    def _block_params(self) -> Bytes:
         """Parameters of a stage's blocks on one rank, with the experts of its coordinate in ep."""
         rows = self.rows
         return (
-            self._look_up(lambda tp, ep: self._shard(tp).count_blocks(ep), rows.tp, rows.ep)
+            self._map_distinct_rows(
+                lambda tp, ep: self._shard_shape(tp).count_blocks(ep), rows.tp, rows.ep
+            )
             / rows.pp
         )
 
     @cached_property
-    def _outside(self) -> Bytes:
+    def _params_outside_blocks(self) -> Bytes:
         """Parameters of a rank outside of blocks: of a pipeline, the larger end's."""
 
         def count(tp: int, is_cut: int) -> float:
-            shape = self._shard(tp)
+            shape = self._shard_shape(tp)
             if not is_cut:
                 return float(shape.num_params - shape.blocks_params)
             parts = shape.count_part_params()
             return float(max(parts.before, parts.after))
 
-        return self._look_up(count, self.rows.tp, (self.rows.pp > 1).astype(np.int64))
+        return self._map_distinct_rows(count, self.rows.tp, (self.rows.pp > 1).astype(np.int64))
 
     def _state_bytes(self) -> Bytes:
         rows, work = self.rows, self.work
-        local = self._blocks + self._outside
+        local = self._block_params + self._params_outside_blocks
         # Shards are cut over all of dp_shard x cp, experts over as many: ep and what is left.
-        every = self._look_up(lambda tp: self._shard(tp).blocks_params, rows.tp) / rows.pp
-        sharded = (every + self._outside) / rows.shards
+        every = (
+            self._map_distinct_rows(lambda tp: self._shard_shape(tp).blocks_params, rows.tp)
+            / rows.pp
+        )
+        sharded = (every + self._params_outside_blocks) / rows.num_zero_shards
         stage = rows.zero_stage
-        on_host = np.array([name != "none" for name in OFFLOADS])[rows.offload]
-        all_on_host = np.array([name == "parameters" for name in OFFLOADS])[rows.offload]
+        on_host = np.array([name != "none" for name in OFFLOAD_CHOICES])[rows.offload]
+        all_on_host = np.array([name == "parameters" for name in OFFLOAD_CHOICES])[rows.offload]
         optimizer = work.optimizer_bytes * np.where(stage >= 1, sharded, local)
         weights = 4.0 * np.where(stage >= 2, sharded, local)
         gradients = 4.0 * np.where(stage >= 2, sharded, local)
@@ -106,21 +118,21 @@ class MemoryScreen:
 
     # What is gathered for use, and cast
 
-    def _gathered_bytes(self) -> Bytes:
+    def _communication_bytes(self) -> Bytes:
         rows, work = self.rows, self.work
-        local = self._blocks + self._outside
-        accumulates = (rows.num_microbatches > 1) & (rows.dp_replicate * rows.shards > 1)
+        local = self._block_params + self._params_outside_blocks
+        accumulates = (rows.num_microbatches > 1) & (rows.dp_replicate * rows.num_zero_shards > 1)
         plain = local * work.cast_bytes + np.where(accumulates & (rows.pp == 1), 4.0 * local, 0.0)
-        unit = self._look_up(
-            lambda tp, ep: self._shard(tp).count_largest_block(ep), rows.tp, rows.ep
+        unit = self._map_distinct_rows(
+            lambda tp, ep: self._shard_shape(tp).count_largest_block(ep), rows.tp, rows.ep
         )
-        unit = np.minimum(unit * max(1, self._blocks_per_unit), self._blocks)
+        unit = np.minimum(unit * max(1, self._blocks_per_unit), self._block_params)
         whole = np.where(
             (rows.num_microbatches > 1) & (rows.accumulates_sharded == 0), 4.0 * local, 0.0
         )
-        alive = np.minimum(unit * (1 + (work.options.prefetch or 0)), self._blocks)
-        reduced = 4.0 * np.maximum(self._outside, unit)
-        stage_3 = (self._outside + alive) * work.compute_bytes + reduced + whole
+        alive = np.minimum(unit * (1 + (work.options.prefetch or 0)), self._block_params)
+        reduced = 4.0 * np.maximum(self._params_outside_blocks, unit)
+        stage_3 = (self._params_outside_blocks + alive) * work.compute_bytes + reduced + whole
         stage_2 = local * work.compute_bytes + reduced + whole
         # A pipeline gathers its stages once for a step, and reduces gradients at its end.
         piped = local * (work.compute_bytes + 4.0)
@@ -138,17 +150,23 @@ class MemoryScreen:
     def _activation_bytes(self) -> Bytes:
         rows = self.rows
         micro = rows.micro_batch_size
-        peak = micro * self._look_up(self._peak_bytes, rows.tp, rows.cp, rows.recompute)
-        saved = micro * self._look_up(self._saved_bytes, rows.tp, rows.cp, rows.recompute)
-        ends = self._look_up(self._end_bytes, rows.tp, rows.cp, rows.micro_batch_size)
-        loss = self._look_up(self._loss_bytes, rows.tp, rows.cp, rows.micro_batch_size)
+        peak = micro * self._map_distinct_rows(
+            self._peak_backward_bytes, rows.tp, rows.cp, rows.recompute
+        )
+        saved = micro * self._map_distinct_rows(self._saved_bytes, rows.tp, rows.cp, rows.recompute)
+        ends = self._map_distinct_rows(
+            self._embedding_and_head_bytes, rows.tp, rows.cp, rows.micro_batch_size
+        )
+        loss = self._map_distinct_rows(self._loss_bytes, rows.tp, rows.cp, rows.micro_batch_size)
         direct = peak + ends + loss
         # Of a pipeline the first rank has most microbatches in flight, and one is recomputed.
         flight = self._microbatches_in_flight()
         redone = peak - saved
-        waiting = np.maximum(saved, self._waiting_bytes()) * self._largest_stage_share()
+        waiting = (
+            np.maximum(saved, self._deferred_weight_grad_bytes()) * self._largest_stage_share()
+        )
         # Each stage keeps what it sends, too.
-        message = self._look_up(self._message_bytes, rows.tp, rows.cp)
+        message = self._map_distinct_rows(self._message_bytes, rows.tp, rows.cp)
         waiting = waiting + rows.stages_per_rank * rows.micro_batch_size * message
         first = flight * waiting + redone + ends
         last = np.minimum(flight, 2.0) * waiting + redone + ends + loss
@@ -162,25 +180,25 @@ class MemoryScreen:
         even = num_layers / stages
         return (even + 0.5 * (np.ceil(even) - even)) * rows.stages_per_rank / num_layers
 
-    def _waiting_bytes(self) -> Bytes:
+    def _deferred_weight_grad_bytes(self) -> Bytes:
         """Bytes of a microbatch that wait for the gradients of weights, where a schedule puts these
         off: what recomputation frees is made for them, and stays."""
         rows = self.rows
         splits = np.array(
-            ["zero-bubble" in name or name in V_SHAPED_SCHEDULES for name in SCHEDULES]
+            ["zero-bubble" in name or name in V_SHAPED_SCHEDULES for name in SEARCHED_SCHEDULES]
         )
         if self.work.is_compiled:
             splits[:] = False
-        bytes_of_sample = self._look_up(self._weight_input_bytes, rows.tp, rows.cp)
+        bytes_of_sample = self._map_distinct_rows(self._weight_input_bytes, rows.tp, rows.cp)
         return np.where(splits[rows.schedule], rows.micro_batch_size * bytes_of_sample, 0.0)
 
     def _message_bytes(self, tp: int, cp: int) -> float:
-        activations = self._shard(tp).activations
+        activations = self._shard_shape(tp).activations
         assert activations is not None
-        return float(activations.message(self._work_of(tp, cp)))
+        return float(activations.message(self._build_workload(tp, cp)))
 
     def _weight_input_bytes(self, tp: int, cp: int) -> float:
-        activations, work = self._shard(tp).activations, self._work_of(tp, cp)
+        activations, work = self._shard_shape(tp).activations, self._build_workload(tp, cp)
         assert activations is not None
         blocks = range(self.shape.num_layers)
         return float(sum(activations.block(layer, work).weight_inputs for layer in blocks))
@@ -199,26 +217,28 @@ class MemoryScreen:
             "dualpipe-v": pp + 1,
         }
         flight = np.zeros(len(rows))
-        for index, name in enumerate(SCHEDULES):
+        for index, name in enumerate(SEARCHED_SCHEDULES):
             flight = np.where(rows.schedule == index, by_name[name], flight)
         return np.minimum(flight, number)
 
-    def _peak_bytes(self, tp: int, cp: int, mode: int) -> float:
+    def _peak_backward_bytes(self, tp: int, cp: int, mode: int) -> float:
         """Bytes of a microbatch of one sample at the worst moment of the backward."""
-        work = self._work_of(tp, cp, 1, mode)
-        return peak_segment_bytes(*count_segment_bytes(self._shard(tp), work))
+        work = self._build_workload(tp, cp, 1, mode)
+        return peak_segment_bytes(*count_segment_bytes(self._shard_shape(tp), work))
 
     def _saved_bytes(self, tp: int, cp: int, mode: int) -> float:
         """Bytes that a microbatch of one sample saves for its backward."""
-        return sum(count_segment_bytes(self._shard(tp), self._work_of(tp, cp, 1, mode))[0])
+        return sum(
+            count_segment_bytes(self._shard_shape(tp), self._build_workload(tp, cp, 1, mode))[0]
+        )
 
-    def _end_bytes(self, tp: int, cp: int, micro: int) -> float:
-        activations, work = self._shard(tp).activations, self._work_of(tp, cp, micro)
+    def _embedding_and_head_bytes(self, tp: int, cp: int, micro: int) -> float:
+        activations, work = self._shard_shape(tp).activations, self._build_workload(tp, cp, micro)
         assert activations is not None
         ends = activations.everywhere(work) + activations.embedding(work)
         return float(ends + activations.final_norm(work) + activations.block_mask(work))
 
     def _loss_bytes(self, tp: int, cp: int, micro: int) -> float:
-        activations = self._shard(tp).activations
+        activations = self._shard_shape(tp).activations
         assert activations is not None
-        return float(activations.loss(self._work_of(tp, cp, micro)).at_once)
+        return float(activations.loss(self._build_workload(tp, cp, micro)).at_once)

@@ -16,16 +16,16 @@ from phalanx.job.costs import ModelCosts
 from phalanx.job.model import build_model_shape
 from phalanx.job.module_probe import measure_foreign_shape
 from phalanx.job.schema import Job
-from phalanx.plan.cluster import Cluster, headroom_for, rank_memory_bytes
+from phalanx.plan.cluster import Cluster, choose_headroom, rank_memory_bytes
 from phalanx.plan.degrees import choose_num_ranks
-from phalanx.plan.described_cluster import find_cluster, resize_cluster
+from phalanx.plan.described_cluster import choose_cluster_of_job, resize_cluster
 from phalanx.plan.precision import resolve_precision
 from phalanx.plan.search.economics import estimate_cost, estimate_goodput
 from phalanx.plan.search.finalists import (
     FinalistPlanner,
-    apply_keys,
-    drop_keys,
-    list_row_keys,
+    apply_job_keys,
+    drop_job_keys,
+    list_job_keys_of_row,
 )
 from phalanx.plan.search.result import RankedLayout, SearchResult
 from phalanx.plan.search.screen import MemoryScreen
@@ -36,17 +36,17 @@ from phalanx.plan.search.space import (
     keep_cheapest_recompute,
     list_open_keys,
 )
-from phalanx.plan.search.step_times import build_machine_rates, find_work, time_rows
+from phalanx.plan.search.step_times import build_machine_rates, get_sample_work, predict_row_times
 from phalanx.plan.workload import build_workload
 
 # Of a step: within it the layout with the fewest mechanisms wins. The model of time is not exact
 # enough to tell such layouts apart (docs/planner-validation.md).
-TIE = 0.03
+TIE_SHARE_OF_STEP = 0.03
 SCREEN_SLACK = 1.02  # of what a rank may fill: the screen is not exact, and the plan decides
-TRIES_PER_FAMILY = 4
+MAX_PLANS_PER_FAMILY = 4
 NUM_RUNNERS_UP = 4
 # What cuts a model, and what goes with it.
-CUTTING_KEYS = (
+MODEL_CUTTING_KEYS = (
     *("parallel.tp", "parallel.pp", "parallel.cp", "parallel.ep", "parallel.schedule"),
     *("parallel.stages_per_rank", "parallel.dp_replicate", "parallel.dp_shard"),
     *("parallel.sequence_parallel", "parallel.tp_chunks", "parallel.stage_blocks"),
@@ -66,14 +66,14 @@ class SearchTask:
     """Host memory may be used, and tp may leave the innermost links."""
 
     @property
-    def keys(self) -> OpenKeys:
+    def open_keys(self) -> OpenKeys:
         return list_open_keys(
             self.job, self.shape, self.cluster, self.num_ranks, offloads=self.offloads
         )
 
 
 @dataclass(frozen=True)
-class ScreenedRows:
+class ScreenedLayouts:
     """Layouts that a screen let through, the fastest first. `seconds` are NaN where time is not
     predicted."""
 
@@ -84,7 +84,7 @@ class ScreenedRows:
     capacity_bytes: int
 
 
-def prepare_search(
+def build_search_task(
     job: Job,
     *,
     cluster: Cluster | None = None,
@@ -93,7 +93,7 @@ def prepare_search(
 ) -> SearchTask:
     """The search for a job, on all devices of the cluster that it describes (or of this machine),
     or on the ranks that it names."""
-    cluster = cluster or find_cluster(job)
+    cluster = cluster or choose_cluster_of_job(job)
     job, _ = resolve_precision(job, cluster)
     if shape is None:
         shape = measure_foreign_shape(job) or build_model_shape(job, vocab_size or BYTE_VOCAB_SIZE)
@@ -122,52 +122,56 @@ def _multiply_fixed_degrees(job: Job) -> int | None:
 
 def search_layouts(task: SearchTask, *, num_runners_up: int = NUM_RUNNERS_UP) -> SearchResult:
     """The best layout of each family that fits, planned exactly; the fastest wins, and of those
-    within TIE of it the one with the fewest mechanisms.
+    within TIE_SHARE_OF_STEP of it the one with the fewest mechanisms.
 
     Raises LayoutError where no layout divides ranks and batch.
     """
     screened = screen_layouts(task)
     planner = FinalistPlanner(task.job, task.shape, task.cluster, task.vocab_size)
     best: list[RankedLayout] = []
-    for family in _order_families(screened):
-        for row in family[:TRIES_PER_FAMILY]:
-            ranked = planner.plan(list_row_keys(task.job, screened.rows, int(row)))
+    for family in _group_rows_by_family(screened):
+        for row in family[:MAX_PLANS_PER_FAMILY]:
+            ranked = planner.plan_layout(list_job_keys_of_row(task.job, screened.rows, int(row)))
             if ranked is not None:
                 best.append(ranked)
                 break
         if len(best) > num_runners_up:
             break
-    result = _build_result(task, screened)
+    result = _build_search_result(task, screened)
     result = replace(result, refused=dict(planner.refused))
     if not best:
         return result
     winner, others = _choose_winner(best)
-    runners_up = tuple(replace(other, why_not=explain_loss(other, winner)) for other in others)
-    remarks = tuple(filter(None, [_remark_on_copies(task, planner, winner)]))
+    runners_up = tuple(
+        replace(other, why_not=explain_why_slower(other, winner)) for other in others
+    )
+    remarks = tuple(filter(None, [_describe_uncut_alternative(task, planner, winner)]))
     result = replace(result, winner=winner, runners_up=runners_up, remarks=remarks)
     return replace(result, economics=estimate_economics(task, winner))
 
 
-def _remark_on_copies(task: SearchTask, planner: FinalistPlanner, winner: RankedLayout) -> str:
+def _describe_uncut_alternative(
+    task: SearchTask, planner: FinalistPlanner, winner: RankedLayout
+) -> str:
     """A line where the job cuts the model and whole copies, or shards alone, would fit as well;
     "" where they do not."""
     fixed = task.job.parallel.degrees.above_one("tp", "pp", "cp", "ep")
     if not fixed:
         return ""
-    opened = drop_keys(task.job, *CUTTING_KEYS)
-    opened = apply_keys(opened, {f"parallel.{axis}": 1 for axis in ("tp", "pp", "cp", "ep")})
+    opened = drop_job_keys(task.job, *MODEL_CUTTING_KEYS)
+    opened = apply_job_keys(opened, {f"parallel.{axis}": 1 for axis in ("tp", "pp", "cp", "ep")})
     try:
         screened = screen_layouts(replace(task, job=opened))
     except LayoutError:
         return ""  # so many data-parallel ranks do not divide the batch
     planner = replace(planner, job=opened)
-    number = count_mechanisms(screened.rows)
+    number = count_mechanisms_by_row(screened.rows)
     # The simplest first: what is asked is whether the cut is needed at all.
     firsts = sorted(
-        (int(family[0]) for family in _order_families(screened)), key=lambda row: number[row]
+        (int(family[0]) for family in _group_rows_by_family(screened)), key=lambda row: number[row]
     )
     for row in firsts:
-        ranked = planner.plan(list_row_keys(opened, screened.rows, row))
+        ranked = planner.plan_layout(list_job_keys_of_row(opened, screened.rows, row))
         if ranked is None:
             continue
         words = " x ".join(f"{axis}={degree}" for axis, degree in fixed.items())
@@ -180,52 +184,52 @@ def _remark_on_copies(task: SearchTask, planner: FinalistPlanner, winner: Ranked
     return ""
 
 
-def screen_layouts(task: SearchTask) -> ScreenedRows:
+def screen_layouts(task: SearchTask) -> ScreenedLayouts:
     """Every layout that the job leaves open, screened by memory and ordered by time."""
     job, shape, cluster = task.job, task.shape, task.cluster
-    keys = task.keys
+    keys = task.open_keys
     rows = enumerate_layouts(job, shape, cluster, task.num_ranks, keys)
     if not len(rows):
         raise LayoutError(
             f"no layout of {plural(task.num_ranks, 'rank')} divides"
             f" train.global_batch_size {job.train.global_batch_size}",
             why="data-parallel ranks must share the batch evenly",
-            fix=_suggest_batch(task, keys),
+            fix=_suggest_divisible_batches(task, keys),
         )
     work = build_workload(job, shape, micro_batch_size=1, num_microbatches=1, tp=keys.tp[-1])
     total = MemoryScreen(shape, work, rows).total_bytes()
     memory_bytes = rank_memory_bytes(job, cluster, task.num_ranks)
-    headroom = headroom_for(cluster.device)
-    capacity = headroom.capacity(memory_bytes, 1)
-    groups = headroom.communicator_bytes * (count_row_communicators(rows) - 1)
+    headroom = choose_headroom(cluster.device)
+    capacity = headroom.compute_capacity_bytes(memory_bytes, 1)
+    groups = headroom.communicator_bytes * (count_communicators_by_row(rows) - 1)
     fits = total <= (capacity - groups) * SCREEN_SLACK
     kept = keep_cheapest_recompute(rows, fits, len(keys.recompute))
     rows_that_fit = rows.take(kept)
-    seconds = _time_screened(task, rows_that_fit, sequence_parallel=work.cuts_sequence)
+    seconds = _predict_row_seconds(task, rows_that_fit, sequence_parallel=work.cuts_sequence)
     # Without times the simplest are first, and of these the ones that take least memory.
-    order = np.lexsort((total[kept], count_mechanisms(rows_that_fit)))
+    order = np.lexsort((total[kept], count_mechanisms_by_row(rows_that_fit)))
     if not np.isnan(seconds).any():
         order = np.argsort(seconds, kind="stable")
-    return ScreenedRows(
+    return ScreenedLayouts(
         rows_that_fit.take(order), seconds[order], len(rows), float(total.min()), capacity
     )
 
 
-def _time_screened(
+def _predict_row_seconds(
     task: SearchTask, rows: LayoutRows, *, sequence_parallel: bool
 ) -> npt.NDArray[np.float64]:
-    machine, work = build_machine_rates(task.cluster), find_work(task.job, task.shape)
+    machine, work = build_machine_rates(task.cluster), get_sample_work(task.job, task.shape)
     if machine is None or work is None or not len(rows):
         return np.full(len(rows), np.nan)
-    times = time_rows(task.job, work, machine, rows, sequence_parallel=sequence_parallel)
+    times = predict_row_times(task.job, work, machine, rows, sequence_parallel=sequence_parallel)
     return np.asarray(times.total_s, dtype=np.float64)
 
 
-def count_row_communicators(rows: LayoutRows) -> npt.NDArray[np.int64]:
+def count_communicators_by_row(rows: LayoutRows) -> npt.NDArray[np.int64]:
     """`plan.cluster.count_communicators` of each of `rows`."""
-    copies = rows.dp_replicate * rows.shards
+    copies = rows.dp_replicate * rows.num_zero_shards
     num_ranks = copies * rows.pp * rows.tp
-    is_hybrid = (rows.dp_replicate > 1) & (rows.shards > 1)
+    is_hybrid = (rows.dp_replicate > 1) & (rows.num_zero_shards > 1)
     # Where ep spreads whole copies, a job names neither degree.
     is_hybrid &= (rows.zero_stage > 0) | (rows.ep == 1)
     is_one_axis = (num_ranks == rows.tp) | (num_ranks == rows.cp)
@@ -240,7 +244,7 @@ def count_row_communicators(rows: LayoutRows) -> npt.NDArray[np.int64]:
     return np.where(num_ranks == 1, 0, number)
 
 
-def count_mechanisms(rows: LayoutRows) -> npt.NDArray[np.int64]:
+def count_mechanisms_by_row(rows: LayoutRows) -> npt.NDArray[np.int64]:
     """`RankedLayout.num_mechanisms` of each of `rows`."""
     number = np.zeros(len(rows), dtype=np.int64)
     for degree in (rows.tp, rows.pp, rows.cp, rows.ep):
@@ -249,7 +253,7 @@ def count_mechanisms(rows: LayoutRows) -> npt.NDArray[np.int64]:
     return number + (rows.recompute > 0) + (rows.offload > 0)
 
 
-def _order_families(screened: ScreenedRows) -> Iterator[npt.NDArray[np.intp]]:
+def _group_rows_by_family(screened: ScreenedLayouts) -> Iterator[npt.NDArray[np.intp]]:
     """The rows of each family, the best of each first, families by their best."""
     rows = screened.rows
     if not len(rows):
@@ -259,35 +263,38 @@ def _order_families(screened: ScreenedRows) -> Iterator[npt.NDArray[np.intp]]:
     family = rows.zero_stage.copy()
     for flag in flags:
         family = 2 * family + flag
-    mechanisms = count_mechanisms(rows)
+    mechanisms = count_mechanisms_by_row(rows)
     # Rows are ordered: a family's first row is its best, and families come in that order.
     _, first = np.unique(family, return_index=True)
     for start in np.sort(first):
         members = np.flatnonzero(family == family[start])
         seconds = screened.seconds[members]
         if not np.isnan(seconds).any():
-            is_tied = seconds <= (1 + TIE) * seconds[0]
+            is_tied = seconds <= (1 + TIE_SHARE_OF_STEP) * seconds[0]
             # Of equally simple ones those whose shards stay closest together: slow links and
             # other nodes are what varies.
-            spread = rows.shards[members] * rows.tp[members]
+            spread = rows.num_zero_shards[members] * rows.tp[members]
             keys = (seconds, spread * is_tied, mechanisms[members] * is_tied, ~is_tied)
             members = members[np.lexsort(keys)]
         yield members
 
 
 def _choose_winner(best: list[RankedLayout]) -> tuple[RankedLayout, list[RankedLayout]]:
-    """(the winner, the others in order): the fastest, or one within TIE with fewer mechanisms."""
+    """(the winner, the others in order): the fastest, or one within TIE_SHARE_OF_STEP with fewer
+    mechanisms."""
     if any(ranked.step_s is None for ranked in best):
         ordered = sorted(best, key=lambda ranked: ranked.num_mechanisms)
         return ordered[0], ordered[1:]
     ordered = sorted(best, key=lambda ranked: ranked.step_s or 0.0)
     fastest = ordered[0].step_s or 0.0
-    tied = [ranked for ranked in ordered if (ranked.step_s or 0.0) <= (1 + TIE) * fastest]
-    winner = min(tied, key=_rate_simplicity)
+    tied = [
+        ranked for ranked in ordered if (ranked.step_s or 0.0) <= (1 + TIE_SHARE_OF_STEP) * fastest
+    ]
+    winner = min(tied, key=_simplicity_sort_key)
     return winner, [ranked for ranked in ordered if ranked is not winner]
 
 
-def _rate_simplicity(ranked: RankedLayout) -> tuple[int, int]:
+def _simplicity_sort_key(ranked: RankedLayout) -> tuple[int, int]:
     """Smaller is simpler: mechanisms, then ranks over which a copy of the model is spread."""
     layout = ranked.layout
     spread = layout.tp * layout.pp * layout.cp
@@ -296,7 +303,7 @@ def _rate_simplicity(ranked: RankedLayout) -> tuple[int, int]:
     return ranked.num_mechanisms, spread
 
 
-def explain_loss(other: RankedLayout, winner: RankedLayout) -> str:
+def explain_why_slower(other: RankedLayout, winner: RankedLayout) -> str:
     """The one term by which `other` loses to `winner`, in words."""
     if other.time is None or winner.time is None:
         extra = other.num_mechanisms - winner.num_mechanisms
@@ -311,10 +318,13 @@ def explain_loss(other: RankedLayout, winner: RankedLayout) -> str:
         term: seconds - winner.time.terms[term] for term, seconds in other.time.terms.items()
     }
     term = max(differences, key=lambda name: differences[name])
-    if slower_s <= TIE * winner.time.total_s:
+    if slower_s <= TIE_SHARE_OF_STEP * winner.time.total_s:
         extra = other.num_mechanisms - winner.num_mechanisms
         if extra > 0:
-            return f"no faster by more than {TIE:.0%}, for {plural(extra, 'mechanism')} more"
+            return (
+                f"no faster by more than {TIE_SHARE_OF_STEP:.0%}, for {plural(extra, 'mechanism')}"
+                " more"
+            )
         return f"{slower_s / winner.time.total_s:+.1%} of the step, most of it {term}"
     return f"{term}: {format_seconds(differences[term])} more"
 
@@ -345,7 +355,7 @@ def estimate_economics(task: SearchTask, winner: RankedLayout) -> dict[str, Any]
     return {"goodput": goodput.to_json(), "spot_goodput": spot.to_json(), "cost": cost.to_json()}
 
 
-def _build_result(task: SearchTask, screened: ScreenedRows) -> SearchResult:
+def _build_search_result(task: SearchTask, screened: ScreenedLayouts) -> SearchResult:
     job = task.job
     model = job.model.preset or job.model.kind or "small"
     return SearchResult(
@@ -363,7 +373,7 @@ def _build_result(task: SearchTask, screened: ScreenedRows) -> SearchResult:
     )
 
 
-def _suggest_batch(task: SearchTask, keys: OpenKeys) -> str:
+def _suggest_divisible_batches(task: SearchTask, keys: OpenKeys) -> str:
     """The nearest batches that the ranks divide with the largest model-parallel degrees."""
     shared = keys.tp[-1] * keys.cp[-1] * keys.pp[-1]
     least = max(1, task.num_ranks // max(1, min(shared, task.num_ranks)))

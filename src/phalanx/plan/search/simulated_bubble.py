@@ -7,14 +7,14 @@ import math
 from dataclasses import replace
 
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
-from phalanx.plan.pipeline.simulate import StageCosts, simulate
+from phalanx.plan.pipeline.simulate import StageCosts, simulate_timeline
 from phalanx.plan.timing.step_time import StepTime
 
 # What a rank does in a microbatch: all but what a step has once, and waiting.
-COMPUTED_TERMS = ("ideal", "matmul loss", "attention", "elementwise", "tp", "cp", "ep")
+MICROBATCH_TERMS = ("ideal", "matmul loss", "attention", "elementwise", "tp", "cp", "ep")
 
 
-def simulate_bubble(
+def add_simulated_bubble(
     time: StepTime, pipeline: Pipeline, num_microbatches: int, send_s: float
 ) -> StepTime:
     """`time` with the bubble that the schedule of `pipeline` has; the interval moves along.
@@ -25,18 +25,20 @@ def simulate_bubble(
     """
     if not pipeline.costs or pipeline.rows:
         return time
-    computed_s = sum(time.terms[term] for term in COMPUTED_TERMS)
+    computed_s = sum(time.terms[term] for term in MICROBATCH_TERMS)
     # Stages say how they compare to each other; the terms, how long the mean rank takes in all.
-    costs = [float(sum(_list_parts(cost))) for cost in pipeline.costs]
+    costs = [float(sum(_list_stage_seconds(cost))) for cost in pipeline.costs]
     of_mean_rank = sum(costs) / pipeline.num_ranks
     if not of_mean_rank or not computed_s:
         return time
     scale = computed_s / num_microbatches / of_mean_rank
-    scaled = [StageCosts(*(part * scale for part in _list_parts(cost))) for cost in pipeline.costs]
-    timeline = simulate(pipeline.schedule(), scaled, send_s)
+    scaled = [
+        StageCosts(*(part * scale for part in _list_stage_seconds(cost))) for cost in pipeline.costs
+    ]
+    timeline = simulate_timeline(pipeline.schedule(), scaled, send_s)
     mean_s = of_mean_rank * scale
     busiest_s = max(
-        sum(costs[stage] for stage in pipeline.stages_of(rank)) * scale
+        sum(costs[stage] for stage in pipeline.stages_of_rank(rank)) * scale
         for rank in range(pipeline.num_ranks)
     )
     idle_s = float(timeline.step_s) - pipeline.num_microbatches * mean_s
@@ -45,7 +47,7 @@ def simulate_bubble(
     return replace_bubble(time, bubble_s)
 
 
-def _list_parts(cost: StageCosts) -> tuple[float, float, float]:
+def _list_stage_seconds(cost: StageCosts) -> tuple[float, float, float]:
     return float(cost.forward_s), float(cost.backward_input_s), float(cost.backward_weight_s)
 
 

@@ -13,17 +13,24 @@ from phalanx.job.costs import ModelCosts
 from phalanx.job.nearest import list_divisors
 from phalanx.job.schema import Job
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.rules import legal_tp_degrees
+from phalanx.plan.rules import list_legal_tp_degrees
 
 Integers = npt.NDArray[np.int64]
 
 RECOMPUTE_MODES = ("none", "selective", "full")
-SCHEDULES = ("1f1b", "interleaved", "zb-v", "gpipe", "interleaved-zero-bubble", "dualpipe-v")
-OFFLOADS = ("none", "optimizer", "parameters")
+SEARCHED_SCHEDULES = (
+    "1f1b",
+    "interleaved",
+    "zb-v",
+    "gpipe",
+    "interleaved-zero-bubble",
+    "dualpipe-v",
+)
+OFFLOAD_CHOICES = ("none", "optimizer", "parameters")
 # Beyond these a search takes longer and proposes nothing that is faster.
 MAX_MICRO_BATCH_SIZE = 16
 MAX_STAGES_PER_RANK = 4
-MAX_PP = 64
+MAX_PP_DEGREE = 64
 MIN_TOKENS_OF_CP_RANK = 2048  # fewer keep no GPU busy while keys and values travel
 
 
@@ -51,7 +58,7 @@ class OpenKeys:
 @dataclass(frozen=True)
 class LayoutRows:
     """Layouts as columns of equal length. `schedule`, `recompute` and `offload` are indices into
-    SCHEDULES, RECOMPUTE_MODES and OFFLOADS."""
+    SEARCHED_SCHEDULES, RECOMPUTE_MODES and OFFLOAD_CHOICES."""
 
     pp: Integers
     dp_replicate: Integers
@@ -76,7 +83,7 @@ class LayoutRows:
         return LayoutRows(**{key.name: getattr(self, key.name)[rows] for key in fields(self)})
 
     @property
-    def shards(self) -> Integers:
+    def num_zero_shards(self) -> Integers:
         """Ranks that ZeRO splits over: those of cp count."""
         return self.dp_shard * self.cp
 
@@ -96,7 +103,7 @@ def list_open_keys(
     if "offload" in parallel.model_fields_set:
         offload = (parallel.offload,)
     elif offloads:
-        offload = OFFLOADS
+        offload = OFFLOAD_CHOICES
     accumulate: tuple[str, ...] = ("unsharded", "sharded")
     if "accumulate" in parallel.model_fields_set:
         accumulate = (parallel.accumulate,)
@@ -106,28 +113,30 @@ def list_open_keys(
     elif parallel.compress != "none":
         zero_stages = (0,)
     return OpenKeys(
-        tp=_fix(parallel.tp, _list_tp(shape, cluster, num_ranks, any_link=offloads)),
-        pp=_fix(parallel.pp, _list_pp(shape, num_ranks)),
-        cp=_fix(parallel.cp, _list_cp(job, shape, num_ranks)),
-        ep=_fix(parallel.ep, _list_ep(shape)),
-        dp_shard=_fix(parallel.dp_shard, ()),
-        dp_replicate=_fix(parallel.dp_replicate, ()),
+        tp=_restrict_to_job_value(
+            parallel.tp, _list_tp_degrees(shape, cluster, num_ranks, any_link=offloads)
+        ),
+        pp=_restrict_to_job_value(parallel.pp, _list_pp_degrees(shape, num_ranks)),
+        cp=_restrict_to_job_value(parallel.cp, _list_cp_degrees(job, shape, num_ranks)),
+        ep=_restrict_to_job_value(parallel.ep, _list_ep_degrees(shape)),
+        dp_shard=_restrict_to_job_value(parallel.dp_shard, ()),
+        dp_replicate=_restrict_to_job_value(parallel.dp_replicate, ()),
         zero_stage=zero_stages,
-        micro_batch_size=_fix(train.micro_batch_size, ()),
+        micro_batch_size=_restrict_to_job_value(train.micro_batch_size, ()),
         recompute=recompute,
-        schedules=_list_schedules(job),
+        schedules=_list_schedule_choices(job),
         accumulate=accumulate,
         offload=offload,
     )
 
 
-def _fix(value: int | None, choices: tuple[int, ...]) -> tuple[int, ...]:
+def _restrict_to_job_value(value: int | None, choices: tuple[int, ...]) -> tuple[int, ...]:
     if value is not None:
         return (value,)
     return choices
 
 
-def _list_tp(
+def _list_tp_degrees(
     shape: ModelCosts, cluster: Cluster, num_ranks: int, *, any_link: bool
 ) -> tuple[int, ...]:
     if shape.heads is None:
@@ -135,16 +144,16 @@ def _list_tp(
     limit = min(cluster.link_domain, num_ranks)
     if any_link:
         limit = min(16, num_ranks)
-    degrees = legal_tp_degrees(shape.heads.queries, shape.heads.keys)
+    degrees = list_legal_tp_degrees(shape.heads.queries, shape.heads.keys)
     return tuple(degree for degree in degrees if degree <= limit and num_ranks % degree == 0)
 
 
-def _list_pp(shape: ModelCosts, num_ranks: int) -> tuple[int, ...]:
-    limit = min(MAX_PP, shape.num_layers, num_ranks)
+def _list_pp_degrees(shape: ModelCosts, num_ranks: int) -> tuple[int, ...]:
+    limit = min(MAX_PP_DEGREE, shape.num_layers, num_ranks)
     return (1, *(d for d in list_divisors(num_ranks) if 1 < d <= limit))
 
 
-def _list_cp(job: Job, shape: ModelCosts, num_ranks: int) -> tuple[int, ...]:
+def _list_cp_degrees(job: Job, shape: ModelCosts, num_ranks: int) -> tuple[int, ...]:
     if shape.why_samples_stay_whole or shape.heads is None or job.data.document_masks:
         return (1,)
     longest = job.data.seq_len // MIN_TOKENS_OF_CP_RANK
@@ -155,13 +164,13 @@ def _list_cp(job: Job, shape: ModelCosts, num_ranks: int) -> tuple[int, ...]:
     return tuple(degree for degree in degrees if num_ranks % degree == 0)
 
 
-def _list_ep(shape: ModelCosts) -> tuple[int, ...]:
+def _list_ep_degrees(shape: ModelCosts) -> tuple[int, ...]:
     if shape.experts is None:
         return (1,)
     return tuple(list_divisors(shape.experts.count))
 
 
-def _list_schedules(job: Job) -> tuple[tuple[str, int], ...]:
+def _list_schedule_choices(job: Job) -> tuple[tuple[str, int], ...]:
     parallel = job.parallel
     choices: list[tuple[str, int]] = [("1f1b", 1), ("interleaved", 2), ("interleaved", 4)]
     if not job.train.compile:
@@ -177,7 +186,7 @@ def _list_schedules(job: Job) -> tuple[tuple[str, int], ...]:
 
 
 @dataclass(frozen=True)
-class _Base:
+class _ModelParallelBase:
     """Degrees, microbatch and schedule: what the rest of a row is chosen for."""
 
     tp: int
@@ -196,7 +205,7 @@ def enumerate_layouts(
     """Every layout of `num_ranks` that `keys` allow and that divides ranks, batch and blocks; other
     rules of legality are the planner's."""
     rows: list[tuple[int, ...]] = []
-    offloads = [OFFLOADS.index(name) for name in keys.offload]
+    offloads = [OFFLOAD_CHOICES.index(name) for name in keys.offload]
     modes = [RECOMPUTE_MODES.index(mode) for mode in keys.recompute]
     for base in _list_bases(job, shape, num_ranks, keys):
         for ep, replicate, shard, stage in _list_shardings(base, cluster, keys):
@@ -205,7 +214,7 @@ def enumerate_layouts(
                 accumulates = [int(name == "sharded") for name in keys.accumulate]
             for sharded in accumulates:
                 for offload in offloads:
-                    if OFFLOADS[offload] == "parameters" and stage < 2:
+                    if OFFLOAD_CHOICES[offload] == "parameters" and stage < 2:
                         continue
                     degrees = (base.pp, replicate, shard, base.cp, base.tp, ep, stage)
                     batch = (base.micro_batch_size, base.num_microbatches)
@@ -227,7 +236,9 @@ def keep_cheapest_recompute(
     return np.asarray(groups * num_modes + first[groups], dtype=np.intp)
 
 
-def _list_bases(job: Job, shape: ModelCosts, num_ranks: int, keys: OpenKeys) -> Iterator[_Base]:
+def _list_bases(
+    job: Job, shape: ModelCosts, num_ranks: int, keys: OpenKeys
+) -> Iterator[_ModelParallelBase]:
     batch = job.train.global_batch_size
     for tp in keys.tp:
         for cp in keys.cp:
@@ -235,14 +246,14 @@ def _list_bases(job: Job, shape: ModelCosts, num_ranks: int, keys: OpenKeys) -> 
                 if num_ranks % (tp * cp * pp) or batch % (num_ranks // (tp * cp * pp)):
                     continue
                 share = batch // (num_ranks // (tp * cp * pp))
-                base = _Base(tp, pp, cp, num_ranks // (tp * cp * pp), 1, share, 0, 1)
-                for micro in _list_micro_batches(keys, share):
+                base = _ModelParallelBase(tp, pp, cp, num_ranks // (tp * cp * pp), 1, share, 0, 1)
+                for micro in _list_micro_batch_sizes(keys, share):
                     number = share // micro
                     sized = replace(base, micro_batch_size=micro, num_microbatches=number)
-                    yield from _list_scheduled(sized, shape, keys)
+                    yield from _iterate_schedules_of_base(sized, shape, keys)
 
 
-def _list_micro_batches(keys: OpenKeys, share: int) -> Iterable[int]:
+def _list_micro_batch_sizes(keys: OpenKeys, share: int) -> Iterable[int]:
     """Sizes that divide a rank's `share` of the batch: powers of two, and what the job says."""
     if keys.micro_batch_size:
         return [size for size in keys.micro_batch_size if share % size == 0]
@@ -250,7 +261,9 @@ def _list_micro_batches(keys: OpenKeys, share: int) -> Iterable[int]:
     return [size for size in sizes if size & (size - 1) == 0 or size == share]
 
 
-def _list_scheduled(base: _Base, shape: ModelCosts, keys: OpenKeys) -> Iterator[_Base]:
+def _iterate_schedules_of_base(
+    base: _ModelParallelBase, shape: ModelCosts, keys: OpenKeys
+) -> Iterator[_ModelParallelBase]:
     if base.pp == 1:
         yield base
         return
@@ -261,11 +274,11 @@ def _list_scheduled(base: _Base, shape: ModelCosts, keys: OpenKeys) -> Iterator[
             continue
         if base.num_microbatches < base.pp:
             continue  # most of such a step is a bubble
-        yield replace(base, schedule=SCHEDULES.index(name), stages_per_rank=stages)
+        yield replace(base, schedule=SEARCHED_SCHEDULES.index(name), stages_per_rank=stages)
 
 
 def _list_shardings(
-    base: _Base, cluster: Cluster, keys: OpenKeys
+    base: _ModelParallelBase, cluster: Cluster, keys: OpenKeys
 ) -> Iterator[tuple[int, int, int, int]]:
     """(ep, dp_replicate, dp_shard, ZeRO stage) of a base."""
     shares = base.data_parallel
@@ -278,15 +291,15 @@ def _list_shardings(
                 continue  # experts are reduced over other ranks than the rest
             if stage > 0 and shares * base.cp == 1:
                 continue
-            for shard in _list_shards(base, cluster, keys, stage, least):
+            for shard in _list_dp_shard_degrees(base, cluster, keys, stage, least):
                 replicate = shares // shard
                 if keys.dp_replicate and replicate not in keys.dp_replicate:
                     continue
                 yield ep, replicate, shard, stage
 
 
-def _list_shards(
-    base: _Base, cluster: Cluster, keys: OpenKeys, stage: int, least: int
+def _list_dp_shard_degrees(
+    base: _ModelParallelBase, cluster: Cluster, keys: OpenKeys, stage: int, least: int
 ) -> Sequence[int]:
     """The degrees of dp_shard to try: all ranks, and for ZeRO 2 and 3 a node's and a few nodes'."""
     shares = base.data_parallel

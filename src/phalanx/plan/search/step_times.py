@@ -12,21 +12,26 @@ from phalanx.job.schema import Job
 from phalanx.job.work import ModelWork
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.plan import Plan
-from phalanx.plan.search.simulated_bubble import simulate_bubble
-from phalanx.plan.search.space import OFFLOADS, RECOMPUTE_MODES, SCHEDULES, LayoutRows
+from phalanx.plan.search.simulated_bubble import add_simulated_bubble
+from phalanx.plan.search.space import (
+    OFFLOAD_CHOICES,
+    RECOMPUTE_MODES,
+    SEARCHED_SCHEDULES,
+    LayoutRows,
+)
 from phalanx.plan.timing import collectives
-from phalanx.plan.timing.columns import RECOMPUTED_SHARES, SetupColumns, build_columns
-from phalanx.plan.timing.constants import load_constants
+from phalanx.plan.timing.columns import RECOMPUTED_SHARES, SetupColumns, build_setup_columns
+from phalanx.plan.timing.constants import load_timing_constants
 from phalanx.plan.timing.machine import LinkRate, MachineRates
 from phalanx.plan.timing.setup import (
-    PHALANX,
-    PHALANX_COMPILED,
+    PHALANX_COMPILED_STACK,
+    PHALANX_STACK,
     Precision,
     Recompute,
     SoftwareStack,
     StepSetup,
 )
-from phalanx.plan.timing.step import StepTimes, time_steps
+from phalanx.plan.timing.step import StepTimes, estimate_step_columns
 from phalanx.plan.timing.step_time import StepTime
 
 GB = 1e9
@@ -49,34 +54,34 @@ def build_machine_rates(cluster: Cluster) -> MachineRates | None:
     return MachineRates(cluster.accelerator, tuple(links), per_node, power)
 
 
-def choose_stack(job: Job) -> SoftwareStack:
+def choose_software_stack(job: Job) -> SoftwareStack:
     """How phalanx computes for this job."""
-    return PHALANX_COMPILED if job.train.compile else PHALANX
+    return PHALANX_COMPILED_STACK if job.train.compile else PHALANX_STACK
 
 
-def find_work(job: Job, shape: ModelCosts) -> ModelWork | None:
+def get_sample_work(job: Job, shape: ModelCosts) -> ModelWork | None:
     """What one sample of the job takes; None where only a trace of the module says."""
     return shape.work(job.data.seq_len)
 
 
-def time_rows(
+def predict_row_times(
     job: Job, work: ModelWork, machine: MachineRates, rows: LayoutRows, *, sequence_parallel: bool
 ) -> StepTimes:
     """Seconds of a step of each of `rows`. `sequence_parallel`: tp cuts the sequence, too."""
-    columns = _build_columns(job, rows, sequence_parallel=sequence_parallel)
-    return time_steps(work, machine, cast(Precision, job.precision.compute), columns)
+    columns = _build_setup_columns(job, rows, sequence_parallel=sequence_parallel)
+    return estimate_step_columns(work, machine, cast(Precision, job.precision.compute), columns)
 
 
-def _build_columns(job: Job, rows: LayoutRows, *, sequence_parallel: bool) -> SetupColumns:
+def _build_setup_columns(job: Job, rows: LayoutRows, *, sequence_parallel: bool) -> SetupColumns:
     """The columns of `rows`: those of one setup of the job, with the rows' own in their place."""
     basis = StepSetup(
         seq_len=job.data.seq_len,
-        stack=choose_stack(job),
+        stack=choose_software_stack(job),
         sequence_parallel=sequence_parallel,
         cp_attention=job.parallel.cp_attention,
     )
     columns: dict[str, Any] = {}
-    for name, column in vars(build_columns([basis])).items():
+    for name, column in vars(build_setup_columns([basis])).items():
         columns[name] = np.broadcast_to(column, (len(rows),))
     for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "zero_stage"):
         columns[name] = getattr(rows, name).astype(np.float64)
@@ -85,8 +90,8 @@ def _build_columns(job: Job, rows: LayoutRows, *, sequence_parallel: bool) -> Se
     shares = np.array([RECOMPUTED_SHARES[mode] for mode in RECOMPUTE_MODES])[rows.recompute]
     for index, part in enumerate(("matmul", "attention", "elementwise")):
         columns[f"recomputed_{part}"] = shares[:, index]
-    names = np.array(SCHEDULES)[rows.schedule]
-    offloads = np.array(OFFLOADS)[rows.offload]
+    names = np.array(SEARCHED_SCHEDULES)[rows.schedule]
+    offloads = np.array(OFFLOAD_CHOICES)[rows.offload]
     # FSDP gathers what it computes with; copies and ZeRO 1 have fp32 weights.
     gathered = 4.0 if job.precision.compute == "fp32" else 2.0
     columns |= {
@@ -107,13 +112,13 @@ def estimate_planned_step(
 ) -> StepTime | None:
     """The predicted seconds of a step of an exact plan; None where nobody knows the model's
     work."""
-    work = find_work(job, shape)
+    work = get_sample_work(job, shape)
     if work is None:
         return None
-    setup = describe_setup(job, plan)
-    columns = build_columns([setup])
+    setup = build_step_setup(job, plan)
+    columns = build_setup_columns([setup])
     try:
-        times = time_steps(work, machine, setup.precision, columns)
+        times = estimate_step_columns(work, machine, setup.precision, columns)
     except LayoutError:
         return None
     time = times.take(0)
@@ -121,18 +126,18 @@ def estimate_planned_step(
         return time
     num_bytes = 2.0 * plan.micro_batch_size * work.num_tokens * work.dim
     parts = plan.layout.cp * (plan.layout.tp if setup.sequence_parallel else 1)
-    constants = load_constants()
+    constants = load_timing_constants()
     stride = columns.tp * columns.cp * columns.data_parallel_size
-    send_s = collectives.send_s(
+    send_s = collectives.p2p_send_s(
         np.array([num_bytes / parts]), stride, columns.pp, machine, constants
     )
-    return simulate_bubble(time, plan.pipeline, plan.num_microbatches, float(send_s[0]))
+    return add_simulated_bubble(time, plan.pipeline, plan.num_microbatches, float(send_s[0]))
 
 
-def describe_setup(job: Job, plan: Plan) -> StepSetup:
+def build_step_setup(job: Job, plan: Plan) -> StepSetup:
     """The setup that an exact plan of `job` runs."""
-    pipeline, stack = plan.pipeline, choose_stack(job)
-    mode, share = _describe_recompute(plan)
+    pipeline, stack = plan.pipeline, choose_software_stack(job)
+    mode, share = _summarise_recompute(plan)
     schedule, per_rank = "1f1b", 1
     if pipeline is not None:
         schedule = pipeline.schedule_name
@@ -159,7 +164,7 @@ def describe_setup(job: Job, plan: Plan) -> StepSetup:
     )
 
 
-def _describe_recompute(plan: Plan) -> tuple[Recompute, float]:
+def _summarise_recompute(plan: Plan) -> tuple[Recompute, float]:
     """The mode of recompute that most recomputed blocks have, and the part of the blocks that it
     is of."""
     segments, num_layers = plan.activations.recompute_segments, plan.model_shape.num_layers

@@ -8,21 +8,25 @@ import numpy as np
 
 from phalanx.job.work import BlockWork, Matmul
 from phalanx.plan.timing import collectives
-from phalanx.plan.timing.attention import time_attention
+from phalanx.plan.timing.attention import estimate_attention_times
 from phalanx.plan.timing.columns import Column, SetupColumns
 from phalanx.plan.timing.constants import TimingConstants
 from phalanx.plan.timing.machine import MachineRates
-from phalanx.plan.timing.matmul import aligned_speed, dense_flops_s, matmul_s
+from phalanx.plan.timing.matmul import (
+    compute_alignment_speed_share,
+    compute_dense_flops_s,
+    estimate_matmul_s,
+)
 from phalanx.plan.timing.setup import Precision
 
-PARTS = ("matmul", "attention", "elementwise", "tp", "cp", "ep", "launch")
+BLOCK_TIME_PARTS = ("matmul", "attention", "elementwise", "tp", "cp", "ep", "launch")
 # Kernels of a block's forward: what a trace of each kind of code shows.
 FUSED_KERNELS, EAGER_KERNELS, COMPILED_KERNELS, EXPERT_KERNELS = 24, 60, 18, 30
 # The backward starts two products for each of the forward's, in C++.
-BACKWARD_LAUNCHES = 1.15
+BACKWARD_LAUNCH_RATIO = 1.15
 # Waiting for the CPU and computing overlap, but not wholly: a norm of this order is between the
 # larger of both and their sum.
-LAUNCH_NORM = 6.0
+LAUNCH_OVERLAP_NORM = 6.0
 
 
 @dataclass(frozen=True)
@@ -39,10 +43,10 @@ class PassTimes:
 
     @property
     def total(self) -> Column:
-        return sum((getattr(self, part) for part in PARTS), start=np.zeros(1))
+        return sum((getattr(self, part) for part in BLOCK_TIME_PARTS), start=np.zeros(1))
 
     @property
-    def computing(self) -> Column:
+    def gpu_busy_s(self) -> Column:
         """Seconds in which the GPU computes."""
         return self.matmul + self.attention + self.elementwise
 
@@ -58,7 +62,7 @@ class BlockTimes:
 
 
 @dataclass(frozen=True)
-class BlockTimer:
+class BlockTimeEstimator:
     """The formulas of a block on one machine, for the setups of `columns`."""
 
     machine: MachineRates
@@ -73,25 +77,27 @@ class BlockTimer:
         """Tokens of one microbatch that a rank computes, before tp divides the sequence."""
         return self.columns.micro_batch_size * self.num_tokens / self.columns.cp
 
-    def memory_s(self, num_bytes: Column) -> Column:
+    def memory_traffic_s(self, num_bytes: Column) -> Column:
         return num_bytes / (self.machine.memory_bytes_s * self.constants.memory_efficiency)
 
-    def time_block(self, block: BlockWork) -> BlockTimes:
+    def estimate_block_times(self, block: BlockWork) -> BlockTimes:
         """Seconds of one microbatch in `block`."""
         columns, constants = self.columns, self.constants
-        products = [self.time_matmul(matmul) for matmul in block.matmuls]
+        products = [self.estimate_matmul_times(matmul) for matmul in block.matmuls]
         forward_matmul = sum((product[0] for product in products), start=np.zeros(1))
         input_matmul = sum((product[1] for product in products), start=np.zeros(1))
         weight_matmul = sum((product[2] for product in products), start=np.zeros(1))
         attention = (np.zeros(1), np.zeros(1))
         if block.attention is not None:
-            flops_s = dense_flops_s(self.machine, "bf16", constants)
-            attention = time_attention(block.attention, self.machine, columns, flops_s, constants)
-        elementwise = self._time_elementwise(block)
-        cp = self._time_cp(block, attention)
-        tp = self._time_tp(block)
-        ep = self._time_ep(block)
-        forward = self._add_launch(
+            flops_s = compute_dense_flops_s(self.machine, "bf16", constants)
+            attention = estimate_attention_times(
+                block.attention, self.machine, columns, flops_s, constants
+            )
+        elementwise = self._estimate_elementwise_times(block)
+        cp = self._estimate_cp_times(block, attention)
+        tp = self._estimate_tp_times(block)
+        ep = self._estimate_ep_s(block)
+        forward = self._add_launch_wait(
             block,
             PassTimes(forward_matmul, attention[0], elementwise[0], tp[0], cp[0], ep, np.zeros(1)),
             1.0,
@@ -107,20 +113,22 @@ class BlockTimer:
             ep=ep * (1.0 + again),
             launch=np.zeros(1),
         )
-        launches = BACKWARD_LAUNCHES + np.maximum(
+        launches = BACKWARD_LAUNCH_RATIO + np.maximum(
             columns.recomputed_matmul, 0.5 * columns.recomputed_elementwise
         )
-        backward = self._add_launch(block, backward, launches)
+        backward = self._add_launch_wait(block, backward, launches)
         return BlockTimes(forward, backward, weight_matmul)
 
-    def time_matmul(self, matmul: Matmul, in_blocks: bool = True) -> tuple[Column, Column, Column]:
+    def estimate_matmul_times(
+        self, matmul: Matmul, in_blocks: bool = True
+    ) -> tuple[Column, Column, Column]:
         """Seconds of a product's forward, of its input's gradient and of its weight's."""
         columns, constants = self.columns, self.constants
         precision: Precision = self.precision
         # Router and head stay in 16 bits.
         if not in_blocks or matmul.name == "router":
             precision = "bf16"
-        flops_s = dense_flops_s(self.machine, precision, constants)
+        flops_s = compute_dense_flops_s(self.machine, precision, constants)
         element_bytes = {"fp32": 4.0, "fp8": 1.0, "mxfp8": 1.0, "fp4": 0.5}.get(precision, 2.0)
         parts = columns.tp
         rows, count = self.tokens, np.ones(1)
@@ -139,12 +147,12 @@ class BlockTimer:
             inputs = np.ceil(inputs / parts)
         elif matmul.cut == "column":
             outputs = np.ceil(outputs / parts)
-        flops_s = flops_s * aligned_speed(inputs, outputs, constants)
+        flops_s = flops_s * compute_alignment_speed_share(inputs, outputs, constants)
         shared = (count, flops_s, self.machine, constants, element_bytes)
         return (
-            matmul_s(rows, outputs, inputs, *shared),
-            matmul_s(rows, inputs, outputs, *shared),
-            matmul_s(inputs, outputs, rows, *shared),
+            estimate_matmul_s(rows, outputs, inputs, *shared),
+            estimate_matmul_s(rows, inputs, outputs, *shared),
+            estimate_matmul_s(inputs, outputs, rows, *shared),
         )
 
     def count_local_params(self, block: BlockWork) -> tuple[Column, Column]:
@@ -157,7 +165,7 @@ class BlockTimer:
             block.num_routed_params / expert_parts,
         )
 
-    def _time_elementwise(self, block: BlockWork) -> tuple[Column, Column]:
+    def _estimate_elementwise_times(self, block: BlockWork) -> tuple[Column, Column]:
         columns, constants = self.columns, self.constants
         spread, tp = columns.sequence_parts, columns.tp
         norms, residuals = block.norm_features / spread, block.residual_features / spread
@@ -188,8 +196,8 @@ class BlockTimer:
         )
         gaps = kernels * constants.kernel_gap_s
         return (
-            self.memory_s(bytes_forward) + gaps,
-            self.memory_s(bytes_backward + grad_bytes) + 2 * gaps,
+            self.memory_traffic_s(bytes_forward) + gaps,
+            self.memory_traffic_s(bytes_backward + grad_bytes) + 2 * gaps,
         )
 
     def _count_cast_bytes(self, block: BlockWork) -> Column:
@@ -202,9 +210,9 @@ class BlockTimer:
             features = features + matmul.inputs * matmul.visited / parts
         return features * self.constants.cast_bytes
 
-    def _time_tp(self, block: BlockWork) -> tuple[Column, Column]:
+    def _estimate_tp_times(self, block: BlockWork) -> tuple[Column, Column]:
         columns, constants = self.columns, self.constants
-        group = collectives.place_group(
+        group = collectives.build_group_links(
             columns.tp, np.ones_like(columns.tp), self.machine, constants
         )
         is_dense = block.num_experts == 0
@@ -220,13 +228,13 @@ class BlockTimer:
         backward = constants.tp_backward_exposed * (reduce + 0.5 * regather)
         return reduce * exposed, backward * exposed
 
-    def _time_cp(
+    def _estimate_cp_times(
         self, block: BlockWork, attention_s: tuple[Column, Column]
     ) -> tuple[Column, Column]:
         columns, constants = self.columns, self.constants
         if block.attention is None or not (columns.cp > 1).any():
             return np.zeros(1), np.zeros(1)
-        group = collectives.place_group(columns.cp, columns.tp, self.machine, constants)
+        group = collectives.build_group_links(columns.cp, columns.tp, self.machine, constants)
         attention = block.attention
         size = attention.head_dim + attention.value_dim
         kv_heads = np.maximum(1.0, attention.num_kv_heads / columns.tp)
@@ -253,13 +261,13 @@ class BlockTimer:
             times.append(np.where(is_apart, 0.0, seconds))
         return times[0], times[1]
 
-    def _time_ep(self, block: BlockWork) -> Column:
+    def _estimate_ep_s(self, block: BlockWork) -> Column:
         """Seconds of the two all-to-all of one pass."""
         columns, constants = self.columns, self.constants
         if not block.num_experts:
             return np.zeros(1)
         stride = np.where(columns.cuts_experts, columns.tp, 1.0)
-        group = collectives.place_group(columns.ep, stride, self.machine, constants)
+        group = collectives.build_group_links(columns.ep, stride, self.machine, constants)
         senders = np.where(columns.cuts_experts, 1.0, columns.tp)
         sent = 2.0 * self.tokens / senders * block.experts_per_token * block.routed_dim
         seconds = collectives.all_to_all_s(
@@ -267,7 +275,7 @@ class BlockTimer:
         )
         return 2 * seconds * np.where(columns.overlaps_ep, 1.0 - constants.ep_hidden, 1.0)
 
-    def _add_launch(
+    def _add_launch_wait(
         self, block: BlockWork, times: PassTimes, launches: Column | float
     ) -> PassTimes:
         """`times` with what a rank waits for its CPU, which starts `launches` forwards' worth of
@@ -279,7 +287,7 @@ class BlockTimer:
         weight = weight * (1.0 + constants.launch_experts * (block.num_experts > 0))
         cpu = np.where(columns.launches_graphs, 0.0, base * weight * launches)
         busy = times.total
-        both = (busy**LAUNCH_NORM + cpu**LAUNCH_NORM) ** (1 / LAUNCH_NORM)
+        both = (busy**LAUNCH_OVERLAP_NORM + cpu**LAUNCH_OVERLAP_NORM) ** (1 / LAUNCH_OVERLAP_NORM)
         return PassTimes(
             times.matmul,
             times.attention,

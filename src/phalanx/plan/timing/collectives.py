@@ -31,12 +31,12 @@ class GroupLinks:
     """Seconds before the first byte has gone around."""
 
     @property
-    def domains(self) -> Column:
+    def num_link_domains(self) -> Column:
         """Link domains that the group stands in."""
         return self.size / self.together
 
 
-def place_group(
+def build_group_links(
     size: Column, stride: Column, machine: MachineRates, constants: TimingConstants
 ) -> GroupLinks:
     """The links of a group of `size` ranks, `stride` apart."""
@@ -83,7 +83,7 @@ def all_to_all_s(
     are there.
     """
     inside = (group.together - 1) / group.size
-    domains = group.domains
+    domains = group.num_link_domains
     # Of `copies` drawn evenly, the domains that at least one goes to.
     visited = domains * (1.0 - (1.0 - 1.0 / domains) ** copies)
     outside = visited * (domains - 1) / domains / copies
@@ -93,7 +93,9 @@ def all_to_all_s(
     return np.where(group.size > 1, np.maximum(within, between) + group.latency_s, 0.0)
 
 
-def hide_collective(collective_s: Column, window_s: Column, constants: TimingConstants) -> Column:
+def estimate_exposed_collective_s(
+    collective_s: Column, window_s: Column, constants: TimingConstants
+) -> Column:
     """Seconds that a collective beside `window_s` of computation adds to it: what does not fit
     beside, and what the computation loses of its multiprocessors and memory."""
     contention = constants.overlap_contention
@@ -101,7 +103,7 @@ def hide_collective(collective_s: Column, window_s: Column, constants: TimingCon
     return exposed + contention * np.minimum(collective_s, window_s)
 
 
-def send_s(
+def p2p_send_s(
     num_bytes: Column,
     stride: Column,
     size: Column,

@@ -25,7 +25,7 @@ RECOMPUTED_SHARES = {
 }
 # Weight gradients that a zero-bubble schedule puts where a rank would wait: ZB-H1 and ZB-H2 of
 # arXiv 2401.10241.
-DEFERRED_WEIGHTS = {"interleaved-zero-bubble": 2.0, "zb-h1": 2.0, "zb-h2": 3.0}
+DEFERRED_WEIGHT_GRADS = {"interleaved-zero-bubble": 2.0, "zb-h1": 2.0, "zb-h2": 3.0}
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class SetupColumns:
         return SetupColumns(**{key.name: getattr(self, key.name)[rows] for key in fields(self)})
 
 
-def build_columns(setups: Sequence[StepSetup]) -> SetupColumns:
+def build_setup_columns(setups: Sequence[StepSetup]) -> SetupColumns:
     """The columns of `setups`, which may differ in all but seq_len and precision."""
     of_stack: dict[int, dict[str, float | bool]] = {}
     rows = []
@@ -106,7 +106,7 @@ def build_columns(setups: Sequence[StepSetup]) -> SetupColumns:
         # Thousands of setups share a few stacks, which stay alive with them.
         if id(setup.stack) not in of_stack:
             of_stack[id(setup.stack)] = _list_stack_values(setup.stack)
-        rows.append(_list_values(setup) | of_stack[id(setup.stack)])
+        rows.append(_list_setup_values(setup) | of_stack[id(setup.stack)])
     columns: dict[str, npt.NDArray[Any]] = {}
     for key, values in zip(rows[0], zip(*(row.values() for row in rows), strict=True), strict=True):
         dtype = np.bool_ if isinstance(values[0], bool) else np.float64
@@ -114,7 +114,7 @@ def build_columns(setups: Sequence[StepSetup]) -> SetupColumns:
     return SetupColumns(**columns)
 
 
-def _list_values(setup: StepSetup) -> dict[str, float | bool]:
+def _list_setup_values(setup: StepSetup) -> dict[str, float | bool]:
     layout = setup.layout
     matmul, attention, elementwise = RECOMPUTED_SHARES[setup.recompute]
     return {
@@ -140,7 +140,7 @@ def _list_values(setup: StepSetup) -> dict[str, float | bool]:
         "is_gathered_cp": setup.cp_attention == "all-gather",
         "is_gpipe": setup.schedule == "gpipe",
         "is_interleaved": setup.stages_per_rank > 1,
-        "deferred_weights": DEFERRED_WEIGHTS.get(setup.schedule, 0.0),
+        "deferred_weights": DEFERRED_WEIGHT_GRADS.get(setup.schedule, 0.0),
         "is_v_shaped": setup.schedule in ("zb-v", "dualpipe-v"),
     }
 

@@ -91,7 +91,7 @@ class TimingConstants:
 
         Raises LayoutError for a name that there is not, and for a value that no hardware can have.
         """
-        specs = list_constants()
+        specs = list_timing_constants()
         for name, value in values.items():
             if name not in specs:
                 raise LayoutError(
@@ -110,19 +110,19 @@ class TimingConstants:
 
 
 @cache
-def list_constants() -> dict[str, ConstantSpec]:
+def list_timing_constants() -> dict[str, ConstantSpec]:
     """The table of constants, by name."""
     text = files("phalanx.plan.timing").joinpath("constants.toml").read_text(encoding="utf-8")
     return {name: ConstantSpec(name, **entry) for name, entry in tomllib.loads(text).items()}
 
 
 @cache
-def load_constants() -> TimingConstants:
+def load_timing_constants() -> TimingConstants:
     """The constants that come with phalanx."""
-    return TimingConstants(**{name: spec.value for name, spec in list_constants().items()})
+    return TimingConstants(**{name: spec.value for name, spec in list_timing_constants().items()})
 
 
 @cache
-def load_priors() -> TimingConstants:
+def load_prior_constants() -> TimingConstants:
     """The constants before any measured run was looked at."""
-    return TimingConstants(**{name: spec.prior for name, spec in list_constants().items()})
+    return TimingConstants(**{name: spec.prior for name, spec in list_timing_constants().items()})

@@ -39,7 +39,7 @@ class DataParallelGroups:
     expert_replicate: GroupLinks
 
 
-def place_groups(
+def build_data_parallel_links(
     columns: SetupColumns, machine: MachineRates, constants: TimingConstants
 ) -> DataParallelGroups:
     """The data-parallel groups of each setup. Ranks of cp reduce gradients, too."""
@@ -52,18 +52,18 @@ def place_groups(
     folded = np.where(columns.cuts_experts, 1.0, columns.tp)
     expert_shard = np.maximum(1.0, shard * folded / columns.ep)
 
-    def place(size: Column, stride: Column) -> GroupLinks:
-        return collectives.place_group(size, stride, machine, constants)
+    def link_group(size: Column, stride: Column) -> GroupLinks:
+        return collectives.build_group_links(size, stride, machine, constants)
 
     return DataParallelGroups(
-        shard=place(shard, columns.tp),
-        replicate=place(replicate, columns.tp * shard),
-        expert_shard=place(expert_shard, columns.ep * columns.tp / folded),
-        expert_replicate=place(replicate, columns.tp * shard),
+        shard=link_group(shard, columns.tp),
+        replicate=link_group(replicate, columns.tp * shard),
+        expert_shard=link_group(expert_shard, columns.ep * columns.tp / folded),
+        expert_replicate=link_group(replicate, columns.tp * shard),
     )
 
 
-def expose_communication(
+def estimate_exposed_communication_s(
     units: tuple[ShardUnit, ...],
     columns: SetupColumns,
     groups: DataParallelGroups,
@@ -72,10 +72,10 @@ def expose_communication(
     """Seconds of one step in which gradients and parameters travel and nothing is computed."""
     gather = [_gather_s(unit, columns, groups) for unit in units]
     reduce = [_reduce_s(unit, columns, groups) for unit in units]
-    replicas = [_replica_s(unit, columns, groups) for unit in units]
-    by_unit = _expose_by_unit(units, gather, reduce, columns, constants)
-    by_unit = by_unit + _expose_replicas(units, replicas, columns, constants)
-    by_step = _expose_by_step(units, gather, reduce, replicas, columns, constants)
+    replicas = [_replica_reduce_s(unit, columns, groups) for unit in units]
+    by_unit = _estimate_exposed_s_per_unit(units, gather, reduce, columns, constants)
+    by_unit = by_unit + _estimate_exposed_replica_reduce_s(units, replicas, columns, constants)
+    by_step = _estimate_exposed_s_per_bucket(units, gather, reduce, replicas, columns, constants)
     return np.where(columns.zero_stage >= 2, by_unit, by_step)
 
 
@@ -93,7 +93,7 @@ def _reduce_s(unit: ShardUnit, columns: SetupColumns, groups: DataParallelGroups
     return seconds + np.where(unit.experts > 0, experts, 0.0)
 
 
-def _replica_s(unit: ShardUnit, columns: SetupColumns, groups: DataParallelGroups) -> Column:
+def _replica_reduce_s(unit: ShardUnit, columns: SetupColumns, groups: DataParallelGroups) -> Column:
     """Seconds to add a unit's shards of gradients over the replicas."""
     dense = unit.dense * columns.grad_bytes / groups.shard.size
     experts = unit.experts * columns.grad_bytes / groups.expert_shard.size
@@ -102,7 +102,7 @@ def _replica_s(unit: ShardUnit, columns: SetupColumns, groups: DataParallelGroup
     return seconds + np.where(unit.experts > 0, of_experts, 0.0)
 
 
-def _expose_by_unit(
+def _estimate_exposed_s_per_unit(
     units: tuple[ShardUnit, ...],
     gather: list[Column],
     reduce: list[Column],
@@ -119,13 +119,13 @@ def _expose_by_unit(
     backwards = np.where(is_stage_3 & ~columns.keeps_gathered, columns.num_microbatches, 0.0)
     exposed = np.zeros(1)
     for unit, gathered, reduced in zip(units, gather, reduce, strict=True):
-        hidden = collectives.hide_collective(gathered, unit.forward_s, constants)
+        hidden = collectives.estimate_exposed_collective_s(gathered, unit.forward_s, constants)
         forward = np.where(columns.overlaps_gather, hidden, gathered)
-        again = collectives.hide_collective(gathered, unit.backward_s, constants)
+        again = collectives.estimate_exposed_collective_s(gathered, unit.backward_s, constants)
         backward = np.where(columns.overlaps_gather, again, gathered)
         # Both directions of a backward are busy at once: what is left of the window counts.
         window = np.maximum(unit.backward_s - gathered * (backwards > 0), 0.0)
-        hidden = collectives.hide_collective(reduced, window, constants)
+        hidden = collectives.estimate_exposed_collective_s(reduced, window, constants)
         reduction = np.where(columns.overlaps_reduce, hidden, reduced)
         exposed = exposed + unit.count * (
             forwards * forward + backwards * backward + reductions * reduction
@@ -139,7 +139,7 @@ def _expose_by_unit(
     )
 
 
-def _expose_replicas(
+def _estimate_exposed_replica_reduce_s(
     units: tuple[ShardUnit, ...],
     replicas: list[Column],
     columns: SetupColumns,
@@ -149,12 +149,12 @@ def _expose_replicas(
     microbatch."""
     exposed = np.zeros(1)
     for unit, seconds in zip(units, replicas, strict=True):
-        hidden = collectives.hide_collective(seconds, unit.backward_s, constants)
+        hidden = collectives.estimate_exposed_collective_s(seconds, unit.backward_s, constants)
         exposed = exposed + unit.count * np.where(columns.overlaps_reduce, hidden, seconds)
     return exposed
 
 
-def _expose_by_step(
+def _estimate_exposed_s_per_bucket(
     units: tuple[ShardUnit, ...],
     gather: list[Column],
     reduce: list[Column],
@@ -178,13 +178,13 @@ def _expose_by_step(
     gathered = np.where(is_plain, 0.0, gathered)
     # The last bucket has no backward beside it.
     last = reduced / np.maximum(num_units, 1.0)
-    hidden = collectives.hide_collective(reduced, backward, constants)
+    hidden = collectives.estimate_exposed_collective_s(reduced, backward, constants)
     exposed = np.where(columns.overlaps_reduce, np.maximum(hidden, last), reduced)
-    hidden = collectives.hide_collective(gathered, forward, constants)
+    hidden = collectives.estimate_exposed_collective_s(gathered, forward, constants)
     return exposed + np.where(columns.overlaps_gather, hidden, gathered)
 
 
-def optimizer_s(
+def estimate_optimizer_s(
     units: tuple[ShardUnit, ...],
     columns: SetupColumns,
     groups: DataParallelGroups,

@@ -33,7 +33,7 @@ class MachineRates:
     """The power limit, as a part of the data sheet's."""
 
     @property
-    def generation(self) -> int:
+    def gpu_generation(self) -> int:
         """70, 80, 90 or 100, after the compute capability."""
         major = int(self.accelerator.compute_capability.split(".")[0])
         return min(100, max(70, 10 * major))
@@ -43,7 +43,7 @@ class MachineRates:
         return self.accelerator.memory_gb_s * GB
 
 
-def build_machine(
+def build_rates_of_accelerator(
     accelerator: Accelerator,
     *,
     gpus_per_node: int = 0,

@@ -15,15 +15,15 @@ from phalanx.plan.timing.setup import Precision
 
 # (rows, columns, part of the largest tile's speed). A kernel library chooses the best of such a
 # menu: smaller tiles reuse less of what they load.
-TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.78), (64, 64, 0.55))
+TILE_MENU = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.78), (64, 64, 0.55))
 # A last wave that is half full takes less than a full one: clocks rise, and memory is less busy.
-WAVE_WEIGHT = 0.7
+PARTIAL_WAVE_WEIGHT = 0.7
 ALIGNED_ELEMENTS = 64  # 128 bytes of 16-bit elements
 # Watts for a TFLOP/s of 16-bit products on the GPU that a generation's efficiency is fitted to.
 REFERENCE_WATTS = {70: 300 / 125, 80: 400 / 312, 90: 700 / 989, 100: 1200 / 2500}
 
 
-def matmul_s(
+def estimate_matmul_s(
     m: Column,
     n: Column,
     k: Column,
@@ -36,10 +36,10 @@ def matmul_s(
     """Seconds of `count` equal products m x k by k x n at a rate of `flops_s` for large ones."""
     num_sms = machine.accelerator.num_sms
     best: Column | None = None
-    for rows, columns, speed in TILES:
+    for rows, columns, speed in TILE_MENU:
         waves = np.ceil(m / rows) * np.ceil(n / columns) * count / num_sms
         filled = np.ceil(waves)
-        cost = np.where(waves > 1, waves + WAVE_WEIGHT * (filled - waves), 1.0)
+        cost = np.where(waves > 1, waves + PARTIAL_WAVE_WEIGHT * (filled - waves), 1.0)
         flops = 2.0 * rows * columns * num_sms * (k + constants.matmul_prologue)
         seconds = cost * flops / (flops_s * speed)
         best = seconds if best is None else np.minimum(best, seconds)
@@ -49,50 +49,52 @@ def matmul_s(
     return np.asarray(np.maximum(best, reading))
 
 
-def aligned_speed(inputs: Column, outputs: Column, constants: TimingConstants) -> Column:
+def compute_alignment_speed_share(
+    inputs: Column, outputs: Column, constants: TimingConstants
+) -> Column:
     """The part of its speed that a product with a matrix of `inputs` x `outputs` keeps: rows of
     memory that do not begin at a cache line are read in smaller pieces."""
     is_aligned = (inputs % ALIGNED_ELEMENTS == 0) & (outputs % ALIGNED_ELEMENTS == 0)
     return np.where(is_aligned, 1.0, constants.unaligned_efficiency)
 
 
-def dense_flops_s(
+def compute_dense_flops_s(
     machine: MachineRates, precision: Precision, constants: TimingConstants
 ) -> Column | float:
     """FLOP/s that large products reach in `precision`: the peak, less what clocks and power take.
 
     A column where constants are.
     """
-    generation = machine.generation
+    generation = machine.gpu_generation
     efficiency = {
         70: constants.matmul_efficiency_sm70,
         80: constants.matmul_efficiency_sm80,
         90: constants.matmul_efficiency_sm90,
         100: constants.matmul_efficiency_sm100,
     }[generation]
-    name, peak = peak_precision(machine, precision), machine.accelerator.peak_flops
+    name, peak = choose_peak_precision(machine, precision), machine.accelerator.peak_flops
     if name == "fp8":
         relative = {90: constants.fp8_efficiency_sm90, 100: constants.fp8_efficiency_sm100}
         efficiency = efficiency * relative.get(generation, constants.fp8_efficiency_sm90)
     elif name == "fp4":
         efficiency = efficiency * constants.fp4_efficiency
-    power = power_factor(machine, constants)
+    power = compute_power_speed_factor(machine, constants)
     return peak(name) * efficiency * power
 
 
-def power_factor(machine: MachineRates, constants: TimingConstants) -> Column | float:
+def compute_power_speed_factor(machine: MachineRates, constants: TimingConstants) -> Column | float:
     """How much faster large products are than on the reference of the generation, for the power
     that a GPU has for them."""
     accelerator = machine.accelerator
     tflops = accelerator.bf16_tflops or accelerator.fp16_tflops
-    reference = REFERENCE_WATTS[machine.generation]
+    reference = REFERENCE_WATTS[machine.gpu_generation]
     watts = accelerator.watts or reference * tflops
     share = machine.power_share * watts / tflops / reference
     factor: float = min(share, 1.3) ** constants.power_exponent
     return factor
 
 
-def peak_precision(machine: MachineRates, precision: Precision) -> str:
+def choose_peak_precision(machine: MachineRates, precision: Precision) -> str:
     """The type whose peak the products of blocks have: "bf16", "fp16", "fp8" or "fp4"."""
     accelerator = machine.accelerator
     if precision == "fp4" and accelerator.fp4_tflops:

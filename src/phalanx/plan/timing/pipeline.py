@@ -28,7 +28,7 @@ class StageTimes:
     last: Column
 
 
-def bubble_s(
+def estimate_bubble_s(
     stage: StageTimes,
     num_bytes: Column,
     columns: SetupColumns,
@@ -44,9 +44,11 @@ def bubble_s(
     slowest = _slowest_stage_s(stage, columns)
     waiting = columns.num_microbatches * (slowest - mean)
     blocks_of_rank = stage.num_layers / pp
-    fill = (pp - 1) * _idle_share(stage, columns) * blocks_of_rank + (pp - 1) / pp * ends / v
+    fill = (pp - 1) * _idle_s_per_other_stage(stage, columns) * blocks_of_rank + (
+        pp - 1
+    ) / pp * ends / v
     stride = columns.tp * columns.cp * columns.data_parallel_size
-    message = collectives.send_s(num_bytes, stride, pp, machine, constants)
+    message = collectives.p2p_send_s(num_bytes, stride, pp, machine, constants)
     exposed = np.where(
         columns.overlaps_p2p & (v > 1), constants.p2p_overlapped, constants.p2p_exposed
     )
@@ -71,7 +73,7 @@ def _slowest_stage_s(stage: StageTimes, columns: SetupColumns) -> Column:
     return np.where(pp > 1, np.minimum(slowest, whole), whole)
 
 
-def _idle_share(stage: StageTimes, columns: SetupColumns) -> Column:
+def _idle_s_per_other_stage(stage: StageTimes, columns: SetupColumns) -> Column:
     """Seconds that a rank idles for each other stage, for one block of each: see
     phalanx.plan.pipeline.closed_forms."""
     forward, backward, weights = stage.forward, stage.backward, stage.weight_gradients

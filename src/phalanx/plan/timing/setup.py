@@ -60,9 +60,9 @@ class SoftwareStack:
     """Dropout after attention and feed-forward, and on attention's scores."""
 
 
-PHALANX = SoftwareStack()
-PHALANX_COMPILED = SoftwareStack(kernels="compiled", launch_weight=0.5)
-MEGATRON = SoftwareStack(
+PHALANX_STACK = SoftwareStack()
+PHALANX_COMPILED_STACK = SoftwareStack(kernels="compiled", launch_weight=0.5)
+MEGATRON_STACK = SoftwareStack(
     "megatron",
     kernels="fused",
     attention="cudnn",
@@ -101,7 +101,7 @@ class StepSetup:
     accumulate: Literal["unsharded", "sharded"] = "unsharded"
     """Whether gradients of microbatches add up before they are reduced (ZeRO 2 and 3)."""
     offload: Literal["none", "optimizer", "parameters"] = "none"
-    stack: SoftwareStack = PHALANX
+    stack: SoftwareStack = PHALANX_STACK
     folded_ep: int = 0
     """Ranks that experts are spread over, where ep folds over tp, too (`cuts_experts` is False)
     and may be larger than the layout could say; 0: the layout's ep."""

@@ -1,4 +1,5 @@
-"""`estimate_step` and `estimate_many`: the seconds of a step, by term, of one setup and of many."""
+"""`estimate_step_times` and `estimate_steps_of_setups`: the seconds of a step, by term, of one
+setup and of many."""
 
 from __future__ import annotations
 
@@ -12,30 +13,30 @@ from phalanx.core.errors import LayoutError
 from phalanx.job.costs import ModelCosts
 from phalanx.job.work import ModelWork
 from phalanx.plan.timing import collectives
-from phalanx.plan.timing.block import PARTS, BlockTimer, BlockTimes, PassTimes
-from phalanx.plan.timing.columns import Column, SetupColumns, build_columns
-from phalanx.plan.timing.constants import TimingConstants, load_constants
+from phalanx.plan.timing.block import BLOCK_TIME_PARTS, BlockTimeEstimator, BlockTimes, PassTimes
+from phalanx.plan.timing.columns import Column, SetupColumns, build_setup_columns
+from phalanx.plan.timing.constants import TimingConstants, load_timing_constants
 from phalanx.plan.timing.data_parallel import (
     ShardUnit,
-    expose_communication,
-    optimizer_s,
-    place_groups,
+    build_data_parallel_links,
+    estimate_exposed_communication_s,
+    estimate_optimizer_s,
 )
 from phalanx.plan.timing.machine import MachineRates
-from phalanx.plan.timing.matmul import peak_precision
-from phalanx.plan.timing.pipeline import StageTimes, bubble_s
+from phalanx.plan.timing.matmul import choose_peak_precision
+from phalanx.plan.timing.pipeline import StageTimes, estimate_bubble_s
 from phalanx.plan.timing.setup import Precision, StepSetup
-from phalanx.plan.timing.step_time import TERMS, StepTime
+from phalanx.plan.timing.step_time import STEP_TERMS, StepTime
 
 # The loss in eager kernels: logits in fp32, their softmax, and its gradient are written apart.
-EAGER_LOSS = 2.5
+EAGER_LOSS_SLOWDOWN = 2.5
 # Terms in which a GPU waits for something else.
-WAITING = ("tp", "cp", "ep", "bubble", "dp exposed", "offload", "launch")
+WAITING_TERMS = ("tp", "cp", "ep", "bubble", "dp exposed", "offload", "launch")
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of a step for many setups: one column a term, in the order of TERMS."""
+    """Seconds of a step for many setups: one column a term, in the order of STEP_TERMS."""
 
     terms: dict[str, Column]
     band: Column
@@ -43,16 +44,16 @@ class StepTimes:
 
     @property
     def total_s(self) -> Column:
-        return sum((self.terms[term] for term in TERMS), start=np.zeros(1))
+        return sum((self.terms[term] for term in STEP_TERMS), start=np.zeros(1))
 
     def take(self, row: int) -> StepTime:
         """The times of the setup at `row`."""
-        terms = {term: float(self.terms[term][row]) for term in TERMS}
+        terms = {term: float(self.terms[term][row]) for term in STEP_TERMS}
         total, factor = sum(terms.values()), math.exp(float(self.band[row]))
         return StepTime(terms, total / factor, total * factor)
 
 
-def estimate_step(
+def estimate_step_times(
     model: ModelCosts,
     machine: MachineRates,
     setup: StepSetup,
@@ -60,10 +61,10 @@ def estimate_step(
 ) -> StepTime:
     """The seconds of one step of `setup`, by term. Raises LayoutError where nobody knows the
     model's work."""
-    return estimate_many(model, machine, [setup], constants).take(0)
+    return estimate_steps_of_setups(model, machine, [setup], constants).take(0)
 
 
-def estimate_many(
+def estimate_steps_of_setups(
     model: ModelCosts,
     machine: MachineRates,
     setups: Sequence[StepSetup],
@@ -79,10 +80,10 @@ def estimate_many(
             f"the time of a step cannot be predicted for model.kind={model.kind}",
             why="only a trace of the built module says what it computes",
         )
-    return time_steps(work, machine, precision, build_columns(setups), constants)
+    return estimate_step_columns(work, machine, precision, build_setup_columns(setups), constants)
 
 
-def time_steps(
+def estimate_step_columns(
     work: ModelWork,
     machine: MachineRates,
     precision: Precision,
@@ -90,12 +91,12 @@ def time_steps(
     constants: TimingConstants | None = None,
 ) -> StepTimes:
     """The seconds of one step for each setup of `columns`."""
-    constants = constants or load_constants()
-    return _StepTimer(work, machine, precision, columns, constants).run()
+    constants = constants or load_timing_constants()
+    return _StepTimeEstimator(work, machine, precision, columns, constants).estimate()
 
 
 @dataclass(frozen=True)
-class _EndTimes:
+class _EmbeddingAndHeadTimes:
     """Seconds of one microbatch in what is not in blocks: the embedding, and the head with the
     loss, forward and backward."""
 
@@ -105,7 +106,7 @@ class _EndTimes:
 
 
 @dataclass(frozen=True)
-class _StepTimer:
+class _StepTimeEstimator:
     """The formulas of a whole step."""
 
     work: ModelWork
@@ -114,19 +115,21 @@ class _StepTimer:
     columns: SetupColumns
     constants: TimingConstants
 
-    def run(self) -> StepTimes:
+    def estimate(self) -> StepTimes:
         columns, constants = self.columns, self.constants
-        timer = BlockTimer(self.machine, self.precision, columns, constants, self.work.num_tokens)
+        timer = BlockTimeEstimator(
+            self.machine, self.precision, columns, constants, self.work.num_tokens
+        )
         kinds = []
         for block, count in self.work.block_kinds:
-            kinds.append((count, timer.time_block(block)))
-        ends = self._time_ends(timer)
-        terms = self._sum_parts(kinds, ends)
-        units = self._list_units(timer, kinds, ends)
-        groups = place_groups(columns, self.machine, constants)
-        terms["bubble"] = self._time_bubble(timer, kinds, ends)
-        terms["dp exposed"] = expose_communication(units, columns, groups, constants)
-        terms["optimizer"], terms["offload"] = optimizer_s(
+            kinds.append((count, timer.estimate_block_times(block)))
+        ends = self._estimate_embedding_and_head(timer)
+        terms = self._sum_block_parts(kinds, ends)
+        units = self._list_shard_units(timer, kinds, ends)
+        groups = build_data_parallel_links(columns, self.machine, constants)
+        terms["bubble"] = self._estimate_bubble_s(timer, kinds, ends)
+        terms["dp exposed"] = estimate_exposed_communication_s(units, columns, groups, constants)
+        terms["optimizer"], terms["offload"] = estimate_optimizer_s(
             units, columns, groups, self.machine, constants
         )
         terms["launch"] = terms["launch"] + constants.step_overhead_s
@@ -136,15 +139,15 @@ class _StepTimer:
         subtotal = sum(terms.values(), start=np.zeros(1))
         terms["jitter"] = subtotal * self._jitter_share()
         shape = np.broadcast_shapes(*(term.shape for term in terms.values()), columns.pp.shape)
-        in_order = {term: np.broadcast_to(terms[term], shape) for term in TERMS}
-        return StepTimes(in_order, np.broadcast_to(self._band(in_order), shape))
+        in_order = {term: np.broadcast_to(terms[term], shape) for term in STEP_TERMS}
+        return StepTimes(in_order, np.broadcast_to(self._interval_half_width(in_order), shape))
 
-    def _band(self, terms: dict[str, Column]) -> Column:
+    def _interval_half_width(self, terms: dict[str, Column]) -> Column:
         """Half of the logarithm's width of the 80 % interval: parts that do not depend on each
         other add up as squares."""
         constants = self.constants
         total = sum(terms.values(), start=np.zeros(1))
-        waiting = sum((terms[term] for term in WAITING), start=np.zeros(1)) / total
+        waiting = sum((terms[term] for term in WAITING_TERMS), start=np.zeros(1)) / total
         has_experts = any(block.num_experts for block, _ in self.work.block_kinds)
         return np.sqrt(
             constants.band**2
@@ -157,17 +160,21 @@ class _StepTimer:
         columns, work = self.columns, self.work
         peak = self.machine.accelerator.peak_flops
         head = work.num_head_tokens * work.head.flops_per_token
-        seconds = (work.matmul_flops - head) / peak(peak_precision(self.machine, self.precision))
-        seconds += head / peak(peak_precision(self.machine, "bf16"))
+        seconds = (work.matmul_flops - head) / peak(
+            choose_peak_precision(self.machine, self.precision)
+        )
+        seconds += head / peak(choose_peak_precision(self.machine, "bf16"))
         sequences = columns.micro_batch_size * columns.num_microbatches
         parts = columns.pp * columns.cp * columns.tp
         return np.asarray(3.0 * seconds * sequences / parts)
 
-    def _sum_parts(self, kinds: list[tuple[int, BlockTimes]], ends: _EndTimes) -> dict[str, Column]:
+    def _sum_block_parts(
+        self, kinds: list[tuple[int, BlockTimes]], ends: _EmbeddingAndHeadTimes
+    ) -> dict[str, Column]:
         """Seconds of one step of each part, on the mean rank."""
         columns = self.columns
         terms = {}
-        for part in PARTS:
+        for part in BLOCK_TIME_PARTS:
             seconds = getattr(ends.first, part) + getattr(ends.last_forward, part)
             seconds = seconds + getattr(ends.last_backward, part)
             for count, times in kinds:
@@ -177,38 +184,43 @@ class _StepTimer:
             terms[part] = seconds * columns.num_microbatches / columns.pp
         return terms
 
-    def _time_ends(self, timer: BlockTimer) -> _EndTimes:
+    def _estimate_embedding_and_head(self, timer: BlockTimeEstimator) -> _EmbeddingAndHeadTimes:
         columns, constants, work = self.columns, self.constants, self.work
         share = work.num_head_tokens / work.num_tokens
-        head = timer.time_matmul(work.head, in_blocks=False)
+        head = timer.estimate_matmul_times(work.head, in_blocks=False)
         logits = timer.tokens * share * work.head.outputs
         if work.head.cut == "column":
             logits = logits / columns.tp
-        loss = timer.memory_s(logits * constants.loss_bytes)
-        loss = loss * np.where(columns.is_head_fused, 1.0, EAGER_LOSS)
+        loss = timer.memory_traffic_s(logits * constants.loss_bytes)
+        loss = loss * np.where(columns.is_head_fused, 1.0, EAGER_LOSS_SLOWDOWN)
         zero = np.zeros(1)
         # What is looked up is written, and its gradient is added to the table.
-        looked_up = timer.memory_s(timer.tokens * work.dim * 12.0)
-        group = collectives.place_group(
+        looked_up = timer.memory_traffic_s(timer.tokens * work.dim * 12.0)
+        group = collectives.build_group_links(
             columns.tp, np.ones_like(columns.tp), self.machine, constants
         )
         reduce = collectives.all_reduce_s(group, timer.tokens * work.dim * 2.0)
         embedding: Column = zero
         if work.embedding is not None:
             part = work.num_embedding_tokens / work.num_tokens
-            embedding = np.sum(timer.time_matmul(work.embedding, in_blocks=False), axis=0) * part
+            embedding = (
+                np.sum(timer.estimate_matmul_times(work.embedding, in_blocks=False), axis=0) * part
+            )
 
         def build(matmul: Column, elementwise: Column, tp: Column) -> PassTimes:
             return PassTimes(matmul, zero, elementwise, tp, zero, zero, zero)
 
-        return _EndTimes(
+        return _EmbeddingAndHeadTimes(
             build(embedding, looked_up, reduce),
             build(head[0] * share, 0.4 * loss, zero),
             build((head[1] + head[2]) * share, 0.6 * loss, reduce),
         )
 
-    def _list_units(
-        self, timer: BlockTimer, kinds: list[tuple[int, BlockTimes]], ends: _EndTimes
+    def _list_shard_units(
+        self,
+        timer: BlockTimeEstimator,
+        kinds: list[tuple[int, BlockTimes]],
+        ends: _EmbeddingAndHeadTimes,
     ) -> tuple[ShardUnit, ...]:
         columns, work = self.columns, self.work
         units = []
@@ -240,8 +252,11 @@ class _StepTimer:
         )
         return tuple(units)
 
-    def _time_bubble(
-        self, timer: BlockTimer, kinds: list[tuple[int, BlockTimes]], ends: _EndTimes
+    def _estimate_bubble_s(
+        self,
+        timer: BlockTimeEstimator,
+        kinds: list[tuple[int, BlockTimes]],
+        ends: _EmbeddingAndHeadTimes,
     ) -> Column:
         if not (self.columns.pp > 1).any():
             return np.zeros(1)
@@ -260,7 +275,7 @@ class _StepTimer:
             ends.last_forward.total + ends.last_backward.total,
         )
         num_bytes = 2.0 * timer.tokens * self.work.dim / self.columns.sequence_parts
-        return bubble_s(stage, num_bytes, self.columns, self.machine, self.constants)
+        return estimate_bubble_s(stage, num_bytes, self.columns, self.machine, self.constants)
 
     def _jitter_share(self) -> Column:
         """The part by which the slowest of all ranks is slower than the mean one."""

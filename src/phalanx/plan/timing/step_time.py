@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-TERMS = (
+STEP_TERMS = (
     "ideal",
     "matmul loss",
     "attention",
@@ -31,8 +31,8 @@ gradients and parameters that travel beside no computation.
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step by term, in the order of TERMS; `low_s` to `high_s` is the interval that
-    should hold 80 % of the measured steps."""
+    """Seconds of one step by term, in the order of STEP_TERMS; `low_s` to `high_s` is the interval
+    that should hold 80 % of the measured steps."""
 
     terms: Mapping[str, float]
     low_s: float

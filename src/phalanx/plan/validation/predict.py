@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.plan.timing.columns import SetupColumns, build_columns
+from phalanx.plan.timing.columns import SetupColumns, build_setup_columns
 from phalanx.plan.timing.constants import TimingConstants
 from phalanx.plan.timing.setup import StepSetup
-from phalanx.plan.timing.step import time_steps
+from phalanx.plan.timing.step import estimate_step_columns
 from phalanx.plan.validation.run import MeasuredRun
 
 
@@ -35,16 +35,16 @@ def group_runs(runs: Sequence[MeasuredRun]) -> list[RunBatch]:
     for row, run in enumerate(runs):
         # `work` is the same object for equal models: to hash it would go through every block.
         groups[id(run.work), run.machine, run.precision].append(row)
-    return [_build_batch(runs, rows) for rows in groups.values()]
+    return [_build_run_batch(runs, rows) for rows in groups.values()]
 
 
-def _build_batch(runs: Sequence[MeasuredRun], rows: list[int]) -> RunBatch:
+def _build_run_batch(runs: Sequence[MeasuredRun], rows: list[int]) -> RunBatch:
     setups: list[StepSetup] = []
     starts: list[int] = []
     for row in rows:
         starts.append(len(setups))
         setups.extend(runs[row].setups)
-    return RunBatch(runs[rows[0]], build_columns(setups), np.array(rows), np.array(starts))
+    return RunBatch(runs[rows[0]], build_setup_columns(setups), np.array(rows), np.array(starts))
 
 
 def predict_runs(
@@ -61,7 +61,9 @@ def predict_runs(
     band = np.zeros(0)
     for batch in batches:
         first = batch.first
-        times = time_steps(first.work, first.machine, first.precision, batch.columns, constants)
+        times = estimate_step_columns(
+            first.work, first.machine, first.precision, batch.columns, constants
+        )
         # The team that published it will have taken the fastest that fitted.
         fastest = np.minimum.reduceat(times.total_s, batch.starts, axis=-1)
         if predicted is None:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from phalanx.plan.timing.setup import StepSetup
 from phalanx.plan.validation.run import MANY_GPUS, MeasuredRun
 
-FEWEST_LAYOUTS = 3
+MIN_LAYOUTS_PER_GROUP = 3
 SMALL_REGRET, FAIR_REGRET = 0.02, 0.05
 
 
@@ -43,7 +43,7 @@ def measure_regret(runs: Sequence[MeasuredRun], predicted: npt.NDArray[np.float6
         by_setup: dict[StepSetup, list[int]] = defaultdict(list)
         for row in rows:
             by_setup[runs[row].setups[0]].append(row)
-        if len(by_setup) < FEWEST_LAYOUTS:
+        if len(by_setup) < MIN_LAYOUTS_PER_GROUP:
             continue
         chosen = min(by_setup.values(), key=lambda same: predicted[same[0]])
         fastest = min(runs[row].step_s for row in rows)
@@ -55,14 +55,14 @@ def measure_regret(runs: Sequence[MeasuredRun], predicted: npt.NDArray[np.float6
         num_groups=len(regrets),
         median=float(np.median(regrets)) if regrets else None,
         max=max(regrets, default=None),
-        share_within_2_percent=_share_within(regrets, SMALL_REGRET),
-        share_within_5_percent=_share_within(regrets, FAIR_REGRET),
+        share_within_2_percent=_share_of_regrets_within(regrets, SMALL_REGRET),
+        share_within_5_percent=_share_of_regrets_within(regrets, FAIR_REGRET),
         num_large_groups=len(of_large),
-        large_share_within_2_percent=_share_within(of_large, SMALL_REGRET),
+        large_share_within_2_percent=_share_of_regrets_within(of_large, SMALL_REGRET),
     )
 
 
-def _share_within(regrets: Sequence[float], limit: float) -> float | None:
+def _share_of_regrets_within(regrets: Sequence[float], limit: float) -> float | None:
     if not regrets:
         return None
     return sum(regret <= limit for regret in regrets) / len(regrets)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from phalanx.plan.accelerators import Accelerator, list_accelerators
-from phalanx.plan.timing.machine import MachineRates, build_machine
+from phalanx.plan.timing.machine import MachineRates, build_rates_of_accelerator
 from phalanx.plan.validation.row_values import (
     UnusableRow,
     get_number,
@@ -17,7 +17,7 @@ from phalanx.plan.validation.row_values import (
 )
 
 # InfiniBand generations: Gbit/s of one port of four lanes.
-INFINIBAND = {"edr": 100, "hdr": 200, "ndr": 400, "xdr": 800}
+INFINIBAND_GBIT_S = {"edr": 100, "hdr": 200, "ndr": 400, "xdr": 800}
 
 
 def build_row_machine(row: Mapping[str, Any]) -> MachineRates:
@@ -33,12 +33,12 @@ def build_row_machine(row: Mapping[str, Any]) -> MachineRates:
         share = min(1.0, max(0.2, float(watts[1]) / accelerator.watts))
     gpus_per_node = get_optional_int(row, "gpus_per_node") or accelerator.gpus_per_node
     domain = get_optional_int(row, "nvlink_domain") or 0
-    return build_machine(
+    return build_rates_of_accelerator(
         accelerator,
         gpus_per_node=gpus_per_node,
         link_domain=domain if domain >= gpus_per_node else 0,
-        link_gb_s=read_link(get_text(row, "intra_net")),
-        nic_gb_s=read_network(get_text(row, "inter_net"), gpus_per_node),
+        link_gb_s=parse_link_gb_s(get_text(row, "intra_net")),
+        nic_gb_s=parse_network_gb_s(get_text(row, "inter_net"), gpus_per_node),
         power_share=share,
     )
 
@@ -59,17 +59,19 @@ def find_row_accelerator(text: str, memory_gb: float | None = None) -> Accelerat
         position = words.find(model)
         if position < 0 or len(model) < best_length:
             continue
-        if len(model) == best_length and not _is_closer(name, words, memory_gb, best):
+        if len(model) == best_length and not _is_better_variant_match(name, words, memory_gb, best):
             continue
         best, best_length = accelerator, len(model)
     if best is None:
-        best = _match_relative(words)
+        best = _match_related_gpu(words)
     if best is None:
         raise UnusableRow("unknown GPU")
     return best
 
 
-def _is_closer(name: str, words: str, memory_gb: float | None, other: Accelerator | None) -> bool:
+def _is_better_variant_match(
+    name: str, words: str, memory_gb: float | None, other: Accelerator | None
+) -> bool:
     """True if the variant `name` fits a text better than `other`, of the same model."""
     if "pcie" in words:
         return "pcie" in name
@@ -81,7 +83,7 @@ def _is_closer(name: str, words: str, memory_gb: float | None, other: Accelerato
     return other is not None and "pcie" in other.name
 
 
-def _match_relative(words: str) -> Accelerator | None:
+def _match_related_gpu(words: str) -> Accelerator | None:
     """The GPU that one sold elsewhere is made after: the same chip with slower links."""
     table = list_accelerators()
     relatives = {
@@ -94,7 +96,7 @@ def _match_relative(words: str) -> Accelerator | None:
     return None
 
 
-def read_link(text: str) -> float:
+def parse_link_gb_s(text: str) -> float:
     """GB/s of one GPU in one direction to others of its node; 0 where the text does not say."""
     match = re.search(r"(\d+(?:\.\d+)?)\s*GB/s(?: per direction)?", text)
     if not match:
@@ -105,7 +107,7 @@ def read_link(text: str) -> float:
     return rate if 1 <= rate <= 10_000 else 0.0
 
 
-def read_network(text: str, gpus_per_node: int) -> float:
+def parse_network_gb_s(text: str, gpus_per_node: int) -> float:
     """GB/s of one GPU's share of the network, in one direction; 0 where the text does not say."""
     lowered = text.lower()
     rate = re.search(r"(\d+(?:\.\d+)?)\s*(?:gb/s|gbps|gbit/s|gbe|g\b)", lowered)
@@ -113,7 +115,7 @@ def read_network(text: str, gpus_per_node: int) -> float:
     count = re.search(r"(\d+)\s*x\s*(?=\D*\d|hdr|ndr|edr|xdr)", lowered)
     if rate is None and generation is None:
         return 0.0
-    gbit = float(rate[1]) if rate else float(INFINIBAND[generation[1]])  # type: ignore[index]
+    gbit = float(rate[1]) if rate else float(INFINIBAND_GBIT_S[generation[1]])  # type: ignore[index]
     if not 1 <= gbit <= 100_000:
         return 0.0
     is_total = "=" in lowered or (count is None and "per node" in lowered) or gbit > 1600

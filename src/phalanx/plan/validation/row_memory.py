@@ -25,7 +25,7 @@ def estimate_rank_bytes(work: ModelWork, setup: StepSetup) -> float:
     return states + max(activations, activations / setup.layout.pp + loss)
 
 
-def fits(work: ModelWork, setup: StepSetup, memory_gib: float) -> bool:
+def fits_in_memory(work: ModelWork, setup: StepSetup, memory_gib: float) -> bool:
     """True if the estimate leaves room for the runtime."""
     room = memory_gib * GIB * USABLE_SHARE - RUNTIME_BYTES
     return estimate_rank_bytes(work, setup) <= room
@@ -78,10 +78,10 @@ def _activation_bytes(work: ModelWork, setup: StepSetup) -> float:
             kept = of_block + setup.recompute_share * (entering - of_block)
             largest = max(largest, of_block)
         saved += count * kept
-    return saved / layout.pp * _count_in_flight(setup) + largest
+    return saved / layout.pp * _count_microbatches_in_flight(setup) + largest
 
 
-def _count_in_flight(setup: StepSetup) -> float:
+def _count_microbatches_in_flight(setup: StepSetup) -> float:
     """Microbatches whose activations the first stage holds at once."""
     pp, v, count = setup.layout.pp, setup.stages_per_rank, setup.num_microbatches
     if setup.schedule == "gpipe":

@@ -17,8 +17,13 @@ from phalanx.plan.validation.row_values import (
 
 DEFAULT_VOCAB = 50304  # GPT-2's, padded: of rows that state none
 # Latent attention of DeepSeek-V2 and -V3, and of the models made after them.
-LATENT = {"kv_rank": 512, "rope_head_dim": 64, "head_dim": 192, "value_head_dim": 128}
-QUERY_RANK = 1536
+LATENT_ATTENTION_SIZES = {
+    "kv_rank": 512,
+    "rope_head_dim": 64,
+    "head_dim": 192,
+    "value_head_dim": 128,
+}
+LATENT_QUERY_RANK = 1536
 EXPERT_WIDTHS = {"deepseek-?v2": 1536, "deepseek-?v3": 2048, "mixtral-8x7": 14336}
 WIDE_LATENT_DIM = 5120  # models this wide project queries through a latent, smaller ones at once
 
@@ -45,19 +50,19 @@ def build_row_shape(row: Mapping[str, Any]) -> DecoderShape:
         "ffn_dim": ffn,
         "vocab_size": vocab,
     }
-    is_gated = _is_gated(row, dim, ffn)
+    is_gated = _is_mlp_gated(row, dim, ffn)
     keys["activation"] = "swiglu" if is_gated else "gelu"
     keys["norm"] = "rmsnorm" if is_gated else "layernorm"
     keys["positions"] = "rope" if is_gated else "learned"
     keys["bias"] = "none" if is_gated else "all"
     keys["tie_embeddings"] = not is_gated
-    keys |= _read_experts(row, moe)
-    keys |= _read_latent_attention(row, moe, dim)
-    keys |= _read_window(row)
+    keys |= _parse_experts(row, moe)
+    keys |= _parse_latent_attention(row, moe, dim)
+    keys |= _parse_sliding_window(row)
     return DecoderShape(**keys)
 
 
-def count_predicted_tokens(row: Mapping[str, Any]) -> int:
+def count_mtp_layers(row: Mapping[str, Any]) -> int:
     """Layers beside the model's own that predict tokens further ahead (MTP), 0 or 1: DeepSeek-V3
     is trained with one, unless the row says otherwise."""
     text = f"{get_text(row, 'note')} {get_text(row, 'variant')}".lower()
@@ -66,7 +71,7 @@ def count_predicted_tokens(row: Mapping[str, Any]) -> int:
     return int(bool(re.search(r"deepseek[-_ ]?v3", get_text(row, "model").lower())))
 
 
-def _is_gated(row: Mapping[str, Any], dim: int, ffn: int) -> bool:
+def _is_mlp_gated(row: Mapping[str, Any], dim: int, ffn: int) -> bool:
     mlp, name = get_text(row, "mlp").lower(), get_text(row, "model").lower()
     if "glu" in mlp or "moe" in mlp:
         return True
@@ -77,7 +82,7 @@ def _is_gated(row: Mapping[str, Any], dim: int, ffn: int) -> bool:
     return ffn != 4 * dim
 
 
-def _read_experts(row: Mapping[str, Any], moe: Mapping[str, Any]) -> dict[str, Any]:
+def _parse_experts(row: Mapping[str, Any], moe: Mapping[str, Any]) -> dict[str, Any]:
     num_experts = get_optional_int(moe, "experts") or get_optional_int(moe, "num_experts")
     top_k = get_optional_int(moe, "top_k")
     shared = get_optional_int(moe, "shared_experts") or 0
@@ -113,18 +118,18 @@ def _find_expert_width(model: str) -> int:
     raise UnusableRow("experts of unknown width")
 
 
-def _read_latent_attention(
+def _parse_latent_attention(
     row: Mapping[str, Any], moe: Mapping[str, Any], dim: int
 ) -> dict[str, Any]:
     words = f"{get_text(moe, 'attn')} {get_text(row, 'attn')} {get_text(row, 'mlp')}".lower()
     if "mla" not in words:
         return {}
     heads = get_optional_int(row, "heads") or max(1, dim // 128)
-    query_rank = QUERY_RANK if dim >= WIDE_LATENT_DIM else 0
-    return {**LATENT, "query_rank": query_rank, "num_kv_heads": heads}
+    query_rank = LATENT_QUERY_RANK if dim >= WIDE_LATENT_DIM else 0
+    return {**LATENT_ATTENTION_SIZES, "query_rank": query_rank, "num_kv_heads": heads}
 
 
-def _read_window(row: Mapping[str, Any]) -> dict[str, Any]:
+def _parse_sliding_window(row: Mapping[str, Any]) -> dict[str, Any]:
     if re.search(r"gpt[-_ ]?oss", get_text(row, "model").lower()):
         return {"sliding_window": 128, "global_every": 2}
     window = get_optional_int(row, "sliding_window")

@@ -14,8 +14,8 @@ from phalanx.plan.timing.setup import Precision, StepSetup
 from phalanx.plan.validation.row_stack import (
     build_row_stack,
     is_sequence_parallel,
-    read_recompute,
-    read_row_schedule,
+    parse_row_recompute,
+    parse_row_schedule,
 )
 from phalanx.plan.validation.row_values import (
     UnusableRow,
@@ -24,11 +24,11 @@ from phalanx.plan.validation.row_values import (
     get_text,
 )
 
-MICRO_BATCHES = (1, 2, 4, 8)  # those tried where a row does not say
-MOST_STAGES_PER_RANK = 12  # those tried where a row does not say
+TRIED_MICRO_BATCH_SIZES = (1, 2, 4, 8)  # those tried where a row does not say
+MAX_TRIED_STAGES_PER_RANK = 12  # those tried where a row does not say
 
 
-def list_setups(
+def list_possible_setups(
     row: Mapping[str, Any], num_gpus: int, seq_len: int, precision: Precision, num_layers: int
 ) -> Iterator[StepSetup]:
     """Every setup that a row's words leave possible."""
@@ -44,9 +44,9 @@ def list_setups(
     stack = build_row_stack(row)
     for v, micro_batch, (mode, share), (stage, shard) in product(
         _list_stages_per_rank(row, pp, num_layers),
-        _list_micro_batches(row),
-        read_recompute(row),
-        _list_shards(row, dp),
+        _list_micro_batch_sizes(row),
+        parse_row_recompute(row),
+        _list_zero_stages_and_shards(row, dp),
     ):
         count = _count_microbatches(row, dp, micro_batch)
         if count is None:
@@ -62,18 +62,18 @@ def list_setups(
             num_microbatches=count,
             seq_len=seq_len,
             precision=precision,
-            schedule=read_row_schedule(row),
+            schedule=parse_row_schedule(row),
             stages_per_rank=v,
             recompute=mode,
             recompute_share=share,
             sequence_parallel=is_sequence_parallel(row, stack),
-            cp_attention=_read_cp_attention(row),
+            cp_attention=_parse_cp_attention(row),
             stack=stack,
             folded_ep=ep if is_folded else 0,
         )
 
 
-def _list_zero_stages(row: Mapping[str, Any]) -> tuple[int, ...]:
+def _list_possible_zero_stages(row: Mapping[str, Any]) -> tuple[int, ...]:
     """The ZeRO stages that a row leaves possible; several where it does not say."""
     stage = get_number(row, "zero_stage")
     words = get_text(row, "dp_mode").lower()
@@ -90,7 +90,7 @@ def _list_zero_stages(row: Mapping[str, Any]) -> tuple[int, ...]:
     return (0, 1, 3)
 
 
-def _read_cp_attention(row: Mapping[str, Any]) -> Any:
+def _parse_cp_attention(row: Mapping[str, Any]) -> Any:
     words = f"{get_text(row, 'attention_kernel')} {get_text(row, 'cp_mode')}".lower()
     if re.search(r"ulysses|a2a|all-to-all", words):
         return "ulysses"
@@ -114,19 +114,19 @@ def _list_stages_per_rank(row: Mapping[str, Any], pp: int, num_layers: int) -> l
         return [1]
     # Unsaid: plain, or as many as leave each a whole number of blocks.
     blocks = num_layers // pp
-    most = max(v for v in range(1, MOST_STAGES_PER_RANK + 1) if blocks % v == 0)
+    most = max(v for v in range(1, MAX_TRIED_STAGES_PER_RANK + 1) if blocks % v == 0)
     return sorted({1, most})
 
 
-def _list_micro_batches(row: Mapping[str, Any]) -> tuple[int, ...]:
+def _list_micro_batch_sizes(row: Mapping[str, Any]) -> tuple[int, ...]:
     micro_batch = get_optional_int(row, "micro_batch")
-    return (micro_batch,) if micro_batch else MICRO_BATCHES
+    return (micro_batch,) if micro_batch else TRIED_MICRO_BATCH_SIZES
 
 
-def _list_shards(row: Mapping[str, Any], dp: int) -> list[tuple[int, int]]:
+def _list_zero_stages_and_shards(row: Mapping[str, Any], dp: int) -> list[tuple[int, int]]:
     """ZeRO stages, each with the number of ranks that share one copy of the sharded states."""
     shards = []
-    for stage in _list_zero_stages(row):
+    for stage in _list_possible_zero_stages(row):
         sizes = [dp]
         if stage:
             sizes = _list_shard_sizes(row, dp)

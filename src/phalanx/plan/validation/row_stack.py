@@ -18,10 +18,10 @@ from phalanx.plan.timing.setup import (
 )
 from phalanx.plan.validation.row_values import get_text
 
-SHARDED = re.compile(r"fsdp|zero-?3|fully")
+SHARDED_PATTERN = re.compile(r"fsdp|zero-?3|fully")
 
 
-def read_precision(row: Mapping[str, Any]) -> Precision:
+def parse_row_precision(row: Mapping[str, Any]) -> Precision:
     """The type that products of blocks are computed in; bf16 where the row does not say."""
     text = get_text(row, "precision").lower()
     if re.search(r"fp4", text):
@@ -39,7 +39,7 @@ def read_precision(row: Mapping[str, Any]) -> Precision:
     return "bf16"
 
 
-def read_recompute(row: Mapping[str, Any]) -> tuple[tuple[Recompute, float], ...]:
+def parse_row_recompute(row: Mapping[str, Any]) -> tuple[tuple[Recompute, float], ...]:
     """The modes of recomputation, and parts of the blocks, that a row's words leave possible; more
     than one where they do not say."""
     text = get_text(row, "activation_checkpointing").lower()
@@ -70,7 +70,7 @@ def read_recompute(row: Mapping[str, Any]) -> tuple[tuple[Recompute, float], ...
     return unknown
 
 
-def read_row_schedule(row: Mapping[str, Any]) -> str:
+def parse_row_schedule(row: Mapping[str, Any]) -> str:
     """The pipeline schedule in a row's words; 1f1b where it does not say."""
     text = get_text(row, "pp_schedule").lower()
     if re.search(r"zb[-_]?2p|zb[-_]?h2", text):
@@ -90,36 +90,36 @@ def build_row_stack(row: Mapping[str, Any]) -> SoftwareStack:
     """The software of a row."""
     framework = get_text(row, "framework").lower()
     dp_mode = get_text(row, "dp_mode").lower()
-    attention = _read_attention(row)
+    attention = _parse_attention_kernel(row)
     is_xla = bool(re.search(r"xla|pax|maxtext|jax", framework + get_text(row, "compile").lower()))
     is_megatron = bool(re.search(r"megatron|nemo|mcore", framework)) and not is_xla
     is_deepspeed = "deepspeed" in framework + dp_mode
     # Transformer Engine came with cuDNN's attention, overlapped collectives and a sequence cut.
     is_modern = attention == "cudnn" and not is_xla
-    is_sharded = bool(SHARDED.search(dp_mode)) and "megatron" not in dp_mode
+    is_sharded = bool(SHARDED_PATTERN.search(dp_mode)) and "megatron" not in dp_mode
     overlaps_dp = not re.search(r"no gradient|no overlap|\(local\)", dp_mode)
     if is_deepspeed and is_megatron:
         # The pipeline engine reduces after all microbatches.
         overlaps_dp = False
-    grad_bytes, gather_bytes = _read_travelling_bytes(row, dp_mode, is_megatron)
+    grad_bytes, gather_bytes = _parse_gradient_and_parameter_bytes(row, dp_mode, is_megatron)
     return SoftwareStack(
         name=framework or "unknown",
-        kernels=_read_kernels(row, is_xla, is_megatron),
+        kernels=_parse_kernel_kind(row, is_xla, is_megatron),
         attention=attention,
         launch="graph" if is_xla else "eager",
         # Experts with a capacity have sizes that the CPU need not wait for.
         launch_weight=0.5 if "tokendrop" in get_text(row, "note").lower() else 1.0,
         overlaps_reduce=overlaps_dp,
         overlaps_gather=overlaps_dp,
-        overlaps_tp=_read_flag(row, "async_tp", is_megatron and is_modern),
-        overlaps_ep=_read_flag(row, "ep_overlap", is_megatron and is_modern),
+        overlaps_tp=_get_bool(row, "async_tp", is_megatron and is_modern),
+        overlaps_ep=_get_bool(row, "ep_overlap", is_megatron and is_modern),
         overlaps_p2p=is_megatron,
         grad_bytes=grad_bytes,
         gather_bytes=gather_bytes,
         has_main_grad=is_megatron or "internevo" in framework,
         reduces_each_microbatch=is_sharded,
         cuts_experts=not is_megatron,
-        is_head_fused=is_megatron or is_xla or _read_kernels(row, is_xla, False) == "compiled",
+        is_head_fused=is_megatron or is_xla or _parse_kernel_kind(row, is_xla, False) == "compiled",
         extra_dropout=attention == "unfused",
     )
 
@@ -127,10 +127,10 @@ def build_row_stack(row: Mapping[str, Any]) -> SoftwareStack:
 def is_sequence_parallel(row: Mapping[str, Any], stack: SoftwareStack) -> bool:
     """True if ranks of tp hold parts of the sequence between their regions; where the row does not
     say, if its software is of a time that does."""
-    return _read_flag(row, "sequence_parallel", stack.attention != "unfused")
+    return _get_bool(row, "sequence_parallel", stack.attention != "unfused")
 
 
-def _read_attention(row: Mapping[str, Any]) -> AttentionKernel:
+def _parse_attention_kernel(row: Mapping[str, Any]) -> AttentionKernel:
     text = get_text(row, "attention_kernel").lower()
     if re.search(r"unfused|eager|math|megatron|fused softmax", text) and "flash" not in text:
         return "unfused"
@@ -139,7 +139,7 @@ def _read_attention(row: Mapping[str, Any]) -> AttentionKernel:
     return "flash"
 
 
-def _read_kernels(row: Mapping[str, Any], is_xla: bool, is_megatron: bool) -> Kernels:
+def _parse_kernel_kind(row: Mapping[str, Any], is_xla: bool, is_megatron: bool) -> Kernels:
     compiled = get_text(row, "compile").lower()
     if is_xla or compiled in ("true", "yes", "torch.compile", "inductor"):
         return "compiled"
@@ -148,7 +148,7 @@ def _read_kernels(row: Mapping[str, Any], is_xla: bool, is_megatron: bool) -> Ke
     return "eager"
 
 
-def _read_travelling_bytes(
+def _parse_gradient_and_parameter_bytes(
     row: Mapping[str, Any], dp_mode: str, is_megatron: bool
 ) -> tuple[int, int]:
     """Bytes of one element of a gradient that is reduced, and of a parameter that is gathered."""
@@ -164,6 +164,6 @@ def _read_travelling_bytes(
     return grad_bytes, gather_bytes
 
 
-def _read_flag(row: Mapping[str, Any], key: str, default: bool) -> bool:
+def _get_bool(row: Mapping[str, Any], key: str, default: bool) -> bool:
     value = row.get(key)
     return value if isinstance(value, bool) else default

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 # Beyond these nobody has trained: a typo, or another unit.
-LARGEST_INT = 10**9
-LARGEST_STEP_S = 1e6
+MAX_INT = 10**9
+MAX_STEP_S = 1e6
 
 
 class UnusableRow(Exception):
@@ -30,7 +30,7 @@ def get_optional_int(row: Mapping[str, Any], key: str) -> int | None:
     value = get_number(row, key)
     if value is None or value == 0:
         return None
-    if value < 0 or value > LARGEST_INT or value != int(value):
+    if value < 0 or value > MAX_INT or value != int(value):
         raise UnusableRow(f"absurd {key}")
     return int(value)
 

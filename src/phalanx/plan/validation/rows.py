@@ -14,7 +14,7 @@ from phalanx.core.files import read_regular
 from phalanx.plan.validation.row_values import UnusableRow
 from phalanx.plan.validation.run import MeasuredRun, build_run
 
-LARGEST_FILE = 2**30
+MAX_FILE_BYTES = 2**30
 
 
 @dataclass(frozen=True)
@@ -29,19 +29,19 @@ class RowFile:
         return len(self.runs) + sum(self.unusable.values())
 
 
-def read_rows(path: Path) -> RowFile:
+def load_row_file(path: Path) -> RowFile:
     """The runs of a JSONL file; a bad line is counted and never an error. Raises UsageError for a
     file that cannot be read."""
     try:
-        content = read_regular(path, LARGEST_FILE)
+        content = read_regular(path, MAX_FILE_BYTES)
     except OSError as error:
         raise UsageError(
             f"{path} cannot be read", why=error.strerror or str(error), fix="name a JSONL file"
         ) from error
-    return parse_rows(content)
+    return parse_row_lines(content)
 
 
-def parse_rows(content: bytes) -> RowFile:
+def parse_row_lines(content: bytes) -> RowFile:
     """The runs of the lines of `content`."""
     runs: list[MeasuredRun] = []
     unusable: Counter[str] = Counter()
@@ -49,7 +49,7 @@ def parse_rows(content: bytes) -> RowFile:
         if not line.strip():
             continue
         try:
-            runs.append(build_run(_parse_line(line)))
+            runs.append(build_run(_parse_json_object(line)))
         except UnusableRow as reason:
             unusable[str(reason)] += 1
         except (PhalanxError, ArithmeticError, AssertionError, TypeError, ValueError, KeyError):
@@ -58,7 +58,7 @@ def parse_rows(content: bytes) -> RowFile:
     return RowFile(tuple(runs), dict(unusable.most_common()))
 
 
-def _parse_line(line: bytes) -> Mapping[str, Any]:
+def _parse_json_object(line: bytes) -> Mapping[str, Any]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):

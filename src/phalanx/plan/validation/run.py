@@ -13,14 +13,14 @@ from phalanx.job.work import ModelWork
 from phalanx.plan.timing.machine import MachineRates
 from phalanx.plan.timing.setup import Precision, StepSetup
 from phalanx.plan.validation.row_machine import build_row_machine
-from phalanx.plan.validation.row_memory import estimate_rank_bytes, fits
-from phalanx.plan.validation.row_model import build_row_shape, count_predicted_tokens
-from phalanx.plan.validation.row_setups import list_setups
+from phalanx.plan.validation.row_memory import estimate_rank_bytes, fits_in_memory
+from phalanx.plan.validation.row_model import build_row_shape, count_mtp_layers
+from phalanx.plan.validation.row_setups import list_possible_setups
 from phalanx.plan.validation.row_stack import (
-    read_precision,
+    parse_row_precision,
 )
 from phalanx.plan.validation.row_values import (
-    LARGEST_STEP_S,
+    MAX_STEP_S,
     UnusableRow,
     get_int,
     get_number,
@@ -29,10 +29,10 @@ from phalanx.plan.validation.row_values import (
 
 LONG_SEQ_LEN = 16_384
 MANY_GPUS = 64
-LARGEST_SEQ_LEN = 4_194_304
+MAX_SEQ_LEN = 4_194_304
 # Nobody measured more of the data sheet's peak than this, recomputation counted or not.
-LARGEST_UTILISATION = 1.3
-SMALLEST_UTILISATION = 0.002
+MAX_UTILISATION = 1.3
+MIN_UTILISATION = 0.002
 
 
 @dataclass(frozen=True)
@@ -65,27 +65,27 @@ class MeasuredRun:
 def build_run(row: Mapping[str, Any]) -> MeasuredRun:
     """The run of a row. Raises UnusableRow, with the reason, where it cannot be predicted or was
     not measured."""
-    step_s = _read_step_s(row)
+    step_s = _parse_step_s(row)
     machine = build_row_machine(row)
     shape = build_row_shape(row)
     seq_len = get_int(row, "seq_len")
-    if seq_len > LARGEST_SEQ_LEN:
+    if seq_len > MAX_SEQ_LEN:
         raise UnusableRow("absurd seq_len")
-    work = _count_work(shape, seq_len, count_predicted_tokens(row))
+    work = _count_model_work(shape, seq_len, count_mtp_layers(row))
     num_gpus = get_int(row, "n_gpus")
-    precision = read_precision(row)
-    setups = tuple(list_setups(row, num_gpus, seq_len, precision, shape.num_layers))
+    precision = parse_row_precision(row)
+    setups = tuple(list_possible_setups(row, num_gpus, seq_len, precision, shape.num_layers))
     if not setups:
         raise UnusableRow("degrees and batch do not divide")
     if machine.accelerator.memory_gib:
-        setups = _keep_fitting(work, setups, machine.accelerator.memory_gib)
+        setups = _keep_setups_that_fit(work, setups, machine.accelerator.memory_gib)
     ideal_s = _ideal_step_s(work, machine, precision, setups[0], num_gpus)
-    if not SMALLEST_UTILISATION <= ideal_s / step_s <= LARGEST_UTILISATION:
+    if not MIN_UTILISATION <= ideal_s / step_s <= MAX_UTILISATION:
         raise UnusableRow("step time that no such machine can have")
     return MeasuredRun(
         row_id=get_text(row, "id"),
         source=get_text(row, "source") or "unknown",
-        group=_name_group(row, machine),
+        group=_build_group_key(row, machine),
         model=get_text(row, "model"),
         gpu=machine.accelerator.name,
         work=work,
@@ -94,14 +94,14 @@ def build_run(row: Mapping[str, Any]) -> MeasuredRun:
         setups=setups,
         num_gpus=num_gpus,
         step_s=step_s,
-        memory_gib=_read_memory(row),
-        classes=_classify(row, shape, setups[0], num_gpus, machine, precision),
+        memory_gib=_parse_memory_gib(row),
+        classes=_list_run_classes(row, shape, setups[0], num_gpus, machine, precision),
         ideal_s=ideal_s,
     )
 
 
 @lru_cache(maxsize=256)
-def _count_work(shape: DecoderShape, seq_len: int, num_predicted: int) -> ModelWork:
+def _count_model_work(shape: DecoderShape, seq_len: int, num_predicted: int) -> ModelWork:
     work = shape.work(seq_len)
     if not num_predicted:
         return work
@@ -114,7 +114,7 @@ def _count_work(shape: DecoderShape, seq_len: int, num_predicted: int) -> ModelW
     )
 
 
-def _read_step_s(row: Mapping[str, Any]) -> float:
+def _parse_step_s(row: Mapping[str, Any]) -> float:
     """Seconds of one step: measured, or from what else was. Raises UnusableRow for none."""
     measured, derived = (
         part if isinstance(part, Mapping) else {}
@@ -124,15 +124,19 @@ def _read_step_s(row: Mapping[str, Any]) -> float:
         raise UnusableRow("out of memory")
     step_s = get_number(measured, "step_time_s") or get_number(derived, "step_time_s")
     if step_s is None:
-        step_s = _step_s_of_rate(row, measured) or _step_s_of_rate(row, derived)
+        step_s = _derive_step_s_from_throughput(row, measured) or _derive_step_s_from_throughput(
+            row, derived
+        )
     if step_s is None:
         raise UnusableRow("no step time or tokens/s")
-    if not 0 < step_s < LARGEST_STEP_S:
+    if not 0 < step_s < MAX_STEP_S:
         raise UnusableRow("absurd step time")
     return step_s
 
 
-def _step_s_of_rate(row: Mapping[str, Any], rates: Mapping[str, Any]) -> float | None:
+def _derive_step_s_from_throughput(
+    row: Mapping[str, Any], rates: Mapping[str, Any]
+) -> float | None:
     batch, seq_len = get_number(row, "global_batch"), get_number(row, "seq_len")
     num_gpus = get_number(row, "n_gpus")
     if not batch or not seq_len or not num_gpus:
@@ -149,7 +153,7 @@ def _step_s_of_rate(row: Mapping[str, Any], rates: Mapping[str, Any]) -> float |
     return None
 
 
-def _read_memory(row: Mapping[str, Any]) -> float | None:
+def _parse_memory_gib(row: Mapping[str, Any]) -> float | None:
     measured = row.get("measured")
     if not isinstance(measured, Mapping):
         return None
@@ -157,12 +161,12 @@ def _read_memory(row: Mapping[str, Any]) -> float | None:
     return memory if memory and memory > 0 else None
 
 
-def _keep_fitting(
+def _keep_setups_that_fit(
     work: ModelWork, setups: tuple[StepSetup, ...], memory_gib: float
 ) -> tuple[StepSetup, ...]:
     """The setups that fit by the estimate; where none does, the one that needs least, for the run
     took place."""
-    fitting = tuple(setup for setup in setups if fits(work, setup, memory_gib))
+    fitting = tuple(setup for setup in setups if fits_in_memory(work, setup, memory_gib))
     if fitting:
         return fitting
     return (min(setups, key=lambda setup: estimate_rank_bytes(work, setup)),)
@@ -178,13 +182,13 @@ def _ideal_step_s(
     return flops / (peak * num_gpus)
 
 
-def _name_group(row: Mapping[str, Any], machine: MachineRates) -> str:
+def _build_group_key(row: Mapping[str, Any], machine: MachineRates) -> str:
     """What rows of different layouts have in common: everything else that takes time."""
     keys = ("source", "model", "seq_len", "n_gpus", "global_batch", "precision", "framework")
     return "|".join([*(get_text(row, key) for key in keys), machine.accelerator.name])
 
 
-def _classify(
+def _list_run_classes(
     row: Mapping[str, Any],
     shape: DecoderShape,
     setup: StepSetup,

@@ -11,20 +11,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.plan.timing.constants import TimingConstants, load_constants
+from phalanx.plan.timing.constants import TimingConstants, load_timing_constants
 from phalanx.plan.validation.predict import group_runs, predict_runs
 from phalanx.plan.validation.regret import RegretStats, measure_regret
 from phalanx.plan.validation.rows import RowFile
 from phalanx.plan.validation.run import MeasuredRun
 
 Array = npt.NDArray[np.float64]
-FEW_ROWS = 8
-POOL = f"sources of fewer than {FEW_ROWS} rows"
+MIN_ROWS_OF_OWN_SOURCE = 8
+POOLED_SOURCE_LABEL = f"sources of fewer than {MIN_ROWS_OF_OWN_SOURCE} rows"
 SMALLEST_SCALE, LARGEST_SCALE = 0.6, 1.6
 # Logarithmic spreads: of sites around the model, and of runs around their site before any was seen.
 SITE_SPREAD, RUN_SPREAD = 0.12, 0.08
-MEDIAN_VARIANCE = 1.3  # of the median of three, as a multiple of the mean's
-NUM_WORST = 10
+MEDIAN_OF_THREE_VARIANCE_RATIO = 1.3  # of the median of three, as a multiple of the mean's
+NUM_WORST_ROWS = 10
 
 
 @dataclass(frozen=True)
@@ -100,15 +100,15 @@ class ScoredRuns:
     is_anchor: npt.NDArray[np.bool_]
 
     @property
-    def measured(self) -> Array:
+    def measured_step_s(self) -> Array:
         return np.array([run.step_s for run in self.runs])
 
-    def select(self, keep: npt.NDArray[np.bool_]) -> ErrorStats | None:
+    def summarise_selected(self, keep: npt.NDArray[np.bool_]) -> ErrorStats | None:
         """The errors of the runs of `keep` that are no anchors; None where there are none."""
         rows = np.flatnonzero(keep & ~self.is_anchor)
         if not len(rows):
             return None
-        log_error = np.log(self.predicted[rows] / self.measured[rows])
+        log_error = np.log(self.predicted[rows] / self.measured_step_s[rows])
         inside = np.abs(log_error) <= self.band[rows]
         return summarise_errors(np.expm1(log_error), float(inside.mean()))
 
@@ -134,29 +134,29 @@ def label_sources(runs: Sequence[MeasuredRun], pool_small: bool) -> list[str]:
         counts[run.source] += 1
     labels = []
     for run in runs:
-        is_small = counts[run.source] < FEW_ROWS
-        labels.append(POOL if pool_small and is_small else run.source)
+        is_small = counts[run.source] < MIN_ROWS_OF_OWN_SOURCE
+        labels.append(POOLED_SOURCE_LABEL if pool_small and is_small else run.source)
     return labels
 
 
-def choose_anchors(rows: npt.NDArray[np.intp], count: int) -> list[int]:
+def choose_anchor_rows(rows: npt.NDArray[np.intp], count: int) -> list[int]:
     """`count` of the `rows`, evenly spread over their order in the file, for tables list what is
     alike together; at most half of them. What was measured has no part in it."""
     count = min(count, len(rows) // 2)
     return [int(rows[int((index + 0.5) * len(rows) / count)]) for index in range(count)]
 
 
-def estimate_scale(log_ratios: Array) -> float:
+def estimate_log_scale(log_ratios: Array) -> float:
     """The logarithm of a site's scale from those of a few runs: their median, believed the less the
     more they differ, for then it is partly their noise."""
     middle, count = float(np.median(log_ratios)), len(log_ratios)
     squares = 2 * RUN_SPREAD**2 + float(((log_ratios - middle) ** 2).sum())
-    variance = squares / (count + 1) / count * MEDIAN_VARIANCE
+    variance = squares / (count + 1) / count * MEDIAN_OF_THREE_VARIANCE_RATIO
     log_scale = middle * SITE_SPREAD**2 / (SITE_SPREAD**2 + variance)
     return float(min(max(log_scale, np.log(SMALLEST_SCALE)), np.log(LARGEST_SCALE)))
 
 
-def anchor_runs(
+def apply_anchor_scales(
     runs: Sequence[MeasuredRun], predicted: Array, labels: Sequence[str], count: int
 ) -> tuple[Array, npt.NDArray[np.bool_]]:
     """The predictions times the scale of each source, and which rows set it."""
@@ -168,11 +168,11 @@ def anchor_runs(
     measured = np.array([run.step_s for run in runs])
     for name in dict.fromkeys(labels):
         rows = np.flatnonzero(names == name)
-        anchors = choose_anchors(rows, count)
+        anchors = choose_anchor_rows(rows, count)
         if not anchors:
             continue
         log_ratios = np.log(measured[anchors] / predicted[anchors])
-        scaled[rows] *= np.exp(estimate_scale(log_ratios))
+        scaled[rows] *= np.exp(estimate_log_scale(log_ratios))
         is_anchor[anchors] = True
     return scaled, is_anchor
 
@@ -185,17 +185,20 @@ def score_rows(
 ) -> ScoreReport:
     """The report on a file of rows. `predicted`: seconds and bands that somebody has already."""
     runs = rows.runs
-    constants = constants or load_constants()
+    constants = constants or load_timing_constants()
     seconds, band = predicted or predict_runs(group_runs(runs), constants)
     labels = label_sources(runs, pool_small=anchors > 0)
-    seconds, is_anchor = anchor_runs(runs, seconds, labels, anchors)
+    seconds, is_anchor = apply_anchor_scales(runs, seconds, labels, anchors)
     if anchors:
         band = band * constants.anchored_band
     scored = ScoredRuns(runs, seconds, band, is_anchor)
-    by_utilisation, _ = anchor_runs(runs, predict_by_utilisation(runs), labels, anchors)
+    by_utilisation, _ = apply_anchor_scales(runs, predict_by_utilisation(runs), labels, anchors)
     baseline = ScoredRuns(runs, by_utilisation, np.zeros(len(runs)), is_anchor)
     everything = np.ones(len(runs), dtype=np.bool_)
-    overall, of_baseline = scored.select(everything), baseline.select(everything)
+    overall, of_baseline = (
+        scored.summarise_selected(everything),
+        baseline.summarise_selected(everything),
+    )
     nan = float("nan")
     nothing = ErrorStats(0, nan, nan, nan, nan, nan, None)
     return ScoreReport(
@@ -204,13 +207,13 @@ def score_rows(
         num_anchor_rows=int(is_anchor.sum()),
         num_inferred=sum(len(run.setups) > 1 for run in runs),
         overall=overall or nothing,
-        sources=_score_by(scored, labels),
+        sources=_score_by_label(scored, labels),
         classes=_score_by_class(scored),
         baseline=of_baseline or nothing,
-        baseline_sources=_score_by(baseline, labels),
-        memory=_score_memory(runs),
+        baseline_sources=_score_by_label(baseline, labels),
+        memory=_score_memory_estimates(runs),
         regret=measure_regret(runs, seconds),
-        worst=_list_worst(scored),
+        worst=_list_worst_rows(scored),
         unusable=rows.unusable,
     )
 
@@ -223,10 +226,10 @@ def predict_by_utilisation(runs: Sequence[MeasuredRun]) -> Array:
     return np.array([run.ideal_s / np.median(by_kind[run.gpu, run.precision]) for run in runs])
 
 
-def _score_by(scored: ScoredRuns, labels: Sequence[str]) -> dict[str, ErrorStats]:
+def _score_by_label(scored: ScoredRuns, labels: Sequence[str]) -> dict[str, ErrorStats]:
     names, by_name = np.array(labels), {}
     for name in dict.fromkeys(labels):
-        stats = scored.select(names == name)
+        stats = scored.summarise_selected(names == name)
         if stats is not None:
             by_name[name] = stats
     return by_name
@@ -236,24 +239,24 @@ def _score_by_class(scored: ScoredRuns) -> dict[str, ErrorStats]:
     names = sorted({name for run in scored.runs for name in run.classes})
     by_class = {}
     for name in names:
-        stats = scored.select(np.array([name in run.classes for run in scored.runs]))
+        stats = scored.summarise_selected(np.array([name in run.classes for run in scored.runs]))
         if stats is not None:
             by_class[name] = stats
     return by_class
 
 
-def _score_memory(runs: Sequence[MeasuredRun]) -> ErrorStats | None:
+def _score_memory_estimates(runs: Sequence[MeasuredRun]) -> ErrorStats | None:
     errors = [
         run.memory_estimate_gib / run.memory_gib - 1 for run in runs if run.memory_gib is not None
     ]
     return summarise_errors(np.array(errors), None) if errors else None
 
 
-def _list_worst(scored: ScoredRuns) -> tuple[WorstRow, ...]:
-    errors = np.abs(np.log(scored.predicted / scored.measured))
+def _list_worst_rows(scored: ScoredRuns) -> tuple[WorstRow, ...]:
+    errors = np.abs(np.log(scored.predicted / scored.measured_step_s))
     errors[scored.is_anchor] = -1.0
     worst = []
-    for row in np.argsort(-errors, kind="stable")[:NUM_WORST]:
+    for row in np.argsort(-errors, kind="stable")[:NUM_WORST_ROWS]:
         if errors[row] < 0:
             continue
         run = scored.runs[row]

@@ -7,10 +7,15 @@ import math
 from collections.abc import Sequence
 
 from phalanx.core.errors import LayoutError
-from phalanx.plan.pipeline.bubble import MAX_UNREMARKED_BUBBLE
+from phalanx.plan.pipeline.bubble import MAX_BUBBLE_WITHOUT_WARNING
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
-from phalanx.plan.pipeline.simulate import StageCosts, Timeline, count_in_flight, simulate
-from phalanx.plan.pipeline.trace import build_timeline, forward_backward_seconds
+from phalanx.plan.pipeline.simulate import (
+    StageCosts,
+    Timeline,
+    count_peak_in_flight,
+    simulate_timeline,
+)
+from phalanx.plan.pipeline.trace import build_measured_timeline, sum_forward_backward_s
 from phalanx.report import formats
 from phalanx.report.bubble import MeasuredPipeline, read_pipeline_plan
 from phalanx.report.facts import RunFacts
@@ -52,7 +57,7 @@ def _measured_timeline(measured: MeasuredPipeline | None) -> Timeline | None:
     if measured is None:
         return None
     try:
-        timeline = build_timeline(measured.pipeline.schedule_name, measured.event.spans)
+        timeline = build_measured_timeline(measured.pipeline.schedule_name, measured.event.spans)
     except LayoutError:
         return None
     if timeline.schedule.rank_of_stage != measured.pipeline.rank_of_stage:
@@ -89,7 +94,7 @@ def _describe_idle_time(measured: MeasuredPipeline, facts: RunFacts) -> list[Htm
     css_class = None
     if measured.has_long_bubble:
         css_class = "over"
-        summary += f" That is more than {100 * MAX_UNREMARKED_BUBBLE:.0f} %."
+        summary += f" That is more than {100 * MAX_BUBBLE_WITHOUT_WARNING:.0f} %."
     earlier = []
     for each in facts.pipelines[:-1]:
         earlier.append(f"{formats.format_percent(each.bubble_measured, 1.0)} at step {each.step:,}")
@@ -110,7 +115,7 @@ def _keep_percent_on_line(text: str) -> str:
 def _render_timeline_chart(measured: MeasuredPipeline, timeline: Timeline) -> list[Html | None]:
     planned = measured.plan_timeline()
     if planned is None:
-        planned = simulate(measured.pipeline.schedule(), measured.costs)
+        planned = simulate_timeline(measured.pipeline.schedule(), measured.costs)
         how = (
             "the schedule with stages that take what they were measured to take: the plan had no"
             " costs of its own"
@@ -165,7 +170,7 @@ def _render_stage_table(
 def _planned_columns_by_head(pipeline: Pipeline) -> dict[str, list[str]]:
     return {
         "÷ mean": _shares_of_mean(pipeline.costs),
-        "held at most": list(map(str, count_in_flight(pipeline.schedule()).per_stage)),
+        "held at most": list(map(str, count_peak_in_flight(pipeline.schedule()).per_stage)),
     }
 
 
@@ -180,20 +185,22 @@ def _measured_columns_by_head(
         seconds["backward, weights"] = [cost.backward_weight_s for cost in costs]
     else:
         seconds["backward"] = [cost.backward_input_s + cost.backward_weight_s for cost in costs]
-    seconds["in all"] = list(map(forward_backward_seconds, costs))
+    seconds["in all"] = list(map(sum_forward_backward_s, costs))
     columns = {}
     for head, values in seconds.items():
         columns[head] = [formats.format_milliseconds(float(value)) for value in values]
-    planned = count_in_flight(measured.pipeline.schedule()).per_stage
+    planned = count_peak_in_flight(measured.pipeline.schedule()).per_stage
     columns["÷ mean"] = _shares_of_mean(costs)
     columns["held at most, planned"] = list(map(str, planned))
-    columns["held at most, measured"] = list(map(str, count_in_flight(timeline.schedule).per_stage))
+    columns["held at most, measured"] = list(
+        map(str, count_peak_in_flight(timeline.schedule).per_stage)
+    )
     return columns
 
 
 def _shares_of_mean(costs: Sequence[StageCosts]) -> list[str]:
     """The seconds of each stage over the mean of all, as text."""
-    totals = list(map(forward_backward_seconds, costs))
+    totals = list(map(sum_forward_backward_s, costs))
     mean_s = sum(totals) / len(totals)
     if not mean_s:
         return ["–"] * len(totals)

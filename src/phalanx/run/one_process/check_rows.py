@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from phalanx.job.schema import Job
-from phalanx.plan.mixed_rows import MAX_TRIED_PARAMS, RowMixing, has_user_loss_code
+from phalanx.plan.mixed_rows import MAX_PROBED_PARAMS, RowMixing, has_user_loss_code
 from phalanx.plan.plan import Plan
 from phalanx.run.one_process.dropout_masks import DropoutMasks
 from phalanx.run.one_process.job_loss import JobLoss
@@ -58,7 +58,7 @@ def check_loss_on_rows(job: Job, plan: Plan, batch: Batch) -> RowMixing:
     if (
         most < min(COMPARED_ROW_COUNTS[0], count_batch_rows(batch))
         or most < 2
-        or plan.num_params > MAX_TRIED_PARAMS
+        or plan.num_params > MAX_PROBED_PARAMS
         or not has_user_loss_code(job)
     ):
         return RowMixing()

@@ -40,6 +40,8 @@ def choose_kinds(plan: Plan, *, all_kinds: bool = False) -> list[RankKind]:
         highest = max(numbers, key=lambda number: totals[number])
         numbers = sorted({0, pipeline.rank_of_stage[-1], highest})
     return [
-        RankKind(f"pipeline rank {number}", number * per_stage, tuple(pipeline.stages_of(number)))
+        RankKind(
+            f"pipeline rank {number}", number * per_stage, tuple(pipeline.stages_of_rank(number))
+        )
         for number in numbers
     ]
