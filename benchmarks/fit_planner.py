@@ -39,11 +39,12 @@ CONSTANTS = ROOT / "src" / "phalanx" / "plan" / "timing" / "constants.toml"
 NOT_FITTED = (
     "host_gb_s",
     "host_adam_gb_s",
+    "graph_gap_s",
     "band",
     "band_experts",
     "band_waiting",
     "anchored_band",
-)  # no row moves them
+)  # no row moves them, or too few
 SOURCE_SHARE = 0.6  # of what a source's rows have in common, how much is left out
 PRIOR_WIDTH = 0.35  # standard deviation of a prior, as a part of the distance between its bounds
 PRIOR_WEIGHT = 1.0

@@ -14,7 +14,11 @@ from phalanx.core.errors import UsageError
 from phalanx.plan.timing.constants import list_timing_constants, load_timing_constants
 from phalanx.plan.validation.predict import group_runs, predict_runs
 from phalanx.plan.validation.row_machine import find_row_accelerator, parse_network_gb_s
-from phalanx.plan.validation.row_stack import parse_row_precision, parse_row_recompute
+from phalanx.plan.validation.row_stack import (
+    build_row_stack,
+    parse_row_precision,
+    parse_row_recompute,
+)
 from phalanx.plan.validation.rows import load_row_file, parse_row_lines
 from phalanx.plan.validation.run import build_run
 from phalanx.plan.validation.score import (
@@ -159,6 +163,22 @@ def test_precision_and_recomputation_are_read_from_words() -> None:
     )
     assert parse_row_recompute({"activation_checkpointing": "none"}) == (("none", 1.0),)
     assert len(parse_row_recompute({"activation_checkpointing": "recipe-specific"})) > 1
+
+
+@pytest.mark.parametrize(
+    ("change", "launch"),
+    [
+        ({}, "eager"),
+        ({"table": "26.04.01 NeMo Container / pretrain"}, "eager"),
+        ({"table": "26.06 NeMo Container / pretrain"}, "graph"),
+        ({"table": "26.08.01 NeMo Container", "precision": "bf16"}, "eager"),
+        ({"table": "26.08 NeMo Container", "moe": None}, "eager"),
+        ({"table": "26.08 NeMo Container", "framework": "torchtitan"}, "eager"),
+    ],
+)
+def test_a_release_says_whether_experts_are_in_a_graph(change: dict[str, Any], launch: str) -> None:
+    row = ROW | {"framework": "Megatron-Core", "precision": "mxfp8", "moe": {"experts": 8}}
+    assert build_row_stack(row | change).launch == launch
 
 
 def test_statistics_are_those_of_the_errors() -> None:

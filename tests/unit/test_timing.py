@@ -140,6 +140,7 @@ def test_every_constant_moves_some_output() -> None:
             dense,
             setup_of(layout=Layout(dp_shard=8, cp=2), stack=PHALANX_COMPILED_STACK),
         ),
+        "graph": (dense, setup_of(stack=replace(MEGATRON_STACK, launch="graph"))),
         "offload": (dense, setup_of(layout=Layout(dp_shard=16), zero_stage=3, offload="optimizer")),
         "experts": (moe, setup_of(layout=Layout(dp_shard=16, ep=16), stack=plain)),
         "8 bits": (dense, setup_of(precision="fp8")),

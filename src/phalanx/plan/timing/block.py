@@ -194,7 +194,8 @@ class BlockTimeEstimator:
             + columns.is_compiled * COMPILED_KERNELS
             + (block.num_experts > 0) * EXPERT_KERNELS
         )
-        gaps = kernels * constants.kernel_gap_s
+        gap_s = np.where(columns.launches_graphs, constants.graph_gap_s, constants.kernel_gap_s)
+        gaps = kernels * gap_s
         return (
             self.memory_traffic_s(bytes_forward) + gaps,
             self.memory_traffic_s(bytes_backward + grad_bytes) + 2 * gaps,

@@ -58,6 +58,7 @@ class TimingConstants:
     launch_tp: float
     launch_experts: float
     kernel_gap_s: float
+    graph_gap_s: float
     step_overhead_s: float
     link_efficiency: float
     link_latency_s: float

@@ -18,6 +18,7 @@ from phalanx.plan.timing.setup import (
 )
 from phalanx.plan.validation.row_values import get_text
 
+GRAPHED_EXPERTS = (26, 6)  # the first container whose whole step is one graph, experts as well
 SHARDED_PATTERN = re.compile(r"fsdp|zero-?3|fully")
 
 
@@ -106,7 +107,7 @@ def build_row_stack(row: Mapping[str, Any]) -> SoftwareStack:
         name=framework or "unknown",
         kernels=_parse_kernel_kind(row, is_xla, is_megatron),
         attention=attention,
-        launch="graph" if is_xla else "eager",
+        launch="graph" if is_xla or _launches_experts_by_graph(row, is_megatron) else "eager",
         # Experts with a capacity have sizes that the CPU need not wait for.
         launch_weight=0.5 if "tokendrop" in get_text(row, "note").lower() else 1.0,
         overlaps_reduce=overlaps_dp,
@@ -119,7 +120,10 @@ def build_row_stack(row: Mapping[str, Any]) -> SoftwareStack:
         has_main_grad=is_megatron or "internevo" in framework,
         reduces_each_microbatch=is_sharded,
         cuts_experts=not is_megatron,
-        is_head_fused=is_megatron or is_xla or _parse_kernel_kind(row, is_xla, False) == "compiled",
+        is_head_fused=is_megatron
+        or is_xla
+        or "llm-foundry" in framework
+        or _parse_kernel_kind(row, is_xla, False) == "compiled",
         extra_dropout=attention == "unfused",
     )
 
@@ -162,6 +166,23 @@ def _parse_gradient_and_parameter_bytes(
     if "fp8 all-gather" in precision:
         gather_bytes = 1
     return grad_bytes, gather_bytes
+
+
+def _launches_experts_by_graph(row: Mapping[str, Any], is_megatron: bool) -> bool:
+    """True if a whole step with experts runs as one CUDA graph: of Megatron-Core's containers since
+    June 2026, on GPUs that group 8-bit products without reading sizes back."""
+    release = parse_row_release(row)
+    if not is_megatron or release is None or release < GRAPHED_EXPERTS:
+        return False
+    has_small_types = parse_row_precision(row) in ("mxfp8", "fp4")
+    return has_small_types and bool(row.get("moe"))
+
+
+def parse_row_release(row: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Year and month of the container that a row names, as (26, 4); None where it names none."""
+    text = f"{get_text(row, 'framework')} {get_text(row, 'table')} {get_text(row, 'note')}".lower()
+    match = re.search(r"\b(2\d)\.(0[1-9]|1[0-2])(?:\.\d+)?\s+(?:nemo|container|pytorch)", text)
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def _get_bool(row: Mapping[str, Any], key: str, default: bool) -> bool:
