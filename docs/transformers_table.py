@@ -37,18 +37,18 @@ from torch.overrides import TorchFunctionMode
 from phalanx.mesh.logical import LogicalShard, make_logical_shard
 from phalanx.verify.follow import (
     RankObservations,
-    compare_blocks,
+    compute_block_dots,
     describe_held_part,
-    digest_blocks,
-    list_boxes_of_shards,
+    hash_block_bits,
+    list_shard_boxes,
 )
 from phalanx.verify.judged_layout import JudgedLayout
 from phalanx.verify.trace_facts import (
     INITIAL_KIND,
     Trace,
     TraceStep,
-    gradients_set_name,
-    weights_set_name,
+    name_gradients_set,
+    name_weights_set,
 )
 from phalanx.verify.verdict import Comparator, Verdict
 
@@ -228,8 +228,8 @@ def trace_alone(directory: Path, traced: Path) -> Trace:
     again, _ = compute_gradients(load_model(directory, None))
     if loss != again:
         raise ValueError("its loss is another one each time")
-    sizes: dict[str, dict[str, float]] = {weights_set_name(0): {}}
-    for kind, tensors in ((INITIAL_KIND, weights), (gradients_set_name(0), gradients)):
+    sizes: dict[str, dict[str, float]] = {name_weights_set(0): {}}
+    for kind, tensors in ((INITIAL_KIND, weights), (name_gradients_set(0), gradients)):
         save_file(tensors, traced / f"{kind}.safetensors")
         sizes[kind] = {name: tensor.norm().item() for name, tensor in tensors.items()}
     step = TraceStep(loss, ROWS * LENGTH, total_norm(gradients), None)
@@ -241,20 +241,20 @@ def observe(rank: int, directory: Path, config: dict[str, int], trace: Trace) ->
     model = load_model(directory, config)
     weights = {name: gather(parameter) for name, parameter in model.named_parameters()}
     loss, gradients = compute_gradients(model)
-    held, kind = make_shards(weights, rank), gradients_set_name(0)
+    held, kind = make_shards(weights, rank), name_gradients_set(0)
     shards = make_shards(gradients, rank)
     seen = RankObservations()
     seen.losses, seen.norms = [loss], [total_norm(gradients)]
     seen.num_targets, seen.local_means = [ROWS * LENGTH], [[]]
     seen.held, seen.boxes = (
         {name: describe_held_part(each) for name, each in held.items()},
-        list_boxes_of_shards(held),
+        list_shard_boxes(held),
     )
     seen.unknown = sorted(set(held) - set(trace.sizes[INITIAL_KIND]))
     seen.absent = sorted(set(trace.sizes[INITIAL_KIND]) - set(held))
-    seen.tensors = {INITIAL_KIND: compare_blocks(trace, INITIAL_KIND, held)}
-    seen.tensors |= {kind: compare_blocks(trace, kind, shards), weights_set_name(0): {}}
-    seen.digests = {kind: digest_blocks(shards)}
+    seen.tensors = {INITIAL_KIND: compute_block_dots(trace, INITIAL_KIND, held)}
+    seen.tensors |= {kind: compute_block_dots(trace, kind, shards), name_weights_set(0): {}}
+    seen.digests = {kind: hash_block_bits(shards)}
     return seen
 
 

@@ -23,9 +23,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES
-from phalanx.verify.cases import list_compressed_layouts, list_layouts
-from phalanx.verify.pipelines import list_pipelines
-from phalanx.verify.products import list_expert_layouts, list_products
+from phalanx.verify.cases import list_all_layouts, list_gradient_compression_layouts
+from phalanx.verify.pipelines import list_pipeline_layouts
+from phalanx.verify.products import list_expert_layouts, list_three_axis_layouts
 from phalanx.verify.trace_facts import TOLERANCE_OF_DTYPE
 from throughput.machine import cpu_model, num_cores
 
@@ -35,7 +35,7 @@ ON_EIGHT = (
     "ddp,zero1,zero3,hsdp2x4-zero3,hsdp4x2-zero1,ddp-tp2,zero1-tp2,zero3-tp2,hsdp2x2-zero3-tp2,ddp-tp4,zero3-tp4,tp8,"
     "cp8,cp8-all-gather,zero3-cp4,tp2-cp4,hsdp4x2-zero3-cp2"
 )
-ON_FOUR_STAGED = ",".join(name for name, _ in list_pipelines(4))
+ON_FOUR_STAGED = ",".join(name for name, _ in list_pipeline_layouts(4))
 ON_EIGHT_STAGED = ",".join(
     [
         f"{place}-{schedule}"
@@ -54,7 +54,7 @@ STAGED = (
     "data.seq_len=16",
 )
 PRODUCTS = ",".join(
-    [name for name, _ in list_products(8)]
+    [name for name, _ in list_three_axis_layouts(8)]
     + ["pp2-zero3-tp2-1f1b", "pp2-zero3-tp2-zb-v", "hsdp2x2-zero3-tp2"]
 )
 PRODUCTS_OF_EXPERTS = (
@@ -97,7 +97,7 @@ class Judged:
 
 def whole(num_ranks: int) -> str:
     """All layouts but pipelines, which have models of their own: with a block for each stage."""
-    every = (*list_layouts(num_ranks), *list_compressed_layouts(num_ranks))
+    every = (*list_all_layouts(num_ranks), *list_gradient_compression_layouts(num_ranks))
     return ",".join(name for name, axes in every if "pp" not in axes)
 
 

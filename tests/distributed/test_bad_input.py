@@ -253,7 +253,7 @@ def user_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[st
     ]
     good = [
         "model.kind=user_code:bigram",
-        "model.objective=user_code:squared_error",
+        "model.objective=user_code:squared_tensor_error",
         "run.dir=runs/good",
     ]
     commands.append([*job, *good])

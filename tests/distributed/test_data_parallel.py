@@ -25,7 +25,7 @@ from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.offload import optimizer as offload
 from phalanx.parallel.parallelize import parallelize
 from phalanx.train.state import TrainState
-from phalanx.verify.cases import list_layouts
+from phalanx.verify.cases import list_all_layouts
 from ranks import run_ranks
 
 OBJECTIVE = causal_cross_entropy(16)
@@ -96,7 +96,7 @@ def train_parallel(rank: int, num_ranks: int, copies: bool, root: Path) -> dict[
     if copies:  # as on a GPU, where what the optimizer sees lies elsewhere
         offload.copy_to_host = torch.clone
     found: dict[str, Tensors] = {}
-    for name, axes in list_layouts(num_ranks):
+    for name, axes in list_all_layouts(num_ranks):
         if {"tp", "cp", "pp"} & set(axes) or any(
             "." in key for key in axes
         ):  # of data parallelism alone

@@ -26,10 +26,10 @@ from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.plan.workload import build_workload, shard_shape
 from phalanx.run.weights import build_state
-from phalanx.verify.dry_run.collectives import Collective, CollectiveLog
-from phalanx.verify.dry_run.program import StepRunner, WatchedPhases, run_dry_step
-from phalanx.verify.dry_run.stand_ins import StageForm
-from phalanx.verify.dry_run.storage_log import StorageLog, find_peak, read_timeline
+from phalanx.verify.dry_run.collectives import CollectiveCall, CollectiveLog
+from phalanx.verify.dry_run.program import DryStepRunner, TrackedPhases, run_dry_step
+from phalanx.verify.dry_run.stand_ins import StageBoundarySpec
+from phalanx.verify.dry_run.storage_log import StorageLog, build_memory_timeline, find_highest_point
 from phalanx.verify.dry_run.tracker import StorageTracker
 from ranks import run_ranks
 
@@ -64,9 +64,9 @@ def plan_small(*keys: str) -> tuple[Job, Plan]:
     return job, make_plan(job, cluster=CPU)
 
 
-def count_without_callers(counts: Counter[Collective]) -> Counter[Collective]:
+def count_without_callers(counts: Counter[CollectiveCall]) -> Counter[CollectiveCall]:
     """Without callers: those of what autograd's C++ starts are other lines."""
-    total: Counter[Collective] = Counter()
+    total: Counter[CollectiveCall] = Counter()
     for collective, count in counts.items():
         total[replace(collective, caller="", phase="", purpose="")] += count
     return total
@@ -85,15 +85,15 @@ def has_buckets(plan: Plan) -> bool:
 def follow_real_step(job: Job, plan: Plan) -> tuple[Any, int, StepStats]:
     with open_mesh(plan.layout, device="cpu") as mesh:
         tracker = StorageTracker(StorageLog(), CollectiveLog(mesh))
-        with tracker.following_sizes(), tracker:
-            phases = WatchedPhases(tracker)
+        with tracker.tracking_storage_resizes(), tracker:
+            phases = TrackedPhases(tracker)
             state = build_state(job, plan, mesh, phases)
             balance_routing(state.model.module)
-            runner = StepRunner(job, plan, state, tracker, phases)
+            runner = DryStepRunner(job, plan, state, tracker, phases)
             for step in range(1, 4 if has_buckets(plan) else 3):
                 stats = runner.run(step, plan.num_microbatches)
         assert tracker.collectives is not None
-        peak = find_peak(read_timeline(tracker.log, runner.first_moment))
+        peak = find_highest_point(build_memory_timeline(tracker.log, runner.first_moment))
         return tracker.collectives.counts, peak.total_bytes, stats
 
 
@@ -114,12 +114,12 @@ def follow_dry_steps(_: int, cases: list[tuple[Job, Plan]]) -> list[dict[int, An
     """Of each job what dry runs of the last rank say."""
     found = []
     for job, plan in cases:
-        boundary = StageForm()
+        boundary = StageBoundarySpec()
         by_rank = {}
         # Of a pipeline the first rank, too: it knows the form of what stages hand on.
         for rank in (0, RANKS - 1) if plan.layout.pp > 1 else (RANKS - 1,):
             step = run_dry_step(job, plan, rank, boundary)
-            peak = find_peak(read_timeline(step.log, step.first_moment))
+            peak = find_highest_point(build_memory_timeline(step.log, step.first_moment))
             by_rank[rank] = step.counts, peak.total_bytes, step.stats
         found.append(by_rank)
     return found

@@ -71,7 +71,7 @@ class Moody(nn.Module):
         return self.out(self.norm(self.frozen(inputs)))[:, 0]
 
 
-def squared_error(outputs: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+def squared_tensor_error(outputs: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     noise = 0.01 * (
         torch.rand(()) + random.random() + np.random.random()
     )  # an objective may draw, too
@@ -149,7 +149,7 @@ def train(
     eval_keys: Mapping[str, Any] | None,
     *,
     before: Callable[[int, int, StopFlags], None] | None = None,
-    objective: Any = squared_error,
+    objective: Any = squared_tensor_error,
     sources: Mapping[str, Sequence[Batch]] | None = None,
     attempt: int = 0,
     resume: bool = False,
@@ -441,7 +441,7 @@ def unfit(rank: int, folder: str) -> list[Outcome]:
     (run_dir / BEST_FILE_NAME).mkdir(parents=True)
 
     def spoil(outputs: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        loss, count = squared_error(outputs, batch)
+        loss, count = squared_tensor_error(outputs, batch)
         return (loss if torch.is_grad_enabled() else loss * math.nan), count
 
     return [train(rank, 1, run_dir, EVERY), train(rank, 1, None, EVERY, objective=spoil)]

@@ -23,7 +23,7 @@ from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.run.one_process.plain_loss import plain_cross_entropy
-from phalanx.verify.cases import list_layouts
+from phalanx.verify.cases import list_all_layouts
 from ranks import run_ranks
 
 ROWS, SEQ_LEN, STEPS, LR = 16, 16, 4, 0.5
@@ -113,7 +113,7 @@ def train_in_each(
     rank: int, num_ranks: int, names: dict[str, tuple[str, ...]]
 ) -> dict[str, list[tuple[float, bool]]]:
     """(loss, whether the step was applied) of each step, by kind, layout and type."""
-    known, found = dict(list_layouts(num_ranks, experts=True)), {}
+    known, found = dict(list_all_layouts(num_ranks, experts=True)), {}
     for kind, layouts in names.items():
         for name in layouts:
             for precision in TOLERANCE:

@@ -18,7 +18,7 @@ from phalanx.job.schema import Job
 from phalanx.plan.planner import make_plan
 from phalanx.plan.rules import CUTTING_KINDS
 from phalanx.suggest.search import suggest_rules
-from phalanx.verify.batches import make_global_steps
+from phalanx.verify.batches import make_global_microbatches
 from phalanx.verify.cases import SHRUNK_VOCAB_SIZE
 from ranks import run_ranks
 
@@ -72,7 +72,9 @@ def suggestions(rank: int, kinds: list[str]) -> dict[str, tuple[Rules, dict[str,
         plan = dataclasses.replace(
             make_plan(job, cluster=CPU, shape=SHAPE), vocab_size=SHRUNK_VOCAB_SIZE
         )
-        said = suggest_rules(job, plan, make_global_steps(job, plan, None, num_steps=1)[0][0])
+        said = suggest_rules(
+            job, plan, make_global_microbatches(job, plan, None, num_steps=1)[0][0]
+        )
         found[kind] = (said.rules, said.whole)
     return found
 

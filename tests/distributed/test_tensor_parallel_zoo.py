@@ -15,7 +15,7 @@ from models import CPU
 from phalanx.job.schema import Job
 from phalanx.job.shapes.measured import MeasuredModule
 from phalanx.verify import rank as verify_rank
-from phalanx.verify.cases import make_cases, make_verified_job
+from phalanx.verify.cases import make_verified_job, plan_layout_cases
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
 from phalanx.verify.row import ROWS_FILE_NAME
 from ranks import run_ranks
@@ -49,7 +49,7 @@ def judge_jobs(rank: int, wanted: Wanted, directory: str) -> None:
     for name, (wanted_job, layouts) in wanted.items():
         job = make_verified_job(wanted_job, 4)
         chosen = [(layout, LAYOUTS[layout]) for layout in layouts]
-        cases = make_cases(job, chosen, num_ranks=4, cluster=CPU, shape=SHAPE)
+        cases = plan_layout_cases(job, chosen, num_ranks=4, cluster=CPU, shape=SHAPE)
         work = [
             VerifyCase("float64", case.name, case.parallel, case.plan)
             for case in cases
@@ -57,7 +57,7 @@ def judge_jobs(rank: int, wanted: Wanted, directory: str) -> None:
         ]
         folder = Path(directory) / name
         folder.mkdir(exist_ok=True)
-        verify_rank.compare_layouts(VerifyPayload(job, folder, None, 1, 4, name, tuple(work)))
+        verify_rank.run_verify_cases(VerifyPayload(job, folder, None, 1, 4, name, tuple(work)))
 
 
 def rows_of(wanted: Wanted) -> dict[str, dict[str, Any]]:

@@ -47,10 +47,10 @@ from phalanx.parallel.wire import Wire
 from phalanx.verify import rank as verify_rank
 from phalanx.verify.cases import (
     RECOMPUTE_LAYOUTS,
-    list_compressed_layouts,
-    list_layouts,
-    make_cases,
+    list_all_layouts,
+    list_gradient_compression_layouts,
     make_verified_job,
+    plan_layout_cases,
     shrink_job,
 )
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
@@ -86,18 +86,18 @@ def judge_all(
     judged = make_verified_job(job, num_ranks)
     layouts = [
         (name, keys)
-        for name, keys in list_layouts(num_ranks, experts=True)
+        for name, keys in list_all_layouts(num_ranks, experts=True)
         if not only or name in only
     ]
-    layouts = list(list_compressed_layouts(num_ranks)) if compressed else layouts
-    cases = make_cases(judged, layouts, num_ranks=num_ranks, cluster=CPU, shape=shape)
+    layouts = list(list_gradient_compression_layouts(num_ranks)) if compressed else layouts
+    cases = plan_layout_cases(judged, layouts, num_ranks=num_ranks, cluster=CPU, shape=shape)
     work = [
         VerifyCase(dtype, case.name, case.parallel, case.plan)
         for dtype in dtypes
         for case in cases
         if case.plan is not None
     ]
-    verify_rank.compare_layouts(
+    verify_rank.run_verify_cases(
         VerifyPayload(judged, Path(directory), None, 3, num_ranks, "small", tuple(work))
     )
 
@@ -308,8 +308,8 @@ def one_rank_misses_a_reduction() -> None:
 
 def same_share_on_every_rank() -> None:
     """Every rank reads the share of rank 0."""
-    share = verify_rank.take_rank_rows
-    verify_rank.take_rank_rows = lambda steps, rank, size: share(steps, 0, size)  # type: ignore[assignment]
+    share = verify_rank.select_rank_rows
+    verify_rank.select_rank_rows = lambda steps, rank, size: share(steps, 0, size)  # type: ignore[assignment]
 
 
 def weights_by_rank() -> None:

@@ -17,7 +17,7 @@ import phalanx
 from commands import environment, finish, run, run_all, start, survivors, wait_until
 from phalanx.core.errors import ExitCode
 from phalanx.plan.nvidia import list_visible_gpus
-from phalanx.verify.cases import list_compressed_layouts, list_layouts
+from phalanx.verify.cases import list_all_layouts, list_gradient_compression_layouts
 from phalanx.verify.row import Row
 
 OWN = """
@@ -69,12 +69,15 @@ def test_the_default_job_is_equal_and_says_so(tmp_path: Path) -> None:
     assert lines[0].startswith(
         "shrunk  num_layers 4 -> 3"
     )  # 4 stages of the interleaved schedules, one of them the head
-    for head, layouts in (("equal", list_layouts(2)), ("lossy", list_compressed_layouts(2))):
+    for head, layouts in (
+        ("equal", list_all_layouts(2)),
+        ("lossy", list_gradient_compression_layouts(2)),
+    ):
         names = [name for name, _ in layouts]
         assert [line.split()[:3] for line in lines if line.startswith(head)] == [
             [head, name, dtype] for dtype in ("float64", "float32") for name in names
         ]
-    exact, rounded = len(list(list_layouts(2))), len(list(list_compressed_layouts(2)))
+    exact, rounded = len(list(list_all_layouts(2))), len(list(list_gradient_compression_layouts(2)))
     assert (
         lines[-1] == f"verdict {2 * exact} of {2 * exact} rows equal the reference, "
         f"{2 * rounded} of {2 * rounded} with compressed gradients do what they should"
@@ -262,7 +265,7 @@ def test_a_module_with_all_kinds_of_things_in_it_is_no_alarm(tmp_path: Path) -> 
     rows = rows_of(done.out)
     assert (done.code, [row["first"] for row in rows if row["ok"] is False]) == (0, [])
     assert {row["layout"] for row in rows if row["ok"] is None} == {
-        name for name, axes in list_layouts(2) if {"tp", "cp", "pp"} & set(axes)
+        name for name, axes in list_all_layouts(2) if {"tp", "cp", "pp"} & set(axes)
     }
     assert "fewer digits than float64" in str(next(row for row in rows if row["ok"])["notes"])
 

@@ -14,8 +14,8 @@ from phalanx.job.schema import Job
 from phalanx.parallel.context import attention as cp_attention
 from phalanx.parallel.context import block_attention as cp_products
 from phalanx.parallel.context import transform as cp
-from phalanx.verify.cases import list_layouts, shrink_job
-from phalanx.verify.contexts import list_context_layouts
+from phalanx.verify.cases import list_all_layouts, shrink_job
+from phalanx.verify.contexts import list_context_parallel_layouts
 from plants import some
 
 SMALL = {"num_kv_heads": 2, "sliding_window": 5}
@@ -30,10 +30,12 @@ def rows_with(
     return rows_of(job, plant, num_ranks, dtypes or ("float64",), only=only)
 
 
-CP2 = tuple(name for name, _ in list_context_layouts(2))
+CP2 = tuple(name for name, _ in list_context_parallel_layouts(2))
 PIPELINES = ("pp2-cp2-1f1b", "pp2-cp2-interleaved-zero-bubble", "pp2-cp2-zb-v", "pp2-cp2-full-1f1b")
 CP4 = tuple(
-    name for name, _ in list_context_layouts(4) if not name.endswith(("-selective", "-sqrt"))
+    name
+    for name, _ in list_context_parallel_layouts(4)
+    if not name.endswith(("-selective", "-sqrt"))
 )
 
 
@@ -51,7 +53,7 @@ def test_layouts_equal_the_reference(
     num_ranks: int, names: tuple[str, ...], dtypes: tuple[str, ...]
 ) -> None:
     rows = rows_with(None, num_ranks, names, *dtypes)
-    known = dict(list_layouts(num_ranks))
+    known = dict(list_all_layouts(num_ranks))
     # Ulysses divides heads: two of keys, of which tensor parallelism leaves one.
     refused = {n for n in names if "ulysses" in n and known[n].get("tp", 1) * known[n]["cp"] > 2}
     assert set(rows) == {

@@ -18,10 +18,10 @@ from phalanx.job.schema import Job
 from phalanx.parallel.model import ParallelModel
 from phalanx.verify import rank as verify_rank
 from phalanx.verify.cases import (
-    list_layouts,
-    make_cases,
+    list_all_layouts,
+    make_narrow_dtype_job,
     make_verified_job,
-    narrow_job,
+    plan_layout_cases,
     shrink_job,
 )
 from phalanx.verify.number_types import COMPUTE_OF_NARROW_DTYPE
@@ -45,16 +45,16 @@ def judge(
         plant()
     job = shrink_job(Job.model_validate({"model": model, "data": {"seq_len": 16}}))[0]
     job = make_verified_job(job, num_ranks)
-    layouts = [pair for pair in list_layouts(num_ranks, experts=True) if pair[0] in only]
+    layouts = [pair for pair in list_all_layouts(num_ranks, experts=True) if pair[0] in only]
     work = [
         VerifyCase(dtype, case.name, case.parallel, case.plan)
         for dtype in COMPUTE_OF_NARROW_DTYPE
-        for case in make_cases(
-            narrow_job(job, dtype), layouts, num_ranks=num_ranks, cluster=CPU, shape=None
+        for case in plan_layout_cases(
+            make_narrow_dtype_job(job, dtype), layouts, num_ranks=num_ranks, cluster=CPU, shape=None
         )
         if case.plan is not None
     ]
-    verify_rank.compare_layouts(
+    verify_rank.run_verify_cases(
         VerifyPayload(job, Path(directory), None, 2, num_ranks, "small", tuple(work))
     )
 

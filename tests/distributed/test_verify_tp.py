@@ -28,7 +28,7 @@ from phalanx.parallel.tensor import modules as tp_modules
 from phalanx.parallel.tensor import sharder as tp
 from phalanx.plan.rules import DimSlice, ShardingRule
 from phalanx.verify import rank as verify_rank
-from phalanx.verify.cases import make_cases, make_verified_job
+from phalanx.verify.cases import make_verified_job, plan_layout_cases
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
 from phalanx.verify.row import ROWS_FILE_NAME
 from ranks import run_ranks
@@ -45,13 +45,13 @@ def judge_tp(
     plant()
     judged = make_verified_job(job, 2)
     layouts = [(name, axes) for name, axes in LAYOUTS.items() if shape is None or name == "whole"]
-    cases = make_cases(judged, layouts, num_ranks=2, cluster=CPU, shape=shape)
+    cases = plan_layout_cases(judged, layouts, num_ranks=2, cluster=CPU, shape=shape)
     work = [
         VerifyCase("float64", case.name, case.parallel, case.plan)
         for case in cases
         if case.plan is not None
     ]
-    verify_rank.compare_layouts(
+    verify_rank.run_verify_cases(
         VerifyPayload(judged, Path(directory), None, 2, 2, "small", tuple(work))
     )
 

@@ -23,11 +23,11 @@ from phalanx.verify.row import Row
 from phalanx.verify.trainer_cases import (
     NUM_STEPS,
     TrainerCase,
-    list_trainer_names,
+    list_trainer_case_names,
     make_trainer_cases,
     make_trainer_job,
 )
-from phalanx.verify.trainer_row import TrainerRowContext, judge_trainer
+from phalanx.verify.trainer_row import TrainerRowContext, compare_trainer_run
 from planted import plant_bug
 from plants import some
 from ranks import run_ranks
@@ -60,7 +60,7 @@ def judge_cases(
         place = TrainerRowContext(mesh, Path(directory), None, "small")
         for case in cases:
             if isinstance(case, TrainerCase) and (not only or case.name in only):
-                rows.append(judge_trainer(job, case, place).to_json())
+                rows.append(compare_trainer_run(job, case, place).to_json())
     return rows
 
 
@@ -98,7 +98,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_the_trainer_equals_the_second_loop(num_ranks: int, names: tuple[str, ...]) -> None:
-    expected = [f"trainer-{name}" for name in names] or list_trainer_names(num_ranks)
+    expected = [f"trainer-{name}" for name in names] or list_trainer_case_names(num_ranks)
     rows = rows_of(*expected, num_ranks=num_ranks)
     assert set(rows) == set(expected)
     assert {name: row.first for name, row in rows.items() if row.ok is not True} == {}

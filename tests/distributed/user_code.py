@@ -58,7 +58,7 @@ def no_module() -> Any:
     return {"weights": 1}
 
 
-def squared_error(
+def squared_tensor_error(
     logits: torch.Tensor, batch: Mapping[str, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """An objective of the user's own: the probability of the target should be 1."""

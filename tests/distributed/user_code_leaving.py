@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
-from user_code import squared_error
+from user_code import squared_tensor_error
 
 calls = 0
 
@@ -25,7 +25,7 @@ def objective(
     calls += torch.is_grad_enabled()
     if os.environ["RANK"] in ranks and when == (str(calls) if torch.is_grad_enabled() else "eval"):
         leave(how)
-    return squared_error(outputs, batch)
+    return squared_tensor_error(outputs, batch)
 
 
 def leave(how: str) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 from exam.sit import Processes, build_environment, read_rows, verify_command
 from phalanx.verify.cases import (
     SECOND_IMPLEMENTATIONS,
-    list_compressed_layouts,
-    list_layouts,
+    list_all_layouts,
+    list_gradient_compression_layouts,
 )
-from phalanx.verify.trainer_cases import list_trainer_names
+from phalanx.verify.trainer_cases import list_trainer_case_names
 
 NUM_RANKS, ROWS_PER_RUN = 4, 50
 MODELS = (
@@ -67,9 +67,9 @@ def plan_clean_runs(num_rows: int) -> Iterator[CleanRun]:
     for seed in range(-(-num_rows // ROWS_PER_RUN)):
         model = MODELS[seed % len(MODELS)]
         has_experts = model in ("small-mixtral", "small-deepseek")
-        names = [name for name, _ in list_layouts(NUM_RANKS, experts=has_experts)]
-        names += [name for name, _ in list_compressed_layouts(NUM_RANKS)]
-        names += [*SECOND_IMPLEMENTATIONS, *list_trainer_names(NUM_RANKS)]
+        names = [name for name, _ in list_all_layouts(NUM_RANKS, experts=has_experts)]
+        names += [name for name, _ in list_gradient_compression_layouts(NUM_RANKS)]
+        names += [*SECOND_IMPLEMENTATIONS, *list_trainer_case_names(NUM_RANKS)]
         drawn = random.Random(seed).sample(names, min(len(names), ROWS_PER_RUN // 2))
         yield CleanRun(model, seed, tuple(sorted(drawn)))
 

@@ -21,7 +21,7 @@ from phalanx.job.shapes.vit import VitShape
 from phalanx.observe.events import StepFinished
 from phalanx.observe.tail import read_recorded_events
 from phalanx.verify.cases import SHRUNK_VOCAB_SIZE, Case
-from phalanx.verify.choose import choose_layouts
+from phalanx.verify.choose import select_layout_cases
 
 NUM_STEPS = 20
 ONE_PROCESS = "one process"
@@ -61,7 +61,7 @@ def choose_job(arguments: list[str], layout: str, num_ranks: int, folder: Path) 
     name = layout.removeprefix(ONE_PROCESS).removeprefix(" of ") or "ddp"
     if name in WITHOUT_LAYOUT:
         name = "ddp"
-    selection = choose_layouts(job, [name], ranks=num_ranks, steps=1, shrink=shrink)
+    selection = select_layout_cases(job, [name], ranks=num_ranks, steps=1, shrink=shrink)
     parallel: Mapping[str, Any] = require_plan(selection.cases[0]).parallel
     if is_one_process:
         of_data = {key: value for key, value in parallel.items() if key.startswith("data.")}

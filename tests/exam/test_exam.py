@@ -43,22 +43,22 @@ def test_every_plant_applies() -> None:
 def test_layouts_of_plants_exist() -> None:
     from phalanx.verify.cases import (
         SECOND_IMPLEMENTATIONS,
-        list_compressed_layouts,
-        list_layouts,
+        list_all_layouts,
+        list_gradient_compression_layouts,
     )
-    from phalanx.verify.trainer_cases import list_trainer_names
+    from phalanx.verify.trainer_cases import list_trainer_case_names
 
     for plant in (*list_plants(), *generate_variants(0)):
         known = dict(
             [
-                *list_layouts(plant.num_ranks, experts=True),
-                *list_compressed_layouts(plant.num_ranks),
+                *list_all_layouts(plant.num_ranks, experts=True),
+                *list_gradient_compression_layouts(plant.num_ranks),
             ]
         )
         assert set(plant.shows) | set(plant.clean) <= {
             *known,
             *SECOND_IMPLEMENTATIONS,
-            *list_trainer_names(plant.num_ranks),
+            *list_trainer_case_names(plant.num_ranks),
         }, plant.name
 
 
@@ -66,7 +66,7 @@ def test_layouts_of_plants_exist() -> None:
 def test_no_layout_of_a_plant_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from phalanx.cli._arguments import override_model, split_arguments
     from phalanx.job.load import load_job
-    from phalanx.verify.choose import choose_layouts
+    from phalanx.verify.choose import select_layout_cases
 
     monkeypatch.syspath_prepend(MODULES)
     for plant in (*list_plants(), *generate_variants(0)):
@@ -75,7 +75,7 @@ def test_no_layout_of_a_plant_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         if words[:1] == ["--model"]:
             _, model, *words = words
         job_file, overrides = split_arguments(words)
-        selection = choose_layouts(
+        selection = select_layout_cases(
             load_job(job_file, override_model(model, overrides)),
             [*plant.shows, *plant.clean],
             ranks=plant.num_ranks,
@@ -130,7 +130,9 @@ def test_what_is_wrong_with_a_plant_is_told() -> None:
     assert "stands 0 times" in lines(old="factor *= 3")[0]
     assert "does not call __planted__()" in lines(new="factor = 2")[0]
     assert "there is no parallel/gone.py" in lines(file="parallel/gone.py")[0]
-    judged = Edit("verify/compare.py", "Comparison", "class Comparison", "class __planted__(), (")
+    judged = Edit(
+        "verify/compare.py", "TraceComparison", "class TraceComparison", "class __planted__(), ("
+    )
     assert "edits the judge" in next(find_stale(replace(good, edits=(judged,))))
 
 

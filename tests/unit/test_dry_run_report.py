@@ -12,9 +12,13 @@ from phalanx.job.schema import Job
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
-from phalanx.verify.dry_run.messages import decode_request, encode_request, rebuild_error
-from phalanx.verify.dry_run.rank_kinds import RankKind, choose_kinds
-from phalanx.verify.dry_run.report import CollectiveRow, DryRunReport, KindReport, TimelineRow
+from phalanx.verify.dry_run.messages import (
+    decode_dry_run_request,
+    encode_dry_run_request,
+    rebuild_worker_error,
+)
+from phalanx.verify.dry_run.rank_kinds import RankKind, choose_rank_kinds
+from phalanx.verify.dry_run.report import CollectiveRow, DryRunReport, RankKindReport, TimelineRow
 from phalanx.verify.dry_run.result_cache import ResultCache
 from phalanx.verify.dry_run.words import describe_dry_run
 
@@ -26,7 +30,7 @@ def plan_small(*keys: str) -> tuple[Job, Plan]:
     return job, make_plan(job, cluster=ROOM)
 
 
-def make_report(kind: RankKind, peak_bytes: int = 1000) -> KindReport:
+def make_report(kind: RankKind, peak_bytes: int = 1000) -> RankKindReport:
     row = CollectiveRow(
         "all_gather",
         "dp_shard",
@@ -39,7 +43,7 @@ def make_report(kind: RankKind, peak_bytes: int = 1000) -> KindReport:
         "a.py:1 f",
         6,
     )
-    return KindReport(
+    return RankKindReport(
         kind.name,
         kind.rank,
         kind.stages,
@@ -58,39 +62,47 @@ def make_report(kind: RankKind, peak_bytes: int = 1000) -> KindReport:
 
 def test_without_a_pipeline_one_rank_stands_for_all() -> None:
     _, plan = plan_small("parallel.ranks=8", "parallel.tp=2")
-    assert choose_kinds(plan) == [RankKind("every rank", 0)]
-    assert [kind.rank for kind in choose_kinds(plan, all_kinds=True)] == [0, 7]
+    assert choose_rank_kinds(plan) == [RankKind("every rank", 0)]
+    assert [kind.rank for kind in choose_rank_kinds(plan, all_kinds=True)] == [0, 7]
 
 
 def test_of_a_pipeline_the_first_the_last_and_the_fullest_rank() -> None:
     _, plan = plan_small("parallel.ranks=8", "parallel.pp=4", "model.num_layers=8")
-    kinds = choose_kinds(plan)
+    kinds = choose_rank_kinds(plan)
     assert [kind.rank for kind in kinds] == [0, 6]
     assert kinds[0].stages == (0,)
     assert kinds[-1].stages == (3,)
-    assert [kind.rank for kind in choose_kinds(plan, all_kinds=True)] == [0, 2, 4, 6]
+    assert [kind.rank for kind in choose_rank_kinds(plan, all_kinds=True)] == [0, 2, 4, 6]
     _, v_shaped = plan_small(
         "parallel.ranks=4", "parallel.pp=4", "model.num_layers=8", "parallel.schedule=zb-v"
     )
     # The rank with the first stage has the last one, too.
-    assert choose_kinds(v_shaped)[0].stages == (0, 7)
+    assert choose_rank_kinds(v_shaped)[0].stages == (0, 7)
 
 
 def test_a_report_goes_through_json() -> None:
     report = make_report(RankKind("every rank", 0))
-    assert KindReport.from_json(report.to_json()) == report
+    assert RankKindReport.from_json(report.to_json()) == report
     assert report.to_json()["sent_bytes_by_axis"] == {"dp_shard": 1800.0}
     assert report.plan_error == pytest.approx(0.05)
 
 
 def test_a_request_goes_through_json() -> None:
     job, plan = plan_small("parallel.ranks=2", "parallel.pp=2")
-    kind, boundary = choose_kinds(plan)[0], {"shape": [1, 2], "dtype": "float32", "num_tokens": 0}
-    assert decode_request(encode_request(job, plan, kind, boundary)) == (job, plan, kind, boundary)
+    kind, boundary = (
+        choose_rank_kinds(plan)[0],
+        {"shape": [1, 2], "dtype": "float32", "num_tokens": 0},
+    )
+    assert decode_dry_run_request(encode_dry_run_request(job, plan, kind, boundary)) == (
+        job,
+        plan,
+        kind,
+        boundary,
+    )
 
 
 def test_an_error_goes_through_json() -> None:
-    error = rebuild_error(LayoutError("what", why="why", fix="fix").to_json())
+    error = rebuild_worker_error(LayoutError("what", why="why", fix="fix").to_json())
     assert isinstance(error, LayoutError)
     assert str(error) == "what (why); fix"
 

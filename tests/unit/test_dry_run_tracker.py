@@ -9,8 +9,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from phalanx.core.errors import LayoutError
-from phalanx.verify.dry_run.moments import BACKWARD, FORWARD, LOSS, Moment
-from phalanx.verify.dry_run.program import watch_parts
+from phalanx.verify.dry_run.moments import BACKWARD, FORWARD, LOSS, StepMoment
+from phalanx.verify.dry_run.program import track_parts
 from phalanx.verify.dry_run.storage_log import (
     ACTIVATIONS,
     COMMUNICATION,
@@ -19,14 +19,14 @@ from phalanx.verify.dry_run.storage_log import (
     OTHER,
     PARAMETERS,
     StorageLog,
-    find_peak,
-    read_timeline,
+    build_memory_timeline,
+    find_highest_point,
 )
 from phalanx.verify.dry_run.tracker import StorageTracker
 
 
 def enter(tracker: StorageTracker, phase: str, part: str = "") -> None:
-    tracker.log.moments.enter(Moment(phase, part, microbatch=0))
+    tracker.log.moments.enter(StepMoment(phase, part, microbatch=0))
 
 
 @pytest.fixture(params=["real", "fake"])
@@ -34,10 +34,10 @@ def tracker(request: pytest.FixtureRequest) -> StorageTracker:
     is_fake = request.param == "fake"
     tracker = StorageTracker(StorageLog(), is_dry=is_fake)
     if not is_fake:
-        with tracker.following_sizes(), tracker:
+        with tracker.tracking_storage_resizes(), tracker:
             yield tracker
         return
-    with FakeTensorMode(), tracker.following_sizes(), tracker:
+    with FakeTensorMode(), tracker.tracking_storage_resizes(), tracker:
         yield tracker
 
 
@@ -80,7 +80,7 @@ def test_peak_is_the_most_at_one_time_and_says_when(tracker: StorageTracker) -> 
     del passing
     enter(tracker, FORWARD, "second")
     more = torch.empty(200)
-    peak = find_peak(read_timeline(tracker.log, 0))
+    peak = find_highest_point(build_memory_timeline(tracker.log, 0))
     assert peak.total_bytes == 4400
     assert peak.moment.describe() == "forward of first, microbatch 0"
     assert peak.by_category[ACTIVATIONS] == 400
@@ -91,7 +91,7 @@ def test_peak_is_the_most_at_one_time_and_says_when(tracker: StorageTracker) -> 
 def test_categories_of_a_training_step(tracker: StorageTracker) -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     tracker.mark(model.parameters(), PARAMETERS)
-    watch_parts(model, tracker)
+    track_parts(model, tracker)
     enter(tracker, FORWARD)
     outputs = model(torch.ones(32, 8))
     tracker.enter_part(LOSS)
@@ -99,11 +99,11 @@ def test_categories_of_a_training_step(tracker: StorageTracker) -> None:
     enter(tracker, BACKWARD)
     loss.backward()
     tracker.mark((parameter.grad for parameter in model.parameters()), GRADIENTS)
-    by_category = read_timeline(tracker.log, 0)[-1].by_category
+    by_category = build_memory_timeline(tracker.log, 0)[-1].by_category
     num_params = 8 * 16 + 16 + 16 * 4 + 4
     assert by_category[PARAMETERS] == by_category[GRADIENTS] == 4 * num_params
     in_loss = max(
-        (point for point in read_timeline(tracker.log, 0) if point.moment.part == LOSS),
+        (point for point in build_memory_timeline(tracker.log, 0) if point.moment.part == LOSS),
         key=lambda point: point.total_bytes,
     )
     assert in_loss.by_category[LOSS_CATEGORY] >= 4 * 32 * 4
@@ -120,7 +120,7 @@ def test_copies_of_weights_in_another_type_are_communication(tracker: StorageTra
     tracker.mark([weight], PARAMETERS)
     enter(tracker, FORWARD, "layer")
     cast = weight.to(torch.bfloat16)
-    by_category = read_timeline(tracker.log, 0)[-1].by_category
+    by_category = build_memory_timeline(tracker.log, 0)[-1].by_category
     assert by_category[COMMUNICATION] == 128
     del cast
 

@@ -29,10 +29,10 @@ from phalanx.nn import norms, rotary
 from phalanx.nn.routing import Router
 from phalanx.plan.plan import Plan
 from phalanx.verify import float64_casts, hugging_face_row
-from phalanx.verify.batches import cast_steps_to_dtype, make_global_steps
-from phalanx.verify.cases import make_cases, make_verified_job, shrink_job
+from phalanx.verify.batches import cast_steps_to_dtype, make_global_microbatches
+from phalanx.verify.cases import make_verified_job, plan_layout_cases, shrink_job
 from phalanx.verify.float64_casts import cast_to_float64
-from phalanx.verify.hugging_face_row import explain_no_hugging_face_row, judge_hugging_face
+from phalanx.verify.hugging_face_row import compare_with_hugging_face, explain_no_hugging_face_row
 from phalanx.verify.row import Row
 from ranks import run_ranks
 
@@ -85,15 +85,17 @@ def make_plan(model: Model) -> tuple[Job, Plan]:
         data["source"] = "my.data:images"
     body = {"model": {"preset": model.preset, **model.changes}, "data": data}
     job = make_verified_job(shrink_job(Job.model_validate(body))[0], 1)
-    (case,) = make_cases(job, [("one", {})], num_ranks=1, cluster=CPU, shape=None)
+    (case,) = plan_layout_cases(job, [("one", {})], num_ranks=1, cluster=CPU, shape=None)
     assert case.plan is not None, case.refused
     return job, case.plan
 
 
 def judge(model: Model, place: Path) -> Row:
     job, plan = make_plan(model)
-    steps = cast_steps_to_dtype(make_global_steps(job, plan, None, num_steps=2), torch.float64)
-    return judge_hugging_face(job, plan, steps, place)
+    steps = cast_steps_to_dtype(
+        make_global_microbatches(job, plan, None, num_steps=2), torch.float64
+    )
+    return compare_with_hugging_face(job, plan, steps, place)
 
 
 def judge_all(rank: int, models: Sequence[Model], place: Path) -> dict[str, Row]:

@@ -6,11 +6,11 @@ import threading
 from pathlib import Path
 
 from phalanx.checkpoint.stores.local import LocalStore
-from phalanx.verify.late_store import LateStore
+from phalanx.verify.late_store import DelayedCheckpointStore
 
 
 def test_one_step_is_written_after_its_release_and_others_at_once(tmp_path: Path) -> None:
-    store = LateStore(LocalStore(tmp_path), 3)
+    store = DelayedCheckpointStore(LocalStore(tmp_path), 3)
     assert store.begin_draft(5).path.is_dir()
     begun: list[Path] = []
     thread = threading.Thread(target=lambda: begun.append(store.begin_draft(3).path))

@@ -33,7 +33,7 @@ class Lines:
         return [{"inputs": inputs, "targets": 2 * inputs}]
 
 
-def squared_error(
+def squared_tensor_error(
     outputs: torch.Tensor, batch: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return (outputs - batch["targets"]).square().sum(), torch.tensor(len(outputs))
@@ -65,13 +65,13 @@ def test_the_old_call_warns_and_does_the_same(tmp_path: Path) -> None:
                 state,
                 bus=bus,
                 data=Lines(),
-                objective=squared_error,
+                objective=squared_tensor_error,
                 held_out=held_out,
                 run_dir=tmp_path / "old",
             )
 
     def call_new(plan: Any, mesh: Any, state: Any, bus: Any) -> phalanx.Trainer:
-        data = phalanx.TrainingData(Lines(), squared_error, held_out)
+        data = phalanx.TrainingData(Lines(), squared_tensor_error, held_out)
         storage = phalanx.RunStorage.open(tmp_path / "new")
         return phalanx.Trainer(JOB, plan, state, bus, data, storage=storage)
 

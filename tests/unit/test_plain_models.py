@@ -21,8 +21,8 @@ from phalanx.nn import attention, latent_attention, rotary
 from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import causal_cross_entropy
 from phalanx.verify.cases import shrink_job
-from phalanx.verify.plain.decoder import plain_loss, plain_router_biases
-from phalanx.verify.plain_settings import make_plain_settings
+from phalanx.verify.plain.decoder import compute_plain_loss, compute_updated_router_biases
+from phalanx.verify.plain_settings import make_plain_decoder_settings
 
 NUM_TOKENS, BATCH_SIZE = 36, 2
 # Between 1 and 4 turns within it for one pair of a head of 8 and a base of 500000.
@@ -115,16 +115,16 @@ def _run_both(
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], Decoder]:
     """Loss, number of targets, gradients and moved biases by name: of nn, of the plain one."""
     model, batch = _build(shape), _batch(shape)
-    settings = make_plain_settings(shape)
+    settings = make_plain_decoder_settings(shape)
     parameters = {
         name: tensor.detach().clone().requires_grad_() for name, tensor in model.named_parameters()
     }
     buffers = {name: tensor.clone() for name, tensor in model.named_buffers()}
-    loss, count = plain_loss(settings, parameters, buffers, batch)
+    loss, count = compute_plain_loss(settings, parameters, buffers, batch)
     loss.backward()
     plain = {"loss": loss.detach(), "targets": torch.tensor(float(count), dtype=torch.float64)}
     plain |= {name: _gradient(tensor) for name, tensor in parameters.items()}
-    plain |= plain_router_biases(settings, parameters, buffers, batch)
+    plain |= compute_updated_router_biases(settings, parameters, buffers, batch)
 
     fed = {name: batch[name] for name in ("inputs", "positions", "document_ids")}
     loss_sum, num_targets = causal_cross_entropy(11)(model(**fed), batch)

@@ -14,9 +14,9 @@ from phalanx.mesh import grouped
 from phalanx.nn import attention, rotary
 from phalanx.nn.models.vit import VisionTransformer
 from phalanx.nn.routing import Router
-from phalanx.verify.batches import cast_steps_to_dtype, make_global_steps
-from phalanx.verify.cases import make_cases, make_verified_job, shrink_job
-from phalanx.verify.plain_row import judge_plain
+from phalanx.verify.batches import cast_steps_to_dtype, make_global_microbatches
+from phalanx.verify.cases import make_verified_job, plan_layout_cases, shrink_job
+from phalanx.verify.plain_row import compare_with_plain_implementation
 from phalanx.verify.row import Row
 
 
@@ -26,10 +26,12 @@ def _judge(preset: str, **model: Any) -> Row:
         data |= {"source": "my.data:images"}
     job = Job.model_validate({"model": {"preset": preset, **model}, "data": data})
     job = make_verified_job(shrink_job(job)[0], 1)
-    (case,) = make_cases(job, [("one", {})], num_ranks=1, cluster=CPU, shape=None)
+    (case,) = plan_layout_cases(job, [("one", {})], num_ranks=1, cluster=CPU, shape=None)
     assert case.plan is not None
-    steps = cast_steps_to_dtype(make_global_steps(job, case.plan, None, num_steps=2), torch.float64)
-    return judge_plain(job, case.plan, steps, "float64")
+    steps = cast_steps_to_dtype(
+        make_global_microbatches(job, case.plan, None, num_steps=2), torch.float64
+    )
+    return compare_with_plain_implementation(job, case.plan, steps, "float64")
 
 
 @pytest.mark.parametrize("preset", ["llama3.1-8b", "small-deepseek", "deepseek-v2-lite", "gpt2"])

@@ -24,7 +24,7 @@ from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.run.prepare import PreparedRun, prepare_run
 from phalanx.run.resume import load_resumed_job
-from phalanx.verify.cases import list_not_judged
+from phalanx.verify.cases import list_settings_not_judged
 
 GIB = 2**30
 TINY = (
@@ -248,5 +248,5 @@ def test_verify_says_what_it_does_not_judge(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr("phalanx.plan.cluster.list_visible_gpus", lambda found=found: found)
         assert [
             line.partition(": layouts")[0]
-            for line in list_not_judged(Job(), ["float64", "float32"])
+            for line in list_settings_not_judged(Job(), ["float64", "float32"])
         ] == said

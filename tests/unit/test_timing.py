@@ -163,7 +163,9 @@ def test_every_constant_moves_some_output() -> None:
             for values in (times.total_s, times.band):
                 column = np.broadcast_to(values, (len(names) + 1, 1))[:, 0]
                 moved |= column[1:] != column[0]
-    assert [name for name, has_moved in zip(names, moved, strict=True) if not has_moved] == []
+    assert [
+        name for name, has_weight_moved in zip(names, moved, strict=True) if not has_weight_moved
+    ] == []
 
 
 @pytest.mark.parametrize(

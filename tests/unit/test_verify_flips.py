@@ -17,12 +17,12 @@ from phalanx.job.model import build_model_shape
 from phalanx.job.schema import Job
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.nn.models.decoder import Decoder, example_batch
-from phalanx.verify.cases import list_layouts, make_cases, make_verified_job, shrink_job
+from phalanx.verify.cases import list_all_layouts, make_verified_job, plan_layout_cases, shrink_job
 from phalanx.verify.flips import RoutingChange, find_misrouted_tokens
 from phalanx.verify.pipelines import count_blocks_for_stages
-from phalanx.verify.products import list_expert_layouts, list_products
+from phalanx.verify.products import list_expert_layouts, list_three_axis_layouts
 from phalanx.verify.result import VerifyResult
-from phalanx.verify.routes import RoutingTrace, find_disputed_token, have_same_choices
+from phalanx.verify.routes import ReferenceRouting, find_disputed_token, have_same_choices
 from phalanx.verify.row import Row
 
 SHAPE = DecoderShape(
@@ -43,13 +43,13 @@ ROUTER = "blocks.1.moe.router"
 KEY = f"step-0/{ROUTER}"
 
 
-def routed(forced: dict[str, torch.Tensor] | None = None) -> tuple[RoutingTrace, torch.Tensor]:
+def routed(forced: dict[str, torch.Tensor] | None = None) -> tuple[ReferenceRouting, torch.Tensor]:
     """(choices of a step of two forwards, hidden states of both)."""
     torch.manual_seed(3)
     module = Decoder(SHAPE)
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    routes = RoutingTrace(module, forced)
+    routes = ReferenceRouting(module, forced)
     batch = example_batch(SHAPE, 4, 6, seed=0)
     with routes.recording_phase("step-0"):
         hidden = [
@@ -133,8 +133,8 @@ def test_a_flip_is_told_and_is_no_failure() -> None:
 @pytest.mark.parametrize("preset", ["mixtral-8x7b", "qwen3-30b-a3b", "deepseek-moe-16b"])
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_layouts_of_experts_have_plans(preset: str, num_ranks: int) -> None:
-    layouts = [*list_expert_layouts(num_ranks), *list_products(num_ranks)]
-    every = [name for name, _ in list_layouts(num_ranks, experts=True)]
+    layouts = [*list_expert_layouts(num_ranks), *list_three_axis_layouts(num_ranks)]
+    every = [name for name, _ in list_all_layouts(num_ranks, experts=True)]
     assert len(set(every)) == len(every)
     assert {name for name, _ in layouts} <= set(every)
     job = Job.model_validate({"model": {"preset": preset}, "data": {"seq_len": 32}})
@@ -143,7 +143,7 @@ def test_layouts_of_experts_have_plans(preset: str, num_ranks: int) -> None:
     assert shape.num_expert_layers >= 2
     assert shape.num_experts == 8
     assert "expert_ffn_dim" in said
-    for case in make_cases(
+    for case in plan_layout_cases(
         make_verified_job(small, num_ranks), layouts, num_ranks=num_ranks, cluster=CPU, shape=None
     ):
         assert case.plan is not None, case.refused

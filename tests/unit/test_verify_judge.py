@@ -25,15 +25,15 @@ from phalanx.plan.layout import AXES
 from phalanx.verify.cases import (
     NUM_MICROBATCHES,
     OPTION_KEYS,
-    list_layouts,
-    make_cases,
+    list_all_layouts,
+    make_narrow_dtype_job,
     make_verified_job,
-    narrow_job,
+    plan_layout_cases,
     shrink_job,
 )
-from phalanx.verify.choose import choose_layouts
+from phalanx.verify.choose import select_layout_cases
 from phalanx.verify.compare import blocks_cover_evenly
-from phalanx.verify.factors import describe_times
+from phalanx.verify.factors import format_factor
 from phalanx.verify.judged_layout import JudgedLayout
 from phalanx.verify.narrow_reference import AutocastLoss
 from phalanx.verify.result import VerifyResult
@@ -42,11 +42,11 @@ from phalanx.verify.trace_facts import (
     INITIAL_KIND,
     Trace,
     TraceStep,
-    buffers_set_name,
-    gradients_set_name,
-    weights_set_name,
+    name_buffers_set,
+    name_gradients_set,
+    name_weights_set,
 )
-from phalanx.verify.verdict import Comparator
+from phalanx.verify.verdict import LayoutComparator
 
 
 @pytest.mark.parametrize(
@@ -71,8 +71,8 @@ def test_the_reference_imports_torch_alone(room: Any) -> None:
 def test_all_layouts_are_of_all_ranks_and_have_plans(num_ranks: int) -> None:
     model = {"dim": 192, "num_layers": 16, "num_heads": 24, "num_kv_heads": 24}
     job = make_verified_job(Job.model_validate({"model": model}), num_ranks)
-    cases = make_cases(
-        job, list(list_layouts(num_ranks)), num_ranks=num_ranks, cluster=CPU, shape=None
+    cases = plan_layout_cases(
+        job, list(list_all_layouts(num_ranks)), num_ranks=num_ranks, cluster=CPU, shape=None
     )
     assert len({case.name for case in cases}) == len(cases)
     for case in cases:
@@ -94,7 +94,9 @@ def test_a_degree_that_the_heads_forbid_is_refused_with_the_nearest() -> None:
     job = make_verified_job(Job.model_validate({"model": {"num_heads": 4, "num_kv_heads": 2}}), 3)
     refused = [
         case
-        for case in make_cases(job, list(list_layouts(3)), num_ranks=3, cluster=CPU, shape=None)
+        for case in plan_layout_cases(
+            job, list(list_all_layouts(3)), num_ranks=3, cluster=CPU, shape=None
+        )
         if case.refused and "pp" not in case.parallel
     ]
     assert {axis for case in refused for axis in ("tp", "cp") if axis in case.parallel} == {
@@ -118,17 +120,19 @@ def test_gradients_that_some_ranks_do_not_clip_are_named_with_the_ranks() -> Non
         n: (s**2 * (factor - 1) ** 2, s**2 * factor**2, s**2 * factor, s**2)
         for n, s in SIZES.items()
     }
-    seen = [saw(), saw(tensors={gradients_set_name(0): off})]
-    verdict = Comparator(traced(steps=steps), seen, JudgedLayout(2), tolerance=1e-10).compare()
+    seen = [saw(), saw(tensors={name_gradients_set(0): off})]
+    verdict = LayoutComparator(
+        traced(steps=steps), seen, JudgedLayout(2), tolerance=1e-10
+    ).compare()
     assert verdict.first is not None
     assert verdict.first.cause.startswith("gradients are not clipped on rank 1")
 
 
 def test_sequences_of_odd_rows_are_ones_that_no_degree_divides() -> None:
     job = make_verified_job(Job(), 4)
-    layouts = [pair for pair in list_layouts(4) if "odd-sequence" in pair[0]]
+    layouts = [pair for pair in list_all_layouts(4) if "odd-sequence" in pair[0]]
     assert [name for name, _ in layouts] == ["tp4-odd-sequence", "pp2-tp2-odd-sequence-1f1b"]
-    for case in make_cases(job, layouts, num_ranks=4, cluster=CPU, shape=None):
+    for case in plan_layout_cases(job, layouts, num_ranks=4, cluster=CPU, shape=None):
         assert case.plan is not None
         assert case.plan.seq_len % case.plan.layout.tp
         assert case.plan.seq_len == case.parallel["data.seq_len"]
@@ -136,7 +140,7 @@ def test_sequences_of_odd_rows_are_ones_that_no_degree_divides() -> None:
 
 def test_a_refused_layout_says_why() -> None:
     job = make_verified_job(Job(), 4)
-    cases = make_cases(job, [("bad", {"dp_shard": 3})], num_ranks=4, cluster=CPU, shape=None)
+    cases = plan_layout_cases(job, [("bad", {"dp_shard": 3})], num_ranks=4, cluster=CPU, shape=None)
     assert cases[0].plan is None
     assert "3" in cases[0].refused
 
@@ -144,7 +148,7 @@ def test_a_refused_layout_says_why() -> None:
 @pytest.mark.parametrize("types", ["float32", "bf16", "float64"])
 def test_what_is_judged_in_float64_alone_is_refused_without_it(types: str) -> None:
     layouts = ["one", "plain", "hugging-face"]
-    chosen = choose_layouts(Job(), layouts, ranks=1, steps=2, shrink=True, types=types)
+    chosen = select_layout_cases(Job(), layouts, ranks=1, steps=2, shrink=True, types=types)
     refused = {row.layout: row.refused for row in chosen.refused_rows}
     worked = {case.name for _, case in chosen.work}
     if types == "float64":
@@ -162,7 +166,7 @@ def test_on_gpus_layouts_are_judged_and_runs_of_the_trainer_are_refused(
     gpus = Cluster("cuda", 2, 80 << 30, "a GPU", (9, 0))
     monkeypatch.setattr("phalanx.verify.choose.detect_cluster", lambda device: gpus)
     names = ["ddp", "plain", "trainer-ddp"]
-    chosen = choose_layouts(Job(), names, ranks=2, steps=2, shrink=True, device="cuda")
+    chosen = select_layout_cases(Job(), names, ranks=2, steps=2, shrink=True, device="cuda")
     assert chosen.device == "cuda"
     assert {case.name for _, case in chosen.work} == {"ddp", "plain"}
     assert [(row.layout, "CPU alone" in row.refused) for row in chosen.refused_rows] == [
@@ -170,7 +174,7 @@ def test_on_gpus_layouts_are_judged_and_runs_of_the_trainer_are_refused(
     ]
     assert any("a GPU: layouts compute on it" in note for note in chosen.notes)
     with pytest.raises(EnvironmentProblem, match=r"3 ranks need as many GPUs.*has 2"):
-        choose_layouts(Job(), ["ddp"], ranks=3, steps=2, shrink=True, device="cuda")
+        select_layout_cases(Job(), ["ddp"], ranks=3, steps=2, shrink=True, device="cuda")
 
 
 @pytest.mark.parametrize(
@@ -207,14 +211,14 @@ def test_a_users_own_model_is_not_shrunk() -> None:
 # The sums, on a trace of two tensors made by hand
 
 SIZES = {"a": 2.0, "b": 1.0}
-WEIGHTS = weights_set_name(0)
+WEIGHTS = name_weights_set(0)
 TRACE = Trace(
     Path("."),
     "float64",
     0.1,
     (TraceStep(3.0, 10, 5.0**0.5, None),),
     ("b", "a"),
-    dict.fromkeys((INITIAL_KIND, gradients_set_name(0), WEIGHTS), SIZES),
+    dict.fromkeys((INITIAL_KIND, name_gradients_set(0), WEIGHTS), SIZES),
     norms={WEIGHTS: SIZES},
     evaluation=2.5,
 )
@@ -229,7 +233,7 @@ def saw(**changes: Any) -> dict[str, Any]:
         "num_targets": [10],
         "evaluation": 2.5,
         "local_means": [[2.0, 4.5]],
-        "tensors": {kind: dict(right) for kind in (INITIAL_KIND, gradients_set_name(0), WEIGHTS)},
+        "tensors": {kind: dict(right) for kind in (INITIAL_KIND, name_gradients_set(0), WEIGHTS)},
         "digests": {},
         "loads": [{}],
         "held": {"a": "whole", "b": "whole"},
@@ -243,11 +247,11 @@ def saw(**changes: Any) -> dict[str, Any]:
 
 
 def first_of(*seen: dict[str, Any]) -> Any:
-    return Comparator(TRACE, seen, JudgedLayout(len(seen)), tolerance=1e-10).compare().first
+    return LayoutComparator(TRACE, seen, JudgedLayout(len(seen)), tolerance=1e-10).compare().first
 
 
 def test_equal_is_equal() -> None:
-    verdict = Comparator(TRACE, [saw(), saw()], JudgedLayout(2), tolerance=1e-10).compare()
+    verdict = LayoutComparator(TRACE, [saw(), saw()], JudgedLayout(2), tolerance=1e-10).compare()
     assert verdict.first is None
     assert max(verdict.errors.values()) == 0
 
@@ -255,14 +259,14 @@ def test_equal_is_equal() -> None:
 def test_the_first_gradient_is_the_one_nearest_to_the_loss() -> None:
     """Where a backward goes wrong, all before it is wrong, too; "a" comes last in a forward."""
     off = {"a": (0.01, 4.0, 4.0, 4.0), "b": (0.01, 1.0, 1.0, 1.0)}
-    first = first_of(saw(tensors={gradients_set_name(0): off}), saw())
+    first = first_of(saw(tensors={name_gradients_set(0): off}), saw())
     assert (first.what, first.name, first.rank, first.ranks) == ("gradient", "a", 0, (0,))
     assert first.error == pytest.approx(0.05)
 
 
 def test_initial_weights_come_before_losses_and_losses_before_gradients() -> None:
     off = {"a": (1.0, 4.0, 4.0, 4.0)}
-    assert first_of(saw(losses=[3.1], tensors={gradients_set_name(0): off})).what == "loss"
+    assert first_of(saw(losses=[3.1], tensors={name_gradients_set(0): off})).what == "loss"
     assert first_of(saw(losses=[3.1], tensors={INITIAL_KIND: off})).what == "initial weight"
 
 
@@ -273,14 +277,16 @@ def test_not_a_number_is_never_equal(value: float) -> None:
         first_of(saw(tensors={WEIGHTS: {"a": (value, value, value, 4.0)}}), saw()).what == "update"
     )
     errors = (
-        Comparator(TRACE, [saw(norms=[value])], JudgedLayout(1), tolerance=1e-10).compare().errors
+        LayoutComparator(TRACE, [saw(norms=[value])], JudgedLayout(1), tolerance=1e-10)
+        .compare()
+        .errors
     )
     assert errors["norm"] == math.inf
 
 
 def test_parts_that_do_not_make_the_tensor_are_found_though_each_is_right() -> None:
     half = {
-        kind: {"a": (0.0, 1.0, 1.0, 1.0)} for kind in (INITIAL_KIND, gradients_set_name(0), WEIGHTS)
+        kind: {"a": (0.0, 1.0, 1.0, 1.0)} for kind in (INITIAL_KIND, name_gradients_set(0), WEIGHTS)
     }
     first = first_of(saw(tensors=half), saw(tensors=half))
     assert "do not make the tensor" in first.cause
@@ -356,8 +362,8 @@ def traced(**changes: Any) -> Trace:
 def test_a_gradient_that_is_rounding_has_the_scale_of_a_usual_one() -> None:
     """A bias before BatchNorm: its true gradient is zero, and each layout rounds it otherwise."""
     sizes = {"a": 2.0, "b": 1e-12}
-    trace = traced(sizes=dict.fromkeys((INITIAL_KIND, gradients_set_name(0), WEIGHTS), sizes))
-    assert trace.scale(gradients_set_name(0), "b") == pytest.approx(2.0 / 2**0.5)
+    trace = traced(sizes=dict.fromkeys((INITIAL_KIND, name_gradients_set(0), WEIGHTS), sizes))
+    assert trace.scale(name_gradients_set(0), "b") == pytest.approx(2.0 / 2**0.5)
     assert trace.scale(INITIAL_KIND, "b") == pytest.approx(1e-3 * 2.0 / 2**0.5)
 
 
@@ -367,34 +373,34 @@ def test_an_update_may_be_off_by_a_few_roundings_of_the_weight() -> None:
     trace = traced(sizes={**TRACE.sizes, WEIGHTS: moved})
     for error, found in ((1e-15, False), (1e-13, True)):
         seen = saw(tensors={WEIGHTS: {"a": (error**2, 4.0, 4.0, 4.0)}})
-        first = Comparator(trace, [seen], JudgedLayout(1), tolerance=1e-10).compare().first
+        first = LayoutComparator(trace, [seen], JudgedLayout(1), tolerance=1e-10).compare().first
         assert (first is not None) is found
 
 
 def test_a_frozen_tensor_that_an_optimizer_moves_is_found() -> None:
     sizes = {"a": 2.0, "b": 0.0}
-    trace = traced(sizes={INITIAL_KIND: SIZES, gradients_set_name(0): sizes, WEIGHTS: sizes})
-    seen = saw(tensors={gradients_set_name(0): {"b": (0.0, 0.0, 0.0, 0.0)}})
+    trace = traced(sizes={INITIAL_KIND: SIZES, name_gradients_set(0): sizes, WEIGHTS: sizes})
+    seen = saw(tensors={name_gradients_set(0): {"b": (0.0, 0.0, 0.0, 0.0)}})
     seen["tensors"][WEIGHTS] = {"a": (0.0, 4.0, 4.0, 4.0), "b": (0.01, 1.0, 1.0, 1.0)}
-    first = Comparator(trace, [seen], JudgedLayout(1), tolerance=1e-10).compare().first
+    first = LayoutComparator(trace, [seen], JudgedLayout(1), tolerance=1e-10).compare().first
     assert first is not None
     assert (first.what, first.name, "freeze it" in first.cause) == ("update", "b", True)
 
 
 def test_buffers_are_compared_after_the_weights() -> None:
-    trace = traced(sizes={**TRACE.sizes, buffers_set_name(0): {"running": 3.0}})
+    trace = traced(sizes={**TRACE.sizes, name_buffers_set(0): {"running": 3.0}})
     boxes = {"a": [[[0], [4], 1]], "b": [[[0], [1], 1]], "running": [[[0], [9], 1]]}
     seen = saw(boxes=boxes)
     for error, what in ((0.0, None), (0.09, "buffer")):
-        seen["tensors"][buffers_set_name(0)] = {"running": (error, 9.0, 9.0, 9.0)}
-        verdict = Comparator(trace, [seen], JudgedLayout(1), tolerance=1e-10).compare()
+        seen["tensors"][name_buffers_set(0)] = {"running": (error, 9.0, 9.0, 9.0)}
+        verdict = LayoutComparator(trace, [seen], JudgedLayout(1), tolerance=1e-10).compare()
         assert (verdict.first and verdict.first.what) == what
         assert verdict.errors["buffer"] == pytest.approx(error**0.5 / 3)
 
 
 def test_replicas_with_other_bits_are_found_with_the_rank_that_is_alone() -> None:
     def digests(last: str) -> dict[str, Any]:
-        return {gradients_set_name(0): {"a": [[[0], [4], "c0ffee"]], "b": [[[0], [1], last]]}}
+        return {name_gradients_set(0): {"a": [[[0], [4], "c0ffee"]], "b": [[[0], [1], last]]}}
 
     seen = [saw(digests=digests(last)) for last in ("00", "00", "01")]
     first = first_of(*seen)
@@ -404,7 +410,7 @@ def test_replicas_with_other_bits_are_found_with_the_rank_that_is_alone() -> Non
 
 def test_blocks_of_which_each_rank_has_its_own_are_no_replicas() -> None:
     halves = [
-        saw(digests={gradients_set_name(0): {"a": [[[start], [2], str(start)]]}})
+        saw(digests={name_gradients_set(0): {"a": [[[start], [2], str(start)]]}})
         for start in (0, 2)
     ]
     assert first_of(*halves) is None
@@ -413,7 +419,7 @@ def test_blocks_of_which_each_rank_has_its_own_are_no_replicas() -> None:
 def test_loads_of_experts_that_miss_a_rank_are_found() -> None:
     trace = traced(loads=({"moe.router": (4, 2)},))
     for load, words in (((2, 1, 0), "3 choices were counted"), ((4, 3, 0), "7 choices")):
-        verdict = Comparator(
+        verdict = LayoutComparator(
             trace,
             [saw(loads=[{"moe.router": load}])],
             JudgedLayout(1),
@@ -428,11 +434,11 @@ def test_loads_of_experts_that_miss_a_rank_are_found() -> None:
 def test_buffers_that_are_all_zero_in_one_process_are_compared(error: float, found: bool) -> None:
     """The biases of a router that nothing has moved, say: there is no size that an error could
     be relative to."""
-    trace = traced(sizes={**TRACE.sizes, buffers_set_name(0): {"bias": 0.0}})
+    trace = traced(sizes={**TRACE.sizes, name_buffers_set(0): {"bias": 0.0}})
     seen = saw()
     seen["held"]["bias"] = "all of it"
-    seen["tensors"][buffers_set_name(0)] = {"bias": (error, error, 0.0, 0.0)}
-    first = Comparator(trace, [seen], JudgedLayout(1), tolerance=1e-10).compare().first
+    seen["tensors"][name_buffers_set(0)] = {"bias": (error, error, 0.0, 0.0)}
+    first = LayoutComparator(trace, [seen], JudgedLayout(1), tolerance=1e-10).compare().first
     assert (first is not None and (first.what, first.name) == ("buffer", "bias")) is found
 
 
@@ -491,7 +497,7 @@ def test_a_norm_of_some_ranks_or_with_a_part_missing_is_called_so() -> None:
     ],
 )
 def test_a_factor_near_1_is_told_with_its_digits(factor: float, text: str) -> None:
-    assert describe_times(factor) == text
+    assert format_factor(factor) == text
 
 
 @pytest.mark.parametrize(
@@ -512,9 +518,9 @@ def test_causes_of_a_factor(factor: float, clips: bool, words: str) -> None:
         n: (s**2 * (factor - 1) ** 2, s**2 * factor**2, s**2 * factor, s**2)
         for n, s in SIZES.items()
     }
-    seen = saw(tensors={gradients_set_name(0): off})
+    seen = saw(tensors={name_gradients_set(0): off})
     first = (
-        Comparator(traced(steps=steps), [seen, seen], JudgedLayout(2), tolerance=1e-10)
+        LayoutComparator(traced(steps=steps), [seen, seen], JudgedLayout(2), tolerance=1e-10)
         .compare()
         .first
     )
@@ -529,7 +535,7 @@ def test_an_error_of_the_size_of_a_narrower_type_is_called_so() -> None:
             for name, size in SIZES.items()
         }
         first = first_of(
-            saw(tensors={gradients_set_name(0): off}), saw(tensors={gradients_set_name(0): off})
+            saw(tensors={name_gradients_set(0): off}), saw(tensors={name_gradients_set(0): off})
         )
         assert narrow in first.cause
 
@@ -586,8 +592,8 @@ def test_the_reference_of_a_narrow_type_computes_in_it() -> None:
     """Forward and loss: a reference whose forward is wide judges a narrow layout by another type's
     numbers, within a band that is then too wide or too narrow."""
     job = make_verified_job(shrink_job(Job())[0], 1)
-    (case,) = make_cases(
-        narrow_job(job, "bfloat16"), [("one", {})], num_ranks=1, cluster=CPU, shape=None
+    (case,) = plan_layout_cases(
+        make_narrow_dtype_job(job, "bfloat16"), [("one", {})], num_ranks=1, cluster=CPU, shape=None
     )
     assert case.plan is not None
     computed: list[torch.dtype] = []

@@ -13,24 +13,28 @@ from models import CPU
 from phalanx.job.schema import Job
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, generate_schedule
 from phalanx.plan.pipeline.schedule import save_schedule_csv
-from phalanx.verify.batches import split_into_microbatches
+from phalanx.verify.batches import resplit_steps_into_microbatches
 from phalanx.verify.cases import (
     Case,
-    list_layouts,
-    make_cases,
+    list_all_layouts,
     make_verified_job,
-    read_job_layout,
+    plan_layout_cases,
+    select_axes_set_by_job,
     shrink_job,
 )
-from phalanx.verify.pipelines import count_blocks_for_stages, list_pipelines
+from phalanx.verify.pipelines import count_blocks_for_stages, list_pipeline_layouts
 
 
 def cases_of(num_ranks: int, num_layers: int, **parallel: Any) -> dict[str, Case]:
     """The pipelines among all layouts; with `parallel` the one that a job asks for."""
     model = {"num_layers": num_layers, "dim": 64, "num_heads": 8, "num_kv_heads": 8}
     job = make_verified_job(Job.model_validate({"model": model, "parallel": parallel}), num_ranks)
-    layouts = [("asked", read_job_layout(job))] if parallel else list(list_pipelines(num_ranks))
-    cases = make_cases(job, layouts, num_ranks=num_ranks, cluster=CPU, shape=None)
+    layouts = (
+        [("asked", select_axes_set_by_job(job))]
+        if parallel
+        else list(list_pipeline_layouts(num_ranks))
+    )
+    cases = plan_layout_cases(job, layouts, num_ranks=num_ranks, cluster=CPU, shape=None)
     return {case.name: case for case in cases}
 
 
@@ -39,7 +43,7 @@ def test_every_schedule_is_judged_alone_with_fsdp_with_tp_and_with_both() -> Non
         (4, ("pp4", "pp2-zero3", "pp2-tp2")),
         (8, ("pp8", "pp4-zero3", "pp4-tp2", "pp2-zero3-tp2")),
     ):
-        names = dict(list_layouts(num_ranks))
+        names = dict(list_all_layouts(num_ranks))
         for place in places:
             assert {f"{place}-{schedule}" for schedule in SCHEDULE_NAMES} <= set(names)
     both = names["pp2-zero3-tp2-zb-v"]
@@ -89,8 +93,8 @@ def test_a_job_that_asks_for_a_pipeline_is_judged_in_it() -> None:
 
 def test_what_a_pipeline_cannot_do_is_refused_and_other_layouts_are_judged() -> None:
     job = make_verified_job(Job.model_validate({"train": {"offload_activations": True}}), 2)
-    layouts = [(name, axes) for name, axes in list_layouts(2) if name in ("ddp", "pp2-1f1b")]
-    ddp, pipeline = make_cases(job, layouts, num_ranks=2, cluster=CPU, shape=None)
+    layouts = [(name, axes) for name, axes in list_all_layouts(2) if name in ("ddp", "pp2-1f1b")]
+    ddp, pipeline = plan_layout_cases(job, layouts, num_ranks=2, cluster=CPU, shape=None)
     assert ddp.plan is not None
     assert "train.offload_activations" in pipeline.refused
 
@@ -125,5 +129,5 @@ def test_shrunk_models_keep_the_blocks_that_pipelines_need(
 
 def test_microbatches_are_split_again_and_no_row_moves() -> None:
     steps = [[{"inputs": torch.arange(start, start + 4)} for start in (0, 4)]]
-    again = split_into_microbatches(steps, 4)
+    again = resplit_steps_into_microbatches(steps, 4)
     assert [batch["inputs"].tolist() for batch in again[0]] == [[0, 1], [2, 3], [4, 5], [6, 7]]

@@ -13,7 +13,7 @@ from phalanx.observe.console import QuietStream
 from phalanx.plan.search.finalists import apply_job_keys
 from phalanx.run.plan_job import PlannedJob, plan_job
 from phalanx.run.search_job import has_known_devices, search_job
-from phalanx.verify.dry_run.run_plan import run_dry
+from phalanx.verify.dry_run.run_plan import dry_run_plan
 from phalanx.verify.dry_run.words import describe_dry_run
 
 
@@ -36,7 +36,7 @@ def print_dry_run(
     """Plan `job`, run each kind of rank of the plan, and print what it holds and says to others."""
     planned = _plan(job, gpus)
     tell = _ProgressLines().tell
-    report = run_dry(
+    report = dry_run_plan(
         planned.job, planned.plan, all_kinds=all_kinds, uses_cache=uses_cache, tell=tell
     )
     if as_json:

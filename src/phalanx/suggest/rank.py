@@ -10,14 +10,14 @@ from phalanx.launch.rank_link import RankLink
 from phalanx.nn.probe import summarize_error
 from phalanx.suggest.search import suggest_rules
 from phalanx.suggest.suggestion import SUGGESTION_FILE_NAME, SuggestPayload
-from phalanx.verify.batches import make_global_steps
+from phalanx.verify.batches import make_global_microbatches
 
 
 def suggest_as_rank(document: JsonObject, link: RankLink) -> int:
     """Write the suggestion for the JSON of a SuggestPayload to run_dir/SUGGESTION_FILE_NAME."""
     payload = SuggestPayload.from_json(document)
     job, plan, data_dir = payload.job, payload.plan, payload.data_dir
-    batch = make_global_steps(job, plan, data_dir, num_steps=1)[0][0]
+    batch = make_global_microbatches(job, plan, data_dir, num_steps=1)[0][0]
     try:
         suggestion = suggest_rules(job, plan, batch, is_made_up=data_dir is None)
     except PhalanxError:

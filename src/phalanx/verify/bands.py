@@ -14,7 +14,7 @@ from phalanx.verify.trace_facts import ALLOWED_ROUNDINGS, Trace
 
 
 @dataclass(frozen=True)
-class Bands:
+class GradientErrorBands:
     """The narrowest, median and widest band of the gradients that are judged, relative to their
     size; `widest_name`: which gradient has the widest. Zeros where none is judged."""
 
@@ -24,32 +24,33 @@ class Bands:
     widest_name: str
 
 
-def summarize_bands(trace: Trace) -> Bands:
+def summarize_error_bands(trace: Trace) -> GradientErrorBands:
     """The bands of a trace in a narrow type."""
     bands = {name: band for name, band in trace.bands().items() if band < math.inf}
     if not bands:
-        return Bands(0.0, 0.0, 0.0, "")
+        return GradientErrorBands(0.0, 0.0, 0.0, "")
     widest_name = max(bands, key=lambda name: bands[name])
-    return Bands(
+    return GradientErrorBands(
         min(bands.values()), statistics.median(bands.values()), bands[widest_name], widest_name
     )
 
 
-def describe_bands(trace: Trace) -> str:
+def describe_error_bands(trace: Trace) -> str:
     """The bands of a trace in a narrow type, in a sentence."""
-    bands = summarize_bands(trace)
+    bands = summarize_error_bands(trace)
     compute = COMPUTE_OF_NARROW_DTYPE[trace.dtype]
     if not bands.widest_name:
         return f"{compute}: no gradient is judged, for rounding changes all by half"
     norm = trace.scalar_tolerance("grad_norm", 0.0)
     loss = trace.scalar_tolerance("loss", 0.0)
     return (
-        f"{compute}: gradients may be off by {_percent(bands.narrowest)} to"
-        f" {_percent(bands.widest)} (widest: {bands.widest_name}; median"
-        f" {_percent(bands.median)}), their norm by {_percent(norm)}, the loss by {_percent(loss)}:"
+        f"{compute}: gradients may be off by {_format_percent(bands.narrowest)} to"
+        f" {_format_percent(bands.widest)} (widest: {bands.widest_name}; median"
+        f" {_format_percent(bands.median)}), their norm by {_format_percent(norm)},"
+        f" the loss by {_format_percent(loss)}:"
         f" {ALLOWED_ROUNDINGS} x what weights rounded otherwise change in one process"
     )
 
 
-def _percent(share: float) -> str:
+def _format_percent(share: float) -> str:
     return f"{100 * share:.2g} %"

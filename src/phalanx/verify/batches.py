@@ -22,7 +22,7 @@ from phalanx.verify.cases import NUM_MICROBATCHES
 STEP_WITHOUT_TARGETS = 1
 
 
-def make_global_steps(
+def make_global_microbatches(
     job: Job, plan: Plan, data_dir: Path | None, *, num_steps: int
 ) -> list[list[Batch]]:
     """The microbatches of each step, as all ranks together see them; the same on every rank.
@@ -62,7 +62,7 @@ def has_step_without_targets(job: Job, plan: Plan, num_steps: int) -> bool:
     return is_textbook and num_steps > STEP_WITHOUT_TARGETS
 
 
-def split_into_microbatches(
+def resplit_steps_into_microbatches(
     steps: Sequence[Sequence[Batch]], num_microbatches: int
 ) -> list[list[Batch]]:
     """The same rows of each step in the same order, in that many equal microbatches."""
@@ -78,13 +78,13 @@ def split_into_microbatches(
     return [split(step) for step in steps]
 
 
-def cut_sequences(
+def truncate_sequences(
     steps: Sequence[Sequence[Batch]], seq_len: int, num_tokens: int
 ) -> list[list[Batch]]:
     """The first `num_tokens` of each sequence of `seq_len`; an empty list where no tensor has
     sequences."""
 
-    def cut(batch: Batch) -> Batch:
+    def truncate_batch(batch: Batch) -> Batch:
         return {
             key: tensor[:, :num_tokens] if is_sequence(tensor) else tensor
             for key, tensor in batch.items()
@@ -95,10 +95,10 @@ def cut_sequences(
 
     if not any(is_sequence(tensor) for tensor in steps[0][0].values()):
         return []
-    return [[cut(batch) for batch in step] for step in steps]
+    return [[truncate_batch(batch) for batch in step] for step in steps]
 
 
-def take_rank_rows(
+def select_rank_rows(
     steps: Sequence[Sequence[Batch]], rank: int, data_parallel_size: int
 ) -> list[list[Batch]]:
     """The part of one data-parallel rank: of each microbatch an equal run of rows."""

@@ -8,14 +8,14 @@ from torch import nn
 
 from phalanx.job.schema import Optim
 from phalanx.parallel.model import ParallelModel
-from phalanx.verify.trace import TraceReader
+from phalanx.verify.trace import TraceTensorReader
 from phalanx.verify.trace_facts import BEGIN_KIND, Trace
 
 INIT_NOISE_STD = 0.1  # standard deviation
 
 
 @torch.no_grad()
-def randomize_constants(module: nn.Module) -> tuple[str, ...]:
+def randomize_constant_parameters(module: nn.Module) -> tuple[str, ...]:
     """Add noise to each trainable parameter whose elements are all equal (a norm's 1, a bias's or
     an adapter's 0), and return their names: a constant hides what should move it, and what is
     added or multiplied in another order."""
@@ -32,19 +32,19 @@ def randomize_constants(module: nn.Module) -> tuple[str, ...]:
 
 
 @torch.no_grad()
-def copy_starting_weights(module: nn.Module, leader: Trace) -> None:
+def load_leader_starting_weights(module: nn.Module, leader: Trace) -> None:
     """Give a module the weights with which the first step of `leader` begins."""
-    with TraceReader(leader, BEGIN_KIND) as reader:
+    with TraceTensorReader(leader, BEGIN_KIND) as reader:
         for name, parameter in module.named_parameters():
             parameter.copy_(reader.read(name))
 
 
 @torch.no_grad()
-def write_starting_weights(model: ParallelModel, trace: Trace) -> None:
+def load_starting_weights_of_trace(model: ParallelModel, trace: Trace) -> None:
     """Give a layout the weights with which the first step of `trace` begins, where its own are
     others. Collective."""
     shards, is_changed = model.shards(), False
-    with TraceReader(trace, BEGIN_KIND) as reader:
+    with TraceTensorReader(trace, BEGIN_KIND) as reader:
         for name in trace.sizes[BEGIN_KIND]:
             if name not in shards:
                 continue
@@ -61,7 +61,7 @@ def write_starting_weights(model: ParallelModel, trace: Trace) -> None:
         model.refresh()
 
 
-def set_reference_learning_rate(optim: Optim, lr: float | None) -> Optim:
+def replace_learning_rate(optim: Optim, lr: float | None) -> Optim:
     """The job's optimizer with the learning rate of a reference; None: its own."""
     if lr is None:
         return optim

@@ -61,7 +61,7 @@ class Case:
     """Of a run through the trainer: the layout in which it is resumed, too."""
 
 
-def is_of_one_type(name: str) -> bool:
+def is_judged_in_float64_only(name: str) -> bool:
     """True for what is judged in float64 alone: it is no layout."""
     return name in SECOND_IMPLEMENTATIONS or name.startswith(TRAINER_ROW_PREFIX)
 
@@ -84,10 +84,10 @@ def make_verified_job(job: Job, num_ranks: int) -> Job:
         # Zigzag cuts a sequence into 2 x cp parts, and cp is any divisor of the ranks.
         length, chunks = min(job.data.seq_len, MAX_SHRUNK_SEQ_LEN), 2 * num_ranks
         body["data"]["seq_len"] = length - length % chunks if length >= chunks else length
-    return _parse_job(body)
+    return _build_job_from_dict(body)
 
 
-def narrow_job(job: Job, dtype: str) -> Job:
+def make_narrow_dtype_job(job: Job, dtype: str) -> Job:
     """A job that is verified, in a narrow type: weights float32, forward and backward in `dtype`;
     fp16 with a fixed loss scale, so that no step is skipped."""
     narrow = replace_precision(job, COMPUTE_OF_NARROW_DTYPE[dtype])
@@ -95,7 +95,7 @@ def narrow_job(job: Job, dtype: str) -> Job:
     return narrow.model_copy(update={"precision": fixed})
 
 
-def list_narrow_layouts(
+def list_layouts_for_narrow_dtypes(
     layouts: Mapping[str, Mapping[str, Any]],
 ) -> list[tuple[str, Mapping[str, Any]]]:
     """The layouts that are judged in narrow types: all that do not compress gradients, which
@@ -103,11 +103,11 @@ def list_narrow_layouts(
     return [
         (name, axes)
         for name, axes in layouts.items()
-        if "compress" not in axes and not is_of_one_type(name)
+        if "compress" not in axes and not is_judged_in_float64_only(name)
     ]
 
 
-def describe_changes(requested_job: Job, verified: Job) -> str:
+def describe_job_changes(requested_job: Job, verified: Job) -> str:
     """Keys of a job that are changed to be judged, with both values; "" if there are none."""
     keys = (
         (
@@ -127,7 +127,7 @@ def describe_changes(requested_job: Job, verified: Job) -> str:
     return ", ".join(changes)
 
 
-def list_not_judged(job: Job, types: Sequence[str]) -> list[str]:
+def list_settings_not_judged(job: Job, types: Sequence[str]) -> list[str]:
     """The settings of a job that are left out where layouts are judged in `types`, in words."""
     compute = detect_precision(job)
     judged = [COMPUTE_OF_NARROW_DTYPE.get(dtype, dtype) for dtype in types]
@@ -169,7 +169,7 @@ def shrink_job(job: Job, *, num_blocks: int = 2) -> tuple[Job, str]:
     changed = {key: value for key, value in small.items() if getattr(shape, key) != value}
     body["model"] |= changed
     changes = ", ".join(f"{key} {getattr(shape, key)} -> {value}" for key, value in changed.items())
-    return _parse_job(body), changes
+    return _build_job_from_dict(body), changes
 
 
 def _shrink_decoder(shape: DecoderShape, num_blocks: int) -> dict[str, Any]:
@@ -204,7 +204,7 @@ def _shrink_experts(shape: DecoderShape) -> dict[str, Any]:
     }
 
 
-def read_job_layout(job: Job) -> dict[str, Any]:
+def select_axes_set_by_job(job: Job) -> dict[str, Any]:
     """The axes that the job sets."""
     keys = (
         *AXIS_KEYS,
@@ -221,14 +221,16 @@ def read_job_layout(job: Job) -> dict[str, Any]:
     }
 
 
-def list_compressed_layouts(num_ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def list_gradient_compression_layouts(num_ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """DDP with each way of compressing gradients, as `verify` names them."""
     if num_ranks > 1:
         for kind in list_kinds("phalanx.parallel.hooks"):
             yield f"ddp-{kind}", {"dp_replicate": num_ranks, "compress": kind}
 
 
-def list_layouts(num_ranks: int, *, experts: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
+def list_all_layouts(
+    num_ranks: int, *, experts: bool = False
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every layout of exactly `num_ranks` ranks that can be named today; with `experts` those
     that spread them, too."""
     for tp in (d for d in range(1, num_ranks + 1) if num_ranks % d == 0):
@@ -250,9 +252,9 @@ def list_layouts(num_ranks: int, *, experts: bool = False) -> Iterator[tuple[str
         return
     yield from list_recompute_layouts(num_ranks)
     yield from list_data_parallel_variants(num_ranks)
-    yield from contexts.list_context_layouts(num_ranks)
-    yield from pipelines.list_pipelines(num_ranks)
-    yield from products.list_products(num_ranks)
+    yield from contexts.list_context_parallel_layouts(num_ranks)
+    yield from pipelines.list_pipeline_layouts(num_ranks)
+    yield from products.list_three_axis_layouts(num_ranks)
     if experts:
         yield from products.list_expert_layouts(num_ranks)
 
@@ -326,7 +328,7 @@ def list_data_parallel_variants(num_ranks: int) -> Iterator[tuple[str, dict[str,
         break
 
 
-def make_cases(
+def plan_layout_cases(
     job: Job,
     layouts: Sequence[tuple[str, Mapping[str, Any]]],
     *,
@@ -339,10 +341,10 @@ def make_cases(
     Refused ones carry the reason.
     """
 
-    def plan_of(body: Mapping[str, Any]) -> Plan:
+    def make_case_plan(body: Mapping[str, Any]) -> Plan:
         vocab_size = (shape.vocab_size if shape else 0) or SHRUNK_VOCAB_SIZE
         return make_plan(
-            _parse_job(body),
+            _build_job_from_dict(body),
             cluster=cluster,
             vocab_size=vocab_size,
             num_ranks=num_ranks,
@@ -352,8 +354,8 @@ def make_cases(
     num_blocks = (shape or build_model_shape(job, SHRUNK_VOCAB_SIZE)).num_layers
     cases = []
     for name, axes in layouts:
-        parallel = pipelines.resolve_stage_blocks(axes, num_blocks)
-        parallel = pipelines.resolve_seq_len(parallel, job.data.seq_len, num_ranks)
+        parallel = pipelines.resolve_uneven_stage_blocks(axes, num_blocks)
+        parallel = pipelines.resolve_odd_sequence_override(parallel, job.data.seq_len, num_ranks)
         body = job.to_json()
         # What a layout does not name has its default here, not what the job asks for.
         body["parallel"] |= _DEFAULT_AXES | {"compress": "none"} | _DEFAULT_OPTIONS
@@ -362,27 +364,27 @@ def make_cases(
             body[section or "parallel"][name_of_key] = value
         try:
             if "pp" in parallel:
-                _require_pipeline_without_conflicts(_parse_job(body))
+                _refuse_settings_that_pipelines_lack(_build_job_from_dict(body))
             else:
                 # Without a pipeline there is no stage to hold modules of the model.
                 body["parallel"] |= dict.fromkeys(pipelines.MODEL_STAGE_KEYS, ())
             # A first plan says how many microbatches there are, the second has their size.
-            first = plan_of(body)
+            first = make_case_plan(body)
             count = pipelines.num_microbatches(first) or NUM_MICROBATCHES
             body["train"]["micro_batch_size"] = job.train.global_batch_size // (
                 count * first.layout.data_parallel_size
             )
-            cases.append(Case(name, parallel, plan_of(body)))
+            cases.append(Case(name, parallel, make_case_plan(body)))
         except LayoutError as error:
             cases.append(Case(name, parallel, None, str(error)))
     return cases
 
 
-def _require_pipeline_without_conflicts(job: Job) -> None:
+def _refuse_settings_that_pipelines_lack(job: Job) -> None:
     """Raises LayoutError for what the job asks for, and a pipeline cannot do."""
     for problem in pipelines_have_no_conflicts.run(job):
         raise LayoutError(f"{'.'.join(map(str, problem.path))} is {problem.what}", fix=problem.fix)
 
 
-def _parse_job(body: Mapping[str, Any]) -> Job:
+def _build_job_from_dict(body: Mapping[str, Any]) -> Job:
     return Job.model_validate_json(json.dumps(body))

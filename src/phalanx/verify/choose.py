@@ -25,22 +25,26 @@ from phalanx.verify.cases import (
     SHRUNK_VOCAB_SIZE,
     TRAINER_ROW_PREFIX,
     Case,
-    describe_changes,
-    is_of_one_type,
-    list_compressed_layouts,
-    list_layouts,
-    list_narrow_layouts,
-    list_not_judged,
-    make_cases,
+    describe_job_changes,
+    is_judged_in_float64_only,
+    list_all_layouts,
+    list_gradient_compression_layouts,
+    list_layouts_for_narrow_dtypes,
+    list_settings_not_judged,
+    make_narrow_dtype_job,
     make_verified_job,
-    narrow_job,
-    read_job_layout,
+    plan_layout_cases,
+    select_axes_set_by_job,
     shrink_job,
 )
-from phalanx.verify.number_types import COMPUTE_OF_NARROW_DTYPE, is_narrow, resolve_types
+from phalanx.verify.number_types import (
+    COMPUTE_OF_NARROW_DTYPE,
+    is_narrow_dtype,
+    resolve_dtype_names,
+)
 from phalanx.verify.pipelines import count_blocks_for_stages
 from phalanx.verify.row import Row
-from phalanx.verify.trainer_cases import list_trainer_names, make_trainer_runs
+from phalanx.verify.trainer_cases import list_trainer_case_names, make_named_trainer_cases
 
 DEFAULT_NUM_RANKS = 4
 DEVICES = ("cpu", "cuda")
@@ -88,22 +92,31 @@ class Selection:
             (dtype, case)
             for dtype, cases in self.cases_of_type.items()
             for case in cases
-            if case.plan is not None and (dtype == "float64" or not is_of_one_type(case.name))
+            if case.plan is not None
+            and (dtype == "float64" or not is_judged_in_float64_only(case.name))
         ]
 
     @property
     def refused_rows(self) -> list[Row]:
         """A row with the reason for each case that has no plan."""
-        rows = [self.row_of(case, refused=case.refused) for case in self.cases if case.plan is None]
+        rows = [
+            self.build_row_without_comparison(case, refused=case.refused)
+            for case in self.cases
+            if case.plan is None
+        ]
         refused = {row.layout for row in rows}
         for dtype, cases in self.cases_of_type.items():
             for case in cases:
                 # What fits a layout in one type may not in another.
                 if case.plan is None and case.name not in refused:
-                    rows.append(self.row_of(case, dtype=dtype, refused=case.refused))
+                    rows.append(
+                        self.build_row_without_comparison(case, dtype=dtype, refused=case.refused)
+                    )
         return rows
 
-    def row_of(self, case: Case, *, dtype: str = "", refused: str = "", crashed: str = "") -> Row:
+    def build_row_without_comparison(
+        self, case: Case, *, dtype: str = "", refused: str = "", crashed: str = ""
+    ) -> Row:
         """The row of a case of which nothing was compared, since it was refused or crashed."""
         return Row(
             case.name,
@@ -119,7 +132,7 @@ class Selection:
         )
 
 
-def choose_layouts(
+def select_layout_cases(
     job: Job,
     layouts: str | Sequence[str],
     *,
@@ -135,32 +148,36 @@ def choose_layouts(
     Raises PhalanxError for a name that is no layout, for data that is not there and for a model
     that is too large.
     """
-    layout_names = _list_names(layouts)
-    job_layout = read_job_layout(job)
-    num_ranks = ranks or job.parallel.ranks or _multiply_degrees(job_layout) or DEFAULT_NUM_RANKS
+    layout_names = _parse_layout_names(layouts)
+    job_layout = select_axes_set_by_job(job)
+    num_ranks = (
+        ranks or job.parallel.ranks or _multiply_parallel_degrees(job_layout) or DEFAULT_NUM_RANKS
+    )
     has_experts = (
         not job.model.is_foreign and build_model_shape(job, SHRUNK_VOCAB_SIZE).experts is not None
     )
-    axes_of_name = _resolve_names(layout_names, job_layout, num_ranks, has_experts=has_experts)
+    axes_of_name = _map_names_to_axes(layout_names, job_layout, num_ranks, has_experts=has_experts)
     notes = []
     if shrink:
         job, changes = shrink_job(job, num_blocks=count_blocks_for_stages(axes_of_name.values()))
         notes.append(f"shrunk  {changes or 'nothing: it is small'}")
     # Before the job is changed, of which this says what is left out.
     compute = detect_precision(job)
-    dtypes = resolve_types(types, compute)
-    left_out = list_not_judged(job, dtypes)
+    dtypes = resolve_dtype_names(types, compute)
+    left_out = list_settings_not_judged(job, dtypes)
     omissions = [f"not judged: {setting}" for setting in left_out]
     requested_job, job = job, make_verified_job(job, num_ranks)
-    notes.append(f"changed {describe_changes(requested_job, job)}")
-    _require_existing_data(job)
-    shape = _measure_judged_shape(job, num_ranks)
-    maker = _CaseMaker(job, axes_of_name, num_ranks, _find_devices(device, num_ranks), shape)
-    cases = maker.make_wide_cases("float64" in dtypes, device)
-    cases_of_type = {dtype: tuple(cases) for dtype in dtypes if not is_narrow(dtype)}
-    for dtype in filter(is_narrow, dtypes):
-        cases_of_type[dtype] = maker.make_narrow_cases(dtype)
-        omissions += _list_left_out(dtype, axes_of_name, cases_of_type[dtype])
+    notes.append(f"changed {describe_job_changes(requested_job, job)}")
+    _require_data_files_exist(job)
+    shape = _probe_own_module_shape(job, num_ranks)
+    maker = _CaseMaker(
+        job, axes_of_name, num_ranks, _describe_verify_cluster(device, num_ranks), shape
+    )
+    cases = maker.make_float64_and_float32_cases("float64" in dtypes, device)
+    cases_of_type = {dtype: tuple(cases) for dtype in dtypes if not is_narrow_dtype(dtype)}
+    for dtype in filter(is_narrow_dtype, dtypes):
+        cases_of_type[dtype] = maker.make_narrow_dtype_cases(dtype)
+        omissions += _note_layouts_left_out(dtype, axes_of_name, cases_of_type[dtype])
         # None of the named layouts is judged in the type that the job computes in.
         if not cases_of_type[dtype] and COMPUTE_OF_NARROW_DTYPE[dtype] == compute:
             left_out.append(f"precision.compute={compute}: {ROUNDED_OTHERWISE}")
@@ -178,14 +195,14 @@ def choose_layouts(
     )
     plans = [case.plan for case in cases if case.plan is not None]
     if plans:
-        notes.append(_describe_work(selection, plans, num_ranks))
+        notes.append(_describe_selection(selection, plans, num_ranks))
     if device == "cuda":
         name = maker.cluster.name
         notes.append(f"device  {name}: layouts compute on it, the reference on the CPU")
     return replace(selection, notes=tuple(notes))
 
 
-def _list_names(layouts: str | Sequence[str]) -> list[str]:
+def _parse_layout_names(layouts: str | Sequence[str]) -> list[str]:
     """The names in `layouts`. Raises UsageError for none, and for what is no name."""
     names: Sequence[str] = ()
     if isinstance(layouts, str):
@@ -211,7 +228,7 @@ class _CaseMaker:
     cluster: Cluster
     shape: MeasuredModule | None
 
-    def make_wide_cases(self, has_float64: bool, device: str) -> list[Case]:
+    def make_float64_and_float32_cases(self, has_float64: bool, device: str) -> list[Case]:
         """The cases of float64 and float32; refused are those that are judged in float64 alone
         without `has_float64`, and those of the trainer on a GPU."""
         layouts, run_names = [], []
@@ -220,14 +237,14 @@ class _CaseMaker:
                 run_names.append(name)
             else:
                 layouts.append((name, axes))
-        cases = make_cases(
+        cases = plan_layout_cases(
             self.job,
             layouts,
             num_ranks=self.num_ranks,
             cluster=self.cluster,
             shape=self.shape,
         )
-        cases += make_trainer_runs(
+        cases += make_named_trainer_cases(
             self.job,
             run_names,
             num_ranks=self.num_ranks,
@@ -236,17 +253,19 @@ class _CaseMaker:
         )
         if not has_float64:
             reason = "judged in float64 alone, which is not among the types"
-            cases = _refuse_cases(cases, is_of_one_type, reason)
+            cases = _drop_plans_of_refused_cases(cases, is_judged_in_float64_only, reason)
         if device == "cuda":
             reason = "the trainer is judged on the CPU alone"
-            cases = _refuse_cases(cases, lambda name: name.startswith(TRAINER_ROW_PREFIX), reason)
+            cases = _drop_plans_of_refused_cases(
+                cases, lambda name: name.startswith(TRAINER_ROW_PREFIX), reason
+            )
         return cases
 
-    def make_narrow_cases(self, dtype: str) -> tuple[Case, ...]:
+    def make_narrow_dtype_cases(self, dtype: str) -> tuple[Case, ...]:
         """The cases of bf16 or fp16."""
-        cases = make_cases(
-            narrow_job(self.job, dtype),
-            list_narrow_layouts(self.axes_of_name),
+        cases = plan_layout_cases(
+            make_narrow_dtype_job(self.job, dtype),
+            list_layouts_for_narrow_dtypes(self.axes_of_name),
             num_ranks=self.num_ranks,
             cluster=self.cluster,
             shape=self.shape,
@@ -255,7 +274,7 @@ class _CaseMaker:
         return tuple(case for case in cases if case.plan is None or not case.plan.compile)
 
 
-def _require_existing_data(job: Job) -> None:
+def _require_data_files_exist(job: Job) -> None:
     """Raise DataError for data that is not there: what is judged is made up, but that is a
     mistake."""
     data = job.data
@@ -263,7 +282,7 @@ def _require_existing_data(job: Job) -> None:
         summarize_data(data, vocab_size=None)
 
 
-def _measure_judged_shape(job: Job, num_ranks: int) -> MeasuredModule | None:
+def _probe_own_module_shape(job: Job, num_ranks: int) -> MeasuredModule | None:
     """The shape of a user's own module, None for any other model. Raises LayoutError for one that
     is too large."""
     shape = measure_foreign_shape(job)
@@ -277,7 +296,7 @@ def _measure_judged_shape(job: Job, num_ranks: int) -> MeasuredModule | None:
     return shape
 
 
-def _find_devices(device: str, num_ranks: int) -> Cluster:
+def _describe_verify_cluster(device: str, num_ranks: int) -> Cluster:
     """The cluster that the ranks compute on.
 
     Raises UsageError for another name, and EnvironmentProblem where there is no GPU for each rank.
@@ -298,7 +317,7 @@ def _find_devices(device: str, num_ranks: int) -> Cluster:
     return cluster
 
 
-def _refuse_cases(
+def _drop_plans_of_refused_cases(
     cases: Sequence[Case], is_refused: Callable[[str], bool], reason: str
 ) -> list[Case]:
     """`cases`, without a plan where their name is refused."""
@@ -310,10 +329,14 @@ def _refuse_cases(
     return refused
 
 
-def _list_left_out(dtype: str, layout_names: Iterable[str], cases: Sequence[Case]) -> list[str]:
+def _note_layouts_left_out(
+    dtype: str, layout_names: Iterable[str], cases: Sequence[Case]
+) -> list[str]:
     """A line about the layouts that are not judged in a narrow type; none for none."""
     judged = {case.name for case in cases}
-    missing = [name for name in layout_names if name not in judged and not is_of_one_type(name)]
+    missing = [
+        name for name in layout_names if name not in judged and not is_judged_in_float64_only(name)
+    ]
     if not missing:
         return []
     return [
@@ -321,32 +344,34 @@ def _list_left_out(dtype: str, layout_names: Iterable[str], cases: Sequence[Case
     ]
 
 
-def _describe_work(selection: Selection, plans: Sequence[Plan], num_ranks: int) -> str:
+def _describe_selection(selection: Selection, plans: Sequence[Plan], num_ranks: int) -> str:
     plan = plans[0]
     ranks = plural(num_ranks, f"{selection.device} rank")
     return (
         f"judged  {selection.model_name}, {plan.num_params:,} parameters, on {ranks}:"
         f" {plural(selection.num_steps, 'step')} of {plan.global_batch_size} samples in"
-        f" {_describe_microbatches(plans)}"
+        f" {_describe_microbatch_counts(plans)}"
     )
 
 
-def _describe_microbatches(plans: Sequence[Plan]) -> str:
+def _describe_microbatch_counts(plans: Sequence[Plan]) -> str:
     in_pipelines = {plan.num_microbatches for plan in plans if plan.pipeline is not None}
     elsewhere = {plan.num_microbatches for plan in plans if plan.pipeline is None}
     parts = []
     if elsewhere:
-        parts.append(f"{_list_numbers(elsewhere)} microbatches")
+        parts.append(f"{_join_numbers_with_or(elsewhere)} microbatches")
     if in_pipelines:
-        parts.append(f"{_list_numbers(in_pipelines)} {'in pipelines' if parts else 'microbatches'}")
+        parts.append(
+            f"{_join_numbers_with_or(in_pipelines)} {'in pipelines' if parts else 'microbatches'}"
+        )
     return ", ".join(parts)
 
 
-def _list_numbers(numbers: Iterable[int]) -> str:
+def _join_numbers_with_or(numbers: Iterable[int]) -> str:
     return " or ".join(map(str, sorted(numbers)))
 
 
-def _resolve_names(
+def _map_names_to_axes(
     layout_names: Sequence[str], job_layout: dict[str, Any], num_ranks: int, *, has_experts: bool
 ) -> dict[str, dict[str, Any]]:
     """The axes of each named layout, by its name.
@@ -355,15 +380,22 @@ def _resolve_names(
     Raises UsageError for a name that is none of them.
     """
     # Expert layouts are known names for any model: the plan says why one does not fit.
-    known = dict([*list_layouts(num_ranks, experts=True), *list_compressed_layouts(num_ranks)])
-    known |= {key: {} for key in (*SECOND_IMPLEMENTATIONS, *list_trainer_names(num_ranks))}
+    known = dict(
+        [*list_all_layouts(num_ranks, experts=True), *list_gradient_compression_layouts(num_ranks)]
+    )
+    known |= {key: {} for key in (*SECOND_IMPLEMENTATIONS, *list_trainer_case_names(num_ranks))}
     chosen: dict[str, dict[str, Any]] = {}
     for name in layout_names:
         if name == "all":
             chosen |= dict(
-                [*list_layouts(num_ranks, experts=has_experts), *list_compressed_layouts(num_ranks)]
+                [
+                    *list_all_layouts(num_ranks, experts=has_experts),
+                    *list_gradient_compression_layouts(num_ranks),
+                ]
             )
-            chosen |= {key: {} for key in (*SECOND_IMPLEMENTATIONS, *list_trainer_names(num_ranks))}
+            chosen |= {
+                key: {} for key in (*SECOND_IMPLEMENTATIONS, *list_trainer_case_names(num_ranks))
+            }
         elif name == "asked":
             chosen[name] = job_layout
         elif name in known:
@@ -371,19 +403,19 @@ def _resolve_names(
         else:
             raise UsageError(
                 f"--layouts: {name!r} is no layout of {plural(num_ranks, 'rank')}",
-                fix=_suggest_name(name, list(known)),
+                fix=_suggest_layout_names(name, list(known)),
             )
     return chosen
 
 
-def _suggest_name(name: str, known: Sequence[str]) -> str:
+def _suggest_layout_names(name: str, known: Sequence[str]) -> str:
     num_unnamed = len(known) - MAX_NAMED_LAYOUTS
     more = f", and {num_unnamed} more" if num_unnamed > 0 else ""
     examples = f"asked, all, {', '.join(known[:MAX_NAMED_LAYOUTS])}{more}"
     return did_you_mean(name, [*known, "all", "asked"]) or f"one of {examples}: docs/verify.md"
 
 
-def _multiply_degrees(parallel: dict[str, Any]) -> int:
+def _multiply_parallel_degrees(parallel: dict[str, Any]) -> int:
     """The product of the degrees that a layout sets; 0 if it sets none above 1."""
     # Not ep, which has no ranks of its own: it spreads experts over those of dp and cp.
     product = 1

@@ -13,19 +13,19 @@ NamedLayouts = Iterator[tuple[str, dict[str, Any]]]
 _CP_ATTENTION_KINDS = get_args(Parallel.model_fields["cp_attention"].annotation)
 
 
-def list_context_layouts(num_ranks: int) -> NamedLayouts:
+def list_context_parallel_layouts(num_ranks: int) -> NamedLayouts:
     """Each way to attend, alone and beside each other axis that two ranks leave room for; and other
     ways of cutting sequences, of sharding and of keeping less."""
     for cp in (d for d in range(2, num_ranks + 1) if num_ranks % d == 0):
-        for prefix, axes in _list_axes_beside_context(num_ranks // cp):
+        for prefix, axes in _iterate_axes_beside_cp(num_ranks // cp):
             for kind in _CP_ATTENTION_KINDS:
                 suffix = "" if kind == "ring" else f"-{kind}"
                 yield f"{prefix}cp{cp}{suffix}", {"cp": cp, "cp_attention": kind} | axes
     if num_ranks > 1:
-        yield from _list_context_variants(num_ranks)
+        yield from _list_cp_variants(num_ranks)
 
 
-def _list_axes_beside_context(rest: int) -> NamedLayouts:
+def _iterate_axes_beside_cp(rest: int) -> NamedLayouts:
     if rest == 1:
         yield "", {}
         return
@@ -34,7 +34,7 @@ def _list_axes_beside_context(rest: int) -> NamedLayouts:
     yield f"tp{rest}-", {"tp": rest}
 
 
-def _list_context_variants(num_ranks: int) -> NamedLayouts:
+def _list_cp_variants(num_ranks: int) -> NamedLayouts:
     """Sequences cut into one run, shards over cp alone and over copies of them, recomputation."""
     cp = {"cp": num_ranks}
     yield f"cp{num_ranks}-one-run", cp | {"cp_load_balance": "none"}

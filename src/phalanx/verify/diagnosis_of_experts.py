@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phalanx.verify.compare import Comparison
+from phalanx.verify.compare import TraceComparison
 from phalanx.verify.flips import RoutingChange
-from phalanx.verify.trace_facts import buffers_set_name
+from phalanx.verify.trace_facts import name_buffers_set
 
 ROUTER, BIAS, EXPERTS = ".router.weight", ".router.bias", ".moe.experts."
 WRONG_BIAS_UPDATE_CAUSE = (
@@ -21,16 +21,16 @@ class ExpertDiagnosis:
     `ep`: ranks that have different experts; `tp` and `cp` as everywhere.
     """
 
-    def __init__(self, compared: Comparison, *, ep: int, tp: int, cp: int) -> None:
+    def __init__(self, compared: TraceComparison, *, ep: int, tp: int, cp: int) -> None:
         self._compared, self._ep, self._tp, self._cp = compared, ep, tp, cp
         self._routers = [name for name in compared.trace.order if name.endswith(ROUTER)]
 
-    def explain_routing(self, reroute: RoutingChange) -> str:
+    def explain_misrouted_token(self, reroute: RoutingChange) -> str:
         """The cause of a token that goes elsewhere while all before it agrees, and that is no
         near-tie."""
         weight, bias = f"{reroute.router}.weight", f"{reroute.router}.bias"
         if reroute.phase != "step-0":
-            trace, kind = self._compared.trace, buffers_set_name(self._compared.trace.num_steps - 1)
+            trace, kind = self._compared.trace, name_buffers_set(self._compared.trace.num_steps - 1)
             if bias in trace.sizes.get(kind, {}) and self._compared.error(kind, bias) > 1e-3:
                 return f"it is no near-tie, and gradients agree: {WRONG_BIAS_UPDATE_CAUSE}"
             return (
@@ -54,23 +54,25 @@ class ExpertDiagnosis:
             f" weights{capacity}"
         )
 
-    def explain_buffer(self, name: str) -> str:
+    def explain_wrong_router_bias(self, name: str) -> str:
         if name.endswith(BIAS):
             return f"gradients and weights agree, so {WRONG_BIAS_UPDATE_CAUSE}"
         return ""
 
-    def explain_gradient(self, kind: str, off: Sequence[str], ranks: Sequence[int]) -> str:
+    def explain_wrong_gradients(self, kind: str, off: Sequence[str], ranks: Sequence[int]) -> str:
         """`off`: all that differ, after a loss that agrees."""
         if not self._routers:
             return ""
         if all(EXPERTS in name for name in off):
-            return self._explain_experts(kind, off, ranks)
-        return self._explain_balance(off)
+            return self._explain_gradients_of_ep_experts(kind, off, ranks)
+        return self._explain_balance_loss_gradient(off)
 
-    def _explain_experts(self, kind: str, off: Sequence[str], ranks: Sequence[int]) -> str:
+    def _explain_gradients_of_ep_experts(
+        self, kind: str, off: Sequence[str], ranks: Sequence[int]
+    ) -> str:
         if self._ep == 1:
             return ""
-        factors = [self._compared.multiple_of_reference(kind, off, rank) for rank in ranks]
+        factors = [self._compared.find_multiple_of_reference(kind, off, rank) for rank in ranks]
         if all(factor is not None and abs(factor / self._ep - 1) < 1e-3 for factor in factors):
             return (
                 f"gradients of experts are {self._ep} x the reference: the mean over the ranks that"
@@ -86,14 +88,14 @@ class ExpertDiagnosis:
             " or not over all that hold the same"
         )
 
-    def _explain_balance(self, off: Sequence[str]) -> str:
+    def _explain_balance_loss_gradient(self, off: Sequence[str]) -> str:
         """The balance loss enters where a router's scores are made: that router and all before
         it have its gradient."""
         last = max((self._compared.trace.order.index(name) for name in off), default=0)
         behind = set(self._compared.trace.order[last + 1 :])
         if not off or not self._compared.trace.order[last].endswith(ROUTER) or behind & set(off):
             return ""
-        # Told apart by whether parts add up (`Diagnosis._explain_parts`).
+        # Told apart by whether parts add up (see `_explain_gradient_by_rank_parts`).
         if all(name.endswith(ROUTER) for name in off) and self._tp > 1:
             return ""
         over = []

@@ -7,11 +7,11 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from phalanx.verify.compare import ZERO_DOTS, Comparison
+from phalanx.verify.compare import ZERO_DOTS, TraceComparison
 from phalanx.verify.diagnosis_of_experts import EXPERTS
 from phalanx.verify.diagnosis_of_stages import StageDiagnosis
-from phalanx.verify.factors import FactorWords
-from phalanx.verify.trace_facts import gradients_set_name
+from phalanx.verify.factors import FactorExplainer
+from phalanx.verify.trace_facts import name_gradients_set
 
 EQUAL_SQUARES_TOLERANCE = 1e-6  # of the square of a norm
 MAX_RANKS_OF_SUBSETS = 8  # of which all subsets are tried
@@ -21,40 +21,42 @@ class NormDiagnosis:
     """Finds the gradients that are missing in a norm, or that count more than once."""
 
     def __init__(
-        self, compared: Comparison, factors: FactorWords, stages: StageDiagnosis | None
+        self, compared: TraceComparison, factors: FactorExplainer, stages: StageDiagnosis | None
     ) -> None:
         self._compared, self._factors, self._stages = compared, factors, stages
 
     def explain(self, norm: float, step: int) -> str:
         """The cause of a finite norm that is not the reference's."""
         reference = self._compared.trace.steps[step].grad_norm
-        if self._stages is not None and (cause := self._stages.explain_norm(norm, step)):
+        if self._stages is not None and (cause := self._stages.explain_wrong_grad_norm(norm, step)):
             return cause
         excess = norm**2 - reference**2
         cause = (
-            self._explain_own_norm(norm, step)
-            or self._explain_tensors(excess, step)
-            or self._explain_copies(norm / reference)
-            or self._explain_replicas(excess, step)
-            or self._explain_groups(excess, step)
+            self._explain_norm_of_one_rank(norm, step)
+            or self._explain_by_one_miscounted_tensor(excess, step)
+            or self._explain_replicas_counted_repeatedly(norm / reference)
+            or self._explain_by_miscounted_replicas(excess, step)
+            or self._explain_by_miscounted_tensor_group(excess, step)
         )
         if cause:
             return cause
         if self._factors.explain(norm / reference, step):
             return self._factors.describe("it", norm / reference, step)
-        return self._explain_ranks(norm, step) or self._describe_size(norm / reference, step)
+        return self._explain_by_ranks_that_count(norm, step) or self._describe_norm_factor(
+            norm / reference, step
+        )
 
-    def _describe_size(self, factor: float, step: int) -> str:
+    def _describe_norm_factor(self, factor: float, step: int) -> str:
         mistake = "some of them are left out of the norm"
         if factor > 1:
             mistake = "some of them count more than once in the norm"
         return f"{self._factors.describe('it', factor, step)}, and gradients agree: {mistake}"
 
-    def _explain_own_norm(self, norm: float, step: int) -> str:
+    def _explain_norm_of_one_rank(self, norm: float, step: int) -> str:
         observations = self._compared.observations
         for rank, observation in enumerate(observations):
             square = sum(
-                dots[1] for dots in observation["tensors"][gradients_set_name(step)].values()
+                dots[1] for dots in observation["tensors"][name_gradients_set(step)].values()
             )
             if len(observations) > 1 and _is_nearly_equal(norm**2, square):
                 return (
@@ -63,14 +65,14 @@ class NormDiagnosis:
                 )
         return ""
 
-    def _explain_tensors(self, excess: float, step: int) -> str:
-        for name, size in self._compared.trace.sizes[gradients_set_name(step)].items():
+    def _explain_by_one_miscounted_tensor(self, excess: float, step: int) -> str:
+        for name, size in self._compared.trace.sizes[name_gradients_set(step)].items():
             # The squares of the two norms differ by that of this one tensor.
             if size and abs(abs(excess) / size**2 - 1) < 1e-4:
                 return f"the gradient of {name} is {_describe_wrong_count(excess)}"
         return ""
 
-    def _explain_copies(self, factor: float) -> str:
+    def _explain_replicas_counted_repeatedly(self, factor: float) -> str:
         copies = round(factor**2)
         if 1 < copies <= len(self._compared.observations) and _is_nearly_equal(factor**2, copies):
             return (
@@ -79,11 +81,11 @@ class NormDiagnosis:
             )
         return ""
 
-    def _explain_replicas(self, excess: float, step: int) -> str:
+    def _explain_by_miscounted_replicas(self, excess: float, step: int) -> str:
         """The cause of a norm whose square is off by `excess`, where that is what replicas have."""
-        kind = gradients_set_name(step)
+        kind = name_gradients_set(step)
         order = self._compared.trace.order
-        copies_of = {name: self._compared.count_copies(kind, name) for name in order}
+        copies_of = {name: self._compared.count_tensor_copies(kind, name) for name in order}
         fewest = min(copies_of.values(), default=1)
         alike = [name for name, copies in copies_of.items() if copies > fewest]
         sizes = self._compared.trace.sizes[kind]
@@ -97,16 +99,16 @@ class NormDiagnosis:
                 )
         return ""
 
-    def _explain_groups(self, excess: float, step: int) -> str:
+    def _explain_by_miscounted_tensor_group(self, excess: float, step: int) -> str:
         """The cause of a norm that lacks, or has twice, gradients that belong together."""
-        sizes = self._compared.trace.sizes[gradients_set_name(step)]
-        for words, names in self._list_groups():
+        sizes = self._compared.trace.sizes[name_gradients_set(step)]
+        for words, names in self._list_tensor_groups():
             square = sum(sizes[name] ** 2 for name in names)
             if square and _is_nearly_equal(abs(excess), square):
                 return f"gradients of {words} are {_describe_wrong_count(excess)}"
         return ""
 
-    def _list_groups(self) -> Iterator[tuple[str, Sequence[str]]]:
+    def _list_tensor_groups(self) -> Iterator[tuple[str, Sequence[str]]]:
         """(in words, names) of tensors that belong together: experts, those of one place in all
         blocks, and neighbours."""
         order = self._compared.trace.order
@@ -122,17 +124,17 @@ class NormDiagnosis:
         for start, end in itertools.combinations(range(len(order) + 1), 2):
             yield f"{order[start]} to {order[end - 1]}", order[start:end]
 
-    def _explain_ranks(self, norm: float, step: int) -> str:
+    def _explain_by_ranks_that_count(self, norm: float, step: int) -> str:
         """The cause of a norm in which only what some ranks hold counts, each of what several hold
         alike by its share."""
-        kind, observations = gradients_set_name(step), self._compared.observations
+        kind, observations = name_gradients_set(step), self._compared.observations
         if len(observations) > MAX_RANKS_OF_SUBSETS:
             return ""
         squares: list[float] = []
         for observation in observations:
             shares = [
                 observation["tensors"][kind].get(name, ZERO_DOTS)[-1]
-                / self._compared.count_copies(kind, name)
+                / self._compared.count_tensor_copies(kind, name)
                 for name in self._compared.trace.order
             ]
             squares.append(sum(shares))

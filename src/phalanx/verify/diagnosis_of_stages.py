@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
-from phalanx.verify.compare import Comparison
-from phalanx.verify.trace_facts import gradients_set_name
+from phalanx.verify.compare import TraceComparison
+from phalanx.verify.trace_facts import name_gradients_set
 
 WRONG_MICROBATCH_CAUSE = (
     "a stage goes on with hidden states of another microbatch than the one whose targets the last"
@@ -17,19 +17,21 @@ WRONG_MICROBATCH_CAUSE = (
 class StageDiagnosis:
     """Explains a difference that follows the stages; "" where it does not."""
 
-    def __init__(self, compared: Comparison, pipeline: Pipeline) -> None:
+    def __init__(self, compared: TraceComparison, pipeline: Pipeline) -> None:
         self._compared, self._pipeline = compared, pipeline
 
-    def explain_norm(self, norm: float, step: int) -> str:
+    def explain_wrong_grad_norm(self, norm: float, step: int) -> str:
         """The cause of a norm that is one of some stages alone, or that lacks or doubles those
         of one rank."""
-        sizes = self._compared.trace.sizes[gradients_set_name(step)]
+        sizes = self._compared.trace.sizes[name_gradients_set(step)]
         reference = self._compared.trace.steps[step].grad_norm
         squares: dict[float, str] = {}
         for rank in range(self._pipeline.num_ranks):
-            stages = _list_numbers("stage", self._pipeline.stages_of_rank(rank))
+            stages = _format_numbered_noun("stage", self._pipeline.stages_of_rank(rank))
             holders_of = {
-                name: len(self._ranks_of(name)) for name in sizes if rank in self._ranks_of(name)
+                name: len(self._find_pipeline_ranks_of(name))
+                for name in sizes
+                if rank in self._find_pipeline_ranks_of(name)
             }
             squares[sum(sizes[name] ** 2 for name in holders_of)] = stages
             # Or each of a parameter's holders counts a part of it.
@@ -43,15 +45,15 @@ class StageDiagnosis:
                     return f"the gradients of {stages} are {words}"
         return ""
 
-    def explain_gradient(self, kind: str, name: str, off: Sequence[str]) -> str:
+    def explain_wrong_gradients(self, kind: str, name: str, off: Sequence[str]) -> str:
         """`off`: all that differ, after a loss that agrees."""
         stages = self._compared.stages
         if all(len(stages.get(other, ())) > 1 for other in off):
             return (
-                f"{_list_numbers('stage', stages[name])} hold {name}, and its gradient is the sum"
-                " of what each of them has: they were not added up, or not once"
+                f"{_format_numbered_noun('stage', stages[name])} hold {name}, and its gradient is"
+                " the sum of what each of them has: they were not added up, or not once"
             )
-        late = self._explain_late_weights(off)
+        late = self._explain_wrong_matrix_gradients(off)
         if late:
             return late
         # Gradients run from the last stage to the first: a wrong one spoils every stage before it.
@@ -64,13 +66,13 @@ class StageDiagnosis:
             and not right & set(wrong)
         ):
             return (
-                f"{_list_numbers('stage', wrong)} differ, and later ones agree: what stage"
+                f"{_format_numbered_noun('stage', wrong)} differ, and later ones agree: what stage"
                 f" {border + 1} sends back to stage {border} is the gradient of another microbatch,"
                 " or of other hidden states"
             )
         return ""
 
-    def _explain_late_weights(self, off: Sequence[str]) -> str:
+    def _explain_wrong_matrix_gradients(self, off: Sequence[str]) -> str:
         """The cause of wrong gradients of matrices alone.
 
         W, where it is an action, makes those; gradients of norms come with I.
@@ -84,31 +86,31 @@ class StageDiagnosis:
         for name, stages in self._compared.stages.items():
             if stages_off & set(stages) and name not in off:
                 right.append(name)
-        if not right or not all(self._num_dims(other) >= 2 for other in off):
+        if not right or not all(self._count_tensor_dims(other) >= 2 for other in off):
             return ""
-        if all(self._num_dims(other) >= 2 for other in right):
+        if all(self._count_tensor_dims(other) >= 2 for other in right):
             return ""
         return (
             "only weights of linear layers differ, in"
-            f" {_list_numbers('stage', sorted(stages_off))}, whose gradients the schedule makes"
-            " apart from the others (W): a W is left out or is of another microbatch, or gradients"
-            " were reduced, or weights freed, before it"
+            f" {_format_numbered_noun('stage', sorted(stages_off))}, whose gradients the schedule"
+            " makes apart from the others (W): a W is left out or is of another microbatch, or"
+            " gradients were reduced, or weights freed, before it"
         )
 
-    def _num_dims(self, name: str) -> int:
+    def _count_tensor_dims(self, name: str) -> int:
         for observation in self._compared.observations:
             boxes = observation["boxes"].get(name)
             if boxes:
                 return len(boxes[0][1])
         return 0
 
-    def _ranks_of(self, name: str) -> set[int]:
+    def _find_pipeline_ranks_of(self, name: str) -> set[int]:
         return {
             self._pipeline.rank_of_stage[stage] for stage in self._compared.stages.get(name, ())
         }
 
 
-def _list_numbers(noun: str, numbers: Sequence[int]) -> str:
+def _format_numbered_noun(noun: str, numbers: Sequence[int]) -> str:
     return f"{noun}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 

@@ -24,12 +24,12 @@ from phalanx.observe.bus import Bus
 from phalanx.run.launched import refuse_external_launcher
 from phalanx.run.stop_signals import StoppedError, raising_on_stop_signals
 from phalanx.verify.cases import Case
-from phalanx.verify.choose import Selection, choose_layouts
+from phalanx.verify.choose import Selection, select_layout_cases
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
-from phalanx.verify.progress import RowTimes, VerifyProgress
+from phalanx.verify.progress import RowTimeEstimator, VerifyProgress
 from phalanx.verify.result import VerifyResult
 from phalanx.verify.row import NUM_STEPS, ROWS_FILE_NAME, Row
-from phalanx.verify.stopped_work import VerifyWork, count_written_rows, open_verify_work
+from phalanx.verify.stopped_work import VerifyWork, count_rows_of_ranks, open_resumable_verify_work
 
 
 def verify_job(
@@ -67,26 +67,30 @@ def verify_job(
     for key, value in (("ranks", ranks), ("steps", steps)):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise UsageError(f"{key}={value!r}: a number of at least 1 is needed")
-    selection = choose_layouts(
+    selection = select_layout_cases(
         job, layouts, ranks=ranks, steps=steps, shrink=shrink, types=types, device=device
     )
     rows: list[Row] = []
 
     def add_row(row: Row) -> None:
-        row = _note_unjudged_settings(_copy_cause_of_earlier_row(row, rows), selection.left_out)
+        row = _add_unjudged_settings_to_row(
+            _copy_cause_of_earlier_row(row, rows), selection.left_out
+        )
         rows.append(row)
         on_row(row)
 
     stop, resumes = _StopCatcher(), False
-    with stop.catching():
+    with stop.catching_stop_signals():
         on_selection(selection)
         for row in selection.refused_rows:
             add_row(row)
         if selection.work:
-            with open_verify_work(selection, resume=resume) as work:
+            with open_resumable_verify_work(selection, resume=resume) as work:
                 # What ends in between can be resumed, as far as it is kept.
                 resumes = work.stays
-                stop.code = _run_with_earlier_rows(selection, work, rows, add_row, on_progress)
+                stop.code = _run_cases_beside_earlier_rows(
+                    selection, work, rows, add_row, on_progress
+                )
                 # What ends otherwise, by an error say, can be resumed, too.
                 if stop.code is None:
                     work.stays = False
@@ -97,7 +101,7 @@ def verify_job(
         selection.not_judged,
         selection.required,
         stop_code=stop.code,
-        num_missing=len(selection.work) - count_written_rows(selection, rows),
+        num_missing=len(selection.work) - count_rows_of_ranks(selection, rows),
         left_out=selection.left_out,
         can_resume=resumes,
     )
@@ -117,7 +121,7 @@ def _copy_cause_of_earlier_row(row: Row, earlier: Sequence[Row]) -> Row:
     return row
 
 
-def _note_unjudged_settings(row: Row, left_out: Sequence[str]) -> Row:
+def _add_unjudged_settings_to_row(row: Row, left_out: Sequence[str]) -> Row:
     """`row` with settings of the job that nobody judged, where it was judged itself: what is equal
     is equal without them."""
     if row.ok is None:
@@ -134,7 +138,7 @@ class _StopCatcher:
     code: int | None = None
 
     @contextmanager
-    def catching(self) -> Iterator[None]:
+    def catching_stop_signals(self) -> Iterator[None]:
         """End the body at a stop that comes while no ranks are there to take it."""
         try:
             with raising_on_stop_signals():
@@ -145,7 +149,7 @@ class _StopCatcher:
             self.code = int(ExitCode.INTERRUPTED)
 
 
-def _run_with_earlier_rows(
+def _run_cases_beside_earlier_rows(
     selection: Selection,
     work: VerifyWork,
     rows: list[Row],
@@ -157,17 +161,19 @@ def _run_with_earlier_rows(
     for row in work.earlier_rows:
         add_row(row)
     names = [(dtype, case.name) for dtype, case in selection.work]
-    times = RowTimes(names, len(work.earlier_rows))
+    times = RowTimeEstimator(names, len(work.earlier_rows))
 
     def keep_row(row: Row) -> None:
         add_row(row)
         work.keep_row(rows[-1])
-        times.finish_row()
+        times.count_finished_row()
 
-    return _run_cases(selection, work, keep_row, on_tick=lambda: on_progress(times.read()))
+    return _run_cases_restarting_after_crash(
+        selection, work, keep_row, on_tick=lambda: on_progress(times.read())
+    )
 
 
-def _run_cases(
+def _run_cases_restarting_after_crash(
     selection: Selection,
     work: VerifyWork,
     add_row: Callable[[Row], None],
@@ -185,18 +191,20 @@ def _run_cases(
     data_dir: Path | None = None
     if is_own_dataset(job.data.source) and not job.data.mixture:
         data_dir = prepare_corpus(job.data, directory / "data", vocab_size=None).directory
-    # float64 first: references in float32 look for its traces (`_find_float64`).
+    # float64 first: references in float32 look for its traces (`_find_float64_trace_directory`).
     remaining = selection.work[len(work.earlier_rows) :]
     while remaining:
-        row_reader = _RowReader(directory / ROWS_FILE_NAME, add_row)
+        row_reader = _AppendedRowReader(directory / ROWS_FILE_NAME, add_row)
 
-        def tick(reader: _RowReader = row_reader) -> None:
-            reader.poll()
+        def tick(reader: _AppendedRowReader = row_reader) -> None:
+            reader.read_new_rows()
             on_tick()
 
-        outcome = _run_group(selection, remaining, directory, data_dir, on_tick=tick)
+        outcome = _run_cases_in_one_rank_group(
+            selection, remaining, directory, data_dir, on_tick=tick
+        )
         # The last rows may have come behind the last tick.
-        row_reader.poll()
+        row_reader.read_new_rows()
         if outcome.status in ("interrupted", "preempted"):
             return outcome.exit_code
         # Rows come in the order of the cases: the first without one is where the group stopped.
@@ -210,13 +218,13 @@ def _run_cases(
             if not remaining:
                 raise PhalanxError(message)
             dtype, case = remaining.pop(0)
-            add_row(selection.row_of(case, dtype=dtype, crashed=message))
+            add_row(selection.build_row_without_comparison(case, dtype=dtype, crashed=message))
         # The next group's reader counts its rows from zero.
         (directory / ROWS_FILE_NAME).unlink(missing_ok=True)
     return None
 
 
-def _run_group(
+def _run_cases_in_one_rank_group(
     selection: Selection,
     work: Sequence[tuple[str, Case]],
     directory: Path,
@@ -262,14 +270,14 @@ def _run_group(
         bus.close()
 
 
-class _RowReader:
+class _AppendedRowReader:
     """Reads the rows that ranks append to a file, and hands each on once."""
 
     def __init__(self, path: Path, add_row: Callable[[Row], None]) -> None:
         self._path, self._add_row = path, add_row
         self.num_rows = 0
 
-    def poll(self) -> None:
+    def read_new_rows(self) -> None:
         try:
             # What follows the last line end is a row that is being written.
             lines = self._path.read_text(encoding="utf-8").split("\n")[:-1]

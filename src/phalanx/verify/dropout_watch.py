@@ -12,7 +12,7 @@ from torch import nn
 from phalanx.run.one_process.dropout_masks import DropoutMasks
 
 
-class DropoutWatch:
+class DropoutMaskChecker:
     """Looks at the dropout layers of a layout's module: does each drop what the definition says,
     for this rank's rows?
 
@@ -24,17 +24,19 @@ class DropoutWatch:
         self.wrong: dict[tuple[int, str], float] = {}
         self._definition, self._place = DropoutMasks(module, seed), (share, shares)
         self._step, self._rows, self._places = 0, 0, dict[int, int]()
-        module.register_forward_pre_hook(self._begin_forward, prepend=True, with_kwargs=True)
+        module.register_forward_pre_hook(self._find_rows_of_forward, prepend=True, with_kwargs=True)
         for name, part in module.named_modules():
             if (
                 isinstance(part, nn.Dropout)
                 and 0 < part.p < 1
                 and not part.inplace
-                and not _is_user_class(type(part))
+                and not _is_user_defined_class(type(part))
             ):
                 part.register_forward_hook(
                     # `name` is bound here: a closure would see the last one of the loop.
-                    lambda part, args, out, name=name: self._check_mask(name, part, args, out)
+                    lambda part, args, out, name=name: self._check_dropout_mask(
+                        name, part, args, out
+                    )
                 )
 
     def begin_step(self, step: int, microbatches: Sequence[Mapping[str, torch.Tensor]]) -> None:
@@ -48,7 +50,9 @@ class DropoutWatch:
             t.data_ptr(): index for index, batch in enumerate(microbatches) for t in batch.values()
         }
 
-    def _begin_forward(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+    def _find_rows_of_forward(
+        self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]
+    ) -> None:
         tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
         index = next(
             (self._places[t.data_ptr()] for t in tensors if t.data_ptr() in self._places), 0
@@ -59,7 +63,7 @@ class DropoutWatch:
             self._step, (index * shares + share) * self._rows, self._rows
         )
 
-    def _check_mask(self, name: str, part: nn.Dropout, args: Any, output: Any) -> None:
+    def _check_dropout_mask(self, name: str, part: nn.Dropout, args: Any, output: Any) -> None:
         # Inside a backward this is a recomputation: its gradients show what it drew.
         if torch._C._current_graph_task_id() != -1:
             return
@@ -74,7 +78,7 @@ class DropoutWatch:
                 self.wrong.setdefault((self._step, name), off)
 
 
-def _is_user_class(kind: type) -> bool:
+def _is_user_defined_class(kind: type) -> bool:
     """A user's class, which may make something else of what it drops."""
     return any(
         "forward" in vars(base) and base.__module__.split(".")[0] not in ("torch", "phalanx")

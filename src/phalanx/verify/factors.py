@@ -13,7 +13,7 @@ MAX_DIGITS = 9
 FLOAT32_ROUNDING = 2.0**-24
 
 
-class FactorWords:
+class FactorExplainer:
     """Puts a factor into words, by the numbers that a layout has."""
 
     def __init__(self, trace: Trace, layout: JudgedLayout) -> None:
@@ -21,7 +21,7 @@ class FactorWords:
 
     def describe(self, subject: str, factor: float, step: int) -> str:
         """A sentence: `subject` is so many times the reference, and what that number is."""
-        sentence = f"{subject} is {describe_times(factor)} the reference"
+        sentence = f"{subject} is {format_factor(factor)} the reference"
         meanings = self.explain(factor, step)
         if not meanings:
             return sentence
@@ -33,13 +33,13 @@ class FactorWords:
         meanings = []
         if 0 < abs(factor - 1) <= FLOAT32_ROUNDING * 1.01 and self._trace.dtype == "float64":
             meanings.append("a factor that all of them share is computed in float32")
-        for number, words in self._list_meanings(step):
+        for number, words in self._list_known_factors(step):
             # Numbers near 1 (one target of many) are told apart by more digits.
             if abs(factor / number - 1) < min(1e-3, 0.1 * abs(number - 1)):
                 meanings.append(words)
         return ", or ".join(dict.fromkeys(meanings))
 
-    def _list_meanings(self, step: int) -> Iterator[tuple[float, str]]:
+    def _list_known_factors(self, step: int) -> Iterator[tuple[float, str]]:
         layout, targets = self._layout, self._trace.steps[step].num_targets
         if layout.dp > 1:
             yield layout.dp, "summed over the data-parallel ranks instead of averaged"
@@ -61,7 +61,7 @@ class FactorWords:
         yield -1.0, "its sign is wrong"
 
 
-def describe_times(factor: float) -> str:
+def format_factor(factor: float) -> str:
     """ "2 x", with as many digits as tell a factor near 1 from it: "0.999 x", "1.00000003 x"."""
     off = abs(factor - 1)
     if not 0 < off < 1e-3:

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 NARROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Float64Casts(TorchFunctionMode):
+class Float32AsFloat64(TorchFunctionMode):
     """Reads each float32 that a torch function is given as a type as float64.
 
     `is_narrowed`: a result had fewer digits all the same.
@@ -25,8 +25,8 @@ class Float64Casts(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.float:
             func = torch.Tensor.double
-        widened = {key: _widen(value) for key, value in (kwargs or {}).items()}
-        result = func(*map(_widen, args), **widened)
+        widened = {key: _widen_float32_dtype(value) for key, value in (kwargs or {}).items()}
+        result = func(*map(_widen_float32_dtype, args), **widened)
         results = result if isinstance(result, tuple | list) else (result,)
         for value in results:
             if isinstance(value, torch.Tensor) and value.dtype in NARROW_DTYPES:
@@ -34,20 +34,20 @@ class Float64Casts(TorchFunctionMode):
         return result
 
 
-def _widen(value: Any) -> Any:
+def _widen_float32_dtype(value: Any) -> Any:
     if value is torch.float32:
         return torch.float64
     return value
 
 
 @contextmanager
-def cast_to_float64() -> Iterator[Float64Casts]:
+def cast_to_float64() -> Iterator[Float32AsFloat64]:
     """Have torch's functions, in the body, make float64 of what is to be float32, also where no
     type is named."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with Float64Casts() as casts:
+        with Float32AsFloat64() as casts:
             yield casts
     finally:
         torch.set_default_dtype(default)

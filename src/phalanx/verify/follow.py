@@ -19,18 +19,18 @@ import xxhash
 from phalanx.mesh.logical import LogicalShard, full_name, local_tensor
 from phalanx.parallel.executor import Batch, Objective
 from phalanx.parallel.model import ParallelModel
-from phalanx.verify.begin import write_starting_weights
-from phalanx.verify.dropout_watch import DropoutWatch
-from phalanx.verify.kept_errors import KeptErrors
+from phalanx.verify.begin import load_starting_weights_of_trace
+from phalanx.verify.dropout_watch import DropoutMaskChecker
+from phalanx.verify.kept_errors import CompressionResiduals
 from phalanx.verify.outputs import FirstOutput
-from phalanx.verify.trace import AppliedTraceGradients, TraceReader
+from phalanx.verify.trace import AppliedTraceGradients, TraceTensorReader
 from phalanx.verify.trace_facts import (
     BEGIN_KIND,
     INITIAL_KIND,
     Trace,
-    buffers_set_name,
-    gradients_set_name,
-    weights_set_name,
+    name_buffers_set,
+    name_gradients_set,
+    name_weights_set,
 )
 
 Dots = tuple[float, float, float, float, float]
@@ -94,36 +94,38 @@ def train_beside_reference(
     Collective.
     """
     observations = _observe_initial_weights(model, trace)
-    applied, unsent_errors = AppliedTraceGradients(trace), KeptErrors(model)
+    applied, unsent_errors = AppliedTraceGradients(trace), CompressionResiduals(model)
     share = {"share": model.mesh.data_parallel_rank, "shares": model.plan.layout.data_parallel_size}
-    watch = DropoutWatch(model.module, seed, **share) if trace.dropped else None
-    write_starting_weights(model, trace)
+    watch = DropoutMaskChecker(model.module, seed, **share) if trace.dropped else None
+    load_starting_weights_of_trace(model, trace)
     optimizer = build_optimizer(applied.lr)
     for number, (microbatches, reference) in enumerate(zip(steps, trace.steps, strict=True)):
         optimizer.zero_grad()
         means: list[float] = []
         if watch is not None:
             watch.begin_step(number + 1, microbatches)
-        sums = model.forward_backward(microbatches, record_microbatch_means(objective, means))
+        sums = model.forward_backward(
+            microbatches, wrap_objective_to_record_means(objective, means)
+        )
         facts = model.reduce_and_clip(sums, max_norm=reference.max_norm)
         observations.losses.append(facts.loss)
         observations.norms.append(facts.grad_norm)
         observations.num_targets.append(facts.num_targets)
         observations.local_means.append(means)
-        observations.loads.append(_read_loads(model))
-        gradients, kind = collect_gradient_shards(model), gradients_set_name(number)
+        observations.loads.append(_collect_expert_loads(model))
+        gradients, kind = collect_gradient_shards(model), name_gradients_set(number)
         # By its own norm: an error of the norm is not one of every gradient.
         unclipped = _undo_clipping(gradients, facts.grad_norm, reference.max_norm)
         if unsent_errors.are_kept:
             observations.apart["sent"] = max(
                 observations.apart.get("sent", 0.0),
-                _relative_distance(compare_blocks(trace, kind, unclipped)),
+                _relative_distance(compute_block_dots(trace, kind, unclipped)),
             )
-            unclipped = unsent_errors.complete(facts.num_targets, unclipped)
-            observations.norms[-1] = _norm_of(unclipped)
-        observations.tensors[kind] = compare_blocks(trace, kind, unclipped)
-        observations.digests[kind] = digest_blocks(gradients)
-        apply_gradients(applied, number, gradients)
+            unclipped = unsent_errors.restore_full_gradients(facts.num_targets, unclipped)
+            observations.norms[-1] = _compute_gradient_norm(unclipped)
+        observations.tensors[kind] = compute_block_dots(trace, kind, unclipped)
+        observations.digests[kind] = hash_block_bits(gradients)
+        overwrite_step_gradients(applied, number, gradients)
         model.update(optimizer)
         _observe_update(observations, model, trace, number)
     if watch is not None:
@@ -140,13 +142,13 @@ def _observe_initial_weights(model: ParallelModel, trace: Trace) -> RankObservat
     """The shards that the ranks hold, and their initial weights."""
     observations = RankObservations()
     shards, reference_names = model.shards(), set(trace.sizes[INITIAL_KIND])
-    observations.unknown = sorted(set(list_parameters(model)) - reference_names)
+    observations.unknown = sorted(set(map_parameters_by_full_name(model)) - reference_names)
     observations.absent = sorted(reference_names - set(shards))
     observations.held = {name: describe_held_part(shard) for name, shard in shards.items()}
-    observations.boxes = list_boxes_of_shards(shards)
+    observations.boxes = list_shard_boxes(shards)
     if model.pipeline is not None:
         observations.stages = dict(model.pipeline.staged.stages)
-    observations.tensors[INITIAL_KIND] = compare_blocks(trace, INITIAL_KIND, shards)
+    observations.tensors[INITIAL_KIND] = compute_block_dots(trace, INITIAL_KIND, shards)
     return observations
 
 
@@ -155,19 +157,19 @@ def _observe_update(
 ) -> None:
     """Weights and buffers after the update of a step."""
     shards = model.shards()
-    kinds = [weights_set_name(number)]
+    kinds = [name_weights_set(number)]
     if trace.has_buffers:
-        kinds.append(buffers_set_name(number))
+        kinds.append(name_buffers_set(number))
     for kind in kinds:
         # Of weights how they moved: what an update did is not lost in what they were.
-        since = BEGIN_KIND if kind == weights_set_name(number) else None
-        observations.tensors[kind] = compare_blocks(trace, kind, shards, since=since)
+        since = BEGIN_KIND if kind == name_weights_set(number) else None
+        observations.tensors[kind] = compute_block_dots(trace, kind, shards, since=since)
         if number == trace.num_steps - 1:
             shards_of_kind = {name: shards[name] for name in trace.sizes[kind] if name in shards}
-            observations.digests[kind] = digest_blocks(shards_of_kind)
+            observations.digests[kind] = hash_block_bits(shards_of_kind)
 
 
-def _read_loads(model: ParallelModel) -> dict[str, tuple[int, ...]]:
+def _collect_expert_loads(model: ParallelModel) -> dict[str, tuple[int, ...]]:
     return {name: (*load.counts, load.dropped) for name, load in model.expert_load.items()}
 
 
@@ -183,7 +185,7 @@ def _undo_clipping(
 
 
 @torch.no_grad()
-def apply_gradients(
+def overwrite_step_gradients(
     applied: AppliedTraceGradients, number: int, gradients: Mapping[str, LogicalShard]
 ) -> None:
     """Write the gradients of a step that are to be applied over those of this rank."""
@@ -201,7 +203,7 @@ def apply_gradients(
                     local_block.copy_(block * factor)
 
 
-def list_boxes_of_shards(
+def list_shard_boxes(
     shards: Mapping[str, LogicalShard],
 ) -> dict[str, list[tuple[tuple[int, ...], tuple[int, ...], int]]]:
     """The blocks of each shard, as `RankObservations.boxes` has them."""
@@ -211,7 +213,7 @@ def list_boxes_of_shards(
     }
 
 
-def record_microbatch_means(objective: Objective, means: list[float]) -> Objective:
+def wrap_objective_to_record_means(objective: Objective, means: list[float]) -> Objective:
     """The objective, which also keeps each microbatch's own mean: what a mean of means would be
     made of."""
 
@@ -225,7 +227,7 @@ def record_microbatch_means(objective: Objective, means: list[float]) -> Objecti
     return call_and_record
 
 
-def list_parameters(model: ParallelModel) -> dict[str, torch.Tensor]:
+def map_parameters_by_full_name(model: ParallelModel) -> dict[str, torch.Tensor]:
     return {full_name(name): parameter for name, parameter in model.named_parameters()}
 
 
@@ -234,7 +236,7 @@ def collect_gradient_shards(model: ParallelModel) -> dict[str, LogicalShard]:
     loss."""
     shards = model.trained_shards()
     gradients = {}
-    for name, parameter in list_parameters(model).items():
+    for name, parameter in map_parameters_by_full_name(model).items():
         local = shards[name].tensor
         if parameter.grad is None:
             gradient = torch.zeros_like(local)
@@ -244,13 +246,16 @@ def collect_gradient_shards(model: ParallelModel) -> dict[str, LogicalShard]:
     return gradients
 
 
-def compare_blocks(
+def compute_block_dots(
     trace: Trace, kind: str, shards: Mapping[str, LogicalShard], *, since: str | None = None
 ) -> dict[str, Dots]:
     """Dots of each tensor that the reference has, over the blocks of this rank; of the differences
     to the set `since`, if there is one."""
     dots_of: dict[str, Dots] = {}
-    with TraceReader(trace, kind) as reader, TraceReader(trace, since or kind) as earlier:
+    with (
+        TraceTensorReader(trace, kind) as reader,
+        TraceTensorReader(trace, since or kind) as earlier,
+    ):
         for name in trace.sizes[kind]:
             if name not in shards:
                 continue
@@ -277,18 +282,18 @@ def compare_blocks(
     return dots_of
 
 
-def digest_blocks(shards: Mapping[str, LogicalShard]) -> dict[str, list[BlockDigest]]:
+def hash_block_bits(shards: Mapping[str, LogicalShard]) -> dict[str, list[BlockDigest]]:
     """A digest of the bits of each block, for each tensor."""
     return {
         name: [
-            (box.global_offset, box.size, _digest(shard.tensor[box.local_slices]))
+            (box.global_offset, box.size, _hash_tensor_bits(shard.tensor[box.local_slices]))
             for box in shard.boxes
         ]
         for name, shard in shards.items()
     }
 
 
-def _digest(tensor: torch.Tensor) -> str:
+def _hash_tensor_bits(tensor: torch.Tensor) -> str:
     # As bytes, for numpy has no bfloat16. torch views only contiguous memory with a dimension so.
     return xxhash.xxh3_64_hexdigest(
         tensor.detach().contiguous().flatten().view(torch.uint8).cpu().numpy().data
@@ -303,7 +308,7 @@ def _relative_distance(dots: Mapping[str, Dots]) -> float:
     return 0.0
 
 
-def _norm_of(gradients: Mapping[str, LogicalShard]) -> float:
+def _compute_gradient_norm(gradients: Mapping[str, LogicalShard]) -> float:
     """The norm of tensors that this rank has whole."""
     squares = [shard.tensor.double().square().sum().item() for shard in gradients.values()]
     return float(sum(squares)) ** 0.5

@@ -23,7 +23,7 @@ from phalanx.run.one_process.row_mixing import (
     mixes_rows,
     refuse_collective,
 )
-from phalanx.verify.reference import Batch, forward_order
+from phalanx.verify.reference import Batch, list_parameters_in_forward_order
 
 NARROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -65,11 +65,11 @@ def probe_forward(
     rows = count_batch_rows(batch)
     # Dropout takes its masks from `masks` and draws nothing: any draw that is left is refused.
     with _forbid_random_draws(module), masks.applying_masks(1, 0, rows), narrowing:
-        order = forward_order(module, lambda: sums.append(loss(module, batch)))
+        order = list_parameters_in_forward_order(module, lambda: sums.append(loss(module, batch)))
     moved = tuple(
         name
         for name, buffer in _copy_compared_buffers(module).items()
-        if not _is_same(before.get(name), buffer)
+        if not _is_equal_tensor(before.get(name), buffer)
     )
     mixed_by: MixingPart = ""
     if rows > 1:
@@ -93,7 +93,7 @@ def _copy_compared_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     return buffers
 
 
-def _is_same(before: torch.Tensor | None, after: torch.Tensor) -> bool:
+def _is_equal_tensor(before: torch.Tensor | None, after: torch.Tensor) -> bool:
     return (
         before is not None
         and before.shape == after.shape
@@ -123,7 +123,7 @@ class _NarrowingDetector(TorchDispatchMode):
 
 
 @dataclass
-class _RandomDrawTracker:
+class _RandomDrawDetector:
     """The generator's state where each call of a module began; the first that changed it is the
     innermost."""
 
@@ -140,7 +140,7 @@ class _RandomDrawTracker:
 
 @contextmanager
 def _forbid_random_draws(module: nn.Module) -> Iterator[None]:
-    draws, hooks = _RandomDrawTracker(), []
+    draws, hooks = _RandomDrawDetector(), []
     for path, part in module.named_modules():
         name = f"{path} ({type(part).__name__})" if path else type(part).__name__
         hooks.append(part.register_forward_pre_hook(draws.enter))
@@ -165,8 +165,8 @@ def describe_reference_failure(error: Exception, dtype: str) -> str:
         return str(error)
     # An ArithmeticError is the reference's own (`train_in_one_process`) and says all in its words.
     kind = "" if isinstance(error, ArithmeticError) else f"{type(error).__name__}: "
-    return f"the module alone, in one process in {dtype}: {kind}{_first_line(error)}"
+    return f"the module alone, in one process in {dtype}: {kind}{_first_line_of_error(error)}"
 
 
-def _first_line(error: Exception) -> str:
+def _first_line_of_error(error: Exception) -> str:
     return (str(error).strip().splitlines() or ["it says nothing"])[0]

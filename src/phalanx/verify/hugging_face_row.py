@@ -35,13 +35,13 @@ from phalanx.plan.plan import Plan
 from phalanx.run.one_process.plain_loss import Batch
 from phalanx.verify.cases import HUGGING_FACE
 from phalanx.verify.float64_casts import NARROW_DTYPES, cast_to_float64
-from phalanx.verify.plain_row import judge_plain
+from phalanx.verify.plain_row import compare_with_plain_implementation
 from phalanx.verify.row import Difference, Row
 from phalanx.verify.second_implementation import (
     StepResult,
     Tensors,
     WeightsError,
-    judge_by_implementation,
+    compare_with_second_implementation,
 )
 
 ROW_DTYPE = "float64"
@@ -80,37 +80,39 @@ class HuggingFaceImplementation:
     notes: tuple[str, ...]
     not_judged: tuple[str, ...]
     judged = JUDGED_PARTS
-    # `judge_hugging_face` finds it once something differs.
+    # `compare_with_hugging_face` finds it once something differs.
     cause = ""
 
     def compute(self, module: nn.Module, microbatches: Sequence[Batch]) -> StepResult:
         with TemporaryDirectory(dir=self.directory) as folder, cast_to_float64() as casts:
             exported, gradients = Path(folder) / "weights", Path(folder) / "gradients"
-            self._export(module, exported)
-            hugging_face_model = _load_exported(exported)
+            self._export_weights(module, exported)
+            hugging_face_model = _load_exported_model(exported)
             casts.is_narrowed = _has_narrow_tensors(hugging_face_model)
             total, count = 0.0, 0
             for batch in microbatches:
-                loss = self._loss_sum(hugging_face_model, batch)
+                loss = self._compute_loss_sum(hugging_face_model, batch)
                 loss.backward()
                 total += loss.item()
                 count += int((batch["targets"] != IGNORE_INDEX).sum())
             narrows = casts.is_narrowed
             _write_gradients(hugging_face_model, count, gradients)
-            return StepResult(total / count, count, self._read_tensors(gradients), narrows=narrows)
+            return StepResult(
+                total / count, count, self._read_exported_tensors(gradients), narrows=narrows
+            )
 
-    def _export(self, module: nn.Module, directory: Path) -> None:
+    def _export_weights(self, module: nn.Module, directory: Path) -> None:
         # No token is padding: transformers gives the row of such a one no gradient.
         extras = ExportExtras({"pad_token_id": None}, {}, {})
-        weights = _ModuleReader(module)
+        weights = _ModuleTensorReader(module)
         # Several files, and an index.
         size = 1 + sum(info.num_bytes for info in weights.tensors.values()) // 3
         try:
             export_hugging_face(weights, self.shape, directory, shard_bytes=size, extras=extras)
         except MismatchError as error:
-            raise _describe_other_weights("exported weight", error) from None
+            raise _build_weights_error("exported weight", error) from None
 
-    def _loss_sum(self, hugging_face_model: Any, batch: Batch) -> torch.Tensor:
+    def _compute_loss_sum(self, hugging_face_model: Any, batch: Batch) -> torch.Tensor:
         targets = batch["targets"]
         if self.shape.reads_images:
             logits = hugging_face_model(pixel_values=batch["inputs"]).logits
@@ -130,7 +132,7 @@ class HuggingFaceImplementation:
         )
         return loss
 
-    def _read_tensors(self, directory: Path) -> dict[str, torch.Tensor]:
+    def _read_exported_tensors(self, directory: Path) -> dict[str, torch.Tensor]:
         """The tensors of a directory of transformers under phalanx's names.
 
         Raises WeightsError if they are not those of the model.
@@ -138,9 +140,9 @@ class HuggingFaceImplementation:
         try:
             imported = read_hugging_face_weights(directory)
         except (MismatchError, LayoutError) as error:
-            raise _describe_other_weights("imported weight", error) from None
+            raise _build_weights_error("imported weight", error) from None
         assert imported.shape is not None
-        _require_same(imported.shape, self.shape)
+        _require_same_values(imported.shape, self.shape)
         sizes = self.shape.list_stored_tensors()
         tensors = {name: torch.zeros(size, dtype=torch.float64) for name, size in sizes.items()}
         for part in imported.tensors:
@@ -154,7 +156,7 @@ class HuggingFaceImplementation:
         return tensors
 
 
-def _load_exported(directory: Path) -> Any:
+def _load_exported_model(directory: Path) -> Any:
     """transformers' module of an export. Raises WeightsError where it does not open that."""
     try:
         return load_original(directory, torch.float64)
@@ -164,27 +166,27 @@ def _load_exported(directory: Path) -> Any:
     try:
         read_hugging_face_weights(directory)
     except (MismatchError, LayoutError) as error:
-        name = _describe_mismatch(error)
+        name = _describe_first_misfit(error)
     raise WeightsError("exported weight", name, message)
 
 
-def _describe_other_weights(
+def _build_weights_error(
     tensor_description: str, error: MismatchError | LayoutError
 ) -> WeightsError:
     # One line: `str()` of a mismatch is a table.
     return WeightsError(
-        tensor_description, _describe_mismatch(error), f"{error.what} ({error.why})"
+        tensor_description, _describe_first_misfit(error), f"{error.what} ({error.why})"
     )
 
 
-def _describe_mismatch(error: MismatchError | LayoutError) -> str:
+def _describe_first_misfit(error: MismatchError | LayoutError) -> str:
     """The first tensor that does not fit; "" for an error about config.json."""
     if isinstance(error, MismatchError):
         return error.mismatches[0].name
     return ""
 
 
-def _require_same(imported: TransformerShape, exported: TransformerShape) -> None:
+def _require_same_values(imported: TransformerShape, exported: TransformerShape) -> None:
     """Raise WeightsError for the first key that differs."""
     values = normalize_for_inference(imported).to_json()
     for key, value in normalize_for_inference(exported).to_json().items():
@@ -201,7 +203,7 @@ def _has_narrow_tensors(module: nn.Module) -> bool:
     return any(tensor.dtype in NARROW_DTYPES for tensor in tensors)
 
 
-class _ModuleReader:
+class _ModuleTensorReader:
     """Reads the tensors of a module, as exports read those of a checkpoint."""
 
     where = "the judged module"
@@ -251,11 +253,11 @@ def explain_no_hugging_face_row(job: Job, plan: Plan) -> str:
     return ""
 
 
-def judge_hugging_face(
+def compare_with_hugging_face(
     job: Job, plan: Plan, steps: Sequence[Sequence[Batch]], directory: Path
 ) -> Row:
     """The row "hugging-face", in float64: phalanx's module in one process, judged by that of
-    transformers, as `judge_by_implementation` says. Files come and go in `directory`.
+    transformers, as `compare_with_second_implementation` says. Files come and go in `directory`.
 
     Raises LayoutError where `explain_no_hugging_face_row` has a reason.
     """
@@ -267,17 +269,19 @@ def judge_hugging_face(
     shape = _find_comparable_shape(plan)
     architecture = find_family(hugging_face_config(shape)["model_type"]).architecture
     note = ROW_NOTE.format(architecture, transformers.__version__)
-    second = HuggingFaceImplementation(shape, directory, (note,), _list_left_out(plan))
+    second = HuggingFaceImplementation(shape, directory, (note,), _list_unjudged_settings(plan))
     plan = replace(plan, shape=shape.to_json())
-    row = judge_by_implementation(second, job, plan, steps, ROW_DTYPE, HUGGING_FACE)
+    row = compare_with_second_implementation(second, job, plan, steps, ROW_DTYPE, HUGGING_FACE)
     # Anything else says itself what is wrong.
     if row.first is None or row.first.what not in ("loss", "gradient"):
         return row
-    cause = _find_cause(row.first, judge_plain(job, plan, steps, ROW_DTYPE)).format(architecture)
+    cause = _choose_disagreement_cause(
+        row.first, compare_with_plain_implementation(job, plan, steps, ROW_DTYPE)
+    ).format(architecture)
     return replace(row, first=replace(row.first, cause=cause))
 
 
-def _find_cause(first: Difference, plain: Row) -> str:
+def _choose_disagreement_cause(first: Difference, plain: Row) -> str:
     if not plain.ok:
         return MODULE_DISAGREES_CAUSE
     if first.what == "loss":
@@ -294,7 +298,7 @@ def _find_comparable_shape(plan: Plan) -> TransformerShape:
     return shape
 
 
-def _list_left_out(plan: Plan) -> tuple[str, ...]:
+def _list_unjudged_settings(plan: Plan) -> tuple[str, ...]:
     shape = plan.model_shape
     if not isinstance(shape, DecoderShape):
         return ()

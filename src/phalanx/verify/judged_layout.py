@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.plan import Plan
-from phalanx.verify.lossy import is_lossy
+from phalanx.verify.lossy import is_lossy_compression
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class JudgedLayout:
     """The ranks of tp do not divide the sequence, which they share."""
 
     @classmethod
-    def of_plan(cls, plan: Plan) -> JudgedLayout:
+    def from_plan(cls, plan: Plan) -> JudgedLayout:
         layout = plan.layout
         return cls(
             dp=layout.gradient_reduction_layout.data_parallel_size,
@@ -39,7 +39,7 @@ class JudgedLayout:
             ep=layout.ep,
             num_microbatches=plan.num_microbatches,
             recompute=plan.activations.recompute != "none" or plan.activations.offload,
-            keeps_error=is_lossy(plan.parallel.compress),
+            keeps_error=is_lossy_compression(plan.parallel.compress),
             pipeline=plan.pipeline,
             has_chunks=plan.parallel.tp_chunks > 1,
             pads_sequences=plan.parallel.sequence_parallel and plan.seq_len % layout.tp != 0,

@@ -10,7 +10,7 @@ from phalanx.mesh.logical import LogicalShard
 from phalanx.parallel.model import ParallelModel
 
 
-class KeptErrors:
+class CompressionResiduals:
     """The parts of gradients that stay behind on the ranks of a layout, step by step."""
 
     def __init__(self, model: ParallelModel) -> None:
@@ -24,7 +24,7 @@ class KeptErrors:
         return compression is not None and bool(compression.unsent_gradients())
 
     @torch.no_grad()
-    def complete(
+    def restore_full_gradients(
         self, num_targets: int, sent: Mapping[str, LogicalShard]
     ) -> dict[str, LogicalShard]:
         """The gradients of a step: what was sent, plus the mean over ranks of what each keeps, less
@@ -32,7 +32,7 @@ class KeptErrors:
 
         `num_targets`: of the step. What a rank keeps is not divided by them.
         """
-        plan, complete = self._model.plan, {}
+        plan, restore_full_gradients = self._model.plan, {}
         per_target = plan.layout.data_parallel_size * plan.targets_per_rank / num_targets
         compression = self._model.compression
         unsent_by_name = {} if compression is None else compression.unsent_gradients()
@@ -43,5 +43,5 @@ class KeptErrors:
             grown = kept_part - self._before.get(name, torch.zeros_like(kept_part))
             self._before[name] = kept_part
             factor = per_target / plan.layout.data_parallel_size
-            complete[name] = shard.like(name, shard.tensor + grown * factor)
-        return complete
+            restore_full_gradients[name] = shard.like(name, shard.tensor + grown * factor)
+        return restore_full_gradients

@@ -8,10 +8,10 @@ import threading
 from phalanx.checkpoint.stores.local import LocalDraft, LocalStore
 
 # Until a run goes on without the update that is waited for: it is wrong by itself then.
-PATIENCE_S = 10.0
+MAX_WRITE_DELAY_S = 10.0
 
 
-class LateStore(LocalStore):
+class DelayedCheckpointStore(LocalStore):
     """Begins to write the checkpoint of `step` after `release` was called: between its copy and its
     write then lies an update. Every other one it writes as LocalStore does."""
 
@@ -25,5 +25,5 @@ class LateStore(LocalStore):
 
     def begin_draft(self, step: int) -> LocalDraft:
         if step == self._step:
-            self._is_released.wait(PATIENCE_S)
+            self._is_released.wait(MAX_WRITE_DELAY_S)
         return super().begin_draft(step)

@@ -18,11 +18,11 @@ from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.plan import Plan
 from phalanx.run.one_process.original_module import build_original_module
-from phalanx.verify.begin import set_reference_learning_rate
+from phalanx.verify.begin import replace_learning_rate
 from phalanx.verify.follow import train_beside_reference
 from phalanx.verify.number_types import parameter_dtype_of_row
-from phalanx.verify.outputs import OutputWatch
-from phalanx.verify.routes import RoutingWatch, read_routes
+from phalanx.verify.outputs import LayoutOutputs
+from phalanx.verify.routes import LayoutRouting, read_expert_choices
 from phalanx.verify.trace_facts import TOLERANCE_OF_DTYPE, Trace
 
 
@@ -36,7 +36,7 @@ class LayoutResult:
     observations: list[Any]
     apart: dict[str, float]
     notes: tuple[str, ...]
-    watch: RoutingWatch
+    watch: LayoutRouting
     choices: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -55,16 +55,16 @@ class LayoutRun:
 
     def run(self, trace: Trace, steps: Sequence[Sequence[Batch]], mesh: Mesh) -> LayoutResult:
         """Train `steps`, this rank's microbatches of each. Collective."""
-        objective, watch = build_objective(self.job), RoutingWatch()
-        model, notes = self._build(trace, mesh)
+        objective, watch = build_objective(self.job), LayoutRouting()
+        model, notes = self._build_parallel_model(trace, mesh)
         watch.attach(model)
-        outputs = OutputWatch(model)
+        outputs = LayoutOutputs(model)
         observations = train_beside_reference(
             model,
             objective,
             steps,
             trace,
-            lambda lr: build_optimizer(model, set_reference_learning_rate(self.job.optim, lr)),
+            lambda lr: build_optimizer(model, replace_learning_rate(self.job.optim, lr)),
             seed=self.job.run.seed,
         )
         tolerance = TOLERANCE_OF_DTYPE[parameter_dtype_of_row(trace.dtype)]
@@ -75,10 +75,12 @@ class LayoutRun:
             observations.apart,
             notes,
             watch,
-            watch.gather(read_routes(trace.directory)),
+            watch.gather(read_expert_choices(trace.directory)),
         )
 
-    def _build(self, trace: Trace, mesh: Mesh) -> tuple[ParallelModel, tuple[str, ...]]:
+    def _build_parallel_model(
+        self, trace: Trace, mesh: Mesh
+    ) -> tuple[ParallelModel, tuple[str, ...]]:
         module, notes = build_original_module(
             self.job, self.plan, parameter_dtype_of_row(trace.dtype), materialize=False
         )

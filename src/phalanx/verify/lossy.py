@@ -12,18 +12,18 @@ TOLERANCE_OF_CAST = {"fp16": 5e-3, "bf16": 4e-2}
 rounded, too."""
 
 
-def is_lossy(compress: str) -> bool:
+def is_lossy_compression(compress: str) -> bool:
     """True where most of a gradient may stay behind; casts only round."""
     return has_error_feedback(compress)
 
 
-def find_tolerance(compress: str, exact: float) -> float:
+def choose_compression_tolerance(compress: str, exact: float) -> float:
     """The tolerance of a layout with this compression; `exact` is that of uncompressed ones."""
     return max(exact, TOLERANCE_OF_CAST.get(compress, 0.0))
 
 
-def describe_compression(compress: str, tolerance: float) -> str:
-    if is_lossy(compress):
+def describe_compression_tolerance(compress: str, tolerance: float) -> str:
+    if is_lossy_compression(compress):
         return (
             f"{compress} compression changes gradients by design: judged is that in every step what"
             " is sent and what is newly kept add up to the reference's gradient, and that ranks"

@@ -38,31 +38,35 @@ class AutocastLoss(JobLoss):
 
 
 @torch.no_grad()
-def nudge_weights(module: nn.Module, dtype: torch.dtype, seed: int) -> None:
+def perturb_weights_by_rounding(module: nn.Module, dtype: torch.dtype, seed: int) -> None:
     """Change every weight by up to one rounding to `dtype`, by chance."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in filter(torch.is_floating_point, module.parameters()):
-        parameter.mul_(_draw_factors(parameter, dtype, generator))
+        parameter.mul_(_draw_rounding_factors(parameter, dtype, generator))
 
 
-def nudge_steps(
+def perturb_images_by_rounding(
     steps: Sequence[Sequence[Batch]], dtype: torch.dtype, seed: int
 ) -> list[list[Batch]]:
     """The same microbatches with numbers (of images) that are changed as weights are."""
     generator = torch.Generator().manual_seed(seed)
-    return [[_nudge_batch(batch, dtype, generator) for batch in step] for step in steps]
+    return [
+        [_perturb_batch_by_rounding(batch, dtype, generator) for batch in step] for step in steps
+    ]
 
 
-def _nudge_batch(batch: Batch, dtype: torch.dtype, generator: torch.Generator) -> Batch:
+def _perturb_batch_by_rounding(
+    batch: Batch, dtype: torch.dtype, generator: torch.Generator
+) -> Batch:
     nudged = {}
     for key, tensor in batch.items():
         if tensor.is_floating_point():
-            tensor = tensor * _draw_factors(tensor, dtype, generator)
+            tensor = tensor * _draw_rounding_factors(tensor, dtype, generator)
         nudged[key] = tensor
     return nudged
 
 
-def _draw_factors(
+def _draw_rounding_factors(
     tensor: torch.Tensor, dtype: torch.dtype, generator: torch.Generator
 ) -> torch.Tensor:
     """1 + k eps, with k in [-1, 1], for each element."""

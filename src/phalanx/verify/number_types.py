@@ -29,14 +29,14 @@ NEAR_TIE_ROUNDINGS = 8  # roundings of what a router reads, which several layers
 LAYOUT_LOSS_SCALE, REFERENCE_LOSS_SCALE = 2.0**14, 2.0**6
 
 
-def is_narrow(dtype: str) -> bool:
+def is_narrow_dtype(dtype: str) -> bool:
     """True for types whose rounding is measured: bfloat16 and float16."""
     return dtype in COMPUTE_OF_NARROW_DTYPE
 
 
 def parameter_dtype_of_row(dtype: str) -> str:
     """The type of parameters, gradients and updates in a row of `dtype`."""
-    if is_narrow(dtype):
+    if is_narrow_dtype(dtype):
         return "float32"
     return dtype
 
@@ -44,12 +44,12 @@ def parameter_dtype_of_row(dtype: str) -> str:
 def near_tie_tolerance(dtype: str, usual: float) -> float:
     """The distance that the scores of two experts may have, as a part of the largest, for rounding
     to turn them: `usual` in wide types."""
-    if not is_narrow(dtype):
+    if not is_narrow_dtype(dtype):
         return usual
     return NEAR_TIE_ROUNDINGS * EPSILON_OF_DTYPE[dtype]
 
 
-def resolve_types(types: str | Sequence[str], compute: str) -> tuple[str, ...]:
+def resolve_dtype_names(types: str | Sequence[str], compute: str) -> tuple[str, ...]:
     """The types of rows that `types` names (one string with commas, or a sequence; torch's names,
     too), wide ones first; of "" float64, float32 and the job's own (`compute`, as in
     precision.compute).

@@ -23,7 +23,7 @@ from phalanx.core.digest import stable_hash64
 from phalanx.mesh.logical import full_name
 from phalanx.parallel.model import ParallelModel
 from phalanx.verify.flips import train_phase_of_step
-from phalanx.verify.routes import PhaseRecorder, TokensOfRank
+from phalanx.verify.routes import ForwardPhaseRecorder, LocalSequenceTokens
 
 OUTPUTS_FILE_NAME = "outputs.safetensors"
 FirstOutput = tuple[int, int, str, float, int, int]
@@ -31,13 +31,13 @@ FirstOutput = tuple[int, int, str, float, int, int]
 batch; token)."""
 
 
-class OutputTrace(PhaseRecorder):
+class ReferenceOutputs(ForwardPhaseRecorder):
     """The outputs of one process, whose forwards take the rows of a batch in their order."""
 
     def __init__(self, module: nn.Module) -> None:
         self._parts: dict[tuple[str, str, int], list[torch.Tensor]] = {}
-        for name, part in list_watched_modules(module):
-            part.register_forward_hook(functools.partial(self._note, name))
+        for name, part in list_hidden_state_modules(module):
+            part.register_forward_hook(functools.partial(self._record_output, name))
 
     def write(self, directory: Path) -> None:
         """Write what was noted, but for modules that a forward calls more than once."""
@@ -53,18 +53,18 @@ class OutputTrace(PhaseRecorder):
         if tensors:
             save_file(tensors, directory / OUTPUTS_FILE_NAME)
 
-    def _note(self, name: str, _: nn.Module, args: Any, output: Any) -> None:
-        hidden_BTD = _find_hidden_states(output)
+    def _record_output(self, name: str, _: nn.Module, args: Any, output: Any) -> None:
+        hidden_BTD = _extract_hidden_states(output)
         if not self._phase or hidden_BTD is None:
             return
         key = (self._phase, name, hidden_BTD.shape[-1])
         parts = self._parts.setdefault(key, [])
         # torch.cat takes no sequences of other lengths.
         if not parts or parts[0].shape[1] == hidden_BTD.shape[1]:
-            parts.append(_project_to_scalar(hidden_BTD))
+            parts.append(_project_hidden_states(hidden_BTD))
 
 
-class OutputWatch:
+class LayoutOutputs:
     """The outputs of a layout's modules in training, of the rows and tokens of this rank."""
 
     def __init__(self, model: ParallelModel) -> None:
@@ -72,18 +72,18 @@ class OutputWatch:
         self._parts: dict[tuple[str, str, int, int], torch.Tensor] = {}
         # What is compiled takes no hooks.
         if not model.plan.compile:
-            for name, part in list_watched_modules(model.module):
-                part.register_forward_hook(functools.partial(self._note, name))
+            for name, part in list_hidden_state_modules(model.module):
+                part.register_forward_hook(functools.partial(self._record_output, name))
 
     def find_first_wrong_output(self, directory: Path, tolerance: float) -> list[FirstOutput]:
         """The first output of each step, in the order of the forward, that is further than
-        `tolerance` from the one that `OutputTrace` has written; of this rank alone."""
+        `tolerance` from the one that `ReferenceOutputs` has written; of this rank alone."""
         if not self._parts or not (directory / OUTPUTS_FILE_NAME).exists():
             return []
         firsts: dict[int, FirstOutput] = {}
         for key, reference_BT in load_file(directory / OUTPUTS_FILE_NAME).items():
             phase, output_index, width, name = key.split("/", 3)
-            found = self._compare(phase, name, int(width), reference_BT, tolerance)
+            found = self._find_wrong_token(phase, name, int(width), reference_BT, tolerance)
             if found is None:
                 continue
             step = int(phase.rpartition("-")[2])
@@ -92,7 +92,7 @@ class OutputWatch:
                 firsts[step] = first
         return [firsts[step] for step in sorted(firsts)]
 
-    def _compare(
+    def _find_wrong_token(
         self, phase: str, name: str, width: int, reference_BT: torch.Tensor, tolerance: float
     ) -> _WrongToken | None:
         """The first token of a module that is wrong on this rank."""
@@ -100,7 +100,7 @@ class OutputWatch:
         for (other, module, first_row, features), local_BT in sorted(self._parts.items()):
             if (other, module, features) != (phase, name, width):
                 continue
-            tokens = self._find_tokens(reference_BT.shape[1], local_BT.shape[1])
+            tokens = self._find_local_tokens(reference_BT.shape[1], local_BT.shape[1])
             rows = reference_BT[first_row : first_row + len(local_BT)]
             if tokens is None or len(rows) != len(local_BT):
                 continue
@@ -113,10 +113,10 @@ class OutputWatch:
                 return _WrongToken(error, first_row + row, int(tokens[column]))
         return None
 
-    def _find_tokens(self, length: int, num_local: int) -> torch.Tensor | None:
+    def _find_local_tokens(self, length: int, num_local: int) -> torch.Tensor | None:
         """The tokens of a sequence of `length` that the `num_local` of this rank are; None if they
         are cut otherwise."""
-        tokens = TokensOfRank.of_model(self._model).find_tokens(length)
+        tokens = LocalSequenceTokens.from_model(self._model).find_token_indices(length)
         if num_local == len(tokens):
             return tokens
         layout = self._model.plan.layout
@@ -126,8 +126,8 @@ class OutputWatch:
         first = self._model.mesh.coordinates["tp"] * num_local
         return tokens[first : first + num_local]
 
-    def _note(self, name: str, _: nn.Module, args: Any, output: Any) -> None:
-        moment, hidden_BTD = self._model.dropout_rng.current_forward, _find_hidden_states(output)
+    def _record_output(self, name: str, _: nn.Module, args: Any, output: Any) -> None:
+        moment, hidden_BTD = self._model.dropout_rng.current_forward, _extract_hidden_states(output)
         # Inside a backward this is a recomputation; an evaluation has no moment.
         if moment is None or hidden_BTD is None or torch._C._current_graph_task_id() != -1:
             return
@@ -141,7 +141,7 @@ class OutputWatch:
         phase = train_phase_of_step(moment.step - 1)
         key = (phase, name, moment.first_row, hidden_BTD.shape[-1])
         if key not in self._parts:
-            self._parts[key] = _project_to_scalar(hidden_BTD)
+            self._parts[key] = _project_hidden_states(hidden_BTD)
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class _WrongToken:
     token: int
 
 
-def list_watched_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
+def list_hidden_state_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Name and module of all whose outputs are hidden states: those outside of lists of blocks,
     the blocks, and what these are made of."""
     watched = []
@@ -165,7 +165,7 @@ def list_watched_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return watched
 
 
-def _find_hidden_states(output: Any) -> torch.Tensor | None:
+def _extract_hidden_states(output: Any) -> torch.Tensor | None:
     """The [B, T, D] of a module's output: it, or the first of a tuple; None if it is something
     else."""
     if isinstance(output, tuple | list) and output:
@@ -178,12 +178,12 @@ def _find_hidden_states(output: Any) -> torch.Tensor | None:
 
 
 @torch.no_grad()
-def _project_to_scalar(hidden_BTD: torch.Tensor) -> torch.Tensor:
+def _project_hidden_states(hidden_BTD: torch.Tensor) -> torch.Tensor:
     """[B, T] float64, on the CPU."""
-    return hidden_BTD.detach().double().cpu() @ _random_vector(hidden_BTD.shape[-1])
+    return hidden_BTD.detach().double().cpu() @ _make_projection_vector(hidden_BTD.shape[-1])
 
 
 @functools.cache
-def _random_vector(width: int) -> torch.Tensor:
+def _make_projection_vector(width: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(stable_hash64("outputs", width) % 2**63)
     return torch.randn(width, generator=generator, dtype=torch.float64)

@@ -30,7 +30,7 @@ _NUM_STAGES_OUTSIDE_BLOCKS = 1  # the head can be a stage of its own
 NamedLayouts = Iterator[tuple[str, dict[str, Any]]]
 
 
-def list_pipelines(num_ranks: int) -> NamedLayouts:
+def list_pipeline_layouts(num_ranks: int) -> NamedLayouts:
     """Every schedule alone, with FSDP, with TP and with both; what else there is inside of
     stages with one or two."""
     for pp in (d for d in range(2, num_ranks + 1) if num_ranks % d == 0):
@@ -105,7 +105,9 @@ SHORTER_SEQUENCE = "data.seq_len"
 ODD_SEQUENCE_OVERRIDE: dict[str, Any] = {SHORTER_SEQUENCE: "odd"}
 
 
-def resolve_seq_len(parallel: Mapping[str, Any], seq_len: int, num_ranks: int) -> dict[str, Any]:
+def resolve_odd_sequence_override(
+    parallel: Mapping[str, Any], seq_len: int, num_ranks: int
+) -> dict[str, Any]:
     """The same for sequences of `seq_len` tokens: an odd one is so short that the last of
     `num_ranks` ranks has the least of it."""
     if parallel.get(SHORTER_SEQUENCE) != ODD_SEQUENCE_OVERRIDE[SHORTER_SEQUENCE]:
@@ -113,7 +115,7 @@ def resolve_seq_len(parallel: Mapping[str, Any], seq_len: int, num_ranks: int) -
     return {**parallel, SHORTER_SEQUENCE: max(1, seq_len - (num_ranks - 1))}
 
 
-def resolve_stage_blocks(parallel: Mapping[str, Any], num_blocks: int) -> dict[str, Any]:
+def resolve_uneven_stage_blocks(parallel: Mapping[str, Any], num_blocks: int) -> dict[str, Any]:
     """The same for a model of `num_blocks`."""
     if parallel.get("stage_blocks") != UNEVEN_STAGES:
         return dict(parallel)
@@ -141,11 +143,11 @@ def count_blocks_for_stages(layouts: Iterable[Mapping[str, Any]]) -> int:
     needed = 0
     for parallel in layouts:
         if (parallel.get("pp") or 1) > 1:
-            needed = max(needed, _num_stages(parallel))
+            needed = max(needed, _count_pipeline_stages(parallel))
     return max(0, needed - _NUM_STAGES_OUTSIDE_BLOCKS)
 
 
-def _num_stages(parallel: Mapping[str, Any]) -> int:
+def _count_pipeline_stages(parallel: Mapping[str, Any]) -> int:
     file = parallel.get("schedule_file")
     if file is not None:
         return load_schedule_csv(Path(file)).num_stages

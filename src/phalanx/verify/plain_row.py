@@ -16,16 +16,16 @@ from phalanx.job.shapes.vit import VitShape
 from phalanx.plan.plan import Plan
 from phalanx.run.one_process.plain_loss import Batch
 from phalanx.verify.cases import PLAIN
-from phalanx.verify.plain.decoder import plain_loss, plain_router_biases
+from phalanx.verify.plain.decoder import compute_plain_loss, compute_updated_router_biases
 from phalanx.verify.plain.settings import PlainSettings, VisionSettings
-from phalanx.verify.plain.vision import plain_vision_loss
-from phalanx.verify.plain_settings import make_plain_settings, make_vision_settings
+from phalanx.verify.plain.vision import compute_plain_vision_loss
+from phalanx.verify.plain_settings import make_plain_decoder_settings, make_plain_vision_settings
 from phalanx.verify.row import Row
 from phalanx.verify.second_implementation import (
     StepResult,
     Tensors,
-    gradients_per_target,
-    judge_by_implementation,
+    compare_with_second_implementation,
+    divide_gradients_by_targets,
 )
 
 
@@ -55,24 +55,24 @@ class PlainImplementation:
         buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
         total, count = 0.0, 0
         for batch in microbatches:
-            loss, num_targets = self._loss(parameters, buffers, batch)
+            loss, num_targets = self._compute_plain_loss(parameters, buffers, batch)
             loss.backward()
             total, count = total + loss.item(), count + num_targets
-        gradients = gradients_per_target(parameters, count)
+        gradients = divide_gradients_by_targets(parameters, count)
         if isinstance(self.settings, VisionSettings):
             return StepResult(total / count, count, gradients)
         global_batch = {
             key: torch.cat([batch[key] for batch in microbatches]) for key in microbatches[0]
         }
-        biases = plain_router_biases(self.settings, parameters, buffers, global_batch)
+        biases = compute_updated_router_biases(self.settings, parameters, buffers, global_batch)
         return StepResult(total / count, count, gradients, biases)
 
-    def _loss(
+    def _compute_plain_loss(
         self, parameters: Tensors, buffers: Tensors, batch: Batch
     ) -> tuple[torch.Tensor, int]:
         if isinstance(self.settings, VisionSettings):
-            return plain_vision_loss(self.settings, parameters, batch)
-        return plain_loss(self.settings, parameters, buffers, batch)
+            return compute_plain_vision_loss(self.settings, parameters, batch)
+        return compute_plain_loss(self.settings, parameters, buffers, batch)
 
 
 def explain_no_plain_row(job: Job, plan: Plan) -> str:
@@ -84,21 +84,25 @@ def explain_no_plain_row(job: Job, plan: Plan) -> str:
     return ""
 
 
-def judge_plain(job: Job, plan: Plan, steps: Sequence[Sequence[Batch]], dtype: str) -> Row:
+def compare_with_plain_implementation(
+    job: Job, plan: Plan, steps: Sequence[Sequence[Batch]], dtype: str
+) -> Row:
     """The row "plain": phalanx's module in one process, judged by the plain implementation, as
-    `judge_by_implementation` says.
+    `compare_with_second_implementation` says.
 
     Raises LayoutError where `explain_no_plain_row` has a reason.
     """
     refused = explain_no_plain_row(job, plan)
     if refused:
         raise LayoutError(refused)
-    return judge_by_implementation(_choose_implementation(plan), job, plan, steps, dtype, PLAIN)
+    return compare_with_second_implementation(
+        _build_plain_implementation(plan), job, plan, steps, dtype, PLAIN
+    )
 
 
-def _choose_implementation(plan: Plan) -> PlainImplementation:
+def _build_plain_implementation(plan: Plan) -> PlainImplementation:
     shape = plan.model_shape
     if isinstance(shape, VitShape):
-        return PlainImplementation(make_vision_settings(shape))
+        return PlainImplementation(make_plain_vision_settings(shape))
     assert isinstance(shape, DecoderShape)
-    return PlainImplementation(make_plain_settings(shape))
+    return PlainImplementation(make_plain_decoder_settings(shape))

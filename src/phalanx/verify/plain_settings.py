@@ -11,12 +11,12 @@ from phalanx.job.shapes.vit import VitShape
 from phalanx.verify.plain.settings import BlockSettings, PlainSettings, VisionSettings
 
 
-def make_plain_settings(shape: DecoderShape) -> PlainSettings:
+def make_plain_decoder_settings(shape: DecoderShape) -> PlainSettings:
     """The numbers of a decoder that settings have, each under the same name."""
     return PlainSettings(**_copy_common_fields(shape, PlainSettings))
 
 
-def make_vision_settings(shape: VitShape) -> VisionSettings:
+def make_plain_vision_settings(shape: VitShape) -> VisionSettings:
     """The numbers of a vision transformer that settings have, each under the same name."""
     return VisionSettings(**_copy_common_fields(shape, VisionSettings))
 

@@ -9,7 +9,7 @@ NamedLayouts = Iterator[tuple[str, dict[str, Any]]]
 EXPERT_KEYS = ("ep",)
 
 
-def list_products(num_ranks: int) -> NamedLayouts:
+def list_three_axis_layouts(num_ranks: int) -> NamedLayouts:
     """Three axes on eight ranks and more: what there is of other layouts has two, or is in
     `verify.pipelines`."""
     if num_ranks % 8:
@@ -31,8 +31,8 @@ def list_products(num_ranks: int) -> NamedLayouts:
 def list_expert_layouts(num_ranks: int) -> NamedLayouts:
     """Experts spread over the ranks of data parallelism, and of cp; alone and beside each other
     axis."""
-    for ep in _divisors(num_ranks):
-        yield f"zero3-ep{ep}", _zero3_keys(num_ranks) | {"ep": ep}
+    for ep in _list_divisors(num_ranks):
+        yield f"zero3-ep{ep}", _build_zero3_keys(num_ranks) | {"ep": ep}
     if num_ranks == 1:
         return
     everywhere = {"ep": num_ranks}
@@ -42,62 +42,68 @@ def list_expert_layouts(num_ranks: int) -> NamedLayouts:
     for how in ("full", "selective", "sqrt"):
         yield (
             f"zero3-ep{num_ranks}-{how}",
-            _zero3_keys(num_ranks) | everywhere | {"train.recompute": how},
+            _build_zero3_keys(num_ranks) | everywhere | {"train.recompute": how},
         )
     yield f"cp{num_ranks}-ep{num_ranks}", {"cp": num_ranks} | everywhere
     if num_ranks % 2 or num_ranks == 2:
         return
     half = num_ranks // 2
     yield f"ddp-ep{half}", {"ep": half}
-    yield f"hsdp2x{half}-zero3-ep{half}", {"dp_replicate": 2, **_zero3_keys(half), "ep": half}
-    yield f"zero3-tp2-ep{half}", {**_zero3_keys(half), "tp": 2, "ep": half}
+    yield f"hsdp2x{half}-zero3-ep{half}", {"dp_replicate": 2, **_build_zero3_keys(half), "ep": half}
+    yield f"zero3-tp2-ep{half}", {**_build_zero3_keys(half), "tp": 2, "ep": half}
     yield (
         f"zero3-tp2-whole-sequence-ep{half}",
-        {**_zero3_keys(half), "tp": 2, "sequence_parallel": False, "ep": half},
+        {**_build_zero3_keys(half), "tp": 2, "sequence_parallel": False, "ep": half},
     )
     yield f"tp2-cp{half}-ep{half}", {"tp": 2, "cp": half, "ep": half}
-    yield "zero3-cp2-ep2", {**_zero3_keys(half), "cp": 2, "ep": 2}
-    yield f"zero3-cp2-ep{num_ranks}", {**_zero3_keys(half), "cp": 2} | everywhere
+    yield "zero3-cp2-ep2", {**_build_zero3_keys(half), "cp": 2, "ep": 2}
+    yield f"zero3-cp2-ep{num_ranks}", {**_build_zero3_keys(half), "cp": 2} | everywhere
     yield "ddp-cp2-ep2", {"dp_replicate": half, "cp": 2, "ep": 2}
     for schedule in ("1f1b", "interleaved-zero-bubble", "zb-v", "dualpipe-v"):
         yield (
             f"pp2-zero3-ep{half}-{schedule}",
-            {"pp": 2, "schedule": schedule, **_zero3_keys(half), "ep": half},
+            {"pp": 2, "schedule": schedule, **_build_zero3_keys(half), "ep": half},
         )
     yield f"pp2-ddp-ep{half}-zb-v", {"pp": 2, "schedule": "zb-v", "ep": half}
     full = {"train.recompute": "full"}
     yield (
         f"pp2-zero3-ep{half}-full-1f1b",
-        {"pp": 2, "schedule": "1f1b", **_zero3_keys(half), "ep": half} | full,
+        {"pp": 2, "schedule": "1f1b", **_build_zero3_keys(half), "ep": half} | full,
     )
-    yield from _list_products_with_experts(num_ranks)
+    yield from _list_three_axis_expert_layouts(num_ranks)
 
 
-def _list_products_with_experts(num_ranks: int) -> NamedLayouts:
+def _list_three_axis_expert_layouts(num_ranks: int) -> NamedLayouts:
     if num_ranks % 8:
         return
     shards = num_ranks // 4
     over_both = 2 * shards
     for schedule in ("1f1b", "zb-v"):
-        pp = {"pp": 2, "schedule": schedule, **_zero3_keys(shards)}
+        pp = {"pp": 2, "schedule": schedule, **_build_zero3_keys(shards)}
         yield f"pp2-zero3-tp2-ep{shards}-{schedule}", pp | {"tp": 2, "ep": shards}
         yield f"pp2-zero3-cp2-ep{over_both}-{schedule}", pp | {"cp": 2, "ep": over_both}
-    yield f"zero3-tp2-cp2-ep{over_both}", {**_zero3_keys(shards), "tp": 2, "cp": 2, "ep": over_both}
+    yield (
+        f"zero3-tp2-cp2-ep{over_both}",
+        {**_build_zero3_keys(shards), "tp": 2, "cp": 2, "ep": over_both},
+    )
     yield (
         f"hsdp2x{over_both}-zero3-cp2-ep{over_both}",
-        {"dp_replicate": 2, **_zero3_keys(shards), "cp": 2, "ep": over_both},
+        {"dp_replicate": 2, **_build_zero3_keys(shards), "cp": 2, "ep": over_both},
     )
     yield (
         f"hsdp2x{shards}-zero3-tp2-ep{shards}",
-        {"dp_replicate": 2, **_zero3_keys(shards), "tp": 2, "ep": shards},
+        {"dp_replicate": 2, **_build_zero3_keys(shards), "tp": 2, "ep": shards},
     )
     pp = {"pp": 2, "schedule": "1f1b", "dp_replicate": 2}
-    yield f"pp2-hsdp2x{shards}-zero3-ep{shards}-1f1b", {**pp, **_zero3_keys(shards), "ep": shards}
+    yield (
+        f"pp2-hsdp2x{shards}-zero3-ep{shards}-1f1b",
+        {**pp, **_build_zero3_keys(shards), "ep": shards},
+    )
 
 
-def _zero3_keys(shards: int) -> dict[str, Any]:
+def _build_zero3_keys(shards: int) -> dict[str, Any]:
     return {"dp_shard": shards, "zero_stage": 3}
 
 
-def _divisors(number: int) -> list[int]:
+def _list_divisors(number: int) -> list[int]:
     return [d for d in range(2, number + 1) if number % d == 0]

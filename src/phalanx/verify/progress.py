@@ -24,7 +24,7 @@ class VerifyProgress:
 
 
 @dataclass
-class RowTimes:
+class RowTimeEstimator:
     """Seconds that rows took, to guess those of the rows to come. `work`: (type, layout) of each
     row, in the order in which they come."""
 
@@ -37,7 +37,7 @@ class RowTimes:
     def __post_init__(self) -> None:
         self._began = self.clock()
 
-    def finish_row(self) -> None:
+    def count_finished_row(self) -> None:
         """Count the row that was judged now: it took the time since the one before."""
         now = self.clock()
         if self.num_done < len(self.work):

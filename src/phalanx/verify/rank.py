@@ -23,30 +23,30 @@ from phalanx.parallel.parallelize import discover_transforms
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.plan.rule_checks import combine_and_check_rules, describe_unsharded_matrices
-from phalanx.verify.bands import describe_bands, summarize_bands
+from phalanx.verify.bands import describe_error_bands, summarize_error_bands
 from phalanx.verify.batches import (
     cast_steps_to_dtype,
-    make_global_steps,
+    make_global_microbatches,
     move_steps_to_device,
-    take_rank_rows,
+    select_rank_rows,
 )
 from phalanx.verify.cases import PLAIN, SECOND_IMPLEMENTATIONS
-from phalanx.verify.hugging_face_row import explain_no_hugging_face_row, judge_hugging_face
+from phalanx.verify.hugging_face_row import compare_with_hugging_face, explain_no_hugging_face_row
 from phalanx.verify.judged_layout import JudgedLayout
 from phalanx.verify.layout_run import LayoutRun
-from phalanx.verify.lossy import describe_compression, find_tolerance
-from phalanx.verify.number_types import is_narrow, near_tie_tolerance, parameter_dtype_of_row
+from phalanx.verify.lossy import choose_compression_tolerance, describe_compression_tolerance
+from phalanx.verify.number_types import is_narrow_dtype, near_tie_tolerance, parameter_dtype_of_row
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
 from phalanx.verify.pipelines import SHORTER_SEQUENCE
-from phalanx.verify.plain_row import explain_no_plain_row, judge_plain
-from phalanx.verify.references import References
-from phalanx.verify.rerouted import compare_routing
+from phalanx.verify.plain_row import compare_with_plain_implementation, explain_no_plain_row
+from phalanx.verify.references import ReferenceTraces
+from phalanx.verify.rerouted import compare_routing_with_reference
 from phalanx.verify.row import ROWS_FILE_NAME, Row
-from phalanx.verify.scope import list_judged, list_not_compared
+from phalanx.verify.scope import list_compared_quantities, list_quantities_not_compared
 from phalanx.verify.trace_facts import TOLERANCE_OF_DTYPE, Trace
 from phalanx.verify.trainer_cases import TrainerCase, make_trainer_job
-from phalanx.verify.trainer_row import TrainerRowContext, judge_trainer
-from phalanx.verify.verdict import Comparator
+from phalanx.verify.trainer_row import TrainerRowContext, compare_trainer_run
+from phalanx.verify.verdict import LayoutComparator
 
 # The first torch known to compile attention's backward in float64; 2.11 is known not to.
 MIN_TORCH_FOR_COMPILED_FLOAT64 = (2, 13)
@@ -61,11 +61,11 @@ def main(document: JsonObject, link: RankLink) -> int:
 
     Returns 0 whatever the rows say.
     """
-    compare_layouts(VerifyPayload.from_json(document))
+    run_verify_cases(VerifyPayload.from_json(document))
     return ExitCode.OK
 
 
-def compare_layouts(payload: VerifyPayload) -> None:
+def run_verify_cases(payload: VerifyPayload) -> None:
     """Append a row for each case of `payload` to run_dir/rows.jsonl. Collective."""
     job, run_dir = payload.job, payload.run_dir
     first = _find_plan_of_whole_sequences(payload)
@@ -73,13 +73,15 @@ def compare_layouts(payload: VerifyPayload) -> None:
         # The CPU computes float32 in float32: so must what is compared with it.
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     with open_mesh(Layout(dp_replicate=payload.num_ranks), device=payload.device) as mesh:
-        all_steps = make_global_steps(job, first, payload.data_dir, num_steps=payload.num_steps)
+        all_steps = make_global_microbatches(
+            job, first, payload.data_dir, num_steps=payload.num_steps
+        )
         # groupby joins neighbours only: the cases come type by type (`verify.drive`).
         for dtype, cases in itertools.groupby(payload.cases, key=lambda case: case.dtype):
             steps = cast_steps_to_dtype(all_steps, getattr(torch, parameter_dtype_of_row(dtype)))
-            references = References(mesh, run_dir, job, first, dtype, steps)
+            references = ReferenceTraces(mesh, run_dir, job, first, dtype, steps)
             for case in cases:
-                row = _verify_case(payload, case, references)
+                row = _build_row_of_case(payload, case, references)
                 # A refusal is every rank's: rows are counted by whoever reads them.
                 if row is not None and mesh.rank == 0:
                     # As each case ends: the process that started us reads along.
@@ -97,7 +99,9 @@ def _find_plan_of_whole_sequences(payload: VerifyPayload) -> Plan:
     return replace(payload.cases[0].plan, seq_len=payload.job.data.seq_len)
 
 
-def _verify_case(payload: VerifyPayload, case: VerifyCase, references: References) -> Row | None:
+def _build_row_of_case(
+    payload: VerifyPayload, case: VerifyCase, references: ReferenceTraces
+) -> Row | None:
     """The row of a case on rank 0; on the others None, or the same one if it is refused.
 
     Collective, but for those of a second implementation.
@@ -105,7 +109,7 @@ def _verify_case(payload: VerifyPayload, case: VerifyCase, references: Reference
     if case.other_plan is not None:
         return _verify_trainer_run(payload, case, case.other_plan, references)
     if case.name not in SECOND_IMPLEMENTATIONS:
-        return verify_layout(payload.job, case, references, payload.model_name)
+        return compare_layout_with_reference(payload.job, case, references, payload.model_name)
     if references.mesh.rank != 0:
         return None
     row = _verify_by_second_implementation(payload, case, references.steps)
@@ -121,37 +125,37 @@ def _verify_by_second_implementation(
     else:
         reason = explain_no_hugging_face_row(job, plan)
     if reason:
-        return _refused_row(case, payload.model_name, case.dtype, reason)
+        return _build_refused_row(case, payload.model_name, case.dtype, reason)
     if case.name == PLAIN:
-        return judge_plain(job, plan, steps, case.dtype)
-    return judge_hugging_face(job, plan, steps, payload.run_dir)
+        return compare_with_plain_implementation(job, plan, steps, case.dtype)
+    return compare_with_hugging_face(job, plan, steps, payload.run_dir)
 
 
 def _verify_trainer_run(
-    payload: VerifyPayload, case: VerifyCase, other_plan: Plan, references: References
+    payload: VerifyPayload, case: VerifyCase, other_plan: Plan, references: ReferenceTraces
 ) -> Row | None:
     """The row of a run through the trainer on rank 0, None on the others. Collective."""
     mesh = references.mesh
     trainer_place = TrainerRowContext(mesh, payload.run_dir, payload.data_dir, payload.model_name)
     run = TrainerCase(case.name, case.parallel, case.plan, case.other_name, other_plan)
-    row = judge_trainer(make_trainer_job(payload.job), run, trainer_place)
+    row = compare_trainer_run(make_trainer_job(payload.job), run, trainer_place)
     if mesh.rank != 0:
         return None
     return row
 
 
-def verify_layout(
-    job: Job, case: VerifyCase, references: References, model_name: str
+def compare_layout_with_reference(
+    job: Job, case: VerifyCase, references: ReferenceTraces, model_name: str
 ) -> Row | None:
     """The row of one layout on rank 0, None on the others. Collective."""
     began = time.monotonic()
     plan, dtype, mesh = case.plan, references.dtype, references.mesh
-    reference, steps = references.find_for_plan(plan)
+    reference, steps = references.find_trace_for_plan(plan)
     if isinstance(reference, str):
-        return _refused_row(case, model_name, dtype, reference)
+        return _build_refused_row(case, model_name, dtype, reference)
     if plan.compile and dtype == "float64" and TORCH_VERSION < MIN_TORCH_FOR_COMPILED_FLOAT64:
-        return _refused_row(case, model_name, dtype, _describe_narrow_compiler())
-    tolerance = find_tolerance(
+        return _build_refused_row(case, model_name, dtype, _describe_compiler_narrowing_float64())
+    tolerance = choose_compression_tolerance(
         plan.parallel.compress,
         TOLERANCE_OF_DTYPE["float32" if reference.narrows else parameter_dtype_of_row(dtype)],
     )
@@ -163,13 +167,13 @@ def verify_layout(
             use_block_sizes(_choose_block_sizes(dtype)),
             open_mesh(plan.layout, device=mesh.device.type) as inner,
         ):
-            rank_steps = take_rank_rows(
+            rank_steps = select_rank_rows(
                 steps, inner.data_parallel_rank, plan.layout.data_parallel_size
             )
             rank_steps = move_steps_to_device(rank_steps, inner.device)
             result = run.run(reference, rank_steps, inner)
             near_tie = near_tie_tolerance(dtype, tolerance)
-            routed = compare_routing(result, references, reference, steps, near_tie)
+            routed = compare_routing_with_reference(result, references, reference, steps, near_tie)
             # A token near the border of two experts may go to the other one by rounding alone:
             # then the reference is what one process computes that routes alike.
             if routed.flips:
@@ -181,14 +185,14 @@ def verify_layout(
         # it is about the module, and the same on every rank.
         if run.has_unfinished_schedule:
             raise
-        return _refused_row(case, model_name, dtype, str(error))
+        return _build_refused_row(case, model_name, dtype, str(error))
     # The others have the same observations, and nobody to tell.
     if mesh.rank != 0:
         return None
-    verdict = Comparator(
+    verdict = LayoutComparator(
         reference,
         result.observations,
-        JudgedLayout.of_plan(plan),
+        JudgedLayout.from_plan(plan),
         tolerance=tolerance,
         misrouted=routed.misrouted,
     ).compare()
@@ -201,11 +205,11 @@ def verify_layout(
         dtype=dtype,
         ok=verdict.first is None,
         errors=verdict.errors,
-        tolerance=summarize_bands(reference).median if is_narrow(dtype) else tolerance,
+        tolerance=summarize_error_bands(reference).median if is_narrow_dtype(dtype) else tolerance,
         first=verdict.first,
-        notes=result.notes + _list_notes(plan, reference, tolerance, verdict.relaxed),
-        judged=list_judged(plan, reference, job.optim.kind),
-        not_judged=list_not_compared(plan, reference),
+        notes=result.notes + _list_row_notes(plan, reference, tolerance, verdict.relaxed),
+        judged=list_compared_quantities(plan, reference, job.optim.kind),
+        not_judged=list_quantities_not_compared(plan, reference),
         compress=plan.parallel.compress,
         flips=routed.flips,
         wall_s=round(time.monotonic() - began, 3),
@@ -220,7 +224,7 @@ def _choose_block_sizes(dtype: str) -> BlockSizes:
     return shrink_block_sizes()
 
 
-def _describe_narrow_compiler() -> str:
+def _describe_compiler_narrowing_float64() -> str:
     first = ".".join(map(str, MIN_TORCH_FOR_COMPILED_FLOAT64))
     return (
         f"torch {torch.__version__} compiles a backward in float64 to float32's; {first} does not"
@@ -234,7 +238,7 @@ def _reset_compiler() -> None:
     torch._dynamo.config.fail_on_recompile_limit_hit = True
 
 
-def _list_notes(
+def _list_row_notes(
     plan: Plan, trace: Trace, tolerance: float, relaxed: Sequence[str]
 ) -> tuple[str, ...]:
     """Sentences about what a row does not compare, or compares less strictly."""
@@ -247,9 +251,9 @@ def _list_notes(
             "the module computes in fewer digits than float64 on its way, and is judged by those"
         )
     if plan.parallel.compress != "none":
-        notes.append(describe_compression(plan.parallel.compress, tolerance))
-    if is_narrow(trace.dtype):
-        notes.append(describe_bands(trace))
+        notes.append(describe_compression_tolerance(plan.parallel.compress, tolerance))
+    if is_narrow_dtype(trace.dtype):
+        notes.append(describe_error_bands(trace))
     if relaxed:
         notes.append(
             f"judged by what rounding to float32 costs in one process: {', '.join(relaxed[:3])}"
@@ -257,5 +261,5 @@ def _list_notes(
     return tuple(filter(None, notes))
 
 
-def _refused_row(case: VerifyCase, model_name: str, dtype: str, reason: str) -> Row:
+def _build_refused_row(case: VerifyCase, model_name: str, dtype: str, reason: str) -> Row:
     return Row(case.name, case.parallel, model_name, dtype, None, {}, 0.0, refused=reason)

@@ -38,7 +38,7 @@ class OneProcessStep:
     gradients: dict[str, torch.Tensor | None]
 
 
-class Observer(Protocol):
+class OneProcessObserver(Protocol):
     """Is called in each step of `train_in_one_process`; steps are counted from 0."""
 
     def on_gradients(self, number: int, step: OneProcessStep) -> None:
@@ -64,7 +64,7 @@ def train_in_one_process(
     loss_sum: LossSum,
     steps: Sequence[Sequence[Batch]],
     build_optimizer: Callable[[float | None], torch.optim.Optimizer],
-    observer: Observer,
+    observer: OneProcessObserver,
     *,
     clip: float,
     move: float,
@@ -83,7 +83,7 @@ def train_in_one_process(
     optimizer: torch.optim.Optimizer | None = None
     lr = 0.0
     for number, microbatches in enumerate(steps):
-        loss, count = _run_microbatches(
+        loss, count = _accumulate_one_process_gradients(
             module, loss_sum, microbatches, number + 1, around, loss_scale
         )
         if not count:
@@ -95,7 +95,7 @@ def train_in_one_process(
             if parameter.grad is not None:
                 parameter.grad /= count * loss_scale
         gradients = {name: parameter.grad for name, parameter in named.items()}
-        norm = _norm(gradients.values())
+        norm = _compute_l2_norm(gradients.values())
         # So that NaN is refused, too.
         if not 0 < norm < math.inf or not abs(loss) < math.inf:
             raise ArithmeticError(
@@ -103,7 +103,11 @@ def train_in_one_process(
                 " no reference"
             )
         if optimizer is None:
-            lr = _find_lr(named, build_optimizer, move) if applied is None else applied.lr
+            lr = (
+                _find_learning_rate_for_movement(named, build_optimizer, move)
+                if applied is None
+                else applied.lr
+            )
             optimizer = build_optimizer(lr)
         max_norm = None
         if number > 0 or len(steps) == 1:
@@ -114,13 +118,15 @@ def train_in_one_process(
         # Routers move their biases by the load of the step (`Decoder.after_step`).
         if hasattr(module, "after_step"):
             module.after_step()
-        _choose_gradients(named, number, applied, 1.0 if max_norm is None else max_norm / norm)
+        _clip_or_replace_gradients(
+            named, number, applied, 1.0 if max_norm is None else max_norm / norm
+        )
         optimizer.step()
         observer.on_update(number)
 
 
 @torch.no_grad()
-def _find_lr(
+def _find_learning_rate_for_movement(
     named: Mapping[str, nn.Parameter],
     build_optimizer: Callable[[float | None], torch.optim.Optimizer],
     move: float,
@@ -130,17 +136,17 @@ def _find_lr(
     before = {name: parameter.detach().clone() for name, parameter in named.items()}
     optimizer = build_optimizer(None)
     optimizer.step()
-    moved = _norm(parameter - before[name] for name, parameter in named.items())
+    moved = _compute_l2_norm(parameter - before[name] for name, parameter in named.items())
     for name, parameter in named.items():
         parameter.copy_(before[name])
     lr = max(float(group["lr"]) for group in optimizer.param_groups)
     if not 0 < moved < math.inf:
         raise ArithmeticError(f"an update moves the weights by {moved:g}: no reference")
-    return lr * move * _norm(before.values()) / moved
+    return lr * move * _compute_l2_norm(before.values()) / moved
 
 
 @torch.no_grad()
-def _choose_gradients(
+def _clip_or_replace_gradients(
     named: Mapping[str, nn.Parameter],
     step: int,
     applied: AppliedGradients | None,
@@ -156,7 +162,7 @@ def _choose_gradients(
             parameter.grad.copy_(applied.read(step, name))
 
 
-def _run_microbatches(
+def _accumulate_one_process_gradients(
     module: nn.Module,
     loss_sum: LossSum,
     microbatches: Sequence[Batch],
@@ -178,7 +184,7 @@ def _run_microbatches(
     return loss, count
 
 
-def _norm(tensors: Iterable[torch.Tensor | None]) -> float:
+def _compute_l2_norm(tensors: Iterable[torch.Tensor | None]) -> float:
     """The L2 norm of all elements together, summed in float64."""
     squares = []
     for tensor in tensors:
@@ -201,7 +207,7 @@ def evaluate_in_one_process(
     return loss / count
 
 
-def forward_order(module: nn.Module, call: Callable[[], Any]) -> list[str]:
+def list_parameters_in_forward_order(module: nn.Module, call: Callable[[], Any]) -> list[str]:
     """Names of the parameters in the order in which a forward reaches the modules that hold
     them; the rest follows."""
     order: list[str] = []

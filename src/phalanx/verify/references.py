@@ -24,35 +24,39 @@ from phalanx.plan.plan import Plan
 from phalanx.run.one_process.dropout_masks import DropoutMasks
 from phalanx.run.one_process.job_loss import JobLoss
 from phalanx.run.one_process.original_module import build_original_module
-from phalanx.verify.batches import cast_steps_to_dtype, cut_sequences, split_into_microbatches
+from phalanx.verify.batches import (
+    cast_steps_to_dtype,
+    resplit_steps_into_microbatches,
+    truncate_sequences,
+)
 from phalanx.verify.begin import (
-    copy_starting_weights,
-    randomize_constants,
-    set_reference_learning_rate,
+    load_leader_starting_weights,
+    randomize_constant_parameters,
+    replace_learning_rate,
 )
 from phalanx.verify.flips import EVALUATION_KIND, RoutingChange, train_phase_of_step
 from phalanx.verify.forward_probe import ForwardProbe, describe_reference_failure, probe_forward
 from phalanx.verify.narrow_reference import (
     NUM_NUDGED,
     AutocastLoss,
-    nudge_steps,
-    nudge_weights,
+    perturb_images_by_rounding,
+    perturb_weights_by_rounding,
 )
 from phalanx.verify.number_types import (
     REFERENCE_LOSS_SCALE,
     WIDE_DTYPES,
-    is_narrow,
+    is_narrow_dtype,
     parameter_dtype_of_row,
 )
-from phalanx.verify.outputs import OutputTrace
+from phalanx.verify.outputs import ReferenceOutputs
 from phalanx.verify.pipelines import num_microbatches
 from phalanx.verify.reference import ForwardContext, evaluate_in_one_process, train_in_one_process
 from phalanx.verify.routes import (
     ChosenExperts,
-    RoutingTrace,
+    ReferenceRouting,
     have_same_choices,
-    read_routes,
-    write_routes,
+    read_expert_choices,
+    write_expert_choices,
 )
 from phalanx.verify.trace import AppliedTraceGradients, TraceWriter
 from phalanx.verify.trace_facts import TRACE_FILE_NAME, Trace, read_trace
@@ -63,7 +67,7 @@ CLIP, MOVE = 0.3, 0.01
 
 
 @dataclass
-class References:
+class ReferenceTraces:
     """The traces of one process, in as many microbatches as a layout has where that makes a
     difference, of sequences as long as a layout's."""
 
@@ -77,29 +81,29 @@ class References:
     _steps_of: dict[Path, list[list[Batch]]] = field(default_factory=dict)
     _num_replays: int = 0
 
-    def find_for_plan(self, plan: Plan) -> tuple[Trace | str, list[list[Batch]]]:
+    def find_trace_for_plan(self, plan: Plan) -> tuple[Trace | str, list[list[Batch]]]:
         """(the trace, or why there is none; the microbatches of each step). Collective.
 
         Pipelines have more microbatches, of the same rows. Only a module whose rows see each other,
         or that counts its calls, knows the difference: it then has a reference of its own.
         """
-        usual_steps = self._steps_of_length(plan.seq_len)
+        usual_steps = self._select_steps_of_seq_len(plan.seq_len)
         if isinstance(usual_steps, str):
             return usual_steps, self.steps
         usual = self._open_or_write_trace(len(usual_steps[0]), plan.seq_len, usual_steps)
         count = num_microbatches(plan)
         if isinstance(usual, str) or count in (0, len(usual_steps[0])):
             return usual, usual_steps
-        steps = split_into_microbatches(usual_steps, count)
+        steps = resplit_steps_into_microbatches(usual_steps, count)
         if usual.mixes_rows or usual.has_buffers:
             return self._open_or_write_trace(count, plan.seq_len, steps), steps
         return usual, steps
 
-    def _steps_of_length(self, seq_len: int) -> list[list[Batch]] | str:
+    def _select_steps_of_seq_len(self, seq_len: int) -> list[list[Batch]] | str:
         """The steps with sequences of `seq_len`, or why there are none."""
         if seq_len == self.plan.seq_len:
             return self.steps
-        steps = cut_sequences(self.steps, self.plan.seq_len, seq_len)
+        steps = truncate_sequences(self.steps, self.plan.seq_len, seq_len)
         if not steps:
             return f"its data has no sequences of data.seq_len={self.plan.seq_len} to cut shorter"
         return steps
@@ -107,7 +111,7 @@ class References:
     def _open_or_write_trace(
         self, count: int, seq_len: int, steps: list[list[Batch]]
     ) -> Trace | str:
-        name = self._reference_name(self.dtype, count, seq_len)
+        name = self._name_reference_directory(self.dtype, count, seq_len)
         if name not in self._traces:
             directory, failure = self.run_dir / name, ""
             # A group that crashed may have left it; trace.json is written last.
@@ -125,8 +129,8 @@ class References:
     def _find_trace_to_follow(self, count: int, seq_len: int) -> Trace | None:
         """The trace whose weights this type follows, so that they differ by rounding alone:
         float64's, or float32's for a narrow type; None where there is none."""
-        for dtype in WIDE_DTYPES[: 2 if is_narrow(self.dtype) else 1]:
-            directory = self.run_dir / self._reference_name(dtype, count, seq_len)
+        for dtype in WIDE_DTYPES[: 2 if is_narrow_dtype(self.dtype) else 1]:
+            directory = self.run_dir / self._name_reference_directory(dtype, count, seq_len)
             if dtype != self.dtype and (directory / TRACE_FILE_NAME).exists():
                 trace = read_trace(directory)
                 if trace.leader is None:
@@ -134,11 +138,11 @@ class References:
                 return read_trace(trace.leader)
         return None
 
-    def _reference_name(self, dtype: str, count: int, seq_len: int) -> str:
+    def _name_reference_directory(self, dtype: str, count: int, seq_len: int) -> str:
         suffix = "" if seq_len == self.plan.seq_len else f"-{seq_len}-tokens"
         return f"reference-{dtype}-{count}{suffix}"
 
-    def replay_with_choices(
+    def replay_trace_with_choices(
         self, trace: Trace, steps: list[list[Batch]], choices: ChosenExperts
     ) -> tuple[Trace | str, list[RoutingChange]]:
         """`trace` again, with routers that choose as `choices` say, or why there is none; and where
@@ -183,10 +187,10 @@ def _write_reference(
     """
 
     loss_sum = JobLoss(job, plan)
-    if is_narrow(dtype):
+    if is_narrow_dtype(dtype):
         loss_sum = AutocastLoss(job, plan, getattr(torch, dtype))
         if nudged:
-            steps = nudge_steps(steps, getattr(torch, dtype), nudged)
+            steps = perturb_images_by_rounding(steps, getattr(torch, dtype), nudged)
     writer = _ReferenceWriter(directory, job, plan, dtype, steps, forced, leader, nudged, loss_sum)
     try:
         with _use_one_thread():
@@ -222,17 +226,19 @@ class _ReferenceWriter:
         """Write it, and return what its routers would have chosen instead of `forced`."""
         # Not in a narrow type, whose rounding looks as if rows saw each other.
         wide_loss = JobLoss(self.job, self.plan)
-        probed = probe_forward(self._build, wide_loss, self.steps[0][0], self.job.run.seed)
-        module = self._build()
+        probed = probe_forward(
+            self._build_reference_module, wide_loss, self.steps[0][0], self.job.run.seed
+        )
+        module = self._build_reference_module()
         initial = {name: p.detach().clone() for name, p in module.named_parameters()}
         randomized = self._set_starting_weights(module)
-        routes, outputs = RoutingTrace(module, self.forced), OutputTrace(module)
+        routes, outputs = ReferenceRouting(module, self.forced), ReferenceOutputs(module)
         writer = TraceWriter(self.directory, self.dtype, module, initial, randomized)
         train_in_one_process(
             module,
             self.loss_sum,
             self.steps,
-            lambda lr: build_optimizer(module, set_reference_learning_rate(self.job.optim, lr)),
+            lambda lr: build_optimizer(module, replace_learning_rate(self.job.optim, lr)),
             writer,
             clip=CLIP,
             move=MOVE,
@@ -242,7 +248,7 @@ class _ReferenceWriter:
         )
         with routes.recording_phase(EVALUATION_KIND):
             evaluation = evaluate_in_one_process(module, self.loss_sum, self.steps[-1])
-        write_routes(self.directory, routes.choices)
+        write_expert_choices(self.directory, routes.choices)
         outputs.write(self.directory)
         writer.finish(
             probed,
@@ -253,7 +259,7 @@ class _ReferenceWriter:
         )
         return list(routes.reroutes)
 
-    def _build(self) -> nn.Module:
+    def _build_reference_module(self) -> nn.Module:
         return build_original_module(
             self.job, self.plan, parameter_dtype_of_row(self.dtype), materialize=True
         )[0]
@@ -261,42 +267,45 @@ class _ReferenceWriter:
     def _set_starting_weights(self, module: nn.Module) -> tuple[str, ...]:
         """Give it the weights of the first step; the names of those that are random since then."""
         if self.leader is None:
-            randomized = randomize_constants(module)
+            randomized = randomize_constant_parameters(module)
         else:
-            copy_starting_weights(module, self.leader)
+            load_leader_starting_weights(module, self.leader)
             randomized = self.leader.randomized
-        if self.nudged and is_narrow(self.dtype):
-            nudge_weights(module, getattr(torch, self.dtype), self.nudged)
+        if self.nudged and is_narrow_dtype(self.dtype):
+            perturb_weights_by_rounding(module, getattr(torch, self.dtype), self.nudged)
         elif self.nudged:
-            _perturb_by_roundings(module)
+            _perturb_weights_by_roundings(module)
         return randomized
 
     def _find_traces_to_compare_with(
-        self, probed: ForwardProbe, routes: RoutingTrace, writer: TraceWriter
+        self, probed: ForwardProbe, routes: ReferenceRouting, writer: TraceWriter
     ) -> list[Path]:
         """The directories of the same steps in float64, or else from nudged weights; none where
         rounding is not judged, or there is neither."""
         if self.nudged:
             return []
-        if is_narrow(self.dtype):
-            nudges = [self._write_nudged(routes, writer, seed) for seed in range(1, NUM_NUDGED + 1)]
+        if is_narrow_dtype(self.dtype):
+            nudges = [
+                self._write_trace_from_nudged_weights(routes, writer, seed)
+                for seed in range(1, NUM_NUDGED + 1)
+            ]
             # Without a band nothing can be judged.
             missing = [failure for failure, _ in nudges if failure]
             if missing:
                 raise ArithmeticError(f"with weights rounded otherwise, {missing[0]}")
-            wide = self._find_wide(routes.choices, self.leader or writer.trace)
+            wide = self._find_wide_trace_directory(routes.choices, self.leader or writer.trace)
             return [directory for _, directory in nudges] + wide
         if self.dtype == "float32":
-            exact = self._find_float64(routes.choices)
+            exact = self._find_float64_trace_directory(routes.choices)
             if exact:
                 return exact
         elif not probed.narrows:
             return []
-        failure, nudged = self._write_nudged(routes, writer, 1)
+        failure, nudged = self._write_trace_from_nudged_weights(routes, writer, 1)
         return [] if failure else [nudged]
 
-    def _write_nudged(
-        self, routes: RoutingTrace, writer: TraceWriter, seed: int
+    def _write_trace_from_nudged_weights(
+        self, routes: ReferenceRouting, writer: TraceWriter, seed: int
     ) -> tuple[str, Path]:
         """(why there is none, the directory) of the same steps from nudged weights."""
         nudged = self.directory.parent / f"{self.directory.name}-nudged-{seed}"
@@ -313,22 +322,24 @@ class _ReferenceWriter:
         )
         return failure, nudged
 
-    def _find_float64(self, choices: ChosenExperts) -> list[Path]:
+    def _find_float64_trace_directory(self, choices: ChosenExperts) -> list[Path]:
         """The directory of the same steps in float64, routed alike; none where float64 is not
         judged."""
         if self.leader is None or self.leader.dtype != "float64":
             return []
-        return self._find_wide(choices, self.leader)
+        return self._find_wide_trace_directory(choices, self.leader)
 
-    def _find_wide(self, choices: ChosenExperts, leader: Trace) -> list[Path]:
+    def _find_wide_trace_directory(self, choices: ChosenExperts, leader: Trace) -> list[Path]:
         """The directory of the steps with the gradients of `leader`, routed alike, in its type, or
         in float32 if that is narrow; none where the module fails.
 
         Sums that cancel whatever the weights are (of a bias before keys) no nudge of weights moves,
         and rounding does.
         """
-        dtype = "float32" if is_narrow(leader.dtype) else leader.dtype
-        if dtype == leader.dtype and have_same_choices(choices, read_routes(leader.directory)):
+        dtype = "float32" if is_narrow_dtype(leader.dtype) else leader.dtype
+        if dtype == leader.dtype and have_same_choices(
+            choices, read_expert_choices(leader.directory)
+        ):
             return [leader.directory]
         alike = self.directory.parent / f"{self.directory.name}-{dtype}"
         steps = cast_steps_to_dtype(self.steps, getattr(torch, dtype))
@@ -339,7 +350,7 @@ class _ReferenceWriter:
 
 
 def _make_forward_context(
-    masks: DropoutMasks, routes: RoutingTrace, outputs: OutputTrace
+    masks: DropoutMasks, routes: ReferenceRouting, outputs: ReferenceOutputs
 ) -> ForwardContext:
     """The context that each forward of the reference runs in: masks, routes and outputs of its
     step."""
@@ -358,7 +369,7 @@ def _make_forward_context(
 
 
 @torch.no_grad()
-def _perturb_by_roundings(module: nn.Module) -> None:
+def _perturb_weights_by_roundings(module: nn.Module) -> None:
     """Every weight by up to a few roundings to float32, by chance: what that changes, no order
     of sums can promise."""
     generator = torch.Generator().manual_seed(0)

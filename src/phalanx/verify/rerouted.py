@@ -13,13 +13,13 @@ import torch.distributed as dist
 from phalanx.parallel.executor import Batch
 from phalanx.verify.flips import MisroutedToken, RoutingChange, find_misrouted_tokens
 from phalanx.verify.layout_run import LayoutResult
-from phalanx.verify.references import References
+from phalanx.verify.references import ReferenceTraces
 from phalanx.verify.routes import (
     ChosenExperts,
+    all_reduce_on_group_device,
     find_disputed_token,
     have_same_choices,
-    read_routes,
-    reduce_over_ranks,
+    read_expert_choices,
 )
 from phalanx.verify.trace_facts import Trace
 
@@ -45,7 +45,9 @@ class ReroutedReference:
     def confirm_by_second_run(self, second_run: LayoutResult) -> ReroutedReference:
         """The same after a second run, which is misrouted if it chooses other experts than
         `trace`."""
-        difference = _find_first_other_choice(second_run.choices, read_routes(self.trace.directory))
+        difference = _find_first_different_choice(
+            second_run.choices, read_expert_choices(self.trace.directory)
+        )
         if difference is None:
             return self
         reroute = _make_unknown_reroute(*difference)
@@ -53,21 +55,21 @@ class ReroutedReference:
             self,
             flips=(),
             misrouted=MisroutedToken(
-                reroute, _find_ranks_of_token(second_run, reroute), NOT_REPEATED_CAUSE
+                reroute, _find_ranks_routing_token(second_run, reroute), NOT_REPEATED_CAUSE
             ),
         )
 
 
-def compare_routing(
+def compare_routing_with_reference(
     layout_result: LayoutResult,
-    references: References,
+    references: ReferenceTraces,
     trace: Trace,
     steps: list[list[Batch]],
     tolerance: float,
 ) -> ReroutedReference:
     """`steps`: those of the layout, of all ranks. Collective."""
     # The choices are those of all ranks, so all take the same branch, and meet in collectives.
-    if have_same_choices(layout_result.choices, read_routes(trace.directory)):
+    if have_same_choices(layout_result.choices, read_expert_choices(trace.directory)):
         return ReroutedReference(trace)
     token_place = find_disputed_token(layout_result.choices)
     if token_place is not None:
@@ -76,26 +78,30 @@ def compare_routing(
             trace,
             (),
             MisroutedToken(
-                reroute, _find_ranks_of_token(layout_result, reroute), RANKS_DISAGREE_CAUSE
+                reroute, _find_ranks_routing_token(layout_result, reroute), RANKS_DISAGREE_CAUSE
             ),
         )
-    replayed, reroutes = references.replay_with_choices(trace, steps, layout_result.choices)
-    wrong = _sort_by_forward(find_misrouted_tokens(reroutes, tolerance), trace)
+    replayed, reroutes = references.replay_trace_with_choices(trace, steps, layout_result.choices)
+    wrong = _sort_reroutes_by_forward(find_misrouted_tokens(reroutes, tolerance), trace)
     if isinstance(replayed, str):
         cause = f"one process that routes alike has no reference: {replayed}"
-        difference = _find_first_other_choice(layout_result.choices, read_routes(trace.directory))
+        difference = _find_first_different_choice(
+            layout_result.choices, read_expert_choices(trace.directory)
+        )
         assert difference is not None
         return ReroutedReference(
             trace, (), MisroutedToken(_make_unknown_reroute(*difference), (0,), cause)
         )
     if wrong:
         return ReroutedReference(
-            trace, (), MisroutedToken(wrong[0], _find_ranks_of_token(layout_result, wrong[0]))
+            trace, (), MisroutedToken(wrong[0], _find_ranks_routing_token(layout_result, wrong[0]))
         )
-    return ReroutedReference(replayed, tuple(_sort_by_forward(reroutes, trace)))
+    return ReroutedReference(replayed, tuple(_sort_reroutes_by_forward(reroutes, trace)))
 
 
-def _sort_by_forward(reroutes: Sequence[RoutingChange], trace: Trace) -> list[RoutingChange]:
+def _sort_reroutes_by_forward(
+    reroutes: Sequence[RoutingChange], trace: Trace
+) -> list[RoutingChange]:
     """The reroutes step by step, and in each step as a forward meets the routers."""
     phases = list(dict.fromkeys(reroute.phase for reroute in reroutes))
     order = {name.removesuffix(".weight"): number for number, name in enumerate(trace.order)}
@@ -104,7 +110,7 @@ def _sort_by_forward(reroutes: Sequence[RoutingChange], trace: Trace) -> list[Ro
     )
 
 
-def _find_first_other_choice(
+def _find_first_different_choice(
     choices: ChosenExperts, reference: ChosenExperts
 ) -> tuple[str, int, int] | None:
     for key, choice in choices.items():
@@ -120,7 +126,9 @@ def _make_unknown_reroute(key: str, row: int, token: int) -> RoutingChange:
     return RoutingChange(router, phase, row, token, -1, -1, math.inf)
 
 
-def _find_ranks_of_token(layout_result: LayoutResult, reroute: RoutingChange) -> tuple[int, ...]:
+def _find_ranks_routing_token(
+    layout_result: LayoutResult, reroute: RoutingChange
+) -> tuple[int, ...]:
     """The ranks that route the token. Collective."""
     if not dist.is_initialized():
         return (0,)
@@ -129,5 +137,5 @@ def _find_ranks_of_token(layout_result: LayoutResult, reroute: RoutingChange) ->
     routes_token[dist.get_rank()] = layout_result.watch.has_chosen_for(
         key, reroute.row, reroute.token
     )
-    routes_token = reduce_over_ranks(routes_token, dist.ReduceOp.SUM)
+    routes_token = all_reduce_on_group_device(routes_token, dist.ReduceOp.SUM)
     return tuple(routes_token.nonzero().flatten().tolist())

@@ -63,14 +63,14 @@ class VerifyResult:
         rounded = [row for row in judged if row.compress != "none"]
         parts = []
         if exact:
-            parts.append(f"{_count_ok(exact)} of {len(exact)} rows equal the reference")
+            parts.append(f"{_count_equal_rows(exact)} of {len(exact)} rows equal the reference")
         num_flipped = sum(bool(row.ok and row.flips) for row in judged)
         if num_flipped:
             parts.append(f"{num_flipped} of them routed alike, since a near-tie flipped")
         if rounded:
             parts.append(
-                f"{_count_ok(rounded)} of {len(rounded)} with compressed gradients do what they"
-                " should"
+                f"{_count_equal_rows(rounded)} of {len(rounded)} with compressed gradients do what"
+                " they should"
             )
         num_refused = len({row.layout for row in self.rows if row.ok is None})
         if num_refused:
@@ -80,5 +80,5 @@ class VerifyResult:
         return ", ".join(parts)
 
 
-def _count_ok(rows: list[Row]) -> int:
+def _count_equal_rows(rows: list[Row]) -> int:
     return sum(bool(row.ok) for row in rows)

@@ -40,7 +40,7 @@ def find_routers(module: nn.Module) -> dict[str, Router]:
     }
 
 
-class PhaseRecorder:
+class ForwardPhaseRecorder:
     """Knows which phase the forwards under way are of; "" where they are not noted."""
 
     _phase: str = ""
@@ -55,7 +55,7 @@ class PhaseRecorder:
             self._phase = ""
 
 
-class RoutingTrace(PhaseRecorder):
+class ReferenceRouting(ForwardPhaseRecorder):
     """The choices of one process, whose forwards take the rows of a batch in their order.
 
     `forced`: what is chosen instead; `reroutes` then lists where the module's own choice is
@@ -68,7 +68,7 @@ class RoutingTrace(PhaseRecorder):
         self._parts = dict[str, list[torch.Tensor]]()
         self._routers = find_routers(module)
         for name, router in self._routers.items():
-            router.choose = functools.partial(self._choose, name, router.choose)
+            router.choose = functools.partial(self._choose_and_record_experts, name, router.choose)
 
     @property
     def choices(self) -> dict[str, torch.Tensor]:
@@ -86,7 +86,7 @@ class RoutingTrace(PhaseRecorder):
                     load_of[name] = counts.tolist()
         return loads
 
-    def _choose(
+    def _choose_and_record_experts(
         self, name: str, choose: ChooseExperts, scores_BTE: torch.Tensor, per_token: int
     ) -> torch.Tensor:
         experts_BTK = choose(scores_BTE, per_token)
@@ -130,18 +130,20 @@ def _make_routing_change(
     return RoutingChange(name, phase, row, token, expert, instead, margin / size if size else 0.0)
 
 
-class RoutingWatch:
+class LayoutRouting:
     """The choices of a layout's modules, on the tokens of this rank."""
 
     def __init__(self) -> None:
-        self._parts: dict[tuple[str, int], tuple[torch.Tensor, TokensOfRank]] = {}
+        self._parts: dict[tuple[str, int], tuple[torch.Tensor, LocalSequenceTokens]] = {}
 
     def attach(self, model: ParallelModel) -> None:
         """Note its choices."""
         for name, router in find_routers(model.module).items():
-            router.choose = functools.partial(self._choose, model, name, router.choose)
+            router.choose = functools.partial(
+                self._choose_and_record_experts, model, name, router.choose
+            )
 
-    def _choose(
+    def _choose_and_record_experts(
         self,
         model: ParallelModel,
         name: str,
@@ -150,10 +152,10 @@ class RoutingWatch:
         per_token: int,
     ) -> torch.Tensor:
         experts_BTK = choose(scores_BTE, per_token)
-        self._note(model, name, experts_BTK)
+        self._record_choices(model, name, experts_BTK)
         return experts_BTK
 
-    def _note(self, model: ParallelModel, name: str, experts_BTK: torch.Tensor) -> None:
+    def _record_choices(self, model: ParallelModel, name: str, experts_BTK: torch.Tensor) -> None:
         """The first of a forward: a block that is computed again, for its gradients, chooses
         again."""
         moment, num_rows = model.dropout_rng.current_forward, len(experts_BTK)
@@ -172,14 +174,15 @@ class RoutingWatch:
                 index * model.plan.layout.data_parallel_size + model.mesh.data_parallel_rank
             ) * num_rows
         self._parts.setdefault(
-            (key, first_row), (experts_BTK.sort(-1).values.cpu(), TokensOfRank.of_model(model))
+            (key, first_row),
+            (experts_BTK.sort(-1).values.cpu(), LocalSequenceTokens.from_model(model)),
         )
 
     def has_chosen_for(self, key: str, row: int, token: int) -> bool:
         """True if this rank has chosen for the token."""
         for (other, first_row), (chosen, places) in self._parts.items():
             if other == key and first_row <= row < first_row + len(chosen):
-                return token in places.find_tokens(chosen.shape[1] * places.cp).tolist()
+                return token in places.find_token_indices(chosen.shape[1] * places.cp).tolist()
         return False
 
     def gather(self, like: ChosenExperts) -> dict[str, torch.Tensor]:
@@ -197,17 +200,17 @@ class RoutingWatch:
                     for part in (most, least):
                         part[
                             first_row : first_row + len(chosen),
-                            places.find_tokens(complete.shape[1]),
+                            places.find_token_indices(complete.shape[1]),
                         ] = chosen
-            most = reduce_over_ranks(most, dist.ReduceOp.MAX)
-            least = reduce_over_ranks(least, dist.ReduceOp.MIN)
+            most = all_reduce_on_group_device(most, dist.ReduceOp.MAX)
+            least = all_reduce_on_group_device(least, dist.ReduceOp.MIN)
             # Maximum and minimum over ranks are equal where all that have the token choose alike.
             gathered[key] = most.masked_fill((most != least) & (most >= 0), -2)
         return gathered
 
 
 @dataclass(frozen=True)
-class TokensOfRank:
+class LocalSequenceTokens:
     """The tokens of a sequence that a rank of `cp` has."""
 
     cp: int
@@ -215,12 +218,12 @@ class TokensOfRank:
     zigzag: bool
 
     @classmethod
-    def of_model(cls, model: ParallelModel) -> TokensOfRank:
+    def from_model(cls, model: ParallelModel) -> LocalSequenceTokens:
         plan = model.plan
         is_zigzag = plan.parallel.cp_load_balance == "zigzag"
         return cls(plan.layout.cp, model.mesh.coordinates["cp"], is_zigzag)
 
-    def find_tokens(self, length: int) -> torch.Tensor:
+    def find_token_indices(self, length: int) -> torch.Tensor:
         """The indices of this rank's tokens in a sequence of `length` tokens."""
         if self.cp == 1:
             return torch.arange(length)
@@ -235,7 +238,7 @@ class TokensOfRank:
 _NO_EXPERT = 2**31
 
 
-def reduce_over_ranks(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+def all_reduce_on_group_device(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
     """The tensor on the CPU, reduced over all ranks on the device that their group is of."""
     if not dist.is_initialized():
         return tensor
@@ -245,13 +248,13 @@ def reduce_over_ranks(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torc
     return tensor.cpu()
 
 
-def write_routes(directory: Path, choices: ChosenExperts) -> None:
+def write_expert_choices(directory: Path, choices: ChosenExperts) -> None:
     if choices:
         # safetensors refuses tensors that are not contiguous.
         save_file({key: t.contiguous() for key, t in choices.items()}, directory / ROUTES_FILE_NAME)
 
 
-def read_routes(directory: Path) -> dict[str, torch.Tensor]:
+def read_expert_choices(directory: Path) -> dict[str, torch.Tensor]:
     """Empty where the module has no routers."""
     if not (directory / ROUTES_FILE_NAME).exists():
         return {}

@@ -95,8 +95,8 @@ class Row:
         if first is not None:
             # JSON has no tuples.
             stages = {"ranks": tuple(first["ranks"]), "stages": tuple(first["stages"])}
-            first = Difference(**_without_text(first) | stages)
-        flips = tuple(RoutingChange(**_without_text(flip)) for flip in body["flips"])
+            first = Difference(**_drop_text_key(first) | stages)
+        flips = tuple(RoutingChange(**_drop_text_key(flip)) for flip in body["flips"])
         tuples = {key: tuple(body.get(key, ())) for key in ("notes", "judged", "not_judged")}
         return cls(**{**body, **tuples, "first": first, "flips": flips})
 
@@ -108,5 +108,5 @@ class Row:
         }
 
 
-def _without_text(body: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_text_key(body: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in body.items() if key != "text"}

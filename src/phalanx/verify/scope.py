@@ -9,16 +9,16 @@ import math
 
 from phalanx.core.units import plural
 from phalanx.plan.plan import Plan
-from phalanx.verify.lossy import is_lossy
+from phalanx.verify.lossy import is_lossy_compression
 from phalanx.verify.number_types import COMPUTE_OF_NARROW_DTYPE
-from phalanx.verify.trace_facts import Trace, buffers_set_name, gradients_set_name
+from phalanx.verify.trace_facts import Trace, name_buffers_set, name_gradients_set
 
 
-def list_judged(plan: Plan, trace: Trace, optimizer: str) -> tuple[str, ...]:
+def list_compared_quantities(plan: Plan, trace: Trace, optimizer: str) -> tuple[str, ...]:
     """List what the row of a layout that ran to its end compared with one process."""
     steps = plural(trace.num_steps, "step")
     num_trained = sum(
-        not trace.has_no_gradient(name) for name in trace.sizes[gradients_set_name(0)]
+        not trace.has_no_gradient(name) for name in trace.sizes[name_gradients_set(0)]
     )
     judged = [
         f"loss, number of targets and gradient norm of {steps}",
@@ -30,26 +30,26 @@ def list_judged(plan: Plan, trace: Trace, optimizer: str) -> tuple[str, ...]:
     if any(step.max_norm is not None for step in trace.steps):
         judged.append("clipping")
     if trace.has_buffers:
-        judged.append(f"{plural(len(trace.sizes[buffers_set_name(0)]), 'buffer')} after each step")
+        judged.append(f"{plural(len(trace.sizes[name_buffers_set(0)]), 'buffer')} after each step")
     if trace.dropped:
         judged.append(f"masks of {plural(len(trace.dropped), 'dropout layer')}")
     if trace.loads and trace.loads[0]:
         judged.append(f"routes and loads of {plural(len(trace.loads[0]), 'router')}")
-    if is_lossy(plan.parallel.compress):
+    if is_lossy_compression(plan.parallel.compress):
         judged[1] = f"{judged[1]}: what is sent and what is kept of it, together"
     return tuple(judged)
 
 
-def list_not_compared(plan: Plan, trace: Trace) -> tuple[str, ...]:
+def list_quantities_not_compared(plan: Plan, trace: Trace) -> tuple[str, ...]:
     """List what such a row did not compare."""
     not_judged = []
-    still = [name for name in trace.sizes[gradients_set_name(0)] if trace.has_no_gradient(name)]
+    still = [name for name in trace.sizes[name_gradients_set(0)] if trace.has_no_gradient(name)]
     if still:
         examples = ", ".join(still[:3])
         not_judged.append(f"gradients of {plural(len(still), 'parameter')} without any: {examples}")
     if plan.parallel.dropout == "local":
         not_judged.append("dropout, which is switched off: each rank draws its own")
-    if is_lossy(plan.parallel.compress):
+    if is_lossy_compression(plan.parallel.compress):
         not_judged.append("how far what is sent is from the gradient")
     too_wide = [name for name, band in trace.bands().items() if band == math.inf]
     if too_wide:

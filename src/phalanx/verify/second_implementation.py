@@ -21,8 +21,8 @@ from phalanx.plan.plan import Plan
 from phalanx.run.one_process.job_loss import JobLoss
 from phalanx.run.one_process.original_module import build_original_module
 from phalanx.run.one_process.plain_loss import Batch
-from phalanx.verify.begin import randomize_constants
-from phalanx.verify.reference import forward_order
+from phalanx.verify.begin import randomize_constant_parameters
+from phalanx.verify.reference import list_parameters_in_forward_order
 from phalanx.verify.row import Difference, Row
 from phalanx.verify.trace_facts import TOLERANCE_OF_DTYPE
 
@@ -79,7 +79,7 @@ class SecondImplementation(Protocol):
         are. Gradients have phalanx's names. Raises WeightsError."""
 
 
-def judge_by_implementation(
+def compare_with_second_implementation(
     second: SecondImplementation,
     job: Job,
     plan: Plan,
@@ -95,9 +95,9 @@ def judge_by_implementation(
     """
     began = time.monotonic()
     module, _ = build_original_module(job, plan, dtype, materialize=True)
-    randomize_constants(module)
+    randomize_constant_parameters(module)
     outputs = JobLoss(job, plan).compute_outputs
-    order = forward_order(module, partial(outputs, module, steps[0][0]))
+    order = list_parameters_in_forward_order(module, partial(outputs, module, steps[0][0]))
     differences: list[Difference] = []
     narrows = False
     for number, (microbatches, sizes) in enumerate(_choose_microbatches_and_block_sizes(steps)):
@@ -109,10 +109,10 @@ def judge_by_implementation(
             )
             break
         with use_block_sizes(sizes):
-            own_step = _compute_by_phalanx(job, plan, module, microbatches)
-        differences += _compare(number, own_step, other, order, second.cause)
+            own_step = _compute_step_by_phalanx(job, plan, module, microbatches)
+        differences += _list_step_differences(number, own_step, other, order, second.cause)
         narrows = narrows or other.narrows
-        _move_weights(module)
+        _move_weights_against_gradients(module)
     tolerance, notes = TOLERANCE_OF_DTYPE[dtype], second.notes
     if narrows:
         tolerance = TOLERANCE_OF_DTYPE["float32"]
@@ -124,7 +124,7 @@ def judge_by_implementation(
         model=plan.model_shape.kind,
         dtype=dtype,
         ok=first is None,
-        errors=_list_largest_errors(differences),
+        errors=_find_largest_error_by_kind(differences),
         tolerance=tolerance,
         first=first,
         notes=notes,
@@ -134,7 +134,7 @@ def judge_by_implementation(
     )
 
 
-def gradients_per_target(parameters: Tensors, count: int) -> dict[str, torch.Tensor]:
+def divide_gradients_by_targets(parameters: Tensors, count: int) -> dict[str, torch.Tensor]:
     """The gradients of a sum over `count` targets, each divided by that; 0 where a parameter had
     no part."""
     gradients = {}
@@ -153,10 +153,10 @@ def _choose_microbatches_and_block_sizes(
     # A small model reaches loops over blocks with small blocks alone, and what is computed at once
     # (attention's one mask) with the usual ones.
     yield from zip(steps, (shrink_block_sizes(), BlockSizes()), strict=False)
-    yield [_cut_to_short_sequence(steps[0][0])], BlockSizes()
+    yield [_truncate_to_short_sequence(steps[0][0])], BlockSizes()
 
 
-def _cut_to_short_sequence(batch: Batch) -> Batch:
+def _truncate_to_short_sequence(batch: Batch) -> Batch:
     """The first sequence that has a target, from there on for `NUM_SHORT_TOKENS` tokens; or its
     image."""
     targets = batch["targets"]
@@ -173,7 +173,7 @@ def _cut_to_short_sequence(batch: Batch) -> Batch:
     return cut
 
 
-def _compute_by_phalanx(
+def _compute_step_by_phalanx(
     job: Job, plan: Plan, module: nn.Module, microbatches: Sequence[Batch]
 ) -> StepResult:
     outputs, objective = JobLoss(job, plan).compute_outputs, build_objective(job)
@@ -186,11 +186,11 @@ def _compute_by_phalanx(
     # Routers move their biases by the load of the step.
     if hasattr(module, "after_step"):
         module.after_step()
-    gradients = gradients_per_target(dict(module.named_parameters()), count)
+    gradients = divide_gradients_by_targets(dict(module.named_parameters()), count)
     return StepResult(total / count, count, gradients, dict(module.named_buffers()))
 
 
-def _compare(
+def _list_step_differences(
     step: int, own_step: StepResult, other: StepResult, order: Sequence[str], cause: str
 ) -> Iterator[Difference]:
     """All that is compared, in the order in which things go wrong: of the gradients first the one
@@ -217,7 +217,7 @@ def _compare(
         yield difference("buffer", name, off / max(float(buffer.norm()), 1e-30))
 
 
-def _list_largest_errors(differences: Sequence[Difference]) -> dict[str, float]:
+def _find_largest_error_by_kind(differences: Sequence[Difference]) -> dict[str, float]:
     """The largest error of each kind."""
     worst: dict[str, float] = {}
     for difference in differences:
@@ -226,7 +226,7 @@ def _list_largest_errors(differences: Sequence[Difference]) -> dict[str, float]:
 
 
 @torch.no_grad()
-def _move_weights(module: nn.Module) -> None:
+def _move_weights_against_gradients(module: nn.Module) -> None:
     """Against the gradients, each weight by `RELATIVE_STEP_SIZE` of its norm."""
     for parameter in module.parameters():
         if parameter.grad is None or not parameter.grad.any():

@@ -71,14 +71,16 @@ class VerifyWork:
 
 
 @contextmanager
-def open_verify_work(selection: Selection, *, resume: bool) -> Iterator[VerifyWork]:
+def open_resumable_verify_work(selection: Selection, *, resume: bool) -> Iterator[VerifyWork]:
     """Open the directory that a stopped command has left for the same work, or a new one.
 
     It stays unless `Work.stays` is unset, or a disk refuses. Without `resume`, where the user's own
     code has no source, or where another process works in it, it is one of its own that never stays.
     """
-    key = _hash_work(selection) if resume else None
-    handle = None if key is None else _lock(Path(STOPPED_WORK_DIR).expanduser() / key)
+    key = _hash_selection_and_code(selection) if resume else None
+    handle = (
+        None if key is None else _lock_work_directory(Path(STOPPED_WORK_DIR).expanduser() / key)
+    )
     if key is None or handle is None:
         with scratch_directory("verify") as scratch:
             yield VerifyWork(scratch)
@@ -87,8 +89,8 @@ def open_verify_work(selection: Selection, *, resume: bool) -> Iterator[VerifyWo
     _remove_old_work(directory)
     work = VerifyWork(
         ScratchDirectory(directory),
-        _read_rows(directory, selection),
-        lambda: _hash_work(selection) == key,
+        _read_earlier_rows(directory, selection),
+        lambda: _hash_selection_and_code(selection) == key,
         stays=True,
     )
     try:
@@ -101,16 +103,16 @@ def open_verify_work(selection: Selection, *, resume: bool) -> Iterator[VerifyWo
         if not work.stays:
             work.scratch.remove()
             with suppress(OSError):
-                _lock_file(directory).unlink()
+                _locate_lock_file(directory).unlink()
         os.close(handle)
 
 
-def _hash_work(selection: Selection) -> str | None:
+def _hash_selection_and_code(selection: Selection) -> str | None:
     """A name for this work: what is judged, and by which code; None if some of the code has no
     source that could be looked at."""
     job: Any = selection.job.to_json()
     sources = sorted(PHALANX_DIR.rglob("*.py"))
-    for text in _list_texts(job):
+    for text in _iterate_strings(job):
         if USER_CODE_PATTERN.fullmatch(text) and not is_hugging_face(text):
             own_sources = find_module_sources(text.partition(":")[0].split("."))
             if not own_sources:
@@ -119,37 +121,37 @@ def _hash_work(selection: Selection) -> str | None:
     work = [
         (dtype, case.name, dict(case.parallel), case.other_name) for dtype, case in selection.work
     ]
-    versions = [sys.version, *map(_find_version, VERSIONED_PACKAGES)]
+    versions = [sys.version, *map(_find_package_version, VERSIONED_PACKAGES)]
     # Paths are part of it: rows hold for the code of one installation.
     return digest(
         [job, work, selection.num_steps, selection.device, versions, list_file_states(sources)]
     )
 
 
-def _list_texts(value: Any) -> Iterator[str]:
+def _iterate_strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _list_texts(item)
+            yield from _iterate_strings(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _list_texts(item)
+            yield from _iterate_strings(item)
 
 
-def _find_version(package: str) -> str:
+def _find_package_version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
         return ""
 
 
-def _lock(directory: Path) -> int | None:
+def _lock_work_directory(directory: Path) -> int | None:
     """The handle of the directory's lock, held until it is closed; None where another process
     holds it, or nothing can be written."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        handle = os.open(_lock_file(directory), os.O_RDWR | os.O_CREAT)
+        handle = os.open(_locate_lock_file(directory), os.O_RDWR | os.O_CREAT)
     except OSError:
         return None
     try:
@@ -160,7 +162,7 @@ def _lock(directory: Path) -> int | None:
     return handle
 
 
-def _lock_file(directory: Path) -> Path:
+def _locate_lock_file(directory: Path) -> Path:
     """Beside the directory: it is there before, and goes after it."""
     return directory.with_suffix(f".{LOCK}")
 
@@ -179,7 +181,7 @@ def _remove_old_work(used: Path) -> None:
                 directory.unlink()
 
 
-def _read_rows(directory: Path, selection: Selection) -> tuple[Row, ...]:
+def _read_earlier_rows(directory: Path, selection: Selection) -> tuple[Row, ...]:
     """The first rows of the work that are whole and tell of no crash, which may be of the stop."""
     rows: list[Row] = []
     try:
@@ -213,7 +215,7 @@ def _remove_all_but_references(work: VerifyWork) -> None:
         work.keep_row(row)
 
 
-def count_written_rows(selection: Selection, rows: Sequence[Row]) -> int:
+def count_rows_of_ranks(selection: Selection, rows: Sequence[Row]) -> int:
     """Count the rows that ranks are to write among `rows`."""
     names = {(dtype, case.name) for dtype, case in selection.work}
     return sum((row.dtype, row.layout) in names for row in rows)

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from phalanx.verify.forward_probe import ForwardProbe
-from phalanx.verify.number_types import is_narrow
+from phalanx.verify.number_types import is_narrow_dtype
 from phalanx.verify.reference import OneProcessStep
 from phalanx.verify.trace_facts import (
     BEGIN_KIND,
@@ -30,20 +30,20 @@ from phalanx.verify.trace_facts import (
     TRACE_FILE_NAME,
     Trace,
     TraceStep,
-    buffers_set_name,
-    gradients_set_name,
+    name_buffers_set,
+    name_gradients_set,
+    name_weights_set,
     read_trace,
-    weights_set_name,
 )
 
 
-class TraceReader:
+class TraceTensorReader:
     """The tensors of a trace, by slices; a file is open while its set is asked for."""
 
     def __init__(self, trace: Trace, kind: str) -> None:
         self._path = trace.directory / f"{kind}.safetensors"
 
-    def __enter__(self) -> TraceReader:
+    def __enter__(self) -> TraceTensorReader:
         self._file: Any = safe_open(self._path, framework="pt")  # type: ignore[no-untyped-call]
         self._file.__enter__()
         return self
@@ -78,11 +78,11 @@ class AppliedTraceGradients:
     @property
     def names(self) -> Collection[str]:
         """The parameters of which there are gradients."""
-        return self._leader.sizes[gradients_set_name(0)].keys()
+        return self._leader.sizes[name_gradients_set(0)].keys()
 
-    def open(self, step: int) -> AbstractContextManager[TraceReader]:
+    def open(self, step: int) -> AbstractContextManager[TraceTensorReader]:
         """The gradients of a step, before clipping."""
-        return TraceReader(self._leader, gradients_set_name(step))
+        return TraceTensorReader(self._leader, name_gradients_set(step))
 
     def clipping_factor(self, step: int) -> float:
         """The factor by which the gradients of a step are multiplied."""
@@ -117,11 +117,11 @@ class TraceWriter:
         self._directory, self._dtype, self._module = directory, dtype, module
         self._randomized = randomized
         self._steps: list[TraceStep] = []
-        self._sizes = {INITIAL_KIND: _save(directory / INITIAL_KIND, initial)}
-        self._norms: dict[str, dict[str, float]] = {}
+        self._sizes = {INITIAL_KIND: _save_tensors(directory / INITIAL_KIND, initial)}
+        self._compute_norms_by_name: dict[str, dict[str, float]] = {}
         self._lr = 0.0
         self._begin = {name: p.detach().clone() for name, p in module.named_parameters()}
-        self._sizes[BEGIN_KIND] = _save(directory / BEGIN_KIND, self._begin)
+        self._sizes[BEGIN_KIND] = _save_tensors(directory / BEGIN_KIND, self._begin)
 
     def on_gradients(self, number: int, step: OneProcessStep) -> None:
         gradients = {}
@@ -129,20 +129,20 @@ class TraceWriter:
             gradient = step.gradients[name]
             # Without a part in the loss: zeros, as a layout's are (`collect_gradient_shards`).
             gradients[name] = torch.zeros_like(parameter) if gradient is None else gradient
-        kind = gradients_set_name(number)
-        self._sizes[kind] = _save(self._directory / kind, gradients)
+        kind = name_gradients_set(number)
+        self._sizes[kind] = _save_tensors(self._directory / kind, gradients)
         self._steps.append(TraceStep(step.loss, step.num_targets, step.grad_norm, step.max_norm))
         self._lr = step.lr
 
     def on_update(self, number: int) -> None:
-        kind, parameters = weights_set_name(number), dict(self._module.named_parameters())
-        self._norms[kind] = _save(self._directory / kind, parameters)
+        kind, parameters = name_weights_set(number), dict(self._module.named_parameters())
+        self._compute_norms_by_name[kind] = _save_tensors(self._directory / kind, parameters)
         moved = {name: p.detach() - self._begin[name] for name, p in parameters.items()}
         self._sizes[kind] = {name: t.double().norm().item() for name, t in moved.items()}
-        buffers = _persistent_buffers(self._module)
+        buffers = _list_persistent_buffers(self._module)
         if buffers:
-            kind = buffers_set_name(number)
-            self._sizes[kind] = _save(self._directory / kind, buffers)
+            kind = name_buffers_set(number)
+            self._sizes[kind] = _save_tensors(self._directory / kind, buffers)
 
     @property
     def trace(self) -> Trace:
@@ -154,7 +154,7 @@ class TraceWriter:
             tuple(self._steps),
             tuple(self._begin),
             self._sizes,
-            norms=self._norms,
+            norms=self._compute_norms_by_name,
             randomized=self._randomized,
         )
 
@@ -173,15 +173,15 @@ class TraceWriter:
         rounding: dict[str, dict[str, float]] = {}
         strays: dict[str, float] = {}
         for other in other_directories:
-            self._raise_rounding_to(rounding, other)
-            if is_narrow(self._dtype):
+            self._raise_rounding_to_distances(rounding, other)
+            if is_narrow_dtype(self._dtype):
                 self._raise_scalar_rounding_to(strays, evaluation, read_trace(other))
         body = {
             "dtype": self._dtype,
             "lr": self._lr,
             "steps": [asdict(step) for step in self._steps],
             "sizes": self._sizes,
-            "norms": self._norms,
+            "norms": self._compute_norms_by_name,
             "leader": None if leader is None else str(leader),
             "randomized": self._randomized,
             "loads": loads,
@@ -193,13 +193,15 @@ class TraceWriter:
         # Last: whoever finds this file finds the others.
         (self._directory / TRACE_FILE_NAME).write_text(json.dumps(body))
 
-    def _raise_rounding_to(self, rounding: dict[str, dict[str, float]], other: Path) -> None:
+    def _raise_rounding_to_distances(
+        self, rounding: dict[str, dict[str, float]], other: Path
+    ) -> None:
         """Make each distance in `rounding` at least that to `other`."""
         # One that is nudged has lost as much again; a wide one has lost nothing.
         share = 1
-        if is_narrow(self._dtype) and not is_narrow(read_trace(other).dtype):
+        if is_narrow_dtype(self._dtype) and not is_narrow_dtype(read_trace(other).dtype):
             share = 2
-        if is_narrow(self._dtype):
+        if is_narrow_dtype(self._dtype):
             judged: tuple[str, ...] = (GRADIENT_KIND_PREFIX, BUFFER_KIND_PREFIX)
         else:
             judged = (GRADIENT_KIND_PREFIX,)
@@ -207,7 +209,7 @@ class TraceWriter:
             if not kind.startswith(judged):
                 continue
             largest = rounding.setdefault(kind, {})
-            for name, distance in _distances(self._directory, other, kind).items():
+            for name, distance in _measure_tensor_distances(self._directory, other, kind).items():
                 largest[name] = max(share * distance, largest.get(name, 0.0))
 
     def _raise_scalar_rounding_to(
@@ -223,7 +225,9 @@ class TraceWriter:
             strays[attribute] = max(stray, strays.get(attribute, 0.0))
 
 
-def _distances(directory: Path, other_directory: Path, kind: str) -> dict[str, float]:
+def _measure_tensor_distances(
+    directory: Path, other_directory: Path, kind: str
+) -> dict[str, float]:
     """The distance ||a - b|| of each tensor of a set from the same in another directory."""
     with safe_open(directory / f"{kind}.safetensors", framework="pt") as tensors:  # type: ignore[no-untyped-call]
         with safe_open(other_directory / f"{kind}.safetensors", framework="pt") as other_tensors:  # type: ignore[no-untyped-call]
@@ -234,7 +238,7 @@ def _distances(directory: Path, other_directory: Path, kind: str) -> dict[str, f
             return distances
 
 
-def _persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+def _list_persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """The buffers that a checkpoint keeps: running statistics, counters."""
     saved = set(module.state_dict(keep_vars=True))
     buffers = {}
@@ -244,7 +248,7 @@ def _persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     return buffers
 
 
-def _save(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, float]:
+def _save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, float]:
     # A copy: safetensors refuses memory that is not contiguous, or that two tensors share.
     plain = {
         name: tensor.detach().clone(memory_format=torch.contiguous_format)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from phalanx.verify.number_types import EPSILON_OF_DTYPE, is_narrow, parameter_dtype_of_row
+from phalanx.verify.number_types import EPSILON_OF_DTYPE, is_narrow_dtype, parameter_dtype_of_row
 
 GRADIENT_KIND_PREFIX = "step-"
 TOLERANCE_OF_DTYPE = {"float64": 1e-10, "float32": 1e-5}
@@ -32,17 +32,17 @@ TRACE_FILE_NAME = "trace.json"
 UPDATE_ROUNDINGS = 8
 
 
-def gradients_set_name(step: int) -> str:
+def name_gradients_set(step: int) -> str:
     """The name of the gradients of a step, counted from 0."""
     return f"{GRADIENT_KIND_PREFIX}{step}"
 
 
-def weights_set_name(step: int) -> str:
+def name_weights_set(step: int) -> str:
     """The name of the weights after the update of a step, counted from 0."""
     return f"{WEIGHT_KIND_PREFIX}{step}"
 
 
-def buffers_set_name(step: int) -> str:
+def name_buffers_set(step: int) -> str:
     """The name of the persistent buffers after a step, counted from 0."""
     return f"{BUFFER_KIND_PREFIX}{step}"
 
@@ -101,7 +101,7 @@ class Trace:
     @property
     def has_buffers(self) -> bool:
         """True if the module has persistent buffers."""
-        return buffers_set_name(0) in self.sizes
+        return name_buffers_set(0) in self.sizes
 
     @property
     def num_steps(self) -> int:
@@ -119,7 +119,7 @@ class Trace:
         Sums that cancel (the gradient of a norm of keys) lose digits in any order that ranks add
         them up in.
         """
-        if is_narrow(self.dtype):
+        if is_narrow_dtype(self.dtype):
             return self._error_band(kind, name, usual)
         lost = self.rounding.get(kind, {}).get(name, 0.0)
         if not lost:
@@ -131,7 +131,7 @@ class Trace:
     def scalar_tolerance(self, attribute: str, usual: float) -> float:
         """The tolerance of "loss", "grad_norm" or "evaluation": `usual`, or in a narrow type a few
         times what rounding costs it."""
-        if not is_narrow(self.dtype):
+        if not is_narrow_dtype(self.dtype):
             return usual
         return max(
             ALLOWED_ROUNDINGS * self.strays.get(attribute, 0.0), EPSILON_OF_DTYPE[self.dtype] / 16
@@ -140,9 +140,9 @@ class Trace:
     def bands(self) -> dict[str, float]:
         """Tolerances of a narrow type: gradient -> how far it may be off, relative to its size;
         infinite where rounding alone changes it by more than half."""
-        if not is_narrow(self.dtype):
+        if not is_narrow_dtype(self.dtype):
             return {}
-        kind = gradients_set_name(0)
+        kind = name_gradients_set(0)
         return {name: self._error_band(kind, name, 0.0) for name in self.sizes[kind]}
 
     def _error_band(self, kind: str, name: str, usual: float) -> float:
@@ -173,8 +173,8 @@ class Trace:
             stored = parameter_dtype_of_row(self.dtype)
             rounding = UPDATE_ROUNDINGS * EPSILON_OF_DTYPE[stored] / TOLERANCE_OF_DTYPE[stored]
             return max(self.sizes[kind][name], rounding * self.norm(kind, name))
-        usual = self._usual_size(kind)
-        if self._is_rounding(kind, name):
+        usual = self._find_usual_norm(kind)
+        if self._is_mere_rounding(kind, name):
             return usual
         return max(self.sizes[kind][name], 1e-3 * usual)
 
@@ -182,20 +182,20 @@ class Trace:
         """True if the tensor has no gradient in one process: it is frozen, or has no part in the
         loss."""
         return not any(
-            self.sizes[gradients_set_name(step)][name] for step in range(len(self.steps))
+            self.sizes[name_gradients_set(step)][name] for step in range(len(self.steps))
         )
 
-    def _usual_size(self, kind: str) -> float:
+    def _find_usual_norm(self, kind: str) -> float:
         sizes = self.sizes[kind]
         return math.sqrt(sum(size**2 for size in sizes.values()) / len(sizes))
 
-    def _is_rounding(self, kind: str, name: str) -> bool:
+    def _is_mere_rounding(self, kind: str, name: str) -> bool:
         if not kind.startswith(GRADIENT_KIND_PREFIX):
             return False
         share = ROUNDING_64
         if self.narrows or self.dtype != "float64":
             share = ROUNDING_32
-        return 0 < self.sizes[kind][name] <= share * self._usual_size(kind)
+        return 0 < self.sizes[kind][name] <= share * self._find_usual_norm(kind)
 
 
 def read_trace(directory: Path) -> Trace:
@@ -210,7 +210,7 @@ def read_trace(directory: Path) -> Trace:
         norms=body["norms"],
         leader=None if body["leader"] is None else Path(body["leader"]),
         randomized=tuple(body["randomized"]),
-        loads=tuple(_read_loads(loads) for loads in body["loads"]),
+        loads=tuple(_parse_expert_loads(loads) for loads in body["loads"]),
         narrows=body["narrows"],
         mixes_rows=body["mixes_rows"],
         dropped=tuple(body["dropped"]),
@@ -222,5 +222,5 @@ def read_trace(directory: Path) -> Trace:
     )
 
 
-def _read_loads(body: Mapping[str, list[int]]) -> dict[str, tuple[int, ...]]:
+def _parse_expert_loads(body: Mapping[str, list[int]]) -> dict[str, tuple[int, ...]]:
     return {router: tuple(counts) for router, counts in body.items()}

@@ -14,7 +14,7 @@ from phalanx.job.schema import Job
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.plan import LossScaling, Plan
 from phalanx.verify.cases import TRAINER_ROW_PREFIX as PREFIX
-from phalanx.verify.cases import Case, make_cases
+from phalanx.verify.cases import Case, plan_layout_cases
 
 PLAIN_LOOP_OPTIMIZERS = ("adamw", "sgd")
 """The optimizers that `verify/plain/training.py` has written out."""
@@ -77,7 +77,7 @@ def list_trainer_layouts(num_ranks: int) -> Iterator[tuple[str, dict[str, Any]]]
 LOSS_SCALE_VARIANT = "loss-scale"
 
 
-def list_trainer_names(num_ranks: int) -> list[str]:
+def list_trainer_case_names(num_ranks: int) -> list[str]:
     """Names of all cases of so many ranks."""
     names = [PREFIX + name for name, _ in list_trainer_layouts(num_ranks)]
     return [*names, PREFIX + LOSS_SCALE_VARIANT]
@@ -141,7 +141,7 @@ def make_trainer_cases(
     planned: list[Case] = []
     cases: list[TrainerCase | Case] = []
     layouts = list(list_trainer_layouts(num_ranks))
-    for case in make_cases(job, layouts, num_ranks=num_ranks, cluster=cluster, shape=shape):
+    for case in plan_layout_cases(job, layouts, num_ranks=num_ranks, cluster=cluster, shape=shape):
         if case.plan is None:
             cases.append(replace(case, name=PREFIX + case.name))
         else:
@@ -158,7 +158,7 @@ def make_trainer_cases(
     return cases
 
 
-def make_trainer_runs(
+def make_named_trainer_cases(
     job: Job,
     names: Sequence[str],
     *,

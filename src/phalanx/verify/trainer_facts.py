@@ -21,7 +21,7 @@ other kinds than weights."""
 
 
 @dataclass(frozen=True)
-class ReferenceStep(JsonRecord):
+class SecondLoopStep(JsonRecord):
     """A step of the second loop; see `PlainStep`. `sizes`: kind -> name -> norm of the tensor after
     the step, of a weight how far it is from where it began."""
 
@@ -48,16 +48,16 @@ class ReferenceStep(JsonRecord):
 
 
 @dataclass(frozen=True)
-class RunRecord(JsonRecord):
+class SecondLoopRecord(JsonRecord):
     """The steps of the second loop. `unused`: parameters that never had a gradient; `narrows`: the
     module computes in fewer digits than float64 on its way."""
 
     max_norm: float
     narrows: bool
     unused: tuple[str, ...]
-    steps: tuple[ReferenceStep, ...]
+    steps: tuple[SecondLoopStep, ...]
 
-    def record_after_step(self, step: int) -> ReferenceStep:
+    def get_step_record(self, step: int) -> SecondLoopStep:
         """The record of a step, counted from 1."""
         return self.steps[step - 1]
 

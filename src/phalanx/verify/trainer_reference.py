@@ -25,14 +25,14 @@ from phalanx.run.one_process.original_module import build_original_module
 from phalanx.verify.forward_probe import describe_reference_failure, probe_forward
 from phalanx.verify.plain.training import (
     HeldOutSource,
-    OptimizerRule,
+    OptimizerDefinition,
     PlainRun,
     PlainStep,
     RateSchedule,
     Tensors,
     train_by_definition,
 )
-from phalanx.verify.trainer_batches import SOURCE_WEIGHTS, RunBatches
+from phalanx.verify.trainer_batches import SOURCE_WEIGHTS, TrainerRunBatches
 from phalanx.verify.trainer_cases import (
     EVALUATED_STEPS,
     NUM_STEPS,
@@ -47,16 +47,16 @@ from phalanx.verify.trainer_facts import (
     GRADIENT,
     STATE,
     WEIGHT,
-    ReferenceStep,
-    RunRecord,
+    SecondLoopRecord,
+    SecondLoopStep,
 )
 
 # The defaults of `optim.weight_decay` in docs/job.md.
 WEIGHT_DECAY_OF_OPTIMIZER = {"adamw": 0.1, "sgd": 0.0}
 
 
-def write_run_reference(
-    directory: Path, job: Job, plan: Plan, batches: RunBatches, num_microbatches: int
+def write_second_loop_reference(
+    directory: Path, job: Job, plan: Plan, batches: TrainerRunBatches, num_microbatches: int
 ) -> str:
     """Write the reference, or return why there is none: what the module does in one process is no
     layout's fault."""
@@ -73,7 +73,7 @@ class _ReferenceWriter:
     directory: Path
     job: Job
     plan: Plan
-    batches: RunBatches
+    batches: TrainerRunBatches
     num_microbatches: int
     _loss_sum: JobLoss = field(init=False)
 
@@ -83,30 +83,35 @@ class _ReferenceWriter:
     def write(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         probed = probe_forward(
-            self._build, self._loss_sum, self._list_steps()[0][0], self.job.run.seed
+            self._build_reference_module,
+            self._loss_sum,
+            self._list_steps()[0][0],
+            self.job.run.seed,
         )
         norms: list[float] = []
-        for step in self._train_by_definition(self._build(), max_norm=None):
+        for step in self._train_by_definition(self._build_reference_module(), max_norm=None):
             if not step.skipped:
                 norms.append(step.grad_norm)
         max_norm = _median_norm(norms)
-        module = self._build()
+        module = self._build_reference_module()
         start = {name: p.detach().clone() for name, p in module.named_parameters()}
-        _save(self._path(0), _list_tensors(start, {}, {}, {}))
+        _save_tensors(self._locate_step_file(0), _flatten_tensors_by_key(start, {}, {}, {}))
         records, unused = [], set(start)
         for step in self._train_by_definition(module, max_norm=max_norm):
-            tensors = _list_tensors(step.weights, step.buffers, step.gradients, step.states)
-            _save(self._path(step.step), tensors)
+            tensors = _flatten_tensors_by_key(
+                step.weights, step.buffers, step.gradients, step.states
+            )
+            _save_tensors(self._locate_step_file(step.step), tensors)
             unused -= {name for name, gradient in step.gradients.items() if gradient.any()}
-            records.append(_make_record(step, start))
-        run = RunRecord(max_norm, probed.narrows, tuple(sorted(unused)), tuple(records))
+            records.append(_make_step_record(step, start))
+        run = SecondLoopRecord(max_norm, probed.narrows, tuple(sorted(unused)), tuple(records))
         # Last: whoever finds this file finds the others.
         (self.directory / FACTS_FILE_NAME).write_text(json.dumps(run.to_json()))
 
-    def _path(self, step: int) -> Path:
+    def _locate_step_file(self, step: int) -> Path:
         return self.directory / f"step-{step}.safetensors"
 
-    def _build(self) -> nn.Module:
+    def _build_reference_module(self) -> nn.Module:
         return build_original_module(self.job, self.plan, "float64", materialize=True)[0]
 
     def _list_steps(self) -> list[list[Mapping[str, torch.Tensor]]]:
@@ -128,7 +133,7 @@ class _ReferenceWriter:
             steps=self._list_steps(),
             held_out=sources,
             evaluated=EVALUATED_STEPS,
-            schedule=_make_schedule(self.job),
+            schedule=_make_rate_schedule(self.job),
             rule=_make_optimizer_rule(self.job),
             max_norm=max_norm,
             gradient_factors={OVERFLOW_STEP: OVERFLOW_FACTOR},
@@ -137,7 +142,7 @@ class _ReferenceWriter:
         return train_by_definition(module, self._loss_sum, run, around=around)
 
 
-def _make_schedule(job: Job) -> RateSchedule:
+def _make_rate_schedule(job: Job) -> RateSchedule:
     optim = job.optim
     return RateSchedule(
         kind=optim.schedule,
@@ -149,11 +154,11 @@ def _make_schedule(job: Job) -> RateSchedule:
     )
 
 
-def _make_optimizer_rule(job: Job) -> OptimizerRule:
+def _make_optimizer_rule(job: Job) -> OptimizerDefinition:
     optim, decay = job.optim, job.optim.weight_decay
     if decay == "auto":
         decay = WEIGHT_DECAY_OF_OPTIMIZER[optim.kind]
-    return OptimizerRule(optim.kind, decay, optim.betas, optim.eps, optim.momentum)
+    return OptimizerDefinition(optim.kind, decay, optim.betas, optim.eps, optim.momentum)
 
 
 def _median_norm(norms: list[float]) -> float:
@@ -165,7 +170,7 @@ def _median_norm(norms: list[float]) -> float:
     return (ordered[middle - 1] + ordered[middle]) / 2
 
 
-def _list_tensors(
+def _flatten_tensors_by_key(
     weights: Tensors, buffers: Tensors, gradients: Tensors, states: Mapping[str, Tensors]
 ) -> Tensors:
     """All tensors after a step by KIND/NAME, of the optimizer's slots by optim/SLOT/NAME."""
@@ -179,7 +184,7 @@ def _list_tensors(
     return tensors
 
 
-def _save(path: Path, tensors: Tensors) -> None:
+def _save_tensors(path: Path, tensors: Tensors) -> None:
     copies: Tensors = {}
     for key, tensor in tensors.items():
         # safetensors refuses memory that is not contiguous, or that two tensors share.
@@ -187,15 +192,19 @@ def _save(path: Path, tensors: Tensors) -> None:
     save_file(copies, path)
 
 
-def _make_record(step: PlainStep, start: Tensors) -> ReferenceStep:
+def _make_step_record(step: PlainStep, start: Tensors) -> SecondLoopStep:
     moved: Tensors = {}
     for name, tensor in step.weights.items():
         moved[name] = tensor.detach() - start[name]
-    sizes = {WEIGHT: _norms(moved), BUFFER: _norms(step.buffers), GRADIENT: _norms(step.gradients)}
+    sizes = {
+        WEIGHT: _compute_norms_by_name(moved),
+        BUFFER: _compute_norms_by_name(step.buffers),
+        GRADIENT: _compute_norms_by_name(step.gradients),
+    }
     for name, slots in step.states.items():
         for slot, tensor in slots.items():
             sizes.setdefault(f"{STATE}/{slot}", {})[name] = tensor.double().norm().item()
-    return ReferenceStep(
+    return SecondLoopStep(
         step=step.step,
         loss=step.loss,
         num_targets=step.num_targets,
@@ -210,7 +219,7 @@ def _make_record(step: PlainStep, start: Tensors) -> ReferenceStep:
     )
 
 
-def _norms(tensors: Tensors) -> dict[str, float]:
+def _compute_norms_by_name(tensors: Tensors) -> dict[str, float]:
     norms: dict[str, float] = {}
     for name, tensor in tensors.items():
         if tensor.numel() and not tensor.is_complex():
@@ -218,11 +227,11 @@ def _norms(tensors: Tensors) -> dict[str, float]:
     return norms
 
 
-class RunReader:
+class SecondLoopReader:
     """Reads blocks of the reference's tensors; files stay open until the end."""
 
     def __init__(self, directory: Path) -> None:
-        self.recording_phase = RunRecord.from_json(
+        self.recording_phase = SecondLoopRecord.from_json(
             json.loads((directory / FACTS_FILE_NAME).read_text())
         )
         self._directory = directory
@@ -230,14 +239,14 @@ class RunReader:
         self._keys: dict[int, frozenset[str]] = {}
 
     def has(self, step: int, key: str) -> bool:
-        self._open(step)
+        self._open_step_file(step)
         return key in self._keys[step]
 
     def block(
         self, step: int, key: str, offset: tuple[int, ...], size: tuple[int, ...]
     ) -> torch.Tensor:
         """The elements [offset, offset + size) of a tensor after a step (0: the beginning)."""
-        file = self._open(step)
+        file = self._open_step_file(step)
         # A tensor without dimensions has no slices.
         if not size:
             tensor: torch.Tensor = file.get_tensor(key)
@@ -247,7 +256,7 @@ class RunReader:
         ]
         return block
 
-    def _open(self, step: int) -> Any:
+    def _open_step_file(self, step: int) -> Any:
         if step not in self._files:
             path = self._directory / f"step-{step}.safetensors"
             self._files[step] = safe_open(path, framework="pt")  # type: ignore[no-untyped-call]

@@ -11,7 +11,7 @@ from phalanx.core.errors import LayoutError
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import Mesh
 from phalanx.verify.row import Row
-from phalanx.verify.trainer_batches import RunBatches, make_run_batches
+from phalanx.verify.trainer_batches import TrainerRunBatches, make_run_batches
 from phalanx.verify.trainer_cases import (
     JUDGED_PARTS,
     LOSS_SCALE_VARIANT,
@@ -20,7 +20,7 @@ from phalanx.verify.trainer_cases import (
     explain_no_trainer_run,
 )
 from phalanx.verify.trainer_facts import FACTS_FILE_NAME, AttemptObservation
-from phalanx.verify.trainer_reference import RunReader, write_run_reference
+from phalanx.verify.trainer_reference import SecondLoopReader, write_second_loop_reference
 from phalanx.verify.trainer_run import TrainerRun
 from phalanx.verify.trainer_verdict import RunComparator
 
@@ -36,26 +36,26 @@ class TrainerRowContext:
     model_name: str
 
 
-def judge_trainer(job: Job, case: TrainerCase, trainer_place: TrainerRowContext) -> Row:
+def compare_trainer_run(job: Job, case: TrainerCase, trainer_place: TrainerRowContext) -> Row:
     """The row of one case of `make_trainer_cases`; `job` is that of `make_trainer_job`.
     Collective."""
     began = time.monotonic()
     refusal = explain_no_trainer_run(job)
     if refusal:
-        return _refused_row(case, trainer_place, refusal)
+        return _build_refused_row(case, trainer_place, refusal)
     batches = make_run_batches(job, case.plan, trainer_place.data_dir)
-    readers: list[RunReader] = []
+    readers: list[SecondLoopReader] = []
     for plan in (case.plan, case.other_plan):
-        reader = _open_reference(job, case, plan.num_microbatches, batches, trainer_place)
+        reader = _open_or_write_reference(job, case, plan.num_microbatches, batches, trainer_place)
         if isinstance(reader, str):
-            return _refused_row(case, trainer_place, reader)
+            return _build_refused_row(case, trainer_place, reader)
         readers.append(reader)
     run = TrainerRun(job, case, batches, trainer_place.run_dir / case.name, *readers)
     try:
         observed = run.run()
     except LayoutError as error:
         # About the module, before any step, and the same on every rank.
-        return _refused_row(case, trainer_place, str(error))
+        return _build_refused_row(case, trainer_place, str(error))
     gathered = trainer_place.mesh.gather_json([attempt.to_json() for attempt in observed])
     by_rank = [[AttemptObservation.from_json(body) for body in bodies] for bodies in gathered]
     comparator = RunComparator(
@@ -65,7 +65,7 @@ def judge_trainer(job: Job, case: TrainerCase, trainer_place: TrainerRowContext)
         batch_size=job.train.global_batch_size,
         is_scaled=case.name.endswith(LOSS_SCALE_VARIANT),
     )
-    first = comparator.find_first()
+    first = comparator.find_first_difference()
     return Row(
         layout=case.name,
         parallel=case.parallel,
@@ -77,29 +77,29 @@ def judge_trainer(job: Job, case: TrainerCase, trainer_place: TrainerRowContext)
         first=first,
         notes=comparator.notes(),
         judged=JUDGED_PARTS,
-        not_judged=(*comparator.list_not_judged(), *NOT_JUDGED_PARTS),
+        not_judged=(*comparator.list_untested_parts(), *NOT_JUDGED_PARTS),
         wall_s=round(time.monotonic() - began, 3),
     )
 
 
-def _open_reference(
+def _open_or_write_reference(
     job: Job,
     case: TrainerCase,
     num_microbatches: int,
-    batches: RunBatches,
+    batches: TrainerRunBatches,
     trainer_place: TrainerRowContext,
-) -> RunReader | str:
+) -> SecondLoopReader | str:
     """The reference in so many microbatches, which rank 0 writes where it is not there yet; or why
     there is none. Collective."""
     directory = trainer_place.run_dir / f"trainer-reference-{num_microbatches}"
     failure = ""
     if trainer_place.mesh.rank == 0 and not (directory / FACTS_FILE_NAME).exists():
-        failure = write_run_reference(directory, job, case.plan, batches, num_microbatches)
+        failure = write_second_loop_reference(directory, job, case.plan, batches, num_microbatches)
     failure = trainer_place.mesh.gather_json(failure)[0]
-    return failure or RunReader(directory)
+    return failure or SecondLoopReader(directory)
 
 
-def _refused_row(case: TrainerCase, trainer_place: TrainerRowContext, reason: str) -> Row:
+def _build_refused_row(case: TrainerCase, trainer_place: TrainerRowContext, reason: str) -> Row:
     return Row(
         case.name, case.parallel, trainer_place.model_name, "float64", None, {}, 0.0, refused=reason
     )

@@ -32,8 +32,13 @@ from phalanx.train.state import TrainState
 from phalanx.train.stop import StopFlags
 from phalanx.train.training_data import TrainingData
 from phalanx.verify.follow import describe_held_part
-from phalanx.verify.late_store import LateStore
-from phalanx.verify.trainer_batches import SOURCE_WEIGHTS, OverflowInjector, RankBatches, RunBatches
+from phalanx.verify.late_store import DelayedCheckpointStore
+from phalanx.verify.trainer_batches import (
+    SOURCE_WEIGHTS,
+    OverflowInjector,
+    RankBatches,
+    TrainerRunBatches,
+)
 from phalanx.verify.trainer_cases import SAME_LAYOUT, SAVE_EVERY, STOP_STEP, TrainerCase
 from phalanx.verify.trainer_facts import (
     BUFFER,
@@ -46,7 +51,7 @@ from phalanx.verify.trainer_facts import (
     StateObservation,
     StepObservation,
 )
-from phalanx.verify.trainer_reference import RunReader
+from phalanx.verify.trainer_reference import SecondLoopReader
 
 _NO_DOTS: Dots = (0.0, 0.0, 0.0, 0.0)
 
@@ -58,32 +63,36 @@ class TrainerRun:
 
     job: Job
     case: TrainerCase
-    batches: RunBatches
+    batches: TrainerRunBatches
     run_dir: Path
-    reference: RunReader
-    other_reference: RunReader
+    reference: SecondLoopReader
+    other_reference: SecondLoopReader
 
     def run(self) -> list[AttemptObservation]:
         """Train until the stop, resume in the same layout, and in the other. Collective; one
         observation of this rank for each attempt that began."""
         case = self.case
-        observed = [self._train("", case.plan, self.reference, attempt=0)]
+        observed = [self._run_trainer_attempt("", case.plan, self.reference, attempt=0)]
         if observed[0].error:
             return observed
-        resumed = self._train(SAME_LAYOUT, case.plan, self.reference, attempt=1, from_newest=True)
+        resumed = self._run_trainer_attempt(
+            SAME_LAYOUT, case.plan, self.reference, attempt=1, from_newest=True
+        )
         observed.append(resumed)
         if not resumed.error:
             elsewhere = f"resumed in {case.other_name}"
             observed.append(
-                self._train(elsewhere, case.other_plan, self.other_reference, attempt=2)
+                self._run_trainer_attempt(
+                    elsewhere, case.other_plan, self.other_reference, attempt=2
+                )
             )
         return observed
 
-    def _train(
+    def _run_trainer_attempt(
         self,
         name: str,
         plan: Plan,
-        reader: RunReader,
+        reader: SecondLoopReader,
         *,
         attempt: int,
         from_newest: bool = False,
@@ -92,28 +101,30 @@ class TrainerRun:
             bus = Bus(rank=mesh.rank, attempt=attempt, run_dir=self.run_dir)
             observation = AttemptObservation(name, first_step=1)
             try:
-                self._train_in(mesh, plan, reader, bus, observation, from_newest=from_newest)
+                self._run_trainer_attempt_in_mesh(
+                    mesh, plan, reader, bus, observation, from_newest=from_newest
+                )
             # Both are raised on every rank alike.
             except (CheckpointError, NumericsError) as error:
                 observation.error = f"{type(error).__name__}: {error}"
             finally:
                 bus.close()
-            observation.evaluations = _read_evaluations(self.run_dir, mesh.rank, attempt)
+            observation.evaluations = _read_evaluation_losses(self.run_dir, mesh.rank, attempt)
             return observation
 
-    def _train_in(
+    def _run_trainer_attempt_in_mesh(
         self,
         mesh: Mesh,
         plan: Plan,
-        reader: RunReader,
+        reader: SecondLoopReader,
         bus: Bus,
         observation: AttemptObservation,
         *,
         from_newest: bool,
     ) -> None:
         is_resumed = bool(observation.name)
-        job = self._make_job(reader, saves=not is_resumed)
-        storage, phases = self._open_storage(is_resumed), PhaseTimer()
+        job = self._make_attempt_job(reader, saves=not is_resumed)
+        storage, phases = self._open_run_storage(is_resumed), PhaseTimer()
         module, _ = build_original_module(self.job, plan, "float64", materialize=False)
         # With weights of its own, also where all of them are restored: they must not stay.
         state = build_state(job, plan, mesh, phases, module=module)
@@ -130,31 +141,31 @@ class TrainerRun:
         observer = _RunObserver(state, module, reader, observation, mesh, stop)
         if not is_resumed:
             observer.stop_step = STOP_STEP
-        if isinstance(storage.store, LateStore):
+        if isinstance(storage.store, DelayedCheckpointStore):
             observer.last_update_hook = storage.store.release
         batches = RankBatches(self.batches, plan, mesh, observer.begin_step)
         data = TrainingData(
             batches,
-            OverflowInjector(batches).wrap(build_objective(job)),
+            OverflowInjector(batches).wrap_objective(build_objective(job)),
             batches.held_out(),
             source_weights=SOURCE_WEIGHTS,
         )
         trainer = build_trainer(
             job, plan, state, bus, data, storage=storage, stop=stop, guards=(observer,)
         )
-        with observer.watching():
+        with observer.observing_updates():
             observation.end = trainer.run()
         observer.observe_state(state.step)
 
-    def _open_storage(self, is_resumed: bool) -> RunStorage:
+    def _open_run_storage(self, is_resumed: bool) -> RunStorage:
         """The run's storage. What the first attempt saves in the background is written when the
         update of its last step is made: a copy of the state does not know of that."""
         storage = RunStorage.open(self.run_dir)
         if is_resumed or not isinstance(storage.store, LocalStore):
             return storage
-        return replace(storage, store=LateStore(storage.store, SAVE_EVERY))
+        return replace(storage, store=DelayedCheckpointStore(storage.store, SAVE_EVERY))
 
-    def _make_job(self, reader: RunReader, *, saves: bool) -> Job:
+    def _make_attempt_job(self, reader: SecondLoopReader, *, saves: bool) -> Job:
         """The job, which clips to what half of the steps exceed; an attempt that is resumed saves
         nothing."""
         body = self.job.to_json()
@@ -174,7 +185,7 @@ class _RunObserver:
 
     state: TrainState
     module: nn.Module
-    reader: RunReader
+    reader: SecondLoopReader
     observation: AttemptObservation
     mesh: Mesh
     stop: StopFlags
@@ -188,9 +199,11 @@ class _RunObserver:
     def __post_init__(self) -> None:
         self._modes = {name: part.training for name, part in self.module.named_modules()}
 
-    def watching(self) -> Any:
+    def observing_updates(self) -> Any:
         """A context in which updates are observed."""
-        return _OptimizerHook(self.state.optimizer, self._before_update, self._after_update)
+        return _OptimizerHook(
+            self.state.optimizer, self._compare_and_replace_gradients, self._record_update_end
+        )
 
     def begin_step(self, step: int) -> None:
         """Observe the state where the trainer asks for the data of `step`; ask for a stop after the
@@ -226,13 +239,13 @@ class _RunObserver:
         self.observation.held = {name: describe_held_part(shard) for name, shard in shards.items()}
         for name, shard in shards.items():
             kind = WEIGHT if self.reader.has(step, f"{WEIGHT}/{name}") else BUFFER
-            self._compare(observed, kind, name, shard, step)
+            self._compare_shard(observed, kind, name, shard, step)
         trained = state.model.trained_shards()
         for raw_name, parameter in state.model.named_parameters():
             name = full_name(raw_name)
             copy = trained[name].like(name, local_tensor(parameter).detach())
-            self._compare(observed, COPY, name, copy, step)
-            self._compare_slots(observed, name, parameter, trained[name], step)
+            self._compare_shard(observed, COPY, name, copy, step)
+            self._compare_optimizer_slots(observed, name, parameter, trained[name], step)
             if parameter.grad is not None:
                 norm = local_tensor(parameter.grad).norm().item()
                 if norm != 0:
@@ -241,7 +254,7 @@ class _RunObserver:
         observed.modes = tuple(name for name, mode in modes.items() if mode != self._modes[name])
         self.observation.states += (observed,)
 
-    def _compare_slots(
+    def _compare_optimizer_slots(
         self,
         observed: StateObservation,
         name: str,
@@ -256,12 +269,12 @@ class _RunObserver:
             key = f"{STATE}/{slot}/{name}"
             if value.shape == parameter.shape and value.ndim:
                 shard = owner.like(name, local_tensor(value).detach())
-                self._compare(observed, f"{STATE}/{slot}", name, shard, step)
+                self._compare_shard(observed, f"{STATE}/{slot}", name, shard, step)
             elif self.reader.has(step, key):
                 expected = self.reader.block(step, key, (), ())
                 observed.numbers[f"{slot}/{name}"] = float(local_tensor(value)) - float(expected)
 
-    def _compare(
+    def _compare_shard(
         self, observed: StateObservation, kind: str, name: str, shard: LogicalShard, step: int
     ) -> None:
         reference_kind = WEIGHT if kind == COPY else kind
@@ -270,9 +283,13 @@ class _RunObserver:
         if not self.reader.has(step, key):
             return
         before = f"{step - 1}" if reference_kind == WEIGHT and step else None
-        observed.tensors.setdefault(kind, {})[name] = self._measure(shard, key, step, before)
+        observed.tensors.setdefault(kind, {})[name] = self._compute_shard_dots(
+            shard, key, step, before
+        )
 
-    def _measure(self, shard: LogicalShard, key: str, step: int, before: str | None) -> Dots:
+    def _compute_shard_dots(
+        self, shard: LogicalShard, key: str, step: int, before: str | None
+    ) -> Dots:
         sums = torch.zeros(4, dtype=torch.float64)
         for actual, box in _view_blocks(shard):
             if not (actual.is_floating_point() or actual.dtype in (torch.int64, torch.bool)):
@@ -288,7 +305,7 @@ class _RunObserver:
         first, second, third, fourth = sums.tolist()
         return first, second, third, fourth
 
-    def _before_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    def _compare_and_replace_gradients(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Compare the gradients that the optimizer is given, and put the second loop's in their
         place."""
         step = self._step
@@ -308,14 +325,14 @@ class _RunObserver:
             if parameter.grad is None:
                 zeros = torch.zeros_like(trained[name].tensor)
                 shard = trained[name].like(name, zeros)
-                step.gradients[name] = self._measure(shard, key, step.step, None)
+                step.gradients[name] = self._compute_shard_dots(shard, key, step.step, None)
                 continue
             shard = trained[name].like(name, local_tensor(parameter.grad).detach())
-            step.gradients[name] = self._measure(shard, key, step.step, None)
+            step.gradients[name] = self._compute_shard_dots(shard, key, step.step, None)
             for block, box in _view_blocks(shard):
                 block.copy_(self.reader.block(step.step, key, box.global_offset, box.size))
 
-    def _after_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    def _record_update_end(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         step = self._step
         if self.last_update_hook is None or step is None:
             return
@@ -329,13 +346,13 @@ class _OptimizerHook:
 
     optimizer: torch.optim.Optimizer
     before: Any
-    record_after_step: Any
+    get_step_record: Any
     _handles: tuple[Any, ...] = ()
 
     def __enter__(self) -> None:
         self._handles = (
             self.optimizer.register_step_pre_hook(self.before),
-            self.optimizer.register_step_post_hook(self.record_after_step),
+            self.optimizer.register_step_post_hook(self.get_step_record),
         )
 
     def __exit__(self, *error: object) -> None:
@@ -350,7 +367,7 @@ def _view_blocks(shard: LogicalShard) -> Iterator[tuple[torch.Tensor, Any]]:
         yield shard.tensor[slices], box
 
 
-def _read_evaluations(run_dir: Path, rank: int, attempt: int) -> dict[str, float]:
+def _read_evaluation_losses(run_dir: Path, rank: int, attempt: int) -> dict[str, float]:
     """Step -> loss of the evaluations that rank 0 has recorded in an attempt."""
     losses: dict[str, float] = {}
     if rank != 0:

@@ -22,8 +22,8 @@ from phalanx.verify.trainer_facts import (
     WEIGHT,
     AttemptObservation,
     Dots,
-    ReferenceStep,
-    RunRecord,
+    SecondLoopRecord,
+    SecondLoopStep,
     StateObservation,
     StepObservation,
 )
@@ -47,8 +47,8 @@ class RunComparator:
     def __init__(
         self,
         by_rank: Sequence[Sequence[AttemptObservation]],
-        record: RunRecord,
-        other: RunRecord,
+        record: SecondLoopRecord,
+        other: SecondLoopRecord,
         *,
         batch_size: int,
         is_scaled: bool,
@@ -60,9 +60,9 @@ class RunComparator:
             self.tolerance = NARROW_TOLERANCE
         self._worst: dict[str, float] = {}
 
-    def find_first(self) -> Difference | None:
+    def find_first_difference(self) -> Difference | None:
         """The first difference; None if the trainer equals the second loop."""
-        return next(self._list_differences(), None)
+        return next(self._iterate_differences(), None)
 
     def errors(self) -> dict[str, float]:
         """The largest relative error of each kind, up to the first difference."""
@@ -76,7 +76,7 @@ class RunComparator:
             "the module computes in fewer digits than float64 on its way, and is judged by those",
         )
 
-    def list_not_judged(self) -> tuple[str, ...]:
+    def list_untested_parts(self) -> tuple[str, ...]:
         """List what this run had nothing of."""
         record = self._records[0]
         lines = []
@@ -91,12 +91,12 @@ class RunComparator:
             lines.append("steps below the clipping norm")
         return tuple(lines)
 
-    def _list_differences(self) -> Iterator[Difference]:
+    def _iterate_differences(self) -> Iterator[Difference]:
         for index, of_ranks in enumerate(zip(*self._by_rank, strict=True)):
             yield from self._compare_attempt(of_ranks, self._records[index])
 
     def _compare_attempt(
-        self, ranks: Sequence[AttemptObservation], record: RunRecord
+        self, ranks: Sequence[AttemptObservation], record: SecondLoopRecord
     ) -> Iterator[Difference]:
         attempt = ranks[0]
         yield from self._compare_saved_steps(attempt)
@@ -105,19 +105,17 @@ class RunComparator:
         for index, observed in enumerate(attempt.states):
             of_ranks = [states[rank][index] for rank in range(len(ranks))]
             if observed.step:
-                yield from self._compare_evaluation(
-                    attempt, record.record_after_step(observed.step)
-                )
+                yield from self._compare_evaluation(attempt, record.get_step_record(observed.step))
             began = attempt.name if index == 0 else ""
             yield from self._compare_state(of_ranks, record, began, ranks)
             following = observed.step + 1
             if all(following in of_rank for of_rank in steps.values()):
                 step_ranks = [of_rank[following] for of_rank in steps.values()]
                 yield from self._compare_step(step_ranks, record, attempt, ranks)
-        yield from self._compare_end(attempt)
+        yield from self._compare_attempt_end(attempt)
 
     def _compare_saved_steps(self, attempt: AttemptObservation) -> Iterator[Difference]:
-        due = _list_checkpoints()
+        due = _list_saved_steps()
         if attempt.name and attempt.checkpoints != due:
             yield self._make_number_difference(
                 "checkpoints",
@@ -126,23 +124,27 @@ class RunComparator:
                 f"the run saved steps {list(attempt.checkpoints)}, not {list(due)}",
             )
 
-    def _compare_end(self, attempt: AttemptObservation) -> Iterator[Difference]:
+    def _compare_attempt_end(self, attempt: AttemptObservation) -> Iterator[Difference]:
         if attempt.error:
             yield self._make_number_difference(
-                "run", _last_step(attempt), math.nan, self._explain_error(attempt)
+                "run",
+                _find_last_step_of_attempt(attempt),
+                math.nan,
+                self._explain_attempt_error(attempt),
             )
         expected, last = "finished", NUM_STEPS
         # The first run is stopped on the way.
         if not attempt.name:
             expected, last = "sigterm", STOP_STEP
-        if attempt.end != expected or _last_step(attempt) != last:
+        actual_last = _find_last_step_of_attempt(attempt)
+        if attempt.end != expected or actual_last != last:
             cause = (
-                f"the run ended with {attempt.end or 'nothing'} after step {_last_step(attempt)},"
+                f"the run ended with {attempt.end or 'nothing'} after step {actual_last},"
                 f" not with {expected} after step {last}"
             )
             yield self._make_number_difference("end of the run", last, math.nan, cause)
 
-    def _explain_error(self, attempt: AttemptObservation) -> str:
+    def _explain_attempt_error(self, attempt: AttemptObservation) -> str:
         if attempt.name:
             return f"{attempt.name}, the run cannot be restored: {attempt.error}"
         return attempt.error
@@ -152,7 +154,7 @@ class RunComparator:
     def _compare_state(
         self,
         ranks: Sequence[StateObservation],
-        record: RunRecord,
+        record: SecondLoopRecord,
         restored: str,
         attempts: Sequence[AttemptObservation],
     ) -> Iterator[Difference]:
@@ -169,29 +171,29 @@ class RunComparator:
                 )
             for name in observed.left:
                 cause = "the step before is left in gradients: they were not cleared"
-                if step and record.record_after_step(step).skipped:
+                if step and record.get_step_record(step).skipped:
                     cause = "a skipped step is left in gradients: they were not cleared"
                 yield self._make_tensor_difference(
                     "gradient", name, step, observed.left[name], rank, "", cause
                 )
-        for kind in _list_kinds(ranks):
+        for kind in _list_tensor_kinds(ranks):
             yield from self._compare_tensors(kind, ranks, record, restored, attempts, is_evaluated)
         for rank, observed in enumerate(ranks):
             for key, off in observed.numbers.items():
                 if off == 0:
                     continue
                 slot, _, name = key.partition("/")
-                cause = self._explain_state(f"{STATE}/{slot}", step, record, restored)
+                cause = self._explain_wrong_state(f"{STATE}/{slot}", step, record, restored)
                 kind_of_tensor = f"optimizer state {slot} of"
                 yield self._make_tensor_difference(
                     kind_of_tensor, name, step, abs(off), rank, "", cause
                 )
 
     def _compare_counters(
-        self, ranks: Sequence[StateObservation], record: RunRecord, restored: str
+        self, ranks: Sequence[StateObservation], record: SecondLoopRecord, restored: str
     ) -> Iterator[Difference]:
         step = ranks[0].step
-        tokens = record.record_after_step(step).tokens_seen if step else 0
+        tokens = record.get_step_record(step).tokens_seen if step else 0
         for rank, observed in enumerate(ranks):
             pairs = (
                 ("step", observed.counted_step, step),
@@ -222,7 +224,7 @@ class RunComparator:
         self,
         kind: str,
         ranks: Sequence[StateObservation],
-        record: RunRecord,
+        record: SecondLoopRecord,
         restored: str,
         attempts: Sequence[AttemptObservation],
         is_evaluated: bool,
@@ -240,9 +242,9 @@ class RunComparator:
             if kind == BUFFER and is_evaluated:
                 cause = "a buffer is another one than before: an evaluation leaves its buffers"
             elif kind in (WEIGHT, COPY, BUFFER):
-                cause = self._explain_weight(name, sums, step, record, restored, is_evaluated)
+                cause = self._explain_wrong_weight(name, sums, step, record, restored, is_evaluated)
             else:
-                cause = self._explain_state(kind, step, record, restored)
+                cause = self._explain_wrong_state(kind, step, record, restored)
             kind_of_tensor = label or f"optimizer state {kind.partition('/')[2]} of"
             held_blocks = attempts[rank].held.get(name, "")
             yield self._make_tensor_difference(
@@ -252,7 +254,7 @@ class RunComparator:
     def _find_wrong_tensors(
         self,
         sums: Sequence[Mapping[str, Dots]],
-        reference: ReferenceStep | None,
+        reference: SecondLoopStep | None,
         kind: str,
         skipped_names: Sequence[str],
     ) -> dict[str, tuple[float, int]]:
@@ -275,20 +277,20 @@ class RunComparator:
                 off[name] = error, worst
         return off
 
-    def _explain_weight(
+    def _explain_wrong_weight(
         self,
         name: str,
         sums: Sequence[Mapping[str, Dots]],
         step: int,
-        record: RunRecord,
+        record: SecondLoopRecord,
         restored: str,
         is_evaluated: bool,
     ) -> str:
         if restored:
-            return _describe_restore("what was saved is", restored)
+            return _describe_restore_cause("what was saved is", restored)
         if not step:
             return "the trainer begins with other weights"
-        if record.record_after_step(step).skipped:
+        if record.get_step_record(step).skipped:
             return "a skipped step is applied, or changed weights all the same"
         moved = sum(of_rank[name][1] for of_rank in sums if name in of_rank)
         expected = sum(of_rank[name][3] for of_rank in sums if name in of_rank)
@@ -304,7 +306,9 @@ class RunComparator:
             " definition: decay of the wrong parameters, eps, betas or counts"
         )
 
-    def _explain_state(self, kind: str, step: int, record: RunRecord, restored: str) -> str:
+    def _explain_wrong_state(
+        self, kind: str, step: int, record: SecondLoopRecord, restored: str
+    ) -> str:
         slot = kind.partition("/")[2]
         words = {
             "exp_avg": "first moments",
@@ -313,8 +317,8 @@ class RunComparator:
             "momentum_buffer": "momentum",
         }.get(slot, slot)
         if restored:
-            return _describe_restore(f"{words} of the optimizer are", restored)
-        if step and record.record_after_step(step).skipped:
+            return _describe_restore_cause(f"{words} of the optimizer are", restored)
+        if step and record.get_step_record(step).skipped:
             return f"{words} of the optimizer went on in a skipped step"
         return f"{words} are not what the optimizer's definition makes of the same gradients"
 
@@ -323,11 +327,11 @@ class RunComparator:
     def _compare_step(
         self,
         ranks: Sequence[StepObservation],
-        record: RunRecord,
+        record: SecondLoopRecord,
         attempt: AttemptObservation,
         attempts: Sequence[AttemptObservation],
     ) -> Iterator[Difference]:
-        reference = record.record_after_step(ranks[0].step)
+        reference = record.get_step_record(ranks[0].step)
         for rank, observed in enumerate(ranks):
             yield from self._compare_step_facts(observed, reference, record, rank, attempt)
         for rank, observed in enumerate(ranks):
@@ -336,7 +340,7 @@ class RunComparator:
         off = self._find_wrong_tensors(sums, reference, GRADIENT, record.unused)
         for name, (error, rank) in off.items():
             held_blocks = attempts[rank].held.get(name, "")
-            cause = self._explain_gradients(sums, reference)
+            cause = self._explain_wrong_gradients(sums, reference)
             yield self._make_tensor_difference(
                 "gradient", name, reference.step, error, rank, held_blocks, cause
             )
@@ -344,14 +348,14 @@ class RunComparator:
     def _compare_step_facts(
         self,
         observed: StepObservation,
-        reference: ReferenceStep,
-        record: RunRecord,
+        reference: SecondLoopStep,
+        record: SecondLoopRecord,
         rank: int,
         attempt: AttemptObservation,
     ) -> Iterator[Difference]:
         step = reference.step
         if observed.num_targets != reference.num_targets:
-            cause = self._explain_targets(observed, record)
+            cause = self._explain_wrong_target_count(observed, record)
             off = float(observed.num_targets - reference.num_targets)
             yield self._make_number_difference("number of targets", step, abs(off), cause, rank)
         if reference.skipped != "no_targets":
@@ -359,7 +363,7 @@ class RunComparator:
             self._note_worst_error("loss", error)
             if not error <= self.tolerance:
                 yield self._make_number_difference(
-                    "loss", step, error, self._explain_loss(step, attempt), rank
+                    "loss", step, error, self._explain_wrong_loss(step, attempt), rank
                 )
             scale = reference.loss_scale if self._is_scaled else 0.0
             if observed.loss_scale != scale:
@@ -387,13 +391,15 @@ class RunComparator:
                 cause = f"a good step is skipped: {observed.reason}"
             yield self._make_number_difference("skipped step", step, 1.0, cause, rank)
 
-    def _explain_targets(self, observed: StepObservation, record: RunRecord) -> str:
+    def _explain_wrong_target_count(
+        self, observed: StepObservation, record: SecondLoopRecord
+    ) -> str:
         for other in record.steps:
             if other.num_targets == observed.num_targets:
                 return f"the step trains on the data of step {other.step}: the batch is another one"
         return "the data of the step is not that of its samples"
 
-    def _explain_loss(self, step: int, attempt: AttemptObservation) -> str:
+    def _explain_wrong_loss(self, step: int, attempt: AttemptObservation) -> str:
         cause = (
             "weights and number of targets are equal: other data, or dropout masks of another step"
         )
@@ -402,7 +408,7 @@ class RunComparator:
         return cause
 
     def _compare_updates(
-        self, observed: StepObservation, reference: ReferenceStep, rank: int
+        self, observed: StepObservation, reference: SecondLoopStep, rank: int
     ) -> Iterator[Difference]:
         step, expected = reference.step, 0 if reference.skipped else 1
         if observed.num_updates != expected:
@@ -424,8 +430,8 @@ class RunComparator:
                 )
                 yield self._make_number_difference("learning rate", step, error, cause, rank)
 
-    def _explain_gradients(
-        self, sums: Sequence[Mapping[str, Dots]], reference: ReferenceStep
+    def _explain_wrong_gradients(
+        self, sums: Sequence[Mapping[str, Dots]], reference: SecondLoopStep
     ) -> str:
         actual, crossed, expected = 0.0, 0.0, 0.0
         for of_rank in sums:
@@ -450,7 +456,7 @@ class RunComparator:
     # Evaluations
 
     def _compare_evaluation(
-        self, attempt: AttemptObservation, reference: ReferenceStep
+        self, attempt: AttemptObservation, reference: SecondLoopStep
     ) -> Iterator[Difference]:
         step = reference.step
         # What a run has on record is not evaluated again.
@@ -497,7 +503,7 @@ class RunComparator:
         )
 
 
-def _describe_restore(subject: str, restored: str) -> str:
+def _describe_restore_cause(subject: str, restored: str) -> str:
     """The cause of a state that is another one after a restore."""
     cause = f"{subject} not restored from the checkpoint: {restored}"
     if restored == SAME_LAYOUT:
@@ -507,19 +513,19 @@ def _describe_restore(subject: str, restored: str) -> str:
     )
 
 
-def _list_checkpoints() -> tuple[int, ...]:
+def _list_saved_steps() -> tuple[int, ...]:
     """The steps that the first attempt saves, the newest first."""
     regular = [step for step in range(1, STOP_STEP) if step % SAVE_EVERY == 0]
     return (STOP_STEP, *reversed(regular))
 
 
-def _last_step(attempt: AttemptObservation) -> int:
+def _find_last_step_of_attempt(attempt: AttemptObservation) -> int:
     if not attempt.states:
         return 0
     return attempt.states[-1].step
 
 
-def _list_kinds(ranks: Sequence[StateObservation]) -> list[str]:
+def _list_tensor_kinds(ranks: Sequence[StateObservation]) -> list[str]:
     """Kinds of tensors: states of the optimizer first, of which weights are made."""
     kinds = dict.fromkeys(kind for observed in ranks for kind in observed.tensors)
     return sorted(kinds, key=lambda kind: (not kind.startswith(STATE), kind))

@@ -10,24 +10,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from phalanx.verify.compare import Comparison, replace_nan
-from phalanx.verify.diagnosis import MIXED_ROWS_CAUSE, Diagnosis
+from phalanx.verify.compare import TraceComparison, replace_nan_by_infinity
+from phalanx.verify.diagnosis import MIXED_ROWS_CAUSE, DifferenceDiagnosis
 from phalanx.verify.flips import EVALUATION_KIND, MisroutedToken, train_phase_of_step
 from phalanx.verify.judged_layout import JudgedLayout
-from phalanx.verify.number_types import is_narrow, parameter_dtype_of_row
+from phalanx.verify.number_types import is_narrow_dtype, parameter_dtype_of_row
 from phalanx.verify.row import Difference
 from phalanx.verify.trace_facts import (
     INITIAL_KIND,
     TOLERANCE_OF_DTYPE,
     Trace,
-    buffers_set_name,
-    gradients_set_name,
-    weights_set_name,
+    name_buffers_set,
+    name_gradients_set,
+    name_weights_set,
 )
 
 
 @dataclass(frozen=True)
-class Verdict:
+class LayoutVerdict:
     """Errors by kind; `first` is None if the layout equals the reference."""
 
     errors: Mapping[str, float]
@@ -37,7 +37,7 @@ class Verdict:
     one process."""
 
 
-class Comparator:
+class LayoutComparator:
     """Compares the observations of all ranks of a layout with the trace.
 
     `misrouted`: the first token that goes to another expert than in one process, and not because of
@@ -54,12 +54,12 @@ class Comparator:
         misrouted: MisroutedToken | None = None,
     ):
         self._trace, self._observations, self._tolerance = trace, observations, tolerance
-        self._compared = Comparison(trace, observations, tolerance)
-        self._diagnosis = Diagnosis(self._compared, layout)
+        self._compared = TraceComparison(trace, observations, tolerance)
+        self._diagnosis = DifferenceDiagnosis(self._compared, layout)
         self._misrouted = misrouted
         self._schedule = "" if layout.pipeline is None else layout.pipeline.schedule_name
 
-    def compare(self) -> Verdict:
+    def compare(self) -> LayoutVerdict:
         """The errors of each kind, and the first difference with its likely cause."""
         # The generator stops there: what only follows from the first difference is not explained.
         first = next(self._iterate_differences(), None)
@@ -68,19 +68,19 @@ class Comparator:
                 first, schedule=self._schedule, stages=self._compared.stages.get(first.name, ())
             )
         errors = {
-            "loss": self._compared.largest_scalar_error("losses", "loss"),
-            "norm": self._compared.largest_scalar_error("norms", "grad_norm"),
+            "loss": self._compared.largest_relative_scalar_error("losses", "loss"),
+            "norm": self._compared.largest_relative_scalar_error("norms", "grad_norm"),
         }
         steps = range(len(self._trace.steps))
         errors["initial"] = self._compared.worst(INITIAL_KIND)
-        errors["gradient"] = max(self._compared.worst(gradients_set_name(step)) for step in steps)
+        errors["gradient"] = max(self._compared.worst(name_gradients_set(step)) for step in steps)
         errors["weight"] = self._compared.largest_relative_weight_error()
-        errors["update"] = max(self._compared.worst(weights_set_name(step)) for step in steps)
+        errors["update"] = max(self._compared.worst(name_weights_set(step)) for step in steps)
         if self._trace.has_buffers:
-            errors["buffer"] = max(self._compared.worst(buffers_set_name(step)) for step in steps)
+            errors["buffer"] = max(self._compared.worst(name_buffers_set(step)) for step in steps)
         if self._trace.evaluation is not None:
-            errors["evaluation"] = max(self._compared.evaluation_errors())
-        return Verdict(errors, first, self._list_relaxed_gradients())
+            errors["evaluation"] = max(self._compared.relative_evaluation_errors())
+        return LayoutVerdict(errors, first, self._list_relaxed_gradients())
 
     def _iterate_differences(self) -> Iterator[Difference]:
         """All differences, in the order in which things go wrong: names, initial weights, and of
@@ -93,26 +93,26 @@ class Comparator:
             yield from self._compare_dropout_masks(step)
             yield from self._compare_routing(train_phase_of_step(step))
             yield from self._compare_scalar("loss", "losses", "loss", step)
-            yield from self._compare_tensors("gradient", gradients_set_name(step), step)
+            yield from self._compare_tensors("gradient", name_gradients_set(step), step)
             yield from self._compare_scalar("gradient norm", "norms", "grad_norm", step)
-            yield from self._compare_replicas("gradient", gradients_set_name(step), step)
+            yield from self._compare_replicas("gradient", name_gradients_set(step), step)
             yield from self._compare_loads(step)
-            yield from self._compare_tensors("update", weights_set_name(step), step)
+            yield from self._compare_tensors("update", name_weights_set(step), step)
             if self._trace.has_buffers:
-                yield from self._compare_tensors("buffer", buffers_set_name(step), step)
-        yield from self._compare_replicas("weight", weights_set_name(last), last)
+                yield from self._compare_tensors("buffer", name_buffers_set(step), step)
+        yield from self._compare_replicas("weight", name_weights_set(last), last)
         if self._trace.has_buffers:
-            yield from self._compare_replicas("buffer", buffers_set_name(last), last)
+            yield from self._compare_replicas("buffer", name_buffers_set(last), last)
         yield from self._compare_routing(EVALUATION_KIND)
         yield from self._compare_evaluation()
 
     def _list_relaxed_gradients(self) -> tuple[str, ...]:
         relaxed: dict[str, None] = {}
         # All of them are judged so, and the row says by how much.
-        if is_narrow(self._trace.dtype):
+        if is_narrow_dtype(self._trace.dtype):
             return ()
-        for kind in map(gradients_set_name, range(len(self._trace.steps))):
-            for name in self._compared.list_compared_tensors(kind):
+        for kind in map(name_gradients_set, range(len(self._trace.steps))):
+            for name in self._compared.list_tensors_in_forward_order(kind):
                 allowed = self._trace.tolerance(kind, name, self._tolerance)
                 if self._tolerance < self._compared.error(kind, name) <= allowed:
                     relaxed[name] = None
@@ -189,7 +189,7 @@ class Comparator:
         reroute, ranks = misrouted.reroute, misrouted.ranks or (0,)
         number = phase.rpartition("-")[2]
         step = int(number) if number.isdecimal() else len(self._trace.steps) - 1
-        cause = misrouted.cause or self._diagnosis.explain_routing(reroute)
+        cause = misrouted.cause or self._diagnosis.explain_misrouted_token(reroute)
         yield Difference(
             "routing", reroute.router, step, reroute.margin, ranks[0], ranks, misrouted.where, cause
         )
@@ -198,7 +198,7 @@ class Comparator:
         self, kind: str, key: str, attribute: str, step: int
     ) -> Iterator[Difference]:
         errors = [
-            self._compared.scalar_error(observation[key][step], attribute, step)
+            self._compared.relative_scalar_error(observation[key][step], attribute, step)
             for observation in self._observations
         ]
         worst = max(range(len(errors)), key=lambda rank: errors[rank])
@@ -207,9 +207,9 @@ class Comparator:
             ranks = tuple(rank for rank, error in enumerate(errors) if error > tolerance)
             value = self._observations[worst][key][step]
             if kind == "loss":
-                cause = self._diagnosis.explain_loss(value, step)
+                cause = self._diagnosis.explain_wrong_loss(value, step)
             else:
-                cause = self._diagnosis.explain_norm(value, step)
+                cause = self._diagnosis.explain_wrong_grad_norm(value, step)
             difference = Difference(kind, "", step, errors[worst], worst, ranks, "", cause)
             if kind == "loss":
                 difference = self._add_first_wrong_output(difference)
@@ -228,7 +228,7 @@ class Comparator:
             return difference
         first_position = min(first[1] for first in firsts.values())
         ranks = tuple(rank for rank, first in firsts.items() if first[1] == first_position)
-        worst = max(ranks, key=lambda rank: replace_nan(firsts[rank][3]))
+        worst = max(ranks, key=lambda rank: replace_nan_by_infinity(firsts[rank][3]))
         name, error = firsts[worst][2:4]
         row, token = min(tuple(firsts[rank][4:]) for rank in ranks)
         origin = (
@@ -238,7 +238,7 @@ class Comparator:
         return replace(difference, rank=worst, ranks=ranks, origin=origin)
 
     def _compare_evaluation(self) -> Iterator[Difference]:
-        errors = self._compared.evaluation_errors()
+        errors = self._compared.relative_evaluation_errors()
         worst = max(range(len(errors)), key=lambda rank: errors[rank])
         tolerance = self._trace.scalar_tolerance("evaluation", self._tolerance)
         if errors[worst] > tolerance:
@@ -266,7 +266,7 @@ class Comparator:
                     worst = max(worst, off)
             if ranks:
                 error = worst / max(1, sum(expected))
-                cause = self._diagnosis.explain_load(
+                cause = self._diagnosis.explain_wrong_expert_load(
                     self._observations[ranks[0]]["loads"][step][router], expected
                 )
                 yield Difference(
@@ -295,7 +295,7 @@ class Comparator:
         if label == "update":
             usual = TOLERANCE_OF_DTYPE[parameter_dtype_of_row(self._trace.dtype)]
         tolerance_of: dict[str, float] = {}
-        for name in self._compared.list_compared_tensors(kind):
+        for name in self._compared.list_tensors_in_forward_order(kind):
             tolerance = self._trace.tolerance(kind, name, usual)
             if self._compared.error(kind, name) > tolerance:
                 tolerance_of[name] = tolerance
@@ -305,14 +305,14 @@ class Comparator:
         ordered = reversed(off) if label == "gradient" else iter(off)
         for name in ordered:
             tolerance = tolerance_of[name]
-            shares = self._compared.list_squared_errors(kind, name)
+            shares = self._compared.list_squared_errors_by_rank(kind, name)
             # The square of the error is a sum over ranks: each may have its share of the bound.
             limit = (tolerance * self._trace.scale(kind, name)) ** 2 / len(shares)
             # Not `share > limit`: NaN is above any limit.
             ranks = tuple(rank for rank, share in enumerate(shares) if not share <= limit)
-            sizes = list(map(replace_nan, shares))
+            sizes = list(map(replace_nan_by_infinity, shares))
             worst = sizes.index(max(sizes))
             part = self._observations[worst]["held"].get(name, "nothing")
-            cause = self._diagnosis.explain_tensor(label, kind, name, off, ranks, step)
+            cause = self._diagnosis.explain_wrong_tensor(label, kind, name, off, ranks, step)
             error = self._compared.error(kind, name)
             yield Difference(label, name, step, error, worst, ranks or (worst,), part, cause)

@@ -30,7 +30,7 @@ _LIBRARY, _DRY_RUN = "", "-"
 
 
 @dataclass(frozen=True)
-class Caller:
+class OperationCaller:
     """`line` is "file:number function", the file as phalanx or the user knows it; `through` is the
     part of torch that it called: "fsdp", "optim", "ddp", or empty."""
 
@@ -39,7 +39,7 @@ class Caller:
     through: str = ""
 
 
-NOBODY = Caller("", "(nobody known)")
+NO_CALLER = OperationCaller("", "(nobody known)")
 
 
 class CallerFinder:
@@ -48,9 +48,9 @@ class CallerFinder:
     def __init__(self) -> None:
         self._files: dict[CodeType, str] = {}
         self._through: dict[CodeType, str] = {}
-        self._callers: dict[tuple[CodeType, int, str], Caller] = {}
+        self._callers: dict[tuple[CodeType, int, str], OperationCaller] = {}
 
-    def find(self, depth: int = 2, skips: tuple[str, ...] = ()) -> Caller:
+    def find(self, depth: int = 2, skips: tuple[str, ...] = ()) -> OperationCaller:
         """The caller of the operation that is under way; `depth` frames are the tracker's own, and
         those in the files `skips` do not count."""
         frame = sys._getframe(depth)
@@ -59,25 +59,25 @@ class CallerFinder:
             code = frame.f_code
             file = self._files.get(code)
             if file is None:
-                file = self._classify(code)
+                file = self._classify_code_origin(code)
             if file == _LIBRARY:
                 through = through or self._through[code]
             elif file != _DRY_RUN and file not in skips:
                 key = code, frame.f_lineno, through
                 if key not in self._callers:
                     line = f"{file}:{frame.f_lineno} {code.co_name}"
-                    self._callers[key] = Caller(file, line, through)
+                    self._callers[key] = OperationCaller(file, line, through)
                 return self._callers[key]
             frame = frame.f_back  # type: ignore[assignment]
-        return NOBODY
+        return NO_CALLER
 
-    def file_of(self, code: CodeType) -> str:
+    def find_source_file(self, code: CodeType) -> str:
         """The file of `code` if it is phalanx's or the user's, and not a part of the dry run; else
         empty."""
-        file = self._classify(code)
+        file = self._classify_code_origin(code)
         return "" if file == _DRY_RUN else file
 
-    def _classify(self, code: CodeType) -> str:
+    def _classify_code_origin(self, code: CodeType) -> str:
         """Note of `code` whose it is; the file if it is phalanx's or the user's."""
         path = code.co_filename
         self._through[code] = ""

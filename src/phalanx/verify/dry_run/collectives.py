@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten
 
 from phalanx.mesh.mesh import Mesh
 from phalanx.plan.layout import AXES
-from phalanx.verify.dry_run.callers import Caller
+from phalanx.verify.dry_run.callers import OperationCaller
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather", "reduce_scatter"
 ALL_TO_ALL, BROADCAST, REDUCE = "all_to_all", "broadcast", "reduce"
@@ -50,7 +50,7 @@ _FUNCTIONAL: dict[str, str] = {
 
 
 @dataclass(frozen=True)
-class Collective:
+class CollectiveCall:
     """One call. `axis` names the axes of the layout along which the ranks of the group differ.
 
     `num_bytes` is the whole message: what is reduced, all that is gathered, all that is scattered
@@ -76,7 +76,7 @@ class CollectiveLog:
     """Calls of collectives, equal ones counted together."""
 
     mesh: Mesh
-    counts: Counter[Collective] = field(default_factory=Counter)
+    counts: Counter[CollectiveCall] = field(default_factory=Counter)
     _axes: dict[tuple[int, ...], str] = field(default_factory=dict)
     _groups: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
 
@@ -88,7 +88,7 @@ class CollectiveLog:
         *,
         phase: str,
         purpose: str,
-        caller: Caller,
+        caller: OperationCaller,
     ) -> None:
         """Note the call of `func`, if it is one of torch's collectives."""
         name = func._schema.name
@@ -97,20 +97,22 @@ class CollectiveLog:
             if entry is None:
                 return
             kind, where = entry
-            group = _find_group(args)
+            group = _find_group_argument(args)
             message = args[where]
         else:
             short = name.partition("::")[2].removesuffix("_out").removesuffix("_")
             kind = _FUNCTIONAL.get(short, "")
             if not kind:
                 return
-            group = _resolve_group(args)
+            group = _resolve_group_by_name(args)
             message = output if kind == ALL_GATHER else args[0]
-        num_bytes = 0 if kind == BARRIER else _count_bytes(message)
+        num_bytes = 0 if kind == BARRIER else _sum_tensor_bytes(message)
         sent = None
         if kind == ALL_TO_ALL:
-            _, ranks = self._describe_group(group)
-            sent = _sent_of_exchange(args, num_bytes, ranks.index(self.mesh.rank), len(ranks))
+            _, ranks = self._look_up_group_axes(group)
+            sent = _compute_all_to_all_sent_bytes(
+                args, num_bytes, ranks.index(self.mesh.rank), len(ranks)
+            )
         self.add(
             kind,
             group,
@@ -133,22 +135,22 @@ class CollectiveLog:
         sent_bytes: float | None = None,
     ) -> None:
         """Add one call; without `sent_bytes` a rank sends what ring algorithms have it send."""
-        axis, ranks = self._describe_group(group)
+        axis, ranks = self._look_up_group_axes(group)
         if sent_bytes is None:
-            sent_bytes = _sent_bytes(kind, num_bytes, len(ranks))
+            sent_bytes = _compute_ring_sent_bytes(kind, num_bytes, len(ranks))
         self.counts[
-            Collective(
+            CollectiveCall(
                 kind, axis, len(ranks), ranks[0], num_bytes, sent_bytes, phase, purpose, caller
             )
         ] += 1
 
-    def _describe_group(self, group: dist.ProcessGroup) -> tuple[str, tuple[int, ...]]:
+    def _look_up_group_axes(self, group: dist.ProcessGroup) -> tuple[str, tuple[int, ...]]:
         if group.group_name not in self._groups:
             ranks = tuple(dist.get_process_group_ranks(group))
-            self._groups[group.group_name] = self._name_axes(ranks), ranks
+            self._groups[group.group_name] = self._find_axes_of_ranks(ranks), ranks
         return self._groups[group.group_name]
 
-    def _name_axes(self, ranks: tuple[int, ...]) -> str:
+    def _find_axes_of_ranks(self, ranks: tuple[int, ...]) -> str:
         """The axes along which `ranks` differ; "ep" for those of an expert-parallel group, "all"
         for all ranks where more than one axis has several."""
         layout = self.mesh.layout
@@ -167,7 +169,7 @@ class CollectiveLog:
         return " x ".join(differing) or "one rank"
 
 
-def _find_group(args: Sequence[Any]) -> dist.ProcessGroup:
+def _find_group_argument(args: Sequence[Any]) -> dist.ProcessGroup:
     for value in args:
         if isinstance(value, torch.ScriptObject):
             return dist.ProcessGroup.unbox(value)
@@ -176,18 +178,18 @@ def _find_group(args: Sequence[Any]) -> dist.ProcessGroup:
     raise AssertionError("a collective of torch without a process group")
 
 
-def _resolve_group(args: Sequence[Any]) -> dist.ProcessGroup:
+def _resolve_group_by_name(args: Sequence[Any]) -> dist.ProcessGroup:
     names = [value for value in args if isinstance(value, str)]
     # Of an all-reduce the first text is the operation.
     return dist.distributed_c10d._resolve_process_group(names[-1])
 
 
-def _count_bytes(message: Any) -> int:
+def _sum_tensor_bytes(message: Any) -> int:
     leaves, _ = tree_flatten(message)
     return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
-def _sent_bytes(kind: str, num_bytes: int, num_ranks: int) -> float:
+def _compute_ring_sent_bytes(kind: str, num_bytes: int, num_ranks: int) -> float:
     """Bytes that one rank sends by the ring algorithms that `Traffic` counts by."""
     others = (num_ranks - 1) / num_ranks
     shares = {ALL_REDUCE: 2 * others, ALL_GATHER: others, REDUCE_SCATTER: others, SEND: 1.0}
@@ -196,7 +198,9 @@ def _sent_bytes(kind: str, num_bytes: int, num_ranks: int) -> float:
     return num_bytes * shares.get(kind, 0.0)
 
 
-def _sent_of_exchange(args: Sequence[Any], num_bytes: int, rank: int, num_ranks: int) -> float:
+def _compute_all_to_all_sent_bytes(
+    args: Sequence[Any], num_bytes: int, rank: int, num_ranks: int
+) -> float:
     """Bytes of an all-to-all that leave this rank: all but its own part."""
     lists = [value for value in args if isinstance(value, list) and len(value) == num_ranks]
     # torch's arguments are (output, input, group, output sizes, input sizes).
@@ -208,7 +212,7 @@ def _sent_of_exchange(args: Sequence[Any], num_bytes: int, rank: int, num_ranks:
     return num_bytes * (sum(sizes) - sizes[rank]) / sum(sizes)
 
 
-def sum_sent_by_axis(counts: Mapping[Collective, int]) -> dict[str, float]:
+def sum_sent_bytes_by_axis(counts: Mapping[CollectiveCall, int]) -> dict[str, float]:
     """Bytes that the rank sends, by axis."""
     total: dict[str, float] = {}
     for collective, count in counts.items():

@@ -19,7 +19,7 @@ from phalanx.verify.dry_run.moments import BACKWARD
 CALLER = "phalanx/parallel/data_parallel/replicate.py (DDP's buckets)"
 
 
-class DdpBuckets:
+class DdpBucketReductions:
     """Stands for the all-reduces of DDP's buckets.
 
     DDP sets its buckets anew after the first backward, in the order in which gradients came: those
@@ -30,21 +30,21 @@ class DdpBuckets:
         self._group = model.mesh.data_parallel_group()
         self._limit = bucket_bytes(model.plan)
         self._arrived: list[nn.Parameter] = []
-        ddp.register_comm_hook(None, _take_bucket_as_reduced)
+        ddp.register_comm_hook(None, _return_bucket_unreduced)
         ignored = ddp.parameters_to_ignore
         for name, parameter in ddp.module.named_parameters():
             if parameter.requires_grad and name not in ignored:
-                parameter.register_post_accumulate_grad_hook(self._note_arrival)
+                parameter.register_post_accumulate_grad_hook(self._record_gradient_arrival)
 
-    def _note_arrival(self, parameter: nn.Parameter) -> None:
+    def _record_gradient_arrival(self, parameter: nn.Parameter) -> None:
         self._arrived.append(parameter)
 
-    def note_reductions(self, log: CollectiveLog) -> None:
+    def record_bucket_reductions(self, log: CollectiveLog) -> None:
         """Add the all-reduces of one step, of the gradients that came in the last backward."""
         # Of several microbatches the last one reduces.
         last = list(dict.fromkeys(reversed(self._arrived)))[::-1]
         self._arrived.clear()
-        for num_bytes in list_bucket_bytes(last, self._limit):
+        for num_bytes in list_ddp_bucket_bytes(last, self._limit):
             log.add(
                 ALL_REDUCE,
                 self._group,
@@ -55,15 +55,15 @@ class DdpBuckets:
             )
 
 
-def find_ddp_buckets(model: ParallelModel) -> DdpBuckets | None:
+def watch_ddp_buckets(model: ParallelModel) -> DdpBucketReductions | None:
     """The stand-in for a model under DDP; None for another, and where a hook of ours compresses."""
     ddp = model._context.outer
     if not isinstance(ddp, DistributedDataParallel) or model.compression is not None:
         return None
-    return DdpBuckets(ddp, model)
+    return DdpBucketReductions(ddp, model)
 
 
-def list_bucket_bytes(parameters: Sequence[torch.Tensor], limit: int) -> list[int]:
+def list_ddp_bucket_bytes(parameters: Sequence[torch.Tensor], limit: int) -> list[int]:
     """Bytes of DDP's buckets of at most `limit` bytes, for gradients in this order."""
     if not parameters:
         return []
@@ -74,7 +74,7 @@ def list_bucket_bytes(parameters: Sequence[torch.Tensor], limit: int) -> list[in
 
 
 # DDP looks up this argument by its name, `bucket`.
-def _take_bucket_as_reduced(state, bucket):  # type: ignore[no-untyped-def]  # torch reads annotations
+def _return_bucket_unreduced(state, bucket):  # type: ignore[no-untyped-def]  # torch reads annotations
     done: Any = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done

@@ -10,12 +10,12 @@ from phalanx.plan.plan import Plan
 Batch = dict[str, torch.Tensor]
 
 
-def make_fake_batches(job: Job, plan: Plan, num_microbatches: int) -> list[Batch]:
+def make_fake_microbatches(job: Job, plan: Plan, num_microbatches: int) -> list[Batch]:
     """Microbatches of one rank, of zeros: ids of a token that every vocabulary has."""
-    return [_make_batch(job, plan) for _ in range(num_microbatches)]
+    return [_make_fake_batch(job, plan) for _ in range(num_microbatches)]
 
 
-def _make_batch(job: Job, plan: Plan) -> Batch:
+def _make_fake_batch(job: Job, plan: Plan) -> Batch:
     rows = plan.micro_batch_size
     shape = plan.model_shape
     if shape.reads_images:

@@ -15,7 +15,9 @@ from phalanx.verify.dry_run.rank_kinds import RankKind
 AT, RESULT, REFUSAL = "at", "result", "refusal"
 
 
-def encode_request(job: Job, plan: Plan, kind: RankKind, boundary: Mapping[str, Any] | None) -> str:
+def encode_dry_run_request(
+    job: Job, plan: Plan, kind: RankKind, boundary: Mapping[str, Any] | None
+) -> str:
     """The request that a process reads from its standard input."""
     return json.dumps(
         {
@@ -27,7 +29,7 @@ def encode_request(job: Job, plan: Plan, kind: RankKind, boundary: Mapping[str, 
     )
 
 
-def decode_request(text: str) -> tuple[Job, Plan, RankKind, Mapping[str, Any] | None]:
+def decode_dry_run_request(text: str) -> tuple[Job, Plan, RankKind, Mapping[str, Any] | None]:
     body = json.loads(text)
     name, rank, stages = body["kind"]
     return (
@@ -38,7 +40,7 @@ def decode_request(text: str) -> tuple[Job, Plan, RankKind, Mapping[str, Any] | 
     )
 
 
-def rebuild_error(body: Mapping[str, Any]) -> PhalanxError:
+def rebuild_worker_error(body: Mapping[str, Any]) -> PhalanxError:
     """The error that a process has told, as an object."""
     kind: type[PhalanxError] = getattr(errors, str(body["error"]), PhalanxError)
     return kind(body["what"], where=body["where"], why=body["why"], fix=body["fix"])

@@ -12,7 +12,7 @@ LOSS = "loss"
 
 
 @dataclass(frozen=True)
-class Moment:
+class StepMoment:
     """A stretch of a step in which one part of the model computes.
 
     `part` is a module's full name, LOSS, or empty between modules; `microbatch` is -1 outside of
@@ -44,16 +44,16 @@ class Moment:
 class MomentLog:
     """The moments of a dry run in their order; the last one is under way."""
 
-    moments: list[Moment] = field(default_factory=lambda: [Moment(BUILD)])
+    moments: list[StepMoment] = field(default_factory=lambda: [StepMoment(BUILD)])
 
     @property
-    def current(self) -> Moment:
+    def current(self) -> StepMoment:
         return self.moments[-1]
 
     @property
     def index(self) -> int:
         return len(self.moments) - 1
 
-    def enter(self, moment: Moment) -> None:
+    def enter(self, moment: StepMoment) -> None:
         if moment != self.moments[-1]:
             self.moments.append(moment)

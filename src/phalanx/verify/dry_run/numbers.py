@@ -1,5 +1,5 @@
-"""FakeNumbers: answers what a program reads of fake tensors where the answer is known, and refuses
-the rest in words."""
+"""FakeOperationCaller: answers what a program reads of fake tensors where the answer is known, and
+refuses the rest in words."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten
 
 from phalanx.core.errors import LayoutError
 from phalanx.parallel.pipeline.placeholder import Placeholder
-from phalanx.verify.dry_run.callers import Caller, CallerFinder
+from phalanx.verify.dry_run.callers import CallerFinder, OperationCaller
 
 _aten = torch.ops.aten
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -42,7 +42,7 @@ WAY_OUT = (
 )
 
 
-class FakeNumbers:
+class FakeOperationCaller:
     """Calls operations on fake tensors. Real tensors (a random state) are read as they are."""
 
     def __init__(self, finder: CallerFinder) -> None:
@@ -51,20 +51,20 @@ class FakeNumbers:
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of an operation. Raises LayoutError for one whose result nobody knows."""
         if any(isinstance(value, Placeholder) for value in args):
-            args = tuple(map(_make_fake, args))
+            args = tuple(map(_replace_placeholder_by_fake, args))
         if func is _WAIT:
             # It gives back what it was given, which torch's form of it for fake tensors does not.
             return args[0]
         if func in _READING:
-            return self._read(func, args, kwargs)
+            return self._read_value_of_fake_tensor(func, args, kwargs)
         try:
             if func is _aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
-                return _multiply_groups(func, args, kwargs)
+                return _fake_grouped_mm_in_any_dtype(func, args, kwargs)
             return func(*args, **kwargs)
         except _UNKNOWN as error:
-            raise _unknown_number_error(func, self._finder.find()) from error
+            raise _build_unknown_number_error(func, self._finder.find()) from error
 
-    def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _read_value_of_fake_tensor(self, func: Any, args: Any, kwargs: Any) -> Any:
         leaves, _ = tree_flatten((args, kwargs))
         if not any(isinstance(leaf, FakeTensor) for leaf in leaves):
             with _disable_current_modes():
@@ -72,13 +72,13 @@ class FakeNumbers:
         caller = self._finder.find(depth=3)
         number = _USUAL_NUMBERS.get(caller.file)
         if number is None:
-            raise _unknown_number_error(func, caller)
+            raise _build_unknown_number_error(func, caller)
         if func is not _aten._local_scalar_dense.default:
             return bool(number)
-        return _as_number_of(args[0].dtype, number)
+        return _convert_number_to_dtype(args[0].dtype, number)
 
 
-def _make_fake(value: Any) -> Any:
+def _replace_placeholder_by_fake(value: Any) -> Any:
     """A fake tensor in place of a placeholder, which is real: FakeTensorMode knows no class of
     ours."""
     if not isinstance(value, Placeholder):
@@ -86,7 +86,7 @@ def _make_fake(value: Any) -> Any:
     return torch.empty((), dtype=value.dtype, device=value.device).expand(value.shape)
 
 
-def _multiply_groups(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+def _fake_grouped_mm_in_any_dtype(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     """The grouped product of another type than bf16, the only one that torch's form of it for fake
     tensors takes."""
     first, second, *rest = args
@@ -94,13 +94,13 @@ def _multiply_groups(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     return product.to(first.dtype)
 
 
-def _as_number_of(dtype: torch.dtype, number: float) -> float | int | bool:
+def _convert_number_to_dtype(dtype: torch.dtype, number: float) -> float | int | bool:
     if dtype is torch.bool:
         return bool(number)
     return float(number) if dtype.is_floating_point else int(number)
 
 
-def _unknown_number_error(func: Any, caller: Caller) -> LayoutError:
+def _build_unknown_number_error(func: Any, caller: OperationCaller) -> LayoutError:
     name = func._schema.name.removeprefix("aten::").removeprefix("_")
     if name == "local_scalar_dense":
         name = "item"

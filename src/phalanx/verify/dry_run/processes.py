@@ -18,9 +18,15 @@ from phalanx.core.errors import LayoutError, PhalanxError
 from phalanx.job.module_probe import find_last_line
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
-from phalanx.verify.dry_run.messages import AT, REFUSAL, RESULT, encode_request, rebuild_error
+from phalanx.verify.dry_run.messages import (
+    AT,
+    REFUSAL,
+    RESULT,
+    encode_dry_run_request,
+    rebuild_worker_error,
+)
 from phalanx.verify.dry_run.rank_kinds import RankKind
-from phalanx.verify.dry_run.report import KindReport
+from phalanx.verify.dry_run.report import RankKindReport
 
 WORKER = "phalanx.verify.dry_run.worker"
 AT_ONCE = 2
@@ -30,14 +36,14 @@ Tell = Callable[[str], None]
 
 
 @dataclass
-class _Process:
+class _RunningDryRun:
     """A dry run under way. `errors`: the file of what it says besides."""
 
     kind: RankKind
     process: subprocess.Popen[bytes]
     errors: Any
     pending: bytes = b""
-    report: KindReport | None = None
+    report: RankKindReport | None = None
 
 
 class DryRunProcesses:
@@ -45,7 +51,7 @@ class DryRunProcesses:
 
     def __init__(self, job: Job, plan: Plan, tell: Tell, *, at_once: int = AT_ONCE) -> None:
         self._job, self._plan, self._tell, self._at_once = job, plan, tell, at_once
-        self._running: dict[int, _Process] = {}
+        self._running: dict[int, _RunningDryRun] = {}
         self._selector = selectors.DefaultSelector()
         self._stack = ExitStack()
 
@@ -62,7 +68,7 @@ class DryRunProcesses:
 
     def run(
         self, kinds: Sequence[RankKind], boundary: Mapping[str, Any] | None
-    ) -> Iterator[tuple[RankKind, KindReport]]:
+    ) -> Iterator[tuple[RankKind, RankKindReport]]:
         """Yield the report of each of `kinds`, as they end.
 
         Raises the refusal of the first that refuses.
@@ -70,51 +76,53 @@ class DryRunProcesses:
         waiting = list(kinds)
         while waiting or self._running:
             while waiting and len(self._running) < self._at_once:
-                self._start(waiting.pop(0), boundary)
+                self._start_worker(waiting.pop(0), boundary)
             for key, _ in self._selector.select():
                 running = self._running[key.fd]
-                if not self._read(running):
-                    yield running.kind, self._finish(running)
+                if not self._read_worker_output(running):
+                    yield running.kind, self._finish_worker(running)
 
-    def _start(self, kind: RankKind, boundary: Mapping[str, Any] | None) -> None:
+    def _start_worker(self, kind: RankKind, boundary: Mapping[str, Any] | None) -> None:
         errors = self._stack.enter_context(tempfile.TemporaryFile())
         process = subprocess.Popen(
             [sys.executable, "-m", WORKER],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
-            env=_environment(),
+            env=_build_worker_environment(),
             start_new_session=True,
         )
         assert process.stdin is not None
         assert process.stdout is not None
-        self._running[process.stdout.fileno()] = _Process(kind, process, errors)
+        self._running[process.stdout.fileno()] = _RunningDryRun(kind, process, errors)
         self._selector.register(process.stdout, selectors.EVENT_READ)
         try:
-            process.stdin.write(encode_request(self._job, self._plan, kind, boundary).encode())
+            process.stdin.write(
+                encode_dry_run_request(self._job, self._plan, kind, boundary).encode()
+            )
             process.stdin.close()
         except BrokenPipeError:  # it ended at once, and its errors say why
             pass
         self._tell(f"{kind.name}: start")
 
-    def _read(self, running: _Process) -> bool:
+    def _read_worker_output(self, running: _RunningDryRun) -> bool:
         """Take what a process has said; False if that was all."""
         assert running.process.stdout is not None
         data = os.read(running.process.stdout.fileno(), 1 << 16)
         *lines, running.pending = (running.pending + data).split(b"\n")
         for line in lines:
-            self._take(running, json.loads(line))
+            self._handle_worker_message(running, json.loads(line))
         return bool(data)
 
-    def _take(self, running: _Process, message: Mapping[str, Any]) -> None:
+    def _handle_worker_message(self, running: _RunningDryRun, message: Mapping[str, Any]) -> None:
         if AT in message:
             self._tell(f"{running.kind.name}: {message[AT]}")
         elif RESULT in message:
-            running.report = KindReport.from_json(message[RESULT])
+            running.report = RankKindReport.from_json(message[RESULT])
         elif REFUSAL in message:
-            raise rebuild_error(message[REFUSAL])
+            raise rebuild_worker_error(message[REFUSAL])
 
-    def _finish(self, running: _Process) -> KindReport:
+    def _finish_worker(self, running: _RunningDryRun) -> RankKindReport:
         stdout = running.process.stdout
         assert stdout is not None
         self._selector.unregister(stdout)
@@ -137,7 +145,7 @@ class DryRunProcesses:
         )
 
 
-def _environment() -> dict[str, str]:
+def _build_worker_environment() -> dict[str, str]:
     """Our own, with our sys.path ("" in it is the current directory) and one thread."""
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     return os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}

@@ -27,11 +27,11 @@ from phalanx.parallel.step_stats import StepStats
 from phalanx.plan.plan import Plan
 from phalanx.run.weights import build_state
 from phalanx.train.state import TrainState
-from phalanx.verify.dry_run.collectives import Collective, CollectiveLog
-from phalanx.verify.dry_run.ddp_buckets import DdpBuckets, find_ddp_buckets
-from phalanx.verify.dry_run.fake_batches import make_fake_batches
-from phalanx.verify.dry_run.moments import BACKWARD, FORWARD, LOSS, OPTIMIZER, Moment
-from phalanx.verify.dry_run.stand_ins import StageForm, standing_in
+from phalanx.verify.dry_run.collectives import CollectiveCall, CollectiveLog
+from phalanx.verify.dry_run.ddp_buckets import DdpBucketReductions, watch_ddp_buckets
+from phalanx.verify.dry_run.fake_batches import make_fake_microbatches
+from phalanx.verify.dry_run.moments import BACKWARD, FORWARD, LOSS, OPTIMIZER, StepMoment
+from phalanx.verify.dry_run.stand_ins import StageBoundarySpec, standing_in_for_other_ranks
 from phalanx.verify.dry_run.storage_log import (
     COMMUNICATION,
     GRADIENTS,
@@ -49,7 +49,7 @@ NUM_FLAGS = 6
 """Flags that travel with the facts of a step (train/trainer.py): three of stops, three of saves."""
 
 
-class WatchedPhases(PhaseTimer):
+class TrackedPhases(PhaseTimer):
     """Phases that tell a tracker where the step is."""
 
     def __init__(self, tracker: StorageTracker) -> None:
@@ -76,31 +76,33 @@ class WatchedPhases(PhaseTimer):
         if name == OPTIMIZER:
             microbatch = -1
         elif collective:
-            stage, microbatch = _read_action(collective)
+            stage, microbatch = _parse_pipeline_action(collective)
         elif name == FORWARD:
             microbatch = self._microbatch = self._microbatch + 1
             self.on_microbatch()
         self._tracker.log.moments.enter(
-            Moment(name, microbatch=microbatch, stage=stage, step=self.step)
+            StepMoment(name, microbatch=microbatch, stage=stage, step=self.step)
         )
 
 
-def _read_action(action: str) -> tuple[int, int]:
+def _parse_pipeline_action(action: str) -> tuple[int, int]:
     """(stage, microbatch) of an action of a pipeline: "3F0" is stage 3's forward of microbatch
     0."""
     kind = next(index for index, letter in enumerate(action) if letter.isalpha())
     return int(action[:kind]), int(action[kind + 1 :])
 
 
-def watch_parts(root: nn.Module, tracker: StorageTracker) -> None:
+def track_parts(root: nn.Module, tracker: StorageTracker) -> None:
     """Have `tracker` know which block, or which module outside of blocks, computes: forward by
     hooks of modules, backward by hooks of the graph, which they leave as it is."""
-    for name, part in list_parts(root):
-        part.register_forward_pre_hook(functools.partial(_enter_part, tracker, name), prepend=True)
-        part.register_forward_hook(functools.partial(_leave_part, tracker, name))
+    for name, part in list_tracked_parts(root):
+        part.register_forward_pre_hook(
+            functools.partial(_enter_part_before_forward, tracker, name), prepend=True
+        )
+        part.register_forward_hook(functools.partial(_leave_part_after_forward, tracker, name))
 
 
-def list_parts(root: nn.Module) -> list[tuple[str, nn.Module]]:
+def list_tracked_parts(root: nn.Module) -> list[tuple[str, nn.Module]]:
     """The blocks, and outside of them modules without submodules, by full name."""
     blocks = set(find_blocks(root))
     inside: set[nn.Module] = set()
@@ -114,46 +116,46 @@ def list_parts(root: nn.Module) -> list[tuple[str, nn.Module]]:
     return parts
 
 
-def _enter_part(tracker: StorageTracker, name: str, *_: Any) -> None:
+def _enter_part_before_forward(tracker: StorageTracker, name: str, *_: Any) -> None:
     tracker.enter_part(name)
 
 
-def _leave_part(
+def _leave_part_after_forward(
     tracker: StorageTracker, name: str, part: nn.Module, args: Any, output: Any
 ) -> None:
-    watch_backward(tracker, name, output)
+    track_backward_of_output(tracker, name, output)
     tracker.enter_part("")
 
 
-def watch_backward(tracker: StorageTracker, name: str, output: Any) -> None:
+def track_backward_of_output(tracker: StorageTracker, name: str, output: Any) -> None:
     """Have `tracker` know when the backward comes to what made `output`."""
     if isinstance(output, tuple | list):
         for value in output:
-            watch_backward(tracker, name, value)
+            track_backward_of_output(tracker, name, value)
     elif isinstance(output, torch.Tensor) and output.grad_fn is not None:
         output.grad_fn.register_prehook(lambda _: tracker.enter_part(name))
 
 
-def watch_objective(objective: Objective, tracker: StorageTracker) -> Objective:
+def wrap_objective_for_tracker(objective: Objective, tracker: StorageTracker) -> Objective:
     """The same objective, which `tracker` knows as the part LOSS."""
 
     @functools.wraps(objective, updated=())
-    def watched(outputs: Any, batch: Mapping[str, torch.Tensor]) -> Any:
+    def compute_tracked_loss(outputs: Any, batch: Mapping[str, torch.Tensor]) -> Any:
         tracker.enter_part(LOSS)
         result = objective(outputs, batch)
-        watch_backward(tracker, LOSS, result)
+        track_backward_of_output(tracker, LOSS, result)
         tracker.enter_part("")
         return result
 
     # What transforms read of it: attributes of a function, or of an object that is called.
     for name in dir(objective):
-        if not name.startswith("__") and not hasattr(watched, name):
-            setattr(watched, name, getattr(objective, name))
-    return watched
+        if not name.startswith("__") and not hasattr(compute_tracked_loss, name):
+            setattr(compute_tracked_loss, name, getattr(objective, name))
+    return compute_tracked_loss
 
 
 @dataclass(frozen=True)
-class DryStep:
+class DryStepResult:
     """What a dry run of one rank has seen.
 
     `first_moment`: where the step begins. `num_traced`: microbatches that were run; the others do
@@ -161,7 +163,7 @@ class DryStep:
     """
 
     log: StorageLog
-    counts: Counter[Collective]
+    counts: Counter[CollectiveCall]
     stats: StepStats
     first_moment: int
     num_traced: int
@@ -172,35 +174,35 @@ def run_dry_step(
     job: Job,
     plan: Plan,
     rank: int,
-    boundary: StageForm | None = None,
+    boundary: StageBoundarySpec | None = None,
     tell: Callable[[str], None] = lambda words: None,
-) -> DryStep:
+) -> DryStepResult:
     """Build the program of `rank` and run it for one step.
 
     `boundary`: of a pipeline, which a rank with the first stage fills in and others need.
     Raises LayoutError for a program that needs numbers to go on.
     """
-    boundary = boundary or StageForm()
+    boundary = boundary or StageBoundarySpec()
     # A compiler would trace fake tensors itself.
     plan = replace(plan, compile=False)
     with open_fake_mesh(plan.layout, rank) as mesh:
         tracker = StorageTracker(StorageLog(), CollectiveLog(mesh), is_dry=True)
         with (
             FakeTensorMode(allow_non_fake_inputs=True),
-            tracker.following_sizes(),
+            tracker.tracking_storage_resizes(),
             hiding_arithmetic_of_places(),
             letting_cpu_stand_for_gpu(plan.device != "cpu"),
-            standing_in(boundary, tracker),
+            standing_in_for_other_ranks(boundary, tracker),
             tracker,
         ):
             tell("build")
-            phases = WatchedPhases(tracker)
+            phases = TrackedPhases(tracker)
             module = _build_fake_module(job, plan)
             state = build_state(job, plan, mesh, phases, module=module)
-            runner = StepRunner(job, plan, state, tracker, phases)
-            runner.buckets = find_ddp_buckets(state.model)
+            runner = DryStepRunner(job, plan, state, tracker, phases)
+            runner.buckets = watch_ddp_buckets(state.model)
             tell("step")
-            step = runner.run_whole_step()
+            step = runner.run_step_of_all_microbatches()
     return step
 
 
@@ -213,14 +215,14 @@ def _build_fake_module(job: Job, plan: Plan) -> nn.Module:
     return module
 
 
-class MicrobatchWatch:
+class MicrobatchRepeatDetector:
     """Remembers what was there, and what had been said to other ranks, when each microbatch
     began."""
 
     def __init__(self, tracker: StorageTracker) -> None:
         self._tracker = tracker
         self._sizes: list[Counter[int]] = []
-        self._counts: list[Counter[Collective]] = []
+        self._counts: list[Counter[CollectiveCall]] = []
 
     def clear(self) -> None:
         self._sizes.clear()
@@ -228,19 +230,19 @@ class MicrobatchWatch:
 
     def begin(self) -> None:
         assert self._tracker.collectives is not None
-        self._sizes.append(self._tracker.count_sizes())
+        self._sizes.append(self._tracker.count_storages_by_size())
         self._counts.append(Counter(self._tracker.collectives.counts))
 
-    def repeats(self, index: int) -> bool:
+    def has_unchanged_storages(self, index: int) -> bool:
         """True if the microbatch `index` left as many storages of each size as it found."""
         return self._sizes[index] == self._sizes[index + 1]
 
-    def counts_of(self, index: int) -> Counter[Collective]:
+    def get_collective_counts(self, index: int) -> Counter[CollectiveCall]:
         """What a microbatch said to other ranks."""
         return self._counts[index + 1] - self._counts[index]
 
 
-class StepRunner:
+class DryStepRunner:
     """Runs steps as `Trainer.step` does, and tells the tracker whose memory is whose.
 
     `buckets` stand for those of DDP in a dry run.
@@ -252,21 +254,21 @@ class StepRunner:
         plan: Plan,
         state: TrainState,
         tracker: StorageTracker,
-        phases: WatchedPhases,
+        phases: TrackedPhases,
     ) -> None:
         self._job, self._plan, self._state = job, plan, state
         self._tracker, self._phases = tracker, phases
-        self._objective = watch_objective(build_objective(job), tracker)
+        self._objective = wrap_objective_for_tracker(build_objective(job), tracker)
         self.first_moment = 0
-        self._watch = MicrobatchWatch(tracker)
+        self._watch = MicrobatchRepeatDetector(tracker)
         phases.on_microbatch = self._begin_microbatch
-        self.buckets: DdpBuckets | None = None
+        self.buckets: DdpBucketReductions | None = None
         module = state.model.module
-        watch_parts(module, tracker)
+        track_parts(module, tracker)
         tracker.mark((*module.parameters(), *module.buffers()), PARAMETERS)
-        self._mark_optimizer()
+        self._categorize_optimizer_state()
 
-    def run_whole_step(self) -> DryStep:
+    def run_step_of_all_microbatches(self) -> DryStepResult:
         """A step of all microbatches of the plan, as far as they differ.
 
         A microbatch is a function of what is there when it begins. Where the second one leaves
@@ -279,13 +281,13 @@ class StepRunner:
             num_traced = min(num_microbatches, NUM_DIFFERENT)
         stats = self.run(1, num_traced)
         if num_traced < num_microbatches:
-            if not self._watch.repeats(1):
+            if not self._watch.has_unchanged_storages(1):
                 num_traced = num_microbatches
                 stats = self.run(2, num_traced)
             else:
-                for collective, count in self._watch.counts_of(1).items():
+                for collective, count in self._watch.get_collective_counts(1).items():
                     collectives.counts[collective] += count * (num_microbatches - num_traced)
-        return DryStep(
+        return DryStepResult(
             self._tracker.log,
             collectives.counts,
             stats,
@@ -298,28 +300,28 @@ class StepRunner:
         """One step of so many microbatches, and what it says to other ranks."""
         model, optimizer, tracker = self._state.model, self._state.optimizer, self._tracker
         self._phases.begin_step(step)
-        tracker.log.moments.enter(Moment("data", step=step))
+        tracker.log.moments.enter(StepMoment("data", step=step))
         self.first_moment = tracker.log.moments.index
         if tracker.collectives is not None:
             tracker.collectives.counts.clear()
         self._watch.clear()
-        microbatches = make_fake_batches(self._job, self._plan, num_microbatches)
+        microbatches = make_fake_microbatches(self._job, self._plan, num_microbatches)
         local_loss = model.forward_backward(microbatches, self._objective, step=step)
-        self._mark_gradients()
+        self._categorize_gradients()
         stats = model.reduce_and_clip(
             local_loss, max_norm=self._job.optim.clip_norm, flags=(0.0,) * NUM_FLAGS
         )
-        self._mark_gradients()
+        self._categorize_gradients()
         if self.buckets is not None and tracker.collectives is not None:
-            self.buckets.note_reductions(tracker.collectives)
+            self.buckets.record_bucket_reductions(tracker.collectives)
         with self._phases(OPTIMIZER):
             model.update(optimizer)
-            self._mark_optimizer()
+            self._categorize_optimizer_state()
             optimizer.zero_grad(set_to_none=True)
         return stats
 
-    def _mark_gradients(self) -> None:
-        parameters = [*self._state.model.module.parameters(), *self._iterate_trained()]
+    def _categorize_gradients(self) -> None:
+        parameters = [*self._state.model.module.parameters(), *self._iterate_trained_parameters()]
         self._tracker.mark((parameter.grad for parameter in parameters), GRADIENTS, again=True)
 
     def _begin_microbatch(self) -> None:
@@ -332,11 +334,11 @@ class StepRunner:
             whole += list_whole_gradients(root)
         self._tracker.mark(whole, COMMUNICATION)
 
-    def _iterate_trained(self) -> Iterator[nn.Parameter]:
+    def _iterate_trained_parameters(self) -> Iterator[nn.Parameter]:
         for group in self._state.optimizer.param_groups:
             yield from group["params"]
 
-    def _mark_optimizer(self) -> None:
+    def _categorize_optimizer_state(self) -> None:
         for values in self._state.optimizer.state.values():
             tensors = (value for value in values.values() if isinstance(value, torch.Tensor))
             self._tracker.mark(tensors, OPTIMIZER_STATE)

@@ -20,7 +20,7 @@ class RankKind:
     stages: tuple[int, ...] = ()
 
 
-def choose_kinds(plan: Plan, *, all_kinds: bool = False) -> list[RankKind]:
+def choose_rank_kinds(plan: Plan, *, all_kinds: bool = False) -> list[RankKind]:
     """The kinds to run, the one with the first stage first.
 
     Of a pipeline these are the ranks with the first and the last stage and the one whose memory is

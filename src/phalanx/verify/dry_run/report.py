@@ -43,7 +43,7 @@ class TimelineRow:
 
 
 @dataclass(frozen=True)
-class KindReport:
+class RankKindReport:
     """A dry run of one kind of rank.
 
     `peak_bytes` and `peak_by_category` are of the moment `peak_when`. `planned_bytes` is what the
@@ -77,7 +77,7 @@ class KindReport:
         """How far the plan is from the dry run, as a fraction of the dry run; more is positive."""
         return self.planned_total_bytes / self.peak_bytes - 1
 
-    def sent_by_axis(self) -> dict[str, float]:
+    def sent_bytes_by_axis(self) -> dict[str, float]:
         """Bytes that the rank sends in a step, by axis."""
         total: dict[str, float] = {}
         for row in self.collectives:
@@ -88,19 +88,19 @@ class KindReport:
         derived = {
             "planned_total_bytes": self.planned_total_bytes,
             "plan_error": self.plan_error,
-            "sent_bytes_by_axis": self.sent_by_axis(),
+            "sent_bytes_by_axis": self.sent_bytes_by_axis(),
         }
         return asdict(self) | derived
 
     @classmethod
-    def from_json(cls, body: Mapping[str, Any]) -> KindReport:
+    def from_json(cls, body: Mapping[str, Any]) -> RankKindReport:
         values = {name: body[name] for name in cls.__dataclass_fields__}
         values["stages"] = tuple(body["stages"])
         values["collectives"] = tuple(CollectiveRow(**row) for row in body["collectives"])
         values["timeline"] = tuple(TimelineRow(**row) for row in body["timeline"])
         return cls(**values)
 
-    def as_cached(self) -> KindReport:
+    def copy_as_cached(self) -> RankKindReport:
         return replace(self, is_cached=True)
 
 
@@ -113,10 +113,10 @@ class DryRunReport:
     device: str
     capacity_bytes: int
     has_experts: bool
-    kinds: tuple[KindReport, ...]
+    kinds: tuple[RankKindReport, ...]
 
     @property
-    def highest(self) -> KindReport:
+    def highest(self) -> RankKindReport:
         """The kind whose memory peaks highest."""
         return max(self.kinds, key=lambda kind: kind.peak_bytes)
 
@@ -134,7 +134,7 @@ class DryRunReport:
         }
 
 
-def count_planned_tensors(predicted_bytes: Mapping[str, int]) -> dict[str, int]:
+def sum_planned_tensor_bytes(predicted_bytes: Mapping[str, int]) -> dict[str, int]:
     """What a plan says of tensors, by category."""
     planned = {}
     for category, num_bytes in predicted_bytes.items():

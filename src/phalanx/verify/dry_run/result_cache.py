@@ -16,7 +16,7 @@ from phalanx.job.module_probe import find_module_sources, list_file_states
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
 from phalanx.verify.dry_run.rank_kinds import RankKind
-from phalanx.verify.dry_run.report import SCHEMA_VERSION, KindReport
+from phalanx.verify.dry_run.report import SCHEMA_VERSION, RankKindReport
 
 DRY_RUN_CACHE = Path(os.path.expanduser("~/.cache/phalanx/dry-run"))
 # What a plan says for people, and what it was chosen from, changes nothing of a program.
@@ -28,51 +28,51 @@ class ResultCache:
 
     def __init__(self, job: Job, plan: Plan, directory: Path = DRY_RUN_CACHE) -> None:
         self._directory = directory
-        self._key = _digest_program(job, plan)
+        self._key = _hash_inputs_and_sources(job, plan)
 
-    def find(self, kind: RankKind) -> KindReport | None:
+    def find(self, kind: RankKind) -> RankKindReport | None:
         """The report of an earlier dry run of this kind; None if there is none that can be read."""
         try:
-            return KindReport.from_json(read_json(self._file(kind))).as_cached()
+            return RankKindReport.from_json(read_json(self._path_of_report(kind))).copy_as_cached()
         except (OSError, ValueError, TypeError, KeyError):
             return None
 
-    def add(self, kind: RankKind, report: KindReport) -> None:
+    def add(self, kind: RankKind, report: RankKindReport) -> None:
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             # Not durable: it can be run again.
-            write_json_atomic(self._file(kind), report.to_json(), durable=False)
+            write_json_atomic(self._path_of_report(kind), report.to_json(), durable=False)
         except OSError:  # the cache only saves time
             pass
 
-    def _file(self, kind: RankKind) -> Path:
+    def _path_of_report(self, kind: RankKind) -> Path:
         return self._directory / f"{self._key}-{kind.rank}.json"
 
 
-def _digest_program(job: Job, plan: Plan) -> str:
+def _hash_inputs_and_sources(job: Job, plan: Plan) -> str:
     job_body, plan_body = job.to_json(), plan.to_json()
     del job_body["run"]["dir"]
     for words in _WORDS:
         plan_body.pop(words, None)
-    memory = [plan.memory_of_rank(rank) for rank in _list_pipeline_ranks(plan)]
+    memory = [plan.memory_of_rank(rank) for rank in _list_first_rank_of_stages(plan)]
     return digest(
         [
             SCHEMA_VERSION,
             job_body,
             plan_body,
             memory,
-            list_file_states(_list_sources(job)),
+            list_file_states(_list_source_files(job)),
             sys.version,
-            _torch_version(),
+            _read_torch_version(),
         ]
     )
 
 
-def _list_pipeline_ranks(plan: Plan) -> Sequence[int]:
+def _list_first_rank_of_stages(plan: Plan) -> Sequence[int]:
     return range(0, plan.world_size, plan.world_size // plan.layout.pp)
 
 
-def _list_sources(job: Job) -> list[Path]:
+def _list_source_files(job: Job) -> list[Path]:
     """The files of phalanx, and those of the user's own modules that the job names."""
     sources = sorted(Path(phalanx.__file__).parent.rglob("*.py"))
     names = (job.model.kind, job.model.objective, job.optim.kind, job.data.source)
@@ -82,7 +82,7 @@ def _list_sources(job: Job) -> list[Path]:
     return sources
 
 
-def _torch_version() -> str:
+def _read_torch_version() -> str:
     # From its metadata: importing it takes seconds.
     try:
         return version("torch")

@@ -11,12 +11,12 @@ from typing import Any
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
 from phalanx.verify.dry_run.processes import DryRunProcesses
-from phalanx.verify.dry_run.rank_kinds import RankKind, choose_kinds
-from phalanx.verify.dry_run.report import DryRunReport, KindReport
+from phalanx.verify.dry_run.rank_kinds import RankKind, choose_rank_kinds
+from phalanx.verify.dry_run.report import DryRunReport, RankKindReport
 from phalanx.verify.dry_run.result_cache import ResultCache
 
 
-def run_dry(
+def dry_run_plan(
     job: Job,
     plan: Plan,
     *,
@@ -29,9 +29,9 @@ def run_dry(
     `tell` hears where each of them is. Raises LayoutError for a program that cannot be run without
     numbers, and what building the program raises.
     """
-    kinds = choose_kinds(plan, all_kinds=all_kinds)
+    kinds = choose_rank_kinds(plan, all_kinds=all_kinds)
     cache = ResultCache(job, plan)
-    reports: dict[RankKind, KindReport] = {}
+    reports: dict[RankKind, RankKindReport] = {}
     if uses_cache:
         for kind in kinds:
             report = cache.find(kind)

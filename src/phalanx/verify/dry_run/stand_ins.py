@@ -23,7 +23,7 @@ from phalanx.verify.dry_run.tracker import StorageTracker
 
 
 @dataclass
-class StageForm:
+class StageBoundarySpec:
     """The form of what stages of a pipeline hand on, which the first stage knows.
 
     `num_tokens`: T of the whole sequences, where tensor parallelism has cut them.
@@ -39,7 +39,7 @@ class StageForm:
         return {"shape": list(self.spec.shape), "dtype": dtype, "num_tokens": self.num_tokens}
 
     @classmethod
-    def from_json(cls, body: Mapping[str, Any] | None) -> StageForm:
+    def from_json(cls, body: Mapping[str, Any] | None) -> StageBoundarySpec:
         if body is None:
             return cls()
         spec = TensorSpec(tuple(body["shape"]), getattr(torch, body["dtype"]))
@@ -47,7 +47,9 @@ class StageForm:
 
 
 @contextlib.contextmanager
-def standing_in(boundary: StageForm, tracker: StorageTracker) -> Iterator[None]:
+def standing_in_for_other_ranks(
+    boundary: StageBoundarySpec, tracker: StorageTracker
+) -> Iterator[None]:
     """Inside, the program goes on without other ranks and without numbers.
 
     `boundary` is learned from the first stage, and known to the others.
@@ -77,9 +79,9 @@ def standing_in(boundary: StageForm, tracker: StorageTracker) -> Iterator[None]:
 
     replaced = (
         (pipelining, "infer_shapes", infer_shapes),
-        (parallelizing, "raise_first_refusal", _raise_own_refusal),
-        (grouped, "read_counts", grouped_evenly),
-        (expert_parallel, "read_exchanged_counts", exchanged_evenly),
+        (parallelizing, "raise_first_refusal", _raise_refusal_of_own_stage),
+        (grouped, "read_counts", build_even_expert_counts),
+        (expert_parallel, "read_exchanged_counts", build_even_exchange_counts),
     )
     with contextlib.ExitStack() as stack:
         for owner, name, stand_in in replaced:
@@ -88,17 +90,17 @@ def standing_in(boundary: StageForm, tracker: StorageTracker) -> Iterator[None]:
         yield
 
 
-def _raise_own_refusal(stage_group: StageGroup, refusal: PhalanxError | None) -> None:
+def _raise_refusal_of_own_stage(stage_group: StageGroup, refusal: PhalanxError | None) -> None:
     if refusal is not None:
         raise refusal
 
 
-def grouped_evenly(counts_E: torch.Tensor, num_rows: int) -> list[int]:
+def build_even_expert_counts(counts_E: torch.Tensor, num_rows: int) -> list[int]:
     """Counts of experts that are busy alike, for `read_counts`."""
     return grouped.split_evenly(num_rows, len(counts_E))
 
 
-def exchanged_evenly(
+def build_even_exchange_counts(
     counts_PE: torch.Tensor, arrived_PE: torch.Tensor, num_rows: int, rank: int
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Counts where every rank sends to all experts alike, for `read_exchanged_counts`."""

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.verify.dry_run.callers import Caller
-from phalanx.verify.dry_run.moments import BACKWARD, FORWARD, LOSS, Moment, MomentLog
+from phalanx.verify.dry_run.callers import OperationCaller
+from phalanx.verify.dry_run.moments import BACKWARD, FORWARD, LOSS, MomentLog, StepMoment
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 ACTIVATIONS, COMMUNICATION = "activations", "communication"
@@ -51,7 +51,7 @@ class StorageRecord:
 
     num_bytes: int
     born: int
-    caller: Caller
+    caller: OperationCaller
     died: int | None = None
     category: str = ""
     is_cast: bool = False
@@ -79,7 +79,7 @@ class StorageLog:
             self.live_bytes += num_bytes
             self.changes.append(Change(record, num_bytes, self.moments.index))
 
-    def categorize(self, record: StorageRecord) -> str:
+    def categorize_storage(self, record: StorageRecord) -> str:
         """The category of a storage, once the program is over."""
         if record.category:
             return record.category
@@ -102,12 +102,12 @@ class StorageLog:
 
 
 @dataclass(frozen=True)
-class Peak:
+class MemoryPeak:
     """The most memory at one time: bytes by category, and when that was."""
 
     total_bytes: int
     by_category: Mapping[str, int]
-    moment: Moment
+    moment: StepMoment
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -119,10 +119,10 @@ class Peak:
 
 
 @dataclass(frozen=True)
-class TimelinePoint:
+class MemoryTimelinePoint:
     """The most memory during one moment, by category."""
 
-    moment: Moment
+    moment: StepMoment
     by_category: Mapping[str, int]
 
     @property
@@ -130,24 +130,26 @@ class TimelinePoint:
         return sum(self.by_category.values())
 
 
-def read_timeline(log: StorageLog, first: int, stop: int | None = None) -> list[TimelinePoint]:
+def build_memory_timeline(
+    log: StorageLog, first: int, stop: int | None = None
+) -> list[MemoryTimelinePoint]:
     """The most memory of each moment from the one numbered `first` on, before `stop`."""
     if stop is None:
         stop = len(log.moments.moments)
     points = []
-    for moment, by_category in _walk(log):
+    for moment, by_category in _iterate_moment_peaks(log):
         if first <= moment < stop:
-            points.append(TimelinePoint(log.moments.moments[moment], by_category))
+            points.append(MemoryTimelinePoint(log.moments.moments[moment], by_category))
     return points
 
 
-def find_peak(timeline: Sequence[TimelinePoint]) -> Peak:
+def find_highest_point(timeline: Sequence[MemoryTimelinePoint]) -> MemoryPeak:
     """The highest point; the first of several."""
     highest = max(timeline, key=lambda point: point.total_bytes)
-    return Peak(highest.total_bytes, highest.by_category, highest.moment)
+    return MemoryPeak(highest.total_bytes, highest.by_category, highest.moment)
 
 
-def _walk(log: StorageLog) -> Iterator[tuple[int, dict[str, int]]]:
+def _iterate_moment_peaks(log: StorageLog) -> Iterator[tuple[int, dict[str, int]]]:
     """(moment, bytes by category at the highest point in it), for each moment in which memory
     changed."""
     now = dict.fromkeys(CATEGORIES, 0)
@@ -157,7 +159,7 @@ def _walk(log: StorageLog) -> Iterator[tuple[int, dict[str, int]]]:
             yield moment, best
             # What is there when a moment begins counts in it as well.
             moment, highest, best = change.moment, total, dict(now)
-        now[log.categorize(change.record)] += change.num_bytes
+        now[log.categorize_storage(change.record)] += change.num_bytes
         total += change.num_bytes
         if total > highest:
             highest, best = total, dict(now)

@@ -22,7 +22,7 @@ from phalanx.mesh.logical import local_tensor
 from phalanx.verify.dry_run.callers import CallerFinder
 from phalanx.verify.dry_run.collectives import CollectiveLog
 from phalanx.verify.dry_run.moments import FORWARD
-from phalanx.verify.dry_run.numbers import FakeNumbers
+from phalanx.verify.dry_run.numbers import FakeOperationCaller
 from phalanx.verify.dry_run.storage_log import PARAMETERS, StorageLog, StorageRecord
 
 _aten = torch.ops.aten
@@ -39,7 +39,7 @@ _WRAPPERS = (
 _DEVICE = torch.ops.prim.device.default
 
 
-def _call(func: Any, args: Any, kwargs: Any) -> Any:
+def _call_function(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
@@ -61,7 +61,7 @@ class StorageTracker(TorchDispatchMode):
         self._records: dict[int, StorageRecord] = {}
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._finder = CallerFinder()
-        self._call = FakeNumbers(self._finder).call if is_dry else _call
+        self._call_function = FakeOperationCaller(self._finder).call if is_dry else _call_function
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -77,13 +77,13 @@ class StorageTracker(TorchDispatchMode):
             if issubclass(kind, DTensor):
                 return NotImplemented
         self.num_operations += 1
-        output = self._call(func, args, kwargs or {})
+        output = self._call_function(func, args, kwargs or {})
         if isinstance(output, torch.Tensor):
-            self._note_tensor(output, func, args)
+            self._record_new_storage(output, func, args)
         elif isinstance(output, tuple | list):
             for value in output:
                 if isinstance(value, torch.Tensor):
-                    self._note_tensor(value, func, args)
+                    self._record_new_storage(value, func, args)
         if func.namespace in _COLLECTIVES and self.collectives is not None:
             self.collectives.note(
                 func,
@@ -95,7 +95,7 @@ class StorageTracker(TorchDispatchMode):
             )
         return output
 
-    def _note_tensor(self, tensor: torch.Tensor, func: Any, args: Any) -> None:
+    def _record_new_storage(self, tensor: torch.Tensor, func: Any, args: Any) -> None:
         storage = tensor.untyped_storage()
         if storage._cdata in self._records:
             return
@@ -103,15 +103,15 @@ class StorageTracker(TorchDispatchMode):
         if func is _aten._to_copy.default and self.log.moments.current.phase == FORWARD:
             source = self._records.get(args[0].untyped_storage()._cdata)
             record.is_cast = source is not None and source.category == PARAMETERS
-        self._follow(storage, record)
+        self._track_storage(storage, record)
 
-    def _follow(self, storage: torch.UntypedStorage, record: StorageRecord) -> None:
+    def _track_storage(self, storage: torch.UntypedStorage, record: StorageRecord) -> None:
         key = storage._cdata
         self._records[key] = record
-        self._references[key] = weakref.ref(storage, lambda _: self._forget(key))
+        self._references[key] = weakref.ref(storage, lambda _: self._record_freed_storage(key))
         self.log.add(record, record.num_bytes)
 
-    def _forget(self, key: int) -> None:
+    def _record_freed_storage(self, key: int) -> None:
         record = self._records.pop(key)
         del self._references[key]
         record.died = self.log.moments.index
@@ -126,7 +126,7 @@ class StorageTracker(TorchDispatchMode):
         finally:
             self.collectives = collectives
 
-    def count_sizes(self) -> Counter[int]:
+    def count_storages_by_size(self) -> Counter[int]:
         """How many storages of each size there are now."""
         return Counter(record.num_bytes for record in self._records.values())
 
@@ -149,12 +149,12 @@ class StorageTracker(TorchDispatchMode):
                 record = StorageRecord(
                     storage.nbytes(), self.log.moments.index, self._finder.find()
                 )
-                self._follow(storage, record)
+                self._track_storage(storage, record)
             if again or not record.category:
                 record.category = category
 
     @contextmanager
-    def following_sizes(self) -> Iterator[None]:
+    def tracking_storage_resizes(self) -> Iterator[None]:
         """Inside, storages that are given another size count with it: FSDP frees what it gathered
         in this way, and no operation shows it."""
         plain = torch.UntypedStorage.resize_
@@ -163,7 +163,7 @@ class StorageTracker(TorchDispatchMode):
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             before = storage.nbytes()
             result = plain(storage, size)
-            tracker._note_size(storage, before)
+            tracker._record_storage_resize(storage, before)
             return result
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
@@ -172,7 +172,7 @@ class StorageTracker(TorchDispatchMode):
         finally:
             del torch.UntypedStorage.resize_
 
-    def _note_size(self, storage: torch.UntypedStorage, before: int) -> None:
+    def _record_storage_resize(self, storage: torch.UntypedStorage, before: int) -> None:
         record = self._records.get(storage._cdata)
         if record is None:
             return

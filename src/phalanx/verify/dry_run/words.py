@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from phalanx.core.units import format_bytes, format_seconds, plural
-from phalanx.verify.dry_run.report import CollectiveRow, DryRunReport, KindReport
+from phalanx.verify.dry_run.report import CollectiveRow, DryRunReport, RankKindReport
 
 MOST_ROWS = 8
 
@@ -18,12 +18,12 @@ def describe_dry_run(report: DryRunReport) -> list[str]:
         " program itself, with fake tensors; nothing is computed or sent"
     ]
     for kind in report.kinds:
-        lines += _describe_kind(kind)
-    lines += [f"note    {note}" for note in list_dry_run_notes(report)]
+        lines += _describe_rank_kind(kind)
+    lines += [f"note    {note}" for note in list_dry_run_assumptions(report)]
     return lines
 
 
-def _describe_kind(kind: KindReport) -> Iterator[str]:
+def _describe_rank_kind(kind: RankKindReport) -> Iterator[str]:
     source = f"ran {format_seconds(kind.wall_s)}"
     if kind.is_cached:
         source = "from the cache (--no-cache runs it again)"
@@ -45,19 +45,19 @@ def _describe_kind(kind: KindReport) -> Iterator[str]:
     )
     sent = [
         f"{axis} {format_bytes(num_bytes)}"
-        for axis, num_bytes in sorted(kind.sent_by_axis().items(), key=lambda item: -item[1])
+        for axis, num_bytes in sorted(kind.sent_bytes_by_axis().items(), key=lambda item: -item[1])
     ]
     if sent:
         yield f"sends   {', '.join(sent)} per step"
-    rows = _join_phases(kind.collectives)
+    rows = _merge_rows_across_phases(kind.collectives)
     for row in rows[:MOST_ROWS]:
-        yield f"        {describe_collective(row)}"
+        yield f"        {describe_collective_row(row)}"
     num_more = len(rows) - MOST_ROWS
     if num_more > 0:
         yield f"        and {plural(num_more, 'smaller row')} (--json has all)"
 
 
-def _join_phases(rows: Sequence[CollectiveRow]) -> list[CollectiveRow]:
+def _merge_rows_across_phases(rows: Sequence[CollectiveRow]) -> list[CollectiveRow]:
     """Rows that differ in their phase alone, as one."""
     joined: dict[CollectiveRow, int] = {}
     for row in rows:
@@ -66,7 +66,7 @@ def _join_phases(rows: Sequence[CollectiveRow]) -> list[CollectiveRow]:
     return [replace(row, count=count) for row, count in joined.items()]
 
 
-def describe_collective(row: CollectiveRow) -> str:
+def describe_collective_row(row: CollectiveRow) -> str:
     """One collective: how often, what, how large, between whom, what for, and who asks."""
     purpose = f"{row.purpose}, " if row.purpose else ""
     return (
@@ -75,7 +75,7 @@ def describe_collective(row: CollectiveRow) -> str:
     )
 
 
-def list_dry_run_notes(report: DryRunReport) -> list[str]:
+def list_dry_run_assumptions(report: DryRunReport) -> list[str]:
     """What a dry run takes for granted, and what it says nothing about."""
     notes = [
         "memory is that of tensors: what an allocator keeps besides, libraries and the runtime are"

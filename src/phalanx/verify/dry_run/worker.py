@@ -19,17 +19,17 @@ from phalanx.core.errors import LayoutError, PhalanxError
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
 from phalanx.verify.dry_run.callers import CallerFinder
-from phalanx.verify.dry_run.messages import AT, REFUSAL, RESULT, decode_request
-from phalanx.verify.dry_run.program import DryStep, run_dry_step
+from phalanx.verify.dry_run.messages import AT, REFUSAL, RESULT, decode_dry_run_request
+from phalanx.verify.dry_run.program import DryStepResult, run_dry_step
 from phalanx.verify.dry_run.rank_kinds import RankKind
 from phalanx.verify.dry_run.report import (
     CollectiveRow,
-    KindReport,
+    RankKindReport,
     TimelineRow,
-    count_planned_tensors,
+    sum_planned_tensor_bytes,
 )
-from phalanx.verify.dry_run.stand_ins import StageForm
-from phalanx.verify.dry_run.storage_log import find_peak, read_timeline
+from phalanx.verify.dry_run.stand_ins import StageBoundarySpec
+from phalanx.verify.dry_run.storage_log import build_memory_timeline, find_highest_point
 
 
 def main() -> int:
@@ -47,46 +47,48 @@ def main() -> int:
 
     # Of torch about fake tensors, and of the user's module, in a run that trains nothing.
     warnings.simplefilter("ignore")
-    job, plan, kind, boundary = decode_request(sys.stdin.read())
+    job, plan, kind, boundary = decode_dry_run_request(sys.stdin.read())
     try:
-        report = run_kind(job, plan, kind, StageForm.from_json(boundary), say)
+        report = run_rank_kind(job, plan, kind, StageBoundarySpec.from_json(boundary), say)
     except PhalanxError as error:
         say({REFUSAL: error.to_json()})
         return 0
     except Exception as error:
         traceback.print_exc()
-        say({REFUSAL: explain_failure(error).to_json()})
+        say({REFUSAL: build_error_of_fake_tensors(error).to_json()})
         return 0
     say({RESULT: report.to_json()})
     return 0
 
 
-def run_kind(job: Job, plan: Plan, kind: RankKind, boundary: StageForm, say: Any) -> KindReport:
+def run_rank_kind(
+    job: Job, plan: Plan, kind: RankKind, boundary: StageBoundarySpec, say: Any
+) -> RankKindReport:
     """Run the program of one kind of rank, and report what it did."""
     began = time.perf_counter()
     step = run_dry_step(job, plan, kind.rank, boundary, tell=lambda words: say({AT: words}))
-    return build_report(plan, kind, step, boundary, time.perf_counter() - began)
+    return build_rank_kind_report(plan, kind, step, boundary, time.perf_counter() - began)
 
 
-def build_report(
-    plan: Plan, kind: RankKind, step: DryStep, boundary: StageForm, wall_s: float
-) -> KindReport:
+def build_rank_kind_report(
+    plan: Plan, kind: RankKind, step: DryStepResult, boundary: StageBoundarySpec, wall_s: float
+) -> RankKindReport:
     """The report of a step that was run."""
-    timeline = read_timeline(step.log, step.first_moment)
-    peak = find_peak(timeline)
+    timeline = build_memory_timeline(step.log, step.first_moment)
+    peak = find_highest_point(timeline)
     rows = [
         CollectiveRow(**collective.to_json(), count=count)
         for collective, count in step.counts.items()
     ]
     rows.sort(key=lambda row: row.count * row.num_bytes, reverse=True)
-    return KindReport(
+    return RankKindReport(
         name=kind.name,
         rank=kind.rank,
         stages=kind.stages,
         peak_bytes=peak.total_bytes,
         peak_when=peak.moment.describe(),
         peak_by_category=peak.by_category,
-        planned_bytes=count_planned_tensors(plan.memory_of_rank(kind.rank)),
+        planned_bytes=sum_planned_tensor_bytes(plan.memory_of_rank(kind.rank)),
         collectives=tuple(rows),
         timeline=tuple(
             TimelineRow(point.moment.describe(), point.total_bytes, point.by_category)
@@ -100,12 +102,12 @@ def build_report(
     )
 
 
-def explain_failure(error: Exception) -> LayoutError:
+def build_error_of_fake_tensors(error: Exception) -> LayoutError:
     """What a program raises that runs with real tensors, perhaps, and not with fake ones."""
     finder = CallerFinder()
     line = "the program"
     for frame, number in traceback.walk_tb(error.__traceback__):
-        file = finder.file_of(frame.f_code)
+        file = finder.find_source_file(frame.f_code)
         if file:
             line = f"{file}:{number} {frame.f_code.co_name}"
     words = str(error).strip().splitlines() or [""]

@@ -13,7 +13,7 @@ import math
 import torch
 
 from phalanx.verify.plain.layers import Tensors, apply_linear, rms_norm
-from phalanx.verify.plain.rotary import rotate_halves, rotate_pairs, yarn_attention_factor
+from phalanx.verify.plain.rotary import compute_yarn_attention_factor, rotate_halves, rotate_pairs
 from phalanx.verify.plain.settings import BlockSettings, PlainSettings
 
 # Of the norms of latents, in DeepSeek's published code.
@@ -52,7 +52,7 @@ def attention(
         return _latent_attention(
             settings, parameters, name, x_BTD, angles_BTP, visible_BTS, is_local=is_local
         )
-    warmth = yarn_attention_factor(settings, is_local=is_local)
+    warmth = compute_yarn_attention_factor(settings, is_local=is_local)
     return attention_of_heads(
         settings, parameters, name, x_BTD, visible_BTS, angles_BTP=angles_BTP, warmth=warmth
     )
@@ -133,7 +133,9 @@ def _latent_attention(
     k_rotated = rotate_pairs(k_shared[:, :, None], angles_BTP)[:, :, 0]
     scores = torch.einsum("bthe,bshe->bhts", q_plain, k_plain)
     scores = scores + torch.einsum("bthr,bsr->bhts", q_rotated, k_rotated)
-    scale = yarn_attention_factor(settings, is_local=is_local) ** 2 / math.sqrt(plain + rotated)
+    scale = compute_yarn_attention_factor(settings, is_local=is_local) ** 2 / math.sqrt(
+        plain + rotated
+    )
     weights = (scores * scale).masked_fill(~visible_BTS[:, None], -math.inf).softmax(-1)
     out_BTHV = torch.einsum("bhts,bshv->bthv", weights, v_BSHV)
     return apply_linear(parameters, f"{name}.o", out_BTHV.flatten(2))

@@ -11,16 +11,16 @@ import math
 import torch
 
 from phalanx.verify.plain.attention import attention, make_visibility_mask
-from phalanx.verify.plain.experts import mixture_of_experts, move_bias
+from phalanx.verify.plain.experts import apply_mixture_of_experts, update_router_bias
 from phalanx.verify.plain.layers import Tensors, feed_forward, residual_stream_norm
-from phalanx.verify.plain.rotary import rotation_angles
+from phalanx.verify.plain.rotary import compute_rotation_angles
 from phalanx.verify.plain.settings import PlainSettings
 
 # A target that counts for nothing: the default of torch's cross_entropy.
 NO_TARGET = -100
 
 
-def plain_loss(
+def compute_plain_loss(
     settings: PlainSettings, parameters: Tensors, buffers: Tensors, batch: Tensors
 ) -> tuple[torch.Tensor, int]:
     """The cross-entropy summed over the batch's targets, and their number.
@@ -29,7 +29,7 @@ def plain_loss(
     are those of the sum and the routers' balance loss; the number is of the targets' losses alone,
     which is what training reports.
     """
-    hidden_BTD, balance, _ = _run_blocks(settings, parameters, buffers, batch)
+    hidden_BTD, balance, _ = _run_decoder_blocks(settings, parameters, buffers, batch)
     head_VD = parameters["embed.weight" if settings.tie_embeddings else "head.weight"]
     logits_BTV = torch.einsum("btd,vd->btv", hidden_BTD, head_VD)
     wide = torch.promote_types(logits_BTV.dtype, torch.float32)
@@ -41,20 +41,20 @@ def plain_loss(
 
 
 @torch.no_grad()
-def plain_router_biases(
+def compute_updated_router_biases(
     settings: PlainSettings, parameters: Tensors, buffers: Tensors, batch: Tensors
 ) -> dict[str, torch.Tensor]:
     """The routers' biases after a step on the whole of `batch`, by their names in `buffers`."""
-    _, _, counts = _run_blocks(settings, parameters, buffers, batch)
+    _, _, counts = _run_decoder_blocks(settings, parameters, buffers, batch)
     moved: dict[str, torch.Tensor] = {}
     if settings.balance_bias > 0:
         for block, counts_E in counts.items():
             name = f"{block}.moe.router.bias"
-            moved[name] = move_bias(settings, buffers[name], counts_E)
+            moved[name] = update_router_bias(settings, buffers[name], counts_E)
     return moved
 
 
-def _run_blocks(
+def _run_decoder_blocks(
     settings: PlainSettings, parameters: Tensors, buffers: Tensors, batch: Tensors
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Hidden states after the last norm, the balance loss, and by block what experts got."""
@@ -62,14 +62,14 @@ def _run_blocks(
     positions = batch.get("positions")
     if positions is None:
         positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
-    x_BTD = _embed(settings, parameters, inputs, positions)
+    x_BTD = _embed_tokens(settings, parameters, inputs, positions)
     balance, counts = x_BTD.new_zeros(()), {}
     for layer in range(settings.num_layers):
         block, is_local = f"blocks.{layer}", settings.is_local(layer)
         normed = residual_stream_norm(settings, parameters, f"{block}.attention_norm", x_BTD)
         angles = None
         if settings.positions == "rope":
-            angles = rotation_angles(settings, positions, x_BTD.dtype, is_local=is_local)
+            angles = compute_rotation_angles(settings, positions, x_BTD.dtype, is_local=is_local)
         window = settings.sliding_window if is_local else 0
         documents = batch.get("document_ids")
         visible = make_visibility_mask(inputs.shape[1], window, documents, inputs.device)
@@ -80,7 +80,7 @@ def _run_blocks(
         )
         normed = residual_stream_norm(settings, parameters, f"{block}.ffn_norm", x_BTD)
         if settings.has_experts(layer):
-            routed = mixture_of_experts(settings, parameters, buffers, f"{block}.moe", normed)
+            routed = apply_mixture_of_experts(settings, parameters, buffers, f"{block}.moe", normed)
             added, balance = routed.output_BTD, balance + routed.balance
             counts[block] = routed.counts_E
         else:
@@ -91,7 +91,7 @@ def _run_blocks(
     return residual_stream_norm(settings, parameters, "norm", x_BTD), balance, counts
 
 
-def _embed(
+def _embed_tokens(
     settings: PlainSettings,
     parameters: Tensors,
     inputs: torch.Tensor,

@@ -26,10 +26,10 @@ class ExpertOutput(NamedTuple):
     counts_E: torch.Tensor
 
 
-def mixture_of_experts(
+def apply_mixture_of_experts(
     settings: PlainSettings, parameters: Tensors, buffers: Tensors, name: str, x_BTD: torch.Tensor
 ) -> ExpertOutput:
-    scores_BTE = _router_scores(settings, parameters[f"{name}.router.weight"], x_BTD)
+    scores_BTE = _compute_router_scores(settings, parameters[f"{name}.router.weight"], x_BTD)
     chosen_by = scores_BTE.detach()
     if settings.balance_bias > 0:
         chosen_by = chosen_by + buffers[f"{name}.router.bias"]
@@ -48,11 +48,11 @@ def mixture_of_experts(
         output_BTD = output_BTD + weights_BTE[..., expert, None].to(x_BTD.dtype) * made_BTD
     if settings.num_shared_experts > 0:
         output_BTD = output_BTD + feed_forward(settings, parameters, f"{name}.shared", x_BTD)
-    balance = _balance_loss(settings, scores_BTE, chosen_BTE)
+    balance = _compute_balance_loss(settings, scores_BTE, chosen_BTE)
     return ExpertOutput(output_BTD, balance, chosen_BTE.sum((0, 1)))
 
 
-def move_bias(
+def update_router_bias(
     settings: PlainSettings, bias_E: torch.Tensor, counts_E: torch.Tensor
 ) -> torch.Tensor:
     """The bias after a step whose tokens chose experts `counts_E` times (arXiv 2408.15664,
@@ -62,7 +62,7 @@ def move_bias(
     return bias_E + settings.balance_bias * torch.sign(error_E).to(bias_E.dtype)
 
 
-def _router_scores(
+def _compute_router_scores(
     settings: PlainSettings, weight: torch.Tensor, x_BTD: torch.Tensor
 ) -> torch.Tensor:
     """[B, T, E], in fp32 at least."""
@@ -104,7 +104,7 @@ def _run_expert(
     return torch.einsum("btf,df->btd", inner, parameters[f"{name}.down.weight"][expert])
 
 
-def _balance_loss(
+def _compute_balance_loss(
     settings: PlainSettings, scores_BTE: torch.Tensor, chosen_BTE: torch.Tensor
 ) -> torch.Tensor:
     """Equations 17 to 20 of DeepSeek-V3, per sequence, times its tokens: losses are summed over

@@ -16,34 +16,36 @@ import torch
 from phalanx.verify.plain.settings import PlainSettings
 
 
-def rotation_angles(
+def compute_rotation_angles(
     settings: PlainSettings, positions_BT: torch.Tensor, dtype: torch.dtype, *, is_local: bool
 ) -> torch.Tensor:
     """[B, T, P]: the angle of each pair, in radians, in fp32 at least."""
     width = settings.rope_head_dim or settings.head_dim
     wide = torch.promote_types(dtype, torch.float32)
-    rates = [_frequency_of_pair(settings, pair, width, is_local) for pair in range(width // 2)]
+    rates = [_compute_pair_frequency(settings, pair, width, is_local) for pair in range(width // 2)]
     rates_P = torch.tensor(rates, dtype=wide, device=positions_BT.device)
     return torch.einsum("bt,p->btp", positions_BT.to(wide), rates_P)
 
 
-def yarn_attention_factor(settings: PlainSettings, *, is_local: bool) -> float:
+def compute_yarn_attention_factor(settings: PlainSettings, *, is_local: bool) -> float:
     """The factor by which YaRN multiplies queries and keys (section 3.4): sqrt(1/t) = 0.1 ln(s) +
     1; with DeepSeek-V2's factor of the logarithm (`mscale`). 1 where positions are not
     stretched."""
-    if settings.rope_scaling != "yarn" or _has_own_base(settings, is_local):
+    if settings.rope_scaling != "yarn" or _has_unscaled_base(settings, is_local):
         return 1.0
     return 1.0 + 0.1 * settings.rope_mscale * math.log(settings.rope_factor)
 
 
-def _has_own_base(settings: PlainSettings, is_local: bool) -> bool:
+def _has_unscaled_base(settings: PlainSettings, is_local: bool) -> bool:
     """Gemma 3: blocks with a window keep the short base, unscaled."""
     return is_local and settings.local_rope_theta > 0
 
 
-def _frequency_of_pair(settings: PlainSettings, pair: int, width: int, is_local: bool) -> float:
+def _compute_pair_frequency(
+    settings: PlainSettings, pair: int, width: int, is_local: bool
+) -> float:
     """Radians per position."""
-    if _has_own_base(settings, is_local):
+    if _has_unscaled_base(settings, is_local):
         return 1.0 / settings.local_rope_theta ** (2 * pair / width)
     theta, factor = settings.rope_theta, settings.rope_factor
     rate = 1.0 / theta ** (2 * pair / width)
@@ -52,13 +54,13 @@ def _frequency_of_pair(settings: PlainSettings, pair: int, width: int, is_local:
     if settings.rope_scaling == "ntk":
         return 1.0 / (theta * factor ** (width / (width - 2))) ** (2 * pair / width)
     if settings.rope_scaling == "llama3":
-        return _llama3_scaled_frequency(rate, factor, settings.rope_original_len)
+        return _scale_frequency_by_llama3(rate, factor, settings.rope_original_len)
     if settings.rope_scaling == "yarn":
-        return _yarn_scaled_frequency(rate, pair, width, settings)
+        return _scale_frequency_by_yarn(rate, pair, width, settings)
     return rate
 
 
-def _llama3_scaled_frequency(rate: float, factor: float, original_len: int) -> float:
+def _scale_frequency_by_llama3(rate: float, factor: float, original_len: int) -> float:
     low_factor, high_factor = 1.0, 4.0
     wavelength = 2 * math.pi / rate
     if wavelength < original_len / high_factor:
@@ -69,7 +71,7 @@ def _llama3_scaled_frequency(rate: float, factor: float, original_len: int) -> f
     return (1 - smooth) * rate / factor + smooth * rate
 
 
-def _yarn_scaled_frequency(rate: float, pair: int, width: int, settings: PlainSettings) -> float:
+def _scale_frequency_by_yarn(rate: float, pair: int, width: int, settings: PlainSettings) -> float:
     beta_fast, beta_slow = 32.0, 1.0
 
     def pair_with(turns: float) -> float:

@@ -64,7 +64,7 @@ class RateSchedule:
 
 
 @dataclass(frozen=True)
-class OptimizerRule:
+class OptimizerDefinition:
     """An optimizer by its definition: `kind` is one of PLAIN_OPTIMIZERS."""
 
     kind: str
@@ -125,7 +125,7 @@ class LossScaleRule:
     growth_steps: int
     num_good: int = 0
 
-    def adjust(self, *, is_finite: bool) -> None:
+    def adjust_scale(self, *, is_finite: bool) -> None:
         if not is_finite:
             self.scale, self.num_good = self.scale / 2, 0
             return
@@ -155,7 +155,7 @@ class PlainRun:
     held_out: Mapping[str, HeldOutSource]
     evaluated: frozenset[int]
     schedule: RateSchedule
-    rule: OptimizerRule
+    rule: OptimizerDefinition
     max_norm: float | None
     gradient_factors: Mapping[int, float]
     loss_scale: tuple[float, int] | None = None
@@ -215,19 +215,19 @@ def train_by_definition(
     scale = None if run.loss_scale is None else LossScaleRule(*run.loss_scale)
     tokens_seen = 0
     for number, microbatches in enumerate(run.steps, start=1):
-        loss, count = _accumulate(module, loss_sum, run, number, microbatches, around)
+        loss, count = _accumulate_gradients(module, loss_sum, run, number, microbatches, around)
         tokens_seen += count
         gradients: Tensors = {}
         for name, parameter in named.items():
             if parameter.grad is not None:
                 gradients[name] = parameter.grad / max(1, count)
-        norm = _norm(gradients)
+        norm = _compute_l2_norm(gradients)
         is_finite = math.isfinite(norm) and math.isfinite(loss)
         used_scale = 0.0
         # Of a step without targets nothing is known that a scale could follow.
         if scale is not None and count:
             used_scale = scale.scale
-            scale.adjust(is_finite=is_finite)
+            scale.adjust_scale(is_finite=is_finite)
         skipped = ""
         if not count:
             skipped = "no_targets"
@@ -238,7 +238,7 @@ def train_by_definition(
             gradients = {}
             _clear_router_loads(module)
         else:
-            gradients, is_clipped = _clip(gradients, norm, run.max_norm)
+            gradients, is_clipped = _clip_gradients(gradients, norm, run.max_norm)
             _update_parameters(named, gradients, states, run.rule, rate, decayed)
             # Routers move their biases by the load of the step.
             if hasattr(module, "after_step"):
@@ -258,13 +258,15 @@ def train_by_definition(
             loss_scale=used_scale,
             gradients=gradients,
             weights=dict(module.named_parameters()),
-            buffers=_saved_buffers(module),
+            buffers=_list_persistent_buffers(module),
             states=states,
             evaluation=evaluation,
         )
 
 
-def _clip(gradients: Tensors, norm: float, max_norm: float | None) -> tuple[Tensors, bool]:
+def _clip_gradients(
+    gradients: Tensors, norm: float, max_norm: float | None
+) -> tuple[Tensors, bool]:
     """(the gradients scaled down to `max_norm`, True if their `norm` was above it)."""
     if max_norm is None or norm <= max_norm:
         return gradients, False
@@ -278,7 +280,7 @@ def _clear_router_loads(module: nn.Module) -> None:
             part.load.take(part.num_experts, next(part.parameters()).device)
 
 
-def _accumulate(
+def _accumulate_gradients(
     module: nn.Module,
     loss_sum: LossSum,
     run: PlainRun,
@@ -307,7 +309,7 @@ def _update_parameters(
     named: Mapping[str, torch.Tensor],
     gradients: Tensors,
     states: Mapping[str, Tensors],
-    rule: OptimizerRule,
+    rule: OptimizerDefinition,
     rate: float,
     decayed: set[str],
 ) -> None:
@@ -337,7 +339,7 @@ def evaluate_by_definition(
     return weighted / weights
 
 
-def _norm(tensors: Tensors) -> float:
+def _compute_l2_norm(tensors: Tensors) -> float:
     """The L2 norm of all elements together."""
     total = 0.0
     for tensor in tensors.values():
@@ -345,7 +347,7 @@ def _norm(tensors: Tensors) -> float:
     return math.sqrt(total)
 
 
-def _saved_buffers(module: nn.Module) -> Tensors:
+def _list_persistent_buffers(module: nn.Module) -> Tensors:
     """The buffers that a checkpoint keeps."""
     saved = module.state_dict(keep_vars=True)
     return {name: buffer for name, buffer in module.named_buffers() if name in saved}

@@ -16,14 +16,14 @@ from phalanx.verify.plain.settings import VisionSettings
 NO_LABEL = -100
 
 
-def plain_vision_loss(
+def compute_plain_vision_loss(
     settings: VisionSettings, parameters: Tensors, batch: Tensors
 ) -> tuple[torch.Tensor, int]:
     """The cross-entropy summed over the batch's labels, and their number.
 
     batch: inputs [B, C, height, width], targets [B].
     """
-    x_BTD = _embed(settings, parameters, batch["inputs"])
+    x_BTD = _embed_patches(settings, parameters, batch["inputs"])
     num_tokens = x_BTD.shape[1]
     visible = torch.ones(1, num_tokens, num_tokens, dtype=torch.bool, device=x_BTD.device)
     for layer in range(settings.num_layers):
@@ -52,7 +52,7 @@ def plain_vision_loss(
     return losses.sum(), int(has_label.sum())
 
 
-def _embed(
+def _embed_patches(
     settings: VisionSettings, parameters: Tensors, images_BCHW: torch.Tensor
 ) -> torch.Tensor:
     """Patches row by row, each a product with one matrix, behind the class token; and positions."""
