@@ -1,4 +1,4 @@
-"""Write RUN/report.html: the run as one self-contained page."""
+"""What bounds a run, and its page; or two runs side by side."""
 
 from __future__ import annotations
 
@@ -19,32 +19,69 @@ def command(
             metavar="RUN", help="A run directory, finished or not.", autocompletion=complete_run
         ),
     ],
+    other: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="OTHER",
+            help="Another run: compare the two term by term; writes no page.",
+            autocompletion=complete_run,
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the run's facts as JSON; writes no page.")
     ] = False,
 ) -> int:
-    """Write RUN/report.html: the run as one self-contained page."""
+    """Say what bounds a run, and write RUN/report.html: the run as one self-contained page."""
     from phalanx.cli._json import print_errors_as_json, print_json
-    from phalanx.core.errors import UsageError
 
     with print_errors_as_json(as_json):
-        run_dir = Path(run)
-        if not (run_dir / "events").is_dir():
-            raise UsageError(
-                "no run is there", where=run, fix="give a directory that phalanx train wrote"
-            )
-        if as_json:
-            from phalanx.report.reduce import collect_run_facts
-            from phalanx.report.summary import build_run_json
-
-            print_json("run", build_run_json(collect_run_facts(run_dir)), indent=1)
-            return 0
-        from phalanx.report.bottleneck.describe import list_verdict_lines
-        from phalanx.report.page import write_report
+        run_dir = _require_run(run)
+        if other is not None:
+            return _compare(run_dir, _require_run(other), as_json=as_json)
         from phalanx.report.reduce import collect_run_facts
 
         facts = collect_run_facts(run_dir)
+        if as_json:
+            from phalanx.report.summary import build_run_json
+
+            print_json("run", build_run_json(facts), indent=1)
+            return 0
+        from phalanx.report.bottleneck.describe import list_verdict_lines
+        from phalanx.report.page import write_report
+
         if facts.bottleneck is not None:
             print(*list_verdict_lines(facts.bottleneck), sep="\n")
         print(write_report(run_dir, facts))
+    return 0
+
+
+def _require_run(run: str) -> Path:
+    """The directory of a run. Raises UsageError if none is there."""
+    from phalanx.core.errors import UsageError
+
+    run_dir = Path(run)
+    if not (run_dir / "events").is_dir():
+        raise UsageError(
+            "no run is there", where=run, fix="give a directory that phalanx train wrote"
+        )
+    return run_dir
+
+
+def _compare(first: Path, second: Path, *, as_json: bool) -> int:
+    import os
+
+    from phalanx.cli._json import print_json
+    from phalanx.core.secrets import Redactor
+    from phalanx.report.compare import compare_runs, list_comparison_lines
+    from phalanx.report.reduce import collect_run_facts
+
+    comparison = compare_runs(collect_run_facts(first), collect_run_facts(second))
+    if as_json:
+        facts = {"first": str(first), "second": str(second), **comparison.to_json()}
+        print_json("run-comparison", facts, indent=1)
+        return 0
+    # Values of two jobs: none of them may be a password.
+    redactor = Redactor(os.environ)
+    for line in list_comparison_lines(comparison, (first.name, second.name)):
+        print(redactor.redact_value(line))
     return 0

@@ -1,0 +1,253 @@
+"""Two runs side by side, term by term: what a change of the job, the machine or the code did."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Any
+
+from phalanx.core.digest import find_differing_keys
+from phalanx.core.printable import printable
+from phalanx.core.units import format_bytes, format_seconds
+from phalanx.report import formats
+from phalanx.report.facts import TIME_GROUPS, RunFacts
+
+WARM_UP_STEPS = 3
+MAX_NAMED_KEYS = 12
+# Of the job's sections those that say where a run is, not what it does.
+_KEYS_OF_PLACE = ("run.dir", "run.name", "checkpoint.url")
+
+
+@dataclass(frozen=True)
+class ComparedTerm:
+    """One number of both runs, in `unit` ("s", "bytes", "" for a plain number); NaN where it was
+    not measured."""
+
+    name: str
+    unit: str
+    first: float
+    second: float
+
+    @property
+    def ratio(self) -> float:
+        """Second over first; NaN where there is none."""
+        if not (math.isfinite(self.first) and math.isfinite(self.second) and self.first):
+            return math.nan
+        return self.second / self.first
+
+
+@dataclass(frozen=True)
+class RunComparison:
+    """`terms` of both runs. `speedup`: the first's mean step over the second's, between `low` and
+    `high` with 95 % confidence by the spread of the steps (all NaN without steps of both).
+
+    `changed_keys`: keys of the job with both values.
+    """
+
+    terms: tuple[ComparedTerm, ...]
+    speedup: float
+    low: float
+    high: float
+    changed_keys: tuple[str, ...]
+    remarks: tuple[str, ...]
+
+    @property
+    def is_clear(self) -> bool:
+        """True if the interval does not hold 1: more than the spread of the steps."""
+        return not self.low <= 1 <= self.high and math.isfinite(self.speedup)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "terms": [
+                {
+                    "name": term.name,
+                    "unit": term.unit,
+                    "first": _number_or_none(term.first),
+                    "second": _number_or_none(term.second),
+                }
+                for term in self.terms
+            ],
+            "speedup": _number_or_none(self.speedup),
+            "speedup_low": _number_or_none(self.low),
+            "speedup_high": _number_or_none(self.high),
+            "is_clear": self.is_clear,
+            "changed_keys": list(self.changed_keys),
+            "remarks": list(self.remarks),
+        }
+
+
+def compare_runs(first: RunFacts, second: RunFacts) -> RunComparison:
+    """Compare the newest steps of two runs, their memory, their loss and their jobs."""
+    speedup, low, high = _compare_step_seconds(first, second)
+    return RunComparison(
+        tuple(_list_terms(first, second)),
+        speedup,
+        low,
+        high,
+        tuple(_list_changed_keys(first.job, second.job)),
+        tuple(_list_remarks(first, second)),
+    )
+
+
+def _list_terms(first: RunFacts, second: RunFacts) -> list[ComparedTerm]:
+    terms = [
+        ComparedTerm("step, mean", "s", _mean_step_seconds(first), _mean_step_seconds(second)),
+        ComparedTerm("tokens/s, median", "", first.tokens_per_s, second.tokens_per_s),
+    ]
+    for group in TIME_GROUPS:
+        of_first, of_second = _group_seconds(first, group), _group_seconds(second, group)
+        if max(of_first, of_second, key=formats.finite_or_zero) > 0:
+            terms.append(ComparedTerm(f"  {group}", "s", of_first, of_second))
+    terms += [
+        ComparedTerm("peak memory of a rank", "bytes", _peak_bytes(first), _peak_bytes(second)),
+        ComparedTerm("last training loss", "", _last_loss(first), _last_loss(second)),
+        ComparedTerm("wall time", "s", first.wall_s, second.wall_s),
+    ]
+    return [term for term in terms if math.isfinite(term.first) or math.isfinite(term.second)]
+
+
+def _mean_step_seconds(facts: RunFacts) -> float:
+    if facts.bottleneck is None or not facts.bottleneck.mean_step_s:
+        return math.nan
+    return facts.bottleneck.mean_step_s
+
+
+def _group_seconds(facts: RunFacts, group: str) -> float:
+    """Seconds of a step in a time group, in the mean over ranks and steps."""
+    if facts.bottleneck is None or not facts.bottleneck.shares:
+        return math.nan
+    return facts.bottleneck.shares.get(group, 0.0) * facts.bottleneck.mean_step_s
+
+
+def _peak_bytes(facts: RunFacts) -> float:
+    peaks = [event.measured_bytes.get("peak", 0) for event in facts.memory.values()]
+    return max((float(peak) for peak in peaks if peak), default=math.nan)
+
+
+def _last_loss(facts: RunFacts) -> float:
+    if not facts.steps.loss:
+        return math.nan
+    return facts.steps.loss[-1]
+
+
+def _compare_step_seconds(first: RunFacts, second: RunFacts) -> tuple[float, float, float]:
+    """The ratio of the mean steps of the lead ranks, and its 95 % interval.
+
+    By the logarithms of the means, whose errors are those of the steps as if they were independent
+    (the delta method).
+    """
+    means, variance = [], 0.0
+    for facts in (first, second):
+        seconds = [value for value in facts.steps.step_s[WARM_UP_STEPS:] if math.isfinite(value)]
+        if len(seconds) < 2 or fmean(seconds) <= 0:
+            return math.nan, math.nan, math.nan
+        means.append(fmean(seconds))
+        variance += (stdev(seconds) / fmean(seconds)) ** 2 / len(seconds)
+    speedup = means[0] / means[1]
+    factor = math.exp(1.96 * math.sqrt(variance))
+    return speedup, speedup / factor, speedup * factor
+
+
+def _list_changed_keys(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
+    lines = []
+    for key in find_differing_keys(first, second):
+        if key not in _KEYS_OF_PLACE:
+            before, after = _find_value(first, key), _find_value(second, key)
+            lines.append(f"{key}: {_show(before)} -> {_show(after)}")
+    return lines
+
+
+def _find_value(job: Any, key: str) -> Any:
+    for part in key.split("."):
+        if not isinstance(job, dict):
+            return None
+        job = job.get(part)
+    return job
+
+
+def _show(value: Any) -> str:
+    return printable(str(value), 80)
+
+
+def _list_remarks(first: RunFacts, second: RunFacts) -> list[str]:
+    """What makes two runs hard to compare."""
+    remarks = []
+    if first.world_size != second.world_size:
+        remarks.append(f"they have {first.world_size} and {second.world_size} ranks")
+    if first.device != second.device:
+        remarks.append(f"they ran on {first.device or '?'} and {second.device or '?'}")
+    for name, facts in (("first", first), ("second", second)):
+        if not facts.is_finished:
+            remarks.append(f"the {name} has no end on record")
+        if facts.num_restarts:
+            remarks.append(f"the {name} was restarted {facts.num_restarts} times")
+    return remarks
+
+
+def list_comparison_lines(comparison: RunComparison, names: tuple[str, str]) -> list[str]:
+    """The comparison as text: the answer first, then the terms as a table, then what differs."""
+    rows = [("", *names, "change")]
+    for term in comparison.terms:
+        rows.append(
+            (
+                term.name,
+                _format_value(term.first, term.unit),
+                _format_value(term.second, term.unit),
+                _format_change(term),
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    lines = [_describe_speedup(comparison), ""]
+    for row in rows:
+        cells = [row[0].ljust(widths[0])]
+        for cell, width in zip(row[1:], widths[1:], strict=True):
+            cells.append(cell.rjust(width))
+        lines.append("  ".join(cells).rstrip())
+    lines.append("")
+    shown = comparison.changed_keys[:MAX_NAMED_KEYS]
+    lines += [f"job     {line}" for line in shown] or ["job     both have the same job"]
+    if len(comparison.changed_keys) > len(shown):
+        lines.append(f"job     and {len(comparison.changed_keys) - len(shown)} more keys")
+    lines += [f"note    {text}" for text in comparison.remarks]
+    return lines
+
+
+def _describe_speedup(comparison: RunComparison) -> str:
+    if not math.isfinite(comparison.speedup):
+        return "steps cannot be compared: a run has too few of them"
+    interval = f"{comparison.low:.2f} to {comparison.high:.2f} with 95 % confidence"
+    if not comparison.is_clear:
+        return (
+            f"steps of the second are as fast as those of the first, within their spread"
+            f" ({comparison.speedup:.2f} x, {interval})"
+        )
+    if comparison.speedup > 1:
+        return f"steps of the second are {comparison.speedup:.2f} x faster ({interval})"
+    slower = 1 / comparison.speedup
+    interval = f"{1 / comparison.high:.2f} to {1 / comparison.low:.2f} with 95 % confidence"
+    return f"steps of the second are {slower:.2f} x slower ({interval})"
+
+
+def _format_value(value: float, unit: str) -> str:
+    if not math.isfinite(value):
+        return "–"
+    if unit == "s":
+        return format_seconds(value)
+    if unit == "bytes":
+        return format_bytes(value)
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+def _format_change(term: ComparedTerm) -> str:
+    if not math.isfinite(term.ratio):
+        return ""
+    return f"{100 * (term.ratio - 1):+.1f} %"
+
+
+def _number_or_none(value: float) -> float | None:
+    if math.isfinite(value):
+        return value
+    return None

@@ -1,0 +1,71 @@
+"""Two runs side by side: `phalanx report A B`."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli._app import run_command_line
+from phalanx.observe.events import StepFinished, seal_event
+from phalanx.report.compare import compare_runs, list_comparison_lines
+from phalanx.report.reduce import collect_run_facts
+
+
+def write_run(run_dir: Path, backward_s: float, *, job: dict[str, object] | None = None) -> Path:
+    noise = random.Random(run_dir.name)
+    (run_dir / "events").mkdir(parents=True)
+    lines = []
+    for step in range(1, 41):
+        seconds = {"forward": 0.03, "backward": backward_s * noise.uniform(0.95, 1.05)}
+        step_s = sum(seconds.values())
+        event = StepFinished(
+            step, 2.0, 100, 100 * step, 1e-3, 1.0, step_s, 100 / step_s, seconds, 0.0, 1
+        )
+        lines.append(seal_event(event, rank=0, attempt=0, seq=step).to_line())
+    (run_dir / "events" / "rank-0000-attempt-00.jsonl").write_text("\n".join(lines) + "\n")
+    (run_dir / "job.json").write_text(json.dumps(job or {}))
+    return run_dir
+
+
+def test_a_faster_run_is_faster_and_the_term_that_changed_is_shown(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "a", 0.09, job={"train": {"micro_batch_size": 1}})
+    second = write_run(tmp_path / "b", 0.06, job={"train": {"micro_batch_size": 4}})
+    comparison = compare_runs(collect_run_facts(first), collect_run_facts(second))
+    assert comparison.is_clear
+    assert comparison.speedup == pytest.approx(0.12 / 0.09, rel=0.02)
+    terms = {term.name.strip(): term.ratio for term in comparison.terms}
+    assert terms["backward"] == pytest.approx(0.06 / 0.09, rel=0.03)
+    assert terms["forward"] == pytest.approx(1.0, rel=0.01)
+    assert comparison.changed_keys == ("train.micro_batch_size: 1 -> 4",)
+    lines = list_comparison_lines(comparison, ("a", "b"))
+    assert "1.3" in lines[0]
+    assert "faster" in lines[0]
+
+
+def test_equal_runs_are_not_called_faster(tmp_path: Path) -> None:
+    facts = [collect_run_facts(write_run(tmp_path / name, 0.06)) for name in ("a", "b")]
+    comparison = compare_runs(*facts)
+    assert not comparison.is_clear
+    assert "within their spread" in list_comparison_lines(comparison, ("a", "b"))[0]
+
+
+def test_runs_without_steps_are_not_compared_and_nothing_fails(tmp_path: Path) -> None:
+    (tmp_path / "empty" / "events").mkdir(parents=True)
+    second = collect_run_facts(write_run(tmp_path / "b", 0.06))
+    comparison = compare_runs(collect_run_facts(tmp_path / "empty"), second)
+    assert "cannot be compared" in list_comparison_lines(comparison, ("empty", "b"))[0]
+    assert comparison.to_json()["speedup"] is None
+
+
+def test_the_command_prints_it_and_refuses_what_is_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = write_run(tmp_path / "a", 0.09), write_run(tmp_path / "b", 0.06)
+    assert run_command_line(["report", str(first), str(second), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["schema"] == "phalanx.run-comparison/1"
+    assert not (first / "report.html").exists()
+    assert run_command_line(["report", str(first), str(tmp_path)]) == 2
+    assert "no run is there" in capsys.readouterr().err
