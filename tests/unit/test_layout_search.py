@@ -236,3 +236,14 @@ def test_a_bubble_is_that_of_the_schedule_as_it_runs():
 def test_offload_is_not_advised_where_the_host_has_no_room_for_it():
     task = open_task("llama3-70b", H100, "cluster.host_memory_gib=512")
     assert "offload" not in {fit.axis for fit in find_nearest_fits(task)}
+
+
+def test_a_plan_without_notes_has_the_same_layout_and_memory() -> None:
+    keys = ["model.preset=llama3-8b", H100, "cluster.nodes=4", "parallel.pp=8"]
+    job = load_job(None, [*keys, "data.seq_len=4096", "train.global_batch_size=64"])
+    explained, quick = make_plan(job), make_plan(job, is_explained=False)
+    assert quick.layout == explained.layout
+    assert quick.chosen == explained.chosen
+    assert quick.pipeline == explained.pipeline
+    assert explained.warnings
+    assert not quick.warnings

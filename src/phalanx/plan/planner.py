@@ -58,14 +58,16 @@ def make_plan(
     shape: ModelCosts | None = None,
     data: DataFacts | None = None,
     more: ExtraNotes = NO_EXTRA_NOTES,
+    is_explained: bool = True,
 ) -> Plan:
     """Choose the simplest layout that fits and say why.
 
     `shape` saves describing a user's own module again, which takes another process a few seconds.
     `vocab_size` comes from the data when the job leaves it open; `num_ranks` is fixed when ranks
     run already (under another launcher); `data`, once it is known, is what some warnings are about;
-    `more` is what others have to say of the job, which the plan keeps. Raises LayoutError (exit 3)
-    for ranks or batches that do not divide, naming the nearest that do, and for a layout that was
+    `more` is what others have to say of the job, which the plan keeps. Without `is_explained` the
+    plan has no notes and no warnings, of which some simulate other schedules: a search plans a dozen
+    layouts that nobody reads. Raises LayoutError (exit 3) for ranks or batches that do not divide, naming the nearest that do, and for a layout that was
     asked for and cannot fit.
     """
     require_job(job)
@@ -93,16 +95,19 @@ def make_plan(
     ]
     chosen = next(candidate for candidate in alternatives if candidate.chosen)
     parallel = _resolve_parallel(job, evaluator, ranks, chosen)
-    reasons += [
-        *filter(None, [why_precision]),
-        *list_plan_notes(job, evaluator, chosen, parallel.reasons),
-        *more.reasons,
-        *list_headroom_notes(job, cluster, ranks.value),
-    ]
+    if is_explained:
+        reasons += [
+            *filter(None, [why_precision]),
+            *list_plan_notes(job, evaluator, chosen, parallel.reasons),
+            *more.reasons,
+            *list_headroom_notes(job, cluster, ranks.value),
+        ]
     # In three steps, as each looks at the plan so far: reasons of values, then warnings.
     plan = _build_plan_without_warnings(job, evaluator, alternatives, reasons, vocab_size)
     plan = replace(plan, parallel=parallel, precision_is_auto=precision_is_auto)
     plan = replace(plan, value_reasons=_list_value_reasons(job, plan, why_precision))
+    if not is_explained:
+        return plan
     ends = describe_partial_epoch_batch(job, plan, data)
     return replace(
         plan,

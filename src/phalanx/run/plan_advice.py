@@ -67,6 +67,7 @@ def advise_on_search(searched: SearchedJob) -> AdvisedPlan | None:
         num_ranks=task.num_ranks,
         cluster=task.cluster,
         shape=task.shape,
+        is_explained=False,
     )
     goodput = result.economics.get("goodput")
     advice = advise_on_plan(

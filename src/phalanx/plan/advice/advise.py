@@ -279,7 +279,10 @@ def plan_changed_job(
     unlimited = replace(cluster, memory_bytes=round(UNLIMITED_GIB * 2**30))
     try:
         return make_plan(
-            change_job_keys(job, plan, changes), cluster=unlimited, shape=plan.model_shape
+            change_job_keys(job, plan, changes),
+            cluster=unlimited,
+            shape=plan.model_shape,
+            is_explained=False,
         )
     except PhalanxError:
         return None

@@ -228,7 +228,7 @@ def _plan_grid_point(
     changed = changed.model_copy(update={"data": job.data.model_copy(update={"seq_len": seq_len})})
     unlimited = replace(cluster, memory_bytes=round(UNLIMITED_GIB * GIB), num_devices=num_devices)
     try:
-        point = make_plan(changed, cluster=unlimited, shape=plan.model_shape)
+        point = make_plan(changed, cluster=unlimited, shape=plan.model_shape, is_explained=False)
     except PhalanxError:
         return None
     if point.layout.gradient_reduction_layout.world_size != num_devices:

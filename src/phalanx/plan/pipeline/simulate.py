@@ -288,15 +288,6 @@ class _InFlightMicrobatches:
         else:
             self.for_weights[stage] -= 1
 
-    def num_bytes(self, activation_bytes: Sequence[int], weight_input_bytes: Sequence[int]) -> int:
-        """Bytes of all, from those of one microbatch by stage."""
-        total = 0
-        for stage, count in self.before_backward.items():
-            total += count * activation_bytes[stage]
-        for stage, count in self.for_weights.items():
-            total += count * weight_input_bytes[stage]
-        return total
-
 
 def count_peak_in_flight(schedule: Schedule) -> InFlightPeaks:
     """The peaks of microbatches in flight in a schedule."""
@@ -319,9 +310,20 @@ def compute_peak_activation_bytes(
     reads between I and W."""
     peaks = []
     for rank in range(schedule.num_ranks):
-        peak = 0
-        for holding in _replay_in_flight(schedule, rank):
-            peak = max(peak, holding.num_bytes(activation_bytes, weight_input_bytes))
+        held = peak = 0
+        for action in schedule.actions[rank]:
+            kept, for_weights = activation_bytes[action.stage], weight_input_bytes[action.stage]
+            if action.kind == "F":
+                held += kept
+                peak = max(peak, held)
+            elif action.kind == "B":
+                held -= kept
+            elif action.kind == "I":
+                # What W reads may be more than what was kept: recomputed for it.
+                held += for_weights - kept
+                peak = max(peak, held)
+            else:
+                held -= for_weights
         peaks.append(peak)
     return tuple(peaks)
 

@@ -110,6 +110,7 @@ class FinalistPlanner:
                 cluster=self.cluster,
                 shape=self.shape,
                 vocab_size=self.vocab_size,
+                is_explained=False,
             )
         except (LayoutError, JobError) as error:
             self.refused[_shorten_refusal_reason(error)] += 1
