@@ -66,9 +66,9 @@ def make_plan(
     `vocab_size` comes from the data when the job leaves it open; `num_ranks` is fixed when ranks
     run already (under another launcher); `data`, once it is known, is what some warnings are about;
     `more` is what others have to say of the job, which the plan keeps. Without `is_explained` the
-    plan has no notes and no warnings, of which some simulate other schedules: a search plans a dozen
-    layouts that nobody reads. Raises LayoutError (exit 3) for ranks or batches that do not divide, naming the nearest that do, and for a layout that was
-    asked for and cannot fit.
+    plan has no notes and no warnings, of which some simulate other schedules: a search makes a
+    dozen plans that nobody reads. Raises LayoutError (exit 3) for ranks or batches that do not
+    divide, naming the nearest that do, and for a layout that was asked for and cannot fit.
     """
     require_job(job)
     if num_ranks is not None and (not isinstance(num_ranks, int) or num_ranks < 1):
