@@ -17,11 +17,11 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
-from phalanx.cli._app import help_line
+from phalanx.cli._app import read_help_line
 from phalanx.core.errors import EXIT_CODE_MEANING
 from phalanx.core.phases import PHASES
 from phalanx.core.registry import list_kinds
-from phalanx.job.json_schema import PACKAGE_OF_OPEN_KEY, SCHEMA_FILE_NAME, job_json_schema
+from phalanx.job.json_schema import PACKAGE_OF_OPEN_KEY, SCHEMA_FILE_NAME, build_job_json_schema
 from phalanx.job.presets.table import replace_presets_table
 from phalanx.job.schema import Job, Section
 from phalanx.observe.events import EVENT_CLASS_OF_KIND
@@ -94,7 +94,7 @@ def reference() -> str:
     lines += ["## Verbs", ""]
     lines += table(
         ("verb", "what it does"),
-        [(f"`phalanx {v}`", help_line(v)) for v in list_kinds("phalanx.cli")],
+        [(f"`phalanx {v}`", read_help_line(v)) for v in list_kinds("phalanx.cli")],
     )
     lines += ["## Exit codes", ""]
     lines += table(
@@ -136,7 +136,7 @@ def reference() -> str:
 def schema_text() -> str:
     """The JSON Schema of job files: in docs/ for people, in the package for `phalanx init` and
     shell completion."""
-    return json.dumps(job_json_schema(), indent=1, ensure_ascii=False) + "\n"
+    return json.dumps(build_job_json_schema(), indent=1, ensure_ascii=False) + "\n"
 
 
 def with_examples(text: str) -> str:

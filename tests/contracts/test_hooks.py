@@ -12,7 +12,7 @@ from torch import nn
 
 from phalanx.core.phases import PhaseTimer
 from phalanx.core.registry import list_kinds, resolve_kind
-from phalanx.job.json_schema import job_json_schema
+from phalanx.job.json_schema import build_job_json_schema
 from phalanx.job.load import load_job
 from phalanx.mesh.compat import silence_torch_warnings
 from phalanx.parallel.data_parallel.compression import HOOKS, Compression
@@ -163,7 +163,7 @@ Seen = list[dict[str, dict[str, Any]]]
 
 
 def test_the_folder_is_what_a_job_can_name() -> None:
-    offered = job_json_schema()["properties"]["parallel"]["properties"]["compress"]["enum"]
+    offered = build_job_json_schema()["properties"]["parallel"]["properties"]["compress"]["enum"]
     assert offered == ["none", *KINDS]
     for kind in KINDS:
         assert load_job(None, [f"parallel.compress={kind}"]).parallel.compress == kind

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli import _app
-from phalanx.cli._app import first_paragraph
-from phalanx.cli._arguments import split_arguments
+from phalanx.cli._app import join_first_paragraph
+from phalanx.cli._arguments import split_job_file_and_overrides
 from phalanx.core.registry import list_kinds
 
 VERBS = list_kinds("phalanx.cli")
@@ -62,7 +62,9 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
     assert not HEAVY & modules
     assert not [name for name in modules if name in {f"phalanx.cli.{verb}" for verb in VERBS}]
     for verb in VERBS:
-        assert re.search(rf"^  {verb} +{re.escape(_app.help_line(verb)[:20])}", out, re.MULTILINE)
+        assert re.search(
+            rf"^  {verb} +{re.escape(_app.read_help_line(verb)[:20])}", out, re.MULTILINE
+        )
 
     def wall_s() -> float:
         began = time.perf_counter()
@@ -75,7 +77,7 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_verb_explains_itself(verb: str) -> None:
     module = importlib.import_module(f"phalanx.cli.{verb}")
-    line = _app.help_line(verb)
+    line = _app.read_help_line(verb)
     assert re.fullmatch(r"[A-Z].*[.]", line), "the first line of its docstring is a sentence"
     assert len(line) < 100
     assert verb in GROUPS or module.command.__doc__
@@ -97,7 +99,7 @@ def test_the_example_of_a_verb_is_one_of_it(verb: str) -> None:
     assert words[:2] == ["phalanx", verb]
     arguments = [word for word in words[2:] if not word.startswith("-")]
     if verb not in GROUPS:  # whose example is that of one of them
-        load_job(None, split_arguments(arguments)[1])
+        load_job(None, split_job_file_and_overrides(arguments)[1])
 
 
 @pytest.mark.parametrize("verb", GROUPS)
@@ -109,7 +111,7 @@ def test_a_verb_of_verbs_lists_them_with_their_words(verb: str) -> None:
     assert not {"torch", "numpy", "pyarrow", "tokenizers"} & modules
     for name, function in module.COMMANDS.items():
         assert re.search(rf"^  {name} +{re.escape(function.__doc__[:20])}", out, re.MULTILINE)
-        assert re.fullmatch(r"[A-Z].*[.]", first_paragraph(function.__doc__))
+        assert re.fullmatch(r"[A-Z].*[.]", join_first_paragraph(function.__doc__))
 
 
 @pytest.mark.parametrize(("verb", "sub_verb"), SUB_VERBS)

@@ -632,7 +632,10 @@ def test_batchnorm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     }
     assert all(row["errors"]["buffer"] > 0 for row in right.values())
     for row in rows_of(job, running_statistics_that_stay, 2, ("float64",), shape).values():
-        assert (row["first"]["what"], row["first"]["name"]) == ("buffer", "norm.running_mean")
+        assert (row["first"]["what"], row["first"]["name"]) == (
+            "buffer",
+            "norm.running_mean",
+        )
     for row in rows_of(job, batchnorm_by_rank, 2, ("float64",), shape).values():
         assert (row["first"]["what"], "other rows" in row["first"]["cause"]) == ("loss", True)
 

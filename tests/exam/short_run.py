@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx import train_job
-from phalanx.cli._arguments import override_model, split_arguments
+from phalanx.cli._arguments import build_overrides_of_model, split_job_file_and_overrides
 from phalanx.job.load import load_job
 from phalanx.job.model import build_model_shape
 from phalanx.job.schema import Data, Job
@@ -92,8 +92,8 @@ def choose_data(job: Job, folder: Path) -> dict[str, Any]:
 
 
 def split_overrides(words: list[str], model: str | None) -> tuple[Any, Any]:
-    job_file, overrides = split_arguments(words)
-    return job_file, override_model(model, overrides)
+    job_file, overrides = split_job_file_and_overrides(words)
+    return job_file, build_overrides_of_model(model, overrides)
 
 
 def require_plan(case: Case) -> Case:

@@ -64,7 +64,7 @@ def test_layouts_of_plants_exist() -> None:
 
 @pytest.mark.long
 def test_no_layout_of_a_plant_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from phalanx.cli._arguments import override_model, split_arguments
+    from phalanx.cli._arguments import build_overrides_of_model, split_job_file_and_overrides
     from phalanx.job.load import load_job
     from phalanx.verify.choose import select_layout_cases
 
@@ -74,9 +74,9 @@ def test_no_layout_of_a_plant_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         model = None
         if words[:1] == ["--model"]:
             _, model, *words = words
-        job_file, overrides = split_arguments(words)
+        job_file, overrides = split_job_file_and_overrides(words)
         selection = select_layout_cases(
-            load_job(job_file, override_model(model, overrides)),
+            load_job(job_file, build_overrides_of_model(model, overrides)),
             [*plant.shows, *plant.clean],
             ranks=plant.num_ranks,
             steps=3,

@@ -145,7 +145,7 @@ def test_prediction_for_a_vision_transformer(pooling: Any, precision: str) -> No
     saved = SavedBytes()
     with saved.count_saved(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
         classification_cross_entropy(model(batch["images"]), batch)
-    work = Workload(32, shape.tokens_of(0), precision, "none", 1024)
+    work = Workload(32, shape.count_sample_tokens(0), precision, "none", 1024)
     assert saved.num_bytes == pytest.approx(
         activation_bytes(shape, work), rel=0.003 if precision == "fp32" else 0.03
     )

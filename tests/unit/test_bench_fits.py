@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.bench.fits import Bound, fit_constants
-from phalanx.bench.items import CPU_PRODUCTS, list_group_sizes, list_items
+from phalanx.bench.fits import ConstantRange, fit_constants
+from phalanx.bench.items import CPU_MATMUL_SHAPES, list_bench_items, list_group_sizes
 from phalanx.bench.sections import (
-    choose_basis,
+    choose_clock_basis,
     find_accelerator_by_device_name,
     fit_section,
 )
@@ -72,7 +72,7 @@ def test_constants_of_products_come_back() -> None:
     }
     generator = random.Random(3)
     rows = []
-    for shape in CPU_PRODUCTS * 2:
+    for shape in CPU_MATMUL_SHAPES * 2:
         seconds = evaluate_matmul_fit(truth, *shape) * math.exp(generator.gauss(0, 0.02))
         rows.append(measure("matmul", seconds, size=shape, flops=2.0 * math.prod(shape)))
     (fit,) = fit_section(rows, CPU)
@@ -86,7 +86,7 @@ def test_constants_of_products_come_back() -> None:
 
 def test_a_constant_stays_within_its_bounds_and_the_residual_says_so() -> None:
     """Times that no link can have: the bandwidth ends at its bound instead of explaining them."""
-    bounds = {"overhead_s": Bound(1e-6, 1e-3, 1e-5), "per_s": Bound(1e6, 1e9, 1e8)}
+    bounds = {"overhead_s": ConstantRange(1e-6, 1e-3, 1e-5), "per_s": ConstantRange(1e6, 1e9, 1e8)}
     points = [((float(size),), 1e-5 + size / 1e11) for size in SIZES]
     result = fit_constants(
         lambda values, size: evaluate_linear_fit(values, size[0]), bounds, points
@@ -97,7 +97,7 @@ def test_a_constant_stays_within_its_bounds_and_the_residual_says_so() -> None:
 
 def test_what_no_point_tells_stays_at_its_prior() -> None:
     """Messages so small that their bandwidth is nothing."""
-    bounds = {"overhead_s": Bound(1e-6, 1.0, 1e-4), "per_s": Bound(1e6, 1e12, 3e9)}
+    bounds = {"overhead_s": ConstantRange(1e-6, 1.0, 1e-4), "per_s": ConstantRange(1e6, 1e12, 3e9)}
     points = [((float(size),), 5e-3) for size in (8, 64, 512)]
     result = fit_constants(
         lambda values, size: evaluate_linear_fit(values, size[0]), bounds, points
@@ -128,7 +128,7 @@ def test_what_is_hidden_of_a_message_beside_products() -> None:
 def test_ranks_at_once_are_compared_with_one_of_as_many_threads() -> None:
     rows = []
     for num_ranks, slower in ((1, 1.0), (2, 1.25)):
-        for shape in CPU_PRODUCTS:
+        for shape in CPU_MATMUL_SHAPES:
             flops = 2.0 * math.prod(shape)
             seconds = slower * flops / 8e10
             rows.append(measure("matmul", seconds, size=shape, flops=flops, num_ranks=num_ranks))
@@ -137,9 +137,9 @@ def test_ranks_at_once_are_compared_with_one_of_as_many_threads() -> None:
 
 
 def test_a_busy_cpu_is_measured_by_its_own_seconds() -> None:
-    assert choose_basis(CPU, 0.02) == "wall"
-    assert choose_basis(CPU, 0.5) == "processor"
-    assert choose_basis(Cluster("cuda", 8, 2**36), 0.5) == "wall"
+    assert choose_clock_basis(CPU, 0.02) == "wall"
+    assert choose_clock_basis(CPU, 0.5) == "processor"
+    assert choose_clock_basis(Cluster("cuda", 8, 2**36), 0.5) == "wall"
     rows = []
     for size in (2**16, 2**20, 2**24):
         seconds = 1e-5 + size / 1e10
@@ -174,11 +174,14 @@ def test_a_gpu_is_found_by_what_its_driver_calls_it(
 def test_every_operation_has_seconds_and_ranks_that_are_there(cluster: Cluster) -> None:
     sizes = list_group_sizes(cluster)
     assert sizes[-1] == (8 if cluster.num_devices >= 8 else 4)
-    items = list_items(cluster, ("gemm", "comm"), sizes)
+    items = list_bench_items(cluster, ("gemm", "comm"), sizes)
     assert sum(item.budget_s for item in items) < 60
     assert {item.num_ranks for item in items if item.section == "comm"} == set(sizes)
     assert all(item.num_ranks <= sizes[-1] for item in items)
-    assert sum(item.budget_s for item in list_items(cluster, ("gemm",), sizes, is_quick=True)) < 6
+    assert (
+        sum(item.budget_s for item in list_bench_items(cluster, ("gemm",), sizes, is_quick=True))
+        < 6
+    )
 
 
 def make_profile() -> MachineProfile:

@@ -16,7 +16,7 @@ import pytest
 from commands import COLD, TINY, environment, run, write_text
 from phalanx.checkpoint.ownership.run_lock import hold_run_lock
 from phalanx.cli import _app
-from phalanx.cli._arguments import split_arguments
+from phalanx.cli._arguments import split_job_file_and_overrides
 from phalanx.core.errors import (
     DataError,
     ExitCode,
@@ -28,21 +28,24 @@ from phalanx.core.errors import (
 from phalanx.job.load import load_job
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import BaselineMeasured, EvalFinished, TextGenerated
-from phalanx.report.end_of_run import end_of_run_lines
+from phalanx.report.end_of_run import list_end_of_run_lines
 from phalanx.run.announce import format_run_announcement
 from phalanx.run.prepare import prepare_run
 
 
 def test_arguments_are_a_file_and_overrides_in_any_order() -> None:
-    assert split_arguments([]) == (None, [])
-    assert split_arguments(["a=1", "my job.toml", "b.c=x=y"]) == ("my job.toml", ["a=1", "b.c=x=y"])
-    assert split_arguments(["./x=1/job.toml"]) == ("./x=1/job.toml", [])
+    assert split_job_file_and_overrides([]) == (None, [])
+    assert split_job_file_and_overrides(["a=1", "my job.toml", "b.c=x=y"]) == (
+        "my job.toml",
+        ["a=1", "b.c=x=y"],
+    )
+    assert split_job_file_and_overrides(["./x=1/job.toml"]) == ("./x=1/job.toml", [])
     with pytest.raises(UsageError, match="one job file is enough"):
-        split_arguments(["a.toml", "b.toml"])
+        split_job_file_and_overrides(["a.toml", "b.toml"])
     with pytest.raises(UsageError, match=r"an override is train\.steps=VALUE"):
-        split_arguments(["train.steps"])
+        split_job_file_and_overrides(["train.steps"])
     with pytest.raises(UsageError, match="has its own job"):
-        split_arguments(["a.toml"], allow_file=False)
+        split_job_file_and_overrides(["a.toml"], allow_file=False)
 
 
 def test_a_sample_cannot_move_the_cursor(tmp_path: Path) -> None:
@@ -52,7 +55,7 @@ def test_a_sample_cannot_move_the_cursor(tmp_path: Path) -> None:
     bus.emit(EvalFinished(5, 2.0, 100, 0.1))
     bus.emit(BaselineMeasured("trigram", 1.5, 100, 0.1))
     bus.close()
-    lines = "\n".join(end_of_run_lines(tmp_path)).split("\n")
+    lines = "\n".join(list_end_of_run_lines(tmp_path)).split("\n")
     assert lines == [
         "loss    held out, nats per token: model 2.000  trigram 1.500   (100 tokens)",
         "        the model is 0.500 nats worse than the trigram",

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from models import CPU, shape
 from online_softmax import attention_by_blocks
 from phalanx.core.errors import LayoutError
-from phalanx.job.checks.ranks import context_parallel_keys_are_read
+from phalanx.job.checks.ranks import check_context_parallel_keys_are_read
 from phalanx.job.module_probe import probe_foreign_shape
 from phalanx.job.schema import Job
 from phalanx.mesh.attention_kernels import (
@@ -377,6 +377,6 @@ def test_keys_that_nothing_reads_are_told() -> None:
     body = {"parallel": {"cp_attention": "ulysses", "cp_load_balance": "none"}}
     found = [
         ".".join(map(str, finding.path))
-        for finding in context_parallel_keys_are_read.run(Job.model_validate(body))
+        for finding in check_context_parallel_keys_are_read.run(Job.model_validate(body))
     ]
     assert found == ["parallel.cp_attention", "parallel.cp_load_balance"]

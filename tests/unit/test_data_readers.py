@@ -23,7 +23,7 @@ from phalanx.core.errors import DataError, EnvironmentProblem
 from phalanx.data.build import build_dataset
 from phalanx.data.dataset import Dataset
 from phalanx.data.tokenizer import ByteTokenizer
-from phalanx.report.dataset_page import describe_left_out
+from phalanx.report.dataset_page import describe_left_out_inputs
 
 ROWS = ["first row", "", "zweite Zeile: Größe", None, "line one\nline two", "the last 🙂"]
 TEXTS = [row for row in ROWS if row is not None]
@@ -271,7 +271,7 @@ def test_what_is_no_file_is_counted(tree: Path, tmp_path: Path) -> None:
         )  # a pattern follows linked/, and knows the pipe again
         assert (texts_of(found), found.manifest.num_not_files) == (["first", "second"], number)
         assert f"{number} entries that are no files skipped" in "; ".join(
-            describe_left_out(found.manifest)
+            describe_left_out_inputs(found.manifest)
         )
 
 
@@ -312,9 +312,9 @@ def test_a_json_file_is_rows_where_it_has_an_object_per_line(
     dataset = build([tmp_path / "a.json"], tmp_path / "out")
     assert texts_of(dataset) == (texts or [content])
     assert dataset.manifest.num_json_as_text == num_as_text
-    assert ("1 .json file read as text" in "; ".join(describe_left_out(dataset.manifest))) == bool(
-        num_as_text
-    )
+    assert (
+        "1 .json file read as text" in "; ".join(describe_left_out_inputs(dataset.manifest))
+    ) == bool(num_as_text)
 
 
 def test_a_dataset_json_of_somebody_else_is_text(tree: Path, tmp_path: Path) -> None:

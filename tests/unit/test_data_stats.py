@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.cli._data_stats_output import BAR_WIDTH_CELLS, draw_bar
+from phalanx.cli._data_stats_output import BAR_WIDTH_CELLS, draw_text_bar
 from phalanx.data.build import build_dataset
 from phalanx.data.stats import QUANTILES, measure_dataset
 from phalanx.report.dataset_page import render_dataset_page
@@ -103,5 +103,5 @@ def test_a_page_counts_in_whole_numbers(tmp_path: Path) -> None:
     ],
 )
 def test_bars_are_drawn_to_an_eighth_of_a_cell(part: float, drawn: str) -> None:
-    assert draw_bar(part) == drawn
-    assert len(draw_bar(part, fancy=False)) == len(drawn)
+    assert draw_text_bar(part) == drawn
+    assert len(draw_text_bar(part, fancy=False)) == len(drawn)

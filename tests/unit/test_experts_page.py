@@ -15,7 +15,7 @@ from phalanx.observe.console import open_console
 from phalanx.observe.events import ExpertsLoaded, seal_event
 from phalanx.observe.tail import read_event
 from phalanx.report.reduce import collect_run_facts
-from phalanx.report.sections.experts import LOAD_LEVELS, heat_level_of_share
+from phalanx.report.sections.experts import LOAD_LEVELS, choose_heat_level
 from phalanx.report.summary import build_run_json
 
 EVEN, SKEWED = [8, 8, 8, 8], [0, 4, 4, 24]  # the busiest has 3 times the mean
@@ -88,8 +88,8 @@ def test_a_run_without_experts_has_no_such_section(tmp_path: Path) -> None:
 
 def test_each_cell_has_the_colour_of_its_share() -> None:
     shares = (0, 0.2, 0.5, 0.6, 1, 1.9, 3, 30)
-    assert [heat_level_of_share(share, 1.0) for share in shares] == list(range(len(LOAD_LEVELS)))
-    assert heat_level_of_share(0, 0.0) == 0
+    assert [choose_heat_level(share, 1.0) for share in shares] == list(range(len(LOAD_LEVELS)))
+    assert choose_heat_level(0, 0.0) == 0
 
 
 @pytest.mark.parametrize("columns", [8, 64, 256])
@@ -104,9 +104,7 @@ def test_cells_cover_every_expert_once(tmp_path: Path, columns: int) -> None:
     for d, level in re.findall(r'<path d="([^"]*)" class="h(\d)"', section(page_of(run))):
         for begin, width in re.findall(r"M(\d+) 0h(\d+)", d):
             found |= {int(begin) + cell: int(level) for cell in range(int(width))}
-    assert found == {
-        number: heat_level_of_share(count, mean) for number, count in enumerate(tokens)
-    }
+    assert found == {number: choose_heat_level(count, mean) for number, count in enumerate(tokens)}
 
 
 def test_numbers_that_nobody_can_count_break_nothing(tmp_path: Path) -> None:

@@ -20,10 +20,10 @@ from phalanx.cli import _app
 from phalanx.core.errors import JobError
 from phalanx.core.files import write_json_atomic
 from phalanx.job.findings import list_keys_by_section
-from phalanx.job.json_schema import SCHEMA_FILE_NAME, job_json_schema
+from phalanx.job.json_schema import SCHEMA_FILE_NAME, build_job_json_schema
 from phalanx.job.load import load_job, load_job_json
 from phalanx.job.schema import Job
-from phalanx.job.template import USUALLY_SET_KEYS, job_template
+from phalanx.job.template import USUALLY_SET_KEYS, format_job_template
 from phalanx.job.toml import format_toml_value
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +61,7 @@ def test_a_value_is_read_as_it_was_written(value: Any) -> None:
 
 def test_a_fresh_job_file_is_the_default_job(tmp_path: Path) -> None:
     for minimal in (False, True):
-        text = job_template(minimal=minimal)
+        text = format_job_template(minimal=minimal)
         assert load_job(write(tmp_path / "job.toml", text)) == Job()
         assert set(re.findall(r"^([a-z_]+) = ", text, re.MULTILINE)) == {
             key.partition(".")[2] for key in USUALLY_SET_KEYS
@@ -69,7 +69,7 @@ def test_a_fresh_job_file_is_the_default_job(tmp_path: Path) -> None:
 
 
 def test_every_key_is_in_it_once_with_its_words() -> None:
-    text = job_template()
+    text = format_job_template()
     for section, keys in list_keys_by_section().items():
         body = text.split(f"[{section}]\n")[1].split("\n[")[0]
         assert tuple(re.findall(r"^#?([a-z_]+) = ", body, re.MULTILINE)) == keys
@@ -80,7 +80,7 @@ def test_every_key_is_in_it_once_with_its_words() -> None:
 
 @pytest.mark.parametrize("section", list_keys_by_section())
 def test_a_section_loads_with_every_key_switched_on(section: str, tmp_path: Path) -> None:
-    head, body = job_template().split(f"\n[{section}]\n")
+    head, body = format_job_template().split(f"\n[{section}]\n")
     body, _, tail = body.partition("\n\n")
     switched = COMMENTED.sub("", body)
     assert tomllib.loads(switched).keys() == set(list_keys_by_section()[section])
@@ -107,7 +107,7 @@ def test_the_job_of_a_run_comes_back(tmp_path: Path) -> None:
     write_json_atomic(tmp_path / "job.json", Job.model_validate_json(json.dumps(KEYS)).to_json())
     job = load_job_json(tmp_path / "job.json")
     for minimal in (True, False):
-        text = job_template(job, minimal=minimal)
+        text = format_job_template(job, minimal=minimal)
         again = load_job(write(tmp_path / "job.toml", text))
         assert again.run.dir is None
         assert again.model_copy(update={"run": job.run}) == job
@@ -130,7 +130,7 @@ def test_init_writes_a_job_and_says_what_comes_next(
     assert Path("job.toml").read_bytes() == written
     assert _app.run_command_line(["init", "--minimal", "--force", "--editor"]) == 0
     assert Path("job.toml").read_text().startswith(f"#:schema ./{SCHEMA_FILE_NAME}\n")
-    assert json.loads(Path(SCHEMA_FILE_NAME).read_text()) == job_json_schema()
+    assert json.loads(Path(SCHEMA_FILE_NAME).read_text()) == build_job_json_schema()
     assert load_job("job.toml") == Job()
     assert sorted(path.name for path in tmp_path.iterdir()) == [SCHEMA_FILE_NAME, "job.toml"]
 
@@ -162,9 +162,9 @@ def test_init_refuses_in_one_line(
 
 def test_init_prints_what_it_would_write(capsys: pytest.CaptureFixture[str]) -> None:
     assert _app.run_command_line(["init", "-"]) == 0
-    assert capsys.readouterr().out == job_template()
+    assert capsys.readouterr().out == format_job_template()
     assert _app.run_command_line(["init", "--schema"]) == 0
-    assert json.loads(capsys.readouterr().out) == job_json_schema()
+    assert json.loads(capsys.readouterr().out) == build_job_json_schema()
 
 
 # The schema
@@ -172,7 +172,7 @@ def test_init_prints_what_it_would_write(capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.fixture(scope="module")
 def validator() -> jsonschema.Draft7Validator:
-    schema = job_json_schema()
+    schema = build_job_json_schema()
     jsonschema.Draft7Validator.check_schema(schema)
     return jsonschema.Draft7Validator(schema)
 
@@ -199,7 +199,7 @@ def test_every_key_of_the_schema_has_words_and_a_default(
 
 
 def test_an_editor_accepts_what_init_writes(validator: jsonschema.Draft7Validator) -> None:
-    text = job_template()
+    text = format_job_template()
     for job in (text, COMMENTED.sub("", text)):
         validator.validate(tomllib.loads(job))
 

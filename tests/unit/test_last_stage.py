@@ -12,7 +12,7 @@ from torch import nn
 
 from phalanx.job.module_probe import _parse_shape
 from phalanx.job.shapes.decoder import DecoderShape
-from phalanx.job.shapes.stored import read_shape
+from phalanx.job.shapes.stored import parse_stored_shape
 from phalanx.mesh.blocks import last_stage_names
 from phalanx.nn.probe import describe_module
 
@@ -38,7 +38,7 @@ class Own(nn.Module):
 
 
 def probed(says: Any) -> DecoderShape:
-    return read_shape(
+    return parse_stored_shape(
         _parse_shape(
             "mine", json.dumps(describe_module("test_last_stage:Own", {"says": says}))
         ).to_json()

@@ -14,7 +14,7 @@ from phalanx.job.param_holder import ParamHolder
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.job.shapes.decoder_activations import DecoderActivations
 from phalanx.job.shapes.measured import MeasuredModule
-from phalanx.job.shapes.stored import read_shape
+from phalanx.job.shapes.stored import parse_stored_shape
 from phalanx.job.shapes.stored_keys import STORED_SHAPE_DEFAULTS
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.plan import Plan
@@ -92,7 +92,7 @@ def test_every_shape_is_stored_with_the_same_keys_in_the_same_order() -> None:
     for shape in (DECODER, image, module):
         stored = shape.to_json()
         assert list(stored) == list(STORED_SHAPE_DEFAULTS)
-        assert read_shape(stored) == shape
+        assert parse_stored_shape(stored) == shape
     assert module.to_json()["dim"] == image.to_json()["vocab_size"] == 0
 
 

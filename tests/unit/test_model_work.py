@@ -13,7 +13,7 @@ from phalanx.job.shapes.stored import BuiltInShape
 from phalanx.job.work import ModelWork
 
 
-def build_shape(name: str) -> BuiltInShape:
+def build_builtin_shape(name: str) -> BuiltInShape:
     preset = find_preset(name)
     assert preset is not None
     shape = build_preset_shape(preset)
@@ -33,7 +33,7 @@ def count_uncut_params(work: ModelWork) -> int:
 
 @pytest.mark.parametrize("name", list_preset_names())
 def test_flops_of_work_are_those_of_the_shape(name: str) -> None:
-    shape = build_shape(name)
+    shape = build_builtin_shape(name)
     work, flops = shape.work(1024), shape.flops(1024)
     parts = [flops.embedding, *flops.blocks, flops.head]
     assert work.matmul_flops == sum(part.matmul for part in parts)
@@ -42,7 +42,7 @@ def test_flops_of_work_are_those_of_the_shape(name: str) -> None:
 
 @pytest.mark.parametrize("name", list_preset_names())
 def test_params_of_work_are_those_of_the_shape(name: str) -> None:
-    shape = build_shape(name)
+    shape = build_builtin_shape(name)
     work = shape.work(1024)
     assert work.num_params == shape.num_params
     assert work.num_tied_params == shape.tied_params
@@ -54,7 +54,7 @@ def test_params_of_work_are_those_of_the_shape(name: str) -> None:
 
 
 def test_experts_of_work_are_what_ep_divides() -> None:
-    shape = build_shape("deepseek-v3")
+    shape = build_builtin_shape("deepseek-v3")
     assert shape.experts is not None
     block = shape.work(4096).blocks[-1]
     assert block.num_routed_params == shape.experts.count * shape.experts.params
@@ -64,13 +64,13 @@ def test_experts_of_work_are_what_ep_divides() -> None:
 
 
 def test_blocks_that_are_equal_are_of_one_kind() -> None:
-    dense = build_shape("llama3-8b").work(4096)
+    dense = build_builtin_shape("llama3-8b").work(4096)
     assert [count for _, count in dense.block_kinds] == [32]
-    routed = build_shape("deepseek-v3").work(4096)
+    routed = build_builtin_shape("deepseek-v3").work(4096)
     assert [count for _, count in routed.block_kinds] == [3, 58]
-    assert hash(dense) == hash(build_shape("llama3-8b").work(4096))
+    assert hash(dense) == hash(build_builtin_shape("llama3-8b").work(4096))
 
 
 def test_uncut_params_are_what_tp_leaves_whole() -> None:
-    work = build_shape("llama3-8b").work(4096)
+    work = build_builtin_shape("llama3-8b").work(4096)
     assert sum(block.num_uncut_params for block in work.blocks) == count_uncut_params(work)

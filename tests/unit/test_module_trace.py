@@ -14,10 +14,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from phalanx.job.load import load_job
-from phalanx.job.module_probe import _count_answer, build_trace_request, probe_foreign_shape
+from phalanx.job.module_probe import (
+    _build_module_from_answer,
+    build_trace_request,
+    probe_foreign_shape,
+)
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.job.shapes.measured import MeasuredModule
-from phalanx.job.shapes.stored import read_shape
+from phalanx.job.shapes.stored import parse_stored_shape
 from phalanx.nn.hugging_face.adapter import find_factory
 from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.module_trace import TracedBatch, trace_module
@@ -104,7 +108,7 @@ def own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def measure(kind: str, precisions: tuple[str, ...] = ("fp32",)) -> MeasuredModule:
     request = {"seq_len": LENGTH, "precisions": list(precisions), "loss_chunk_tokens": 1024}
-    return _count_answer(kind, describe_module(kind, {}, request))
+    return _build_module_from_answer(kind, describe_module(kind, {}, request))
 
 
 def write_config(folder: Path, config: dict[str, Any]) -> str:
@@ -140,7 +144,9 @@ def test_activations_are_those_that_autograd_saves(config: dict[str, Any], tmp_p
         saved = count_saved_bytes(kind, batch, length, precision)
         hidden = batch * length * config.get("hidden_size", config.get("n_embd")) * 4
         # The loss saves gradients of hidden states and head, which the plan counts as the loss.
-        loss = shape.activations.loss(Workload(batch, length, precision, "none", 1024)).waiting  # type: ignore[union-attr]
+        loss = shape.activations.count_loss_bytes(
+            Workload(batch, length, precision, "none", 1024)
+        ).waiting  # type: ignore[union-attr]
         assert saved - loss == pytest.approx(
             predict(shape, batch, length, precision), abs=0.03 * saved + hidden
         )
@@ -152,7 +158,7 @@ def test_attention_that_is_written_out_grows_with_pairs(own_model: str) -> None:
         saved = count_saved_bytes(f"{own_model}:Model", batch, length, "fp32")
         work = Workload(batch, length, "fp32", "none", 1024)
         assert shape.activations is not None
-        kept = predict(shape, batch, length) + shape.activations.loss(work).waiting
+        kept = predict(shape, batch, length) + shape.activations.count_loss_bytes(work).waiting
         assert saved == pytest.approx(kept, rel=0.02)
 
 
@@ -204,7 +210,7 @@ def test_gradients_on_their_way_are_those_of_a_trace(
 
 def test_a_stored_shape_keeps_its_trace(own_model: str) -> None:
     shape = measure(f"{own_model}:Model")
-    assert read_shape(json.loads(json.dumps(shape.to_json()))) == shape
+    assert parse_stored_shape(json.loads(json.dumps(shape.to_json()))) == shape
 
 
 def test_tensor_parallelism_divides_what_comes_from_cut_layers(own_model: str) -> None:

@@ -30,7 +30,7 @@ from phalanx.plan.pipeline.trace import (
     sum_forward_backward_s,
 )
 from phalanx.plan.planner import make_plan
-from phalanx.report.bubble import MeasuredPipeline, read_pipeline_plan
+from phalanx.report.bubble import MeasuredPipeline, parse_pipeline_of_plan
 from phalanx.train.pipeline_record import (
     align_rank_clocks,
     build_pipeline_event,
@@ -285,9 +285,9 @@ def test_a_schedule_of_ones_own_gets_no_numbers_it_cannot_have() -> None:
     ],
 )  # fmt: skip
 def test_a_plan_of_any_shape_is_no_crash(change: dict[str, Any]) -> None:
-    assert read_pipeline_plan({"pipeline": pipeline().to_json()}) is not None
-    assert read_pipeline_plan({"pipeline": pipeline().to_json() | change}) is None
-    assert read_pipeline_plan({"pipeline": [1]}) is None
+    assert parse_pipeline_of_plan({"pipeline": pipeline().to_json()}) is not None
+    assert parse_pipeline_of_plan({"pipeline": pipeline().to_json() | change}) is None
+    assert parse_pipeline_of_plan({"pipeline": [1]}) is None
 
 
 def test_an_event_of_other_stages_is_not_judged() -> None:

@@ -105,16 +105,16 @@ def test_stages_keep_what_the_model_keeps() -> None:
     on, tables of angles in each stage, and the gradients that the loss has computed."""
     pipeline = build_named_pipeline("gpipe", 4, 1, FOUR)
     kept = sum(predict_stage_bytes(EIGHT_BLOCKS, WORK, pipeline, stage).saved for stage in range(4))
-    tables = 3 * EIGHT_BLOCKS.activations.everywhere(WORK)
+    tables = 3 * EIGHT_BLOCKS.activations.count_bytes_in_every_stage(WORK)
     loss = WORK.tokens * 32 * 4 + 37 * 32 * 4
     assert (
         kept
         == bytes_at_forward_end(EIGHT_BLOCKS, WORK)
-        + 3 * EIGHT_BLOCKS.activations.message(WORK)
+        + 3 * EIGHT_BLOCKS.activations.count_message_bytes(WORK)
         + tables
         + loss
     )
-    assert EIGHT_BLOCKS.activations.message(WORK) == 2 * 16 * 32 * 4
+    assert EIGHT_BLOCKS.activations.count_message_bytes(WORK) == 2 * 16 * 32 * 4
 
 
 def test_one_stage_less_is_one_microbatch_less_of_1f1b() -> None:
@@ -161,7 +161,9 @@ def test_recompute_holds_inputs_of_all_microbatches_and_one_block(name: str) -> 
 def test_only_the_last_stage_has_a_loss_and_ends_get_no_messages_alone() -> None:
     found = memory(build_named_pipeline("1f1b", 4, 4, FOUR))
     assert [rank["loss"] > 0 for rank in found] == [False, False, False, True]
-    assert {rank["communication"] for rank in found} == {2 * EIGHT_BLOCKS.activations.message(WORK)}
+    assert {rank["communication"] for rank in found} == {
+        2 * EIGHT_BLOCKS.activations.count_message_bytes(WORK)
+    }
     v = memory(build_named_pipeline("zb-v", 4, 8, Stages((1,) * 8)))
     assert [rank["loss"] > 0 for rank in v] == [True, False, False, False]
 

@@ -18,7 +18,7 @@ from phalanx.observe.events import seal_event
 from phalanx.observe.words import describe_event
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.pipeline.simulate import StageCosts
-from phalanx.report.end_of_run import end_of_run_lines
+from phalanx.report.end_of_run import list_end_of_run_lines
 from phalanx.report.reduce import collect_run_facts
 from phalanx.report.summary import build_run_json
 
@@ -157,7 +157,9 @@ def test_everybody_says_the_same(tmp_path: Path) -> None:
     """Last lines, console and JSON."""
     planned = pipeline(costs=PLAN_COSTS)
     piped(tmp_path, planned, {5: [EVEN] * 4, 50: [EVEN] * 4})
-    lines = [line for line in end_of_run_lines(tmp_path) if line.startswith(("bubble", "        "))]
+    lines = [
+        line for line in list_end_of_run_lines(tmp_path) if line.startswith(("bubble", "        "))
+    ]
     assert (
         lines[0]
         == "bubble  ranks wait 27.3 % of the step for other stages (predicted 27.3 %), at step 50:"
@@ -183,6 +185,6 @@ def test_a_short_bubble_is_one_line(tmp_path: Path) -> None:
     planned = pipeline(num_microbatches=16, costs=PLAN_COSTS)
     piped(tmp_path, planned, {5: [EVEN] * 4})
     assert (
-        end_of_run_lines(tmp_path)[-1]
+        list_end_of_run_lines(tmp_path)[-1]
         == "bubble  ranks wait 15.8 % of the step for other stages (predicted 15.8 %), at step 5"
     )

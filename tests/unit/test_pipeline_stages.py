@@ -14,7 +14,7 @@ from commands import run
 from phalanx.core.errors import ExitCode, LayoutError
 from phalanx.job.module_probe import probe_foreign_shape
 from phalanx.job.schema import Job
-from phalanx.job.shapes.stored import read_shape
+from phalanx.job.shapes.stored import parse_stored_shape
 from phalanx.observe.events import Envelope, PipelineMeasured
 from phalanx.plan.pipeline.costs import ModelPartCosts, count_params_of_stages
 from phalanx.plan.pipeline.cut import LayerCosts, Stages, cut_stages, cut_stages_for_ranks
@@ -193,7 +193,7 @@ def test_parts_of_a_module_of_ones_own(own: Any) -> None:
     there twice."""
     shape = own()
     assert [size for _, size in shape.blocks] == [256, 256, 272, 256, 256, 256]
-    assert read_shape(json.loads(json.dumps(shape.to_json()))) == shape
+    assert parse_stored_shape(json.loads(json.dumps(shape.to_json()))) == shape
     parts = shape.count_part_params()
     assert (parts.before, parts.looked_up, parts.after, parts.both) == (800 + 256, 800, 32 + 800, 0)
     assert ModelPartCosts(parts, None).layer_costs == LayerCosts(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli import _app
-from phalanx.cli._plan_advice import take_term
+from phalanx.cli._plan_advice import split_explained_term
 from phalanx.core.errors import UsageError
 from phalanx.plan.advice import what_if
 
@@ -73,10 +73,13 @@ def test_wrong_terms_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_terms_are_told_from_job_files_and_overrides(tmp_path: Path) -> None:
     job = tmp_path / "job.toml"
-    assert take_term([str(job), "tp", "train.steps=3"]) == ([str(job), "train.steps=3"], "tp")
-    assert take_term(["train.steps=3"]) == (["train.steps=3"], None)
+    assert split_explained_term([str(job), "tp", "train.steps=3"]) == (
+        [str(job), "train.steps=3"],
+        "tp",
+    )
+    assert split_explained_term(["train.steps=3"]) == (["train.steps=3"], None)
     with pytest.raises(UsageError):
-        take_term(["dp", "exposed"])
+        split_explained_term(["dp", "exposed"])
 
 
 def test_pages_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

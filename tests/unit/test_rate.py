@@ -12,9 +12,9 @@ from models import CPU
 from phalanx.core.errors import JobError
 from phalanx.job.learning_rate import (
     PeakLearningRate,
-    learning_rate_overrides_on_resume,
-    peak_learning_rate,
-    resolve_optim,
+    list_learning_rate_overrides_on_resume,
+    resolve_optim_section,
+    resolve_peak_learning_rate,
 )
 from phalanx.job.load import load_job
 from phalanx.job.schema import Job, Optim
@@ -49,12 +49,12 @@ def job(batch: int, **optim: object) -> Job:
     ],
 )
 def test_a_batch_of_64(optim: dict[str, object], lr: float) -> None:
-    assert peak_learning_rate(job(64, **optim)).lr == pytest.approx(lr, rel=1e-12)
+    assert resolve_peak_learning_rate(job(64, **optim)).lr == pytest.approx(lr, rel=1e-12)
 
 
 def test_it_says_why() -> None:
     def why(**optim: object) -> str:
-        return peak_learning_rate(job(64, reference_batch_size=16, **optim)).why
+        return resolve_peak_learning_rate(job(64, reference_batch_size=16, **optim)).why
 
     assert (
         why(lr_scaling="auto")
@@ -72,8 +72,8 @@ def test_it_says_why() -> None:
 def test_the_plan_has_the_rate_and_the_reason() -> None:
     scaled = job(64, lr_scaling="auto", reference_batch_size=16)
     plan = make_plan(scaled, cluster=CPU)
-    assert PeakLearningRate(plan.peak_lr, plan.reasons[-1]) == peak_learning_rate(scaled)
-    assert f"why     {peak_learning_rate(scaled).why}" in describe_plan(plan)
+    assert PeakLearningRate(plan.peak_lr, plan.reasons[-1]) == resolve_peak_learning_rate(scaled)
+    assert f"why     {resolve_peak_learning_rate(scaled).why}" in describe_plan(plan)
     assert Plan.from_json(plan.to_json()).peak_lr == plan.peak_lr
 
 
@@ -130,19 +130,19 @@ def test_a_run_that_goes_on_with_another_batch_says_which_rate_it_has(
 def test_a_resumed_run_refers_to_the_batch_it_had() -> None:
     """Only where a rule is asked for now, and nothing else was said."""
     bigger = "train.global_batch_size=64"
-    assert learning_rate_overrides_on_resume(job(16), [bigger]) == []
-    assert learning_rate_overrides_on_resume(job(16), [bigger, "optim.lr_scaling=none"]) == []
-    assert learning_rate_overrides_on_resume(job(16), [bigger, "optim.lr_scaling=auto"]) == [
+    assert list_learning_rate_overrides_on_resume(job(16), [bigger]) == []
+    assert list_learning_rate_overrides_on_resume(job(16), [bigger, "optim.lr_scaling=none"]) == []
+    assert list_learning_rate_overrides_on_resume(job(16), [bigger, "optim.lr_scaling=auto"]) == [
         "optim.reference_batch_size=16"
     ]
     assert (
-        learning_rate_overrides_on_resume(
+        list_learning_rate_overrides_on_resume(
             job(16), ["optim.lr_scaling=auto", "optim.reference_batch_size=8"]
         )
         == []
     )
     assert (
-        learning_rate_overrides_on_resume(
+        list_learning_rate_overrides_on_resume(
             job(16, reference_batch_size=8), ["optim.lr_scaling=auto"]
         )
         == []
@@ -173,8 +173,8 @@ def test_weights_that_are_trained_already_have_a_rate_of_their_own(
     overrides: list[str], lr: float
 ) -> None:
     wanted = load_job(None, overrides)
-    assert peak_learning_rate(wanted).lr == pytest.approx(lr, rel=1e-12)
-    reason = peak_learning_rate(wanted).why
+    assert resolve_peak_learning_rate(wanted).lr == pytest.approx(lr, rel=1e-12)
+    reason = resolve_peak_learning_rate(wanted).why
     assert ("lr 2e-05: the weights of model.init_from=old are trained already" in reason) == (
         lr in (2e-5, 4e-5)
     ), "said where it is not the rate of random weights"
@@ -182,21 +182,21 @@ def test_weights_that_are_trained_already_have_a_rate_of_their_own(
 
 def test_a_directory_with_weights_is_trained_and_a_config_alone_is_not(tmp_path: Path) -> None:
     with_weights = hugging_face(tmp_path / "trained", "model.safetensors")
-    assert peak_learning_rate(load_job(None, [with_weights])).lr == 2e-5
+    assert resolve_peak_learning_rate(load_job(None, [with_weights])).lr == 2e-5
     assert (
-        peak_learning_rate(load_job(None, [f"{with_weights}/config.json"])).lr == 3e-3
+        resolve_peak_learning_rate(load_job(None, [f"{with_weights}/config.json"])).lr == 3e-3
     )  # begins from random weights
-    assert peak_learning_rate(load_job(None, [hugging_face(tmp_path / "bare")])).lr == 3e-3
+    assert resolve_peak_learning_rate(load_job(None, [hugging_face(tmp_path / "bare")])).lr == 3e-3
 
 
 def test_an_own_optimizer_is_built_with_a_number() -> None:
     for overrides, lr in (([], 3e-3), (["model.init_from=old"], 2e-5), (["optim.lr=0.5"], 0.5)):
         wanted = load_job(None, overrides)
-        assert resolve_optim(wanted).lr == lr
+        assert resolve_optim_section(wanted).lr == lr
         assert wanted.optim.lr == ("auto" if lr != 0.5 else 0.5), (
             "nothing derived is written into the job"
         )
-        optimizer = build_optimizer(torch.nn.Linear(2, 2), resolve_optim(wanted))
+        optimizer = build_optimizer(torch.nn.Linear(2, 2), resolve_optim_section(wanted))
         assert {group["lr"] for group in optimizer.param_groups} == {lr}
     optimizer = build_optimizer(torch.nn.Linear(2, 2), Optim())
     assert {group["lr"] for group in optimizer.param_groups} == {3e-3}

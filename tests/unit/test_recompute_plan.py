@@ -15,7 +15,7 @@ from phalanx.core.units import format_bytes
 from phalanx.job.load import load_job
 from phalanx.job.schema import Job
 from phalanx.job.shapes.measured import MeasuredModule
-from phalanx.job.shapes.stored import read_shape
+from phalanx.job.shapes.stored import parse_stored_shape
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.memory import predict_rank_memory
 from phalanx.plan.plan import Plan
@@ -135,7 +135,7 @@ def test_where_activations_do_not_fit_the_cheapest_mode_that_helps_is_proposed()
 
 def test_segments_over_sharded_units_count_their_gathered_weights() -> None:
     """A segment is redone with all of its blocks gathered."""
-    shape = read_shape(plan().shape)
+    shape = parse_stored_shape(plan().shape)
     work = Workload(1, 512, "fp32", "sqrt", 1024)
     one = replace(work, segments=plan(recompute="full").activations.recompute_segments)
     four = replace(work, segments=plan(recompute="sqrt").activations.recompute_segments)

@@ -9,8 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.report.markup import Html, build_json_script, build_tag, join_html
-from phalanx.report.reduce import median_of_finite, percentile
-from phalanx.report.sample import running_mean, running_median, select_extremes, split_into_buckets
+from phalanx.report.reduce import compute_median_of_finite, compute_percentile
+from phalanx.report.sample import (
+    compute_running_mean,
+    compute_running_median,
+    select_extremes,
+    split_into_buckets,
+)
 from phalanx.report.scales import (
     AxisScale,
     choose_linear_ticks,
@@ -84,14 +89,14 @@ def test_extremes_survive_sampling(ys: list[float]) -> None:
 
 
 def test_smoothing_is_a_centred_mean_that_skips_gaps() -> None:
-    assert running_mean([1, 2, 3, 4, 5], 3) == pytest.approx([1.5, 2, 3, 4, 4.5])
-    assert running_mean([1, math.nan, 3], 3) == pytest.approx([1, 2, 3])
-    assert all(math.isnan(value) for value in running_mean([math.nan], 5))
+    assert compute_running_mean([1, 2, 3, 4, 5], 3) == pytest.approx([1.5, 2, 3, 4, 4.5])
+    assert compute_running_mean([1, math.nan, 3], 3) == pytest.approx([1, 2, 3])
+    assert all(math.isnan(value) for value in compute_running_mean([math.nan], 5))
 
 
 @given(st.lists(numbers, max_size=60), st.integers(1, 20))
 def test_a_running_median_is_that_of_the_finite_neighbours(ys: list[float], span: int) -> None:
-    for row, value in enumerate(running_median(ys, span)):
+    for row, value in enumerate(compute_running_median(ys, span)):
         near = sorted(
             y for y in ys[max(row - span // 2, 0) : row + span // 2 + 1] if math.isfinite(y)
         )
@@ -99,10 +104,10 @@ def test_a_running_median_is_that_of_the_finite_neighbours(ys: list[float], span
 
 
 def test_percentiles_are_values_that_occurred() -> None:
-    assert percentile([1, 2, 3, 4], 0.5) == 2
-    assert percentile([float(n) for n in range(1, 101)], 0.99) == 99
-    assert math.isnan(percentile([], 0.5))
-    assert median_of_finite([3, math.nan, 1, 2]) == 2
+    assert compute_percentile([1, 2, 3, 4], 0.5) == 2
+    assert compute_percentile([float(n) for n in range(1, 101)], 0.99) == 99
+    assert math.isnan(compute_percentile([], 0.5))
+    assert compute_median_of_finite([3, math.nan, 1, 2]) == 2
 
 
 def test_only_markup_built_here_passes_unescaped() -> None:

@@ -21,7 +21,7 @@ from phalanx.job.model import build_model_shape
 from phalanx.job.param_holder import ParamHolder
 from phalanx.job.schema import Job
 from phalanx.job.shapes.measured import MeasuredModule
-from phalanx.job.shapes.stored import read_shape
+from phalanx.job.shapes.stored import parse_stored_shape
 from phalanx.mesh.linear import find_holders
 from phalanx.mesh.logical import Box, LogicalShard, TensorParallelCut, compose_cut
 from phalanx.nn.models.decoder import build
@@ -164,7 +164,7 @@ def test_rules_of_the_module_stand_behind_those_of_the_job() -> None:
     found = find_matching_rule(combine_and_check_rules(own, shape, 2), "layers.0.attn.qkv")
     assert found is not None
     assert found.kind == "replicate"
-    assert read_shape(shape.to_json()) == shape
+    assert parse_stored_shape(shape.to_json()) == shape
 
 
 def test_a_decorator_leaves_what_it_decorates() -> None:

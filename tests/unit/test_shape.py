@@ -19,7 +19,7 @@ from phalanx.job.module_probe import probe_foreign_shape
 from phalanx.job.presets import list_presets
 from phalanx.job.presets.table import replace_presets_table
 from phalanx.job.shapes.decoder import DecoderShape, default_ffn_dim
-from phalanx.job.shapes.stored import read_shape
+from phalanx.job.shapes.stored import parse_stored_shape
 
 # The counts that the models' own checkpoints sum to (Hugging Face safetensors metadata; GPT-2
 # without its two buffers).
@@ -245,7 +245,7 @@ def test_six_flops_per_parameter():
 
 def test_json_round_trip():
     shape = preset_shape("llama3-8b")
-    assert read_shape(json.loads(json.dumps(shape.to_json()))) == shape
+    assert parse_stored_shape(json.loads(json.dumps(shape.to_json()))) == shape
 
 
 # Foreign models: a real process runs tmp_path/a_probe.py in place of the real probe
@@ -295,7 +295,7 @@ def test_foreign_shape(probe, tmp_path):
         16,
     )
     assert shape.params_by_group() == {"blocks": 23, "other": 77}
-    assert read_shape(json.loads(json.dumps(shape.to_json()))) == shape
+    assert parse_stored_shape(json.loads(json.dumps(shape.to_json()))) == shape
 
 
 def test_foreign_without_blocks_is_one_block(probe):

@@ -11,11 +11,11 @@ import pytest
 
 from phalanx.cli import _app
 from phalanx.cli._spelling import VERB_ALIASES
-from phalanx.cli._spelling import sections_by_key as sections_of_the_file
+from phalanx.cli._spelling import list_sections_by_key as sections_of_the_file
 from phalanx.core.registry import list_kinds
 from phalanx.job.findings import list_keys_by_section, list_sections_of_keys
 from phalanx.job.key_aliases import _ALIASES_OF_KEY, KEYS_OF_ALIAS, OPTIONS_OF_ALIAS
-from phalanx.job.key_suggestions import find_keys
+from phalanx.job.key_suggestions import find_similar_keys
 from phalanx.job.load import load_job
 
 
@@ -142,7 +142,7 @@ def test_every_name_leads_to_a_key_that_there_is() -> None:
     assert not set(spelled) & set(list_sections_of_keys()), "our own names come first anyway"
     assert all(name == name.lower() and "-" not in name for name in (*spelled, *OPTIONS_OF_ALIAS))
     for name, ours in KEYS_OF_ALIAS.items():
-        assert find_keys(f"--{name.replace('_', '-')}", list_sections_of_keys()) == (ours,)
+        assert find_similar_keys(f"--{name.replace('_', '-')}", list_sections_of_keys()) == (ours,)
 
 
 def test_values_that_are_kept_are_values_of_the_key() -> None:
@@ -157,7 +157,7 @@ def test_values_that_are_kept_are_values_of_the_key() -> None:
         "logging_steps=3",
     ):
         name, _, value = text.partition("=")
-        (ours,) = find_keys(name, list_sections_of_keys())
+        (ours,) = find_similar_keys(name, list_sections_of_keys())
         assert ours.keeps_value
         load_job(None, [f"{ours.key}={value}"])
 

@@ -22,7 +22,7 @@ from phalanx.observe.events import (
     seal_event,
 )
 from phalanx.observe.words import describe_event
-from phalanx.report.end_of_run import end_of_run_lines, restart_lines
+from phalanx.report.end_of_run import list_end_of_run_lines, list_restart_lines
 from phalanx.report.page import write_report
 from phalanx.report.reduce import collect_run_facts
 from phalanx.report.summary import build_run_json
@@ -62,7 +62,7 @@ def test_a_sum_that_lacks_the_activations_has_no_error(
         )
     )
     bus.close()
-    (line,) = end_of_run_lines(tmp_path)
+    (line,) = list_end_of_run_lines(tmp_path)
     assert said in line
     page = write_report(tmp_path).read_text(encoding="utf-8")
     assert page.count("activations not predicted") == on_page
@@ -86,7 +86,7 @@ def test_metrics_are_told_wherever_the_loss_is(tmp_path: Path) -> None:
         "held-out loss 1.5000 nats/token, accuracy 0.5000, top 5 0.8750 at step 2, best 0.7500 at"
         " step 1"
     )
-    lines = end_of_run_lines(tmp_path)
+    lines = list_end_of_run_lines(tmp_path)
     assert "        accuracy  0.5000" in lines
     assert "        the best was accuracy 0.750, at step 1" in lines
     assert lines[-1].endswith("checkpoints/step-1 (accuracy 0.7500 at step 1)")
@@ -129,7 +129,7 @@ def test_a_run_that_applied_no_step_says_so(
         bus.emit(StepFinished(step, loss, 0, 0, 1e-3, 0.0, 0.1, 0.0, {}, 0.0, 0))
     bus.emit(RunFinished("finished", 0, 2, 1.0))
     bus.close()
-    assert [line for line in end_of_run_lines(tmp_path) if line.startswith("warning")] == (
+    assert [line for line in list_end_of_run_lines(tmp_path) if line.startswith("warning")] == (
         [said] if said else []
     )
     facts = build_run_json(collect_run_facts(tmp_path))
@@ -154,7 +154,7 @@ def test_compressed_gradients_are_told_in_bytes(
             )
         )
     bus.close()
-    lines = [line for line in end_of_run_lines(tmp_path) if line.startswith("wire")]
+    lines = [line for line in list_end_of_run_lines(tmp_path) if line.startswith("wire")]
     assert lines == ([f"wire    gradients {said}"] if said else [])
     assert build_run_json(collect_run_facts(tmp_path))["sent_bytes_per_step"] == sent
     assert "Gradients sent" in write_report(tmp_path).read_text(encoding="utf-8")
@@ -179,7 +179,7 @@ def test_what_goes_over_an_axis_is_told_and_nothing_where_nobody_counts(
         step = StepFinished(1, 1.0, 64, 64, 1e-3, 0.5, 0.1, 640.0, {}, 0.1, 2**30)
         bus.emit(replace(step, **{f"sent_{axis}_bytes": sent}))
         bus.close()
-        assert [one for one in end_of_run_lines(run_dir) if one.startswith("wire")] == line
+        assert [one for one in list_end_of_run_lines(run_dir) if one.startswith("wire")] == line
         assert build_run_json(collect_run_facts(run_dir))[f"sent_{axis}_bytes_per_step"] == (
             sent or None
         )
@@ -197,15 +197,15 @@ def test_a_run_says_how_often_it_was_started_again_and_why(tmp_path: Path) -> No
     fail(2, "of an earlier command", 1)
     fail(12, "ValueError: no", 1)
     bus.close()
-    assert restart_lines(tmp_path, 0) == []
-    assert restart_lines(tmp_path, 1) == [
+    assert list_restart_lines(tmp_path, 0) == []
+    assert list_restart_lines(tmp_path, 1) == [
         "again   the ranks were started again once, after rank 1 at step 12: ValueError: no"
     ]
     bus = Bus(rank=-1, run_dir=tmp_path)
     fail(12, "ValueError: no", 2)
     fail(15, "killed by SIGKILL", 3)
     bus.close()
-    assert restart_lines(tmp_path, 3) == [
+    assert list_restart_lines(tmp_path, 3) == [
         "again   the ranks were started again 3 times, after rank 1 at step 12: ValueError: no (2"
         " times); rank 1 at step 15: killed by SIGKILL"
     ]
@@ -233,6 +233,6 @@ def test_predicted_time_stands_beside_what_steps_took(
         seconds = 5.0 if step <= 3 else 0.1
         bus.emit(StepFinished(step, 1.0, 10, 10, 1e-3, 1.0, seconds, 100.0, {}, 0.0, 1))
     bus.close()
-    lines = [line for line in end_of_run_lines(tmp_path) if line.startswith("time ")]
+    lines = [line for line in list_end_of_run_lines(tmp_path) if line.startswith("time ")]
     assert len(lines) == bool(said)
     assert said in "".join(lines)

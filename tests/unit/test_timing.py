@@ -47,7 +47,7 @@ from phalanx.plan.timing.step_time import STEP_TERMS, StepTime
 LAYOUT = Layout(pp=2, dp_shard=4, tp=4)
 
 
-def build_shape(name: str = "llama3-8b") -> BuiltInShape:
+def build_builtin_shape(name: str = "llama3-8b") -> BuiltInShape:
     preset = find_preset(name)
     assert preset is not None
     return build_preset_shape(preset)
@@ -64,7 +64,7 @@ def setup_of(**keys: object) -> StepSetup:
 
 
 def test_terms_add_up_in_their_order(machine: MachineRates) -> None:
-    time = estimate_step_times(build_shape(), machine, setup_of())
+    time = estimate_step_times(build_builtin_shape(), machine, setup_of())
     assert tuple(time.terms) == STEP_TERMS
     assert time.total_s == pytest.approx(sum(time.terms.values()))
     assert time.low_s < time.total_s < time.high_s
@@ -73,7 +73,7 @@ def test_terms_add_up_in_their_order(machine: MachineRates) -> None:
 
 def test_one_gpu_communicates_with_none(machine: MachineRates) -> None:
     setup = setup_of(layout=Layout(), zero_stage=0)
-    terms = estimate_step_times(build_shape(), machine, setup).terms
+    terms = estimate_step_times(build_builtin_shape(), machine, setup).terms
     for term in ("tp", "cp", "ep", "bubble", "dp exposed", "offload"):
         assert terms[term] == 0.0
     assert terms["ideal"] > 0
@@ -85,13 +85,13 @@ def test_more_work_takes_longer(machine: MachineRates, key: str) -> None:
     for factor in (1, 2, 4):
         setup = setup_of()
         setup = replace(setup, **{key: factor * getattr(setup, key)})
-        times.append(estimate_step_times(build_shape(), machine, setup).total_s)
+        times.append(estimate_step_times(build_builtin_shape(), machine, setup).total_s)
     assert times == sorted(times)
     assert times[2] > 1.5 * times[0]
 
 
 def test_more_layers_take_longer(machine: MachineRates) -> None:
-    shape = build_shape()
+    shape = build_builtin_shape()
     times = []
     for num_layers in (16, 32, 64):
         model = replace(shape, num_layers=num_layers)
@@ -106,9 +106,9 @@ def test_many_setups_take_as_long_as_each_alone(machine: MachineRates) -> None:
         setup_of(layout=Layout(dp_shard=32), zero_stage=3),
         setup_of(layout=Layout(dp_shard=16, cp=2), zero_stage=3),
     ]
-    together = estimate_steps_of_setups(build_shape(), machine, setups)
+    together = estimate_steps_of_setups(build_builtin_shape(), machine, setups)
     for row, setup in enumerate(setups):
-        alone = estimate_step_times(build_shape(), machine, setup)
+        alone = estimate_step_times(build_builtin_shape(), machine, setup)
         assert together.take(row).terms == pytest.approx(alone.terms)
     assert np.all(together.total_s > 0)
 
@@ -129,7 +129,7 @@ def build_moved_constants(
 
 
 def test_every_constant_moves_some_output() -> None:
-    moe, dense = build_shape("deepseek-v2-lite"), build_shape()
+    moe, dense = build_builtin_shape("deepseek-v2-lite"), build_builtin_shape()
     plain = replace(MEGATRON_STACK, attention="flash", overlaps_ep=True, overlaps_tp=True)
     setups = {
         "dense": (dense, setup_of()),
@@ -211,7 +211,9 @@ def test_recomputing_more_takes_longer(machine: MachineRates) -> None:
     times = []
     for recompute in ("none", "selective", "per-op", "full"):
         times.append(
-            estimate_step_times(build_shape(), machine, setup_of(recompute=recompute)).total_s
+            estimate_step_times(
+                build_builtin_shape(), machine, setup_of(recompute=recompute)
+            ).total_s
         )
     assert times == sorted(times)
 
@@ -219,12 +221,12 @@ def test_recomputing_more_takes_longer(machine: MachineRates) -> None:
 def test_faster_links_and_gpus_take_no_longer(machine: MachineRates) -> None:
     setup = setup_of(layout=Layout(dp_shard=32), zero_stage=3, num_microbatches=1)
     slow = build_rates_of_accelerator(find_accelerator("h100-sxm"), nic_gb_s=5.0)
-    assert estimate_step_times(build_shape(), slow, setup).total_s > (
-        estimate_step_times(build_shape(), machine, setup).total_s
+    assert estimate_step_times(build_builtin_shape(), slow, setup).total_s > (
+        estimate_step_times(build_builtin_shape(), machine, setup).total_s
     )
     older = build_rates_of_accelerator(find_accelerator("a100-sxm"))
-    assert estimate_step_times(build_shape(), older, setup_of()).total_s > (
-        estimate_step_times(build_shape(), machine, setup_of()).total_s
+    assert estimate_step_times(build_builtin_shape(), older, setup_of()).total_s > (
+        estimate_step_times(build_builtin_shape(), machine, setup_of()).total_s
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from models import CPU
-from phalanx.cli._verify_table import describe_row
+from phalanx.cli._verify_table import format_verified_row
 from phalanx.core.errors import ExitCode
 from phalanx.job.model import build_model_shape
 from phalanx.job.schema import Job
@@ -120,7 +120,7 @@ def test_a_flip_is_told_and_is_no_failure() -> None:
         result.summary
         == "2 of 2 rows equal the reference, 1 of them routed alike, since a near-tie flipped"
     )
-    head, told, _ = describe_row(row)
+    head, told, _ = format_verified_row(row)
     assert head.startswith("flipped zero3-ep2")
     text = (
         f"{ROUTER} in step 2 sends token 13 of row 4 to expert 3, one process to 5: their scores"

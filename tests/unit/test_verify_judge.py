@@ -17,7 +17,7 @@ import phalanx.run.one_process.dropout_masks as masks
 import phalanx.run.one_process.plain_loss as plain_loss
 import phalanx.verify.reference as reference
 from models import CPU
-from phalanx.cli._verify_table import describe_not_judged, describe_refused
+from phalanx.cli._verify_table import describe_not_judged, describe_refused_rows
 from phalanx.core.errors import EnvironmentProblem, ExitCode, LayoutError
 from phalanx.job.schema import Job
 from phalanx.plan.cluster import Cluster
@@ -551,7 +551,7 @@ def test_what_is_refused_is_told_once_for_each_reason() -> None:
             ("zero3-sqrt", "float32", "no blocks"),
         )
     ]
-    assert describe_refused(rows) == [
+    assert describe_refused_rows(rows) == [
         "refused tp2, tp2-chunks: heads",
         "refused zero3-sqrt, zero3-full (float32): no blocks",
     ]

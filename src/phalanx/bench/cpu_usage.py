@@ -12,28 +12,28 @@ class CpuUsage:
 
     def __init__(self) -> None:
         self._began_s = time.monotonic()
-        self._busy_s, self._own_s = _count_busy_seconds(), time.process_time()
+        self._busy_s, self._own_s = _read_busy_cpu_seconds(), time.process_time()
 
-    def own_seconds(self) -> float:
+    def own_cpu_seconds(self) -> float:
         """Processor seconds of this process, all its threads."""
         return time.process_time() - self._own_s
 
-    def share_of_others(self, own_s: float) -> float:
+    def compute_share_of_others(self, own_s: float) -> float:
         """The share of all cores, 0 to 1, that was used, less `own_s` processor seconds."""
         wall_s = time.monotonic() - self._began_s
-        others_s = _count_busy_seconds() - self._busy_s - own_s
+        others_s = _read_busy_cpu_seconds() - self._busy_s - own_s
         return max(0.0, min(1.0, others_s / max(1e-9, wall_s * (psutil.cpu_count() or 1))))
 
 
-def watch_other_programs(seconds: float) -> float:
+def measure_share_of_other_programs(seconds: float) -> float:
     """The share of all cores, 0 to 1, that other programs use while this process waits for
     `seconds`."""
     usage = CpuUsage()
     time.sleep(seconds)
-    return usage.share_of_others(usage.own_seconds())
+    return usage.compute_share_of_others(usage.own_cpu_seconds())
 
 
-def _count_busy_seconds() -> float:
+def _read_busy_cpu_seconds() -> float:
     times = psutil.cpu_times()
     idle_s = times.idle + getattr(times, "iowait", 0.0)
     # Guests' seconds are in those of users already.

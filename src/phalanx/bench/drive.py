@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from phalanx.bench.cpu_usage import CpuUsage, watch_other_programs
+from phalanx.bench.cpu_usage import CpuUsage, measure_share_of_other_programs
 from phalanx.bench.items import (
-    QUICK_S,
-    SECTION_S,
+    QUICK_SECTION_BUDGET_S,
+    SECTION_BUDGET_S,
     BenchItem,
     BenchPayload,
+    list_bench_items,
     list_group_sizes,
-    list_items,
 )
 from phalanx.bench.rows import ROWS_FILE, MeasurementReader
-from phalanx.bench.sections import choose_basis, fit_section
+from phalanx.bench.sections import choose_clock_basis, fit_section
 from phalanx.bench.storage import measure_storage
 from phalanx.core.errors import PhalanxError, UsageError
 from phalanx.launch.paths import next_attempt_number
@@ -43,9 +43,9 @@ from phalanx.run.stop_signals import raising_on_stop_signals
 # What ranks have not begun when their sections' seconds are over by this factor is left out: on a
 # busy machine everything takes longer.
 PATIENCE, PATIENCE_S = 1.2, 2.0
-START_S = 6.0
+RANKS_START_S = 6.0
 # How long we look whether the machine is quiet.
-LOOK_S = 0.5
+QUIET_CHECK_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,10 @@ def bench_machine(
         cluster = detect_cluster(request.device)
     if cluster.device != "cpu" and (request.ranks or 0) > cluster.num_devices:
         raise UsageError(f"{request.ranks} ranks, and there are {cluster.num_devices} GPUs")
-    return _Bench(request, cluster, on_progress).run_sections()
+    return _BenchRun(request, cluster, on_progress).run_sections()
 
 
-class _Bench:
+class _BenchRun:
     def __init__(
         self,
         request: BenchRequest,
@@ -114,18 +114,20 @@ class _Bench:
         self._num_ranks = max(sizes, default=1)
         # What is measured while others compute is judged by processor seconds, which say nothing of
         # threads that wait for each other.
-        busy_share = watch_other_programs(LOOK_S) if "gemm" in request.sections else 0.0
-        self._items = list_items(
+        busy_share = (
+            measure_share_of_other_programs(QUIET_CHECK_S) if "gemm" in request.sections else 0.0
+        )
+        self._items = list_bench_items(
             cluster,
             request.sections,
             sizes,
             is_quick=request.is_quick,
             total_s=request.seconds,
-            only_single_threads=choose_basis(cluster, busy_share) == PROCESSOR,
+            only_single_threads=choose_clock_basis(cluster, busy_share) == PROCESSOR,
         )
-        seconds = QUICK_S if request.is_quick else SECTION_S
+        seconds = QUICK_SECTION_BUDGET_S if request.is_quick else SECTION_BUDGET_S
         self._storage_s = seconds["storage"] if "storage" in request.sections else 0.0
-        start_s = START_S if self._items else 0.0
+        start_s = RANKS_START_S if self._items else 0.0
         planned_s = sum(item.budget_s for item in self._items)
         self._total_s = planned_s + self._storage_s + start_s
         self._done_s = 0.0
@@ -146,18 +148,20 @@ class _Bench:
     def _measure_storage(self) -> ProfileSection:
         usage = CpuUsage()
 
-        def show(share: float) -> None:
+        def show_storage_progress(share: float) -> None:
             self._done_s = share * self._storage_s
-            self._tell(f"storage in {self._request.directory}")
+            self._report_progress(f"storage in {self._request.directory}")
 
         rows = measure_storage(
             self._request.directory,
             limit_s=self._storage_s,
             is_quick=self._request.is_quick,
-            on_progress=show,
+            on_progress=show_storage_progress,
         )
         self._done_s = self._storage_s
-        return self._make_section(rows, 0, usage.share_of_others(usage.own_seconds()))
+        return self._build_profile_section(
+            rows, 0, usage.compute_share_of_others(usage.own_cpu_seconds())
+        )
 
     def _measure_in_ranks(self) -> tuple[dict[str, ProfileSection], int | None]:
         rows: list[tuple[BenchItem, TimedOperation]] = []
@@ -174,16 +178,16 @@ class _Bench:
 
         with scratch_directory("bench") as scratch:
             reader = MeasurementReader(scratch.directory / ROWS_FILE, add_row)
-            self._tell("starting ranks")
+            self._report_progress("starting ranks")
 
             def tick() -> None:
-                reader.poll()
+                reader.read_new_rows()
                 if remaining and len(remaining) < len(self._items):
-                    self._tell(_name_item(remaining[0]))
+                    self._report_progress(_describe_item(remaining[0]))
 
             outcome = self._run_ranks(scratch, tick)
-            reader.poll()
-            self._require_success(outcome, scratch)
+            reader.read_new_rows()
+            self._require_ranks_succeeded(outcome, scratch)
         if outcome.status in ("interrupted", "preempted"):
             return {}, outcome.exit_code
         sections = {}
@@ -191,7 +195,9 @@ class _Bench:
             of_section = [row for item, row in rows if item.section == name]
             num_skipped = sum(item.section == name for item in skipped)
             if of_section:
-                sections[name] = self._make_section(of_section, num_skipped, reader.busy_share)
+                sections[name] = self._build_profile_section(
+                    of_section, num_skipped, reader.busy_share
+                )
         return sections, None
 
     def _run_ranks(self, scratch: ScratchDirectory, tick: Callable[[], None]) -> RunOutcome:
@@ -218,16 +224,16 @@ class _Bench:
         finally:
             bus.close()
 
-    def _require_success(self, outcome: RunOutcome, scratch: ScratchDirectory) -> None:
+    def _require_ranks_succeeded(self, outcome: RunOutcome, scratch: ScratchDirectory) -> None:
         if outcome.status != "failed":
             return
         refusal = scratch.find_rank_refusal(outcome)
         raise refusal or PhalanxError(scratch.failure_message(outcome))
 
-    def _make_section(
+    def _build_profile_section(
         self, rows: Sequence[TimedOperation], num_skipped: int, busy_share: float
     ) -> ProfileSection:
-        basis = choose_basis(self._cluster, busy_share)
+        basis = choose_clock_basis(self._cluster, busy_share)
         return ProfileSection(
             measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
             busy_share=busy_share,
@@ -238,10 +244,10 @@ class _Bench:
             rows=tuple(rows),
         )
 
-    def _tell(self, running: str) -> None:
+    def _report_progress(self, running: str) -> None:
         self._on_progress(BenchProgress(self._done_s, self._total_s, running))
 
 
-def _name_item(item: BenchItem) -> str:
+def _describe_item(item: BenchItem) -> str:
     words = [item.kind, item.mode, item.dtype, f"on {item.num_ranks}"]
     return " ".join(filter(None, words))

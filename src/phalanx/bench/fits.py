@@ -22,11 +22,11 @@ Vector = npt.NDArray[np.float64]
 PRIOR_WEIGHT = 0.02
 ITERATIONS, REWEIGHTINGS = 60, 4
 # Errors beyond this multiple of the median error count less (Huber): somebody else was computing.
-ROBUST = 2.0
+HUBER_THRESHOLD = 2.0
 
 
 @dataclass(frozen=True)
-class Bound:
+class ConstantRange:
     """The range of a constant, which is positive, and its prior."""
 
     low: float
@@ -49,7 +49,7 @@ Predict = Callable[[Mapping[str, float], Sequence[float]], float]
 
 def fit_constants(
     predict: Predict,
-    bounds: Mapping[str, Bound],
+    bounds: Mapping[str, ConstantRange],
     points: Sequence[tuple[Sequence[float], float]],
 ) -> FitResult:
     """Fit the constants in `bounds` to `points`, each (sizes, seconds).
@@ -58,28 +58,28 @@ def fit_constants(
     less. Points without time (0 s and less) are left out; without any, constants are their priors
     and the residual is not a number.
     """
-    fit = _LogFit(predict, bounds, [point for point in points if point[1] > 0])
+    fit = _LogSpaceFit(predict, bounds, [point for point in points if point[1] > 0])
     theta = fit.prior
     weights = np.ones(len(fit.measured))
     for _ in range(REWEIGHTINGS):
         theta = fit.minimize(theta, weights)
-        distance = np.abs(fit.errors(theta))
-        limit = ROBUST * max(0.005, float(np.median(distance)) if len(distance) else 0.0)
+        distance = np.abs(fit.compute_log_errors(theta))
+        limit = HUBER_THRESHOLD * max(0.005, float(np.median(distance)) if len(distance) else 0.0)
         weights = np.minimum(1.0, limit / np.maximum(distance, 1e-12))
-    ratios = np.abs(np.expm1(fit.errors(theta))).tolist()
+    ratios = np.abs(np.expm1(fit.compute_log_errors(theta))).tolist()
     residual = math.nan
     if ratios:
         residual = statistics.median(ratios)
-    return FitResult(fit.name_values(theta), residual, max(ratios, default=math.nan))
+    return FitResult(fit.name_constants(theta), residual, max(ratios, default=math.nan))
 
 
-class _LogFit:
+class _LogSpaceFit:
     """The problem in logarithms: `theta` are those of the constants."""
 
     def __init__(
         self,
         predict: Predict,
-        bounds: Mapping[str, Bound],
+        bounds: Mapping[str, ConstantRange],
         points: Sequence[tuple[Sequence[float], float]],
     ) -> None:
         self._predict = predict
@@ -91,24 +91,24 @@ class _LogFit:
         self.prior: Vector = np.clip(priors, self.low, self.high)
         self.measured: Vector = np.log(np.array([seconds for _, seconds in points]))
 
-    def name_values(self, theta: Vector) -> dict[str, float]:
+    def name_constants(self, theta: Vector) -> dict[str, float]:
         return dict(zip(self._names, np.exp(theta).tolist(), strict=True))
 
-    def errors(self, theta: Vector) -> Vector:
+    def compute_log_errors(self, theta: Vector) -> Vector:
         """log(predicted / measured) of each point."""
-        values = self.name_values(theta)
+        values = self.name_constants(theta)
         predicted = [max(1e-12, self._predict(values, sizes)) for sizes in self._sizes]
         return np.log(np.array(predicted)) - self.measured
 
     def _cost(self, theta: Vector, weights: Vector) -> float:
-        errors, off = self.errors(theta), theta - self.prior
+        errors, off = self.compute_log_errors(theta), theta - self.prior
         return float(weights @ errors**2 + PRIOR_WEIGHT**2 * off @ off)
 
     def minimize(self, theta: Vector, weights: Vector) -> Vector:
         """The least cost from `theta` on, by Levenberg and Marquardt, inside the bounds."""
         damping, cost = 1e-3, self._cost(theta, weights)
         for _ in range(ITERATIONS):
-            jacobian, errors = self._jacobian(theta), self.errors(theta)
+            jacobian, errors = self._jacobian(theta), self.compute_log_errors(theta)
             gradient = jacobian.T @ (weights * errors) + PRIOR_WEIGHT**2 * (theta - self.prior)
             curvature = jacobian.T @ (weights[:, None] * jacobian)
             curvature += PRIOR_WEIGHT**2 * np.eye(len(theta))
@@ -136,5 +136,8 @@ class _LogFit:
         for index in range(len(theta)):
             step = np.zeros(len(theta))
             step[index] = 1e-5
-            columns.append((self.errors(theta + step) - self.errors(theta - step)) / 2e-5)
+            columns.append(
+                (self.compute_log_errors(theta + step) - self.compute_log_errors(theta - step))
+                / 2e-5
+            )
         return np.array(columns).T

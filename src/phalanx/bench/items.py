@@ -12,15 +12,15 @@ from phalanx.plan.cluster import Cluster
 
 KIB, MIB = 2**10, 2**20
 # Of everything on one machine, without the seconds in which torch is imported.
-SECTION_S = {"gemm": 34.0, "comm": 20.0, "storage": 8.0}
-QUICK_S = {"gemm": 2.0, "comm": 1.5, "storage": 0.5}
+SECTION_BUDGET_S = {"gemm": 34.0, "comm": 20.0, "storage": 8.0}
+QUICK_SECTION_BUDGET_S = {"gemm": 2.0, "comm": 1.5, "storage": 0.5}
 # Nothing is repeated for a shorter time than this, however many operations there are.
-LEAST_S = 0.01
-MOST_RANKS = 8
+MIN_ITEM_S = 0.01
+MAX_BENCH_RANKS = 8
 
-MODES = ("forward", "training")
-PRODUCTS = ("forward", "input_grad", "weight_grad")
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+KERNEL_MODES = ("forward", "training")
+MATMUL_MODES = ("forward", "input_grad", "weight_grad")
+COLLECTIVE_NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,11 @@ def list_group_sizes(cluster: Cluster, requested: int | None = None) -> tuple[in
     """How many ranks are measured together: powers of two up to the devices.
 
     A CPU is measured with at least 4 ranks, as small machines are trained on with more ranks than
-    cores, and with at most MOST_RANKS.
+    cores, and with at most MAX_BENCH_RANKS.
     """
     largest = cluster.num_devices
     if cluster.device == "cpu":
-        largest = max(4, min(MOST_RANKS, cluster.num_devices))
+        largest = max(4, min(MAX_BENCH_RANKS, cluster.num_devices))
     if requested is not None:
         largest = requested
     sizes = []
@@ -74,14 +74,14 @@ def list_group_sizes(cluster: Cluster, requested: int | None = None) -> tuple[in
     return tuple(sizes)
 
 
-def count_threads(cluster: Cluster, num_ranks: int) -> int:
+def count_threads_per_rank(cluster: Cluster, num_ranks: int) -> int:
     """Threads of each of `num_ranks` ranks, as `phalanx train` gives them."""
     if cluster.device != "cpu":
         return 1
     return max(1, cluster.num_devices // num_ranks)
 
 
-def list_items(
+def list_bench_items(
     cluster: Cluster,
     sections: Sequence[str],
     sizes: Sequence[int],
@@ -91,37 +91,39 @@ def list_items(
     only_single_threads: bool = False,
 ) -> tuple[BenchItem, ...]:
     """Everything that ranks measure for `sections`, with the seconds of each item: in all
-    `total_s`, or as SECTION_S says. `only_single_threads`: without what a rank computes with
+    `total_s`, or as SECTION_BUDGET_S says. `only_single_threads`: without what a rank computes with
     several threads, where any is computed with one."""
     items: list[BenchItem] = []
-    seconds = dict(QUICK_S if is_quick else SECTION_S)
+    seconds = dict(QUICK_SECTION_BUDGET_S if is_quick else SECTION_BUDGET_S)
     if total_s is not None:
         factor = total_s / sum(seconds[name] for name in ("gemm", "comm") if name in sections)
         seconds = {name: factor * usual_s for name, usual_s in seconds.items()}
     if "gemm" in sections:
-        computed = list(_list_compute(cluster, sizes, is_quick))
+        computed = list(_list_compute_items(cluster, sizes, is_quick))
         if only_single_threads:
             single = [item for item in computed if item.num_threads == 1]
             computed = single or computed
-        items += _share_seconds(computed, seconds["gemm"])
+        items += _divide_budget_among_items(computed, seconds["gemm"])
     if "comm" in sections:
-        items += _share_seconds(list(_list_comm(cluster, sizes, is_quick)), seconds["comm"])
+        items += _divide_budget_among_items(
+            list(_list_collective_items(cluster, sizes, is_quick)), seconds["comm"]
+        )
     return tuple(items)
 
 
-def _share_seconds(items: list[BenchItem], seconds: float) -> list[BenchItem]:
+def _divide_budget_among_items(items: list[BenchItem], seconds: float) -> list[BenchItem]:
     # In any order: what disturbs the machine for a second hits no kind of operation alone, and
     # what there is no time for is none alone either.
     random.Random(0).shuffle(items)
     total = sum(item.weight for item in items)
     shared = []
     for item in items:
-        budget_s = max(LEAST_S, seconds * item.weight / total)
+        budget_s = max(MIN_ITEM_S, seconds * item.weight / total)
         shared.append(replace(item, budget_s=budget_s))
     return shared
 
 
-def list_dtypes(cluster: Cluster) -> tuple[str, ...]:
+def list_matmul_dtypes(cluster: Cluster) -> tuple[str, ...]:
     """The types whose products are measured; CPUs compute fp16 by emulation, and nobody trains
     with it there."""
     if cluster.device == "cpu":
@@ -134,7 +136,7 @@ def list_dtypes(cluster: Cluster) -> tuple[str, ...]:
 
 # Rows (tokens), columns and inner dimension: a coarse log grid, with the shapes of a decoder's
 # products (square, wide, narrow, few tokens) in it.
-CPU_PRODUCTS = (
+CPU_MATMUL_SHAPES = (
     (16, 256, 256),
     (64, 64, 64),
     (64, 1024, 256),
@@ -150,7 +152,7 @@ CPU_PRODUCTS = (
     (1024, 512, 2048),
     (2048, 256, 512),
 )
-GPU_PRODUCTS = (
+GPU_MATMUL_SHAPES = (
     (256, 1024, 1024),
     (256, 4096, 4096),
     (512, 2048, 2048),
@@ -166,55 +168,57 @@ GPU_PRODUCTS = (
     (8192, 8192, 8192),
     (16384, 4096, 4096),
 )
-QUICK_PRODUCTS = ((64, 256, 256), (256, 256, 1024), (512, 512, 256))
+QUICK_MATMUL_SHAPES = ((64, 256, 256), (256, 256, 1024), (512, 512, 256))
 
 
-def _list_compute(cluster: Cluster, sizes: Sequence[int], is_quick: bool) -> Iterator[BenchItem]:
+def _list_compute_items(
+    cluster: Cluster, sizes: Sequence[int], is_quick: bool
+) -> Iterator[BenchItem]:
     """Products and kernels: all of them by one rank alone and by as many as the machine has
     devices, and some by the other numbers of ranks."""
     full = max([size for size in sizes if size <= cluster.num_devices], default=1)
     for num_ranks in (1, *sizes):
-        threads = count_threads(cluster, num_ranks)
+        threads = count_threads_per_rank(cluster, num_ranks)
         item = BenchItem("gemm", "", "", "", (), num_ranks, threads)
         is_full = num_ranks in (1, full)
-        yield from _list_products(item, cluster, is_full=is_full, is_quick=is_quick)
+        yield from _list_matmul_items(item, cluster, is_full=is_full, is_quick=is_quick)
         if is_full:
-            yield from _list_kernels(item, cluster, is_quick)
+            yield from _list_kernel_items(item, cluster, is_quick)
     if full > 1:
         # One rank with the threads that it has among others: what these cost it.
-        alone = BenchItem("gemm", "", "", "", (), 1, count_threads(cluster, full))
-        if alone.num_threads != count_threads(cluster, 1):
-            yield from _list_products(alone, cluster, is_full=False, is_quick=is_quick)
+        alone = BenchItem("gemm", "", "", "", (), 1, count_threads_per_rank(cluster, full))
+        if alone.num_threads != count_threads_per_rank(cluster, 1):
+            yield from _list_matmul_items(alone, cluster, is_full=False, is_quick=is_quick)
 
 
-def _list_products(
+def _list_matmul_items(
     item: BenchItem, cluster: Cluster, *, is_full: bool, is_quick: bool
 ) -> Iterator[BenchItem]:
-    shapes: Sequence[tuple[int, int, int]] = CPU_PRODUCTS
+    shapes: Sequence[tuple[int, int, int]] = CPU_MATMUL_SHAPES
     if cluster.device != "cpu":
-        shapes = GPU_PRODUCTS
+        shapes = GPU_MATMUL_SHAPES
     if not is_full:
         shapes = shapes[4::4]
     if is_quick:
-        shapes = QUICK_PRODUCTS
-    for dtype in list_dtypes(cluster):
+        shapes = QUICK_MATMUL_SHAPES
+    for dtype in list_matmul_dtypes(cluster):
         for number, shape in enumerate(shapes):
             # One of the three products of a linear layer each: they are fitted together. Gradients
             # in fp8 are products of other types, in the same layout.
-            mode = PRODUCTS[number % len(PRODUCTS)]
+            mode = MATMUL_MODES[number % len(MATMUL_MODES)]
             if dtype == "fp8":
-                mode = PRODUCTS[0]
+                mode = MATMUL_MODES[0]
             yield replace(item, kind="matmul", mode=mode, dtype=dtype, size=shape)
 
 
-def _list_kernels(item: BenchItem, cluster: Cluster, is_quick: bool) -> Iterator[BenchItem]:
+def _list_kernel_items(item: BenchItem, cluster: Cluster, is_quick: bool) -> Iterator[BenchItem]:
     scale = 1 if cluster.device == "cpu" else 8
     for num_bytes in (256 * KIB, 4 * MIB, 48 * MIB):
         yield replace(item, kind="copy", dtype="fp32", size=(num_bytes * scale,))
     for dtype in ("fp32", "bf16"):
-        yield from _list_elementwise(item, dtype, scale, is_quick)
-        yield from _list_attention(item, dtype, scale, is_quick)
-        yield from _list_ends(item, dtype, scale, is_quick)
+        yield from _list_elementwise_items(item, dtype, scale, is_quick)
+        yield from _list_attention_items(item, dtype, scale, is_quick)
+        yield from _list_embedding_loss_and_block_items(item, dtype, scale, is_quick)
     for count in (2**14, 2**20, 2**23):
         yield replace(item, kind="adamw", dtype="fp32", size=(count * scale,))
     if cluster.device != "cpu":
@@ -223,7 +227,7 @@ def _list_kernels(item: BenchItem, cluster: Cluster, is_quick: bool) -> Iterator
                 yield replace(item, kind=kind, dtype="fp32", size=(num_bytes,))
 
 
-def _list_elementwise(
+def _list_elementwise_items(
     item: BenchItem, dtype: str, scale: int, is_quick: bool
 ) -> Iterator[BenchItem]:
     for mode in _choose_modes(item):
@@ -234,7 +238,9 @@ def _list_elementwise(
                 yield replace(item, kind=kind, mode=mode, dtype=dtype, size=size)
 
 
-def _list_ends(item: BenchItem, dtype: str, scale: int, is_quick: bool) -> Iterator[BenchItem]:
+def _list_embedding_loss_and_block_items(
+    item: BenchItem, dtype: str, scale: int, is_quick: bool
+) -> Iterator[BenchItem]:
     """Embedding and loss, and whole blocks, which check the rest."""
     item = replace(item, mode="training", dtype=dtype)
     for vocab in (4096, 16384)[: 1 if is_quick else 2]:
@@ -248,11 +254,13 @@ def _list_ends(item: BenchItem, dtype: str, scale: int, is_quick: bool) -> Itera
 def _choose_modes(item: BenchItem) -> tuple[str, ...]:
     """Forward and training by ranks that work at once, as they train; of one rank, training."""
     if item.num_ranks == 1:
-        return MODES[1:]
-    return MODES
+        return KERNEL_MODES[1:]
+    return KERNEL_MODES
 
 
-def _list_attention(item: BenchItem, dtype: str, scale: int, is_quick: bool) -> Iterator[BenchItem]:
+def _list_attention_items(
+    item: BenchItem, dtype: str, scale: int, is_quick: bool
+) -> Iterator[BenchItem]:
     shapes = ((4, 4, 128, 32), (2, 4, 512, 64), (1, 4, 1024, 64))
     for batch, heads, tokens, width in shapes[: 2 if is_quick else 3]:
         for mode in _choose_modes(item):
@@ -260,15 +268,19 @@ def _list_attention(item: BenchItem, dtype: str, scale: int, is_quick: bool) -> 
             yield replace(item, kind="attention", mode=mode, dtype=dtype, size=size)
 
 
-def _list_comm(cluster: Cluster, sizes: Sequence[int], is_quick: bool) -> Iterator[BenchItem]:
+def _list_collective_items(
+    cluster: Cluster, sizes: Sequence[int], is_quick: bool
+) -> Iterator[BenchItem]:
     byte_counts = [8 * KIB, 64 * KIB, 512 * KIB, 4 * MIB, 32 * MIB]
     if cluster.device != "cpu":
         byte_counts += [256 * MIB, 1024 * MIB]
     if is_quick:
         byte_counts = [8 * KIB, 256 * KIB, 2 * MIB]
     for num_ranks in sizes:
-        item = BenchItem("comm", "", "", "fp32", (), num_ranks, count_threads(cluster, num_ranks))
-        for kind in COLLECTIVES:
+        item = BenchItem(
+            "comm", "", "", "fp32", (), num_ranks, count_threads_per_rank(cluster, num_ranks)
+        )
+        for kind in COLLECTIVE_NAMES:
             for size in byte_counts:
                 # Large messages need longer for the same number of repeats.
                 weight = 1.0 + 3.0 * (size >= 4 * MIB)

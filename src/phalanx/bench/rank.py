@@ -9,12 +9,12 @@ from dataclasses import astuple
 import torch
 import torch.distributed as dist
 
-from phalanx.bench.collectives import build_collective
+from phalanx.bench.collectives import build_collective_call
 from phalanx.bench.cpu_usage import CpuUsage
 from phalanx.bench.items import BenchItem, BenchPayload
 from phalanx.bench.kernels import TimedCall, build_timed_call
-from phalanx.bench.rows import BUSY_KEY, ROWS_FILE, SKIPPED
-from phalanx.bench.stopwatch import RepeatedTime, time_repeatedly, time_together
+from phalanx.bench.rows import BUSY_SHARE_KEY, ROWS_FILE, SKIPPED_ROW_LINE
+from phalanx.bench.stopwatch import RepeatedTime, time_exact_repeats, time_repeatedly
 from phalanx.core.errors import ExitCode
 from phalanx.core.typed_json import JsonObject
 from phalanx.launch.rank_link import RankLink
@@ -56,13 +56,17 @@ class RankBench:
                 continue
             group = self._groups[item.num_ranks]
             if self._is_time_up(item.section, group):
-                self._write(SKIPPED)
+                self._append_line_on_rank_0(SKIPPED_ROW_LINE)
                 continue
-            timed, timed_call = self._measure(item, group)
-            ranks = self._gather(timed, group)
-            self._write(json.dumps(_summarize(item, timed_call, ranks).to_json()))
-        own_s = sum(self._mesh.gather_json(usage.own_seconds()))
-        self._write(json.dumps({BUSY_KEY: usage.share_of_others(own_s)}))
+            timed, timed_call = self._measure_item(item, group)
+            ranks = self._gather_times(timed, group)
+            self._append_line_on_rank_0(
+                json.dumps(_summarize_ranks_into_row(item, timed_call, ranks).to_json())
+            )
+        own_s = sum(self._mesh.gather_json(usage.own_cpu_seconds()))
+        self._append_line_on_rank_0(
+            json.dumps({BUSY_SHARE_KEY: usage.compute_share_of_others(own_s)})
+        )
 
     def _is_time_up(self, section: str, group: dist.ProcessGroup | None) -> bool:
         """True if the time of `section` is over on rank 0's clock. Collective over `group`."""
@@ -74,7 +78,9 @@ class RankBench:
         dist.broadcast(flag, 0, group=group)
         return bool(flag.item() > 0)
 
-    def _gather(self, timed: RepeatedTime, group: dist.ProcessGroup | None) -> list[list[float]]:
+    def _gather_times(
+        self, timed: RepeatedTime, group: dist.ProcessGroup | None
+    ) -> list[list[float]]:
         """The fields of all ranks' times, in rank order. Collective over `group`."""
         row = torch.tensor(astuple(timed), dtype=torch.float64, device=self._mesh.device)
         if group is None:
@@ -83,7 +89,7 @@ class RankBench:
         dist.all_gather(rows, row, group=group)
         return [each.tolist() for each in rows]
 
-    def _measure(
+    def _measure_item(
         self, item: BenchItem, group: dist.ProcessGroup | None
     ) -> tuple[RepeatedTime, TimedCall]:
         """This rank's times, and what was timed."""
@@ -94,7 +100,7 @@ class RankBench:
         try:
             if item.section == "comm":
                 assert group is not None, "a collective is of several ranks"
-                timed_call = build_collective(item, group, device)
+                timed_call = build_collective_call(item, group, device)
                 return self._time_collective(item, timed_call, group), timed_call
             timed_call = build_timed_call(item, device)
             return time_repeatedly(timed_call.call, item.budget_s, device), timed_call
@@ -107,19 +113,19 @@ class RankBench:
         device = self._mesh.device
         meeting = torch.zeros(1, device=device)
 
-        def meet() -> None:
+        def synchronize_ranks() -> None:
             dist.all_reduce(meeting, group=group)
 
         # The first call opens connections; the second says how often there is time for.
-        time_together(timed_call.call, 1, device, meet)
-        once = time_together(timed_call.call, 2, device, meet)
+        time_exact_repeats(timed_call.call, 1, device, synchronize_ranks)
+        once = time_exact_repeats(timed_call.call, 2, device, synchronize_ranks)
         slowest = torch.tensor([once.seconds], device=device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
         repeats = int(item.budget_s / max(1e-6, float(slowest.item())))
         repeats = max(LEAST_TOGETHER, min(MOST_TOGETHER, repeats))
-        return time_together(timed_call.call, repeats, device, meet)
+        return time_exact_repeats(timed_call.call, repeats, device, synchronize_ranks)
 
-    def _write(self, line: str) -> None:
+    def _append_line_on_rank_0(self, line: str) -> None:
         if self._mesh.rank != 0:
             return
         # As each item ends: the process that started us reads along.
@@ -127,7 +133,9 @@ class RankBench:
             file.write(line + "\n")
 
 
-def _summarize(item: BenchItem, timed_call: TimedCall, ranks: list[list[float]]) -> TimedOperation:
+def _summarize_ranks_into_row(
+    item: BenchItem, timed_call: TimedCall, ranks: list[list[float]]
+) -> TimedOperation:
     """The row of an item: medians over the ranks that took part."""
     columns = [sorted(column) for column in zip(*ranks, strict=True)]
     middle = (len(ranks) - 1) // 2

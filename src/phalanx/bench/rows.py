@@ -10,9 +10,9 @@ from phalanx.plan.profiles import TimedOperation
 
 ROWS_FILE = "measurements.jsonl"
 # In place of a row: time was up before this item.
-SKIPPED = "null"
+SKIPPED_ROW_LINE = "null"
 # Of the last line, an object with this key alone.
-BUSY_KEY = "busy_share"
+BUSY_SHARE_KEY = "busy_share"
 
 
 class MeasurementReader:
@@ -26,7 +26,7 @@ class MeasurementReader:
         self._num_read = 0
         self.busy_share = 0.0
 
-    def poll(self) -> None:
+    def read_new_rows(self) -> None:
         """Hand on the rows that have come since the last call."""
         try:
             # What follows the last line end is a row that is being written.
@@ -37,8 +37,8 @@ class MeasurementReader:
             body = json.loads(line)
             if body is None:
                 self._on_row(None)
-            elif BUSY_KEY in body:
-                self.busy_share = float(body[BUSY_KEY])
+            elif BUSY_SHARE_KEY in body:
+                self.busy_share = float(body[BUSY_SHARE_KEY])
             else:
                 self._on_row(TimedOperation.from_json(body))
         self._num_read = len(lines)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from phalanx.bench.composed import FitKey, fit_composed, make_fitted_rate
-from phalanx.bench.fits import Bound, FitResult, Predict, fit_constants
+from phalanx.bench.fits import ConstantRange, FitResult, Predict, fit_constants
+from phalanx.bench.loss_and_block_fits import FitKey, fit_losses_and_blocks, make_fitted_rate
 from phalanx.plan.accelerators import GB, Accelerator, list_accelerators
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.profiles import (
@@ -24,14 +24,14 @@ from phalanx.plan.profiles import (
 
 # FLOP of one core in a second: 64 (two AVX-512 units, multiply and add, fp32) at 6 GHz; a matrix
 # unit (AMX) does 16 times as many in bf16.
-CORE_FLOPS = {"fp32": 64 * 6e9, "bf16": 1024 * 6e9}
+CORE_FLOPS_PER_S = {"fp32": 64 * 6e9, "bf16": 1024 * 6e9}
 # Memory of no CPU moves more in a second.
 CPU_MEMORY_PER_S = 2000 * GB
 # Calling an operation.
-OVERHEAD = Bound(2e-7, 2e-3, 5e-6)
+OVERHEAD_RANGE = ConstantRange(2e-7, 2e-3, 5e-6)
 # Of a collective: from a kernel on one GPU to threads that take turns on a busy core.
-LATENCY = Bound(1e-6, 0.2, 1e-4)
-HALF = Bound(0.25, 4096.0, 8.0)
+LATENCY_RANGE = ConstantRange(1e-6, 0.2, 1e-4)
+HALF_SPEED_RANGE = ConstantRange(0.25, 4096.0, 8.0)
 
 KERNELS_BY_FLOPS = ("attention",)
 KERNELS_BY_BYTES = (
@@ -52,10 +52,10 @@ KERNELS_BY_BYTES = (
 )
 COLLECTIVE_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 # Of fewer measurements nothing can be said.
-LEAST_POINTS = {"matmul": 3, "launch": 1}
+MIN_POINTS_OF_KIND = {"matmul": 3, "launch": 1}
 
 
-def choose_basis(cluster: Cluster, busy_share: float) -> str:
+def choose_clock_basis(cluster: Cluster, busy_share: float) -> str:
     """ "wall", or "processor" on a CPU that others were using, too.
 
     There the clock on the wall measures whose turn it is. Processor seconds are still a rank's own;
@@ -66,7 +66,7 @@ def choose_basis(cluster: Cluster, busy_share: float) -> str:
     return "wall"
 
 
-def _seconds_of(row: TimedOperation, basis: str) -> float:
+def _get_seconds_by_basis(row: TimedOperation, basis: str) -> float:
     if basis == "wall":
         return row.seconds
     waits = row.kind in COLLECTIVE_KINDS or row.kind == "overlap" or row.num_threads > 1
@@ -76,7 +76,7 @@ def _seconds_of(row: TimedOperation, basis: str) -> float:
     return row.cpu_s
 
 
-def _list_processor_rows(rows: Sequence[TimedOperation]) -> list[TimedOperation]:
+def _list_collectives_by_processor_time(rows: Sequence[TimedOperation]) -> list[TimedOperation]:
     """Collectives again, with the processor seconds that they take of a rank."""
     spent = []
     for row in rows:
@@ -89,8 +89,11 @@ def fit_section(
     rows: Sequence[TimedOperation], cluster: Cluster, basis: str = "wall"
 ) -> tuple[FittedRate, ...]:
     """The fits of all kinds of operations in `rows`, each for itself: by kind, mode, type, number
-    of ranks and of threads. `basis`: see `choose_basis`."""
-    rows = [*_list_processor_rows(rows), *(replace(r, seconds=_seconds_of(r, basis)) for r in rows)]
+    of ranks and of threads. `basis`: see `choose_clock_basis`."""
+    rows = [
+        *_list_collectives_by_processor_time(rows),
+        *(replace(r, seconds=_get_seconds_by_basis(r, basis)) for r in rows),
+    ]
     groups: dict[FitKey, list[TimedOperation]] = {}
     for row in rows:
         # Three gradients of one product are products: together they say more of its constants.
@@ -100,13 +103,13 @@ def fit_section(
     accelerator = find_accelerator_by_device_name(cluster.name, cluster.memory_bytes / 2**30)
     fits = []
     for key, group in groups.items():
-        result = _fit_group(key, group, cluster, accelerator)
+        result = _fit_rate_of_group(key, group, cluster, accelerator)
         if result is None:
             continue
         fits.append(make_fitted_rate(key, result, len(group)))
-    fits += fit_composed(groups, fits, cluster)
+    fits += fit_losses_and_blocks(groups, fits, cluster)
     fits += _measure_overlap(rows)
-    fits += _compare_crowds(fits)
+    fits += _measure_crowd_slowdown(fits)
     return tuple(fits)
 
 
@@ -132,56 +135,58 @@ def find_accelerator_by_device_name(name: str, memory_gib: float = 0.0) -> Accel
     return nearest
 
 
-def _fit_group(
+def _fit_rate_of_group(
     key: FitKey,
     rows: Sequence[TimedOperation],
     cluster: Cluster,
     accelerator: Accelerator | None,
 ) -> FitResult | None:
     kind, _, dtype, _, threads = key
-    if len(rows) < LEAST_POINTS.get(kind, 2):
+    if len(rows) < MIN_POINTS_OF_KIND.get(kind, 2):
         return None
     if kind == "matmul":
-        return _fit_products(rows, dtype, threads, cluster, accelerator)
+        return _fit_matmuls(rows, dtype, threads, cluster, accelerator)
     if kind in KERNELS_BY_FLOPS:
-        peak = _peak_flops(dtype, threads, cluster, accelerator)
-        return _fit_line(rows, "flops", Bound(1e6, peak, peak / 50), OVERHEAD)
+        peak = _get_peak_flops_limit(dtype, threads, cluster, accelerator)
+        return _fit_linear_rate(rows, "flops", ConstantRange(1e6, peak, peak / 50), OVERHEAD_RANGE)
     if kind in KERNELS_BY_BYTES:
-        memory_per_s = _memory_per_s(cluster, accelerator)
+        memory_per_s = _get_memory_rate_limit(cluster, accelerator)
         # What lies in a cache is moved faster than memory gives it.
-        bound = Bound(1e5, 10 * memory_per_s, memory_per_s / 100)
-        return _fit_line(rows, "bytes", bound, OVERHEAD)
+        bound = ConstantRange(1e5, 10 * memory_per_s, memory_per_s / 100)
+        return _fit_linear_rate(rows, "bytes", bound, OVERHEAD_RANGE)
     if kind in COLLECTIVE_KINDS:
-        link_per_s = _link_per_s(cluster, accelerator)
-        return _fit_line(rows, "bytes", Bound(1e5, link_per_s, link_per_s / 100), LATENCY)
+        link_per_s = _get_link_rate_limit(cluster, accelerator)
+        return _fit_linear_rate(
+            rows, "bytes", ConstantRange(1e5, link_per_s, link_per_s / 100), LATENCY_RANGE
+        )
     if kind == "launch":
         middle = sorted(row.seconds for row in rows)[len(rows) // 2]
         return FitResult({"overhead_s": middle}, 0.0, 0.0)
     return None
 
 
-def _fit_products(
+def _fit_matmuls(
     rows: Sequence[TimedOperation],
     dtype: str,
     threads: int,
     cluster: Cluster,
     accelerator: Accelerator | None,
 ) -> FitResult:
-    peak = _peak_flops(dtype, threads, cluster, accelerator)
+    peak = _get_peak_flops_limit(dtype, threads, cluster, accelerator)
     fastest = max(row.flops / row.seconds for row in rows)
     bounds = {
-        "overhead_s": OVERHEAD,
-        "flops_per_s": Bound(1e6, peak, min(peak, 1.1 * fastest)),
-        "rows_half": HALF,
-        "cols_half": HALF,
-        "inner_half": HALF,
+        "overhead_s": OVERHEAD_RANGE,
+        "flops_per_s": ConstantRange(1e6, peak, min(peak, 1.1 * fastest)),
+        "rows_half": HALF_SPEED_RANGE,
+        "cols_half": HALF_SPEED_RANGE,
+        "inner_half": HALF_SPEED_RANGE,
     }
     points = [(tuple(float(each) for each in row.size), row.seconds) for row in rows]
     return fit_constants(lambda values, size: evaluate_matmul_fit(values, *size), bounds, points)
 
 
-def _fit_line(
-    rows: Sequence[TimedOperation], amount: str, per_s: Bound, overhead: Bound
+def _fit_linear_rate(
+    rows: Sequence[TimedOperation], amount: str, per_s: ConstantRange, overhead: ConstantRange
 ) -> FitResult:
     """Seconds as an overhead and so much for each byte or FLOP."""
     points = []
@@ -192,12 +197,12 @@ def _fit_line(
     return fit_constants(predict, {"overhead_s": overhead, "per_s": per_s}, points)
 
 
-def _peak_flops(
+def _get_peak_flops_limit(
     dtype: str, threads: int, cluster: Cluster, accelerator: Accelerator | None
 ) -> float:
     """FLOP/s that a rank cannot exceed."""
     if cluster.device == "cpu":
-        return threads * CORE_FLOPS.get(dtype, CORE_FLOPS["bf16"])
+        return threads * CORE_FLOPS_PER_S.get(dtype, CORE_FLOPS_PER_S["bf16"])
     if accelerator is not None and dtype != "fp32":
         return accelerator.peak_flops(dtype)
     # fp32 products, where TF32 is on, run at half of bf16's rate; an unknown GPU: above all known.
@@ -205,7 +210,7 @@ def _peak_flops(
     return max(peaks)
 
 
-def _memory_per_s(cluster: Cluster, accelerator: Accelerator | None) -> float:
+def _get_memory_rate_limit(cluster: Cluster, accelerator: Accelerator | None) -> float:
     if cluster.device == "cpu":
         return CPU_MEMORY_PER_S
     if accelerator is not None:
@@ -213,7 +218,7 @@ def _memory_per_s(cluster: Cluster, accelerator: Accelerator | None) -> float:
     return max(each.memory_gb_s for each in list_accelerators().values()) * GB
 
 
-def _link_per_s(cluster: Cluster, accelerator: Accelerator | None) -> float:
+def _get_link_rate_limit(cluster: Cluster, accelerator: Accelerator | None) -> float:
     """Bytes of a message in a second that no collective exceeds: those of a copy in memory, or two
     link bandwidths, as a switch that adds up gives."""
     if cluster.device == "cpu":
@@ -255,7 +260,7 @@ def _measure_overlap(rows: Sequence[TimedOperation]) -> list[FittedRate]:
     return fits
 
 
-def _compare_crowds(fits: Sequence[FittedRate]) -> list[FittedRate]:
+def _measure_crowd_slowdown(fits: Sequence[FittedRate]) -> list[FittedRate]:
     """What ranks that compute at once cost each other: the rate of products of one rank alone over
     its rate among them, with the same number of threads."""
     rates: Mapping[tuple[str, int, int], FittedRate] = {

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 # A batch of calls lasts at least as long, so that reading the clock costs nothing of it.
-BATCH_S = 100e-6
+MIN_BATCH_S = 100e-6
 LEAST_REPEATS, MOST_REPEATS = 3, 400
 WallAndCpu = tuple[float, float]
 
@@ -31,7 +31,7 @@ def time_repeatedly(
     call: Callable[[], object], budget_s: float, device: torch.device
 ) -> RepeatedTime:
     """Time `call` until `budget_s` seconds are over, at least LEAST_REPEATS times."""
-    batch = _choose_batch(call, device)
+    batch = _choose_calls_per_batch(call, device)
     times: list[WallAndCpu] = []
     deadline = time.perf_counter() + budget_s
     while len(times) < MOST_REPEATS:
@@ -41,7 +41,7 @@ def time_repeatedly(
     return _summarize_times(times)
 
 
-def time_together(
+def time_exact_repeats(
     call: Callable[[], object], repeats: int, device: torch.device, before: Callable[[], None]
 ) -> RepeatedTime:
     """Time `call` exactly `repeats` times, as ranks must that call each other; `before` each,
@@ -62,11 +62,11 @@ def _summarize_times(times: list[WallAndCpu]) -> RepeatedTime:
     )
 
 
-def _choose_batch(call: Callable[[], object], device: torch.device) -> int:
+def _choose_calls_per_batch(call: Callable[[], object], device: torch.device) -> int:
     # The first call chooses kernels and takes memory, the second shows how long one takes.
     _time_batch(call, 1, device)
     once_s = _time_batch(call, 1, device)[0]
-    return max(1, min(1000, round(BATCH_S / max(once_s, 1e-7))))
+    return max(1, min(1000, round(MIN_BATCH_S / max(once_s, 1e-7))))
 
 
 def _time_batch(call: Callable[[], object], batch: int, device: torch.device) -> WallAndCpu:

@@ -22,7 +22,7 @@ from phalanx.plan.profiles import TimedOperation
 MIB = 2**20
 LARGE_BYTES, QUICK_BYTES, BLOCK_BYTES = 256 * MIB, 16 * MIB, 4 * MIB
 SMALL_BYTES, NUM_SMALL, NUM_QUICK = 16 * 1024, 200, 20
-NUM_LARGE = 3
+NUM_LARGE_FILES = 3
 
 
 def measure_storage(
@@ -40,15 +40,15 @@ def measure_storage(
     directory refuses, or has not twice the room.
     """
     large_bytes, num_small = (QUICK_BYTES, NUM_QUICK) if is_quick else (LARGE_BYTES, NUM_SMALL)
-    with _folder_in(directory, 2 * large_bytes) as folder:
+    with _open_scratch_folder(directory, 2 * large_bytes) as folder:
         try:
-            return _measure_in(folder, large_bytes, num_small, limit_s, on_progress)
+            return _measure_files_in(folder, large_bytes, num_small, limit_s, on_progress)
         except OSError as error:
             raise build_resource_error(error, "measuring storage", folder) from None
 
 
 @contextlib.contextmanager
-def _folder_in(directory: Path, needed_bytes: int) -> Iterator[Path]:
+def _open_scratch_folder(directory: Path, needed_bytes: int) -> Iterator[Path]:
     """A folder in `directory`, which is made if it is not there; both go at the end."""
     made = [each for each in (directory, *directory.parents) if not each.exists()]
     try:
@@ -74,7 +74,7 @@ def _folder_in(directory: Path, needed_bytes: int) -> Iterator[Path]:
                 each.rmdir()
 
 
-def _measure_in(
+def _measure_files_in(
     folder: Path,
     large_bytes: int,
     num_small: int,
@@ -84,28 +84,28 @@ def _measure_in(
     deadline = time.monotonic() + limit_s
     block = os.urandom(BLOCK_BYTES)
     times: dict[str, list[float]] = {"write": [], "sync": [], "read": []}
-    for number in range(NUM_LARGE):
+    for number in range(NUM_LARGE_FILES):
         path = folder / f"large-{number}"
-        for name, seconds in _time_large(path, block, large_bytes).items():
+        for name, seconds in _time_large_file(path, block, large_bytes).items():
             times[name].append(seconds)
         path.unlink()
-        on_progress(0.75 * (number + 1) / NUM_LARGE)
+        on_progress(0.75 * (number + 1) / NUM_LARGE_FILES)
         if time.monotonic() > deadline - 0.25 * limit_s:
             break
-    rows = [_make_row(name, large_bytes, seconds) for name, seconds in times.items()]
+    rows = [_build_timed_operation(name, large_bytes, seconds) for name, seconds in times.items()]
     small: dict[str, list[float]] = {"small_write": [], "small_read": []}
     for number in range(num_small):
         path = folder / f"small-{number}"
-        for name, seconds in _time_small(path, block[:SMALL_BYTES]).items():
+        for name, seconds in _time_small_file(path, block[:SMALL_BYTES]).items():
             small[name].append(seconds)
         on_progress(0.75 + 0.25 * (number + 1) / num_small)
         if time.monotonic() > deadline:
             break
-    rows += [_make_row(name, SMALL_BYTES, seconds) for name, seconds in small.items()]
+    rows += [_build_timed_operation(name, SMALL_BYTES, seconds) for name, seconds in small.items()]
     return tuple(rows)
 
 
-def _time_large(path: Path, block: bytes, num_bytes: int) -> dict[str, float]:
+def _time_large_file(path: Path, block: bytes, num_bytes: int) -> dict[str, float]:
     """Seconds of writing a file in blocks, of making it durable, and of reading it again."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -115,7 +115,7 @@ def _time_large(path: Path, block: bytes, num_bytes: int) -> dict[str, float]:
         written = time.perf_counter()
         os.fsync(descriptor)
         synced = time.perf_counter()
-        _drop_cache(descriptor)
+        _drop_page_cache(descriptor)
         os.lseek(descriptor, 0, os.SEEK_SET)
         began_reading = time.perf_counter()
         while os.read(descriptor, len(block)):
@@ -132,7 +132,7 @@ def _write_fully(descriptor: int, block: bytes) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def _time_small(path: Path, content: bytes) -> dict[str, float]:
+def _time_small_file(path: Path, content: bytes) -> dict[str, float]:
     """Seconds of making one small durable file, and of opening and reading it."""
     began = time.perf_counter()
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -140,7 +140,7 @@ def _time_small(path: Path, content: bytes) -> dict[str, float]:
         _write_fully(descriptor, content)
         os.fsync(descriptor)
         written = time.perf_counter()
-        _drop_cache(descriptor)
+        _drop_page_cache(descriptor)
     finally:
         os.close(descriptor)
     began_reading = time.perf_counter()
@@ -152,12 +152,12 @@ def _time_small(path: Path, content: bytes) -> dict[str, float]:
     return {"small_write": written - began, "small_read": time.perf_counter() - began_reading}
 
 
-def _drop_cache(descriptor: int) -> None:
+def _drop_page_cache(descriptor: int) -> None:
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _make_row(kind: str, num_bytes: int, times: list[float]) -> TimedOperation:
+def _build_timed_operation(kind: str, num_bytes: int, times: list[float]) -> TimedOperation:
     low, high = min(times), max(times)
     return TimedOperation(
         kind=kind,

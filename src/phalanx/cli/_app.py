@@ -75,7 +75,7 @@ class VerbGroup(TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Verbs"):
-            formatter.write_dl([(name, help_line(name)) for name in list_kinds(VERBS_PACKAGE)])
+            formatter.write_dl([(name, read_help_line(name)) for name in list_kinds(VERBS_PACKAGE)])
 
 
 class SubVerbGroup(TyperGroup):
@@ -90,7 +90,7 @@ class SubVerbGroup(TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         lines = {
-            name: first_paragraph(command.callback.__doc__)
+            name: join_first_paragraph(command.callback.__doc__)
             for name, command in self.commands.items()
         }
         with formatter.section("Verbs"):
@@ -116,18 +116,18 @@ def _build_sub_verbs(name: str, module: Any) -> Any:
     return group
 
 
-def help_line(verb: str) -> str:
+def read_help_line(verb: str) -> str:
     """The first sentence of a verb's module docstring."""
     source = (Path(__file__).parent / f"{verb}.py").read_text(encoding="utf-8")
-    return first_paragraph(ast.get_docstring(ast.parse(source)))
+    return join_first_paragraph(ast.get_docstring(ast.parse(source)))
 
 
-def first_paragraph(docstring: str | None) -> str:
+def join_first_paragraph(docstring: str | None) -> str:
     """The first paragraph of a docstring, as one line."""
     return " ".join((docstring or "").split("\n\n")[0].split())
 
 
-def _show_version(is_wanted: bool) -> None:
+def _print_version_and_exit(is_wanted: bool) -> None:
     if is_wanted:
         from phalanx import __version__
 
@@ -154,7 +154,7 @@ def build_app() -> Any:
             "--version",
             help="Show the version and exit.",
             is_eager=True,
-            callback=_show_version,
+            callback=_print_version_and_exit,
         ),
     ) -> None:
         """Plans, proves, runs and protects distributed PyTorch training."""

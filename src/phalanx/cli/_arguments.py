@@ -16,7 +16,7 @@ _JOB_KEY_PATTERN = re.compile(r"[A-Za-z_]+\.(?!toml$)[A-Za-z_]+")
 _OVERRIDE_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*=")
 
 
-def split_arguments(
+def split_job_file_and_overrides(
     arguments: Sequence[str], *, allow_file: bool = True
 ) -> tuple[str | None, list[str]]:
     """(job file or None, overrides). Raises UsageError (exit 2) for a second file."""
@@ -33,11 +33,11 @@ def split_arguments(
         raise UsageError(f"{job_file!r}: a resumed run has its own job", fix="give only key=value")
     # Before files are counted: a key without its value is told as such, not as a second file.
     for word in files:
-        _refuse_misspelt(word)
+        _refuse_misspelt_file_or_key(word)
     if not job_file.endswith((".toml", ".json")):
-        from phalanx.cli._spelling import refuse_other_files
+        from phalanx.cli._spelling import refuse_non_job_file
 
-        refuse_other_files(job_file)
+        refuse_non_job_file(job_file)
     if len(files) > 1:
         raise UsageError(
             f"{files[1]!r}: one job file is enough", fix="overrides are written section.key=value"
@@ -45,7 +45,7 @@ def split_arguments(
     return job_file, overrides
 
 
-def _refuse_misspelt(word: str) -> None:
+def _refuse_misspelt_file_or_key(word: str) -> None:
     """Raise UsageError for what is no file, and looks like a job file's name or a key."""
     if os.path.exists(word):
         return
@@ -59,7 +59,7 @@ def _refuse_misspelt(word: str) -> None:
         )
 
 
-def override_model(model: str | None, overrides: list[str]) -> list[str]:
+def build_overrides_of_model(model: str | None, overrides: list[str]) -> list[str]:
     """The overrides of a job whose model is named on the command line: a preset, or
     package.module:factory."""
     if model is None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from phalanx.plan.profiles import MachineProfile
 
 
-def print_bench(request: BenchRequest, out: Path | None, *, as_json: bool) -> int:
+def run_and_print_bench(request: BenchRequest, out: Path | None, *, as_json: bool) -> int:
     """Measure what `request` says, write the profile and print it. Returns the exit code."""
     from phalanx.bench.drive import bench_machine
     from phalanx.cli._bench_table import describe_profile
@@ -26,7 +26,9 @@ def print_bench(request: BenchRequest, out: Path | None, *, as_json: bool) -> in
     with print_errors_as_json(as_json), ProgressLine("measuring") as line:
         if request.device not in ("auto", "cpu", "cuda"):
             raise UsageError(f"--device is auto, cpu or cuda, not {request.device!r}")
-        result = bench_machine(request, on_progress=lambda progress: _show(line, progress))
+        result = bench_machine(
+            request, on_progress=lambda progress: _show_bench_progress(line, progress)
+        )
         if result.stop_code is not None:
             line.hide()
             print("stopped; nothing was written", file=sys.stderr)
@@ -48,7 +50,7 @@ def print_bench(request: BenchRequest, out: Path | None, *, as_json: bool) -> in
     return 0
 
 
-def _show(line: ProgressLine, progress: BenchProgress) -> None:
+def _show_bench_progress(line: ProgressLine, progress: BenchProgress) -> None:
     left_s = max(0.0, progress.total_s - progress.done_s)
     words = f"{progress.running}  eta {format_seconds(left_s)}"
     line.update(progress.done_s, progress.total_s, instead=words)

@@ -17,17 +17,17 @@ from phalanx.run.export import ExportResult
 MIN_NAME_WIDTH = 14
 
 
-def print_listing(listing: CheckpointListing) -> None:
+def print_checkpoint_list(listing: CheckpointListing) -> None:
     """Print a line for each checkpoint."""
     width = max(MIN_NAME_WIDTH, *(len(entry.name) for entry in listing.entries))
     for entry in listing.entries:
-        line = f"{entry.name:<{width}} {_describe_entry(entry)}"
+        line = f"{entry.name:<{width}} {_describe_checkpoint(entry)}"
         if entry.step == listing.best_step and entry.error is None:
             line += "  best"
         print_line(line)
 
 
-def _describe_entry(entry: CheckpointEntry) -> str:
+def _describe_checkpoint(entry: CheckpointEntry) -> str:
     if entry.error is not None:
         return f"damaged: {entry.error}"
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.written_unix_s))
@@ -57,7 +57,7 @@ def print_prune_result(result: PruneResult, *, dry_run: bool) -> None:
     print_line(f"{keep}  {', '.join(result.kept)}")
 
 
-def print_export(result: ExportResult) -> None:
+def print_exported_model(result: ExportResult) -> None:
     """Print the model and the files that were written, and how transformers opens them."""
     exported = result.exported
     size = format_bytes(exported.num_bytes)
@@ -75,7 +75,7 @@ def print_export(result: ExportResult) -> None:
     print_line(f'open    transformers.{exported.auto_class}.from_pretrained("{result.out}")')
 
 
-def print_import(result: ImportResult, *, source: str, out: str) -> None:
+def print_imported_checkpoint(result: ImportResult, *, source: str, out: str) -> None:
     """Print the checkpoint that was written, and how to train on from it."""
     print_line(
         f"from    {source}: {result.num_tensors} tensors of {result.dtype},"

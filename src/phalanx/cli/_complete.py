@@ -30,7 +30,7 @@ class FuzzyCompletion(str):
         return True
 
 
-def complete_job(context: typer.Context, incomplete: str) -> Candidates:
+def complete_job_argument(context: typer.Context, incomplete: str) -> Candidates:
     """Job files, keys and values. The nearest keys where none begins with what was typed."""
     key = _find_key_before_cursor(context)
     if key is not None:
@@ -38,12 +38,12 @@ def complete_job(context: typer.Context, incomplete: str) -> Candidates:
     name, equals, value = incomplete.partition("=")
     if equals:
         return [(f"{name}={text}", help_text) for text, help_text in _complete_values(name, value)]
-    return _complete_files(incomplete) + (
+    return _complete_job_files(incomplete) + (
         _complete_keys(incomplete) if incomplete else _complete_sections()
     )
 
 
-def complete_run(incomplete: str) -> Candidates:
+def complete_run_directory(incomplete: str) -> Candidates:
     """Directories that hold a run: here, below runs/, or below what was typed so far."""
     folder = os.path.dirname(incomplete)
     directories = [Path("."), Path("runs")]
@@ -51,7 +51,7 @@ def complete_run(incomplete: str) -> Candidates:
         directories = [Path(folder)]
     runs = []
     for directory in directories:
-        for path in _directory_entries(directory):
+        for path in _list_directory_or_empty(directory):
             if (path / "job.json").is_file() and str(path).startswith(incomplete):
                 runs.append(str(path))
     return [(path, "") for path in sorted(runs)[:MAX_COMPLETED_RUNS]]
@@ -72,19 +72,19 @@ def _find_key_before_cursor(context: typer.Context) -> str | None:
     return None
 
 
-def _complete_files(incomplete: str) -> Candidates:
+def _complete_job_files(incomplete: str) -> Candidates:
     """Job files, and directories on the way to one."""
     folder = Path(os.path.dirname(incomplete))
     names = [
         f"{path}/" if path.is_dir() else str(path)
-        for path in _directory_entries(folder)
+        for path in _list_directory_or_empty(folder)
         if path.suffix == ".toml"
         or (path.is_dir() and incomplete and not path.name.startswith("."))
     ]
     return [(path, "") for path in sorted(names) if path.startswith(incomplete)]
 
 
-def _directory_entries(folder: Path) -> list[Path]:
+def _list_directory_or_empty(folder: Path) -> list[Path]:
     try:
         return list(folder.iterdir())
     except OSError:
@@ -100,7 +100,7 @@ def _complete_sections() -> Candidates:
 def _complete_keys(incomplete: str) -> Candidates:
     """`section.key=` for each key that begins so, in full or without its section; else for the
     nearest ones."""
-    known = dict(_keys_of_schema())
+    known = dict(_iterate_schema_keys())
     matches = [key for key in known if key.startswith(incomplete)]
     kind: type[str] = str if matches else FuzzyCompletion
     matches = matches or [key for key in known if key.partition(".")[2].startswith(incomplete)]
@@ -120,12 +120,12 @@ def _complete_values(key: str, incomplete: str) -> Candidates:
 
     Files are left to the shell.
     """
-    schema = dict(_keys_of_schema()).get(key)
+    schema = dict(_iterate_schema_keys()).get(key)
     if schema is None:
         return []
     texts = list(_list_choices(schema))
     if "default" in schema:
-        texts.insert(0, _format_value(schema["default"]))
+        texts.insert(0, _format_completed_value(schema["default"]))
     # Each once, for the default is one of the choices, too.
     return [(text, "") for text in dict.fromkeys(texts) if text.startswith(incomplete)]
 
@@ -133,18 +133,18 @@ def _complete_values(key: str, incomplete: str) -> Candidates:
 def _list_choices(schema: dict[str, Any]) -> Iterator[str]:
     if schema.get("type") == "boolean":
         yield from ("true", "false")
-    yield from (_format_value(choice) for choice in schema.get("enum", ()))
+    yield from (_format_completed_value(choice) for choice in schema.get("enum", ()))
     for arm in schema.get("anyOf", ()):
         yield from _list_choices(arm)
 
 
-def _format_value(value: Any) -> str:
+def _format_completed_value(value: Any) -> str:
     if isinstance(value, str):
         return value
     return json.dumps(value)
 
 
-def _keys_of_schema() -> Iterator[tuple[str, dict[str, Any]]]:
+def _iterate_schema_keys() -> Iterator[tuple[str, dict[str, Any]]]:
     for section, body in _load_job_schema().items():
         for key, schema in body["properties"].items():
             yield f"{section}.{key}", schema
@@ -152,7 +152,7 @@ def _keys_of_schema() -> Iterator[tuple[str, dict[str, Any]]]:
 
 def list_job_keys() -> list[str]:
     """Every `section.key` of a job."""
-    return [key for key, _ in _keys_of_schema()]
+    return [key for key, _ in _iterate_schema_keys()]
 
 
 def _load_job_schema() -> dict[str, Any]:

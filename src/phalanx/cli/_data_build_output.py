@@ -11,7 +11,7 @@ from phalanx.core.units import format_bytes, format_count, format_seconds, plura
 from phalanx.data.build import BuildProgress
 from phalanx.data.build_summary import BuildSpeed, BuildSummary
 from phalanx.data.train_tokenizer import TrainedTokenizer, TrainingProgress
-from phalanx.report.dataset_page import describe_left_out
+from phalanx.report.dataset_page import describe_left_out_inputs
 from phalanx.run.next_command import format_next_command
 
 MIN_SHOWN_UNIT_BYTES = 50_000  # fewer are told one by one
@@ -46,7 +46,7 @@ class BuildDisplay:
             print(f"stopped: {shards}; the same command goes on from there")
 
 
-def print_build(summary: BuildSummary, tokenizer: str) -> None:
+def print_build_summary(summary: BuildSummary, tokenizer: str) -> None:
     """Print what the dataset holds, how fast it was built, and the command that trains on it."""
     dataset, progress = summary.dataset, summary.progress
     manifest = dataset.manifest
@@ -57,25 +57,29 @@ def print_build(summary: BuildSummary, tokenizer: str) -> None:
     if dataset.source_bytes:
         ratio = dataset.num_tokens / dataset.source_bytes
     size = f"{_format_megabytes(dataset.source_bytes)} of text ({ratio:.3f} tokens per byte)"
-    _print_fact("there" if progress is None else "built", f"{dataset.directory}: {tokens}, {size}")
+    _print_labelled_line(
+        "there" if progress is None else "built", f"{dataset.directory}: {tokens}, {size}"
+    )
     shards = plural(len(dataset.shards), "shard")
     if progress is not None and progress.num_shards_kept:
         shards += f", {progress.num_shards_kept} of them there before"
     # A dtype of numpy's ends with its number of bytes: "<u2".
     kind = f"{8 * int(manifest.dtype[-1])}-bit ids of a vocabulary of {manifest.vocab_size:,}"
-    _print_fact("shards", f"{shards}, {format_bytes(summary.num_bytes)}; {kind} ({tokenizer})")
+    _print_labelled_line(
+        "shards", f"{shards}, {format_bytes(summary.num_bytes)}; {kind} ({tokenizer})"
+    )
     if manifest.end_of_document is None:
-        _print_fact(
+        _print_labelled_line(
             "note", "the tokenizer has no token that ends a document; none was put between them"
         )
-    if missing := describe_left_out(manifest):
-        _print_fact("note", "; ".join(missing))
+    if missing := describe_left_out_inputs(manifest):
+        _print_labelled_line("note", "; ".join(missing))
     if summary.speed is not None:
-        _print_fact("speed", _describe_speed(summary.speed, dataset.tokenizer.kind))
+        _print_labelled_line("speed", _describe_build_speed(summary.speed, dataset.tokenizer.kind))
     print(format_next_command("train", f"data.source={dataset.directory}"))
 
 
-def show_training(line: ProgressLine, progress: TrainingProgress) -> None:
+def show_tokenizer_training(line: ProgressLine, progress: TrainingProgress) -> None:
     """Show how far the training of a tokenizer is."""
     joining = ""
     if progress.is_merging:
@@ -83,17 +87,19 @@ def show_training(line: ProgressLine, progress: TrainingProgress) -> None:
     line.update(progress.read_bytes, progress.total_bytes, instead=joining)
 
 
-def print_tokenizer(trained: TrainedTokenizer, inputs: Sequence[str], *, vocab_size: int) -> None:
+def print_trained_tokenizer(
+    trained: TrainedTokenizer, inputs: Sequence[str], *, vocab_size: int
+) -> None:
     """Print the tokenizer that was trained, and the command that builds a dataset with it."""
     tokens = f"{trained.vocab_size:,} tokens"
     # A small corpus has fewer pairs to join than were asked for.
     if trained.vocab_size != vocab_size:
         tokens += f" (the corpus has no more; {vocab_size:,} were asked for)"
     size = f"{_format_megabytes(trained.text_bytes)} of text"
-    _print_fact(
+    _print_labelled_line(
         "trained", f"{trained.path}: {tokens} from {size} in {format_seconds(trained.elapsed_s)}"
     )
-    _print_fact("", f"about {trained.num_tokens_per_byte:.3f} tokens per byte of it")
+    _print_labelled_line("", f"about {trained.num_tokens_per_byte:.3f} tokens per byte of it")
     print(
         format_next_command(
             "data", "build", *inputs, "--tokenizer", str(trained.path), "--out", "DIR"
@@ -101,11 +107,11 @@ def print_tokenizer(trained: TrainedTokenizer, inputs: Sequence[str], *, vocab_s
     )
 
 
-def _print_fact(label: str, text: str) -> None:
+def _print_labelled_line(label: str, text: str) -> None:
     print(f"{label:<8}{text}")
 
 
-def _describe_speed(speed: BuildSpeed, tokenizer_kind: str) -> str:
+def _describe_build_speed(speed: BuildSpeed, tokenizer_kind: str) -> str:
     workers = "1 worker"
     if speed.num_workers > 1:
         workers = f"{speed.num_workers} workers"

@@ -9,7 +9,7 @@ import sys
 from phalanx.core.units import format_bytes, format_count, plural
 from phalanx.data.stats import DatasetStats, LengthBin
 from phalanx.data.verification import DatasetVerification
-from phalanx.report.dataset_page import format_quantile, format_range
+from phalanx.report.dataset_page import format_number_range, format_quantile
 
 BAR_WIDTH_CELLS = 40
 _BAR_EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -24,9 +24,9 @@ def print_dataset_verdict(result: DatasetVerification) -> None:
     print(f"whole   {result.directory}: {shards}, every checksum holds")
 
 
-def print_stats(stats: DatasetStats, directory: str) -> None:
+def print_dataset_stats(stats: DatasetStats, directory: str) -> None:
     """Print the facts of a dataset, and a histogram in characters that the terminal has."""
-    for text in describe_stats(stats, directory, fancy=_can_encode_block_characters()):
+    for text in format_dataset_stats(stats, directory, fancy=_can_encode_block_characters()):
         print(text)
 
 
@@ -39,7 +39,7 @@ def _can_encode_block_characters() -> bool:
     return True
 
 
-def describe_stats(stats: DatasetStats, directory: str, *, fancy: bool = True) -> list[str]:
+def format_dataset_stats(stats: DatasetStats, directory: str, *, fancy: bool = True) -> list[str]:
     """The facts of a dataset as lines, with a histogram of how long documents are; without `fancy`
     in ASCII.
     """
@@ -64,7 +64,7 @@ def describe_stats(stats: DatasetStats, directory: str, *, fancy: bool = True) -
             f"{format_quantile(part)} {length:,}" for part, length in stats.quantiles.items()
         ),
         "",
-        *_histogram_lines(stats.bins, fancy),
+        *_format_histogram(stats.bins, fancy),
         "",
         "most frequent tokens",
     ]
@@ -77,18 +77,18 @@ def describe_stats(stats: DatasetStats, directory: str, *, fancy: bool = True) -
     return lines
 
 
-def _histogram_lines(bins: tuple[LengthBin, ...], fancy: bool) -> list[str]:
+def _format_histogram(bins: tuple[LengthBin, ...], fancy: bool) -> list[str]:
     most = max(bin.num_documents for bin in bins)
-    labels = [format_range(bin.low, bin.high) for bin in bins]
+    labels = [format_number_range(bin.low, bin.high) for bin in bins]
     width = max(map(len, labels))
     lines = []
     for label, bin in zip(labels, bins, strict=True):
-        bar = draw_bar(bin.num_documents / most, fancy=fancy)
+        bar = draw_text_bar(bin.num_documents / most, fancy=fancy)
         lines.append(f"  {label:>{width}}  {bar:<{BAR_WIDTH_CELLS}} {bin.num_documents:,}")
     return lines
 
 
-def draw_bar(part: float, *, fancy: bool = True) -> str:
+def draw_text_bar(part: float, *, fancy: bool = True) -> str:
     """A bar as wide as `part` (0 to 1) of BAR_WIDTH_CELLS, to an eighth of a cell; any part above 0
     shows.
     """

@@ -19,14 +19,14 @@ from phalanx.run.trained.model import describe_ranks
 def print_evaluation_task(task: EvaluationTask) -> None:
     """Print what is evaluated, on which ranks and data, and what warns of its tokens."""
     print_line(f"eval    {task.model.name}, on {describe_ranks(task.model, task.plan)}")
-    print_line(f"data    {_describe_data(task.data)}")
+    print_line(f"data    {_describe_evaluated_data(task.data)}")
     for reason in task.data.remarks.reasons:
         print_line(f"why     {reason}")
     for warning in task.data.remarks.warnings:
         print_line(f"warning {warning.text}")
 
 
-def show_progress(line: ProgressLine, progress: EvaluationProgress | None) -> None:
+def show_evaluation_progress(line: ProgressLine, progress: EvaluationProgress | None) -> None:
     """Show how far ranks are; None before they have counted a batch."""
     if progress is None:
         line.update(0, 1, instead="starting")
@@ -47,8 +47,8 @@ def print_evaluation_result(result: EvaluationResult) -> None:
         f" {format_seconds(result.evaluated_s)})"
     )
     if len(result.loss_by_source) > 1:
-        _print_values(result.loss_by_source.items())
-    _print_values(result.metrics.items())
+        _print_named_values(result.loss_by_source.items())
+    _print_named_values(result.metrics.items())
     if result.recorded_loss is not None:
         difference = "the same"
         if result.recorded_loss != result.loss:
@@ -59,12 +59,12 @@ def print_evaluation_result(result: EvaluationResult) -> None:
         )
 
 
-def _print_values(values: Iterable[tuple[str, float]]) -> None:
+def _print_named_values(values: Iterable[tuple[str, float]]) -> None:
     for name, value in values:
         print_line(f"        {name}  {value:.4f}")
 
 
-def _describe_data(data: EvaluationData) -> str:
+def _describe_evaluated_data(data: EvaluationData) -> str:
     corpus = data.corpus
     if corpus.user is not None:
         return f"{corpus.source}: {corpus.user.num_held_out:,} samples held out"

@@ -39,14 +39,14 @@ def format_explained_lines(explained: Sequence[ExplainedValue], *, colour: bool)
     for one, name, value, origin in rows:
         if one.key.partition(".")[0] != section:
             section = one.key.partition(".")[0]
-            lines += [""] * bool(lines) + [_add_colours(f"[{section}]", "1", colour)]
+            lines += [""] * bool(lines) + [_colour_text(f"[{section}]", "1", colour)]
         padded = f"{value:<{value_width}}  {origin:<{origin_width}}"
         why = ""
         if one.why:
             why = f"  {shorten_to_one_line(one.why, 120)}"
         else:
             padded = padded.rstrip()
-        painted = _add_colours(padded, _COLOUR_OF_ORIGIN[one.origin], colour)
+        painted = _colour_text(padded, _COLOUR_OF_ORIGIN[one.origin], colour)
         lines.append(f"{name:<{name_width}}  {painted}{why}")
     return lines
 
@@ -58,13 +58,13 @@ def _format_value(value: Any) -> str:
     return shorten_to_one_line(format_toml_value(value), MAX_VALUE_CHARS)
 
 
-def _add_colours(text: str, code: str, colour: bool) -> str:
+def _colour_text(text: str, code: str, colour: bool) -> str:
     if not colour:
         return text
     return f"\033[{code}m{text}\033[0m"
 
 
-def wants_colour() -> bool:
+def should_use_colour() -> bool:
     """Only a terminal that can, unless NO_COLOR is set."""
     return (
         sys.stdout.isatty()
@@ -73,7 +73,7 @@ def wants_colour() -> bool:
     )
 
 
-def print_explained(
+def print_explained_job(
     job: Job, job_file: str | Path | None, overrides: Sequence[str], *, as_json: bool
 ) -> None:
     explained, plan = explain_job(job, job_file, overrides)
@@ -82,8 +82,8 @@ def print_explained(
 
         print_document(json.dumps(format_explained_json(explained, plan, job_file), indent=1))
     else:
-        colour = wants_colour()
+        colour = should_use_colour()
         # Not print, whose filter would take our colours out.
         print_coloured("\n".join(format_explained_lines(explained, colour=colour)))
         for warning in plan.warnings:
-            print_coloured(_add_colours(f"\nwarn    {warning.text}", "33", colour))
+            print_coloured(_colour_text(f"\nwarn    {warning.text}", "33", colour))

@@ -23,7 +23,7 @@ class TextPrinter:
         self._text: GeneratedText | None = None
         self._num_printed = 0  # letters of the text that follow its prompt
 
-    def print_new(self, text: GeneratedText) -> None:
+    def print_new_text(self, text: GeneratedText) -> None:
         """Print what `text` has more than at the last call; the prompt first where it is another
         text.
         """
@@ -31,19 +31,21 @@ class TextPrinter:
             self._text, self._num_printed = text, 0
             has_tokenizer = self._generator.tokenizer is not None
             _write_text(
-                _remove_controls(text.prompt if has_tokenizer else text.prompt.strip() + " ")
+                _remove_control_characters(
+                    text.prompt if has_tokenizer else text.prompt.strip() + " "
+                )
             )
         decoded = self._generator.decode(text)
         if not text.has_ended:
             decoded = decoded.rstrip(REPLACEMENT_CHARACTER)
-        _write_text(_remove_controls(decoded[self._num_printed :]))
+        _write_text(_remove_control_characters(decoded[self._num_printed :]))
         # Never back: what is printed stays, should more tokens decode to fewer letters.
         self._num_printed = max(self._num_printed, len(decoded))
         if text.has_ended:
             _write_text("\n")
 
 
-def describe_speed(result: GenerationResult) -> str:
+def describe_generation_speed(result: GenerationResult) -> str:
     """A line: how many tokens in which time, and tokens per second."""
     rate = "at once"
     if result.generated_s:
@@ -64,14 +66,14 @@ def _write_text(text: str) -> None:
         discard_output(sys.stdout)
 
 
-def _remove_controls(text: str) -> str:
+def _remove_control_characters(text: str) -> str:
     """Lines stay lines; what else could move a cursor does not pass."""
     # Tabs first, of which `printable` would make one blank each.
     lines = text.expandtabs(4).split("\n")
-    return "\n".join(_remove_line_controls(line) for line in lines)
+    return "\n".join(_remove_control_characters_of_line(line) for line in lines)
 
 
-def _remove_line_controls(line: str) -> str:
+def _remove_control_characters_of_line(line: str) -> str:
     """One line without control characters. The spaces at its end stay, which `printable` takes
     away.
     """

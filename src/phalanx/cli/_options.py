@@ -6,14 +6,14 @@ from typing import Annotated
 
 import typer
 
-from phalanx.cli._complete import complete_job, complete_run
+from phalanx.cli._complete import complete_job_argument, complete_run_directory
 
 JobArguments = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[JOB.toml] [KEY=VALUE]...",
         help="A job file and overrides; none: the default job.",
-        autocompletion=complete_job,
+        autocompletion=complete_job_argument,
     ),
 ]
 """`[JOB.toml] [KEY=VALUE]...`, as the verbs that take a job have it."""
@@ -26,7 +26,7 @@ TrainedModelArgument = Annotated[
             "A run (its newest checkpoint), one checkpoint, the URL of either, or a Hugging Face"
             " directory."
         ),
-        autocompletion=complete_run,
+        autocompletion=complete_run_directory,
     ),
 ]
 """The model of the verbs that run a checkpoint."""

@@ -18,7 +18,7 @@ def print_line(text: str, *, as_problem: bool = False) -> None:
 
 
 @contextmanager
-def printing_errors(as_json: bool) -> Iterator[None]:
+def make_errors_printable(as_json: bool) -> Iterator[None]:
     """Inside, the texts of a PhalanxError are made safe; with `as_json` it is printed as an
     object, too."""
     try:

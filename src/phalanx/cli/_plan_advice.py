@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from phalanx.run.search_job import SearchedJob
 
 
-def take_term(arguments: Sequence[str]) -> tuple[list[str], str | None]:
+def split_explained_term(arguments: Sequence[str]) -> tuple[list[str], str | None]:
     """The arguments without the term of `--explain`, and the term: a word that is neither a job
     file nor an override. Raises UsageError for a second one."""
     rest: list[str] = []
@@ -35,7 +35,7 @@ def take_term(arguments: Sequence[str]) -> tuple[list[str], str | None]:
     return rest, terms[0] if terms else None
 
 
-def print_term(advised: AdvisedPlan, name: str, *, as_json: bool) -> None:
+def print_term_formula(advised: AdvisedPlan, name: str, *, as_json: bool) -> None:
     """Print the formula of a term with its numbers. Raises UsageError for an unknown one, or one
     of a time that is not predicted."""
     from phalanx.cli._json import print_json
@@ -68,7 +68,7 @@ def print_plan_details(advised: AdvisedPlan, *, all_rules: bool) -> None:
     )
     from phalanx.plan.advice.waterfall import build_waterfall
 
-    style = find_terminal_style()
+    style = detect_terminal_style()
     advice, plan = advised.advice, advised.plan
     lines: list[str] = []
     if advice.time is not None:
@@ -85,27 +85,27 @@ def print_plan_details(advised: AdvisedPlan, *, all_rules: bool) -> None:
     print_coloured("\n".join(lines))
 
 
-def find_terminal_style() -> TerminalStyle:
+def detect_terminal_style() -> TerminalStyle:
     """Bars and colours on a terminal that can, plain lines elsewhere."""
-    from phalanx.cli._explain import wants_colour
+    from phalanx.cli._explain import should_use_colour
     from phalanx.plan.advice.terminal import TerminalStyle
 
     width = shutil.get_terminal_size((80, 24)).columns
     is_utf8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
     has_bars = sys.stdout.isatty() and is_utf8 and os.environ.get("TERM") != "dumb"
-    return TerminalStyle(width, has_bars=has_bars, has_colour=wants_colour())
+    return TerminalStyle(width, has_bars=has_bars, has_colour=should_use_colour())
 
 
 def write_page(advised: AdvisedPlan, path: Path) -> None:
     """Write the page of a plan, with progress on a terminal."""
     from phalanx.run.plan_advice import write_page_of_plan
 
-    write_page_of_plan(advised, path, _show_progress)
+    write_page_of_plan(advised, path, _show_page_progress)
     if sys.stderr.isatty():
         sys.stderr.write("\r\033[K")
 
 
-def write_unfit_page(searched: SearchedJob, path: Path) -> None:
+def write_page_of_unfit_search(searched: SearchedJob, path: Path) -> None:
     """Write the page of a search in which nothing fits."""
     from phalanx.report.plan_collect import collect_unfit_facts
     from phalanx.report.plan_page import write_plan_page
@@ -113,7 +113,7 @@ def write_unfit_page(searched: SearchedJob, path: Path) -> None:
     write_plan_page(path, collect_unfit_facts(searched.result))
 
 
-def _show_progress(number: int, total: int) -> None:
+def _show_page_progress(number: int, total: int) -> None:
     if sys.stderr.isatty() and number % 10 == 0:
         sys.stderr.write(f"\rpage    plan {number} of {total} for the sliders")
         sys.stderr.flush()

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from phalanx.cli._arguments import split_arguments
+from phalanx.cli._arguments import split_job_file_and_overrides
 from phalanx.cli._json import print_json
 from phalanx.cli._launched import refuse_launcher
 from phalanx.cli._progress import ProgressLine
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from phalanx.run.autotune import AutotuneResult, TunedLayout
 
 
-def print_autotune(count: int, arguments: Sequence[str], *, as_json: bool) -> int:
+def run_and_print_autotune(count: int, arguments: Sequence[str], *, as_json: bool) -> int:
     """Run the `count` best layouts of a job and print them, fastest first. Returns the exit code:
     that of a stop, 1 if no run ended."""
     from phalanx.job.load import load_job
     from phalanx.run.autotune import autotune_job
 
     refuse_launcher("plan --autotune")
-    job_file, overrides = split_arguments(arguments)
+    job_file, overrides = split_job_file_and_overrides(arguments)
     began = time.monotonic()
     with ProgressLine("trying", line_s=0.0) as line:
 
@@ -39,7 +39,7 @@ def print_autotune(count: int, arguments: Sequence[str], *, as_json: bool) -> in
     if as_json:
         print_json("autotune", result.to_json(), indent=1)
     else:
-        for text in _describe_result(result):
+        for text in _describe_autotune_result(result):
             print(text)
     if result.stop_code is not None:
         print("stopped; what had run is above", file=sys.stderr)
@@ -47,13 +47,13 @@ def print_autotune(count: int, arguments: Sequence[str], *, as_json: bool) -> in
     return 0 if result.winner is not None else 1
 
 
-def _describe_result(result: AutotuneResult) -> Iterator[str]:
+def _describe_autotune_result(result: AutotuneResult) -> Iterator[str]:
     yield (
         f"ran {plural(len(result.layouts), 'layout')} of {result.num_considered} that are legal"
         f" and fit; predictions {result.basis}"
     )
     for layout in result.layouts:
-        keys = " ".join(_format_key(key, value) for key, value in layout.keys.items())
+        keys = " ".join(_format_override(key, value) for key, value in layout.keys.items())
         predicted = "–"
         if layout.predicted_s is not None:
             predicted = format_seconds(layout.predicted_s)
@@ -69,10 +69,10 @@ def _describe_result(result: AutotuneResult) -> Iterator[str]:
             f" {format_seconds(run.high_s)}), predicted {predicted}{error}  {layout.name}  {keys}"
         )
     if result.winner is not None:
-        keys = " ".join(_format_key(key, value) for key, value in result.winner.keys.items())
+        keys = " ".join(_format_override(key, value) for key, value in result.winner.keys.items())
         yield f"pick    {keys or 'as the job says'}   ({result.winner.name}, by measurement)"
 
 
-def _format_key(key: str, value: int) -> str:
+def _format_override(key: str, value: int) -> str:
     section = "train" if key == "micro_batch_size" else "parallel"
     return f"{section}.{key}={value}"

@@ -6,7 +6,7 @@ import sys
 import time
 
 from phalanx.cli._json import print_json
-from phalanx.cli._plan_search import resize_job
+from phalanx.cli._plan_search import set_num_devices_of_job
 from phalanx.core.errors import LayoutError
 from phalanx.job.schema import Job
 from phalanx.observe.console import QuietStream
@@ -24,7 +24,7 @@ class _ProgressLines:
         self._stream = QuietStream(sys.stderr)
         self._began = time.monotonic()
 
-    def tell(self, words: str) -> None:
+    def print_progress(self, words: str) -> None:
         if sys.stderr.isatty():
             self._stream.write(f"dry run {time.monotonic() - self._began:4.0f} s  {words}\n")
             self._stream.flush()
@@ -34,8 +34,8 @@ def print_dry_run(
     job: Job, *, all_kinds: bool, uses_cache: bool, gpus: str | None, as_json: bool
 ) -> None:
     """Plan `job`, run each kind of rank of the plan, and print what it holds and says to others."""
-    planned = _plan(job, gpus)
-    tell = _ProgressLines().tell
+    planned = _plan_for_dry_run(job, gpus)
+    tell = _ProgressLines().print_progress
     report = dry_run_plan(
         planned.job, planned.plan, all_kinds=all_kinds, uses_cache=uses_cache, tell=tell
     )
@@ -45,14 +45,14 @@ def print_dry_run(
         print("\n".join(describe_dry_run(report)))
 
 
-def _plan(job: Job, gpus: str | None) -> PlannedJob:
+def _plan_for_dry_run(job: Job, gpus: str | None) -> PlannedJob:
     """The plan that is run: for a cluster of known devices the search's winner.
 
     Raises LayoutError where no layout fits.
     """
     if has_known_devices(job):
         if gpus is not None:
-            job = resize_job(job, gpus)
+            job = set_num_devices_of_job(job, gpus)
         winner = search_job(job).result.winner
         if winner is None:
             raise LayoutError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from phalanx.cli._arguments import split_arguments
+from phalanx.cli._arguments import split_job_file_and_overrides
 from phalanx.cli._json import print_json
 
 
@@ -16,7 +16,7 @@ def print_plan_from(run_dir: Path, arguments: Sequence[str], *, as_json: bool) -
     from phalanx.run.plan_from import extrapolate_run, load_job_like_run
     from phalanx.run.plan_job import plan_job
 
-    job_file, overrides = split_arguments(arguments)
+    job_file, overrides = split_job_file_and_overrides(arguments)
     planned = plan_job(load_job_like_run(run_dir, job_file, overrides), checks_initial=False)
     result = extrapolate_run(run_dir, planned.plan)
     if as_json:

@@ -48,11 +48,11 @@ def list_search_overrides(
     }
     overrides = [f"{key}={value}" for key, value in options.items() if value is not None]
     if model is not None:
-        overrides.append(_override_model(model))
+        overrides.append(_build_model_override(model))
     return overrides
 
 
-def _override_model(model: str) -> str:
+def _build_model_override(model: str) -> str:
     """The key that names a model: a preset, package.module:factory, or a directory (or its
     config.json) of Hugging Face's."""
     path = Path(model)
@@ -65,38 +65,38 @@ def _override_model(model: str) -> str:
     return f"model.preset={model}"
 
 
-def print_search(job: Job, options: SearchOptions) -> int:
+def run_and_print_search(job: Job, options: SearchOptions) -> int:
     """Search, print the answer, write files; returns the exit code: 3 where nothing fits."""
     from phalanx.cli._json import print_json
     from phalanx.cli._plan_advice import (
         print_plan_details,
-        print_term,
+        print_term_formula,
         write_page,
-        write_unfit_page,
+        write_page_of_unfit_search,
     )
     from phalanx.core.errors import ExitCode
     from phalanx.plan.search.describe import format_search_result
     from phalanx.run.plan_advice import advise_on_search
     from phalanx.run.search_job import search_job, write_search
 
-    counts = _list_counts(options.gpus)
+    counts = _parse_device_counts_option(options.gpus)
     if len(counts) > 1:
-        return _print_scaling(job, counts, options)
+        return _print_scaling_table(job, counts, options)
     if counts:
-        job = _resize_job(job, counts[0])
+        job = _set_num_devices(job, counts[0])
     searched = search_job(job)
     advised = advise_on_search(searched)
     if options.term is not None:
         if advised is None:
             raise UsageError("nothing fits, so there are no numbers", fix="leave --explain out")
-        print_term(advised, options.term, as_json=options.as_json)
+        print_term_formula(advised, options.term, as_json=options.as_json)
         return 0
     files = []
     if options.out is not None:
         files = write_search(searched, options.out, force=options.force)
-    for page in _list_pages(options):
+    for page in _list_page_files(options):
         if advised is None:
-            write_unfit_page(searched, page)
+            write_page_of_unfit_search(searched, page)
         else:
             write_page(advised, page)
         files.append(page)
@@ -116,7 +116,7 @@ def print_search(job: Job, options: SearchOptions) -> int:
     return 0
 
 
-def _list_pages(options: SearchOptions) -> list[Path]:
+def _list_page_files(options: SearchOptions) -> list[Path]:
     """The files that a page is written to: that of --page, and page.html of --out."""
     pages = []
     if options.page is not None:
@@ -126,7 +126,7 @@ def _list_pages(options: SearchOptions) -> list[Path]:
     return pages
 
 
-def _list_counts(text: str | None) -> list[int]:
+def _parse_device_counts_option(text: str | None) -> list[int]:
     from phalanx.plan.search.scaling import parse_device_counts
 
     if text is None:
@@ -134,18 +134,18 @@ def _list_counts(text: str | None) -> list[int]:
     return parse_device_counts(text)
 
 
-def resize_job(job: Job, text: str) -> Job:
+def set_num_devices_of_job(job: Job, text: str) -> Job:
     """`job` on the one number of devices that `text` says.
 
     Raises UsageError for a range of them.
     """
-    counts = _list_counts(text)
+    counts = _parse_device_counts_option(text)
     if len(counts) != 1:
         raise UsageError("one number of GPUs is needed", where="--gpus", fix=f"--gpus {counts[-1]}")
-    return _resize_job(job, counts[0])
+    return _set_num_devices(job, counts[0])
 
 
-def _resize_job(job: Job, num_devices: int) -> Job:
+def _set_num_devices(job: Job, num_devices: int) -> Job:
     """`job` on so many devices, whole nodes of them."""
     from phalanx.plan.described_cluster import choose_cluster_of_job
     from phalanx.plan.search.finalists import apply_job_keys
@@ -155,7 +155,7 @@ def _resize_job(job: Job, num_devices: int) -> Job:
     return apply_job_keys(job, {"cluster.nodes": nodes, "parallel.ranks": num_devices})
 
 
-def _print_scaling(job: Job, counts: Sequence[int], options: SearchOptions) -> int:
+def _print_scaling_table(job: Job, counts: Sequence[int], options: SearchOptions) -> int:
     from phalanx.cli._json import print_json
     from phalanx.plan.search.describe import format_scaling_table
     from phalanx.plan.search.scaling import search_per_device_count
@@ -165,7 +165,7 @@ def _print_scaling(job: Job, counts: Sequence[int], options: SearchOptions) -> i
         raise UsageError(
             "--out is for one number of GPUs", fix="leave --out out, or --gpus with one number"
         )
-    task = open_search(_resize_job(job, counts[-1]))
+    task = open_search(_set_num_devices(job, counts[-1]))
     rows = list(search_per_device_count(task, counts))
     if options.as_json:
         print_json("plan-scaling", {"counts": [row.to_json() for row in rows]}, indent=1)

@@ -10,7 +10,9 @@ from phalanx.cli._json import print_json
 if TYPE_CHECKING:
     from phalanx.plan.validation.score import ErrorStats, ScoreReport
 
-HEAD = f"{'n':>6}{'median':>9}{'mean':>8}{'p90':>8}{'max':>8}{'bias':>8}{'inside':>8}{'const':>8}"
+TABLE_HEADER = (
+    f"{'n':>6}{'median':>9}{'mean':>8}{'p90':>8}{'max':>8}{'bias':>8}{'inside':>8}{'const':>8}"
+)
 
 
 def print_validation(path: Path, anchors: int, *, as_json: bool) -> int:
@@ -34,11 +36,11 @@ def print_validation(path: Path, anchors: int, *, as_json: bool) -> int:
     if as_json:
         print_json("plan-validation", {"file": str(path), **report.to_json()}, indent=1)
         return 0
-    print(format_report(report))
+    print(format_validation_report(report))
     return 0
 
 
-def format_report(report: ScoreReport) -> str:
+def format_validation_report(report: ScoreReport) -> str:
     """The report as lines of a terminal."""
     lines = [
         f"step time, |predicted / measured - 1| of {report.overall.n} rows"
@@ -50,20 +52,20 @@ def format_report(report: ScoreReport) -> str:
             f"{report.anchors} anchor rows per source ({report.num_anchor_rows} in all, not"
             " scored) set one scale within 0.6 to 1.6"
         )
-    lines += ["", f"{HEAD}  (const: median of one utilisation per GPU and type)"]
-    lines.append(_format_row(report.overall, report.baseline, "all rows"))
+    lines += ["", f"{TABLE_HEADER}  (const: median of one utilisation per GPU and type)"]
+    lines.append(_format_error_row(report.overall, report.baseline, "all rows"))
     lines.append(f"{'':6}{report.median_of_sources:9.1%}{'':40}  median over sources")
     lines += ["", "by source"]
     for name, stats in report.sources.items():
-        lines.append(_format_row(stats, report.baseline_sources.get(name), name))
+        lines.append(_format_error_row(stats, report.baseline_sources.get(name), name))
     lines += ["", "by class"]
     for name, stats in report.classes.items():
-        lines.append(_format_row(stats, None, name))
-    lines += ["", *_format_rest(report)]
+        lines.append(_format_error_row(stats, None, name))
+    lines += ["", *_format_memory_and_regret(report)]
     return "\n".join(lines)
 
 
-def _format_row(stats: ErrorStats, baseline: ErrorStats | None, name: str) -> str:
+def _format_error_row(stats: ErrorStats, baseline: ErrorStats | None, name: str) -> str:
     inside, constant = "", ""
     if stats.coverage is not None:
         inside = f"{stats.coverage:.0%}"
@@ -75,7 +77,7 @@ def _format_row(stats: ErrorStats, baseline: ErrorStats | None, name: str) -> st
     )
 
 
-def _format_rest(report: ScoreReport) -> list[str]:
+def _format_memory_and_regret(report: ScoreReport) -> list[str]:
     lines = []
     memory, regret = report.memory, report.regret
     if memory is not None:

@@ -61,7 +61,7 @@ class ProgressLine:
             done_bytes, total_bytes, kept_bytes, now - self._began, suffix
         )
         if self._is_terminal:
-            self._draw(done_bytes, total_bytes, words)
+            self._draw_bar(done_bytes, total_bytes, words)
         else:
             self._stream.write(
                 f"{self._verb} {100 * done_bytes / max(1, total_bytes):3.0f} %  {words}\n"
@@ -95,9 +95,9 @@ class ProgressLine:
             parts.append(f"eta {eta}")
         return "  ".join(filter(None, [*parts, words]))
 
-    def _draw(self, done: float, total: float, words: str) -> None:
+    def _draw_bar(self, done: float, total: float, words: str) -> None:
         if self._bar is None:
-            self._bar = _open_bar(cast(TextIO, self._stream), self._verb)
+            self._bar = _open_rich_bar(cast(TextIO, self._stream), self._verb)
         self._bar.update(
             self._bar.task_ids[0], completed=done, total=total, words=words, refresh=True
         )
@@ -118,7 +118,7 @@ class ProgressLine:
             self._bar = None
 
 
-def _open_bar(stream: TextIO, verb: str) -> Any:
+def _open_rich_bar(stream: TextIO, verb: str) -> Any:
     from rich.progress import BarColumn, Progress, TextColumn
 
     bar = Progress(

@@ -36,7 +36,7 @@ DATA_SOURCE_SUFFIXES = (
 )
 
 
-def sections_by_key() -> dict[str, tuple[str, ...]]:
+def list_sections_by_key() -> dict[str, tuple[str, ...]]:
     """The sections that have a key, by its name; from the schema's file, which is quicker than
     the schema."""
     verbs: dict[str, tuple[str, ...]] = {}
@@ -55,15 +55,17 @@ def suggest_option(
     suggestion = did_you_mean(option, [text for text in options if text.startswith("--")])
     if not takes_keys:
         return suggestion
-    is_exact = name.rpartition(".")[2] in {*sections_by_key(), *KEYS_OF_ALIAS}
-    keys = suggest_key(option, sections_by_key(), _value_of_unknown_option(option, arguments))
+    is_exact = name.rpartition(".")[2] in {*list_sections_by_key(), *KEYS_OF_ALIAS}
+    keys = suggest_key(
+        option, list_sections_by_key(), _find_value_of_unknown_option(option, arguments)
+    )
     # An exact key comes before an option that is only spelt like it.
     if keys and (is_exact or not suggestion):
         return keys
     return suggestion or keys
 
 
-def _value_of_unknown_option(option: str, arguments: Sequence[str]) -> str:
+def _find_value_of_unknown_option(option: str, arguments: Sequence[str]) -> str:
     """The value that the command line gives an unknown option: `--steps 100` or `--steps=100`."""
     for index, word in enumerate(arguments):
         if word.startswith(f"{option}="):
@@ -87,7 +89,7 @@ def suggest_verb(word: str) -> str:
     return ""
 
 
-def refuse_other_files(word: str) -> None:
+def refuse_non_job_file(word: str) -> None:
     """Raise UsageError for what stands where a job file is expected and is plainly something
     else: what to write."""
     path = Path(word)
@@ -134,6 +136,6 @@ def _describe_preset_or_key(word: str) -> tuple[str, str]:
 
     if word in list_preset_names():
         return "is a preset, not a job file", f"write model.preset={word}"
-    if not Path(word).suffix and (keys := suggest_key(word, sections_by_key())):
+    if not Path(word).suffix and (keys := suggest_key(word, list_sections_by_key())):
         return "is neither a job file nor key=value", keys
     return "", ""

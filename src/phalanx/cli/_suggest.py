@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from phalanx.cli._arguments import override_model, split_arguments
+from phalanx.cli._arguments import build_overrides_of_model, split_job_file_and_overrides
 from phalanx.cli._json import print_json
 from phalanx.cli.verify import print_verification
 from phalanx.job.load import load_job
@@ -18,8 +18,8 @@ def print_suggestion(
     arguments: Sequence[str], model: str | None, *, verify_too: bool, as_json: bool
 ) -> int:
     """Print the rules for the job of these arguments. Returns 0, or the exit code of verify."""
-    job_file, overrides = split_arguments(arguments)
-    overrides = override_model(model, overrides)
+    job_file, overrides = split_job_file_and_overrides(arguments)
+    overrides = build_overrides_of_model(model, overrides)
     suggestion = suggest_rules_for(load_job(job_file, overrides))
     if as_json:
         print_json("suggested-rules", suggestion.to_json())
@@ -28,7 +28,7 @@ def print_suggestion(
     if not suggestion.rules or not verify_too:
         return 0
     job_files = [job_file] if job_file else []
-    verified = [*job_files, *overrides, f"parallel.rules={_write_inline(suggestion.rules)}"]
+    verified = [*job_files, *overrides, f"parallel.rules={_format_inline_table(suggestion.rules)}"]
     # Without tp no rule has anything to cut.
     if not any(word.startswith("parallel.tp=") for word in overrides):
         verified.append("parallel.tp=2")
@@ -43,7 +43,8 @@ def _describe_suggestion(suggestion: Suggestion) -> list[str]:
         lines.append(f"# tried with made-up inputs: {suggestion.fed_with}")
     if suggestion.rules:
         entries = {
-            pattern: _write_entry(pattern, rule) for pattern, (rule, _) in suggestion.rules.items()
+            pattern: _format_rule_entry(pattern, rule)
+            for pattern, (rule, _) in suggestion.rules.items()
         }
         width = max(map(len, entries.values()))
         lines.append("[parallel.rules]")
@@ -62,11 +63,11 @@ def _describe_suggestion(suggestion: Suggestion) -> list[str]:
     return lines
 
 
-def _write_entry(pattern: str, rule: str) -> str:
+def _format_rule_entry(pattern: str, rule: str) -> str:
     # A JSON string of such words is a TOML string, too.
     return f"{json.dumps(pattern)} = {json.dumps(rule)}"
 
 
-def _write_inline(rules: Mapping[str, NameAndReason]) -> str:
-    entries = [_write_entry(pattern, rule) for pattern, (rule, _) in rules.items()]
+def _format_inline_table(rules: Mapping[str, NameAndReason]) -> str:
+    entries = [_format_rule_entry(pattern, rule) for pattern, (rule, _) in rules.items()]
     return "{" + ", ".join(entries) + "}"

@@ -41,7 +41,7 @@ def show_row_progress(line: ProgressLine, progress: VerifyProgress) -> None:
     line.update(progress.num_done, progress.num_rows, instead="  ".join(words))
 
 
-def describe_stop(result: VerifyResult) -> str:
+def describe_stopped_comparison(result: VerifyResult) -> str:
     """A line for a comparison that was stopped: what was not judged, and how to go on."""
     so_far = f"so far {result.summary}" if result.summary else "none was"
     sentence = f"stopped {plural(result.num_missing, 'row')} not judged; {so_far}"
@@ -67,7 +67,7 @@ class RowPrinter:
         self._settings_printed = selection.left_out
         self._already_printed = {(row.layout, row.dtype) for row in selection.refused_rows}
         if not self._as_json:
-            refusals = describe_refused(selection.refused_rows)
+            refusals = describe_refused_rows(selection.refused_rows)
             for line in [*selection.notes, *selection.not_judged, *refusals]:
                 print(line)
 
@@ -81,13 +81,13 @@ class RowPrinter:
                 self._refused.append(row)
         else:
             self._compared.append(row)
-            for line in describe_row(row):
+            for line in format_verified_row(row):
                 print(line)
 
     def print_omissions(self) -> None:
         """Print the rows that ranks refused, a line for each reason, and what the others did not
         judge."""
-        for line in describe_refused(self._refused):
+        for line in describe_refused_rows(self._refused):
             print(line)
         for line in describe_not_judged(self._compared, self._settings_printed):
             print(line)
@@ -114,7 +114,7 @@ def _shorten_names(names: Sequence[str]) -> str:
     return f"{', '.join(names[:MAX_NAMED_LAYOUTS])} and {len(names) - MAX_NAMED_LAYOUTS} more"
 
 
-def describe_refused(rows: Sequence[Row]) -> list[str]:
+def describe_refused_rows(rows: Sequence[Row]) -> list[str]:
     """A line for each reason, with the layouts that it refuses; and the types, where it is not
     all of them."""
     dtypes: dict[tuple[str, str], list[str]] = {}
@@ -129,7 +129,7 @@ def describe_refused(rows: Sequence[Row]) -> list[str]:
     return [f"refused {', '.join(layouts)}: {reason}" for reason, layouts in names.items()]
 
 
-def describe_row(row: Row) -> list[str]:
+def format_verified_row(row: Row) -> list[str]:
     """A line for a row that was compared, and where it differs lines that say what, where and
     why."""
     if row.crashed:

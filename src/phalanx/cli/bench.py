@@ -43,14 +43,14 @@ Seconds = Annotated[
         "--seconds", min=1, metavar="S", help="Measure ranks for about S seconds; default 54."
     ),
 ]
-RUNS = Path("runs")
+RUNS_DIRECTORY = Path("runs")
 
 
 def all_command(
     quick: Quick = False,
     device: Device = "auto",
     ranks: Ranks = None,
-    directory: Directory = RUNS,
+    directory: Directory = RUNS_DIRECTORY,
     seconds: Seconds = None,
     out: Out = None,
     as_json: JsonOption = False,
@@ -60,11 +60,11 @@ def all_command(
     What was measured is written to ~/.cache/phalanx/profiles, where plans for this machine find it.
     """
     from phalanx.bench.drive import BenchRequest
-    from phalanx.cli._bench import print_bench
+    from phalanx.cli._bench import run_and_print_bench
 
     sections = ("storage", "gemm", "comm")
     request = BenchRequest(sections, device, ranks, directory, quick, seconds)
-    return print_bench(request, out, as_json=as_json)
+    return run_and_print_bench(request, out, as_json=as_json)
 
 
 def gemm_command(
@@ -80,10 +80,10 @@ def gemm_command(
     By one rank alone, and by several at once, which slow each other down.
     """
     from phalanx.bench.drive import BenchRequest
-    from phalanx.cli._bench import print_bench
+    from phalanx.cli._bench import run_and_print_bench
 
-    request = BenchRequest(("gemm",), device, ranks, RUNS, quick, seconds)
-    return print_bench(request, out, as_json=as_json)
+    request = BenchRequest(("gemm",), device, ranks, RUNS_DIRECTORY, quick, seconds)
+    return run_and_print_bench(request, out, as_json=as_json)
 
 
 def comm_command(
@@ -99,24 +99,24 @@ def comm_command(
     Latency and bandwidth of all-reduce, all-gather, reduce-scatter, all-to-all and send.
     """
     from phalanx.bench.drive import BenchRequest
-    from phalanx.cli._bench import print_bench
+    from phalanx.cli._bench import run_and_print_bench
 
-    request = BenchRequest(("comm",), device, ranks, RUNS, quick, seconds)
-    return print_bench(request, out, as_json=as_json)
+    request = BenchRequest(("comm",), device, ranks, RUNS_DIRECTORY, quick, seconds)
+    return run_and_print_bench(request, out, as_json=as_json)
 
 
 def storage_command(
     quick: Quick = False,
-    directory: Directory = RUNS,
+    directory: Directory = RUNS_DIRECTORY,
     out: Out = None,
     as_json: JsonOption = False,
 ) -> int:
     """Measure writing, syncing and reading files where checkpoints go."""
     from phalanx.bench.drive import BenchRequest
-    from phalanx.cli._bench import print_bench
+    from phalanx.cli._bench import run_and_print_bench
 
     request = BenchRequest(("storage",), "auto", None, directory, quick)
-    return print_bench(request, out, as_json=as_json)
+    return run_and_print_bench(request, out, as_json=as_json)
 
 
 COMMANDS = {

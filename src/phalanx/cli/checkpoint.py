@@ -39,11 +39,11 @@ def list_checkpoints_command(
     """List the checkpoints of a run, oldest first."""
     # Here, as in all verbs, and not above: `--help` waits for no import.
     from phalanx.checkpoint.reading.listing import list_checkpoints
-    from phalanx.cli._checkpoint_output import print_listing
+    from phalanx.cli._checkpoint_output import print_checkpoint_list
     from phalanx.cli._json import print_json
-    from phalanx.cli._output import printing_errors
+    from phalanx.cli._output import make_errors_printable
 
-    with printing_errors(as_json):
+    with make_errors_printable(as_json):
         listing = list_checkpoints(location)
     if as_json:
         checkpoints = [entry.to_json() for entry in listing.entries]
@@ -53,7 +53,7 @@ def list_checkpoints_command(
             indent=1,
         )
     else:
-        print_listing(listing)
+        print_checkpoint_list(listing)
     return 0
 
 
@@ -70,11 +70,11 @@ def verify_command(
     from phalanx.checkpoint.stores import is_single_checkpoint
     from phalanx.cli._checkpoint_output import print_checkpoint_verdict
     from phalanx.cli._json import print_json
-    from phalanx.cli._output import printing_errors
+    from phalanx.cli._output import make_errors_printable
     from phalanx.cli._progress import ProgressLine
     from phalanx.core.errors import ExitCode
 
-    with printing_errors(as_json):
+    with make_errors_printable(as_json):
         if all_of_them and not is_single_checkpoint(location):
             folders = find_checkpoint_folders(location)
         else:
@@ -108,10 +108,10 @@ def diff_command(
     from phalanx.checkpoint.reading.diff import describe_difference, diff_checkpoints
     from phalanx.checkpoint.reading.listing import find_checkpoint_folder
     from phalanx.cli._json import print_json
-    from phalanx.cli._output import print_line, printing_errors
+    from phalanx.cli._output import make_errors_printable, print_line
     from phalanx.core.errors import ExitCode
 
-    with printing_errors(as_json):
+    with make_errors_printable(as_json):
         first, second = find_checkpoint_folder(a), find_checkpoint_folder(b)
         difference = diff_checkpoints(first, second)
     if as_json:
@@ -146,9 +146,9 @@ def prune_command(
     from phalanx.checkpoint.writing.prune_run import prune_run
     from phalanx.cli._checkpoint_output import print_prune_result
     from phalanx.cli._json import print_json
-    from phalanx.cli._output import printing_errors
+    from phalanx.cli._output import make_errors_printable
 
-    with printing_errors(as_json):
+    with make_errors_printable(as_json):
         result = prune_run(run, keep_last=keep_last, keep_every=keep_every, dry_run=dry_run)
     if as_json:
         print_json("checkpoint-prune", {"run": run, "dry_run": dry_run, **asdict(result)}, indent=1)
@@ -176,14 +176,14 @@ def export_command(
     as_json: JsonOption = False,
 ) -> int:
     """Write the weights as transformers opens them: safetensors, config.json and the tokenizer."""
-    from phalanx.cli._checkpoint_output import print_export
+    from phalanx.cli._checkpoint_output import print_exported_model
     from phalanx.cli._json import print_json
-    from phalanx.cli._output import printing_errors
+    from phalanx.cli._output import make_errors_printable
     from phalanx.cli._progress import ProgressLine
     from phalanx.core.errors import UsageError
     from phalanx.run.export import export_checkpoint
 
-    with printing_errors(as_json):
+    with make_errors_printable(as_json):
         if form != "hf":
             raise UsageError(f"unknown format {form!r}", fix="the one there is: hf")
         with ProgressLine("exporting") as line:
@@ -198,7 +198,7 @@ def export_command(
     if as_json:
         print_json("checkpoint-export", result.to_json(), indent=1)
     else:
-        print_export(result)
+        print_exported_model(result)
     return 0
 
 
@@ -227,12 +227,12 @@ def import_command(
 ) -> int:
     """Make a checkpoint of others' weights, to start training from (model.init_from) or to load."""
     from phalanx.checkpoint.exchange.import_weights import import_weights
-    from phalanx.cli._checkpoint_output import print_import
+    from phalanx.cli._checkpoint_output import print_imported_checkpoint
     from phalanx.cli._json import print_json
-    from phalanx.cli._output import printing_errors
+    from phalanx.cli._output import make_errors_printable
     from phalanx.cli._progress import ProgressLine
 
-    with printing_errors(as_json), ProgressLine("importing") as line:
+    with make_errors_printable(as_json), ProgressLine("importing") as line:
         result = import_weights(
             Path(source), Path(out), prefix=prefix, trust_pickle=trust_pickle, progress=line.update
         )
@@ -241,7 +241,7 @@ def import_command(
             "checkpoint-import", {"source": source, "out": out, **result.to_json()}, indent=1
         )
     else:
-        print_import(result, source=source, out=out)
+        print_imported_checkpoint(result, source=source, out=out)
     return 0
 
 

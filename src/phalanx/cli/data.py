@@ -69,7 +69,7 @@ def build_command(
     A text file is one document, a row of the others is one. The result does not depend on the
     number of workers. A build that was stopped or killed goes on with the same command.
     """
-    from phalanx.cli._data_build_output import BuildDisplay, print_build
+    from phalanx.cli._data_build_output import BuildDisplay, print_build_summary
     from phalanx.cli._json import print_errors_as_json, print_json
     from phalanx.cli._progress import ProgressLine
     from phalanx.core.errors import ExitCode
@@ -98,7 +98,7 @@ def build_command(
     if as_json:
         print_json("data-build", summary.to_json(), indent=1)
     else:
-        print_build(summary, tokenizer)
+        print_build_summary(summary, tokenizer)
     return 0
 
 
@@ -116,7 +116,7 @@ def tokenizer_command(
     as_json: JsonOption = False,
 ) -> int:
     """Train a byte-level BPE on your corpus and write its tokenizer.json."""
-    from phalanx.cli._data_build_output import print_tokenizer, show_training
+    from phalanx.cli._data_build_output import print_trained_tokenizer, show_tokenizer_training
     from phalanx.cli._json import print_errors_as_json, print_json
     from phalanx.cli._progress import ProgressLine
     from phalanx.core.errors import ExitCode
@@ -130,7 +130,7 @@ def tokenizer_command(
                 vocab_size=vocab_size,
                 column=column,
                 max_text_bytes=max_mb and max_mb * 10**6,
-                progress=lambda progress: show_training(line, progress),
+                progress=lambda progress: show_tokenizer_training(line, progress),
             )
     except KeyboardInterrupt:
         print("stopped: no tokenizer was written")
@@ -138,7 +138,7 @@ def tokenizer_command(
     if as_json:
         print_json("data-tokenizer", {**vars(trained), "path": str(trained.path)}, indent=1)
     else:
-        print_tokenizer(trained, inputs, vocab_size=vocab_size)
+        print_trained_tokenizer(trained, inputs, vocab_size=vocab_size)
     return 0
 
 
@@ -178,7 +178,7 @@ def stats_command(
     as_json: JsonOption = False,
 ) -> int:
     """Documents, tokens, lengths and the most frequent tokens, with a picture."""
-    from phalanx.cli._data_stats_output import print_stats
+    from phalanx.cli._data_stats_output import print_dataset_stats
     from phalanx.cli._json import print_errors_as_json, print_json
     from phalanx.cli._progress import ProgressLine
     from phalanx.data.dataset import open_dataset
@@ -198,7 +198,7 @@ def stats_command(
             indent=1,
         )
         return 0
-    print_stats(measured, dataset)
+    print_dataset_stats(measured, dataset)
     if page is not None:
         print(f"\npage    {page}")
     return 0

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from phalanx.cli._complete import complete_job
+from phalanx.cli._complete import complete_job_argument
 from phalanx.cli._options import BestOption, JsonOption, TrainedModelArgument
 
 EXAMPLE = "Example: phalanx eval runs/train-20260101-120000 data.source=other.txt"
@@ -22,7 +22,7 @@ def command(
                 "Keys of data, eval, parallel, precision; a job file where no run says which model"
                 " it is."
             ),
-            autocompletion=complete_job,
+            autocompletion=complete_job_argument,
         ),
     ] = None,
     best: BestOption = False,
@@ -41,15 +41,15 @@ def command(
     """
     import time
 
-    from phalanx.cli._arguments import split_arguments
+    from phalanx.cli._arguments import split_job_file_and_overrides
     from phalanx.cli._eval_output import (
         print_evaluation_result,
         print_evaluation_task,
-        show_progress,
+        show_evaluation_progress,
     )
     from phalanx.cli._json import print_json
     from phalanx.cli._launched import print_ended_ranks, refuse_launcher
-    from phalanx.cli._output import printing_errors
+    from phalanx.cli._output import make_errors_printable
     from phalanx.cli._progress import ProgressLine
     from phalanx.run.scratch import scratch_directory
     from phalanx.run.trained.evaluate import EVALUATION_KEYS, evaluate, prepare_evaluation
@@ -58,9 +58,9 @@ def command(
 
     start_s = time.monotonic()
     try:
-        with printing_errors(as_json), scratch_directory("eval") as scratch:
+        with make_errors_printable(as_json), scratch_directory("eval") as scratch:
             refuse_launcher("eval")
-            job_file, overrides = split_arguments(arguments or [])
+            job_file, overrides = split_job_file_and_overrides(arguments or [])
             model = open_trained_model(
                 checkpoint,
                 job_file,
@@ -74,7 +74,9 @@ def command(
                 print_evaluation_task(task)
             with ProgressLine("evaluating") as line:
                 result = evaluate(
-                    task, scratch, on_progress=lambda progress: show_progress(line, progress)
+                    task,
+                    scratch,
+                    on_progress=lambda progress: show_evaluation_progress(line, progress),
                 )
     except RanksEndedEarlyError as error:
         return print_ended_ranks(error)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from phalanx.cli._complete import complete_job
+from phalanx.cli._complete import complete_job_argument
 from phalanx.cli._options import BestOption, TrainedModelArgument
 
 EXAMPLE = "Example: phalanx generate runs/train-20260101-120000 --prompt='def main' --tokens=100"
@@ -23,7 +23,7 @@ def command(
                 "Keys of parallel, precision and data.tokenizer; a job file where no run says which"
                 " model it is."
             ),
-            autocompletion=complete_job,
+            autocompletion=complete_job_argument,
         ),
     ] = None,
     prompt: Annotated[
@@ -74,11 +74,11 @@ def command(
     echo "In the beginning" | phalanx generate runs/first --temperature 0
     phalanx generate my-hf-model --prompt "Once" --top-p 0.9 --seed 7 --json
     """
-    from phalanx.cli._arguments import split_arguments
-    from phalanx.cli._generate_output import TextPrinter, describe_speed
+    from phalanx.cli._arguments import split_job_file_and_overrides
+    from phalanx.cli._generate_output import TextPrinter, describe_generation_speed
     from phalanx.cli._json import print_json
     from phalanx.cli._launched import print_ended_ranks, refuse_launcher
-    from phalanx.cli._output import print_line, printing_errors
+    from phalanx.cli._output import make_errors_printable, print_line
     from phalanx.run.scratch import scratch_directory
     from phalanx.run.trained.generate import GENERATION_KEYS, generate_texts, open_generator
     from phalanx.run.trained.launch import RanksEndedEarlyError
@@ -86,9 +86,9 @@ def command(
     from phalanx.run.trained.payloads import SamplingOptions
 
     try:
-        with printing_errors(as_json), scratch_directory("generate") as scratch:
+        with make_errors_printable(as_json), scratch_directory("generate") as scratch:
             refuse_launcher("generate")
-            job_file, overrides = split_arguments(arguments or [])
+            job_file, overrides = split_job_file_and_overrides(arguments or [])
             model = open_trained_model(
                 checkpoint,
                 job_file,
@@ -115,14 +115,14 @@ def command(
                 num_tokens=tokens,
                 sampling=SamplingOptions(temperature, top_k, top_p),
                 seed=seed,
-                on_text=(lambda text: None) if as_json else TextPrinter(generator).print_new,
+                on_text=(lambda text: None) if as_json else TextPrinter(generator).print_new_text,
             )
     except RanksEndedEarlyError as error:
         return print_ended_ranks(error)
     if as_json:
         print_json("generate", result.to_json(), indent=1)
     else:
-        print_line(describe_speed(result), as_problem=True)
+        print_line(describe_generation_speed(result), as_problem=True)
     return 0
 
 

@@ -52,12 +52,12 @@ def command(
         write_schema_beside,
     )
     from phalanx.job.json_schema import SCHEMA_FILE_NAME
-    from phalanx.job.template import job_template
+    from phalanx.job.template import format_job_template
 
     if schema:
         print_document(read_schema_text(), end="")
         return 0
-    text = job_template(
+    text = format_job_template(
         load_job_of_run(from_run) if from_run else None,
         file=file if file != "-" else "job.toml",
         minimal=minimal,

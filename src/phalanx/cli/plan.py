@@ -159,15 +159,15 @@ def command(
     The vocabulary is the job's or the data's, as `phalanx train` has it; nothing is built, and
     without --out nothing is written.
     """
-    from phalanx.cli._arguments import split_arguments
+    from phalanx.cli._arguments import split_job_file_and_overrides
     from phalanx.cli._json import print_errors_as_json
-    from phalanx.cli._plan_advice import print_term, take_term
-    from phalanx.cli._plan_search import SearchOptions, list_search_overrides, print_search
+    from phalanx.cli._plan_advice import print_term_formula, split_explained_term
+    from phalanx.cli._plan_search import SearchOptions, list_search_overrides, run_and_print_search
     from phalanx.core.errors import UsageError
 
     with print_errors_as_json(as_json):
         if models:
-            _print_models(as_json)
+            _print_presets(as_json)
             return 0
         if anchors and validate is None:
             raise UsageError("--anchors is for --validate", fix="add --validate FILE.jsonl")
@@ -184,15 +184,15 @@ def command(
 
             return print_plan_from(from_run, arguments or [], as_json=as_json)
         if autotune is not None:
-            from phalanx.cli._plan_autotune import print_autotune
+            from phalanx.cli._plan_autotune import run_and_print_autotune
 
-            return print_autotune(autotune, arguments or [], as_json=as_json)
+            return run_and_print_autotune(autotune, arguments or [], as_json=as_json)
         if judge:
             raise UsageError("--verify is for --suggest-rules", fix="use phalanx verify")
         term = None
         if explain:
-            arguments, term = take_term(arguments or [])
-        job_file, overrides = split_arguments(arguments or [])
+            arguments, term = split_explained_term(arguments or [])
+        job_file, overrides = split_job_file_and_overrides(arguments or [])
         overrides += list_search_overrides(
             model=model,
             gpu=gpu,
@@ -203,10 +203,10 @@ def command(
             global_batch=global_batch,
         )
         if explain and term is None:
-            from phalanx.cli._explain import print_explained
+            from phalanx.cli._explain import print_explained_job
             from phalanx.job.load import load_job
 
-            print_explained(load_job(job_file, overrides), job_file, overrides, as_json=as_json)
+            print_explained_job(load_job(job_file, overrides), job_file, overrides, as_json=as_json)
             return 0
         from phalanx.job.load import load_job
         from phalanx.run.plan_job import plan_job
@@ -223,14 +223,14 @@ def command(
             raise UsageError("--all-kinds and --no-cache are for --dry-run")
         if recut is None and _needs_search(job, gpus, out):
             options = SearchOptions(gpus, out, force, as_json, page, term, all_rules)
-            return print_search(job, options)
+            return run_and_print_search(job, options)
         planned = plan_job(job, checks_initial=recut is None)
         if recut is not None:
             _print_recut(planned, recut, as_json)
         elif term is not None:
             from phalanx.run.plan_advice import advise_on_planned_job
 
-            print_term(advise_on_planned_job(planned), term, as_json=as_json)
+            print_term_formula(advise_on_planned_job(planned), term, as_json=as_json)
         else:
             _print_planned(planned, arguments or [], page, as_json=as_json, all_rules=all_rules)
     return 0
@@ -313,7 +313,7 @@ def _print_recut(planned: PlannedJob, run_dir: Path, as_json: bool) -> None:
         print("\n".join(better.lines()))
 
 
-def _print_models(as_json: bool) -> None:
+def _print_presets(as_json: bool) -> None:
     from phalanx.cli._json import print_json
     from phalanx.core.units import format_count
     from phalanx.job.presets import list_presets

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from phalanx.cli._complete import complete_run
+from phalanx.cli._complete import complete_run_directory
 
 EXAMPLE = "Example: phalanx report runs/train-20260101-120000"
 
@@ -16,7 +16,9 @@ def command(
     run: Annotated[
         str,
         typer.Argument(
-            metavar="RUN", help="A run directory, finished or not.", autocompletion=complete_run
+            metavar="RUN",
+            help="A run directory, finished or not.",
+            autocompletion=complete_run_directory,
         ),
     ],
     other: Annotated[

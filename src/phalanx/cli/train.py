@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from phalanx.cli._complete import complete_run
+from phalanx.cli._complete import complete_run_directory
 from phalanx.cli._options import JobArguments
 
 EXAMPLE = "Example: phalanx train job.toml train.steps=200 parallel.dp_shard=2 run.dir=runs/first"
@@ -20,7 +20,7 @@ def command(
             "--resume",
             metavar="RUN",
             help="Continue the run in this directory.",
-            autocompletion=complete_run,
+            autocompletion=complete_run_directory,
         ),
     ] = None,
     fallback: Annotated[
@@ -52,19 +52,21 @@ def command(
     phalanx train --resume runs/first         go on with a run, or finish one that was stopped
     phalanx train job.toml --json > run.json  the facts for a program; words go to stderr
     """
-    from phalanx.cli._arguments import split_arguments
+    from phalanx.cli._arguments import split_job_file_and_overrides
     from phalanx.cli._json import print_errors_as_json, print_json, redirect_text_to_stderr
 
     with print_errors_as_json(as_json):
-        job_file, overrides = split_arguments(arguments or [], allow_file=resume is None)
+        job_file, overrides = split_job_file_and_overrides(
+            arguments or [], allow_file=resume is None
+        )
         if fallback:
             overrides = [*overrides, "checkpoint.fallback=true"]
         if explain:
-            from phalanx.cli._explain import print_explained
+            from phalanx.cli._explain import print_explained_job
             from phalanx.run.resume import load_job_for_explain
 
             job, source = load_job_for_explain(job_file, overrides, resume)
-            print_explained(job, source, overrides, as_json=as_json)
+            print_explained_job(job, source, overrides, as_json=as_json)
             return 0
         # Before what takes long to import: a run in use is refused at once.
         from phalanx.run.run_in_use import refuse_run_in_use

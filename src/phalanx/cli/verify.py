@@ -110,14 +110,14 @@ def print_verification(
     as_json: bool = False,
 ) -> int:
     """Load the job of these arguments, verify it and print its rows. Returns the exit code."""
-    from phalanx.cli._arguments import override_model, split_arguments
+    from phalanx.cli._arguments import build_overrides_of_model, split_job_file_and_overrides
     from phalanx.cli._json import print_errors_as_json
     from phalanx.cli._launched import refuse_launcher
     from phalanx.cli._progress import ProgressLine
     from phalanx.cli._verify_table import (
         VERIFY_PROGRESS_INTERVAL_S,
         RowPrinter,
-        describe_stop,
+        describe_stopped_comparison,
         show_row_progress,
     )
     from phalanx.job.load import load_job
@@ -131,12 +131,12 @@ def print_verification(
         ProgressLine("judging", line_s=VERIFY_PROGRESS_INTERVAL_S) as line,
     ):
         if run is not None:
-            suspected = _load_suspected(run, arguments, model, as_json=as_json)
+            suspected = _load_job_of_suspected_run(run, arguments, model, as_json=as_json)
             job, ranks = suspected.job, ranks or suspected.num_ranks
             shrink = shrink or suspected.needs_small_widths
         else:
-            job_file, overrides = split_arguments(arguments)
-            job = load_job(job_file, override_model(model, overrides))
+            job_file, overrides = split_job_file_and_overrides(arguments)
+            job = load_job(job_file, build_overrides_of_model(model, overrides))
 
         def print_row(row: Row) -> None:
             line.hide()
@@ -158,7 +158,7 @@ def print_verification(
         line.hide()
         printer.print_omissions()
     if result.stop_code is not None:
-        print(describe_stop(result), file=sys.stderr)
+        print(describe_stopped_comparison(result), file=sys.stderr)
     if result.stop_code is None and not as_json:
         print(f"verdict {result.summary}")
         is_own_job = layouts == "asked" and model is None and run is None
@@ -167,17 +167,17 @@ def print_verification(
     return result.exit_code
 
 
-def _load_suspected(
+def _load_job_of_suspected_run(
     run_dir: Path, arguments: Sequence[str], model: str | None, *, as_json: bool
 ) -> SuspectedJob:
     """The job of a run with the overrides of `arguments`; says what is judged otherwise."""
-    from phalanx.cli._arguments import split_arguments
+    from phalanx.cli._arguments import split_job_file_and_overrides
     from phalanx.core.errors import UsageError
     from phalanx.run.suspected_job import load_suspected_job
 
     if model is not None:
         raise UsageError("--model and --job name two models", fix="give one of them")
-    _, overrides = split_arguments(arguments, allow_file=False)
+    _, overrides = split_job_file_and_overrides(arguments, allow_file=False)
     suspected = load_suspected_job(run_dir, overrides)
     if not as_json:
         for change in suspected.changes:

@@ -177,25 +177,25 @@ class ActivationCosts(Protocol):
     def block(self, layer: int, batch: Microbatch) -> BlockBytes:
         """Bytes of the block `layer` for one microbatch."""
 
-    def everywhere(self, batch: Microbatch) -> int:
+    def count_bytes_in_every_stage(self, batch: Microbatch) -> int:
         """Bytes that every stage of a pipeline makes for itself: masks that its blocks share, and
         tables of angles."""
 
-    def embedding(self, batch: Microbatch) -> int:
+    def count_embedding_bytes(self, batch: Microbatch) -> int:
         """Bytes that the part before the blocks saves."""
 
-    def final_norm(self, batch: Microbatch) -> int:
+    def count_final_norm_bytes(self, batch: Microbatch) -> int:
         """Bytes that the norm before the head saves."""
 
-    def block_mask(self, batch: Microbatch) -> int:
+    def count_block_mask_bytes(self, batch: Microbatch) -> int:
         """Bytes, at the worst moment, of masks that are made for a block of queries at a time."""
 
-    def loss(self, batch: Microbatch) -> LossBytes: ...
+    def count_loss_bytes(self, batch: Microbatch) -> LossBytes: ...
 
-    def message(self, batch: Microbatch) -> int:
+    def count_message_bytes(self, batch: Microbatch) -> int:
         """Bytes of what goes from one block to the next: a message between stages."""
 
-    def fp8_casts(self, tokens: int) -> int:
+    def count_fp8_cast_bytes(self, tokens: int) -> int:
         """Bytes of what one product casts to fp8, of the largest: what goes in, and the matrix."""
 
     def fp8_params(self) -> int:
@@ -231,7 +231,7 @@ class ModelCosts(Hashable, Protocol):
     def reads_images(self) -> bool:
         """True for images in, one label each; False for tokens in, the next token of each."""
 
-    def name_samples(self, *, of_own_data: bool) -> str:
+    def get_sample_noun(self, *, of_own_data: bool) -> str:
         """Its samples in words: "sequences", "images"; "samples" where only a user's own dataset
         says what they are."""
 
@@ -249,10 +249,10 @@ class ModelCosts(Hashable, Protocol):
     def choose_vocab_size(self, data_size: int | None) -> int:
         """The vocabulary of a run on data of `data_size` tokens; 0 where there is none."""
 
-    def tokens_of(self, seq_len: int) -> int:
+    def count_sample_tokens(self, seq_len: int) -> int:
         """Tokens of one sample: the job's sequence length, or what an image is cut into."""
 
-    def targets_of(self, num_tokens: int) -> int:
+    def count_targets(self, num_tokens: int) -> int:
         """Targets of `num_tokens` of one sample: the next token of each, or one label."""
 
     # Parameters
@@ -269,10 +269,10 @@ class ModelCosts(Hashable, Protocol):
 
     @property
     def blocks_params(self) -> int: ...
-    def count_largest_block(self, ep: int = 1) -> int:
+    def count_largest_block_params(self, ep: int = 1) -> int:
         """Parameters of the largest block; of experts those that one rank of `ep` has."""
 
-    def count_blocks(self, ep: int = 1) -> int:
+    def count_all_blocks_params(self, ep: int = 1) -> int:
         """Parameters of all blocks together, counted likewise."""
 
     def params_by_group(self) -> dict[str, int]:
@@ -289,7 +289,7 @@ class ModelCosts(Hashable, Protocol):
     @property
     def experts(self) -> ExpertCosts | None: ...
     @property
-    def may_route(self) -> bool:
+    def may_have_routers(self) -> bool:
         """True if there may be routers that send tokens to experts."""
 
     @property

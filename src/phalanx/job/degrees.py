@@ -31,7 +31,7 @@ class Degrees:
         # ep divides dp_shard x cp exactly where ep / gcd(ep, cp) divides dp_shard.
         return self.ep // math.gcd(self.ep, self.cp)
 
-    def above_one(self, *axes: str) -> dict[str, int]:
+    def degrees_above_one(self, *axes: str) -> dict[str, int]:
         """The degrees above 1, of these axes or of all, by axis from the outermost to the
         innermost."""
         return {

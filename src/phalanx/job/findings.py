@@ -37,14 +37,14 @@ class Finding:
 @cache
 def list_keys_by_section() -> dict[str, tuple[str, ...]]:
     """The keys of each section."""
-    return {name: tuple(_section_class(name).model_fields) for name in Job.model_fields}
+    return {name: tuple(_get_section_class(name).model_fields) for name in Job.model_fields}
 
 
-def find_annotation(path: Path) -> Any:
+def find_key_annotation(path: Path) -> Any:
     """The declared type of `section.key`; None if there is no such key."""
     if len(path) != 2 or path[1] not in list_keys_by_section().get(str(path[0]), ()):
         return None
-    return _section_class(str(path[0])).model_fields[str(path[1])].annotation
+    return _get_section_class(str(path[0])).model_fields[str(path[1])].annotation
 
 
 def split_union(declared: Any) -> tuple[Any, ...]:
@@ -62,7 +62,7 @@ def _strip_bounds(declared: Any) -> Any:
     return declared
 
 
-def format_path(path: Path) -> str:
+def format_key_path(path: Path) -> str:
     """A path as text: ("observe", "sinks", 1) -> 'observe.sinks[1]'."""
     text = ""
     for part in path:
@@ -154,7 +154,7 @@ def explain_wrong_value(path: Path, value: Any) -> Finding:
     )
 
 
-def explain_unknown(path: Path, value: Any) -> Finding:
+def explain_unknown_key(path: Path, value: Any) -> Finding:
     """The finding for a key or section that does not exist; says where it belongs or what it
     might have meant."""
     name = str(path[-1])
@@ -164,7 +164,7 @@ def explain_unknown(path: Path, value: Any) -> Finding:
         return Finding(
             path,
             "stands outside every section",
-            find_section_of(name) or _advice_for_unknown_key(name),
+            describe_section_of_key(name) or _suggest_for_unknown_key(name),
             at_key=True,
         )
     keys = list_keys_by_section()[str(path[0])]
@@ -172,9 +172,9 @@ def explain_unknown(path: Path, value: Any) -> Finding:
     if name.lower() not in KEYS_OF_ALIAS:  # which have a better answer than what they look like
         suggestion = did_you_mean(name, keys)
     fix = (
-        find_section_of(name)
+        describe_section_of_key(name)
         or suggestion
-        or _advice_for_unknown_key(name)
+        or _suggest_for_unknown_key(name)
         or f"[{path[0]}] has {', '.join(keys)}"
     )
     return Finding(path, "unknown key", fix, at_key=True)
@@ -192,12 +192,12 @@ def _suggest_section(name: str, table: dict[str, Any]) -> str:
     inside = ""
     for key in table:
         if key.lower() in list_sections_of_keys() or key.lower() in KEYS_OF_ALIAS:
-            inside = _advice_for_unknown_key(key)
+            inside = _suggest_for_unknown_key(key)
             break
     return (
         inside
         or suggestion
-        or find_section_of(name)
+        or describe_section_of_key(name)
         or f"sections are {', '.join(list_keys_by_section())}"
     )
 
@@ -212,11 +212,11 @@ def list_sections_of_keys() -> dict[str, tuple[str, ...]]:
     return sections
 
 
-def _advice_for_unknown_key(name: str, raw: str = "") -> str:
+def _suggest_for_unknown_key(name: str, raw: str = "") -> str:
     return suggest_key(name, list_sections_of_keys(), raw)
 
 
-def find_section_of(name: str) -> str:
+def describe_section_of_key(name: str) -> str:
     """'belongs in [train]' if a section has a key of exactly this name; else ""."""
     sections = list_sections_of_keys().get(name, ())
     if not sections:
@@ -224,31 +224,31 @@ def find_section_of(name: str) -> str:
     return f"belongs in {' or '.join(f'[{section}]' for section in sections)}"
 
 
-def _section_class(name: str) -> Any:
+def _get_section_class(name: str) -> Any:
     return Job.model_fields[name].annotation
 
 
 @cache
-def _job_schema() -> dict[str, Any]:
+def _build_job_schema() -> dict[str, Any]:
     return Job.model_json_schema()
 
 
 def _find_schema(path: Path) -> dict[str, Any]:
     """The part of the job's JSON schema that describes the value at `path`; empty where anything
     goes."""
-    definitions = _job_schema()["$defs"]
-    schema: dict[str, Any] = _job_schema()
+    definitions = _build_job_schema()["$defs"]
+    schema: dict[str, Any] = _build_job_schema()
     for part in path:
         if "$ref" in schema:
             schema = definitions[schema["$ref"].rpartition("/")[2]]
         if isinstance(part, str):
-            schema = _property_schema(schema, part)
+            schema = _find_property_schema(schema, part)
         else:
-            schema = _item_schema(schema, part)
+            schema = _find_item_schema(schema, part)
     return schema
 
 
-def _property_schema(schema: dict[str, Any], name: str) -> dict[str, Any]:
+def _find_property_schema(schema: dict[str, Any], name: str) -> dict[str, Any]:
     properties: dict[str, Any] = schema.get("properties", {})
     if name in properties:
         return dict(properties[name])
@@ -259,7 +259,7 @@ def _property_schema(schema: dict[str, Any], name: str) -> dict[str, Any]:
     return {}
 
 
-def _item_schema(schema: dict[str, Any], index: int) -> dict[str, Any]:
+def _find_item_schema(schema: dict[str, Any], index: int) -> dict[str, Any]:
     for arm in schema.get("anyOf", ()):
         if arm.get("type") == "array":
             schema = arm
@@ -320,12 +320,12 @@ def _suggest_text(text: str, kinds: set[Any], choices: list[Any]) -> str:
         return 'write "none"'
     if "boolean" in kinds and text.lower() in ("true", "false"):
         return f"write {text.lower()}, without quotes and in lower case"
-    if ({"integer", "number"} & kinds or text in map(str, choices)) and _is_number(text):
+    if ({"integer", "number"} & kinds or text in map(str, choices)) and _is_number_text(text):
         return "write it without quotes"
     return did_you_mean(text, [choice for choice in choices if isinstance(choice, str)])
 
 
-def _is_number(text: str) -> bool:
+def _is_number_text(text: str) -> bool:
     try:
         float(text)
     except ValueError:

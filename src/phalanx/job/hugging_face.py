@@ -92,7 +92,7 @@ def read_model_config(kind: str) -> dict[str, Any]:
     return values
 
 
-def modules_to_preload(kind: str | None) -> tuple[str, ...]:
+def list_transformers_modules(kind: str | None) -> tuple[str, ...]:
     """Modules of transformers that the ranks' server imports once, for a model of it; none if it
     is missing."""
     if not is_hugging_face(kind) or importlib.util.find_spec("transformers") is None:

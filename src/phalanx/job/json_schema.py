@@ -28,7 +28,7 @@ PACKAGE_OF_OPEN_KEY = {
 PACKAGE_OF_CLOSED_KEY = {"parallel.compress": "phalanx.parallel.hooks"}
 
 # What pydantic says as draft-07 does.
-_COPIED_KEYWORDS = (
+_KEYWORDS_COPIED_FROM_PYDANTIC = (
     "description",
     "enum",
     "minimum",
@@ -40,12 +40,12 @@ _COPIED_KEYWORDS = (
 )
 
 
-def job_json_schema() -> dict[str, Any]:
+def build_job_json_schema() -> dict[str, Any]:
     """The JSON Schema of a job file, keys in the order of the sections."""
     schema = Job.model_json_schema()
     sections = {}
     for name, ref in schema["properties"].items():
-        sections[name] = _section_schema(name, ref, schema["$defs"])
+        sections[name] = _build_section_schema(name, ref, schema["$defs"])
     return {
         "$schema": DRAFT_07_URI,
         "title": "phalanx job",
@@ -56,27 +56,31 @@ def job_json_schema() -> dict[str, Any]:
     }
 
 
-def _section_schema(name: str, ref: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+def _build_section_schema(
+    name: str, ref: dict[str, Any], definitions: dict[str, Any]
+) -> dict[str, Any]:
     body = _find_definition(ref, definitions)
     section: dict[str, Any] = {"type": "object"}
     if "description" in body:
         section["description"] = _collapse_whitespace(body["description"])
-    section["properties"] = _section_properties(body["properties"], definitions, f"{name}.")
+    section["properties"] = _build_section_properties(body["properties"], definitions, f"{name}.")
     section["additionalProperties"] = False
     return section
 
 
-def _section_properties(
+def _build_section_properties(
     schemas: dict[str, Any], definitions: dict[str, Any], prefix: str = ""
 ) -> dict[str, Any]:
     keys = {}
     for key, schema in schemas.items():
-        keys[key] = _key_schema(f"{prefix}{key}", schema, definitions)
+        keys[key] = _build_key_schema(f"{prefix}{key}", schema, definitions)
     return keys
 
 
-def _key_schema(name: str, schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
-    body = _value_schema(schema, definitions)
+def _build_key_schema(
+    name: str, schema: dict[str, Any], definitions: dict[str, Any]
+) -> dict[str, Any]:
+    body = _build_value_schema(schema, definitions)
     if name in PACKAGE_OF_OPEN_KEY:
         _add_choices(
             body,
@@ -99,16 +103,16 @@ def _key_schema(name: str, schema: dict[str, Any], definitions: dict[str, Any]) 
     return body
 
 
-def _value_schema(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+def _build_value_schema(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
     """pydantic's schema of a value in draft-07: no references, no null, pairs as lists of two."""
     schema = _resolve_reference(schema, definitions)
-    body = {key: schema[key] for key in _COPIED_KEYWORDS if key in schema}
+    body = {key: schema[key] for key in _KEYWORDS_COPIED_FROM_PYDANTIC if key in schema}
     if "description" in body:
         body["description"] = _collapse_whitespace(body["description"])
     if "const" in schema:
         body["enum"] = [schema["const"]]
     if "anyOf" in schema:
-        body["anyOf"] = [_value_schema(arm, definitions) for arm in schema["anyOf"]]
+        body["anyOf"] = [_build_value_schema(arm, definitions) for arm in schema["anyOf"]]
     elif schema.get("type") == "null":
         body["enum"] = [NONE_VALUE]
     elif "type" in schema:
@@ -116,11 +120,11 @@ def _value_schema(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[s
     body |= {key: schema[key] for key in ("minItems", "maxItems") if key in schema}
     if "prefixItems" in schema:
         # A list under `items` is draft-07's prefixItems.
-        body["items"] = _list_schema(schema["prefixItems"], definitions)
+        body["items"] = _build_list_schema(schema["prefixItems"], definitions)
     elif isinstance(schema.get("items"), dict):
-        body["items"] = _value_schema(schema["items"], definitions)
+        body["items"] = _build_value_schema(schema["items"], definitions)
     if "properties" in schema:
-        body["properties"] = _section_properties(schema["properties"], definitions)
+        body["properties"] = _build_section_properties(schema["properties"], definitions)
         body["required"] = schema.get("required", [])
         body["additionalProperties"] = False
     return body
@@ -140,9 +144,9 @@ def _find_definition(schema: dict[str, Any], definitions: dict[str, Any]) -> dic
     return definition
 
 
-def _list_schema(items: list[dict[str, Any]], definitions: dict[str, Any]) -> Any:
+def _build_list_schema(items: list[dict[str, Any]], definitions: dict[str, Any]) -> Any:
     """The schema of a list with these items, in the shorter form if all are alike."""
-    schemas = [_value_schema(item, definitions) for item in items]
+    schemas = [_build_value_schema(item, definitions) for item in items]
     if schemas.count(schemas[0]) == len(schemas):
         return schemas[0]
     return schemas

@@ -367,7 +367,7 @@ _ALIASES_OF_KEY: tuple[tuple[KeyAlias, str], ...] = (
 )
 
 
-def _index_by_name() -> dict[str, KeyAlias]:
+def _index_keys_by_alias() -> dict[str, KeyAlias]:
     keys_by_name = {}
     for key, names in _ALIASES_OF_KEY:
         for name in names.split():
@@ -375,7 +375,7 @@ def _index_by_name() -> dict[str, KeyAlias]:
     return keys_by_name
 
 
-KEYS_OF_ALIAS: Mapping[str, KeyAlias] = _index_by_name()
+KEYS_OF_ALIAS: Mapping[str, KeyAlias] = _index_keys_by_alias()
 
 # What is no key here but an option, or a verb.
 OPTIONS_OF_ALIAS: Mapping[str, str] = {

@@ -14,7 +14,7 @@ SectionsOfLeafKey = Mapping[str, tuple[str, ...]]
 _MIN_SIMILARITY = 0.75  # difflib's ratio from which a name counts as a misspelling of another
 
 
-def find_keys(word: str, leaves: SectionsOfLeafKey) -> tuple[KeyAlias, ...]:
+def find_similar_keys(word: str, leaves: SectionsOfLeafKey) -> tuple[KeyAlias, ...]:
     """The keys that `word` may mean: those of this name, those that other trainers call so, else
     the nearest of all names.
 
@@ -31,7 +31,7 @@ def find_keys(word: str, leaves: SectionsOfLeafKey) -> tuple[KeyAlias, ...]:
     if not close:
         return ()
     # Once more with a name that is known, so it ends there.
-    return find_keys(close[0], leaves)
+    return find_similar_keys(close[0], leaves)
 
 
 def suggest_key(word: str, leaves: SectionsOfLeafKey, raw: str = "") -> str:
@@ -39,7 +39,7 @@ def suggest_key(word: str, leaves: SectionsOfLeafKey, raw: str = "") -> str:
 
     `raw` is the value that was given.
     """
-    keys = find_keys(word, leaves)
+    keys = find_similar_keys(word, leaves)
     if not keys:
         return ""
     # Another trainer's switch may be a number of ours: fsdp=true is no number of shards.

@@ -56,11 +56,11 @@ def find_scaling_rule(optim: Optim) -> str | None:
     return rule
 
 
-def peak_learning_rate(job: Job) -> PeakLearningRate:
+def resolve_peak_learning_rate(job: Job) -> PeakLearningRate:
     """The rate at the end of warm-up."""
     rule = find_scaling_rule(job.optim)
     reference, batch = job.optim.reference_batch_size, job.train.global_batch_size
-    unscaled = unscaled_learning_rate(job)
+    unscaled = resolve_unscaled_learning_rate(job)
     if rule is None or reference is None or reference == batch:
         return unscaled
     factor, shown_factor = batch / reference, f"{batch}/{reference}"
@@ -79,7 +79,7 @@ def peak_learning_rate(job: Job) -> PeakLearningRate:
     return PeakLearningRate(lr, why)
 
 
-def unscaled_learning_rate(job: Job) -> PeakLearningRate:
+def resolve_unscaled_learning_rate(job: Job) -> PeakLearningRate:
     """The rate for `optim.reference_batch_size`: the job's, or where it says "auto" the default
     for its weights."""
     if job.optim.lr != "auto":
@@ -109,12 +109,12 @@ def find_pretrained_weights_key(model: Model) -> str:
     return ""
 
 
-def resolve_optim(job: Job) -> Optim:
+def resolve_optim_section(job: Job) -> Optim:
     """The [optim] section with a number for lr, which optimizers are built from."""
-    return job.optim.model_copy(update={"lr": unscaled_learning_rate(job).lr})
+    return job.optim.model_copy(update={"lr": resolve_unscaled_learning_rate(job).lr})
 
 
-def learning_rate_overrides_on_resume(was: Job, overrides: Sequence[str]) -> list[str]:
+def list_learning_rate_overrides_on_resume(was: Job, overrides: Sequence[str]) -> list[str]:
     """Overrides to add to the `overrides` that a run is continued with; `was` is the job that it
     ran with until now.
 

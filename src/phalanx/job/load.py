@@ -16,15 +16,15 @@ from phalanx.core.files import read_regular
 from phalanx.job.checks.run import run_checks
 from phalanx.job.findings import (
     Finding,
-    find_annotation,
-    format_path,
+    find_key_annotation,
+    format_key_path,
     list_keys_by_section,
     shorten_to_one_line,
 )
 from phalanx.job.overrides import Override, apply_overrides, parse_overrides
 from phalanx.job.positions import KeyPlace, Path, TextPosition, locate_toml_keys
 from phalanx.job.schema import Job
-from phalanx.job.validate import validate
+from phalanx.job.validate import validate_job_tree
 
 MAX_JOB_FILE_BYTES = 4 * 2**20  # a job is a page or two
 LEGACY_DEFAULT_COMPUTE = "fp32"  # the precision.compute of a run whose job does not say it
@@ -39,7 +39,7 @@ class JobSource:
     tree: dict[str, Any] | None = None
     toml: str | None = None
 
-    def places_by_path(self) -> dict[Path, KeyPlace]:
+    def locate_keys(self) -> dict[Path, KeyPlace]:
         if not self.toml:
             return {}
         return locate_toml_keys(self.toml)
@@ -132,7 +132,7 @@ def find_origins(
         kind_of_file, source = "run", _read_json(path)
     else:
         source = _read_toml(path)
-    places = source.places_by_path()
+    places = source.locate_keys()
     given_keys = _find_given_keys(source, ())
     # An override may lie deeper, as model.args.depth does: its key is the first two names.
     laid = {override.path[:2] for override in parse_overrides(overrides)[0]}
@@ -159,10 +159,10 @@ def find_origins(
 def _build_job(source: JobSource, texts: Sequence[str]) -> Job:
     overrides, findings = parse_overrides(texts)
     tree = source.tree or {}
-    job, refused = validate(apply_overrides(tree, overrides))
+    job, refused = validate_job_tree(apply_overrides(tree, overrides))
     findings += refused
     # `validate` gives a job even of refused values: one call tells all that is wrong.
-    findings += run_checks(job, _find_given_keys(source, overrides), _refused_keys(refused))
+    findings += run_checks(job, _find_given_keys(source, overrides), _list_refused_keys(refused))
     if findings:
         raise JobError(_list_problems_in_order(findings, source, overrides))
     return job
@@ -179,19 +179,21 @@ def _find_given_keys(source: JobSource, overrides: Sequence[Override]) -> set[st
             continue
         for key, value in table.items():
             # In job.json only a value that is no default shows that somebody wrote it.
-            if source.toml is not None or not _is_default(section, key, value):
+            if source.toml is not None or not _is_default_value(section, key, value):
                 keys.add(f"{section}.{key}")
     return keys
 
 
-def _is_default(section: str, key: str, value: Any) -> bool:
-    return find_annotation((section, key)) is not None and _DEFAULT_JOB_JSON[section][key] == value
+def _is_default_value(section: str, key: str, value: Any) -> bool:
+    return (
+        find_key_annotation((section, key)) is not None and _DEFAULT_JOB_JSON[section][key] == value
+    )
 
 
 _DEFAULT_JOB_JSON: dict[str, Any] = Job().to_json()
 
 
-def _refused_keys(findings: Sequence[Finding]) -> set[str]:
+def _list_refused_keys(findings: Sequence[Finding]) -> set[str]:
     """The dotted keys that a finding is about; of a refused section, all of them."""
     refused: set[str] = set()
     for finding in findings:
@@ -208,7 +210,7 @@ def _list_problems_in_order(
 ) -> list[Problem]:
     """The findings with their places, in the order in which the user wrote the things they are
     about."""
-    places = source.places_by_path()
+    places = source.locate_keys()
     placed = [_place_finding(finding, source, places, overrides) for finding in findings]
     # By place alone: problems of one place stay in the order in which the checks found them.
     placed.sort(key=lambda pair: pair[0])
@@ -226,11 +228,11 @@ def _place_finding(
     where, order = "override", (2, index, 0)
     if index < 0:
         where, order = source.name, (1, 0, 0)
-        spot = _nearest_position(path, places, finding.at_key)
+        spot = _find_nearest_position(path, places, finding.at_key)
         if spot is not None:
             where = f"{source.name}:{spot.line}:{spot.column}"
             order = (0, spot.line, spot.column)
-    return order, Problem(format_path(path), finding.what, where, finding.fix)
+    return order, Problem(format_key_path(path), finding.what, where, finding.fix)
 
 
 def _choose_blamed_key(
@@ -270,7 +272,7 @@ def _has_path(tree: Any, path: Path) -> bool:
     return True
 
 
-def _nearest_position(
+def _find_nearest_position(
     path: Path, places: dict[Path, KeyPlace], at_key: bool
 ) -> TextPosition | None:
     """The spot of `path`, or of the innermost thing around it that stands somewhere."""
@@ -286,13 +288,13 @@ def _nearest_position(
 def _read_toml(path: str | FilePath | None) -> JobSource:
     if path is None:
         return JobSource(toml="")
-    name, text = _read_text(path)
+    name, text = _read_file_text(path)
     # As tomllib counts lines: places are looked up in this text.
     text = text.replace("\r\n", "\n")
     try:
         return JobSource(name, tomllib.loads(text), text)
     except tomllib.TOMLDecodeError as error:
-        raise JobError([_syntax_problem(name, text, str(error))]) from None
+        raise JobError([_format_syntax_problem(name, text, str(error))]) from None
     except RecursionError:
         raise JobError(
             [Problem("syntax", "arrays or tables are nested too deeply", name)]
@@ -304,7 +306,7 @@ def _read_toml(path: str | FilePath | None) -> JobSource:
 
 
 def _read_json(path: str | FilePath) -> JobSource:
-    name, text = _read_text(path)
+    name, text = _read_file_text(path)
     try:
         tree = json.loads(text)
     except json.JSONDecodeError as error:
@@ -321,7 +323,7 @@ def _read_json(path: str | FilePath) -> JobSource:
     return JobSource(name, tree)
 
 
-def _read_text(path: str | FilePath) -> tuple[str, str]:
+def _read_file_text(path: str | FilePath) -> tuple[str, str]:
     """The file's name for messages and its text.
 
     Raises JobError if it is missing, a directory or not UTF-8.
@@ -360,7 +362,7 @@ def _suggest_nearest_file(path: FilePath) -> str:
     return did_you_mean(path.name, sorted(files))
 
 
-def _syntax_problem(name: str, text: str, message: str) -> Problem:
+def _format_syntax_problem(name: str, text: str, message: str) -> Problem:
     """tomllib's message with its place in front; "end of document" becomes the end of the last
     line with text."""
     message_text, _, location = message.rpartition(" (at ")

@@ -11,7 +11,7 @@ from phalanx.job.presets import Preset, find_preset, list_preset_names
 from phalanx.job.schema import Job, Model
 from phalanx.job.shapes.decoder import default_ffn_dim
 from phalanx.job.shapes.measured import MeasuredModule
-from phalanx.job.shapes.stored import BuiltInShape, build_shape
+from phalanx.job.shapes.stored import BuiltInShape, build_builtin_shape
 from phalanx.job.shapes.stored_keys import STORED_SHAPE_DEFAULTS
 from phalanx.job.user_dataset import is_own_dataset
 
@@ -77,7 +77,7 @@ def _build_shape_of_kind(values: dict[str, Any], vocab_size: int, seq_len: int) 
     reads_images = values["kind"] != "decoder" and values.get("image_size")
     values["vocab_size"] = 0 if reads_images else values.get("vocab_size", vocab_size)
     values.setdefault("tie_embeddings", False)
-    return build_shape(values)
+    return build_builtin_shape(values)
 
 
 def _resolve_shape_keys(model: Model) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def _resolve_shape_keys(model: Model) -> dict[str, Any]:
     values = {
         key: value
         for key, value in base.items()
-        if key not in _find_following_keys(base, user_values)
+        if key not in _find_dependent_keys(base, user_values)
     } | user_values
     # setdefault after the user's keys: what they gave is never scaled.
     values.setdefault("num_kv_heads", _scale_kv_heads(base, values))
@@ -101,7 +101,7 @@ def _resolve_shape_keys(model: Model) -> dict[str, Any]:
     return values | {"kind": find_model_kind(model)}
 
 
-def _find_following_keys(base: dict[str, Any], user_values: dict[str, Any]) -> set[str]:
+def _find_dependent_keys(base: dict[str, Any], user_values: dict[str, Any]) -> set[str]:
     """Keys of the preset that depend on a key of the user's: they are computed anew, unless the
     user gave them, too."""
     follows = set()
@@ -115,7 +115,7 @@ def _find_following_keys(base: dict[str, Any], user_values: dict[str, Any]) -> s
     if "dim" in user_values:
         follows |= {"ffn_dim", "expert_ffn_dim"}
     # A gate is a third matrix: of the same size, three are narrower than two.
-    if _is_gated(base | user_values) != _is_gated(base):
+    if _has_gated_activation(base | user_values) != _has_gated_activation(base):
         follows.add("ffn_dim")
     return {key for key in follows if key in base}
 
@@ -134,10 +134,10 @@ def _scale_kv_heads(base: dict[str, Any], values: dict[str, Any]) -> int:
 def _scale_ffn_dim(base: dict[str, Any], values: dict[str, Any]) -> int:
     """The width in the preset's proportion to dim; the usual one if the preset has none, or a
     gate came or went."""
-    if "ffn_dim" in base and _is_gated(base) == _is_gated(values):
+    if "ffn_dim" in base and _has_gated_activation(base) == _has_gated_activation(values):
         return _scale_width("ffn_dim", base, values)
     dim: int = values["dim"]
-    if _is_gated(values):
+    if _has_gated_activation(values):
         return default_ffn_dim(dim)
     return 4 * dim
 
@@ -148,7 +148,7 @@ def _scale_width(key: str, base: dict[str, Any], values: dict[str, Any]) -> int:
     return -int(-base[key] * values["dim"] // base["dim"])
 
 
-def _is_gated(values: dict[str, Any]) -> bool:
+def _has_gated_activation(values: dict[str, Any]) -> bool:
     return not str(values.get("activation", "swiglu")).startswith("gelu")
 
 
@@ -159,7 +159,7 @@ def explain_scaled_widths(model: Model) -> list[str]:
     user_values = list_user_set_keys(model)
     was, now = _resolve_shape_keys(Model(preset=model.preset)), _resolve_shape_keys(model)
     lines = []
-    for key, causes in _CAUSING_KEYS.items():
+    for key, causes in _CAUSES_OF_SCALED_KEY.items():
         if (
             key in user_values
             or key not in was
@@ -172,7 +172,7 @@ def explain_scaled_widths(model: Model) -> list[str]:
     return lines
 
 
-_CAUSING_KEYS = {
+_CAUSES_OF_SCALED_KEY = {
     "num_kv_heads": ("num_heads",),
     "head_dim": ("dim", "num_heads"),
     "ffn_dim": ("dim", "activation"),

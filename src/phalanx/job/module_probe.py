@@ -27,8 +27,8 @@ from phalanx.job.hugging_face import find_config_file, is_hugging_face, read_mod
 from phalanx.job.param_holder import ParamHolder
 from phalanx.job.schema import Job
 from phalanx.job.shapes.measured import MeasuredModule
-from phalanx.job.shapes.stored import read_shape
-from phalanx.job.shapes.traced import read_traces
+from phalanx.job.shapes.stored import parse_stored_shape
+from phalanx.job.shapes.traced import parse_traces
 from phalanx.job.user_dataset import is_own_dataset
 
 PROBE_MODULE = "phalanx.nn.probe"
@@ -100,8 +100,8 @@ def probe_foreign_shape(
     if is_hugging_face(kind):
         # What is wrong with the file is said here, without another process.
         read_model_config(kind)
-    cached = _shape_cache_file(kind, args, cache_dir, trace)
-    if cached is not None and (known := _read_cached(cached)) is not None:
+    cached = _find_shape_cache_file(kind, args, cache_dir, trace)
+    if cached is not None and (known := _read_cached_shape(cached)) is not None:
         return known
     shape = _parse_shape(kind, _run_probe(kind, args, trace, probe_module, timeout_s))
     if cached is not None:
@@ -128,7 +128,7 @@ def _run_probe(
     try:
         return run_request_process(probe_module, request, timeout_s)
     except ChildProcessError as error:
-        raise _probe_refusal(kind, str(error)) from None
+        raise _build_probe_error(kind, str(error)) from None
 
 
 def run_request_process(
@@ -168,7 +168,7 @@ def run_request_process(
 def _parse_shape(kind: str, printed: str) -> MeasuredModule:
     """The answer among the lines of `printed` (a user's module may print, too), counted."""
     try:
-        return _count_answer(kind, _find_answer(printed))
+        return _build_module_from_answer(kind, _find_answer(printed))
     # A line of the user's own may be JSON of any form.
     except (ValueError, TypeError, KeyError, AttributeError):
         problem = (
@@ -178,10 +178,10 @@ def _parse_shape(kind: str, printed: str) -> MeasuredModule:
         last_line = find_last_line(printed)
         if last_line:
             problem += f"; its last words: {last_line[:80]!r}"
-        raise _probe_refusal(kind, problem) from None
+        raise _build_probe_error(kind, problem) from None
 
 
-def _count_answer(kind: str, answer: Mapping[str, Any]) -> MeasuredModule:
+def _build_module_from_answer(kind: str, answer: Mapping[str, Any]) -> MeasuredModule:
     """The module that the probe's answer describes. Raises what a malformed answer raises."""
     sizes = {str(name): math.prod(map(int, shape)) for name, shape, _ in answer["tensors"]}
     blocks = tuple(
@@ -209,7 +209,7 @@ def _count_answer(kind: str, answer: Mapping[str, Any]) -> MeasuredModule:
         blocks=blocks,
         last_stage=tuple(map(str, answer.get("last_stage", ()))),
         has_attention_seam=bool(answer.get("has_attention_seam", True)),
-        traces=read_traces(answer.get("traces", ())),
+        traces=parse_traces(answer.get("traces", ())),
         why_untraced=Redactor(os.environ).redact_text(str(answer.get("why_untraced", ""))),
         **facts,
     )
@@ -232,7 +232,7 @@ def _count_params_within(block: str, sizes: Mapping[str, int]) -> int:
     return sum(size for name, size in sizes.items() if name.startswith(f"{block}."))
 
 
-def _probe_refusal(kind: str, why: str) -> LayoutError:
+def _build_probe_error(kind: str, why: str) -> LayoutError:
     return LayoutError(
         f"model {kind!r} cannot be built", why=why, fix="check model.kind and model.args"
     )
@@ -246,7 +246,7 @@ def find_last_line(text: str) -> str:
     return lines[-1].strip()
 
 
-def _shape_cache_file(
+def _find_shape_cache_file(
     kind: str,
     args: Mapping[str, Any],
     cache_dir: Path | None,
@@ -273,9 +273,9 @@ def list_file_states(files: Sequence[Path]) -> list[tuple[str, int, int]]:
     return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
-def _read_cached(file: Path) -> MeasuredModule | None:
+def _read_cached_shape(file: Path) -> MeasuredModule | None:
     try:
-        shape = read_shape(read_json(file))
+        shape = parse_stored_shape(read_json(file))
     except (OSError, ValueError, TypeError, AttributeError):
         return None
     return shape if isinstance(shape, MeasuredModule) else None

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 from phalanx.core.errors import did_you_mean
 from phalanx.job.findings import (
     Finding,
-    find_annotation,
+    find_key_annotation,
     list_keys_by_section,
     list_sections_of_keys,
     shorten_to_one_line,
@@ -81,7 +81,7 @@ def _parse_override(text: str, index: int) -> Override | Finding:
     if not all(_KEY_NAME_PATTERN.fullmatch(part) for part in parts):
         return refuse(key, "is not a key", "write section.key=value")
     if len(parts) == 1:
-        return _refuse_without_section(key, raw, index)
+        return _explain_missing_section(key, raw, index)
     if not raw:
         return refuse(key, "has no value", f"write {shorten_to_one_line(key)}=VALUE")
     path: Path = tuple(parts)
@@ -96,7 +96,7 @@ def _parse_override(text: str, index: int) -> Override | Finding:
     return Override(path, value, index)
 
 
-def _refuse_without_section(name: str, raw: str, index: int) -> Finding:
+def _explain_missing_section(name: str, raw: str, index: int) -> Finding:
     """The finding for `dim=192`: names the key that was meant, in full and with its value; for a
     section, a key that its value may be of."""
     keys = list_keys_by_section()
@@ -113,7 +113,7 @@ def _refuse_without_section(name: str, raw: str, index: int) -> Finding:
 
 def takes_only_strings(path: Path) -> bool:
     """True if the key takes strings alone, so that a bare 123, true or a path is one."""
-    arms = split_union(find_annotation(path))
+    arms = split_union(find_key_annotation(path))
     # A number or a word (lr: 1e-3 or "auto"): as TOML, which leaves a bare word what it is.
     if int in arms or float in arms:
         return False

@@ -61,14 +61,16 @@ class _PositionCollector:
     places: dict[Path, KeyPlace] = field(default_factory=dict)
     lengths: dict[Path, int] = field(default_factory=dict)
 
-    def find_spot(self, node: Any) -> TextPosition:
+    def get_text_position(self, node: Any) -> TextPosition:
         row, column_bytes = node.start_point
         # tree-sitter counts bytes, and editors count characters.
         before = self.lines[row].encode()[:column_bytes].decode(errors="ignore")
         return TextPosition(row + 1, len(before) + 1)
 
-    def add_place(self, path: Path, key: Any, value: Any) -> None:
-        self.places.setdefault(path, KeyPlace(self.find_spot(key), self.find_spot(value)))
+    def add_key_place(self, path: Path, key: Any, value: Any) -> None:
+        self.places.setdefault(
+            path, KeyPlace(self.get_text_position(key), self.get_text_position(value))
+        )
 
     def add_header(self, node: Any) -> Path:
         """`[a.b]` or `[[a.b]]`; returns the path that the pairs below it extend."""
@@ -76,13 +78,13 @@ class _PositionCollector:
         keys = _iterate_key_names(node.named_children[0])
         for number, (name, key) in enumerate(keys):
             path = (*path, name)
-            self.add_place(path, key, key)
+            self.add_key_place(path, key, key)
             if number == len(keys) - 1 and node.type == "table_array_element":
                 self.lengths[path] = self.lengths.get(path, 0) + 1
             if path in self.lengths:
                 # Inside of [[x]] keys belong to the element that began last.
                 path = (*path, self.lengths[path] - 1)
-                self.add_place(path, key, key)
+                self.add_key_place(path, key, key)
         return path
 
     def add_pair(self, node: Any, inside: Path) -> None:
@@ -90,7 +92,7 @@ class _PositionCollector:
         path = inside
         for name, key in _iterate_key_names(key_node):
             path = (*path, name)
-            self.add_place(path, key, value)
+            self.add_key_place(path, key, value)
         self.add_value(value, path)
 
     def add_value(self, node: Any, path: Path) -> None:
@@ -101,7 +103,7 @@ class _PositionCollector:
         elif node.type == "array":
             elements = [child for child in node.named_children if child.type != "comment"]
             for index, element in enumerate(elements):
-                self.add_place((*path, index), element, element)
+                self.add_key_place((*path, index), element, element)
                 self.add_value(element, (*path, index))
 
 

@@ -448,12 +448,12 @@ class Parallel(Section):
     """The part of each gradient's elements that is sent (topk)."""
 
     @property
-    def state_on_host(self) -> bool:
+    def has_state_on_host(self) -> bool:
         """True where the optimizer's state waits in host memory."""
         return self.offload != "none"
 
     @property
-    def parameters_on_host(self) -> bool:
+    def has_parameters_on_host(self) -> bool:
         """True where parameters and gradients wait in host memory, too."""
         return self.offload == "parameters"
 
@@ -627,7 +627,7 @@ class Cluster(Section):
     """Watts of one GPU at work; default what its data sheet allows it."""
 
     @property
-    def names_machine(self) -> bool:
+    def has_described_machine(self) -> bool:
         """True where the section says for which GPUs a plan is, instead of this machine's."""
         return any((self.gpu, self.instance, self.file))
 

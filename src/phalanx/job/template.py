@@ -12,7 +12,7 @@ from collections.abc import Collection
 from typing import Any
 
 from phalanx.job.findings import describe_key, list_keys_by_section
-from phalanx.job.json_schema import job_json_schema
+from phalanx.job.json_schema import build_job_json_schema
 from phalanx.job.schema import Job
 from phalanx.job.toml import format_toml_value
 
@@ -43,7 +43,7 @@ FULL_TEMPLATE_NOTE = """\
 UNINFORMATIVE_TYPES = ("a string", "a string that is not empty", "a table", "a value")
 
 
-def job_template(
+def format_job_template(
     job: Job | None = None,
     *,
     file: str = "job.toml",
@@ -71,7 +71,7 @@ def job_template(
     if not minimal:
         head += f"#\n{FULL_TEMPLATE_NOTE}"
     parts.append(head)
-    schema = job_json_schema()["properties"]
+    schema = build_job_json_schema()["properties"]
     for section in list_keys_by_section():
         if minimal and not any(key.startswith(f"{section}.") for key in is_set):
             continue

@@ -36,13 +36,13 @@ def format_toml_value(value: Any) -> str:
     for key, item in value.items():
         # TOML has no null; inside of a table, leaving the key out is the same.
         if item is not None:
-            pairs.append(f"{_toml_key(key)} = {format_toml_value(item)}")
+            pairs.append(f"{_format_toml_key(key)} = {format_toml_value(item)}")
     if not pairs:
         return "{}"
     return f"{{ {', '.join(pairs)} }}"
 
 
-def _toml_key(key: str) -> str:
+def _format_toml_key(key: str) -> str:
     if _BARE_KEY_PATTERN.fullmatch(key):
         return key
     return format_toml_value(key)

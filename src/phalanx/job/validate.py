@@ -12,9 +12,9 @@ from pydantic import ValidationError
 
 from phalanx.job.findings import (
     Finding,
-    explain_unknown,
+    explain_unknown_key,
     explain_wrong_value,
-    find_annotation,
+    find_key_annotation,
     split_union,
 )
 from phalanx.job.positions import Path
@@ -23,7 +23,7 @@ from phalanx.job.schema import Job
 MAX_NESTING_DEPTH = 32
 
 
-def validate(tree: dict[str, Any]) -> tuple[Job, list[Finding]]:
+def validate_job_tree(tree: dict[str, Any]) -> tuple[Job, list[Finding]]:
     """The job and its findings.
 
     With findings, the keys they are about hold their defaults instead.
@@ -34,7 +34,7 @@ def validate(tree: dict[str, Any]) -> tuple[Job, list[Finding]]:
         # As JSON: strict models take a list for a tuple in JSON alone.
         job = Job.model_validate_json(json.dumps(clean))
     except ValidationError as error:
-        findings = _merge(
+        findings = _merge_findings(
             unusable,
             [_explain_pydantic_error(clean, line) for line in error.errors(include_url=False)],
         )
@@ -60,7 +60,7 @@ def _replace_none_words(tree: dict[str, Any]) -> dict[str, Any]:
 
 def _may_be_absent(section: str, key: str) -> bool:
     """True if None is a value of the key, and the word "none" is not one of its choices."""
-    options = split_union(find_annotation((section, key)))
+    options = split_union(find_key_annotation((section, key)))
     return type(None) in options and not any("none" in get_args(option) for option in options)
 
 
@@ -92,7 +92,7 @@ def _explain_unusable(value: Any, path: Path) -> tuple[str, str] | None:
     if isinstance(value, float):
         if not math.isfinite(value):
             return f"wanted a finite number, was given {value}", ""
-        types = split_union(find_annotation(path))
+        types = split_union(find_key_annotation(path))
         # pydantic takes 2.0 for Literal[2].
         if float not in types and any(get_origin(arm) is Literal for arm in types):
             finding = explain_wrong_value(path, value)
@@ -122,11 +122,11 @@ def _explain_pydantic_error(clean: dict[str, Any], line: Any) -> Finding:
             break
         path = (*path, part)
     if line["type"] == "extra_forbidden":
-        return explain_unknown(path, value)
+        return explain_unknown_key(path, value)
     return explain_wrong_value(path, value)
 
 
-def _merge(unusable: list[Finding], refused: list[Finding]) -> list[Finding]:
+def _merge_findings(unusable: list[Finding], refused: list[Finding]) -> list[Finding]:
     """Both, with one finding per value: an unknown key hides what is in it, else the first thing
     found wins."""
     hidden = [finding.path for finding in refused if finding.at_key]

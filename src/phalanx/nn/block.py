@@ -33,7 +33,7 @@ class Block(nn.Module):
         self, shape: TransformerShape, layer: int, balance: ExpertBalance | None = None
     ) -> None:
         super().__init__()
-        window = shape.window_of(layer)
+        window = shape.window_of_layer(layer)
         self.is_local, self.has_experts = window > 0, shape.has_experts(layer)
         self.attention_norm = build_norm(shape)
         self.attention = _build_attention(shape, window)

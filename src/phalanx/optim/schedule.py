@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from phalanx.job.learning_rate import count_warmup_steps, peak_learning_rate
+from phalanx.job.learning_rate import count_warmup_steps, resolve_peak_learning_rate
 from phalanx.job.schema import Job
 
 
@@ -16,7 +16,7 @@ def learning_rate(job: Job, step: int, peak: float | None = None) -> float:
     """
     optim, total_steps, warmup = job.optim, job.train.steps, count_warmup_steps(job)
     if peak is None:
-        peak = peak_learning_rate(job).lr
+        peak = resolve_peak_learning_rate(job).lr
     # Steps count from 1: a warm-up of 0 steps never gets here.
     if step <= warmup:
         return peak * step / warmup

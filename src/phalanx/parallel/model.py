@@ -54,7 +54,7 @@ class ParallelModel:
         self._split = context.axes.find(SequenceSplit)
         self._watch = context.axes.find(BackwardWatch)
         self._interceptor = RandomOpInterceptor(self.module, context)
-        expected = context.plan.model_shape.may_route
+        expected = context.plan.model_shape.may_have_routers
         self._loads = RouterLoads.collect(
             self.module, context.mesh, context.phases, expected=expected
         )

@@ -155,7 +155,7 @@ class _Materialization:
             return
         self._is_done = True
         root, mesh = self._context.root, self._context.mesh
-        on_host = self._context.plan.parallel.parameters_on_host
+        on_host = self._context.plan.parallel.has_parameters_on_host
         _allocate_meta_tensors(root, mesh.device, parameters_on_host=on_host)
         shards, _ = self._context.shards()
         with torch.no_grad():

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from phalanx.core.errors import LayoutError
 from phalanx.core.units import format_bytes
-from phalanx.job.checks.experts import experts_have_no_conflicts, find_ranks_for_experts
+from phalanx.job.checks.experts import check_experts_have_no_conflicts, find_ranks_for_experts
 from phalanx.job.costs import ModelCosts
 from phalanx.job.nearest import list_divisors
 from phalanx.job.schema import Job
@@ -263,7 +263,7 @@ def _find_fixed_zero_stage(job: Job, layout: Layout) -> Choice[int] | None:
 def _can_offload(job: Job, candidate: Candidate) -> bool:
     """True where a layout has what parallel.offload moves: whole parameters have no shards that
     could wait on the host."""
-    return candidate.zero_stage >= 2 or not job.parallel.parameters_on_host
+    return candidate.zero_stage >= 2 or not job.parallel.has_parameters_on_host
 
 
 def _require_offloadable_candidate(job: Job, candidate: Candidate) -> None:
@@ -368,7 +368,7 @@ def list_ep_degrees(job: Job, evaluator: CandidateEvaluator, candidate: Candidat
         return
     # What is in the way of ep is in the way of any degree above 1.
     spread = job.model_copy(update={"parallel": job.parallel.model_copy(update={"ep": 2})})
-    if experts_have_no_conflicts.run(spread):
+    if check_experts_have_no_conflicts.run(spread):
         return
     ranks = find_ranks_for_experts(job, evaluator.num_ranks)
     if ranks is not None:

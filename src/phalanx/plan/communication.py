@@ -96,4 +96,4 @@ def pp_sent_bytes_per_step(shape: ModelCosts, work: Workload, pipeline: Pipeline
     owners = pipeline.rank_of_stage
     neighbours = [stage + d for stage in pipeline.stages_of_rank(rank) for d in (-1, 1)]
     num_sends = sum(0 <= stage < len(owners) and owners[stage] != rank for stage in neighbours)
-    return num_sends * work.num_microbatches * shape.activations.message(work)
+    return num_sends * work.num_microbatches * shape.activations.count_message_bytes(work)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from phalanx.core.errors import LayoutError
 from phalanx.job.checks.experts import (
-    experts_have_no_conflicts,
+    check_experts_have_no_conflicts,
     explain_undivided_ranks,
     find_expert_problem,
     find_ranks_for_experts,
@@ -182,7 +182,7 @@ def check_expert_parallel(job: Job, shape: ModelCosts, num_ranks: int) -> None:
     if wrong is not None:
         raise LayoutError(f"parallel.{wrong[0]}", fix=wrong[1])
     # A plan has one error; the job's checks, which say all, ran while it was loaded.
-    for finding in experts_have_no_conflicts.run(job):
+    for finding in check_experts_have_no_conflicts.run(job):
         raise LayoutError(f"{'.'.join(map(str, finding.path))}: {finding.what}", fix=finding.fix)
     if size % ep:
         problem, fix = explain_undivided_ranks(job, shape, size, description)

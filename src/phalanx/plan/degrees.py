@@ -48,7 +48,7 @@ def choose_num_ranks(job: Job, cluster: Cluster, running: int | None) -> Choice[
 
 def _explain_max_ranks(job: Job, cluster: Cluster, ranks: int) -> str:
     if ranks == _multiply_requested_degrees(job) > 1:
-        degrees = job.parallel.degrees.above_one()
+        degrees = job.parallel.degrees.degrees_above_one()
         product = " x ".join(f"{axis}={degree}" for axis, degree in degrees.items())
         return f"{plural(ranks, 'rank')}: as many as {product} takes"
     unit = "CPU cores"
@@ -75,7 +75,7 @@ def _find_requested_ranks(job: Job) -> int | None:
     if not (job.parallel.dp_replicate and job.parallel.dp_shard):
         return requested
     if requested and requested != degrees:
-        shared = job.parallel.degrees.above_one("pp", "cp", "tp")
+        shared = job.parallel.degrees.degrees_above_one("pp", "cp", "tp")
         model_axes = "".join(f" x {axis} {degree}" for axis, degree in shared.items())
         raise LayoutError(
             f"parallel.dp_replicate {job.parallel.dp_replicate} x dp_shard"

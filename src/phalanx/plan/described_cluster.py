@@ -72,7 +72,7 @@ def choose_cluster_of_job(job: Job) -> Cluster:
     Raises LayoutError (exit 3) for a description that does not hold, EnvironmentProblem (exit 6)
     like `detect_cluster`.
     """
-    if not job.cluster.names_machine:
+    if not job.cluster.has_described_machine:
         return detect_cluster(job.cluster.device)
     return build_described_cluster(job.cluster)
 
@@ -214,7 +214,7 @@ def _merge_cluster_file(section: ClusterSection, path: str) -> ClusterSection:
 def require_cluster_is_this_machine(job: Job) -> None:
     """Raises EnvironmentProblem (exit 6) for a job that is planned for GPUs which this machine
     has not."""
-    if not job.cluster.names_machine:
+    if not job.cluster.has_described_machine:
         return
     planned, gpus = build_described_cluster(job.cluster), list_visible_gpus()
     assert planned.accelerator is not None

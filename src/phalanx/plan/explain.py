@@ -31,7 +31,7 @@ def describe_plan(plan: Plan, *, of_samples: bool = False) -> list[str]:
     chosen, shape = plan.chosen, plan.model_shape
     samples = "samples"
     if plan.seq_len > 1:
-        samples = shape.name_samples(of_own_data=of_samples)
+        samples = shape.get_sample_noun(of_own_data=of_samples)
     if samples != "samples":
         samples += f" x {plan.seq_len} tokens"
     active = flops = ""
@@ -76,7 +76,7 @@ def describe_plan(plan: Plan, *, of_samples: bool = False) -> list[str]:
 
 def _describe_model_axes(plan: Plan) -> str:
     """The axes besides data parallelism that share a part of the batch: "x pp 4 x tp 2 "."""
-    degrees = plan.parallel.degrees.above_one("pp", "cp", "tp")
+    degrees = plan.parallel.degrees.degrees_above_one("pp", "cp", "tp")
     return "".join(f"x {axis} {degree} " for axis, degree in degrees.items())
 
 

@@ -90,7 +90,7 @@ def activation_bytes(shape: ModelCosts, work: Workload) -> int:
     return (
         in_blocks
         + _activation_bytes_outside_blocks(activations, work)
-        + activations.block_mask(work)
+        + activations.count_block_mask_bytes(work)
     )
 
 
@@ -125,7 +125,9 @@ def activation_bytes_on_device(shape: ModelCosts, work: Workload) -> int:
         now + after + recomputed
         for now, after, recomputed in zip(saved, [*saved[1:], 0], redone, strict=True)
     )
-    outside = _activation_bytes_outside_blocks(activations, work) + activations.block_mask(work)
+    outside = _activation_bytes_outside_blocks(
+        activations, work
+    ) + activations.count_block_mask_bytes(work)
     return max(pairs, default=0) + outside
 
 
@@ -169,8 +171,8 @@ def _count_segment_saved_and_redone_bytes(
 
 
 def _activation_bytes_outside_blocks(activations: ActivationCosts, work: Workload) -> int:
-    ends = activations.embedding(work) + activations.final_norm(work)
-    return activations.everywhere(work) + ends
+    ends = activations.count_embedding_bytes(work) + activations.count_final_norm_bytes(work)
+    return activations.count_bytes_in_every_stage(work) + ends
 
 
 def loss_bytes(shape: ModelCosts, work: Workload) -> int:
@@ -178,7 +180,7 @@ def loss_bytes(shape: ModelCosts, work: Workload) -> int:
     the last block, whichever are more; 0 where nobody knows."""
     if shape.activations is None:
         return 0
-    loss, passing = shape.activations.loss(work), 0
+    loss, passing = shape.activations.count_loss_bytes(work), 0
     if shape.num_layers:
         passing = shape.activations.block(shape.num_layers - 1, work).passing
     return max(loss.at_once, loss.waiting + passing)
@@ -211,7 +213,7 @@ def communication_bytes(
         # The root unit (embedding, head) stays whole through the forward; a unit of blocks is
         # gathered beside it, and those that are fetched ahead. A segment that is redone has all of
         # its blocks gathered.
-        block = shape.count_largest_block(work.ep)
+        block = shape.count_largest_block_params(work.ep)
         longest = max((segment.num_blocks for segment in work.segments or ()), default=1)
         fetched = unit * (1 + (work.options.prefetch or 0))
         alive = min(max(fetched, longest * block), params - rest)
@@ -224,14 +226,14 @@ def count_fsdp_unit_params(shape: ModelCosts, options: Parallel, ep: int = 1) ->
     one rank of ep count."""
     if options.blocks_per_unit == "all":
         return 0, count_rank_params(shape, ep)
-    unit = shape.count_largest_block(ep) * options.blocks_per_unit
-    return min(unit, shape.count_blocks(ep)), shape.num_params - shape.blocks_params
+    unit = shape.count_largest_block_params(ep) * options.blocks_per_unit
+    return min(unit, shape.count_all_blocks_params(ep)), shape.num_params - shape.blocks_params
 
 
 def count_rank_params(shape: ModelCosts, ep: int) -> int:
     """Parameters of one rank before data parallelism splits them: of the experts those of its
     coordinate in ep."""
-    return shape.num_params - shape.blocks_params + shape.count_blocks(ep)
+    return shape.num_params - shape.blocks_params + shape.count_all_blocks_params(ep)
 
 
 def compute_excess_expert_share(shape: ModelCosts, zero_stage: int, dp_size: int, ep: int) -> float:
@@ -331,12 +333,12 @@ def adjust_memory_for_device(
     `is_staged`: of a pipeline's rank.
     """
     if device != "cpu":
-        on_host = {"optimizer": work.options.state_on_host} | dict.fromkeys(
-            ("parameters", "gradients"), work.options.parameters_on_host
+        on_host = {"optimizer": work.options.has_state_on_host} | dict.fromkeys(
+            ("parameters", "gradients"), work.options.has_parameters_on_host
         )
         memory |= {category: 0 for category, is_away in on_host.items() if is_away}
     else:
-        message = 0 if shape.activations is None else shape.activations.message(work)
+        message = 0 if shape.activations is None else shape.activations.count_message_bytes(work)
         kept = memory.get("activations", 0)
         memory["allocator"] = estimate_retained_bytes(work, kept, message, is_staged=is_staged)
         memory["allocator"] += estimate_retained_gradient_bytes(shape, work, zero_stage)
@@ -362,4 +364,4 @@ def fp8_cast_bytes(shape: ModelCosts, work: Workload) -> int:
     """Bytes of what one product casts to fp8, of the largest."""
     if work.precision != "fp8" or shape.activations is None:
         return 0
-    return shape.activations.fp8_casts(work.tokens)
+    return shape.activations.count_fp8_cast_bytes(work.tokens)

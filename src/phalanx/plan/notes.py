@@ -12,7 +12,7 @@ from dataclasses import replace
 from phalanx.core.units import format_bytes
 from phalanx.job.checks.experts import EXPERT_REDUCTION_REASON
 from phalanx.job.costs import ModelCosts
-from phalanx.job.learning_rate import peak_learning_rate
+from phalanx.job.learning_rate import resolve_peak_learning_rate
 from phalanx.job.model import explain_scaled_widths
 from phalanx.job.schema import Job, Parallel
 from phalanx.plan.candidates import CandidateEvaluator, list_ep_degrees
@@ -73,7 +73,7 @@ def list_plan_notes(
     if waits_on_host and shape.activations is not None:
         size = format_bytes(activation_bytes(shard_shape(shape, work.tp, work.rules), work))
         notes.append(f"activations wait for the backward in pinned host memory, {size} per rank")
-    notes.append(peak_learning_rate(job).why or "")
+    notes.append(resolve_peak_learning_rate(job).why or "")
     return [line for line in notes if line]
 
 
@@ -126,7 +126,7 @@ def _describe_staging_copy(evaluator: CandidateEvaluator) -> str:
 def _describe_offload_host_memory(evaluator: CandidateEvaluator, chosen: Candidate) -> str:
     """The host's memory that offloading takes, beside what the plan of a GPU counts."""
     work = evaluator.work
-    if not (work.options.state_on_host or work.offloads_activations):
+    if not (work.options.has_state_on_host or work.offloads_activations):
         return ""
     size = evaluator.predict_host_bytes(chosen)
     if not size:

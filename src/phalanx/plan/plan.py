@@ -13,7 +13,7 @@ from phalanx.core.deprecated import warn_renamed
 from phalanx.core.digest import digest
 from phalanx.job.costs import ModelCosts
 from phalanx.job.schema import Job
-from phalanx.job.shapes.stored import read_shape
+from phalanx.job.shapes.stored import parse_stored_shape
 from phalanx.plan.layout import Layout
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.resolved_parallel import (
@@ -145,13 +145,13 @@ class Plan:
     def targets_per_rank(self) -> int:
         """Targets of one rank in one step when none is masked: tokens of its part of sequences,
         or labels of images."""
-        per_sample = self.model_shape.targets_of(self.seq_len // self.layout.cp)
+        per_sample = self.model_shape.count_targets(self.seq_len // self.layout.cp)
         return self.num_microbatches * self.micro_batch_size * per_sample
 
     @property
     def model_shape(self) -> ModelCosts:
         """The shape of the model, as far as the plan knows it."""
-        return read_shape(self.shape)
+        return parse_stored_shape(self.shape)
 
     @property
     def chosen(self) -> Candidate:

@@ -10,7 +10,7 @@ from phalanx.core.batch import BYTE_VOCAB_SIZE
 from phalanx.core.errors import DataError, LayoutError, UsageError
 from phalanx.core.units import plural
 from phalanx.job.costs import ModelCosts
-from phalanx.job.learning_rate import peak_learning_rate
+from phalanx.job.learning_rate import resolve_peak_learning_rate
 from phalanx.job.load import require_job
 from phalanx.job.model import build_model_shape
 from phalanx.job.module_probe import measure_foreign_shape
@@ -210,7 +210,7 @@ def _build_plan_without_warnings(
         micro_batch_size=work.micro_batch_size,
         num_microbatches=work.num_microbatches,
         seq_len=work.seq_len,
-        peak_lr=peak_learning_rate(job).lr,
+        peak_lr=resolve_peak_learning_rate(job).lr,
         vocab_size=shape.choose_vocab_size(vocab_size),
         num_params=shape.num_params,
         flops_per_token=_get_training_flops_per_token(shape, job.data.seq_len),

@@ -13,7 +13,7 @@ from phalanx.core.errors import LayoutError, did_you_mean
 from phalanx.core.units import format_count
 from phalanx.job.costs import ModelCosts
 from phalanx.job.param_holder import ParamHolder
-from phalanx.job.shapes.own_rules import pattern_for_all_blocks
+from phalanx.job.shapes.own_rules import build_pattern_for_all_blocks
 from phalanx.plan.rules import (
     CUTTING_KINDS,
     DimSlice,
@@ -100,9 +100,11 @@ def require_rule_matches_module(rules: Iterable[ShardingRule], names: Sequence[s
     for rule in rules:
         if not any(matches_pattern(rule.pattern, name) for name in names):
             suggestion = did_you_mean(
-                rule.pattern, sorted({pattern_for_all_blocks(name) for name in names if name})
+                rule.pattern, sorted({build_pattern_for_all_blocks(name) for name in names if name})
             )
-            known = list(dict.fromkeys(pattern_for_all_blocks(name) for name in names if name))[:5]
+            known = list(
+                dict.fromkeys(build_pattern_for_all_blocks(name) for name in names if name)
+            )[:5]
             raise LayoutError(
                 "no module of the model is named so",
                 where=f'sharding rule "{rule.pattern}" = "{rule.text}"',
@@ -165,7 +167,7 @@ def describe_unsharded_matrices(rules: Sequence[ShardingRule], shape: ModelCosts
             holder.num_params > holder.num_outputs + holder.num_inputs or holder.kind == "linear"
         )
         if is_matrix and find_matching_rule(rules, holder.name) is None:
-            sizes[pattern_for_all_blocks(holder.name)].append(holder.num_params)
+            sizes[build_pattern_for_all_blocks(holder.name)].append(holder.num_params)
     words = []
     # The largest first: only MAX_NAMED_MODULES of them are told.
     for name, each in sorted(sizes.items(), key=lambda item: -sum(item[1])):

@@ -18,7 +18,7 @@ from phalanx.job.learning_rate import (
     RANDOM_WEIGHTS_LR,
     TRAINED_WEIGHTS_LR_OF_OPTIMIZER,
     find_pretrained_weights_key,
-    unscaled_learning_rate,
+    resolve_unscaled_learning_rate,
 )
 from phalanx.job.schema import Job
 from phalanx.plan.pipeline.bubble import warn_of_compiled_split_backward, warn_of_large_bubble
@@ -111,7 +111,7 @@ def _warn_of_fixed_lr(job: Job, plan: Plan, data: DataFacts | None) -> str | Non
     if job.optim.lr_scaling != "none" or reference is None or reference == batch:
         return None
     return (
-        f"the batch is {batch} and lr {unscaled_learning_rate(job).lr:.3g} was tuned for"
+        f"the batch is {batch} and lr {resolve_unscaled_learning_rate(job).lr:.3g} was tuned for"
         f" {reference}: it stays as it is; set optim.lr_scaling=auto to let it follow"
     )
 

@@ -126,7 +126,7 @@ def _get_sample_tokens(job: Job, shape: ModelCosts) -> int:
     has_own_samples = is_own_dataset(job.data.source) and not job.data.mixture
     if has_own_samples and job.model.is_foreign:
         return 1
-    return shape.tokens_of(job.data.seq_len)
+    return shape.count_sample_tokens(job.data.seq_len)
 
 
 def _optimizer_bytes_per_param(job: Job) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 from phalanx.core.errors import LayoutError
 from phalanx.core.files import read_regular
 from phalanx.job.schema import Job
-from phalanx.job.shapes.stored import read_shape
+from phalanx.job.shapes.stored import parse_stored_shape
 from phalanx.observe.events import PipelineMeasured
 from phalanx.plan.pipeline.bubble import (
     MAX_BUBBLE_WITHOUT_WARNING,
@@ -59,7 +59,7 @@ class MeasuredPipeline:
         cls, event: PipelineMeasured | None, plan: dict[str, Any], run_dir: Path
     ) -> MeasuredPipeline | None:
         """The event beside its plan; None without an event, or if the files do not fit together."""
-        pipeline = read_pipeline_plan(plan)
+        pipeline = parse_pipeline_of_plan(plan)
         if event is None or pipeline is None:
             return None
         try:
@@ -79,7 +79,7 @@ class MeasuredPipeline:
             costs,
             samples_per_rank=int(finite_or_zero(samples)),
             run_dir=run_dir,
-            weights=_layer_costs_of_run(plan, run_dir),
+            weights=_load_layer_costs_of_run(plan, run_dir),
         )
 
     @property
@@ -180,7 +180,7 @@ class MeasuredPipeline:
         return (mean,) * num_stages
 
     @property
-    def _name_wait(self) -> str:
+    def _get_wait_noun(self) -> str:
         if self.is_worth_recutting:
             return "the wait of even stages"
         return "the wait"
@@ -198,7 +198,8 @@ class MeasuredPipeline:
         if is_divided:
             how = f"train.micro_batch_size={self.samples_per_rank // count}"
         return [
-            f"{count} microbatches instead of {now} ({how}) would bring {self._name_wait} to about"
+            f"{count} microbatches instead of {now} ({how}) would bring {self._get_wait_noun} to"
+            " about"
             f" {share}."
         ]
 
@@ -211,21 +212,21 @@ class MeasuredPipeline:
         share = formats.format_percent(bubble, 1.0)
         return [
             'parallel.schedule="interleaved", two stages on each rank, would bring'
-            f" {self._name_wait} to about {share}."
+            f" {self._get_wait_noun} to about {share}."
         ]
 
 
-def _layer_costs_of_run(plan: dict[str, Any], run_dir: Path) -> LayerCosts | None:
+def _load_layer_costs_of_run(plan: dict[str, Any], run_dir: Path) -> LayerCosts | None:
     """The costs of the model's parts, from the run's own job.json and plan.json; None if those
     do not fit together."""
     try:
         job = Job.model_validate_json(read_regular(run_dir / "job.json"))
-        return compute_model_part_costs(job, read_shape(plan["shape"])).layer_costs
+        return compute_model_part_costs(job, parse_stored_shape(plan["shape"])).layer_costs
     except (OSError, ValueError, TypeError, KeyError, LayoutError):
         return None
 
 
-def read_pipeline_plan(plan: dict[str, Any]) -> Pipeline | None:
+def parse_pipeline_of_plan(plan: dict[str, Any]) -> Pipeline | None:
     """The plan's pipeline, if it has one and it can be looked at: plan.json may hold anything."""
     body = plan.get("pipeline")
     if not isinstance(body, dict):

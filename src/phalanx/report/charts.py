@@ -18,9 +18,9 @@ from phalanx.report.figure import (
     ChartFrame,
     draw_empty_chart,
     draw_figure,
+    draw_horizontal_path,
     draw_legend_entry,
     draw_path,
-    horizontal_path,
 )
 from phalanx.report.markup import Html, build_table, build_tag, join_html
 from phalanx.report.sample import select_extremes, split_into_buckets
@@ -31,7 +31,7 @@ from phalanx.report.scales import AxisScale, choose_scale
 MAX_LINE_POINTS = 1200  # two per pixel column of the plot: more cannot be seen
 MAX_BAND_COLUMNS = 120
 MAX_TABLE_ROWS = 40
-MAX_MARKS = 150
+MAX_EVENT_MARKS = 150
 MAX_POINTS_WITH_DOTS = 60
 # Of the plot's height, so that labels beside it do not overlap.
 MIN_LABEL_GAP = 0.075
@@ -57,7 +57,7 @@ class ChartSeries:
     end_label: str = ""
 
     @property
-    def shape(self) -> str:
+    def legend_shape(self) -> str:
         return "dot" if self.dots else "stroke"
 
 
@@ -118,23 +118,25 @@ def draw_line_chart(chart: LineChart) -> Html:
         values += series.ys
     # Lines to compare with belong to the picture, even far above or below all curves.
     values += [reference.value for reference in chart.references]
-    x_scale = _step_scale(steps, chart.x_range)
+    x_scale = _choose_step_scale(steps, chart.x_range)
     y_scale = choose_scale(values, zero=chart.zero, may_be_log=chart.may_be_log)
     drawing = ChartDrawing()
     # Paths lie on top of those before them: references under the curves, marks over them.
     for reference in chart.references:
         drawing.svg.append(
-            draw_path(horizontal_path(y_scale(reference.value)), reference.css_class)
+            draw_path(draw_horizontal_path(y_scale(reference.value)), reference.css_class)
         )
     for series in sampled:
         _draw_series(series, x_scale, y_scale, drawing)
         # One line needs no key: the title names it.
         if len(sampled) > 1:
-            drawing.legend.append(draw_legend_entry(series.css_class, series.name, series.shape))
+            drawing.legend.append(
+                draw_legend_entry(series.css_class, series.name, series.legend_shape)
+            )
         drawing.add_hover_values(series.name, series.css_class, series.xs, series.ys)
     _draw_event_marks(chart.marks, x_scale, y_scale, drawing)
-    drawing.end_labels = _end_labels(chart, y_scale)
-    return draw_figure(chart, x_scale, y_scale, drawing, chart.note, _table_of_values(chart))
+    drawing.end_labels = _build_end_labels(chart, y_scale)
+    return draw_figure(chart, x_scale, y_scale, drawing, chart.note, _build_table_of_values(chart))
 
 
 def _has_finite_value(curves: Sequence[ChartSeries]) -> bool:
@@ -163,16 +165,16 @@ def draw_stack_chart(chart: StackChart) -> Html:
     note says so."""
     spans = split_into_buckets(len(chart.xs), MAX_BAND_COLUMNS)
     parts = {
-        name: [_mean_of_finite(ys[start:end]) for start, end in spans]
+        name: [_compute_mean_of_finite(ys[start:end]) for start, end in spans]
         for name, ys in chart.parts.items()
     }
     totals = [sum(column) for column in zip(*parts.values(), strict=True)]
     if not any(total > 0 for total in totals):
         return draw_empty_chart(chart.title)
     steps = [chart.xs[end - 1] for _, end in spans]
-    limit = _height_to_cut_at(totals)
+    limit = _compute_cut_height(totals)
     y_scale = choose_scale([min(total, limit) for total in totals], zero=True)
-    x_scale = _step_scale([chart.xs[0], chart.xs[-1]], chart.x_range)
+    x_scale = _choose_step_scale([chart.xs[0], chart.xs[-1]], chart.x_range)
     # A column reaches half a step beyond its steps, to either side.
     lefts = [x_scale(chart.xs[start] - 0.5) for start, _ in spans]
     rights = [x_scale(step + 0.5) for step in steps]
@@ -185,35 +187,35 @@ def draw_stack_chart(chart: StackChart) -> Html:
             continue
         top = [base + height for base, height in zip(floor, heights, strict=True)]
         drawing.svg.append(
-            draw_path(_columns_path(lefts, rights, floor, top, y_scale), chart.classes[name])
+            draw_path(_draw_columns_path(lefts, rights, floor, top, y_scale), chart.classes[name])
         )
         drawing.legend.append(draw_legend_entry(chart.classes[name], name, "block"))
         drawing.add_hover_values(name, chart.classes[name], steps, heights)
         floor = top
     note = chart.note
     if math.isfinite(limit):
-        note += _describe_cut(totals, chart.unit)
+        note += _describe_cut_columns(totals, chart.unit)
         _draw_cut_mark(lefts, rights, totals, y_scale, chart.unit, drawing)
-    data = _table_of_steps(steps, list(parts.items()), chart.unit)
+    data = _build_table_of_steps(steps, list(parts.items()), chart.unit)
     return draw_figure(chart, x_scale, y_scale, drawing, note.strip(), data)
 
 
-def _usual_column_height(totals: Sequence[float]) -> float:
+def _compute_usual_column_height(totals: Sequence[float]) -> float:
     """The height that 95 % of the columns do not exceed: a save or a pause is not usual."""
     ordered = sorted(totals)
     return ordered[math.ceil(0.95 * len(ordered)) - 1]
 
 
-def _height_to_cut_at(totals: Sequence[float]) -> float:
+def _compute_cut_height(totals: Sequence[float]) -> float:
     """The height at which columns are cut; infinity if none is more than 3 times the usual one."""
-    usual = _usual_column_height(totals)
+    usual = _compute_usual_column_height(totals)
     if usual > 0 and max(totals) > 3 * usual:
         return 1.6 * usual
     return math.inf
 
 
-def _describe_cut(totals: Sequence[float], unit: str) -> str:
-    usual = _usual_column_height(totals)
+def _describe_cut_columns(totals: Sequence[float], unit: str) -> str:
+    usual = _compute_usual_column_height(totals)
     cut = [total for total in totals if total > 3 * usual]
     subject = f"{len(cut)} columns reach"
     if len(cut) == 1:
@@ -236,7 +238,7 @@ def _draw_cut_mark(
             drawing.over.append(_draw_cross(centre, 1.0, "cut", "▲", _format_value(total, unit)))
 
 
-def _table_of_steps(
+def _build_table_of_steps(
     steps: Sequence[float], columns: Sequence[tuple[str, Sequence[float]]], unit: str
 ) -> Html:
     rows = []
@@ -244,41 +246,44 @@ def _table_of_steps(
         rows.append(
             [_format_step(steps[row]), *[_format_plain_number(ys[row]) for _, ys in columns]]
         )
-    head = ["step", *[_name_with_unit(name, unit) for name, _ in columns]]
+    head = ["step", *[_format_name_with_unit(name, unit) for name, _ in columns]]
     return build_table(head, rows, css_class="num")
 
 
-def _step_scale(xs: Sequence[float], x_range: tuple[float, float] | None) -> AxisScale:
+def _choose_step_scale(xs: Sequence[float], x_range: tuple[float, float] | None) -> AxisScale:
     return choose_scale([*xs, *(x_range or ())], snug=True)
 
 
-def _table_of_values(chart: LineChart) -> Html:
+def _build_table_of_values(chart: LineChart) -> Html:
     """Measured values at evenly spaced steps, and where each line is lowest and highest."""
     lines = [series for series in chart.series if not series.dots]
     parts: list[Html] = []
     if lines:
         # All lines of a chart are columns of the same steps; only dots have steps of their own.
         columns = [(series.name, series.ys) for series in lines]
-        parts.append(_table_of_steps(lines[0].xs, columns, chart.unit))
+        parts.append(_build_table_of_steps(lines[0].xs, columns, chart.unit))
     for series in chart.series:
-        text = _describe_values(series, chart.unit)
+        text = _describe_series_values(series, chart.unit)
         if text:
             parts.append(build_tag("p", f"{series.name}: {text}", class_="note"))
     return join_html(parts)
 
 
-def _describe_values(series: ChartSeries, unit: str) -> str:
+def _describe_series_values(series: ChartSeries, unit: str) -> str:
     """All values of dots, the lowest and the highest of a line; "" if none is finite."""
     finite = [(y, x) for x, y in zip(series.xs, series.ys, strict=True) if math.isfinite(y)]
     if not finite:
         return ""
     if series.dots:
-        return "; ".join(_value_at_step(y, x, unit) for y, x in finite[:MAX_TABLE_ROWS])
-    lowest, highest = _value_at_step(*min(finite), unit), _value_at_step(*max(finite), unit)
+        return "; ".join(_format_value_at_step(y, x, unit) for y, x in finite[:MAX_TABLE_ROWS])
+    lowest, highest = (
+        _format_value_at_step(*min(finite), unit),
+        _format_value_at_step(*max(finite), unit),
+    )
     return f"lowest {lowest}, highest {highest}"
 
 
-def _value_at_step(value: float, step: float, unit: str) -> str:
+def _format_value_at_step(value: float, step: float, unit: str) -> str:
     return f"{_format_value(value, unit)} at step {_format_step(step)}"
 
 
@@ -297,7 +302,7 @@ def _draw_event_marks(
     marks: Sequence[EventMark], x_scale: AxisScale, y_scale: AxisScale, drawing: ChartDrawing
 ) -> None:
     free_from = -1.0
-    for mark in marks[:MAX_MARKS]:
+    for mark in marks[:MAX_EVENT_MARKS]:
         x = x_scale(mark.x)
         if not 0 <= x <= 1:
             continue
@@ -325,7 +330,7 @@ def _draw_event_marks(
             drawing.legend.append(draw_legend_entry(kind, kind, "stroke"))
 
 
-def _end_labels(chart: LineChart, y_scale: AxisScale) -> list[Html]:
+def _build_end_labels(chart: LineChart, y_scale: AxisScale) -> list[Html]:
     """Labels right of the plot at the height of what they name, moved apart where they would
     overlap."""
     labels: list[tuple[float, str, str]] = []
@@ -394,7 +399,7 @@ def _draw_polyline(
     return "".join(d)
 
 
-def _columns_path(
+def _draw_columns_path(
     lefts: Sequence[float],
     rights: Sequence[float],
     floor: Sequence[float],
@@ -414,7 +419,7 @@ def _columns_path(
     return "".join(d)
 
 
-def _mean_of_finite(values: Sequence[float]) -> float:
+def _compute_mean_of_finite(values: Sequence[float]) -> float:
     """The mean of the finite values, negative ones as 0; 0 without any."""
     finite = [max(value, 0.0) for value in values if math.isfinite(value)]
     if not finite:
@@ -436,5 +441,5 @@ def _format_step(step: float) -> str:
     return f"{step:.0f}"
 
 
-def _name_with_unit(name: str, unit: str) -> str:
+def _format_name_with_unit(name: str, unit: str) -> str:
     return f"{name} ({unit})" if unit else name

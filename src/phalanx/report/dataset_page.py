@@ -13,10 +13,10 @@ from phalanx.data.dataset import Dataset, DatasetManifest
 from phalanx.data.stats import DatasetStats
 from phalanx.report.figure import (
     VIEW_BOX_SIZE,
+    draw_horizontal_path,
     draw_path,
     draw_x_ticks,
     draw_y_ticks,
-    horizontal_path,
 )
 from phalanx.report.markup import Html, build_note, build_small_text, build_table, build_tag
 from phalanx.report.scales import AxisScale, choose_scale, select_whole_numbers
@@ -53,7 +53,11 @@ def render_dataset_page(dataset: Dataset, stats: DatasetStats) -> str:
         build_tag("style", style),
     )
     main = build_tag(
-        "main", _render_lengths(stats), _render_tokens(stats), _render_origin(dataset), id="main"
+        "main",
+        _render_length_histograms(stats),
+        _render_frequent_tokens(stats),
+        _render_inputs_and_origin(dataset),
+        id="main",
     )
     footer = build_tag(
         "footer", "Written by phalanx. This file is complete in itself and loads nothing."
@@ -97,14 +101,18 @@ def _render_key_value(name: str, value: str, detail: str) -> Html:
     return build_tag("div", build_tag("dt", name), build_tag("dd", value, build_small_text(detail)))
 
 
-def _render_lengths(stats: DatasetStats) -> Html:
+def _render_length_histograms(stats: DatasetStats) -> Html:
     ranges, num_documents, num_tokens, rows = [], [], [], []
     for bin in stats.bins:
         ranges.append((bin.low, bin.high))
         num_documents.append(bin.num_documents)
         num_tokens.append(bin.num_tokens)
         rows.append(
-            [format_range(bin.low, bin.high), f"{bin.num_documents:,}", f"{bin.num_tokens:,}"]
+            [
+                format_number_range(bin.low, bin.high),
+                f"{bin.num_documents:,}",
+                f"{bin.num_tokens:,}",
+            ]
         )
     documents = draw_histogram("Documents by length", "documents", ranges, num_documents, "g1")
     tokens = draw_histogram(
@@ -136,13 +144,13 @@ def format_quantile(part: float) -> str:
     return {0.0: "shortest", 0.5: "median", 1.0: "longest"}.get(part, f"{100 * part:g} %")
 
 
-def format_range(low: int, high: int) -> str:
+def format_number_range(low: int, high: int) -> str:
     if high > low:
         return f"{low:,} to {high:,}"
     return f"{low:,}"
 
 
-def describe_left_out(manifest: DatasetManifest) -> list[str]:
+def describe_left_out_inputs(manifest: DatasetManifest) -> list[str]:
     """Phrases for everything in the inputs that the dataset leaves out or changes; usually none."""
     parts = []
     if manifest.num_skipped_files:
@@ -181,7 +189,7 @@ def describe_left_out(manifest: DatasetManifest) -> list[str]:
     return parts
 
 
-def _render_tokens(stats: DatasetStats) -> Html:
+def _render_frequent_tokens(stats: DatasetStats) -> Html:
     rows = []
     for frequent in stats.frequent:
         text = build_tag("code", _show_white_space(frequent.text))
@@ -213,7 +221,7 @@ def _show_white_space(text: str) -> str:
     return text.translate(_VISIBLE_WHITESPACE)
 
 
-def _render_origin(dataset: Dataset) -> Html:
+def _render_inputs_and_origin(dataset: Dataset) -> Html:
     manifest = dataset.manifest
     inputs = []
     for entry in manifest.inputs:
@@ -224,7 +232,7 @@ def _render_origin(dataset: Dataset) -> Html:
         facts = shard.facts
         numbers = [facts.num_tokens, facts.num_documents, facts.max_token_id]
         shards.append([facts.file, *[f"{number:,}" for number in numbers], facts.xxh3])
-    note = "; ".join(describe_left_out(manifest))
+    note = "; ".join(describe_left_out_inputs(manifest))
     if note:
         note = f"{note[0].upper()}{note[1:]}."
     num_more, more = len(dataset.shards) - len(shards), ""
@@ -272,7 +280,9 @@ def draw_histogram(
             start_x, end_x = VIEW_BOX_SIZE * left_edge, VIEW_BOX_SIZE * right_edge
             top_y = VIEW_BOX_SIZE * (1 - top)
             d = f"M{start_x:.1f} {VIEW_BOX_SIZE}V{top_y:.1f}H{end_x:.1f}V{VIEW_BOX_SIZE}Z"
-            pointed = build_tag("title", f"{format_range(low, high)} tokens: {value:,} {y_label}")
+            pointed = build_tag(
+                "title", f"{format_number_range(low, high)} tokens: {value:,} {y_label}"
+            )
             paths.append(build_tag("path", pointed, d=d, class_=css_class))
         if number % label_period == 0:
             style = f"left:{100 * (left_edge + right_edge) / 2:.2f}%"
@@ -306,7 +316,7 @@ def _render_figure(
 ) -> Html:
     # Whole numbers: what is shown is counted.
     ticks = select_whole_numbers(scale.tick_values())
-    grid = [draw_path(horizontal_path(scale(tick)), "grid") for tick in ticks]
+    grid = [draw_path(draw_horizontal_path(scale(tick)), "grid") for tick in ticks]
     heights = draw_y_ticks(ticks, scale)
     svg = build_tag(
         "svg",

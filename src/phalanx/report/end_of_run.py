@@ -37,36 +37,40 @@ from phalanx.plan.timing.step_time import StepTime
 from phalanx.report.bottleneck.describe import describe_bottleneck
 from phalanx.report.bottleneck.of_run import judge_run
 from phalanx.report.bubble import MeasuredPipeline
-from phalanx.report.facts import CONTENT_SENT_OVER_AXIS, describe_sent_bytes, describe_untrained
+from phalanx.report.facts import (
+    NOUN_OF_BYTES_SENT_OVER_AXIS,
+    describe_sent_bytes,
+    describe_untrained_run,
+)
 from phalanx.report.formats import dict_or_empty
 from phalanx.report.invariant_facts import InvariantLog
 
 Kind = TypeVar("Kind", bound=Event)
 
 
-def end_of_run_lines(run_dir: Path) -> list[str]:
+def list_end_of_run_lines(run_dir: Path) -> list[str]:
     """Held-out loss beside its baselines, memory predicted | measured, a sample, the last
     checkpoint and the best."""
     units = find_units_of_job(_read_json_object(run_dir / "job.json"))
     envelopes = EventTail(run_dir).read_new_events()
     events = [envelope.event for envelope in envelopes]
-    evaluation = _last_event(events, EvalFinished)
+    evaluation = _find_last_event(events, EvalFinished)
     baselines = {event.name: event for event in _select_events_of(events, BaselineMeasured)}
-    sample = _last_event(events, TextGenerated)
-    saved = _last_event(events, CheckpointSaved)
+    sample = _find_last_event(events, TextGenerated)
+    saved = _find_last_event(events, CheckpointSaved)
     steps = {int(event.step) for event in _select_events_of(events, StepFinished)}
     lines: list[str] = []
-    why = describe_untrained(steps, _select_events_of(events, StepSkipped))
+    why = describe_untrained_run(steps, _select_events_of(events, StepSkipped))
     if why is not None:
         lines.append(f"warning {why}")
     if evaluation is not None:
-        lines += _evaluation_lines(evaluation, baselines, units)
-    lines += _sent_bytes_lines(events)
-    lines += _pipeline_lines(events, run_dir)
-    lines += _time_lines(events, run_dir)
+        lines += _list_evaluation_lines(evaluation, baselines, units)
+    lines += _list_sent_bytes_lines(events)
+    lines += _list_pipeline_lines(events, run_dir)
+    lines += _list_time_lines(events, run_dir)
     lines += _bottleneck_lines(run_dir)
-    lines += _memory_lines(envelopes)
-    lines += _invariant_lines(run_dir)
+    lines += _list_memory_lines(envelopes)
+    lines += _list_invariant_lines(run_dir)
     if sample is not None:
         # Tabs first, of which `printable` would make one blank each.
         text = (sample.prompt + sample.text).expandtabs(4).strip("\n").split("\n")
@@ -88,14 +92,14 @@ def _select_events_of(events: list[Event], kind: type[Kind]) -> list[Kind]:
     return [event for event in events if isinstance(event, kind)]
 
 
-def _last_event(events: list[Event], kind: type[Kind]) -> Kind | None:
+def _find_last_event(events: list[Event], kind: type[Kind]) -> Kind | None:
     for event in reversed(events):
         if isinstance(event, kind):
             return event
     return None
 
 
-def _evaluation_lines(
+def _list_evaluation_lines(
     evaluation: EvalFinished, baselines: dict[str, BaselineMeasured], units: MetricUnits
 ) -> list[str]:
     """The held-out loss beside its baselines, by source and by metric, and the best one."""
@@ -106,7 +110,7 @@ def _evaluation_lines(
         title = f"held out, {units.format_loss_with_unit}"
     num_targets = f"({evaluation.num_targets:,} {units.items})"
     lines = [f"loss    {title}: {'  '.join(parts)}   {num_targets}"]
-    lines += _source_loss_lines(evaluation) + _metric_lines(evaluation)
+    lines += _list_source_loss_lines(evaluation) + _list_metric_lines(evaluation)
     trigram = next((event for name, event in baselines.items() if "trigram" in name), None)
     if trigram is not None:
         ahead = trigram.loss - evaluation.loss
@@ -120,7 +124,7 @@ def _evaluation_lines(
     return lines
 
 
-def restart_lines(run_dir: Path, num_restarts: int) -> list[str]:
+def list_restart_lines(run_dir: Path, num_restarts: int) -> list[str]:
     """A line that says how often this command restarted its ranks, and each cause once."""
     if not num_restarts:
         return []
@@ -162,24 +166,24 @@ def _read_json_object(path: Path) -> dict[str, Any]:
     return dict_or_empty(facts)
 
 
-def _source_loss_lines(evaluation: EvalFinished) -> list[str]:
+def _list_source_loss_lines(evaluation: EvalFinished) -> list[str]:
     """One line for each source of a mixture, the losses below each other."""
     losses = evaluation.loss_by_source
     width = max(map(len, losses), default=0)
     return [f"        {printable(name):<{width}}  {loss:.3f}" for name, loss in losses.items()]
 
 
-def _metric_lines(evaluation: EvalFinished) -> list[str]:
+def _list_metric_lines(evaluation: EvalFinished) -> list[str]:
     """One line for each metric of the user's objective, below each other."""
     metrics = evaluation.metrics
     width = max(map(len, metrics), default=0)
     return [f"        {printable(name):<{width}}  {value:.4f}" for name, value in metrics.items()]
 
 
-def _sent_bytes_lines(events: list[Event]) -> list[str]:
+def _list_sent_bytes_lines(events: list[Event]) -> list[str]:
     """A line about the bytes a rank sends in a step: gradients if they are compressed, and what
     goes over tp, cp, ep and pp. Empty if there is nothing to say."""
-    last, start = _last_event(events, StepFinished), _last_event(events, RunStarted)
+    last, start = _find_last_event(events, StepFinished), _find_last_event(events, RunStarted)
     if last is None or start is None:
         return []
     # plain_bytes of 0: nobody counted.
@@ -188,17 +192,19 @@ def _sent_bytes_lines(events: list[Event]) -> list[str]:
         "gradients": "" if is_usual else describe_sent_bytes(last.sent_bytes, start.plain_bytes),
     }
     for axis, sent_bytes in last.sent_by_axis.items():
-        amounts[f"{CONTENT_SENT_OVER_AXIS[axis]} over {axis}"] = describe_sent_bytes(sent_bytes, 0)
+        amounts[f"{NOUN_OF_BYTES_SENT_OVER_AXIS[axis]} over {axis}"] = describe_sent_bytes(
+            sent_bytes, 0
+        )
     parts = [f"{noun} {text}" for noun, text in amounts.items() if text]
     if parts:
         return [f"wire    {'; '.join(parts)}"]
     return []
 
 
-def _pipeline_lines(events: list[Event], run_dir: Path) -> list[str]:
+def _list_pipeline_lines(events: list[Event], run_dir: Path) -> list[str]:
     """Lines about how long the ranks of a pipeline wait for each other, measured and predicted,
     and what to do if that is too long."""
-    last = _last_event(events, PipelineMeasured)
+    last = _find_last_event(events, PipelineMeasured)
     measured = MeasuredPipeline.from_event(last, _read_json_object(run_dir / "plan.json"), run_dir)
     if last is None or measured is None:
         return []
@@ -208,7 +214,7 @@ def _pipeline_lines(events: list[Event], run_dir: Path) -> list[str]:
     return [line, *[f"        {remedy}" for remedy in measured.suggest_remedies()]]
 
 
-def _time_lines(events: list[Event], run_dir: Path) -> list[str]:
+def _list_time_lines(events: list[Event], run_dir: Path) -> list[str]:
     """A line about the time of a step, predicted and measured; none where it was not predicted."""
     body = dict_or_empty(_read_json_object(run_dir / "plan.json").get("step_time"))
     measured_s = _measure_step_s(events)
@@ -220,7 +226,8 @@ def _time_lines(events: list[Event], run_dir: Path) -> list[str]:
     if measured_s is None or not predicted_s > 0:
         return []
     error = (
-        f"{100 * abs(predicted_s / measured_s - 1):.0f} % too {_say_error(predicted_s, measured_s)}"
+        f"{100 * abs(predicted_s / measured_s - 1):.0f} % too"
+        f" {_name_error_direction(predicted_s, measured_s)}"
     )
     inside = "inside"
     if not predicted.low_s <= measured_s <= predicted.high_s:
@@ -232,7 +239,7 @@ def _time_lines(events: list[Event], run_dir: Path) -> list[str]:
     ]
 
 
-def _say_error(predicted_s: float, measured_s: float) -> str:
+def _name_error_direction(predicted_s: float, measured_s: float) -> str:
     if predicted_s > measured_s:
         return "high"
     return "low"
@@ -260,7 +267,7 @@ def _bottleneck_lines(run_dir: Path) -> list[str]:
     return lines
 
 
-def _memory_lines(envelopes: list[Envelope]) -> list[str]:
+def _list_memory_lines(envelopes: list[Envelope]) -> list[str]:
     """A line about the rank with the highest peak in the last attempt, predicted and measured."""
     newest: dict[int, tuple[int, MemoryMeasured]] = {}
     for envelope in envelopes:
@@ -288,7 +295,7 @@ def _memory_lines(envelopes: list[Envelope]) -> list[str]:
     ]
 
 
-def _invariant_lines(run_dir: Path) -> list[str]:
+def _list_invariant_lines(run_dir: Path) -> list[str]:
     """A line about the invariants of the run that held, and one for each that did not."""
     log = InvariantLog()
     plan = _read_json_object(run_dir / "plan.json")

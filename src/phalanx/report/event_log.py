@@ -16,7 +16,7 @@ from phalanx.observe.events import Envelope, StepFinished
 from phalanx.observe.order import sort_events
 from phalanx.observe.tail import RANK_FILE_PATTERN, SUPERVISOR_FILE_NAME, read_event
 from phalanx.report.expert_facts import ExpertLog
-from phalanx.report.facts import TIME_GROUPS, StepColumns, time_group_of_phase
+from phalanx.report.facts import TIME_GROUPS, StepColumns, get_time_group_of_phase
 from phalanx.report.invariant_facts import InvariantLog
 from phalanx.report.timeline import TimelineBuilder
 
@@ -59,7 +59,7 @@ class EventLog:
         # however long a run is.
         self.by_stream.setdefault((envelope.attempt, envelope.rank), [envelope])[1:] = [envelope]
         if isinstance(event, StepFinished):
-            groups_s = _sum_by_group(event)
+            groups_s = _sum_phases_by_group(event)
             self._add_step_time(envelope.rank, event, groups_s)
             if envelope.rank == self.lead_rank:
                 _append_step_row(
@@ -81,19 +81,19 @@ class EventLog:
     @property
     def first_unix_s(self) -> float:
         """Wall-clock time (Unix seconds) of the first event; NaN without events."""
-        ends = self._sorted_ends()
+        ends = self._list_first_and_last_events()
         if not ends:
             return NAN
         return ends[0].time_unix_s
 
     @property
     def last_unix_s(self) -> float:
-        ends = self._sorted_ends()
+        ends = self._list_first_and_last_events()
         if not ends:
             return NAN
         return ends[-1].time_unix_s
 
-    def _sorted_ends(self) -> list[Envelope]:
+    def _list_first_and_last_events(self) -> list[Envelope]:
         """The first and last events of all streams in order.
 
         Not by time alone: a wall clock may have been set back between two attempts.
@@ -109,7 +109,7 @@ class EventLog:
 
 
 def read_event_log(run_dir: Path) -> EventLog:
-    files = _event_files(run_dir / "events")
+    files = _list_event_files(run_dir / "events")
     log = EventLog(
         lead_rank=min((rank for rank, _, _ in files if rank != SUPERVISOR_RANK), default=0)
     )
@@ -126,7 +126,7 @@ def read_event_log(run_dir: Path) -> EventLog:
     return log
 
 
-def _event_files(directory: Path) -> list[tuple[int, int, Path]]:
+def _list_event_files(directory: Path) -> list[tuple[int, int, Path]]:
     """(rank, attempt, path), the supervisor first, then ranks and attempts in order."""
     event_files = []
     try:
@@ -151,10 +151,10 @@ def _read_lines(path: Path) -> Iterator[bytes]:
         return
 
 
-def _sum_by_group(event: StepFinished) -> dict[str, float]:
+def _sum_phases_by_group(event: StepFinished) -> dict[str, float]:
     groups_s: dict[str, float] = {}
     for phase, seconds in event.phases_s.items():
-        name = time_group_of_phase(phase)
+        name = get_time_group_of_phase(phase)
         groups_s[name] = groups_s.get(name, 0.0) + seconds
     if math.isfinite(event.unaccounted_s):
         # Set, not added: `group_of` gives no phase this name.

@@ -31,7 +31,7 @@ class _ExpertStep:
         return self.num_dropped / self.num_chosen
 
 
-def max_over_mean(tokens: Sequence[int]) -> float:
+def compute_max_over_mean_load(tokens: Sequence[int]) -> float:
     """Tokens of the busiest expert of a layer over the mean of its experts; 0 without tokens."""
     if not sum(tokens) > 0:
         return 0.0

@@ -49,7 +49,7 @@ _GROUP_OF_PHASE = {
 }
 
 
-def time_group_of_phase(phase: str) -> str:
+def get_time_group_of_phase(phase: str) -> str:
     """The group of `TIME_GROUPS` a phase is shown in; phases of a later release are "other"."""
     # No phase may take the name of what is left over by all of them.
     if phase == "unaccounted":
@@ -60,7 +60,7 @@ def time_group_of_phase(phase: str) -> str:
     return name
 
 
-CONTENT_SENT_OVER_AXIS = {
+NOUN_OF_BYTES_SENT_OVER_AXIS = {
     "tp": "activations",
     "cp": "keys and values",
     "ep": "rows of experts",
@@ -79,7 +79,9 @@ def describe_sent_bytes(sent_bytes: float, plain_bytes: float) -> str:
     return text
 
 
-def describe_untrained(steps: Collection[int], skipped: Iterable[events.StepSkipped]) -> str | None:
+def describe_untrained_run(
+    steps: Collection[int], skipped: Iterable[events.StepSkipped]
+) -> str | None:
     """A sentence about a run that applied none of its steps; None if one was applied."""
     reasons = {int(event.step): event.reason for event in skipped}
     if not steps or not reasons.keys() >= set(steps):
@@ -93,7 +95,7 @@ def describe_untrained(steps: Collection[int], skipped: Iterable[events.StepSkip
     return f"no step was applied, the weights are those it began with: {subject} {why}"
 
 
-def _median(values: Sequence[float]) -> float:
+def _compute_upper_median(values: Sequence[float]) -> float:
     """The (upper) median; 0 without values."""
     if not values:
         return 0.0
@@ -113,7 +115,7 @@ class StepColumns:
     rss_bytes: list[float] = field(default_factory=list)
     sent_bytes: list[float] = field(default_factory=list)
     sent_by_axis: dict[str, list[float]] = field(
-        default_factory=lambda: {axis: [] for axis in CONTENT_SENT_OVER_AXIS}
+        default_factory=lambda: {axis: [] for axis in NOUN_OF_BYTES_SENT_OVER_AXIS}
     )
     groups_s: dict[str, list[float]] = field(
         default_factory=lambda: {name: [] for name in TIME_GROUPS}
@@ -223,12 +225,12 @@ class RunFacts:
         for attempt in self.attempts:
             if attempt.started is not None:
                 plain_bytes = attempt.started.plain_bytes
-        return describe_sent_bytes(_median(self.steps.sent_bytes), plain_bytes)
+        return describe_sent_bytes(_compute_upper_median(self.steps.sent_bytes), plain_bytes)
 
     def describe_sent_over(self, axis: str) -> str:
-        """Bytes that the lead rank sent over `axis` (a key of CONTENT_SENT_OVER_AXIS), as "12.3 MiB
-        a step"; empty if none or unknown."""
-        return describe_sent_bytes(_median(self.steps.sent_by_axis[axis]), 0)
+        """Bytes that the lead rank sent over `axis` (a key of NOUN_OF_BYTES_SENT_OVER_AXIS), as
+        "12.3 MiB a step"; empty if none or unknown."""
+        return describe_sent_bytes(_compute_upper_median(self.steps.sent_by_axis[axis]), 0)
 
     @property
     def find_best_evaluation(self) -> events.EvalFinished | None:

@@ -51,7 +51,9 @@ def draw_figure(
 ) -> Html:
     """The drawing with its axes, legend, note, table `data`, and the points that page.js reads
     out."""
-    grid = [draw_path(horizontal_path(y_scale(tick)), "grid") for tick in y_scale.tick_values()]
+    grid = [
+        draw_path(draw_horizontal_path(y_scale(tick)), "grid") for tick in y_scale.tick_values()
+    ]
     svg = build_tag(
         "svg",
         grid,
@@ -161,7 +163,7 @@ def draw_path(d: str, css_class: str) -> Html:
     return build_tag("path", d=d, class_=css_class, vector_effect="non-scaling-stroke")
 
 
-def horizontal_path(y: float) -> str:
+def draw_horizontal_path(y: float) -> str:
     return f"M0 {VIEW_BOX_SIZE * (1 - y):.1f}H{VIEW_BOX_SIZE}"
 
 

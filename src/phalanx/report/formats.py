@@ -45,7 +45,7 @@ def text_or_missing(value: Any, missing: str = NOT_MEASURED_TEXT) -> str:
     return str(value)
 
 
-def seconds(value: float) -> str:
+def format_seconds_or_missing(value: float) -> str:
     if math.isfinite(value):
         return format_seconds(value)
     return NOT_MEASURED_TEXT

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from phalanx.observe.events import Envelope, InvariantChecked
 from phalanx.observe.invariant_words import CLAIM_OF_INVARIANT
 
-MAX_FAILURES = 100
+MAX_KEPT_FAILURES = 100
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class InvariantFacts:
     """One invariant over all attempts of a run.
 
     `num_checks` and `num_failed` are those of attempts that summed them up, which one that was
-    killed did not; `failures` are told as they happen, the first MAX_FAILURES of them.
+    killed did not; `failures` are told as they happen, the first MAX_KEPT_FAILURES of them.
     """
 
     name: str
@@ -59,12 +59,12 @@ class InvariantLog:
         names = dict.fromkeys(
             (*CLAIM_OF_INVARIANT, *(name for name, _, _ in self._summaries), *self._failures)
         )
-        return [self._facts_of(name) for name in names if self._has_checks(name)]
+        return [self._build_facts_of_invariant(name) for name in names if self._has_checks(name)]
 
     def _has_checks(self, name: str) -> bool:
         return name in self._failures or any(each == name for each, _, _ in self._summaries)
 
-    def _facts_of(self, name: str) -> InvariantFacts:
+    def _build_facts_of_invariant(self, name: str) -> InvariantFacts:
         summaries = {key[1:]: event for key, event in self._summaries.items() if key[0] == name}
         failures = sorted(self._failures.get(name, []), key=lambda event: event.step)
         num_checks = num_failed = 0
@@ -80,7 +80,7 @@ class InvariantLog:
             num_checks,
             num_failed,
             int(max((event.step for event in (*last_attempt, *failures)), default=0)),
-            failures[:MAX_FAILURES],
+            failures[:MAX_KEPT_FAILURES],
             "; ".join(_drop_duplicates(event.looked_at for event in last_attempt)),
             _drop_duplicates(text for event in last_attempt for text in event.not_looked_at),
         )

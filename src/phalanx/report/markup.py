@@ -111,12 +111,12 @@ def build_table(
     parts.append(
         build_tag("thead", build_tag("tr", [build_tag("th", cell, scope="col") for cell in head]))
     )
-    parts.append(build_tag("tbody", [_table_row(row) for row in rows]))
+    parts.append(build_tag("tbody", [_build_table_row(row) for row in rows]))
     # A wide table scrolls in its own box, and with a tab index the arrow keys can scroll it, too.
     return build_tag(
         "div", build_tag("table", parts, class_=css_class or None), class_="scroll", tabindex=0
     )
 
 
-def _table_row(cells: Iterable[Child]) -> Html:
+def _build_table_row(cells: Iterable[Child]) -> Html:
     return build_tag("tr", [build_tag("td", cell) for cell in cells])

@@ -17,7 +17,12 @@ from phalanx.report.sections.invariants import has_invariants, render_invariants
 from phalanx.report.sections.memory import render_memory
 from phalanx.report.sections.pipeline import has_pipeline, render_pipeline
 from phalanx.report.sections.plan import render_plan
-from phalanx.report.sections.story import render_files, render_job, render_story, render_text
+from phalanx.report.sections.story import (
+    render_files,
+    render_job,
+    render_story,
+    render_text_samples,
+)
 from phalanx.report.sections.timing import render_time
 
 # The page shows text of strangers (errors, samples, names of files): should any of it pass as
@@ -92,7 +97,7 @@ def render_page(facts: RunFacts) -> str:
 def _render_main(facts: RunFacts) -> Html:
     sections = (
         render_curves, render_time, render_pipeline, render_experts, render_invariants,
-        render_memory, render_plan, render_story, render_text, render_job, render_files,
+        render_memory, render_plan, render_story, render_text_samples, render_job, render_files,
     )  # fmt: skip
     return build_tag("main", join_html(section(facts) for section in sections), id="main")
 

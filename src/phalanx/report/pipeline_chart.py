@@ -18,7 +18,7 @@ MAX_DRAWN_RANKS = 16
 # Actions with a text to hover over: more would make the page megabytes longer.
 MAX_ACTIONS_WITH_TEXT = 1500
 MAX_BOXES_PER_RANK = 600  # of one rank: two pixels each
-MAX_COLUMNS = 150  # where there are more than that
+MAX_BINNED_COLUMNS = 150  # where there are more than that
 MIN_LABEL_SHARE = 0.011  # of the step: narrower boxes have no room for a number
 
 _WIDTH, _HEIGHT = 10_000, 100  # of the SVG's own coordinates
@@ -64,7 +64,7 @@ def draw_timeline_chart(
     if not whole_s > 0:
         heading = build_tag("figcaption", build_tag("h3", title))
         return build_tag("figure", heading, build_note("Not measured."))
-    ranks = _choose_ranks(timeline.schedule.num_ranks)
+    ranks = _choose_drawn_ranks(timeline.schedule.num_ranks)
     rows: list[Html] = []
     for rank in ranks:
         for name, lane in lanes.items():
@@ -72,7 +72,7 @@ def draw_timeline_chart(
             if len(lanes) == 1:
                 name = ""
             rows += _draw_rank_row(name, lane, rank, whole_s, in_seconds)
-    classes = _legend_classes(lanes)
+    classes = _map_legend_to_css_classes(lanes)
     unit, axis = "% of the step", _draw_time_ticks(100.0)
     if in_seconds:
         unit, axis = _draw_time_axis(whole_s)
@@ -91,7 +91,7 @@ def draw_timeline_chart(
     )
 
 
-def _legend_classes(lanes: dict[str, Timeline]) -> dict[str, str]:
+def _map_legend_to_css_classes(lanes: dict[str, Timeline]) -> dict[str, str]:
     """The colour of each kind of action that the lanes have, and of waiting."""
     kinds: set[ActionKind] = set()
     for lane in lanes.values():
@@ -105,7 +105,7 @@ def _legend_classes(lanes: dict[str, Timeline]) -> dict[str, str]:
     return classes | {"idle": "pidle"}
 
 
-def _choose_ranks(num_ranks: int) -> list[int]:
+def _choose_drawn_ranks(num_ranks: int) -> list[int]:
     """All, or the first and the last."""
     if num_ranks <= MAX_DRAWN_RANKS:
         return list(range(num_ranks))
@@ -121,7 +121,9 @@ def _draw_rank_row(
     A rank's second row, the measured one, does not say the rank again.
     """
     boxes = list(_list_action_boxes(timeline, rank, whole_s))
-    paths = _draw_rectangles(boxes) if len(boxes) <= MAX_BOXES_PER_RANK else _draw_columns(boxes)
+    paths = (
+        _draw_rectangles(boxes) if len(boxes) <= MAX_BOXES_PER_RANK else _draw_binned_columns(boxes)
+    )
     drawn = [build_tag("path", d=d, class_=css_class) for css_class, d in paths.items()]
     size = f"0 0 {_WIDTH} {_HEIGHT}"
     svg = build_tag(
@@ -134,7 +136,7 @@ def _draw_rank_row(
     )
     labels = []
     if _are_actions_named(timeline):
-        labels = [_label_box(box, whole_s, in_seconds) for box in boxes]
+        labels = [_draw_box_label(box, whole_s, in_seconds) for box in boxes]
     idle = formats.format_percent(float(timeline.bubble_of_rank(rank)), 1.0)
     label = f"rank {rank}: idle {idle}"
     if name:
@@ -164,7 +166,7 @@ def _list_action_boxes(timeline: Timeline, rank: int, whole_s: float) -> Iterato
         )
 
 
-def _css_class_of_action(box: _ActionBox) -> str:
+def _get_css_class_of_action(box: _ActionBox) -> str:
     css_class = _CSS_CLASS_OF_KIND[box.action.kind]
     if box.is_late:
         css_class += " late"
@@ -177,27 +179,29 @@ def _draw_rectangles(boxes: list[_ActionBox]) -> dict[str, str]:
     for box in boxes:
         start_x, end_x = f"{box.start * _WIDTH:.0f}", f"{box.end * _WIDTH:.0f}"
         rectangle = f"M{start_x} 0H{end_x}V{_HEIGHT}H{start_x}Z"
-        paths[_css_class_of_action(box)] = paths.get(_css_class_of_action(box), "") + rectangle
+        paths[_get_css_class_of_action(box)] = (
+            paths.get(_get_css_class_of_action(box), "") + rectangle
+        )
     return paths
 
 
-def _draw_columns(boxes: list[_ActionBox]) -> dict[str, str]:
+def _draw_binned_columns(boxes: list[_ActionBox]) -> dict[str, str]:
     """Too many boxes to see: columns, in which each colour is as high as its share of that time."""
     shares: dict[str, list[float]] = {}
     for box in boxes:
-        column = shares.setdefault(_css_class_of_action(box), [0.0] * MAX_COLUMNS)
-        start, end = box.start * MAX_COLUMNS, box.end * MAX_COLUMNS
-        for index in range(int(start), min(MAX_COLUMNS, int(end) + 1)):
+        column = shares.setdefault(_get_css_class_of_action(box), [0.0] * MAX_BINNED_COLUMNS)
+        start, end = box.start * MAX_BINNED_COLUMNS, box.end * MAX_BINNED_COLUMNS
+        for index in range(int(start), min(MAX_BINNED_COLUMNS, int(end) + 1)):
             covered = min(end, index + 1) - max(start, index)
             # A box that ends on a border covers nothing of the next column.
             column[index] += max(0.0, covered)
     paths = dict.fromkeys(shares, "")
-    floor = [0.0] * MAX_COLUMNS
+    floor = [0.0] * MAX_BINNED_COLUMNS
     for css_class, column in shares.items():
         for index, share in enumerate(column):
             low, high = _HEIGHT * (1 - floor[index]), _HEIGHT * (1 - min(1.0, floor[index] + share))
-            left_edge = index * _WIDTH // MAX_COLUMNS
-            right_edge = (index + 1) * _WIDTH // MAX_COLUMNS
+            left_edge = index * _WIDTH // MAX_BINNED_COLUMNS
+            right_edge = (index + 1) * _WIDTH // MAX_BINNED_COLUMNS
             # Of the 100 that a lane is high: less is not a pixel.
             if low - high > 0.5:
                 paths[css_class] += f"M{left_edge} {low:.0f}V{high:.0f}H{right_edge}V{low:.0f}Z"
@@ -211,7 +215,7 @@ def _format_duration(seconds: float, whole_s: float, in_seconds: bool) -> str:
     return formats.format_percent(seconds, whole_s)
 
 
-def _label_box(box: _ActionBox, whole_s: float, in_seconds: bool) -> Html:
+def _draw_box_label(box: _ActionBox, whole_s: float, in_seconds: bool) -> Html:
     """Its microbatch where there is room; everything on hover."""
     action, width = box.action, box.end - box.start
     text = str(action.microbatch)
@@ -254,7 +258,7 @@ def _describe_chart(lanes: dict[str, Timeline], ranks: list[int], in_seconds: bo
     for name, lane in lanes.items():
         text = f"idle {formats.format_percent(float(lane.bubble), 1.0)}"
         if in_seconds:
-            text = f"{formats.seconds(float(lane.step_s))}, {text}"
+            text = f"{formats.format_seconds_or_missing(float(lane.step_s))}, {text}"
         sentences.append(f"{name.capitalize()}: {text}.")
     if any(len(schedule.stages_of_rank(rank)) > 1 for rank in ranks):
         sentences.append("Paler: a rank's later stages.")
@@ -273,7 +277,7 @@ def _build_action_table(lanes: dict[str, Timeline], whole_s: float, in_seconds: 
     schedule = lanes["planned"].schedule
     in_flight_per_rank = count_peak_in_flight(schedule).per_rank
     rows = []
-    for rank in _choose_ranks(schedule.num_ranks):
+    for rank in _choose_drawn_ranks(schedule.num_ranks):
         busy, idle = [], []
         for lane in lanes.values():
             busy.append(_format_duration(float(lane.busy_s(rank)), whole_s, in_seconds))

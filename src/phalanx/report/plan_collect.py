@@ -60,17 +60,17 @@ def collect_page_facts(
     if plan.pipeline is not None:
         stage_memory = plan.pipeline.rank_memory
         timeline = plan.pipeline.timeline()
-    layouts, economics = list_alternatives(plan, cluster, advice), []
+    layouts, economics = list_alternative_rows(plan, cluster, advice), []
     refused: Mapping[str, int] = {}
     if result is not None:
-        layouts, economics = list_ranked_layouts(result), list_economics(result)
+        layouts, economics = list_ranked_layout_rows(result), list_economics_rows(result)
         refused = result.refused
     return PlanPageFacts(
         model=advice.facts.model.name,
-        cluster=name_cluster_of_plan(cluster, plan),
+        cluster=format_cluster_of_plan(cluster, plan),
         fits=plan.chosen.fits,
-        verdict=describe_verdict(plan, advice),
-        tiles=(*list_tiles(plan, advice), *economics),
+        verdict=describe_plan_verdict(plan, advice),
+        tiles=(*list_answer_tiles(plan, advice), *economics),
         layouts=layouts,
         refused=refused,
         waterfall=build_waterfall(terms_s, advice.facts.goodput),
@@ -80,7 +80,7 @@ def collect_page_facts(
         timeline=timeline,
         rules=[verdict.to_json() for verdict in advice.verdicts],
         tables=[answer.to_json() for answer in advice.answers],
-        hardware=list_hardware(cluster, advice),
+        hardware=list_hardware_rows(cluster, advice),
         assumptions=assumptions,
         constants=list_constant_rows() if is_from_data_sheets else (),
         what_if=None if grid is None else grid.to_json(),
@@ -96,7 +96,7 @@ def collect_unfit_facts(result: SearchResult) -> PlanPageFacts:
     )
     nearest = []
     for fit in result.nearest:
-        row = _describe_ranked(fit.ranked, is_winner=False)
+        row = _build_ranked_layout_row(fit.ranked, is_winner=False)
         nearest.append(replace(row, family=fit.axis, why=describe_nearest_fit(fit)))
     return PlanPageFacts(
         model=result.model,
@@ -109,19 +109,19 @@ def collect_unfit_facts(result: SearchResult) -> PlanPageFacts:
     )
 
 
-def list_ranked_layouts(result: SearchResult) -> list[LayoutRow]:
+def list_ranked_layout_rows(result: SearchResult) -> list[LayoutRow]:
     """The winner and the runners-up of a search."""
     rows = []
     if result.winner is not None:
-        row = _describe_ranked(result.winner, is_winner=True)
+        row = _build_ranked_layout_row(result.winner, is_winner=True)
         why = explain_why_winner(result.winner, [result.winner, *result.runners_up])
         rows.append(replace(row, why=why))
     for ranked in result.runners_up:
-        rows.append(_describe_ranked(ranked, is_winner=False))
+        rows.append(_build_ranked_layout_row(ranked, is_winner=False))
     return rows
 
 
-def _describe_ranked(ranked: RankedLayout, *, is_winner: bool) -> LayoutRow:
+def _build_ranked_layout_row(ranked: RankedLayout, *, is_winner: bool) -> LayoutRow:
     micro_batches = plural(ranked.num_microbatches, "micro-batch", "micro-batches")
     settings = [f"{micro_batches} of {ranked.micro_batch_size}"]
     if ranked.schedule:
@@ -142,7 +142,7 @@ def _describe_ranked(ranked: RankedLayout, *, is_winner: bool) -> LayoutRow:
     )
 
 
-def list_economics(result: SearchResult) -> list[AnswerTile]:
+def list_economics_rows(result: SearchResult) -> list[AnswerTile]:
     """Goodput, cost and energy of the winner."""
     tiles = []
     goodput = result.economics.get("goodput")
@@ -165,12 +165,12 @@ def list_economics(result: SearchResult) -> list[AnswerTile]:
     return tiles
 
 
-def name_cluster_of_plan(cluster: Cluster, plan: Plan) -> str:
+def format_cluster_of_plan(cluster: Cluster, plan: Plan) -> str:
     """'64 x h100-sxm'."""
     return f"{plan.world_size} x {cluster.name or cluster.device}"
 
 
-def describe_verdict(plan: Plan, advice: PlanAdvice) -> str:
+def describe_plan_verdict(plan: Plan, advice: PlanAdvice) -> str:
     """The answer in a sentence or two."""
     batch = f"{plan.global_batch_size:,} sequences of {advice.setup.seq_len:,} tokens"
     sentences = [f"{plan.chosen.name} as {plan.layout}, {batch} a step."]
@@ -185,7 +185,7 @@ def describe_verdict(plan: Plan, advice: PlanAdvice) -> str:
     return " ".join(sentences)
 
 
-def list_tiles(plan: Plan, advice: PlanAdvice) -> list[AnswerTile]:
+def list_answer_tiles(plan: Plan, advice: PlanAdvice) -> list[AnswerTile]:
     """The numbers of the answer: time, speed, utilisation, memory, batch."""
     tiles = []
     if advice.time is None:
@@ -199,7 +199,7 @@ def list_tiles(plan: Plan, advice: PlanAdvice) -> list[AnswerTile]:
         tiles.append(
             AnswerTile("Tokens/s per GPU", f"{per_device:,.0f}", f"{format_count(speed)} in all")
         )
-        mfu = model_flops_utilization(plan, advice)
+        mfu = compute_model_flops_utilization(plan, advice)
         if mfu is not None:
             tiles.append(AnswerTile("MFU", f"{100 * mfu:.1f} %", "of the data sheet's peak"))
     tiles.append(
@@ -230,7 +230,7 @@ def _describe_peak_rank(plan: Plan) -> str:
     return f", rank {totals.index(max(totals))} of the pipeline"
 
 
-def model_flops_utilization(plan: Plan, advice: PlanAdvice) -> float | None:
+def compute_model_flops_utilization(plan: Plan, advice: PlanAdvice) -> float | None:
     """FLOPs of the model over what the devices could do in the step's time, 0 to 1."""
     peak_flops = advice.facts.hardware.peak_flops
     if advice.time is None or peak_flops is None or plan.flops_per_token is None:
@@ -239,7 +239,7 @@ def model_flops_utilization(plan: Plan, advice: PlanAdvice) -> float | None:
     return float(flops / (peak_flops * plan.world_size * advice.time.total_s))
 
 
-def list_alternatives(plan: Plan, cluster: Cluster, advice: PlanAdvice) -> list[LayoutRow]:
+def list_alternative_rows(plan: Plan, cluster: Cluster, advice: PlanAdvice) -> list[LayoutRow]:
     """The plan's alternatives, the chosen one first."""
     machine = build_machine_rates(cluster)
     rows = []
@@ -274,7 +274,7 @@ def _describe_settings(plan: Plan, candidate: Candidate) -> str:
     return ", ".join(settings)
 
 
-def list_hardware(cluster: Cluster, advice: PlanAdvice) -> dict[str, str]:
+def list_hardware_rows(cluster: Cluster, advice: PlanAdvice) -> dict[str, str]:
     """What is assumed of the devices and links, for a table."""
     hardware = advice.facts.hardware
     rows = {

@@ -10,32 +10,32 @@ from phalanx.report.markup import Html, build_tag, join_html
 from phalanx.report.page import CONTENT_SECURITY_POLICY
 from phalanx.report.plan_facts import PlanPageFacts
 from phalanx.report.plan_sections.answer import (
-    render_nearest,
+    render_nearest_fits,
     render_plan_header,
     render_ranking,
-    render_refused,
+    render_refused_layouts,
 )
 from phalanx.report.plan_sections.assumptions import render_assumptions, render_job_text
 from phalanx.report.plan_sections.memory import render_planned_memory
-from phalanx.report.plan_sections.rules import render_decision_tables, render_rules
+from phalanx.report.plan_sections.rules import render_decision_tables, render_rules_of_thumb
 from phalanx.report.plan_sections.step import render_planned_pipeline, render_waterfall
 from phalanx.report.plan_sections.what_if import render_what_if
 
 # In the order of the page; a section that has nothing to show is left out, with its link.
 _SECTIONS = (
     ("Ranking", render_ranking),
-    ("Nearest", render_nearest),
+    ("Nearest", render_nearest_fits),
     ("Time", render_waterfall),
     ("Memory", render_planned_memory),
     ("Pipeline", render_planned_pipeline),
     ("What if", render_what_if),
-    ("Rules", render_rules),
+    ("Rules", render_rules_of_thumb),
     ("Decision tables", render_decision_tables),
-    ("Why not", render_refused),
+    ("Why not", render_refused_layouts),
     ("Assumptions", render_assumptions),
     ("Job", render_job_text),
 )
-_IDS = {
+_SECTION_IDS = {
     "Ranking": "ranking", "Nearest": "nearest", "Time": "time", "Memory": "memory",
     "Pipeline": "pipeline", "What if": "what-if", "Rules": "rules", "Decision tables": "tables",
     "Why not": "refused", "Assumptions": "assumptions", "Job": "job",
@@ -58,7 +58,7 @@ def render_plan_page(facts: PlanPageFacts) -> str:
         if section is not None:
             sections[name] = section
     # Html, not text: files of our own go into the page as they are.
-    style = Html(_read_file("page.css") + _read_file("plan_page.css"))
+    style = Html(_read_package_file("page.css") + _read_package_file("plan_page.css"))
     head = build_tag(
         "head",
         build_tag("meta", charset="utf-8"),
@@ -69,7 +69,7 @@ def render_plan_page(facts: PlanPageFacts) -> str:
         build_tag("link", rel="icon", href="data:,"),
         build_tag("style", style),
     )
-    links = [build_tag("a", name, href=f"#{_IDS[name]}") for name in sections]
+    links = [build_tag("a", name, href=f"#{_SECTION_IDS[name]}") for name in sections]
     footer = build_tag(
         "footer",
         "Predicted by phalanx plan; nothing here was measured unless it says so. This file is"
@@ -86,10 +86,10 @@ def render_plan_page(facts: PlanPageFacts) -> str:
             footer,
             class_="page",
         ),
-        build_tag("script", Html(_read_file("plan_page.js"))),
+        build_tag("script", Html(_read_package_file("plan_page.js"))),
     )
     return f"<!doctype html>\n{build_tag('html', head, body, lang='en')}\n"
 
 
-def _read_file(name: str) -> str:
+def _read_package_file(name: str) -> str:
     return files("phalanx.report").joinpath(name).read_text("utf-8")

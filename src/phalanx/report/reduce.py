@@ -26,7 +26,7 @@ from phalanx.report.facts import (
     RunFacts,
     StepColumns,
     WallTimeBreakdown,
-    describe_untrained,
+    describe_untrained_run,
 )
 from phalanx.report.formats import finite_or_zero
 from phalanx.report.history import (
@@ -61,8 +61,8 @@ def collect_run_facts(run_dir: Path) -> RunFacts:
     """
     log = read_event_log(run_dir)
     problems: list[str] = []
-    plan = _read_object(run_dir / "plan.json", problems)
-    job = _read_object(run_dir / "job.json", problems)
+    plan = _read_json_object(run_dir / "plan.json", problems)
+    job = _read_json_object(run_dir / "job.json", problems)
     story = _order_story_events(log)
     steps, history = select_steps_not_redone(log)
     status, finished = _find_run_status(story)
@@ -75,7 +75,7 @@ def collect_run_facts(run_dir: Path) -> RunFacts:
     # Of a run that has ended: one that goes on may still apply a step.
     at_the_end = None
     if finished is not None:
-        at_the_end = describe_untrained(steps.step, skipped)
+        at_the_end = describe_untrained_run(steps.step, skipped)
     return RunFacts(
         run_dir=run_dir,
         name=identity.name,
@@ -96,19 +96,21 @@ def collect_run_facts(run_dir: Path) -> RunFacts:
         skipped=skipped,
         attempts=attempts,
         ranks=[_sum_rank_phase_seconds(rank, log.clocks[rank]) for rank in sorted(log.clocks)],
-        evals=sorted(_newest_event_by_step(story, events.EvalFinished), key=_step_of_event),
+        evals=sorted(_newest_event_by_step(story, events.EvalFinished), key=_get_step_of_event),
         # The last of each name counts.
         baselines=list({event.name: event for event in baselines}.values()),
         memory=log.memory,
         samples=_newest_event_by_step(story, events.TextGenerated),
-        pipelines=sorted(_newest_event_by_step(story, events.PipelineMeasured), key=_step_of_event),
+        pipelines=sorted(
+            _newest_event_by_step(story, events.PipelineMeasured), key=_get_step_of_event
+        ),
         experts=log.experts.build_facts(history.attempt_of.get),
         invariants=log.invariants.list_facts(),
         bottleneck=judge_run(run_dir, plan),
         story=story,
         ledger=ledger,
         wall_s=_find_wall_seconds(story, ledger),
-        tokens_per_s=median_of_finite(steps.tokens_per_s),
+        tokens_per_s=compute_median_of_finite(steps.tokens_per_s),
         timeline=timeline,
         started_unix_s=log.first_unix_s,
         last_unix_s=log.last_unix_s,
@@ -147,7 +149,7 @@ def _identify_run(
         )
     return _RunIdentity(
         name=_text_or_empty(_find_nested_value(job, "run", "name")) or run_dir.resolve().name,
-        layout=_read_layout(plan),
+        layout=_parse_layout_degrees(plan),
         total_steps=_find_nested_value(job, "train", "steps"),
         world_size=plan.get("world_size"),
         device=_text_or_empty(plan.get("device")),
@@ -162,7 +164,7 @@ def _find_last_step(steps: StepColumns, finished: events.RunFinished | None) -> 
     return max(last_steps)
 
 
-def _read_object(path: Path, problems: list[str]) -> dict[str, Any]:
+def _read_json_object(path: Path, problems: list[str]) -> dict[str, Any]:
     """A JSON object, or an empty one and a line in `problems` that says why."""
     try:
         value = json.loads(read_regular(path).decode("utf-8", "replace"))
@@ -194,13 +196,13 @@ def _sum_rank_phase_seconds(rank: int, clock: RankStepTimes) -> RankPhaseSeconds
         num_steps=len(ordered),
         mean_groups_s={name: seconds / count for name, seconds in clock.groups_s.items()},
         mean_s=mean_s,
-        p50_s=percentile(ordered, 0.50),
-        p99_s=percentile(ordered, 0.99),
-        max_s=percentile(ordered, 1.00),
+        p50_s=compute_percentile(ordered, 0.50),
+        p99_s=compute_percentile(ordered, 0.99),
+        max_s=compute_percentile(ordered, 1.00),
     )
 
 
-def percentile(ordered: list[float], fraction: float) -> float:
+def compute_percentile(ordered: list[float], fraction: float) -> float:
     """The smallest of the sorted values that at least `fraction` of them do not exceed; NaN of
     none."""
     if not ordered:
@@ -208,8 +210,8 @@ def percentile(ordered: list[float], fraction: float) -> float:
     return ordered[max(math.ceil(fraction * len(ordered)) - 1, 0)]
 
 
-def median_of_finite(values: list[float]) -> float:
-    return percentile(sorted(value for value in values if math.isfinite(value)), 0.5)
+def compute_median_of_finite(values: list[float]) -> float:
+    return compute_percentile(sorted(value for value in values if math.isfinite(value)), 0.5)
 
 
 def _charge_wall_time(
@@ -280,13 +282,13 @@ def _order_story_events(log: EventLog) -> list[Envelope]:
         if envelope.rank not in (SUPERVISOR_RANK, log.lead_rank) and not is_of_one_rank:
             continue
         # Rank 0 and the supervisor both see the end.
-        if story and _are_run_ends(story[-1], envelope):
+        if story and _are_all_run_ends(story[-1], envelope):
             story.pop()
         story.append(envelope)
     return story
 
 
-def _are_run_ends(*envelopes: Envelope) -> bool:
+def _are_all_run_ends(*envelopes: Envelope) -> bool:
     return all(isinstance(envelope.event, events.RunFinished) for envelope in envelopes)
 
 
@@ -321,19 +323,19 @@ def _newest_event_by_step(story: list[Envelope], kind: type[AtStep]) -> list[AtS
     return list({event.step: event for event in _select_events(story, kind)}.values())
 
 
-def _step_of_event(event: events.EvalFinished | events.PipelineMeasured) -> float:
+def _get_step_of_event(event: events.EvalFinished | events.PipelineMeasured) -> float:
     return event.step
 
 
 # --- small things ---------------------------------------------------------------------------------
 
 
-def _is_number(value: Any) -> bool:
+def _is_number_of_ordinary_size(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
 
 
 def _int_or_none(value: Any) -> int | None:
-    if not _is_number(value):
+    if not _is_number_of_ordinary_size(value):
         return None
     return int(value)
 
@@ -353,8 +355,12 @@ def _find_nested_value(value: Any, *keys: str) -> Any:
     return value
 
 
-def _read_layout(plan: dict[str, Any]) -> dict[str, int]:
+def _parse_layout_degrees(plan: dict[str, Any]) -> dict[str, int]:
     layout = plan.get("layout")
     if not isinstance(layout, dict):
         return {}
-    return {str(axis): int(degree) for axis, degree in layout.items() if _is_number(degree)}
+    return {
+        str(axis): int(degree)
+        for axis, degree in layout.items()
+        if _is_number_of_ordinary_size(degree)
+    }

@@ -47,7 +47,7 @@ def _finite_or_nan(value: float) -> float:
     return math.nan
 
 
-def running_mean(ys: Sequence[float], span: int) -> list[float]:
+def compute_running_mean(ys: Sequence[float], span: int) -> list[float]:
     """The mean of the finite values among the `span` neighbours of each point, as many before it
     as after."""
     # Sums from the first value on: each mean is a difference of two, however long the span.
@@ -66,7 +66,7 @@ def running_mean(ys: Sequence[float], span: int) -> list[float]:
     return averages
 
 
-def running_median(ys: Sequence[float], span: int) -> list[float]:
+def compute_running_median(ys: Sequence[float], span: int) -> list[float]:
     """The (upper) median of the same neighbours."""
     window: list[float] = []  # sorted
     half, medians = span // 2, []

@@ -11,10 +11,10 @@ from phalanx.checkpoint.folder import LocalFolder
 from phalanx.checkpoint.manifest import list_checkpoint_dirs
 from phalanx.core.errors import CheckpointError
 from phalanx.observe import events
-from phalanx.report.expert_facts import max_over_mean
+from phalanx.report.expert_facts import compute_max_over_mean_load
 from phalanx.report.facts import RunFacts
 from phalanx.report.invariant_facts import InvariantFacts
-from phalanx.report.reduce import median_of_finite
+from phalanx.report.reduce import compute_median_of_finite
 
 
 def build_run_json(facts: RunFacts) -> dict[str, Any]:
@@ -37,33 +37,34 @@ def build_run_json(facts: RunFacts) -> dict[str, Any]:
         "num_steps_redone": facts.num_redone,
         "num_steps_skipped": len(facts.skipped),
         "loss_unit": facts.units.loss or None,
-        "final_loss": _final_loss(facts),
-        "evaluations": [_evaluation_json(event) for event in facts.evals],
-        "best": _best_evaluation_json(facts),
-        "baselines": list(map(_baseline_json, facts.baselines)),
+        "final_loss": _find_final_loss(facts),
+        "evaluations": [_build_evaluation_json(event) for event in facts.evals],
+        "best": _build_best_evaluation_json(facts),
+        "baselines": list(map(_build_baseline_json, facts.baselines)),
         "tokens_per_s": _number_or_none(facts.tokens_per_s),
-        "sent_bytes_per_step": _number_or_none(median_of_finite(facts.steps.sent_bytes)),
+        "sent_bytes_per_step": _number_or_none(compute_median_of_finite(facts.steps.sent_bytes)),
         **{
             # None where nothing goes over the axis.
-            f"sent_{axis}_bytes_per_step": _number_or_none(median_of_finite(sent_bytes)) or None
+            f"sent_{axis}_bytes_per_step": _number_or_none(compute_median_of_finite(sent_bytes))
+            or None
             for axis, sent_bytes in facts.steps.sent_by_axis.items()
         },
         "wall_s": _number_or_none(facts.wall_s),
         "layout": facts.layout,
         "world_size": facts.world_size,
         "device": facts.device or None,
-        "memory": [_memory_json(rank, facts.memory[rank]) for rank in sorted(facts.memory)],
-        "pipeline": _pipeline_json(facts),
-        "experts": _experts_json(facts),
+        "memory": [_build_memory_json(rank, facts.memory[rank]) for rank in sorted(facts.memory)],
+        "pipeline": _build_pipeline_json(facts),
+        "experts": _build_experts_json(facts),
         "bottleneck": facts.bottleneck.to_json() if facts.bottleneck else None,
-        "invariants": [_invariant_json(invariant) for invariant in facts.invariants],
+        "invariants": [_build_invariant_json(invariant) for invariant in facts.invariants],
         "checkpoints": _list_checkpoint_names(facts),
         "warnings": list(facts.warnings),
-        "report": _report_path(facts),
+        "report": _find_report_path(facts),
     }
 
 
-def _final_loss(facts: RunFacts) -> float | None:
+def _find_final_loss(facts: RunFacts) -> float | None:
     """The loss of the last applied step: a step without targets has a loss of 0 that says
     nothing."""
     skipped = {int(event.step) for event in facts.skipped}
@@ -71,7 +72,7 @@ def _final_loss(facts: RunFacts) -> float | None:
     return next((_number_or_none(loss) for step, loss in rows if step not in skipped), None)
 
 
-def _evaluation_json(event: events.EvalFinished) -> dict[str, Any]:
+def _build_evaluation_json(event: events.EvalFinished) -> dict[str, Any]:
     return {
         "step": int(event.step),
         "loss": _number_or_none(event.loss),
@@ -82,7 +83,7 @@ def _evaluation_json(event: events.EvalFinished) -> dict[str, Any]:
     }
 
 
-def _baseline_json(event: events.BaselineMeasured) -> dict[str, Any]:
+def _build_baseline_json(event: events.BaselineMeasured) -> dict[str, Any]:
     return {
         "name": event.name,
         "loss": _number_or_none(event.loss),
@@ -90,7 +91,7 @@ def _baseline_json(event: events.BaselineMeasured) -> dict[str, Any]:
     }
 
 
-def _best_evaluation_json(facts: RunFacts) -> dict[str, Any] | None:
+def _build_best_evaluation_json(facts: RunFacts) -> dict[str, Any] | None:
     """The best evaluation, and the checkpoint that was kept of it, if one was."""
     best, kept_best = facts.find_best_evaluation, facts.kept_best
     if best is None:
@@ -108,7 +109,7 @@ def _best_evaluation_json(facts: RunFacts) -> dict[str, Any] | None:
     }
 
 
-def _pipeline_json(facts: RunFacts) -> dict[str, Any] | None:
+def _build_pipeline_json(facts: RunFacts) -> dict[str, Any] | None:
     """The last step of a pipeline that was measured; shares of the ranks' time, 0 to 1."""
     if not facts.pipelines:
         return None
@@ -125,7 +126,7 @@ def _pipeline_json(facts: RunFacts) -> dict[str, Any] | None:
     }
 
 
-def _experts_json(facts: RunFacts) -> dict[str, Any] | None:
+def _build_experts_json(facts: RunFacts) -> dict[str, Any] | None:
     """The last step in which experts were counted: of the worst layer the busiest expert over the
     mean, and the share of all choices that was dropped, 0 to 1."""
     experts = facts.experts
@@ -133,12 +134,12 @@ def _experts_json(facts: RunFacts) -> dict[str, Any] | None:
         return None
     return {
         "step": experts.step,
-        "max_over_mean": max(map(max_over_mean, experts.tokens.values())),
+        "max_over_mean": max(map(compute_max_over_mean_load, experts.tokens.values())),
         "dropped_share": experts.newest_dropped_share,
     }
 
 
-def _invariant_json(facts: InvariantFacts) -> dict[str, Any]:
+def _build_invariant_json(facts: InvariantFacts) -> dict[str, Any]:
     """The checks of one invariant; `ok` is None where nothing could be."""
     return {
         "name": facts.name,
@@ -148,11 +149,11 @@ def _invariant_json(facts: InvariantFacts) -> dict[str, Any]:
         "last_step": facts.last_step,
         "looked_at": facts.looked_at or None,
         "not_looked_at": facts.not_looked_at,
-        "failures": [_failure_json(event) for event in facts.failures],
+        "failures": [_build_failure_json(event) for event in facts.failures],
     }
 
 
-def _failure_json(event: events.InvariantChecked) -> dict[str, Any]:
+def _build_failure_json(event: events.InvariantChecked) -> dict[str, Any]:
     return {
         "step": int(event.step),
         "tensors": event.tensors,
@@ -163,7 +164,7 @@ def _failure_json(event: events.InvariantChecked) -> dict[str, Any]:
     }
 
 
-def _memory_json(rank: int, event: events.MemoryMeasured) -> dict[str, Any]:
+def _build_memory_json(rank: int, event: events.MemoryMeasured) -> dict[str, Any]:
     return {
         "rank": rank,
         "predicted_bytes": event.predicted_bytes,
@@ -212,7 +213,7 @@ def _list_checkpoint_names(facts: RunFacts) -> list[dict[str, Any]]:
     return checkpoints
 
 
-def _report_path(facts: RunFacts) -> str | None:
+def _find_report_path(facts: RunFacts) -> str | None:
     path = facts.run_dir / "report.html"
     if not path.exists():
         return None

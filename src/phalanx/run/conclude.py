@@ -15,7 +15,7 @@ from phalanx.launch.supervisor import RunOutcome
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import RunFinished
 from phalanx.plan.plan import Plan
-from phalanx.report.end_of_run import end_of_run_lines, restart_lines
+from phalanx.report.end_of_run import list_end_of_run_lines, list_restart_lines
 from phalanx.report.page import write_report
 from phalanx.run.baselines import score_ngram_baselines
 from phalanx.run.next_command import format_program_command, suggest_after_training
@@ -89,10 +89,10 @@ def _print_conclusion(run: PreparedRun, outcome: RunOutcome, output: RunOutput) 
     page_line = _write_page(run.run_dir)
     is_finished = outcome.status == "finished"
     if is_finished:
-        output.say(*end_of_run_lines(run.run_dir))
+        output.say(*list_end_of_run_lines(run.run_dir))
     elif outcome.message:
         output.warn(outcome.message)
-    output.say(*restart_lines(run.run_dir, outcome.attempts - 1))
+    output.say(*list_restart_lines(run.run_dir, outcome.attempts - 1))
     folders = _list_checkpoints(run)
     if folders and not is_finished:
         output.say(*_resume_lines(run, outcome, folders[-1]))

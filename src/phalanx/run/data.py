@@ -21,7 +21,7 @@ from phalanx.data.user_dataset import (
     digest_sample_subset,
     open_user_dataset,
 )
-from phalanx.job.learning_rate import peak_learning_rate
+from phalanx.job.learning_rate import resolve_peak_learning_rate
 from phalanx.job.schema import Job
 from phalanx.job.user_dataset import count_loader_processes
 from phalanx.launch.paths import rank_log_path
@@ -180,8 +180,8 @@ def note_batch_size_change(job: Job, plan: Plan, state: TrainState, bus: Bus) ->
     if state.samples_seen == state.step * plan.global_batch_size:
         return
     rate = (
-        peak_learning_rate(job).why
-        or f"optim.lr stays {peak_learning_rate(job).lr:.3g}, as the job says"
+        resolve_peak_learning_rate(job).why
+        or f"optim.lr stays {resolve_peak_learning_rate(job).lr:.3g}, as the job says"
     )
     bus.emit(
         Note(

@@ -13,7 +13,7 @@ from phalanx.job.learning_rate import (
     MAX_DEFAULT_WARMUP_STEPS,
     count_warmup_steps,
     find_scaling_rule,
-    peak_learning_rate,
+    resolve_peak_learning_rate,
 )
 from phalanx.job.load import ValueOrigin, find_origins
 from phalanx.job.model import find_preset_of_model
@@ -128,7 +128,7 @@ def _explain_derived(
                 "optim.lr_scaling", find_scaling_rule(job.optim) or "none", "derived", why=why
             )
         )
-    rate = peak_learning_rate(job)
+    rate = resolve_peak_learning_rate(job)
     if rate.why or job.optim.lr == "auto":
         why = rate.why or "for random weights"
         rows.append(ExplainedValue("optim.lr", rate.lr, "derived", why=why))
@@ -225,7 +225,7 @@ def _explain_cluster_keys(job: Job, plan: Plan, cluster: Cluster) -> list[Explai
 
 def _explain_plan(plan: Plan, units: MetricUnits) -> list[ExplainedValue]:
     """The rows of the plan that no key of the job says."""
-    memory, tokens = plan.chosen.total_bytes, plan.model_shape.tokens_of(plan.seq_len)
+    memory, tokens = plan.chosen.total_bytes, plan.model_shape.count_sample_tokens(plan.seq_len)
     noun = "sequences" if units == TEXT_METRIC_UNITS else "samples"
     rows: list[tuple[str, Any, str]] = [
         ("layout", plan.chosen.name, f"{plan.layout}: {plan.chosen.why}"),

@@ -11,7 +11,7 @@ from typing import cast
 
 from phalanx.core.errors import EnvironmentProblem
 from phalanx.core.registry import is_foreign, resolve_kind
-from phalanx.job.hugging_face import modules_to_preload
+from phalanx.job.hugging_face import list_transformers_modules
 from phalanx.job.schema import Job
 from phalanx.observe.outlet import OpenSink, Sink
 from phalanx.observe.sink_process import SINKS_PACKAGE, ProcessSink
@@ -51,7 +51,12 @@ def _sink_opener(kind: str, run_dir: Path) -> OpenSink:
 def list_modules_to_preload(job: Job) -> tuple[str, ...]:
     """Modules that the ranks' server imports once, so that no rank spends a second on them."""
     # torch._dynamo: building on the meta device and DDP both import it.
-    modules = ["torch", "torch._dynamo", "phalanx.run.rank", *modules_to_preload(job.model.kind)]
+    modules = [
+        "torch",
+        "torch._dynamo",
+        "phalanx.run.rank",
+        *list_transformers_modules(job.model.kind),
+    ]
     for kind in choose_sinks(job):
         if not is_foreign(kind):
             modules += resolve_kind(kind, SINKS_PACKAGE, "PRELOAD")

@@ -14,7 +14,7 @@ from phalanx.core.errors import JobError, LayoutError, Problem, UsageError
 from phalanx.core.files import read_json
 from phalanx.core.units import plural
 from phalanx.job.findings import describe_value
-from phalanx.job.learning_rate import learning_rate_overrides_on_resume
+from phalanx.job.learning_rate import list_learning_rate_overrides_on_resume
 from phalanx.job.load import load_job, load_job_json
 from phalanx.job.schema import Job, Parallel
 from phalanx.optim.schedule import learning_rate
@@ -304,7 +304,7 @@ def _load_run_job(run_dir: Path, was: Job, overrides: Sequence[str]) -> Job:
     run_dir_override = f"run.dir={run_dir}"
     return load_job_json(
         run_dir / "job.json",
-        [*overrides, *learning_rate_overrides_on_resume(was, overrides), run_dir_override],
+        [*overrides, *list_learning_rate_overrides_on_resume(was, overrides), run_dir_override],
     )
 
 

@@ -18,7 +18,7 @@ from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.checkpoint.stores import find_checkpoint
 from phalanx.core.errors import CheckpointError, RunLockedError
 from phalanx.core.phases import PhaseTimer
-from phalanx.job.learning_rate import resolve_optim
+from phalanx.job.learning_rate import resolve_optim_section
 from phalanx.job.schema import Job, Model
 from phalanx.mesh.mesh import Mesh
 from phalanx.mesh.recorded_init import find_recorded_init
@@ -85,7 +85,9 @@ def build_state(
     # recorded that is there already.
     initialize = draws or (job.model.is_foreign and find_recorded_init(module) is None)
     model = parallelize(module, plan, mesh, phases=phases, seed=job.run.seed, initialize=initialize)
-    return TrainState(model, build_optimizer(model, resolve_optim(job)), job.run.seed, tokenizer)
+    return TrainState(
+        model, build_optimizer(model, resolve_optim_section(job)), job.run.seed, tokenizer
+    )
 
 
 def find_checkpoints(storage: RunStorage, mesh: Mesh) -> list[str]:

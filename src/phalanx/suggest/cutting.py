@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx.suggest.flow import ForwardFlow, sum_mixed_tensors
+from phalanx.suggest.flow import ForwardFlow, sum_with_distinct_weights
 
 NUM_SAMPLED_FEATURES = 12  # features of a row's input that are followed back
 MAX_FOLLOWED_FEATURES = 2048  # features, where all of them must be
@@ -20,7 +20,7 @@ def find_needed_features(
     """The features of each column's output that feature `feature` of the row's input depends on."""
     outputs = [flow.outputs[name] for name in columns]
     grads = torch.autograd.grad(
-        sum_mixed_tensors(flow.inputs[row][..., feature]),
+        sum_with_distinct_weights(flow.inputs[row][..., feature]),
         outputs,
         allow_unused=True,
         retain_graph=True,
@@ -52,7 +52,7 @@ class CutProposal:
     why: str
 
 
-def find_cutting(flow: ForwardFlow, row: str, columns: Sequence[str]) -> CutProposal | None:
+def find_cut_proposal(flow: ForwardFlow, row: str, columns: Sequence[str]) -> CutProposal | None:
     """The way to cut `columns` (column-parallel) so that `row` can be row-parallel: per feature,
     head or group.
 
@@ -103,7 +103,7 @@ class _ColumnPart:
     size: int
     run: int
 
-    def find_unit(self, head_width: int) -> int:
+    def find_head_features(self, head_width: int) -> int:
         """The features of one head: a run, or those of a head of the row if single ones are
         needed."""
         if self.run > 1:
@@ -116,8 +116,8 @@ def _cut_by_heads(
 ) -> CutProposal | None:
     """A cut by heads: behind attention a feature depends on one head's query and key, and on one
     of its values."""
-    columns = _split_columns(needs_of_feature[min(needs_of_feature)], widths)
-    num_heads = _count_heads(columns)
+    columns = _split_columns_into_parts(needs_of_feature[min(needs_of_feature)], widths)
+    num_heads = _find_most_heads(columns)
     if num_heads < 2 or width % num_heads:
         return None
     head_width = width // num_heads
@@ -125,10 +125,10 @@ def _cut_by_heads(
     heads_of_parts: list[int] = []
     counts = {width: num_heads, num_heads: 0}
     for index, parts in enumerate(columns):
-        unit = parts[0].find_unit(head_width)
+        unit = parts[0].find_head_features(head_width)
         needs = {feature: by_column[index] for feature, by_column in needs_of_feature.items()}
         for part in parts:
-            has_unit = part.find_unit(head_width) == unit
+            has_unit = part.find_head_features(head_width) == unit
             if not has_unit or not _needs_only_own_head(part, unit, num_heads, head_width, needs):
                 return None
         heads = [part.size // unit for part in parts]
@@ -153,14 +153,14 @@ def _cut_by_heads(
     )
 
 
-def _split_columns(
+def _split_columns_into_parts(
     needs: Sequence[Sequence[int]], widths: Sequence[int]
 ) -> list[list[_ColumnPart]]:
     """The parts of each column's output: a new one starts with each run of features that are
     needed."""
     columns = []
     for features, size in zip(needs, widths, strict=True):
-        runs = _consecutive_runs(features)
+        runs = _find_consecutive_runs(features)
         ends = [start for start, _ in runs[1:]] + [size]
         parts = []
         for (start, run), end in zip(runs, ends, strict=True):
@@ -169,7 +169,7 @@ def _split_columns(
     return columns
 
 
-def _count_heads(columns: Sequence[Sequence[_ColumnPart]]) -> int:
+def _find_most_heads(columns: Sequence[Sequence[_ColumnPart]]) -> int:
     """The most heads that a part has; 0 if features are needed one by one, or not from the first
     one on."""
     if any(parts[0].start for parts in columns):
@@ -215,7 +215,7 @@ def _cut_by_groups(flow: ForwardFlow, row: str, columns: Sequence[str]) -> CutPr
     widths = [flow.outputs[name].shape[-1] for name in columns]
     if width > MAX_FOLLOWED_FEATURES:
         return None
-    group_of = _number_groups(flow, row, columns)
+    group_of = _map_features_to_groups(flow, row, columns)
     if group_of is None:
         return None
     groups = max(group_of.values()) + 1
@@ -243,7 +243,7 @@ def _cut_by_groups(flow: ForwardFlow, row: str, columns: Sequence[str]) -> CutPr
     )
 
 
-def _number_groups(
+def _map_features_to_groups(
     flow: ForwardFlow, row: str, columns: Sequence[str]
 ) -> dict[tuple[int, int], int] | None:
     """(column, feature of its output) -> the group that needs it; None if groups are not one
@@ -263,7 +263,7 @@ def _number_groups(
     return group_of
 
 
-def _consecutive_runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+def _find_consecutive_runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
     """(start, length) of each run of successive ones."""
     runs: list[tuple[int, int]] = []
     for number in numbers:

@@ -28,7 +28,7 @@ def suggest_rules_for(job: Job) -> Suggestion:
     Raises LayoutError where no rules can be suggested, and PhalanxError for what else a user can
     mend.
     """
-    job = _simplify_job(job)
+    job = _strip_layout_and_rules(job)
     plan = make_plan(
         job,
         cluster=detect_cluster("cpu"),
@@ -37,14 +37,14 @@ def suggest_rules_for(job: Job) -> Suggestion:
         shape=measure_foreign_shape(job),
     )
     with scratch_directory("suggest") as scratch:
-        outcome = _run_rank(job, plan, scratch)
+        outcome = _run_suggest_rank(job, plan, scratch)
         answer = scratch.directory / SUGGESTION_FILE_NAME
         if not answer.exists():
             _raise_refusal(outcome, scratch)
         return Suggestion.from_json(read_json(answer))
 
 
-def _simplify_job(job: Job) -> Job:
+def _strip_layout_and_rules(job: Job) -> Job:
     """The job on one rank, with neither a layout nor rules."""
     body = make_verified_job(job, 1).to_json()
     axes = ("tp", "dp_replicate", "dp_shard", "zero_stage", "sequence_parallel")
@@ -53,7 +53,7 @@ def _simplify_job(job: Job) -> Job:
     return Job.model_validate_json(json.dumps(body))
 
 
-def _run_rank(job: Job, plan: Plan, scratch: ScratchDirectory) -> RunOutcome:
+def _run_suggest_rank(job: Job, plan: Plan, scratch: ScratchDirectory) -> RunOutcome:
     run_dir = scratch.directory
     data_dir: Path | None = None
     # A user's own samples fit the module; else inputs are made up, and no corpus is prepared.

@@ -33,7 +33,7 @@ class ForwardFlow:
     looked_up: dict[str, torch.Tensor] = field(default_factory=dict)  # embedding -> ids
     result: Any = None
 
-    def find_feeders(self, tensor: torch.Tensor) -> set[str]:
+    def find_feeding_layers(self, tensor: torch.Tensor) -> set[str]:
         """Names of the layers (and embeddings) whose outputs reach `tensor` directly."""
         if not tensor.requires_grad or not self.outputs:
             return set()
@@ -42,7 +42,7 @@ class ForwardFlow:
         if any(tensor is output for output in outputs):
             return {name for name, output in self.outputs.items() if output is tensor}
         grads = torch.autograd.grad(
-            sum_mixed_tensors(tensor), outputs, allow_unused=True, retain_graph=True
+            sum_with_distinct_weights(tensor), outputs, allow_unused=True, retain_graph=True
         )
         feeders = set()
         for name, grad in zip(names, grads, strict=True):
@@ -50,18 +50,18 @@ class ForwardFlow:
                 feeders.add(name)
         return feeders
 
-    def find_result_feeders(self) -> set[str]:
+    def find_layers_feeding_result(self) -> set[str]:
         """Names of the layers whose outputs reach what the module returns."""
         names: set[str] = set()
         for leaf in tree_leaves(self.result):
             if not isinstance(leaf, torch.Tensor) or isinstance(leaf, nn.Parameter):
                 continue
             if leaf.is_floating_point() or leaf.is_complex():
-                names |= self.find_feeders(leaf)
+                names |= self.find_feeding_layers(leaf)
         return names
 
 
-def watch_forward(module: nn.Module, call: Callable[[], Any]) -> ForwardFlow:
+def record_forward_flow(module: nn.Module, call: Callable[[], Any]) -> ForwardFlow:
     """The flow of `call`, a forward of `module`, with the output of each linear layer and
     embedding detached."""
     flow = ForwardFlow()
@@ -109,7 +109,7 @@ def _register_hooks(
             handle.remove()
 
 
-def sum_mixed_tensors(tensor: torch.Tensor) -> torch.Tensor:
+def sum_with_distinct_weights(tensor: torch.Tensor) -> torch.Tensor:
     """A sum of `tensor` with another weight for each element, so that nothing cancels."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)

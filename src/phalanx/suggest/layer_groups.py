@@ -32,7 +32,7 @@ class LayerGroup:
             return name
         return name[len(self.home) + 1 :]
 
-    def find_owner(self, parameter: str) -> str:
+    def find_parameter_owner(self, parameter: str) -> str:
         """The full name of the module that holds a parameter, which is named within `home`."""
         return full_name(".".join(filter(None, (self.home, parameter.rpartition(".")[0]))))
 
@@ -40,8 +40,10 @@ class LayerGroup:
 def find_layer_groups(observed: ObservedModule) -> list[LayerGroup]:
     """The groups of a module, in the order of its forward. A layer is in one group at most."""
     flow = observed.flow
-    feeders = {name: flow.find_feeders(layer_input) for name, layer_input in flow.inputs.items()}
-    result_feeders = flow.find_result_feeders()
+    feeders = {
+        name: flow.find_feeding_layers(layer_input) for name, layer_input in flow.inputs.items()
+    }
+    result_feeders = flow.find_layers_feeding_result()
     grouped: set[str] = set()
     groups = []
     for row, row_feeders in feeders.items():

@@ -10,12 +10,12 @@ from torch.nn.modules.conv import _ConvNd
 
 from phalanx.run.one_process.plain_loss import Batch
 
-NUM_ROWS = 2
+NUM_MADE_UP_SAMPLES = 2
 MAX_TRIED_SHAPES = 12  # a module is built anew for each
 SIDE, LENGTH = 32, 8  # of an image, of a sequence
 
 
-def make_fitting_batches(module: nn.Module) -> Iterator[Batch]:
+def make_random_batches(module: nn.Module) -> Iterator[Batch]:
     """Batches of random numbers in the input shape of each layer: features, sequences or images.
 
     They come in the order in which the module has its layers, which need not be that of its
@@ -28,7 +28,7 @@ def make_fitting_batches(module: nn.Module) -> Iterator[Batch]:
                 continue
             tried.add(shape)
             generator = torch.Generator().manual_seed(11)
-            yield {"inputs": torch.randn(NUM_ROWS, *shape, generator=generator)}
+            yield {"inputs": torch.randn(NUM_MADE_UP_SAMPLES, *shape, generator=generator)}
 
 
 def _list_input_shapes(part: nn.Module) -> list[tuple[int, ...]]:

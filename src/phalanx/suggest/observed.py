@@ -12,7 +12,7 @@ from torch import nn
 from phalanx.mesh.logical import full_name
 from phalanx.parallel.call.bind_batch import call_with_batch
 from phalanx.run.one_process.plain_loss import Batch
-from phalanx.suggest.flow import ForwardFlow, watch_forward
+from phalanx.suggest.flow import ForwardFlow, record_forward_flow
 
 
 class ObservedModule:
@@ -21,14 +21,14 @@ class ObservedModule:
     def __init__(self, module: nn.Module, batch: Batch) -> None:
         self.module, self.batch = module, batch
         self.parts = {full_name(name): part for name, part in module.named_modules()}
-        self.flow: ForwardFlow = watch_forward(module, self.run_forward)
+        self.flow: ForwardFlow = record_forward_flow(module, self.run_forward)
 
     def run_forward(self) -> Any:
         """The module's output for its batch."""
         args, kwargs = call_with_batch(self.module, self.batch)
         return self.module(*args, **kwargs)
 
-    def find_holders(self, weight: torch.Tensor) -> list[str]:
+    def find_weight_holders(self, weight: torch.Tensor) -> list[str]:
         """Names of all modules that hold `weight`: more than one if it is tied."""
         # torch names a tied parameter once unless it is asked for duplicates.
         parameters = self.module.named_parameters(remove_duplicate=False)

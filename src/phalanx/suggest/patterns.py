@@ -11,7 +11,7 @@ from phalanx.plan.rules import matches_pattern
 from phalanx.suggest.suggestion import NameAndReason
 
 
-def group_by_pattern(
+def merge_rules_into_patterns(
     rules: Mapping[str, NameAndReason], parts: Mapping[str, nn.Module]
 ) -> dict[str, NameAndReason]:
     """The rules by pattern: one line for all blocks if they agree and the pattern matches no other
@@ -20,7 +20,7 @@ def group_by_pattern(
     by_pattern: dict[str, NameAndReason] = {}
     for name, rule in rules.items():
         # Ends at the latest with the name itself, which matches no other module.
-        for pattern in _list_patterns(name):
+        for pattern in _list_patterns_of_name(name):
             matching = [other for other in parts if matches_pattern(pattern, other)]
             texts = {rules[other][0] if other in rules else "" for other in matching}
             if texts == {rule[0]}:
@@ -29,7 +29,7 @@ def group_by_pattern(
     return by_pattern
 
 
-def _list_patterns(name: str) -> Iterator[str]:
+def _list_patterns_of_name(name: str) -> Iterator[str]:
     """layers.0.experts.1 -> layers.*.experts.*, layers.*.experts.1, layers.0.experts.1."""
     steps = name.split(".")
     indices = [index for index, step in enumerate(steps) if step.isdigit()]

@@ -7,18 +7,18 @@ from typing import Any
 
 from torch import nn
 
-from phalanx.job.shapes.own_rules import pattern_for_all_blocks
+from phalanx.job.shapes.own_rules import build_pattern_for_all_blocks
 from phalanx.mesh.linear import is_linear
 from phalanx.run.one_process.plain_loss import Batch
-from phalanx.suggest.cutting import CutProposal, find_cutting
-from phalanx.suggest.ends import find_embedding_and_head_rules
+from phalanx.suggest.cutting import CutProposal, find_cut_proposal
+from phalanx.suggest.embedding_and_head import find_embedding_and_head_rules
 from phalanx.suggest.layer_groups import LayerGroup, find_layer_groups
 from phalanx.suggest.observed import ObservedModule
-from phalanx.suggest.patterns import group_by_pattern
+from phalanx.suggest.patterns import merge_rules_into_patterns
 from phalanx.suggest.suggestion import NameAndReason, Suggestion
-from phalanx.suggest.surroundings import find_uncut_parameter_rules
 from phalanx.suggest.trial import CutTrial, try_cutting
-from phalanx.suggest.visit import drops_between, record_module_call
+from phalanx.suggest.uncut_parameters import find_uncut_parameter_rules
+from phalanx.suggest.visit import has_dropout_between, record_module_call
 
 
 def propose_rules(module: nn.Module, batch: Batch) -> Suggestion:
@@ -26,8 +26,8 @@ def propose_rules(module: nn.Module, batch: Batch) -> Suggestion:
     and head."""
     proposer = _RuleProposer(ObservedModule(module, batch))
     for group in find_layer_groups(proposer.observed):
-        proposer.add_group(group)
-    return proposer.suggest()
+        proposer.add_rules_of_group(group)
+    return proposer.build_suggestion()
 
 
 class _RuleProposer:
@@ -41,22 +41,22 @@ class _RuleProposer:
         # Blocks are alike: what one of them gave, a group or a refusal, holds for the others.
         self._outcomes: dict[Any, LayerGroup | str] = {}
 
-    def add_group(self, group: LayerGroup) -> None:
+    def add_rules_of_group(self, group: LayerGroup) -> None:
         """Add the rules of a group, or the reason why its layers stay whole."""
         parts = self.observed.parts
         key = (
-            tuple(pattern_for_all_blocks(name) for name in group.names),
+            tuple(build_pattern_for_all_blocks(name) for name in group.names),
             tuple(tuple(parts[name].weight.shape) for name in group.names),
         )
         if key not in self._outcomes:
-            self._outcomes[key] = self._try_group(group) or group
+            self._outcomes[key] = self._add_rules_by_trial(group) or group
         outcome = self._outcomes[key]
         if isinstance(outcome, str):
             self._whole |= dict.fromkeys(group.names, outcome)
         elif outcome is not group:
-            self._copy_rules(outcome, group)
+            self._copy_rules_of_like_group(outcome, group)
 
-    def suggest(self) -> Suggestion:
+    def build_suggestion(self) -> Suggestion:
         """The suggestion of the groups so far, with embedding, head and what stays whole."""
         ends = find_embedding_and_head_rules(self.observed, self._rules)
         self._rules |= ends.rules
@@ -64,17 +64,17 @@ class _RuleProposer:
         for name, part in self.observed.parts.items():
             is_cuttable = is_linear(part) or isinstance(part, nn.Embedding)
             if is_cuttable and name not in self._rules:
-                self._whole.setdefault(name, self._explain_whole(name))
+                self._whole.setdefault(name, self._explain_unsharded_layer(name))
             if isinstance(part, nn.MultiheadAttention):
                 self._whole[name] = "torch's own attention multiplies by its matrices itself"
-        suggestion = Suggestion(group_by_pattern(self._rules, self.observed.parts))
+        suggestion = Suggestion(merge_rules_into_patterns(self._rules, self.observed.parts))
         if not self._rules:
-            suggestion.why_none = self._explain_none()
+            suggestion.why_none = self._explain_no_rules()
         for name, why in self._whole.items():
-            suggestion.whole.setdefault(pattern_for_all_blocks(name), why)
+            suggestion.whole.setdefault(build_pattern_for_all_blocks(name), why)
         return suggestion
 
-    def _explain_none(self) -> str:
+    def _explain_no_rules(self) -> str:
         parts = self.observed.parts.values()
         holders = {type(part).__name__ for part in parts if list(part.parameters(recurse=False))}
         if not holders:
@@ -86,14 +86,14 @@ class _RuleProposer:
             f"{', '.join(sorted(holders))}; parallel.dp_shard shards parameters of any module"
         )
 
-    def _explain_whole(self, name: str) -> str:
+    def _explain_unsharded_layer(self, name: str) -> str:
         if name in self.observed.flow.called_often:
             return "it is called more than once in a forward"
         if name not in self.observed.flow.outputs:
             return "a forward never calls it"
         return "no pair of layers was found in which one feeds another alone"
 
-    def _copy_rules(self, first: LayerGroup, group: LayerGroup) -> None:
+    def _copy_rules_of_like_group(self, first: LayerGroup, group: LayerGroup) -> None:
         """Give a group the rules of the first one that is like it, in another block."""
         pairs = zip((*first.names, first.home), (*group.names, group.home), strict=True)
         translated = dict(pairs)
@@ -104,20 +104,21 @@ class _RuleProposer:
             elif name in translated:
                 self._rules.setdefault(translated[name], rule)
 
-    def _try_group(self, group: LayerGroup) -> str:
+    def _add_rules_by_trial(self, group: LayerGroup) -> str:
         """Add the rules of a group; returns why it has none, or ""."""
         observed = self.observed
-        home_pattern = pattern_for_all_blocks(group.home)
-        if drops_between(observed, group):
+        home_pattern = build_pattern_for_all_blocks(group.home)
+        if has_dropout_between(observed, group):
             home = home_pattern or "the module itself"
             return (
                 f"{home} drops at random between its matrices: look again with 0 for that in"
                 " model.args"
             )
-        cutting = find_cutting(observed.flow, group.row, group.columns)
+        cutting = find_cut_proposal(observed.flow, group.row, group.columns)
         if cutting is None:
             return (
-                f"what {pattern_for_all_blocks(group.row)} takes in depends on all features, not on"
+                f"what {build_pattern_for_all_blocks(group.row)} takes in depends on all features,"
+                " not on"
                 " those of a head alone"
             )
         visit = record_module_call(observed, group)
@@ -131,7 +132,7 @@ class _RuleProposer:
         if surroundings.refused:
             return surroundings.refused
         rules = dict(surroundings.rules)
-        home_rule = _join_home_rule(rules.pop(group.home, ("replicate", "")), trial)
+        home_rule = _add_counts_to_home_rule(rules.pop(group.home, ("replicate", "")), trial)
         if home_rule is not None:
             if self._rules.get(group.home):
                 return f"{home_pattern} has another cut inside"
@@ -151,7 +152,7 @@ class _RuleProposer:
         self._rules[group.row] = (cutting.row, f"takes what {column_names} {verb} out")
 
 
-def _join_home_rule(home_rule: NameAndReason, trial: CutTrial) -> NameAndReason | None:
+def _add_counts_to_home_rule(home_rule: NameAndReason, trial: CutTrial) -> NameAndReason | None:
     """The rule of a home, with the counts that a trial found to be divided; None if it needs
     none."""
     kind, why = home_rule

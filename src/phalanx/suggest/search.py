@@ -15,12 +15,12 @@ from phalanx.parallel.call.bind_batch import call_with_batch, describe_batch
 from phalanx.plan.plan import Plan
 from phalanx.run.one_process.original_module import build_original_module
 from phalanx.run.one_process.plain_loss import Batch
-from phalanx.suggest.made_up_inputs import make_fitting_batches
+from phalanx.suggest.made_up_inputs import make_random_batches
 from phalanx.suggest.propose import propose_rules
 from phalanx.suggest.suggestion import Suggestion
 from phalanx.verify.batches import cast_steps_to_dtype
 
-NUM_ROWS = 2
+NUM_TRIED_ROWS = 2
 
 
 def suggest_rules(job: Job, plan: Plan, batch: Batch, *, is_made_up: bool = False) -> Suggestion:
@@ -31,12 +31,12 @@ def suggest_rules(job: Job, plan: Plan, batch: Batch, *, is_made_up: bool = Fals
     """
     batches = [batch]
     if is_made_up:
-        batches += make_fitting_batches(_build_module(job, plan, "float32"))
+        batches += make_random_batches(_build_noisy_module(job, plan, "float32"))
     failure = ""
     for number, candidate in enumerate(batches):
         for dtype in ("float64", "float32"):
-            module = _build_module(job, plan, dtype)
-            first_rows = _take_rows(candidate, dtype)
+            module = _build_noisy_module(job, plan, dtype)
+            first_rows = _take_first_rows(candidate, dtype)
             try:
                 args, kwargs = call_with_batch(module, first_rows)
                 module(*args, **kwargs)
@@ -53,11 +53,13 @@ def suggest_rules(job: Job, plan: Plan, batch: Batch, *, is_made_up: bool = Fals
             if number == 0:
                 return suggestion
             return replace(suggestion, fed_with=describe_batch(first_rows))
-    raise _build_refusal(job, batch, failure, is_made_up)
+    raise _build_failed_forward_error(job, batch, failure, is_made_up)
 
 
-def _build_refusal(job: Job, batch: Batch, failure: str, is_made_up: bool) -> LayoutError:
-    shapes = describe_batch({key: tensor[:NUM_ROWS] for key, tensor in batch.items()})
+def _build_failed_forward_error(
+    job: Job, batch: Batch, failure: str, is_made_up: bool
+) -> LayoutError:
+    shapes = describe_batch({key: tensor[:NUM_TRIED_ROWS] for key, tensor in batch.items()})
     if is_made_up:
         return LayoutError(
             f"{job.model.kind} cannot be tried with {shapes}, which are made up",
@@ -74,20 +76,20 @@ def _build_refusal(job: Job, batch: Batch, failure: str, is_made_up: bool) -> La
     )
 
 
-def _take_rows(batch: Batch, dtype: str) -> Batch:
+def _take_first_rows(batch: Batch, dtype: str) -> Batch:
     """The first rows of a batch, with its floating-point tensors in `dtype`."""
-    first_rows = {key: tensor[:NUM_ROWS] for key, tensor in batch.items()}
+    first_rows = {key: tensor[:NUM_TRIED_ROWS] for key, tensor in batch.items()}
     return cast_steps_to_dtype([[first_rows]], getattr(torch, dtype))[0][0]
 
 
-def _build_module(job: Job, plan: Plan, dtype: str) -> nn.Module:
+def _build_noisy_module(job: Job, plan: Plan, dtype: str) -> nn.Module:
     module, _ = build_original_module(job, plan, dtype, materialize=True)
-    _add_noise(module)
+    _add_noise_to_parameters(module)
     return module.eval()
 
 
 @torch.no_grad()
-def _add_noise(module: nn.Module) -> None:
+def _add_noise_to_parameters(module: nn.Module) -> None:
     """Add noise to each parameter: weights that begin as zeros would hide which layer feeds
     which."""
     generator = torch.Generator().manual_seed(7)

@@ -54,10 +54,11 @@ def try_cutting(
     """
     texts = dict(zip(names, (*cutting.columns, cutting.row), strict=True))
     refused = ""
-    for counts in _choices_of_counts(home, cutting):
+    for counts in _list_choices_of_counts(home, cutting):
         try:
             if all(
-                _is_sum_equal(home, names[-1], texts, counts, tp, visit) for tp in cutting.degrees
+                _is_sharded_sum_equal(home, names[-1], texts, counts, tp, visit)
+                for tp in cutting.degrees
             ):
                 return CutTrial(counts)
             refused = refused or "what the parts make does not add up to the whole"
@@ -72,7 +73,7 @@ def try_cutting(
     return CutTrial(refused=refused)
 
 
-def _choices_of_counts(home: nn.Module, cutting: CutProposal) -> Iterator[tuple[str, ...]]:
+def _list_choices_of_counts(home: nn.Module, cutting: CutProposal) -> Iterator[tuple[str, ...]]:
     """Sets of counts to divide, the smallest first."""
     integers = [
         (path, value) for path, value in _list_integer_attributes(home) if value in cutting.counts
@@ -95,7 +96,7 @@ def _list_integer_attributes(home: nn.Module) -> Iterator[tuple[str, int]]:
             continue
         owners: list[tuple[tuple[str, ...], dict[str, Any]]] = [((), vars(part))]
         for name, value in vars(part).items():
-            if _are_equal_settings(name, value):
+            if _is_settings_object(name, value):
                 owners.append(((name,), vars(value)))
         for steps, owner in owners:
             for name, value in owner.items():
@@ -105,7 +106,7 @@ def _list_integer_attributes(home: nn.Module) -> Iterator[tuple[str, int]]:
                     yield ".".join(filter(None, (full_name(prefix), *steps, name))), value
 
 
-def _are_equal_settings(name: str, value: Any) -> bool:
+def _is_settings_object(name: str, value: Any) -> bool:
     return (
         not name.startswith("_")
         and hasattr(value, "__dict__")
@@ -114,7 +115,7 @@ def _are_equal_settings(name: str, value: Any) -> bool:
 
 
 @torch.no_grad()
-def _is_sum_equal(
+def _is_sharded_sum_equal(
     home: nn.Module,
     row: str,
     texts: Mapping[str, str],

@@ -42,12 +42,12 @@ def record_module_call(observed: ObservedModule, group: LayerGroup) -> ModuleCal
     def enter_home(part: nn.Module, args: Any, kwargs: Any) -> Any:
         visit.num_calls += 1
         # Detached, for the trial calls the module with them again.
-        visit.args = tuple(_detach_tensors(value) for value in args)
-        visit.kwargs = {key: _detach_tensors(value) for key, value in kwargs.items()}
+        visit.args = tuple(_detach_if_tensor(value) for value in args)
+        visit.kwargs = {key: _detach_if_tensor(value) for key, value in kwargs.items()}
         args, kwargs = list(args), dict(kwargs)
         slots = [(args, index) for index in range(len(args))] + [(kwargs, key) for key in kwargs]
         for holder, key in slots:
-            if _are_activations(holder[key]):
+            if _is_activation(holder[key]):
                 # A leaf: gradients with respect to it say what depends on it.
                 visit.entered = holder[key] = holder[key].detach().requires_grad_()
                 break
@@ -68,12 +68,12 @@ def record_module_call(observed: ObservedModule, group: LayerGroup) -> ModuleCal
     handles.append(observed.parts[group.row].register_forward_hook(record_row))
     handles.append(home.register_forward_pre_hook(enter_home, with_kwargs=True))
     handles.append(home.register_forward_hook(leave_home))
-    with _removing_hooks(handles):
+    with _remove_hooks_at_exit(handles):
         observed.run_forward()
     return visit
 
 
-def drops_between(observed: ObservedModule, group: LayerGroup) -> bool:
+def has_dropout_between(observed: ObservedModule, group: LayerGroup) -> bool:
     """True if a dropout layer may run between columns and row: masks of parts are not parts of
     the whole's."""
     dropping = [part for part in observed.parts[group.home].modules() if _is_dropout_layer(part)]
@@ -101,13 +101,13 @@ def drops_between(observed: ObservedModule, group: LayerGroup) -> bool:
         handles.append(observed.parts[name].register_forward_hook(hook))
     handles.append(observed.parts[group.row].register_forward_pre_hook(close_columns))
     handles += [part.register_forward_hook(record_drop) for part in dropping]
-    with _removing_hooks(handles):
+    with _remove_hooks_at_exit(handles):
         observed.run_forward()
     return bool(drops)
 
 
 @contextmanager
-def _removing_hooks(handles: Sequence[RemovableHandle]) -> Iterator[None]:
+def _remove_hooks_at_exit(handles: Sequence[RemovableHandle]) -> Iterator[None]:
     try:
         yield
     finally:
@@ -122,11 +122,11 @@ def _is_dropout_layer(part: nn.Module) -> bool:
     return isinstance(probability, float) and probability > 0
 
 
-def _detach_tensors(value: Any) -> Any:
+def _detach_if_tensor(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach()
     return value
 
 
-def _are_activations(value: Any) -> bool:
+def _is_activation(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim >= 2

@@ -9,7 +9,7 @@ from typing import Any
 
 from phalanx.core.errors import LayoutError
 from phalanx.core.registry import list_kinds
-from phalanx.job.checks.pipeline import pipelines_have_no_conflicts
+from phalanx.job.checks.pipeline import check_pipeline_has_no_conflicts
 from phalanx.job.costs import ModelCosts
 from phalanx.job.hugging_face import is_hugging_face
 from phalanx.job.model import build_model_shape
@@ -382,7 +382,7 @@ def plan_layout_cases(
 
 def _refuse_settings_that_pipelines_lack(job: Job) -> None:
     """Raises LayoutError for what the job asks for, and a pipeline cannot do."""
-    for problem in pipelines_have_no_conflicts.run(job):
+    for problem in check_pipeline_has_no_conflicts.run(job):
         raise LayoutError(f"{'.'.join(map(str, problem.path))} is {problem.what}", fix=problem.fix)
 
 

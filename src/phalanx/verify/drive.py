@@ -14,7 +14,7 @@ from pathlib import Path
 from phalanx.core.errors import ExitCode, PhalanxError, ResourceError, UsageError
 from phalanx.core.registry import refuse_while_importing
 from phalanx.data.prepare import prepare_corpus
-from phalanx.job.hugging_face import modules_to_preload
+from phalanx.job.hugging_face import list_transformers_modules
 from phalanx.job.load import require_job
 from phalanx.job.schema import Job
 from phalanx.job.user_dataset import is_own_dataset
@@ -258,7 +258,7 @@ def _run_cases_in_one_rank_group(
             "torch",
             "torch._dynamo",
             "phalanx.verify.rank",
-            *modules_to_preload(selection.job.model.kind),
+            *list_transformers_modules(selection.job.model.kind),
         ),
         stepless="judging layouts",
         grace_s=1.0,

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from phalanx.job.learning_rate import unscaled_learning_rate
+from phalanx.job.learning_rate import resolve_unscaled_learning_rate
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
 from phalanx.run.one_process.dropout_masks import DropoutMasks
@@ -146,7 +146,7 @@ def _make_rate_schedule(job: Job) -> RateSchedule:
     optim = job.optim
     return RateSchedule(
         kind=optim.schedule,
-        peak=unscaled_learning_rate(job).lr,
+        peak=resolve_unscaled_learning_rate(job).lr,
         warmup=WARMUP_STEPS,
         num_steps=NUM_STEPS,
         last_over_peak=optim.min_lr_ratio,

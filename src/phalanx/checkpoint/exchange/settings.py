@@ -24,7 +24,7 @@ from phalanx.checkpoint.exchange.rope_settings import (
 )
 from phalanx.core.errors import LayoutError
 from phalanx.job.shapes.decoder import DecoderShape
-from phalanx.job.shapes.stored import build_shape
+from phalanx.job.shapes.stored import build_builtin_shape
 from phalanx.job.shapes.stored_keys import STORED_SHAPE_DEFAULTS
 from phalanx.job.shapes.transformer import TransformerShape
 
@@ -92,7 +92,7 @@ def _parse_model_shape(family: ModelFamily, config: ConfigJson) -> TransformerSh
             config[family.scores_by],
             f"phalanx divides by the head's {values['head_dim']}",
         )
-    return normalize_model_shape(build_shape(values))
+    return normalize_model_shape(build_builtin_shape(values))
 
 
 def _fill_config(family: ModelFamily, config: ConfigJson) -> dict[str, Any]:

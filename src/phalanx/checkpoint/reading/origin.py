@@ -14,7 +14,7 @@ from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.stores import is_single_checkpoint, is_url, resolve_run_directory
 from phalanx.core.files import read_json
 from phalanx.job.costs import ModelCosts
-from phalanx.job.shapes.stored import read_shape
+from phalanx.job.shapes.stored import parse_stored_shape
 from phalanx.plan.plan import Plan
 
 
@@ -43,7 +43,7 @@ def find_origin(location: str, folder: Folder, manifest: Manifest) -> Checkpoint
         if shape_facts:
             settings = dict(manifest.facts.get("hugging_face") or {})
             seq_len = int(settings.get("max_position_embeddings") or 0)
-            return CheckpointOrigin(read_shape(shape_facts), seq_len, settings)
+            return CheckpointOrigin(parse_stored_shape(shape_facts), seq_len, settings)
         if run_dir is None:
             return None
         plan = Plan.from_json(read_json(run_dir / "plan.json"))

@@ -13,7 +13,7 @@ CheckFunction = Callable[[Job], list[Finding]]
 
 
 @dataclass(frozen=True)
-class Check:
+class JobCheck:
     """A check of several keys together.
 
     `asked_by`: the keys one of which the user must have given; the defaults of the others may then
@@ -25,10 +25,12 @@ class Check:
     asked_by: tuple[str, ...]
 
 
-def declare_check(*reads: str, asked_by: tuple[str, ...] = ()) -> Callable[[CheckFunction], Check]:
+def declare_check(
+    *reads: str, asked_by: tuple[str, ...] = ()
+) -> Callable[[CheckFunction], JobCheck]:
     """Decorator that makes a `Check` of a function from the keys that it reads."""
     # Without `asked_by` any key that it reads makes the user responsible for it.
-    return lambda run: Check(run, reads, asked_by or reads)
+    return lambda run: JobCheck(run, reads, asked_by or reads)
 
 
 def make_finding(key: str, problem: str, fix: str = "") -> Finding:

@@ -9,7 +9,7 @@ from phalanx.job.schema import Job
 
 
 @declare_check("checkpoint.url")
-def checkpoints_have_an_address(job: Job) -> list[Finding]:
+def check_checkpoint_url(job: Job) -> list[Finding]:
     url = job.checkpoint.url
     refused = find_url_problem(url, in_job=True) if url is not None else None
     if url is None or refused is None:
@@ -20,7 +20,7 @@ def checkpoints_have_an_address(job: Job) -> list[Finding]:
 
 
 @declare_check("model.init_from")
-def initial_weights_have_an_address(job: Job) -> list[Finding]:
+def check_initial_weights_url(job: Job) -> list[Finding]:
     origin = job.model.init_from
     if origin is not None and ("://" in origin or "::" in origin):
         refused = find_url_problem(origin)
@@ -36,7 +36,7 @@ def initial_weights_have_an_address(job: Job) -> list[Finding]:
 
 
 @declare_check("checkpoint.every", "checkpoint.mtbf_hours")
-def auto_interval_needs_failures(job: Job) -> list[Finding]:
+def check_auto_interval_has_mtbf(job: Job) -> list[Finding]:
     checkpoint = job.checkpoint
     if checkpoint.every == "auto" and checkpoint.mtbf_hours is None:
         problem = (
@@ -60,7 +60,7 @@ def auto_interval_needs_failures(job: Job) -> list[Finding]:
 
 
 @declare_check("checkpoint.keep_last", "checkpoint.keep_every")
-def keep_every_needs_keep_last(job: Job) -> list[Finding]:
+def check_keep_every_has_keep_last(job: Job) -> list[Finding]:
     if job.checkpoint.keep_every is None or job.checkpoint.keep_last is not None:
         return []
     problem = "keeps some of what is removed, and without keep_last nothing is"
@@ -68,8 +68,8 @@ def keep_every_needs_keep_last(job: Job) -> list[Finding]:
 
 
 CHECKS = (
-    checkpoints_have_an_address,
-    initial_weights_have_an_address,
-    auto_interval_needs_failures,
-    keep_every_needs_keep_last,
+    check_checkpoint_url,
+    check_initial_weights_url,
+    check_auto_interval_has_mtbf,
+    check_keep_every_has_keep_last,
 )

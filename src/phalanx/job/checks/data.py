@@ -16,14 +16,14 @@ Question = Callable[[Job], list[Finding]]
 MIN_SOURCE_SHARE = 1 / 2**16  # of a mixture's samples: what its table can tell
 
 
-def mixture_or_source(job: Job) -> list[Finding]:
+def check_mixture_excludes_source(job: Job) -> list[Finding]:
     if not job.data.mixture or job.data.source == Data().source:
         return []
     problem = f"there is a mixture, and data.source is {job.data.source!r} besides"
-    return [_own_dataset_finding("source", problem, "make it one of the [[data.mixture]] tables")]
+    return [_make_data_finding("source", problem, "make it one of the [[data.mixture]] tables")]
 
 
-def mixture_is_of_tokens(job: Job) -> list[Finding]:
+def check_mixture_is_of_tokens(job: Job) -> list[Finding]:
     problem, fix = (
         "your own dataset cannot be a part of a mixture",
         "mix inside your dataset: it gets every index",
@@ -35,7 +35,7 @@ def mixture_is_of_tokens(job: Job) -> list[Finding]:
     ]
 
 
-def mixture_weights_are_not_tiny(job: Job) -> list[Finding]:
+def check_mixture_weights_are_not_tiny(job: Job) -> list[Finding]:
     total = sum(part.weight for part in job.data.mixture)
     return [
         Finding(
@@ -49,18 +49,18 @@ def mixture_weights_are_not_tiny(job: Job) -> list[Finding]:
     ]
 
 
-def args_need_an_own_dataset(job: Job) -> list[Finding]:
+def check_data_args_have_own_dataset(job: Job) -> list[Finding]:
     if not job.data.args or is_own_dataset(job.data.source):
         return []
     problem = f"is for your own dataset, and data.source is {job.data.source!r}"
     return [
-        _own_dataset_finding(
+        _make_data_finding(
             "args", problem, 'set data.source = "package.module:factory", or remove data.args'
         )
     ]
 
 
-def own_dataset_reads_the_key(key: str, job: Job) -> list[Finding]:
+def check_own_dataset_reads_key(key: str, job: Job) -> list[Finding]:
     """A finding if `key` was changed for a dataset of the user's own, which phalanx neither
     tokenizes nor packs."""
     if not is_own_dataset(job.data.source) or job.data.mixture:
@@ -68,18 +68,18 @@ def own_dataset_reads_the_key(key: str, job: Job) -> list[Finding]:
     if getattr(job.data, key) == getattr(Data(), key):
         return []
     return [
-        _own_dataset_finding(
+        _make_data_finding(
             key, f"{key} is not read where data.source is your own dataset", "do it in the dataset"
         )
     ]
 
 
-def own_dataset_has_a_vocabulary(job: Job) -> list[Finding]:
+def check_own_dataset_has_vocabulary(job: Job) -> list[Finding]:
     if (
         job.model.is_foreign
         or not is_own_dataset(job.data.source)
         or job.data.mixture
-        or _reads_images(job)
+        or _does_model_read_images(job)
     ):
         return []
     try:
@@ -95,18 +95,20 @@ def own_dataset_has_a_vocabulary(job: Job) -> list[Finding]:
     return [Finding(("model", "vocab_size"), problem)]
 
 
-def images_need_an_own_dataset(job: Job) -> list[Finding]:
-    if not _reads_images(job) or (is_own_dataset(job.data.source) and not job.data.mixture):
+def check_images_have_own_dataset(job: Job) -> list[Finding]:
+    if not _does_model_read_images(job) or (
+        is_own_dataset(job.data.source) and not job.data.mixture
+    ):
         return []
     problem = f"the model reads images, and data.source {job.data.source!r} holds tokens"
     return [
-        _own_dataset_finding(
+        _make_data_finding(
             "source", problem, 'give your own dataset: data.source = "package.module:factory"'
         )
     ]
 
 
-def _reads_images(job: Job) -> bool:
+def _does_model_read_images(job: Job) -> bool:
     if job.model.is_foreign:
         return False
     try:
@@ -117,31 +119,31 @@ def _reads_images(job: Job) -> bool:
         return False
 
 
-def _own_dataset_finding(key: str, problem: str, fix: str = "") -> Finding:
+def _make_data_finding(key: str, problem: str, fix: str = "") -> Finding:
     return Finding(("data", key), problem, fix)
 
 
-def _make_key_question(key: str) -> Question:
+def _make_check_of_key(key: str) -> Question:
     def question(job: Job) -> list[Finding]:
-        return own_dataset_reads_the_key(key, job)
+        return check_own_dataset_reads_key(key, job)
 
     return question
 
 
 # Each question with the keys that it is about: it is asked if the user gave one of them.
 DATA_CHECKS: tuple[tuple[Question, tuple[str, ...]], ...] = (
-    (mixture_or_source, ("data.mixture", "data.source")),
-    (mixture_is_of_tokens, ("data.mixture",)),
-    (mixture_weights_are_not_tiny, ("data.mixture",)),
-    (args_need_an_own_dataset, ("data.args", "data.source")),
+    (check_mixture_excludes_source, ("data.mixture", "data.source")),
+    (check_mixture_is_of_tokens, ("data.mixture",)),
+    (check_mixture_weights_are_not_tiny, ("data.mixture",)),
+    (check_data_args_have_own_dataset, ("data.args", "data.source")),
     *(
-        (_make_key_question(key), ("data.source", f"data.{key}"))
+        (_make_check_of_key(key), ("data.source", f"data.{key}"))
         for key in ("tokenizer", "column", "document_masks")
     ),
     (
-        own_dataset_has_a_vocabulary,
+        check_own_dataset_has_vocabulary,
         ("data.source", "model.vocab_size", "model.preset", "model.kind"),
     ),
     # Not by the model's keys alone: a shape can be planned before there is data.
-    (images_need_an_own_dataset, ("data.source", "data.mixture")),
+    (check_images_have_own_dataset, ("data.source", "data.mixture")),
 )

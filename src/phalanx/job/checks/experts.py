@@ -22,7 +22,7 @@ EXPERT_MODEL_KEYS = ("model.kind", "model.preset", "model.num_experts")
 
 
 @declare_check("parallel.ep", *EXPERT_MODEL_KEYS, asked_by=("parallel.ep",))
-def experts_can_be_spread(job: Job) -> list[Finding]:
+def check_experts_can_be_spread(job: Job) -> list[Finding]:
     ep = job.parallel.degrees.ep
     if ep == 1:
         return []
@@ -76,12 +76,12 @@ def find_expert_problem(
     "parallel.tp",
     asked_by=("parallel.ep",),
 )
-def experts_have_their_ranks(job: Job) -> list[Finding]:
+def check_experts_divide_ranks(job: Job) -> list[Finding]:
     """A finding if ep does not divide the ranks that experts can be spread over. The model
     matters for the fix alone."""
     ep, ranks = job.parallel.degrees.ep, find_ranks_for_experts(job)
-    # One finding for one ep: what the model refuses is told by `experts_can_be_spread`.
-    if ep == 1 or ranks is None or ranks[0] % ep == 0 or experts_can_be_spread.run(job):
+    # One finding for one ep: what the model refuses is told by `check_experts_can_be_spread`.
+    if ep == 1 or ranks is None or ranks[0] % ep == 0 or check_experts_can_be_spread.run(job):
         return []
     return [
         make_finding("parallel.ep", *explain_undivided_ranks(job, find_model_shape(job), *ranks))
@@ -125,7 +125,7 @@ def _suggest_more_ranks(job: Job, size: int) -> str:
     "train.compile",
     asked_by=("parallel.ep",),
 )
-def experts_have_no_conflicts(job: Job) -> list[Finding]:
+def check_experts_have_no_conflicts(job: Job) -> list[Finding]:
     if job.parallel.degrees.ep == 1:
         return []
     findings = []
@@ -184,4 +184,4 @@ def find_ranks_for_experts(job: Job, num_ranks: int | None = None) -> tuple[int,
     )
 
 
-CHECKS = (experts_can_be_spread, experts_have_their_ranks, experts_have_no_conflicts)
+CHECKS = (check_experts_can_be_spread, check_experts_divide_ranks, check_experts_have_no_conflicts)

@@ -8,7 +8,7 @@ from phalanx.core import registry
 from phalanx.core.errors import did_you_mean
 from phalanx.core.phases import PHASES
 from phalanx.job.checks.check import declare_check
-from phalanx.job.checks.names import is_user_name, list_kinds_of_package
+from phalanx.job.checks.names import is_user_object_name, list_kinds_of_package
 from phalanx.job.checks.ranks import find_num_ranks
 from phalanx.job.findings import Finding
 from phalanx.job.schema import Job
@@ -18,7 +18,7 @@ COMMON_FAULT_KEYS = ("rank", "step", "phase")
 
 
 @declare_check("resilience.inject")
-def faults_are_well_formed(job: Job) -> list[Finding]:
+def check_faults_are_well_formed(job: Job) -> list[Finding]:
     findings = []
     for index, text in enumerate(job.resilience.inject):
         for problem, fix in _find_spelling_problems(text):
@@ -34,7 +34,7 @@ def faults_are_well_formed(job: Job) -> list[Finding]:
     "parallel.pp",
     "parallel.tp",
 )
-def fault_ranks_exist(job: Job) -> list[Finding]:
+def check_fault_ranks_exist(job: Job) -> list[Finding]:
     ranks = find_num_ranks(job)
     if ranks is None:
         return []
@@ -44,19 +44,19 @@ def fault_ranks_exist(job: Job) -> list[Finding]:
     )
     return [
         replace(finding, fix=fix)
-        for finding in _find_faults_beyond(job, "rank", ranks - 1, problem)
+        for finding in _find_faults_beyond_limit(job, "rank", ranks - 1, problem)
     ]
 
 
 @declare_check("resilience.inject", "train.steps")
-def fault_steps_come(job: Job) -> list[Finding]:
+def check_fault_steps_are_reached(job: Job) -> list[Finding]:
     steps = job.train.steps
-    return _find_faults_beyond(
+    return _find_faults_beyond_limit(
         job, "step", steps, f"{{text!r}} strikes at step {{number}}, and train.steps is {steps}"
     )
 
 
-def _find_faults_beyond(job: Job, key: str, last: int, problem: str) -> list[Finding]:
+def _find_faults_beyond_limit(job: Job, key: str, last: int, problem: str) -> list[Finding]:
     """One finding for each fault that names a `key` greater than `last`."""
     findings: list[Finding] = []
     for index, text in enumerate(job.resilience.inject):
@@ -80,7 +80,7 @@ def _find_spelling_problems(text: str) -> list[tuple[str, str]]:
     # "kill:" and "kill:7" are a fault of ours badly written, no module of the user's.
     if fault.partition(":")[0] in ("", *known) and fault not in known:
         wrong.append((f"{text!r} is not fault:key=value,...", usage))
-    elif registry.is_foreign(fault) and not is_user_name(fault):
+    elif registry.is_foreign(fault) and not is_user_object_name(fault):
         wrong.append((f"{fault!r} is not package.module:function", usage))
     elif not registry.is_foreign(fault) and known and fault not in known:
         wrong.append(
@@ -97,12 +97,12 @@ def _find_spelling_problems(text: str) -> list[tuple[str, str]]:
         elif key in COMMON_FAULT_KEYS and key in keys:
             wrong.append((f"{key} is given twice in {text!r}", "keep one of them"))
         else:
-            wrong += _check_fault_part(key, value, text)
+            wrong += _find_fault_part_problems(key, value, text)
         keys.add(key)
     return wrong
 
 
-def _check_fault_part(key: str, value: str, text: str) -> list[tuple[str, str]]:
+def _find_fault_part_problems(key: str, value: str, text: str) -> list[tuple[str, str]]:
     if key not in COMMON_FAULT_KEYS:
         fix = did_you_mean(key, COMMON_FAULT_KEYS) or f"keys are {', '.join(COMMON_FAULT_KEYS)}"
         return [(f"unknown key {key!r} in {text!r}", fix)]
@@ -134,7 +134,7 @@ def _is_whole_number(text: str) -> bool:
 
 
 CHECKS = (
-    faults_are_well_formed,
-    fault_ranks_exist,
-    fault_steps_come,
+    check_faults_are_well_formed,
+    check_fault_ranks_exist,
+    check_fault_steps_are_reached,
 )

@@ -35,7 +35,7 @@ EXPERT_KEYS = (
     ),
 )
 LATENT_KEYS = ("query_rank", "rope_head_dim", "value_head_dim")
-PLAIN_KEYS = ("num_kv_heads", "qk_norm", "bias")  # which latent attention does not read
+PLAIN_ATTENTION_KEYS = ("num_kv_heads", "qk_norm", "bias")  # which latent attention does not read
 IMAGE_KEYS = ("image_size", "patch_size", "num_channels", "num_classes", "pooling")
 TEXT_KEYS = (
     *(
@@ -58,7 +58,7 @@ TEXT_KEYS = (
 )
 
 
-def preset_exists(job: Job) -> list[Finding]:
+def check_preset_exists(job: Job) -> list[Finding]:
     name = job.model.preset
     if name is None or job.model.is_foreign or find_preset(name):
         return []
@@ -66,16 +66,16 @@ def preset_exists(job: Job) -> list[Finding]:
         did_you_mean(name, list_preset_names())
         or "docs/models.md and phalanx plan --models list them"
     )
-    return [_model_finding("preset", f"unknown preset {name!r}", fix)]
+    return [_make_model_finding("preset", f"unknown preset {name!r}", fix)]
 
 
-def preset_is_of_this_kind(job: Job) -> list[Finding]:
+def check_preset_is_of_model_kind(job: Job) -> list[Finding]:
     name, kind = job.model.preset, job.model.kind
     preset = find_preset(name or "")
     if preset is None or kind not in DEFAULT_PRESETS or kind == preset.kind:
         return []
     return [
-        _model_finding(
+        _make_model_finding(
             "kind", f"the preset {name} is a {preset.kind}, not a {kind}", "leave one of them out"
         )
     ]
@@ -84,7 +84,7 @@ def preset_is_of_this_kind(job: Job) -> list[Finding]:
 # A key that nothing reads would be a wish that is silently not granted
 
 
-def key_is_read(key: str, job: Job) -> list[Finding]:
+def check_key_is_read_by_model(key: str, job: Job) -> list[Finding]:
     """A finding if the user set `key` and the model that they asked for does not read it."""
     value = getattr(job.model, key)
     if value is None or (
@@ -92,19 +92,21 @@ def key_is_read(key: str, job: Job) -> list[Finding]:
     ):
         return []
     if job.model.is_foreign:
-        return [_model_finding(key, f"{key} is not read by your own model", "put it in model.args")]
+        return [
+            _make_model_finding(key, f"{key} is not read by your own model", "put it in model.args")
+        ]
     shape = find_model_shape(job)
     if shape is None or job.model.kind not in (None, *DEFAULT_PRESETS):
         return []
     if key in (IMAGE_KEYS if isinstance(shape, DecoderShape) else TEXT_KEYS):
-        return [_model_finding(key, f"{key} is not read by a {shape.kind}", "remove it")]
-    fix = _explain_no_effect(key, shape) if isinstance(shape, DecoderShape) else ""
+        return [_make_model_finding(key, f"{key} is not read by a {shape.kind}", "remove it")]
+    fix = _explain_how_decoder_reads_key(key, shape) if isinstance(shape, DecoderShape) else ""
     if fix and value not in (0, "none"):
-        return [_model_finding(key, f"{key} has no effect", fix)]
+        return [_make_model_finding(key, f"{key} has no effect", fix)]
     return []
 
 
-def _explain_no_effect(key: str, shape: DecoderShape) -> str:
+def _explain_how_decoder_reads_key(key: str, shape: DecoderShape) -> str:
     """The fix that makes a decoder read `key`; "" if it does."""
     missing = {
         "max_positions": (
@@ -130,7 +132,9 @@ def _explain_no_effect(key: str, shape: DecoderShape) -> str:
             and "set model.expert_ffn_dim: every block has experts"
         ),
         "global_every": not shape.sliding_window and "set model.sliding_window: no block has one",
-        **dict.fromkeys(PLAIN_KEYS, shape.kv_rank and "leave it out: latent attention has its own"),
+        **dict.fromkeys(
+            PLAIN_ATTENTION_KEYS, shape.kv_rank and "leave it out: latent attention has its own"
+        ),
         **dict.fromkeys(
             LATENT_KEYS, not shape.kv_rank and "set model.kv_rank: there is no latent attention"
         ),
@@ -141,7 +145,7 @@ def _explain_no_effect(key: str, shape: DecoderShape) -> str:
     return missing.get(key) or ""
 
 
-def scaling_is_complete(job: Job) -> list[Finding]:
+def check_rope_scaling_is_complete(job: Job) -> list[Finding]:
     shape = find_decoder_shape(job)
     if shape is None or shape.rope_scaling == "none":
         return []
@@ -151,23 +155,25 @@ def scaling_is_complete(job: Job) -> list[Finding]:
             f"{shape.rope_scaling} scaling needs a factor above 1, and it is {shape.rope_factor:g}"
         )
         findings.append(
-            _model_finding(
+            _make_model_finding(
                 "rope_factor", problem, "model.rope_factor=8 reads sequences 8 times as long"
             )
         )
     if shape.rope_scaling in ("llama3", "yarn") and not shape.rope_original_len:
         problem = f"{shape.rope_scaling} scaling needs the length that the positions were made for"
-        findings.append(_model_finding("rope_original_len", problem, "set model.rope_original_len"))
+        findings.append(
+            _make_model_finding("rope_original_len", problem, "set model.rope_original_len")
+        )
     if shape.rope_scaling == "ntk" and shape.rotated_dim == 2:
         findings.append(
-            _model_finding(
+            _make_model_finding(
                 "rope_scaling", "ntk scaling changes nothing in heads of width 2", "use linear"
             )
         )
     return findings
 
 
-def heads_divide_dim(job: Job) -> list[Finding]:
+def check_heads_divide_dim(job: Job) -> list[Finding]:
     shape = find_model_shape(job)
     if shape is None:
         return []
@@ -179,7 +185,7 @@ def heads_divide_dim(job: Job) -> list[Finding]:
     # A preset may bring heads of another width than dim / num_heads: nothing has to divide then.
     if derived and shape.head_dim == max(1, dim // heads) and dim % heads:
         return [
-            _model_finding(
+            _make_model_finding(
                 "num_heads", f"dim {dim} cannot be divided among {heads} heads", nearest_dim
             )
         ]
@@ -187,7 +193,7 @@ def heads_divide_dim(job: Job) -> list[Finding]:
         return []
     if not derived:
         return [
-            _model_finding(
+            _make_model_finding(
                 "head_dim", "rotary positions need an even width", f"try {shape.head_dim + 1}"
             )
         ]
@@ -195,23 +201,23 @@ def heads_divide_dim(job: Job) -> list[Finding]:
         f"dim {dim} over {heads} heads makes heads of {shape.head_dim}, and rotary positions need"
         " an even width"
     )
-    return [_model_finding("num_heads", problem, nearest_dim)]
+    return [_make_model_finding("num_heads", problem, nearest_dim)]
 
 
-def kv_heads_divide_heads(job: Job) -> list[Finding]:
+def check_kv_heads_divide_heads(job: Job) -> list[Finding]:
     shape = find_model_shape(job)
     if shape is None or shape.num_heads % shape.num_kv_heads == 0:
         return []
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
     problem = f"{kv_heads} key and value heads do not divide the {heads} query heads"
     return [
-        _model_finding(
+        _make_model_finding(
             "num_kv_heads", problem, f"nearest: {format_nearest_divisors(heads, kv_heads)}"
         )
     ]
 
 
-def sequences_have_positions(job: Job) -> list[Finding]:
+def check_sequences_have_positions(job: Job) -> list[Finding]:
     shape, seq_len = find_decoder_shape(job), job.data.seq_len
     if shape is None or shape.positions != "learned" or seq_len <= shape.max_positions:
         return []
@@ -219,7 +225,7 @@ def sequences_have_positions(job: Job) -> list[Finding]:
         f"sequences of {seq_len} tokens, and the model has {shape.max_positions} learned positions"
     )
     return [
-        _model_finding(
+        _make_model_finding(
             "max_positions",
             problem,
             f"data.seq_len at most {shape.max_positions}, or more positions",
@@ -227,13 +233,13 @@ def sequences_have_positions(job: Job) -> list[Finding]:
     ]
 
 
-def patches_fill_the_image(job: Job) -> list[Finding]:
+def check_patches_fill_image(job: Job) -> list[Finding]:
     shape = find_model_shape(job)
     if not isinstance(shape, VitShape) or shape.image_size % shape.patch_size == 0:
         return []
     problem = f"patches of {shape.patch_size} pixels do not fill an image of {shape.image_size}"
     return [
-        _model_finding(
+        _make_model_finding(
             "patch_size",
             problem,
             f"nearest: {format_nearest_divisors(shape.image_size, shape.patch_size)}",
@@ -241,36 +247,44 @@ def patches_fill_the_image(job: Job) -> list[Finding]:
     ]
 
 
-def experts_are_complete(job: Job) -> list[Finding]:
+def check_experts_are_complete(job: Job) -> list[Finding]:
     shape = find_decoder_shape(job)
     if shape is None or not shape.num_experts:
         return []
     findings = []
     if not 1 <= shape.experts_per_token <= shape.num_experts:
         problem = f"a token visits {shape.experts_per_token} of {shape.num_experts} experts"
-        findings.append(_model_finding("experts_per_token", problem, f"1 to {shape.num_experts}"))
+        findings.append(
+            _make_model_finding("experts_per_token", problem, f"1 to {shape.num_experts}")
+        )
     if not shape.expert_ffn_dim:
         findings.append(
-            _model_finding("expert_ffn_dim", "experts need a width", "set model.expert_ffn_dim")
+            _make_model_finding(
+                "expert_ffn_dim", "experts need a width", "set model.expert_ffn_dim"
+            )
         )
     if shape.num_dense_layers >= shape.num_layers:
         problem = f"{shape.num_dense_layers} of {shape.num_layers} blocks have no experts"
         findings.append(
-            _model_finding("num_dense_layers", problem, f"at most {shape.num_layers - 1}")
+            _make_model_finding("num_dense_layers", problem, f"at most {shape.num_layers - 1}")
         )
     if shape.bias == "all":
-        findings.append(_model_finding("bias", "experts have no biases", "model.bias=qkv or none"))
+        findings.append(
+            _make_model_finding("bias", "experts have no biases", "model.bias=qkv or none")
+        )
     return findings
 
 
-def latents_are_complete(job: Job) -> list[Finding]:
+def check_latent_attention_is_complete(job: Job) -> list[Finding]:
     shape = find_decoder_shape(job)
     if shape is None or not shape.kv_rank:
         return []
     findings, rotated = [], shape.rope_head_dim
     if shape.positions != "rope":
         findings.append(
-            _model_finding("positions", "latent attention has rotary positions", "leave it out")
+            _make_model_finding(
+                "positions", "latent attention has rotary positions", "leave it out"
+            )
         )
     if not 0 < rotated < shape.head_dim or rotated % 2:
         problem = (
@@ -278,19 +292,19 @@ def latents_are_complete(job: Job) -> list[Finding]:
             f" rope_head_dim is {rotated}"
         )
         findings.append(
-            _model_finding("rope_head_dim", problem, f"try {max(2, shape.head_dim // 6 * 2)}")
+            _make_model_finding("rope_head_dim", problem, f"try {max(2, shape.head_dim // 6 * 2)}")
         )
     elif shape.value_head_dim > shape.head_dim:
         problem = f"values of {shape.value_head_dim} are wider than heads of {shape.head_dim}"
-        findings.append(_model_finding("value_head_dim", problem, f"at most {shape.head_dim}"))
+        findings.append(_make_model_finding("value_head_dim", problem, f"at most {shape.head_dim}"))
     return findings
 
 
-def cast_needs_weights(job: Job) -> list[Finding]:
+def check_init_cast_has_weights(job: Job) -> list[Finding]:
     if not job.model.init_cast or job.model.init_from is not None:
         return []
     return [
-        _model_finding(
+        _make_model_finding(
             "init_cast", "there are no weights to cast", "set model.init_from, or remove it"
         )
     ]
@@ -316,26 +330,29 @@ _FULL_LATENT_KEYS = (
 _ROPE_SCALING_KEYS = ("model.rope_scaling", "model.rope_factor", "model.rope_original_len")
 
 MODEL_CHECKS: list[tuple[Question, tuple[str, ...]]] = [
-    (preset_exists, ("model.preset", "model.kind")),
-    (preset_is_of_this_kind, ("model.kind", "model.preset")),
+    (check_preset_exists, ("model.preset", "model.kind")),
+    (check_preset_is_of_model_kind, ("model.kind", "model.preset")),
     *(
         (
-            functools.partial(key_is_read, key),
+            functools.partial(check_key_is_read_by_model, key),
             (f"model.{key}", *_ENABLING_KEYS.get(key, ()), *_MODEL_CHOICE_KEYS),
         )
         for key in ("preset", *SHAPE_KEYS)
     ),
-    (cast_needs_weights, ("model.init_cast", "model.init_from")),
-    (latents_are_complete, (*_FULL_LATENT_KEYS, *_MODEL_CHOICE_KEYS)),
-    (scaling_is_complete, (*_ROPE_SCALING_KEYS, *_MODEL_CHOICE_KEYS)),
-    (heads_divide_dim, (*_WIDTH_KEYS, "model.head_dim", "model.positions", *_MODEL_CHOICE_KEYS)),
-    (kv_heads_divide_heads, ("model.num_heads", "model.num_kv_heads", *_MODEL_CHOICE_KEYS)),
+    (check_init_cast_has_weights, ("model.init_cast", "model.init_from")),
+    (check_latent_attention_is_complete, (*_FULL_LATENT_KEYS, *_MODEL_CHOICE_KEYS)),
+    (check_rope_scaling_is_complete, (*_ROPE_SCALING_KEYS, *_MODEL_CHOICE_KEYS)),
     (
-        sequences_have_positions,
+        check_heads_divide_dim,
+        (*_WIDTH_KEYS, "model.head_dim", "model.positions", *_MODEL_CHOICE_KEYS),
+    ),
+    (check_kv_heads_divide_heads, ("model.num_heads", "model.num_kv_heads", *_MODEL_CHOICE_KEYS)),
+    (
+        check_sequences_have_positions,
         ("data.seq_len", "model.max_positions", "model.positions", *_MODEL_CHOICE_KEYS),
     ),
-    (patches_fill_the_image, ("model.image_size", "model.patch_size", *_MODEL_CHOICE_KEYS)),
-    (experts_are_complete, (*_FULL_EXPERT_KEYS, "model.num_layers", *_MODEL_CHOICE_KEYS)),
+    (check_patches_fill_image, ("model.image_size", "model.patch_size", *_MODEL_CHOICE_KEYS)),
+    (check_experts_are_complete, (*_FULL_EXPERT_KEYS, "model.num_layers", *_MODEL_CHOICE_KEYS)),
 ]
 """Each question, and the keys it reads: of those that the file gives, the first is told."""
 
@@ -351,11 +368,11 @@ def find_decoder_shape(job: Job) -> DecoderShape | None:
 def find_model_shape(job: Job) -> BuiltInShape | None:
     """The shape that the section asks for, or None where another question already refuses it."""
     model = job.model
-    if model.is_foreign or preset_exists(job) or preset_is_of_this_kind(job):
+    if model.is_foreign or check_preset_exists(job) or check_preset_is_of_model_kind(job):
         return None
     # The vocabulary may be the data's, and decides none of these questions: 1 stands for it.
     return build_model_shape(job, 1)
 
 
-def _model_finding(key: str, problem: str, fix: str = "") -> Finding:
+def _make_model_finding(key: str, problem: str, fix: str = "") -> Finding:
     return Finding(("model", key), problem, fix)

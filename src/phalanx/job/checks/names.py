@@ -20,7 +20,7 @@ OPTIMIZERS, HOOKS = "phalanx.optim.optimizers", "phalanx.parallel.hooks"
 
 
 @declare_check("model.kind")
-def model_exists(job: Job) -> list[Finding]:
+def check_model_exists(job: Job) -> list[Finding]:
     if job.model.kind is None:
         return []
     if is_hugging_face(job.model.kind):
@@ -68,7 +68,7 @@ def _suggest_preset(kind: str) -> str:
 
 
 @declare_check("model.kind", "model.args")
-def args_need_a_factory(job: Job) -> list[Finding]:
+def check_model_args_have_factory(job: Job) -> list[Finding]:
     if job.model.is_foreign or not job.model.args:
         return []
     problem = f'is for your own factory, and model.kind is "{job.model.kind or "decoder"}"'
@@ -80,8 +80,8 @@ def args_need_a_factory(job: Job) -> list[Finding]:
 
 
 @declare_check("model.objective")
-def objective_is_a_name(job: Job) -> list[Finding]:
-    if job.model.objective is None or is_user_name(job.model.objective):
+def check_objective_is_a_name(job: Job) -> list[Finding]:
+    if job.model.objective is None or is_user_object_name(job.model.objective):
         return []
     return [
         make_finding("model.objective", f"{job.model.objective!r} is not package.module:function")
@@ -89,14 +89,14 @@ def objective_is_a_name(job: Job) -> list[Finding]:
 
 
 @declare_check("optim.kind")
-def optimizer_exists(job: Job) -> list[Finding]:
+def check_optimizer_exists(job: Job) -> list[Finding]:
     return _find_unknown_kind(
         "optim.kind", job.optim.kind, OPTIMIZERS, "optimizer", "package.module:build"
     )
 
 
 @declare_check("observe.sinks")
-def sinks_exist(job: Job) -> list[Finding]:
+def check_sinks_exist(job: Job) -> list[Finding]:
     findings = []
     for index, sink in enumerate(job.observe.sinks or ()):
         findings += _find_unknown_kind(
@@ -106,7 +106,7 @@ def sinks_exist(job: Job) -> list[Finding]:
 
 
 @declare_check("parallel.compress")
-def compression_exists(job: Job) -> list[Finding]:
+def check_compression_exists(job: Job) -> list[Finding]:
     kind, known = job.parallel.compress, ["none", *list_kinds_of_package(HOOKS)]
     # "none" alone: this installation lacks the folder, and no name can be checked.
     if kind in known or len(known) == 1:
@@ -128,7 +128,7 @@ def compression_exists(job: Job) -> list[Finding]:
     "observe.sinks",
     "resilience.inject",
 )
-def names_reach_ranks(job: Job) -> list[Finding]:
+def check_names_reach_ranks(job: Job) -> list[Finding]:
     """A finding for each name that a notebook's cell or the script itself defines: ranks are
     other processes and cannot import it."""
     names = {
@@ -144,13 +144,13 @@ def names_reach_ranks(job: Job) -> list[Finding]:
     for number, fault in enumerate(job.resilience.inject):
         names[f"resilience.inject.{number}"] = fault
     return [
-        _refuse_name_of_main_module(key, name)
+        _make_main_module_finding(key, name)
         for key, name in names.items()
         if name and name.startswith(MAIN_MODULE_PREFIX)
     ]
 
 
-def _refuse_name_of_main_module(key: str, name: str) -> Finding:
+def _make_main_module_finding(key: str, name: str) -> Finding:
     attribute = name.removeprefix(MAIN_MODULE_PREFIX)
     problem = (
         f"{name!r} is in a notebook's cell or the script itself, and ranks are other processes:"
@@ -164,13 +164,13 @@ def _refuse_name_of_main_module(key: str, name: str) -> Finding:
 
 
 CHECKS = (
-    names_reach_ranks,
-    model_exists,
-    args_need_a_factory,
-    objective_is_a_name,
-    optimizer_exists,
-    sinks_exist,
-    compression_exists,
+    check_names_reach_ranks,
+    check_model_exists,
+    check_model_args_have_factory,
+    check_objective_is_a_name,
+    check_optimizer_exists,
+    check_sinks_exist,
+    check_compression_exists,
 )
 
 
@@ -182,7 +182,7 @@ def _find_unknown_kind(
     `instead`: advice for it.
     """
     if registry.is_foreign(kind):
-        if is_user_name(kind):
+        if is_user_object_name(kind):
             return []
         return [make_finding(key, f"{kind!r} is not {foreign}")]
     known = list_kinds_of_package(package)
@@ -208,7 +208,7 @@ def list_kinds_of_package(package: str) -> list[str]:
     return registry.list_kinds(package)
 
 
-def is_user_name(name: str) -> bool:
+def is_user_object_name(name: str) -> bool:
     """True for "package.module:name" of identifiers."""
     module, _, attribute = name.partition(":")
     return all(part.isidentifier() for part in (*module.split("."), *attribute.split(".")))

@@ -17,7 +17,7 @@ PIPELINE_ONLY_KEYS = (
 
 
 @declare_check("parallel.pp", *(f"parallel.{key}" for key in PIPELINE_ONLY_KEYS))
-def pipeline_keys_are_read(job: Job) -> list[Finding]:
+def check_pipeline_keys_are_read(job: Job) -> list[Finding]:
     if job.parallel.degrees.pp > 1:
         return []
     problem, fix = (
@@ -37,7 +37,7 @@ def pipeline_keys_are_read(job: Job) -> list[Finding]:
     "parallel.stages_per_rank",
     asked_by=("parallel.schedule_file",),
 )
-def one_schedule(job: Job) -> list[Finding]:
+def check_schedule_is_given_once(job: Job) -> list[Finding]:
     if job.parallel.schedule_file is None:
         return []
     return [
@@ -57,7 +57,7 @@ def one_schedule(job: Job) -> list[Finding]:
     "train.offload_activations",
     asked_by=("parallel.pp",),
 )
-def pipelines_have_no_conflicts(job: Job) -> list[Finding]:
+def check_pipeline_has_no_conflicts(job: Job) -> list[Finding]:
     if job.parallel.degrees.pp == 1:
         return []
     of, wrong = job.parallel, "not with parallel.pp: "
@@ -96,4 +96,8 @@ def pipelines_have_no_conflicts(job: Job) -> list[Finding]:
     return findings
 
 
-CHECKS = (pipeline_keys_are_read, one_schedule, pipelines_have_no_conflicts)
+CHECKS = (
+    check_pipeline_keys_are_read,
+    check_schedule_is_given_once,
+    check_pipeline_has_no_conflicts,
+)

@@ -22,14 +22,14 @@ from phalanx.job.schema import Job
     "parallel.cp",
     "parallel.tp",
 )
-def axes_fill_the_ranks(job: Job) -> list[Finding]:
+def check_axes_fill_ranks(job: Job) -> list[Finding]:
     ranks, copies, shards = job.parallel.ranks, job.parallel.dp_replicate, job.parallel.dp_shard
     shared = job.parallel.degrees.model_parallel_size
     if ranks is None:
         return []
     # First: a remainder here would make nonsense of what is divided below.
     if ranks % shared:
-        return [_model_parallel_does_not_divide(job, ranks)]
+        return [_make_indivisible_ranks_finding(job, ranks)]
     ranks //= shared
     if copies is not None and shards is not None and copies * shards != ranks:
         pairs = [(degree, ranks // degree) for degree in list_divisors(ranks)]
@@ -58,18 +58,18 @@ def axes_fill_the_ranks(job: Job) -> list[Finding]:
     return []
 
 
-def _degrees_of_model_axes(job: Job) -> dict[str, int]:
+def _list_model_axis_degrees(job: Job) -> dict[str, int]:
     """The degrees above 1 of the axes whose ranks work on the same samples."""
-    return job.parallel.degrees.above_one("pp", "cp", "tp")
+    return job.parallel.degrees.degrees_above_one("pp", "cp", "tp")
 
 
 def _describe_model_axes(job: Job) -> str:
     """These axes in words: "pp 2 x tp 4"."""
-    return " x ".join(f"{axis} {degree}" for axis, degree in _degrees_of_model_axes(job).items())
+    return " x ".join(f"{axis} {degree}" for axis, degree in _list_model_axis_degrees(job).items())
 
 
-def _model_parallel_does_not_divide(job: Job, ranks: int) -> Finding:
-    axes = _degrees_of_model_axes(job)
+def _make_indivisible_ranks_finding(job: Job, ranks: int) -> Finding:
+    axes = _list_model_axis_degrees(job)
     if len(axes) == 1:
         ((axis, degree),) = axes.items()
         problem = f"{axis} {degree} does not divide the {plural(ranks, 'rank')}"
@@ -87,7 +87,7 @@ def _model_parallel_does_not_divide(job: Job, ranks: int) -> Finding:
 
 
 @declare_check("train.global_batch_size", "train.micro_batch_size")
-def micro_batch_divides_global(job: Job) -> list[Finding]:
+def check_micro_batch_divides_global(job: Job) -> list[Finding]:
     batch, micro = job.train.global_batch_size, job.train.micro_batch_size
     if micro is None or batch % micro == 0:
         return []
@@ -106,7 +106,7 @@ def micro_batch_divides_global(job: Job) -> list[Finding]:
     "parallel.cp",
     "parallel.tp",
 )
-def ranks_share_the_batch(job: Job) -> list[Finding]:
+def check_ranks_divide_batch(job: Job) -> list[Finding]:
     # Left open, microbatches of one sample can be: no share is refused for their size.
     batch, micro = job.train.global_batch_size, job.train.micro_batch_size or 1
     known, shared = find_num_ranks(job), job.parallel.degrees.model_parallel_size
@@ -132,7 +132,7 @@ def ranks_share_the_batch(job: Job) -> list[Finding]:
 
 
 @declare_check("parallel.tp", "parallel.tp_chunks", "parallel.sequence_parallel")
-def tensor_parallel_keys_are_read(job: Job) -> list[Finding]:
+def check_tensor_parallel_keys_are_read(job: Job) -> list[Finding]:
     if job.parallel.degrees.tp > 1:
         return []
     wishes = {
@@ -147,7 +147,7 @@ def tensor_parallel_keys_are_read(job: Job) -> list[Finding]:
 
 
 @declare_check("parallel.cp", "parallel.cp_attention", "parallel.cp_load_balance")
-def context_parallel_keys_are_read(job: Job) -> list[Finding]:
+def check_context_parallel_keys_are_read(job: Job) -> list[Finding]:
     if job.parallel.degrees.cp > 1:
         return []
     wishes = {"cp_attention": job.parallel.cp_attention != "ring"}
@@ -166,7 +166,7 @@ def context_parallel_keys_are_read(job: Job) -> list[Finding]:
     "parallel.compress",
     asked_by=("parallel.ranks",),
 )
-def compression_needs_two_ranks(job: Job) -> list[Finding]:
+def check_compression_has_two_ranks(job: Job) -> list[Finding]:
     compress = job.parallel.compress
     if compress == "none" or find_num_ranks(job) != 1:
         return []
@@ -177,12 +177,12 @@ def compression_needs_two_ranks(job: Job) -> list[Finding]:
 
 
 CHECKS = (
-    tensor_parallel_keys_are_read,
-    context_parallel_keys_are_read,
-    compression_needs_two_ranks,
-    axes_fill_the_ranks,
-    micro_batch_divides_global,
-    ranks_share_the_batch,
+    check_tensor_parallel_keys_are_read,
+    check_context_parallel_keys_are_read,
+    check_compression_has_two_ranks,
+    check_axes_fill_ranks,
+    check_micro_batch_divides_global,
+    check_ranks_divide_batch,
 )
 
 

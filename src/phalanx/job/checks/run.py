@@ -12,17 +12,17 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from phalanx.job.checks import checkpoint, experts, faults, names, pipeline, ranks, training
-from phalanx.job.checks.check import Check, split_dotted_key
+from phalanx.job.checks.check import JobCheck, split_dotted_key
 from phalanx.job.checks.data import DATA_CHECKS as DATA_QUESTIONS
 from phalanx.job.checks.model import MODEL_CHECKS as MODEL_QUESTIONS
-from phalanx.job.checks.secrets import find_secrets
+from phalanx.job.checks.secrets import find_secrets_in_job
 from phalanx.job.findings import Finding
 from phalanx.job.schema import Job
 
-CHECKS: tuple[Check, ...] = (
-    *(Check(question, keys, keys) for question, keys in MODEL_QUESTIONS),
+CHECKS: tuple[JobCheck, ...] = (
+    *(JobCheck(question, keys, keys) for question, keys in MODEL_QUESTIONS),
     *names.CHECKS,
-    *(Check(question, keys, keys) for question, keys in DATA_QUESTIONS),
+    *(JobCheck(question, keys, keys) for question, keys in DATA_QUESTIONS),
     *ranks.CHECKS,
     *pipeline.CHECKS,
     *experts.CHECKS,
@@ -48,4 +48,4 @@ def run_checks(job: Job, given_keys: Collection[str], refused: Collection[str]) 
         also = tuple(map(split_dotted_key, check.reads))
         findings += [replace(finding, also=also) for finding in check.run(job)]
     # Always, whichever keys were given: a secret may lie in any of them.
-    return findings + find_secrets(job)
+    return findings + find_secrets_in_job(job)

@@ -17,7 +17,7 @@ from phalanx.job.schema import Job
 SECRET_FIX = "give it through the environment: what trains can read os.environ"
 
 
-def find_secrets(job: Job) -> list[Finding]:
+def find_secrets_in_job(job: Job) -> list[Finding]:
     """One finding for each string of the job that is, holds or is named like a secret.
 
     Never says the value.

@@ -12,7 +12,7 @@ from phalanx.job.schema import Job
 
 
 @declare_check("train.steps", "optim.warmup_steps", asked_by=("optim.warmup_steps",))
-def warmup_fits(job: Job) -> list[Finding]:
+def check_warmup_fits_in_run(job: Job) -> list[Finding]:
     steps, warmup = job.train.steps, count_warmup_steps(job)
     if warmup <= steps:
         return []
@@ -33,9 +33,9 @@ def warmup_fits(job: Job) -> list[Finding]:
     "optim.decay_fraction",
     asked_by=("optim.warmup_steps", "optim.decay_fraction"),
 )
-def warmup_and_decay_fit(job: Job) -> list[Finding]:
+def check_warmup_and_decay_fit_in_run(job: Job) -> list[Finding]:
     steps, warmup, decay = job.train.steps, count_warmup_steps(job), job.optim.decay_fraction
-    # A warm-up longer than the run is told by `warmup_fits`.
+    # A warm-up longer than the run is told by `check_warmup_fits_in_run`.
     if job.optim.schedule != "wsd" or warmup > steps or warmup + int(decay * steps) <= steps:
         return []
     problem = (
@@ -50,7 +50,7 @@ def warmup_and_decay_fit(job: Job) -> list[Finding]:
 
 
 @declare_check("optim.betas")
-def betas_are_below_one(job: Job) -> list[Finding]:
+def check_betas_are_below_one(job: Job) -> list[Finding]:
     problem = "wanted a number below 1, was given 1: the moment would never change"
     return [
         Finding(("optim", "betas", i), problem)
@@ -60,7 +60,7 @@ def betas_are_below_one(job: Job) -> list[Finding]:
 
 
 @declare_check("optim.kind", "optim.lr_scaling")
-def scaling_rule_is_known(job: Job) -> list[Finding]:
+def check_lr_scaling_rule_is_known(job: Job) -> list[Finding]:
     if job.optim.lr_scaling != "auto" or not registry.is_foreign(job.optim.kind):
         return []
     problem = "no rule is known for your own optimizer"
@@ -70,7 +70,7 @@ def scaling_rule_is_known(job: Job) -> list[Finding]:
 
 
 @declare_check("optim.lr_scaling", "optim.reference_batch_size")
-def scaling_needs_a_reference(job: Job) -> list[Finding]:
+def check_lr_scaling_has_reference_batch(job: Job) -> list[Finding]:
     if job.optim.lr_scaling == "none" or job.optim.reference_batch_size is not None:
         return []
     problem = (
@@ -84,7 +84,7 @@ def scaling_needs_a_reference(job: Job) -> list[Finding]:
 
 
 @declare_check("eval.tokens", "eval.every_steps", "eval.keep_best")
-def evaluations_have_tokens(job: Job) -> list[Finding]:
+def check_evaluations_have_tokens(job: Job) -> list[Finding]:
     if job.eval.tokens:
         return []
     wishes = {"every_steps": job.eval.every_steps is not None, "keep_best": job.eval.keep_best}
@@ -97,7 +97,7 @@ def evaluations_have_tokens(job: Job) -> list[Finding]:
 
 
 @declare_check("eval.metric", "eval.mode", "model.objective", asked_by=("eval.metric", "eval.mode"))
-def metrics_are_the_objectives(job: Job) -> list[Finding]:
+def check_metric_is_of_objective(job: Job) -> list[Finding]:
     metric, mode, objective = job.eval.metric, job.eval.mode, job.model.objective
     if metric == "loss":
         if mode != "max":
@@ -126,7 +126,7 @@ def metrics_are_the_objectives(job: Job) -> list[Finding]:
     "precision.loss_scale_initial",
     "precision.loss_scale_growth_steps",
 )
-def loss_scale_is_for_fp16(job: Job) -> list[Finding]:
+def check_loss_scale_is_for_fp16(job: Job) -> list[Finding]:
     of, plain = job.precision, Job().precision
     if of.compute != "fp16":
         keys = ["loss_scale", "loss_scale_initial", "loss_scale_growth_steps"]
@@ -145,10 +145,10 @@ def loss_scale_is_for_fp16(job: Job) -> list[Finding]:
 
 
 @declare_check("precision.compute", "parallel.tp", "parallel.pp", asked_by=("precision.compute",))
-def fp8_is_for_whole_matrices(job: Job) -> list[Finding]:
+def check_fp8_excludes_tp_and_pp(job: Job) -> list[Finding]:
     """A finding for fp8 with tp or pp: their products are made by hand, cut or in two halves,
     and would silently stay in bf16."""
-    cut = job.parallel.degrees.above_one("tp", "pp")
+    cut = job.parallel.degrees.degrees_above_one("tp", "pp")
     if job.precision.compute != "fp8" or not cut:
         return []
     axis = min(cut, key=("tp", "pp").index)
@@ -161,7 +161,7 @@ def fp8_is_for_whole_matrices(job: Job) -> list[Finding]:
 
 
 @declare_check("parallel.compress", "parallel.compress_rank", "parallel.compress_fraction")
-def compressions_read_their_keys(job: Job) -> list[Finding]:
+def check_compression_reads_its_keys(job: Job) -> list[Finding]:
     of, plain = job.parallel, Job().parallel
     readers = {"compress_rank": "powersgd", "compress_fraction": "topk"}
     findings = []
@@ -177,14 +177,14 @@ def compressions_read_their_keys(job: Job) -> list[Finding]:
 
 
 @declare_check("train.recompute", "train.recompute_every")
-def every_k_needs_recompute_every(job: Job) -> list[Finding]:
+def check_every_k_has_recompute_every(job: Job) -> list[Finding]:
     return _check_mode_and_key(
         job, "every-k", "recompute_every", "which blocks, say 2 for every second one"
     )
 
 
 @declare_check("train.recompute", "train.recompute_budget_gib")
-def budget_has_a_size(job: Job) -> list[Finding]:
+def check_recompute_budget_has_size(job: Job) -> list[Finding]:
     return _check_mode_and_key(job, "budget", "recompute_budget_gib", "what activations may take")
 
 
@@ -210,16 +210,16 @@ def _check_mode_and_key(job: Job, mode: str, key: str, meaning: str) -> list[Fin
 
 
 CHECKS = (
-    warmup_fits,
-    warmup_and_decay_fit,
-    betas_are_below_one,
-    scaling_rule_is_known,
-    scaling_needs_a_reference,
-    evaluations_have_tokens,
-    metrics_are_the_objectives,
-    loss_scale_is_for_fp16,
-    fp8_is_for_whole_matrices,
-    compressions_read_their_keys,
-    every_k_needs_recompute_every,
-    budget_has_a_size,
+    check_warmup_fits_in_run,
+    check_warmup_and_decay_fit_in_run,
+    check_betas_are_below_one,
+    check_lr_scaling_rule_is_known,
+    check_lr_scaling_has_reference_batch,
+    check_evaluations_have_tokens,
+    check_metric_is_of_objective,
+    check_loss_scale_is_for_fp16,
+    check_fp8_excludes_tp_and_pp,
+    check_compression_reads_its_keys,
+    check_every_k_has_recompute_every,
+    check_recompute_budget_has_size,
 )

@@ -35,7 +35,9 @@ class Preset:
 
 def list_presets() -> list[Preset]:
     """All presets, family by family."""
-    return [preset for family in _read_preset_texts() for preset in _read_family(family).values()]
+    return [
+        preset for family in _read_preset_texts() for preset in _load_preset_family(family).values()
+    ]
 
 
 def list_preset_names() -> list[str]:
@@ -46,7 +48,7 @@ def find_preset(name: str) -> Preset | None:
     """The preset of this name."""
     # Only files that hold it are parsed: all of them would take 40 ms of every command.
     families = (
-        _read_family(family) for family, text in _read_preset_texts().items() if name in text
+        _load_preset_family(family) for family, text in _read_preset_texts().items() if name in text
     )
     return next((family[name] for family in families if name in family), None)
 
@@ -60,7 +62,7 @@ def _read_preset_texts() -> dict[str, str]:
 
 
 @cache
-def _read_family(stem: str) -> dict[str, Preset]:
+def _load_preset_family(stem: str) -> dict[str, Preset]:
     table = tomllib.loads(_read_preset_texts()[stem])
     return {name: _build_preset(name, table) for name in table["models"]}
 

@@ -18,10 +18,10 @@ class TransformerActivations:
 
     shape: TransformerShape
 
-    def message(self, batch: Microbatch) -> int:
+    def count_message_bytes(self, batch: Microbatch) -> int:
         return batch.tokens * self.shape.dim * batch.compute_bytes // batch.sequence_parts
 
-    def fp8_casts(self, tokens: int) -> int:
+    def count_fp8_cast_bytes(self, tokens: int) -> int:
         shape = self.shape
         widest = max(shape.ffn_dim, shape.num_heads * shape.head_dim, shape.dim)
         return widest * (tokens + shape.dim)
@@ -133,14 +133,14 @@ def count_feed_forward_bytes(shape: TransformerShape, c: int) -> PartBytes:
     """Bytes per token of a dense feed-forward."""
     wide = (shape.num_matrices - 1) * shape.ffn_dim  # what gate and up put out
     return PartBytes(
-        count_bytes_of_width(shape, shape.ffn_dim, c),
+        count_inner_feed_forward_bytes(shape, shape.ffn_dim, c),
         wide * c + shape.dim * c,
         wide * c,
         c * (2 * shape.dim + shape.num_matrices * shape.ffn_dim),
     )
 
 
-def count_bytes_of_width(shape: TransformerShape, width: int, c: int) -> int:
+def count_inner_feed_forward_bytes(shape: TransformerShape, width: int, c: int) -> int:
     """Bytes per token inside of a feed-forward of inner `width`. With a gate: gate, its
     activation, up, and their product. Without: up and its activation."""
     return 2 * (shape.num_matrices - 1) * width * c

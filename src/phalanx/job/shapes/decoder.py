@@ -101,15 +101,15 @@ class DecoderShape(TransformerShape):
             return self.max_positions
         return 0
 
-    def tokens_of(self, seq_len: int) -> int:
+    def count_sample_tokens(self, seq_len: int) -> int:
         return seq_len
 
-    def name_samples(self, *, of_own_data: bool) -> str:
+    def get_sample_noun(self, *, of_own_data: bool) -> str:
         if of_own_data:
             return "samples"
         return "sequences"
 
-    def targets_of(self, num_tokens: int) -> int:
+    def count_targets(self, num_tokens: int) -> int:
         return num_tokens
 
     def choose_vocab_size(self, data_size: int | None) -> int:
@@ -148,7 +148,7 @@ class DecoderShape(TransformerShape):
         is_global = self.global_every > 0 and (layer + 1) % self.global_every == 0
         return self.sliding_window > 0 and not is_global
 
-    def window_of(self, layer: int) -> int:
+    def window_of_layer(self, layer: int) -> int:
         if self.is_local(layer):
             return self.sliding_window
         return 0
@@ -196,7 +196,7 @@ class DecoderShape(TransformerShape):
         count = self.num_experts // ep + self.num_shared_experts
         return count * self.count_feed_forward_params(self.expert_ffn_dim)
 
-    def count_sparse_params(self, ep: int = 1) -> int:
+    def count_experts_and_router_params(self, ep: int = 1) -> int:
         if self.num_expert_layers:
             return self.count_experts_params(ep) + self.router_params
         return 0
@@ -280,7 +280,7 @@ class DecoderShape(TransformerShape):
         return ModelWork(
             num_tokens=seq_len,
             dim=self.dim,
-            blocks=work.count_blocks_work(self, seq_len),
+            blocks=work.build_work_of_blocks(self, seq_len),
             head=Matmul("head", self.dim, self.vocab_size, "column"),
             num_head_tokens=seq_len,
             num_embedding_params=self.embedding_params,
@@ -334,13 +334,13 @@ class DecoderShape(TransformerShape):
         if not self.has_experts(layer):
             return super().list_feed_forward_tensors(layer)
         sizes: dict[str, tensors.Size] = {"moe.router.weight": (self.num_experts, self.dim)}
-        stacked = tensors.list_feed_forward("moe.experts", self, self.expert_ffn_dim)
+        stacked = tensors.list_feed_forward_params("moe.experts", self, self.expert_ffn_dim)
         for name, size in stacked.items():
             sizes[name] = (self.num_experts, *size)
         if self.num_shared_experts:
             # Shared experts are one feed-forward of their joint width.
             width = self.num_shared_experts * self.expert_ffn_dim
-            sizes |= tensors.list_feed_forward("moe.shared", self, width)
+            sizes |= tensors.list_feed_forward_params("moe.shared", self, width)
         return sizes
 
     def list_stored_tensors(self) -> dict[str, tensors.Size]:

@@ -12,9 +12,9 @@ from phalanx.job.shapes.block_activations import (
     PartBytes,
     TransformerActivations,
     count_attention_bytes,
-    count_bytes_of_width,
     count_chunked_loss,
     count_feed_forward_bytes,
+    count_inner_feed_forward_bytes,
     norm_bytes,
     rms_norm_bytes,
     scale_block_bytes,
@@ -55,7 +55,7 @@ class DecoderActivations(TransformerActivations):
             feed_forward = _count_experts_bytes(shape, c)
         return sum_block_bytes(shape, c, sequence_parts, attention, feed_forward)
 
-    def everywhere(self, batch: Microbatch) -> int:
+    def count_bytes_in_every_stage(self, batch: Microbatch) -> int:
         """Bytes of the masks that all blocks share, and of the tables of cosines and sines in
         fp32, one for each kind of block that has its own."""
         tables = 0
@@ -64,21 +64,21 @@ class DecoderActivations(TransformerActivations):
             tables = 4 * self.shape.rotated_dim * masks.count_block_kinds(self.shape)
         return masks.common_mask_bytes(self.shape, batch) + batch.tokens * tables
 
-    def embedding(self, batch: Microbatch) -> int:
+    def count_embedding_bytes(self, batch: Microbatch) -> int:
         if batch.tp > 1:
             return batch.tokens * LOOKED_UP_BYTES
         return 0
 
-    def final_norm(self, batch: Microbatch) -> int:
+    def count_final_norm_bytes(self, batch: Microbatch) -> int:
         shape = self.shape
         return batch.tokens * norm_bytes(
             shape, shape.dim, batch.compute_bytes, batch.sequence_parts
         )
 
-    def block_mask(self, batch: Microbatch) -> int:
+    def count_block_mask_bytes(self, batch: Microbatch) -> int:
         return masks.block_mask_bytes(self.shape, batch)
 
-    def loss(self, batch: Microbatch) -> LossBytes:
+    def count_loss_bytes(self, batch: Microbatch) -> LossBytes:
         return count_chunked_loss(batch, self.shape.vocab_size, self.shape.dim)
 
     def fp8_params(self) -> int:
@@ -93,7 +93,7 @@ class DecoderActivations(TransformerActivations):
         shape = self.shape
         return FreedGradients(
             shape.vocab_size * shape.dim,
-            shape.count_largest_block(ep),
+            shape.count_largest_block_params(ep),
             max(shape.dim, shape.ffn_dim) * shape.dim,
         )
 
@@ -145,7 +145,7 @@ def _count_experts_bytes(shape: DecoderShape, c: int) -> PartBytes:
     the block's norms count.
     """
     has_shared = shape.num_shared_experts > 0
-    inside = count_bytes_of_width(shape, shape.expert_ffn_dim, c)
+    inside = count_inner_feed_forward_bytes(shape, shape.expert_ffn_dim, c)
     # Index, place and owner as int64, and the weight in fp32, before normalisation once more.
     numbers = 3 * 8 + 4 + 4 * shape.router_normalize
     routed = shape.experts_per_token * (2 * shape.dim * c + inside + numbers)

@@ -12,15 +12,15 @@ from typing import Any, Self
 from phalanx.job.costs import AttentionHeads, DocumentIds, Flops, ModelFlops, PartParams
 from phalanx.job.module_names import is_module_inside, matches_module
 from phalanx.job.param_holder import ParamHolder
-from phalanx.job.shapes.stored_keys import complete_keys
+from phalanx.job.shapes.stored_keys import complete_stored_keys
 from phalanx.job.shapes.traced import (
     ModuleTrace,
     count_part_flops,
-    read_traces,
-    traces_to_json,
+    format_traces_json,
+    parse_traces,
 )
 from phalanx.job.shapes.traced_activations import TracedActivations
-from phalanx.job.shapes.traced_work import describe_module_work
+from phalanx.job.shapes.traced_work import build_module_work
 from phalanx.job.shapes.vit import count_patches
 from phalanx.job.work import ModelWork
 
@@ -73,7 +73,7 @@ class MeasuredModule:
 
     has_proven_rules = False
     has_token_table = False
-    may_route = True
+    may_have_routers = True
     experts = None
     is_per_token_outside_regions = None
     why_samples_stay_whole = ""
@@ -130,7 +130,10 @@ class MeasuredModule:
         flops = self.flops(seq_len)
         if flops is None:
             return None
-        parts, tokens = (flops.embedding, *flops.blocks, flops.head), self.tokens_of(seq_len)
+        parts, tokens = (
+            (flops.embedding, *flops.blocks, flops.head),
+            self.count_sample_tokens(seq_len),
+        )
         matmul = round(sum(part.matmul for part in parts) / tokens)
         attention = round(sum(part.attention for part in parts) / tokens)
         return {
@@ -143,7 +146,7 @@ class MeasuredModule:
         """What one sample takes, as traced; None where it could not be, or shows no blocks."""
         if not self.traces or not self.num_layers:
             return None
-        return describe_module_work(self, seq_len)
+        return build_module_work(self, seq_len)
 
     def list_stored_tensors(self) -> None:
         return None
@@ -154,7 +157,7 @@ class MeasuredModule:
     def reads_images(self) -> bool:
         return self.image_size > 0
 
-    def name_samples(self, *, of_own_data: bool) -> str:
+    def get_sample_noun(self, *, of_own_data: bool) -> str:
         if self.reads_images:
             return "images"
         return "samples" if of_own_data else "sequences"
@@ -163,14 +166,14 @@ class MeasuredModule:
     def longest_sequence(self) -> int:
         return 0 if self.reads_images else self.max_positions
 
-    def tokens_of(self, seq_len: int) -> int:
+    def count_sample_tokens(self, seq_len: int) -> int:
         """Tokens of one sample: the job's sequence length, or an image's patches and class
         token."""
         if not self.reads_images:
             return seq_len
         return count_patches(self.image_size, self.patch_size) + 1
 
-    def targets_of(self, num_tokens: int) -> int:
+    def count_targets(self, num_tokens: int) -> int:
         return 1 if self.reads_images else num_tokens
 
     def choose_vocab_size(self, data_size: int | None) -> int:
@@ -187,10 +190,10 @@ class MeasuredModule:
         """Frozen parameters have no gradient and no optimizer state."""
         return self.num_trainable_params / max(1, self.num_params)
 
-    def count_largest_block(self, ep: int = 1) -> int:
+    def count_largest_block_params(self, ep: int = 1) -> int:
         return self.block_params
 
-    def count_blocks(self, ep: int = 1) -> int:
+    def count_all_blocks_params(self, ep: int = 1) -> int:
         return self.blocks_params
 
     def params_by_group(self) -> dict[str, int]:
@@ -223,7 +226,7 @@ class MeasuredModule:
             tuple(size for _, size in self.blocks),
             _count_params(after),
             looked_up=_count_params([holder for holder in before if holder.kind == "embedding"]),
-            both=_count_params(shared) + _count_tied(after),
+            both=_count_params(shared) + _count_tied_elements(after),
         )
 
     def shard(self, tp: int, cut: Callable[[ParamHolder], ParamHolder]) -> Self:
@@ -255,7 +258,7 @@ class MeasuredModule:
         )
 
     def to_json(self) -> dict[str, Any]:
-        return complete_keys(self) | {"measured": self._build_counted()}
+        return complete_stored_keys(self) | {"measured": self._build_counted()}
 
     def _build_counted(self) -> dict[str, Any]:
         return {
@@ -272,7 +275,7 @@ class MeasuredModule:
             "blocks": [list(block) for block in self.blocks],
             "last_stage": list(self.last_stage),
             "has_attention_seam": self.has_attention_seam,
-            "traces": traces_to_json(self.traces),
+            "traces": format_traces_json(self.traces),
             "why_untraced": self.why_untraced,
         }
 
@@ -286,7 +289,7 @@ def load_counted_fields(values: Mapping[str, Any]) -> dict[str, Any]:
         "shard_rules": tuple((pattern, text) for pattern, text in values.get("shard_rules", ())),
         "blocks": tuple((name, size) for name, size in values.get("blocks", ())),
         "last_stage": tuple(values.get("last_stage", ())),
-        "traces": read_traces(values.get("traces", ())),
+        "traces": parse_traces(values.get("traces", ())),
     }
 
 
@@ -300,5 +303,5 @@ def _count_elements(holder: ParamHolder) -> int:
     return max(holder.num_params, holder.num_outputs * holder.num_inputs)
 
 
-def _count_tied(holders: Collection[ParamHolder]) -> int:
+def _count_tied_elements(holders: Collection[ParamHolder]) -> int:
     return sum(_count_elements(holder) - holder.num_params for holder in holders)

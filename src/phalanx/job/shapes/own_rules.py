@@ -22,13 +22,13 @@ SHARD_RULES_NAME = "SHARD_RULES"
 
 
 @lru_cache(maxsize=8)
-def read_own_rules(shape: TransformerShape) -> tuple[tuple[str, str], ...]:
+def load_own_shard_rules(shape: TransformerShape) -> tuple[tuple[str, str], ...]:
     """(pattern, rule) of the model of `shape`; none where its file has no such literal."""
-    return tuple(fill_shard_rules(_read_literal(shape.kind), shape).items())
+    return tuple(fill_shard_rules(_read_rules_literal(shape.kind), shape).items())
 
 
 @lru_cache
-def _read_literal(kind: str) -> Mapping[str, str]:
+def _read_rules_literal(kind: str) -> Mapping[str, str]:
     templates: Any = read_literal(kind, MODELS_PACKAGE, SHARD_RULES_NAME, {})
     return dict(templates)
 
@@ -44,6 +44,6 @@ def fill_shard_rules(templates: Mapping[str, str], shape: TransformerShape) -> d
     return filled
 
 
-def pattern_for_all_blocks(name: str) -> str:
+def build_pattern_for_all_blocks(name: str) -> str:
     """The pattern that matches a name in every block: blocks.3.ffn.up -> blocks.*.ffn.up."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name)

@@ -15,22 +15,22 @@ BuiltInShape = DecoderShape | VitShape
 AnyShape = TypeVar("AnyShape", DecoderShape, VitShape, MeasuredModule)
 
 
-def read_shape(body: Mapping[str, Any]) -> BuiltInShape | MeasuredModule:
+def parse_stored_shape(body: Mapping[str, Any]) -> BuiltInShape | MeasuredModule:
     """The shape that `to_json` of one gave `body`; keys may be missing that have defaults.
 
     Raises TypeError for keys that no shape has.
     """
     counted = body.get("measured")
     if not counted:
-        return build_shape(body)
-    _require_keys(body)
+        return build_builtin_shape(body)
+    _require_shape_keys(body)
     return _select_fields(MeasuredModule, {**body, **load_counted_fields(counted)})
 
 
-def build_shape(values: Mapping[str, Any]) -> BuiltInShape:
+def build_builtin_shape(values: Mapping[str, Any]) -> BuiltInShape:
     """The shape of a built-in model from its numbers, as keys of the [model] section have them: of
     a vision transformer where it reads images, else of a decoder."""
-    _require_keys(values)
+    _require_shape_keys(values)
     kind = values.get("kind", "decoder")
     if kind == "vit" or (kind != "decoder" and values.get("image_size", 0) > 0):
         return _select_fields(VitShape, values)
@@ -42,7 +42,7 @@ def _select_fields(shape: type[AnyShape], values: Mapping[str, Any]) -> AnyShape
     return shape(**{name: value for name, value in values.items() if name in names})
 
 
-def _require_keys(values: Mapping[str, Any]) -> None:
+def _require_shape_keys(values: Mapping[str, Any]) -> None:
     unknown = [key for key in values if key not in STORED_SHAPE_DEFAULTS]
     missing = [key for key in REQUIRED_SHAPE_KEYS if key not in values]
     if unknown or missing:

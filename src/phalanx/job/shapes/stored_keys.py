@@ -65,7 +65,7 @@ STORED_SHAPE_DEFAULTS: Mapping[str, Any] = {
 REQUIRED_SHAPE_KEYS = tuple(STORED_SHAPE_DEFAULTS)[:8]
 
 
-def complete_keys(shape: TransformerShape | MeasuredModule) -> dict[str, Any]:
+def complete_stored_keys(shape: TransformerShape | MeasuredModule) -> dict[str, Any]:
     """All keys of the format: those that `shape` has, and the defaults of the rest."""
     values = asdict(shape)
     return {key: values.get(key, default) for key, default in STORED_SHAPE_DEFAULTS.items()}

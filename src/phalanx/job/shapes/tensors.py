@@ -39,7 +39,7 @@ def list_block_tensors(shape: TransformerShape, layer: int) -> dict[str, Size]:
     return sizes | shape.list_attention_tensors() | shape.list_feed_forward_tensors(layer)
 
 
-def list_feed_forward(name: str, shape: TransformerShape, width: int) -> dict[str, Size]:
+def list_feed_forward_params(name: str, shape: TransformerShape, width: int) -> dict[str, Size]:
     """Parameters of the feed-forward `name` of inner `width`."""
     has_bias = shape.bias == "all"
     sizes: dict[str, Size] = {}
@@ -97,7 +97,7 @@ def list_module_names(shape: TransformerShape) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=8)
-def list_holders(shape: TransformerShape) -> tuple[ParamHolder, ...]:
+def list_param_holders(shape: TransformerShape) -> tuple[ParamHolder, ...]:
     """The modules that hold parameters themselves."""
     by_module: dict[str, dict[str, Size]] = defaultdict(dict)
     for tensor, size in list_all_tensors(shape).items():

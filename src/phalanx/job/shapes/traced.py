@@ -134,7 +134,9 @@ class ModuleTrace:
         return max(0, round(grown + num_samples * length * (linear + square * keys)))
 
 
-def find_trace(traces: Sequence[ModuleTrace], compute_bytes: int) -> ModuleTrace | None:
+def find_trace_of_precision(
+    traces: Sequence[ModuleTrace], compute_bytes: int
+) -> ModuleTrace | None:
     """The trace for elements of `compute_bytes` bytes; None if there is none."""
     for trace in traces:
         if (trace.precision == "fp32") == (compute_bytes == 4):
@@ -142,31 +144,31 @@ def find_trace(traces: Sequence[ModuleTrace], compute_bytes: int) -> ModuleTrace
     return None
 
 
-def read_traces(bodies: Sequence[Mapping[str, Any]]) -> tuple[ModuleTrace, ...]:
+def parse_traces(bodies: Sequence[Mapping[str, Any]]) -> tuple[ModuleTrace, ...]:
     """Traces from their JSON: of the probe, and of a stored shape."""
     traces = []
     for body in bodies:
-        points = tuple(_read_point(point) for point in body["points"])
+        points = tuple(_parse_trace_point(point) for point in body["points"])
         traces.append(ModuleTrace(str(body["precision"]), points))
     return tuple(traces)
 
 
-def _read_point(body: Mapping[str, Any]) -> TracePoint:
+def _parse_trace_point(body: Mapping[str, Any]) -> TracePoint:
     head = body.get("head")
     return TracePoint(
         batch=int(body["batch"]),
         length=int(body["length"]),
-        before=_read_part(body["before"]),
+        before=_parse_traced_part(body["before"]),
         shared=int(body["shared"]),
-        after=_read_part(body["after"]),
-        loss=_read_part(body["loss"]),
-        kinds=tuple(map(_read_part, body["kinds"])),
+        after=_parse_traced_part(body["after"]),
+        loss=_parse_traced_part(body["loss"]),
+        kinds=tuple(map(_parse_traced_part, body["kinds"])),
         blocks=tuple(map(int, body["blocks"])),
         head=(int(head[0]), int(head[1])) if head else None,
     )
 
 
-def _read_part(body: Mapping[str, Any]) -> TracedPart:
+def _parse_traced_part(body: Mapping[str, Any]) -> TracedPart:
     products = []
     for product in body["products"]:
         holder, *numbers, sources = product
@@ -185,10 +187,10 @@ def _read_part(body: Mapping[str, Any]) -> TracedPart:
             )
         )
     return TracedPart(
-        saved=_read_groups(body["saved"]),
+        saved=_parse_byte_groups(body["saved"]),
         entering=int(body["entering"]),
-        results=_read_groups(body["results"]),
-        results_saved=_read_groups(body["results_saved"]),
+        results=_parse_byte_groups(body["results"]),
+        results_saved=_parse_byte_groups(body["results_saved"]),
         products=tuple(products),
         attention=tuple(tuple(map(int, call)) for call in body["attention"]),
         other_flops=int(body["other_flops"]),
@@ -198,12 +200,12 @@ def _read_part(body: Mapping[str, Any]) -> TracedPart:
     )
 
 
-def _read_groups(bodies: Sequence[Any]) -> tuple[SourcedBytes, ...]:
+def _parse_byte_groups(bodies: Sequence[Any]) -> tuple[SourcedBytes, ...]:
     return tuple(SourcedBytes(tuple(map(str, names)), int(size)) for names, size in bodies)
 
 
-def traces_to_json(traces: Sequence[ModuleTrace]) -> list[dict[str, Any]]:
-    """The JSON that `read_traces` reads."""
+def format_traces_json(traces: Sequence[ModuleTrace]) -> list[dict[str, Any]]:
+    """The JSON that `parse_traces` reads."""
     return [
         {"precision": trace.precision, "points": [_point_to_json(p) for p in trace.points]}
         for trace in traces

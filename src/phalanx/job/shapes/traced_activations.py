@@ -14,7 +14,7 @@ from phalanx.job.shapes.traced import (
     TracedPart,
     TracedProduct,
     TracePoint,
-    find_trace,
+    find_trace_of_precision,
 )
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class TracedActivations:
     )
 
     def block(self, layer: int, batch: Microbatch) -> BlockBytes:
-        trace = self._trace_for(batch)
+        trace = self._find_trace_for(batch)
         kind = trace.points[0].blocks[layer]
         size = (batch.micro_batch_size, batch.seq_len, batch.cp, batch.sequence_parts)
         key = (trace.precision, kind, *size)
@@ -46,32 +46,33 @@ class TracedActivations:
             return self._estimate(lambda point: count(point.block(layer)), batch)
 
         return BlockBytes(
-            saved=estimate(lambda part: cut.count(part.saved)) + estimate(cut.count_gathered),
+            saved=estimate(lambda part: cut.count_cut_bytes(part.saved))
+            + estimate(cut.count_gathered_bytes),
             entering=estimate(lambda part: part.entering) // batch.sequence_parts,
-            products=estimate(lambda part: cut.count(part.results)),
-            products_in_both=estimate(lambda part: cut.count(part.results_saved)),
-            weight_inputs=estimate(cut.count_waiting),
+            products=estimate(lambda part: cut.count_cut_bytes(part.results)),
+            products_in_both=estimate(lambda part: cut.count_cut_bytes(part.results_saved)),
+            weight_inputs=estimate(cut.count_weight_input_bytes),
             passing=estimate(lambda part: part.passing) // batch.tp,
         )
 
-    def everywhere(self, batch: Microbatch) -> int:
+    def count_bytes_in_every_stage(self, batch: Microbatch) -> int:
         return self._estimate(lambda point: point.shared, batch)
 
-    def embedding(self, batch: Microbatch) -> int:
+    def count_embedding_bytes(self, batch: Microbatch) -> int:
         cut = _PartCut(self.shape, "", batch)
-        return self._estimate(lambda point: cut.count(point.before.saved), batch)
+        return self._estimate(lambda point: cut.count_cut_bytes(point.before.saved), batch)
 
-    def final_norm(self, batch: Microbatch) -> int:
+    def count_final_norm_bytes(self, batch: Microbatch) -> int:
         cut = _PartCut(self.shape, "", batch)
-        return self._estimate(lambda point: cut.count(point.after.saved), batch)
+        return self._estimate(lambda point: cut.count_cut_bytes(point.after.saved), batch)
 
-    def block_mask(self, batch: Microbatch) -> int:
+    def count_block_mask_bytes(self, batch: Microbatch) -> int:
         return 0
 
-    def loss(self, batch: Microbatch) -> LossBytes:
+    def count_loss_bytes(self, batch: Microbatch) -> LossBytes:
         """Bytes of the loss: arithmetic where the objective multiplies by the head, else as
         traced."""
-        head = self._trace_for(batch).points[0].head
+        head = self._find_trace_for(batch).points[0].head
         if head is not None:
             rows, dim = head
             if self.shape.is_head_cut:
@@ -79,11 +80,11 @@ class TracedActivations:
             return count_chunked_loss(batch, rows, dim)
         cut = _PartCut(self.shape, "", batch)
         parts = batch.tp if self.shape.is_head_cut else 1
-        kept = self._estimate(lambda point: cut.count(point.loss.saved), batch)
+        kept = self._estimate(lambda point: cut.count_cut_bytes(point.loss.saved), batch)
         passing = self._estimate(lambda point: point.loss.passing, batch) // parts
         return LossBytes(kept + passing, kept, passing)
 
-    def message(self, batch: Microbatch) -> int:
+    def count_message_bytes(self, batch: Microbatch) -> int:
         if not self.shape.num_layers:
             return 0
         return self._estimate(lambda point: point.block(0).entering, batch) // batch.sequence_parts
@@ -92,7 +93,7 @@ class TracedActivations:
         linear = sum(holder.num_params for holder in self.shape.holders if holder.num_outputs)
         return min(linear, self.shape.blocks_params)
 
-    def fp8_casts(self, tokens: int) -> int:
+    def count_fp8_cast_bytes(self, tokens: int) -> int:
         most = 0
         for holder in self.shape.holders:
             if holder.kind == "linear":
@@ -109,13 +110,13 @@ class TracedActivations:
                 matrix = max(matrix, size)
         return FreedGradients(table, self.shape.block_params, matrix)
 
-    def _trace_for(self, batch: Microbatch) -> ModuleTrace:
-        trace = find_trace(self.shape.traces, batch.compute_bytes)
+    def _find_trace_for(self, batch: Microbatch) -> ModuleTrace:
+        trace = find_trace_of_precision(self.shape.traces, batch.compute_bytes)
         assert trace is not None, "a module has activations only where it was traced"
         return trace
 
     def _estimate(self, count: Callable[[TracePoint], int], batch: Microbatch) -> int:
-        trace = self._trace_for(batch)
+        trace = self._find_trace_for(batch)
         # Attention of a part of a sequence meets the keys of all of it.
         length = batch.seq_len // batch.cp
         return trace.estimate(count, batch.micro_batch_size, length, batch.seq_len)
@@ -133,14 +134,14 @@ class _PartCut:
     def is_cut(self, sources: Sequence[str]) -> bool:
         return any(f"{self.prefix}{source}" in self.shape.column_cut for source in sources)
 
-    def count(self, groups: Sequence[SourcedBytes]) -> int:
+    def count_cut_bytes(self, groups: Sequence[SourcedBytes]) -> int:
         total = 0
         for group in groups:
             parts = self.batch.tp if self.is_cut(group.sources) else self.batch.sequence_parts
             total += group.num_bytes // parts
         return total
 
-    def count_gathered(self, part: TracedPart) -> int:
+    def count_gathered_bytes(self, part: TracedPart) -> int:
         """Bytes that inputs of column-parallel layers have more than a part of the sequence: they
         are gathered before the product, which saves them."""
         if self.batch.sequence_parts == 1:
@@ -153,7 +154,7 @@ class _PartCut:
                 total += whole - whole // self.batch.sequence_parts
         return total
 
-    def count_waiting(self, part: TracedPart) -> int:
+    def count_weight_input_bytes(self, part: TracedPart) -> int:
         """Bytes that weight gradients are computed from: inputs of products, each once, and the
         gradients of what they put out."""
         total = 0

@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from phalanx.job.shapes.measured import MeasuredModule
 
 
-def describe_module_work(module: MeasuredModule, seq_len: int) -> ModelWork:
+def build_module_work(module: MeasuredModule, seq_len: int) -> ModelWork:
     """The work of one sample of `seq_len` tokens. Cuts are those of the rules that the module
     brings."""
     trace = module.traces[0]
-    point, tokens = trace.points[0], module.tokens_of(seq_len)
+    point, tokens = trace.points[0], module.count_sample_tokens(seq_len)
     params = module.count_part_params()
     blocks = []
     for layer, (name, num_params) in enumerate(module.blocks):
-        cuts = _find_cuts(module, f"{name}.", point.block(layer))
-        blocks.append(describe_block_work(trace, layer, tokens, num_params, cuts))
+        cuts = _find_layer_cuts(module, f"{name}.", point.block(layer))
+        blocks.append(build_block_work(trace, layer, tokens, num_params, cuts))
     dim, head = 0, Matmul("head", 0, 0)
     if point.head is not None:
         rows, dim = point.head
@@ -52,7 +52,7 @@ def describe_module_work(module: MeasuredModule, seq_len: int) -> ModelWork:
     )
 
 
-def _find_cuts(module: MeasuredModule, prefix: str, part: TracedPart) -> dict[str, Cut]:
+def _find_layer_cuts(module: MeasuredModule, prefix: str, part: TracedPart) -> dict[str, Cut]:
     """How the module's own rules cut the layers of a block."""
     cuts: dict[str, Cut] = {}
     for product in part.products:
@@ -64,7 +64,7 @@ def _find_cuts(module: MeasuredModule, prefix: str, part: TracedPart) -> dict[st
     return cuts
 
 
-def describe_block_work(
+def build_block_work(
     trace: ModuleTrace, layer: int, seq_len: int, num_params: int, cuts: Mapping[str, Cut]
 ) -> BlockWork:
     """The work of one block for one sample of `seq_len` tokens; `cuts`: how tensor parallelism
@@ -84,7 +84,7 @@ def describe_block_work(
             heads, kv_heads, head_dim, value_dim, seq_len, pairs, bool(is_causal)
         )
     if attention is None and part.other_flops:
-        attention = _describe_written_attention(part, point, seq_len)
+        attention = _build_unfused_attention_work(part, point, seq_len)
     residual = part.added_elements // tokens
     width = part.activation_elements // tokens
     return BlockWork(
@@ -94,18 +94,20 @@ def describe_block_work(
         residual_features=residual,
         head_features=0,
         activation_features=width,
-        is_gated=_is_gated(part),
+        is_gated=_has_gated_feed_forward(part),
         num_params=num_params,
     )
 
 
-def _describe_written_attention(part: TracedPart, point: TracePoint, seq_len: int) -> AttentionWork:
+def _build_unfused_attention_work(
+    part: TracedPart, point: TracePoint, seq_len: int
+) -> AttentionWork:
     """Attention that is written out, as one head with as many FLOPs over all pairs."""
     pairs = point.batch * point.length**2
     width = max(1, round(part.other_flops / (4 * pairs)))
     return AttentionWork(1, 1, width, width, seq_len, seq_len**2, is_causal=False)
 
 
-def _is_gated(part: TracedPart) -> bool:
+def _has_gated_feed_forward(part: TracedPart) -> bool:
     """True if a product reads what two layers made together: gate and up."""
     return any(len(p.is_input_cut_with) == 2 for p in part.products)

@@ -24,8 +24,8 @@ from phalanx.job.costs import (
 )
 from phalanx.job.param_holder import ParamHolder
 from phalanx.job.shapes import tensors, work
-from phalanx.job.shapes.own_rules import read_own_rules
-from phalanx.job.shapes.stored_keys import complete_keys
+from phalanx.job.shapes.own_rules import load_own_shard_rules
+from phalanx.job.shapes.stored_keys import complete_stored_keys
 from phalanx.job.work import Matmul, ModelWork
 
 Activation = Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh"]
@@ -97,14 +97,14 @@ class TransformerShape(ABC):
         return None
 
     @property
-    def may_route(self) -> bool:
+    def may_have_routers(self) -> bool:
         return self.experts is not None
 
     def has_experts(self, layer: int) -> bool:
         """True if the block `layer` (from 0) has them in place of a feed-forward."""
         return layer >= self.num_layers - self.num_expert_layers
 
-    def window_of(self, layer: int) -> int:
+    def window_of_layer(self, layer: int) -> int:
         """Tokens that one of the block `layer` attends to, itself among them; 0: all that the mask
         keeps."""
         return 0
@@ -133,7 +133,7 @@ class TransformerShape(ABC):
         return 0
 
     @abstractmethod
-    def tokens_of(self, seq_len: int) -> int:
+    def count_sample_tokens(self, seq_len: int) -> int:
         """Tokens of one sample."""
 
     # Parameters
@@ -185,7 +185,7 @@ class TransformerShape(ABC):
         """Parameters of the feed-forward of one dense block."""
         return self.count_feed_forward_params(self.ffn_dim)
 
-    def count_sparse_params(self, ep: int = 1) -> int:
+    def count_experts_and_router_params(self, ep: int = 1) -> int:
         """Parameters of a block's experts with their router, on one rank of `ep`; 0 if there are
         none."""
         return 0
@@ -197,31 +197,38 @@ class TransformerShape(ABC):
     def count_block(self, layer: int, ep: int = 1) -> int:
         """Parameters of the block `layer`, counted from 0; of experts those of one rank of
         `ep`."""
-        inside = self.count_sparse_params(ep) if self.has_experts(layer) else self.ffn_params
+        inside = (
+            self.count_experts_and_router_params(ep) if self.has_experts(layer) else self.ffn_params
+        )
         return self.attention_params + self._norms_of_block + inside
 
-    def count_largest_block(self, ep: int = 1) -> int:
+    def count_largest_block_params(self, ep: int = 1) -> int:
         """Parameters of the largest block; of experts those that one rank of `ep` has."""
         dense = self.ffn_params if self.num_expert_layers < self.num_layers else 0
         return (
-            self.attention_params + self._norms_of_block + max(dense, self.count_sparse_params(ep))
+            self.attention_params
+            + self._norms_of_block
+            + max(dense, self.count_experts_and_router_params(ep))
         )
 
-    def count_blocks(self, ep: int = 1) -> int:
+    def count_all_blocks_params(self, ep: int = 1) -> int:
         """Parameters of all blocks together; of experts those that one rank of `ep` has."""
         num_dense = self.num_layers - self.num_expert_layers
-        inside = num_dense * self.ffn_params + self.num_expert_layers * self.count_sparse_params(ep)
+        inside = (
+            num_dense * self.ffn_params
+            + self.num_expert_layers * self.count_experts_and_router_params(ep)
+        )
         return self.num_layers * (self.attention_params + self._norms_of_block) + inside
 
     @property
     def block_params(self) -> int:
         """Parameters of the largest block."""
-        return self.count_largest_block()
+        return self.count_largest_block_params()
 
     @property
     def blocks_params(self) -> int:
         """Parameters of all blocks together."""
-        return self.count_blocks()
+        return self.count_all_blocks_params()
 
     @property
     @abstractmethod
@@ -294,7 +301,7 @@ class TransformerShape(ABC):
 
     def block_flops(self, seq_len: int, layer: int) -> Flops:
         """FLOPs of one sample in the block `layer`, counted from 0."""
-        tokens = self.tokens_of(seq_len)
+        tokens = self.count_sample_tokens(seq_len)
         # Scores are products over head_dim, their use one over values; 2 FLOPs a multiply-add.
         pair = 2 * self.num_heads * (self.head_dim + self.value_dim)
         return Flops(
@@ -325,7 +332,7 @@ class TransformerShape(ABC):
     def flops_per_token(self, seq_len: int) -> dict[str, int]:
         """FLOPs for one token, the average over a sample: forward `matmul` and `attention`;
         `training`: 3x both."""
-        tokens = self.tokens_of(seq_len)
+        tokens = self.count_sample_tokens(seq_len)
         flops = self.flops_per_sample(seq_len)
         return {part: round(count / tokens) for part, count in flops.items()}
 
@@ -351,7 +358,7 @@ class TransformerShape(ABC):
     def shard_rules(self) -> tuple[tuple[str, str], ...]:
         """The sharding rules of the model, by pattern: those that its file in phalanx.nn.models
         has."""
-        return read_own_rules(self)
+        return load_own_shard_rules(self)
 
     @property
     def module_names(self) -> tuple[str, ...]:
@@ -359,7 +366,7 @@ class TransformerShape(ABC):
 
     @property
     def holders(self) -> tuple[ParamHolder, ...]:
-        return tensors.list_holders(self)
+        return tensors.list_param_holders(self)
 
     @property
     def block_names(self) -> tuple[str, ...]:
@@ -399,7 +406,7 @@ class TransformerShape(ABC):
 
     def list_feed_forward_tensors(self, layer: int) -> dict[str, tensors.Size]:
         """Names within the block `layer`, and sizes, of the parameters of its feed-forward."""
-        return tensors.list_feed_forward("ffn", self, self.ffn_dim)
+        return tensors.list_feed_forward_params("ffn", self, self.ffn_dim)
 
     def list_tensors(self) -> dict[str, tensors.Size]:
         """Each parameter's name and size, tied ones once."""
@@ -410,4 +417,4 @@ class TransformerShape(ABC):
         return self.list_tensors()
 
     def to_json(self) -> dict[str, Any]:
-        return complete_keys(self)
+        return complete_stored_keys(self)

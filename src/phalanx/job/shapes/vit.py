@@ -60,14 +60,14 @@ class VitShape(TransformerShape):
         """Elements of one patch."""
         return self.num_channels * self.patch_size**2
 
-    def tokens_of(self, seq_len: int) -> int:
+    def count_sample_tokens(self, seq_len: int) -> int:
         """Tokens of one image: its patches and the class token."""
         return self.num_patches + (self.pooling == "class_token")
 
-    def name_samples(self, *, of_own_data: bool) -> str:
+    def get_sample_noun(self, *, of_own_data: bool) -> str:
         return "images"
 
-    def targets_of(self, num_tokens: int) -> int:
+    def count_targets(self, num_tokens: int) -> int:
         return 1
 
     def choose_vocab_size(self, data_size: int | None) -> int:
@@ -79,7 +79,7 @@ class VitShape(TransformerShape):
     def embedding_params(self) -> int:
         class_token = 1 if self.pooling == "class_token" else 0
         # The patches' matrix and bias, the class token, and a position for each token.
-        return self.dim * (self.patch_weights + 1 + class_token + self.tokens_of(0))
+        return self.dim * (self.patch_weights + 1 + class_token + self.count_sample_tokens(0))
 
     @property
     def head_params(self) -> int:
@@ -97,11 +97,11 @@ class VitShape(TransformerShape):
         return ModelFlops(embedding, self._flops_of_blocks(seq_len), head)
 
     def work(self, seq_len: int) -> ModelWork:
-        num_tokens = self.tokens_of(seq_len)
+        num_tokens = self.count_sample_tokens(seq_len)
         return ModelWork(
             num_tokens=num_tokens,
             dim=self.dim,
-            blocks=work.count_blocks_work(self, num_tokens),
+            blocks=work.build_work_of_blocks(self, num_tokens),
             head=Matmul("head", self.dim, self.num_classes),
             num_head_tokens=1,
             embedding=Matmul("patch", self.patch_weights, self.dim),
@@ -124,6 +124,6 @@ class VitShape(TransformerShape):
         }
         if self.pooling == "class_token":
             sizes["embed_class"] = (self.dim,)
-        sizes["embed_positions"] = (self.tokens_of(0), self.dim)
+        sizes["embed_positions"] = (self.count_sample_tokens(0), self.dim)
         sizes |= tensors.list_linear_tensors("head", self.num_classes, self.dim, True)
         return sizes | tensors.list_norm_tensors("norm", self)

@@ -31,21 +31,21 @@ class VitActivations(TransformerActivations):
         per_token = sum_block_bytes(shape, c, batch.sequence_parts, attention, feed_forward)
         return scale_block_bytes(per_token, batch.tokens)
 
-    def everywhere(self, batch: Microbatch) -> int:
+    def count_bytes_in_every_stage(self, batch: Microbatch) -> int:
         return 0
 
-    def embedding(self, batch: Microbatch) -> int:
+    def count_embedding_bytes(self, batch: Microbatch) -> int:
         """Bytes of the images, which the patches' matrix saves."""
         pixels = self.shape.num_channels * self.shape.image_size**2
         return batch.micro_batch_size * pixels * batch.compute_bytes
 
-    def final_norm(self, batch: Microbatch) -> int:
+    def count_final_norm_bytes(self, batch: Microbatch) -> int:
         return 0  # the last norm and the head see one token of each image
 
-    def block_mask(self, batch: Microbatch) -> int:
+    def count_block_mask_bytes(self, batch: Microbatch) -> int:
         return 0
 
-    def loss(self, batch: Microbatch) -> LossBytes:
+    def count_loss_bytes(self, batch: Microbatch) -> LossBytes:
         """Bytes over classes, where there are no chunks: logits, their log-softmax and its
         gradient in fp32."""
         numbers = 4 * batch.micro_batch_size * self.shape.num_classes

@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from phalanx.job.shapes.transformer import TransformerShape
 
 
-def count_blocks_work(shape: TransformerShape, num_tokens: int) -> tuple[BlockWork, ...]:
+def build_work_of_blocks(shape: TransformerShape, num_tokens: int) -> tuple[BlockWork, ...]:
     """The work of each block for one sample of `num_tokens` tokens."""
     by_kind: dict[tuple[bool, int], BlockWork] = {}
     blocks = []
     for layer in range(shape.num_layers):
         # Blocks differ in these two alone.
-        kind = (shape.has_experts(layer), shape.window_of(layer))
+        kind = (shape.has_experts(layer), shape.window_of_layer(layer))
         if kind not in by_kind:
-            by_kind[kind] = _count_block(shape, num_tokens, layer)
+            by_kind[kind] = _build_block_work(shape, num_tokens, layer)
         blocks.append(by_kind[kind])
     return tuple(blocks)
 
 
-def _count_block(shape: TransformerShape, num_tokens: int, layer: int) -> BlockWork:
+def _build_block_work(shape: TransformerShape, num_tokens: int, layer: int) -> BlockWork:
     has_experts = shape.has_experts(layer)
     experts = shape.experts if has_experts else None
     matmuls = [*shape.list_attention_matmuls(), *shape.list_feed_forward_matmuls(layer)]

@@ -52,7 +52,7 @@ class VisionTransformer(nn.Module):
         )
         with_class = shape.pooling == "class_token"
         self.embed_class = nn.Parameter(torch.empty(shape.dim)) if with_class else None
-        self.embed_positions = nn.Parameter(torch.empty(shape.tokens_of(0), shape.dim))
+        self.embed_positions = nn.Parameter(torch.empty(shape.count_sample_tokens(0), shape.dim))
         self.blocks = nn.ModuleList(Block(shape, layer) for layer in range(shape.num_layers))
         self.norm = build_norm(shape)
         self.head = nn.Linear(shape.dim, shape.num_classes)

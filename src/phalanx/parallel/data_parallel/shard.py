@@ -86,7 +86,7 @@ def _shard_units(
         "ignored_params": unsharded,
         "shard_placement_fn": _shard_evenly(layout.dp_shard),
     }
-    if options.parameters_on_host:
+    if options.has_parameters_on_host:
         is_pinned = context.mesh.device.type == "cuda"
         shared["offload_policy"] = CPUOffloadPolicy(pin_memory=is_pinned)
     block_policy = _mixed_precision_policy(context.compute_dtype, cast_inputs=cast)

@@ -76,8 +76,8 @@ def predict_pipeline_memory(
                 passing = _predict_in_flight_gradient_bytes(
                     shape, work, pipeline.stages.block_ranges[-1]
                 )
-                memory["loss"] = max(shape.activations.loss(work).computing, passing)
-            message = shape.activations.message(work)
+                memory["loss"] = max(shape.activations.count_loss_bytes(work).computing, passing)
+            message = shape.activations.count_message_bytes(work)
             memory["communication"] += _predict_p2p_message_bytes(schedule, rank, message)
         if device == "cpu" and work.copies_state:
             memory["staging"] = staging[rank]
@@ -122,20 +122,24 @@ def predict_stage_bytes(
     first, end = pipeline.stages.block_ranges[stage]
     saved, redone = count_segment_bytes(shape, work, first, end)
     # Masks and tables of angles are made in every stage: a user's forward begins in each of them.
-    outside = activations.everywhere(work)
+    outside = activations.count_bytes_in_every_stage(work)
     if stage == 0:
-        outside += activations.embedding(work)
+        outside += activations.count_embedding_bytes(work)
     if stage == pipeline.num_stages - 1:
         # The loss computes the gradients of hidden states and head in its forward, for each
         # microbatch that waits for its backward.
-        outside += activations.final_norm(work) + activations.loss(work).waiting
+        outside += (
+            activations.count_final_norm_bytes(work) + activations.count_loss_bytes(work).waiting
+        )
     else:
-        outside += activations.message(work)
+        outside += activations.count_message_bytes(work)
     for_weights = 0
     if not work.is_compiled:  # else the half of the input does both
         for layer in range(first, end):
             for_weights += activations.block(layer, work).weight_inputs
-    again = peak_segment_bytes(saved, redone) - sum(saved) + activations.block_mask(work)
+    again = (
+        peak_segment_bytes(saved, redone) - sum(saved) + activations.count_block_mask_bytes(work)
+    )
     return StageBytes(sum(saved) + outside, again, for_weights)
 
 

@@ -184,7 +184,7 @@ def _add_throughput(
 ) -> RankedLayout:
     """`ranked` with its tokens a second and its share of the peak."""
     assert ranked.time is not None
-    num_tokens = job.train.global_batch_size * shape.tokens_of(job.data.seq_len)
+    num_tokens = job.train.global_batch_size * shape.count_sample_tokens(job.data.seq_len)
     per_device = num_tokens / ranked.time.total_s / ranked.layout.world_size
     flops = shape.flops_per_token(job.data.seq_len)
     mfu = None

@@ -80,7 +80,7 @@ class MemoryScreen:
         rows = self.rows
         return (
             self._map_distinct_rows(
-                lambda tp, ep: self._shard_shape(tp).count_blocks(ep), rows.tp, rows.ep
+                lambda tp, ep: self._shard_shape(tp).count_all_blocks_params(ep), rows.tp, rows.ep
             )
             / rows.pp
         )
@@ -124,7 +124,7 @@ class MemoryScreen:
         accumulates = (rows.num_microbatches > 1) & (rows.dp_replicate * rows.num_zero_shards > 1)
         plain = local * work.cast_bytes + np.where(accumulates & (rows.pp == 1), 4.0 * local, 0.0)
         unit = self._map_distinct_rows(
-            lambda tp, ep: self._shard_shape(tp).count_largest_block(ep), rows.tp, rows.ep
+            lambda tp, ep: self._shard_shape(tp).count_largest_block_params(ep), rows.tp, rows.ep
         )
         unit = np.minimum(unit * max(1, self._blocks_per_unit), self._block_params)
         whole = np.where(
@@ -195,7 +195,7 @@ class MemoryScreen:
     def _message_bytes(self, tp: int, cp: int) -> float:
         activations = self._shard_shape(tp).activations
         assert activations is not None
-        return float(activations.message(self._build_workload(tp, cp)))
+        return float(activations.count_message_bytes(self._build_workload(tp, cp)))
 
     def _weight_input_bytes(self, tp: int, cp: int) -> float:
         activations, work = self._shard_shape(tp).activations, self._build_workload(tp, cp)
@@ -235,10 +235,16 @@ class MemoryScreen:
     def _embedding_and_head_bytes(self, tp: int, cp: int, micro: int) -> float:
         activations, work = self._shard_shape(tp).activations, self._build_workload(tp, cp, micro)
         assert activations is not None
-        ends = activations.everywhere(work) + activations.embedding(work)
-        return float(ends + activations.final_norm(work) + activations.block_mask(work))
+        ends = activations.count_bytes_in_every_stage(work) + activations.count_embedding_bytes(
+            work
+        )
+        return float(
+            ends
+            + activations.count_final_norm_bytes(work)
+            + activations.count_block_mask_bytes(work)
+        )
 
     def _loss_bytes(self, tp: int, cp: int, micro: int) -> float:
         activations = self._shard_shape(tp).activations
         assert activations is not None
-        return float(activations.loss(self._build_workload(tp, cp, micro)).at_once)
+        return float(activations.count_loss_bytes(self._build_workload(tp, cp, micro)).at_once)

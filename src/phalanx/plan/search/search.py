@@ -155,7 +155,7 @@ def _describe_uncut_alternative(
 ) -> str:
     """A line where the job cuts the model and whole copies, or shards alone, would fit as well;
     "" where they do not."""
-    fixed = task.job.parallel.degrees.above_one("tp", "pp", "cp", "ep")
+    fixed = task.job.parallel.degrees.degrees_above_one("tp", "pp", "cp", "ep")
     if not fixed:
         return ""
     opened = drop_job_keys(task.job, *MODEL_CUTTING_KEYS)

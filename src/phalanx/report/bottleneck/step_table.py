@@ -12,7 +12,7 @@ from pathlib import Path
 from phalanx.core.files import open_regular, read_bounded_lines
 from phalanx.observe.events import StepFinished
 from phalanx.observe.tail import RANK_FILE_PATTERN, read_event
-from phalanx.report.facts import TIME_GROUPS, time_group_of_phase
+from phalanx.report.facts import TIME_GROUPS, get_time_group_of_phase
 
 WARM_UP_STEPS = 3  # of an attempt: allocations, compilation, first reads
 MAX_STEPS_PER_RANK = 2_000
@@ -144,11 +144,11 @@ def _find_first_step(path: Path) -> int:
     return 0
 
 
-def _sum_by_group(event: StepFinished) -> dict[str, float]:
+def _sum_phases_by_group(event: StepFinished) -> dict[str, float]:
     seconds = dict.fromkeys(TIME_GROUPS, 0.0)
     for phase, phase_s in event.phases_s.items():
         if math.isfinite(phase_s):
-            seconds[time_group_of_phase(phase)] += phase_s
+            seconds[get_time_group_of_phase(phase)] += phase_s
     if math.isfinite(event.unaccounted_s):
         seconds["unaccounted"] = event.unaccounted_s
     return seconds
@@ -167,4 +167,4 @@ def _align_ranks(
 
 
 def _make_row(event: StepFinished) -> RankStep:
-    return RankStep(event.step_s, _sum_by_group(event), event.cpu_s)
+    return RankStep(event.step_s, _sum_phases_by_group(event), event.cpu_s)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from phalanx.report import formats
 from phalanx.report.markup import Html, build_note, build_small_text, build_table, build_tag
 from phalanx.report.plan_facts import AnswerTile, LayoutRow, PlanPageFacts
-from phalanx.report.sections.memory import css_classes_by_category, draw_memory_bar
+from phalanx.report.sections.memory import choose_css_classes_by_category, draw_memory_bar
 
 
 def render_plan_header(facts: PlanPageFacts) -> Html:
@@ -41,7 +41,7 @@ def render_ranking(facts: PlanPageFacts) -> Html | None:
     return build_tag(
         "section",
         build_tag("h2", "Winner and runners-up"),
-        _render_layouts(facts.layouts),
+        _render_layout_table(facts.layouts),
         build_note(
             "One layout of each family. Step times are predictions of one model: where they are"
             " nearly equal, the layout with the fewest mechanisms wins."
@@ -50,32 +50,32 @@ def render_ranking(facts: PlanPageFacts) -> Html | None:
     )
 
 
-def render_nearest(facts: PlanPageFacts) -> Html | None:
+def render_nearest_fits(facts: PlanPageFacts) -> Html | None:
     """What would fit, where nothing does as asked."""
     if not facts.nearest:
         return None
     return build_tag(
         "section",
         build_tag("h2", "The nearest that fits"),
-        _render_layouts(facts.nearest),
+        _render_layout_table(facts.nearest),
         id="nearest",
     )
 
 
-def _render_layouts(rows: Sequence[LayoutRow]) -> Html:
+def _render_layout_table(rows: Sequence[LayoutRow]) -> Html:
     names: dict[str, None] = {}
     for row in rows:
         names |= dict.fromkeys(row.parts)
-    colour = css_classes_by_category(names)
+    colour = choose_css_classes_by_category(names)
     full_bytes = max((row.peak_bytes for row in rows if math.isfinite(row.peak_bytes)), default=0.0)
     best_s = rows[0].step_s
     head = ["", "layout", "step", "peak memory", "", "why"]
     return build_table(
-        head, [_render_layout(row, full_bytes, colour, best_s) for row in rows], css_class="top"
+        head, [_render_layout_row(row, full_bytes, colour, best_s) for row in rows], css_class="top"
     )
 
 
-def _render_layout(
+def _render_layout_row(
     row: LayoutRow, full_bytes: float, colour: dict[str, str], best_s: float
 ) -> list[Html | str]:
     css_class, relative = None, ""
@@ -89,14 +89,19 @@ def _render_layout(
     return [
         build_tag("span", row.family, class_=css_class),
         build_tag("span", row.layout, build_small_text(row.settings), class_="two wraps"),
-        build_tag("span", formats.seconds(row.step_s), build_small_text(relative), class_="two nw"),
+        build_tag(
+            "span",
+            formats.format_seconds_or_missing(row.step_s),
+            build_small_text(relative),
+            class_="two nw",
+        ),
         formats.format_num_bytes(row.peak_bytes),
         bar,
         build_tag("div", row.why or "–", class_="words"),
     ]
 
 
-def render_refused(facts: PlanPageFacts) -> Html | None:
+def render_refused_layouts(facts: PlanPageFacts) -> Html | None:
     """Why the other layouts were refused, with counts."""
     if not facts.refused:
         return None

@@ -10,12 +10,12 @@ from phalanx.report.figure import draw_legend
 from phalanx.report.markup import Html, build_note, build_table, build_tag
 from phalanx.report.plan_facts import PlanPageFacts
 from phalanx.report.sections.memory import (
-    css_classes_by_category,
+    choose_css_classes_by_category,
     draw_memory_bar,
     list_memory_categories,
 )
 
-MAX_STAGES = 32
+MAX_SHOWN_STAGES = 32
 
 
 def render_planned_memory(facts: PlanPageFacts) -> Html | None:
@@ -24,17 +24,17 @@ def render_planned_memory(facts: PlanPageFacts) -> Html | None:
         return None
     phases = list_memory_phases(facts.memory)
     names = list_memory_categories(facts.memory, *facts.stage_memory)
-    names = [name for name in names if _is_somewhere(name, facts)]
-    colour = css_classes_by_category(names)
-    by_phase = _render_bars(list(phases.items()), facts.capacity_bytes, colour, "phase")
+    names = [name for name in names if _has_category_bytes(name, facts)]
+    colour = choose_css_classes_by_category(names)
+    by_phase = _render_memory_bars(list(phases.items()), facts.capacity_bytes, colour, "phase")
     stages = [(f"rank {rank}", parts) for rank, parts in enumerate(facts.stage_memory)]
     by_stage = None
     if len(stages) > 1:
         by_stage = build_tag(
             "div",
             build_tag("h3", "By rank of the pipeline, at its peak"),
-            _render_bars(stages[:MAX_STAGES], facts.capacity_bytes, colour, "rank"),
-            _note_left_out(len(stages)),
+            _render_memory_bars(stages[:MAX_SHOWN_STAGES], facts.capacity_bytes, colour, "rank"),
+            _build_left_out_ranks_note(len(stages)),
             class_="block",
         )
     return build_tag(
@@ -51,11 +51,11 @@ def render_planned_memory(facts: PlanPageFacts) -> Html | None:
     )
 
 
-def _is_somewhere(name: str, facts: PlanPageFacts) -> bool:
+def _has_category_bytes(name: str, facts: PlanPageFacts) -> bool:
     return any(parts.get(name) for parts in (facts.memory, *facts.stage_memory))
 
 
-def _render_bars(
+def _render_memory_bars(
     bars: Sequence[tuple[str, Mapping[str, float]]],
     capacity_bytes: float,
     colour: dict[str, str],
@@ -80,7 +80,7 @@ def _render_bars(
     return build_table(head, rows, css_class="top bars")
 
 
-def _note_left_out(num_stages: int) -> Html | None:
-    if num_stages <= MAX_STAGES:
+def _build_left_out_ranks_note(num_stages: int) -> Html | None:
+    if num_stages <= MAX_SHOWN_STAGES:
         return None
-    return build_note(f"The first {MAX_STAGES} of {num_stages} ranks are shown.")
+    return build_note(f"The first {MAX_SHOWN_STAGES} of {num_stages} ranks are shown.")

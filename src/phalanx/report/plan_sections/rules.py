@@ -9,11 +9,16 @@ from phalanx.report.formats import text_or_missing
 from phalanx.report.markup import Html, build_note, build_small_text, build_table, build_tag
 from phalanx.report.plan_facts import PlanPageFacts
 
-_SIGNS = {"fails": "✗", "tight": "!", "unknown": "?", "holds": "✓"}
-_WORDS = {"fails": "does not hold", "tight": "only just", "unknown": "not judged", "holds": "holds"}
+_STATE_SIGNS = {"fails": "✗", "tight": "!", "unknown": "?", "holds": "✓"}
+_STATE_WORDS = {
+    "fails": "does not hold",
+    "tight": "only just",
+    "unknown": "not judged",
+    "holds": "holds",
+}
 
 
-def render_rules(facts: PlanPageFacts) -> Html | None:
+def render_rules_of_thumb(facts: PlanPageFacts) -> Html | None:
     """The section of the rules; None without any."""
     if not facts.rules:
         return None
@@ -39,10 +44,10 @@ def render_rules(facts: PlanPageFacts) -> Html | None:
 
 def _render_rule_table(rules: list[Mapping[str, Any]]) -> Html:
     head = ["", "rule", "this plan", "what follows, and what to do"]
-    return build_table(head, [_render_rule(rule) for rule in rules], css_class="top rules")
+    return build_table(head, [_build_rule_row(rule) for rule in rules], css_class="top rules")
 
 
-def _render_rule(rule: Mapping[str, Any]) -> list[Html | str]:
+def _build_rule_row(rule: Mapping[str, Any]) -> list[Html | str]:
     state = str(rule.get("state"))
     remedy = None
     if rule.get("remedy") and state in ("fails", "tight"):
@@ -53,7 +58,9 @@ def _render_rule(rule: Mapping[str, Any]) -> list[Html | str]:
     consequence = text_or_missing(rule.get("consequence"), "")
     if consequence:
         consequence = f"{consequence[0].upper()}{consequence[1:]}."
-    sign = build_tag("b", _SIGNS.get(state, "?"), class_=f"state {state}", title=_WORDS.get(state))
+    sign = build_tag(
+        "b", _STATE_SIGNS.get(state, "?"), class_=f"state {state}", title=_STATE_WORDS.get(state)
+    )
     return [
         sign,
         build_tag(

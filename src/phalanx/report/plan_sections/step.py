@@ -9,7 +9,7 @@ from phalanx.report.plan_facts import PlanPageFacts
 
 # Of the whole: below, a bar is a hairline.
 MIN_BAR_PERCENT = 0.25
-_CLASSES = {
+_CSS_CLASS_OF_TERM = {
     "ideal": "g4",
     "matmul loss": "g1",
     "attention": "g0",
@@ -38,7 +38,7 @@ def render_waterfall(facts: PlanPageFacts) -> Html | None:
         width = max(100 * row.seconds / end_s, MIN_BAR_PERCENT)
         bar = build_tag(
             "i",
-            class_=_CLASSES.get(row.term, "g8"),
+            class_=_CSS_CLASS_OF_TERM.get(row.term, "g8"),
             style=f"left:{min(left_edge, 100 - MIN_BAR_PERCENT):.3f}%;width:{width:.3f}%",
         )
         took = formats.format_milliseconds(row.seconds)

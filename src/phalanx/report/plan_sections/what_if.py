@@ -10,7 +10,7 @@ from phalanx.report.markup import Html, build_json_script, build_note, build_tag
 from phalanx.report.plan_facts import PlanPageFacts
 
 # Positions of a slider between two points of the grid.
-STEPS_BETWEEN = 20
+SLIDER_STEPS_BETWEEN_POINTS = 20
 
 
 def render_what_if(facts: PlanPageFacts) -> Html | None:
@@ -19,7 +19,7 @@ def render_what_if(facts: PlanPageFacts) -> Html | None:
     if not grid:
         return None
     axes = [*grid["axes"], grid["memory_axis"]]
-    controls = [_render_control(number, axis) for number, axis in enumerate(axes)]
+    controls = [_render_slider(number, axis) for number, axis in enumerate(axes)]
     return build_tag(
         "section",
         build_tag("h2", "What if"),
@@ -27,8 +27,8 @@ def render_what_if(facts: PlanPageFacts) -> Html | None:
         build_tag("dl", _render_outputs(), class_="keys answers", aria_live="polite"),
         build_tag(
             "div",
-            _render_curve("step", "Step time"),
-            _render_curve("memory", "Peak memory"),
+            _render_curve_figure("step", "Step time"),
+            _render_curve_figure("memory", "Peak memory"),
             class_="pair curves",
         ),
         build_note(
@@ -43,7 +43,7 @@ def render_what_if(facts: PlanPageFacts) -> Html | None:
     )
 
 
-def _render_control(number: int, axis: Mapping[str, Any]) -> Html:
+def _render_slider(number: int, axis: Mapping[str, Any]) -> Html:
     values, start = axis["values"], int(axis["start"])
     name = f"what-if-{number}"
     if axis["kind"] == "choice":
@@ -55,7 +55,7 @@ def _render_control(number: int, axis: Mapping[str, Any]) -> Html:
         return build_tag(
             "div", build_tag("label", axis["label"], for_=name), control, class_="control"
         )
-    num_between = STEPS_BETWEEN if axis["kind"] == "range" else 1
+    num_between = SLIDER_STEPS_BETWEEN_POINTS if axis["kind"] == "range" else 1
     last = len(values) - 1
     points = [
         build_tag("i", style=f"left:{100 * index / max(last, 1):.2f}%")
@@ -95,7 +95,7 @@ def _render_outputs() -> list[Html]:
     ]
 
 
-def _render_curve(key: str, title: str) -> Html:
+def _render_curve_figure(key: str, title: str) -> Html:
     return build_tag(
         "figure",
         build_tag("figcaption", build_tag("h3", title)),

@@ -10,7 +10,7 @@ from phalanx.report import formats
 from phalanx.report.charts import ChartSeries, EventMark, LineChart, ReferenceLine, draw_line_chart
 from phalanx.report.facts import RunFacts
 from phalanx.report.markup import Html, build_tag
-from phalanx.report.sample import running_mean, running_median
+from phalanx.report.sample import compute_running_mean, compute_running_median
 
 MAX_SHOWN_SOURCES = 6
 MAX_SHOWN_METRICS = 8
@@ -71,52 +71,52 @@ def list_skipped_step_marks(
     return marks
 
 
-def _smoothing_span(num_steps: int) -> int:
+def _choose_smoothing_span(num_steps: int) -> int:
     return max(5, min(num_steps // 40, 1000))
 
 
-def _series_with_median(steps: Sequence[float], values: Sequence[float]) -> list[ChartSeries]:
+def _build_series_with_median(steps: Sequence[float], values: Sequence[float]) -> list[ChartSeries]:
     """Each step, and a running median: it does not smear spikes that belong to one step only (a
     save, a burst)."""
-    span = _smoothing_span(len(steps))
-    usual = ChartSeries(f"median of {span}", steps, running_median(values, span), "s0")
+    span = _choose_smoothing_span(len(steps))
+    usual = ChartSeries(f"median of {span}", steps, compute_running_median(values, span), "s0")
     return [ChartSeries("each step", steps, values, "raw"), usual]
 
 
-def _series_with_mean(
+def _build_series_with_mean(
     steps: Sequence[float], values: Sequence[float], end_label: str
 ) -> list[ChartSeries]:
-    span = _smoothing_span(len(steps))
+    span = _choose_smoothing_span(len(steps))
     name = f"mean of {span}"
     return [
         ChartSeries("each step", steps, values, "raw"),
-        ChartSeries(name, steps, running_mean(values, span), "s0", end_label=end_label),
+        ChartSeries(name, steps, compute_running_mean(values, span), "s0", end_label=end_label),
     ]
 
 
 def draw_loss_chart(facts: RunFacts) -> Html:
     steps = facts.steps
-    series = _series_with_mean(steps.step, steps.loss, end_label="training")
+    series = _build_series_with_mean(steps.step, steps.loss, end_label="training")
     if facts.evals:
         label = f"held-out {facts.evals[-1].loss:.3f}"
         at, losses = [event.step for event in facts.evals], [event.loss for event in facts.evals]
         series.append(ChartSeries("held-out", at, losses, "eval", dots=True, end_label=label))
-        series += _held_out_loss_by_source(facts)
+        series += _build_held_out_series_by_source(facts)
     chart = LineChart(
         title="Loss",
         y_label=facts.units.format_loss_with_unit,
         unit=facts.units.loss,
         series=series,
-        references=_baseline_references(facts),
+        references=_build_baseline_reference_lines(facts),
         marks=[*list_restart_marks(facts), *list_skipped_step_marks(facts, steps.step, steps.loss)],
         may_be_log=True,
         x_range=find_step_range(facts),
-        note=_note_below_loss_chart(facts),
+        note=_build_note_below_loss_chart(facts),
     )
     return draw_line_chart(chart)
 
 
-def _baseline_references(facts: RunFacts) -> list[ReferenceLine]:
+def _build_baseline_reference_lines(facts: RunFacts) -> list[ReferenceLine]:
     """A line for each n-gram model, drawn in two ways by turns to tell neighbours apart."""
     references: list[ReferenceLine] = []
     for baseline in facts.baselines:
@@ -127,10 +127,10 @@ def _baseline_references(facts: RunFacts) -> list[ReferenceLine]:
     return references
 
 
-def _held_out_loss_by_source(facts: RunFacts) -> list[ChartSeries]:
+def _build_held_out_series_by_source(facts: RunFacts) -> list[ChartSeries]:
     """The held-out loss of each source of a mixture."""
     curves: dict[str, ChartSeries] = {}
-    by_name = _columns_by_name([(event.step, event.loss_by_source) for event in facts.evals])
+    by_name = _group_columns_by_name([(event.step, event.loss_by_source) for event in facts.evals])
     for number, (name, (at, losses)) in enumerate(by_name[:MAX_SHOWN_SOURCES]):
         css_class = f"source d{number}"
         curves[name] = ChartSeries(
@@ -139,7 +139,7 @@ def _held_out_loss_by_source(facts: RunFacts) -> list[ChartSeries]:
     return list(curves.values())
 
 
-def _columns_by_name(
+def _group_columns_by_name(
     rows: Iterable[tuple[int, Mapping[str, float]]],
 ) -> list[tuple[str, tuple[list[int], list[float]]]]:
     """(name, (steps, values)) for each name, in the order in which names first came: not every
@@ -155,7 +155,7 @@ def _columns_by_name(
 
 def draw_metric_charts(facts: RunFacts) -> list[Html]:
     """One chart for each metric of the user's objective."""
-    by_name = _columns_by_name([(event.step, event.metrics) for event in facts.evals])
+    by_name = _group_columns_by_name([(event.step, event.metrics) for event in facts.evals])
     charts = []
     for name, (at, values) in by_name[:MAX_SHOWN_METRICS]:
         label = f"held-out {values[-1]:.4f}"
@@ -178,7 +178,7 @@ def shorten_source_name(name: str) -> str:
     return f"…{name[-MAX_NAME_CHARS + 1 :]}"
 
 
-def _note_below_loss_chart(facts: RunFacts) -> str:
+def _build_note_below_loss_chart(facts: RunFacts) -> str:
     sentences = []
     best, checkpoint = facts.find_best_evaluation, facts.kept_best
     if best is not None and len(facts.evals) > 1:
@@ -217,7 +217,7 @@ def draw_gradient_norm_chart(facts: RunFacts) -> Html:
         title="Gradient norm",
         y_label="global L2 norm before clipping",
         unit="",
-        series=_series_with_median(steps.step, steps.grad_norm),
+        series=_build_series_with_median(steps.step, steps.grad_norm),
         marks=[
             *list_restart_marks(facts),
             *list_skipped_step_marks(facts, steps.step, steps.grad_norm),
@@ -235,7 +235,7 @@ def draw_throughput_chart(facts: RunFacts) -> Html:
         title="Throughput",
         y_label=f"{facts.units.items} per second",
         unit=facts.units.rate_unit,
-        series=_series_with_median(steps.step, steps.tokens_per_s),
+        series=_build_series_with_median(steps.step, steps.tokens_per_s),
         marks=list_restart_marks(facts),
         zero=True,
         x_range=find_step_range(facts),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from phalanx.core.units import plural
 from phalanx.report import formats
 from phalanx.report.charts import ChartSeries, LineChart, ReferenceLine, draw_line_chart
-from phalanx.report.expert_facts import ExpertFacts, max_over_mean
+from phalanx.report.expert_facts import ExpertFacts, compute_max_over_mean_load
 from phalanx.report.facts import RunFacts
 from phalanx.report.figure import draw_legend
 from phalanx.report.markup import Html, build_table, build_tag
@@ -42,9 +42,9 @@ def render_experts(facts: RunFacts) -> Html | None:
     if not has_experts(facts):
         return None
     experts = facts.experts
-    charts = _draw_worst_chart(facts, alone=True)
+    charts = _draw_busiest_expert_chart(facts, alone=True)
     if any(share > 0 for share in experts.dropped_share):
-        worst = _draw_worst_chart(facts, alone=False)
+        worst = _draw_busiest_expert_chart(facts, alone=False)
         charts = build_tag("div", worst, _draw_dropped_chart(facts), class_="pair")
     return build_tag(
         "section",
@@ -57,7 +57,7 @@ def render_experts(facts: RunFacts) -> Html | None:
 
 
 def _describe_balance(experts: ExpertFacts) -> str:
-    over = {name: max_over_mean(tokens) for name, tokens in experts.tokens.items()}
+    over = {name: compute_max_over_mean_load(tokens) for name, tokens in experts.tokens.items()}
     name = max(over, key=lambda layer: over[layer])
     busiest = experts.tokens[name].index(max(experts.tokens[name]))
     idle = sum(tokens.count(0) for tokens in experts.tokens.values())
@@ -119,7 +119,7 @@ def draw_heat_map(experts: ExpertFacts) -> Html:
     )
 
 
-def heat_level_of_share(tokens: float, mean: float) -> int:
+def choose_heat_level(tokens: float, mean: float) -> int:
     """The number of the first of `MAX_LEVEL` that holds it."""
     share = 0.0
     if mean > 0:
@@ -134,7 +134,7 @@ def _draw_layer_row(
     and its worst."""
     mean = sum(tokens) / max(len(tokens), 1)
     paths: dict[int, str] = {}
-    levels = [heat_level_of_share(count, mean) for count in tokens]
+    levels = [choose_heat_level(count, mean) for count in tokens]
     start, is_few = 0, columns <= MAX_SEPARATE_COLUMNS
     # One beyond the last expert, where the last run ends.
     for end in range(1, len(levels) + 1):
@@ -143,7 +143,7 @@ def _draw_layer_row(
                 paths.get(levels[start], "") + f"M{start} 0h{end - start}v1h{start - end}z"
             )
             start = end
-    over = max_over_mean(tokens)
+    over = compute_max_over_mean_load(tokens)
     label = f"{name}: the busiest of {len(tokens)} experts has {over:.2f} times the mean"
     svg = build_tag(
         "svg",
@@ -176,7 +176,7 @@ def _build_load_table(layers: Sequence[tuple[str, Sequence[int]]], experts: Expe
                 f"{sum(tokens):,}",
                 f"{max(tokens):,} (expert {tokens.index(max(tokens))})",
                 f"{min(tokens):,} (expert {tokens.index(min(tokens))})",
-                f"{max_over_mean(tokens):.2f}",
+                f"{compute_max_over_mean_load(tokens):.2f}",
                 str(tokens.count(0)),
                 f"{experts.dropped.get(name, 0):,}",
             ]
@@ -185,7 +185,7 @@ def _build_load_table(layers: Sequence[tuple[str, Sequence[int]]], experts: Expe
     return build_table(head, rows, css_class="num")
 
 
-def _draw_worst_chart(facts: RunFacts, *, alone: bool) -> Html:
+def _draw_busiest_expert_chart(facts: RunFacts, *, alone: bool) -> Html:
     experts = facts.experts
     references = []
     if alone:

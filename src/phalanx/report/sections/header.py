@@ -6,7 +6,7 @@ import math
 
 from phalanx.core.units import plural
 from phalanx.report import formats
-from phalanx.report.facts import CONTENT_SENT_OVER_AXIS, RunFacts
+from phalanx.report.facts import NOUN_OF_BYTES_SENT_OVER_AXIS, RunFacts
 from phalanx.report.markup import Html, build_small_text, build_tag
 
 _CSS_CLASS_OF_STATUS = {
@@ -16,7 +16,7 @@ _CSS_CLASS_OF_STATUS = {
     "preempted": "open",
 }
 _METRIC_UNITS = ("nats/token", "tokens/s", "targets/s")  # set smaller than the number before them
-MAX_WARNINGS = 10
+MAX_SHOWN_WARNINGS = 10
 
 
 def render_header(facts: RunFacts) -> Html:
@@ -29,9 +29,12 @@ def render_header(facts: RunFacts) -> Html:
             build_tag("span", facts.status, class_=f"status {status_class}"),
             class_="name",
         ),
-        build_tag("p", _describe_when(facts), class_="when"),
+        build_tag("p", _describe_start_and_duration(facts), class_="when"),
         build_tag("dl", [_render_key_value(*key) for key in _list_run_tiles(facts)], class_="keys"),
-        [build_tag("p", text, class_="note warning") for text in facts.warnings[:MAX_WARNINGS]],
+        [
+            build_tag("p", text, class_="note warning")
+            for text in facts.warnings[:MAX_SHOWN_WARNINGS]
+        ],
     )
 
 
@@ -45,7 +48,7 @@ def _render_key_value(name: str, value: str, detail: str = "") -> Html:
     )
 
 
-def _describe_when(facts: RunFacts) -> str:
+def _describe_start_and_duration(facts: RunFacts) -> str:
     if not facts.num_events:
         return "This run has written no events yet."
     started = formats.format_timestamp(facts.started_unix_s)
@@ -64,7 +67,7 @@ def _list_run_tiles(facts: RunFacts) -> list[tuple[str, str, str]]:
     if facts.num_redone:
         redone = f"{plural(facts.num_redone, 'step')} done again"
         rolled_back = f"{facts.num_rolled_back:,} steps rolled back"
-    held_out, against = _describe_held_out(facts)
+    held_out, against = _describe_held_out_loss(facts)
     devices = facts.device
     if facts.world_size:
         devices = f"{facts.world_size} x {facts.device}"
@@ -72,8 +75,8 @@ def _list_run_tiles(facts: RunFacts) -> list[tuple[str, str, str]]:
         ("Steps done", _describe_steps_done(facts), redone),
         ("Final training loss", formats.format_loss(loss, facts.units.loss), of_step),
         ("Held-out loss", held_out, against),
-        ("Throughput", _describe_rate(facts), median),
-        ("Wall time", formats.seconds(facts.wall_s), ""),
+        ("Throughput", _describe_throughput(facts), median),
+        ("Wall time", formats.format_seconds_or_missing(facts.wall_s), ""),
         ("Restarts", str(facts.num_restarts), rolled_back),
     ]
     if facts.num_resumes:
@@ -98,7 +101,7 @@ def _describe_steps_done(facts: RunFacts) -> str:
     return f"{facts.last_step:,} / {facts.total_steps:,}"
 
 
-def _describe_rate(facts: RunFacts) -> str:
+def _describe_throughput(facts: RunFacts) -> str:
     if not math.isfinite(facts.tokens_per_s):
         return formats.NOT_MEASURED_TEXT
     return f"{formats.format_rounded_count(facts.tokens_per_s)} {facts.units.rate_unit}"
@@ -106,7 +109,7 @@ def _describe_rate(facts: RunFacts) -> str:
 
 def _list_sent_bytes_tiles(facts: RunFacts) -> list[tuple[str, str, str]]:
     tiles = []
-    for axis, noun in CONTENT_SENT_OVER_AXIS.items():
+    for axis, noun in NOUN_OF_BYTES_SENT_OVER_AXIS.items():
         amount = facts.describe_sent_over(axis)
         if amount:
             tiles.append((f"Sent over {axis}", amount, f"{noun} and their gradients"))
@@ -125,7 +128,7 @@ def _list_pipeline_tiles(facts: RunFacts) -> list[tuple[str, str, str]]:
     ]
 
 
-def _describe_held_out(facts: RunFacts) -> tuple[str, str]:
+def _describe_held_out_loss(facts: RunFacts) -> tuple[str, str]:
     """The last evaluation, the best one if that is another, and how far it stands from each
     n-gram model."""
     if not facts.evals:

@@ -27,7 +27,7 @@ def render_invariants(facts: RunFacts) -> Html | None:
     return build_tag(
         "section",
         build_tag("h2", "Checks"),
-        [build_tag("p", text, class_="note warning") for text in _list_failures(facts)],
+        [build_tag("p", text, class_="note warning") for text in _list_failure_sentences(facts)],
         build_table(
             ["what must hold", "result", "looked at", "not looked at"], rows, css_class="top"
         ),
@@ -39,13 +39,13 @@ def render_invariants(facts: RunFacts) -> Html | None:
 def _render_invariant_row(invariant: InvariantFacts) -> list[str]:
     return [
         describe_claim(invariant.name),
-        _describe_result(invariant),
+        _describe_check_result(invariant),
         invariant.looked_at,
         "; ".join(invariant.not_looked_at),
     ]
 
 
-def _describe_result(invariant: InvariantFacts) -> str:
+def _describe_check_result(invariant: InvariantFacts) -> str:
     if invariant.has_held is None:
         return "not checked"
     if invariant.has_held:
@@ -57,7 +57,7 @@ def _describe_result(invariant: InvariantFacts) -> str:
     return f"failed in {num_failed}, first at step {first_step:,}"
 
 
-def _list_failures(facts: RunFacts) -> list[str]:
+def _list_failure_sentences(facts: RunFacts) -> list[str]:
     sentences = []
     for invariant in facts.invariants:
         failures = invariant.failures

@@ -31,7 +31,7 @@ def list_memory_categories(*dicts: Mapping[str, object]) -> list[str]:
     return usual + [name for name in names if name not in (*_CATEGORY_ORDER, PEAK_COLUMN)]
 
 
-def css_classes_by_category(names: Iterable[str]) -> dict[str, str]:
+def choose_css_classes_by_category(names: Iterable[str]) -> dict[str, str]:
     """A colour for each category, the same one wherever it appears on the page."""
     # Not strict: there are more colours than usual categories, for others that may come.
     colours = dict(zip(_CATEGORY_ORDER, _CSS_CLASSES, strict=False))
@@ -53,8 +53,8 @@ def render_memory(facts: RunFacts) -> Html:
     estimates = [event.predicted_bytes for event in events]
     estimates += [event.measured_bytes for event in events]
     names = list_memory_categories(*estimates)
-    colour = css_classes_by_category(names)
-    full_bytes = max(map(_longest_bar_bytes, events))
+    colour = choose_css_classes_by_category(names)
+    full_bytes = max(map(_compute_longest_bar_bytes, events))
     rows = [_render_rank_memory(rank, facts.memory[rank], full_bytes, colour) for rank in ranks]
     left_out = len(facts.memory) - len(ranks)
     note = (
@@ -82,23 +82,27 @@ def render_memory(facts: RunFacts) -> Html:
     )
 
 
-def total_peak_bytes(parts: Mapping[str, float]) -> float:
+def compute_total_peak_bytes(parts: Mapping[str, float]) -> float:
     """The peak if it was given, else the sum of the categories."""
     if PEAK_COLUMN in parts:
         return float(parts[PEAK_COLUMN])
     return float(sum(value for value in parts.values() if math.isfinite(value)))
 
 
-def _longest_bar_bytes(event: MemoryMeasured) -> float:
+def _compute_longest_bar_bytes(event: MemoryMeasured) -> float:
     # One byte at least: bars are parts of it.
-    return max(total_peak_bytes(event.predicted_bytes), total_peak_bytes(event.measured_bytes), 1.0)
+    return max(
+        compute_total_peak_bytes(event.predicted_bytes),
+        compute_total_peak_bytes(event.measured_bytes),
+        1.0,
+    )
 
 
 def draw_memory_bar(
     parts: Mapping[str, float], full_bytes: float, colour: Mapping[str, str]
 ) -> Html:
     shown = {name: float(parts[name]) for name in list_memory_categories(parts)}
-    unattributed = total_peak_bytes(parts) - sum(shown.values())
+    unattributed = compute_total_peak_bytes(parts) - sum(shown.values())
     # A peak can be measured where its parts cannot.
     if unattributed > 0:
         shown[UNATTRIBUTED_COLUMN] = unattributed
@@ -114,8 +118,8 @@ def _render_rank_memory(
     rank: int, event: MemoryMeasured, full_bytes: float, colour: Mapping[str, str]
 ) -> list[Html | str]:
     predicted, measured = (
-        total_peak_bytes(event.predicted_bytes),
-        total_peak_bytes(event.measured_bytes),
+        compute_total_peak_bytes(event.predicted_bytes),
+        compute_total_peak_bytes(event.measured_bytes),
     )
     bars = build_tag(
         "div",

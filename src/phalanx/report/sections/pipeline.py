@@ -17,7 +17,7 @@ from phalanx.plan.pipeline.simulate import (
 )
 from phalanx.plan.pipeline.trace import build_measured_timeline, sum_forward_backward_s
 from phalanx.report import formats
-from phalanx.report.bubble import MeasuredPipeline, read_pipeline_plan
+from phalanx.report.bubble import MeasuredPipeline, parse_pipeline_of_plan
 from phalanx.report.facts import RunFacts
 from phalanx.report.markup import Html, build_table, build_tag
 from phalanx.report.pipeline_chart import draw_timeline_chart
@@ -31,10 +31,10 @@ def render_pipeline(facts: RunFacts) -> Html | None:
     """The section; None for a run without a pipeline."""
     if not has_pipeline(facts):
         return None
-    pipeline = read_pipeline_plan(facts.plan)
+    pipeline = parse_pipeline_of_plan(facts.plan)
     event = facts.pipelines[-1] if facts.pipelines else None
     measured = MeasuredPipeline.from_event(event, facts.plan, facts.run_dir)
-    timeline = _measured_timeline(measured)
+    timeline = _build_timeline_of_plan_ranks(measured)
     if pipeline is None:
         text = (
             "plan.json has a pipeline that cannot be shown: it is too large, or not of this"
@@ -52,7 +52,7 @@ def render_pipeline(facts: RunFacts) -> Html | None:
     return build_tag("section", build_tag("h2", "The pipeline"), body, id="pipeline")
 
 
-def _measured_timeline(measured: MeasuredPipeline | None) -> Timeline | None:
+def _build_timeline_of_plan_ranks(measured: MeasuredPipeline | None) -> Timeline | None:
     """The measured timeline; None if its ranks and stages are not those of the plan."""
     if measured is None:
         return None
@@ -142,10 +142,10 @@ def _render_stage_table(
     """A row per stage: its blocks, what it takes, and the microbatches whose activations it
     holds."""
     if measured is None:
-        columns = _planned_columns_by_head(pipeline)
+        columns = _build_planned_columns(pipeline)
         kind_of_times = "Predicted."
     else:
-        columns = _measured_columns_by_head(measured, timeline)
+        columns = _build_measured_columns(measured, timeline)
         kind_of_times = "Of one microbatch, means of the step."
     columns = {
         "stage": list(map(str, range(pipeline.num_stages))),
@@ -167,16 +167,14 @@ def _render_stage_table(
     )
 
 
-def _planned_columns_by_head(pipeline: Pipeline) -> dict[str, list[str]]:
+def _build_planned_columns(pipeline: Pipeline) -> dict[str, list[str]]:
     return {
-        "÷ mean": _shares_of_mean(pipeline.costs),
+        "÷ mean": _format_shares_of_mean(pipeline.costs),
         "held at most": list(map(str, count_peak_in_flight(pipeline.schedule()).per_stage)),
     }
 
 
-def _measured_columns_by_head(
-    measured: MeasuredPipeline, timeline: Timeline
-) -> dict[str, list[str]]:
+def _build_measured_columns(measured: MeasuredPipeline, timeline: Timeline) -> dict[str, list[str]]:
     """Text by stage below the head of each column."""
     costs = measured.costs
     seconds = {"forward": [cost.forward_s for cost in costs]}
@@ -190,7 +188,7 @@ def _measured_columns_by_head(
     for head, values in seconds.items():
         columns[head] = [formats.format_milliseconds(float(value)) for value in values]
     planned = count_peak_in_flight(measured.pipeline.schedule()).per_stage
-    columns["÷ mean"] = _shares_of_mean(costs)
+    columns["÷ mean"] = _format_shares_of_mean(costs)
     columns["held at most, planned"] = list(map(str, planned))
     columns["held at most, measured"] = list(
         map(str, count_peak_in_flight(timeline.schedule).per_stage)
@@ -198,7 +196,7 @@ def _measured_columns_by_head(
     return columns
 
 
-def _shares_of_mean(costs: Sequence[StageCosts]) -> list[str]:
+def _format_shares_of_mean(costs: Sequence[StageCosts]) -> list[str]:
     """The seconds of each stage over the mean of all, as text."""
     totals = list(map(sum_forward_backward_s, costs))
     mean_s = sum(totals) / len(totals)

@@ -117,13 +117,13 @@ def _describe_memory(estimate: dict[str, Any]) -> str:
 
 
 def _render_alternatives(plan: dict[str, Any]) -> Html:
-    alternatives = _read_alternatives(plan)
+    alternatives = _parse_alternatives(plan)
     if not alternatives:
         return build_tag("p", "No alternatives were recorded.", class_="note")
     names = memory.list_memory_categories(
         *[alternative.predicted_bytes for alternative in alternatives]
     )
-    colour = memory.css_classes_by_category(names)
+    colour = memory.choose_css_classes_by_category(names)
     totals = [alternative.total_bytes for alternative in alternatives]
     full_bytes = max(filter(math.isfinite, totals), default=0.0)
     rows = [_render_alternative(alternative, full_bytes, colour) for alternative in alternatives]
@@ -149,22 +149,22 @@ class _Alternative:
     is_chosen: bool
 
 
-def _read_alternatives(plan: dict[str, Any]) -> list[_Alternative]:
+def _parse_alternatives(plan: dict[str, Any]) -> list[_Alternative]:
     """The plan's alternatives; what is no object is left out."""
     alternatives = []
     for item in list_or_empty(plan.get("alternatives"))[:MAX_ALTERNATIVES]:
         if isinstance(item, dict):
-            alternatives.append(_read_alternative(item))
+            alternatives.append(_parse_alternative(item))
     return alternatives
 
 
-def _read_alternative(item: dict[str, Any]) -> _Alternative:
+def _parse_alternative(item: dict[str, Any]) -> _Alternative:
     predicted_bytes = {}
     for name, num_bytes in dict_or_empty(item.get("predicted_bytes")).items():
         predicted_bytes[str(name)] = number_or_nan(num_bytes)
     total_bytes = number_or_nan(item.get("total_bytes"))
     if predicted_bytes and not math.isfinite(total_bytes):
-        total_bytes = memory.total_peak_bytes(predicted_bytes)
+        total_bytes = memory.compute_total_peak_bytes(predicted_bytes)
     fits = "–"
     if isinstance(item.get("fits"), bool):
         fits = "yes" if item["fits"] else "no"

@@ -63,15 +63,15 @@ def _drop_frequent_events(story: list[Envelope]) -> tuple[list[Envelope], int]:
     for envelope in story:
         (common if isinstance(envelope.event, routine) else rare).append(envelope)
     if len(rare) > MAX_STORY_ROWS // 2:
-        rare = _first_and_last(rare, MAX_STORY_ROWS // 4)
-    selected = rare + _first_and_last(common, (MAX_STORY_ROWS - len(rare)) // 2)
+        rare = _keep_first_and_last(rare, MAX_STORY_ROWS // 4)
+    selected = rare + _keep_first_and_last(common, (MAX_STORY_ROWS - len(rare)) // 2)
     # By identity: two equal events at one moment are two rows.
     selected_ids = set(map(id, selected))
     rows = [envelope for envelope in story if id(envelope) in selected_ids]
     return rows, len(story) - len(selected)
 
 
-def _first_and_last(story: list[Envelope], count: int) -> list[Envelope]:
+def _keep_first_and_last(story: list[Envelope], count: int) -> list[Envelope]:
     """All of it, or the first and the last `count`."""
     if len(story) <= 2 * count:
         return story
@@ -86,7 +86,7 @@ def _render_story_row(envelope: Envelope, facts: RunFacts) -> list[Html | str]:
     after = "0 s"
     # Microseconds between two of the first events tell nothing.
     if elapsed_s >= 1e-3:
-        after = formats.seconds(elapsed_s)
+        after = formats.format_seconds_or_missing(elapsed_s)
     text = describe_event(envelope, facts.units) or _describe_unknown_event(envelope)
     line = build_tag("span", text)
     if isinstance(envelope.event, _FAILURE_EVENTS):
@@ -103,7 +103,7 @@ def _describe_unknown_event(envelope: Envelope) -> str:
     event = envelope.event
     if isinstance(event, events.RanksStarted):
         processes = plural(len(event.pids), "process", "processes")
-        return f"started {processes} in {formats.seconds(event.start_s)}"
+        return f"started {processes} in {formats.format_seconds_or_missing(event.start_s)}"
     if isinstance(event, events.Note) and event.code == events.RESUMED:
         return f"resumed at step {event.facts.get('step')}: {event.facts.get('told')}"[
             :MAX_NOTE_CHARS
@@ -137,7 +137,7 @@ def _render_traceback(envelope: Envelope) -> Html | None:
     return None
 
 
-def render_text(facts: RunFacts) -> Html:
+def render_text_samples(facts: RunFacts) -> Html:
     if not facts.samples:
         body = [build_tag("p", "No text was generated.", class_="note")]
     else:

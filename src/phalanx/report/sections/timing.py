@@ -85,17 +85,22 @@ def _render_wall_time(facts: RunFacts) -> Html:
     ledger = facts.ledger
     texts, shown, rows = {}, [], []
     for name, part_s in ledger.parts_s.items():
-        seconds, share = formats.seconds(part_s), formats.format_percent(part_s, ledger.wall_s)
+        seconds, share = (
+            formats.format_seconds_or_missing(part_s),
+            formats.format_percent(part_s, ledger.wall_s),
+        )
         texts[name] = f"{seconds} ({share})"
         rows.append([name, seconds, share])
         if part_s > 0:
             shown.append(name)
     # By construction: the parts of a `Ledger` sum to `wall_s`.
-    rows.append(["sum", formats.seconds(ledger.wall_s), "100.0 %"])
+    rows.append(["sum", formats.format_seconds_or_missing(ledger.wall_s), "100.0 %"])
     return build_tag(
         "div",
         build_tag(
-            "h3", f"The whole run: {formats.seconds(ledger.wall_s)} of rank {facts.lead_rank}"
+            "h3",
+            f"The whole run: {formats.format_seconds_or_missing(ledger.wall_s)} of rank"
+            f" {facts.lead_rank}",
         ),
         draw_stacked_bar(ledger.parts_s, _CSS_CLASS_OF_LEDGER_ENTRY, ledger.wall_s, texts),
         draw_legend(shown, _CSS_CLASS_OF_LEDGER_ENTRY),
@@ -115,8 +120,8 @@ def _render_wall_time(facts: RunFacts) -> Html:
 
 
 def _render_rank_times(facts: RunFacts) -> Html:
-    ranks = _choose_ranks(facts.ranks)
-    full_s = max(map(_bar_length_s, ranks))
+    ranks = _choose_shown_ranks(facts.ranks)
+    full_s = max(map(_compute_bar_length_s, ranks))
     used = [name for name in TIME_GROUPS if _is_group_used(name, ranks)]
     rows = [_render_rank_time(rank, full_s) for rank in ranks]
     head = ["rank", "mean step by phase", "mean", "p50", "p99", "longest", "unaccounted"]
@@ -148,7 +153,7 @@ def _render_rank_times(facts: RunFacts) -> Html:
     )
 
 
-def _bar_length_s(rank: RankPhaseSeconds) -> float:
+def _compute_bar_length_s(rank: RankPhaseSeconds) -> float:
     """The longer of the mean step and its phases: those of a save lie outside of steps."""
     phases_s = sum(value for value in rank.mean_groups_s.values() if value > 0)
     return max(rank.mean_s, phases_s)
@@ -158,7 +163,7 @@ def _is_group_used(group: str, ranks: list[RankPhaseSeconds]) -> bool:
     return any(rank.mean_groups_s[group] > 0 for rank in ranks)
 
 
-def _choose_ranks(ranks: list[RankPhaseSeconds]) -> list[RankPhaseSeconds]:
+def _choose_shown_ranks(ranks: list[RankPhaseSeconds]) -> list[RankPhaseSeconds]:
     if len(ranks) <= MAX_SHOWN_RANKS:
         return ranks
     slowest = sorted(ranks[1:], key=lambda rank: rank.mean_s, reverse=True)[: MAX_SHOWN_RANKS - 1]

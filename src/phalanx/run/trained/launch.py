@@ -8,7 +8,7 @@ from pathlib import Path
 
 from phalanx.core.errors import ExitCode, PhalanxError
 from phalanx.core.secrets import Redactor
-from phalanx.job.hugging_face import modules_to_preload
+from phalanx.job.hugging_face import list_transformers_modules
 from phalanx.launch.supervisor import LaunchSpec, supervise_ranks
 from phalanx.observe.bus import Bus
 from phalanx.plan.plan import Plan
@@ -72,7 +72,7 @@ def run_ranks(
             "torch",
             "torch._dynamo",
             "phalanx.run.trained.rank",
-            *modules_to_preload(model.job.model.kind),
+            *list_transformers_modules(model.job.model.kind),
         ),
         stepless=doing,
         # There is nothing to save.

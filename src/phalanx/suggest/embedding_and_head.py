@@ -13,7 +13,7 @@ from phalanx.mesh.linear import is_linear
 from phalanx.nn.objective import CausalOutput
 from phalanx.suggest.observed import ObservedModule
 from phalanx.suggest.suggestion import NameAndReason
-from phalanx.suggest.surroundings import find_tensors
+from phalanx.suggest.uncut_parameters import find_float_tensors
 
 MIN_CUT_HEAD_OUTPUTS = 128  # outputs: fewer are not worth a cut
 
@@ -33,16 +33,16 @@ def find_embedding_and_head_rules(
     observed: ObservedModule, rules: Mapping[str, NameAndReason]
 ) -> EmbeddingAndHeadRules:
     """Rules for embeddings and heads, beside the `rules` that layers have already."""
-    heads = _find_heads(observed, rules)
+    heads = _find_head_rules(observed, rules)
     ends = EmbeddingAndHeadRules()
     for name, looked_up in observed.flow.looked_up.items():
-        refusal = _refuse_embedding(observed, name, looked_up, heads)
+        refusal = _explain_uncut_embedding(observed, name, looked_up, heads)
         if refusal:
             ends.whole[name] = refusal
             continue
         ends.rules[name] = ("vocab", "it looks up the tokens")
         # Tied weights are cut alike, or not at all.
-        for holder in observed.find_holders(observed.parts[name].weight):
+        for holder in observed.find_weight_holders(observed.parts[name].weight):
             if holder != name:
                 ends.rules[holder] = heads[holder]
     ruled = {**rules, **ends.rules}
@@ -51,7 +51,7 @@ def find_embedding_and_head_rules(
     }
     for name, rule in heads.items():
         weight = observed.parts[name].weight
-        holders = [holder for holder in observed.find_holders(weight) if holder != name]
+        holders = [holder for holder in observed.find_weight_holders(weight) if holder != name]
         is_tied_to_whole = any(
             holder not in rules and holder not in ends.rules for holder in holders
         )
@@ -65,7 +65,7 @@ def find_embedding_and_head_rules(
     return ends
 
 
-def _refuse_embedding(
+def _explain_uncut_embedding(
     observed: ObservedModule,
     name: str,
     looked_up: torch.Tensor,
@@ -84,22 +84,24 @@ def _refuse_embedding(
     has_options = part.max_norm or part.sparse or part.scale_grad_by_freq
     if name in observed.flow.called_often or has_options:
         return "it is called more than once, or has an option that parts do not have"
-    other_holders = [holder for holder in observed.find_holders(part.weight) if holder != name]
+    other_holders = [
+        holder for holder in observed.find_weight_holders(part.weight) if holder != name
+    ]
     if any(holder not in heads for holder in other_holders):
         return f"its weight is also that of {other_holders[0]}, which is no head"
     return ""
 
 
-def _find_heads(
+def _find_head_rules(
     observed: ObservedModule, rules: Mapping[str, NameAndReason]
 ) -> dict[str, NameAndReason]:
     """The rules of linear layers whose output the module returns."""
     flow, result = observed.flow, observed.flow.result
     if isinstance(result, CausalOutput):
-        return _find_objective_heads(observed, result)
+        return _find_objective_head_rules(observed, result)
     consumed: set[str] = set()
     for layer_input in flow.inputs.values():
-        consumed |= flow.find_feeders(layer_input)
+        consumed |= flow.find_feeding_layers(layer_input)
     heads: dict[str, NameAndReason] = {}
     for name, output in flow.outputs.items():
         is_candidate = name not in rules and name not in consumed
@@ -108,12 +110,12 @@ def _find_heads(
         # A head feeds no other layer: the module returns what it makes.
         if output is result:
             heads[name] = ("vocab", "the module returns its logits")
-        elif any(leaf is output for leaf in find_tensors(result)):
+        elif any(leaf is output for leaf in find_float_tensors(result)):
             heads[name] = ("column gather", "its logits are a part of what the module returns")
     return heads
 
 
-def _find_objective_heads(
+def _find_objective_head_rules(
     observed: ObservedModule, result: CausalOutput
 ) -> dict[str, NameAndReason]:
     """The rules of the layers that hold the head's weight, which the objective multiplies by."""

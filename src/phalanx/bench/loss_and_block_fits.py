@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from phalanx.bench.block_shape import make_block_shape
-from phalanx.bench.fits import Bound, FitResult, fit_constants
+from phalanx.bench.fits import ConstantRange, FitResult, fit_constants
 from phalanx.core.errors import LayoutError
 from phalanx.plan.calibrated.blocks import RankBatch, estimate_calibrated_block
 from phalanx.plan.calibrated.rates import LOSS_BYTES_PER_LOGIT, MeasuredRates
@@ -23,22 +23,28 @@ from phalanx.plan.profiles import (
 
 FitKey = tuple[str, str, str, int, int]
 """Kind, mode, type, number of ranks, threads."""
-LOSS_BOUNDS = {"overhead_s": Bound(1e-6, 1e-2, 1e-4), "per_s": Bound(1e7, 2e13, 1e10)}
+LOSS_BOUNDS = {
+    "overhead_s": ConstantRange(1e-6, 1e-2, 1e-4),
+    "per_s": ConstantRange(1e7, 2e13, 1e10),
+}
 # Of a whole block beside the sum of its parts.
-BLOCK_BOUNDS = {"scale": Bound(0.7, 1.6, 1.0), "overhead_s": Bound(1e-7, 5e-3, 2e-4)}
+BLOCK_BOUNDS = {
+    "scale": ConstantRange(0.7, 1.6, 1.0),
+    "overhead_s": ConstantRange(1e-7, 5e-3, 2e-4),
+}
 
 
-def fit_composed(
+def fit_losses_and_blocks(
     groups: Mapping[FitKey, Sequence[TimedOperation]], fits: Sequence[FittedRate], cluster: Cluster
 ) -> list[FittedRate]:
     """Fits of losses, then of blocks, for which `fits` have the parts; none where they lack one."""
     known = list(fits)
-    for kind, fit_rows in (("cross_entropy", _fit_loss), ("block", _fit_block)):
+    for kind, fit_rows in (("cross_entropy", _fit_loss_constants), ("block", _fit_block_constants)):
         for key, rows in groups.items():
             if key[0] != kind:
                 continue
             try:
-                result = fit_rows(rows, _make_rates(key, known, cluster))
+                result = fit_rows(rows, _build_measured_rates(key, known, cluster))
             except LayoutError:
                 # There was no time for one of the parts.
                 continue
@@ -56,7 +62,9 @@ def make_fitted_rate(key: FitKey, result: FitResult, num_points: int) -> FittedR
     return FittedRate(*key, result.values, residual, worst, num_points)
 
 
-def _make_rates(key: FitKey, fits: Sequence[FittedRate], cluster: Cluster) -> MeasuredRates:
+def _build_measured_rates(
+    key: FitKey, fits: Sequence[FittedRate], cluster: Cluster
+) -> MeasuredRates:
     _, _, dtype, num_ranks, threads = key
     # Only what was measured with as many threads: other fits are of other ranks.
     same = tuple(fit for fit in fits if fit.num_threads == threads)
@@ -65,7 +73,7 @@ def _make_rates(key: FitKey, fits: Sequence[FittedRate], cluster: Cluster) -> Me
     return MeasuredRates(profile, num_ranks, is_low=dtype == "bf16")
 
 
-def _fit_loss(rows: Sequence[TimedOperation], rates: MeasuredRates) -> FitResult:
+def _fit_loss_constants(rows: Sequence[TimedOperation], rates: MeasuredRates) -> FitResult:
     def predict(values: Mapping[str, float], size: Sequence[float]) -> float:
         tokens, width, vocab = size
         products_s = (
@@ -79,15 +87,15 @@ def _fit_loss(rows: Sequence[TimedOperation], rates: MeasuredRates) -> FitResult
     return fit_constants(predict, LOSS_BOUNDS, points)
 
 
-def _fit_block(rows: Sequence[TimedOperation], rates: MeasuredRates) -> FitResult:
+def _fit_block_constants(rows: Sequence[TimedOperation], rates: MeasuredRates) -> FitResult:
     points = []
     for row in rows:
         tokens, dim = row.size
         (block,) = make_block_shape(dim).work(tokens).blocks
         times = estimate_calibrated_block(block, rates, RankBatch(tokens, 1.0))
         points.append(((times.forward.total_s + times.backward.total_s,), row.seconds))
-    return fit_constants(_scale_parts, BLOCK_BOUNDS, points)
+    return fit_constants(_predict_scaled_parts, BLOCK_BOUNDS, points)
 
 
-def _scale_parts(values: Mapping[str, float], size: Sequence[float]) -> float:
+def _predict_scaled_parts(values: Mapping[str, float], size: Sequence[float]) -> float:
     return values["overhead_s"] + values["scale"] * size[0]

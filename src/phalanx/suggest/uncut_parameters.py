@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.job.shapes.own_rules import pattern_for_all_blocks
+from phalanx.job.shapes.own_rules import build_pattern_for_all_blocks
 from phalanx.suggest.layer_groups import LayerGroup
 from phalanx.suggest.observed import ObservedModule
 from phalanx.suggest.suggestion import NameAndReason
@@ -48,7 +48,7 @@ class _ParameterUses:
             and not self.receives_cut_features(name, is_region=is_region)
         )
 
-    def is_only_outside(self, name: str) -> bool:
+    def is_only_outside_cut(self, name: str) -> bool:
         return not self.between[name] and (self.after[name] or self.before[name])
 
     def describe_refusal(self, name: str, *, is_region: bool, is_of_home: bool) -> str:
@@ -64,15 +64,15 @@ def find_uncut_parameter_rules(
     observed: ObservedModule, group: LayerGroup, visit: ModuleCall
 ) -> UncutParameterRules:
     """The rules of the group's home, and of the parameters in it that the group does not hold."""
-    home_pattern = pattern_for_all_blocks(group.home)
-    uses = _find_uses(observed, group, visit)
+    home_pattern = build_pattern_for_all_blocks(group.home)
+    uses = _find_parameter_uses(observed, group, visit)
     # Inputs that reach the home's output around the cut layers (a residual) need no region.
-    outputs = find_tensors(visit.output)
-    passes_by = visit.entered is None or _depends_on(outputs, [visit.entered])[0]
+    outputs = find_float_tensors(visit.output)
+    passes_by = visit.entered is None or _list_dependence_on_inputs(outputs, [visit.entered])[0]
     is_region = bool(group.home) and not passes_by
     rules: dict[str, NameAndReason] = {}
     for name in uses.between:
-        owner = group.find_owner(name)
+        owner = group.find_parameter_owner(name)
         where = uses.describe_refusal(name, is_region=is_region, is_of_home=owner == group.home)
         if where:
             return UncutParameterRules({}, f"{name} of {home_pattern} is used {where}")
@@ -82,8 +82,8 @@ def find_uncut_parameter_rules(
             rules[owner] = ("replicate", "it comes behind the row, where every rank has all")
     # Only now are all owners known: "partial" is a rule of all that a module holds.
     for name in uses.between:
-        rule, _ = rules.get(group.find_owner(name), ("", ""))
-        if rule == "partial" and uses.is_only_outside(name):
+        rule, _ = rules.get(group.find_parameter_owner(name), ("", ""))
+        if rule == "partial" and uses.is_only_outside_cut(name):
             return UncutParameterRules(
                 {},
                 f"{name} of {home_pattern} is used outside the cut, and others beside it within",
@@ -93,17 +93,19 @@ def find_uncut_parameter_rules(
     return UncutParameterRules(rules)
 
 
-def _find_uses(observed: ObservedModule, group: LayerGroup, visit: ModuleCall) -> _ParameterUses:
+def _find_parameter_uses(
+    observed: ObservedModule, group: LayerGroup, visit: ModuleCall
+) -> _ParameterUses:
     parameters = _find_uncut_parameters(observed, group)
 
-    def find_users(outputs: Sequence[torch.Tensor | None]) -> dict[str, bool]:
-        depends = _depends_on(outputs, list(parameters.values()))
+    def find_used_parameters(outputs: Sequence[torch.Tensor | None]) -> dict[str, bool]:
+        depends = _list_dependence_on_inputs(outputs, list(parameters.values()))
         return dict(zip(parameters, depends, strict=True))
 
     return _ParameterUses(
-        before=find_users(visit.column_inputs),
-        between=find_users([visit.row_input]),
-        after=find_users(find_tensors(visit.output)),
+        before=find_used_parameters(visit.column_inputs),
+        between=find_used_parameters([visit.row_input]),
+        after=find_used_parameters(find_float_tensors(visit.output)),
     )
 
 
@@ -120,13 +122,13 @@ def _find_uncut_parameters(observed: ObservedModule, group: LayerGroup) -> dict[
     }
 
 
-def find_tensors(tree: Any) -> list[torch.Tensor]:
+def find_float_tensors(tree: Any) -> list[torch.Tensor]:
     """The floating-point tensors in what a module returns."""
     leaves = torch.utils._pytree.tree_leaves(tree)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
 
 
-def _depends_on(
+def _list_dependence_on_inputs(
     outputs: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor]
 ) -> list[bool]:
     """One boolean for each of `inputs`: True if any of `outputs` depends on it."""
