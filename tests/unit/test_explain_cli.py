@@ -47,14 +47,14 @@ def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     return {value["key"]: value for value in body["values"]} | {"": body}
 
 
-MEMORY_FORMULA_MODULES = "cluster.memory_gib=64"
+MEMORY = "cluster.memory_gib=64"
 
 
 def test_every_key_is_explained_and_its_value_is_the_jobs(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = ask(capsys, "train", "job.toml", "--explain", "train.steps=20", MEMORY_FORMULA_MODULES)
-    job = load_job("job.toml", ["train.steps=20", MEMORY_FORMULA_MODULES]).to_json()
+    found = ask(capsys, "train", "job.toml", "--explain", "train.steps=20", MEMORY)
+    job = load_job("job.toml", ["train.steps=20", MEMORY]).to_json()
     for section, keys in list_keys_by_section().items():
         for key in keys:
             told = found[f"{section}.{key}"]
@@ -72,7 +72,7 @@ def test_origins(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "--explain",
         "train.steps=20",
         "optim.eps=1e-7",
-        MEMORY_FORMULA_MODULES,
+        MEMORY,
     )
 
     def told(key: str) -> tuple[Any, str, str]:
@@ -122,7 +122,7 @@ def test_a_resumed_run_is_explained_from_its_own_job(
 def test_the_table_is_aligned_and_plain_where_nobody_looks(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _app.run_command_line(["train", "job.toml", "--explain", MEMORY_FORMULA_MODULES]) == 0
+    assert _app.run_command_line(["train", "job.toml", "--explain", MEMORY]) == 0
     out = capsys.readouterr().out
     assert out.isprintable() or "\033" not in out
     lines = [line for line in out.splitlines() if line and not line.startswith("[")]

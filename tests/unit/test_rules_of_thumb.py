@@ -36,8 +36,8 @@ def judge(name: str, facts: PlanFacts) -> RuleVerdict | None:
 TP8, TP16 = Layout(dp_replicate=8, tp=8), Layout(dp_replicate=4, tp=16)
 PP4 = Layout(pp=4, dp_replicate=16)
 ZERO3 = Layout(dp_shard=64)
-STEP_TERMS = {"ideal": 1.0, "matmul loss": 0.5, "tp": 0.1, "dp exposed": 0.05, "optimizer": 0.01}
-SLOW = STEP_TERMS | {"tp": 0.4}
+TERMS = {"ideal": 1.0, "matmul loss": 0.5, "tp": 0.1, "dp exposed": 0.05, "optimizer": 0.01}
+SLOW = TERMS | {"tp": 0.4}
 ONE_NODE = replace(H100, num_devices=8)
 ETHERNET = replace(H100, network_gb_s=3.125)
 MANY = BatchFacts(8192, 1, 32, 2048)
@@ -66,7 +66,7 @@ CASES: list[tuple[str, PlanFacts, PlanFacts, float]] = [
     ("zero-in-pipeline", make_facts(PP4, zero_stage=1), make_facts(PP4, zero_stage=3), 3),
     (
         "exposed-communication",
-        make_facts(TP8, terms_s=STEP_TERMS),
+        make_facts(TP8, terms_s=TERMS),
         make_facts(TP8, terms_s=SLOW),
         0.45 / 1.96,
     ),
@@ -116,8 +116,8 @@ CASES: list[tuple[str, PlanFacts, PlanFacts, float]] = [
     ),
     (
         "offload-hidden",
-        make_facts(offload="optimizer", terms_s=STEP_TERMS | {"offload": 0.01}),
-        make_facts(offload="optimizer", terms_s=STEP_TERMS | {"offload": 1.0}),
+        make_facts(offload="optimizer", terms_s=TERMS | {"offload": 0.01}),
+        make_facts(offload="optimizer", terms_s=TERMS | {"offload": 1.0}),
         1.0 / 2.66,
     ),
     (
@@ -187,12 +187,10 @@ def test_a_bubble_between_good_and_bad_is_tight() -> None:
 
 
 def test_model_parallelism_that_is_faster_is_not_needless() -> None:
-    facts = make_facts(
-        TP8, data_parallel_bytes=60 * GIB, capacity_bytes=70 * GIB, terms_s=STEP_TERMS
-    )
+    facts = make_facts(TP8, data_parallel_bytes=60 * GIB, capacity_bytes=70 * GIB, terms_s=TERMS)
     name = "data-parallel-first"
-    slower = judge(name, replace(facts, data_parallel_step_s=2.0 * sum(STEP_TERMS.values())))
-    faster = judge(name, replace(facts, data_parallel_step_s=0.9 * sum(STEP_TERMS.values())))
+    slower = judge(name, replace(facts, data_parallel_step_s=2.0 * sum(TERMS.values())))
+    faster = judge(name, replace(facts, data_parallel_step_s=0.9 * sum(TERMS.values())))
     assert slower is not None
     assert faster is not None
     assert (slower.state, faster.state) == ("holds", "fails")

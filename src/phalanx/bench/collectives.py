@@ -91,7 +91,7 @@ def _build_overlap_call(
     rows, cols, inner = OVERLAP_MATMUL_SIZE
     if device.type == "cuda":
         rows, cols, inner = GPU_OVERLAP_MATMUL_SIZE
-    left, right = torch.randn(rows, inner, device=device), torch.randn(inner, cols, device=device)
+    lhs, rhs = torch.randn(rows, inner, device=device), torch.randn(inner, cols, device=device)
     out = torch.empty(rows, cols, device=device)
     message = torch.zeros(item.size[0] // 4, device=device)
     # As many products as the message is long, within reason; equal on all ranks and in all modes.
@@ -99,7 +99,7 @@ def _build_overlap_call(
 
     def multiply_repeatedly() -> None:
         for _ in range(repeats):
-            torch.mm(left, right, out=out)
+            torch.mm(lhs, rhs, out=out)
 
     def reduce_beside_products() -> None:
         work = dist.all_reduce(message, group=group, async_op=True)

@@ -59,8 +59,8 @@ class BenchProgress:
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """What to measure: some of PROFILE_SECTIONS, of `ranks` ranks at most (None: as many as the
-    machine is for), storage in `directory`."""
+    """The measurement that is asked for: some of PROFILE_SECTIONS, of `ranks` ranks at most (None:
+    as many as the machine is for), storage in `directory`."""
 
     sections: tuple[str, ...] = PROFILE_SECTIONS
     device: str = "auto"
@@ -114,9 +114,9 @@ class _BenchRun:
         self._num_ranks = max(sizes, default=1)
         # What is measured while others compute is judged by processor seconds, which say nothing of
         # threads that wait for each other.
-        busy_share = (
-            measure_share_of_other_programs(QUIET_CHECK_S) if "gemm" in request.sections else 0.0
-        )
+        busy_share = 0.0
+        if "gemm" in request.sections:
+            busy_share = measure_share_of_other_programs(QUIET_CHECK_S)
         self._items = list_bench_items(
             cluster,
             request.sections,
@@ -125,9 +125,13 @@ class _BenchRun:
             total_s=request.seconds,
             only_single_threads=choose_clock_basis(cluster, busy_share) == PROCESSOR,
         )
-        seconds = QUICK_SECTION_BUDGET_S if request.is_quick else SECTION_BUDGET_S
+        seconds = SECTION_BUDGET_S
+        if request.is_quick:
+            seconds = QUICK_SECTION_BUDGET_S
         self._storage_s = seconds["storage"] if "storage" in request.sections else 0.0
-        start_s = RANKS_START_S if self._items else 0.0
+        start_s = 0.0
+        if self._items:
+            start_s = RANKS_START_S
         planned_s = sum(item.budget_s for item in self._items)
         self._total_s = planned_s + self._storage_s + start_s
         self._done_s = 0.0

@@ -54,7 +54,7 @@ class BenchPayload(JsonRecord):
 
 
 def list_group_sizes(cluster: Cluster, requested: int | None = None) -> tuple[int, ...]:
-    """How many ranks are measured together: powers of two up to the devices.
+    """The numbers of ranks that are measured together: powers of two up to the devices.
 
     A CPU is measured with at least 4 ranks, as small machines are trained on with more ranks than
     cores, and with at most MAX_BENCH_RANKS.
@@ -212,7 +212,9 @@ def _list_matmul_items(
 
 
 def _list_kernel_items(item: BenchItem, cluster: Cluster, is_quick: bool) -> Iterator[BenchItem]:
-    scale = 1 if cluster.device == "cpu" else 8
+    scale = 8
+    if cluster.device == "cpu":
+        scale = 1
     for num_bytes in (256 * KIB, 4 * MIB, 48 * MIB):
         yield replace(item, kind="copy", dtype="fp32", size=(num_bytes * scale,))
     for dtype in ("fp32", "bf16"):

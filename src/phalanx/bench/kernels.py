@@ -56,27 +56,27 @@ def _build_matmul_call(item: BenchItem, device: torch.device) -> TimedCall:
     num_bytes = TORCH_DTYPES[item.dtype].itemsize * (rows * inner + inner * cols + rows * cols)
     if item.dtype == "fp8":
         return TimedCall(_build_fp8_matmul(item, device), flops, num_bytes)
-    left, right = (
+    lhs, rhs = (
         _build_random_tensor(item, device, rows, inner),
         _build_random_tensor(item, device, inner, cols),
     )
     # As a linear layer calls them: y = x W^T, grad_x = grad_y W, grad_W = grad_y^T x.
     if item.mode == "forward":
-        right = _build_random_tensor(item, device, cols, inner).T
+        rhs = _build_random_tensor(item, device, cols, inner).T
     elif item.mode == "weight_grad":
-        left = _build_random_tensor(item, device, inner, rows).T
-    out = torch.empty(rows, cols, dtype=left.dtype, device=device)
-    return TimedCall(lambda: torch.mm(left, right, out=out), flops, num_bytes)
+        lhs = _build_random_tensor(item, device, inner, rows).T
+    out = torch.empty(rows, cols, dtype=lhs.dtype, device=device)
+    return TimedCall(lambda: torch.mm(lhs, rhs, out=out), flops, num_bytes)
 
 
 def _build_fp8_matmul(item: BenchItem, device: torch.device) -> Callable[[], object]:
     rows, cols, inner = item.size
-    left = torch.randn(rows, inner, device=device).to(TORCH_DTYPES["fp8"])
-    right = torch.randn(cols, inner, device=device).to(TORCH_DTYPES["fp8"]).T
+    lhs = torch.randn(rows, inner, device=device).to(TORCH_DTYPES["fp8"])
+    rhs = torch.randn(cols, inner, device=device).to(TORCH_DTYPES["fp8"]).T
     scale = torch.ones((), device=device)
 
     def multiply() -> object:
-        return torch._scaled_mm(left, right, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)
+        return torch._scaled_mm(lhs, rhs, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)
 
     return multiply
 
@@ -99,14 +99,14 @@ def _build_host_transfer_call(item: BenchItem, device: torch.device) -> TimedCal
 def _build_launch_overhead_call(item: BenchItem, device: torch.device) -> TimedCall:
     """A product of 8 x 8: what calling an operation costs, and with training its two backward
     products, and the work of autograd."""
-    left = _build_random_tensor(item, device, 8, 8)
-    layer = nn.Linear(8, 8, bias=False, device=device, dtype=left.dtype)
+    lhs = _build_random_tensor(item, device, 8, 8)
+    layer = nn.Linear(8, 8, bias=False, device=device, dtype=lhs.dtype)
     if item.mode == "forward":
         with torch.no_grad():
-            return TimedCall(_wrap_in_no_grad(lambda: layer(left)))
-    left.requires_grad_()
-    grad = torch.ones(8, 8, dtype=left.dtype, device=device)
-    return TimedCall(lambda: torch.autograd.grad(layer(left), (left, layer.weight), grad))
+            return TimedCall(_wrap_in_no_grad(lambda: layer(lhs)))
+    lhs.requires_grad_()
+    grad = torch.ones(8, 8, dtype=lhs.dtype, device=device)
+    return TimedCall(lambda: torch.autograd.grad(layer(lhs), (lhs, layer.weight), grad))
 
 
 def _wrap_in_no_grad(call: Callable[[], object]) -> Callable[[], object]:

@@ -97,7 +97,9 @@ def fit_section(
     groups: dict[FitKey, list[TimedOperation]] = {}
     for row in rows:
         # Three gradients of one product are products: together they say more of its constants.
-        mode = "" if row.kind == "matmul" else row.mode
+        mode = row.mode
+        if row.kind == "matmul":
+            mode = ""
         key = row.kind, mode, row.dtype, row.num_ranks, row.num_threads
         groups.setdefault(key, []).append(row)
     accelerator = find_accelerator_by_device_name(cluster.name, cluster.memory_bytes / 2**30)
@@ -191,7 +193,9 @@ def _fit_linear_rate(
     """Seconds as an overhead and so much for each byte or FLOP."""
     points = []
     for row in rows:
-        size = row.flops if amount == "flops" else row.num_bytes
+        size = row.num_bytes
+        if amount == "flops":
+            size = row.flops
         points.append(((size,), row.seconds))
     predict: Predict = lambda values, size: evaluate_linear_fit(values, size[0])  # noqa: E731
     return fit_constants(predict, {"overhead_s": overhead, "per_s": per_s}, points)
@@ -229,8 +233,8 @@ def _get_link_rate_limit(cluster: Cluster, accelerator: Accelerator | None) -> f
 
 
 def _measure_overlap(rows: Sequence[TimedOperation]) -> list[FittedRate]:
-    """How much of an all-reduce is hidden behind products beside it: 1 all, 0 nothing, below 0
-    both are slower together than one after the other.
+    """The share of an all-reduce that is hidden behind products beside it: 1 all, 0 nothing, below
+    0 both are slower together than one after the other.
 
     By number of ranks: the median over messages of (compute + message - both) / the shorter one.
     """
@@ -261,7 +265,7 @@ def _measure_overlap(rows: Sequence[TimedOperation]) -> list[FittedRate]:
 
 
 def _measure_crowd_slowdown(fits: Sequence[FittedRate]) -> list[FittedRate]:
-    """What ranks that compute at once cost each other: the rate of products of one rank alone over
+    """The slowdown of ranks that compute at once: the rate of products of one rank alone over
     its rate among them, with the same number of threads."""
     rates: Mapping[tuple[str, int, int], FittedRate] = {
         (fit.dtype, fit.num_ranks, fit.num_threads): fit for fit in fits if fit.kind == "matmul"

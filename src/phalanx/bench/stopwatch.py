@@ -81,13 +81,13 @@ def _time_batch(call: Callable[[], object], batch: int, device: torch.device) ->
 
 
 def _time_batch_on_gpu(call: Callable[[], object], batch: int) -> WallAndCpu:
-    begin = torch.cuda.Event(enable_timing=True)
-    end = torch.cuda.Event(enable_timing=True)
+    start_event = torch.cuda.Event(enable_timing=True)
+    end_event = torch.cuda.Event(enable_timing=True)
     began_cpu = time.process_time()
-    begin.record()
+    start_event.record()
     for _ in range(batch):
         call()
     cpu_s = time.process_time() - began_cpu
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1000 / batch, cpu_s / batch
+    end_event.record()
+    end_event.synchronize()
+    return float(start_event.elapsed_time(end_event)) / 1000 / batch, cpu_s / batch

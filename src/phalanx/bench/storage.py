@@ -50,7 +50,7 @@ def measure_storage(
 @contextlib.contextmanager
 def _open_scratch_folder(directory: Path, needed_bytes: int) -> Iterator[Path]:
     """A folder in `directory`, which is made if it is not there; both go at the end."""
-    made = [each for each in (directory, *directory.parents) if not each.exists()]
+    missing_folders = [each for each in (directory, *directory.parents) if not each.exists()]
     try:
         directory.mkdir(parents=True, exist_ok=True)
         free_bytes = shutil.disk_usage(directory).free
@@ -68,7 +68,7 @@ def _open_scratch_folder(directory: Path, needed_bytes: int) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        for each in made:
+        for each in missing_folders:
             # Somebody else may have put files there meanwhile.
             with contextlib.suppress(OSError):
                 each.rmdir()

@@ -215,7 +215,9 @@ def _usage_error_message(mistake: Any, arguments: Sequence[str]) -> str:
     """The message for a wrong command line: the mistake, what was probably meant, the verb's
     help."""
     context = getattr(mistake, "ctx", None)
-    verb = context.command_path if context else "phalanx"
+    verb = "phalanx"
+    if context:
+        verb = context.command_path
     option = getattr(mistake, "option_name", None)
     # By its name, as above.
     if isinstance(option, str) and type(mistake).__name__ == "NoSuchOption":

@@ -64,5 +64,7 @@ def build_overrides_of_model(model: str | None, overrides: list[str]) -> list[st
     package.module:factory."""
     if model is None:
         return overrides
-    key = "model.kind" if is_foreign(model) else "model.preset"
+    key = "model.preset"
+    if is_foreign(model):
+        key = "model.kind"
     return [f"{key}={model}", *overrides]

@@ -26,7 +26,9 @@ class BuildDisplay:
     def show_build_progress(self, line: ProgressLine, progress: BuildProgress) -> None:
         self.last = progress
         counts = progress.counts
-        noun = "document" if counts.num_documents == 1 else "documents"
+        noun = "documents"
+        if counts.num_documents == 1:
+            noun = "document"
         text = (
             f"{format_count(counts.num_documents)} {noun}  {format_count(counts.num_tokens)} tokens"
         )

@@ -44,7 +44,9 @@ def run_and_print_autotune(count: int, arguments: Sequence[str], *, as_json: boo
     if result.stop_code is not None:
         print("stopped; what had run is above", file=sys.stderr)
         return result.stop_code
-    return 0 if result.winner is not None else 1
+    if result.winner is not None:
+        return 0
+    return 1
 
 
 def _describe_autotune_result(result: AutotuneResult) -> Iterator[str]:
@@ -74,5 +76,7 @@ def _describe_autotune_result(result: AutotuneResult) -> Iterator[str]:
 
 
 def _format_override(key: str, value: int) -> str:
-    section = "train" if key == "micro_batch_size" else "parallel"
+    section = "parallel"
+    if key == "micro_batch_size":
+        section = "train"
     return f"{section}.{key}={value}"

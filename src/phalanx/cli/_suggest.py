@@ -51,7 +51,9 @@ def _describe_suggestion(suggestion: Suggestion) -> list[str]:
         for pattern, (_, why) in suggestion.rules.items():
             lines.append(f"{entries[pattern]:<{width}}  # {why}")
     else:
-        why_none = f": {suggestion.why_none}" if suggestion.why_none else ""
+        why_none = ""
+        if suggestion.why_none:
+            why_none = f": {suggestion.why_none}"
         lines.append(f"# nothing of this module can be cut by a rule that was tried{why_none}")
     lines += [
         f"# whole on every rank: {pattern} ({why})" for pattern, why in suggestion.whole.items()

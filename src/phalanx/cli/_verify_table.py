@@ -43,7 +43,9 @@ def show_row_progress(line: ProgressLine, progress: VerifyProgress) -> None:
 
 def describe_stopped_comparison(result: VerifyResult) -> str:
     """A line for a comparison that was stopped: what was not judged, and how to go on."""
-    so_far = f"so far {result.summary}" if result.summary else "none was"
+    so_far = "none was"
+    if result.summary:
+        so_far = f"so far {result.summary}"
     sentence = f"stopped {plural(result.num_missing, 'row')} not judged; {so_far}"
     if not result.can_resume:
         return sentence

@@ -93,7 +93,9 @@ class ExpertCosts:
 
     def count_chosen_params(self, first_block: int = 0, end: int | None = None) -> int:
         """Parameters of the experts in the blocks from `first_block` to before `end`."""
-        last = self.layers.stop if end is None else end
+        last = self.layers.stop
+        if end is not None:
+            last = end
         # The first blocks may have no experts, so a range of blocks counts from where they begin.
         return max(0, last - max(first_block, self.layers.start)) * self.count * self.params
 
@@ -342,7 +344,7 @@ class ModelCosts(Hashable, Protocol):
         `training`: 3x both."""
 
     def work(self, seq_len: int) -> ModelWork | None:
-        """What one sample takes, by block and product; None where only a trace says."""
+        """The work of one sample, by block and product; None where only a trace says."""
 
     @property
     def activations(self) -> ActivationCosts | None: ...

@@ -26,7 +26,9 @@ def is_hugging_face(kind: str | None) -> bool:
 def find_config_file(kind: str) -> Path:
     """The config.json that `kind` names. Raises LayoutError if there is none."""
     path = Path(kind.removeprefix(HUGGING_FACE_PREFIX)).expanduser()
-    file = path / CONFIG_FILE_NAME if path.is_dir() else path
+    file = path
+    if path.is_dir():
+        file = path / CONFIG_FILE_NAME
     # "hf:" alone is no name, though Path("") is the current directory.
     if not kind.removeprefix(HUGGING_FACE_PREFIX) or not file.is_file():
         if path.is_dir() or path.suffix:
@@ -104,4 +106,6 @@ def find_vocab_size(kind: str, args: dict[str, Any]) -> int | None:
     """Rows of the embedding by config.json or `args`; None if these do not say it."""
     size = {**read_model_config(kind), **args}.get("vocab_size")
     # config.json may hold anything; what is no number decides nothing.
-    return size if isinstance(size, int) else None
+    if isinstance(size, int):
+        return size
+    return None

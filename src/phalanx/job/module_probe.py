@@ -60,8 +60,8 @@ def measure_foreign_shape(job: Job, *, is_traced: bool = True) -> MeasuredModule
 
 
 def build_trace_request(job: Job) -> dict[str, Any] | None:
-    """What the probe needs to trace a microbatch of the job; None where its samples are a user's
-    own, whose forms are not known."""
+    """The request with which the probe traces a microbatch of the job; None where its samples are a
+    user's own, whose forms are not known."""
     if is_own_dataset(job.data.source) and not job.data.mixture:
         return None
     return {
@@ -278,7 +278,9 @@ def _read_cached_shape(file: Path) -> MeasuredModule | None:
         shape = parse_stored_shape(read_json(file))
     except (OSError, ValueError, TypeError, AttributeError):
         return None
-    return shape if isinstance(shape, MeasuredModule) else None
+    if isinstance(shape, MeasuredModule):
+        return shape
+    return None
 
 
 def _find_config_sources(kind: str) -> list[Path]:

@@ -101,10 +101,10 @@ def find_accelerator_by_driver_name(driver_name: str, memory_bytes: int) -> Acce
 def find_accelerator(name: str) -> Accelerator:
     """The accelerator called `name`. Raises LayoutError, with the nearest name, for another."""
     table = list_accelerators()
-    found = table.get(name.lower())
-    if found is None:
+    named_accelerator = table.get(name.lower())
+    if named_accelerator is None:
         raise LayoutError(
             f"no accelerator is called {name!r}",
             fix=did_you_mean(name.lower(), tuple(table)) or f"one of {', '.join(table)}",
         )
-    return found
+    return named_accelerator

@@ -197,10 +197,10 @@ def _merge_cluster_file(section: ClusterSection, path: str) -> ClusterSection:
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise LayoutError(f"cluster.file: {path!r} is not TOML", why=str(error)) from None
-    given: dict[str, Any] = json.loads(section.model_dump_json(exclude_unset=True))
-    given.pop("file", None)
+    section_values: dict[str, Any] = json.loads(section.model_dump_json(exclude_unset=True))
+    section_values.pop("file", None)
     try:
-        merged = ClusterSection.model_validate_json(json.dumps(body | given, default=str))
+        merged = ClusterSection.model_validate_json(json.dumps(body | section_values, default=str))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"]))

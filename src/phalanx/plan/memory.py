@@ -66,10 +66,10 @@ def state_bytes(
     }
     states = {}
     for kind, parts in split.items():
-        held = num_params / parts + (uneven if parts > 1 else 0)
+        params_on_rank = num_params / parts + (uneven if parts > 1 else 0)
         # Frozen parameters have nothing but their weights.
         share = 1 if kind == "parameters" else trained
-        states[kind] = held * getattr(per, kind) * share
+        states[kind] = params_on_rank * getattr(per, kind) * share
     return states
 
 
@@ -339,8 +339,10 @@ def adjust_memory_for_device(
         memory |= {category: 0 for category, is_away in on_host.items() if is_away}
     else:
         message = 0 if shape.activations is None else shape.activations.count_message_bytes(work)
-        kept = memory.get("activations", 0)
-        memory["allocator"] = estimate_retained_bytes(work, kept, message, is_staged=is_staged)
+        saved_activations = memory.get("activations", 0)
+        memory["allocator"] = estimate_retained_bytes(
+            work, saved_activations, message, is_staged=is_staged
+        )
         memory["allocator"] += estimate_retained_gradient_bytes(shape, work, zero_stage)
     memory = {
         category: size for category, size in memory.items() if size or category != "compression"

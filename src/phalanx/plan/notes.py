@@ -80,7 +80,9 @@ def list_plan_notes(
 def _explain_untraced_module(shape: ModelCosts) -> str:
     """Why a module was not traced, in brackets; "" where nobody says."""
     why = getattr(shape, "why_untraced", "")
-    return f" ({why})" if why else ""
+    if why:
+        return f" ({why})"
+    return ""
 
 
 def _list_tp_notes(job: Job, evaluator: CandidateEvaluator) -> list[str]:

@@ -107,10 +107,10 @@ class MachineProfile(JsonRecord):
     @property
     def fits(self) -> tuple[FittedRate, ...]:
         """The fits of all sections."""
-        every: list[FittedRate] = []
+        all_fits: list[FittedRate] = []
         for section in self.sections.values():
-            every += section.fits
-        return tuple(every)
+            all_fits += section.fits
+        return tuple(all_fits)
 
     def find_rate(
         self, kind: str, mode: str = "", *, dtype: str = "", num_ranks: int = 0

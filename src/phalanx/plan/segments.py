@@ -61,7 +61,9 @@ def list_recompute_segments(
         )
     if recompute == "sqrt":
         # The ceiling of the root in whole numbers: no rounding of floats.
-        length = math.isqrt(num_blocks - 1) + 1 if num_blocks else 1
+        length = 1
+        if num_blocks:
+            length = math.isqrt(num_blocks - 1) + 1
         starts = range(0, num_blocks, length)
         return tuple(Segment(start, min(start + length, num_blocks), "full") for start in starts)
     assert recompute == "none", recompute

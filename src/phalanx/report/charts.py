@@ -58,7 +58,9 @@ class ChartSeries:
 
     @property
     def legend_shape(self) -> str:
-        return "dot" if self.dots else "stroke"
+        if self.dots:
+            return "dot"
+        return "stroke"
 
 
 @dataclass(frozen=True)
@@ -316,7 +318,9 @@ def _draw_event_marks(
         drawing.svg.append(draw_path(f"M{x * VIEW_BOX_SIZE:.1f} 0V{VIEW_BOX_SIZE}", mark.kind))
         if x >= free_from:
             # A text that begins near the right edge would run over it.
-            side = "flag left" if x > 0.8 else "flag"
+            side = "flag"
+            if x > 0.8:
+                side = "flag left"
             drawing.over.append(
                 build_tag("span", mark.title, class_=side, style=f"left:{100 * x:.2f}%")
             )
@@ -442,4 +446,6 @@ def _format_step(step: float) -> str:
 
 
 def _format_name_with_unit(name: str, unit: str) -> str:
-    return f"{name} ({unit})" if unit else name
+    if unit:
+        return f"{name} ({unit})"
+    return name

@@ -114,7 +114,9 @@ def _list_evaluation_lines(
     trigram = next((event for name, event in baselines.items() if "trigram" in name), None)
     if trigram is not None:
         ahead = trigram.loss - evaluation.loss
-        verdict = "better" if ahead > 0 else "worse"
+        verdict = "worse"
+        if ahead > 0:
+            verdict = "better"
         lines.append(f"        the model is {abs(ahead):.3f} nats {verdict} than the trigram")
     if 0 < evaluation.best_step != evaluation.step:
         best = f"{evaluation.best:.3f}"

@@ -32,7 +32,9 @@ class InvariantFacts:
         """True if every check held; None if nothing was checked."""
         if self.failures or self.num_failed:
             return False
-        return True if self.num_checks else None
+        if self.num_checks:
+            return True
+        return None
 
 
 @dataclass

@@ -89,7 +89,8 @@ def collect_page_facts(
 
 
 def collect_unfit_facts(result: SearchResult) -> PlanPageFacts:
-    """What the page shows where nothing fits: what is missing, and the nearest that would."""
+    """The facts that the page shows where nothing fits: what is missing, and the nearest that
+    would."""
     missing = (
         f"The layout that needs least takes about {format_bytes(result.smallest_bytes)} per rank,"
         f" and {format_bytes(result.capacity_bytes)} may be filled."
@@ -275,7 +276,7 @@ def _describe_settings(plan: Plan, candidate: Candidate) -> str:
 
 
 def list_hardware_rows(cluster: Cluster, advice: PlanAdvice) -> dict[str, str]:
-    """What is assumed of the devices and links, for a table."""
+    """The assumptions about devices and links, for a table."""
     hardware = advice.facts.hardware
     rows = {
         "devices": f"{hardware.num_devices} x {hardware.name}, {hardware.devices_per_node} a node",

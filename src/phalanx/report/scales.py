@@ -114,7 +114,9 @@ def _choose_log_ticks(low: float, high: float) -> list[float]:
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     # At most seven decades have ticks.
     period = max(1, math.ceil(len(decades) / 7))
-    factors = (1, 3) if len(decades) <= 5 else (1,)
+    factors: tuple[int, ...] = (1,)
+    if len(decades) <= 5:
+        factors = (1, 3)
     ticks = []
     for power in decades[::period]:
         ticks += [factor * 10.0**power for factor in factors]

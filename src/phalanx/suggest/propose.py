@@ -148,7 +148,9 @@ class _RuleProposer:
             why = f"{group.name_within_home(name)} feeds {row_name} alone, {cutting.why}"
             self._rules[name] = (text, why)
         column_names = ", ".join(group.name_within_home(name) for name in group.columns)
-        verb = "puts" if len(group.columns) == 1 else "put"
+        verb = "put"
+        if len(group.columns) == 1:
+            verb = "puts"
         self._rules[group.row] = (cutting.row, f"takes what {column_names} {verb} out")
 
 
@@ -161,7 +163,9 @@ def _add_counts_to_home_rule(home_rule: NameAndReason, trial: CutTrial) -> NameA
             return home_rule
         return None
     counts = ", ".join(trial.divide)
-    verb = "counts" if len(trial.divide) == 1 else "count"
+    verb = "count"
+    if len(trial.divide) == 1:
+        verb = "counts"
     reasons = [why] if why else []
     reasons.append(f"{counts} {verb} what is cut")
     return f"{kind} divide={','.join(trial.divide)}", "; ".join(reasons)

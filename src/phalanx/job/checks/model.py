@@ -100,7 +100,9 @@ def check_key_is_read_by_model(key: str, job: Job) -> list[Finding]:
         return []
     if key in (IMAGE_KEYS if isinstance(shape, DecoderShape) else TEXT_KEYS):
         return [_make_model_finding(key, f"{key} is not read by a {shape.kind}", "remove it")]
-    fix = _explain_how_decoder_reads_key(key, shape) if isinstance(shape, DecoderShape) else ""
+    fix = ""
+    if isinstance(shape, DecoderShape):
+        fix = _explain_how_decoder_reads_key(key, shape)
     if fix and value not in (0, "none"):
         return [_make_model_finding(key, f"{key} has no effect", fix)]
     return []

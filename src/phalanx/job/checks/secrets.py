@@ -44,4 +44,6 @@ def _innermost_key(path: Path) -> str:
     """The innermost key of a path; of a list, the key of the list; "" of a key of ours."""
     words = [part for part in path if isinstance(part, str)]
     # section.key is named by us, and none is for secrets; what lies deeper (args) is the user's.
-    return words[-1] if len(words) > 2 else ""
+    if len(words) > 2:
+        return words[-1]
+    return ""

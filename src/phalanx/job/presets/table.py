@@ -87,7 +87,9 @@ def _format_parameters(shape: BuiltInShape) -> str:
 def _describe_feed_forward(shape: BuiltInShape) -> str:
     if not isinstance(shape, DecoderShape) or not shape.num_experts:
         return f"{shape.activation} {shape.ffn_dim:,}"
-    shared = f" + {shape.num_shared_experts}" if shape.num_shared_experts else ""
+    shared = ""
+    if shape.num_shared_experts:
+        shared = f" + {shape.num_shared_experts}"
     return (
         f"{shape.activation} {shape.experts_per_token}{shared} of {shape.num_experts} x"
         f" {shape.expert_ffn_dim:,}"

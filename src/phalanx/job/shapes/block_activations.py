@@ -41,7 +41,9 @@ def sum_block_bytes(
     shape: TransformerShape, c: int, sequence_parts: int, *parts: PartBytes
 ) -> BlockBytes:
     """The bytes of a block for one token: of its norms, its attention and its feed-forward."""
-    num_norms = 4 if shape.post_norms else 2
+    num_norms = 2
+    if shape.post_norms:
+        num_norms = 4
     # What enters a matrix product is gathered before: norms' outputs are whole, their inputs parts.
     norms = norm_input_bytes(shape, shape.dim, c) * num_norms // sequence_parts + 2 * shape.dim * c
     # In the backward of the feed-forward: gradients of what came out of it, of its input and of the

@@ -265,7 +265,9 @@ class DecoderShape(TransformerShape):
         return visited * self.count_feed_forward_weights(self.expert_ffn_dim) + self.router_params
 
     def count_attended_pairs(self, tokens: int, layer: int) -> int:
-        window = min(self.sliding_window, tokens) if self.is_local(layer) else tokens
+        window = tokens
+        if self.is_local(layer):
+            window = min(self.sliding_window, tokens)
         # Causal: 1 + 2 + ... + window for the first tokens, then `window` for each of the others.
         return window * (window + 1) // 2 + (tokens - window) * window
 

@@ -51,7 +51,9 @@ def block_mask_bytes(shape: DecoderShape, batch: Microbatch) -> int:
         num_keys = min(num_keys, DEFAULT_QUERY_BLOCK + shape.sliding_window - 1)
     if batch.cp_attention != "ulysses":
         num_keys = min(num_keys, batch.seq_len // batch.cp)  # those of one rank at a time
-    num_masks = batch.micro_batch_size if batch.document_masks else 1
+    num_masks = 1
+    if batch.document_masks:
+        num_masks = batch.micro_batch_size
     # A boolean takes a byte, beside the mask in the compute type.
     return num_masks * DEFAULT_QUERY_BLOCK * num_keys * (batch.compute_bytes + 1)
 

@@ -143,7 +143,7 @@ class MeasuredModule:
         }
 
     def work(self, seq_len: int) -> ModelWork | None:
-        """What one sample takes, as traced; None where it could not be, or shows no blocks."""
+        """The work of one sample, as traced; None where it could not be, or shows no blocks."""
         if not self.traces or not self.num_layers:
             return None
         return build_module_work(self, seq_len)
@@ -160,11 +160,15 @@ class MeasuredModule:
     def get_sample_noun(self, *, of_own_data: bool) -> str:
         if self.reads_images:
             return "images"
-        return "samples" if of_own_data else "sequences"
+        if of_own_data:
+            return "samples"
+        return "sequences"
 
     @property
     def longest_sequence(self) -> int:
-        return 0 if self.reads_images else self.max_positions
+        if self.reads_images:
+            return 0
+        return self.max_positions
 
     def count_sample_tokens(self, seq_len: int) -> int:
         """Tokens of one sample: the job's sequence length, or an image's patches and class
@@ -174,7 +178,9 @@ class MeasuredModule:
         return count_patches(self.image_size, self.patch_size) + 1
 
     def count_targets(self, num_tokens: int) -> int:
-        return 1 if self.reads_images else num_tokens
+        if self.reads_images:
+            return 1
+        return num_tokens
 
     def choose_vocab_size(self, data_size: int | None) -> int:
         return data_size or 0

@@ -110,7 +110,7 @@ class ModuleTrace:
         length: int,
         num_keys: int | None = None,
     ) -> int:
-        """What `count` says of a point, for `num_samples` samples of `length` tokens.
+        """The value of `count` at a point, for `num_samples` samples of `length` tokens.
 
         Of a number that grows with tokens and with pairs of tokens. `num_keys`: tokens that each
         is paired with, where these are more.

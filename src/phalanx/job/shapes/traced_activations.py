@@ -79,10 +79,12 @@ class TracedActivations:
                 rows = -(-rows // batch.tp)
             return count_chunked_loss(batch, rows, dim)
         cut = _PartCut(self.shape, "", batch)
-        parts = batch.tp if self.shape.is_head_cut else 1
-        kept = self._estimate(lambda point: cut.count_cut_bytes(point.loss.saved), batch)
+        parts = 1
+        if self.shape.is_head_cut:
+            parts = batch.tp
+        saved_bytes = self._estimate(lambda point: cut.count_cut_bytes(point.loss.saved), batch)
         passing = self._estimate(lambda point: point.loss.passing, batch) // parts
-        return LossBytes(kept + passing, kept, passing)
+        return LossBytes(saved_bytes + passing, saved_bytes, passing)
 
     def count_message_bytes(self, batch: Microbatch) -> int:
         if not self.shape.num_layers:
@@ -124,8 +126,8 @@ class TracedActivations:
 
 @dataclass(frozen=True)
 class _PartCut:
-    """What tensor parallelism leaves of a part's bytes on one rank; `prefix` makes names within
-    the part to names within the model."""
+    """The share of a part's bytes that tensor parallelism leaves on one rank; `prefix` makes names
+    within the part to names within the model."""
 
     shape: MeasuredModule
     prefix: str
@@ -137,7 +139,9 @@ class _PartCut:
     def count_cut_bytes(self, groups: Sequence[SourcedBytes]) -> int:
         total = 0
         for group in groups:
-            parts = self.batch.tp if self.is_cut(group.sources) else self.batch.sequence_parts
+            parts = self.batch.sequence_parts
+            if self.is_cut(group.sources):
+                parts = self.batch.tp
             total += group.num_bytes // parts
         return total
 
@@ -150,8 +154,8 @@ class _PartCut:
         for product in self._list_inputs_once(part):
             is_gathered = f"{self.prefix}{product.holder}" in self.shape.column_cut
             if is_gathered and not self.is_cut(product.is_input_cut_with):
-                whole = product.input_bytes
-                total += whole - whole // self.batch.sequence_parts
+                ungathered_bytes = product.input_bytes
+                total += ungathered_bytes - ungathered_bytes // self.batch.sequence_parts
         return total
 
     def count_weight_input_bytes(self, part: TracedPart) -> int:

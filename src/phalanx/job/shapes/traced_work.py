@@ -53,7 +53,7 @@ def build_module_work(module: MeasuredModule, seq_len: int) -> ModelWork:
 
 
 def _find_layer_cuts(module: MeasuredModule, prefix: str, part: TracedPart) -> dict[str, Cut]:
-    """How the module's own rules cut the layers of a block."""
+    """The cut of each layer of a block by the module's own rules."""
     cuts: dict[str, Cut] = {}
     for product in part.products:
         for pattern, rule in module.shard_rules:

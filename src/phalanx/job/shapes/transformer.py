@@ -197,14 +197,16 @@ class TransformerShape(ABC):
     def count_block(self, layer: int, ep: int = 1) -> int:
         """Parameters of the block `layer`, counted from 0; of experts those of one rank of
         `ep`."""
-        inside = (
-            self.count_experts_and_router_params(ep) if self.has_experts(layer) else self.ffn_params
-        )
+        inside = self.ffn_params
+        if self.has_experts(layer):
+            inside = self.count_experts_and_router_params(ep)
         return self.attention_params + self._norms_of_block + inside
 
     def count_largest_block_params(self, ep: int = 1) -> int:
         """Parameters of the largest block; of experts those that one rank of `ep` has."""
-        dense = self.ffn_params if self.num_expert_layers < self.num_layers else 0
+        dense = 0
+        if self.num_expert_layers < self.num_layers:
+            dense = self.ffn_params
         return (
             self.attention_params
             + self._norms_of_block
@@ -338,7 +340,7 @@ class TransformerShape(ABC):
 
     @abstractmethod
     def work(self, seq_len: int) -> ModelWork:
-        """What one sample takes, by block and product."""
+        """The work of one sample, by block and product."""
 
     def list_attention_matmuls(self) -> list[Matmul]:
         """The matrix products of one block's attention."""

@@ -77,7 +77,9 @@ class VitShape(TransformerShape):
 
     @property
     def embedding_params(self) -> int:
-        class_token = 1 if self.pooling == "class_token" else 0
+        class_token = 0
+        if self.pooling == "class_token":
+            class_token = 1
         # The patches' matrix and bias, the class token, and a position for each token.
         return self.dim * (self.patch_weights + 1 + class_token + self.count_sample_tokens(0))
 

@@ -40,7 +40,7 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class PlanAdvice:
-    """What there is to say of a plan: its facts, its time (None where nobody can predict it), the
+    """The advice on a plan: its facts, its time (None where nobody can predict it), the
     verdicts of the rules, and what the decision tables say."""
 
     facts: PlanFacts
@@ -225,8 +225,8 @@ def _compute_step_ratio_with_fast_links(
     if machine is None or time is None:
         return None
     inner = LinkRate(2**31, machine.links[0].effective_bytes_s)
-    near = estimate_step_times(plan.model_shape, replace(machine, links=(inner,)), setup)
-    return min(1.0, near.total_s / time.total_s)
+    with_fast_links = estimate_step_times(plan.model_shape, replace(machine, links=(inner,)), setup)
+    return min(1.0, with_fast_links.total_s / time.total_s)
 
 
 def _predict_zero3_bytes_and_seconds(
@@ -268,7 +268,9 @@ def _predict_bytes_without_recompute(job: Job, plan: Plan, cluster: Cluster) -> 
         return None
     plain = {"recompute": "none", "recompute_every": None, "recompute_budget_gib": None}
     other = plan_changed_job(job, plan, cluster, {"train": plain})
-    return None if other is None else other.chosen.total_bytes
+    if other is None:
+        return None
+    return other.chosen.total_bytes
 
 
 def plan_changed_job(

@@ -45,7 +45,7 @@ class DecisionTable:
 
 @dataclass(frozen=True)
 class TableAnswer:
-    """What one table says. `agrees` is None where no row is about this job."""
+    """The answer of one table. `agrees` is None where no row is about this job."""
 
     table: str
     says: str
@@ -78,7 +78,7 @@ def _parse_table_row(entry: dict[str, Any]) -> TableRow:
 
 
 def look_up_decision_tables(facts: PlanFacts) -> list[TableAnswer]:
-    """What every table says for this model and cluster, beside what the plan uses."""
+    """The answers of all tables for this model and cluster, beside what the plan uses."""
     used = list_plan_mechanisms(facts)
     answers = []
     for table in load_decision_tables():

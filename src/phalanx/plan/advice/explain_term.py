@@ -214,7 +214,7 @@ def _is_line_of_term(line: FormulaLine, term: str) -> bool:
 def _choose_largest_calls(
     calls: list[FormulaCall], functions: tuple[str, ...]
 ) -> tuple[FormulaCall, ...]:
-    """Of each function the call with the largest result: of ten products the slowest, say."""
+    """The call with the largest result of each function: of ten products the slowest, say."""
     chosen = []
     for function in functions:
         candidates = [call for call in calls if call.function == function]
@@ -231,18 +231,18 @@ def _call_sort_key(call: FormulaCall) -> float:
 
 def format_explained_term(explained: ExplainedTerm, total: float) -> list[str]:
     """The explanation as lines: the value, then each formula as it ran with its numbers."""
-    value, whole = format_seconds(explained.value), format_seconds(total)
+    value, total_text = format_seconds(explained.value), format_seconds(total)
     if explained.unit == "bytes":
-        value, whole = format_bytes(explained.value), format_bytes(total)
+        value, total_text = format_bytes(explained.value), format_bytes(total)
     share = ""
     if total > 0:
-        share = f" of {whole} ({explained.value / total:.1%})"
+        share = f" of {total_text} ({explained.value / total:.1%})"
     lines = [f"{explained.term}: {value}{share}"]
     if not explained.calls:
         lines.append("  no formula ran: this plan has none of it")
     for call in explained.calls:
-        place = f"{call.module.removeprefix('phalanx.')}.{call.function}"
-        lines += ["", f"{place}: {call.summary}" if call.summary else place]
+        function_name = f"{call.module.removeprefix('phalanx.')}.{call.function}"
+        lines += ["", f"{function_name}: {call.summary}" if call.summary else function_name]
         for line, times in _list_last_run_of_each_line(call.lines):
             lines += _format_formula_line(line, times)
         if call.items:

@@ -33,7 +33,7 @@ _STATE_COLOURS = {"fails": "31", "tight": "33", "unknown": "2", "holds": "32"}
 
 @dataclass(frozen=True)
 class TerminalStyle:
-    """How wide lines may be, whether bars are drawn (on terminals only), and in colour."""
+    """The look of lines: their width, whether bars are drawn (on terminals only), and in colour."""
 
     width: int = 80
     has_bars: bool = False
@@ -167,7 +167,8 @@ def _format_verdict_headline(verdict: RuleVerdict, style: TerminalStyle) -> list
 
 
 def format_table_answers(answers: Sequence[TableAnswer], style: TerminalStyle) -> list[str]:
-    """What decision tables of the field say, beside the plan: heuristics, and labelled as such."""
+    """The answers of the field's decision tables as lines, beside the plan: heuristics, and
+    labelled as such."""
     lines = ["decision tables of the field (heuristics, nothing is decided by them)"]
     for answer in answers:
         verdict = "agrees"

@@ -46,7 +46,7 @@ class WhatIfAxis:
 
 @dataclass(frozen=True)
 class WhatIfGrid:
-    """What the planner computed at every combination of the axes' values, the last axis fastest;
+    """The planner's results at every combination of the axes' values, the last axis fastest;
     None where there is no such plan."""
 
     axes: tuple[WhatIfAxis, ...]
@@ -159,8 +159,8 @@ def _build_axes(
     micro = _list_scaled_values(plan.micro_batch_size, MICRO_BATCH_FACTORS)
     networks: list[float] = [1.0]
     if len(machine.links) > 1:
-        own = machine.links[-1].bytes_s / 1e9
-        networks = [round(own * factor, 3) for factor in NETWORK_FACTORS]
+        planned_gb_s = machine.links[-1].bytes_s / 1e9
+        networks = [round(planned_gb_s * factor, 3) for factor in NETWORK_FACTORS]
     recomputes = ["none", "selective", "full"]
     if plan.activations.recompute not in recomputes:
         recomputes.append(plan.activations.recompute)
@@ -180,9 +180,9 @@ def _build_axes(
 
 
 def _build_axis(
-    name: str, label: str, unit: str, kind: AxisKind, values: Sequence[Any], own: Any
+    name: str, label: str, unit: str, kind: AxisKind, values: Sequence[Any], planned_value: Any
 ) -> WhatIfAxis:
-    return WhatIfAxis(name, label, unit, kind, tuple(values), list(values).index(own))
+    return WhatIfAxis(name, label, unit, kind, tuple(values), list(values).index(planned_value))
 
 
 def _list_scaled_values(value: int, factors: Sequence[float], multiple: int = 1) -> list[int]:

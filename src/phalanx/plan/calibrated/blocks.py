@@ -167,8 +167,12 @@ def _estimate_elementwise_seconds(
     block: BlockWork, rates: MeasuredRates, batch: RankBatch
 ) -> tuple[float, float]:
     """Seconds of what is read and written between products."""
-    spread = batch.tp if batch.sequence_parallel else 1
-    low_bytes = 2.0 if rates.is_low else FP32_BYTES
+    spread = 1
+    if batch.sequence_parallel:
+        spread = batch.tp
+    low_bytes = FP32_BYTES
+    if rates.is_low:
+        low_bytes = 2.0
     # The residual stream stays in fp32 under autocast; heads and activations come out of products.
     parts = (
         ("rms_norm", block.norm_features / spread, FP32_BYTES, "fp32"),
@@ -202,7 +206,9 @@ def _estimate_message_seconds_by_axis(
 ) -> dict[str, tuple[float, float]]:
     """Seconds of messages by axis, forward and backward."""
     times = {}
-    element_bytes = 2.0 if rates.is_low else FP32_BYTES
+    element_bytes = FP32_BYTES
+    if rates.is_low:
+        element_bytes = 2.0
     if batch.tp > 1:
         times["tp"] = _estimate_tp_message_seconds(block, rates, batch, element_bytes)
     if batch.cp > 1 and block.attention is not None:

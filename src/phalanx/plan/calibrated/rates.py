@@ -46,7 +46,7 @@ class MeasuredRates:
 
     @property
     def ranks_per_device(self) -> float:
-        """How many ranks share a device, at least 1."""
+        """The number of ranks that share a device, at least 1."""
         return max(1.0, self.num_ranks * self.num_threads / self.profile.num_devices)
 
     @property
@@ -95,7 +95,9 @@ class MeasuredRates:
         """Seconds of a collective of a message of `num_bytes` between `size` ranks."""
         if size == 1:
             return 0.0
-        mode = PROCESSOR if self.counts_processor else ""
+        mode = ""
+        if self.counts_processor:
+            mode = PROCESSOR
         fit = self.profile.find_rate(kind, mode, dtype="fp32", num_ranks=size)
         if fit is None:
             raise self._build_missing_fit_error(kind)
@@ -109,7 +111,7 @@ class MeasuredRates:
         return max(0.0, fit.values["hidden_share"])
 
     def block_scale_and_overhead(self) -> Mapping[str, float]:
-        """What whole blocks took, as `scale` times the sum of their parts and `overhead_s`."""
+        """The seconds of whole blocks, as `scale` times the sum of their parts and `overhead_s`."""
         fit = self._find_cached_fit("block", "training", self.dtype)
         if fit is None:
             return {"scale": 1.0, "overhead_s": 0.0}

@@ -112,7 +112,9 @@ class _CalibratedStepEstimator:
             terms.add_scaled(each.forward, plan.num_microbatches / plan.layout.pp)
             terms.add_scaled(each.backward, plan.num_microbatches / plan.layout.pp)
         if plan.pipeline is not None:
-            spread = batch.tp if batch.sequence_parallel else 1
+            spread = 1
+            if batch.sequence_parallel:
+                spread = batch.tp
             message_bytes = FP32_BYTES * batch.tokens * work.dim / spread
             send_s = rates.collective_s("send", message_bytes, 2)
             if self.counts_processor:
@@ -184,7 +186,9 @@ class _CalibratedStepEstimator:
         gathers = plan.num_microbatches * (2 if is_freed else 1)
         if plan.layout.pp > 1:
             gathers = 1
-        scatters = plan.num_microbatches if plan.parallel.accumulate == "sharded" else 1
+        scatters = 1
+        if plan.parallel.accumulate == "sharded":
+            scatters = plan.num_microbatches
         seconds = gathers * gather_s + scatters * scatter_s
         if layout.dp_replicate > 1:
             seconds += units * rates.collective_s(

@@ -137,10 +137,10 @@ def predict_stage_bytes(
     if not work.is_compiled:  # else the half of the input does both
         for layer in range(first, end):
             for_weights += activations.block(layer, work).weight_inputs
-    again = (
+    recompute_bytes = (
         peak_segment_bytes(saved, redone) - sum(saved) + activations.count_block_mask_bytes(work)
     )
-    return StageBytes(sum(saved) + outside, again, for_weights)
+    return StageBytes(sum(saved) + outside, recompute_bytes, for_weights)
 
 
 def _predict_in_flight_gradient_bytes(

@@ -38,7 +38,7 @@ def measure_critical_batch(facts: PlanFacts) -> Measurement | None:
 
 
 def measure_learning_rate_error(facts: PlanFacts) -> Measurement | None:
-    """How many times the learning rate is too high or too low for the batch."""
+    """The ratio by which the learning rate is too high or too low for the batch."""
     exponent, advice = 0.5, "with the square root of the batch (Adam)"
     if facts.optimizer.lower() in SGD_LIKE_OPTIMIZERS:
         exponent, advice = 1.0, "in proportion to the batch (SGD)"

@@ -78,7 +78,9 @@ def measure_reduction_window(facts: PlanFacts) -> Measurement | None:
         return Measurement(None, 1, missing="the speed of the devices and links")
     num_params = facts.model.num_params / (layout.tp * layout.pp)
     # A ring sends every byte twice: reduce-scatter, then all-gather, which stage 2 does without.
-    num_transfers = 2 if facts.zero_stage < 2 else 1
+    num_transfers = 1
+    if facts.zero_stage < 2:
+        num_transfers = 2
     reduce_s = num_transfers * GRADIENT_BYTES * num_params / (bandwidth * 1e9)
     efficiency = facts.matmul_efficiency or USUAL_MATMUL_EFFICIENCY
     active = facts.model.num_active_params / (layout.tp * layout.pp)

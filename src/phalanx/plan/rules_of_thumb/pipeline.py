@@ -48,7 +48,7 @@ def measure_microbatches_per_rank(facts: PlanFacts) -> Measurement | None:
 
 
 def measure_pipeline_imbalance(facts: PlanFacts) -> Measurement | None:
-    """How much more than the mean the busiest rank of a pipeline works."""
+    """The share by which the busiest rank of a pipeline works more than the mean."""
     if facts.layout.pp == 1:
         return None
     excess = None

@@ -31,7 +31,7 @@ MAX_PLANNED_ACTIONS = 4096
 
 
 def list_job_keys_of_row(job: Job, rows: LayoutRows, row: int) -> dict[str, Any]:
-    """What a job must say to have the layout `row`, by dotted key; what it says already and what
+    """The keys that give a job the layout `row`, by dotted key; what it says already and what
     is the default is left out."""
     shares = int(rows.dp_replicate[row] * rows.dp_shard[row])
     stage, pp, ep = (int(column[row]) for column in (rows.zero_stage, rows.pp, rows.ep))

@@ -76,15 +76,18 @@ class RankedLayout:
 
     @property
     def num_mechanisms(self) -> int:
-        """How many things there are to understand: axes above 1, sharding, recomputation, ..."""
+        """The number of mechanisms that a reader must understand: axes above 1, sharding,
+        recomputation, ..."""
         layout = self.layout
         axes = sum(degree > 1 for degree in (layout.tp, layout.pp, layout.cp, layout.ep))
-        others = (self.recompute != "none", self.offload != "none")
-        return axes + min(self.zero_stage, 1) + (self.zero_stage == 3) + sum(others)
+        optional_mechanisms = (self.recompute != "none", self.offload != "none")
+        return axes + min(self.zero_stage, 1) + (self.zero_stage == 3) + sum(optional_mechanisms)
 
     @property
     def step_s(self) -> float | None:
-        return None if self.time is None else self.time.total_s
+        if self.time is None:
+            return None
+        return self.time.total_s
 
     def to_json(self) -> dict[str, Any]:
         return dict(vars(self)) | {

@@ -102,19 +102,19 @@ class MemoryScreen:
         rows, work = self.rows, self.work
         local = self._block_params + self._params_outside_blocks
         # Shards are cut over all of dp_shard x cp, experts over as many: ep and what is left.
-        every = (
+        block_params_by_row = (
             self._map_distinct_rows(lambda tp: self._shard_shape(tp).blocks_params, rows.tp)
             / rows.pp
         )
-        sharded = (every + self._params_outside_blocks) / rows.num_zero_shards
+        sharded = (block_params_by_row + self._params_outside_blocks) / rows.num_zero_shards
         stage = rows.zero_stage
         on_host = np.array([name != "none" for name in OFFLOAD_CHOICES])[rows.offload]
         all_on_host = np.array([name == "parameters" for name in OFFLOAD_CHOICES])[rows.offload]
         optimizer = work.optimizer_bytes * np.where(stage >= 1, sharded, local)
         weights = 4.0 * np.where(stage >= 2, sharded, local)
         gradients = 4.0 * np.where(stage >= 2, sharded, local)
-        held = np.where(on_host, 0.0, optimizer)
-        return held + np.where(all_on_host, 0.0, weights + gradients)
+        optimizer_on_device = np.where(on_host, 0.0, optimizer)
+        return optimizer_on_device + np.where(all_on_host, 0.0, weights + gradients)
 
     # What is gathered for use, and cast
 
@@ -127,13 +127,15 @@ class MemoryScreen:
             lambda tp, ep: self._shard_shape(tp).count_largest_block_params(ep), rows.tp, rows.ep
         )
         unit = np.minimum(unit * max(1, self._blocks_per_unit), self._block_params)
-        whole = np.where(
+        accumulated_bytes = np.where(
             (rows.num_microbatches > 1) & (rows.accumulates_sharded == 0), 4.0 * local, 0.0
         )
         alive = np.minimum(unit * (1 + (work.options.prefetch or 0)), self._block_params)
         reduced = 4.0 * np.maximum(self._params_outside_blocks, unit)
-        stage_3 = (self._params_outside_blocks + alive) * work.compute_bytes + reduced + whole
-        stage_2 = local * work.compute_bytes + reduced + whole
+        stage_3 = (
+            (self._params_outside_blocks + alive) * work.compute_bytes + reduced + accumulated_bytes
+        )
+        stage_2 = local * work.compute_bytes + reduced + accumulated_bytes
         # A pipeline gathers its stages once for a step, and reduces gradients at its end.
         piped = local * (work.compute_bytes + 4.0)
         gathered = np.where(rows.zero_stage >= 3, stage_3, stage_2)
@@ -143,7 +145,9 @@ class MemoryScreen:
     @property
     def _blocks_per_unit(self) -> int:
         units = self.work.options.blocks_per_unit
-        return self.shape.num_layers if units == "all" else units
+        if units == "all":
+            return self.shape.num_layers
+        return units
 
     # Activations
 

@@ -141,9 +141,9 @@ def search_layouts(task: SearchTask, *, num_runners_up: int = NUM_RUNNERS_UP) ->
     result = replace(result, refused=dict(planner.refused))
     if not best:
         return result
-    winner, others = _choose_winner(best)
+    winner, other_layouts = _choose_winner(best)
     runners_up = tuple(
-        replace(other, why_not=explain_why_slower(other, winner)) for other in others
+        replace(other, why_not=explain_why_slower(other, winner)) for other in other_layouts
     )
     remarks = tuple(filter(None, [_describe_uncut_alternative(task, planner, winner)]))
     result = replace(result, winner=winner, runners_up=runners_up, remarks=remarks)
@@ -203,11 +203,11 @@ def screen_layouts(task: SearchTask) -> ScreenedLayouts:
     capacity = headroom.compute_capacity_bytes(memory_bytes, 1)
     groups = headroom.communicator_bytes * (count_communicators_by_row(rows) - 1)
     fits = total <= (capacity - groups) * SCREEN_SLACK
-    kept = keep_cheapest_recompute(rows, fits, len(keys.recompute))
-    rows_that_fit = rows.take(kept)
+    cheapest = keep_cheapest_recompute(rows, fits, len(keys.recompute))
+    rows_that_fit = rows.take(cheapest)
     seconds = _predict_row_seconds(task, rows_that_fit, sequence_parallel=work.cuts_sequence)
     # Without times the simplest are first, and of these the ones that take least memory.
-    order = np.lexsort((total[kept], count_mechanisms_by_row(rows_that_fit)))
+    order = np.lexsort((total[cheapest], count_mechanisms_by_row(rows_that_fit)))
     if not np.isnan(seconds).any():
         order = np.argsort(seconds, kind="stable")
     return ScreenedLayouts(
@@ -304,7 +304,7 @@ def _simplicity_sort_key(ranked: RankedLayout) -> tuple[int, int]:
 
 
 def explain_why_slower(other: RankedLayout, winner: RankedLayout) -> str:
-    """The one term by which `other` loses to `winner`, in words."""
+    """The term by which `other` loses to `winner`, in words."""
     if other.time is None or winner.time is None:
         extra = other.num_mechanisms - winner.num_mechanisms
         if extra > 0:

@@ -57,9 +57,13 @@ def replace_bubble(time: StepTime, bubble_s: float) -> StepTime:
     before = time.total_s
     terms["bubble"] = bubble_s
     # Jitter is a part of all else.
-    others = sum(seconds for term, seconds in time.terms.items() if term != "jitter")
-    if others:
-        terms["jitter"] *= (others - time.terms["bubble"] + bubble_s) / others
+    seconds_without_jitter = sum(
+        seconds for term, seconds in time.terms.items() if term != "jitter"
+    )
+    if seconds_without_jitter:
+        terms["jitter"] *= (
+            seconds_without_jitter - time.terms["bubble"] + bubble_s
+        ) / seconds_without_jitter
     ratio = sum(terms.values()) / before
     assert math.isfinite(ratio)
     return replace(time, terms=terms, low_s=time.low_s * ratio, high_s=time.high_s * ratio)

@@ -91,8 +91,8 @@ class LayoutRows:
 def list_open_keys(
     job: Job, shape: ModelCosts, cluster: Cluster, num_ranks: int, *, offloads: bool = False
 ) -> OpenKeys:
-    """What a search may choose for `job` on `num_ranks`. `offloads`: host memory may be used, too,
-    and tp may leave the innermost links."""
+    """The values that a search may choose for `job` on `num_ranks`. `offloads`: host memory may be
+    used, too, and tp may leave the innermost links."""
     parallel, train = job.parallel, job.train
     recompute: tuple[str, ...] = RECOMPUTE_MODES
     if "recompute" in train.model_fields_set or shape.activations is None:

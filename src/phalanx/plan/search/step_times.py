@@ -38,7 +38,8 @@ GB = 1e9
 
 
 def build_machine_rates(cluster: Cluster) -> MachineRates | None:
-    """What the time model reads of a cluster; None where its devices are not in the table."""
+    """The rates of a cluster that the time model reads; None where its devices are not in the
+    table."""
     if cluster.accelerator is None:
         return None
     links = [
@@ -55,12 +56,14 @@ def build_machine_rates(cluster: Cluster) -> MachineRates | None:
 
 
 def choose_software_stack(job: Job) -> SoftwareStack:
-    """How phalanx computes for this job."""
-    return PHALANX_COMPILED_STACK if job.train.compile else PHALANX_STACK
+    """The software stack with which phalanx computes this job."""
+    if job.train.compile:
+        return PHALANX_COMPILED_STACK
+    return PHALANX_STACK
 
 
 def get_sample_work(job: Job, shape: ModelCosts) -> ModelWork | None:
-    """What one sample of the job takes; None where only a trace of the module says."""
+    """The work of one sample of the job; None where only a trace of the module says."""
     return shape.work(job.data.seq_len)
 
 
@@ -93,7 +96,9 @@ def _build_setup_columns(job: Job, rows: LayoutRows, *, sequence_parallel: bool)
     names = np.array(SEARCHED_SCHEDULES)[rows.schedule]
     offloads = np.array(OFFLOAD_CHOICES)[rows.offload]
     # FSDP gathers what it computes with; copies and ZeRO 1 have fp32 weights.
-    gathered = 4.0 if job.precision.compute == "fp32" else 2.0
+    gathered = 2.0
+    if job.precision.compute == "fp32":
+        gathered = 4.0
     columns |= {
         "accumulates_sharded": rows.accumulates_sharded > 0,
         "offloads_optimizer": offloads != "none",

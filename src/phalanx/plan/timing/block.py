@@ -103,14 +103,14 @@ class BlockTimeEstimator:
             1.0,
         )
         # Recomputing all runs the collectives again; recomputing a part has its inputs.
-        again = columns.recomputed_matmul * (columns.recomputed_attention > 0)
+        recomputed_messages = columns.recomputed_matmul * (columns.recomputed_attention > 0)
         backward = PassTimes(
             matmul=input_matmul + weight_matmul + columns.recomputed_matmul * forward_matmul,
             attention=attention[1] + columns.recomputed_attention * attention[0],
             elementwise=elementwise[1] + columns.recomputed_elementwise * elementwise[0],
-            tp=tp[1] + again * tp[0],
+            tp=tp[1] + recomputed_messages * tp[0],
             cp=cp[1] + columns.recomputed_attention * cp[0],
-            ep=ep * (1.0 + again),
+            ep=ep * (1.0 + recomputed_messages),
             launch=np.zeros(1),
         )
         launches = BACKWARD_LAUNCH_RATIO + np.maximum(

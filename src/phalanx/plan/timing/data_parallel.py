@@ -121,8 +121,10 @@ def _estimate_exposed_s_per_unit(
     for unit, gathered, reduced in zip(units, gather, reduce, strict=True):
         hidden = collectives.estimate_exposed_collective_s(gathered, unit.forward_s, constants)
         forward = np.where(columns.overlaps_gather, hidden, gathered)
-        again = collectives.estimate_exposed_collective_s(gathered, unit.backward_s, constants)
-        backward = np.where(columns.overlaps_gather, again, gathered)
+        second_gather = collectives.estimate_exposed_collective_s(
+            gathered, unit.backward_s, constants
+        )
+        backward = np.where(columns.overlaps_gather, second_gather, gathered)
         # Both directions of a backward are busy at once: what is left of the window counts.
         window = np.maximum(unit.backward_s - gathered * (backwards > 0), 0.0)
         hidden = collectives.estimate_exposed_collective_s(reduced, window, constants)

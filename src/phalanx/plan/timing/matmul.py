@@ -83,8 +83,8 @@ def compute_dense_flops_s(
 
 
 def compute_power_speed_factor(machine: MachineRates, constants: TimingConstants) -> Column | float:
-    """How much faster large products are than on the reference of the generation, for the power
-    that a GPU has for them."""
+    """The factor by which large products are faster than on the reference of the generation, for
+    the power that a GPU has for them."""
     accelerator = machine.accelerator
     tflops = accelerator.bf16_tflops or accelerator.fp16_tflops
     reference = REFERENCE_WATTS[machine.gpu_generation]

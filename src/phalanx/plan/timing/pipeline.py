@@ -69,8 +69,8 @@ def _slowest_stage_s(stage: StageTimes, columns: SetupColumns) -> Column:
     ends = np.maximum(at_start * block + stage.first, at_end * block + stage.last)
     inner = np.where(pp > 2, most, np.minimum(most, np.maximum(at_start, at_end)))
     slowest = np.maximum(ends, inner * block)
-    whole = stage.num_layers * block + stage.first + stage.last
-    return np.where(pp > 1, np.minimum(slowest, whole), whole)
+    undivided = stage.num_layers * block + stage.first + stage.last
+    return np.where(pp > 1, np.minimum(slowest, undivided), undivided)
 
 
 def _idle_s_per_other_stage(stage: StageTimes, columns: SetupColumns) -> Column:

@@ -19,7 +19,7 @@ Launch = Literal["eager", "graph"]
 
 @dataclass(frozen=True)
 class SoftwareStack:
-    """How a framework computes and communicates, where frameworks differ."""
+    """The ways in which a framework computes and communicates, where frameworks differ."""
 
     name: str = "phalanx"
     """For readers: no formula asks for it."""

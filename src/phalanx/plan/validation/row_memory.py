@@ -73,11 +73,11 @@ def _activation_bytes(work: ModelWork, setup: StepSetup) -> float:
     for block, count in work.block_kinds:
         of_block = tokens * _block_bytes(block, work, setup)
         entering = tokens * 2.0 * work.dim / _sequence_parts(setup)
-        kept = of_block
+        saved_of_block = of_block
         if setup.recompute == "full":
-            kept = of_block + setup.recompute_share * (entering - of_block)
+            saved_of_block = of_block + setup.recompute_share * (entering - of_block)
             largest = max(largest, of_block)
-        saved += count * kept
+        saved += count * saved_of_block
     return saved / layout.pp * _count_microbatches_in_flight(setup) + largest
 
 

@@ -53,9 +53,9 @@ def parse_row_recompute(row: Mapping[str, Any]) -> tuple[tuple[Recompute, float]
     )
     if re.search(r"not in table|recipe|unstated|unknown|as needed", text) or not text:
         return unknown
-    every = re.search(r"every (\d+)(?:nd|rd|th)", text)
-    if every:
-        return (("full", 1.0 / int(every[1])),)
+    interval_match = re.search(r"every (\d+)(?:nd|rd|th)", text)
+    if interval_match:
+        return (("full", 1.0 / int(interval_match[1])),)
     if re.search(r"^(none|no|off|false)\b|: none", text):
         return (("none", 1.0),)
     if re.search(r"core|attention", text):

@@ -183,7 +183,7 @@ def _ideal_step_s(
 
 
 def _build_group_key(row: Mapping[str, Any], machine: MachineRates) -> str:
-    """What rows of different layouts have in common: everything else that takes time."""
+    """The key that rows of different layouts have in common: everything else that takes time."""
     keys = ("source", "model", "seq_len", "n_gpus", "global_batch", "precision", "framework")
     return "|".join([*(get_text(row, key) for key in keys), machine.accelerator.name])
 

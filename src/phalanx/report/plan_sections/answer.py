@@ -51,7 +51,7 @@ def render_ranking(facts: PlanPageFacts) -> Html | None:
 
 
 def render_nearest_fits(facts: PlanPageFacts) -> Html | None:
-    """What would fit, where nothing does as asked."""
+    """The table of layouts that would fit, where nothing does as asked."""
     if not facts.nearest:
         return None
     return build_tag(

@@ -23,15 +23,18 @@ def render_rules_of_thumb(facts: PlanPageFacts) -> Html | None:
     if not facts.rules:
         return None
     failing = [rule for rule in facts.rules if rule.get("state") == "fails"]
-    others = [rule for rule in facts.rules if rule.get("state") != "fails"]
+    passing_rules = [rule for rule in facts.rules if rule.get("state") != "fails"]
     shown: Html | None = build_note("Every rule that could be judged holds.")
     if failing:
         shown = _render_rule_table(failing)
     more = None
-    if others:
-        summary = f"{len(others)} rules that hold, or could not be judged"
+    if passing_rules:
+        summary = f"{len(passing_rules)} rules that hold, or could not be judged"
         more = build_tag(
-            "details", build_tag("summary", summary), _render_rule_table(others), open=not failing
+            "details",
+            build_tag("summary", summary),
+            _render_rule_table(passing_rules),
+            open=not failing,
         )
     return build_tag(
         "section",

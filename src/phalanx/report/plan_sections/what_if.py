@@ -55,7 +55,9 @@ def _render_slider(number: int, axis: Mapping[str, Any]) -> Html:
         return build_tag(
             "div", build_tag("label", axis["label"], for_=name), control, class_="control"
         )
-    num_between = SLIDER_STEPS_BETWEEN_POINTS if axis["kind"] == "range" else 1
+    num_between = 1
+    if axis["kind"] == "range":
+        num_between = SLIDER_STEPS_BETWEEN_POINTS
     last = len(values) - 1
     points = [
         build_tag("i", style=f"left:{100 * index / max(last, 1):.2f}%")

@@ -121,7 +121,9 @@ def _build_baseline_reference_lines(facts: RunFacts) -> list[ReferenceLine]:
     references: list[ReferenceLine] = []
     for baseline in facts.baselines:
         if math.isfinite(baseline.loss):
-            css_class = "ref b" if len(references) % 2 else "ref"
+            css_class = "ref"
+            if len(references) % 2:
+                css_class = "ref b"
             label = f"{baseline.name} {baseline.loss:.3f}"
             references.append(ReferenceLine(baseline.name, baseline.loss, label, css_class))
     return references

@@ -78,7 +78,9 @@ def draw_heat_map(experts: ExpertFacts) -> Html:
     """A row for each layer, a column for each expert, coloured by its share of the even load."""
     layers = list(experts.tokens.items())[:MAX_LAYERS]
     columns = min(max(len(tokens) for _, tokens in layers), MAX_EXPERTS)
-    height = ROW_PX if len(layers) > 12 else FEW_PX
+    height = FEW_PX
+    if len(layers) > 12:
+        height = ROW_PX
     rows = [
         _draw_layer_row(name, tokens[:columns], experts.dropped.get(name, 0), columns, height)
         for name, tokens in layers

@@ -143,6 +143,8 @@ def _describe_held_out_loss(facts: RunFacts) -> tuple[str, str]:
     for baseline in facts.baselines:
         gap = last.loss - baseline.loss
         if math.isfinite(gap):
-            side = "below" if gap < 0 else "above"
+            side = "above"
+            if gap < 0:
+                side = "below"
             remarks.append(f"{abs(gap):.3f} nats {side} {baseline.name} ({baseline.loss:.3f})")
     return formats.format_loss(last.loss, facts.units.loss), "; ".join(remarks)

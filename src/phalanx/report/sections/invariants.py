@@ -50,7 +50,9 @@ def _describe_check_result(invariant: InvariantFacts) -> str:
         return "not checked"
     if invariant.has_held:
         return f"held in {plural(invariant.num_checks, 'check')}"
-    first_step = invariant.failures[0].step if invariant.failures else invariant.last_step
+    first_step = invariant.last_step
+    if invariant.failures:
+        first_step = invariant.failures[0].step
     if not invariant.num_checks:
         return f"failed, first at step {first_step:,}"
     num_failed = f"{invariant.num_failed:,} of {plural(invariant.num_checks, 'check')}"

@@ -57,7 +57,9 @@ def _describe_batch(plan: dict[str, Any], units: MetricUnits) -> list[str]:
     if not math.isfinite(batch_size + num_microbatches + micro_batch_size):
         return []
     seq_len = number_or_nan(plan.get("seq_len"))
-    noun = "sequences" if units == TEXT_METRIC_UNITS else "samples"
+    noun = "samples"
+    if units == TEXT_METRIC_UNITS:
+        noun = "sequences"
     amount = f"{batch_size:,.0f} {noun}"
     if math.isfinite(seq_len) and units == TEXT_METRIC_UNITS:
         amount += f" of {seq_len:,.0f} tokens"
@@ -108,7 +110,9 @@ def _describe_memory(estimate: dict[str, Any]) -> str:
         return "Its memory was not predicted."
     if not math.isfinite(capacity):
         return f"Predicted memory per rank is {formats.format_num_bytes(total)}."
-    verdict = "it fits" if estimate.get("fits") is True else "it does not fit"
+    verdict = "it does not fit"
+    if estimate.get("fits") is True:
+        verdict = "it fits"
     share = formats.format_percent(total, capacity)
     return (
         f"Predicted memory per rank is {formats.format_num_bytes(total)}, {share} of the"
@@ -167,7 +171,9 @@ def _parse_alternative(item: dict[str, Any]) -> _Alternative:
         total_bytes = memory.compute_total_peak_bytes(predicted_bytes)
     fits = "–"
     if isinstance(item.get("fits"), bool):
-        fits = "yes" if item["fits"] else "no"
+        fits = "no"
+        if item["fits"]:
+            fits = "yes"
     return _Alternative(
         name=text_or_missing(item.get("name"), "unnamed"),
         layout=formats.format_layout(dict_or_empty(item.get("layout"))),
