@@ -26,7 +26,7 @@ def command(
         typer.Argument(
             metavar="OTHER",
             help="Another run: compare the two term by term; writes no page.",
-            autocompletion=complete_run,
+            autocompletion=complete_run_directory,
         ),
     ] = None,
     as_json: Annotated[
