@@ -150,6 +150,16 @@ class TraceComparison:
         # Each element a of the movement is 0 or the reference's r: a (a - r) = 0.
         return moved > 0 and abs(moved - along) <= 1e-9 * moved
 
+    def has_shared_blocks(self, name: str) -> bool:
+        """True if several ranks hold a block of the tensor alike, while they differ in others: keys
+        and values of fewer heads than ranks."""
+        for observation in self.observations:
+            if any(
+                num_replicas > 1 for _, _, num_replicas in _parse_observed_boxes(observation, name)
+            ):
+                return True
+        return False
+
     def _blocks_cover_tensor_evenly(self, name: str) -> bool:
         is_even = self._even.get(name)
         if is_even is None:

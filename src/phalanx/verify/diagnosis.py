@@ -284,6 +284,7 @@ class DifferenceDiagnosis:
             or self._explain_unreduced_gradient(kind, name)
             or self._explain_gradients_by_stage(kind, name, off)
             or self._explain_gradient_by_rank_parts(kind, name, ranks, step)
+            or self._explain_shared_blocks(off)
             or self._explain_compression_errors(step)
             or self._explain_narrow_rounding(kind, off, ranks)
         )
@@ -439,6 +440,17 @@ class DifferenceDiagnosis:
                 f"the gradient of {name}", factor, step
             )
         return ""
+
+    def _explain_shared_blocks(self, off: Sequence[str]) -> str:
+        """The cause of gradients that differ only where some ranks of tp hold a block alike; "" if
+        others differ, too."""
+        if self._tp == 1 or not all(map(self._compared.has_shared_blocks, off)):
+            return ""
+        return (
+            f"{len(off)} of {len(self._trace.order)} tensors differ, all of them shared by some of"
+            " the ranks of tp (keys and values of fewer heads than ranks): parts of ranks that hold"
+            " the same heads are not added up as they should: over other ranks, or not all of them"
+        )
 
     def _have_ranks_same_factor(self, kind: str, name: str, ranks: Sequence[int]) -> bool:
         """True if each rank's part of a tensor is the same multiple of the reference."""

@@ -36,6 +36,7 @@ from phalanx.verify.begin import (
 )
 from phalanx.verify.flips import EVALUATION_KIND, RoutingChange, train_phase_of_step
 from phalanx.verify.forward_probe import ForwardProbe, describe_reference_failure, probe_forward
+from phalanx.verify.initial_weights import find_initial_faults
 from phalanx.verify.narrow_reference import (
     NUM_NUDGED,
     AutocastLoss,
@@ -256,6 +257,7 @@ class _ReferenceWriter:
             leader=None if self.leader is None else self.leader.directory,
             loads=routes.count_loads(len(self.steps)),
             other_directories=self._find_traces_to_compare_with(probed, routes, writer),
+            initial_faults=find_initial_faults(self.job, self.plan, initial),
         )
         return list(routes.reroutes)
 

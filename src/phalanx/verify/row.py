@@ -42,7 +42,7 @@ class Difference:
         if self.name:
             text += f" {self.name}"
         text += f" is off by {self.error:.1e}"
-        if self.what not in ("initial weight", "evaluation loss"):
+        if self.what not in ("initial weight", "initial distribution", "evaluation loss"):
             text += f" in step {self.step + 1}"
         if self.name:
             text += f", on rank {self.rank}"

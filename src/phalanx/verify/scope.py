@@ -27,6 +27,8 @@ def list_compared_quantities(plan: Plan, trace: Trace, optimizer: str) -> tuple[
         "evaluation loss",
         "that ranks which hold the same part hold the same bits",
     ]
+    if trace.initial_faults is not None:
+        judged.append("mean, width and shape of the distribution of initial weights")
     if any(step.max_norm is not None for step in trace.steps):
         judged.append("clipping")
     if trace.has_buffers:
@@ -47,6 +49,11 @@ def list_quantities_not_compared(plan: Plan, trace: Trace) -> tuple[str, ...]:
     if still:
         examples = ", ".join(still[:3])
         not_judged.append(f"gradients of {plural(len(still), 'parameter')} without any: {examples}")
+    if trace.initial_faults is None:
+        not_judged.append(
+            "how initial weights are distributed: they are compared with one process's, and no"
+            " distribution is declared for this module"
+        )
     if plan.parallel.dropout == "local":
         not_judged.append("dropout, which is switched off: each rank draws its own")
     if is_lossy_compression(plan.parallel.compress):

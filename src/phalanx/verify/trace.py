@@ -28,6 +28,7 @@ from phalanx.verify.trace_facts import (
     GRADIENT_KIND_PREFIX,
     INITIAL_KIND,
     TRACE_FILE_NAME,
+    InitialFault,
     Trace,
     TraceStep,
     name_buffers_set,
@@ -166,10 +167,11 @@ class TraceWriter:
         leader: Path | None,
         loads: Sequence[Mapping[str, Sequence[int]]],
         other_directories: Sequence[Path],
+        initial_faults: Sequence[InitialFault] | None,
     ) -> None:
-        """Write trace.json. `other_directories`: those of the same in float64, or from weights that
-        are rounded otherwise, which tell how much of a tensor is rounding: the most of them
-        counts."""
+        """Write trace.json. `initial_faults`: as `Trace` has them. `other_directories`: those of
+        the same in float64, or from weights that are rounded otherwise, which tell how much of a
+        tensor is rounding: the most of them counts."""
         rounding: dict[str, dict[str, float]] = {}
         strays: dict[str, float] = {}
         for other in other_directories:
@@ -188,6 +190,7 @@ class TraceWriter:
             "rounding": rounding,
             "strays": strays,
             "evaluation": evaluation,
+            "initial_faults": _to_json(initial_faults),
             **asdict(probed),
         }
         # Last: whoever finds this file finds the others.
@@ -223,6 +226,12 @@ class TraceWriter:
         for attribute, value, nudged_value in pairs:
             stray = abs(value - nudged_value) / max(abs(value), 1e-30)
             strays[attribute] = max(stray, strays.get(attribute, 0.0))
+
+
+def _to_json(faults: Sequence[InitialFault] | None) -> list[dict[str, Any]] | None:
+    if faults is None:
+        return None
+    return [asdict(fault) for fault in faults]
 
 
 def _measure_tensor_distances(

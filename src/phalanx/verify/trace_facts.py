@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from phalanx.verify.number_types import EPSILON_OF_DTYPE, is_narrow_dtype, parameter_dtype_of_row
 
@@ -56,6 +57,16 @@ class TraceStep:
 
 
 @dataclass(frozen=True)
+class InitialFault:
+    """A parameter whose initial values are not distributed as declared: by how much, relative to
+    the declared width, and in which way."""
+
+    name: str
+    error: float
+    words: str
+
+
+@dataclass(frozen=True)
 class Trace:
     """`sizes`: set -> name -> norm of the tensor, of weights that of their movement; `order`:
     parameters as a forward meets them. `lr`: the learning rate of every update. `leader`: the
@@ -97,6 +108,9 @@ class Trace:
     evaluation: float | None = None
     """Loss of the last step's microbatches in evaluation mode, after the last step; None: it is
     not to be compared."""
+
+    initial_faults: tuple[InitialFault, ...] | None = None
+    """Parameters that are not drawn as declared; None where no distribution is declared."""
 
     @property
     def has_buffers(self) -> bool:
@@ -219,7 +233,14 @@ def read_trace(directory: Path) -> Trace:
         mixed_by=body["mixed_by"],
         moved=tuple(body["moved"]),
         evaluation=body["evaluation"],
+        initial_faults=_read_initial_faults(body["initial_faults"]),
     )
+
+
+def _read_initial_faults(body: list[dict[str, Any]] | None) -> tuple[InitialFault, ...] | None:
+    if body is None:
+        return None
+    return tuple(InitialFault(**fault) for fault in body)
 
 
 def _parse_expert_loads(body: Mapping[str, list[int]]) -> dict[str, tuple[int, ...]]:

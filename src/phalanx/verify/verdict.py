@@ -87,6 +87,7 @@ class LayoutComparator:
         each step what leads to its gradients, its update and its buffers."""
         yield from self._compare_names()
         yield from self._compare_tensors("initial weight", INITIAL_KIND, 0)
+        yield from self._compare_initial_distributions()
         last = self._trace.num_steps - 1
         for step in range(self._trace.num_steps):
             yield from self._compare_target_counts(step)
@@ -138,6 +139,18 @@ class LayoutComparator:
                 else:
                     cause = "a stage or a rule lost it"
                 yield Difference(f"{words}:", name, 0, math.inf, ranks[0], ranks, "its name", cause)
+
+    def _compare_initial_distributions(self) -> Iterator[Difference]:
+        """The parameters that one process draws otherwise than declared, and so every layout."""
+        ranks = tuple(range(len(self._observations)))
+        for fault in self._trace.initial_faults or ():
+            part = self._observations[0]["held"].get(fault.name, "nothing")
+            cause = (
+                f"initial weights are not drawn as declared, in one process either: {fault.words}"
+            )
+            yield Difference(
+                "initial distribution", fault.name, 0, fault.error, 0, ranks, part, cause
+            )
 
     def _compare_target_counts(self, step: int) -> Iterator[Difference]:
         num_expected = self._trace.steps[step].num_targets
