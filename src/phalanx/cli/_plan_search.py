@@ -165,10 +165,15 @@ def _print_scaling_table(job: Job, counts: Sequence[int], options: SearchOptions
         raise UsageError(
             "--out is for one number of GPUs", fix="leave --out out, or --gpus with one number"
         )
+    if options.page is not None or options.term is not None or options.all_rules:
+        raise UsageError(
+            "--page, --rules and --explain are for one number of GPUs",
+            fix="leave them out, or --gpus with one number",
+        )
     task = open_search(_set_num_devices(job, counts[-1]))
     rows = list(search_per_device_count(task, counts))
     if options.as_json:
         print_json("plan-scaling", {"counts": [row.to_json() for row in rows]}, indent=1)
     else:
-        print("\n".join(format_scaling_table(rows)))
+        print("\n".join(format_scaling_table(rows, task.cluster.price_note)))
     return 0

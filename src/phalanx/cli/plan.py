@@ -3,14 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from phalanx.cli._options import JobArguments
+from phalanx.cli._options import JobArguments, JsonOption
+from phalanx.cli._plan_options import (
+    JOB_ARGUMENTS,
+    AllKindsOption,
+    AllRulesOption,
+    AnchorsOption,
+    AutotuneOption,
+    ClusterOption,
+    DryRunOption,
+    ExplainOption,
+    ForceOption,
+    FromOption,
+    GlobalBatchOption,
+    GpuOption,
+    GpusOption,
+    InstanceOption,
+    ModelOption,
+    ModelsOption,
+    NoCacheOption,
+    NodesOption,
+    OutOption,
+    PageOption,
+    RecutOption,
+    SeqLenOption,
+    SuggestOption,
+    ValidateOption,
+    VerifyOption,
+    check_option_combination,
+)
 
 if TYPE_CHECKING:
+    from phalanx.cli._plan_search import SearchOptions
     from phalanx.job.schema import Job
     from phalanx.run.plan_job import PlannedJob
 
@@ -22,155 +50,55 @@ EXAMPLE = (
 
 def command(
     arguments: JobArguments = None,
-    explain: Annotated[
-        bool,
-        typer.Option(
-            "--explain",
-            help="Say where each value of the job comes from; with a TERM, print its formula.",
-        ),
-    ] = False,
-    all_rules: Annotated[
-        bool, typer.Option("--rules", help="Show every rule of thumb, also those that hold.")
-    ] = False,
-    page: Annotated[
-        Path | None,
-        typer.Option("--page", metavar="FILE", help="Write the plan as a page (HTML)."),
-    ] = None,
-    models: Annotated[
-        bool, typer.Option("--models", help="List the presets of model.preset.")
-    ] = False,
-    suggest: Annotated[
-        bool,
-        typer.Option(
-            "--suggest-rules", help="Propose sharding rules for tensor parallelism, and say why."
-        ),
-    ] = False,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            metavar="NAME",
-            help="A preset, a Hugging Face directory or config.json, or package.module:factory.",
-        ),
-    ] = None,
-    gpu: Annotated[
-        str | None,
-        typer.Option("--gpu", metavar="NAME", help="Plan for GPUs of this kind: h100-sxm."),
-    ] = None,
-    instance: Annotated[
-        str | None,
-        typer.Option("--instance", metavar="TYPE", help="Plan for machines of this type."),
-    ] = None,
-    cluster: Annotated[
-        Path | None,
-        typer.Option(
-            "--cluster", metavar="FILE", help="Plan for the cluster that this file describes."
-        ),
-    ] = None,
-    nodes: Annotated[
-        int | None, typer.Option("--nodes", min=1, metavar="N", help="Machines of the cluster.")
-    ] = None,
-    gpus: Annotated[
-        str | None,
-        typer.Option(
-            "--gpus", metavar="N|A..B", help="GPUs in all; a range compares numbers of them."
-        ),
-    ] = None,
-    seq_len: Annotated[
-        int | None,
-        typer.Option("--seq-len", min=1, metavar="N", help="Tokens of a sequence (data.seq_len)."),
-    ] = None,
-    global_batch: Annotated[
-        int | None,
-        typer.Option(
-            "--global-batch", min=1, metavar="N", help="Sequences a step, over all ranks."
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", metavar="DIR", help="Write job.toml with the layout, and plan.json, there."
-        ),
-    ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="With --out: replace files that are there.")
-    ] = False,
-    judge: Annotated[
-        bool,
-        typer.Option(
-            "--verify", help="With --suggest-rules: judge them with parallel.tp=2 (phalanx verify)."
-        ),
-    ] = False,
-    recut: Annotated[
-        Path | None,
-        typer.Option(
-            "--recut",
-            metavar="RUN",
-            help="Cut a pipeline anew, by what the stages of this run took.",
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            help="Build and run the real program with fake tensors: memory and every collective.",
-        ),
-    ] = False,
-    all_kinds: Annotated[
-        bool,
-        typer.Option("--all-kinds", help="With --dry-run: every kind of rank."),
-    ] = False,
-    no_cache: Annotated[
-        bool, typer.Option("--no-cache", help="With --dry-run: run it again.")
-    ] = False,
-    validate: Annotated[
-        Path | None,
-        typer.Option(
-            "--validate",
-            metavar="FILE",
-            help="Predict the measured runs of this JSONL file, and say how wrong that is.",
-        ),
-    ] = None,
-    anchors: Annotated[
-        int,
-        typer.Option(
-            "--anchors",
-            metavar="K",
-            min=0,
-            help="With --validate: K rows of each source set a scale for its others.",
-        ),
-    ] = 0,
-    from_run: Annotated[
-        Path | None,
-        typer.Option(
-            "--from", metavar="RUN", help="Time and memory from what a small run measured."
-        ),
-    ] = None,
-    autotune: Annotated[
-        int | None,
-        typer.Option(
-            "--autotune", min=1, metavar="K", help="Run the K best layouts for a few steps."
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    explain: ExplainOption = False,
+    all_rules: AllRulesOption = False,
+    page: PageOption = None,
+    models: ModelsOption = False,
+    suggest: SuggestOption = False,
+    model: ModelOption = None,
+    gpu: GpuOption = None,
+    instance: InstanceOption = None,
+    cluster: ClusterOption = None,
+    nodes: NodesOption = None,
+    gpus: GpusOption = None,
+    seq_len: SeqLenOption = None,
+    global_batch: GlobalBatchOption = None,
+    out: OutOption = None,
+    force: ForceOption = False,
+    judge: VerifyOption = False,
+    recut: RecutOption = None,
+    dry_run: DryRunOption = False,
+    all_kinds: AllKindsOption = False,
+    no_cache: NoCacheOption = False,
+    validate: ValidateOption = None,
+    anchors: AnchorsOption = 0,
+    from_run: FromOption = None,
+    autotune: AutotuneOption = None,
+    as_json: JsonOption = False,
 ) -> int:
     """Choose a layout for a job and say why, with memory per rank, for this machine or any other.
 
     The vocabulary is the job's or the data's, as `phalanx train` has it; nothing is built, and
     without --out nothing is written.
     """
-    from phalanx.cli._arguments import split_job_file_and_overrides
     from phalanx.cli._json import print_errors_as_json
-    from phalanx.cli._plan_advice import print_term_formula, split_explained_term
-    from phalanx.cli._plan_search import SearchOptions, list_search_overrides, run_and_print_search
-    from phalanx.core.errors import UsageError
+    from phalanx.cli._plan_search import SearchOptions, list_search_overrides
 
+    words = list(arguments or [])
     with print_errors_as_json(as_json):
+        check_option_combination(
+            {
+                JOB_ARGUMENTS: words, "--explain": explain, "--rules": all_rules, "--page": page,
+                "--models": models, "--suggest-rules": suggest, "--model": model, "--gpu": gpu,
+                "--instance": instance, "--cluster": cluster, "--nodes": nodes, "--gpus": gpus,
+                "--seq-len": seq_len, "--global-batch": global_batch, "--out": out,
+                "--force": force, "--verify": judge, "--recut": recut, "--dry-run": dry_run,
+                "--all-kinds": all_kinds, "--no-cache": no_cache, "--validate": validate,
+                "--anchors": anchors, "--from": from_run, "--autotune": autotune,
+            }
+        )  # fmt: skip
         if models:
-            _print_presets(as_json)
-            return 0
-        if anchors and validate is None:
-            raise UsageError("--anchors is for --validate", fix="add --validate FILE.jsonl")
+            return _print_presets(as_json)
         if validate is not None:
             from phalanx.cli._plan_validate import print_validation
 
@@ -178,22 +106,8 @@ def command(
         if suggest:
             from phalanx.cli._suggest import print_suggestion
 
-            return print_suggestion(arguments or [], model, verify_too=judge, as_json=as_json)
-        if from_run is not None:
-            from phalanx.cli._plan_from import print_plan_from
-
-            return print_plan_from(from_run, arguments or [], as_json=as_json)
-        if autotune is not None:
-            from phalanx.cli._plan_autotune import run_and_print_autotune
-
-            return run_and_print_autotune(autotune, arguments or [], as_json=as_json)
-        if judge:
-            raise UsageError("--verify is for --suggest-rules", fix="use phalanx verify")
-        term = None
-        if explain:
-            arguments, term = split_explained_term(arguments or [])
-        job_file, overrides = split_job_file_and_overrides(arguments or [])
-        overrides += list_search_overrides(
+            return print_suggestion(words, model, verify_too=judge, as_json=as_json)
+        words += list_search_overrides(
             model=model,
             gpu=gpu,
             instance=instance,
@@ -202,38 +116,89 @@ def command(
             seq_len=seq_len,
             global_batch=global_batch,
         )
-        if explain and term is None:
-            from phalanx.cli._explain import print_explained_job
-            from phalanx.job.load import load_job
+        if from_run is not None:
+            from phalanx.cli._plan_from import print_plan_from
 
-            print_explained_job(load_job(job_file, overrides), job_file, overrides, as_json=as_json)
-            return 0
-        from phalanx.job.load import load_job
-        from phalanx.run.plan_job import plan_job
+            return print_plan_from(from_run, words, as_json=as_json)
+        if autotune is not None:
+            from phalanx.cli._plan_autotune import run_and_print_autotune
 
-        job = load_job(job_file, overrides)
+            return run_and_print_autotune(autotune, words, as_json=as_json)
         if dry_run:
-            from phalanx.cli._plan_dry_run import print_dry_run
-
-            print_dry_run(
-                job, all_kinds=all_kinds, uses_cache=not no_cache, gpus=gpus, as_json=as_json
-            )
-            return 0
-        if all_kinds or no_cache:
-            raise UsageError("--all-kinds and --no-cache are for --dry-run")
-        if recut is None and _needs_search(job, gpus, out):
-            options = SearchOptions(gpus, out, force, as_json, page, term, all_rules)
-            return run_and_print_search(job, options)
-        planned = plan_job(job, checks_initial=recut is None)
+            return _print_dry_run(words, gpus, all_kinds, no_cache, as_json=as_json)
         if recut is not None:
-            _print_recut(planned, recut, as_json)
-        elif term is not None:
-            from phalanx.run.plan_advice import advise_on_planned_job
+            return _print_recut(words, recut, as_json=as_json)
+        options = SearchOptions(gpus, out, force, as_json, page, None, all_rules)
+        if explain:
+            return _print_explained(words, options)
+        return _print_plan_of_job(words, options, arguments or [])
 
-            print_term_formula(advise_on_planned_job(planned), term, as_json=as_json)
-        else:
-            _print_planned(planned, arguments or [], page, as_json=as_json, all_rules=all_rules)
+
+def _print_dry_run(
+    words: Sequence[str], gpus: str | None, all_kinds: bool, no_cache: bool, *, as_json: bool
+) -> int:
+    from phalanx.cli._plan_dry_run import print_dry_run
+
+    print_dry_run(
+        _load_job(words), all_kinds=all_kinds, uses_cache=not no_cache, gpus=gpus, as_json=as_json
+    )
     return 0
+
+
+def _print_explained(words: Sequence[str], options: SearchOptions) -> int:
+    """Print the formula of the term among `words`; without one where the values of the job come
+    from."""
+    from phalanx.cli._arguments import split_job_file_and_overrides
+    from phalanx.cli._plan_advice import print_term_formula, split_explained_term
+    from phalanx.core.errors import UsageError
+
+    words, term = split_explained_term(words)
+    job = _load_job(words)
+    if term is None:
+        from phalanx.cli._explain import print_explained_job
+
+        if options.gpus is not None:
+            raise UsageError("--explain without a term has no use for --gpus", fix="name a term")
+        print_explained_job(job, *split_job_file_and_overrides(words), as_json=options.as_json)
+        return 0
+    options = replace(options, term=term)
+    if _needs_search(job, options.gpus, None):
+        from phalanx.cli._plan_search import run_and_print_search
+
+        return run_and_print_search(job, options)
+    from phalanx.run.plan_advice import advise_on_planned_job
+    from phalanx.run.plan_job import plan_job
+
+    print_term_formula(advise_on_planned_job(plan_job(job)), term, as_json=options.as_json)
+    return 0
+
+
+def _print_plan_of_job(
+    words: Sequence[str], options: SearchOptions, arguments: Sequence[str]
+) -> int:
+    """Plan the job of `words` and print the answer: a search's where the devices are known."""
+    from phalanx.cli._plan_search import run_and_print_search
+
+    job = _load_job(words)
+    if _needs_search(job, options.gpus, options.out):
+        return run_and_print_search(job, options)
+    from phalanx.run.plan_job import plan_job
+
+    _print_planned(
+        plan_job(job),
+        arguments,
+        options.page,
+        as_json=options.as_json,
+        all_rules=options.all_rules,
+    )
+    return 0
+
+
+def _load_job(words: Sequence[str]) -> Job:
+    from phalanx.cli._arguments import split_job_file_and_overrides
+    from phalanx.job.load import load_job
+
+    return load_job(*split_job_file_and_overrides(words))
 
 
 def _print_planned(
@@ -302,18 +267,21 @@ def _print_plan(planned: PlannedJob, arguments: Sequence[str]) -> None:
     print("\n".join(lines))
 
 
-def _print_recut(planned: PlannedJob, run_dir: Path, as_json: bool) -> None:
+def _print_recut(words: Sequence[str], run_dir: Path, *, as_json: bool) -> int:
     from phalanx.cli._json import print_json
+    from phalanx.run.plan_job import plan_job
     from phalanx.run.recut import recut_pipeline_of_run
 
+    planned = plan_job(_load_job(words), checks_initial=False)
     better = recut_pipeline_of_run(planned.job, planned.plan, run_dir)
     if as_json:
         print_json("recut", better.to_json(), indent=1)
     else:
         print("\n".join(better.lines()))
+    return 0
 
 
-def _print_presets(as_json: bool) -> None:
+def _print_presets(as_json: bool) -> int:
     from phalanx.cli._json import print_json
     from phalanx.core.units import format_count
     from phalanx.job.presets import list_presets
@@ -325,8 +293,9 @@ def _print_presets(as_json: bool) -> None:
             for p in presets
         ]
         print_json("models", {"models": rows}, indent=1)
-        return
+        return 0
     width = max(len(preset.name) for preset in presets)
     for preset in presets:
         size = "" if preset.num_params is None else format_count(preset.num_params)
         print(f"{preset.name:<{width}}  {size:>8}  {preset.family}".rstrip())
+    return 0

@@ -56,6 +56,7 @@ class Cluster:
     price_per_hour: float | None = None
     spot_price_per_hour: float | None = None
     watts: float | None = None  # of one device at work
+    price_note: str = ""  # where the prices are from, and whether somebody compared them
     is_described: bool = False  # by the job, rather than found here
 
     @property

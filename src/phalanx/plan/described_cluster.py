@@ -130,7 +130,23 @@ def _build_cluster_from_section(
         section.price_per_hour or price,
         section.spot_price_per_hour or spot_price,
         section.watts or accelerator.watts or None,
+        _describe_price_source(section, instance),
         is_described=True,
+    )
+
+
+def _describe_price_source(section: ClusterSection, instance: InstanceType | None) -> str:
+    """Where the price of a machine and hour is from, how old it is, and whether somebody compared
+    it with its source; "" where there is none."""
+    if section.price_per_hour is not None:
+        return f"${section.price_per_hour:,.2f} a machine and hour, as the job says"
+    if instance is None or instance.on_demand_per_hour is None:
+        return ""
+    checked = "compared with its source" if instance.is_checked else "unchecked"
+    age = f"as of {instance.as_of}" if instance.as_of else "of unknown date"
+    return (
+        f"{instance.name} ${instance.on_demand_per_hour:,.2f} a machine and hour {age}"
+        f" ({checked}: {instance.source})"
     )
 
 

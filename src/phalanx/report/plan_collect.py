@@ -160,6 +160,8 @@ def list_economics_rows(result: SearchResult) -> list[AnswerTile]:
         details.append("on demand")
         if spot is not None:
             details.append(f"${spot:,.0f} on spot machines with their pre-emptions")
+        if cost.get("price_note"):
+            details.append(cost["price_note"])
     if cost["kwh_per_billion_tokens"] is not None:
         details.append(f"{cost['kwh_per_billion_tokens']:,.0f} kWh")
     tiles.append(AnswerTile("A billion tokens", value, "; ".join(details)))

@@ -106,6 +106,8 @@ def _describe_economics(result: SearchResult) -> list[str]:
     lines = [f"cost    a billion tokens: {', '.join(parts)}"]
     if cost["dollars_per_billion_tokens"] is None:
         lines.append("        no price is known: set cluster.instance or cluster.price_per_hour")
+    elif cost.get("price_note"):
+        lines.append(f"        {cost['price_note']}")
     return lines
 
 
@@ -191,8 +193,8 @@ def _describe_considered_layouts(result: SearchResult) -> list[str]:
     return lines
 
 
-def format_scaling_table(counts: Sequence[DeviceCountResult]) -> list[str]:
-    """A table of the same job on more and more devices."""
+def format_scaling_table(counts: Sequence[DeviceCountResult], price_note: str = "") -> list[str]:
+    """A table of the same job on more and more devices; `price_note`: what its costs rest on."""
     header = ("GPUs", "layout", "step", "tokens/s", "MFU", "efficiency", "hours", "cost")
     rows: list[Sequence[str]] = [header]
     for count in counts:
@@ -216,4 +218,7 @@ def format_scaling_table(counts: Sequence[DeviceCountResult]) -> list[str]:
                 cost,
             )
         )
-    return _align_columns(rows)
+    lines = _align_columns(rows)
+    if price_note:
+        lines.append(f"cost: {price_note}")
+    return lines

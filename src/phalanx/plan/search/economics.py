@@ -105,6 +105,7 @@ class RunningCost:
     job_hours: float
     job_dollars: float | None
     spot_job_dollars: float | None
+    price_note: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -139,6 +140,7 @@ def estimate_cost(
         hours * share,
         _multiply_or_none(dollars, share),
         _multiply_or_none(spot_dollars, share),
+        cluster.price_note,
     )
 
 
