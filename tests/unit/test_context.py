@@ -272,7 +272,8 @@ def test_each_rank_keeps_the_activations_of_its_tokens() -> None:
     assert two["parameters"] == one["parameters"]
     # A rank has all sequences of the batch, and half of each.
     assert one["activations"] / two["activations"] == pytest.approx(2, rel=0.01)
-    assert two["communication"] > one["communication"]
+    # Blocks of keys and values are there where the feed-forward has freed more than they take.
+    assert two["communication"] == one["communication"] == 0
 
 
 @pytest.mark.parametrize(

@@ -97,19 +97,19 @@ def test_shards_are_as_large_and_gathered_ones_smaller() -> None:
     """Of ZeRO-3: experts are cut over ep, and the rest of the ranks; of a block only a rank's
     own are gathered."""
     whole, spread = mixtral(zero_stage=3), mixtral(zero_stage=3, ep=8)
+    before, after = whole.chosen.phases, spread.chosen.phases
     for kind in ("parameters", "gradients", "optimizer", "activations", "loss"):
-        assert whole.chosen.predicted_bytes[kind] == spread.chosen.predicted_bytes[kind]
-    shape = whole.model_shape
-    elsewhere, rest = shape.count_experts_params() * 7 // 8, shape.num_params - shape.blocks_params
-    gradients = 4 * (
-        shape.block_params - rest
-    )  # of the largest unit: it was a block, and is now the embedding
-    under_way = 2 * 4096 * 2 * 4096 * 2  # rows of both choices of a token, that leave and that come
-    saved = (
-        whole.chosen.predicted_bytes["communication"]
-        - spread.chosen.predicted_bytes["communication"]
-    )
-    assert saved == elsewhere * 2 + gradients - under_way
+        assert before["forward"][kind] == after["forward"][kind]
+    elsewhere = whole.model_shape.count_experts_params() * 7 // 8
+    # Of the one unit of blocks that is whole where the loss is made, in bf16.
+    saved = before["forward"]["communication"] - after["forward"]["communication"]
+    assert saved == elsewhere * 2
+    # In the backward there are two, the gradient of a unit on its way, and rows of both choices of
+    # a token, which leave and come.
+    under_way = 2 * 4096 * 2 * 4096 * 2
+    first = 14336 * 4096 * 7 * 2
+    saved = before["backward"]["communication"] - after["backward"]["communication"]
+    assert saved == elsewhere * (2 * 2 + 4) + first - under_way
 
 
 def test_mixtral_on_64_gpus_says_what_experts_take_and_send() -> None:
@@ -141,7 +141,9 @@ def test_stages_of_a_pipeline_hold_parts_of_their_experts() -> None:
     )
     assert whole.pipeline is not None
     assert spread.pipeline is not None
-    for before, after in zip(whole.pipeline.rank_memory, spread.pipeline.rank_memory, strict=True):
+    for before, after in zip(
+        whole.pipeline.predict_rank_memory, spread.pipeline.predict_rank_memory, strict=True
+    ):
         assert before["parameters"] - after["parameters"] == 2 * 4 * 4 * 3 * 128 * 192
 
 

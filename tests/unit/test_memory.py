@@ -24,11 +24,12 @@ from phalanx.plan.host_allocator import (
 from phalanx.plan.memory import (
     MIXED_FP16_ADAM_STATE_BYTES,
     StateBytes,
-    predict_rank_memory,
+    activation_bytes,
     state_bytes,
 )
+from phalanx.plan.memory_phases import predict_rank_memory, predict_rank_memory_by_phase
 from phalanx.plan.planner import make_plan
-from phalanx.plan.workload import Workload
+from phalanx.plan.workload import Workload, shard_shape
 
 ROWS: list[dict[str, Any]] = json.loads(
     (Path(__file__).parents[1] / "golden" / "zero_memory.json").read_text()
@@ -88,27 +89,68 @@ def memory(
     return predict_rank_memory(SHAPE, work, stage, 2, device, 2)
 
 
+def phases(
+    stage: int, num_microbatches: int = 2, num_ranks: int = 2, **options: Any
+) -> dict[str, dict[str, int]]:
+    work = Workload(1, 8, "fp32", "none", 2048, num_microbatches, options=Parallel(**options))
+    return predict_rank_memory_by_phase(SHAPE, work, stage, num_ranks, "cpu", num_ranks)
+
+
 @pytest.mark.parametrize(
     ("options", "gathered", "gradients"),
     [
-        ({}, REST + BLOCK, SHAPE.num_params + max(REST, BLOCK)),
-        ({"accumulate": "sharded"}, REST + BLOCK, max(REST, BLOCK)),
-        ({"blocks_per_unit": 4}, REST + 4 * BLOCK, SHAPE.num_params + 4 * BLOCK),
-        ({"blocks_per_unit": 9}, SHAPE.num_params, SHAPE.num_params + 6 * BLOCK),
-        ({"blocks_per_unit": "all"}, SHAPE.num_params, SHAPE.num_params + SHAPE.num_params),
-        ({"prefetch": 2}, REST + 3 * BLOCK, SHAPE.num_params + max(REST, BLOCK)),
+        ({}, REST + BLOCK, SHAPE.num_params),
+        ({"accumulate": "sharded"}, REST + BLOCK, 0),
+        ({"blocks_per_unit": 4}, REST + 4 * BLOCK, SHAPE.num_params),
+        ({"blocks_per_unit": 9}, SHAPE.num_params, SHAPE.num_params),
+        ({"blocks_per_unit": "all"}, SHAPE.num_params, SHAPE.num_params),
     ],
 )
 def test_what_zero3_gathers(options: dict[str, Any], gathered: int, gradients: int) -> None:
-    """The root's unit, the units of blocks that are alive, and a unit's whole gradients beside
-    accumulated ones."""
-    assert memory(3, **options)["communication"] == 4 * (gathered + gradients)
+    """Where the loss is made: the root's unit, the last unit of blocks, and whole gradients of
+    earlier microbatches."""
+    assert phases(3, **options)["forward"]["communication"] == 4 * (gathered + gradients)
+
+
+@pytest.mark.parametrize(("prefetch", "num_units"), [(None, 2), (1, 2), (2, 3)])
+def test_what_zero3_gathers_in_the_backward(prefetch: int | None, num_units: int) -> None:
+    """Units fetched ahead, a weight's gradient in its unit, and all gradients of a microbatch
+    before."""
+    options = {} if prefetch is None else {"prefetch": prefetch}
+    first = SHAPE.ffn_dim * SHAPE.dim
+    expected = REST + num_units * BLOCK + SHAPE.num_params + first
+    assert phases(3, **options)["backward"]["communication"] == 4 * expected
 
 
 def test_zero2_counts_its_shards_and_what_it_gathers_once_each() -> None:
-    found = memory(2, num_microbatches=1)
+    found = phases(2, num_microbatches=1)["forward"]
     assert found["parameters"] == SHAPE.num_params * 4 / 2
-    assert found["communication"] == 4 * (SHAPE.num_params + max(REST, BLOCK))
+    assert found["communication"] == 4 * SHAPE.num_params
+
+
+def test_the_loss_and_the_backward_of_blocks_do_not_meet() -> None:
+    """The plan is the highest phase, and less than everything together."""
+    for stage in range(4):
+        by_phase = phases(stage, num_microbatches=1)
+        totals = {phase: sum(memory.values()) for phase, memory in by_phase.items()}
+        assert sum(memory_of(stage).values()) == max(totals.values())
+        assert totals["between steps"] <= totals["update"] <= max(totals.values())
+        together = by_phase["forward"]["loss"] + sum(by_phase["backward"].values())
+        assert together > max(totals.values())
+
+
+def memory_of(stage: int) -> dict[str, int]:
+    return memory(stage, num_microbatches=1)
+
+
+def test_gradients_wait_for_the_backward_unless_they_are_buckets() -> None:
+    """DDP's buckets are there all the time; a rank alone, and shards, have none in the forward."""
+    whole = 4 * SHAPE.num_params
+    assert phases(0, num_microbatches=1)["forward"]["gradients"] == whole
+    assert phases(0, num_microbatches=1, num_ranks=1)["forward"]["gradients"] == 0
+    assert phases(0, num_microbatches=2, num_ranks=1)["forward"]["gradients"] == whole
+    assert phases(3, num_microbatches=1)["forward"]["gradients"] == 0
+    assert phases(3, num_microbatches=1)["update"]["gradients"] == whole / 2
 
 
 @pytest.mark.parametrize(
@@ -117,15 +159,18 @@ def test_zero2_counts_its_shards_and_what_it_gathers_once_each() -> None:
 )
 def test_what_waits_on_the_host_takes_nothing_of_a_gpu(offload: str, away: set[str]) -> None:
     states = ("parameters", "gradients", "optimizer")
-    assert {kind for kind in states if memory(3, "cuda", offload=offload)[kind] == 0} == away
+    work = Workload(1, 8, "fp32", "none", 2048, 1, options=Parallel(offload=offload))
+    update = predict_rank_memory_by_phase(SHAPE, work, 3, 2, "cuda", 2)["update"]
+    assert {kind for kind in states if update[kind] == 0} == away
     assert memory(3, "cpu", offload=offload) == memory(3, "cpu")
 
 
-def test_ddp_accumulates_beside_its_buckets() -> None:
-    whole = 4 * SHAPE.num_params
-    assert [
-        memory(stage, num_microbatches=n)["communication"] for stage in (0, 1) for n in (1, 2)
-    ] == [0, whole] * 2
+def test_ddp_accumulates_in_its_buckets() -> None:
+    totals = [sum(memory(stage, num_microbatches=n).values()) for stage in (0, 1) for n in (1, 2)]
+    allocator = [memory(stage, num_microbatches=n)["allocator"] for stage in (0, 1) for n in (1, 2)]
+    tensors = [total - kept for total, kept in zip(totals, allocator, strict=True)]
+    assert tensors[0] == tensors[1]
+    assert tensors[2] == tensors[3]
 
 
 @pytest.mark.parametrize(
@@ -138,7 +183,7 @@ def test_a_cpu_keeps_freed_gradients_that_accumulate(
     work = Workload(1, 8, precision, "none", 2048, num_microbatches)
     found = predict_rank_memory(SHAPE, work, 0, num_ranks, "cpu", num_ranks)
     share = RETAINED_SHARE_WHEN_ACCUMULATING if num_microbatches > 1 else RETAINED_ACTIVATION_SHARE
-    rest = LIBRARY_BYTES + round(share * found["activations"])
+    rest = LIBRARY_BYTES + round(share * activation_bytes(SHAPE, work))
     table = 4 * SHAPE.vocab_size * SHAPE.dim if num_microbatches > 1 else 0
     assert found["allocator"] - rest == pytest.approx(of_block * BLOCK + table, abs=1)
 
@@ -147,7 +192,7 @@ def test_what_glibc_gives_back_is_not_kept() -> None:
     large = DecoderShape(1, 4096, 4, 4, 1024, 16384, 97, True)
     work = Workload(1, 8, "fp32", "none", 2048, 2)
     found = predict_rank_memory(large, work, 0, 2, "cpu", 2)
-    rest = LIBRARY_BYTES + round(RETAINED_SHARE_WHEN_ACCUMULATING * found["activations"])
+    rest = LIBRARY_BYTES + round(RETAINED_SHARE_WHEN_ACCUMULATING * activation_bytes(large, work))
     assert found["allocator"] - rest == pytest.approx(4 * large.vocab_size * large.dim, abs=1)
 
 
@@ -158,7 +203,9 @@ def test_tensor_parallel_ranks_return_their_blocks_and_have_no_buckets() -> None
     assert found["communication"] == 0
     once = replace(work, num_microbatches=1)
     kept = predict_rank_memory(wide, once, 0, 1, "cpu", 2)
-    returned = LIBRARY_BYTES + RETAINED_SHARE_WITH_TENSOR_PARALLEL * kept["activations"]
+    returned = LIBRARY_BYTES + RETAINED_SHARE_WITH_TENSOR_PARALLEL * activation_bytes(
+        shard_shape(wide, 2), once
+    )
     assert kept["allocator"] == pytest.approx(returned, abs=1)
 
 

@@ -202,7 +202,7 @@ def test_what_cannot_fit_is_refused_with_what_would() -> None:
     assert "80" not in str(caught.value).partition("needs")[0]
     assert "would fit" in str(caught.value)
     with pytest.raises(
-        LayoutError, match=r"use more ranks \(4 with as much memory each: zero3 fits there\)"
+        LayoutError, match=r"use more ranks \(2 with as much memory each: zero3 fits there\)"
     ):
         billions(1)
 

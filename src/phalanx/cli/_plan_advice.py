@@ -76,7 +76,8 @@ def print_plan_details(advised: AdvisedPlan, *, all_rules: bool) -> None:
         lines += ["", "time    of a step (--explain TERM prints a formula with its numbers)"]
         lines += draw_waterfall(rows, style)
     lines += ["", "memory  by phase, on the rank that needs most"]
-    lines += draw_memory_bars(plan.chosen.predicted_bytes, plan.capacity_bytes, style)
+    chosen = plan.chosen
+    lines += draw_memory_bars(chosen.predicted_bytes, plan.capacity_bytes, style, chosen.phases)
     lines += ["", "rules   of thumb, with this plan's numbers"]
     lines += format_rule_verdicts(advice.verdicts, style, shows_all=all_rules)
     if all_rules:

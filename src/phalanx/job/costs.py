@@ -119,7 +119,9 @@ class BlockBytes:
     (zero-bubble schedules)."""
     passing: int = 0
     """What is alive at the worst moment of the block's backward beside what is saved: gradients on
-    their way, and a weight's gradient before it is added to others."""
+    their way."""
+    feed_forward: int = 0
+    """The part of `saved` that is gone when the backward comes to the attention."""
 
 
 @dataclass(frozen=True)
@@ -130,16 +132,24 @@ class LossBytes:
     at_once: int
     waiting: int
     computing: int
+    head_gradient: int = 0
+    """The part of `waiting` that is the gradient of the head's weight, in fp32: it is there until
+    the end of the backward."""
 
 
 @dataclass(frozen=True)
 class FreedGradients:
     """Gradients that are made anew and freed in every microbatch: parameters of the embedding's
-    table, of the largest block, and of its largest matrix."""
+    table, of the largest block, and of its largest matrix.
+
+    `first`: those of what a block's backward comes to first, the last matrix of its feed-forward;
+    of experts a rank's.
+    """
 
     table: int
     block: int
     matrix: int
+    first: int = 0
 
 
 class Microbatch(Protocol):
@@ -188,6 +198,10 @@ class ActivationCosts(Protocol):
 
     def count_final_norm_bytes(self, batch: Microbatch) -> int:
         """Bytes that the norm before the head saves."""
+
+    def count_final_norm_passing_bytes(self, batch: Microbatch) -> int:
+        """Bytes, in the backward of the norm before the head, beside what the parts before it
+        save; 0 where that is never the worst moment, or nobody knows."""
 
     def count_block_mask_bytes(self, batch: Microbatch) -> int:
         """Bytes, at the worst moment, of masks that are made for a block of queries at a time."""

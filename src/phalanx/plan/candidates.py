@@ -19,9 +19,11 @@ from phalanx.job.schema import Job
 from phalanx.plan.choice import Choice
 from phalanx.plan.communication import cp_buffer_bytes, ep_buffer_bytes
 from phalanx.plan.layout import Layout
-from phalanx.plan.memory import activation_bytes, predict_rank_memory, staging_bytes
+from phalanx.plan.memory import activation_bytes, staging_bytes
+from phalanx.plan.memory_phases import find_peak_phase, predict_rank_memory_by_phase
 from phalanx.plan.pipeline.memory import (
     predict_pipeline_memory,
+    predict_pipeline_memory_by_phase,
     predict_rank_activation_bytes,
     predict_rank_staging_bytes,
 )
@@ -98,10 +100,26 @@ class CandidateEvaluator:
                 self.predict_memory_by_pipeline_rank(zero_stage, shards),
                 key=lambda memory: sum(memory.values()),
             )
-        memory = predict_rank_memory(
+        phases = self.memory_by_phase(zero_stage, shards)
+        return phases[find_peak_phase(phases)]
+
+    def memory_by_phase(self, zero_stage: int, shards: int) -> dict[str, dict[str, int]]:
+        """Bytes of one rank by category at the highest moment of each phase of a step; of a
+        pipeline, those of the rank that needs most."""
+        if self.pipeline is not None:
+            by_rank = predict_pipeline_memory_by_phase(
+                self.shape,
+                self.work,
+                self.pipeline,
+                zero_stage,
+                shards,
+                self.device,
+                self.num_ranks_per_model_part,
+            )
+            return max(by_rank, key=lambda phases: sum(phases[find_peak_phase(phases)].values()))
+        return predict_rank_memory_by_phase(
             self.shape, self.work, zero_stage, shards, self.device, self.num_ranks
         )
-        return self._add_communication_buffers(memory)
 
     def _add_communication_buffers(self, memory: dict[str, int]) -> dict[str, int]:
         """`memory` with the buffers of cp and ep in its communication."""
@@ -148,8 +166,10 @@ class CandidateEvaluator:
         return sum(memory.values()) <= self.capacity_bytes
 
     def build_candidate(self, name: str, zero_stage: int, layout: Layout) -> Candidate:
-        memory = self.memory(zero_stage, layout.gradient_reduction_layout.dp_shard)
-        return Candidate(name, zero_stage, layout, memory, self.has_room_for(memory))
+        shards = layout.gradient_reduction_layout.dp_shard
+        memory = self.memory(zero_stage, shards)
+        phases = self.memory_by_phase(zero_stage, shards)
+        return Candidate(name, zero_stage, layout, memory, self.has_room_for(memory), phases=phases)
 
 
 def evaluate_candidates(job: Job, evaluator: CandidateEvaluator) -> list[Candidate]:

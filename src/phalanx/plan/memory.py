@@ -16,7 +16,7 @@ from phalanx.job.schema import Parallel
 from phalanx.plan.host_allocator import estimate_retained_bytes, estimate_retained_gradient_bytes
 from phalanx.plan.layout import choose_zero_split_dim
 from phalanx.plan.segments import Segment, list_recompute_segments
-from phalanx.plan.workload import Workload, shard_shape
+from phalanx.plan.workload import Workload
 
 MEMORY_CATEGORIES = (
     "parameters",
@@ -175,50 +175,15 @@ def _activation_bytes_outside_blocks(activations: ActivationCosts, work: Workloa
     return activations.count_bytes_in_every_stage(work) + ends
 
 
-def loss_bytes(shape: ModelCosts, work: Workload) -> int:
-    """Bytes of one microbatch's loss, or of the gradients that its backward has on their way in
-    the last block, whichever are more; 0 where nobody knows."""
-    if shape.activations is None:
-        return 0
-    loss, passing = shape.activations.count_loss_bytes(work), 0
-    if shape.num_layers:
-        passing = shape.activations.block(shape.num_layers - 1, work).passing
-    return max(loss.at_once, loss.waiting + passing)
-
-
-def communication_bytes(
-    shape: ModelCosts, work: Workload, zero_stage: int, num_readers: int
-) -> float:
-    """Bytes of what sharding gathers for use: the unsharded weights and gradients of the units
-    alive at the worst time.
-
-    DDP reduces in its buckets, which are the gradients' own storage unless microbatches accumulate
-    beside them. Under autocast it keeps cast weights. `num_readers`: ranks with gradients to
-    average.
-    """
-    params = count_rank_params(shape, work.ep)
-    if zero_stage <= 1:
-        size = (params - _count_fp8_params(shape, work)) * work.cast_bytes
-        # Ranks of tp alone have no buckets.
-        if work.num_microbatches > 1 and num_readers > 1:
-            size += params * 4
-        return size
-    accumulated = 0
-    if work.num_microbatches > 1 and work.options.accumulate == "unsharded":
-        # Between microbatches gradients are not reduced, and stay whole.
-        accumulated = params * 4
-    # `rest` is the root's unit: what lies outside of blocks.
-    unit, rest = count_fsdp_unit_params(shape, work.options, work.ep)
-    if zero_stage == 3:
-        # The root unit (embedding, head) stays whole through the forward; a unit of blocks is
-        # gathered beside it, and those that are fetched ahead. A segment that is redone has all of
-        # its blocks gathered.
-        block = shape.count_largest_block_params(work.ep)
-        longest = max((segment.num_blocks for segment in work.segments or ()), default=1)
-        fetched = unit * (1 + (work.options.prefetch or 0))
-        alive = min(max(fetched, longest * block), params - rest)
-        return (rest + alive) * work.compute_bytes + max(rest, unit) * 4 + accumulated
-    return params * work.compute_bytes + max(rest, unit) * 4 + accumulated
+def count_cast_params(shape: ModelCosts, work: Workload, *, with_ends: bool) -> int:
+    """Parameters that autocast has a copy of in the compute type, on a rank of whole weights: those
+    that are multiplied by, in blocks and, `with_ends`, outside of them."""
+    blocks = shape.count_all_blocks_params(work.ep) - _count_fp8_params(shape, work)
+    if not with_ends:
+        return blocks
+    parts = shape.count_part_params()
+    # Rows of a table are looked up as they are.
+    return blocks + parts.after + max(0, parts.before - parts.looked_up)
 
 
 def count_fsdp_unit_params(shape: ModelCosts, options: Parallel, ep: int = 1) -> tuple[int, int]:
@@ -277,48 +242,6 @@ def staging_bytes(shape: ModelCosts, work: Workload, num_ranks: int) -> int:
     return round(split + shape.num_params * work.error_feedback_bytes)
 
 
-def predict_rank_memory(
-    shape: ModelCosts, work: Workload, zero_stage: int, dp_size: int, device: str, num_ranks: int
-) -> dict[str, int]:
-    """Bytes of one rank by category (see MEMORY_CATEGORIES), on top of interpreter and torch; of a
-    GPU those on it.
-
-    Of a user's own module only the states are known: activations, loss and communication count
-    zero.
-    """
-    shape = shard_shape(shape, work.tp, work.rules)
-    # Where shards are cut over dp_size ranks, experts are cut as often: over ep, and over dp_size /
-    # ep.
-    params = count_rank_params(shape, work.ep) if zero_stage <= 1 else shape.num_params
-    uneven = count_excess_expert_params(shape, zero_stage, dp_size, work.ep)
-    memory = state_bytes(
-        params,
-        zero_stage,
-        dp_size,
-        StateBytes(optimizer=work.optimizer_bytes),
-        uneven,
-        shape.trained_share,
-    )
-    memory["compression"] = (
-        shape.num_params * work.error_feedback_bytes if zero_stage == 0 and num_ranks > 1 else 0
-    )
-    if shape.activations is not None:
-        # a CPU has no other memory to move them to
-        is_away = work.offloads_activations and device != "cpu"
-        count = activation_bytes_on_device if is_away else activation_bytes
-        memory["activations"] = count(shape, work)
-        memory["loss"] = loss_bytes(shape, work)
-        memory["communication"] = communication_bytes(
-            shape, work, zero_stage, num_ranks // work.tp
-        ) + fp8_cast_bytes(shape, work)
-        # FSDP keeps shards, too, and what is gathered of them counts as communication
-        if zero_stage == 2:
-            memory["parameters"] = memory["parameters"] / dp_size + uneven * StateBytes().parameters
-    if device == "cpu" and work.copies_state:
-        memory["staging"] = staging_bytes(shape, work, num_ranks // work.tp)
-    return adjust_memory_for_device(memory, shape, work, device, zero_stage)
-
-
 def adjust_memory_for_device(
     memory: dict[str, float],
     shape: ModelCosts,
@@ -326,11 +249,12 @@ def adjust_memory_for_device(
     device: str,
     zero_stage: int,
     *,
+    activations: float = 0,
     is_staged: bool = False,
 ) -> dict[str, int]:
     """Bytes by category, with what a device needs besides and without what waits on the host.
 
-    `is_staged`: of a pipeline's rank.
+    `activations`: bytes of them at their highest moment; `is_staged`: of a pipeline's rank.
     """
     if device != "cpu":
         on_host = {"optimizer": work.options.has_state_on_host} | dict.fromkeys(
@@ -339,9 +263,8 @@ def adjust_memory_for_device(
         memory |= {category: 0 for category, is_away in on_host.items() if is_away}
     else:
         message = 0 if shape.activations is None else shape.activations.count_message_bytes(work)
-        saved_activations = memory.get("activations", 0)
         memory["allocator"] = estimate_retained_bytes(
-            work, saved_activations, message, is_staged=is_staged
+            work, activations, message, is_staged=is_staged
         )
         memory["allocator"] += estimate_retained_gradient_bytes(shape, work, zero_stage)
     memory = {

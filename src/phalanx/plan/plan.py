@@ -35,7 +35,8 @@ class EarlyWarning:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One layout that was evaluated. `predicted_bytes` by category, on top of the runtime."""
+    """One layout that was evaluated. `predicted_bytes` by category, on top of the runtime, at the
+    highest moment of a step; `phases`: at that of each phase, where they were counted."""
 
     name: str  # ddp, zero1, zero2, zero3, or one (a single rank)
     zero_stage: int
@@ -44,6 +45,7 @@ class Candidate:
     fits: bool
     chosen: bool = False
     why: str = ""
+    phases: dict[str, dict[str, int]] = field(default_factory=dict)
 
     @property
     def total_bytes(self) -> int:

@@ -75,6 +75,7 @@ def collect_page_facts(
         refused=refused,
         waterfall=build_waterfall(terms_s, advice.facts.goodput),
         memory=plan.chosen.predicted_bytes,
+        memory_phases=plan.chosen.phases,
         stage_memory=stage_memory,
         capacity_bytes=plan.capacity_bytes,
         timeline=timeline,

@@ -50,6 +50,8 @@ class PlanPageFacts:
     waterfall: Sequence[WaterfallRow] = ()
     memory: Mapping[str, float] = field(default_factory=dict)
     """Bytes by category of the rank with the largest peak."""
+    memory_phases: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """The same at the highest moment of each phase of a step; {}: only the peak is known."""
     stage_memory: Sequence[Mapping[str, float]] = ()
     """Bytes by category of each rank of the pipeline."""
     capacity_bytes: float = 0.0

@@ -21,6 +21,13 @@ class TransformerActivations:
     def count_message_bytes(self, batch: Microbatch) -> int:
         return batch.tokens * self.shape.dim * batch.compute_bytes // batch.sequence_parts
 
+    def count_final_norm_passing_bytes(self, batch: Microbatch) -> int:
+        """Bytes in the backward of the last norm; of a LayerNorm 0: it has less than the loss."""
+        if self.shape.norm == "layernorm":
+            return 0
+        # Of an RMSNorm the input, and five tensors of the backward, all of them in fp32.
+        return batch.tokens * self.shape.dim * 6 * 4 // batch.sequence_parts
+
     def count_fp8_cast_bytes(self, tokens: int) -> int:
         shape = self.shape
         widest = max(shape.ffn_dim, shape.num_heads * shape.head_dim, shape.dim)
@@ -35,6 +42,7 @@ class PartBytes:
     products: int
     products_in_both: int
     weight_inputs: int
+    passing: int = 0
 
 
 def sum_block_bytes(
@@ -46,17 +54,42 @@ def sum_block_bytes(
         num_norms = 4
     # What enters a matrix product is gathered before: norms' outputs are whole, their inputs parts.
     norms = norm_input_bytes(shape, shape.dim, c) * num_norms // sequence_parts + 2 * shape.dim * c
-    # In the backward of the feed-forward: gradients of what came out of it, of its input and of the
-    # residual stream, and of gate and up. Held to traces by tests/unit/test_module_trace.py.
-    passing = (3 * shape.dim + (shape.num_matrices - 1) * shape.ffn_dim) * c
     return BlockBytes(
         norms + sum(part.saved for part in parts),
         shape.dim * c // sequence_parts,
         sum(part.products for part in parts),
         sum(part.products_in_both for part in parts),
         sum(part.weight_inputs for part in parts),
-        passing,
+        _count_passing(shape, c, sequence_parts, parts[-1]),
+        parts[-1].saved,
     )
+
+
+def _count_passing(
+    shape: TransformerShape, c: int, sequence_parts: int, feed_forward: PartBytes
+) -> int:
+    """Bytes for one token at the worst moment of a block's backward beside what it saves. Held to
+    dry runs by tests/unit/test_memory_phases.py."""
+    dim = shape.dim
+    # The residual stream's gradient passes by all of a block, and where the sequence is cut the
+    # gradient of the feed-forward's output is gathered.
+    stream = dim * c // sequence_parts
+    gathered = dim * c if sequence_parts > 1 else 0
+    moments = [stream + gathered + feed_forward.passing]
+    # Where it enters the feed-forward: what gate and up gave, and one of their own gradients; all
+    # that the feed-forward has saved is gone.
+    gone = feed_forward.saved
+    entering = dim * c * (shape.num_matrices - 1) + shape.ffn_dim * c
+    moments.append(stream + gathered + entering - gone)
+    # An RMSNorm's backward works in fp32 on five tensors; two of its own are gone, and its output.
+    if shape.norm != "layernorm":
+        own = 2 * 4 * dim // sequence_parts
+        norm = (5 * 4 * dim) // sequence_parts
+        # A norm behind the feed-forward comes before anything of that is gone.
+        if shape.post_norms:
+            moments.append(stream + norm - own // 2)
+        moments.append(stream + norm - own // (2 if c == 2 else 1) - dim * c - gone)
+    return max(moments)
 
 
 def scale_block_bytes(block: BlockBytes, tokens: int) -> BlockBytes:
@@ -68,6 +101,7 @@ def scale_block_bytes(block: BlockBytes, tokens: int) -> BlockBytes:
         block.products_in_both * tokens,
         block.weight_inputs * tokens,
         block.passing * tokens,
+        block.feed_forward * tokens,
     )
 
 
@@ -83,7 +117,7 @@ def count_chunked_loss(batch: Microbatch, vocab_size: int, dim: int) -> LossByte
     logits = chunk * vocab_size * (4 + batch.cast_bytes)
     # Of hidden states in the compute type, of the head in fp32: it adds up over chunks.
     gradients = batch.tokens * dim * batch.compute_bytes + vocab_size * dim * 4
-    return LossBytes(logits + gradients, gradients, logits)
+    return LossBytes(logits + gradients, gradients, logits, vocab_size * dim * 4)
 
 
 def norm_bytes(shape: TransformerShape, width: int, c: int, parts: int = 1) -> int:
@@ -139,6 +173,8 @@ def count_feed_forward_bytes(shape: TransformerShape, c: int) -> PartBytes:
         wide * c + shape.dim * c,
         wide * c,
         c * (2 * shape.dim + shape.num_matrices * shape.ffn_dim),
+        # The gradient of what enters the last matrix, and of the activation function's factors.
+        wide * c,
     )
 
 

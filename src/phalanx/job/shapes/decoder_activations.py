@@ -91,10 +91,14 @@ class DecoderActivations(TransformerActivations):
 
     def find_freed_gradients(self, ep: int) -> FreedGradients:
         shape = self.shape
+        first = shape.ffn_dim * shape.dim
+        if shape.num_expert_layers:
+            first = shape.num_experts // ep * shape.expert_ffn_dim * shape.dim
         return FreedGradients(
             shape.vocab_size * shape.dim,
             shape.count_largest_block_params(ep),
             max(shape.dim, shape.ffn_dim) * shape.dim,
+            first,
         )
 
 
@@ -165,4 +169,15 @@ def _count_experts_bytes(shape: DecoderShape, c: int) -> PartBytes:
         scores + wide * c + passes * shape.dim * c,
         wide * c + shape.experts_per_token * shape.dim * c,
         c * (2 * shape.dim * passes + waiting),
+        _count_experts_passing(shape, c),
     )
+
+
+def _count_experts_passing(shape: DecoderShape, c: int) -> int:
+    """Bytes per token of gradients inside of the experts at the worst moment: of what enters and
+    leaves the last matrix of chosen ones, or of the factors of what enters. Shared experts come
+    first, and what they saved is gone then."""
+    wide = (shape.num_matrices - 1) * shape.expert_ffn_dim
+    chosen = shape.experts_per_token * max(wide, shape.dim + shape.expert_ffn_dim)
+    shared = shape.num_shared_experts * wide
+    return c * max(shared, chosen - 2 * shared)

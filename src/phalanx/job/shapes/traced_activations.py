@@ -66,6 +66,9 @@ class TracedActivations:
         cut = _PartCut(self.shape, "", batch)
         return self._estimate(lambda point: cut.count_cut_bytes(point.after.saved), batch)
 
+    def count_final_norm_passing_bytes(self, batch: Microbatch) -> int:
+        return 0  # the trace looks at blocks alone
+
     def count_block_mask_bytes(self, batch: Microbatch) -> int:
         return 0
 
@@ -110,7 +113,7 @@ class TracedActivations:
                 table = max(table, size)
             else:
                 matrix = max(matrix, size)
-        return FreedGradients(table, self.shape.block_params, matrix)
+        return FreedGradients(table, self.shape.block_params, matrix, matrix)
 
     def _find_trace_for(self, batch: Microbatch) -> ModuleTrace:
         trace = find_trace_of_precision(self.shape.traces, batch.compute_bytes)

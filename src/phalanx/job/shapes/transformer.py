@@ -289,7 +289,9 @@ class TransformerShape(ABC):
         blocks = tuple(self.count_block(layer, ep) for layer in range(self.num_layers))
         # A tied head has no parameters of its own, but its stage holds the table.
         after = self.norm_params + self.head_params + tied
-        return PartParams(self.embedding_params, blocks, after, both=tied)
+        # Images are multiplied by what stands before the blocks, and tokens looked up in it.
+        looked_up = 0 if self.reads_images else self.embedding_params
+        return PartParams(self.embedding_params, blocks, after, looked_up, both=tied)
 
     # FLOPs
 

@@ -42,6 +42,9 @@ class VitActivations(TransformerActivations):
     def count_final_norm_bytes(self, batch: Microbatch) -> int:
         return 0  # the last norm and the head see one token of each image
 
+    def count_final_norm_passing_bytes(self, batch: Microbatch) -> int:
+        return 0
+
     def count_block_mask_bytes(self, batch: Microbatch) -> int:
         return 0
 
@@ -55,4 +58,4 @@ class VitActivations(TransformerActivations):
         return self.shape.blocks_params
 
     def find_freed_gradients(self, ep: int) -> FreedGradients:
-        return FreedGradients(0, 0, 0)
+        return FreedGradients(0, 0, 0, self.shape.ffn_dim * self.shape.dim)

@@ -44,6 +44,9 @@ class DpReplicate:
         if experts is not None:
             _reduce_experts(context, experts)
         has_buffers = bool(find_differing_buffers(context.root))
+        accumulator = None
+        if accumulates_in_buckets(context.plan):
+            accumulator = BucketAccumulator(context, experts)
         # Gradients as views of the buckets: DDP would keep a second copy of them otherwise.
         ddp = DistributedDataParallel(
             context.root,
@@ -58,6 +61,8 @@ class DpReplicate:
             # Equal already: initialised by name and index, or compared by `parallelize`.
             init_sync=False,
         )
+        if accumulator is not None:
+            context.hooks.around_microbatch.append(accumulator.restore_gradients)
         count_step = reduce_by_hook(context, ddp)
         watch = BackwardWatch(context, experts)
         context.axes.add(watch)
@@ -81,6 +86,52 @@ class DpReplicate:
         context.outer = ddp
         context.hooks.around_microbatch.append(reduce_last)
         context.hooks.after_backward.append(watch.disarm)
+        if accumulator is not None:
+            context.hooks.after_backward.append(accumulator.remember_gradients)
+
+
+def accumulates_in_buckets(plan: Plan) -> bool:
+    """True if gradients of several microbatches add up in DDP's buckets.
+
+    Not where a parameter may have no gradient, which zeros would stand for, nor with a static
+    graph, which the first backward is to show.
+    """
+    options = plan.parallel
+    may_lack_gradients = options.unused_parameters == "allow" or options.static_graph
+    return plan.num_microbatches > 1 and not may_lack_gradients
+
+
+class BucketAccumulator:
+    """Keeps gradients in DDP's buckets, so that microbatches before the last add to these. Where a
+    gradient is None, autograd allocates a new one: whole gradients beside whole buckets."""
+
+    def __init__(self, context: ParallelContext, experts: ShardedExperts | None) -> None:
+        separate = _find_parameters_of_other_groups(experts)
+        self._parameters: list[nn.Parameter] = []
+        for parameter in context.root.parameters():
+            if parameter.requires_grad and parameter not in separate:
+                self._parameters.append(parameter)
+                # DDP's constructor lets a gradient that exists lie in its bucket; this one takes
+                # no memory.
+                zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+                parameter.grad = zero.expand(parameter.shape)
+        self._views: dict[nn.Parameter, torch.Tensor] = {}
+
+    @contextmanager
+    def restore_gradients(self, is_last: bool) -> Iterator[None]:
+        """Before a microbatch: gradients that the optimizer has let go are zeros in the buckets."""
+        for parameter, view in self._views.items():
+            if parameter.grad is None:
+                parameter.grad = view.zero_()
+        # DDP may set its buckets anew, and these views would keep the old ones.
+        self._views.clear()
+        yield
+
+    def remember_gradients(self) -> None:
+        """After a backward: where in the buckets the gradients lie."""
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                self._views[parameter] = parameter.grad
 
 
 def _find_parameters_of_other_groups(experts: ShardedExperts | None) -> set[nn.Parameter]:

@@ -22,6 +22,7 @@ TIME_FORMULA_MODULES = tuple(
 MEMORY_FORMULA_MODULES = (
     "phalanx.plan.candidates",
     "phalanx.plan.memory",
+    "phalanx.plan.memory_phases",
     "phalanx.plan.communication",
     "phalanx.plan.pipeline.memory",
     "phalanx.plan.host_allocator",
@@ -56,16 +57,19 @@ MEMORY_FORMULAS: dict[str, tuple[str, ...]] = {
     "optimizer state": ("state_bytes", "_predict_state_and_buffer_bytes", "zero_state_bytes"),
     "activations": (
         "activation_bytes",
+        "bytes_at_forward_end",
         "activation_bytes_on_device",
         "predict_stage_bytes",
         "peak_segment_bytes",
         "_count_segment_saved_and_redone_bytes",
         "_activation_bytes_outside_blocks",
     ),
-    "loss": ("loss_bytes", "predict_stage_bytes"),
+    "loss": ("final_norm", "_head_gradient", "predict_stage_bytes"),
     "communication": (
-        "communication_bytes",
+        "_weight_bytes",
+        "_whole_gradients",
         "count_fsdp_unit_params",
+        "count_cast_params",
         "_predict_p2p_message_bytes",
         "cp_buffer_bytes",
         "ep_buffer_bytes",
@@ -81,8 +85,8 @@ MEMORY_FORMULAS: dict[str, tuple[str, ...]] = {
 # Where the terms of a step are put together.
 _TIME_SUM_FUNCTIONS = ("estimate", "_sum_block_parts")
 _MEMORY_SUM_FUNCTIONS = (
-    "predict_rank_memory",
-    "predict_pipeline_memory",
+    "predict_rank_memory_by_phase",
+    "predict_pipeline_memory_by_phase",
     "_predict_state_and_buffer_bytes",
     "_add_communication_buffers",
     "adjust_memory_for_device",

@@ -84,10 +84,16 @@ def _draw_waterfall_bar(row: WaterfallRow, end_s: float, width: int, style: Term
 
 
 def draw_memory_bars(
-    categories: Mapping[str, float], capacity_bytes: float, style: TerminalStyle
+    categories: Mapping[str, float],
+    capacity_bytes: float,
+    style: TerminalStyle,
+    phases: Mapping[str, Mapping[str, float]] | None = None,
 ) -> list[str]:
-    """A line for each phase of a step: its bytes, of those that a rank may fill, and a bar."""
-    phases = list_memory_phases(categories)
+    """A line for each phase of a step: its bytes, of those that a rank may fill, and a bar.
+
+    Arguments as of `list_memory_phases`.
+    """
+    phases = list_memory_phases(categories, phases)
     name_width = max(len(name) for name in phases)
     largest = max(capacity_bytes, *(sum(parts.values()) for parts in phases.values()))
     bar_width = style.line_width - name_width - 28

@@ -40,7 +40,8 @@ TERM_MEANINGS = {
     "jitter": "the slowest of many devices and nodes",
     "goodput": "saving, failures, restarts and repeated steps, per step",
 }
-# The categories of memory that exist in each phase of a step. Only `backward` has all at once.
+# The categories of memory that exist in each phase of a step, for plans that say what there is of
+# each without saying when: those of older versions.
 MEMORY_PHASES = {
     "between steps": ("parameters", "optimizer", "allocator", "compression"),
     "forward": (
@@ -95,17 +96,25 @@ def build_waterfall(
     return rows
 
 
-def list_memory_phases(categories: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Bytes by category in each phase of a step, of the categories that a plan predicts.
+def list_memory_phases(
+    categories: Mapping[str, float], phases: Mapping[str, Mapping[str, float]] | None = None
+) -> dict[str, dict[str, float]]:
+    """Bytes by category at the highest moment of each phase of a step: `phases` as the plan counted
+    them (`plan.memory_phases`), without what is 0.
 
-    The plan adds all categories up, but those of the update: the phases say which of them exist
-    when. A category that no phase names is there in all of them.
+    Without `phases`, of the `categories` that a plan predicts those that exist in a phase; one that
+    no phase names is there in all of them.
     """
+    if phases:
+        counted: dict[str, dict[str, float]] = {}
+        for phase, parts in phases.items():
+            counted[phase] = {category: size for category, size in parts.items() if size}
+        return counted
     named = {name for names in MEMORY_PHASES.values() for name in names}
-    phases: dict[str, dict[str, float]] = {}
+    guessed: dict[str, dict[str, float]] = {}
     for phase, names in MEMORY_PHASES.items():
-        phases[phase] = {}
+        guessed[phase] = {}
         for category, size in categories.items():
             if size and (category in names or category not in named):
-                phases[phase][category] = size
-    return phases
+                guessed[phase][category] = size
+    return guessed

@@ -15,6 +15,7 @@ from phalanx.plan.memory import (
     peak_segment_bytes,
     state_bytes,
 )
+from phalanx.plan.memory_phases import BACKWARD, FORWARD, UPDATE, find_peak_phase
 from phalanx.plan.pipeline.costs import count_params_of_stages
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.pipeline.schedule import Schedule
@@ -44,47 +45,88 @@ def predict_pipeline_memory(
     zero_stage: int,
     dp_size: int,
     device: str,
-    num_shares: int,
+    num_ranks_per_model_part: int,
 ) -> tuple[dict[str, int], ...]:
-    """Bytes by category of each pipeline rank, on top of interpreter and torch.
+    """Bytes by category of each pipeline rank at the highest moment of a step; arguments as in
+    `predict_pipeline_memory_by_phase`."""
+    by_rank = predict_pipeline_memory_by_phase(
+        shape, work, pipeline, zero_stage, dp_size, device, num_ranks_per_model_part
+    )
+    return tuple(phases[find_peak_phase(phases)] for phases in by_rank)
 
-    Of a user's own module only the states are known.
 
-    `dp_size`: ranks that share one copy of a stage; `num_shares`: all that hold the same stages,
-    and save them.
+def predict_pipeline_memory_by_phase(
+    shape: ModelCosts,
+    work: Workload,
+    pipeline: Pipeline,
+    zero_stage: int,
+    dp_size: int,
+    device: str,
+    num_ranks_per_model_part: int,
+) -> tuple[dict[str, dict[str, int]], ...]:
+    """Bytes by category of each pipeline rank at the highest moment of each phase, on top of
+    interpreter and torch.
+
+    Of a user's own module only the states are known. `dp_size`: ranks that share one copy of a
+    stage; `num_ranks_per_model_part`: all that hold the same stages, and save them.
     """
     shape = shard_shape(shape, work.tp, work.rules)
     params = shape.count_part_params(pipeline.first_stage, pipeline.last_stage)
     rank_params = shape.count_part_params(pipeline.first_stage, pipeline.last_stage, work.ep)
     schedule = pipeline.schedule()
     activations_by_rank = predict_rank_activation_bytes(shape, work, pipeline)
-    staging = predict_rank_staging_bytes(shape, work, pipeline, num_shares)
-    memories = []
+    staging = predict_rank_staging_bytes(shape, work, pipeline, num_ranks_per_model_part)
+    by_rank = []
     for rank in range(pipeline.num_ranks):
         stages = pipeline.stages_of_rank(rank)
         num_params = count_params_of_stages(params, pipeline.stages, stages)
         num_rank_params = count_params_of_stages(rank_params, pipeline.stages, stages)
+        # Rows of a table are looked up as they are, and have no copy in the compute type.
+        num_cast = num_rank_params - (rank_params.looked_up if 0 in stages else 0)
+        if len(pipeline.stages.block_ranges) - 1 in stages and 0 in stages:
+            num_cast += rank_params.both
         ranges = [pipeline.stages.block_ranges[stage] for stage in stages]
         uneven = count_excess_expert_params(shape, zero_stage, dp_size, work.ep, ranges)
-        memory = _predict_state_and_buffer_bytes(
-            num_params, num_rank_params, work, zero_stage, dp_size, uneven, shape.trained_share
-        )
-        if shape.activations is not None:
-            memory["activations"] = activations_by_rank[rank]
-            if pipeline.num_stages - 1 in stages:
-                # As without a pipeline: gradients on their way have the room of the loss.
-                passing = _predict_in_flight_gradient_bytes(
-                    shape, work, pipeline.stages.block_ranges[-1]
-                )
-                memory["loss"] = max(shape.activations.count_loss_bytes(work).computing, passing)
-            message = shape.activations.count_message_bytes(work)
-            memory["communication"] += _predict_p2p_message_bytes(schedule, rank, message)
+        states, gathered = _predict_state_and_buffer_bytes(
+            num_params, num_rank_params, num_cast, work, zero_stage, dp_size, uneven,
+            shape.trained_share,
+        )  # fmt: skip
         if device == "cpu" and work.copies_state:
-            memory["staging"] = staging[rank]
-        memories.append(
-            adjust_memory_for_device(memory, shape, work, device, zero_stage, is_staged=True)
-        )
-    return tuple(memories)
+            states["staging"] = staging[rank]
+        phases = {UPDATE: states}
+        if shape.activations is not None:
+            memory = dict(states)
+            if zero_stage >= 2:
+                # Gradients are whole until the last backward, and split then.
+                memory["gradients"] = 0
+            memory["activations"] = activations_by_rank[rank]
+            # Gradients on their way: in the block, into the stage and out of it.
+            message = shape.activations.count_message_bytes(work)
+            passing = (
+                max(_predict_in_flight_gradient_bytes(shape, work, blocks) for blocks in ranges)
+                + 2 * message
+            )
+            memory["communication"] = gathered + _predict_p2p_message_bytes(schedule, rank, message)
+            if zero_stage < 2:
+                late = [_late_gradient_bytes(shape, work, pipeline, stage) for stage in stages]
+                memory["communication"] += max(late)
+            phase = BACKWARD
+            if pipeline.num_stages - 1 in stages:
+                loss = shape.activations.count_loss_bytes(work)
+                # The backward comes when the loss has computed its gradients.
+                phase = FORWARD if loss.computing > passing else BACKWARD
+                memory["loss"] = max(loss.computing, passing)
+            else:
+                memory["activations"] += passing
+            phases = {phase: memory, UPDATE: states | {"communication": 0}}
+        kept = activations_by_rank[rank]
+        adjusted = {}
+        for phase, memory in phases.items():
+            adjusted[phase] = adjust_memory_for_device(
+                memory, shape, work, device, zero_stage, activations=kept, is_staged=True
+            )
+        by_rank.append(adjusted)
+    return tuple(by_rank)
 
 
 # A plan asks again for each candidate, and these do not depend on its ZeRO stage.
@@ -153,34 +195,56 @@ def _predict_in_flight_gradient_bytes(
     return max(passing, default=0)
 
 
+def _late_gradient_bytes(shape: ModelCosts, work: Workload, pipeline: Pipeline, stage: int) -> int:
+    """Bytes by which the end of a stage's backward is above its beginning, at least 0.
+
+    Microbatches share their cast weights, which the first of them made: so autograd comes to these
+    last, and their gradients in the compute type pile up, while what blocks have saved goes.
+    """
+    activations = shape.activations
+    assert activations is not None, "the caller asks"
+    first, end = pipeline.stages.block_ranges[stage]
+    blocks = shape.count_part_params(ep=work.ep).blocks[first + 1 : end]
+    # Of the last block only the weight that its backward comes to first has a gradient.
+    gradients = sum(blocks) + activations.find_freed_gradients(work.ep).first
+    saved, _ = count_segment_bytes(shape, work, first, end)
+    gone = sum(saved[1:])
+    if stage == pipeline.num_stages - 1:
+        gone += (
+            activations.count_final_norm_bytes(work) + activations.count_loss_bytes(work).waiting
+        )
+    return max(0, gradients * work.cast_bytes - gone)
+
+
 def _predict_state_and_buffer_bytes(
     num_params: int,
     num_rank_params: int,
+    num_cast: int,
     work: Workload,
     zero_stage: int,
     dp_size: int,
     uneven: float,
     trained: float,
-) -> dict[str, float]:
-    """Bytes of parameters, gradients and optimizer state, and of communication.
+) -> tuple[dict[str, float], float]:
+    """Bytes of parameters, gradients and optimizer state; and of what is gathered or cast beside
+    them while a step computes.
 
     ZeRO 2 and 3 gather parameters once for a whole step, and gradients stay whole until its end:
-    what they split is there beside it. `num_rank_params`: without the experts of other ranks of ep.
+    what they split is there beside it. `num_rank_params`: without the experts of other ranks of ep;
+    `num_cast`: of these what is multiplied by.
     """
     per = StateBytes(optimizer=work.optimizer_bytes)
     if zero_stage < 2:
-        memory = state_bytes(num_rank_params, zero_stage, dp_size, per, uneven, trained)
+        states = state_bytes(num_rank_params, zero_stage, dp_size, per, uneven, trained)
         # Cast weights, under autocast.
-        memory["communication"] = num_rank_params * 2 if work.compute_bytes == 2 else 0
-        return memory
-    memory = state_bytes(num_params, zero_stage, dp_size, per, uneven, trained)
-    memory["parameters"] = (num_params / dp_size + uneven) * 4
-    memory["communication"] = num_rank_params * (work.compute_bytes + 4)
-    return memory
+        return states, num_cast * work.cast_bytes
+    states = state_bytes(num_params, zero_stage, dp_size, per, uneven, trained)
+    states["parameters"] = (num_params / dp_size + uneven) * 4
+    return states, num_rank_params * (work.compute_bytes + 4)
 
 
 def predict_rank_staging_bytes(
-    shape: ModelCosts, work: Workload, pipeline: Pipeline, num_shares: int
+    shape: ModelCosts, work: Workload, pipeline: Pipeline, num_ranks_per_model_part: int
 ) -> tuple[int, ...]:
     """Bytes of the copy that saves are written from, of each pipeline rank, as
     `plan.memory.staging_bytes`.
@@ -193,7 +257,7 @@ def predict_rank_staging_bytes(
         for rank in range(pipeline.num_ranks)
     )
     return tuple(
-        round(num * (StateBytes().parameters + work.optimizer_bytes) / num_shares)
+        round(num * (StateBytes().parameters + work.optimizer_bytes) / num_ranks_per_model_part)
         for num in num_params
     )
 

@@ -55,7 +55,7 @@ def _describe_verdict(result: SearchResult) -> str:
 
 def describe_peak_memory(memory: PeakMemory) -> str:
     """'62.4 GiB of 70.8 GiB (rank 0 of the pipeline, in the backward)'."""
-    phases = list_memory_phases(memory.categories)
+    phases = list_memory_phases(memory.categories, memory.phases)
     phase = max(phases, key=lambda name: sum(phases[name].values()))
     where = f"in the {phase}"
     if phase == "between steps":

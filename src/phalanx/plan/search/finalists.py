@@ -131,7 +131,9 @@ class FinalistPlanner:
             by_rank = pipeline.rank_memory
             totals = [sum(categories.values()) for categories in by_rank]
             rank = totals.index(max(totals))
-        memory = PeakMemory(chosen.predicted_bytes, plan.capacity_bytes, rank, by_rank)
+        memory = PeakMemory(
+            chosen.predicted_bytes, plan.capacity_bytes, rank, by_rank, chosen.phases
+        )
         schedule, stages = "", 1
         if pipeline is not None:
             schedule = pipeline.schedule_name

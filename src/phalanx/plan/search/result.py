@@ -21,6 +21,8 @@ class PeakMemory:
     pipeline_rank: int = 0
     by_pipeline_rank: tuple[Mapping[str, int], ...] = ()
     """Of a pipeline, every rank's."""
+    phases: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Bytes by category at the highest moment of each phase of a step."""
 
     @property
     def total_bytes(self) -> int:
@@ -37,6 +39,7 @@ class PeakMemory:
             "capacity_bytes": self.capacity_bytes,
             "pipeline_rank": self.pipeline_rank,
             "by_pipeline_rank": [dict(categories) for categories in self.by_pipeline_rank],
+            "phases": {phase: dict(categories) for phase, categories in self.phases.items()},
         }
 
     @classmethod
@@ -46,6 +49,8 @@ class PeakMemory:
             body["capacity_bytes"],
             body["pipeline_rank"],
             tuple(dict(categories) for categories in body["by_pipeline_rank"]),
+            # Results of before say no phases.
+            body.get("phases", {}),
         )
 
 

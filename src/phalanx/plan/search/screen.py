@@ -39,11 +39,23 @@ class MemoryScreen:
     rows: LayoutRows
 
     def total_bytes(self) -> Bytes:
-        """Bytes of each layout, on top of the runtime."""
-        states = self._state_bytes()
+        """Bytes of each layout, on top of the runtime, at the highest moment of a step: where the
+        loss is made, in the backward of the last block, or at the end of the backward."""
+        gradients = self._gradient_bytes()
+        held = self._held_bytes()
         if self.shape.activations is None:
-            return states
-        return states + self._activation_bytes() + self._communication_bytes()
+            return held + gradients
+        standing = np.where(self._has_standing_gradients(), gradients, 0.0)
+        forward, backward = self._activation_bytes()
+        gathered_in_forward, gathered_in_backward = self._communication_bytes()
+        moments = np.maximum(forward + gathered_in_forward, backward + gathered_in_backward)
+        # The first blocks come last, beside the shards of all gradients.
+        ends_whole = (self.rows.num_microbatches > 1) & (self.rows.accumulates_sharded == 0)
+        first_block = np.where(
+            ends_whole | (self.rows.pp > 1), 0.0, self._first_block_bytes() + gathered_in_backward
+        )
+        highest: Bytes = np.maximum(standing + moments, gradients + first_block)
+        return held + highest
 
     def _map_distinct_rows(
         self, count: Callable[..., float], *columns: npt.NDArray[np.int64]
@@ -98,31 +110,54 @@ class MemoryScreen:
 
         return self._map_distinct_rows(count, self.rows.tp, (self.rows.pp > 1).astype(np.int64))
 
-    def _state_bytes(self) -> Bytes:
-        rows, work = self.rows, self.work
-        local = self._block_params + self._params_outside_blocks
-        # Shards are cut over all of dp_shard x cp, experts over as many: ep and what is left.
-        block_params_by_row = (
+    @cached_property
+    def _sharded(self) -> Bytes:
+        """Parameters of a rank's shard: cut over all of dp_shard x cp, experts over as many: ep and
+        what is left."""
+        rows = self.rows
+        every = (
             self._map_distinct_rows(lambda tp: self._shard_shape(tp).blocks_params, rows.tp)
             / rows.pp
         )
-        sharded = (block_params_by_row + self._params_outside_blocks) / rows.num_zero_shards
-        stage = rows.zero_stage
+        return (every + self._params_outside_blocks) / rows.num_zero_shards
+
+    def _held_bytes(self) -> Bytes:
+        """Bytes of parameters and optimizer state, which are there all the time."""
+        rows, local = self.rows, self._block_params + self._params_outside_blocks
         on_host = np.array([name != "none" for name in OFFLOAD_CHOICES])[rows.offload]
         all_on_host = np.array([name == "parameters" for name in OFFLOAD_CHOICES])[rows.offload]
-        optimizer = work.optimizer_bytes * np.where(stage >= 1, sharded, local)
-        weights = 4.0 * np.where(stage >= 2, sharded, local)
-        gradients = 4.0 * np.where(stage >= 2, sharded, local)
-        optimizer_on_device = np.where(on_host, 0.0, optimizer)
-        return optimizer_on_device + np.where(all_on_host, 0.0, weights + gradients)
+        optimizer = self.work.optimizer_bytes * np.where(rows.zero_stage >= 1, self._sharded, local)
+        weights = 4.0 * np.where(rows.zero_stage >= 2, self._sharded, local)
+        return np.where(on_host, 0.0, optimizer) + np.where(all_on_host, 0.0, weights)
+
+    def _gradient_bytes(self) -> Bytes:
+        """Bytes of all gradients at the end of the backward."""
+        rows, local = self.rows, self._block_params + self._params_outside_blocks
+        all_on_host = np.array([name == "parameters" for name in OFFLOAD_CHOICES])[rows.offload]
+        gradients = 4.0 * np.where(rows.zero_stage >= 2, self._sharded, local)
+        return np.where(all_on_host, 0.0, gradients)
+
+    def _has_standing_gradients(self) -> npt.NDArray[np.bool_]:
+        """True where gradients are there before the backward: DDP's buckets, and what earlier
+        microbatches left (`StepMoments._standing_gradients`)."""
+        rows = self.rows
+        accumulates, is_sharded = rows.num_microbatches > 1, rows.zero_stage >= 2
+        whole = accumulates | (rows.dp_replicate * rows.num_zero_shards > 1)
+        kept_shards = accumulates & (rows.accumulates_sharded == 1) & (rows.pp == 1)
+        return np.where(is_sharded, kept_shards, whole)
 
     # What is gathered for use, and cast
 
-    def _communication_bytes(self) -> Bytes:
+    def _communication_bytes(self) -> tuple[Bytes, Bytes]:
+        """Bytes that are gathered or cast, where the loss is made, and in the backward."""
         rows, work = self.rows, self.work
         local = self._block_params + self._params_outside_blocks
-        accumulates = (rows.num_microbatches > 1) & (rows.dp_replicate * rows.num_zero_shards > 1)
-        plain = local * work.cast_bytes + np.where(accumulates & (rows.pp == 1), 4.0 * local, 0.0)
+        # The head has a copy, and the table that is looked up in has none.
+        head = self._map_distinct_rows(
+            lambda tp: self._shard_shape(tp).count_part_params().after, rows.tp
+        )
+        plain = (self._block_params + head) * work.cast_bytes
+        plain_backward = self._block_params * work.cast_bytes
         unit = self._map_distinct_rows(
             lambda tp, ep: self._shard_shape(tp).count_largest_block_params(ep), rows.tp, rows.ep
         )
@@ -130,17 +165,22 @@ class MemoryScreen:
         accumulated_bytes = np.where(
             (rows.num_microbatches > 1) & (rows.accumulates_sharded == 0), 4.0 * local, 0.0
         )
-        alive = np.minimum(unit * (1 + (work.options.prefetch or 0)), self._block_params)
-        reduced = 4.0 * np.maximum(self._params_outside_blocks, unit)
-        stage_3 = (
-            (self._params_outside_blocks + alive) * work.compute_bytes + reduced + accumulated_bytes
-        )
-        stage_2 = local * work.compute_bytes + reduced + accumulated_bytes
+        num_units = 2 if work.options.prefetch is None else 1 + work.options.prefetch
+        alive = np.minimum(unit * num_units, self._block_params)
+        stage_3 = (self._params_outside_blocks + unit) * work.compute_bytes + accumulated_bytes
+        stage_3_backward = (
+            self._params_outside_blocks + alive
+        ) * work.compute_bytes + accumulated_bytes
+        stage_2 = local * work.compute_bytes + accumulated_bytes
         # A pipeline gathers its stages once for a step, and reduces gradients at its end.
         piped = local * (work.compute_bytes + 4.0)
-        gathered = np.where(rows.zero_stage >= 3, stage_3, stage_2)
-        gathered = np.where(rows.pp > 1, piped, gathered)
-        return np.where(rows.zero_stage >= 2, gathered, plain)
+        forward = np.where(rows.zero_stage >= 3, stage_3, stage_2)
+        backward = np.where(rows.zero_stage >= 3, stage_3_backward, stage_2)
+        forward, backward = (np.where(rows.pp > 1, piped, each) for each in (forward, backward))
+        return (
+            np.where(rows.zero_stage >= 2, forward, plain),
+            np.where(rows.zero_stage >= 2, backward, plain_backward),
+        )
 
     @property
     def _blocks_per_unit(self) -> int:
@@ -151,7 +191,8 @@ class MemoryScreen:
 
     # Activations
 
-    def _activation_bytes(self) -> Bytes:
+    def _activation_bytes(self) -> tuple[Bytes, Bytes]:
+        """Bytes of activations and loss, where the loss is made, and in the backward."""
         rows = self.rows
         micro = rows.micro_batch_size
         peak = micro * self._map_distinct_rows(
@@ -161,8 +202,12 @@ class MemoryScreen:
         ends = self._map_distinct_rows(
             self._embedding_and_head_bytes, rows.tp, rows.cp, rows.micro_batch_size
         )
+        norm = self._map_distinct_rows(self._norm_bytes, rows.tp, rows.cp, rows.micro_batch_size)
         loss = self._map_distinct_rows(self._loss_bytes, rows.tp, rows.cp, rows.micro_batch_size)
-        direct = peak + ends + loss
+        passing = self._map_distinct_rows(
+            self._passing_bytes, rows.tp, rows.cp, rows.micro_batch_size
+        )
+        forward, backward = saved + ends + norm + loss, peak + ends + passing
         # Of a pipeline the first rank has most microbatches in flight, and one is recomputed.
         flight = self._microbatches_in_flight()
         redone = peak - saved
@@ -173,8 +218,30 @@ class MemoryScreen:
         message = self._map_distinct_rows(self._message_bytes, rows.tp, rows.cp)
         waiting = waiting + rows.stages_per_rank * rows.micro_batch_size * message
         first = flight * waiting + redone + ends
-        last = np.minimum(flight, 2.0) * waiting + redone + ends + loss
-        return np.where(rows.pp > 1, np.maximum(first, last), direct)
+        last = np.minimum(flight, 2.0) * waiting + redone + ends + norm + loss
+        piped = np.maximum(first, last)
+        return np.where(rows.pp > 1, piped, forward), np.where(rows.pp > 1, piped, backward)
+
+    def _first_block_bytes(self) -> Bytes:
+        """Bytes of activations in the backward of the first block."""
+        rows = self.rows
+        ends = self._map_distinct_rows(
+            self._embedding_and_head_bytes, rows.tp, rows.cp, rows.micro_batch_size
+        )
+        passing = self._map_distinct_rows(
+            self._passing_bytes, rows.tp, rows.cp, rows.micro_batch_size
+        )
+        block = self._map_distinct_rows(self._first_segment_bytes, rows.tp, rows.cp, rows.recompute)
+        return ends + passing + rows.micro_batch_size * block
+
+    def _first_segment_bytes(self, tp: int, cp: int, mode: int) -> float:
+        """Bytes of a microbatch of one sample that the first segment keeps or makes again."""
+        saved, redone = count_segment_bytes(
+            self._shard_shape(tp), self._build_workload(tp, cp, 1, mode)
+        )
+        if not saved:
+            return 0.0
+        return float(saved[0] + redone[0])
 
     def _largest_stage_share(self) -> Bytes:
         """The part of the blocks that a rank has, where they do not divide: the one with most."""
@@ -242,11 +309,22 @@ class MemoryScreen:
         ends = activations.count_bytes_in_every_stage(work) + activations.count_embedding_bytes(
             work
         )
-        return float(
-            ends
-            + activations.count_final_norm_bytes(work)
-            + activations.count_block_mask_bytes(work)
-        )
+        return float(ends + activations.count_block_mask_bytes(work))
+
+    def _norm_bytes(self, tp: int, cp: int, micro: int) -> float:
+        activations = self._shard_shape(tp).activations
+        assert activations is not None
+        return float(activations.count_final_norm_bytes(self._build_workload(tp, cp, micro)))
+
+    def _passing_bytes(self, tp: int, cp: int, micro: int) -> float:
+        """Bytes of gradients on their way in the backward of a block, or of the last norm."""
+        shape, work = self._shard_shape(tp), self._build_workload(tp, cp, micro)
+        activations = shape.activations
+        assert activations is not None
+        norm = activations.count_final_norm_passing_bytes(work)
+        if not shape.num_layers:
+            return float(norm)
+        return float(max(norm, activations.block(shape.num_layers - 1, work).passing))
 
     def _loss_bytes(self, tp: int, cp: int, micro: int) -> float:
         activations = self._shard_shape(tp).activations

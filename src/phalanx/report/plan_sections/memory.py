@@ -22,8 +22,8 @@ def render_planned_memory(facts: PlanPageFacts) -> Html | None:
     """The section of memory; None where it is not predicted."""
     if not facts.memory:
         return None
-    phases = list_memory_phases(facts.memory)
-    names = list_memory_categories(facts.memory, *facts.stage_memory)
+    phases = list_memory_phases(facts.memory, facts.memory_phases)
+    names = list_memory_categories(facts.memory, *phases.values(), *facts.stage_memory)
     names = [name for name in names if _has_category_bytes(name, facts)]
     colour = choose_css_classes_by_category(names)
     by_phase = _render_memory_bars(list(phases.items()), facts.capacity_bytes, colour, "phase")
@@ -52,7 +52,8 @@ def render_planned_memory(facts: PlanPageFacts) -> Html | None:
 
 
 def _has_category_bytes(name: str, facts: PlanPageFacts) -> bool:
-    return any(parts.get(name) for parts in (facts.memory, *facts.stage_memory))
+    everywhere = (facts.memory, *facts.memory_phases.values(), *facts.stage_memory)
+    return any(parts.get(name) for parts in everywhere)
 
 
 def _render_memory_bars(

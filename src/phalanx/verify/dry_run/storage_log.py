@@ -7,7 +7,7 @@ notes births, deaths and changes of size, and is read when the program is over.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,8 @@ from phalanx.verify.dry_run.moments import BACKWARD, FORWARD, LOSS, MomentLog, S
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 ACTIVATIONS, COMMUNICATION = "activations", "communication"
 LOSS_CATEGORY, OTHER = "loss", "other"
+HOST = "host"
+"""What waits in host memory: no category of a device's."""
 CATEGORIES = (
     PARAMETERS,
     GRADIENTS,
@@ -40,6 +42,8 @@ _COMMUNICATING = (
     "phalanx/parallel/tensor/grad_sync.py",
     "phalanx/parallel/wire.py",
 )
+# What these files make is in host memory, where a plan is for GPUs.
+_ON_HOST = ("phalanx/parallel/offload/",)
 # What tensor parallelism gathers is an activation where it outlives the forward.
 _GATHERING = ("phalanx/mesh/tensor_group.py", "phalanx/parallel/tensor/overlap.py")
 
@@ -131,13 +135,20 @@ class MemoryTimelinePoint:
 
 
 def build_memory_timeline(
-    log: StorageLog, first: int, stop: int | None = None
+    log: StorageLog,
+    first: int,
+    stop: int | None = None,
+    on_host: Collection[str] = (),
 ) -> list[MemoryTimelinePoint]:
-    """The most memory of each moment from the one numbered `first` on, before `stop`."""
+    """The most memory of each moment from the one numbered `first` on, before `stop`.
+
+    Categories `on_host` wait in host memory and do not count, and neither does what offload made:
+    of a plan for GPUs, whose dry run has them beside the rest.
+    """
     if stop is None:
         stop = len(log.moments.moments)
     points = []
-    for moment, by_category in _iterate_moment_peaks(log):
+    for moment, by_category in _iterate_moment_peaks(log, on_host):
         if first <= moment < stop:
             points.append(MemoryTimelinePoint(log.moments.moments[moment], by_category))
     return points
@@ -149,7 +160,9 @@ def find_highest_point(timeline: Sequence[MemoryTimelinePoint]) -> MemoryPeak:
     return MemoryPeak(highest.total_bytes, highest.by_category, highest.moment)
 
 
-def _iterate_moment_peaks(log: StorageLog) -> Iterator[tuple[int, dict[str, int]]]:
+def _iterate_moment_peaks(
+    log: StorageLog, on_host: Collection[str]
+) -> Iterator[tuple[int, dict[str, int]]]:
     """(moment, bytes by category at the highest point in it), for each moment in which memory
     changed."""
     now = dict.fromkeys(CATEGORIES, 0)
@@ -159,7 +172,11 @@ def _iterate_moment_peaks(log: StorageLog) -> Iterator[tuple[int, dict[str, int]
             yield moment, best
             # What is there when a moment begins counts in it as well.
             moment, highest, best = change.moment, total, dict(now)
-        now[log.categorize_storage(change.record)] += change.num_bytes
+        category = log.categorize_storage(change.record)
+        is_away = category in on_host or change.record.caller.file.startswith(_ON_HOST)
+        if on_host and is_away:
+            continue
+        now[category] += change.num_bytes
         total += change.num_bytes
         if total > highest:
             highest, best = total, dict(now)

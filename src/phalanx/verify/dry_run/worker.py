@@ -29,7 +29,14 @@ from phalanx.verify.dry_run.report import (
     sum_planned_tensor_bytes,
 )
 from phalanx.verify.dry_run.stand_ins import StageBoundarySpec
-from phalanx.verify.dry_run.storage_log import build_memory_timeline, find_highest_point
+from phalanx.verify.dry_run.storage_log import (
+    GRADIENTS,
+    HOST,
+    OPTIMIZER,
+    PARAMETERS,
+    build_memory_timeline,
+    find_highest_point,
+)
 
 
 def main() -> int:
@@ -74,7 +81,9 @@ def build_rank_kind_report(
     plan: Plan, kind: RankKind, step: DryStepResult, boundary: StageBoundarySpec, wall_s: float
 ) -> RankKindReport:
     """The report of a step that was run."""
-    timeline = build_memory_timeline(step.log, step.first_moment)
+    timeline = build_memory_timeline(
+        step.log, step.first_moment, on_host=list_host_categories(plan)
+    )
     peak = find_highest_point(timeline)
     rows = [
         CollectiveRow(**collective.to_json(), count=count)
@@ -100,6 +109,17 @@ def build_rank_kind_report(
         wall_s=wall_s,
         boundary=boundary.to_json(),
     )
+
+
+def list_host_categories(plan: Plan) -> tuple[str, ...]:
+    """The categories of memory that wait on the host, where a plan is for GPUs."""
+    if plan.device == "cpu":
+        return ()
+    if plan.parallel.has_parameters_on_host:
+        return (PARAMETERS, GRADIENTS, OPTIMIZER)
+    if plan.parallel.has_state_on_host:
+        return (OPTIMIZER,)
+    return (HOST,) if plan.activations.offload else ()
 
 
 def build_error_of_fake_tensors(error: Exception) -> LayoutError:
