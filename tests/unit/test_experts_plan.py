@@ -141,9 +141,7 @@ def test_stages_of_a_pipeline_hold_parts_of_their_experts() -> None:
     )
     assert whole.pipeline is not None
     assert spread.pipeline is not None
-    for before, after in zip(
-        whole.pipeline.predict_rank_memory, spread.pipeline.predict_rank_memory, strict=True
-    ):
+    for before, after in zip(whole.pipeline.rank_memory, spread.pipeline.rank_memory, strict=True):
         assert before["parameters"] - after["parameters"] == 2 * 4 * 4 * 3 * 128 * 192
 
 

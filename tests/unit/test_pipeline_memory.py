@@ -229,7 +229,7 @@ def test_the_plan_takes_the_rank_that_needs_most_and_says_which() -> None:
     assert plan.pipeline is not None
     totals = plan.pipeline.predicted_rank_bytes
     assert plan.chosen.total_bytes == max(totals) == totals[0]
-    assert plan.pipeline.predict_rank_memory[0] == plan.chosen.predicted_bytes
+    assert plan.pipeline.rank_memory[0] == plan.chosen.predicted_bytes
     assert any(
         "rank 0 (stage 0) needs most memory, with 4 in flight" in reason for reason in plan.reasons
     )
