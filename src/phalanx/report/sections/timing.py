@@ -57,10 +57,7 @@ def _render_bottleneck(facts: RunFacts) -> Html:
         build_tag("h3", "What bounds a step"),
         build_tag("p", build_tag("strong", f"{describe_bottleneck(verdict)}.")),
     ]
-    if verdict.causes:
-        head = ["cause", "share of a step", "without it", "evidence", "next"]
-        rows = [_list_cause_cells(cause) for cause in verdict.causes]
-        children.append(build_table(head, rows))
+    children += [_render_cause(cause) for cause in verdict.causes]
     basis = f"Looked at: {describe_basis(verdict)}. “Without it” is the same steps simulated again."
     children.append(build_tag("p", basis, class_="note"))
     for text in verdict.not_judged:
@@ -68,17 +65,17 @@ def _render_bottleneck(facts: RunFacts) -> Html:
     return build_tag("div", children, class_="block")
 
 
-def _list_cause_cells(cause: Cause) -> list[Html | str]:
-    gain = describe_gain(cause)
-    if cause.kind == "compute":
-        gain = "–"
-    return [
-        cause.subject,
-        formats.format_percent(cause.share, 1),
-        gain,
-        "; ".join(cause.evidence),
-        cause.action,
-    ]
+def _render_cause(cause: Cause) -> Html:
+    """One cause: its share, what its absence gives, the evidence, and what to do."""
+    title = f"{cause.subject}: {formats.format_percent(cause.share, 1)} of a step"
+    if cause.kind != "compute":
+        title += f", {describe_gain(cause)} without it"
+    lines = [*cause.evidence, f"next: {cause.action}"]
+    return build_tag(
+        "div",
+        build_tag("p", title),
+        build_tag("ul", [build_tag("li", line) for line in lines], class_="note"),
+    )
 
 
 def _render_wall_time(facts: RunFacts) -> Html:
