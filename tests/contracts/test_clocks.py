@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 
 from phalanx.core import phases as phases_module
-from phalanx.core.phases import BlackBox, HostClock, PhaseClock, PhaseTimer, read_black_box
+from phalanx.core.black_box import BlackBox
+from phalanx.core.black_box_reader import read_black_box
+from phalanx.core.phases import HostClock, PhaseClock, PhaseTimer
 from phalanx.mesh.event_clock import EventClock, phase_clock_of_device
 from phalanx.train.pipeline_record import align_rank_clocks, collect_spans
 

@@ -17,8 +17,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from phalanx.core.black_box import BlackBox
 from phalanx.core.errors import DataError, ResourceError, RunLockedError
-from phalanx.core.phases import BlackBox, PhaseTimer
+from phalanx.core.phases import PhaseTimer
 from phalanx.launch.paths import black_box_path
 from phalanx.launch.rank_link import RankLink
 

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.core.black_box import BlackBox
+from phalanx.core.black_box_reader import LastPosition
 from phalanx.core.errors import DataError, EnvironmentProblem, RestartBudgetError
 from phalanx.core.files import write_bytes_atomic
-from phalanx.core.phases import BlackBox, LastSeenPlace
 from phalanx.launch.absence import AbsentRank, find_absent_rank
 from phalanx.launch.attempt import AttemptEnd, RankExit
 from phalanx.launch.end_record import EndRecord, EndWriter, open_end_pipe
@@ -513,16 +514,16 @@ class TestSignatures:
 
 
 class TestAbsence:
-    WAITS = LastSeenPlace(12, 50.0, "collective", "all_reduce gradients")
+    WAITS = LastPosition(12, 50.0, "collective", "all_reduce gradients")
     LOST = EndRecord(1, raised(RuntimeError("Timed out waiting 8000ms")))
 
     def test_a_stopped_rank_comes_before_one_that_computes(self) -> None:
-        places = {0: self.WAITS, 1: LastSeenPlace(12, 48.0, "forward", ""), 2: self.WAITS}
+        places = {0: self.WAITS, 1: LastPosition(12, 48.0, "forward", ""), 2: self.WAITS}
         absence = find_absent_rank({0: self.LOST}, {1: "R", 2: "T"}, places)
         assert absence == AbsentRank(2, "its process was stopped (SIGSTOP)")
 
     def test_a_rank_elsewhere_than_in_a_collective(self) -> None:
-        computes = LastSeenPlace(
+        computes = LastPosition(
             12, 48.0, "forward", "F0"
         )  # the action of a pipeline, which waits for nobody
         places = {0: self.WAITS, 1: self.WAITS, 2: computes, 3: self.WAITS}
@@ -532,8 +533,8 @@ class TestAbsence:
     def test_the_one_that_is_furthest_behind(self) -> None:
         places = {
             0: self.WAITS,
-            1: LastSeenPlace(12, 48.0, "data", ""),
-            2: LastSeenPlace(11, 49.0, "optimizer", ""),
+            1: LastPosition(12, 48.0, "data", ""),
+            2: LastPosition(11, 49.0, "optimizer", ""),
         }
         absence = find_absent_rank({0: self.LOST}, {1: "S", 2: "S"}, places)
         assert absence is not None

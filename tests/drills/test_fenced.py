@@ -29,7 +29,7 @@ from commands import (
     write_text,
 )
 from phalanx.checkpoint.ownership.fence import FENCE_CHECK_INTERVAL_S
-from phalanx.core.phases import read_black_box
+from phalanx.core.black_box_reader import read_black_box
 from phalanx.launch.paths import black_box_path
 from phalanx.observe.events import CheckpointSaved
 from phalanx.observe.tail import read_recorded_events

@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 
 from commands import COLD, TINY, Done, environment, events, run, start, watching, write_text
+from phalanx.core.black_box import BlackBox
 from phalanx.core.files import suggest_fix_for_os_error
 from phalanx.core.logs import RedactedStream
-from phalanx.core.phases import BlackBox
 from phalanx.core.secrets import Redactor
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import Envelope, Note, RestartScheduled

@@ -14,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.core import phases as phases_module
-from phalanx.core.phases import PHASES, BlackBox, LastSeenPlace, PhaseTimer, read_black_box
+from phalanx.core.black_box import BlackBox
+from phalanx.core.black_box_reader import read_black_box
+from phalanx.core.phases import PHASES, PhaseTimer
 
 
 class Clock:
@@ -163,9 +165,8 @@ def test_the_box_says_the_innermost_open_phase(tmp_path: Path) -> None:
     with phases("backward"):
         with phases("collective", "all_reduce gradients"):
             place = read_black_box(path)
-            assert place == LastSeenPlace(
-                3, place.monotonic_s if place else 0.0, "collective", "all_reduce gradients"
-            )
+            assert place is not None
+            assert place[:4] == (3, place.monotonic_s, "collective", "all_reduce gradients")
             assert began <= place.monotonic_s <= time.monotonic()
         outer = read_black_box(path)
         assert outer is not None

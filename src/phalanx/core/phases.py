@@ -11,16 +11,13 @@ another process can read after this one was stopped or killed.
 
 from __future__ import annotations
 
-import mmap
-import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-from phalanx.core.files import append_regular, read_regular
+from phalanx.core.black_box import BlackBox
 
 # What a step's seconds are charged to; "optimizer" includes the gradients' norm and clipping,
 # "pipeline" is waiting for another stage: the bubble as this rank sees it. Another name is a bug.
@@ -86,74 +83,6 @@ class HostClock:
         pass
 
 
-class BlackBox:
-    """The last known place of a rank: 128 bytes, memory-mapped, written without a system call.
-
-    Layout: step int64 | monotonic seconds float64 | phase 32 bytes | collective 80 bytes.
-    """
-
-    _HEAD = struct.Struct("<qd32s80s")
-
-    def __init__(self, path: Path) -> None:
-        self._map = _map_file(path, self._HEAD.size)
-
-    def write(self, step: int, phase: str, collective: str = "") -> None:
-        self._HEAD.pack_into(
-            self._map, 0, step, time.monotonic(), phase.encode()[:32], collective.encode()[:80]
-        )
-
-    def close(self) -> None:
-        self._map.close()
-
-
-def _map_file(path: Path, num_bytes: int) -> mmap.mmap:
-    """Map `num_bytes` zeros of a new file; memory that nobody else sees where the disk refuses
-    them.
-
-    The zeros are written: a page of a file that only was made longer has no room on a full disk,
-    and the first write to its mapping would kill the process (SIGBUS).
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with append_regular(path) as file:
-            file.truncate(0)
-            file.write(bytes(num_bytes))
-            file.flush()
-            return mmap.mmap(file.fileno(), num_bytes)
-    except OSError:
-        return mmap.mmap(-1, num_bytes)
-
-
-class LastSeenPlace(NamedTuple):
-    """The content of a black box: the step and phase in which a rank was last seen, and when
-    (monotonic seconds of that machine)."""
-
-    step: int
-    monotonic_s: float
-    phase: str
-    collective: str
-
-
-def read_black_box(path: Path) -> LastSeenPlace | None:
-    """The last place a rank wrote, or None if it never wrote one."""
-    try:
-        raw = read_regular(path, 1 << 16)
-    except OSError:
-        return None
-    if len(raw) < BlackBox._HEAD.size:
-        return None
-    step, seconds, phase, collective = BlackBox._HEAD.unpack_from(raw)
-    # Zeros, as the file was made: the rank has not begun.
-    if not phase.strip(b"\0"):
-        return None
-    return LastSeenPlace(step, seconds, _decode_field(phase), _decode_field(collective))
-
-
-def _decode_field(raw: bytes) -> str:
-    # The writer cuts where the field ends.
-    return raw.rstrip(b"\0").decode(errors="replace")
-
-
 class PhaseTimer:
     """Times the phases of one rank and tells listeners where it is.
 
@@ -172,6 +101,8 @@ class PhaseTimer:
         of_training: tuple[PhaseListener, ...] = (),
     ) -> None:
         self.step = 0
+        # Of the step's microbatches; -1 outside of them.
+        self.microbatch = -1
         self.clock: PhaseClock = clock or HostClock()
         self._black_box = black_box
         self._listeners, self._of_training = (*of_training, *listeners), of_training
@@ -233,13 +164,11 @@ class PhaseTimer:
         phase, around = "collective", ""
         if self._stack:
             phase, around = self._stack[-1]
-        if self._black_box is not None:
-            self._black_box.write(self.step, "collective", words)
+        self._write_position("collective", words)
         for listener in self._listeners:
             listener(self.step, "collective")
         yield
-        if self._black_box is not None:
-            self._black_box.write(self.step, phase, around)
+        self._write_position(phase, around)
         if self._stack:
             for listener in self._of_training:
                 listener(self.step, phase)
@@ -255,21 +184,22 @@ class PhaseTimer:
             self._charge(now)
         self._stack.append((name, collective))
         self._since = now
-        if self._black_box is not None:
-            self._black_box.write(self.step, name, collective)
+        self._write_position(name, collective)
         for listener in self._listeners:
             listener(self.step, name)
 
     def leave(self, name: str) -> None:
         """End phase `name` and any that an exception left open inside it."""
         self._end_phase(name)
-        if self._black_box is None:
-            return
         if self._stack:
-            self._black_box.write(self.step, *self._stack[-1])
+            self._write_position(*self._stack[-1])
         else:
             # The phase stays, as the last one; its collective lies behind this rank.
-            self._black_box.write(self.step, name)
+            self._write_position(name)
+
+    def _write_position(self, phase: str, collective: str = "") -> None:
+        if self._black_box is not None:
+            self._black_box.write(self.step, phase, collective, self.microbatch)
 
     def _end_phase(self, name: str) -> None:
         now = self.clock.mark()

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.core.phases import LastSeenPlace
+from phalanx.core.black_box_reader import LastPosition
 from phalanx.launch.end_record import EndRecord
 
 # A rank that enters a collective this much later than all others was what they waited for.
@@ -49,7 +49,7 @@ def read_process_state(pid: int) -> str:
 def find_absent_rank(
     records: Mapping[int, EndRecord],
     silent: Mapping[int, str],
-    last_seen_of: Mapping[int, LastSeenPlace],
+    last_seen_of: Mapping[int, LastPosition],
 ) -> AbsentRank | None:
     """The rank that the others waited for, if the facts single one out.
 
@@ -74,7 +74,7 @@ def find_absent_rank(
 
 
 def _find_late_last_to_enter_collective(
-    last_seen_of: Mapping[int, LastSeenPlace],
+    last_seen_of: Mapping[int, LastPosition],
 ) -> AbsentRank | None:
     """The last of all ranks to enter a collective, if the one before it had waited for long by
     then."""
@@ -90,14 +90,14 @@ def _find_late_last_to_enter_collective(
     return AbsentRank(rank, f"it came {latest_s - before_s:.1f} s after the others")
 
 
-def _is_waiting_in_collective(last_seen: LastSeenPlace | None) -> bool:
+def _is_waiting_in_collective(last_seen: LastPosition | None) -> bool:
     # Without a collective's name it is the phase's own work, such as packing.
     return (
         last_seen is not None and last_seen.phase in WAITING_PHASES and bool(last_seen.collective)
     )
 
 
-def _make_furthest_behind_sort_key(last_seen: LastSeenPlace | None) -> tuple[int, float]:
+def _make_furthest_behind_sort_key(last_seen: LastPosition | None) -> tuple[int, float]:
     """Step and time at which a rank was last seen: the one that is furthest behind comes first."""
     if last_seen is None:
         return -1, 0.0

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from phalanx.core.phases import LastSeenPlace, read_black_box
+from phalanx.core.black_box_reader import LastPosition, read_black_box
 from phalanx.core.typed_json import JsonObject
 from phalanx.launch.absence import read_process_state
 from phalanx.launch.end_record import EndRecord
@@ -87,7 +87,7 @@ class AttemptEnd:
     silent: dict[int, str] = field(default_factory=dict)
     """Process state (`read_process_state`) of each rank that had said nothing when others failed by
     its absence alone."""
-    silent_places: dict[int, LastSeenPlace] = field(default_factory=dict)
+    silent_places: dict[int, LastPosition] = field(default_factory=dict)
     """The places of these ranks then: the question for their stacks may wake them."""
     start_error: ErrorReport | None = None
     server_loss: str = ""

@@ -14,8 +14,8 @@ import signal
 import sys
 from pathlib import Path
 
+from phalanx.core.black_box_reader import read_black_box
 from phalanx.core.errors import ExitCode
-from phalanx.core.phases import read_black_box
 from phalanx.launch.end_record import EndReader, EndRecord, EndWriter, open_end_pipe
 from phalanx.launch.lifeline import die_when_pipes_close
 from phalanx.launch.paths import black_box_path

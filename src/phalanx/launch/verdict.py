@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from phalanx.core.black_box_reader import LastPosition, read_black_box
 from phalanx.core.errors import ExitCode
-from phalanx.core.phases import LastSeenPlace, read_black_box
 from phalanx.launch.absence import AbsentRank, find_absent_rank
 from phalanx.launch.attempt import AttemptEnd, RankExit
 from phalanx.launch.log_excerpts import (
@@ -88,7 +88,7 @@ class _BlamedRank:
     rank: int
     end: AttemptEnd
     run_dir: Path
-    last_seen: LastSeenPlace | None
+    last_seen: LastPosition | None
 
     @property
     def describe_position(self) -> str:
@@ -127,7 +127,7 @@ class _BlamedRank:
         )
 
 
-def _read_step_and_phase(last_seen: LastSeenPlace | None) -> tuple[int, str]:
+def _read_step_and_phase(last_seen: LastPosition | None) -> tuple[int, str]:
     if last_seen is None:
         return 0, ""
     return last_seen.step, last_seen.phase
@@ -167,9 +167,9 @@ def _is_aborted_because_of_peer(rank_exit: RankExit, end: AttemptEnd, run_dir: P
     return any(map(is_message_about_lost_peer, read_abort_reason(log)))
 
 
-def _read_black_boxes(end: AttemptEnd, run_dir: Path) -> dict[int, LastSeenPlace]:
+def _read_black_boxes(end: AttemptEnd, run_dir: Path) -> dict[int, LastPosition]:
     """The place where each rank was last seen, as far as its black box says."""
-    last_seen_of: dict[int, LastSeenPlace] = {}
+    last_seen_of: dict[int, LastPosition] = {}
     for rank in sorted(end.exits.keys() | end.records.keys() | end.silent.keys()):
         last_seen = read_black_box(black_box_path(run_dir, rank))
         if last_seen is not None:
@@ -209,7 +209,7 @@ def _blame_server_or_store_process(end: AttemptEnd, run_dir: Path) -> RankFailur
     newest = None
     for box in (run_dir / BLACK_BOXES).glob("rank-*"):
         last_seen = read_black_box(box)
-        if last_seen is not None and (newest is None or last_seen > newest):
+        if last_seen is not None and (newest is None or last_seen[:2] > newest[:2]):
             newest = last_seen
     step, phase = _read_step_and_phase(newest)
     summary = f"{detail} {describe_rank_position(newest, end.stepless)}"
@@ -308,7 +308,7 @@ def _build_failure_of_dead_process(blamed: _BlamedRank, cause: str, detail: str)
     return blamed.build_restartable_failure(cause, summary, detail, lines, detail)
 
 
-def describe_rank_position(last_seen: LastSeenPlace | None, stepless: str = "") -> str:
+def describe_rank_position(last_seen: LastPosition | None, stepless: str = "") -> str:
     """Step, phase and collective, as the end of a sentence; for ranks without steps their work."""
     collective = ""
     if last_seen is not None and last_seen.collective:

@@ -30,6 +30,7 @@ class DirectExecutor:
         """Forward and backward of each microbatch; ranks communicate during the last one only."""
         hooks, phases = self._context.hooks, self._context.phases
         for index, batch in enumerate(microbatches):
+            phases.microbatch = index
             with (
                 # Gradients add up locally until the last microbatch: one reduction per step,
                 # unless parallel.accumulate says otherwise.
@@ -48,6 +49,7 @@ class DirectExecutor:
                     hooks.run_after_backward()
             # Detached, or the step's sum would hold on to the graphs of all microbatches.
             add(loss.detach(), targets)
+        phases.microbatch = -1
 
     def evaluate(
         self, microbatches: Iterable[Batch], objective: Objective

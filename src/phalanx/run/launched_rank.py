@@ -12,8 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from phalanx.core.black_box_reader import read_black_box
 from phalanx.core.errors import EnvironmentProblem, ExitCode
-from phalanx.core.phases import read_black_box
 from phalanx.job.schema import Job
 from phalanx.launch.paths import black_box_path
 from phalanx.launch.rank_env import RankEnv

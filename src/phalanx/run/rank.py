@@ -20,14 +20,16 @@ import phalanx
 from phalanx.checkpoint.folder import Folder
 from phalanx.checkpoint.ownership.fence import OwnershipFence
 from phalanx.checkpoint.run_storage import RunStorage
+from phalanx.core.black_box import BlackBox, RankIdentity
 from phalanx.core.errors import ExitCode
-from phalanx.core.phases import BlackBox, PhaseTimer
+from phalanx.core.phases import PhaseTimer
 from phalanx.core.typed_json import JsonObject
 from phalanx.data.corpus import Corpus, load_corpus
 from phalanx.data.loader import TrainBatches
 from phalanx.launch.paths import black_box_path
 from phalanx.launch.rank_env import read_rank_env
 from phalanx.launch.rank_link import RankLink
+from phalanx.mesh.collective_recorder import record_collectives
 from phalanx.mesh.determinism import deterministic_algorithms, explaining_determinism_errors
 from phalanx.mesh.event_clock import phase_clock_of_device
 from phalanx.mesh.mesh import Mesh, exit_without_cleanup, open_mesh
@@ -124,9 +126,8 @@ def run_rank(
     inject = job.resilience.inject
     meter = MemoryMeter()
     faults = (build_fault_listener(inject, rank=rank, run_dir=run.run_dir),) if inject else ()
-    phases = PhaseTimer(
-        BlackBox(black_box_path(run.run_dir, rank)), faults, of_training=(meter.begin_phase,)
-    )
+    box = _open_black_box(run)
+    phases = PhaseTimer(box, faults, of_training=(meter.begin_phase,))
     # Events of rank 0 are those that people watch: no other rank opens the job's sinks.
     if rank == 0:
         sinks = [*sinks, *sink_openers(job, run.run_dir)]
@@ -141,7 +142,8 @@ def run_rank(
         may_write=lambda: not fence.is_lost(),
     )
     try:
-        code = _train_rank(RankContext(run, bus, phases, meter, stop, fence), rendezvous)
+        with record_collectives(box):
+            code = _train_rank(RankContext(run, bus, phases, meter, stop, fence), rendezvous)
     except BaseException:
         # Not longer: all others wait for a rank that failed.
         bus.close(CLOSE_AFTER_ERROR_TIMEOUT_S)
@@ -149,6 +151,12 @@ def run_rank(
     # Whoever stops a run (code 75, 130) has little time: sinks get theirs at its end alone.
     bus.close(more_s=SLOW_SINK_CLOSE_TIMEOUT_S if code == ExitCode.OK else 0.0)
     return code
+
+
+def _open_black_box(run: RankRunInputs) -> BlackBox:
+    """The black box of this rank, in which whoever watches the run sees where it is."""
+    identity = RankIdentity(run.rank, run.plan.layout.world_size, run.attempt, run.plan.device)
+    return BlackBox(black_box_path(run.run_dir, run.rank), identity)
 
 
 def _forward_watched_event(run: RankRunInputs, envelope: Envelope) -> None:

@@ -16,14 +16,16 @@ from typing import Any
 
 from phalanx.checkpoint.reading.load import load_checkpoint
 from phalanx.checkpoint.stores import find_checkpoint
+from phalanx.core.black_box import BlackBox, RankIdentity
 from phalanx.core.errors import DataError, ExitCode, LayoutError
 from phalanx.core.files import write_json_atomic
-from phalanx.core.phases import BlackBox, PhaseTimer
+from phalanx.core.phases import PhaseTimer
 from phalanx.core.typed_json import JsonObject
 from phalanx.data.corpus import load_corpus
 from phalanx.job.schema import Job
 from phalanx.launch.paths import black_box_path
 from phalanx.launch.rank_link import RankLink
+from phalanx.mesh.collective_recorder import record_collectives
 from phalanx.mesh.determinism import deterministic_algorithms
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.build import build_model, build_objective
@@ -143,13 +145,19 @@ def open_model(payload: ModelPayload) -> Iterator[OpenedModel]:
     """Join the other ranks, build the model and load its weights. Collective."""
     job, plan = payload.job, payload.plan
     rank = int(os.environ.get("RANK", "0"))
-    phases = PhaseTimer(BlackBox(black_box_path(payload.run_dir, rank)))
+    identity = RankIdentity(rank, plan.layout.world_size, device=plan.device)
+    box = BlackBox(black_box_path(payload.run_dir, rank), identity)
+    phases = PhaseTimer(box)
     phases.enter("startup")
     timeout_s = job.resilience.collective_timeout_s
     deterministic = deterministic_algorithms(
         job.train.deterministic, device=plan.device, compiles=plan.compile
     )
-    with deterministic, open_mesh(plan.layout, device=plan.device, timeout_s=timeout_s) as mesh:
+    with (
+        deterministic,
+        record_collectives(box),
+        open_mesh(plan.layout, device=plan.device, timeout_s=timeout_s) as mesh,
+    ):
         module = build_model(job, plan.model_shape)
         # The initialisation of a user's own model may make more than a checkpoint holds.
         initialize = not payload.checkpoint or job.model.is_foreign

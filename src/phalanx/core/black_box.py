@@ -1,0 +1,264 @@
+"""The black box of a rank: a memory-mapped file that says where the rank is, without a system call.
+
+Another process reads it (`core.black_box_reader`) while the rank runs, and after it was stopped or
+killed. The layout is that of `core.black_box_format`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from phalanx.core import black_box_format as layout
+from phalanx.core.black_box_format import encode_tail, encode_text
+from phalanx.core.call_site import CallSite, CallSiteFinder
+from phalanx.core.files import append_regular
+
+
+@dataclass(frozen=True)
+class RankIdentity:
+    """The rank whose black box a file is; -1 where it is not known.
+
+    `incarnation`: the number of the attempt, which a restart raises.
+    """
+
+    rank: int = -1
+    world_size: int = -1
+    incarnation: int = -1
+    device: str = ""
+
+
+class CollectiveCall(NamedTuple):
+    """A collective, a send or a receive, at the moment at which it is posted.
+
+    `sequence` counts the collectives of its group from 1, those between two ranks apart, by
+    direction, peer and tag. `peer` is the other rank of a send or a receive, the root of a
+    broadcast, and -1 otherwise. `num_tensors` may be more than one: shape and dtype are those of
+    the first, `num_bytes` is of all. `is_foreground` is False for a thread beside training.
+    """
+
+    op: str
+    group: int
+    sequence: int
+    dtype: str
+    shape: Sequence[int]
+    num_tensors: int
+    num_bytes: int
+    peer: int
+    tag: int
+    site: CallSite
+    state: int
+    is_foreground: bool
+
+
+class BlackBox:
+    """Writes where a rank is.
+
+    `on_progress`, if set, is called before each position is written.
+    """
+
+    def __init__(self, path: Path, identity: RankIdentity | None = None) -> None:
+        self.on_progress: Callable[[], None] | None = None
+        self.sites = CallSiteFinder()
+        self._map = _map_file(path, layout.TOTAL_BYTES)
+        self._num_positions = 0
+        # `next` of a counter is one step for all threads.
+        self._collective_numbers = itertools.count(1)
+        self._newest_collective = 0
+        self._num_groups = 0
+        self._step, self._microbatch, self._phase = 0, -1, b""
+        self._write_header(identity or RankIdentity())
+
+    def write(self, step: int, phase: str, collective: str = "", microbatch: int = -1) -> None:
+        """Write the position: the phase that has begun, and the collective that it stands for."""
+        if self.on_progress is not None:
+            self.on_progress()
+        site = self.sites.find(2)
+        self._num_positions += 1
+        number = self._num_positions
+        self._step, self._microbatch, self._phase = step, microbatch, phase.encode()[:16]
+        layout.POSITION.pack_into(
+            self._map,
+            layout.POSITIONS_AT + (number % layout.NUM_POSITIONS) * layout.POSITION.size,
+            number,
+            step,
+            time.monotonic(),
+            self._newest_collective,
+            microbatch,
+            site.line,
+            encode_text(phase, 32),
+            encode_text(collective, 80),
+            encode_tail(site.file, 120),
+            number,
+        )
+
+    def add_group(self, key: str, label: str, size: int, ranks: str) -> int:
+        """Number of a new group in this box; -1 where the box has no room for more.
+
+        `key` is the same on all ranks of the group and differs from that of every other group.
+        `ranks` are global ranks in words of `format_ranks`.
+        """
+        number = self._num_groups
+        if number >= layout.NUM_GROUPS:
+            return -1
+        self._num_groups += 1
+        layout.GROUP.pack_into(
+            self._map,
+            layout.GROUPS_AT + number * layout.GROUP.size,
+            number + 1,
+            0,
+            size,
+            encode_text(key, 16),
+            encode_text(label, 32),
+            encode_text(ranks, 80),
+            number + 1,
+        )
+        return number
+
+    def post_collective(self, call: CollectiveCall) -> int:
+        """Write that `call` is posted; returns its number, by which its state can be changed."""
+        number = next(self._collective_numbers)
+        shape = tuple(call.shape[: layout.MAX_DIMS])
+        num_dims = min(len(call.shape), 255)
+        layout.COLLECTIVE.pack_into(
+            self._map,
+            self._collective_offset(number),
+            number,
+            call.sequence,
+            time.monotonic(),
+            0.0,
+            0.0,
+            call.num_bytes,
+            call.state,
+            num_dims,
+            call.is_foreground,
+            min(call.num_tensors, 65535),
+            call.peer,
+            call.tag,
+            call.group,
+            call.site.line,
+            self._step,
+            self._microbatch,
+            *shape,
+            *(0,) * (layout.MAX_DIMS - len(shape)),
+            call.op.encode()[:24],
+            call.dtype.encode()[:16],
+            self._phase,
+            encode_tail(call.site.file, 120),
+            number,
+        )
+        self._newest_collective = number
+        if call.group >= 0 and call.tag < 0:
+            at = layout.GROUPS_AT + call.group * layout.GROUP.size + layout.GROUP_NUM_POSTED_AT
+            layout.GROUP_NUM_POSTED.pack_into(self._map, at, call.sequence)
+        return number
+
+    def begin_wait(self, number: int) -> None:
+        """Write that the rank now waits for collective `number`."""
+        self._write_state(number, layout.WAITING, layout.WAIT_BEGAN_AT)
+
+    def end_collective(self, number: int, *, has_failed: bool = False) -> None:
+        """Write that collective `number` has ended on this rank."""
+        state = layout.FINISHED
+        if has_failed:
+            state = layout.FAILED
+        self._write_state(number, state, layout.ENDED_AT)
+
+    def close(self) -> None:
+        self._map.close()
+
+    def _write_state(self, number: int, state: int, time_at: int) -> None:
+        if number <= self._newest_collective - layout.NUM_COLLECTIVES:
+            # The ring has come round: its slot is another one's.
+            return
+        offset = self._collective_offset(number)
+        # The time first: a state whose time is not there yet is a state without a time.
+        layout.TIME.pack_into(self._map, offset + time_at, time.monotonic())
+        layout.STATE.pack_into(self._map, offset + layout.STATE_AT, state)
+
+    @staticmethod
+    def _collective_offset(number: int) -> int:
+        slot = (number - 1) % layout.NUM_COLLECTIVES
+        return layout.COLLECTIVES_AT + slot * layout.COLLECTIVE.size
+
+    def _write_header(self, identity: RankIdentity) -> None:
+        fields = (
+            layout.VERSION,
+            layout.TOTAL_BYTES,
+            layout.NUM_POSITIONS,
+            layout.NUM_GROUPS,
+            layout.NUM_COLLECTIVES,
+            os.getpid(),
+            identity.rank,
+            identity.world_size,
+            identity.incarnation,
+            read_start_ticks(os.getpid()) or 0,
+            time.time(),
+            time.monotonic(),
+            encode_text(identity.device, 16),
+            encode_text(socket.gethostname(), 64),
+            encode_text(read_boot_id(), 40),
+        )
+        # The magic last: whoever sees it sees the rest.
+        layout.HEADER.pack_into(self._map, 0, b"", *fields)
+        self._map[: len(layout.MAGIC)] = layout.MAGIC
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Ranks in few characters: "0-3", "0,2,4,6", "0-62:2"; empty where they do not fit."""
+    if len(ranks) > 2:
+        stride = ranks[1] - ranks[0]
+        if stride > 0 and list(ranks) == list(range(ranks[0], ranks[-1] + 1, stride)):
+            if stride == 1:
+                return f"{ranks[0]}-{ranks[-1]}"
+            return f"{ranks[0]}-{ranks[-1]}:{stride}"
+    text = ",".join(map(str, ranks))
+    if len(text) > 80:
+        return ""
+    return text
+
+
+def read_start_ticks(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot; None where there is none.
+
+    With its number this tells it from another process that got the number later.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        return int(stat.rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def read_boot_id() -> str:
+    """A text that is this machine's until it is started again; empty where it has none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _map_file(path: Path, num_bytes: int) -> mmap.mmap:
+    """Map `num_bytes` zeros of a new file; memory that nobody else sees where the disk refuses
+    them.
+
+    The zeros are written: a page of a file that only was made longer has no room on a full disk,
+    and the first write to its mapping would kill the process (SIGBUS).
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # A new file: to shorten one that another process still has mapped would kill that one.
+        path.unlink(missing_ok=True)
+        with append_regular(path) as file:
+            file.write(bytes(num_bytes))
+            file.flush()
+            return mmap.mmap(file.fileno(), num_bytes)
+    except OSError:
+        return mmap.mmap(-1, num_bytes)

@@ -1,0 +1,369 @@
+"""Records the collectives, sends and receives of a rank in its black box, whoever posts them.
+
+Functions of torch.distributed, DDP's reducer, FSDP, DTensor and functional collectives all end in
+operators of c10d, which torch dispatches to the kernel of a backend. Just before that, at the key
+BackendSelect, kernels of this module write the call down and pass it on: no group, backend or
+function of torch is replaced. `Work.wait` and `wait_tensor` are where a rank waits.
+
+Unseen: what never calls c10d (NCCL or MPI called directly, symmetric memory, RPC, the store), and
+process groups written in Python, which torch does not dispatch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from phalanx.core import black_box_format as layout
+from phalanx.core.black_box import BlackBox, CollectiveCall, format_ranks
+
+# Work is kept until it has ended, and its tensors with it: of at most so many collectives.
+_MAX_OPEN_WORKS = 64
+
+
+class _Operator(NamedTuple):
+    """An operator of c10d: its name for people, and which argument is what.
+
+    The tensors are what a rank gives, where that is one list. `peer_at`: root, source or target.
+    """
+
+    name: str
+    words: str
+    tensors_at: int
+    group_at: int
+    peer_at: int = -1
+    is_p2p: bool = False
+
+
+_OPERATORS = (
+    _Operator("allreduce_", "all_reduce", 0, 1),
+    _Operator("allreduce_coalesced_", "all_reduce", 0, 1),
+    _Operator("allgather_", "all_gather", 1, 2),
+    _Operator("_allgather_base_", "all_gather", 1, 2),
+    _Operator("allgather_coalesced_", "all_gather", 1, 2),
+    _Operator("allgather_into_tensor_coalesced_", "all_gather", 1, 2),
+    _Operator("reduce_scatter_", "reduce_scatter", 0, 2),
+    _Operator("_reduce_scatter_base_", "reduce_scatter", 1, 2),
+    _Operator("reduce_scatter_tensor_coalesced_", "reduce_scatter", 1, 2),
+    _Operator("alltoall_", "all_to_all", 1, 2),
+    _Operator("alltoall_base_", "all_to_all", 1, 2),
+    _Operator("broadcast_", "broadcast", 0, 1, peer_at=2),
+    _Operator("reduce_", "reduce", 0, 1, peer_at=3),
+    _Operator("gather_", "gather", 1, 2, peer_at=3),
+    _Operator("scatter_", "scatter", 0, 2, peer_at=3),
+    _Operator("barrier", "barrier", 0, 1),
+    _Operator("monitored_barrier_", "barrier", 0, 1),
+    _Operator("send", "send", 0, 1, peer_at=2, is_p2p=True),
+    _Operator("recv_", "recv", 0, 1, peer_at=2, is_p2p=True),
+    _Operator("recv_any_source_", "recv", 0, 1, is_p2p=True),
+)
+_TAG_OF_SEND_AT = 3
+_TAG_OF_ANY_SOURCE_AT = 2
+
+
+class _RecordedGroup:
+    """A process group that this rank has used, and how often."""
+
+    def __init__(self, number: int, ranks: Sequence[int]) -> None:
+        self.number, self.ranks = number, ranks
+        self._counter = itertools.count(1)
+        self._p2p_counters: dict[tuple[str, int, int], Iterator[int]] = {}
+
+    def next_sequence(self) -> int:
+        return next(self._counter)
+
+    def next_p2p_sequence(self, op: str, peer: int, tag: int) -> int:
+        key = op, peer, tag
+        if key not in self._p2p_counters:
+            self._p2p_counters[key] = itertools.count(1)
+        return next(self._p2p_counters[key])
+
+    def to_global_rank(self, group_rank: int) -> int:
+        if 0 <= group_rank < len(self.ranks):
+            return self.ranks[group_rank]
+        return -1
+
+
+class _OpenWork(NamedTuple):
+    """A collective that has not ended, by the number of its record and where its result will be."""
+
+    work: dist.Work
+    number: int
+    address: int
+
+
+class CollectiveRecorder:
+    """Writes the collectives of this process to `box` while it is installed."""
+
+    def __init__(self, box: BlackBox) -> None:
+        self.num_errors = 0
+        self._box = box
+        self._training_thread = threading.get_ident()
+        self._groups: dict[str, _RecordedGroup] = {}
+        self._dtype_names: dict[torch.dtype, str] = {}
+        # By the id of the Work: torch returns the same object to Python as long as one lives.
+        self._open: dict[int, _OpenWork] = {}
+
+    def try_record(self, operator: _Operator, args: Sequence[Any]) -> int:
+        """Number of the record of a call; 0 where it could not be written."""
+        try:
+            return self._record(operator, args)
+        except Exception:
+            # What watches training must not end it.
+            self.num_errors += 1
+            return 0
+
+    def try_hold(self, number: int, args: Sequence[Any], result: Any) -> None:
+        """Watch the Work of collective `number`, whose operator has returned `result`."""
+        if number == 0:
+            return
+        try:
+            self._hold(number, args, result)
+        except Exception:
+            self.num_errors += 1
+
+    def note_refused(self, number: int) -> None:
+        """Write that the backend refused collective `number`."""
+        if number:
+            self._box.end_collective(number, has_failed=True)
+
+    def _record(self, operator: _Operator, args: Sequence[Any]) -> int:
+        """Write that `operator` is called with `args`; returns the number of the record."""
+        group = self._find_group(dist.ProcessGroup.unbox(args[operator.group_at]))
+        tensors = args[operator.tensors_at]
+        if isinstance(tensors, torch.Tensor):
+            tensors = (tensors,)
+        first = tensors[0]
+        num_bytes = 0
+        for tensor in tensors:
+            num_bytes += tensor.numel() * tensor.element_size()
+        state = layout.QUEUED
+        if first.is_cpu:
+            state = layout.POSTED
+        peer, tag, sequence = _number_call(operator, args, group)
+        return self._box.post_collective(
+            CollectiveCall(
+                operator.words,
+                group.number,
+                sequence,
+                self._name_dtype(first.dtype),
+                first.shape,
+                len(tensors),
+                num_bytes,
+                peer,
+                tag,
+                self._box.sites.find(4),
+                state,
+                self._is_training_thread(),
+            )
+        )
+
+    def _hold(self, number: int, args: Sequence[Any], result: Any) -> None:
+        self.update()
+        if isinstance(result, tuple):
+            result = result[-1]
+        if result is None:
+            # monitored_barrier, which has ended when it returns.
+            self._box.end_collective(number)
+            return
+        first = _find_first_tensor(args)
+        if not first.is_cpu:
+            # Works of a device are not asked: a question costs a call of its driver, is not allowed
+            # while a graph is captured, and they would hold memory that its queue still uses.
+            return
+        work = dist.Work.unbox(result)
+        if len(self._open) >= _MAX_OPEN_WORKS:
+            # The oldest stays "posted" in the box.
+            self._open.pop(next(iter(self._open)), None)
+        self._open[id(work)] = _OpenWork(work, number, first.data_ptr())
+
+    def update(self) -> None:
+        """Write the end of collectives that have ended since."""
+        for key, each in list(self._open.items()):
+            if each.work.is_completed():
+                self._end(key, each)
+
+    def wait_for_work(self, work: dist.Work, wait: Callable[[], Any]) -> Any:
+        """Return `wait()`, which waits for `work`, and write that it does."""
+        waited_for = self._open.get(id(work))
+        if waited_for is None:
+            return wait()
+        return self._wait(id(work), waited_for, wait)
+
+    def wait_for_tensor(self, tensor: torch.Tensor, wait: Callable[[], Any]) -> Any:
+        """Return `wait()`, which waits for the functional collective that makes `tensor`."""
+        if self._open:
+            address = tensor.data_ptr()
+            for key, each in list(self._open.items()):
+                if each.address == address:
+                    return self._wait(key, each, wait)
+        return wait()
+
+    def _wait(self, key: int, waited_for: _OpenWork, wait: Callable[[], Any]) -> Any:
+        self._box.begin_wait(waited_for.number)
+        try:
+            result = wait()
+        except BaseException:
+            # It may also have been a wait with a short timeout, after which the operation goes on.
+            self.update()
+            raise
+        # Not asked whether it has ended: gloo's reduce_scatter never says so.
+        if self._open.pop(key, None) is not None:
+            self._box.end_collective(waited_for.number)
+        return result
+
+    def _end(self, key: int, each: _OpenWork) -> None:
+        # Another thread may have come first.
+        if self._open.pop(key, None) is not None:
+            self._box.end_collective(each.number, has_failed=_has_failed(each.work))
+
+    def _find_group(self, group: dist.ProcessGroup) -> _RecordedGroup:
+        name = group.group_name
+        recorded = self._groups.get(name)
+        if recorded is None:
+            recorded = self._groups[name] = self._add_group(group, name)
+        return recorded
+
+    def _add_group(self, group: dist.ProcessGroup, name: str) -> _RecordedGroup:
+        try:
+            ranks = dist.get_process_group_ranks(group)
+        except (RuntimeError, ValueError, KeyError):
+            # Not one that torch.distributed has opened.
+            ranks = []
+        text = format_ranks(ranks)
+        # Groups of one axis through different ranks may have one name.
+        key = hashlib.blake2b(f"{name} {ranks}".encode(), digest_size=8).hexdigest()
+        number = self._box.add_group(key, _label_group(group, name), group.size(), text)
+        return _RecordedGroup(number, ranks)
+
+    def _name_dtype(self, dtype: torch.dtype) -> str:
+        if dtype not in self._dtype_names:
+            self._dtype_names[dtype] = str(dtype).removeprefix("torch.")
+        return self._dtype_names[dtype]
+
+    def _is_training_thread(self) -> bool:
+        if threading.get_ident() == self._training_thread:
+            return True
+        # Of autograd, which Python did not start: a backward on a device.
+        return isinstance(threading.current_thread(), threading._DummyThread)
+
+
+@contextmanager
+def record_collectives(box: BlackBox) -> Iterator[CollectiveRecorder]:
+    """Write every collective that this process posts inside to `box`."""
+    recorder = CollectiveRecorder(box)
+    libraries = [_intercept_c10d(recorder), _intercept_wait_tensor(recorder)]
+    wait_of_torch = dist.Work.wait
+
+    def wait(work: dist.Work, *args: Any, **options: Any) -> Any:
+        return recorder.wait_for_work(work, lambda: wait_of_torch(work, *args, **options))
+
+    dist.Work.wait = wait
+    box.on_progress = recorder.update
+    try:
+        yield recorder
+    finally:
+        box.on_progress = None
+        dist.Work.wait = wait_of_torch
+        for library in libraries:
+            library._destroy()
+
+
+def _intercept_c10d(recorder: CollectiveRecorder) -> torch.library.Library:
+    library = torch.library.Library("c10d", "IMPL")
+    for operator in _OPERATORS:
+        # Another version of torch may have fewer.
+        packet = getattr(torch.ops.c10d, operator.name, None)
+        if packet is not None:
+            kernel = _make_kernel(recorder, operator, packet.default)
+            library.impl(operator.name, kernel, "BackendSelect", with_keyset=True)
+    return library
+
+
+def _make_kernel(
+    recorder: CollectiveRecorder, operator: _Operator, call: Any
+) -> Callable[..., Any]:
+    after = _keys_after_backend_select()
+
+    def kernel(keys: Any, *args: Any) -> Any:
+        number = recorder.try_record(operator, args)
+        try:
+            result = call.redispatch(keys & after, *args)
+        except BaseException:
+            recorder.note_refused(number)
+            raise
+        recorder.try_hold(number, args, result)
+        return result
+
+    return kernel
+
+
+def _intercept_wait_tensor(recorder: CollectiveRecorder) -> torch.library.Library:
+    library = torch.library.Library("_c10d_functional", "IMPL")
+    call, after = torch.ops._c10d_functional.wait_tensor.default, _keys_after_backend_select()
+
+    def kernel(keys: Any, tensor: torch.Tensor) -> Any:
+        return recorder.wait_for_tensor(tensor, lambda: call.redispatch(keys & after, tensor))
+
+    library.impl("wait_tensor", kernel, "BackendSelect", with_keyset=True)
+    return library
+
+
+def _find_first_tensor(args: Sequence[Any]) -> torch.Tensor:
+    """The first tensor of an operator's arguments, which are tensors and lists of them: that of
+    its result, on ranks that get one."""
+    for each in args:
+        while isinstance(each, list | tuple) and each:
+            each = each[0]
+        if isinstance(each, torch.Tensor):
+            return each
+    raise TypeError("an operator of c10d without a tensor")
+
+
+def _has_failed(work: dist.Work) -> bool:
+    """True for a Work that has ended without its result. Of sends and receives it is not known."""
+    try:
+        work.get_future().value()
+    except NotImplementedError:
+        return False
+    except RuntimeError as error:
+        return "getFuture" not in str(error)
+    return False
+
+
+def _keys_after_backend_select() -> Any:
+    return torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+
+
+def _number_call(
+    operator: _Operator, args: Sequence[Any], group: _RecordedGroup
+) -> tuple[int, int, int]:
+    """The peer (a global rank, -1 for none), the tag (-1 for a collective) and the sequence."""
+    peer = -1
+    if operator.peer_at >= 0:
+        peer = group.to_global_rank(args[operator.peer_at])
+    if not operator.is_p2p:
+        return peer, -1, group.next_sequence()
+    tag_at = _TAG_OF_SEND_AT
+    if operator.peer_at < 0:
+        tag_at = _TAG_OF_ANY_SOURCE_AT
+    # Negative ones mean no tag.
+    tag = max(0, args[tag_at])
+    return peer, tag, group.next_p2p_sequence(operator.words, peer, tag)
+
+
+def _label_group(group: dist.ProcessGroup, name: str) -> str:
+    """The axis of a device mesh, "world" for all ranks, or torch's name."""
+    description = group.group_desc
+    if description == "default_pg":
+        return "world"
+    if description in ("", "undefined"):
+        return f"group {name}"
+    return description.removeprefix("mesh_")
