@@ -303,7 +303,10 @@ def test_as_job_tokenizer_schedule_or_model(
 OURS = {
     "core/files.py": "is the seam",
     "core/logs.py": "opens a descriptor",
+    "core/black_box.py": "reads /proc",
     "core/clocks.py": "reads /proc",
+    "observe/process_status.py": "reads /proc and /sys",
+    "launch/ask_stacks.py": "reads /proc",
     "core/registry.py": "reads our own modules",
     "job/presets/__init__.py": "reads our own presets",
     "report/page.py": "reads our own style",

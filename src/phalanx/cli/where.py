@@ -1,0 +1,89 @@
+"""Say where each rank of a run is: running, stopped or dead, and who waits for whom."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from phalanx.cli._complete import complete_run
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from phalanx.observe.rank_waits import RankState, Verdict
+
+EXAMPLE = "Example: phalanx where runs/train-20260101-120000"
+
+
+def command(
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN", help="A run directory, finished or not.", autocompletion=complete_run
+        ),
+    ],
+    stacks: Annotated[
+        bool,
+        typer.Option(
+            "--stacks", help="Ask the running ranks for their stacks, too (into their logs)."
+        ),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")] = False,
+) -> int:
+    """Say where each rank of a run is, and which rank the others wait for.
+
+    Reads what the ranks leave behind (RUN/blackbox): it works for ranks that run, are stopped or
+    are dead, also under torchrun or srun, and does not disturb them.
+    """
+    from phalanx.cli._json import print_errors_as_json, print_json
+    from phalanx.core.errors import UsageError
+    from phalanx.launch.ask_stacks import ask_for_stacks
+    from phalanx.launch.positions import read_clock_of_ranks, read_rank_states
+    from phalanx.observe.rank_waits import judge_ranks
+    from phalanx.observe.where_words import build_where_json
+
+    with print_errors_as_json(as_json):
+        run_dir = Path(run)
+        states = read_rank_states(run_dir)
+        if not states:
+            raise UsageError(
+                "no rank has left its position there",
+                where=run,
+                fix="give a directory that phalanx train wrote",
+            )
+        now_s = read_clock_of_ranks(states)
+        verdict = judge_ranks(states, now_s)
+        stacks_of: dict[int, list[str]] = {}
+        if stacks:
+            stacks_of = ask_for_stacks(run_dir, states)
+        if as_json:
+            facts = build_where_json(verdict, states, now_s)
+            if stacks:
+                facts["stacks"] = {str(rank): lines for rank, lines in stacks_of.items()}
+            print_json("where", facts, indent=1)
+            return 0
+        _print_for_people(verdict, states, now_s, stacks_of)
+    return 0
+
+
+def _print_for_people(
+    verdict: Verdict,
+    states: Mapping[int, RankState],
+    now_s: float | None,
+    stacks_of: Mapping[int, list[str]],
+) -> None:
+    from phalanx.observe.where_words import describe_rank, describe_verdict, format_rank_list
+
+    for sentence in describe_verdict(verdict, states, now_s):
+        print(sentence)
+    print()
+    waits = {wait.rank: wait for wait in verdict.waits}
+    same: dict[str, list[int]] = {}
+    for rank, state in sorted(states.items()):
+        same.setdefault(describe_rank(state, waits.get(rank), now_s), []).append(rank)
+    for text, ranks in same.items():
+        print(f"{format_rank_list(ranks)}: {text}")
+    for rank, lines in stacks_of.items():
+        print(f"\nrank {rank}: " + ("\n".join(lines) or "no stack (its log has none)"))

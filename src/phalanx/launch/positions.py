@@ -1,0 +1,76 @@
+"""Reads where the ranks of a run are: their black boxes and the states of their processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from phalanx.core.black_box import read_boot_id
+from phalanx.core.black_box_reader import BlackBoxVersionError, LastPosition, read_black_box
+from phalanx.core.errors import UsageError
+from phalanx.launch.paths import BLACK_BOXES
+from phalanx.observe.process_status import SAMPLE_S, ProcessStatus, read_process_statuses
+from phalanx.observe.rank_waits import RankState, judge_ranks
+from phalanx.observe.where_words import describe_verdict
+
+
+def read_rank_states(run_dir: Path, sample_s: float = SAMPLE_S) -> dict[int, RankState]:
+    """The state of each rank that has a black box in `run_dir`, by rank.
+
+    Raises UsageError for boxes of a newer phalanx.
+    """
+    paths = {}
+    for path in sorted((run_dir / BLACK_BOXES).glob("rank-*")):
+        number = path.name.removeprefix("rank-")
+        if number.isdecimal():
+            paths[int(number)] = path
+    headers = {}
+    for rank, path in paths.items():
+        position = _read_position(path)
+        headers[rank] = position and position.header
+    statuses = read_process_statuses(headers, sample_s)
+    states = {}
+    for rank, path in paths.items():
+        # Anew: a rank goes on while its CPU time is measured.
+        states[rank] = RankState(rank, _read_position(path), statuses[rank])
+    return states
+
+
+def _read_position(path: Path) -> LastPosition | None:
+    try:
+        return read_black_box(path)
+    except BlackBoxVersionError as error:
+        raise UsageError(
+            "a newer phalanx wrote this run", where=str(path), why=str(error), fix="update phalanx"
+        ) from None
+
+
+def read_clock_of_ranks(states: Mapping[int, RankState]) -> float | None:
+    """Monotonic seconds now, if the ranks' clock is this machine's and one of them is alive."""
+    boot_id = read_boot_id()
+    for state in states.values():
+        header = state.position and state.position.header
+        if header and header.boot_id == boot_id and state.process.state != "gone":
+            return time.monotonic()
+    return None
+
+
+def describe_waits_at_end(
+    positions: Mapping[int, LastPosition], process_letters: Mapping[int, str], culprit: int
+) -> list[str]:
+    """Sentences on what the others waited in when rank `culprit` failed; none where the black
+    boxes do not say.
+
+    `process_letters` are states of /proc at that moment, where they are known.
+    """
+    states = {}
+    for rank, position in positions.items():
+        state = "unknown"
+        if process_letters.get(rank) in ("T", "t"):
+            state = "stopped"
+        states[rank] = RankState(rank, position, ProcessStatus(state))
+    verdict = judge_ranks(states)
+    if culprit not in verdict.culprits:
+        return []
+    return describe_verdict(verdict, states)
