@@ -19,8 +19,8 @@ from phalanx.core.phases import PhaseTimer
 from phalanx.launch.paths import black_box_path
 from phalanx.launch.positions import read_rank_states
 from phalanx.mesh.collective_recorder import record_collectives
-from phalanx.observe.rank_waits import RankState, Verdict, judge_ranks
-from phalanx.observe.where_words import describe_verdict
+from phalanx.observe.rank_waits import RankState, WaitVerdict, judge_ranks
+from phalanx.observe.where_words import describe_waits
 from ranks import run_ranks
 
 NUM_RANKS = 4
@@ -81,7 +81,7 @@ def _ranks(run_dir: Path, body: Callable[[int], None]) -> Iterator[None]:
 
 def _wait_for_verdict(
     run_dir: Path, kind: str, num_waits: int, words: str = ""
-) -> tuple[Verdict, dict[int, RankState]]:
+) -> tuple[WaitVerdict, dict[int, RankState]]:
     deadline = time.monotonic() + DEADLINE_S
     while True:
         states = read_rank_states(run_dir, sample_s=0.02)
@@ -89,9 +89,9 @@ def _wait_for_verdict(
         num_absent = sum(bool(wait.absent or wait.differing) for wait in verdict.waits)
         is_there = len(states) == NUM_RANKS and verdict.kind == kind and num_absent >= num_waits
         # A rank that is on its way to where it stays is running yet.
-        if is_there and words in describe_verdict(verdict, states)[0]:
+        if is_there and words in describe_waits(verdict, states)[0]:
             return verdict, states
-        assert time.monotonic() < deadline, (verdict, describe_verdict(verdict, states))
+        assert time.monotonic() < deadline, (verdict, describe_waits(verdict, states))
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_the_rank_and_the_collective_are_named(
     with _ranks(tmp_path, lambda rank: _train_as_rank(rank, tmp_path, culprit, deed)):
         verdict, states = _wait_for_verdict(tmp_path, kind, NUM_RANKS - 1, words)
     assert verdict.culprits == (culprit,)
-    (sentence,) = describe_verdict(verdict, states)
+    (sentence,) = describe_waits(verdict, states)
     assert sentence.startswith(f"rank {culprit} ")
     assert "all_reduce #3 of world (float32 [4, 2], 32 B)" in sentence
     position = states[culprit].position
@@ -138,7 +138,7 @@ def test_a_chain_of_receives_ends_at_the_culprit(tmp_path: Path) -> None:
     with _ranks(tmp_path, lambda rank: _receive_from_the_next(rank, tmp_path)):
         verdict, states = _wait_for_verdict(tmp_path, "absent", NUM_RANKS - 1)
     assert verdict.culprits == (NUM_RANKS - 1,)
-    (sentence,) = describe_verdict(verdict, states)
+    (sentence,) = describe_waits(verdict, states)
     assert "before recv #1 from rank 3 of world" in sentence
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.core import black_box_format as layout
-from phalanx.core.black_box import BlackBox, CollectiveCall, RankIdentity, format_ranks
+from phalanx.core.black_box import BlackBox, PostedCollective, RankIdentity, format_ranks
 from phalanx.core.black_box_reader import BlackBoxVersionError, LastPosition, read_black_box
 from phalanx.core.call_site import CallSite, CallSiteFinder
 
@@ -22,8 +22,8 @@ def _read(path: Path) -> LastPosition:
 
 def _call(
     sequence: int, *, group: int = 0, state: int = layout.POSTED, **changes
-) -> CollectiveCall:
-    call = CollectiveCall(
+) -> PostedCollective:
+    call = PostedCollective(
         op="all_reduce",
         group=group,
         sequence=sequence,

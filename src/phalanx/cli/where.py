@@ -12,7 +12,7 @@ from phalanx.cli._complete import complete_run
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from phalanx.observe.rank_waits import RankState, Verdict
+    from phalanx.observe.rank_waits import RankState, WaitVerdict
 
 EXAMPLE = "Example: phalanx where runs/train-20260101-120000"
 
@@ -69,14 +69,14 @@ def command(
 
 
 def _print_for_people(
-    verdict: Verdict,
+    verdict: WaitVerdict,
     states: Mapping[int, RankState],
     now_s: float | None,
     stacks_of: Mapping[int, list[str]],
 ) -> None:
-    from phalanx.observe.where_words import describe_rank, describe_verdict, format_rank_list
+    from phalanx.observe.where_words import describe_rank, describe_waits, format_rank_list
 
-    for sentence in describe_verdict(verdict, states, now_s):
+    for sentence in describe_waits(verdict, states, now_s):
         print(sentence)
     print()
     waits = {wait.rank: wait for wait in verdict.waits}

@@ -35,7 +35,7 @@ class RankIdentity:
     device: str = ""
 
 
-class CollectiveCall(NamedTuple):
+class PostedCollective(NamedTuple):
     """A collective, a send or a receive, at the moment at which it is posted.
 
     `sequence` counts the collectives of its group from 1, those between two ranks apart, by
@@ -122,7 +122,7 @@ class BlackBox:
         )
         return number
 
-    def post_collective(self, call: CollectiveCall) -> int:
+    def post_collective(self, call: PostedCollective) -> int:
         """Write that `call` is posted; returns its number, by which its state can be changed."""
         number = next(self._collective_numbers)
         shape = tuple(call.shape[: layout.MAX_DIMS])

@@ -10,9 +10,14 @@ from phalanx.core.black_box import read_boot_id
 from phalanx.core.black_box_reader import BlackBoxVersionError, LastPosition, read_black_box
 from phalanx.core.errors import UsageError
 from phalanx.launch.paths import BLACK_BOXES
-from phalanx.observe.process_status import SAMPLE_S, ProcessStatus, read_process_statuses
-from phalanx.observe.rank_waits import RankState, judge_ranks
-from phalanx.observe.where_words import describe_verdict
+from phalanx.observe.process_status import (
+    PROCESS_STATES,
+    SAMPLE_S,
+    ProcessStatus,
+    read_process_statuses,
+)
+from phalanx.observe.rank_waits import RankState, WaitVerdict, find_waits
+from phalanx.observe.where_words import describe_waits
 
 
 def read_rank_states(run_dir: Path, sample_s: float = SAMPLE_S) -> dict[int, RankState]:
@@ -59,18 +64,24 @@ def read_clock_of_ranks(states: Mapping[int, RankState]) -> float | None:
 def describe_waits_at_end(
     positions: Mapping[int, LastPosition], process_letters: Mapping[int, str], culprit: int
 ) -> list[str]:
-    """Sentences on what the others waited in when rank `culprit` failed; none where the black
+    """A sentence on what the others waited in when rank `culprit` failed; none where the black
     boxes do not say.
 
-    `process_letters` are states of /proc at that moment, where they are known.
+    `process_letters` are the states of /proc at that moment; a rank without one is gone if it is
+    `culprit`.
     """
     states = {}
     for rank, position in positions.items():
         state = "unknown"
-        if process_letters.get(rank) in ("T", "t"):
-            state = "stopped"
+        if rank in process_letters:
+            state = PROCESS_STATES.get(process_letters[rank], state)
+        elif rank == culprit:
+            state = "gone"
         states[rank] = RankState(rank, position, ProcessStatus(state))
-    verdict = judge_ranks(states)
-    if culprit not in verdict.culprits:
-        return []
-    return describe_verdict(verdict, states)
+    # Only its own part in the waits: the verdict on who failed is the caller's.
+    waits = find_waits(states)
+    if any(culprit in wait.absent for wait in waits):
+        return describe_waits(WaitVerdict("absent", (culprit,), waits), states)
+    if any(culprit in wait.differing for wait in waits):
+        return describe_waits(WaitVerdict("differs", (culprit,), waits), states)
+    return []

@@ -19,6 +19,7 @@ from phalanx.launch.log_excerpts import (
     read_main_thread_stack,
 )
 from phalanx.launch.paths import BLACK_BOXES, black_box_path, rank_log_path
+from phalanx.launch.positions import describe_waits_at_end
 from phalanx.launch.reports import ErrorReport, is_message_about_lost_peer
 from phalanx.launch.signals import format_signal_name
 from phalanx.launch.signature import remove_varying_text_from_failure
@@ -264,6 +265,7 @@ def _blame_absent_rank(absence: AbsentRank, end: AttemptEnd, run_dir: Path) -> R
     lines = [summary]
     for words, ranks in ranks_at.items():
         lines.append(f"{_format_rank_list(ranks)}: waited {words}")
+    lines += describe_waits_at_end(last_seen_of, end.silent, rank)
     lines += [*read_main_thread_stack(blamed.log_path), f"log: {blamed.log_path}"]
     detail = f"kept the others waiting: {absence.why}"
     failure = blamed.build_restartable_failure(
@@ -301,6 +303,7 @@ def _build_failure_of_dead_process(blamed: _BlamedRank, cause: str, detail: str)
         hint = _out_of_memory_hint(detail)
     lines = [
         summary + hint,
+        *describe_waits_at_end(_read_black_boxes(end, blamed.run_dir), {}, rank),
         *read_log_end_explaining_death(end.exits.get(rank), blamed.log_path),
         *_describe_other_ranks_ends(rank, None, end),
         f"log: {blamed.log_path}",

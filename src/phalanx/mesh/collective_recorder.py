@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.core import black_box_format as layout
-from phalanx.core.black_box import BlackBox, CollectiveCall, format_ranks
+from phalanx.core.black_box import BlackBox, PostedCollective, format_ranks
 
 # Work is kept until it has ended, and its tensors with it: of at most so many collectives.
 _MAX_OPEN_WORKS = 64
@@ -149,7 +149,7 @@ class CollectiveRecorder:
             state = layout.POSTED
         peer, tag, sequence = _number_call(operator, args, group)
         return self._box.post_collective(
-            CollectiveCall(
+            PostedCollective(
                 operator.words,
                 group.number,
                 sequence,

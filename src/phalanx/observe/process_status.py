@@ -15,7 +15,8 @@ from phalanx.core.black_box_reader import BoxHeader
 
 # Long enough for several ticks of the kernel's clock, which counts CPU time in hundredths.
 SAMPLE_S = 0.3
-_STATES = {
+# The kernel's letters, in words.
+PROCESS_STATES = {
     "R": "running",
     "S": "sleeping",
     "D": "waiting for a device",
@@ -87,7 +88,7 @@ def _read_state(header: BoxHeader | None) -> str:
     fields = _read_stat(header.pid)
     if not fields:
         return "gone"
-    return _STATES.get(fields[0], "sleeping")
+    return PROCESS_STATES.get(fields[0], "sleeping")
 
 
 def _read_stat(pid: int) -> list[str]:

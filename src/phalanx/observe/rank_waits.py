@@ -51,7 +51,7 @@ class RankWait:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class WaitVerdict:
     """Which ranks keep the others waiting.
 
     `kind`: "stopped", "gone" (a process is halted, and is `culprits`), "absent" (`culprits` did not
@@ -64,7 +64,7 @@ class Verdict:
     waits: tuple[RankWait, ...]
 
 
-def judge_ranks(states: Mapping[int, RankState], now_s: float | None = None) -> Verdict:
+def judge_ranks(states: Mapping[int, RankState], now_s: float | None = None) -> WaitVerdict:
     """The verdict on ranks whose states were read at about the same moment.
 
     With `now_s`, monotonic seconds of the ranks' machine, only waits of at least MIN_WAIT_S count.
@@ -74,12 +74,12 @@ def judge_ranks(states: Mapping[int, RankState], now_s: float | None = None) -> 
         waits = tuple(wait for wait in waits if now_s - wait.began_s >= MIN_WAIT_S)
     halted = _find_halted(states)
     if halted:
-        return Verdict(_name_halt(states, halted), halted, waits)
+        return WaitVerdict(_name_halt(states, halted), halted, waits)
     differing = _order(rank for wait in waits for rank in wait.differing)
     if differing:
-        return Verdict("differs", _choose_minority(waits, differing), waits)
+        return WaitVerdict("differs", _choose_minority(waits, differing), waits)
     if not waits:
-        return Verdict("none", (), ())
+        return WaitVerdict("none", (), ())
     return _follow_waits(waits)
 
 
@@ -249,15 +249,15 @@ def _choose_minority(waits: tuple[RankWait, ...], differing: tuple[int, ...]) ->
     return _order(rank for rank, count in num_against.items() if count == most)
 
 
-def _follow_waits(waits: tuple[RankWait, ...]) -> Verdict:
+def _follow_waits(waits: tuple[RankWait, ...]) -> WaitVerdict:
     waited_for = _order(rank for wait in waits for rank in wait.absent)
     if not waited_for:
-        return Verdict("inside", (), waits)
+        return WaitVerdict("inside", (), waits)
     waiting = {wait.rank for wait in waits if wait.absent}
     culprits = _order(rank for rank in waited_for if rank not in waiting)
     if culprits:
-        return Verdict("absent", culprits, waits)
-    return Verdict("circle", waited_for, waits)
+        return WaitVerdict("absent", culprits, waits)
+    return WaitVerdict("circle", waited_for, waits)
 
 
 def _order(ranks: Iterable[int]) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from phalanx.core.black_box_reader import BoxGroup, LastPosition, RecordedCollective
 from phalanx.core.units import format_bytes
-from phalanx.observe.rank_waits import MIN_WAIT_S, RankState, RankWait, Verdict, find_group
+from phalanx.observe.rank_waits import MIN_WAIT_S, RankState, RankWait, WaitVerdict, find_group
 
 # Below this share of a core, in a process that wants to run, it is starved.
 _THROTTLED_SHARE = 0.1
@@ -23,8 +23,8 @@ _VERBS = {
 }
 
 
-def describe_verdict(
-    verdict: Verdict, states: Mapping[int, RankState], now_s: float | None = None
+def describe_waits(
+    verdict: WaitVerdict, states: Mapping[int, RankState], now_s: float | None = None
 ) -> list[str]:
     """One sentence for each culprit, or one for all; `now_s`: monotonic seconds, None where the
     ranks are not of this machine, or are gone."""
@@ -119,7 +119,7 @@ def _format_range(first: int, last: int) -> list[str]:
 
 
 def _describe_culprit(
-    rank: int, verdict: Verdict, states: Mapping[int, RankState], now_s: float | None
+    rank: int, verdict: WaitVerdict, states: Mapping[int, RankState], now_s: float | None
 ) -> str:
     state = states.get(rank)
     if state is None or state.position is None:
@@ -142,7 +142,7 @@ def _describe_culprit(
     return text
 
 
-def _describe_difference(rank: int, verdict: Verdict, states: Mapping[int, RankState]) -> str:
+def _describe_difference(rank: int, verdict: WaitVerdict, states: Mapping[int, RankState]) -> str:
     wait = next(wait for wait in verdict.waits if rank in wait.differing)
     wanted = describe_collective(wait.collective, wait.group)
     position = states[rank].position
@@ -201,7 +201,7 @@ def _describe_step(position: LastPosition) -> str:
     return text
 
 
-def find_last_line(position: LastPosition) -> tuple[str, int]:
+def find_newest_call_site(position: LastPosition) -> tuple[str, int]:
     """The newest line that a rank wrote: that of its phase, or of a collective after it."""
     file, line, written_s = position.file, position.line, position.monotonic_s
     for each in position.collectives:
@@ -211,7 +211,7 @@ def find_last_line(position: LastPosition) -> tuple[str, int]:
 
 
 def _describe_line(position: LastPosition) -> str:
-    return _format_site(*find_last_line(position))
+    return _format_site(*find_newest_call_site(position))
 
 
 def _format_site(file: str, line: int) -> str:
@@ -221,9 +221,9 @@ def _format_site(file: str, line: int) -> str:
 
 
 def build_where_json(
-    verdict: Verdict, states: Mapping[int, RankState], now_s: float | None
+    verdict: WaitVerdict, states: Mapping[int, RankState], now_s: float | None
 ) -> dict[str, Any]:
-    """Verdict and ranks as JSON; the schema is described in docs/where.md."""
+    """WaitVerdict and ranks as JSON; the schema is described in docs/where.md."""
     waits = {wait.rank: wait for wait in verdict.waits}
     ranks = []
     for rank, state in sorted(states.items()):
@@ -231,7 +231,7 @@ def build_where_json(
     return {
         "verdict": verdict.kind,
         "culprits": list(verdict.culprits),
-        "sentences": describe_verdict(verdict, states, now_s),
+        "sentences": describe_waits(verdict, states, now_s),
         "ranks": ranks,
     }
 
@@ -248,7 +248,7 @@ def _build_rank_json(
     }
     if position is None:
         return facts | {"step": None}
-    file, line = find_last_line(position)
+    file, line = find_newest_call_site(position)
     facts |= {
         "step": position.step,
         "microbatch": position.microbatch,
