@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from phalanx.cli._complete import complete_run
+from phalanx.cli._complete import complete_run_directory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,7 +21,9 @@ def command(
     run: Annotated[
         str,
         typer.Argument(
-            metavar="RUN", help="A run directory, finished or not.", autocompletion=complete_run
+            metavar="RUN",
+            help="A run directory, finished or not.",
+            autocompletion=complete_run_directory,
         ),
     ],
     stacks: Annotated[
