@@ -40,6 +40,7 @@ NOT_FITTED = (
     "host_gb_s",
     "host_adam_gb_s",
     "graph_gap_s",
+    "link_hop_s",
     "band",
     "band_experts",
     "band_waiting",

@@ -140,6 +140,10 @@ def test_every_constant_moves_some_output() -> None:
             dense,
             setup_of(layout=Layout(dp_shard=8, cp=2), stack=PHALANX_COMPILED_STACK),
         ),
+        "by tensor": (
+            dense,
+            setup_of(stack=replace(plain, gathers_each_tensor=True, overlaps_gather=False)),
+        ),
         "graph": (dense, setup_of(stack=replace(MEGATRON_STACK, launch="graph"))),
         "offload": (dense, setup_of(layout=Layout(dp_shard=16), zero_stage=3, offload="optimizer")),
         "experts": (moe, setup_of(layout=Layout(dp_shard=16, ep=16), stack=plain)),
@@ -235,3 +239,17 @@ def test_constants_out_of_bounds_are_refused() -> None:
         load_timing_constants().override({"memory_efficiency": 1.5})
     with pytest.raises(LayoutError, match="memory_efficency"):
         load_timing_constants().override({"memory_efficency": 0.8})
+
+
+def test_tensors_that_travel_alone_take_longer_the_more_ranks_share(machine: MachineRates) -> None:
+    extra = []
+    for ranks in (8, 64, 512):
+        seconds = []
+        for gathers_each_tensor in (False, True):
+            stack = replace(
+                MEGATRON_STACK, overlaps_gather=False, gathers_each_tensor=gathers_each_tensor
+            )
+            setup = setup_of(layout=Layout(dp_shard=ranks), stack=stack)
+            seconds.append(estimate_step_times(build_builtin_shape(), machine, setup).total_s)
+        extra.append(seconds[1] - seconds[0])
+    assert 0 < extra[0] < extra[1] < extra[2]

@@ -93,6 +93,11 @@ class BlockWork:
     num_experts: int = 0
     experts_per_token: int = 0
 
+    @property
+    def num_tensors(self) -> int:
+        """Weight matrices and norms: what a framework that looks at parameters one by one sees."""
+        return sum(matmul.num_experts for matmul in self.matmuls) + 2
+
 
 @dataclass(frozen=True)
 class ModelWork:

@@ -29,6 +29,8 @@ class GroupLinks:
     """Bytes a second of one rank between domains."""
     latency_s: Column
     """Seconds before the first byte has gone around."""
+    ring_latency_s: Column
+    """Seconds of a message of no bytes that passes every rank of the group, one after the other."""
 
     @property
     def num_link_domains(self) -> Column:
@@ -58,7 +60,8 @@ def build_group_links(
     latency = hops + np.where(
         spans, constants.nic_latency_s + constants.hop_s * np.maximum(size / together - 1, 0.0), 0.0
     )
-    return GroupLinks(size, together, ring, link, network, latency)
+    around = latency + (size - 1) * constants.link_hop_s
+    return GroupLinks(size, together, ring, link, network, latency, around)
 
 
 def all_gather_s(group: GroupLinks, num_bytes: Column) -> Column:

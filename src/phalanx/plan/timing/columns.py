@@ -70,6 +70,7 @@ class SetupColumns:
     has_main_grad: Flag
     reduces_each_microbatch: Flag
     keeps_gathered: Flag
+    gathers_each_tensor: Flag
     cuts_experts: Flag
     is_head_fused: Flag
     extra_dropout: Flag
@@ -164,6 +165,7 @@ def _list_stack_values(stack: SoftwareStack) -> dict[str, float | bool]:
         "has_main_grad": stack.has_main_grad,
         "reduces_each_microbatch": stack.reduces_each_microbatch,
         "keeps_gathered": stack.keeps_gathered,
+        "gathers_each_tensor": stack.gathers_each_tensor,
         "cuts_experts": stack.cuts_experts,
         "is_head_fused": stack.is_head_fused,
         "extra_dropout": stack.extra_dropout,

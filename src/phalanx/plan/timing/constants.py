@@ -59,6 +59,7 @@ class TimingConstants:
     launch_experts: float
     kernel_gap_s: float
     graph_gap_s: float
+    link_hop_s: float
     step_overhead_s: float
     link_efficiency: float
     link_latency_s: float

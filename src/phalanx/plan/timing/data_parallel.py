@@ -26,6 +26,8 @@ class ShardUnit:
     backward_s: Column
     count: Column
     """Such units on one rank."""
+    num_tensors: int = 1
+    """Parameters of one unit, each with its own name and shape."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,9 @@ def _gather_s(unit: ShardUnit, columns: SetupColumns, groups: DataParallelGroups
     """Seconds to gather the parameters of one unit."""
     seconds = collectives.all_gather_s(groups.shard, unit.dense * columns.gather_bytes)
     experts = collectives.all_gather_s(groups.expert_shard, unit.experts * columns.gather_bytes)
+    # Each tensor's own message goes around all ranks, however small it is.
+    more = (unit.num_tensors - 1) * groups.shard.ring_latency_s * (groups.shard.size > 1)
+    seconds = seconds + np.where(columns.gathers_each_tensor, more, 0.0)
     return seconds + np.where(unit.experts > 0, experts, 0.0)
 
 

@@ -52,6 +52,8 @@ class SoftwareStack:
     """ZeRO 2 and 3 reduce gradients after every microbatch."""
     keeps_gathered: bool = False
     """ZeRO 3 keeps the parameters that it gathered in the forward until the backward."""
+    gathers_each_tensor: bool = False
+    """Parameters are gathered tensor by tensor, not block by block."""
     cuts_experts: bool = True
     """tp divides the features of an expert; else ep folds over tp, too, and experts are whole."""
     is_head_fused: bool = True

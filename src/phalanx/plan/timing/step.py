@@ -233,6 +233,7 @@ class _StepTimeEstimator:
                     times.forward.total,
                     times.backward.total,
                     count / columns.pp,
+                    block.num_tensors,
                 )
             )
         embedding, head = work.num_embedding_params, work.num_head_params

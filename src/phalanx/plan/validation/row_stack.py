@@ -111,7 +111,8 @@ def build_row_stack(row: Mapping[str, Any]) -> SoftwareStack:
         # Experts with a capacity have sizes that the CPU need not wait for.
         launch_weight=0.5 if "tokendrop" in get_text(row, "note").lower() else 1.0,
         overlaps_reduce=overlaps_dp,
-        overlaps_gather=overlaps_dp,
+        # InternEvo's configurations leave overlap_sync_param off, and send each parameter alone.
+        overlaps_gather=overlaps_dp and "internevo" not in framework,
         overlaps_tp=_get_bool(row, "async_tp", is_megatron and is_modern),
         overlaps_ep=_get_bool(row, "ep_overlap", is_megatron and is_modern),
         overlaps_p2p=is_megatron,
@@ -119,6 +120,8 @@ def build_row_stack(row: Mapping[str, Any]) -> SoftwareStack:
         gather_bytes=gather_bytes,
         has_main_grad=is_megatron or "internevo" in framework,
         reduces_each_microbatch=is_sharded,
+        # DeepSpeed gathered parameters one by one before it fetched modules ahead.
+        gathers_each_tensor="internevo" in framework or (is_deepspeed and attention == "unfused"),
         cuts_experts=not is_megatron,
         is_head_fused=is_megatron
         or is_xla
