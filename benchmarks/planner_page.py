@@ -19,7 +19,7 @@ from phalanx.plan.timing.constants import (
     load_timing_constants,
 )
 from phalanx.plan.timing.step import WAITING_TERMS, estimate_step_columns
-from phalanx.plan.validation.rows import RowFile
+from phalanx.plan.validation.rows import UsableRows
 from phalanx.plan.validation.run import MeasuredRun
 from phalanx.plan.validation.score import (
     ErrorStats,
@@ -108,7 +108,7 @@ def write_page(runs: Sequence[MeasuredRun], seconds: Array, num_fitted: int) -> 
         kept = tuple(run for run, is_kept in zip(runs, keep, strict=True) if is_kept)
         for count in (0, ANCHORS):
             reports[name, count] = score_rows(
-                RowFile(kept, {}), count, constants, (seconds[keep], bands[keep])
+                UsableRows(kept, {}), count, constants, (seconds[keep], bands[keep])
             )
     PAGE.write_text(format_page(reports, num_fitted))
 

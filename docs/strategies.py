@@ -16,9 +16,9 @@ from phalanx.job.schema import Job
 from phalanx.plan.cluster import Cluster, rank_capacity_bytes
 from phalanx.plan.communication import cp_sent_bytes_per_step, pp_sent_bytes_per_step
 from phalanx.plan.communication import ep_sent_bytes_per_step as sent_over_ep
-from phalanx.plan.memory import MIXED_FP16_ADAM_STATE_BYTES, state_bytes
+from phalanx.plan.memory import MIXED_FP16_ADAM_STATE_BYTES, predict_model_state_bytes
 from phalanx.plan.pipeline.closed_forms import (
-    bubble,
+    closed_form_bubble,
     closed_form_idle_s,
     closed_form_peak_in_flight,
 )
@@ -238,7 +238,8 @@ def zero() -> list[Sequence[str]]:
     rows: list[Sequence[str]] = [("ranks", "ZeRO-1", "ZeRO-2", "ZeRO-3", "optimizer state alone")]
     for ranks in (2, 4, 8, 64, 1024):
         found = [
-            state_bytes(1, stage, ranks, MIXED_FP16_ADAM_STATE_BYTES) for stage in (0, 1, 2, 3)
+            predict_model_state_bytes(1, stage, ranks, MIXED_FP16_ADAM_STATE_BYTES)
+            for stage in (0, 1, 2, 3)
         ]
         whole, *split = [sum(part.values()) for part in found]
         less = found[0]["optimizer"] / found[1]["optimizer"]
@@ -260,7 +261,7 @@ def bubbles() -> list[Sequence[str]]:
         for count in (ranks, 4 * (ranks - 1), 4 * ranks):
             idle, part = (
                 closed_form_idle_s("1f1b", ranks, count, EVEN),
-                bubble("1f1b", ranks, count, 1, EVEN),
+                closed_form_bubble("1f1b", ranks, count, 1, EVEN),
             )
             assert idle is not None
             assert part is not None
@@ -277,7 +278,7 @@ def schedules() -> list[Sequence[str]]:
     ]
     for name in SCHEDULES:
         stages = 1 if name in ("gpipe", "1f1b") else 2
-        part = bubble(name, ranks, count, stages, EVEN)
+        part = closed_form_bubble(name, ranks, count, stages, EVEN)
         held = closed_form_peak_in_flight(name, ranks, count, stages, 0)
         assert part is not None
         assert held is not None

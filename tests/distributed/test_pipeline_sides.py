@@ -35,7 +35,7 @@ from phalanx.parallel.pipeline.executor import PipelineExecutor
 from phalanx.parallel.protocol import ParallelContext, RootModule
 from phalanx.parallel.step_stats import LocalLoss
 from phalanx.plan.layout import Layout
-from phalanx.plan.pipeline.cut import Stages
+from phalanx.plan.pipeline.cut import StageCut
 from phalanx.plan.pipeline.pipeline_plan import build_named_pipeline
 from phalanx.plan.pipeline.simulate import StageCosts, simulate_timeline
 from phalanx.plan.planner import make_plan
@@ -48,7 +48,7 @@ from ranks import run_ranks
 
 NUM_STAGES = 2
 PIPELINE = build_named_pipeline(
-    "1f1b", NUM_STAGES, 4, Stages((1, 1)), costs=(StageCosts(1.0, 1.0, 1.0),) * NUM_STAGES
+    "1f1b", NUM_STAGES, 4, StageCut((1, 1)), costs=(StageCosts(1.0, 1.0, 1.0),) * NUM_STAGES
 )
 
 

@@ -19,7 +19,7 @@ from phalanx.plan.memory import (
     StateBytes,
     compute_excess_expert_share,
     count_rank_params,
-    state_bytes,
+    predict_model_state_bytes,
 )
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
@@ -85,7 +85,7 @@ def test_where_no_dimension_of_experts_divides_the_rank_that_has_most_is_planned
     others of none."""
     found = mixtral()
     zero1 = next(candidate for candidate in found.alternatives if candidate.name == "zero1")
-    even = state_bytes(found.num_params, 1, 64, StateBytes())["optimizer"]
+    even = predict_model_state_bytes(found.num_params, 1, 64, StateBytes())["optimizer"]
     beyond = found.model_shape.experts.count_chosen_params() * (1 / 8 - 1 / 64)
     assert zero1.predicted_bytes["optimizer"] == round(even + 8 * beyond)
     odd = replace(found.model_shape, dim=4095, expert_ffn_dim=14335)

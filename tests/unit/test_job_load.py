@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from phalanx.core.errors import ExitCode, JobError, Problem
 from phalanx.job.findings import list_keys_by_section
-from phalanx.job.load import find_origins, load_job, load_job_json
+from phalanx.job.load import find_key_origins, load_job, load_job_json
 from phalanx.job.model import build_model_shape
 from phalanx.job.schema import Job
 
@@ -148,7 +148,7 @@ def test_loading_is_fast_and_imports_no_torch(job_file):
 
 def test_origins(job_file):
     path = job_file("[model]\ndim = 256\n[train]\nsteps = 5\n")
-    origins = find_origins(path, ["train.steps=6"])
+    origins = find_key_origins(path, ["train.steps=6"])
     found = {key: origin.where or origin.kind for key, origin in origins.items()}
     assert found["model.dim"] == "job.toml:2:1"
     assert found["train.steps"] == "override"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from phalanx.core.errors import ExitCode, LayoutError
 from phalanx.plan.layout import AXES, Layout, complete_layout_degrees
-from phalanx.plan.pipeline.closed_forms import bubble
+from phalanx.plan.pipeline.closed_forms import closed_form_bubble
 from phalanx.plan.pipeline.cut import LayerCosts, cut_stages
 from phalanx.plan.pipeline.generate import generate_schedule
 from phalanx.plan.pipeline.simulate import StageCosts
@@ -215,4 +215,6 @@ def test_70b_on_64_ranks_as_tp8_x_pp8() -> None:
     layout = complete_layout_degrees(64, pp=8, tp=8)
     assert (layout.data_parallel_size, layout) == (1, Layout(pp=8, tp=8))
     assert cut_stages(LayerCosts(0, (1,) * 80, 0), layout.pp).num_blocks == (10,) * 8
-    assert bubble("1f1b", layout.pp, 1024, 1, StageCosts(1.0, 1.0, 1.0)) == pytest.approx(7 / 1031)
+    assert closed_form_bubble(
+        "1f1b", layout.pp, 1024, 1, StageCosts(1.0, 1.0, 1.0)
+    ) == pytest.approx(7 / 1031)

@@ -10,7 +10,7 @@ import pytest
 from phalanx.core.errors import LayoutError
 from phalanx.job.load import load_job
 from phalanx.plan.cluster import count_communicators
-from phalanx.plan.pipeline.cut import Stages
+from phalanx.plan.pipeline.cut import StageCut
 from phalanx.plan.pipeline.pipeline_plan import build_named_pipeline
 from phalanx.plan.pipeline.simulate import StageCosts
 from phalanx.plan.planner import make_plan
@@ -216,7 +216,7 @@ def test_communicators_are_counted_as_the_planner_counts_them():
 def test_a_bubble_is_that_of_the_schedule_as_it_runs():
     """(p - 1) / m of the work of even stages in 1F1B, more where messages wait; a step of more
     microbatches adds nothing."""
-    stages = Stages((1, 1, 1, 1))
+    stages = StageCut((1, 1, 1, 1))
     costs = (StageCosts(1.0, 1.0, 1.0),) * 4
     pipeline = build_named_pipeline("1f1b", 4, 8, stages, costs=costs)
     terms = dict.fromkeys(STEP_TERMS, 0.0) | {"ideal": 24.0, "jitter": 1.0}

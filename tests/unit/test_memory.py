@@ -25,7 +25,7 @@ from phalanx.plan.memory import (
     MIXED_FP16_ADAM_STATE_BYTES,
     StateBytes,
     activation_bytes,
-    state_bytes,
+    predict_model_state_bytes,
 )
 from phalanx.plan.memory_phases import predict_rank_memory, predict_rank_memory_by_phase
 from phalanx.plan.planner import make_plan
@@ -51,7 +51,7 @@ def test_states_are_those_of_the_zero_paper(row: dict[str, Any]) -> None:
     rounding of its print."""
     found = (
         sum(
-            state_bytes(
+            predict_model_state_bytes(
                 row["params_b"] * 1e9, row["zero_stage"], row["dp"], MIXED_FP16_ADAM_STATE_BYTES
             ).values()
         )
@@ -67,7 +67,7 @@ def test_states_are_those_of_the_zero_paper(row: dict[str, Any]) -> None:
 def test_each_stage_splits_one_more_kind(stage: int) -> None:
     """Optimizer from stage 1, gradients from 2, parameters from 3 (section 5 of the paper), in
     phalanx's own bytes."""
-    found = state_bytes(1000, stage, 8, StateBytes())
+    found = predict_model_state_bytes(1000, stage, 8, StateBytes())
     assert found == {
         "optimizer": 8000 / (8 if stage >= 1 else 1),
         "gradients": 4000 / (8 if stage >= 2 else 1),
@@ -208,7 +208,7 @@ def test_tensor_parallel_ranks_return_their_blocks_and_have_no_buckets() -> None
 
 
 def test_frozen_parameters_have_no_gradients_and_no_moments() -> None:
-    half = state_bytes(1000, 0, 8, StateBytes(), trained=0.5)
+    half = predict_model_state_bytes(1000, 0, 8, StateBytes(), trained=0.5)
     assert half == {"parameters": 4000, "gradients": 2000, "optimizer": 4000}
 
 

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from models import CPU
 from phalanx.job.schema import Job
 from phalanx.job.shapes.measured import MeasuredModule
-from phalanx.plan.mixed_rows import RowMixing, warn_of_mixed_rows
+from phalanx.plan.mixed_rows import BatchRowMixing, warn_of_mixed_rows
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.run.one_process.check_rows import check_loss_on_rows
@@ -46,7 +46,7 @@ def plan_of(job: Job) -> Plan:
     return make_plan(job, cluster=CPU, shape=SHAPE)
 
 
-def facts_of(objective: str | None, **how: Any) -> RowMixing:
+def facts_of(objective: str | None, **how: Any) -> BatchRowMixing:
     job = job_of(objective, **how)
     plan = plan_of(job)
     return check_loss_on_rows(job, plan, sample_batch(job, plan))
@@ -64,7 +64,9 @@ def test_a_loss_of_pairs_is_found_although_few_rows_have_a_like(
         update={"data": job.data.model_copy(update={"source": f"mixing:{source}"})}
     )
     plan = plan_of(job)
-    assert check_loss_on_rows(job, plan, sample_batch(job, plan)) == RowMixing(mixes="objective")
+    assert check_loss_on_rows(job, plan, sample_batch(job, plan)) == BatchRowMixing(
+        mixes="objective"
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,7 +86,7 @@ def test_a_loss_of_pairs_is_found_although_few_rows_have_a_like(
 def test_what_makes_rows_see_each_other_is_named(
     objective: str, how: dict[str, Any], mixes: str
 ) -> None:
-    assert facts_of(objective, **how) == RowMixing(mixes=mixes)  # type: ignore[arg-type]
+    assert facts_of(objective, **how) == BatchRowMixing(mixes=mixes)  # type: ignore[arg-type]
 
 
 def test_looking_changes_nothing_of_the_process() -> None:
@@ -95,17 +97,19 @@ def test_looking_changes_nothing_of_the_process() -> None:
 
 
 def test_a_loss_that_fails_is_left_to_training() -> None:
-    assert facts_of("no_such_function") == RowMixing()
-    assert facts_of("by_rows", no_such_argument=1) == RowMixing()
+    assert facts_of("no_such_function") == BatchRowMixing()
+    assert facts_of("by_rows", no_such_argument=1) == BatchRowMixing()
 
 
 def test_an_objective_that_is_not_there_is_told_with_the_nearest_name() -> None:
     """Before ranks start, and not by a plan that knows nothing of it."""
     job = job_of("contrastiv")
-    facts = RowMixing(
+    facts = BatchRowMixing(
         **answer_probe_request({"job": job.to_json(), "plan": plan_of(job).to_json()})
     )
-    assert facts == RowMixing(unknown="'mixing' has no 'contrastiv'; did you mean \"contrastive\"?")
+    assert facts == BatchRowMixing(
+        unknown="'mixing' has no 'contrastiv'; did you mean \"contrastive\"?"
+    )
 
 
 @pytest.fixture
@@ -122,8 +126,8 @@ def two_ranks() -> Iterator[None]:
 def test_a_collective_in_the_loss_is_seen_before_it_is_called() -> None:
     call = facts_of("gathering").collective
     assert call.startswith("all_gather (mixing.py:")
-    assert facts_of("contrastive") == RowMixing(mixes="objective")
-    assert facts_of("contrastive", kind="mixing:synchronised") == RowMixing(), (
+    assert facts_of("contrastive") == BatchRowMixing(mixes="objective")
+    assert facts_of("contrastive", kind="mixing:synchronised") == BatchRowMixing(), (
         "a factory's own is no part of the loss"
     )
 
@@ -132,24 +136,24 @@ def test_a_collective_in_the_loss_is_seen_before_it_is_called() -> None:
     ("facts", "ranks", "micro", "words"),
     [
         (
-            RowMixing("objective"),
+            BatchRowMixing("objective"),
             2,
             None,
             ["the objective mixing:contrastive", "part of 4", "2 data-parallel ranks x 1"],
         ),
         (
-            RowMixing("model"),
+            BatchRowMixing("model"),
             1,
             2,
             ["the model mixing:encoder", "Of 8 rows", "1 data-parallel ranks x 4 microbatches"],
         ),
-        (RowMixing("objective"), 1, None, []),  # the whole batch at once
-        (RowMixing(), 2, None, []),
-        (RowMixing(collective="all_gather (x.py:3)"), 1, None, ["calls all_gather (x.py:3)"]),
+        (BatchRowMixing("objective"), 1, None, []),  # the whole batch at once
+        (BatchRowMixing(), 2, None, []),
+        (BatchRowMixing(collective="all_gather (x.py:3)"), 1, None, ["calls all_gather (x.py:3)"]),
     ],
 )
 def test_the_warning_says_which_numbers_change_the_loss(
-    facts: RowMixing, ranks: int, micro: int | None, words: list[str]
+    facts: BatchRowMixing, ranks: int, micro: int | None, words: list[str]
 ) -> None:
     job = job_of("contrastive", ranks=ranks, micro=micro)
     said = warn_of_mixed_rows(facts, job, plan_of(job))
@@ -158,7 +162,7 @@ def test_the_warning_says_which_numbers_change_the_loss(
 
 
 def test_facts_pass_through_json() -> None:
-    assert RowMixing(**asdict(RowMixing("model", "x"))) == RowMixing("model", "x")
+    assert BatchRowMixing(**asdict(BatchRowMixing("model", "x"))) == BatchRowMixing("model", "x")
 
 
 def test_what_is_too_large_in_itself_is_not_built_however_short_its_rows_are() -> None:
@@ -166,7 +170,7 @@ def test_what_is_too_large_in_itself_is_not_built_however_short_its_rows_are() -
     plan = plan_of(job)
     assert (
         check_loss_on_rows(job, replace(plan, num_params=2 * 10**8), sample_batch(job, plan))
-        == RowMixing()
+        == BatchRowMixing()
     )
 
 

@@ -14,12 +14,12 @@ from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.job.shapes.measured import MeasuredModule
 from phalanx.job.shapes.vit import VitShape
 from phalanx.plan.pipeline.costs import ModelPartCosts, compute_stage_costs
-from phalanx.plan.pipeline.cut import LayerCosts, Stages, build_requested_cut, cut_stages
+from phalanx.plan.pipeline.cut import LayerCosts, StageCut, build_requested_cut, cut_stages
 
 AMOUNTS = st.one_of(st.integers(1, 9), st.floats(0.01, 9), st.sampled_from([0.1, 0.2, 0.3]))
 
 
-def every_cut(costs: LayerCosts, num_stages: int) -> list[Stages]:
+def every_cut(costs: LayerCosts, num_stages: int) -> list[StageCut]:
     """All runs of blocks in which every stage has work."""
     size = len(costs.blocks)
     found = []
@@ -29,7 +29,7 @@ def every_cut(costs: LayerCosts, num_stages: int) -> list[Stages]:
         has_work[0] |= costs.embedding > 0
         has_work[-1] |= costs.head > 0
         if all(has_work):
-            found.append(Stages(counts))
+            found.append(StageCut(counts))
     return found
 
 
@@ -47,7 +47,7 @@ def test_no_cut_has_a_cheaper_costliest_stage(
     num_stages = data.draw(st.integers(1, len(blocks) + (embedding > 0) + (head > 0)))
     found = cut_stages(LayerCosts(embedding, tuple(blocks), head), num_stages)
 
-    def rank(stages: Stages) -> tuple[Fraction, Fraction, tuple[int, ...]]:
+    def rank(stages: StageCut) -> tuple[Fraction, Fraction, tuple[int, ...]]:
         costs = [Fraction(cost) for cost in exact.sum_by_stage(stages)]
         return max(costs), sum((cost**2 for cost in costs), Fraction(0)), stages.num_blocks
 
@@ -68,11 +68,11 @@ def test_a_large_head_takes_blocks_from_the_last_stage() -> None:
 
 
 def test_stages_know_their_blocks() -> None:
-    stages = Stages((3, 3, 0))
+    stages = StageCut((3, 3, 0))
     assert stages.block_ranges == ((0, 3), (3, 6), (6, 6))
     assert [stages.stage_of_block(block) for block in range(6)] == [0, 0, 0, 1, 1, 1]
     assert LayerCosts(1, (1,) * 6, 4).sum_by_stage(stages) == (4, 3, 4)
-    assert Stages.from_json(stages.to_json()) == stages
+    assert StageCut.from_json(stages.to_json()) == stages
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_more_stages_than_work(costs: LayerCosts, num_stages: int, nearest: int)
 
 @pytest.mark.parametrize("given_cut", [(3, 3, 3, 3), (4, 4, 4, 0), (0, 5, 5, 2), (1, 9, 1, 1)])
 def test_a_cut_of_ones_own(given_cut: tuple[int, ...]) -> None:
-    assert build_requested_cut(given_cut, 12, 4) == Stages(given_cut)
+    assert build_requested_cut(given_cut, 12, 4) == StageCut(given_cut)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_blocks_are_weighed_one_by_one() -> None:
 
 def test_recompute_pays_the_forward_of_blocks_again() -> None:
     flops = SHAPES["decoder"].flops(48)
-    stages = Stages((3, 3))
+    stages = StageCut((3, 3))
     plain = compute_stage_costs(flops, stages, samples=1, flops_per_s=Fraction(1))
     again = compute_stage_costs(
         flops, stages, samples=1, flops_per_s=Fraction(1), recomputed=range(len(flops.blocks))
@@ -238,7 +238,7 @@ def test_llama_3_8b_gives_its_head_room() -> None:
     assert stages.num_blocks[-1] < min(stages.num_blocks[:-1])
     even = max(
         ModelPartCosts(shape.count_part_params(), flops).layer_costs.sum_by_stage(
-            Stages((8, 8, 8, 8))
+            StageCut((8, 8, 8, 8))
         )
     )
     assert (

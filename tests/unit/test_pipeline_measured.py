@@ -18,7 +18,7 @@ from phalanx.observe.events import PipelineMeasured, seal_event
 from phalanx.observe.tail import read_event
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.pipeline.bubble import MAX_BUBBLE_WITHOUT_WARNING
-from phalanx.plan.pipeline.cut import Stages
+from phalanx.plan.pipeline.cut import StageCut
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, get_default_stages_per_rank
 from phalanx.plan.pipeline.pipeline_plan import Pipeline, build_named_pipeline
 from phalanx.plan.pipeline.simulate import StageCosts, Timeline, simulate_timeline
@@ -60,7 +60,7 @@ def pipeline(
     num_stages = num_ranks * get_default_stages_per_rank(name)
     given = tuple(costs if costs is not None else [EVEN] * num_stages)
     return build_named_pipeline(
-        name, num_ranks, num_microbatches, Stages((2,) * num_stages), costs=given
+        name, num_ranks, num_microbatches, StageCut((2,) * num_stages), costs=given
     )
 
 

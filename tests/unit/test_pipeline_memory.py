@@ -18,7 +18,7 @@ from phalanx.nn.models.decoder import Decoder
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.memory import activation_bytes, bytes_at_forward_end
 from phalanx.plan.memory_phases import predict_rank_memory_by_phase
-from phalanx.plan.pipeline.cut import Stages
+from phalanx.plan.pipeline.cut import StageCut
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES
 from phalanx.plan.pipeline.memory import (
     predict_pipeline_memory,
@@ -31,7 +31,7 @@ from phalanx.plan.planner import make_plan
 from phalanx.plan.segments import list_recompute_segments
 from phalanx.plan.workload import Workload
 
-FOUR = Stages((2, 2, 2, 2))
+FOUR = StageCut((2, 2, 2, 2))
 EIGHT_BLOCKS = shape(num_layers=8)
 WORK = Workload(2, 16, "fp32", "none", 8, 4, segments=())
 OPTIMIZER = 8
@@ -56,7 +56,7 @@ def memory(
 def test_ranks_hold_the_whole_model_together(name: str, tied: bool) -> None:
     """A tied embedding is on the first and the last stage: twice, unless one rank has both."""
     model = shape(num_layers=8, tied=tied)
-    stages = FOUR if name == "1f1b" else Stages((1,) * 8)
+    stages = FOUR if name == "1f1b" else StageCut((1,) * 8)
     pipeline = build_named_pipeline(name, 4, 8, stages)
     found = predict_pipeline_memory(model, WORK, pipeline, 0, 1, "cuda", 1)
     again = model.vocab_size * model.dim if tied and name == "1f1b" else 0
@@ -74,7 +74,7 @@ def test_embedding_head_and_blocks_by_rank() -> None:
     parts = model.count_part_params()
     assert (parts.before, parts.after, parts.blocks) == (37 * 32, 37 * 32 + 32, (block,) * 8)
     found = predict_pipeline_memory(
-        model, WORK, build_named_pipeline("1f1b", 4, 4, Stages((1, 3, 3, 1))), 0, 1, "cuda", 1
+        model, WORK, build_named_pipeline("1f1b", 4, 4, StageCut((1, 3, 3, 1))), 0, 1, "cuda", 1
     )
     assert [rank["parameters"] // 4 for rank in found] == [
         block + 1184,
@@ -138,7 +138,7 @@ def test_one_stage_less_is_one_microbatch_less_of_1f1b() -> None:
 
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
 def test_recompute_holds_inputs_of_all_microbatches_and_one_block(name: str) -> None:
-    stages = FOUR if name in ("gpipe", "1f1b") else Stages((1,) * 8)
+    stages = FOUR if name in ("gpipe", "1f1b") else StageCut((1,) * 8)
     pipeline = build_named_pipeline(name, 4, 8, stages)
     full = replace(WORK, segments=list_recompute_segments("full", 8))
     for stage in range(pipeline.num_stages):
@@ -167,7 +167,7 @@ def test_only_the_last_stage_has_a_loss_and_ends_get_no_messages_alone() -> None
     assert {rank["communication"] for rank in found} == {
         2 * EIGHT_BLOCKS.activations.count_message_bytes(WORK)
     }
-    v = memory(build_named_pipeline("zb-v", 4, 8, Stages((1,) * 8)))
+    v = memory(build_named_pipeline("zb-v", 4, 8, StageCut((1,) * 8)))
     assert [rank["loss"] > 0 for rank in v] == [True, False, False, False]
 
 
@@ -266,7 +266,7 @@ def test_memory_that_is_too_little_for_one_rank_is_refused_with_its_own_remedy()
 def test_one_stage_is_as_one_rank() -> None:
     """States of a rank with all stages are those of no pipeline, and what activations take more is
     what stages hand on."""
-    pipeline = build_named_pipeline("1f1b", 1, 1, Stages((8,)))
+    pipeline = build_named_pipeline("1f1b", 1, 1, StageCut((8,)))
     work = replace(WORK, num_microbatches=1)
     (one,) = predict_pipeline_memory_by_phase(EIGHT_BLOCKS, work, pipeline, 0, 1, "cuda", 1)
     plain = predict_rank_memory_by_phase(EIGHT_BLOCKS, work, 0, 1, "cuda", 1)

@@ -19,7 +19,7 @@ from phalanx.parallel.pipeline.placeholder import Placeholder
 from phalanx.parallel.pipeline.stage_forward import StageBoundary, StageForward
 from phalanx.parallel.pipeline.transform import ParameterPlacement
 from phalanx.parallel.pipeline.weight_grads import DeferredWeightGrads, split_backward_of_linears
-from phalanx.plan.pipeline.cut import Stages
+from phalanx.plan.pipeline.cut import StageCut
 from phalanx.plan.pipeline.generate import generate_schedule
 from phalanx.plan.pipeline.messages import (
     NUM_RECEIVES_AHEAD,
@@ -403,7 +403,7 @@ class Model(nn.Module):
 
 
 def pipeline(name: str, blocks: tuple[int, ...], **more: Any) -> Pipeline:
-    return build_named_pipeline(name, 2, 4, Stages(blocks), **more)
+    return build_named_pipeline(name, 2, 4, StageCut(blocks), **more)
 
 
 def held(module: nn.Module, how: Pipeline) -> list[set[str]]:

@@ -15,7 +15,7 @@ from phalanx.plan.cluster import Cluster
 from phalanx.plan.explain import describe_plan, format_counts
 from phalanx.plan.layout import Layout
 from phalanx.plan.pipeline.bubble import MAX_BUBBLE_WITHOUT_WARNING, predict_bubble_of_schedule
-from phalanx.plan.pipeline.closed_forms import bubble as closed_form
+from phalanx.plan.pipeline.closed_forms import closed_form_bubble as closed_form
 from phalanx.plan.pipeline.generate import SCHEDULE_NAMES, can_run_microbatches, generate_schedule
 from phalanx.plan.pipeline.schedule import save_schedule_csv
 from phalanx.plan.plan import Plan

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.core.errors import LayoutError
-from phalanx.plan.pipeline.closed_forms import bubble, closed_form_idle_s
+from phalanx.plan.pipeline.closed_forms import closed_form_bubble, closed_form_idle_s
 from phalanx.plan.pipeline.generate import generate_schedule
 from phalanx.plan.pipeline.schedule import Action, Schedule
 from phalanx.plan.pipeline.simulate import StageCosts, Timeline, simulate_timeline
@@ -39,7 +39,7 @@ def test_bubble_is_p_minus_1_over_vm_plus_p_minus_1(
     )
     expected = Fraction(ranks - 1, v * m + ranks - 1)
     assert simulated(name, ranks, m, v, costs).bubble == expected
-    assert bubble(name, ranks, m, v, costs) == expected
+    assert closed_form_bubble(name, ranks, m, v, costs) == expected
 
 
 @pytest.mark.parametrize("per_rank", [1, 2, 3])
@@ -80,10 +80,10 @@ def test_v_schedules_lose_the_offset_between_ranks_alone(
 
 def test_where_there_is_no_closed_form() -> None:
     uneven = StageCosts(Fraction(1), Fraction(2), Fraction(1))
-    assert bubble("zb-v", 4, 8, 2, uneven) is None
-    assert bubble("zb-v", 4, 6, 2, UNIT) is None
-    assert bubble("interleaved", 4, 10, 2, UNIT) is None
-    assert bubble("my-own", 4, 8, 1, UNIT) is None
+    assert closed_form_bubble("zb-v", 4, 8, 2, uneven) is None
+    assert closed_form_bubble("zb-v", 4, 6, 2, UNIT) is None
+    assert closed_form_bubble("interleaved", 4, 10, 2, UNIT) is None
+    assert closed_form_bubble("my-own", 4, 8, 1, UNIT) is None
 
 
 @settings(max_examples=25, deadline=None)

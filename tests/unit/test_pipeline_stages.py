@@ -17,7 +17,7 @@ from phalanx.job.schema import Job
 from phalanx.job.shapes.stored import parse_stored_shape
 from phalanx.observe.events import Envelope, PipelineMeasured
 from phalanx.plan.pipeline.costs import ModelPartCosts, count_params_of_stages
-from phalanx.plan.pipeline.cut import LayerCosts, Stages, cut_stages, cut_stages_for_ranks
+from phalanx.plan.pipeline.cut import LayerCosts, StageCut, cut_stages, cut_stages_for_ranks
 from phalanx.plan.pipeline.pipeline_plan import build_named_pipeline, map_stages_to_ranks
 from phalanx.plan.pipeline.simulate import StageCosts
 from phalanx.plan.pipeline.stages import list_fully_recomputed_blocks, split_segments_at_stages
@@ -57,7 +57,7 @@ def test_cuts_and_modules_as_the_user_says() -> None:
     found = pipeline_of(
         plan(stage_blocks=(3, 2, 2, 1), first_stage=("embed",), last_stage=("norm",))
     )
-    assert found.stages == Stages((3, 2, 2, 1))
+    assert found.stages == StageCut((3, 2, 2, 1))
     assert (found.first_stage, found.last_stage) == (("embed",), ("norm",))
     assert "stages of 3, 2, 2, 1 blocks, as the job says" in " ".join(
         plan(stage_blocks=(3, 2, 2, 1)).reasons
@@ -78,7 +78,7 @@ def test_ranks_with_several_stages_are_even(name: str, costs: LayerCosts) -> Non
     only."""
     placement = map_stages_to_ranks(name, 3, 2)
 
-    def busiest(stages: Stages) -> float:
+    def busiest(stages: StageCut) -> float:
         work = [0.0] * 3
         for rank, cost in zip(placement, costs.sum_by_stage(stages), strict=True):
             work[rank] += float(cost)
@@ -92,7 +92,7 @@ def test_ranks_with_several_stages_are_even(name: str, costs: LayerCosts) -> Non
     for ends in borders:
         counts = [b - a for a, b in zip((0, *ends), (*ends, num_blocks), strict=True)]
         if all(counts[:-1]):
-            every.append(Stages(tuple(counts)))
+            every.append(StageCut(tuple(counts)))
     assert found in every
     assert busiest(found) == pytest.approx(min(map(busiest, every)))
     assert busiest(found) <= busiest(cut_stages(costs, 6)) + 1e-9
@@ -106,10 +106,10 @@ def test_one_stage_per_rank_is_the_plain_cut() -> None:
 def test_segments_of_recompute_end_where_stages_do() -> None:
     segments = list_recompute_segments("sqrt", 9)
     assert [(s.start, s.stop) for s in segments] == [(0, 3), (3, 6), (6, 9)]
-    found = split_segments_at_stages(segments, Stages((4, 4, 1)))
+    found = split_segments_at_stages(segments, StageCut((4, 4, 1)))
     assert [(s.start, s.stop) for s in found] == [(0, 3), (3, 4), (4, 6), (6, 8), (8, 9)]
     assert {s.mode for s in found} == {"full"}
-    assert split_segments_at_stages(segments, Stages((0, 9, 0))) == segments
+    assert split_segments_at_stages(segments, StageCut((0, 9, 0))) == segments
     assert list_fully_recomputed_blocks((Segment(1, 3, "full"), Segment(3, 4, "selective"))) == {
         1,
         2,
@@ -201,10 +201,10 @@ def test_parts_of_a_module_of_ones_own(own: Any) -> None:
     )
     tied = own(tied=True).count_part_params()
     assert (tied.before, tied.after, tied.both) == (1056, 832, 800)
-    assert count_params_of_stages(tied, Stages((3, 3)), (0, 1)) == own(tied=True).num_params
+    assert count_params_of_stages(tied, StageCut((3, 3)), (0, 1)) == own(tied=True).num_params
     moved = shape.count_part_params(["norm"], ["st*"])
     assert (moved.before, moved.after, moved.both) == (1056 + 32, 832 + 256, 256 + 32)
-    assert count_params_of_stages(moved, Stages((3, 3)), (0, 1)) == shape.num_params
+    assert count_params_of_stages(moved, StageCut((3, 3)), (0, 1)) == shape.num_params
 
 
 def test_a_module_of_ones_own_is_cut_by_parameters(own: Any) -> None:
@@ -233,7 +233,7 @@ def test_a_cut_by_what_was_measured() -> None:
     """Twelve equal blocks, of which the last three really take twice as long: 15 instead of 12
     in all."""
     weights = LayerCosts(0, (1,) * 12, 0)
-    pipeline = build_named_pipeline("1f1b", 4, 8, Stages((3, 3, 3, 3)))
+    pipeline = build_named_pipeline("1f1b", 4, 8, StageCut((3, 3, 3, 3)))
     seconds = [StageCosts(1.0, 1.0, 1.0)] * 3 + [StageCosts(2.0, 2.0, 2.0)]
     found = propose_cut_from_measurement(pipeline, pipeline.stages, seconds, weights)
     true = LayerCosts(0, (1.0,) * 9 + (2.0,) * 3, 0)
@@ -247,7 +247,7 @@ def test_a_cut_by_what_was_measured() -> None:
 
 def test_head_and_embedding_take_their_share_of_what_was_measured() -> None:
     """The last stage's 6 seconds are a block's 3 and as much of a head that weighs the same."""
-    pipeline = build_named_pipeline("1f1b", 2, 8, Stages((3, 1)))
+    pipeline = build_named_pipeline("1f1b", 2, 8, StageCut((3, 1)))
     seconds = [StageCosts(3.0, 3.0, 3.0), StageCosts(2.0, 2.0, 2.0)]
     found = propose_cut_from_measurement(
         pipeline, pipeline.stages, seconds, LayerCosts(0, (1,) * 4, 1)
@@ -266,14 +266,14 @@ def test_head_and_embedding_take_their_share_of_what_was_measured() -> None:
 
 
 def test_a_measurement_of_another_pipeline_is_refused() -> None:
-    pipeline = build_named_pipeline("1f1b", 2, 8, Stages((3, 1)))
+    pipeline = build_named_pipeline("1f1b", 2, 8, StageCut((3, 1)))
     with pytest.raises(LayoutError, match="3 stages were measured, and the job has 2"):
         propose_cut_from_measurement(
-            pipeline, Stages((1, 1, 2)), [UNIFORM] * 3, LayerCosts(0, (1,) * 4, 1)
+            pipeline, StageCut((1, 1, 2)), [UNIFORM] * 3, LayerCosts(0, (1,) * 4, 1)
         )
     with pytest.raises(LayoutError, match="stages of 5 blocks were measured, and the model has 4"):
         propose_cut_from_measurement(
-            pipeline, Stages((3, 2)), [UNIFORM] * 2, LayerCosts(0, (1,) * 4, 1)
+            pipeline, StageCut((3, 2)), [UNIFORM] * 2, LayerCosts(0, (1,) * 4, 1)
         )
 
 

@@ -20,7 +20,7 @@ from phalanx.plan.validation.row_stack import (
     parse_row_recompute,
 )
 from phalanx.plan.validation.rows import load_row_file, parse_row_lines
-from phalanx.plan.validation.run import build_run
+from phalanx.plan.validation.run import build_measured_run
 from phalanx.plan.validation.score import (
     choose_anchor_rows,
     estimate_log_scale,
@@ -121,7 +121,7 @@ def test_optional_keys_may_be_missing() -> None:
 
 def test_tokens_per_second_are_a_step_time() -> None:
     rate = 16 * 8192 / 2.5 / 8
-    run = build_run({**ROW, "measured": {"tokens_per_s_per_gpu": rate}})
+    run = build_measured_run({**ROW, "measured": {"tokens_per_s_per_gpu": rate}})
     assert run.step_s == pytest.approx(2.5)
 
 

@@ -17,7 +17,7 @@ from phalanx.run.next_command import format_next_command
 MIN_SHOWN_UNIT_BYTES = 50_000  # fewer are told one by one
 
 
-class BuildDisplay:
+class BuildProgressDisplay:
     """Shows how far a build is, and remembers it."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from phalanx.run.trained.generate import GeneratedText, GenerationResult, TextGe
 REPLACEMENT_CHARACTER = "\ufffd"
 
 
-class TextPrinter:
+class GeneratedTextPrinter:
     """Prints texts that come one after another, each with its prompt, as far as their letters are
     complete.
     """

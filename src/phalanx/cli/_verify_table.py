@@ -52,7 +52,7 @@ def describe_stopped_comparison(result: VerifyResult) -> str:
     return f"{sentence}. The same command goes on from here"
 
 
-class RowPrinter:
+class VerifyRowPrinter:
     """Prints a line for each row that was compared, and at the end what was not judged: layouts
     that the ranks refused, and parts of rows."""
 

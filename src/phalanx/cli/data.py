@@ -69,7 +69,7 @@ def build_command(
     A text file is one document, a row of the others is one. The result does not depend on the
     number of workers. A build that was stopped or killed goes on with the same command.
     """
-    from phalanx.cli._data_build_output import BuildDisplay, print_build_summary
+    from phalanx.cli._data_build_output import BuildProgressDisplay, print_build_summary
     from phalanx.cli._json import print_errors_as_json, print_json
     from phalanx.cli._progress import ProgressLine
     from phalanx.core.errors import ExitCode
@@ -77,7 +77,7 @@ def build_command(
     from phalanx.data.build import build_dataset
     from phalanx.data.build_summary import BuildSummary
 
-    display = BuildDisplay()
+    display = BuildProgressDisplay()
     try:
         with print_errors_as_json(as_json), ProgressLine("building") as line:
             dataset = build_dataset(

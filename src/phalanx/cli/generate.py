@@ -75,7 +75,7 @@ def command(
     phalanx generate my-hf-model --prompt "Once" --top-p 0.9 --seed 7 --json
     """
     from phalanx.cli._arguments import split_job_file_and_overrides
-    from phalanx.cli._generate_output import TextPrinter, describe_generation_speed
+    from phalanx.cli._generate_output import GeneratedTextPrinter, describe_generation_speed
     from phalanx.cli._json import print_json
     from phalanx.cli._launched import print_ended_ranks, refuse_launcher
     from phalanx.cli._output import make_errors_printable, print_line
@@ -115,7 +115,9 @@ def command(
                 num_tokens=tokens,
                 sampling=SamplingOptions(temperature, top_k, top_p),
                 seed=seed,
-                on_text=(lambda text: None) if as_json else TextPrinter(generator).print_new_text,
+                on_text=(lambda text: None)
+                if as_json
+                else GeneratedTextPrinter(generator).print_new_text,
             )
     except RanksEndedEarlyError as error:
         return print_ended_ranks(error)

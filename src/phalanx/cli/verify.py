@@ -116,7 +116,7 @@ def print_verification(
     from phalanx.cli._progress import ProgressLine
     from phalanx.cli._verify_table import (
         VERIFY_PROGRESS_INTERVAL_S,
-        RowPrinter,
+        VerifyRowPrinter,
         describe_stopped_comparison,
         show_row_progress,
     )
@@ -125,7 +125,7 @@ def print_verification(
     from phalanx.verify.drive import verify_job
 
     refuse_launcher("verify")
-    printer = RowPrinter(as_json=as_json)
+    printer = VerifyRowPrinter(as_json=as_json)
     with (
         print_errors_as_json(as_json),
         ProgressLine("judging", line_s=VERIFY_PROGRESS_INTERVAL_S) as line,

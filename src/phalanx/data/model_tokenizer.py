@@ -21,7 +21,7 @@ from phalanx.data.tokenizer import BYTE_TOKENIZER_KIND, TOKENIZER_FILE, load_tok
 from phalanx.job.schema import Data
 from phalanx.job.user_dataset import is_own_dataset
 from phalanx.plan.plan import EarlyWarning
-from phalanx.plan.warnings import NO_EXTRA_NOTES, ExtraNotes
+from phalanx.plan.warnings import NO_EXTRA_REASONS_OR_WARNINGS, ExtraReasonsAndWarnings
 
 # What tokenizers are stored as besides a tokenizer.json. None of them says all that a tokenizer
 # does.
@@ -211,13 +211,13 @@ def require_vocabulary_fits(tokens: Sequence[SourceTokenizer], vocab_size: int |
 
 def describe_tokenizers(
     brought: ModelTokenizer | None, tokens: Sequence[SourceTokenizer], vocab_size: int | None
-) -> ExtraNotes:
+) -> ExtraReasonsAndWarnings:
     """A plan's remarks and warnings about the tokenizers.
 
     Empty if the model brings no tokenizer and none is expected of it.
     """
     if brought is None:
-        return NO_EXTRA_NOTES
+        return NO_EXTRA_REASONS_OR_WARNINGS
     reasons, warnings = [], []
     for one in tokens:
         if one.facts.kind == "none":
@@ -240,7 +240,7 @@ def describe_tokenizers(
                 f" {brought.owner} brings"
             )
     # Several sources may say the same.
-    return ExtraNotes(tuple(dict.fromkeys(reasons)), tuple(dict.fromkeys(warnings)))
+    return ExtraReasonsAndWarnings(tuple(dict.fromkeys(reasons)), tuple(dict.fromkeys(warnings)))
 
 
 def _describe_missing_tokenizer(brought: ModelTokenizer, one: SourceTokenizer) -> str:

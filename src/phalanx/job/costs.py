@@ -152,7 +152,7 @@ class FreedGradients:
     first: int = 0
 
 
-class Microbatch(Protocol):
+class RankMicrobatch(Protocol):
     """The part of a microbatch that one rank works on: activations depend on it."""
 
     @property
@@ -186,29 +186,29 @@ class Microbatch(Protocol):
 class ActivationCosts(Protocol):
     """Bytes that one rank has of one microbatch besides states."""
 
-    def block(self, layer: int, batch: Microbatch) -> BlockBytes:
+    def block(self, layer: int, batch: RankMicrobatch) -> BlockBytes:
         """Bytes of the block `layer` for one microbatch."""
 
-    def count_bytes_in_every_stage(self, batch: Microbatch) -> int:
+    def count_bytes_in_every_stage(self, batch: RankMicrobatch) -> int:
         """Bytes that every stage of a pipeline makes for itself: masks that its blocks share, and
         tables of angles."""
 
-    def count_embedding_bytes(self, batch: Microbatch) -> int:
+    def count_embedding_bytes(self, batch: RankMicrobatch) -> int:
         """Bytes that the part before the blocks saves."""
 
-    def count_final_norm_bytes(self, batch: Microbatch) -> int:
+    def count_final_norm_bytes(self, batch: RankMicrobatch) -> int:
         """Bytes that the norm before the head saves."""
 
-    def count_final_norm_passing_bytes(self, batch: Microbatch) -> int:
+    def count_final_norm_passing_bytes(self, batch: RankMicrobatch) -> int:
         """Bytes, in the backward of the norm before the head, beside what the parts before it
         save; 0 where that is never the worst moment, or nobody knows."""
 
-    def count_block_mask_bytes(self, batch: Microbatch) -> int:
+    def count_block_mask_bytes(self, batch: RankMicrobatch) -> int:
         """Bytes, at the worst moment, of masks that are made for a block of queries at a time."""
 
-    def count_loss_bytes(self, batch: Microbatch) -> LossBytes: ...
+    def count_loss_bytes(self, batch: RankMicrobatch) -> LossBytes: ...
 
-    def count_message_bytes(self, batch: Microbatch) -> int:
+    def count_message_bytes(self, batch: RankMicrobatch) -> int:
         """Bytes of what goes from one block to the next: a message between stages."""
 
     def count_fp8_cast_bytes(self, tokens: int) -> int:

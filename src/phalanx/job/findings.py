@@ -47,7 +47,7 @@ def find_key_annotation(path: Path) -> Any:
     return _get_section_class(str(path[0])).model_fields[str(path[1])].annotation
 
 
-def split_union(declared: Any) -> tuple[Any, ...]:
+def split_union_types(declared: Any) -> tuple[Any, ...]:
     """The types of a union, without bounds: `int | None` -> (int, None type); anything else stands
     alone."""
     options: tuple[Any, ...] = (declared,)
@@ -150,7 +150,7 @@ def explain_wrong_value(path: Path, value: Any) -> Finding:
     return Finding(
         path,
         f"wanted {describe_schema(schema)}, was given {describe_value(value)}",
-        _suggest_value(schema, value),
+        _suggest_smallest_edit(schema, value),
     )
 
 
@@ -296,14 +296,14 @@ def _describe_range(schema: dict[str, Any]) -> str:
     return " " + " and ".join(words)
 
 
-def _suggest_value(schema: dict[str, Any], value: Any) -> str:
+def _suggest_smallest_edit(schema: dict[str, Any], value: Any) -> str:
     """The smallest edit that makes `value` what `schema` wants, where one is plain to see."""
     kinds: set[Any] = set()
     choices: list[Any] = []
     for option in schema.get("anyOf", [schema]):
         kinds.add(option.get("type"))
         choices += option.get("enum", [option.get("const")])
-    if isinstance(value, str) and (fix := _suggest_text(value, kinds, choices)):
+    if isinstance(value, str) and (fix := _suggest_text_edit(value, kinds, choices)):
         return fix
     # The schema is strict: 16.0 is no whole number, though it looks like one.
     if isinstance(value, float) and value.is_integer() and "integer" in kinds:
@@ -315,7 +315,7 @@ def _suggest_value(schema: dict[str, Any], value: Any) -> str:
     return ""
 
 
-def _suggest_text(text: str, kinds: set[Any], choices: list[Any]) -> str:
+def _suggest_text_edit(text: str, kinds: set[Any], choices: list[Any]) -> str:
     if "null" in kinds and text.lower() in ("none", "null"):
         return 'write "none"'
     if "boolean" in kinds and text.lower() in ("true", "false"):

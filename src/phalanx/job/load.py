@@ -119,7 +119,7 @@ class ValueOrigin:
     shadowed_where: str = ""
 
 
-def find_origins(
+def find_key_origins(
     path: str | FilePath | None = None, overrides: Sequence[str] = ()
 ) -> dict[str, ValueOrigin]:
     """The origin of the value of each key of the job.

@@ -186,7 +186,7 @@ def _is_multi_head_attention(key: str, *resolved: dict[str, Any]) -> bool:
     return key == "num_kv_heads" and all(values[key] == values["num_heads"] for values in resolved)
 
 
-def require_matching_data(job: Job, measured: MeasuredModule | None = None) -> None:
+def require_model_reads_data(job: Job, measured: MeasuredModule | None = None) -> None:
     """Raises LayoutError for a model that cannot read the job's data.
 
     A plan alone may be made without data.

@@ -16,7 +16,7 @@ from phalanx.job.findings import (
     list_keys_by_section,
     list_sections_of_keys,
     shorten_to_one_line,
-    split_union,
+    split_union_types,
 )
 from phalanx.job.key_suggestions import suggest_key
 from phalanx.job.positions import Path
@@ -113,7 +113,7 @@ def _explain_missing_section(name: str, raw: str, index: int) -> Finding:
 
 def takes_only_strings(path: Path) -> bool:
     """True if the key takes strings alone, so that a bare 123, true or a path is one."""
-    arms = split_union(find_key_annotation(path))
+    arms = split_union_types(find_key_annotation(path))
     # A number or a word (lr: 1e-3 or "auto"): as TOML, which leaves a bare word what it is.
     if int in arms or float in arms:
         return False

@@ -43,12 +43,12 @@ def locate_toml_keys(text: str) -> dict[Path, KeyPlace]:
     table: Path = ()
     for node in parser.parse(text.encode()).root_node.named_children:
         if node.type == "pair":
-            atlas.add_pair(node, ())
+            atlas.add_key_value_pair(node, ())
         elif node.type in ("table", "table_array_element"):
-            table = atlas.add_header(node)
+            table = atlas.add_table_header(node)
             for child in node.named_children:
                 if child.type == "pair":
-                    atlas.add_pair(child, table)
+                    atlas.add_key_value_pair(child, table)
     return atlas.places
 
 
@@ -72,7 +72,7 @@ class _PositionCollector:
             path, KeyPlace(self.get_text_position(key), self.get_text_position(value))
         )
 
-    def add_header(self, node: Any) -> Path:
+    def add_table_header(self, node: Any) -> Path:
         """`[a.b]` or `[[a.b]]`; returns the path that the pairs below it extend."""
         path: Path = ()
         keys = _iterate_key_names(node.named_children[0])
@@ -87,24 +87,24 @@ class _PositionCollector:
                 self.add_key_place(path, key, key)
         return path
 
-    def add_pair(self, node: Any, inside: Path) -> None:
+    def add_key_value_pair(self, node: Any, inside: Path) -> None:
         key_node, value = node.named_children[:2]  # a comment may follow
         path = inside
         for name, key in _iterate_key_names(key_node):
             path = (*path, name)
             self.add_key_place(path, key, value)
-        self.add_value(value, path)
+        self.add_nested_value(value, path)
 
-    def add_value(self, node: Any, path: Path) -> None:
+    def add_nested_value(self, node: Any, path: Path) -> None:
         if node.type == "inline_table":
             for child in node.named_children:
                 if child.type == "pair":
-                    self.add_pair(child, path)
+                    self.add_key_value_pair(child, path)
         elif node.type == "array":
             elements = [child for child in node.named_children if child.type != "comment"]
             for index, element in enumerate(elements):
                 self.add_key_place((*path, index), element, element)
-                self.add_value(element, (*path, index))
+                self.add_nested_value(element, (*path, index))
 
 
 def _iterate_key_names(node: Any) -> list[tuple[str, Any]]:

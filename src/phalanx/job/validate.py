@@ -15,7 +15,7 @@ from phalanx.job.findings import (
     explain_unknown_key,
     explain_wrong_value,
     find_key_annotation,
-    split_union,
+    split_union_types,
 )
 from phalanx.job.positions import Path
 from phalanx.job.schema import Job
@@ -60,7 +60,7 @@ def _replace_none_words(tree: dict[str, Any]) -> dict[str, Any]:
 
 def _may_be_absent(section: str, key: str) -> bool:
     """True if None is a value of the key, and the word "none" is not one of its choices."""
-    options = split_union(find_key_annotation((section, key)))
+    options = split_union_types(find_key_annotation((section, key)))
     return type(None) in options and not any("none" in get_args(option) for option in options)
 
 
@@ -92,7 +92,7 @@ def _explain_unusable(value: Any, path: Path) -> tuple[str, str] | None:
     if isinstance(value, float):
         if not math.isfinite(value):
             return f"wanted a finite number, was given {value}", ""
-        types = split_union(find_key_annotation(path))
+        types = split_union_types(find_key_annotation(path))
         # pydantic takes 2.0 for Literal[2].
         if float not in types and any(get_origin(arm) is Literal for arm in types):
             finding = explain_wrong_value(path, value)

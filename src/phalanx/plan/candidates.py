@@ -82,7 +82,7 @@ class CandidateEvaluator:
         if self.device == "cpu":
             return 0
         on_host = replace(self, device="cpu")
-        memory = on_host.memory(
+        memory = on_host.predict_memory(
             candidate.zero_stage, candidate.layout.gradient_reduction_layout.dp_shard
         )
         kinds = ["parameters", "gradients", "optimizer"]
@@ -93,7 +93,7 @@ class CandidateEvaluator:
             num_bytes += self.staging_bytes()
         return num_bytes
 
-    def memory(self, zero_stage: int, shards: int) -> dict[str, int]:
+    def predict_memory(self, zero_stage: int, shards: int) -> dict[str, int]:
         """Bytes of one rank by category; of a pipeline, those of the rank that needs most."""
         if self.pipeline is not None:
             return max(
@@ -167,7 +167,7 @@ class CandidateEvaluator:
 
     def build_candidate(self, name: str, zero_stage: int, layout: Layout) -> Candidate:
         shards = layout.gradient_reduction_layout.dp_shard
-        memory = self.memory(zero_stage, shards)
+        memory = self.predict_memory(zero_stage, shards)
         phases = self.memory_by_phase(zero_stage, shards)
         return Candidate(name, zero_stage, layout, memory, self.has_room_for(memory), phases=phases)
 
@@ -335,7 +335,7 @@ def _suggest_recompute_that_fits(candidate: Candidate, evaluator: CandidateEvalu
 
     def fits(work: Workload) -> bool:
         return evaluator.has_room_for(
-            replace(evaluator, work=work).memory(
+            replace(evaluator, work=work).predict_memory(
                 candidate.zero_stage, candidate.layout.gradient_reduction_layout.dp_shard
             )
         )
@@ -353,7 +353,7 @@ def _suggest_more_ranks(evaluator: CandidateEvaluator) -> str:
     for doubled in range(1, 16):
         more = evaluator.num_ranks * 2**doubled
         # Ranks of cp count as shards, as in `Layout.gradient_reduction_layout`.
-        memory = replace(evaluator, num_ranks=more).memory(
+        memory = replace(evaluator, num_ranks=more).predict_memory(
             3, more // evaluator.model_parallel_size * evaluator.work.cp
         )
         if evaluator.has_room_for(memory):
@@ -402,7 +402,9 @@ def suggest_ep_degree(job: Job, evaluator: CandidateEvaluator, candidate: Candid
     for degree in list_ep_degrees(job, evaluator, candidate):
         spread = replace(evaluator, work=replace(evaluator.work, ep=degree))
         if evaluator.has_room_for(
-            spread.memory(candidate.zero_stage, candidate.layout.gradient_reduction_layout.dp_shard)
+            spread.predict_memory(
+                candidate.zero_stage, candidate.layout.gradient_reduction_layout.dp_shard
+            )
         ):
             assert evaluator.shape.experts is not None
             num_of_rank = evaluator.shape.experts.count // degree

@@ -11,7 +11,7 @@ from phalanx.core.errors import LayoutError
 from phalanx.job.checks.experts import (
     check_experts_have_no_conflicts,
     explain_undivided_ranks,
-    find_expert_problem,
+    find_expert_parallel_problem,
     find_ranks_for_experts,
 )
 from phalanx.job.costs import ModelCosts
@@ -178,7 +178,7 @@ def check_expert_parallel(job: Job, shape: ModelCosts, num_ranks: int) -> None:
         num_ranks,
         f"the {num_ranks} ranks",
     )
-    wrong = find_expert_problem(ep, shape, size)
+    wrong = find_expert_parallel_problem(ep, shape, size)
     if wrong is not None:
         raise LayoutError(f"parallel.{wrong[0]}", fix=wrong[1])
     # A plan has one error; the job's checks, which say all, ran while it was loaded.

@@ -37,7 +37,7 @@ def choose_num_ranks(job: Job, cluster: Cluster, running: int | None) -> Choice[
     elif requested is not None:
         ranks, why = requested, f"{plural(requested, 'rank')}, as the job says"
     else:
-        ranks = _find_max_ranks(job, cluster)
+        ranks = _find_max_ranks_sharing_batch_evenly(job, cluster)
         why = _explain_max_ranks(job, cluster, ranks)
     # Running ranks may be on several machines, of which this is one.
     if cluster.device == "cuda" and running is None and ranks > cluster.num_devices:
@@ -86,7 +86,7 @@ def _find_requested_ranks(job: Job) -> int | None:
     return degrees
 
 
-def _find_max_ranks(job: Job, cluster: Cluster) -> int:
+def _find_max_ranks_sharing_batch_evenly(job: Job, cluster: Cluster) -> int:
     """The most ranks that share the batch evenly: on GPUs one each; on a CPU no more than there are
     cores, but two, to be distributed at all."""
     batch, micro = job.train.global_batch_size, job.train.micro_batch_size

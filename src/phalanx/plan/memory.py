@@ -47,7 +47,7 @@ class StateBytes:
 MIXED_FP16_ADAM_STATE_BYTES = StateBytes(2, 2, 12)
 
 
-def state_bytes(
+def predict_model_state_bytes(
     num_params: float,
     zero_stage: int,
     dp_size: int,

@@ -27,8 +27,8 @@ from phalanx.plan.memory import (
     count_rank_params,
     count_segment_bytes,
     fp8_cast_bytes,
+    predict_model_state_bytes,
     staging_bytes,
-    state_bytes,
 )
 from phalanx.plan.segments import Segment, list_recompute_segments
 from phalanx.plan.workload import Workload, shard_shape
@@ -262,7 +262,7 @@ def predict_rank_memory_by_phase(
     # ep.
     params = count_rank_params(shape, work.ep) if zero_stage <= 1 else shape.num_params
     uneven = count_excess_expert_params(shape, zero_stage, dp_size, work.ep)
-    states = state_bytes(
+    states = predict_model_state_bytes(
         params,
         zero_stage,
         dp_size,

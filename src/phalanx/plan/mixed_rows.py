@@ -37,7 +37,7 @@ def has_user_loss_code(job: Job) -> bool:
 
 
 @dataclass(frozen=True)
-class RowMixing:
+class BatchRowMixing:
     """`mixes`: what makes the loss of a batch something else than the sum of the losses of its
     rows.
 
@@ -50,7 +50,7 @@ class RowMixing:
     unknown: str = ""
 
 
-def warn_of_mixed_rows(facts: RowMixing, job: Job, plan: Plan) -> tuple[EarlyWarning, ...]:
+def warn_of_mixed_rows(facts: BatchRowMixing, job: Job, plan: Plan) -> tuple[EarlyWarning, ...]:
     """The warnings that follow from `facts`. Mixed rows are no problem where one rank sees the
     whole batch at once."""
     warnings = []

@@ -249,7 +249,7 @@ def _suggest_expert_parallel(job: Job, evaluator: CandidateEvaluator, chosen: Ca
     work = replace(evaluator.work, ep=degree)
     shards = chosen.layout.gradient_reduction_layout.dp_shard
     saved = chosen.total_bytes - sum(
-        replace(evaluator, work=work).memory(chosen.zero_stage, shards).values()
+        replace(evaluator, work=work).predict_memory(chosen.zero_stage, shards).values()
     )
     if saved < MIN_SAVED_MEMORY_SHARE * chosen.total_bytes:
         return ""

@@ -40,9 +40,9 @@ from phalanx.plan.precision import require_fp8_is_possible, resolve_precision
 from phalanx.plan.recompute import plan_recompute
 from phalanx.plan.resolved_parallel import ResolvedParallel, resolve_parallel
 from phalanx.plan.warnings import (
-    NO_EXTRA_NOTES,
+    NO_EXTRA_REASONS_OR_WARNINGS,
     DataFacts,
-    ExtraNotes,
+    ExtraReasonsAndWarnings,
     describe_partial_epoch_batch,
     list_early_warnings,
 )
@@ -57,7 +57,7 @@ def make_plan(
     num_ranks: int | None = None,
     shape: ModelCosts | None = None,
     data: DataFacts | None = None,
-    more: ExtraNotes = NO_EXTRA_NOTES,
+    more: ExtraReasonsAndWarnings = NO_EXTRA_REASONS_OR_WARNINGS,
     is_explained: bool = True,
 ) -> Plan:
     """Choose the simplest layout that fits and say why.

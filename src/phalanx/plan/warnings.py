@@ -38,7 +38,7 @@ MIN_BF16_WORTHWHILE_PARAMS = 10_000_000
 
 
 @dataclass(frozen=True)
-class ExtraNotes:
+class ExtraReasonsAndWarnings:
     """Reasons and warnings about a job from modules that know its files, which the planner does
     not."""
 
@@ -46,7 +46,7 @@ class ExtraNotes:
     warnings: tuple[EarlyWarning, ...] = ()
 
 
-NO_EXTRA_NOTES = ExtraNotes()
+NO_EXTRA_REASONS_OR_WARNINGS = ExtraReasonsAndWarnings()
 
 
 @dataclass(frozen=True)

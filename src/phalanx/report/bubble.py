@@ -22,7 +22,7 @@ from phalanx.plan.pipeline.bubble import (
     predict_bubble_with_halved_stages,
 )
 from phalanx.plan.pipeline.costs import compute_model_part_costs
-from phalanx.plan.pipeline.cut import LayerCosts, Stages
+from phalanx.plan.pipeline.cut import LayerCosts, StageCut
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.pipeline.simulate import StageCosts, Timeline
 from phalanx.plan.pipeline.trace import (
@@ -100,7 +100,7 @@ class MeasuredPipeline:
         try:
             return propose_cut_from_measurement(
                 self.pipeline,
-                Stages(tuple(map(int, self.event.num_blocks))),
+                StageCut(tuple(map(int, self.event.num_blocks))),
                 self.costs,
                 self.weights,
             )

@@ -310,7 +310,7 @@ def _list_invariant_lines(run_dir: Path) -> list[str]:
         rank = stage * (num_ranks // num_stages)
         for envelope in read_recorded_events(run_dir, InvariantChecked, rank=rank):
             log.add_event(envelope)
-    facts = log.list_facts()
+    facts = log.list_invariant_facts()
     if not facts:
         return []
     names_held = [each.name.replace("_", " ") for each in facts if each.has_held]

@@ -87,7 +87,7 @@ class ExpertLog:
             self._tokens |= event.tokens_by_expert
             self._dropped |= event.dropped
 
-    def build_facts(self, attempt_of: Callable[[int, int], int]) -> ExpertFacts:
+    def build_expert_facts(self, attempt_of: Callable[[int, int], int]) -> ExpertFacts:
         """`attempt_of(step, default)`: the attempt whose result of a step stands."""
         standing: dict[int, _ExpertStep] = {}
         for (attempt, step), result in self._steps.items():

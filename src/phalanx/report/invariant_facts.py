@@ -55,7 +55,7 @@ class InvariantLog:
         else:
             self._failures.setdefault(event.name, []).append(event)
 
-    def list_facts(self) -> list[InvariantFacts]:
+    def list_invariant_facts(self) -> list[InvariantFacts]:
         """The facts of each invariant in the order of CLAIM_OF_INVARIANT; none of a run that
         checked nothing."""
         names = dict.fromkeys(

@@ -258,7 +258,7 @@ def list_alternative_rows(plan: Plan, cluster: Cluster, advice: PlanAdvice) -> l
             LayoutRow(
                 candidate.name,
                 str(candidate.layout),
-                _describe_settings(plan, candidate),
+                _describe_candidate_settings(plan, candidate),
                 step_s,
                 candidate.total_bytes,
                 candidate.why,
@@ -269,7 +269,7 @@ def list_alternative_rows(plan: Plan, cluster: Cluster, advice: PlanAdvice) -> l
     return rows
 
 
-def _describe_settings(plan: Plan, candidate: Candidate) -> str:
+def _describe_candidate_settings(plan: Plan, candidate: Candidate) -> str:
     settings = [f"micro-batch {plan.micro_batch_size} x {plan.num_microbatches}"]
     if plan.activations.recompute != "none":
         settings.append(f"recompute {plan.activations.recompute}")

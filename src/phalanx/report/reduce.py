@@ -104,8 +104,8 @@ def collect_run_facts(run_dir: Path) -> RunFacts:
         pipelines=sorted(
             _newest_event_by_step(story, events.PipelineMeasured), key=_get_step_of_event
         ),
-        experts=log.experts.build_facts(history.attempt_of.get),
-        invariants=log.invariants.list_facts(),
+        experts=log.experts.build_expert_facts(history.attempt_of.get),
+        invariants=log.invariants.list_invariant_facts(),
         bottleneck=judge_run(run_dir, plan),
         story=story,
         ledger=ledger,

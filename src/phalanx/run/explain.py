@@ -15,7 +15,7 @@ from phalanx.job.learning_rate import (
     find_scaling_rule,
     resolve_peak_learning_rate,
 )
-from phalanx.job.load import ValueOrigin, find_origins
+from phalanx.job.load import ValueOrigin, find_key_origins
 from phalanx.job.model import find_preset_of_model
 from phalanx.job.schema import Job
 from phalanx.job.toml import format_toml_value
@@ -67,7 +67,7 @@ def explain_job(
         derived["data.tokenizer"] = ExplainedValue(
             "data.tokenizer", tokens.default, "derived", why=why
         )
-    origins = find_origins(job_file, overrides)
+    origins = find_key_origins(job_file, overrides)
     values = job.to_json()
     rows = []
     for key, origin in origins.items():

@@ -24,7 +24,7 @@ from phalanx.job.module_probe import (
 from phalanx.job.schema import Job
 from phalanx.plan.mixed_rows import (
     MAX_PROBED_PARAMS,
-    RowMixing,
+    BatchRowMixing,
     has_user_loss_code,
     warn_of_mixed_rows,
 )
@@ -52,18 +52,18 @@ def warnings_about_mixed_rows(
     return warn_of_mixed_rows(facts, job, plan)
 
 
-def _probe_mixed_rows(job: Job, plan: Plan, ask: bool) -> RowMixing:
+def _probe_mixed_rows(job: Job, plan: Plan, ask: bool) -> BatchRowMixing:
     cached = _cache_file(job, plan)
     try:
-        return RowMixing(**read_json(cached))
+        return BatchRowMixing(**read_json(cached))
     except (OSError, ValueError, TypeError):
         # No answer is kept, or none that this version can read.
         pass
     if not ask:
-        return RowMixing()
+        return BatchRowMixing()
     request = {"job": job.to_json(), "plan": plan.to_json()}
     try:
-        facts = RowMixing(
+        facts = BatchRowMixing(
             **json.loads(
                 find_last_line(
                     run_request_process(ROWS_PROBE_MODULE, request, ROWS_PROBE_TIMEOUT_S)
@@ -72,7 +72,7 @@ def _probe_mixed_rows(job: Job, plan: Plan, ask: bool) -> RowMixing:
         )
     except (ChildProcessError, ValueError, TypeError):
         # Nothing is known of what cannot be tried: training says what is wrong with it.
-        return RowMixing()
+        return BatchRowMixing()
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
         # Not durable: what a crash loses is asked again.

@@ -15,7 +15,7 @@ from phalanx.core.files import open_run_directory
 from phalanx.data.corpus import CORPUS_FILE_NAME, Corpus, verify_corpus
 from phalanx.data.prepare import prepare_corpus
 from phalanx.job.costs import ModelCosts
-from phalanx.job.model import find_vocab_size_of, require_matching_data
+from phalanx.job.model import find_vocab_size_of, require_model_reads_data
 from phalanx.job.module_probe import measure_foreign_shape
 from phalanx.job.schema import Job
 from phalanx.launch.paths import refuse_symlinked_run_folders
@@ -141,7 +141,7 @@ def _check_before_writing(
         job = replace_precision(job, earlier_plan.precision)
     shape = measure_foreign_shape(job)
     require_packages(job, cluster.device)
-    require_matching_data(job, shape)
+    require_model_reads_data(job, shape)
     if not resume:
         # Weights that are not there or do not fit are refused before data is prepared.
         find_initial_checkpoint(job.model, find_known_shape(job))

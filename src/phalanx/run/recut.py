@@ -12,7 +12,7 @@ from phalanx.job.schema import Job
 from phalanx.observe.events import PipelineMeasured
 from phalanx.observe.tail import read_recorded_events
 from phalanx.plan.pipeline.costs import compute_model_part_costs
-from phalanx.plan.pipeline.cut import Stages
+from phalanx.plan.pipeline.cut import StageCut
 from phalanx.plan.pipeline.simulate import StageCosts
 from phalanx.plan.pipeline.trace import ProposedCut, propose_cut_from_measurement
 from phalanx.plan.plan import Plan
@@ -72,7 +72,7 @@ def recut_pipeline_of_run(job: Job, plan: Plan, run_dir: Path) -> PipelineRecut:
         event,
         tuple(seconds),
         propose_cut_from_measurement(
-            plan.pipeline, Stages(tuple(event.num_blocks)), seconds, weights
+            plan.pipeline, StageCut(tuple(event.num_blocks)), seconds, weights
         ),
     )
 

@@ -26,7 +26,7 @@ from phalanx.data.model_tokenizer import (
 from phalanx.job.hugging_face import find_config_file, find_weights_directory, is_hugging_face
 from phalanx.job.model import find_vocab_size_of
 from phalanx.job.schema import Job, Model
-from phalanx.plan.warnings import ExtraNotes
+from phalanx.plan.warnings import ExtraReasonsAndWarnings
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class JobTokens:
     default: str
     vocab_size: int | None
 
-    def corpus_remarks(self, corpus: Corpus | None = None) -> ExtraNotes:
+    def corpus_remarks(self, corpus: Corpus | None = None) -> ExtraReasonsAndWarnings:
         """Remarks about the corpus once it is there, else about what it will be."""
         sources: Sequence[SourceTokenizer] = self.sources
         if corpus is not None:

@@ -16,7 +16,7 @@ from phalanx.suggest.layer_groups import LayerGroup, find_layer_groups
 from phalanx.suggest.observed import ObservedModule
 from phalanx.suggest.patterns import merge_rules_into_patterns
 from phalanx.suggest.suggestion import NameAndReason, Suggestion
-from phalanx.suggest.trial import CutTrial, try_cutting
+from phalanx.suggest.trial import CutTrialResult, try_cutting
 from phalanx.suggest.uncut_parameters import find_uncut_parameter_rules
 from phalanx.suggest.visit import has_dropout_between, record_module_call
 
@@ -154,7 +154,9 @@ class _RuleProposer:
         self._rules[group.row] = (cutting.row, f"takes what {column_names} {verb} out")
 
 
-def _add_counts_to_home_rule(home_rule: NameAndReason, trial: CutTrial) -> NameAndReason | None:
+def _add_counts_to_home_rule(
+    home_rule: NameAndReason, trial: CutTrialResult
+) -> NameAndReason | None:
     """The rule of a home, with the counts that a trial found to be divided; None if it needs
     none."""
     kind, why = home_rule

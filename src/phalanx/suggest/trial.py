@@ -19,7 +19,7 @@ from phalanx.mesh.tensor_group import TensorGroup
 from phalanx.parallel.tensor.sharder import shard_module
 from phalanx.plan.rules import parse_sharding_rules
 from phalanx.suggest.cutting import CutProposal
-from phalanx.suggest.visit import ModuleCall
+from phalanx.suggest.visit import RecordedModuleCall
 
 # Relative: float32, where the module has no float64, keeps about seven digits.
 RELATIVE_TOLERANCE = 1e-6
@@ -37,7 +37,7 @@ class _SingleRankGroup(TensorGroup):
 
 
 @dataclass(frozen=True)
-class CutTrial:
+class CutTrialResult:
     """The result of a trial: which counts of the module must be divided, or why it cannot be
     cut."""
 
@@ -46,8 +46,8 @@ class CutTrial:
 
 
 def try_cutting(
-    home: nn.Module, names: Sequence[str], cutting: CutProposal, visit: ModuleCall
-) -> CutTrial:
+    home: nn.Module, names: Sequence[str], cutting: CutProposal, visit: RecordedModuleCall
+) -> CutTrialResult:
     """`home` holds the columns and, last, the row: `names` are theirs within it.
 
     `visit` is a call of it.
@@ -60,7 +60,7 @@ def try_cutting(
                 _is_sharded_sum_equal(home, names[-1], texts, counts, tp, visit)
                 for tp in cutting.degrees
             ):
-                return CutTrial(counts)
+                return CutTrialResult(counts)
             refused = refused or "what the parts make does not add up to the whole"
         except LayoutError as error:
             refused = refused or str(error)
@@ -70,7 +70,7 @@ def try_cutting(
                 or f"its forward fails with a part of them: {str(error).splitlines()[0][:120]}"
             )
     # The first refusal is told: that of the module as it is, with no count divided.
-    return CutTrial(refused=refused)
+    return CutTrialResult(refused=refused)
 
 
 def _list_choices_of_counts(home: nn.Module, cutting: CutProposal) -> Iterator[tuple[str, ...]]:
@@ -121,7 +121,7 @@ def _is_sharded_sum_equal(
     texts: Mapping[str, str],
     counts: Sequence[str],
     tp: int,
-    visit: ModuleCall,
+    visit: RecordedModuleCall,
 ) -> bool:
     total: torch.Tensor | None = None
     bias: Any = 0.0

@@ -14,7 +14,7 @@ from phalanx.job.shapes.own_rules import build_pattern_for_all_blocks
 from phalanx.suggest.layer_groups import LayerGroup
 from phalanx.suggest.observed import ObservedModule
 from phalanx.suggest.suggestion import NameAndReason
-from phalanx.suggest.visit import ModuleCall
+from phalanx.suggest.visit import RecordedModuleCall
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class _ParameterUses:
     def is_only_outside_cut(self, name: str) -> bool:
         return not self.between[name] and (self.after[name] or self.before[name])
 
-    def describe_refusal(self, name: str, *, is_region: bool, is_of_home: bool) -> str:
+    def describe_uses_without_rule(self, name: str, *, is_region: bool, is_of_home: bool) -> str:
         """The uses for which there is no rule, in words; "" if there is one."""
         if self.after[name] and self.receives_cut_features(name, is_region=is_region):
             return "before and after the cut"
@@ -61,7 +61,7 @@ class _ParameterUses:
 
 
 def find_uncut_parameter_rules(
-    observed: ObservedModule, group: LayerGroup, visit: ModuleCall
+    observed: ObservedModule, group: LayerGroup, visit: RecordedModuleCall
 ) -> UncutParameterRules:
     """The rules of the group's home, and of the parameters in it that the group does not hold."""
     home_pattern = build_pattern_for_all_blocks(group.home)
@@ -73,7 +73,9 @@ def find_uncut_parameter_rules(
     rules: dict[str, NameAndReason] = {}
     for name in uses.between:
         owner = group.find_parameter_owner(name)
-        where = uses.describe_refusal(name, is_region=is_region, is_of_home=owner == group.home)
+        where = uses.describe_uses_without_rule(
+            name, is_region=is_region, is_of_home=owner == group.home
+        )
         if where:
             return UncutParameterRules({}, f"{name} of {home_pattern} is used {where}")
         if uses.between[name] and not is_region:
@@ -94,7 +96,7 @@ def find_uncut_parameter_rules(
 
 
 def _find_parameter_uses(
-    observed: ObservedModule, group: LayerGroup, visit: ModuleCall
+    observed: ObservedModule, group: LayerGroup, visit: RecordedModuleCall
 ) -> _ParameterUses:
     parameters = _find_uncut_parameters(observed, group)
 

@@ -18,7 +18,7 @@ from phalanx.suggest.observed import ObservedModule
 
 
 @dataclass
-class ModuleCall:
+class RecordedModuleCall:
     """A call of one module in a forward, with some layers inside detached from what follows them.
 
     `entered` is its first argument of activations, detached from what made it; `row_output` is as
@@ -35,9 +35,9 @@ class ModuleCall:
     num_calls: int = 0
 
 
-def record_module_call(observed: ObservedModule, group: LayerGroup) -> ModuleCall:
+def record_module_call(observed: ObservedModule, group: LayerGroup) -> RecordedModuleCall:
     """The visit of the group's home, with its layers and what enters the home detached."""
-    visit, home = ModuleCall(), observed.parts[group.home]
+    visit, home = RecordedModuleCall(), observed.parts[group.home]
 
     def enter_home(part: nn.Module, args: Any, kwargs: Any) -> Any:
         visit.num_calls += 1

@@ -37,13 +37,13 @@ def check_experts_can_be_spread(job: Job) -> list[Finding]:
         return []
     # The ranks matter for the fix alone; whether ep divides them is another check's question.
     num_ranks, _ = find_ranks_for_experts(job) or (None, "")
-    wrong = find_expert_problem(ep, shape, num_ranks)
+    wrong = find_expert_parallel_problem(ep, shape, num_ranks)
     if wrong is None:
         return []
     return [make_finding("parallel.ep", *wrong)]
 
 
-def find_expert_problem(
+def find_expert_parallel_problem(
     ep: int, shape: ModelCosts, num_ranks: int | None = None
 ) -> tuple[str, str] | None:
     """(problem, fix) for `ep` ranks and a model's experts; None if they go together.

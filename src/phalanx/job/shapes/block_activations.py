@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.job.costs import BlockBytes, LossBytes, Microbatch
+from phalanx.job.costs import BlockBytes, LossBytes, RankMicrobatch
 from phalanx.job.shapes.transformer import TransformerShape
 
 
@@ -18,10 +18,10 @@ class TransformerActivations:
 
     shape: TransformerShape
 
-    def count_message_bytes(self, batch: Microbatch) -> int:
+    def count_message_bytes(self, batch: RankMicrobatch) -> int:
         return batch.tokens * self.shape.dim * batch.compute_bytes // batch.sequence_parts
 
-    def count_final_norm_passing_bytes(self, batch: Microbatch) -> int:
+    def count_final_norm_passing_bytes(self, batch: RankMicrobatch) -> int:
         """Bytes in the backward of the last norm; of a LayerNorm 0: it has less than the loss."""
         if self.shape.norm == "layernorm":
             return 0
@@ -35,7 +35,7 @@ class TransformerActivations:
 
 
 @dataclass(frozen=True)
-class PartBytes:
+class BlockPartBytes:
     """`BlockBytes` of a block's attention, or of its feed-forward."""
 
     saved: int
@@ -46,14 +46,17 @@ class PartBytes:
 
 
 def sum_block_bytes(
-    shape: TransformerShape, c: int, sequence_parts: int, *parts: PartBytes
+    shape: TransformerShape, c: int, sequence_parts: int, *parts: BlockPartBytes
 ) -> BlockBytes:
     """The bytes of a block for one token: of its norms, its attention and its feed-forward."""
     num_norms = 2
     if shape.post_norms:
         num_norms = 4
     # What enters a matrix product is gathered before: norms' outputs are whole, their inputs parts.
-    norms = norm_input_bytes(shape, shape.dim, c) * num_norms // sequence_parts + 2 * shape.dim * c
+    norms = (
+        count_norm_own_saved_bytes(shape, shape.dim, c) * num_norms // sequence_parts
+        + 2 * shape.dim * c
+    )
     return BlockBytes(
         norms + sum(part.saved for part in parts),
         shape.dim * c // sequence_parts,
@@ -66,7 +69,7 @@ def sum_block_bytes(
 
 
 def _count_passing(
-    shape: TransformerShape, c: int, sequence_parts: int, feed_forward: PartBytes
+    shape: TransformerShape, c: int, sequence_parts: int, feed_forward: BlockPartBytes
 ) -> int:
     """Bytes for one token at the worst moment of a block's backward beside what it saves. Held to
     dry runs by tests/unit/test_memory_phases.py."""
@@ -105,7 +108,7 @@ def scale_block_bytes(block: BlockBytes, tokens: int) -> BlockBytes:
     )
 
 
-def count_chunked_loss(batch: Microbatch, vocab_size: int, dim: int) -> LossBytes:
+def count_chunked_loss(batch: RankMicrobatch, vocab_size: int, dim: int) -> LossBytes:
     """Bytes of the chunked cross-entropy: fp32 logits of one chunk, gradients of hidden states and
     head.
 
@@ -120,28 +123,28 @@ def count_chunked_loss(batch: Microbatch, vocab_size: int, dim: int) -> LossByte
     return LossBytes(logits + gradients, gradients, logits, vocab_size * dim * 4)
 
 
-def norm_bytes(shape: TransformerShape, width: int, c: int, parts: int = 1) -> int:
+def count_norm_saved_bytes(shape: TransformerShape, width: int, c: int, parts: int = 1) -> int:
     """Bytes per token of a norm whose output enters a matrix product, which saves it."""
-    return norm_input_bytes(shape, width, c) // parts + width * c
+    return count_norm_own_saved_bytes(shape, width, c) // parts + width * c
 
 
-def norm_input_bytes(shape: TransformerShape, width: int, c: int) -> int:
+def count_norm_own_saved_bytes(shape: TransformerShape, width: int, c: int) -> int:
     """Bytes per token that a norm alone saves.
 
     LayerNorm: its input, mean and deviation. RMSNorm: input and normalised input, both fp32.
     """
     if shape.norm == "layernorm":
         return width * c + 8
-    return rms_norm_bytes(width)
+    return count_rms_norm_saved_bytes(width)
 
 
-def rms_norm_bytes(width: int) -> int:
+def count_rms_norm_saved_bytes(width: int) -> int:
     """Bytes per token that an RMSNorm saves."""
     # Input and normalised input in fp32, and one reciprocal deviation.
     return 2 * 4 * width + 4
 
 
-def count_attention_bytes(shape: TransformerShape, c: int, *, is_rotated: bool) -> PartBytes:
+def count_attention_bytes(shape: TransformerShape, c: int, *, is_rotated: bool) -> BlockPartBytes:
     """Bytes per token of attention: q, k, v (keys and values with their own heads), the output,
     and one fp32 log-sum-exp per head.
 
@@ -153,9 +156,9 @@ def count_attention_bytes(shape: TransformerShape, c: int, *, is_rotated: bool) 
     saved = ((3 if is_rotated else 2) * width + 2 * kv_width) * c + 4 * heads
     if shape.qk_norm:
         # Norms of queries and keys work on every head: one deviation each.
-        saved += (heads + kv_heads) * rms_norm_bytes(shape.head_dim)
+        saved += (heads + kv_heads) * count_rms_norm_saved_bytes(shape.head_dim)
     both_ways = 2 * width + 2 * kv_width  # q and the output, k and v
-    return PartBytes(
+    return BlockPartBytes(
         saved,
         (both_ways + shape.dim) * c + 4 * heads,
         heads * (shape.head_dim * c + 4),
@@ -165,10 +168,10 @@ def count_attention_bytes(shape: TransformerShape, c: int, *, is_rotated: bool) 
     )
 
 
-def count_feed_forward_bytes(shape: TransformerShape, c: int) -> PartBytes:
+def count_feed_forward_bytes(shape: TransformerShape, c: int) -> BlockPartBytes:
     """Bytes per token of a dense feed-forward."""
     wide = (shape.num_matrices - 1) * shape.ffn_dim  # what gate and up put out
-    return PartBytes(
+    return BlockPartBytes(
         count_inner_feed_forward_bytes(shape, shape.ffn_dim, c),
         wide * c + shape.dim * c,
         wide * c,

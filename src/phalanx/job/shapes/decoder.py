@@ -164,9 +164,9 @@ class DecoderShape(TransformerShape):
     # Parameters
 
     @property
-    def attention_weights(self) -> int:
+    def attention_matrix_params(self) -> int:
         if not self.has_latent_attention:
-            return super().attention_weights
+            return super().attention_matrix_params
         # Multi-head latent attention (arXiv 2405.04434, section 2.1)
         heads, rotated, values = self.num_heads, self.rope_head_dim, self.value_head_dim
         queries = heads * self.head_dim
@@ -180,10 +180,10 @@ class DecoderShape(TransformerShape):
         return query + into + out_of + heads * values * self.dim
 
     @property
-    def attention_vectors(self) -> int:
+    def attention_vector_params(self) -> int:
         if self.has_latent_attention:
             return self.kv_rank + self.query_rank  # an RMSNorm of each latent
-        return super().attention_vectors
+        return super().attention_vector_params
 
     @property
     def router_params(self) -> int:
@@ -258,9 +258,9 @@ class DecoderShape(TransformerShape):
 
     # What computing costs
 
-    def count_visited_weights(self, layer: int) -> int:
+    def count_feed_forward_weights_per_token(self, layer: int) -> int:
         if not self.has_experts(layer):
-            return super().count_visited_weights(layer)
+            return super().count_feed_forward_weights_per_token(layer)
         visited = self.experts_per_token + self.num_shared_experts
         return visited * self.count_feed_forward_weights(self.expert_ffn_dim) + self.router_params
 

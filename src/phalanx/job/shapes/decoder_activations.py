@@ -6,17 +6,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from phalanx.job.costs import BlockBytes, FreedGradients, LossBytes, Microbatch
+from phalanx.job.costs import BlockBytes, FreedGradients, LossBytes, RankMicrobatch
 from phalanx.job.shapes import masks
 from phalanx.job.shapes.block_activations import (
-    PartBytes,
+    BlockPartBytes,
     TransformerActivations,
     count_attention_bytes,
     count_chunked_loss,
     count_feed_forward_bytes,
     count_inner_feed_forward_bytes,
-    norm_bytes,
-    rms_norm_bytes,
+    count_norm_saved_bytes,
+    count_rms_norm_saved_bytes,
     scale_block_bytes,
     sum_block_bytes,
 )
@@ -37,7 +37,7 @@ class DecoderActivations(TransformerActivations):
         default_factory=dict, repr=False, compare=False
     )
 
-    def block(self, layer: int, batch: Microbatch) -> BlockBytes:
+    def block(self, layer: int, batch: RankMicrobatch) -> BlockBytes:
         # A plan asks for every block of many layouts, and there are two kinds of blocks at most.
         key = (self.shape.has_experts(layer), batch.compute_bytes, batch.sequence_parts)
         if key not in self._blocks:
@@ -55,30 +55,30 @@ class DecoderActivations(TransformerActivations):
             feed_forward = _count_experts_bytes(shape, c)
         return sum_block_bytes(shape, c, sequence_parts, attention, feed_forward)
 
-    def count_bytes_in_every_stage(self, batch: Microbatch) -> int:
+    def count_bytes_in_every_stage(self, batch: RankMicrobatch) -> int:
         """Bytes of the masks that all blocks share, and of the tables of cosines and sines in
         fp32, one for each kind of block that has its own."""
         tables = 0
         if self.shape.positions == "rope":
             # cos and sin of rotated_dim / 2 angles each, 4 bytes a number.
             tables = 4 * self.shape.rotated_dim * masks.count_block_kinds(self.shape)
-        return masks.common_mask_bytes(self.shape, batch) + batch.tokens * tables
+        return masks.count_shared_mask_bytes(self.shape, batch) + batch.tokens * tables
 
-    def count_embedding_bytes(self, batch: Microbatch) -> int:
+    def count_embedding_bytes(self, batch: RankMicrobatch) -> int:
         if batch.tp > 1:
             return batch.tokens * LOOKED_UP_BYTES
         return 0
 
-    def count_final_norm_bytes(self, batch: Microbatch) -> int:
+    def count_final_norm_bytes(self, batch: RankMicrobatch) -> int:
         shape = self.shape
-        return batch.tokens * norm_bytes(
+        return batch.tokens * count_norm_saved_bytes(
             shape, shape.dim, batch.compute_bytes, batch.sequence_parts
         )
 
-    def count_block_mask_bytes(self, batch: Microbatch) -> int:
-        return masks.block_mask_bytes(self.shape, batch)
+    def count_block_mask_bytes(self, batch: RankMicrobatch) -> int:
+        return masks.count_query_block_mask_bytes(self.shape, batch)
 
-    def count_loss_bytes(self, batch: Microbatch) -> LossBytes:
+    def count_loss_bytes(self, batch: RankMicrobatch) -> LossBytes:
         return count_chunked_loss(batch, self.shape.vocab_size, self.shape.dim)
 
     def fp8_params(self) -> int:
@@ -102,7 +102,7 @@ class DecoderActivations(TransformerActivations):
         )
 
 
-def _latent_attention_bytes(shape: DecoderShape, c: int) -> PartBytes:
+def _latent_attention_bytes(shape: DecoderShape, c: int) -> BlockPartBytes:
     """Bytes per token of latent attention: latents with their norms; q, k, v and the output, all
     of head_dim; and the part of the output that enters its matrix.
 
@@ -114,14 +114,14 @@ def _latent_attention_bytes(shape: DecoderShape, c: int) -> PartBytes:
     # q, k, v and the output, the part of it that its matrix reads, and a log-sum-exp per head.
     saved = heads * (4 * shape.head_dim + shape.value_head_dim) * c + 4 * heads
     for rank in filter(None, (shape.query_rank, shape.kv_rank)):
-        saved += rms_norm_bytes(rank) + rank * c
+        saved += count_rms_norm_saved_bytes(rank) + rank * c
     in_both = heads * (shape.head_dim * c + 4)
     if c == 4:  # norms keep their inputs as they are
         saved += c * shape.rope_head_dim
         in_both += c * (latents + shape.rope_head_dim)
     # What came back to all its matrices, the latents that went in, and what went into the output.
     waiting = products + latents + heads * shape.value_head_dim
-    return PartBytes(
+    return BlockPartBytes(
         saved,
         (products + heads * shape.head_dim + shape.dim) * c + 4 * heads,
         in_both,
@@ -138,7 +138,7 @@ def _count_latent_products(shape: DecoderShape) -> int:
     return down + shape.num_heads * shape.head_dim + keys_and_values
 
 
-def _count_experts_bytes(shape: DecoderShape, c: int) -> PartBytes:
+def _count_experts_bytes(shape: DecoderShape, c: int) -> BlockPartBytes:
     """Bytes per token of the experts. Each visited expert saves its input, its inside, its output,
     and four numbers: its index (with its weight before normalisation), the place and the owner of
     its row, and its weight.
@@ -164,7 +164,7 @@ def _count_experts_bytes(shape: DecoderShape, c: int) -> PartBytes:
     passes = shape.experts_per_token + has_shared
     wide = (shape.num_matrices - 1) * visited * shape.expert_ffn_dim
     waiting = shape.num_matrices * visited * shape.expert_ffn_dim
-    return PartBytes(
+    return BlockPartBytes(
         scores + sums + read + routed + shape.num_shared_experts * inside,
         scores + wide * c + passes * shape.dim * c,
         wide * c + shape.experts_per_token * shape.dim * c,

@@ -264,9 +264,9 @@ class MeasuredModule:
         )
 
     def to_json(self) -> dict[str, Any]:
-        return complete_stored_keys(self) | {"measured": self._build_counted()}
+        return complete_stored_keys(self) | {"measured": self._build_stored_counts()}
 
-    def _build_counted(self) -> dict[str, Any]:
+    def _build_stored_counts(self) -> dict[str, Any]:
         return {
             "num_params": self.num_params,
             "num_trainable_params": self.num_trainable_params,
@@ -286,7 +286,7 @@ class MeasuredModule:
         }
 
 
-def load_counted_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+def load_stored_counts(values: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a MeasuredModule from what is stored of it under "measured"."""
     rest = {key: value for key, value in values.items() if key != "names"}
     return rest | {

@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from phalanx.job.shapes.decoder import DecoderShape
-from phalanx.job.shapes.measured import MeasuredModule, load_counted_fields
+from phalanx.job.shapes.measured import MeasuredModule, load_stored_counts
 from phalanx.job.shapes.stored_keys import REQUIRED_SHAPE_KEYS, STORED_SHAPE_DEFAULTS
 from phalanx.job.shapes.vit import VitShape
 
@@ -24,7 +24,7 @@ def parse_stored_shape(body: Mapping[str, Any]) -> BuiltInShape | MeasuredModule
     if not counted:
         return build_builtin_shape(body)
     _require_shape_keys(body)
-    return _select_fields(MeasuredModule, {**body, **load_counted_fields(counted)})
+    return _select_fields(MeasuredModule, {**body, **load_stored_counts(counted)})
 
 
 def build_builtin_shape(values: Mapping[str, Any]) -> BuiltInShape:

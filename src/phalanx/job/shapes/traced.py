@@ -16,7 +16,7 @@ from phalanx.job.costs import Flops
 
 
 @dataclass(frozen=True)
-class SourcedBytes:
+class BytesBySourceLayers:
     """Bytes of tensors that were computed from the outputs of the layers `sources` (names within
     the block) since the block began."""
 
@@ -44,11 +44,11 @@ class TracedProduct:
 class TracedPart:
     """One part of a module in one microbatch: a block, or what is before or after the blocks."""
 
-    saved: tuple[SourcedBytes, ...]
+    saved: tuple[BytesBySourceLayers, ...]
     entering: int
-    results: tuple[SourcedBytes, ...]
+    results: tuple[BytesBySourceLayers, ...]
     """What products and attention put out."""
-    results_saved: tuple[SourcedBytes, ...]
+    results_saved: tuple[BytesBySourceLayers, ...]
     """The part of `results` that autograd saves, too."""
     products: tuple[TracedProduct, ...]
     attention: tuple[tuple[int, ...], ...]
@@ -200,8 +200,8 @@ def _parse_traced_part(body: Mapping[str, Any]) -> TracedPart:
     )
 
 
-def _parse_byte_groups(bodies: Sequence[Any]) -> tuple[SourcedBytes, ...]:
-    return tuple(SourcedBytes(tuple(map(str, names)), int(size)) for names, size in bodies)
+def _parse_byte_groups(bodies: Sequence[Any]) -> tuple[BytesBySourceLayers, ...]:
+    return tuple(BytesBySourceLayers(tuple(map(str, names)), int(size)) for names, size in bodies)
 
 
 def format_traces_json(traces: Sequence[ModuleTrace]) -> list[dict[str, Any]]:
@@ -245,7 +245,7 @@ def _part_to_json(part: TracedPart) -> dict[str, Any]:
     }
 
 
-def _groups_to_json(groups: Sequence[SourcedBytes]) -> list[list[Any]]:
+def _groups_to_json(groups: Sequence[BytesBySourceLayers]) -> list[list[Any]]:
     return [[list(group.sources), group.num_bytes] for group in groups]
 
 

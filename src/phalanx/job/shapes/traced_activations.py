@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from phalanx.job.costs import BlockBytes, FreedGradients, LossBytes, Microbatch
+from phalanx.job.costs import BlockBytes, FreedGradients, LossBytes, RankMicrobatch
 from phalanx.job.shapes.block_activations import count_chunked_loss
 from phalanx.job.shapes.traced import (
+    BytesBySourceLayers,
     ModuleTrace,
-    SourcedBytes,
     TracedPart,
     TracedProduct,
     TracePoint,
@@ -30,7 +30,7 @@ class TracedActivations:
         default_factory=dict, repr=False, compare=False
     )
 
-    def block(self, layer: int, batch: Microbatch) -> BlockBytes:
+    def block(self, layer: int, batch: RankMicrobatch) -> BlockBytes:
         trace = self._find_trace_for(batch)
         kind = trace.points[0].blocks[layer]
         size = (batch.micro_batch_size, batch.seq_len, batch.cp, batch.sequence_parts)
@@ -39,7 +39,7 @@ class TracedActivations:
             self._blocks[key] = self._count_block(layer, batch)
         return self._blocks[key]
 
-    def _count_block(self, layer: int, batch: Microbatch) -> BlockBytes:
+    def _count_block(self, layer: int, batch: RankMicrobatch) -> BlockBytes:
         cut = _PartCut(self.shape, f"{self.shape.block_names[layer]}.", batch)
 
         def estimate(count: Callable[[TracedPart], int]) -> int:
@@ -55,24 +55,24 @@ class TracedActivations:
             passing=estimate(lambda part: part.passing) // batch.tp,
         )
 
-    def count_bytes_in_every_stage(self, batch: Microbatch) -> int:
+    def count_bytes_in_every_stage(self, batch: RankMicrobatch) -> int:
         return self._estimate(lambda point: point.shared, batch)
 
-    def count_embedding_bytes(self, batch: Microbatch) -> int:
+    def count_embedding_bytes(self, batch: RankMicrobatch) -> int:
         cut = _PartCut(self.shape, "", batch)
         return self._estimate(lambda point: cut.count_cut_bytes(point.before.saved), batch)
 
-    def count_final_norm_bytes(self, batch: Microbatch) -> int:
+    def count_final_norm_bytes(self, batch: RankMicrobatch) -> int:
         cut = _PartCut(self.shape, "", batch)
         return self._estimate(lambda point: cut.count_cut_bytes(point.after.saved), batch)
 
-    def count_final_norm_passing_bytes(self, batch: Microbatch) -> int:
+    def count_final_norm_passing_bytes(self, batch: RankMicrobatch) -> int:
         return 0  # the trace looks at blocks alone
 
-    def count_block_mask_bytes(self, batch: Microbatch) -> int:
+    def count_block_mask_bytes(self, batch: RankMicrobatch) -> int:
         return 0
 
-    def count_loss_bytes(self, batch: Microbatch) -> LossBytes:
+    def count_loss_bytes(self, batch: RankMicrobatch) -> LossBytes:
         """Bytes of the loss: arithmetic where the objective multiplies by the head, else as
         traced."""
         head = self._find_trace_for(batch).points[0].head
@@ -89,7 +89,7 @@ class TracedActivations:
         passing = self._estimate(lambda point: point.loss.passing, batch) // parts
         return LossBytes(saved_bytes + passing, saved_bytes, passing)
 
-    def count_message_bytes(self, batch: Microbatch) -> int:
+    def count_message_bytes(self, batch: RankMicrobatch) -> int:
         if not self.shape.num_layers:
             return 0
         return self._estimate(lambda point: point.block(0).entering, batch) // batch.sequence_parts
@@ -115,12 +115,12 @@ class TracedActivations:
                 matrix = max(matrix, size)
         return FreedGradients(table, self.shape.block_params, matrix, matrix)
 
-    def _find_trace_for(self, batch: Microbatch) -> ModuleTrace:
+    def _find_trace_for(self, batch: RankMicrobatch) -> ModuleTrace:
         trace = find_trace_of_precision(self.shape.traces, batch.compute_bytes)
         assert trace is not None, "a module has activations only where it was traced"
         return trace
 
-    def _estimate(self, count: Callable[[TracePoint], int], batch: Microbatch) -> int:
+    def _estimate(self, count: Callable[[TracePoint], int], batch: RankMicrobatch) -> int:
         trace = self._find_trace_for(batch)
         # Attention of a part of a sequence meets the keys of all of it.
         length = batch.seq_len // batch.cp
@@ -134,12 +134,12 @@ class _PartCut:
 
     shape: MeasuredModule
     prefix: str
-    batch: Microbatch
+    batch: RankMicrobatch
 
     def is_cut(self, sources: Sequence[str]) -> bool:
         return any(f"{self.prefix}{source}" in self.shape.column_cut for source in sources)
 
-    def count_cut_bytes(self, groups: Sequence[SourcedBytes]) -> int:
+    def count_cut_bytes(self, groups: Sequence[BytesBySourceLayers]) -> int:
         total = 0
         for group in groups:
             parts = self.batch.sequence_parts

@@ -144,13 +144,13 @@ class TransformerShape(ABC):
         return self.dim * (2 if self.norm == "layernorm" else 1)
 
     @property
-    def attention_weights(self) -> int:
+    def attention_matrix_params(self) -> int:
         """Elements of one block's attention matrices."""
         # q and o have the query heads, k and v those of keys.
         return self.dim * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
 
     @property
-    def attention_vectors(self) -> int:
+    def attention_vector_params(self) -> int:
         """Elements of the biases of one block's attention, and of the norms inside."""
         heads = self.num_heads + 2 * self.num_kv_heads
         size = 0
@@ -166,7 +166,7 @@ class TransformerShape(ABC):
     def attention_params(self) -> int:
         """Parameters of one block's attention: the projections, their biases and the norms
         inside."""
-        return self.attention_weights + self.attention_vectors
+        return self.attention_matrix_params + self.attention_vector_params
 
     def count_feed_forward_weights(self, width: int) -> int:
         """Elements of the matrices of a feed-forward of inner `width`."""
@@ -299,7 +299,7 @@ class TransformerShape(ABC):
     def count_attended_pairs(self, tokens: int, layer: int) -> int:
         """Pairs of tokens of one sample, in one block, of which one attends to the other."""
 
-    def count_visited_weights(self, layer: int) -> int:
+    def count_feed_forward_weights_per_token(self, layer: int) -> int:
         """Elements of the matrices of a block's feed-forward that one token is multiplied by."""
         return self.count_feed_forward_weights(self.ffn_dim)
 
@@ -309,7 +309,9 @@ class TransformerShape(ABC):
         # Scores are products over head_dim, their use one over values; 2 FLOPs a multiply-add.
         pair = 2 * self.num_heads * (self.head_dim + self.value_dim)
         return Flops(
-            2 * tokens * (self.attention_weights + self.count_visited_weights(layer)),
+            2
+            * tokens
+            * (self.attention_matrix_params + self.count_feed_forward_weights_per_token(layer)),
             pair * self.count_attended_pairs(tokens, layer),
         )
 

@@ -56,7 +56,7 @@ class VitShape(TransformerShape):
         return count_patches(self.image_size, self.patch_size)
 
     @property
-    def patch_weights(self) -> int:
+    def patch_elements(self) -> int:
         """Elements of one patch."""
         return self.num_channels * self.patch_size**2
 
@@ -81,7 +81,7 @@ class VitShape(TransformerShape):
         if self.pooling == "class_token":
             class_token = 1
         # The patches' matrix and bias, the class token, and a position for each token.
-        return self.dim * (self.patch_weights + 1 + class_token + self.count_sample_tokens(0))
+        return self.dim * (self.patch_elements + 1 + class_token + self.count_sample_tokens(0))
 
     @property
     def head_params(self) -> int:
@@ -94,7 +94,7 @@ class VitShape(TransformerShape):
 
     def flops(self, seq_len: int) -> ModelFlops:
         """FLOPs of each part for one image, of which the head sees one token."""
-        embedding = Flops(2 * self.dim * self.num_patches * self.patch_weights)
+        embedding = Flops(2 * self.dim * self.num_patches * self.patch_elements)
         head = Flops(2 * self.dim * self.num_classes)
         return ModelFlops(embedding, self._flops_of_blocks(seq_len), head)
 
@@ -106,7 +106,7 @@ class VitShape(TransformerShape):
             blocks=work.build_work_of_blocks(self, num_tokens),
             head=Matmul("head", self.dim, self.num_classes),
             num_head_tokens=1,
-            embedding=Matmul("patch", self.patch_weights, self.dim),
+            embedding=Matmul("patch", self.patch_elements, self.dim),
             num_embedding_tokens=self.num_patches,
             num_embedding_params=self.embedding_params,
             num_head_params=self.head_params + self.norm_params,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from phalanx.job.costs import BlockBytes, FreedGradients, LossBytes, Microbatch
+from phalanx.job.costs import BlockBytes, FreedGradients, LossBytes, RankMicrobatch
 from phalanx.job.shapes.block_activations import (
     TransformerActivations,
     count_attention_bytes,
@@ -24,31 +24,31 @@ class VitActivations(TransformerActivations):
 
     shape: VitShape
 
-    def block(self, layer: int, batch: Microbatch) -> BlockBytes:
+    def block(self, layer: int, batch: RankMicrobatch) -> BlockBytes:
         shape, c = self.shape, batch.compute_bytes
         attention = count_attention_bytes(shape, c, is_rotated=False)
         feed_forward = count_feed_forward_bytes(shape, c)
         per_token = sum_block_bytes(shape, c, batch.sequence_parts, attention, feed_forward)
         return scale_block_bytes(per_token, batch.tokens)
 
-    def count_bytes_in_every_stage(self, batch: Microbatch) -> int:
+    def count_bytes_in_every_stage(self, batch: RankMicrobatch) -> int:
         return 0
 
-    def count_embedding_bytes(self, batch: Microbatch) -> int:
+    def count_embedding_bytes(self, batch: RankMicrobatch) -> int:
         """Bytes of the images, which the patches' matrix saves."""
         pixels = self.shape.num_channels * self.shape.image_size**2
         return batch.micro_batch_size * pixels * batch.compute_bytes
 
-    def count_final_norm_bytes(self, batch: Microbatch) -> int:
+    def count_final_norm_bytes(self, batch: RankMicrobatch) -> int:
         return 0  # the last norm and the head see one token of each image
 
-    def count_final_norm_passing_bytes(self, batch: Microbatch) -> int:
+    def count_final_norm_passing_bytes(self, batch: RankMicrobatch) -> int:
         return 0
 
-    def count_block_mask_bytes(self, batch: Microbatch) -> int:
+    def count_block_mask_bytes(self, batch: RankMicrobatch) -> int:
         return 0
 
-    def count_loss_bytes(self, batch: Microbatch) -> LossBytes:
+    def count_loss_bytes(self, batch: RankMicrobatch) -> LossBytes:
         """Bytes over classes, where there are no chunks: logits, their log-softmax and its
         gradient in fp32."""
         numbers = 4 * batch.micro_batch_size * self.shape.num_classes

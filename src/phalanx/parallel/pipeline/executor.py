@@ -137,7 +137,7 @@ class PipelineExecutor:
                     f"the schedule is of {pipeline.num_microbatches} microbatches, and a step has"
                     f" {num_microbatches}"
                 )
-            self._schedules[num_microbatches] = pipeline.replace_microbatches(
+            self._schedules[num_microbatches] = pipeline.change_num_microbatches(
                 num_microbatches
             ).schedule()
         return self._schedules[num_microbatches]

@@ -40,7 +40,12 @@ TIME_FORMULAS: dict[str, tuple[str, ...]] = {
     "tp": ("_estimate_tp_times", "all_reduce_s", "estimate_exposed_collective_s"),
     "cp": ("_estimate_cp_times", "all_gather_s"),
     "ep": ("_estimate_ep_s", "all_to_all_s"),
-    "bubble": ("estimate_bubble_s", "_slowest_stage_s", "_idle_s_per_other_stage", "p2p_send_s"),
+    "bubble": (
+        "estimate_bubble_s",
+        "_slowest_stage_s",
+        "_idle_s_per_other_stage",
+        "p2p_send_s",
+    ),
     "dp exposed": (
         "estimate_exposed_communication_s",
         "estimate_exposed_collective_s",
@@ -52,9 +57,18 @@ TIME_FORMULAS: dict[str, tuple[str, ...]] = {
     "jitter": ("_jitter_share",),
 }
 MEMORY_FORMULAS: dict[str, tuple[str, ...]] = {
-    "parameters": ("state_bytes", "_predict_state_and_buffer_bytes", "zero_state_bytes"),
-    "gradients": ("state_bytes", "_predict_state_and_buffer_bytes", "zero_state_bytes"),
-    "optimizer state": ("state_bytes", "_predict_state_and_buffer_bytes", "zero_state_bytes"),
+    "parameters": (
+        "predict_model_state_bytes",
+        "_predict_state_and_buffer_bytes",
+    ),
+    "gradients": (
+        "predict_model_state_bytes",
+        "_predict_state_and_buffer_bytes",
+    ),
+    "optimizer state": (
+        "predict_model_state_bytes",
+        "_predict_state_and_buffer_bytes",
+    ),
     "activations": (
         "activation_bytes",
         "bytes_at_forward_end",

@@ -13,7 +13,7 @@ Bound = Literal["at most", "at least"]
 
 
 @dataclass(frozen=True)
-class Measurement:
+class RuleMeasurement:
     """The number of a plan that a rule looks at, and its limit.
 
     `value` is None where it is not known; then `missing` names what is.
@@ -72,7 +72,7 @@ class RuleOfThumb:
     title: str
     bound: Bound
     unit: str
-    measure: Callable[[PlanFacts], Measurement | None]
+    measure: Callable[[PlanFacts], RuleMeasurement | None]
     evidence: str
     correction: str = ""
 
@@ -99,7 +99,7 @@ class RuleOfThumb:
         return verdict
 
 
-def _determine_verdict_state(measurement: Measurement, bound: Bound) -> State:
+def _determine_verdict_state(measurement: RuleMeasurement, bound: Bound) -> State:
     if measurement.value is None:
         return "unknown"
     if not _is_within_limit(measurement.value, measurement.limit, bound):

@@ -40,7 +40,7 @@ def closed_form_idle_s(
     return None
 
 
-def bubble(
+def closed_form_bubble(
     name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int, costs: StageCosts
 ) -> Seconds | None:
     """The part of all ranks' time that is idle, (p - 1)/(v·m + p - 1) for gpipe, 1f1b and

@@ -10,13 +10,13 @@ from phalanx.core.errors import LayoutError, did_you_mean
 from phalanx.job.costs import ModelCosts, ModelFlops, PartParams
 from phalanx.job.module_names import is_module_inside, matches_module
 from phalanx.job.schema import Job
-from phalanx.plan.pipeline.cut import LayerCosts, Stages
+from phalanx.plan.pipeline.cut import LayerCosts, StageCut
 from phalanx.plan.pipeline.simulate import Seconds, StageCosts
 
 
 def compute_stage_costs(
     flops: ModelFlops,
-    stages: Stages,
+    stages: StageCut,
     *,
     samples: int,
     flops_per_s: Seconds,
@@ -55,7 +55,9 @@ def compute_stage_costs(
 ASSUMED_FLOPS_PER_S = 1e12  # a scale: what a plan says of a pipeline are parts of a step
 
 
-def count_params_of_stages(params: PartParams, stages: Stages, stages_held: Collection[int]) -> int:
+def count_params_of_stages(
+    params: PartParams, stages: StageCut, stages_held: Collection[int]
+) -> int:
     """Parameters of a rank that holds the stages `stages_held` of a model whose parts have
     `params`."""
     last = len(stages.num_blocks) - 1
@@ -130,7 +132,12 @@ def compute_model_part_costs(job: Job, shape: ModelCosts) -> ModelPartCosts:
 
 
 def predict_stage_costs(
-    parts: ModelPartCosts, stages: Stages, *, samples: int, recomputed: Collection[int], tp: int
+    parts: ModelPartCosts,
+    stages: StageCut,
+    *,
+    samples: int,
+    recomputed: Collection[int],
+    tp: int,
 ) -> tuple[StageCosts, ...]:
     """Seconds of each stage for one microbatch at `ASSUMED_FLOPS_PER_S`; of a user's own module
     only in proportion."""

@@ -25,7 +25,7 @@ class LayerCosts:
     blocks: tuple[Seconds, ...]
     head: Seconds
 
-    def sum_by_stage(self, stages: Stages) -> tuple[Seconds, ...]:
+    def sum_by_stage(self, stages: StageCut) -> tuple[Seconds, ...]:
         costs = [sum(self.blocks[first:end]) for first, end in stages.block_ranges]
         costs[0] += self.embedding
         costs[-1] += self.head
@@ -33,7 +33,7 @@ class LayerCosts:
 
 
 @dataclass(frozen=True)
-class Stages:
+class StageCut:
     """The number of blocks of each stage, from first to last."""
 
     num_blocks: tuple[int, ...]
@@ -53,11 +53,11 @@ class Stages:
         return {"num_blocks": list(self.num_blocks)}
 
     @classmethod
-    def from_json(cls, body: Mapping[str, Any]) -> Stages:
+    def from_json(cls, body: Mapping[str, Any]) -> StageCut:
         return cls(tuple(body["num_blocks"]))
 
 
-def cut_stages(costs: LayerCosts, num_stages: int) -> Stages:
+def cut_stages(costs: LayerCosts, num_stages: int) -> StageCut:
     """The cut whose costliest stage is cheapest; of several such, the most even one (least sum
     of squares).
 
@@ -79,10 +79,10 @@ def cut_stages(costs: LayerCosts, num_stages: int) -> Stages:
     work = _IntegerCosts.from_costs(costs, num_stages)
     largest, _ = _find_optimal_cut(work, lambda cost, rest: max(cost, rest), limit=None)
     _, num_blocks_of = _find_optimal_cut(work, lambda cost, rest: cost**2 + rest, limit=largest)
-    return Stages(num_blocks_of)
+    return StageCut(num_blocks_of)
 
 
-def build_requested_cut(num_blocks: Sequence[int], num_layers: int, num_stages: int) -> Stages:
+def build_requested_cut(num_blocks: Sequence[int], num_layers: int, num_stages: int) -> StageCut:
     """The stages as the user wants them.
 
     Raises LayoutError if they do not add up, naming the nearest that do.
@@ -111,7 +111,7 @@ def build_requested_cut(num_blocks: Sequence[int], num_layers: int, num_stages: 
             f"stages of {listed} blocks make {sum(num_blocks)}, and the model has {num_layers}",
             fix=f"nearest: {_suggest_nearest_cut(num_blocks, least, num_layers)}",
         )
-    return Stages(tuple(num_blocks))
+    return StageCut(tuple(num_blocks))
 
 
 def _suggest_nearest_cut(num_blocks: Sequence[int], least: Sequence[int], num_layers: int) -> str:
@@ -215,7 +215,7 @@ def _find_optimal_cut(
 _CutSortKey = tuple[Seconds, Seconds, Seconds]
 
 
-def cut_stages_for_ranks(costs: LayerCosts, rank_of_stage: Sequence[int]) -> Stages:
+def cut_stages_for_ranks(costs: LayerCosts, rank_of_stage: Sequence[int]) -> StageCut:
     """The cut of `cut_stages`; where ranks have several stages, blocks move between stages as
     long as that lowers the work of the busiest rank, or at the same work that of the slowest
     stage, or makes stages more even.
@@ -241,7 +241,7 @@ def cut_stages_for_ranks(costs: LayerCosts, rank_of_stage: Sequence[int]) -> Sta
         best, value = moved, lower
 
 
-def _list_neighbour_cuts(costs: LayerCosts, stages: Stages) -> Iterator[Stages]:
+def _list_neighbour_cuts(costs: LayerCosts, stages: StageCut) -> Iterator[StageCut]:
     """The cuts with one block less in one stage and one more in another: blocks between them
     shift along."""
     counts = stages.num_blocks
@@ -261,7 +261,7 @@ def _list_neighbour_cuts(costs: LayerCosts, stages: Stages) -> Iterator[Stages]:
                 yield replace(stages, num_blocks=tuple(moved))
 
 
-def _cut_sort_key(costs: LayerCosts, stages: Stages, rank_of_stage: Sequence[int]) -> _CutSortKey:
+def _cut_sort_key(costs: LayerCosts, stages: StageCut, rank_of_stage: Sequence[int]) -> _CutSortKey:
     """The work of the busiest rank, that of the slowest stage, and unevenness, to compare cuts
     by."""
     of_stages = costs.sum_by_stage(stages)

@@ -13,7 +13,7 @@ from phalanx.plan.memory import (
     count_excess_expert_params,
     count_segment_bytes,
     peak_segment_bytes,
-    state_bytes,
+    predict_model_state_bytes,
 )
 from phalanx.plan.memory_phases import BACKWARD, FORWARD, UPDATE, find_peak_phase
 from phalanx.plan.pipeline.costs import count_params_of_stages
@@ -235,10 +235,12 @@ def _predict_state_and_buffer_bytes(
     """
     per = StateBytes(optimizer=work.optimizer_bytes)
     if zero_stage < 2:
-        states = state_bytes(num_rank_params, zero_stage, dp_size, per, uneven, trained)
+        states = predict_model_state_bytes(
+            num_rank_params, zero_stage, dp_size, per, uneven, trained
+        )
         # Cast weights, under autocast.
         return states, num_cast * work.cast_bytes
-    states = state_bytes(num_params, zero_stage, dp_size, per, uneven, trained)
+    states = predict_model_state_bytes(num_params, zero_stage, dp_size, per, uneven, trained)
     states["parameters"] = (num_params / dp_size + uneven) * 4
     return states, num_rank_params * (work.compute_bytes + 4)
 

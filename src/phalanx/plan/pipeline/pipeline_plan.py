@@ -10,7 +10,7 @@ from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from phalanx.plan.pipeline.cut import Stages
+from phalanx.plan.pipeline.cut import StageCut
 from phalanx.plan.pipeline.generate import generate_schedule
 from phalanx.plan.pipeline.schedule import Action, Schedule, place_stages_in_loop, place_stages_in_v
 from phalanx.plan.pipeline.simulate import StageCosts, Timeline, simulate_timeline
@@ -36,7 +36,7 @@ class Pipeline:
     schedule_name: str
     num_ranks: int
     num_microbatches: int
-    stages: Stages
+    stages: StageCut
     rank_of_stage: tuple[int, ...]
     rows: tuple[str, ...] = ()
     costs: tuple[StageCosts, ...] = ()
@@ -72,7 +72,7 @@ class Pipeline:
             self.schedule_name, self.num_ranks, self.num_microbatches, self.stages_per_rank
         )
 
-    def replace_microbatches(self, num_microbatches: int) -> Pipeline:
+    def change_num_microbatches(self, num_microbatches: int) -> Pipeline:
         """The same stages for a step of another number of microbatches.
 
         Not for a schedule from a file.
@@ -107,7 +107,7 @@ class Pipeline:
             body["schedule_name"],
             body["num_ranks"],
             body["num_microbatches"],
-            Stages.from_json(body["stages"]),
+            StageCut.from_json(body["stages"]),
             tuple(body["rank_of_stage"]),
             tuple(body["rows"]),
             tuple(StageCosts(*cost) for cost in body["costs"]),
@@ -139,7 +139,7 @@ def map_stages_to_ranks(name: str, num_ranks: int, stages_per_rank: int) -> tupl
 
 
 def build_named_pipeline(
-    name: str, num_ranks: int, num_microbatches: int, stages: Stages, **more: Any
+    name: str, num_ranks: int, num_microbatches: int, stages: StageCut, **more: Any
 ) -> Pipeline:
     """A pipeline with one of the named schedules and as many stages as are given."""
     num_stages = len(stages.num_blocks)

@@ -18,7 +18,12 @@ from phalanx.plan.pipeline.bubble import (
     find_microbatches_for_small_bubble,
 )
 from phalanx.plan.pipeline.costs import compute_model_part_costs, predict_stage_costs
-from phalanx.plan.pipeline.cut import LayerCosts, Stages, build_requested_cut, cut_stages_for_ranks
+from phalanx.plan.pipeline.cut import (
+    LayerCosts,
+    StageCut,
+    build_requested_cut,
+    cut_stages_for_ranks,
+)
 from phalanx.plan.pipeline.generate import can_have_stages_per_rank
 from phalanx.plan.pipeline.memory import predict_rank_activation_bytes
 from phalanx.plan.pipeline.pipeline_plan import SCHEDULE_FROM_FILE, Pipeline, build_named_pipeline
@@ -133,7 +138,7 @@ def list_pipeline_choices(
 
 
 def _build_pipeline(
-    job: Job, requested: RequestedSchedule, work: Workload, stages: Stages
+    job: Job, requested: RequestedSchedule, work: Workload, stages: StageCut
 ) -> Pipeline:
     extra_modules: dict[str, Any] = {
         "first_stage": job.parallel.first_stage,
@@ -185,7 +190,9 @@ def list_fully_recomputed_blocks(segments: Collection[Segment]) -> frozenset[int
     return frozenset(blocks)
 
 
-def split_segments_at_stages(segments: Collection[Segment], stages: Stages) -> tuple[Segment, ...]:
+def split_segments_at_stages(
+    segments: Collection[Segment], stages: StageCut
+) -> tuple[Segment, ...]:
     """`segments`, split so that they end where a stage does."""
     # Each once: a first or last stage without blocks begins where the next one does.
     starts = sorted({first for first, _ in stages.block_ranges})
@@ -212,7 +219,7 @@ _cut_once = lru_cache(maxsize=64)(cut_stages_for_ranks)
 
 def _cut_stages_of_job(
     job: Job, shape: ModelCosts, requested: RequestedSchedule, costs: LayerCosts, num_ranks: int
-) -> Stages:
+) -> StageCut:
     num_blocks, num_stages = shape.num_layers, requested.num_stages
     if job.parallel.stage_blocks:
         return build_requested_cut(job.parallel.stage_blocks, num_blocks, num_stages)

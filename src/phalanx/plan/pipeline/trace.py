@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from phalanx.core.errors import LayoutError
-from phalanx.plan.pipeline.cut import LayerCosts, Stages, cut_stages_for_ranks
+from phalanx.plan.pipeline.cut import LayerCosts, StageCut, cut_stages_for_ranks
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 from phalanx.plan.pipeline.schedule import Action, Schedule
 from phalanx.plan.pipeline.simulate import Seconds, StageCosts, Timeline, simulate_timeline
@@ -142,8 +142,8 @@ class ProposedCut:
     """A cut with which a step would take `step_s`, as the schedule goes, where it takes
     `measured_step_s` now."""
 
-    measured: Stages
-    stages: Stages
+    measured: StageCut
+    stages: StageCut
     measured_step_s: float
     step_s: float
 
@@ -160,7 +160,7 @@ class ProposedCut:
 
 
 def propose_cut_from_measurement(
-    pipeline: Pipeline, measured: Stages, seconds: Sequence[StageCosts], weights: LayerCosts
+    pipeline: Pipeline, measured: StageCut, seconds: Sequence[StageCosts], weights: LayerCosts
 ) -> ProposedCut:
     """The cut of `pipeline`'s schedule by the `seconds` that stages with `measured` blocks took of
     one microbatch.
@@ -197,7 +197,7 @@ def propose_cut_from_measurement(
 
 
 def _distribute_stage_seconds_to_parts(
-    seconds: Sequence[Seconds], stages: Stages, weights: LayerCosts
+    seconds: Sequence[Seconds], stages: StageCut, weights: LayerCosts
 ) -> LayerCosts:
     """Seconds of each part of the model, from those of stages.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from phalanx.core.units import format_count
 from phalanx.plan.advice.facts import PlanFacts
-from phalanx.plan.advice.rule import Measurement, RuleOfThumb
+from phalanx.plan.advice.rule import RuleMeasurement, RuleOfThumb
 
 # Kaplan et al. 2020, equation 1.4: B_crit(L) = 2e8 tokens / L^(1/0.21).
 CRITICAL_TOKENS_AT_1, CRITICAL_EXPONENT = 2e8, 1 / 0.21
@@ -18,12 +18,12 @@ def estimate_critical_batch_tokens(loss: float) -> float:
     return CRITICAL_TOKENS_AT_1 / float(loss**CRITICAL_EXPONENT)
 
 
-def measure_critical_batch(facts: PlanFacts) -> Measurement | None:
+def measure_critical_batch(facts: PlanFacts) -> RuleMeasurement | None:
     """Tokens of a step against the critical batch of language models."""
     if facts.model.reads_images or facts.batch.seq_len <= 1:
         return None
     early = estimate_critical_batch_tokens(EARLY_LOSS)
-    return Measurement(
+    return RuleMeasurement(
         facts.batch.num_tokens,
         estimate_critical_batch_tokens(REACHED_LOSS),
         comfortable=early,
@@ -37,13 +37,13 @@ def measure_critical_batch(facts: PlanFacts) -> Measurement | None:
     )
 
 
-def measure_learning_rate_error(facts: PlanFacts) -> Measurement | None:
+def measure_learning_rate_error(facts: PlanFacts) -> RuleMeasurement | None:
     """The ratio by which the learning rate is too high or too low for the batch."""
     exponent, advice = 0.5, "with the square root of the batch (Adam)"
     if facts.optimizer.lower() in SGD_LIKE_OPTIMIZERS:
         exponent, advice = 1.0, "in proportion to the batch (SGD)"
     if facts.reference_batch_size is None:
-        return Measurement(
+        return RuleMeasurement(
             None,
             MAX_LR_RATIO,
             missing=(
@@ -54,7 +54,7 @@ def measure_learning_rate_error(facts: PlanFacts) -> Measurement | None:
     growth = facts.batch.global_batch_size / facts.reference_batch_size
     applied_exponent = {"none": 0.0, "linear": 1.0, "sqrt": 0.5, "auto": exponent}[facts.lr_scaling]
     error = growth ** (applied_exponent - exponent)
-    return Measurement(
+    return RuleMeasurement(
         max(error, 1 / error),
         MAX_LR_RATIO,
         consequence=(
@@ -65,7 +65,7 @@ def measure_learning_rate_error(facts: PlanFacts) -> Measurement | None:
     )
 
 
-def measure_arithmetic_intensity(facts: PlanFacts) -> Measurement | None:
+def measure_arithmetic_intensity(facts: PlanFacts) -> RuleMeasurement | None:
     """FLOPs per byte of a rank's smallest square product against the device's ridge."""
     hardware, model = facts.hardware, facts.model
     if hardware.peak_flops is None or hardware.memory_gb_s is None:
@@ -74,7 +74,7 @@ def measure_arithmetic_intensity(facts: PlanFacts) -> Measurement | None:
     num_elements = rows * columns + columns * model.hidden_size + rows * model.hidden_size
     flops = 2 * rows * columns * model.hidden_size
     ridge = hardware.peak_flops / (hardware.memory_gb_s * 1e9)
-    return Measurement(
+    return RuleMeasurement(
         flops / (facts.element_bytes * num_elements),
         ridge,
         consequence=(
@@ -85,7 +85,7 @@ def measure_arithmetic_intensity(facts: PlanFacts) -> Measurement | None:
     )
 
 
-def measure_expert_rows(facts: PlanFacts) -> Measurement | None:
+def measure_expert_rows(facts: PlanFacts) -> RuleMeasurement | None:
     """Tokens that each expert multiplies with, on average, against the device's ridge."""
     model, hardware = facts.model, facts.hardware
     if not model.num_experts or hardware.peak_flops is None or hardware.memory_gb_s is None:
@@ -93,7 +93,7 @@ def measure_expert_rows(facts: PlanFacts) -> Measurement | None:
     # Ranks of an ep group bring their tokens together: each has num_experts / ep of the experts.
     rows = facts.tokens_per_rank * facts.layout.ep * model.experts_per_token / model.num_experts
     ridge = hardware.peak_flops / (hardware.memory_gb_s * 1e9)
-    return Measurement(
+    return RuleMeasurement(
         rows,
         ridge,
         consequence="experts with few tokens are read for little arithmetic",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx.plan.advice.facts import COMMUNICATION_TERMS, PlanFacts
-from phalanx.plan.advice.rule import Measurement, RuleOfThumb
+from phalanx.plan.advice.rule import RuleMeasurement, RuleOfThumb
 from phalanx.plan.advice.waterfall import TERM_LABELS
 
 MAX_EXPOSED_SHARE = 0.10
@@ -15,12 +15,12 @@ USUAL_MATMUL_EFFICIENCY = 0.6
 GRADIENT_BYTES = 4
 
 
-def measure_exposed_communication(facts: PlanFacts) -> Measurement | None:
+def measure_exposed_communication(facts: PlanFacts) -> RuleMeasurement | None:
     """The part of a step in which ranks do nothing but communicate."""
     if facts.layout.world_size == 1:
         return None
     largest = max(COMMUNICATION_TERMS, key=lambda term: facts.terms_s.get(term, 0.0))
-    return Measurement(
+    return RuleMeasurement(
         facts.step_share_of_terms(*COMMUNICATION_TERMS),
         MAX_EXPOSED_SHARE,
         consequence=f"nothing hides it; the largest part is {TERM_LABELS[largest]}",
@@ -42,17 +42,17 @@ def _suggest_remedy_of_term(term: str) -> str:
     return remedies[term]
 
 
-def measure_gather_tokens(facts: PlanFacts) -> Measurement | None:
+def measure_gather_tokens(facts: PlanFacts) -> RuleMeasurement | None:
     """Tokens that a rank computes on while it gathers a block's weights, against those needed."""
     if facts.zero_stage < 3:
         return None
     bandwidth, peak_flops = facts.reduction_gb_s(), facts.hardware.peak_flops
     if bandwidth is None or peak_flops is None:
-        return Measurement(None, 0, missing="the speed of the devices and links")
+        return RuleMeasurement(None, 0, missing="the speed of the devices and links")
     efficiency = facts.matmul_efficiency or USUAL_MATMUL_EFFICIENCY
     # 6 FLOPs per parameter and token, forward and backward, for two gathers of its bytes.
     tokens = facts.element_bytes * peak_flops * efficiency / (3 * bandwidth * 1e9)
-    return Measurement(
+    return RuleMeasurement(
         facts.tokens_per_rank,
         tokens,
         consequence=(
@@ -65,7 +65,7 @@ def measure_gather_tokens(facts: PlanFacts) -> Measurement | None:
     )
 
 
-def measure_reduction_window(facts: PlanFacts) -> Measurement | None:
+def measure_reduction_window(facts: PlanFacts) -> RuleMeasurement | None:
     """Time to reduce gradients, in parts of the backward that hides it."""
     layout = facts.layout
     if layout.gradient_reduction_layout.data_parallel_size == 1 or facts.zero_stage == 3:
@@ -75,7 +75,7 @@ def measure_reduction_window(facts: PlanFacts) -> Measurement | None:
         return None
     bandwidth, peak_flops = facts.reduction_gb_s(), facts.hardware.peak_flops
     if bandwidth is None or peak_flops is None:
-        return Measurement(None, 1, missing="the speed of the devices and links")
+        return RuleMeasurement(None, 1, missing="the speed of the devices and links")
     num_params = facts.model.num_params / (layout.tp * layout.pp)
     # A ring sends every byte twice: reduce-scatter, then all-gather, which stage 2 does without.
     num_transfers = 1
@@ -85,7 +85,7 @@ def measure_reduction_window(facts: PlanFacts) -> Measurement | None:
     efficiency = facts.matmul_efficiency or USUAL_MATMUL_EFFICIENCY
     active = facts.model.num_active_params / (layout.tp * layout.pp)
     backward_s = 4 * active * facts.tokens_per_rank / (peak_flops * efficiency)
-    return Measurement(
+    return RuleMeasurement(
         reduce_s / backward_s,
         1.0,
         consequence=(
@@ -96,12 +96,12 @@ def measure_reduction_window(facts: PlanFacts) -> Measurement | None:
     )
 
 
-def measure_network_bandwidth(facts: PlanFacts) -> Measurement | None:
+def measure_network_bandwidth(facts: PlanFacts) -> RuleMeasurement | None:
     """Network bandwidth of each device, for large models on several nodes."""
     hardware = facts.hardware
     if hardware.num_nodes == 1 or facts.model.num_params < LARGE_MODEL_PARAMS:
         return None
-    return Measurement(
+    return RuleMeasurement(
         hardware.network_gb_s,
         LARGE_MODEL_MIN_NETWORK_GB_S,
         consequence="gradients and gathered weights of a large model travel over it",
@@ -113,11 +113,11 @@ def measure_network_bandwidth(facts: PlanFacts) -> Measurement | None:
     )
 
 
-def measure_multi_node_efficiency(facts: PlanFacts) -> Measurement | None:
+def measure_multi_node_efficiency(facts: PlanFacts) -> RuleMeasurement | None:
     """Speed against the same devices, were every link as fast as inside a node."""
     if facts.hardware.num_nodes == 1:
         return None
-    return Measurement(
+    return RuleMeasurement(
         facts.single_domain_efficiency,
         MIN_SCALING_EFFICIENCY,
         consequence="the rest of the devices' time is lost to the links between nodes",

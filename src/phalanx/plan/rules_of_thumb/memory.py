@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from phalanx.core.units import format_bytes, format_seconds
 from phalanx.plan.advice.facts import PlanFacts
-from phalanx.plan.advice.rule import Measurement, RuleOfThumb
+from phalanx.plan.advice.rule import RuleMeasurement, RuleOfThumb
 
 MAX_MEMORY_SHARE = 0.94
 MAX_OFFLOAD_WAIT_SHARE = 0.05
@@ -12,12 +12,12 @@ MAX_OFFLOAD_WAIT_SHARE = 0.05
 MAX_SLOWDOWN_RATIO = 1.03
 
 
-def measure_peak_memory(facts: PlanFacts) -> Measurement | None:
+def measure_peak_memory(facts: PlanFacts) -> RuleMeasurement | None:
     """The part of a device's memory that the largest peak fills."""
     share = None
     if facts.peak_bytes is not None:
         share = facts.peak_bytes / facts.hardware.memory_bytes
-    return Measurement(
+    return RuleMeasurement(
         share,
         MAX_MEMORY_SHARE,
         consequence="fragments, libraries and longer samples need the rest",
@@ -30,14 +30,14 @@ def measure_peak_memory(facts: PlanFacts) -> Measurement | None:
     )
 
 
-def measure_needless_model_parallelism(facts: PlanFacts) -> Measurement | None:
+def measure_needless_model_parallelism(facts: PlanFacts) -> RuleMeasurement | None:
     """Axes of model parallelism where data parallelism alone would fit."""
     layout = facts.layout
     axes = [axis for axis in ("pp", "cp", "tp", "ep") if getattr(layout, axis) > 1]
     if not axes:
         return None
     if facts.data_parallel_bytes is None or facts.capacity_bytes is None:
-        return Measurement(None, 0, missing="the memory of data parallelism alone")
+        return RuleMeasurement(None, 0, missing="the memory of data parallelism alone")
     needless = 0
     speed, other_s = "", facts.data_parallel_step_s
     is_slower = False
@@ -48,7 +48,7 @@ def measure_needless_model_parallelism(facts: PlanFacts) -> Measurement | None:
         needless = len(axes)
     data_parallel = format_bytes(facts.data_parallel_bytes)
     capacity = format_bytes(facts.capacity_bytes)
-    return Measurement(
+    return RuleMeasurement(
         needless,
         0,
         consequence=(
@@ -59,14 +59,14 @@ def measure_needless_model_parallelism(facts: PlanFacts) -> Measurement | None:
     )
 
 
-def measure_needless_zero_stages(facts: PlanFacts) -> Measurement | None:
+def measure_needless_zero_stages(facts: PlanFacts) -> RuleMeasurement | None:
     """ZeRO stages above the lowest one that fits."""
     if facts.zero_stage == 0:
         return None
     if facts.smaller_zero_bytes is None or facts.capacity_bytes is None:
-        return Measurement(None, 0, missing="the memory of the lower stages")
+        return RuleMeasurement(None, 0, missing="the memory of the lower stages")
     needless = int(facts.smaller_zero_bytes <= facts.capacity_bytes)
-    return Measurement(
+    return RuleMeasurement(
         needless,
         0,
         consequence=(
@@ -83,13 +83,13 @@ def _suggest_zero_stage_remedy(stage: int) -> str:
     return f"parallel.zero_stage={stage}"
 
 
-def measure_needless_recompute(facts: PlanFacts) -> Measurement | None:
+def measure_needless_recompute(facts: PlanFacts) -> RuleMeasurement | None:
     """Recomputation where the memory is there without it."""
     if facts.recompute == "none":
         return None
     if facts.plain_bytes is None or facts.capacity_bytes is None:
-        return Measurement(None, 0, missing="the memory without recomputation")
-    return Measurement(
+        return RuleMeasurement(None, 0, missing="the memory without recomputation")
+    return RuleMeasurement(
         int(facts.plain_bytes <= facts.capacity_bytes),
         0,
         consequence=(
@@ -100,11 +100,11 @@ def measure_needless_recompute(facts: PlanFacts) -> Measurement | None:
     )
 
 
-def measure_offload_wait(facts: PlanFacts) -> Measurement | None:
+def measure_offload_wait(facts: PlanFacts) -> RuleMeasurement | None:
     """The part of a step that waits for host memory."""
     if facts.offload == "none":
         return None
-    return Measurement(
+    return RuleMeasurement(
         facts.step_share_of_terms("offload"),
         MAX_OFFLOAD_WAIT_SHARE,
         consequence=f"{facts.offload} travel over PCIe in every step, and this much is not hidden",

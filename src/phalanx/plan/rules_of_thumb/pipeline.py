@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from phalanx.plan.advice.facts import PlanFacts
-from phalanx.plan.advice.rule import Measurement, RuleOfThumb
+from phalanx.plan.advice.rule import RuleMeasurement, RuleOfThumb
 
 MAX_BUBBLE, GOOD_BUBBLE = 0.20, 0.08
 MICROBATCHES_PER_STAGE = 4
 MAX_IMBALANCE = 0.05
 
 
-def measure_pipeline_bubble(facts: PlanFacts) -> Measurement | None:
+def measure_pipeline_bubble(facts: PlanFacts) -> RuleMeasurement | None:
     """The part of a step that ranks wait for each other."""
     pp, batch = facts.layout.pp, facts.batch
     if pp == 1:
         return None
     v = facts.stages_per_rank
     ratio = (pp - 1) / (v * batch.num_microbatches)
-    return Measurement(
+    return RuleMeasurement(
         facts.bubble,
         MAX_BUBBLE,
         comfortable=GOOD_BUBBLE,
@@ -33,13 +33,13 @@ def measure_pipeline_bubble(facts: PlanFacts) -> Measurement | None:
     )
 
 
-def measure_microbatches_per_rank(facts: PlanFacts) -> Measurement | None:
+def measure_microbatches_per_rank(facts: PlanFacts) -> RuleMeasurement | None:
     """Micro-batches, each counted once for every stage of a rank, against four per rank."""
     pp = facts.layout.pp
     if pp == 1:
         return None
     need = MICROBATCHES_PER_STAGE * pp
-    return Measurement(
+    return RuleMeasurement(
         facts.batch.num_microbatches * facts.stages_per_rank,
         need,
         consequence="too few are under way to fill the pipeline",
@@ -47,14 +47,14 @@ def measure_microbatches_per_rank(facts: PlanFacts) -> Measurement | None:
     )
 
 
-def measure_pipeline_imbalance(facts: PlanFacts) -> Measurement | None:
+def measure_pipeline_imbalance(facts: PlanFacts) -> RuleMeasurement | None:
     """The share by which the busiest rank of a pipeline works more than the mean."""
     if facts.layout.pp == 1:
         return None
     excess = None
     if facts.busiest_stage_ratio is not None:
         excess = facts.busiest_stage_ratio - 1
-    return Measurement(
+    return RuleMeasurement(
         excess,
         MAX_IMBALANCE,
         consequence="every other rank waits for the busiest one; the head is work of its own",
@@ -63,11 +63,11 @@ def measure_pipeline_imbalance(facts: PlanFacts) -> Measurement | None:
     )
 
 
-def measure_zero_stage_in_pipeline(facts: PlanFacts) -> Measurement | None:
+def measure_zero_stage_in_pipeline(facts: PlanFacts) -> RuleMeasurement | None:
     """The ZeRO stage of a pipeline: its weights and gradients stay whole during a step."""
     if facts.layout.pp == 1 or facts.zero_stage == 0:
         return None
-    return Measurement(
+    return RuleMeasurement(
         facts.zero_stage,
         1,
         consequence=(

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from phalanx.plan.advice.facts import PlanFacts
-from phalanx.plan.advice.rule import Measurement, RuleOfThumb
+from phalanx.plan.advice.rule import RuleMeasurement, RuleOfThumb
 
 MIN_GOODPUT = 0.90
 
 
-def measure_goodput(facts: PlanFacts) -> Measurement | None:
+def measure_goodput(facts: PlanFacts) -> RuleMeasurement | None:
     """The part of the wall time that trains."""
     if facts.layout.world_size == 1:
         return None
-    return Measurement(
+    return RuleMeasurement(
         facts.goodput,
         MIN_GOODPUT,
         consequence="the rest is saving, restarting and repeating steps after failures",
@@ -21,11 +21,11 @@ def measure_goodput(facts: PlanFacts) -> Measurement | None:
     )
 
 
-def measure_spot_cost(facts: PlanFacts) -> Measurement | None:
+def measure_spot_cost(facts: PlanFacts) -> RuleMeasurement | None:
     """Cost on instances that may be taken away, against those that may not."""
     if facts.spot_cost_ratio is None:
         return None
-    return Measurement(
+    return RuleMeasurement(
         facts.spot_cost_ratio,
         1.0,
         consequence="the price with the steps that are repeated after pre-emptions",

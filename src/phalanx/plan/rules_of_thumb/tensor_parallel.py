@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx.plan.advice.facts import PlanFacts
-from phalanx.plan.advice.rule import Measurement, RuleOfThumb
+from phalanx.plan.advice.rule import RuleMeasurement, RuleOfThumb
 
 MIN_FEATURES_PER_RANK = 1024
 MAX_WAVE_LOSS = 0.10
@@ -11,7 +11,7 @@ VOCAB_MULTIPLE = 128
 MAX_PADDING_SHARE = 0.01
 
 
-def measure_tp_ranks_per_link_domain(facts: PlanFacts) -> Measurement | None:
+def measure_tp_ranks_per_link_domain(facts: PlanFacts) -> RuleMeasurement | None:
     """Ranks of a tp group against the devices that fast links join."""
     tp, hardware = facts.layout.tp, facts.hardware
     if tp == 1:
@@ -24,7 +24,7 @@ def measure_tp_ranks_per_link_domain(facts: PlanFacts) -> Measurement | None:
     links = "the network"
     if hardware.network_gb_s is not None and hardware.link_gb_s is not None:
         links = f"{hardware.network_gb_s:.3g} GB/s instead of {hardware.link_gb_s:.3g} GB/s"
-    return Measurement(
+    return RuleMeasurement(
         tp,
         domain,
         consequence=(
@@ -35,13 +35,13 @@ def measure_tp_ranks_per_link_domain(facts: PlanFacts) -> Measurement | None:
     )
 
 
-def measure_hidden_features_per_rank(facts: PlanFacts) -> Measurement | None:
+def measure_hidden_features_per_rank(facts: PlanFacts) -> RuleMeasurement | None:
     """Hidden features that remain for each rank."""
     tp, hidden_size = facts.layout.tp, facts.model.hidden_size
     if tp == 1:
         return None
     nearest = max(1, hidden_size // MIN_FEATURES_PER_RANK)
-    return Measurement(
+    return RuleMeasurement(
         hidden_size / tp,
         MIN_FEATURES_PER_RANK,
         consequence="narrower products fill the device less and are read more than computed with",
@@ -49,11 +49,11 @@ def measure_hidden_features_per_rank(facts: PlanFacts) -> Measurement | None:
     )
 
 
-def measure_wave_quantization(facts: PlanFacts) -> Measurement | None:
+def measure_wave_quantization(facts: PlanFacts) -> RuleMeasurement | None:
     """Time of matrix products that partly filled waves of tiles lose."""
     if facts.layout.tp == 1 and facts.wave_loss is None:
         return None
-    return Measurement(
+    return RuleMeasurement(
         facts.wave_loss,
         MAX_WAVE_LOSS,
         consequence="in the last wave of tiles some multiprocessors have nothing to do",
@@ -62,12 +62,12 @@ def measure_wave_quantization(facts: PlanFacts) -> Measurement | None:
     )
 
 
-def measure_kv_heads_per_rank(facts: PlanFacts) -> Measurement | None:
+def measure_kv_heads_per_rank(facts: PlanFacts) -> RuleMeasurement | None:
     """Heads of keys and values against the ranks that share them."""
     tp = facts.layout.tp
     if tp == 1 or facts.model.num_kv_heads is None:
         return None
-    return Measurement(
+    return RuleMeasurement(
         facts.model.num_kv_heads,
         tp,
         consequence="with fewer heads than ranks, some ranks compute and store the same head",
@@ -75,7 +75,7 @@ def measure_kv_heads_per_rank(facts: PlanFacts) -> Measurement | None:
     )
 
 
-def measure_activation_copies(facts: PlanFacts) -> Measurement | None:
+def measure_activation_copies(facts: PlanFacts) -> RuleMeasurement | None:
     """Copies of the activations between the products, one per rank without sequence parallelism."""
     tp = facts.layout.tp
     if tp == 1:
@@ -83,7 +83,7 @@ def measure_activation_copies(facts: PlanFacts) -> Measurement | None:
     copies = 1
     if not facts.sequence_parallel:
         copies = tp
-    return Measurement(
+    return RuleMeasurement(
         copies,
         1,
         consequence="norms and residual sums are computed, and their inputs stored, once per copy",
@@ -91,7 +91,7 @@ def measure_activation_copies(facts: PlanFacts) -> Measurement | None:
     )
 
 
-def measure_vocab_padding(facts: PlanFacts) -> Measurement | None:
+def measure_vocab_padding(facts: PlanFacts) -> RuleMeasurement | None:
     """Rows that are missing for each rank's part of the vocabulary to be whole tiles."""
     tp, vocab_size = facts.layout.tp, facts.model.vocab_size
     if not vocab_size or facts.model.reads_images:
@@ -104,7 +104,7 @@ def measure_vocab_padding(facts: PlanFacts) -> Measurement | None:
             f"the head's last tiles are partly empty: {vocab_size:,} is no multiple of"
             f" {multiple:,} ({VOCAB_MULTIPLE} x tp)"
         )
-    return Measurement(
+    return RuleMeasurement(
         missing_rows / vocab_size,
         MAX_PADDING_SHARE,
         consequence=consequence,

@@ -31,7 +31,7 @@ from phalanx.plan.timing.setup import (
     SoftwareStack,
     StepSetup,
 )
-from phalanx.plan.timing.step import StepTimes, estimate_step_columns
+from phalanx.plan.timing.step import StepTimeColumns, estimate_step_columns
 from phalanx.plan.timing.step_time import StepTime
 
 GB = 1e9
@@ -69,7 +69,7 @@ def get_sample_work(job: Job, shape: ModelCosts) -> ModelWork | None:
 
 def predict_row_times(
     job: Job, work: ModelWork, machine: MachineRates, rows: LayoutRows, *, sequence_parallel: bool
-) -> StepTimes:
+) -> StepTimeColumns:
     """Seconds of a step of each of `rows`. `sequence_parallel`: tp cuts the sequence, too."""
     columns = _build_setup_columns(job, rows, sequence_parallel=sequence_parallel)
     return estimate_step_columns(work, machine, cast(Precision, job.precision.compute), columns)

@@ -30,7 +30,7 @@ LAUNCH_OVERLAP_NORM = 6.0
 
 
 @dataclass(frozen=True)
-class PassTimes:
+class BlockPassTimes:
     """Seconds of one pass through a block, by part."""
 
     matmul: Column
@@ -55,8 +55,8 @@ class PassTimes:
 class BlockTimes:
     """Seconds of one microbatch in one block: forward, and backward with what it recomputes."""
 
-    forward: PassTimes
-    backward: PassTimes
+    forward: BlockPassTimes
+    backward: BlockPassTimes
     weight_gradients: Column
     """The part of the backward that zero-bubble schedules can do later."""
 
@@ -99,12 +99,14 @@ class BlockTimeEstimator:
         ep = self._estimate_ep_s(block)
         forward = self._add_launch_wait(
             block,
-            PassTimes(forward_matmul, attention[0], elementwise[0], tp[0], cp[0], ep, np.zeros(1)),
+            BlockPassTimes(
+                forward_matmul, attention[0], elementwise[0], tp[0], cp[0], ep, np.zeros(1)
+            ),
             1.0,
         )
         # Recomputing all runs the collectives again; recomputing a part has its inputs.
         recomputed_messages = columns.recomputed_matmul * (columns.recomputed_attention > 0)
-        backward = PassTimes(
+        backward = BlockPassTimes(
             matmul=input_matmul + weight_matmul + columns.recomputed_matmul * forward_matmul,
             attention=attention[1] + columns.recomputed_attention * attention[0],
             elementwise=elementwise[1] + columns.recomputed_elementwise * elementwise[0],
@@ -277,8 +279,8 @@ class BlockTimeEstimator:
         return 2 * seconds * np.where(columns.overlaps_ep, 1.0 - constants.ep_hidden, 1.0)
 
     def _add_launch_wait(
-        self, block: BlockWork, times: PassTimes, launches: Column | float
-    ) -> PassTimes:
+        self, block: BlockWork, times: BlockPassTimes, launches: Column | float
+    ) -> BlockPassTimes:
         """`times` with what a rank waits for its CPU, which starts `launches` forwards' worth of
         kernels."""
         columns, constants = self.columns, self.constants
@@ -289,7 +291,7 @@ class BlockTimeEstimator:
         cpu = np.where(columns.launches_graphs, 0.0, base * weight * launches)
         busy = times.total
         both = (busy**LAUNCH_OVERLAP_NORM + cpu**LAUNCH_OVERLAP_NORM) ** (1 / LAUNCH_OVERLAP_NORM)
-        return PassTimes(
+        return BlockPassTimes(
             times.matmul,
             times.attention,
             times.elementwise,

@@ -13,7 +13,12 @@ from phalanx.core.errors import LayoutError
 from phalanx.job.costs import ModelCosts
 from phalanx.job.work import ModelWork
 from phalanx.plan.timing import collectives
-from phalanx.plan.timing.block import BLOCK_TIME_PARTS, BlockTimeEstimator, BlockTimes, PassTimes
+from phalanx.plan.timing.block import (
+    BLOCK_TIME_PARTS,
+    BlockPassTimes,
+    BlockTimeEstimator,
+    BlockTimes,
+)
 from phalanx.plan.timing.columns import Column, SetupColumns, build_setup_columns
 from phalanx.plan.timing.constants import TimingConstants, load_timing_constants
 from phalanx.plan.timing.data_parallel import (
@@ -35,7 +40,7 @@ WAITING_TERMS = ("tp", "cp", "ep", "bubble", "dp exposed", "offload", "launch")
 
 
 @dataclass(frozen=True)
-class StepTimes:
+class StepTimeColumns:
     """Seconds of a step for many setups: one column a term, in the order of STEP_TERMS."""
 
     terms: dict[str, Column]
@@ -69,7 +74,7 @@ def estimate_steps_of_setups(
     machine: MachineRates,
     setups: Sequence[StepSetup],
     constants: TimingConstants | None = None,
-) -> StepTimes:
+) -> StepTimeColumns:
     """The seconds of one step of each of `setups`, which have one seq_len and one precision."""
     seq_len, precision = setups[0].seq_len, setups[0].precision
     assert all(setup.seq_len == seq_len for setup in setups), "one seq_len a call"
@@ -89,7 +94,7 @@ def estimate_step_columns(
     precision: Precision,
     columns: SetupColumns,
     constants: TimingConstants | None = None,
-) -> StepTimes:
+) -> StepTimeColumns:
     """The seconds of one step for each setup of `columns`."""
     constants = constants or load_timing_constants()
     return _StepTimeEstimator(work, machine, precision, columns, constants).estimate()
@@ -100,9 +105,9 @@ class _EmbeddingAndHeadTimes:
     """Seconds of one microbatch in what is not in blocks: the embedding, and the head with the
     loss, forward and backward."""
 
-    first: PassTimes
-    last_forward: PassTimes
-    last_backward: PassTimes
+    first: BlockPassTimes
+    last_forward: BlockPassTimes
+    last_backward: BlockPassTimes
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,7 @@ class _StepTimeEstimator:
     columns: SetupColumns
     constants: TimingConstants
 
-    def estimate(self) -> StepTimes:
+    def estimate(self) -> StepTimeColumns:
         columns, constants = self.columns, self.constants
         timer = BlockTimeEstimator(
             self.machine, self.precision, columns, constants, self.work.num_tokens
@@ -140,7 +145,9 @@ class _StepTimeEstimator:
         terms["jitter"] = subtotal * self._jitter_share()
         shape = np.broadcast_shapes(*(term.shape for term in terms.values()), columns.pp.shape)
         in_order = {term: np.broadcast_to(terms[term], shape) for term in STEP_TERMS}
-        return StepTimes(in_order, np.broadcast_to(self._interval_half_width(in_order), shape))
+        return StepTimeColumns(
+            in_order, np.broadcast_to(self._interval_half_width(in_order), shape)
+        )
 
     def _interval_half_width(self, terms: dict[str, Column]) -> Column:
         """Half of the logarithm's width of the 80 % interval: parts that do not depend on each
@@ -207,8 +214,8 @@ class _StepTimeEstimator:
                 np.sum(timer.estimate_matmul_times(work.embedding, in_blocks=False), axis=0) * part
             )
 
-        def build(matmul: Column, elementwise: Column, tp: Column) -> PassTimes:
-            return PassTimes(matmul, zero, elementwise, tp, zero, zero, zero)
+        def build(matmul: Column, elementwise: Column, tp: Column) -> BlockPassTimes:
+            return BlockPassTimes(matmul, zero, elementwise, tp, zero, zero, zero)
 
         return _EmbeddingAndHeadTimes(
             build(embedding, looked_up, reduce),

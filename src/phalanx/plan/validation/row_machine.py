@@ -11,8 +11,8 @@ from phalanx.plan.accelerators import Accelerator, list_accelerators
 from phalanx.plan.timing.machine import MachineRates, build_rates_of_accelerator
 from phalanx.plan.validation.row_values import (
     UnusableRow,
-    get_number,
-    get_optional_int,
+    get_finite_number,
+    get_optional_positive_int,
     get_text,
 )
 
@@ -23,7 +23,7 @@ INFINIBAND_GBIT_S = {"edr": 100, "hdr": 200, "ndr": 400, "xdr": 800}
 def build_row_machine(row: Mapping[str, Any]) -> MachineRates:
     """The rates of a row's GPUs and links. Raises UnusableRow for a GPU that no table knows."""
     text = get_text(row, "gpu")
-    accelerator = find_row_accelerator(text, get_number(row, "gpu_mem_gb"))
+    accelerator = find_row_accelerator(text, get_finite_number(row, "gpu_mem_gb"))
     bandwidth = re.search(r"(\d+(?:\.\d+)?)\s*TB/s", text)
     if bandwidth:
         accelerator = replace(accelerator, memory_gb_s=1000 * float(bandwidth[1]))
@@ -31,8 +31,8 @@ def build_row_machine(row: Mapping[str, Any]) -> MachineRates:
     watts = re.search(r"(\d{2,4})\s*W\b", text)
     if watts and accelerator.watts:
         share = min(1.0, max(0.2, float(watts[1]) / accelerator.watts))
-    gpus_per_node = get_optional_int(row, "gpus_per_node") or accelerator.gpus_per_node
-    domain = get_optional_int(row, "nvlink_domain") or 0
+    gpus_per_node = get_optional_positive_int(row, "gpus_per_node") or accelerator.gpus_per_node
+    domain = get_optional_positive_int(row, "nvlink_domain") or 0
     return build_rates_of_accelerator(
         accelerator,
         gpus_per_node=gpus_per_node,

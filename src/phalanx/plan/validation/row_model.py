@@ -10,8 +10,8 @@ from typing import Any
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.plan.validation.row_values import (
     UnusableRow,
-    get_int,
-    get_optional_int,
+    get_optional_positive_int,
+    get_positive_int,
     get_text,
 )
 
@@ -30,17 +30,23 @@ WIDE_LATENT_DIM = 5120  # models this wide project queries through a latent, sma
 
 def build_row_shape(row: Mapping[str, Any]) -> DecoderShape:
     """The shape of a row's model. Raises UnusableRow where layers or widths are missing."""
-    dim, num_layers = get_int(row, "hidden"), get_int(row, "layers")
+    dim, num_layers = get_positive_int(row, "hidden"), get_positive_int(row, "layers")
     # Frameworks fill the vocabulary up, so that ranks of tp have equal and aligned parts.
-    multiple = 128 * (get_optional_int(row, "tp") or 1)
-    vocab = -(-(get_optional_int(row, "vocab") or DEFAULT_VOCAB) // multiple) * multiple
+    multiple = 128 * (get_optional_positive_int(row, "tp") or 1)
+    vocab = -(-(get_optional_positive_int(row, "vocab") or DEFAULT_VOCAB) // multiple) * multiple
     moe = row.get("moe")
     if not isinstance(moe, Mapping):
         moe = {}
-    heads = get_optional_int(row, "heads") or max(1, dim // 128)
-    kv_heads = get_optional_int(row, "kv_heads") or heads
-    head_dim = get_optional_int(moe, "head_dim") or get_optional_int(row, "head_dim")
-    ffn = get_optional_int(row, "ffn") or get_optional_int(moe, "moe_ffn") or 4 * dim
+    heads = get_optional_positive_int(row, "heads") or max(1, dim // 128)
+    kv_heads = get_optional_positive_int(row, "kv_heads") or heads
+    head_dim = get_optional_positive_int(moe, "head_dim") or get_optional_positive_int(
+        row, "head_dim"
+    )
+    ffn = (
+        get_optional_positive_int(row, "ffn")
+        or get_optional_positive_int(moe, "moe_ffn")
+        or 4 * dim
+    )
     keys: dict[str, Any] = {
         "num_layers": num_layers,
         "dim": dim,
@@ -83,9 +89,11 @@ def _is_mlp_gated(row: Mapping[str, Any], dim: int, ffn: int) -> bool:
 
 
 def _parse_experts(row: Mapping[str, Any], moe: Mapping[str, Any]) -> dict[str, Any]:
-    num_experts = get_optional_int(moe, "experts") or get_optional_int(moe, "num_experts")
-    top_k = get_optional_int(moe, "top_k")
-    shared = get_optional_int(moe, "shared_experts") or 0
+    num_experts = get_optional_positive_int(moe, "experts") or get_optional_positive_int(
+        moe, "num_experts"
+    )
+    top_k = get_optional_positive_int(moe, "top_k")
+    shared = get_optional_positive_int(moe, "shared_experts") or 0
     if not num_experts:
         # Some rows have it in words: "moe160top6+2shared,mla".
         match = re.search(r"moe(\d+)top(\d+)(?:\+(\d+)shared)?", get_text(row, "mlp").lower())
@@ -95,7 +103,7 @@ def _parse_experts(row: Mapping[str, Any], moe: Mapping[str, Any]) -> dict[str, 
         shared = int(match[3] or 0)
     if not top_k:
         raise UnusableRow("experts without a number that a token visits")
-    width = get_optional_int(moe, "moe_ffn") or get_optional_int(row, "ffn")
+    width = get_optional_positive_int(moe, "moe_ffn") or get_optional_positive_int(row, "ffn")
     if width is None:
         width = _find_expert_width(get_text(row, "model"))
     return {
@@ -103,7 +111,7 @@ def _parse_experts(row: Mapping[str, Any], moe: Mapping[str, Any]) -> dict[str, 
         "experts_per_token": min(top_k, num_experts),
         "expert_ffn_dim": width,
         "num_shared_experts": shared,
-        "num_dense_layers": get_optional_int(moe, "first_dense_layers") or 0,
+        "num_dense_layers": get_optional_positive_int(moe, "first_dense_layers") or 0,
         "router_scores": "softmax",
     }
 
@@ -124,7 +132,7 @@ def _parse_latent_attention(
     words = f"{get_text(moe, 'attn')} {get_text(row, 'attn')} {get_text(row, 'mlp')}".lower()
     if "mla" not in words:
         return {}
-    heads = get_optional_int(row, "heads") or max(1, dim // 128)
+    heads = get_optional_positive_int(row, "heads") or max(1, dim // 128)
     query_rank = LATENT_QUERY_RANK if dim >= WIDE_LATENT_DIM else 0
     return {**LATENT_ATTENTION_SIZES, "query_rank": query_rank, "num_kv_heads": heads}
 
@@ -132,5 +140,5 @@ def _parse_latent_attention(
 def _parse_sliding_window(row: Mapping[str, Any]) -> dict[str, Any]:
     if re.search(r"gpt[-_ ]?oss", get_text(row, "model").lower()):
         return {"sliding_window": 128, "global_every": 2}
-    window = get_optional_int(row, "sliding_window")
+    window = get_optional_positive_int(row, "sliding_window")
     return {"sliding_window": window} if window else {}

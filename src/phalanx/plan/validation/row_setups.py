@@ -19,8 +19,8 @@ from phalanx.plan.validation.row_stack import (
 )
 from phalanx.plan.validation.row_values import (
     UnusableRow,
-    get_number,
-    get_optional_int,
+    get_finite_number,
+    get_optional_positive_int,
     get_text,
 )
 
@@ -32,11 +32,11 @@ def list_possible_setups(
     row: Mapping[str, Any], num_gpus: int, seq_len: int, precision: Precision, num_layers: int
 ) -> Iterator[StepSetup]:
     """Every setup that a row's words leave possible."""
-    tp, pp = get_optional_int(row, "tp"), get_optional_int(row, "pp")
-    if tp is None and pp is None and get_optional_int(row, "dp") != num_gpus:
+    tp, pp = get_optional_positive_int(row, "tp"), get_optional_positive_int(row, "pp")
+    if tp is None and pp is None and get_optional_positive_int(row, "dp") != num_gpus:
         raise UnusableRow("no layout")
-    tp, pp, cp = tp or 1, pp or 1, get_optional_int(row, "cp") or 1
-    ep = get_optional_int(row, "ep") or 1
+    tp, pp, cp = tp or 1, pp or 1, get_optional_positive_int(row, "cp") or 1
+    ep = get_optional_positive_int(row, "ep") or 1
     model_parallel = tp * pp * cp
     if num_gpus % model_parallel:
         raise UnusableRow("degrees do not divide the GPUs")
@@ -75,7 +75,7 @@ def list_possible_setups(
 
 def _list_possible_zero_stages(row: Mapping[str, Any]) -> tuple[int, ...]:
     """The ZeRO stages that a row leaves possible; several where it does not say."""
-    stage = get_number(row, "zero_stage")
+    stage = get_finite_number(row, "zero_stage")
     words = get_text(row, "dp_mode").lower()
     if stage is not None and stage in (0, 1, 2, 3):
         return (int(stage),)
@@ -100,7 +100,7 @@ def _parse_cp_attention(row: Mapping[str, Any]) -> Any:
 
 
 def _list_stages_per_rank(row: Mapping[str, Any], pp: int, num_layers: int) -> list[int]:
-    v = get_optional_int(row, "vpp")
+    v = get_optional_positive_int(row, "vpp")
     if pp == 1:
         return [1]
     if v is not None:
@@ -119,7 +119,7 @@ def _list_stages_per_rank(row: Mapping[str, Any], pp: int, num_layers: int) -> l
 
 
 def _list_micro_batch_sizes(row: Mapping[str, Any]) -> tuple[int, ...]:
-    micro_batch = get_optional_int(row, "micro_batch")
+    micro_batch = get_optional_positive_int(row, "micro_batch")
     return (micro_batch,) if micro_batch else TRIED_MICRO_BATCH_SIZES
 
 
@@ -148,10 +148,10 @@ def _list_shard_sizes(row: Mapping[str, Any], dp: int) -> list[int]:
 
 def _count_microbatches(row: Mapping[str, Any], dp: int, micro_batch: int) -> int | None:
     """Microbatches of one rank and step; None where the batch does not divide."""
-    batch = get_optional_int(row, "global_batch")
+    batch = get_optional_positive_int(row, "global_batch")
     if batch is None:
         for key in ("n_microbatches", "micro_batch_count", "grad_accum"):
-            count = get_optional_int(row, key)
+            count = get_optional_positive_int(row, key)
             if count:
                 return count
         raise UnusableRow("no global_batch")
@@ -159,6 +159,6 @@ def _count_microbatches(row: Mapping[str, Any], dp: int, micro_batch: int) -> in
     if per_rank == int(per_rank) and per_rank >= 1:
         return int(per_rank)
     # A batch that was rounded, or ranks that have one more than others.
-    if get_optional_int(row, "micro_batch") and per_rank > 1:
+    if get_optional_positive_int(row, "micro_batch") and per_rank > 1:
         return -(-batch // (dp * micro_batch))
     return None

@@ -16,7 +16,7 @@ class UnusableRow(Exception):
     by which they are counted."""
 
 
-def get_number(row: Mapping[str, Any], key: str) -> float | None:
+def get_finite_number(row: Mapping[str, Any], key: str) -> float | None:
     """The finite number at `key`; None where there is none, or something else."""
     value = row.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -24,10 +24,10 @@ def get_number(row: Mapping[str, Any], key: str) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def get_optional_int(row: Mapping[str, Any], key: str) -> int | None:
+def get_optional_positive_int(row: Mapping[str, Any], key: str) -> int | None:
     """The whole number above 0 at `key`; None where there is none. Raises UnusableRow for a number
     that cannot be one."""
-    value = get_number(row, key)
+    value = get_finite_number(row, key)
     if value is None or value == 0:
         return None
     if value < 0 or value > MAX_INT or value != int(value):
@@ -35,9 +35,9 @@ def get_optional_int(row: Mapping[str, Any], key: str) -> int | None:
     return int(value)
 
 
-def get_int(row: Mapping[str, Any], key: str) -> int:
+def get_positive_int(row: Mapping[str, Any], key: str) -> int:
     """The whole number above 0 at `key`. Raises UnusableRow where there is none."""
-    value = get_optional_int(row, key)
+    value = get_optional_positive_int(row, key)
     if value is None:
         raise UnusableRow(f"no {key}")
     return value

@@ -12,13 +12,13 @@ from typing import Any
 from phalanx.core.errors import PhalanxError, UsageError
 from phalanx.core.files import read_regular
 from phalanx.plan.validation.row_values import UnusableRow
-from phalanx.plan.validation.run import MeasuredRun, build_run
+from phalanx.plan.validation.run import MeasuredRun, build_measured_run
 
 MAX_FILE_BYTES = 2**30
 
 
 @dataclass(frozen=True)
-class RowFile:
+class UsableRows:
     """The usable rows of a file, and how many others there were, by reason."""
 
     runs: tuple[MeasuredRun, ...]
@@ -29,7 +29,7 @@ class RowFile:
         return len(self.runs) + sum(self.unusable.values())
 
 
-def load_row_file(path: Path) -> RowFile:
+def load_row_file(path: Path) -> UsableRows:
     """The runs of a JSONL file; a bad line is counted and never an error. Raises UsageError for a
     file that cannot be read."""
     try:
@@ -41,7 +41,7 @@ def load_row_file(path: Path) -> RowFile:
     return parse_row_lines(content)
 
 
-def parse_row_lines(content: bytes) -> RowFile:
+def parse_row_lines(content: bytes) -> UsableRows:
     """The runs of the lines of `content`."""
     runs: list[MeasuredRun] = []
     unusable: Counter[str] = Counter()
@@ -49,13 +49,13 @@ def parse_row_lines(content: bytes) -> RowFile:
         if not line.strip():
             continue
         try:
-            runs.append(build_run(_parse_json_object(line)))
+            runs.append(build_measured_run(_parse_json_object(line)))
         except UnusableRow as reason:
             unusable[str(reason)] += 1
         except (PhalanxError, ArithmeticError, AssertionError, TypeError, ValueError, KeyError):
             # Whatever somebody wrote into a row, the other rows are scored.
             unusable["values that fit no model"] += 1
-    return RowFile(tuple(runs), dict(unusable.most_common()))
+    return UsableRows(tuple(runs), dict(unusable.most_common()))
 
 
 def _parse_json_object(line: bytes) -> Mapping[str, Any]:

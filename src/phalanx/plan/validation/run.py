@@ -22,8 +22,8 @@ from phalanx.plan.validation.row_stack import (
 from phalanx.plan.validation.row_values import (
     MAX_STEP_S,
     UnusableRow,
-    get_int,
-    get_number,
+    get_finite_number,
+    get_positive_int,
     get_text,
 )
 
@@ -62,17 +62,17 @@ class MeasuredRun:
         return estimate_rank_bytes(self.work, self.setups[0]) / 2**30
 
 
-def build_run(row: Mapping[str, Any]) -> MeasuredRun:
+def build_measured_run(row: Mapping[str, Any]) -> MeasuredRun:
     """The run of a row. Raises UnusableRow, with the reason, where it cannot be predicted or was
     not measured."""
     step_s = _parse_step_s(row)
     machine = build_row_machine(row)
     shape = build_row_shape(row)
-    seq_len = get_int(row, "seq_len")
+    seq_len = get_positive_int(row, "seq_len")
     if seq_len > MAX_SEQ_LEN:
         raise UnusableRow("absurd seq_len")
     work = _count_model_work(shape, seq_len, count_mtp_layers(row))
-    num_gpus = get_int(row, "n_gpus")
+    num_gpus = get_positive_int(row, "n_gpus")
     precision = parse_row_precision(row)
     setups = tuple(list_possible_setups(row, num_gpus, seq_len, precision, shape.num_layers))
     if not setups:
@@ -122,7 +122,7 @@ def _parse_step_s(row: Mapping[str, Any]) -> float:
     )
     if measured.get("oom"):
         raise UnusableRow("out of memory")
-    step_s = get_number(measured, "step_time_s") or get_number(derived, "step_time_s")
+    step_s = get_finite_number(measured, "step_time_s") or get_finite_number(derived, "step_time_s")
     if step_s is None:
         step_s = _derive_step_s_from_throughput(row, measured) or _derive_step_s_from_throughput(
             row, derived
@@ -137,13 +137,15 @@ def _parse_step_s(row: Mapping[str, Any]) -> float:
 def _derive_step_s_from_throughput(
     row: Mapping[str, Any], rates: Mapping[str, Any]
 ) -> float | None:
-    batch, seq_len = get_number(row, "global_batch"), get_number(row, "seq_len")
-    num_gpus = get_number(row, "n_gpus")
+    batch, seq_len = get_finite_number(row, "global_batch"), get_finite_number(row, "seq_len")
+    num_gpus = get_finite_number(row, "n_gpus")
     if not batch or not seq_len or not num_gpus:
         return None
-    per_gpu = get_number(rates, "tokens_per_s_per_gpu")
-    total = get_number(rates, "tokens_per_s")
-    samples = get_number(rates, "samples_per_s") or get_number(rates, "sequences_per_s")
+    per_gpu = get_finite_number(rates, "tokens_per_s_per_gpu")
+    total = get_finite_number(rates, "tokens_per_s")
+    samples = get_finite_number(rates, "samples_per_s") or get_finite_number(
+        rates, "sequences_per_s"
+    )
     if per_gpu and per_gpu > 0:
         return batch * seq_len / (per_gpu * num_gpus)
     if total and total > 0:
@@ -157,7 +159,9 @@ def _parse_memory_gib(row: Mapping[str, Any]) -> float | None:
     measured = row.get("measured")
     if not isinstance(measured, Mapping):
         return None
-    memory = get_number(measured, "memory_gib") or get_number(measured, "memory_gb_reported")
+    memory = get_finite_number(measured, "memory_gib") or get_finite_number(
+        measured, "memory_gb_reported"
+    )
     return memory if memory and memory > 0 else None
 
 

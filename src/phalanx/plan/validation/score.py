@@ -14,7 +14,7 @@ import numpy.typing as npt
 from phalanx.plan.timing.constants import TimingConstants, load_timing_constants
 from phalanx.plan.validation.predict import group_runs, predict_runs
 from phalanx.plan.validation.regret import RegretStats, measure_regret
-from phalanx.plan.validation.rows import RowFile
+from phalanx.plan.validation.rows import UsableRows
 from phalanx.plan.validation.run import MeasuredRun
 
 Array = npt.NDArray[np.float64]
@@ -178,7 +178,7 @@ def apply_anchor_scales(
 
 
 def score_rows(
-    rows: RowFile,
+    rows: UsableRows,
     anchors: int = 0,
     constants: TimingConstants | None = None,
     predicted: tuple[Array, Array] | None = None,

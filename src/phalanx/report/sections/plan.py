@@ -41,7 +41,7 @@ def render_plan(facts: RunFacts) -> Html:
 def _describe_plan(plan: dict[str, Any], units: MetricUnits) -> str:
     """The plan in sentences; what it does not hold is left out."""
     layout = formats.format_layout(dict_or_empty(plan.get("layout")))
-    sentences = [f"{_describe_ranks(plan)} as {layout}{_describe_settings(plan)}."]
+    sentences = [f"{_describe_ranks(plan)} as {layout}{_describe_plan_settings(plan)}."]
     sentences += _describe_batch(plan, units)
     sentences += _describe_model(plan)
     sentences.append(_describe_memory(dict_or_empty(plan.get("memory"))))
@@ -89,7 +89,7 @@ def _describe_ranks(plan: dict[str, Any]) -> str:
     return plural(int(ranks), "rank")
 
 
-def _describe_settings(plan: dict[str, Any]) -> str:
+def _describe_plan_settings(plan: dict[str, Any]) -> str:
     keys = (
         ("device", "on {}"),
         ("precision", "in {}"),

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from phalanx.job.schema import Job
-from phalanx.plan.mixed_rows import MAX_PROBED_PARAMS, RowMixing, has_user_loss_code
+from phalanx.plan.mixed_rows import MAX_PROBED_PARAMS, BatchRowMixing, has_user_loss_code
 from phalanx.plan.plan import Plan
 from phalanx.run.one_process.dropout_masks import DropoutMasks
 from phalanx.run.one_process.job_loss import JobLoss
@@ -41,7 +41,7 @@ MAX_PARAMETER_TOKENS = 2**34
 MAX_CHECK_S = 5.0
 
 
-def check_loss_on_rows(job: Job, plan: Plan, batch: Batch) -> RowMixing:
+def check_loss_on_rows(job: Job, plan: Plan, batch: Batch) -> BatchRowMixing:
     """Find out what the job's loss does with the rows of a batch: tried on a few of them, and then
     on more.
 
@@ -61,7 +61,7 @@ def check_loss_on_rows(job: Job, plan: Plan, batch: Batch) -> RowMixing:
         or plan.num_params > MAX_PROBED_PARAMS
         or not has_user_loss_code(job)
     ):
-        return RowMixing()
+        return BatchRowMixing()
     is_built = False
     try:
         with _keep_random_states(), torch.no_grad(), RefusingCollectives():
@@ -86,13 +86,13 @@ def check_loss_on_rows(job: Job, plan: Plan, batch: Batch) -> RowMixing:
                     > MAX_CHECK_S
                 ):
                     break
-            return RowMixing(mixes=mixes)
+            return BatchRowMixing(mixes=mixes)
     except CollectiveCalledError as error:
         if not is_built:
-            return RowMixing()
-        return RowMixing(collective=error.call)
+            return BatchRowMixing()
+        return BatchRowMixing(collective=error.call)
     except Exception:
-        return RowMixing()
+        return BatchRowMixing()
 
 
 def select_few_rows(batch: Batch, num_rows: int) -> Batch:

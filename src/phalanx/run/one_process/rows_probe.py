@@ -28,7 +28,7 @@ from phalanx.data.user_dataset import UserSamples, open_user_dataset
 from phalanx.job.schema import Job
 from phalanx.job.user_dataset import is_own_dataset
 from phalanx.nn.build import MODELS_PACKAGE
-from phalanx.plan.mixed_rows import RowMixing
+from phalanx.plan.mixed_rows import BatchRowMixing
 from phalanx.plan.plan import Plan
 from phalanx.run.one_process.check_rows import COMPARED_ROW_COUNTS, check_loss_on_rows
 from phalanx.run.one_process.plain_loss import Batch
@@ -48,7 +48,7 @@ def answer_probe_request(request: dict[str, Any]) -> dict[str, Any]:
         if job.model.objective is not None:
             resolve_kind(job.model.objective, MODELS_PACKAGE, "objective")
     except LayoutError as error:
-        return asdict(RowMixing(unknown=str(error)))
+        return asdict(BatchRowMixing(unknown=str(error)))
     batch = sample_batch(job, plan)
     # A loss may ask for its rank: the fake group of torch answers, and sends nothing.
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())

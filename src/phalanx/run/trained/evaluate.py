@@ -23,7 +23,7 @@ from phalanx.observe.events import EvalFinished
 from phalanx.observe.tail import read_recorded_events
 from phalanx.observe.units import MetricUnits, find_units_of_job
 from phalanx.plan.plan import Plan
-from phalanx.plan.warnings import NO_EXTRA_NOTES, ExtraNotes
+from phalanx.plan.warnings import NO_EXTRA_REASONS_OR_WARNINGS, ExtraReasonsAndWarnings
 from phalanx.run.scratch import ScratchDirectory
 from phalanx.run.tokens import find_job_tokens
 from phalanx.run.trained.files import PROGRESS_FILE_NAME, RESULT_FILE_NAME
@@ -56,7 +56,7 @@ class EvaluationData:
     corpus: Corpus
     split: Split
     is_of_run: bool
-    remarks: ExtraNotes = NO_EXTRA_NOTES
+    remarks: ExtraReasonsAndWarnings = NO_EXTRA_REASONS_OR_WARNINGS
 
 
 @dataclass(frozen=True)
