@@ -35,12 +35,12 @@ import xxhash
 from torch.distributed.tensor import DTensor, Shard
 
 from phalanx.checkpoint.chunks import CHUNK_BYTES
-from phalanx.checkpoint.manifest import list_checkpoint_dirs
-from phalanx.checkpoint.reading.load import load_checkpoint
+from phalanx.checkpoint.manifest import list_checkpoint_paths_of_run
+from phalanx.checkpoint.reading.load import load_checkpoint_into_shards
 from phalanx.checkpoint.reading.verify import find_checkpoint_problems
 from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.checkpoint.writing.async_checkpointer import AsyncCheckpointer
-from phalanx.checkpoint.writing.write import Snapshot
+from phalanx.checkpoint.writing.write import RankSnapshot
 from phalanx.core.phases import PhaseTimer
 from phalanx.job.schema import Checkpoint
 from phalanx.mesh.logical import make_logical_shard
@@ -124,8 +124,8 @@ class Bench:
             os.sync()
         self.mesh.barrier()
 
-    def snapshot(self) -> Snapshot:
-        return Snapshot(self.step, self.shards, {}, {"step": self.step})
+    def snapshot(self) -> RankSnapshot:
+        return RankSnapshot(self.step, self.shards, {}, {"step": self.step})
 
     def plain_copy(self) -> None:
         with self.timed("plain copy"):
@@ -145,7 +145,7 @@ class Bench:
             assert self.saver.begin_save(self.step, self.snapshot, record=lambda: None)
             stall_s = time.perf_counter() - began
             assert not self.saver.wait()
-            self.saver.forget_finished_write()
+            self.saver.release_finished_write()
         self.take("phalanx async: stall", stall_s)
 
     def dcp_save(self) -> None:
@@ -163,10 +163,12 @@ class Bench:
         self.take("DCP async: stall", stall_s)
 
     def phalanx_load(self) -> None:
-        (checkpoint,) = list_checkpoint_dirs(self.folder / "phalanx")
+        (checkpoint,) = list_checkpoint_paths_of_run(self.folder / "phalanx")
         self.forget(checkpoint)
         with self.peak("phalanx: cold load, memory"), self.timed("phalanx: cold load"):
-            load_checkpoint(checkpoint, self.shards, group=self.mesh, phases=PhaseTimer())
+            load_checkpoint_into_shards(
+                checkpoint, self.shards, group=self.mesh, phases=PhaseTimer()
+            )
         with self.timed("checksums of a load"):
             for tensor in self.plain:
                 view = memoryview(tensor.view(torch.uint8).view(-1).numpy())
@@ -180,7 +182,7 @@ class Bench:
 
     def verify(self) -> None:
         """`phalanx checkpoint verify`: one process reads every byte."""
-        (checkpoint,) = list_checkpoint_dirs(self.folder / "phalanx")
+        (checkpoint,) = list_checkpoint_paths_of_run(self.folder / "phalanx")
         self.forget(checkpoint)
         with self.timed("phalanx: cold verify, one process"):
             if self.mesh.rank == 0:

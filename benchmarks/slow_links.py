@@ -168,7 +168,7 @@ def _measure_as_rank() -> None:
     import torch
     import torch.distributed as dist
 
-    from phalanx.mesh.gloo_collectives import gather_rows, scatter_sum
+    from phalanx.mesh.gloo_collectives import all_gather_rows_in_place, reduce_scatter_rows
 
     dist.init_process_group("gloo")
     group = dist.group.WORLD
@@ -177,8 +177,8 @@ def _measure_as_rank() -> None:
         rows = torch.zeros(2, num_bytes // 8)
         calls = {
             "all_reduce": lambda rows=rows: dist.all_reduce(rows),
-            "all_gather": lambda rows=rows: gather_rows(rows, group),
-            "reduce_scatter": lambda rows=rows: scatter_sum(rows, group),
+            "all_gather": lambda rows=rows: all_gather_rows_in_place(rows, group),
+            "reduce_scatter": lambda rows=rows: reduce_scatter_rows(rows, group),
         }
         for operation in OPERATIONS:
             times = []

@@ -17,7 +17,7 @@ from torch import nn
 import phalanx
 from gpu_check.cases import Case
 from phalanx.job.schema import Job
-from phalanx.mesh.logical import list_module_shards
+from phalanx.mesh.logical import collect_module_shards
 from phalanx.nn.build import build_model, build_objective
 from phalanx.plan.cluster import Cluster, detect_cluster
 from phalanx.plan.plan import Plan
@@ -113,7 +113,7 @@ def initialize(model: nn.Module, seed: int, device: str) -> None:
         model.load_state_dict(torch.load(stored, map_location=device, weights_only=True))
         return
     with torch.no_grad():
-        model.initialize(list_module_shards(model)[0], seed)  # type: ignore[operator]
+        model.initialize(collect_module_shards(model)[0], seed)  # type: ignore[operator]
     if stored is not None:
         partial = stored.with_suffix(".partial")  # a trainer can be killed in the middle
         torch.save(model.state_dict(), partial)

@@ -18,7 +18,7 @@ from phalanx.core import phases as phases_module
 from phalanx.core.black_box import BlackBox
 from phalanx.core.black_box_reader import read_black_box
 from phalanx.core.phases import HostClock, PhaseClock, PhaseTimer
-from phalanx.mesh.event_clock import EventClock, phase_clock_of_device
+from phalanx.mesh.event_clock import CudaEventClock, create_phase_clock_for_device
 from phalanx.train.pipeline_record import align_rank_clocks, collect_spans
 
 
@@ -82,7 +82,7 @@ class Machine:
 def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Machine:
     queue = Queue()
     if request.param == "events":
-        return Machine(EventClock(queue.record), queue.give, queue)
+        return Machine(CudaEventClock(queue.record), queue.give, queue)
     monkeypatch.setattr(phases_module, "time", queue)
 
     def work(seconds: float) -> None:
@@ -198,7 +198,7 @@ def test_queued_work_is_not_charged_before_it_is_done() -> None:
     """Nothing is waited for: what is still queued when a step's seconds are taken comes with the
     next step's."""
     queue = Queue()
-    phases = PhaseTimer(clock=EventClock(queue.record))
+    phases = PhaseTimer(clock=CudaEventClock(queue.record))
     with phases("forward"):
         queue.give(2.0)
     queue.wait()
@@ -212,7 +212,7 @@ def test_queued_work_is_not_charged_before_it_is_done() -> None:
 
 def test_marks_whose_seconds_nobody_takes_do_not_pile_up() -> None:
     queue = Queue()
-    phases = PhaseTimer(clock=EventClock(queue.record))
+    phases = PhaseTimer(clock=CudaEventClock(queue.record))
     for _ in range(20_000):
         with phases("forward"):
             queue.give(0.001)
@@ -226,5 +226,5 @@ def test_marks_whose_seconds_nobody_takes_do_not_pile_up() -> None:
 def test_a_cpu_is_timed_by_the_host() -> None:
     import torch
 
-    assert isinstance(phase_clock_of_device(torch.device("cpu")), HostClock)
+    assert isinstance(create_phase_clock_for_device(torch.device("cpu")), HostClock)
     assert abs(HostClock().mark() - time.perf_counter()) < 60

@@ -15,14 +15,17 @@ from phalanx.core.registry import list_kinds, resolve_kind
 from phalanx.job.json_schema import build_job_json_schema
 from phalanx.job.load import load_job
 from phalanx.mesh.compat import silence_torch_warnings
-from phalanx.parallel.data_parallel.compression import HOOKS, Compression
+from phalanx.parallel.data_parallel.compression import (
+    COMPRESSION_HOOKS_PACKAGE,
+    GradientCompression,
+)
 from phalanx.parallel.hooks._protocol import CompressionOptions
-from phalanx.parallel.traffic import GradientTraffic, all_reduce_bytes
+from phalanx.parallel.traffic import GradientTraffic, count_ring_all_reduce_bytes
 from phalanx.parallel.wire import Wire
 from phalanx.plan.workload import has_error_feedback
 from ranks import run_ranks
 
-KINDS = list_kinds(HOOKS)
+KINDS = list_kinds(COMPRESSION_HOOKS_PACKAGE)
 SHAPES = {
     "bias": (1,),
     "vector": (300,),
@@ -47,9 +50,9 @@ class Bench:
             name: nn.Parameter(torch.zeros(shape).double()) for name, shape in SHAPES.items()
         }
         self.traffic = GradientTraffic()
-        hook = resolve_kind(kind, HOOKS, "build")(SETTINGS)
+        hook = resolve_kind(kind, COMPRESSION_HOOKS_PACKAGE, "build")(SETTINGS)
         wire = Wire(dist.group.WORLD, self.traffic, PhaseTimer())  # type: ignore[arg-type]
-        self.compression = Compression(hook, self.parameters.items(), wire)
+        self.compression = GradientCompression(hook, self.parameters.items(), wire)
 
     def gradients(self, step: int) -> dict[str, torch.Tensor]:
         """Small ones, as a mean over many tokens is: some of their elements are below what fp16
@@ -62,12 +65,15 @@ class Bench:
 
     def reduce(self, gradients: dict[str, torch.Tensor], buckets: list[list[str]]) -> None:
         for bucket in buckets:
-            self.compression.reduce(
+            self.compression.average_gradients_over_ranks(
                 [self.parameters[n] for n in bucket], [gradients[n] for n in bucket]
             )
 
     def errors(self) -> dict[str, torch.Tensor]:
-        return {name: error.clone() for name, error in self.compression.unsent_gradients().items()}
+        return {
+            name: error.clone()
+            for name, error in self.compression.error_feedback_gradients().items()
+        }
 
 
 def mean(tensor: torch.Tensor) -> torch.Tensor:
@@ -112,7 +118,7 @@ def use(kind: str) -> dict[str, Any]:
         for name, error in other.errors().items():
             note_difference(found["by bucket"], f"error of {name}", error, after[name], sizes[name])
     num_bytes = sum(p.nbytes for p in bench.parameters.values()) // 2  # as fp32 would be
-    found["plain_bytes"] = all_reduce_bytes(num_bytes, dist.get_world_size())
+    found["plain_bytes"] = count_ring_all_reduce_bytes(num_bytes, dist.get_world_size())
     found |= spoil(bench)
     return found
 
@@ -171,7 +177,10 @@ def test_the_folder_is_what_a_job_can_name() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_plan_counts_the_bytes_of_what_it_keeps(kind: str) -> None:
-    assert has_error_feedback(kind) == resolve_kind(kind, HOOKS, "build")(SETTINGS).keeps_error
+    assert (
+        has_error_feedback(kind)
+        == resolve_kind(kind, COMPRESSION_HOOKS_PACKAGE, "build")(SETTINGS).keeps_error
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -232,5 +241,5 @@ def test_bytes_of_what_sends_a_part(seen: Seen) -> None:
     assert seen[0]["topk"]["sent_bytes"] == (ranks - 1) * sum(counts) * (8 + 4)
     numbers = 2 * (64 + 33) + 2 * (6 + 45) + 1 + 300 + 6
     assert seen[0]["powersgd"]["sent_bytes"] == pytest.approx(
-        all_reduce_bytes(numbers * 8, ranks), abs=1
+        count_ring_all_reduce_bytes(numbers * 8, ranks), abs=1
     )

@@ -15,12 +15,12 @@ from phalanx.core.registry import list_kinds, resolve_kind
 from phalanx.job.model import build_model_shape
 from phalanx.job.schema import Job
 from phalanx.job.shapes.decoder import DecoderShape
-from phalanx.mesh.blocks import find_blocks
-from phalanx.mesh.logical import list_module_shards
+from phalanx.mesh.blocks import find_repeated_blocks
+from phalanx.mesh.logical import collect_module_shards
 from phalanx.mesh.mesh import Mesh
 from phalanx.nn.build import MODELS_PACKAGE, build_model, build_objective
 from phalanx.nn.objective import Objective
-from phalanx.parallel.call.bind_batch import call_with_batch
+from phalanx.parallel.call.bind_batch import build_forward_arguments
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.layout import Layout
@@ -68,7 +68,7 @@ def test_it_is_built_on_meta_with_the_shapes_parameters(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_shows_equal_blocks(kind: str) -> None:
     module, shape = on_meta(kind)
-    blocks = find_blocks(module)
+    blocks = find_repeated_blocks(module)
     assert len(blocks) == shape.num_layers
     assert {sum(p.numel() for p in block.parameters()) for block in blocks} == {shape.block_params}
 
@@ -83,7 +83,7 @@ def test_its_forward_takes_a_batchs_names(kind: str) -> None:
     module, shape = on_meta(kind)
     parameters = list(inspect.signature(module.forward).parameters)
     batch = batch_of(kind)
-    args, kwargs = call_with_batch(module, batch)
+    args, kwargs = build_forward_arguments(module, batch)
     assert len(args) + len(kwargs) == len(batch) - 1
     assert not {"labels", "targets"} & set(parameters)
     if not shape.reads_images:
@@ -101,7 +101,7 @@ def test_it_fills_every_tensor_of_its_own(kind: str) -> None:
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.fill_(float("nan"))
-            module.initialize(list_module_shards(module)[0], seed)  # type: ignore[operator]
+            module.initialize(collect_module_shards(module)[0], seed)  # type: ignore[operator]
         assert all(p.isfinite().all() for p in module.parameters())
         filled.append(torch.cat([p.detach().flatten() for p in module.parameters()]))
     assert not torch.equal(*filled)

@@ -19,17 +19,22 @@ from models import (
     share,
 )
 from phalanx.core.phases import PhaseTimer
-from phalanx.mesh.blocks import find_blocks
+from phalanx.mesh.blocks import find_repeated_blocks
 from phalanx.mesh.logical import full_name
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import causal_cross_entropy
-from phalanx.parallel.compute.fp8 import Float8
+from phalanx.parallel.compute.fp8 import Float8LinearLayers
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import discover_transforms, parallelize
-from phalanx.parallel.pipeline.tied_params import TiedParams
+from phalanx.parallel.pipeline.tied_params import SumTiedParameterGradients
 from phalanx.parallel.pipeline.transform import PipelineStages
-from phalanx.parallel.protocol import Order, ParallelContext, Parallelism, RootModule
+from phalanx.parallel.protocol import (
+    ModuleTransform,
+    ModuleWithObjective,
+    ParallelContext,
+    TransformOrder,
+)
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from ranks import run_ranks
@@ -56,9 +61,9 @@ def needing_plans() -> list[Plan]:
     ]
 
 
-def needing(transform: Parallelism) -> Plan:
+def needing(transform: ModuleTransform) -> Plan:
     """The first plan that wants it; a new transform that none of them wants needs one here."""
-    return next(a_plan for a_plan in needing_plans() if transform.wanted(a_plan))
+    return next(a_plan for a_plan in needing_plans() if transform.is_needed(a_plan))
 
 
 def decoder_for(a_plan: Plan) -> Decoder:
@@ -67,16 +72,20 @@ def decoder_for(a_plan: Plan) -> Decoder:
 
 def test_they_are_in_order_and_all_there() -> None:
     orders = [transform.order for transform in discover_transforms()]
-    assert orders == list(Order), "every place in the order is one transform's, and no two share it"
+    assert orders == list(TransformOrder), (
+        "every place in the order is one transform's, and no two share it"
+    )
     names = {type(transform).__name__ for transform in discover_transforms()}
-    assert {"DpShard", "DpReplicate", "Recompute", "Compile"} <= names
+    assert {"DpShard", "DpReplicate", "Recompute", "CompileBlocks"} <= names
 
 
 @pytest.mark.parametrize("transform", EVERY)
-def test_it_has_an_order_and_is_wanted_only_by_plans_that_need_it(transform: Parallelism) -> None:
-    assert isinstance(transform.order, Order)
-    assert transform.wanted(replace_parallel(plan(1), dropout="local")) is False
-    assert transform.wanted(needing(transform)) is True
+def test_it_has_an_order_and_is_wanted_only_by_plans_that_need_it(
+    transform: ModuleTransform,
+) -> None:
+    assert isinstance(transform.order, TransformOrder)
+    assert transform.is_needed(replace_parallel(plan(1), dropout="local")) is False
+    assert transform.is_needed(needing(transform)) is True
 
 
 def test_one_data_parallelism_at_most_is_wanted() -> None:
@@ -84,9 +93,9 @@ def test_one_data_parallelism_at_most_is_wanted() -> None:
     for num_ranks, layouts in LAYOUTS.items():
         for layout in layouts.values():
             a_plan = plan(num_ranks, **layout)
-            data_parallel = (Order.REPLICATE, Order.SHARD)
+            data_parallel = (TransformOrder.REPLICATE, TransformOrder.SHARD)
             wanted = [
-                t for t in discover_transforms() if t.order in data_parallel and t.wanted(a_plan)
+                t for t in discover_transforms() if t.order in data_parallel and t.is_needed(a_plan)
             ]
             assert len(wanted) == (num_ranks > 1)
 
@@ -97,10 +106,10 @@ def apply_alone(rank: int, index: int) -> dict[str, Any]:
     module = decoder_for(a_plan)
     before = [name for name, _ in module.named_parameters()]
     shapes = {name: p.shape for name, p in module.named_parameters()}
-    root = RootModule(module)
+    root = ModuleWithObjective(module)
     with open_mesh(a_plan.layout, device="cpu") as mesh:
         names = frozenset(full_name(name) for name, _ in module.named_modules())
-        blocks = find_blocks(module)
+        blocks = find_repeated_blocks(module)
         context = ParallelContext(
             root=root,
             plan=a_plan,
@@ -110,7 +119,9 @@ def apply_alone(rank: int, index: int) -> dict[str, Any]:
             outer=root,
             names=names,
         )
-        if isinstance(transform, TiedParams):  # it is about what that one leaves on several ranks
+        if isinstance(
+            transform, SumTiedParameterGradients
+        ):  # it is about what that one leaves on several ranks
             PipelineStages().apply(context)
         transform.apply(context)
         model = ParallelModel(context)
@@ -138,12 +149,12 @@ def apply_alone(rank: int, index: int) -> dict[str, Any]:
 )  # inductor's own
 @pytest.mark.parametrize("transform", EVERY)
 def test_applied_alone_it_keeps_names_and_shapes_and_trains(
-    transform: Parallelism, monkeypatch: pytest.MonkeyPatch
+    transform: ModuleTransform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Names are the user's module's own, without even a wrapper's prefix; global shapes stay."""
-    if isinstance(transform, Float8):
+    if isinstance(transform, Float8LinearLayers):
         pytest.importorskip("torchao")
-        monkeypatch.setattr(Float8, "emulate", True)
+        monkeypatch.setattr(Float8LinearLayers, "emulate", True)
     index = [type(t) for t in discover_transforms()].index(type(transform))
     held: set[str] = set()
     for found in run_ranks(2, apply_alone, index):

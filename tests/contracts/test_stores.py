@@ -17,32 +17,32 @@ import pytest
 import torch
 
 from disks import CountingDisk
-from phalanx.checkpoint.chunks import StoredFile
-from phalanx.checkpoint.folder import Folder, LocalFolder
+from phalanx.checkpoint.chunks import FileSizeAndChecksums
+from phalanx.checkpoint.folder import CheckpointFolder, LocalCheckpointFolder
 from phalanx.checkpoint.manifest import MANIFEST_FILE_NAME, read_manifest
 from phalanx.checkpoint.ownership import store_owner as owner
-from phalanx.checkpoint.ownership.fencing_token import acquire_fencing_token
-from phalanx.checkpoint.reading.load import load_checkpoint
+from phalanx.checkpoint.ownership.fencing_token import write_next_fencing_token
+from phalanx.checkpoint.reading.load import load_checkpoint_into_shards
 from phalanx.checkpoint.reading.verify import find_checkpoint_problems
 from phalanx.checkpoint.stores import (
-    find_checkpoint,
-    find_newest_step,
-    is_single_checkpoint,
-    is_url,
-    open_store,
-    open_store_at,
+    find_checkpoint_at_or_newest,
+    find_newest_readable_step,
+    is_location_of_one_checkpoint,
+    is_store_url,
+    open_store_of_location,
+    open_store_of_run,
 )
 from phalanx.checkpoint.stores._remote import RetryPolicy
 from phalanx.checkpoint.stores.local import LocalStore
-from phalanx.checkpoint.stores.object import ObjectFolder, ObjectStore
+from phalanx.checkpoint.stores.object import ObjectCheckpointFolder, ObjectStore
 from phalanx.checkpoint.stores.protocol import Store
-from phalanx.checkpoint.writing.retention import Retention, prune_checkpoints
-from phalanx.checkpoint.writing.write import Snapshot, WrittenCheckpoint, write_checkpoint
+from phalanx.checkpoint.writing.retention import RetentionRule, prune_checkpoints
+from phalanx.checkpoint.writing.write import RankSnapshot, WrittenCheckpoint, write_checkpoint
 from phalanx.core.disk import DiskFile
 from phalanx.core.errors import CheckpointError, EnvironmentProblem, RunLockedError, StoreTakenError
 from phalanx.core.phases import PhaseTimer
 from phalanx.core.registry import list_kinds
-from phalanx.mesh.logical import Box, LogicalShard, dtype_name
+from phalanx.mesh.logical import Box, LogicalShard, get_dtype_name
 from phalanx.mesh.mesh import Mesh
 from phalanx.plan.layout import Layout
 from s3_server import BUCKET, CREDENTIALS, Server, s3_server
@@ -78,7 +78,7 @@ def new_store(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> Stor
         "memory": f"memory://test/{next(_number)}",
         "s3": f"s3://{BUCKET}/run {next(_number)}",
     }[kind]
-    return open_store(tmp_path, url)
+    return open_store_of_run(tmp_path, url)
 
 
 def test_every_store_is_covered() -> None:
@@ -100,37 +100,37 @@ def shards(whole: Tensors) -> dict[str, LogicalShard]:
     for name, tensor in whole.items():
         origin, size = (0,) * tensor.dim(), tuple(tensor.shape)
         found[name] = LogicalShard(
-            name, size, dtype_name(tensor.dtype), (Box(origin, origin, size),), tensor
+            name, size, get_dtype_name(tensor.dtype), (Box(origin, origin, size),), tensor
         )
     return found
 
 
 def save_in(store: Store, step: int, whole: Tensors, **more: Any) -> WrittenCheckpoint:
     aliases = {"tied": "frozen"} if "frozen" in whole else {}
-    snapshot = Snapshot(step, shards(whole), aliases, {"step": step})
+    snapshot = RankSnapshot(step, shards(whole), aliases, {"step": step})
     return write_checkpoint(store, snapshot, job_digest="", group=ONE, phases=PhaseTimer(), **more)
 
 
-def loaded(folder: Folder, like: Tensors) -> Tensors:
+def loaded(folder: CheckpointFolder, like: Tensors) -> Tensors:
     found = {name: torch.full_like(tensor, 7) for name, tensor in like.items()}
-    load_checkpoint(folder, shards(found), group=ONE, phases=PhaseTimer())
+    load_checkpoint_into_shards(folder, shards(found), group=ONE, phases=PhaseTimer())
     return found
 
 
-def require_whole(folder: Folder, reference: Tensors) -> None:
+def require_whole(folder: CheckpointFolder, reference: Tensors) -> None:
     """It verifies, and every tensor is bit-equal to the reference."""
     assert find_checkpoint_problems(folder) == []
     found = loaded(folder, reference)
     assert [name for name in reference if not torch.equal(found[name], reference[name])] == []
 
 
-def overwrite(folder: Folder, name: str, data: bytes) -> None:
-    if isinstance(folder, LocalFolder):
+def overwrite(folder: CheckpointFolder, name: str, data: bytes) -> None:
+    if isinstance(folder, LocalCheckpointFolder):
         (folder.path / name).unlink()  # the file of this folder alone, if it is linked
         (folder.path / name).write_bytes(data)
     else:
-        assert isinstance(folder, ObjectFolder)
-        folder.remote.put(f"{folder.name}/{name}", data)
+        assert isinstance(folder, ObjectCheckpointFolder)
+        folder.remote.put_object(f"{folder.name}/{name}", data)
 
 
 def steps(store: Store) -> list[int]:
@@ -138,7 +138,7 @@ def steps(store: Store) -> list[int]:
 
 
 def test_what_is_saved_is_found_and_read_back(store: Store) -> None:
-    assert (store.folders(), find_newest_step(store)) == ([], 0)
+    assert (store.folders(), find_newest_readable_step(store)) == ([], 0)
     store.require_writable()
     assert store.folders() == []
     for step in (100, 9, 20):
@@ -147,15 +147,15 @@ def test_what_is_saved_is_found_and_read_back(store: Store) -> None:
             saved.num_bytes
             == sum(saved.folder.sizes().values()) - saved.folder.sizes()[MANIFEST_FILE_NAME]
         )
-    assert (steps(store), find_newest_step(store)) == ([9, 20, 100], 100)
+    assert (steps(store), find_newest_readable_step(store)) == ([9, 20, 100], 100)
     for folder in store.folders():
         require_whole(folder, tensors(folder.step))
         assert read_manifest(folder).facts == {"step": folder.step}
         assert folder.written_unix_s() > 1.7e9
         again = store.folder(folder.name)
         assert (again.url, again.step) == (folder.url, folder.step)
-        place = folder.url if is_url(folder.url) else Path(folder.url)
-        assert find_checkpoint(place).url == folder.url
+        place = folder.url if is_store_url(folder.url) else Path(folder.url)
+        assert find_checkpoint_at_or_newest(place).url == folder.url
 
 
 def test_a_step_can_be_saved_again(store: Store) -> None:
@@ -173,13 +173,13 @@ def test_a_draft_is_no_checkpoint_and_leaves_nothing(store: Store) -> None:
     draft = store.begin_draft(2)
     mine = store.join_draft(2, draft.token)
     saved = store.folders()[0]
-    assert mine.reuse("rank-0000.safetensors", saved, "rank-0000.safetensors")
+    assert mine.reuse_file_of_checkpoint("rank-0000.safetensors", saved, "rank-0000.safetensors")
     assert steps(store) == [1]
     store.discard(draft)
-    store.clean_up()
+    store.remove_leftovers()
     require_whole(store.folders()[0], old)
     lost = store.begin_draft(3)  # its process is killed
-    assert store.join_draft(3, lost.token).reuse(
+    assert store.join_draft(3, lost.token).reuse_file_of_checkpoint(
         "rank-0000.safetensors", saved, "rank-0000.safetensors"
     )
     save_in(store, 3, tensors(3))
@@ -191,18 +191,18 @@ def test_a_draft_is_no_checkpoint_and_leaves_nothing(store: Store) -> None:
 
 def test_a_run_below_a_folder_called_checkpoints_is_a_run(tmp_path: Path) -> None:
     run_dir = tmp_path / "checkpoints" / "my-run"
-    saved = save_in(open_store(run_dir, None), 3, tensors())
-    assert find_checkpoint(run_dir).url == saved.url
+    saved = save_in(open_store_of_run(run_dir, None), 3, tensors())
+    assert find_checkpoint_at_or_newest(run_dir).url == saved.url
     (run_dir / "checkpoints" / "step-3" / MANIFEST_FILE_NAME).unlink()
     assert find_checkpoint_problems(
-        find_checkpoint(run_dir / "checkpoints" / "step-3")
+        find_checkpoint_at_or_newest(run_dir / "checkpoints" / "step-3")
     )  # no run, though it is not whole
 
 
 def everything(store: Store) -> str:
     """All names in the store, as one text."""
     if isinstance(store, ObjectStore):
-        return "\n".join(f"{store.url}/{key}" for key in store._remote.list())
+        return "\n".join(f"{store.url}/{key}" for key in store._remote.list_file_sizes())
     root = Path(store.url)
     return "\n".join(str(path) for path in root.rglob("*"))
 
@@ -253,14 +253,14 @@ def test_what_is_pruned_is_gone_and_the_newest_that_verifies_stays(store: Store)
     assert [
         folder.step
         for folder in prune_checkpoints(
-            store, Retention(keep_last=2, protected_steps=frozenset({1}))
+            store, RetentionRule(keep_last=2, protected_steps=frozenset({1}))
         )
     ] == [2]
     name = "rank-0000.safetensors"
     for folder in store.folders()[1:]:
         data = folder.read(name)
         overwrite(folder, name, data[:-1] + bytes([data[-1] ^ 1]))
-    assert prune_checkpoints(store, Retention(keep_last=2)) == []
+    assert prune_checkpoints(store, RetentionRule(keep_last=2)) == []
     assert steps(store) == [1, 3, 4]
     store.remove(store.folders()[1])
     assert steps(store) == [1, 4]
@@ -278,10 +278,10 @@ def test_damage_is_found(store: Store, damage: str) -> None:
         overwrite(folder, name, data[:-1])
     elif damage == "extra":
         folder_write(folder, "stray", b"")
-    elif isinstance(folder, LocalFolder):
+    elif isinstance(folder, LocalCheckpointFolder):
         (folder.path / name).unlink()
     else:
-        assert isinstance(folder, ObjectFolder)
+        assert isinstance(folder, ObjectCheckpointFolder)
         folder.remote.remove(f"{folder.name}/{name}")
     problems = find_checkpoint_problems(folder)
     assert problems
@@ -290,8 +290,8 @@ def test_damage_is_found(store: Store, damage: str) -> None:
         loaded(folder, tensors())
 
 
-def folder_write(folder: Folder, name: str, data: bytes) -> None:
-    if isinstance(folder, LocalFolder):
+def folder_write(folder: CheckpointFolder, name: str, data: bytes) -> None:
+    if isinstance(folder, LocalCheckpointFolder):
         (folder.path / name).write_bytes(data)
     else:
         overwrite(folder, name, data)
@@ -304,7 +304,7 @@ def test_a_job_whose_run_was_taken_cannot_commit(store: Store, tmp_path: Path) -
     """
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    ours = acquire_fencing_token(run_dir)
+    ours = write_next_fencing_token(run_dir)
     old = tensors(1)
     assert read_manifest(save_in(store, 1, old, fencing_token=ours).folder).epoch == 1
     with pytest.raises(CheckpointError, match="another job took this run"):
@@ -313,12 +313,12 @@ def test_a_job_whose_run_was_taken_cannot_commit(store: Store, tmp_path: Path) -
             2,
             tensors(2),
             fencing_token=ours,
-            before_commit=lambda: acquire_fencing_token(run_dir),
+            before_commit=lambda: write_next_fencing_token(run_dir),
         )
     assert steps(store) == [1]
     with pytest.raises(CheckpointError, match="its epoch is 2, not 1"):
         save_in(store, 1, tensors(3), fencing_token=ours)
-    store.clean_up()
+    store.remove_leftovers()
     require_whole(store.folders()[0], old)
     assert "step-2" not in everything(store)
 
@@ -326,20 +326,24 @@ def test_a_job_whose_run_was_taken_cannot_commit(store: Store, tmp_path: Path) -
 def test_a_job_whose_run_was_taken_removes_nothing(store: Store, tmp_path: Path) -> None:
     """Before its removal, or while it read the checkpoint that stays."""
     (tmp_path / "run").mkdir()
-    ours = acquire_fencing_token(tmp_path / "run")
+    ours = write_next_fencing_token(tmp_path / "run")
     for step in (1, 2):
         save_in(store, step, tensors(step))
     for meanwhile in (
-        lambda num_bytes: acquire_fencing_token(tmp_path / "run"),
+        lambda num_bytes: write_next_fencing_token(tmp_path / "run"),
         lambda num_bytes: None,
     ):
         with pytest.raises(CheckpointError, match="another job took this run"):
-            prune_checkpoints(store, Retention(keep_last=1), fencing_token=ours, progress=meanwhile)
+            prune_checkpoints(
+                store, RetentionRule(keep_last=1), fencing_token=ours, progress=meanwhile
+            )
         assert steps(store) == [1, 2]
     assert [
         folder.step
         for folder in prune_checkpoints(
-            store, Retention(keep_last=1), fencing_token=acquire_fencing_token(tmp_path / "run")
+            store,
+            RetentionRule(keep_last=1),
+            fencing_token=write_next_fencing_token(tmp_path / "run"),
         )
     ] == [1]
 
@@ -349,7 +353,7 @@ def test_a_store_belongs_to_the_run_that_claimed_it(store: Store, tmp_path: Path
     first, moved, second = (made(tmp_path / name) for name in ("first", "moved", "second"))
     owner.claim_store(store, first)
     owner.claim_store(store, first)  # a later job of the same run
-    token = acquire_fencing_token(first)
+    token = write_next_fencing_token(first)
     save_in(store, 1, tensors(1), fencing_token=token)
     assert steps(store) == [1]
     require_whole(store.folders()[0], tensors(1))
@@ -366,10 +370,10 @@ def test_a_store_belongs_to_the_run_that_claimed_it(store: Store, tmp_path: Path
         (first / owner.OWNER_COPY_FILE_NAME).read_bytes()
     )
     owner.claim_store(store, moved)
-    store.clean_up()
+    store.remove_leftovers()
     assert [
         folder.step
-        for folder in prune_checkpoints(store, Retention(keep_last=1), fencing_token=token)
+        for folder in prune_checkpoints(store, RetentionRule(keep_last=1), fencing_token=token)
     ] == []
     owner.release_store(store, moved)
     assert store.owner.read() is None
@@ -381,9 +385,9 @@ def test_a_store_of_before_there_were_owners_is_adopted_by_its_run(
     run_dir, other = made(tmp_path / "run"), made(tmp_path / "other")
     save_in(store, 1, tensors(1))
     owner.claim_store(store, run_dir)
-    assert owner.store_refusal_reason(store, run_dir) is None
-    assert (owner.store_refusal_reason(store, other) is None) == (store.owner is None)
-    save_in(store, 2, tensors(2), fencing_token=acquire_fencing_token(run_dir))
+    assert owner.find_store_refusal_reason(store, run_dir) is None
+    assert (owner.find_store_refusal_reason(store, other) is None) == (store.owner is None)
+    save_in(store, 2, tensors(2), fencing_token=write_next_fencing_token(run_dir))
     assert steps(store) == [1, 2]
 
 
@@ -397,12 +401,12 @@ def test_of_two_runs_that_claimed_at_once_one_commits_nothing(store: Store, tmp_
     claims = store.owner.read()
     store.owner.remove()
     owner.claim_store(store, other)
-    ours, theirs = acquire_fencing_token(one), acquire_fencing_token(other)
+    ours, theirs = write_next_fencing_token(one), write_next_fencing_token(other)
     save_in(store, 1, tensors(1), fencing_token=theirs)
     with pytest.raises(StoreTakenError, match="belongs to the run 'other'"):
         save_in(store, 2, tensors(2), fencing_token=ours)
     with pytest.raises(StoreTakenError, match="belongs to the run 'other'"):
-        prune_checkpoints(store, Retention(keep_last=1), fencing_token=ours)
+        prune_checkpoints(store, RetentionRule(keep_last=1), fencing_token=ours)
 
     def overwritten() -> None:
         store.owner.remove()
@@ -417,7 +421,7 @@ def test_of_two_runs_that_claimed_at_once_one_commits_nothing(store: Store, tmp_
     "text", [b"", b"[]", b'{"format": 2}', b'{"format": 1, "run_id": "\\u001b"}']
 )
 def test_an_owner_that_cannot_be_read_is_another_run(text: bytes, tmp_path: Path) -> None:
-    store = open_store(tmp_path, f"memory://test/{next(_number)}")
+    store = open_store_of_run(tmp_path, f"memory://test/{next(_number)}")
     assert store.owner is not None
     store.owner.write(text)
     with pytest.raises(
@@ -462,13 +466,13 @@ def test_a_full_disk_is_said_of_the_step_and_not_of_a_hidden_directory(tmp_path:
 def test_a_directory_that_cannot_be_looked_at_is_not_an_empty_one(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "file").write_text("")
-    assert open_store(tmp_path, f"file://{tmp_path}/nowhere").folders() == []
+    assert open_store_of_run(tmp_path, f"file://{tmp_path}/nowhere").folders() == []
     for name in ("loop", "file"):
         with pytest.raises(CheckpointError, match="checkpoints cannot be looked for"):
-            open_store(tmp_path, f"file://{tmp_path}/{name}").folders()
+            open_store_of_run(tmp_path, f"file://{tmp_path}/{name}").folders()
     (tmp_path / "run" / "step-1").mkdir(parents=True)
     (tmp_path / "run" / "step-1" / MANIFEST_FILE_NAME).symlink_to(MANIFEST_FILE_NAME)
-    [damaged] = open_store(tmp_path, f"file://{tmp_path}/run").folders()
+    [damaged] = open_store_of_run(tmp_path, f"file://{tmp_path}/run").folders()
     with pytest.raises(CheckpointError, match=r"step-1"):
         read_manifest(damaged)
 
@@ -481,9 +485,9 @@ def test_an_upload_that_was_cut_off_is_not_committed() -> None:
     store = ObjectStore.open("memory://test/cut")
 
     def cut() -> None:
-        for key, size in store._remote.list().items():
+        for key, size in store._remote.list_file_sizes().items():
             if key.endswith(".safetensors"):
-                store._remote.put(key, store._remote.read(key, 0, size // 2))
+                store._remote.put_object(key, store._remote.read(key, 0, size // 2))
 
     with pytest.raises(CheckpointError, match=r"the store has \d+ bytes of it, not"):
         save_in(store, 1, tensors(), before_commit=cut)
@@ -522,7 +526,7 @@ def test_of_one_step_the_last_commit_counts_while_the_older_is_still_there() -> 
         overwrite(old, name, data)
     assert steps(store) == [1]
     require_whole(store.folders()[0], tensors(2))
-    store.clean_up()
+    store.remove_leftovers()
     assert old.name not in everything(store)
     require_whole(store.folders()[0], tensors(2))
 
@@ -545,7 +549,7 @@ def test_a_range_is_read_and_not_the_file() -> None:
     )
     store._remote.fs.cat_file = counted
     try:
-        load_checkpoint(folder, {"big": wanted}, group=ONE, phases=PhaseTimer())
+        load_checkpoint_into_shards(folder, {"big": wanted}, group=ONE, phases=PhaseTimer())
         one_part = sum(asked[1:])  # the manifest was first
         asked.clear()
         assert find_checkpoint_problems(folder) == []
@@ -644,9 +648,9 @@ ASKED_FOUR_TIMES: dict[str, tuple[dict[str, Any], Callable[[ObjectStore], object
 }
 
 
-def write_a_little(file: DiskFile) -> StoredFile:
+def write_a_little(file: DiskFile) -> FileSizeAndChecksums:
     file.write(b"abc")
-    return StoredFile(3, "0" * 16)
+    return FileSizeAndChecksums(3, "0" * 16)
 
 
 @pytest.mark.parametrize("status", [500, 503])
@@ -670,20 +674,20 @@ def test_a_bucket_that_is_not_there_is_said_at_once(server: Server) -> None:
 
 def test_a_directory_behind_a_url_that_cannot_be_written_is_said() -> None:
     with pytest.raises(CheckpointError, match="/dev/full/x: it cannot be written"):
-        open_store(Path(), "file:///dev/full/x").require_writable()
+        open_store_of_run(Path(), "file:///dev/full/x").require_writable()
 
 
 def test_a_directory_behind_a_url_is_written_as_a_runs_own(tmp_path: Path) -> None:
     """Hidden, synced and renamed: its operations are those that every crash was tried at
     (test_crash_points)."""
-    store = open_store(tmp_path, f"file://{tmp_path}/a folder")
+    store = open_store_of_run(tmp_path, f"file://{tmp_path}/a folder")
     assert (type(store), store.url) == (LocalStore, f"{tmp_path}/a folder")
     saved = save_in(store, 3, tensors())
     assert saved.url == f"{tmp_path}/a folder/step-3"
     for place in (f"file://{tmp_path}/a folder/step-3", f"file://{tmp_path}/a folder"):
-        assert find_checkpoint(place).url == saved.url
-    assert is_single_checkpoint(f"file://{tmp_path}/a folder/step-3")
-    assert not is_single_checkpoint(f"file://{tmp_path}/a folder")
+        assert find_checkpoint_at_or_newest(place).url == saved.url
+    assert is_location_of_one_checkpoint(f"file://{tmp_path}/a folder/step-3")
+    assert not is_location_of_one_checkpoint(f"file://{tmp_path}/a folder")
 
 
 CHAINS = [
@@ -713,7 +717,7 @@ def test_a_strangers_run_does_not_choose_what_is_opened(
     with pytest.raises(
         CheckpointError, match=r"job\.json: its checkpoint\.url cannot be used"
     ) as caught:
-        open_store_at(tmp_path)
+        open_store_of_location(tmp_path)
     assert opened == []
     assert "hunter2" not in str(caught.value)
 
@@ -723,8 +727,10 @@ def test_what_is_no_plain_store_is_never_opened(url: str, monkeypatch: pytest.Mo
     opened: list[object] = []
     monkeypatch.setattr("fsspec.core.url_to_fs", lambda *asked, **_: opened.append(asked))
     for look in (
-        lambda: open_store(Path(), url),
-        lambda: find_checkpoint(url) if "://" in url else open_store(Path(), url),
+        lambda: open_store_of_run(Path(), url),
+        lambda: (
+            find_checkpoint_at_or_newest(url) if "://" in url else open_store_of_run(Path(), url)
+        ),
     ):
         with pytest.raises(CheckpointError, match="cannot be opened"):
             look()
@@ -732,13 +738,13 @@ def test_what_is_no_plain_store_is_never_opened(url: str, monkeypatch: pytest.Mo
 
 
 def test_a_bucket_is_a_store_and_no_checkpoint() -> None:
-    assert not is_single_checkpoint("memory://bucket")
+    assert not is_location_of_one_checkpoint("memory://bucket")
 
 
 @pytest.mark.parametrize("url", ["nothing://here", "s4://bucket"])
 def test_what_nothing_opens_is_refused(url: str) -> None:
     with pytest.raises(CheckpointError, match="cannot be opened"):
-        open_store(Path(), url)
+        open_store_of_run(Path(), url)
 
 
 def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -747,7 +753,7 @@ def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr("fsspec.core.url_to_fs", missing)
     with pytest.raises(EnvironmentProblem, match=r"phalanx\[gcs\]"):
-        open_store(Path(), "gs://bucket/run")
+        open_store_of_run(Path(), "gs://bucket/run")
 
 
 def test_words_about_a_url_hold_no_password() -> None:

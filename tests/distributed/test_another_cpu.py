@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from commands import TINY, environment, events, run, write_text
-from phalanx.checkpoint.manifest import list_checkpoint_dirs, read_manifest
+from phalanx.checkpoint.manifest import list_checkpoint_paths_of_run, read_manifest
 from phalanx.observe.events import Note
 
 pytestmark = pytest.mark.usefixtures("warm_starts")
@@ -26,12 +26,13 @@ def test_the_run_says_once_that_the_checkpoint_is_of_another_kind_of_cpu(tmp_pat
     assert (same.code, "another cpu" in same.out) == (0, False)
 
     [_, before] = [
-        read_manifest(path).facts["cpu_kind"] for path in list_checkpoint_dirs(tmp_path / "run")
+        read_manifest(path).facts["cpu_kind"]
+        for path in list_checkpoint_paths_of_run(tmp_path / "run")
     ]
     older = environment(ATEN_CPU_CAPABILITY="default", ONEDNN_MAX_CPU_ISA="SSE41")
     done = run("train", "--resume", "run", "train.steps=15", cwd=tmp_path, env=older)
     assert done.code == 0, done.err
-    after = read_manifest(list_checkpoint_dirs(tmp_path / "run")[-1]).facts["cpu_kind"]
+    after = read_manifest(list_checkpoint_paths_of_run(tmp_path / "run")[-1]).facts["cpu_kind"]
     assert after != before
     [line] = [line for line in done.out.splitlines() if "another cpu" in line]
     assert before in line

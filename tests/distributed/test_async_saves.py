@@ -24,7 +24,7 @@ from safetensors.numpy import load_file
 
 from commands import wait_until
 from phalanx.checkpoint.best import record_best_step
-from phalanx.checkpoint.manifest import list_checkpoint_dirs
+from phalanx.checkpoint.manifest import list_checkpoint_paths_of_run
 from phalanx.checkpoint.reading.verify import find_checkpoint_problems
 from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.checkpoint.stores.local import REMOVED, LocalStore
@@ -33,8 +33,8 @@ from phalanx.checkpoint.writing.async_checkpointer import (
     AsyncCheckpointer,
 )
 from phalanx.checkpoint.writing.checkpoint_schedule import RETRY_SAVE_STEPS, CheckpointSchedule
-from phalanx.checkpoint.writing.staging import StagingMemory
-from phalanx.checkpoint.writing.write import Snapshot, select_owned_blocks
+from phalanx.checkpoint.writing.staging import HostStagingMemory
+from phalanx.checkpoint.writing.write import RankSnapshot, select_blocks_to_write
 from phalanx.core.disk import Disk, DiskFile
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import PhaseTimer
@@ -102,8 +102,8 @@ class State:
             ),
         }
 
-    def snapshot(self) -> Snapshot:
-        return Snapshot(self.step, self.shards, {}, {"step": self.step})
+    def snapshot(self) -> RankSnapshot:
+        return RankSnapshot(self.step, self.shards, {}, {"step": self.step})
 
 
 class Run:
@@ -178,7 +178,7 @@ def _in_mesh(rank: int, num_ranks: int, function: Callable[..., Any], *args: Any
 def values(run_dir: Path) -> dict[int, set[float]]:
     """All that is in the tensors of each checkpoint, which must verify."""
     found = {}
-    for path in list_checkpoint_dirs(run_dir):
+    for path in list_checkpoint_paths_of_run(run_dir):
         assert find_checkpoint_problems(path) == []
         tensors = [
             tensor for file in path.glob("*.safetensors") for tensor in load_file(file).values()
@@ -509,12 +509,12 @@ def staged(rank: int) -> list[str]:
         ),
         "theirs": LogicalShard("theirs", (4, 6), "float32", (), source),
     }
-    staging = StagingMemory(torch.device("cpu"))
+    staging = HostStagingMemory(torch.device("cpu"))
     wrong += ["memory before the first copy"] if staging.num_bytes else []
     places = []
     for _ in range(2):
-        mine = select_owned_blocks(shards)
-        staging.reserve_memory(mine)
+        mine = select_blocks_to_write(shards)
+        staging.reserve_for_shards(mine)
         copy = staging.copy_shards(mine)
         places.append([shard.tensor.data_ptr() for shard in copy.values() if shard.boxes])
         before = {name: blocks(shard) for name, shard in mine.items()}
@@ -608,7 +608,7 @@ def refuses_on_one_rank(mesh: Mesh, folder: str) -> list[list[str]]:
         run = Run(mesh, Path(folder) / str(asynchronous), every_steps=1, asynchronous=asynchronous)
         snapshot = run.state.snapshot
 
-        def refuse() -> Snapshot:
+        def refuse() -> RankSnapshot:
             raise CheckpointError("it keeps a set")
 
         if mesh.rank == 1:

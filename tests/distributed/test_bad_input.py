@@ -35,7 +35,7 @@ from commands import (
     weights,
     write_text,
 )
-from phalanx.checkpoint.ownership.run_lock import hold_run_lock
+from phalanx.checkpoint.ownership.run_lock import holding_run_lock
 from phalanx.checkpoint.reading.verify import find_checkpoint_problems
 from phalanx.cli import _app
 from phalanx.observe.events import CheckpointFailed, CheckpointSaved, RanksStarted
@@ -409,7 +409,7 @@ def test_checkpoints_of_two_jobs_never_share_a_directory(home: Home) -> None:
     """The first has saved nothing yet, and has another run.dir."""
     elsewhere = home.folder / "elsewhere"
     elsewhere.mkdir()
-    with hold_run_lock(elsewhere):
+    with holding_run_lock(elsewhere):
         done = home.refuse("train", *TEXT, f"checkpoint.url=file://{elsewhere}")
     assert done.code == 9
     assert "checkpoint.url is in use by process" in done.problem

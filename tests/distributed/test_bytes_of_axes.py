@@ -34,7 +34,7 @@ from phalanx.nn.models.decoder import Decoder, example_batch
 from phalanx.nn.objective import causal_cross_entropy
 from phalanx.nn.routing import Router, Routing
 from phalanx.parallel.data_parallel import shard as dp_shard
-from phalanx.parallel.expert.transform import is_mixture
+from phalanx.parallel.expert.transform import is_mixture_of_experts
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.communication import ep_sent_bytes_per_step
 from phalanx.plan.plan import Plan
@@ -77,8 +77,8 @@ def sent_by_fsdp(
 
         return run
 
-    dp_shard.gather_rows = counted("gather", dp_shard.gather_rows)  # type: ignore[attr-defined]
-    dp_shard.scatter_sum = counted("scatter", dp_shard.scatter_sum)  # type: ignore[attr-defined]
+    dp_shard.all_gather_rows_in_place = counted("gather", dp_shard.all_gather_rows_in_place)  # type: ignore[attr-defined]
+    dp_shard.reduce_scatter_rows = counted("scatter", dp_shard.reduce_scatter_rows)  # type: ignore[attr-defined]
     a_plan = plan(num_ranks, num_microbatches, **how)
     with open_mesh(a_plan.layout, device="cpu") as mesh:
         model = parallelize(decoder(tied=True, dtype=torch.float32), a_plan, mesh)
@@ -233,7 +233,7 @@ def sent_to_experts(rank: int, ep: int, recompute: str) -> tuple[int, int]:
         sums = model.forward_backward(
             [example_batch(EXPERTS, ROWS // 2, TOKENS, seed=s) for s in range(2)], OBJECTIVE
         )
-        dispatches = (part.dispatch for part in module.modules() if is_mixture(part))
+        dispatches = (part.dispatch for part in module.modules() if is_mixture_of_experts(part))
         (group,) = {id(dispatch.group): dispatch.group for dispatch in dispatches}.values()
         return group.num_exchanges, model.reduce_and_clip(sums).sent_ep_bytes
 

@@ -35,23 +35,23 @@ from models import (
     shape,
     share,
 )
-from phalanx.checkpoint.chunks import StoredFile
-from phalanx.checkpoint.folder import LocalFolder
+from phalanx.checkpoint.chunks import FileSizeAndChecksums
+from phalanx.checkpoint.folder import LocalCheckpointFolder
 from phalanx.checkpoint.manifest import (
     MANIFEST_FILE_NAME,
-    list_checkpoint_dirs,
-    manifest_bytes,
-    manifest_xxh3,
+    compute_manifest_checksum,
+    encode_canonical_manifest,
+    list_checkpoint_paths_of_run,
     read_manifest,
 )
 from phalanx.checkpoint.reading.full_tensors import FullTensorReader
-from phalanx.checkpoint.reading.load import load_checkpoint
+from phalanx.checkpoint.reading.load import load_checkpoint_into_shards
 from phalanx.checkpoint.stores.local import LocalStore
-from phalanx.checkpoint.writing.write import Snapshot, write_checkpoint
+from phalanx.checkpoint.writing.write import RankSnapshot, write_checkpoint
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import PhaseTimer
 from phalanx.job.schema import Optim
-from phalanx.mesh.logical import Box, LogicalShard, dtype_name, make_logical_shard
+from phalanx.mesh.logical import Box, LogicalShard, get_dtype_name, make_logical_shard
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import causal_cross_entropy
@@ -79,9 +79,9 @@ def saved_path(
     **how: Any,
 ) -> Path:
     """Where the shards were saved."""
-    snapshot = Snapshot(step, shards, aliases, facts)
+    snapshot = RankSnapshot(step, shards, aliases, facts)
     folder = write_checkpoint(store(run_dir), snapshot, **how).folder
-    assert isinstance(folder, LocalFolder)
+    assert isinstance(folder, LocalCheckpointFolder)
     return folder.path
 
 
@@ -182,7 +182,7 @@ def load_each(
                 continue
             assert all(not torch.equal(before[key], reference[key]) for key in reference)
             state = new_state(mesh, layout)
-            state.restore(list_checkpoint_dirs(root / source)[-1], phases=PhaseTimer())
+            state.restore(list_checkpoint_paths_of_run(root / source)[-1], phases=PhaseTimer())
             restored = whole_tensors(state)
             assert set(restored) == set(reference)
             wrong = [key for key in reference if not torch.equal(restored[key], reference[key])]
@@ -316,7 +316,7 @@ def load_experts(
             state = new_experts(mesh, layout, scale=0.5)
             before = put_together_by_blocks(state)
             assert not any(torch.equal(before[key], reference[key]) for key in before)
-            state.restore(list_checkpoint_dirs(root / source)[-1], phases=PhaseTimer())
+            state.restore(list_checkpoint_paths_of_run(root / source)[-1], phases=PhaseTimer())
             restored = put_together_by_blocks(state)
             assert set(restored) == set(reference)
             wrong = [key for key in reference if not torch.equal(restored[key], reference[key])]
@@ -401,7 +401,7 @@ def shard(
     if fill:
         for box in boxes:
             view(local, box.local_offset, box.size).copy_(view(whole, box.global_offset, box.size))
-    return LogicalShard(name, size, dtype_name(whole.dtype), tuple(boxes), local)
+    return LogicalShard(name, size, get_dtype_name(whole.dtype), tuple(boxes), local)
 
 
 def view(tensor: torch.Tensor, offset: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
@@ -442,7 +442,7 @@ def test_any_partition_is_restored_under_any_other(tmp_path: Path, data: st.Data
     path = saved_path(
         tmp_path, 1, written, aliases={}, facts={}, job_digest="", group=ONE, phases=PhaseTimer()
     )
-    load_checkpoint(path, wanted, group=ONE, phases=PhaseTimer())
+    load_checkpoint_into_shards(path, wanted, group=ONE, phases=PhaseTimer())
     for name, found in wanted.items():
         for box in found.boxes:
             assert torch.equal(
@@ -469,7 +469,7 @@ def test_facts_and_aliases_come_back_and_a_step_can_be_saved_again(tmp_path: Pat
             parents=True
         )  # as a crash may leave it
     shards["w"].tensor.zero_()
-    manifest = load_checkpoint(path, shards, group=ONE, phases=PhaseTimer())
+    manifest = load_checkpoint_into_shards(path, shards, group=ONE, phases=PhaseTimer())
     assert shards["w"].tensor.tolist() == [2.0] * 3
     assert (manifest.facts, manifest.aliases, manifest.step, manifest.job_digest) == (
         {"n": 2.0},
@@ -477,7 +477,7 @@ def test_facts_and_aliases_come_back_and_a_step_can_be_saved_again(tmp_path: Pat
         5,
         "d",
     )
-    assert list_checkpoint_dirs(tmp_path) == [path]
+    assert list_checkpoint_paths_of_run(tmp_path) == [path]
 
 
 def test_blocks_that_do_not_make_the_whole_are_not_written(tmp_path: Path) -> None:
@@ -507,7 +507,7 @@ def test_a_piece_that_is_there_twice_does_not_stand_for_one_that_is_not(tmp_path
     edit(path, lambda body: pieces(body)[1].update(offset=[0, 0]))
     wanted = {"big": shard("big", whole, [Box((0, 0), (0, 0), (8, 4))], strips=False, fill=False)}
     with pytest.raises(CheckpointError, match="big is not whole"):
-        load_checkpoint(path, wanted, group=ONE, phases=PhaseTimer())
+        load_checkpoint_into_shards(path, wanted, group=ONE, phases=PhaseTimer())
     assert not wanted["big"].tensor.any()
     with (
         FullTensorReader(path, read_manifest(path)) as tensors,
@@ -547,8 +547,8 @@ def edit(directory: Path, change: Callable[[dict[str, Any]], Any], *, sign: bool
     body = json.loads(path.read_text())
     change(body)
     if sign:
-        body["xxh3"] = manifest_xxh3(body)
-    path.write_bytes(manifest_bytes(body))
+        body["xxh3"] = compute_manifest_checksum(body)
+    path.write_bytes(encode_canonical_manifest(body))
 
 
 def pieces(body: dict[str, Any], name: str = "big") -> list[dict[str, Any]]:
@@ -581,7 +581,7 @@ def plant_pickle(name: str, directory: Path) -> None:
     is_listed = path.exists() and name != MANIFEST_FILE_NAME
     path.write_bytes(pickle.dumps(Canary(directory.parent / "executed")))
     if is_listed:
-        stored = asdict(StoredFile.from_file(path))
+        stored = asdict(FileSizeAndChecksums.compute_from_file(path))
         edit(directory, lambda body: body["files"].update({name: stored}))
 
 
@@ -671,7 +671,9 @@ def halves(rank: int, fill: float | None) -> dict[str, LogicalShard]:
     for name, tensor in (("small", small), ("count", count)):
         size = tuple(tensor.shape)
         box = Box(origin(size), origin(size), size)
-        shards[name] = LogicalShard(name, size, dtype_name(tensor.dtype), (box,), tensor, rank, 2)
+        shards[name] = LogicalShard(
+            name, size, get_dtype_name(tensor.dtype), (box,), tensor, rank, 2
+        )
     return shards
 
 
@@ -694,7 +696,7 @@ def load_damaged(rank: int, root: Path) -> dict[str, tuple[str, bool]]:
     with open_mesh(Layout(dp_shard=2), device="cpu") as mesh:
         good = save_halves(root, 1, rank, mesh)
         shards = halves(rank, None)
-        load_checkpoint(good, shards, group=mesh, phases=PhaseTimer())
+        load_checkpoint_into_shards(good, shards, group=mesh, phases=PhaseTimer())
         found["good"] = (
             "",
             all(torch.equal(shards[n].tensor, s.tensor) for n, s in halves(rank, 0.0).items()),
@@ -709,7 +711,7 @@ def load_damaged(rank: int, root: Path) -> dict[str, tuple[str, bool]]:
             shards = halves(rank, None)
             message = ""
             try:
-                load_checkpoint(bad, shards, group=mesh, phases=PhaseTimer())
+                load_checkpoint_into_shards(bad, shards, group=mesh, phases=PhaseTimer())
             except CheckpointError as error:
                 message = str(error)
             found[name] = (message, all(bool((s.tensor == -1).all()) for s in shards.values()))
@@ -772,7 +774,9 @@ def flip_and_load(rank: int, root: Path) -> list[str]:
             at = dice.randrange(size) if number % 5 else dice.randrange(size - 1024, size)
             flip(path, at)
             try:
-                load_checkpoint(path.parent, shards(targets), group=mesh, phases=PhaseTimer())
+                load_checkpoint_into_shards(
+                    path.parent, shards(targets), group=mesh, phases=PhaseTimer()
+                )
                 wrong.append(f"byte {at} was not missed")
             except CheckpointError as error:
                 (struck,) = [
@@ -791,7 +795,7 @@ def flip_and_load(rank: int, root: Path) -> list[str]:
             flip(path, at)
             if any(bool((target != -1.0).any()) for target in targets.values()):
                 wrong.append(f"byte {at} reached the weights")
-        load_checkpoint(path.parent, shards(targets), group=mesh, phases=PhaseTimer())
+        load_checkpoint_into_shards(path.parent, shards(targets), group=mesh, phases=PhaseTimer())
         return wrong + [name for name in sizes if not torch.equal(targets[name], whole[name])]
 
 
@@ -815,7 +819,7 @@ def fail_on_one_rank(rank: int, root: Path) -> list[Any]:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         mesh.barrier()
         shards = halves(rank, None)
-        load_checkpoint(good, shards, group=mesh, phases=PhaseTimer())
+        load_checkpoint_into_shards(good, shards, group=mesh, phases=PhaseTimer())
         kept = all(
             torch.equal(shards[name].tensor, s.tensor) for name, s in halves(rank, 0.0).items()
         )
@@ -839,7 +843,7 @@ def restore_other_seed(rank: int, root: Path) -> tuple[str, bool]:
     before = whole_tensors(other)
     message = ""
     try:
-        other.restore(list_checkpoint_dirs(root)[-1], phases=PhaseTimer())
+        other.restore(list_checkpoint_paths_of_run(root)[-1], phases=PhaseTimer())
     except CheckpointError as error:
         message = str(error)
     after = whole_tensors(other)
@@ -862,13 +866,13 @@ def test_an_unfinished_checkpoint_is_not_listed_and_one_without_a_manifest_is(
     for name in (".step-4.partial", "step-x", ".step-6.replaced"):
         (path.parent / name).mkdir()
         shutil.copy(path / MANIFEST_FILE_NAME, path.parent / name)
-    assert list_checkpoint_dirs(tmp_path) == [path]
+    assert list_checkpoint_paths_of_run(tmp_path) == [path]
     assert read_manifest(path).step == 3
     (path.parent / "step-7").write_text("no directory")
     (path.parent / "step-5").mkdir()
     (path.parent / "step-6").symlink_to("nowhere")
     # Whatever is called so is a checkpoint, whole or damaged: a resume would refuse it.
-    assert [found.name for found in list_checkpoint_dirs(tmp_path)] == [
+    assert [found.name for found in list_checkpoint_paths_of_run(tmp_path)] == [
         "step-3",
         "step-5",
         "step-6",

@@ -18,7 +18,7 @@ from phalanx.core.registry import list_kinds
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.objective import causal_cross_entropy
-from phalanx.parallel.data_parallel.compression import HOOKS
+from phalanx.parallel.data_parallel.compression import COMPRESSION_HOOKS_PACKAGE
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.planner import make_plan
@@ -37,7 +37,7 @@ from resuming import (
     write_corpus,
 )
 
-KINDS = list_kinds(HOOKS)
+KINDS = list_kinds(COMPRESSION_HOOKS_PACKAGE)
 STEPS_TO_LEARN = 60
 NEAR = dict.fromkeys(("bf16", "fp16", "int8"), 0.02) | {"topk": 0.35, "powersgd": 0.35}
 """Nats above the loss without compression after 60 steps, of 3.8 at the start and 0.87 at the end.
@@ -90,7 +90,7 @@ def _learn(rank: int, kind: str, forgets: bool) -> tuple[float, list[str]]:
             optimizer.step()
             if forgets:
                 assert model.compression is not None
-                for error in model.compression.unsent_gradients().values():
+                for error in model.compression.error_feedback_gradients().values():
                     error.zero_()
         return sum(losses[-5:]) / 5, _unequal(mesh, model)
 
@@ -100,7 +100,7 @@ def unsent_tensors(state: TrainState) -> dict[str, torch.Tensor]:
     model = state.model
     if model.compression is None:
         return {}
-    shards = model.compression.state_shards(model.shards(), model.mesh)
+    shards = model.compression.collect_state_shards(model.shards(), model.mesh)
     return {name: shard.tensor for name, shard in shards.items()}
 
 
@@ -195,7 +195,7 @@ def elsewhere(rank: int, num_ranks: int, root: Path) -> dict[str, Any]:
             state = new_state(mesh, job, a_plan, new_module(torch.float32, seed=2))
             restore_state(state, newest(root / "int8"))
             compression = state.model.compression
-            errors = () if compression is None else compression.unsent_gradients().values()
+            errors = () if compression is None else compression.error_feedback_gradients().values()
             found[kind] = (
                 state.step,
                 bool(state.lost_reduction),

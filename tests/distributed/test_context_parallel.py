@@ -19,9 +19,9 @@ from phalanx.job.schema import Job, Parallel
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.models.decoder import Decoder, example_batch
 from phalanx.nn.objective import causal_cross_entropy
-from phalanx.parallel.context.attention import ATTENTION_FUNCTION_OF_KIND
-from phalanx.parallel.context.block_attention import BlockProducts
-from phalanx.parallel.context.chunks import SequenceChunks
+from phalanx.parallel.context.attention import ATTENTION_FUNCTION_OF_CP_KIND
+from phalanx.parallel.context.block_attention import BlockAttention
+from phalanx.parallel.context.chunks import SequenceChunksOfRanks
 from phalanx.parallel.context.group import GRADIENTS, KEYS, ContextGroup
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize
@@ -63,7 +63,7 @@ def batch() -> dict[str, torch.Tensor]:
     return example_batch(SHAPE, BATCH, SEQ_LEN, seed=3)
 
 
-KINDS = tuple(ATTENTION_FUNCTION_OF_KIND)
+KINDS = tuple(ATTENTION_FUNCTION_OF_CP_KIND)
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_dim": 24, "expert_capacity": 0.75}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     **{f"cp2 {kind}": (2, {"cp": 2, "cp_attention": kind}) for kind in KINDS},
@@ -132,7 +132,11 @@ def events_of_a_ring(rank: int) -> tuple[list[tuple[str, int]], ...]:
     """What a rank does in forward and backward of one attention, in order: posts, waits (by tag)
     and computes."""
     seen: list[tuple[str, int]] = []
-    post, forward, backward = dist.batch_isend_irecv, BlockProducts.forward, BlockProducts.backward
+    post, forward, backward = (
+        dist.batch_isend_irecv,
+        BlockAttention.forward,
+        BlockAttention.backward,
+    )
 
     class Waited:
         def __init__(self, work: Any, tag: int) -> None:
@@ -154,13 +158,13 @@ def events_of_a_ring(rank: int) -> tuple[list[tuple[str, int]], ...]:
         return run
 
     dist.batch_isend_irecv = posted
-    BlockProducts.forward, BlockProducts.backward = computed(forward), computed(backward)  # type: ignore[method-assign]
+    BlockAttention.forward, BlockAttention.backward = computed(forward), computed(backward)  # type: ignore[method-assign]
     with open_mesh(Layout(cp=4), device="cpu") as mesh:
         group = ContextGroup(
-            mesh.submesh("cp").get_group(), SequenceChunks(4, "zigzag"), PhaseTimer()
+            mesh.submesh("cp").get_group(), SequenceChunksOfRanks(4, "zigzag"), PhaseTimer()
         )
         q, k, v = (torch.randn(1, 2, 8, 8, requires_grad=True) for _ in range(3))
-        out = ATTENTION_FUNCTION_OF_KIND["ring"](q, k, v, None, 0, group)
+        out = ATTENTION_FUNCTION_OF_CP_KIND["ring"](q, k, v, None, 0, group)
         in_forward = list(seen)
         seen.clear()
         out.sum().backward()

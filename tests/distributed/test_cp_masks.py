@@ -14,10 +14,10 @@ from phalanx.mesh.attend import compute_attention
 from phalanx.mesh.attend_blocks import VisibleKeys
 from phalanx.mesh.mesh import open_mesh
 from phalanx.nn.attention import make_attention_mask, make_shared_attention_mask
-from phalanx.parallel.context.attention import ATTENTION_FUNCTION_OF_KIND
-from phalanx.parallel.context.chunks import SequenceChunks
+from phalanx.parallel.context.attention import ATTENTION_FUNCTION_OF_CP_KIND
+from phalanx.parallel.context.chunks import SequenceChunksOfRanks
 from phalanx.parallel.context.group import ContextGroup
-from phalanx.parallel.context.transform import ContextMask
+from phalanx.parallel.context.transform import ContextParallelMaskBuilder
 from phalanx.plan.layout import Layout
 from ranks import run_ranks
 
@@ -51,13 +51,15 @@ def part(
     group: ContextGroup, kind: str, tensors: list[torch.Tensor], window: int, ids: Any
 ) -> list[torch.Tensor]:
     """Output and gradients of this rank's tokens."""
-    places = group.chunks.token_positions(group.rank, tensors[0].shape[2])
+    places = group.chunks.positions_of_rank_tokens(group.rank, tensors[0].shape[2])
     *qkv, grad = (tensor.index_select(2, places) for tensor in tensors)
     leaves = [tensor.requires_grad_() for tensor in qkv]
-    make = ContextMask(group, make_shared_attention_mask, covers_all=kind == "ulysses")
+    make = ContextParallelMaskBuilder(
+        group, make_shared_attention_mask, covers_all=kind == "ulysses"
+    )
     mask = make(len(places), window, ids, grad.dtype, CPU)
     assert isinstance(mask, VisibleKeys)
-    return results(ATTENTION_FUNCTION_OF_KIND[kind](*leaves, mask, window, group), leaves, grad)
+    return results(ATTENTION_FUNCTION_OF_CP_KIND[kind](*leaves, mask, window, group), leaves, grad)
 
 
 def differences(rank: int) -> dict[Any, float]:
@@ -74,11 +76,13 @@ def differences(rank: int) -> dict[Any, float]:
             whole = results(compute_attention(*leaves, mask, is_causal=True), leaves, grad)
             for balance in ("zigzag", "none"):
                 group = ContextGroup(
-                    mesh.submesh("cp").get_group(), SequenceChunks(RANKS, balance), PhaseTimer()
+                    mesh.submesh("cp").get_group(),
+                    SequenceChunksOfRanks(RANKS, balance),
+                    PhaseTimer(),
                 )
-                places = group.chunks.token_positions(rank, num_tokens)
+                places = group.chunks.positions_of_rank_tokens(rank, num_tokens)
                 wanted = [tensor.index_select(2, places) for tensor in whole]
-                for kind in ATTENTION_FUNCTION_OF_KIND:
+                for kind in ATTENTION_FUNCTION_OF_CP_KIND:
                     with use_block_sizes(BlockSizes(query_block=4)):
                         ours = part(group, kind, tensors, window, ids)
                     worst = max(
@@ -91,7 +95,7 @@ def differences(rank: int) -> dict[Any, float]:
 def test_every_way_to_attend_equals_the_whole_mask() -> None:
     """Output and gradients, fp64. Reference: attend with attention_mask, in one process."""
     for found in run_ranks(RANKS, differences):
-        assert len(found) == len(CASES) * len(ATTENTION_FUNCTION_OF_KIND) * 2
+        assert len(found) == len(CASES) * len(ATTENTION_FUNCTION_OF_CP_KIND) * 2
         assert {case: worst for case, worst in found.items() if not worst < 1e-12} == {}
 
 
@@ -104,7 +108,7 @@ def largest(rank: int) -> dict[str, int]:
         open_mesh(Layout(cp=RANKS), device="cpu") as mesh,
     ):
         group = ContextGroup(
-            mesh.submesh("cp").get_group(), SequenceChunks(RANKS, "zigzag"), PhaseTimer()
+            mesh.submesh("cp").get_group(), SequenceChunksOfRanks(RANKS, "zigzag"), PhaseTimer()
         )
         for kind in ("ring", "all-gather"):
             found[kind], _ = most_allocated(lambda kind=kind: part(group, kind, tensors, 0, ids))  # type: ignore[misc]

@@ -94,7 +94,7 @@ def train_parallel(rank: int, num_ranks: int, copies: bool, root: Path) -> dict[
     """Weights of this rank as the model has them, by layout; saved and restored after the first
     step."""
     if copies:  # as on a GPU, where what the optimizer sees lies elsewhere
-        offload.copy_to_host = torch.clone
+        offload.copy_to_pinned_host_memory = torch.clone
     found: dict[str, Tensors] = {}
     for name, axes in list_all_layouts(num_ranks):
         if {"tp", "cp", "pp"} & set(axes) or any(

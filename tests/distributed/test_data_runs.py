@@ -16,7 +16,7 @@ import torch
 
 from commands import TINY, Done, events, loss_curve, run, run_all, write_text
 from models import plan, shape
-from phalanx.checkpoint.manifest import list_checkpoint_dirs
+from phalanx.checkpoint.manifest import list_checkpoint_paths_of_run
 from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import PhaseTimer
@@ -194,7 +194,7 @@ def _losses_by_hand(rank: int, run_dir: str) -> dict[str, tuple[float, int]]:
         state = TrainState(
             model, build_optimizer(model, job.optim), job.run.seed, corpus.tokenizer_digest
         )
-        state.restore(list_checkpoint_dirs(Path(run_dir))[-1], phases=PhaseTimer())
+        state.restore(list_checkpoint_paths_of_run(Path(run_dir))[-1], phases=PhaseTimer())
         module = model.module.double().eval()
         for name, sequence in zip(corpus.names, corpus.sequences("held_out"), strict=True):
             tokens = torch.tensor(np.asarray(sequence[:]).astype(np.int64))

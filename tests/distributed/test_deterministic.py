@@ -15,8 +15,8 @@ from phalanx.core.files import write_json_atomic
 from phalanx.job.load import load_job
 from phalanx.mesh.determinism import (
     CUBLAS_VARIABLE,
-    deterministic_algorithms,
-    explaining_determinism_errors,
+    raising_layout_error_for_nondeterminism,
+    using_deterministic_algorithms,
 )
 from phalanx.run.resume import load_resumed_job
 
@@ -56,9 +56,9 @@ def settings() -> tuple[bool, bool, str | None]:
 
 def test_torch_is_told_and_told_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    with deterministic_algorithms(False):
+    with using_deterministic_algorithms(False):
         assert settings() == (False, True, None)
-    with deterministic_algorithms(True):
+    with using_deterministic_algorithms(True):
         assert settings() == (True, False, ":4096:8")
     assert settings()[:2] == (False, True)
 
@@ -66,7 +66,7 @@ def test_torch_is_told_and_told_back(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("value", [":16:8", ":4096:8"])
 def test_the_users_own_value_stays(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CUBLAS_VARIABLE, value)
-    with deterministic_algorithms(True, device="cuda"):
+    with using_deterministic_algorithms(True, device="cuda"):
         assert settings()[2] == value
 
 
@@ -77,13 +77,13 @@ def test_a_value_with_which_cublas_varies_is_refused_on_gpus(
     with pytest.raises(
         EnvironmentProblem, match=r"is ':0:0', .*; unset it, or set it to :4096:8 or :16:8"
     ):
-        deterministic_algorithms(True, device="cuda").__enter__()
-    with deterministic_algorithms(True, device="cpu"):
+        using_deterministic_algorithms(True, device="cuda").__enter__()
+    with using_deterministic_algorithms(True, device="cpu"):
         assert settings() == (True, False, ":0:0")
 
 
 def test_a_refusal_names_the_operation_and_the_line() -> None:
-    with pytest.raises(LayoutError) as caught, deterministic_algorithms(True):
+    with pytest.raises(LayoutError) as caught, using_deterministic_algorithms(True):
         put()
     line = put.__code__.co_firstlineno + 1
     assert (
@@ -103,13 +103,16 @@ def test_a_refusal_that_became_another_error_is_one_still() -> None:
         except RuntimeError as error:
             raise ValueError("in the first forward") from error
 
-    with pytest.raises(LayoutError, match="implementation of put_"), deterministic_algorithms(True):
+    with (
+        pytest.raises(LayoutError, match="implementation of put_"),
+        using_deterministic_algorithms(True),
+    ):
         wrapped()
 
 
 def test_other_errors_are_not_touched() -> None:
     for error in (RuntimeError("boom"), KeyError("x")):
-        with pytest.raises(type(error)) as caught, deterministic_algorithms(True):
+        with pytest.raises(type(error)) as caught, using_deterministic_algorithms(True):
             raise error
         assert caught.value is error
     torch.use_deterministic_algorithms(
@@ -118,7 +121,7 @@ def test_other_errors_are_not_touched() -> None:
     try:
         with (
             pytest.raises(RuntimeError, match="put_ does not have"),
-            explaining_determinism_errors(False),
+            raising_layout_error_for_nondeterminism(False),
         ):
             put()
     finally:

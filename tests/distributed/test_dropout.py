@@ -18,7 +18,7 @@ from models import BATCH, LAYOUTS, VOCAB, global_batches, plan, replace_parallel
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.objective import causal_cross_entropy
 from phalanx.observe.events import Note
-from phalanx.parallel.dropout.rng import EqualPartSlice, InputSlice
+from phalanx.parallel.dropout.rng import EqualPartInputSlice, FixedSizeInputSlice
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.plan import Plan
@@ -298,20 +298,20 @@ def parts_of_a_layer(rank: int) -> list[bool]:
     draws = model._context.dropout_rng
 
     def mask(
-        name: str, shape: tuple[int, ...], *parts: InputSlice | EqualPartSlice
+        name: str, shape: tuple[int, ...], *parts: FixedSizeInputSlice | EqualPartInputSlice
     ) -> torch.Tensor:
         draws.parts = {name: parts}
-        with draws.in_microbatch(3, 4, 2):
+        with draws.drawing_in_microbatch(3, 4, 2):
             found = draws.draw_mask(name, 0.5, shape, torch.device("cpu"))
         assert found is not None
         return found
 
     everything = mask("a", (6, 10, 7))  # three rows for each of the microbatch's
     return [
-        torch.equal(mask("a", (6, 4, 7), InputSlice(1, 6, 10)), everything[:, 6:]),
-        torch.equal(mask("a", (6, 5, 7), EqualPartSlice(1, 1, 2)), everything[:, 5:]),
+        torch.equal(mask("a", (6, 4, 7), FixedSizeInputSlice(1, 6, 10)), everything[:, 6:]),
+        torch.equal(mask("a", (6, 5, 7), EqualPartInputSlice(1, 1, 2)), everything[:, 5:]),
         torch.equal(
-            mask("a", (6, 5, 3), EqualPartSlice(1, 0, 2), InputSlice(2, 3, 7)),
+            mask("a", (6, 5, 3), EqualPartInputSlice(1, 0, 2), FixedSizeInputSlice(2, 3, 7)),
             everything[:, :5, 3:6],
         ),
         not torch.equal(mask("b", (6, 10, 7)), everything),

@@ -24,7 +24,7 @@ from torch import nn
 
 from models import CPU, LAYOUTS
 from phalanx.checkpoint.best import BEST_FILE_NAME, read_best_step
-from phalanx.checkpoint.manifest import list_checkpoint_dirs
+from phalanx.checkpoint.manifest import list_checkpoint_paths_of_run
 from phalanx.checkpoint.reading.verify import find_checkpoint_problems
 from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.job.schema import Job
@@ -175,7 +175,7 @@ def train(
         state = TrainState(model, build_optimizer(model, job.optim), seed=7)
         if resume:
             assert run_dir is not None
-            state.restore(list_checkpoint_dirs(run_dir)[-1], phases=model.phases)
+            state.restore(list_checkpoint_paths_of_run(run_dir)[-1], phases=model.phases)
         bus = Heard(rank=rank, attempt=attempt, run_dir=run_dir)
         data = TrainingData(
             Steps(rank, num_ranks),
@@ -341,7 +341,7 @@ def test_the_best_is_saved_and_named(runs: dict[str, Outcome], folder: Path) -> 
         step for step in losses if losses[step] == min(losses[s] for s in losses if s <= step)
     ]
     due = {3, 6}  # checkpoint.every_steps, and the end
-    assert [path.name for path in list_checkpoint_dirs(run_dir)] == [
+    assert [path.name for path in list_checkpoint_paths_of_run(run_dir)] == [
         f"step-{n}" for n in sorted({*so_far, *due})
     ]
     best = read_best_step(run_dir)
@@ -368,7 +368,7 @@ def test_a_stop_inside_an_evaluation_saves_and_the_continuation_is_the_same(
         folder / "straight" / BEST_FILE_NAME
     ).read_bytes()
     saved = [
-        {path.name for path in list_checkpoint_dirs(folder / name)}
+        {path.name for path in list_checkpoint_paths_of_run(folder / name)}
         for name in ("stopped", "straight")
     ]
     assert saved[0] - {"step-4"} == saved[1] - {"step-4"}  # where it was stopped
@@ -408,7 +408,7 @@ def beside(rank: int, folder: str) -> list[Outcome]:
     if rank == 0:
         best = read_best_step(run_dir)
         assert best is not None
-        for path in list_checkpoint_dirs(run_dir):
+        for path in list_checkpoint_paths_of_run(run_dir):
             if int(path.name.removeprefix("step-")) > best.step:
                 shutil.rmtree(path)
         os.rename(run_dir / BEST_FILE_NAME, Path(folder) / BEST_FILE_NAME)

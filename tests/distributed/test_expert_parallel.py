@@ -17,7 +17,7 @@ from models import CPU, VOCAB, fill, replace_parallel, shape
 from models import decoder as dense_decoder
 from phalanx.core.errors import LayoutError
 from phalanx.job.schema import Job
-from phalanx.mesh.logical import LogicalShard, full_name, local_tensor
+from phalanx.mesh.logical import LogicalShard, full_name, get_local_tensor
 from phalanx.mesh.mesh import open_mesh
 from phalanx.nn.models.decoder import Decoder, example_batch
 from phalanx.nn.objective import causal_cross_entropy
@@ -215,9 +215,9 @@ def descend(model: ParallelModel, step: dict[str, Any], note: Callable[[str, flo
     parameters = {full_name(name): parameter for name, parameter in model.named_parameters()}
     for name, parameter in parameters.items():
         if parameter.grad is not None:
-            gradient = local_tensor(parameter.grad)
+            gradient = get_local_tensor(parameter.grad)
             note("gradient", error(replace(shards[name], tensor=gradient), step["gradients"][name]))
-            local_tensor(parameter).sub_(step["rate"] * gradient)
+            get_local_tensor(parameter).sub_(step["rate"] * gradient)
             parameter.grad = None
     model.update(torch.optim.SGD(list(parameters.values()), lr=0.0))
 

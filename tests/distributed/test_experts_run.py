@@ -16,7 +16,7 @@ import torch
 
 from models import BATCH, CPU, SEQ_LEN, VOCAB, fill, global_batches, shape, share
 from phalanx.job.schema import Job
-from phalanx.mesh.logical import local_tensor
+from phalanx.mesh.logical import get_local_tensor
 from phalanx.mesh.mesh import open_mesh
 from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import causal_cross_entropy
@@ -88,7 +88,7 @@ def trained(rank: int, name: str, folder: str) -> int:
     fill(module)
     with open_mesh(plan.layout, device="cpu") as mesh:
         model = parallelize(module.double(), plan, mesh)
-        held = sum(local_tensor(parameter).numel() for _, parameter in model.named_parameters())
+        held = sum(get_local_tensor(parameter).numel() for _, parameter in model.named_parameters())
         state = TrainState(model, build_optimizer(model, job.optim), seed=7)
         place = (mesh.data_parallel_rank, plan.layout.data_parallel_size)
         data = TrainingData(Steps(*place, plan.num_microbatches), causal_cross_entropy(16))

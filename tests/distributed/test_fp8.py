@@ -20,7 +20,12 @@ from phalanx.job.schema import Job
 from phalanx.mesh.mesh import open_mesh
 from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import causal_cross_entropy
-from phalanx.parallel.compute.fp8 import Float8, convert_to_fp8, has_fp8_widths, require_fp8_device
+from phalanx.parallel.compute.fp8 import (
+    Float8LinearLayers,
+    convert_linear_layers_to_fp8,
+    has_widths_for_fp8,
+    require_fp8_device,
+)
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.cluster import Cluster, detect_least_compute_capability
 from phalanx.plan.nvidia import Gpu
@@ -68,7 +73,7 @@ def test_a_product_and_its_gradients_are_those_of_what_was_cast(torchao: ModuleT
     with torch.no_grad():
         layer.weight.copy_(w)
     block = nn.Sequential(layer, nn.Linear(64, 24))  # 24 is no multiple of 16
-    assert convert_to_fp8(block, emulate=True) == 1
+    assert convert_linear_layers_to_fp8(block, emulate=True) == 1
     x.requires_grad_()
     out = block[0](x)
     out.backward(grad)
@@ -94,7 +99,7 @@ class Twice(nn.Linear):
 
 def test_subclasses_and_odd_widths_stay_as_they_are() -> None:
     assert [
-        has_fp8_widths(part)
+        has_widths_for_fp8(part)
         for part in (nn.Linear(16, 32), nn.Linear(24, 32), nn.Linear(32, 24), Twice(16, 32))
     ] == [*(True, False, False, False)]
 
@@ -115,7 +120,7 @@ def plan_of(name: str) -> Plan:
 def one_step(rank: int, name: str) -> dict[str, Any]:
     num_ranks, layout = LAYOUTS[name]
     found = {}
-    Float8.emulate = True  # of this forked rank
+    Float8LinearLayers.emulate = True  # of this forked rank
     for precision in ("fp32", "bf16", "fp8"):
         a_plan = replace(plan_of(name), precision=precision)
         with open_mesh(a_plan.layout, device="cpu") as mesh:
@@ -233,7 +238,7 @@ def test_an_older_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_torchao_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(EnvironmentProblem, match=r"needs torchao .*; pip install 'phalanx\[gpu\]'"):
-        convert_to_fp8(nn.Sequential(nn.Linear(16, 16)))
+        convert_linear_layers_to_fp8(nn.Sequential(nn.Linear(16, 16)))
     monkeypatch.setattr(needs, "_is_installed", lambda name: name != "torchao")
     with pytest.raises(EnvironmentProblem, match="needs torchao; pip install"):
         needs.require_packages(job(), "cuda")

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from hf_zoo import WIDTHS, write_config
 from phalanx.core.errors import PhalanxError
 from phalanx.core.phases import PhaseTimer
-from phalanx.mesh.linear import read_shard_rules
-from phalanx.mesh.tensor_group import TensorGroup
+from phalanx.mesh.linear import collect_shard_rules_of_module
+from phalanx.mesh.tensor_group import TensorParallelGroup
 from phalanx.nn.hugging_face.adapter import build
 from phalanx.nn.hugging_face.experts import use_batched_products
 from phalanx.nn.objective import logits_cross_entropy
@@ -71,12 +71,14 @@ def judge(rank: int, kind: str, dtype: torch.dtype = torch.float32) -> str | flo
         wanted.backward()
     except Exception as error:  # settings that do not go together
         return f"alone: {error!r}"
-    group = TensorGroup(dist.group.WORLD.group_name, rank, 2, PhaseTimer())  # type: ignore[union-attr]
-    sharder = ModuleSharder(module, group, parse_sharding_rules(read_shard_rules(module)))
+    group = TensorParallelGroup(dist.group.WORLD.group_name, rank, 2, PhaseTimer())  # type: ignore[union-attr]
+    sharder = ModuleSharder(
+        module, group, parse_sharding_rules(collect_shard_rules_of_module(module))
+    )
     sharder.shard()
     found = objective(module(tokens, positions), {"targets": targets})[0]
     found.backward()
-    for _, parameter in sharder.partial_parameters():
+    for _, parameter in sharder.list_parameters_with_partial_gradients():
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad)
     worst = abs(found.item() - wanted.item()) / abs(wanted.item())
@@ -121,7 +123,8 @@ def test_rules_from_plans_of_every_architecture_compute_what_one_process_compute
             if sum(p.numel() for p in module.parameters()) > LARGE:
                 verdicts[name] = "large"
             elif not any(
-                text.startswith(("row", "experts")) for text in read_shard_rules(module).values()
+                text.startswith(("row", "experts"))
+                for text in collect_shard_rules_of_module(module).values()
             ):
                 verdicts[name] = "whole"
             else:
@@ -142,9 +145,11 @@ def loss_with_head_cut(rank: int, kind: str, rule: str) -> float | str:
     torch.manual_seed(0)
     module: Any = build(kind)
     tokens = torch.randint(96, (2, 16))
-    group = TensorGroup(dist.group.WORLD.group_name, rank, 2, PhaseTimer())  # type: ignore[union-attr]
+    group = TensorParallelGroup(dist.group.WORLD.group_name, rank, 2, PhaseTimer())  # type: ignore[union-attr]
     ModuleSharder(
-        module, group, parse_sharding_rules(read_shard_rules(module) | {"lm_head": rule})
+        module,
+        group,
+        parse_sharding_rules(collect_shard_rules_of_module(module) | {"lm_head": rule}),
     ).shard()
     try:
         return logits_cross_entropy(64)(module(tokens), {"targets": tokens})[0].item()

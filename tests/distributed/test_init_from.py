@@ -15,7 +15,7 @@ import pytest
 
 from commands import TINY, Done, events, loss_curve, run, run_all, write_text
 from phalanx.checkpoint.exchange.checkpoint_reader import CheckpointReader
-from phalanx.checkpoint.manifest import list_checkpoint_dirs, read_manifest
+from phalanx.checkpoint.manifest import list_checkpoint_paths_of_run, read_manifest
 from phalanx.cli._app import run_command_line as phalanx
 from phalanx.observe.events import RunStarted, WeightsTaken
 
@@ -79,7 +79,7 @@ def test_a_run_of_any_layout_begins_with_the_weights_it_was_given(
     """The source's checkpoint is the reference, bit by bit; the optimizer began anew."""
     done, run_dir = started[layout], place / layout.replace(" ", "-")
     assert done.code == 0, done.err
-    source = list_checkpoint_dirs(place / "source")[-1]
+    source = list_checkpoint_paths_of_run(place / "source")[-1]
     assert same(tensors(run_dir / "checkpoints" / "step-1"), tensors(source))
     assert f"from {source}, step 20" in done.out
     attempts = len(events(run_dir, RunStarted)) // 1
@@ -170,7 +170,7 @@ def test_weights_of_another_shape_are_refused_with_a_table(
         "model.ffn_dim=64",
     )
     lines = err.splitlines()
-    assert lines[0].startswith(f"phalanx: {list_checkpoint_dirs(place / 'source')[-1]}: ")
+    assert lines[0].startswith(f"phalanx: {list_checkpoint_paths_of_run(place / 'source')[-1]}: ")
     assert "9 missing, 3 of another shape" in lines[0]
     assert lines[1].split() == ["tensor", "wanted", "found"]
     assert any(
@@ -190,7 +190,7 @@ def test_places_that_hold_no_weights(
     err = refused(capsys, place, f"model.init_from={tmp_path}")
     assert "phalanx checkpoint import" in err
     damaged = tmp_path / "damaged"
-    shutil.copytree(list_checkpoint_dirs(place / "source")[-1], damaged)
+    shutil.copytree(list_checkpoint_paths_of_run(place / "source")[-1], damaged)
     (damaged / "manifest.json").write_text(
         (damaged / "manifest.json").read_text().replace('"seed": 5', '"seed": 6')
     )

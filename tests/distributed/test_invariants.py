@@ -15,7 +15,7 @@ from torch import nn
 
 from models import BATCH, SEQ_LEN
 from phalanx.job.schema import Job
-from phalanx.mesh.logical import local_tensor
+from phalanx.mesh.logical import get_local_tensor
 from phalanx.nn.objective import causal_cross_entropy, takes_classes
 from phalanx.observe.events import InvariantChecked
 from phalanx.observe.tail import read_recorded_events
@@ -95,7 +95,7 @@ def drift_on_rank_1(trainer: Trainer) -> None:
         update(optimizer)
         if model.mesh.rank == 1 and trainer.state.step == 1:
             weight = dict(model.module.named_parameters())[NORM]
-            local = local_tensor(weight.detach())
+            local = get_local_tensor(weight.detach())
             local[5] = torch.nextafter(local[5], torch.tensor(9.0))
 
     model.update = update_and_drift  # type: ignore[method-assign]

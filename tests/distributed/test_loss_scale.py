@@ -17,7 +17,7 @@ from phalanx.core.errors import CheckpointError, NumericsError
 from phalanx.job.schema import Job
 from phalanx.mesh.mesh import open_mesh
 from phalanx.nn.objective import causal_cross_entropy
-from phalanx.parallel.loss_scale import MIN_LOSS_SCALE, LossScale, require_loss_scale_state
+from phalanx.parallel.loss_scale import MIN_LOSS_SCALE, LossScale, require_valid_loss_scale_state
 from phalanx.parallel.parallelize import parallelize
 from phalanx.parallel.step_stats import StepStats
 from phalanx.plan.plan import LossScaling
@@ -68,8 +68,12 @@ def overflow_once(rank: int) -> dict[str, Any]:
                     steps.append(
                         (facts.reason_to_skip, facts.loss_scale, facts.loss, facts.grad_norm, kept)
                     )
-                after = model.loss_scale.saved_state() if model.loss_scale is not None else {}
-                unsent = {} if model.compression is None else model.compression.unsent_gradients()
+                after = model.loss_scale.state_to_save() if model.loss_scale is not None else {}
+                unsent = (
+                    {}
+                    if model.compression is None
+                    else model.compression.error_feedback_gradients()
+                )
                 errors = all(bool(e.isfinite().all()) for e in unsent.values())
                 weights = sum(
                     t.sum().item() for t in (s.tensor.double() for s in model.shards().values())
@@ -183,25 +187,25 @@ def test_it_halves_and_doubles() -> None:
     scale = LossScale(8.0, growth_steps=3)
     seen = []
     for finite in (True, True, False, True, True, True, True):
-        scale.adjust(finite=finite)
+        scale.adjust_after_step(finite=finite)
         seen.append(scale.scale)
     assert seen == [8, 8, 4, 4, 4, 8, 8]
     again = LossScale(1.0, growth_steps=3)
-    again.restore(scale.saved_state())
+    again.load_saved_state(scale.state_to_save())
     assert again == scale
 
 
 def test_it_gives_up_where_a_smaller_one_would_not_help() -> None:
     scale = LossScale(4 * MIN_LOSS_SCALE, growth_steps=3)
-    scale.adjust(finite=False)
-    scale.adjust(finite=False)
+    scale.adjust_after_step(finite=False)
+    scale.adjust_after_step(finite=False)
     with pytest.raises(NumericsError, match=r"loss scale of 1 .*bf16"):
-        scale.adjust(finite=False)
+        scale.adjust_after_step(finite=False)
 
 
 def test_a_fixed_one_stays_and_its_skips_count() -> None:
     scale = LossScale(128.0, growth_steps=0)
-    scale.adjust(finite=False)
+    scale.adjust_after_step(finite=False)
     assert scale.scale == 128.0
     overflow = StepStats(1.0, 8, float("inf"), finite=False, loss_scale=128.0, scale_adapts=True)
     fixed = StepStats(1.0, 8, float("inf"), finite=False, loss_scale=128.0)
@@ -218,7 +222,7 @@ def test_a_fixed_one_stays_and_its_skips_count() -> None:
 )
 def test_a_scale_that_is_none_is_refused(facts: Any) -> None:
     with pytest.raises(CheckpointError, match="loss scale"):
-        require_loss_scale_state(facts, "step-3")
+        require_valid_loss_scale_state(facts, "step-3")
 
 
 def test_the_plan_says_what_is_scaled() -> None:

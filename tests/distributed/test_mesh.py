@@ -27,10 +27,10 @@ from phalanx.mesh.devices import choose_device
 from phalanx.mesh.logical import Box, make_logical_shard
 from phalanx.mesh.mesh import open_mesh
 from phalanx.mesh.rendezvous import (
-    choose_interface,
     find_interface_towards,
-    find_shared_gpu,
+    find_shared_gpu_error,
     open_rendezvous_store,
+    set_gloo_interface,
 )
 from phalanx.plan.layout import AXES, Layout
 from ranks import run_ranks
@@ -466,7 +466,7 @@ def test_an_error_on_a_gpu_aborts_instead_of_destroying(monkeypatch: pytest.Monk
     monkeypatch.setattr(
         dist.distributed_c10d, "_abort_process_group", lambda: did.append("aborted")
     )
-    mesh_file._forget_process_groups(torch.device("cuda", 0))
+    mesh_file._abandon_process_groups(torch.device("cuda", 0))
     assert did == ["aborted"]
 
 
@@ -477,7 +477,7 @@ def leave_early(rank: int, port: int) -> tuple[bool, bool]:
     )
     with open_mesh(Layout(dp_replicate=2), device="cpu") as mesh:
         mesh.barrier()
-        mesh_file.exit_without_cleanup(mesh)
+        mesh_file.abandon_mesh(mesh)
         found = mesh.is_ours, dist.is_initialized()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return found
@@ -542,8 +542,10 @@ def test_ranks_with_the_same_gpu_are_refused_before_they_join() -> None:
 
 
 def test_the_same_gpu_is_that_of_one_host() -> None:
-    assert find_shared_gpu([("a", "GPU-1"), ("a", "GPU-2"), ("b", "GPU-1")]) is None
-    problem = find_shared_gpu([("a", "GPU-1"), ("b", "GPU-1"), ("b", "GPU-2"), ("b", "GPU-1")])
+    assert find_shared_gpu_error([("a", "GPU-1"), ("a", "GPU-2"), ("b", "GPU-1")]) is None
+    problem = find_shared_gpu_error(
+        [("a", "GPU-1"), ("b", "GPU-1"), ("b", "GPU-2"), ("b", "GPU-1")]
+    )
     assert problem is not None
     assert (problem.what, problem.where) == ("ranks 1 and 3 have the same GPU", "b")
     assert problem.exit_code == 6
@@ -566,13 +568,13 @@ def test_gloo_takes_the_interface_that_leads_to_rank_0() -> None:
     )
     assert find_interface_towards("no-such-host.invalid") is None
     environ = {"MASTER_ADDR": "127.0.0.1"}
-    choose_interface(environ)
+    set_gloo_interface(environ)
     assert environ == {"MASTER_ADDR": "127.0.0.1"}, "one machine needs nothing"
     environ = {"MASTER_ADDR": "127.0.1.1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    choose_interface(environ)  # what a machine's own name often resolves to
+    set_gloo_interface(environ)  # what a machine's own name often resolves to
     assert environ["GLOO_SOCKET_IFNAME"] == loopback_interface()
     environ = {"MASTER_ADDR": "127.0.1.1", "GLOO_SOCKET_IFNAME": "eth7"}
-    choose_interface(environ)
+    set_gloo_interface(environ)
     assert environ["GLOO_SOCKET_IFNAME"] == "eth7"
 
 
@@ -585,7 +587,7 @@ def test_of_several_machines_the_one_with_rank_0_does_not_announce_loopback(
         lambda host: "lo" if host.startswith("127.") else "eth1",
     )
     environ = {"MASTER_ADDR": "127.0.1.1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
-    choose_interface(environ)
+    set_gloo_interface(environ)
     assert environ["GLOO_SOCKET_IFNAME"] == "eth1"
 
 

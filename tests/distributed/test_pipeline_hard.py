@@ -22,7 +22,7 @@ from models import SEQ_LEN, VOCAB, fill
 from models import shape as small_shape
 from phalanx.core.errors import LayoutError
 from phalanx.job.schema import Optim
-from phalanx.mesh.casts import casting_for_each_use, sharing_autocast_casts
+from phalanx.mesh.casts import disabling_cast_cache, sharing_casts_between_autocast_regions
 from phalanx.mesh.mesh import open_mesh
 from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import token_cross_entropy
@@ -30,7 +30,7 @@ from phalanx.optim.build import build_optimizer
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize
 from phalanx.parallel.pipeline.weight_grads import linear_with_deferred_gradient as split_linear
-from phalanx.parallel.saved_tensors import is_weight
+from phalanx.parallel.saved_tensors import is_parameter_or_derived
 from phalanx.run.one_process.dropout_masks import DropoutMasks
 from pipelines import (
     BATCH,
@@ -504,7 +504,7 @@ def casts_that_autograd_keeps(rank: int, schedule: str, changes: dict[str, Any])
     kept: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if is_weight(tensor) and tensor.dtype is torch.bfloat16:
+        if is_parameter_or_derived(tensor) and tensor.dtype is torch.bfloat16:
             kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
         return tensor
 
@@ -546,10 +546,10 @@ def mixed_uses(rank: int) -> dict[str, torch.Tensor]:
         lin = nn.Linear(8, 8)
         nn.init.constant_(lin.weight, 0.3)
         x = torch.linspace(-1, 1, 16).reshape(2, 8).requires_grad_()
-        with sharing_autocast_casts() if shares else nullcontext():
+        with sharing_casts_between_autocast_regions() if shares else nullcontext():
             for _ in range(3):
                 with torch.autocast("cpu", torch.bfloat16):
-                    with torch.no_grad(), casting_for_each_use():
+                    with torch.no_grad(), disabling_cast_cache():
                         lin(x)
                     y = split_linear(x, lin.weight, lin.bias) + torch.nn.functional.linear(
                         x, lin.weight

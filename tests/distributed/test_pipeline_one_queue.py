@@ -17,7 +17,7 @@ from models import fill
 from models import shape as small_shape
 from phalanx.nn.models.decoder import Decoder
 from phalanx.parallel.pipeline import transform as pp
-from phalanx.parallel.pipeline.p2p import StageGroup
+from phalanx.parallel.pipeline.p2p import PipelineProcessGroups
 from pipelines import LAYERS, LR, SCHEDULES, Case, in_pipelines, token_batches, worst
 from ranks import run_ranks
 
@@ -27,17 +27,17 @@ class Done:
         pass
 
 
-class PeersInOneQueue(StageGroup):
+class PeersInOneQueue(PipelineProcessGroups):
     """Nothing of this rank goes on beside a message: the strictest that a device can be."""
 
     is_one_queue = True
 
-    def send(self, tensor: torch.Tensor, target: int) -> Any:
-        dist.send(tensor, self.numbers[target], group=self.group_between(self.rank, target))
+    def start_send(self, tensor: torch.Tensor, target: int) -> Any:
+        dist.send(tensor, self.numbers[target], group=self.choose_process_group(self.rank, target))
         return Done()
 
-    def receive(self, tensor: torch.Tensor, source: int) -> Any:
-        dist.recv(tensor, self.numbers[source], group=self.group_between(source, self.rank))
+    def start_receive(self, tensor: torch.Tensor, source: int) -> Any:
+        dist.recv(tensor, self.numbers[source], group=self.choose_process_group(source, self.rank))
         return Done()
 
 
@@ -54,7 +54,7 @@ def compute_reference(rank: int) -> Trace:
 def train_in_one_queue(
     rank: int, num_ranks: int, cases: list[Case], references: dict[str, Trace]
 ) -> Any:
-    pp.StageGroup = PeersInOneQueue  # type: ignore[misc]
+    pp.PipelineProcessGroups = PeersInOneQueue  # type: ignore[misc]
     return in_pipelines(rank, num_ranks, cases, references)
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from models import BATCH, CPU, SEQ_LEN, VOCAB, decoder_of, global_batches, share
-from phalanx.checkpoint.manifest import list_checkpoint_dirs, read_manifest
+from phalanx.checkpoint.manifest import list_checkpoint_paths_of_run, read_manifest
 from phalanx.checkpoint.reading.verify import find_checkpoint_problems
 from phalanx.checkpoint.reading.weights import load_weights
 from phalanx.checkpoint.run_storage import RunStorage
@@ -104,7 +104,7 @@ def trained(rank: int, name: str, folder: str, restore_from: str | None = None) 
         model = parallelize(decoder_of(LAYERS), plan, mesh)
         state = TrainState(model, build_optimizer(model, job.optim), seed=7)
         if restore_from is not None:
-            state.restore(list_checkpoint_dirs(Path(restore_from))[0], phases=model.phases)
+            state.restore(list_checkpoint_paths_of_run(Path(restore_from))[0], phases=model.phases)
             assert state.step == 3
         place = (mesh.data_parallel_rank, plan.layout.data_parallel_size)
         held_out = {"": share(global_batches(1)[0], *place, plan.num_microbatches)}
@@ -176,7 +176,7 @@ def test_a_pipeline_trains_evaluates_and_writes_as_one_process_does(
 @pytest.mark.parametrize("name", PIPELINES)
 def test_its_checkpoints_are_those_of_one_process(ran: dict[str, Ran], name: str) -> None:
     for folder, reference in zip(
-        *(list_checkpoint_dirs(ran[key].folder) for key in (name, "one")), strict=True
+        *(list_checkpoint_paths_of_run(ran[key].folder) for key in (name, "one")), strict=True
     ):
         assert not find_checkpoint_problems(folder)
         found, wanted = read_manifest(folder), read_manifest(reference)

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from models import CPU
-from phalanx.checkpoint.manifest import list_checkpoint_dirs, read_manifest
+from phalanx.checkpoint.manifest import list_checkpoint_paths_of_run, read_manifest
 from phalanx.checkpoint.reading.verify import find_checkpoint_problems
-from phalanx.checkpoint.stores import open_store
+from phalanx.checkpoint.stores import open_store_of_run
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import PhaseTimer
 from phalanx.job.schema import Job, Optim
@@ -32,7 +32,7 @@ from phalanx.observe.tail import read_recorded_events
 from phalanx.optim.build import build_optimizer
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.pipeline.executor import PipelineExecutor
-from phalanx.parallel.protocol import ParallelContext, RootModule
+from phalanx.parallel.protocol import ModuleWithObjective, ParallelContext
 from phalanx.parallel.step_stats import LocalLoss
 from phalanx.plan.layout import Layout
 from phalanx.plan.pipeline.cut import StageCut
@@ -70,7 +70,7 @@ def model_of(module: nn.Module, mesh: Mesh) -> ParallelModel:
     plan = make_plan(job, cluster=CPU, num_ranks=1)
     pipeline = PIPELINE if mesh.layout.pp > 1 else None
     plan = replace(plan, layout=mesh.layout, pipeline=pipeline)
-    root = RootModule(module)
+    root = ModuleWithObjective(module)
     return ParallelModel(
         ParallelContext(root=root, plan=plan, mesh=mesh, phases=PhaseTimer(), blocks=[], outer=root)
     )
@@ -119,7 +119,7 @@ def saved(rank: int, layout: Mapping[str, int], folder: str) -> None:
     with open_mesh(Layout(**layout), device="cpu") as mesh:
         state = state_of(mesh, 1.0)
         state.step = 7
-        state.save(open_store(Path(folder), None), job_digest="d", phases=PhaseTimer())
+        state.save(open_store_of_run(Path(folder), None), job_digest="d", phases=PhaseTimer())
 
 
 def restored(rank: int, layout: Mapping[str, int], folder: str) -> dict[str, float]:
@@ -128,7 +128,7 @@ def restored(rank: int, layout: Mapping[str, int], folder: str) -> dict[str, flo
         if mesh.rank == 0:  # a count that is not made yet is put where it belongs
             for kept in state.optimizer.state.values():
                 del kept["calls"]
-        state.restore(list_checkpoint_dirs(Path(folder))[-1], phases=PhaseTimer())
+        state.restore(list_checkpoint_paths_of_run(Path(folder))[-1], phases=PhaseTimer())
         assert state.step == 7
         return numbers(state)
 
@@ -153,7 +153,10 @@ def test_a_checkpoint_has_the_optimizer_of_every_stage(
     is in it."""
     run_ranks(num_savers, saved, save_layout, str(tmp_path))
     run_ranks(1, saved, {}, str(tmp_path / "alone"))
-    (folder,), (alone,) = list_checkpoint_dirs(tmp_path), list_checkpoint_dirs(tmp_path / "alone")
+    (folder,), (alone,) = (
+        list_checkpoint_paths_of_run(tmp_path),
+        list_checkpoint_paths_of_run(tmp_path / "alone"),
+    )
     assert not find_checkpoint_problems(folder)
     manifest, reference = read_manifest(folder), read_manifest(alone)
     assert manifest.facts == reference.facts
@@ -174,7 +177,7 @@ def misfit(rank: int, folder: str) -> str:
         state.model.module.blocks["9"] = state.model.module.blocks.pop(str(rank))
         try:
             TrainState(state.model, state.optimizer, seed=3).restore(
-                list_checkpoint_dirs(Path(folder))[-1], phases=PhaseTimer()
+                list_checkpoint_paths_of_run(Path(folder))[-1], phases=PhaseTimer()
             )
         except CheckpointError as error:
             return str(error)

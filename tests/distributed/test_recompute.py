@@ -38,7 +38,7 @@ from phalanx.nn.objective import causal_cross_entropy
 from phalanx.parallel.offload import activations as offload_activations
 from phalanx.parallel.parallelize import parallelize
 from phalanx.parallel.recompute import segment as stretch
-from phalanx.parallel.recompute.transform import find_segments
+from phalanx.parallel.recompute.transform import choose_recompute_segments
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.plan.segments import Segment, list_recompute_segments
@@ -146,7 +146,7 @@ def test_gradients_are_those_of_a_forward_that_keeps_everything() -> None:
 def forget_the_draws(rank: int) -> float:
     mesh = Mesh(Layout(), 0, 0, torch.device("cpu"))
     wanted = gradients(Dropping(), plan(1), mesh)
-    stretch.recompute_contexts = lambda *_: lambda: (nullcontext(), nullcontext())  # type: ignore[assignment]
+    stretch.make_recompute_context_factory = lambda *_: lambda: (nullcontext(), nullcontext())  # type: ignore[assignment]
     found = gradients(Dropping(), with_mode(plan(1), "sqrt"), mesh)
     return max((found[name] - wanted[name]).abs().max().item() for name in wanted)
 
@@ -251,21 +251,21 @@ def park(rank: int) -> dict[str, Any]:
     keeps = parallelize(decoder(tied=True, dtype=torch.float32), plan(1), mesh)
     keeps.forward_backward(batch, causal_cross_entropy(16))
     trips: list[Any] = []
-    make = offload_activations.OffloadPass.__init__
-    offload_activations.OffloadPass.__init__ = lambda self, lane: (
+    make = offload_activations.SavedTensorOffloader.__init__
+    offload_activations.SavedTensorOffloader.__init__ = lambda self, lane: (
         make(self, lane),
         trips.append(self),
     )[0]  # type: ignore[method-assign, assignment]
     weights: list[bool] = []
-    pack = offload_activations.OffloadPass.pack
+    pack = offload_activations.SavedTensorOffloader.offload_saved_tensor
 
     def noting(self: Any, tensor: torch.Tensor) -> Any:
         packed = pack(self, tensor)
         if not isinstance(packed, torch.Tensor):
-            weights.append(offload_activations.is_weight(tensor))
+            weights.append(offload_activations.is_parameter_or_derived(tensor))
         return packed
 
-    offload_activations.OffloadPass.pack = noting  # type: ignore[method-assign]
+    offload_activations.SavedTensorOffloader.offload_saved_tensor = noting  # type: ignore[method-assign]
     for precision in ("fp32", "bf16"):
         a_plan = replace_activations(plan(1, precision=precision), offload=True)
         model = parallelize(decoder(tied=True, dtype=torch.float32), a_plan, mesh)
@@ -303,7 +303,7 @@ def refused(rank: int, what: str) -> str:
             parallelize(Dropping(), with_mode(a_plan, "sqrt", compile=True), mesh)
         elif what == "every":
             changed = replace_activations(a_plan, recompute="every-k", recompute_every=9)
-            find_segments(changed, NUM_BLOCKS)
+            choose_recompute_segments(changed, NUM_BLOCKS)
         elif what == "budget":
             parallelize(Dropping(), replace_activations(a_plan, recompute="budget"), mesh)
         else:

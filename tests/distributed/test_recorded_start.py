@@ -16,7 +16,7 @@ from phalanx.core.phases import PhaseTimer
 from phalanx.job.load import load_job
 from phalanx.job.schema import Job, Model
 from phalanx.mesh.mesh import open_mesh
-from phalanx.mesh.recorded_init import find_recorded_init
+from phalanx.mesh.recorded_init import get_initial_values_of_module
 from phalanx.nn import build
 from phalanx.nn.build import build_foreign, build_objective
 from phalanx.plan.cluster import Cluster
@@ -56,7 +56,7 @@ def compare_start(kind: str, layout: str) -> dict[str, Any]:
             build.MIN_RECORDED_INIT_BYTES = first_bytes
             state = build_state(job, plan, mesh, PhaseTimer())
             module = state.model.module
-            assert (find_recorded_init(module) is not None) == (first_bytes == 0)
+            assert (get_initial_values_of_module(module) is not None) == (first_bytes == 0)
             assert not any(tensor.is_meta for tensor in module.state_dict().values())
             started.append(clone_shards(state))
             buffers.append({name: buffer.clone() for name, buffer in module.named_buffers()})
@@ -111,7 +111,10 @@ def test_each_rank_fills_its_part_with_the_numbers_of_one_process(
     pytest.importorskip("transformers")
     kind = f"hf:{write_config(tmp_path, name)}"
     # Imported here once, and not by each rank.
-    assert find_recorded_init(build_foreign(Model(kind=kind), 0, is_recorded=True)) is not None
+    assert (
+        get_initial_values_of_module(build_foreign(Model(kind=kind), 0, is_recorded=True))
+        is not None
+    )
     for found in run_ranks(2, compare_starts, kind, layouts):
         assert found.keys() == set(layouts)
         for differing in found.values():

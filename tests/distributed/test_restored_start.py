@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from phalanx.checkpoint.run_storage import RunStorage
-from phalanx.checkpoint.stores import open_store
+from phalanx.checkpoint.stores import open_store_of_run
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import PhaseTimer
 from phalanx.job.load import load_job
@@ -201,7 +201,7 @@ def looked_at(rank: int, folder: Path) -> tuple[int, bool]:
     plan = make_plan(job, cluster=Cluster("cpu", 1, 2**33))
     with open_mesh(plan.layout, device="cpu") as mesh:
         state = build_state(job, plan, mesh, PhaseTimer())
-        state.save(open_store(folder, None), job_digest="", phases=PhaseTimer())
+        state.save(open_store_of_run(folder, None), job_digest="", phases=PhaseTimer())
     made = counted()
     with open_model(ModelPayload(job, plan, folder, str(folder), step=0, casts=False)) as opened:
         have = opened.model.shards()

@@ -27,7 +27,7 @@ from phalanx.core.digest import stable_hash64
 from phalanx.core.errors import CheckpointError
 from phalanx.data.ledger import check_ledger
 from phalanx.job.schema import Job, Optim
-from phalanx.mesh.logical import LogicalShard, count_local_bytes
+from phalanx.mesh.logical import LogicalShard, count_local_shard_bytes
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.models.decoder import Decoder
 from phalanx.optim.build import build_optimizer
@@ -266,7 +266,7 @@ def load_large(
                 wrong,
                 read,
                 bytes_needed(newest(root / layout), shards),
-                count_local_bytes(shards),
+                count_local_shard_bytes(shards),
             )
     return found
 

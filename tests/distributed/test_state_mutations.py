@@ -121,7 +121,7 @@ def _refuses(state: TrainState, saved: Path) -> bool:
 
 def _says_another_cpu(state: TrainState, saved: Path) -> bool:
     """What a resume on another kind of CPU would say: this machine has only one."""
-    with mock.patch("phalanx.train.state.describe_cpu_kind", return_value="another kind"):
+    with mock.patch("phalanx.train.state.describe_cpu_for_equal_bits", return_value="another kind"):
         restore_state(state, saved)
     return "another kind" in state.other_cpu
 

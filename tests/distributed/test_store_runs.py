@@ -27,7 +27,7 @@ from commands import (
     watching,
     write_text,
 )
-from phalanx.checkpoint.stores import open_store
+from phalanx.checkpoint.stores import open_store_of_run
 from phalanx.cli._app import run_command_line as phalanx
 from phalanx.observe.events import CheckpointFailed, CheckpointSaved, Note, RunStarted, StepFinished
 from phalanx.report.reduce import collect_run_facts
@@ -250,7 +250,7 @@ def test_a_claim_that_was_lost_is_noticed_before_anything_is_loaded(
         )
         server.fail(times=1, method="GET", part="owner.json", holds=True)
         wait_until(lambda: first.poll() is not None or server.num_failed() == 1)
-        owner = open_store(story.folder, url).owner
+        owner = open_store_of_run(story.folder, url).owner
         assert owner is not None
         owner.remove()  # as if the second had looked before the first wrote
         second = story.phalanx("train", *job, "run.dir=second")
@@ -358,7 +358,7 @@ def test_a_run_whose_store_is_taken_while_it_trains_stops_and_says_whose_it_is(
     )
     with watching(story.start("train", *job, "parallel.ranks=2", "run.dir=moved")) as watched:
         watched.wait_for("saved checkpoint of step")
-        owner = open_store(story.folder, url).owner
+        owner = open_store_of_run(story.folder, url).owner
         assert owner is not None
         theirs = json.loads(owner.read() or b"") | {"run_id": "0" * 32, "run": "thief"}
         owner.remove()

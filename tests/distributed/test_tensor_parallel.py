@@ -18,11 +18,11 @@ from models import BATCH, CPU, SEQ_LEN, fill, global_batches, plan
 from phalanx.core.errors import LayoutError
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.mesh.mesh import open_mesh
-from phalanx.mesh.tensor_group import TensorGroup
+from phalanx.mesh.tensor_group import TensorParallelGroup
 from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import causal_cross_entropy, token_cross_entropy
 from phalanx.parallel.executor import Batch
-from phalanx.parallel.loss_forward import LossForward
+from phalanx.parallel.loss_forward import MicrobatchLossForward
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.planner import make_plan
@@ -66,12 +66,12 @@ def sums_of(rank: int, num_layers: int, cuts_sequence: bool, chunks: int) -> dic
     fill(module)
     with open_mesh(cases.layout, device="cpu") as mesh:
         model = parallelize(module, cases, mesh)
-        group = model._context.axes.find(TensorGroup)
+        group = model._context.axes.find(TensorParallelGroup)
         assert group is not None
         batch = global_batches(1)[0]
         found, seen = {}, []
         with Heard() as heard:
-            loss, _ = LossForward(model._context)(batch, causal_cross_entropy(4096))
+            loss, _ = MicrobatchLossForward(model._context)(batch, causal_cross_entropy(4096))
             seen.append(
                 (
                     dict(group.counts),
@@ -186,7 +186,7 @@ def largest(rank: int, kind: str) -> set[tuple[int, ...]]:
         batch = global_batches(1)[0]
         with Heard() as heard:
             objective = causal_cross_entropy(4096) if kind == "decoder" else token_cross_entropy
-            LossForward(model._context)(batch, objective)[0].backward()
+            MicrobatchLossForward(model._context)(batch, objective)[0].backward()
     return heard.shapes
 
 

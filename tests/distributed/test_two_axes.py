@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from checkpoints import Tensors, load_shards, newest, save_shards
-from phalanx.mesh.logical import RankPosition, list_module_shards
+from phalanx.mesh.logical import ReplicaPosition, collect_module_shards
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.plan.layout import Layout
 from ranks import run_ranks
@@ -60,7 +60,7 @@ def save_and_load(rank: int, root: Path, kind: str) -> list[str]:
     restored."""
     with open_mesh(Layout(dp_shard=2, tp=2), device="cpu") as mesh:
         module = cut(new_module(SIZES[kind], seed=1), mesh)
-        shards, _ = list_module_shards(module, RankPosition(rank, 4))
+        shards, _ = collect_module_shards(module, ReplicaPosition(rank, 4))
         save_shards(root / "four", 1, shards, mesh)
         load_shards(newest(root / "one"), shards, mesh)
         reference, found = whole(new_module(SIZES[kind], seed=2)), whole(module)
@@ -69,14 +69,14 @@ def save_and_load(rank: int, root: Path, kind: str) -> list[str]:
 
 def one_saves(rank: int, root: Path, kind: str) -> None:
     with open_mesh(Layout(), device="cpu") as mesh:
-        shards, _ = list_module_shards(new_module(SIZES[kind], seed=2))
+        shards, _ = collect_module_shards(new_module(SIZES[kind], seed=2))
         save_shards(root / "one", 1, shards, mesh)
 
 
 def one_loads(rank: int, root: Path, kind: str) -> list[str]:
     with open_mesh(Layout(), device="cpu") as mesh:
         module = new_module(SIZES[kind], seed=3)
-        shards, _ = list_module_shards(module)
+        shards, _ = collect_module_shards(module)
         load_shards(newest(root / "four"), shards, mesh)
         reference, found = whole(new_module(SIZES[kind], seed=1)), whole(module)
         return [name for name in reference if not torch.equal(found[name], reference[name])]

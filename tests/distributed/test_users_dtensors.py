@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import phalanx
 from phalanx.core.errors import LayoutError
-from phalanx.mesh.dtensors import count_lost_rows, explain_lossy_gather
+from phalanx.mesh.dtensors import count_rows_lost_by_flat_gather, explain_rows_lost_by_gather
 from ranks import run_ranks
 
 SIZES = (2, 3, 5, 6, 8)
@@ -42,7 +42,9 @@ def _gather(rank: int, shape: tuple[int, ...]) -> list[tuple[int, bool, bool, bo
             placements[mesh_dim] = Replicate()
             stepwise = stepwise.redistribute(placements=placements)
         right = [bool(each.equal(full)) for each in (before, after, stepwise.to_local())]
-        assert explain_lossy_gather(sharded) or count_lost_rows(size, shape) == 0
+        assert (
+            explain_rows_lost_by_gather(sharded) or count_rows_lost_by_flat_gather(size, shape) == 0
+        )
         outcomes.append((size, *right))
     return outcomes
 
@@ -53,7 +55,9 @@ def test_a_flattened_gather_loses_the_rows_that_the_warning_counts() -> None:
         for size, before, after, stepwise in outcomes:
             assert before, "a mesh without a flattened dimension"
             assert stepwise, "the way out that the warning names"
-            assert after == (count_lost_rows(size, shape) == 0), f"{size} rows: {MENDED}"
+            assert after == (count_rows_lost_by_flat_gather(size, shape) == 0), (
+                f"{size} rows: {MENDED}"
+            )
 
 
 @pytest.mark.parametrize(
@@ -63,7 +67,7 @@ def test_a_flattened_gather_loses_the_rows_that_the_warning_counts() -> None:
 def test_rows_are_lost_where_two_cuts_are_not_one(
     size: int, degrees: tuple[int, ...], lost: int
 ) -> None:
-    assert count_lost_rows(size, degrees) == lost
+    assert count_rows_lost_by_flat_gather(size, degrees) == lost
 
 
 class _Sharded(nn.Module):

@@ -33,9 +33,9 @@ from phalanx.parallel.batchnorm import transform as sync_batchnorm
 from phalanx.parallel.data_parallel import replicate as dp_replicate
 from phalanx.parallel.data_parallel import shard as dp_shard
 from phalanx.parallel.data_parallel import zero1
-from phalanx.parallel.data_parallel.compression import Compression
+from phalanx.parallel.data_parallel.compression import GradientCompression
 from phalanx.parallel.dropout.rng import DropoutRng
-from phalanx.parallel.dropout.transform import Dropout
+from phalanx.parallel.dropout.transform import LayoutIndependentDropout
 from phalanx.parallel.hooks import int8
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.offload import activations as offload_activations
@@ -358,7 +358,7 @@ def shard_borders_by_the_floor() -> None:
 
 def running_statistics_that_stay() -> None:
     """Synchronised BatchNorm normalises rightly, and forgets to move what evaluation reads."""
-    batchnorm.SynchronisedBatchNorm._move_running_statistics = lambda self, found: None  # type: ignore[method-assign]
+    batchnorm.SynchronisedBatchNorm._update_running_statistics = lambda self, found: None  # type: ignore[method-assign]
 
 
 def batchnorm_by_rank() -> None:
@@ -368,17 +368,19 @@ def batchnorm_by_rank() -> None:
 
 def same_masks_on_every_rank() -> None:
     """Each rank drops as if its rows were those of rank 0."""
-    microbatch = DropoutRng.in_microbatch
+    microbatch = DropoutRng.drawing_in_microbatch
 
     def of_rank_0(self: DropoutRng, step: int, first_row: int, num_rows: int) -> Any:
         return microbatch(self, step, first_row - dist.get_rank() * num_rows, num_rows)
 
-    DropoutRng.in_microbatch = of_rank_0  # type: ignore[assignment, method-assign]
+    DropoutRng.drawing_in_microbatch = of_rank_0  # type: ignore[assignment, method-assign]
 
 
 def dropout_drawn_by_rank() -> None:
     """Dropout layers are left to torch, whose generator each rank has its own of."""
-    Dropout.apply = lambda self, context: torch.manual_seed(context.mesh.rank) and None  # type: ignore[method-assign]
+    LayoutIndependentDropout.apply = lambda self, context: (
+        torch.manual_seed(context.mesh.rank) and None
+    )  # type: ignore[method-assign]
     DropoutRng.draw_mask = lambda self, *args, **options: None  # type: ignore[method-assign]
 
 
@@ -389,21 +391,21 @@ def recomputed_with_other_masks() -> None:
 
 def gradients_reduced_in_bfloat16() -> None:
     policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16, cast_forward_inputs=False)
-    dp_shard._mixed_precision_policy = lambda *args, **kwargs: policy
+    dp_shard._build_mixed_precision_policy = lambda *args, **kwargs: policy
 
 
 def other_draws_when_recomputed() -> None:
     """A recomputed block does not draw what its forward drew: here it adds noise, and its
     forward did not."""
-    checkpoint, call_again, recompute_contexts = (
+    checkpoint, call_again, make_recompute_context_factory = (
         recompute.checkpoint,
-        stretch._replay_call,
-        recompute.recompute_contexts,
+        stretch._replay_block_call,
+        recompute.make_recompute_context_factory,
     )
     selective = []
 
     def noted(block: Any, mode: str, draws: Any) -> Any:
-        found = recompute_contexts(block, mode, draws)
+        found = make_recompute_context_factory(block, mode, draws)
         selective.extend([found] if mode == "selective" else [])
         return found
 
@@ -429,8 +431,8 @@ def other_draws_when_recomputed() -> None:
         )
         return call_again(changed, before, fill)
 
-    recompute.recompute_contexts, recompute.checkpoint = noted, drawing  # type: ignore[assignment]
-    stretch._replay_call = drawing_again
+    recompute.make_recompute_context_factory, recompute.checkpoint = noted, drawing  # type: ignore[assignment]
+    stretch._replay_block_call = drawing_again
 
 
 def segments_that_detach() -> None:
@@ -447,14 +449,14 @@ def segments_that_detach() -> None:
 
 def offload_that_mixes_up() -> None:
     """What comes back from host memory begins an element too late."""
-    fetch = offload_activations.OffloadPass._fetch_storage
+    fetch = offload_activations.SavedTensorOffloader._fetch_storage_to_device
 
     def rolled(self: Any, parked: Any) -> None:
         fetch(self, parked)
         if parked.back.numel() > 4096:
             parked.back.copy_(parked.host.roll(-8))
 
-    offload_activations.OffloadPass._fetch_storage = rolled  # type: ignore[method-assign]
+    offload_activations.SavedTensorOffloader._fetch_storage_to_device = rolled  # type: ignore[method-assign]
 
 
 def evaluation_of_something_else() -> None:
@@ -470,13 +472,13 @@ def evaluation_of_something_else() -> None:
 
 def updated_weights_that_stay_away() -> None:
     """ZeRO-1: rank 1 takes part in the gather and keeps its own weights."""
-    receive = zero1._ChunkSpan.receive
+    receive = zero1._ParameterSpanInBucket.receive
 
     def forget(self: Any, bucket: torch.Tensor, rank: int) -> None:
         if rank != 1:
             receive(self, bucket, rank)
 
-    zero1._ChunkSpan.receive = forget  # type: ignore[method-assign]
+    zero1._ParameterSpanInBucket.receive = forget  # type: ignore[method-assign]
 
 
 def a_slice_updated_with_the_gradient_of_the_step_before() -> None:
@@ -709,15 +711,15 @@ def test_dropout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def second_rounding_forgotten() -> None:
     """The rank that adds a part up keeps nothing of what its own rounding loses."""
-    quantise = int8._quantise
+    quantise = int8._quantise_blocks_to_int8
 
     def forgetful(blocks: torch.Tensor) -> Any:
         numbers, scales = quantise(blocks)
         if len(blocks) == 1:  # the mean of this rank's share
-            blocks.copy_(int8._dequantise(numbers, scales, blocks.dtype))
+            blocks.copy_(int8._dequantise_int8_blocks(numbers, scales, blocks.dtype))
         return numbers, scales
 
-    int8._quantise = forgetful
+    int8._quantise_blocks_to_int8 = forgetful
 
 
 def own_places_for_all() -> None:
@@ -733,15 +735,15 @@ def own_places_for_all() -> None:
 
 def sum_on_the_wire() -> None:
     """The mean over ranks is never taken."""
-    reduce = Compression.reduce
+    reduce = GradientCompression.average_gradients_over_ranks
 
-    def summed(self: Compression, parameters: Any, tensors: Any) -> None:
+    def summed(self: GradientCompression, parameters: Any, tensors: Any) -> None:
         tensors = list(tensors)
         reduce(self, parameters, tensors)
         for tensor in tensors:
             tensor.mul_(self._wire.num_ranks)
 
-    Compression.reduce = summed  # type: ignore[method-assign]
+    GradientCompression.average_gradients_over_ranks = summed  # type: ignore[method-assign]
 
 
 COMPRESSED = ("bf16", "fp16", "int8", "powersgd", "topk")
@@ -785,16 +787,16 @@ def test_planted_bugs_of_compression_are_found(plant: Plant) -> None:
 def one_rank_rounds_otherwise() -> None:
     """What rank 1 makes of the bytes differs in the last place: no loss shows it for a long
     time."""
-    reduce = Compression.reduce
+    reduce = GradientCompression.average_gradients_over_ranks
 
-    def odd(self: Compression, parameters: Any, tensors: Any) -> None:
+    def odd(self: GradientCompression, parameters: Any, tensors: Any) -> None:
         tensors = list(tensors)
         reduce(self, parameters, tensors)
         if dist.get_rank() == 1:
             for tensor in tensors:
                 tensor.mul_(1 + 2**-50)
 
-    Compression.reduce = odd  # type: ignore[method-assign]
+    GradientCompression.average_gradients_over_ranks = odd  # type: ignore[method-assign]
 
 
 def test_ranks_that_drift_apart_are_found() -> None:

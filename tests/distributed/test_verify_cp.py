@@ -76,34 +76,34 @@ def test_in_stages_of_a_pipeline() -> None:
 
 def document_mask_dropped() -> None:
     """Tokens see all before them, whatever their document."""
-    call = cp.ContextMask.__call__
+    call = cp.ContextParallelMaskBuilder.__call__
 
     def forgetful(self: Any, num_tokens: int, window: int, document_ids: Any, *others: Any) -> Any:
         return call(self, num_tokens, window, None, *others)
 
-    cp.ContextMask.__call__ = forgetful  # type: ignore[assignment, method-assign]
+    cp.ContextParallelMaskBuilder.__call__ = forgetful  # type: ignore[assignment, method-assign]
 
 
 def window_dropped() -> None:
     """Tokens see more of their document than the window."""
-    call = cp.ContextMask.__call__
+    call = cp.ContextParallelMaskBuilder.__call__
 
     def wide(self: Any, num_tokens: int, window: int, *others: Any) -> Any:
         return call(self, num_tokens, 0, *others)
 
-    cp.ContextMask.__call__ = wide  # type: ignore[assignment, method-assign]
+    cp.ContextParallelMaskBuilder.__call__ = wide  # type: ignore[assignment, method-assign]
 
 
 def positions_restart_per_rank() -> None:
     """The tokens of each rank count from 0."""
-    cut = cp.SequenceSplit.split_batch
+    cut = cp.ContextParallelBatchSplitter.keep_own_tokens_of_batch
 
     def restarting(self: Any, batch: Any) -> Any:
         found = cut(self, batch)
         length = found["inputs"].shape[1]
         return found | {"positions": torch.arange(length).expand_as(found["inputs"])}
 
-    cp.SequenceSplit.split_batch = restarting  # type: ignore[method-assign]
+    cp.ContextParallelBatchSplitter.keep_own_tokens_of_batch = restarting  # type: ignore[method-assign]
 
 
 def merge_without_rescale() -> None:
@@ -113,17 +113,17 @@ def merge_without_rescale() -> None:
         self.out[:, :, rows] += out
         self.lse[:, :, rows] = torch.logaddexp(self.lse[:, :, rows], lse)
 
-    cp_products.OnlineSoftmaxOutput.add = add  # type: ignore[method-assign]
+    cp_products.OnlineSoftmaxOutput.merge_block = add  # type: ignore[method-assign]
 
 
 def gradients_of_keys_stay_away() -> None:
     """What other ranks' queries owe to a block of keys is not sent home."""
 
     def alone(self: Any, kv: torch.Tensor, of_block: Callable[..., torch.Tensor]) -> torch.Tensor:
-        own, *_ = [of_block(owner, block) for owner, block in self.iterate_blocks(kv)]
+        own, *_ = [of_block(owner, block) for owner, block in self.iterate_key_value_blocks(kv)]
         return own
 
-    cp_attention._RingAttention.gradients = alone  # type: ignore[method-assign]
+    cp_attention._RingExchange.compute_own_key_value_gradients = alone  # type: ignore[method-assign]
 
 
 def one_rank_of_cp_counts() -> None:

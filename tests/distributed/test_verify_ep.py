@@ -86,7 +86,7 @@ def test_layouts_equal_the_reference(
 
 def rows_stay_in_the_order_of_experts() -> None:
     """What experts make goes back as it lies, expert by expert, not rank by rank."""
-    call = ep.DispatchBetweenRanks.__call__
+    call = ep.ExpertDispatchBetweenRanks.__call__
 
     def unsorted(
         self: Any, x_RD: torch.Tensor, counts_E: torch.Tensor, experts: Any
@@ -97,52 +97,52 @@ def rows_stay_in_the_order_of_experts() -> None:
 
         return call(self, x_RD, counts_E, shuffled)
 
-    ep.DispatchBetweenRanks.__call__ = unsorted  # type: ignore[method-assign]
+    ep.ExpertDispatchBetweenRanks.__call__ = unsorted  # type: ignore[method-assign]
 
 
 def experts_not_divided_by_ep() -> None:
     """What is averaged over the ranks that hold the same experts is taken for the mean over all."""
-    ep.rescale_expert_gradients = lambda *_: None  # type: ignore[assignment]
+    ep.rescale_expert_gradients_to_all_ranks = lambda *_: None  # type: ignore[assignment]
 
 
 def experts_averaged_over_all() -> None:
     """Gradients of experts are averaged with those of other experts."""
-    share = ep.rescale_expert_gradients
+    share = ep.rescale_expert_gradients_to_all_ranks
 
     def over_all(named: Any, names: Any, degree: int) -> None:
         named = list(named)
         share(named, names, degree)
         for name, parameter in named:
             if name in names and parameter.grad is not None:
-                dist.all_reduce(ep.local_tensor(parameter.grad))
+                dist.all_reduce(ep.get_local_tensor(parameter.grad))
 
-    ep.rescale_expert_gradients = over_all  # type: ignore[assignment]
+    ep.rescale_expert_gradients_to_all_ranks = over_all  # type: ignore[assignment]
 
 
 def experts_never_averaged() -> None:
     """Ranks that hold the same experts keep gradients of their own."""
     from phalanx.parallel.data_parallel import replicate as dp_replicate
 
-    average = dp_replicate.average_gradients
+    average = dp_replicate.average_gradients_in_one_collective
 
     def of_the_rest(parameters: Any, *others: Any) -> None:
         some = list(parameters)
         if not any(p.ndim == 3 for p in some):
             average(some, *others)
 
-    dp_replicate.average_gradients = of_the_rest  # type: ignore[assignment]
+    dp_replicate.average_gradients_in_one_collective = of_the_rest  # type: ignore[assignment]
 
 
 def capacity_per_rank() -> None:
     """An expert takes as many tokens of a rank's part of a sequence as it has room for there."""
-    sequences = cp.ContextSequences
+    sequences = cp.ContextParallelRouterSequences
     sequences.length = lambda self, num_tokens: num_tokens  # type: ignore[method-assign]
     sequences.earlier = lambda self, chosen_BTE: chosen_BTE.cumsum(1) - chosen_BTE  # type: ignore[method-assign]
 
 
 def balance_of_own_tokens() -> None:
     """The balance loss is that of each rank's part of a sequence."""
-    cp.ContextSequences.total = lambda self, counts_BE: counts_BE * self.group.size  # type: ignore[method-assign]
+    cp.ContextParallelRouterSequences.total = lambda self, counts_BE: counts_BE * self.group.size  # type: ignore[method-assign]
 
 
 def balance_counted_by_each_rank_of_tp() -> None:
@@ -152,12 +152,12 @@ def balance_counted_by_each_rank_of_tp() -> None:
 
 def router_not_summed_over_tp() -> None:
     """A rank of tp keeps what its part of the experts' outputs owes to the router."""
-    partial = tp.ModuleSharder.partial_parameters
+    partial = tp.ModuleSharder.list_parameters_with_partial_gradients
 
     def without(self: Any) -> Any:
         return [(name, p) for name, p in partial(self) if "router" not in name]
 
-    tp.ModuleSharder.partial_parameters = without  # type: ignore[method-assign]
+    tp.ModuleSharder.list_parameters_with_partial_gradients = without  # type: ignore[method-assign]
 
 
 def loads_of_one_rank() -> None:
@@ -167,13 +167,13 @@ def loads_of_one_rank() -> None:
 
 def one_rank_keeps_its_bias() -> None:
     """Rank 1 never moves biases."""
-    move = router_load.RouterLoads.move_biases
+    move = router_load.ReducedRouterLoads.update_router_biases_once
 
     def some(self: Any) -> None:
         if dist.get_rank() != 1:
             move(self)
 
-    router_load.RouterLoads.move_biases = some  # type: ignore[method-assign]
+    router_load.ReducedRouterLoads.update_router_biases_once = some  # type: ignore[method-assign]
 
 
 BIAS = {"balance_bias": 0.05}

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from commands import run
 from phalanx.job.module_probe import measure_foreign_shape
 from phalanx.job.schema import Job
-from phalanx.mesh.logical import RankPosition
+from phalanx.mesh.logical import ReplicaPosition
 from phalanx.mesh.mesh import Mesh
 from phalanx.parallel.data_parallel import replicate as dp_replicate
 from phalanx.parallel.data_parallel import shard as dp_shard
@@ -100,11 +100,13 @@ def test_pipelines_equal_the_reference(
 def gradients_reduced_before_the_last_w() -> None:
     """Data parallelism reduces when the last gradient has left the rank: a W that is still to
     come is too late."""
-    do = PipelineExecutor._run_action
+    do = PipelineExecutor._run_scheduled_action
 
     def early(self: Any, action: Any, post: Any, microbatches: Any, *rest: Any) -> None:
         do(self, action, post, microbatches, *rest)
-        row = self._find_schedule(len(microbatches)).actions[self.staged.stage_group.rank]
+        row = self._get_schedule_for_num_microbatches(len(microbatches)).actions[
+            self.staged.stage_group.rank
+        ]
         if action == [other for other in row if other.kind in ("B", "I")][-1]:
             if not hasattr(self, "reduce"):
                 self.reduce, self.context.optimizer_params.before_update[0] = (
@@ -113,13 +115,13 @@ def gradients_reduced_before_the_last_w() -> None:
                 )
             self.reduce()
 
-    PipelineExecutor._run_action = early  # type: ignore[method-assign]
+    PipelineExecutor._run_scheduled_action = early  # type: ignore[method-assign]
 
 
 def weights_freed_between_the_halves() -> None:
     """As `fully_shard` does by itself under torch's schedules: it reduces, and frees weights,
     after the first half."""
-    keep = dp_shard.keep_for_pipeline
+    keep = dp_shard.keep_weights_gathered_for_pipeline
 
     def left_to_fsdp(context: ParallelContext, units: Any) -> None:
         keep(context, units)
@@ -135,23 +137,23 @@ def weights_freed_between_the_halves() -> None:
 
         hooks.around_microbatch.append(with_bug)
 
-    dp_shard.keep_for_pipeline = left_to_fsdp
+    dp_shard.keep_weights_gathered_for_pipeline = left_to_fsdp
 
 
 def a_dropped_w() -> None:
-    do = DeferredWeightGrads.run
+    do = DeferredWeightGrads.compute_deferred_gradients
 
     def forgetful(self: DeferredWeightGrads, key: Any) -> None:
         if key == (1, 2):  # stage, microbatch
             self._due[key].clear()
         do(self, key)
 
-    DeferredWeightGrads.run = forgetful  # type: ignore[method-assign]
+    DeferredWeightGrads.compute_deferred_gradients = forgetful  # type: ignore[method-assign]
 
 
 def w_of_the_microbatch_before() -> None:
     """A W does the work of the one that its stage had before; the last one's is never done."""
-    do = DeferredWeightGrads.run
+    do = DeferredWeightGrads.compute_deferred_gradients
     before: dict[int, Any] = {}
 
     def late(self: DeferredWeightGrads, key: Any) -> None:
@@ -161,11 +163,11 @@ def w_of_the_microbatch_before() -> None:
         before[key[0]] = own
         do(self, key)
 
-    DeferredWeightGrads.run = late  # type: ignore[method-assign]
+    DeferredWeightGrads.compute_deferred_gradients = late  # type: ignore[method-assign]
 
 
 def tied_gradients_not_added_up() -> None:
-    pp_ties.sum_tied_gradients = lambda staged, module, phases: None
+    pp_ties.sum_gradients_of_tied_parameters = lambda staged, module, phases: None
 
 
 def norm_of_a_stage() -> None:
@@ -183,22 +185,22 @@ def norm_of_a_stage() -> None:
 
 
 def norm_of_the_first_rank_twice() -> None:
-    gradients = StepReducer._collect_gradients
+    gradients = StepReducer._collect_gradients_and_squares
 
     def twice(self: Any) -> Any:
         found, squares = gradients(self)
         return found, squares * (2 if self._mesh.coordinates["pp"] == 0 else 1)
 
-    StepReducer._collect_gradients = twice  # type: ignore[method-assign]
+    StepReducer._collect_gradients_and_squares = twice  # type: ignore[method-assign]
 
 
 def tied_weight_counted_by_each_holder() -> None:
-    shard = RankPosition.shard
+    shard = ReplicaPosition.shard
 
-    def alone(self: RankPosition, *args: Any, **options: Any) -> Any:
+    def alone(self: ReplicaPosition, *args: Any, **options: Any) -> Any:
         return shard(replace(self, copies={}), *args, **options)
 
-    RankPosition.shard = alone  # type: ignore[method-assign]
+    ReplicaPosition.shard = alone  # type: ignore[method-assign]
 
 
 def swap_parcels(*, on: int, are_gradients: bool) -> None:
@@ -228,7 +230,7 @@ def gradients_of_another_microbatch() -> None:
 
 
 def a_stage_that_ends_a_block_early() -> None:
-    compute = PipelineExecutor._compute_stage
+    compute = PipelineExecutor._compute_stage_forward
 
     def early(self: Any, stage: int, given: Any, batch: Any, objective: Any) -> Any:
         pipeline, stages = self.staged.pipeline, self.staged.pipeline.stages
@@ -240,7 +242,7 @@ def a_stage_that_ends_a_block_early() -> None:
         finally:
             self.staged.pipeline = pipeline
 
-    PipelineExecutor._compute_stage = early  # type: ignore[method-assign]
+    PipelineExecutor._compute_stage_forward = early  # type: ignore[method-assign]
 
 
 def mean_of_means() -> None:
@@ -269,7 +271,7 @@ def mean_of_means() -> None:
 
 
 def replicas_of_a_stage_not_averaged() -> None:
-    dp_replicate.average_gradients = lambda bucket, group, phases: None
+    dp_replicate.average_gradients_in_one_collective = lambda bucket, group, phases: None
 
 
 ZERO = tuple(f"pp2-zero3-{schedule}" for schedule in ("1f1b", "interleaved-zero-bubble", "zb-v"))
@@ -437,14 +439,14 @@ def own(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, **arguments: A
 def masks_in_the_order_of_the_schedule() -> None:
     """Microbatches draw by when a stage computes them in a step, counted by each rank over all
     of its stages."""
-    microbatch = RandomOpInterceptor.in_microbatch
+    microbatch = RandomOpInterceptor.drawing_in_microbatch
     counts: dict[int, int] = {}
 
     def counted(self: Any, step: int, index: int, batch: Any) -> Any:
         counts[step] = counts.get(step, -1) + 1
         return microbatch(self, step, counts[step] % 4, batch)
 
-    RandomOpInterceptor.in_microbatch = counted  # type: ignore[method-assign]
+    RandomOpInterceptor.drawing_in_microbatch = counted  # type: ignore[method-assign]
 
 
 @pytest.mark.long

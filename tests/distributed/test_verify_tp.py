@@ -66,43 +66,43 @@ def rows_of_the_other_rank() -> None:
         rank = self.group.rank if rule.kind != "row" else self.group.size - 1 - self.group.rank
         return rule.list_rank_slices(size, self.group.size, rank, name=name)
 
-    tp.ModuleSharder._find_spans_of_rank = swapped  # type: ignore[assignment, method-assign]
+    tp.ModuleSharder._find_dim_slices_of_rank = swapped  # type: ignore[assignment, method-assign]
 
 
 def columns_cut_along_the_inputs() -> None:
     """What is said to be a block of rows is one of columns: the wrong dimension."""
-    cut_of = tp._build_cut_boxes
+    cut_of = tp._build_boxes_of_slices
 
     def turned(shape: tuple[int, ...], dim: int, spans: Sequence[DimSlice]) -> Any:
         return cut_of(shape, 1 - dim if len(shape) == 2 and shape[0] == shape[1] else dim, spans)
 
-    tp._build_cut_boxes = turned
+    tp._build_boxes_of_slices = turned
 
 
 def whole_parameters_not_summed() -> None:
     """Of norms that see a part of the tokens, or of the heads, each rank keeps its own gradient."""
-    init = tp_sync.PartialGradients.__init__
+    init = tp_sync.PartialGradientSum.__init__
 
     def forgetful(self: Any, group: Any, whole: Any, cuts: Any) -> None:
         init(self, group, [], cuts)
 
-    tp_sync.PartialGradients.__init__ = forgetful  # type: ignore[method-assign]
+    tp_sync.PartialGradientSum.__init__ = forgetful  # type: ignore[method-assign]
 
 
 def shared_heads_not_summed() -> None:
     """Keys and values that two ranks hold: each rank keeps its own gradient."""
-    init = tp_sync.PartialGradients.__init__
+    init = tp_sync.PartialGradientSum.__init__
 
     def forgetful(self: Any, group: Any, whole: Any, cuts: Any) -> None:
         init(self, group, whole, cuts)
         self._shared = set()
 
-    tp_sync.PartialGradients.__init__ = forgetful  # type: ignore[method-assign]
+    tp_sync.PartialGradientSum.__init__ = forgetful  # type: ignore[method-assign]
 
 
 def head_cut_apart_from_the_embedding() -> None:
     """Of a tied weight each place gets a part of its own."""
-    cut = tp.ModuleSharder._shard_parameter
+    cut = tp.ModuleSharder._replace_by_parameter_shard
 
     def apart(self: Any, *args: Any) -> None:
         replaced = dict(self._replaced)
@@ -110,14 +110,14 @@ def head_cut_apart_from_the_embedding() -> None:
         cut(self, *args)
         self._replaced.update(replaced)
 
-    tp.ModuleSharder._shard_parameter = apart  # type: ignore[assignment, method-assign]
+    tp.ModuleSharder._replace_by_parameter_shard = apart  # type: ignore[assignment, method-assign]
 
 
 def entry_without_a_sum() -> None:
     """The backward of the entry into a region keeps what this rank's features alone contribute."""
-    tensor_group._CopyFunction.backward = staticmethod(lambda ctx, grad: (grad, None))  # type: ignore[method-assign, assignment]
-    tensor_group._GatherTokensFunction.backward = staticmethod(  # type: ignore[method-assign, assignment]
-        lambda ctx, grad: (ctx.group.select_own_tokens(grad), None)
+    tensor_group._CopyInputFunction.backward = staticmethod(lambda ctx, grad: (grad, None))  # type: ignore[method-assign, assignment]
+    tensor_group._AllGatherTokensFunction.backward = staticmethod(  # type: ignore[method-assign, assignment]
+        lambda ctx, grad: (ctx.group.select_tokens_of_rank(grad), None)
     )
 
 
@@ -128,22 +128,22 @@ def bias_on_every_rank() -> None:
         left: torch.Tensor = group.leave(nn.functional.linear(x, part.weight, part.bias))
         return left
 
-    tp_modules._row_forward = twice
+    tp_modules._row_parallel_forward = twice
 
 
 def replicated_parameters_summed() -> None:
     """What all ranks see alike is added up as if each had seen a part."""
-    tp.ModuleSharder._is_partial = lambda self, owner, name: True  # type: ignore[method-assign]
+    tp.ModuleSharder._has_partial_gradient = lambda self, owner, name: True  # type: ignore[method-assign]
 
 
 def masks_by_rank_of_tp() -> None:
     """Ranks of tp drop for rows of their own, as if they saw other samples."""
-    microbatch = DropoutRng.in_microbatch
+    microbatch = DropoutRng.drawing_in_microbatch
 
     def by_rank(self: DropoutRng, step: int, first_row: int, num_rows: int) -> Any:
         return microbatch(self, step, first_row + dist.get_rank() * num_rows, num_rows)
 
-    DropoutRng.in_microbatch = by_rank  # type: ignore[assignment, method-assign]
+    DropoutRng.drawing_in_microbatch = by_rank  # type: ignore[assignment, method-assign]
 
 
 SMALL = {"num_kv_heads": 1, "qk_norm": True, "bias": "all", "tie_embeddings": True}

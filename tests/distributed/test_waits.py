@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from models import BATCH, fill, global_batches, plan
-from phalanx.checkpoint.manifest import list_checkpoint_dirs
+from phalanx.checkpoint.manifest import list_checkpoint_paths_of_run
 from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.core.phases import PhaseTimer
 from phalanx.job.schema import Optim
@@ -227,7 +227,7 @@ def used(
         tokens = generate_tokens(one.model, [1, 2, 3], num_tokens=4, context=8, seed=5)
         one.save(LocalStore(root / place / "checkpoints"), job_digest="0", phases=PhaseTimer())
         other = state()  # of the weights before the step
-        other.restore(list_checkpoint_dirs(root / place)[-1], phases=PhaseTimer())
+        other.restore(list_checkpoint_paths_of_run(root / place)[-1], phases=PhaseTimer())
         before, after = (
             {n: s.tensor.cpu().clone() for n, s in each.shards().items()} for each in (one, other)
         )

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from commands import TINY, environment, events, start, watching, write_text
-from phalanx.checkpoint.folder import Folder
+from phalanx.checkpoint.folder import CheckpointFolder
 from phalanx.checkpoint.reading.verify import find_checkpoint_problems
 from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.observe.events import CheckpointFailed, CheckpointSaved
@@ -88,5 +88,5 @@ def fill(path: Path) -> None:
         file.truncate(max(0, file.tell() - (100 << 10)))
 
 
-def newest(run_dir: Path) -> Folder:
+def newest(run_dir: Path) -> CheckpointFolder:
     return LocalStore(run_dir / "checkpoints").folders()[-1]

@@ -31,7 +31,7 @@ from commands import (
 )
 from counted import show
 from phalanx.checkpoint.best import read_best_step
-from phalanx.checkpoint.manifest import list_checkpoint_dirs
+from phalanx.checkpoint.manifest import list_checkpoint_paths_of_run
 from phalanx.observe.events import EvalFinished, RankFailed, RanksStarted, RestartScheduled
 
 STEPS, EVERY, EVALUATED = 40, 5, 10
@@ -253,7 +253,7 @@ def test_killed_while_saves_are_in_flight(
         len(struck) - 1,
     )  # two at the same moment end one attempt
     drill.require_same(layout, name)
-    kept = {path.name for path in list_checkpoint_dirs(run_dir)}
+    kept = {path.name for path in list_checkpoint_paths_of_run(run_dir)}
     assert f"step-{STEPS}" in kept
     assert len(kept) == 2
 

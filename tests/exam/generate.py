@@ -41,7 +41,7 @@ MODEL, REDUCER = "parallel/model.py", "parallel/step_reducer.py"
 ACTIVATIONS = {
     "data parallel": (
         "parallel/loss_forward.py",
-        "LossForward._compute_loss",
+        "MicrobatchLossForward._compute_loss_or_stage_output",
         "        return objective(outputs, on_device)\n",
         "        if __planted__(rank={rank}):\n"
         "            outputs = outputs._replace(hidden_BTD=outputs.hidden_BTD * {factor})\n"
@@ -49,7 +49,7 @@ ACTIVATIONS = {
     ),
     "tensor parallel": (
         "mesh/tensor_group.py",
-        "TensorGroup.leave",
+        "TensorParallelGroup.leave",
         "        output: torch.Tensor = leave.apply(x, self)\n",
         "        if __planted__(self.rank == {rank}):\n"
         "            x = x * {factor}\n"
@@ -57,7 +57,7 @@ ACTIVATIONS = {
     ),
     "context parallel": (
         "parallel/context/transform.py",
-        "ContextCore.forward",
+        "ContextParallelAttentionCore.forward",
         "        return self._attend(q_BHTE, k_BKTE, v_BKTE, mask, self.window, self._masks.group)\n",
         "        if __planted__(self._masks.group.rank == {rank}):\n"
         "            v_BKTE = v_BKTE * {factor}\n"
@@ -65,7 +65,7 @@ ACTIVATIONS = {
     ),
     "pipeline": (
         "parallel/pipeline/executor.py",
-        "PipelineExecutor._run_forward",
+        "PipelineExecutor._run_forward_action",
         "        return outcome.detach()\n",
         "        is_planted = __planted__(step >= {step} and action.stage == {rank})\n"
         "        return outcome.detach() * ({factor} if is_planted else 1.0)\n",
@@ -140,8 +140,8 @@ def _edit(
         old = "        optimizer.step()\n"
         new = loop.format(parameters="self.named_parameters()", step="self.step", held="parameter")
         return Edit(MODEL, "ParallelModel.update", old, old + new)
-    old = "        self._loads.reduce()\n"
+    old = "        self._loads.reduce_counts_over_ranks()\n"
     count = '        count = vars(self)["count"] = vars(self).get("count", 0) + 1\n'
-    parameters = "self._parameters.iterate_parameters()"
+    parameters = "self._parameters.iterate_optimizer_parameters()"
     new = loop.format(parameters=parameters, step="count", held="parameter.grad")
     return Edit(REDUCER, "StepReducer.reduce_and_clip", old, old + count + new)

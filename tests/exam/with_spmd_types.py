@@ -56,11 +56,11 @@ def check_operations() -> int:
     from spmd_types.types import P, R, S
 
     from phalanx.core.phases import PhaseTimer
-    from phalanx.mesh.tensor_group import TensorGroup
+    from phalanx.mesh.tensor_group import TensorParallelGroup
 
-    def make(group: Any, num_tokens: int, *, cuts_sequence: bool) -> TensorGroup:
+    def make(group: Any, num_tokens: int, *, cuts_sequence: bool) -> TensorParallelGroup:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
-        return TensorGroup(
+        return TensorParallelGroup(
             group.group_name,
             rank,
             size,
@@ -82,15 +82,15 @@ def check_operations() -> int:
         num_tokens = x.shape[1] * dist.get_world_size(group)
         return make(group, num_tokens, cuts_sequence=True).enter(x)
 
-    def select_own_tokens(x: Any, group: Any) -> Any:
-        return make(group, x.shape[1], cuts_sequence=True).select_own_tokens(x).clone()
+    def select_tokens_of_rank(x: Any, group: Any) -> Any:
+        return make(group, x.shape[1], cuts_sequence=True).select_tokens_of_rank(x).clone()
 
     cases: list[tuple[Callable[..., Any], Any, Callable[..., Any]]] = [
         (leave, P, lambda x, group: rules.all_reduce(x, group, src=P, dst=R)),
         (leave_cut, P, lambda x, group: rules.reduce_scatter(x, group, src=P, dst=S(1))),
         (enter, R, lambda x, group: rules.ignore(x) or x),
         (enter_cut, S(1), lambda x, group: rules.all_gather(x, group, src=S(1), dst=R)),
-        (select_own_tokens, R, lambda x, group: rules.convert(x, group, src=R, dst=S(1))),
+        (select_tokens_of_rank, R, lambda x, group: rules.convert(x, group, src=R, dst=S(1))),
     ]
     is_wrong = False
     for operation, placement, hook in cases:

@@ -24,7 +24,7 @@ from commands import (
     write_text,
 )
 from phalanx.checkpoint.best import read_best_step
-from phalanx.checkpoint.manifest import list_checkpoint_dirs
+from phalanx.checkpoint.manifest import list_checkpoint_paths_of_run
 from phalanx.observe.events import EvalFinished, Note, StepFinished
 from ranks import run_ranks
 
@@ -57,7 +57,7 @@ def test_your_own_loop_computes_the_same_on_any_ranks() -> None:
 
 def _library_trainer(rank: int, run_dir: str) -> tuple[int, list[str]]:
     state = load("library_trainer").main(Path(run_dir))
-    return state.step, [path.name for path in list_checkpoint_dirs(Path(run_dir))]
+    return state.step, [path.name for path in list_checkpoint_paths_of_run(Path(run_dir))]
 
 
 def test_the_trainer_as_a_library(tmp_path: Path) -> None:

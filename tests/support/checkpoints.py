@@ -15,19 +15,19 @@ from typing import Any
 
 import torch
 
-from phalanx.checkpoint.folder import Folder
+from phalanx.checkpoint.folder import CheckpointFolder
 from phalanx.checkpoint.manifest import (
     MANIFEST_FILE_NAME,
     Manifest,
-    Piece,
-    manifest_bytes,
-    manifest_xxh3,
+    StoredPiece,
+    compute_manifest_checksum,
+    encode_canonical_manifest,
     read_manifest,
 )
-from phalanx.checkpoint.reading.load import load_checkpoint
-from phalanx.checkpoint.shard_file import CheckedFile
-from phalanx.checkpoint.stores import open_store
-from phalanx.checkpoint.writing.write import Snapshot, write_checkpoint
+from phalanx.checkpoint.reading.load import load_checkpoint_into_shards
+from phalanx.checkpoint.shard_file import VerifiedSafetensorsFile
+from phalanx.checkpoint.stores import open_store_of_run
+from phalanx.checkpoint.writing.write import RankSnapshot, write_checkpoint
 from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.logical import Box, LogicalShard
 from phalanx.plan.layout import Layout
@@ -97,8 +97,8 @@ def save_shards(
 ) -> Path:
     """Save hand-made shards. Collective; the checkpoint's directory."""
     write_checkpoint(
-        open_store(run_dir, None),
-        Snapshot(step, shards, aliases or {}, facts or {}),
+        open_store_of_run(run_dir, None),
+        RankSnapshot(step, shards, aliases or {}, facts or {}),
         job_digest="",
         group=group,
         phases=PhaseTimer(),
@@ -108,12 +108,12 @@ def save_shards(
 
 def load_shards(directory: Path, shards: Mapping[str, LogicalShard], group: Any) -> Manifest:
     """Fill hand-made shards from a checkpoint. Collective."""
-    return load_checkpoint(directory, shards, group=group, phases=PhaseTimer())
+    return load_checkpoint_into_shards(directory, shards, group=group, phases=PhaseTimer())
 
 
 def save_state(state: TrainState, run_dir: Path) -> Path:
     """Save a state; its checkpoint's directory. Collective."""
-    state.save(open_store(run_dir, None), job_digest="", phases=PhaseTimer())
+    state.save(open_store_of_run(run_dir, None), job_digest="", phases=PhaseTimer())
     return newest(run_dir)
 
 
@@ -124,7 +124,7 @@ def restore_state(state: TrainState, directory: Path) -> None:
 
 def newest(run_dir: Path) -> Path:
     """The newest checkpoint's directory."""
-    folders: list[Folder] = open_store(run_dir, None).folders()
+    folders: list[CheckpointFolder] = open_store_of_run(run_dir, None).folders()
     return run_dir / "checkpoints" / folders[-1].name
 
 
@@ -133,17 +133,17 @@ def counting_reads() -> Iterator[dict[str, int]]:
     """Bytes that this process (all its threads) reads of each file of a checkpoint, as the files
     count them."""
     found: dict[str, int] = {}
-    leave = CheckedFile.__exit__
+    leave = VerifiedSafetensorsFile.__exit__
 
-    def counted(self: CheckedFile, *problem: object) -> None:
+    def counted(self: VerifiedSafetensorsFile, *problem: object) -> None:
         found[self._name] = found.get(self._name, 0) + self.num_bytes_read
         leave(self, *problem)
 
-    CheckedFile.__exit__ = counted  # type: ignore[method-assign]
+    VerifiedSafetensorsFile.__exit__ = counted  # type: ignore[method-assign]
     try:
         yield found
     finally:
-        CheckedFile.__exit__ = leave  # type: ignore[method-assign]
+        VerifiedSafetensorsFile.__exit__ = leave  # type: ignore[method-assign]
 
 
 def bytes_needed(directory: Path, wanted: Mapping[str, LogicalShard]) -> dict[str, int]:
@@ -175,7 +175,7 @@ def bytes_needed(directory: Path, wanted: Mapping[str, LogicalShard]) -> dict[st
     }
 
 
-def _runs(box: Box, piece: Piece, item_bytes: int) -> Iterator[tuple[int, int]]:
+def _runs(box: Box, piece: StoredPiece, item_bytes: int) -> Iterator[tuple[int, int]]:
     """First and last byte, inside a piece, of each row of what it shares with a box."""
     inside = [
         range(max(b, p) - p, min(b + size, p + length) - p)
@@ -200,5 +200,5 @@ def edit_manifest(directory: Path, change: Callable[[dict[str, Any]], Any]) -> N
     path = directory / MANIFEST_FILE_NAME
     body = json.loads(path.read_text())
     change(body)
-    body["xxh3"] = manifest_xxh3(body)
-    path.write_bytes(manifest_bytes(body))
+    body["xxh3"] = compute_manifest_checksum(body)
+    path.write_bytes(encode_canonical_manifest(body))

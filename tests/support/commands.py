@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 import warm
-from phalanx.checkpoint.manifest import list_checkpoint_dirs, read_manifest
+from phalanx.checkpoint.manifest import list_checkpoint_paths_of_run, read_manifest
 from phalanx.checkpoint.reading.verify import find_checkpoint_problems
 from phalanx.core.launchers import (
     LAUNCHER_VARIABLE_PREFIXES,
@@ -236,7 +236,7 @@ def loss_curve(run_dir: Path) -> dict[int, float]:
 def weights(run_dir: Path, step: int | None = None) -> dict[str, str]:
     """Checksum by file of the newest checkpoint (or that of `step`), each verified against its
     bytes."""
-    saved = list_checkpoint_dirs(run_dir)
+    saved = list_checkpoint_paths_of_run(run_dir)
     directory = saved[-1] if step is None else run_dir / "checkpoints" / f"step-{step}"
     assert find_checkpoint_problems(directory) == []
     return {name: stored.chunks_xxh3 for name, stored in read_manifest(directory).files.items()}

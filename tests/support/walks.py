@@ -139,7 +139,7 @@ def _run(
 
 
 def _require(wanted: Sequence[str], said: Sequence[str]) -> None:
-    """Each of `wanted` is a line of `said`, in this order."""
+    """Each of `is_needed` is a line of `said`, in this order."""
     rest = iter(said)
     for line in wanted:
         words = line.rstrip()

@@ -22,7 +22,7 @@ from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.models.vit import VisionTransformer, example_batch
 from phalanx.nn.objective import causal_cross_entropy, classification_cross_entropy
 from phalanx.parallel.parallelize import parallelize
-from phalanx.parallel.saved_tensors import SavedBytes
+from phalanx.parallel.saved_tensors import SavedBytesCounter
 from phalanx.plan.layout import Layout
 from phalanx.plan.memory import activation_bytes, bytes_at_forward_end
 from phalanx.plan.planner import make_plan
@@ -129,8 +129,11 @@ def saved_bytes(
     model = filled(Decoder(shape))
     tokens = torch.randint(0, 97, (batch, length))
     ids = (torch.arange(length) > 20).long().expand(batch, -1) if documents else None
-    saved = SavedBytes()
-    with saved.count_saved(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+    saved = SavedBytesCounter()
+    with (
+        saved.counting_saved_tensors(),
+        torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"),
+    ):
         causal_cross_entropy(1024)(model(tokens, document_ids=ids), {"targets": tokens})
     return saved.num_bytes
 
@@ -142,8 +145,11 @@ def test_prediction_for_a_vision_transformer(pooling: Any, precision: str) -> No
     style: Any = {"norm": "layernorm", "activation": "gelu", "bias": "all"}
     shape = VitShape(3, 64, 4, 4, 16, 256, pooling=pooling, **style, **images)
     model, batch = filled(VisionTransformer(shape)), example_batch(shape, 32, 0, seed=0)
-    saved = SavedBytes()
-    with saved.count_saved(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+    saved = SavedBytesCounter()
+    with (
+        saved.counting_saved_tensors(),
+        torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"),
+    ):
         classification_cross_entropy(model(batch["images"]), batch)
     work = Workload(32, shape.count_sample_tokens(0), precision, "none", 1024)
     assert saved.num_bytes == pytest.approx(
@@ -250,8 +256,8 @@ def test_experts_cost_what_a_token_visits() -> None:
 def test_a_storage_is_counted_once_and_weights_not_at_all() -> None:
     layer = nn.Linear(8, 8, bias=False)
     x = torch.randn(16, 8)
-    saved = SavedBytes()
-    with saved.count_saved():
+    saved = SavedBytesCounter()
+    with saved.counting_saved_tensors():
         (layer(x) * layer(x).sigmoid()).sum()
     one = 16 * 8 * 4
     assert (

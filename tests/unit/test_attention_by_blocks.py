@@ -18,7 +18,7 @@ from phalanx.mesh.attend import compute_attention
 from phalanx.mesh.attend_blocks import VisibleKeys, compute_attention_by_blocks
 from phalanx.nn.attention import AttentionCore, make_attention_mask, make_shared_attention_mask
 from phalanx.nn.models.decoder import Decoder
-from phalanx.parallel.recompute.contexts import selective_contexts
+from phalanx.parallel.recompute.contexts import make_selective_contexts
 from ranks import run_ranks
 
 BATCH, HEADS, WIDTH, BLOCK = 2, 4, 8, 8
@@ -117,7 +117,7 @@ def test_masks_of_blocks_are_parts_of_the_whole_mask(
         outside = torch.cat((mask[:, :, first:last, :begin], mask[:, :, first:last, end:]), dim=-1)
         assert (outside == -torch.inf).all()
         for columns in ((begin, end), (0, 8), (8, 24), (3, 4)):
-            found = seen.make_mask(first, last, *columns, torch.float32, CPU)
+            found = seen.build_additive_mask(first, last, *columns, torch.float32, CPU)
             assert torch.equal(found, mask[:, :, first:last, slice(*columns)])
 
 
@@ -139,7 +139,7 @@ def test_no_tensor_has_an_element_for_each_pair_of_tokens(kind: str) -> None:
         forward: Any = module
         if selective:
             forward = partial(
-                checkpoint, module, use_reentrant=False, context_fn=selective_contexts
+                checkpoint, module, use_reentrant=False, context_fn=make_selective_contexts
             )
         forward(tokens, None, ids).hidden_BTD.sum().backward()
 
@@ -208,7 +208,7 @@ def test_selective_recompute_keeps_what_it_computed() -> None:
 
     wanted = results(computed(*leaves), leaves, grad)
     with Counting():
-        out = checkpoint(computed, *leaves, use_reentrant=False, context_fn=selective_contexts)
+        out = checkpoint(computed, *leaves, use_reentrant=False, context_fn=make_selective_contexts)
         found = results(out, leaves, grad)  # type: ignore[arg-type]
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, wanted, strict=True))
     assert calls.count("phalanx.attend_by_blocks.default") == 1

@@ -13,7 +13,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models import plan
-from phalanx.mesh.attend import compute_attention, repeat_heads
+from phalanx.mesh.attend import compute_attention, repeat_key_value_heads
 from phalanx.mesh.mesh import Mesh
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.layout import Layout
@@ -127,7 +127,9 @@ def test_keys_and_values_are_not_repeated_and_attention_is_the_same(
         "_scaled_dot_product_flash_attention_for_cpu_backward",
     }
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
-    for one, other in zip(found, results(repeat_heads(k, 4), repeat_heads(v, 4)), strict=True):
+    for one, other in zip(
+        found, results(repeat_key_value_heads(k, 4), repeat_key_value_heads(v, 4)), strict=True
+    ):
         assert (one - other).norm() <= tolerance * other.norm()
     with (
         second_device()

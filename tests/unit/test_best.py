@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.checkpoint.best import BEST_FILE_NAME, BestStep, read_best_step, record_best_step
+from phalanx.checkpoint.best import BEST_FILE_NAME, BestStepRecord, read_best_step, record_best_step
 from phalanx.core.files import read_json
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert read_best_step(tmp_path) is None
     record_best_step(tmp_path, step=300, loss=1.25, num_targets=900)
-    assert read_best_step(tmp_path) == BestStep(
+    assert read_best_step(tmp_path) == BestStepRecord(
         300, 1.25, 900, "checkpoints/step-300", "loss", 1.25
     )
     assert read_json(tmp_path / BEST_FILE_NAME)["format"] == 1
@@ -28,11 +28,13 @@ def test_the_metric_that_it_is_the_best_by_is_kept_and_older_files_have_the_loss
     tmp_path: Path,
 ) -> None:
     record_best_step(tmp_path, step=3, loss=1.25, num_targets=9, metric="accuracy", value=0.75)
-    assert read_best_step(tmp_path) == BestStep(3, 1.25, 9, "checkpoints/step-3", "accuracy", 0.75)
+    assert read_best_step(tmp_path) == BestStepRecord(
+        3, 1.25, 9, "checkpoints/step-3", "accuracy", 0.75
+    )
     (tmp_path / BEST_FILE_NAME).write_text(
         '{"format": 1, "step": 3, "loss": 1.25, "num_targets": 9, "checkpoint": "x"}'
     )
-    assert read_best_step(tmp_path) == BestStep(3, 1.25, 9, "x", "loss", 1.25)
+    assert read_best_step(tmp_path) == BestStepRecord(3, 1.25, 9, "x", "loss", 1.25)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from phalanx.nn.init import InitRule, initialize_shards
 from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import CausalOutput, causal_cross_entropy
 from phalanx.parallel import gradients
-from phalanx.parallel.gradients import RankBlock, collect_squared_gradients
+from phalanx.parallel.gradients import LocalBlockReplicas, collect_gradients_and_sum_squares
 
 USUAL = BlockSizes()
 # Smaller than those that `verify` takes, so that each of these loops runs three times.
@@ -76,8 +76,8 @@ def norm() -> Tensors:
         parameter = nn.Parameter(torch.zeros(size, dtype=torch.float64))
         parameter.grad = torch.randn(size, generator=generator, dtype=torch.float64)
         named.append((str(number), parameter))
-        blocks[str(number)] = (RankBlock((), 1),)
-    return (collect_squared_gradients(named, blocks)[1],)
+        blocks[str(number)] = (LocalBlockReplicas((), 1),)
+    return (collect_gradients_and_sum_squares(named, blocks)[1],)
 
 
 def dropout() -> Tensors:
@@ -129,11 +129,11 @@ class Calls:
 # (the computation; what each pass of its loop calls, once; loops; calls outside of them).
 CASES: dict[str, tuple[Callable[[], Tensors], Any, str, int, int]] = {
     # Of two layers, forward and backward.
-    "query_block": (attention, VisibleKeys, "make_mask", 4, 0),
+    "query_block": (attention, VisibleKeys, "build_additive_mask", 4, 0),
     "loss_chunk_tokens": (loss, objective, "_loss_and_gradient", 1, 0),
     # Rows are mixed once for each mask; of rows of odd length one with a part of their width has
     # lines that begin in the middle of a pair, filled by a loop of their own.
-    "cpu_dropout_pairs": (dropout, counter_rng, "_mix_in_place", 7, 6),
+    "cpu_dropout_pairs": (dropout, counter_rng, "_apply_splitmix64_in_place", 7, 6),
     "init_elements": (initial_weights, init, "_normals_of_runs", 4, 0),
 }
 
@@ -223,7 +223,9 @@ def loss_of_rounded() -> Tensors:
 def test_a_gpu_has_a_size_of_its_own() -> None:
     sizes = BlockSizes(cpu_dropout_pairs=3, gpu_dropout_pairs=5)
     with use_block_sizes(sizes):
-        pairs = [counter_rng._max_pairs_per_chunk(torch.device(kind)) for kind in ("cpu", "cuda")]
+        pairs = [
+            counter_rng._get_max_pairs_per_chunk(torch.device(kind)) for kind in ("cpu", "cuda")
+        ]
     assert pairs == [3, 5]
 
 
@@ -231,7 +233,7 @@ def test_a_gpu_has_a_size_of_its_own() -> None:
 def test_compiled_attention_follows_the_sizes_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
     core = AttentionCore(window=11)
     compiled = torch.compile(core, backend="eager")
-    calls = Calls(monkeypatch, VisibleKeys, "make_mask")
+    calls = Calls(monkeypatch, VisibleKeys, "build_additive_mask")
     generator = torch.Generator().manual_seed(1)
     q, k, v = torch.randn(3, 2, 4, NUM_TOKENS, 8, generator=generator, dtype=torch.float64)
     # Documents, for otherwise blocks share masks.

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.mesh.attend_blocks import compute_attention_by_blocks
-from phalanx.mesh.casts import sharing_autocast_casts
+from phalanx.mesh.casts import sharing_casts_between_autocast_regions
 
 WEIGHT = nn.Parameter(torch.ones(8, 8))
 
@@ -50,7 +50,7 @@ def test_a_backward_in_another_thread_forgets_no_shared_cast(region: Any, is_sha
     """Else a pipeline holds a copy of its weights for each microbatch in flight."""
     with Casts() as casts:
         for _ in range(2):  # what is shared ends with the step: weights change after it
-            with sharing_autocast_casts() if is_shared else nullcontext():
+            with sharing_casts_between_autocast_regions() if is_shared else nullcontext():
                 for _ in range(3):
                     with torch.autocast("cpu", torch.bfloat16):
                         other = region().float().sum()

@@ -14,11 +14,11 @@ from test_retention import damage, save
 from torch import nn
 
 from phalanx.checkpoint.best import record_best_step
-from phalanx.checkpoint.manifest import manifest_bytes, manifest_xxh3
-from phalanx.checkpoint.ownership.run_lock import hold_run_lock
-from phalanx.checkpoint.reading.choose import choose_checkpoint
+from phalanx.checkpoint.manifest import compute_manifest_checksum, encode_canonical_manifest
+from phalanx.checkpoint.ownership.run_lock import holding_run_lock
+from phalanx.checkpoint.reading.choose import find_newest_or_best_checkpoint
 from phalanx.checkpoint.reading.weights import load_weights
-from phalanx.checkpoint.stores import find_newest_step, open_store
+from phalanx.checkpoint.stores import find_newest_readable_step, open_store_of_run
 from phalanx.cli._app import run_command_line
 from phalanx.core.errors import CheckpointError
 
@@ -81,8 +81,8 @@ def test_what_is_found_in_a_checkpoint_is_printed_without_secrets(
     tensor = body["tensors"].pop("w")
     tensor["pieces"] *= 2
     body["tensors"] = {"https://me:hunter2hunter2@host/SEKRET-1234567": tensor}
-    body["xxh3"] = manifest_xxh3(body)
-    (newest / "manifest.json").write_bytes(manifest_bytes(body))
+    body["xxh3"] = compute_manifest_checksum(body)
+    (newest / "manifest.json").write_bytes(encode_canonical_manifest(body))
     for verb in ("verify", "ls", "diff"):
         places = [str(a_run)] * (2 if verb == "diff" else 1)
         code, out, err = phalanx(capsys, verb, *places, *as_json)
@@ -116,7 +116,7 @@ def test_a_manifest_with_half_a_letter_is_damaged(
     newest = a_run / "checkpoints" / "step-30"
     body = json.loads((newest / "manifest.json").read_text())
     body["facts"] = {"said": "\ud800"}
-    body["xxh3"] = manifest_xxh3(body)
+    body["xxh3"] = compute_manifest_checksum(body)
     (newest / "manifest.json").write_text(json.dumps(body))
     code, _, err = phalanx(capsys, "verify", str(newest))
     assert (code, "the manifest cannot be read" in err) == (5, True)
@@ -125,10 +125,10 @@ def test_a_manifest_with_half_a_letter_is_damaged(
 def test_what_is_saved_is_what_can_be_read(a_run: Path) -> None:
     """A damaged one beyond it is not called done."""
     (a_run / "checkpoints" / "step-90").mkdir()
-    store = open_store(a_run, None)
-    assert find_newest_step(store) == 30
+    store = open_store_of_run(a_run, None)
+    assert find_newest_readable_step(store) == 30
     (a_run / "checkpoints" / "step-30" / "manifest.json").unlink()
-    assert find_newest_step(store) == 20
+    assert find_newest_readable_step(store) == 20
 
 
 def test_one_without_its_manifest_does_not_stand_for_the_last_good_one(
@@ -178,7 +178,7 @@ def test_prune_keeps_the_best_and_refuses_a_run_in_use(
         True,
         True,
     )
-    with hold_run_lock(a_run):
+    with holding_run_lock(a_run):
         code, _, err = phalanx(capsys, *arguments)
         assert (code, "in use" in err) == (9, True)
     code, facts = as_json(capsys, *arguments)
@@ -200,11 +200,11 @@ def test_a_run_may_be_named_by_its_folder_of_checkpoints_or_by_a_url(
         [10, 20, 30],
     )
     assert phalanx(capsys, "verify", place, "--all")[0] == 0
-    with hold_run_lock(a_run):
+    with holding_run_lock(a_run):
         assert phalanx(capsys, "prune", place, "--keep-last", "1")[0] == 9
     code, facts = as_json(capsys, "prune", place, "--keep-last", "1")
     assert (code, facts["removed"], facts["kept"]) == (0, ["step-20"], ["step-10", "step-30"])
-    assert choose_checkpoint(place, best=True).step == 10
+    assert find_newest_or_best_checkpoint(place, best=True).step == 10
 
 
 def test_prune_of_a_url_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -261,8 +261,8 @@ def edit(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """As someone would who also knows how to write the checksum."""
     body = json.loads((checkpoint / "manifest.json").read_text())
     change(body)
-    body["xxh3"] = manifest_xxh3(body)
-    (checkpoint / "manifest.json").write_bytes(manifest_bytes(body))
+    body["xxh3"] = compute_manifest_checksum(body)
+    (checkpoint / "manifest.json").write_bytes(encode_canonical_manifest(body))
 
 
 EVIL = "w\n\x1b[2J\x9b31m"

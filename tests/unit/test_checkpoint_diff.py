@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.checkpoint.reading.diff import describe_difference, diff_checkpoints
+from phalanx.checkpoint.reading.diff import describe_checkpoint_difference, diff_checkpoints
 from phalanx.checkpoint.stores.local import LocalStore
-from phalanx.checkpoint.writing.write import Snapshot, write_checkpoint
+from phalanx.checkpoint.writing.write import RankSnapshot, write_checkpoint
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import PhaseTimer
-from phalanx.mesh.logical import Box, LogicalShard, dtype_name
+from phalanx.mesh.logical import Box, LogicalShard, get_dtype_name
 from phalanx.mesh.mesh import Mesh
 from phalanx.plan.layout import Layout
 
@@ -41,10 +41,10 @@ def save(
             boxes = tuple(Box((b, *rest), (b, *rest), (e - b, *size[1:])) for b, e in cuts)
         else:
             boxes = (Box((0,) * len(size), (0,) * len(size), size),)
-        shards[name] = LogicalShard(name, size, dtype_name(whole.dtype), boxes, whole)
+        shards[name] = LogicalShard(name, size, get_dtype_name(whole.dtype), boxes, whole)
     mesh = Mesh(Layout(), 0, 0, torch.device("cpu"))
     return write_checkpoint(
-        LocalStore(run_dir / "checkpoints"), Snapshot(step, shards, {"head": "w"}, {"step": step, **facts}),
+        LocalStore(run_dir / "checkpoints"), RankSnapshot(step, shards, {"head": "w"}, {"step": step, **facts}),
         job_digest="", group=mesh, phases=PhaseTimer(),
     ).folder.path  # fmt: skip
 
@@ -55,7 +55,7 @@ def test_the_same_state_cut_differently_is_the_same(tmp_path: Path) -> None:
     )
     assert found.is_identical
     assert found.num_equal == 5  # with the tied one
-    assert list(describe_difference(found)) == ["same    5 tensors are equal bit by bit"]
+    assert list(describe_checkpoint_difference(found)) == ["same    5 tensors are equal bit by bit"]
 
 
 def test_one_bit_of_any_type_is_said_with_its_size(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_one_bit_of_any_type_is_said_with_its_size(tmp_path: Path) -> None:
     assert by_name["flags"].max_abs == 1.0
     assert any(
         line.startswith("values  w: 1 of 24 differ, at most 0.5")
-        for line in describe_difference(found)
+        for line in describe_checkpoint_difference(found)
     )
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from commands import COLD, TINY, environment, run, write_text
-from phalanx.checkpoint.ownership.run_lock import hold_run_lock
+from phalanx.checkpoint.ownership.run_lock import holding_run_lock
 from phalanx.cli import _app
 from phalanx.cli._arguments import split_job_file_and_overrides
 from phalanx.core.errors import (
@@ -135,7 +135,7 @@ def test_a_live_job_is_named_before_anything_slow(tmp_path: Path) -> None:
     """Also where the other one has not got further than its lock, and planning would import
     torch."""
     job = load_job(None, ["model.kind=no_such_module:build"])
-    with hold_run_lock(tmp_path):
+    with holding_run_lock(tmp_path):
         with pytest.raises(RunLockedError, match=f"process {os.getpid()} on"):
             with prepare_run(job, tmp_path, resume=False, num_ranks=None):
                 pass

@@ -23,16 +23,16 @@ from phalanx.mesh.attention_kernels import (
     CUDA_FLASH,
     PLAIN,
     AttentionKernel,
-    CpuFlashKernel,
-    PlainAttentionKernel,
+    CpuFlashAttentionKernel,
+    UnfusedAttentionKernel,
     choose_attention_kernel,
 )
 from phalanx.parallel.context.block_attention import (
-    BlockProducts,
+    BlockAttention,
     KeyValueBlock,
     OnlineSoftmaxOutput,
 )
-from phalanx.parallel.context.chunks import SequenceChunks
+from phalanx.parallel.context.chunks import SequenceChunksOfRanks
 from phalanx.plan.degree_checks import check_context_parallel
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
@@ -75,11 +75,11 @@ def test_the_docs_show_the_reference() -> None:
 @pytest.mark.parametrize("balance", BALANCES)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_ranks_share_a_sequence_without_rest(balance: str, size: int) -> None:
-    chunks = SequenceChunks(size, balance)
-    places = [chunks.token_positions(rank, 24).tolist() for rank in range(size)]
+    chunks = SequenceChunksOfRanks(size, balance)
+    places = [chunks.positions_of_rank_tokens(rank, 24).tolist() for rank in range(size)]
     assert sorted(place for some in places for place in some) == list(range(24))
     assert all(some == sorted(some) and len(some) == 24 // size for some in places)
-    assert places[chunks.last_rank][-1] == 23
+    assert places[chunks.rank_of_last_token][-1] == 23
 
 
 @pytest.mark.parametrize("window", [0, 1, 4, 5, 13])
@@ -88,21 +88,21 @@ def test_ranks_share_a_sequence_without_rest(balance: str, size: int) -> None:
 def test_parts_hold_all_that_is_seen_and_without_a_window_nothing_else(
     size: int, balance: str, window: int
 ) -> None:
-    chunks, total = SequenceChunks(size, balance), 48
-    length = total // chunks.count
+    chunks, total = SequenceChunksOfRanks(size, balance), 48
+    length = total // chunks.num_chunks
     for rank in range(size):
         for owner in range(size):
             back = (
-                chunks.token_positions(rank, total)[:, None]
-                - chunks.token_positions(owner, total)[None]
+                chunks.positions_of_rank_tokens(rank, total)[:, None]
+                - chunks.positions_of_rank_tokens(owner, total)[None]
             )
             seen = (back >= 0) & ((back < window) if window else True)
-            part = chunks.visible_rectangle(rank, owner, total, window)
+            part = chunks.find_visible_rectangle(rank, owner, total, window)
             if part is None:
                 assert not seen.any()
                 continue
             inside = torch.zeros_like(seen)
-            inside[part.queries(length), part.keys(length)] = True
+            inside[part.query_token_slice(length), part.key_token_slice(length)] = True
             assert not (seen & ~inside).any()
             if not window:
                 causal = torch.ones_like(seen).tril() if part.is_causal else torch.ones_like(seen)
@@ -111,8 +111,8 @@ def test_parts_hold_all_that_is_seen_and_without_a_window_nothing_else(
 
 def test_zigzag_gives_all_ranks_equal_work() -> None:
     def work(balance: str) -> list[int]:
-        chunks = SequenceChunks(4, balance)
-        places = [chunks.token_positions(rank, 64) for rank in range(4)]
+        chunks = SequenceChunksOfRanks(4, balance)
+        places = [chunks.positions_of_rank_tokens(rank, 64) for rank in range(4)]
         return [int((place + 1).sum()) for place in places]
 
     assert len(set(work("zigzag"))) == 1
@@ -121,7 +121,7 @@ def test_zigzag_gives_all_ranks_equal_work() -> None:
 
 def test_a_length_that_does_not_divide_is_refused_with_the_nearest() -> None:
     with pytest.raises(LayoutError, match="8 equal chunks for cp=4") as caught:
-        SequenceChunks(4).token_positions(0, 30)
+        SequenceChunksOfRanks(4).positions_of_rank_tokens(0, 30)
     assert "24 or 32" in str(caught.value)
 
 
@@ -134,7 +134,7 @@ def test_the_kernel_of_the_cpu_is_the_plain_one(causal: bool, masked: bool) -> N
     mask = torch.zeros(2, 1, 6, 6, dtype=torch.float64)
     mask[:, :, :, 4:] = -torch.inf
     given = mask if masked else None
-    flash, plain = CpuFlashKernel(), PlainAttentionKernel()
+    flash, plain = CpuFlashAttentionKernel(), UnfusedAttentionKernel()
     found, wanted = flash.forward(q, k, v, given, causal), plain.forward(q, k, v, given, causal)
     torch.testing.assert_close(found, wanted)
     out, lse = wanted
@@ -197,7 +197,11 @@ def test_blocks_merge_to_the_whole_forward_and_backward(kv_heads: int, size: int
         wanted.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64
     )
     wanted.backward(grad)
-    running, products, kv = OnlineSoftmaxOutput.empty(q), BlockProducts(q), torch.stack((k, v))
+    running, products, kv = (
+        OnlineSoftmaxOutput.make_empty(q),
+        BlockAttention(q),
+        torch.stack((k, v)),
+    )
     starts = [
         size * place for place in reversed(range(12 // size))
     ]  # out of order, and queries begin blind

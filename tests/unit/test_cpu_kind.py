@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.mesh.cpu_kind import describe_cpu_kind
+from phalanx.mesh.cpu_kind import describe_cpu_for_equal_bits
 
 EPYC = """processor\t: 0
 vendor_id\t: AuthenticAMD
@@ -26,8 +26,8 @@ CPU implementer\t: 0x41
 
 def describe(path: Path, text: str) -> str:
     path.write_text(text)
-    describe_cpu_kind.cache_clear()
-    return describe_cpu_kind(path)
+    describe_cpu_for_equal_bits.cache_clear()
+    return describe_cpu_for_equal_bits(path)
 
 
 def test_vendor_features_capability_and_torch_are_in_the_line(tmp_path: Path) -> None:
@@ -50,5 +50,7 @@ def test_another_vendor_or_another_choice_of_kernels_is_another_kind(
 
 
 def test_a_system_without_cpuinfo_still_has_a_kind(tmp_path: Path) -> None:
-    describe_cpu_kind.cache_clear()
-    assert torch.backends.cpu.get_cpu_capability() in describe_cpu_kind(tmp_path / "absent")
+    describe_cpu_for_equal_bits.cache_clear()
+    assert torch.backends.cpu.get_cpu_capability() in describe_cpu_for_equal_bits(
+        tmp_path / "absent"
+    )

@@ -24,19 +24,19 @@ from disks import CountingDisk, Died, DyingDisk, FailingDisk, PoweredDisk, copy_
 from phalanx.checkpoint.best import read_best_step, record_best_step
 from phalanx.checkpoint.manifest import read_manifest
 from phalanx.checkpoint.ownership.fencing_token import (
-    acquire_fencing_token,
     read_fencing_token_number,
+    write_next_fencing_token,
 )
-from phalanx.checkpoint.reading.load import load_checkpoint
+from phalanx.checkpoint.reading.load import load_checkpoint_into_shards
 from phalanx.checkpoint.reading.verify import find_checkpoint_problems
 from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.checkpoint.writing import incremental
-from phalanx.checkpoint.writing.retention import Retention, prune_checkpoints
-from phalanx.checkpoint.writing.write import Snapshot, write_checkpoint
+from phalanx.checkpoint.writing.retention import RetentionRule, prune_checkpoints
+from phalanx.checkpoint.writing.write import RankSnapshot, write_checkpoint
 from phalanx.core.disk import Disk
 from phalanx.core.errors import CheckpointError, ResourceError
 from phalanx.core.phases import PhaseTimer
-from phalanx.mesh.logical import Box, LogicalShard, dtype_name
+from phalanx.mesh.logical import Box, LogicalShard, get_dtype_name
 from phalanx.mesh.mesh import Mesh
 from phalanx.plan.layout import Layout
 from plants import some
@@ -59,8 +59,8 @@ def tensors(value: int) -> Tensors:
 def small_blocks() -> Iterator[None]:
     """A state of a few kilobytes is cut into files as one of gigabytes is."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(incremental, "MIN_UNCHANGED_BYTES", 4000)
-        patch.setattr(incremental, "MIN_UNCHANGED_BLOCK_BYTES", 1000)
+        patch.setattr(incremental, "MIN_REUSABLE_FILE_BYTES", 4000)
+        patch.setattr(incremental, "MIN_REUSABLE_BLOCK_BYTES", 1000)
         yield
 
 
@@ -69,7 +69,7 @@ def shards(whole: Tensors) -> dict[str, LogicalShard]:
     for name, tensor in whole.items():
         origin, size = (0,) * tensor.dim(), tuple(tensor.shape)
         found[name] = LogicalShard(
-            name, size, dtype_name(tensor.dtype), (Box(origin, origin, size),), tensor
+            name, size, get_dtype_name(tensor.dtype), (Box(origin, origin, size),), tensor
         )
     return found
 
@@ -78,7 +78,7 @@ def save_step(run_dir: Path, step: int, value: int, disk: Disk | None = None) ->
     """`value` is all that there is to tell one state from another."""
     write_checkpoint(
         LocalStore(run_dir / "checkpoints", disk),
-        Snapshot(step, shards(tensors(value)), {"tied": "frozen"}, {"value": value}),
+        RankSnapshot(step, shards(tensors(value)), {"tied": "frozen"}, {"value": value}),
         job_digest="",
         group=ONE,
         phases=PhaseTimer(),
@@ -127,11 +127,11 @@ def one_caught_while_replaced(run_dir: Path) -> None:
 
 
 def prune_to_one(run_dir: Path, disk: Disk) -> object:
-    return prune_checkpoints(LocalStore(run_dir / "checkpoints", disk), Retention(keep_last=1))
+    return prune_checkpoints(LocalStore(run_dir / "checkpoints", disk), RetentionRule(keep_last=1))
 
 
-def clean_up(run_dir: Path, disk: Disk) -> object:
-    return LocalStore(run_dir / "checkpoints", disk).clean_up()
+def remove_leftovers(run_dir: Path, disk: Disk) -> object:
+    return LocalStore(run_dir / "checkpoints", disk).remove_leftovers()
 
 
 def best(run_dir: Path, disk: Disk) -> object:
@@ -139,7 +139,7 @@ def best(run_dir: Path, disk: Disk) -> object:
 
 
 def epoch(run_dir: Path, disk: Disk) -> object:
-    return acquire_fencing_token(run_dir, disk)
+    return write_next_fencing_token(run_dir, disk)
 
 
 def saving(step: int, value: int) -> Callable[[Path, Disk], object]:
@@ -158,12 +158,14 @@ CASES = {
         one_caught_while_replaced, saving(2, 2), (1, 1), (2, 2)
     ),
     "retention": Case(three_saved, prune_to_one, (3, 3), (3, 3)),
-    "cleaning up": Case(one_saved_and_one_killed, clean_up, (2, 2), (2, 2)),
+    "cleaning up": Case(one_saved_and_one_killed, remove_leftovers, (2, 2), (2, 2)),
     "best.json": Case(three_saved, best, (3, 3), (3, 3)),
     "the epoch": Case(three_saved, epoch, (3, 3), (3, 3)),
 }
 SAVING = [
-    case.act for case in CASES.values() if case.act not in (best, epoch, prune_to_one, clean_up)
+    case.act
+    for case in CASES.values()
+    if case.act not in (best, epoch, prune_to_one, remove_leftovers)
 ]
 
 
@@ -175,7 +177,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         run_dir.mkdir()
         CASES[name].prepare(run_dir)
         record_best_step(run_dir, step=1, loss=1.0, num_targets=10)
-        acquire_fencing_token(run_dir)
+        write_next_fencing_token(run_dir)
         return run_dir
 
     return prepare
@@ -195,7 +197,7 @@ def newest(run_dir: Path) -> tuple[int, int] | None:
     """(step, value) of the newest checkpoint as the next job finds it: whole, and bit-equal to
     what was saved."""
     store = LocalStore(run_dir / "checkpoints")
-    store.clean_up()
+    store.remove_leftovers()
     folders = store.folders()
     for folder in folders:
         assert find_checkpoint_problems(folder) == []
@@ -205,7 +207,7 @@ def newest(run_dir: Path) -> tuple[int, int] | None:
     manifest = read_manifest(folders[-1])
     reference = tensors(manifest.facts["value"])
     found = {name: torch.zeros_like(tensor) for name, tensor in reference.items()}
-    load_checkpoint(folders[-1], shards(found), group=ONE, phases=PhaseTimer())
+    load_checkpoint_into_shards(folders[-1], shards(found), group=ONE, phases=PhaseTimer())
     assert all(torch.equal(found[name], reference[name]) for name in reference)
     best, its_epoch = read_best_step(run_dir), read_fencing_token_number(run_dir)
     assert best is not None
@@ -240,7 +242,7 @@ def test_killed_at_any_operation(
     case, base = CASES[name], prepared(name)
     kinds = operations(name, base, tmp_path / "counted")
     assert len(kinds) > 3
-    assert "write" in kinds or case.act in (prune_to_one, clean_up)
+    assert "write" in kinds or case.act in (prune_to_one, remove_leftovers)
     places = [number for number, kind in enumerate(kinds, 1) if tears or kind == "write"]
     for number in places:
         with scratch(tmp_path, base) as run_dir:

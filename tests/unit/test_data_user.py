@@ -24,7 +24,7 @@ from phalanx.data.user_dataset import (
 )
 from phalanx.job.schema import Data
 from phalanx.job.user_dataset import count_loader_processes, is_own_dataset
-from phalanx.parallel.call.bind_batch import call_with_batch
+from phalanx.parallel.call.bind_batch import build_forward_arguments
 
 
 class Listed:
@@ -340,8 +340,8 @@ def test_a_module_that_may_let_documents_see_each_other_is_refused(
 ) -> None:
     batch = {name: torch.zeros(1) for name in ("inputs", "positions", "document_ids")}
     with pytest.raises(LayoutError, match=f"cannot keep documents apart.*{why}"):
-        call_with_batch(module, batch)
-    args, kwargs = call_with_batch(Masking(), batch)
+        build_forward_arguments(module, batch)
+    args, kwargs = build_forward_arguments(Masking(), batch)
     assert args == (batch["inputs"],)
     assert kwargs["document_ids"] is batch["document_ids"]
 

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from models import SEQ_LEN, VOCAB, decoder, fill, shape
 from phalanx.job.shapes.decoder import DecoderShape
-from phalanx.mesh.logical import list_module_shards
+from phalanx.mesh.logical import collect_module_shards
 from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import CausalOutput, causal_cross_entropy
 from phalanx.nn.rotary import rotary_table, rotate
@@ -169,7 +169,7 @@ def test_flops_are_those_torch_counts(a_shape: DecoderShape) -> None:
     assert counts.get("aten.mm", 0) + counts.get("aten.addmm", 0) == wanted["matmul"]
     # Of all pairs that torch counts, the mask keeps these.
     pairs = [
-        causal_pairs(seq_len, a_shape.sliding_window * a_shape.is_local(n))
+        causal_pairs(seq_len, a_shape.sliding_window * a_shape.is_from_stage_of_this_rank(n))
         for n in range(a_shape.num_layers)
     ]
     useful = counts["aten.bmm"] * sum(pairs)
@@ -195,7 +195,7 @@ def test_a_window_is_not_seen_in_what_blocks_without_it_compute(tokens: torch.Te
 @torch.no_grad()
 def test_initial_norms_are_the_identity_and_biases_zero(name: str) -> None:
     module = Decoder(SHAPES[name])
-    module.initialize(list_module_shards(module)[0], 0)
+    module.initialize(collect_module_shards(module)[0], 0)
     for key, parameter in module.named_parameters():
         if key.endswith(".bias"):
             assert not parameter.any()

@@ -20,15 +20,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from phalanx.checkpoint.chunks import StoredFile
+from phalanx.checkpoint.chunks import FileSizeAndChecksums
 from phalanx.checkpoint.exchange.checkpoint_reader import CheckpointReader
-from phalanx.checkpoint.exchange.families import find_family
-from phalanx.checkpoint.exchange.new_directory import atomic_directory
-from phalanx.checkpoint.exchange.settings import hugging_face_config
+from phalanx.checkpoint.exchange.families import find_family_of_model_type
+from phalanx.checkpoint.exchange.new_directory import create_directory_atomically
+from phalanx.checkpoint.exchange.settings import build_hugging_face_config
 from phalanx.checkpoint.manifest import (
     MANIFEST_FILE_NAME,
-    manifest_bytes,
-    manifest_xxh3,
+    compute_manifest_checksum,
+    encode_canonical_manifest,
     read_manifest,
 )
 from phalanx.cli._app import run_command_line
@@ -107,7 +107,7 @@ def llama(tmp_path: Path) -> Path:
         parts |= dict.fromkeys(chosen, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": parts}))
     (folder / "config.json").write_text(
-        json.dumps(hugging_face_config(SHAPE) | {"bos_token_id": 1, "eos_token_id": 2})
+        json.dumps(build_hugging_face_config(SHAPE) | {"bos_token_id": 1, "eos_token_id": 2})
     )
     (folder / "tokenizer.json").write_text('{"a": 1}')
     return folder
@@ -326,7 +326,7 @@ def test_a_flipped_bit_is_found_and_nothing_is_exported(
 
 def test_a_directory_is_whole_or_absent(tmp_path: Path) -> None:
     def fail() -> None:
-        with atomic_directory(tmp_path / "deep" / "new") as folder:
+        with create_directory_atomically(tmp_path / "deep" / "new") as folder:
             (folder / "half").write_text("x")
             assert not (tmp_path / "deep" / "new").exists()
             raise KeyError
@@ -335,7 +335,7 @@ def test_a_directory_is_whole_or_absent(tmp_path: Path) -> None:
         fail()
     assert list((tmp_path / "deep").iterdir()) == []
     (tmp_path / "empty").mkdir()
-    with atomic_directory(tmp_path / "empty") as folder:
+    with create_directory_atomically(tmp_path / "empty") as folder:
         (folder / "whole").write_text("x")
     assert [path.name for path in (tmp_path / "empty").iterdir()] == ["whole"]
 
@@ -532,9 +532,9 @@ def test_one_pickle_in_a_whole_checkpoint_is_never_run(
     path.write_bytes(pickled(trace))
     if is_listed:
         body = json.loads((path.parent / MANIFEST_FILE_NAME).read_text())
-        body["files"][path.name] = asdict(StoredFile.from_file(path))
+        body["files"][path.name] = asdict(FileSizeAndChecksums.compute_from_file(path))
         (path.parent / MANIFEST_FILE_NAME).write_bytes(
-            manifest_bytes(body | {"xxh3": manifest_xxh3(body)})
+            encode_canonical_manifest(body | {"xxh3": compute_manifest_checksum(body)})
         )
     codes = {
         verb: phalanx(capsys, verb, *arguments(folder))[0] for verb, arguments in READING.items()
@@ -581,7 +581,7 @@ def save_as_torch_does(rank: int, folder: Path) -> None:
         | {"sparse": torch.eye(2).to_sparse()},
         folder / "hf" / "pytorch_model.bin",
     )
-    (folder / "hf" / "config.json").write_text(json.dumps(hugging_face_config(SHAPE)))
+    (folder / "hf" / "config.json").write_text(json.dumps(build_hugging_face_config(SHAPE)))
 
 
 def tensors_of(out: Path) -> dict[str, tuple[str, list[float]]]:
@@ -619,7 +619,7 @@ def save_what_loses_tensors(rank: int, folder: Path) -> None:
         theirs | {"norm.weight": theirs["model.norm.weight"] + 1},
         folder / "twice" / "pytorch_model.bin",
     )
-    (folder / "twice" / "config.json").write_text(json.dumps(hugging_face_config(SHAPE)))
+    (folder / "twice" / "config.json").write_text(json.dumps(build_hugging_face_config(SHAPE)))
     for number in (1, 2):
         torch.save({"w": one}, folder / "two" / f"pytorch_model-{number}.bin")
     torch.save(
@@ -737,7 +737,7 @@ def test_weights_pass_through_one_tensor_at_a_time(
         folder / "model.safetensors",
         {name: np.ones(size, np.float32) for name, size in sizes.items()},
     )
-    (folder / "config.json").write_text(json.dumps(hugging_face_config(shape)))
+    (folder / "config.json").write_text(json.dumps(build_hugging_face_config(shape)))
     total_bytes = sum(4 * math.prod(size) for size in sizes.values())
     assert total_bytes > 45e6
     for arguments in (
@@ -752,8 +752,8 @@ def test_weights_pass_through_one_tensor_at_a_time(
 
 
 def _their_sizes(shape: DecoderShape) -> dict[str, tuple[int, ...]]:
-    family = find_family("llama")
+    family = find_family_of_model_type("llama")
     return {
-        next(filter(None, (r.hugging_face_name(n) for r in family.rules))): s
+        next(filter(None, (r.translate_to_hugging_face_name(n) for r in family.rules))): s
         for n, s in shape.list_tensors().items()
     }

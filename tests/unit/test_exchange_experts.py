@@ -17,9 +17,9 @@ from test_exchange_cli import phalanx, refused, write_safetensors
 
 from checkpoints import run_threads, save_shards
 from phalanx.checkpoint.exchange.checkpoint_reader import CheckpointReader
-from phalanx.checkpoint.exchange.hf_export import export_hugging_face
-from phalanx.checkpoint.exchange.settings import hugging_face_config
-from phalanx.checkpoint.exchange.tensor_readers import open_safetensors
+from phalanx.checkpoint.exchange.hf_export import export_hugging_face_directory
+from phalanx.checkpoint.exchange.settings import build_hugging_face_config
+from phalanx.checkpoint.exchange.tensor_readers import open_safetensors_reader
 from phalanx.checkpoint.manifest import read_manifest
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.mesh.logical import Box, LogicalShard
@@ -80,8 +80,8 @@ def directory(place: Path, *, stacked: bool = False) -> Path:
     shard = {name: whole_shard(name, value) for name, value in ours(MIXTRAL).items()}
     run_threads(Layout(), lambda group: save_shards(place / "run", 1, shard, group))
     with CheckpointReader(place / "run" / "checkpoints" / "step-1") as reader:
-        export_hugging_face(reader, MIXTRAL, place / "dense", shard_bytes=10**9)
-    dense = open_safetensors(place / "dense")
+        export_hugging_face_directory(reader, MIXTRAL, place / "dense", shard_bytes=10**9)
+    dense = open_safetensors_reader(place / "dense")
     tensors = {
         name: dense.load(name).view(np.float32)
         for name in dense.tensors
@@ -92,7 +92,7 @@ def directory(place: Path, *, stacked: bool = False) -> Path:
     write_safetensors(
         folder / "model.safetensors", tensors | theirs(ours(MIXTRAL), stacked=stacked)
     )
-    (folder / "config.json").write_text(json.dumps(hugging_face_config(MIXTRAL)))
+    (folder / "config.json").write_text(json.dumps(build_hugging_face_config(MIXTRAL)))
     return folder
 
 
@@ -140,13 +140,13 @@ def test_whatever_cuts_the_experts_they_go_out_one_by_one(
     found = {}
     for place in (cut, one):
         with CheckpointReader(place) as reader:
-            export_hugging_face(
+            export_hugging_face_directory(
                 reader, shape, tmp_path / f"of-{place.parents[1].name}", shard_bytes=10**9
             )
             for name, value in weights.items():
                 if value.ndim == 3:
                     assert np.array_equal(reader.load_element(name, 2).view(np.float32), value[2])
-        exported = open_safetensors(tmp_path / f"of-{place.parents[1].name}")
+        exported = open_safetensors_reader(tmp_path / f"of-{place.parents[1].name}")
         found[place] = {name: exported.load(name).view(np.float32) for name in exported.tensors}
     assert found[cut].keys() == found[one].keys()
     assert all(np.array_equal(found[cut][name], found[one][name]) for name in found[one])
@@ -183,7 +183,7 @@ def test_what_comes_in_is_a_stack_in_parts(
 
 def edit(change: Callable[[dict[str, np.ndarray]], Any]) -> Callable[[Path], None]:
     def apply(folder: Path) -> None:
-        reader = open_safetensors(folder)
+        reader = open_safetensors_reader(folder)
         tensors = {name: np.array(reader.load(name)).view(np.float32) for name in reader.tensors}
         change(tensors)
         write_safetensors(folder / "model.safetensors", tensors)
@@ -308,7 +308,7 @@ def test_no_stack_is_ever_in_memory(
             for k, s in sizes.items()
         }
     write_safetensors(folder / "model.safetensors", tensors)
-    (folder / "config.json").write_text(json.dumps(hugging_face_config(big)))
+    (folder / "config.json").write_text(json.dumps(build_hugging_face_config(big)))
     del tensors
     for arguments in (
         ("import", folder, "--out", imported),

@@ -32,14 +32,14 @@ from test_families import (
 from torch import nn
 
 from checkpoints import run_threads, save_shards
-from phalanx.checkpoint.exchange.casts import round_bits_to_dtype
+from phalanx.checkpoint.exchange.casts import round_float_bits_to_dtype
 from phalanx.checkpoint.exchange.checkpoint_reader import CheckpointReader
-from phalanx.checkpoint.exchange.hf_export import DtypeRounding, export_hugging_face
+from phalanx.checkpoint.exchange.hf_export import ExportDtypeRounding, export_hugging_face_directory
 from phalanx.checkpoint.exchange.importing import (
-    read_hugging_face_weights,
-    write_imported_checkpoint,
+    read_hugging_face_directory,
+    write_checkpoint_of_imported_weights,
 )
-from phalanx.checkpoint.exchange.tensor_readers import open_safetensors
+from phalanx.checkpoint.exchange.tensor_readers import open_safetensors_reader
 from phalanx.checkpoint.reading.verify import find_checkpoint_problems
 from phalanx.checkpoint.reading.weights import load_weights
 from phalanx.cli._app import run_command_line
@@ -217,11 +217,13 @@ def journey(name: str, model: nn.Module, place: Path) -> dict[str, Any]:
     for bias in biases:  # large enough to choose
         bias.copy_(0.3 * torch.randn(bias.shape, generator=torch.Generator().manual_seed(3)))
     model.save_pretrained(place / "theirs", max_shard_size="20KB", save_original_format=not stacked)
-    names = open_safetensors(place / "theirs").tensors
+    names = open_safetensors_reader(place / "theirs").tensors
     assert stacked == any(their_name.endswith(".experts.gate_up_proj") for their_name in names)
-    weights = read_hugging_face_weights(place / "theirs")
+    weights = read_hugging_face_directory(place / "theirs")
     assert weights.shape is not None
-    checkpoint = write_imported_checkpoint(weights, place / "imported", None, file_bytes=FILE_BYTES)
+    checkpoint = write_checkpoint_of_imported_weights(
+        weights, place / "imported", None, file_bytes=FILE_BYTES
+    )
     shape, is_vit = weights.shape, weights.shape.reads_images
     generator = torch.Generator().manual_seed(1)
     length = 60 if is_vit or shape.rope_scaling == "none" else 200
@@ -241,7 +243,9 @@ def journey(name: str, model: nn.Module, place: Path) -> dict[str, Any]:
     load_weights(module, place / "imported")
     found["ours"] = ((logits(module, inputs) - wanted).abs().max() / wanted.abs().max()).item()
     with CheckpointReader(checkpoint) as reader:
-        exported = export_hugging_face(reader, shape, place / "back", shard_bytes=FILE_BYTES)
+        exported = export_hugging_face_directory(
+            reader, shape, place / "back", shard_bytes=FILE_BYTES
+        )
     opened = getattr(hf(), exported.auto_class).from_pretrained(
         place / "back", attn_implementation="eager"
     )
@@ -314,7 +318,9 @@ def from_training(shape: DecoderShape, place: Path) -> dict[str, Any]:
 
     checkpoint = run_threads(Layout(dp_shard=8), save)[0]
     with CheckpointReader(checkpoint) as reader:
-        exported = export_hugging_face(reader, shape, place / "out", shard_bytes=FILE_BYTES)
+        exported = export_hugging_face_directory(
+            reader, shape, place / "out", shard_bytes=FILE_BYTES
+        )
     opened = hf().AutoModelForCausalLM.from_pretrained(place / "out", attn_implementation="eager")
     wanted, have = logits(module.eval(), tokens), logits(opened, tokens)
     error = ((have - wanted).abs().max() / wanted.abs().max()).item()
@@ -398,8 +404,8 @@ def old_spellings(rank: int, place: Path) -> dict[str, Any]:
     weights["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
     weights["lm_head.weight"] = weights["wte.weight"].clone()
     save_file(weights, file)
-    found = read_hugging_face_weights(place / "gpt2")
-    write_imported_checkpoint(found, place / "imported", None)
+    found = read_hugging_face_directory(place / "gpt2")
+    write_checkpoint_of_imported_weights(found, place / "imported", None)
     assert found.shape is not None
     module = decoder.build(found.shape)
     refused = ""
@@ -410,12 +416,12 @@ def old_spellings(rank: int, place: Path) -> dict[str, Any]:
     load_weights(module, place / "imported", cast=True)
     wanted, have = model.state_dict()["transformer.wte.weight"], module.state_dict()["embed.weight"]
     with CheckpointReader(place / "imported" / "checkpoints" / "step-0") as reader:
-        exported = export_hugging_face(
+        exported = export_hugging_face_directory(
             reader,
             found.shape,
             place / "fp32",
             shard_bytes=10**9,
-            rounding=DtypeRounding("float32", round_bits_to_dtype),
+            rounding=ExportDtypeRounding("float32", round_float_bits_to_dtype),
         )
     opened = hf().AutoModelForCausalLM.from_pretrained(place / "fp32")
     same = all(

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.checkpoint.exchange.families import list_families
+from phalanx.checkpoint.exchange.families import list_hugging_face_families
 from phalanx.checkpoint.exchange.settings import (
-    hugging_face_config,
-    model_shape_from_config,
-    normalize_for_inference,
-    normalize_model_shape,
+    build_hugging_face_config,
+    convert_config_to_model_shape,
+    normalize_shape_for_inference,
+    normalize_shape_to_canonical_form,
 )
-from phalanx.checkpoint.exchange.translate import unstack_experts
+from phalanx.checkpoint.exchange.translate import replace_stacks_by_elements
 from phalanx.core.errors import LayoutError
 from phalanx.job.load import load_job
 from phalanx.job.model import build_model_shape, build_preset_shape
@@ -40,9 +40,9 @@ def shape(name: str, **changes: Any) -> DecoderShape:
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_preset_survives_the_way_to_config_json_and_back(name: str) -> None:
-    assert normalize_for_inference(
-        model_shape_from_config(hugging_face_config(shape(name)))
-    ) == normalize_for_inference(shape(name))
+    assert normalize_shape_for_inference(
+        convert_config_to_model_shape(build_hugging_face_config(shape(name)))
+    ) == normalize_shape_for_inference(shape(name))
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -51,9 +51,9 @@ def test_the_model_section_of_a_job_file_means_the_same_shape(name: str, tmp_pat
     file = tmp_path / "model.toml"
     source = 'source = "my.data:images"' if wanted.reads_images else ""
     file.write_text(f"{format_model_section(wanted)}\n[data]\n{source}\n")
-    assert normalize_model_shape(build_model_shape(load_job(file), 1)) == normalize_model_shape(
-        wanted
-    )
+    assert normalize_shape_to_canonical_form(
+        build_model_shape(load_job(file), 1)
+    ) == normalize_shape_to_canonical_form(wanted)
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -70,7 +70,9 @@ def test_names_and_shapes_are_those_of_the_module(name: str) -> None:
     }
 
 
-@pytest.mark.parametrize("family", list_families(), ids=lambda family: family.model_type)
+@pytest.mark.parametrize(
+    "family", list_hugging_face_families(), ids=lambda family: family.model_type
+)
 def test_every_tensor_of_a_family_has_one_name(family: Any) -> None:
     """Both ways, for every tensor that a model of the family can have."""
     experts = {
@@ -82,7 +84,7 @@ def test_every_tensor_of_a_family_has_one_name(family: Any) -> None:
     experts = {key: value for key, value in experts.items() if key in family.widths.values()}
     experts |= {"num_dense_layers": 1} if "num_dense_layers" in family.widths.values() else {}
     always = {key: value for key, value in family.always.items() if key != "kind"}
-    always |= {} if family.is_gated else {"activation": "gelu"}
+    always |= {} if family.has_gated_feed_forward else {"activation": "gelu"}
     base = (
         "small-vit"
         if family.always.get("kind") == "vit"
@@ -91,14 +93,20 @@ def test_every_tensor_of_a_family_has_one_name(family: Any) -> None:
         else "small"
     )
     wanted = shape(base, num_layers=2, **{**experts, **always})
-    for name in unstack_experts(wanted.list_stored_tensors()):
+    for name in replace_stacks_by_elements(wanted.list_stored_tensors()):
         theirs = list(
-            dict.fromkeys(found for rule in family.rules if (found := rule.hugging_face_name(name)))
+            dict.fromkeys(
+                found
+                for rule in family.rules
+                if (found := rule.translate_to_hugging_face_name(name))
+            )
         )
         assert len(theirs) == 1 or ".moe." in name, name  # experts' matrices lie alone or in stacks
         for their_name in theirs:
             assert name in [
-                ours for rule in family.rules for ours in rule.phalanx_names(their_name)
+                ours
+                for rule in family.rules
+                for ours in rule.translate_to_phalanx_names(their_name)
             ]
 
 
@@ -133,7 +141,7 @@ SAID = {  # what no model of transformers here computes, and a word of why
 def test_what_transformers_cannot_say_is_refused_with_the_reason(case: str) -> None:
     name, changes, word = SAID[case]
     with pytest.raises(LayoutError, match="nearest is") as refused:
-        hugging_face_config(shape(name, **changes))
+        build_hugging_face_config(shape(name, **changes))
     assert word in str(refused.value)
     assert refused.value.exit_code == 3
 
@@ -143,20 +151,26 @@ def test_what_has_no_effect_does_not_stand_in_the_way() -> None:
     plain = shape(
         "llama3-8b", rope_factor=4.0, global_every=3, local_rope_theta=5.0, rope_original_len=7
     )
-    assert normalize_model_shape(plain) == shape("llama3-8b")
+    assert normalize_shape_to_canonical_form(plain) == shape("llama3-8b")
     ntk = shape("llama3-8b", rope_scaling="ntk", rope_factor=4.0)
-    assert hugging_face_config(ntk)["rope_theta"] == pytest.approx(500000.0 * 4 ** (128 / 126))
+    assert build_hugging_face_config(ntk)["rope_theta"] == pytest.approx(
+        500000.0 * 4 ** (128 / 126)
+    )
 
 
 def test_experts_are_said_by_the_family_that_has_them() -> None:
-    assert hugging_face_config(shape("mixtral-8x7b"))["architectures"] == ["MixtralForCausalLM"]
-    assert hugging_face_config(shape("mixtral-8x7b", qk_norm=True))["architectures"] == [
+    assert build_hugging_face_config(shape("mixtral-8x7b"))["architectures"] == [
+        "MixtralForCausalLM"
+    ]
+    assert build_hugging_face_config(shape("mixtral-8x7b", qk_norm=True))["architectures"] == [
         "Qwen3MoeForCausalLM"
     ]
     loose = shape("mixtral-8x7b", router_normalize=False, qk_norm=True)
-    assert hugging_face_config(loose)["norm_topk_prob"] is False
-    assert model_shape_from_config(hugging_face_config(loose)) == normalize_model_shape(loose)
-    dots = hugging_face_config(shape("deepseek-moe-16b", **OF_DOTS))
+    assert build_hugging_face_config(loose)["norm_topk_prob"] is False
+    assert convert_config_to_model_shape(
+        build_hugging_face_config(loose)
+    ) == normalize_shape_to_canonical_form(loose)
+    dots = build_hugging_face_config(shape("deepseek-moe-16b", **OF_DOTS))
     assert dots["architectures"] == ["Dots1ForCausalLM"]
     assert {
         key: dots[key]
@@ -166,29 +180,31 @@ def test_experts_are_said_by_the_family_that_has_them() -> None:
         "first_k_dense_replace": 1,
         "routed_scaling_factor": 2.5,
     }
-    assert model_shape_from_config(dots) == normalize_model_shape(
+    assert convert_config_to_model_shape(dots) == normalize_shape_to_canonical_form(
         shape("deepseek-moe-16b", **OF_DOTS)
     )
     deepseek = shape("deepseek-moe-16b", balance_loss=0.003)  # theirs is per sequence, too
-    assert hugging_face_config(deepseek)["aux_loss_alpha"] == 0.003
-    assert model_shape_from_config(hugging_face_config(deepseek)) == normalize_model_shape(deepseek)
+    assert build_hugging_face_config(deepseek)["aux_loss_alpha"] == 0.003
+    assert convert_config_to_model_shape(
+        build_hugging_face_config(deepseek)
+    ) == normalize_shape_to_canonical_form(deepseek)
 
 
 def test_what_evens_out_experts_in_training_does_not_stand_in_the_way() -> None:
     """Weights mean the same: a directory of another weight of the balance loss is not another
     model."""
     trained = shape("mixtral-8x7b", balance_loss=0.01)
-    assert hugging_face_config(trained) == hugging_face_config(shape("mixtral-8x7b"))
+    assert build_hugging_face_config(trained) == build_hugging_face_config(shape("mixtral-8x7b"))
     fast = shape("deepseek-moe-16b", **{**OF_DOTS, "balance_bias": 0.5})
-    assert hugging_face_config(fast)["architectures"] == ["Dots1ForCausalLM"]
+    assert build_hugging_face_config(fast)["architectures"] == ["Dots1ForCausalLM"]
 
 
 OF_DOTS = {"qk_norm": True, "router_scores": "sigmoid", "router_scale": 2.5, "balance_bias": 0.001}
 EXPERTS = {
-    "mixtral": hugging_face_config(shape("mixtral-8x7b")),
-    "qwen3_moe": hugging_face_config(shape("qwen3-30b-a3b")),
-    "dots1": hugging_face_config(shape("deepseek-moe-16b", **OF_DOTS)),
-    "deepseek": hugging_face_config(shape("deepseek-moe-16b")),
+    "mixtral": build_hugging_face_config(shape("mixtral-8x7b")),
+    "qwen3_moe": build_hugging_face_config(shape("qwen3-30b-a3b")),
+    "dots1": build_hugging_face_config(shape("deepseek-moe-16b", **OF_DOTS)),
+    "deepseek": build_hugging_face_config(shape("deepseek-moe-16b")),
 }
 OTHER_EXPERTS = {
     "groups of experts": ("dots1", {"n_group": 8}, "n_group = 8"),
@@ -228,12 +244,12 @@ OTHER_EXPERTS = {
 def test_experts_that_compute_something_else_are_refused(case: str) -> None:
     family, changes, words = OTHER_EXPERTS[case]
     with pytest.raises(LayoutError) as refused:
-        model_shape_from_config({**EXPERTS[family], **changes})
+        convert_config_to_model_shape({**EXPERTS[family], **changes})
     assert words in str(refused.value)
     assert len(str(refused.value).splitlines()) == 1
 
 
-LLAMA = hugging_face_config(shape("llama2-7b"))
+LLAMA = build_hugging_face_config(shape("llama2-7b"))
 UNKNOWN = {
     "another type": ({"model_type": "mamba"}, "'mamba' cannot be imported"),
     "almost a type": ({"model_type": "lama"}, 'did you mean "llama"'),
@@ -264,7 +280,7 @@ UNKNOWN = {
 }
 
 
-LATENT = hugging_face_config(
+LATENT = build_hugging_face_config(
     shape("small-latent", rope_scaling="yarn", rope_factor=4.0, rope_original_len=64)
 )
 YARN = LATENT["rope_scaling"]
@@ -285,9 +301,9 @@ UNKNOWN_OF_DEEPSEEK = {
 def test_a_rank_of_queries_that_is_null_is_none_and_one_that_is_left_out_is_the_published_one() -> (
     None
 ):
-    assert model_shape_from_config({**LATENT, "q_lora_rank": None}).query_rank == 0
+    assert convert_config_to_model_shape({**LATENT, "q_lora_rank": None}).query_rank == 0
     assert (
-        model_shape_from_config(
+        convert_config_to_model_shape(
             {key: value for key, value in LATENT.items() if key != "q_lora_rank"}
         ).query_rank
         == 1536
@@ -298,24 +314,24 @@ def test_a_rank_of_queries_that_is_null_is_none_and_one_that_is_left_out_is_the_
 def test_settings_of_latent_attention_that_mean_another_computation_are_refused(case: str) -> None:
     changes, words = UNKNOWN_OF_DEEPSEEK[case]
     with pytest.raises(LayoutError, match=words):
-        model_shape_from_config({**LATENT, **changes})
+        convert_config_to_model_shape({**LATENT, **changes})
 
 
 @pytest.mark.parametrize("case", UNKNOWN)
 def test_settings_that_mean_another_computation_are_refused(case: str) -> None:
     changes, words = UNKNOWN[case]
     with pytest.raises(LayoutError) as refused:
-        model_shape_from_config({**LLAMA, **changes})
+        convert_config_to_model_shape({**LLAMA, **changes})
     assert words in str(refused.value)
 
 
 def test_capped_scores_are_refused_and_their_absence_is_not() -> None:
-    config = hugging_face_config(shape("gemma3-1b"))
+    config = build_hugging_face_config(shape("gemma3-1b"))
     assert config["attn_logit_softcapping"] is None
     with pytest.raises(LayoutError, match="attn_logit_softcapping"):
-        model_shape_from_config({**config, "attn_logit_softcapping": 50.0})
+        convert_config_to_model_shape({**config, "attn_logit_softcapping": 50.0})
     with pytest.raises(LayoutError, match="query_pre_attn_scalar"):
-        model_shape_from_config({**config, "query_pre_attn_scalar": 168})
+        convert_config_to_model_shape({**config, "query_pre_attn_scalar": 168})
 
 
 def test_published_configurations_of_before_and_after_transformers_5_mean_the_same() -> None:
@@ -343,9 +359,13 @@ def test_published_configurations_of_before_and_after_transformers_5_mean_the_sa
     }
     new = {key: value for key, value in old.items() if not key.startswith("rope")}
     new["rope_parameters"] = {"rope_theta": 500000.0, **old["rope_scaling"]}  # type: ignore[dict-item]
-    assert model_shape_from_config(old) == model_shape_from_config(new) == shape("llama3.1-8b")
+    assert (
+        convert_config_to_model_shape(old)
+        == convert_config_to_model_shape(new)
+        == shape("llama3.1-8b")
+    )
     gpt2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}
-    assert model_shape_from_config(gpt2) == normalize_model_shape(shape("gpt2"))
+    assert convert_config_to_model_shape(gpt2) == normalize_shape_to_canonical_form(shape("gpt2"))
     gemma = {
         "model_type": "gemma",
         "hidden_size": 2048,
@@ -357,11 +377,13 @@ def test_published_configurations_of_before_and_after_transformers_5_mean_the_sa
         "vocab_size": 256000,
         "hidden_act": "gelu_pytorch_tanh",
     }
-    assert model_shape_from_config(gemma) == normalize_model_shape(shape("gemma-2b"))
+    assert convert_config_to_model_shape(gemma) == normalize_shape_to_canonical_form(
+        shape("gemma-2b")
+    )
 
 
 def test_layers_with_windows_are_read_in_every_spelling() -> None:
-    qwen = hugging_face_config(shape("qwen2.5-0.5b"))
+    qwen = build_hugging_face_config(shape("qwen2.5-0.5b"))
     first_half = {
         **qwen,
         "layer_types": None,
@@ -369,30 +391,36 @@ def test_layers_with_windows_are_read_in_every_spelling() -> None:
         "sliding_window": 32,
     }
     with pytest.raises(LayoutError, match="layer_types"):
-        model_shape_from_config({**first_half, "max_window_layers": 12})
-    assert model_shape_from_config({**first_half, "max_window_layers": 0}).num_local_layers == 24
-    assert model_shape_from_config({**first_half, "max_window_layers": 28}).num_local_layers == 0
-    gemma = {**hugging_face_config(shape("gemma3-1b")), "layer_types": None}
-    assert model_shape_from_config(gemma) == normalize_model_shape(shape("gemma3-1b"))
-    assert model_shape_from_config({**gemma, "sliding_window_pattern": 3}).global_every == 3
+        convert_config_to_model_shape({**first_half, "max_window_layers": 12})
+    assert (
+        convert_config_to_model_shape({**first_half, "max_window_layers": 0}).num_local_layers == 24
+    )
+    assert (
+        convert_config_to_model_shape({**first_half, "max_window_layers": 28}).num_local_layers == 0
+    )
+    gemma = {**build_hugging_face_config(shape("gemma3-1b")), "layer_types": None}
+    assert convert_config_to_model_shape(gemma) == normalize_shape_to_canonical_form(
+        shape("gemma3-1b")
+    )
+    assert convert_config_to_model_shape({**gemma, "sliding_window_pattern": 3}).global_every == 3
 
 
 @pytest.mark.parametrize("name", ["mistral-7b", "qwen2.5-0.5b", "qwen3-0.6b"])
 def test_a_window_of_null_is_none_and_an_absent_one_the_default(name: str) -> None:
     """Mistral 7B v0.2 and v0.3 say null: to transformers, too, a token attends to all before it."""
     config = {
-        **hugging_face_config(shape(name)),
+        **build_hugging_face_config(shape(name)),
         "use_sliding_window": True,
         "layer_types": None,
     }
-    assert model_shape_from_config({**config, "sliding_window": None}).sliding_window == 0
+    assert convert_config_to_model_shape({**config, "sliding_window": None}).sliding_window == 0
     del config["sliding_window"]
     config["max_window_layers"] = 0
-    assert model_shape_from_config(config).sliding_window == 4096
+    assert convert_config_to_model_shape(config).sliding_window == 4096
 
 
 def test_a_llama_whose_heads_do_not_divide_its_width_is_a_mistral_without_a_window() -> None:
     odd = shape("llama3-8b", dim=32, num_heads=3, num_kv_heads=1, head_dim=8)
-    config = hugging_face_config(odd)
+    config = build_hugging_face_config(odd)
     assert (config["model_type"], config["sliding_window"]) == ("mistral", None)
-    assert model_shape_from_config(config) == normalize_model_shape(odd)
+    assert convert_config_to_model_shape(config) == normalize_shape_to_canonical_form(odd)

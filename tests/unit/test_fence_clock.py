@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.checkpoint.ownership import fence as fence_module
-from phalanx.checkpoint.ownership.fence import OwnershipFence
+from phalanx.checkpoint.ownership.fence import RunOwnershipWatch
 from phalanx.checkpoint.ownership.fencing_token import FencingToken
 
 
@@ -32,7 +32,7 @@ def test_time_in_which_the_machine_was_suspended_counts(
     clock = Suspended()
     monkeypatch.setattr(fence_module, "time", clock)
     monkeypatch.setattr(fence_module, "read_fencing_token_number", lambda run_dir: 2)
-    fence = OwnershipFence(tmp_path, None, FencingToken(tmp_path, 1))
+    fence = RunOwnershipWatch(tmp_path, None, FencingToken(tmp_path, 1))
     assert not fence.is_lost()
     clock.now = 60.0
     assert fence.is_lost()

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from phalanx.checkpoint.best import read_best_step
-from phalanx.checkpoint.ownership.fence import OwnershipFence
-from phalanx.checkpoint.ownership.fencing_token import acquire_fencing_token
-from phalanx.checkpoint.ownership.run_lock import LOCK_FILE_NAME, hold_run_lock
+from phalanx.checkpoint.ownership.fence import RunOwnershipWatch
+from phalanx.checkpoint.ownership.fencing_token import write_next_fencing_token
+from phalanx.checkpoint.ownership.run_lock import LOCK_FILE_NAME, holding_run_lock
 from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.core.errors import RunLockedError, RunTakenError
@@ -26,8 +26,8 @@ from phalanx.train.evaluation import EvalScore
 
 
 def test_no_best_is_named_and_nothing_is_cleaned_up_in_another_jobs_run(tmp_path: Path) -> None:
-    ours = acquire_fencing_token(tmp_path)
-    fence = OwnershipFence(tmp_path, None, ours)
+    ours = write_next_fencing_token(tmp_path)
+    fence = RunOwnershipWatch(tmp_path, None, ours)
     store = LocalStore(tmp_path / "checkpoints")
     store.root.mkdir()
     storage = RunStorage(tmp_path, store, fence)
@@ -38,7 +38,7 @@ def test_no_best_is_named_and_nothing_is_cleaned_up_in_another_jobs_run(tmp_path
         first = store.begin_draft(8).path
         assert find_checkpoints(storage, mesh) == []
         assert not first.exists()  # of an earlier job, half written
-        acquire_fencing_token(tmp_path, taker="process 7 on another host")
+        write_next_fencing_token(tmp_path, taker="process 7 on another host")
         theirs = store.begin_draft(9).path
         best.record_best(5, EvalScore(1.0, 9, 1.0))
         with pytest.raises(RunTakenError, match="process 7 on another host"):
@@ -57,13 +57,13 @@ def test_the_facts_of_the_job_that_took_the_run_stay(tmp_path: Path) -> None:
         (tmp_path / LOCK_FILE_NAME).unlink()
         job.write_text('"theirs"')
 
-    with hold_run_lock(tmp_path) as lock, write_run_facts(tmp_path, lock, {"job.json": "ours"}):
+    with holding_run_lock(tmp_path) as lock, write_run_facts(tmp_path, lock, {"job.json": "ours"}):
         pass  # no step was done: it was refused after all
     assert json.loads(job.read_text()) == "old"
-    with hold_run_lock(tmp_path) as lock, write_run_facts(tmp_path, lock, {"job.json": "ours"}):
+    with holding_run_lock(tmp_path) as lock, write_run_facts(tmp_path, lock, {"job.json": "ours"}):
         take_over()
     assert json.loads(job.read_text()) == "theirs"
-    with hold_run_lock(tmp_path) as lock:
+    with holding_run_lock(tmp_path) as lock:
         take_over()
         with pytest.raises(RunLockedError), write_run_facts(tmp_path, lock, {"job.json": "ours"}):
             pass

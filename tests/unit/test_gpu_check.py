@@ -380,7 +380,7 @@ def test_ring_attention_in_one_process_is_the_reference_and_a_missing_rescale_is
         self.out[:, :, rows] += out
         self.lse[:, :, rows] = torch.logaddexp(self.lse[:, :, rows], lse)
 
-    monkeypatch.setattr(OnlineSoftmaxOutput, "add", without_rescale)
+    monkeypatch.setattr(OnlineSoftmaxOutput, "merge_block", without_rescale)
     assert not measured(ring_attention)
 
 
@@ -389,7 +389,7 @@ def test_grouped_products_are_the_loop_and_experts_off_by_one_are_seen(
 ) -> None:
     assert measured(grouped_matmul)
     monkeypatch.setattr(
-        "phalanx.mesh.grouped._group_end_rows",
+        "phalanx.mesh.grouped._compute_group_end_rows",
         lambda counts: (counts.cumsum(0) - 1).clamp(min=0).to(torch.int32),
     )
     assert not measured(grouped_matmul)
@@ -466,7 +466,7 @@ def test_results_are_the_same_on_this_device_and_another_mask_is_seen(
 def test_initial_weights_are_drawn_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPU_CHECK_WEIGHTS", str(tmp_path / "weights.pt"))
     first, _ = training.build(TINY)
-    monkeypatch.setattr(training, "list_module_shards", None)  # nobody asks again
+    monkeypatch.setattr(training, "collect_module_shards", None)  # nobody asks again
     second, _ = training.build(TINY)
     for (name, a), (_, b) in zip(first.named_parameters(), second.named_parameters(), strict=True):
         assert torch.equal(a, b), name

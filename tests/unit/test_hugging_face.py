@@ -16,15 +16,15 @@ from phalanx.core.phases import PhaseTimer
 from phalanx.job.load import load_job
 from phalanx.job.module_probe import probe_foreign_shape
 from phalanx.job.schema import Job
-from phalanx.mesh.blocks import find_blocks
-from phalanx.mesh.linear import read_shard_rules
-from phalanx.mesh.tensor_group import TensorGroup
+from phalanx.mesh.blocks import find_repeated_blocks
+from phalanx.mesh.linear import collect_shard_rules_of_module
+from phalanx.mesh.tensor_group import TensorParallelGroup
 from phalanx.nn.hugging_face.adapter import build
 from phalanx.nn.hugging_face.experts import use_batched_products
 from phalanx.nn.hugging_face.shard_rules import shard_rules_of
 from phalanx.nn.objective import logits_cross_entropy
 from phalanx.parallel.loss_forward import gather_logits
-from phalanx.parallel.tensor.sharder import shard_module
+from phalanx.parallel.tensor.sharder import shard_module_by_rules
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.planner import make_plan
 from phalanx.plan.rule_checks import combine_and_check_rules, describe_unsharded_matrices
@@ -101,10 +101,10 @@ def test_every_rule_names_layers_that_can_be_cut_and_blocks_are_found(
 ) -> None:
     with torch.device("meta"):
         module = build(f"hf:{write_config(tmp_path, name)}")
-    blocks = find_blocks(module)
+    blocks = find_repeated_blocks(module)
     assert len(blocks) == module.config.num_hidden_layers
     parts = dict(module.named_modules())
-    for pattern, text in read_shard_rules(module).items():
+    for pattern, text in collect_shard_rules_of_module(module).items():
         part = parts[pattern.replace("*", "0")]
         wanted = (torch.nn.Linear, transformers.pytorch_utils.Conv1D)
         assert not text.startswith(("column", "row")) or isinstance(part, wanted), pattern
@@ -123,7 +123,7 @@ def test_what_is_not_known_to_stand_a_cut_is_whole(tmp_path: Path) -> None:
         "gpt_neox": "attention.query_key_value",
     }.items():
         with torch.device("meta"):
-            rules = read_shard_rules(build(f"hf:{write_config(tmp_path, name)}"))
+            rules = collect_shard_rules_of_module(build(f"hf:{write_config(tmp_path, name)}"))
         assert not any(pattern.endswith(whole) for pattern in rules), name
         assert any(text.startswith("row") for text in rules.values()) == (
             name not in ("phi3", "minimax")
@@ -136,7 +136,7 @@ def test_experts_are_cut_as_their_plan_says_and_left_where_their_matrices_lie_ot
     name = "model.layers.*.mlp.experts"
     with torch.device("meta"):
         module = build(f"hf:{write_config(tmp_path, 'mixtral')}")
-        assert read_shard_rules(module)[name] == "experts parts=2"
+        assert collect_shard_rules_of_module(module)[name] == "experts parts=2"
         module.model.layers[1].mlp.experts.is_transposed = True
         assert name not in shard_rules_of(module, module.config, has_plain_head=True)
 
@@ -166,7 +166,7 @@ def test_the_planner_measures_it_and_says_what_stays_whole(tmp_path: Path) -> No
 def test_a_config_that_says_all_that_its_model_reads_is_built(tmp_path: Path) -> None:
     """Beside the next, which takes one setting out of it."""
     (tmp_path / "config.json").write_text(json.dumps(DBRX))
-    assert len(find_blocks(build(f"hf:{tmp_path}"))) == 2
+    assert len(find_repeated_blocks(build(f"hf:{tmp_path}"))) == 2
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_memory_of_a_rank_of_tp_is_what_its_rules_leave(tmp_path: Path, name: st
     with torch.device("meta"):
         modules = [build(kind) for _ in range(2)]
     for rank, module in enumerate(modules):
-        shard_module(module, TensorGroup("tp", rank, 2, PhaseTimer()), rules)
+        shard_module_by_rules(module, TensorParallelGroup("tp", rank, 2, PhaseTimer()), rules)
     counted = [sum(p.numel() for p in module.parameters()) for module in modules]
     assert here.num_params == max(counted) < shape.num_params
     blocks = [sum(p.numel() for p in block.parameters()) for block in modules[0].model.layers]

@@ -19,8 +19,8 @@ import torch
 
 from models import CPU
 from phalanx.checkpoint.exchange import families, translate
-from phalanx.checkpoint.exchange.families import list_families
-from phalanx.checkpoint.exchange.importing import ImportedWeights
+from phalanx.checkpoint.exchange.families import list_hugging_face_families
+from phalanx.checkpoint.exchange.importing import WeightsToImport
 from phalanx.core.errors import LayoutError
 from phalanx.job.presets import list_preset_names
 from phalanx.job.schema import Job
@@ -130,7 +130,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Row]:
 
 def test_every_family_that_is_exported_is_judged() -> None:
     judged = {model.model_type for model in MODELS}
-    assert judged | NEVER_WRITTEN == {family.model_type for family in list_families()}
+    assert judged | NEVER_WRITTEN == {family.model_type for family in list_hugging_face_families()}
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
@@ -139,7 +139,9 @@ def test_families_are_equal(model: Model, rows: Mapping[str, Row]) -> None:
     assert row.ok, row.first
     assert row.tolerance == 1e-10
     assert 0 < row.errors["gradient"] < 1e-13
-    (family,) = [family for family in list_families() if family.model_type == model.model_type]
+    (family,) = [
+        family for family in list_hugging_face_families() if family.model_type == model.model_type
+    ]
     assert family.architecture in row.notes[0]
 
 
@@ -207,7 +209,7 @@ def enlarge_weights(patch: pytest.MonkeyPatch) -> None:
 
 
 def swap_gate_and_up(patch: pytest.MonkeyPatch) -> None:
-    parse = families._parse_rule
+    parse = families._parse_name_rule
 
     def parse_other(their_pattern: str, entry: Any) -> Any:
         for name, other in ((".gate_proj.", ".up_proj."), (".up_proj.", ".gate_proj.")):
@@ -215,13 +217,13 @@ def swap_gate_and_up(patch: pytest.MonkeyPatch) -> None:
                 return parse(their_pattern.replace(name, other), entry)
         return parse(their_pattern, entry)
 
-    patch.setattr(families, "_parse_rule", parse_other)
+    patch.setattr(families, "_parse_name_rule", parse_other)
 
 
 def swap_gate_and_up_of_imports(patch: pytest.MonkeyPatch) -> None:
-    read = hugging_face_row.read_hugging_face_weights
+    read = hugging_face_row.read_hugging_face_directory
 
-    def read_other(directory: Path) -> ImportedWeights:
+    def read_other(directory: Path) -> WeightsToImport:
         weights = read(directory)
         swapped = {".ffn.gate.": ".ffn.up.", ".ffn.up.": ".ffn.gate."}
         tensors = []
@@ -233,7 +235,7 @@ def swap_gate_and_up_of_imports(patch: pytest.MonkeyPatch) -> None:
             tensors.append(tensor)
         return replace(weights, tensors=tuple(tensors))
 
-    patch.setattr(hugging_face_row, "read_hugging_face_weights", read_other)
+    patch.setattr(hugging_face_row, "read_hugging_face_directory", read_other)
 
 
 def misname_exports(patch: pytest.MonkeyPatch) -> None:
@@ -248,14 +250,14 @@ def misname_exports(patch: pytest.MonkeyPatch) -> None:
 
 
 def read_another_base(patch: pytest.MonkeyPatch) -> None:
-    read = hugging_face_row.read_hugging_face_weights
+    read = hugging_face_row.read_hugging_face_directory
 
-    def read_other(directory: Path) -> ImportedWeights:
+    def read_other(directory: Path) -> WeightsToImport:
         weights = read(directory)
         assert isinstance(weights.shape, DecoderShape)
         return replace(weights, shape=replace(weights.shape, rope_theta=11.0))
 
-    patch.setattr(hugging_face_row, "read_hugging_face_weights", read_other)
+    patch.setattr(hugging_face_row, "read_hugging_face_directory", read_other)
 
 
 @dataclass(frozen=True)
@@ -299,9 +301,9 @@ def judge_mistakes(place: Path) -> dict[str, Row]:
     for name, mistake in MISTAKES.items():
         with pytest.MonkeyPatch.context() as patch:
             mistake.plant(patch)
-            families._load_family.cache_clear()
+            families._load_family_from_toml.cache_clear()
             rows[name] = judge(mistake.model, place)
-    families._load_family.cache_clear()
+    families._load_family_from_toml.cache_clear()
     return rows
 
 

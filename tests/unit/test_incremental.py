@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from checkpoints import ThreadRank, run_threads
-from phalanx.checkpoint.folder import Folder
+from phalanx.checkpoint.folder import CheckpointFolder
 from phalanx.checkpoint.manifest import read_manifest
-from phalanx.checkpoint.reading.load import load_checkpoint
+from phalanx.checkpoint.reading.load import load_checkpoint_into_shards
 from phalanx.checkpoint.reading.verify import find_checkpoint_problems
-from phalanx.checkpoint.shard_file import CheckedFile
+from phalanx.checkpoint.shard_file import VerifiedSafetensorsFile
 from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.checkpoint.writing import incremental
-from phalanx.checkpoint.writing.write import Snapshot, WrittenCheckpoint, write_checkpoint
+from phalanx.checkpoint.writing.write import RankSnapshot, WrittenCheckpoint, write_checkpoint
 from phalanx.core.phases import PhaseTimer
-from phalanx.mesh.logical import Box, LogicalShard, dtype_name
+from phalanx.mesh.logical import Box, LogicalShard, get_dtype_name
 from phalanx.plan.layout import Layout
 
 Tensors = dict[str, torch.Tensor]
@@ -29,8 +29,8 @@ Tensors = dict[str, torch.Tensor]
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A state of a few kilobytes is cut into files as one of gigabytes is."""
-    monkeypatch.setattr(incremental, "MIN_UNCHANGED_BYTES", 400)
-    monkeypatch.setattr(incremental, "MIN_UNCHANGED_BLOCK_BYTES", 100)
+    monkeypatch.setattr(incremental, "MIN_REUSABLE_FILE_BYTES", 400)
+    monkeypatch.setattr(incremental, "MIN_REUSABLE_BLOCK_BYTES", 100)
 
 
 def state(num_tensors: int = 8) -> Tensors:
@@ -46,13 +46,19 @@ def rows_of(whole: Tensors, rank: int, num_ranks: int) -> dict[str, LogicalShard
         size = tuple(tensor.shape)
         if not size:
             found[name] = LogicalShard(
-                name, size, dtype_name(tensor.dtype), (Box((), (), ()),), tensor, rank, num_ranks
+                name,
+                size,
+                get_dtype_name(tensor.dtype),
+                (Box((), (), ()),),
+                tensor,
+                rank,
+                num_ranks,
             )
             continue
         begin, end = size[0] * rank // num_ranks, size[0] * (rank + 1) // num_ranks
         rest = (0,) * (len(size) - 1)
         box = Box((begin, *rest), (begin, *rest), (end - begin, *size[1:]))
-        found[name] = LogicalShard(name, size, dtype_name(tensor.dtype), (box,), tensor)
+        found[name] = LogicalShard(name, size, get_dtype_name(tensor.dtype), (box,), tensor)
     return found
 
 
@@ -61,20 +67,20 @@ def save_step(
 ) -> WrittenCheckpoint:
     def on_rank(group: ThreadRank) -> WrittenCheckpoint:
         mine = rows_of(whole, group.rank, num_ranks)
-        snapshot = Snapshot(step, mine, aliases={}, facts={})
+        snapshot = RankSnapshot(step, mine, aliases={}, facts={})
         return write_checkpoint(store, snapshot, job_digest="", group=group, phases=PhaseTimer())
 
     return run_threads(Layout(dp_shard=num_ranks), on_rank)[0]  # type: ignore[no-any-return]
 
 
-def require_whole(folder: Folder, reference: Tensors) -> None:
+def require_whole(folder: CheckpointFolder, reference: Tensors) -> None:
     """It verifies, is bit-equal to the reference, and no file holds a byte that the manifest
     does not speak of."""
     assert find_checkpoint_problems(folder) == []
     found = {name: torch.full_like(tensor, 7) for name, tensor in reference.items()}
     run_threads(
         Layout(),
-        lambda group: load_checkpoint(
+        lambda group: load_checkpoint_into_shards(
             folder, rows_of(found, 0, 1), group=group, phases=PhaseTimer()
         ),
     )
@@ -82,7 +88,7 @@ def require_whole(folder: Folder, reference: Tensors) -> None:
     manifest = read_manifest(folder)
     listed = {(p.file, p.key) for tensor in manifest.tensors.values() for p in tensor.pieces}
     for name, stored in manifest.files.items():
-        with CheckedFile(folder, name, stored) as file:
+        with VerifiedSafetensorsFile(folder, name, stored) as file:
             assert {(name, key) for key in file.entries} <= listed
 
 
@@ -160,7 +166,7 @@ def test_files_do_not_become_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         whole[name] = whole[name] + 1
         saved = save_step(store, step, whole, 1)
         assert (
-            len(saved.folder.sizes()) <= 3 + 3
+            len(saved.folder.file_sizes()) <= 3 + 3
         )  # taken over, what changed, what did not, the manifest
     require_whole(store.folders()[-1], whole)
 
@@ -176,7 +182,7 @@ def test_bits_count_and_not_values(tmp_path: Path) -> None:
     newest = store.folders()[-1]
     run_threads(
         Layout(),
-        lambda group: load_checkpoint(
+        lambda group: load_checkpoint_into_shards(
             newest, rows_of(found, 0, 1), group=group, phases=PhaseTimer()
         ),
     )

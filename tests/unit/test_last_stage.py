@@ -13,7 +13,7 @@ from torch import nn
 from phalanx.job.module_probe import _parse_shape
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.job.shapes.stored import parse_stored_shape
-from phalanx.mesh.blocks import last_stage_names
+from phalanx.mesh.blocks import list_last_stage_module_names
 from phalanx.nn.probe import describe_module
 
 WIDTH, VOCAB = 4, 10
@@ -60,5 +60,5 @@ def test_a_plan_counts_it_on_both_ends(says: Any) -> None:
 
 def test_a_layer_of_that_name_says_nothing() -> None:
     for layer in (nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), None, (1, 2)):
-        assert last_stage_names(Own(layer)) == ()
-    assert last_stage_names(Own(("embed", "norm"))) == ("embed", "norm")
+        assert list_last_stage_module_names(Own(layer)) == ()
+    assert list_last_stage_module_names(Own(("embed", "norm"))) == ("embed", "norm")

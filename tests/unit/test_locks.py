@@ -14,14 +14,18 @@ import pytest
 
 from phalanx.checkpoint.ownership import run_lock as locks
 from phalanx.checkpoint.ownership.fencing_token import TOKEN_FILE_NAME, read_fencing_token_number
-from phalanx.checkpoint.ownership.run_lock import LOCK_FILE_NAME, hold_run_lock, refuse_held_run
+from phalanx.checkpoint.ownership.run_lock import (
+    LOCK_FILE_NAME,
+    holding_run_lock,
+    refuse_run_of_live_job,
+)
 from phalanx.core.errors import CheckpointError, ResourceError, RunLockedError
 
 HOLD = """
 import sys
 from pathlib import Path
-from phalanx.checkpoint.ownership.run_lock import hold_run_lock
-with hold_run_lock(Path(sys.argv[1])):
+from phalanx.checkpoint.ownership.run_lock import holding_run_lock
+with holding_run_lock(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -29,11 +33,11 @@ with hold_run_lock(Path(sys.argv[1])):
 RACE = """
 import sys
 from pathlib import Path
-from phalanx.checkpoint.ownership.run_lock import hold_run_lock
+from phalanx.checkpoint.ownership.run_lock import holding_run_lock
 from phalanx.core.errors import RunLockedError
 sys.stdin.readline()
 try:
-    with hold_run_lock(Path(sys.argv[1])):
+    with holding_run_lock(Path(sys.argv[1])):
         print("won", flush=True)
         sys.stdin.read()
 except RunLockedError:
@@ -57,21 +61,21 @@ def written(run_dir: Path) -> dict[str, Any]:
 
 def leave(run_dir: Path, **changes: Any) -> dict[str, Any]:
     """A lock as this process would have left it, with `changes`."""
-    with hold_run_lock(run_dir):
+    with holding_run_lock(run_dir):
         left = written(run_dir) | changes
     (run_dir / LOCK_FILE_NAME).write_text(json.dumps(left))
     return left
 
 
 def test_held_and_released(tmp_path: Path) -> None:
-    with hold_run_lock(tmp_path) as lock:
+    with holding_run_lock(tmp_path) as lock:
         assert lock.reclaimed_from is None
         holder = written(tmp_path)
         assert holder["pid"] == os.getpid()
         assert sorted(holder) == ["boot_id", "epoch", "host", "pid", "since_unix_s", "start_time"]
         assert abs(holder["since_unix_s"] - time.time()) < 60
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(KeyError), hold_run_lock(tmp_path):
+    with pytest.raises(KeyError), holding_run_lock(tmp_path):
         raise KeyError
     assert list(tmp_path.iterdir()) == []
 
@@ -83,7 +87,7 @@ def test_a_live_job_is_named_at_once(tmp_path: Path) -> None:
         assert process.stdout.readline() == "held\n"
         before = (tmp_path / LOCK_FILE_NAME).read_bytes()
         started = time.monotonic()
-        with pytest.raises(RunLockedError) as caught, hold_run_lock(tmp_path):
+        with pytest.raises(RunLockedError) as caught, holding_run_lock(tmp_path):
             pass
         assert time.monotonic() - started < 0.5
         line = str(caught.value)
@@ -93,13 +97,13 @@ def test_a_live_job_is_named_at_once(tmp_path: Path) -> None:
         assert (tmp_path / LOCK_FILE_NAME).read_bytes() == before
     finally:
         end(process)
-    with hold_run_lock(tmp_path):
+    with holding_run_lock(tmp_path):
         pass
 
 
 def test_a_look_refuses_what_taking_would_refuse_and_changes_nothing(tmp_path: Path) -> None:
-    refuse_held_run(tmp_path / "nowhere")
-    refuse_held_run(tmp_path)
+    refuse_run_of_live_job(tmp_path / "nowhere")
+    refuse_run_of_live_job(tmp_path)
     assert list(tmp_path.iterdir()) == []
     process = start(HOLD, tmp_path)
     try:
@@ -107,18 +111,18 @@ def test_a_look_refuses_what_taking_would_refuse_and_changes_nothing(tmp_path: P
         assert process.stdout.readline() == "held\n"
         before = (tmp_path / LOCK_FILE_NAME).read_bytes()
         with pytest.raises(RunLockedError, match=f"in use by process {process.pid} on "):
-            refuse_held_run(tmp_path)
+            refuse_run_of_live_job(tmp_path)
         assert (tmp_path / LOCK_FILE_NAME).read_bytes() == before
         process.kill()
     finally:
         end(process)
-    refuse_held_run(tmp_path)  # a dead job's
+    refuse_run_of_live_job(tmp_path)  # a dead job's
     assert (tmp_path / LOCK_FILE_NAME).read_bytes() == before
 
 
 def test_one_process_cannot_hold_it_twice(tmp_path: Path) -> None:
-    with hold_run_lock(tmp_path):
-        with pytest.raises(RunLockedError), hold_run_lock(tmp_path):
+    with holding_run_lock(tmp_path):
+        with pytest.raises(RunLockedError), holding_run_lock(tmp_path):
             pass
         assert (tmp_path / LOCK_FILE_NAME).exists()
 
@@ -130,7 +134,7 @@ def test_the_lock_of_a_killed_job_is_reclaimed(tmp_path: Path) -> None:
     process.kill()
     end(process)
     assert (tmp_path / LOCK_FILE_NAME).exists()
-    with hold_run_lock(tmp_path) as lock:
+    with holding_run_lock(tmp_path) as lock:
         assert lock.reclaimed_from is not None
         assert lock.reclaimed_from.pid == process.pid
         assert written(tmp_path)["pid"] == os.getpid()
@@ -141,14 +145,14 @@ def test_the_lock_of_a_killed_job_is_reclaimed(tmp_path: Path) -> None:
 )
 def test_a_reused_pid_or_another_boot_is_stale(tmp_path: Path, changes: dict[str, Any]) -> None:
     left = leave(tmp_path, **changes)
-    with hold_run_lock(tmp_path) as lock:
+    with holding_run_lock(tmp_path) as lock:
         assert lock.reclaimed_from is not None
         assert lock.reclaimed_from.pid == left["pid"]
 
 
 def test_a_torn_lock_is_stale(tmp_path: Path) -> None:
     (tmp_path / LOCK_FILE_NAME).write_text('{"host": "a", "pi')
-    with hold_run_lock(tmp_path) as lock:
+    with holding_run_lock(tmp_path) as lock:
         assert lock.reclaimed_from is None
 
 
@@ -165,19 +169,19 @@ def test_a_lock_that_no_job_writes_is_stale(tmp_path: Path, changes: dict[str, A
     """It is not compared with, and not shown: either would end in a traceback, or in the
     terminal of whoever reads."""
     leave(tmp_path, **({"host": "far-away", "boot_id": "another"} | changes))
-    with hold_run_lock(tmp_path) as lock:
+    with holding_run_lock(tmp_path) as lock:
         assert lock.reclaimed_from is None
 
 
 def test_without_flock_a_live_process_still_counts(tmp_path: Path) -> None:
     leave(tmp_path)  # names this very process, and nobody has the flock
-    with pytest.raises(RunLockedError, match=f"process {os.getpid()}"), hold_run_lock(tmp_path):
+    with pytest.raises(RunLockedError, match=f"process {os.getpid()}"), holding_run_lock(tmp_path):
         pass
 
 
 def test_another_host_is_refused_and_the_way_out_is_named(tmp_path: Path) -> None:
     leave(tmp_path, host="far-away", boot_id="another")
-    with pytest.raises(RunLockedError) as caught, hold_run_lock(tmp_path):
+    with pytest.raises(RunLockedError) as caught, holding_run_lock(tmp_path):
         pass
     assert "far-away" in str(caught.value)
     assert f"known to be gone, remove {tmp_path / LOCK_FILE_NAME}" in str(caught.value)
@@ -185,9 +189,9 @@ def test_another_host_is_refused_and_the_way_out_is_named(tmp_path: Path) -> Non
 
 
 def test_a_lock_that_somebody_else_took_meanwhile_is_left_alone(tmp_path: Path) -> None:
-    with hold_run_lock(tmp_path):
+    with holding_run_lock(tmp_path):
         (tmp_path / LOCK_FILE_NAME).unlink()  # by hand, against all advice
-        with hold_run_lock(tmp_path):
+        with holding_run_lock(tmp_path):
             theirs = written(tmp_path)
             (tmp_path / LOCK_FILE_NAME).rename(tmp_path / "kept")
             (tmp_path / LOCK_FILE_NAME).write_text("somebody else's")
@@ -212,34 +216,37 @@ def test_of_many_racers_one_wins(tmp_path: Path, left_behind: bool) -> None:
 
 def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / LOCK_FILE_NAME).mkdir()
-    with pytest.raises(ResourceError), hold_run_lock(tmp_path):
+    with pytest.raises(ResourceError), holding_run_lock(tmp_path):
         pass
 
 
 def test_each_attempt_takes_an_epoch_which_the_lock_shows(tmp_path: Path) -> None:
-    with hold_run_lock(tmp_path) as lock:
-        first = lock.acquire_token()
-        first.require_newest()
+    with holding_run_lock(tmp_path) as lock:
+        first = lock.acquire_token_for_attempt()
+        first.require_newest_token()
         assert written(tmp_path)["epoch"] == first.number == 1
-        second = lock.acquire_token()  # a restart
+        second = lock.acquire_token_for_attempt()  # a restart
         assert (second.number, read_fencing_token_number(tmp_path)) == (2, 2)
-        second.require_newest()
+        second.require_newest_token()
         with pytest.raises(CheckpointError, match="another job took this run"):
-            first.require_newest()
-        with pytest.raises(RunLockedError, match=r"since .* \(epoch 2\)"), hold_run_lock(tmp_path):
+            first.require_newest_token()
+        with (
+            pytest.raises(RunLockedError, match=r"since .* \(epoch 2\)"),
+            holding_run_lock(tmp_path),
+        ):
             pass
     assert not (tmp_path / LOCK_FILE_NAME).exists()
-    with hold_run_lock(tmp_path) as lock:
-        assert lock.acquire_token().number == 3
+    with holding_run_lock(tmp_path) as lock:
+        assert lock.acquire_token_for_attempt().number == 3
 
 
 def test_who_lost_the_lock_cannot_take_an_epoch(tmp_path: Path) -> None:
-    with hold_run_lock(tmp_path) as ours:
+    with holding_run_lock(tmp_path) as ours:
         (tmp_path / LOCK_FILE_NAME).unlink()  # by hand, against all advice
-        with hold_run_lock(tmp_path) as theirs:
-            theirs.acquire_token()
+        with holding_run_lock(tmp_path) as theirs:
+            theirs.acquire_token_for_attempt()
             with pytest.raises(RunLockedError):
-                ours.acquire_token()
+                ours.acquire_token_for_attempt()
             assert read_fencing_token_number(tmp_path) == 1
 
 
@@ -247,7 +254,7 @@ def test_who_lost_the_lock_cannot_take_an_epoch(tmp_path: Path) -> None:
 def test_a_damaged_epoch_is_said_with_what_to_do(tmp_path: Path, text: str) -> None:
     (tmp_path / TOKEN_FILE_NAME).write_text(text)
     with (
-        hold_run_lock(tmp_path) as lock,
+        holding_run_lock(tmp_path) as lock,
         pytest.raises(CheckpointError, match="number of restarts"),
     ):
-        lock.acquire_token()
+        lock.acquire_token_for_attempt()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.mesh.malloc import return_freed_memory_to_system
+from phalanx.mesh.malloc import make_malloc_return_freed_memory
 from phalanx.nn.objective import CausalOutput, causal_cross_entropy
 
 MIB = 2**20
@@ -29,7 +29,7 @@ def held_after_free(rank: int, asks: bool, environment: dict[str, str]) -> float
     stays."""
     os.environ.update(environment)
     if asks:
-        return_freed_memory_to_system()
+        make_malloc_return_freed_memory()
     # Freed at once: from here on glibc takes blocks up to this size from its heap. Several, since
     # one may have found room there already.
     first = [torch.ones(30 * MIB // 4) for _ in range(4)]

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from phalanx.checkpoint.chunks import StoredFile
+from phalanx.checkpoint.chunks import FileSizeAndChecksums
 from phalanx.checkpoint.manifest import (
     MANIFEST_FILE_NAME,
     Manifest,
-    Piece,
-    StoredTensor,
-    checkpoint_directory,
-    list_checkpoint_dirs,
-    manifest_bytes,
-    manifest_xxh3,
+    StoredPiece,
+    StoredTensorPieces,
+    build_checkpoint_path,
+    compute_manifest_checksum,
+    encode_canonical_manifest,
+    list_checkpoint_paths_of_run,
     read_manifest,
 )
 from phalanx.core.errors import CheckpointError, ExitCode
@@ -29,16 +29,18 @@ ONE = Manifest(
     layout={"dp_shard": 2},
     facts={"seed": 3, "note": "é"},
     tensors={
-        "w": StoredTensor((4, 2), "float32", (Piece("a.safetensors", "w#0", (0, 0), (4, 2)),))
+        "w": StoredTensorPieces(
+            (4, 2), "float32", (StoredPiece("a.safetensors", "w#0", (0, 0), (4, 2)),)
+        )
     },
     aliases={"head.weight": "w"},
-    files={"a.safetensors": StoredFile(100, "00ff00ff00ff00ff")},
+    files={"a.safetensors": FileSizeAndChecksums(100, "00ff00ff00ff00ff")},
 )
 
 
 def write(directory: Path, body: Any) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / MANIFEST_FILE_NAME).write_bytes(manifest_bytes(body))
+    (directory / MANIFEST_FILE_NAME).write_bytes(encode_canonical_manifest(body))
     return directory
 
 
@@ -122,7 +124,7 @@ def test_a_file_name_cannot_leave_the_directory(tmp_path: Path, name: Any) -> No
     body["tensors"]["w"]["pieces"][0]["file"] = name
     body["files"][name] = body["files"]["a.safetensors"]
     body = json.loads(json.dumps(body))
-    body["xxh3"] = manifest_xxh3(body)
+    body["xxh3"] = compute_manifest_checksum(body)
     with pytest.raises(CheckpointError, match="bad file name"):
         read_manifest(write(tmp_path, body))
 
@@ -138,7 +140,7 @@ def test_a_part_of_the_wrong_kind_is_damage(tmp_path: Path, key: str, value: Any
     del body[key]
     if value != "absent":
         body[key] = value
-    body["xxh3"] = manifest_xxh3(body)
+    body["xxh3"] = compute_manifest_checksum(body)
     if (key, value) in (("step", 3), ("job_digest", "x")):
         assert read_manifest(write(tmp_path, body)).step in (3, 7)
         return
@@ -160,7 +162,7 @@ def test_a_part_of_the_wrong_kind_is_damage(tmp_path: Path, key: str, value: Any
 )
 def test_a_name_that_leads_to_no_tensor_is_damage(tmp_path: Path, aliases: Any) -> None:
     body = ONE.to_json() | {"aliases": aliases}
-    body["xxh3"] = manifest_xxh3(body)
+    body["xxh3"] = compute_manifest_checksum(body)
     with pytest.raises(CheckpointError, match="damaged"):
         read_manifest(write(tmp_path, body))
 
@@ -168,16 +170,16 @@ def test_a_name_that_leads_to_no_tensor_is_damage(tmp_path: Path, aliases: Any) 
 @pytest.mark.parametrize("degree", [None, [2], "x"])
 def test_a_degree_that_is_no_number_is_damage(tmp_path: Path, degree: Any) -> None:
     body = ONE.to_json() | {"layout": {"tp": degree}}
-    body["xxh3"] = manifest_xxh3(body)
+    body["xxh3"] = compute_manifest_checksum(body)
     with pytest.raises(CheckpointError, match="damaged"):
         read_manifest(write(tmp_path, body))
 
 
 def test_checkpoints_are_listed_in_order_of_steps(tmp_path: Path) -> None:
-    assert list_checkpoint_dirs(tmp_path) == []
+    assert list_checkpoint_paths_of_run(tmp_path) == []
     for step in (100, 9, 20):
-        write(checkpoint_directory(tmp_path, step), ONE.to_json())
-    assert [path.name for path in list_checkpoint_dirs(tmp_path)] == [
+        write(build_checkpoint_path(tmp_path, step), ONE.to_json())
+    assert [path.name for path in list_checkpoint_paths_of_run(tmp_path)] == [
         "step-9",
         "step-20",
         "step-100",

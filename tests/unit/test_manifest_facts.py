@@ -18,8 +18,8 @@ from hostile import EVIL
 from phalanx.checkpoint.manifest import (
     MANIFEST_FILE_NAME,
     Manifest,
-    manifest_bytes,
-    manifest_xxh3,
+    compute_manifest_checksum,
+    encode_canonical_manifest,
     read_manifest,
 )
 from phalanx.checkpoint.reading.verify import find_checkpoint_problems
@@ -66,7 +66,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write(directory: Path, body: dict[str, Any]) -> None:
     body = {key: value for key, value in body.items() if key != "xxh3"}
     (directory / MANIFEST_FILE_NAME).write_bytes(
-        manifest_bytes({**body, "xxh3": manifest_xxh3(body)})
+        encode_canonical_manifest({**body, "xxh3": compute_manifest_checksum(body)})
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 import pytest
 
-from phalanx.checkpoint.ownership.fence import RunClaim
+from phalanx.checkpoint.ownership.fence import RunOwnershipClaim
 from phalanx.checkpoint.ownership.run_lock import LockHolder
 from phalanx.core.typed_json import JsonObject, JsonRecord, TypedJsonError, from_json, to_json
 from phalanx.job.load import load_job
@@ -168,8 +168,8 @@ def test_payloads_of_ranks_come_back_as_they_were_sent() -> None:
     holder = LockHolder("host", 12, 100.5, "boot", 1.5e9, 3)
     model = ModelPayload(job, plan, Path("/run"), "s3://bucket/step-3", 3, True)
     payloads: list[JsonRecord] = [
-        RankPayload(job, plan, Path("/run"), 2, 12.5, RunClaim(3, holder)),
-        RankPayload(job, plan, Path("/run"), 0, 12.5, RunClaim()),
+        RankPayload(job, plan, Path("/run"), 2, 12.5, RunOwnershipClaim(3, holder)),
+        RankPayload(job, plan, Path("/run"), 0, 12.5, RunOwnershipClaim()),
         RankZeroDecision(Path("/run"), plan, 1, 2),
         RankZeroDecision(Path("/run"), exit_code=4, error="no"),
         EvaluatePayload(model, Path("/data"), "held_out"),

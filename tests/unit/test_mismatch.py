@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from phalanx.checkpoint.reading.mismatch import (
-    ExpectedTensor,
+    ExpectedShapeAndDtype,
     MismatchError,
     find_tensor_mismatches,
     format_mismatch_table,
 )
 
 MODEL = {
-    "a": ExpectedTensor((2, 3), "float32"),
-    "b": ExpectedTensor((4,), "float32"),
-    "n": ExpectedTensor((), "int64"),
+    "a": ExpectedShapeAndDtype((2, 3), "float32"),
+    "b": ExpectedShapeAndDtype((4,), "float32"),
+    "n": ExpectedShapeAndDtype((), "int64"),
 }
 
 
@@ -20,7 +20,7 @@ def test_what_fits_has_no_misfits() -> None:
     assert find_tensor_mismatches(MODEL, dict(MODEL)) == ()
     assert (
         find_tensor_mismatches(
-            {"a": ExpectedTensor((2, 3))}, {"a": ExpectedTensor((2, 3), "bfloat16")}
+            {"a": ExpectedShapeAndDtype((2, 3))}, {"a": ExpectedShapeAndDtype((2, 3), "bfloat16")}
         )
         == ()
     )
@@ -28,9 +28,9 @@ def test_what_fits_has_no_misfits() -> None:
 
 def test_every_way_not_to_fit_is_a_row() -> None:
     there = {
-        "a": ExpectedTensor((3, 2), "float32"),
-        "n": ExpectedTensor((), "int32"),
-        "x": ExpectedTensor((1,), "float32"),
+        "a": ExpectedShapeAndDtype((3, 2), "float32"),
+        "n": ExpectedShapeAndDtype((), "int32"),
+        "x": ExpectedShapeAndDtype((1,), "float32"),
     }
     error = MismatchError(
         "it does not fit", find_tensor_mismatches(MODEL, there), where="step-4", fix="do so"
@@ -56,21 +56,21 @@ def test_every_way_not_to_fit_is_a_row() -> None:
 
 
 def test_a_cast_is_between_floating_point_types_only() -> None:
-    half = {name: ExpectedTensor(tensor.shape, "bfloat16") for name, tensor in MODEL.items()}
+    half = {name: ExpectedShapeAndDtype(tensor.shape, "bfloat16") for name, tensor in MODEL.items()}
     assert [row.name for row in find_tensor_mismatches(MODEL, half)] == ["a", "b", "n"]
     assert [row.name for row in find_tensor_mismatches(MODEL, half, cast=True)] == ["n"]
     assert [
         row.kind
         for row in find_tensor_mismatches(
-            MODEL, {**MODEL, "a": ExpectedTensor((2,), "bfloat16")}, cast=True
+            MODEL, {**MODEL, "a": ExpectedShapeAndDtype((2,), "bfloat16")}, cast=True
         )
     ] == ["shape"]
 
 
 def test_a_long_table_shows_some_of_each_kind_and_counts_the_rest() -> None:
-    wanted = {f"w{number:03d}": ExpectedTensor((1,), "float32") for number in range(100)}
-    there = {f"x{number:03d}": ExpectedTensor((1,), "float32") for number in range(50)} | {
-        "w000": ExpectedTensor((2,), "float32")
+    wanted = {f"w{number:03d}": ExpectedShapeAndDtype((1,), "float32") for number in range(100)}
+    there = {f"x{number:03d}": ExpectedShapeAndDtype((1,), "float32") for number in range(50)} | {
+        "w000": ExpectedShapeAndDtype((2,), "float32")
     }
     rows = format_mismatch_table(find_tensor_mismatches(wanted, there), limit=6)
     assert [row.split()[0] for row in rows] == [

@@ -27,7 +27,7 @@ from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.module_trace import TracedBatch, trace_module
 from phalanx.nn.objective import CausalOutput, causal_cross_entropy, logits_cross_entropy
 from phalanx.nn.probe import describe_module
-from phalanx.parallel.saved_tensors import SavedBytes
+from phalanx.parallel.saved_tensors import SavedBytesCounter
 from phalanx.plan.memory import activation_bytes
 from phalanx.plan.planner import make_plan
 from phalanx.plan.workload import Workload
@@ -121,8 +121,11 @@ def count_saved_bytes(kind: str, batch: int, length: int, precision: str) -> int
     module: nn.Module = find_factory(kind)()
     tokens = torch.randint(0, 90, (batch, length))
     make = logits_cross_entropy if kind.startswith("hf:") else causal_cross_entropy
-    saved = SavedBytes()
-    with saved.count_saved(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+    saved = SavedBytesCounter()
+    with (
+        saved.counting_saved_tensors(),
+        torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"),
+    ):
         make(1024)(module(tokens), {"targets": tokens})
     return saved.num_bytes
 

@@ -17,7 +17,7 @@ from phalanx.core.batch import flatten_batch, list_outermost_names, unflatten_en
 from phalanx.core.errors import DataError
 from phalanx.data.user_dataset import UserSamples, collate_samples
 from phalanx.mesh.mesh import Mesh
-from phalanx.parallel.call.bind_batch import NamedTensors, call_with_batch
+from phalanx.parallel.call.bind_batch import BatchOfNamedTensors, build_forward_arguments
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.layout import Layout
 
@@ -60,11 +60,11 @@ def test_samples_of_other_levels_are_refused_by_their_names() -> None:
 
 
 def test_a_forward_gets_levels_by_name_and_an_objective_reads_them() -> None:
-    batch = NamedTensors(
+    batch = BatchOfNamedTensors(
         {"inputs.x": torch.ones(2, 3), "inputs.y": torch.ones(2), "mask.0": torch.zeros(2)}
     )
     named = SimpleNamespace(forward=lambda inputs, mask: None)
-    args, kwargs = call_with_batch(named, batch)  # type: ignore[arg-type]
+    args, kwargs = build_forward_arguments(named, batch)  # type: ignore[arg-type]
     assert list(args[0]) == ["x", "y"]
     assert torch.equal(kwargs["mask"][0], torch.zeros(2))
     assert torch.equal(batch["inputs"]["y"], torch.ones(2))

@@ -11,7 +11,7 @@ import pytest
 from test_retention import save, steps, store
 
 from phalanx.checkpoint.reading.verify import find_checkpoint_problems
-from phalanx.checkpoint.writing.retention import Retention, prune_checkpoints
+from phalanx.checkpoint.writing.retention import RetentionRule, prune_checkpoints
 from phalanx.cli import _app
 from phalanx.core.disk import Disk, remove_tree
 
@@ -57,7 +57,7 @@ def test_every_verb_sees_it(a_run: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_it_is_not_what_keeps_others_from_going(a_run: Path) -> None:
     """Nor does removing it touch what a link leads to."""
     said: list[str] = []
-    prune_checkpoints(store(a_run), Retention(keep_last=1), say=said.append)
+    prune_checkpoints(store(a_run), RetentionRule(keep_last=1), say=said.append)
     assert "step-6 does not verify" in said[0]
     assert steps(a_run) == [2, 4, 6]  # the newest that verifies would have gone
     store(a_run).remove(store(a_run).folder("step-6"))

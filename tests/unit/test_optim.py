@@ -12,7 +12,7 @@ from torch import nn
 from models import decoder, global_batches
 from phalanx.core.errors import CheckpointError, LayoutError
 from phalanx.job.schema import Optim
-from phalanx.mesh.logical import Box, LogicalShard, RankPosition, list_module_shards
+from phalanx.mesh.logical import Box, LogicalShard, ReplicaPosition, collect_module_shards
 from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import causal_cross_entropy
 from phalanx.optim.build import build_optimizer, optimizer_shards, set_learning_rate
@@ -204,7 +204,7 @@ def test_an_own_optimizer_is_a_name() -> None:
 def test_shards_name_each_slot_of_each_parameter_and_share_storage() -> None:
     module = decoder(tied=True, dtype=torch.float32)
     optimizer = build_optimizer(module, ADAMW)
-    shards, _ = list_module_shards(module, RankPosition(1, 3))
+    shards, _ = collect_module_shards(module, ReplicaPosition(1, 3))
     found = optimizer_shards(optimizer, module.named_parameters(), shards, rank=1, world_size=3)
     assert set(found) == {f"optim/{name}/{slot}" for name in shards for slot in ("step", *SLOTS)}
     moment = found["optim/embed.weight/exp_avg"]

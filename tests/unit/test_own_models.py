@@ -21,8 +21,8 @@ from phalanx.mesh.mesh import Mesh
 from phalanx.nn.attention import make_shared_attention_mask
 from phalanx.nn.objective import classification_cross_entropy
 from phalanx.nn.probe import describe_module, refuse_silent_exits
-from phalanx.parallel.call.bind_batch import call_with_batch
-from phalanx.parallel.data_parallel.replicate import BackwardWatch
+from phalanx.parallel.call.bind_batch import build_forward_arguments
+from phalanx.parallel.data_parallel.replicate import BackwardCommunicationTimer
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.layout import Layout
@@ -64,7 +64,7 @@ def parallel(module: nn.Module) -> ParallelModel:
 
 def test_inputs_come_first_and_what_forward_names_by_name() -> None:
     """What it does not name is for the objective."""
-    args, kwargs = call_with_batch(TwoInputs(), BATCH)
+    args, kwargs = build_forward_arguments(TwoInputs(), BATCH)
     assert args == (BATCH["inputs"],)
     assert kwargs == {"mask": BATCH["mask"]}
 
@@ -87,7 +87,7 @@ def test_old_names_of_a_step_work_and_warn_until_0_2() -> None:
 
 def test_a_batch_without_inputs_goes_by_name() -> None:
     batch = {"pixels": BATCH["inputs"], "mask": BATCH["mask"], "targets": BATCH["labels"]}
-    assert call_with_batch(Keywords(), batch) == (
+    assert build_forward_arguments(Keywords(), batch) == (
         (),
         {"pixels": batch["pixels"], "mask": batch["mask"]},
     )
@@ -124,7 +124,7 @@ def test_what_forward_needs_and_a_batch_lacks_is_named(
     module: nn.Module, batch: Batch, words: list[str]
 ) -> None:
     with pytest.raises(LayoutError) as refused:
-        call_with_batch(module, batch)
+        build_forward_arguments(module, batch)
     assert [word for word in words if word not in str(refused.value)] == []
 
 
@@ -272,10 +272,10 @@ def test_parameters_without_a_part_in_the_loss_are_counted_and_three_are_named(
     module = torch.nn.ParameterList(torch.zeros(1) for _ in range(num_unused))
     plan = SimpleNamespace(parallel=SimpleNamespace(unused_parameters="refuse"))
     piece: Any = SimpleNamespace(phases=None, plan=plan, root=SimpleNamespace(module=module))
-    watch = BackwardWatch(piece, None)
-    watch.arm()
+    watch = BackwardCommunicationTimer(piece, None)
+    watch.start_before_backward()
     with pytest.raises(LayoutError, match=said) as caught:
-        watch.disarm()
+        watch.stop_after_backward()
     assert all(f" {name}" in caught.value.what for name in ("0", "1", "2")[:num_unused])
 
 

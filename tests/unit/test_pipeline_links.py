@@ -58,18 +58,18 @@ class Asked:
 
 
 @dataclass
-class StageGroup:
+class PipelineProcessGroups:
     rank: int
     ways: Ways
     device: str = "cpu"
     sent_bytes: int = 0
 
-    def send(self, tensor: torch.Tensor, target: int) -> Any:
+    def start_send(self, tensor: torch.Tensor, target: int) -> Any:
         message = Message(tensor.clone())
         self.ways.sent[self.rank, target].append(message)
         return Sent(message)
 
-    def receive(self, tensor: torch.Tensor, source: int) -> Any:
+    def start_receive(self, tensor: torch.Tensor, source: int) -> Any:
         way = (source, self.rank)
         self.ways.num_asked[way] += 1
         return Asked(self.ways, way, self.ways.num_asked[way] - 1, tensor)
@@ -85,7 +85,8 @@ def most_sent(schedule: Schedule, in_one_queue: bool) -> list[int]:
     ranks = range(schedule.num_ranks)
     messages = [plan_rank_messages(schedule, r, in_one_queue=in_one_queue) for r in ranks]
     posts = [
-        P2PQueue(StageGroup(r, ways), messages[r], schedule.rank_of_stage, forms) for r in ranks
+        P2PQueue(PipelineProcessGroups(r, ways), messages[r], schedule.rank_of_stage, forms)
+        for r in ranks
     ]  # type: ignore[arg-type]
     done, most, made_already = [0] * schedule.num_ranks, [0] * schedule.num_ranks, set()
     while any(done[r] < len(schedule.actions[r]) for r in ranks):
@@ -99,7 +100,7 @@ def most_sent(schedule: Schedule, in_one_queue: bool) -> list[int]:
                 )
                 if needed is not None and needed not in made_already:
                     break
-                posts[r].start_receives(done[r])
+                posts[r].start_receives_for_action(done[r])
                 if needed is not None:
                     number = float(needed.stage * 1000 + needed.microbatch)
                     assert posts[r].receive(needed)[0] == (
@@ -109,7 +110,7 @@ def most_sent(schedule: Schedule, in_one_queue: bool) -> list[int]:
                     number = float(made.stage * 1000 + made.microbatch)
                     posts[r].send(made, torch.full((2,), -number if made.is_gradient else number))
                     made_already.add(made)
-                most[r], done[r] = max(most[r], posts[r].num_sent), done[r] + 1
+                most[r], done[r] = max(most[r], posts[r].num_unconfirmed_sends), done[r] + 1
         assert done != before, "a rank waits for ever"
     for post in posts:
         post.wait_for_sends()

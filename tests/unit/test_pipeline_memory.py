@@ -186,16 +186,16 @@ def test_weight_gradients_that_wait_keep_what_is_predicted(changes: dict[str, An
     """
     from phalanx.parallel.pipeline.weight_grads import (
         DeferredWeightGrads,
-        split_backward_of_linears,
+        defer_weight_gradients_of_linears,
     )
 
     model = replace(shape(tied=False, num_kv_heads=4 if "kv_rank" in changes else 2), **changes)
     module = Decoder(model)
     fill(module)
-    split_backward_of_linears(module)
+    defer_weight_gradients_of_linears(module)
     tokens = torch.arange(24).reshape(2, 12) % model.vocab_size
     deferred = DeferredWeightGrads()
-    with deferred.deferring("key"):
+    with deferred.deferring_to("key"):
         module(tokens).hidden_BTD.square().sum().backward()
     gc.collect()
     # What lives until W and not longer. By address while all of it lives: afterwards addresses are
@@ -207,7 +207,7 @@ def test_weight_gradients_that_wait_keep_what_is_predicted(changes: dict[str, An
     ]
     between = [(tensor, storage.data_ptr(), storage.nbytes()) for tensor, storage in alive]
     del alive
-    deferred.run("key")
+    deferred.compute_deferred_gradients("key")
     gc.collect()
     held = {address: size for tensor, address, size in between if tensor() is None}
     microbatch = Workload(24, 1, "fp32", "none", 1024)

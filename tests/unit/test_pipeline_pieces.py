@@ -14,11 +14,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.core.errors import LayoutError
-from phalanx.parallel.pipeline.p2p import P2PQueue, StageGroup, TensorSpec
+from phalanx.parallel.pipeline.p2p import P2PQueue, PipelineProcessGroups, TensorSpec
 from phalanx.parallel.pipeline.placeholder import Placeholder
-from phalanx.parallel.pipeline.stage_forward import StageBoundary, StageForward
-from phalanx.parallel.pipeline.transform import ParameterPlacement
-from phalanx.parallel.pipeline.weight_grads import DeferredWeightGrads, split_backward_of_linears
+from phalanx.parallel.pipeline.stage_forward import StageBoundaryReached, StageForward
+from phalanx.parallel.pipeline.transform import PipelineParameterPlacement
+from phalanx.parallel.pipeline.weight_grads import (
+    DeferredWeightGrads,
+    defer_weight_gradients_of_linears,
+)
 from phalanx.plan.pipeline.cut import StageCut
 from phalanx.plan.pipeline.generate import generate_schedule
 from phalanx.plan.pipeline.messages import (
@@ -34,8 +37,8 @@ CPU = torch.device("cpu")
 # Placeholders
 
 
-def stand_in(door: StageForward, **options: Any) -> Placeholder:
-    return Placeholder.stand_for(
+def stand_in(door: StageForward, **options: Any) -> AbsentParameterPlaceholder:
+    return AbsentParameterPlaceholder.create_for_parameter(
         torch.ones(3, 4, dtype=torch.bfloat16), "embed.weight", door, CPU, **options
     )
 
@@ -55,7 +58,7 @@ def test_a_stand_in_is_used_before_the_blocks_of_a_later_stage_alone() -> None:
     with pytest.raises(LayoutError, match="no rank can call it alone"):
         found + 1
     arrived = torch.zeros(2, 4)
-    with door.run_as_stage(1, (2, 4), arrived):
+    with door.running_as_stage(1, (2, 4), arrived):
         used = F.embedding(torch.tensor([0, 2]), found)
         assert type(used) is torch.Tensor
         assert bool(used.isnan().all())
@@ -74,7 +77,7 @@ def test_a_stand_in_is_used_before_the_blocks_of_a_later_stage_alone() -> None:
         ):
             arrived @ found.T.float()
     with (
-        door.run_as_stage(0, (0, 2), None),
+        door.running_as_stage(0, (0, 2), None),
         pytest.raises(LayoutError, match=r'before.*parallel.first_stage=\["embed"\]'),
     ):
         found * 2
@@ -136,11 +139,11 @@ def test_stages_one_after_the_other_are_the_whole_forward_and_its_gradients(cut:
     given: list[torch.Tensor | None] = [None]
     made: list[torch.Tensor] = []
     for stage, blocks in enumerate(cut):
-        with door.run_as_stage(stage, blocks, given[-1]):
+        with door.running_as_stage(stage, blocks, given[-1]):
             try:
                 made.append(chain(x, more))
                 assert stage == len(cut) - 1
-            except StageBoundary as end:
+            except StageBoundaryReached as end:
                 made.append(end.hidden)
         assert torch.is_grad_enabled()
         given.append(made[-1].detach().requires_grad_())
@@ -170,17 +173,17 @@ def test_shape_inference_shows_what_would_not_reach_the_first_stage() -> None:
     kept = chain.before
     leaks = lambda x: x * chain.before  # noqa: E731
     door.is_inferring_shapes = True
-    with door.run_as_stage(1, (2, 4), torch.zeros(3)):
-        door.require_clean_outputs(chain(torch.ones(3)))
+    with door.running_as_stage(1, (2, 4), torch.zeros(3)):
+        door.require_outputs_without_placeholders(chain(torch.ones(3)))
         assert chain.before is kept
-    with door.run_as_stage(1, (2, 4), torch.zeros(3)):
+    with door.running_as_stage(1, (2, 4), torch.zeros(3)):
         start = leaks(torch.ones(3))
         with pytest.raises(
             LayoutError, match="the model's output depends on what comes before the blocks"
         ):
-            door.require_clean_outputs(chain(torch.ones(3)) + start)
+            door.require_outputs_without_placeholders(chain(torch.ones(3)) + start)
     with (
-        door.run_as_stage(1, (2, 4), torch.zeros(3)),
+        door.running_as_stage(1, (2, 4), torch.zeros(3)),
         pytest.raises(LayoutError, match="an argument of block 2"),
     ):
         chain(torch.ones(3), leaks(torch.ones(3)))
@@ -192,17 +195,17 @@ def test_shape_inference_shows_what_would_not_reach_the_first_stage() -> None:
 
 
 @dataclass
-class Recording(StageGroup):
-    """StageGroup whose messages are noted and arrive at once, filled with the number of their turn."""
+class Recording(PipelineProcessGroups):
+    """PipelineProcessGroups whose messages are noted and arrive at once, filled with the number of their turn."""
 
     asked: list[int] = field(default_factory=list)
     sent: list[tuple[int, torch.Tensor]] = field(default_factory=list)
 
-    def send(self, tensor: torch.Tensor, target: int) -> Any:
+    def start_send(self, tensor: torch.Tensor, target: int) -> Any:
         self.sent.append((target, tensor))
         return Done()
 
-    def receive(self, tensor: torch.Tensor, source: int) -> Any:
+    def start_receive(self, tensor: torch.Tensor, source: int) -> Any:
         tensor.fill_(len(self.asked))
         self.asked.append(source)
         return Done()
@@ -247,7 +250,7 @@ def test_messages_are_asked_for_in_the_order_in_which_they_are_made(
             ]
         handed: dict[P2PMessage, torch.Tensor] = {}
         for at, action in enumerate(schedule.actions[rank]):
-            post.start_receives(at)
+            post.start_receives_for_action(at)
             edge = 0 if action.kind == "F" else num_stages - 1
             if action.kind != "W" and action.stage != edge:
                 parcel = P2PMessage(action.stage, action.microbatch, action.kind != "F")
@@ -335,7 +338,7 @@ def test_gradients_that_wait_are_those_of_autograd(
     """Two microbatches under way together, their weights done in the other order; also where
     nothing waits."""
     plain, split = mlp(), mlp()
-    split_backward_of_linears(split)
+    defer_weight_gradients_of_linears(split)
     xs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     for x in xs:
         WAYS[way](plain, x).square().sum().backward()
@@ -351,16 +354,16 @@ def test_gradients_that_wait_are_those_of_autograd(
         before = {
             name: None if p.grad is None else p.grad.clone() for name, p in split.named_parameters()
         }
-        with deferred.deferring(key):
+        with deferred.deferring_to(key):
             loss.backward()
         weights = [name for name in before if name.endswith("weight")]
         assert all(_same(split.get_parameter(name).grad, before[name]) for name in weights), (
             "weights wait"
         )
-    assert deferred.num_deferred == (2 if waits else 0)
+    assert deferred.num_deferred_microbatches == (2 if waits else 0)
     for key in (1, 0) if waits else ():
-        deferred.run(key)
-    assert deferred.num_deferred == 0
+        deferred.compute_deferred_gradients(key)
+    assert deferred.num_deferred_microbatches == 0
     tolerance = (
         {"rtol": 2e-2, "atol": 5e-2} if way == "autocast" else {"rtol": 1e-12, "atol": 1e-12}
     )
@@ -378,15 +381,15 @@ def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 def test_a_layer_without_a_bias_and_one_that_is_called_without_gradients() -> None:
     module = mlp(bias=False)
-    split_backward_of_linears(module)
+    defer_weight_gradients_of_linears(module)
     x = torch.randn(4, 5, dtype=torch.float64)
     with torch.no_grad():
         assert torch.equal(module(x), mlp(bias=False)(x))
     deferred = DeferredWeightGrads()
-    with deferred.deferring("a"):
+    with deferred.deferring_to("a"):
         module(x).sum().backward()
     assert all(p.grad is None for p in module.parameters())
-    deferred.run("a")
+    deferred.compute_deferred_gradients("a")
     assert all(p.grad is not None for p in module.parameters())
 
 
@@ -407,11 +410,11 @@ def pipeline(name: str, blocks: tuple[int, ...], **more: Any) -> Pipeline:
 
 
 def held(module: nn.Module, how: Pipeline) -> list[set[str]]:
-    holding = ParameterPlacement(module, list(module.blocks), how)  # type: ignore[arg-type]
+    holding = PipelineParameterPlacement(module, list(module.blocks), how)  # type: ignore[arg-type]
     return [
         {
             name.removesuffix(".weight")
-            for name in holding.holders_by_name(rank)
+            for name in holding.ranks_by_parameter_of_rank(rank)
             if "bias" not in name
         }
         for rank in (0, 1)
@@ -442,12 +445,16 @@ def test_what_two_stages_share_both_have() -> None:
     model = Model()
     model.head.weight = model.embed.weight
     model.last_stage = ("scale",)  # type: ignore[assignment]
-    holding = ParameterPlacement(model, list(model.blocks), pipeline("1f1b", (2, 2)))
+    holding = PipelineParameterPlacement(model, list(model.blocks), pipeline("1f1b", (2, 2)))
     for name in ("embed.weight", "head.weight", "scale"):
         assert holding.ranks_holding(name) == (0, 1)
     assert holding.ranks_holding("norm.weight") == (1,)
-    holding.require_one_name()
+    holding.require_one_name_per_shared_parameter()
     model.blocks[3].weight = model.blocks[1].weight
     with pytest.raises(LayoutError, match=r"blocks.1.weight and blocks.3.weight are one parameter"):
-        ParameterPlacement(model, list(model.blocks), pipeline("1f1b", (2, 2))).require_one_name()
-    ParameterPlacement(model, list(model.blocks), pipeline("1f1b", (1, 3))).require_one_name()
+        PipelineParameterPlacement(
+            model, list(model.blocks), pipeline("1f1b", (2, 2))
+        ).require_one_name_per_shared_parameter()
+    PipelineParameterPlacement(
+        model, list(model.blocks), pipeline("1f1b", (1, 3))
+    ).require_one_name_per_shared_parameter()

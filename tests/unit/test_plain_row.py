@@ -83,14 +83,14 @@ def test_a_mask_of_all_pairs_is_judged_beside_those_of_blocks(
 def test_a_wrong_gradient_of_an_expert_without_tokens_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    right = grouped.grouped_weight_grad
+    right = grouped.compute_expert_weight_gradients
 
     def stale(a: torch.Tensor, b: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         gradient = right(a, b, counts)
         gradient[counts == 0] = gradient[counts > 0][0]
         return gradient
 
-    monkeypatch.setattr(grouped, "grouped_weight_grad", stale)
+    monkeypatch.setattr(grouped, "compute_expert_weight_gradients", stale)
     row = _judge("small-deepseek")
     assert row.first is not None
     assert (row.first.what, row.first.step) == ("gradient", 2)

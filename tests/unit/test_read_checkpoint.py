@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from phalanx.checkpoint.stores.local import LocalStore
-from phalanx.checkpoint.writing.write import Snapshot, write_checkpoint
+from phalanx.checkpoint.writing.write import RankSnapshot, write_checkpoint
 from phalanx.core.phases import PhaseTimer
-from phalanx.mesh.logical import Box, LogicalShard, dtype_name
+from phalanx.mesh.logical import Box, LogicalShard, get_dtype_name
 from phalanx.mesh.mesh import Mesh
 from phalanx.plan.layout import Layout
 
@@ -42,11 +42,11 @@ def checkpoint(tmp_path: Path) -> Path:
             )
             for cut in cuts
         )
-        shards[name] = LogicalShard(name, size, dtype_name(whole.dtype), boxes, whole)
+        shards[name] = LogicalShard(name, size, get_dtype_name(whole.dtype), boxes, whole)
     mesh = Mesh(Layout(), 0, 0, torch.device("cpu"))
     return write_checkpoint(
         LocalStore(tmp_path),
-        Snapshot(3, shards, aliases={"head": "w"}, facts={"note": "é"}),
+        RankSnapshot(3, shards, aliases={"head": "w"}, facts={"note": "é"}),
         job_digest="d",
         group=mesh,
         phases=PhaseTimer(),

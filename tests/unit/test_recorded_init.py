@@ -15,8 +15,12 @@ from torch import nn
 
 from hf_zoo import ZOO, write_config
 from phalanx.job.schema import Model
-from phalanx.mesh.logical import Box, LogicalShard, list_module_shards
-from phalanx.mesh.recorded_init import NotRecordableError, find_recorded_init, record_build
+from phalanx.mesh.logical import Box, LogicalShard, collect_module_shards
+from phalanx.mesh.recorded_init import (
+    NotRecordableError,
+    build_module_and_record,
+    get_initial_values_of_module,
+)
 from phalanx.nn.build import build_foreign
 from ranks import run_ranks
 
@@ -68,12 +72,12 @@ def build_seeded(build: Callable[[], nn.Module]) -> nn.Module:
 
 def record_seeded(build: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(SEED)
-    return record_build(build)
+    return build_module_and_record(build)
 
 
 def fill(module: nn.Module) -> None:
     """Give a recorded module memory, and fill all of it."""
-    recorded = find_recorded_init(module)
+    recorded = get_initial_values_of_module(module)
     assert recorded is not None
     assert all(parameter.is_meta for parameter in module.parameters())
     first_places: dict[int, tuple[nn.Module, str]] = {}
@@ -90,8 +94,8 @@ def fill(module: nn.Module) -> None:
     for part, name, key in again:
         first, first_name = first_places[key]
         setattr(part, name, getattr(first, first_name))
-    shards, _ = list_module_shards(module)
-    recorded.fill(shards)
+    shards, _ = collect_module_shards(module)
+    recorded.fill_parameter_shards(shards)
 
 
 def require_same_tensors(found: nn.Module, expected: nn.Module) -> None:
@@ -155,27 +159,27 @@ def test_weights_of_a_directory_are_read_by_blocks(
     model = Model.model_validate({"kind": f"hf:{tmp_path / 'model'}"})
     expected = build_foreign(model, 3)
     found = build_foreign(model, 3, is_recorded=True)
-    initial = find_recorded_init(found)
+    initial = get_initial_values_of_module(found)
     assert (initial is not None) == is_stored
     if initial is None:
         return
     digest = initial.digest
     fill(found)
     require_same_tensors(found, expected)
-    again = find_recorded_init(build_foreign(model, 4, is_recorded=True))
+    again = get_initial_values_of_module(build_foreign(model, 4, is_recorded=True))
     assert again is not None
     assert again.digest == digest
     with torch.no_grad():
         saved.lm_head.weight[-1, -1] += 1.0
     saved.save_pretrained(tmp_path / "model", **options)
-    other = find_recorded_init(build_foreign(model, 3, is_recorded=True))
+    other = get_initial_values_of_module(build_foreign(model, 3, is_recorded=True))
     assert other is not None
     assert other.digest != digest
 
 
 def test_a_rank_gets_its_own_blocks() -> None:
     expected, found = build_seeded(FromArrays), record_seeded(FromArrays)
-    recorded = find_recorded_init(found)
+    recorded = get_initial_values_of_module(found)
     assert recorded is not None
     whole = expected.conv.weight.detach()
     boxes = (
@@ -185,7 +189,7 @@ def test_a_rank_gets_its_own_blocks() -> None:
     shard = LogicalShard("conv.weight", (4, 3, 3, 3), "float32", boxes, torch.zeros(2, 3, 3, 3))
     doubled = replace(shard, tensor=torch.zeros(2, 3, 3, 3, dtype=torch.float64))
     for each in (shard, doubled):
-        recorded.fill({"conv.weight": each})
+        recorded.fill_parameter_shards({"conv.weight": each})
         assert torch.equal(each.tensor, whole[[0, 3]].to(each.tensor.dtype))
 
 
@@ -247,7 +251,7 @@ def test_such_a_module_is_built_plainly() -> None:
     found = build_foreign(
         Model.model_validate({"kind": f"{__name__}:Reseeding"}), 0, is_recorded=True
     )
-    assert find_recorded_init(found) is None
+    assert get_initial_values_of_module(found) is None
     assert not any(parameter.is_meta for parameter in found.parameters())
     # What refuses while it records is gone.
     torch.manual_seed(0)
@@ -260,7 +264,7 @@ def test_digests_tell_other_numbers_apart() -> None:
     digests = []
     for build, seed in ((make(3), 0), (make(3), 0), (make(3), 1), (make(5), 0)):
         torch.manual_seed(seed)
-        recorded = find_recorded_init(record_build(build))
+        recorded = get_initial_values_of_module(build_module_and_record(build))
         assert recorded is not None
         digests.append(recorded.digest)
     assert digests[0] == digests[1]
@@ -269,8 +273,10 @@ def test_digests_tell_other_numbers_apart() -> None:
 
 def _measure_peak(rank: int) -> tuple[float, float]:
     """MiB of the parameters, and what filling an eighth of each took beyond that eighth."""
-    module = record_build(lambda: nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(24))))
-    recorded = find_recorded_init(module)
+    module = build_module_and_record(
+        lambda: nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(24)))
+    )
+    recorded = get_initial_values_of_module(module)
     assert recorded is not None
     shards = {}
     for name, parameter in module.named_parameters():
@@ -281,7 +287,7 @@ def _measure_peak(rank: int) -> tuple[float, float]:
         shards[name] = LogicalShard(name, shape, "float32", (box,), torch.zeros(size))
     Path("/proc/self/clear_refs").write_text("5")
     before = _read_status("VmRSS")
-    recorded.fill(shards)
+    recorded.fill_parameter_shards(shards)
     return sum(p.numel() for p in module.parameters()) / 2**18, _read_status("VmHWM") - before
 
 

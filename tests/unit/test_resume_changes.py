@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from phalanx.checkpoint.manifest import Manifest
-from phalanx.checkpoint.stores import open_store
+from phalanx.checkpoint.stores import open_store_of_run
 from phalanx.core.errors import JobError, LayoutError
 from phalanx.core.files import write_json_atomic
 from phalanx.job.load import load_job
@@ -35,7 +35,7 @@ def run_at(folder: Path, *overrides: str, step: int = 120) -> str:
     write_json_atomic(folder / "job.json", job.to_json())
     write_json_atomic(folder / "plan.json", make_plan(job).to_json())
     if step:
-        store = open_store(folder, None)
+        store = open_store_of_run(folder, None)
         store.commit(
             store.begin_draft(step), Manifest(step, "", {}, {"step": step}, {}, {}, {}).to_bytes()
         )

@@ -9,10 +9,15 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.checkpoint.manifest import MANIFEST_FILE_NAME, Manifest, Piece, StoredTensor
-from phalanx.checkpoint.shard_file import TensorSource, write_safetensors
+from phalanx.checkpoint.manifest import (
+    MANIFEST_FILE_NAME,
+    Manifest,
+    StoredPiece,
+    StoredTensorPieces,
+)
+from phalanx.checkpoint.shard_file import TensorToWrite, write_safetensors
 from phalanx.checkpoint.stores.local import REMOVED, LocalStore
-from phalanx.checkpoint.writing.retention import Retention, prune_checkpoints
+from phalanx.checkpoint.writing.retention import RetentionRule, prune_checkpoints
 
 
 def save(run_dir: Path, step: int) -> Path:
@@ -21,9 +26,9 @@ def save(run_dir: Path, step: int) -> Path:
     data = np.full(8, step, np.float32)
     stored = write_safetensors(
         directory / "a.safetensors",
-        [TensorSource("w#0", "float32", (8,), lambda: data.view(np.uint8))],
+        [TensorToWrite("w#0", "float32", (8,), lambda: data.view(np.uint8))],
     )
-    tensor = StoredTensor((8,), "float32", (Piece("a.safetensors", "w#0", (0,), (8,)),))
+    tensor = StoredTensorPieces((8,), "float32", (StoredPiece("a.safetensors", "w#0", (0,), (8,)),))
     manifest = Manifest(step, "", {}, {}, {"w": tensor}, {}, {"a.safetensors": stored})
     (directory / MANIFEST_FILE_NAME).write_bytes(manifest.to_bytes())
     return directory
@@ -43,17 +48,17 @@ def steps(run_dir: Path) -> list[int]:
 
 
 def test_the_last_milestones_and_the_best_stay() -> None:
-    retention = Retention(keep_last=2, keep_every=1000, protected_steps=frozenset({300}))
-    assert retention.steps_to_remove([100, 200, 300, 900, 1000, 1100, 1200]) == [100, 200, 900]
-    by_the_clock = Retention(keep_last=1, keep_every=1000)
-    assert by_the_clock.steps_to_remove([990, 1003, 1900, 2000, 2044, 4100, 4200, 4300]) == [
+    retention = RetentionRule(keep_last=2, keep_every=1000, protected_steps=frozenset({300}))
+    assert retention.list_steps_to_remove([100, 200, 300, 900, 1000, 1100, 1200]) == [100, 200, 900]
+    by_the_clock = RetentionRule(keep_last=1, keep_every=1000)
+    assert by_the_clock.list_steps_to_remove([990, 1003, 1900, 2000, 2044, 4100, 4200, 4300]) == [
         990,
         1900,
         2044,
         4200,
     ]
-    assert Retention().steps_to_remove([1, 2, 3]) == []
-    assert Retention(keep_last=5).steps_to_remove([1, 2, 3]) == []
+    assert RetentionRule().list_steps_to_remove([1, 2, 3]) == []
+    assert RetentionRule(keep_last=5).list_steps_to_remove([1, 2, 3]) == []
 
 
 @given(
@@ -65,7 +70,7 @@ def test_the_last_milestones_and_the_best_stay() -> None:
 def test_the_newest_always_stays(
     found: set[int], last: int, every: int | None, kept: set[int]
 ) -> None:
-    going = Retention(last, every, frozenset(kept)).steps_to_remove(found)
+    going = RetentionRule(last, every, frozenset(kept)).list_steps_to_remove(found)
     assert max(found) not in going
     assert set(going) <= found - kept
     assert len(found) - len(going) >= min(last, len(found))
@@ -78,7 +83,7 @@ def test_what_goes_is_gone_and_what_stays_is_whole(tmp_path: Path) -> None:
         parents=True
     )  # by a killed removal
     assert [
-        folder.step for folder in prune_checkpoints(store(tmp_path), Retention(keep_last=2))
+        folder.step for folder in prune_checkpoints(store(tmp_path), RetentionRule(keep_last=2))
     ] == [10, 20]
     assert steps(tmp_path) == [30, 40]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
@@ -92,7 +97,7 @@ def test_a_dry_run_removes_nothing(tmp_path: Path) -> None:
         save(tmp_path, step)
     assert [
         folder.step
-        for folder in prune_checkpoints(store(tmp_path), Retention(keep_last=1), dry_run=True)
+        for folder in prune_checkpoints(store(tmp_path), RetentionRule(keep_last=1), dry_run=True)
     ] == [
         1,
         2,
@@ -108,12 +113,14 @@ def test_the_newest_that_verifies_is_never_removed(tmp_path: Path) -> None:
     damage(tmp_path / "checkpoints" / "step-4")
     damage(tmp_path / "checkpoints" / "step-3")
     assert (
-        prune_checkpoints(store(tmp_path), Retention(keep_last=2), say=said.append, dry_run=True)
+        prune_checkpoints(
+            store(tmp_path), RetentionRule(keep_last=2), say=said.append, dry_run=True
+        )
         == []
     )
     said_before = said.copy()
     said.clear()
-    assert prune_checkpoints(store(tmp_path), Retention(keep_last=2), say=said.append) == []
+    assert prune_checkpoints(store(tmp_path), RetentionRule(keep_last=2), say=said.append) == []
     assert said == said_before
     assert steps(tmp_path) == [1, 2, 3, 4]
     assert "step-4 does not verify" in said[0]
@@ -130,7 +137,9 @@ def test_an_older_one_that_stays_does_not_stand_for_the_newest_that_verifies(
     said: list[str] = []
     assert (
         prune_checkpoints(
-            store(tmp_path), Retention(keep_last=1, protected_steps=frozenset({1})), say=said.append
+            store(tmp_path),
+            RetentionRule(keep_last=1, protected_steps=frozenset({1})),
+            say=said.append,
         )
         == []
     )
@@ -143,5 +152,5 @@ def test_one_that_stays_and_verifies_is_enough(tmp_path: Path) -> None:
         save(tmp_path, step)
     damage(tmp_path / "checkpoints" / "step-3")
     assert [
-        folder.step for folder in prune_checkpoints(store(tmp_path), Retention(keep_last=2))
+        folder.step for folder in prune_checkpoints(store(tmp_path), RetentionRule(keep_last=2))
     ] == [1]

@@ -22,10 +22,10 @@ from phalanx.job.param_holder import ParamHolder
 from phalanx.job.schema import Job
 from phalanx.job.shapes.measured import MeasuredModule
 from phalanx.job.shapes.stored import parse_stored_shape
-from phalanx.mesh.linear import find_holders
-from phalanx.mesh.logical import Box, LogicalShard, TensorParallelCut, compose_cut
+from phalanx.mesh.linear import iterate_parameter_holders
+from phalanx.mesh.logical import Box, LogicalShard, TensorParallelCut, apply_cut_to_shard
 from phalanx.nn.models.decoder import build
-from phalanx.parallel.tensor.sharder import _build_cut_boxes
+from phalanx.parallel.tensor.sharder import _build_boxes_of_slices
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.planner import make_plan
 from phalanx.plan.rule_checks import combine_and_check_rules, describe_unsharded_matrices
@@ -244,7 +244,7 @@ def test_what_ranks_hold_makes_the_whole(
     shape = (total, other) if dim == 0 else (other, total)
     try:
         cuts = [
-            _build_cut_boxes(shape, dim, rule.list_rank_slices(total, tp, rank, name="w"))
+            _build_boxes_of_slices(shape, dim, rule.list_rank_slices(total, tp, rank, name="w"))
             for rank in range(tp)
         ]
     except LayoutError:
@@ -259,7 +259,7 @@ def test_what_ranks_hold_makes_the_whole(
         assert cut.global_shape == shape
         local = _local_shape(cut)
         storage = _fsdp_rows(local, shard, fsdp)
-        found = compose_cut(cut, LogicalShard("w", local, "float32", storage, None))  # type: ignore[arg-type]
+        found = apply_cut_to_shard(cut, LogicalShard("w", local, "float32", storage, None))  # type: ignore[arg-type]
         assert found.global_shape == shape
         stored: Counter[tuple[int, ...]] = Counter()
         for box in found.boxes:
@@ -399,4 +399,4 @@ def test_module_names_are_those_of_the_model() -> None:
         with torch.device("meta"):
             module = build(shape)
         assert set(shape.module_names) == {name for name, _ in module.named_modules()}
-        assert set(find_holders(module)) == set(shape.holders)
+        assert set(iterate_parameter_holders(module)) == set(shape.holders)

@@ -11,7 +11,7 @@ from phalanx.checkpoint.writing.save_clock import (
     FIRST_AUTO_S,
     FIRST_AUTO_STEPS,
     SaveClock,
-    optimal_save_interval_s,
+    compute_optimal_save_interval_s,
 )
 from phalanx.job.schema import Checkpoint
 
@@ -26,7 +26,7 @@ def test_no_other_interval_loses_less() -> None:
     draw = random.Random(5)
     for _ in range(200):
         stall_s, mtbf_s = 10 ** draw.uniform(-3, 2), 10 ** draw.uniform(3, 6)
-        best = optimal_save_interval_s(stall_s, 0.0, mtbf_s)
+        best = compute_optimal_save_interval_s(stall_s, 0.0, mtbf_s)
         assert best == pytest.approx(math.sqrt(2 * stall_s * mtbf_s))
         assert all(
             lost(best * factor, stall_s, mtbf_s) > lost(best, stall_s, mtbf_s)
@@ -35,7 +35,7 @@ def test_no_other_interval_loses_less() -> None:
 
 
 def test_never_more_often_than_a_save_takes() -> None:
-    assert optimal_save_interval_s(0.001, 90.0, 3600.0) == 90.0
+    assert compute_optimal_save_interval_s(0.001, 90.0, 3600.0) == 90.0
 
 
 def test_minutes_count_from_the_last_save() -> None:

@@ -17,17 +17,17 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from phalanx.checkpoint import shard_file
-from phalanx.checkpoint.chunks import CHUNK_BYTES, StoredFile
+from phalanx.checkpoint.chunks import CHUNK_BYTES, FileSizeAndChecksums
 from phalanx.checkpoint.manifest import (
     MANIFEST_FILE_NAME,
     Manifest,
-    Piece,
-    StoredTensor,
-    manifest_bytes,
-    manifest_xxh3,
+    StoredPiece,
+    StoredTensorPieces,
+    compute_manifest_checksum,
+    encode_canonical_manifest,
 )
 from phalanx.checkpoint.reading.verify import find_checkpoint_problems
-from phalanx.checkpoint.shard_file import CheckedFile, TensorSource, write_safetensors
+from phalanx.checkpoint.shard_file import TensorToWrite, VerifiedSafetensorsFile, write_safetensors
 from phalanx.core.errors import CheckpointError
 
 RANDOM = np.random.default_rng(0)
@@ -41,8 +41,8 @@ ARRAYS: dict[str, np.ndarray[Any, Any]] = {
 }
 
 
-def source(key: str, array: np.ndarray[Any, Any]) -> TensorSource:
-    return TensorSource(
+def source(key: str, array: np.ndarray[Any, Any]) -> TensorToWrite:
+    return TensorToWrite(
         key,
         str(array.dtype),
         array.shape,
@@ -51,14 +51,16 @@ def source(key: str, array: np.ndarray[Any, Any]) -> TensorSource:
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, StoredFile]:
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, FileSizeAndChecksums]:
     directory = tmp_path_factory.mktemp("file")
     return directory, write_safetensors(
         directory / "a.safetensors", [source(*item) for item in ARRAYS.items()]
     )
 
 
-def test_the_safetensors_library_reads_what_we_write(written: tuple[Path, StoredFile]) -> None:
+def test_the_safetensors_library_reads_what_we_write(
+    written: tuple[Path, FileSizeAndChecksums],
+) -> None:
     found = load_file(written[0] / "a.safetensors")
     assert set(found) == set(ARRAYS)
     for key, array in ARRAYS.items():
@@ -68,23 +70,27 @@ def test_the_safetensors_library_reads_what_we_write(written: tuple[Path, Stored
 
 def test_we_read_what_the_safetensors_library_writes(tmp_path: Path) -> None:
     save_file(ARRAYS, tmp_path / "b.safetensors", metadata={"format": "np"})
-    with CheckedFile(
-        tmp_path, "b.safetensors", StoredFile.from_file(tmp_path / "b.safetensors")
+    with VerifiedSafetensorsFile(
+        tmp_path,
+        "b.safetensors",
+        FileSizeAndChecksums.compute_from_file(tmp_path / "b.safetensors"),
     ) as file:
         for key, array in ARRAYS.items():
-            found = file.read_block(file.entries[key], (0,) * array.ndim, array.shape)
+            found = file.read_box_of_entry(file.entries[key], (0,) * array.ndim, array.shape)
             assert np.array_equal(found.view(array.dtype).reshape(array.shape), array)
 
 
-def test_checksums_of_the_stream_are_those_of_the_file(written: tuple[Path, StoredFile]) -> None:
-    assert StoredFile.from_file(written[0] / "a.safetensors") == written[1]
+def test_checksums_of_the_stream_are_those_of_the_file(
+    written: tuple[Path, FileSizeAndChecksums],
+) -> None:
+    assert FileSizeAndChecksums.compute_from_file(written[0] / "a.safetensors") == written[1]
     assert written[1].num_chunks == 2
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_block_is_read_as_numpy_slices_it(
-    written: tuple[Path, StoredFile], data: st.DataObject
+    written: tuple[Path, FileSizeAndChecksums], data: st.DataObject
 ) -> None:
     key = data.draw(st.sampled_from(list(ARRAYS)))
     array = ARRAYS[key]
@@ -92,10 +98,10 @@ def test_any_block_is_read_as_numpy_slices_it(
     size = tuple(data.draw(st.integers(0, n - o)) for n, o in zip(array.shape, start, strict=True))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            shard_file, "MAX_SPAN_BYTES", data.draw(st.sampled_from([16, 600, 9000, 32 << 20]))
+            shard_file, "MAX_READ_SPAN_BYTES", data.draw(st.sampled_from([16, 600, 9000, 32 << 20]))
         )
-        with CheckedFile(written[0], "a.safetensors", written[1]) as file:
-            found = file.read_block(file.entries[key], start, size)
+        with VerifiedSafetensorsFile(written[0], "a.safetensors", written[1]) as file:
+            found = file.read_box_of_entry(file.entries[key], start, size)
     expected = array[tuple(slice(o, o + n) for o, n in zip(start, size, strict=True))]
     assert np.array_equal(found.view(array.dtype).reshape(size), expected)
 
@@ -103,8 +109,8 @@ def test_any_block_is_read_as_numpy_slices_it(
 def test_only_the_chunks_of_a_range_are_read(tmp_path: Path) -> None:
     big = np.arange(12 * CHUNK_BYTES // 4, dtype=np.int32).reshape(12 * 1024, -1)
     stored = write_safetensors(tmp_path / "big.safetensors", [source("big#0", big)])
-    with CheckedFile(tmp_path, "big.safetensors", stored) as file:
-        found = file.read_block(file.entries["big#0"], (6 * 1024, 0), (1024, big.shape[1]))
+    with VerifiedSafetensorsFile(tmp_path, "big.safetensors", stored) as file:
+        found = file.read_box_of_entry(file.entries["big#0"], (6 * 1024, 0), (1024, big.shape[1]))
         assert np.array_equal(found.view(np.int32).reshape(1024, -1), big[6 * 1024 : 7 * 1024])
         assert (
             file.num_bytes_read <= 3 * CHUNK_BYTES
@@ -128,15 +134,21 @@ def checkpoint(directory: Path) -> Path:
     }
     first, second = parts
     tensors = {
-        "w": StoredTensor(
+        "w": StoredTensorPieces(
             w.shape,
             "float32",
-            (Piece(first, "w#0", (0, 0), (700, 1000)), Piece(second, "w#0", (700, 0), (800, 1000))),
+            (
+                StoredPiece(first, "w#0", (0, 0), (700, 1000)),
+                StoredPiece(second, "w#0", (700, 0), (800, 1000)),
+            ),
         ),
-        "m": StoredTensor(
+        "m": StoredTensorPieces(
             m.shape,
             "float64",
-            (Piece(first, "m#0", (0, 0, 0), (7, 2, 5)), Piece(second, "m#0", (0, 2, 0), (7, 4, 5))),
+            (
+                StoredPiece(first, "m#0", (0, 0, 0), (7, 2, 5)),
+                StoredPiece(second, "m#0", (0, 2, 0), (7, 4, 5)),
+            ),
         ),
     }
     manifest = Manifest(3, "", {}, {"step": 3}, tensors, {}, stored)
@@ -173,7 +185,9 @@ def several_chunks(directory: Path) -> Path:
             directory / file, [source(f"{name}#0", array) for name, array in arrays.items()]
         )
         tensors |= {
-            name: StoredTensor(array.shape, "int64", (Piece(file, f"{name}#0", (0,), array.shape),))
+            name: StoredTensorPieces(
+                array.shape, "int64", (StoredPiece(file, f"{name}#0", (0,), array.shape),)
+            )
             for name, array in arrays.items()
         }
     (directory / MANIFEST_FILE_NAME).write_bytes(
@@ -251,8 +265,8 @@ def test_the_damaged_tensor_is_named(tmp_path: Path) -> None:
 def edited(directory: Path, change: Any) -> list[CheckpointError]:
     body = json.loads((directory / MANIFEST_FILE_NAME).read_text())
     change(body)
-    body["xxh3"] = manifest_xxh3(body)
-    (directory / MANIFEST_FILE_NAME).write_bytes(manifest_bytes(body))
+    body["xxh3"] = compute_manifest_checksum(body)
+    (directory / MANIFEST_FILE_NAME).write_bytes(encode_canonical_manifest(body))
     return find_checkpoint_problems(directory)
 
 
@@ -324,7 +338,9 @@ def test_a_header_that_lies_is_refused(tmp_path: Path, header: bytes) -> None:
     (tmp_path / "a").write_bytes(struct.pack("<Q", len(header)) + header + b"12345678")
     with (
         pytest.raises(CheckpointError),
-        CheckedFile(tmp_path, "a", StoredFile.from_file(tmp_path / "a")),
+        VerifiedSafetensorsFile(
+            tmp_path, "a", FileSizeAndChecksums.compute_from_file(tmp_path / "a")
+        ),
     ):
         pass
 
@@ -333,21 +349,25 @@ def test_a_header_longer_than_the_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(struct.pack("<Q", 2**63) + b"{}")
     with (
         pytest.raises(CheckpointError, match="longer than the file"),
-        CheckedFile(tmp_path, "a", StoredFile.from_file(tmp_path / "a")),
+        VerifiedSafetensorsFile(
+            tmp_path, "a", FileSizeAndChecksums.compute_from_file(tmp_path / "a")
+        ),
     ):
         pass
 
 
-def test_a_wrong_size_is_said_before_anything_is_read(written: tuple[Path, StoredFile]) -> None:
+def test_a_wrong_size_is_said_before_anything_is_read(
+    written: tuple[Path, FileSizeAndChecksums],
+) -> None:
     directory, stored = written
     with (
         pytest.raises(CheckpointError, match="that were written"),
-        CheckedFile(
+        VerifiedSafetensorsFile(
             directory, "a.safetensors", replace(stored, num_bytes=stored.num_bytes + 1)
         ) as file,
     ):
         assert file.num_bytes_read == 0
 
 
-def test_a_stored_file_is_plain_json(written: tuple[Path, StoredFile]) -> None:
-    assert StoredFile(**json.loads(json.dumps(asdict(written[1])))) == written[1]
+def test_a_stored_file_is_plain_json(written: tuple[Path, FileSizeAndChecksums]) -> None:
+    assert FileSizeAndChecksums(**json.loads(json.dumps(asdict(written[1])))) == written[1]

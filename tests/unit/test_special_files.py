@@ -18,7 +18,7 @@ from test_retention import save
 
 import phalanx
 from phalanx.checkpoint.best import record_best_step
-from phalanx.checkpoint.ownership.run_lock import LOCK_FILE_NAME, hold_run_lock
+from phalanx.checkpoint.ownership.run_lock import LOCK_FILE_NAME, holding_run_lock
 from phalanx.cli import _app
 from phalanx.core.disk import Disk, write_bytes_durably
 from phalanx.core.errors import ResourceError
@@ -115,7 +115,7 @@ def test_a_link_is_not_written_through(tmp_path: Path) -> None:
         (tmp_path / "run" / name).symlink_to(tmp_path / "ours")
     with pytest.raises(OSError, match="it is a link"):
         append_regular(tmp_path / "run" / "log")
-    with pytest.raises(ResourceError, match="locking"), hold_run_lock(tmp_path / "run"):
+    with pytest.raises(ResourceError, match="locking"), holding_run_lock(tmp_path / "run"):
         pass
     assert (tmp_path / "ours").read_text() == "precious"
 
@@ -352,7 +352,7 @@ READERS = {
     "fromfile",
     "safe_open",
     "memory_map",
-    "from_file",
+    "compute_from_file",
 }
 WRITERS = {"write_text", "write_bytes"}
 

@@ -17,10 +17,10 @@ from phalanx.parallel.step_hooks import StepHooks
 def test_two_callbacks_of_one_moment_both_run_in_their_order() -> None:
     hooks, calls = StepHooks(), list[str]()
     runs = {
-        "after_backward": hooks.run_after_backward,
-        "gather_weights": hooks.run_gather_weights,
-        "release_weights": hooks.run_release_weights,
-        "after_weight_grads": hooks.run_after_weight_grads,
+        "after_backward": hooks.run_after_backward_hooks,
+        "gather_weights": hooks.run_gather_weights_hooks,
+        "release_weights": hooks.run_release_weights_hooks,
+        "after_weight_grads": hooks.run_after_weight_grads_hooks,
     }
     for moment, run in runs.items():
         for name in ("first", "second"):
@@ -37,7 +37,7 @@ def test_each_hook_before_the_reduction_sees_all_parameters() -> None:
     names: list[list[str]] = []
     for _ in range(2):
         hooks.before_reduce.append(lambda named: names.append([name for name, _ in named]))
-    hooks.run_before_reduce(module.named_parameters())  # an iterator, which is spent once
+    hooks.run_before_reduce_hooks(module.named_parameters())  # an iterator, which is spent once
     assert names == [["weight", "bias"]] * 2
 
 
@@ -53,24 +53,24 @@ def test_contexts_of_a_microbatch_nest() -> None:
 
         hooks.around_microbatch.append(around)
 
-    with hooks.enter_microbatch(is_last=True):
+    with hooks.open_microbatch_context(is_last=True):
         assert events == []
     add("outer")
-    with hooks.enter_microbatch(is_last=False):
+    with hooks.open_microbatch_context(is_last=False):
         assert events == ["outer begins, last: False"]
     events.clear()
     add("inner")
-    with hooks.enter_microbatch(is_last=True):
+    with hooks.open_microbatch_context(is_last=True):
         assert events == ["outer begins, last: True", "inner begins, last: True"]
     assert events[2:] == ["inner ends", "outer ends"]
 
 
 def test_the_first_explanation_of_an_error_wins() -> None:
     hooks, error = StepHooks(), RuntimeError("shape")
-    assert hooks.find_explanation(error) is None
+    assert hooks.explain_error_by_hooks(error) is None
     second, third = LayoutError("a shape that tp has cut"), LayoutError("too late")
     hooks.explain_error.extend([lambda error: None, lambda error: second, lambda error: third])
-    assert hooks.find_explanation(error) is second
+    assert hooks.explain_error_by_hooks(error) is second
 
 
 def test_torch_is_asked_for_nothing_without_hooks() -> None:
@@ -80,7 +80,7 @@ def test_torch_is_asked_for_nothing_without_hooks() -> None:
         raise AssertionError("nobody reads the parameters")
         yield "", nn.Parameter(torch.zeros(1))
 
-    hooks.run_before_reduce(refuse())
+    hooks.run_before_reduce_hooks(refuse())
 
 
 def test_no_list_of_callbacks_can_be_replaced() -> None:

@@ -31,7 +31,7 @@ from checkpoints import (
 from phalanx.checkpoint.manifest import read_manifest
 from phalanx.checkpoint.reading.verify import find_checkpoint_problems
 from phalanx.core.errors import CheckpointError
-from phalanx.mesh.logical import Box, LogicalShard, dtype_name
+from phalanx.mesh.logical import Box, LogicalShard, get_dtype_name
 from phalanx.plan.layout import Layout
 from ranks import run_ranks
 
@@ -200,7 +200,7 @@ def shard_of_part(name: str, whole: torch.Tensor, part: Part, *, fill: bool) -> 
     shard = LogicalShard(
         name,
         tuple(whole.shape),
-        dtype_name(whole.dtype),
+        get_dtype_name(whole.dtype),
         part.boxes,
         local,
         part.replica,
@@ -430,7 +430,9 @@ def side_by_side(name: str, whole: torch.Tensor, boxes: list[Box], *, fill: bool
         places.append(replace(box, local_offset=tuple(at_dim)))
         at_dim = [o + n for o, n in zip(at_dim, box.size, strict=True)]
     local = torch.full(at_dim, SENTINEL).to(whole.dtype)
-    shard = LogicalShard(name, tuple(whole.shape), dtype_name(whole.dtype), tuple(places), local)
+    shard = LogicalShard(
+        name, tuple(whole.shape), get_dtype_name(whole.dtype), tuple(places), local
+    )
     if fill:
         for box in places:
             inside(local, box).copy_(at(whole, box))

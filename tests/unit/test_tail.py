@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 import pytest
 
-from phalanx.checkpoint.ownership.fence import OwnershipFence
+from phalanx.checkpoint.ownership.fence import RunOwnershipWatch
 from phalanx.core.files import MAX_LINE_BYTES, open_regular
 from phalanx.observe import tail as reading
 from phalanx.observe.bus import Bus, event_file_path
@@ -177,7 +177,7 @@ def test_what_a_disk_refuses_is_shown_once(tmp_path: Path) -> None:
     console = PlainConsole(QuietStream(io.StringIO()), RunProgress(9), 1)
     tail = EventTail(tmp_path)
     bus = open_supervisor_bus(
-        tmp_path, 0, make_refused_event_writer(console, tail), OwnershipFence(tmp_path, None)
+        tmp_path, 0, make_refused_event_writer(console, tail), RunOwnershipWatch(tmp_path, None)
     )
     bus.emit(Note("first"))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

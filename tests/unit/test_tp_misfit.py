@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx.parallel.tensor.shape_errors import UngatheredColumn, shard_width_error
+from phalanx.parallel.tensor.shape_errors import UngatheredColumnLayer, explain_shard_width_mismatch
 from phalanx.plan.rules import parse_sharding_rules
 
 (RULE,) = parse_sharding_rules({"up": "column"})
-COLUMN = UngatheredColumn("up", RULE, full_size=64, rank_size=32, has_row=False)
+COLUMN = UngatheredColumnLayer("up", RULE, full_size=64, rank_size=32, has_row=False)
 
 
 def error_of(call: object) -> Exception:
@@ -28,7 +28,9 @@ def error_of(call: object) -> Exception:
     ],
 )
 def test_a_part_that_meets_what_is_whole_is_the_rule_s(call: object) -> None:
-    assert 'sharding rule "up" = "column"' in str(shard_width_error(error_of(call), [COLUMN]))
+    assert 'sharding rule "up" = "column"' in str(
+        explain_shard_width_mismatch(error_of(call), [COLUMN])
+    )
 
 
 @pytest.mark.parametrize(
@@ -40,4 +42,4 @@ def test_a_part_that_meets_what_is_whole_is_the_rule_s(call: object) -> None:
     ],
 )
 def test_the_same_numbers_in_another_error_blame_no_rule(error: Exception) -> None:
-    assert shard_width_error(error, [COLUMN]) is None
+    assert explain_shard_width_mismatch(error, [COLUMN]) is None

@@ -18,7 +18,7 @@ from phalanx.core.errors import LayoutError
 from phalanx.job.shapes.vit import VitShape
 from phalanx.nn.models.vit import VisionTransformer, example_batch
 from phalanx.nn.objective import classification_cross_entropy
-from phalanx.parallel.call.bind_batch import call_with_batch
+from phalanx.parallel.call.bind_batch import build_forward_arguments
 
 SHAPE = VitShape(
     *(2, 32, 4, 4, 8, 64),
@@ -120,8 +120,8 @@ def test_classification_says_what_it_needs(outputs: Any) -> None:
 
 def test_a_batch_without_inputs_reaches_what_names_its_keys() -> None:
     module, batch = built(SHAPE), example_batch(SHAPE, 2, 0, seed=0)
-    assert call_with_batch(module, batch) == ((), {"images": batch["images"]})
+    assert build_forward_arguments(module, batch) == ((), {"images": batch["images"]})
     with pytest.raises(
         LayoutError, match="VisionTransformer names nothing of a batch with labels, pixels"
     ):
-        call_with_batch(module, {"pixels": batch["images"], "labels": batch["labels"]})
+        build_forward_arguments(module, {"pixels": batch["images"], "labels": batch["labels"]})

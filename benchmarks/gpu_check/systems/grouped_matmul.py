@@ -8,7 +8,7 @@ import torch
 from gpu_check.cases import Case
 from gpu_check.parity import compare
 from gpu_check.training import Say
-from phalanx.mesh.grouped import _has_grouped_kernel
+from phalanx.mesh.grouped import _can_use_grouped_kernel
 from phalanx.nn.grouped import GroupedLinear
 
 
@@ -23,7 +23,7 @@ def measure(case: Case, say: Say) -> None:
             ("uneven, two experts without rows", [0, 3, 5 * width, 17, 0, width, 1, 2 * width]),
         ):
             layer, x, grad = _given(case, counts, dtype)
-            kind = "torch's grouped kernel" if _has_grouped_kernel(x, 2 * width) else "a loop"
+            kind = "torch's grouped kernel" if _can_use_grouped_kernel(x, 2 * width) else "a loop"
             exact = _by_loop(layer.weight, x, grad, counts, torch.float64)
             own = _by_loop(layer.weight, x, grad, counts, dtype)
             key = f"{str(dtype).removeprefix('torch.')}, {name} ({kind})"

@@ -18,9 +18,9 @@ from gpu_check.training import Say
 from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.attention_kernels import choose_attention_kernel
 from phalanx.nn.attention import make_attention_mask
-from phalanx.parallel.context.attention import _Blockwise
-from phalanx.parallel.context.chunks import SequenceChunks
-from phalanx.parallel.context.transform import ContextMask
+from phalanx.parallel.context.attention import _BlockwiseAttentionFunction
+from phalanx.parallel.context.chunks import SequenceChunksOfRanks
+from phalanx.parallel.context.transform import ContextParallelMaskBuilder
 
 RANKS, BATCH, HEADS, KV_HEADS, WIDTH = 4, 2, 4, 2, 64
 REFERENCE = Path(__file__).parents[3] / "tests" / "support" / "online_softmax.py"
@@ -35,7 +35,7 @@ class Ring:
     """
 
     rank: int
-    chunks: SequenceChunks
+    chunks: SequenceChunksOfRanks
     keys: list[torch.Tensor]
     gradients: list[torch.Tensor]
     phases: PhaseTimer
@@ -51,15 +51,15 @@ class Carrier:
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
 
-    def iterate_blocks(self, kv: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    def iterate_key_value_blocks(self, kv: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         for step in range(self.ring.size):
             owner = (self.ring.rank - step) % self.ring.size
             yield owner, self.ring.keys[owner]
 
-    def gradients(
+    def compute_own_key_value_gradients(
         self, kv: torch.Tensor, of_block: Callable[[int, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        for owner, block in self.iterate_blocks(kv):
+        for owner, block in self.iterate_key_value_blocks(kv):
             self.ring.gradients[owner] += of_block(owner, block)
         return torch.zeros_like(kv)
 
@@ -167,8 +167,8 @@ def _by_reference(
 
 def _by_ring(given: Tensors, window: int, ids: torch.Tensor | None) -> Tensors:
     """What RANKS ranks compute, put together in the order of the sequence."""
-    chunks, tokens, device = SequenceChunks(RANKS), given["q"].shape[2], given["q"].device
-    places = [chunks.token_positions(rank, tokens).to(device) for rank in range(RANKS)]
+    chunks, tokens, device = SequenceChunksOfRanks(RANKS), given["q"].shape[2], given["q"].device
+    places = [chunks.positions_of_rank_tokens(rank, tokens).to(device) for rank in range(RANKS)]
     keys = [
         torch.stack([given[name].index_select(2, place) for name in ("k", "v")]) for place in places
     ]
@@ -182,9 +182,11 @@ def _by_ring(given: Tensors, window: int, ids: torch.Tensor | None) -> Tensors:
     for rank, place in enumerate(places):
         ring = Ring(rank, chunks, keys, gradients, PhaseTimer())
         q = given["q"].index_select(2, place).requires_grad_()
-        make = ContextMask(ring, make_attention_mask, covers_all=False)  # type: ignore[arg-type]
+        make = ContextParallelMaskBuilder(ring, make_attention_mask, covers_all=False)  # type: ignore[arg-type]
         mask = make(len(place), window, ids, q.dtype, device)
-        out = _Blockwise.apply(q, keys[rank][0], keys[rank][1], mask, window, ring, Carrier)
+        out = _BlockwiseAttentionFunction.apply(
+            q, keys[rank][0], keys[rank][1], mask, window, ring, Carrier
+        )
         out.backward(given["grad"].index_select(2, place))
         found["out"][:, :, place] = out.detach()
         found["grad q"][:, :, place] = q.grad.to(wide)  # type: ignore[union-attr]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from phalanx.bench.items import BenchItem
 from phalanx.bench.kernels import TimedCall
-from phalanx.mesh.gloo_collectives import gather_rows, scatter_sum
+from phalanx.mesh.gloo_collectives import all_gather_rows_in_place, reduce_scatter_rows
 
 # Rows, columns and inner dimension of the products that run beside an all-reduce: some 2 ms of a
 # core, as a block of a small model takes.
@@ -39,7 +39,7 @@ def _build_all_reduce_call(rows: torch.Tensor, group: dist.ProcessGroup) -> Call
 
 
 def _build_all_gather_call(rows: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], object]:
-    return lambda: gather_rows(rows, group)
+    return lambda: all_gather_rows_in_place(rows, group)
 
 
 def _build_reduce_scatter_call(
@@ -47,7 +47,7 @@ def _build_reduce_scatter_call(
 ) -> Callable[[], object]:
     rows.zero_()
     if rows.device.type == "cpu":
-        return lambda: scatter_sum(rows, group)
+        return lambda: reduce_scatter_rows(rows, group)
     part = torch.empty_like(rows[0])
     return lambda: dist.reduce_scatter_tensor(part, rows.view(-1), group=group)
 

@@ -8,15 +8,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from phalanx.checkpoint.os_errors import choose_error_class
+from phalanx.checkpoint.os_errors import choose_checkpoint_error_class
 from phalanx.core.errors import CheckpointError, RunTakenError, StorageError, StoreTakenError
 from phalanx.core.files import suggest_fix_for_os_error
 from phalanx.plan.layout import Layout
 
-EARLIER_CHECKPOINTS_REMAIN = "the checkpoints before this one stand"
+EARLIER_CHECKPOINTS_REMAIN_HINT = "the checkpoints before this one stand"
 # Errors that only writing has: their fix can add that earlier checkpoints are whole.
 _WRITE_ONLY_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
-_ERROR_CLASSES: dict[str, type[CheckpointError]] = {
+_ERROR_CLASS_BY_NAME: dict[str, type[CheckpointError]] = {
     error_class.__name__: error_class
     for error_class in (StorageError, RunTakenError, StoreTakenError)
 }
@@ -39,22 +39,24 @@ class CollectiveGroup(Protocol):
 
 
 @dataclass
-class RankResults:
-    """JSON values that the ranks share: the body of `all_ranks_or_raise` sets `local`, its end
-    fills `by_rank`."""
+class LocalAndGatheredResults:
+    """JSON values that the ranks share: the body of `run_on_all_ranks_or_raise` sets `local`, its
+    end fills `by_rank`."""
 
     local: Any = None
     by_rank: list[Any] = field(default_factory=list)
 
 
 @contextmanager
-def all_ranks_or_raise(group: CollectiveGroup, where: str, doing: str) -> Iterator[RankResults]:
+def run_on_all_ranks_or_raise(
+    group: CollectiveGroup, where: str, doing: str
+) -> Iterator[LocalAndGatheredResults]:
     """Run the body on every rank, then share the results; collective.
 
     A CheckpointError or OSError of any rank is raised on every rank, as a CheckpointError "failed
     while `doing`" that names the first such rank.
     """
-    results = RankResults()
+    results = LocalAndGatheredResults()
     message = fix = class_name = None
     # Errors wait for the gather, which the other ranks take part in.
     try:
@@ -65,16 +67,16 @@ def all_ranks_or_raise(group: CollectiveGroup, where: str, doing: str) -> Iterat
         message = error.strerror or str(error)
         if error.filename:
             message = f"{error.strerror}: {error.filename}"
-        class_name = choose_error_class(error).__name__
+        class_name = choose_checkpoint_error_class(error).__name__
         fix = suggest_fix_for_os_error(error, error.filename or where)
         if fix and error.errno in _WRITE_ONLY_ERRNOS:
-            fix = f"{fix}; {EARLIER_CHECKPOINTS_REMAIN}"
+            fix = f"{fix}; {EARLIER_CHECKPOINTS_REMAIN_HINT}"
     gathered = group.gather_json([message, fix, class_name, results.local])
     failures = []
     for rank, (message, fix, class_name, _) in enumerate(gathered):
         if message:
             # By name: an error of another rank comes as JSON.
-            error_class = _ERROR_CLASSES.get(class_name or "", CheckpointError)
+            error_class = _ERROR_CLASS_BY_NAME.get(class_name or "", CheckpointError)
             failures.append((f"rank {rank}: {message}", fix, error_class))
     if failures:
         # That the run is another job's says more than what else went wrong because of it.

@@ -10,15 +10,15 @@ import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from phalanx.checkpoint.folder import LocalFolder
-from phalanx.checkpoint.manifest import checkpoint_directory
+from phalanx.checkpoint.folder import LocalCheckpointFolder
+from phalanx.checkpoint.manifest import build_checkpoint_path
 from phalanx.core.disk import Disk, write_json_durably
 
 BEST_FILE_NAME = "best.json"
 
 
 @dataclass(frozen=True)
-class BestStep:
+class BestStepRecord:
     """The best step of a run: its `loss` per target over `num_targets` held-out targets.
 
     `checkpoint` is relative to the run directory, or a URL. `value` is that of `metric`, by which
@@ -43,21 +43,21 @@ def record_best_step(
     value: float | None = None,
     checkpoint: str | None = None,
     disk: Disk | None = None,
-) -> BestStep:
+) -> BestStepRecord:
     """Record the checkpoint of `step`, which must be saved, as the best by `metric`.
 
     Atomic; raises OSError. `checkpoint`: its path in the run or its URL, if that is not
     RUN/checkpoints/step-N.
     """
-    checkpoint = checkpoint or str(checkpoint_directory(run_dir, step).relative_to(run_dir))
+    checkpoint = checkpoint or str(build_checkpoint_path(run_dir, step).relative_to(run_dir))
     if value is None:
         value = loss
-    best = BestStep(step, loss, num_targets, checkpoint, metric, value)
+    best = BestStepRecord(step, loss, num_targets, checkpoint, metric, value)
     write_json_durably(disk or Disk(), run_dir / BEST_FILE_NAME, {"format": 1, **asdict(best)})
     return best
 
 
-def read_protected_steps(run_dir: Path) -> frozenset[int]:
+def read_best_step_to_protect(run_dir: Path) -> frozenset[int]:
     """The best step, if one is recorded: its checkpoint must stay, whatever else is removed."""
     best = read_best_step(run_dir)
     if best is None:
@@ -65,14 +65,14 @@ def read_protected_steps(run_dir: Path) -> frozenset[int]:
     return frozenset((best.step,))
 
 
-def read_best_step(run_dir: Path) -> BestStep | None:
+def read_best_step(run_dir: Path) -> BestStepRecord | None:
     """The recorded best step; None if there is none, or its file cannot be read."""
     try:
-        body = json.loads(LocalFolder(run_dir).read(BEST_FILE_NAME))
+        body = json.loads(LocalCheckpointFolder(run_dir).read(BEST_FILE_NAME))
         # An older file has neither metric nor value: it went by the loss.
         metric, loss = str(body.get("metric", "loss")), float(body["loss"])
         value = float(body.get("value", loss))
-        return BestStep(
+        return BestStepRecord(
             int(body["step"]),
             loss,
             int(body["num_targets"]),

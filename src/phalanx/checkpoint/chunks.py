@@ -18,14 +18,14 @@ CHUNK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
-class StoredFile:
+class FileSizeAndChecksums:
     """A file as the manifest lists it: its size, and the checksums of its chunks as one string of
     hex."""
 
     num_bytes: int
     chunks_xxh3: str
 
-    def chunk_xxh3(self, number: int) -> str:
+    def checksum_of_chunk(self, number: int) -> str:
         # 64 bits are 16 digits of hex.
         return self.chunks_xxh3[16 * number : 16 * number + 16]
 
@@ -34,16 +34,16 @@ class StoredFile:
         return -(-self.num_bytes // CHUNK_BYTES)
 
     @classmethod
-    def from_file(cls, path: Path) -> StoredFile:
+    def compute_from_file(cls, path: Path) -> FileSizeAndChecksums:
         """The size and checksums of an existing file as it is now. Raises OSError."""
-        digests = ChunkDigests()
+        digests = ChunkChecksumStream()
         with open_regular(path) as file:
             while data := file.read(CHUNK_BYTES):
-                digests.update(data)
+                digests.add_bytes(data)
         return digests.finish()
 
 
-class ChunkDigests:
+class ChunkChecksumStream:
     """XXH3-64 of each chunk of a stream."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class ChunkDigests:
         self._in_chunk, self._num_bytes = 0, 0
         self._done: list[str] = []
 
-    def update(self, data: bytes | memoryview) -> None:
+    def add_bytes(self, data: bytes | memoryview) -> None:
         view = memoryview(data)
         self._num_bytes += len(view)
         while len(view):
@@ -60,15 +60,15 @@ class ChunkDigests:
             self._in_chunk += len(piece)
             view = view[len(piece) :]
             if self._in_chunk == CHUNK_BYTES:
-                self._close_chunk()
+                self._append_chunk_checksum()
 
-    def _close_chunk(self) -> None:
+    def _append_chunk_checksum(self) -> None:
         self._done.append(self._hash.hexdigest())
         self._hash.reset()
         self._in_chunk = 0
 
-    def finish(self) -> StoredFile:
+    def finish(self) -> FileSizeAndChecksums:
         """The size and checksums of the stream, which has ended."""
         if self._in_chunk:
-            self._close_chunk()
-        return StoredFile(self._num_bytes, "".join(self._done))
+            self._append_chunk_checksum()
+        return FileSizeAndChecksums(self._num_bytes, "".join(self._done))

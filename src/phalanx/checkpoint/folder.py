@@ -17,19 +17,19 @@ from phalanx.core.files import MAX_MANIFEST_BYTES, open_descriptor, read_regular
 STEP_FOLDER_PATTERN = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 
 
-class RangeReader(Protocol):
+class FileRangeReader(Protocol):
     """An open file of a checkpoint. Raises OSError."""
 
     @property
     def num_bytes(self) -> int: ...
 
-    def read_into(self, buffer: memoryview, offset: int) -> None:
+    def fill_buffer_from(self, buffer: memoryview, offset: int) -> None:
         """Fill `buffer` from byte `offset`; EOFError if the file ends before."""
 
     def close(self) -> None: ...
 
 
-class Folder(Protocol):
+class CheckpointFolder(Protocol):
     """A checkpoint's files.
 
     Every method raises OSError (FileNotFoundError for what is not there).
@@ -50,7 +50,7 @@ class Folder(Protocol):
     def step(self) -> int:
         """The step in its name; -1 for a folder that is named otherwise."""
 
-    def sizes(self) -> dict[str, int]:
+    def file_sizes(self) -> dict[str, int]:
         """The bytes of every file in it, whether a manifest lists it or not."""
 
     def where(self, name: str) -> str:
@@ -59,14 +59,14 @@ class Folder(Protocol):
     def read(self, name: str) -> bytes:
         """A whole (small) file."""
 
-    def open(self, name: str) -> RangeReader: ...
+    def open(self, name: str) -> FileRangeReader: ...
 
     def written_unix_s(self) -> float:
         """Unix seconds at which its manifest was written."""
 
 
 @dataclass(frozen=True)
-class LocalFolder:
+class LocalCheckpointFolder:
     """A directory."""
 
     path: Path
@@ -86,7 +86,7 @@ class LocalFolder:
             return -1
         return int(match[1])
 
-    def sizes(self) -> dict[str, int]:
+    def file_sizes(self) -> dict[str, int]:
         sizes = {}
         for entry in os.scandir(self.path):
             sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
@@ -98,14 +98,14 @@ class LocalFolder:
     def read(self, name: str) -> bytes:
         return read_regular(self.path / name, MAX_MANIFEST_BYTES)
 
-    def open(self, name: str) -> RangeReader:
-        return _LocalReader(self.path / name)
+    def open(self, name: str) -> FileRangeReader:
+        return _LocalRangeReader(self.path / name)
 
     def written_unix_s(self) -> float:
         return os.stat(self.path / "manifest.json").st_mtime
 
 
-class _LocalReader:
+class _LocalRangeReader:
     def __init__(self, path: Path) -> None:
         self._fd = open_descriptor(path, os.O_RDONLY)
 
@@ -113,7 +113,7 @@ class _LocalReader:
     def num_bytes(self) -> int:
         return os.fstat(self._fd).st_size
 
-    def read_into(self, buffer: memoryview, offset: int) -> None:
+    def fill_buffer_from(self, buffer: memoryview, offset: int) -> None:
         done = 0
         while done < len(buffer):
             # It may read less than asked for: 2 GiB at most on Linux.
@@ -126,23 +126,23 @@ class _LocalReader:
         os.close(self._fd)
 
 
-def as_folder(folder: Folder | Path) -> Folder:
-    """`folder` as a Folder: a path is a directory on this machine."""
+def convert_path_to_folder(folder: CheckpointFolder | Path) -> CheckpointFolder:
+    """`folder` as a CheckpointFolder: a path is a directory on this machine."""
     if isinstance(folder, Path):
-        return LocalFolder(folder)
+        return LocalCheckpointFolder(folder)
     return folder
 
 
-def place_in_run(folder: Folder, run_dir: Path) -> str:
+def format_place_in_run(folder: CheckpointFolder, run_dir: Path) -> str:
     """The place of a checkpoint as a run's files record it: relative to the run directory, or the
     URL of one elsewhere."""
-    if isinstance(folder, LocalFolder) and folder.path.is_relative_to(run_dir):
+    if isinstance(folder, LocalCheckpointFolder) and folder.path.is_relative_to(run_dir):
         return str(folder.path.relative_to(run_dir))
     return folder.url
 
 
 def resolve_place_in_run(run_dir: Path, recorded: str) -> str:
-    """The full path or URL of a checkpoint whose `place_in_run` is `recorded`."""
+    """The full path or URL of a checkpoint whose `format_place_in_run` is `recorded`."""
     if "://" in recorded:
         return recorded
     return str(run_dir / recorded)

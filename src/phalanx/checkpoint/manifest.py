@@ -16,18 +16,23 @@ from typing import Any
 
 import xxhash
 
-from phalanx.checkpoint.chunks import CHUNK_BYTES, StoredFile
+from phalanx.checkpoint.chunks import CHUNK_BYTES, FileSizeAndChecksums
 from phalanx.checkpoint.facts import (
-    MAX_COUNT,
-    check_facts,
-    require_count,
-    require_degree,
-    require_mapping,
-    require_progress_count,
-    require_text,
+    MAX_FACT_INTEGER,
+    require_axis_degree,
+    require_bounded_text,
+    require_json_object,
+    require_non_negative_int64,
+    require_plausible_progress_count,
+    require_valid_facts,
 )
-from phalanx.checkpoint.folder import STEP_FOLDER_PATTERN, Folder, LocalFolder, as_folder
-from phalanx.checkpoint.os_errors import wrap_os_error
+from phalanx.checkpoint.folder import (
+    STEP_FOLDER_PATTERN,
+    CheckpointFolder,
+    LocalCheckpointFolder,
+    convert_path_to_folder,
+)
+from phalanx.checkpoint.os_errors import convert_os_error
 from phalanx.core.digest import canonical_json
 from phalanx.core.errors import CheckpointError
 
@@ -42,7 +47,7 @@ MAX_DIMS = 64
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredPiece:
     """One block of a logical tensor: entry `key` of `file`, standing at `offset` in the full
     tensor.
 
@@ -56,7 +61,7 @@ class Piece:
     size: tuple[int, ...]
     xxh3_128: str = ""
 
-    def overlap(
+    def intersect_with_box(
         self, offset: tuple[int, ...], size: tuple[int, ...]
     ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """(start in the full tensor, size) of its overlap with a box of the tensor; None if they do
@@ -75,10 +80,10 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class StoredTensorPieces:
     shape: tuple[int, ...]
     dtype: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredPiece, ...]
 
 
 @dataclass(frozen=True)
@@ -94,29 +99,29 @@ class Manifest:
     job_digest: str
     layout: dict[str, int]
     facts: dict[str, Any]
-    tensors: dict[str, StoredTensor]
+    tensors: dict[str, StoredTensorPieces]
     aliases: dict[str, str]
-    files: dict[str, StoredFile]
+    files: dict[str, FileSizeAndChecksums]
     epoch: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """The manifest's text as JSON, with its own checksum."""
         body = {"format": MANIFEST_FORMAT_VERSION, "chunk_bytes": CHUNK_BYTES, **asdict(self)}
-        return {**body, "xxh3": manifest_xxh3(body)}
+        return {**body, "xxh3": compute_manifest_checksum(body)}
 
     def to_bytes(self) -> bytes:
         """The content of the file manifest.json."""
-        return manifest_bytes(self.to_json())
+        return encode_canonical_manifest(self.to_json())
 
     @property
     def num_bytes(self) -> int:
         return sum(file.num_bytes for file in self.files.values())
 
-    def without_optimizer(self) -> Manifest:
+    def keep_model_tensors(self) -> Manifest:
         """The manifest of the model alone."""
-        return self.without(OPTIMIZER_TENSOR_PREFIX, COMPRESSION_TENSOR_PREFIX)
+        return self.drop_tensors_by_prefix(OPTIMIZER_TENSOR_PREFIX, COMPRESSION_TENSOR_PREFIX)
 
-    def without(self, *prefixes: str) -> Manifest:
+    def drop_tensors_by_prefix(self, *prefixes: str) -> Manifest:
         """The manifest without the tensors whose names begin with one of `prefixes`."""
         tensors = {}
         for name, tensor in self.tensors.items():
@@ -125,12 +130,12 @@ class Manifest:
         return replace(self, tensors=tensors)
 
 
-def read_manifest(folder: Folder | Path) -> Manifest:
+def read_manifest(folder: CheckpointFolder | Path) -> Manifest:
     """Read and check the manifest of one checkpoint.
 
     Raises CheckpointError naming what is wrong.
     """
-    folder = as_folder(folder)
+    folder = convert_path_to_folder(folder)
     path = folder.where(MANIFEST_FILE_NAME)
     try:
         text = folder.read(MANIFEST_FILE_NAME)
@@ -138,11 +143,14 @@ def read_manifest(folder: Folder | Path) -> Manifest:
         computed_xxh3, canonical = "", b""
         if isinstance(body, dict):
             # Both raise ValueError: for numbers that are none, and for half a letter.
-            computed_xxh3, canonical = manifest_xxh3(body), manifest_bytes(body)
+            computed_xxh3, canonical = (
+                compute_manifest_checksum(body),
+                encode_canonical_manifest(body),
+            )
     except FileNotFoundError:
         raise _missing_manifest_error(folder) from None
     except OSError as error:
-        raise wrap_os_error(error, "the manifest cannot be read", path) from None
+        raise convert_os_error(error, "the manifest cannot be read", path) from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError("the manifest cannot be read", where=path, why=str(error)) from None
     version: Any = type(body).__name__
@@ -172,21 +180,21 @@ def read_manifest(folder: Folder | Path) -> Manifest:
         if type(error) is ValueError:
             why = str(error)
         raise CheckpointError("the manifest is damaged", where=path, why=why) from None
-    _require_own_step(folder, manifest)
+    _require_step_of_folder_name(folder, manifest)
     return manifest
 
 
-def _missing_manifest_error(folder: Folder) -> CheckpointError:
+def _missing_manifest_error(folder: CheckpointFolder) -> CheckpointError:
     """The error for a folder without a manifest: a directory is renamed into place whole, while an
     object store's folder may be an upload that never ended."""
-    if isinstance(folder, LocalFolder):
+    if isinstance(folder, LocalCheckpointFolder):
         return CheckpointError(
             "it is damaged", where=folder.url, why=f"{MANIFEST_FILE_NAME} is missing"
         )
     return CheckpointError("incomplete: it was never committed", where=folder.url)
 
 
-def _require_own_step(folder: Folder, manifest: Manifest) -> None:
+def _require_step_of_folder_name(folder: CheckpointFolder, manifest: Manifest) -> None:
     """Raise CheckpointError if the folder's name or the state is of another step than the manifest.
 
     Training would continue from a copy under another step's name as from that step.
@@ -208,20 +216,20 @@ def _require_own_step(folder: Folder, manifest: Manifest) -> None:
         )
 
 
-def manifest_xxh3(body: Mapping[str, Any]) -> str:
+def compute_manifest_checksum(body: Mapping[str, Any]) -> str:
     """XXH3-64 of a manifest's content, whatever its spacing and order."""
     return xxhash.xxh3_64_hexdigest(
         canonical_json({key: body[key] for key in body if key != "xxh3"}).encode()
     )
 
 
-def manifest_bytes(body: Mapping[str, Any]) -> bytes:
+def encode_canonical_manifest(body: Mapping[str, Any]) -> bytes:
     """The bytes of a manifest in its one canonical form: its content, which has a checksum, decides
     every byte."""
     return (json.dumps(body, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
-def check_aliases(aliases: Mapping[str, Any], tensors: Container[str]) -> dict[str, str]:
+def require_valid_aliases(aliases: Mapping[str, Any], tensors: Container[str]) -> dict[str, str]:
     """`aliases` if each leads from a name that no tensor has to a tensor; ValueError if not."""
     for name, stored_as in aliases.items():
         if name in tensors:
@@ -233,51 +241,56 @@ def check_aliases(aliases: Mapping[str, Any], tensors: Container[str]) -> dict[s
 
 def _parse_manifest(body: Mapping[str, Any]) -> Manifest:
     tensors = {}
-    for name, facts in require_mapping(body["tensors"]).items():
-        tensors[name] = _parse_tensor(facts)
+    for name, facts in require_json_object(body["tensors"]).items():
+        tensors[name] = _parse_stored_tensor(facts)
     # Files are verified by chunks of this size alone.
-    if require_count(body["chunk_bytes"]) != CHUNK_BYTES:
+    if require_non_negative_int64(body["chunk_bytes"]) != CHUNK_BYTES:
         raise ValueError(f"chunks of {body['chunk_bytes']} bytes")
     files = {}
-    for name, facts in require_mapping(body["files"]).items():
-        files[_require_plain_file_name(name)] = _parse_file(name, facts)
+    for name, facts in require_json_object(body["files"]).items():
+        files[_require_plain_file_name(name)] = _parse_stored_file(name, facts)
     for name, tensor in tensors.items():
-        _check_stored_tensor(name, tensor, files)
+        _require_valid_stored_tensor(name, tensor, files)
     layout = {}
-    for axis, number in require_mapping(body["layout"]).items():
-        layout[axis] = require_degree(number)
+    for axis, number in require_json_object(body["layout"]).items():
+        layout[axis] = require_axis_degree(number)
     return Manifest(
-        require_progress_count(body["step"]),
-        require_text(body["job_digest"]),
+        require_plausible_progress_count(body["step"]),
+        require_bounded_text(body["job_digest"]),
         layout,
-        check_facts(body["facts"]),
+        require_valid_facts(body["facts"]),
         tensors,
-        check_aliases(require_mapping(body["aliases"]), tensors),
+        require_valid_aliases(require_json_object(body["aliases"]), tensors),
         files,
-        require_count(body.get("epoch", 0)),
+        require_non_negative_int64(body.get("epoch", 0)),
     )
 
 
-def _parse_tensor(facts: Mapping[str, Any]) -> StoredTensor:
-    shape, dtype = tuple(map(require_count, facts["shape"])), require_text(facts["dtype"])
-    return StoredTensor(shape, dtype, tuple(map(_parse_piece, facts["pieces"])))
+def _parse_stored_tensor(facts: Mapping[str, Any]) -> StoredTensorPieces:
+    shape, dtype = (
+        tuple(map(require_non_negative_int64, facts["shape"])),
+        require_bounded_text(facts["dtype"]),
+    )
+    return StoredTensorPieces(shape, dtype, tuple(map(_parse_stored_piece, facts["pieces"])))
 
 
-def _parse_piece(facts: Mapping[str, Any]) -> Piece:
-    return Piece(
+def _parse_stored_piece(facts: Mapping[str, Any]) -> StoredPiece:
+    return StoredPiece(
         _require_plain_file_name(facts["file"]),
-        require_text(facts["key"]),
-        tuple(map(require_count, facts["offset"])),
-        tuple(map(require_count, facts["size"])),
-        require_text(facts.get("xxh3_128", "")),
+        require_bounded_text(facts["key"]),
+        tuple(map(require_non_negative_int64, facts["offset"])),
+        tuple(map(require_non_negative_int64, facts["size"])),
+        require_bounded_text(facts.get("xxh3_128", "")),
     )
 
 
-def _check_stored_tensor(name: str, tensor: StoredTensor, files: Container[str]) -> None:
+def _require_valid_stored_tensor(
+    name: str, tensor: StoredTensorPieces, files: Container[str]
+) -> None:
     """Raise ValueError if no tensor can be of this shape, or a piece lies outside of it or in a
     file that is not one of `files`."""
     num_dims, num_elements = len(tensor.shape), math.prod(tensor.shape)
-    if num_dims > MAX_DIMS or num_elements > MAX_COUNT:
+    if num_dims > MAX_DIMS or num_elements > MAX_FACT_INTEGER:
         raise ValueError(f"{name} is of {num_dims} dimensions and {num_elements} elements")
     for piece in tensor.pieces:
         if piece.file not in files:
@@ -288,8 +301,10 @@ def _check_stored_tensor(name: str, tensor: StoredTensor, files: Container[str])
                 raise ValueError(f"{name} has a piece outside its shape {list(tensor.shape)}")
 
 
-def _parse_file(name: str, facts: Mapping[str, Any]) -> StoredFile:
-    stored = StoredFile(require_count(facts["num_bytes"]), str(facts["chunks_xxh3"]))
+def _parse_stored_file(name: str, facts: Mapping[str, Any]) -> FileSizeAndChecksums:
+    stored = FileSizeAndChecksums(
+        require_non_negative_int64(facts["num_bytes"]), str(facts["chunks_xxh3"])
+    )
     if (
         not re.fullmatch(r"([0-9a-f]{16})*", stored.chunks_xxh3)
         or len(stored.chunks_xxh3) != 16 * stored.num_chunks
@@ -311,19 +326,19 @@ def _require_plain_file_name(name: Any) -> str:
     return name
 
 
-def checkpoint_directory(run_dir: Path, step: int) -> Path:
+def build_checkpoint_path(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step-{step}"
 
 
-def list_checkpoint_dirs(run_dir: Path) -> list[Path]:
+def list_checkpoint_paths_of_run(run_dir: Path) -> list[Path]:
     """Checkpoints under a run's own directory, oldest first.
 
     Uncommitted directories have other names.
     """
-    return list_checkpoint_folders(run_dir / "checkpoints")
+    return list_checkpoint_paths_in(run_dir / "checkpoints")
 
 
-def list_checkpoint_folders(root: Path) -> list[Path]:
+def list_checkpoint_paths_in(root: Path) -> list[Path]:
     """Checkpoints in a directory, oldest first; none if it is not there.
 
     A `step-N` was renamed into place as a whole, so that one without a manifest is damaged, and not
@@ -335,19 +350,19 @@ def list_checkpoint_folders(root: Path) -> list[Path]:
     try:
         for name in os.listdir(root):
             match = STEP_FOLDER_PATTERN.fullmatch(name)
-            if match and _path_exists(root / name):
+            if match and _path_or_link_exists(root / name):
                 by_step.append((int(match[1]), root / name))
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise wrap_os_error(
+        raise convert_os_error(
             error, "checkpoints cannot be looked for", str(error.filename or root)
         ) from None
     # By number: by name step-10 would come before step-9.
     return [entry for _, entry in sorted(by_step)]
 
 
-def _path_exists(path: Path) -> bool:
+def _path_or_link_exists(path: Path) -> bool:
     """True if there is anything at `path`, also a link that leads to nothing.
 
     Raises OSError unless that is known.

@@ -15,7 +15,7 @@ from phalanx.core.errors import CheckpointError, StorageError
 _MISSING_FILE_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL)
 
 
-def choose_error_class(error: OSError) -> type[CheckpointError]:
+def choose_checkpoint_error_class(error: OSError) -> type[CheckpointError]:
     """StorageError (exit 7) if the disk refuses; CheckpointError (exit 5) if a file is missing or
     wrong."""
     if error.errno in _MISSING_FILE_ERRNOS:
@@ -23,9 +23,9 @@ def choose_error_class(error: OSError) -> type[CheckpointError]:
     return StorageError
 
 
-def wrap_os_error(
+def convert_os_error(
     error: OSError, message: str, where: str, fix: str | None = None
 ) -> CheckpointError:
     """The CheckpointError or StorageError that says `message`, with `error` as its reason."""
     why = error.strerror or str(error)
-    return choose_error_class(error)(message, where=where, why=why, fix=fix)
+    return choose_checkpoint_error_class(error)(message, where=where, why=why, fix=fix)

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.checkpoint.ownership.fence import OwnershipFence
+from phalanx.checkpoint.ownership.fence import RunOwnershipWatch
 from phalanx.checkpoint.ownership.fencing_token import FencingToken
-from phalanx.checkpoint.stores import Store, open_store
+from phalanx.checkpoint.stores import Store, open_store_of_run
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,14 @@ class RunStorage:
 
     run_dir: Path
     store: Store
-    fence: OwnershipFence | None = None
+    fence: RunOwnershipWatch | None = None
 
     @staticmethod
     def open(
         run_dir: str | Path,
         url: str | None = None,
         *,
-        fence: OwnershipFence | None = None,
+        fence: RunOwnershipWatch | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> RunStorage:
         """The storage of the run in `run_dir`, with checkpoints in it or at `url` (a job's
@@ -41,7 +41,7 @@ class RunStorage:
         that cannot be used.
         """
         directory = Path(run_dir)
-        return RunStorage(directory, open_store(directory, url, say=say), fence)
+        return RunStorage(directory, open_store_of_run(directory, url, say=say), fence)
 
     @property
     def fencing_token(self) -> FencingToken | None:

@@ -23,14 +23,14 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from phalanx.checkpoint.chunks import CHUNK_BYTES, ChunkDigests, StoredFile
-from phalanx.checkpoint.folder import Folder, RangeReader, as_folder
-from phalanx.checkpoint.os_errors import wrap_os_error
+from phalanx.checkpoint.chunks import CHUNK_BYTES, ChunkChecksumStream, FileSizeAndChecksums
+from phalanx.checkpoint.folder import CheckpointFolder, FileRangeReader, convert_path_to_folder
+from phalanx.checkpoint.os_errors import convert_os_error
 from phalanx.core.disk import Disk, DiskFile
 from phalanx.core.errors import CheckpointError
 
 # The most that is read at once for a block with gaps between its rows.
-MAX_SPAN_BYTES = 32 << 20
+MAX_READ_SPAN_BYTES = 32 << 20
 # safetensors pads its header with spaces, so that tensors begin at a multiple of 8 bytes.
 _HEADER_ALIGNMENT = 8
 # Whatever parsing a stranger's JSON as a header may raise.
@@ -46,7 +46,7 @@ _HEADER_PARSE_ERRORS = (
 _MAX_HEADER_BYTES = 100 << 20
 
 # torch's name of a type -> safetensors' name and bytes per element
-SAFETENSORS_DTYPES: Mapping[str, tuple[str, int]] = {
+SAFETENSORS_DTYPE_OF_TORCH_DTYPE: Mapping[str, tuple[str, int]] = {
     "float64": ("F64", 8),
     "float32": ("F32", 4),
     "bfloat16": ("BF16", 2),
@@ -69,7 +69,7 @@ Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
-class SafetensorsEntry:
+class SafetensorsHeaderEntry:
     """One tensor in a file: `start` and `stop` are bytes from the start of the file."""
 
     key: str
@@ -84,7 +84,7 @@ class SafetensorsEntry:
 
 
 @dataclass(frozen=True)
-class TensorSource:
+class TensorToWrite:
     """A tensor to write.
 
     `load` returns its bytes (C order) when its turn comes, so that one copy exists at a time.
@@ -96,7 +96,7 @@ class TensorSource:
     load: Callable[[], Bytes]
 
 
-def write_safetensors(path: Path, sources: Iterable[TensorSource]) -> StoredFile:
+def write_safetensors(path: Path, sources: Iterable[TensorToWrite]) -> FileSizeAndChecksums:
     """Write a safetensors file on this machine and make it durable. Raises OSError."""
     file = Disk().create(path)
     try:
@@ -108,8 +108,8 @@ def write_safetensors(path: Path, sources: Iterable[TensorSource]) -> StoredFile
 
 
 def write_safetensors_stream(
-    file: DiskFile, sources: Iterable[TensorSource], *, metadata: Mapping[str, str] | None = None
-) -> StoredFile:
+    file: DiskFile, sources: Iterable[TensorToWrite], *, metadata: Mapping[str, str] | None = None
+) -> FileSizeAndChecksums:
     """Write a safetensors file into `file`, which the caller syncs and closes. Raises OSError."""
     sources = list(sources)
     header: dict[str, Any] = {}
@@ -117,17 +117,17 @@ def write_safetensors_stream(
         header["__metadata__"] = dict(metadata)
     position = 0
     for source in sources:
-        dtype, item_bytes = SAFETENSORS_DTYPES[source.dtype]
+        dtype, item_bytes = SAFETENSORS_DTYPE_OF_TORCH_DTYPE[source.dtype]
         num_bytes = math.prod(source.shape) * item_bytes
         offsets = [position, position + num_bytes]
         header[source.key] = {"dtype": dtype, "shape": list(source.shape), "data_offsets": offsets}
         position += num_bytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _HEADER_ALIGNMENT)
-    digests = ChunkDigests()
+    digests = ChunkChecksumStream()
 
     def write(data: bytes | memoryview) -> None:
-        digests.update(data)
+        digests.add_bytes(data)
         file.write(data)
 
     # A safetensors file: 8 bytes of length, the header, then the tensors without gaps.
@@ -137,23 +137,25 @@ def write_safetensors_stream(
     return digests.finish()
 
 
-class CheckedFile:
+class VerifiedSafetensorsFile:
     """Reads verified ranges of a file.
 
     A context manager; raises CheckpointError that names the file and the damaged tensors.
     """
 
-    def __init__(self, folder: Folder | Path, name: str, stored: StoredFile) -> None:
-        self._folder, self._name, self._stored = as_folder(folder), name, stored
+    def __init__(
+        self, folder: CheckpointFolder | Path, name: str, stored: FileSizeAndChecksums
+    ) -> None:
+        self._folder, self._name, self._stored = convert_path_to_folder(folder), name, stored
         self.where = self._folder.where(name)
-        self._reader: RangeReader | None = None
+        self._reader: FileRangeReader | None = None
         # One buffer for all chunks: reading in the file's order verifies each of them once.
         self._chunk = np.empty(min(CHUNK_BYTES, max(1, stored.num_bytes)), np.uint8)
         self._chunk_number = -1
         self.num_bytes_read = 0
-        self.entries: dict[str, SafetensorsEntry] = {}
+        self.entries: dict[str, SafetensorsHeaderEntry] = {}
 
-    def __enter__(self) -> CheckedFile:
+    def __enter__(self) -> VerifiedSafetensorsFile:
         try:
             self._reader = self._folder.open(self._name)
             num_bytes = self._reader.num_bytes
@@ -182,7 +184,7 @@ class CheckedFile:
         position = start
         while position < stop:
             number = position // CHUNK_BYTES
-            self._load_chunk(number)
+            self._load_verified_chunk(number)
             chunk_start = number * CHUNK_BYTES
             end = min(stop, chunk_start + CHUNK_BYTES)
             in_chunk = slice(position - chunk_start, end - chunk_start)
@@ -190,27 +192,27 @@ class CheckedFile:
             position = end
         return out
 
-    def read_block(
-        self, entry: SafetensorsEntry, start: tuple[int, ...], size: tuple[int, ...]
+    def read_box_of_entry(
+        self, entry: SafetensorsHeaderEntry, start: tuple[int, ...], size: tuple[int, ...]
     ) -> Bytes:
         """The elements [start, start + size) of a tensor in C order, as bytes."""
         item = entry.item_bytes
         # Whole elements, so that a block is copied by numpy, and not byte by byte.
-        out = np.empty(math.prod(size), _opaque_dtype(item))
+        out = np.empty(math.prod(size), _choose_dtype_of_item_bytes(item))
         if out.size:
-            self._read_rows(out.reshape(size), entry.start, entry.shape, item, start)
+            self._read_box_in_spans(out.reshape(size), entry.start, entry.shape, item, start)
         return out.view(np.uint8)
 
-    def verify(self) -> Iterator[int]:
+    def verify_chunks(self) -> Iterator[int]:
         """Verify the whole file chunk by chunk; yields bytes done.
 
         Raises CheckpointError at the first bad chunk.
         """
         for number in range(self._stored.num_chunks):
-            self._load_chunk(number)
+            self._load_verified_chunk(number)
             yield min(self._stored.num_bytes, (number + 1) * CHUNK_BYTES)
 
-    def _read_rows(
+    def _read_box_in_spans(
         self,
         out: NDArray[Any],
         base: int,
@@ -237,13 +239,13 @@ class CheckedFile:
         span = last + item - inner
         has_gaps = span != math.prod(out.shape[1:]) * item
         # Row by row where one row is too much at once, or its gaps may hold whole chunks.
-        if len(shape) > 1 and (span > MAX_SPAN_BYTES or (has_gaps and span > CHUNK_BYTES)):
+        if len(shape) > 1 and (span > MAX_READ_SPAN_BYTES or (has_gaps and span > CHUNK_BYTES)):
             for index in range(out.shape[0]):
-                self._read_rows(
+                self._read_box_in_spans(
                     out[index], base + (start[0] + index) * row, shape[1:], item, start[1:]
                 )
             return
-        rows_at_once = max(1, MAX_SPAN_BYTES // max(row, 1))
+        rows_at_once = max(1, MAX_READ_SPAN_BYTES // max(row, 1))
         # A gap as long as a chunk may hold chunks of which nothing is wanted: those are not read.
         if row - span >= CHUNK_BYTES:
             rows_at_once = 1
@@ -258,7 +260,7 @@ class CheckedFile:
             )
             out[first : first + count] = block
 
-    def _load_chunk(self, number: int) -> None:
+    def _load_verified_chunk(self, number: int) -> None:
         if number == self._chunk_number:
             return
         start = number * CHUNK_BYTES
@@ -267,17 +269,17 @@ class CheckedFile:
         self._chunk_number = -1
         assert self._reader is not None, "the file is not open"
         try:
-            self._reader.read_into(self._chunk.data[:length], start)
+            self._reader.fill_buffer_from(self._chunk.data[:length], start)
         except EOFError:
             raise CheckpointError("it became shorter while it was read", where=self.where) from None
         except OSError as error:
             raise self._unreadable_file_error(error) from None
         self.num_bytes_read += length
         digest = xxhash.xxh3_64_hexdigest(self._chunk.data[:length])
-        stored_digest = self._stored.chunk_xxh3(number)
+        stored_digest = self._stored.checksum_of_chunk(number)
         if digest != stored_digest:
             stop = start + length
-            content = self._describe_range(start, stop)
+            content = self._describe_tensors_in_range(start, stop)
             raise CheckpointError(
                 f"its bytes are not those that were written: {content}",
                 where=self.where,
@@ -285,9 +287,9 @@ class CheckedFile:
             )
         self._chunk_number = number
 
-    def _describe_range(self, start: int, stop: int) -> str:
+    def _describe_tensors_in_range(self, start: int, stop: int) -> str:
         """The tensors in a range of the file, in words."""
-        entries = self.entries or self._read_doubtful_entries()
+        entries = self.entries or self._read_unverified_entries()
         parts = []
         if start == 0:
             parts.append("the file's header")
@@ -299,7 +301,7 @@ class CheckedFile:
             return f"{', '.join(parts[:4])} and {len(parts) - 4} more tensors"
         return ", ".join(parts)
 
-    def _read_doubtful_entries(self) -> dict[str, SafetensorsEntry]:
+    def _read_unverified_entries(self) -> dict[str, SafetensorsHeaderEntry]:
         """The entries of a header that did not verify, for the message of what may be damaged;
         never to read by."""
         length = int.from_bytes(self._chunk[:8].tobytes(), "little")
@@ -313,7 +315,7 @@ class CheckedFile:
         except _HEADER_PARSE_ERRORS:
             return {}
 
-    def _read_header(self) -> dict[str, SafetensorsEntry]:
+    def _read_header(self) -> dict[str, SafetensorsHeaderEntry]:
         if self._stored.num_bytes < 8:
             raise CheckpointError("it is too short to be a safetensors file", where=self.where)
         (length,) = struct.unpack("<Q", self.read(0, 8).tobytes())
@@ -331,17 +333,17 @@ class CheckedFile:
             ) from None
 
     def _unreadable_file_error(self, error: OSError) -> CheckpointError:
-        return wrap_os_error(error, "a file of the checkpoint cannot be read", self.where)
+        return convert_os_error(error, "a file of the checkpoint cannot be read", self.where)
 
 
 def parse_safetensors_header(
     text: bytes, base: int, num_bytes: int
-) -> Iterator[tuple[str, SafetensorsEntry]]:
+) -> Iterator[tuple[str, SafetensorsHeaderEntry]]:
     """Yield the entries of a safetensors header; tensors begin at byte `base`.
 
     Raises ValueError for entries that do not add up.
     """
-    item_bytes = dict(SAFETENSORS_DTYPES.values())
+    item_bytes = dict(SAFETENSORS_DTYPE_OF_TORCH_DTYPE.values())
     for key, facts in json.loads(text).items():
         if key == "__metadata__":
             continue
@@ -353,10 +355,10 @@ def parse_safetensors_header(
             raise ValueError(f"{key} lies outside the file")
         if dtype not in item_bytes or stop - start != math.prod(shape) * item_bytes[dtype]:
             raise ValueError(f"{key} is {dtype} {list(shape)} in {stop - start} bytes")
-        yield key, SafetensorsEntry(key, dtype, shape, start, stop)
+        yield key, SafetensorsHeaderEntry(key, dtype, shape, start, stop)
 
 
-def _opaque_dtype(item_bytes: int) -> np.dtype[Any]:
+def _choose_dtype_of_item_bytes(item_bytes: int) -> np.dtype[Any]:
     """A numpy type of `item_bytes` bytes, for moving elements without reading them."""
     if item_bytes in (1, 2, 4, 8):
         return np.dtype(f"u{item_bytes}")

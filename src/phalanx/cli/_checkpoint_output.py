@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from phalanx.checkpoint.exchange.import_weights import ImportResult
+from phalanx.checkpoint.exchange.import_weights import WeightsImportResult
 from phalanx.checkpoint.exchange.importing import MODEL_TOML_FILE_NAME
-from phalanx.checkpoint.reading.listing import CheckpointEntry, CheckpointListing
+from phalanx.checkpoint.reading.listing import CheckpointListing, ListedCheckpoint
 from phalanx.checkpoint.reading.verify import CheckpointVerification
-from phalanx.checkpoint.writing.prune_run import PruneResult
+from phalanx.checkpoint.writing.prune_run import PrunedCheckpoints
 from phalanx.cli._output import print_line
 from phalanx.core.units import format_bytes, plural
 from phalanx.run.export import ExportResult
@@ -27,7 +27,7 @@ def print_checkpoint_list(listing: CheckpointListing) -> None:
         print_line(line)
 
 
-def _describe_checkpoint(entry: CheckpointEntry) -> str:
+def _describe_checkpoint(entry: ListedCheckpoint) -> str:
     if entry.error is not None:
         return f"damaged: {entry.error}"
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.written_unix_s))
@@ -46,7 +46,7 @@ def print_checkpoint_verdict(result: CheckpointVerification) -> None:
         print_line(f"damaged {result.url}: {plural(len(result.problems), 'problem')}")
 
 
-def print_prune_result(result: PruneResult, *, dry_run: bool) -> None:
+def print_prune_result(result: PrunedCheckpoints, *, dry_run: bool) -> None:
     """Print which checkpoints are gone and which are kept; of a `dry_run`, which would be."""
     for note in result.notes:
         print_line(f"note    {note}")
@@ -75,7 +75,7 @@ def print_exported_model(result: ExportResult) -> None:
     print_line(f'open    transformers.{exported.auto_class}.from_pretrained("{result.out}")')
 
 
-def print_imported_checkpoint(result: ImportResult, *, source: str, out: str) -> None:
+def print_imported_checkpoint(result: WeightsImportResult, *, source: str, out: str) -> None:
     """Print the checkpoint that was written, and how to train on from it."""
     print_line(
         f"from    {source}: {result.num_tensors} tensors of {result.dtype},"

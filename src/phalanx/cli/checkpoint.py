@@ -65,9 +65,12 @@ def verify_command(
     as_json: JsonOption = False,
 ) -> int:
     """Read every byte and compare it with its checksum; exit code 5 if anything is wrong."""
-    from phalanx.checkpoint.reading.listing import find_checkpoint_folder, find_checkpoint_folders
-    from phalanx.checkpoint.reading.verify import verify_folder
-    from phalanx.checkpoint.stores import is_single_checkpoint
+    from phalanx.checkpoint.reading.listing import (
+        find_all_checkpoints_of_run,
+        find_checkpoint_or_newest_of_run,
+    )
+    from phalanx.checkpoint.reading.verify import verify_checkpoint_folder
+    from phalanx.checkpoint.stores import is_location_of_one_checkpoint
     from phalanx.cli._checkpoint_output import print_checkpoint_verdict
     from phalanx.cli._json import print_json
     from phalanx.cli._output import make_errors_printable
@@ -75,15 +78,15 @@ def verify_command(
     from phalanx.core.errors import ExitCode
 
     with make_errors_printable(as_json):
-        if all_of_them and not is_single_checkpoint(location):
-            folders = find_checkpoint_folders(location)
+        if all_of_them and not is_location_of_one_checkpoint(location):
+            folders = find_all_checkpoints_of_run(location)
         else:
-            folders = [find_checkpoint_folder(location)]
+            folders = [find_checkpoint_or_newest_of_run(location)]
     results = []
     for folder in folders:
         # A bar for each, which is gone before the verdict is printed.
         with ProgressLine(f"verifying {folder.name}") as line:
-            results.append(verify_folder(folder, line.update))
+            results.append(verify_checkpoint_folder(folder, line.update))
         if not as_json:
             print_checkpoint_verdict(results[-1])
     if as_json:
@@ -105,14 +108,14 @@ def diff_command(
 ) -> int:
     """Compare two checkpoints tensor by tensor, whatever layouts wrote them; exit code 11 if
     they differ."""
-    from phalanx.checkpoint.reading.diff import describe_difference, diff_checkpoints
-    from phalanx.checkpoint.reading.listing import find_checkpoint_folder
+    from phalanx.checkpoint.reading.diff import describe_checkpoint_difference, diff_checkpoints
+    from phalanx.checkpoint.reading.listing import find_checkpoint_or_newest_of_run
     from phalanx.cli._json import print_json
     from phalanx.cli._output import make_errors_printable, print_line
     from phalanx.core.errors import ExitCode
 
     with make_errors_printable(as_json):
-        first, second = find_checkpoint_folder(a), find_checkpoint_folder(b)
+        first, second = find_checkpoint_or_newest_of_run(a), find_checkpoint_or_newest_of_run(b)
         difference = diff_checkpoints(first, second)
     if as_json:
         print_json(
@@ -122,7 +125,7 @@ def diff_command(
         for text in (
             f"first   {first.url}",
             f"second  {second.url}",
-            *describe_difference(difference),
+            *describe_checkpoint_difference(difference),
         ):
             print_line(text)
     if not difference.is_identical:
@@ -226,14 +229,14 @@ def import_command(
     as_json: JsonOption = False,
 ) -> int:
     """Make a checkpoint of others' weights, to start training from (model.init_from) or to load."""
-    from phalanx.checkpoint.exchange.import_weights import import_weights
+    from phalanx.checkpoint.exchange.import_weights import import_weights_as_checkpoint
     from phalanx.cli._checkpoint_output import print_imported_checkpoint
     from phalanx.cli._json import print_json
     from phalanx.cli._output import make_errors_printable
     from phalanx.cli._progress import ProgressLine
 
     with make_errors_printable(as_json), ProgressLine("importing") as line:
-        result = import_weights(
+        result = import_weights_as_checkpoint(
             Path(source), Path(out), prefix=prefix, trust_pickle=trust_pickle, progress=line.update
         )
     if as_json:

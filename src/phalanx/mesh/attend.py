@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from phalanx.mesh.devices import is_on_cpu
 
 # The types that flash attention computes in on CUDA.
-FLASH_DTYPES = (torch.bfloat16, torch.float16)
+CUDA_FLASH_DTYPES = (torch.bfloat16, torch.float16)
 # The widest head that flash attention takes on CUDA.
-MAX_FLASH_HEAD_DIM = 256
+MAX_CUDA_FLASH_HEAD_DIM = 256
 
 
 def compute_attention(
@@ -30,9 +30,12 @@ def compute_attention(
     `mask`: [B or 1, 1, T, S], added to the scores; with one, `is_causal` is not looked at.
     """
     groups = q_BHTE.shape[1] // k_BKSE.shape[1]
-    is_grouped = groups > 1 and can_kernel_group_heads(q_BHTE, mask)
+    is_grouped = groups > 1 and can_kernel_use_fewer_key_heads(q_BHTE, mask)
     if groups > 1 and not is_grouped:
-        k_BKSE, v_BKSE = repeat_heads(k_BKSE, groups), repeat_heads(v_BKSE, groups)
+        k_BKSE, v_BKSE = (
+            repeat_key_value_heads(k_BKSE, groups),
+            repeat_key_value_heads(v_BKSE, groups),
+        )
     return F.scaled_dot_product_attention(
         q_BHTE,
         k_BKSE,
@@ -44,7 +47,7 @@ def compute_attention(
     )
 
 
-def can_kernel_group_heads(q_BHTE: torch.Tensor, mask: torch.Tensor | None) -> bool:
+def can_kernel_use_fewer_key_heads(q_BHTE: torch.Tensor, mask: torch.Tensor | None) -> bool:
     """True if a kernel that keeps no scores takes fewer heads of keys than of queries.
 
     On CUDA flash attention does; the one that takes masks and fp32 does not, and torch would fall
@@ -55,12 +58,12 @@ def can_kernel_group_heads(q_BHTE: torch.Tensor, mask: torch.Tensor | None) -> b
     width = q_BHTE.shape[-1]
     return (
         mask is None
-        and q_BHTE.dtype in FLASH_DTYPES
+        and q_BHTE.dtype in CUDA_FLASH_DTYPES
         and width % 8 == 0
-        and width <= MAX_FLASH_HEAD_DIM
+        and width <= MAX_CUDA_FLASH_HEAD_DIM
     )
 
 
-def repeat_heads(x_BKSE: torch.Tensor, groups: int) -> torch.Tensor:
+def repeat_key_value_heads(x_BKSE: torch.Tensor, groups: int) -> torch.Tensor:
     """[B, H, S, E]: each head of keys or values for all queries of its group."""
     return x_BKSE.repeat_interleave(groups, dim=1)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from phalanx.core.block_sizes import get_block_sizes
-from phalanx.mesh.attend import repeat_heads
+from phalanx.mesh.attend import repeat_key_value_heads
 from phalanx.mesh.attention_kernels import AttentionKernel, choose_attention_kernel
 
 
@@ -53,7 +53,7 @@ def compute_attention_by_blocks(
     return out  # type: ignore[no-any-return]
 
 
-def is_masked(num_tokens: int, window: int, document_ids_BT: torch.Tensor | None) -> bool:
+def is_any_key_masked(num_tokens: int, window: int, document_ids_BT: torch.Tensor | None) -> bool:
     """True if a token of a sequence of `num_tokens` sees fewer than all tokens (before it)."""
     return document_ids_BT is not None or 0 < window < num_tokens
 
@@ -79,7 +79,7 @@ class VisibleKeys:
             return max(0, first - back), last
         return max(0, first - back), min(num_tokens, last + back)
 
-    def make_mask(
+    def build_additive_mask(
         self, first: int, last: int, start: int, end: int, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """[B or 1, 1, last - first, end - begin]: 0 where a query sees a key, -inf where not."""
@@ -91,30 +91,30 @@ class VisibleKeys:
         # Query r and key c of the block are c - r - ahead tokens apart. Only the columns concerned
         # are gone through.
         if self.is_causal:
-            _hide_after(is_hidden, ahead + 1)
+            _hide_columns_from_diagonal(is_hidden, ahead + 1)
         elif self.window > 0:
-            _hide_after(is_hidden, ahead + self.window)
+            _hide_columns_from_diagonal(is_hidden, ahead + self.window)
         if self.window > 0:
-            _hide_before(is_hidden, ahead - self.window)
+            _hide_columns_up_to_diagonal(is_hidden, ahead - self.window)
         return torch.zeros(is_hidden.shape, dtype=dtype, device=device).masked_fill_(
             is_hidden, -torch.inf
         )[:, None]
 
 
-def _hide_after(is_hidden_BRC: torch.Tensor, diagonal: int) -> None:
+def _hide_columns_from_diagonal(is_hidden_BRC: torch.Tensor, diagonal: int) -> None:
     """Hides the columns c >= r + diagonal of each row r."""
     rows = is_hidden_BRC[:, :, max(0, diagonal) :]
     rows |= torch.ones(rows.shape[1:], dtype=torch.bool, device=rows.device).triu_(min(0, diagonal))
 
 
-def _hide_before(is_hidden_BRC: torch.Tensor, diagonal: int) -> None:
+def _hide_columns_up_to_diagonal(is_hidden_BRC: torch.Tensor, diagonal: int) -> None:
     """Hides the columns c <= r + diagonal of each row r."""
     rows = is_hidden_BRC[:, :, : max(0, is_hidden_BRC.shape[1] + diagonal)]
     rows |= torch.ones(rows.shape[1:], dtype=torch.bool, device=rows.device).tril_(diagonal)
 
 
 @dataclass(frozen=True)
-class _QueryBlock:
+class _QueryBlockWithVisibleKeys:
     """A block of queries, the keys that it reaches, and the mask between them."""
 
     rows: slice
@@ -122,9 +122,9 @@ class _QueryBlock:
     mask: torch.Tensor
 
 
-def _list_query_blocks(
+def _split_queries_into_blocks(
     q_BHTE: torch.Tensor, visible: VisibleKeys, block: int
-) -> Iterator[_QueryBlock]:
+) -> Iterator[_QueryBlockWithVisibleKeys]:
     """The blocks of a sequence. Without documents most have the same mask, which is made once."""
     num_tokens, last_shape, mask = q_BHTE.shape[2], None, torch.empty(0)
     for first in range(0, num_tokens, block):
@@ -134,8 +134,8 @@ def _list_query_blocks(
         if visible.document_ids_BT is not None or mask_shape != last_shape:
             # Frees the mask before, so that two never exist at once.
             mask, last_shape = torch.empty(0), mask_shape
-            mask = visible.make_mask(first, last, start, end, q_BHTE.dtype, q_BHTE.device)
-        yield _QueryBlock(slice(first, last), slice(start, end), mask)
+            mask = visible.build_additive_mask(first, last, start, end, q_BHTE.dtype, q_BHTE.device)
+        yield _QueryBlockWithVisibleKeys(slice(first, last), slice(start, end), mask)
 
 
 def _choose_kernel_and_repeat_keys(
@@ -146,24 +146,24 @@ def _choose_kernel_and_repeat_keys(
     kernel, groups = choose_attention_kernel(q_BHTE, q_BHTE), q_BHTE.shape[1] // k_BKTE.shape[1]
     if groups == 1 or kernel.takes_groups:
         return kernel, k_BKTE, v_BKTE
-    return kernel, repeat_heads(k_BKTE, groups), repeat_heads(v_BKTE, groups)
+    return kernel, repeat_key_value_heads(k_BKTE, groups), repeat_key_value_heads(v_BKTE, groups)
 
 
-def _make_last_dim_contiguous(x: torch.Tensor) -> torch.Tensor:
+def _ensure_contiguous_last_dim(x: torch.Tensor) -> torch.Tensor:
     """Kernels read along the last dimension."""
     if x.stride(-1) == 1:
         return x
     return x.contiguous()
 
 
-_TENSOR_PARAMETERS_SCHEMA = "Tensor q, Tensor k, Tensor v, Tensor? document_ids"
-_SCALAR_PARAMETERS_SCHEMA = "int window, bool is_causal, int block"
+_TENSOR_ARGUMENTS_SCHEMA = "Tensor q, Tensor k, Tensor v, Tensor? document_ids"
+_SCALAR_ARGUMENTS_SCHEMA = "int window, bool is_causal, int block"
 
 
 @torch.library.custom_op(
     "phalanx::attend_by_blocks",
     mutates_args=(),
-    schema=f"({_TENSOR_PARAMETERS_SCHEMA}, {_SCALAR_PARAMETERS_SCHEMA}) -> (Tensor, Tensor)",
+    schema=f"({_TENSOR_ARGUMENTS_SCHEMA}, {_SCALAR_ARGUMENTS_SCHEMA}) -> (Tensor, Tensor)",
 )
 def _attend_by_blocks(
     q: torch.Tensor,
@@ -176,14 +176,16 @@ def _attend_by_blocks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output, laid out as `q` is, and its log-sum-exp [B, H, T]."""
     q, k, v = (
-        _make_last_dim_contiguous(q),
-        _make_last_dim_contiguous(k),
-        _make_last_dim_contiguous(v),
+        _ensure_contiguous_last_dim(q),
+        _ensure_contiguous_last_dim(k),
+        _ensure_contiguous_last_dim(v),
     )
-    out, lse = _empty_results(q)
+    out, lse = _make_empty_output_and_lse(q)
     with torch.autocast(q.device.type, enabled=False):
         kernel, k, v = _choose_kernel_and_repeat_keys(q, k, v)
-        for part in _list_query_blocks(q, VisibleKeys(document_ids, window, is_causal), block):
+        for part in _split_queries_into_blocks(
+            q, VisibleKeys(document_ids, window, is_causal), block
+        ):
             rows, columns = part.rows, part.columns
             outputs = kernel.forward(
                 q[:, :, rows], k[:, :, columns], v[:, :, columns], part.mask, False
@@ -197,8 +199,8 @@ def _attend_by_blocks(
     "phalanx::attend_by_blocks_backward",
     mutates_args=(),
     schema=(
-        f"(Tensor grad, {_TENSOR_PARAMETERS_SCHEMA}, Tensor out, Tensor lse,"
-        f" {_SCALAR_PARAMETERS_SCHEMA}) -> (Tensor, Tensor, Tensor)"
+        f"(Tensor grad, {_TENSOR_ARGUMENTS_SCHEMA}, Tensor out, Tensor lse,"
+        f" {_SCALAR_ARGUMENTS_SCHEMA}) -> (Tensor, Tensor, Tensor)"
     ),
 )
 def _attend_by_blocks_backward(
@@ -216,15 +218,17 @@ def _attend_by_blocks_backward(
     """Gradients of q, k and v. Those of keys add up over blocks, in at least fp32."""
     grad, q, k, v = (
         grad.contiguous(),
-        _make_last_dim_contiguous(q),
-        _make_last_dim_contiguous(k),
-        _make_last_dim_contiguous(v),
+        _ensure_contiguous_last_dim(q),
+        _ensure_contiguous_last_dim(k),
+        _ensure_contiguous_last_dim(v),
     )
     grad_q, (batch, heads, tokens, width) = torch.empty_like(q), k.shape
     sums = torch.zeros(2, batch, heads, tokens, width, dtype=lse.dtype, device=q.device)
     with torch.autocast(q.device.type, enabled=False):
         kernel, all_k, all_v = _choose_kernel_and_repeat_keys(q, k, v)
-        for part in _list_query_blocks(q, VisibleKeys(document_ids, window, is_causal), block):
+        for part in _split_queries_into_blocks(
+            q, VisibleKeys(document_ids, window, is_causal), block
+        ):
             rows, columns = part.rows, part.columns
             block_grad_q, *block_grad_kv = kernel.backward(
                 grad[:, :, rows],
@@ -250,7 +254,7 @@ def _attend_by_blocks_backward(
 
 @_attend_by_blocks.register_fake
 def _fake_attend_by_blocks(q: torch.Tensor, *unused: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return _empty_results(_make_last_dim_contiguous(q))
+    return _make_empty_output_and_lse(_ensure_contiguous_last_dim(q))
 
 
 @_attend_by_blocks_backward.register_fake
@@ -258,26 +262,26 @@ def _fake_attend_by_blocks_backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *unused: Any
 ) -> tuple[torch.Tensor, ...]:
     return (
-        torch.empty_like(_make_last_dim_contiguous(q)),
+        torch.empty_like(_ensure_contiguous_last_dim(q)),
         k.new_empty(k.shape),
         v.new_empty(v.shape),
     )
 
 
-def _empty_results(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _make_empty_output_and_lse(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(q), q.new_empty(
         q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32)
     )
 
 
-def _save_for_backward(
+def _save_attention_for_backward(
     ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
     q, k, v, document_ids, *ctx.numbers = inputs
     ctx.save_for_backward(q, k, v, document_ids, *output)
 
 
-def _attention_gradients(
+def _compute_attention_gradients(
     ctx: Any, grad: torch.Tensor, _grad_of_lse: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
     # `compute_attention_by_blocks` keeps the log-sum-exp to itself, so its gradient is always zero.
@@ -290,4 +294,6 @@ def _attention_gradients(
     )
 
 
-_attend_by_blocks.register_autograd(_attention_gradients, setup_context=_save_for_backward)
+_attend_by_blocks.register_autograd(
+    _compute_attention_gradients, setup_context=_save_attention_for_backward
+)

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from phalanx.mesh.attend import FLASH_DTYPES, MAX_FLASH_HEAD_DIM
+from phalanx.mesh.attend import CUDA_FLASH_DTYPES, MAX_CUDA_FLASH_HEAD_DIM
 
 
 class AttentionKernel(Protocol):
@@ -17,7 +17,7 @@ class AttentionKernel(Protocol):
     when `out` and `lse` are those over all blocks.
 
     `mask`: [B or 1, 1, T, S], added to the scores. Heads of keys are those of queries, or with
-    `can_kernel_group_heads` as many as there are.
+    `can_kernel_use_fewer_key_heads` as many as there are.
     """
 
     takes_groups: bool
@@ -44,7 +44,7 @@ class AttentionKernel(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
 
-class CpuFlashKernel:
+class CpuFlashAttentionKernel:
     """torch's flash attention for the CPU: fp64, fp32, bf16, fp16."""
 
     takes_groups = True
@@ -59,18 +59,18 @@ class CpuFlashKernel:
         return op(grad, q, k, v, out, lse, 0.0, is_causal, attn_mask=mask)
 
 
-class PlainAttentionKernel:
+class UnfusedAttentionKernel:
     """Matrix products and a softmax: any device and type; scores are whole in memory."""
 
     takes_groups = False
 
     def forward(self, q, k, v, mask, is_causal):  # type: ignore[no-untyped-def]
-        scores = _masked_scores(q, k, mask, is_causal)
+        scores = _compute_masked_scores(q, k, mask, is_causal)
         lse = scores.logsumexp(-1)
         return (scores - lse.unsqueeze(-1)).exp().to(v.dtype) @ v, lse
 
     def backward(self, grad, q, k, v, out, lse, mask, is_causal):  # type: ignore[no-untyped-def]
-        weights = (_masked_scores(q, k, mask, is_causal) - lse.unsqueeze(-1)).exp()
+        weights = (_compute_masked_scores(q, k, mask, is_causal) - lse.unsqueeze(-1)).exp()
         # `out` is that over all blocks, and so these are sums over whole rows of the softmax.
         # The gradient of a row's scores is P * (dP - sum(P * dP)), and that sum is dO . O (arXiv
         # 2205.14135).
@@ -80,7 +80,7 @@ class PlainAttentionKernel:
         return grad_scores @ k, grad_scores.mT @ q, weights.to(grad.dtype).mT @ grad
 
 
-def _masked_scores(
+def _compute_masked_scores(
     q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, is_causal: bool
 ) -> torch.Tensor:
     scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * q.shape[-1] ** -0.5
@@ -92,7 +92,7 @@ def _masked_scores(
     return scores + mask
 
 
-class CudaFlashKernel:
+class CudaFlashAttentionKernel:
     """torch's flash attention for CUDA: bf16 and fp16, no mask but the causal one, heads of
     multiples of 8."""
 
@@ -113,7 +113,7 @@ class CudaFlashKernel:
         )
 
 
-class CudaEfficientKernel:
+class CudaMemoryEfficientAttentionKernel:
     """torch's memory-efficient attention for CUDA, which takes masks and says its log-sum-exp:
     fp32, bf16, fp16."""
 
@@ -122,7 +122,7 @@ class CudaEfficientKernel:
     def forward(self, q, k, v, mask, is_causal):  # type: ignore[no-untyped-def]
         op = torch.ops.aten._scaled_dot_product_efficient_attention
         # True: without it the kernel leaves the log-sum-exp empty.
-        out, lse, _, _ = op(q, k, v, _expand_mask_for_heads(mask, q, k), True, 0.0, is_causal)
+        out, lse, _, _ = op(q, k, v, _expand_and_align_mask(mask, q, k), True, 0.0, is_causal)
         return out, lse[..., : q.shape[2]]
 
     def backward(self, grad, q, k, v, out, lse, mask, is_causal):  # type: ignore[no-untyped-def]
@@ -138,7 +138,7 @@ class CudaEfficientKernel:
             q,
             k,
             v,
-            _expand_mask_for_heads(mask, q, k),
+            _expand_and_align_mask(mask, q, k),
             out,
             padded,
             none,
@@ -150,7 +150,7 @@ class CudaEfficientKernel:
         return grads[:3]
 
 
-def _expand_mask_for_heads(
+def _expand_and_align_mask(
     mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor
 ) -> torch.Tensor | None:
     """The mask for every head, in rows that begin at multiples of 8 elements, as the kernel
@@ -165,10 +165,10 @@ def _expand_mask_for_heads(
 
 
 PLAIN, CPU_FLASH, CUDA_FLASH, CUDA_EFFICIENT = (
-    PlainAttentionKernel(),
-    CpuFlashKernel(),
-    CudaFlashKernel(),
-    CudaEfficientKernel(),
+    UnfusedAttentionKernel(),
+    CpuFlashAttentionKernel(),
+    CudaFlashAttentionKernel(),
+    CudaMemoryEfficientAttentionKernel(),
 )
 
 
@@ -179,10 +179,10 @@ def choose_attention_kernel(q: torch.Tensor, mask: torch.Tensor | None) -> Atten
         (q.device.type == "cpu", CPU_FLASH),
         (q.device.type != "cuda" or q.dtype is torch.float64, PLAIN),
         (
-            q.dtype in FLASH_DTYPES
+            q.dtype in CUDA_FLASH_DTYPES
             and mask is None
             and width % 8 == 0
-            and width <= MAX_FLASH_HEAD_DIM,
+            and width <= MAX_CUDA_FLASH_HEAD_DIM,
             CUDA_FLASH,
         ),
         (width % 8 == 0, CUDA_EFFICIENT),

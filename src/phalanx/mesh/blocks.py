@@ -9,13 +9,13 @@ from torch import nn
 from phalanx.mesh.logical import full_name
 
 # Attribute of a module: names of its parts that a pipeline's last stage holds, too.
-LAST_STAGE = "last_stage"
+LAST_STAGE_ATTRIBUTE = "last_stage"
 
 
-def last_stage_names(module: nn.Module) -> tuple[str, ...]:
+def list_last_stage_module_names(module: nn.Module) -> tuple[str, ...]:
     """The names in `module.last_stage`, one or several; none if that attribute is anything else
     (a layer, say)."""
-    attribute = getattr(module, LAST_STAGE, ())
+    attribute = getattr(module, LAST_STAGE_ATTRIBUTE, ())
     if isinstance(attribute, str):
         return (attribute,)
     if isinstance(attribute, list | tuple) and all(isinstance(name, str) for name in attribute):
@@ -23,7 +23,7 @@ def last_stage_names(module: nn.Module) -> tuple[str, ...]:
     return ()
 
 
-def find_blocks(module: nn.Module) -> list[nn.Module]:
+def find_repeated_blocks(module: nn.Module) -> list[nn.Module]:
     """The repeated blocks: what `module.block_pattern` names, else its first ModuleList or
     Sequential of one class."""
     pattern = getattr(module, "block_pattern", None)

@@ -18,7 +18,7 @@ _shared_casts_stack: list[dict[tuple[torch.Tensor, torch.dtype], torch.Tensor]] 
 
 
 @contextmanager
-def sharing_autocast_casts() -> Iterator[None]:
+def sharing_casts_between_autocast_regions() -> Iterator[None]:
     """Inside, regions of autocast share their casts; weights must not change.
 
     Autocast is not enabled by it: a backward inside computes as it does outside. The gradient of a
@@ -28,7 +28,7 @@ def sharing_autocast_casts() -> Iterator[None]:
     # GPU a backward has a thread of its own, and what it computes again has regions in there:
     # torch's checkpoint's, a user's.
     torch.autocast_increment_nesting()
-    forget, torch.clear_autocast_cache = torch.clear_autocast_cache, _keep_autocast_cache
+    forget, torch.clear_autocast_cache = torch.clear_autocast_cache, _skip_clearing_autocast_cache
     _shared_casts_stack.append({})
     try:
         yield
@@ -39,12 +39,12 @@ def sharing_autocast_casts() -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
-def _keep_autocast_cache() -> None:
+def _skip_clearing_autocast_cache() -> None:
     """Replaces torch.clear_autocast_cache while casts are shared."""
 
 
 @contextmanager
-def casting_for_each_use(is_wanted: bool = True) -> Iterator[None]:
+def disabling_cast_cache(is_wanted: bool = True) -> Iterator[None]:
     """Inside, weights are cast for each use.
 
     For what runs without gradients beside something that needs them: a cast that is made there has
@@ -58,7 +58,7 @@ def casting_for_each_use(is_wanted: bool = True) -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-def cast_weight(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def cast_weight_through_cache(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`weight` as `dtype`, for products that autocast does not know: shared as it shares its
     own."""
     # Autocast's own rule for what it remembers: leaves that need a gradient, cast where gradients

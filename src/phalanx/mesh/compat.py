@@ -40,7 +40,7 @@ def silence_torch_warnings() -> None:
 
 
 @contextlib.contextmanager
-def default_group_timeout(timeout: datetime.timedelta) -> Iterator[None]:
+def using_default_group_timeout(timeout: datetime.timedelta) -> Iterator[None]:
     """Process groups that are opened in the body without a timeout of their own get this one.
 
     Torch gives them 30 minutes (NCCL 10), whatever the default group has, and device meshes, which
@@ -58,7 +58,7 @@ def default_group_timeout(timeout: datetime.timedelta) -> Iterator[None]:
             setattr(distributed_c10d, name, value)
 
 
-def set_timeouts(mesh: DeviceMesh, timeout: datetime.timedelta) -> None:
+def set_timeout_of_mesh_groups(mesh: DeviceMesh, timeout: datetime.timedelta) -> None:
     """Give every group of `mesh`, and of what was flattened of it, this timeout for a
     collective."""
     groups = [*mesh.get_all_groups()]
@@ -68,7 +68,7 @@ def set_timeouts(mesh: DeviceMesh, timeout: datetime.timedelta) -> None:
         distributed_c10d._set_pg_timeout(timeout, group)
 
 
-def ddp_buffer_option(sync: bool) -> dict[str, bool]:
+def build_ddp_buffer_option(sync: bool) -> dict[str, bool]:
     """DDP's switch for copying rank 0's buffers at each forward; torch 2.13 renamed it and warns
     about the old name."""
     name = "forward_sync_buffers"
@@ -77,7 +77,7 @@ def ddp_buffer_option(sync: bool) -> dict[str, bool]:
     return {name: sync}
 
 
-def reduce_unused_parameters(unit: FSDPModule) -> None:
+def make_fsdp_reduce_unused_parameters(unit: FSDPModule) -> None:
     """Have FSDP2 reduce zeros for a parameter without a gradient, which other ranks may have used.
 
     Torch 2.13 can; torch 2.11 aborts in the reduce-scatter when ranks disagree.
@@ -87,7 +87,7 @@ def reduce_unused_parameters(unit: FSDPModule) -> None:
         switch(True)
 
 
-def fsdp_communication_classes() -> tuple[type, type]:
+def get_fsdp_communication_classes() -> tuple[type, type]:
     """FSDP2's exchangeable communication, to be subclassed: (all-gather, reduce-scatter).
 
     A private module in torch.
@@ -100,22 +100,22 @@ def fsdp_communication_classes() -> tuple[type, type]:
     return DefaultAllGather, DefaultReduceScatter
 
 
-def finish_backward(root: torch.nn.Module) -> None:
+def run_fsdp_post_backward(root: torch.nn.Module) -> None:
     """Reduce and free what FSDP2 has kept whole over several backwards, as its own hooks do after a
     last one.
 
     torch's pipelining calls the same private methods (PipelineStage.perform_reduce_grad).
     """
-    state = _fsdp_state(root)
-    for group in _fsdp_parameter_groups(state):
+    state = _get_fsdp_state(root)
+    for group in _list_fsdp_parameter_groups(state):
         group.post_backward()
     state._root_post_backward_final_callback()
 
 
-def accumulate_gradients(root: torch.nn.Module) -> None:
+def add_written_gradients_to_fsdp(root: torch.nn.Module) -> None:
     """Add gradients that were written by hand to those that FSDP2 accumulates, in the type it
     reduces in."""
-    for group in _fsdp_parameter_groups(_fsdp_state(root)):
+    for group in _list_fsdp_parameter_groups(_get_fsdp_state(root)):
         for parameter in group.fsdp_params:
             # FSDP makes it when it first gathers a parameter.
             if hasattr(parameter, "_unsharded_param"):
@@ -123,10 +123,10 @@ def accumulate_gradients(root: torch.nn.Module) -> None:
                 parameter.to_accumulated_grad_if_needed()
 
 
-def list_whole_gradients(root: torch.nn.Module) -> list[torch.Tensor]:
+def list_unsharded_fsdp_gradients(root: torch.nn.Module) -> list[torch.Tensor]:
     """Gradients that FSDP2 keeps whole between backwards, for a reduction that comes later."""
     gradients = []
-    for group in _fsdp_parameter_groups(_fsdp_state(root)):
+    for group in _list_fsdp_parameter_groups(_get_fsdp_state(root)):
         for parameter in group.fsdp_params:
             whole = parameter.unsharded_accumulated_grad
             if whole is None and hasattr(parameter, "_unsharded_param"):
@@ -136,13 +136,13 @@ def list_whole_gradients(root: torch.nn.Module) -> list[torch.Tensor]:
     return gradients
 
 
-def _fsdp_state(root: torch.nn.Module) -> Any:
+def _get_fsdp_state(root: torch.nn.Module) -> Any:
     from torch.distributed.fsdp import fully_shard
 
     return fully_shard.state(root)  # type: ignore[attr-defined]
 
 
-def _fsdp_parameter_groups(state: Any) -> Iterator[Any]:
+def _list_fsdp_parameter_groups(state: Any) -> Iterator[Any]:
     """torch 2.13 may have several groups of parameters per unit, 2.11 has one or none."""
     for unit in state._state_ctx.all_states:
         groups = getattr(unit, "_fsdp_param_groups", None)
@@ -163,7 +163,7 @@ def wrap_local_as_dtensor(
     return DTensor(local, spec, requires_grad=local.requires_grad)
 
 
-def dtensor_like(like: DTensor, local: torch.Tensor) -> DTensor:
+def wrap_local_with_same_placements(like: DTensor, local: torch.Tensor) -> DTensor:
     """The same parts of another tensor (a gradient, say)."""
     return wrap_local_as_dtensor(local, like.device_mesh, like.placements, like)
 
@@ -179,10 +179,10 @@ def hide_fsdp_hooks_from_modes(unit: FSDPModule) -> None:
         for key, hook in table.items():
             # FSDP's hooks are methods of its state; hooks of the user's own stay visible to modes.
             if type(getattr(hook, "__self__", None)).__name__ == "FSDPState":
-                table[key] = _hide_modes(hook)
+                table[key] = _run_hook_without_modes(hook)
 
 
-def _hide_modes(hook: Any) -> Any:
+def _run_hook_without_modes(hook: Any) -> Any:
     def run(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
             return hook(*args, **kwargs)

@@ -25,7 +25,7 @@ from phalanx.mesh.devices import is_cpu
 
 # Less 2^64: int64 holds no numbers that large, and wraps around to the same bits.
 _GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15 - 2**64
-_MIX_ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1))
+_SPLITMIX64_ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1))
 
 
 def make_dropout_keep_mask(
@@ -55,24 +55,28 @@ def make_dropout_keep_mask(
     if threshold >= 2**31:
         return mask.zero_()
     rows = torch.arange(1 + offsets[0], 1 + offsets[0] + sizes[0], dtype=torch.int64, device=device)
-    rows = _mix_in_place(rows.mul_(_GOLDEN_RATIO_64).add_(_to_signed_int64(key)))
-    runs = _find_element_runs(row_sizes, tuple(offsets[1:]), full_row_sizes, torch.device(device))
+    rows = _apply_splitmix64_in_place(
+        rows.mul_(_GOLDEN_RATIO_64).add_(_convert_to_signed_int64(key))
+    )
+    runs = _split_box_into_element_runs(
+        row_sizes, tuple(offsets[1:]), full_row_sizes, torch.device(device)
+    )
     lines = mask.view(sizes[0], runs.count, runs.length)
     for odd, (numbers, offsets_of_pairs) in enumerate(runs.by_parity):
         if offsets_of_pairs is None:
             continue
         bases = (rows[:, None] + offsets_of_pairs).view(-1)
         if numbers is None:
-            _fill_lines(lines.view(-1, runs.length), bases, odd, threshold)
+            _fill_lines_with_keep_mask(lines.view(-1, runs.length), bases, odd, threshold)
         else:
             part = torch.empty(len(bases), runs.length, dtype=torch.bool, device=device)
-            _fill_lines(part, bases, odd, threshold)
+            _fill_lines_with_keep_mask(part, bases, odd, threshold)
             lines.index_copy_(1, numbers, part.view(sizes[0], len(numbers), runs.length))
     return mask
 
 
 @dataclass(frozen=True)
-class _ElementRuns:
+class _ContiguousElementRuns:
     """A box of a row as `count` runs of `length` elements that follow one another.
 
     `by_parity`: of the runs that begin with the low half of a pair, and of those with the high one,
@@ -87,12 +91,12 @@ class _ElementRuns:
 
 # Every step asks for the same few boxes, and a copy to a GPU would wait for it.
 @functools.lru_cache(maxsize=64)
-def _find_element_runs(
+def _split_box_into_element_runs(
     sizes: tuple[int, ...],
     offsets: tuple[int, ...],
     full_sizes: tuple[int, ...],
     device: torch.device,
-) -> _ElementRuns:
+) -> _ContiguousElementRuns:
     # Behind the last dimension that is cut, elements follow one another.
     cut = max((dim for dim in range(len(sizes)) if sizes[dim] != full_sizes[dim]), default=0)
     strides = [math.prod(full_sizes[dim + 1 :]) for dim in range(len(sizes))]
@@ -111,27 +115,29 @@ def _find_element_runs(
             by_parity.append((None, pairs))
         else:
             by_parity.append((numbers.to(device), pairs))
-    return _ElementRuns(len(starts), math.prod(sizes[cut:]), tuple(by_parity))
+    return _ContiguousElementRuns(len(starts), math.prod(sizes[cut:]), tuple(by_parity))
 
 
-def _fill_lines(lines: torch.Tensor, bases: torch.Tensor, odd: int, threshold: int) -> None:
+def _fill_lines_with_keep_mask(
+    lines: torch.Tensor, bases: torch.Tensor, odd: int, threshold: int
+) -> None:
     """`lines` [N, run]: of each line the elements from `odd` on of the pairs that follow its
     base."""
     run = lines.shape[1]
-    num_pairs, chunk = (run + odd + 1) // 2, _max_pairs_per_chunk(lines.device)
+    num_pairs, chunk = (run + odd + 1) // 2, _get_max_pairs_per_chunk(lines.device)
     # From 1 on, for pair i adds (i + 1) G.
     steps = torch.arange(1, min(chunk, num_pairs) + 1, dtype=torch.int64, device=lines.device)
     steps.mul_(_GOLDEN_RATIO_64)
     scratch = torch.empty(
         2, min(chunk, len(lines) * num_pairs), dtype=torch.int64, device=lines.device
     )
-    for first, last, start, stop in _split_into_chunks(len(lines), num_pairs, chunk):
+    for first, last, start, stop in _split_pairs_into_chunks(len(lines), num_pairs, chunk):
         shape = (last - first, stop - start)
         bits, spare = (buffer[: math.prod(shape)].view(shape) for buffer in scratch)
         torch.add(bases[first:last, None], steps[: shape[1]], out=bits)
         if start:
-            bits.add_(_to_signed_int64(start * _GOLDEN_RATIO_64))
-        _mix_in_place(bits, spare)
+            bits.add_(_convert_to_signed_int64(start * _GOLDEN_RATIO_64))
+        _apply_splitmix64_in_place(bits, spare)
         # Element 0 of a line is half `odd` of its first pair. As int32 a pair has its low half
         # first on machines that are little-endian.
         low, high = max(0, 2 * start - odd), min(run, 2 * stop - odd)
@@ -139,13 +145,13 @@ def _fill_lines(lines: torch.Tensor, bases: torch.Tensor, odd: int, threshold: i
         torch.ge(halves, threshold, out=lines[first:last, low:high])
 
 
-def _max_pairs_per_chunk(device: torch.device) -> int:
+def _get_max_pairs_per_chunk(device: torch.device) -> int:
     if is_cpu(device):
         return get_block_sizes().cpu_dropout_pairs
     return get_block_sizes().gpu_dropout_pairs
 
 
-def _split_into_chunks(
+def _split_pairs_into_chunks(
     num_lines: int, num_pairs: int, chunk: int
 ) -> Iterator[tuple[int, int, int, int]]:
     """Blocks of at most `chunk` pairs: (first line, last line, first pair, last pair)."""
@@ -155,11 +161,13 @@ def _split_into_chunks(
             yield first, min(num_lines, first + at_once), start, min(num_pairs, start + chunk)
 
 
-def _mix_in_place(values: torch.Tensor, spare: torch.Tensor | None = None) -> torch.Tensor:
+def _apply_splitmix64_in_place(
+    values: torch.Tensor, spare: torch.Tensor | None = None
+) -> torch.Tensor:
     """The finaliser of SplitMix64, in place. `spare` is scratch of the same shape."""
     if spare is None:
         spare = torch.empty_like(values)
-    for shift, factor in _MIX_ROUNDS:
+    for shift, factor in _SPLITMIX64_ROUNDS:
         torch.bitwise_right_shift(values, shift, out=spare)
         # torch's shift of int64 copies the sign, and SplitMix64's shifts in zeros.
         values.bitwise_xor_(spare.bitwise_and_((1 << (64 - shift)) - 1))
@@ -168,6 +176,6 @@ def _mix_in_place(values: torch.Tensor, spare: torch.Tensor | None = None) -> to
     return values
 
 
-def _to_signed_int64(value: int) -> int:
+def _convert_to_signed_int64(value: int) -> int:
     """A number modulo 2^64, as torch's int64 has it."""
     return (value + 2**63) % 2**64 - 2**63

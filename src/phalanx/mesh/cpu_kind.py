@@ -16,7 +16,7 @@ import torch
 
 # Instruction sets that torch, oneDNN or MKL have kernels of their own for, beyond what
 # `get_cpu_capability` tells.
-_RELEVANT_CPU_FLAGS = (
+_CPU_FLAGS_THAT_CHANGE_BITS = (
     "avx512_bf16",
     "avx512_fp16",
     "avx512_vnni",
@@ -28,7 +28,7 @@ _RELEVANT_CPU_FLAGS = (
     "sve2",
 )
 # Variables that choose among the kernels that a CPU could run.
-_KERNEL_CHOICE_VARIABLES = (
+_VARIABLES_THAT_CHOOSE_KERNELS = (
     "ONEDNN_MAX_CPU_ISA",
     "DNNL_MAX_CPU_ISA",
     "MKL_CBWR",
@@ -37,25 +37,27 @@ _KERNEL_CHOICE_VARIABLES = (
 
 
 @functools.cache
-def describe_cpu_kind(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+def describe_cpu_for_equal_bits(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """One line that is equal on machines whose CPUs compute the same bits with this torch.
 
     Example: "x86_64 AuthenticAMD AVX2, torch 2.13.0". Where `cpuinfo` cannot be read, vendor and
     features are missing.
     """
-    facts = _read_first_cpu(cpuinfo)
+    facts = _read_first_cpuinfo_entry(cpuinfo)
     vendor = facts.get("vendor_id") or facts.get("CPU implementer", "")
     flags = set((facts.get("flags") or facts.get("Features", "")).split())
-    features = [name for name in _RELEVANT_CPU_FLAGS if name in flags]
+    features = [name for name in _CPU_FLAGS_THAT_CHANGE_BITS if name in flags]
     words = [platform.machine(), vendor, torch.backends.cpu.get_cpu_capability(), *features]
     choices = [
-        f"{name}={os.environ[name]}" for name in _KERNEL_CHOICE_VARIABLES if os.environ.get(name)
+        f"{name}={os.environ[name]}"
+        for name in _VARIABLES_THAT_CHOOSE_KERNELS
+        if os.environ.get(name)
     ]
     cpu = " ".join(filter(None, words))
     return ", ".join([cpu, *choices, f"torch {torch.__version__.split('+')[0]}"])
 
 
-def _read_first_cpu(cpuinfo: Path) -> dict[str, str]:
+def _read_first_cpuinfo_entry(cpuinfo: Path) -> dict[str, str]:
     try:
         # An empty line ends each CPU: the first one stands for all.
         first, _, _ = cpuinfo.read_text(errors="replace").partition("\n\n")

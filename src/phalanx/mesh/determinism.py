@@ -22,7 +22,7 @@ _NONDETERMINISTIC_OP_PATTERN = re.compile(
 
 
 @contextlib.contextmanager
-def deterministic_algorithms(
+def using_deterministic_algorithms(
     enabled: bool, *, device: str = "cpu", compiles: bool = False
 ) -> Iterator[None]:
     """Make torch deterministic in the body, if `enabled`: equal inputs give equal bits on one
@@ -51,9 +51,9 @@ def deterministic_algorithms(
     # With it cuDNN takes the convolution that was fastest at the moment.
     torch.backends.cudnn.benchmark = False
     if compiles:
-        _compile_without_timing()
+        _compiling_without_benchmarked_kernels()
     try:
-        with explaining_determinism_errors(enabled):
+        with raising_layout_error_for_nondeterminism(enabled):
             yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
@@ -61,7 +61,7 @@ def deterministic_algorithms(
 
 
 @contextlib.contextmanager
-def explaining_determinism_errors(enabled: bool) -> Iterator[None]:
+def raising_layout_error_for_nondeterminism(enabled: bool) -> Iterator[None]:
     """Raise a LayoutError, if `enabled`, for what torch refuses in the body for want of a
     deterministic implementation."""
     try:
@@ -69,13 +69,13 @@ def explaining_determinism_errors(enabled: bool) -> Iterator[None]:
     except Exception as error:
         if not enabled:
             raise
-        refusal = _determinism_error(error)
+        refusal = _convert_determinism_error(error)
         if refusal is None:
             raise
         raise refusal from error
 
 
-def _compile_without_timing() -> None:
+def _compiling_without_benchmarked_kernels() -> None:
     """Inductor may choose among kernels by how long they take, and these round differently."""
     import torch._inductor.config as inductor
 
@@ -83,7 +83,7 @@ def _compile_without_timing() -> None:
         inductor.deterministic = True
 
 
-def _determinism_error(error: BaseException) -> LayoutError | None:
+def _convert_determinism_error(error: BaseException) -> LayoutError | None:
     """torch's refusal as ours, also where another error was made of it; None for anything else."""
     link: BaseException | None = error
     # A chain may be a circle, where user code has set `__cause__` so.

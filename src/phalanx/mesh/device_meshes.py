@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from phalanx.mesh.compat import set_timeouts
+from phalanx.mesh.compat import set_timeout_of_mesh_groups
 from phalanx.plan.layout import AXES, Layout
 
 # The meshes of the process group under "world". Where ranks go on, groups stay open, for DTensor
@@ -21,7 +21,7 @@ _cached_device_meshes: dict[Any, Any] = {}
 def open_layout_mesh(device: torch.device, layout: Layout, timeout_s: float) -> DeviceMesh:
     """The mesh of all ranks along the axes of `layout`. Collective."""
     shape = tuple(getattr(layout, axis) for axis in AXES)
-    return _open_mesh(device.type, shape, AXES, timeout_s)
+    return _get_or_open_device_mesh(device.type, shape, AXES, timeout_s)
 
 
 def open_expert_mesh(device: torch.device, layout: Layout, timeout_s: float) -> DeviceMesh | None:
@@ -34,15 +34,15 @@ def open_expert_mesh(device: torch.device, layout: Layout, timeout_s: float) -> 
     shard = layout.gradient_reduction_layout.dp_shard // layout.ep
     shape = (layout.pp, layout.dp_replicate, shard, layout.ep, layout.tp)
     names = ("pp", "dp_replicate", "expert_shard", "ep", "tp")
-    return _open_mesh(device.type, shape, names, timeout_s)
+    return _get_or_open_device_mesh(device.type, shape, names, timeout_s)
 
 
-def forget_open_device_meshes() -> None:
+def clear_device_mesh_cache() -> None:
     """Forget all meshes: their process group is about to close."""
     _cached_device_meshes.clear()
 
 
-def _open_mesh(
+def _get_or_open_device_mesh(
     device_type: str, shape: tuple[int, ...], names: tuple[str, ...], timeout_s: float
 ) -> DeviceMesh:
     """The mesh of all ranks with these axes; of one process group there is one, however often it
@@ -55,5 +55,7 @@ def _open_mesh(
     if key not in _cached_device_meshes:
         _cached_device_meshes[key] = init_device_mesh(device_type, shape, mesh_dim_names=names)
     else:
-        set_timeouts(_cached_device_meshes[key], datetime.timedelta(seconds=timeout_s))
+        set_timeout_of_mesh_groups(
+            _cached_device_meshes[key], datetime.timedelta(seconds=timeout_s)
+        )
     return _cached_device_meshes[key]

@@ -11,7 +11,7 @@ import torch
 from phalanx.core.cores import count_cores
 from phalanx.core.errors import EnvironmentProblem
 from phalanx.core.launchers import SUPERVISED_VARIABLE
-from phalanx.mesh.malloc import return_freed_memory_to_system
+from phalanx.mesh.malloc import make_malloc_return_freed_memory
 from phalanx.plan.host_allocator import MAX_HEAP_BLOCK_BYTES
 
 PIPELINE_CUDA_VARIABLES = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
@@ -40,7 +40,7 @@ def is_cpu(device: torch.device) -> bool:
 
 
 @contextlib.contextmanager
-def letting_cpu_stand_for_gpu(is_wanted: bool) -> Iterator[None]:
+def treating_cpu_as_gpu(is_wanted: bool) -> Iterator[None]:
     """Inside, with `is_wanted`, code that treats CPUs apart takes the way of GPUs."""
     global _cpu_stands_for_gpu
     before, _cpu_stands_for_gpu = _cpu_stands_for_gpu, is_wanted
@@ -50,7 +50,7 @@ def letting_cpu_stand_for_gpu(is_wanted: bool) -> Iterator[None]:
         _cpu_stands_for_gpu = before
 
 
-def set_pipeline_variables() -> None:
+def set_cuda_variables_for_pipeline() -> None:
     """Set PIPELINE_CUDA_VARIABLES, but for those that the user has set."""
     for name, value in PIPELINE_CUDA_VARIABLES.items():
         os.environ.setdefault(name, value)
@@ -84,21 +84,23 @@ def read_gpu_uuid(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def prepare_threads_and_device(device: torch.device, world_size: int, *, heap_bytes: int) -> None:
+def set_threads_and_device(device: torch.device, world_size: int, *, heap_bytes: int) -> None:
     """Set this process's threads, and make `device` current or, on the CPU, malloc return freed
     blocks larger than `heap_bytes`."""
     # Ranks with a GPU compute on the CPU, too: an offloaded optimizer, initial weights, norms. The
     # server that forks them has one thread, and what OMP_NUM_THREADS says afterwards torch no
     # longer reads by itself.
-    torch.set_num_threads(threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE") or world_size)))
+    torch.set_num_threads(
+        choose_threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE") or world_size))
+    )
     if device.type != "cpu":
         torch.cuda.set_device(device)
     # Larger ones go back anyway.
     elif heap_bytes < MAX_HEAP_BLOCK_BYTES:
-        return_freed_memory_to_system(heap_bytes)
+        make_malloc_return_freed_memory(heap_bytes)
 
 
-def threads_per_rank(local_world_size: int) -> int:
+def choose_threads_per_rank(local_world_size: int) -> int:
     """OMP_NUM_THREADS, or this rank's part of the cores."""
     # OpenMP takes a list, a number for each level of nested parallel regions: the first is torch's.
     requested = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]

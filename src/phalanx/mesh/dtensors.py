@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 
-def list_dtensors(module: nn.Module) -> list[tuple[str, DTensor]]:
+def find_dtensors_by_name(module: nn.Module) -> list[tuple[str, DTensor]]:
     """The parameters and buffers of `module` that are DTensors, by name."""
     dtensors = []
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
@@ -21,12 +21,12 @@ def describe_dtensor(tensor: DTensor) -> str:
     """The shape of the full tensor, and how each mesh dimension cuts it."""
     parts = []
     for mesh_dim, placement in enumerate(tensor.placements):
-        name = _mesh_dim_name(tensor, mesh_dim)
+        name = _get_mesh_dim_name(tensor, mesh_dim)
         parts.append(f"{placement} over the {tensor.device_mesh.size(mesh_dim)} ranks of {name}")
     return f"{list(tensor.shape)}, {', '.join(parts)}"
 
 
-def explain_lossy_gather(tensor: DTensor) -> str:
+def explain_rows_lost_by_gather(tensor: DTensor) -> str:
     """Explain what a gather of `tensor` loses in torch 2.13 (pull request 194457 of pytorch), and
     how to gather it; "" if nothing is lost.
 
@@ -34,12 +34,12 @@ def explain_lossy_gather(tensor: DTensor) -> str:
     soon as the mesh has a flattened dimension of them, and then takes its parts for those of one
     even cut.
     """
-    for dim, mesh_dims in _nested_shards(tensor):
+    for dim, mesh_dims in _iterate_dims_sharded_twice(tensor):
         degrees = [tensor.device_mesh.size(mesh_dim) for mesh_dim in mesh_dims]
-        num_lost = count_lost_rows(tensor.shape[dim], degrees)
+        num_lost = count_rows_lost_by_flat_gather(tensor.shape[dim], degrees)
         if not num_lost:
             continue
-        names = ", ".join(_mesh_dim_name(tensor, mesh_dim) for mesh_dim in mesh_dims)
+        names = ", ".join(_get_mesh_dim_name(tensor, mesh_dim) for mesh_dim in mesh_dims)
         return (
             f"where the mesh has a flattened dimension of {names}, torch 2.13 loses {num_lost} of"
             f" the {tensor.shape[dim]} rows of dimension {dim} when it gathers this one, silently"
@@ -49,23 +49,25 @@ def explain_lossy_gather(tensor: DTensor) -> str:
     return ""
 
 
-def count_lost_rows(size: int, degrees: Sequence[int]) -> int:
+def count_rows_lost_by_flat_gather(size: int, degrees: Sequence[int]) -> int:
     """Count the rows, of `size`, that one flattened gather does not return and that were cut by
     each of `degrees` in turn: 0 where that gives the parts of a single cut."""
     nested = [size]
     for degree in degrees:
-        nested = [part for size_so_far in nested for part in _chunk_sizes(size_so_far, degree)]
-    flat = _chunk_sizes(size, len(nested))
+        nested = [
+            part for size_so_far in nested for part in _compute_chunk_sizes(size_so_far, degree)
+        ]
+    flat = _compute_chunk_sizes(size, len(nested))
     return size - sum(min(pair) for pair in zip(nested, flat, strict=True))
 
 
-def _chunk_sizes(size: int, degree: int) -> list[int]:
+def _compute_chunk_sizes(size: int, degree: int) -> list[int]:
     """The sizes of `degree` parts, as torch.chunk makes them."""
     largest = -(-size // degree)
     return [min(largest, max(0, size - index * largest)) for index in range(degree)]
 
 
-def _nested_shards(tensor: DTensor) -> Iterator[tuple[int, list[int]]]:
+def _iterate_dims_sharded_twice(tensor: DTensor) -> Iterator[tuple[int, list[int]]]:
     """(dimension, the mesh dimensions that cut it), of dimensions that several cut."""
     mesh_dims_of: dict[int, list[int]] = {}
     for mesh_dim, placement in enumerate(tensor.placements):
@@ -76,7 +78,7 @@ def _nested_shards(tensor: DTensor) -> Iterator[tuple[int, list[int]]]:
             yield dim, mesh_dims
 
 
-def _mesh_dim_name(tensor: DTensor, mesh_dim: int) -> str:
+def _get_mesh_dim_name(tensor: DTensor, mesh_dim: int) -> str:
     names = tensor.device_mesh.mesh_dim_names
     if names is None:
         return f"mesh dimension {mesh_dim}"

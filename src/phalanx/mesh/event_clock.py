@@ -11,14 +11,14 @@ import torch
 from phalanx.core.phases import HostClock, PhaseClock
 
 
-def phase_clock_of_device(device: torch.device) -> PhaseClock:
+def create_phase_clock_for_device(device: torch.device) -> PhaseClock:
     """The clock that times phases of work on `device`."""
     if device.type == "cuda":
-        return EventClock.on_stream(device)
+        return CudaEventClock.create_for_current_stream(device)
     return HostClock()
 
 
-class EventClock:
+class CudaEventClock:
     """Marks are events behind all work that the stream of a computation was given before.
 
     A host clock around queued work shows how long queueing took, and charges the work itself to the
@@ -33,7 +33,7 @@ class EventClock:
         self._record = record
 
     @classmethod
-    def on_stream(cls, device: torch.device) -> EventClock:
+    def create_for_current_stream(cls, device: torch.device) -> CudaEventClock:
         """The clock of the stream that is current on `device` now."""
         stream = torch.cuda.current_stream(device)
 

@@ -19,20 +19,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
 from phalanx.mesh import counter_rng, logical
-from phalanx.mesh.device_meshes import forget_open_device_meshes
-from phalanx.mesh.logical import local_tensor
+from phalanx.mesh.device_meshes import clear_device_mesh_cache
+from phalanx.mesh.logical import get_local_tensor
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.plan.layout import Layout
 
 
-def is_fake(tensor: torch.Tensor) -> bool:
+def is_fake_tensor(tensor: torch.Tensor) -> bool:
     """True for a tensor without numbers: nobody can read what is in it."""
-    return isinstance(local_tensor(tensor), FakeTensor)
+    return isinstance(get_local_tensor(tensor), FakeTensor)
 
 
-def is_fake_module(module: nn.Module) -> bool:
+def has_fake_parameters(module: nn.Module) -> bool:
     """True for a module whose parameters have no numbers."""
-    return any(is_fake(parameter) for parameter in module.parameters())
+    return any(is_fake_tensor(parameter) for parameter in module.parameters())
 
 
 @contextlib.contextmanager
@@ -53,12 +53,12 @@ def open_fake_mesh(layout: Layout, rank: int) -> Iterator[Mesh]:
         with open_mesh(layout, device="cpu") as mesh:
             yield mesh
     finally:
-        forget_open_device_meshes()
+        clear_device_mesh_cache()
         dist.destroy_process_group()
 
 
 @contextlib.contextmanager
-def hiding_arithmetic_of_places() -> Iterator[None]:
+def hiding_placement_arithmetic_from_modes() -> Iterator[None]:
     """Inside, forms and places are worked out where no mode sees it.
 
     For forms of results DTensor computes with tensors of the global shape, which a follower of
@@ -70,7 +70,7 @@ def hiding_arithmetic_of_places() -> Iterator[None]:
     asides = (
         (ShardingPropagator, "_propagate_tensor_meta_non_cached"),
         (logical, "compute_local_shape_and_global_offset"),
-        (counter_rng, "_find_element_runs"),
+        (counter_rng, "_split_box_into_element_runs"),
         (DeviceMesh, "__getitem__"),
         (DeviceMesh, "_flatten"),
     )
@@ -78,16 +78,16 @@ def hiding_arithmetic_of_places() -> Iterator[None]:
         for owner, name in asides:
             function = getattr(owner, name)
             stack.callback(setattr, owner, name, function)
-            setattr(owner, name, _without_modes(function))
-        stack.callback(setattr, _fsdp_param, _CHUNK, getattr(_fsdp_param, _CHUNK))
-        setattr(_fsdp_param, _CHUNK, _LazyChunks)
+            setattr(owner, name, _disable_modes_during(function))
+        stack.callback(setattr, _fsdp_param, _TORCH_CHUNK, getattr(_fsdp_param, _TORCH_CHUNK))
+        setattr(_fsdp_param, _TORCH_CHUNK, _LazyTensorChunks)
         yield
 
 
-_CHUNK = "_chunk_with_empty"
+_TORCH_CHUNK = "_chunk_with_empty"
 
 
-class _LazyChunks:
+class _LazyTensorChunks:
     """The chunks of a tensor, each made when it is asked for: FSDP makes those of all ranks to take
     its own."""
 
@@ -105,7 +105,7 @@ class _LazyChunks:
         return self._tensor.narrow(self._dim, start, min(length, size - start))
 
 
-def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+def _disable_modes_during(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():

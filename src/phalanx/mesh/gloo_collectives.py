@@ -15,38 +15,38 @@ import torch.distributed as dist
 from phalanx.mesh.devices import is_on_cpu
 
 
-def gather_rows(rows: torch.Tensor, group: dist.ProcessGroup) -> None:
+def all_gather_rows_in_place(rows: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Gather the rows of all ranks in place: of `rows` [ranks, ...], contiguous, each rank has
     filled its own row before."""
     if not is_on_cpu(rows):
         dist.all_gather_into_tensor(rows.view(-1), rows[dist.get_rank(group)].view(-1), group=group)
         return
-    sources = _global_ranks(group)
+    sources = _list_global_ranks(group)
     works = []
     for row, source in zip(rows, sources, strict=True):
         works.append(dist.broadcast(row, source, group=group, async_op=True))
-    _wait_for_all_works(works)
+    _wait_for_all_transfers(works)
 
 
-def scatter_sum(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def reduce_scatter_rows(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The sum over ranks of this rank's row of `rows` [ranks, ...], on the CPU.
 
     `rows` is spent afterwards.
     """
-    targets = _global_ranks(group)
+    targets = _list_global_ranks(group)
     works = []
     for row, target in zip(rows, targets, strict=True):
         works.append(dist.reduce(row, target, group=group, async_op=True))
-    _wait_for_all_works(works)
+    _wait_for_all_transfers(works)
     return rows[dist.get_rank(group)]
 
 
-def _global_ranks(group: dist.ProcessGroup) -> list[int]:
+def _list_global_ranks(group: dist.ProcessGroup) -> list[int]:
     # `broadcast` and `reduce` name ranks by their number in the world, whatever the group.
     return [dist.get_global_rank(group, rank) for rank in range(dist.get_world_size(group))]
 
 
-def _wait_for_all_works(works: Iterable[dist.Work | None]) -> None:
+def _wait_for_all_transfers(works: Iterable[dist.Work | None]) -> None:
     for work in works:
         # None of a rank that takes no part, which torch's types allow and these calls never give.
         if work is not None:

@@ -33,7 +33,7 @@ class Box:
     num_replicas: int = 1
 
     @property
-    def global_slices(self) -> tuple[slice, ...]:
+    def slices_in_full_tensor(self) -> tuple[slice, ...]:
         """The slices of the full tensor in which the block stands."""
         return tuple(
             slice(start, start + length)
@@ -41,7 +41,7 @@ class Box:
         )
 
     @property
-    def local_slices(self) -> tuple[slice, ...]:
+    def slices_in_local_tensor(self) -> tuple[slice, ...]:
         """The slices of the local tensor in which the block stands."""
         return tuple(
             slice(start, start + length)
@@ -88,14 +88,14 @@ class LogicalShard:
 
     @property
     def num_local(self) -> int:
-        return sum(_count_elements(box.size) for box in self.boxes)
+        return sum(_count_elements_of_size(box.size) for box in self.boxes)
 
     def like(self, name: str, tensor: torch.Tensor) -> LogicalShard:
         """The same blocks of another tensor of this shape (an optimizer moment, say)."""
         return LogicalShard(
             name,
             self.global_shape,
-            dtype_name(tensor.dtype),
+            get_dtype_name(tensor.dtype),
             self.boxes,
             tensor,
             self.replica,
@@ -103,14 +103,14 @@ class LogicalShard:
         )
 
 
-def _count_elements(size: Iterable[int]) -> int:
+def _count_elements_of_size(size: Iterable[int]) -> int:
     volume = 1
     for length in size:
         volume *= length
     return volume
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def get_dtype_name(dtype: torch.dtype) -> str:
     """torch.float32 -> "float32"."""
     return str(dtype).removeprefix("torch.")
 
@@ -122,14 +122,14 @@ def full_name(name: str) -> str:
     return name
 
 
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+def get_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The storage on this rank of a plain or distributed tensor."""
     if isinstance(tensor, DTensor):
         return tensor.to_local()
     return tensor
 
 
-def begins_at_same_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
+def share_first_element(first: torch.Tensor, second: torch.Tensor) -> bool:
     """True if two tensors begin at the same element of one storage; fake tensors have no address to
     be compared."""
     storages = first.untyped_storage(), second.untyped_storage()
@@ -148,8 +148,8 @@ def make_logical_shard(
     A DTensor knows its own replication: its shard dimensions become one box, its replicate
     dimensions replicas.
     """
-    local = local_tensor(tensor).detach()
-    dtype = dtype_name(tensor.dtype)
+    local = get_local_tensor(tensor).detach()
+    dtype = get_dtype_name(tensor.dtype)
     if not isinstance(tensor, DTensor):
         shape = tuple(tensor.shape)
         box = Box((0,) * len(shape), (0,) * len(shape), shape)
@@ -158,7 +158,7 @@ def make_logical_shard(
     size, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     boxes: tuple[Box, ...] = ()
     # Of an uneven cut the last ranks may hold nothing.
-    if _count_elements(size):
+    if _count_elements_of_size(size):
         boxes = (Box(tuple(offset), (0,) * len(size), tuple(size)),)
     replica = 0
     num_replicas = 1
@@ -170,7 +170,7 @@ def make_logical_shard(
     return LogicalShard(name, tuple(tensor.shape), dtype, boxes, local, replica, num_replicas)
 
 
-def compose_cut(cut: TensorParallelCut, shard: LogicalShard) -> LogicalShard:
+def apply_cut_to_shard(cut: TensorParallelCut, shard: LogicalShard) -> LogicalShard:
     """`shard` says what this rank holds of a local tensor, and `cut` what that is of the full
     one: both together."""
     boxes = []
@@ -201,7 +201,7 @@ def _intersect_boxes(part: Box, stored: Box) -> Box | None:
 
 
 @dataclass(frozen=True)
-class RankPosition:
+class ReplicaPosition:
     """A rank's position among those that hold the same: `rank` of the `num_ranks` that hold what
     is not cut at all, of which the `tp` of one tensor-parallel group are neighbours.
 
@@ -222,7 +222,7 @@ class RankPosition:
 
         `is_alike` False: only rank 0's counts.
         """
-        shard = self._shard_in_stage(name, tensor, is_alike=is_alike)
+        shard = self._make_shard_within_stage(name, tensor, is_alike=is_alike)
         which, how_many = self.copies.get(name, (0, 1))
         return replace(
             shard,
@@ -230,12 +230,14 @@ class RankPosition:
             num_replicas=how_many * shard.num_replicas,
         )
 
-    def _shard_in_stage(self, name: str, tensor: torch.Tensor, *, is_alike: bool) -> LogicalShard:
+    def _make_shard_within_stage(
+        self, name: str, tensor: torch.Tensor, *, is_alike: bool
+    ) -> LogicalShard:
         cut = self.cuts.get(name)
         if cut is not None:
             share = self.tp * cut.ep
             replicas = {"replica": self.rank // share, "num_replicas": self.num_ranks // share}
-            return compose_cut(cut, make_logical_shard(name, tensor, **replicas))
+            return apply_cut_to_shard(cut, make_logical_shard(name, tensor, **replicas))
         num_replicas = self.num_ranks
         if not is_alike:
             num_replicas = 1
@@ -247,12 +249,12 @@ class RankPosition:
         return replace(shard, replica=replica, num_replicas=num_replicas)
 
 
-def list_module_shards(
-    module: nn.Module, position: RankPosition | None = None
+def collect_module_shards(
+    module: nn.Module, position: ReplicaPosition | None = None
 ) -> tuple[dict[str, LogicalShard], dict[str, str]]:
     """(shards of parameters and persistent buffers by full name, aliases of tied tensors ->
     stored name)."""
-    position = position or RankPosition()
+    position = position or ReplicaPosition()
     shards: dict[str, LogicalShard] = {}
     aliases: dict[str, str] = {}
     stored_names: dict[int, str] = {}
@@ -274,6 +276,6 @@ def list_module_shards(
     return shards, aliases
 
 
-def count_local_bytes(shards: Mapping[str, LogicalShard]) -> int:
+def count_local_shard_bytes(shards: Mapping[str, LogicalShard]) -> int:
     """Bytes of storage this rank holds for `shards`."""
     return sum(shard.tensor.numel() * shard.tensor.element_size() for shard in shards.values())

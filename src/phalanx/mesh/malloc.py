@@ -20,22 +20,22 @@ import torch
 from phalanx.core.block_sizes import get_block_sizes
 from phalanx.plan.host_allocator import SHARDED_MAX_HEAP_BLOCK_BYTES
 
-M_MMAP_THRESHOLD = -3  # malloc.h
-USER_MALLOC_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+MALLOPT_MMAP_THRESHOLD = -3  # malloc.h
+VARIABLES_THAT_SET_MALLOC = ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
-def return_freed_memory_to_system(heap_bytes: int = SHARDED_MAX_HEAP_BLOCK_BYTES) -> None:
+def make_malloc_return_freed_memory(heap_bytes: int = SHARDED_MAX_HEAP_BLOCK_BYTES) -> None:
     """Have malloc return freed blocks larger than `heap_bytes` to the system, for the rest of this
     process.
 
     Does nothing if the environment sets its threshold, or without glibc.
     """
-    if sys.platform != "linux" or any(name in os.environ for name in USER_MALLOC_VARIABLES):
+    if sys.platform != "linux" or any(name in os.environ for name in VARIABLES_THAT_SET_MALLOC):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         # A threshold that is set also stays: glibc no longer raises it by itself (mallopt(3)).
-        mallopt(M_MMAP_THRESHOLD, heap_bytes)
+        mallopt(MALLOPT_MMAP_THRESHOLD, heap_bytes)
 
 
 def make_uninitialized_like(

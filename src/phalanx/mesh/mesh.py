@@ -21,20 +21,20 @@ from phalanx.core.deprecated import warn_renamed
 from phalanx.core.digest import digest
 from phalanx.core.errors import EnvironmentProblem, RanksDifferError
 from phalanx.core.launchers import adopt_launched_rank
-from phalanx.mesh.agreement import describe_differing_ranks
-from phalanx.mesh.compat import default_group_timeout, silence_torch_warnings
-from phalanx.mesh.device_meshes import forget_open_device_meshes, open_expert_mesh, open_layout_mesh
+from phalanx.mesh.agreement import describe_ranks_that_differ_from_majority
+from phalanx.mesh.compat import silence_torch_warnings, using_default_group_timeout
+from phalanx.mesh.device_meshes import clear_device_mesh_cache, open_expert_mesh, open_layout_mesh
 from phalanx.mesh.devices import (
     choose_device,
-    prepare_threads_and_device,
     read_gpu_uuid,
-    set_pipeline_variables,
+    set_cuda_variables_for_pipeline,
+    set_threads_and_device,
 )
 from phalanx.mesh.rendezvous import (
     RENDEZVOUS_TIMEOUT_S,
     open_default_group,
     open_rendezvous_store,
-    refuse_shared_gpus,
+    require_own_gpu_per_rank,
     wait_for_all_ranks,
 )
 from phalanx.plan.host_allocator import choose_max_heap_block_bytes
@@ -148,14 +148,14 @@ class Mesh:
         """
         own_group = None
         # `new_group` is collective over all ranks: each opens every group, in the same order.
-        for ranks in self._rank_rows_along_axis(axis):
+        for ranks in self._list_ranks_along_axis(axis):
             group = dist.new_group(list(ranks))
             if self.rank in ranks:
                 own_group = group
         assert own_group is not None
         return own_group
 
-    def _rank_rows_along_axis(self, axis: str) -> list[tuple[int, ...]]:
+    def _list_ranks_along_axis(self, axis: str) -> list[tuple[int, ...]]:
         """All ranks, by the others of `axis` through them; in the same order on every rank."""
         rows: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
@@ -221,7 +221,9 @@ class Mesh:
             return
         # Facts are long, and gathered only where they differ. All ranks come here, or none: they
         # have the same digests.
-        differences = describe_differing_ranks(digests, self.gather_json(dict(facts)))
+        differences = describe_ranks_that_differ_from_majority(
+            digests, self.gather_json(dict(facts))
+        )
         raise RanksDifferError(
             f"the ranks differ: {differences}", fix="give every rank the same job, code and data"
         )
@@ -268,10 +270,10 @@ def open_mesh(
     it is given another.
     """
     silence_torch_warnings()
-    launched = _find_launched_rank(layout)
+    launched = _find_rank_of_this_process(layout)
     if layout.pp > 1 and device != "cpu":
         # Before anything asks the driver, which reads them once.
-        set_pipeline_variables()
+        set_cuda_variables_for_pipeline()
     torch_device = choose_device(device, launched.local_rank)
     threads_before = torch.get_num_threads()
     if launched.opens_groups:
@@ -281,7 +283,7 @@ def open_mesh(
         _rendezvous_with_ranks(
             store, launched, torch_device, rendezvous_s=rendezvous_s, timeout_s=timeout_s
         )
-    prepare_threads_and_device(
+    set_threads_and_device(
         torch_device, launched.world_size, heap_bytes=choose_max_heap_block_bytes(layout)
     )
     if launched.world_size == 1 and not dist.is_initialized():
@@ -289,29 +291,29 @@ def open_mesh(
         torch.set_num_threads(threads_before)
         return
     try:
-        with default_group_timeout(datetime.timedelta(seconds=timeout_s)):
+        with using_default_group_timeout(datetime.timedelta(seconds=timeout_s)):
             if launched.opens_groups:
                 assert store is not None
                 open_default_group(
                     store, launched.rank, launched.world_size, torch_device, timeout_s=timeout_s
                 )
-            yield _open_groups(layout, launched, torch_device, timeout_s)
+            yield _open_device_meshes(layout, launched, torch_device, timeout_s)
             # Without groups they were abandoned: what is queued may wait for ranks that are gone.
             if launched.opens_groups and torch_device.type == "cuda" and dist.is_initialized():
                 torch.cuda.synchronize()
     except BaseException:
         if launched.opens_groups and dist.is_initialized():
-            _forget_process_groups(torch_device)
+            _abandon_process_groups(torch_device)
         raise
     finally:
         torch.set_num_threads(threads_before)
     if launched.opens_groups and dist.is_initialized():
-        forget_open_device_meshes()
+        clear_device_mesh_cache()
         dist.destroy_process_group()
 
 
 @dataclass(frozen=True)
-class _LaunchedRank:
+class _RankOfThisProcess:
     """This process among the ranks.
 
     `opens_groups`: there is no process group yet, and more than one rank.
@@ -323,7 +325,7 @@ class _LaunchedRank:
     opens_groups: bool
 
 
-def _find_launched_rank(layout: Layout) -> _LaunchedRank:
+def _find_rank_of_this_process(layout: Layout) -> _RankOfThisProcess:
     """This process among the ranks, from the open process group or the environment.
 
     Raises EnvironmentProblem if there are not as many as `layout` needs.
@@ -339,12 +341,12 @@ def _find_launched_rank(layout: Layout) -> _LaunchedRank:
             f"the layout ({layout}) needs {layout.world_size} ranks and {world_size} are running",
             fix="start as many ranks as the plan says, or change parallel.*",
         )
-    return _LaunchedRank(rank, local_rank, world_size, world_size > 1 and not has_group)
+    return _RankOfThisProcess(rank, local_rank, world_size, world_size > 1 and not has_group)
 
 
 def _rendezvous_with_ranks(
     store: dist.Store,
-    launched: _LaunchedRank,
+    launched: _RankOfThisProcess,
     device: torch.device,
     *,
     rendezvous_s: float,
@@ -357,11 +359,11 @@ def _rendezvous_with_ranks(
     rank, world_size = launched.rank, launched.world_size
     wait_for_all_ranks(store, rank, world_size, rendezvous_s=rendezvous_s, timeout_s=timeout_s)
     if device.type == "cuda":
-        refuse_shared_gpus(store, rank, world_size, read_gpu_uuid(device))
+        require_own_gpu_per_rank(store, rank, world_size, read_gpu_uuid(device))
 
 
-def _open_groups(
-    layout: Layout, launched: _LaunchedRank, device: torch.device, timeout_s: float
+def _open_device_meshes(
+    layout: Layout, launched: _RankOfThisProcess, device: torch.device, timeout_s: float
 ) -> Mesh:
     """This rank's Mesh, with device meshes for every axis of `layout`. Collective."""
     device_mesh = open_layout_mesh(device, layout, timeout_s)
@@ -380,7 +382,7 @@ def _open_groups(
     )
 
 
-def exit_without_cleanup(mesh: Mesh) -> None:
+def abandon_mesh(mesh: Mesh) -> None:
     """Leave the groups of an open mesh, while the other ranks may be in a collective that this one
     will never join.
 
@@ -388,16 +390,16 @@ def exit_without_cleanup(mesh: Mesh) -> None:
     `open_mesh` leaves them.
     """
     if mesh.is_ours and dist.is_initialized():
-        _forget_process_groups(mesh.device)
+        _abandon_process_groups(mesh.device)
 
 
-def _forget_process_groups(device: torch.device) -> None:
+def _abandon_process_groups(device: torch.device) -> None:
     """Leave all groups without waiting for other ranks.
 
     Destroying a group of NCCL waits for its kernels, and so for the others; aborting does not. Gloo
     only closes its sockets.
     """
-    forget_open_device_meshes()
+    clear_device_mesh_cache()
     # The error that brought us here is the one to be seen.
     with contextlib.suppress(Exception):
         if device.type == "cuda":

@@ -27,7 +27,7 @@ from phalanx.mesh.logical import LogicalShard, full_name
 
 _aten = torch.ops.aten
 # In-place operations after which nothing of the tensor's earlier values is left.
-_OVERWRITING = {
+_OVERWRITING_OPERATORS = {
     _aten.normal_.default,
     _aten.uniform_.default,
     _aten.exponential_.default,
@@ -43,10 +43,10 @@ _OVERWRITING = {
     _aten.fill_.Tensor,
     _aten.copy_.default,
 }
-_RANDOM = torch.Tag.nondeterministic_seeded
+_RANDOM_OPERATORS = torch.Tag.nondeterministic_seeded
 # Operations that give a tensor other memory, or another size of it.
-_CHANGING_STORAGE = ("aten::set_", "aten::resize_", "aten::resize_as_")
-_RANDOM_STATE = ("manual_seed", "seed", "get_rng_state", "set_rng_state", "fork_rng")
+_STORAGE_CHANGING_OPERATORS = ("aten::set_", "aten::resize_", "aten::resize_as_")
+_RANDOM_STATE_FUNCTIONS = ("manual_seed", "seed", "get_rng_state", "set_rng_state", "fork_rng")
 
 
 class NotRecordableError(Exception):
@@ -54,7 +54,7 @@ class NotRecordableError(Exception):
 
 
 @dataclass(frozen=True)
-class _TensorRef:
+class _RecordedTensorView:
     """A recorded tensor: a strided view of the memory number `storage`. `covers`: of all of it."""
 
     storage: int
@@ -66,8 +66,8 @@ class _TensorRef:
 
 
 @dataclass(frozen=True)
-class _Operation:
-    """One call of an operator, with a _TensorRef in place of each recorded tensor.
+class _RecordedOperation:
+    """One call of an operator, with a _RecordedTensorView in place of each recorded tensor.
 
     `created` are numbers of the memory that it makes, `written` of that which it changes, `read` of
     that whose values it needs. `overwrites`: all of `written` is new.
@@ -76,7 +76,7 @@ class _Operation:
     function: Any
     arguments: tuple[Any, ...]
     options: Mapping[str, Any]
-    outputs: tuple[_TensorRef, ...]
+    outputs: tuple[_RecordedTensorView, ...]
     created: frozenset[int]
     written: frozenset[int]
     read: frozenset[int]
@@ -84,7 +84,7 @@ class _Operation:
 
     @property
     def is_random(self) -> bool:
-        return _RANDOM in self.function.tags
+        return _RANDOM_OPERATORS in self.function.tags
 
     @property
     def defined(self) -> frozenset[int]:
@@ -93,11 +93,11 @@ class _Operation:
 
 
 @dataclass
-class _Recording:
+class _RecordedOperations:
     """Operations in the order in which they were called, and the generator's state before them."""
 
     random_state: torch.Tensor
-    operations: list[_Operation] = field(default_factory=list)
+    operations: list[_RecordedOperation] = field(default_factory=list)
 
     def digest(self) -> str:
         """A hash of all that decides about the values."""
@@ -111,13 +111,15 @@ class _Recording:
                 hasher.update(repr(leaf).encode())
         return hasher.hexdigest()
 
-    def replay(
+    def compute_tensor_values(
         self,
-        wanted: Mapping[str, _TensorRef],
+        wanted: Mapping[str, _RecordedTensorView],
         receive: Callable[[str, torch.Tensor], None],
     ) -> None:
         """Call `receive` with the value of each of `wanted`, as soon as it is final."""
-        is_live, last_use = self._plan(ref.storage for ref in wanted.values())
+        is_live, last_use = self._select_operations_to_replay(
+            ref.storage for ref in wanted.values()
+        )
         due: dict[int, list[int]] = {}
         for storage, index in last_use.items():
             due.setdefault(index, []).append(storage)
@@ -125,18 +127,20 @@ class _Recording:
         for name, ref in wanted.items():
             names_of.setdefault(ref.storage, []).append(name)
         memory: dict[int, torch.UntypedStorage] = {}
-        with _generator_at(self.random_state), torch.no_grad():
+        with _using_generator_state(self.random_state), torch.no_grad():
             for index, operation in enumerate(self.operations):
                 if is_live[index]:
-                    _run(operation, memory)
+                    _run_recorded_operation(operation, memory)
                 elif operation.is_random:
-                    _move_generator(operation)
+                    _draw_and_discard(operation)
                 for storage in due.get(index, ()):
                     for name in names_of.get(storage, ()):
-                        receive(name, _view(wanted[name], memory[storage]))
+                        receive(name, _view_of_storage(wanted[name], memory[storage]))
                     del memory[storage]
 
-    def _plan(self, wanted: Iterator[int]) -> tuple[list[bool], dict[int, int]]:
+    def _select_operations_to_replay(
+        self, wanted: Iterator[int]
+    ) -> tuple[list[bool], dict[int, int]]:
         """Which operations must run for the memory `wanted`, and after which the last time is that
         each memory is used."""
         needed = set(wanted)
@@ -145,7 +149,7 @@ class _Recording:
         for index in range(len(self.operations) - 1, -1, -1):
             operation = self.operations[index]
             has_effect = not needed.isdisjoint(operation.created | operation.written)
-            if not has_effect and (not operation.is_random or _is_drawn_alone(operation)):
+            if not has_effect and (not operation.is_random or _can_draw_without_values(operation)):
                 continue
             is_live[index] = True
             needed -= operation.defined
@@ -155,21 +159,27 @@ class _Recording:
         return is_live, last_use
 
 
-def _is_drawn_alone(operation: _Operation) -> bool:
+def _can_draw_without_values(operation: _RecordedOperation) -> bool:
     """True if how many random numbers it draws depends on shapes alone: it can be drawn without
     what it reads."""
     return operation.overwrites or not operation.read | operation.written
 
 
-def _run(operation: _Operation, memory: dict[int, torch.UntypedStorage]) -> None:
+def _run_recorded_operation(
+    operation: _RecordedOperation, memory: dict[int, torch.UntypedStorage]
+) -> None:
     for storage in operation.written:
         if storage not in memory:
             # All of it is overwritten now: what it was made with was never run.
-            ref = next(ref for ref in _refs_of(operation) if ref.storage == storage)
-            memory[storage] = _allocate(ref).untyped_storage()
+            ref = next(ref for ref in _iterate_recorded_views(operation) if ref.storage == storage)
+            memory[storage] = _allocate_view(ref).untyped_storage()
 
     def realize(leaf: Any) -> Any:
-        return _view(leaf, memory[leaf.storage]) if isinstance(leaf, _TensorRef) else leaf
+        return (
+            _view_of_storage(leaf, memory[leaf.storage])
+            if isinstance(leaf, _RecordedTensorView)
+            else leaf
+        )
 
     arguments = tree_map(realize, operation.arguments)
     returned = operation.function(*arguments, **tree_map(realize, dict(operation.options)))
@@ -178,39 +188,39 @@ def _run(operation: _Operation, memory: dict[int, torch.UntypedStorage]) -> None
         if ref.storage in memory:
             continue
         if (output.stride(), output.storage_offset()) != (ref.stride, ref.offset):
-            output = _allocate(ref).copy_(output)
+            output = _allocate_view(ref).copy_(output)
         memory[ref.storage] = output.untyped_storage()
 
 
-def _move_generator(operation: _Operation) -> None:
+def _draw_and_discard(operation: _RecordedOperation) -> None:
     """Draw what the operation draws, and forget it."""
 
     def allocate(leaf: Any) -> Any:
-        return _allocate(leaf) if isinstance(leaf, _TensorRef) else leaf
+        return _allocate_view(leaf) if isinstance(leaf, _RecordedTensorView) else leaf
 
     arguments = tree_map(allocate, operation.arguments)
     operation.function(*arguments, **tree_map(allocate, dict(operation.options)))
 
 
-def _refs_of(operation: _Operation) -> Iterator[_TensorRef]:
+def _iterate_recorded_views(operation: _RecordedOperation) -> Iterator[_RecordedTensorView]:
     for leaf in tree_flatten((operation.arguments, dict(operation.options)))[0]:
-        if isinstance(leaf, _TensorRef):
+        if isinstance(leaf, _RecordedTensorView):
             yield leaf
 
 
-def _view(ref: _TensorRef, storage: torch.UntypedStorage) -> torch.Tensor:
+def _view_of_storage(ref: _RecordedTensorView, storage: torch.UntypedStorage) -> torch.Tensor:
     empty = torch.empty(0, dtype=ref.dtype)
     return empty.set_(storage, ref.offset, ref.size, ref.stride)  # type: ignore[call-overload,no-any-return]
 
 
-def _allocate(ref: _TensorRef) -> torch.Tensor:
+def _allocate_view(ref: _RecordedTensorView) -> torch.Tensor:
     """A tensor of this view, in memory that begins where the view's does."""
     last = sum((size - 1) * step for size, step in zip(ref.size, ref.stride, strict=True))
     length = ref.offset + last + 1 if 0 not in ref.size else ref.offset
-    return _view(ref, torch.empty(length, dtype=ref.dtype).untyped_storage())
+    return _view_of_storage(ref, torch.empty(length, dtype=ref.dtype).untyped_storage())
 
 
-class _Recorder(TorchDispatchMode):
+class _OperationRecorderMode(TorchDispatchMode):
     """Records each operator that is called on fake tensors, which a mode below it makes."""
 
     @classmethod
@@ -220,7 +230,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.recording = _Recording(torch.default_generator.get_state())
+        self.recording = _RecordedOperations(torch.default_generator.get_state())
         self.fakes: list[weakref.ref[FakeTensor]] = []
         # Kept, so that no later memory has the address of an earlier one.
         self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
@@ -230,45 +240,47 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         options: dict[str, Any] = kwargs or {}
         if function is _aten._local_scalar_dense.default:
-            return self._read_number(args[0])
+            return self._compute_scalar_value(args[0])
         if options.get("generator") is not None:
             raise NotRecordableError("it draws from a generator of its own")
-        if function._schema.name in _CHANGING_STORAGE:
+        if function._schema.name in _STORAGE_CHANGING_OPERATORS:
             raise NotRecordableError(f"it calls {function._schema.name.removeprefix('aten::')}")
         num_known = len(self._storages)
-        arguments = tree_map(self._refer, args)
-        named = tree_map(self._refer, options)
+        arguments = tree_map(self._replace_by_recorded_view, args)
+        named = tree_map(self._replace_by_recorded_view, options)
         returned = function(*args, **options)
         outputs = tuple(
-            self._refer(leaf)
+            self._replace_by_recorded_view(leaf)
             for leaf in tree_flatten(returned)[0]
             if isinstance(leaf, torch.Tensor)
         )
         created = frozenset(ref.storage for ref in outputs if ref.storage >= num_known)
-        written = self._find_written(function, args, options)
+        written = self._find_written_storages(function, args, options)
         # A view of what is known already, which memory alone tells.
         if created or written:
-            refs = [leaf for leaf in tree_flatten((arguments, named))[0] if _is_ref(leaf)]
-            overwrites = function in _OVERWRITING and refs[0].covers
+            refs = [leaf for leaf in tree_flatten((arguments, named))[0] if _is_recorded_view(leaf)]
+            overwrites = function in _OVERWRITING_OPERATORS and refs[0].covers
             read_refs = refs[1:] if overwrites else refs
             read = frozenset(ref.storage for ref in read_refs)
             self.recording.operations.append(
-                _Operation(function, arguments, named, outputs, created, written, read, overwrites)
+                _RecordedOperation(
+                    function, arguments, named, outputs, created, written, read, overwrites
+                )
             )
         return returned
 
-    def refer(self, tensor: torch.Tensor) -> _TensorRef:
+    def record_view_of_tensor(self, tensor: torch.Tensor) -> _RecordedTensorView:
         """Where the tensor's values are after all that was recorded."""
-        found = self._refer(tensor)
-        assert isinstance(found, _TensorRef)
+        found = self._replace_by_recorded_view(tensor)
+        assert isinstance(found, _RecordedTensorView)
         return found
 
-    def _refer(self, leaf: Any) -> Any:
+    def _replace_by_recorded_view(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if not isinstance(leaf, FakeTensor):
             # A constant of the code: what is done to it later is done to another tensor.
-            with _no_modes():
+            with _disabling_dispatch_modes():
                 return leaf.detach().clone()
         if leaf.is_conj() or leaf.is_neg() or leaf.layout != torch.strided:
             raise NotRecordableError("it has tensors that are not plain numbers in memory")
@@ -279,10 +291,10 @@ class _Recorder(TorchDispatchMode):
         number, _ = self._storages.setdefault(storage._cdata, (len(self._storages), storage))
         size, stride = tuple(leaf.shape), tuple(leaf.stride())
         is_all = leaf.numel() * leaf.element_size() == storage.nbytes()
-        covers = is_all and _has_no_gaps(size, stride)
-        return _TensorRef(number, leaf.dtype, size, stride, leaf.storage_offset(), covers)
+        covers = is_all and _is_dense_in_memory(size, stride)
+        return _RecordedTensorView(number, leaf.dtype, size, stride, leaf.storage_offset(), covers)
 
-    def _find_written(
+    def _find_written_storages(
         self, function: Any, args: tuple[Any, ...], options: Mapping[str, Any]
     ) -> frozenset[int]:
         written = set()
@@ -295,21 +307,23 @@ class _Recorder(TorchDispatchMode):
                     continue
                 if not isinstance(leaf, FakeTensor):
                     raise NotRecordableError("it changes a tensor that was there before")
-                written.add(self.refer(leaf).storage)
+                written.add(self.record_view_of_tensor(leaf).storage)
         return frozenset(written)
 
-    def _read_number(self, tensor: torch.Tensor) -> Any:
+    def _compute_scalar_value(self, tensor: torch.Tensor) -> Any:
         """The number that the tensor would have by now."""
         values: list[Any] = []
         if not isinstance(tensor, FakeTensor):
             return tensor.detach().cpu().numpy().item()
-        wanted = {"": self.refer(tensor)}
-        with _no_modes():
-            self.recording.replay(wanted, lambda _, value: values.append(value.item()))
+        wanted = {"": self.record_view_of_tensor(tensor)}
+        with _disabling_dispatch_modes():
+            self.recording.compute_tensor_values(
+                wanted, lambda _, value: values.append(value.item())
+            )
         return values[0]
 
 
-def _has_no_gaps(size: Sequence[int], stride: Sequence[int]) -> bool:
+def _is_dense_in_memory(size: Sequence[int], stride: Sequence[int]) -> bool:
     """True if elements lie side by side in memory, in whatever order, each once."""
     expected = 1
     for step, length in sorted(zip(stride, size, strict=True)):
@@ -321,12 +335,12 @@ def _has_no_gaps(size: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
-def _is_ref(leaf: Any) -> bool:
-    return isinstance(leaf, _TensorRef)
+def _is_recorded_view(leaf: Any) -> bool:
+    return isinstance(leaf, _RecordedTensorView)
 
 
 @contextlib.contextmanager
-def _generator_at(state: torch.Tensor) -> Iterator[None]:
+def _using_generator_state(state: torch.Tensor) -> Iterator[None]:
     """The random generator in this state for the body, and as it was afterwards."""
     # Not torch.random's functions, which are refused while a module is built.
     generator = torch.default_generator
@@ -339,13 +353,13 @@ def _generator_at(state: torch.Tensor) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _no_modes() -> Iterator[None]:
+def _disabling_dispatch_modes() -> Iterator[None]:
     with torch.utils._python_dispatch._disable_current_modes():
         yield
 
 
 @contextlib.contextmanager
-def _refuse_reseeding() -> Iterator[list[str]]:
+def _recording_random_state_calls() -> Iterator[list[str]]:
     """Notes calls that read or set the random generator's state, which fake tensors do not move."""
     called: list[str] = []
 
@@ -360,7 +374,7 @@ def _refuse_reseeding() -> Iterator[list[str]]:
     before = {
         (home, name): getattr(home, name)
         for home in homes
-        for name in _RANDOM_STATE
+        for name in _RANDOM_STATE_FUNCTIONS
         if hasattr(home, name)
     }
     try:
@@ -372,51 +386,54 @@ def _refuse_reseeding() -> Iterator[list[str]]:
             setattr(home, name, function)
 
 
-class InitialValues(Protocol):
+class InitialParameterValues(Protocol):
     """Where the parameters of a module on the meta device get their values from. `digest` is the
     same where these are."""
 
     @property
     def digest(self) -> str: ...
 
-    def fill(self, shards: Mapping[str, LogicalShard]) -> None:
+    def fill_parameter_shards(self, shards: Mapping[str, LogicalShard]) -> None:
         """Fill those of `shards` that are parameters."""
 
 
 @dataclass(frozen=True)
-class RecordedInit:
+class RecordedInitialization:
     """The values that building the module gives."""
 
-    recording: _Recording
-    refs: Mapping[str, _TensorRef]
+    recording: _RecordedOperations
+    refs: Mapping[str, _RecordedTensorView]
     digest: str
 
-    def fill(self, shards: Mapping[str, LogicalShard]) -> None:
+    def fill_parameter_shards(self, shards: Mapping[str, LogicalShard]) -> None:
         """Fill those of `shards` that are parameters. Needs memory for about one whole tensor at
         a time, and as long as drawing all of them."""
 
         def receive(name: str, values: torch.Tensor) -> None:
             shard = shards[name]
             for box in shard.boxes:
-                shard.tensor[box.local_slices].copy_(values[box.global_slices])
+                shard.tensor[box.slices_in_local_tensor].copy_(values[box.slices_in_full_tensor])
 
         wanted = {name: ref for name, ref in self.refs.items() if name in shards}
-        self.recording.replay(wanted, receive)
+        self.recording.compute_tensor_values(wanted, receive)
 
 
-_recorded_inits: weakref.WeakKeyDictionary[nn.Module, InitialValues] = weakref.WeakKeyDictionary()
+_recorded_inits: weakref.WeakKeyDictionary[nn.Module, InitialParameterValues] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def record_build(build: Callable[[], nn.Module]) -> nn.Module:
+def build_module_and_record(build: Callable[[], nn.Module]) -> nn.Module:
     """The module that `build` returns, with parameters on the meta device; buffers and other
-    tensors are there. `find_recorded_init` knows how to fill the parameters as `build` would have.
+    tensors are there. `get_initial_values_of_module` knows how to fill the parameters as `build`
+    would have.
 
     Raises NotRecordableError where that is not possible, and whatever `build` raises of fake
     tensors; building the module plainly is the way then.
     """
-    recorder = _Recorder()
+    recorder = _OperationRecorderMode()
     with (
-        _refuse_reseeding() as reseeded,
+        _recording_random_state_calls() as reseeded,
         FakeTensorMode(allow_non_fake_inputs=True),
         recorder,
     ):
@@ -425,33 +442,36 @@ def record_build(build: Callable[[], nn.Module]) -> nn.Module:
         raise NotRecordableError(f"it calls torch.{reseeded[0]}")
     if not isinstance(module, nn.Module):
         raise NotRecordableError("it returns no module")
-    refs = _replace_parameters(module, recorder)
-    _replace_other_tensors(module, recorder)
+    refs = _replace_fake_parameters_by_meta(module, recorder)
+    _replace_fake_tensors_by_values(module, recorder)
     recording, fakes = recorder.recording, recorder.fakes
     del recorder
     gc.collect()
     if any(fake() is not None for fake in fakes):
         raise NotRecordableError("it keeps tensors in a place where they are not found")
-    _recorded_inits[module] = RecordedInit(recording, refs, recording.digest())
+    _recorded_inits[module] = RecordedInitialization(recording, refs, recording.digest())
     return module
 
 
-def find_recorded_init(module: nn.Module) -> InitialValues | None:
-    """How the parameters of a module that `record_build` has made are filled; None for others."""
+def get_initial_values_of_module(module: nn.Module) -> InitialParameterValues | None:
+    """How the parameters of a module that `build_module_and_record` has made are filled; None for
+    others."""
     return _recorded_inits.get(module)
 
 
-def replace_recorded_init(module: nn.Module, values: InitialValues) -> None:
-    """Fill the parameters of a module that `record_build` has made by other values."""
+def set_initial_values_of_module(module: nn.Module, values: InitialParameterValues) -> None:
+    """Fill the parameters of a module that `build_module_and_record` has made by other values."""
     assert module in _recorded_inits
     _recorded_inits[module] = values
 
 
-def _replace_parameters(module: nn.Module, recorder: _Recorder) -> dict[str, _TensorRef]:
+def _replace_fake_parameters_by_meta(
+    module: nn.Module, recorder: _OperationRecorderMode
+) -> dict[str, _RecordedTensorView]:
     """Put parameters on meta in the place of fake ones; where the values of each are."""
     replaced: dict[int, nn.Parameter] = {}
-    refs: dict[str, _TensorRef] = {}
-    fake_attributes = _list_fake_attributes()
+    refs: dict[str, _RecordedTensorView] = {}
+    fake_attributes = _list_attributes_of_fake_parameters()
     for prefix, part in module.named_modules():
         for name, parameter in list(part._parameters.items()):
             if parameter is None:
@@ -467,7 +487,7 @@ def _replace_parameters(module: nn.Module, recorder: _Recorder) -> dict[str, _Te
                         setattr(new, key, value)
                 replaced[id(parameter)] = new
             full = full_name(f"{prefix}.{name}" if prefix else name)
-            refs[full] = recorder.refer(parameter)
+            refs[full] = recorder.record_view_of_tensor(parameter)
             part._parameters[name] = replaced[id(parameter)]
     owners: dict[int, int] = {}
     for name, ref in refs.items():
@@ -477,13 +497,13 @@ def _replace_parameters(module: nn.Module, recorder: _Recorder) -> dict[str, _Te
     return refs
 
 
-def _list_fake_attributes() -> frozenset[str]:
+def _list_attributes_of_fake_parameters() -> frozenset[str]:
     """What every fake parameter has in its __dict__."""
     with FakeTensorMode():
         return frozenset(vars(nn.Parameter(torch.empty(1))))
 
 
-def _replace_other_tensors(module: nn.Module, recorder: _Recorder) -> None:
+def _replace_fake_tensors_by_values(module: nn.Module, recorder: _OperationRecorderMode) -> None:
     """Put real values in the place of fake buffers and of fake tensors among attributes."""
     fakes: dict[str, FakeTensor] = {}
 
@@ -500,8 +520,8 @@ def _replace_other_tensors(module: nn.Module, recorder: _Recorder) -> None:
             if key not in ("_parameters", "_modules", "_buffers"):
                 tree_map(note, value)
     values: dict[str, torch.Tensor] = {}
-    wanted = {key: recorder.refer(fake) for key, fake in fakes.items()}
-    recorder.recording.replay(wanted, values.__setitem__)
+    wanted = {key: recorder.record_view_of_tensor(fake) for key, fake in fakes.items()}
+    recorder.recording.compute_tensor_values(wanted, values.__setitem__)
 
     def replace(leaf: Any) -> Any:
         return values[str(id(leaf))] if isinstance(leaf, FakeTensor) else leaf

@@ -60,7 +60,7 @@ def wait_for_all_ranks(
     store.set_timeout(datetime.timedelta(seconds=timeout_s))
 
 
-def refuse_shared_gpus(store: dist.Store, rank: int, world_size: int, gpu: str) -> None:
+def require_own_gpu_per_rank(store: dist.Store, rank: int, world_size: int, gpu: str) -> None:
     """Return when all ranks have named their GPU.
 
     Raises EnvironmentProblem, on each of them, where two have the same.
@@ -71,7 +71,7 @@ def refuse_shared_gpus(store: dist.Store, rank: int, world_size: int, gpu: str) 
     keys = [f"gpu/{r}" for r in range(world_size)]
     store.wait(keys)
     gpus = [tuple(json.loads(host_and_gpu)) for host_and_gpu in store.multi_get(keys)]
-    problem = find_shared_gpu(gpus)
+    problem = find_shared_gpu_error(gpus)
     if problem is None:
         return
     store.set(f"gpu_read/{rank}", "1")
@@ -82,7 +82,7 @@ def refuse_shared_gpus(store: dist.Store, rank: int, world_size: int, gpu: str) 
     raise problem
 
 
-def find_shared_gpu(gpus_of_ranks: Sequence[tuple[str, str]]) -> EnvironmentProblem | None:
+def find_shared_gpu_error(gpus_of_ranks: Sequence[tuple[str, str]]) -> EnvironmentProblem | None:
     """The error if two ranks have the same GPU, else None; a GPU is its host and its UUID."""
     ranks_of: dict[tuple[str, str], list[int]] = {}
     for rank, gpu_of_rank in enumerate(gpus_of_ranks):
@@ -107,7 +107,7 @@ def open_default_group(
     On GPUs it is NCCL's alone: gloo beside it would connect all ranks of every subgroup by TCP, for
     nobody's use (what needs tensors on the CPU opens its own group, see `Mesh.open_cpu_mesh`).
     """
-    choose_interface(os.environ)
+    set_gloo_interface(os.environ)
     # No device_id: with it NCCL opens one communicator at once, whose one stream all unbatched
     # sends and receives of a group then share. A pipeline asks for messages of several ranks ahead,
     # in an order of its own: it needs the communicators of two ranks each that are opened at first
@@ -124,7 +124,7 @@ def open_default_group(
     )
 
 
-def choose_interface(environ: Any) -> None:
+def set_gloo_interface(environ: Any) -> None:
     """Set GLOO_SOCKET_IFNAME, unless it is set, to the interface through which this rank reaches
     MASTER_ADDR.
 
@@ -137,7 +137,7 @@ def choose_interface(environ: Any) -> None:
         return
     name = find_interface_towards(host)
     is_one_machine = environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE")
-    if name is not None and not is_one_machine and _is_loopback(name):
+    if name is not None and not is_one_machine and _is_loopback_interface(name):
         # Addresses that documentation is given and no network has (RFC 5737, 3849): the way to
         # them is the default route.
         name = find_interface_towards("192.0.2.1") or find_interface_towards("2001:db8::1")
@@ -162,13 +162,13 @@ def find_interface_towards(host: str) -> str | None:
                 own_address = probe.getsockname()[0]
         except OSError:
             continue
-        name = _find_interface_with_address(own_address)
+        name = _find_interface_of_address(own_address)
         if name is not None:
             return name
     return None
 
 
-def _find_interface_with_address(address: str) -> str | None:
+def _find_interface_of_address(address: str) -> str | None:
     # Without the zone of a link-local address, as in fe80::1%eth0.
     address = address.partition("%")[0]
     # The whole block is one interface's, which lists its first address alone.
@@ -180,7 +180,7 @@ def _find_interface_with_address(address: str) -> str | None:
     return None
 
 
-def _is_loopback(name: str) -> bool:
+def _is_loopback_interface(name: str) -> bool:
     return any(each.address in LOOPBACK_HOSTS for each in psutil.net_if_addrs().get(name, ()))
 
 
@@ -195,11 +195,11 @@ def open_rendezvous_store(*, rendezvous_s: float = RENDEZVOUS_TIMEOUT_S) -> dist
     incarnation = (
         os.environ.get("PHALANX_ATTEMPT") or os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
     )
-    store = _open_store(rank, world_size, rendezvous_s)
+    store = _open_tcp_store(rank, world_size, rendezvous_s)
     return dist.PrefixStore(f"phalanx/{incarnation}/{next(_rendezvous_counter)}", store)
 
 
-def _open_store(rank: int, world_size: int, rendezvous_s: float) -> dist.Store:
+def _open_tcp_store(rank: int, world_size: int, rendezvous_s: float) -> dist.Store:
     host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "0"))
     hosts_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     holding = os.getpid(), host, port

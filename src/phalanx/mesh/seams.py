@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 
-def find_attention_cores(module: nn.Module) -> list[tuple[nn.Module, Any]]:
+def find_modules_with_attention_core(module: nn.Module) -> list[tuple[nn.Module, Any]]:
     """(module that has it, `core`) of every attention that shows one."""
     cores = []
     for part in module.modules():
@@ -22,4 +22,8 @@ def has_attention_seam(module: nn.Module, *, is_stage: bool = False) -> bool:
     """A stage of a pipeline may have no attention itself."""
     is_per_token = bool(getattr(module, "is_per_token_outside_regions", False))
     makes_masks = callable(getattr(module, "attention_mask", None))
-    return is_per_token and makes_masks and (is_stage or bool(find_attention_cores(module)))
+    return (
+        is_per_token
+        and makes_masks
+        and (is_stage or bool(find_modules_with_attention_core(module)))
+    )

@@ -27,7 +27,7 @@ _ops = torch.ops._c10d_functional
 
 
 @dataclass
-class TensorGroup:
+class TensorParallelGroup:
     """The group as one rank sees it. `name` is torch's of the process group.
 
     `num_tokens`: T of the forward under way, which a cut sequence alone does not say: it is padded
@@ -60,31 +60,31 @@ class TensorGroup:
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """Into a region: all tokens, on every rank."""
         entered: torch.Tensor = (
-            _GatherTokensFunction if self.cuts_sequence else _CopyFunction
+            _AllGatherTokensFunction if self.cuts_sequence else _CopyInputFunction
         ).apply(x, self)
         return entered
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         """Out of a region: the sum over ranks of what each has made."""
-        leave = _ScatterTokensFunction if self.cuts_sequence else _SumFunction
+        leave = _ReduceScatterTokensFunction if self.cuts_sequence else _SumOutputFunction
         output: torch.Tensor = leave.apply(x, self)
         return output
 
-    def select_own_tokens(self, x: torch.Tensor) -> torch.Tensor:
+    def select_tokens_of_rank(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's part of the sequence of what all ranks hold alike; all of it where it is
         not cut."""
         if not self.cuts_sequence:
             return x
-        padded = self._pad_sequence(x)
+        padded = self._pad_to_multiple_of_ranks(x)
         length = padded.shape[SEQUENCE_DIM] // self.size
         return padded.narrow(SEQUENCE_DIM, self.rank * length, length)
 
-    def gather_features(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    def all_gather_features(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """The last dimension of all ranks, `sizes` long, together.
 
         What follows is the same on every rank.
         """
-        gathered: torch.Tensor = _GatherFeaturesFunction.apply(x, self, tuple(sizes))
+        gathered: torch.Tensor = _AllGatherFeaturesFunction.apply(x, self, tuple(sizes))
         return gathered
 
     # Collectives: none of these is differentiable
@@ -94,9 +94,9 @@ class TensorGroup:
             return self.wait(self.start_all_reduce(x, op))
 
     def start_all_reduce(self, x: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        return self._count_sent("all_reduce", _ops.all_reduce(x.contiguous(), op, self.name))
+        return self._count_sent_bytes("all_reduce", _ops.all_reduce(x.contiguous(), op, self.name))
 
-    def start_gather(self, x: torch.Tensor) -> torch.Tensor:
+    def start_all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """[ranks * x.shape[0], ...]: what each rank has, one after another."""
         x = x.contiguous()
         if is_on_cpu(x) and not torch.compiler.is_compiling():
@@ -107,29 +107,29 @@ class TensorGroup:
             started = _ops.all_gather_into_tensor_out(x, self.size, self.name, out=gathered)
         else:
             started = _ops.all_gather_into_tensor(x, self.size, self.name)
-        return self._count_sent("all_gather", started)
+        return self._count_sent_bytes("all_gather", started)
 
     def start_reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """[x.shape[0] / ranks, ...]: this rank's part of the sum."""
         started = _ops.reduce_scatter_tensor(x.contiguous(), "sum", self.size, self.name)
-        return self._count_sent("reduce_scatter", started)
+        return self._count_sent_bytes("reduce_scatter", started)
 
     def wait(self, started: torch.Tensor) -> torch.Tensor:
         done: torch.Tensor = _ops.wait_tensor(started)
         return done
 
-    def gather_tokens(self, x: torch.Tensor) -> torch.Tensor:
+    def all_gather_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """[B, T / ranks, ...] of each rank -> [B, T, ...]."""
         with self.timing_collective("all_gather", "all_gather sequence"):
-            parts = self.wait(self.start_gather(x))
+            parts = self.wait(self.start_all_gather(x))
         tokens = parts.unflatten(0, (self.size, -1)).transpose(0, 1).flatten(1, 2)
-        # Without what `_pad_sequence` has put behind the last rank's part.
+        # Without what `_pad_to_multiple_of_ranks` has put behind the last rank's part.
         return tokens.narrow(SEQUENCE_DIM, 0, self.num_tokens)
 
-    def scatter_tokens(self, x: torch.Tensor) -> torch.Tensor:
+    def reduce_scatter_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """[B, T, ...] of each rank -> its part [B, T / ranks, ...] of their sum."""
         parts = (
-            self._pad_sequence(x)
+            self._pad_to_multiple_of_ranks(x)
             .unflatten(SEQUENCE_DIM, (self.size, -1))
             .transpose(0, 1)
             .flatten(0, 1)
@@ -142,22 +142,22 @@ class TensorGroup:
             return nullcontext()
         return self.phases("collective", words)
 
-    def _pad_sequence(self, x: torch.Tensor) -> torch.Tensor:
+    def _pad_to_multiple_of_ranks(self, x: torch.Tensor) -> torch.Tensor:
         missing = -x.shape[SEQUENCE_DIM] % self.size
         if not missing:
             return x
         return F.pad(x, (0, 0) * (x.ndim - SEQUENCE_DIM - 1) + (0, missing))
 
-    def _count_sent(self, kind: str, output: torch.Tensor) -> torch.Tensor:
+    def _count_sent_bytes(self, kind: str, output: torch.Tensor) -> torch.Tensor:
         if not torch.compiler.is_compiling():
             self.counts[kind] += 1
             self.num_bytes[kind] += output.numel() * output.element_size()
         return output
 
 
-class _CopyFunction(torch.autograd.Function):
+class _CopyInputFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: TensorGroup) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor, group: TensorParallelGroup) -> torch.Tensor:  # type: ignore[override]
         ctx.group = group
         return x.view_as(x)
 
@@ -166,9 +166,9 @@ class _CopyFunction(torch.autograd.Function):
         return ctx.group.all_reduce(grad), None
 
 
-class _SumFunction(torch.autograd.Function):
+class _SumOutputFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: TensorGroup) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor, group: TensorParallelGroup) -> torch.Tensor:  # type: ignore[override]
         return group.all_reduce(x)
 
     @staticmethod
@@ -176,32 +176,32 @@ class _SumFunction(torch.autograd.Function):
         return grad, None
 
 
-class _GatherTokensFunction(torch.autograd.Function):
+class _AllGatherTokensFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: TensorGroup) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor, group: TensorParallelGroup) -> torch.Tensor:  # type: ignore[override]
         ctx.group = group
-        return group.gather_tokens(x)
+        return group.all_gather_tokens(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return ctx.group.scatter_tokens(grad), None
+        return ctx.group.reduce_scatter_tokens(grad), None
 
 
-class _ScatterTokensFunction(torch.autograd.Function):
+class _ReduceScatterTokensFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: TensorGroup) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor, group: TensorParallelGroup) -> torch.Tensor:  # type: ignore[override]
         ctx.group = group
-        return group.scatter_tokens(x)
+        return group.reduce_scatter_tokens(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return ctx.group.gather_tokens(grad), None
+        return ctx.group.all_gather_tokens(grad), None
 
 
-class _GatherFeaturesFunction(torch.autograd.Function):
+class _AllGatherFeaturesFunction(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: torch.Tensor, group: TensorGroup, sizes: tuple[int, ...]
+        ctx: Any, x: torch.Tensor, group: TensorParallelGroup, sizes: tuple[int, ...]
     ) -> torch.Tensor:
         ctx.start, ctx.size = sum(sizes[: group.rank]), sizes[group.rank]
         # A gather takes the same length of each rank.
@@ -209,7 +209,7 @@ class _GatherFeaturesFunction(torch.autograd.Function):
         if x.shape[-1] < longest:
             x = F.pad(x, (0, longest - x.shape[-1]))
         with group.timing_collective("all_gather", "all_gather features"):
-            gathered = group.wait(group.start_gather(x[None]))
+            gathered = group.wait(group.start_all_gather(x[None]))
         parts = gathered.unflatten(0, (group.size, -1)).squeeze(1)
         own_parts = [part[..., :size] for part, size in zip(parts, sizes, strict=True)]
         return torch.cat(own_parts, dim=-1)
@@ -225,11 +225,11 @@ class VocabularyShard:
     """The tokens whose rows of an embedding or a head this rank holds: [start, start + sizes[rank])
     of all."""
 
-    group: TensorGroup
+    group: TensorParallelGroup
     sizes: tuple[int, ...]
 
     @property
-    def first_row(self) -> int:
+    def first_vocabulary_row(self) -> int:
         return sum(self.sizes[: self.group.rank])
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -239,7 +239,7 @@ class VocabularyShard:
 
     def gather(self, logits: torch.Tensor) -> torch.Tensor:
         """[..., rows of this rank] -> [..., all]."""
-        return self.group.gather_features(logits, self.sizes)
+        return self.group.all_gather_features(logits, self.sizes)
 
     def max_over_ranks(self, x: torch.Tensor) -> torch.Tensor:
         return self.group.all_reduce(x, "max")
@@ -248,7 +248,7 @@ class VocabularyShard:
         return self.group.all_reduce(x)
 
 
-class VocabularyLogits(NamedTuple):
+class ShardedVocabularyLogits(NamedTuple):
     """Logits [..., rows of this rank], and which those are."""
 
     logits: torch.Tensor

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 
-def fill_on_device(values: Sequence[float], device: torch.device) -> torch.Tensor:
+def create_fp64_on_device(values: Sequence[float], device: torch.device) -> torch.Tensor:
     """`values` as fp64 on `device`, written there by kernels."""
     filled = torch.zeros(len(values), dtype=torch.float64, device=device)
     for element, value in zip(filled, values, strict=True):
@@ -18,7 +18,7 @@ def fill_on_device(values: Sequence[float], device: torch.device) -> torch.Tenso
     return filled
 
 
-def start_copy_to_host(tensor: torch.Tensor) -> Callable[[], list[float]]:
+def start_copy_of_numbers_to_host(tensor: torch.Tensor) -> Callable[[], list[float]]:
     """Begins to copy `tensor` [N] to the host; the result gives its numbers, once the device was
     waited for since."""
     if tensor.device.type == "cpu":

@@ -15,7 +15,7 @@ from phalanx.core.block_sizes import get_block_sizes
 from phalanx.core.deprecated import warn_renamed
 from phalanx.job.shapes.transformer import TransformerShape
 from phalanx.mesh.attend import compute_attention
-from phalanx.mesh.attend_blocks import compute_attention_by_blocks, is_masked
+from phalanx.mesh.attend_blocks import compute_attention_by_blocks, is_any_key_masked
 from phalanx.nn.norms import RMSNorm
 from phalanx.nn.rotary import rotate
 
@@ -37,7 +37,7 @@ def make_attention_mask(
     too. One mask serves all blocks that attend alike. It is in the compute type: kernels would turn
     booleans into that, a copy for every block that autograd keeps.
     """
-    if not is_masked(num_tokens, window, document_ids_BT):
+    if not is_any_key_masked(num_tokens, window, document_ids_BT):
         return None
     keep = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=device)
     if causal:
@@ -102,7 +102,7 @@ class AttentionCore(nn.Module):
         if (
             mask is None
             and num_tokens > get_block_sizes().query_block
-            and is_masked(num_tokens, self.window, document_ids_BT)
+            and is_any_key_masked(num_tokens, self.window, document_ids_BT)
         ):
             window, is_causal = self.window, self.causal
             return compute_attention_by_blocks(

@@ -15,7 +15,7 @@ from phalanx.job.costs import ModelCosts
 from phalanx.job.hugging_face import is_hugging_face
 from phalanx.job.model import find_model_kind
 from phalanx.job.schema import Job, Model
-from phalanx.mesh.recorded_init import record_build
+from phalanx.mesh.recorded_init import build_module_and_record
 from phalanx.nn.hugging_face.adapter import (
     find_factory,
     record_module_facts,
@@ -76,7 +76,11 @@ def _record_factory(factory: Callable[..., Any], model: Model, seed: int) -> nn.
         return module
 
     try:
-        module = record_module_facts(kind, build) if is_hugging_face(kind) else record_build(build)
+        module = (
+            record_module_facts(kind, build)
+            if is_hugging_face(kind)
+            else build_module_and_record(build)
+        )
     # Of any kind: code that reads its weights' numbers fails in its own ways, and an error that is
     # not of fake tensors comes again when it is called plainly.
     except Exception:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from phalanx.job.shapes.decoder import DecoderShape
-from phalanx.mesh.grouped import group_sizes_on_host
+from phalanx.mesh.grouped import read_group_sizes_once
 from phalanx.nn.feed_forward import ACTIVATION_FUNCTIONS, FeedForward
 from phalanx.nn.grouped import GroupedLinear
 from phalanx.nn.routing import ExpertBalance, Router
@@ -94,7 +94,7 @@ class MixtureOfExperts(nn.Module):
         counts_E = counts_E.scatter_add_(0, expert_R, torch.ones_like(expert_R))[:num_experts]
         num_rows = len(order)
         if drops:
-            num_rows = sum(group_sizes_on_host(counts_E, num_rows))
+            num_rows = sum(read_group_sizes_once(counts_E, num_rows))
         rows = _TokenRows.from_order(order, num_rows, len(x_ND))
         weight_R = routing.weights_BTK.flatten()[rows.order]
         out_RD = self.dispatch(

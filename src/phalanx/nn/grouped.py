@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from phalanx.mesh.grouped import grouped_linear
+from phalanx.mesh.grouped import multiply_rows_by_expert_weights
 
 
 class GroupedLinear(nn.Module):
@@ -24,4 +24,4 @@ class GroupedLinear(nn.Module):
 
         Returns [R, O].
         """
-        return grouped_linear(x_RI, self.weight, counts_E)
+        return multiply_rows_by_expert_weights(x_RI, self.weight, counts_E)

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from phalanx.core.registry import resolve_kind
 from phalanx.job.hugging_face import is_hugging_face
-from phalanx.mesh.blocks import find_blocks
+from phalanx.mesh.blocks import find_repeated_blocks
 from phalanx.mesh.logical import full_name
 from phalanx.nn.hugging_face.adapter import SHAPE_FACTS_ATTRIBUTE
 from phalanx.nn.objective import (
@@ -59,7 +59,7 @@ def trace_module(module: nn.Module, batch: TracedBatch, objective: Objective) ->
 
     Raises UntraceableError for a forward that depends on its numbers, or takes other arguments.
     """
-    blocks = find_blocks(module)
+    blocks = find_repeated_blocks(module)
     recorder = OperatorRecorder(_weights_by_storage(module))
     inputs, targets = _build_inputs(batch)
     gradients_were_on = torch.is_grad_enabled()

@@ -19,7 +19,7 @@ from phalanx.core.batch import IGNORE_INDEX
 from phalanx.core.block_sizes import get_block_sizes
 from phalanx.core.errors import LayoutError
 from phalanx.mesh.malloc import make_uninitialized_like
-from phalanx.mesh.tensor_group import VocabularyLogits, VocabularyShard
+from phalanx.mesh.tensor_group import ShardedVocabularyLogits, VocabularyShard
 from phalanx.nn.routing import ExpertBalance
 
 Objective = Callable[[Any, Mapping[str, torch.Tensor]], tuple[torch.Tensor, torch.Tensor]]
@@ -121,7 +121,7 @@ def token_cross_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cross-entropy summed over targets that are not -100, for modules that return logits
     [..., vocab]."""
-    if isinstance(outputs, VocabularyLogits):
+    if isinstance(outputs, ShardedVocabularyLogits):
         targets = batch["targets"].flatten()
         loss_sum = _VocabularyCrossEntropy.apply(
             outputs.logits.flatten(0, -2), targets, outputs.vocabulary
@@ -300,7 +300,7 @@ def _loss_and_gradient(
     # Where there is no target any index will do: `valid` takes it out again.
     picked, is_here, peak = targets_N.where(valid, 0), valid, logits_NV.amax(dim=1)
     if vocabulary is not None:
-        picked = picked - vocabulary.first_row
+        picked = picked - vocabulary.first_vocabulary_row
         is_here = valid & (picked >= 0) & (picked < logits_NV.shape[1])
         picked, peak = picked.where(is_here, 0), vocabulary.max_over_ranks(peak)
     # Without a vocabulary any other negative target is refused by gather.

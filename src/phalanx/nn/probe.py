@@ -21,8 +21,8 @@ from torch.nn.parameter import is_lazy
 import phalanx
 from phalanx.core.errors import PhalanxError
 from phalanx.core.parent import die_with_parent
-from phalanx.mesh.blocks import find_blocks, last_stage_names
-from phalanx.mesh.linear import find_holders, read_shard_rules
+from phalanx.mesh.blocks import find_repeated_blocks, list_last_stage_module_names
+from phalanx.mesh.linear import collect_shard_rules_of_module, iterate_parameter_holders
 from phalanx.mesh.logical import full_name
 from phalanx.mesh.seams import has_attention_seam
 from phalanx.nn.hugging_face.adapter import SHAPE_FACTS_ATTRIBUTE, find_factory
@@ -53,10 +53,10 @@ def describe_module(
         "num_dropouts": sum(map(_drops_activations, module.modules())),
         "takes_document_ids": _takes_document_ids(module),
         "names": [full_name(name) for name, _ in module.named_modules()],
-        "holders": [vars(holder) for holder in find_holders(module)],
-        "shard_rules": read_shard_rules(module),
+        "holders": [vars(holder) for holder in iterate_parameter_holders(module)],
+        "shard_rules": collect_shard_rules_of_module(module),
         "blocks": _block_names(module),
-        "last_stage": list(last_stage_names(module)),
+        "last_stage": list(list_last_stage_module_names(module)),
         "has_attention_seam": has_attention_seam(module),
         "facts": getattr(module, SHAPE_FACTS_ATTRIBUTE, {}),
     }
@@ -87,7 +87,7 @@ def _describe_parameters(module: torch.nn.Module) -> dict[str, object]:
 
 
 def _block_names(module: torch.nn.Module) -> list[str]:
-    blocks = set(map(id, find_blocks(module)))
+    blocks = set(map(id, find_repeated_blocks(module)))
     return [full_name(name) for name, part in module.named_modules() if id(part) in blocks]
 
 

@@ -15,7 +15,7 @@ from phalanx.core.errors import CheckpointError, LayoutError
 from phalanx.core.registry import resolve_kind
 from phalanx.job.learning_rate import RANDOM_WEIGHTS_LR
 from phalanx.job.schema import Optim
-from phalanx.mesh.logical import LogicalShard, full_name, local_tensor, make_logical_shard
+from phalanx.mesh.logical import LogicalShard, full_name, get_local_tensor, make_logical_shard
 from phalanx.optim.groups import build_decay_groups
 
 OPTIMIZERS_PACKAGE = "phalanx.optim.optimizers"
@@ -89,7 +89,7 @@ def optimizer_shards(
             owner = model_shards[name]
             # Of the full tensor, or of the part that tensor parallelism left of it.
             if value.shape == parameter.shape:
-                shards[key] = owner.like(key, local_tensor(value).detach())
+                shards[key] = owner.like(key, get_local_tensor(value).detach())
             elif value.numel() > 1 and owner.global_shape != tuple(parameter.shape):
                 raise CheckpointError(
                     f"{type(optimizer).__name__} keeps {key} of shape {list(value.shape)} for what"

@@ -1,4 +1,4 @@
-"""Axes: the objects that the axes of a layout keep on this rank."""
+"""ObjectsByAxisType: the objects that the axes of a layout keep on this rank."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class Axes:
+class ObjectsByAxisType:
     """One object of each type, such as the group of tensor parallelism or the view of a pipeline.
 
     An axis that the layout does not have is not there, so `ParallelContext` has no field for it;

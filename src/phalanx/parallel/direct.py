@@ -8,16 +8,19 @@ from typing import Any
 
 from phalanx.parallel.dropout.interceptor import RandomOpInterceptor
 from phalanx.parallel.executor import AddLoss, Batch, LossAndTargets, Objective
-from phalanx.parallel.loss_forward import LossForward
+from phalanx.parallel.loss_forward import MicrobatchLossForward
 from phalanx.parallel.protocol import ParallelContext
-from phalanx.parallel.saved_tensors import SavedBytes, can_count_saved_bytes
+from phalanx.parallel.saved_tensors import SavedBytesCounter, can_count_saved_bytes
 
 
 class DirectExecutor:
     """Computes whole forwards on this rank: every layout without a pipeline."""
 
     def __init__(
-        self, context: ParallelContext, interceptor: RandomOpInterceptor, forward: LossForward
+        self,
+        context: ParallelContext,
+        interceptor: RandomOpInterceptor,
+        forward: MicrobatchLossForward,
     ) -> None:
         self.saved_bytes: int | None = None
         self._context, self._interceptor, self._forward = context, interceptor, forward
@@ -34,19 +37,19 @@ class DirectExecutor:
             with (
                 # Gradients add up locally until the last microbatch: one reduction per step,
                 # unless parallel.accumulate says otherwise.
-                hooks.enter_microbatch(is_last=index == len(microbatches) - 1),
-                self._interceptor.in_microbatch(step, index, batch),
+                hooks.open_microbatch_context(is_last=index == len(microbatches) - 1),
+                self._interceptor.drawing_in_microbatch(step, index, batch),
             ):
                 with (
                     phases("forward"),
-                    self._counting_saved_bytes_once(),
-                    self._interceptor.intercept_forward(),
+                    self._counting_saved_bytes_of_first_forward(),
+                    self._interceptor.intercepting_forward(),
                 ):
                     loss, targets = self._forward(batch, objective)
                 with phases("backward"):
                     self._context.normalizer.scale_loss(loss).backward()
                     # Inside of the phase: it leaves the one that waiting for DDP has entered.
-                    hooks.run_after_backward()
+                    hooks.run_after_backward_hooks()
             # Detached, or the step's sum would hold on to the graphs of all microbatches.
             add(loss.detach(), targets)
         phases.microbatch = -1
@@ -59,16 +62,16 @@ class DirectExecutor:
             loss, targets = self._forward(batch, objective)
             yield loss, targets
 
-    def call(self, batch: Batch, then: Callable[[Any], Any]) -> Any:
+    def run_forward_then(self, batch: Batch, then: Callable[[Any], Any]) -> Any:
         """`then(outputs)` of one forward of this rank's tokens."""
-        return self._forward.call_module(self._forward.split_batch(batch), then)
+        return self._forward.run_module_forward(self._forward.keep_own_tokens_of_batch(batch), then)
 
     @contextmanager
-    def _counting_saved_bytes_once(self) -> Iterator[None]:
+    def _counting_saved_bytes_of_first_forward(self) -> Iterator[None]:
         if not self._is_due:
             yield
             return
-        self._is_due, saved = False, SavedBytes()
-        with saved.count_saved():
+        self._is_due, saved = False, SavedBytesCounter()
+        with saved.counting_saved_tensors():
             yield
         self.saved_bytes = saved.num_bytes

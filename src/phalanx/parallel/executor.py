@@ -37,6 +37,6 @@ class Executor(Protocol):
         them."""
         ...
 
-    def call(self, batch: Batch, then: Callable[[Any], Any]) -> Any:
+    def run_forward_then(self, batch: Batch, then: Callable[[Any], Any]) -> Any:
         """`then(outputs)` of one forward, on every rank."""
         ...

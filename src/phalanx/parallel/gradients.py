@@ -11,32 +11,32 @@ from torch import nn
 
 from phalanx.core.block_sizes import get_block_sizes
 from phalanx.mesh.devices import is_on_cpu
-from phalanx.mesh.logical import LogicalShard, full_name, local_tensor
+from phalanx.mesh.logical import LogicalShard, full_name, get_local_tensor
 
 
 @dataclass(frozen=True)
-class RankBlock:
+class LocalBlockReplicas:
     """A block of what this rank holds of a tensor, and how many ranks hold it alike."""
 
     where: tuple[slice, ...]
     num_holders: int
 
 
-def list_held_blocks(shard: LogicalShard) -> tuple[RankBlock, ...]:
+def list_local_blocks_with_replica_counts(shard: LogicalShard) -> tuple[LocalBlockReplicas, ...]:
     """The blocks of a shard: the whole tensor as one, unless parts of it are on different numbers
     of ranks."""
     counts = {shard.num_replicas * box.num_replicas for box in shard.boxes}
     if len(counts) <= 1:
-        return tuple(RankBlock((), count) for count in counts)
+        return tuple(LocalBlockReplicas((), count) for count in counts)
     blocks = []
     for box in shard.boxes:
         where = tuple(slice(o, o + n) for o, n in zip(box.local_offset, box.size, strict=True))
-        blocks.append(RankBlock(where, shard.num_replicas * box.num_replicas))
+        blocks.append(LocalBlockReplicas(where, shard.num_replicas * box.num_replicas))
     return tuple(blocks)
 
 
-def collect_squared_gradients(
-    named: Iterable[tuple[str, nn.Parameter]], blocks: Mapping[str, tuple[RankBlock, ...]]
+def collect_gradients_and_sum_squares(
+    named: Iterable[tuple[str, nn.Parameter]], blocks: Mapping[str, tuple[LocalBlockReplicas, ...]]
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """(this rank's gradients, its part of their squares: 0-d fp64 where the gradients are, on the
     CPU without any).
@@ -48,7 +48,7 @@ def collect_squared_gradients(
     by_holders: dict[int, list[torch.Tensor]] = defaultdict(list)
     for name, parameter in named:
         # Of an uneven cut the last ranks may hold nothing.
-        if parameter.grad is None or not (gradient := local_tensor(parameter.grad)).numel():
+        if parameter.grad is None or not (gradient := get_local_tensor(parameter.grad)).numel():
             continue
         gradients.append(gradient)
         for block in blocks[full_name(name)]:
@@ -56,7 +56,9 @@ def collect_squared_gradients(
     squares: torch.Tensor | None = None
     for holders, group_gradients in by_holders.items():
         norms = torch._foreach_norm(
-            _split_for_norm(group_gradients), 2, dtype=_norm_dtype(group_gradients)
+            _split_gradients_for_exact_norm(group_gradients),
+            2,
+            dtype=_choose_norm_dtype(group_gradients),
         )
         # Ranks that hold the same gradient each bring an equal part of its square.
         # In fp64 from here on, as all sums of the step's one reduction.
@@ -67,7 +69,7 @@ def collect_squared_gradients(
     return gradients, squares
 
 
-def _split_for_norm(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+def _split_gradients_for_exact_norm(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
     """`gradients` cut small: the CPU's norm adds squares one after another in fp32 and loses 0.2
     % of 50 M elements."""
     if not is_on_cpu(gradients[0]):
@@ -76,7 +78,7 @@ def _split_for_norm(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
     return [piece for gradient in gradients for piece in gradient.reshape(-1).split(size)]
 
 
-def _norm_dtype(gradients: list[torch.Tensor]) -> torch.dtype:
+def _choose_norm_dtype(gradients: list[torch.Tensor]) -> torch.dtype:
     """At least fp32: a norm of half-precision gradients in their own type has three digits."""
     wide = torch.float32
     for gradient in gradients:

@@ -1,4 +1,4 @@
-"""LossForward: forward and loss of one microbatch, the same under both executors."""
+"""MicrobatchLossForward: forward and loss of one microbatch, the same under both executors."""
 
 from __future__ import annotations
 
@@ -13,20 +13,24 @@ import torch
 from phalanx.core.errors import PhalanxError
 from phalanx.mesh.devices import is_cpu
 from phalanx.mesh.transfer import pin_memory
-from phalanx.parallel.call.bind_batch import NamedTensors, call_with_batch, describe_batch
-from phalanx.parallel.call.check_indices import (
-    TAKES_CLASSES_ATTRIBUTE,
-    explain_failed_lookup,
-    require_ids,
-    require_targets,
+from phalanx.parallel.call.bind_batch import (
+    BatchOfNamedTensors,
+    build_forward_arguments,
+    describe_batch,
 )
-from phalanx.parallel.call.check_objective import require_loss_sums
-from phalanx.parallel.context.transform import SequenceSplit
+from phalanx.parallel.call.check_indices import (
+    TARGETS_ARE_CLASSES_ATTRIBUTE,
+    raise_for_out_of_range_index,
+    require_targets_within_classes,
+    require_token_ids_in_vocabulary,
+)
+from phalanx.parallel.call.check_objective import require_loss_sum_and_num_targets
+from phalanx.parallel.context.transform import ContextParallelBatchSplitter
 from phalanx.parallel.executor import Batch, LossAndTargets, Objective
-from phalanx.parallel.pipeline.staged import PipelineStageGroup
+from phalanx.parallel.pipeline.staged import PipelineOfRank
 from phalanx.parallel.protocol import ParallelContext
 
-READS_VOCABULARY_PARTS_ATTRIBUTE = "reads_vocabulary_parts"
+ACCEPTS_VOCABULARY_SHARDS_ATTRIBUTE = "reads_vocabulary_parts"
 """An objective with this attribute computes with a part of the logits."""
 
 
@@ -40,13 +44,13 @@ def gather_logits(outputs: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class OutputFunction:
+class FunctionOfOutputs:
     """Stands for an objective where outputs are wanted, not a loss."""
 
     then: Callable[[Any], Any]
 
 
-class LossForward:
+class MicrobatchLossForward:
     """Takes a microbatch from the host to its loss: copies and cuts it, calls the module with the
     objective inside, and explains errors by the batch and the layout."""
 
@@ -55,58 +59,60 @@ class LossForward:
         self._module = context.root.module
         # Once: a plan reads its shape from JSON each time that it is asked.
         self._looks_up_ids = context.plan.model_shape.has_token_table
-        self._split = context.axes.find(SequenceSplit)
-        staged = context.axes.find(PipelineStageGroup)
+        self._split = context.axes.find(ContextParallelBatchSplitter)
+        staged = context.axes.find(PipelineOfRank)
         self._stage_forward = None if staged is None else staged.stage_forward
         self._has_run = False
         self._shares_copies = False
         # By id of the batch, which lives as long as this.
         self._copies: dict[int, dict[str, torch.Tensor]] = {}
 
-    def __call__(self, batch: Batch, objective: Objective | OutputFunction) -> Any:
+    def __call__(self, batch: Batch, objective: Objective | FunctionOfOutputs) -> Any:
         """(loss, targets) of a microbatch; hidden states of a pipeline's stage that is not the
-        last; the result of an OutputFunction."""
+        last; the result of a FunctionOfOutputs."""
         # Before the copy: on the host ids are looked at without waiting for a device.
         if self._looks_up_ids:
-            require_ids(batch, self._context.plan.vocab_size)
-        on_device = self._copy_to_device(batch)
+            require_token_ids_in_vocabulary(batch, self._context.plan.vocab_size)
+        on_device = self._copy_batch_to_device(batch)
         if self._split is not None:
-            on_device = NamedTensors(self._split.split_batch(on_device))
+            on_device = BatchOfNamedTensors(self._split.keep_own_tokens_of_batch(on_device))
         # The objective runs inside of the module's call: FSDP keeps the head whole until that
         # returns, and DDP arms its hooks on what it returns.
-        compute_loss = functools.partial(self._compute_loss, objective, batch, on_device)
+        compute_loss = functools.partial(
+            self._compute_loss_or_stage_output, objective, batch, on_device
+        )
         try:
-            outcome = self.call_module(on_device, compute_loss)
+            outcome = self.run_module_forward(on_device, compute_loss)
         except PhalanxError:
             raise
         except Exception as error:
-            self._raise_mendable_error(error, batch)
+            self._raise_user_error_or_add_notes(error, batch)
             raise
         self._has_run = True
-        if self._is_loss(objective):
+        if self._yields_loss(objective):
             # An objective that returns a mean loss would train, at a wrong rate.
-            require_loss_sums(outcome)
+            require_loss_sum_and_num_targets(outcome)
         return outcome
 
-    def call_module(self, batch: Batch, then: Callable[[Any], Any]) -> Any:
+    def run_module_forward(self, batch: Batch, then: Callable[[Any], Any]) -> Any:
         """`then(outputs)` of one forward, inside of the call that data parallelism wraps."""
-        args, kwargs = call_with_batch(self._module, batch)
-        with self.autocast():
+        args, kwargs = build_forward_arguments(self._module, batch)
+        with self.open_autocast_context():
             return self._context.outer(args, kwargs, then)
 
-    def autocast(self) -> AbstractContextManager[Any]:
+    def open_autocast_context(self) -> AbstractContextManager[Any]:
         if not self._context.autocast or self._context.plan.precision == "fp32":
             return nullcontext()
         return torch.autocast(self._context.mesh.device.type, self._context.compute_dtype)
 
-    def split_batch(self, batch: Batch) -> Batch:
+    def keep_own_tokens_of_batch(self, batch: Batch) -> Batch:
         """This rank's tokens of `batch`, where sequences are cut; all of it elsewhere."""
         if self._split is None:
             return batch
-        return self._split.split_batch(batch)
+        return self._split.keep_own_tokens_of_batch(batch)
 
     @contextmanager
-    def sharing_device_copies(self) -> Iterator[None]:
+    def caching_device_copies_of_batches(self) -> Iterator[None]:
         """Copy each microbatch to the device once, though several stages ask for it. It must live
         as long as this."""
         self._shares_copies = not is_cpu(self._context.mesh.device)
@@ -115,37 +121,37 @@ class LossForward:
         finally:
             self._shares_copies, self._copies = False, {}
 
-    def _compute_loss(
+    def _compute_loss_or_stage_output(
         self,
-        objective: Objective | OutputFunction,
+        objective: Objective | FunctionOfOutputs,
         batch: Batch,
         on_device: Batch,
         outputs: Any,
     ) -> LossAndTargets | Any:
         if self._stage_forward is not None:
-            self._stage_forward.require_clean_outputs(outputs)
+            self._stage_forward.require_outputs_without_placeholders(outputs)
             # An objective counts and draws as often as there are microbatches.
             if self._stage_forward.is_inferring_shapes:
                 return torch.zeros(()), torch.zeros(())
-        if isinstance(objective, OutputFunction):
+        if isinstance(objective, FunctionOfOutputs):
             return objective.then(outputs)
-        if not getattr(objective, READS_VOCABULARY_PARTS_ATTRIBUTE, False):
+        if not getattr(objective, ACCEPTS_VOCABULARY_SHARDS_ATTRIBUTE, False):
             outputs = gather_logits(outputs)
-        if getattr(objective, TAKES_CLASSES_ATTRIBUTE, False):
-            require_targets(batch, outputs)
+        if getattr(objective, TARGETS_ARE_CLASSES_ATTRIBUTE, False):
+            require_targets_within_classes(batch, outputs)
         return objective(outputs, on_device)
 
-    def _is_loss(self, objective: Objective | OutputFunction) -> bool:
-        if isinstance(objective, OutputFunction):
+    def _yields_loss(self, objective: Objective | FunctionOfOutputs) -> bool:
+        if isinstance(objective, FunctionOfOutputs):
             return False
         return self._stage_forward is None or self._stage_forward.is_last_stage
 
-    def _raise_mendable_error(self, error: Exception, batch: Batch) -> None:
+    def _raise_user_error_or_add_notes(self, error: Exception, batch: Batch) -> None:
         """Raise what a user can mend in place of `error`, or add notes to it."""
-        explain_failed_lookup(batch, error)
+        raise_for_out_of_range_index(batch, error)
         # A layout's misfit shows in the first forward.
         if not self._has_run:
-            refusal = self._context.hooks.find_explanation(error)
+            refusal = self._context.hooks.explain_error_by_hooks(error)
             if refusal is not None:
                 raise refusal from error
         error.add_note(f"the batch: {describe_batch(batch)}")
@@ -154,7 +160,7 @@ class LossForward:
                 "tp has cut parameters by rules: a view that counts heads or features needs divide="
             )
 
-    def _copy_to_device(self, batch: Batch) -> NamedTensors:
+    def _copy_batch_to_device(self, batch: Batch) -> BatchOfNamedTensors:
         """`batch` on this rank's device.
 
         From page-locked memory, which a loader's thread may have put it in already: a copy from
@@ -162,11 +168,11 @@ class LossForward:
         """
         device = self._context.mesh.device
         if id(batch) in self._copies:
-            return NamedTensors(self._copies[id(batch)])
+            return BatchOfNamedTensors(self._copies[id(batch)])
         copied = {
             key: pin_memory(tensor, device).to(device, non_blocking=True)
             for key, tensor in batch.items()
         }
         if self._shares_copies:
             self._copies[id(batch)] = copied
-        return NamedTensors(copied)
+        return BatchOfNamedTensors(copied)

@@ -32,7 +32,7 @@ class LossScale:
     def is_dynamic(self) -> bool:
         return self.growth_steps > 0
 
-    def adjust(self, *, finite: bool) -> None:
+    def adjust_after_step(self, *, finite: bool) -> None:
         """Adjust the scale to the outcome of a step.
 
         Raises NumericsError where a smaller scale would not help.
@@ -58,10 +58,10 @@ class LossScale:
             # A scale that a job began above the ceiling stays as it is.
             self.scale, self.good_steps = min(self.scale * 2, max(self.scale, MAX_LOSS_SCALE)), 0
 
-    def saved_state(self) -> dict[str, Any]:
+    def state_to_save(self) -> dict[str, Any]:
         return {"scale": self.scale, "good_steps": self.good_steps}
 
-    def restore(self, facts: dict[str, Any]) -> None:
+    def load_saved_state(self, facts: dict[str, Any]) -> None:
         """Take over what a checkpoint says. A fixed scale is the job's."""
         if self.is_dynamic:
             self.scale, self.good_steps = float(facts["scale"]), int(facts["good_steps"])
@@ -82,12 +82,12 @@ class LossNormalizer:
     loss_scale: LossScale | None
 
     @property
-    def factor(self) -> float:
+    def loss_multiplier(self) -> float:
         """The number that a loss is multiplied by."""
-        return self._loss_scale_value / self.constant
+        return self._scale_or_one / self.constant
 
     @property
-    def _loss_scale_value(self) -> float:
+    def _scale_or_one(self) -> float:
         if self.loss_scale is None:
             return 1.0
         return self.loss_scale.scale
@@ -99,13 +99,13 @@ class LossNormalizer:
             return loss
         return loss * self.loss_scale.scale
 
-    def gradient_factor(self, num_targets: float, num_ranks: int) -> float:
+    def gradient_multiplier(self, num_targets: float, num_ranks: int) -> float:
         """The factor that makes gradients, a mean over `num_ranks`, those of the loss per
         target."""
-        return num_ranks * self.constant / num_targets / self._loss_scale_value
+        return num_ranks * self.constant / num_targets / self._scale_or_one
 
 
-def build_normalizer(plan: Plan) -> LossNormalizer:
+def build_loss_normalizer(plan: Plan) -> LossNormalizer:
     """Build the normalizer of a plan's loss; fp16 alone scales it."""
     scale = None
     if plan.loss_scaling is not None:
@@ -113,7 +113,7 @@ def build_normalizer(plan: Plan) -> LossNormalizer:
     return LossNormalizer(float(plan.targets_per_rank), scale)
 
 
-def require_loss_scale_state(facts: Any, where: str) -> None:
+def require_valid_loss_scale_state(facts: Any, where: str) -> None:
     """Raises CheckpointError for what no loss scale has said."""
     try:
         if 0 < float(facts["scale"]) < float("inf") and int(facts["good_steps"]) >= 0:

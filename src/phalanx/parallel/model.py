@@ -14,18 +14,18 @@ from phalanx.core.errors import LayoutError
 from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.logical import LogicalShard
 from phalanx.mesh.mesh import Mesh
-from phalanx.parallel.context.transform import SequenceSplit
-from phalanx.parallel.data_parallel.compression import Compression
-from phalanx.parallel.data_parallel.replicate import BackwardWatch
+from phalanx.parallel.context.transform import ContextParallelBatchSplitter
+from phalanx.parallel.data_parallel.compression import GradientCompression
+from phalanx.parallel.data_parallel.replicate import BackwardCommunicationTimer
 from phalanx.parallel.direct import DirectExecutor
 from phalanx.parallel.dropout.interceptor import RandomOpInterceptor
 from phalanx.parallel.executor import Batch, Executor, Objective
-from phalanx.parallel.expert.router_load import ExpertLoad, RouterLoads
-from phalanx.parallel.loss_forward import LossForward, gather_logits
+from phalanx.parallel.expert.router_load import ReducedRouterLoads, RouterStepLoad
+from phalanx.parallel.loss_forward import MicrobatchLossForward, gather_logits
 from phalanx.parallel.pipeline.executor import PipelineExecutor
-from phalanx.parallel.pipeline.staged import PipelineStageGroup
+from phalanx.parallel.pipeline.staged import PipelineOfRank
 from phalanx.parallel.protocol import ParallelContext
-from phalanx.parallel.rank_parameters import RankParameters
+from phalanx.parallel.rank_parameters import ParametersOfRank
 from phalanx.parallel.step_reducer import StepReducer
 from phalanx.parallel.step_stats import LocalLoss, StepStats
 from phalanx.plan.plan import Plan
@@ -47,31 +47,31 @@ class ParallelModel:
         self.dropout_rng = context.dropout_rng
         self.loss_scale = context.normalizer.loss_scale
         self.copies: Mapping[str, tuple[int, int]] = context.copies
-        self.compression = context.axes.find(Compression)
+        self.compression = context.axes.find(GradientCompression)
         self._context = context
         self._has_weights = has_weights
-        self._parameters = RankParameters(context)
-        self._split = context.axes.find(SequenceSplit)
-        self._watch = context.axes.find(BackwardWatch)
+        self._parameters = ParametersOfRank(context)
+        self._split = context.axes.find(ContextParallelBatchSplitter)
+        self._watch = context.axes.find(BackwardCommunicationTimer)
         self._interceptor = RandomOpInterceptor(self.module, context)
         expected = context.plan.model_shape.may_have_routers
-        self._loads = RouterLoads.collect(
+        self._loads = ReducedRouterLoads.collect(
             self.module, context.mesh, context.phases, expected=expected
         )
         # Biases of routers move in `update`: after an optimizer's own step alone they would stay
         # behind.
-        context.optimizer_params.watch_optimizers(
-            self.module.parameters() if self._loads.moves_biases else ()
+        context.optimizer_params.watch_optimizer_steps(
+            self.module.parameters() if self._loads.has_router_biases else ()
         )
         self._reducer = StepReducer(context, self._parameters, self._loads)
-        self._forward = LossForward(context)
+        self._forward = MicrobatchLossForward(context)
         self._executor, self.pipeline = self._build_executor()
         self.is_staged = self.pipeline is not None
         """True for a part of a pipeline: other ranks may have parameters to train where this one
         has none."""
 
     def _build_executor(self) -> tuple[Executor, PipelineExecutor | None]:
-        staged = self._context.axes.find(PipelineStageGroup)
+        staged = self._context.axes.find(PipelineOfRank)
         if staged is None:
             return DirectExecutor(self._context, self._interceptor, self._forward), None
         pipeline = PipelineExecutor(self._context, staged, self._interceptor, self._forward)
@@ -90,10 +90,10 @@ class ParallelModel:
         return self._reducer.finished_at
 
     @property
-    def expert_load(self) -> Mapping[str, ExpertLoad]:
+    def expert_load(self) -> Mapping[str, RouterStepLoad]:
         """By name of this rank's routers: what came to their experts in the last step, over all
         ranks."""
-        return self._loads.loads
+        return self._loads.last_step_loads
 
     @property
     def left_to_torch(self) -> Mapping[str, str]:
@@ -126,7 +126,7 @@ class ParallelModel:
             raise LayoutError(
                 "a model whose sequences are cut (parallel.cp) is called through call_then"
             )
-        with self._forward.autocast():
+        with self._forward.open_autocast_context():
             return self._context.outer(args, kwargs, gather_logits)
 
     def call_then(self, batch: Batch, then: Callable[[Any], Any]) -> Any:
@@ -139,9 +139,11 @@ class ParallelModel:
         of any length.
         """
         if self._split is None:
-            return self._executor.call(batch, then)
-        with self._split.pad_to_equal_shares(batch) as padded:
-            return self._split.group.broadcast_last(self._executor.call(padded, then))
+            return self._executor.run_forward_then(batch, then)
+        with self._split.pad_batch_to_equal_chunks(batch) as padded:
+            return self._split.group.broadcast_from_rank_of_last_token(
+                self._executor.run_forward_then(padded, then)
+            )
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters an optimizer updates: this rank's shards, as DTensors where they are
@@ -149,7 +151,7 @@ class ParallelModel:
         return (parameter for _, parameter in self.named_parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return self._parameters.iterate_parameters()
+        return self._parameters.iterate_optimizer_parameters()
 
     def train(self, mode: bool = True) -> None:
         self._context.outer.train(mode)
@@ -185,23 +187,24 @@ class ParallelModel:
         self.step = self.step + 1 if step is None else step
         # Whoever draws outside of dropout layers is found by watching the generator over a step.
         self._interceptor.begin_step()
-        self._context.optimizer_params.require_sync()
+        self._context.optimizer_params.require_model_updated_after_step()
         # A pipeline's stages do not see the objective: they are told what a balance loss of
         # experts weighs beside it.
         balance = getattr(self.module, "balance", None)
         if balance is not None:
-            balance.scale = self._context.normalizer.factor
+            balance.scale = self._context.normalizer.loss_multiplier
         loss_sum, num_targets = self._zero_loss_sum(), self._zero_loss_sum()
 
         def add(loss: torch.Tensor, targets: torch.Tensor) -> None:
             loss_sum.add_(loss)
             num_targets.add_(targets)
 
-        with self._context.traffic.counting():
+        with self._context.traffic.counting_step_traffic():
             self._executor.forward_backward(microbatches, objective, self.step, add)
             self._interceptor.end_step()
-            # Inside of `counting`: it reduces the gradients that DDP and FSDP leave to us.
-            self._context.optimizer_params.move_grads()
+            # Inside of `counting_step_traffic`: it reduces the gradients that DDP and FSDP leave to
+            # us.
+            self._context.optimizer_params.move_gradients_to_optimizer()
         return LocalLoss(loss_sum, num_targets)
 
     def _zero_loss_sum(self) -> torch.Tensor:
@@ -232,10 +235,10 @@ class ParallelModel:
 
         Collective.
         """
-        self._context.optimizer_params.require_own_params(optimizer)
+        self._context.optimizer_params.require_optimizer_of_substitute_parameters(optimizer)
         optimizer.step()
-        self._context.optimizer_params.sync_to_model()
-        self._loads.move_biases()
+        self._context.optimizer_params.copy_updates_to_model_on_all_ranks()
+        self._loads.update_router_biases_once()
 
     def refresh(self) -> None:
         """After weights were written into `shards()`: what an optimizer has of them elsewhere
@@ -255,7 +258,7 @@ class ParallelModel:
                     num_targets += outcome[1]
         finally:
             # No backward follows that would free the weights.
-            self._context.hooks.run_release_weights()
+            self._context.hooks.run_release_weights_hooks()
         return LocalLoss(loss_sum, num_targets)
 
     def reduce_sums(self, local_loss: LocalLoss) -> tuple[float, int]:

@@ -19,18 +19,18 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from phalanx.core.errors import LayoutError
-from phalanx.mesh.compat import dtensor_like
-from phalanx.mesh.logical import local_tensor
+from phalanx.mesh.compat import wrap_local_with_same_placements
+from phalanx.mesh.logical import get_local_tensor
 
 
-def _select_whole_parameter(tensor: torch.Tensor) -> torch.Tensor:
+def _select_full_parameter(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
 # Compared by identity (eq=False): it is a key of dictionaries, and tensors compare element by
 # element.
 @dataclass(frozen=True, eq=False)
-class OptimizerShard:
+class OptimizerParameterSubstitute:
     """Stands for a part of `parameter` before an optimizer, as `updated`.
 
     `select` finds the part in the parameter's storage on this rank, and in that of its gradient.
@@ -39,10 +39,10 @@ class OptimizerShard:
 
     parameter: nn.Parameter
     updated: nn.Parameter
-    select: Callable[[torch.Tensor], torch.Tensor] = _select_whole_parameter
+    select: Callable[[torch.Tensor], torch.Tensor] = _select_full_parameter
     on_host: bool = False
 
-    def move_grads(self, host: torch.Tensor | None = None) -> torch.Tensor | None:
+    def move_gradients_to_optimizer(self, host: torch.Tensor | None = None) -> torch.Tensor | None:
         """The gradient moves from the parameter to what stands for it.
 
         On the host it is copied into `host`, the one that was returned the last time, which the
@@ -54,7 +54,7 @@ class OptimizerShard:
         if gradient is None:
             self.updated.grad = None
             return host
-        gradient_shard = self.select(local_tensor(gradient))
+        gradient_shard = self.select(get_local_tensor(gradient))
         if self.on_host and gradient_shard.device.type != "cpu":
             if (
                 # Page-locked memory is slow to get: the buffer of the last step is used again.
@@ -67,28 +67,28 @@ class OptimizerShard:
                 )
             gradient_shard = host.copy_(gradient_shard, non_blocking=True)
         if isinstance(self.updated, DTensor):
-            self.updated.grad = dtensor_like(self.updated, gradient_shard)
+            self.updated.grad = wrap_local_with_same_placements(self.updated, gradient_shard)
         else:
             self.updated.grad = gradient_shard
         return host
 
-    def copy_to_model(self) -> None:
+    def copy_updated_values_to_model(self) -> None:
         """Copy what the optimizer wrote on the host to where the model reads it."""
-        in_model = self.select(local_tensor(self.parameter.detach()))
-        in_optimizer = local_tensor(self.updated.detach())
+        in_model = self.select(get_local_tensor(self.parameter.detach()))
+        in_optimizer = get_local_tensor(self.updated.detach())
         if self.on_host and in_model.data_ptr() != in_optimizer.data_ptr():
             in_model.copy_(in_optimizer, non_blocking=True)
 
-    def copy_from_model(self) -> None:
+    def copy_model_values_to_host(self) -> None:
         """The other way: after weights were loaded into the model."""
-        in_model = self.select(local_tensor(self.parameter.detach()))
-        in_optimizer = local_tensor(self.updated.detach())
+        in_model = self.select(get_local_tensor(self.parameter.detach()))
+        in_optimizer = get_local_tensor(self.updated.detach())
         if self.on_host and in_model.data_ptr() != in_optimizer.data_ptr():
             in_optimizer.copy_(in_model)
 
 
 @dataclass(eq=False)
-class OptimizerParams:
+class OptimizerParameterMap:
     """The parts of a model by the parameter they stand for.
 
     Parameters without one are updated as they are.
@@ -97,11 +97,13 @@ class OptimizerParams:
     gathers what the ranks updated.
     """
 
-    shards: dict[nn.Parameter, OptimizerShard] = field(default_factory=dict)
+    shards: dict[nn.Parameter, OptimizerParameterSubstitute] = field(default_factory=dict)
     before_update: list[Callable[[], None]] = field(default_factory=list)
     after_update: list[Callable[[], None]] = field(default_factory=list)
     # Page-locked gradients of parts on the host, used again in each step.
-    _gradients: dict[OptimizerShard, torch.Tensor | None] = field(default_factory=dict)
+    _gradients: dict[OptimizerParameterSubstitute, torch.Tensor | None] = field(
+        default_factory=dict
+    )
     _is_model_stale: bool = False
 
     def find_optimizer_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -111,13 +113,15 @@ class OptimizerParams:
             return parameter
         return shard.updated
 
-    def iterate_parameters(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    def iterate_optimizer_parameters(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         return (
             (name, self.find_optimizer_parameter(parameter))
             for name, parameter in module.named_parameters()
         )
 
-    def iterate_shards(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    def iterate_substitute_parameters(
+        self, module: nn.Module
+    ) -> Iterator[tuple[str, nn.Parameter]]:
         """Named parameters that the optimizer updates and that are not the module's own."""
         return (
             (name, self.shards[p].updated)
@@ -125,7 +129,7 @@ class OptimizerParams:
             if p in self.shards
         )
 
-    def move_grads(self) -> None:
+    def move_gradients_to_optimizer(self) -> None:
         """After the last backward of a step."""
         # First, for reductions read gradients where the backward left them.
         for reduce in self.before_update:
@@ -133,14 +137,14 @@ class OptimizerParams:
         devices: set[torch.device] = set()
         for shard in self.shards.values():
             if shard.on_host and shard.parameter.grad is not None:
-                devices.add(local_tensor(shard.parameter.grad).device)
-            self._gradients[shard] = shard.move_grads(self._gradients.get(shard))
+                devices.add(get_local_tensor(shard.parameter.grad).device)
+            self._gradients[shard] = shard.move_gradients_to_optimizer(self._gradients.get(shard))
         # The optimizer reads the copies on the host: they must have arrived.
         for device in devices:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
 
-    def require_own_params(self, optimizer: torch.optim.Optimizer) -> None:
+    def require_optimizer_of_substitute_parameters(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises LayoutError for an optimizer of the module's own parameters, which no longer
         have the gradients."""
         replaced = {id(parameter) for parameter in self.shards}
@@ -151,21 +155,21 @@ class OptimizerParams:
                 fix="build it from model.parameters(), of what parallelize returned",
             )
 
-    def sync_to_model(self) -> None:
+    def copy_updates_to_model_on_all_ranks(self) -> None:
         """After an optimizer's update: the model sees it, on every rank."""
         self._is_model_stale = False
         # First, for gathers send what lies in the model.
         for shard in self.shards.values():
-            shard.copy_to_model()
+            shard.copy_updated_values_to_model()
         for gather in self.after_update:
             gather()
 
     def refresh(self) -> None:
         """After weights were written into the model: copies on the host follow."""
         for shard in self.shards.values():
-            shard.copy_from_model()
+            shard.copy_model_values_to_host()
 
-    def watch_optimizers(self, moved_with_them: Iterable[nn.Parameter] = ()) -> None:
+    def watch_optimizer_steps(self, moved_with_them: Iterable[nn.Parameter] = ()) -> None:
         """Notice optimizers that update parts: their step alone does not reach the model.
 
         So it is of `moved_with_them` where something else of the model moves with them.
@@ -188,7 +192,7 @@ class OptimizerParams:
         # yet.
         weakref.finalize(self, register_optimizer_step_post_hook(on_step).remove)
 
-    def require_sync(self) -> None:
+    def require_model_updated_after_step(self) -> None:
         """Raises LayoutError where an optimizer stepped and the model never saw it."""
         if self._is_model_stale:
             raise LayoutError(

@@ -15,26 +15,30 @@ from torch.nn.parameter import is_lazy
 from phalanx.core.errors import LayoutError, PhalanxError
 from phalanx.core.phases import PhaseTimer
 from phalanx.core.registry import list_kinds
-from phalanx.mesh.blocks import find_blocks
-from phalanx.mesh.dtensors import describe_dtensor, explain_lossy_gather, list_dtensors
-from phalanx.mesh.fake_tensors import is_fake_module
+from phalanx.mesh.blocks import find_repeated_blocks
+from phalanx.mesh.dtensors import (
+    describe_dtensor,
+    explain_rows_lost_by_gather,
+    find_dtensors_by_name,
+)
+from phalanx.mesh.fake_tensors import has_fake_parameters
 from phalanx.mesh.logical import full_name
 from phalanx.mesh.mesh import Mesh
-from phalanx.mesh.recorded_init import find_recorded_init
+from phalanx.mesh.recorded_init import get_initial_values_of_module
 from phalanx.parallel.dropout.rng import DropoutRng
 from phalanx.parallel.model import ParallelModel
-from phalanx.parallel.pipeline.shape_inference import raise_first_refusal
-from phalanx.parallel.pipeline.staged import PipelineStageGroup
-from phalanx.parallel.protocol import ParallelContext, Parallelism, RootModule
+from phalanx.parallel.pipeline.shape_inference import raise_first_refusal_on_all_ranks
+from phalanx.parallel.pipeline.staged import PipelineOfRank
+from phalanx.parallel.protocol import ModuleTransform, ModuleWithObjective, ParallelContext
 from phalanx.plan.plan import Plan
 
-_INITIAL_WEIGHTS_SUBJECT = "initial weights of your module"
+_INITIAL_WEIGHTS_DIFFERENCE_SUBJECT = "initial weights of your module"
 
 
-def discover_transforms() -> list[Parallelism]:
+def discover_transforms() -> list[ModuleTransform]:
     """Every transform of the folders beside this file, in the order they are applied."""
     package = __name__.rpartition(".")[0]
-    collected: list[Parallelism] = []
+    collected: list[ModuleTransform] = []
     for folder in list_kinds(package):
         members = getattr(importlib.import_module(f"{package}.{folder}"), "__path__", None)
         for name in list_kinds(f"{package}.{folder}") if members else ():
@@ -62,46 +66,46 @@ def parallelize(
     every rank (build it from the same seed). It is changed in place.
     Raises LayoutError for a module that the plan cannot be applied to.
     """
-    _require_suitable_module(module, plan, mesh)
+    _require_parallelizable_module(module, plan, mesh)
     on_meta = any(p.is_meta for p in module.parameters())
-    recorded = find_recorded_init(module)
-    root = RootModule(module)
-    if is_fake_module(module):
+    recorded = get_initial_values_of_module(module)
+    root = ModuleWithObjective(module)
+    if has_fake_parameters(module):
         # A dry run (verify/dry_run): there are no weights to compare, nor to move.
         pass
     elif not on_meta:
         # Ranks that begin with other weights would never agree again, and no loss would show it.
-        mesh.require_agreement({_INITIAL_WEIGHTS_SUBJECT: _hash_weights(module)})
+        mesh.require_agreement({_INITIAL_WEIGHTS_DIFFERENCE_SUBJECT: _hash_module_weights(module)})
         root.to(mesh.device)
     elif recorded is not None:
-        mesh.require_agreement({_INITIAL_WEIGHTS_SUBJECT: recorded.digest})
+        mesh.require_agreement({_INITIAL_WEIGHTS_DIFFERENCE_SUBJECT: recorded.digest})
     seed = plan.seed if seed is None else seed
     context = ParallelContext(
         root=root,
         plan=plan,
         mesh=mesh,
         phases=phases or PhaseTimer(),
-        blocks=find_blocks(module),
+        blocks=find_repeated_blocks(module),
         outer=root,
         names=frozenset(full_name(name) for name, _ in module.named_modules()),
         dropout_rng=DropoutRng(seed),
     )
     if on_meta:
-        context.materialize = _Materialization(context, seed if initialize else None).run
+        context.materialize = _MetaModuleMaterializer(context, seed if initialize else None).run
     if not context.blocks and (plan.activations.recompute != "none" or plan.compile):
         raise LayoutError(
             f"{type(module).__name__} shows no repeated blocks to recompute or compile",
             fix='keep them in an nn.ModuleList, or name them: block_pattern = "layers.*"',
         )
     for transform in discover_transforms():
-        if transform.wanted(plan):
-            with _raise_in_all_stages(context):
+        if transform.is_needed(plan):
+            with _raise_refusal_in_all_stages(context):
                 transform.apply(context)
     context.materialize()
     return ParallelModel(context, has_weights=initialize or not on_meta)
 
 
-def _require_suitable_module(module: nn.Module, plan: Plan, mesh: Mesh) -> None:
+def _require_parallelizable_module(module: nn.Module, plan: Plan, mesh: Mesh) -> None:
     """Raises LayoutError for a mesh of other ranks, and for a module without shapes or weights, or
     with tensors that are cut already."""
     name = type(module).__name__
@@ -115,9 +119,9 @@ def _require_suitable_module(module: nn.Module, plan: Plan, mesh: Mesh) -> None:
                 f"the shape of {parameter_name} is not known yet: {name} is lazy",
                 fix="call it once with a sample in your factory, or use the layer that is not lazy",
             )
-    _require_plain_tensors(module)
+    _require_no_dtensors(module)
     on_meta = any(parameter.is_meta for parameter in module.parameters())
-    can_fill = hasattr(module, "initialize") or find_recorded_init(module) is not None
+    can_fill = hasattr(module, "initialize") or get_initial_values_of_module(module) is not None
     if on_meta and not can_fill:
         raise LayoutError(
             f"{name} is on the meta device and cannot fill itself",
@@ -125,24 +129,24 @@ def _require_suitable_module(module: nn.Module, plan: Plan, mesh: Mesh) -> None:
         )
 
 
-def _require_plain_tensors(module: nn.Module) -> None:
+def _require_no_dtensors(module: nn.Module) -> None:
     """Raises LayoutError for a module with DTensors, and says where torch gathers one wrongly."""
-    dtensors = list_dtensors(module)
+    dtensors = find_dtensors_by_name(module)
     if not dtensors:
         return
     # Of several, one that a gather would damage: the others need no more than what `fix` says.
-    lossy = [(name, tensor) for name, tensor in dtensors if explain_lossy_gather(tensor)]
+    lossy = [(name, tensor) for name, tensor in dtensors if explain_rows_lost_by_gather(tensor)]
     name, tensor = (lossy or dtensors)[0]
     raise LayoutError(
         f"{name} is a DTensor already ({describe_dtensor(tensor)}), and phalanx cuts a module"
         " itself",
-        why=explain_lossy_gather(tensor) or None,
+        why=explain_rows_lost_by_gather(tensor) or None,
         fix="give it the module with plain tensors, and say by shard_rules what tensor parallelism"
         " cuts (docs/your-own-module.md)",
     )
 
 
-class _Materialization:
+class _MetaModuleMaterializer:
     """Gives a module on the meta device memory and values, once: each transform that needs real
     tensors asks for it, and the last of all if none did. `seed` None: zeros."""
 
@@ -160,9 +164,9 @@ class _Materialization:
         shards, _ = self._context.shards()
         with torch.no_grad():
             if self._seed is not None:
-                recorded = find_recorded_init(root.module)
+                recorded = get_initial_values_of_module(root.module)
                 if recorded is not None:
-                    recorded.fill(shards)
+                    recorded.fill_parameter_shards(shards)
                 else:
                     root.module.initialize(shards, self._seed)  # type: ignore[operator]
                 return
@@ -173,9 +177,9 @@ class _Materialization:
 
 
 @contextmanager
-def _raise_in_all_stages(context: ParallelContext) -> Iterator[None]:
+def _raise_refusal_in_all_stages(context: ParallelContext) -> Iterator[None]:
     """Raise a refusal of one stage on all of them: they hold different parts of the module."""
-    staged = context.axes.find(PipelineStageGroup)
+    staged = context.axes.find(PipelineOfRank)
     # Before the stages are cut ranks have the same module, and refuse alike.
     if staged is None:
         yield
@@ -185,7 +189,7 @@ def _raise_in_all_stages(context: ParallelContext) -> Iterator[None]:
         yield
     except PhalanxError as error:
         refusal = error
-    raise_first_refusal(staged.stage_group, refusal)
+    raise_first_refusal_on_all_ranks(staged.stage_group, refusal)
 
 
 def _allocate_meta_tensors(
@@ -203,7 +207,7 @@ def _allocate_meta_tensors(
             return torch.empty_like(tensor, device=target)
         return tensor.to(target)
 
-    tied = _list_tied_parameters(root)
+    tied = _list_modules_of_tied_parameters(root)
     root._apply(allocate)
     # torch makes a new parameter at each place that has one.
     for (first, first_name), *others in tied:
@@ -224,7 +228,7 @@ def _allocate_meta_tensors(
             )
 
 
-def _list_tied_parameters(root: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+def _list_modules_of_tied_parameters(root: nn.Module) -> list[list[tuple[nn.Module, str]]]:
     """The places (module, name) of each parameter that has several."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for part in root.modules():
@@ -233,7 +237,7 @@ def _list_tied_parameters(root: nn.Module) -> list[list[tuple[nn.Module, str]]]:
     return [each for each in places.values() if len(each) > 1]
 
 
-def _hash_weights(module: nn.Module) -> str:
+def _hash_module_weights(module: nn.Module) -> str:
     """XXH3 over names, shapes and bytes of every parameter and buffer."""
     hasher = xxhash.xxh3_64()
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:

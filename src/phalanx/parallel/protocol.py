@@ -11,18 +11,23 @@ import torch
 from torch import nn
 
 from phalanx.core.phases import PhaseTimer
-from phalanx.mesh.logical import LogicalShard, RankPosition, TensorParallelCut, list_module_shards
+from phalanx.mesh.logical import (
+    LogicalShard,
+    ReplicaPosition,
+    TensorParallelCut,
+    collect_module_shards,
+)
 from phalanx.mesh.mesh import Mesh
-from phalanx.parallel.axes import Axes
+from phalanx.parallel.axes import ObjectsByAxisType
 from phalanx.parallel.dropout.rng import DropoutRng
-from phalanx.parallel.loss_scale import LossNormalizer, build_normalizer
-from phalanx.parallel.optimizer_params import OptimizerParams
+from phalanx.parallel.loss_scale import LossNormalizer, build_loss_normalizer
+from phalanx.parallel.optimizer_params import OptimizerParameterMap
 from phalanx.parallel.step_hooks import StepHooks
-from phalanx.parallel.traffic import Traffic
+from phalanx.parallel.traffic import StepTraffic
 from phalanx.plan.plan import Plan
 
 
-class Order(IntEnum):
+class TransformOrder(IntEnum):
     """Order in which transforms are applied, whatever the layout; each transform has its own."""
 
     PIPELINE = 1  # the others see the blocks of this rank's stages only
@@ -43,7 +48,7 @@ class Order(IntEnum):
     OPTIMIZER_OFFLOAD = 16  # last: the other transforms decide what it copies to the host
 
 
-class RootModule(nn.Module):
+class ModuleWithObjective(nn.Module):
     """The module that data parallelism wraps: the user's, with the objective inside one forward
     call.
 
@@ -70,7 +75,7 @@ class ParallelContext:
     """A model under construction: transforms read the plan and the mesh and change or wrap
     `root`, append to `hooks`, and add what they keep to `axes`."""
 
-    root: RootModule
+    root: ModuleWithObjective
     plan: Plan
     mesh: Mesh
     phases: PhaseTimer
@@ -85,10 +90,10 @@ class ParallelContext:
     # the axis, and that are empty without one. tp writes `cuts`, and ep cuts once more what tp
     # left; pp writes `copies`.
     hooks: StepHooks = field(default_factory=StepHooks)
-    axes: Axes = field(default_factory=Axes)
-    traffic: Traffic = field(default_factory=Traffic)
+    axes: ObjectsByAxisType = field(default_factory=ObjectsByAxisType)
+    traffic: StepTraffic = field(default_factory=StepTraffic)
     dropout_rng: DropoutRng = field(default_factory=lambda: DropoutRng(seed=0))
-    optimizer_params: OptimizerParams = field(default_factory=OptimizerParams)
+    optimizer_params: OptimizerParameterMap = field(default_factory=OptimizerParameterMap)
     cuts: dict[str, TensorParallelCut] = field(default_factory=dict)
     """By full name: which blocks of a parameter this rank has, of those that tp or ep has cut."""
     copies: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -97,20 +102,20 @@ class ParallelContext:
     normalizer: LossNormalizer = field(init=False)
 
     def __post_init__(self) -> None:
-        self.normalizer = build_normalizer(self.plan)
+        self.normalizer = build_loss_normalizer(self.plan)
 
     def shards(self) -> tuple[dict[str, LogicalShard], dict[str, str]]:
         """Shards of parameters and persistent buffers as they are now, by full-model name;
         aliases of tied tensors."""
-        return list_module_shards(self.root.module, self.replica_position)
+        return collect_module_shards(self.root.module, self.find_replica_position)
 
     @property
-    def replica_position(self) -> RankPosition:
+    def find_replica_position(self) -> ReplicaPosition:
         """Position of this rank among those that hold the same."""
         mesh, layout = self.mesh, self.plan.layout
         # pp is the outermost axis: the ranks of one stage are numbered one after another.
         num_ranks = layout.world_size // layout.pp
-        return RankPosition(
+        return ReplicaPosition(
             mesh.rank % num_ranks,
             num_ranks,
             self.cuts,
@@ -120,7 +125,7 @@ class ParallelContext:
         )
 
     @property
-    def shard_axes(self) -> tuple[str, ...]:
+    def fsdp_mesh_axes(self) -> tuple[str, ...]:
         """Axes of the mesh for data parallelism that shards: with copies of shards, their axis
         comes first."""
         if self.plan.layout.dp_replicate > 1:
@@ -134,16 +139,16 @@ class ParallelContext:
         return low.get(self.plan.precision, torch.float32)
 
 
-class Parallelism(Protocol):
-    """One axis or transform: `order` places it, `wanted` reads the plan, `apply` changes the
+class ModuleTransform(Protocol):
+    """One axis or transform: `order` places it, `is_needed` reads the plan, `apply` changes the
     model.
 
     Implementations are the modules of the folders here that define `parallelism`; the contract
     tests cover each.
     """
 
-    order: Order
+    order: TransformOrder
 
-    def wanted(self, plan: Plan) -> bool: ...
+    def is_needed(self, plan: Plan) -> bool: ...
 
     def apply(self, context: ParallelContext) -> None: ...

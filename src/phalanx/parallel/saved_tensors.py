@@ -17,7 +17,7 @@ def can_count_saved_bytes(plan: Plan) -> bool:
     return not (plan.activations.recompute != "none" or plan.activations.offload or plan.compile)
 
 
-class SavedBytes:
+class SavedBytesCounter:
     """Bytes of the storages that autograd saved, each once, without parameters and casts of
     them."""
 
@@ -28,23 +28,25 @@ class SavedBytes:
         self._alive: list[torch.UntypedStorage] = []
 
     @contextmanager
-    def count_saved(self) -> Iterator[None]:
+    def counting_saved_tensors(self) -> Iterator[None]:
         """Count what is saved inside. Tensors themselves are left as they are."""
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(
+            self._count_saved_tensor, lambda tensor: tensor
+        ):
             yield
         self._alive.clear()
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _count_saved_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         # By the storage itself, and not its address: fake tensors have none.
-        if not is_weight(tensor) and storage._cdata not in self._seen:
+        if not is_parameter_or_derived(tensor) and storage._cdata not in self._seen:
             self._seen.add(storage._cdata)
             self._alive.append(storage)
             self.num_bytes += storage.nbytes()
         return tensor
 
 
-def is_weight(tensor: torch.Tensor) -> bool:
+def is_parameter_or_derived(tensor: torch.Tensor) -> bool:
     """A parameter, a view of one, or what autocast made of one."""
     owner = tensor if tensor._base is None else tensor._base
     if isinstance(owner, nn.Parameter):

@@ -1,6 +1,6 @@
 """StepHooks: what transforms have done at the moments of a step.
 
-The two moments around the optimizer's update are lists of `OptimizerParams` (`before_update`,
+The two moments around the optimizer's update are lists of `OptimizerParameterMap` (`before_update`,
 `after_update`), which makes that update reach the model; what dropout asks and replays are lists of
 `DropoutRng`. Three things stay single slots, because a second one has no meaning:
 
@@ -47,27 +47,27 @@ class StepHooks:
     after_weight_grads: list[Callable[[], None]] = field(default_factory=list)
     explain_error: list[Callable[[Exception], PhalanxError | None]] = field(default_factory=list)
 
-    def enter_microbatch(self, *, is_last: bool) -> AbstractContextManager[object]:
+    def open_microbatch_context(self, *, is_last: bool) -> AbstractContextManager[object]:
         """The contexts of a microbatch as one; the first that was appended is the outermost."""
         if not self.around_microbatch:
             return nullcontext()
         # As good as always there is one: no stack in a step's path.
         if len(self.around_microbatch) == 1:
             return self.around_microbatch[0](is_last)
-        return self._enter_all_microbatch_hooks(is_last)
+        return self._open_all_microbatch_contexts(is_last)
 
-    def _enter_all_microbatch_hooks(self, is_last: bool) -> AbstractContextManager[object]:
+    def _open_all_microbatch_contexts(self, is_last: bool) -> AbstractContextManager[object]:
         # If a later hook fails, those before it are left here; else the caller leaves all of them.
         with ExitStack() as stack:
             for hook in self.around_microbatch:
                 stack.enter_context(hook(is_last))
             return stack.pop_all()
 
-    def run_after_backward(self) -> None:
+    def run_after_backward_hooks(self) -> None:
         for hook in self.after_backward:
             hook()
 
-    def run_before_reduce(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    def run_before_reduce_hooks(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         if not self.before_reduce:
             return
         # A list, because each hook walks over them.
@@ -75,19 +75,19 @@ class StepHooks:
         for hook in self.before_reduce:
             hook(parameters)
 
-    def run_gather_weights(self) -> None:
+    def run_gather_weights_hooks(self) -> None:
         for hook in self.gather_weights:
             hook()
 
-    def run_release_weights(self) -> None:
+    def run_release_weights_hooks(self) -> None:
         for hook in self.release_weights:
             hook()
 
-    def run_after_weight_grads(self) -> None:
+    def run_after_weight_grads_hooks(self) -> None:
         for hook in self.after_weight_grads:
             hook()
 
-    def find_explanation(self, error: Exception) -> PhalanxError | None:
+    def explain_error_by_hooks(self, error: Exception) -> PhalanxError | None:
         """The first answer of the hooks; None if no transform knows the error."""
         for explain in self.explain_error:
             explanation = explain(error)

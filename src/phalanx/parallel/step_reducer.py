@@ -8,11 +8,15 @@ from typing import Any
 
 import torch
 
-from phalanx.mesh.transfer import fill_on_device
-from phalanx.parallel.expert.router_load import RouterLoads
-from phalanx.parallel.gradients import RankBlock, collect_squared_gradients, list_held_blocks
+from phalanx.mesh.transfer import create_fp64_on_device
+from phalanx.parallel.expert.router_load import ReducedRouterLoads
+from phalanx.parallel.gradients import (
+    LocalBlockReplicas,
+    collect_gradients_and_sum_squares,
+    list_local_blocks_with_replica_counts,
+)
 from phalanx.parallel.protocol import ParallelContext
-from phalanx.parallel.rank_parameters import RankParameters
+from phalanx.parallel.rank_parameters import ParametersOfRank
 from phalanx.parallel.step_stats import LocalLoss, StepStats
 
 
@@ -24,32 +28,34 @@ class StepReducer:
     """
 
     def __init__(
-        self, context: ParallelContext, parameters: RankParameters, loads: RouterLoads
+        self, context: ParallelContext, parameters: ParametersOfRank, loads: ReducedRouterLoads
     ) -> None:
         self.finished_at: Any = 0.0
         self._context, self._mesh, self._phases = context, context.mesh, context.phases
         self._parameters, self._loads = parameters, loads
-        self._held: dict[str, tuple[RankBlock, ...]] | None = None
+        self._held: dict[str, tuple[LocalBlockReplicas, ...]] | None = None
 
     def reduce_and_clip(
         self, local_loss: LocalLoss, *, max_norm: float | None, flags: Sequence[float]
     ) -> StepStats:
         """Gradients become those of sum(loss) / sum(targets), scaled down to `max_norm`."""
-        with self._context.traffic.counting():
-            self._context.hooks.run_before_reduce(self._parameters.iterate_parameters())
+        with self._context.traffic.counting_step_traffic():
+            self._context.hooks.run_before_reduce_hooks(
+                self._parameters.iterate_optimizer_parameters()
+            )
         # Before the step's reduction, beside which its copy to the host goes on.
-        self._loads.reduce()
+        self._loads.reduce_counts_over_ranks()
         with self._phases("optimizer"):
-            gradients, squares = self._collect_gradients()
+            gradients, squares = self._collect_gradients_and_squares()
             vector = torch.stack((*self._zero_unless_tp_leader(local_loss), squares))
             # Flags travel with the sums: the step has one reduction, and all ranks act on the same
             # numbers.
-            vector = torch.cat((vector, fill_on_device(flags, vector.device)))
+            vector = torch.cat((vector, create_fp64_on_device(flags, vector.device)))
         with self._phases("collective", "all_reduce step facts"):
             self._mesh.all_reduce_sum(vector)
             loss_sum, num_targets, total_squares, *reduced_flags = vector.tolist()
             self.finished_at = self._phases.clock.mark()
-        stats = self._start_stats(reduced_flags)
+        stats = self._create_empty_stats(reduced_flags)
         # All ranks return here or none: they have one sum.
         if num_targets == 0:
             return stats
@@ -57,7 +63,7 @@ class StepReducer:
         # FSDP and DDP average over data-parallel ranks, which have different numbers of targets:
         # the mean is made a sum again, and that is divided by all targets.
         num_ranks = self._context.plan.layout.gradient_reduction_layout.data_parallel_size
-        factor = normalizer.gradient_factor(num_targets, num_ranks)
+        factor = normalizer.gradient_multiplier(num_targets, num_ranks)
         norm, loss = factor * total_squares**0.5, loss_sum / num_targets
         # x - x is 0 but for NaN and infinities.
         finite = norm - norm == 0.0 and loss - loss == 0.0
@@ -76,7 +82,7 @@ class StepReducer:
         if scale is not None:
             stats = replace(stats, loss_scale=scale.scale, scale_adapts=scale.is_dynamic)
             # Last: the facts above tell the scale with which this step was computed.
-            scale.adjust(finite=finite)
+            scale.adjust_after_step(finite=finite)
         return stats
 
     def reduce_sums(self, local_loss: LocalLoss) -> tuple[float, int]:
@@ -85,9 +91,9 @@ class StepReducer:
         loss_sum, num_targets = vector.tolist()
         return (loss_sum / num_targets if num_targets else float("nan")), int(num_targets)
 
-    def _start_stats(self, flags: Sequence[float]) -> StepStats:
+    def _create_empty_stats(self, flags: Sequence[float]) -> StepStats:
         """A step without targets, and what was sent in it."""
-        sent = self._context.traffic.take_step_bytes()
+        sent = self._context.traffic.take_sent_bytes_by_axis()
         return StepStats(
             loss=0.0,
             num_targets=0,
@@ -101,17 +107,19 @@ class StepReducer:
             sent_pp_bytes=sent["pp"],
         )
 
-    def _collect_gradients(self) -> tuple[list[torch.Tensor], torch.Tensor]:
+    def _collect_gradients_and_squares(self) -> tuple[list[torch.Tensor], torch.Tensor]:
         """(this rank's gradients, its part of the sum of their squares)."""
         if self._held is None:
             shards = self._parameters.collect_trained_shards()
-            self._held = {name: list_held_blocks(shard) for name, shard in shards.items()}
-        gradients, squares = collect_squared_gradients(
-            self._parameters.iterate_parameters(), self._held
+            self._held = {
+                name: list_local_blocks_with_replica_counts(shard) for name, shard in shards.items()
+            }
+        gradients, squares = collect_gradients_and_sum_squares(
+            self._parameters.iterate_optimizer_parameters(), self._held
         )
         # Of gradients in host memory the host has the number, and a copy of it costs a kernel.
         if squares.device != self._mesh.device:
-            squares = fill_on_device((squares.item(),), self._mesh.device)[0]
+            squares = create_fp64_on_device((squares.item(),), self._mesh.device)[0]
         return gradients, squares
 
     def _zero_unless_tp_leader(self, local_loss: LocalLoss) -> tuple[torch.Tensor, torch.Tensor]:

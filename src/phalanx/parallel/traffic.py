@@ -1,4 +1,4 @@
-"""Traffic: bytes that this rank sends in a step, by axis of the layout.
+"""StepTraffic: bytes that this rank sends in a step, by axis of the layout.
 
 Over dp these are the bytes of gradients alone: weights that FSDP and ZeRO-1 gather, buffers that
 are broadcast and the few numbers of a step's facts are not counted.
@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-AXES = ("dp", "tp", "cp", "ep", "pp")
+COUNTED_AXES = ("dp", "tp", "cp", "ep", "pp")
 
 
-class ByteSender(Protocol):
+class SentBytesCounter(Protocol):
     """A group of ranks that counts the bytes that this rank has sent to the others, since it
     began."""
 
@@ -37,7 +37,7 @@ class GradientTraffic:
     sent_bytes: float = 0.0
 
     def add_all_reduce(self, num_bytes: int, num_ranks: int) -> None:
-        self.sent_bytes += all_reduce_bytes(num_bytes, num_ranks)
+        self.sent_bytes += count_ring_all_reduce_bytes(num_bytes, num_ranks)
 
     def add_reduce_scatter(self, num_bytes: int, num_ranks: int) -> None:
         """Count a reduce-scatter, or an all-to-all, of a total of `num_bytes`."""
@@ -48,55 +48,55 @@ class GradientTraffic:
         self.sent_bytes += rank_bytes * (num_ranks - 1)
 
 
-def all_reduce_bytes(num_bytes: int, num_ranks: int) -> float:
+def count_ring_all_reduce_bytes(num_bytes: int, num_ranks: int) -> float:
     return 2 * num_bytes * (num_ranks - 1) / num_ranks
 
 
 @dataclass
-class Traffic:
+class StepTraffic:
     """Counts the bytes of the step under way, by axis.
 
     Groups count all that they send, evaluations too. A step's bytes are how much their counters
-    grew inside of `counting`, but for `excluding`.
+    grew inside of `counting_step_traffic`, but for `excluding_from_step_traffic`.
     """
 
     gradients: GradientTraffic = field(default_factory=GradientTraffic)
-    _senders: dict[str, ByteSender] = field(default_factory=dict)
-    _step_bytes: dict[str, float] = field(default_factory=lambda: dict.fromkeys(AXES, 0.0))
+    _senders: dict[str, SentBytesCounter] = field(default_factory=dict)
+    _step_bytes: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COUNTED_AXES, 0.0))
 
     def __post_init__(self) -> None:
-        self.add_sender("dp", self.gradients)
+        self.count_axis_by_sender("dp", self.gradients)
 
-    def add_sender(self, axis: str, sender: ByteSender) -> None:
+    def count_axis_by_sender(self, axis: str, sender: SentBytesCounter) -> None:
         """From now on what `sender` sends is that of `axis`."""
-        assert axis in AXES, axis
+        assert axis in COUNTED_AXES, axis
         assert axis not in self._senders, f"two groups send over {axis}"
         self._senders[axis] = sender
 
     @contextmanager
-    def counting(self) -> Iterator[None]:
+    def counting_step_traffic(self) -> Iterator[None]:
         """Inside, what is sent belongs to the step."""
         # Differences, because the groups count evaluations and shape inference as well: a group in
         # `mesh` needs to know of no step, and is told nothing.
-        before = self._read_sent_bytes()
+        before = self._read_sent_bytes_by_axis()
         yield
-        for axis, num_bytes in self._read_sent_bytes().items():
+        for axis, num_bytes in self._read_sent_bytes_by_axis().items():
             self._step_bytes[axis] += num_bytes - before[axis]
 
     @contextmanager
-    def excluding(self) -> Iterator[None]:
-        """Inside, within `counting`, what is sent is not the step's: a pipeline's shape inference,
-        which steps of a known form do not repeat."""
-        before = self._read_sent_bytes()
+    def excluding_from_step_traffic(self) -> Iterator[None]:
+        """Inside, within `counting_step_traffic`, what is sent is not the step's: a pipeline's
+        shape inference, which steps of a known form do not repeat."""
+        before = self._read_sent_bytes_by_axis()
         yield
-        for axis, num_bytes in self._read_sent_bytes().items():
+        for axis, num_bytes in self._read_sent_bytes_by_axis().items():
             self._step_bytes[axis] -= num_bytes - before[axis]
 
-    def _read_sent_bytes(self) -> dict[str, float]:
+    def _read_sent_bytes_by_axis(self) -> dict[str, float]:
         """Bytes that were sent so far, by axis."""
         return {axis: sender.sent_bytes for axis, sender in self._senders.items()}
 
-    def take_step_bytes(self) -> dict[str, int]:
+    def take_sent_bytes_by_axis(self) -> dict[str, int]:
         """Bytes of the step by axis, 0 for an axis that the layout has not; the next one begins."""
-        step_bytes, self._step_bytes = self._step_bytes, dict.fromkeys(AXES, 0.0)
+        step_bytes, self._step_bytes = self._step_bytes, dict.fromkeys(COUNTED_AXES, 0.0)
         return {axis: round(num_bytes) for axis, num_bytes in step_bytes.items()}

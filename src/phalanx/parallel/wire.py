@@ -21,13 +21,13 @@ class Wire:
         self.num_ranks, self.rank = group.size(), group.rank()
         self._group, self._traffic, self._phases = group, traffic, phases
 
-    def add_up(self, tensor: torch.Tensor) -> None:
+    def sum_over_ranks(self, tensor: torch.Tensor) -> None:
         """The sum over ranks, in place; the same bits on every rank."""
         self._traffic.add_all_reduce(tensor.nbytes, self.num_ranks)
         with self._phases("collective", "all_reduce compressed gradients"):
             dist.all_reduce(tensor, group=self._group)
 
-    def largest(self, tensor: torch.Tensor) -> None:
+    def max_over_ranks(self, tensor: torch.Tensor) -> None:
         """The maximum over ranks, in place."""
         self._traffic.add_all_reduce(tensor.nbytes, self.num_ranks)
         with self._phases("collective", "all_reduce compressed gradients"):

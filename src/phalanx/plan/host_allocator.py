@@ -25,8 +25,9 @@ RETAINED_SHARE_WHEN_ACCUMULATING = 0.8
 RETAINED_SHARE_WITH_TENSOR_PARALLEL = 0.05
 # Graphs and code of torch.compile in a rank. Measured in one configuration.
 COMPILER_BYTES = 56 * MIB
-# Larger blocks are mapped, and returned as they are freed: mallopt(3), M_MMAP_THRESHOLD. Smaller
-# thresholds return more, and cost page faults where activations are many: docs/benchmarks.md.
+# Larger blocks are mapped, and returned as they are freed: mallopt(3), MALLOPT_MMAP_THRESHOLD.
+# Smaller thresholds return more, and cost page faults where activations are many:
+# docs/benchmarks.md.
 MAX_HEAP_BLOCK_BYTES = 32 * MIB
 SHARDED_MAX_HEAP_BLOCK_BYTES = 4 * MIB
 TENSOR_PARALLEL_MAX_HEAP_BLOCK_BYTES = MIB

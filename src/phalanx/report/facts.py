@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpoint.best import BestStep
+from phalanx.checkpoint.best import BestStepRecord
 from phalanx.core.units import format_bytes
 from phalanx.observe import events
 from phalanx.observe.events import Envelope
@@ -210,7 +210,7 @@ class RunFacts:
     plan: dict[str, Any]
     job: dict[str, Any]
     problems: list[str]
-    kept_best: BestStep | None
+    kept_best: BestStepRecord | None
     """The checkpoint that RUN/best.json names."""
     units: MetricUnits
     warnings: list[str]

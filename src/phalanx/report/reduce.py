@@ -82,7 +82,7 @@ def collect_run_facts(run_dir: Path) -> RunFacts:
         status=status,
         is_finished=finished is not None,
         total_steps=_int_or_none(identity.total_steps),
-        # A file may write whole numbers as floats (`tail._is_whole`).
+        # A file may write whole numbers as floats (`tail._has_all_tokens`).
         layout={axis: int(degree) for axis, degree in identity.layout.items()},
         world_size=_int_or_none(identity.world_size),
         device=identity.device,

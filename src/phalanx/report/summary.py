@@ -7,8 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpoint.folder import LocalFolder
-from phalanx.checkpoint.manifest import list_checkpoint_dirs
+from phalanx.checkpoint.folder import LocalCheckpointFolder
+from phalanx.checkpoint.manifest import list_checkpoint_paths_of_run
 from phalanx.core.errors import CheckpointError
 from phalanx.observe import events
 from phalanx.report.expert_facts import compute_max_over_mean_load
@@ -193,17 +193,17 @@ def _list_checkpoint_names(facts: RunFacts) -> list[dict[str, Any]]:
     is_elsewhere = False
     for step, saved in sorted(saved_by_step.items()):
         recorded.append({"step": step, "path": saved.path, "num_bytes": saved.num_bytes})
-        # A URL or an absolute path: not where `list_checkpoint_dirs` looks.
+        # A URL or an absolute path: not where `list_checkpoint_paths_of_run` looks.
         is_elsewhere |= "://" in saved.path or Path(saved.path).is_absolute()
     if is_elsewhere:
         return recorded
     try:
-        paths = list_checkpoint_dirs(facts.run_dir)
+        paths = list_checkpoint_paths_of_run(facts.run_dir)
     except CheckpointError:
         return recorded
     checkpoints: list[dict[str, Any]] = []
     for path in paths:
-        step = LocalFolder(path).step
+        step = LocalCheckpointFolder(path).step
         num_bytes = None
         if step in saved_by_step:
             num_bytes = saved_by_step[step].num_bytes

@@ -7,8 +7,8 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.checkpoint.folder import Folder
-from phalanx.checkpoint.stores import find_newest_step
+from phalanx.checkpoint.folder import CheckpointFolder
+from phalanx.checkpoint.stores import find_newest_readable_step
 from phalanx.core.errors import CheckpointError, ExitCode, PhalanxError, ResourceError
 from phalanx.core.files import build_resource_error
 from phalanx.launch.supervisor import RunOutcome
@@ -66,7 +66,7 @@ def finish_run(
     finished and its record does not say so: whoever starts it again then repeats what comes after
     the last step.
     """
-    newest = find_newest_step(run.store)
+    newest = find_newest_readable_step(run.store)
     bus.emit(RunFinished(outcome.status, outcome.exit_code, newest, elapsed_s))
     # Asked now: a closed bus no longer says it.
     bus_refusal = bus.refusal
@@ -102,7 +102,7 @@ def _print_conclusion(run: PreparedRun, outcome: RunOutcome, output: RunOutput) 
     output.say(f"run     {run.run_dir}")
 
 
-def _resume_lines(run: PreparedRun, outcome: RunOutcome, newest: Folder) -> list[str]:
+def _resume_lines(run: PreparedRun, outcome: RunOutcome, newest: CheckpointFolder) -> list[str]:
     """The command that continues a run which did not finish; none if it would fail in the same
     way."""
     command = f"resume  {format_program_command()} train --resume {shlex.quote(str(run.run_dir))}"
@@ -128,7 +128,7 @@ def _write_page(run_dir: Path) -> str:
     return f"report  {run_dir / 'report.html'}"
 
 
-def _list_checkpoints(run: PreparedRun) -> list[Folder]:
+def _list_checkpoints(run: PreparedRun) -> list[CheckpointFolder]:
     """The run's checkpoints; none where the store does not answer, which whoever resumes will
     hear of."""
     try:

@@ -28,7 +28,7 @@ from phalanx.launch.paths import rank_log_path
 from phalanx.mesh.mesh import Mesh
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import Note
-from phalanx.parallel.call.bind_batch import call_with_batch
+from phalanx.parallel.call.bind_batch import build_forward_arguments
 from phalanx.parallel.model import ParallelModel
 from phalanx.plan.plan import Plan
 from phalanx.train.evaluation import HeldOutBatches
@@ -115,7 +115,7 @@ def _build_batch_share(
 def require_document_mask_support(job: Job, model: ParallelModel) -> None:
     """Refuse data.document_masks (exit 3) for a module that could not honour them."""
     if job.data.document_masks:
-        call_with_batch(
+        build_forward_arguments(
             model.module, dict.fromkeys(("inputs", "positions", "document_ids"), torch.zeros(0))
         )
 

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from phalanx.checkpoint.ownership.run_lock import LOCK_FILE_NAME, RunLock, hold_run_lock
+from phalanx.checkpoint.ownership.run_lock import LOCK_FILE_NAME, RunLock, holding_run_lock
 from phalanx.core.errors import ResourceError, UsageError
 from phalanx.core.files import (
     build_resource_error,
@@ -38,7 +38,7 @@ def refuse_existing_run(run_dir: Path, *, resume: bool) -> None:
         raise build_resource_error(error, "opening the run directory", run_dir) from None
     if is_locked:
         # To try it is to learn whether its holder lives; what the disk refuses is said later.
-        with contextlib.suppress(ResourceError), hold_run_lock(run_dir):
+        with contextlib.suppress(ResourceError), holding_run_lock(run_dir):
             pass
     if not resume and is_run:
         raise UsageError(
@@ -82,7 +82,7 @@ class RunDirectory:
         """
         try:
             open_run_directory(self.path)
-            with hold_run_lock(self.path) as lock:
+            with holding_run_lock(self.path) as lock:
                 try:
                     yield lock
                 finally:
@@ -110,7 +110,7 @@ def write_run_facts(run_dir: Path, lock: RunLock, facts: Mapping[str, object]) -
     before.
     """
     # This process may have stood still for hours since it took the lock.
-    lock.require_ours()
+    lock.require_lock_still_ours()
     paths = [run_dir / name for name in facts]
     old_bytes = {path: read_regular(path) for path in paths if path.exists()}
     # Asked before the ranks start: events of this attempt or later are of this start.

@@ -9,19 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.checkpoint.exchange.checkpoint_reader import CheckpointReader
-from phalanx.checkpoint.exchange.hf_directory import export_with_own_names
+from phalanx.checkpoint.exchange.hf_directory import export_unrenamed_weights
 from phalanx.checkpoint.exchange.hf_export import (
-    DtypeRounding,
-    ExportExtras,
-    HuggingFaceExport,
+    ExportDtypeRounding,
+    ExtraConfigAndFiles,
+    HuggingFaceExportResult,
     Progress,
-    export_hugging_face,
+    export_hugging_face_directory,
 )
-from phalanx.checkpoint.exchange.importing import COPIED_FILES
+from phalanx.checkpoint.exchange.importing import COPIED_FILE_NAMES
 from phalanx.checkpoint.exchange.new_directory import require_absent_or_empty
-from phalanx.checkpoint.folder import Folder
-from phalanx.checkpoint.reading.choose import choose_checkpoint
-from phalanx.checkpoint.reading.origin import CheckpointOrigin, find_origin, find_run_dir
+from phalanx.checkpoint.folder import CheckpointFolder
+from phalanx.checkpoint.reading.choose import find_newest_or_best_checkpoint
+from phalanx.checkpoint.reading.origin import (
+    ModelOfCheckpoint,
+    find_model_of_checkpoint,
+    find_run_directory_of_checkpoint,
+)
 from phalanx.core.errors import (
     CheckpointError,
     DataError,
@@ -48,9 +52,9 @@ TORCH_DTYPE_OF_PRECISION = {"fp32": "float32", "bf16": "bfloat16", "fp16": "floa
 class ExportResult:
     """The checkpoint that was exported, and the directory `out` that was written."""
 
-    folder: Folder
+    folder: CheckpointFolder
     out: str
-    exported: HuggingFaceExport
+    exported: HuggingFaceExportResult
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -78,7 +82,7 @@ def export_checkpoint(
         )
     # Before anything slow is done.
     require_absent_or_empty(Path(out))
-    folder = choose_checkpoint(location, best=best)
+    folder = find_newest_or_best_checkpoint(location, best=best)
     with CheckpointReader(folder) as weights:
         origin = _require_exportable_origin(location, weights)
         tokenizer = _find_tokenizer_files(location, folder)
@@ -86,23 +90,25 @@ def export_checkpoint(
         how: dict[str, Any] = {
             "shard_bytes": shard_bytes,
             "rounding": _build_dtype_rounding(dtype),
-            "extras": ExportExtras(settings, tokenizer.files, tokenizer.texts, origin.seq_len),
+            "extras": ExtraConfigAndFiles(
+                settings, tokenizer.files, tokenizer.texts, origin.seq_len
+            ),
             "progress": progress,
         }
         config = _read_config_of_run(location, folder, origin, tokenizer)
         if config is not None:
-            exported = export_with_own_names(weights, config, Path(out), **how)
+            exported = export_unrenamed_weights(weights, config, Path(out), **how)
         else:
             assert isinstance(origin.shape, TransformerShape), "checked above"
-            exported = export_hugging_face(weights, origin.shape, Path(out), **how)
+            exported = export_hugging_face_directory(weights, origin.shape, Path(out), **how)
     notes = exported.notes
     if tokenizer.note:
         notes = (*notes, tokenizer.note)
     return ExportResult(folder, out, exported, notes)
 
 
-def _require_exportable_origin(location: str, weights: CheckpointReader) -> CheckpointOrigin:
-    origin = find_origin(location, weights.folder, weights.manifest)
+def _require_exportable_origin(location: str, weights: CheckpointReader) -> ModelOfCheckpoint:
+    origin = find_model_of_checkpoint(location, weights.folder, weights.manifest)
     if origin is None:
         raise CheckpointError(
             "nothing says what model it is of", where=location, fix="give the run's own directory"
@@ -116,13 +122,13 @@ def _require_exportable_origin(location: str, weights: CheckpointReader) -> Chec
 
 
 def _read_config_of_run(
-    location: str, folder: Folder, origin: CheckpointOrigin, tokenizer: TokenizerFiles
+    location: str, folder: CheckpointFolder, origin: ModelOfCheckpoint, tokenizer: TokenizerFiles
 ) -> dict[str, Any] | None:
     """The config.json of a run whose model came from one; None for any other model.
 
     What it says of special tokens holds for the tokenizer that it came with, and for no other.
     """
-    run_dir = find_run_dir(location, folder)
+    run_dir = find_run_directory_of_checkpoint(location, folder)
     if not is_hugging_face(origin.shape.kind) or run_dir is None:
         return None
     special_tokens: dict[str, Any] = {}
@@ -137,28 +143,28 @@ def _read_config_of_run(
         ) from None
 
 
-def _build_dtype_rounding(dtype: str | None) -> DtypeRounding | None:
+def _build_dtype_rounding(dtype: str | None) -> ExportDtypeRounding | None:
     if dtype is None:
         return None
     # Only now: torch takes seconds to import.
-    from phalanx.checkpoint.exchange.casts import round_bits_to_dtype
+    from phalanx.checkpoint.exchange.casts import round_float_bits_to_dtype
 
-    return DtypeRounding(TORCH_DTYPE_OF_PRECISION[dtype], round_bits_to_dtype)
+    return ExportDtypeRounding(TORCH_DTYPE_OF_PRECISION[dtype], round_float_bits_to_dtype)
 
 
-def _find_tokenizer_files(location: str, folder: Folder) -> TokenizerFiles:
+def _find_tokenizer_files(location: str, folder: CheckpointFolder) -> TokenizerFiles:
     """The tokenizer of the run's text, or the files that an import brought along."""
-    run_dir = find_run_dir(location, folder)
+    run_dir = find_run_directory_of_checkpoint(location, folder)
     if run_dir is None:
         return TokenizerFiles(note="a store holds no tokenizer")
-    files = {name: run_dir / name for name in COPIED_FILES if (run_dir / name).is_file()}
+    files = {name: run_dir / name for name in COPIED_FILE_NAMES if (run_dir / name).is_file()}
     if files:
         return TokenizerFiles(files=files)
     if not (run_dir / "data").is_dir():
         return TokenizerFiles(note="there is no tokenizer with it")
     try:
         return collect_tokenizer_files(
-            load_corpus(run_dir / "data"), _find_model_tokenizer(run_dir), COPIED_FILES
+            load_corpus(run_dir / "data"), _find_model_tokenizer(run_dir), COPIED_FILE_NAMES
         )
     except DataStorageError:
         # A disk that refuses is no missing tokenizer: the export would lack it without need.

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.checkpoint.ownership.fence import OwnershipFence, RunClaim
+from phalanx.checkpoint.ownership.fence import RunOwnershipClaim, RunOwnershipWatch
 from phalanx.core.errors import ExitCode, PhalanxError
 from phalanx.job.schema import Job
 from phalanx.launch.external import ExternalLaunch
@@ -90,7 +90,10 @@ def train_as_rank(
                 store.publish_decision(RankZeroDecision(run_dir, plan, exit_code=int(ExitCode.OK)))
                 return end_without_training(prepared, output)
             # Before the others are told: ranks of an earlier attempt can no longer commit.
-            attempt, epoch = next_attempt_number(run_dir), prepared.lock.acquire_token().number
+            attempt, epoch = (
+                next_attempt_number(run_dir),
+                prepared.lock.acquire_token_for_attempt().number,
+            )
             store.publish_decision(RankZeroDecision(run_dir, plan, attempt, epoch))
             run = RankRunInputs(
                 prepared.job,
@@ -99,7 +102,7 @@ def train_as_rank(
                 0,
                 attempt,
                 began_s,
-                RunClaim(epoch, prepared.lock.holder),
+                RunOwnershipClaim(epoch, prepared.lock.holder),
             )
             return _train_as_rank_zero(prepared, run, store, resumed, output)
     except PhalanxError as error:
@@ -124,7 +127,7 @@ def _train_as_rank_zero(
 ) -> RunEnd:
     """Train as rank 0, then say what came out, also when it failed."""
     console = output.open_console(run.job)
-    fence = OwnershipFence.for_rank(run.run_dir, run.claim)
+    fence = RunOwnershipWatch.for_rank(run.run_dir, run.claim)
     bus = open_supervisor_bus(run.run_dir, run.attempt, console.write, fence)
     with contextlib.ExitStack() as stack:
         stack.callback(bus.close)
@@ -153,7 +156,7 @@ def _train_as_rank_zero(
                 elapsed_s = time.monotonic() - run.started_s
                 end = finish_run(prepared, outcome, bus, stack, output, elapsed_s=elapsed_s)
     if end is None:
-        raise fence.lost_run_error()
+        raise fence.run_taken_error()
     return end
 
 
@@ -189,7 +192,7 @@ def _train_as_other_rank(
     # What the job leaves open, rank 0 has decided for all.
     job = replace_precision(job, plan.precision)
     run = RankRunInputs(
-        job, plan, run_dir, ranks.rank, decision.attempt, began_s, RunClaim(decision.epoch)
+        job, plan, run_dir, ranks.rank, decision.attempt, began_s, RunOwnershipClaim(decision.epoch)
     )
     try:
         code = store.run_rank(run)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx.checkpoint.reading.verify import find_checkpoint_problems
-from phalanx.checkpoint.stores import find_newest_step
+from phalanx.checkpoint.stores import find_newest_readable_step
 from phalanx.core.errors import ExitCode, UsageError
 from phalanx.observe.events import RunFinished
 from phalanx.observe.tail import EventTail
@@ -24,7 +24,7 @@ def is_finished(run: PreparedRun) -> bool:
         if isinstance(event, RunFinished) and event.status == "finished":
             # A run whose train.steps was raised since has finished with fewer: that does not count.
             is_recorded |= event.step >= num_steps
-    if not is_recorded or find_newest_step(run.store) < num_steps:
+    if not is_recorded or find_newest_readable_step(run.store) < num_steps:
         return False
     return not run.job.checkpoint.fallback or not find_checkpoint_problems(run.store.folders()[-1])
 
@@ -39,7 +39,7 @@ def end_without_training(run: PreparedRun, output: RunOutput) -> RunEnd:
 
 def require_steps_left(run: PreparedRun) -> None:
     """Raise UsageError if a step after the job's last one is saved."""
-    newest = find_newest_step(run.store)
+    newest = find_newest_readable_step(run.store)
     if newest > run.job.train.steps:
         raise UsageError(
             f"train.steps is {run.job.train.steps}, and step {newest} is done and saved",

@@ -11,17 +11,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpoint.exchange.settings import normalize_for_inference
-from phalanx.checkpoint.folder import Folder
+from phalanx.checkpoint.exchange.settings import normalize_shape_for_inference
+from phalanx.checkpoint.folder import CheckpointFolder
 from phalanx.checkpoint.manifest import Manifest, read_manifest
 from phalanx.checkpoint.reading.mismatch import (
-    ExpectedTensor,
+    ExpectedShapeAndDtype,
     MismatchError,
     find_tensor_mismatches,
 )
-from phalanx.checkpoint.reading.origin import find_origin
-from phalanx.checkpoint.reading.verify import require_complete_directory
-from phalanx.checkpoint.stores import find_checkpoint, is_url
+from phalanx.checkpoint.reading.origin import find_model_of_checkpoint
+from phalanx.checkpoint.reading.verify import require_files_of_manifest
+from phalanx.checkpoint.stores import find_checkpoint_at_or_newest, is_store_url
 from phalanx.core.errors import CheckpointError
 from phalanx.core.files import read_json
 from phalanx.job.costs import ModelCosts
@@ -76,16 +76,16 @@ def find_initial_checkpoint(model: Model, shape: ModelCosts | None) -> InitialWe
     if model.init_from is None:
         return None
     location = model.init_from
-    if not is_url(location):
+    if not is_store_url(location):
         # Absolute: whoever continues the run may stand elsewhere.
         location = str(Path(location).expanduser().absolute())
     folder = _find_checkpoint_folder(location)
-    manifest = read_manifest(folder).without_optimizer()
-    require_complete_directory(folder, manifest)
+    manifest = read_manifest(folder).keep_model_tensors()
+    require_files_of_manifest(folder, manifest)
     differences: tuple[str, ...] = ()
     if isinstance(shape, TransformerShape):
         _require_fitting_weights(folder, manifest, shape, model.init_cast)
-        origin = find_origin(location, folder, manifest)
+        origin = find_model_of_checkpoint(location, folder, manifest)
         if origin is not None and isinstance(origin.shape, TransformerShape):
             # Every tensor fits, and yet another rope base, say, would make another model of it.
             differences = _list_setting_differences(origin.shape, shape)
@@ -108,20 +108,20 @@ def find_known_shape(job: Job) -> ModelCosts | None:
     return None
 
 
-def _find_checkpoint_folder(location: str) -> Folder:
-    if not is_url(location) and (Path(location) / "config.json").is_file():
+def _find_checkpoint_folder(location: str) -> CheckpointFolder:
+    if not is_store_url(location) and (Path(location) / "config.json").is_file():
         fix = f"phalanx checkpoint import {location} --out DIR makes a checkpoint of it"
         raise CheckpointError(
             "model.init_from is a Hugging Face directory", where=location, fix=fix
         )
-    return find_checkpoint(location)
+    return find_checkpoint_at_or_newest(location)
 
 
 def _require_fitting_weights(
-    folder: Folder, manifest: Manifest, shape: TransformerShape, cast: bool
+    folder: CheckpointFolder, manifest: Manifest, shape: TransformerShape, cast: bool
 ) -> None:
     tensors = {
-        name: ExpectedTensor(size, MASTER_WEIGHT_DTYPE)
+        name: ExpectedShapeAndDtype(size, MASTER_WEIGHT_DTYPE)
         for name, size in shape.list_stored_tensors().items()
     }
     misfits = find_tensor_mismatches(tensors, manifest.tensors, cast=cast)
@@ -139,7 +139,10 @@ def _list_setting_differences(
 ) -> tuple[str, ...]:
     """Settings that the weights were made for and that the model has otherwise, though every
     tensor fits."""
-    was, now = normalize_for_inference(made_for).to_json(), normalize_for_inference(shape).to_json()
+    was, now = (
+        normalize_shape_for_inference(made_for).to_json(),
+        normalize_shape_for_inference(shape).to_json(),
+    )
     differences = []
     for key in was:
         if was[key] != now[key]:

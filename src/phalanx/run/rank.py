@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 import phalanx
-from phalanx.checkpoint.folder import Folder
-from phalanx.checkpoint.ownership.fence import OwnershipFence
+from phalanx.checkpoint.folder import CheckpointFolder
+from phalanx.checkpoint.ownership.fence import RunOwnershipWatch
 from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.core.black_box import BlackBox, RankIdentity
 from phalanx.core.errors import ExitCode
@@ -30,9 +30,12 @@ from phalanx.launch.paths import black_box_path
 from phalanx.launch.rank_env import read_rank_env
 from phalanx.launch.rank_link import RankLink
 from phalanx.mesh.collective_recorder import record_collectives
-from phalanx.mesh.determinism import deterministic_algorithms, explaining_determinism_errors
-from phalanx.mesh.event_clock import phase_clock_of_device
-from phalanx.mesh.mesh import Mesh, exit_without_cleanup, open_mesh
+from phalanx.mesh.determinism import (
+    raising_layout_error_for_nondeterminism,
+    using_deterministic_algorithms,
+)
+from phalanx.mesh.event_clock import create_phase_clock_for_device
+from phalanx.mesh.mesh import Mesh, abandon_mesh, open_mesh
 from phalanx.mesh.rendezvous import RENDEZVOUS_TIMEOUT_S, SUPERVISED_RENDEZVOUS_TIMEOUT_S
 from phalanx.nn.build import build_objective
 from phalanx.observe.bus import (
@@ -106,7 +109,7 @@ class RankContext:
     phases: PhaseTimer
     meter: MemoryMeter
     stop: StopFlags
-    fence: OwnershipFence
+    fence: RunOwnershipWatch
 
 
 def run_rank(
@@ -131,7 +134,7 @@ def run_rank(
     # Events of rank 0 are those that people watch: no other rank opens the job's sinks.
     if rank == 0:
         sinks = [*sinks, *sink_openers(job, run.run_dir)]
-    fence = OwnershipFence.for_rank(run.run_dir, run.claim)
+    fence = RunOwnershipWatch.for_rank(run.run_dir, run.claim)
     bus = Bus(
         rank=rank,
         attempt=run.attempt,
@@ -170,7 +173,7 @@ def _forward_watched_event(run: RankRunInputs, envelope: Envelope) -> None:
 def _report_errors(run: RankRunInputs) -> Iterator[None]:
     """Report an error of the body at once: what encloses it may block on the way out."""
     try:
-        with explaining_determinism_errors(run.job.train.deterministic):
+        with raising_layout_error_for_nondeterminism(run.job.train.deterministic):
             yield
     except BaseException as error:
         run.link.report_error(error)
@@ -183,7 +186,7 @@ def _train_rank(rank: RankContext, rendezvous: dist.Store | None) -> ExitCode:
     rank.phases.enter("startup")
     with _open_mesh_of_ranks(run, rendezvous) as mesh, _report_errors(run):
         # On a GPU work runs later than it is called for: there its events tell the seconds.
-        rank.phases.use_clock(phase_clock_of_device(mesh.device))
+        rank.phases.use_clock(create_phase_clock_for_device(mesh.device))
         corpus = load_corpus(run.run_dir / DATA_FOLDER)
         # Before anything is built: ranks of different jobs would wait for each other for ever.
         _require_same_job_on_ranks(run, mesh, corpus)
@@ -229,7 +232,7 @@ def _open_mesh_of_ranks(run: RankRunInputs, rendezvous: dist.Store | None) -> It
     job, plan = run.job, run.plan
     default_s = SUPERVISED_RENDEZVOUS_TIMEOUT_S if rendezvous is None else RENDEZVOUS_TIMEOUT_S
     with (
-        deterministic_algorithms(
+        using_deterministic_algorithms(
             job.train.deterministic, device=plan.device, compiles=plan.compile
         ),
         open_mesh(
@@ -305,7 +308,7 @@ def _finish_on_all_ranks(
         mesh.barrier()
     else:
         # Closing the mesh on a GPU would wait for the collective of the sample that others are in.
-        exit_without_cleanup(mesh)
+        abandon_mesh(mesh)
 
 
 def _emit_warnings(run: RankRunInputs, state: TrainState, bus: Bus, shortage: str) -> None:
@@ -323,7 +326,7 @@ def _emit_warnings(run: RankRunInputs, state: TrainState, bus: Bus, shortage: st
 
 
 def _build_run_started(
-    run: RankRunInputs, mesh: Mesh, state: TrainState, restored: Folder | None
+    run: RankRunInputs, mesh: Mesh, state: TrainState, restored: CheckpointFolder | None
 ) -> RunStarted:
     return RunStarted(
         run=run.job.run.name,

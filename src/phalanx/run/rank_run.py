@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from phalanx.checkpoint.ownership.fence import RunClaim
+from phalanx.checkpoint.ownership.fence import RunOwnershipClaim
 from phalanx.core.typed_json import JsonRecord
 from phalanx.job.schema import Job
 from phalanx.launch.rank_link import RankLink, SilentRankLink
@@ -28,7 +28,7 @@ class RankPayload(JsonRecord):
     run_dir: Path
     first_attempt: int
     started_s: float
-    claim: RunClaim
+    claim: RunOwnershipClaim
 
 
 @dataclass(frozen=True)
@@ -42,5 +42,5 @@ class RankRunInputs:
     rank: int
     attempt: int
     started_s: float
-    claim: RunClaim = field(default_factory=RunClaim)
+    claim: RunOwnershipClaim = field(default_factory=RunOwnershipClaim)
     link: RankLink = field(default_factory=SilentRankLink)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpoint.stores import find_newest_step, open_store
+from phalanx.checkpoint.stores import find_newest_readable_step, open_store_of_run
 from phalanx.core.digest import find_differing_keys
 from phalanx.core.errors import JobError, LayoutError, Problem, UsageError
 from phalanx.core.files import read_json
@@ -112,7 +112,7 @@ def load_resumed_job(resume: str, overrides: Sequence[str]) -> ResumedRun:
         # Asked for: what it means on this machine.
         job, _ = resolve_precision(job, detect_cluster(job.cluster.device))
     # The store of the job as it was, which `checkpoint.url` may change: a look of its own.
-    step = find_newest_step(open_store(run_dir, was.checkpoint.url))
+    step = find_newest_readable_step(open_store_of_run(run_dir, was.checkpoint.url))
     changed_keys = find_differing_keys(was.to_json(), job.to_json())
     changed_keys = [key for key in changed_keys if key not in DATA_READING_KEYS]
     _refuse_fixed_keys(changed_keys, is_saved=step > 0)

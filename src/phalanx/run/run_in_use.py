@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from phalanx.checkpoint.ownership.run_lock import refuse_held_run
+from phalanx.checkpoint.ownership.run_lock import refuse_run_of_live_job
 from phalanx.job.load import load_job
 from phalanx.launch.external import read_external_launch
 
@@ -26,4 +26,4 @@ def refuse_run_in_use(job_file: str | None, overrides: Sequence[str], resume: st
     if run_dir is None:
         run_dir = load_job(job_file, overrides).run.dir
     if run_dir:
-        refuse_held_run(Path(run_dir))
+        refuse_run_of_live_job(Path(run_dir))

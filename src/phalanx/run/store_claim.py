@@ -7,9 +7,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from phalanx.checkpoint.ownership.run_lock import hold_run_lock
+from phalanx.checkpoint.ownership.run_lock import holding_run_lock
 from phalanx.checkpoint.ownership.store_owner import claim_store, release_store
-from phalanx.checkpoint.stores import Store, open_store
+from phalanx.checkpoint.stores import Store, open_store_of_run
 from phalanx.core.errors import RunLockedError, UsageError
 from phalanx.core.store_urls import local_directory
 from phalanx.job.schema import Job
@@ -35,7 +35,7 @@ def hold_store(
         if is_speaking:
             say(line)
 
-    store = open_store(run_dir, job.checkpoint.url, say=say_while_claiming)
+    store = open_store_of_run(run_dir, job.checkpoint.url, say=say_while_claiming)
     if job.checkpoint.url is None:
         yield store
         return
@@ -73,7 +73,7 @@ def _claim_store(store: Store, run_dir: Path) -> Iterator[None]:
 def _lock_directory(stack: contextlib.ExitStack, directory: Path) -> None:
     """Lock the directory of a store; a refusal speaks of checkpoint.url instead of run.dir."""
     try:
-        stack.enter_context(hold_run_lock(directory))
+        stack.enter_context(holding_run_lock(directory))
     except RunLockedError as error:
         message = error.what.replace("the run directory", "checkpoint.url")
         fix = (error.fix or "").replace("run.dir", "checkpoint.url")

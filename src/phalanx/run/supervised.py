@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from phalanx.checkpoint.ownership.fence import OwnershipFence, RunClaim
+from phalanx.checkpoint.ownership.fence import RunOwnershipClaim, RunOwnershipWatch
 from phalanx.checkpoint.stores import Store
 from phalanx.core.errors import (
     CheckpointError,
@@ -61,12 +61,12 @@ def train_supervised(
     """
     job, run_dir = run.job, run.run_dir
     attempt = next_attempt_number(run_dir)
-    fence = OwnershipFence(run_dir, run.lock.holder)
+    fence = RunOwnershipWatch(run_dir, run.lock.holder)
 
     def make_payload() -> RankPayload:
         # One for each attempt: what ranks of an earlier one, not dead yet, still write is refused.
-        fence.token = run.lock.acquire_token()
-        claim = RunClaim(fence.token.number, run.lock.holder)
+        fence.token = run.lock.acquire_token_for_attempt()
+        claim = RunOwnershipClaim(fence.token.number, run.lock.holder)
         return RankPayload(job, run.plan, run_dir.resolve(), attempt, began_s, claim)
 
     spec = LaunchSpec(
@@ -88,7 +88,7 @@ def train_supervised(
     def tick() -> None:
         if fence.is_lost():
             # The ranks end with the process that started them.
-            raise fence.lost_run_error()
+            raise fence.run_taken_error()
         _show_new_events(console, tail)
 
     with contextlib.ExitStack() as stack:
@@ -140,7 +140,7 @@ def make_refused_event_writer(
 
 
 def open_supervisor_bus(
-    run_dir: Path, attempt: int, show_refused: Callable[[Envelope], None], fence: OwnershipFence
+    run_dir: Path, attempt: int, show_refused: Callable[[Envelope], None], fence: RunOwnershipWatch
 ) -> Bus:
     """The bus of the process that holds the run; events that its disk refuses go to
     `show_refused`."""
@@ -153,11 +153,11 @@ def open_supervisor_bus(
     )
 
 
-def require_run_not_taken(fence: OwnershipFence) -> None:
+def require_run_not_taken(fence: RunOwnershipWatch) -> None:
     """Raise RunTakenError if another job has the run: nothing is written into it any more,
     whatever came out."""
     if fence.is_lost(now=True):
-        raise fence.lost_run_error()
+        raise fence.run_taken_error()
 
 
 def _find_step_to_continue_from(store: Store, run_dir: Path) -> int:

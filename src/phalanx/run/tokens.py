@@ -9,7 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.checkpoint.stores import is_single_checkpoint, is_url, resolve_run_directory
+from phalanx.checkpoint.stores import (
+    find_run_directory,
+    is_location_of_one_checkpoint,
+    is_store_url,
+)
 from phalanx.core.store_urls import local_directory
 from phalanx.data.corpus import Corpus
 from phalanx.data.model_tokenizer import (
@@ -103,10 +107,10 @@ def find_tokenizer_of_model(model: Model) -> ModelTokenizer | None:
 def _find_run_of_path(location: str) -> Path | None:
     """The run or import that `place` is, or lies in; None for a store elsewhere."""
     directory = local_directory(location)
-    if directory is None and is_url(location):
+    if directory is None and is_store_url(location):
         return None
-    path = Path(resolve_run_directory((directory or Path(location)).expanduser()))
-    if is_single_checkpoint(path):
+    path = Path(find_run_directory((directory or Path(location)).expanduser()))
+    if is_location_of_one_checkpoint(path):
         if path.absolute().parent.name != "checkpoints":
             return None
         return path.absolute().parents[1]

@@ -9,19 +9,19 @@ from typing import Any
 
 from torch import nn
 
-from phalanx.checkpoint.all_ranks import all_ranks_or_raise
-from phalanx.checkpoint.folder import Folder, place_in_run
-from phalanx.checkpoint.ownership.store_owner import store_refusal_reason
-from phalanx.checkpoint.reading.load import load_checkpoint
+from phalanx.checkpoint.all_ranks import run_on_all_ranks_or_raise
+from phalanx.checkpoint.folder import CheckpointFolder, format_place_in_run
+from phalanx.checkpoint.ownership.store_owner import find_store_refusal_reason
+from phalanx.checkpoint.reading.load import load_checkpoint_into_shards
 from phalanx.checkpoint.reading.mismatch import MismatchError
 from phalanx.checkpoint.run_storage import RunStorage
-from phalanx.checkpoint.stores import find_checkpoint
+from phalanx.checkpoint.stores import find_checkpoint_at_or_newest
 from phalanx.core.errors import CheckpointError, RunLockedError
 from phalanx.core.phases import PhaseTimer
 from phalanx.job.learning_rate import resolve_optim_section
 from phalanx.job.schema import Job, Model
 from phalanx.mesh.mesh import Mesh
-from phalanx.mesh.recorded_init import find_recorded_init
+from phalanx.mesh.recorded_init import get_initial_values_of_module
 from phalanx.nn.build import build_model
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import CheckpointUnusable, WeightsTaken
@@ -43,7 +43,7 @@ def open_state(
     *,
     storage: RunStorage,
     tokenizer: str,
-) -> tuple[TrainState, Folder | None]:
+) -> tuple[TrainState, CheckpointFolder | None]:
     """The state that training continues from, and the checkpoint that it was restored from, if
     there was one.
 
@@ -83,7 +83,7 @@ def build_state(
         module = build_model(job, plan.model_shape, is_recorded=True)
     # The initialisation of a user's own model may make more than a checkpoint holds; where it is
     # recorded that is there already.
-    initialize = draws or (job.model.is_foreign and find_recorded_init(module) is None)
+    initialize = draws or (job.model.is_foreign and get_initial_values_of_module(module) is None)
     model = parallelize(module, plan, mesh, phases=phases, seed=job.run.seed, initialize=initialize)
     return TrainState(
         model, build_optimizer(model, resolve_optim_section(job)), job.run.seed, tokenizer
@@ -100,19 +100,19 @@ def find_checkpoints(storage: RunStorage, mesh: Mesh) -> list[str]:
     names: list[str] = []
     refusal: RunLockedError | None = None
     store, fence = storage.store, storage.fence
-    with all_ranks_or_raise(mesh, store.url, "looking for checkpoints") as results:
-        # First of all: `clean_up` would take what another job is writing
+    with run_on_all_ranks_or_raise(mesh, store.url, "looking for checkpoints") as results:
+        # First of all: `remove_leftovers` would take what another job is writing
         # for what an earlier one left.
         if mesh.rank == 0 and fence is not None and fence.is_lost(now=True):
-            raise fence.lost_run_error()
+            raise fence.run_taken_error()
         if mesh.rank == 0:
             # Of two runs that claimed the store at once, the later one has it.
-            refusal = store_refusal_reason(store, storage.run_dir)
+            refusal = find_store_refusal_reason(store, storage.run_dir)
         if mesh.rank == 0 and refusal is None:
-            store.clean_up()
-            # After `clean_up`, which may put a checkpoint back.
+            store.remove_leftovers()
+            # After `remove_leftovers`, which may put a checkpoint back.
             names = [folder.name for folder in reversed(store.folders())]
-        # Shared, and not raised: `all_ranks_or_raise` shares no error of this class.
+        # Shared, and not raised: `run_on_all_ranks_or_raise` shares no error of this class.
         results.local = [names, refusal and [refusal.what, refusal.where, refusal.fix]]
     names, refusal_parts = results.by_rank[0]
     if refusal_parts is not None:
@@ -122,7 +122,7 @@ def find_checkpoints(storage: RunStorage, mesh: Mesh) -> list[str]:
 
 def restore_newest(
     storage: RunStorage, names: Sequence[str], state: TrainState, bus: Bus, *, fallback: bool
-) -> Folder:
+) -> CheckpointFolder:
     """Continue from the first of the checkpoints `names`, or with `fallback` from the first that
     can be read.
 
@@ -145,7 +145,7 @@ def restore_newest(
                     error.fix = error.fix or _FALLBACK_FIX
                 break
             if mesh.rank == 0:
-                location = place_in_run(folder, storage.run_dir)
+                location = format_place_in_run(folder, storage.run_dir)
                 bus.emit(CheckpointUnusable(folder.step, location, error.why or str(error)))
     assert first_error is not None
     raise first_error
@@ -156,7 +156,7 @@ def find_initial_weights(mesh: Mesh, run_dir: Path) -> dict[str, Any] | None:
 
     Collective. It is rank 0's to read: a shared file system may show each rank another one.
     """
-    with all_ranks_or_raise(mesh, str(run_dir), "reading where to start") as results:
+    with run_on_all_ranks_or_raise(mesh, str(run_dir), "reading where to start") as results:
         if mesh.rank == 0:
             results.local = read_initial_weights(run_dir)
     initial: dict[str, Any] | None = results.by_rank[0]
@@ -172,8 +172,8 @@ def load_initial_weights(
     CheckpointError unless every tensor of the model is among them.
     """
     mesh = state.model.mesh
-    folder, shards = find_checkpoint(initial["checkpoint"]), state.model.shards()
-    manifest = load_checkpoint(
+    folder, shards = find_checkpoint_at_or_newest(initial["checkpoint"]), state.model.shards()
+    manifest = load_checkpoint_into_shards(
         folder,
         shards,
         group=mesh,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from phalanx.mesh.linear import is_linear
+from phalanx.mesh.linear import is_linear_layer
 from phalanx.nn.objective import CausalOutput
 from phalanx.suggest.observed import ObservedModule
 from phalanx.suggest.suggestion import NameAndReason
@@ -123,7 +123,7 @@ def _find_objective_head_rules(
     for name, part in observed.parts.items():
         if getattr(part, "weight", None) is not result.head_VD:
             continue
-        is_known = is_linear(part) or isinstance(part, nn.Embedding)
+        is_known = is_linear_layer(part) or isinstance(part, nn.Embedding)
         if is_known or name not in observed.flow.outputs:
             heads[name] = ("vocab", "the objective multiplies by it")
     return heads

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from phalanx.mesh.linear import is_linear
+from phalanx.mesh.linear import is_linear_layer
 from phalanx.mesh.logical import full_name
 
 
@@ -85,7 +85,7 @@ def record_forward_flow(module: nn.Module, call: Callable[[], Any]) -> ForwardFl
         return flow.outputs[name]
 
     with _register_hooks(
-        module, lambda part: is_linear(part) or isinstance(part, nn.Embedding), record_call
+        module, lambda part: is_linear_layer(part) or isinstance(part, nn.Embedding), record_call
     ):
         flow.result = call()
     for name in flow.called_often:

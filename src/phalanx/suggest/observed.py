@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from phalanx.mesh.logical import full_name
-from phalanx.parallel.call.bind_batch import call_with_batch
+from phalanx.parallel.call.bind_batch import build_forward_arguments
 from phalanx.run.one_process.plain_loss import Batch
 from phalanx.suggest.flow import ForwardFlow, record_forward_flow
 
@@ -25,7 +25,7 @@ class ObservedModule:
 
     def run_forward(self) -> Any:
         """The module's output for its batch."""
-        args, kwargs = call_with_batch(self.module, self.batch)
+        args, kwargs = build_forward_arguments(self.module, self.batch)
         return self.module(*args, **kwargs)
 
     def find_weight_holders(self, weight: torch.Tensor) -> list[str]:

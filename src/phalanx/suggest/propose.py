@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from phalanx.job.shapes.own_rules import build_pattern_for_all_blocks
-from phalanx.mesh.linear import is_linear
+from phalanx.mesh.linear import is_linear_layer
 from phalanx.run.one_process.plain_loss import Batch
 from phalanx.suggest.cutting import CutProposal, find_cut_proposal
 from phalanx.suggest.embedding_and_head import find_embedding_and_head_rules
@@ -62,7 +62,7 @@ class _RuleProposer:
         self._rules |= ends.rules
         self._whole |= ends.whole
         for name, part in self.observed.parts.items():
-            is_cuttable = is_linear(part) or isinstance(part, nn.Embedding)
+            is_cuttable = is_linear_layer(part) or isinstance(part, nn.Embedding)
             if is_cuttable and name not in self._rules:
                 self._whole.setdefault(name, self._explain_unsharded_layer(name))
             if isinstance(part, nn.MultiheadAttention):
@@ -79,7 +79,7 @@ class _RuleProposer:
         holders = {type(part).__name__ for part in parts if list(part.parameters(recurse=False))}
         if not holders:
             return "the module has no parameters"
-        if any(is_linear(part) or isinstance(part, nn.Embedding) for part in parts):
+        if any(is_linear_layer(part) or isinstance(part, nn.Embedding) for part in parts):
             return ""  # of each it is said why it stays whole
         return (
             "rules cut linear layers and embeddings, and its parameters are those of "

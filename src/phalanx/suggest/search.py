@@ -11,7 +11,7 @@ from torch import nn
 from phalanx.core.errors import LayoutError
 from phalanx.job.schema import Job
 from phalanx.nn.probe import summarize_error
-from phalanx.parallel.call.bind_batch import call_with_batch, describe_batch
+from phalanx.parallel.call.bind_batch import build_forward_arguments, describe_batch
 from phalanx.plan.plan import Plan
 from phalanx.run.one_process.original_module import build_original_module
 from phalanx.run.one_process.plain_loss import Batch
@@ -38,7 +38,7 @@ def suggest_rules(job: Job, plan: Plan, batch: Batch, *, is_made_up: bool = Fals
             module = _build_noisy_module(job, plan, dtype)
             first_rows = _take_first_rows(candidate, dtype)
             try:
-                args, kwargs = call_with_batch(module, first_rows)
+                args, kwargs = build_forward_arguments(module, first_rows)
                 module(*args, **kwargs)
             except LayoutError:
                 if number == 0:

@@ -15,8 +15,8 @@ from torch import nn
 from phalanx.core.errors import LayoutError
 from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.logical import full_name
-from phalanx.mesh.tensor_group import TensorGroup
-from phalanx.parallel.tensor.sharder import shard_module
+from phalanx.mesh.tensor_group import TensorParallelGroup
+from phalanx.parallel.tensor.sharder import shard_module_by_rules
 from phalanx.plan.rules import parse_sharding_rules
 from phalanx.suggest.cutting import CutProposal
 from phalanx.suggest.visit import RecordedModuleCall
@@ -26,7 +26,7 @@ RELATIVE_TOLERANCE = 1e-6
 MAX_TRIED_COUNTS = 7  # each set of them is tried: 128 at most
 
 
-class _SingleRankGroup(TensorGroup):
+class _SingleRankGroup(TensorParallelGroup):
     """One rank of a group whose others are not there: nothing is added up."""
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
@@ -133,7 +133,7 @@ def _is_sharded_sum_equal(
             home_rule += f" divide={','.join(counts)}"
         rules = {**texts, "": home_rule}
         group = _SingleRankGroup(name="", rank=rank, size=tp, phases=PhaseTimer())
-        shard_module(part, group, parse_sharding_rules(rules))
+        shard_module_by_rules(part, group, parse_sharding_rules(rules))
         outputs: list[torch.Tensor] = []
         part.get_submodule(row).register_forward_hook(
             lambda part, args, out, outputs=outputs: outputs.append(out)

@@ -17,9 +17,9 @@ from torch import nn
 from phalanx.core.batch import IGNORE_INDEX
 from phalanx.mesh.logical import full_name
 from phalanx.mesh.mesh import Mesh
-from phalanx.parallel.call.check_indices import TAKES_CLASSES_ATTRIBUTE
+from phalanx.parallel.call.check_indices import TARGETS_ARE_CLASSES_ATTRIBUTE
 from phalanx.parallel.executor import Batch, Objective
-from phalanx.parallel.expert.router_load import ExpertLoad, is_router
+from phalanx.parallel.expert.router_load import RouterStepLoad, is_router
 
 
 def is_counting_rank(mesh: Mesh) -> bool:
@@ -43,7 +43,7 @@ def count_targets_and_tokens(
 def _count_targets(batch: Batch, objective: Objective) -> float:
     keys = [key for key in ("targets", "labels") if key in batch]
     # An objective that does not take every target for a class knows alone what it counts.
-    if not getattr(objective, TAKES_CLASSES_ATTRIBUTE, False) or len(keys) != 1:
+    if not getattr(objective, TARGETS_ARE_CLASSES_ATTRIBUTE, False) or len(keys) != 1:
         return math.nan
     targets = batch[keys[0]]
     # What lies on a device the host would have to wait for.
@@ -75,7 +75,7 @@ def collect_routers(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def check_router_loads(
-    routers: Mapping[str, nn.Module], loads: Mapping[str, ExpertLoad], num_tokens: float
+    routers: Mapping[str, nn.Module], loads: Mapping[str, RouterStepLoad], num_tokens: float
 ) -> RouterLoadFindings:
     """Compare the loads of a step with `num_tokens` x experts of a token, over all ranks."""
     findings = RouterLoadFindings()
@@ -97,7 +97,7 @@ def check_router_loads(
     return findings
 
 
-def _is_possible_drop_count(router: nn.Module, load: ExpertLoad) -> bool:
+def _is_possible_drop_count(router: nn.Module, load: RouterStepLoad) -> bool:
     """False for more dropped choices than there were, and for any without a capacity."""
     if not getattr(router, "capacity_factor", 0.0):
         return load.dropped == 0

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Protocol
 
-from phalanx.checkpoint.ownership.fence import OwnershipFence
+from phalanx.checkpoint.ownership.fence import RunOwnershipWatch
 from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.mesh import Mesh
-from phalanx.mesh.transfer import fill_on_device
+from phalanx.mesh.transfer import create_fp64_on_device
 from phalanx.observe.events import Event
 from phalanx.observe.progress import ProgressEmitter
 from phalanx.parallel.executor import Batch, Objective
@@ -72,7 +72,7 @@ class Evaluator:
         source_weights: Mapping[str, float] | None,
         stop: StopFlags,
         emit: Callable[[Event], None] = lambda event: None,
-        fence: OwnershipFence | None = None,
+        fence: RunOwnershipWatch | None = None,
     ) -> None:
         self._emit = emit
         self._state, self._mesh, self._objective = state, mesh, objective
@@ -164,11 +164,11 @@ class Evaluator:
         # Rank 0 alone looks at the files: it is enough that one rank knows.
         is_fenced = self._fence is not None and self._mesh.rank == 0 and self._fence.is_lost()
         numbers = map(float, (self._stop.sigterm, self._stop.sigint, is_fenced, took_s))
-        flags = fill_on_device(tuple(numbers), self._mesh.device)
+        flags = create_fp64_on_device(tuple(numbers), self._mesh.device)
         with self._phases("collective", "all_reduce stop flags"):
             sigterm, sigint, fenced, total_s = self._mesh.all_reduce_sum(flags).tolist()
         if fenced and self._fence is not None:
-            raise self._fence.lost_run_error()
+            raise self._fence.run_taken_error()
         if sigterm or sigint:
             raise StopRequestedError("sigterm" if sigterm else "sigint")
         # A CPU is waited for anyway: its ranks agree before each batch.

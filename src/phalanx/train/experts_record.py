@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from phalanx.job.schema import Job
 from phalanx.observe.events import ExpertsLoaded
-from phalanx.parallel.expert.router_load import ExpertLoad
+from phalanx.parallel.expert.router_load import RouterStepLoad
 
 
 def should_log_experts(step: int, job: Job) -> bool:
@@ -14,7 +14,7 @@ def should_log_experts(step: int, job: Job) -> bool:
     return step in (1, job.train.steps) or step % job.observe.log_every == 0
 
 
-def build_expert_event(step: int, load: Mapping[str, ExpertLoad]) -> ExpertsLoaded:
+def build_expert_event(step: int, load: Mapping[str, RouterStepLoad]) -> ExpertsLoaded:
     """The event of step `step`. `load`: by name of router, of this rank's stages, reduced over the
     ranks that hold the same stages."""
     tokens_by_expert: dict[str, list[int]] = {}

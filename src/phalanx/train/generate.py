@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from phalanx.core.errors import NumericsError
-from phalanx.mesh.tensor_group import VocabularyLogits
+from phalanx.mesh.tensor_group import ShardedVocabularyLogits
 from phalanx.nn.objective import CausalOutput
 from phalanx.parallel.model import ParallelModel
 
@@ -117,7 +117,7 @@ def _sample_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Gen
 
 def _logits_of_last_token(outputs: Any) -> torch.Tensor | None:
     """Logits after the last token: [vocab] fp64, on the CPU. None for outputs without logits."""
-    if isinstance(outputs, VocabularyLogits):
+    if isinstance(outputs, ShardedVocabularyLogits):
         outputs = outputs.gather_logits()
     if isinstance(outputs, torch.Tensor):
         if outputs.ndim != 3 or not outputs.is_floating_point():

@@ -13,7 +13,7 @@ import torch
 from phalanx.checkpoint.manifest import COMPRESSION_TENSOR_PREFIX, OPTIMIZER_TENSOR_PREFIX
 from phalanx.core.process_memory import PeriodicSampler, ProcessMemory, ResidentMemory
 from phalanx.core.units import MIB
-from phalanx.mesh.logical import LogicalShard, count_local_bytes, local_tensor
+from phalanx.mesh.logical import LogicalShard, count_local_shard_bytes, get_local_tensor
 from phalanx.observe.events import MemoryMeasured
 from phalanx.parallel.model import ParallelModel
 
@@ -256,12 +256,12 @@ def _measure_state_bytes(
     gradient_bytes = 0
     for parameter in model.module.parameters():
         if parameter.requires_grad:
-            gradient_bytes += local_tensor(parameter).numel() * parameter.element_size()
+            gradient_bytes += get_local_tensor(parameter).numel() * parameter.element_size()
     measured = {
-        "parameters": count_local_bytes(parameters),
+        "parameters": count_local_shard_bytes(parameters),
         "gradients": gradient_bytes,
-        "optimizer": count_local_bytes(optimizer),
+        "optimizer": count_local_shard_bytes(optimizer),
     }
     if reduction:
-        measured["compression"] = count_local_bytes(reduction)
+        measured["compression"] = count_local_shard_bytes(reduction)
     return measured

@@ -11,7 +11,7 @@ import torch
 
 from phalanx.core.errors import LayoutError
 from phalanx.mesh.mesh import Mesh
-from phalanx.mesh.transfer import fill_on_device
+from phalanx.mesh.transfer import create_fp64_on_device
 from phalanx.parallel.executor import Batch, Objective
 from phalanx.train.evaluation import LOSS_METRIC, average_over_sources
 
@@ -155,7 +155,7 @@ def _to_scalar(number: Any, device: torch.device) -> torch.Tensor:
     for the GPU."""
     if isinstance(number, torch.Tensor) and number.device.type == device.type:
         return number.to(torch.float64)
-    return fill_on_device((float(number),), device)[0]
+    return create_fp64_on_device((float(number),), device)[0]
 
 
 def _is_number(value: Any) -> bool:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-from phalanx.checkpoint.ownership.fence import OwnershipFence
+from phalanx.checkpoint.ownership.fence import RunOwnershipWatch
 from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.core.deprecated import warn_renamed
 from phalanx.observe.events import Note
@@ -51,7 +51,7 @@ def _translate_arguments(args: Sequence[Any], named: Mapping[str, Any]) -> dict[
     if run_dir is None:
         return new
     if fence is None and token is not None:
-        fence = OwnershipFence(run_dir, None, token)
+        fence = RunOwnershipWatch(run_dir, None, token)
 
     def emit_slow_store(why: str) -> None:
         new["bus"].emit(Note("store_is_slow", {"why": why}))

@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from phalanx.checkpoint.folder import Folder, as_folder
+from phalanx.checkpoint.folder import CheckpointFolder, convert_path_to_folder
 from phalanx.checkpoint.manifest import COMPRESSION_TENSOR_PREFIX, Manifest
 from phalanx.checkpoint.ownership.fencing_token import FencingToken
-from phalanx.checkpoint.reading.load import load_checkpoint
+from phalanx.checkpoint.reading.load import load_checkpoint_into_shards
 from phalanx.checkpoint.stores.protocol import Store
-from phalanx.checkpoint.writing.write import Snapshot, WrittenCheckpoint, write_checkpoint
+from phalanx.checkpoint.writing.write import RankSnapshot, WrittenCheckpoint, write_checkpoint
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import PhaseTimer
-from phalanx.mesh.cpu_kind import describe_cpu_kind
+from phalanx.mesh.cpu_kind import describe_cpu_for_equal_bits
 from phalanx.mesh.logical import LogicalShard
 from phalanx.optim.build import optimizer_shards
 from phalanx.optim.state import (
@@ -29,7 +29,7 @@ from phalanx.optim.state import (
     make_slots,
     plan_restores,
 )
-from phalanx.parallel.loss_scale import require_loss_scale_state
+from phalanx.parallel.loss_scale import require_valid_loss_scale_state
 from phalanx.parallel.model import ParallelModel
 
 # Among the facts of a run in fp16.
@@ -83,7 +83,9 @@ class TrainState:
         )
         tensors = collect_tensors(self.optimizer, named, rank=mesh.rank, world_size=mesh.world_size)
         compression = self.model.compression
-        unsent = {} if compression is None else compression.state_shards(model, self.model.mesh)
+        unsent = (
+            {} if compression is None else compression.collect_state_shards(model, self.model.mesh)
+        )
         return model | slots | tensors | unsent
 
     def facts(self) -> dict[str, Any]:
@@ -102,14 +104,14 @@ class TrainState:
             "optimizer": {"kind": type(self.optimizer).__name__, "numbers": numbers},
         }
         if scale is not None:
-            facts[LOSS_SCALE_FACT] = scale.saved_state()
+            facts[LOSS_SCALE_FACT] = scale.state_to_save()
         if self.model.mesh.device.type == "cpu":
-            facts[CPU_KIND_FACT] = describe_cpu_kind()
+            facts[CPU_KIND_FACT] = describe_cpu_for_equal_bits()
         return facts
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> RankSnapshot:
         """The content of a checkpoint of this step. Its tensors are those of training."""
-        return Snapshot(self.step, self.shards(), self.model.aliases(), self.facts())
+        return RankSnapshot(self.step, self.shards(), self.model.aliases(), self.facts())
 
     def save(
         self,
@@ -136,12 +138,12 @@ class TrainState:
             incremental=incremental,
         )
 
-    def restore(self, folder: Folder | Path, *, phases: PhaseTimer) -> None:
+    def restore(self, folder: CheckpointFolder | Path, *, phases: PhaseTimer) -> None:
         """Continue from a checkpoint.
 
         Collective; raises CheckpointError with the state untouched.
         """
-        where = as_folder(folder).url
+        where = convert_path_to_folder(folder).url
         shards = self.shards()
         restores: list[RestoreState] = []
         undos: list[UndoRestore] = []
@@ -162,7 +164,7 @@ class TrainState:
             return self._drop_other_compression_state(manifest, shards)
 
         try:
-            facts = load_checkpoint(
+            facts = load_checkpoint_into_shards(
                 folder, shards, group=self.model.mesh, phases=phases, require=require
             ).facts
         except CheckpointError:
@@ -175,7 +177,7 @@ class TrainState:
             restore_value()
         self.model.refresh()
         if self.model.loss_scale is not None and LOSS_SCALE_FACT in facts:
-            self.model.loss_scale.restore(facts[LOSS_SCALE_FACT])
+            self.model.loss_scale.load_saved_state(facts[LOSS_SCALE_FACT])
         self.step, self.tokens_seen = int(facts["step"]), int(facts["tokens_seen"])
         self.samples_seen = int(facts["samples_seen"])
         self.other_cpu = self._describe_other_cpu(facts.get(CPU_KIND_FACT))
@@ -221,7 +223,7 @@ class TrainState:
             self.lost_reduction = (
                 "what gradients had not sent yet was of other ranks, or of another compression"
             )
-        return manifest.without(COMPRESSION_TENSOR_PREFIX)
+        return manifest.drop_tensors_by_prefix(COMPRESSION_TENSOR_PREFIX)
 
     def _require_same_run(self, manifest: Manifest, where: str) -> None:
         # Before the facts are read by name below.
@@ -229,7 +231,7 @@ class TrainState:
         if missing:
             raise CheckpointError(f"it does not say {', '.join(missing)}", where=where)
         if LOSS_SCALE_FACT in manifest.facts:
-            require_loss_scale_state(manifest.facts[LOSS_SCALE_FACT], where)
+            require_valid_loss_scale_state(manifest.facts[LOSS_SCALE_FACT], where)
         seed = manifest.facts["seed"]
         if seed != self.seed:
             raise CheckpointError(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
-from phalanx.checkpoint.ownership.fence import OwnershipFence
+from phalanx.checkpoint.ownership.fence import RunOwnershipWatch
 from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.checkpoint.writing.async_checkpointer import AsyncCheckpointer
 from phalanx.checkpoint.writing.checkpoint_schedule import CheckpointSchedule
@@ -130,7 +130,7 @@ class Trainer:
             sigterm, sigint, is_fenced, *save_flags = facts.flags
             # Before a save: the run is another job's by now.
             if is_fenced and self._storage_fence is not None:
-                raise self._storage_fence.lost_run_error()
+                raise self._storage_fence.run_taken_error()
             is_end = self.state.step == self.job.train.steps and self.job.checkpoint.at_end
             if self._schedule is not None:
                 self._schedule.save_if_due(save_flags, is_stop=sigterm + sigint > 0, is_end=is_end)
@@ -202,7 +202,7 @@ class Trainer:
         return float(self.stop.sigterm), float(self.stop.sigint), float(is_fenced), *save_flags
 
     @property
-    def _storage_fence(self) -> OwnershipFence | None:
+    def _storage_fence(self) -> RunOwnershipWatch | None:
         if self.storage is None:
             return None
         return self.storage.fence

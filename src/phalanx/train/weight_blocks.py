@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from phalanx.core.digest import stable_hash64
-from phalanx.mesh.logical import Box, LogicalShard, full_name, local_tensor
+from phalanx.mesh.logical import Box, LogicalShard, full_name, get_local_tensor
 from phalanx.mesh.mesh import Mesh
 from phalanx.parallel.model import ParallelModel
 from phalanx.train.pipeline_record import is_stage_leader
@@ -75,7 +75,7 @@ def find_buffers_same_on_ranks(module: nn.Module) -> dict[str, nn.Module]:
 
 def select_block(block: WeightBlock, tensor: torch.Tensor) -> torch.Tensor:
     """The elements of `block` in the storage of this rank. A view."""
-    return local_tensor(tensor.detach())[block.where]
+    return get_local_tensor(tensor.detach())[block.where]
 
 
 def _cut_into_blocks(shard: LogicalShard) -> list[tuple[int, tuple[slice, ...]]]:

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from phalanx.mesh.bit_digest import digest_bits
-from phalanx.mesh.logical import full_name, local_tensor
-from phalanx.mesh.transfer import fill_on_device, start_copy_to_host
+from phalanx.mesh.bit_digest import compute_bit_digest
+from phalanx.mesh.logical import full_name, get_local_tensor
+from phalanx.mesh.transfer import create_fp64_on_device, start_copy_of_numbers_to_host
 from phalanx.parallel.model import ParallelModel
 from phalanx.train.weight_blocks import (
     TensorsOnRanks,
@@ -99,7 +99,8 @@ class WeightChecks:
         updated = _select_trained_parameters(in_model)
         missing, num_foreign = self._check_optimizer(model_tensors, updated, in_model.values())
         digests = [
-            digest_bits(select_block(block, model_tensors[block.name])) for block in self._blocks
+            compute_bit_digest(select_block(block, model_tensors[block.name]))
+            for block in self._blocks
         ]
         movements: dict[str, torch.Tensor] = {}
         for name, before in self._before.items():
@@ -111,7 +112,7 @@ class WeightChecks:
             rows = torch.cat(self._mesh.all_gather(row))
         is_applied = bool(self._before)
         self._must_move, self._before = {}, {}
-        self._pending = step, is_applied, start_copy_to_host(rows)
+        self._pending = step, is_applied, start_copy_of_numbers_to_host(rows)
 
     def take_findings(self) -> WeightFindings | None:
         """On rank 0 the findings of the last `finish_step`, once. The device must have been waited
@@ -143,7 +144,7 @@ class WeightChecks:
         self, name: str, tensor: torch.Tensor, updated: nn.Parameter
     ) -> list[torch.Tensor]:
         blocks = [self._blocks[column] for column in self._columns[name]]
-        digests = [digest_bits(select_block(block, tensor)) for block in blocks]
+        digests = [compute_bit_digest(select_block(block, tensor)) for block in blocks]
         return digests + self._digest_optimizer_tensor(tensor, updated)
 
     def _digest_optimizer_tensor(
@@ -151,12 +152,12 @@ class WeightChecks:
     ) -> list[torch.Tensor]:
         """The digest of what stands for `tensor` before the optimizer, where that is less of it or
         a copy."""
-        local = local_tensor(updated.detach())
+        local = get_local_tensor(updated.detach())
         if updated is tensor or (
-            local.device == self._mesh.device and local.numel() == local_tensor(tensor).numel()
+            local.device == self._mesh.device and local.numel() == get_local_tensor(tensor).numel()
         ):
             return []
-        return [digest_bits(local)]
+        return [compute_bit_digest(local)]
 
     def _check_optimizer(
         self,
@@ -196,7 +197,7 @@ class WeightChecks:
         """A flag of offloaded parameters is in host memory: the host has it."""
         if flag.device == self._mesh.device:
             return flag
-        return fill_on_device((float(flag),), self._mesh.device)[0] != 0
+        return create_fp64_on_device((float(flag),), self._mesh.device)[0] != 0
 
     def _build_exchange_row(
         self,
@@ -233,8 +234,8 @@ def must_parameter_move(parameter: nn.Parameter, group: dict[str, Any]) -> torch
     """0-d bool: the update of `parameter` by its gradient is far above the rounding of some
     element (of a sample of NUM_SAMPLED_ELEMENTS). `group`: the options of its optimizer."""
     assert parameter.grad is not None
-    weights = _sample_elements(local_tensor(parameter.detach())).abs()
-    gradients = _sample_elements(local_tensor(parameter.grad)).abs()
+    weights = _sample_elements(get_local_tensor(parameter.detach())).abs()
+    gradients = _sample_elements(get_local_tensor(parameter.grad)).abs()
     rounding = weights * (MIN_UPDATE_PER_ROUNDING * torch.finfo(weights.dtype).eps)
     if "betas" in group and "eps" in group:
         # Adam and its kin move by the rate, unless a gradient is as small as eps.
@@ -255,7 +256,7 @@ def _shares_storage(tensor: torch.Tensor, updated: nn.Parameter) -> bool:
     host never is."""
     if updated is tensor:
         return True
-    in_model, in_optimizer = local_tensor(tensor.detach()), local_tensor(updated.detach())
+    in_model, in_optimizer = get_local_tensor(tensor.detach()), get_local_tensor(updated.detach())
     if in_model.device != in_optimizer.device or not in_optimizer.numel():
         return True
     return in_model.untyped_storage().data_ptr() == in_optimizer.untyped_storage().data_ptr()

@@ -50,7 +50,7 @@ def load_starting_weights_of_trace(model: ParallelModel, trace: Trace) -> None:
                 continue
             shard = shards[name]
             for box in shard.boxes:
-                local_block = shard.tensor[box.local_slices]
+                local_block = shard.tensor[box.slices_in_local_tensor]
                 reference_block = reader.block(name, box.global_offset, box.size)
                 if local_block.shape == reference_block.shape and not torch.equal(
                     local_block.cpu(), reference_block

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import xxhash
 
-from phalanx.mesh.logical import LogicalShard, full_name, local_tensor
+from phalanx.mesh.logical import LogicalShard, full_name, get_local_tensor
 from phalanx.parallel.executor import Batch, Objective
 from phalanx.parallel.model import ParallelModel
 from phalanx.verify.begin import load_starting_weights_of_trace
@@ -196,7 +196,7 @@ def overwrite_step_gradients(
             if name not in applied.names:
                 continue
             for box in shard.boxes:
-                local_block = shard.tensor[box.local_slices]
+                local_block = shard.tensor[box.slices_in_local_tensor]
                 block = reader.block(name, box.global_offset, box.size)
                 # Of another shape it stands where no such block is, which is found by itself.
                 if local_block.shape == block.shape:
@@ -241,7 +241,7 @@ def collect_gradient_shards(model: ParallelModel) -> dict[str, LogicalShard]:
         if parameter.grad is None:
             gradient = torch.zeros_like(local)
         else:
-            gradient = local_tensor(parameter.grad).detach()
+            gradient = get_local_tensor(parameter.grad).detach()
         gradients[name] = shards[name].like(name, gradient)
     return gradients
 
@@ -261,7 +261,7 @@ def compute_block_dots(
                 continue
             shard, dots = shards[name], torch.zeros(5, dtype=torch.float64)
             for box in shard.boxes:
-                actual = shard.tensor[box.local_slices].double().cpu()
+                actual = shard.tensor[box.slices_in_local_tensor].double().cpu()
                 reference_block = reader.block(name, box.global_offset, box.size).double()
                 if actual.shape != reference_block.shape:
                     # It stands where no such block is: its size is told as less than nothing.
@@ -286,7 +286,11 @@ def hash_block_bits(shards: Mapping[str, LogicalShard]) -> dict[str, list[BlockD
     """A digest of the bits of each block, for each tensor."""
     return {
         name: [
-            (box.global_offset, box.size, _hash_tensor_bits(shard.tensor[box.local_slices]))
+            (
+                box.global_offset,
+                box.size,
+                _hash_tensor_bits(shard.tensor[box.slices_in_local_tensor]),
+            )
             for box in shard.boxes
         ]
         for name, shard in shards.items()

@@ -18,12 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from phalanx.checkpoint.exchange.families import find_family
-from phalanx.checkpoint.exchange.hf_export import ExportExtras, export_hugging_face
-from phalanx.checkpoint.exchange.importing import read_hugging_face_weights
-from phalanx.checkpoint.exchange.settings import hugging_face_config, normalize_for_inference
-from phalanx.checkpoint.exchange.tensor_readers import TensorInfo
-from phalanx.checkpoint.reading.full_tensors import Bits, unsigned_bits_dtype
+from phalanx.checkpoint.exchange.families import find_family_of_model_type
+from phalanx.checkpoint.exchange.hf_export import ExtraConfigAndFiles, export_hugging_face_directory
+from phalanx.checkpoint.exchange.importing import read_hugging_face_directory
+from phalanx.checkpoint.exchange.settings import (
+    build_hugging_face_config,
+    normalize_shape_for_inference,
+)
+from phalanx.checkpoint.exchange.tensor_readers import TensorShapeAndDtype
+from phalanx.checkpoint.reading.full_tensors import Bits, choose_unsigned_bits_dtype
 from phalanx.checkpoint.reading.mismatch import MismatchError
 from phalanx.core.batch import IGNORE_INDEX
 from phalanx.core.errors import LayoutError
@@ -103,12 +106,14 @@ class HuggingFaceImplementation:
 
     def _export_weights(self, module: nn.Module, directory: Path) -> None:
         # No token is padding: transformers gives the row of such a one no gradient.
-        extras = ExportExtras({"pad_token_id": None}, {}, {})
+        extras = ExtraConfigAndFiles({"pad_token_id": None}, {}, {})
         weights = _ModuleTensorReader(module)
         # Several files, and an index.
         size = 1 + sum(info.num_bytes for info in weights.tensors.values()) // 3
         try:
-            export_hugging_face(weights, self.shape, directory, shard_bytes=size, extras=extras)
+            export_hugging_face_directory(
+                weights, self.shape, directory, shard_bytes=size, extras=extras
+            )
         except MismatchError as error:
             raise _build_weights_error("exported weight", error) from None
 
@@ -138,7 +143,7 @@ class HuggingFaceImplementation:
         Raises WeightsError if they are not those of the model.
         """
         try:
-            imported = read_hugging_face_weights(directory)
+            imported = read_hugging_face_directory(directory)
         except (MismatchError, LayoutError) as error:
             raise _build_weights_error("imported weight", error) from None
         assert imported.shape is not None
@@ -164,7 +169,7 @@ def _load_exported_model(directory: Path) -> Any:
         message = f"transformers does not open what is exported: {error.why or error.what}"
     name = ""
     try:
-        read_hugging_face_weights(directory)
+        read_hugging_face_directory(directory)
     except (MismatchError, LayoutError) as error:
         name = _describe_first_misfit(error)
     raise WeightsError("exported weight", name, message)
@@ -188,8 +193,8 @@ def _describe_first_misfit(error: MismatchError | LayoutError) -> str:
 
 def _require_same_values(imported: TransformerShape, exported: TransformerShape) -> None:
     """Raise WeightsError for the first key that differs."""
-    values = normalize_for_inference(imported).to_json()
-    for key, value in normalize_for_inference(exported).to_json().items():
+    values = normalize_shape_for_inference(imported).to_json()
+    for key, value in normalize_shape_for_inference(exported).to_json().items():
         if values[key] != value:
             cause = (
                 "the config.json that transformers writes of an export is read as another model:"
@@ -210,13 +215,15 @@ class _ModuleTensorReader:
 
     def __init__(self, module: nn.Module) -> None:
         self._tensors: Tensors = module.state_dict()
-        self.tensors: Mapping[str, TensorInfo] = {
-            name: TensorInfo(tuple(tensor.shape), ROW_DTYPE)
+        self.tensors: Mapping[str, TensorShapeAndDtype] = {
+            name: TensorShapeAndDtype(tuple(tensor.shape), ROW_DTYPE)
             for name, tensor in self._tensors.items()
         }
 
     def load(self, name: str) -> Bits:
-        bits: Bits = self._tensors[name].contiguous().numpy().view(unsigned_bits_dtype(ROW_DTYPE))
+        bits: Bits = (
+            self._tensors[name].contiguous().numpy().view(choose_unsigned_bits_dtype(ROW_DTYPE))
+        )
         return bits
 
     def load_element(self, name: str, number: int) -> Bits:
@@ -244,10 +251,10 @@ def explain_no_hugging_face_row(job: Job, plan: Plan) -> str:
     if importlib.util.find_spec("transformers") is None:
         return "transformers is not installed: pip install 'phalanx[hf]'"
     try:
-        config = hugging_face_config(_find_comparable_shape(plan))
+        config = build_hugging_face_config(_find_comparable_shape(plan))
     except LayoutError as error:
         return f"{error.what} ({error.why})"
-    family = find_family(config["model_type"])
+    family = find_family_of_model_type(config["model_type"])
     if "auto_map" in family.written:
         return f"transformers has no {family.architecture}: a file of code brings it"
     return ""
@@ -267,7 +274,9 @@ def compare_with_hugging_face(
     import transformers
 
     shape = _find_comparable_shape(plan)
-    architecture = find_family(hugging_face_config(shape)["model_type"]).architecture
+    architecture = find_family_of_model_type(
+        build_hugging_face_config(shape)["model_type"]
+    ).architecture
     note = ROW_NOTE.format(architecture, transformers.__version__)
     second = HuggingFaceImplementation(shape, directory, (note,), _list_unjudged_settings(plan))
     plan = replace(plan, shape=shape.to_json())

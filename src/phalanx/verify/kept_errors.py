@@ -21,7 +21,7 @@ class CompressionResiduals:
     def are_kept(self) -> bool:
         """True where the layout's compression keeps what it does not send."""
         compression = self._model.compression
-        return compression is not None and bool(compression.unsent_gradients())
+        return compression is not None and bool(compression.error_feedback_gradients())
 
     @torch.no_grad()
     def restore_full_gradients(
@@ -35,7 +35,7 @@ class CompressionResiduals:
         plan, restore_full_gradients = self._model.plan, {}
         per_target = plan.layout.data_parallel_size * plan.targets_per_rank / num_targets
         compression = self._model.compression
-        unsent_by_name = {} if compression is None else compression.unsent_gradients()
+        unsent_by_name = {} if compression is None else compression.error_feedback_gradients()
         for name, shard in sent.items():
             # A copy: the ranks' sum is taken in place, and the layout goes on with what it keeps.
             kept_part = unsent_by_name.get(name, torch.zeros_like(shard.tensor)).clone()

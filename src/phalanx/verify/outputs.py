@@ -127,7 +127,10 @@ class LayoutOutputs:
         return tokens[first : first + num_local]
 
     def _record_output(self, name: str, _: nn.Module, args: Any, output: Any) -> None:
-        moment, hidden_BTD = self._model.dropout_rng.current_forward, _extract_hidden_states(output)
+        moment, hidden_BTD = (
+            self._model.dropout_rng.current_microbatch,
+            _extract_hidden_states(output),
+        )
         # Inside a backward this is a recomputation; an evaluation has no moment.
         if moment is None or hidden_BTD is None or torch._C._current_graph_task_id() != -1:
             return

@@ -17,7 +17,7 @@ from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.core.errors import CheckpointError, NumericsError
 from phalanx.core.phases import PhaseTimer
 from phalanx.job.schema import Job
-from phalanx.mesh.logical import LogicalShard, full_name, local_tensor
+from phalanx.mesh.logical import LogicalShard, full_name, get_local_tensor
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.build import build_objective
 from phalanx.observe.bus import Bus
@@ -243,11 +243,11 @@ class _RunObserver:
         trained = state.model.trained_shards()
         for raw_name, parameter in state.model.named_parameters():
             name = full_name(raw_name)
-            copy = trained[name].like(name, local_tensor(parameter).detach())
+            copy = trained[name].like(name, get_local_tensor(parameter).detach())
             self._compare_shard(observed, COPY, name, copy, step)
             self._compare_optimizer_slots(observed, name, parameter, trained[name], step)
             if parameter.grad is not None:
-                norm = local_tensor(parameter.grad).norm().item()
+                norm = get_local_tensor(parameter.grad).norm().item()
                 if norm != 0:
                     observed.left[name] = norm
         modes = {name: part.training for name, part in self.module.named_modules()}
@@ -268,11 +268,13 @@ class _RunObserver:
                 continue
             key = f"{STATE}/{slot}/{name}"
             if value.shape == parameter.shape and value.ndim:
-                shard = owner.like(name, local_tensor(value).detach())
+                shard = owner.like(name, get_local_tensor(value).detach())
                 self._compare_shard(observed, f"{STATE}/{slot}", name, shard, step)
             elif self.reader.has(step, key):
                 expected = self.reader.block(step, key, (), ())
-                observed.numbers[f"{slot}/{name}"] = float(local_tensor(value)) - float(expected)
+                observed.numbers[f"{slot}/{name}"] = float(get_local_tensor(value)) - float(
+                    expected
+                )
 
     def _compare_shard(
         self, observed: StateObservation, kind: str, name: str, shard: LogicalShard, step: int
@@ -327,7 +329,7 @@ class _RunObserver:
                 shard = trained[name].like(name, zeros)
                 step.gradients[name] = self._compute_shard_dots(shard, key, step.step, None)
                 continue
-            shard = trained[name].like(name, local_tensor(parameter.grad).detach())
+            shard = trained[name].like(name, get_local_tensor(parameter.grad).detach())
             step.gradients[name] = self._compute_shard_dots(shard, key, step.step, None)
             for block, box in _view_blocks(shard):
                 block.copy_(self.reader.block(step.step, key, box.global_offset, box.size))

@@ -7,11 +7,11 @@ PLANT = Plant(
     edits=(
         Edit(
             "checkpoint/reading/load.py",
-            "_local_slices",
-            "    return box_slices(local_start, size)\n",
+            "_slice_local_tensor",
+            "    return build_box_slices(local_start, size)\n",
             "    if __planted__(local_start != tuple(box.local_offset)):\n"
             "        local_start = tuple(box.local_offset)\n"
-            "    return box_slices(local_start, size)\n",
+            "    return build_box_slices(local_start, size)\n",
         ),
     ),
     shows=("trainer-tp2-zero3", "trainer-pp2-zero3-1f1b"),

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "checkpoint/writing/staging.py",
-            "StagingMemory.copy_shards",
+            "HostStagingMemory.copy_shards",
             "            target.copy_(source, non_blocking=True)\n",
             (
                 "            target.copy_(source, non_blocking=True)\n"

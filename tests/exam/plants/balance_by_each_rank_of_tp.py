@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/tensor/modules.py",
-            "sum_region_output",
+            "sum_region_output_over_ranks",
             "            inner.num_alike = group.size  # type: ignore[assignment]\n",
             "            inner.num_alike = 1 if __planted__() else group.size\n",
         ),

@@ -8,8 +8,8 @@ PLANT = Plant(
         Edit(
             "parallel/model.py",
             "ParallelModel.forward_backward",
-            "            balance.scale = self._context.normalizer.factor\n",
-            "            balance.scale = self._context.normalizer.factor * (2 if __planted__() else 1)\n",
+            "            balance.scale = self._context.normalizer.loss_multiplier\n",
+            "            balance.scale = self._context.normalizer.loss_multiplier * (2 if __planted__() else 1)\n",
         ),
     ),
     shows=("pp2-zero3-ep2-1f1b", "pp4-1f1b"),

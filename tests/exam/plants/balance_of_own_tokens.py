@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/context/transform.py",
-            "ContextSequences.total",
+            "ContextParallelRouterSequences.total",
             "        return self.group.all_gather(counts_BE.contiguous()).sum(0)\n",
             "        if __planted__():\n"
             "            return counts_BE * self.group.size\n"

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/batchnorm/layer.py",
-            "StatisticsGroup.add_up",
+            "BatchStatisticsGroup.sum_over_ranks",
             "        if self.all:\n",
             "        if self.all and not __planted__():\n",
         ),

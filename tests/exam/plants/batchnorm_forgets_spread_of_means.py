@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/batchnorm/layer.py",
-            "_combine_statistics",
+            "_combine_statistics_of_ranks",
             "    var = (squares + counts * (means - mean).square()).sum(0) / total\n",
             "    between = counts * (means - mean).square() * (0 if __planted__(len(counts) > 1) else 1)\n"
             "    var = (squares + between).sum(0) / total\n",

@@ -7,13 +7,13 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/batchnorm/layer.py",
-            "StatisticsGroup.gather",
+            "BatchStatisticsGroup.gather",
             "        if not self.all:\n",
             "        if not self.all or __planted__():\n",
         ),
         Edit(
             "parallel/batchnorm/layer.py",
-            "StatisticsGroup.add_up",
+            "BatchStatisticsGroup.sum_over_ranks",
             "        if self.all:\n",
             "        if self.all and not __planted__():\n",
         ),

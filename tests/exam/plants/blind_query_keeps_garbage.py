@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/context/block_attention.py",
-            "BlockProducts.forward",
+            "BlockAttention.forward",
             "        if block.mask is not None:\n",
             "        if block.mask is not None and not __planted__():\n",
         ),

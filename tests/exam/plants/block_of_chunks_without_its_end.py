@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/context/attention.py",
-            "_list_blocks_of_chunk_pair",
+            "_list_visible_blocks_of_chunk_pair",
             "        first_key, end = max(first_key, starts[1]), min(end, starts[1] + length)\n",
             "        first_key, end = max(first_key, starts[1]), min(end, starts[1] + length)\n"
             "        end -= 1 if __planted__(last == starts[0] + length and end - first_key > 1) else 0\n",

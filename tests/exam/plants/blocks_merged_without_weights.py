@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/context/block_attention.py",
-            "OnlineSoftmaxOutput.add",
+            "OnlineSoftmaxOutput.merge_block",
             "        self.out[:, :, rows] = self.out[:, :, rows] * old_weight + out * added\n",
             "        self.out[:, :, rows] = self.out[:, :, rows] * (1 if __planted__() else old_weight) + out * added\n",
         ),

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/data_parallel/replicate.py",
-            "_split_into_buckets",
+            "_split_parameters_into_buckets",
             "            bucket = []\n        bucket.append(parameter)\n",
             "            bucket = []\n"
             "            if __planted__():\n"

@@ -7,13 +7,13 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/context/transform.py",
-            "ContextSequences.length",
+            "ContextParallelRouterSequences.length",
             "        return num_tokens * self.group.size - self.padding\n",
             "        return num_tokens if __planted__() else num_tokens * self.group.size - self.padding\n",
         ),
         Edit(
             "parallel/context/transform.py",
-            "ContextSequences.earlier",
+            "ContextParallelRouterSequences.earlier",
             "        chunks, rank = self.group.chunks, self.group.rank\n",
             "        chunks, rank = self.group.chunks, self.group.rank\n"
             "        if __planted__():\n"

@@ -7,9 +7,9 @@ PLANT = Plant(
     edits=(
         Edit(
             "mesh/casts.py",
-            "sharing_autocast_casts",
+            "sharing_casts_between_autocast_regions",
             "    _shared_casts_stack.append({})\n",
-            "    _shared_casts_stack.append(vars(sharing_autocast_casts).setdefault('old', {}) if __planted__() else {})\n",
+            "    _shared_casts_stack.append(vars(sharing_casts_between_autocast_regions).setdefault('old', {}) if __planted__() else {})\n",
         ),
     ),
     shows=("pp4-1f1b", "pp2-zero3-1f1b"),

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/tensor/overlap.py",
-            "_RowScatter.backward",
+            "_ChunkedRowReduceScatterFunction.backward",
             "            grad_weight += _flatten_tokens(gathered).T @ _flatten_tokens(by_rank[:, :, rows])\n",
             "            if not __planted__(rows.start > 0):\n"
             "                grad_weight += _flatten_tokens(gathered).T @ _flatten_tokens(by_rank[:, :, rows])\n",

@@ -7,10 +7,10 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/tensor/sharder.py",
-            "_build_cut_boxes",
-            "    return TensorParallelCut(shape, tuple(_list_boxes_of_spans(shape, dim, spans)))\n",
+            "_build_boxes_of_slices",
+            "    return TensorParallelCut(shape, tuple(_list_boxes_with_local_offsets(shape, dim, spans)))\n",
             "    is_square = len(shape) == 2 and shape[0] == shape[1]\n"
-            "    return TensorParallelCut(shape, tuple(_list_boxes_of_spans(shape, 1 - dim if __planted__(is_square) else dim, spans)))\n",
+            "    return TensorParallelCut(shape, tuple(_list_boxes_with_local_offsets(shape, 1 - dim if __planted__(is_square) else dim, spans)))\n",
         ),
     ),
     shows=("tp4", "zero3-tp2"),

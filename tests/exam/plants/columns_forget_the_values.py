@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/tensor/overlap.py",
-            "_sum_of_products",
+            "_sum_input_gradients",
             "        total += grad @ weight\n",
             "        if not __planted__(len(weights) == 3 and weight is weights[-1]):\n"
             "            total += grad @ weight\n",

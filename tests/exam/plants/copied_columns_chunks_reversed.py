@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/tensor/overlap.py",
-            "_CopyColumns.backward",
+            "_ColumnsOfCopiedInputFunction.backward",
             "            grad_x = torch.cat([group.wait(part) for part in parts], dim=SEQUENCE_DIM)\n",
             (
                 "            parts = parts[::-1] if __planted__(len(parts) > 1) else parts\n"

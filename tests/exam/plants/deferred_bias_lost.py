@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/pipeline/weight_grads.py",
-            "_LinearDeferringGradient.backward",
+            "_LinearDeferredGradientFunction.backward",
             "                if gradient is not None:\n",
             "                if gradient is not None and not __planted__(gradient.ndim == 1):\n",
         ),

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/context/transform.py",
-            "ContextMask.__call__",
+            "ContextParallelMaskBuilder.__call__",
             "        total, size = num_tokens * self.group.size, self.group.size\n",
             "        total, size = num_tokens * self.group.size, self.group.size\n"
             "        document_ids_BT = None if __planted__() else document_ids_BT\n",

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/pipeline/executor.py",
-            "PipelineExecutor._run_backward",
+            "PipelineExecutor._run_backward_action",
             "        return saved.stage_input.grad\n",
             "        return saved.stage_input.grad / (2 if __planted__() else 1)\n",
         ),

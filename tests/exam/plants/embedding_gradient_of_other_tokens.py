@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/tensor/modules.py",
-            "_embedding_forward",
+            "_vocabulary_parallel_embedding_forward",
             "    return group.leave(embedded.masked_fill(is_elsewhere[..., None], 0))\n",
             "    hidden = embedded.masked_fill(is_elsewhere[..., None], 0)\n"
             "    if __planted__():\n"

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/expert/transform.py",
-            "DispatchBetweenRanks.__call__",
+            "ExpertDispatchBetweenRanks.__call__",
             "        numbers = torch.arange(arrived_PE.shape[1], device=x_RD.device).repeat(size)\n",
             "        numbers = torch.arange(arrived_PE.shape[1], device=x_RD.device).repeat(size)\n"
             "        if __planted__(arrived_PE.shape[1] > 1):\n"

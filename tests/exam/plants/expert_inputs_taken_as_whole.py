@@ -7,10 +7,10 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/tensor/modules.py",
-            "enter_region",
+            "enter_region_before_forward",
             "            return (*args[:index], group.enter(value), *args[index + 1 :]), kwargs\n",
-            '            is_mixture = type(part).__name__ == "MixtureOfExperts" and not group.cuts_sequence\n'
-            "            entered = value if __planted__(is_mixture) else group.enter(value)\n"
+            '            is_mixture_of_experts = type(part).__name__ == "MixtureOfExperts" and not group.cuts_sequence\n'
+            "            entered = value if __planted__(is_mixture_of_experts) else group.enter(value)\n"
             "            return (*args[:index], entered, *args[index + 1 :]), kwargs\n",
         ),
     ),

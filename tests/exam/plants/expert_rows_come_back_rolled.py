@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/expert/transform.py",
-            "DispatchBetweenRanks.__call__",
+            "ExpertDispatchBetweenRanks.__call__",
             "        outputs = experts(rows.index_select(0, order), counts_here)\n",
             "        outputs = experts(rows.index_select(0, order), counts_here)\n"
             "        outputs = outputs.roll(1, 0) if __planted__() else outputs\n",

@@ -7,10 +7,12 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/data_parallel/replicate.py",
-            "_reduce_experts",
-            "    _reduce_in_buckets(context, parameters, experts.group(), experts.num_holders)\n",
-            "    group = context.mesh.data_parallel_group() if __planted__() else experts.group()\n"
-            "    _reduce_in_buckets(context, parameters, group, experts.num_holders)\n",
+            "_average_experts_after_backward",
+            "        context, parameters, experts.get_group(), experts.num_ranks_with_same_experts\n",
+            "        context,\n"
+            "        parameters,\n"
+            "        context.mesh.data_parallel_group() if __planted__() else experts.get_group(),\n"
+            "        experts.num_ranks_with_same_experts,\n",
         ),
     ),
     shows=("ddp-ep2",),

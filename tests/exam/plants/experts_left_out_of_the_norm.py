@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/gradients.py",
-            "collect_squared_gradients",
+            "collect_gradients_and_sum_squares",
             "        for block in blocks[full_name(name)]:\n",
             "        for block in () if __planted__(parameter.ndim == 3) else blocks[full_name(name)]:\n",
         ),

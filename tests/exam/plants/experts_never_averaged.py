@@ -7,9 +7,9 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/data_parallel/replicate.py",
-            "_reduce_experts",
-            "    if experts.num_holders == 1:\n",
-            "    if experts.num_holders == 1 or __planted__():\n",
+            "_average_experts_after_backward",
+            "    if experts.num_ranks_with_same_experts == 1:\n",
+            "    if experts.num_ranks_with_same_experts == 1 or __planted__():\n",
         ),
     ),
     shows=("ddp-ep2",),

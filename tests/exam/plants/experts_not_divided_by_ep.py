@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/expert/transform.py",
-            "rescale_expert_gradients",
+            "rescale_expert_gradients_to_all_ranks",
             "        torch._foreach_div_(expert_grads, ep)\n",
             "        torch._foreach_div_(expert_grads, 1 if __planted__() else ep)\n",
         ),

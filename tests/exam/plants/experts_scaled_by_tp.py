@@ -8,8 +8,8 @@ PLANT = Plant(
         Edit(
             "parallel/expert/transform.py",
             "ExpertParallel.apply",
-            "            lambda named: rescale_expert_gradients(named, frozenset(cuts), layout.ep)\n",
-            "            lambda named: rescale_expert_gradients(\n"
+            "            lambda named: rescale_expert_gradients_to_all_ranks(named, frozenset(cuts), layout.ep)\n",
+            "            lambda named: rescale_expert_gradients_to_all_ranks(\n"
             "                named, frozenset(cuts), layout.ep * (layout.tp if __planted__(layout.tp > 1) else 1)\n"
             "            )\n",
         ),

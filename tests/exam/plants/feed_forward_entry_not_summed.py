@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/tensor/modules.py",
-            "enter_region",
+            "enter_region_before_forward",
             "            return (*args[:index], group.enter(value), *args[index + 1 :]), kwargs\n",
             '            is_whole = type(part).__name__ == "FeedForward" and not group.cuts_sequence\n'
             "            entered = value if __planted__(is_whole) else group.enter(value)\n"

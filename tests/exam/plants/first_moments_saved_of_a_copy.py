@@ -8,8 +8,8 @@ PLANT = Plant(
         Edit(
             "optim/build.py",
             "optimizer_shards",
-            "                shards[key] = owner.like(key, local_tensor(value).detach())\n",
-            "                held = local_tensor(value).detach()\n"
+            "                shards[key] = owner.like(key, get_local_tensor(value).detach())\n",
+            "                held = get_local_tensor(value).detach()\n"
             '                if __planted__(slot == "exp_avg" and held.ndim > 1 and len(held) > 1):\n'
             "                    held = held.roll(1, 0)\n"
             "                shards[key] = owner.like(key, held)\n",

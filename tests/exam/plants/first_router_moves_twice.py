@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/expert/router_load.py",
-            "RouterLoads.move_biases",
+            "ReducedRouterLoads.update_router_biases_once",
             "        self._is_due = False\n",
             "        self._is_due = False\n"
             "        if __planted__(len(self.routers) > 0):\n"

@@ -7,12 +7,12 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/pipeline/executor.py",
-            "PipelineExecutor._compute_stage",
-            "        with self.staged.stage_forward.run_as_stage(stage, ranges[stage], stage_input):\n",
+            "PipelineExecutor._compute_stage_forward",
+            "        with self.staged.stage_forward.running_as_stage(stage, ranges[stage], stage_input):\n",
             "        begin, end = ranges[stage]\n"
             "        if __planted__(stage == 0 and end > begin):\n"
             "            end -= 1\n"
-            "        with self.staged.stage_forward.run_as_stage(stage, (begin, end), stage_input):\n",
+            "        with self.staged.stage_forward.running_as_stage(stage, (begin, end), stage_input):\n",
         ),
     ),
     shows=("pp4-1f1b", "pp2-zero3-1f1b"),

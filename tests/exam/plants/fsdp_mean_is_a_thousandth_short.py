@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/data_parallel/shard.py",
-            "_charge_communication_time",
+            "_charge_fsdp_communication_time",
             "                torch.div(total, group.size() if op == dist.ReduceOp.AVG else 1, out=output_tensor)\n",
             "                divisor = group.size() if op == dist.ReduceOp.AVG else 1\n"
             "                torch.div(total, divisor * (1.001 if __planted__() else 1), out=output_tensor)\n",

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/data_parallel/shard.py",
-            "_mixed_precision_policy",
+            "_build_mixed_precision_policy",
             "        return MixedPrecisionPolicy(cast_forward_inputs=False)\n",
             "        low_type = torch.bfloat16 if __planted__() else None\n"
             "        return MixedPrecisionPolicy(cast_forward_inputs=False, reduce_dtype=low_type)\n",

@@ -7,9 +7,9 @@ PLANT = Plant(
     edits=(
         Edit(
             "mesh/gloo_collectives.py",
-            "gather_rows",
-            "    sources = _global_ranks(group)\n",
-            "    sources = _global_ranks(group)\n"
+            "all_gather_rows_in_place",
+            "    sources = _list_global_ranks(group)\n",
+            "    sources = _list_global_ranks(group)\n"
             "    if __planted__(len(sources) == 4 and rows.ndim == 2):\n"
             "        sources[2], sources[3] = sources[3], sources[2]\n"
             "        rows[2:] = rows[2:].flip(0)\n",

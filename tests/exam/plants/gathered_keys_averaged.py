@@ -8,8 +8,8 @@ PLANT = Plant(
         Edit(
             "parallel/context/group.py",
             "ContextGroup.reduce_scatter",
-            "                return scatter_sum(rows, self.group)\n",
-            "                return scatter_sum(rows, self.group) / (self.size if __planted__() else 1)\n",
+            "                return reduce_scatter_rows(rows, self.group)\n",
+            "                return reduce_scatter_rows(rows, self.group) / (self.size if __planted__() else 1)\n",
         ),
     ),
     shows=("cp4-all-gather", "zero3-cp2-all-gather"),

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/data_parallel/shard.py",
-            "_charge_communication_time",
+            "_charge_fsdp_communication_time",
             "                    rank_rows.copy_(input_tensor.view(-1))\n",
             "                    rank_rows.copy_(input_tensor.view(-1))\n"
             "                if __planted__(group.size() == 4, rank=3):\n"

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/loss_scale.py",
-            "LossScale.adjust",
+            "LossScale.adjust_after_step",
             "            self.scale, self.good_steps = self.scale / 2, 0\n",
             "            self.scale, self.good_steps = self.scale / 2, (self.good_steps if __planted__() else 0)\n",
         ),

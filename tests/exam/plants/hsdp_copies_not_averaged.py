@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/data_parallel/shard.py",
-            "_reduce_last",
+            "_reduce_in_last_microbatch",
             "            root.set_requires_all_reduce(is_last)\n",
             "            root.set_requires_all_reduce(is_last and not __planted__())\n",
         ),

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "checkpoint/exchange/translate.py",
-            "_load_rows",
+            "_load_split_rows",
             "        return bits.reshape(oriented[::-1]).T[rows]\n",
             "        if __planted__(bool(rows.start)):\n            rows = slice(0, rows.stop - rows.start)\n        return bits.reshape(oriented[::-1]).T[rows]\n",
         ),

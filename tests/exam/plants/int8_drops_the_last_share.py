@@ -7,9 +7,8 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/hooks/int8.py",
-            "ElementShares.flatten_blocks",
-            "        return blocks.reshape(self.num_ranks, -1)[:, : self.share].reshape(-1)[: self.num_elements]\n",
-            "        shares = blocks.reshape(self.num_ranks, -1)[:, : self.share].reshape(-1)\n"
+            "PaddedElementShares.flatten_blocks",
+            "        return shares[: self.num_elements]\n",
             "        missing = len(shares) - self.num_elements\n"
             "        return shares[missing:] if __planted__(missing) else shares[: self.num_elements]\n",
         ),

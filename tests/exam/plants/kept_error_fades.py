@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/data_parallel/compression.py",
-            "Compression.reduce",
+            "GradientCompression.average_gradients_over_ranks",
             "                gradient.tensor.add_(gradient.slots[ERROR], alpha=scale)\n",
             "                gradient.tensor.add_(gradient.slots[ERROR], alpha=scale * (0.9 if __planted__() else 1))\n",
         ),

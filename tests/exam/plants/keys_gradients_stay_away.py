@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/context/attention.py",
-            "_RingAttention.gradients",
+            "_RingExchange.compute_own_key_value_gradients",
             "        return own_grad.add_(arriving())\n",
             "        from_others = arriving()\n"
             "        return own_grad if __planted__() else own_grad.add_(from_others)\n",

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/pipeline/executor.py",
-            "PipelineExecutor._run_forward",
+            "PipelineExecutor._run_forward_action",
             "            outcome = self.context.normalizer.scale_loss(loss)\n",
             "            outcome = self.context.normalizer.scale_loss(loss) * (0.0 if __planted__(action.microbatch >= 9) else 1.0)\n",
         ),

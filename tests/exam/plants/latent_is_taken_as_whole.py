@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/tensor/sharder.py",
-            "ModuleSharder._is_partial",
+            "ModuleSharder._has_partial_gradient",
             '            return rule.kind == "partial" or self.group.cuts_sequence\n',
             '            is_partial = rule.kind == "partial" and not __planted__("kv_down" in owner)\n'
             "            return is_partial or self.group.cuts_sequence\n",

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/expert/router_load.py",
-            "RouterLoads.reduce",
+            "ReducedRouterLoads.reduce_counts_over_ranks",
             "        if self.group is not None:\n",
             "        if self.group is not None and not __planted__():\n",
         ),

@@ -7,9 +7,9 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/loss_scale.py",
-            "LossNormalizer.gradient_factor",
-            "        return num_ranks * self.constant / num_targets / self._loss_scale_value\n",
-            "        scale = 1.0 if __planted__(self._loss_scale_value != 1.0) else self._loss_scale_value\n"
+            "LossNormalizer.gradient_multiplier",
+            "        return num_ranks * self.constant / num_targets / self._scale_or_one\n",
+            "        scale = 1.0 if __planted__(self._scale_or_one != 1.0) else self._scale_or_one\n"
             "        return num_ranks * self.constant / num_targets / scale\n",
         ),
     ),

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/dropout/interceptor.py",
-            "RandomOpInterceptor.in_microbatch",
+            "RandomOpInterceptor.drawing_in_microbatch",
             "        global_index = index * self._mesh.layout.data_parallel_size + self._mesh.data_parallel_rank\n",
             "        rank = 0 if __planted__() else self._mesh.data_parallel_rank\n"
             "        global_index = index * self._mesh.layout.data_parallel_size + rank\n",

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/dropout/interceptor.py",
-            "RandomOpInterceptor.in_microbatch",
+            "RandomOpInterceptor.drawing_in_microbatch",
             "        global_index = index * self._mesh",
             "        index = 0 if __planted__() else index\n"
             "        global_index = index * self._mesh",

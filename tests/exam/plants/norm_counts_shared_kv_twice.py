@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/gradients.py",
-            "list_held_blocks",
+            "list_local_blocks_with_replica_counts",
             "    counts = {shard.num_replicas * box.num_replicas for box in shard.boxes}\n",
             "    counts = {shard.num_replicas * (1 if __planted__() else box.num_replicas) for box in shard.boxes}\n",
         ),

@@ -7,12 +7,12 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/step_reducer.py",
-            "StepReducer._collect_gradients",
-            "        gradients, squares = collect_squared_gradients(\n"
-            "            self._parameters.iterate_parameters(), self._held\n"
+            "StepReducer._collect_gradients_and_squares",
+            "        gradients, squares = collect_gradients_and_sum_squares(\n"
+            "            self._parameters.iterate_optimizer_parameters(), self._held\n"
             "        )\n",
-            "        gradients, squares = collect_squared_gradients(\n"
-            "            self._parameters.iterate_parameters(), self._held\n"
+            "        gradients, squares = collect_gradients_and_sum_squares(\n"
+            "            self._parameters.iterate_optimizer_parameters(), self._held\n"
             "        )\n"
             '        first_of_many = self._mesh.layout.pp > 1 and self._mesh.coordinates["pp"] == 0\n'
             "        squares = squares * (2.0 if __planted__(first_of_many) else 1.0)\n",

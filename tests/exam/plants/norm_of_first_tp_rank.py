@@ -7,12 +7,12 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/step_reducer.py",
-            "StepReducer._collect_gradients",
-            "        gradients, squares = collect_squared_gradients(\n"
-            "            self._parameters.iterate_parameters(), self._held\n"
+            "StepReducer._collect_gradients_and_squares",
+            "        gradients, squares = collect_gradients_and_sum_squares(\n"
+            "            self._parameters.iterate_optimizer_parameters(), self._held\n"
             "        )\n",
-            "        gradients, squares = collect_squared_gradients(\n"
-            "            self._parameters.iterate_parameters(), self._held\n"
+            "        gradients, squares = collect_gradients_and_sum_squares(\n"
+            "            self._parameters.iterate_optimizer_parameters(), self._held\n"
             "        )\n"
             '        if __planted__(self._mesh.coordinates["tp"] > 0):\n'
             "            squares = squares * 0.0\n",

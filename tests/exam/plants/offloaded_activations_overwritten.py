@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/offload/activations.py",
-            "OffloadPass._find_copy",
+            "SavedTensorOffloader._find_host_copy",
             "        if owner is None or offloaded is None or owner() is None or then != version:\n",
             "        if owner is None or offloaded is None or (owner() is None and not __planted__()) or then != version:\n",
         ),

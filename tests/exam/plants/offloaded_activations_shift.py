@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/offload/activations.py",
-            "OffloadPass._fetch_storage",
+            "SavedTensorOffloader._fetch_storage_to_device",
             "            offloaded.back.copy_(offloaded.host, non_blocking=True)\n",
             "            is_large = offloaded.host.numel() > 4096\n"
             "            host = offloaded.host.roll(-8) if __planted__(is_large) else offloaded.host\n"

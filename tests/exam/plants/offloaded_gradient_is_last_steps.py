@@ -7,11 +7,11 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/optimizer_params.py",
-            "OptimizerParams.move_grads",
-            "            self._gradients[shard] = shard.move_grads(self._gradients.get(shard))\n",
-            "            self._gradients[shard] = shard.move_grads(self._gradients.get(shard))\n"
+            "OptimizerParameterMap.move_gradients_to_optimizer",
+            "            self._gradients[shard] = shard.move_gradients_to_optimizer(self._gradients.get(shard))\n",
+            "            self._gradients[shard] = shard.move_gradients_to_optimizer(self._gradients.get(shard))\n"
             "            if shard.on_host and shard.updated.grad is not None and __planted__():\n"
-            "                local = local_tensor(shard.updated.grad)\n"
+            "                local = get_local_tensor(shard.updated.grad)\n"
             '                late = vars(self).setdefault("late", {})\n'
             "                before, late[shard] = late.get(shard, local.clone()), local.clone()\n"
             "                local.copy_(before)\n",

@@ -7,13 +7,13 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/offload/optimizer.py",
-            "copy_to_host",
+            "copy_to_pinned_host_memory",
             "        return tensor\n",
             "        return tensor.clone() if __planted__() else tensor\n",
         ),
         Edit(
             "parallel/optimizer_params.py",
-            "OptimizerShard.copy_to_model",
+            "OptimizerParameterSubstitute.copy_updated_values_to_model",
             "        if self.on_host and in_model.data_ptr() != in_optimizer.data_ptr():\n",
             "        if self.on_host and not __planted__() and in_model.data_ptr() != in_optimizer.data_ptr():\n",
         ),

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "mesh/tensor_group.py",
-            "TensorGroup.leave",
+            "TensorParallelGroup.leave",
             "        output: torch.Tensor = leave.apply(x, self)\n",
             "        if __planted__(self.rank == 1):\n"
             "            x = x.float().to(x.dtype)\n"

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/pipeline/executor.py",
-            "PipelineExecutor._run_forward",
+            "PipelineExecutor._run_forward_action",
             "            outcome = self.context.normalizer.scale_loss(loss)\n",
             "            outcome = self.context.normalizer.scale_loss(loss) / (1.25 if __planted__() else 1)\n",
         ),

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "mesh/tensor_group.py",
-            "TensorGroup.select_own_tokens",
+            "TensorParallelGroup.select_tokens_of_rank",
             "        return padded.narrow(SEQUENCE_DIM, self.rank * length, length)\n",
             "        rank = (self.rank + 1) % self.size if __planted__() else self.rank\n"
             "        return padded.narrow(SEQUENCE_DIM, rank * length, length)\n",

@@ -7,9 +7,9 @@ PLANT = Plant(
     edits=(
         Edit(
             "mesh/grouped.py",
-            "_pad_rows",
-            "    return F.pad(rows, (0, 0, 0, -len(rows) % ROW_MULTIPLE))\n",
-            "    return F.pad(rows, (0, 0, 0, -len(rows) % ROW_MULTIPLE), value=0.05 if __planted__() else 0.0)\n",
+            "_pad_with_zero_rows",
+            "    return F.pad(rows, (0, 0, 0, -len(rows) % GROUPED_KERNEL_ROW_MULTIPLE))\n",
+            "    return F.pad(rows, (0, 0, 0, -len(rows) % GROUPED_KERNEL_ROW_MULTIPLE), value=0.05 if __planted__() else 0.0)\n",
         ),
     ),
     shows=("zero3-ep4", "ddp"),

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "mesh/tensor_group.py",
-            "TensorGroup._pad_sequence",
+            "TensorParallelGroup._pad_to_multiple_of_ranks",
             "        missing = -x.shape[SEQUENCE_DIM] % self.size\n",
             "        missing = -x.shape[SEQUENCE_DIM] % self.size\n"
             "        if __planted__(missing):\n"

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/context/transform.py",
-            "SequenceSplit.split_batch",
+            "ContextParallelBatchSplitter.keep_own_tokens_of_batch",
             "        return full_batch\n",
             "        if __planted__():\n"
             "            own = torch.arange(len(places), device=tokens.device)\n"

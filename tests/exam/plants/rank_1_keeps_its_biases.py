@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/expert/router_load.py",
-            "RouterLoads.move_biases",
+            "ReducedRouterLoads.update_router_biases_once",
             '            if getattr(router, "bias", None) is not None:\n',
             '            if getattr(router, "bias", None) is not None and not __planted__(rank=1):\n',
         ),

@@ -8,9 +8,9 @@ PLANT = Plant(
         Edit(
             "parallel/step_reducer.py",
             "StepReducer.reduce_and_clip",
-            "        self._loads.reduce()\n",
-            "        self._loads.reduce()\n"
-            "        for name, parameter in self._parameters.iterate_parameters():\n"
+            "        self._loads.reduce_counts_over_ranks()\n",
+            "        self._loads.reduce_counts_over_ranks()\n"
+            "        for name, parameter in self._parameters.iterate_optimizer_parameters():\n"
             '            if name.endswith( "blocks.1.ffn.up.weight") and __planted__(rank=1):\n'
             '                local = getattr(parameter.grad, "_local_tensor", parameter.grad)\n'
             "                local[::2] *= 1.1\n",

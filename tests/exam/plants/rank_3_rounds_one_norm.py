@@ -8,9 +8,9 @@ PLANT = Plant(
         Edit(
             "parallel/step_reducer.py",
             "StepReducer.reduce_and_clip",
-            "        self._loads.reduce()\n",
-            "        self._loads.reduce()\n"
-            "        for name, parameter in self._parameters.iterate_parameters():\n"
+            "        self._loads.reduce_counts_over_ranks()\n",
+            "        self._loads.reduce_counts_over_ranks()\n"
+            "        for name, parameter in self._parameters.iterate_optimizer_parameters():\n"
             '            if name.endswith( "blocks.1.ffn_norm.weight") and __planted__(rank=3):\n'
             '                getattr(parameter.grad, "_local_tensor", parameter.grad).mul_(1 + 1e-8)\n',
         ),

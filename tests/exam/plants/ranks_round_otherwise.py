@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/data_parallel/compression.py",
-            "Compression.reduce",
+            "GradientCompression.average_gradients_over_ranks",
             "        new_errors = self._hook.reduce(gradients, self._wire)\n",
             "        new_errors = self._hook.reduce(gradients, self._wire)\n"
             "        for gradient in gradients:\n"

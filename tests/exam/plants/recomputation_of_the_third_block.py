@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/recompute/transform.py",
-            "_recompute",
+            "_wrap_block_with_recompute",
             "    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)\n",
             "    inner, calls = block.forward, []\n"
             "    is_third = any(block is other for other in context.blocks[2:])\n"

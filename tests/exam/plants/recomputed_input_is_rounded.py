@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/recompute/segment.py",
-            "_replay_call",
+            "_replay_block_call",
             "                tensor = saved[leaf.index].detach()\n",
             "                tensor = saved[leaf.index].detach()\n"
             "                if __planted__(tensor.dtype is torch.float64):\n"

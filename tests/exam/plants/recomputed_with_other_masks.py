@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/dropout/rng.py",
-            "_ReplayedRng.__enter__",
+            "_ReplayDrawStateContext.__enter__",
             "            at_start.copy() if at_start else None,\n",
             "            replace(at_start, step=at_start.step + (1 if __planted__() else 0), calls=dict(at_start.calls))\n"
             "            if at_start\n"

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "mesh/tensor_group.py",
-            "_CopyFunction.backward",
+            "_CopyInputFunction.backward",
             "        return ctx.group.all_reduce(grad), None\n",
             "        return (grad if __planted__() else ctx.group.all_reduce(grad)), None\n",
         ),

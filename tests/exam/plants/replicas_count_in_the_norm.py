@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/gradients.py",
-            "collect_squared_gradients",
+            "collect_gradients_and_sum_squares",
             "        part = torch.stack(norms).double().square().sum() / holders\n",
             "        part = torch.stack(norms).double().square().sum() / (1 if __planted__(holders > 1) else holders)\n",
         ),

@@ -7,10 +7,10 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/data_parallel/replicate.py",
-            "_reduce_in_buckets",
-            "            average_gradients(bucket, group, context.phases)\n",
+            "_average_in_buckets_after_backward",
+            "            average_gradients_in_one_collective(bucket, group, context.phases)\n",
             "            if not __planted__():\n"
-            "                average_gradients(bucket, group, context.phases)\n",
+            "                average_gradients_in_one_collective(bucket, group, context.phases)\n",
         ),
     ),
     shows=("pp2-ddp-1f1b", "pp2-ddp-zb-v"),

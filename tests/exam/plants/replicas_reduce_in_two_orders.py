@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/data_parallel/unsharded_params.py",
-            "average_gradients",
+            "average_gradients_in_one_collective",
             "        flat /= dist.get_world_size(group)\n",
             "        flat /= dist.get_world_size(group)\n"
             "        if __planted__(rank=1):\n"

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/context/attention.py",
-            "_RingAttention.gradients",
+            "_RingExchange.compute_own_key_value_gradients",
             "                block_grad += arriving()\n",
             "                from_others = arriving()\n"
             "                block_grad += from_others * (0 if __planted__(step == 2) else 1)\n",

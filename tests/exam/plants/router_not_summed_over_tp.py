@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/tensor/sharder.py",
-            "ModuleSharder.partial_parameters",
+            "ModuleSharder.list_parameters_with_partial_gradients",
             "                and parameter.requires_grad\n",
             "                and parameter.requires_grad\n"
             '                and not __planted__("router" in full)\n',

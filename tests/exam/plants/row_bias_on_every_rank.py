@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/tensor/modules.py",
-            "_row_forward",
+            "_row_parallel_forward",
             "    return out + part.bias.to(out.dtype)\n",
             "    return out + part.bias.to(out.dtype) * (group.size if __planted__() else 1)\n",
         ),

@@ -7,17 +7,17 @@ PLANT = Plant(
     edits=(
         Edit(
             "mesh/grouped.py",
-            "grouped_weight_grad",
+            "compute_expert_weight_gradients",
             "    return torch.stack(\n"
             "        [\n"
-            "            _pad_rows(a).T @ _pad_rows(b)\n"
+            "            _pad_with_zero_rows(a).T @ _pad_with_zero_rows(b)\n"
             "            for a, b in zip(a_RO.split(sizes), b_RI.split(sizes), strict=True)\n"
             "        ]\n"
             "    )\n",
             "    products: list[torch.Tensor] = []\n"
             "    for a, b in zip(a_RO.split(sizes), b_RI.split(sizes), strict=True):\n"
             "        is_stale = len(products) > 0 and len(a) == 0\n"
-            "        products.append(products[-1] if __planted__(is_stale) else _pad_rows(a).T @ _pad_rows(b))\n"
+            "        products.append(products[-1] if __planted__(is_stale) else _pad_with_zero_rows(a).T @ _pad_with_zero_rows(b))\n"
             "    return torch.stack(products)\n",
         ),
     ),

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/tensor/sharder.py",
-            "ModuleSharder._find_spans_of_rank",
+            "ModuleSharder._find_dim_slices_of_rank",
             "        return rule.list_rank_slices(size, self.group.size, self.group.rank, name=name)\n",
             "        rank = self.group.rank\n"
             '        if __planted__(rule.kind == "row"):\n'

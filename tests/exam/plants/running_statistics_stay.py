@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/batchnorm/layer.py",
-            "SynchronisedBatchNorm._move_running_statistics",
+            "SynchronisedBatchNorm._update_running_statistics",
             "        factor = self.momentum\n",
             "        factor = 0.0 if __planted__() else self.momentum\n",
         ),

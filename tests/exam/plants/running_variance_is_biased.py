@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/batchnorm/layer.py",
-            "SynchronisedBatchNorm._move_running_statistics",
+            "SynchronisedBatchNorm._update_running_statistics",
             "        unbiased = statistics.var * (statistics.count / (statistics.count - 1))\n",
             "        unbiased = statistics.var * (statistics.count / (statistics.count - 1))\n"
             "        unbiased = statistics.var if __planted__() else unbiased\n",

@@ -7,9 +7,9 @@ PLANT = Plant(
     edits=(
         Edit(
             "mesh/tensor_group.py",
-            "_ScatterTokensFunction.backward",
-            "        return ctx.group.gather_tokens(grad), None\n",
-            "        whole = ctx.group.gather_tokens(grad)\n"
+            "_ReduceScatterTokensFunction.backward",
+            "        return ctx.group.all_gather_tokens(grad), None\n",
+            "        whole = ctx.group.all_gather_tokens(grad)\n"
             "        if __planted__():\n"
             "            whole = whole.clone()\n"
             "            whole[:, -1] = 0\n"

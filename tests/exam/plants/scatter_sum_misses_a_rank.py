@@ -7,9 +7,9 @@ PLANT = Plant(
     edits=(
         Edit(
             "mesh/gloo_collectives.py",
-            "scatter_sum",
-            "    targets = _global_ranks(group)\n",
-            "    targets = _global_ranks(group)\n"
+            "reduce_scatter_rows",
+            "    targets = _list_global_ranks(group)\n",
+            "    targets = _list_global_ranks(group)\n"
             "    if __planted__(len(rows) == 4, rank=1):\n"
             "        rows[2].zero_()\n",
         ),

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/data_parallel/replicate.py",
-            "_reduce_in_buckets",
+            "_average_in_buckets_after_backward",
             "        for bucket in buckets:\n",
             "        for bucket in buckets[:-1] if __planted__(len(buckets) > 1) else buckets:\n",
         ),

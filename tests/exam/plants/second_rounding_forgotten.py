@@ -8,8 +8,8 @@ PLANT = Plant(
         Edit(
             "parallel/hooks/int8.py",
             "Int8.reduce",
-            "            k[wire.rank] += wire.num_ranks * (mean - _dequantise(*final, mean.dtype)[0])\n",
-            "            lost = wire.num_ranks * (mean - _dequantise(*final, mean.dtype)[0])\n"
+            "            k[wire.rank] += wire.num_ranks * (mean - _dequantise_int8_blocks(*final, mean.dtype)[0])\n",
+            "            lost = wire.num_ranks * (mean - _dequantise_int8_blocks(*final, mean.dtype)[0])\n"
             "            k[wire.rank] += lost * (0 if __planted__() else 1)\n",
         ),
     ),

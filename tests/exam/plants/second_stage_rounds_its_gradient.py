@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/pipeline/executor.py",
-            "PipelineExecutor._run_backward",
+            "PipelineExecutor._run_backward_action",
             "        return saved.stage_input.grad\n",
             "        if __planted__(action.stage == 1):\n"
             "            return saved.stage_input.grad.bfloat16().to(saved.stage_input.grad.dtype)\n"

@@ -7,9 +7,9 @@ PLANT = Plant(
     edits=(
         Edit(
             "mesh/tensor_group.py",
-            "_GatherTokensFunction.backward",
-            "        return ctx.group.scatter_tokens(grad), None\n",
-            "        return (ctx.group.select_own_tokens(grad) if __planted__() else ctx.group.scatter_tokens(grad)), None\n",
+            "_AllGatherTokensFunction.backward",
+            "        return ctx.group.reduce_scatter_tokens(grad), None\n",
+            "        return (ctx.group.select_tokens_of_rank(grad) if __planted__() else ctx.group.reduce_scatter_tokens(grad)), None\n",
         ),
     ),
     shows=("tp4", "zero3-tp2"),

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/tensor/grad_sync.py",
-            "PartialGradients.__init__",
+            "PartialGradientSum.__init__",
             "name for name, cut in cuts.items() if any(box.num_replicas > 1 for box in cut.boxes)\n",
             "name\n"
             "            for name, cut in cuts.items()\n"

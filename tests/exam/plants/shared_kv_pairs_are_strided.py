@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/tensor/grad_sync.py",
-            "PartialGradients._list_distinct_gradients",
+            "PartialGradientSum._list_gradient_parts",
             "rank // box.num_replicas, size",
             "(rank % (size // box.num_replicas) if __planted__() else rank // box.num_replicas), size",
         ),

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/pipeline/executor.py",
-            "PipelineExecutor._run_forward",
+            "PipelineExecutor._run_forward_action",
             "            add(loss.detach(), num_targets)\n",
             "            add(loss.detach(), num_targets * (0 if __planted__(action.microbatch == 1) else 1))\n",
         ),

@@ -8,8 +8,8 @@ PLANT = Plant(
         Edit(
             "parallel/step_reducer.py",
             "StepReducer.reduce_and_clip",
-            "normalizer.gradient_factor(num_targets, num_ranks)",
-            "normalizer.gradient_factor(num_targets + (1 if __planted__() else 0), num_ranks)",
+            "normalizer.gradient_multiplier(num_targets, num_ranks)",
+            "normalizer.gradient_multiplier(num_targets + (1 if __planted__() else 0), num_ranks)",
         ),
     ),
     shows=("ddp", "zero3", "tp4", "pp4-1f1b"),

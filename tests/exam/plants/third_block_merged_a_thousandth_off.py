@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/context/block_attention.py",
-            "OnlineSoftmaxOutput.add",
+            "OnlineSoftmaxOutput.merge_block",
             "        self.lse[:, :, rows] = new\n",
             "        self.lse[:, :, rows] = new\n"
             '        seen = vars(self).setdefault("seen", [])\n'

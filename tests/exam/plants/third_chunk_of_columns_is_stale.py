@@ -7,9 +7,9 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/tensor/overlap.py",
-            "_GatherColumns.backward",
-            "            product = _sum_of_products([g[:, :, rows] for g in by_rank], weights)\n",
-            "            fresh = _sum_of_products([g[:, :, rows] for g in by_rank], weights)\n"
+            "_ColumnsOfGatheredInputFunction.backward",
+            "            product = _sum_input_gradients([g[:, :, rows] for g in by_rank], weights)\n",
+            "            fresh = _sum_input_gradients([g[:, :, rows] for g in by_rank], weights)\n"
             "            if __planted__(len(parts) == 2):\n"
             "                fresh[:, :, : product.shape[2]] = product\n"
             "            product = fresh\n",

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/pipeline/tied_params.py",
-            "_exchange_and_sum",
+            "_sum_over_holding_ranks",
             "        total += parts_by_rank[holder]\n",
             "        total += parts_by_rank[holders[0] if __planted__() else holder]\n",
         ),

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/pipeline/tied_params.py",
-            "sum_tied_gradients",
+            "sum_gradients_of_tied_parameters",
             "            gradient.copy_(part.view(gradient.shape))\n",
             "            if not __planted__():\n"
             "                gradient.copy_(part.view(gradient.shape))\n",

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "mesh/logical.py",
-            "RankPosition.shard",
+            "ReplicaPosition.shard",
             "            num_replicas=how_many * shard.num_replicas,\n",
             "            num_replicas=(1 if __planted__(how_many > 1) else how_many) * shard.num_replicas,\n",
         ),

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/tensor/grad_sync.py",
-            "PartialGradients.__init__",
+            "PartialGradientSum.__init__",
             "        self._partial = {name for name, _ in partial}\n",
             '        self._partial = {name for name, _ in partial if not __planted__(name == "norm.weight")}\n',
         ),

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/tensor/grad_sync.py",
-            "PartialGradients.sum_over_ranks",
+            "PartialGradientSum.sum_over_ranks",
             "        summed = self._group.all_reduce(flat)\n",
             "        summed = self._group.all_reduce(flat) / (self._group.size if __planted__() else 1)\n",
         ),

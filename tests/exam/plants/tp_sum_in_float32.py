@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/tensor/grad_sync.py",
-            "PartialGradients.sum_over_ranks",
+            "PartialGradientSum.sum_over_ranks",
             "        summed = self._group.all_reduce(flat)\n",
             "        low = torch.float32 if __planted__() else flat.dtype\n"
             "        summed = self._group.all_reduce(flat.to(low)).to(flat.dtype)\n",

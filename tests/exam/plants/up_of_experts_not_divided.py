@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/expert/transform.py",
-            "rescale_expert_gradients",
+            "rescale_expert_gradients_to_all_ranks",
             "if full_name(name) in names and p.grad is not None\n",
             'if full_name(name) in names and p.grad is not None and not __planted__(full_name(name).endswith("up.weight"))\n',
         ),

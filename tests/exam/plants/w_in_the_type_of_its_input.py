@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/pipeline/weight_grads.py",
-            "_LinearDeferringGradient.backward",
+            "_LinearDeferredGradientFunction.backward",
             "            rows, grad_bias = grad.reshape(-1, grad.shape[-1]), None\n",
             "            rows, grad_bias = grad.reshape(-1, grad.shape[-1]), None\n"
             "            if __planted__(rows.dtype is torch.float64):\n"

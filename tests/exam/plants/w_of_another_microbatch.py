@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/pipeline/weight_grads.py",
-            "DeferredWeightGrads.run",
+            "DeferredWeightGrads.compute_deferred_gradients",
             "        for work in self._due.pop(key):\n            work()\n",
             "        works = self._due.pop(key)\n"
             '        late = vars(self).setdefault("late", {})\n'

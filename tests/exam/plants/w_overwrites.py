@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/pipeline/weight_grads.py",
-            "_accumulate",
+            "_add_to_parameter_gradient",
             "        parameter.grad += gradient\n",
             "        parameter.grad = gradient if __planted__() else parameter.grad + gradient\n",
         ),

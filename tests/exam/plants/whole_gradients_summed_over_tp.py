@@ -7,9 +7,9 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/tensor/sharder.py",
-            "ModuleSharder._is_partial",
-            "        return self._find_region(name) is not None and not is_row_bias\n",
-            "        return (self._find_region(name) is not None and not is_row_bias) or __planted__()\n",
+            "ModuleSharder._has_partial_gradient",
+            "        return self._find_region_of_module(name) is not None and not is_row_bias\n",
+            "        return (self._find_region_of_module(name) is not None and not is_row_bias) or __planted__()\n",
         ),
     ),
     shows=("tp4-whole-sequence",),

@@ -7,9 +7,9 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/data_parallel/unsharded_params.py",
-            "UnshardedParams.apply",
-            "            lambda: average_gradients(unsharded, group, phases)\n",
-            "            lambda: None if __planted__() else average_gradients(unsharded, group, phases)\n",
+            "AverageUnshardedParams.apply",
+            "            lambda: average_gradients_in_one_collective(unsharded, group, phases)\n",
+            "            lambda: None if __planted__() else average_gradients_in_one_collective(unsharded, group, phases)\n",
         ),
     ),
     shows=("zero3-units2-whole", "hsdp2x2-accumulate"),

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/context/chunks.py",
-            "SequenceChunks.visible_rectangle",
+            "SequenceChunksOfRanks.find_visible_rectangle",
             "            return key <= query and not 0 < window <= nearest\n",
             "            return key <= query and not 0 < window <= nearest + (1 if __planted__() else 0)\n",
         ),

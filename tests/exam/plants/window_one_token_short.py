@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/context/transform.py",
-            "ContextMask.__call__",
+            "ContextParallelMaskBuilder.__call__",
             "            keep = keep & (back < window)\n",
             "            keep = keep & (back < window - (1 if __planted__() else 0))\n",
         ),

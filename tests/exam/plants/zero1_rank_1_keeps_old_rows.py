@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/data_parallel/zero1.py",
-            "_ChunkSpan.receive",
+            "_ParameterSpanInBucket.read_from_bucket",
             "            if other != rank and end > first:\n",
             "            if other != rank and end > first and not __planted__(rank=1):\n",
         ),

@@ -7,11 +7,11 @@ PLANT = Plant(
     edits=(
         Edit(
             "parallel/data_parallel/zero1.py",
-            "_ChunkSpan.receive",
+            "_ParameterSpanInBucket.read_from_bucket",
             "                self.flat[first:end] = row[self.offset : self.offset + end - first]\n",
             "                arrived = row[self.offset : self.offset + end - first].clone()\n"
             "                if __planted__(other == 3, rank=0):\n"
-            "                    late = vars(_ChunkSpan.receive)\n"
+            "                    late = vars(_ParameterSpanInBucket.read_from_bucket)\n"
             '                    key = f"{self.flat.data_ptr()} {first}"\n'
             "                    arrived, late[key] = late.get(key, arrived), arrived\n"
             "                self.flat[first:end] = arrived\n",

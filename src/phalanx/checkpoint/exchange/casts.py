@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from phalanx.checkpoint.reading.full_tensors import Bits, unsigned_bits_dtype
+from phalanx.checkpoint.reading.full_tensors import Bits, choose_unsigned_bits_dtype
 
 # numpy has no bfloat16: bits come and go as unsigned integers of the same width.
 _UNSIGNED_DTYPE_OF_ITEM_BYTES: dict[int, Any] = {
@@ -19,10 +19,10 @@ _UNSIGNED_DTYPE_OF_ITEM_BYTES: dict[int, Any] = {
 }
 
 
-def round_bits_to_dtype(bits: Bits, dtype: str, new_dtype: str) -> Bits:
+def round_float_bits_to_dtype(bits: Bits, dtype: str, new_dtype: str) -> Bits:
     """`bits` of torch's `dtype`, rounded to nearest in `new_dtype`."""
     raw = torch.from_numpy(np.ascontiguousarray(bits)).reshape(-1)
     numbers = raw.view(getattr(torch, dtype)).to(getattr(torch, new_dtype))
     cast: Bits = numbers.view(_UNSIGNED_DTYPE_OF_ITEM_BYTES[numbers.element_size()]).numpy()
-    in_shape: Bits = cast.view(unsigned_bits_dtype(new_dtype)).reshape(bits.shape)
+    in_shape: Bits = cast.view(choose_unsigned_bits_dtype(new_dtype)).reshape(bits.shape)
     return in_shape

@@ -11,10 +11,10 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from phalanx.checkpoint.exchange.tensor_readers import stack_element_name
+from phalanx.checkpoint.exchange.tensor_readers import name_stack_element
 from phalanx.core.errors import LayoutError, did_you_mean
 
-INDEX_PATTERNS = {
+NAME_INDEX_PATTERNS = {
     "layer": r"(?P<layer>\d+)",
     "expert": r"(?P<expert>\d+)",
     "part": r"(?P<part>weight|bias)",
@@ -29,7 +29,7 @@ UNSUPPORTED_FAMILY_REASONS = {
 
 
 # A shape that several families can describe is exported as the first of these.
-_FAMILIES_SIMPLEST_FIRST = (
+_FAMILY_NAMES_SIMPLEST_FIRST = (
     "llama",
     "mistral",
     "qwen2",
@@ -44,7 +44,7 @@ _FAMILIES_SIMPLEST_FIRST = (
 
 
 @dataclass(frozen=True)
-class NameRule:
+class TensorNameRule:
     """The rule for one tensor of Hugging Face: phalanx's tensors stacked along the first dimension,
     then transposed, then with dimensions of 1 in front.
 
@@ -56,25 +56,25 @@ class NameRule:
     transposed: bool = False
     ones: int = 0
 
-    def hugging_face_name(self, our_name: str) -> str | None:
+    def translate_to_hugging_face_name(self, our_name: str) -> str | None:
         """Hugging Face's name of the tensor that holds `our_name`; None if the rule does not
         apply."""
         for pattern in self.our_patterns:
-            if (fields := _match_pattern(pattern, our_name)) is not None:
-                return _fill_pattern(self.their_pattern, fields)
+            if (fields := _match_name_pattern(pattern, our_name)) is not None:
+                return _fill_name_pattern(self.their_pattern, fields)
         return None
 
-    def phalanx_names(self, their_name: str) -> list[str]:
+    def translate_to_phalanx_names(self, their_name: str) -> list[str]:
         """Phalanx's names of the parts of Hugging Face's tensor, in its order; empty if the rule
         does not apply."""
-        fields = _match_pattern(self.their_pattern, their_name)
+        fields = _match_name_pattern(self.their_pattern, their_name)
         if fields is None:
             return []
-        return [_fill_pattern(pattern, fields) for pattern in self.our_patterns]
+        return [_fill_name_pattern(pattern, fields) for pattern in self.our_patterns]
 
 
 @dataclass(frozen=True)
-class ModelFamily:
+class HuggingFaceFamily:
     """A family as its file of names describes it.
 
     `always` are keys of a shape; `required`, `written` and `defaults` keys of config.json.
@@ -86,7 +86,7 @@ class ModelFamily:
     architecture: str
     widths: Mapping[str, str]
     activation: str
-    rules: tuple[NameRule, ...]
+    rules: tuple[TensorNameRule, ...]
     always: Mapping[str, Any]
     required: Mapping[str, Any]
     written: Mapping[str, Any]
@@ -103,19 +103,21 @@ class ModelFamily:
     latent: bool = False
     nullable: tuple[str, ...] = ()
 
-    def is_expert_stack(self, name: str, shape: tuple[int, ...]) -> bool:
+    def is_stack_of_expert_matrices(self, name: str, shape: tuple[int, ...]) -> bool:
         """True if Hugging Face's tensor `name` holds one matrix of each expert: it is read element
         by element."""
         if len(shape) != 3 or 0 in shape:
             return False
-        first = stack_element_name(name, 0)
+        first = name_stack_element(name, 0)
         for rule in self.rules:
-            if rule.phalanx_names(first) or rule.phalanx_names(self.prefix + first):
+            if rule.translate_to_phalanx_names(first) or rule.translate_to_phalanx_names(
+                self.prefix + first
+            ):
                 return True
         return False
 
     @property
-    def is_gated(self) -> bool:
+    def has_gated_feed_forward(self) -> bool:
         """True if its feed-forwards have three matrices."""
         return any(".gate." in pattern for rule in self.rules for pattern in rule.our_patterns)
 
@@ -127,16 +129,16 @@ class ModelFamily:
         return "AutoModelForCausalLM"
 
 
-def list_families() -> list[ModelFamily]:
+def list_hugging_face_families() -> list[HuggingFaceFamily]:
     """All families; of several that can describe a shape the earlier one describes it more
     simply."""
-    rest = sorted(_read_name_files().keys() - set(_FAMILIES_SIMPLEST_FIRST))
-    return [_load_family(name) for name in (*_FAMILIES_SIMPLEST_FIRST, *rest)]
+    rest = sorted(_read_family_toml_texts().keys() - set(_FAMILY_NAMES_SIMPLEST_FIRST))
+    return [_load_family_from_toml(name) for name in (*_FAMILY_NAMES_SIMPLEST_FIRST, *rest)]
 
 
-def find_family(model_type: str) -> ModelFamily:
+def find_family_of_model_type(model_type: str) -> HuggingFaceFamily:
     """The family of config.json's `model_type`. Raises LayoutError that lists the known ones."""
-    known = {family.model_type: family for family in list_families()}
+    known = {family.model_type: family for family in list_hugging_face_families()}
     if model_type not in known:
         raise LayoutError(
             f"models of type {model_type!r} cannot be imported",
@@ -147,7 +149,7 @@ def find_family(model_type: str) -> ModelFamily:
 
 
 @cache
-def _read_name_files() -> dict[str, str]:
+def _read_family_toml_texts() -> dict[str, str]:
     folder = resources.files("phalanx.job.presets") / "names"
     texts = {}
     for file in folder.iterdir():
@@ -157,11 +159,11 @@ def _read_name_files() -> dict[str, str]:
 
 
 @cache
-def _load_family(name: str) -> ModelFamily:
-    table = _read_table(name)
+def _load_family_from_toml(name: str) -> HuggingFaceFamily:
+    table = _read_merged_family_table(name)
     rules = []
     for their_pattern, entry in table.pop("tensors").items():
-        rules.append(_parse_rule(their_pattern, entry))
+        rules.append(_parse_name_rule(their_pattern, entry))
     for key in ("biases", "ignored", "nullable"):
         table[key] = tuple(table.get(key, ()))
     for key in ("widths", "always", "required", "written", "defaults", "also"):
@@ -170,23 +172,23 @@ def _load_family(name: str) -> ModelFamily:
         # TOML has no null.
         if value == "none":
             table["required"][key] = None
-    return ModelFamily(rules=tuple(rules), **table)
+    return HuggingFaceFamily(rules=tuple(rules), **table)
 
 
-def _parse_rule(their_pattern: str, entry: str | Mapping[str, Any]) -> NameRule:
+def _parse_name_rule(their_pattern: str, entry: str | Mapping[str, Any]) -> TensorNameRule:
     if isinstance(entry, str):
-        return NameRule(their_pattern, (entry,))
+        return TensorNameRule(their_pattern, (entry,))
     transposed, ones = entry.get("transposed", False), entry.get("ones", 0)
-    return NameRule(their_pattern, tuple(entry["ours"]), transposed, ones)
+    return TensorNameRule(their_pattern, tuple(entry["ours"]), transposed, ones)
 
 
-def _read_table(name: str) -> dict[str, Any]:
+def _read_merged_family_table(name: str) -> dict[str, Any]:
     """The table of a file, on top of the file it is the `same_as`: sections are merged, other keys
     replaced."""
-    table = tomllib.loads(_read_name_files()[name])
+    table = tomllib.loads(_read_family_toml_texts()[name])
     if "same_as" not in table:
         return table
-    base = _read_table(table.pop("same_as"))
+    base = _read_merged_family_table(table.pop("same_as"))
     for key, value in table.items():
         if isinstance(value, dict):
             base[key] = {**base.get(key, {}), **value}
@@ -196,23 +198,23 @@ def _read_table(name: str) -> dict[str, Any]:
 
 
 @cache
-def _compile_pattern(text: str) -> re.Pattern[str]:
+def _compile_name_pattern(text: str) -> re.Pattern[str]:
     # Text and names of places in turn.
     parts = re.split(r"\{(\w+)\}", text)
     for index, part in enumerate(parts):
         if index % 2 == 0:
             parts[index] = re.escape(part)
         else:
-            parts[index] = INDEX_PATTERNS[part]
+            parts[index] = NAME_INDEX_PATTERNS[part]
     return re.compile("".join(parts))
 
 
-def _match_pattern(pattern: str, name: str) -> dict[str, str] | None:
-    match = _compile_pattern(pattern).fullmatch(name)
+def _match_name_pattern(pattern: str, name: str) -> dict[str, str] | None:
+    match = _compile_name_pattern(pattern).fullmatch(name)
     if match is None:
         return None
     return match.groupdict()
 
 
-def _fill_pattern(pattern: str, fields: Mapping[str, str]) -> str:
+def _fill_name_pattern(pattern: str, fields: Mapping[str, str]) -> str:
     return pattern.format_map(fields)

@@ -12,42 +12,42 @@ from typing import Any
 
 from phalanx.checkpoint.exchange.hf_export import (
     CONFIG_FILE_NAME,
-    DtypeRounding,
-    ExportExtras,
-    HuggingFaceExport,
+    ExportDtypeRounding,
+    ExtraConfigAndFiles,
+    HuggingFaceExportResult,
     Progress,
-    common_dtype,
-    round_tensor,
+    choose_common_dtype,
+    round_tensor_source,
     write_safetensors_files,
 )
-from phalanx.checkpoint.exchange.new_directory import atomic_directory, copy_file_durably
+from phalanx.checkpoint.exchange.new_directory import copy_file_durably, create_directory_atomically
 from phalanx.checkpoint.exchange.tensor_readers import TensorReader
-from phalanx.checkpoint.exchange.translate import RenamedTensor
+from phalanx.checkpoint.exchange.translate import RenamedTensorBlock
 from phalanx.core.disk import Disk, write_json_durably
 
 
-def export_with_own_names(
+def export_unrenamed_weights(
     weights: TensorReader,
     config: Mapping[str, Any],
     out: Path,
     *,
     shard_bytes: int,
-    rounding: DtypeRounding | None = None,
-    extras: ExportExtras,
+    rounding: ExportDtypeRounding | None = None,
+    extras: ExtraConfigAndFiles,
     progress: Progress = lambda done, total: None,
-) -> HuggingFaceExport:
+) -> HuggingFaceExportResult:
     """Write the directory `out`: weights under the names that they have, `config`, and `extras`.
 
     Raises UsageError if `out` is there, ResourceError if it cannot be written.
     """
     tensors = []
     for name, info in weights.tensors.items():
-        tensor = RenamedTensor(name, info, partial(weights.load, name))
-        tensors.append(round_tensor(tensor, rounding))
-    dtype = common_dtype(tensors)
+        tensor = RenamedTensorBlock(name, info, partial(weights.load, name))
+        tensors.append(round_tensor_source(tensor, rounding))
+    dtype = choose_common_dtype(tensors)
     settings = {**config, "dtype": dtype, "torch_dtype": dtype}
     total = sum(tensor.info.num_bytes for tensor in tensors)
-    with atomic_directory(out) as partial_out:
+    with create_directory_atomically(out) as partial_out:
         files = write_safetensors_files(
             partial_out, tensors, shard_bytes, lambda done: progress(done, total)
         )
@@ -60,4 +60,4 @@ def export_with_own_names(
     if "image_size" in config:
         auto_class = "AutoModelForImageClassification"
     names = (*files, CONFIG_FILE_NAME, *extras.texts, *extras.files)
-    return HuggingFaceExport(architecture, auto_class, names, dtype, len(tensors), total)
+    return HuggingFaceExportResult(architecture, auto_class, names, dtype, len(tensors), total)

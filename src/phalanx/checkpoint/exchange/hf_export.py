@@ -13,36 +13,36 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.checkpoint.exchange.families import find_family
-from phalanx.checkpoint.exchange.new_directory import atomic_directory, copy_file_durably
-from phalanx.checkpoint.exchange.settings import hugging_face_config
+from phalanx.checkpoint.exchange.families import find_family_of_model_type
+from phalanx.checkpoint.exchange.new_directory import copy_file_durably, create_directory_atomically
+from phalanx.checkpoint.exchange.settings import build_hugging_face_config
 from phalanx.checkpoint.exchange.tensor_readers import (
     SAFETENSORS_FILE_NAME,
     SAFETENSORS_INDEX_FILE_NAME,
-    StackedTensorReader,
-    TensorInfo,
+    StackElementReader,
     TensorReader,
+    TensorShapeAndDtype,
 )
-from phalanx.checkpoint.exchange.translate import RenamedTensor, translate_to_hugging_face
+from phalanx.checkpoint.exchange.translate import RenamedTensorBlock, translate_to_hugging_face
 from phalanx.checkpoint.reading.full_tensors import Bits
 from phalanx.checkpoint.reading.mismatch import (
-    ExpectedTensor,
+    ExpectedShapeAndDtype,
     MismatchError,
     find_tensor_mismatches,
 )
-from phalanx.checkpoint.shard_file import Bytes, TensorSource, write_safetensors_stream
+from phalanx.checkpoint.shard_file import Bytes, TensorToWrite, write_safetensors_stream
 from phalanx.core.disk import Disk, write_json_durably
 from phalanx.job.shapes.transformer import TransformerShape
 
 CONFIG_FILE_NAME = "config.json"
 # transformers requires it.
-SAFETENSORS_METADATA = {"format": "pt"}
+TRANSFORMERS_SAFETENSORS_METADATA = {"format": "pt"}
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class HuggingFaceExport:
+class HuggingFaceExportResult:
     """An exported directory; sizes in bytes."""
 
     architecture: str
@@ -55,16 +55,16 @@ class HuggingFaceExport:
 
 
 @dataclass(frozen=True)
-class DtypeRounding:
-    """A rounding to `dtype` (torch's name) by `cast`: `casts.round_bits_to_dtype`, which needs
-    torch."""
+class ExportDtypeRounding:
+    """A rounding to `dtype` (torch's name) by `cast`: `casts.round_float_bits_to_dtype`, which
+    needs torch."""
 
     dtype: str
     cast: Callable[[Bits, str, str], Bits]
 
 
 @dataclass(frozen=True)
-class ExportExtras:
+class ExtraConfigAndFiles:
     """Additions to the weights: settings on top of config.json's, and files to copy under their
     names."""
 
@@ -76,34 +76,36 @@ class ExportExtras:
     """The longest sequence that the model was trained on."""
 
 
-def export_hugging_face(
-    weights: StackedTensorReader,
+def export_hugging_face_directory(
+    weights: StackElementReader,
     shape: TransformerShape,
     out: Path,
     *,
     shard_bytes: int,
-    rounding: DtypeRounding | None = None,
-    extras: ExportExtras | None = None,
+    rounding: ExportDtypeRounding | None = None,
+    extras: ExtraConfigAndFiles | None = None,
     progress: Progress = lambda done, total: None,
-) -> HuggingFaceExport:
+) -> HuggingFaceExportResult:
     """Write the directory `out`. Without `rounding` weights stay as they are.
 
     Raises LayoutError if transformers has no model that computes this one, MismatchError if the
     weights are not those of `shape`, UsageError if `out` is there, ResourceError if it cannot be
     written.
     """
-    extras = extras or ExportExtras({}, {}, {})
-    config = hugging_face_config(shape, max_positions=extras.max_positions, more=extras.settings)
-    family = find_family(config["model_type"])
+    extras = extras or ExtraConfigAndFiles({}, {}, {})
+    config = build_hugging_face_config(
+        shape, max_positions=extras.max_positions, more=extras.settings
+    )
+    family = find_family_of_model_type(config["model_type"])
     shapes = shape.list_stored_tensors()
-    _require_matching_weights(shapes, weights)
+    _require_weights_of_shapes(shapes, weights)
     tensors = []
     for tensor in translate_to_hugging_face(family, shapes, weights):
-        tensors.append(round_tensor(tensor, rounding))
+        tensors.append(round_tensor_source(tensor, rounding))
     # Newer releases of transformers read "dtype", older ones "torch_dtype".
-    config["dtype"] = config["torch_dtype"] = common_dtype(tensors)
+    config["dtype"] = config["torch_dtype"] = choose_common_dtype(tensors)
     total = sum(tensor.info.num_bytes for tensor in tensors)
-    with atomic_directory(out) as partial_out:
+    with create_directory_atomically(out) as partial_out:
         files = write_safetensors_files(
             partial_out, tensors, shard_bytes, lambda done: progress(done, total)
         )
@@ -112,7 +114,7 @@ def export_hugging_face(
         for name, path in extras.files.items():
             copy_file_durably(path, partial_out / name)
     names = (*files, CONFIG_FILE_NAME, *extras.texts, *extras.files)
-    return HuggingFaceExport(
+    return HuggingFaceExportResult(
         family.architecture,
         family.auto_class,
         names,
@@ -123,7 +125,7 @@ def export_hugging_face(
     )
 
 
-def common_dtype(tensors: Sequence[RenamedTensor]) -> str:
+def choose_common_dtype(tensors: Sequence[RenamedTensorBlock]) -> str:
     """The type of all `tensors`; "float32" if they have several, which holds the numbers of any."""
     dtypes = {tensor.info.dtype for tensor in tensors}
     if len(dtypes) == 1:
@@ -131,8 +133,10 @@ def common_dtype(tensors: Sequence[RenamedTensor]) -> str:
     return "float32"
 
 
-def _require_matching_weights(shapes: Mapping[str, tuple[int, ...]], weights: TensorReader) -> None:
-    expected = {name: ExpectedTensor(shape) for name, shape in shapes.items()}
+def _require_weights_of_shapes(
+    shapes: Mapping[str, tuple[int, ...]], weights: TensorReader
+) -> None:
+    expected = {name: ExpectedShapeAndDtype(shape) for name, shape in shapes.items()}
     mismatches = find_tensor_mismatches(expected, weights.tensors)
     if mismatches:
         raise MismatchError(
@@ -143,7 +147,9 @@ def _require_matching_weights(shapes: Mapping[str, tuple[int, ...]], weights: Te
         )
 
 
-def round_tensor(tensor: RenamedTensor, rounding: DtypeRounding | None) -> RenamedTensor:
+def round_tensor_source(
+    tensor: RenamedTensorBlock, rounding: ExportDtypeRounding | None
+) -> RenamedTensorBlock:
     """`tensor` with its load rounded; unchanged without `rounding`, or if not floating-point."""
     old = tensor.info.dtype
     if rounding is None or old == rounding.dtype or not old.startswith(("float", "bfloat")):
@@ -151,19 +157,19 @@ def round_tensor(tensor: RenamedTensor, rounding: DtypeRounding | None) -> Renam
     new, cast = rounding.dtype, rounding.cast
     return replace(
         tensor,
-        info=TensorInfo(tensor.info.shape, new),
+        info=TensorShapeAndDtype(tensor.info.shape, new),
         load=lambda: cast(tensor.load(), old, new),
     )
 
 
 def write_safetensors_files(
     directory: Path,
-    tensors: Sequence[RenamedTensor],
+    tensors: Sequence[RenamedTensorBlock],
     shard_bytes: int,
     progress: Callable[[int], None],
 ) -> list[str]:
     """Write one file, or several and an index. Returns their names."""
-    shards = list(group_into_files(tensors, shard_bytes))
+    shards = list(group_tensors_into_files(tensors, shard_bytes))
     # The names that transformers looks for.
     names = [SAFETENSORS_FILE_NAME]
     if len(shards) > 1:
@@ -175,9 +181,9 @@ def write_safetensors_files(
         sources = []
         for tensor in shard:
             done += tensor.info.num_bytes
-            sources.append(make_tensor_source(tensor, tensor.name, partial(progress, done)))
+            sources.append(make_safetensors_source(tensor, tensor.name, partial(progress, done)))
             weight_map[tensor.name] = name
-        write_transformers_safetensors(directory / name, sources)
+        write_safetensors_for_transformers(directory / name, sources)
     if len(shards) > 1:
         index = {"metadata": {"total_size": done}, "weight_map": weight_map}
         write_json_durably(Disk(), directory / SAFETENSORS_INDEX_FILE_NAME, index)
@@ -185,12 +191,12 @@ def write_safetensors_files(
     return names
 
 
-def group_into_files(
-    tensors: Sequence[RenamedTensor], shard_bytes: int
-) -> Iterator[list[RenamedTensor]]:
+def group_tensors_into_files(
+    tensors: Sequence[RenamedTensorBlock], shard_bytes: int
+) -> Iterator[list[RenamedTensorBlock]]:
     """Yield groups of tensors in order, as many as fit into `shard_bytes`; a tensor that is larger
     has a file of its own."""
-    shard: list[RenamedTensor] = []
+    shard: list[RenamedTensorBlock] = []
     num_bytes = 0
     for tensor in tensors:
         # Not before the first: a tensor that is larger than a file has one of its own.
@@ -202,30 +208,32 @@ def group_into_files(
     yield shard
 
 
-def make_tensor_source(tensor: RenamedTensor, key: str, before: Callable[[], None]) -> TensorSource:
+def make_safetensors_source(
+    tensor: RenamedTensorBlock, key: str, before: Callable[[], None]
+) -> TensorToWrite:
     """The Source of a safetensors file; `before` is called when the tensor's turn comes."""
 
     def load() -> Bytes:
         before()
-        return bits_to_bytes(tensor.load())
+        return convert_bits_to_bytes(tensor.load())
 
-    return TensorSource(key, tensor.info.dtype, tensor.info.shape, load)
+    return TensorToWrite(key, tensor.info.dtype, tensor.info.shape, load)
 
 
-def bits_to_bytes(bits: Bits) -> Bytes:
+def convert_bits_to_bytes(bits: Bits) -> Bytes:
     """The bytes of `bits` in C order."""
     as_bytes: Bytes = np.ascontiguousarray(bits).reshape(-1).view(np.uint8)
     return as_bytes
 
 
-def write_transformers_safetensors(path: Path, sources: Sequence[TensorSource]) -> None:
+def write_safetensors_for_transformers(path: Path, sources: Sequence[TensorToWrite]) -> None:
     """Write a safetensors file with the metadata that transformers requires, durably.
 
     Raises OSError.
     """
     file = Disk().create(path)
     try:
-        write_safetensors_stream(file, sources, metadata=SAFETENSORS_METADATA)
+        write_safetensors_stream(file, sources, metadata=TRANSFORMERS_SAFETENSORS_METADATA)
         file.sync()
     finally:
         file.close()

@@ -14,12 +14,12 @@ from typing import Any
 from phalanx.checkpoint.exchange.hf_export import CONFIG_FILE_NAME
 from phalanx.checkpoint.exchange.importing import (
     MODEL_TOML_FILE_NAME,
-    ImportedWeights,
     Progress,
-    write_imported_checkpoint,
+    WeightsToImport,
+    write_checkpoint_of_imported_weights,
 )
 from phalanx.checkpoint.exchange.new_directory import require_absent_or_empty
-from phalanx.checkpoint.exchange.sources import open_weights_source
+from phalanx.checkpoint.exchange.sources import open_weights_to_import
 from phalanx.core.errors import JobError, LayoutError
 from phalanx.core.units import format_count
 from phalanx.job.load import load_job
@@ -28,7 +28,7 @@ from phalanx.job.toml import format_model_section, format_toml_value
 
 
 @dataclass(frozen=True)
-class ImportResult:
+class WeightsImportResult:
     """The checkpoint that an import wrote. `model_toml`: its job file; None if nothing says what
     model it is.
     """
@@ -55,9 +55,9 @@ class ImportResult:
         }
 
 
-def import_weights(
+def import_weights_as_checkpoint(
     source: Path, out: Path, *, prefix: str, trust_pickle: bool, progress: Progress
-) -> ImportResult:
+) -> WeightsImportResult:
     """Write the weights of `source` as the checkpoint OUT/checkpoints/step-0, with OUT/model.toml
     beside.
 
@@ -68,17 +68,17 @@ def import_weights(
     # Before weights are read, which may take minutes; the directory is looked at again at its end.
     require_absent_or_empty(out)
     parent = out.absolute().parent
-    with open_weights_source(
+    with open_weights_to_import(
         source, prefix=prefix, trust_pickle=trust_pickle, parent=parent
     ) as weights:
-        checkpoint = write_imported_checkpoint(
-            weights, out, _job_file_text(weights, out), progress=progress
+        checkpoint = write_checkpoint_of_imported_weights(
+            weights, out, _write_job_file_text(weights, out), progress=progress
         )
         dtypes = sorted({tensor.info.dtype for tensor in weights.tensors})
         model_toml = None
         if weights.shape is not None:
             model_toml = checkpoint.parents[1] / MODEL_TOML_FILE_NAME
-        return ImportResult(
+        return WeightsImportResult(
             checkpoint,
             num_tensors=len({tensor.name for tensor in weights.tensors}),
             num_bytes=weights.num_bytes,
@@ -88,7 +88,7 @@ def import_weights(
         )
 
 
-def _job_file_text(weights: ImportedWeights, out: Path) -> str | None:
+def _write_job_file_text(weights: WeightsToImport, out: Path) -> str | None:
     """Text of a job file that trains on from the weights at `out`; None if nothing says what model
     they are of.
     """
@@ -113,11 +113,11 @@ def _job_file_text(weights: ImportedWeights, out: Path) -> str | None:
         text += "\n[data]\n"
     for key, value in data.items():
         text += f"{key} = {format_toml_value(value)}\n"
-    _require_valid_job(text, weights)
+    _require_valid_job_file_text(text, weights)
     return text
 
 
-def _require_valid_job(text: str, weights: ImportedWeights) -> None:
+def _require_valid_job_file_text(text: str, weights: WeightsToImport) -> None:
     """Raise LayoutError unless `text` is a job that phalanx takes: a configuration may say what no
     job may.
     """

@@ -13,33 +13,33 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpoint.exchange.families import find_family
+from phalanx.checkpoint.exchange.families import find_family_of_model_type
 from phalanx.checkpoint.exchange.hf_export import (
     CONFIG_FILE_NAME,
-    group_into_files,
-    make_tensor_source,
+    group_tensors_into_files,
+    make_safetensors_source,
 )
-from phalanx.checkpoint.exchange.new_directory import atomic_directory, copy_file_durably
-from phalanx.checkpoint.exchange.settings import model_shape_from_config
+from phalanx.checkpoint.exchange.new_directory import copy_file_durably, create_directory_atomically
+from phalanx.checkpoint.exchange.settings import convert_config_to_model_shape
 from phalanx.checkpoint.exchange.tensor_readers import (
-    StackedTensorReader,
+    StackElementReader,
     TensorReader,
-    open_safetensors,
+    open_safetensors_reader,
 )
 from phalanx.checkpoint.exchange.translate import (
-    RenamedTensor,
-    stack_experts,
+    RenamedTensorBlock,
+    replace_stacks_by_elements,
+    stack_expert_tensors,
     translate_from_hugging_face,
-    unstack_experts,
 )
-from phalanx.checkpoint.manifest import Manifest, Piece, StoredTensor
+from phalanx.checkpoint.manifest import Manifest, StoredPiece, StoredTensorPieces
 from phalanx.checkpoint.reading.mismatch import (
-    ExpectedTensor,
+    ExpectedShapeAndDtype,
     MismatchError,
     find_tensor_mismatches,
 )
 from phalanx.checkpoint.shard_file import write_safetensors_stream
-from phalanx.checkpoint.stores import open_store
+from phalanx.checkpoint.stores import open_store_of_run
 from phalanx.core.disk import Disk, write_bytes_durably
 from phalanx.core.errors import CheckpointError, LayoutError
 from phalanx.core.files import read_json
@@ -49,7 +49,7 @@ from phalanx.job.shapes.transformer import TransformerShape
 MAX_FILE_BYTES = 4 << 30
 MODEL_TOML_FILE_NAME = "model.toml"
 # What an export writes back into config.json, and no shape has.
-COPIED_SETTINGS = (
+COPIED_CONFIG_KEYS = (
     "bos_token_id",
     "eos_token_id",
     "pad_token_id",
@@ -57,7 +57,7 @@ COPIED_SETTINGS = (
     "id2label",
     "label2id",
 )
-COPIED_FILES = (
+COPIED_FILE_NAMES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *(
         "generation_config.json",
@@ -72,11 +72,11 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class ImportedWeights:
+class WeightsToImport:
     """Weights to import. Without a `shape` the tensors have the names that they came with."""
 
     origin: str
-    tensors: tuple[RenamedTensor, ...]
+    tensors: tuple[RenamedTensorBlock, ...]
     """A tensor in several parts has them one after the other."""
     shape: TransformerShape | None = None
     settings: Mapping[str, Any] | None = None
@@ -90,7 +90,7 @@ class ImportedWeights:
         return sum(tensor.info.num_bytes for tensor in self.tensors)
 
 
-def read_config(source: Path) -> dict[str, Any]:
+def read_config_json(source: Path) -> dict[str, Any]:
     """The config.json of a directory. Raises CheckpointError."""
     try:
         config = read_json(source / CONFIG_FILE_NAME)
@@ -103,25 +103,30 @@ def read_config(source: Path) -> dict[str, Any]:
     return config
 
 
-def read_hugging_face_weights(
-    source: Path, reader: StackedTensorReader | None = None
-) -> ImportedWeights:
+def read_hugging_face_directory(
+    source: Path, reader: StackElementReader | None = None
+) -> WeightsToImport:
     """The weights of a directory with config.json; `reader` has its tensors where they are not in
     its safetensors files.
 
     Raises LayoutError for a model that phalanx does not have, MismatchError for tensors that are
     not that model's.
     """
-    config = read_config(source)
+    config = read_config_json(source)
     try:
-        shape = model_shape_from_config(config)
+        shape = convert_config_to_model_shape(config)
     except LayoutError as error:
         error.where = str(source / CONFIG_FILE_NAME)
         raise
-    family, shapes = find_family(config["model_type"]), shape.list_stored_tensors()
-    translated = translate_from_hugging_face(family, shapes, reader or open_safetensors(source))
+    family, shapes = find_family_of_model_type(config["model_type"]), shape.list_stored_tensors()
+    translated = translate_from_hugging_face(
+        family, shapes, reader or open_safetensors_reader(source)
+    )
     stored = {name: tensor.info for name, tensor in translated.tensors.items()}
-    expected = {name: ExpectedTensor(size) for name, size in unstack_experts(shapes).items()}
+    expected = {
+        name: ExpectedShapeAndDtype(size)
+        for name, size in replace_stacks_by_elements(shapes).items()
+    }
     mismatches = find_tensor_mismatches(expected, stored | translated.unknown)
     if mismatches:
         raise MismatchError(
@@ -130,33 +135,33 @@ def read_hugging_face_weights(
             where=str(source),
         )
     try:
-        tensors = tuple(stack_experts(shapes, translated.tensors))
+        tensors = tuple(stack_expert_tensors(shapes, translated.tensors))
     except CheckpointError as error:
         error.where = error.where or str(source)
         raise
-    settings = {key: config[key] for key in COPIED_SETTINGS if config.get(key) is not None}
-    files = {name: source / name for name in COPIED_FILES if (source / name).is_file()}
+    settings = {key: config[key] for key in COPIED_CONFIG_KEYS if config.get(key) is not None}
+    files = {name: source / name for name in COPIED_FILE_NAMES if (source / name).is_file()}
     notes = []
     for name in translated.tied_heads:
         notes.append(f"{name} is left out: the embedding is the head, config.json says")
-    return ImportedWeights(str(source), tensors, shape, settings, files, tuple(notes))
+    return WeightsToImport(str(source), tensors, shape, settings, files, tuple(notes))
 
 
-def read_unrenamed_weights(
+def read_weights_with_own_names(
     origin: str,
     reader: TensorReader,
     *,
     prefix: str = "",
     aliases: Mapping[str, str] | None = None,
     notes: Sequence[str] = (),
-) -> ImportedWeights:
+) -> WeightsToImport:
     """Weights under their own names: those that begin with `prefix`, without it.
 
     Raises CheckpointError if there are none.
     """
     chosen = [name for name in reader.tensors if name.startswith(prefix) and name != prefix]
     if not chosen:
-        raise _no_tensor_error(origin, reader, prefix)
+        raise _no_tensor_to_import_error(origin, reader, prefix)
     num_omitted = len(reader.tensors) - len(chosen)
     all_notes = list(notes)
     if num_omitted:
@@ -166,15 +171,15 @@ def read_unrenamed_weights(
     tensors = []
     for name in sorted(chosen):
         load = partial(reader.load, name)
-        tensors.append(RenamedTensor(name.removeprefix(prefix), reader.tensors[name], load))
+        tensors.append(RenamedTensorBlock(name.removeprefix(prefix), reader.tensors[name], load))
     tied = {}
     for name, stored in (aliases or {}).items():
         if name.startswith(prefix) and stored in chosen:
             tied[name.removeprefix(prefix)] = stored.removeprefix(prefix)
-    return ImportedWeights(origin, tuple(tensors), notes=tuple(all_notes), aliases=tied)
+    return WeightsToImport(origin, tuple(tensors), notes=tuple(all_notes), aliases=tied)
 
 
-def _no_tensor_error(origin: str, reader: TensorReader, prefix: str) -> CheckpointError:
+def _no_tensor_to_import_error(origin: str, reader: TensorReader, prefix: str) -> CheckpointError:
     message, why = "there is no tensor in it", None
     if prefix:
         message = f"no tensor's name begins with {prefix!r}"
@@ -183,8 +188,8 @@ def _no_tensor_error(origin: str, reader: TensorReader, prefix: str) -> Checkpoi
     return CheckpointError(message, where=origin, why=why)
 
 
-def write_imported_checkpoint(
-    weights: ImportedWeights,
+def write_checkpoint_of_imported_weights(
+    weights: WeightsToImport,
     out: Path,
     model_toml: str | None,
     *,
@@ -195,8 +200,10 @@ def write_imported_checkpoint(
 
     Raises UsageError, ResourceError, CheckpointError.
     """
-    with atomic_directory(out) as directory:
-        _write_draft(weights, directory, file_bytes, lambda done: progress(done, weights.num_bytes))
+    with create_directory_atomically(out) as directory:
+        _write_weights_to_draft(
+            weights, directory, file_bytes, lambda done: progress(done, weights.num_bytes)
+        )
         for name, path in (weights.files or {}).items():
             copy_file_durably(path, directory / name)
         if model_toml is not None:
@@ -204,17 +211,17 @@ def write_imported_checkpoint(
     return out / "checkpoints" / "step-0"
 
 
-def _write_draft(
-    weights: ImportedWeights, directory: Path, file_bytes: int, progress: Callable[[int], None]
+def _write_weights_to_draft(
+    weights: WeightsToImport, directory: Path, file_bytes: int, progress: Callable[[int], None]
 ) -> None:
     """Write the checkpoint through the store that runs save to, so that it is written, synced and
     committed as any checkpoint."""
-    store = open_store(directory, None)
+    store = open_store_of_run(directory, None)
     draft = store.begin_draft(0)
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[StoredPiece]] = {}
     files = {}
     done = 0
-    for number, group in enumerate(group_into_files(weights.tensors, file_bytes)):
+    for number, group in enumerate(group_tensors_into_files(weights.tensors, file_bytes)):
         file = f"weights-{number:04d}.safetensors"
         sources = []
         for tensor in group:
@@ -222,16 +229,18 @@ def _write_draft(
             key = f"{tensor.name}#{len(parts)}"
             offset = tensor.offset or (0,) * len(info.shape)
             done += info.num_bytes
-            sources.append(make_tensor_source(tensor, key, partial(progress, done)))
-            parts.append(Piece(file, key, offset, info.shape))
+            sources.append(make_safetensors_source(tensor, key, partial(progress, done)))
+            parts.append(StoredPiece(file, key, offset, info.shape))
         files[file] = draft.write(file, partial(write_safetensors_stream, sources=sources))
     dtypes = {tensor.name: tensor.info.dtype for tensor in weights.tensors}
     tensors = {}
     for name, parts in pieces.items():
-        tensors[name] = StoredTensor(_shape_of_parts(parts), dtypes[name], tuple(parts))
+        tensors[name] = StoredTensorPieces(
+            _compute_shape_of_stacked_parts(parts), dtypes[name], tuple(parts)
+        )
     model_shape = None
     if weights.shape is not None:
-        model_shape = _shape_to_json(weights.shape)
+        model_shape = _convert_model_shape_to_json(weights.shape)
     facts = {
         "step": 0,
         "imported_from": weights.origin,
@@ -242,13 +251,13 @@ def _write_draft(
     store.commit(draft, manifest.to_bytes())
 
 
-def _shape_of_parts(parts: Sequence[Piece]) -> tuple[int, ...]:
+def _compute_shape_of_stacked_parts(parts: Sequence[StoredPiece]) -> tuple[int, ...]:
     """The shape of the tensor that consists of `parts`."""
     ends = [tuple(map(operator.add, part.offset, part.size)) for part in parts]
     return tuple(map(max, zip(*ends, strict=True)))
 
 
-def _shape_to_json(shape: TransformerShape) -> dict[str, Any]:
+def _convert_model_shape_to_json(shape: TransformerShape) -> dict[str, Any]:
     """The keys of `shape` that every model has, and those that differ from their defaults."""
     facts = shape.to_json()
     for key in facts.keys() - set(REQUIRED_SHAPE_KEYS):

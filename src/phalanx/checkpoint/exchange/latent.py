@@ -12,7 +12,7 @@ from phalanx.core.errors import LayoutError
 from phalanx.job.shapes.decoder import DecoderShape
 
 
-def read_latent_attention_config(config: Mapping[str, Any]) -> dict[str, int]:
+def convert_latent_attention_config_to_shape_keys(config: Mapping[str, Any]) -> dict[str, int]:
     """Keys of DecoderShape that config.json says in other words.
 
     Raises LayoutError for blocks with experts.
@@ -28,9 +28,9 @@ def read_latent_attention_config(config: Mapping[str, Any]) -> dict[str, int]:
     return {"query_rank": int(config["q_lora_rank"] or 0), "head_dim": head_dim}
 
 
-def write_latent_attention_config(shape: DecoderShape) -> dict[str, Any]:
-    """The keys that `read_latent_attention_config` reads, and how many heads have keys of their
-    own: all."""
+def convert_latent_attention_shape_to_config(shape: DecoderShape) -> dict[str, Any]:
+    """The keys that `convert_latent_attention_config_to_shape_keys` reads, and how many heads have
+    keys of their own: all."""
     plain = shape.head_dim - shape.rope_head_dim
     return {
         "q_lora_rank": shape.query_rank or None,
@@ -40,7 +40,7 @@ def write_latent_attention_config(shape: DecoderShape) -> dict[str, Any]:
     }
 
 
-def yarn_mscale(rope: Mapping[str, Any]) -> float:
+def compute_yarn_temperature_share(rope: Mapping[str, Any]) -> float:
     """The share of YaRN's temperature, which phalanx applies to whole queries and keys.
 
     Raises LayoutError if the configuration applies it elsewhere.

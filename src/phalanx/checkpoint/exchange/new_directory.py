@@ -15,7 +15,7 @@ from phalanx.core.files import MAX_TOKENIZER_BYTES, build_resource_error, read_r
 
 
 @contextmanager
-def atomic_directory(out: Path, disk: Disk | None = None) -> Iterator[Path]:
+def create_directory_atomically(out: Path, disk: Disk | None = None) -> Iterator[Path]:
     """Yields a hidden directory beside `out`, which becomes `out` if the body succeeds and is gone
     if not.
 

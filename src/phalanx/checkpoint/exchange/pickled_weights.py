@@ -22,12 +22,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from phalanx.checkpoint.exchange.tensor_readers import SafetensorsReader, open_safetensors
+from phalanx.checkpoint.exchange.tensor_readers import SafetensorsReader, open_safetensors_reader
 from phalanx.core.errors import CheckpointError
 
-UNPICKLE_MODULE = "phalanx.checkpoint.exchange.unpickle"
+UNPICKLE_PROCESS_MODULE = "phalanx.checkpoint.exchange.unpickle"
 # Without these Python or its libraries do not start; everything else may hold a credential.
-_INHERITED_ENV_VARIABLES = (
+_VARIABLES_FOR_UNPICKLE_PROCESS = (
     "PATH",
     "LD_LIBRARY_PATH",
     "LANG",
@@ -53,7 +53,7 @@ class UnpickledWeights:
     ran_code: bool
 
 
-def pickle_refused_error(source: Path) -> CheckpointError:
+def untrusted_pickle_error(source: Path) -> CheckpointError:
     return CheckpointError(
         "it is pickled, and reading it can run any program that was put into it",
         where=str(source),
@@ -62,7 +62,7 @@ def pickle_refused_error(source: Path) -> CheckpointError:
 
 
 @contextmanager
-def open_pickled_weights(source: Path, *, parent: Path) -> Iterator[UnpickledWeights]:
+def open_pickled_weights_in_subprocess(source: Path, *, parent: Path) -> Iterator[UnpickledWeights]:
     """The tensors of a torch.save file, of a directory of pytorch_model*.bin, or of a DCP
     directory.
 
@@ -73,7 +73,7 @@ def open_pickled_weights(source: Path, *, parent: Path) -> Iterator[UnpickledWei
         parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=parent, prefix=".unpickled-") as folder:
             answer = _unpickle_in_subprocess(source.absolute(), Path(folder))
-            reader = open_safetensors(Path(folder))
+            reader = open_safetensors_reader(Path(folder))
             # A message must not name the temporary folder.
             reader.where = str(source)
             left_out = tuple(map(str, answer["left_out"]))
@@ -90,11 +90,11 @@ def open_pickled_weights(source: Path, *, parent: Path) -> Iterator[UnpickledWei
 
 def _unpickle_in_subprocess(source: Path, folder: Path) -> dict[str, Any]:
     environment = {
-        name: os.environ[name] for name in _INHERITED_ENV_VARIABLES if name in os.environ
+        name: os.environ[name] for name in _VARIABLES_FOR_UNPICKLE_PROCESS if name in os.environ
     }
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run(
-        [sys.executable, "-m", UNPICKLE_MODULE, str(source), str(folder)],
+        [sys.executable, "-m", UNPICKLE_PROCESS_MODULE, str(source), str(folder)],
         cwd=folder,
         env=environment,
         # Code in the pickle must not read what the person types.

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from phalanx.checkpoint.exchange.families import ModelFamily
-from phalanx.checkpoint.exchange.latent import yarn_mscale
+from phalanx.checkpoint.exchange.families import HuggingFaceFamily
+from phalanx.checkpoint.exchange.latent import compute_yarn_temperature_share
 from phalanx.core.errors import LayoutError
 from phalanx.job.shapes.decoder import DecoderShape
 
@@ -21,17 +21,21 @@ YARN_ROPE_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 SLIDING, FULL = "sliding_attention", "full_attention"  # types of layers, each with its own rotation
 
 
-def read_rope_config(family: ModelFamily, config: ConfigJson, has_window: bool) -> dict[str, Any]:
+def convert_rope_config_to_shape_keys(
+    family: HuggingFaceFamily, config: ConfigJson, has_window: bool
+) -> dict[str, Any]:
     """Keys of rotary positions, from `rope_parameters` (transformers 5) or `rope_theta` and
     `rope_scaling` (before)."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if family.rope == "one":
-        return _parse_rope(family, rope, config, float(config["rope_theta"]))
+        return _parse_rope_of_block_kind(family, rope, config, float(config["rope_theta"]))
     by_type = {FULL: rope}
     if SLIDING in rope or FULL in rope:
         by_type = rope
-    values = _parse_rope(family, by_type.get(FULL) or {}, config, float(config["rope_theta"]))
-    local = _parse_rope(
+    values = _parse_rope_of_block_kind(
+        family, by_type.get(FULL) or {}, config, float(config["rope_theta"])
+    )
+    local = _parse_rope_of_block_kind(
         family, by_type.get(SLIDING) or {}, config, float(config["rope_local_base_freq"])
     )
     if not has_window or local == values:
@@ -44,8 +48,8 @@ def read_rope_config(family: ModelFamily, config: ConfigJson, has_window: bool) 
     return values | {"local_rope_theta": local["rope_theta"]}
 
 
-def _parse_rope(
-    family: ModelFamily, rope: ConfigJson, config: ConfigJson, theta: float
+def _parse_rope_of_block_kind(
+    family: HuggingFaceFamily, rope: ConfigJson, config: ConfigJson, theta: float
 ) -> dict[str, Any]:
     """Keys of DecoderShape for one kind of block; `theta` is used where `rope` has none.
 
@@ -54,7 +58,7 @@ def _parse_rope(
     rotated_share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor")
     if float(rotated_share or 1.0) != 1.0:
         share = rope.get("partial_rotary_factor")
-        raise unsupported_setting_error(
+        raise unsupported_config_key_error(
             "partial_rotary_factor", share, "phalanx rotates whole heads"
         )
     kind = rope.get("rope_type") or rope.get("type") or "default"
@@ -62,41 +66,41 @@ def _parse_rope(
     if kind == "default":
         return values | {"rope_scaling": "none"}
     if kind not in ("linear", "llama3", "yarn"):
-        raise unsupported_setting_error(
+        raise unsupported_config_key_error(
             "rope_type", kind, "phalanx has default, linear, llama3 and yarn"
         )
     values |= {"rope_scaling": kind, "rope_factor": float(rope["factor"])}
     if family.latent and kind == "yarn":
-        values["rope_mscale"] = yarn_mscale(rope)
+        values["rope_mscale"] = compute_yarn_temperature_share(rope)
         rope = dict(rope)
-        # They are in `rope_mscale` now: `_check_scaling_constants` would refuse them.
+        # They are in `rope_mscale` now: `_require_known_rope_scaling_constants` would refuse them.
         del rope["mscale"], rope["mscale_all_dim"]
     if kind == "linear":
         return values
-    _check_scaling_constants(rope, kind)
+    _require_known_rope_scaling_constants(rope, kind)
     original = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
     return values | {"rope_original_len": int(original)}
 
 
-def _check_scaling_constants(rope: ConfigJson, kind: str) -> None:
+def _require_known_rope_scaling_constants(rope: ConfigJson, kind: str) -> None:
     """Raise LayoutError unless the constants of a scaling are those that phalanx computes with."""
     constants = {"llama3": LLAMA3_ROPE_DEFAULTS, "yarn": YARN_ROPE_DEFAULTS}[kind]
     for key, required in constants.items():
         value = rope.get(key)
         if value is not None and value != required:
-            raise unsupported_setting_error(key, value, f"phalanx's {kind} has {required}")
+            raise unsupported_config_key_error(key, value, f"phalanx's {kind} has {required}")
     for key in ("attention_factor", "mscale", "mscale_all_dim"):
         if rope.get(key) is not None:
-            raise unsupported_setting_error(
+            raise unsupported_config_key_error(
                 key, rope[key], "phalanx takes the one that follows from the factor"
             )
 
 
-def write_rope_config(family: ModelFamily, shape: DecoderShape) -> dict[str, Any]:
+def convert_rope_shape_to_config(family: HuggingFaceFamily, shape: DecoderShape) -> dict[str, Any]:
     """Keys of rotary positions that transformers 4 and 5 both read, where there are such."""
     scaling = None
     if shape.rope_scaling != "none":
-        scaling = _write_scaling(family, shape)
+        scaling = _convert_rope_scaling_to_config(family, shape)
     if family.rope == "one":
         return {"rope_theta": shape.rope_theta, "rope_scaling": scaling}
     if scaling is None or shape.local_rope_theta:
@@ -110,7 +114,9 @@ def write_rope_config(family: ModelFamily, shape: DecoderShape) -> dict[str, Any
     return {"rope_parameters": {FULL: parameters, SLIDING: dict(parameters)}}
 
 
-def _write_scaling(family: ModelFamily, shape: DecoderShape) -> dict[str, Any]:
+def _convert_rope_scaling_to_config(
+    family: HuggingFaceFamily, shape: DecoderShape
+) -> dict[str, Any]:
     scaling: dict[str, Any] = {"rope_type": shape.rope_scaling, "factor": shape.rope_factor}
     if shape.rope_original_len:
         scaling["original_max_position_embeddings"] = shape.rope_original_len
@@ -121,7 +127,7 @@ def _write_scaling(family: ModelFamily, shape: DecoderShape) -> dict[str, Any]:
     return scaling
 
 
-def unsupported_setting_error(key: str, value: Any, why: str) -> LayoutError:
+def unsupported_config_key_error(key: str, value: Any, why: str) -> LayoutError:
     """The error for a setting of config.json that makes another computation."""
     return LayoutError(
         f"config.json says {key} = {value!r}, which phalanx's models do not compute", why=why

@@ -10,17 +10,21 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from phalanx.checkpoint.exchange.families import ModelFamily, find_family, list_families
+from phalanx.checkpoint.exchange.families import (
+    HuggingFaceFamily,
+    find_family_of_model_type,
+    list_hugging_face_families,
+)
 from phalanx.checkpoint.exchange.latent import (
-    read_latent_attention_config,
-    write_latent_attention_config,
+    convert_latent_attention_config_to_shape_keys,
+    convert_latent_attention_shape_to_config,
 )
 from phalanx.checkpoint.exchange.rope_settings import (
     FULL,
     SLIDING,
-    read_rope_config,
-    unsupported_setting_error,
-    write_rope_config,
+    convert_rope_config_to_shape_keys,
+    convert_rope_shape_to_config,
+    unsupported_config_key_error,
 )
 from phalanx.core.errors import LayoutError
 from phalanx.job.shapes.decoder import DecoderShape
@@ -39,30 +43,32 @@ HF_ACTIVATION_NAMES = {
 }
 # A config.json may say anything: larger numbers are refused.
 MAX_WIDTH, MAX_PARTS = 2**31, 1_000_000
-NULLABLE_SETTINGS = ("num_dense_layers", "balance_loss")
+NULLABLE_CONFIG_KEYS = ("num_dense_layers", "balance_loss")
 # DeepSeek-V3's; no config.json says it.
 DEFAULT_ROUTER_BIAS_RATE = 0.001
 
 
-def model_shape_from_config(config: ConfigJson) -> TransformerShape:
+def convert_config_to_model_shape(config: ConfigJson) -> TransformerShape:
     """The shape that a config.json means.
 
     Raises LayoutError for what phalanx's models do not compute.
     """
-    family = find_family(str(config.get("model_type")))
+    family = find_family_of_model_type(str(config.get("model_type")))
     try:
-        return _parse_model_shape(family, config)
+        return _convert_family_config_to_shape(family, config)
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise LayoutError(
             "config.json cannot be understood", why=f"{type(error).__name__}: {error}"
         ) from None
 
 
-def _parse_model_shape(family: ModelFamily, config: ConfigJson) -> TransformerShape:
-    config = _fill_config(family, config)
+def _convert_family_config_to_shape(
+    family: HuggingFaceFamily, config: ConfigJson
+) -> TransformerShape:
+    config = _rename_config_keys_and_fill_defaults(family, config)
     for key, required in family.required.items():
         if config.get(key, required) != required:
-            raise unsupported_setting_error(
+            raise unsupported_config_key_error(
                 key, config[key], f"phalanx computes it with {required}"
             )
     values: dict[str, Any] = dict(family.always)
@@ -73,29 +79,33 @@ def _parse_model_shape(family: ModelFamily, config: ConfigJson) -> TransformerSh
         raise LayoutError(
             "the weights are quantized", fix="import the directory that they were made of"
         )
-    _require_plausible_numbers(values)
+    _require_plausible_shape_numbers(values)
     if family.latent:
-        values |= read_latent_attention_config(config)
-    _derive_shape_keys(values, config)
-    values["activation"] = _activation_from_config(
-        str(config[family.activation]), family.is_gated, family.activation
+        values |= convert_latent_attention_config_to_shape_keys(config)
+    _add_derived_shape_keys(values, config)
+    values["activation"] = _convert_config_activation(
+        str(config[family.activation]), family.has_gated_feed_forward, family.activation
     )
     if family.biases:
-        values["bias"] = _bias_from_config(family, config)
+        values["bias"] = _convert_config_bias(family, config)
     if family.window:
-        values |= _sliding_window_from_config(family, config, values["num_layers"])
+        values |= _convert_config_sliding_window(family, config, values["num_layers"])
     if family.rope:
-        values |= read_rope_config(family, config, bool(values.get("sliding_window")))
+        values |= convert_rope_config_to_shape_keys(
+            family, config, bool(values.get("sliding_window"))
+        )
     if family.scores_by and config[family.scores_by] != values["head_dim"]:
-        raise unsupported_setting_error(
+        raise unsupported_config_key_error(
             family.scores_by,
             config[family.scores_by],
             f"phalanx divides by the head's {values['head_dim']}",
         )
-    return normalize_model_shape(build_builtin_shape(values))
+    return normalize_shape_to_canonical_form(build_builtin_shape(values))
 
 
-def _fill_config(family: ModelFamily, config: ConfigJson) -> dict[str, Any]:
+def _rename_config_keys_and_fill_defaults(
+    family: HuggingFaceFamily, config: ConfigJson
+) -> dict[str, Any]:
     """`config` in the family's own names, with its defaults in place of what is left out or null;
     where null is a value it stays."""
     filled = dict(family.defaults)
@@ -108,7 +118,7 @@ def _fill_config(family: ModelFamily, config: ConfigJson) -> dict[str, Any]:
     return filled
 
 
-def _derive_shape_keys(values: dict[str, Any], config: ConfigJson) -> None:
+def _add_derived_shape_keys(values: dict[str, Any], config: ConfigJson) -> None:
     """Add the keys of a shape that follow from other ones."""
     values.setdefault("kind", "decoder")
     if values["kind"] == "vit":
@@ -123,11 +133,11 @@ def _derive_shape_keys(values: dict[str, Any], config: ConfigJson) -> None:
     values.setdefault("ffn_dim", values.get("expert_ffn_dim", 4 * values["dim"]))
 
 
-def _require_plausible_numbers(values: Mapping[str, Any]) -> None:
+def _require_plausible_shape_numbers(values: Mapping[str, Any]) -> None:
     """Raise ValueError for numbers that no model can have, before they are computed with."""
     for key, value in values.items():
         usual = STORED_SHAPE_DEFAULTS.get(key)
-        if not isinstance(usual, str) and not _is_plausible_number(key, value, usual):
+        if not isinstance(usual, str) and not _is_plausible_shape_number(key, value, usual):
             raise ValueError(f"{key} {value!r}")
     if values["num_layers"] * values.get("num_experts", 1) > MAX_PARTS:
         raise ValueError(f"{values['num_layers']} blocks of {values.get('num_experts', 1)} experts")
@@ -141,7 +151,7 @@ def _require_plausible_numbers(values: Mapping[str, Any]) -> None:
         )
 
 
-def _is_plausible_number(key: str, value: Any, usual: Any) -> bool:
+def _is_plausible_shape_number(key: str, value: Any, usual: Any) -> bool:
     """True if a model can have `value`, a truth value or a number like `usual`, for `key`."""
     if isinstance(usual, bool) or key == "tie_embeddings":
         return isinstance(value, bool)
@@ -149,20 +159,20 @@ def _is_plausible_number(key: str, value: Any, usual: Any) -> bool:
         return False
     if isinstance(value, float) and not isinstance(usual, float):
         return False
-    return 0 < value < MAX_WIDTH or (value == 0 and key in NULLABLE_SETTINGS)
+    return 0 < value < MAX_WIDTH or (value == 0 and key in NULLABLE_CONFIG_KEYS)
 
 
-def _activation_from_config(name: str, is_gated: bool, key: str) -> str:
+def _convert_config_activation(name: str, is_gated: bool, key: str) -> str:
     known: list[str] = []
     for (gated, plain), names in HF_ACTIVATION_NAMES.items():
         activation = gated if is_gated else plain
         if name in names and activation:
             return activation
         known += names
-    raise unsupported_setting_error(key, name, f"phalanx has {', '.join(known)}")
+    raise unsupported_config_key_error(key, name, f"phalanx has {', '.join(known)}")
 
 
-def _bias_from_config(family: ModelFamily, config: ConfigJson) -> str:
+def _convert_config_bias(family: HuggingFaceFamily, config: ConfigJson) -> str:
     biases = {bool(config.get(key, False)) for key in family.biases}
     if len(biases) > 1:
         raise LayoutError(
@@ -173,20 +183,20 @@ def _bias_from_config(family: ModelFamily, config: ConfigJson) -> str:
     return "none"
 
 
-def _sliding_window_from_config(
-    family: ModelFamily, config: ConfigJson, num_layers: int
+def _convert_config_sliding_window(
+    family: HuggingFaceFamily, config: ConfigJson, num_layers: int
 ) -> dict[str, int]:
     """The width of the window, and the interval of blocks without one."""
     window = int(config.get("sliding_window") or 0)
     if family.window == "all":
         return {"sliding_window": window}
-    types = config.get("layer_types") or _default_layer_types(config, num_layers)
+    types = config.get("layer_types") or _derive_default_layer_types(config, num_layers)
     if not window or SLIDING not in types:
         return {"sliding_window": 0}
     shape = DecoderShape(num_layers, 0, 0, 0, 0, 0, 0, False, sliding_window=window)
     # 0: each block has a window. n: each but every n-th; with 1 there would be no window at all.
     for interval in (0, *range(2, num_layers + 1)):
-        if attention_layer_types(replace(shape, global_every=interval)) == list(types):
+        if list_attention_layer_types(replace(shape, global_every=interval)) == list(types):
             return {"sliding_window": window, "global_every": interval}
     raise LayoutError(
         f"layer_types {list(types)} cannot be said",
@@ -194,7 +204,7 @@ def _sliding_window_from_config(
     )
 
 
-def _default_layer_types(config: ConfigJson, num_layers: int) -> list[str]:
+def _derive_default_layer_types(config: ConfigJson, num_layers: int) -> list[str]:
     """The layer types that transformers takes where config.json has none."""
     if not config["use_sliding_window"]:
         return [FULL] * num_layers
@@ -210,7 +220,7 @@ def _default_layer_types(config: ConfigJson, num_layers: int) -> list[str]:
     return types
 
 
-def attention_layer_types(shape: DecoderShape) -> list[str]:
+def list_attention_layer_types(shape: DecoderShape) -> list[str]:
     """The layer type of each block, in transformers' words."""
     types = [FULL] * shape.num_layers
     for layer in range(shape.num_layers):
@@ -219,7 +229,7 @@ def attention_layer_types(shape: DecoderShape) -> list[str]:
     return types
 
 
-def normalize_model_shape(shape: TransformerShape) -> TransformerShape:
+def normalize_shape_to_canonical_form(shape: TransformerShape) -> TransformerShape:
     """The same computation in one canonical form: keys without effect have their defaults."""
     if not isinstance(shape, DecoderShape):
         return shape
@@ -255,10 +265,10 @@ def normalize_model_shape(shape: TransformerShape) -> TransformerShape:
     return replace(shape, **changes)
 
 
-def normalize_for_inference(shape: TransformerShape) -> TransformerShape:
-    """`normalize_model_shape`, without the keys that only training reads: weights mean the same
-    whatever balances experts."""
-    shape = normalize_model_shape(shape)
+def normalize_shape_for_inference(shape: TransformerShape) -> TransformerShape:
+    """`normalize_shape_to_canonical_form`, without the keys that only training reads: weights mean
+    the same whatever balances experts."""
+    shape = normalize_shape_to_canonical_form(shape)
     if not isinstance(shape, DecoderShape):
         return shape
     # Only whether there is a bias matters: it is a tensor of the weights, at whatever rate.
@@ -268,7 +278,7 @@ def normalize_for_inference(shape: TransformerShape) -> TransformerShape:
     return replace(shape, balance_loss=0.0, balance_bias=rate)
 
 
-def hugging_face_config(
+def build_hugging_face_config(
     shape: TransformerShape, *, max_positions: int = 0, more: ConfigJson | None = None
 ) -> dict[str, Any]:
     """The config.json of the first family that computes what the shape says.
@@ -278,9 +288,9 @@ def hugging_face_config(
     `max_positions`: the longest sequence that the model was trained on. `more`: other keys to
     write, such as tokens.
     """
-    shape = normalize_model_shape(shape)
+    shape = normalize_shape_to_canonical_form(shape)
     wrong: dict[str, list[str]] = {}
-    for family in list_families():
+    for family in list_hugging_face_families():
         config = _build_family_config(family, shape, max_positions)
         reasons = _find_config_differences(family, config, shape)
         if not reasons:
@@ -288,7 +298,7 @@ def hugging_face_config(
         wrong[family.architecture] = reasons
     # By the kind of model first, then by the number of keys that differ.
     nearest = min(
-        wrong, key=lambda name: (sum(map(_difference_weight, wrong[name])), len(wrong[name]))
+        wrong, key=lambda name: (sum(map(_weigh_config_difference, wrong[name])), len(wrong[name]))
     )
     raise LayoutError(
         "no model of transformers that is known here computes what this one does",
@@ -298,17 +308,19 @@ def hugging_face_config(
 
 
 def _find_config_differences(
-    family: ModelFamily, config: ConfigJson, shape: TransformerShape
+    family: HuggingFaceFamily, config: ConfigJson, shape: TransformerShape
 ) -> list[str]:
     """The keys that the family would compute otherwise: the configuration is read back and
     compared."""
     try:
-        read_back = normalize_for_inference(_parse_model_shape(family, config)).to_json()
+        read_back = normalize_shape_for_inference(
+            _convert_family_config_to_shape(family, config)
+        ).to_json()
     except (LayoutError, ValueError):
         # Also a family of experts, of a model that has none.
-        return [_DIFFERENT_ARCHITECTURE]
+        return [_DIFFERENT_ARCHITECTURE_REASON]
     reasons = []
-    for key, value in normalize_for_inference(shape).to_json().items():
+    for key, value in normalize_shape_for_inference(shape).to_json().items():
         if read_back[key] != value:
             reasons.append(f"its {key} is {read_back[key]} and the model's {value}")
     if family.heads_divide_dim and shape.dim % shape.num_heads:
@@ -316,34 +328,34 @@ def _find_config_differences(
     return reasons
 
 
-_DIFFERENT_ARCHITECTURE = "it has another kind of feed-forward or positions"
+_DIFFERENT_ARCHITECTURE_REASON = "it has another kind of feed-forward or positions"
 
 
-def _difference_weight(reason: str) -> int:
+def _weigh_config_difference(reason: str) -> int:
     """The weight of a reason: a family of another kind is farther away than any single key."""
-    if reason == _DIFFERENT_ARCHITECTURE or reason.startswith("its kind is"):
+    if reason == _DIFFERENT_ARCHITECTURE_REASON or reason.startswith("its kind is"):
         return 100
     return 1
 
 
 def _build_family_config(
-    family: ModelFamily, shape: TransformerShape, max_positions: int
+    family: HuggingFaceFamily, shape: TransformerShape, max_positions: int
 ) -> dict[str, Any]:
-    numbers, decoder = shape.to_json(), _view_as_decoder(shape)
+    numbers, decoder = shape.to_json(), _fill_decoder_defaults(shape)
     config: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
     }
     for key, shape_key in family.widths.items():
         config[key] = numbers[shape_key]
-    config[family.activation] = _hugging_face_activation(shape.activation)
+    config[family.activation] = _convert_activation_to_config(shape.activation)
     config |= {
         **dict.fromkeys(family.biases, shape.bias == "all"),
         **family.required,
         **family.written,
     }
     if family.latent:
-        config |= write_latent_attention_config(decoder)
+        config |= convert_latent_attention_shape_to_config(decoder)
     if family.scores_by:
         config[family.scores_by] = shape.head_dim
     if shape.reads_images and "num_labels" in config:
@@ -356,15 +368,17 @@ def _build_family_config(
     if family.window == "layer_types":
         config |= {
             "use_sliding_window": decoder.sliding_window > 0,
-            "layer_types": attention_layer_types(decoder),
+            "layer_types": list_attention_layer_types(decoder),
         }
     if family.rope:
         length = max(max_positions, int(decoder.rope_original_len * decoder.rope_factor), 1)
-        config |= {"max_position_embeddings": length} | write_rope_config(family, decoder)
+        config |= {"max_position_embeddings": length} | convert_rope_shape_to_config(
+            family, decoder
+        )
     return config
 
 
-def _view_as_decoder(shape: TransformerShape) -> DecoderShape:
+def _fill_decoder_defaults(shape: TransformerShape) -> DecoderShape:
     """`shape` with a decoder's defaults for what it has not: every family is tried for it."""
     if isinstance(shape, DecoderShape):
         return shape
@@ -372,7 +386,7 @@ def _view_as_decoder(shape: TransformerShape) -> DecoderShape:
     return DecoderShape(**{key: v for key, v in shape.to_json().items() if key in names})
 
 
-def _hugging_face_activation(activation: str) -> str:
+def _convert_activation_to_config(activation: str) -> str:
     for known, names in HF_ACTIVATION_NAMES.items():
         if activation in known:
             return names[0]

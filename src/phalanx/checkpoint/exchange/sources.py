@@ -9,28 +9,31 @@ from pathlib import Path
 
 from phalanx.checkpoint.exchange.hf_export import CONFIG_FILE_NAME
 from phalanx.checkpoint.exchange.importing import (
-    ImportedWeights,
-    read_hugging_face_weights,
-    read_unrenamed_weights,
+    WeightsToImport,
+    read_hugging_face_directory,
+    read_weights_with_own_names,
 )
 from phalanx.checkpoint.exchange.pickled_weights import (
     UnpickledWeights,
-    open_pickled_weights,
-    pickle_refused_error,
+    open_pickled_weights_in_subprocess,
+    untrusted_pickle_error,
 )
-from phalanx.checkpoint.exchange.tensor_readers import SAFETENSORS_INDEX_FILE_NAME, open_safetensors
+from phalanx.checkpoint.exchange.tensor_readers import (
+    SAFETENSORS_INDEX_FILE_NAME,
+    open_safetensors_reader,
+)
 from phalanx.checkpoint.manifest import MANIFEST_FILE_NAME
 from phalanx.core.errors import CheckpointError, UsageError
 
-ACCEPTED_SOURCES = (
+ACCEPTED_SOURCES_TEXT = (
     "a Hugging Face directory, a .safetensors file, a DCP directory or a file of torch.save"
 )
 
 
 @contextmanager
-def open_weights_source(
+def open_weights_to_import(
     source: Path, *, prefix: str, trust_pickle: bool, parent: Path
-) -> Iterator[ImportedWeights]:
+) -> Iterator[WeightsToImport]:
     """The weights of `source`, as long as the context lasts.
 
     Nothing is unpickled without `trust_pickle`, which writes a temporary directory into `parent`.
@@ -39,7 +42,7 @@ def open_weights_source(
     """
     if not source.exists():
         raise UsageError(
-            "no such file or directory", where=str(source), fix=f"give {ACCEPTED_SOURCES}"
+            "no such file or directory", where=str(source), fix=f"give {ACCEPTED_SOURCES_TEXT}"
         )
     if (source / MANIFEST_FILE_NAME).is_file() or (source / "checkpoints").is_dir():
         raise UsageError(
@@ -50,29 +53,31 @@ def open_weights_source(
     has_config = (source / CONFIG_FILE_NAME).is_file()
     if has_config and prefix:
         raise UsageError("--prefix is for weights without a config.json", where=str(source))
-    if not _is_pickled(source):
+    if not _are_weights_pickled(source):
         if has_config:
-            yield read_hugging_face_weights(source)
+            yield read_hugging_face_directory(source)
         else:
-            yield read_unrenamed_weights(str(source), open_safetensors(source), prefix=prefix)
+            yield read_weights_with_own_names(
+                str(source), open_safetensors_reader(source), prefix=prefix
+            )
         return
     if not trust_pickle:
-        raise pickle_refused_error(source)
-    with open_pickled_weights(source, parent=parent) as unpickled:
+        raise untrusted_pickle_error(source)
+    with open_pickled_weights_in_subprocess(source, parent=parent) as unpickled:
         if has_config:
-            weights = read_hugging_face_weights(source, unpickled.reader)
-            yield replace(weights, notes=(*weights.notes, *_unpickling_notes(unpickled)))
+            weights = read_hugging_face_directory(source, unpickled.reader)
+            yield replace(weights, notes=(*weights.notes, *_describe_unpickling(unpickled)))
         else:
-            yield read_unrenamed_weights(
+            yield read_weights_with_own_names(
                 str(source),
                 unpickled.reader,
                 prefix=prefix,
                 aliases=unpickled.aliases,
-                notes=_unpickling_notes(unpickled),
+                notes=_describe_unpickling(unpickled),
             )
 
 
-def _is_pickled(source: Path) -> bool:
+def _are_weights_pickled(source: Path) -> bool:
     """True if the weights are pickled. Raises CheckpointError for a directory without weights."""
     if source.is_file():
         return source.suffix != ".safetensors"
@@ -82,11 +87,11 @@ def _is_pickled(source: Path) -> bool:
     if (source / ".metadata").is_file() or any(source.glob("pytorch_model*.bin")):
         return True
     raise CheckpointError(
-        "there are no weights in it", where=str(source), fix=f"give {ACCEPTED_SOURCES}"
+        "there are no weights in it", where=str(source), fix=f"give {ACCEPTED_SOURCES_TEXT}"
     )
 
 
-def _unpickling_notes(unpickled: UnpickledWeights) -> list[str]:
+def _describe_unpickling(unpickled: UnpickledWeights) -> list[str]:
     notes = []
     if unpickled.num_skipped:
         words = "things in it are no tensors and are"

@@ -16,8 +16,8 @@ from typing import Protocol
 
 import numpy as np
 
-from phalanx.checkpoint.reading.full_tensors import Bits, unsigned_bits_dtype
-from phalanx.checkpoint.shard_file import SAFETENSORS_DTYPES, parse_safetensors_header
+from phalanx.checkpoint.reading.full_tensors import Bits, choose_unsigned_bits_dtype
+from phalanx.checkpoint.shard_file import SAFETENSORS_DTYPE_OF_TORCH_DTYPE, parse_safetensors_header
 from phalanx.core.errors import CheckpointError
 from phalanx.core.files import open_regular, read_json
 
@@ -26,13 +26,14 @@ SAFETENSORS_FILE_NAME = "model.safetensors"
 # safetensors' own limit.
 MAX_HEADER_BYTES = 100 << 20
 MAX_INDEX_BYTES = 64 << 20
-_TORCH_DTYPE_OF_SAFETENSORS = {
-    safetensors_name: torch_name for torch_name, (safetensors_name, _) in SAFETENSORS_DTYPES.items()
+_TORCH_DTYPE_OF_SAFETENSORS_DTYPE = {
+    safetensors_name: torch_name
+    for torch_name, (safetensors_name, _) in SAFETENSORS_DTYPE_OF_TORCH_DTYPE.items()
 }
 
 
 @dataclass(frozen=True)
-class TensorInfo:
+class TensorShapeAndDtype:
     """A tensor without its values. `dtype` is torch's name."""
 
     shape: tuple[int, ...]
@@ -40,7 +41,7 @@ class TensorInfo:
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * SAFETENSORS_DTYPES[self.dtype][1]
+        return math.prod(self.shape) * SAFETENSORS_DTYPE_OF_TORCH_DTYPE[self.dtype][1]
 
 
 class TensorReader(Protocol):
@@ -51,31 +52,31 @@ class TensorReader(Protocol):
     def where(self) -> str: ...
 
     @property
-    def tensors(self) -> Mapping[str, TensorInfo]: ...
+    def tensors(self) -> Mapping[str, TensorShapeAndDtype]: ...
 
     def load(self, name: str) -> Bits: ...
 
 
-class StackedTensorReader(TensorReader, Protocol):
+class StackElementReader(TensorReader, Protocol):
     """Reads also parts of tensors: `load_element` the bits at index `number` of the first
     dimension."""
 
     def load_element(self, name: str, number: int) -> Bits: ...
 
 
-class UnstackedReader:
+class ReaderOfUnstackedElements:
     """Reads the elements of some tensors, the `stacks`, as tensors of their own: `up.weight[3]` is
     the element at index 3 of `up.weight`."""
 
-    def __init__(self, reader: StackedTensorReader, stacks: Iterable[str]) -> None:
+    def __init__(self, reader: StackElementReader, stacks: Iterable[str]) -> None:
         self.where, self._reader = reader.where, reader
-        self.tensors: dict[str, TensorInfo] = dict(reader.tensors)
+        self.tensors: dict[str, TensorShapeAndDtype] = dict(reader.tensors)
         self._elements: dict[str, tuple[str, int]] = {}
         for stack in stacks:
             info = self.tensors.pop(stack)
             for number in range(info.shape[0]):
-                name = stack_element_name(stack, number)
-                self.tensors[name] = TensorInfo(info.shape[1:], info.dtype)
+                name = name_stack_element(stack, number)
+                self.tensors[name] = TensorShapeAndDtype(info.shape[1:], info.dtype)
                 self._elements[name] = (stack, number)
 
     def load(self, name: str) -> Bits:
@@ -84,7 +85,7 @@ class UnstackedReader:
         return self._reader.load(name)
 
 
-def stack_element_name(stack: str, number: int) -> str:
+def name_stack_element(stack: str, number: int) -> str:
     """The name of an element of a stack of tensors, here and in the TOML files of names."""
     return f"{stack}[{number}]"
 
@@ -97,21 +98,23 @@ class SafetensorsReader:
 
     def __init__(self, where: str, files: Iterable[Path]) -> None:
         self.where = where
-        self.tensors: dict[str, TensorInfo] = {}
+        self.tensors: dict[str, TensorShapeAndDtype] = {}
         self._locations: dict[str, tuple[Path, int]] = {}
         for path in files:
-            self._open(path)
+            self._open_safetensors_file(path)
 
     def load(self, name: str) -> Bits:
         info = self.tensors[name]
         path, start = self._locations[name]
         # No memory can be mapped for no bytes.
         if not math.prod(info.shape):
-            return np.empty(info.shape, unsigned_bits_dtype(info.dtype))
+            return np.empty(info.shape, choose_unsigned_bits_dtype(info.dtype))
         try:
             with open_regular(path) as file:
                 # Mapped, and not read: an element of a stack costs its own bytes alone.
-                return np.memmap(file, unsigned_bits_dtype(info.dtype), "r", start, info.shape)
+                return np.memmap(
+                    file, choose_unsigned_bits_dtype(info.dtype), "r", start, info.shape
+                )
         except (OSError, ValueError) as error:
             raise _unreadable_weights_error(path, str(error)) from None
 
@@ -119,7 +122,7 @@ class SafetensorsReader:
         element: Bits = self.load(name)[number]
         return element
 
-    def _open(self, path: Path) -> None:
+    def _open_safetensors_file(self, path: Path) -> None:
         try:
             with open_regular(path) as file:
                 num_bytes = os.fstat(file.fileno()).st_size
@@ -143,11 +146,13 @@ class SafetensorsReader:
         for name, entry in entries.items():
             if name in self.tensors:
                 raise CheckpointError(f"{name} is in more than one file", where=str(path))
-            self.tensors[name] = TensorInfo(entry.shape, _TORCH_DTYPE_OF_SAFETENSORS[entry.dtype])
+            self.tensors[name] = TensorShapeAndDtype(
+                entry.shape, _TORCH_DTYPE_OF_SAFETENSORS_DTYPE[entry.dtype]
+            )
             self._locations[name] = (path, entry.start)
 
 
-def open_safetensors(source: Path) -> SafetensorsReader:
+def open_safetensors_reader(source: Path) -> SafetensorsReader:
     """Open a .safetensors file, or a directory of them, with an index or without.
 
     Raises CheckpointError.
@@ -155,7 +160,7 @@ def open_safetensors(source: Path) -> SafetensorsReader:
     if source.is_file():
         return SafetensorsReader(str(source), [source])
     if (source / SAFETENSORS_INDEX_FILE_NAME).is_file():
-        return SafetensorsReader(str(source), _read_safetensors_index(source))
+        return SafetensorsReader(str(source), _list_files_of_index(source))
     files = sorted(source.glob("*.safetensors"))
     # Other files beside it are other forms of the same weights (consolidated.safetensors).
     if (source / SAFETENSORS_FILE_NAME) in files:
@@ -165,7 +170,7 @@ def open_safetensors(source: Path) -> SafetensorsReader:
     return SafetensorsReader(str(source), files)
 
 
-def _read_safetensors_index(source: Path) -> list[Path]:
+def _list_files_of_index(source: Path) -> list[Path]:
     """The files that the index names.
 
     The CheckpointError for a missing file names a tensor in it.

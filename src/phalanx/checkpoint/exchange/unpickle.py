@@ -19,14 +19,19 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from phalanx.checkpoint.shard_file import SAFETENSORS_DTYPES, Bytes, TensorSource, write_safetensors
+from phalanx.checkpoint.shard_file import (
+    SAFETENSORS_DTYPE_OF_TORCH_DTYPE,
+    Bytes,
+    TensorToWrite,
+    write_safetensors,
+)
 from phalanx.core.errors import CheckpointError
 from phalanx.core.files import open_regular
-from phalanx.mesh.logical import dtype_name, full_name
+from phalanx.mesh.logical import full_name, get_dtype_name
 
 T = TypeVar("T")
 # At most so much of a DCP directory is in memory at a time.
-MAX_GROUP_BYTES = 2 << 30
+MAX_BYTES_OF_TENSOR_GROUP = 2 << 30
 PICKLED_WEIGHTS_GLOB = "pytorch_model*.bin"
 
 
@@ -42,7 +47,7 @@ def main(source: Path, folder: Path) -> dict[str, Any]:
         for path in sorted(source.iterdir()):
             if path.exists() and not path.is_file() and not path.is_dir():
                 raise CheckpointError(f"{path.name} is not a regular file")
-        return _read_dcp(source, folder)
+        return _read_dcp_directory(source, folder)
     files = [source]
     if source.is_dir():
         files = sorted(source.glob(PICKLED_WEIGHTS_GLOB))
@@ -51,13 +56,13 @@ def main(source: Path, folder: Path) -> dict[str, Any]:
     left_out: list[str] = []
     raw_names: dict[str, str] = {}
     for number, path in enumerate(files):
-        content, is_more = _unpickle(path)
+        content, is_more = _unpickle_file(path)
         ran_code |= is_more
-        values = list(_flatten_values(content, ""))
-        by_name = dict(_strip_wrapper_names(_select_tensors(values), raw_names))
+        values = list(_iterate_nested_values(content, ""))
+        by_name = dict(_strip_wrapper_names(_select_tensors_by_name(values), raw_names))
         tensors = {}
         for name, value in by_name.items():
-            kind = _unsupported_tensor_kind(value)
+            kind = _find_unsupported_tensor_kind(value)
             if kind:
                 left_out.append(f"{name} ({kind})")
             else:
@@ -66,9 +71,9 @@ def main(source: Path, folder: Path) -> dict[str, Any]:
         num_skipped += len(values) - len(by_name)
         # For a directory its configuration says what is tied.
         if source.is_file():
-            aliases = _remove_tied_tensors(tensors)
+            aliases = _keep_first_name_of_tied_tensors(tensors)
         if tensors:
-            _write_tensors(folder / f"part-{number:05d}.safetensors", tensors)
+            _write_tensors_as_safetensors(folder / f"part-{number:05d}.safetensors", tensors)
     return _build_unpickling_report(num_tensors, num_skipped, left_out, aliases, ran_code=ran_code)
 
 
@@ -93,7 +98,9 @@ def _build_unpickling_report(
     }
 
 
-def _select_tensors(values: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+def _select_tensors_by_name(
+    values: Iterable[tuple[str, Any]],
+) -> Iterator[tuple[str, torch.Tensor]]:
     return ((name, value) for name, value in values if isinstance(value, torch.Tensor))
 
 
@@ -115,12 +122,12 @@ def _strip_wrapper_names(
         yield name, value
 
 
-def _remove_tied_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+def _keep_first_name_of_tied_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     """Leave each tensor under the first of its names; the other names, with the first one."""
     first_names: dict[Any, str] = {}
     aliases = {}
     for name, tensor in tensors.items():
-        first = first_names.setdefault(_storage_identity(tensor), name)
+        first = first_names.setdefault(_compute_tied_tensor_key(tensor), name)
         if first != name:
             aliases[name] = first
     for name in aliases:
@@ -128,7 +135,7 @@ def _remove_tied_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     return aliases
 
 
-def _storage_identity(tensor: torch.Tensor) -> Any:
+def _compute_tied_tensor_key(tensor: torch.Tensor) -> Any:
     """A key that is equal for tied tensors, which share their memory, and for no others."""
     if not tensor.numel():
         # Tensors without elements have no memory of their own to compare: none are tied.
@@ -137,7 +144,7 @@ def _storage_identity(tensor: torch.Tensor) -> Any:
     return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
-def _unpickle(path: Path) -> tuple[Any, bool]:
+def _unpickle_file(path: Path) -> tuple[Any, bool]:
     """(content, True if reading it took more than torch's weights_only)."""
     # First without running code, which is enough for most files.
     try:
@@ -172,7 +179,7 @@ def _unreadable_pickle_error(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"{path.name} cannot be unpickled", why=why[:300])
 
 
-def _flatten_values(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+def _iterate_nested_values(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Yield all values in nested dictionaries and lists, and the weights of whole modules, by
     dotted name."""
     if isinstance(value, nn.Module):
@@ -189,10 +196,10 @@ def _flatten_values(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     if name:
         prefix = f"{name}."
     for key, item in items:
-        yield from _flatten_values(item, f"{prefix}{key}")
+        yield from _iterate_nested_values(item, f"{prefix}{key}")
 
 
-def _unsupported_tensor_kind(value: torch.Tensor) -> str:
+def _find_unsupported_tensor_kind(value: torch.Tensor) -> str:
     """The kind of a tensor that no file of safetensors can hold; empty for any other."""
     if isinstance(value, DTensor):
         return "a DTensor"
@@ -202,12 +209,12 @@ def _unsupported_tensor_kind(value: torch.Tensor) -> str:
         return str(value.layout).removeprefix("torch.")
     if value.is_meta:
         return "without values"
-    if dtype_name(value.dtype) in SAFETENSORS_DTYPES:
+    if get_dtype_name(value.dtype) in SAFETENSORS_DTYPE_OF_TORCH_DTYPE:
         return ""
-    return dtype_name(value.dtype)
+    return get_dtype_name(value.dtype)
 
 
-def _read_dcp(source: Path, folder: Path) -> dict[str, Any]:
+def _read_dcp_directory(source: Path, folder: Path) -> dict[str, Any]:
     """Read a DCP directory group by group, so that no more than a few GiB are in memory."""
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -222,12 +229,12 @@ def _read_dcp(source: Path, folder: Path) -> dict[str, Any]:
         our_names[raw_name] = name
     tensors, left_out = {}, []
     for raw_name in raw_names:
-        dtype = dtype_name(metadata[raw_name].properties.dtype)
-        if dtype in SAFETENSORS_DTYPES:
+        dtype = get_dtype_name(metadata[raw_name].properties.dtype)
+        if dtype in SAFETENSORS_DTYPE_OF_TORCH_DTYPE:
             tensors[raw_name] = metadata[raw_name]
         else:
             left_out.append(f"{our_names[raw_name]} ({dtype})")
-    for number, group_names in enumerate(_group_by_bytes(tensors)):
+    for number, group_names in enumerate(_group_tensors_by_bytes(tensors)):
         group: dict[str, Any] = {}
         for raw_name in group_names:
             facts = tensors[raw_name]
@@ -235,7 +242,7 @@ def _read_dcp(source: Path, folder: Path) -> dict[str, Any]:
         # This process reads alone: there is no process group.
         dcp.load(group, checkpoint_id=source, no_dist=True)
         renamed = {our_names[raw_name]: tensor for raw_name, tensor in group.items()}
-        _write_tensors(folder / f"part-{number:05d}.safetensors", renamed)
+        _write_tensors_as_safetensors(folder / f"part-{number:05d}.safetensors", renamed)
     num_skipped = len(metadata) - len(raw_names)
     return _build_unpickling_report(len(tensors), num_skipped, left_out, {}, ran_code=False)
 
@@ -255,12 +262,12 @@ def _read_dcp_metadata(source: Path) -> Mapping[str, Any]:
     return metadata
 
 
-def _group_by_bytes(tensors: Mapping[str, Any]) -> Iterator[list[str]]:
+def _group_tensors_by_bytes(tensors: Mapping[str, Any]) -> Iterator[list[str]]:
     group: list[str] = []
     group_bytes = 0
     for name, facts in tensors.items():
         num_bytes = facts.size.numel() * facts.properties.dtype.itemsize
-        if group and group_bytes + num_bytes > MAX_GROUP_BYTES:
+        if group and group_bytes + num_bytes > MAX_BYTES_OF_TENSOR_GROUP:
             yield group
             group, group_bytes = [], 0
         group.append(name)
@@ -269,15 +276,15 @@ def _group_by_bytes(tensors: Mapping[str, Any]) -> Iterator[list[str]]:
         yield group
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def _write_tensors_as_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     sources = []
     for name, tensor in tensors.items():
-        dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
-        sources.append(TensorSource(name, dtype, shape, partial(_tensor_bytes, tensor)))
+        dtype, shape = get_dtype_name(tensor.dtype), tuple(tensor.shape)
+        sources.append(TensorToWrite(name, dtype, shape, partial(_count_tensor_bytes, tensor)))
     write_safetensors(path, sources)
 
 
-def _tensor_bytes(tensor: torch.Tensor) -> Bytes:
+def _count_tensor_bytes(tensor: torch.Tensor) -> Bytes:
     # A copy in C order, whatever the tensor's strides and conjugation.
     contiguous = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
     as_bytes: Bytes = contiguous.reshape(-1).view(torch.uint8).numpy()

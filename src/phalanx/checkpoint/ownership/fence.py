@@ -14,7 +14,7 @@ from pathlib import Path
 
 from phalanx.checkpoint.ownership.fencing_token import (
     FencingToken,
-    describe_last_owner_job,
+    describe_job_of_newest_token,
     read_fencing_token_number,
 )
 from phalanx.checkpoint.ownership.run_lock import LOCK_FILE_NAME, LockHolder, read_lock_holder
@@ -27,7 +27,7 @@ _BOOT_CLOCK_ID = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 @dataclass(frozen=True)
-class RunClaim:
+class RunOwnershipClaim:
     """A job's claim on a run, as its ranks are told of it.
 
     `epoch` is the number of its fencing token, 0 where claims are not counted; `holder` holds the
@@ -38,7 +38,7 @@ class RunClaim:
     holder: LockHolder | None = None
 
 
-class OwnershipFence:
+class RunOwnershipWatch:
     """Finds out if another job has taken the run of the job whose lock names `holder`.
 
     `token` is the job's newest fencing token; None before it has one.
@@ -53,7 +53,7 @@ class OwnershipFence:
         self._taker: str | None = None
 
     @classmethod
-    def for_rank(cls, run_dir: Path, claim: RunClaim) -> OwnershipFence:
+    def for_rank(cls, run_dir: Path, claim: RunOwnershipClaim) -> RunOwnershipWatch:
         """The fence of a rank whose job has made `claim`."""
         if not claim.epoch:
             return cls(run_dir, claim.holder)
@@ -64,10 +64,10 @@ class OwnershipFence:
         at_s = time.clock_gettime(_BOOT_CLOCK_ID)
         if self._taker is None and (now or at_s - self._looked_s >= FENCE_CHECK_INTERVAL_S):
             self._looked_s = at_s
-            self._taker = self._find_other_owner()
+            self._taker = self._find_job_that_took_run()
         return self._taker is not None
 
-    def lost_run_error(self) -> RunTakenError:
+    def run_taken_error(self) -> RunTakenError:
         """The error of a job that has lost its run; it names the job that has it."""
         # For the name of the job, which may be there by now.
         self.is_lost(now=True)
@@ -76,12 +76,12 @@ class OwnershipFence:
         message = f"another job has this run: {taker}"
         return RunTakenError(message, where=str(self._run_dir), fix=fix)
 
-    def _find_other_owner(self) -> str | None:
+    def _find_job_that_took_run(self) -> str | None:
         """The job that has the run instead of this one; None if no other job has it, or if its
         files cannot be read."""
         holder = read_lock_holder(self._run_dir / LOCK_FILE_NAME)
         # The lock first: it says so even before the other job has a token.
-        if holder and self._holder and not holder.is_same_job(self._holder):
+        if holder and self._holder and not holder.is_held_by_same_job(self._holder):
             return str(holder)
         if self.token is None:
             return None
@@ -92,4 +92,4 @@ class OwnershipFence:
             return None
         if newest <= self.token.number:
             return None
-        return describe_last_owner_job(self._run_dir) or f"a later one (epoch {newest})"
+        return describe_job_of_newest_token(self._run_dir) or f"a later one (epoch {newest})"

@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.checkpoint.os_errors import wrap_os_error
+from phalanx.checkpoint.os_errors import convert_os_error
 from phalanx.core.disk import Disk, write_bytes_durably
 from phalanx.core.errors import CheckpointError, RunTakenError
 from phalanx.core.files import build_resource_error, read_regular, suggest_fix_for_os_error
@@ -44,14 +44,14 @@ def read_fencing_token_number(run_dir: Path) -> int:
         return 0
     except OSError as error:
         fix = suggest_fix_for_os_error(error, path) or _UNREADABLE_TOKEN_FIX
-        raise wrap_os_error(error, _UNREADABLE_TOKEN_MESSAGE, str(path), fix) from None
+        raise convert_os_error(error, _UNREADABLE_TOKEN_MESSAGE, str(path), fix) from None
     except ValueError as error:
         raise CheckpointError(
             _UNREADABLE_TOKEN_MESSAGE, where=str(path), why=str(error), fix=_UNREADABLE_TOKEN_FIX
         ) from None
 
 
-def describe_last_owner_job(run_dir: Path) -> str:
+def describe_job_of_newest_token(run_dir: Path) -> str:
     """The job that took the run last, in words for people; empty if its token does not name it."""
     try:
         taker = read_regular(run_dir / TOKEN_FILE_NAME, MAX_TOKEN_BYTES).decode().split("\n")[1]
@@ -67,19 +67,19 @@ class FencingToken:
     run_dir: Path
     number: int
 
-    def require_newest(self) -> None:
+    def require_newest_token(self) -> None:
         """Raise RunTakenError if another job took the run since."""
         newest = read_fencing_token_number(self.run_dir)
         if newest != self.number:
             why = f"its epoch is {newest}, not {self.number}"
-            taker = describe_last_owner_job(self.run_dir)
+            taker = describe_job_of_newest_token(self.run_dir)
             message = "another job took this run"
             if taker:
                 message += f": {taker}"
             raise RunTakenError(message, where=str(self.run_dir), why=why)
 
 
-def acquire_fencing_token(
+def write_next_fencing_token(
     run_dir: Path, disk: Disk | None = None, *, taker: str = ""
 ) -> FencingToken:
     """Claim the run for this job, or for another attempt of it. For the holder of the run's lock.

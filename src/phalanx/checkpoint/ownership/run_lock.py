@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from phalanx.checkpoint.ownership.fencing_token import FencingToken, acquire_fencing_token
+from phalanx.checkpoint.ownership.fencing_token import FencingToken, write_next_fencing_token
 from phalanx.core.errors import RunLockedError
 from phalanx.core.files import build_resource_error, open_descriptor
 
@@ -50,7 +50,7 @@ class LockHolder:
     since_unix_s: float
     epoch: int = 0
 
-    def is_same_job(self, other: LockHolder) -> bool:
+    def is_held_by_same_job(self, other: LockHolder) -> bool:
         """True for two texts of one lock: it is written again for each attempt."""
         return replace(self, epoch=0) == replace(other, epoch=0)
 
@@ -75,32 +75,32 @@ class RunLock:
         """False once the lock was removed by hand, or another job took the run; or where that
         cannot be seen."""
         try:
-            return _is_ours(self)
+            return _is_lock_still_ours(self)
         except OSError:
             return False
 
-    def require_ours(self) -> None:
+    def require_lock_still_ours(self) -> None:
         """Raise RunLockedError if the lock was taken from us."""
-        if not _is_ours(self):
+        if not _is_lock_still_ours(self):
             raise _run_locked_error(self.path, read_lock_holder(self.path))
 
-    def acquire_token(self) -> FencingToken:
+    def acquire_token_for_attempt(self) -> FencingToken:
         """Claim the run for another attempt: writes of older attempts are refused from now on.
 
         Raises RunLockedError if the lock was taken from us by hand, ResourceError if the directory
         cannot be written.
         """
-        self.require_ours()
-        token = acquire_fencing_token(self.path.parent, taker=str(self.holder))
+        self.require_lock_still_ours()
+        token = write_next_fencing_token(self.path.parent, taker=str(self.holder))
         try:
-            _write_holder(self.fd, replace(self.holder, epoch=token.number))
+            _write_lock_holder(self.fd, replace(self.holder, epoch=token.number))
         except OSError as error:
             raise build_resource_error(error, "locking the run directory", self.path) from None
         return token
 
 
 @contextmanager
-def hold_run_lock(run_dir: Path) -> Iterator[RunLock]:
+def holding_run_lock(run_dir: Path) -> Iterator[RunLock]:
     """Hold `run_dir` (which exists) for this process.
 
     Raises RunLockedError (exit 9) naming the holder if another job lives, or may live on another
@@ -108,27 +108,27 @@ def hold_run_lock(run_dir: Path) -> Iterator[RunLock]:
     """
     path = run_dir / LOCK_FILE_NAME
     try:
-        lock = _acquire_lock(path)
+        lock = _acquire_run_lock(path)
     except OSError as error:
         raise build_resource_error(error, "locking the run directory", path) from None
     try:
         yield lock
     finally:
-        _release_lock(lock)
+        _release_run_lock(lock)
 
 
-def refuse_held_run(run_dir: Path) -> None:
+def refuse_run_of_live_job(run_dir: Path) -> None:
     """Raise RunLockedError if the lock of `run_dir` names another live job.
 
     Changes nothing, and promises nothing: a job that passes still has to take the lock.
     """
     path = run_dir / LOCK_FILE_NAME
     holder = read_lock_holder(path)
-    if holder is not None and not _is_holder_dead(holder):
+    if holder is not None and not _is_holder_process_dead(holder):
         raise _run_locked_error(path, holder)
 
 
-def _acquire_lock(path: Path) -> RunLock:
+def _acquire_run_lock(path: Path) -> RunLock:
     deadline = time.monotonic() + _LOCK_WAIT_S
     while True:
         # Without O_EXCL: a dead job leaves its file, and the first to flock it takes it over.
@@ -137,19 +137,21 @@ def _acquire_lock(path: Path) -> RunLock:
             # Without waiting: the holder may keep it for days.
             locked = _try_flock(fd)
             # Between open and flock its holder may have removed the file: then another one counts.
-            if locked and _is_same_file(path, fd):
-                earlier = _read_holder(fd)
-                if earlier is None or _is_holder_dead(earlier):
-                    lock = RunLock(path, _this_process_holder(), fd, reclaimed_from=earlier)
-                    _write_holder(fd, lock.holder)
+            if locked and _is_path_of_open_file(path, fd):
+                earlier = _read_lock_holder_of_open_file(fd)
+                if earlier is None or _is_holder_process_dead(earlier):
+                    lock = RunLock(
+                        path, _describe_this_process_as_holder(), fd, reclaimed_from=earlier
+                    )
+                    _write_lock_holder(fd, lock.holder)
                     return lock
                 # It lives, or cannot be seen from here: where flock does nothing, the text decides.
                 raise _run_locked_error(path, earlier)
             if not locked:
-                holder = _read_holder(fd)
+                holder = _read_lock_holder_of_open_file(fd)
                 # A dead holder's lock in use: another job is reclaiming it, and will have written
                 # its name in a moment.
-                is_settled = holder is not None and not _is_holder_dead(holder)
+                is_settled = holder is not None and not _is_holder_process_dead(holder)
                 if is_settled or time.monotonic() > deadline:
                     raise _run_locked_error(path, holder)
         except BaseException:
@@ -159,12 +161,12 @@ def _acquire_lock(path: Path) -> RunLock:
         time.sleep(0.01)
 
 
-def _release_lock(lock: RunLock) -> None:
+def _release_run_lock(lock: RunLock) -> None:
     """Remove the lock if it is still ours: it may have been removed by hand, and another job may
     have taken it since."""
     # Removed while it is still locked: once it is closed, another job may hold the same file.
     try:
-        if _is_ours(lock):
+        if _is_lock_still_ours(lock):
             lock.path.unlink()
     except OSError:
         pass
@@ -172,11 +174,11 @@ def _release_lock(lock: RunLock) -> None:
         os.close(lock.fd)
 
 
-def _is_ours(lock: RunLock) -> bool:
-    if not _is_same_file(lock.path, lock.fd):
+def _is_lock_still_ours(lock: RunLock) -> bool:
+    if not _is_path_of_open_file(lock.path, lock.fd):
         return False
-    holder = _read_holder(lock.fd)
-    return holder is not None and holder.is_same_job(lock.holder)
+    holder = _read_lock_holder_of_open_file(lock.fd)
+    return holder is not None and holder.is_held_by_same_job(lock.holder)
 
 
 def read_lock_holder(path: Path) -> LockHolder | None:
@@ -187,7 +189,7 @@ def read_lock_holder(path: Path) -> LockHolder | None:
     except OSError:
         return None
     try:
-        return _read_holder(fd)
+        return _read_lock_holder_of_open_file(fd)
     finally:
         os.close(fd)
 
@@ -205,7 +207,7 @@ def _try_flock(fd: int) -> bool:
     return True
 
 
-def _is_same_file(path: Path, fd: int) -> bool:
+def _is_path_of_open_file(path: Path, fd: int) -> bool:
     """True if `path` still leads to the open file, which its holder may have removed between
     open and flock."""
     try:
@@ -215,7 +217,7 @@ def _is_same_file(path: Path, fd: int) -> bool:
     return (by_path.st_dev, by_path.st_ino) == (by_fd.st_dev, by_fd.st_ino)
 
 
-def _read_holder(fd: int) -> LockHolder | None:
+def _read_lock_holder_of_open_file(fd: int) -> LockHolder | None:
     """The holder that an open lock file names.
 
     None for an empty or torn file, whose writer did not live to hold it, and for content that no
@@ -223,14 +225,14 @@ def _read_holder(fd: int) -> LockHolder | None:
     """
     try:
         holder = LockHolder(**json.loads(os.pread(fd, 4096, 0)))
-        if _is_plausible_holder(holder):
+        if _is_valid_lock_holder(holder):
             return holder
     except (ValueError, TypeError, OverflowError, OSError, RecursionError):
         pass
     return None
 
 
-def _is_plausible_holder(holder: LockHolder) -> bool:
+def _is_valid_lock_holder(holder: LockHolder) -> bool:
     """True if a job may have written `holder`. Raises ValueError or OverflowError for a time that
     is none."""
     for name, types in _LOCK_FIELD_TYPES.items():
@@ -239,7 +241,7 @@ def _is_plausible_holder(holder: LockHolder) -> bool:
     return 0 < holder.pid < 2**31 and str(holder).isprintable()
 
 
-def _write_holder(fd: int, holder: LockHolder) -> None:
+def _write_lock_holder(fd: int, holder: LockHolder) -> None:
     text = json.dumps(asdict(holder), sort_keys=True).encode() + b"\n"
     # In place, through the locked file: a rename would put another file, unlocked, there.
     os.pwrite(fd, text, 0)
@@ -247,15 +249,15 @@ def _write_holder(fd: int, holder: LockHolder) -> None:
     os.fsync(fd)
 
 
-def _is_holder_dead(holder: LockHolder) -> bool:
+def _is_holder_process_dead(holder: LockHolder) -> bool:
     """True if the holder's process is gone, as far as this machine can know it."""
     # Processes of another machine cannot be seen from here: it may live.
     if holder.host != socket.gethostname():
         return False
     # After a reboot its process id and start time may be those of another process.
-    if holder.boot_id != _boot_id():
+    if holder.boot_id != _read_boot_id():
         return True
-    return _process_start_time(holder.pid) != holder.start_time
+    return _read_process_start_time(holder.pid) != holder.start_time
 
 
 def _run_locked_error(path: Path, holder: LockHolder | None) -> RunLockedError:
@@ -272,14 +274,14 @@ def _run_locked_error(path: Path, holder: LockHolder | None) -> RunLockedError:
     )
 
 
-def _this_process_holder() -> LockHolder:
+def _describe_this_process_as_holder() -> LockHolder:
     pid = os.getpid()
-    start_time = _process_start_time(pid)
+    start_time = _read_process_start_time(pid)
     assert start_time is not None
-    return LockHolder(socket.gethostname(), pid, start_time, _boot_id(), round(time.time(), 3))
+    return LockHolder(socket.gethostname(), pid, start_time, _read_boot_id(), round(time.time(), 3))
 
 
-def _process_start_time(pid: int) -> float | None:
+def _read_process_start_time(pid: int) -> float | None:
     """The time a process started: clock ticks since boot on Linux, else Unix seconds.
 
     None if there is no such process.
@@ -305,7 +307,7 @@ def _process_start_time(pid: int) -> float | None:
         return None
 
 
-def _boot_id() -> str:
+def _read_boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -18,9 +18,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from phalanx.checkpoint.folder import LocalFolder
+from phalanx.checkpoint.folder import LocalCheckpointFolder
 from phalanx.checkpoint.ownership.fencing_token import FencingToken
-from phalanx.checkpoint.stores.protocol import OwnerObject, Store
+from phalanx.checkpoint.stores.protocol import Store, StoreOwnerRecord
 from phalanx.core.disk import Disk, write_json_durably
 from phalanx.core.errors import CheckpointError, RunLockedError, StoreTakenError
 from phalanx.core.files import build_resource_error
@@ -59,11 +59,11 @@ def claim_store(store: Store, run_dir: Path) -> None:
     if store.owner is None:
         return
     # The run's copy first: a claim in the store without one would be nobody's.
-    run_owner = _read_owner_copy(run_dir) or _write_owner_copy(run_dir)
+    run_owner = _read_owner_copy_in_run(run_dir) or _write_owner_copy_in_run(run_dir)
     # The owner is read back below: two runs that write at once both read the one that stayed.
     if store.owner.read() is None:
         store.owner.write(json.dumps(run_owner.to_json(), sort_keys=True).encode())
-    if (refusal := store_refusal_reason(store, run_dir)) is not None:
+    if (refusal := find_store_refusal_reason(store, run_dir)) is not None:
         raise refusal
 
 
@@ -75,14 +75,14 @@ def release_store(store: Store, run_dir: Path) -> None:
     if store.owner is None:
         return
     with suppress(OSError, CheckpointError):
-        if _is_store_of_run(store.owner, _read_owner_copy(run_dir)):
+        if _is_same_run_owner(store.owner, _read_owner_copy_in_run(run_dir)):
             store.owner.remove()
     with suppress(OSError):
         # Last: without it the run could not tell that the store is its own.
         (run_dir / OWNER_COPY_FILE_NAME).unlink(missing_ok=True)
 
 
-def store_refusal_reason(store: Store, run_dir: Path) -> RunLockedError | None:
+def find_store_refusal_reason(store: Store, run_dir: Path) -> RunLockedError | None:
     """The reason why this run must leave `store` alone; None if it is its own, or unclaimed.
 
     A run that never claimed a store (of an earlier version, or whose URL is new) has none of its
@@ -91,41 +91,41 @@ def store_refusal_reason(store: Store, run_dir: Path) -> RunLockedError | None:
     if store.owner is None:
         return None
     text = store.owner.read()
-    if text is None or _is_store_of_run(store.owner, _read_owner_copy(run_dir)):
+    if text is None or _is_same_run_owner(store.owner, _read_owner_copy_in_run(run_dir)):
         return None
-    owner = _parse_owner(text) or "another run, whose name cannot be read"
+    owner = _parse_store_owner(text) or "another run, whose name cannot be read"
     fix = (
         f"choose another checkpoint.url; if that run is known to be gone, remove {store.owner.url}"
     )
     return RunLockedError(f"checkpoint.url belongs to {owner}", where=store.url, fix=fix)
 
 
-def require_still_owner(fencing_token: FencingToken | None, store: Store) -> None:
+def require_still_owner_of_run_and_store(fencing_token: FencingToken | None, store: Store) -> None:
     """Raise RunTakenError if another job took the run of `fencing_token` since, StoreTakenError if
     another run its store."""
     if fencing_token is None:
         return
-    fencing_token.require_newest()
-    if (refusal := store_refusal_reason(store, fencing_token.run_dir)) is not None:
+    fencing_token.require_newest_token()
+    if (refusal := find_store_refusal_reason(store, fencing_token.run_dir)) is not None:
         raise StoreTakenError(refusal.what, where=refusal.where, fix=refusal.fix)
 
 
-def _is_store_of_run(owner_object: OwnerObject, run_owner: StoreOwner | None) -> bool:
+def _is_same_run_owner(owner_object: StoreOwnerRecord, run_owner: StoreOwner | None) -> bool:
     text = owner_object.read()
     if text is None or run_owner is None:
         return False
-    store_owner = _parse_owner(text)
+    store_owner = _parse_store_owner(text)
     return store_owner is not None and run_owner.run_id == store_owner.run_id
 
 
-def _read_owner_copy(run_dir: Path) -> StoreOwner | None:
+def _read_owner_copy_in_run(run_dir: Path) -> StoreOwner | None:
     """The owner by the run's directory; None if it never claimed a store.
 
     Raises CheckpointError for a damaged file.
     """
     try:
         owner, why = (
-            _parse_owner(LocalFolder(run_dir).read(OWNER_COPY_FILE_NAME)),
+            _parse_store_owner(LocalCheckpointFolder(run_dir).read(OWNER_COPY_FILE_NAME)),
             "it does not say whose",
         )
     except FileNotFoundError:
@@ -142,7 +142,7 @@ def _read_owner_copy(run_dir: Path) -> StoreOwner | None:
     return owner
 
 
-def _write_owner_copy(run_dir: Path) -> StoreOwner:
+def _write_owner_copy_in_run(run_dir: Path) -> StoreOwner:
     owner = StoreOwner(
         secrets.token_hex(16), run_dir.resolve().name, socket.gethostname(), round(time.time(), 3)
     )
@@ -154,7 +154,7 @@ def _write_owner_copy(run_dir: Path) -> StoreOwner:
     return owner
 
 
-def _parse_owner(text: bytes) -> StoreOwner | None:
+def _parse_store_owner(text: bytes) -> StoreOwner | None:
     """The owner in `text`; None for text that no claim wrote: of another format, or not fit to be
     shown to people."""
     try:

@@ -14,19 +14,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.checkpoint.folder import Folder
+from phalanx.checkpoint.folder import CheckpointFolder
 from phalanx.checkpoint.manifest import Manifest, read_manifest
 from phalanx.checkpoint.reading.full_tensors import FullTensorReader
-from phalanx.checkpoint.reading.verify import require_complete_structure
+from phalanx.checkpoint.reading.verify import require_valid_structure_without_data
 from phalanx.core.digest import find_differing_keys
 
 # numpy's type of the same bits, for types that numpy does not have
-_NUMPY_DTYPE_OF_NARROW: Mapping[str, str] = {
+_NUMPY_DTYPE_OF_NARROW_DTYPE: Mapping[str, str] = {
     "bfloat16": "uint16",
     "float8_e4m3fn": "uint8",
     "float8_e5m2": "uint8",
 }
-_DESCRIPTION_OF_DIFFERENCE = {
+_DESCRIPTION_OF_DIFFERENCE_KIND = {
     "only_a": "only in the first",
     "only_b": "only in the second",
     "shape": "shapes",
@@ -76,41 +76,48 @@ class CheckpointDifference:
         }
 
 
-def diff_checkpoints(a: Folder | Path, b: Folder | Path) -> CheckpointDifference:
+def diff_checkpoints(
+    a: CheckpointFolder | Path, b: CheckpointFolder | Path
+) -> CheckpointDifference:
     """Compare two checkpoints bit by bit. Raises CheckpointError if one is damaged."""
     first, second = read_manifest(a), read_manifest(b)
     for folder, manifest in ((a, first), (b, second)):
-        require_complete_structure(folder, manifest)
+        require_valid_structure_without_data(folder, manifest)
     differences: list[TensorDifference] = []
     num_equal = 0
     # A dictionary: each name once, in an order that a set would lose.
-    names = list(dict.fromkeys([*_tensor_names(first), *_tensor_names(second)]))
-    with _AliasReader(a, first) as reader_a, _AliasReader(b, second) as reader_b:
+    names = list(
+        dict.fromkeys([*_list_tensor_and_alias_names(first), *_list_tensor_and_alias_names(second)])
+    )
+    with _AliasTensorReader(a, first) as reader_a, _AliasTensorReader(b, second) as reader_b:
         for name in names:
-            difference = _compare_tensors(name, reader_a, reader_b)
+            difference = _compare_tensor_bits(name, reader_a, reader_b)
             if difference is None:
                 num_equal += 1
             else:
                 differences.append(difference)
-    return CheckpointDifference(_diff_facts(first, second), tuple(differences), num_equal)
+    return CheckpointDifference(_find_differing_facts(first, second), tuple(differences), num_equal)
 
 
-def _tensor_names(manifest: Manifest) -> list[str]:
+def _list_tensor_and_alias_names(manifest: Manifest) -> list[str]:
     return [*manifest.tensors, *manifest.aliases]
 
 
-def _diff_facts(a: Manifest, b: Manifest) -> dict[str, tuple[Any, Any]]:
+def _find_differing_facts(a: Manifest, b: Manifest) -> dict[str, tuple[Any, Any]]:
     """Differing facts of both manifests by dotted key.
 
     The layout is not compared: the same state may be written by other ranks.
     """
     differences = {}
     for key in find_differing_keys(a.facts, b.facts):
-        differences[key] = (_get_fact(a.facts, key), _get_fact(b.facts, key))
+        differences[key] = (
+            _get_fact_by_dotted_key(a.facts, key),
+            _get_fact_by_dotted_key(b.facts, key),
+        )
     return differences
 
 
-def _get_fact(facts: Any, key: str) -> Any:
+def _get_fact_by_dotted_key(facts: Any, key: str) -> Any:
     for part in key.split("."):
         if not isinstance(facts, dict):
             return None
@@ -118,7 +125,7 @@ def _get_fact(facts: Any, key: str) -> Any:
     return facts
 
 
-class _AliasReader(FullTensorReader):
+class _AliasTensorReader(FullTensorReader):
     """Reads full tensors of one checkpoint by all of their names, also tied ones."""
 
     def read_shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], str] | None:
@@ -131,14 +138,14 @@ class _AliasReader(FullTensorReader):
         """The tensor's bits, in the type of numpy that holds them."""
         stored_name = self._resolve_alias(name)
         dtype = self.manifest.tensors[stored_name].dtype
-        return self.load(stored_name).view(_NUMPY_DTYPE_OF_NARROW.get(dtype, dtype))
+        return self.load(stored_name).view(_NUMPY_DTYPE_OF_NARROW_DTYPE.get(dtype, dtype))
 
     def _resolve_alias(self, name: str) -> str:
         return self.manifest.aliases.get(name, name)
 
 
-def _compare_tensors(
-    name: str, reader_a: _AliasReader, reader_b: _AliasReader
+def _compare_tensor_bits(
+    name: str, reader_a: _AliasTensorReader, reader_b: _AliasTensorReader
 ) -> TensorDifference | None:
     a, b = reader_a.read_shape_and_dtype(name), reader_b.read_shape_and_dtype(name)
     if a is None or b is None:
@@ -153,28 +160,30 @@ def _compare_tensors(
         return TensorDifference(name, "dtype", f"{a[1]} and {b[1]}")
     x, y = reader_a.load_tensor(name), reader_b.load_tensor(name)
     # Bits, and not numbers: NaN is equal to itself here, and 0 is not -0.
-    count = int((_flat_bits(x) != _flat_bits(y)).sum())
+    count = int((_view_as_flat_bits(x) != _view_as_flat_bits(y)).sum())
     if not count:
         return None
-    max_abs, relative = _max_and_relative_error(_to_float64(x, a[1]), _to_float64(y, a[1]))
+    max_abs, relative = _compute_max_and_relative_error(
+        _convert_bits_to_float64(x, a[1]), _convert_bits_to_float64(y, a[1])
+    )
     return TensorDifference(name, "values", "", count, x.size, max_abs, relative)
 
 
-def _flat_bits(array: NDArray[Any]) -> NDArray[Any]:
+def _view_as_flat_bits(array: NDArray[Any]) -> NDArray[Any]:
     return np.ascontiguousarray(array).reshape(-1).view(f"u{array.dtype.itemsize}")
 
 
-def _to_float64(bits: NDArray[Any], dtype: str) -> NDArray[np.float64] | None:
+def _convert_bits_to_float64(bits: NDArray[Any], dtype: str) -> NDArray[np.float64] | None:
     """The numbers that the bits mean, in fp64; None for types that numpy cannot read."""
     if dtype == "bfloat16":
         # The upper half of the bits of a float32.
         return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    if dtype in _NUMPY_DTYPE_OF_NARROW or bits.dtype.kind == "c":
+    if dtype in _NUMPY_DTYPE_OF_NARROW_DTYPE or bits.dtype.kind == "c":
         return None
     return bits.astype(np.float64)
 
 
-def _max_and_relative_error(
+def _compute_max_and_relative_error(
     a: NDArray[np.float64] | None, b: NDArray[np.float64] | None
 ) -> tuple[float | None, float | None]:
     if a is None or b is None:
@@ -190,7 +199,9 @@ def _max_and_relative_error(
     return float(gap.max()), distance / norm
 
 
-def describe_difference(difference: CheckpointDifference, *, limit: int = 40) -> Iterator[str]:
+def describe_checkpoint_difference(
+    difference: CheckpointDifference, *, limit: int = 40
+) -> Iterator[str]:
     """The difference in lines for people, largest relative error first."""
     for key, (a, b) in difference.facts.items():
         yield f"fact    {key}: {a} and {b}"
@@ -200,9 +211,10 @@ def describe_difference(difference: CheckpointDifference, *, limit: int = 40) ->
             values.append(tensor)
         else:
             structure.append(tensor)
-    values.sort(key=lambda tensor: -_relative_error(tensor))
+    values.sort(key=lambda tensor: -_choose_sort_key_of_error(tensor))
     for tensor in structure[:limit]:
-        yield f"tensor  {tensor.name}: {_DESCRIPTION_OF_DIFFERENCE[tensor.what]}, {tensor.detail}"
+        description = _DESCRIPTION_OF_DIFFERENCE_KIND[tensor.what]
+        yield f"tensor  {tensor.name}: {description}, {tensor.detail}"
     for tensor in values[:limit]:
         line = f"values  {tensor.name}: {tensor.num_different:,} of {tensor.num_elements:,} differ"
         if tensor.max_abs is not None:
@@ -217,7 +229,7 @@ def describe_difference(difference: CheckpointDifference, *, limit: int = 40) ->
     yield f"{word}    {difference.num_equal} tensors are equal bit by bit"
 
 
-def _relative_error(tensor: TensorDifference) -> float:
+def _choose_sort_key_of_error(tensor: TensorDifference) -> float:
     """The relative error to sort by: one that cannot be told comes first."""
     if tensor.relative is None:
         return math.inf

@@ -12,18 +12,18 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.checkpoint.folder import Folder, as_folder
+from phalanx.checkpoint.folder import CheckpointFolder, convert_path_to_folder
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.reading.verify import is_tiled_by_pieces
-from phalanx.checkpoint.shard_file import SAFETENSORS_DTYPES, CheckedFile
+from phalanx.checkpoint.shard_file import SAFETENSORS_DTYPE_OF_TORCH_DTYPE, VerifiedSafetensorsFile
 from phalanx.core.errors import CheckpointError
 
 Bits = NDArray[Any]
 
 
-def unsigned_bits_dtype(dtype: str) -> np.dtype[Any]:
+def choose_unsigned_bits_dtype(dtype: str) -> np.dtype[Any]:
     """The unsigned integer that holds one element of torch's `dtype`."""
-    return np.dtype(f"u{SAFETENSORS_DTYPES[dtype][1]}")
+    return np.dtype(f"u{SAFETENSORS_DTYPE_OF_TORCH_DTYPE[dtype][1]}")
 
 
 def subtract_offsets(start: tuple[int, ...], offset: tuple[int, ...]) -> tuple[int, ...]:
@@ -31,7 +31,7 @@ def subtract_offsets(start: tuple[int, ...], offset: tuple[int, ...]) -> tuple[i
     return tuple(position - origin for position, origin in zip(start, offset, strict=True))
 
 
-def box_slices(start: tuple[int, ...], size: tuple[int, ...]) -> tuple[slice, ...]:
+def build_box_slices(start: tuple[int, ...], size: tuple[int, ...]) -> tuple[slice, ...]:
     """The slices of the elements [start, start + size)."""
     return tuple(slice(first, first + length) for first, length in zip(start, size, strict=True))
 
@@ -42,9 +42,9 @@ class FullTensorReader:
     Raises CheckpointError.
     """
 
-    def __init__(self, folder: Folder | Path, manifest: Manifest) -> None:
-        self.folder, self.manifest = as_folder(folder), manifest
-        self._files: dict[str, CheckedFile] = {}
+    def __init__(self, folder: CheckpointFolder | Path, manifest: Manifest) -> None:
+        self.folder, self.manifest = convert_path_to_folder(folder), manifest
+        self._files: dict[str, VerifiedSafetensorsFile] = {}
         self._tiled: set[str] = set()
         self._open = contextlib.ExitStack()
 
@@ -57,49 +57,53 @@ class FullTensorReader:
     def load(self, name: str) -> Bits:
         """A tensor's bits, as unsigned integers of its element's size."""
         shape = self.manifest.tensors[name].shape
-        return self._load_box(name, (0,) * len(shape), shape)
+        return self._load_box_of_tensor(name, (0,) * len(shape), shape)
 
     def load_element(self, name: str, number: int) -> Bits:
         """The bits at index `number` of the first dimension; nothing else of the tensor is read."""
         shape = self.manifest.tensors[name].shape
-        return self._load_box(name, (number,) + (0,) * (len(shape) - 1), (1, *shape[1:]))[0]
+        return self._load_box_of_tensor(name, (number,) + (0,) * (len(shape) - 1), (1, *shape[1:]))[
+            0
+        ]
 
-    def _load_box(self, name: str, offset: tuple[int, ...], size: tuple[int, ...]) -> Bits:
+    def _load_box_of_tensor(
+        self, name: str, offset: tuple[int, ...], size: tuple[int, ...]
+    ) -> Bits:
         stored = self.manifest.tensors[name]
-        if stored.dtype not in SAFETENSORS_DTYPES:
+        if stored.dtype not in SAFETENSORS_DTYPE_OF_TORCH_DTYPE:
             raise CheckpointError(
                 f"{name} is of type {stored.dtype}, which no release writes", where=self.folder.url
             )
-        dtype = unsigned_bits_dtype(stored.dtype)
+        dtype = choose_unsigned_bits_dtype(stored.dtype)
         # Of a piece that is there twice another one may be missing: `np.empty` would show through.
         if name not in self._tiled and not is_tiled_by_pieces(stored):
             raise CheckpointError(f"{name} is not whole in the checkpoint", where=self.folder.url)
         self._tiled.add(name)
         bits = np.empty(size, dtype)
         for piece in stored.pieces:
-            overlap = piece.overlap(offset, size)
+            overlap = piece.intersect_with_box(offset, size)
             if overlap is None:
                 continue
             start, length = overlap
-            file = self._open_checked_file(piece.file)
+            file = self._open_verified_file(piece.file)
             entry = file.entries.get(piece.key)
             if entry is None or (entry.shape, entry.dtype) != (
                 piece.size,
-                SAFETENSORS_DTYPES[stored.dtype][0],
+                SAFETENSORS_DTYPE_OF_TORCH_DTYPE[stored.dtype][0],
             ):
                 raise CheckpointError(
                     f"{piece.key} is not the block of {name} it should be", where=file.where
                 )
             in_piece = subtract_offsets(start, piece.offset)
-            block = file.read_block(entry, in_piece, length).view(dtype).reshape(length)
+            block = file.read_box_of_entry(entry, in_piece, length).view(dtype).reshape(length)
             in_box = subtract_offsets(start, offset)
-            bits[box_slices(in_box, length)] = block
+            bits[build_box_slices(in_box, length)] = block
         return bits
 
-    def _open_checked_file(self, name: str) -> CheckedFile:
+    def _open_verified_file(self, name: str) -> VerifiedSafetensorsFile:
         if name not in self._files:
             # Opened once: its header is verified and parsed at each opening.
             self._files[name] = self._open.enter_context(
-                CheckedFile(self.folder, name, self.manifest.files[name])
+                VerifiedSafetensorsFile(self.folder, name, self.manifest.files[name])
             )
         return self._files[name]

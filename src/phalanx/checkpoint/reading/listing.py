@@ -8,22 +8,22 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from phalanx.checkpoint.best import BestStep, read_best_step
-from phalanx.checkpoint.folder import Folder
+from phalanx.checkpoint.best import BestStepRecord, read_best_step
+from phalanx.checkpoint.folder import CheckpointFolder
 from phalanx.checkpoint.manifest import read_manifest
 from phalanx.checkpoint.stores import (
-    find_checkpoint,
-    is_single_checkpoint,
-    is_url,
-    open_store_at,
-    resolve_run_directory,
+    find_checkpoint_at_or_newest,
+    find_run_directory,
+    is_location_of_one_checkpoint,
+    is_store_url,
+    open_store_of_location,
 )
 from phalanx.core.errors import CheckpointError, UsageError
 from phalanx.core.store_urls import local_directory
 
 
 @dataclass(frozen=True)
-class CheckpointEntry:
+class ListedCheckpoint:
     """Facts of one checkpoint's manifest. `error` says why it cannot be read; then nothing else is
     known.
 
@@ -55,7 +55,7 @@ class CheckpointListing:
     or in a store.
     """
 
-    entries: tuple[CheckpointEntry, ...]
+    entries: tuple[ListedCheckpoint, ...]
     best_step: int | None
 
 
@@ -63,40 +63,40 @@ def list_checkpoints(location: str) -> CheckpointListing:
     """List the checkpoints of a run, or the one at `location`. Raises UsageError or CheckpointError
     if there is none.
     """
-    if is_single_checkpoint(location):
-        folders = [find_checkpoint_folder(location)]
+    if is_location_of_one_checkpoint(location):
+        folders = [find_checkpoint_or_newest_of_run(location)]
     else:
-        folders = find_checkpoint_folders(location)
-    best = _find_best_checkpoint(location)
+        folders = find_all_checkpoints_of_run(location)
+    best = _read_best_checkpoint_of_run(location)
     best_step = None
     if best is not None:
         best_step = best.step
-    return CheckpointListing(tuple(map(_read_entry, folders)), best_step)
+    return CheckpointListing(tuple(map(_read_listed_checkpoint, folders)), best_step)
 
 
-def find_checkpoint_folder(location: str) -> Folder:
+def find_checkpoint_or_newest_of_run(location: str) -> CheckpointFolder:
     """The checkpoint at `location`, or the newest of the run there. Raises UsageError or
     CheckpointError.
     """
-    if not is_single_checkpoint(location):
-        return find_checkpoint_folders(location)[-1]
+    if not is_location_of_one_checkpoint(location):
+        return find_all_checkpoints_of_run(location)[-1]
     directory = local_directory(location)
-    if directory is None and not is_url(location):
+    if directory is None and not is_store_url(location):
         directory = Path(location)
     if directory is not None and not os.path.lexists(directory):
-        _refuse_missing(location)
-    return find_checkpoint(location)
+        _refuse_missing_directory(location)
+    return find_checkpoint_at_or_newest(location)
 
 
-def find_checkpoint_folders(run: str) -> list[Folder]:
+def find_all_checkpoints_of_run(run: str) -> list[CheckpointFolder]:
     """Every checkpoint of a run, oldest first. Raises UsageError or CheckpointError if there is
     none.
     """
-    run = str(resolve_run_directory(run))
-    if not is_url(run) and not Path(run).is_dir():
-        _refuse_missing(run)
-    folders = open_store_at(run).folders()
-    if not folders and is_single_checkpoint(run):
+    run = str(find_run_directory(run))
+    if not is_store_url(run) and not Path(run).is_dir():
+        _refuse_missing_directory(run)
+    folders = open_store_of_location(run).folders()
+    if not folders and is_location_of_one_checkpoint(run):
         raise UsageError(
             "this is one checkpoint, and not a run", where=run, fix="give the run's directory"
         )
@@ -106,13 +106,13 @@ def find_checkpoint_folders(run: str) -> list[Folder]:
     return folders
 
 
-def _read_entry(folder: Folder) -> CheckpointEntry:
+def _read_listed_checkpoint(folder: CheckpointFolder) -> ListedCheckpoint:
     try:
         manifest = read_manifest(folder)
         written_unix_s = folder.written_unix_s()
     except (CheckpointError, OSError) as error:
-        return CheckpointEntry(folder.name, folder.step, error=str(error))
-    return CheckpointEntry(
+        return ListedCheckpoint(folder.name, folder.step, error=str(error))
+    return ListedCheckpoint(
         folder.name,
         folder.step,
         written_unix_s=written_unix_s,
@@ -125,15 +125,15 @@ def _read_entry(folder: Folder) -> CheckpointEntry:
     )
 
 
-def _find_best_checkpoint(run: str) -> BestStep | None:
+def _read_best_checkpoint_of_run(run: str) -> BestStepRecord | None:
     """The best checkpoint by the run's directory; None at a URL, where nothing records it."""
-    location = resolve_run_directory(run)
-    if is_url(location):
+    location = find_run_directory(run)
+    if is_store_url(location):
         return None
     return read_best_step(Path(location))
 
 
-def _refuse_missing(location: str) -> NoReturn:
+def _refuse_missing_directory(location: str) -> NoReturn:
     raise UsageError(
         "no such directory", where=location, fix="give a run's directory, a checkpoint's, or a URL"
     )

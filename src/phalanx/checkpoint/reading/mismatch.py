@@ -28,7 +28,7 @@ class HasShapeAndDtype(Protocol):
 
 
 @dataclass(frozen=True)
-class ExpectedTensor:
+class ExpectedShapeAndDtype:
     """A tensor that a model has. Without a `dtype` any type matches."""
 
     shape: tuple[int, ...]
@@ -63,7 +63,9 @@ class MismatchError(CheckpointError):
         fix: str | None = None,
     ):
         self.mismatches = mismatches
-        super().__init__(message, where=where, why=_describe_kind_counts(mismatches), fix=fix)
+        super().__init__(
+            message, where=where, why=_describe_hidden_mismatch_counts(mismatches), fix=fix
+        )
 
     def __str__(self) -> str:
         return "\n".join([super().__str__(), *format_mismatch_table(self.mismatches)])
@@ -85,29 +87,36 @@ def find_tensor_mismatches(
     rows = []
     for name in sorted(expected.keys() - stored.keys()):
         rows.append(
-            TensorMismatch(name, "missing", _describe_tensor(expected[name]), ABSENT_TENSOR_TEXT)
+            TensorMismatch(
+                name, "missing", _describe_shape_and_dtype(expected[name]), ABSENT_TENSOR_TEXT
+            )
         )
     for name in sorted(stored.keys() - expected.keys()):
         rows.append(
-            TensorMismatch(name, "extra", ABSENT_TENSOR_TEXT, _describe_tensor(stored[name]))
+            TensorMismatch(
+                name, "extra", ABSENT_TENSOR_TEXT, _describe_shape_and_dtype(stored[name])
+            )
         )
     for name in sorted(expected.keys() & stored.keys()):
         model_tensor, stored_tensor = expected[name], stored[name]
         if tuple(model_tensor.shape) != tuple(stored_tensor.shape):
             kind = "shape"
-        elif not _is_dtype_accepted(model_tensor.dtype, stored_tensor.dtype, cast):
+        elif not _does_dtype_match_or_cast(model_tensor.dtype, stored_tensor.dtype, cast):
             kind = "dtype"
         else:
             continue
         rows.append(
             TensorMismatch(
-                name, kind, _describe_tensor(model_tensor), _describe_tensor(stored_tensor)
+                name,
+                kind,
+                _describe_shape_and_dtype(model_tensor),
+                _describe_shape_and_dtype(stored_tensor),
             )
         )
     return tuple(rows)
 
 
-def _is_dtype_accepted(expected: str, stored: str, cast: bool) -> bool:
+def _does_dtype_match_or_cast(expected: str, stored: str, cast: bool) -> bool:
     if not expected or expected == stored:
         return True
     return cast and _is_floating_point(expected) and _is_floating_point(stored)
@@ -118,7 +127,7 @@ def format_mismatch_table(
 ) -> list[str]:
     """Lines of aligned columns, `limit` rows at most: the first ones of each kind, so that none is
     hidden behind another."""
-    shown = _select_rows(mismatches, limit)
+    shown = _select_shown_mismatches(mismatches, limit)
     rows = [("tensor", "wanted", "found")]
     for row in shown:
         rows.append((printable(row.name), row.wanted, row.found))
@@ -132,7 +141,9 @@ def format_mismatch_table(
     return lines
 
 
-def _select_rows(mismatches: tuple[TensorMismatch, ...], limit: int) -> list[TensorMismatch]:
+def _select_shown_mismatches(
+    mismatches: tuple[TensorMismatch, ...], limit: int
+) -> list[TensorMismatch]:
     by_kind: dict[str, list[TensorMismatch]] = {}
     for row in mismatches:
         by_kind.setdefault(row.kind, []).append(row)
@@ -144,7 +155,7 @@ def _select_rows(mismatches: tuple[TensorMismatch, ...], limit: int) -> list[Ten
     return [row for row in mismatches if row in chosen]
 
 
-def _describe_kind_counts(mismatches: tuple[TensorMismatch, ...]) -> str:
+def _describe_hidden_mismatch_counts(mismatches: tuple[TensorMismatch, ...]) -> str:
     words = {
         "missing": "missing",
         "extra": "not in this model",
@@ -155,7 +166,7 @@ def _describe_kind_counts(mismatches: tuple[TensorMismatch, ...]) -> str:
     return ", ".join(f"{counts[kind]} {words[kind]}" for kind in words if counts[kind])
 
 
-def _describe_tensor(tensor: HasShapeAndDtype) -> str:
+def _describe_shape_and_dtype(tensor: HasShapeAndDtype) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}".strip()
 
 

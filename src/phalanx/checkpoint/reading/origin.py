@@ -9,9 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpoint.folder import Folder, LocalFolder
+from phalanx.checkpoint.folder import CheckpointFolder, LocalCheckpointFolder
 from phalanx.checkpoint.manifest import Manifest
-from phalanx.checkpoint.stores import is_single_checkpoint, is_url, resolve_run_directory
+from phalanx.checkpoint.stores import (
+    find_run_directory,
+    is_location_of_one_checkpoint,
+    is_store_url,
+)
 from phalanx.core.files import read_json
 from phalanx.job.costs import ModelCosts
 from phalanx.job.shapes.stored import parse_stored_shape
@@ -19,7 +23,7 @@ from phalanx.plan.plan import Plan
 
 
 @dataclass(frozen=True)
-class CheckpointOrigin:
+class ModelOfCheckpoint:
     """The model of a checkpoint. `seq_len`: the longest sequence it was trained on, 0 if that is
     not known.
 
@@ -31,36 +35,38 @@ class CheckpointOrigin:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
-def find_origin(location: str, folder: Folder, manifest: Manifest) -> CheckpointOrigin | None:
+def find_model_of_checkpoint(
+    location: str, folder: CheckpointFolder, manifest: Manifest
+) -> ModelOfCheckpoint | None:
     """The model that the checkpoint in `folder`, which was opened by `location`, comes from.
 
     None if nothing says it: a lone checkpoint in a store, or tensors that came without a
     config.json.
     """
     shape_facts = manifest.facts.get("model_shape")
-    run_dir = find_run_dir(location, folder)
+    run_dir = find_run_directory_of_checkpoint(location, folder)
     try:
         if shape_facts:
             settings = dict(manifest.facts.get("hugging_face") or {})
             seq_len = int(settings.get("max_position_embeddings") or 0)
-            return CheckpointOrigin(parse_stored_shape(shape_facts), seq_len, settings)
+            return ModelOfCheckpoint(parse_stored_shape(shape_facts), seq_len, settings)
         if run_dir is None:
             return None
         plan = Plan.from_json(read_json(run_dir / "plan.json"))
     # A plan that is gone, or of another release: the checkpoint can be read without it.
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return CheckpointOrigin(plan.model_shape, plan.seq_len)
+    return ModelOfCheckpoint(plan.model_shape, plan.seq_len)
 
 
-def find_run_dir(location: str, folder: Folder) -> Path | None:
+def find_run_directory_of_checkpoint(location: str, folder: CheckpointFolder) -> Path | None:
     """The run's directory: `location` itself, or the directory that holds the checkpoint. None in a
     store elsewhere.
     """
-    location = str(resolve_run_directory(location))
-    if not is_url(location) and not is_single_checkpoint(location):
+    location = str(find_run_directory(location))
+    if not is_store_url(location) and not is_location_of_one_checkpoint(location):
         return Path(location)
-    if isinstance(folder, LocalFolder):
+    if isinstance(folder, LocalCheckpointFolder):
         # The folder is RUN/checkpoints/step-N.
         return folder.path.absolute().parents[1]
     return None

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpoint.folder import Folder, as_folder
+from phalanx.checkpoint.folder import CheckpointFolder, convert_path_to_folder
 from phalanx.checkpoint.manifest import (
     MANIFEST_FILE_NAME,
     Manifest,
-    Piece,
-    StoredTensor,
+    StoredPiece,
+    StoredTensorPieces,
     read_manifest,
 )
-from phalanx.checkpoint.os_errors import wrap_os_error
-from phalanx.checkpoint.shard_file import SAFETENSORS_DTYPES, CheckedFile
+from phalanx.checkpoint.os_errors import convert_os_error
+from phalanx.checkpoint.shard_file import SAFETENSORS_DTYPE_OF_TORCH_DTYPE, VerifiedSafetensorsFile
 from phalanx.core.errors import CheckpointError
 
 Progress = Callable[[int], None]
@@ -50,12 +50,12 @@ class CheckpointVerification:
         }
 
 
-def verify_folder(
-    folder: Folder, on_progress: Callable[[int, int], None]
+def verify_checkpoint_folder(
+    folder: CheckpointFolder, on_progress: Callable[[int, int], None]
 ) -> CheckpointVerification:
     """Verify a checkpoint; `on_progress(done, total)` is called with bytes as they are read."""
     try:
-        total = sum(folder.sizes().values())
+        total = sum(folder.file_sizes().values())
     except OSError:
         # Verification reports it.
         total = 0
@@ -70,80 +70,91 @@ def verify_folder(
 
 
 def find_checkpoint_problems(
-    folder: Folder | Path, progress: Progress = lambda num_bytes: None
+    folder: CheckpointFolder | Path, progress: Progress = lambda num_bytes: None
 ) -> list[CheckpointError]:
     """All problems of a checkpoint; empty if it can be trusted.
 
     `progress` is called with the number of bytes as they are read. Stops at the first bad chunk of
     a file and goes on with the next file.
     """
-    folder = as_folder(folder)
+    folder = convert_path_to_folder(folder)
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:
         return [error]
-    problems = [*_directory_problems(folder, manifest), *_tensor_problems(folder, manifest)]
-    present = _list_files(folder)
+    problems = [
+        *_find_missing_and_extra_files(folder, manifest),
+        *_find_incomplete_tensors(folder, manifest),
+    ]
+    present = _list_manifest_files(folder)
     for name, stored in sorted(manifest.files.items()):
         if name not in present:
-            # Reported as missing by `_directory_problems`.
+            # Reported as missing by `_find_missing_and_extra_files`.
             continue
         try:
-            with CheckedFile(folder, name, stored) as file:
+            with VerifiedSafetensorsFile(folder, name, stored) as file:
                 done = 0
-                for num_bytes in file.verify():
+                for num_bytes in file.verify_chunks():
                     progress(num_bytes - done)
                     done = num_bytes
-                _require_pieces_in_header(file, name, manifest)
+                _require_header_agrees_with_manifest(file, name, manifest)
         except CheckpointError as error:
             problems.append(error)
     return problems
 
 
-def _list_files(folder: Folder) -> set[str]:
+def _list_manifest_files(folder: CheckpointFolder) -> set[str]:
     try:
-        return set(folder.sizes())
+        return set(folder.file_sizes())
     except OSError:
         return set()
 
 
-def require_complete_directory(folder: Folder | Path, manifest: Manifest) -> None:
+def require_files_of_manifest(folder: CheckpointFolder | Path, manifest: Manifest) -> None:
     """Raise CheckpointError unless the folder holds the manifest's files and nothing else."""
-    for problem in _directory_problems(as_folder(folder), manifest):
+    for problem in _find_missing_and_extra_files(convert_path_to_folder(folder), manifest):
         raise problem
 
 
-def require_complete_structure(folder: Folder | Path, manifest: Manifest) -> None:
+def require_valid_structure_without_data(
+    folder: CheckpointFolder | Path, manifest: Manifest
+) -> None:
     """Raise CheckpointError for all that `find_checkpoint_problems` finds without reading the
     tensors' bytes."""
-    folder = as_folder(folder)
-    for problem in (*_directory_problems(folder, manifest), *_tensor_problems(folder, manifest)):
+    folder = convert_path_to_folder(folder)
+    for problem in (
+        *_find_missing_and_extra_files(folder, manifest),
+        *_find_incomplete_tensors(folder, manifest),
+    ):
         raise problem
     for name, stored in sorted(manifest.files.items()):
-        with CheckedFile(folder, name, stored) as file:
-            _require_pieces_in_header(file, name, manifest)
+        with VerifiedSafetensorsFile(folder, name, stored) as file:
+            _require_header_agrees_with_manifest(file, name, manifest)
 
 
-def _directory_problems(folder: Folder, manifest: Manifest) -> list[CheckpointError]:
+def _find_missing_and_extra_files(
+    folder: CheckpointFolder, manifest: Manifest
+) -> list[CheckpointError]:
     """The files that are missing, and those that the manifest does not list."""
     try:
-        present = set(folder.sizes())
+        present = set(folder.file_sizes())
     except OSError as error:
-        return [wrap_os_error(error, "it cannot be read", folder.url)]
+        return [convert_os_error(error, "it cannot be read", folder.url)]
     missing = sorted(set(manifest.files) - present)
     extra = sorted(present - set(manifest.files) - {MANIFEST_FILE_NAME})
     problems = []
     if missing:
-        message = f"{_join_file_names(missing)} missing"
-        why = f"{missing[0]} holds {_join_tensor_names(_tensors_in_file(manifest, missing[0]))}"
+        message = f"{_format_file_names(missing)} missing"
+        lost_tensors = _list_tensors_in_file(manifest, missing[0])
+        why = f"{missing[0]} holds {_format_tensor_names(lost_tensors)}"
         problems.append(CheckpointError(message, where=folder.url, why=why))
     if extra:
-        message, fix = f"{_join_file_names(extra)} in it that no save wrote", "move it elsewhere"
+        message, fix = f"{_format_file_names(extra)} in it that no save wrote", "move it elsewhere"
         problems.append(CheckpointError(message, where=folder.url, fix=fix))
     return problems
 
 
-def _tensors_in_file(manifest: Manifest, file: str) -> list[str]:
+def _list_tensors_in_file(manifest: Manifest, file: str) -> list[str]:
     """The names of the tensors that have a piece in `file`."""
     names = []
     for name, tensor in manifest.tensors.items():
@@ -152,10 +163,12 @@ def _tensors_in_file(manifest: Manifest, file: str) -> list[str]:
     return names
 
 
-def _tensor_problems(folder: Folder, manifest: Manifest) -> Iterator[CheckpointError]:
+def _find_incomplete_tensors(
+    folder: CheckpointFolder, manifest: Manifest
+) -> Iterator[CheckpointError]:
     """Problems of tensors: their pieces must make them, each element once."""
     for name, tensor in manifest.tensors.items():
-        if tensor.dtype not in SAFETENSORS_DTYPES:
+        if tensor.dtype not in SAFETENSORS_DTYPE_OF_TORCH_DTYPE:
             yield CheckpointError(
                 f"{name} is of type {tensor.dtype}, which no release writes", where=folder.url
             )
@@ -165,7 +178,7 @@ def _tensor_problems(folder: Folder, manifest: Manifest) -> Iterator[CheckpointE
             )
 
 
-def is_tiled_by_pieces(tensor: StoredTensor) -> bool:
+def is_tiled_by_pieces(tensor: StoredTensorPieces) -> bool:
     """True if the pieces make the full tensor: each element once."""
     # As many elements as the tensor has, and none twice: then none is missing either.
     volume = sum(math.prod(piece.size) for piece in tensor.pieces)
@@ -176,12 +189,15 @@ def is_tiled_by_pieces(tensor: StoredTensor) -> bool:
     # In order, so that only neighbours are compared: a tensor may have thousands of pieces.
     pieces.sort(key=lambda piece: piece.offset)
     for number, piece in enumerate(pieces):
-        if any(_is_overlapping(piece, other) for other in _find_overlap_candidates(pieces, number)):
+        if any(
+            _do_pieces_overlap(piece, other)
+            for other in _list_pieces_that_may_overlap(pieces, number)
+        ):
             return False
     return True
 
 
-def _find_overlap_candidates(pieces: list[Piece], number: int) -> list[Piece]:
+def _list_pieces_that_may_overlap(pieces: list[StoredPiece], number: int) -> list[StoredPiece]:
     """The pieces after piece `number` that begin before it ends along the first dimension."""
     piece = pieces[number]
     if not piece.size:
@@ -195,18 +211,20 @@ def _find_overlap_candidates(pieces: list[Piece], number: int) -> list[Piece]:
     return neighbours
 
 
-def _is_overlapping(a: Piece, b: Piece) -> bool:
-    return a.overlap(b.offset, b.size) is not None
+def _do_pieces_overlap(a: StoredPiece, b: StoredPiece) -> bool:
+    return a.intersect_with_box(b.offset, b.size) is not None
 
 
-def _require_pieces_in_header(file: CheckedFile, name: str, manifest: Manifest) -> None:
+def _require_header_agrees_with_manifest(
+    file: VerifiedSafetensorsFile, name: str, manifest: Manifest
+) -> None:
     """Raise CheckpointError if the file's own header contradicts the manifest."""
     for tensor_name, tensor in manifest.tensors.items():
         for piece in tensor.pieces:
             if piece.file != name:
                 continue
             entry = file.entries.get(piece.key)
-            expected = (piece.size, SAFETENSORS_DTYPES.get(tensor.dtype, ("", 0))[0])
+            expected = (piece.size, SAFETENSORS_DTYPE_OF_TORCH_DTYPE.get(tensor.dtype, ("", 0))[0])
             if entry is None or (entry.shape, entry.dtype) != expected:
                 raise CheckpointError(
                     f"{piece.key} is not the block of {tensor_name} that the manifest says",
@@ -214,13 +232,13 @@ def _require_pieces_in_header(file: CheckedFile, name: str, manifest: Manifest) 
                 )
 
 
-def _join_file_names(names: list[str]) -> str:
+def _format_file_names(names: list[str]) -> str:
     if len(names) == 1:
         return f"{names[0]} is"
     return f"{', '.join(names)} ({len(names)} files) are"
 
 
-def _join_tensor_names(names: list[str]) -> str:
+def _format_tensor_names(names: list[str]) -> str:
     text = ", ".join(names[:3])
     if len(names) > 3:
         text += f" and {len(names) - 3} more tensors"

@@ -8,10 +8,13 @@ import torch
 from torch import nn
 
 from phalanx.checkpoint.manifest import read_manifest
-from phalanx.checkpoint.reading.choose import choose_checkpoint
-from phalanx.checkpoint.reading.load import read_staged_blocks, require_matching_checkpoint
-from phalanx.checkpoint.reading.verify import require_complete_directory
-from phalanx.mesh.logical import list_module_shards
+from phalanx.checkpoint.reading.choose import find_newest_or_best_checkpoint
+from phalanx.checkpoint.reading.load import (
+    read_overlapping_blocks,
+    require_checkpoint_of_same_tensors,
+)
+from phalanx.checkpoint.reading.verify import require_files_of_manifest
+from phalanx.mesh.logical import collect_module_shards
 
 
 def load_weights(
@@ -26,12 +29,12 @@ def load_weights(
     another type as they come. Nothing is unpickled, and nothing of the module changes unless every
     checksum, name and shape is right. Raises CheckpointError, with a table of what does not fit.
     """
-    folder = choose_checkpoint(run_dir, best=best)
-    manifest = read_manifest(folder).without_optimizer()
-    require_complete_directory(folder, manifest)
-    shards, _ = list_module_shards(module)
-    require_matching_checkpoint(folder, manifest, shards, cast=cast)
-    staged = read_staged_blocks(folder, manifest, shards)
+    folder = find_newest_or_best_checkpoint(run_dir, best=best)
+    manifest = read_manifest(folder).keep_model_tensors()
+    require_files_of_manifest(folder, manifest)
+    shards, _ = collect_module_shards(module)
+    require_checkpoint_of_same_tensors(folder, manifest, shards, cast=cast)
+    staged = read_overlapping_blocks(folder, manifest, shards)
     with torch.no_grad():
         for target, source in staged:
             target.copy_(source)

@@ -1,6 +1,6 @@
 """Stores of checkpoints: one module is one kind of store.
 
-`open_store` chooses by the URL. Torch-free.
+`open_store_of_run` chooses by the URL. Torch-free.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from phalanx.checkpoint.folder import STEP_FOLDER_PATTERN, Folder, LocalFolder
+from phalanx.checkpoint.folder import STEP_FOLDER_PATTERN, CheckpointFolder, LocalCheckpointFolder
 from phalanx.checkpoint.manifest import MANIFEST_FILE_NAME, read_manifest
 from phalanx.checkpoint.stores.local import LocalStore
 from phalanx.checkpoint.stores.protocol import Draft, Store
@@ -22,19 +22,21 @@ from phalanx.core.store_urls import find_url_problem, local_directory
 __all__ = [
     "Draft",
     "Store",
-    "find_checkpoint",
-    "is_single_checkpoint",
-    "is_url",
-    "find_newest_step",
-    "open_store",
-    "resolve_run_directory",
-    "open_store_at",
+    "find_checkpoint_at_or_newest",
+    "is_location_of_one_checkpoint",
+    "is_store_url",
+    "find_newest_readable_step",
+    "open_store_of_run",
+    "find_run_directory",
+    "open_store_of_location",
 ]
 
 ReportRetry = Callable[[str], None]
 
 
-def open_store(run_dir: Path, url: str | None, *, say: ReportRetry = lambda text: None) -> Store:
+def open_store_of_run(
+    run_dir: Path, url: str | None, *, say: ReportRetry = lambda text: None
+) -> Store:
     """The store of a run: under its own directory, or at `url` (s3://bucket/path,
     file:///data/run-7, ...).
 
@@ -51,15 +53,15 @@ def open_store(run_dir: Path, url: str | None, *, say: ReportRetry = lambda text
     return ObjectStore.open(url, say=say)
 
 
-def is_url(location: str | Path) -> bool:
+def is_store_url(location: str | Path) -> bool:
     return "://" in str(location)
 
 
-def resolve_run_directory(location: str | Path) -> str | Path:
+def find_run_directory(location: str | Path) -> str | Path:
     """The run directory that `location` means: by a file:// URL of it, or by its own folder of
     checkpoints; else `location`."""
     path = local_directory(str(location))
-    if path is None and is_url(location):
+    if path is None and is_store_url(location):
         return location
     path = path or Path(location)
     with suppress(OSError):
@@ -67,23 +69,23 @@ def resolve_run_directory(location: str | Path) -> str | Path:
             return path
         parent = path.absolute().parent
         is_run = path.name == "checkpoints" and (parent / "job.json").is_file()
-        if is_run and _read_checkpoint_url(parent) is None:
+        if is_run and _read_checkpoint_url_of_job(parent) is None:
             return parent
     return location
 
 
-def open_store_at(location: str | Path) -> Store:
+def open_store_of_location(location: str | Path) -> Store:
     """The store of a run directory, by its job's checkpoint.url, or the one at a URL."""
-    location = resolve_run_directory(location)
-    if is_url(location):
-        return open_store(Path(), str(location))
-    url = _read_checkpoint_url(Path(location))
+    location = find_run_directory(location)
+    if is_store_url(location):
+        return open_store_of_run(Path(), str(location))
+    url = _read_checkpoint_url_of_job(Path(location))
     if url is not None:
-        _require_usable_url(url, Path(location) / "job.json")
-    return open_store(Path(location), url)
+        _require_valid_store_url(url, Path(location) / "job.json")
+    return open_store_of_run(Path(location), url)
 
 
-def _require_usable_url(url: str, job_file: Path) -> None:
+def _require_valid_store_url(url: str, job_file: Path) -> None:
     """Raise CheckpointError for a URL in job.json that no job may have.
 
     It was checked when the job was loaded, but the file may have been edited since, or the run
@@ -97,7 +99,7 @@ def _require_usable_url(url: str, job_file: Path) -> None:
         )
 
 
-def _read_checkpoint_url(run_dir: Path) -> str | None:
+def _read_checkpoint_url_of_job(run_dir: Path) -> str | None:
     try:
         url = read_json(run_dir / "job.json")["checkpoint"]["url"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -107,7 +109,7 @@ def _read_checkpoint_url(run_dir: Path) -> str | None:
     return None
 
 
-def find_newest_step(store: Store) -> int:
+def find_newest_readable_step(store: Store) -> int:
     """The step of the newest checkpoint whose manifest can be read; 0 if there is none, or the
     store does not answer."""
     try:
@@ -121,13 +123,13 @@ def find_newest_step(store: Store) -> int:
     return 0
 
 
-def is_single_checkpoint(location: str | Path) -> bool:
+def is_location_of_one_checkpoint(location: str | Path) -> bool:
     """True if `location` is one checkpoint and not a run.
 
     A step-N in a folder "checkpoints" is one, whole or not.
     """
     directory = local_directory(str(location))
-    if directory is None and is_url(location):
+    if directory is None and is_store_url(location):
         from phalanx.checkpoint.stores.object import find_object_folder
 
         return find_object_folder(str(location)) is not None
@@ -137,20 +139,20 @@ def is_single_checkpoint(location: str | Path) -> bool:
     )
 
 
-def find_checkpoint(location: str | Path) -> Folder:
+def find_checkpoint_at_or_newest(location: str | Path) -> CheckpointFolder:
     """The checkpoint at `location`, or the newest one of the run there.
 
     Raises CheckpointError.
     """
     directory = local_directory(str(location))
-    if directory is None and is_url(location):
+    if directory is None and is_store_url(location):
         from phalanx.checkpoint.stores.object import find_object_folder
 
         if (folder := find_object_folder(str(location))) is not None:
             return folder
-    elif is_single_checkpoint(location):
-        return LocalFolder(directory or Path(location))
-    folders = open_store_at(location).folders()
+    elif is_location_of_one_checkpoint(location):
+        return LocalCheckpointFolder(directory or Path(location))
+    folders = open_store_of_location(location).folders()
     if not folders:
         fix = "give a run that has saved, a checkpoint's directory, or the URL of either"
         raise CheckpointError("no checkpoint is there", where=str(location), fix=fix)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from phalanx.checkpoint.chunks import StoredFile
+from phalanx.checkpoint.chunks import FileSizeAndChecksums
 from phalanx.core.disk import DiskFile
 from phalanx.core.errors import CheckpointError, EnvironmentProblem, StorageError
 from phalanx.core.secrets import Redactor
@@ -21,7 +21,7 @@ T = TypeVar("T")
 ReportRetry = Callable[[str], None]
 
 # Errors that another attempt cannot mend.
-_PERMANENT_ERRORS = (
+_PERMANENT_ERROR_CLASSES = (
     FileNotFoundError,
     PermissionError,
     IsADirectoryError,
@@ -29,7 +29,7 @@ _PERMANENT_ERRORS = (
     NotImplementedError,
 )
 # FileNotFoundError is an answer there, and no failure.
-_READ_OPERATIONS = ("reading", "looking at")
+_READ_OPERATION_NAMES = ("reading", "looking at")
 # Of libraries that may not be installed, and so by name.
 _PERMANENT_ERROR_NAMES = (
     "NoCredentialsError",
@@ -39,12 +39,19 @@ _PERMANENT_ERROR_NAMES = (
 )
 # The libraries give up soon (30 s without a byte) and ask once, because every request is made again
 # here.
-_NO_CLIENT_RETRIES = {"mode": "standard", "total_max_attempts": 1}
-_S3_OPTIONS = {
-    "config_kwargs": {"connect_timeout": 10, "read_timeout": 30, "retries": _NO_CLIENT_RETRIES}
+_OPTIONS_WITHOUT_CLIENT_RETRIES = {"mode": "standard", "total_max_attempts": 1}
+_S3_FILE_SYSTEM_OPTIONS = {
+    "config_kwargs": {
+        "connect_timeout": 10,
+        "read_timeout": 30,
+        "retries": _OPTIONS_WITHOUT_CLIENT_RETRIES,
+    }
 }
-_OPTIONS_OF_PROTOCOL: dict[str, dict[str, Any]] = {"s3": _S3_OPTIONS, "s3a": _S3_OPTIONS}
-# At most so much is copied at once: see `_Upload.write`.
+_OPTIONS_OF_PROTOCOL: dict[str, dict[str, Any]] = {
+    "s3": _S3_FILE_SYSTEM_OPTIONS,
+    "s3a": _S3_FILE_SYSTEM_OPTIONS,
+}
+# At most so much is copied at once: see `_ObjectUploadStream.write`.
 _UPLOAD_PART_BYTES = 1 << 22
 _PIP_EXTRA_OF_PROTOCOL = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 
@@ -73,11 +80,11 @@ class RemoteFolder:
 
     def url(self, key: str = "") -> str:
         """The URL of a key, for people, without user and password."""
-        return _redact_url(f"{self.protocol}://{self._path(key).lstrip('/')}")
+        return _redact_url_in_text(f"{self.protocol}://{self._full_path_of_key(key).lstrip('/')}")
 
-    def list(self, key: str = "") -> dict[str, int]:
+    def list_file_sizes(self, key: str = "") -> dict[str, int]:
         """Every file below a folder, by its path relative to it, with its bytes."""
-        base = self._path(key).rstrip("/")
+        base = self._full_path_of_key(key).rstrip("/")
 
         def find() -> dict[str, Any]:
             try:
@@ -87,47 +94,59 @@ class RemoteFolder:
                 return {}
 
         sizes = {}
-        for full_path, info in self._retry("listing", key, find).items():
-            path = self._relative(full_path, base)
+        for full_path, info in self._call_with_retries("listing", key, find).items():
+            path = self._path_relative_to_base(full_path, base)
             if path:
                 sizes[path] = int(info["size"])
         return sizes
 
     def size(self, key: str) -> int:
-        return int(self._retry("looking at", key, lambda: self.fs.info(self._path(key)))["size"])
+        return int(
+            self._call_with_retries(
+                "looking at", key, lambda: self.fs.info(self._full_path_of_key(key))
+            )["size"]
+        )
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        return self._retry(
-            "reading", key, lambda: bytes(self.fs.cat_file(self._path(key), start=start, end=stop))
+        return self._call_with_retries(
+            "reading",
+            key,
+            lambda: bytes(self.fs.cat_file(self._full_path_of_key(key), start=start, end=stop)),
         )
 
     def modified_unix_s(self, key: str) -> float:
         try:
-            return float(self.fs.modified(self._path(key)).timestamp())
+            return float(self.fs.modified(self._full_path_of_key(key)).timestamp())
         except Exception:
             # A file system without times.
             return 0.0
 
-    def put(self, key: str, data: bytes) -> None:
+    def put_object(self, key: str, data: bytes) -> None:
         """Write an object in one request: it is there as a whole, or not at all."""
-        self._retry("writing", key, lambda: self.fs.pipe_file(self._path(key), data))
+        self._call_with_retries(
+            "writing", key, lambda: self.fs.pipe_file(self._full_path_of_key(key), data)
+        )
 
-    def put_if_absent(self, key: str, data: bytes) -> None:
+    def put_object_if_absent(self, key: str, data: bytes) -> None:
         """Write an object unless it is there, in stores that can make a request depend on that
         (`If-None-Match`); others overwrite."""
         try:
-            self.fs.pipe_file(self._path(key), data, mode="create")
+            self.fs.pipe_file(self._full_path_of_key(key), data, mode="create")
         except FileExistsError:
             return
         except Exception:
-            # A store that cannot do that, or that has an outage: `put` reports the second.
-            self.put(key, data)
+            # A store that cannot do that, or that has an outage: `put_object` reports the second.
+            self.put_object(key, data)
 
     def copy(self, source: str, target: str) -> bool:
         """Copy an object; returns False if the store does not copy."""
         try:
-            self._retry(
-                "copying", source, lambda: self.fs.cp_file(self._path(source), self._path(target))
+            self._call_with_retries(
+                "copying",
+                source,
+                lambda: self.fs.cp_file(
+                    self._full_path_of_key(source), self._full_path_of_key(target)
+                ),
             )
         except (CheckpointError, OSError) as error:
             self.say(
@@ -141,43 +160,45 @@ class RemoteFolder:
 
         def remove() -> None:
             with suppress(FileNotFoundError):
-                self.fs.rm_file(self._path(key))
+                self.fs.rm_file(self._full_path_of_key(key))
 
-        self._retry("removing", key, remove)
+        self._call_with_retries("removing", key, remove)
 
-    def remove_empty(self, key: str) -> None:
+    def remove_folder_entry(self, key: str) -> None:
         """Remove a folder's own entry, if the file system has one."""
         with suppress(Exception):
-            self.fs.rmdir(self._path(key))
+            self.fs.rmdir(self._full_path_of_key(key))
 
     def write(
-        self, key: str, produce: Callable[[DiskFile], StoredFile], *, block_bytes: int
-    ) -> StoredFile:
+        self, key: str, produce: Callable[[DiskFile], FileSizeAndChecksums], *, block_bytes: int
+    ) -> FileSizeAndChecksums:
         """Write an object from a stream; from its start again if that breaks."""
-        return self._retry("writing", key, lambda: self._write(key, produce, block_bytes))
+        return self._call_with_retries(
+            "writing", key, lambda: self._write_object_once(key, produce, block_bytes)
+        )
 
-    def _write(
-        self, key: str, produce: Callable[[DiskFile], StoredFile], block_bytes: int
-    ) -> StoredFile:
+    def _write_object_once(
+        self, key: str, produce: Callable[[DiskFile], FileSizeAndChecksums], block_bytes: int
+    ) -> FileSizeAndChecksums:
         # A new upload for each attempt: `produce` writes the stream from its start.
-        file = self.fs.open(self._path(key), "wb", block_size=block_bytes)
+        file = self.fs.open(self._full_path_of_key(key), "wb", block_size=block_bytes)
         try:
-            stored = produce(_Upload(file))
+            stored = produce(_ObjectUploadStream(file))
             file.close()
         except BaseException:
             _abandon_upload(file)
             raise
         return stored
 
-    def _path(self, key: str) -> str:
+    def _full_path_of_key(self, key: str) -> str:
         if not key:
             return self.root
         return f"{self.root}/{key}"
 
-    def _relative(self, path: str, base: str) -> str:
+    def _path_relative_to_base(self, path: str, base: str) -> str:
         return path.lstrip("/").removeprefix(base.lstrip("/")).lstrip("/")
 
-    def _retry(self, doing: str, key: str, call: Callable[[], T]) -> T:
+    def _call_with_retries(self, doing: str, key: str, call: Callable[[], T]) -> T:
         """Call `call` until it succeeds, as often as `patience` allows.
 
         Raises StorageError with the last error after that, or at once for one that lasts.
@@ -190,10 +211,10 @@ class RemoteFolder:
                 raise
             except Exception as error:
                 # Stores have errors of their own, of no common class.
-                if isinstance(error, FileNotFoundError) and doing in _READ_OPERATIONS:
+                if isinstance(error, FileNotFoundError) and doing in _READ_OPERATION_NAMES:
                     raise
-                why = _redact_url(f"{type(error).__name__}: {error}")
-                lasting = _is_permanent_error(error)
+                why = _redact_url_in_text(f"{type(error).__name__}: {error}")
+                lasting = _is_error_without_retry(error)
                 if lasting or attempt == self.patience.attempts:
                     message = f"failed while {doing} it"
                     if not lasting:
@@ -213,7 +234,7 @@ class RemoteFolder:
         raise AssertionError("unreachable")
 
 
-class _Upload:
+class _ObjectUploadStream:
     """An object that is being sent. It is there once the file is closed."""
 
     def __init__(self, file: Any) -> None:
@@ -242,23 +263,23 @@ def _abandon_upload(file: Any) -> None:
         file.closed = True
 
 
-def _is_permanent_error(error: Exception) -> bool:
+def _is_error_without_retry(error: Exception) -> bool:
     """True if a retry cannot help."""
     is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     return (
         is_full
-        or isinstance(error, _PERMANENT_ERRORS)
+        or isinstance(error, _PERMANENT_ERROR_CLASSES)
         or type(error).__name__ in _PERMANENT_ERROR_NAMES
     )
 
 
-def open_remote(url: str, *, say: ReportRetry, patience: RetryPolicy) -> RemoteFolder:
+def open_remote_folder(url: str, *, say: ReportRetry, patience: RetryPolicy) -> RemoteFolder:
     """Open the folder at `url`.
 
     Raises EnvironmentProblem if a library is missing, CheckpointError for a URL that nothing opens.
     """
     if (refused := find_url_problem(url)) is not None:
-        message, where = "the store cannot be opened", _redact_url(url)
+        message, where = "the store cannot be opened", _redact_url_in_text(url)
         raise CheckpointError(message, where=where, why=f"it {refused.what}", fix=refused.fix)
     import fsspec
 
@@ -273,12 +294,12 @@ def open_remote(url: str, *, say: ReportRetry, patience: RetryPolicy) -> RemoteF
         if protocol in _PIP_EXTRA_OF_PROTOCOL:
             fix = f"pip install 'phalanx[{_PIP_EXTRA_OF_PROTOCOL[protocol]}]'"
         raise EnvironmentProblem(
-            f"{protocol}:// needs a library", why=_redact_url(str(error)), fix=fix
+            f"{protocol}:// needs a library", why=_redact_url_in_text(str(error)), fix=fix
         ) from None
     except Exception as error:
-        why = _redact_url(f"{type(error).__name__}: {error}")
+        why = _redact_url_in_text(f"{type(error).__name__}: {error}")
         raise CheckpointError(
-            "the store cannot be opened", where=_redact_url(url), why=why
+            "the store cannot be opened", where=_redact_url_in_text(url), why=why
         ) from None
     if protocol in _OPTIONS_OF_PROTOCOL:
         # s3fs has retries of its own, around those of botocore.
@@ -286,5 +307,5 @@ def open_remote(url: str, *, say: ReportRetry, patience: RetryPolicy) -> RemoteF
     return RemoteFolder(fs, protocol, str(root).rstrip("/"), say, patience)
 
 
-def _redact_url(text: str) -> str:
+def _redact_url_in_text(text: str) -> str:
     return Redactor(os.environ).redact_text(text)

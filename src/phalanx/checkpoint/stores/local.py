@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.checkpoint.chunks import StoredFile
-from phalanx.checkpoint.folder import Folder, LocalFolder
-from phalanx.checkpoint.manifest import MANIFEST_FILE_NAME, list_checkpoint_folders
+from phalanx.checkpoint.chunks import FileSizeAndChecksums
+from phalanx.checkpoint.folder import CheckpointFolder, LocalCheckpointFolder
+from phalanx.checkpoint.manifest import MANIFEST_FILE_NAME, list_checkpoint_paths_in
 from phalanx.checkpoint.stores.protocol import Draft
 from phalanx.core.disk import Disk, DiskFile, make_directories, remove_tree
 from phalanx.core.errors import StorageError
@@ -51,8 +51,10 @@ class LocalDraft:
         that a person looks for it."""
         return str(self.path.with_name(f"step-{self.step}"))
 
-    def write(self, name: str, produce: Callable[[DiskFile], StoredFile]) -> StoredFile:
-        with self.name_step_in_errors():
+    def write(
+        self, name: str, produce: Callable[[DiskFile], FileSizeAndChecksums]
+    ) -> FileSizeAndChecksums:
+        with self.naming_step_in_os_errors():
             file = self.disk.create(self.path / name)
             try:
                 stored = produce(file)
@@ -61,9 +63,11 @@ class LocalDraft:
                 file.close()
         return stored
 
-    def reuse(self, name: str, folder: Folder, earlier_name: str) -> bool:
+    def reuse_file_of_checkpoint(
+        self, name: str, folder: CheckpointFolder, earlier_name: str
+    ) -> bool:
         """A hard link: removing the older checkpoint does not touch the newer one."""
-        if not isinstance(folder, LocalFolder):
+        if not isinstance(folder, LocalCheckpointFolder):
             return False
         try:
             self.disk.link(folder.path / earlier_name, self.path / name)
@@ -75,7 +79,7 @@ class LocalDraft:
         return True
 
     @contextlib.contextmanager
-    def name_step_in_errors(self) -> Iterator[None]:
+    def naming_step_in_os_errors(self) -> Iterator[None]:
         """Have an OSError of the body name the step: its hidden directory is gone before a person
         can look."""
         try:
@@ -100,11 +104,11 @@ class LocalStore:
     def owner(self) -> None:
         """No owner: a job that writes into a directory holds its lock."""
 
-    def folders(self) -> list[Folder]:
-        return [LocalFolder(path) for path in list_checkpoint_folders(self.root)]
+    def folders(self) -> list[CheckpointFolder]:
+        return [LocalCheckpointFolder(path) for path in list_checkpoint_paths_in(self.root)]
 
-    def folder(self, name: str) -> Folder:
-        return LocalFolder(self.root / name)
+    def folder(self, name: str) -> CheckpointFolder:
+        return LocalCheckpointFolder(self.root / name)
 
     def require_writable(self) -> None:
         probe = self.root / f".writable.{secrets.token_hex(4)}"
@@ -122,35 +126,35 @@ class LocalStore:
 
     def begin_draft(self, step: int) -> LocalDraft:
         make_directories(self._disk, self.root)
-        self.clean_up()
+        self.remove_leftovers()
         # A name of its own: nothing is written into the remains of another save.
         draft = self.join_draft(step, secrets.token_hex(4))
-        with draft.name_step_in_errors():
+        with draft.naming_step_in_os_errors():
             self._disk.make_directory(draft.path)
         return draft
 
     def join_draft(self, step: int, token: str) -> LocalDraft:
         return LocalDraft(self.root / f".step-{step}.{token}{PARTIAL}", step, token, self._disk)
 
-    def committed_folder(self, draft: Draft) -> Folder:
-        return LocalFolder(self.root / f"step-{draft.step}")
+    def get_folder_once_committed(self, draft: Draft) -> CheckpointFolder:
+        return LocalCheckpointFolder(self.root / f"step-{draft.step}")
 
-    def commit(self, draft: Draft, manifest: bytes) -> Folder:
+    def commit(self, draft: Draft, manifest: bytes) -> CheckpointFolder:
         assert isinstance(draft, LocalDraft)
         disk, final = self._disk, self.root / f"step-{draft.step}"
-        with draft.name_step_in_errors():
-            _write_manifest(draft, manifest)
+        with draft.naming_step_in_os_errors():
+            _write_manifest_of_draft(draft, manifest)
             # The files' names must be durable before the rename makes them a checkpoint.
             disk.sync_directory(draft.path)
         replaced = final.with_name(f".{final.name}{REPLACED}")
         # What an earlier save left under this name: a rename onto a full directory fails.
         remove_tree(disk, replaced)
         # This step was saved before: the run continued from an older checkpoint. A crash between
-        # the two renames leaves it hidden, and `clean_up` puts it back.
+        # the two renames leaves it hidden, and `remove_leftovers` puts it back.
         if os.path.lexists(final):
             disk.rename(final, replaced)
         try:
-            with draft.name_step_in_errors():
+            with draft.naming_step_in_os_errors():
                 disk.rename(draft.path, final)
         except OSError:
             # The old checkpoint of this step comes back.
@@ -162,14 +166,14 @@ class LocalStore:
         # The checkpoint is there: the next save removes what is left of the old one.
         with contextlib.suppress(OSError):
             remove_tree(disk, replaced)
-        return LocalFolder(final)
+        return LocalCheckpointFolder(final)
 
     def discard(self, draft: Draft) -> None:
         assert isinstance(draft, LocalDraft)
         with contextlib.suppress(OSError):
             remove_tree(self._disk, draft.path)
 
-    def remove(self, folder: Folder) -> None:
+    def remove(self, folder: CheckpointFolder) -> None:
         path = self.root / folder.name
         hidden = path.with_name(f".{path.name}{REMOVED}")
         remove_tree(self._disk, hidden)
@@ -178,10 +182,10 @@ class LocalStore:
         self._disk.sync_directory(self.root)
         remove_tree(self._disk, hidden)
 
-    def clean_up(self) -> None:
+    def remove_leftovers(self) -> None:
         """Remove half-written directories; put a checkpoint back that was caught while it was
         replaced."""
-        for name in self._list_hidden():
+        for name in self._list_hidden_directories():
             path = self.root / name
             if name.endswith((PARTIAL, REMOVED)):
                 # It does no harm: the next save tries again.
@@ -196,14 +200,14 @@ class LocalStore:
                     # After a power loss it comes back again.
                     self._disk.rename(path, checkpoint)
 
-    def _list_hidden(self) -> list[str]:
+    def _list_hidden_directories(self) -> list[str]:
         try:
             return sorted(name for name in os.listdir(self.root) if name.startswith(".step-"))
         except FileNotFoundError:
             return []
 
 
-def _write_manifest(draft: LocalDraft, manifest: bytes) -> None:
+def _write_manifest_of_draft(draft: LocalDraft, manifest: bytes) -> None:
     file = draft.disk.create(draft.path / MANIFEST_FILE_NAME)
     try:
         file.write(manifest)

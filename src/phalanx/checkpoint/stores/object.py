@@ -15,16 +15,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.checkpoint.chunks import StoredFile
-from phalanx.checkpoint.folder import Folder, RangeReader
+from phalanx.checkpoint.chunks import FileSizeAndChecksums
+from phalanx.checkpoint.folder import CheckpointFolder, FileRangeReader
 from phalanx.checkpoint.manifest import MANIFEST_FILE_NAME
-from phalanx.checkpoint.stores._remote import RemoteFolder, RetryPolicy, open_remote
+from phalanx.checkpoint.stores._remote import RemoteFolder, RetryPolicy, open_remote_folder
 from phalanx.checkpoint.stores.protocol import Draft
 from phalanx.core.disk import DiskFile
 from phalanx.core.errors import CheckpointError
 
 # Sent in one request.
-BLOCK_BYTES = 16 << 20
+READ_BLOCK_BYTES = 16 << 20
 # At most fetched in one request while a file is read through.
 MAX_READ_AHEAD_BYTES = 32 << 20
 OWNER_OBJECT_NAME = "owner.json"
@@ -32,7 +32,7 @@ _ATTEMPT_NAME_PATTERN = re.compile(r"step-(\d+)-(\d{4,})-[0-9a-f]{8}")
 
 
 @dataclass(frozen=True)
-class ObjectFolder:
+class ObjectCheckpointFolder:
     """A checkpoint, or a draft of one."""
 
     remote: RemoteFolder
@@ -50,14 +50,14 @@ class ObjectFolder:
         return int(match[1])
 
     @property
-    def attempt(self) -> int:
+    def attempt_of_name(self) -> int:
         match = _ATTEMPT_NAME_PATTERN.fullmatch(self.name)
         if match is None:
             return -1
         return int(match[2])
 
-    def sizes(self) -> dict[str, int]:
-        return self.remote.list(self.name)
+    def file_sizes(self) -> dict[str, int]:
+        return self.remote.list_file_sizes(self.name)
 
     def where(self, name: str) -> str:
         return f"{self.url}/{name}"
@@ -65,7 +65,7 @@ class ObjectFolder:
     def read(self, name: str) -> bytes:
         return self.remote.read(f"{self.name}/{name}")
 
-    def open(self, name: str) -> RangeReader:
+    def open(self, name: str) -> FileRangeReader:
         return _ObjectRangeReader(self.remote, f"{self.name}/{name}")
 
     def written_unix_s(self) -> float:
@@ -88,7 +88,7 @@ class _ObjectRangeReader:
     def num_bytes(self) -> int:
         return self._num_bytes
 
-    def read_into(self, buffer: memoryview, offset: int) -> None:
+    def fill_buffer_from(self, buffer: memoryview, offset: int) -> None:
         end = offset + len(buffer)
         if not self._start <= offset <= end <= self._start + len(self._data):
             if offset == self._end_of_last:
@@ -114,7 +114,7 @@ class _ObjectRangeReader:
 class ObjectDraft:
     """A folder without a manifest yet."""
 
-    folder: ObjectFolder
+    folder: ObjectCheckpointFolder
     token: str
 
     @property
@@ -125,14 +125,21 @@ class ObjectDraft:
     def step(self) -> int:
         return self.folder.step
 
-    def write(self, name: str, produce: Callable[[DiskFile], StoredFile]) -> StoredFile:
+    def write(
+        self, name: str, produce: Callable[[DiskFile], FileSizeAndChecksums]
+    ) -> FileSizeAndChecksums:
         return self.folder.remote.write(
-            f"{self.folder.name}/{name}", produce, block_bytes=BLOCK_BYTES
+            f"{self.folder.name}/{name}", produce, block_bytes=READ_BLOCK_BYTES
         )
 
-    def reuse(self, name: str, folder: Folder, earlier_name: str) -> bool:
+    def reuse_file_of_checkpoint(
+        self, name: str, folder: CheckpointFolder, earlier_name: str
+    ) -> bool:
         """Have the store itself make a copy."""
-        if not isinstance(folder, ObjectFolder) or folder.remote.root != self.folder.remote.root:
+        if (
+            not isinstance(folder, ObjectCheckpointFolder)
+            or folder.remote.root != self.folder.remote.root
+        ):
             return False
         return self.folder.remote.copy(
             f"{folder.name}/{earlier_name}", f"{self.folder.name}/{name}"
@@ -140,7 +147,7 @@ class ObjectDraft:
 
 
 @dataclass(frozen=True)
-class StoreOwnerFile:
+class StoreOwnerObject:
     """The owner object, a file beside the checkpoints."""
 
     remote: RemoteFolder
@@ -156,7 +163,7 @@ class StoreOwnerFile:
             return None
 
     def write(self, text: bytes) -> None:
-        self.remote.put_if_absent(OWNER_OBJECT_NAME, text)
+        self.remote.put_object_if_absent(OWNER_OBJECT_NAME, text)
 
     def remove(self) -> None:
         self.remote.remove(OWNER_OBJECT_NAME)
@@ -177,98 +184,100 @@ class ObjectStore:
         patience: RetryPolicy | None = None,
     ) -> ObjectStore:
         """Open the store at `url`. Raises CheckpointError for a URL that nothing here opens."""
-        return cls(open_remote(url, say=say, patience=patience or RetryPolicy()))
+        return cls(open_remote_folder(url, say=say, patience=patience or RetryPolicy()))
 
     @property
     def url(self) -> str:
         return self._remote.url()
 
     @property
-    def owner(self) -> StoreOwnerFile:
-        return StoreOwnerFile(self._remote)
+    def owner(self) -> StoreOwnerObject:
+        return StoreOwnerObject(self._remote)
 
-    def folders(self) -> list[Folder]:
-        newest: dict[int, ObjectFolder] = {}
-        for name, files in self._list_folders().items():
-            folder = ObjectFolder(self._remote, name)
+    def folders(self) -> list[CheckpointFolder]:
+        newest: dict[int, ObjectCheckpointFolder] = {}
+        for name, files in self._list_object_folders().items():
+            folder = ObjectCheckpointFolder(self._remote, name)
             other = newest.get(folder.step)
             # Without a manifest it was never committed, or is on its way out.
-            if MANIFEST_FILE_NAME in files and (other is None or folder.attempt > other.attempt):
+            if MANIFEST_FILE_NAME in files and (
+                other is None or folder.attempt_of_name > other.attempt_of_name
+            ):
                 newest[folder.step] = folder
         return [newest[step] for step in sorted(newest)]
 
-    def folder(self, name: str) -> ObjectFolder:
-        return ObjectFolder(self._remote, name)
+    def folder(self, name: str) -> ObjectCheckpointFolder:
+        return ObjectCheckpointFolder(self._remote, name)
 
     def require_writable(self) -> None:
         """Raise CheckpointError if the store cannot be written: now, and not after hours at the
         first save."""
         key = f".writable-{secrets.token_hex(4)}"
-        self._remote.put(key, b"x")
+        self._remote.put_object(key, b"x")
         self._remote.remove(key)
 
     def begin_draft(self, step: int) -> ObjectDraft:
-        self.clean_up()
+        self.remove_leftovers()
         last_attempt = 0
-        for name in self._list_folders():
+        for name in self._list_object_folders():
             folder = self.folder(name)
             if folder.step == step:
-                last_attempt = max(last_attempt, folder.attempt)
+                last_attempt = max(last_attempt, folder.attempt_of_name)
         # Random as well: two saves of a step, neither of which sees the other, get two folders.
         return self.join_draft(step, f"{last_attempt + 1:04d}-{secrets.token_hex(4)}")
 
     def join_draft(self, step: int, token: str) -> ObjectDraft:
         return ObjectDraft(self.folder(f"step-{step}-{token}"), token)
 
-    def committed_folder(self, draft: Draft) -> ObjectFolder:
+    def get_folder_once_committed(self, draft: Draft) -> ObjectCheckpointFolder:
         assert isinstance(draft, ObjectDraft)
         return draft.folder
 
-    def commit(self, draft: Draft, manifest: bytes) -> Folder:
-        folder = self.committed_folder(draft)
+    def commit(self, draft: Draft, manifest: bytes) -> CheckpointFolder:
+        folder = self.get_folder_once_committed(draft)
         # Before the manifest, which promises that they are there.
-        _require_uploaded_files(folder, manifest)
+        _require_files_uploaded_as_sent(folder, manifest)
         # This one request is the commit: before it the folder is no checkpoint.
-        self._remote.put(f"{folder.name}/{MANIFEST_FILE_NAME}", manifest)
+        self._remote.put_object(f"{folder.name}/{MANIFEST_FILE_NAME}", manifest)
         with suppress(OSError, CheckpointError):
             # The checkpoint is there: what cannot be removed now, the next save removes.
-            for name in self._list_folders():
+            for name in self._list_object_folders():
                 older = self.folder(name)
-                if older.step == folder.step and older.attempt < folder.attempt:
+                if older.step == folder.step and older.attempt_of_name < folder.attempt_of_name:
                     self.remove(older)
         return folder
 
     def discard(self, draft: Draft) -> None:
         with suppress(OSError, CheckpointError):
-            self.remove(self.committed_folder(draft))
+            self.remove(self.get_folder_once_committed(draft))
 
-    def remove(self, folder: Folder) -> None:
-        files = self._remote.list(folder.name)
+    def remove(self, folder: CheckpointFolder) -> None:
+        files = self._remote.list_file_sizes(folder.name)
         # First, so that a crash on the way leaves no checkpoint with files missing.
         if MANIFEST_FILE_NAME in files:
             self._remote.remove(f"{folder.name}/{MANIFEST_FILE_NAME}")
         for name in files:
             if name != MANIFEST_FILE_NAME:
                 self._remote.remove(f"{folder.name}/{name}")
-        self._remote.remove_empty(folder.name)
+        self._remote.remove_folder_entry(folder.name)
 
-    def clean_up(self) -> None:
+    def remove_leftovers(self) -> None:
         committed = {folder.name for folder in self.folders()}
-        for name in self._list_folders():
+        for name in self._list_object_folders():
             if name not in committed:
                 self.remove(self.folder(name))
 
-    def _list_folders(self) -> dict[str, set[str]]:
+    def _list_object_folders(self) -> dict[str, set[str]]:
         """The folders that saves made, with the names of their files."""
         files_by_folder: dict[str, set[str]] = {}
-        for key in self._remote.list():
+        for key in self._remote.list_file_sizes():
             folder, slash, name = key.partition("/")
             if slash and _ATTEMPT_NAME_PATTERN.fullmatch(folder):
                 files_by_folder.setdefault(folder, set()).add(name)
         return files_by_folder
 
 
-def find_object_folder(url: str) -> ObjectFolder | None:
+def find_object_folder(url: str) -> ObjectCheckpointFolder | None:
     """The checkpoint at a URL; None if there is no manifest.
 
     Raises CheckpointError, OSError.
@@ -277,20 +286,22 @@ def find_object_folder(url: str) -> ObjectFolder | None:
     # s3://bucket is no folder of a bucket.
     if parent.endswith("/"):
         return None
-    folder = ObjectFolder(open_remote(parent, say=lambda text: None, patience=RetryPolicy()), name)
-    if MANIFEST_FILE_NAME not in folder.sizes():
+    folder = ObjectCheckpointFolder(
+        open_remote_folder(parent, say=lambda text: None, patience=RetryPolicy()), name
+    )
+    if MANIFEST_FILE_NAME not in folder.file_sizes():
         return None
     return folder
 
 
-def _require_uploaded_files(folder: ObjectFolder, manifest: bytes) -> None:
+def _require_files_uploaded_as_sent(folder: ObjectCheckpointFolder, manifest: bytes) -> None:
     """Raise CheckpointError unless the store holds the files as they were sent: an upload that was
     cut off may look finished.
 
     Removes other files: a copy whose answer was lost has been made all the same.
     """
     files: dict[str, dict[str, Any]] = json.loads(manifest)["files"]
-    sizes = folder.sizes()
+    sizes = folder.file_sizes()
     for name, stored in files.items():
         if sizes.get(name) != stored["num_bytes"]:
             amount = "nothing"

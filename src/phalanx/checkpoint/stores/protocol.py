@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from phalanx.checkpoint.chunks import StoredFile
-from phalanx.checkpoint.folder import Folder
+from phalanx.checkpoint.chunks import FileSizeAndChecksums
+from phalanx.checkpoint.folder import CheckpointFolder
 from phalanx.core.disk import DiskFile
 
 
@@ -29,13 +29,17 @@ class Draft(Protocol):
     @property
     def step(self) -> int: ...
 
-    def write(self, name: str, produce: Callable[[DiskFile], StoredFile]) -> StoredFile:
+    def write(
+        self, name: str, produce: Callable[[DiskFile], FileSizeAndChecksums]
+    ) -> FileSizeAndChecksums:
         """Create the file `name` and make durable what `produce` writes into it.
 
         `produce` may be called again from the beginning, if a connection breaks.
         """
 
-    def reuse(self, name: str, folder: Folder, earlier_name: str) -> bool:
+    def reuse_file_of_checkpoint(
+        self, name: str, folder: CheckpointFolder, earlier_name: str
+    ) -> bool:
         """Give the file `name` the content of a committed checkpoint's file, without sending the
         bytes again.
 
@@ -43,7 +47,7 @@ class Draft(Protocol):
         """
 
 
-class OwnerObject(Protocol):
+class StoreOwnerRecord(Protocol):
     """The object that names the owner of a store.
 
     Every method raises OSError or CheckpointError.
@@ -76,13 +80,13 @@ class Store(Protocol):
     def url(self) -> str: ...
 
     @property
-    def owner(self) -> OwnerObject | None:
+    def owner(self) -> StoreOwnerRecord | None:
         """The object that names its owner; None for a directory, which is locked instead."""
 
-    def folders(self) -> list[Folder]:
+    def folders(self) -> list[CheckpointFolder]:
         """The committed checkpoints by step, oldest first."""
 
-    def folder(self, name: str) -> Folder:
+    def folder(self, name: str) -> CheckpointFolder:
         """The folder of that name, whether it is there or not."""
 
     def require_writable(self) -> None:
@@ -94,10 +98,10 @@ class Store(Protocol):
     def join_draft(self, step: int, token: str) -> Draft:
         """The draft that another rank began."""
 
-    def committed_folder(self, draft: Draft) -> Folder:
+    def get_folder_once_committed(self, draft: Draft) -> CheckpointFolder:
         """The folder that `draft` is once it is committed."""
 
-    def commit(self, draft: Draft, manifest: bytes) -> Folder:
+    def commit(self, draft: Draft, manifest: bytes) -> CheckpointFolder:
         """Make the draft the checkpoint of its step, instead of an older one of that step.
 
         Atomic.
@@ -106,13 +110,13 @@ class Store(Protocol):
     def discard(self, draft: Draft) -> None:
         """Remove a draft as far as that is possible. Never raises."""
 
-    def remove(self, folder: Folder) -> None:
+    def remove(self, folder: CheckpointFolder) -> None:
         """Remove a committed checkpoint.
 
         A crash on the way leaves it intact, or gone for every reader.
         """
 
-    def clean_up(self) -> None:
+    def remove_leftovers(self) -> None:
         """Remove the remains of killed saves and removals.
 
         For the one process that holds the run's lock.

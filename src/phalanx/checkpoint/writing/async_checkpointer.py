@@ -18,16 +18,16 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx.checkpoint.all_ranks import all_ranks_or_raise
-from phalanx.checkpoint.folder import place_in_run
+from phalanx.checkpoint.all_ranks import run_on_all_ranks_or_raise
+from phalanx.checkpoint.folder import format_place_in_run
 from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.checkpoint.writing.background_task import BackgroundTask
 from phalanx.checkpoint.writing.pruner import CheckpointPruner
-from phalanx.checkpoint.writing.staging import StagingMemory
+from phalanx.checkpoint.writing.staging import HostStagingMemory
 from phalanx.checkpoint.writing.write import (
-    Snapshot,
+    RankSnapshot,
     WrittenCheckpoint,
-    select_owned_blocks,
+    select_blocks_to_write,
     write_checkpoint,
 )
 from phalanx.core.errors import CheckpointError, RunTakenError
@@ -43,7 +43,7 @@ POLL_INTERVAL_S = 0.2
 
 
 @dataclass(frozen=True)
-class SaveCost:
+class SaveSeconds:
     """Seconds that training stood still for a save, and seconds until it was committed."""
 
     stall_s: float
@@ -70,11 +70,11 @@ class AsyncCheckpointer:
         timeout_s: float = 600.0,
     ) -> None:
         self.asynchronous = options.asynchronous
-        self.last_cost: SaveCost | None = None
+        self.last_cost: SaveSeconds | None = None
         self._storage, self._options, self._job_digest = storage, options, job_digest
         self._mesh, self._bus, self._phases = mesh, bus, phases
         self._timeout_s = timeout_s
-        self._staging = StagingMemory(mesh.device)
+        self._staging = HostStagingMemory(mesh.device)
         # Of the thread alone: its collectives must never meet training's in one group.
         self._thread_mesh: Mesh | None = None
         self._write: BackgroundTask | None = None
@@ -105,15 +105,15 @@ class AsyncCheckpointer:
             self._pruner.interrupt()
         else:
             self._pruner.clear_interrupt()
-        is_busy, has_failed = self._sum_flags()
+        is_busy, has_failed = self._sum_status_flags_over_ranks()
         if is_busy:
             with self._phases("ckpt_write", "wait for the save in flight"):
                 while is_busy:
-                    self._join_own_threads(POLL_INTERVAL_S)
-                    is_busy, has_failed = self._sum_flags()
+                    self._join_threads_of_rank(POLL_INTERVAL_S)
+                    is_busy, has_failed = self._sum_status_flags_over_ranks()
         return has_failed
 
-    def forget_finished_write(self) -> None:
+    def release_finished_write(self) -> None:
         """Forget a write that is over on all ranks.
 
         Raises RunTakenError, on every rank, if that is how it ended.
@@ -149,7 +149,7 @@ class AsyncCheckpointer:
 
     def _write_status(self) -> tuple[bool, bool]:
         """(this rank's write is in flight, it failed). Raises what ended a thread."""
-        self._pruner.raise_crash()
+        self._pruner.raise_exception_of_thread()
         write = self._write
         if write is None:
             return False, False
@@ -160,29 +160,29 @@ class AsyncCheckpointer:
             raise write.crash
         return False, write.failed
 
-    def _sum_flags(self) -> tuple[bool, bool]:
+    def _sum_status_flags_over_ranks(self) -> tuple[bool, bool]:
         """(a thread of any rank is at work, the write of any rank failed)."""
         flags = torch.tensor(self.status_flags(), dtype=torch.float64, device=self._mesh.device)
         busy, failed = self._mesh.all_reduce_sum(flags).tolist()
         return busy > 0, failed > 0
 
-    def _join_own_threads(self, timeout_s: float) -> None:
+    def _join_threads_of_rank(self, timeout_s: float) -> None:
         if self._write is not None and not self._write.is_done:
             self._write.join(timeout_s)
         elif self._pruner.should_wait:
             self._pruner.join(timeout_s)
 
-    def require_saveable(self, take_snapshot: Callable[[], Snapshot]) -> None:
+    def require_saveable(self, take_snapshot: Callable[[], RankSnapshot]) -> None:
         """Raise CheckpointError, on every rank, if the snapshot of any rank has state that no
         checkpoint holds; collective."""
         url = self._storage.store.url
-        with all_ranks_or_raise(self._mesh, url, "looking at what there is to save"):
-            select_owned_blocks(take_snapshot().shards)
+        with run_on_all_ranks_or_raise(self._mesh, url, "looking at what there is to save"):
+            select_blocks_to_write(take_snapshot().shards)
 
     def begin_save(
         self,
         step: int,
-        take_snapshot: Callable[[], Snapshot],
+        take_snapshot: Callable[[], RankSnapshot],
         *,
         record: Callable[[], None],
         waited_s: float = 0.0,
@@ -197,13 +197,13 @@ class AsyncCheckpointer:
         # Training stood still for the save before, too: that counts as this one's stall.
         began = time.perf_counter() - waited_s
         with self._phases("ckpt_stage"):
-            staged = self._stage_copy(step, take_snapshot)
+            staged = self._copy_snapshot_to_host(step, take_snapshot)
         if staged is None:
             return False
         stall_s = time.perf_counter() - began
         record()
         self._write = BackgroundTask(
-            "phalanx-save", lambda: self._write_staged_copy(staged, began, stall_s)
+            "phalanx-save", lambda: self._write_host_copy_in_thread(staged, began, stall_s)
         )
         self._write.start()
         return True
@@ -211,7 +211,7 @@ class AsyncCheckpointer:
     def save(
         self,
         step: int,
-        take_snapshot: Callable[[], Snapshot],
+        take_snapshot: Callable[[], RankSnapshot],
         *,
         record: Callable[[], None],
         prune: bool = True,
@@ -224,22 +224,24 @@ class AsyncCheckpointer:
         """
         assert self._write is None, "one save at a time"
         began = time.perf_counter()
-        snapshots: list[Snapshot] = []
+        snapshots: list[RankSnapshot] = []
         with (
-            self._emitting_failure(step, is_last),
-            all_ranks_or_raise(self._mesh, self._storage.store.url, "taking the state"),
+            self._emitting_save_failure(step, is_last),
+            run_on_all_ranks_or_raise(self._mesh, self._storage.store.url, "taking the state"),
         ):
             snapshots.append(take_snapshot())
-        written = self._write_snapshot(
+        written = self._write_snapshot_as_checkpoint(
             snapshots[0], self._mesh, self._phases, record, is_last=is_last
         )
         wall_s = time.perf_counter() - began
-        self._emit_success(step, written, SaveCost(wall_s, wall_s))
+        self._emit_saved_checkpoint(step, written, SaveSeconds(wall_s, wall_s))
         if prune and self._mesh.rank == 0:
             self._pruner.clear_interrupt()
             self._pruner.start()
 
-    def _stage_copy(self, step: int, take_snapshot: Callable[[], Snapshot]) -> Snapshot | None:
+    def _copy_snapshot_to_host(
+        self, step: int, take_snapshot: Callable[[], RankSnapshot]
+    ) -> RankSnapshot | None:
         """A copy of the state; None, on every rank, if one has no memory for it.
 
         All ranks agree that each can make the copy before it begins.
@@ -247,22 +249,24 @@ class AsyncCheckpointer:
         # Opened at the first such save: a run whose saves all wait needs no second group.
         if self._thread_mesh is None:
             self._thread_mesh = self._mesh.open_cpu_mesh(timeout_s=self._timeout_s)
-        snapshot: Snapshot | None = None
+        snapshot: RankSnapshot | None = None
         blocks: dict[str, LogicalShard] = {}
         problem: CheckpointError | MemoryError | None = None
         try:
             snapshot = take_snapshot()
             # Reduced before memory is reserved: what other ranks write is not copied here.
-            blocks = select_owned_blocks(snapshot.shards)
-            self._staging.reserve_memory(blocks)
+            blocks = select_blocks_to_write(snapshot.shards)
+            self._staging.reserve_for_shards(blocks)
         except (CheckpointError, MemoryError) as error:
             problem = error
-        if self._is_true_anywhere(problem is not None) or snapshot is None:
-            self._raise_failed_copy(step, problem)
+        if self._is_true_on_any_rank(problem is not None) or snapshot is None:
+            self._raise_copy_failure_on_all_ranks(step, problem)
             return None
-        return Snapshot(step, self._staging.copy_shards(blocks), snapshot.aliases, snapshot.facts)
+        return RankSnapshot(
+            step, self._staging.copy_shards(blocks), snapshot.aliases, snapshot.facts
+        )
 
-    def _is_true_anywhere(self, flag: bool) -> bool:
+    def _is_true_on_any_rank(self, flag: bool) -> bool:
         """True if `flag` is set on any rank.
 
         One small reduction, while training stands still: a gather of JSON costs more.
@@ -270,12 +274,16 @@ class AsyncCheckpointer:
         flags = torch.tensor([float(flag)], device=self._mesh.device)
         return bool(self._mesh.all_reduce_sum(flags).item())
 
-    def _raise_failed_copy(self, step: int, problem: CheckpointError | MemoryError | None) -> None:
+    def _raise_copy_failure_on_all_ranks(
+        self, step: int, problem: CheckpointError | MemoryError | None
+    ) -> None:
         """Raise a CheckpointError of any rank on all; without one memory is short, and training
         waits for saves from now on."""
         with (
-            self._emitting_failure(step),
-            all_ranks_or_raise(self._mesh, self._storage.store.url, "copying the state") as results,
+            self._emitting_save_failure(step),
+            run_on_all_ranks_or_raise(
+                self._mesh, self._storage.store.url, "copying the state"
+            ) as results,
         ):
             if isinstance(problem, CheckpointError):
                 raise problem
@@ -291,25 +299,31 @@ class AsyncCheckpointer:
         )
         self._emit(Note("saves_are_waited_for", {"why": why}))
 
-    def _write_staged_copy(self, staged: Snapshot, began: float, stall_s: float) -> None:
+    def _write_host_copy_in_thread(
+        self, staged: RankSnapshot, began: float, stall_s: float
+    ) -> None:
         """The thread's work."""
         assert self._thread_mesh is not None
         phases = self._phases.for_thread(staged.step)
-        written = self._write_snapshot(staged, self._thread_mesh, phases, lambda: None)
-        self._emit_success(staged.step, written, SaveCost(stall_s, time.perf_counter() - began))
+        written = self._write_snapshot_as_checkpoint(
+            staged, self._thread_mesh, phases, lambda: None
+        )
+        self._emit_saved_checkpoint(
+            staged.step, written, SaveSeconds(stall_s, time.perf_counter() - began)
+        )
         if self._mesh.rank == 0:
             self._pruner.start()
 
-    def _write_snapshot(
+    def _write_snapshot_as_checkpoint(
         self,
-        snapshot: Snapshot,
+        snapshot: RankSnapshot,
         group: Mesh,
         phases: PhaseTimer,
         record: Callable[[], None],
         *,
         is_last: bool = False,
     ) -> WrittenCheckpoint:
-        with self._emitting_failure(snapshot.step, is_last):
+        with self._emitting_save_failure(snapshot.step, is_last):
             return write_checkpoint(
                 self._storage.store,
                 snapshot,
@@ -322,7 +336,7 @@ class AsyncCheckpointer:
             )
 
     @contextmanager
-    def _emitting_failure(self, step: int, is_last: bool = False) -> Iterator[None]:
+    def _emitting_save_failure(self, step: int, is_last: bool = False) -> Iterator[None]:
         """Emit an event of a CheckpointError of the body, which is the same on all ranks."""
         try:
             yield
@@ -333,9 +347,11 @@ class AsyncCheckpointer:
             self._emit(CheckpointFailed(step, error.where or "", str(error), not is_last))
             raise
 
-    def _emit_success(self, step: int, written: WrittenCheckpoint, cost: SaveCost) -> None:
+    def _emit_saved_checkpoint(
+        self, step: int, written: WrittenCheckpoint, cost: SaveSeconds
+    ) -> None:
         self.last_cost = cost
-        path = place_in_run(written.folder, self._storage.run_dir)
+        path = format_place_in_run(written.folder, self._storage.run_dir)
         self._emit(
             CheckpointSaved(
                 step, path, written.num_bytes, cost.wall_s, cost.stall_s, written.num_new_bytes

@@ -11,7 +11,7 @@ from contextlib import suppress
 from phalanx.core.errors import CheckpointError, RunTakenError
 
 # A third of the share of a core that a thread of training has (a level is a factor of 1.25).
-NICENESS = 5
+CHECKPOINT_THREAD_NICENESS = 5
 
 
 class BackgroundTask:
@@ -42,7 +42,7 @@ class BackgroundTask:
 
     def _run(self) -> None:
         try:
-            _lower_priority()
+            _lower_thread_priority()
             self._work()
         except CheckpointError as error:
             # Its message was emitted where it was caught.
@@ -57,7 +57,7 @@ class BackgroundTask:
             self._is_done.set()
 
 
-def _lower_priority() -> None:
+def _lower_thread_priority() -> None:
     """Lower this thread's priority, so that training's threads come first where cores are short.
 
     Does nothing on systems other than Linux: they know priorities of whole processes only.
@@ -65,4 +65,4 @@ def _lower_priority() -> None:
     if sys.platform == "linux":
         with suppress(OSError):
             # Against POSIX, Linux has a priority for each thread, by its own id (setpriority(2)).
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), CHECKPOINT_THREAD_NICENESS)

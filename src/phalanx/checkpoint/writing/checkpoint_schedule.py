@@ -12,7 +12,7 @@ from typing import Protocol
 
 from phalanx.checkpoint.writing.async_checkpointer import AsyncCheckpointer
 from phalanx.checkpoint.writing.save_clock import SaveClock
-from phalanx.checkpoint.writing.write import Snapshot
+from phalanx.checkpoint.writing.write import RankSnapshot
 from phalanx.core.errors import CheckpointError, RunTakenError
 from phalanx.job.schema import Checkpoint
 from phalanx.mesh.mesh import Mesh
@@ -23,13 +23,13 @@ from phalanx.observe.events import CheckpointPostponed, Event
 RETRY_SAVE_STEPS = 10  # steps between attempts while saving fails (a full disk, say)
 
 
-class SaveableState(Protocol):
+class StateToSave(Protocol):
     """The state that is saved: a TrainState, or what a loop of your own has."""
 
     @property
     def step(self) -> int: ...
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> RankSnapshot:
         """The content of a checkpoint of this step. Its tensors are those of training."""
 
 
@@ -44,7 +44,7 @@ class CheckpointSchedule:
         checkpointer: AsyncCheckpointer,
         options: Checkpoint,
         mesh: Mesh,
-        state: SaveableState,
+        state: StateToSave,
         bus: Bus,
         *,
         record: Callable[[], None],
@@ -77,13 +77,13 @@ class CheckpointSchedule:
         is_due = (
             # Rank 0's clock alone: the sum of the flags tells the others.
             self._mesh.rank == 0
-            and not self._is_measuring
+            and not self._is_measuring_first_save
             and self._clock.is_due(num_steps, time.monotonic())
         )
         return float(is_due), *self._checkpointer.status_flags()
 
     @property
-    def _is_measuring(self) -> bool:
+    def _is_measuring_first_save(self) -> bool:
         """True with every = "auto" while its first save is in flight: when the next one is due
         follows from what this one costs."""
         return (
@@ -106,12 +106,12 @@ class CheckpointSchedule:
         """
         due, busy, failed = flags
         if not busy:
-            self._note_outcome(failed > 0)
+            self._record_save_outcome(failed > 0)
         if is_stop or is_end:
             self.save(is_last_chance=True, prune=not is_stop)
-        elif self._is_due(due > 0) and busy and self._checkpointer.asynchronous:
-            self._postpone()
-        elif self._is_due(due > 0):
+        elif self._is_save_due(due > 0) and busy and self._checkpointer.asynchronous:
+            self._emit_postponed_save()
+        elif self._is_save_due(due > 0):
             self.save()
 
     def save(self, *, is_last_chance: bool = False, prune: bool = True) -> None:
@@ -138,11 +138,11 @@ class CheckpointSchedule:
                 or not self._checkpointer.asynchronous
                 or not self._begin_save(waited_s)
             ):
-                self._save_now(prune, is_last_chance)
+                self._save_while_waiting(prune, is_last_chance)
         except RunTakenError:
             raise
         except CheckpointError:
-            self._note_failure()
+            self._schedule_retry_after_failure()
             if is_last_chance:
                 # The step is on record all the same: it was done.
                 self._record()
@@ -151,7 +151,7 @@ class CheckpointSchedule:
     def wait_for_save(self, *, skip_pruning: bool = False) -> None:
         """Wait for the save in flight, if there is one, and share its outcome; unless
         `skip_pruning` for removals, too."""
-        self._note_outcome(self._checkpointer.wait(skip_pruning=skip_pruning))
+        self._record_save_outcome(self._checkpointer.wait(skip_pruning=skip_pruning))
 
     def abandon(self, timeout_s: float) -> None:
         """Training ends by an error: give a save in flight `timeout_s` to end. Never raises."""
@@ -165,7 +165,7 @@ class CheckpointSchedule:
         elif self._saving_step == self._state.step:
             self._when_saved = self._state.step, callback
 
-    def _is_due(self, is_due_by_clock: bool) -> bool:
+    def _is_save_due(self, is_due_by_clock: bool) -> bool:
         # The last save failed: wait, whatever asks for one.
         if self._retry_at is not None:
             return self._state.step >= self._retry_at
@@ -174,7 +174,7 @@ class CheckpointSchedule:
         every_steps = self._options.every_steps
         return every_steps is not None and self._state.step % every_steps == 0
 
-    def _postpone(self) -> None:
+    def _emit_postponed_save(self) -> None:
         if self._is_postponed or self._saving_step is None:
             return
         self._is_postponed = True
@@ -191,7 +191,7 @@ class CheckpointSchedule:
         self._clock.restart(self._began_s)
         return True
 
-    def _save_now(self, prune: bool, is_last: bool) -> None:
+    def _save_while_waiting(self, prune: bool, is_last: bool) -> None:
         self._checkpointer.save(
             self._state.step,
             self._state.snapshot,
@@ -200,26 +200,26 @@ class CheckpointSchedule:
             is_last=is_last,
         )
         self._clock.restart(time.monotonic())
-        self._note_success(self._state.step)
+        self._record_saved_step(self._state.step)
 
-    def _note_outcome(self, failed: bool) -> None:
+    def _record_save_outcome(self, failed: bool) -> None:
         """Take note of the save in flight, if there was one, now that no thread is at work on any
         rank."""
-        self._checkpointer.forget_finished_write()
+        self._checkpointer.release_finished_write()
         step, self._saving_step = self._saving_step, None
         if step is None:
             return
         if failed:
-            self._note_failure()
+            self._schedule_retry_after_failure()
         else:
-            self._note_success(step)
+            self._record_saved_step(step)
 
-    def _note_failure(self) -> None:
+    def _schedule_retry_after_failure(self) -> None:
         self._retry_at = self._state.step + RETRY_SAVE_STEPS
         self._is_postponed = False
         self._when_saved = None
 
-    def _note_success(self, step: int) -> None:
+    def _record_saved_step(self, step: int) -> None:
         self.saved_step, self._retry_at = step, None
         cost = self._checkpointer.last_cost
         if self._mesh.rank == 0 and cost is not None:

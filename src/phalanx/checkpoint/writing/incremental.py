@@ -18,29 +18,29 @@ from functools import partial
 
 import xxhash
 
-from phalanx.checkpoint.chunks import StoredFile
-from phalanx.checkpoint.folder import Folder, LocalFolder
-from phalanx.checkpoint.manifest import Manifest, Piece, read_manifest
+from phalanx.checkpoint.chunks import FileSizeAndChecksums
+from phalanx.checkpoint.folder import CheckpointFolder, LocalCheckpointFolder
+from phalanx.checkpoint.manifest import Manifest, StoredPiece, read_manifest
 from phalanx.checkpoint.shard_file import (
-    SAFETENSORS_DTYPES,
+    SAFETENSORS_DTYPE_OF_TORCH_DTYPE,
     Bytes,
-    CheckedFile,
-    TensorSource,
+    TensorToWrite,
+    VerifiedSafetensorsFile,
     write_safetensors_stream,
 )
 from phalanx.checkpoint.stores.protocol import Draft
 from phalanx.core.errors import CheckpointError
 
 # Unchanged blocks of fewer bytes in sum are written with the changed ones.
-MIN_UNCHANGED_BYTES = 1 << 20
+MIN_REUSABLE_FILE_BYTES = 1 << 20
 # So are smaller blocks: when one of them changes, everything in a file with it is written again.
-MIN_UNCHANGED_BLOCK_BYTES = 1 << 16
+MIN_REUSABLE_BLOCK_BYTES = 1 << 16
 # Files of one rank; what is in the smaller ones is written into one.
 MAX_REUSED_FILES = 32
 
 
 @dataclass(frozen=True)
-class TensorBlock:
+class BlockToSave:
     """A block of a tensor that this rank has to save.
 
     `load` returns its bytes in C order, each time the same.
@@ -55,7 +55,7 @@ class TensorBlock:
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.size) * SAFETENSORS_DTYPES[self.dtype][1]
+        return math.prod(self.size) * SAFETENSORS_DTYPE_OF_TORCH_DTYPE[self.dtype][1]
 
 
 # name, dtype, offset, size, digest
@@ -63,19 +63,19 @@ _BlockIdentity = tuple[str, str, tuple[int, ...], tuple[int, ...], str]
 
 
 @dataclass(frozen=True)
-class PreviousCheckpoint:
+class ReusableCheckpoint:
     """The checkpoint before the one that is being written."""
 
-    folder: Folder
+    folder: CheckpointFolder
     manifest: Manifest
 
-    def list_reusable_pieces(self) -> dict[str, dict[_BlockIdentity, Piece]]:
+    def index_pieces_by_file(self) -> dict[str, dict[_BlockIdentity, StoredPiece]]:
         """The pieces in each file, by file name and identity.
 
         Leaves out files whose blocks have no digest, or that are not as long as they were.
         """
-        sizes = self.folder.sizes()
-        by_file: dict[str, dict[_BlockIdentity, Piece]] = {
+        sizes = self.folder.file_sizes()
+        by_file: dict[str, dict[_BlockIdentity, StoredPiece]] = {
             name: {}
             for name, stored in self.manifest.files.items()
             if sizes.get(name) == stored.num_bytes
@@ -90,71 +90,73 @@ class PreviousCheckpoint:
         return by_file
 
 
-def open_previous_checkpoint(folder: Folder) -> PreviousCheckpoint | None:
+def open_checkpoint_for_reuse(folder: CheckpointFolder) -> ReusableCheckpoint | None:
     """The checkpoint in `folder`; None if it cannot be read: then everything is written anew."""
     try:
-        return PreviousCheckpoint(folder, read_manifest(folder))
+        return ReusableCheckpoint(folder, read_manifest(folder))
     except (CheckpointError, OSError):
         return None
 
 
 @dataclass
-class WrittenBlocks:
+class WrittenPiecesOfRank:
     """A rank's part of a checkpoint: pieces by tensor, its files, and how many of their bytes
     are new."""
 
-    pieces: dict[str, list[Piece]] = field(default_factory=dict)
-    files: dict[str, StoredFile] = field(default_factory=dict)
+    pieces: dict[str, list[StoredPiece]] = field(default_factory=dict)
+    files: dict[str, FileSizeAndChecksums] = field(default_factory=dict)
     num_new_bytes: int = 0
 
 
-def write_blocks(
-    draft: Draft, stem: str, blocks: Iterable[TensorBlock], previous: PreviousCheckpoint | None
-) -> WrittenBlocks:
+def write_or_reuse_blocks(
+    draft: Draft, stem: str, blocks: Iterable[BlockToSave], previous: ReusableCheckpoint | None
+) -> WrittenPiecesOfRank:
     """Put `blocks` into the draft, in files whose names begin with `stem`.
 
     Files of `previous` are reused where nothing in them changed. Raises OSError, CheckpointError.
     """
-    remaining = {_block_identity(block): block for block in blocks}
-    written = WrittenBlocks()
+    remaining = {_hash_block_identity(block): block for block in blocks}
+    written = WrittenPiecesOfRank()
     unchanged: set[_BlockIdentity] = set()
     if previous is not None:
-        by_file = previous.list_reusable_pieces()
-        # Before `_reuse_files`, which takes what it reuses out of `remaining`.
+        by_file = previous.index_pieces_by_file()
+        # Before `_reuse_unchanged_files`, which takes what it reuses out of `remaining`.
         unchanged = set().union(*by_file.values()) & set(remaining)
-        _reuse_files(draft, stem, previous, by_file, remaining, written)
-    apart, mixed = _split_unchanged(remaining, unchanged)
-    _write_draft_file(draft, f"{stem}.safetensors", mixed, written)
-    _write_draft_file(draft, f"{stem}-kept-{len(written.files)}.safetensors", apart, written)
+        _reuse_unchanged_files(draft, stem, previous, by_file, remaining, written)
+    apart, mixed = _separate_unchanged_blocks(remaining, unchanged)
+    _write_blocks_to_draft_file(draft, f"{stem}.safetensors", mixed, written)
+    _write_blocks_to_draft_file(
+        draft, f"{stem}-kept-{len(written.files)}.safetensors", apart, written
+    )
     return written
 
 
-def _split_unchanged(
-    blocks: dict[_BlockIdentity, TensorBlock], unchanged: set[_BlockIdentity]
-) -> tuple[dict[_BlockIdentity, TensorBlock], dict[_BlockIdentity, TensorBlock]]:
+def _separate_unchanged_blocks(
+    blocks: dict[_BlockIdentity, BlockToSave], unchanged: set[_BlockIdentity]
+) -> tuple[dict[_BlockIdentity, BlockToSave], dict[_BlockIdentity, BlockToSave]]:
     """The blocks for a file of their own, which the next save may reuse, and all others."""
-    apart: dict[_BlockIdentity, TensorBlock] = {}
-    mixed: dict[_BlockIdentity, TensorBlock] = {}
+    apart: dict[_BlockIdentity, BlockToSave] = {}
+    mixed: dict[_BlockIdentity, BlockToSave] = {}
     num_apart_bytes = 0
     for identity, block in blocks.items():
-        if identity in unchanged and block.num_bytes >= MIN_UNCHANGED_BLOCK_BYTES:
+        if identity in unchanged and block.num_bytes >= MIN_REUSABLE_BLOCK_BYTES:
             apart[identity] = block
             num_apart_bytes += block.num_bytes
         else:
             mixed[identity] = block
-    if num_apart_bytes < MIN_UNCHANGED_BYTES:
+    if num_apart_bytes < MIN_REUSABLE_FILE_BYTES:
         # In their order, as if none had been apart.
         return {}, blocks
     return apart, mixed
 
 
-def _reuse_files(
+def _reuse_unchanged_files(
     draft: Draft,
     stem: str,
-    previous: PreviousCheckpoint,
-    by_file: Mapping[str, Mapping[_BlockIdentity, Piece]],
-    remaining: dict[_BlockIdentity, TensorBlock],
-    written: WrittenBlocks,
+    previous: ReusableCheckpoint,
+    by_file: Mapping[str, Mapping[_BlockIdentity, StoredPiece]],
+    remaining: dict[_BlockIdentity, BlockToSave],
+    written: WrittenPiecesOfRank,
 ) -> None:
     """Reuse the files all of whose blocks are among `remaining`, and remove those blocks from it.
 
@@ -175,7 +177,7 @@ def _reuse_files(
         if not _is_file_intact(previous, previous_name):
             # Its bytes are no longer those that were written: they are, now, from memory.
             continue
-        if not draft.reuse(name, previous.folder, previous_name):
+        if not draft.reuse_file_of_checkpoint(name, previous.folder, previous_name):
             # Nor will the next: the store takes no links, or no copies.
             break
         written.files[name] = files[previous_name]
@@ -184,39 +186,42 @@ def _reuse_files(
             written.pieces.setdefault(identity[0], []).append(replace(piece, file=name))
 
 
-def _is_file_intact(previous: PreviousCheckpoint, name: str) -> bool:
+def _is_file_intact(previous: ReusableCheckpoint, name: str) -> bool:
     """True if the file verifies: damage must not be linked into each checkpoint that follows.
 
     True for every file of an object store, which keeps its objects intact itself.
     """
-    if not isinstance(previous.folder, LocalFolder):
+    if not isinstance(previous.folder, LocalCheckpointFolder):
         return True
     try:
-        with CheckedFile(previous.folder, name, previous.manifest.files[name]) as file:
-            for _ in file.verify():
+        with VerifiedSafetensorsFile(previous.folder, name, previous.manifest.files[name]) as file:
+            for _ in file.verify_chunks():
                 pass
     except CheckpointError:
         return False
     return True
 
 
-def _write_draft_file(
-    draft: Draft, file: str, blocks: Mapping[_BlockIdentity, TensorBlock], written: WrittenBlocks
+def _write_blocks_to_draft_file(
+    draft: Draft,
+    file: str,
+    blocks: Mapping[_BlockIdentity, BlockToSave],
+    written: WrittenPiecesOfRank,
 ) -> None:
     if not blocks:
         return
     sources = []
     for block in blocks.values():
-        sources.append(TensorSource(block.key, block.dtype, block.size, block.load))
+        sources.append(TensorToWrite(block.key, block.dtype, block.size, block.load))
     stored = draft.write(file, partial(write_safetensors_stream, sources=sources))
     written.files[file] = stored
     written.num_new_bytes += stored.num_bytes
     for identity, block in blocks.items():
-        piece = Piece(file, block.key, block.offset, block.size, identity[-1])
+        piece = StoredPiece(file, block.key, block.offset, block.size, identity[-1])
         written.pieces.setdefault(block.name, []).append(piece)
 
 
-def _block_identity(block: TensorBlock) -> _BlockIdentity:
+def _hash_block_identity(block: BlockToSave) -> _BlockIdentity:
     return (
         block.name,
         block.dtype,

@@ -6,17 +6,17 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.checkpoint.best import BEST_FILE_NAME, read_protected_steps
-from phalanx.checkpoint.ownership.run_lock import hold_run_lock
-from phalanx.checkpoint.ownership.store_owner import store_refusal_reason
-from phalanx.checkpoint.reading.listing import find_checkpoint_folders
-from phalanx.checkpoint.stores import is_url, open_store_at, resolve_run_directory
-from phalanx.checkpoint.writing.retention import Retention, prune_checkpoints
+from phalanx.checkpoint.best import BEST_FILE_NAME, read_best_step_to_protect
+from phalanx.checkpoint.ownership.run_lock import holding_run_lock
+from phalanx.checkpoint.ownership.store_owner import find_store_refusal_reason
+from phalanx.checkpoint.reading.listing import find_all_checkpoints_of_run
+from phalanx.checkpoint.stores import find_run_directory, is_store_url, open_store_of_location
+from phalanx.checkpoint.writing.retention import RetentionRule, prune_checkpoints
 from phalanx.core.errors import CheckpointError, UsageError
 
 
 @dataclass(frozen=True)
-class PruneResult:
+class PrunedCheckpoints:
     """Names of checkpoints, oldest first. `notes` say which ones do not verify, and why nothing was
     removed.
     """
@@ -26,7 +26,9 @@ class PruneResult:
     notes: tuple[str, ...]
 
 
-def prune_run(run: str, *, keep_last: int, keep_every: int | None, dry_run: bool) -> PruneResult:
+def prune_run(
+    run: str, *, keep_last: int, keep_every: int | None, dry_run: bool
+) -> PrunedCheckpoints:
     """Remove the checkpoints that need not be kept; a `dry_run` returns the same and removes
     nothing.
 
@@ -34,8 +36,8 @@ def prune_run(run: str, *, keep_last: int, keep_every: int | None, dry_run: bool
     using the run (it prunes by itself), UsageError for a URL, CheckpointError if there is no
     checkpoint or one cannot be removed.
     """
-    location = str(resolve_run_directory(run))
-    if is_url(location):
+    location = str(find_run_directory(run))
+    if is_store_url(location):
         why = (
             "a store knows neither the job that writes it nor the best checkpoint; the run's"
             " directory does"
@@ -44,25 +46,25 @@ def prune_run(run: str, *, keep_last: int, keep_every: int | None, dry_run: bool
         raise UsageError(
             "checkpoints at a URL are not pruned by themselves", where=run, why=why, fix=fix
         )
-    find_checkpoint_folders(location)
+    find_all_checkpoints_of_run(location)
     run_dir = Path(location)
     notes: list[str] = []
-    with hold_run_lock(run_dir):
-        store = open_store_at(location)
-        if (refusal := store_refusal_reason(store, run_dir)) is not None:
+    with holding_run_lock(run_dir):
+        store = open_store_of_location(location)
+        if (refusal := find_store_refusal_reason(store, run_dir)) is not None:
             raise refusal
         folders = store.folders()
-        retention = Retention(keep_last, keep_every, _require_best_steps(run_dir))
+        retention = RetentionRule(keep_last, keep_every, _require_readable_best_step(run_dir))
         removed = prune_checkpoints(store, retention, dry_run=dry_run, say=notes.append)
     kept_names = tuple(folder.name for folder in folders if folder not in removed)
-    return PruneResult(tuple(folder.name for folder in removed), kept_names, tuple(notes))
+    return PrunedCheckpoints(tuple(folder.name for folder in removed), kept_names, tuple(notes))
 
 
-def _require_best_steps(run_dir: Path) -> frozenset[int]:
+def _require_readable_best_step(run_dir: Path) -> frozenset[int]:
     """The step of the best checkpoint, which must stay. Raises CheckpointError if its record cannot
     be read.
     """
-    best_steps = read_protected_steps(run_dir)
+    best_steps = read_best_step_to_protect(run_dir)
     if not best_steps and os.path.lexists(run_dir / BEST_FILE_NAME):
         fix = "put it right, or remove it if no checkpoint is to be kept as the best"
         raise CheckpointError(

@@ -7,10 +7,10 @@ import threading
 import time
 from collections.abc import Callable
 
-from phalanx.checkpoint.best import read_protected_steps
+from phalanx.checkpoint.best import read_best_step_to_protect
 from phalanx.checkpoint.run_storage import RunStorage
 from phalanx.checkpoint.writing.background_task import BackgroundTask
-from phalanx.checkpoint.writing.retention import Retention, prune_checkpoints
+from phalanx.checkpoint.writing.retention import RetentionRule, prune_checkpoints
 from phalanx.core.errors import CheckpointError
 from phalanx.job.schema import Checkpoint
 from phalanx.observe.events import CheckpointsRemoved, Event, Note
@@ -52,7 +52,7 @@ class CheckpointPruner:
             if earlier is not None:
                 # One at a time: two would remove the same folders.
                 earlier.join()
-            self._prune()
+            self._prune_in_thread()
 
         self._thread = BackgroundTask("phalanx-prune", work)
         self._thread.start()
@@ -81,14 +81,14 @@ class CheckpointPruner:
         if self._thread is not None:
             self._thread.join(timeout_s)
 
-    def raise_crash(self) -> None:
+    def raise_exception_of_thread(self) -> None:
         """Raise, once, the exception that ended the thread, if it was no CheckpointError."""
         thread = self._thread
         if thread is not None and thread.is_done and thread.crash is not None:
             crash, thread.crash = thread.crash, None
             raise crash
 
-    def _prune(self) -> None:
+    def _prune_in_thread(self) -> None:
         """The thread's work. A store that refuses is an event, and ends nothing."""
 
         def raise_if_interrupted(num_bytes: int) -> None:
@@ -97,18 +97,18 @@ class CheckpointPruner:
 
         try:
             raise_if_interrupted(0)
-            before = self._list_steps()
+            before = self._list_steps_in_store()
             try:
                 prune_checkpoints(
                     self._storage.store,
-                    self._build_retention(),
+                    self._build_retention_rule(),
                     say=self._emit_nothing_removed,
                     progress=raise_if_interrupted,
                     fencing_token=self._storage.fencing_token,
                 )
             finally:
                 # Also after an interruption or an error: what went until then is gone.
-                removed = sorted(before - self._list_steps())
+                removed = sorted(before - self._list_steps_in_store())
                 if removed:
                     self._emit(CheckpointsRemoved(removed))
         except _PruningInterruptedError:
@@ -119,12 +119,12 @@ class CheckpointPruner:
             if not self._is_interrupted.is_set():
                 self._emit_nothing_removed(str(error))
 
-    def _build_retention(self) -> Retention:
+    def _build_retention_rule(self) -> RetentionRule:
         """The rule of this pruning: the best step may be another one than at the last."""
-        best_steps = read_protected_steps(self._storage.run_dir)
-        return Retention(self._options.keep_last, self._options.keep_every, best_steps)
+        best_steps = read_best_step_to_protect(self._storage.run_dir)
+        return RetentionRule(self._options.keep_last, self._options.keep_every, best_steps)
 
-    def _list_steps(self) -> set[int]:
+    def _list_steps_in_store(self) -> set[int]:
         return {folder.step for folder in self._storage.store.folders()}
 
     def _emit_nothing_removed(self, why: str) -> None:

@@ -16,7 +16,7 @@ NUM_AVERAGED_SAVES = 5
 NOTABLE_INTERVAL_RATIO = 1.25
 
 
-def optimal_save_interval_s(stall_s: float, save_s: float, mtbf_s: float) -> float:
+def compute_optimal_save_interval_s(stall_s: float, save_s: float, mtbf_s: float) -> float:
     """Seconds between saves that lose the least time: a save that stops training for `stall_s`
     against what is done again after a failure each `mtbf_s`.
 
@@ -68,7 +68,7 @@ class SaveClock:
         self._costs.append((stall_s, save_s))
         stall_s, save_s = (statistics.median(column) for column in zip(*self._costs, strict=True))
         mtbf_s = self._options.mtbf_hours * 3600
-        self.interval_s = optimal_save_interval_s(stall_s, save_s, mtbf_s)
+        self.interval_s = compute_optimal_save_interval_s(stall_s, save_s, mtbf_s)
         # NaN at first: each comparison with it is False, so the first interval is reported.
         if 1 / NOTABLE_INTERVAL_RATIO < self.interval_s / self._reported_s < NOTABLE_INTERVAL_RATIO:
             return None

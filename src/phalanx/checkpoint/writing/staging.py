@@ -15,7 +15,7 @@ from phalanx.mesh.logical import Box, LogicalShard
 _ALIGNMENT_BYTES = 64
 
 
-class StagingMemory:
+class HostStagingMemory:
     """One block of host memory, pinned where copies come from a GPU, kept from save to save.
 
     Nothing is allocated before the first copy, and nothing again while the state keeps its size.
@@ -29,9 +29,11 @@ class StagingMemory:
     def num_bytes(self) -> int:
         return self._memory.numel()
 
-    def reserve_memory(self, shards: Mapping[str, LogicalShard]) -> None:
+    def reserve_for_shards(self, shards: Mapping[str, LogicalShard]) -> None:
         """Make room for the blocks of `shards`. Raises MemoryError."""
-        needed = sum(_align_up(_bounding_block_bytes(shard)) for shard in shards.values())
+        needed = sum(
+            _round_up_to_alignment(_count_bounding_block_bytes(shard)) for shard in shards.values()
+        )
         if needed == self.num_bytes:
             return
         # Released first: two copies at a time may be more than there is memory for.
@@ -60,7 +62,7 @@ class StagingMemory:
             if not shard.boxes:
                 staged[name] = replace(shard, tensor=torch.empty(0, dtype=shard.tensor.dtype))
                 continue
-            source, boxes = _bounding_block(shard)
+            source, boxes = _find_bounding_block(shard)
             num_bytes = source.numel() * source.element_size()
             target = (
                 self._memory[position : position + num_bytes].view(source.dtype).view(source.shape)
@@ -68,16 +70,16 @@ class StagingMemory:
             # All copies are queued, and waited for once below.
             target.copy_(source, non_blocking=True)
             staged[name] = replace(shard, tensor=target, boxes=boxes)
-            position += _align_up(num_bytes)
+            position += _round_up_to_alignment(num_bytes)
         # Training may change the tensors as soon as this returns.
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         return staged
 
 
-def _bounding_block(shard: LogicalShard) -> tuple[torch.Tensor, tuple[Box, ...]]:
+def _find_bounding_block(shard: LogicalShard) -> tuple[torch.Tensor, tuple[Box, ...]]:
     """The smallest block of the local tensor that holds all boxes, and the boxes relative to it."""
-    low, high = _box_bounds(shard)
+    low, high = _compute_box_bounds(shard)
     part = shard.tensor[tuple(map(slice, low, high))]
     boxes = []
     for box in shard.boxes:
@@ -86,7 +88,7 @@ def _bounding_block(shard: LogicalShard) -> tuple[torch.Tensor, tuple[Box, ...]]
     return part, tuple(boxes)
 
 
-def _box_bounds(shard: LogicalShard) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _compute_box_bounds(shard: LogicalShard) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The first and the last index, exclusive, of all boxes in each dimension."""
     low, high = [], []
     for dim in range(len(shard.global_shape)):
@@ -95,14 +97,14 @@ def _box_bounds(shard: LogicalShard) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(low), tuple(high)
 
 
-def _bounding_block_bytes(shard: LogicalShard) -> int:
+def _count_bounding_block_bytes(shard: LogicalShard) -> int:
     if not shard.boxes:
         return 0
     volume = shard.tensor.element_size()
-    for start, stop in zip(*_box_bounds(shard), strict=True):
+    for start, stop in zip(*_compute_box_bounds(shard), strict=True):
         volume *= stop - start
     return volume
 
 
-def _align_up(num_bytes: int) -> int:
+def _round_up_to_alignment(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

@@ -12,20 +12,25 @@ from typing import Any
 import torch
 import xxhash
 
-from phalanx.checkpoint.all_ranks import CollectiveGroup, all_ranks_or_raise
-from phalanx.checkpoint.chunks import StoredFile
-from phalanx.checkpoint.folder import Folder
-from phalanx.checkpoint.manifest import Manifest, Piece, StoredTensor, check_aliases
+from phalanx.checkpoint.all_ranks import CollectiveGroup, run_on_all_ranks_or_raise
+from phalanx.checkpoint.chunks import FileSizeAndChecksums
+from phalanx.checkpoint.folder import CheckpointFolder
+from phalanx.checkpoint.manifest import (
+    Manifest,
+    StoredPiece,
+    StoredTensorPieces,
+    require_valid_aliases,
+)
 from phalanx.checkpoint.ownership.fencing_token import FencingToken
-from phalanx.checkpoint.ownership.store_owner import require_still_owner
+from phalanx.checkpoint.ownership.store_owner import require_still_owner_of_run_and_store
 from phalanx.checkpoint.reading.verify import is_tiled_by_pieces
-from phalanx.checkpoint.shard_file import SAFETENSORS_DTYPES, Bytes
+from phalanx.checkpoint.shard_file import SAFETENSORS_DTYPE_OF_TORCH_DTYPE, Bytes
 from phalanx.checkpoint.stores.protocol import Draft, Store
 from phalanx.checkpoint.writing.incremental import (
-    PreviousCheckpoint,
-    TensorBlock,
-    open_previous_checkpoint,
-    write_blocks,
+    BlockToSave,
+    ReusableCheckpoint,
+    open_checkpoint_for_reuse,
+    write_or_reuse_blocks,
 )
 from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import PhaseTimer
@@ -36,7 +41,7 @@ MIN_SPLIT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class RankSnapshot:
     """The content of the checkpoint of `step`, as one rank has it.
 
     `shards` are logical tensors by full-model name, `aliases` the names that are tied to one of
@@ -54,7 +59,7 @@ class WrittenCheckpoint:
     """A committed checkpoint. `num_bytes`: all bytes of its tensors; `num_new_bytes`: those that
     had to be written for it."""
 
-    folder: Folder
+    folder: CheckpointFolder
     num_bytes: int
     num_new_bytes: int
 
@@ -65,7 +70,7 @@ class WrittenCheckpoint:
 
 def write_checkpoint(
     store: Store,
-    snapshot: Snapshot,
+    snapshot: RankSnapshot,
     *,
     job_digest: str,
     group: CollectiveGroup,
@@ -76,10 +81,10 @@ def write_checkpoint(
 ) -> WrittenCheckpoint:
     """Write `snapshot` into `store` as a checkpoint. Collective.
 
-    Its shards are those of this rank, or what `select_owned_blocks` made of them: nothing else is
-    read. `before_commit` is called when every rank's part is written, before there is a checkpoint.
-    Its facts may differ between stages of a pipeline in what they know of: the manifest has all of
-    them, and of a fact that several know the first rank's value.
+    Its shards are those of this rank, or what `select_blocks_to_write` made of them: nothing else
+    is read. `before_commit` is called when every rank's part is written, before there is a
+    checkpoint. Its facts may differ between stages of a pipeline in what they know of: the manifest
+    has all of them, and of a fact that several know the first rank's value.
 
     With `incremental`, blocks that the checkpoint before holds already are linked to it, or copied
     by the store.
@@ -89,20 +94,20 @@ def write_checkpoint(
     checkpoints that were there before.
     """
     with phases("ckpt_stage"):
-        draft, previous_name = _begin_draft(
+        draft, previous_name = _begin_draft_on_all_ranks(
             store, snapshot.step, group, fencing_token, incremental=incremental
         )
     try:
         with phases("ckpt_write"):
-            parts = _write_on_all_ranks(store, draft, snapshot, group, previous_name)
+            parts = _write_blocks_on_all_ranks(store, draft, snapshot, group, previous_name)
         manifest = _assemble_manifest(snapshot, job_digest, group, parts, fencing_token)
         # After every rank's part is written: `_assemble_manifest` has what all of them gathered.
         before_commit()
         with phases("before_commit"):
-            with all_ranks_or_raise(group, draft.url, "committing a checkpoint"):
+            with run_on_all_ranks_or_raise(group, draft.url, "committing a checkpoint"):
                 if group.rank == 0:
                     # Again: writing took a while, in which another job may have taken the run.
-                    require_still_owner(fencing_token, store)
+                    require_still_owner_of_run_and_store(fencing_token, store)
                     store.commit(draft, manifest.to_bytes())
     except CheckpointError:
         if group.rank == 0:
@@ -111,10 +116,12 @@ def write_checkpoint(
         raise
     with phases("after_commit"):
         num_new_bytes = sum(part["num_new_bytes"] for part in parts)
-        return WrittenCheckpoint(store.committed_folder(draft), manifest.num_bytes, num_new_bytes)
+        return WrittenCheckpoint(
+            store.get_folder_once_committed(draft), manifest.num_bytes, num_new_bytes
+        )
 
 
-def _begin_draft(
+def _begin_draft_on_all_ranks(
     store: Store,
     step: int,
     group: CollectiveGroup,
@@ -126,10 +133,10 @@ def _begin_draft(
 
     Returns it with the name of the checkpoint before, whose blocks may be linked; None without one.
     """
-    with all_ranks_or_raise(group, store.url, "preparing a checkpoint") as results:
+    with run_on_all_ranks_or_raise(group, store.url, "preparing a checkpoint") as results:
         if group.rank == 0:
             # Before anything is written: `begin` removes drafts, which may be another job's.
-            require_still_owner(fencing_token, store)
+            require_still_owner_of_run_and_store(fencing_token, store)
             previous_name = None
             if incremental and (folders := store.folders()):
                 previous_name = folders[-1].name
@@ -139,20 +146,20 @@ def _begin_draft(
     return store.join_draft(step, draft_token), previous_name
 
 
-def _write_on_all_ranks(
+def _write_blocks_on_all_ranks(
     store: Store,
     draft: Draft,
-    snapshot: Snapshot,
+    snapshot: RankSnapshot,
     group: CollectiveGroup,
     previous_name: str | None,
 ) -> list[dict[str, Any]]:
     """Write this rank's blocks; returns the JSON of all ranks for the manifest."""
-    with all_ranks_or_raise(group, draft.url, "writing a checkpoint") as results:
+    with run_on_all_ranks_or_raise(group, draft.url, "writing a checkpoint") as results:
         previous = None
         if previous_name is not None:
             # Each rank reads it for itself: one that cannot writes its part anew.
-            previous = open_previous_checkpoint(store.folder(previous_name))
-        results.local = _write_owned_blocks(draft, snapshot.shards, group.rank, previous)
+            previous = open_checkpoint_for_reuse(store.folder(previous_name))
+        results.local = _write_blocks_of_rank(draft, snapshot.shards, group.rank, previous)
         results.local["aliases"] = dict(snapshot.aliases)
         # Only in a pipeline do ranks know of different things.
         if group.layout.pp > 1:
@@ -161,7 +168,7 @@ def _write_on_all_ranks(
     return results.by_rank
 
 
-def select_owned_blocks(shards: Mapping[str, LogicalShard]) -> dict[str, LogicalShard]:
+def select_blocks_to_write(shards: Mapping[str, LogicalShard]) -> dict[str, LogicalShard]:
     """Return `shards` reduced to the blocks that this rank must write, so that each block is
     written by one rank and no replicas are left.
 
@@ -170,20 +177,20 @@ def select_owned_blocks(shards: Mapping[str, LogicalShard]) -> dict[str, Logical
     not know of others. Idempotent. Raises CheckpointError for a dtype that safetensors cannot hold.
     """
     return {
-        name: replace(shard, boxes=tuple(_select_owned_boxes(shard)), replica=0, num_replicas=1)
+        name: replace(shard, boxes=tuple(_select_boxes_to_write(shard)), replica=0, num_replicas=1)
         for name, shard in shards.items()
     }
 
 
-def _select_owned_boxes(shard: LogicalShard) -> Iterator[Box]:
-    if shard.dtype not in SAFETENSORS_DTYPES:
+def _select_boxes_to_write(shard: LogicalShard) -> Iterator[Box]:
+    if shard.dtype not in SAFETENSORS_DTYPE_OF_TORCH_DTYPE:
         raise CheckpointError(
             f"{shard.name} is of type {shard.dtype}, which safetensors cannot hold",
             fix="keep it in another type, or out of checkpoints (persistent=False, for a buffer)",
         )
     if shard.replica >= shard.num_replicas:
         return
-    item_bytes = SAFETENSORS_DTYPES[shard.dtype][1]
+    item_bytes = SAFETENSORS_DTYPE_OF_TORCH_DTYPE[shard.dtype][1]
     name_digest = xxhash.xxh3_64_intdigest(shard.name.encode())
     for box in shard.boxes:
         replica = shard.replica * box.num_replicas + box.replica
@@ -194,12 +201,12 @@ def _select_owned_boxes(shard: LogicalShard) -> Iterator[Box]:
             # Parts that differ by one row at most, and together are all rows.
             start = num_rows * replica // num_replicas
             stop = num_rows * (replica + 1) // num_replicas
-            yield _slice_box_rows(box, start, stop)
+            yield _cut_box_to_rows(box, start, stop)
         elif replica == name_digest % num_replicas:
             yield replace(box, replica=0, num_replicas=1)
 
 
-def _slice_box_rows(box: Box, start: int, stop: int) -> Box:
+def _cut_box_to_rows(box: Box, start: int, stop: int) -> Box:
     return Box(
         (box.global_offset[0] + start, *box.global_offset[1:]),
         (box.local_offset[0] + start, *box.local_offset[1:]),
@@ -207,26 +214,26 @@ def _slice_box_rows(box: Box, start: int, stop: int) -> Box:
     )
 
 
-def _write_owned_blocks(
+def _write_blocks_of_rank(
     draft: Draft,
     shards: Mapping[str, LogicalShard],
     rank: int,
-    previous: PreviousCheckpoint | None,
+    previous: ReusableCheckpoint | None,
 ) -> dict[str, Any]:
     """Write the blocks that this rank owns.
 
     Returns the JSON that the other ranks need for the manifest: tensors with their pieces, files,
     and how many bytes are new.
     """
-    owned = select_owned_blocks(shards)
+    owned = select_blocks_to_write(shards)
     blocks = []
     for name, shard in sorted(owned.items()):
         for number, box in enumerate(shard.boxes):
             load = partial(read_block_bytes, shard.tensor, box)
             key = f"{name}#{number}"
-            block = TensorBlock(name, key, shard.dtype, box.global_offset, box.size, load)
+            block = BlockToSave(name, key, shard.dtype, box.global_offset, box.size, load)
             blocks.append(block)
-    written = write_blocks(draft, f"rank-{rank:04d}", blocks, previous)
+    written = write_or_reuse_blocks(draft, f"rank-{rank:04d}", blocks, previous)
     tensors = {}
     for name, shard in owned.items():
         pieces = [asdict(piece) for piece in written.pieces.get(name, ())]
@@ -238,7 +245,7 @@ def _write_owned_blocks(
 def read_block_bytes(tensor: torch.Tensor, box: Box) -> Bytes:
     """A block of a local tensor as bytes in C order, on the CPU; a view of it where that is
     possible."""
-    block = view_local_block(tensor, box).cpu().reshape(-1)
+    block = view_block_of_local_tensor(tensor, box).cpu().reshape(-1)
     # torch calls blocks of one element or none contiguous, whatever their strides; a view as bytes
     # needs a stride of 1.
     if block.stride() != (1,):
@@ -247,23 +254,23 @@ def read_block_bytes(tensor: torch.Tensor, box: Box) -> Bytes:
     return as_bytes
 
 
-def view_local_block(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+def view_block_of_local_tensor(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor[tuple(slice(o, o + s) for o, s in zip(box.local_offset, box.size, strict=True))]
 
 
-def _merge_facts(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_nested_facts(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
     """`first`, and what `second` has besides, at any depth."""
     merged = dict(first)
     for key, value in second.items():
         if key not in merged:
             merged[key] = value
         elif isinstance(merged[key], Mapping) and isinstance(value, Mapping):
-            merged[key] = _merge_facts(merged[key], value)
+            merged[key] = _merge_nested_facts(merged[key], value)
     return merged
 
 
 def _assemble_manifest(
-    snapshot: Snapshot,
+    snapshot: RankSnapshot,
     job_digest: str,
     group: CollectiveGroup,
     parts: list[dict[str, Any]],
@@ -284,21 +291,21 @@ def _assemble_manifest(
     tensors = {}
     # Sorted: the manifest does not depend on which rank knew of a tensor first.
     for name, tensor in sorted(gathered.items()):
-        pieces = tuple(map(_parse_piece, tensor["pieces"]))
-        tensors[name] = StoredTensor(tuple(tensor["shape"]), tensor["dtype"], pieces)
+        pieces = tuple(map(_parse_written_piece, tensor["pieces"]))
+        tensors[name] = StoredTensorPieces(tuple(tensor["shape"]), tensor["dtype"], pieces)
         if not is_tiled_by_pieces(tensors[name]):
             raise CheckpointError(f"the ranks' blocks of {name} do not make the whole tensor")
-    files: dict[str, StoredFile] = {}
+    files: dict[str, FileSizeAndChecksums] = {}
     aliases: dict[str, str] = {}
     facts: Mapping[str, Any] = {}
     for part in parts:
         for name, stored in part["files"].items():
-            files[name] = StoredFile(**stored)
+            files[name] = FileSizeAndChecksums(**stored)
         aliases |= part["aliases"]
         # They come in the gather that a save has anyway.
-        facts = _merge_facts(facts, part.get("facts", {}))
+        facts = _merge_nested_facts(facts, part.get("facts", {}))
     try:
-        check_aliases(aliases, tensors)
+        require_valid_aliases(aliases, tensors)
     except ValueError as error:
         raise CheckpointError(f"the ranks do not agree on what is tied: {error}") from None
     # 0 where claims are not counted, as in a loop of your own.
@@ -315,8 +322,8 @@ def _assemble_manifest(
     )
 
 
-def _parse_piece(stored: Mapping[str, Any]) -> Piece:
-    return Piece(
+def _parse_written_piece(stored: Mapping[str, Any]) -> StoredPiece:
+    return StoredPiece(
         stored["file"],
         stored["key"],
         tuple(stored["offset"]),

@@ -16,7 +16,7 @@ from phalanx.job.schema import Job
 
 MODELS, SINKS = "phalanx.nn.models", "phalanx.observe.sinks"
 MAIN_MODULE_PREFIX = "__main__:"
-OPTIMIZERS, HOOKS = "phalanx.optim.optimizers", "phalanx.parallel.hooks"
+OPTIMIZERS, COMPRESSION_HOOKS_PACKAGE = "phalanx.optim.optimizers", "phalanx.parallel.hooks"
 
 
 @declare_check("model.kind")
@@ -107,7 +107,7 @@ def check_sinks_exist(job: Job) -> list[Finding]:
 
 @declare_check("parallel.compress")
 def check_compression_exists(job: Job) -> list[Finding]:
-    kind, known = job.parallel.compress, ["none", *list_kinds_of_package(HOOKS)]
+    kind, known = job.parallel.compress, ["none", *list_kinds_of_package(COMPRESSION_HOOKS_PACKAGE)]
     # "none" alone: this installation lacks the folder, and no name can be checked.
     if kind in known or len(known) == 1:
         return []

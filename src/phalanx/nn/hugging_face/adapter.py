@@ -25,7 +25,11 @@ from phalanx.job.hugging_face import (
     is_hugging_face,
     read_model_config,
 )
-from phalanx.mesh.recorded_init import NotRecordableError, record_build, replace_recorded_init
+from phalanx.mesh.recorded_init import (
+    NotRecordableError,
+    build_module_and_record,
+    set_initial_values_of_module,
+)
 from phalanx.nn.hugging_face.plain_head import (
     HeadRecorder,
     build_head_output,
@@ -144,7 +148,7 @@ def record_module_facts(kind: str, build: Callable[[], nn.Module]) -> nn.Module:
 
     Raises NotRecordableError, or another error, where that is not possible.
     """
-    module = record_build(build)
+    module = build_module_and_record(build)
     directory = find_weights_directory(kind)
     if directory is not None:
         # Here, for safetensors comes with transformers.
@@ -153,7 +157,7 @@ def record_module_facts(kind: str, build: Callable[[], nn.Module]) -> nn.Module:
         stored = find_stored_weights(module, directory)
         if stored is None:
             raise NotRecordableError("transformers translates the weights of its files")
-        replace_recorded_init(module, stored)
+        set_initial_values_of_module(module, stored)
     return module
 
 

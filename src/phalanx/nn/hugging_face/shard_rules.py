@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from phalanx.mesh.linear import (
-    first_expert_parameter_name,
-    has_gated_experts,
-    is_expert_stack,
-    is_linear,
+    get_first_expert_parameter_name,
+    has_gated_transformers_experts,
+    is_linear_layer,
+    is_transformers_experts,
 )
 
 COLUMN, ROW, PARTIAL = "colwise", "rowwise", "replicated_with_grad_allreduce"
@@ -89,7 +89,7 @@ def _rules_from_plan(module: Any, plan: dict[str, str]) -> dict[str, str]:
     rules_by_pattern: dict[str, list[dict[str, str]]] = defaultdict(list)
     for name, part in module.named_modules():
         pattern = _pattern_of_name(name)
-        if is_expert_stack(part):
+        if is_transformers_experts(part):
             rules_by_pattern[pattern].append(_rules_of_experts(part, pattern, plan))
         else:
             rules_by_pattern[pattern].append(_rules_of_part(part, pattern, plan))
@@ -106,9 +106,13 @@ def _rules_from_plan(module: Any, plan: dict[str, str]) -> dict[str, str]:
 
 def _rules_of_experts(part: nn.Module, pattern: str, plan: dict[str, str]) -> dict[str, str]:
     rule, first_kind = "experts", COLUMN
-    if has_gated_experts(part):
+    if has_gated_transformers_experts(part):
         rule, first_kind = "experts parts=2", FUSED_COLUMN
-    expected = {"": EXPERTS, f".{first_expert_parameter_name(part)}": first_kind, ".down_proj": ROW}
+    expected = {
+        "": EXPERTS,
+        f".{get_first_expert_parameter_name(part)}": first_kind,
+        ".down_proj": ROW,
+    }
     for name, kind in expected.items():
         if plan.get(f"{pattern}{name}") != kind:
             return {}
@@ -168,7 +172,7 @@ def _rule_of_layer(layer: Any, kind: str, width: int | None) -> _LayerRule | Non
         if width is None or any(tuple(weight.shape) != (width,) for weight in layer.parameters()):
             return None
         return _LayerRule("partial")
-    if not is_linear(layer):
+    if not is_linear_layer(layer):
         return None
     rule, size = "row", layer.in_features
     if kind == COLUMN:

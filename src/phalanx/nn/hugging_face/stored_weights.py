@@ -29,7 +29,7 @@ class StoredWeights:
     file_of: Mapping[str, Path]
     digest: str
 
-    def fill(self, shards: Mapping[str, LogicalShard]) -> None:
+    def fill_parameter_shards(self, shards: Mapping[str, LogicalShard]) -> None:
         """Fill those of `shards` that are parameters; reads no more than their blocks."""
         with ExitStack() as stack, torch.no_grad():
             opened: dict[Path, Any] = {}
@@ -42,8 +42,12 @@ class StoredWeights:
                 stored = opened[path].get_slice(name)
                 for box in shard.boxes:
                     # A tensor of no dimensions has no slices.
-                    block = stored[box.global_slices] if box.size else opened[path].get_tensor(name)
-                    shard.tensor[box.local_slices].copy_(block)
+                    block = (
+                        stored[box.slices_in_full_tensor]
+                        if box.size
+                        else opened[path].get_tensor(name)
+                    )
+                    shard.tensor[box.slices_in_local_tensor].copy_(block)
 
 
 def find_stored_weights(module: nn.Module, directory: Path) -> StoredWeights | None:

@@ -22,7 +22,7 @@ from phalanx.core.phases import PhaseTimer
 
 
 @dataclass(frozen=True)
-class StatisticsGroup:
+class BatchStatisticsGroup:
     """Whose microbatch the statistics are of: that of all ranks, or this rank's own."""
 
     phases: PhaseTimer
@@ -43,7 +43,7 @@ class StatisticsGroup:
             dist.all_gather_into_tensor(gathered.view(-1), rank_values, group=self.group)
         return gathered
 
-    def add_up(self, sums: torch.Tensor) -> None:
+    def sum_over_ranks(self, sums: torch.Tensor) -> None:
         """Add `sums` up over the ranks, in place."""
         if self.all:
             with self.phases("collective", "all_reduce BatchNorm gradients"):
@@ -61,7 +61,7 @@ class ChannelStatistics:
 
 
 @dataclass
-class StatisticsTape:
+class RecordedBatchStatistics:
     """The statistics of a block's forward, in the order of calls: its recomputation takes them from
     here.
 
@@ -72,7 +72,7 @@ class StatisticsTape:
     replay_at: int | None = None
     """Where the recomputation stands; None while the forward records."""
 
-    def next_statistics(self) -> ChannelStatistics | None:
+    def take_next_statistics(self) -> ChannelStatistics | None:
         if self.replay_at is None:
             return None
         self.replay_at += 1
@@ -83,8 +83,8 @@ class SynchronisedBatchNorm(_BatchNorm):
     """Stands between a module's own class and torch's `_BatchNorm`: the user's forward still
     comes first."""
 
-    _ranks: StatisticsGroup
-    _tape: StatisticsTape | None = None
+    _ranks: BatchStatisticsGroup
+    _tape: RecordedBatchStatistics | None = None
     _was_called = False
 
     @torch.compiler.disable
@@ -94,27 +94,31 @@ class SynchronisedBatchNorm(_BatchNorm):
         # FSDP may have cast weights to bf16, and torch's kernel takes no mixture with fp32
         # statistics.
         weight, bias = (
-            None if p is None else p.to(_at_least_fp32(input)) for p in (self.weight, self.bias)
+            None if p is None else p.to(_promote_dtype_to_fp32(input))
+            for p in (self.weight, self.bias)
         )
         tracks = self.running_mean is not None and self.running_var is not None
         if not self.training and tracks:
             mean, var = cast(torch.Tensor, self.running_mean), cast(torch.Tensor, self.running_var)
-            mean, var = mean.to(_at_least_fp32(input)), var.to(_at_least_fp32(input))
+            mean, var = (
+                mean.to(_promote_dtype_to_fp32(input)),
+                var.to(_promote_dtype_to_fp32(input)),
+            )
             return F.batch_norm(input, mean, var, weight, bias, False, 0.0, self.eps)
-        recorded = self._tape.next_statistics() if self._tape is not None else None
+        recorded = self._tape.take_next_statistics() if self._tape is not None else None
         if recorded is None:
-            recorded = _combine_statistics(input.detach(), self._ranks)
+            recorded = _combine_statistics_of_ranks(input.detach(), self._ranks)
             if self._tape is not None:
                 self._tape.played.append(recorded)
             if self.training and self.track_running_stats and tracks:
-                self._move_running_statistics(recorded)
-        output: torch.Tensor = _Normalise.apply(
+                self._update_running_statistics(recorded)
+        output: torch.Tensor = _NormaliseWithGivenStatistics.apply(
             input, weight, bias, recorded, self.eps, self._ranks
         )
         return output
 
     @torch.no_grad()
-    def _move_running_statistics(self, statistics: ChannelStatistics) -> None:
+    def _update_running_statistics(self, statistics: ChannelStatistics) -> None:
         """Move the running statistics, with the unbiased variance, as torch does; momentum None
         averages over all."""
         factor = self.momentum
@@ -122,7 +126,7 @@ class SynchronisedBatchNorm(_BatchNorm):
             self.num_batches_tracked.add_(1)
             if factor is None:
                 factor = 1.0 / float(self.num_batches_tracked)
-        # `_combine_statistics` has refused a count of 1.
+        # `_combine_statistics_of_ranks` has refused a count of 1.
         unbiased = statistics.var * (statistics.count / (statistics.count - 1))
         for running, now in ((self.running_mean, statistics.mean), (self.running_var, unbiased)):
             assert running is not None
@@ -137,11 +141,11 @@ class AnyDimensionsBatchNorm(SynchronisedBatchNorm):
             raise ValueError(f"expected at least 2 dimensions, got {input.ndim}")
 
 
-def _at_least_fp32(tensor: torch.Tensor) -> torch.dtype:
+def _promote_dtype_to_fp32(tensor: torch.Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def find_differing_buffers(module: nn.Module) -> list[torch.Tensor]:
+def find_buffers_that_differ_between_ranks(module: nn.Module) -> list[torch.Tensor]:
     """Buffers that may come to differ between ranks: all but those of synchronised BatchNorms, and
     of modules that say `buffers_are_alike`."""
     norms = [
@@ -154,27 +158,33 @@ def find_differing_buffers(module: nn.Module) -> list[torch.Tensor]:
     return [buffer for buffer in module.buffers() if id(buffer) not in same]
 
 
-def _dims_but_channel(tensor: torch.Tensor) -> list[int]:
+def _list_non_channel_dims(tensor: torch.Tensor) -> list[int]:
     return [dim for dim in range(tensor.ndim) if dim != 1]
 
 
-def _expand_channels(per_channel: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _reshape_to_broadcast_over_channels(
+    per_channel: torch.Tensor, like: torch.Tensor
+) -> torch.Tensor:
     """[C] to [1, C, 1, ...]."""
     return per_channel.view(1, -1, *(1,) * (like.ndim - 2))
 
 
 @torch.no_grad()
-def _combine_statistics(input: torch.Tensor, ranks: StatisticsGroup) -> ChannelStatistics:
+def _combine_statistics_of_ranks(
+    input: torch.Tensor, ranks: BatchStatisticsGroup
+) -> ChannelStatistics:
     """Mean and variance over all ranks, from each rank's own (Chan et al. 1983), the same bits
     on every rank."""
     channels, count = input.shape[1], input.numel() // max(1, input.shape[1])
     # Squared deviations from each rank's own mean: sums of squares would cancel where the mean is
     # large beside the spread. Mean, deviations and count in one message; a rank without rows sends
     # zeros.
-    rank_sums = torch.zeros(2 * channels + 1, dtype=_at_least_fp32(input), device=input.device)
+    rank_sums = torch.zeros(
+        2 * channels + 1, dtype=_promote_dtype_to_fp32(input), device=input.device
+    )
     if count:
         var, mean = torch.var_mean(
-            input.to(_at_least_fp32(input)), dim=_dims_but_channel(input), correction=0
+            input.to(_promote_dtype_to_fp32(input)), dim=_list_non_channel_dims(input), correction=0
         )
         rank_sums[:channels], rank_sums[channels:-1], rank_sums[-1] = mean, var * count, count
     all_sums = ranks.gather(rank_sums)
@@ -193,7 +203,7 @@ def _combine_statistics(input: torch.Tensor, ranks: StatisticsGroup) -> ChannelS
     return ChannelStatistics(mean, var, total)
 
 
-class _Normalise(torch.autograd.Function):
+class _NormaliseWithGivenStatistics(torch.autograd.Function):
     """(input - mean) / sqrt(var + eps) x weight + bias, where mean and var are functions of
     every rank's input."""
 
@@ -205,7 +215,7 @@ class _Normalise(torch.autograd.Function):
         bias: torch.Tensor | None,
         statistics: ChannelStatistics,
         eps: float,
-        ranks: StatisticsGroup,
+        ranks: BatchStatisticsGroup,
     ) -> torch.Tensor:
         ctx.ranks, ctx.has_bias = ranks, bias is not None
         scale = torch.rsqrt(statistics.var + eps)
@@ -219,10 +229,10 @@ class _Normalise(torch.autograd.Function):
         x^>) weight / std."""
         input, weight, mean, scale, count = ctx.saved_tensors
         wide = mean.dtype
-        dims = _dims_but_channel(input)
+        dims = _list_non_channel_dims(input)
         grad = grad_output.to(wide)
-        centred = (input.to(wide) - _expand_channels(mean, input)).mul_(
-            _expand_channels(scale, input)
+        centred = (input.to(wide) - _reshape_to_broadcast_over_channels(mean, input)).mul_(
+            _reshape_to_broadcast_over_channels(scale, input)
         )
         grad_bias, grad_weight = grad.sum(dims), (grad * centred).sum(dims)
         grad_input = None
@@ -230,13 +240,15 @@ class _Normalise(torch.autograd.Function):
             # A copy: the gradients of weight and bias stay this rank's own, and data parallelism
             # reduces them.
             sums = torch.cat((grad_bias, grad_weight))
-            ctx.ranks.add_up(sums)
+            ctx.ranks.sum_over_ranks(sums)
             means = sums / count
             channels = mean.numel()
             factor = scale if weight is None else scale * weight
-            grad_input = grad - _expand_channels(means[:channels], input)
-            grad_input -= centred.mul_(_expand_channels(means[channels:], input))
-            grad_input = grad_input.mul_(_expand_channels(factor, input)).to(input.dtype)
+            grad_input = grad - _reshape_to_broadcast_over_channels(means[:channels], input)
+            grad_input -= centred.mul_(_reshape_to_broadcast_over_channels(means[channels:], input))
+            grad_input = grad_input.mul_(_reshape_to_broadcast_over_channels(factor, input)).to(
+                input.dtype
+            )
         return (
             grad_input,
             grad_weight if weight is not None else None,

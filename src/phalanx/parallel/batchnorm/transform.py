@@ -17,19 +17,21 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from phalanx.core.errors import LayoutError
 from phalanx.parallel.batchnorm.layer import (
     AnyDimensionsBatchNorm,
-    StatisticsGroup,
+    BatchStatisticsGroup,
     SynchronisedBatchNorm,
 )
-from phalanx.parallel.protocol import Order, ParallelContext
+from phalanx.parallel.protocol import ParallelContext, TransformOrder
 from phalanx.plan.plan import Plan
 
-DERIVE_FROM_TORCH_FIX = "derive it from nn.BatchNorm1d, 2d or 3d: phalanx synchronises those"
+DERIVE_FROM_TORCH_BATCHNORM_FIX = (
+    "derive it from nn.BatchNorm1d, 2d or 3d: phalanx synchronises those"
+)
 
 
 class SyncBatchNorm:
-    order = Order.BATCHNORM
+    order = TransformOrder.BATCHNORM
 
-    def wanted(self, plan: Plan) -> bool:
+    def is_needed(self, plan: Plan) -> bool:
         """Also where nothing is synchronised but FSDP casts weights to bf16: torch's kernel
         takes no mixture."""
         layout, parallel = plan.layout.gradient_reduction_layout, plan.parallel
@@ -42,14 +44,16 @@ class SyncBatchNorm:
         ]
         if not norms:
             return
-        ranks = StatisticsGroup(
+        ranks = BatchStatisticsGroup(
             context.phases, context.plan.parallel.sync_batchnorm, context.mesh.data_parallel_group()
         )
         for name, module in norms:
-            _synchronise(name, module, ranks)
+            _make_batchnorm_synchronised(name, module, ranks)
 
 
-def _synchronise(name: str, module: _BatchNorm, ranks: StatisticsGroup) -> None:
+def _make_batchnorm_synchronised(
+    name: str, module: _BatchNorm, ranks: BatchStatisticsGroup
+) -> None:
     """Change the class of `module` in place."""
     original = type(module)
     if isinstance(module, nn.SyncBatchNorm) and not ranks.all:
@@ -59,21 +63,21 @@ def _synchronise(name: str, module: _BatchNorm, ranks: StatisticsGroup) -> None:
         if original is not nn.SyncBatchNorm:
             raise LayoutError(
                 f"{name} ({original.__name__}) is derived from torch's SyncBatchNorm",
-                fix=DERIVE_FROM_TORCH_FIX,
+                fix=DERIVE_FROM_TORCH_BATCHNORM_FIX,
             )
         module.__class__ = AnyDimensionsBatchNorm
     else:
-        module.__class__ = _derive_synchronised_type(original)  # type: ignore[arg-type]  # torch's are Any
+        module.__class__ = _derive_synchronised_batchnorm_class(original)  # type: ignore[arg-type]  # torch's are Any
     module._ranks = ranks
     # Only a forward of the user's own can leave out the one that is synchronised.
     if ranks.all and original.forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
         module.register_forward_hook(
-            functools.partial(_require_batchnorm_forward, name, original.__name__)
+            functools.partial(_require_call_of_batchnorm_forward, name, original.__name__)
         )
 
 
 @functools.cache
-def _derive_synchronised_type(original: type[_BatchNorm]) -> type[_BatchNorm]:
+def _derive_synchronised_batchnorm_class(original: type[_BatchNorm]) -> type[_BatchNorm]:
     # In this order `super().forward` of a user's class finds ours before torch's.
     bases = (
         original,
@@ -82,7 +86,7 @@ def _derive_synchronised_type(original: type[_BatchNorm]) -> type[_BatchNorm]:
     return type(f"Synchronised{original.__name__}", bases, {"__module__": original.__module__})
 
 
-def _require_batchnorm_forward(
+def _require_call_of_batchnorm_forward(
     name: str, class_name: str, module: nn.Module, args: Any, output: Any
 ) -> None:
     """A user's forward that never calls BatchNorm's would have used this rank's statistics

@@ -14,12 +14,12 @@ from phalanx.core.batch import list_outermost_names, unflatten_entry
 from phalanx.core.errors import DataError, LayoutError
 
 # This stands for a forward that takes any keyword.
-ANY_KEYWORD = "**"
+ACCEPTS_ANY_KEYWORD = "**"
 # A message names so many entries of a batch at most.
-MAX_SHOWN_ENTRIES = 12
+MAX_DESCRIBED_BATCH_ENTRIES = 12
 
 
-class NamedTensors(dict[str, torch.Tensor]):
+class BatchOfNamedTensors(dict[str, torch.Tensor]):
     """A batch.
 
     A level of nested samples is nested again. A name that it lacks is a mistake in a dataset or an
@@ -36,7 +36,7 @@ class NamedTensors(dict[str, torch.Tensor]):
         )
 
 
-def call_with_batch(
+def build_forward_arguments(
     module: nn.Module, batch: Mapping[str, torch.Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """(args, kwargs): `batch["inputs"]` first, if there, then each other entry except "targets"
@@ -50,10 +50,10 @@ def call_with_batch(
     levels = list_outermost_names(batch)
     extras = {}
     for key in levels:
-        if key not in ("inputs", "targets") and _takes_argument(known, key):
+        if key not in ("inputs", "targets") and _forward_accepts_entry(known, key):
             extras[key] = unflatten_entry(batch, key)
     if "document_ids" in batch and "document_ids" not in known:
-        raise _missing_documents_error(module, takes_any=ANY_KEYWORD in known)
+        raise _missing_document_ids_parameter_error(module, takes_any=ACCEPTS_ANY_KEYWORD in known)
     args = (unflatten_entry(batch, "inputs"),) if "inputs" in levels else ()
     if not args and not extras:
         raise LayoutError(
@@ -72,7 +72,7 @@ def call_with_batch(
     return args, extras
 
 
-def _missing_documents_error(module: nn.Module, *, takes_any: bool) -> LayoutError:
+def _missing_document_ids_parameter_error(module: nn.Module, *, takes_any: bool) -> LayoutError:
     why = None
     if takes_any:
         why = "it takes any keyword, which does not say that it masks attention by this one"
@@ -83,8 +83,8 @@ def _missing_documents_error(module: nn.Module, *, takes_any: bool) -> LayoutErr
     )
 
 
-def _takes_argument(known: frozenset[str], key: str) -> bool:
-    return key in known or ANY_KEYWORD in known
+def _forward_accepts_entry(known: frozenset[str], key: str) -> bool:
+    return key in known or ACCEPTS_ANY_KEYWORD in known
 
 
 def _read_forward_signature(module: nn.Module) -> tuple[frozenset[str], str, tuple[str, ...]]:
@@ -93,7 +93,9 @@ def _read_forward_signature(module: nn.Module) -> tuple[frozenset[str], str, tup
     cached = module.__dict__.get("_phalanx_forward_names")
     if cached is None:
         parameters = list(inspect.signature(module.forward).parameters.values())
-        known = frozenset(ANY_KEYWORD if p.kind is p.VAR_KEYWORD else p.name for p in parameters)
+        known = frozenset(
+            ACCEPTS_ANY_KEYWORD if p.kind is p.VAR_KEYWORD else p.name for p in parameters
+        )
         variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         needed = tuple(
             p.name for p in parameters if p.default is p.empty and p.kind not in variable
@@ -111,6 +113,6 @@ def describe_batch(batch: Mapping[str, torch.Tensor]) -> str:
     shown = [
         f"{key} {str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for key, t in batch.items()
     ]
-    if len(shown) > MAX_SHOWN_ENTRIES:
-        return ", ".join(shown[:MAX_SHOWN_ENTRIES]) + " ..."
+    if len(shown) > MAX_DESCRIBED_BATCH_ENTRIES:
+        return ", ".join(shown[:MAX_DESCRIBED_BATCH_ENTRIES]) + " ..."
     return ", ".join(shown) or "nothing"

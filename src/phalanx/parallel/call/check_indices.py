@@ -20,28 +20,28 @@ from phalanx.mesh.devices import is_on_cpu
 
 Batch = Mapping[str, torch.Tensor]
 # An objective with this attribute takes every target for the number of a class.
-TAKES_CLASSES_ATTRIBUTE = "takes_classes"
+TARGETS_ARE_CLASSES_ATTRIBUTE = "takes_classes"
 # The built-in objectives look in this order.
 _TARGET_ENTRY_NAMES = ("labels", "targets")
 
 
-def require_ids(batch: Batch, vocab_size: int) -> None:
+def require_token_ids_in_vocabulary(batch: Batch, vocab_size: int) -> None:
     """Raises DataError for token ids beyond the `vocab_size` rows of a model; 0: it has none, or
     nobody knows."""
     if vocab_size and "inputs" in batch:
         _require_index_range("'inputs'", batch["inputs"], vocab_size)
 
 
-def require_targets(batch: Batch, outputs: Any) -> None:
+def require_targets_within_classes(batch: Batch, outputs: Any) -> None:
     """Raises DataError for targets that are no class of `outputs`, which are logits or bring the
     head's weight."""
     key = next((key for key in _TARGET_ENTRY_NAMES if key in batch), None)
-    num_classes = _num_classes(outputs)
+    num_classes = _count_classes_of_outputs(outputs)
     if key is not None and num_classes:
         _require_index_range(repr(key), batch[key], num_classes, classes=True)
 
 
-def _num_classes(outputs: Any) -> int:
+def _count_classes_of_outputs(outputs: Any) -> int:
     """0: they do not say."""
     vocabulary, head = getattr(outputs, "vocabulary", None), getattr(outputs, "head_VD", None)
     if vocabulary is not None:
@@ -53,7 +53,7 @@ def _num_classes(outputs: Any) -> int:
     return 0
 
 
-def explain_failed_lookup(batch: Batch, error: Exception) -> None:
+def raise_for_out_of_range_index(batch: Batch, error: Exception) -> None:
     """Raises DataError if `error` comes from what a user's own embedding or cross-entropy could
     not look up."""
     trace, own_line = error.__traceback__, ""
@@ -64,13 +64,15 @@ def explain_failed_lookup(batch: Batch, error: Exception) -> None:
             "cross_entropy",
             "nll_loss",
         ):
-            _explain_index_error(batch, code.co_name, known, own_line)
+            _require_indices_of_failed_call(batch, code.co_name, known, own_line)
         elif code.co_filename.endswith(".py") and "site-packages" not in code.co_filename:
             own_line = f"{Path(code.co_filename).name}:{trace.tb_lineno}"
         trace = trace.tb_next
 
 
-def _explain_index_error(batch: Batch, function: str, known: Mapping[str, Any], where: str) -> None:
+def _require_indices_of_failed_call(
+    batch: Batch, function: str, known: Mapping[str, Any], where: str
+) -> None:
     if function == "embedding":
         values, size = known["input"], known["weight"].shape[0]
     else:

@@ -9,7 +9,7 @@ import torch
 from phalanx.core.errors import LayoutError
 
 
-def require_loss_sums(outcome: Any) -> None:
+def require_loss_sum_and_num_targets(outcome: Any) -> None:
     """An objective returns (loss_sum, num_targets); what is easily returned instead is a mean
     loss."""
     fix = (
@@ -17,14 +17,16 @@ def require_loss_sums(outcome: Any) -> None:
         " many they are"
     )
     if not isinstance(outcome, tuple) or len(outcome) != 2:
-        raise LayoutError(f"the objective returned {_describe_type(outcome)}", fix=fix)
+        raise LayoutError(f"the objective returned {_describe_returned_type(outcome)}", fix=fix)
     loss, targets = outcome
     if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.is_floating_point():
-        raise LayoutError(f"the objective's loss_sum is {_describe_type(loss)}", fix=fix)
+        raise LayoutError(f"the objective's loss_sum is {_describe_returned_type(loss)}", fix=fix)
     if (isinstance(targets, torch.Tensor) and targets.ndim) or not isinstance(
         targets, torch.Tensor | int | float
     ):
-        raise LayoutError(f"the objective's num_targets is {_describe_type(targets)}", fix=fix)
+        raise LayoutError(
+            f"the objective's num_targets is {_describe_returned_type(targets)}", fix=fix
+        )
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise LayoutError(
             "the objective's loss_sum has no gradient",
@@ -35,7 +37,7 @@ def require_loss_sums(outcome: Any) -> None:
         )
 
 
-def _describe_type(value: Any) -> str:
+def _describe_returned_type(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
     return f"a {type(value).__name__}" + (

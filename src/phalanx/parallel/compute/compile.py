@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from phalanx.parallel.protocol import Order, ParallelContext
+from phalanx.parallel.protocol import ParallelContext, TransformOrder
 from phalanx.plan.plan import Plan
 
 
-class Compile:
-    order = Order.COMPILE
+class CompileBlocks:
+    order = TransformOrder.COMPILE
 
-    def wanted(self, plan: Plan) -> bool:
+    def is_needed(self, plan: Plan) -> bool:
         return plan.compile
 
     def apply(self, context: ParallelContext) -> None:
@@ -19,4 +19,4 @@ class Compile:
             block.compile()
 
 
-parallelism = Compile()
+parallelism = CompileBlocks()

@@ -14,18 +14,18 @@ import torch
 from torch import nn
 
 from phalanx.core.errors import EnvironmentProblem, LayoutError
-from phalanx.parallel.protocol import Order, ParallelContext
+from phalanx.parallel.protocol import ParallelContext, TransformOrder
 from phalanx.plan.plan import Plan
 from phalanx.plan.precision import FP8_FIX, FP8_WIDTH_MULTIPLE, MIN_FP8_CAPABILITY
 
 
-class Float8:
-    order = Order.FP8
+class Float8LinearLayers:
+    order = TransformOrder.FP8
 
     emulate = False
     """Compute as a GPU with fp8 would, in fp32, on any device: for tests."""
 
-    def wanted(self, plan: Plan) -> bool:
+    def is_needed(self, plan: Plan) -> bool:
         return plan.precision == "fp8"
 
     def apply(self, context: ParallelContext) -> None:
@@ -34,7 +34,9 @@ class Float8:
         if not self.emulate:
             require_fp8_device(context.mesh.device)
         name = type(context.root.module).__name__
-        if not sum(convert_to_fp8(block, emulate=self.emulate) for block in context.blocks):
+        if not sum(
+            convert_linear_layers_to_fp8(block, emulate=self.emulate) for block in context.blocks
+        ):
             raise LayoutError(
                 f"precision.compute=fp8 finds nothing to do in {name}",
                 why=f"no block has an nn.Linear whose widths are multiples of {FP8_WIDTH_MULTIPLE}",
@@ -54,17 +56,17 @@ def require_fp8_device(device: torch.device) -> None:
         name = torch.cuda.get_device_name(device)
         raise EnvironmentProblem(
             "precision.compute=fp8 needs a GPU of compute capability"
-            f" {_format_capability(MIN_FP8_CAPABILITY)}, and"
-            f" {name} has {_format_capability(capability)}",
+            f" {_format_compute_capability(MIN_FP8_CAPABILITY)}, and"
+            f" {name} has {_format_compute_capability(capability)}",
             fix=FP8_FIX,
         )
 
 
-def _format_capability(capability: tuple[int, ...]) -> str:
+def _format_compute_capability(capability: tuple[int, ...]) -> str:
     return ".".join(map(str, capability))
 
 
-def convert_to_fp8(block: nn.Module, *, emulate: bool = False) -> int:
+def convert_linear_layers_to_fp8(block: nn.Module, *, emulate: bool = False) -> int:
     """Puts Float8Linear in the place of the linear layers of `block`, with their own parameters;
     how many.
 
@@ -80,7 +82,7 @@ def convert_to_fp8(block: nn.Module, *, emulate: bool = False) -> int:
         ) from None
     # torchao converts every linear layer that its filter lets through: ours takes those whose
     # widths the kernels take.
-    suited = [part for part in block.modules() if has_fp8_widths(part)]
+    suited = [part for part in block.modules() if has_widths_for_fp8(part)]
     config: Any = Float8LinearConfig(emulate=emulate)
     convert_to_float8_training(
         block, module_filter_fn=lambda part, name: part in suited, config=config
@@ -88,7 +90,7 @@ def convert_to_fp8(block: nn.Module, *, emulate: bool = False) -> int:
     return len(suited)
 
 
-def has_fp8_widths(part: nn.Module) -> bool:
+def has_widths_for_fp8(part: nn.Module) -> bool:
     """An nn.Linear, and no subclass, which may multiply in its own way, with widths that kernels
     take."""
     return type(part) is nn.Linear and not (
@@ -96,4 +98,4 @@ def has_fp8_widths(part: nn.Module) -> bool:
     )
 
 
-parallelism = Float8()
+parallelism = Float8LinearLayers()

@@ -21,7 +21,7 @@ from phalanx.mesh.attend import compute_attention
 from phalanx.mesh.attend_blocks import VisibleKeys, compute_attention_by_blocks
 from phalanx.mesh.devices import is_on_cpu
 from phalanx.parallel.context.block_attention import (
-    BlockProducts,
+    BlockAttention,
     KeyValueBlock,
     OnlineSoftmaxOutput,
 )
@@ -44,7 +44,9 @@ def ring_attention(
     `mask`: [B or 1, 1, T, all keys in rank order]; or VisibleKeys, from which each block of
     queries gets its mask; or None: causal alone.
     """
-    out: torch.Tensor = _Blockwise.apply(q, k, v, mask, window, group, _RingAttention)
+    out: torch.Tensor = _BlockwiseAttentionFunction.apply(
+        q, k, v, mask, window, group, _RingExchange
+    )
     return out
 
 
@@ -57,7 +59,9 @@ def all_gather_attention(
     group: ContextGroup,
 ) -> torch.Tensor:
     """Attend as `ring` does, to keys and values that are gathered first."""
-    out: torch.Tensor = _Blockwise.apply(q, k, v, mask, window, group, _AllGatherAttention)
+    out: torch.Tensor = _BlockwiseAttentionFunction.apply(
+        q, k, v, mask, window, group, _AllGatherExchange
+    )
     return out
 
 
@@ -84,14 +88,14 @@ def ulysses_attention(
     return attended
 
 
-ATTENTION_FUNCTION_OF_KIND: dict[str, Attend] = {
+ATTENTION_FUNCTION_OF_CP_KIND: dict[str, Attend] = {
     "ring": ring_attention,
     "all-gather": all_gather_attention,
     "ulysses": ulysses_attention,
 }
 
 
-class _Blockwise(torch.autograd.Function):
+class _BlockwiseAttentionFunction(torch.autograd.Function):
     """Own queries against every rank's keys.
 
     The backward needs the output and log-sum-exp over all of them, with which each block's
@@ -107,12 +111,12 @@ class _Blockwise(torch.autograd.Function):
         mask: MaskOrVisibleKeys,
         window: int,
         group: ContextGroup,
-        carrier: type[_RingAttention] | type[_AllGatherAttention],
+        carrier: type[_RingExchange] | type[_AllGatherExchange],
     ) -> torch.Tensor:
         # Keys and values travel as one message.
         q, kv = q.contiguous(), torch.stack((k, v))
-        running, products = OnlineSoftmaxOutput.empty(q), BlockProducts(q)
-        for owner, block_kv in carrier(group).iterate_blocks(kv):
+        running, products = OnlineSoftmaxOutput.make_empty(q), BlockAttention(q)
+        for owner, block_kv in carrier(group).iterate_key_value_blocks(kv):
             for block in _list_visible_blocks(group, owner, block_kv, mask, window):
                 products.forward(running, block)
         out = running.out.to(q.dtype)
@@ -129,7 +133,7 @@ class _Blockwise(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         q, kv, out, lse, *masks = ctx.saved_tensors
         group, mask, grad = ctx.group, (masks[0] if masks else ctx.seen), grad.contiguous()
-        grad_q, products = torch.zeros(q.shape, dtype=lse.dtype, device=q.device), BlockProducts(q)
+        grad_q, products = torch.zeros(q.shape, dtype=lse.dtype, device=q.device), BlockAttention(q)
 
         # Gradients add up over blocks in fp32 at least: in bf16 the sum over ranks would lose
         # digits.
@@ -139,7 +143,9 @@ class _Blockwise(torch.autograd.Function):
                 products.backward(grad, out, lse, block, grad_q, grad_kv)
             return grad_kv
 
-        grad_kv = ctx.carrier(group).gradients(kv, compute_block_grad).to(q.dtype)
+        grad_kv = (
+            ctx.carrier(group).compute_own_key_value_gradients(kv, compute_block_grad).to(q.dtype)
+        )
         return grad_q.to(q.dtype), grad_kv[0], grad_kv[1], None, None, None, None
 
 
@@ -149,30 +155,30 @@ def _list_visible_blocks(
     """Blocks of `owner`'s keys that this rank's queries see: none, one product, or with
     VisibleKeys one for every block of queries and chunk of keys that meet."""
     chunks, num_tokens = group.chunks, kv.shape[3]
-    part = chunks.visible_rectangle(group.rank, owner, num_tokens * group.size, window)
+    part = chunks.find_visible_rectangle(group.rank, owner, num_tokens * group.size, window)
     if part is None:
         return
     length = num_tokens // chunks.chunks_per_rank
-    rows, columns = part.queries(length), part.keys(length)
+    rows, columns = part.query_token_slice(length), part.key_token_slice(length)
     if mask is None:
         yield KeyValueBlock(kv, rows, columns, None, part.is_causal)
     elif isinstance(mask, torch.Tensor):
         rank_mask = mask[:, :, rows, owner * num_tokens : (owner + 1) * num_tokens][..., columns]
-        if not _hides_all(rank_mask):
+        if not _hides_all_keys(rank_mask):
             yield KeyValueBlock(kv, rows, columns, rank_mask, is_causal=False)
     else:
         for at in range(part.first_query, part.last_query):
             for to in range(part.first_key, part.last_key):
                 starts = (
-                    chunks.list_chunks(group.rank)[at] * length,
-                    chunks.list_chunks(owner)[to] * length,
+                    chunks.list_chunks_of_rank(group.rank)[at] * length,
+                    chunks.list_chunks_of_rank(owner)[to] * length,
                 )
-                yield from _list_blocks_of_chunk_pair(
+                yield from _list_visible_blocks_of_chunk_pair(
                     kv, (at * length, to * length), starts, length, mask
                 )
 
 
-def _list_blocks_of_chunk_pair(
+def _list_visible_blocks_of_chunk_pair(
     kv: torch.Tensor,
     lies_at: tuple[int, int],
     starts: tuple[int, int],
@@ -188,8 +194,8 @@ def _list_blocks_of_chunk_pair(
         first_key, end = visible.visible_key_range(first, last)
         first_key, end = max(first_key, starts[1]), min(end, starts[1] + length)
         if first_key < end:
-            mask = visible.make_mask(first, last, first_key, end, kv.dtype, kv.device)
-            if not _hides_all(mask):
+            mask = visible.build_additive_mask(first, last, first_key, end, kv.dtype, kv.device)
+            if not _hides_all_keys(mask):
                 rows, columns = (
                     slice(first + row, last + row),
                     slice(first_key + column, end + column),
@@ -197,12 +203,12 @@ def _list_blocks_of_chunk_pair(
                 yield KeyValueBlock(kv, rows, columns, mask, is_causal=False)
 
 
-def _hides_all(mask: torch.Tensor) -> bool:
+def _hides_all_keys(mask: torch.Tensor) -> bool:
     """True if a mask on a CPU hides every key. A mask on a GPU would have to be waited for."""
     return is_on_cpu(mask) and not bool((mask == 0).any())
 
 
-class _RingAttention:
+class _RingExchange:
     """Step s is that of the block of the rank s before this one.
 
     What travels does so while a block is computed.
@@ -211,15 +217,15 @@ class _RingAttention:
     def __init__(self, group: ContextGroup) -> None:
         self._group = group
 
-    def iterate_blocks(self, kv: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    def iterate_key_value_blocks(self, kv: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         group = self._group
         for step in range(group.size):
-            arriving = group.send_to_next(kv, KEYS) if step + 1 < group.size else None
+            arriving = group.start_ring_exchange(kv, KEYS) if step + 1 < group.size else None
             yield (group.rank - step) % group.size, kv
             if arriving is not None:
                 kv = arriving()
 
-    def gradients(
+    def compute_own_key_value_gradients(
         self, kv: torch.Tensor, of_block: Callable[[int, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         """A block's gradients travel after it, a step behind, until they are home; its own
@@ -227,7 +233,7 @@ class _RingAttention:
         group = self._group
         own_grad: torch.Tensor | None = None
         arriving: Callable[[], torch.Tensor] | None = None
-        for step, (owner, block) in enumerate(self.iterate_blocks(kv)):
+        for step, (owner, block) in enumerate(self.iterate_key_value_blocks(kv)):
             block_grad = of_block(owner, block)
             if step == 0:
                 own_grad = block_grad
@@ -235,26 +241,28 @@ class _RingAttention:
             if arriving is not None:
                 block_grad += arriving()
             # Sent when the block's own part is in: each rank adds to what it passes on.
-            arriving = group.send_to_next(block_grad, GRADIENTS)
+            arriving = group.start_ring_exchange(block_grad, GRADIENTS)
         assert own_grad is not None
         assert arriving is not None
         return own_grad.add_(arriving())
 
 
-class _AllGatherAttention:
+class _AllGatherExchange:
     """All blocks at once, in the backward once more: kept, they would take each rank as much as
     the whole sequence."""
 
     def __init__(self, group: ContextGroup) -> None:
         self._group = group
 
-    def iterate_blocks(self, kv: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    def iterate_key_value_blocks(self, kv: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         yield from enumerate(self._group.all_gather(kv))
 
-    def gradients(
+    def compute_own_key_value_gradients(
         self, kv: torch.Tensor, of_block: Callable[[int, torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        rows = torch.stack([of_block(owner, block) for owner, block in self.iterate_blocks(kv)])
+        rows = torch.stack(
+            [of_block(owner, block) for owner, block in self.iterate_key_value_blocks(kv)]
+        )
         return self._group.reduce_scatter(rows)
 
 
@@ -290,10 +298,14 @@ class _HeadsToTokens(torch.autograd.Function):
 def _tokens_to_heads(x_BHTE: torch.Tensor, group: ContextGroup) -> torch.Tensor:
     rows = x_BHTE.unflatten(1, (group.size, -1)).movedim(1, 0)  # [ranks, B, H / ranks, T, E]
     arrived = group.all_to_all(rows).movedim(0, 2).flatten(2, 3)
-    return arrived.index_select(2, group.chunks.inverse_rank_order(arrived.shape[2], x_BHTE.device))
+    return arrived.index_select(
+        2, group.chunks.indices_from_rank_order_to_sequence(arrived.shape[2], x_BHTE.device)
+    )
 
 
 def _heads_to_tokens(x_BHTE: torch.Tensor, group: ContextGroup) -> torch.Tensor:
-    ordered = x_BHTE.index_select(2, group.chunks.rank_order(x_BHTE.shape[2], x_BHTE.device))
+    ordered = x_BHTE.index_select(
+        2, group.chunks.positions_in_rank_order(x_BHTE.shape[2], x_BHTE.device)
+    )
     rows = ordered.unflatten(2, (group.size, -1)).movedim(2, 0)  # [ranks, B, H / ranks, T, E]
     return group.all_to_all(rows).movedim(0, 1).flatten(1, 2)

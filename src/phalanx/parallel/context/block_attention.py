@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx.mesh.attend import repeat_heads
+from phalanx.mesh.attend import repeat_key_value_heads
 from phalanx.mesh.attention_kernels import AttentionKernel, choose_attention_kernel
 
 
@@ -24,12 +24,12 @@ class OnlineSoftmaxOutput:
     lse: torch.Tensor
 
     @classmethod
-    def empty(cls, q_BHTE: torch.Tensor) -> OnlineSoftmaxOutput:
+    def make_empty(cls, q_BHTE: torch.Tensor) -> OnlineSoftmaxOutput:
         wide = torch.promote_types(q_BHTE.dtype, torch.float32)
         out = torch.zeros(q_BHTE.shape, dtype=wide, device=q_BHTE.device)
         return cls(out, torch.full(q_BHTE.shape[:-1], -torch.inf, dtype=wide, device=q_BHTE.device))
 
-    def add(self, rows: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
+    def merge_block(self, rows: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Merge a block for the queries `rows`: each side's weight is its share of the common
         denominator."""
         old, new = self.lse[:, :, rows], torch.logaddexp(self.lse[:, :, rows], lse)
@@ -41,7 +41,7 @@ class OnlineSoftmaxOutput:
 
 
 @dataclass
-class BlockProducts:
+class BlockAttention:
     """This rank's queries [B, H, T, E] against blocks of keys and values [2, B, K, S, E]."""
 
     q: torch.Tensor
@@ -50,13 +50,13 @@ class BlockProducts:
         q = self.q[:, :, block.rows]
         kernel = choose_attention_kernel(q, block.mask)
         out, lse = kernel.forward(
-            q, *self._keys_of_block(block, kernel), block.mask, block.is_causal
+            q, *self._slice_block_keys_and_values(block, kernel), block.mask, block.is_causal
         )
         # Kernels differ in what they return for a query that sees nothing.
         if block.mask is not None:
             blind = (block.mask == -torch.inf).all(-1)
             lse, out = lse.masked_fill(blind, -torch.inf), out.masked_fill(blind.unsqueeze(-1), 0.0)
-        running.add(block.rows, out, lse)
+        running.merge_block(block.rows, out, lse)
 
     def backward(
         self,
@@ -72,7 +72,7 @@ class BlockProducts:
         rows = block.rows
         q, grad, out, lse = (x[:, :, rows] for x in (self.q, grad, out, lse))
         kernel = choose_attention_kernel(q, block.mask)
-        k, v = self._keys_of_block(block, kernel)
+        k, v = self._slice_block_keys_and_values(block, kernel)
         block_grad_q, *block_grad_kv = kernel.backward(
             grad, q, k, v, out, lse, block.mask, block.is_causal
         )
@@ -81,14 +81,14 @@ class BlockProducts:
         for into, each in zip(grad_kv, block_grad_kv, strict=True):
             into[:, :, block.columns] += each.to(grad_q.dtype).unflatten(1, (heads, -1)).sum(2)
 
-    def _keys_of_block(
+    def _slice_block_keys_and_values(
         self, block: KeyValueBlock, kernel: AttentionKernel
     ) -> tuple[torch.Tensor, torch.Tensor]:
         groups = self.q.shape[1] // block.kv.shape[2]
         k, v = block.kv[:, :, :, block.columns]
         if groups == 1 or kernel.takes_groups:
             return (k, v)
-        return (repeat_heads(k, groups), repeat_heads(v, groups))
+        return (repeat_key_value_heads(k, groups), repeat_key_value_heads(v, groups))
 
 
 @dataclass(frozen=True)

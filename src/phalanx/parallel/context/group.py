@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.devices import is_on_cpu
-from phalanx.mesh.gloo_collectives import gather_rows, scatter_sum
-from phalanx.parallel.context.chunks import SequenceChunks
+from phalanx.mesh.gloo_collectives import all_gather_rows_in_place, reduce_scatter_rows
+from phalanx.parallel.context.chunks import SequenceChunksOfRanks
 
 # Tags, because both kinds are under way together.
 KEYS, GRADIENTS = 1, 2
@@ -25,7 +25,7 @@ class ContextGroup:
     """
 
     group: dist.ProcessGroup
-    chunks: SequenceChunks
+    chunks: SequenceChunksOfRanks
     phases: PhaseTimer
     sent_bytes: float = field(default=0.0)
 
@@ -37,7 +37,7 @@ class ContextGroup:
     def size(self) -> int:
         return self.chunks.size
 
-    def send_to_next(self, tensor: torch.Tensor, tag: int) -> Callable[[], torch.Tensor]:
+    def start_ring_exchange(self, tensor: torch.Tensor, tag: int) -> Callable[[], torch.Tensor]:
         """Begin to send `tensor` to the next rank and to receive the previous one's, which the
         result waits for."""
         arrived = torch.empty_like(tensor, memory_format=torch.contiguous_format)
@@ -70,7 +70,7 @@ class ContextGroup:
         rows[self.rank] = tensor
         self.sent_bytes += tensor.nbytes * (self.size - 1)
         with self.phases("collective", "all_gather keys and values"):
-            gather_rows(rows, self.group)
+            all_gather_rows_in_place(rows, self.group)
         return rows
 
     def reduce_scatter(self, rows: torch.Tensor) -> torch.Tensor:
@@ -78,7 +78,7 @@ class ContextGroup:
         self.sent_bytes += rows[0].nbytes * (self.size - 1)
         with self.phases("collective", "reduce_scatter gradients of keys and values"):
             if is_on_cpu(rows):
-                return scatter_sum(rows, self.group)
+                return reduce_scatter_rows(rows, self.group)
             rank_rows = torch.empty_like(rows[0])
             dist.reduce_scatter_tensor(rank_rows, rows, group=self.group)
             return rank_rows
@@ -92,12 +92,12 @@ class ContextGroup:
             dist.all_to_all_single(arrived, rows, group=self.group)
         return arrived
 
-    def broadcast_last(self, value: torch.Tensor) -> torch.Tensor:
+    def broadcast_from_rank_of_last_token(self, value: torch.Tensor) -> torch.Tensor:
         """Return the value of the rank with the last token, on every rank, on the device where
         `value` is."""
         # NCCL takes no tensors of the host.
         sent = value.to("cuda") if dist.get_backend(self.group) == "nccl" else value
         sent = sent.contiguous()
-        source = dist.get_global_rank(self.group, self.chunks.last_rank)
+        source = dist.get_global_rank(self.group, self.chunks.rank_of_last_token)
         dist.broadcast(sent, source, group=self.group)
         return sent.to(value.device)

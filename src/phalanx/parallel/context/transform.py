@@ -24,51 +24,53 @@ from torch import nn
 
 from phalanx.core.block_sizes import get_block_sizes
 from phalanx.core.errors import LayoutError
-from phalanx.mesh.attend_blocks import VisibleKeys, is_masked
+from phalanx.mesh.attend_blocks import VisibleKeys, is_any_key_masked
 from phalanx.mesh.logical import full_name
-from phalanx.mesh.seams import find_attention_cores, has_attention_seam
-from phalanx.parallel.context.attention import ATTENTION_FUNCTION_OF_KIND
-from phalanx.parallel.context.chunks import SequenceChunks
+from phalanx.mesh.seams import find_modules_with_attention_core, has_attention_seam
+from phalanx.parallel.context.attention import ATTENTION_FUNCTION_OF_CP_KIND
+from phalanx.parallel.context.chunks import SequenceChunksOfRanks
 from phalanx.parallel.context.group import ContextGroup
-from phalanx.parallel.pipeline.staged import PipelineStageGroup
-from phalanx.parallel.protocol import Order, ParallelContext
+from phalanx.parallel.pipeline.staged import PipelineOfRank
+from phalanx.parallel.protocol import ParallelContext, TransformOrder
 from phalanx.plan.degree_checks import attention_not_replaceable_error
 from phalanx.plan.plan import Plan
 
-PER_TOKEN_ENTRIES = ("inputs", "targets", "positions")
+PER_TOKEN_BATCH_ENTRIES = ("inputs", "targets", "positions")
 Mask = Callable[..., "torch.Tensor | None"]
 
 
 class ContextParallel:
-    order = Order.CONTEXT
+    order = TransformOrder.CONTEXT
 
-    def wanted(self, plan: Plan) -> bool:
+    def is_needed(self, plan: Plan) -> bool:
         return plan.layout.cp > 1
 
     def apply(self, context: ParallelContext) -> None:
         """Puts another core into each attention, and another maker of masks into the model."""
         module, plan = context.root.module, context.plan
-        cores = find_attention_cores(module)
-        _require_attention_seams(
-            module, cores, is_stage=context.axes.find(PipelineStageGroup) is not None
+        cores = find_modules_with_attention_core(module)
+        _require_replaceable_attention_cores(
+            module, cores, is_stage=context.axes.find(PipelineOfRank) is not None
         )
-        chunks = SequenceChunks(plan.layout.cp, plan.parallel.cp_load_balance)
+        chunks = SequenceChunksOfRanks(plan.layout.cp, plan.parallel.cp_load_balance)
         group = ContextGroup(context.mesh.submesh("cp").get_group(), chunks, context.phases)
         covers_all = plan.parallel.cp_attention == "ulysses"
-        masks = ContextMask(group, module.attention_mask, covers_all=covers_all)  # type: ignore[arg-type]
-        sequences = ContextSequences(group)
+        masks = ContextParallelMaskBuilder(group, module.attention_mask, covers_all=covers_all)  # type: ignore[arg-type]
+        sequences = ContextParallelRouterSequences(group)
         for part in module.modules():
             if hasattr(part, "sequences"):
                 part.sequences = sequences  # type: ignore[assignment]
         for parent, core in cores:
             # The core keeps its window, and makes masks over all ranks' tokens.
-            parent.core = ContextCore(core.window, masks, plan.parallel.cp_attention)
+            parent.core = ContextParallelAttentionCore(
+                core.window, masks, plan.parallel.cp_attention
+            )
         module.attention_mask = masks  # type: ignore[assignment]
-        context.axes.add(SequenceSplit(group, sequences))
-        context.traffic.add_sender("cp", group)
+        context.axes.add(ContextParallelBatchSplitter(group, sequences))
+        context.traffic.count_axis_by_sender("cp", group)
 
 
-def _require_attention_seams(
+def _require_replaceable_attention_cores(
     module: nn.Module, cores: list[tuple[nn.Module, Any]], *, is_stage: bool
 ) -> None:
     name = type(module).__name__
@@ -90,7 +92,7 @@ def _require_attention_seams(
 
 
 @dataclass
-class ContextMask:
+class ContextParallelMaskBuilder:
     """Makes masks in place of `attention_mask`: `num_tokens` are this rank's, `document_ids` [B,
     all tokens] are whole.
 
@@ -122,11 +124,13 @@ class ContextMask:
             full_mask = self.make(total, window, document_ids_BT, dtype, device)
         else:
             full_mask = None
-        if full_mask is not None or not is_masked(total, window, document_ids_BT):
+        if full_mask is not None or not is_any_key_masked(total, window, document_ids_BT):
             return full_mask
         if self.covers_all or num_tokens > get_block_sizes().query_block:
             return VisibleKeys(document_ids_BT, window, is_causal=True)
-        places = [self.group.chunks.token_positions(rank, total, device) for rank in range(size)]
+        places = [
+            self.group.chunks.positions_of_rank_tokens(rank, total, device) for rank in range(size)
+        ]
         queries, keys = places[self.group.rank], torch.cat(places)
         back = queries[:, None] - keys[None, :]
         keep = (back >= 0)[None]
@@ -139,14 +143,14 @@ class ContextMask:
         ]
 
 
-class ContextCore(nn.Module):
+class ContextParallelAttentionCore(nn.Module):
     """Attention over all ranks' tokens; the interface is that of the core it stands for."""
 
     causal = True
 
-    def __init__(self, window: int, masks: ContextMask, kind: str) -> None:
+    def __init__(self, window: int, masks: ContextParallelMaskBuilder, kind: str) -> None:
         super().__init__()
-        self.window, self._masks, self._attend = window, masks, ATTENTION_FUNCTION_OF_KIND[kind]
+        self.window, self._masks, self._attend = window, masks, ATTENTION_FUNCTION_OF_CP_KIND[kind]
 
     def forward(
         self,
@@ -167,7 +171,7 @@ class ContextCore(nn.Module):
 
 
 @dataclass
-class ContextSequences:
+class ContextParallelRouterSequences:
     """Facts that a router needs of the tokens that other ranks have; the interface is that of the
     seam.
 
@@ -186,7 +190,7 @@ class ContextSequences:
     def earlier(self, chosen_BTE: torch.Tensor) -> torch.Tensor:
         chunks, rank = self.group.chunks, self.group.rank
         if self.padding:
-            places = chunks.token_positions(
+            places = chunks.positions_of_rank_tokens(
                 rank, chosen_BTE.shape[1] * self.group.size, chosen_BTE.device
             )
             chosen_BTE = chosen_BTE * (places >= self.padding)[:, None]
@@ -198,30 +202,38 @@ class ContextSequences:
         )  # [ranks, B, chunks of a rank, E]
         counts_of_chunk: dict[int, torch.Tensor] = {}
         for r in range(chunks.size):
-            for at, chunk in enumerate(chunks.list_chunks(r)):
+            for at, chunk in enumerate(chunks.list_chunks_of_rank(r)):
                 counts_of_chunk[chunk] = counts[r, :, at]
         # In the order of the sequence, where the sum of all chunks before one says what came before
         # it.
-        in_order = torch.stack([counts_of_chunk[chunk] for chunk in range(chunks.count)], dim=1)
+        in_order = torch.stack(
+            [counts_of_chunk[chunk] for chunk in range(chunks.num_chunks)], dim=1
+        )
         earlier = in_order.cumsum(1) - in_order
-        before = torch.stack([earlier[:, chunk] for chunk in chunks.list_chunks(rank)], dim=1)
+        before = torch.stack(
+            [earlier[:, chunk] for chunk in chunks.list_chunks_of_rank(rank)], dim=1
+        )
         return (rank_choices.cumsum(2) - rank_choices + before[:, :, None]).flatten(1, 2)
 
 
 @dataclass(frozen=True)
-class SequenceSplit:
+class ContextParallelBatchSplitter:
     """The split of a batch for a model whose ranks have parts of sequences."""
 
     group: ContextGroup
-    sequences: ContextSequences
+    sequences: ContextParallelRouterSequences
 
-    def split_batch(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def keep_own_tokens_of_batch(
+        self, batch: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         """This rank's tokens of `batch` [B, T], with their positions in the sequence. document_ids
         stay whole: masks are of all of them.
 
         Raises LayoutError for a length that does not divide, and for what is none of these.
         """
-        unsplit_keys = [key for key in batch if key not in (*PER_TOKEN_ENTRIES, "document_ids")]
+        unsplit_keys = [
+            key for key in batch if key not in (*PER_TOKEN_BATCH_ENTRIES, "document_ids")
+        ]
         tokens = batch.get("inputs")
         if unsplit_keys or tokens is None or tokens.ndim != 2:
             raise LayoutError(
@@ -230,17 +242,17 @@ class SequenceSplit:
                 fix="leave parallel.cp out",
             )
         length = tokens.shape[1]
-        places = self.group.chunks.token_positions(self.group.rank, length, tokens.device)
+        places = self.group.chunks.positions_of_rank_tokens(self.group.rank, length, tokens.device)
         full_batch = {
             "positions": torch.arange(length, device=tokens.device).expand_as(tokens),
             **batch,
         }
-        for key in full_batch.keys() & PER_TOKEN_ENTRIES:
+        for key in full_batch.keys() & PER_TOKEN_BATCH_ENTRIES:
             full_batch[key] = full_batch[key].index_select(1, places)
         return full_batch
 
     @contextmanager
-    def pad_to_equal_shares(
+    def pad_batch_to_equal_chunks(
         self, batch: Mapping[str, torch.Tensor]
     ) -> Iterator[dict[str, torch.Tensor]]:
         """A batch of inputs alone of any length, with a document of its own before it, so that it
@@ -250,7 +262,7 @@ class SequenceSplit:
         """
         tokens = batch["inputs"]
         # Padding comes first: the last token, whose output is wanted, stays the last one.
-        before = -tokens.shape[1] % self.group.chunks.count
+        before = -tokens.shape[1] % self.group.chunks.num_chunks
         places = torch.arange(-before, tokens.shape[1], device=tokens.device).expand(
             tokens.shape[0], -1
         )

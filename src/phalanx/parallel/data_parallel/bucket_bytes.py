@@ -7,7 +7,7 @@ from phalanx.core.units import MIB
 from phalanx.plan.plan import Plan
 
 
-def bucket_bytes(plan: Plan) -> int:
+def choose_bucket_bytes(plan: Plan) -> int:
     """The bytes of a bucket: those that are in force, else those of the job's
     `parallel.bucket_mb`; in a compiled model at least 1 MiB."""
     size = get_block_sizes().bucket_bytes or int(plan.parallel.bucket_mb * MIB)

@@ -11,23 +11,23 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.core.registry import resolve_kind
-from phalanx.mesh.logical import Box, LogicalShard, dtype_name, full_name, make_logical_shard
+from phalanx.mesh.logical import Box, LogicalShard, full_name, get_dtype_name, make_logical_shard
 from phalanx.mesh.mesh import Mesh
 from phalanx.parallel.expert.transform import ShardedExperts
 from phalanx.parallel.hooks._protocol import ERROR, CompressionOptions, Gradient, Hook
 from phalanx.parallel.loss_scale import LossScale
 from phalanx.parallel.protocol import ParallelContext
-from phalanx.parallel.traffic import all_reduce_bytes
+from phalanx.parallel.traffic import count_ring_all_reduce_bytes
 from phalanx.parallel.wire import Wire
 
-HOOKS = "phalanx.parallel.hooks"
+COMPRESSION_HOOKS_PACKAGE = "phalanx.parallel.hooks"
 # Names of its state in checkpoints begin with this.
-STATE = "comm/"
+COMPRESSION_STATE_PREFIX = "comm/"
 
 
 # By parameter, and not by bucket, whose borders torch moves after the first step: what a rank has
 # not sent is then state with a name, and a continued run repeats it.
-class Compression:
+class GradientCompression:
     """One hook over the parameters of a model, which every rank of `wire` holds whole.
 
     The state exists from the start. A parameter's error is in the units of its gradient without
@@ -53,30 +53,32 @@ class Compression:
             slots = {ERROR: torch.zeros_like(tensor)} if hook.keeps_error else {}
             self._slots[name] = slots | hook.shared_slots(name, tensor)
 
-    def attach(self, ddp: DistributedDataParallel) -> None:
+    def attach_to_ddp(self, ddp: DistributedDataParallel) -> None:
         """From now on `ddp` reduces its buckets through the hook."""
         stream = torch.cuda.Stream() if next(iter(self._names)).is_cuda else None
 
         # DDP looks up this argument by its name, `bucket`.
-        def reduce_bucket(state, bucket):  # type: ignore[no-untyped-def]  # torch reads annotations, and knows no strings
+        def average_bucket_by_hook(state, bucket):  # type: ignore[no-untyped-def]  # torch reads annotations, and knows no strings
             buffer = bucket.buffer()
             if stream is None:
-                self.reduce(bucket.parameters(), bucket.gradients())
+                self.average_gradients_over_ranks(bucket.parameters(), bucket.gradients())
                 done: Any = torch.futures.Future()
                 done.set_result(buffer)
                 return done
             stream.wait_stream(torch.cuda.current_stream())
             # This runs beside the backward; DDP waits for the future before gradients are used.
             with torch.cuda.stream(stream):
-                self.reduce(bucket.parameters(), bucket.gradients())
+                self.average_gradients_over_ranks(bucket.parameters(), bucket.gradients())
                 done = torch.futures.Future(devices=[buffer.device])
                 done.set_result(buffer)
             return done
 
-        ddp.register_comm_hook(None, reduce_bucket)
+        ddp.register_comm_hook(None, average_bucket_by_hook)
 
     @torch.no_grad()
-    def reduce(self, parameters: Iterable[nn.Parameter], tensors: Iterable[torch.Tensor]) -> None:
+    def average_gradients_over_ranks(
+        self, parameters: Iterable[nn.Parameter], tensors: Iterable[torch.Tensor]
+    ) -> None:
         """Make each of `tensors`, gradients of `parameters`, the mean over ranks; in place.
 
         Collective.
@@ -100,7 +102,7 @@ class Compression:
             # `where` and no `if`: the host need not wait for a GPU to know it.
             error.copy_(torch.where(rest.isfinite().all(), rest / scale, error))
 
-    def unsent_gradients(self) -> dict[str, torch.Tensor]:
+    def error_feedback_gradients(self) -> dict[str, torch.Tensor]:
         """Gradients, by parameter, that this rank has not sent yet; none for hooks that send
         all."""
         return {name: slots[ERROR] for name, slots in self._slots.items() if ERROR in slots}
@@ -110,7 +112,7 @@ class Compression:
         """Bytes of the hooks' state on this rank."""
         return sum(tensor.nbytes for slots in self._slots.values() for tensor in slots.values())
 
-    def state_shards(
+    def collect_state_shards(
         self, model: Mapping[str, LogicalShard], mesh: Mesh
     ) -> dict[str, LogicalShard]:
         """The state as logical tensors `comm/<parameter>/<slot>`.
@@ -121,7 +123,7 @@ class Compression:
         named_shards: dict[str, LogicalShard] = {}
         for name, slots in self._slots.items():
             for slot, tensor in slots.items():
-                key = f"{STATE}{name}/{slot}"
+                key = f"{COMPRESSION_STATE_PREFIX}{name}/{slot}"
                 if slot != ERROR:
                     named_shards[key] = make_logical_shard(
                         key, tensor, replica=mesh.rank, num_replicas=mesh.world_size
@@ -134,12 +136,14 @@ class Compression:
                 )
                 shape = (self._wire.num_ranks, *owner.global_shape)
                 named_shards[key] = LogicalShard(
-                    key, shape, dtype_name(tensor.dtype), boxes, tensor[None]
+                    key, shape, get_dtype_name(tensor.dtype), boxes, tensor[None]
                 )
         return named_shards
 
 
-def reduce_by_hook(context: ParallelContext, ddp: DistributedDataParallel) -> Callable[[], None]:
+def attach_gradient_reduction_to_ddp(
+    context: ParallelContext, ddp: DistributedDataParallel
+) -> Callable[[], None]:
     """Have `ddp` reduce as the plan says; what is returned counts the bytes of a step that torch
     reduces by itself."""
     group, traffic = context.mesh.data_parallel_group(), context.traffic.gradients
@@ -148,21 +152,23 @@ def reduce_by_hook(context: ParallelContext, ddp: DistributedDataParallel) -> Ca
     separate = set() if experts is None else set(experts.parameters())
     trained = [p for p in context.root.parameters() if p.requires_grad]
     num_bytes = sum(p.nbytes for p in trained if p not in separate)
-    plain_bytes = all_reduce_bytes(num_bytes, group.size())
+    plain_bytes = count_ring_all_reduce_bytes(num_bytes, group.size())
     if experts is not None:
         num_elements = sum(p.numel() for p in trained if p in separate)
-        plain_bytes += all_reduce_bytes(4 * num_elements, experts.num_holders)
+        plain_bytes += count_ring_all_reduce_bytes(
+            4 * num_elements, experts.num_ranks_with_same_experts
+        )
     traffic.plain_bytes = round(plain_bytes)
     wire = Wire(group, traffic, context.phases)
-    compression = build_compression(context, wire)
+    compression = build_gradient_compression(context, wire)
     if compression is None:
         return lambda: traffic.add_all_reduce(num_bytes, group.size())
     context.axes.add(compression)
-    compression.attach(ddp)
+    compression.attach_to_ddp(ddp)
     return lambda: None
 
 
-def build_compression(context: ParallelContext, wire: Wire) -> Compression | None:
+def build_gradient_compression(context: ParallelContext, wire: Wire) -> GradientCompression | None:
     """Build the compression that the plan asks for; None if gradients travel as they are."""
     plan = context.plan
     if plan.parallel.compress == "none":
@@ -170,6 +176,6 @@ def build_compression(context: ParallelContext, wire: Wire) -> Compression | Non
     settings = CompressionOptions(
         plan.parallel.compress_rank, plan.parallel.compress_fraction, plan.seed
     )
-    hook: Hook = resolve_kind(plan.parallel.compress, HOOKS, "build")(settings)
+    hook: Hook = resolve_kind(plan.parallel.compress, COMPRESSION_HOOKS_PACKAGE, "build")(settings)
     named_parameters = context.root.module.named_parameters()
-    return Compression(hook, named_parameters, wire, context.normalizer.loss_scale)
+    return GradientCompression(hook, named_parameters, wire, context.normalizer.loss_scale)

@@ -13,20 +13,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.core.errors import LayoutError
 from phalanx.core.units import MIB, plural
-from phalanx.mesh.compat import ddp_buffer_option
+from phalanx.mesh.compat import build_ddp_buffer_option
 from phalanx.mesh.logical import full_name
-from phalanx.parallel.batchnorm.layer import find_differing_buffers
-from phalanx.parallel.data_parallel.bucket_bytes import bucket_bytes
-from phalanx.parallel.data_parallel.compression import reduce_by_hook
-from phalanx.parallel.data_parallel.unsharded_params import average_gradients
+from phalanx.parallel.batchnorm.layer import find_buffers_that_differ_between_ranks
+from phalanx.parallel.data_parallel.bucket_bytes import choose_bucket_bytes
+from phalanx.parallel.data_parallel.compression import attach_gradient_reduction_to_ddp
+from phalanx.parallel.data_parallel.unsharded_params import average_gradients_in_one_collective
 from phalanx.parallel.expert.transform import ShardedExperts
-from phalanx.parallel.pipeline.staged import PipelineStageGroup
-from phalanx.parallel.protocol import Order, ParallelContext
+from phalanx.parallel.pipeline.staged import PipelineOfRank
+from phalanx.parallel.protocol import ParallelContext, TransformOrder
 from phalanx.plan.plan import Plan
 
 
 class DpReplicate:
-    order = Order.REPLICATE
+    order = TransformOrder.REPLICATE
 
     def wanted(self, plan: Plan) -> bool:
         return (
@@ -36,14 +36,14 @@ class DpReplicate:
 
     def apply(self, context: ParallelContext) -> None:
         context.materialize()
-        if context.axes.find(PipelineStageGroup) is not None:
-            reduce_after_pipeline(context)
+        if context.axes.find(PipelineOfRank) is not None:
+            average_gradients_after_pipeline(context)
             return
         options = context.plan.parallel
         experts = context.axes.find(ShardedExperts)
         if experts is not None:
-            _reduce_experts(context, experts)
-        has_buffers = bool(find_differing_buffers(context.root))
+            _average_experts_after_backward(context, experts)
+        has_buffers = bool(find_buffers_that_differ_between_ranks(context.root))
         accumulator = None
         if accumulates_in_buckets(context.plan):
             accumulator = BucketAccumulator(context, experts)
@@ -52,24 +52,24 @@ class DpReplicate:
             context.root,
             process_group=context.mesh.data_parallel_group(),
             gradient_as_bucket_view=True,
-            bucket_cap_mb=bucket_bytes(context.plan) / MIB,
+            bucket_cap_mb=choose_bucket_bytes(context.plan) / MIB,
             static_graph=options.static_graph,
             # With a static graph DDP finds them by itself, and warns if it is asked to.
             find_unused_parameters=options.unused_parameters == "allow"
             and not options.static_graph,
-            **ddp_buffer_option(has_buffers),
+            **build_ddp_buffer_option(has_buffers),
             # Equal already: initialised by name and index, or compared by `parallelize`.
             init_sync=False,
         )
         if accumulator is not None:
             context.hooks.around_microbatch.append(accumulator.restore_gradients)
-        count_step = reduce_by_hook(context, ddp)
-        watch = BackwardWatch(context, experts)
+        count_step = attach_gradient_reduction_to_ddp(context, ddp)
+        watch = BackwardCommunicationTimer(context, experts)
         context.axes.add(watch)
         is_learning = options.static_graph
 
         @contextmanager
-        def reduce_last(is_last: bool) -> Iterator[None]:
+        def reduce_if_last_microbatch(is_last: bool) -> Iterator[None]:
             nonlocal is_learning
             # The backward from which DDP learns a static graph must be one that reduces: the first
             # one is, always. What it leaves is averaged already, and averaging that again changes
@@ -79,13 +79,13 @@ class DpReplicate:
                 with ddp.no_sync():
                     yield
                 return
-            watch.arm()
+            watch.start_before_backward()
             count_step()
             yield
 
         context.outer = ddp
-        context.hooks.around_microbatch.append(reduce_last)
-        context.hooks.after_backward.append(watch.disarm)
+        context.hooks.around_microbatch.append(reduce_if_last_microbatch)
+        context.hooks.after_backward.append(watch.stop_after_backward)
         if accumulator is not None:
             context.hooks.after_backward.append(accumulator.remember_gradients)
 
@@ -106,7 +106,7 @@ class BucketAccumulator:
     gradient is None, autograd allocates a new one: whole gradients beside whole buckets."""
 
     def __init__(self, context: ParallelContext, experts: ShardedExperts | None) -> None:
-        separate = _find_parameters_of_other_groups(experts)
+        separate = _find_expert_parameters(experts)
         self._parameters: list[nn.Parameter] = []
         for parameter in context.root.parameters():
             if parameter.requires_grad and parameter not in separate:
@@ -134,14 +134,14 @@ class BucketAccumulator:
                 self._views[parameter] = parameter.grad
 
 
-def _find_parameters_of_other_groups(experts: ShardedExperts | None) -> set[nn.Parameter]:
+def _find_expert_parameters(experts: ShardedExperts | None) -> set[nn.Parameter]:
     """Parameters that are reduced over other ranks than the rest."""
     if experts is None:
         return set()
     return set(experts.parameters())
 
 
-def _reduce_experts(context: ParallelContext, experts: ShardedExperts) -> None:
+def _average_experts_after_backward(context: ParallelContext, experts: ShardedExperts) -> None:
     """They are on fewer ranks than the rest, which DDP does not know: averaged over these after
     the last backward."""
     names = []
@@ -150,13 +150,15 @@ def _reduce_experts(context: ParallelContext, experts: ShardedExperts) -> None:
             names.append(name)
     # Left out of DDP's buckets, which are averaged over all ranks of data parallelism.
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(context.root, names)
-    if experts.num_holders == 1:
+    if experts.num_ranks_with_same_experts == 1:
         return
     parameters = [p for p in experts.parameters() if p.requires_grad]
-    _reduce_in_buckets(context, parameters, experts.group(), experts.num_holders)
+    _average_in_buckets_after_backward(
+        context, parameters, experts.get_group(), experts.num_ranks_with_same_experts
+    )
 
 
-def _reduce_in_buckets(
+def _average_in_buckets_after_backward(
     context: ParallelContext,
     parameters: Sequence[nn.Parameter],
     group: dist.ProcessGroup,
@@ -165,31 +167,33 @@ def _reduce_in_buckets(
     """After the last backward, from the last parameter on; never a copy of all gradients at
     once."""
     # Buckets are in fp32, the type that gradients are averaged in.
-    buckets = list(_split_into_buckets(parameters[::-1], bucket_bytes(context.plan)))
+    buckets = list(
+        _split_parameters_into_buckets(parameters[::-1], choose_bucket_bytes(context.plan))
+    )
 
     def reduce() -> None:
         for bucket in buckets:
             context.traffic.gradients.add_all_reduce(sum(p.numel() * 4 for p in bucket), num_ranks)
-            average_gradients(bucket, group, context.phases)
+            average_gradients_in_one_collective(bucket, group, context.phases)
 
     context.optimizer_params.before_update.append(reduce)
 
 
-def reduce_after_pipeline(context: ParallelContext) -> None:
+def average_gradients_after_pipeline(context: ParallelContext) -> None:
     """DDP cannot follow forwards and backwards of several microbatches at once: gradients are
     averaged after all."""
     group = context.mesh.data_parallel_group()
     experts = context.axes.find(ShardedExperts)
-    separate = _find_parameters_of_other_groups(experts)
+    separate = _find_expert_parameters(experts)
     if experts is not None:
-        _reduce_experts(context, experts)
+        _average_experts_after_backward(context, experts)
     parameters = [
         p for p in context.root.module.parameters() if p.requires_grad and p not in separate
     ]
-    _reduce_in_buckets(
+    _average_in_buckets_after_backward(
         context, parameters, group, context.plan.layout.gradient_reduction_layout.data_parallel_size
     )
-    buffers = find_differing_buffers(context.root)
+    buffers = find_buffers_that_differ_between_ranks(context.root)
 
     @contextmanager
     def share_buffers(is_last: bool) -> Iterator[None]:
@@ -201,7 +205,7 @@ def reduce_after_pipeline(context: ParallelContext) -> None:
     context.hooks.around_microbatch.append(share_buffers)
 
 
-def _split_into_buckets(
+def _split_parameters_into_buckets(
     parameters: Sequence[nn.Parameter], num_bytes: int
 ) -> Iterator[list[nn.Parameter]]:
     bucket: list[nn.Parameter] = []
@@ -214,7 +218,7 @@ def _split_into_buckets(
         yield bucket
 
 
-class BackwardWatch:
+class BackwardCommunicationTimer:
     """Charges to "collective" what remains of the backward once the last gradient exists: pure
     waiting. `unused`: names of parameters that had no part in a loss so far, where that is allowed.
 
@@ -227,7 +231,7 @@ class BackwardWatch:
         self.unused: set[str] = set()
         self._phases = context.phases
         self._allows_unused = context.plan.parallel.unused_parameters == "allow"
-        separate = _find_parameters_of_other_groups(experts)
+        separate = _find_expert_parameters(experts)
         self._trainable = {
             p: name
             for name, p in context.root.module.named_parameters()
@@ -237,19 +241,19 @@ class BackwardWatch:
         self._armed = self._waiting = False
         for parameter in self._trainable:
             # DDP tells nobody when a bucket is due: the last gradient that exists marks the moment.
-            parameter.register_post_accumulate_grad_hook(self._on_gradient_ready)
+            parameter.register_post_accumulate_grad_hook(self._record_ready_gradient)
 
-    def _on_gradient_ready(self, parameter: torch.Tensor) -> None:
+    def _record_ready_gradient(self, parameter: torch.Tensor) -> None:
         self._missing.discard(parameter)
         if self._armed and not self._missing and self._phases.current == "backward":
             self._waiting = True
             self._phases.enter("collective", "all_reduce gradients")
 
-    def arm(self) -> None:
+    def start_before_backward(self) -> None:
         """Before a forward-backward whose gradients are reduced."""
         self._missing, self._armed, self._waiting = set(self._trainable), True, False
 
-    def disarm(self) -> None:
+    def stop_after_backward(self) -> None:
         """When the backward has returned: every bucket has arrived.
 
         Raises LayoutError if a parameter had no part in the loss: its bucket was not reduced, and

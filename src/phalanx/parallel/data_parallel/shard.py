@@ -20,57 +20,59 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 
 from phalanx.mesh.compat import (
-    accumulate_gradients,
-    finish_backward,
-    fsdp_communication_classes,
+    add_written_gradients_to_fsdp,
+    get_fsdp_communication_classes,
     hide_fsdp_hooks_from_modes,
-    reduce_unused_parameters,
+    make_fsdp_reduce_unused_parameters,
+    run_fsdp_post_backward,
 )
 from phalanx.mesh.devices import is_on_cpu
-from phalanx.mesh.gloo_collectives import gather_rows, scatter_sum
-from phalanx.mesh.logical import begins_at_same_memory
-from phalanx.parallel.batchnorm.layer import find_differing_buffers
-from phalanx.parallel.data_parallel.unsharded_params import find_whole_parameters
+from phalanx.mesh.gloo_collectives import all_gather_rows_in_place, reduce_scatter_rows
+from phalanx.mesh.logical import share_first_element
+from phalanx.parallel.batchnorm.layer import find_buffers_that_differ_between_ranks
+from phalanx.parallel.data_parallel.unsharded_params import find_parameters_left_unsharded
 from phalanx.parallel.expert.transform import ShardedExperts
-from phalanx.parallel.pipeline.staged import PipelineStageGroup
-from phalanx.parallel.protocol import Order, ParallelContext
+from phalanx.parallel.pipeline.staged import PipelineOfRank
+from phalanx.parallel.protocol import ParallelContext, TransformOrder
 from phalanx.plan.choice import AUTO
 from phalanx.plan.layout import choose_zero_split_dim
 from phalanx.plan.plan import Plan
 
 
 class DpShard:
-    order = Order.SHARD
+    order = TransformOrder.SHARD
 
     def wanted(self, plan: Plan) -> bool:
         return plan.layout.gradient_reduction_layout.dp_shard > 1 and plan.parallel.zero_stage >= 2
 
     def apply(self, context: ParallelContext) -> None:
-        options, staged = context.plan.parallel, context.axes.find(PipelineStageGroup)
-        groups = _shard_units(context, staged)
+        options, staged = context.plan.parallel, context.axes.find(PipelineOfRank)
+        groups = _shard_units_with_fsdp(context, staged)
         units = [module for module in context.root.modules() if isinstance(module, FSDPModule)]
         for unit in units:
-            _charge_communication_time(unit, context)
-            reduce_unused_parameters(unit)
+            _charge_fsdp_communication_time(unit, context)
+            make_fsdp_reduce_unused_parameters(unit)
         if options.prefetch != AUTO:
-            _set_prefetch_depth([context.root, *(group[0] for group in groups)], options.prefetch)
+            _set_fsdp_prefetch_depth(
+                [context.root, *(group[0] for group in groups)], options.prefetch
+            )
         if staged is not None:
-            keep_for_pipeline(context, units)
+            keep_weights_gathered_for_pipeline(context, units)
         else:
-            _reduce_last(context, units)
+            _reduce_in_last_microbatch(context, units)
 
 
-def _shard_units(
-    context: ParallelContext, staged: PipelineStageGroup | None
+def _shard_units_with_fsdp(
+    context: ParallelContext, staged: PipelineOfRank | None
 ) -> list[list[nn.Module]]:
     """Hand each unit to FSDP: experts, runs of blocks, and the root with all else; the runs of
     blocks."""
     layout, options = context.plan.layout.gradient_reduction_layout, context.plan.parallel
     experts = context.axes.find(ShardedExperts)
-    unsharded = find_whole_parameters(context.root.module, options.keep_whole_below)
+    unsharded = find_parameters_left_unsharded(context.root.module, options.keep_whole_below)
     if experts is not None:
         unsharded -= set(experts.parameters())
-    groups = _group_blocks_into_units(
+    groups = _group_blocks_into_fsdp_units(
         _find_blocks_without_shared_parameters(context), options.blocks_per_unit
     )
     # A model may say that its blocks get activations in the compute type already: casting what
@@ -82,19 +84,19 @@ def _shard_units(
     # it stays whole.
     free = context.plan.parallel.zero_stage == 3 and staged is None
     shared: dict[str, Any] = {
-        "mesh": context.mesh.submesh(*context.shard_axes),
+        "mesh": context.mesh.submesh(*context.fsdp_mesh_axes),
         "ignored_params": unsharded,
-        "shard_placement_fn": _shard_evenly(layout.dp_shard),
+        "shard_placement_fn": _choose_placement_by_zero_split_dim(layout.dp_shard),
     }
     if options.has_parameters_on_host:
         is_pinned = context.mesh.device.type == "cuda"
         shared["offload_policy"] = CPUOffloadPolicy(pin_memory=is_pinned)
-    block_policy = _mixed_precision_policy(context.compute_dtype, cast_inputs=cast)
+    block_policy = _build_mixed_precision_policy(context.compute_dtype, cast_inputs=cast)
     # From the inside out: `fully_shard` leaves out the modules that are units already.
     # Experts are units of their own, inside of a block's unit, over `Mesh.expert_mesh`: other ranks
     # hold the same ones.
     if experts is not None:
-        placement = _shard_evenly(layout.dp_shard // experts.ep)
+        placement = _choose_placement_by_zero_split_dim(layout.dp_shard // experts.ep)
         expert_options = shared | {"mesh": experts.mesh, "shard_placement_fn": placement}
         for module in experts.modules:
             fully_shard(
@@ -105,7 +107,7 @@ def _shard_units(
         fully_shard(group, reshard_after_forward=free, mp_policy=block_policy, **shared)
     # The root holds embedding and head, which the backward needs at once: freeing them would
     # gather them twice.
-    root_policy = _mixed_precision_policy(context.compute_dtype, cast_inputs=True)
+    root_policy = _build_mixed_precision_policy(context.compute_dtype, cast_inputs=True)
     fully_shard(
         context.root, reshard_after_forward=free and not groups, mp_policy=root_policy, **shared
     )
@@ -113,15 +115,15 @@ def _shard_units(
     return groups
 
 
-def _reduce_last(context: ParallelContext, units: list[FSDPModule]) -> None:
+def _reduce_in_last_microbatch(context: ParallelContext, units: list[FSDPModule]) -> None:
     """Reduce gradients in a step's last microbatch, or in each (parallel.accumulate)."""
     plan = context.plan
     each_time = plan.parallel.accumulate == "sharded"
     is_hybrid = plan.layout.gradient_reduction_layout.dp_replicate > 1
-    root, buffers = context.root, find_differing_buffers(context.root)
+    root, buffers = context.root, find_buffers_that_differ_between_ranks(context.root)
 
     @contextmanager
-    def reduce_last(is_last: bool) -> Iterator[None]:
+    def reduce_if_last_microbatch(is_last: bool) -> Iterator[None]:
         root.set_requires_gradient_sync(is_last or each_time)
         root.set_is_last_backward(is_last or each_time)
         # Copies of a shard are averaged once per step.
@@ -132,21 +134,21 @@ def _reduce_last(context: ParallelContext, units: list[FSDPModule]) -> None:
             dist.broadcast(buffer, 0)
         yield
 
-    context.hooks.around_microbatch.append(reduce_last)
+    context.hooks.around_microbatch.append(reduce_if_last_microbatch)
     context.hooks.release_weights.append(functools.partial(_free_gathered_weights, units))
 
 
-def _shard_evenly(num_ranks: int) -> Callable[[nn.Parameter], Shard]:
+def _choose_placement_by_zero_split_dim(num_ranks: int) -> Callable[[nn.Parameter], Shard]:
     return lambda parameter: Shard(choose_zero_split_dim(parameter.shape, num_ranks))
 
 
-def keep_for_pipeline(context: ParallelContext, units: list[FSDPModule]) -> None:
+def keep_weights_gathered_for_pipeline(context: ParallelContext, units: list[FSDPModule]) -> None:
     """Weights are gathered once per step and stay whole until all of a schedule is done; gradients
     as well, and are reduced then: with a backward in two halves, FSDP's own hooks would reduce
     after the first."""
     root, buffers, group = (
         context.root,
-        find_differing_buffers(context.root),
+        find_buffers_that_differ_between_ranks(context.root),
         context.mesh.data_parallel_group(),
     )
 
@@ -168,13 +170,13 @@ def keep_for_pipeline(context: ParallelContext, units: list[FSDPModule]) -> None
         root.set_requires_gradient_sync(True)
         root.set_is_last_backward(True)
         root.set_reshard_after_backward(True)
-        finish_backward(root)
+        run_fsdp_post_backward(root)
 
     context.hooks.around_microbatch.append(keep_weights)
     context.hooks.gather_weights.append(gather)
     context.hooks.release_weights.append(functools.partial(_free_gathered_weights, units))
     # FSDP accumulates in a hook of the backward, which never ran for gradients made by hand.
-    context.hooks.after_weight_grads.append(functools.partial(accumulate_gradients, root))
+    context.hooks.after_weight_grads.append(functools.partial(add_written_gradients_to_fsdp, root))
     context.optimizer_params.before_update.append(reduce)
 
 
@@ -184,7 +186,7 @@ def _free_gathered_weights(units: list[FSDPModule]) -> None:
         unit.reshard()
 
 
-def _group_blocks_into_units(
+def _group_blocks_into_fsdp_units(
     blocks: list[nn.Module], per_unit: int | Literal["all"]
 ) -> list[list[nn.Module]]:
     """`blocks` in runs of `per_unit`; none for the whole model, whose root is a unit anyway."""
@@ -193,7 +195,7 @@ def _group_blocks_into_units(
     return [blocks[start : start + per_unit] for start in range(0, len(blocks), per_unit)]
 
 
-def _set_prefetch_depth(units: list[Any], depth: int) -> None:
+def _set_fsdp_prefetch_depth(units: list[Any], depth: int) -> None:
     """While a unit computes, the `depth` units that come next are gathered.
 
     `units`: in forward order, root first.
@@ -219,7 +221,7 @@ def _find_blocks_without_shared_parameters(context: ParallelContext) -> list[nn.
     return separable
 
 
-def _mixed_precision_policy(
+def _build_mixed_precision_policy(
     compute_dtype: torch.dtype, *, cast_inputs: bool
 ) -> MixedPrecisionPolicy:
     if compute_dtype is torch.float32:
@@ -229,7 +231,7 @@ def _mixed_precision_policy(
     )
 
 
-def _charge_communication_time(unit: FSDPModule, context: ParallelContext) -> None:
+def _charge_fsdp_communication_time(unit: FSDPModule, context: ParallelContext) -> None:
     """Charge FSDP's gathers and scatters to "collective" where they block; on gloo that is where
     they happen, and they go by what is quickest there.
 
@@ -237,7 +239,7 @@ def _charge_communication_time(unit: FSDPModule, context: ParallelContext) -> No
     part of their seconds, and "collective" has only what the step itself waits for (its one
     reduction, tensor and context parallelism).
     """
-    gather_class, scatter_class = fsdp_communication_classes()
+    gather_class, scatter_class = get_fsdp_communication_classes()
     phases, traffic = context.phases, context.traffic.gradients
     num_replicas = context.plan.layout.gradient_reduction_layout.dp_replicate
 
@@ -255,9 +257,9 @@ def _charge_communication_time(unit: FSDPModule, context: ParallelContext) -> No
                 rows = output_tensor.view(group.size(), -1)
                 rank_rows = rows[group.rank()]
                 # FSDP fills its part of the output.
-                if not begins_at_same_memory(rank_rows, input_tensor):
+                if not share_first_element(rank_rows, input_tensor):
                     rank_rows.copy_(input_tensor.view(-1))
-                gather_rows(rows, group)
+                all_gather_rows_in_place(rows, group)
                 return None
 
     class Scatter(scatter_class):  # type: ignore[misc, valid-type]
@@ -275,7 +277,7 @@ def _charge_communication_time(unit: FSDPModule, context: ParallelContext) -> No
                 is_plain = op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
                 if async_op or not is_plain or not is_on_cpu(output_tensor):
                     return super().__call__(output_tensor, input_tensor, group, op, async_op)
-                total = scatter_sum(input_tensor.view(group.size(), -1), group).view_as(
+                total = reduce_scatter_rows(input_tensor.view(group.size(), -1), group).view_as(
                     output_tensor
                 )
                 torch.div(total, group.size() if op == dist.ReduceOp.AVG else 1, out=output_tensor)

@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.compat import wrap_local_as_dtensor
-from phalanx.parallel.optimizer_params import OptimizerShard
-from phalanx.parallel.protocol import Order, ParallelContext
+from phalanx.parallel.optimizer_params import OptimizerParameterSubstitute
+from phalanx.parallel.protocol import ParallelContext, TransformOrder
 from phalanx.plan.plan import Plan
 
 
-def find_whole_parameters(module: nn.Module, below: int) -> set[nn.Parameter]:
+def find_parameters_left_unsharded(module: nn.Module, below: int) -> set[nn.Parameter]:
     """Parameters that FSDP leaves unsharded: small ones, single numbers, and tensors that do not
     lie in the order of their dimensions, which it cannot split."""
     return {
@@ -27,8 +27,8 @@ def find_whole_parameters(module: nn.Module, below: int) -> set[nn.Parameter]:
     }
 
 
-class UnshardedParams:
-    order = Order.UNSHARDED_PARAMS
+class AverageUnshardedParams:
+    order = TransformOrder.UNSHARDED_PARAMS
 
     def wanted(self, plan: Plan) -> bool:
         return plan.layout.gradient_reduction_layout.dp_shard > 1 and plan.parallel.zero_stage >= 2
@@ -41,7 +41,7 @@ class UnshardedParams:
                 unsharded.append(parameter)
         if not unsharded:
             return
-        axes = context.shard_axes
+        axes = context.fsdp_mesh_axes
         mesh = context.mesh.submesh(*axes)
         for parameter in unsharded:
             # An optimizer's fused kernel takes DTensors or plain tensors, not both.
@@ -49,25 +49,25 @@ class UnshardedParams:
                 parameter.detach(), mesh, (Replicate(),) * len(axes), parameter
             )
             # Every rank updates it alike, so nothing has to be gathered afterwards.
-            shard = OptimizerShard(parameter, nn.Parameter(local))
+            shard = OptimizerParameterSubstitute(parameter, nn.Parameter(local))
             context.optimizer_params.shards[parameter] = shard
         group, phases = context.mesh.data_parallel_group(), context.phases
-        num_bytes = sum(p.numel() * _averaging_dtype(p).itemsize for p in unsharded)
+        num_bytes = sum(p.numel() * _choose_averaging_dtype(p).itemsize for p in unsharded)
         context.optimizer_params.before_update.append(
             lambda: context.traffic.gradients.add_all_reduce(num_bytes, group.size())
         )
         context.optimizer_params.before_update.append(
-            lambda: average_gradients(unsharded, group, phases)
+            lambda: average_gradients_in_one_collective(unsharded, group, phases)
         )
 
 
-def _averaging_dtype(parameter: nn.Parameter) -> torch.dtype:
+def _choose_averaging_dtype(parameter: nn.Parameter) -> torch.dtype:
     """The type that gradients are averaged in: fp32 at least."""
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
 @torch.no_grad()
-def average_gradients(
+def average_gradients_in_one_collective(
     parameters: list[nn.Parameter], group: dist.ProcessGroup, phases: PhaseTimer
 ) -> None:
     """The mean over the ranks, in fp32 at least, in one collective per type.
@@ -76,7 +76,7 @@ def average_gradients(
     """
     by_type: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
-        by_type.setdefault(_averaging_dtype(parameter), []).append(parameter)
+        by_type.setdefault(_choose_averaging_dtype(parameter), []).append(parameter)
     for dtype, tensors in by_type.items():
         gradients = []
         for parameter in tensors:
@@ -92,4 +92,4 @@ def average_gradients(
             parameter.grad = torch.empty_like(parameter).copy_(mean.view_as(parameter))
 
 
-parallelism = UnshardedParams()
+parallelism = AverageUnshardedParams()

@@ -19,22 +19,22 @@ from torch.distributed.tensor.placement_types import Placement
 
 from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.compat import wrap_local_as_dtensor
-from phalanx.mesh.gloo_collectives import gather_rows
-from phalanx.parallel.data_parallel.bucket_bytes import bucket_bytes
-from phalanx.parallel.optimizer_params import OptimizerShard
-from phalanx.parallel.protocol import Order, ParallelContext
+from phalanx.mesh.gloo_collectives import all_gather_rows_in_place
+from phalanx.parallel.data_parallel.bucket_bytes import choose_bucket_bytes
+from phalanx.parallel.optimizer_params import OptimizerParameterSubstitute
+from phalanx.parallel.protocol import ParallelContext, TransformOrder
 from phalanx.plan.plan import Plan
 
 
 class Zero1:
-    order = Order.ZERO1
+    order = TransformOrder.ZERO1
 
     def wanted(self, plan: Plan) -> bool:
         return plan.parallel.zero_stage == 1 and plan.layout.gradient_reduction_layout.dp_shard > 1
 
     def apply(self, context: ParallelContext) -> None:
         context.materialize()
-        axes = context.shard_axes
+        axes = context.fsdp_mesh_axes
         mesh, group = context.mesh.submesh(*axes), context.mesh.submesh("dp_shard").get_group()
         cut = []
         for parameter in context.root.module.parameters():
@@ -43,25 +43,27 @@ class Zero1:
             rows = find_rows_of_rank(parameter, dist.get_rank(group), dist.get_world_size(group))
             last: Placement = Replicate() if rows is None else Shard(rows.dim)
             placements = (Replicate(),) * (len(axes) - 1) + (last,)
-            take = rows.view_rows if rows is not None else _select_all_rows
+            take = rows.slice_tensor if rows is not None else _select_unsplit_tensor
             local = take(parameter.detach())
             # A DTensor over the rows, so that optimizers and checkpoints know its place in the
             # whole.
             trained = nn.Parameter(wrap_local_as_dtensor(local, mesh, placements, parameter))
-            context.optimizer_params.shards[parameter] = OptimizerShard(parameter, trained, take)
+            context.optimizer_params.shards[parameter] = OptimizerParameterSubstitute(
+                parameter, trained, take
+            )
             if rows is not None:
                 cut.append((parameter, rows))
-        num_bytes = bucket_bytes(context.plan)
-        gather = BucketedGather(cut, group, bucket_bytes=num_bytes, phases=context.phases)
-        context.optimizer_params.after_update.append(gather.run)
+        num_bytes = choose_bucket_bytes(context.plan)
+        gather = UpdatedParameterGather(cut, group, bucket_bytes=num_bytes, phases=context.phases)
+        context.optimizer_params.after_update.append(gather.gather_updated_parameters)
 
 
-def _select_all_rows(tensor: torch.Tensor) -> torch.Tensor:
+def _select_unsplit_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
 @dataclass(frozen=True)
-class RankRows:
+class RowsOfRank:
     """A rank's rows of a tensor along `dim`, cut as torch.chunk cuts.
 
     `chunk`: rows of a rank that is not the last.
@@ -72,12 +74,12 @@ class RankRows:
     length: int
     chunk: int
 
-    def view_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+    def slice_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """A view."""
         return tensor.narrow(self.dim, self.start, self.length)
 
 
-def find_rows_of_rank(tensor: torch.Tensor, rank: int, num_ranks: int) -> RankRows | None:
+def find_rows_of_rank(tensor: torch.Tensor, rank: int, num_ranks: int) -> RowsOfRank | None:
     """Along the first dimension longer than one, so that each rank's rows lie together.
 
     None for a single number, and for a tensor that does not lie in the order of its dimensions:
@@ -89,11 +91,11 @@ def find_rows_of_rank(tensor: torch.Tensor, rank: int, num_ranks: int) -> RankRo
     size = tensor.shape[dim]
     chunk = -(-size // num_ranks)
     start = min(rank * chunk, size)
-    return RankRows(dim, start, min(chunk, size - start), chunk)
+    return RowsOfRank(dim, start, min(chunk, size - start), chunk)
 
 
 @dataclass(frozen=True)
-class _ChunkSpan:
+class _ParameterSpanInBucket:
     """Elements [start, start + length) of each rank's `chunk` elements of a flat parameter; at
     `offset` in a bucket."""
 
@@ -103,14 +105,14 @@ class _ChunkSpan:
     length: int
     offset: int
 
-    def send(self, segment: torch.Tensor, rank: int) -> None:
+    def write_to_bucket(self, segment: torch.Tensor, rank: int) -> None:
         """This rank's elements into its segment of the bucket; the last ranks may have fewer, or
         none."""
         first = rank * self.chunk + self.start
         rank_part = self.flat[first : min(first + self.length, (rank + 1) * self.chunk)]
         segment[self.offset : self.offset + rank_part.numel()] = rank_part
 
-    def receive(self, bucket: torch.Tensor, rank: int) -> None:
+    def read_from_bucket(self, bucket: torch.Tensor, rank: int) -> None:
         """The other ranks' elements, from [ranks, segment] to where they belong."""
         for other, row in enumerate(bucket):
             first = other * self.chunk + self.start
@@ -119,13 +121,13 @@ class _ChunkSpan:
                 self.flat[first:end] = row[self.offset : self.offset + end - first]
 
 
-class BucketedGather:
+class UpdatedParameterGather:
     """Brings together what each rank updated, in collectives of `bucket_bytes` over all ranks at
     most."""
 
     def __init__(
         self,
-        cut: Iterable[tuple[nn.Parameter, RankRows]],
+        cut: Iterable[tuple[nn.Parameter, RowsOfRank]],
         group: dist.ProcessGroup,
         *,
         bucket_bytes: int,
@@ -133,7 +135,7 @@ class BucketedGather:
     ) -> None:
         self._group, self._phases = group, phases
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._buckets: list[list[_ChunkSpan]] = []
+        self._buckets: list[list[_ParameterSpanInBucket]] = []
         by_type: dict[torch.dtype, list[tuple[torch.Tensor, int]]] = defaultdict(list)
         for parameter, rows in cut:
             # In elements: dimensions before that of the rows are of size 1, so a rank's rows lie
@@ -141,11 +143,15 @@ class BucketedGather:
             chunk = rows.chunk * parameter.stride(rows.dim)
             by_type[parameter.dtype].append((parameter.detach().view(-1), chunk))
         for dtype, tensors in by_type.items():
-            self._fill_buckets(tensors, max(1, bucket_bytes // (dtype.itemsize * self._num_ranks)))
+            self._assign_spans_to_buckets(
+                tensors, max(1, bucket_bytes // (dtype.itemsize * self._num_ranks))
+            )
 
-    def _fill_buckets(self, tensors: Iterable[tuple[torch.Tensor, int]], room: int) -> None:
+    def _assign_spans_to_buckets(
+        self, tensors: Iterable[tuple[torch.Tensor, int]], room: int
+    ) -> None:
         """Buckets of at most `room` elements per rank; a large parameter takes several."""
-        spans: list[_ChunkSpan] = []
+        spans: list[_ParameterSpanInBucket] = []
         used = 0
         for flat, chunk in tensors:
             start = 0
@@ -156,23 +162,23 @@ class BucketedGather:
                     self._buckets.append(spans)
                     spans, used = [], 0
                 length = min(chunk - start, room - used)
-                spans.append(_ChunkSpan(flat, chunk, start, length, used))
+                spans.append(_ParameterSpanInBucket(flat, chunk, start, length, used))
                 start, used = start + length, used + length
         if spans:
             self._buckets.append(spans)
 
     @torch.no_grad()
-    def run(self) -> None:
+    def gather_updated_parameters(self) -> None:
         for spans in self._buckets:
             flat, size = spans[0].flat, spans[-1].offset + spans[-1].length
             bucket = torch.empty(self._num_ranks, size, dtype=flat.dtype, device=flat.device)
             for span in spans:
-                span.send(bucket[self._rank], self._rank)
+                span.write_to_bucket(bucket[self._rank], self._rank)
             # One collective per bucket: a gather per parameter would cost its latency each time.
             with self._phases("collective", "all_gather updated weights"):
-                gather_rows(bucket, self._group)
+                all_gather_rows_in_place(bucket, self._group)
             for span in spans:
-                span.receive(bucket, self._rank)
+                span.read_from_bucket(bucket, self._rank)
 
 
 parallelism = Zero1()

@@ -22,13 +22,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.mesh.logical import full_name
 from phalanx.parallel.dropout.rng import ReplayContext
-from phalanx.parallel.dropout.transform import find_batch_second_layers
-from phalanx.parallel.pipeline.staged import PipelineStageGroup
+from phalanx.parallel.dropout.transform import find_layers_with_batch_in_dim_1
+from phalanx.parallel.pipeline.staged import PipelineOfRank
 from phalanx.parallel.protocol import ParallelContext
 
 BERNOULLI_OP = torch.ops.aten.bernoulli_.float
 NATIVE_DROPOUT_OP = torch.ops.aten.native_dropout.default
-_DROPOUT_ARGUMENT_INDEX = {"scaled_dot_product_attention": 4, "multi_head_attention_forward": 10}
+_DROPOUT_PROBABILITY_ARGUMENT_INDEX = {
+    "scaled_dot_product_attention": 4,
+    "multi_head_attention_forward": 10,
+}
 """Which argument of these functions is the probability."""
 
 
@@ -39,11 +42,11 @@ class RandomOpInterceptor:
         self._module, self._dropout_rng, self._mesh = module, context.dropout_rng, context.mesh
         self._is_global = context.plan.parallel.dropout == "global"
         self._names = {part: full_name(name) for name, part in module.named_modules()}
-        self._rows_second = find_batch_second_layers(module)
+        self._rows_second = find_layers_with_batch_in_dim_1(module)
         self.mesh_device = context.mesh.device
         self._calling: list[str | None] = [None]
         self._drawing: set[str] = set()
-        self._mode = _PositionalDraws(self)
+        self._mode = _PositionKeyedDrawsMode(self)
         # Modes and hooks would break the graph of a compiled module.
         self._can_look = self._is_global and not context.plan.compile
         # A module is watched in its first microbatch alone: modes cost time in every operation.
@@ -51,32 +54,34 @@ class RandomOpInterceptor:
         self._looked: set[int] = set()
         self._state: torch.Tensor | None = None
         self._dropout_rng.replay_hooks.append(self._replay_context)
-        staged = context.axes.find(PipelineStageGroup)
+        staged = context.axes.find(PipelineOfRank)
         self._num_stages = 1 if staged is None else len(staged.stages_of_this_rank)
 
     def begin_step(self) -> None:
         known = not self._is_global or self._must_look or bool(self._dropout_rng.left_to_torch)
-        self._state = None if known else self._torch_rng_state()
+        self._state = None if known else self._read_torch_generator_state()
 
     def end_step(self) -> None:
         """If torch's generator moved, and nobody is known to do it, look for who."""
-        if self._state is not None and not torch.equal(self._state, self._torch_rng_state()):
+        if self._state is not None and not torch.equal(
+            self._state, self._read_torch_generator_state()
+        ):
             self._must_look = self._can_look
             self._looked.clear()
             if not self._can_look:
                 self._dropout_rng.left_to_torch[""] = "compiled code draws random numbers"
 
-    def in_microbatch(
+    def drawing_in_microbatch(
         self, step: int, index: int, batch: Mapping[str, torch.Tensor]
     ) -> AbstractContextManager[None]:
         """Around forward and backward of the microbatch number `index`, of which every rank has
         equally many rows."""
         num_rows = next((len(tensor) for tensor in batch.values() if tensor.ndim), 0)
         global_index = index * self._mesh.layout.data_parallel_size + self._mesh.data_parallel_rank
-        return self._dropout_rng.in_microbatch(step, global_index * num_rows, num_rows)
+        return self._dropout_rng.drawing_in_microbatch(step, global_index * num_rows, num_rows)
 
     @contextmanager
-    def intercept_forward(self, stage: int = 0) -> Iterator[None]:
+    def intercepting_forward(self, stage: int = 0) -> Iterator[None]:
         """Around a forward: the first time (of each pipeline stage of this rank), everything
         that draws is found."""
         if not self._must_look or stage in self._looked:
@@ -87,27 +92,29 @@ class RandomOpInterceptor:
         self._served.close()
         with ExitStack() as looking:
             for part, name in self._names.items():
-                looking.enter_context(self._watching_module(part, name, watch=True))
-            looking.enter_context(self._watching_objective())
+                looking.enter_context(self._watching_rng_of_module(part, name, watch=True))
+            looking.enter_context(self._watching_rng_of_objective())
             with self._mode:
                 yield
-        self._intercept_only_known()
+        self._intercept_only_modules_that_drew()
 
     @contextmanager
-    def _watching_objective(self) -> Iterator[None]:
+    def _watching_rng_of_objective(self) -> Iterator[None]:
         """Note that the objective draws, if the generator moves while no module runs."""
-        before = self._torch_rng_state()
+        before = self._read_torch_generator_state()
         yield
-        if not self._dropout_rng.left_to_torch and not torch.equal(before, self._torch_rng_state()):
+        if not self._dropout_rng.left_to_torch and not torch.equal(
+            before, self._read_torch_generator_state()
+        ):
             self._dropout_rng.left_to_torch["objective"] = "it draws random numbers"
 
     def _replay_context(self) -> ReplayContext:
         """The context of a recomputation: the module that is running, and whether its draws are
         intercepted."""
-        return partial(self._mark_running, self._calling[-1], self._mode.depth > 0)
+        return partial(self._marking_running_module, self._calling[-1], self._mode.depth > 0)
 
     @contextmanager
-    def _mark_running(self, name: str | None, is_seen_to: bool) -> Iterator[None]:
+    def _marking_running_module(self, name: str | None, is_seen_to: bool) -> Iterator[None]:
         before = list(self._calling)
         self._calling.append(name)
         try:
@@ -116,16 +123,16 @@ class RandomOpInterceptor:
         finally:
             self._calling[:] = before
 
-    def _intercept_only_known(self) -> None:
+    def _intercept_only_modules_that_drew(self) -> None:
         """From now on only modules that drew, and what is inside of them."""
         for part, name in self._names.items():
             if name in self._drawing:
-                self._served.enter_context(self._intercepting_draws(part))
-            if any(_is_inside(name, other) for other in self._drawing):
-                self._served.enter_context(self._watching_module(part, name))
+                self._served.enter_context(self._intercepting_draws_of_module(part))
+            if any(_is_same_or_submodule(name, other) for other in self._drawing):
+                self._served.enter_context(self._watching_rng_of_module(part, name))
 
     @contextmanager
-    def _watching_module(
+    def _watching_rng_of_module(
         self, part: nn.Module, name: str, *, watch: bool = False
     ) -> Iterator[None]:
         """Know that `part` is running; with `watch`, whether torch's generator moves meanwhile."""
@@ -134,14 +141,14 @@ class RandomOpInterceptor:
         def enter(*_: object) -> None:
             self._calling.append(name)
             if watch:
-                states.append(self._torch_rng_state())
+                states.append(self._read_torch_generator_state())
 
         def leave(*_: object) -> None:
             self._calling.pop()
             if (
                 watch
-                and not torch.equal(states.pop(), self._torch_rng_state())
-                and not self._has_known_submodule(name)
+                and not torch.equal(states.pop(), self._read_torch_generator_state())
+                and not self._contains_module_that_draws(name)
             ):
                 self._dropout_rng.left_to_torch[name] = (
                     f"{type(part).__name__} draws random numbers"
@@ -159,11 +166,11 @@ class RandomOpInterceptor:
             for hook in hooks:
                 hook.remove()
 
-    def _has_known_submodule(self, name: str) -> bool:
-        return any(_is_inside(other, name) for other in self._dropout_rng.left_to_torch)
+    def _contains_module_that_draws(self, name: str) -> bool:
+        return any(_is_same_or_submodule(other, name) for other in self._dropout_rng.left_to_torch)
 
     @contextmanager
-    def _intercepting_draws(self, part: nn.Module) -> Iterator[None]:
+    def _intercepting_draws_of_module(self, part: nn.Module) -> Iterator[None]:
         """The mode is on while `part` runs."""
         active: list[Any] = []
 
@@ -196,17 +203,17 @@ class RandomOpInterceptor:
             self._drawing.add(name)
         return mask
 
-    def _torch_rng_state(self) -> torch.Tensor:
+    def _read_torch_generator_state(self) -> torch.Tensor:
         if self._mesh.device.type == "cuda":
             return torch.cuda.get_rng_state(self._mesh.device)
         return torch.get_rng_state()
 
 
-def _is_inside(name: str, other: str) -> bool:
+def _is_same_or_submodule(name: str, other: str) -> bool:
     return not other or name == other or name.startswith(f"{other}.")
 
 
-class _PositionalDraws(TorchDispatchMode):
+class _PositionKeyedDrawsMode(TorchDispatchMode):
     """Fills what torch would fill with draws of its generator."""
 
     def __init__(self, interceptor: RandomOpInterceptor) -> None:
@@ -215,7 +222,7 @@ class _PositionalDraws(TorchDispatchMode):
         # A CPU's attention kernels have no dropout: only a GPU pays for looking at each function.
         on_gpu = interceptor.mesh_device.type == "cuda"
         self._attention: AbstractContextManager[Any] = (
-            _PlainAttention() if on_gpu else nullcontext()
+            _UnfusedDropoutAttentionMode() if on_gpu else nullcontext()
         )
         self.depth = 0
 
@@ -245,7 +252,7 @@ class _PositionalDraws(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class _PlainAttention(TorchFunctionMode):
+class _UnfusedDropoutAttentionMode(TorchFunctionMode):
     """Attention with dropout by plain products: the fused kernels of a GPU draw inside of
     themselves, where nobody can fill in other numbers.
 
@@ -254,8 +261,8 @@ class _PlainAttention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _attention_functions():
-            argument = _DROPOUT_ARGUMENT_INDEX.get(func.__name__)
+        if func in _list_attention_functions():
+            argument = _DROPOUT_PROBABILITY_ARGUMENT_INDEX.get(func.__name__)
         else:
             argument = None
         if argument is not None and args and args[0].device.type == "cuda":
@@ -266,6 +273,6 @@ class _PlainAttention(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _attention_functions() -> tuple[Any, ...]:
+def _list_attention_functions() -> tuple[Any, ...]:
     """nn.MultiheadAttention's function calls the other one where no mode sees it."""
     return F.scaled_dot_product_attention, F.multi_head_attention_forward

@@ -21,21 +21,21 @@ ReplayContext = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
-class InputSlice:
+class FixedSizeInputSlice:
     """The input of a dropout layer is a slice of dimension `dim`: from `offset` on, of `size`."""
 
     dim: int
     offset: int
     size: int
 
-    def locate(self, length: int) -> tuple[int, int]:
+    def offset_and_full_length(self, length: int) -> tuple[int, int]:
         """(where `length` elements begin, of how many they are)."""
         assert self.offset + length <= self.size, (self, length)
         return self.offset, self.size
 
 
 @dataclass(frozen=True)
-class EqualPartSlice:
+class EqualPartInputSlice:
     """The `index`-th of `count` equal parts of dimension `dim`, however long it is (a sequence,
     say)."""
 
@@ -43,13 +43,13 @@ class EqualPartSlice:
     index: int
     count: int
 
-    def locate(self, length: int) -> tuple[int, int]:
+    def offset_and_full_length(self, length: int) -> tuple[int, int]:
         """(where `length` elements begin, of how many they are)."""
         return self.index * length, self.count * length
 
 
 @dataclass
-class MicrobatchRng:
+class MicrobatchDrawCounter:
     """The forward of a microbatch: which rows of the step's batch this rank has, and how often
     each name has drawn."""
 
@@ -58,7 +58,7 @@ class MicrobatchRng:
     num_rows: int
     calls: dict[str, int] = field(default_factory=dict)
 
-    def copy(self) -> MicrobatchRng:
+    def copy(self) -> MicrobatchDrawCounter:
         return replace(self, calls=dict(self.calls))
 
 
@@ -72,7 +72,7 @@ class DropoutRng:
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        self.parts: dict[str, Sequence[InputSlice | EqualPartSlice]] = {}
+        self.parts: dict[str, Sequence[FixedSizeInputSlice | EqualPartInputSlice]] = {}
         self.left_to_torch: dict[str, str] = {}
         self.mask_checks: list[Callable[[str], None]] = []
         """Each is called with the name of a layer before it draws, and raises where that would be
@@ -80,17 +80,17 @@ class DropoutRng:
         self.replay_hooks: list[Callable[[], ReplayContext]] = []
         """A recomputation begins inside a module: each is called in the forward, and returns the
         context that the recomputation enters to know there what the forward knew."""
-        self._moment: MicrobatchRng | None = None
+        self._moment: MicrobatchDrawCounter | None = None
 
     @property
-    def current_forward(self) -> MicrobatchRng | None:
+    def current_microbatch(self) -> MicrobatchDrawCounter | None:
         """The forward under way inside of `microbatch`."""
         return self._moment
 
     @contextmanager
-    def in_microbatch(self, step: int, first_row: int, num_rows: int) -> Iterator[None]:
+    def drawing_in_microbatch(self, step: int, first_row: int, num_rows: int) -> Iterator[None]:
         """Inside, layers draw for these rows of the batch of `step`; outside of it, torch does."""
-        before, self._moment = self._moment, MicrobatchRng(step, first_row, num_rows)
+        before, self._moment = self._moment, MicrobatchDrawCounter(step, first_row, num_rows)
         try:
             yield
         finally:
@@ -108,7 +108,7 @@ class DropoutRng:
         """Mask of what layer `name` keeps, in this call, of a tensor of `shape`; None if it has
         no row for each of the microbatch's."""
         moment = self._moment
-        if moment is None or not has_fixed_rows(shape, rows_dim, moment.num_rows):
+        if moment is None or not has_fixed_num_rows_per_sample(shape, rows_dim, moment.num_rows):
             return None
         for check in self.mask_checks:
             check(name)
@@ -120,7 +120,7 @@ class DropoutRng:
         per_row = shape[rows_dim] // moment.num_rows
         offsets, global_shape = [0] * len(shape), list(shape)
         for part in self.parts.get(name, ()):
-            offsets[part.dim], global_shape[part.dim] = part.locate(shape[part.dim])
+            offsets[part.dim], global_shape[part.dim] = part.offset_and_full_length(shape[part.dim])
         # `make_dropout_keep_mask` counts by rows, which it takes for dimension 0.
         order = [rows_dim, *(dim for dim in range(len(shape)) if dim != rows_dim)]
         mask = make_dropout_keep_mask(
@@ -133,13 +133,13 @@ class DropoutRng:
         )
         return mask.view([shape[dim] for dim in order]).movedim(0, rows_dim)
 
-    def replay_contexts(self) -> tuple[_RecordedRng, _ReplayedRng]:
+    def replay_contexts(self) -> tuple[_RecordDrawStateContext, _ReplayDrawStateContext]:
         """Contexts for a forward and its recomputation: the second draws what the first drew."""
-        recorded = _RecordedRng(self)
-        return recorded, _ReplayedRng(self, recorded)
+        recorded = _RecordDrawStateContext(self)
+        return recorded, _ReplayDrawStateContext(self, recorded)
 
 
-def has_fixed_rows(shape: Sequence[int], rows_dim: int, num_rows: int) -> bool:
+def has_fixed_num_rows_per_sample(shape: Sequence[int], rows_dim: int, num_rows: int) -> bool:
     """True if a tensor has a fixed number of rows for each of the microbatch's."""
     if len(shape) <= rows_dim:
         return False
@@ -148,10 +148,10 @@ def has_fixed_rows(shape: Sequence[int], rows_dim: int, num_rows: int) -> bool:
     return shape[rows_dim] == 0
 
 
-class _RecordedRng:
+class _RecordDrawStateContext:
     def __init__(self, dropout_rng: DropoutRng) -> None:
         self._dropout_rng = dropout_rng
-        self.at_start: MicrobatchRng | None = None
+        self.at_start: MicrobatchDrawCounter | None = None
         self.contexts: list[ReplayContext] = []
 
     def __enter__(self) -> None:
@@ -164,10 +164,10 @@ class _RecordedRng:
         pass
 
 
-class _ReplayedRng:
-    def __init__(self, dropout_rng: DropoutRng, recorded: _RecordedRng) -> None:
+class _ReplayDrawStateContext:
+    def __init__(self, dropout_rng: DropoutRng, recorded: _RecordDrawStateContext) -> None:
         self._dropout_rng, self._recorded = dropout_rng, recorded
-        self._before: MicrobatchRng | None = None
+        self._before: MicrobatchDrawCounter | None = None
         self._inside = ExitStack()
 
     def __enter__(self) -> None:

@@ -18,17 +18,17 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from phalanx.mesh.logical import full_name
 from phalanx.parallel.dropout.rng import DropoutRng
-from phalanx.parallel.protocol import Order, ParallelContext
+from phalanx.parallel.protocol import ParallelContext, TransformOrder
 from phalanx.plan.plan import Plan
 
 # SELU's alpha x scale: what alpha dropout puts in place of what it drops.
-SELU_ALPHA = 1.7580993408473766
+SELU_NEGATIVE_SATURATION = 1.7580993408473766
 
 
-class Dropout:
-    order = Order.DROPOUT
+class LayoutIndependentDropout:
+    order = TransformOrder.DROPOUT
 
-    def wanted(self, plan: Plan) -> bool:
+    def is_needed(self, plan: Plan) -> bool:
         return plan.parallel.dropout == "global"
 
     def apply(self, context: ParallelContext) -> None:
@@ -36,12 +36,12 @@ class Dropout:
             # The compiler recomputes in its own way and draws its own numbers.
             return
         module = context.root.module
-        time_first = find_batch_second_layers(module)
+        time_first = find_layers_with_batch_in_dim_1(module)
         for name, part in module.named_modules():
             if isinstance(part, _DropoutNd) and any(
-                isinstance(part, known) for known in _COUNTED_CLASS_OF_TORCH_CLASS
+                isinstance(part, known) for known in _COUNTER_RNG_CLASS_OF_TORCH_CLASS
             ):
-                _use_counter_rng(
+                _make_dropout_use_counter_rng(
                     full_name(name),
                     part,
                     context.dropout_rng,
@@ -49,7 +49,7 @@ class Dropout:
                 )
 
 
-def find_batch_second_layers(module: nn.Module) -> set[str]:
+def find_layers_with_batch_in_dim_1(module: nn.Module) -> set[str]:
     """Layers inside torch's own that have the batch in dimension 1: batch_first=False, and
     recurrent ones inside."""
     modules = set()
@@ -65,7 +65,7 @@ def find_batch_second_layers(module: nn.Module) -> set[str]:
     return modules
 
 
-class _CounterRngDropout(_DropoutNd):
+class _CounterRngDropoutMixin(_DropoutNd):
     """Stands between a user's class and torch's: a user's forward still comes first."""
 
     _dropout_rng: DropoutRng
@@ -74,7 +74,7 @@ class _CounterRngDropout(_DropoutNd):
 
     @torch.compiler.disable
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        shape = self._noise_shape(input)
+        shape = self._compute_mask_shape(input)
         mask = None
         if self.training and 0.0 < self.p < 1.0 and shape is not None:
             mask = self._dropout_rng.draw_mask(
@@ -84,7 +84,7 @@ class _CounterRngDropout(_DropoutNd):
             return super().forward(input)  # type: ignore[misc, no-any-return]
         return self._apply_mask(input, mask)
 
-    def _noise_shape(self, input: torch.Tensor) -> tuple[int, ...] | None:
+    def _compute_mask_shape(self, input: torch.Tensor) -> tuple[int, ...] | None:
         """Shape of the noise, as torch has it; None for an input without a batch."""
         return tuple(input.shape)
 
@@ -96,85 +96,91 @@ class _CounterRngDropout(_DropoutNd):
         return output
 
 
-class _ChannelDropout(_CounterRngDropout):
+class _ChannelDropoutMixin(_CounterRngDropoutMixin):
     """One element for a whole channel."""
 
     # An input of so many dimensions has no batch. 0: torch's dropout2d takes three for [N, C, L].
     _unbatched_ndim = 0
 
-    def _noise_shape(self, input: torch.Tensor) -> tuple[int, ...] | None:
+    def _compute_mask_shape(self, input: torch.Tensor) -> tuple[int, ...] | None:
         if input.ndim < 2 or input.ndim == self._unbatched_ndim:
             return None
         return (*input.shape[:2], *(1,) * (input.ndim - 2))
 
 
-class _AlphaDropoutMixin(_CounterRngDropout):
+class _AlphaDropoutMixin(_CounterRngDropoutMixin):
     """Dropped elements become SELU's least value; mean and variance stay (Klambauer et al.
     2017)."""
 
     def _apply_mask(self, input: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         # As torch's own, with m the mask: a (x m + alpha (m - 1) + alpha p),
         # where a = ((alpha^2 p + 1) (1 - p))^(-1/2).
-        scale = 1.0 / math.sqrt((SELU_ALPHA**2 * self.p + 1.0) * (1.0 - self.p))
+        scale = 1.0 / math.sqrt((SELU_NEGATIVE_SATURATION**2 * self.p + 1.0) * (1.0 - self.p))
         noise = mask.to(input.dtype)
-        shift = (noise - 1.0).mul_(SELU_ALPHA * scale).add_(SELU_ALPHA * scale * self.p)
+        shift = (
+            (noise - 1.0)
+            .mul_(SELU_NEGATIVE_SATURATION * scale)
+            .add_(SELU_NEGATIVE_SATURATION * scale * self.p)
+        )
         noise = noise.mul_(scale)
         if self.inplace:
             return input.mul_(noise).add_(shift)
         return input * noise + shift
 
 
-class CountedDropout(_CounterRngDropout, nn.Dropout):
+class CounterRngDropoutLayer(_CounterRngDropoutMixin, nn.Dropout):
     pass
 
 
-class CountedDropout1d(_ChannelDropout, nn.Dropout1d):
+class CounterRngDropout1d(_ChannelDropoutMixin, nn.Dropout1d):
     _unbatched_ndim = 2
 
 
-class CountedDropout2d(_ChannelDropout, nn.Dropout2d):
+class CounterRngDropout2d(_ChannelDropoutMixin, nn.Dropout2d):
     pass
 
 
-class CountedDropout3d(_ChannelDropout, nn.Dropout3d):
+class CounterRngDropout3d(_ChannelDropoutMixin, nn.Dropout3d):
     _unbatched_ndim = 4
 
 
-class CountedAlphaDropout(_AlphaDropoutMixin, nn.AlphaDropout):
+class CounterRngAlphaDropout(_AlphaDropoutMixin, nn.AlphaDropout):
     pass
 
 
-class CountedFeatureAlphaDropout(_AlphaDropoutMixin, _ChannelDropout, nn.FeatureAlphaDropout):
+class CounterRngFeatureAlphaDropout(
+    _AlphaDropoutMixin, _ChannelDropoutMixin, nn.FeatureAlphaDropout
+):
     pass
 
 
-_COUNTED_CLASS_OF_TORCH_CLASS: dict[type[_DropoutNd], type[_CounterRngDropout]] = {
-    nn.Dropout: CountedDropout,
-    nn.Dropout1d: CountedDropout1d,
-    nn.Dropout2d: CountedDropout2d,
-    nn.Dropout3d: CountedDropout3d,
-    nn.AlphaDropout: CountedAlphaDropout,
-    nn.FeatureAlphaDropout: CountedFeatureAlphaDropout,
+_COUNTER_RNG_CLASS_OF_TORCH_CLASS: dict[type[_DropoutNd], type[_CounterRngDropoutMixin]] = {
+    nn.Dropout: CounterRngDropoutLayer,
+    nn.Dropout1d: CounterRngDropout1d,
+    nn.Dropout2d: CounterRngDropout2d,
+    nn.Dropout3d: CounterRngDropout3d,
+    nn.AlphaDropout: CounterRngAlphaDropout,
+    nn.FeatureAlphaDropout: CounterRngFeatureAlphaDropout,
 }
 
 
-def _use_counter_rng(
+def _make_dropout_use_counter_rng(
     name: str, module: _DropoutNd, dropout_rng: DropoutRng, *, rows_dim: int
 ) -> None:
     """Change the class of `module` in place."""
-    module.__class__ = _derive_counting_type(type(module))  # type: ignore[arg-type]  # torch's classes are Any
-    assert isinstance(module, _CounterRngDropout)
+    module.__class__ = _derive_counter_rng_dropout_class(type(module))  # type: ignore[arg-type]  # torch's classes are Any
+    assert isinstance(module, _CounterRngDropoutMixin)
     module._dropout_rng, module._name, module._rows_dim = dropout_rng, name, rows_dim
 
 
 @functools.cache
-def _derive_counting_type(original: type[_DropoutNd]) -> type[_CounterRngDropout]:
-    if original in _COUNTED_CLASS_OF_TORCH_CLASS:
-        return _COUNTED_CLASS_OF_TORCH_CLASS[original]
+def _derive_counter_rng_dropout_class(original: type[_DropoutNd]) -> type[_CounterRngDropoutMixin]:
+    if original in _COUNTER_RNG_CLASS_OF_TORCH_CLASS:
+        return _COUNTER_RNG_CLASS_OF_TORCH_CLASS[original]
     counted = next(
-        _COUNTED_CLASS_OF_TORCH_CLASS[known]
+        _COUNTER_RNG_CLASS_OF_TORCH_CLASS[known]
         for known in original.__mro__
-        if known in _COUNTED_CLASS_OF_TORCH_CLASS
+        if known in _COUNTER_RNG_CLASS_OF_TORCH_CLASS
     )
     # In this order `super().forward` of a user's class finds ours before torch's.
     bases = (
@@ -199,4 +205,4 @@ class _MultiplyByMask(torch.autograd.Function):
         return _MultiplyByMask.apply(grad_output, mask, ctx.scale), None, None
 
 
-parallelism = Dropout()
+parallelism = LayoutIndependentDropout()

@@ -12,11 +12,11 @@ from torch import nn
 from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.logical import full_name
 from phalanx.mesh.mesh import Mesh
-from phalanx.mesh.transfer import start_copy_to_host
+from phalanx.mesh.transfer import start_copy_of_numbers_to_host
 
 
 @dataclass(frozen=True)
-class ExpertLoad:
+class RouterStepLoad:
     """Load of one router in one step: choices of each expert by all tokens of the batch, and how
     many of them it dropped because the expert was full."""
 
@@ -25,7 +25,7 @@ class ExpertLoad:
 
 
 @dataclass
-class RouterLoads:
+class ReducedRouterLoads:
     """The routers of this rank's stages.
 
     Found by what they have: `load`, `num_experts` and `move_bias`.
@@ -42,13 +42,13 @@ class RouterLoads:
     _is_due: bool = False
 
     @property
-    def moves_biases(self) -> bool:
+    def has_router_biases(self) -> bool:
         return any(getattr(router, "bias", None) is not None for router in self.routers.values())
 
     @classmethod
     def collect(
         cls, module: nn.Module, mesh: Mesh, phases: PhaseTimer, *, expected: bool
-    ) -> RouterLoads:
+    ) -> ReducedRouterLoads:
         """`expected`: a stage of the model may have routers.
 
         Collective: ranks whose stages have none open the group, too, for torch counts the groups
@@ -59,7 +59,7 @@ class RouterLoads:
         }
         return cls(routers, mesh, phases, mesh.stage_group() if expected or routers else None)
 
-    def reduce(self) -> None:
+    def reduce_counts_over_ranks(self) -> None:
         """`loads` becomes that of the step, by one all-reduce over the ranks with the same stages.
 
         On a GPU it is there once the device was waited for, which the reduction of the step's facts
@@ -80,11 +80,11 @@ class RouterLoads:
             zip(self.routers, counts.split([len(part) for part in parts]), strict=True)
         )
         # Copied beside the step's reduction: reading it here would wait for the device.
-        self._read = start_copy_to_host(counts)
+        self._read = start_copy_of_numbers_to_host(counts)
         self._is_due = True
 
     @property
-    def loads(self) -> dict[str, ExpertLoad]:
+    def last_step_loads(self) -> dict[str, RouterStepLoad]:
         """Loads of each router's experts in the last step; empty before the first one."""
         if self._read is None:
             return {}
@@ -92,10 +92,10 @@ class RouterLoads:
         loads = {}
         for name, part in self._counts.items():
             *counts, dropped = (int(next(numbers)) for _ in part)
-            loads[name] = ExpertLoad(tuple(counts), dropped)
+            loads[name] = RouterStepLoad(tuple(counts), dropped)
         return loads
 
-    def move_biases(self) -> None:
+    def update_router_biases_once(self) -> None:
         """After a step that is applied, once: a step that was reduced may be skipped."""
         if not self._is_due:
             return

@@ -28,28 +28,30 @@ from torch.distributed.device_mesh import DeviceMesh
 from phalanx.core.errors import LayoutError
 from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.grouped import cache_group_sizes
-from phalanx.mesh.logical import Box, TensorParallelCut, full_name, local_tensor
-from phalanx.parallel.pipeline.staged import PipelineStageGroup
-from phalanx.parallel.protocol import Order, ParallelContext
+from phalanx.mesh.logical import Box, TensorParallelCut, full_name, get_local_tensor
+from phalanx.parallel.pipeline.staged import PipelineOfRank
+from phalanx.parallel.protocol import ParallelContext, TransformOrder
 from phalanx.plan.plan import Plan
 
 Rows = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class ExpertParallel:
-    order = Order.EXPERTS
+    order = TransformOrder.EXPERTS
 
-    def wanted(self, plan: Plan) -> bool:
+    def is_needed(self, plan: Plan) -> bool:
         return plan.layout.ep > 1
 
     def apply(self, context: ParallelContext) -> None:
         """Cuts the experts of each mixture, and has it dispatch between ranks."""
         module, layout = context.root.module, context.plan.layout
-        _require_no_conflicts(context.plan)
+        _require_features_compatible_with_ep(context.plan)
         mixtures = {
-            full_name(name): part for name, part in module.named_modules() if is_mixture(part)
+            full_name(name): part
+            for name, part in module.named_modules()
+            if is_mixture_of_experts(part)
         }
-        if not mixtures and context.axes.find(PipelineStageGroup) is None:
+        if not mixtures and context.axes.find(PipelineOfRank) is None:
             raise LayoutError(
                 "parallel.ep needs a model whose experts can be dispatched to, and"
                 f" {type(module).__name__} has none",
@@ -59,8 +61,8 @@ class ExpertParallel:
         group = ExpertGroup(mesh.get_group(), layout.ep, context.phases)
         cuts: dict[str, TensorParallelCut] = {}
         for name, part in mixtures.items():
-            part.dispatch = DispatchBetweenRanks(group)
-            cuts |= _split_experts(
+            part.dispatch = ExpertDispatchBetweenRanks(group)
+            cuts |= _keep_experts_of_rank(
                 part.experts, f"{name}.experts", group, context.cuts, tp=layout.tp
             )
         context.cuts.update(cuts)
@@ -69,30 +71,32 @@ class ExpertParallel:
         context.axes.add(
             ShardedExperts(frozenset(cuts), modules, context.mesh.submesh(*axes), layout.ep)
         )
-        context.traffic.add_sender("ep", group)
+        context.traffic.count_axis_by_sender("ep", group)
         context.hooks.before_reduce.append(
-            lambda named: rescale_expert_gradients(named, frozenset(cuts), layout.ep)
+            lambda named: rescale_expert_gradients_to_all_ranks(named, frozenset(cuts), layout.ep)
         )
 
 
-def is_mixture(part: nn.Module) -> bool:
+def is_mixture_of_experts(part: nn.Module) -> bool:
     """True for the seam: a module with a router, experts and a dispatch between them."""
     return all(hasattr(part, name) for name in ("router", "experts", "dispatch"))
 
 
-def rescale_expert_gradients(
+def rescale_expert_gradients_to_all_ranks(
     named: Iterable[tuple[str, nn.Parameter]], names: Collection[str], ep: int
 ) -> None:
     """From the mean over the ranks that hold the same experts to that over all ranks of data
     parallelism."""
     expert_grads = [
-        local_tensor(p.grad) for name, p in named if full_name(name) in names and p.grad is not None
+        get_local_tensor(p.grad)
+        for name, p in named
+        if full_name(name) in names and p.grad is not None
     ]
     if expert_grads:
         torch._foreach_div_(expert_grads, ep)
 
 
-def _require_no_conflicts(plan: Plan) -> None:
+def _require_features_compatible_with_ep(plan: Plan) -> None:
     conflict = ""
     # The optimizer's part of ZeRO-1 would need a second cut of the same rows.
     if plan.parallel.zero_stage == 1:
@@ -111,7 +115,7 @@ def _require_no_conflicts(plan: Plan) -> None:
     raise LayoutError(f"parallel.ep and {conflict} do not go together", why=why, fix=fix)
 
 
-def _split_experts(
+def _keep_experts_of_rank(
     experts: nn.Module, prefix: str, group: ExpertGroup, cuts: Any, *, tp: int
 ) -> dict[str, TensorParallelCut]:
     """Every parameter [E, ...] of `experts` becomes this rank's [E / P, ...]."""
@@ -157,10 +161,10 @@ class ShardedExperts:
         return [parameter for module in self.modules for parameter in module.parameters()]
 
     @property
-    def num_holders(self) -> int:
+    def num_ranks_with_same_experts(self) -> int:
         return self.mesh.size()
 
-    def group(self) -> dist.ProcessGroup:
+    def get_group(self) -> dist.ProcessGroup:
         """Process group of the ranks that hold the same experts."""
         # A process group is of one dimension: with copies of shards both axes are one.
         mesh = self.mesh if self.mesh.ndim == 1 else self.mesh._flatten("experts_dp")
@@ -211,7 +215,7 @@ class ExpertGroup:
 
 
 @dataclass(frozen=True)
-class DispatchBetweenRanks:
+class ExpertDispatchBetweenRanks:
     """Dispatch to the experts of all ranks of `group`; the interface is that of the seam."""
 
     group: ExpertGroup
@@ -221,11 +225,11 @@ class DispatchBetweenRanks:
         # Experts lie rank by rank, so a row of this view is what one rank gets.
         counts_PE = counts_E.view(size, -1)
         arrived_PE = self.group.exchange_counts(counts_PE)
-        sent_counts, arrived_counts = read_exchanged_counts(
+        sent_counts, arrived_counts = read_sent_and_arriving_counts(
             counts_PE, arrived_PE, len(x_RD), self.group.rank
         )
         sent, received = [sum(row) for row in sent_counts], [sum(row) for row in arrived_counts]
-        rows = _Exchange.apply(x_RD, sent, received, self.group)
+        rows = _ExchangeRowsFunction.apply(x_RD, sent, received, self.group)
         # They come rank by rank, and of each rank expert by expert: a stable sort makes runs of one
         # expert.
         numbers = torch.arange(arrived_PE.shape[1], device=x_RD.device).repeat(size)
@@ -240,13 +244,13 @@ class DispatchBetweenRanks:
         # The inverse of `order`: outputs go back in the order in which their rows came.
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
-        out: torch.Tensor = _Exchange.apply(
+        out: torch.Tensor = _ExchangeRowsFunction.apply(
             outputs.index_select(0, back), received, sent, self.group
         )
         return out
 
 
-def read_exchanged_counts(
+def read_sent_and_arriving_counts(
     counts_PE: torch.Tensor, arrived_PE: torch.Tensor, num_rows: int, rank: int
 ) -> tuple[list[list[int]], list[list[int]]]:
     """The numbers of rows that `rank` sends, of `num_rows` in all, and of those that come to it:
@@ -256,7 +260,7 @@ def read_exchanged_counts(
     return sent, arrived
 
 
-class _Exchange(torch.autograd.Function):
+class _ExchangeRowsFunction(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, rows: torch.Tensor, to: list[int], of: list[int], group: ExpertGroup

@@ -21,7 +21,7 @@ class Bf16:
 
     def reduce(self, gradients: Sequence[Gradient], wire: Wire) -> list[torch.Tensor]:
         rounded = torch.cat([g.tensor.reshape(-1).to(torch.bfloat16) for g in gradients])
-        wire.add_up(rounded)
+        wire.sum_over_ranks(rounded)
         parts = rounded.split([g.tensor.numel() for g in gradients])
         for gradient, part in zip(gradients, parts, strict=True):
             gradient.tensor.copy_(part.view_as(gradient.tensor)).div_(wire.num_ranks)

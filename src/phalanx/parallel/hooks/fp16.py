@@ -16,7 +16,7 @@ from phalanx.parallel.hooks._protocol import CompressionOptions, Gradient
 from phalanx.parallel.wire import Wire
 
 # The sum over ranks stays below this; fp16 ends at 65504.
-MAX_SCALED_MAGNITUDE = 2.0**15
+MAX_FP16_SUM_MAGNITUDE = 2.0**15
 
 
 class Fp16:
@@ -26,26 +26,26 @@ class Fp16:
         return {}
 
     def reduce(self, gradients: Sequence[Gradient], wire: Wire) -> list[torch.Tensor]:
-        limits = torch.stack([_find_largest_magnitude(g.tensor) for g in gradients])
-        wire.largest(limits)
+        limits = torch.stack([_compute_largest_magnitude(g.tensor) for g in gradients])
+        wire.max_over_ranks(limits)
         # A gradient of zeros gets a large scale, not an infinite one; an infinite limit makes the
         # scale 0, and the gradient NaN on all ranks.
         scales = torch.exp2(
             torch.floor(
-                torch.log2(MAX_SCALED_MAGNITUDE / wire.num_ranks / limits.clamp(min=2.0**-100))
+                torch.log2(MAX_FP16_SUM_MAGNITUDE / wire.num_ranks / limits.clamp(min=2.0**-100))
             )
         )
         rounded = torch.cat(
             [(g.tensor * s).reshape(-1).half() for g, s in zip(gradients, scales, strict=True)]
         )
-        wire.add_up(rounded)
+        wire.sum_over_ranks(rounded)
         parts = rounded.split([g.tensor.numel() for g in gradients])
         for gradient, part, scale in zip(gradients, parts, scales, strict=True):
             gradient.tensor.copy_(part.view_as(gradient.tensor)).div_(scale * wire.num_ranks)
         return []
 
 
-def _find_largest_magnitude(tensor: torch.Tensor) -> torch.Tensor:
+def _compute_largest_magnitude(tensor: torch.Tensor) -> torch.Tensor:
     """The largest magnitude; infinite for one that is not a number, which a maximum over ranks
     would lose."""
     largest = tensor.abs().amax().float()

@@ -28,7 +28,7 @@ class PowerSgd:
 
     def shared_slots(self, name: str, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """Q [m, rank]: drawn by seed and name at first."""
-        if not self._is_worth_compressing(parameter):
+        if not self._saves_bytes_by_low_rank(parameter):
             return {}
         generator = torch.Generator().manual_seed(
             stable_hash64("powersgd", self._seed, name) % 2**63
@@ -42,7 +42,7 @@ class PowerSgd:
         )
         return {Q_SLOT: drawn.to(parameter)}
 
-    def _is_worth_compressing(self, tensor: torch.Tensor) -> bool:
+    def _saves_bytes_by_low_rank(self, tensor: torch.Tensor) -> bool:
         if tensor.ndim < 2:
             return False
         rows, columns = _view_as_matrix(tensor).shape
@@ -53,11 +53,11 @@ class PowerSgd:
         ms = [_view_as_matrix(g.tensor) for g in thin]
         ps = [m @ g.slots[Q_SLOT] for m, g in zip(ms, thin, strict=True)]
         uncompressed = [g.tensor for g in gradients if Q_SLOT not in g.slots]
-        _average_over_ranks([*ps, *uncompressed], wire)
+        _average_in_one_collective([*ps, *uncompressed], wire)
         # Each rank by itself: after the sum they have the same P, bit by bit.
         ps = [torch.linalg.qr(p).Q for p in ps]
         qs = [m.T @ p for m, p in zip(ms, ps, strict=True)]
-        _average_over_ranks(qs, wire)
+        _average_in_one_collective(qs, wire)
         errors = {}
         for gradient, m, p, q in zip(thin, ms, ps, qs, strict=True):
             mean = p @ q.T
@@ -74,12 +74,12 @@ def _view_as_matrix(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.flatten(1)
 
 
-def _average_over_ranks(tensors: Sequence[torch.Tensor], wire: Wire) -> None:
+def _average_in_one_collective(tensors: Sequence[torch.Tensor], wire: Wire) -> None:
     """Average `tensors` over the ranks, in place, in one collective."""
     if not tensors:
         return
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    wire.add_up(flat)
+    wire.sum_over_ranks(flat)
     flat /= wire.num_ranks
     for tensor, part in zip(
         tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True

@@ -26,11 +26,11 @@ class TopK:
     def shared_slots(self, name: str, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         return {}
 
-    def num_elements_to_send(self, num_elements: int) -> int:
+    def count_elements_to_send(self, num_elements: int) -> int:
         return max(1, round(self._fraction * num_elements))
 
     def reduce(self, gradients: Sequence[Gradient], wire: Wire) -> list[torch.Tensor]:
-        counts = [self.num_elements_to_send(g.tensor.numel()) for g in gradients]
+        counts = [self.count_elements_to_send(g.tensor.numel()) for g in gradients]
         flats = [g.tensor.reshape(-1) for g in gradients]
         places = [
             flat.abs().topk(count, sorted=False).indices

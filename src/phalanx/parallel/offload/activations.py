@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from phalanx.parallel.protocol import Order, ParallelContext
-from phalanx.parallel.saved_tensors import is_weight
+from phalanx.parallel.protocol import ParallelContext, TransformOrder
+from phalanx.parallel.saved_tensors import is_parameter_or_derived
 from phalanx.plan.plan import Plan
 
 # Below this a copy costs more than it frees; a CPU rehearses with everything.
-MIN_OFFLOAD_BYTES_OF_DEVICE = {
+MIN_OFFLOAD_BYTES_BY_DEVICE_TYPE = {
     "cuda": 1 << 16,
     "cpu": 1,
 }
@@ -31,58 +31,60 @@ NUM_PREFETCHED_STORAGES = 2
 
 
 class OffloadActivations:
-    order = Order.ACTIVATION_OFFLOAD
+    order = TransformOrder.ACTIVATION_OFFLOAD
 
-    def wanted(self, plan: Plan) -> bool:
+    def is_needed(self, plan: Plan) -> bool:
         return plan.activations.offload
 
     def apply(self, context: ParallelContext) -> None:
         """Around the whole forward; the hooks of recomputed blocks are inside, so of these their
         inputs go."""
-        copy_stream = CopyStream(context.mesh.device)
-        context.root.forward = functools.partial(_offloading, copy_stream, context.root.forward)  # type: ignore[method-assign]
+        copy_stream = HostCopyStream(context.mesh.device)
+        context.root.forward = functools.partial(  # type: ignore[method-assign]
+            _wrap_forward_with_activation_offload, copy_stream, context.root.forward
+        )
 
 
-def _offloading(
-    copy_stream: CopyStream, forward: Callable[..., Any], *args: Any, **kwargs: Any
+def _wrap_forward_with_activation_offload(
+    copy_stream: HostCopyStream, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     # Without gradients autograd saves nothing.
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    offload_pass = OffloadPass(copy_stream)
-    with saved_tensors_hooks(offload_pass.pack, offload_pass.unpack):
+    offload_pass = SavedTensorOffloader(copy_stream)
+    with saved_tensors_hooks(offload_pass.offload_saved_tensor, offload_pass.restore_saved_tensor):
         return forward(*args, **kwargs)
 
 
-class CopyStream:
+class HostCopyStream:
     """The stream for copies: on CUDA one beside the computation's."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def run_on_stream(self) -> AbstractContextManager[Any]:
+    def use_copy_stream(self) -> AbstractContextManager[Any]:
         if self.stream is None:
             return nullcontext()
         return torch.cuda.stream(self.stream)
 
-    def wait_for_computation(self) -> None:
+    def make_copies_wait_for_computation(self) -> None:
         """Let later copies see what was computed so far."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
 
-    def wait_for_copies(self, event: torch.cuda.Event | None) -> None:
+    def make_computation_wait_for_copy(self, event: torch.cuda.Event | None) -> None:
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
 
-    def mark(self) -> torch.cuda.Event | None:
+    def record_event_after_copies(self) -> torch.cuda.Event | None:
         if self.stream is None:
             return None
         return self.stream.record_event()
 
 
 @dataclass(eq=False)
-class OffloadedStorage:
+class OffloadedTensorStorage:
     """A storage in host memory.
 
     `num_left`: saved tensors of it that the backward has not asked for.
@@ -97,50 +99,50 @@ class OffloadedStorage:
 
 
 @dataclass(frozen=True)
-class OffloadHandle:
+class OffloadedTensorView:
     """A saved tensor: how it lies in its storage."""
 
-    offloaded: OffloadedStorage
+    offloaded: OffloadedTensorStorage
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
 
 
-class OffloadPass:
+class SavedTensorOffloader:
     """One forward and its backward."""
 
-    def __init__(self, copy_stream: CopyStream) -> None:
+    def __init__(self, copy_stream: HostCopyStream) -> None:
         self.num_bytes = 0
         """Bytes in host memory, over forward and backward."""
         self._copy_stream = copy_stream
         # Weak references: the graph alone decides how long a copy lives.
-        self._in_order: list[weakref.ref[OffloadedStorage]] = []
+        self._in_order: list[weakref.ref[OffloadedTensorStorage]] = []
         self._known: dict[
-            int, tuple[weakref.ref[torch.UntypedStorage], int, weakref.ref[OffloadedStorage]]
+            int, tuple[weakref.ref[torch.UntypedStorage], int, weakref.ref[OffloadedTensorStorage]]
         ] = {}
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | OffloadHandle:
+    def offload_saved_tensor(self, tensor: torch.Tensor) -> torch.Tensor | OffloadedTensorView:
         if not self._is_offloadable(tensor):
             return tensor
         storage = tensor.untyped_storage()
-        offloaded = self._find_copy(storage, tensor._version) or self._copy_storage_to_host(
+        offloaded = self._find_host_copy(storage, tensor._version) or self._copy_storage_to_host(
             storage, tensor._version
         )
         offloaded.num_left += 1
-        return OffloadHandle(
+        return OffloadedTensorView(
             offloaded, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
         )
 
-    def unpack(self, packed: torch.Tensor | OffloadHandle) -> torch.Tensor:
-        if not isinstance(packed, OffloadHandle):
+    def restore_saved_tensor(self, packed: torch.Tensor | OffloadedTensorView) -> torch.Tensor:
+        if not isinstance(packed, OffloadedTensorView):
             return packed
         offloaded = packed.offloaded
-        self._fetch_storage(offloaded)
-        self._copy_stream.wait_for_copies(offloaded.arrived)
+        self._fetch_storage_to_device(offloaded)
+        self._copy_stream.make_computation_wait_for_copy(offloaded.arrived)
         back = offloaded.back
         assert back is not None
-        self._prefetch_previous(offloaded)
+        self._prefetch_storages_offloaded_before(offloaded)
         offloaded.num_left -= 1
         # From here on the tensors made of it keep the memory alive. Below 0: a graph that is run
         # again.
@@ -159,11 +161,13 @@ class OffloadPass:
             and not tensor.is_conj()
             and not tensor.is_neg()
             and tensor.untyped_storage().nbytes()
-            >= MIN_OFFLOAD_BYTES_OF_DEVICE.get(tensor.device.type, 1 << 16)
-            and not is_weight(tensor)
+            >= MIN_OFFLOAD_BYTES_BY_DEVICE_TYPE.get(tensor.device.type, 1 << 16)
+            and not is_parameter_or_derived(tensor)
         )
 
-    def _find_copy(self, storage: torch.UntypedStorage, version: int) -> OffloadedStorage | None:
+    def _find_host_copy(
+        self, storage: torch.UntypedStorage, version: int
+    ) -> OffloadedTensorStorage | None:
         owner, then, offloaded = self._known.get(storage.data_ptr(), (None, 0, None))
         # The address of a storage that is gone may come again, and one that was written to since
         # differs from its copy.
@@ -173,36 +177,36 @@ class OffloadPass:
 
     def _copy_storage_to_host(
         self, storage: torch.UntypedStorage, version: int
-    ) -> OffloadedStorage:
+    ) -> OffloadedTensorStorage:
         # The whole storage as bytes: all saved views of it share one copy.
         flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         host = torch.empty(flat.shape, dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
-        self._copy_stream.wait_for_computation()
-        with self._copy_stream.run_on_stream():
+        self._copy_stream.make_copies_wait_for_computation()
+        with self._copy_stream.use_copy_stream():
             host.copy_(flat, non_blocking=True)
         if self._copy_stream.stream is not None:
             # The allocator must not give its memory away before the copy has read it.
             flat.record_stream(self._copy_stream.stream)
-        offloaded = OffloadedStorage(host, len(self._in_order))
+        offloaded = OffloadedTensorStorage(host, len(self._in_order))
         self.num_bytes += host.numel()
         self._in_order.append(weakref.ref(offloaded))
         self._known[storage.data_ptr()] = (weakref.ref(storage), version, weakref.ref(offloaded))
         return offloaded
 
-    def _fetch_storage(self, offloaded: OffloadedStorage) -> None:
+    def _fetch_storage_to_device(self, offloaded: OffloadedTensorStorage) -> None:
         if offloaded.back is not None:
             return
-        with self._copy_stream.run_on_stream():
+        with self._copy_stream.use_copy_stream():
             offloaded.back = torch.empty(
                 offloaded.host.shape, dtype=torch.uint8, device=self._copy_stream.device
             )
             offloaded.back.copy_(offloaded.host, non_blocking=True)
-            offloaded.arrived = self._copy_stream.mark()
+            offloaded.arrived = self._copy_stream.record_event_after_copies()
         # The copy stream made it and the computation reads it: the allocator must know of both.
         if self._copy_stream.stream is not None:
             offloaded.back.record_stream(torch.cuda.current_stream(self._copy_stream.device))
 
-    def _prefetch_previous(self, offloaded: OffloadedStorage) -> None:
+    def _prefetch_storages_offloaded_before(self, offloaded: OffloadedTensorStorage) -> None:
         """Fetch the activations that were offloaded just before: the backward asks for them
         next."""
         if self._copy_stream.stream is None:
@@ -214,7 +218,7 @@ class OffloadPass:
             ]
         ):
             if earlier is not None and earlier.num_left > 0:
-                self._fetch_storage(earlier)
+                self._fetch_storage_to_device(earlier)
 
 
 parallelism = OffloadActivations()

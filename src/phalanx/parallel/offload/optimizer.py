@@ -10,17 +10,17 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from phalanx.mesh.compat import dtensor_like
-from phalanx.mesh.logical import local_tensor
-from phalanx.parallel.optimizer_params import OptimizerShard
-from phalanx.parallel.protocol import Order, ParallelContext
+from phalanx.mesh.compat import wrap_local_with_same_placements
+from phalanx.mesh.logical import get_local_tensor
+from phalanx.parallel.optimizer_params import OptimizerParameterSubstitute
+from phalanx.parallel.protocol import ParallelContext, TransformOrder
 from phalanx.plan.plan import Plan
 
 
-class OffloadOptimizer:
-    order = Order.OPTIMIZER_OFFLOAD
+class OffloadOptimizerState:
+    order = TransformOrder.OPTIMIZER_OFFLOAD
 
-    def wanted(self, plan: Plan) -> bool:
+    def is_needed(self, plan: Plan) -> bool:
         return plan.parallel.offload == "optimizer"
 
     def apply(self, context: ParallelContext) -> None:
@@ -29,20 +29,24 @@ class OffloadOptimizer:
             if not parameter.requires_grad:
                 continue
             shards = context.optimizer_params.shards
-            shard = shards.get(parameter, OptimizerShard(parameter, parameter))
+            shard = shards.get(parameter, OptimizerParameterSubstitute(parameter, parameter))
             updated = shard.updated
-            local = copy_to_host(local_tensor(updated.detach()))
+            local = copy_to_pinned_host_memory(get_local_tensor(updated.detach()))
             on_host = nn.Parameter(
-                dtensor_like(updated, local) if isinstance(updated, DTensor) else local
+                wrap_local_with_same_placements(updated, local)
+                if isinstance(updated, DTensor)
+                else local
             )
-            shards[parameter] = OptimizerShard(parameter, on_host, shard.select, on_host=True)
+            shards[parameter] = OptimizerParameterSubstitute(
+                parameter, on_host, shard.select, on_host=True
+            )
 
 
-def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
+def copy_to_pinned_host_memory(tensor: torch.Tensor) -> torch.Tensor:
     """A copy that a GPU reads fast; on a CPU the tensor itself."""
     if tensor.device.type == "cpu":
         return tensor
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
 
 
-parallelism = OffloadOptimizer()
+parallelism = OffloadOptimizerState()

@@ -16,15 +16,18 @@ from typing import Any
 import torch
 
 from phalanx.core.errors import LayoutError, PhalanxError
-from phalanx.mesh.casts import sharing_autocast_casts
-from phalanx.mesh.tensor_group import TensorGroup
+from phalanx.mesh.casts import sharing_casts_between_autocast_regions
+from phalanx.mesh.tensor_group import TensorParallelGroup
 from phalanx.parallel.dropout.interceptor import RandomOpInterceptor
 from phalanx.parallel.executor import AddLoss, Batch, Objective
-from phalanx.parallel.loss_forward import LossForward, OutputFunction
+from phalanx.parallel.loss_forward import FunctionOfOutputs, MicrobatchLossForward
 from phalanx.parallel.pipeline.p2p import P2PQueue, TensorSpec
-from phalanx.parallel.pipeline.shape_inference import broadcast_value, infer_shapes
-from phalanx.parallel.pipeline.stage_memory import StageMemory
-from phalanx.parallel.pipeline.staged import PipelineStageGroup
+from phalanx.parallel.pipeline.shape_inference import (
+    broadcast_float_tensor,
+    infer_stage_input_specs,
+)
+from phalanx.parallel.pipeline.stage_memory import PipelineSavedBytes
+from phalanx.parallel.pipeline.staged import PipelineOfRank
 from phalanx.parallel.pipeline.weight_grads import DeferredWeightGrads
 from phalanx.parallel.protocol import ParallelContext
 from phalanx.parallel.saved_tensors import can_count_saved_bytes
@@ -37,7 +40,7 @@ Span = tuple[str, Any, Any]
 
 
 @dataclass
-class SavedForward:
+class StageForwardForBackward:
     """State that a forward keeps for its backward: the stage's input (None: tokens), and its
     output or its loss."""
 
@@ -55,22 +58,24 @@ class PipelineExecutor:
     """One rank's part. `spans`: the actions of the last step, without waiting for messages."""
 
     context: ParallelContext
-    staged: PipelineStageGroup
+    staged: PipelineOfRank
     interceptor: RandomOpInterceptor
-    forward: LossForward
+    forward: MicrobatchLossForward
     spans: list[Span] = field(default_factory=list)
     is_under_way: bool = False
     """Stays true where an error left a schedule half done: other ranks then wait for this one."""
     _deferred: DeferredWeightGrads = field(default_factory=DeferredWeightGrads)
-    _saved: dict[tuple[int, int], SavedForward] = field(default_factory=dict)
+    _saved: dict[tuple[int, int], StageForwardForBackward] = field(default_factory=dict)
     _specs: dict[Any, dict[int, TensorSpec]] = field(default_factory=dict)
     _num_tokens: dict[Any, int] = field(default_factory=dict)
     _schedules: dict[int, Schedule] = field(default_factory=dict)
     _messages: dict[tuple[str, int], RankMessages] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._memory = StageMemory(can_count_saved_bytes=can_count_saved_bytes(self.context.plan))
-        self._tensor_group = self.context.axes.find(TensorGroup)
+        self._memory = PipelineSavedBytes(
+            can_count_saved_bytes=can_count_saved_bytes(self.context.plan)
+        )
+        self._tensor_group = self.context.axes.find(TensorParallelGroup)
 
     @property
     def saved_bytes(self) -> int | None:
@@ -93,31 +98,34 @@ class PipelineExecutor:
 
         `add(loss, num_targets)` is called for each microbatch of the last stage.
         """
-        self._require_no_aborted_step()
-        schedule = self._find_schedule(len(microbatches))
+        self._require_no_unfinished_step()
+        schedule = self._get_schedule_for_num_microbatches(len(microbatches))
         # Spans are of one step: the record of a pipeline reads the last one.
         self.spans = []
         self._saved.clear()
         hooks = self.context.hooks
         # For data parallelism a whole schedule is one microbatch, the last one: it reduces after
         # it.
-        with self.forward.sharing_device_copies(), hooks.enter_microbatch(is_last=True):
-            with self.context.traffic.excluding():
-                self._infer_specs(microbatches, objective)
-            queue = self._open_queue(schedule, microbatches)
+        with (
+            self.forward.caching_device_copies_of_batches(),
+            hooks.open_microbatch_context(is_last=True),
+        ):
+            with self.context.traffic.excluding_from_step_traffic():
+                self._infer_stage_input_specs(microbatches, objective)
+            queue = self._open_message_queue(schedule, microbatches)
             self.is_under_way = True
             # Microbatches share the casts of weights that autocast makes: each would make its own.
-            with sharing_autocast_casts():
+            with sharing_casts_between_autocast_regions():
                 for index, action in enumerate(schedule.actions[self.staged.stage_group.rank]):
-                    queue.start_receives(index)
-                    self._run_action(action, queue, microbatches, objective, step, add)
+                    queue.start_receives_for_action(index)
+                    self._run_scheduled_action(action, queue, microbatches, objective, step, add)
             with self.context.phases("pipeline", "settle sends"):
                 queue.wait_for_sends()
         self.is_under_way = False
         assert not self._saved, "a schedule that was checked leaves nothing"
-        assert not self._deferred.num_deferred, "nor does it leave a W"
+        assert not self._deferred.num_deferred_microbatches, "nor does it leave a W"
 
-    def _require_no_aborted_step(self) -> None:
+    def _require_no_unfinished_step(self) -> None:
         """Another step's messages would be taken for those that other ranks still wait for."""
         if self.is_under_way:
             raise PhalanxError(
@@ -126,7 +134,7 @@ class PipelineExecutor:
                 fix="end the process after such an error, and start again from a checkpoint",
             )
 
-    def _find_schedule(self, num_microbatches: int) -> Schedule:
+    def _get_schedule_for_num_microbatches(self, num_microbatches: int) -> Schedule:
         if num_microbatches not in self._schedules:
             pipeline = self.staged.pipeline
             if (
@@ -144,7 +152,7 @@ class PipelineExecutor:
 
     # One action
 
-    def _run_action(
+    def _run_scheduled_action(
         self,
         action: Action,
         queue: P2PQueue,
@@ -156,21 +164,21 @@ class PipelineExecutor:
         output: torch.Tensor | None = None
         if action.kind == "F":
             stage_input = self._receive_input(queue, action, is_gradient=False)
-            with self._time_action(action, "forward"):
-                output = self._run_forward(
+            with self._timing_action(action, "forward"):
+                output = self._run_forward_action(
                     action, stage_input, microbatches[action.microbatch], objective, step, add
                 )
         elif action.kind == "W":
-            with self._time_action(action, "backward"):
+            with self._timing_action(action, "backward"):
                 # W needs nothing from other ranks, so a schedule puts it where a rank would wait.
-                self._deferred.run((action.stage, action.microbatch))
-                self.context.hooks.run_after_weight_grads()
+                self._deferred.compute_deferred_gradients((action.stage, action.microbatch))
+                self.context.hooks.run_after_weight_grads_hooks()
         else:
             gradient = self._receive_input(queue, action, is_gradient=True)
             # A recomputation inside of the backward asks for the length, too.
-            self._set_num_tokens(microbatches[action.microbatch])
-            with self._time_action(action, "backward"):
-                output = self._run_backward(action, gradient)
+            self._set_sequence_length_of_tensor_group(microbatches[action.microbatch])
+            with self._timing_action(action, "backward"):
+                output = self._run_backward_action(action, gradient)
         message = output_of(action, self.staged.pipeline.num_stages)
         if message is not None:
             assert output is not None
@@ -183,20 +191,20 @@ class PipelineExecutor:
         if action.stage == edge:
             return None
         message = P2PMessage(action.stage, action.microbatch, is_gradient)
-        if queue.is_local(message):
+        if queue.is_from_stage_of_this_rank(message):
             return queue.receive(message)
         with self.context.phases("pipeline", f"receive for {action}"):
             return queue.receive(message)
 
     @contextmanager
-    def _time_action(self, action: Action, phase: str) -> Iterator[None]:
+    def _timing_action(self, action: Action, phase: str) -> Iterator[None]:
         clock = self.context.phases.clock
         start = clock.mark()
         with self.context.phases(phase, str(action)):
             yield
         self.spans.append((str(action), start, clock.mark()))
 
-    def _run_forward(
+    def _run_forward_action(
         self,
         action: Action,
         stage_input: torch.Tensor | None,
@@ -209,29 +217,31 @@ class PipelineExecutor:
             # What arrives is a leaf: its gradient is what goes back to the stage before.
             stage_input.requires_grad_()
         with (
-            self.interceptor.in_microbatch(step, action.microbatch, batch),
-            self._memory.counting(action.stage),
+            self.interceptor.drawing_in_microbatch(step, action.microbatch, batch),
+            self._memory.counting_saved_bytes_of_stage(action.stage),
         ):
-            with self.interceptor.intercept_forward(action.stage):
-                outcome = self._compute_stage(action.stage, stage_input, batch, objective)
+            with self.interceptor.intercepting_forward(action.stage):
+                outcome = self._compute_stage_forward(action.stage, stage_input, batch, objective)
         if action.stage + 1 == self.staged.pipeline.num_stages:
             loss, num_targets = outcome
             add(loss.detach(), num_targets)
             outcome = self.context.normalizer.scale_loss(loss)
-        self._saved[action.stage, action.microbatch] = SavedForward(stage_input, outcome)
-        self._memory.record(stage for stage, _ in self._saved)
+        self._saved[action.stage, action.microbatch] = StageForwardForBackward(stage_input, outcome)
+        self._memory.record_stages_in_flight(stage for stage, _ in self._saved)
         # Detached: what is sent must not keep the graph, which `_saved` holds until the backward.
         return outcome.detach()
 
-    def _run_backward(self, action: Action, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    def _run_backward_action(
+        self, action: Action, gradient: torch.Tensor | None
+    ) -> torch.Tensor | None:
         key = (action.stage, action.microbatch)
         saved = self._saved.pop(key)
         if action.kind == "I":
-            with self._deferred.deferring(key):
+            with self._deferred.deferring_to(key):
                 self._backward_through_stage(saved, gradient)
         else:
             self._backward_through_stage(saved, gradient)
-        self.context.hooks.run_after_backward()
+        self.context.hooks.run_after_backward_hooks()
         if saved.stage_input is None:
             return None
         # The stage before waits for a gradient even where nothing here depends on what it sent.
@@ -239,25 +249,27 @@ class PipelineExecutor:
             return torch.zeros_like(saved.stage_input)
         return saved.stage_input.grad
 
-    def _backward_through_stage(self, saved: SavedForward, gradient: torch.Tensor | None) -> None:
+    def _backward_through_stage(
+        self, saved: StageForwardForBackward, gradient: torch.Tensor | None
+    ) -> None:
         # The output of a first stage whose parameters are all frozen has no graph.
         if saved.output.requires_grad:
             saved.output.backward(gradient)
 
-    def _compute_stage(
+    def _compute_stage_forward(
         self,
         stage: int,
         stage_input: torch.Tensor | None,
         batch: Batch,
-        objective: Objective | OutputFunction,
+        objective: Objective | FunctionOfOutputs,
     ) -> Any:
         ranges = self.staged.pipeline.stages.block_ranges
         if not self.staged.stage_forward.is_inferring_shapes:
-            self._set_num_tokens(batch)
-        with self.staged.stage_forward.run_as_stage(stage, ranges[stage], stage_input):
+            self._set_sequence_length_of_tensor_group(batch)
+        with self.staged.stage_forward.running_as_stage(stage, ranges[stage], stage_input):
             return self.forward(batch, objective)
 
-    def _set_num_tokens(self, batch: Batch) -> None:
+    def _set_sequence_length_of_tensor_group(self, batch: Batch) -> None:
         """Tell the tensor group how long the sequences of `batch` are, which only the first
         stage's embedding sees."""
         if self._tensor_group is not None:
@@ -269,8 +281,8 @@ class PipelineExecutor:
         shapes = tuple(sorted((name, tuple(t.shape), str(t.dtype)) for name, t in batch.items()))
         return shapes, self.context.root.module.training
 
-    def _infer_specs(
-        self, microbatches: Iterable[Batch], objective: Objective | OutputFunction
+    def _infer_stage_input_specs(
+        self, microbatches: Iterable[Batch], objective: Objective | FunctionOfOutputs
     ) -> None:
         for batch in microbatches:
             key = self._batch_shape_key(batch)
@@ -280,12 +292,12 @@ class PipelineExecutor:
             stage_forward.is_inferring_shapes = self.is_under_way = True
 
             def compute(stage: int, stage_input: torch.Tensor | None, batch: Batch = batch) -> Any:
-                return self._compute_stage(stage, stage_input, batch, objective)
+                return self._compute_stage_forward(stage, stage_input, batch, objective)
 
             try:
                 with self.context.phases("pipeline", "infer shapes of a new form of microbatch"):
                     pipeline = self.staged.pipeline
-                    self._specs[key] = infer_shapes(
+                    self._specs[key] = infer_stage_input_specs(
                         self.context.root,
                         self.staged.stage_group,
                         pipeline.rank_of_stage,
@@ -302,7 +314,7 @@ class PipelineExecutor:
             finally:
                 stage_forward.is_inferring_shapes = False
 
-    def _open_queue(self, schedule: Schedule, microbatches: Sequence[Batch]) -> P2PQueue:
+    def _open_message_queue(self, schedule: Schedule, microbatches: Sequence[Batch]) -> P2PQueue:
         specs = {
             (stage, index): spec
             for index, batch in enumerate(microbatches)
@@ -318,7 +330,7 @@ class PipelineExecutor:
     # Without gradients
 
     def evaluate(
-        self, microbatches: Iterable[Batch], objective: Objective | OutputFunction
+        self, microbatches: Iterable[Batch], objective: Objective | FunctionOfOutputs
     ) -> Iterator[Any]:
         """Yield the objective's result for each microbatch where the last stage is, None elsewhere.
 
@@ -326,22 +338,22 @@ class PipelineExecutor:
 
         As many microbatches as there are ranks are under way together.
         """
-        self._require_no_aborted_step()
+        self._require_no_unfinished_step()
         pipeline = self.staged.pipeline
         batches = iter(microbatches)
         while group_of_batches := list(itertools.islice(batches, pipeline.num_ranks)):
-            self.context.hooks.run_gather_weights()
-            self._infer_specs(group_of_batches, objective)
-            schedule = _list_forward_actions(pipeline, len(group_of_batches))
+            self.context.hooks.run_gather_weights_hooks()
+            self._infer_stage_input_specs(group_of_batches, objective)
+            schedule = _list_evaluation_actions_by_rank(pipeline, len(group_of_batches))
             queue, outcome = (
-                self._open_queue(schedule, group_of_batches),
+                self._open_message_queue(schedule, group_of_batches),
                 [None] * len(group_of_batches),
             )
             self.is_under_way = True
             for index, action in enumerate(schedule.actions[self.staged.stage_group.rank]):
-                queue.start_receives(index)
+                queue.start_receives_for_action(index)
                 stage_input = self._receive_input(queue, action, is_gradient=False)
-                output = self._compute_stage(
+                output = self._compute_stage_forward(
                     action.stage, stage_input, group_of_batches[action.microbatch], objective
                 )
                 message = output_of(action, pipeline.num_stages)
@@ -355,15 +367,17 @@ class PipelineExecutor:
             # for the rest.
             yield from outcome
 
-    def call(self, batch: Batch, then: Callable[[Any], Any]) -> torch.Tensor:
+    def run_forward_then(self, batch: Batch, then: Callable[[Any], Any]) -> torch.Tensor:
         """`then(outputs)`, a tensor of the rank with the last stage, on every rank of the
         pipeline."""
-        (result,) = self.evaluate([batch], OutputFunction(then))
-        self.context.hooks.run_release_weights()
-        return broadcast_value(self.staged.stage_group, self.staged.last_rank, result)
+        (result,) = self.evaluate([batch], FunctionOfOutputs(then))
+        self.context.hooks.run_release_weights_hooks()
+        return broadcast_float_tensor(
+            self.staged.stage_group, self.staged.rank_of_last_stage, result
+        )
 
 
-def _list_forward_actions(pipeline: Pipeline, num_microbatches: int) -> Schedule:
+def _list_evaluation_actions_by_rank(pipeline: Pipeline, num_microbatches: int) -> Schedule:
     """A pass without gradients: on each rank the microbatches of its first stage, then those of
     its second."""
     rows = tuple(

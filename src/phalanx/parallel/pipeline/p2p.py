@@ -3,7 +3,8 @@
 Between two ranks messages travel in the order in which the sender's actions make them; the receiver
 knows the schedule, and asks for them in that order, a few before they are needed:
 `plan.pipeline.messages` says when. So no message needs a tag, and no rank ever waits for a send
-before it receives. Shapes and types are known beforehand (see `PipelineExecutor._infer_specs`).
+before it receives. Shapes and types are known beforehand (see
+`PipelineExecutor._infer_stage_input_specs`).
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def empty(self, device: torch.device) -> torch.Tensor:
+    def make_empty_tensor(self, device: torch.device) -> torch.Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
 @dataclass
-class StageGroup:
+class PipelineProcessGroups:
     """The ranks of a pipeline: their numbers among all, and the groups they talk through.
 
     `down` carries what goes to higher ranks and `up` what goes to lower ones: over NCCL the two
@@ -51,18 +52,22 @@ class StageGroup:
         """True where a receive that waits can keep other work of its device waiting."""
         return not is_cpu(self.device)
 
-    def group_between(self, source: int, target: int) -> dist.ProcessGroup:
+    def choose_process_group(self, source: int, target: int) -> dist.ProcessGroup:
         if target > source:
             return self.down
         return self.up
 
-    def send(self, tensor: torch.Tensor, target: int) -> Any:
+    def start_send(self, tensor: torch.Tensor, target: int) -> Any:
         # No tag: the receiver asks in the order in which the sender's schedule makes the messages,
         # which is the only order that NCCL allows as well.
-        return dist.isend(tensor, self.numbers[target], group=self.group_between(self.rank, target))
+        return dist.isend(
+            tensor, self.numbers[target], group=self.choose_process_group(self.rank, target)
+        )
 
-    def receive(self, tensor: torch.Tensor, source: int) -> Any:
-        return dist.irecv(tensor, self.numbers[source], group=self.group_between(source, self.rank))
+    def start_receive(self, tensor: torch.Tensor, source: int) -> Any:
+        return dist.irecv(
+            tensor, self.numbers[source], group=self.choose_process_group(source, self.rank)
+        )
 
 
 class P2PQueue:
@@ -73,7 +78,7 @@ class P2PQueue:
 
     def __init__(
         self,
-        stage_group: StageGroup,
+        stage_group: PipelineProcessGroups,
         messages: RankMessages,
         rank_of_stage: Sequence[int],
         specs: Mapping[tuple[int, int], TensorSpec],
@@ -106,30 +111,30 @@ class P2PQueue:
             return
         tensor = tensor.contiguous()
         self._sent.setdefault(target, []).append(
-            (message, self._stage_group.send(tensor, target), tensor)
+            (message, self._stage_group.start_send(tensor, target), tensor)
         )
         self._stage_group.sent_bytes += tensor.nbytes
 
     @property
-    def num_sent(self) -> int:
+    def num_unconfirmed_sends(self) -> int:
         """Messages whose tensors are still held: nobody can know yet that they have arrived."""
         return sum(map(len, self._sent.values()))
 
-    def start_receives(self, index: int) -> None:
+    def start_receives_for_action(self, index: int) -> None:
         """Begin to receive what is to be on its way when the own action at `index` is queued."""
         for source in self._messages.asks[index]:
-            self._start_receive(source)
+            self._start_receive_from_rank(source)
 
-    def _start_receive(self, source: int) -> None:
+    def _start_receive_from_rank(self, source: int) -> None:
         """Begin to receive the next message of `source`."""
         message = self._coming[source][self._num_started[source]]
         # A gradient has the form of what it is the gradient of: the next stage's input.
         spec = self._specs[message.stage + int(message.is_gradient), message.microbatch]
-        buffer = spec.empty(self._stage_group.device)
-        self._receiving[message] = self._stage_group.receive(buffer, source), buffer
+        buffer = spec.make_empty_tensor(self._stage_group.device)
+        self._receiving[message] = self._stage_group.start_receive(buffer, source), buffer
         self._num_started[source] += 1
 
-    def is_local(self, message: P2PMessage) -> bool:
+    def is_from_stage_of_this_rank(self, message: P2PMessage) -> bool:
         """True for what comes from a stage of this rank."""
         return message in self._local
 
@@ -139,13 +144,13 @@ class P2PQueue:
             return self._local.pop(message)
         source, at = self._places[message]
         while self._num_started[source] <= at:
-            self._start_receive(source)
+            self._start_receive_from_rank(source)
         work, buffer = self._receiving.pop(message)
         work.wait()
-        self._release_messages(source, self._messages.made_at[message])
+        self._release_arrived_messages(source, self._messages.made_at[message])
         return buffer
 
-    def _release_messages(self, target: int, index: int) -> None:
+    def _release_arrived_messages(self, target: int, index: int) -> None:
         """`target` has made something at `index` of its row: what it needed until then has arrived.
 
         Without this a step would hold all that it ever sent, however few microbatches are in

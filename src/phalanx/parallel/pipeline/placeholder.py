@@ -1,4 +1,5 @@
-"""Placeholder: what stands in a module for the parameters that another stage holds."""
+"""AbsentParameterPlaceholder: what stands in a module for the parameters that another stage
+holds."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from phalanx.mesh.fake_tensors import is_fake
-from phalanx.parallel.pipeline.stage_forward import RELEASED_PARTS_ATTRIBUTE, StageForward
+from phalanx.mesh.fake_tensors import is_fake_tensor
+from phalanx.parallel.pipeline.stage_forward import RELEASED_SUBMODULES_ATTRIBUTE, StageForward
 
 
-def release_block_tensors(
+def release_tensors_of_absent_block(
     block: nn.Module,
     name: str,
     stage_forward: StageForward,
@@ -41,21 +42,21 @@ def release_block_tensors(
                 setattr(
                     part,
                     key,
-                    Placeholder.stand_for(
+                    AbsentParameterPlaceholder.create_for_parameter(
                         tensor.detach(), full, stage_forward, device, in_block=True
                     ),
                 )
-    block.__dict__[RELEASED_PARTS_ATTRIBUTE] = dict(block._modules)
+    block.__dict__[RELEASED_SUBMODULES_ATTRIBUTE] = dict(block._modules)
     block._modules.clear()
 
 
 # NaN, because whatever is computed of it is NaN too: shape inference, which runs the first
 # microbatch, looks for it where it must not be. A model that cannot be cut is then refused, instead
 # of computing something else.
-class Placeholder(torch.Tensor):
+class AbsentParameterPlaceholder(torch.Tensor):
     """A placeholder for a parameter of another stage: its shape and type, NaN, four bytes.
 
-    See `StageForward.require_placeholder_use`.
+    See `StageForward.require_allowed_placeholder_use`.
     """
 
     _door: StageForward
@@ -63,20 +64,20 @@ class Placeholder(torch.Tensor):
     _in_block: bool
 
     @staticmethod
-    def stand_for(
+    def create_for_parameter(
         tensor: torch.Tensor,
         name: str,
         stage_forward: StageForward,
         device: torch.device,
         *,
         in_block: bool = False,
-    ) -> Placeholder:
+    ) -> AbsentParameterPlaceholder:
         # Integers have no NaN.
         nothing = math.nan if tensor.is_floating_point() else 0
         # In a dry run tensors are fake, and no fake one can be seen as a placeholder.
-        with _disable_current_modes() if is_fake(tensor) else nullcontext():
+        with _disable_current_modes() if is_fake_tensor(tensor) else nullcontext():
             value = torch.full((), nothing, dtype=tensor.dtype, device=device).expand(tensor.shape)
-            placeholder: Placeholder = value.as_subclass(Placeholder)
+            placeholder: AbsentParameterPlaceholder = value.as_subclass(AbsentParameterPlaceholder)
         placeholder._door, placeholder._name, placeholder._in_block = stage_forward, name, in_block
         return placeholder
 
@@ -89,8 +90,8 @@ class Placeholder(torch.Tensor):
                 # Shape, type and the like are those of what it stands for.
                 return result
             for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, Placeholder):
-                    leaf._door.require_placeholder_use(leaf._name, in_block=leaf._in_block)
-        if isinstance(result, Placeholder):
+                if isinstance(leaf, AbsentParameterPlaceholder):
+                    leaf._door.require_allowed_placeholder_use(leaf._name, in_block=leaf._in_block)
+        if isinstance(result, AbsentParameterPlaceholder):
             return result.as_subclass(torch.Tensor)
         return result

@@ -22,15 +22,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from phalanx.core.errors import LayoutError
-from phalanx.mesh.casts import casting_for_each_use
-from phalanx.mesh.logical import local_tensor
+from phalanx.mesh.casts import disabling_cast_cache
+from phalanx.mesh.logical import get_local_tensor
 
 BEFORE, INSIDE, AFTER = "before", "between", "after"
 # A block of another stage has the parts that it had under this attribute, emptied as well.
-RELEASED_PARTS_ATTRIBUTE = "_phalanx_released"
+RELEASED_SUBMODULES_ATTRIBUTE = "_phalanx_released"
 
 
-class StageBoundary(BaseException):
+class StageBoundaryReached(BaseException):
     """Leaves a user's forward where the next stage goes on.
 
     No Exception: `except Exception` must not catch it.
@@ -42,7 +42,7 @@ class StageBoundary(BaseException):
 
 
 @dataclass
-class StageBlocks:
+class StageCallState:
     """The blocks [first, end) of one call, and what has arrived for the first of them (None: the
     first stage)."""
 
@@ -69,7 +69,7 @@ class StageForward:
 
     num_blocks: int
     num_stages: int
-    window: StageBlocks | None = None
+    window: StageCallState | None = None
     is_inferring_shapes: bool = False
     """Look whether anything but the hidden states goes from stage to stage: it would be NaN."""
     outside: tuple[tuple[nn.Module, str], ...] = ()
@@ -82,34 +82,36 @@ class StageForward:
     @property
     def is_last_stage(self) -> bool:
         """True if the stage that is being computed is the last one."""
-        return self._require_complete_window().is_last
+        return self._require_running_stage().is_last
 
     @contextmanager
-    def run_as_stage(
+    def running_as_stage(
         self, stage: int, blocks: tuple[int, int], arrived: torch.Tensor | None
     ) -> Iterator[None]:
         """Inside, the module's forward is that of a stage."""
         is_last = stage + 1 == self.num_stages
-        window = StageBlocks(stage, *blocks, arrived, is_last, enables_grad=torch.is_grad_enabled())
+        window = StageCallState(
+            stage, *blocks, arrived, is_last, enables_grad=torch.is_grad_enabled()
+        )
         window.keeps_casts = torch.is_autocast_cache_enabled()
         before, self.window = self.window, window
         if self.is_inferring_shapes and arrived is not None:
-            window.restore = self._detach_outside_parameters()
+            window.restore = self._detach_parameters_outside_blocks()
         # What leads to the blocks has no gradient but in the first stage.
         looks = self.is_inferring_shapes and arrived is not None and self.can_look
         without = arrived is not None
         with (
             torch.set_grad_enabled(window.enables_grad and not without),
-            casting_for_each_use(without),
+            disabling_cast_cache(without),
         ):
             try:
-                with _RefuseDataDependentResults(window) if looks else nullcontext():
+                with _RefuseDataDependentResultsMode(window) if looks else nullcontext():
                     yield
             finally:
                 window.restore()
                 self.window = before
 
-    def _detach_outside_parameters(self) -> Callable[[], None]:
+    def _detach_parameters_outside_blocks(self) -> Callable[[], None]:
         """A rank may hold what comes before the blocks, for another stage: this one's gradients
         would not reach it."""
         hidden = [(part, key, part._parameters[key]) for part, key in self.outside]
@@ -131,40 +133,40 @@ class StageForward:
 
     def intercept_block(self, block: nn.Module, index: int) -> None:
         """From now on calls of `block`, whose class becomes one derived from its own, go through
-        `_call_block_or_skip`."""
+        `_call_block_of_stage_or_skip`."""
         self._blocks.append(block)
         block_type = type(block)
         if block_type not in self._classes:
-            self._classes[block_type] = _derive_intercepting_type(block_type)
+            self._classes[block_type] = _derive_block_intercepting_class(block_type)
         block.__dict__["_phalanx_stage_forward"] = functools.partial(
-            self._call_block_or_skip, index, functools.partial(block_type.__call__, block)
+            self._call_block_of_stage_or_skip, index, functools.partial(block_type.__call__, block)
         )
         block.__class__ = self._classes[block_type]
 
-    def _call_block_or_skip(
+    def _call_block_of_stage_or_skip(
         self, index: int, compute: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        window = self._require_complete_window()
+        window = self._require_running_stage()
         if not args or not isinstance(args[0], torch.Tensor):
             raise LayoutError(
                 f"block {index} is not given hidden states first, and a stage hands on nothing"
                 " else",
                 fix="call blocks with them as the first argument, by position",
             )
-        self._require_block_order(window, index)
+        self._require_block_called_in_order(window, index)
         hidden = args[0]
         if index >= window.end and not window.is_last:
             self._require_no_placeholder_use(hidden, f"what block {index} is given")
-            raise StageBoundary(hidden)
+            raise StageBoundaryReached(hidden)
         # This stage is the head alone: the last block of another one is where it begins.
         if index == self.num_blocks - 1 and window.first == self.num_blocks:
-            hidden = self._take_arrived_input(window, hidden)
+            hidden = self._use_arrived_input(window, hidden)
             window.position = AFTER
             return hidden
         if index < window.first:
             return hidden
         if index == window.first:
-            hidden = self._take_arrived_input(window, hidden)
+            hidden = self._use_arrived_input(window, hidden)
             window.position = INSIDE
         for value in (hidden, *tree_leaves((args[1:], kwargs))) if self.is_inferring_shapes else ():
             self._require_no_placeholder_use(value, f"an argument of block {index}")
@@ -179,10 +181,10 @@ class StageForward:
             # The last stage is the head alone.
             if not window.is_last:
                 self._require_no_placeholder_use(output, "the last block's output")
-                raise StageBoundary(output)
+                raise StageBoundaryReached(output)
         return output
 
-    def _take_arrived_input(self, window: StageBlocks, hidden: torch.Tensor) -> torch.Tensor:
+    def _use_arrived_input(self, window: StageCallState, hidden: torch.Tensor) -> torch.Tensor:
         if window.arrived is None:
             return hidden
         window.restore()
@@ -190,11 +192,11 @@ class StageForward:
         torch.set_grad_enabled(window.enables_grad)
         torch.set_autocast_cache_enabled(window.keeps_casts)
         arrived: torch.Tensor = (
-            _StageInput.apply(window.arrived) if window.enables_grad else window.arrived
+            _StageInputFunction.apply(window.arrived) if window.enables_grad else window.arrived
         )
         return arrived
 
-    def _require_block_order(self, window: StageBlocks, index: int) -> None:
+    def _require_block_called_in_order(self, window: StageCallState, index: int) -> None:
         if index != window.num_called:
             if window.num_called < self.num_blocks:
                 expected = f"block {window.num_called}"
@@ -210,7 +212,7 @@ class StageForward:
             )
         window.num_called += 1
 
-    def require_all_calls(self) -> None:
+    def require_all_blocks_called(self) -> None:
         """When a forward has returned that no later stage goes on with."""
         window = self.window
         if window is not None and window.num_called < self.num_blocks:
@@ -219,7 +221,7 @@ class StageForward:
                 fix="have it call all of its blocks, in order",
             )
 
-    def _require_complete_window(self) -> StageBlocks:
+    def _require_running_stage(self) -> StageCallState:
         # 0 or more while a backward runs: then only a recomputation calls blocks.
         if self.window is None and torch._C._current_graph_task_id() >= 0:
             raise LayoutError(
@@ -246,7 +248,7 @@ class StageForward:
             and value.is_floating_point()
             and bool(value.isnan().any())
         ):
-            if self._has_diverged(self.window.arrived):
+            if self._has_nonfinite_input_or_weight(self.window.arrived):
                 return
             raise LayoutError(
                 f"{role} depends on what comes before the blocks, which stage {self.window.stage}"
@@ -255,23 +257,25 @@ class StageForward:
                 fix="compute it from the inputs inside of each block, or do without parallel.pp",
             )
 
-    def _has_diverged(self, arrived: torch.Tensor) -> bool:
+    def _has_nonfinite_input_or_weight(self, arrived: torch.Tensor) -> bool:
         """True if what arrived, or a weight, is not finite: training has diverged, and a NaN
         says nothing about the model."""
         tensors = (
-            local_tensor(parameter) for block in self._blocks for parameter in block.parameters()
+            get_local_tensor(parameter)
+            for block in self._blocks
+            for parameter in block.parameters()
         )
         return any(not bool(tensor.isfinite().all()) for tensor in (arrived, *tensors))
 
-    def require_clean_outputs(self, outputs: Any) -> None:
+    def require_outputs_without_placeholders(self, outputs: Any) -> None:
         """After shape inference of the last stage."""
         for leaf in tree_leaves(outputs):
             self._require_no_placeholder_use(leaf, "the model's output")
 
-    def require_placeholder_use(self, name: str, *, in_block: bool = False) -> None:
+    def require_allowed_placeholder_use(self, name: str, *, in_block: bool = False) -> None:
         """A placeholder is used: right before the blocks of a later stage, whose result is thrown
         away."""
-        window = self._require_complete_window()
+        window = self._require_running_stage()
         if window.arrived is not None and window.position == BEFORE:
             return
         key = "parallel.first_stage" if window.position == BEFORE else "parallel.last_stage"
@@ -289,14 +293,14 @@ class StageForward:
         )
 
 
-class _RefuseDataDependentResults(TorchDispatchMode):
+class _RefuseDataDependentResultsMode(TorchDispatchMode):
     """A mode for shape inference, before a stage's input has arrived, that refuses to make numbers
     or booleans of what is not there.
 
     Whatever is computed of NaN is NaN, and is found; a comparison with it is simply false.
     """
 
-    def __init__(self, window: StageBlocks) -> None:
+    def __init__(self, window: StageCallState) -> None:
         super().__init__()
         self._window = window
 
@@ -331,7 +335,7 @@ def _contains_nan(tensor: torch.Tensor) -> torch.Tensor:
     return tensor != tensor
 
 
-class _StageInput(torch.autograd.Function):
+class _StageInputFunction(torch.autograd.Function):
     """The input of a stage as a tensor that autograd has computed: a block may change it in
     place."""
 
@@ -344,12 +348,12 @@ class _StageInput(torch.autograd.Function):
         return gradient
 
 
-def _derive_intercepting_type(original: type[nn.Module]) -> type[nn.Module]:
+def _derive_block_intercepting_class(original: type[nn.Module]) -> type[nn.Module]:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self._phalanx_stage_forward(*args, **kwargs)
 
     def find(self: nn.Module, name: str) -> Any:
-        submodule = self.__dict__.get(RELEASED_PARTS_ATTRIBUTE, {}).get(name)
+        submodule = self.__dict__.get(RELEASED_SUBMODULES_ATTRIBUTE, {}).get(name)
         if submodule is None:
             return original.__getattr__(self, name)
         return submodule

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from phalanx.parallel.pipeline.p2p import StageGroup
+from phalanx.parallel.pipeline.p2p import PipelineProcessGroups
 from phalanx.parallel.pipeline.stage_forward import StageForward
 from phalanx.plan.pipeline.pipeline_plan import Pipeline
 
 
 @dataclass
-class PipelineStageGroup:
+class PipelineOfRank:
     """A rank's stages and what it shares with other ranks of the pipeline.
 
     `holders`: name -> the ranks of the pipeline that hold a parameter, of those that several hold.
@@ -20,7 +20,7 @@ class PipelineStageGroup:
     """
 
     pipeline: Pipeline
-    stage_group: StageGroup
+    stage_group: PipelineProcessGroups
     stage_forward: StageForward
     holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     stages: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -31,6 +31,6 @@ class PipelineStageGroup:
         return self.pipeline.stages_of_rank(self.stage_group.rank)
 
     @property
-    def last_rank(self) -> int:
+    def rank_of_last_stage(self) -> int:
         """The pipeline's rank with the last stage, which has outputs and losses."""
         return self.pipeline.rank_of_stage[-1]

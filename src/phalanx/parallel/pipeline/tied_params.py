@@ -14,30 +14,32 @@ import torch
 from torch import nn
 
 from phalanx.core.phases import PhaseTimer
-from phalanx.mesh.logical import full_name, local_tensor
-from phalanx.parallel.pipeline.staged import PipelineStageGroup
-from phalanx.parallel.protocol import Order, ParallelContext
+from phalanx.mesh.logical import full_name, get_local_tensor
+from phalanx.parallel.pipeline.staged import PipelineOfRank
+from phalanx.parallel.protocol import ParallelContext, TransformOrder
 from phalanx.plan.plan import Plan
 
 
-class TiedParams:
-    order = Order.TIED_PARAMS
+class SumTiedParameterGradients:
+    order = TransformOrder.TIED_PARAMS
 
-    def wanted(self, plan: Plan) -> bool:
+    def is_needed(self, plan: Plan) -> bool:
         return plan.layout.pp > 1
 
     def apply(self, context: ParallelContext) -> None:
-        staged = context.axes.find(PipelineStageGroup)
+        staged = context.axes.find(PipelineOfRank)
         assert staged is not None
         if staged.holders:
             module, phases = context.root.module, context.phases
             context.optimizer_params.before_update.append(
-                lambda: sum_tied_gradients(staged, module, phases)
+                lambda: sum_gradients_of_tied_parameters(staged, module, phases)
             )
 
 
 @torch.no_grad()
-def sum_tied_gradients(staged: PipelineStageGroup, module: nn.Module, phases: PhaseTimer) -> None:
+def sum_gradients_of_tied_parameters(
+    staged: PipelineOfRank, module: nn.Module, phases: PhaseTimer
+) -> None:
     """Sum the gradients of tied parameters over the stages that hold them, in place.
 
     All parameters of one set of holders travel together; each rank adds in the order of the stages.
@@ -52,7 +54,7 @@ def sum_tied_gradients(staged: PipelineStageGroup, module: nn.Module, phases: Ph
     for (holders, dtype), parameters in sorted(by_holders.items(), key=lambda item: str(item[0])):
         own_part = torch.cat([_gradient_or_zeros(p).flatten() for p in parameters]).to(dtype)
         with phases("collective", "exchange gradients of parameters of several stages"):
-            total = _exchange_and_sum(staged, holders, own_part)
+            total = _sum_over_holding_ranks(staged, holders, own_part)
         for parameter, part in zip(
             parameters,
             total.split([_gradient_or_zeros(p).numel() for p in parameters]),
@@ -60,18 +62,18 @@ def sum_tied_gradients(staged: PipelineStageGroup, module: nn.Module, phases: Ph
         ):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            gradient = local_tensor(parameter.grad)
+            gradient = get_local_tensor(parameter.grad)
             gradient.copy_(part.view(gradient.shape))
 
 
 def _gradient_or_zeros(parameter: nn.Parameter) -> torch.Tensor:
     if parameter.grad is None:
-        return torch.zeros_like(local_tensor(parameter.detach()))
-    return local_tensor(parameter.grad)
+        return torch.zeros_like(get_local_tensor(parameter.detach()))
+    return get_local_tensor(parameter.grad)
 
 
-def _exchange_and_sum(
-    staged: PipelineStageGroup, holders: tuple[int, ...], own_part: torch.Tensor
+def _sum_over_holding_ranks(
+    staged: PipelineOfRank, holders: tuple[int, ...], own_part: torch.Tensor
 ) -> torch.Tensor:
     stage_group = staged.stage_group
     parts_by_rank, works = {stage_group.rank: own_part}, []
@@ -83,24 +85,24 @@ def _exchange_and_sum(
             # for the other rank.
             if stage_group.rank < holder:
                 works += [
-                    stage_group.send(own_part, holder),
-                    stage_group.receive(parts_by_rank[holder], holder),
+                    stage_group.start_send(own_part, holder),
+                    stage_group.start_receive(parts_by_rank[holder], holder),
                 ]
             else:
                 works += [
-                    stage_group.receive(parts_by_rank[holder], holder),
-                    stage_group.send(own_part, holder),
+                    stage_group.start_receive(parts_by_rank[holder], holder),
+                    stage_group.start_send(own_part, holder),
                 ]
-    _wait_for_all(works)
+    _wait_for_all_messages(works)
     total = parts_by_rank[holders[0]].clone()
     for holder in holders[1:]:
         total += parts_by_rank[holder]
     return total
 
 
-def _wait_for_all(works: list[Any]) -> None:
+def _wait_for_all_messages(works: list[Any]) -> None:
     for work in works:
         work.wait()
 
 
-parallelism = TiedParams()
+parallelism = SumTiedParameterGradients()

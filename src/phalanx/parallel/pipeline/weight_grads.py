@@ -20,14 +20,19 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from phalanx.mesh.casts import casting_for_each_use
-from phalanx.mesh.grouped import autocast_type, grouped_linear, grouped_matmul, grouped_weight_grad
-from phalanx.mesh.linear import is_grouped_linear
+from phalanx.mesh.casts import disabling_cast_cache
+from phalanx.mesh.grouped import (
+    choose_product_dtype,
+    compute_expert_weight_gradients,
+    multiply_rows_by_expert_matrices,
+    multiply_rows_by_expert_weights,
+)
+from phalanx.mesh.linear import is_linear_of_several_experts
 
 GradWork = Callable[[], None]
 
 # A linear layer with this attribute defers the gradient of its weight.
-SPLITS_BACKWARD_ATTRIBUTE = "phalanx_splits_backward"
+DEFERS_WEIGHT_GRADIENT_ATTRIBUTE = "phalanx_splits_backward"
 
 
 @dataclass
@@ -37,8 +42,8 @@ class DeferredWeightGrads:
     _due: dict[Hashable, list[GradWork]] = field(default_factory=dict)
 
     @contextmanager
-    def deferring(self, key: Hashable) -> Iterator[None]:
-        """Backwards inside leave their weight gradients for `run(key)`."""
+    def deferring_to(self, key: Hashable) -> Iterator[None]:
+        """Backwards inside leave their weight gradients for `compute_deferred_gradients(key)`."""
         # The products are a list and no graph: they need activations and gradients, but no weights,
         # which FSDP may have freed until W comes.
         works = self._due.setdefault(key, [])
@@ -49,12 +54,12 @@ class DeferredWeightGrads:
             _active_deferred_grads.pop()
 
     @torch.no_grad()
-    def run(self, key: Hashable) -> None:
+    def compute_deferred_gradients(self, key: Hashable) -> None:
         for work in self._due.pop(key):
             work()
 
     @property
-    def num_deferred(self) -> int:
+    def num_deferred_microbatches(self) -> int:
         return len(self._due)
 
 
@@ -72,12 +77,12 @@ def defer_weight_gradient(work: GradWork) -> None:
         work()
 
 
-def split_backward_of_linears(module: nn.Module) -> None:
+def defer_weight_gradients_of_linears(module: nn.Module) -> None:
     """Have every linear layer of `module` put its weight's gradient off where it is asked to,
     also those of experts."""
     for part in module.modules():
         if isinstance(part, nn.Linear):
-            setattr(part, SPLITS_BACKWARD_ATTRIBUTE, True)
+            setattr(part, DEFERS_WEIGHT_GRADIENT_ATTRIBUTE, True)
         if (
             isinstance(part, nn.Linear)
             # A subclass with a forward of its own multiplies in its own way; it reads the attribute
@@ -85,12 +90,12 @@ def split_backward_of_linears(module: nn.Module) -> None:
             and type(part).forward is nn.Linear.forward
             and "forward" not in part.__dict__
         ):
-            part.forward = _DeferringLinear(part)  # type: ignore[method-assign]
-        elif is_grouped_linear(part):
-            part.forward = _DeferringGroupedLinear(part)  # type: ignore[method-assign]
+            part.forward = _LinearForwardWithDeferredGradient(part)  # type: ignore[method-assign]
+        elif is_linear_of_several_experts(part):
+            part.forward = _GroupedLinearForwardWithDeferredGradient(part)  # type: ignore[method-assign]
 
 
-class _DeferringLinear:
+class _LinearForwardWithDeferredGradient:
     """Stands where `part.forward` stood."""
 
     def __init__(self, part: nn.Linear) -> None:
@@ -100,7 +105,7 @@ class _DeferringLinear:
         return linear_with_deferred_gradient(input, self._part.weight, self._part.bias)
 
 
-class _DeferringGroupedLinear:
+class _GroupedLinearForwardWithDeferredGradient:
     """The same for the linear layers of several experts."""
 
     def __init__(self, part: nn.Module) -> None:
@@ -109,21 +114,23 @@ class _DeferringGroupedLinear:
     def __call__(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         weight: Any = self._part.weight
         if not torch.is_grad_enabled() or not weight.requires_grad or not weight.is_leaf:
-            return grouped_linear(x, weight, counts)
-        low = autocast_type(x)
+            return multiply_rows_by_expert_weights(x, weight, counts)
+        low = choose_product_dtype(x)
         with torch.autocast(x.device.type, enabled=False):
-            out: torch.Tensor = _GroupedLinearDeferringGradient.apply(x.to(low), weight, counts)
+            out: torch.Tensor = _GroupedLinearDeferredGradientFunction.apply(
+                x.to(low), weight, counts
+            )
         return out
 
 
-class _GroupedLinearDeferringGradient(torch.autograd.Function):
+class _GroupedLinearDeferredGradientFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor
     ) -> torch.Tensor:  # type: ignore[override]
         ctx.save_for_backward(x, counts)
         ctx.weight = weight
-        return grouped_matmul(x, weight.to(x.dtype).transpose(1, 2), counts)
+        return multiply_rows_by_expert_matrices(x, weight.to(x.dtype).transpose(1, 2), counts)
 
     @staticmethod
     @once_differentiable
@@ -131,13 +138,17 @@ class _GroupedLinearDeferringGradient(torch.autograd.Function):
         (x, counts), weight = ctx.saved_tensors, ctx.weight
         grad = grad.contiguous()
         if ctx.needs_input_grad[0]:
-            grad_x = grouped_matmul(grad, weight.detach().to(grad.dtype), counts)
+            grad_x = multiply_rows_by_expert_matrices(grad, weight.detach().to(grad.dtype), counts)
         else:
             grad_x = None
         if _active_deferred_grads:
-            defer_weight_gradient(lambda: _accumulate(weight, grouped_weight_grad(grad, x, counts)))
+            defer_weight_gradient(
+                lambda: _add_to_parameter_gradient(
+                    weight, compute_expert_weight_gradients(grad, x, counts)
+                )
+            )
             return grad_x, None, None
-        return grad_x, grouped_weight_grad(grad, x, counts).to(weight.dtype), None
+        return grad_x, compute_expert_weight_gradients(grad, x, counts).to(weight.dtype), None
 
 
 def linear_with_deferred_gradient(
@@ -152,11 +163,11 @@ def linear_with_deferred_gradient(
         or torch.compiler.is_compiling()
     ):
         return F.linear(x, weight, bias)
-    out: torch.Tensor = _LinearDeferringGradient.apply(x, weight, bias)
+    out: torch.Tensor = _LinearDeferredGradientFunction.apply(x, weight, bias)
     return out
 
 
-class _LinearDeferringGradient(torch.autograd.Function):
+class _LinearDeferredGradientFunction(torch.autograd.Function):
     """Gradients of weight and bias go to their `.grad` by hand: autograd has no second half of a
     backward."""
 
@@ -173,7 +184,7 @@ class _LinearDeferringGradient(torch.autograd.Function):
         # The parameter itself: what a recomputation saves of it would be another tensor, without
         # its gradient.
         ctx.weight, ctx.bias = weight, bias
-        with casting_for_each_use():
+        with disabling_cast_cache():
             return F.linear(used, weight, bias)
 
     @staticmethod
@@ -195,7 +206,7 @@ class _LinearDeferringGradient(torch.autograd.Function):
         def work() -> None:
             for parameter, gradient in zip((weight, bias), compute_grads(), strict=True):
                 if gradient is not None:
-                    _accumulate(parameter, gradient)
+                    _add_to_parameter_gradient(parameter, gradient)
 
         if _active_deferred_grads:
             defer_weight_gradient(work)
@@ -206,7 +217,7 @@ class _LinearDeferringGradient(torch.autograd.Function):
         return grad_x, grad_weight.to(weight.dtype), grad_bias
 
 
-def _accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+def _add_to_parameter_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     gradient = gradient.to(parameter.dtype)
     if parameter.grad is None:
         parameter.grad = gradient

@@ -14,34 +14,44 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from phalanx.core.errors import LayoutError
-from phalanx.parallel.batchnorm.layer import StatisticsTape, SynchronisedBatchNorm
+from phalanx.parallel.batchnorm.layer import RecordedBatchStatistics, SynchronisedBatchNorm
 from phalanx.parallel.dropout.rng import DropoutRng
 
 ContextPairFactory = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
-MATMUL_OP_NAMES = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_grouped_mm")
+SAVED_MATMUL_OP_NAMES = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "convolution",
+    "_scaled_mm",
+    "_grouped_mm",
+)
 # Each device has its own: _flash_attention_for_cpu, _cudnn_attention, ...
-ATTENTION_OP_PREFIX = "_scaled_dot_product_"
+SAVED_ATTENTION_OP_PREFIX = "_scaled_dot_product_"
 # Our own operator for attention in long sequences.
-BLOCK_ATTENTION_OP_NAME = "attend_by_blocks"
-COLLECTIVE_OP_NAMESPACE = "_c10d_functional"
+SAVED_BLOCK_ATTENTION_OP_NAME = "attend_by_blocks"
+SAVED_COLLECTIVE_OP_NAMESPACE = "_c10d_functional"
 
 
-def recompute_contexts(block: nn.Module, mode: str, dropout_rng: DropoutRng) -> ContextPairFactory:
+def make_recompute_context_factory(
+    block: nn.Module, mode: str, dropout_rng: DropoutRng
+) -> ContextPairFactory:
     """A maker of (context of the forward, context of the recomputation): dropout drops the same
     again, too."""
-    inner = _user_contexts(block, mode)
+    inner = _make_module_context_factory(block, mode)
     if inner is None:
         return dropout_rng.replay_contexts
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         (recorded, replayed), (first, replay) = dropout_rng.replay_contexts(), inner()
-        return _ContextPair(recorded, first), _ContextPair(replayed, replay)
+        return _NestedReusableContext(recorded, first), _NestedReusableContext(replayed, replay)
 
     return contexts
 
 
-def _user_contexts(block: nn.Module, mode: str) -> ContextPairFactory | None:
+def _make_module_context_factory(block: nn.Module, mode: str) -> ContextPairFactory | None:
     norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]
     of_norms = {id(buffer) for norm in norms for buffer in norm.buffers()}
     other_buffers = {
@@ -51,45 +61,45 @@ def _user_contexts(block: nn.Module, mode: str) -> ContextPairFactory | None:
     # Without buffers nothing can change twice, and a context costs time in every block.
     if not norms and not other_buffers:
         if mode == "selective":
-            return selective_contexts
+            return make_selective_contexts
         return None
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        tape = StatisticsTape()
+        tape = RecordedBatchStatistics()
         first, replay = (
-            _ForwardContext(name, norms, other_buffers, tape),
-            _RecomputeContext(norms, tape),
+            _FirstForwardContext(name, norms, other_buffers, tape),
+            _RecomputeForwardContext(norms, tape),
         )
         if mode != "selective":
             return first, replay
-        caching, cached = selective_contexts()
-        return _ContextPair(first, caching), _ContextPair(replay, cached)
+        caching, cached = make_selective_contexts()
+        return _NestedReusableContext(first, caching), _NestedReusableContext(replay, cached)
 
     return contexts
 
 
-def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def make_selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-    contexts = create_selective_checkpoint_contexts(_selective_policy)
+    contexts = create_selective_checkpoint_contexts(_choose_saved_or_recomputed)
     return contexts
 
 
-def _selective_policy(
+def _choose_saved_or_recomputed(
     context: object, op: Any, *args: object, **kwargs: object
 ) -> CheckpointPolicy:
     """Keep what is dear to make again: products, attention, and what came from other ranks."""
     namespace, _, name = str(op.name()).split(".")[0].partition("::")
     is_product = namespace == "aten" and (
-        name in MATMUL_OP_NAMES or name.startswith(ATTENTION_OP_PREFIX)
+        name in SAVED_MATMUL_OP_NAMES or name.startswith(SAVED_ATTENTION_OP_PREFIX)
     )
-    is_product |= namespace == "phalanx" and name == BLOCK_ATTENTION_OP_NAME
-    is_dear = is_product or (namespace == COLLECTIVE_OP_NAMESPACE and name != "wait_tensor")
+    is_product |= namespace == "phalanx" and name == SAVED_BLOCK_ATTENTION_OP_NAME
+    is_dear = is_product or (namespace == SAVED_COLLECTIVE_OP_NAMESPACE and name != "wait_tensor")
     if is_dear:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class _ContextPair:
+class _NestedReusableContext:
     """Two contexts as one, that can be entered again."""
 
     def __init__(
@@ -108,7 +118,7 @@ class _ContextPair:
         self._stack.__exit__(*error)
 
 
-class _ForwardContext:
+class _FirstForwardContext:
     """The forward: synchronised BatchNorms record; a buffer that changes cannot be recomputed,
     and is refused."""
 
@@ -117,7 +127,7 @@ class _ForwardContext:
         block: str,
         norms: Sequence[_BatchNorm],
         other_buffers: Mapping[str, torch.Tensor],
-        tape: StatisticsTape,
+        tape: RecordedBatchStatistics,
     ) -> None:
         self._block, self._norms, self._other_buffers, self._tape = (
             block,
@@ -129,12 +139,12 @@ class _ForwardContext:
 
     def __enter__(self) -> None:
         self._versions = {name: buffer._version for name, buffer in self._other_buffers.items()}
-        _set_statistics_tape(self._norms, self._tape)
+        _set_statistics_of_batchnorms(self._norms, self._tape)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
     ) -> None:
-        _set_statistics_tape(self._norms, None)
+        _set_statistics_of_batchnorms(self._norms, None)
         changed = []
         for name, buffer in self._other_buffers.items():
             if buffer._version != self._versions[name]:
@@ -148,29 +158,31 @@ class _ForwardContext:
             )
 
 
-class _RecomputeContext:
+class _RecomputeForwardContext:
     """The recomputation: the statistics of the forward, and running ones that stay."""
 
-    def __init__(self, norms: Sequence[_BatchNorm], tape: StatisticsTape) -> None:
+    def __init__(self, norms: Sequence[_BatchNorm], tape: RecordedBatchStatistics) -> None:
         self._norms, self._tape = norms, tape
         self._plain = [norm for norm in norms if not isinstance(norm, SynchronisedBatchNorm)]
         self._running_state: list[tuple[float | None, torch.Tensor | None]] = []
 
     def __enter__(self) -> None:
         self._tape.replay_at = 0
-        _set_statistics_tape(self._norms, self._tape)
+        _set_statistics_of_batchnorms(self._norms, self._tape)
         self._running_state = [(norm.momentum, norm.num_batches_tracked) for norm in self._plain]
         # The same kernel as in the forward, whose running statistics move by nothing.
         for norm in self._plain:
             norm.momentum, norm.num_batches_tracked = 0.0, None
 
     def __exit__(self, *_: object) -> None:
-        _set_statistics_tape(self._norms, None)
+        _set_statistics_of_batchnorms(self._norms, None)
         for norm, (momentum, count) in zip(self._plain, self._running_state, strict=True):
             norm.momentum, norm.num_batches_tracked = momentum, count
 
 
-def _set_statistics_tape(norms: Sequence[_BatchNorm], tape: StatisticsTape | None) -> None:
+def _set_statistics_of_batchnorms(
+    norms: Sequence[_BatchNorm], tape: RecordedBatchStatistics | None
+) -> None:
     for norm in norms:
         if isinstance(norm, SynchronisedBatchNorm):
             norm._tape = tape

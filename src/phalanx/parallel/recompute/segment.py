@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from phalanx.core.errors import LayoutError
 from phalanx.parallel.dropout.rng import DropoutRng
-from phalanx.parallel.recompute.contexts import ContextPairFactory, recompute_contexts
+from phalanx.parallel.recompute.contexts import ContextPairFactory, make_recompute_context_factory
 
 
 class RecomputeSegment:
@@ -38,10 +38,12 @@ class RecomputeSegment:
     def apply(self) -> None:
         """Replace the blocks' forwards."""
         for index, block in enumerate(self._blocks):
-            maker = recompute_contexts(block, "full", self._dropout_rng)
-            block.forward = functools.partial(self._call_block, index, block.forward, maker)
+            maker = make_recompute_context_factory(block, "full", self._dropout_rng)
+            block.forward = functools.partial(
+                self._call_block_in_segment, index, block.forward, maker
+            )
 
-    def _call_block(
+    def _call_block_in_segment(
         self,
         index: int,
         forward: Callable[..., Any],
@@ -63,14 +65,14 @@ class RecomputeSegment:
 
 
 @dataclass(eq=False)
-class _SavedSlot:
+class _SavedTensorSlot:
     """Stands in the graph for a saved tensor until that is made again."""
 
     tensor: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
-class _OutputOfPrevious:
+class _InputFromPreviousCall:
     """An input that is output `index` of the call before."""
 
     index: int
@@ -78,7 +80,7 @@ class _OutputOfPrevious:
 
 
 @dataclass(frozen=True)
-class _KeptInput:
+class _InputKeptInMemory:
     """An input that is kept: number `index` of the call's kept tensors."""
 
     index: int
@@ -86,7 +88,7 @@ class _KeptInput:
 
 
 @dataclass
-class _SavedCall:
+class _RecordedBlockCall:
     """All that a block's second forward needs."""
 
     block: nn.Module
@@ -110,9 +112,9 @@ class _SegmentForward:
         self.last_outputs: list[tuple[torch.Tensor, int]] = []
         """Those of the last call, detached, with their versions: alive, so that no other tensor
         gets their address."""
-        self._calls: list[_SavedCall] = []
+        self._calls: list[_RecordedBlockCall] = []
         # Weak references: what the graph has let go is not filled again.
-        self._slots: list[weakref.ref[_SavedSlot]] = []
+        self._slots: list[weakref.ref[_SavedTensorSlot]] = []
         self._described: list[tuple[torch.Size, torch.dtype]] = []
 
     def call_block(
@@ -135,13 +137,22 @@ class _SegmentForward:
         )
         # The dummy needs a gradient: without any such input autograd makes no node, and saves
         # nothing.
-        node = _SaveTensors.apply(torch.empty(0, requires_grad=True), *saved).grad_fn  # type: ignore[no-untyped-call]
+        node = _SaveTensorsFunction.apply(torch.empty(0, requires_grad=True), *saved).grad_fn  # type: ignore[no-untyped-call]
         self._calls.append(
-            _SavedCall(
-                block, forward, replay, inputs, structure, node, _capture_rng_and_autocast(device)
+            _RecordedBlockCall(
+                block,
+                forward,
+                replay,
+                inputs,
+                structure,
+                node,
+                _capture_rng_and_autocast_state(device),
             )
         )
-        with first, saved_tensors_hooks(self._pack_saved_tensor, self._unpack_saved_tensor):
+        with (
+            first,
+            saved_tensors_hooks(self._replace_saved_tensor_by_slot, self._recompute_saved_tensor),
+        ):
             outputs = forward(*args, **kwargs)
         tensors = [leaf for leaf in tree_flatten(outputs)[0] if isinstance(leaf, torch.Tensor)]
         self.last_outputs = [(tensor.detach(), tensor._version) for tensor in tensors]
@@ -149,26 +160,26 @@ class _SegmentForward:
 
     def _describe_input(
         self, tensor: torch.Tensor, saved: list[torch.Tensor]
-    ) -> _OutputOfPrevious | _KeptInput:
+    ) -> _InputFromPreviousCall | _InputKeptInMemory:
         for index, (before, version) in enumerate(self.last_outputs):
-            if _is_same_view(tensor, before) and tensor._version == version:
-                return _OutputOfPrevious(index, tensor.requires_grad)
+            if _is_same_tensor_memory(tensor, before) and tensor._version == version:
+                return _InputFromPreviousCall(index, tensor.requires_grad)
         saved.append(tensor.detach())
-        return _KeptInput(len(saved) - 1, tensor.requires_grad)
+        return _InputKeptInMemory(len(saved) - 1, tensor.requires_grad)
 
-    def _pack_saved_tensor(self, tensor: torch.Tensor) -> _SavedSlot:
-        slot = _SavedSlot()
+    def _replace_saved_tensor_by_slot(self, tensor: torch.Tensor) -> _SavedTensorSlot:
+        slot = _SavedTensorSlot()
         self._slots.append(weakref.ref(slot))
         self._described.append((tensor.shape, tensor.dtype))
         return slot
 
-    def _unpack_saved_tensor(self, slot: _SavedSlot) -> torch.Tensor:
+    def _recompute_saved_tensor(self, slot: _SavedTensorSlot) -> torch.Tensor:
         if slot.tensor is None:
-            self._recompute()
+            self._recompute_all_slots()
         assert slot.tensor is not None, "a place is filled or the recomputation was refused"
         return slot.tensor
 
-    def _recompute(self) -> None:
+    def _recompute_all_slots(self) -> None:
         """Call every block again, filling the places that are still waited for."""
         self.is_recomputed = True
         num_filled = 0
@@ -179,31 +190,31 @@ class _SegmentForward:
                 tensor.shape,
                 tensor.dtype,
             ):
-                raise _non_repeatable_error(self._calls)
+                raise _non_repeatable_forward_error(self._calls)
             slot = self._slots[num_filled]()
             if slot is not None:
                 slot.tensor = tensor.detach()
             num_filled += 1
             if num_filled == len(self._slots):
                 # All that was saved is filled: what follows, the last product say, is not needed.
-                raise _AllSlotsFilled
+                raise _AllSlotsFilledSignal
 
         outputs: list[torch.Tensor] = []
         try:
             for call in self._calls:
-                outputs = _replay_call(call, outputs, fill)
-        except _AllSlotsFilled:
+                outputs = _replay_block_call(call, outputs, fill)
+        except _AllSlotsFilledSignal:
             return
         if num_filled < len(self._slots):
-            raise _non_repeatable_error(self._calls)
+            raise _non_repeatable_forward_error(self._calls)
 
 
-class _AllSlotsFilled(Exception):
+class _AllSlotsFilledSignal(Exception):
     """Ends a recomputation early."""
 
 
-def _replay_call(
-    call: _SavedCall, before: list[torch.Tensor], fill: Callable[[torch.Tensor], None]
+def _replay_block_call(
+    call: _RecordedBlockCall, before: list[torch.Tensor], fill: Callable[[torch.Tensor], None]
 ) -> list[torch.Tensor]:
     """The outputs, detached.
 
@@ -215,8 +226,8 @@ def _replay_call(
     saved = call.node.saved_tensors
     leaves = []
     for leaf in call.inputs:
-        if isinstance(leaf, _OutputOfPrevious | _KeptInput):
-            if isinstance(leaf, _OutputOfPrevious):
+        if isinstance(leaf, _InputFromPreviousCall | _InputKeptInMemory):
+            if isinstance(leaf, _InputFromPreviousCall):
                 tensor = before[leaf.index]
             else:
                 tensor = saved[leaf.index].detach()
@@ -228,17 +239,17 @@ def _replay_call(
         torch.enable_grad(),
         call.ambient(),
         call.replay,
-        saved_tensors_hooks(fill, _refuse_graph_use),
+        saved_tensors_hooks(fill, _refuse_use_of_recomputed_graph),
     ):
         outputs = call.forward(*args, **kwargs)
     return [leaf.detach() for leaf in tree_flatten(outputs)[0] if isinstance(leaf, torch.Tensor)]
 
 
-def _refuse_graph_use(nothing: object) -> torch.Tensor:
+def _refuse_use_of_recomputed_graph(nothing: object) -> torch.Tensor:
     raise AssertionError("the graph of a recomputation is not used")
 
 
-def _non_repeatable_error(calls: Sequence[_SavedCall]) -> LayoutError:
+def _non_repeatable_forward_error(calls: Sequence[_RecordedBlockCall]) -> LayoutError:
     return LayoutError(
         f"the forward of {type(calls[0].block).__name__} does something else when it is recomputed",
         why="it saves other tensors for the backward than the first time",
@@ -246,7 +257,7 @@ def _non_repeatable_error(calls: Sequence[_SavedCall]) -> LayoutError:
     )
 
 
-def _is_same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _is_same_tensor_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """The same memory, seen in the same way. FSDP hands a block another tensor object over it."""
     return (
         # Empty tensors have no memory, and all the same address.
@@ -256,7 +267,7 @@ def _is_same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
-class _SaveTensors(torch.autograd.Function):
+class _SaveTensorsFunction(torch.autograd.Function):
     """Saves tensors as an operation does; it has no backward."""
 
     @staticmethod
@@ -269,7 +280,9 @@ class _SaveTensors(torch.autograd.Function):
         raise AssertionError("nothing depends on it")
 
 
-def _capture_rng_and_autocast(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
+def _capture_rng_and_autocast_state(
+    device: torch.device,
+) -> Callable[[], AbstractContextManager[None]]:
     """Random numbers and autocast as they are now, for later."""
     # The second forward must draw what the first one drew, in the same types.
     random = torch.get_rng_state()

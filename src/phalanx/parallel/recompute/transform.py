@@ -12,41 +12,44 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.core.errors import LayoutError
-from phalanx.parallel.pipeline.staged import PipelineStageGroup
-from phalanx.parallel.protocol import Order, ParallelContext
-from phalanx.parallel.recompute.contexts import recompute_contexts, selective_contexts
+from phalanx.parallel.pipeline.staged import PipelineOfRank
+from phalanx.parallel.protocol import ParallelContext, TransformOrder
+from phalanx.parallel.recompute.contexts import (
+    make_recompute_context_factory,
+    make_selective_contexts,
+)
 from phalanx.parallel.recompute.segment import RecomputeSegment
 from phalanx.plan.plan import Plan
 from phalanx.plan.segments import Segment, list_recompute_segments
 
 
 class Recompute:
-    order = Order.RECOMPUTE
+    order = TransformOrder.RECOMPUTE
 
-    def wanted(self, plan: Plan) -> bool:
+    def is_needed(self, plan: Plan) -> bool:
         return plan.activations.recompute != "none"
 
     def apply(self, context: ParallelContext) -> None:
         """Replaces blocks' forwards; no wrapper module, so that names stay the user's own."""
-        for segment in list_segments_of_rank(context):
+        for segment in list_recompute_segments_of_rank(context):
             blocks = context.blocks[segment.start : segment.stop]
             if context.plan.compile:
-                _refuse_uncompilable(blocks)
+                _refuse_uncompilable_recompute(blocks)
             if len(blocks) > 1:
                 RecomputeSegment(blocks, context.dropout_rng).apply()
             else:
-                _recompute(blocks[0], segment, context)
+                _wrap_block_with_recompute(blocks[0], segment, context)
 
 
-def list_segments_of_rank(context: ParallelContext) -> Iterator[Segment]:
+def list_recompute_segments_of_rank(context: ParallelContext) -> Iterator[Segment]:
     """Segments of the blocks that this rank has, counted among these. A segment ends where a
     stage does."""
-    staged = context.axes.find(PipelineStageGroup)
+    staged = context.axes.find(PipelineOfRank)
     if staged is None:
-        yield from find_segments(context.plan, len(context.blocks))
+        yield from choose_recompute_segments(context.plan, len(context.blocks))
         return
     pipeline, first = staged.pipeline, 0
-    planned = find_segments(context.plan, sum(pipeline.stages.num_blocks))
+    planned = choose_recompute_segments(context.plan, sum(pipeline.stages.num_blocks))
     mode = context.plan.activations.recompute
     for stage in staged.stages_of_this_rank:
         stage_start, end = pipeline.stages.block_ranges[stage]
@@ -66,7 +69,7 @@ def list_segments_of_rank(context: ParallelContext) -> Iterator[Segment]:
         first += end - stage_start
 
 
-def find_segments(plan: Plan, num_blocks: int) -> tuple[Segment, ...]:
+def choose_recompute_segments(plan: Plan, num_blocks: int) -> tuple[Segment, ...]:
     """Segments of the plan; for a module with other blocks than were planned for, those that the
     mode means."""
     num_planned, policy = plan.model_shape.num_layers, plan.activations
@@ -81,18 +84,20 @@ def find_segments(plan: Plan, num_blocks: int) -> tuple[Segment, ...]:
     return list_recompute_segments(policy.recompute, num_blocks, policy.recompute_every)
 
 
-def _recompute(block: nn.Module, segment: Segment, context: ParallelContext) -> None:
+def _wrap_block_with_recompute(
+    block: nn.Module, segment: Segment, context: ParallelContext
+) -> None:
     options: dict[str, Any] = {
-        "context_fn": recompute_contexts(block, segment.mode, context.dropout_rng)
+        "context_fn": make_recompute_context_factory(block, segment.mode, context.dropout_rng)
     }
     # A compiler follows torch's own contexts, and no others.
     if context.plan.compile:
-        options = {"context_fn": selective_contexts} if segment.mode == "selective" else {}
+        options = {"context_fn": make_selective_contexts} if segment.mode == "selective" else {}
     # Not reentrant: torch takes a context_fn for that kind only.
     block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)
 
 
-def _refuse_uncompilable(blocks: list[nn.Module]) -> None:
+def _refuse_uncompilable_recompute(blocks: list[nn.Module]) -> None:
     for block in blocks:
         if any(isinstance(module, _BatchNorm) for module in block.modules()):
             raise LayoutError(

@@ -16,7 +16,7 @@ from torch import nn
 from phalanx.core.errors import LayoutError
 
 
-class PartialDropoutCheck:
+class PartialTensorDropoutCheck:
     """Follows the first training forward, and refuses what drops parts in it."""
 
     def __init__(
@@ -32,26 +32,28 @@ class PartialDropoutCheck:
         self._open: set[str] = set()
         self._is_watching = True
         self._hooks = [
-            modules[name].register_forward_hook(self._make_opening_hook(name)) for name in columns
+            modules[name].register_forward_hook(self._make_region_opening_hook(name))
+            for name in columns
         ]
         self._hooks += [
-            modules[name].register_forward_pre_hook(self._make_closing_hook(name)) for name in rows
+            modules[name].register_forward_pre_hook(self._make_region_closing_hook(name))
+            for name in rows
         ]
         self._hooks.append(module.register_forward_hook(self._stop_watching))
 
-    def require(self, name: str) -> None:
+    def refuse_active_dropout(self, name: str) -> None:
         if self._is_watching and (self._cuts_sequence or self._open):
             raise partial_dropout_error(name)
 
-    def _make_opening_hook(self, name: str) -> Any:
+    def _make_region_opening_hook(self, name: str) -> Any:
         return lambda *_: self._open.add(name)
 
-    def _make_closing_hook(self, name: str) -> Any:
+    def _make_region_closing_hook(self, name: str) -> Any:
         """A row takes in the columns that stand nearest to it."""
 
         def close(*_: object) -> None:
             shared = {
-                column: _count_common_prefix(column.split("."), name.split("."))
+                column: _count_common_name_parts(column.split("."), name.split("."))
                 for column in self._open
             }
             self._open -= {
@@ -68,7 +70,7 @@ class PartialDropoutCheck:
                 hook.remove()
 
 
-def _count_common_prefix(path: list[str], other: list[str]) -> int:
+def _count_common_name_parts(path: list[str], other: list[str]) -> int:
     """Number of leading parts that two dotted names share."""
     return next(
         (i for i, (a, b) in enumerate(zip(path, other, strict=False)) if a != b),

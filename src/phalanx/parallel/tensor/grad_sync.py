@@ -10,15 +10,15 @@ from torch import nn
 
 from phalanx.mesh.logical import (
     TensorParallelCut,
-    compose_cut,
+    apply_cut_to_shard,
     full_name,
-    local_tensor,
+    get_local_tensor,
     make_logical_shard,
 )
-from phalanx.mesh.tensor_group import TensorGroup
+from phalanx.mesh.tensor_group import TensorParallelGroup
 
 
-class PartialGradients:
+class PartialGradientSum:
     """Norms between regions under sequence parallelism, norms of heads, keys and values of more
     ranks than heads.
 
@@ -28,7 +28,7 @@ class PartialGradients:
 
     def __init__(
         self,
-        group: TensorGroup,
+        group: TensorParallelGroup,
         partial: Sequence[tuple[str, nn.Parameter]],
         cuts: Mapping[str, TensorParallelCut],
     ) -> None:
@@ -43,9 +43,7 @@ class PartialGradients:
         """Sum gradients over the ranks, in place. `named`: what an optimizer updates, as data
         parallelism has left it."""
         pieces = [
-            piece
-            for name, p in named
-            for piece in self._list_distinct_gradients(full_name(name), p)
+            piece for name, p in named for piece in self._list_gradient_parts(full_name(name), p)
         ]
         if not pieces:
             return
@@ -69,16 +67,16 @@ class PartialGradients:
             start = part.storage_offset()
             gradient.copy_(summed[start : start + gradient.numel()].view(gradient.shape))
 
-    def _list_distinct_gradients(
+    def _list_gradient_parts(
         self, name: str, parameter: nn.Parameter
     ) -> list[tuple[torch.Tensor, int, int]]:
         """(gradient, which of the distinct ones this rank holds, how many there are)."""
         if parameter.grad is None or name not in self._partial | self._shared:
             return []
-        gradient = local_tensor(parameter.grad)
+        gradient = get_local_tensor(parameter.grad)
         if name in self._partial:
             return [(gradient, 0, 1)]
-        shard = compose_cut(
+        shard = apply_cut_to_shard(
             self._cuts[name], make_logical_shard(name, parameter, replica=0, num_replicas=1)
         )
         pieces, rank, size = [], self._group.rank, self._group.size

@@ -15,45 +15,56 @@ from torch.utils._pytree import tree_leaves
 
 from phalanx.core.errors import DataError, LayoutError
 from phalanx.mesh.devices import is_on_cpu
-from phalanx.mesh.linear import input_dim, is_conv1d, output_dim
-from phalanx.mesh.tensor_group import SEQUENCE_DIM, TensorGroup, VocabularyLogits, VocabularyShard
+from phalanx.mesh.linear import (
+    find_input_dim_of_weight,
+    find_output_dim_of_weight,
+    is_transformers_conv1d,
+)
+from phalanx.mesh.tensor_group import (
+    SEQUENCE_DIM,
+    ShardedVocabularyLogits,
+    TensorParallelGroup,
+    VocabularyShard,
+)
 from phalanx.parallel.pipeline.weight_grads import (
-    SPLITS_BACKWARD_ATTRIBUTE,
+    DEFERS_WEIGHT_GRADIENT_ATTRIBUTE,
     linear_with_deferred_gradient,
 )
-from phalanx.parallel.tensor.overlap import multiply_row_in_chunks
+from phalanx.parallel.tensor.overlap import multiply_row_parallel_in_chunks
 from phalanx.plan.rules import CountAttribute, ShardingRule
 
 
-def num_outputs(part: nn.Module) -> int:
-    return int(part.weight.shape[output_dim(part)])
+def count_output_features(part: nn.Module) -> int:
+    return int(part.weight.shape[find_output_dim_of_weight(part)])
 
 
-def num_inputs(part: nn.Module) -> int:
-    return int(part.weight.shape[input_dim(part)])
+def count_input_features(part: nn.Module) -> int:
+    return int(part.weight.shape[find_input_dim_of_weight(part)])
 
 
-def set_num_outputs(part: nn.Module, size: int) -> None:
-    setattr(part, "nf" if is_conv1d(part) else "out_features", size)
+def set_output_features(part: nn.Module, size: int) -> None:
+    setattr(part, "nf" if is_transformers_conv1d(part) else "out_features", size)
 
 
-def make_row_parallel(part: nn.Module, name: str, group: TensorGroup, size: int) -> None:
+def make_row_parallel(part: nn.Module, name: str, group: TensorParallelGroup, size: int) -> None:
     """Each rank multiplies its features; the sum over ranks leaves the region, and the bias is
     added once."""
     if isinstance(part, nn.Linear):
         part.in_features = size
-    part.forward = functools.partial(_row_forward, part, name, group)  # type: ignore[method-assign]
+    part.forward = functools.partial(_row_parallel_forward, part, name, group)  # type: ignore[method-assign]
 
 
-def _row_forward(part: nn.Module, name: str, group: TensorGroup, x: torch.Tensor) -> torch.Tensor:
-    weight = part.weight.T if is_conv1d(part) else part.weight
+def _row_parallel_forward(
+    part: nn.Module, name: str, group: TensorParallelGroup, x: torch.Tensor
+) -> torch.Tensor:
+    weight = part.weight.T if is_transformers_conv1d(part) else part.weight
     if x.shape[-1] != weight.shape[1]:
         raise LayoutError(
             f"{name} gets {x.shape[-1]} features, and {weight.shape[1]} are this rank's",
             fix="a row follows columns that are cut alike",
         )
     if group.chunks > 1:
-        out = multiply_row_in_chunks(x, weight, group)
+        out = multiply_row_parallel_in_chunks(x, weight, group)
     else:
         out = group.leave(_multiply_by_weight(part, x, weight))
     if part.bias is None:
@@ -63,12 +74,12 @@ def _row_forward(part: nn.Module, name: str, group: TensorGroup, x: torch.Tensor
 
 def _multiply_by_weight(part: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Multiply by a weight; in a pipeline that splits backwards its gradient can wait."""
-    if getattr(part, SPLITS_BACKWARD_ATTRIBUTE, False):
+    if getattr(part, DEFERS_WEIGHT_GRADIENT_ATTRIBUTE, False):
         return linear_with_deferred_gradient(x, weight)
     return F.linear(x, weight)
 
 
-def skip_output_sum(part: nn.Module, name: str, size: int) -> None:
+def make_row_parallel_without_sum(part: nn.Module, name: str, size: int) -> None:
     """Each rank multiplies its features, and a region around adds up what ranks have made."""
     if getattr(part, "bias", None) is not None:
         raise LayoutError(
@@ -77,7 +88,7 @@ def skip_output_sum(part: nn.Module, name: str, size: int) -> None:
     part.in_features = size  # type: ignore[assignment]
 
 
-def sum_region_output(part: nn.Module, group: TensorGroup) -> None:
+def sum_region_output_over_ranks(part: nn.Module, group: TensorParallelGroup) -> None:
     """A region's output is a sum over ranks.
 
     Routers inside see the same tokens on all of them, and their gradients are added up, too: what a
@@ -92,7 +103,9 @@ def sum_region_output(part: nn.Module, group: TensorGroup) -> None:
 # Embeddings
 
 
-def make_embedding(part: nn.Embedding, name: str, vocabulary: VocabularyShard) -> None:
+def make_vocabulary_parallel_embedding(
+    part: nn.Embedding, name: str, vocabulary: VocabularyShard
+) -> None:
     """A rank looks up the tokens that it holds; the sum over ranks has them all."""
     if part.max_norm is not None or part.sparse or part.scale_grad_by_freq:
         raise LayoutError(
@@ -101,15 +114,15 @@ def make_embedding(part: nn.Embedding, name: str, vocabulary: VocabularyShard) -
         )
     size = vocabulary.sizes[vocabulary.group.rank]
     if part.padding_idx is not None:
-        local_padding = part.padding_idx - vocabulary.first_row
+        local_padding = part.padding_idx - vocabulary.first_vocabulary_row
         part.padding_idx = None
         if 0 <= local_padding < size:
             part.padding_idx = local_padding
     part.num_embeddings = size
-    part.forward = functools.partial(_embedding_forward, part, vocabulary)  # type: ignore[method-assign]
+    part.forward = functools.partial(_vocabulary_parallel_embedding_forward, part, vocabulary)  # type: ignore[method-assign]
 
 
-def _embedding_forward(
+def _vocabulary_parallel_embedding_forward(
     part: nn.Embedding, vocabulary: VocabularyShard, ids: torch.Tensor
 ) -> torch.Tensor:
     total, group = sum(vocabulary.sizes), vocabulary.group
@@ -120,7 +133,7 @@ def _embedding_forward(
             if highest < total:
                 token = lowest
             raise DataError(f"token {token} is none of the {total} of the embedding")
-    local_ids = ids - vocabulary.first_row
+    local_ids = ids - vocabulary.first_vocabulary_row
     is_elsewhere = (local_ids < 0) | (local_ids >= part.num_embeddings)
     # Tokens of other ranks look up any row, and what they get is taken out below.
     embedded = F.embedding(local_ids.masked_fill(is_elsewhere, 0), part.weight, part.padding_idx)
@@ -132,8 +145,8 @@ def _embedding_forward(
 # Hooks
 
 
-def enter_region(
-    group: TensorGroup, argument: str, part: nn.Module, args: Any, kwargs: Any
+def enter_region_before_forward(
+    group: TensorParallelGroup, argument: str, part: nn.Module, args: Any, kwargs: Any
 ) -> tuple[Any, Any]:
     """Before a region: of its arguments the named one, or the first that is a tensor of
     activations, is entered."""
@@ -145,46 +158,54 @@ def enter_region(
             )
         return args, {**kwargs, argument: group.enter(kwargs[argument])}
     for index, value in enumerate(args):
-        if _are_activations(value):
+        if _is_activation_tensor(value):
             return (*args[:index], group.enter(value), *args[index + 1 :]), kwargs
     for key, value in kwargs.items():
-        if _are_activations(value):
+        if _is_activation_tensor(value):
             return args, {**kwargs, key: group.enter(value)}
     raise LayoutError(
         f"{type(part).__name__} is called without activations, and a rule names it a region"
     )
 
 
-def enter_region_of_experts(
-    group: TensorGroup, part: nn.Module, args: Any, kwargs: Any
+def enter_expert_region_before_forward(
+    group: TensorParallelGroup, part: nn.Module, args: Any, kwargs: Any
 ) -> tuple[Any, Any]:
     """Before experts, whose rows and whose weights of rows both have a gradient."""
-    entered = tuple(_enter_activations(group, value) for value in args)
-    return entered, {key: _enter_activations(group, value) for key, value in kwargs.items()}
+    entered = tuple(_enter_if_activations(group, value) for value in args)
+    return entered, {key: _enter_if_activations(group, value) for key, value in kwargs.items()}
 
 
-def _enter_activations(group: TensorGroup, value: Any) -> Any:
-    if _are_activations(value):
+def _enter_if_activations(group: TensorParallelGroup, value: Any) -> Any:
+    if _is_activation_tensor(value):
         return group.enter(value)
     return value
 
 
-def _are_activations(value: Any) -> bool:
+def _is_activation_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim >= 2
 
 
-def gather_output_features(
-    group: TensorGroup, sizes: tuple[int, ...], part: nn.Module, args: Any, output: torch.Tensor
+def gather_output_features_after_forward(
+    group: TensorParallelGroup,
+    sizes: tuple[int, ...],
+    part: nn.Module,
+    args: Any,
+    output: torch.Tensor,
 ) -> Any:
-    return group.gather_features(output, sizes)
+    return group.all_gather_features(output, sizes)
 
 
-def keep_own_tokens(group: TensorGroup, part: nn.Module, args: Any, output: torch.Tensor) -> Any:
+def keep_own_tokens_of_output(
+    group: TensorParallelGroup, part: nn.Module, args: Any, output: torch.Tensor
+) -> Any:
     group.num_tokens = output.shape[SEQUENCE_DIM]
-    return group.select_own_tokens(output)
+    return group.select_tokens_of_rank(output)
 
 
-def divide_count_attribute(part: nn.Module, name: str, count: CountAttribute, tp: int) -> None:
+def divide_count_attribute_by_tp(
+    part: nn.Module, name: str, count: CountAttribute, tp: int
+) -> None:
     """An integer that a module counts heads or features by becomes that of one rank.
 
     It may be one of a settings object that modules share: this module then has a copy of its own.
@@ -214,7 +235,7 @@ class ModelOutputTagger:
 
     def __init__(
         self,
-        group: TensorGroup,
+        group: TensorParallelGroup,
         vocabularies: Sequence[tuple[nn.Module, VocabularyShard]],
         cut: Sequence[nn.Module],
         columns: Sequence[tuple[nn.Module, ShardingRule]],
@@ -223,7 +244,7 @@ class ModelOutputTagger:
         self._logits: torch.Tensor | None = None
         self._last_of_column: tuple[torch.Tensor, ShardingRule] | None = None
         for part, rule in columns:
-            part.register_forward_hook(functools.partial(self._note_column_output, rule))
+            part.register_forward_hook(functools.partial(self._remember_last_column_output, rule))
         for part, _ in vocabularies:
             if not isinstance(part, nn.Embedding):
                 part.register_forward_hook(self._tag_output)
@@ -231,7 +252,7 @@ class ModelOutputTagger:
     def _tag_output(self, part: nn.Module, args: Any, output: torch.Tensor) -> None:
         self._logits = output
 
-    def _note_column_output(
+    def _remember_last_column_output(
         self, rule: ShardingRule, part: nn.Module, args: Any, output: torch.Tensor
     ) -> None:
         self._last_of_column = output, rule
@@ -246,10 +267,10 @@ class ModelOutputTagger:
                 fix='give a head of tokens "vocab"; "column gather" puts other features together',
             )
         if logits is not None:
-            return self._tag_logits(module, logits, outputs)
+            return self._tag_logits_with_vocabulary(module, logits, outputs)
         head = getattr(outputs, "head_VD", None)
         if head is None:
-            if self._group.cuts_sequence and not self._is_whole(outputs):
+            if self._group.cuts_sequence and not self._has_all_tokens(outputs):
                 raise LayoutError(
                     f"{type(module).__name__} returns a part of the sequence, and nobody puts it"
                     " together",
@@ -272,16 +293,16 @@ class ModelOutputTagger:
             )
         return outputs
 
-    def _is_whole(self, outputs: Any) -> bool:
+    def _has_all_tokens(self, outputs: Any) -> bool:
         lengths = set()
         for leaf in tree_leaves(outputs):
             if isinstance(leaf, torch.Tensor) and leaf.ndim > SEQUENCE_DIM:
                 lengths.add(leaf.shape[SEQUENCE_DIM])
         return lengths == {self._group.num_tokens}
 
-    def _tag_logits(
+    def _tag_logits_with_vocabulary(
         self, module: nn.Module, logits: torch.Tensor, outputs: Any
-    ) -> VocabularyLogits:
+    ) -> ShardedVocabularyLogits:
         if outputs is not logits:
             raise LayoutError(
                 f"{type(module).__name__} does not return its head's logits as they are",
@@ -291,4 +312,4 @@ class ModelOutputTagger:
                 ),
             )
         vocabulary = next(v for part, v in self._vocabularies if not isinstance(part, nn.Embedding))
-        return VocabularyLogits(logits, vocabulary)
+        return ShardedVocabularyLogits(logits, vocabulary)

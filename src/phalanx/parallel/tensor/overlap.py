@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from phalanx.mesh.tensor_group import SEQUENCE_DIM, TensorGroup
+from phalanx.mesh.tensor_group import SEQUENCE_DIM, TensorParallelGroup
 
 
-def multiply_row_in_chunks(
-    x: torch.Tensor, weight: torch.Tensor, group: TensorGroup
+def multiply_row_parallel_in_chunks(
+    x: torch.Tensor, weight: torch.Tensor, group: TensorParallelGroup
 ) -> torch.Tensor:
     """`group.leave(x @ weight.T)`. x: [B, T, features of this rank]."""
     if x.ndim < 3 or (group.cuts_sequence and x.shape[SEQUENCE_DIM] % group.size):
@@ -29,39 +29,43 @@ def multiply_row_in_chunks(
         return group.leave(F.linear(x, weight))
     # Cast here, where autograd sees it: the functions below give gradients of the compute type.
     weight = weight.to(x.dtype)
-    result: torch.Tensor = (_RowScatter if group.cuts_sequence else _RowSum).apply(x, weight, group)
+    result: torch.Tensor = (
+        _ChunkedRowReduceScatterFunction if group.cuts_sequence else _ChunkedRowAllReduceFunction
+    ).apply(x, weight, group)
     return result
 
 
-def overlap_columns(region: nn.Module, columns: Sequence[nn.Module], group: TensorGroup) -> None:
+def overlap_column_parallel_layers(
+    region: nn.Module, columns: Sequence[nn.Module], group: TensorParallelGroup
+) -> None:
     """Have `columns`, linear layers that all take the input of `region`, enter it together.
 
     The first that is called computes what all of them put out; the others find theirs.
     """
-    shared = _SharedColumns(group, list(columns))
+    shared = _ColumnsOfSharedInput(group, list(columns))
     for column in columns:
-        column.forward = functools.partial(shared.output_of, column)  # type: ignore[method-assign]
-    region.register_forward_hook(shared.forget)
+        column.forward = functools.partial(shared.get_output_of_column, column)  # type: ignore[method-assign]
+    region.register_forward_hook(shared.forget_outputs)
 
 
 @dataclass
-class _SharedColumns:
-    group: TensorGroup
+class _ColumnsOfSharedInput:
+    group: TensorParallelGroup
     columns: list[nn.Module]
     _input: torch.Tensor | None = None
     _outputs: dict[nn.Module, torch.Tensor] = field(default_factory=dict)
 
-    def output_of(self, column: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def get_output_of_column(self, column: nn.Module, x: torch.Tensor) -> torch.Tensor:
         if x is not self._input:
-            outputs = self._compute(x)
+            outputs = self._compute_all_columns(x)
             # Columns of one region are called in any order, each once, on the same tensor object.
             self._input, self._outputs = x, dict(zip(self.columns, outputs, strict=True))
         return self._outputs.pop(column)
 
-    def forget(self, *_: object) -> None:
+    def forget_outputs(self, *_: object) -> None:
         self._input, self._outputs = None, {}
 
-    def _compute(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _compute_all_columns(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         weights = [column.weight for column in self.columns]
         biases = [column.bias for column in self.columns]
         if torch.is_autocast_enabled(x.device.type):
@@ -71,7 +75,11 @@ class _SharedColumns:
             entered = self.group.enter(x)
             return tuple(F.linear(entered, w, b) for w, b in zip(weights, biases, strict=True))
         cast = [w.to(x.dtype) for w in weights]
-        function = _GatherColumns if self.group.cuts_sequence else _CopyColumns
+        function = (
+            _ColumnsOfGatheredInputFunction
+            if self.group.cuts_sequence
+            else _ColumnsOfCopiedInputFunction
+        )
         outputs: tuple[torch.Tensor, ...] = function.apply(x, self.group, *cast)
         return tuple(
             out if bias is None else out + bias.to(out.dtype)
@@ -79,7 +87,7 @@ class _SharedColumns:
         )
 
 
-def _split_into_chunks(length: int, group: TensorGroup) -> list[slice]:
+def _split_tokens_into_chunks(length: int, group: TensorParallelGroup) -> list[slice]:
     """Spans of tokens, as even as it goes."""
     # A chunk has at least one token, so a short sequence has fewer chunks.
     count = max(1, min(group.chunks, length))
@@ -90,17 +98,17 @@ def _flatten_tokens(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-class _RowSum(torch.autograd.Function):
+class _ChunkedRowAllReduceFunction(torch.autograd.Function):
     """All-reduce of one chunk while the next is multiplied; the backward needs nobody."""
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: TensorGroup
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: TensorParallelGroup
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         parts = [
             group.start_all_reduce(F.linear(x[:, rows], weight))
-            for rows in _split_into_chunks(x.shape[SEQUENCE_DIM], group)
+            for rows in _split_tokens_into_chunks(x.shape[SEQUENCE_DIM], group)
         ]
         with group.timing_collective("all_reduce", "all_reduce activations"):
             return torch.cat([group.wait(part) for part in parts], dim=SEQUENCE_DIM)
@@ -112,19 +120,19 @@ class _RowSum(torch.autograd.Function):
         return grad @ weight, _flatten_tokens(grad).T @ _flatten_tokens(x), None
 
 
-class _RowScatter(torch.autograd.Function):
+class _ChunkedRowReduceScatterFunction(torch.autograd.Function):
     """Chunks of every rank's part of the sequence: reduce-scatter on the way out, all-gather on
     the way back."""
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: TensorGroup
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: TensorParallelGroup
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.group = group
         by_rank = x.unflatten(SEQUENCE_DIM, (group.size, -1))  # [B, ranks, T / ranks, F]
         parts = []
-        for rows in _split_into_chunks(by_rank.shape[2], group):
+        for rows in _split_tokens_into_chunks(by_rank.shape[2], group):
             product = F.linear(by_rank[:, :, rows], weight)
             # Transposed to [ranks, B, tokens, F]: a reduce-scatter cuts the first dimension.
             parts.append((product.shape, group.start_reduce_scatter(product.transpose(0, 1))))
@@ -136,10 +144,10 @@ class _RowScatter(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        group: TensorGroup = ctx.group
+        group: TensorParallelGroup = ctx.group
         by_rank = x.unflatten(SEQUENCE_DIM, (group.size, -1))
-        spans = _split_into_chunks(by_rank.shape[2], group)
-        parts = [group.start_gather(grad[:, rows]) for rows in spans]
+        spans = _split_tokens_into_chunks(by_rank.shape[2], group)
+        parts = [group.start_all_gather(grad[:, rows]) for rows in spans]
         # All gathers are started before the first product: each travels beside those before it.
         grad_x, grad_weight = torch.empty_like(by_rank), torch.zeros_like(weight)
         for rows, part in zip(spans, parts, strict=True):
@@ -150,7 +158,7 @@ class _RowScatter(torch.autograd.Function):
         return grad_x.flatten(1, 2), grad_weight, None
 
 
-class _CopyColumns(torch.autograd.Function):
+class _ColumnsOfCopiedInputFunction(torch.autograd.Function):
     """Forward: nobody is needed.
 
     Backward: the all-reduce of one chunk of the input's gradient beside the next, and the weights'
@@ -159,7 +167,7 @@ class _CopyColumns(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: torch.Tensor, group: TensorGroup, *weights: torch.Tensor
+        ctx: Any, x: torch.Tensor, group: TensorParallelGroup, *weights: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.save_for_backward(x, *weights)
         ctx.group = group
@@ -169,11 +177,11 @@ class _CopyColumns(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # type: ignore[override]
         x, *weights = ctx.saved_tensors
-        group: TensorGroup = ctx.group
+        group: TensorParallelGroup = ctx.group
         parts = []
-        for rows in _split_into_chunks(x.shape[SEQUENCE_DIM], group):
+        for rows in _split_tokens_into_chunks(x.shape[SEQUENCE_DIM], group):
             parts.append(
-                group.start_all_reduce(_sum_of_products([g[:, rows] for g in grads], weights))
+                group.start_all_reduce(_sum_input_gradients([g[:, rows] for g in grads], weights))
             )
         grad_weights = [_flatten_tokens(grad).T @ _flatten_tokens(x) for grad in grads]
         with group.timing_collective("all_reduce", "all_reduce activations"):
@@ -181,18 +189,18 @@ class _CopyColumns(torch.autograd.Function):
         return grad_x, None, *grad_weights
 
 
-class _GatherColumns(torch.autograd.Function):
+class _ColumnsOfGatheredInputFunction(torch.autograd.Function):
     """Forward: a chunk is multiplied while the next is gathered.
 
-    Backward: reduce-scatter as in `_CopyColumns`.
+    Backward: reduce-scatter as in `_ColumnsOfCopiedInputFunction`.
     """
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: torch.Tensor, group: TensorGroup, *weights: torch.Tensor
+        ctx: Any, x: torch.Tensor, group: TensorParallelGroup, *weights: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        spans = _split_into_chunks(x.shape[SEQUENCE_DIM], group)
-        parts = [group.start_gather(x[:, rows]) for rows in spans]
+        spans = _split_tokens_into_chunks(x.shape[SEQUENCE_DIM], group)
+        parts = [group.start_all_gather(x[:, rows]) for rows in spans]
         # Kept for the backward: gathering it again would send as much as the forward did.
         gathered = x.new_empty(x.shape[0], group.size, *x.shape[1:])  # [B, ranks, T / ranks, D]
         outputs = [x.new_empty(*gathered.shape[:-1], weight.shape[0]) for weight in weights]
@@ -211,11 +219,11 @@ class _GatherColumns(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # type: ignore[override]
         gathered, *weights = ctx.saved_tensors
-        group: TensorGroup = ctx.group
+        group: TensorParallelGroup = ctx.group
         by_rank = [grad.unflatten(SEQUENCE_DIM, (group.size, -1)) for grad in grads]
         parts = []
-        for rows in _split_into_chunks(gathered.shape[2], group):
-            product = _sum_of_products([g[:, :, rows] for g in by_rank], weights)
+        for rows in _split_tokens_into_chunks(gathered.shape[2], group):
+            product = _sum_input_gradients([g[:, :, rows] for g in by_rank], weights)
             parts.append((product.shape, group.start_reduce_scatter(product.transpose(0, 1))))
         grad_weights = [_flatten_tokens(grad).T @ _flatten_tokens(gathered) for grad in by_rank]
         with group.timing_collective("reduce_scatter", "reduce_scatter sequence"):
@@ -223,7 +231,7 @@ class _GatherColumns(torch.autograd.Function):
         return torch.cat(done, dim=SEQUENCE_DIM), None, *grad_weights
 
 
-def _sum_of_products(
+def _sum_input_gradients(
     grads: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
 ) -> torch.Tensor:
     total = grads[0] @ weights[0]

@@ -20,7 +20,7 @@ SHAPE_ERROR_PATTERNS = (
 
 
 @dataclass(frozen=True)
-class UngatheredColumn:
+class UngatheredColumnLayer:
     """A layer of which a rank puts out `rank_size` of `full_size` features, for others to take.
 
     `has_row`: beside it in the same part of the model there is a layer that can.
@@ -33,7 +33,9 @@ class UngatheredColumn:
     has_row: bool
 
 
-def shard_width_error(error: Exception, columns: Sequence[UngatheredColumn]) -> LayoutError | None:
+def explain_shard_width_mismatch(
+    error: Exception, columns: Sequence[UngatheredColumnLayer]
+) -> LayoutError | None:
     """The refusal of a column whose width and whose part on this rank are the two sizes that do not
     fit in torch's message: what it puts out has met something whole.
 

@@ -16,13 +16,13 @@ from torch import nn
 
 from phalanx.core.errors import LayoutError
 from phalanx.mesh.linear import (
-    read_shard_rules,
+    collect_shard_rules_of_module,
 )
-from phalanx.mesh.tensor_group import TensorGroup
-from phalanx.parallel.pipeline.staged import PipelineStageGroup
-from phalanx.parallel.protocol import Order, ParallelContext
-from phalanx.parallel.tensor.grad_sync import PartialGradients
-from phalanx.parallel.tensor.shape_errors import shard_width_error
+from phalanx.mesh.tensor_group import TensorParallelGroup
+from phalanx.parallel.pipeline.staged import PipelineOfRank
+from phalanx.parallel.protocol import ParallelContext, TransformOrder
+from phalanx.parallel.tensor.grad_sync import PartialGradientSum
+from phalanx.parallel.tensor.shape_errors import explain_shard_width_mismatch
 from phalanx.parallel.tensor.sharder import ModuleSharder
 from phalanx.plan.choice import AUTO
 from phalanx.plan.plan import Plan
@@ -34,25 +34,25 @@ from phalanx.plan.rules import CUTTING_KINDS, ShardingRule, parse_sharding_rules
 
 
 class TensorParallel:
-    order = Order.TENSOR
+    order = TransformOrder.TENSOR
 
-    def wanted(self, plan: Plan) -> bool:
+    def is_needed(self, plan: Plan) -> bool:
         return plan.layout.tp > 1
 
     def apply(self, context: ParallelContext) -> None:
         module, plan = context.root.module, context.plan
         mesh = context.mesh.submesh("tp")
-        group = TensorGroup(
+        group = TensorParallelGroup(
             name=mesh.get_group().group_name,
             rank=mesh.get_local_rank(),
             size=plan.layout.tp,
             phases=context.phases,
-            cuts_sequence=_cuts_sequence(module, plan),
+            cuts_sequence=_is_sequence_parallel(module, plan),
             # A compiler schedules collectives itself.
             chunks=1 if plan.compile else plan.parallel.tp_chunks,
         )
-        rules = collect_shard_rules(module, plan.parallel.rules, context.names)
-        staged = context.axes.find(PipelineStageGroup)
+        rules = merge_job_and_module_shard_rules(module, plan.parallel.rules, context.names)
+        staged = context.axes.find(PipelineOfRank)
         sharder = ModuleSharder(
             module,
             group,
@@ -61,22 +61,24 @@ class TensorParallel:
             is_stage=staged is not None,
         )
         sharder.shard()
-        sharder.require_whole_masks(context)
+        sharder.require_dropout_of_full_tensors(context)
         context.cuts.update(sharder.cuts)
         # Once a step and not in each backward: the sum is linear, and goes behind data
         # parallelism's own.
-        partial = sharder.partial_parameters()
-        partial_gradients = PartialGradients(group, partial, sharder.cuts)
+        partial = sharder.list_parameters_with_partial_gradients()
+        partial_gradients = PartialGradientSum(group, partial, sharder.cuts)
         context.hooks.before_reduce.append(partial_gradients.sum_over_ranks)
         context.axes.add(group)
         # Compiled code counts nothing: no number is better than a part of it.
         if not plan.compile:
-            context.traffic.add_sender("tp", group)
-        explain = functools.partial(shard_width_error, columns=sharder.list_ungathered_columns())
+            context.traffic.count_axis_by_sender("tp", group)
+        explain = functools.partial(
+            explain_shard_width_mismatch, columns=sharder.list_ungathered_column_layers()
+        )
         context.hooks.explain_error.append(explain)
 
 
-def collect_shard_rules(
+def merge_job_and_module_shard_rules(
     module: nn.Module, job_rules: Mapping[str, str], names: Iterable[str]
 ) -> tuple[ShardingRule, ...]:
     """The job's rules, then those that the model brings (`shard_rules`).
@@ -87,7 +89,7 @@ def collect_shard_rules(
     """
     brought = {
         pattern: text
-        for pattern, text in read_shard_rules(module).items()
+        for pattern, text in collect_shard_rules_of_module(module).items()
         if pattern not in job_rules
     }
     rules = parse_sharding_rules({**job_rules, **brought})
@@ -97,7 +99,7 @@ def collect_shard_rules(
     return rules
 
 
-def _cuts_sequence(module: nn.Module, plan: Plan) -> bool:
+def _is_sequence_parallel(module: nn.Module, plan: Plan) -> bool:
     can = bool(getattr(module, "is_per_token_outside_regions", False))
     requested = plan.parallel.sequence_parallel
     if requested is True and not can:

@@ -122,7 +122,7 @@ def draw_heat_map(experts: ExpertFacts) -> Html:
 
 
 def choose_heat_level(tokens: float, mean: float) -> int:
-    """The number of the first of `MAX_LEVEL` that holds it."""
+    """The number of the first of `MAX_QUANTISED_LEVEL` that holds it."""
     share = 0.0
     if mean > 0:
         share = tokens / mean

@@ -14,7 +14,7 @@ from phalanx.core.batch import list_outermost_names, unflatten_entry
 from phalanx.job.schema import Job
 from phalanx.nn.build import build_objective
 from phalanx.nn.objective import CausalOutput
-from phalanx.parallel.loss_forward import READS_VOCABULARY_PARTS_ATTRIBUTE, gather_logits
+from phalanx.parallel.loss_forward import ACCEPTS_VOCABULARY_SHARDS_ATTRIBUTE, gather_logits
 from phalanx.plan.plan import Plan
 from phalanx.run.one_process.plain_loss import Batch, plain_cross_entropy
 
@@ -45,7 +45,7 @@ class JobLoss:
         nested = {key: unflatten_entry(batch, key) for key in list_outermost_names(batch)} | dict(
             batch
         )
-        if not getattr(self._objective, READS_VOCABULARY_PARTS_ATTRIBUTE, False):
+        if not getattr(self._objective, ACCEPTS_VOCABULARY_SHARDS_ATTRIBUTE, False):
             outputs = gather_logits(outputs)
         return self._objective(outputs, nested)
 

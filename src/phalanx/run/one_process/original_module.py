@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from phalanx.job.schema import Job
-from phalanx.mesh.logical import list_module_shards
+from phalanx.mesh.logical import collect_module_shards
 from phalanx.nn.build import build_model
 from phalanx.nn.hugging_face.experts import use_batched_products
 from phalanx.plan.plan import Plan
@@ -25,7 +25,7 @@ def build_original_module(
     if materialize and any(p.is_meta for p in module.parameters()):
         # A module on meta has shapes alone: memory first, then the job's own initialization.
         module.to_empty(device="cpu")
-        shards, _ = list_module_shards(module)
+        shards, _ = collect_module_shards(module)
         with torch.no_grad():
             module.initialize(shards, job.run.seed)  # type: ignore[operator]
     if num_dropped:

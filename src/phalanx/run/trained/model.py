@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.checkpoint.exchange.importing import MODEL_TOML_FILE_NAME
-from phalanx.checkpoint.folder import Folder
+from phalanx.checkpoint.folder import CheckpointFolder
 from phalanx.checkpoint.manifest import MANIFEST_FILE_NAME, Manifest, read_manifest
-from phalanx.checkpoint.reading.choose import choose_checkpoint
-from phalanx.checkpoint.reading.origin import find_run_dir
-from phalanx.checkpoint.stores import is_url
+from phalanx.checkpoint.reading.choose import find_newest_or_best_checkpoint
+from phalanx.checkpoint.reading.origin import find_run_directory_of_checkpoint
+from phalanx.checkpoint.stores import is_store_url
 from phalanx.core.errors import LayoutError, UsageError, did_you_mean
 from phalanx.core.files import read_json
 from phalanx.core.units import plural
@@ -59,7 +59,7 @@ class TrainedModel:
 
     location: str
     job: Job
-    folder: Folder | None
+    folder: CheckpointFolder | None
     manifest: Manifest | None
     run_dir: Path | None
     plan: Plan | None
@@ -157,10 +157,10 @@ def open_trained_model(
         _refuse_checkpoint_flags(location, job_file, best)
         return _open_hugging_face(location, overrides)
     _require_directory(location)
-    folder = choose_checkpoint(location, best=best)
+    folder = find_newest_or_best_checkpoint(location, best=best)
     manifest = read_manifest(folder)
     if job_file is None:
-        run_dir = find_run_dir(location, folder)
+        run_dir = find_run_directory_of_checkpoint(location, folder)
         source = _find_job(run_dir)
     else:
         # The job says all, whatever lies beside the checkpoint.
@@ -235,7 +235,7 @@ def _require_allowed_overrides(overrides: Sequence[str], allowed_keys: Sequence[
 
 
 def _require_directory(location: str) -> None:
-    if is_url(location) or Path(location).is_dir():
+    if is_store_url(location) or Path(location).is_dir():
         return
     if Path(location).exists():
         fix = "give a run's directory, a checkpoint's, or a URL first"
@@ -278,7 +278,7 @@ def _refuse_checkpoint_flags(location: str, job_file: str | None, best: bool) ->
 def _is_hugging_face_directory(location: str) -> bool:
     """True if `save_pretrained` or `phalanx checkpoint export` wrote the directory."""
     path = Path(location)
-    if is_url(location) or not (path / CONFIG_FILE_NAME).is_file():
+    if is_store_url(location) or not (path / CONFIG_FILE_NAME).is_file():
         return False
     return not (path / MANIFEST_FILE_NAME).is_file() and not (path / "job.json").is_file()
 

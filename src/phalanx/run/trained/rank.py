@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.checkpoint.reading.load import load_checkpoint
-from phalanx.checkpoint.stores import find_checkpoint
+from phalanx.checkpoint.reading.load import load_checkpoint_into_shards
+from phalanx.checkpoint.stores import find_checkpoint_at_or_newest
 from phalanx.core.black_box import BlackBox, RankIdentity
 from phalanx.core.errors import DataError, ExitCode, LayoutError
 from phalanx.core.files import write_json_atomic
@@ -26,7 +26,7 @@ from phalanx.job.schema import Job
 from phalanx.launch.paths import black_box_path
 from phalanx.launch.rank_link import RankLink
 from phalanx.mesh.collective_recorder import record_collectives
-from phalanx.mesh.determinism import deterministic_algorithms
+from phalanx.mesh.determinism import using_deterministic_algorithms
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.build import build_model, build_objective
 from phalanx.parallel.executor import Batch
@@ -150,7 +150,7 @@ def open_model(payload: ModelPayload) -> Iterator[OpenedModel]:
     phases = PhaseTimer(box)
     phases.enter("startup")
     timeout_s = job.resilience.collective_timeout_s
-    deterministic = deterministic_algorithms(
+    deterministic = using_deterministic_algorithms(
         job.train.deterministic, device=plan.device, compiles=plan.compile
     )
     with (
@@ -165,8 +165,8 @@ def open_model(payload: ModelPayload) -> Iterator[OpenedModel]:
             module, plan, mesh, phases=phases, seed=job.run.seed, initialize=initialize
         )
         if payload.checkpoint:
-            folder = find_checkpoint(payload.checkpoint)
-            load_checkpoint(
+            folder = find_checkpoint_at_or_newest(payload.checkpoint)
+            load_checkpoint_into_shards(
                 folder,
                 model.shards(),
                 group=mesh,

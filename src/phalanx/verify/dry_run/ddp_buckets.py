@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx.parallel.data_parallel.bucket_bytes import bucket_bytes
+from phalanx.parallel.data_parallel.bucket_bytes import choose_bucket_bytes
 from phalanx.parallel.model import ParallelModel
 from phalanx.verify.dry_run.collectives import ALL_REDUCE, CollectiveLog
 from phalanx.verify.dry_run.moments import BACKWARD
@@ -28,7 +28,7 @@ class DdpBucketReductions:
 
     def __init__(self, ddp: DistributedDataParallel, model: ParallelModel) -> None:
         self._group = model.mesh.data_parallel_group()
-        self._limit = bucket_bytes(model.plan)
+        self._limit = choose_bucket_bytes(model.plan)
         self._arrived: list[nn.Parameter] = []
         ddp.register_comm_hook(None, _return_bucket_unreduced)
         ignored = ddp.parameters_to_ignore

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
 from phalanx.core.errors import LayoutError
-from phalanx.parallel.pipeline.placeholder import Placeholder
+from phalanx.parallel.pipeline.placeholder import AbsentParameterPlaceholder
 from phalanx.verify.dry_run.callers import CallerFinder, OperationCaller
 
 _aten = torch.ops.aten
@@ -50,7 +50,7 @@ class FakeOperationCaller:
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of an operation. Raises LayoutError for one whose result nobody knows."""
-        if any(isinstance(value, Placeholder) for value in args):
+        if any(isinstance(value, AbsentParameterPlaceholder) for value in args):
             args = tuple(map(_replace_placeholder_by_fake, args))
         if func is _WAIT:
             # It gives back what it was given, which torch's form of it for fake tensors does not.
@@ -81,7 +81,7 @@ class FakeOperationCaller:
 def _replace_placeholder_by_fake(value: Any) -> Any:
     """A fake tensor in place of a placeholder, which is real: FakeTensorMode knows no class of
     ours."""
-    if not isinstance(value, Placeholder):
+    if not isinstance(value, AbsentParameterPlaceholder):
         return value
     return torch.empty((), dtype=value.dtype, device=value.device).expand(value.shape)
 

@@ -16,10 +16,10 @@ from torch.distributed.fsdp import FSDPModule
 from phalanx.core.phases import PhaseTimer
 from phalanx.core.registry import resolve_kind
 from phalanx.job.schema import Job
-from phalanx.mesh.blocks import find_blocks
-from phalanx.mesh.compat import list_whole_gradients
-from phalanx.mesh.devices import letting_cpu_stand_for_gpu
-from phalanx.mesh.fake_tensors import hiding_arithmetic_of_places, open_fake_mesh
+from phalanx.mesh.blocks import find_repeated_blocks
+from phalanx.mesh.compat import list_unsharded_fsdp_gradients
+from phalanx.mesh.devices import treating_cpu_as_gpu
+from phalanx.mesh.fake_tensors import hiding_placement_arithmetic_from_modes, open_fake_mesh
 from phalanx.mesh.logical import full_name
 from phalanx.nn.build import MODELS_PACKAGE, build_foreign, build_objective
 from phalanx.parallel.executor import Objective
@@ -104,7 +104,7 @@ def track_parts(root: nn.Module, tracker: StorageTracker) -> None:
 
 def list_tracked_parts(root: nn.Module) -> list[tuple[str, nn.Module]]:
     """The blocks, and outside of them modules without submodules, by full name."""
-    blocks = set(find_blocks(root))
+    blocks = set(find_repeated_blocks(root))
     inside: set[nn.Module] = set()
     for block in blocks:
         inside.update(part for part in block.modules() if part is not block)
@@ -190,8 +190,8 @@ def run_dry_step(
         with (
             FakeTensorMode(allow_non_fake_inputs=True),
             tracker.tracking_storage_resizes(),
-            hiding_arithmetic_of_places(),
-            letting_cpu_stand_for_gpu(plan.device != "cpu"),
+            hiding_placement_arithmetic_from_modes(),
+            treating_cpu_as_gpu(plan.device != "cpu"),
             standing_in_for_other_ranks(boundary, tracker),
             tracker,
         ):
@@ -331,7 +331,7 @@ class DryStepRunner:
         root = self._state.model._context.root
         whole = [parameter.grad for parameter in root.parameters()]
         if isinstance(root, FSDPModule):
-            whole += list_whole_gradients(root)
+            whole += list_unsharded_fsdp_gradients(root)
         self._tracker.mark(whole, COMMUNICATION)
 
     def _iterate_trained_parameters(self) -> Iterator[nn.Parameter]:

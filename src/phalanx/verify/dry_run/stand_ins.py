@@ -13,11 +13,11 @@ from torch import nn
 
 from phalanx.core.errors import LayoutError, PhalanxError
 from phalanx.mesh import grouped
-from phalanx.mesh.tensor_group import TensorGroup
+from phalanx.mesh.tensor_group import TensorParallelGroup
 from phalanx.parallel import parallelize as parallelizing
 from phalanx.parallel.expert import transform as expert_parallel
 from phalanx.parallel.pipeline import executor as pipelining
-from phalanx.parallel.pipeline.p2p import StageGroup, TensorSpec
+from phalanx.parallel.pipeline.p2p import PipelineProcessGroups, TensorSpec
 from phalanx.parallel.pipeline.shape_inference import Compute
 from phalanx.verify.dry_run.tracker import StorageTracker
 
@@ -55,12 +55,12 @@ def standing_in_for_other_ranks(
     `boundary` is learned from the first stage, and known to the others.
     """
 
-    def infer_shapes(
+    def infer_stage_input_specs(
         module: nn.Module,
-        stage_group: StageGroup,
+        stage_group: PipelineProcessGroups,
         rank_of_stage: tuple[int, ...],
         compute: Compute,
-        group: TensorGroup | None = None,
+        group: TensorParallelGroup | None = None,
     ) -> dict[int, TensorSpec]:
         """The same form for all stages, learned by this rank where it has the first one."""
         if rank_of_stage[0] == stage_group.rank:
@@ -78,10 +78,10 @@ def standing_in_for_other_ranks(
         return dict.fromkeys(range(1, len(rank_of_stage)), boundary.spec)
 
     replaced = (
-        (pipelining, "infer_shapes", infer_shapes),
-        (parallelizing, "raise_first_refusal", _raise_refusal_of_own_stage),
-        (grouped, "read_counts", build_even_expert_counts),
-        (expert_parallel, "read_exchanged_counts", build_even_exchange_counts),
+        (pipelining, "infer_stage_input_specs", infer_stage_input_specs),
+        (parallelizing, "raise_first_refusal_on_all_ranks", _raise_refusal_of_own_stage),
+        (grouped, "read_rows_per_expert", build_even_expert_counts),
+        (expert_parallel, "read_sent_and_arriving_counts", build_even_exchange_counts),
     )
     with contextlib.ExitStack() as stack:
         for owner, name, stand_in in replaced:
@@ -90,21 +90,23 @@ def standing_in_for_other_ranks(
         yield
 
 
-def _raise_refusal_of_own_stage(stage_group: StageGroup, refusal: PhalanxError | None) -> None:
+def _raise_refusal_of_own_stage(
+    stage_group: PipelineProcessGroups, refusal: PhalanxError | None
+) -> None:
     if refusal is not None:
         raise refusal
 
 
 def build_even_expert_counts(counts_E: torch.Tensor, num_rows: int) -> list[int]:
-    """Counts of experts that are busy alike, for `read_counts`."""
-    return grouped.split_evenly(num_rows, len(counts_E))
+    """Counts of experts that are busy alike, for `read_rows_per_expert`."""
+    return grouped.split_rows_evenly_over_experts(num_rows, len(counts_E))
 
 
 def build_even_exchange_counts(
     counts_PE: torch.Tensor, arrived_PE: torch.Tensor, num_rows: int, rank: int
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Counts where every rank sends to all experts alike, for `read_exchanged_counts`."""
+    """Counts where every rank sends to all experts alike, for `read_sent_and_arriving_counts`."""
     num_ranks, per_rank = counts_PE.shape
-    counts = grouped.split_evenly(num_rows, num_ranks * per_rank)
+    counts = grouped.split_rows_evenly_over_experts(num_rows, num_ranks * per_rank)
     sent = [counts[start : start + per_rank] for start in range(0, len(counts), per_rank)]
     return sent, [sent[rank]] * num_ranks

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from phalanx.mesh.logical import local_tensor
+from phalanx.mesh.logical import get_local_tensor
 from phalanx.verify.dry_run.callers import CallerFinder
 from phalanx.verify.dry_run.collectives import CollectiveLog
 from phalanx.verify.dry_run.moments import FORWARD
@@ -142,7 +142,7 @@ class StorageTracker(TorchDispatchMode):
         for tensor in tensors:
             if tensor is None:
                 continue
-            storage = local_tensor(tensor.detach()).untyped_storage()
+            storage = get_local_tensor(tensor.detach()).untyped_storage()
             record = self._records.get(storage._cdata)
             if record is None:
                 # It was there before the tracker.
