@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from phalanx.core.errors import LayoutError
 from phalanx.parallel.pipeline.p2p import P2PQueue, PipelineProcessGroups, TensorSpec
-from phalanx.parallel.pipeline.placeholder import Placeholder
+from phalanx.parallel.pipeline.placeholder import AbsentParameterPlaceholder
 from phalanx.parallel.pipeline.stage_forward import StageBoundaryReached, StageForward
 from phalanx.parallel.pipeline.transform import PipelineParameterPlacement
 from phalanx.parallel.pipeline.weight_grads import (
