@@ -50,7 +50,7 @@ from phalanx.verify.trace_facts import (
     name_gradients_set,
     name_weights_set,
 )
-from phalanx.verify.verdict import Comparator, Verdict
+from phalanx.verify.verdict import LayoutComparator, LayoutVerdict
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests" / "support"))
@@ -109,7 +109,7 @@ class Row:
     """An architecture, and what came of it: a verdict, or why there is none."""
 
     architecture: str
-    verdict: Verdict | None = None
+    verdict: LayoutVerdict | None = None
     refused: str = ""
 
 
@@ -287,7 +287,9 @@ def judge(architecture: str, config: dict[str, int]) -> Row:
             return Row(architecture, refused=f"{RAISES}: {first_line(error)}")
     layout = JudgedLayout(dp=config.get("fsdp_size", 1), tp=config.get("tp_size", 1))
     layout_seen = [each.to_json() for each in seen]
-    return Row(architecture, Comparator(trace, layout_seen, layout, tolerance=TOLERANCE).compare())
+    return Row(
+        architecture, LayoutComparator(trace, layout_seen, layout, tolerance=TOLERANCE).compare()
+    )
 
 
 def first_line(error: BaseException) -> str:

@@ -142,10 +142,10 @@ def test_arrow_has_the_number_itself(tmp_path: Path) -> None:
 def test_a_library_that_our_code_calls_is_exit_7_and_one_that_the_users_calls_is_not(
     tmp_path: Path,
 ) -> None:
-    from phalanx.verify.trace import _save
+    from phalanx.verify.trace import _save_tensors
 
     with small_files(), pytest.raises(Exception, match="os error 27") as caught:
-        _save(tmp_path / "initial", {"x": torch.zeros(1000)})
+        _save_tensors(tmp_path / "initial", {"x": torch.zeros(1000)})
     problem = find_disk_problem(
         caught.value, "writing the reference", where=tmp_path / "phalanx-scratch-verify-a1b2c3d4"
     )

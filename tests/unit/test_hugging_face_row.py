@@ -110,7 +110,7 @@ NARROWED = "with casts to float32"
 def judge_narrowed(place: Path) -> Row:
     """transformers as it is: its casts are to float32."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(float64_casts, "_widen", lambda value: value)
+        patch.setattr(float64_casts, "_widen_float32_dtype", lambda value: value)
         return judge(MODELS[0], place)
 
 

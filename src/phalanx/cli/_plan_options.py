@@ -162,12 +162,12 @@ def check_option_combination(options: Mapping[str, object]) -> None:
 
     `options`: the values by option; what is None, False, 0 or empty is not given.
     """
-    given = [name for name, value in options.items() if value]
-    for name in given:
+    given_options = [name for name, value in options.items() if value]
+    for name in given_options:
         needed = NEEDED_OPTION.get(name)
-        if needed is not None and needed not in given:
+        if needed is not None and needed not in given_options:
             raise UsageError(f"{name} is for {needed}", fix=f"add {needed}, or leave {name} out")
-    modes = [name for name in given if name in OPTIONS_OF_MODE]
+    modes = [name for name in given_options if name in OPTIONS_OF_MODE]
     if len(modes) > 1:
         raise UsageError(
             f"{modes[0]} and {modes[1]} are two questions", fix=f"ask one: leave {modes[1]} out"
@@ -176,10 +176,10 @@ def check_option_combination(options: Mapping[str, object]) -> None:
     if modes:
         mode = modes[0]
         allowed = frozenset(OPTIONS_OF_MODE[mode])
-    for name in given:
+    for name in given_options:
         if name not in allowed and name != mode:
             raise UsageError(f"{name} has no effect with {mode}", fix=f"leave {name} out")
-    if "--nodes" in given and "--gpus" in given:
+    if "--nodes" in given_options and "--gpus" in given_options:
         raise UsageError(
             "--nodes and --gpus both say how large the cluster is", fix="leave one of them out"
         )

@@ -136,7 +136,7 @@ def _build_cluster_from_section(
 
 
 def _describe_price_source(section: ClusterSection, instance: InstanceType | None) -> str:
-    """Where the price of a machine and hour is from, how old it is, and whether somebody compared
+    """The source of the price of a machine and hour, how old it is, and whether somebody compared
     it with its source; "" where there is none."""
     if section.price_per_hour is not None:
         return f"${section.price_per_hour:,.2f} a machine and hour, as the job says"

@@ -171,7 +171,7 @@ def _show(value: Any) -> str:
 
 
 def _list_remarks(first: RunFacts, second: RunFacts) -> list[str]:
-    """What makes two runs hard to compare."""
+    """The differences that make two runs hard to compare."""
     remarks = []
     if first.world_size != second.world_size:
         remarks.append(f"they have {first.world_size} and {second.world_size} ranks")

@@ -259,7 +259,7 @@ def _measure_step_s(events: list[Event]) -> float | None:
 
 
 def _bottleneck_lines(run_dir: Path) -> list[str]:
-    """What bounds the steps, and what to do about it; none for a run of too few steps."""
+    """Lines on what bounds the steps, and what to do about it; none for a run of too few steps."""
     verdict = judge_run(run_dir, _read_json_object(run_dir / "plan.json"))
     if verdict is None or verdict.why_not:
         return []

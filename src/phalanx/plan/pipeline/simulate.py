@@ -310,20 +310,23 @@ def compute_peak_activation_bytes(
     reads between I and W."""
     peaks = []
     for rank in range(schedule.num_ranks):
-        held = peak = 0
+        held_bytes = peak = 0
         for action in schedule.actions[rank]:
-            kept, for_weights = activation_bytes[action.stage], weight_input_bytes[action.stage]
+            saved_by_forward, for_weights = (
+                activation_bytes[action.stage],
+                weight_input_bytes[action.stage],
+            )
             if action.kind == "F":
-                held += kept
-                peak = max(peak, held)
+                held_bytes += saved_by_forward
+                peak = max(peak, held_bytes)
             elif action.kind == "B":
-                held -= kept
+                held_bytes -= saved_by_forward
             elif action.kind == "I":
                 # What W reads may be more than what was kept: recomputed for it.
-                held += for_weights - kept
-                peak = max(peak, held)
+                held_bytes += for_weights - saved_by_forward
+                peak = max(peak, held_bytes)
             else:
-                held -= for_weights
+                held_bytes -= for_weights
         peaks.append(peak)
     return tuple(peaks)
 

@@ -42,9 +42,9 @@ class MemoryScreen:
         """Bytes of each layout, on top of the runtime, at the highest moment of a step: where the
         loss is made, in the backward of the last block, or at the end of the backward."""
         gradients = self._gradient_bytes()
-        held = self._held_bytes()
+        parameter_and_optimizer_bytes = self._held_bytes()
         if self.shape.activations is None:
-            return held + gradients
+            return parameter_and_optimizer_bytes + gradients
         standing = np.where(self._has_standing_gradients(), gradients, 0.0)
         forward, backward = self._activation_bytes()
         gathered_in_forward, gathered_in_backward = self._communication_bytes()
@@ -55,7 +55,7 @@ class MemoryScreen:
             ends_whole | (self.rows.pp > 1), 0.0, self._first_block_bytes() + gathered_in_backward
         )
         highest: Bytes = np.maximum(standing + moments, gradients + first_block)
-        return held + highest
+        return parameter_and_optimizer_bytes + highest
 
     def _map_distinct_rows(
         self, count: Callable[..., float], *columns: npt.NDArray[np.int64]
@@ -111,30 +111,32 @@ class MemoryScreen:
         return self._map_distinct_rows(count, self.rows.tp, (self.rows.pp > 1).astype(np.int64))
 
     @cached_property
-    def _sharded(self) -> Bytes:
+    def _shard_params(self) -> Bytes:
         """Parameters of a rank's shard: cut over all of dp_shard x cp, experts over as many: ep and
         what is left."""
         rows = self.rows
-        every = (
+        params_of_blocks = (
             self._map_distinct_rows(lambda tp: self._shard_shape(tp).blocks_params, rows.tp)
             / rows.pp
         )
-        return (every + self._params_outside_blocks) / rows.num_zero_shards
+        return (params_of_blocks + self._params_outside_blocks) / rows.num_zero_shards
 
     def _held_bytes(self) -> Bytes:
         """Bytes of parameters and optimizer state, which are there all the time."""
         rows, local = self.rows, self._block_params + self._params_outside_blocks
         on_host = np.array([name != "none" for name in OFFLOAD_CHOICES])[rows.offload]
         all_on_host = np.array([name == "parameters" for name in OFFLOAD_CHOICES])[rows.offload]
-        optimizer = self.work.optimizer_bytes * np.where(rows.zero_stage >= 1, self._sharded, local)
-        weights = 4.0 * np.where(rows.zero_stage >= 2, self._sharded, local)
+        optimizer = self.work.optimizer_bytes * np.where(
+            rows.zero_stage >= 1, self._shard_params, local
+        )
+        weights = 4.0 * np.where(rows.zero_stage >= 2, self._shard_params, local)
         return np.where(on_host, 0.0, optimizer) + np.where(all_on_host, 0.0, weights)
 
     def _gradient_bytes(self) -> Bytes:
         """Bytes of all gradients at the end of the backward."""
         rows, local = self.rows, self._block_params + self._params_outside_blocks
         all_on_host = np.array([name == "parameters" for name in OFFLOAD_CHOICES])[rows.offload]
-        gradients = 4.0 * np.where(rows.zero_stage >= 2, self._sharded, local)
+        gradients = 4.0 * np.where(rows.zero_stage >= 2, self._shard_params, local)
         return np.where(all_on_host, 0.0, gradients)
 
     def _has_standing_gradients(self) -> npt.NDArray[np.bool_]:
@@ -142,9 +144,9 @@ class MemoryScreen:
         microbatches left (`StepMoments._standing_gradients`)."""
         rows = self.rows
         accumulates, is_sharded = rows.num_microbatches > 1, rows.zero_stage >= 2
-        whole = accumulates | (rows.dp_replicate * rows.num_zero_shards > 1)
+        has_local_gradients = accumulates | (rows.dp_replicate * rows.num_zero_shards > 1)
         kept_shards = accumulates & (rows.accumulates_sharded == 1) & (rows.pp == 1)
-        return np.where(is_sharded, kept_shards, whole)
+        return np.where(is_sharded, kept_shards, has_local_gradients)
 
     # What is gathered for use, and cast
 

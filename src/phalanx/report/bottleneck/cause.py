@@ -66,7 +66,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class BottleneckVerdict:
-    """What bounds a run's steps `first_step` to `last_step`, the largest cause first.
+    """The causes that bound a run's steps `first_step` to `last_step`, the largest cause first.
 
     `causes` is empty where the evidence does not suffice; `why_not` says why. `not_judged`: what
     the events of this run cannot show.

@@ -22,7 +22,7 @@ MIN_STEPS = 10
 
 
 def find_bottleneck(table: StepTable, outline: RunOutline) -> BottleneckVerdict:
-    """What bounds the steps of `table`, the largest cause first."""
+    """The causes that bound the steps of `table`, the largest cause first."""
     first, last = 0, 0
     if table.steps:
         first, last = table.steps[0], table.steps[-1]

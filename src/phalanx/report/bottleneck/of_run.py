@@ -17,8 +17,8 @@ from phalanx.report.formats import dict_or_empty, finite_or_zero, number_or_nan
 
 
 def judge_run(run_dir: Path, plan: dict[str, Any]) -> BottleneckVerdict | None:
-    """What bounds the newest steps of a run, beside its plan (of plan.json, trusted in nothing);
-    None where no step was recorded."""
+    """The causes that bound the newest steps of a run, beside its plan (of plan.json, trusted in
+    nothing); None where no step was recorded."""
     table = read_step_table(run_dir)
     if table is None:
         return None

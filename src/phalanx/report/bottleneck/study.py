@@ -20,7 +20,7 @@ COMPUTE_GROUPS = ("forward", "backward", "optimizer")
 
 @dataclass(frozen=True)
 class RunOutline:
-    """What a verdict needs besides the steps.
+    """The facts that a verdict needs besides the steps.
 
     `num_stages` of pipeline ranks; `evaluation_s`: seconds of evaluations between these steps;
     `sent_bytes` of a step by axis ("dp", "tp", ...); `degrees` by axis of the layout.
@@ -90,8 +90,8 @@ class StepStudy:
         return median(shares)
 
     def processor_share(self, rank: int) -> float:
-        """Of a rank's own seconds those that its process had a processor; above 1 with several
-        threads, 0 where nobody counted."""
+        """The part of a rank's own seconds in which its process had a processor; above 1 with
+        several threads, 0 where nobody counted."""
         rows = self.table.rows[rank]
         own_s = sum(row.self_s for row in rows)
         if own_s <= 0:

@@ -28,7 +28,7 @@ def simulate_steps(table: StepTable, self_seconds: SecondsOfRank) -> float:
 
 
 def calculate_speedup(table: StepTable, seconds: float) -> float:
-    """How many times faster the steps are if all of them take `seconds`; at least 1."""
+    """The ratio by which the steps are faster if all of them take `seconds`; at least 1."""
     if not 0 < seconds < table.total_s:
         return 1.0
     return table.total_s / seconds
