@@ -121,6 +121,7 @@ class PipelineExecutor:
                     self._run_scheduled_action(action, queue, microbatches, objective, step, add)
             with self.context.phases("pipeline", "settle sends"):
                 queue.wait_for_sends()
+        self.context.phases.microbatch = -1
         self.is_under_way = False
         assert not self._saved, "a schedule that was checked leaves nothing"
         assert not self._deferred.num_deferred_microbatches, "nor does it leave a W"
@@ -162,6 +163,7 @@ class PipelineExecutor:
         add: AddLoss,
     ) -> None:
         output: torch.Tensor | None = None
+        self.context.phases.microbatch = action.microbatch
         if action.kind == "F":
             stage_input = self._receive_input(queue, action, is_gradient=False)
             with self._timing_action(action, "forward"):
