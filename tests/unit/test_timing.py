@@ -253,3 +253,14 @@ def test_tensors_that_travel_alone_take_longer_the_more_ranks_share(machine: Mac
             seconds.append(estimate_step_times(build_builtin_shape(), machine, setup).total_s)
         extra.append(seconds[1] - seconds[0])
     assert 0 < extra[0] < extra[1] < extra[2]
+
+
+def test_a_stated_latency_of_a_level_makes_its_steps_longer(machine: MachineRates) -> None:
+    setup = setup_of(layout=Layout(pp=2, dp_shard=16, tp=8))
+    seconds = []
+    for latency_s in (0.0, 1e-6, 1e-3, 1e-2):
+        outer = replace(machine.links[1], latency_s=latency_s)
+        slower = replace(machine, links=(machine.links[0], outer))
+        seconds.append(estimate_step_times(build_builtin_shape(), slower, setup).total_s)
+    # A microsecond is less than any software takes.
+    assert seconds[0] == seconds[1] < seconds[2] < seconds[3]

@@ -43,7 +43,12 @@ def build_machine_rates(cluster: Cluster) -> MachineRates | None:
     if cluster.accelerator is None:
         return None
     links = [
-        LinkRate(level.num_devices, level.gb_s * GB, level.oversubscription)
+        LinkRate(
+            level.num_devices,
+            level.gb_s * GB,
+            level.oversubscription,
+            (level.latency_us or 0.0) / 1e6,
+        )
         for level in cluster.links
     ]
     if not links:

@@ -56,10 +56,16 @@ def build_group_links(
     spans = reach > inner.num_devices
     ring = np.where(together > 1, link, np.inf)
     ring = np.where(spans, np.minimum(ring, together * network), link)
-    hops = constants.link_latency_s * (size > 1)
-    latency = hops + np.where(
-        spans, constants.nic_latency_s + constants.hop_s * np.maximum(size / together - 1, 0.0), 0.0
-    )
+    hops = np.maximum(constants.link_latency_s, inner.latency_s) * (size > 1)
+    # The slowest level that the group crosses decides: its ring passes it with every byte.
+    stated_s = np.zeros_like(reach)
+    for level, below in zip(machine.links[1:], machine.links, strict=False):
+        crossed_s = np.where(reach > below.num_devices, level.latency_s, 0.0)
+        stated_s = np.maximum(stated_s, crossed_s)
+    first_s = np.maximum(constants.nic_latency_s, stated_s)
+    hop_s = np.maximum(constants.hop_s, stated_s)
+    between = first_s + hop_s * np.maximum(size / together - 1, 0.0)
+    latency = hops + np.where(spans, between, 0.0)
     around = latency + (size - 1) * constants.link_hop_s
     return GroupLinks(size, together, ring, link, network, latency, around)
 
@@ -116,10 +122,14 @@ def p2p_send_s(
     """Seconds of a message to the next of `size` ranks that stand `stride` apart; over the network
     as soon as one of them is in another domain, for which the others wait."""
     inner = machine.links[0]
-    network = min(level.effective_bytes_s for level in machine.links[1:] or machine.links)
-    return np.where(
+    outer = machine.links[1:] or machine.links
+    network = min(level.effective_bytes_s for level in outer)
+    stated_s = max(level.latency_s for level in outer)
+    network_s: Column = np.maximum(constants.nic_latency_s, stated_s)
+    link_s: Column = np.maximum(constants.link_latency_s, inner.latency_s)
+    seconds: Column = np.where(
         stride * size > inner.num_devices,
-        num_bytes / (network * constants.nic_efficiency) + constants.nic_latency_s,
-        num_bytes / (inner.effective_bytes_s * constants.link_efficiency)
-        + constants.link_latency_s,
+        num_bytes / (network * constants.nic_efficiency) + network_s,
+        num_bytes / (inner.effective_bytes_s * constants.link_efficiency) + link_s,
     )
+    return seconds

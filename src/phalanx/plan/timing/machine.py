@@ -15,6 +15,9 @@ class LinkRate:
     num_devices: int
     bytes_s: float
     oversubscription: float = 1.0
+    latency_s: float = 0.0
+    """Seconds of an empty message as the cluster's description says; 0 where it does not. It makes
+    a link slower than usual ones, never faster: software takes its time on any link."""
 
     @property
     def effective_bytes_s(self) -> float:
