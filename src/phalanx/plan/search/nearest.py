@@ -22,7 +22,7 @@ from phalanx.plan.search.search import ScreenedLayouts, SearchTask, screen_layou
 from phalanx.plan.workload import build_workload
 
 MAX_DEVICE_MULTIPLE = 64
-MAX_PLANS_PER_CHANGE = 4
+MAX_PLANS_PER_CHANGE = 16
 DATA_PARALLEL_JOB_KEYS = ("parallel.dp_replicate", "parallel.dp_shard")
 # Keys that a search may choose again where the job's own values leave nothing that fits.
 OPENED_KEYS = {

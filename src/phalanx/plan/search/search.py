@@ -43,7 +43,7 @@ from phalanx.plan.workload import build_workload
 # enough to tell such layouts apart (docs/planner-validation.md).
 TIE_SHARE_OF_STEP = 0.03
 SCREEN_SLACK = 1.02  # of what a rank may fill: the screen is not exact, and the plan decides
-MAX_PLANS_PER_FAMILY = 4
+MAX_PLANS_PER_FAMILY = 8
 NUM_RUNNERS_UP = 4
 # What cuts a model, and what goes with it.
 MODEL_CUTTING_KEYS = (
