@@ -4,6 +4,8 @@ Every case is planned, and one rank of each of its usual kinds is run with fake 
 (docs/dry-run.md), which needs no GPU. The table compares tensors alone: what an allocator, NCCL and
 libraries take besides is in no dry run. `--json` prints what each phase holds by category, `--only
 NAME ...` runs some cases, `--write` puts the table into docs/memory.md with the command and date.
+`--plan-again FILE ...` runs nothing: it plans the rows of earlier `--json` with the formulas of
+today.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from typing import Any
 
 from phalanx.core.errors import PhalanxError
 from phalanx.job.load import load_job
-from phalanx.run.plan_job import plan_job
-from phalanx.verify.dry_run.report import RankKindReport
+from phalanx.run.plan_job import PlannedJob, plan_job
+from phalanx.verify.dry_run.report import RankKindReport, sum_planned_tensor_bytes
 from phalanx.verify.dry_run.run_plan import dry_run_plan
 
 SCHEMA_VERSION = 1
@@ -31,6 +33,7 @@ GIB = 2**30
 PAGE = Path(__file__).parents[1] / "docs" / "memory.md"
 BEGIN, END = "<!-- plan against dry run: begin -->", "<!-- plan against dry run: end -->"
 COMMAND = "python benchmarks/plan_against_dry_run.py --write"
+COMMAND_OF_ROWS = "python benchmarks/plan_against_dry_run.py --plan-again rows.json --write"
 H100 = ("cluster.gpu=h100-sxm", "precision.compute=bf16", "train.micro_batch_size=1")
 LLAMA_CONFIG = {
     "model_type": "llama",
@@ -209,12 +212,17 @@ def list_cases() -> list[Case]:
     ]
 
 
+def plan_case(keys: Sequence[str], folder: Path) -> PlannedJob:
+    """The plan of a case's keys, whose config.json is written into `folder`."""
+    (folder / "config.json").write_text(json.dumps(LLAMA_CONFIG))
+    job = load_job(None, [key.replace("FOLDER", str(folder)) for key in keys])
+    return plan_job(job, checks_initial=False)
+
+
 def run_case(case: Case, *, uses_cache: bool) -> dict[str, Any]:
     """The row of one case: of each kind of rank the plan, the dry run, and both by phase."""
     with tempfile.TemporaryDirectory(prefix="plan-against-dry-run-") as folder:
-        Path(folder, "config.json").write_text(json.dumps(LLAMA_CONFIG))
-        job = load_job(None, [key.replace("FOLDER", folder) for key in case.keys])
-        planned = plan_job(job, checks_initial=False)
+        planned = plan_case(case.keys, Path(folder))
         report = dry_run_plan(planned.job, planned.plan, uses_cache=uses_cache)
     return {
         "case": case.name,
@@ -222,6 +230,25 @@ def run_case(case: Case, *, uses_cache: bool) -> dict[str, Any]:
         "layout": report.layout,
         "kinds": [describe_kind(kind) for kind in report.kinds],
     }
+
+
+def plan_row_again(row: dict[str, Any]) -> dict[str, Any]:
+    """`row` with the plan of today beside the dry run that it has."""
+    if "kinds" not in row:
+        return row
+    with tempfile.TemporaryDirectory(prefix="plan-against-dry-run-") as folder:
+        plan = plan_case(row["keys"], Path(folder)).plan
+    ranks_per_stage = plan.world_size // plan.layout.pp
+    for kind in row["kinds"]:
+        rank = 0
+        if plan.layout.pp > 1:
+            # "pipeline rank 3"
+            rank = int(kind["name"].split()[-1]) * ranks_per_stage
+        by_category = sum_planned_tensor_bytes(plan.memory_of_rank(rank))
+        kind["plan_by_category"] = by_category
+        kind["plan_bytes"] = sum(by_category.values())
+        kind["error"] = kind["plan_bytes"] / kind["dry_run_bytes"] - 1
+    return row
 
 
 def describe_kind(kind: RankKindReport) -> dict[str, Any]:
@@ -284,12 +311,12 @@ def format_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def write_page(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Put the table between the marks of docs/memory.md."""
+def write_page(rows: Sequence[Mapping[str, Any]], command: str) -> None:
+    """Put the table between the marks of docs/memory.md, with the command that made it."""
     text = PAGE.read_text()
     head, rest = text.split(BEGIN)
     _, tail = rest.split(END)
-    made = f"`{COMMAND}` ({date.today().isoformat()}):"
+    made = f"`{command}` ({date.today().isoformat()}):"
     table = "\n".join([made, "", *format_table(rows)])
     PAGE.write_text(f"{head}{BEGIN}\n{table}\n{END}{tail}")
 
@@ -300,13 +327,18 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=(), help="cases whose names begin so")
     parser.add_argument("--no-cache", action="store_true", help="run again what was run before")
     parser.add_argument("--write", action="store_true", help=f"write the table to {PAGE.name}")
+    parser.add_argument("--plan-again", nargs="+", metavar="FILE", help="plan rows of --json anew")
     options = parser.parse_args()
     # The modules of benchmarks/ that jobs name are imported by other processes, too.
     search = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, search))
     sys.path.insert(0, search[0])
-    rows = []
+    rows: list[dict[str, Any]] = []
+    for path in options.plan_again or ():
+        rows += [plan_row_again(row) for row in json.loads(Path(path).read_text())["rows"]]
     cases = list_cases()
+    if options.plan_again:
+        cases = []
     if options.only:
         cases = [case for case in cases if case.name.startswith(tuple(options.only))]
     for number, case in enumerate(cases, 1):
@@ -320,7 +352,10 @@ def main() -> int:
     else:
         print("\n".join(format_table(rows)))
     if options.write:
-        write_page(rows)
+        command = COMMAND
+        if options.plan_again:
+            command = COMMAND_OF_ROWS
+        write_page(rows, command)
     return 0
 
 
