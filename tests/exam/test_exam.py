@@ -87,6 +87,20 @@ def test_no_layout_of_a_plant_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         )
 
 
+def test_a_module_of_ones_own_has_cases_in_narrow_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is traced in the job's precision alone."""
+    from phalanx.job.load import load_job
+    from phalanx.verify.choose import select_layout_cases
+
+    monkeypatch.syspath_prepend(MODULES)
+    job = load_job(None, ["model.kind=exam_models:WithDropout", "data.seq_len=16"])
+    selection = select_layout_cases(job, ["ddp"], ranks=2, steps=1, types="float64,bf16")
+    assert [(dtype, case.refused) for dtype, case in selection.work] == [
+        ("float64", ""),
+        ("bfloat16", ""),
+    ]
+
+
 def test_the_anchors_are_checked_without_torch() -> None:
     code = (
         "import sys; from exam.plant import *; plants = list_plants(); list(find_stale(plants[0]));"

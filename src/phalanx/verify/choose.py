@@ -268,10 +268,18 @@ class _CaseMaker:
             list_layouts_for_narrow_dtypes(self.axes_of_name),
             num_ranks=self.num_ranks,
             cluster=self.cluster,
-            shape=self.shape,
+            shape=_drop_traces(self.shape),
         )
         # Compilers fuse, and so round less often than one process does.
         return tuple(case for case in cases if case.plan is None or not case.plan.compile)
+
+
+def _drop_traces(shape: MeasuredModule | None) -> MeasuredModule | None:
+    """`shape` without what it does in a microbatch, which was traced in the job's precision alone:
+    the memory of a judged layout is no matter."""
+    if shape is None:
+        return None
+    return replace(shape, traces=())
 
 
 def _require_data_files_exist(job: Job) -> None:

@@ -23,6 +23,7 @@ from phalanx.verify.begin import load_starting_weights_of_trace
 from phalanx.verify.dropout_watch import DropoutMaskChecker
 from phalanx.verify.kept_errors import CompressionResiduals
 from phalanx.verify.outputs import FirstOutput
+from phalanx.verify.sent_gradients import SentFault, SentGradientChecker
 from phalanx.verify.trace import AppliedTraceGradients, TraceTensorReader
 from phalanx.verify.trace_facts import (
     BEGIN_KIND,
@@ -73,6 +74,8 @@ class RankObservations:
     digests: dict[str, dict[str, list[BlockDigest]]] = field(default_factory=dict)
     outputs: list[FirstOutput] = field(default_factory=list)
     """The first wrong output of each step in which there is one."""
+    sent_faults: list[SentFault] = field(default_factory=list)
+    """What compression sends and should not, in the order of the steps."""
     apart: dict[str, float] = field(default_factory=dict)
     """Errors by design, by what they are of."""
 
@@ -96,12 +99,14 @@ def train_beside_reference(
     observations = _observe_initial_weights(model, trace)
     applied, unsent_errors = AppliedTraceGradients(trace), CompressionResiduals(model)
     share = {"share": model.mesh.data_parallel_rank, "shares": model.plan.layout.data_parallel_size}
+    sent_gradients = SentGradientChecker(model)
     watch = DropoutMaskChecker(model.module, seed, **share) if trace.dropped else None
     load_starting_weights_of_trace(model, trace)
     optimizer = build_optimizer(applied.lr)
     for number, (microbatches, reference) in enumerate(zip(steps, trace.steps, strict=True)):
         optimizer.zero_grad()
         means: list[float] = []
+        sent_gradients.begin_step(number)
         if watch is not None:
             watch.begin_step(number + 1, microbatches)
         sums = model.forward_backward(
@@ -128,6 +133,7 @@ def train_beside_reference(
         overwrite_step_gradients(applied, number, gradients)
         model.update(optimizer)
         _observe_update(observations, model, trace, number)
+    observations.sent_faults = sent_gradients.faults
     if watch is not None:
         observations.wrong_masks = [
             (step - 1, name, off) for (step, name), off in watch.wrong.items()

@@ -11,6 +11,9 @@ TOLERANCE_OF_CAST = {"fp16": 5e-3, "bf16": 4e-2}
 """Rounding is 5e-4 and 4e-3 of each rank's gradient; their sum is smaller where they cancel, and is
 rounded, too."""
 
+JUDGED_BY_PLAIN = ("topk",)
+"""Compressions of which a plain implementation says what should be sent."""
+
 
 def is_lossy_compression(compress: str) -> bool:
     """True where most of a gradient may stay behind; casts only round."""

@@ -9,7 +9,7 @@ import math
 
 from phalanx.core.units import plural
 from phalanx.plan.plan import Plan
-from phalanx.verify.lossy import is_lossy_compression
+from phalanx.verify.lossy import JUDGED_BY_PLAIN, is_lossy_compression
 from phalanx.verify.number_types import COMPUTE_OF_NARROW_DTYPE
 from phalanx.verify.trace_facts import Trace, name_buffers_set, name_gradients_set
 
@@ -39,6 +39,8 @@ def list_compared_quantities(plan: Plan, trace: Trace, optimizer: str) -> tuple[
         judged.append(f"routes and loads of {plural(len(trace.loads[0]), 'router')}")
     if is_lossy_compression(plan.parallel.compress):
         judged[1] = f"{judged[1]}: what is sent and what is kept of it, together"
+        if plan.parallel.compress in JUDGED_BY_PLAIN:
+            judged.append("that the largest elements are sent")
     return tuple(judged)
 
 
@@ -56,7 +58,8 @@ def list_quantities_not_compared(plan: Plan, trace: Trace) -> tuple[str, ...]:
         )
     if plan.parallel.dropout == "local":
         not_judged.append("dropout, which is switched off: each rank draws its own")
-    if is_lossy_compression(plan.parallel.compress):
+    compress = plan.parallel.compress
+    if is_lossy_compression(compress) and compress not in JUDGED_BY_PLAIN:
         not_judged.append("how far what is sent is from the gradient")
     too_wide = [name for name, band in trace.bands().items() if band == math.inf]
     if too_wide:

@@ -95,6 +95,7 @@ class LayoutComparator:
             yield from self._compare_routing(train_phase_of_step(step))
             yield from self._compare_scalar("loss", "losses", "loss", step)
             yield from self._compare_tensors("gradient", name_gradients_set(step), step)
+            yield from self._compare_sent_gradients(step)
             yield from self._compare_scalar("gradient norm", "norms", "grad_norm", step)
             yield from self._compare_replicas("gradient", name_gradients_set(step), step)
             yield from self._compare_loads(step)
@@ -262,6 +263,27 @@ class LayoutComparator:
             )
             step = len(self._trace.steps) - 1
             yield Difference("evaluation loss", "", step, errors[worst], worst, ranks, "", cause)
+
+    def _compare_sent_gradients(self, step: int) -> Iterator[Difference]:
+        """What compression sends in a step and a plain implementation would not."""
+        faults: dict[str, dict[int, tuple[float, str]]] = {}
+        for rank, observation in enumerate(self._observations):
+            for number, name, error, words in observation.get("sent_faults", ()):
+                if number == step:
+                    faults.setdefault(name, {})[rank] = (error, words)
+        for name, faults_of_rank in faults.items():
+            worst = max(faults_of_rank, key=lambda rank: faults_of_rank[rank][0])
+            error, words = faults_of_rank[worst]
+            yield Difference(
+                "compressed gradient",
+                name,
+                step,
+                error,
+                worst,
+                tuple(faults_of_rank),
+                "whole",
+                words,
+            )
 
     def _compare_loads(self, step: int) -> Iterator[Difference]:
         """The loads of experts, as routers count it for their biases and for the run's page."""

@@ -53,6 +53,11 @@ class GradientCompression:
             slots = {ERROR: torch.zeros_like(tensor)} if hook.keeps_error else {}
             self._slots[name] = slots | hook.shared_slots(name, tensor)
 
+    def surround_hook(self, observer: Hook) -> Hook:
+        """Reduce through `observer` from now on; return the hook, which it is to call."""
+        hook, self._hook = self._hook, observer
+        return hook
+
     def attach_to_ddp(self, ddp: DistributedDataParallel) -> None:
         """From now on `ddp` reduces its buckets through the hook."""
         stream = torch.cuda.Stream() if next(iter(self._names)).is_cuda else None
