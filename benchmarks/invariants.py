@@ -41,7 +41,12 @@ from phalanx.train.training_data import TrainingData
 BLOCK = 50
 DEFAULT_EVERY = 100
 VOCAB = 257
-CALLS = ("count", "take_counts", "begin_update", "finish_step")
+CALLS = (
+    "count_batch_for_reduction",
+    "remove_counts_from_flags",
+    "digest_before_update",
+    "finish_step",
+)
 
 
 class RandomBatches:

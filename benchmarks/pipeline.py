@@ -41,7 +41,7 @@ from phalanx.mesh.mesh import open_mesh
 from phalanx.nn.build import build_model
 from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import CausalOutput, causal_cross_entropy
-from phalanx.nn.rotary import rotary_table
+from phalanx.nn.rotary import make_rotary_table
 from phalanx.optim.build import build_optimizer
 from phalanx.parallel.parallelize import discover_transforms, parallelize
 from phalanx.plan.cluster import Cluster
@@ -142,7 +142,7 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleList(list(decoder.blocks)[begin:end])
         self.norm, self.head = (decoder.norm, decoder.head) if is_last else (None, None)
         # Positions never change here, so that the table of their angles is made once.
-        self.table = rotary_table(torch.arange(seq_len)[None], decoder.shape, torch.float32)
+        self.table = make_rotary_table(torch.arange(seq_len)[None], decoder.shape, torch.float32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.embed is not None:

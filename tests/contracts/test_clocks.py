@@ -19,7 +19,7 @@ from phalanx.core.black_box import BlackBox
 from phalanx.core.black_box_reader import read_black_box
 from phalanx.core.phases import HostClock, PhaseClock, PhaseTimer
 from phalanx.mesh.event_clock import CudaEventClock, create_phase_clock_for_device
-from phalanx.train.pipeline_record import align_rank_clocks, collect_spans
+from phalanx.train.pipeline_record import align_rank_clocks, convert_spans_to_seconds
 
 
 @dataclass
@@ -180,7 +180,10 @@ def test_spans_of_a_pipeline_have_the_length_of_their_work(machine: Machine) -> 
         spans.append((action, begin, machine.clock.mark()))
     machine.work(8.0)  # the reduction
     machine.queue.wait()
-    told = [collect_spans(machine.clock, machine.clock.mark(), spans, rank) for rank in (0, 1)]
+    told = [
+        convert_spans_to_seconds(machine.clock, machine.clock.mark(), spans, rank)
+        for rank in (0, 1)
+    ]
     rows = align_rank_clocks(told)
     assert rows[0] == rows[1]
     assert [(action, round(end - begin, 1)) for action, begin, end in rows[0]] == [

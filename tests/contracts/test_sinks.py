@@ -39,7 +39,7 @@ from phalanx.observe.events import (
 )
 from phalanx.observe.sink_process import ProcessSink, SinkProcessError
 from phalanx.observe.sinks._metrics import MetricsOfEvents, metric_values_of_event
-from phalanx.run.needs import require_packages, sink_openers
+from phalanx.run.needs import list_sink_openers, require_packages
 from sink_readers import CURVES, mlflow_run, tensorboard_curves, wandb_runs
 
 PACKAGE = "phalanx.observe.sinks"
@@ -106,7 +106,7 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 def opener(kind: str, run_dir: Path) -> OpenSink:
     """As a rank does it: in a process of its own where the sink asks for one."""
-    ((_, open_sink),) = sink_openers(Job(observe=Observe(sinks=(kind,))), run_dir)
+    ((_, open_sink),) = list_sink_openers(Job(observe=Observe(sinks=(kind,))), run_dir)
     return open_sink
 
 

@@ -23,7 +23,7 @@ from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.plan import Plan
 from phalanx.run.one_process.dropout_masks import DropoutMasks
-from phalanx.run.one_process.plain_loss import plain_cross_entropy
+from phalanx.run.one_process.plain_loss import compute_textbook_cross_entropy
 from ranks import run_ranks
 
 STEPS, LR, WIDTH, SEED = 2, 0.5, 12, 7
@@ -94,8 +94,8 @@ def one_process(rank: int) -> Outcome:
     module, losses = dropped(), []
     masks = DropoutMasks(module, SEED)
     for step, batch in enumerate(batches()):
-        with masks.applying_masks(step + 1, 0, BATCH):
-            total, targets = plain_cross_entropy(module(batch["inputs"]), batch)
+        with masks.dropping_by_masks(step + 1, 0, BATCH):
+            total, targets = compute_textbook_cross_entropy(module(batch["inputs"]), batch)
         module.zero_grad()
         (total / targets).backward()
         losses.append(total.item() / int(targets))

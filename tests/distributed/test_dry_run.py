@@ -25,7 +25,7 @@ from phalanx.plan.communication import (
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.plan.workload import build_workload, shard_shape
-from phalanx.run.weights import build_state
+from phalanx.run.weights import build_training_state
 from phalanx.verify.dry_run.collectives import CollectiveCall, CollectiveLog
 from phalanx.verify.dry_run.program import DryStepRunner, TrackedPhases, run_dry_step
 from phalanx.verify.dry_run.stand_ins import StageBoundarySpec
@@ -87,7 +87,7 @@ def follow_real_step(job: Job, plan: Plan) -> tuple[Any, int, StepStats]:
         tracker = StorageTracker(StorageLog(), CollectiveLog(mesh))
         with tracker.tracking_storage_resizes(), tracker:
             phases = TrackedPhases(tracker)
-            state = build_state(job, plan, mesh, phases)
+            state = build_training_state(job, plan, mesh, phases)
             balance_routing(state.model.module)
             runner = DryStepRunner(job, plan, state, tracker, phases)
             for step in range(1, 4 if has_buckets(plan) else 3):

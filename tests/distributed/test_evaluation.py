@@ -36,7 +36,7 @@ from phalanx.optim.build import build_optimizer
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.planner import make_plan
 from phalanx.train.state import TrainState
-from phalanx.train.stop import StopFlags
+from phalanx.train.stop import StopSignalFlags
 from phalanx.train.trainer import Trainer
 from phalanx.train.training_data import TrainingData
 from ranks import run_ranks
@@ -148,7 +148,7 @@ def train(
     run_dir: Path | None,
     eval_keys: Mapping[str, Any] | None,
     *,
-    before: Callable[[int, int, StopFlags], None] | None = None,
+    before: Callable[[int, int, StopSignalFlags], None] | None = None,
     objective: Any = squared_tensor_error,
     sources: Mapping[str, Sequence[Batch]] | None = None,
     attempt: int = 0,
@@ -167,7 +167,7 @@ def train(
     }
     job = Job.model_validate(sections)
     plan = make_plan(job, cluster=CPU, num_ranks=num_ranks)
-    stop = StopFlags()
+    stop = StopSignalFlags()
     held_out = HeldOut(rank, lambda number, batch: before(number, batch, stop) if before else None)
     with open_mesh(plan.layout, device="cpu") as mesh:
         module = Moody()
@@ -307,7 +307,7 @@ def kept(rank: int, folder: str) -> dict[str, Outcome]:
     """An undisturbed run; one that is asked to stop inside its fourth evaluation, and its
     continuation."""
 
-    def ask_to_stop(evaluation: int, batch: int, stop: StopFlags) -> None:
+    def ask_to_stop(evaluation: int, batch: int, stop: StopSignalFlags) -> None:
         if rank == 1 and (evaluation, batch) == (4, 1):  # one rank only: the others must agree
             stop.sigterm = True
 
@@ -378,7 +378,7 @@ def redone(rank: int, folder: str) -> list[Outcome]:
     """A run that dies after its fourth evaluation and goes on from step 3, whose evaluation is
     on record."""
 
-    def die(evaluation: int, batch: int, stop: StopFlags) -> None:
+    def die(evaluation: int, batch: int, stop: StopSignalFlags) -> None:
         if evaluation == 5:
             raise KeyboardInterrupt
 

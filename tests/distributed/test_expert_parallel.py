@@ -26,7 +26,7 @@ from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.layout import Layout
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
-from phalanx.run.one_process.plain_loss import plain_cross_entropy
+from phalanx.run.one_process.plain_loss import compute_textbook_cross_entropy
 from phalanx.verify.reference import OneProcessStep, train_in_one_process
 from ranks import run_ranks
 
@@ -114,7 +114,7 @@ def alone(**changed: Any) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]
     module.after_step = noted  # type: ignore[method-assign]
 
     def loss_sum(model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return plain_cross_entropy(model(batch["inputs"], batch["positions"]), batch)
+        return compute_textbook_cross_entropy(model(batch["inputs"], batch["positions"]), batch)
 
     steps: list[dict[str, Any]] = []
 

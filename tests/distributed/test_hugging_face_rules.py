@@ -18,8 +18,8 @@ from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.linear import collect_shard_rules_of_module
 from phalanx.mesh.tensor_group import TensorParallelGroup
 from phalanx.nn.hugging_face.adapter import build
-from phalanx.nn.hugging_face.experts import use_batched_products
-from phalanx.nn.objective import logits_cross_entropy
+from phalanx.nn.hugging_face.experts import use_batched_expert_products
+from phalanx.nn.objective import build_logits_cross_entropy
 from phalanx.parallel.tensor.sharder import ModuleSharder
 from phalanx.plan.rules import parse_sharding_rules
 from ranks import run_ranks
@@ -62,8 +62,8 @@ def judge(rank: int, kind: str, dtype: torch.dtype = torch.float32) -> str | flo
         ) in module.parameters():  # norms that begin at one, and biases at zero, hide mistakes
             parameter.add_(torch.randn_like(parameter) * 0.05)
     if dtype == torch.float64:
-        use_batched_products(module.double())
-    whole, objective = copy.deepcopy(module), logits_cross_entropy(64)
+        use_batched_expert_products(module.double())
+    whole, objective = copy.deepcopy(module), build_logits_cross_entropy(64)
     tokens, targets = torch.randint(96, (2, 16)), torch.randint(96, (2, 16))
     positions = torch.arange(16).repeat(2, 1)
     try:
@@ -152,7 +152,7 @@ def loss_with_head_cut(rank: int, kind: str, rule: str) -> float | str:
         parse_sharding_rules(collect_shard_rules_of_module(module) | {"lm_head": rule}),
     ).shard()
     try:
-        return logits_cross_entropy(64)(module(tokens), {"targets": tokens})[0].item()
+        return build_logits_cross_entropy(64)(module(tokens), {"targets": tokens})[0].item()
     except PhalanxError as error:
         return str(error)
 

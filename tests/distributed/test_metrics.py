@@ -26,8 +26,12 @@ from phalanx.optim.build import build_optimizer
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.layout import Layout
 from phalanx.plan.planner import make_plan
-from phalanx.train.evaluation import EvalRecord, EvalScore, Evaluation
-from phalanx.train.metrics import MetricSums, average_metrics, require_metric
+from phalanx.train.evaluation import EvalScore, Evaluation, EvaluationHistory
+from phalanx.train.metrics import (
+    MetricAccumulator,
+    average_metrics_over_sources,
+    require_known_metric,
+)
 from phalanx.train.state import TrainState
 from phalanx.train.trainer import Trainer
 from phalanx.train.training_data import TrainingData
@@ -229,7 +233,7 @@ BAD = [
 
 
 def measure(mesh: Mesh, given: Any) -> dict[str, tuple[float, float]] | str:
-    sums = MetricSums(Given(given), mesh)
+    sums = MetricAccumulator(Given(given), mesh)
     try:
         sums(None, {})
         return sums.reduce()
@@ -259,17 +263,17 @@ def test_sources_count_as_in_the_loss_and_what_counts_nothing_has_no_mean() -> N
         "b": {"x": (3.0, 4.0)},
         "c": {"x": (0.0, 0.0)},
     }
-    assert average_metrics(by_source) == {"x": 0.5}
-    assert average_metrics(by_source, {"a": 3.0, "b": 1.0, "c": 9.0}) == {
+    assert average_metrics_over_sources(by_source) == {"x": 0.5}
+    assert average_metrics_over_sources(by_source, {"a": 3.0, "b": 1.0, "c": 9.0}) == {
         "x": (3 * 0.25 + 0.75) / 4
     }
-    assert average_metrics({"a": {"x": (math.inf, 1.0)}}) == {}
-    require_metric("loss", [])
-    require_metric("x", ["x"])
+    assert average_metrics_over_sources({"a": {"x": (math.inf, 1.0)}}) == {}
+    require_known_metric("loss", [])
+    require_known_metric("x", ["x"])
 
 
 def test_the_first_of_equals_is_the_best_and_what_is_no_number_never() -> None:
-    record = EvalRecord(
+    record = EvaluationHistory(
         {2: EvalScore(1.0, 9, 0.5), 4: EvalScore(0.9, 9, 0.5), 6: EvalScore(0.8, 9, math.nan)}
     )
     record.add_evaluation(8, EvalScore(0.1, 5, 0.9))  # over other data

@@ -386,7 +386,7 @@ def dropped_reference(rank: int) -> dict[str, Trace]:
     masks = DropoutMasks(module, SEED)
 
     def around(step: int, row: int) -> Any:
-        return masks.applying_masks(step + 1, row, MICRO)
+        return masks.dropping_by_masks(step + 1, row, MICRO)
 
     options = {"micro": MICRO, "lr": LR, "max_norm": 0.5, "around": around}
     return {"dropped": train_in_microbatches(module, plain_batches(), **options)}

@@ -39,10 +39,10 @@ from phalanx.plan.pipeline.cut import StageCut
 from phalanx.plan.pipeline.pipeline_plan import build_named_pipeline
 from phalanx.plan.pipeline.simulate import StageCosts, simulate_timeline
 from phalanx.plan.planner import make_plan
-from phalanx.train.evaluation import evaluation_mode
+from phalanx.train.evaluation import in_evaluation_mode
 from phalanx.train.generate import generate_tokens
-from phalanx.train.metrics import MetricSums
-from phalanx.train.pipeline_record import record_pipeline
+from phalanx.train.metrics import MetricAccumulator
+from phalanx.train.pipeline_record import gather_and_emit_pipeline_spans
 from phalanx.train.state import TrainState
 from ranks import run_ranks
 
@@ -204,7 +204,7 @@ def evaluated(rank: int) -> dict[str, Any]:
     """Only ranks of the last stage see outputs; sums of the others are zeros."""
     with open_mesh(Layout(pp=2, dp_replicate=2), device="cpu") as mesh:
         model = model_of(Part(*stages_of(mesh)), mesh)
-        metrics = MetricSums(Counting(), mesh)
+        metrics = MetricAccumulator(Counting(), mesh)
         is_last = mesh.coordinates["pp"] == 1
         for _ in range(3 if is_last else 0):
             metrics(float(mesh.data_parallel_rank), {})
@@ -212,7 +212,7 @@ def evaluated(rank: int) -> dict[str, Any]:
         sums = LocalLoss(*(torch.tensor(number * each, dtype=torch.float64) for each in (3, 1)))
         buffers = [buffer.add_(10 * rank) for buffer in model.module.buffers()]
         before = [buffer.tolist() for buffer in buffers]
-        with evaluation_mode(model, mesh, seed=1):
+        with in_evaluation_mode(model, mesh, seed=1):
             inside = [buffer.tolist() for buffer in buffers]
         return {
             "metrics": metrics.reduce(), "loss": model.reduce_sums(sums), "inside": inside,
@@ -245,7 +245,7 @@ def gathered(rank: int, folder: str) -> None:
         model.pipeline = cast(PipelineExecutor, SimpleNamespace(spans=spans))
         bus = Bus(rank=rank, run_dir=Path(folder))
         for step in (1, 4, 5, 6, 9):
-            record_pipeline(step, 9, model, bus)
+            gather_and_emit_pipeline_spans(step, 9, model, bus)
         bus.close()
 
 

@@ -22,7 +22,7 @@ from phalanx.nn.objective import causal_cross_entropy
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
-from phalanx.run.one_process.plain_loss import plain_cross_entropy
+from phalanx.run.one_process.plain_loss import compute_textbook_cross_entropy
 from phalanx.verify.cases import list_all_layouts
 from ranks import run_ranks
 
@@ -99,7 +99,9 @@ def alone(kind: str) -> list[float]:
     optimizer = torch.optim.SGD(module.parameters(), lr=LR)
     for batch in steps():
         optimizer.zero_grad()
-        total, targets = plain_cross_entropy(module(batch["inputs"], batch["positions"]), batch)
+        total, targets = compute_textbook_cross_entropy(
+            module(batch["inputs"], batch["positions"]), batch
+        )
         total.backward()
         for parameter in module.parameters():
             parameter.grad /= targets

@@ -18,10 +18,10 @@ from phalanx.job.schema import Job, Model
 from phalanx.mesh.mesh import open_mesh
 from phalanx.mesh.recorded_init import get_initial_values_of_module
 from phalanx.nn import build
-from phalanx.nn.build import build_foreign, build_objective
+from phalanx.nn.build import build_objective, build_own_module
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.planner import make_plan
-from phalanx.run.weights import build_state
+from phalanx.run.weights import build_training_state
 from phalanx.train.state import TrainState
 from ranks import run_ranks
 
@@ -54,7 +54,7 @@ def compare_start(kind: str, layout: str) -> dict[str, Any]:
     with open_mesh(plan.layout, device="cpu") as mesh:
         for first_bytes in (0, 2**40):
             build.MIN_RECORDED_INIT_BYTES = first_bytes
-            state = build_state(job, plan, mesh, PhaseTimer())
+            state = build_training_state(job, plan, mesh, PhaseTimer())
             module = state.model.module
             assert (get_initial_values_of_module(module) is not None) == (first_bytes == 0)
             assert not any(tensor.is_meta for tensor in module.state_dict().values())
@@ -112,7 +112,7 @@ def test_each_rank_fills_its_part_with_the_numbers_of_one_process(
     kind = f"hf:{write_config(tmp_path, name)}"
     # Imported here once, and not by each rank.
     assert (
-        get_initial_values_of_module(build_foreign(Model(kind=kind), 0, is_recorded=True))
+        get_initial_values_of_module(build_own_module(Model(kind=kind), 0, is_recorded=True))
         is not None
     )
     for found in run_ranks(2, compare_starts, kind, layouts):

@@ -31,8 +31,12 @@ from phalanx.run.prepare import prepare_run
 from phalanx.run.rank import run_rank
 from phalanx.run.rank_run import RankRunInputs
 from phalanx.run.trained.payloads import ModelPayload
-from phalanx.run.trained.rank import open_model
-from phalanx.run.weights import build_state, find_checkpoints, restore_newest
+from phalanx.run.trained.rank import open_model_on_rank
+from phalanx.run.weights import (
+    build_training_state,
+    list_checkpoints_newest_first,
+    restore_newest_readable_checkpoint,
+)
 from ranks import run_ranks
 
 SMALL = (
@@ -80,7 +84,7 @@ def restored(rank: int, folder: Path, layout: str) -> dict[str, Any]:
     plan = make_plan(job, cluster=Cluster("cpu", 2, 2**33))
     made = counted()
     with open_mesh(plan.layout, device="cpu") as mesh:
-        state = build_state(job, plan, mesh, PhaseTimer())
+        state = build_training_state(job, plan, mesh, PhaseTimer())
         drawn = len(made)
         with torch.no_grad():
             for number, shard in enumerate(state.model.shards().values()):
@@ -91,11 +95,11 @@ def restored(rank: int, folder: Path, layout: str) -> dict[str, Any]:
         storage = RunStorage.open(folder)
         state.save(storage.store, job_digest="", phases=PhaseTimer())
         made.clear()
-        again = build_state(job, plan, mesh, PhaseTimer(), draws=False)
+        again = build_training_state(job, plan, mesh, PhaseTimer(), draws=False)
         empty = not any(shard.tensor.count_nonzero() for shard in again.model.shards().values())
         bus = Bus(rank=rank, attempt=0, run_dir=folder)
-        names = find_checkpoints(storage, mesh)
-        restore_newest(storage, names, again, bus, fallback=False)
+        names = list_checkpoints_newest_first(storage, mesh)
+        restore_newest_readable_checkpoint(storage, names, again, bus, fallback=False)
         bus.close()
         want, have = state.model.trained_shards(), again.model.trained_shards()
         equal = [name for name in want if torch.equal(want[name].tensor, have[name].tensor)]
@@ -200,10 +204,12 @@ def looked_at(rank: int, folder: Path) -> tuple[int, bool]:
     job = load_job(None, [*SMALL, "parallel.ranks=1", "cluster.device=cpu"])
     plan = make_plan(job, cluster=Cluster("cpu", 1, 2**33))
     with open_mesh(plan.layout, device="cpu") as mesh:
-        state = build_state(job, plan, mesh, PhaseTimer())
+        state = build_training_state(job, plan, mesh, PhaseTimer())
         state.save(open_store_of_run(folder, None), job_digest="", phases=PhaseTimer())
     made = counted()
-    with open_model(ModelPayload(job, plan, folder, str(folder), step=0, casts=False)) as opened:
+    with open_model_on_rank(
+        ModelPayload(job, plan, folder, str(folder), step=0, casts=False)
+    ) as opened:
         have = opened.model.shards()
         return len(made), all(
             torch.equal(s.tensor, have[name].tensor) for name, s in state.model.shards().items()

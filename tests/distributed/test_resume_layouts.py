@@ -25,13 +25,13 @@ from checkpoints import (
 from models import shape
 from phalanx.core.digest import stable_hash64
 from phalanx.core.errors import CheckpointError
-from phalanx.data.ledger import check_ledger
+from phalanx.data.ledger import check_sample_records
 from phalanx.job.schema import Job, Optim
 from phalanx.mesh.logical import LogicalShard, count_local_shard_bytes
 from phalanx.mesh.mesh import Mesh, open_mesh
 from phalanx.nn.models.decoder import Decoder
 from phalanx.optim.build import build_optimizer
-from phalanx.optim.groups import DecayGroups, build_decay_groups
+from phalanx.optim.groups import WeightDecayGroups, build_weight_decay_groups
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.plan import Plan
 from phalanx.train.state import TrainState
@@ -176,7 +176,7 @@ def require_all(found: Campaign, num_layouts: int) -> None:
             ), case
             assert outcome.read[step] == reference.read[step], case
         assert {**outcome.facts} == {**reference.facts}
-        report = check_ledger(found.root / f"{found.dtype} {source} to {target}")
+        report = check_sample_records(found.root / f"{found.dtype} {source} to {target}")
         assert (report.ok, report.num_steps, report.num_attempts) == (True, STEPS, 2), (
             source,
             target,
@@ -307,7 +307,7 @@ class Counting(torch.optim.Optimizer):
                 parameter -= group["lr"] / (state["count"] + group["updates"]) * parameter.grad
 
 
-OWN: dict[str, Callable[[DecayGroups, Optim], torch.optim.Optimizer]] = {
+OWN: dict[str, Callable[[WeightDecayGroups, Optim], torch.optim.Optimizer]] = {
     "as docs/own-code.md shows it": lambda groups, optim: torch.optim.RMSprop(
         groups.with_decay(optim.weight_decay, auto=0.0), lr=optim.lr
     ),
@@ -322,7 +322,7 @@ OWN: dict[str, Callable[[DecayGroups, Optim], torch.optim.Optimizer]] = {
 def own_state(mesh: Mesh, job: Job, plan: Plan, kind: str, *, seed: int) -> TrainState:
     torch.set_num_threads(1)
     model = parallelize(new_module(torch.float64, seed=seed), plan, mesh, seed=job.run.seed)
-    groups = build_decay_groups(model.module, model.named_parameters())
+    groups = build_weight_decay_groups(model.module, model.named_parameters())
     return TrainState(model, OWN[kind](groups, job.optim), job.run.seed)
 
 

@@ -328,18 +328,18 @@ def decay_of_everything() -> None:
     """With DTensors the optimizer no longer spares what should not decay."""
     from torch.distributed.tensor import DTensor
 
-    from phalanx.optim.groups import DecayGroups
+    from phalanx.optim.groups import WeightDecayGroups
 
-    with_decay = DecayGroups.with_decay
+    with_decay = WeightDecayGroups.with_decay
 
-    def all_decay(self: DecayGroups, *args: Any, **options: Any) -> Any:
+    def all_decay(self: WeightDecayGroups, *args: Any, **options: Any) -> Any:
         groups = with_decay(self, *args, **options)
         if any(isinstance(p, DTensor) for p in self.parameters()):
             for group in groups:
                 group["weight_decay"] = 0.1
         return groups
 
-    DecayGroups.with_decay = all_decay  # type: ignore[method-assign]
+    WeightDecayGroups.with_decay = all_decay  # type: ignore[method-assign]
 
 
 def shard_borders_by_the_floor() -> None:

@@ -28,7 +28,7 @@ from phalanx.nn.objective import causal_cross_entropy
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import Event, RunStarted, SamplesRead, StepFinished
 from phalanx.optim.build import build_optimizer
-from phalanx.optim.groups import DecayGroups
+from phalanx.optim.groups import WeightDecayGroups
 from phalanx.optim.optimizers import adamw
 from phalanx.parallel.parallelize import parallelize
 from phalanx.plan.cluster import Cluster
@@ -105,7 +105,7 @@ class CountedAdamW(torch.optim.AdamW):
         return super().step(closure)
 
 
-def counted_adamw(groups: DecayGroups, optim: Optim) -> torch.optim.Optimizer:
+def counted_adamw(groups: WeightDecayGroups, optim: Optim) -> torch.optim.Optimizer:
     optimizer = adamw.build(groups, optim)
     optimizer.__class__ = CountedAdamW
     return optimizer

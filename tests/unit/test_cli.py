@@ -273,7 +273,7 @@ def test_images_of_another_size_are_refused_before_the_start(
         )
         with contextlib.nullcontext() if size == 32 else refused:
             with prepare_run(job, tmp_path / "run", resume=False, num_ranks=1) as run:
-                run.discard_run()
+                run.remove_run_directory()
         assert not (tmp_path / "run").exists()
 
 
@@ -299,7 +299,7 @@ def test_a_run_without_a_directory_gets_a_fresh_name(
     monkeypatch.setattr(training.time, "strftime", lambda form: "20260101-000000")
     names = []
     for _ in range(3):
-        names.append(training._choose_new_run_dir(Job()))
+        names.append(training._name_new_run_dir(Job()))
         Path(names[-1]).mkdir(parents=True)
     first = "runs/train-20260101-000000"
     assert names == [first, f"{first}-2", f"{first}-3"]

@@ -25,10 +25,16 @@ from commands import write_text
 from phalanx.core.errors import DataError, PhalanxError, ResourceError, RunLockedError
 from phalanx.data.build import BuildProgress, build_dataset
 from phalanx.data.build_folder import BUILD_STATE_FOLDER
-from phalanx.data.dataset import Dataset, add_checksum, is_dataset, open_dataset, verify_dataset
+from phalanx.data.dataset import (
+    Dataset,
+    add_manifest_checksum,
+    is_dataset,
+    open_dataset,
+    verify_dataset,
+)
 from phalanx.data.shard_writer import ShardWriter
 from phalanx.data.shards import PAYLOAD_OFFSET
-from phalanx.data.spans import default_shard_bytes
+from phalanx.data.spans import choose_default_shard_bytes
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.data.train_tokenizer import train_tokenizer
 
@@ -240,8 +246,8 @@ def test_progress_ends_with_everything_done(corpus: Path, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("total_bytes", [0, 1, 10**6, 10**9, 3 * 10**10, 10**12, 7 * 10**14])
 def test_shards_are_many_enough_to_share_and_few_enough_to_map(total_bytes: int) -> None:
-    size = default_shard_bytes(total_bytes)
-    assert size == default_shard_bytes(
+    size = choose_default_shard_bytes(total_bytes)
+    assert size == choose_default_shard_bytes(
         total_bytes + total_bytes // 1000
     )  # a little more keeps its shards
     assert total_bytes / size <= 1024
@@ -702,7 +708,7 @@ def edit_manifest(directory: Path, changed: dict[str, Any]) -> None:
     """dataset.json with other values and the checksum of those."""
     manifest = json.loads((directory / "dataset.json").read_text()) | changed
     del manifest["checksum"]
-    (directory / "dataset.json").write_text(json.dumps(add_checksum(manifest)))
+    (directory / "dataset.json").write_text(json.dumps(add_manifest_checksum(manifest)))
 
 
 @pytest.mark.parametrize(

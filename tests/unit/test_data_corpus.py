@@ -22,7 +22,7 @@ import phalanx.data.prepare
 from commands import snapshot
 from phalanx.core.errors import DataError, ExitCode, ResourceError
 from phalanx.data.build import build_dataset
-from phalanx.data.corpus import Corpus, load_corpus, verify_corpus
+from phalanx.data.corpus import Corpus, load_corpus, verify_corpus_checksums
 from phalanx.data.prepare import prepare_corpus
 from phalanx.data.tokens import SPLITS, Split
 from phalanx.job.schema import Data, Source
@@ -95,7 +95,7 @@ def test_a_text_file_is_one_document_split_by_position(tmp_path: Path, out_dir: 
         19,
     )
     assert (corpus.components[0].split_by, corpus.components[0].held_out_keys) == ("position", ())
-    assert "one document" in corpus.components[0].explain_split
+    assert "one document" in corpus.components[0].explain_held_out_choice
     assert not read(corpus, "train").flags.writeable
 
 
@@ -141,13 +141,17 @@ def test_of_few_documents_a_whole_one_is_held_out_and_stays_so(
     corpus = prepare(folder, out_dir, fraction=0.01)
     (component,) = corpus.components
     assert component.split_by == "few_documents"
-    assert component.explain_split == "by the fraction alone a side would have no sequence"
+    assert (
+        component.explain_held_out_choice == "by the fraction alone a side would have no sequence"
+    )
     assert len(set(text_of(corpus, "held_out"))) == 2  # one letter, and the end of a document
     assert text_of(corpus, "train").count("\n") == corpus.splits["train"].num_documents == 2
     again = load_corpus(out_dir)
     assert again == corpus
     assert np.array_equal(read(again, "held_out"), read(corpus, "held_out"))
-    assert prepare(folder, tmp_path / "none", fraction=0.0).components[0].explain_split == ""
+    assert (
+        prepare(folder, tmp_path / "none", fraction=0.0).components[0].explain_held_out_choice == ""
+    )
 
 
 def test_a_pattern_takes_the_files_it_matches(library: Path, out_dir: Path) -> None:
@@ -359,15 +363,17 @@ def test_shards_hold_the_same_split_as_the_text_they_were_made_of(
     for split in SPLITS:
         assert np.array_equal(read(built, split), read(text, split))
         assert built.splits[split] == text.splits[split]
-    assert verify_corpus(built) == []
+    assert verify_corpus_checksums(built) == []
 
 
 def test_a_flipped_bit_is_named_by_shard_and_offset(shards: Path, out_dir: Path) -> None:
     corpus = prepare(shards, out_dir)
     flip_a_bit(shards / "shard-00001.tokens", 4096 + 20)
-    refused(lambda: verify_corpus(corpus), "shard-00001.tokens", "bytes 4096", "tokens 0 to")
     refused(
-        lambda: verify_corpus(corpus, is_new=True), "shard-00001.tokens"
+        lambda: verify_corpus_checksums(corpus), "shard-00001.tokens", "bytes 4096", "tokens 0 to"
+    )
+    refused(
+        lambda: verify_corpus_checksums(corpus, is_new=True), "shard-00001.tokens"
     )  # who wrote them is long gone
 
 
@@ -383,7 +389,7 @@ def test_what_is_too_much_to_read_is_said_to_be_unverified(
     corpus = prepare(shards, out_dir)
     flip_a_bit(shards / "shard-00001.tokens", 4096 + 20)
     monkeypatch.setattr(room, "MAX_VERIFIED_BYTES", 1000)
-    (said,) = verify_corpus(corpus)
+    (said,) = verify_corpus_checksums(corpus)
     assert "phalanx data verify" in said
 
 
@@ -403,7 +409,12 @@ def test_token_ids_that_changed_since_the_run_began(tmp_path: Path, out_dir: Pat
     corpus = prepare(tmp_path / "ids.npy", out_dir)
     np.save(tmp_path / "ids.npy", np.arange(1_000)[::-1])
     corpus.sequences("train")  # the size is the same
-    refused(lambda: verify_corpus(corpus), "ids.npy", "changed since the run began", "checksum")
+    refused(
+        lambda: verify_corpus_checksums(corpus),
+        "ids.npy",
+        "changed since the run began",
+        "checksum",
+    )
     np.save(tmp_path / "ids.npy", np.arange(900))
     refused(lambda: corpus.sequences("train"), "ids.npy", "changed since the run began", "bytes")
 

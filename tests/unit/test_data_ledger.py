@@ -13,7 +13,7 @@ import pytest
 
 from phalanx.core.errors import DataError
 from phalanx.core.files import write_json_atomic
-from phalanx.data.ledger import check_ledger
+from phalanx.data.ledger import check_sample_records
 from phalanx.data.loader import RankBatchShare, TrainBatches
 from phalanx.data.prepare import prepare_corpus
 from phalanx.data.samples import SampleSpec
@@ -84,7 +84,7 @@ DONE = {10: 80}
 
 def test_a_straight_run(run_dir: Path) -> None:
     read(run_dir, 0, range(1, 11))
-    report = check_ledger(run_dir)
+    report = check_sample_records(run_dir)
     assert report.problems == ()
     assert (report.num_samples, report.num_steps, report.num_attempts, report.num_compared) == (
         80,
@@ -102,7 +102,7 @@ def test_steps_that_a_restart_did_again_count_once(run_dir: Path) -> None:
     read(run_dir, 0, range(1, 9))
     read(run_dir, 0, range(9, 10), only=[1])  # killed before rank 0 had said it
     read(run_dir, 1, range(6, 11))
-    report = check_ledger(run_dir)
+    report = check_sample_records(run_dir)
     assert report.problems == ()
     assert (report.num_samples, report.num_steps, report.num_attempts) == (80, 10, 2)
     assert "over 2 attempts, each exactly once" in report.lines()[0]
@@ -111,7 +111,7 @@ def test_steps_that_a_restart_did_again_count_once(run_dir: Path) -> None:
 def test_a_resumed_run_may_have_other_ranks_and_another_batch_size(run_dir: Path) -> None:
     read(run_dir, 0, range(1, 14))  # steps 11 to 13 were lost: nothing was saved after step 10
     read(run_dir, 1, range(11, 13), ranks=4, batch=12)
-    report = check_ledger(run_dir)
+    report = check_sample_records(run_dir)
     assert report.problems == ()
     assert (report.num_samples, report.num_steps) == (80 + 24, 12)
 
@@ -119,7 +119,7 @@ def test_a_resumed_run_may_have_other_ranks_and_another_batch_size(run_dir: Path
 def test_the_newest_step_may_be_cut_off_by_a_kill(run_dir: Path) -> None:
     read(run_dir, 0, range(1, 5))
     read(run_dir, 0, range(5, 6), only=[1])
-    report = check_ledger(run_dir)
+    report = check_sample_records(run_dir)
     assert (report.problems, report.num_steps, report.num_samples) == ((), 4, 32)
 
 
@@ -156,7 +156,7 @@ def test_a_planted_fault_is_found_and_named(
     run_dir: Path, fault: Callable[..., object], said: list[str]
 ) -> None:
     read(run_dir, 0, range(1, 11), changed=fault)
-    report = check_ledger(run_dir)
+    report = check_sample_records(run_dir)
     assert not report.ok
     for problem in said:
         assert problem in report.problems
@@ -166,7 +166,7 @@ def test_a_planted_fault_is_found_and_named(
 def test_a_run_with_a_wrong_order_is_found(run_dir: Path) -> None:
     """It reads as many samples as it says, and others."""
     read(run_dir, 0, range(1, 4), seed=SEED + 1)
-    report = check_ledger(run_dir)
+    report = check_sample_records(run_dir)
     assert len(report.problems) == 6
     assert "what rank 0 was given is not what the order of samples says" in report.problems[0]
 
@@ -174,22 +174,22 @@ def test_a_run_with_a_wrong_order_is_found(run_dir: Path) -> None:
 def test_what_is_read_again_must_be_the_same(run_dir: Path) -> None:
     read(run_dir, 0, range(1, 9), changed=at(7, 1, lambda event: replace(event, xxh3="0" * 16)))
     read(run_dir, 1, range(6, 11))
-    (problem,) = check_ledger(run_dir).problems
+    (problem,) = check_sample_records(run_dir).problems
     assert problem == "step 7: attempt 0 and attempt 1 read other content as samples 52 to 55"
 
 
 def test_steps_before_the_record_was_kept_are_said_to_be_missing(run_dir: Path) -> None:
     read(run_dir, 1, range(6, 8))
-    problems = check_ledger(run_dir).problems
+    problems = check_sample_records(run_dir).problems
     assert problems[0] == "steps 1 to 5: no rank has a record"
     assert "step 6: samples 0 to 39 are missing" in problems
 
 
 def test_no_record_and_no_run_are_refused(run_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"observe\.samples=true"):
-        check_ledger(run_dir)
+        check_sample_records(run_dir)
     with pytest.raises(DataError, match="no such directory"):
-        check_ledger(tmp_path / "nowhere")
+        check_sample_records(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_a_damaged_record_is_a_problem_that_is_named(
     run_dir: Path, damage: dict[str, object], said: str
 ) -> None:
     read(run_dir, 0, range(1, 4), changed=at(2, 0, lambda event: replace(event, **damage)))
-    report = check_ledger(run_dir)
+    report = check_sample_records(run_dir)
     assert said in report.problems[0]
     assert f"step {damage.get('step', 2)}: rank" in report.problems[0]
     assert "step 2: rank 0 has no record" in report.problems
@@ -224,7 +224,7 @@ def test_a_far_step_is_one_gap_where_no_start_of_the_attempt_is_on_record(run_di
     read(
         run_dir, 0, range(1, 4), ranks=2, only=[1], changed=far
     )  # rank 0, which says how it began, wrote nothing
-    problems = check_ledger(run_dir).problems
+    problems = check_sample_records(run_dir).problems
     assert "steps 4 to 999999999999: no rank has a record" in problems
     assert len(problems) < 8
 
@@ -236,6 +236,6 @@ def test_a_step_that_claims_other_numbers_of_samples_is_named_and_not_read(run_d
         range(1, 4),
         changed=at(3, 1, lambda event: replace(event, ranges=[20, 20 + 2**24])),
     )
-    assert check_ledger(run_dir).problems == (
+    assert check_sample_records(run_dir).problems == (
         "step 3: rank 1 read 16777216 samples, and 4 in other steps",
     )

@@ -24,7 +24,13 @@ from phalanx.data.loader import (
 )
 from phalanx.data.order import SampleOrder
 from phalanx.data.prepare import prepare_corpus
-from phalanx.data.samples import Arrays, SampleSpec, SampleWindows, TokenSamples, open_samples
+from phalanx.data.samples import (
+    Arrays,
+    SampleSpec,
+    SampleWindows,
+    TokenSamples,
+    open_training_samples,
+)
 from phalanx.job.schema import Data, Source
 from second_device import CUDA, second_device
 
@@ -115,7 +121,7 @@ def test_the_union_over_ranks_is_what_one_rank_reads_in_order(
 
 def test_the_cursor_counts_samples_of_all_ranks() -> None:
     share = RankBatchShare(12, 2, 3, 1)
-    assert [share.cursor(step) for step in (1, 2, 11)] == [0, 12, 120]
+    assert [share.count_samples_before_step(step) for step in (1, 2, 11)] == [0, 12, 120]
     assert share.sample_indices(2).tolist() == [[14, 15], [20, 21]]
 
 
@@ -273,8 +279,10 @@ def check_places(arrays: Arrays) -> None:
 
 
 def test_masks_number_the_documents_of_a_sample_and_restart_positions(documents: Corpus) -> None:
-    plain = open_samples(documents, SEQ_LEN, seed=3).take(np.arange(200))
-    masked = open_samples(documents, SEQ_LEN, seed=3, document_masks=True).take(np.arange(200))
+    plain = open_training_samples(documents, SEQ_LEN, seed=3).take(np.arange(200))
+    masked = open_training_samples(documents, SEQ_LEN, seed=3, document_masks=True).take(
+        np.arange(200)
+    )
     assert set(masked) == {*plain, "document_ids"}
     assert np.array_equal(masked["inputs"], plain["inputs"])
     assert np.array_equal(
@@ -332,7 +340,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 def test_samples_of_a_mixture_come_by_weight_each_source_in_an_order_of_its_own(
     mixed: Corpus,
 ) -> None:
-    starts = open_samples(mixed, SEQ_LEN, seed=3).take(np.arange(640))["inputs"][:, 0]
+    starts = open_training_samples(mixed, SEQ_LEN, seed=3).take(np.arange(640))["inputs"][:, 0]
     assert (starts < 1_000).sum() == 480
     for number, mine in enumerate((starts[starts < 1_000], starts[starts >= 1_000] - 1_000)):
         order = SampleOrder(900, SEQ_LEN, stable_hash64("source", 3, number))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from phalanx.core.errors import DataError
-from phalanx.data.corpus import Corpus, verify_corpus
+from phalanx.data.corpus import Corpus, verify_corpus_checksums
 from phalanx.data.megatron import megatron_paths
 from phalanx.data.prepare import prepare_corpus
 from phalanx.job.schema import Data
@@ -165,7 +165,7 @@ def test_a_flipped_bit_is_found_before_a_run_goes_on(tmp_path: Path) -> None:
     content[4] ^= 1
     Path(f"{prefix}.bin").write_bytes(content)
     with pytest.raises(DataError, match=r"corpus\.bin: the corpus has changed .*checksum"):
-        verify_corpus(corpus)
+        verify_corpus_checksums(corpus)
 
 
 def test_negative_ids_are_refused_by_their_place(tmp_path: Path) -> None:

@@ -8,7 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.data.mixture import SHARE_DENOMINATOR, SHUFFLED_RUN_LENGTH, Mixture, divide_by_weights
+from phalanx.data.mixture import (
+    SHARE_DENOMINATOR,
+    SHUFFLED_RUN_LENGTH,
+    Mixture,
+    apportion_samples_by_weights,
+)
 
 weights_of = st.lists(st.floats(0.01, 100), min_size=1, max_size=6)
 
@@ -16,7 +21,7 @@ weights_of = st.lists(st.floats(0.01, 100), min_size=1, max_size=6)
 @settings(deadline=None, max_examples=30)
 @given(weights=weights_of)
 def test_quotas_are_the_shares_rounded_and_sum_up(weights: list[float]) -> None:
-    found = divide_by_weights(weights)
+    found = apportion_samples_by_weights(weights)
     assert found.sum() == SHARE_DENOMINATOR
     assert np.abs(found - np.array(weights) / sum(weights) * SHARE_DENOMINATOR).max() < 1
 

@@ -8,7 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.data.order import SampleOrder, ShuffledOrder, num_held_out_targets, permute_indices
+from phalanx.data.order import (
+    SampleOrder,
+    ShuffledSampleOrder,
+    count_held_out_targets,
+    permute_indices,
+)
 
 keys = st.integers(0, 2**64 - 1)
 
@@ -129,13 +134,13 @@ def test_the_order_never_changes_between_releases() -> None:
 def test_held_out_targets_are_all_tokens_but_the_first(
     num_tokens: int, max_tokens: int | None, expected: int
 ) -> None:
-    assert num_held_out_targets(num_tokens, max_tokens) == expected
+    assert count_held_out_targets(num_tokens, max_tokens) == expected
 
 
 def test_a_shuffled_order_has_every_sample_once_in_each_epoch_and_another_order_in_the_next() -> (
     None
 ):
-    order = ShuffledOrder(1_000, seed=4)
+    order = ShuffledSampleOrder(1_000, seed=4)
     epochs = order.shuffled_positions(np.arange(3_000)).reshape(3, 1_000)
     assert all(sorted(epoch) == list(range(1_000)) for epoch in epochs.tolist())
     assert len({tuple(epoch) for epoch in epochs.tolist()}) == 3
@@ -143,5 +148,5 @@ def test_a_shuffled_order_has_every_sample_once_in_each_epoch_and_another_order_
         order.shuffled_positions(np.array([[2_999, 5]])), [[epochs[2, 999], epochs[0, 5]]]
     )
     assert not np.array_equal(
-        ShuffledOrder(1_000, seed=5).shuffled_positions(np.arange(1_000)), epochs[0]
+        ShuffledSampleOrder(1_000, seed=5).shuffled_positions(np.arange(1_000)), epochs[0]
     )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from phalanx.cli._data_stats_output import BAR_WIDTH_CELLS, draw_text_bar
 from phalanx.data.build import build_dataset
-from phalanx.data.stats import QUANTILES, measure_dataset
+from phalanx.data.stats import QUANTILES, compute_dataset_stats
 from phalanx.report.dataset_page import render_dataset_page
 
 
@@ -34,7 +34,9 @@ def test_lengths_are_those_of_the_documents(
     for number, length in enumerate(lengths):
         (folder / "in" / f"{number:03d}.txt").write_text("x" * (length - 1))
     # Shards so small that documents go on in the next one.
-    found = measure_dataset(build_dataset([str(folder / "in")], folder / "out", shard_bytes=700))
+    found = compute_dataset_stats(
+        build_dataset([str(folder / "in")], folder / "out", shard_bytes=700)
+    )
     ordered = sorted(lengths)
     assert found.num_documents == len(lengths)
     assert found.num_tokens == sum(lengths)
@@ -55,7 +57,7 @@ def test_lengths_are_those_of_the_documents(
 
 def test_tokens_are_counted(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("aaabbc")
-    found = measure_dataset(build_dataset([str(tmp_path / "a.txt")], tmp_path / "out"))
+    found = compute_dataset_stats(build_dataset([str(tmp_path / "a.txt")], tmp_path / "out"))
     counted = [(token.token, token.text, token.count) for token in found.frequent]
     assert counted == [(97, "a", 3), (98, "b", 2), (99, "c", 1), (256, "(end of document)", 1)]
     assert found.counts_by_rank == ((1, 3), (2, 2), (3, 1), (4, 1))
@@ -70,7 +72,7 @@ def test_labels_of_lengths_do_not_run_into_each_other(tmp_path: Path) -> None:
     for power in range(21):
         (tmp_path / "in" / f"{power:02d}.txt").write_text("x" * (2**power - 1))
     dataset = build_dataset([str(tmp_path / "in")], tmp_path / "out")
-    page = render_dataset_page(dataset, measure_dataset(dataset))
+    page = render_dataset_page(dataset, compute_dataset_stats(dataset))
     first = page[page.index("Documents by length") : page.index("Tokens by length")]
     labels = re.findall(r'<span class="xtick" style="left:([\d.]+)%">([^<]+)</span>', first)
     assert len(labels) > 4
@@ -85,7 +87,7 @@ def test_labels_of_lengths_do_not_run_into_each_other(tmp_path: Path) -> None:
 def test_a_page_counts_in_whole_numbers(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x")
     dataset = build_dataset([str(tmp_path / "a.txt")], tmp_path / "out")
-    page = render_dataset_page(dataset, measure_dataset(dataset))
+    page = render_dataset_page(dataset, compute_dataset_stats(dataset))
     ticks = re.findall(r'<span class="ytick"[^>]*>([^<]+)</span>', page)
     assert ticks
     assert not [tick for tick in ticks if "." in tick]

@@ -318,7 +318,7 @@ def test_neighbours_agree_where_a_file_is_cut_between_them(tokenizer: Tokenizer)
     data = ("".join(CORPUS) * 3).encode() + b"\xff\xfe bad bytes\nand more \xe6\xbc\n" * 40
     cutter, file = build_text_cutter(tokenizer), io.BytesIO(data)
     offsets = [0, 1, 777, 5_000, 5_001, 9_999, len(data) - 5, len(data)]
-    found = [cutter.find_cut_in_file(file, offset, len(data)) for offset in offsets]
+    found = [cutter.find_token_safe_cut_in_file(file, offset, len(data)) for offset in offsets]
     assert found == sorted(found)
     assert all(cut >= offset for cut, offset in zip(found, offsets, strict=True))
     if not cutter.can_cut:

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.data.tokens import (
-    UndividedTokenArray,
+    SingleDocumentTokenArray,
     choose_split,
-    document_keys_from_numbers,
     find_token_outside_vocabulary,
-    split_tokens,
+    hash_document_numbers,
+    split_into_train_and_held_out,
 )
 
 
@@ -25,7 +25,7 @@ class Array:
     def __init__(self, lengths: list[int], first_token: int, numbers: list[int]) -> None:
         self.tokens = np.arange(first_token, first_token + sum(lengths)).astype("<u4")
         self.ends = np.cumsum(lengths).astype(np.uint64)
-        self.keys = document_keys_from_numbers(np.array(numbers, np.int64))
+        self.keys = hash_document_numbers(np.array(numbers, np.int64))
 
 
 def arrays_of(lengths: list[list[int]]) -> list[Array]:
@@ -60,7 +60,7 @@ def test_a_split_by_document_is_the_concatenation_of_its_documents(
     lengths: list[list[int]], fraction: float, length: int
 ) -> None:
     arrays = arrays_of(lengths)
-    splits = split_tokens(arrays, fraction, "document")
+    splits = split_into_train_and_held_out(arrays, fraction, "document")
     for sequence, documents in zip(
         (splits.train, splits.held_out), slow_split(arrays, fraction), strict=True
     ):
@@ -83,7 +83,7 @@ def test_a_split_by_document_is_the_concatenation_of_its_documents(
 def test_a_split_by_position_is_a_cut(lengths: list[list[int]], fraction: float) -> None:
     arrays = arrays_of(lengths)
     total = sum(map(sum, lengths))
-    splits = split_tokens(arrays, fraction, "position")
+    splits = split_into_train_and_held_out(arrays, fraction, "position")
     assert [*splits.train[:].tolist(), *splits.held_out[:].tolist()] == list(range(total))
     held_out = min(total, max(2, int(np.ceil(total * fraction)))) if fraction else 0
     assert len(splits.held_out) == held_out
@@ -95,7 +95,9 @@ def test_a_split_by_position_is_a_cut(lengths: list[list[int]], fraction: float)
 
 
 def test_gather_takes_starts_of_any_shape() -> None:
-    sequence = split_tokens([UndividedTokenArray.from_tokens(np.arange(50))], 0.0, "position").train
+    sequence = split_into_train_and_held_out(
+        [SingleDocumentTokenArray.from_tokens(np.arange(50))], 0.0, "position"
+    ).train
     starts = np.array([[0, 7], [40, 47]])
     assert sequence.gather(starts, 3).tolist() == (starts[..., None] + np.arange(3)).tolist()
     assert sequence.gather(np.zeros((0,), np.int64), 3).shape == (0, 3)
@@ -103,7 +105,7 @@ def test_gather_takes_starts_of_any_shape() -> None:
 
 def test_a_document_that_two_shards_share_is_one() -> None:
     arrays = [Array([3, 4], 0, [1, 2]), Array([5, 6], 7, [2, 3])]
-    splits = split_tokens(arrays, 0.0, "position")
+    splits = split_into_train_and_held_out(arrays, 0.0, "position")
     assert splits.train.num_documents == 3
     assert splits.train.document_ends().tolist() == [3, 12, 18]
 
@@ -111,11 +113,13 @@ def test_a_document_that_two_shards_share_is_one() -> None:
 def test_the_same_documents_are_held_out_however_they_lie() -> None:
     arrays = arrays_of([[5] * 40, [5] * 60])
     one = [Array([5] * 100, 0, list(range(100)))]
-    assert split_tokens(arrays, 0.3, "document").held_out[:].tolist() == (
-        split_tokens(one, 0.3, "document").held_out[:].tolist()
+    assert split_into_train_and_held_out(arrays, 0.3, "document").held_out[:].tolist() == (
+        split_into_train_and_held_out(one, 0.3, "document").held_out[:].tolist()
     )
-    fewer = split_tokens(one, 0.1, "document").held_out[:].tolist()
-    assert set(fewer) < set(split_tokens(one, 0.3, "document").held_out[:].tolist())
+    fewer = split_into_train_and_held_out(one, 0.1, "document").held_out[:].tolist()
+    assert set(fewer) < set(
+        split_into_train_and_held_out(one, 0.3, "document").held_out[:].tolist()
+    )
 
 
 @pytest.mark.parametrize(
@@ -145,7 +149,7 @@ def test_both_sides_have_a_sequence_of_whole_documents_or_the_split_is_by_positi
 ) -> None:
     arrays = arrays_of(lengths)
     chosen = choose_split(arrays, fraction, seq_len)
-    splits = split_tokens(arrays, fraction, *chosen)
+    splits = split_into_train_and_held_out(arrays, fraction, *chosen)
     assert splits.train.num_tokens + splits.held_out.num_tokens == sum(map(sum, lengths))
     if chosen.by != "position":
         assert min(splits.train.num_tokens, splits.held_out.num_tokens) >= seq_len + 1
@@ -159,11 +163,14 @@ def test_of_a_long_and_a_short_document_the_short_one_is_held_out() -> None:
     for lengths in ([1000, 20], [20, 1000]):  # whichever has the smaller key
         arrays = arrays_of([lengths])
         chosen = choose_split(arrays, 0.001, 10)
-        assert split_tokens(arrays, 0.001, *chosen).held_out.num_tokens == 20
+        assert split_into_train_and_held_out(arrays, 0.001, *chosen).held_out.num_tokens == 20
     for lengths in permutations([650, 340, 870, 2300, 1150]):  # of which no more than a tenth
         arrays = arrays_of([list(lengths)])
         assert (
-            split_tokens(arrays, 0.001, *choose_split(arrays, 0.001, 32)).held_out.num_tokens == 340
+            split_into_train_and_held_out(
+                arrays, 0.001, *choose_split(arrays, 0.001, 32)
+            ).held_out.num_tokens
+            == 340
         )
 
 
@@ -171,7 +178,7 @@ def test_a_document_that_two_shards_share_is_held_out_whole() -> None:
     arrays = arrays_of([[50, 30], [30, 50]])
     arrays[1].keys = np.concatenate([arrays[0].keys[-1:], arrays[1].keys[1:]])
     chosen = choose_split(arrays, 1e-9, 10)
-    splits = split_tokens(arrays, 1e-9, *chosen)
+    splits = split_into_train_and_held_out(arrays, 1e-9, *chosen)
     assert chosen.by == "few_documents"
     assert splits.held_out.num_tokens in (50, 60)
     assert splits.train.num_documents == 2
@@ -183,9 +190,9 @@ def test_ten_million_documents_take_no_loop() -> None:
     make few extents."""
     array = Array([1], 0, [0])
     array.ends = np.arange(1, 10_000_001).astype(np.uint64)
-    array.keys = document_keys_from_numbers(np.arange(10_000_000))
+    array.keys = hash_document_numbers(np.arange(10_000_000))
     array.tokens = np.zeros(10_000_000, np.uint16)
-    splits = split_tokens([array], 0.001, "document")
+    splits = split_into_train_and_held_out([array], 0.001, "document")
     assert splits.train.num_tokens + splits.held_out.num_tokens == 10_000_000
     assert 9_000 < splits.held_out.num_documents == splits.held_out.num_tokens < 11_000
 

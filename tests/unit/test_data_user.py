@@ -20,7 +20,7 @@ from phalanx.data.user_dataset import (
     NUM_COMPARED_SAMPLES,
     UserSamples,
     collate_samples,
-    digest_sample_subset,
+    hash_sample_subset,
 )
 from phalanx.job.schema import Data
 from phalanx.job.user_dataset import count_loader_processes, is_own_dataset
@@ -353,14 +353,14 @@ def test_datasets_that_differ_in_few_samples_are_told_apart_though_one_looks_the
         [{"inputs": np.zeros(2), "labels": (i >> bit) & 1} for i in range(64)] for bit in (0, 1)
     )
     assert sum(a["labels"] == b["labels"] for a, b in zip(one, other, strict=True)) == 32
-    assert digest_sample_subset(Listed(one), "own:data") == digest_sample_subset(
+    assert hash_sample_subset(Listed(one), "own:data") == hash_sample_subset(
         Listed(one), "own:data"
     )
-    assert digest_sample_subset(Listed(one), "own:data") != digest_sample_subset(
+    assert hash_sample_subset(Listed(one), "own:data") != hash_sample_subset(
         Listed(other), "own:data"
     )
     for length in (
         1,
         NUM_COMPARED_SAMPLES + 1,
     ):  # places that exist, of samples that could not be stacked
-        digest_sample_subset(Listed([{"inputs": np.zeros(i)} for i in range(length)]), "own:data")
+        hash_sample_subset(Listed([{"inputs": np.zeros(i)} for i in range(length)]), "own:data")

@@ -15,7 +15,7 @@ from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.mesh.logical import collect_module_shards
 from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import CausalOutput, causal_cross_entropy
-from phalanx.nn.rotary import rotary_table, rotate
+from phalanx.nn.rotary import make_rotary_table, rotate
 
 
 def logits(module: Decoder, tokens: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
@@ -82,13 +82,15 @@ def test_rotation_depends_on_the_difference_of_positions_only() -> None:
     q, k = (torch.randn(1, 1, 1, 8, generator=generator, dtype=torch.float64) for _ in range(2))
 
     def score(at_q: int, at_k: int) -> float:
-        tables = [rotary_table(torch.tensor([[at]]), shape(), torch.float64) for at in (at_q, at_k)]
+        tables = [
+            make_rotary_table(torch.tensor([[at]]), shape(), torch.float64) for at in (at_q, at_k)
+        ]
         return (rotate(q, tables[0]) * rotate(k, tables[1])).sum().item()
 
     assert score(7, 3) == pytest.approx(score(104, 100), rel=1e-12)
     assert score(7, 3) != pytest.approx(score(7, 4), rel=1e-3)
     assert rotate(
-        q, rotary_table(torch.tensor([[9]]), shape(), torch.float64)
+        q, make_rotary_table(torch.tensor([[9]]), shape(), torch.float64)
     ).norm() == pytest.approx(q.norm().item())
 
 

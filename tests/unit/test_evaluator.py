@@ -7,7 +7,7 @@ import pytest
 from phalanx.train.evaluator import (
     MAX_BATCHES_BETWEEN_AGREEMENTS,
     STOP_AGREEMENT_INTERVAL_S,
-    batches_until_agreement,
+    compute_batches_until_agreement,
 )
 
 
@@ -17,7 +17,7 @@ def test_ranks_agree_about_twice_a_second_and_never_wait_for_many_batches(batch_
     share one wait."""
     batches, waits = 1, []
     for _ in range(20):
-        batches = batches_until_agreement(batches, batches * batch_s)
+        batches = compute_batches_until_agreement(batches, batches * batch_s)
         waits.append(batches)
     assert max(waits) * batch_s <= max(2 * STOP_AGREEMENT_INTERVAL_S, batch_s)
     assert (

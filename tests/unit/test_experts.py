@@ -21,7 +21,7 @@ from phalanx.nn.experts import MixtureOfExperts
 from phalanx.nn.grouped import GroupedLinear
 from phalanx.nn.models.decoder import build
 from phalanx.nn.objective import causal_cross_entropy
-from phalanx.nn.routing import ExpertBalance, capacity
+from phalanx.nn.routing import ExpertBalance, compute_expert_capacity
 from second_device import CUDA, second_device
 
 B, T, E, K = 3, 7, 6, 2
@@ -152,8 +152,12 @@ def test_a_balance_loss_that_nobody_weighs_is_an_error_and_not_silence() -> None
 
 
 def test_capacity_is_the_even_share_times_a_factor_rounded_up() -> None:
-    assert [capacity(128, 2, 8, factor) for factor in (1.0, 1.25, 0.01)] == [32, 40, 1]
-    assert capacity(7, 2, 6, 1.0) == math.ceil(14 / 6)
+    assert [compute_expert_capacity(128, 2, 8, factor) for factor in (1.0, 1.25, 0.01)] == [
+        32,
+        40,
+        1,
+    ]
+    assert compute_expert_capacity(7, 2, 6, 1.0) == math.ceil(14 / 6)
 
 
 class _Seen(TorchDispatchMode):
@@ -190,7 +194,11 @@ def test_rows_are_added_up_in_one_order(
     torch.manual_seed(5)
     layer = MixtureOfExperts(
         replace(
-            MIXTRAL, num_experts=5, experts_per_token=3, balance_loss=0.0, expert_capacity=capacity
+            MIXTRAL,
+            num_experts=5,
+            experts_per_token=3,
+            balance_loss=0.0,
+            expert_capacity=capacity,
         ),
         ExpertBalance(),
     )
@@ -209,7 +217,7 @@ def test_rows_are_added_up_in_one_order(
     with _Seen() as seen:
         found = results()
     assert not [name for name in seen.names if name.startswith("index_add")], seen.names
-    monkeypatch.setattr(experts, "_sum_by_token", added_by_index)
+    monkeypatch.setattr(experts, "_sum_rows_by_token", added_by_index)
     for one, other in zip(found, results(), strict=True):
         assert torch.equal(one, other)
 

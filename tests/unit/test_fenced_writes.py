@@ -19,9 +19,9 @@ from phalanx.job.load import load_job
 from phalanx.mesh.mesh import open_mesh
 from phalanx.observe.bus import Bus
 from phalanx.plan.layout import Layout
-from phalanx.run.directory import write_run_facts
-from phalanx.run.weights import find_checkpoints
-from phalanx.train.best import BestRecorder
+from phalanx.run.directory import hold_run_facts_files
+from phalanx.run.weights import list_checkpoints_newest_first
+from phalanx.train.best import BestCheckpointRecorder
 from phalanx.train.evaluation import EvalScore
 
 
@@ -33,16 +33,16 @@ def test_no_best_is_named_and_nothing_is_cleaned_up_in_another_jobs_run(tmp_path
     storage = RunStorage(tmp_path, store, fence)
     bus = Bus(rank=0)
     with open_mesh(Layout(), device="cpu") as mesh:
-        best = BestRecorder(load_job(None, []), mesh, bus, storage)
+        best = BestCheckpointRecorder(load_job(None, []), mesh, bus, storage)
         best.record_best(4, EvalScore(1.25, 9, 1.25))
         first = store.begin_draft(8).path
-        assert find_checkpoints(storage, mesh) == []
+        assert list_checkpoints_newest_first(storage, mesh) == []
         assert not first.exists()  # of an earlier job, half written
         write_next_fencing_token(tmp_path, taker="process 7 on another host")
         theirs = store.begin_draft(9).path
         best.record_best(5, EvalScore(1.0, 9, 1.0))
         with pytest.raises(RunTakenError, match="process 7 on another host"):
-            find_checkpoints(storage, mesh)
+            list_checkpoints_newest_first(storage, mesh)
     named = read_best_step(tmp_path)
     assert named is not None
     assert named.step == 4
@@ -57,14 +57,23 @@ def test_the_facts_of_the_job_that_took_the_run_stay(tmp_path: Path) -> None:
         (tmp_path / LOCK_FILE_NAME).unlink()
         job.write_text('"theirs"')
 
-    with holding_run_lock(tmp_path) as lock, write_run_facts(tmp_path, lock, {"job.json": "ours"}):
+    with (
+        holding_run_lock(tmp_path) as lock,
+        hold_run_facts_files(tmp_path, lock, {"job.json": "ours"}),
+    ):
         pass  # no step was done: it was refused after all
     assert json.loads(job.read_text()) == "old"
-    with holding_run_lock(tmp_path) as lock, write_run_facts(tmp_path, lock, {"job.json": "ours"}):
+    with (
+        holding_run_lock(tmp_path) as lock,
+        hold_run_facts_files(tmp_path, lock, {"job.json": "ours"}),
+    ):
         take_over()
     assert json.loads(job.read_text()) == "theirs"
     with holding_run_lock(tmp_path) as lock:
         take_over()
-        with pytest.raises(RunLockedError), write_run_facts(tmp_path, lock, {"job.json": "ours"}):
+        with (
+            pytest.raises(RunLockedError),
+            hold_run_facts_files(tmp_path, lock, {"job.json": "ours"}),
+        ):
             pass
     assert json.loads(job.read_text()) == "theirs"

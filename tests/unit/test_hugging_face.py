@@ -20,9 +20,9 @@ from phalanx.mesh.blocks import find_repeated_blocks
 from phalanx.mesh.linear import collect_shard_rules_of_module
 from phalanx.mesh.tensor_group import TensorParallelGroup
 from phalanx.nn.hugging_face.adapter import build
-from phalanx.nn.hugging_face.experts import use_batched_products
-from phalanx.nn.hugging_face.shard_rules import shard_rules_of
-from phalanx.nn.objective import logits_cross_entropy
+from phalanx.nn.hugging_face.experts import use_batched_expert_products
+from phalanx.nn.hugging_face.shard_rules import build_hugging_face_shard_rules
+from phalanx.nn.objective import build_logits_cross_entropy
 from phalanx.parallel.loss_forward import gather_logits
 from phalanx.parallel.tensor.sharder import shard_module_by_rules
 from phalanx.plan.cluster import Cluster
@@ -68,7 +68,7 @@ def test_logits_are_those_that_transformers_computes_of_the_same_weights(
         shifted = gather_logits(module(tokens, torch.arange(12).repeat(2, 1) * 3))
     assert not torch.allclose(found, shifted)  # positions are not dropped
     targets = torch.randint(96, (2, 12))
-    loss_sum, count = logits_cross_entropy(1024)(found, {"targets": targets})
+    loss_sum, count = build_logits_cross_entropy(1024)(found, {"targets": targets})
     wanted = torch.nn.functional.cross_entropy(found.flatten(0, 1), targets.flatten())
     torch.testing.assert_close(loss_sum / count, wanted)
 
@@ -91,7 +91,7 @@ def test_images_are_classified_as_transformers_does(
         torch.testing.assert_close(found, theirs(images).logits)
         loss = theirs(images, labels=labels).loss
     for key in ("labels", "targets"):
-        loss_sum, count = logits_cross_entropy(1024)(found, {key: labels})
+        loss_sum, count = build_logits_cross_entropy(1024)(found, {key: labels})
         torch.testing.assert_close(loss_sum / count, loss)
 
 
@@ -138,7 +138,9 @@ def test_experts_are_cut_as_their_plan_says_and_left_where_their_matrices_lie_ot
         module = build(f"hf:{write_config(tmp_path, 'mixtral')}")
         assert collect_shard_rules_of_module(module)[name] == "experts parts=2"
         module.model.layers[1].mlp.experts.is_transposed = True
-        assert name not in shard_rules_of(module, module.config, has_plain_head=True)
+        assert name not in build_hugging_face_shard_rules(
+            module, module.config, has_plain_head=True
+        )
 
 
 def test_experts_are_cut_in_the_parts_that_their_matrices_have(tmp_path: Path) -> None:
@@ -267,15 +269,15 @@ def test_experts_by_batched_products_have_float64_and_say_what_grouped_ones_do(
     grouped = gather_logits(module(inputs)).detach()
     with pytest.raises(RuntimeError):
         module.double()(inputs)
-    assert use_batched_products(module)
+    assert use_batched_expert_products(module)
     batched = gather_logits(module(inputs)).detach()
     assert batched.dtype == torch.float64
     torch.testing.assert_close(batched.float(), grouped, rtol=1e-4, atol=1e-5)
-    assert not use_batched_products(module)  # it is done
+    assert not use_batched_expert_products(module)  # it is done
 
 
 def test_a_dense_model_has_no_experts_to_compute_otherwise(tmp_path: Path) -> None:
-    assert not use_batched_products(model_of(tmp_path, "llama"))
+    assert not use_batched_expert_products(model_of(tmp_path, "llama"))
 
 
 @pytest.mark.parametrize("name", ["qwen2", pytest.param("mixtral", marks=pytest.mark.long)])

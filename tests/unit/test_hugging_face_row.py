@@ -173,8 +173,8 @@ def test_every_preset_is_equal_or_refused(tmp_path: Path) -> None:
 
 
 def reverse_ramp(patch: pytest.MonkeyPatch) -> None:
-    share = rotary._llama3_kept_share
-    patch.setattr(rotary, "_llama3_kept_share", lambda *args: 1 - share(*args))
+    share = rotary._compute_llama3_kept_share
+    patch.setattr(rotary, "_compute_llama3_kept_share", lambda *args: 1 - share(*args))
 
 
 def halve_the_gradient(patch: pytest.MonkeyPatch) -> None:

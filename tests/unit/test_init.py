@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.mesh.logical import Box, LogicalShard
 from phalanx.nn import init
-from phalanx.nn.init import InitRule, initialize_shards, standard_normal
+from phalanx.nn.init import InitRule, initialize_shards, make_standard_normals
 from ranks import run_ranks
 
 RULES = (InitRule("*norm*", constant=1.0), InitRule("zero", constant=0.0), InitRule("*", std=0.02))
@@ -69,16 +69,19 @@ def test_several_boxes_of_one_local_tensor(rows: int, columns: int, data: st.Dat
 @given(st.integers(0, 2**40), st.integers(1, 200), st.data())
 def test_any_run_of_the_sequence(start: int, count: int, data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, count))
-    parts = [standard_normal(9, start, cut), standard_normal(9, start + cut, count - cut)]
-    assert torch.equal(torch.cat(parts), standard_normal(9, start, count))
+    parts = [
+        make_standard_normals(9, start, cut),
+        make_standard_normals(9, start + cut, count - cut),
+    ]
+    assert torch.equal(torch.cat(parts), make_standard_normals(9, start, count))
 
 
 def test_runs_across_the_scratch_chunks_and_threads() -> None:
     """Generated 2^20 at a time, with one thread or two: the same bits."""
-    across = standard_normal(4, 0, (1 << 20) + 300)
-    assert torch.equal(standard_normal(4, (1 << 20) - 300, 600), across[-600:])
+    across = make_standard_normals(4, 0, (1 << 20) + 300)
+    assert torch.equal(make_standard_normals(4, (1 << 20) - 300, 600), across[-600:])
     torch.set_num_threads(2)
-    assert torch.equal(standard_normal(4, 0, (1 << 20) + 300), across)
+    assert torch.equal(make_standard_normals(4, 0, (1 << 20) + 300), across)
 
 
 class Copies(TorchDispatchMode):
@@ -153,7 +156,7 @@ def test_a_name_without_a_rule_is_a_bug() -> None:
 def test_the_numbers_are_standard_normal() -> None:
     """200,000 of them: mean, deviation, and Kolmogorov's distance (1.95/sqrt(n): p = 0.001)."""
     count = 200_000
-    values = standard_normal(1, 0, count).double().sort().values
+    values = make_standard_normals(1, 0, count).double().sort().values
     assert abs(values.mean().item()) < 4 / count**0.5
     assert abs(values.std().item() - 1) < 4 / (2 * count) ** 0.5
     steps = torch.arange(1, count + 1, dtype=torch.float64) / count
@@ -181,21 +184,21 @@ def test_numbers_are_philox_bits_through_the_inverse_normal_distribution() -> No
     interval."""
     halves = np.random.Philox(key=77).random_raw(500).view(np.uint32)
     wanted = [NormalDist().inv_cdf((int(half >> 9) + 0.5) / 2**23) for half in halves]
-    assert standard_normal(77, 0, 1000).tolist() == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+    assert make_standard_normals(77, 0, 1000).tolist() == pytest.approx(wanted, rel=1e-4, abs=1e-6)
 
 
 def drawn_on(rank: int, threads: int) -> tuple[torch.Tensor, int]:
     """A run of many chunks with an odd start and end, and on how many threads it was drawn."""
     torch.set_num_threads(threads)
     names: set[str] = set()
-    draw = init._standard_normal_sequence
+    draw = init._make_standard_normals_in_one_piece
 
     def watched(key: int, start: int, count: int) -> torch.Tensor:
         names.add(threading.current_thread().name)
         return draw(key, start, count)
 
-    init._standard_normal_sequence = watched
-    return standard_normal(7, 12_345, init.MIN_THREADED_ELEMENTS + 4_321), len(names)
+    init._make_standard_normals_in_one_piece = watched
+    return make_standard_normals(7, 12_345, init.MIN_THREADED_ELEMENTS + 4_321), len(names)
 
 
 def test_large_runs_are_drawn_on_all_threads_with_the_same_bits() -> None:

@@ -14,7 +14,7 @@ from phalanx.job.module_probe import _parse_shape
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.job.shapes.stored import parse_stored_shape
 from phalanx.mesh.blocks import list_last_stage_module_names
-from phalanx.nn.probe import describe_module
+from phalanx.nn.probe import describe_module_for_planner
 
 WIDTH, VOCAB = 4, 10
 BLOCK = WIDTH * WIDTH
@@ -40,7 +40,7 @@ class Own(nn.Module):
 def probed(says: Any) -> DecoderShape:
     return parse_stored_shape(
         _parse_shape(
-            "mine", json.dumps(describe_module("test_last_stage:Own", {"says": says}))
+            "mine", json.dumps(describe_module_for_planner("test_last_stage:Own", {"says": says}))
         ).to_json()
     )
 

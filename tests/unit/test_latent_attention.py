@@ -13,7 +13,7 @@ from models import fill
 from models import shape as small
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.nn.latent_attention import LATENT_NORM_EPS, LatentAttention
-from phalanx.nn.rotary import rotary_table
+from phalanx.nn.rotary import make_rotary_table
 
 TOKENS = 9
 SHAPE = replace(small(num_kv_heads=4), kv_rank=10, head_dim=12, rope_head_dim=4, value_head_dim=6)
@@ -35,7 +35,7 @@ def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def turned(x: torch.Tensor, at: int, shape: DecoderShape) -> torch.Tensor:
     """Neighbours as complex numbers, times one of length 1."""
     plain = replace(shape, rope_mscale=0.0)
-    cos, sin = rotary_table(torch.tensor([[at]]), plain, torch.float64).flatten(1)
+    cos, sin = make_rotary_table(torch.tensor([[at]]), plain, torch.float64).flatten(1)
     return torch.view_as_real(
         torch.view_as_complex(x.reshape(-1, 2)) * torch.complex(cos, sin)
     ).flatten()
@@ -101,7 +101,7 @@ def test_it_is_what_the_formulas_say(name: str, documents: bool, window: int) ->
     )
     with torch.no_grad():
         found = module(
-            x, rotary_table(positions, shape, x.dtype), positions, ids if documents else None
+            x, make_rotary_table(positions, shape, x.dtype), positions, ids if documents else None
         )
         wanted = torch.stack(
             [by_hand(module, shape, x[row], ids[row].tolist(), window) for row in range(2)]

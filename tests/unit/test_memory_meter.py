@@ -153,7 +153,7 @@ def after_a_reset(rank: int) -> tuple[int, int]:
     before = meter._known_maxrss
     meter._file_bytes += 64 * MIB  # as if pages of files had gone: the mark is set back
     meter.begin_phase(1, "optimizer")
-    meter._update_peak()
+    meter._update_memory_peak()
     return before, meter._known_maxrss
 
 

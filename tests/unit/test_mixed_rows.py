@@ -18,10 +18,10 @@ from phalanx.job.shapes.measured import MeasuredModule
 from phalanx.plan.mixed_rows import BatchRowMixing, warn_of_mixed_rows
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
-from phalanx.run.one_process.check_rows import check_loss_on_rows
+from phalanx.run.one_process.check_rows import find_how_loss_treats_rows
 from phalanx.run.one_process.dropout_masks import DropoutMasks
 from phalanx.run.one_process.row_mixing import mixes_rows
-from phalanx.run.one_process.rows_probe import answer_probe_request, sample_batch
+from phalanx.run.one_process.rows_probe import probe_row_mixing, read_or_make_up_batch
 
 SHAPE = MeasuredModule("mixing", 0, 200, 200, 200, 0)  # for the plan's memory alone
 
@@ -49,7 +49,7 @@ def plan_of(job: Job) -> Plan:
 def facts_of(objective: str | None, **how: Any) -> BatchRowMixing:
     job = job_of(objective, **how)
     plan = plan_of(job)
-    return check_loss_on_rows(job, plan, sample_batch(job, plan))
+    return find_how_loss_treats_rows(job, plan, read_or_make_up_batch(job, plan))
 
 
 @pytest.mark.parametrize("source", ["labelled", "sorted_by_label"])
@@ -64,7 +64,7 @@ def test_a_loss_of_pairs_is_found_although_few_rows_have_a_like(
         update={"data": job.data.model_copy(update={"source": f"mixing:{source}"})}
     )
     plan = plan_of(job)
-    assert check_loss_on_rows(job, plan, sample_batch(job, plan)) == BatchRowMixing(
+    assert find_how_loss_treats_rows(job, plan, read_or_make_up_batch(job, plan)) == BatchRowMixing(
         mixes="objective"
     )
 
@@ -105,7 +105,7 @@ def test_an_objective_that_is_not_there_is_told_with_the_nearest_name() -> None:
     """Before ranks start, and not by a plan that knows nothing of it."""
     job = job_of("contrastiv")
     facts = BatchRowMixing(
-        **answer_probe_request({"job": job.to_json(), "plan": plan_of(job).to_json()})
+        **probe_row_mixing({"job": job.to_json(), "plan": plan_of(job).to_json()})
     )
     assert facts == BatchRowMixing(
         unknown="'mixing' has no 'contrastiv'; did you mean \"contrastive\"?"
@@ -169,7 +169,9 @@ def test_what_is_too_large_in_itself_is_not_built_however_short_its_rows_are() -
     job = job_of("contrastive")
     plan = plan_of(job)
     assert (
-        check_loss_on_rows(job, replace(plan, num_params=2 * 10**8), sample_batch(job, plan))
+        find_how_loss_treats_rows(
+            job, replace(plan, num_params=2 * 10**8), read_or_make_up_batch(job, plan)
+        )
         == BatchRowMixing()
     )
 

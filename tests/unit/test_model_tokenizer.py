@@ -21,7 +21,7 @@ from phalanx.data.tokenizer_files import collect_tokenizer_files
 from phalanx.job.load import load_job
 from phalanx.job.schema import Job
 from phalanx.plan.planner import make_plan
-from phalanx.run.tokens import find_job_tokens, find_tokenizer_of_model
+from phalanx.run.tokens import find_job_tokens, find_tokenizer_beside_weights
 
 tokenizers = pytest.importorskip("tokenizers")
 ROWS = 290
@@ -57,7 +57,7 @@ def prepared(job: Job, out: Path) -> Corpus:
 def said(job: Job, corpus: Corpus | None = None) -> tuple[dict[str, str], str]:
     """(warnings by code, all reasons) of the plan of a built-in model: to measure the job's own
     takes seconds."""
-    plan = make_plan(Job(), cluster=CPU, more=find_job_tokens(job).corpus_remarks(corpus))
+    plan = make_plan(Job(), cluster=CPU, more=find_job_tokens(job).list_corpus_remarks(corpus))
     return {warning.code: warning.text for warning in plan.warnings}, "\n".join(plan.reasons)
 
 
@@ -178,7 +178,7 @@ def test_weights_of_a_run_bring_the_tokenizer_of_the_run(tmp_path: Path, text: s
     first = job_of(text, f"data.tokenizer={own}")
     prepare_corpus(first.data, tmp_path / "run" / "data", vocab_size=None)
     job = job_of(text, f"model.init_from={tmp_path / 'run'}")
-    brought = find_tokenizer_of_model(job.model)
+    brought = find_tokenizer_beside_weights(job.model)
     assert brought is not None
     assert brought.name is not None
     assert load_tokenizer(brought.name).digest == load_tokenizer(str(own)).digest
@@ -207,7 +207,7 @@ def test_a_run_that_goes_on_keeps_its_tokens(tmp_path: Path, text: str) -> None:
     again = prepare_corpus(job.data, tmp_path / "data", vocab_size=ROWS, default_tokenizer="")
     assert again.to_json() == corpus.to_json()
     tokens = find_job_tokens(job, is_prepared=True)
-    assert [warning.code for warning in tokens.corpus_remarks(again).warnings] == [
+    assert [warning.code for warning in tokens.list_corpus_remarks(again).warnings] == [
         "other_tokenizer"
     ]
 
@@ -251,14 +251,14 @@ def test_an_export_has_all_files_of_the_models_tokenizer_or_those_it_was_trained
     kept = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
     job = job_of(kind, text)
     files = collect_tokenizer_files(
-        prepared(job, tmp_path / "data"), find_tokenizer_of_model(job.model), kept
+        prepared(job, tmp_path / "data"), find_tokenizer_beside_weights(job.model), kept
     )
     assert files.is_models
     assert dict(files.files) == {name: path.parent / name for name in kept}
     assert not files.settings, "config.json says itself what ends a text"
     other = job_of(kind, text, "data.tokenizer=bytes")
     files = collect_tokenizer_files(
-        prepared(other, tmp_path / "bytes"), find_tokenizer_of_model(other.model), kept
+        prepared(other, tmp_path / "bytes"), find_tokenizer_beside_weights(other.model), kept
     )
     assert (files.is_models, dict(files.files)) == (False, {})
     assert files.settings == {"eos_token_id": 256}

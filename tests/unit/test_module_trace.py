@@ -22,11 +22,11 @@ from phalanx.job.module_probe import (
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.job.shapes.measured import MeasuredModule
 from phalanx.job.shapes.stored import parse_stored_shape
-from phalanx.nn.hugging_face.adapter import find_factory
+from phalanx.nn.hugging_face.adapter import resolve_model_factory
 from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.module_trace import TracedBatch, trace_module
-from phalanx.nn.objective import CausalOutput, causal_cross_entropy, logits_cross_entropy
-from phalanx.nn.probe import describe_module
+from phalanx.nn.objective import CausalOutput, build_logits_cross_entropy, causal_cross_entropy
+from phalanx.nn.probe import describe_module_for_planner
 from phalanx.parallel.saved_tensors import SavedBytesCounter
 from phalanx.plan.memory import activation_bytes
 from phalanx.plan.planner import make_plan
@@ -108,7 +108,7 @@ def own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def measure(kind: str, precisions: tuple[str, ...] = ("fp32",)) -> MeasuredModule:
     request = {"seq_len": LENGTH, "precisions": list(precisions), "loss_chunk_tokens": 1024}
-    return _build_module_from_answer(kind, describe_module(kind, {}, request))
+    return _build_module_from_answer(kind, describe_module_for_planner(kind, {}, request))
 
 
 def write_config(folder: Path, config: dict[str, Any]) -> str:
@@ -118,9 +118,9 @@ def write_config(folder: Path, config: dict[str, Any]) -> str:
 
 def count_saved_bytes(kind: str, batch: int, length: int, precision: str) -> int:
     """Bytes that autograd saves of a real forward and loss, without weights."""
-    module: nn.Module = find_factory(kind)()
+    module: nn.Module = resolve_model_factory(kind)()
     tokens = torch.randint(0, 90, (batch, length))
-    make = logits_cross_entropy if kind.startswith("hf:") else causal_cross_entropy
+    make = build_logits_cross_entropy if kind.startswith("hf:") else causal_cross_entropy
     saved = SavedBytesCounter()
     with (
         saved.counting_saved_tensors(),
@@ -167,7 +167,7 @@ def test_attention_that_is_written_out_grows_with_pairs(own_model: str) -> None:
 
 def test_flops_are_those_that_torch_counts(own_model: str) -> None:
     shape = measure(f"{own_model}:Model")
-    module = find_factory(f"{own_model}:Model")()
+    module = resolve_model_factory(f"{own_model}:Model")()
     with FlopCounterMode(display=False) as counter:
         module(torch.zeros(1, LENGTH, dtype=torch.int64))
     flops = shape.flops(LENGTH)
@@ -269,7 +269,7 @@ def test_parameters_and_flops_are_those_of_the_real_module(family: str, tmp_path
     """FLOPs as torch's counter has them: attention over all pairs of tokens."""
     config = GPT2 if family == "gpt2" else {**LLAMA, "model_type": family, **ARCHITECTURES[family]}
     kind = write_config(tmp_path, {**config, "pad_token_id": None})
-    shape, module = measure(kind), find_factory(kind)()
+    shape, module = measure(kind), resolve_model_factory(kind)()
     assert not shape.why_untraced
     assert shape.num_params == sum(parameter.numel() for parameter in module.parameters())
     with FlopCounterMode(display=False) as counter, torch.no_grad():

@@ -14,7 +14,7 @@ import pytest
 from phalanx.core.batch import IGNORE_INDEX
 from phalanx.data import ngram
 from phalanx.data.loader import HeldOutBatches
-from phalanx.data.ngram import fit_and_score, fit_kneser_ney, fit_unigram
+from phalanx.data.ngram import fit_kneser_ney, fit_unigram, score_unigram_and_trigram
 from phalanx.data.prepare import prepare_corpus
 from phalanx.data.samples import SampleWindows
 from phalanx.data.tokens import SPLITS
@@ -107,7 +107,7 @@ def test_losses_equal_a_slow_reference(num_tokens: int, vocab_size: int) -> None
     unigram = (
         -sum(math.log((seen[token] + 1) / (num_tokens + vocab_size)) for token in text[1:]) / 299
     )
-    scores = fit_and_score(train, held_out, vocab_size)
+    scores = score_unigram_and_trigram(train, held_out, vocab_size)
     assert [(score.name, score.num_targets) for score in scores] == [
         ("unigram", 299),
         ("trigram", 299),
@@ -117,12 +117,12 @@ def test_losses_equal_a_slow_reference(num_tokens: int, vocab_size: int) -> None
 
 def test_structure_is_learnt_and_noise_is_not() -> None:
     noise = np.random.default_rng(0).integers(0, 16, 60_000)
-    unigram, trigram = fit_and_score(noise[:50_000], noise[50_000:], 16)
+    unigram, trigram = score_unigram_and_trigram(noise[:50_000], noise[50_000:], 16)
     assert unigram.loss_nats == pytest.approx(math.log(16), abs=0.01)
     assert trigram.loss_nats == pytest.approx(
         math.log(16), abs=0.06
     )  # 4,096 grams were seen 12 times each
-    unigram, trigram = fit_and_score(
+    unigram, trigram = score_unigram_and_trigram(
         markov_tokens(50_000, 16), markov_tokens(5_000, 16, seed=1), 16
     )
     assert trigram.loss_nats < unigram.loss_nats - 0.5
@@ -130,18 +130,22 @@ def test_structure_is_learnt_and_noise_is_not() -> None:
 
 def test_counting_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     train, held_out = markov_tokens(5_000, 20), markov_tokens(1_000, 20, seed=1)
-    whole = fit_and_score(train, held_out, 20)
+    whole = score_unigram_and_trigram(train, held_out, 20)
     monkeypatch.setattr(ngram, "_CHUNK_TOKENS", 7)
-    for piecewise, at_once in zip(fit_and_score(train, held_out, 20), whole, strict=True):
+    for piecewise, at_once in zip(
+        score_unigram_and_trigram(train, held_out, 20), whole, strict=True
+    ):
         assert piecewise.loss_nats == pytest.approx(at_once.loss_nats, abs=1e-12)
 
 
 def test_a_large_vocabulary_needs_no_table() -> None:
     train = np.random.default_rng(0).integers(0, 2_000_000, 20_000)
-    unigram, trigram = fit_and_score(train, train[:5_000], 2_000_000)
+    unigram, trigram = score_unigram_and_trigram(train, train[:5_000], 2_000_000)
     assert unigram.loss_nats == pytest.approx(math.log(2_020_000 / 2), abs=0.05)
     assert 0 < trigram.loss_nats < unigram.loss_nats
-    assert [score.name for score in fit_and_score(train, train, 3_000_000)] == ["unigram"]
+    assert [score.name for score in score_unigram_and_trigram(train, train, 3_000_000)] == [
+        "unigram"
+    ]
 
 
 @pytest.mark.parametrize("max_tokens", [None, 1, 100, 10**6])
@@ -156,7 +160,7 @@ def test_the_targets_are_those_of_the_held_out_batches(
     targets = np.concatenate(
         [batch["targets"][batch["targets"] != IGNORE_INDEX].numpy() for batch in batches]
     )
-    unigram, trigram = fit_and_score(train, held_out, corpus.vocab_size, max_tokens)
+    unigram, trigram = score_unigram_and_trigram(train, held_out, corpus.vocab_size, max_tokens)
     assert unigram.num_targets == trigram.num_targets == targets.size == batches.num_targets
     model = fit_unigram(train, corpus.vocab_size)
     assert unigram.loss_nats == pytest.approx(-np.log(model(targets)).mean(), abs=1e-12)
@@ -164,4 +168,9 @@ def test_the_targets_are_those_of_the_held_out_batches(
 
 @pytest.mark.parametrize(("num_held_out", "max_tokens"), [(0, None), (1, None), (50, 0)])
 def test_no_targets_give_no_scores(num_held_out: int, max_tokens: int | None) -> None:
-    assert fit_and_score(markov_tokens(100, 5), markov_tokens(num_held_out, 5), 5, max_tokens) == []
+    assert (
+        score_unigram_and_trigram(
+            markov_tokens(100, 5), markov_tokens(num_held_out, 5), 5, max_tokens
+        )
+        == []
+    )

@@ -15,8 +15,8 @@ from phalanx.job.schema import Optim
 from phalanx.mesh.logical import Box, LogicalShard, ReplicaPosition, collect_module_shards
 from phalanx.nn.models.decoder import Decoder
 from phalanx.nn.objective import causal_cross_entropy
-from phalanx.optim.build import build_optimizer, optimizer_shards, set_learning_rate
-from phalanx.optim.groups import DecayGroups, build_decay_groups
+from phalanx.optim.build import build_optimizer, list_optimizer_shards, set_learning_rate
+from phalanx.optim.groups import WeightDecayGroups, build_weight_decay_groups
 from phalanx.optim.optimizers.adamw import SLOTS
 
 ADAMW = Optim(lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3)
@@ -139,7 +139,7 @@ def test_decay_is_by_the_kind_of_module() -> None:
     """Matrices and kernels decay; embeddings, norms, biases and other vectors do not, whatever
     they are called."""
     module = Everything()
-    groups = build_decay_groups(module, module.named_parameters())
+    groups = build_weight_decay_groups(module, module.named_parameters())
     names = {id(p): name for name, p in module.named_parameters()}
     assert {names[id(p)] for p in groups.decayed} == {
         "patch_embed.weight",
@@ -183,11 +183,11 @@ def test_a_model_without_anything_to_train_is_refused() -> None:
         build_optimizer(nn.Linear(2, 2).requires_grad_(False), ADAMW)
 
 
-def rmsprop(groups: DecayGroups, optim: Optim) -> torch.optim.Optimizer:
+def rmsprop(groups: WeightDecayGroups, optim: Optim) -> torch.optim.Optimizer:
     return torch.optim.RMSprop(groups.with_decay(optim.weight_decay, auto=0.01), lr=optim.lr)
 
 
-def no_optimizer(groups: DecayGroups, optim: Optim) -> str:
+def no_optimizer(groups: WeightDecayGroups, optim: Optim) -> str:
     return "adam"
 
 
@@ -205,7 +205,9 @@ def test_shards_name_each_slot_of_each_parameter_and_share_storage() -> None:
     module = decoder(tied=True, dtype=torch.float32)
     optimizer = build_optimizer(module, ADAMW)
     shards, _ = collect_module_shards(module, ReplicaPosition(1, 3))
-    found = optimizer_shards(optimizer, module.named_parameters(), shards, rank=1, world_size=3)
+    found = list_optimizer_shards(
+        optimizer, module.named_parameters(), shards, rank=1, world_size=3
+    )
     assert set(found) == {f"optim/{name}/{slot}" for name in shards for slot in ("step", *SLOTS)}
     moment = found["optim/embed.weight/exp_avg"]
     assert moment.tensor.data_ptr() == optimizer.state[module.embed.weight]["exp_avg"].data_ptr()
@@ -221,8 +223,8 @@ def test_state_of_a_cut_parameter_in_another_shape_is_refused() -> None:
     optimizer = torch.optim.SGD([weight], lr=0.1)
     owner = LogicalShard("w", (8, 3), "float32", (Box((0, 0), (0, 0), (4, 3)),), weight.detach())
     optimizer.state[weight] = {"count": torch.tensor(3.0), "moment": torch.ones(4, 3)}
-    kept = optimizer_shards(optimizer, [("w", weight)], {"w": owner}, rank=0, world_size=2)
+    kept = list_optimizer_shards(optimizer, [("w", weight)], {"w": owner}, rank=0, world_size=2)
     assert (kept["optim/w/moment"].global_shape, kept["optim/w/count"].global_shape) == ((8, 3), ())
     optimizer.state[weight]["rows"] = torch.ones(4)
     with pytest.raises(CheckpointError, match="optim/w/rows"):
-        optimizer_shards(optimizer, [("w", weight)], {"w": owner}, rank=0, world_size=2)
+        list_optimizer_shards(optimizer, [("w", weight)], {"w": owner}, rank=0, world_size=2)

@@ -20,7 +20,7 @@ from phalanx.job.module_probe import probe_foreign_shape
 from phalanx.mesh.mesh import Mesh
 from phalanx.nn.attention import make_shared_attention_mask
 from phalanx.nn.objective import classification_cross_entropy
-from phalanx.nn.probe import describe_module, refuse_silent_exits
+from phalanx.nn.probe import describe_module_for_planner, report_os_exit_of_user_code
 from phalanx.parallel.call.bind_batch import build_forward_arguments
 from phalanx.parallel.data_parallel.replicate import BackwardCommunicationTimer
 from phalanx.parallel.model import ParallelModel
@@ -260,7 +260,7 @@ def reads_its_weights() -> nn.Module:
 
 
 def test_a_factory_that_reads_its_weights_is_described_with_weights() -> None:
-    assert describe_module("test_own_models:reads_its_weights", {})["num_params"] == 10
+    assert describe_module_for_planner("test_own_models:reads_its_weights", {})["num_params"] == 10
 
 
 @pytest.mark.parametrize(
@@ -291,13 +291,13 @@ def test_a_module_that_leaves_the_process_says_where(
 
     monkeypatch.setattr(os, "_exit", leave)
     source = compile("import os\n\nos._exit(0)", tmp_path / "leaves.py", "exec")
-    with refuse_silent_exits(), pytest.raises(LeftError, match="1"):
+    with report_os_exit_of_user_code(), pytest.raises(LeftError, match="1"):
         exec(source)
     assert (
         capsys.readouterr().err
         == "leaves.py:3: os._exit(0) was called before the model was built\n"
     )
-    with refuse_silent_exits():
+    with report_os_exit_of_user_code():
         monkeypatch.setattr(os, "getpid", lambda: -1)  # a child, which ends so after a fork
         with pytest.raises(LeftError, match="0"):
             exec(source)

@@ -182,8 +182,8 @@ def test_capacity_drops_choices_and_the_balance_loss_reaches_the_router() -> Non
 
 
 def test_a_reversed_ramp_of_llama3_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    share = rotary._llama3_kept_share
-    monkeypatch.setattr(rotary, "_llama3_kept_share", lambda *args: 1 - share(*args))
+    share = rotary._compute_llama3_kept_share
+    monkeypatch.setattr(rotary, "_compute_llama3_kept_share", lambda *args: 1 - share(*args))
     found, plain, _ = _run_both(_shape(Decoding("llama3.1-8b")))
     assert "loss" in _list_different(found, plain)
 
@@ -191,7 +191,7 @@ def test_a_reversed_ramp_of_llama3_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("index", [2, 7], ids=["heads", "latent"])
 def test_a_lost_temperature_of_yarn_is_seen(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (rotary, latent_attention):
-        monkeypatch.setattr(module, "yarn_temperature", lambda shape, local=False: 1.0)
+        monkeypatch.setattr(module, "compute_yarn_factor", lambda shape, local=False: 1.0)
     found, plain, _ = _run_both(_shape(USUAL[index]))
     assert "loss" in _list_different(found, plain)
 

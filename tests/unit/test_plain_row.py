@@ -42,8 +42,8 @@ def test_decoders_are_equal(preset: str) -> None:
 
 
 def test_a_wrong_forward_is_found_in_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    share = rotary._llama3_kept_share
-    monkeypatch.setattr(rotary, "_llama3_kept_share", lambda *args: 1 - share(*args))
+    share = rotary._compute_llama3_kept_share
+    monkeypatch.setattr(rotary, "_compute_llama3_kept_share", lambda *args: 1 - share(*args))
     row = _judge("llama3.1-8b")
     assert not row.ok
     assert row.first is not None
@@ -122,12 +122,12 @@ def test_vision_transformers_are_equal(model: dict[str, Any]) -> None:
 
 
 def test_patches_that_are_transposed_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    embed = VisionTransformer._embed
+    embed = VisionTransformer._embed_patches
 
     def embed_transposed(self: VisionTransformer, images: torch.Tensor) -> torch.Tensor:
         return embed(self, images.transpose(2, 3))
 
-    monkeypatch.setattr(VisionTransformer, "_embed", embed_transposed)
+    monkeypatch.setattr(VisionTransformer, "_embed_patches", embed_transposed)
     row = _judge("small-vit")
     assert row.first is not None
     assert row.first.what == "loss"

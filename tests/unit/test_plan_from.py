@@ -20,7 +20,7 @@ from phalanx.plan.cluster import Cluster
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
 from phalanx.run import autotune
-from phalanx.run.plan_from import GROUPS, extrapolate_run, load_job_like_run
+from phalanx.run.plan_from import GROUPS, extrapolate_plan_from_run, load_job_file_or_job_of_run
 
 CPU = Cluster("cpu", 2, 2**36)
 SMALL = (
@@ -38,7 +38,7 @@ def plan_of(*overrides: str) -> Plan:
     return make_plan(load_job(None, [*SMALL, *overrides]), cluster=CPU, vocab_size=257)
 
 
-def write_run(run_dir: Path, *, slower: float, rest_s: float = 0.0, steps: int = 8) -> Plan:
+def write_run(run_dir: Path, *, slower: float, unattributed_s: float = 0.0, steps: int = 8) -> Plan:
     """A run whose ranks took `slower` times what one core's figures say."""
     plan = plan_of()
     terms = estimate_step_from_profile(plan, load_one_core_profile()).terms
@@ -58,9 +58,11 @@ def write_run(run_dir: Path, *, slower: float, rest_s: float = 0.0, steps: int =
         bus = Bus(rank=rank, run_dir=run_dir)
         for step in range(1, steps + 1):
             # The first step is slow, as first steps are.
-            step_s = (sum(phases.values()) + rest_s) * (10 if step == 1 else 1)
+            step_s = (sum(phases.values()) + unattributed_s) * (10 if step == 1 else 1)
             bus.emit(
-                StepFinished(step, 2.0, 512, 512 * step, 1e-3, 1.0, step_s, 1.0, phases, rest_s, 0)
+                StepFinished(
+                    step, 2.0, 512, 512 * step, 1e-3, 1.0, step_s, 1.0, phases, unattributed_s, 0
+                )
             )
         bus.close()
     return plan
@@ -73,8 +75,8 @@ def _no_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("slower", [0.5, 1.0, 3.0])
 def test_the_run_itself_is_predicted_as_it_was_measured(tmp_path: Path, slower: float) -> None:
-    plan = write_run(tmp_path / "run", slower=slower, rest_s=0.01)
-    result = extrapolate_run(tmp_path / "run", plan)
+    plan = write_run(tmp_path / "run", slower=slower, unattributed_s=0.01)
+    result = extrapolate_plan_from_run(tmp_path / "run", plan)
     assert result.run.num_steps == 6
     assert result.scales == {group: pytest.approx(slower) for group in GROUPS}
     assert result.step.total_s == pytest.approx(result.run.step_s)
@@ -84,9 +86,9 @@ def test_the_run_itself_is_predicted_as_it_was_measured(tmp_path: Path, slower: 
 
 def test_a_larger_job_grows_as_its_parts_do_and_its_interval_widens(tmp_path: Path) -> None:
     plan = write_run(tmp_path / "run", slower=2.0)
-    near = extrapolate_run(tmp_path / "run", plan)
+    near = extrapolate_plan_from_run(tmp_path / "run", plan)
     far_plan = plan_of("model.num_layers=16", "model.dim=512", "model.num_heads=8")
-    far = extrapolate_run(tmp_path / "run", far_plan)
+    far = extrapolate_plan_from_run(tmp_path / "run", far_plan)
     grown = estimate_step_from_profile(far_plan, load_one_core_profile()).total_s
     assert far.step.total_s == pytest.approx(2.0 * grown, rel=0.01)
     assert far.step.high_s / far.step.total_s > near.step.high_s / near.step.total_s
@@ -103,7 +105,7 @@ def test_waiting_for_other_ranks_is_not_taken_for_messages(tmp_path: Path) -> No
                 event["step_s"] += 1.0
             lines.append(json.dumps(event, separators=(",", ":")))
         path.write_text("\n".join(lines) + "\n")
-    result = extrapolate_run(tmp_path / "run", plan)
+    result = extrapolate_plan_from_run(tmp_path / "run", plan)
     assert result.scales["messages"] == pytest.approx(3.0)
     assert 0.9 < result.waiting_s < 1.0
     assert result.step.total_s == pytest.approx(result.run.step_s)
@@ -111,17 +113,17 @@ def test_waiting_for_other_ranks_is_not_taken_for_messages(tmp_path: Path) -> No
 
 def test_an_axis_that_the_run_had_not_makes_the_interval_wider(tmp_path: Path) -> None:
     write_run(tmp_path / "run", slower=1.0)
-    job = load_job_like_run(tmp_path / "run", None, ["parallel.tp=2"])
+    job = load_job_file_or_job_of_run(tmp_path / "run", None, ["parallel.tp=2"])
     tensor_parallel = make_plan(job, cluster=CPU, vocab_size=257)
-    assert extrapolate_run(tmp_path / "run", tensor_parallel).step.terms["tp"] > 0
+    assert extrapolate_plan_from_run(tmp_path / "run", tensor_parallel).step.terms["tp"] > 0
 
 
 def test_what_is_no_run_and_what_is_too_short_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no run is there"):
-        load_job_like_run(tmp_path / "nothing", None, [])
+        load_job_file_or_job_of_run(tmp_path / "nothing", None, [])
     plan = write_run(tmp_path / "run", slower=1.0, steps=4)
     with pytest.raises(UsageError, match="4 steps on record, and 5 are needed"):
-        extrapolate_run(tmp_path / "run", plan)
+        extrapolate_plan_from_run(tmp_path / "run", plan)
 
 
 # Autotune
@@ -129,7 +131,7 @@ def test_what_is_no_run_and_what_is_too_short_is_refused(tmp_path: Path) -> None
 
 def list_names(*overrides: str) -> list[tuple[str, dict[str, int]]]:
     job = load_job(None, [*SMALL, *overrides])
-    return [(layout.name, layout.keys) for layout in autotune.rank_layouts(job)]
+    return [(layout.name, layout.keys) for layout in autotune.rank_layouts_by_predicted_time(job)]
 
 
 def test_every_family_comes_once_before_any_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +145,7 @@ def test_the_fastest_is_first_where_there_is_a_profile(monkeypatch: pytest.Monke
     monkeypatch.setattr(
         "phalanx.run.plan_time.find_profile_of_cluster", lambda cluster: make_profile()
     )
-    layouts = autotune.rank_layouts(load_job(None, SMALL))
+    layouts = autotune.rank_layouts_by_predicted_time(load_job(None, SMALL))
     first_six = [layout.predicted_s or 0.0 for layout in layouts[:6]]
     assert first_six == sorted(first_six)
     assert all(first_six)
@@ -156,9 +158,11 @@ def test_what_the_job_fixes_stays() -> None:
 
 def test_a_job_without_a_legal_layout_is_refused_with_the_reason() -> None:
     with pytest.raises(LayoutError):
-        autotune.rank_layouts(load_job(None, [*SMALL, "model.num_heads=1", "parallel.tp=2"]))
+        autotune.rank_layouts_by_predicted_time(
+            load_job(None, [*SMALL, "model.num_heads=1", "parallel.tp=2"])
+        )
 
 
 def test_keys_of_a_layout_go_where_they_belong() -> None:
-    job: Job = autotune._with_keys(load_job(None, SMALL), {"tp": 2, "micro_batch_size": 4})
+    job: Job = autotune._copy_job_with_keys(load_job(None, SMALL), {"tp": 2, "micro_batch_size": 4})
     assert (job.parallel.tp, job.train.micro_batch_size) == (2, 4)

@@ -126,9 +126,11 @@ def test_the_command_line_asks_the_gpus_that_are_there(
 
 
 def test_explain_says_it_of_cpus(capsys: pytest.CaptureFixture[str]) -> None:
-    from phalanx.run.explain import explain_job
+    from phalanx.run.explain import explain_job_values
 
-    explained, _ = explain_job(load_job(None, ["cluster.device=cpu"]), None, ["cluster.device=cpu"])
+    explained, _ = explain_job_values(
+        load_job(None, ["cluster.device=cpu"]), None, ["cluster.device=cpu"]
+    )
     (value,) = (one for one in explained if one.key == "precision.compute")
     assert (value.value, value.why) == ("fp32", "CPUs compute in it unless told otherwise")
 

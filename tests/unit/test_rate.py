@@ -25,7 +25,7 @@ from phalanx.optim.build import build_optimizer
 from phalanx.plan.explain import describe_plan
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
-from phalanx.run.data import note_batch_size_change
+from phalanx.run.data import emit_note_on_batch_size_change
 from phalanx.train.state import TrainState
 
 
@@ -116,7 +116,7 @@ def test_a_run_that_goes_on_with_another_batch_says_which_rate_it_has(
     bus = Bus(rank=0, run_dir=tmp_path)
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     state = TrainState(none, optimizer, seed=1, step=10, samples_seen=160)
-    note_batch_size_change(grown, make_plan(grown, cluster=CPU), state, bus)
+    emit_note_on_batch_size_change(grown, make_plan(grown, cluster=CPU), state, bus)
     bus.close()
     (note,) = read_recorded_events(tmp_path, Note)
     assert isinstance(note.event, Note)

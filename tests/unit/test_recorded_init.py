@@ -21,7 +21,7 @@ from phalanx.mesh.recorded_init import (
     build_module_and_record,
     get_initial_values_of_module,
 )
-from phalanx.nn.build import build_foreign
+from phalanx.nn.build import build_own_module
 from ranks import run_ranks
 
 SEED = 5
@@ -133,8 +133,8 @@ def test_models_of_transformers_are_recorded(name: str, tmp_path: Path) -> None:
         pytest.skip("it is no causal language model")
     pytest.importorskip("transformers")
     model = Model.model_validate({"kind": f"hf:{write_config(tmp_path, name)}"})
-    expected = build_foreign(model, 3)
-    found = build_foreign(model, 3, is_recorded=True)
+    expected = build_own_module(model, 3)
+    found = build_own_module(model, 3, is_recorded=True)
     fill(found)
     require_same_tensors(found, expected)
 
@@ -157,8 +157,8 @@ def test_weights_of_a_directory_are_read_by_blocks(
     saved = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     saved.save_pretrained(tmp_path / "model", **options)
     model = Model.model_validate({"kind": f"hf:{tmp_path / 'model'}"})
-    expected = build_foreign(model, 3)
-    found = build_foreign(model, 3, is_recorded=True)
+    expected = build_own_module(model, 3)
+    found = build_own_module(model, 3, is_recorded=True)
     initial = get_initial_values_of_module(found)
     assert (initial is not None) == is_stored
     if initial is None:
@@ -166,13 +166,13 @@ def test_weights_of_a_directory_are_read_by_blocks(
     digest = initial.digest
     fill(found)
     require_same_tensors(found, expected)
-    again = get_initial_values_of_module(build_foreign(model, 4, is_recorded=True))
+    again = get_initial_values_of_module(build_own_module(model, 4, is_recorded=True))
     assert again is not None
     assert again.digest == digest
     with torch.no_grad():
         saved.lm_head.weight[-1, -1] += 1.0
     saved.save_pretrained(tmp_path / "model", **options)
-    other = get_initial_values_of_module(build_foreign(model, 3, is_recorded=True))
+    other = get_initial_values_of_module(build_own_module(model, 3, is_recorded=True))
     assert other is not None
     assert other.digest != digest
 
@@ -248,7 +248,7 @@ def test_what_cannot_be_recorded_is_told(build: Callable[[], nn.Module], why: st
 
 
 def test_such_a_module_is_built_plainly() -> None:
-    found = build_foreign(
+    found = build_own_module(
         Model.model_validate({"kind": f"{__name__}:Reseeding"}), 0, is_recorded=True
     )
     assert get_initial_values_of_module(found) is None

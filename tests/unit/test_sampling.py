@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from phalanx.core.errors import NumericsError
-from phalanx.train.generate import Sampling, _sample_token
+from phalanx.train.generate import SamplingRule, _draw_next_token
 
 LOGITS = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05], dtype=torch.float64).log()
 DRAWS = 4000
 
 
-def frequencies(how: Sampling, logits: torch.Tensor = LOGITS) -> list[float]:
+def frequencies(how: SamplingRule, logits: torch.Tensor = LOGITS) -> list[float]:
     generator = torch.Generator().manual_seed(3)
     counts = torch.bincount(
-        torch.tensor([_sample_token(logits, how, generator) for _ in range(DRAWS)]), minlength=5
+        torch.tensor([_draw_next_token(logits, how, generator) for _ in range(DRAWS)]), minlength=5
     )
     found: list[float] = (counts / DRAWS).tolist()
     return found
@@ -24,28 +24,28 @@ def frequencies(how: Sampling, logits: torch.Tensor = LOGITS) -> list[float]:
 @pytest.mark.parametrize(
     ("how", "expected"),
     [
-        (Sampling(temperature=1.0), [0.5, 0.2, 0.15, 0.1, 0.05]),
-        (Sampling(temperature=1.0, top_k=2), [5 / 7, 2 / 7, 0, 0, 0]),
-        (Sampling(temperature=1.0, top_k=9), [0.5, 0.2, 0.15, 0.1, 0.05]),
+        (SamplingRule(temperature=1.0), [0.5, 0.2, 0.15, 0.1, 0.05]),
+        (SamplingRule(temperature=1.0, top_k=2), [5 / 7, 2 / 7, 0, 0, 0]),
+        (SamplingRule(temperature=1.0, top_k=9), [0.5, 0.2, 0.15, 0.1, 0.05]),
         (
-            Sampling(temperature=1.0, top_p=0.6),
+            SamplingRule(temperature=1.0, top_p=0.6),
             [5 / 7, 2 / 7, 0, 0, 0],
         ),  # the token that crosses 0.6 belongs to them
-        (Sampling(temperature=1.0, top_p=0.45), [1, 0, 0, 0, 0]),
-        (Sampling(temperature=1.0, top_p=0.0), [1, 0, 0, 0, 0]),
+        (SamplingRule(temperature=1.0, top_p=0.45), [1, 0, 0, 0, 0]),
+        (SamplingRule(temperature=1.0, top_p=0.0), [1, 0, 0, 0, 0]),
         (
-            Sampling(temperature=1.0, top_k=3, top_p=0.8),
+            SamplingRule(temperature=1.0, top_k=3, top_p=0.8),
             [5 / 7, 2 / 7, 0, 0, 0],
         ),  # of three: 0.59, 0.24, 0.18
-        (Sampling(temperature=1.0, num_choices=2), [5 / 7, 2 / 7, 0, 0, 0]),
+        (SamplingRule(temperature=1.0, num_choices=2), [5 / 7, 2 / 7, 0, 0, 0]),
         (
-            Sampling(temperature=0.5),
+            SamplingRule(temperature=0.5),
             [0.25 / 0.325, 0.04 / 0.325, 0.0225 / 0.325, 0.01 / 0.325, 0.0025 / 0.325],
         ),
-        (Sampling(temperature=0.0), [1, 0, 0, 0, 0]),
+        (SamplingRule(temperature=0.0), [1, 0, 0, 0, 0]),
     ],
 )
-def test_how_often_each_token_is_chosen(how: Sampling, expected: list[float]) -> None:
+def test_how_often_each_token_is_chosen(how: SamplingRule, expected: list[float]) -> None:
     """Within four standard deviations of 4000 draws, which a seed fixes; what is left out never
     comes."""
     for found, wanted in zip(frequencies(how), expected, strict=True):
@@ -55,7 +55,8 @@ def test_how_often_each_token_is_chosen(how: Sampling, expected: list[float]) ->
 def test_the_usual_way_draws_as_it_always_did() -> None:
     """What a run's own sample is drawn by, of which curves and pages have bits."""
     ours = [
-        _sample_token(LOGITS, Sampling(), torch.Generator().manual_seed(seed)) for seed in range(50)
+        _draw_next_token(LOGITS, SamplingRule(), torch.Generator().manual_seed(seed))
+        for seed in range(50)
     ]
     wanted = [
         int(
@@ -70,8 +71,10 @@ def test_the_usual_way_draws_as_it_always_did() -> None:
 
 def test_logits_that_are_not_finite_are_refused() -> None:
     with pytest.raises(NumericsError, match="not finite"):
-        _sample_token(torch.tensor([1.0, torch.nan]), Sampling(), torch.Generator())
+        _draw_next_token(torch.tensor([1.0, torch.nan]), SamplingRule(), torch.Generator())
     assert (
-        _sample_token(torch.tensor([1.0, -torch.inf]), Sampling(), torch.Generator().manual_seed(0))
+        _draw_next_token(
+            torch.tensor([1.0, -torch.inf]), SamplingRule(), torch.Generator().manual_seed(0)
+        )
         == 0
     )

@@ -17,7 +17,7 @@ from phalanx.core.errors import LayoutError
 from phalanx.job.schema import Job
 from phalanx.job.shapes.measured import MeasuredModule
 from phalanx.plan.planner import make_plan
-from phalanx.run.one_process.rows_probe import sample_batch
+from phalanx.run.one_process.rows_probe import read_or_make_up_batch
 from phalanx.suggest.search import suggest_rules
 from phalanx.suggest.suggestion import Suggestion
 from phalanx.verify.cases import SHRUNK_VOCAB_SIZE
@@ -145,7 +145,7 @@ def suggestion(name: str, **shapes: list[int]) -> Suggestion:
     }
     job = Job.model_validate(body)
     plan = make_plan(job, cluster=CPU, shape=SHAPE, vocab_size=SHRUNK_VOCAB_SIZE)
-    return suggest_rules(job, plan, sample_batch(job, plan), is_made_up=not shapes)
+    return suggest_rules(job, plan, read_or_make_up_batch(job, plan), is_made_up=not shapes)
 
 
 @pytest.mark.parametrize("shapes", [{"inputs": [1, 8, 8]}, {}])

@@ -10,20 +10,20 @@ import pytest
 
 from models import CPU
 from phalanx.core.errors import UsageError
-from phalanx.run.suspected_job import limit_degrees, load_suspected_job
+from phalanx.run.suspected_job import load_reduced_job_of_run, shrink_degrees_to_ranks
 
 RUN = Path(__file__).parents[1] / "golden" / "2026-11-23" / "run"
 
 
 def test_every_axis_of_a_large_run_stays_an_axis() -> None:
     degrees = {"dp_replicate": 8, "dp_shard": 16, "cp": 1, "tp": 4, "pp": 2}
-    fewer = limit_degrees(degrees, 16)
+    fewer = shrink_degrees_to_ranks(degrees, 16)
     assert fewer == {"dp_replicate": 2, "dp_shard": 2, "cp": 1, "tp": 2, "pp": 2}
-    assert limit_degrees(degrees, 2**20) == degrees
+    assert shrink_degrees_to_ranks(degrees, 2**20) == degrees
 
 
 def test_a_run_is_judged_at_the_layout_that_it_had() -> None:
-    suspected = load_suspected_job(RUN, cluster=replace(CPU, memory_bytes=2**40))
+    suspected = load_reduced_job_of_run(RUN, cluster=replace(CPU, memory_bytes=2**40))
     layout = json.loads((RUN / "plan.json").read_text(encoding="utf-8"))["layout"]
     parallel = suspected.job.parallel
     for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp"):
@@ -33,11 +33,11 @@ def test_a_run_is_judged_at_the_layout_that_it_had() -> None:
 
 
 def test_what_does_not_fit_the_machine_is_made_smaller_and_said() -> None:
-    suspected = load_suspected_job(RUN, cluster=replace(CPU, memory_bytes=2**20))
+    suspected = load_reduced_job_of_run(RUN, cluster=replace(CPU, memory_bytes=2**20))
     assert suspected.needs_small_widths
     assert "small widths" in suspected.changes[-1]
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no run is there"):
-        load_suspected_job(tmp_path)
+        load_reduced_job_of_run(tmp_path)

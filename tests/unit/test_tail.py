@@ -30,7 +30,7 @@ from phalanx.observe.events import (
 )
 from phalanx.observe.tail import EventTail, read_event, read_recorded_events
 from phalanx.report.reduce import collect_run_facts
-from phalanx.run.supervised import make_refused_event_writer, open_supervisor_bus
+from phalanx.run.supervised import build_refused_event_printer, open_supervisor_event_bus
 
 
 def line(event: Event, *, rank: int = 0, attempt: int = 0, at: float = 1.0) -> bytes:
@@ -176,8 +176,8 @@ def test_what_a_disk_refuses_is_shown_once(tmp_path: Path) -> None:
     """At once, and not again when it is in the file."""
     console = PlainConsole(QuietStream(io.StringIO()), RunProgress(9), 1)
     tail = EventTail(tmp_path)
-    bus = open_supervisor_bus(
-        tmp_path, 0, make_refused_event_writer(console, tail), RunOwnershipWatch(tmp_path, None)
+    bus = open_supervisor_event_bus(
+        tmp_path, 0, build_refused_event_printer(console, tail), RunOwnershipWatch(tmp_path, None)
     )
     bus.emit(Note("first"))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

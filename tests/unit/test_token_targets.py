@@ -14,7 +14,12 @@ import torch.nn.functional as F
 
 from phalanx.data.tokenizer import ByteTokenizer
 from phalanx.data.user_dataset import UserSamples
-from phalanx.nn.objective import CausalOutput, Objective, causal_cross_entropy, logits_cross_entropy
+from phalanx.nn.objective import (
+    CausalOutput,
+    Objective,
+    build_logits_cross_entropy,
+    causal_cross_entropy,
+)
 
 ANSWERS = Path(__file__).parents[2] / "examples" / "answers.py"
 
@@ -52,7 +57,7 @@ def outputs(vocab: int, batch: dict[str, torch.Tensor]) -> tuple[CausalOutput, t
     return CausalOutput(hidden, head), hidden @ head.T
 
 
-@pytest.mark.parametrize("objective", [causal_cross_entropy(7), logits_cross_entropy(1000)])
+@pytest.mark.parametrize("objective", [causal_cross_entropy(7), build_logits_cross_entropy(1000)])
 @pytest.mark.parametrize("as_logits", [False, True])
 def test_a_target_of_minus_100_has_no_part_in_the_loss(
     answers: Any, objective: Objective, as_logits: bool

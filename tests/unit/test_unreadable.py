@@ -24,9 +24,9 @@ from phalanx.data import corpus, dataset
 from phalanx.data.build import build_dataset
 from phalanx.data.shards import open_shard
 from phalanx.data.sources import list_source_files
-from phalanx.data.token_sources import _file_checksum
+from phalanx.data.token_sources import _hash_file_content
 from phalanx.data.tokenizer import load_tokenizer
-from phalanx.data.unreadable import unreadable_data_error
+from phalanx.data.unreadable import build_unreadable_data_error
 
 
 def failing(path: Path) -> Path:
@@ -49,7 +49,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "prepared data": lambda folder: corpus.load_corpus(
         failing(folder / corpus.CORPUS_FILE_NAME).parent
     ),
-    "tokens": lambda folder: _file_checksum(failing(folder / "tokens.npy")),
+    "tokens": lambda folder: _hash_file_content(failing(folder / "tokens.npy")),
     "the token": lambda folder: read_fencing_token_number(failing(folder / TOKEN_FILE_NAME).parent),
     "a manifest": lambda folder: read_manifest(
         failing(folder / "step-4" / MANIFEST_FILE_NAME).parent
@@ -68,10 +68,13 @@ def test_a_disk_that_fails_is_exit_7_and_said_to_be_one(what: str, tmp_path: Pat
 
 def test_what_is_missing_or_may_not_be_read_is_the_datas_own_problem(tmp_path: Path) -> None:
     for code in (errno.ENOENT, errno.EACCES, errno.EISDIR, errno.EINVAL, errno.EMFILE):
-        assert type(unreadable_data_error(OSError(code, os.strerror(code)), tmp_path)) is DataError
+        assert (
+            type(build_unreadable_data_error(OSError(code, os.strerror(code)), tmp_path))
+            is DataError
+        )
     for code in (errno.EIO, errno.ESTALE, errno.ENODEV):
         assert (
-            type(unreadable_data_error(OSError(code, os.strerror(code)), tmp_path))
+            type(build_unreadable_data_error(OSError(code, os.strerror(code)), tmp_path))
             is DataStorageError
         )
 

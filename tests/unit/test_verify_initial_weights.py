@@ -55,7 +55,7 @@ def test_another_shape_of_the_distribution_is_a_fault(monkeypatch: pytest.Monkey
         generator = torch.Generator().manual_seed((key + start) % 2**31)
         return (torch.rand(count, generator=generator) - 0.5) * 12**0.5
 
-    monkeypatch.setattr(nn_init, "standard_normal", draw_uniform)
+    monkeypatch.setattr(nn_init, "make_standard_normals", draw_uniform)
     faults = _find("gpt2")
     assert faults
     assert "no normal distribution" in faults[0].words

@@ -37,7 +37,7 @@ from phalanx.plan.profiles import (
     build_empty_profile,
 )
 from phalanx.run.launched import refuse_external_launcher
-from phalanx.run.scratch import ScratchDirectory, scratch_directory
+from phalanx.run.scratch import ScratchDirectory, open_scratch_directory
 from phalanx.run.stop_signals import raising_on_stop_signals
 
 # What ranks have not begun when their sections' seconds are over by this factor is left out: on a
@@ -180,7 +180,7 @@ class _BenchRun:
             else:
                 rows.append((item, row))
 
-        with scratch_directory("bench") as scratch:
+        with open_scratch_directory("bench") as scratch:
             reader = MeasurementReader(scratch.directory / ROWS_FILE, add_row)
             self._report_progress("starting ranks")
 
@@ -231,8 +231,8 @@ class _BenchRun:
     def _require_ranks_succeeded(self, outcome: RunOutcome, scratch: ScratchDirectory) -> None:
         if outcome.status != "failed":
             return
-        refusal = scratch.find_rank_refusal(outcome)
-        raise refusal or PhalanxError(scratch.failure_message(outcome))
+        refusal = scratch.find_error_that_rank_raised(outcome)
+        raise refusal or PhalanxError(scratch.build_rank_failure_message(outcome))
 
     def _build_profile_section(
         self, rows: Sequence[TimedOperation], num_skipped: int, busy_share: float

@@ -20,7 +20,7 @@ from phalanx.bench.items import BenchItem
 from phalanx.mesh.attend import compute_attention
 from phalanx.nn.block import Block
 from phalanx.nn.objective import CausalOutput, causal_cross_entropy
-from phalanx.nn.rotary import rotary_table, rotate
+from phalanx.nn.rotary import make_rotary_table, rotate
 
 TORCH_DTYPES = {
     "fp32": torch.float32,
@@ -148,7 +148,7 @@ def _build_elementwise_call(item: BenchItem, device: torch.device) -> TimedCall:
         call = _apply_gated_activation
     elif item.kind == "rotary":
         positions = torch.arange(tokens, device=device)[None]
-        table = rotary_table(positions, make_block_shape(width), x.dtype)
+        table = make_rotary_table(positions, make_block_shape(width), x.dtype)
         inputs = (x.view(1, tokens, -1, HEAD_DIM).transpose(1, 2),)
         call = functools.partial(rotate, table=table)
     traffic = TENSORS_MOVED_BY_OPERATION[item.kind][item.mode == "training"]
@@ -229,7 +229,7 @@ def _build_block_call(item: BenchItem, device: torch.device) -> TimedCall:
         for parameter in block.parameters():
             parameter.normal_(std=0.02)
     inputs = torch.randn(1, tokens, dim, device=device)
-    table = rotary_table(torch.arange(tokens, device=device)[None], shape, torch.float32)
+    table = make_rotary_table(torch.arange(tokens, device=device)[None], shape, torch.float32)
     leaves = (inputs.requires_grad_(), *block.parameters())
     grad = torch.randn_like(inputs)
     is_low = item.dtype != "fp32"

@@ -13,12 +13,12 @@ from phalanx.run.trained.evaluate import (
     EvaluationResult,
     EvaluationTask,
 )
-from phalanx.run.trained.model import describe_ranks
+from phalanx.run.trained.model import describe_ranks_of_model
 
 
 def print_evaluation_task(task: EvaluationTask) -> None:
     """Print what is evaluated, on which ranks and data, and what warns of its tokens."""
-    print_line(f"eval    {task.model.name}, on {describe_ranks(task.model, task.plan)}")
+    print_line(f"eval    {task.model.name}, on {describe_ranks_of_model(task.model, task.plan)}")
     print_line(f"data    {_describe_evaluated_data(task.data)}")
     for reason in task.data.remarks.reasons:
         print_line(f"why     {reason}")

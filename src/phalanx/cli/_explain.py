@@ -12,7 +12,7 @@ from phalanx.core.terminal import print_coloured, print_document
 from phalanx.job.findings import shorten_to_one_line
 from phalanx.job.schema import Job
 from phalanx.job.toml import format_toml_value
-from phalanx.run.explain import ExplainedValue, explain_job, format_explained_json
+from phalanx.run.explain import ExplainedValue, build_explained_json, explain_job_values
 
 MAX_VALUE_CHARS = 44  # characters; --json has all of them
 _COLOUR_OF_ORIGIN = {
@@ -76,11 +76,11 @@ def should_use_colour() -> bool:
 def print_explained_job(
     job: Job, job_file: str | Path | None, overrides: Sequence[str], *, as_json: bool
 ) -> None:
-    explained, plan = explain_job(job, job_file, overrides)
+    explained, plan = explain_job_values(job, job_file, overrides)
     if as_json:
         import json
 
-        print_document(json.dumps(format_explained_json(explained, plan, job_file), indent=1))
+        print_document(json.dumps(build_explained_json(explained, plan, job_file), indent=1))
     else:
         colour = should_use_colour()
         # Not print, whose filter would take our colours out.

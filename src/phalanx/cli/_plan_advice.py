@@ -14,7 +14,7 @@ from phalanx.core.errors import UsageError
 if TYPE_CHECKING:
     from phalanx.plan.advice.terminal import TerminalStyle
     from phalanx.run.plan_advice import AdvisedPlan
-    from phalanx.run.search_job import SearchedJob
+    from phalanx.run.search_job import JobSearch
 
 
 def split_explained_term(arguments: Sequence[str]) -> tuple[list[str], str | None]:
@@ -40,10 +40,10 @@ def print_term_formula(advised: AdvisedPlan, name: str, *, as_json: bool) -> Non
     of a time that is not predicted."""
     from phalanx.cli._json import print_json
     from phalanx.plan.advice.explain_term import format_explained_term, parse_term_name
-    from phalanx.run.plan_advice import explain_term_of_plan
+    from phalanx.run.plan_advice import explain_time_term_of_plan
 
     term = parse_term_name(name)
-    explanation = explain_term_of_plan(advised, term)
+    explanation = explain_time_term_of_plan(advised, term)
     if explanation is None:
         raise UsageError(
             f"the formulas of time are those of named GPUs, not of"
@@ -106,7 +106,7 @@ def write_page(advised: AdvisedPlan, path: Path) -> None:
         sys.stderr.write("\r\033[K")
 
 
-def write_page_of_unfit_search(searched: SearchedJob, path: Path) -> None:
+def write_page_of_unfit_search(searched: JobSearch, path: Path) -> None:
     """Write the page of a search in which nothing fits."""
     from phalanx.report.plan_collect import collect_unfit_facts
     from phalanx.report.plan_page import write_plan_page

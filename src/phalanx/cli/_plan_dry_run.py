@@ -12,7 +12,7 @@ from phalanx.job.schema import Job
 from phalanx.observe.console import QuietStream
 from phalanx.plan.search.finalists import apply_job_keys
 from phalanx.run.plan_job import PlannedJob, plan_job
-from phalanx.run.search_job import has_known_devices, search_job
+from phalanx.run.search_job import can_predict_step_times, search_layouts_of_job
 from phalanx.verify.dry_run.run_plan import dry_run_plan
 from phalanx.verify.dry_run.words import describe_dry_run
 
@@ -50,10 +50,10 @@ def _plan_for_dry_run(job: Job, gpus: str | None) -> PlannedJob:
 
     Raises LayoutError where no layout fits.
     """
-    if has_known_devices(job):
+    if can_predict_step_times(job):
         if gpus is not None:
             job = set_num_devices_of_job(job, gpus)
-        winner = search_job(job).result.winner
+        winner = search_layouts_of_job(job).result.winner
         if winner is None:
             raise LayoutError(
                 "no layout fits, so there is none to run",

@@ -13,12 +13,14 @@ def print_plan_from(run_dir: Path, arguments: Sequence[str], *, as_json: bool) -
     """Plan the job of the run with the overrides in `arguments` (or the job file there), and print
     what the run says of it. Returns the exit code."""
     from phalanx.plan.explain import describe_plan
-    from phalanx.run.plan_from import extrapolate_run, load_job_like_run
+    from phalanx.run.plan_from import extrapolate_plan_from_run, load_job_file_or_job_of_run
     from phalanx.run.plan_job import plan_job
 
     job_file, overrides = split_job_file_and_overrides(arguments)
-    planned = plan_job(load_job_like_run(run_dir, job_file, overrides), checks_initial=False)
-    result = extrapolate_run(run_dir, planned.plan)
+    planned = plan_job(
+        load_job_file_or_job_of_run(run_dir, job_file, overrides), checks_initial=False
+    )
+    result = extrapolate_plan_from_run(run_dir, planned.plan)
     if as_json:
         print_json("plan-from", result.to_json(), indent=1)
         return 0

@@ -77,14 +77,14 @@ def run_and_print_search(job: Job, options: SearchOptions) -> int:
     from phalanx.core.errors import ExitCode
     from phalanx.plan.search.describe import format_search_result
     from phalanx.run.plan_advice import advise_on_search
-    from phalanx.run.search_job import search_job, write_search
+    from phalanx.run.search_job import search_layouts_of_job, write_search_files
 
     counts = _parse_device_counts_option(options.gpus)
     if len(counts) > 1:
         return _print_scaling_table(job, counts, options)
     if counts:
         job = _set_num_devices(job, counts[0])
-    searched = search_job(job)
+    searched = search_layouts_of_job(job)
     advised = advise_on_search(searched)
     if options.term is not None:
         if advised is None:
@@ -93,7 +93,7 @@ def run_and_print_search(job: Job, options: SearchOptions) -> int:
         return 0
     files = []
     if options.out is not None:
-        files = write_search(searched, options.out, force=options.force)
+        files = write_search_files(searched, options.out, force=options.force)
     for page in _list_page_files(options):
         if advised is None:
             write_page_of_unfit_search(searched, page)
@@ -159,7 +159,7 @@ def _print_scaling_table(job: Job, counts: Sequence[int], options: SearchOptions
     from phalanx.cli._json import print_json
     from phalanx.plan.search.describe import format_scaling_table
     from phalanx.plan.search.scaling import search_per_device_count
-    from phalanx.run.search_job import open_search
+    from phalanx.run.search_job import prepare_layout_search
 
     if options.out is not None:
         raise UsageError(
@@ -170,7 +170,7 @@ def _print_scaling_table(job: Job, counts: Sequence[int], options: SearchOptions
             "--page, --rules and --explain are for one number of GPUs",
             fix="leave them out, or --gpus with one number",
         )
-    task = open_search(_set_num_devices(job, counts[-1]))
+    task = prepare_layout_search(_set_num_devices(job, counts[-1]))
     rows = list(search_per_device_count(task, counts))
     if options.as_json:
         print_json("plan-scaling", {"counts": [row.to_json() for row in rows]}, indent=1)

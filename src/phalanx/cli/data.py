@@ -151,7 +151,7 @@ def verify_data_command(dataset: DatasetDirArgument, as_json: JsonOption = False
     from phalanx.cli._progress import ProgressLine
     from phalanx.core.errors import DataError
     from phalanx.core.units import plural
-    from phalanx.data.verification import verify_with_progress
+    from phalanx.data.verification import verify_dataset_with_progress
 
     with print_errors_as_json(as_json), ProgressLine("verifying") as line:
 
@@ -162,7 +162,9 @@ def verify_data_command(dataset: DatasetDirArgument, as_json: JsonOption = False
         def on_progress(done: int, total: int, num_problems: int) -> None:
             line.update(done, total, suffix=plural(num_problems, "problem") if num_problems else "")
 
-        result = verify_with_progress(dataset, on_problem=on_problem, on_progress=on_progress)
+        result = verify_dataset_with_progress(
+            dataset, on_problem=on_problem, on_progress=on_progress
+        )
     if as_json:
         print_json("data-verify", result.to_json(), indent=1)
     else:
@@ -182,13 +184,13 @@ def stats_command(
     from phalanx.cli._json import print_errors_as_json, print_json
     from phalanx.cli._progress import ProgressLine
     from phalanx.data.dataset import open_dataset
-    from phalanx.data.stats import measure_dataset
+    from phalanx.data.stats import compute_dataset_stats
     from phalanx.report.dataset_page import write_dataset_page
 
     with print_errors_as_json(as_json):
         opened = open_dataset(Path(dataset))
         with ProgressLine("reading") as line:
-            measured = measure_dataset(opened, line.make_byte_counter(opened.num_token_bytes))
+            measured = compute_dataset_stats(opened, line.make_byte_counter(opened.num_token_bytes))
         if page is not None:
             write_dataset_page(Path(page), opened, measured)
     if as_json:
@@ -214,10 +216,10 @@ def ledger_command(
     was."""
     from phalanx.cli._json import print_errors_as_json, print_json
     from phalanx.core.errors import ExitCode
-    from phalanx.data.ledger import check_ledger
+    from phalanx.data.ledger import check_sample_records
 
     with print_errors_as_json(as_json):
-        report = check_ledger(Path(run))
+        report = check_sample_records(Path(run))
     if as_json:
         print_json("data-ledger", report.to_json(), indent=1)
     else:

@@ -51,14 +51,14 @@ def command(
     from phalanx.cli._launched import print_ended_ranks, refuse_launcher
     from phalanx.cli._output import make_errors_printable
     from phalanx.cli._progress import ProgressLine
-    from phalanx.run.scratch import scratch_directory
+    from phalanx.run.scratch import open_scratch_directory
     from phalanx.run.trained.evaluate import EVALUATION_KEYS, evaluate, prepare_evaluation
     from phalanx.run.trained.launch import RanksEndedEarlyError
     from phalanx.run.trained.model import open_trained_model
 
     start_s = time.monotonic()
     try:
-        with make_errors_printable(as_json), scratch_directory("eval") as scratch:
+        with make_errors_printable(as_json), open_scratch_directory("eval") as scratch:
             refuse_launcher("eval")
             job_file, overrides = split_job_file_and_overrides(arguments or [])
             model = open_trained_model(

@@ -79,14 +79,18 @@ def command(
     from phalanx.cli._json import print_json
     from phalanx.cli._launched import print_ended_ranks, refuse_launcher
     from phalanx.cli._output import make_errors_printable, print_line
-    from phalanx.run.scratch import scratch_directory
-    from phalanx.run.trained.generate import GENERATION_KEYS, generate_texts, open_generator
+    from phalanx.run.scratch import open_scratch_directory
+    from phalanx.run.trained.generate import (
+        GENERATION_KEYS,
+        generate_texts_in_ranks,
+        open_generator,
+    )
     from phalanx.run.trained.launch import RanksEndedEarlyError
-    from phalanx.run.trained.model import describe_ranks, open_trained_model
+    from phalanx.run.trained.model import describe_ranks_of_model, open_trained_model
     from phalanx.run.trained.payloads import SamplingOptions
 
     try:
-        with make_errors_printable(as_json), scratch_directory("generate") as scratch:
+        with make_errors_printable(as_json), open_scratch_directory("generate") as scratch:
             refuse_launcher("generate")
             job_file, overrides = split_job_file_and_overrides(arguments or [])
             model = open_trained_model(
@@ -100,15 +104,15 @@ def command(
             generator = open_generator(model)
             # Before ranks start: a prompt that cannot be used is told at once.
             texts = [
-                generator.begin_text(text)
+                generator.encode_prompt(text)
                 for text in (_read_prompt() if prompt is None else prompt)
             ]
             if not as_json:
                 print_line(
-                    f"model   {model.name}, on {describe_ranks(model, generator.plan)}",
+                    f"model   {model.name}, on {describe_ranks_of_model(model, generator.plan)}",
                     as_problem=True,
                 )
-            result = generate_texts(
+            result = generate_texts_in_ranks(
                 generator,
                 texts,
                 scratch,

@@ -237,9 +237,9 @@ def _needs_search(job: Job, gpus: str | None, out: Path | None) -> bool:
     Raises UsageError for options that only a search reads where they are not.
     """
     from phalanx.core.errors import UsageError
-    from phalanx.run.search_job import has_known_devices
+    from phalanx.run.search_job import can_predict_step_times
 
-    if has_known_devices(job):
+    if can_predict_step_times(job):
         return True
     if gpus is not None or out is not None:
         raise UsageError(
@@ -252,7 +252,7 @@ def _needs_search(job: Job, gpus: str | None, out: Path | None) -> bool:
 def _print_plan(planned: PlannedJob, arguments: Sequence[str]) -> None:
     from phalanx.job.user_dataset import is_own_dataset
     from phalanx.plan.explain import describe_plan
-    from phalanx.run.next_command import suggest_after_planning
+    from phalanx.run.next_command import build_next_line_after_planning
 
     lines = [
         *planned.data_lines,
@@ -262,18 +262,18 @@ def _print_plan(planned: PlannedJob, arguments: Sequence[str]) -> None:
         lines.append(planned.time.describe())
     if planned.initial is not None:
         lines += planned.initial.summary_lines()
-    if planned.can_train_now:
-        lines.append(suggest_after_planning(arguments))
+    if planned.has_trainable_data:
+        lines.append(build_next_line_after_planning(arguments))
     print("\n".join(lines))
 
 
 def _print_recut(words: Sequence[str], run_dir: Path, *, as_json: bool) -> int:
     from phalanx.cli._json import print_json
     from phalanx.run.plan_job import plan_job
-    from phalanx.run.recut import recut_pipeline_of_run
+    from phalanx.run.recut import suggest_pipeline_cut_from_run
 
     planned = plan_job(_load_job(words), checks_initial=False)
-    better = recut_pipeline_of_run(planned.job, planned.plan, run_dir)
+    better = suggest_pipeline_cut_from_run(planned.job, planned.plan, run_dir)
     if as_json:
         print_json("recut", better.to_json(), indent=1)
     else:

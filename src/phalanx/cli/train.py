@@ -76,14 +76,14 @@ def command(
         from phalanx.run.output import RunOutput
         from phalanx.run.resume import load_resumed_job
         from phalanx.run.stop_signals import raising_on_stop_signals
-        from phalanx.run.training import TrainRequest, run_training
+        from phalanx.run.training import TrainRequest, train_in_ranks_or_as_rank
 
         with raising_on_stop_signals(), redirect_text_to_stderr(as_json):
             if resume is not None:
-                request = TrainRequest.for_resumed(load_resumed_job(resume, overrides))
+                request = TrainRequest.for_resumed_run(load_resumed_job(resume, overrides))
             else:
-                request = TrainRequest.for_job(load_job(job_file, overrides))
-            end = run_training(request, RunOutput(), guards_rank=True)
+                request = TrainRequest.for_new_run(load_job(job_file, overrides))
+            end = train_in_ranks_or_as_rank(request, RunOutput(), guards_rank=True)
         # Under another launcher each of its ranks comes here: one of them prints.
         if as_json and end.rank == 0:
             from phalanx.report.reduce import collect_run_facts

@@ -13,7 +13,7 @@ from phalanx.cli._options import JobArguments
 from phalanx.verify.row import NUM_STEPS
 
 if TYPE_CHECKING:
-    from phalanx.run.suspected_job import SuspectedJob
+    from phalanx.run.suspected_job import ReducedRunJob
     from phalanx.verify.row import Row
 
 EXAMPLE = "Example: phalanx verify job.toml --layouts=all --ranks=4"
@@ -169,16 +169,16 @@ def print_verification(
 
 def _load_job_of_suspected_run(
     run_dir: Path, arguments: Sequence[str], model: str | None, *, as_json: bool
-) -> SuspectedJob:
+) -> ReducedRunJob:
     """The job of a run with the overrides of `arguments`; says what is judged otherwise."""
     from phalanx.cli._arguments import split_job_file_and_overrides
     from phalanx.core.errors import UsageError
-    from phalanx.run.suspected_job import load_suspected_job
+    from phalanx.run.suspected_job import load_reduced_job_of_run
 
     if model is not None:
         raise UsageError("--model and --job name two models", fix="give one of them")
     _, overrides = split_job_file_and_overrides(arguments, allow_file=False)
-    suspected = load_suspected_job(run_dir, overrides)
+    suspected = load_reduced_job_of_run(run_dir, overrides)
     if not as_json:
         for change in suspected.changes:
             print(f"changed {change}")

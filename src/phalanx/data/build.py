@@ -28,12 +28,12 @@ from phalanx.core.files import (
 from phalanx.core.units import format_bytes
 from phalanx.data.build_folder import (
     BUILD_STATE_FOLDER,
-    check_output_folder,
     lock_output_folder,
-    remove_output,
+    refuse_unsuitable_output_folder,
+    remove_build_output,
 )
 from phalanx.data.build_options import BuildOptions, collect_build_options
-from phalanx.data.build_pool import run_tasks
+from phalanx.data.build_pool import build_all_shard_tasks
 from phalanx.data.cuts import build_text_cutter
 from phalanx.data.dataset import (
     DATASET_FILE_NAME,
@@ -42,11 +42,11 @@ from phalanx.data.dataset import (
     is_dataset,
     open_dataset,
 )
-from phalanx.data.encode import EncodingCounts, ShardOutcome, sum_encoding_counts
+from phalanx.data.encode import EncodingCounts, ShardOutcome, add_up_encoding_counts
 from phalanx.data.readers import plan_file_parts
-from phalanx.data.shards import open_shard, smallest_token_dtype
+from phalanx.data.shards import choose_smallest_token_dtype, open_shard
 from phalanx.data.sources import SourceListing, list_source_files
-from phalanx.data.spans import ShardTask, default_shard_bytes, plan_tasks
+from phalanx.data.spans import ShardTask, choose_default_shard_bytes, plan_shard_tasks
 from phalanx.data.tokenizer import (
     CONFIG_FILE,
     TOKENIZER_FILE,
@@ -54,7 +54,11 @@ from phalanx.data.tokenizer import (
     load_tokenizer,
     tokenizer_path,
 )
-from phalanx.data.unchanged import check_inputs_unchanged, file_times, find_changed_files
+from phalanx.data.unchanged import (
+    find_changed_files,
+    find_latest_change_times,
+    require_inputs_unchanged,
+)
 
 OPTIONS_FILE_NAME = "options.json"
 # Files are cut into shards at multiples of this, or of a shard's size where that is smaller.
@@ -85,7 +89,7 @@ Progress = Callable[[BuildProgress], None]
 
 
 @dataclass
-class _Build:
+class _BuildState:
     """One build as it goes on."""
 
     tasks: list[ShardTask]
@@ -98,12 +102,12 @@ class _Build:
     def progress(self) -> BuildProgress:
         done = [outcome.counts for outcome in self.outcomes.values()]
         return BuildProgress(
-            counts=sum_encoding_counts([*done, *self.running.values()]),
+            counts=add_up_encoding_counts([*done, *self.running.values()]),
             total_bytes=sum(task.weight for task in self.tasks),
             num_shards_done=len(self.outcomes),
             num_shards=len(self.tasks),
             num_shards_kept=len(self.kept_shards),
-            kept_counts=sum_encoding_counts(
+            kept_counts=add_up_encoding_counts(
                 self.outcomes[number].counts for number in self.kept_shards
             ),
             elapsed_s=time.monotonic() - self.began,
@@ -140,21 +144,23 @@ def build_dataset(
     cutter = build_text_cutter(encoder)
     files = [file for listing in sources for file in listing.files]
     total_bytes = sum(file.num_bytes for file in files)
-    shard_bytes = shard_bytes or default_shard_bytes(total_bytes)
+    shard_bytes = shard_bytes or choose_default_shard_bytes(total_bytes)
     step_bytes = min(_CUT_MULTIPLE_BYTES, shard_bytes)
     parts = [plan_file_parts(file, column, step_bytes, cutter.can_cut) for file in files]
-    tasks = plan_tasks(parts, shard_bytes)
+    tasks = plan_shard_tasks(parts, shard_bytes)
     options = collect_build_options(sources, encoder, column, shard_bytes)
-    check_output_folder(out)
+    refuse_unsuitable_output_folder(out)
     # Before the lock, which writes: a finished dataset may be read-only.
     if is_dataset(out):
-        return _reuse_dataset(out, options, tasks, file_times(sources))
+        return _open_dataset_if_unchanged(out, options, tasks, find_latest_change_times(sources))
     is_new = not out.exists()
     try:
         with lock_output_folder(out):
             # Another build may have finished since we looked.
             if is_dataset(out):
-                return _reuse_dataset(out, options, tasks, file_times(sources))
+                return _open_dataset_if_unchanged(
+                    out, options, tasks, find_latest_change_times(sources)
+                )
             try:
                 workers = num_workers or _count_useful_workers(encoder, total_bytes)
                 return _build_missing_shards(
@@ -165,7 +171,7 @@ def build_dataset(
                 if not keep_unfinished:
                     names = [task.file for task in tasks]
                     names += (TOKENIZER_FILE, CONFIG_FILE, DATASET_FILE_NAME)
-                    remove_output(out, names, is_new=is_new)
+                    remove_build_output(out, names, is_new=is_new)
                 raise
     except OSError as error:  # reading raises DataError, so this was writing
         raise build_resource_error(error, "writing the token shards", out, place="folder") from None
@@ -177,7 +183,7 @@ def _count_useful_workers(encoder: Tokenizer, total_bytes: int) -> int:
     return count_cores()
 
 
-def _reuse_dataset(
+def _open_dataset_if_unchanged(
     out: Path, options: BuildOptions, tasks: list[ShardTask], changed_ns: dict[str, int]
 ) -> Dataset:
     """The dataset that is already there, if it is the one that is wanted."""
@@ -216,17 +222,17 @@ def _build_missing_shards(
     num_workers: int,
     progress: Progress | None,
 ) -> Dataset:
-    _require_same_options(out, options)
+    _refuse_other_build_options(out, options)
     # Of a build that was killed: the lock says that none writes them now.
     for partial_file in out.glob(".*.partial"):
         partial_file.unlink(missing_ok=True)
-    finished = _read_finished_shards(tasks, file_times(sources), options.column, out)
+    finished = _read_finished_shards(tasks, find_latest_change_times(sources), options.column, out)
     todo = [task for task in tasks if task.number not in finished]
     # At least one, by which rates are divided, even if every shard was kept.
     num_workers = min(num_workers, max(1, len(todo)))
-    build = _Build(tasks, finished, num_workers, kept_shards=tuple(finished))
+    build = _BuildState(tasks, finished, num_workers, kept_shards=tuple(finished))
     # After partial files are gone and kept shards are known: neither needs room.
-    _check_disk_space(todo, encoder, out)
+    _require_disk_space_for_build(todo, encoder, out)
 
     def report() -> None:
         if progress is not None:
@@ -237,17 +243,19 @@ def _build_missing_shards(
         report()
 
     def on_shard(task: ShardTask, outcome: ShardOutcome) -> None:
-        _write_shard_note(out, task, outcome)
+        _record_finished_shard(out, task, outcome)
         build.running.pop(task.number, None)
         build.outcomes[task.number] = outcome
         report()
 
     report()
-    run_tasks(todo, out, encoder, tokenizer, options.column, build.num_workers, on_counts, on_shard)
+    build_all_shard_tasks(
+        todo, out, encoder, tokenizer, options.column, build.num_workers, on_counts, on_shard
+    )
     return _write_finished_dataset(build, sources, encoder, tokenizer, options, out)
 
 
-def _require_same_options(out: Path, options: BuildOptions) -> None:
+def _refuse_other_build_options(out: Path, options: BuildOptions) -> None:
     """Refuse to go on with a build of other options. Inputs may have changed: each shard knows what
     went into it.
     """
@@ -269,7 +277,7 @@ def _require_same_options(out: Path, options: BuildOptions) -> None:
     write_json_atomic(path, options.to_json())
 
 
-def _write_shard_note(out: Path, task: ShardTask, outcome: ShardOutcome) -> None:
+def _record_finished_shard(out: Path, task: ShardTask, outcome: ShardOutcome) -> None:
     """Written when the shard is durable under its name."""
     path = out / BUILD_STATE_FOLDER / f"{task.number:05d}.json"
     # Not durable: a note that a power cut takes costs one shard.
@@ -301,7 +309,7 @@ def _read_finished_shards(
     return outcomes
 
 
-def _check_disk_space(todo: list[ShardTask], encoder: Tokenizer, out: Path) -> None:
+def _require_disk_space_for_build(todo: list[ShardTask], encoder: Tokenizer, out: Path) -> None:
     """Said at once rather than after an hour."""
     # Only for bytes: other tokenizers make less of it, who knows how much.
     if encoder.kind != "bytes":
@@ -327,7 +335,7 @@ def _check_disk_space(todo: list[ShardTask], encoder: Tokenizer, out: Path) -> N
 
 
 def _write_finished_dataset(
-    build: _Build,
+    build: _BuildState,
     sources: list[SourceListing],
     encoder: Tokenizer,
     tokenizer: str,
@@ -344,31 +352,31 @@ def _write_finished_dataset(
         where = ", ".join(listing.source for listing in sources)
         raise DataError("there is no text in it", where=where, why=why)
     # After the last file was read, before anything says that the dataset is whole.
-    check_inputs_unchanged(build.tasks, build.outcomes, sources, options.column)
+    require_inputs_unchanged(build.tasks, build.outcomes, sources, options.column)
     if encoder.kind == "tokenizer.json":
-        _copy_tokenizer(encoder, tokenizer, out)
+        _copy_tokenizer_into_dataset(encoder, tokenizer, out)
 
-    def total_of(count: str) -> int:
+    def sum_over_listings(count: str) -> int:
         return sum(getattr(listing, count) for listing in sources)
 
     manifest = DatasetManifest(
         tokenizer=options.tokenizer,
         vocab_size=encoder.vocab_size,
-        dtype=smallest_token_dtype(encoder.vocab_size),
+        dtype=choose_smallest_token_dtype(encoder.vocab_size),
         end_of_document=options.end_of_document,
         column=options.column,
         shard_bytes=options.shard_bytes,
         source_bytes=total.text_bytes,
-        num_skipped_files=total_of("num_skipped"),
+        num_skipped_files=sum_over_listings("num_skipped"),
         num_skipped_rows=total.num_null_rows,
         num_not_utf8=total.num_not_utf8,
         inputs=options.inputs,
         shards=shards,
-        num_skipped_folders=total_of("num_skipped_folders"),
-        num_repeated_files=total_of("num_repeated"),
-        num_not_files=total_of("num_not_files"),
-        num_empty_files=total_of("num_empty"),
-        num_json_as_text=total_of("num_json_text"),
+        num_skipped_folders=sum_over_listings("num_skipped_folders"),
+        num_repeated_files=sum_over_listings("num_repeated"),
+        num_not_files=sum_over_listings("num_not_files"),
+        num_empty_files=sum_over_listings("num_empty"),
+        num_json_as_text=sum_over_listings("num_json_text"),
         num_ends_in_text=total.num_ends_in_text,
         contents=tuple(outcome.content for outcome in outcomes),
     )
@@ -383,7 +391,7 @@ def _write_finished_dataset(
     return dataset
 
 
-def _copy_tokenizer(encoder: Tokenizer, name: str, out: Path) -> None:
+def _copy_tokenizer_into_dataset(encoder: Tokenizer, name: str, out: Path) -> None:
     """The tokenizer goes with its tokens, and so does what says which token ends a document."""
     path = tokenizer_path(name)
     write_bytes_atomic(out / TOKENIZER_FILE, read_regular(path, MAX_TOKENIZER_BYTES))

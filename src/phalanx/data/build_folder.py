@@ -19,7 +19,7 @@ BUILD_STATE_FOLDER = ".build"
 LOCK_FILE_NAME = "lock"
 
 
-def check_output_folder(out: Path) -> None:
+def refuse_unsuitable_output_folder(out: Path) -> None:
     """Refuse a place that holds anything but a dataset, finished or not, and one inside of a
     dataset.
     """
@@ -84,7 +84,7 @@ def _lock_state_folder(out: Path) -> int:
         os.close(handle)
 
 
-def remove_output(out: Path, names: Iterable[str], *, is_new: bool) -> None:
+def remove_build_output(out: Path, names: Iterable[str], *, is_new: bool) -> None:
     """Take away what a build may have written: files of these `names`, and the folder if it is
     new."""
     with contextlib.suppress(OSError):

@@ -37,11 +37,11 @@ class BuildOptions:
         """The names of the options, inputs included, that a finished dataset was not built with."""
         listed, options = manifest.to_json(), asdict(self)
         return find_differing_keys(
-            _select_manifest_options(listed), _select_manifest_options(options)
+            _select_options_for_manifest(listed), _select_options_for_manifest(options)
         )
 
 
-def _select_manifest_options(options: Mapping[str, Any]) -> dict[str, Any]:
+def _select_options_for_manifest(options: Mapping[str, Any]) -> dict[str, Any]:
     return {key: options[key] for key in _MANIFEST_OPTION_KEYS}
 
 
@@ -54,11 +54,11 @@ def collect_build_options(
         end_of_document=encoder.end_of_document,
         column=column,
         shard_bytes=shard_bytes,
-        inputs=tuple(map(_input_facts, sources)),
+        inputs=tuple(map(_collect_input_facts, sources)),
     )
 
 
-def _input_facts(listing: SourceListing) -> dict[str, Any]:
+def _collect_input_facts(listing: SourceListing) -> dict[str, Any]:
     return {
         "source": listing.source,
         "num_files": len(listing.files),

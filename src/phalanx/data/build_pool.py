@@ -33,7 +33,7 @@ OnProgress = Callable[[int, EncodingCounts], None]
 OnShardDone = Callable[[ShardTask, ShardOutcome], None]
 
 
-def run_tasks(
+def build_all_shard_tasks(
     tasks: list[ShardTask],
     out: Path,
     encoder: Tokenizer,
@@ -53,7 +53,7 @@ def run_tasks(
 
 
 @dataclass
-class _Worker:
+class _BuildWorker:
     process: subprocess.Popen[bytes]
     task: ShardTask | None = None
     unread: bytearray = field(default_factory=bytearray)
@@ -64,9 +64,9 @@ class _Worker:
             stdin.write(json.dumps(message).encode() + b"\n")
             stdin.flush()
         except BrokenPipeError:
-            raise self.explain_death() from None
+            raise self.build_worker_death_error() from None
 
-    def give_task(self, task: ShardTask) -> None:
+    def send_task(self, task: ShardTask) -> None:
         self.task = task
         self.send({"task": task.to_json()})
 
@@ -75,7 +75,7 @@ class _Worker:
         # os.read gives what is there; the buffered stream would wait for all 64 KiB.
         data = os.read(cast(IO[bytes], self.process.stdout).fileno(), 1 << 16)
         if not data:
-            raise self.explain_death()
+            raise self.build_worker_death_error()
         self.unread += data
         # What follows the last line's end is the beginning of the next message.
         *lines, rest = bytes(self.unread).split(b"\n")
@@ -83,7 +83,7 @@ class _Worker:
         for line in lines:
             yield json.loads(line)
 
-    def explain_death(self) -> PhalanxError:
+    def build_worker_death_error(self) -> PhalanxError:
         """The error that says how the worker ended."""
         code = self.process.wait()
         if code < 0:
@@ -107,12 +107,12 @@ def _build_in_workers(
     # The last is taken first, so reversed: shards are built in the order of their numbers.
     waiting = list(reversed(tasks))
     with (
-        _open_workers(min(num_workers, len(tasks)), hello) as workers,
+        _open_build_workers(min(num_workers, len(tasks)), hello) as workers,
         selectors.DefaultSelector() as selector,
     ):
         for worker in workers:
             selector.register(cast(IO[bytes], worker.process.stdout), selectors.EVENT_READ, worker)
-            worker.give_task(waiting.pop())
+            worker.send_task(waiting.pop())
         num_left = len(tasks)
         while num_left:
             for key, _ in selector.select():
@@ -120,7 +120,7 @@ def _build_in_workers(
                 for message in worker.messages():
                     assert worker.task is not None
                     if "error" in message:
-                        raise _error_from_message(message)
+                        raise _decode_error_message(message)
                     if "running" in message:
                         running(worker.task.number, EncodingCounts(**message["running"]))
                         continue
@@ -128,11 +128,11 @@ def _build_in_workers(
                     num_left -= 1
                     worker.task = None
                     if waiting:
-                        worker.give_task(waiting.pop())
+                        worker.send_task(waiting.pop())
 
 
 @contextmanager
-def _open_workers(num_workers: int, hello: dict[str, Any]) -> Iterator[list[_Worker]]:
+def _open_build_workers(num_workers: int, hello: dict[str, Any]) -> Iterator[list[_BuildWorker]]:
     """Started, told what all tasks have in common, and gone when the block is left, however that
     is.
     """
@@ -146,13 +146,13 @@ def _open_workers(num_workers: int, hello: dict[str, Any]) -> Iterator[list[_Wor
     environment["PYTHONPATH"] = os.pathsep.join(
         filter(None, [_PACKAGE_PARENT_DIR, os.environ.get("PYTHONPATH")])
     )
-    workers: list[_Worker] = []
+    workers: list[_BuildWorker] = []
     try:
         for _ in range(num_workers):
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
             )
-            workers.append(_Worker(process))
+            workers.append(_BuildWorker(process))
         for worker in workers:
             worker.send(hello)
         yield workers
@@ -163,15 +163,15 @@ def _open_workers(num_workers: int, hello: dict[str, Any]) -> Iterator[list[_Wor
         for worker in workers:
             # Waited for after all were killed: they end side by side.
             worker.process.communicate()
-        _remove_partials(Path(hello["out"]))
+        _remove_partial_shards(Path(hello["out"]))
 
 
-def _remove_partials(out: Path) -> None:
+def _remove_partial_shards(out: Path) -> None:
     for partial_file in out.glob(".shard-*.partial"):
         partial_file.unlink(missing_ok=True)
 
 
-def error_to_message(error: PhalanxError | OSError, out: Path) -> dict[str, Any]:
+def encode_error_message(error: PhalanxError | OSError, out: Path) -> dict[str, Any]:
     """An error of a worker as a message; an OSError is one of writing, since readers raise
     DataError.
     """
@@ -180,7 +180,7 @@ def error_to_message(error: PhalanxError | OSError, out: Path) -> dict[str, Any]
     return build_resource_error(error, "writing the token shards", out, place="folder").to_json()
 
 
-def _error_from_message(message: dict[str, Any]) -> PhalanxError:
+def _decode_error_message(message: dict[str, Any]) -> PhalanxError:
     # By its class, which has the exit code.
     kind = getattr(errors, message["error"], DataError)
     return cast(

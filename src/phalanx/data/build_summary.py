@@ -42,7 +42,7 @@ class BuildSummary:
     def speed(self) -> BuildSpeed | None:
         if self.progress is None:
             return None
-        return _compute_speed(self.progress)
+        return _compute_build_speed(self.progress)
 
     def to_json(self) -> dict[str, Any]:
         """Facts of `phalanx data build --json`."""
@@ -59,7 +59,7 @@ class BuildSummary:
         }
 
 
-def _compute_speed(progress: BuildProgress) -> BuildSpeed:
+def _compute_build_speed(progress: BuildProgress) -> BuildSpeed:
     # Without the shards of an interrupted build, which took their time then.
     text_bytes = progress.counts.text_bytes - progress.kept_counts.text_bytes
     encode_s = progress.counts.encode_s - progress.kept_counts.encode_s

@@ -24,10 +24,10 @@ from phalanx.data.token_sources import (
     FileFacts,
     OpenTokenSource,
     TokenSourceKind,
-    check_source_unchanged,
-    open_token_arrays,
-    token_source_bytes,
-    verify_source,
+    find_source_damage,
+    map_token_arrays,
+    require_source_unchanged,
+    sum_token_source_bytes,
 )
 from phalanx.data.tokenizer import Tokenizer, load_tokenizer
 from phalanx.data.tokens import (
@@ -36,9 +36,9 @@ from phalanx.data.tokens import (
     SplitBy,
     TokenSequence,
     TrainHeldOutSplit,
-    split_tokens,
+    split_into_train_and_held_out,
 )
-from phalanx.data.unreadable import unreadable_data_error
+from phalanx.data.unreadable import build_unreadable_data_error
 from phalanx.data.user_dataset import UserDatasetFacts
 
 CORPUS_FORMAT_VERSION = 3  # 2: other samples, and other documents held out, of the same tokens
@@ -78,7 +78,7 @@ class CorpusComponent:
     num_skipped_files: int
 
     @property
-    def explain_split(self) -> str:
+    def explain_held_out_choice(self) -> str:
         """Why the fraction of the documents does not decide what is held out; empty where it
         does."""
         if self.split_by == "document" or self.splits["held_out"].num_tokens == 0:
@@ -203,10 +203,12 @@ class Corpus:
         path = self.path_of_component(component)
         # Before it is mapped: reading behind the end of a file that is shorter by now would kill
         # the process (SIGBUS).
-        check_source_unchanged(component.kind, path, component.files)
-        opened = open_token_arrays(component.kind, path)
+        require_source_unchanged(component.kind, path, component.files)
+        opened = map_token_arrays(component.kind, path)
         fraction, keys = self.wanted["held_out_fraction"], component.held_out_keys
-        return opened, split_tokens(opened.arrays, fraction, component.split_by, keys)
+        return opened, split_into_train_and_held_out(
+            opened.arrays, fraction, component.split_by, keys
+        )
 
     def sequences(self, split: Split) -> list[TokenSequence]:
         """The tokens of a split, for each component."""
@@ -234,14 +236,14 @@ def load_corpus(out_dir: Path) -> Corpus:
         return Corpus.from_json(read_json(out_dir / CORPUS_FILE_NAME), out_dir)
     except OSError as error:
         why = f"{Path(error.filename or CORPUS_FILE_NAME).name}: {error.strerror}"
-        raise unreadable_data_error(
+        raise build_unreadable_data_error(
             error, out_dir, UNUSABLE_CORPUS_MESSAGE, why=why, fix=UNUSABLE_CORPUS_FIX
         ) from None
     except ValueError as error:
         raise _unusable_corpus_error(out_dir, f"{CORPUS_FILE_NAME} is not JSON: {error}") from None
 
 
-def verify_corpus(corpus: Corpus, *, is_new: bool = False) -> list[str]:
+def verify_corpus_checksums(corpus: Corpus, *, is_new: bool = False) -> list[str]:
     """Read all tokens and compare checksums, unless there are too many. Returns what was not
     verified, in words.
 
@@ -249,8 +251,8 @@ def verify_corpus(corpus: Corpus, *, is_new: bool = False) -> list[str]:
 
     Raises DataError for the first thing that is wrong, and says how many there are.
     """
-    unread = [part for part in corpus.components if not (is_new and _was_just_read(part))]
-    num_bytes = sum(token_source_bytes(component.files) for component in unread)
+    unread = [part for part in corpus.components if not (is_new and _was_component_just_read(part))]
+    num_bytes = sum(sum_token_source_bytes(component.files) for component in unread)
     if num_bytes > MAX_VERIFIED_BYTES:
         note = f"{format_bytes(num_bytes)} of tokens were not compared with their checksums"
         for component in unread:
@@ -261,7 +263,7 @@ def verify_corpus(corpus: Corpus, *, is_new: bool = False) -> list[str]:
         return [note]
     for component in unread:
         wrong = list(
-            verify_source(component.kind, corpus.path_of_component(component), component.files)
+            find_source_damage(component.kind, corpus.path_of_component(component), component.files)
         )
         if wrong:
             first, summary = wrong[0], wrong[0].what
@@ -272,13 +274,13 @@ def verify_corpus(corpus: Corpus, *, is_new: bool = False) -> list[str]:
     return []
 
 
-def _was_just_read(component: CorpusComponent) -> bool:
+def _was_component_just_read(component: CorpusComponent) -> bool:
     """True if preparing the source read or wrote all of it: not so for shards that lie elsewhere,
     whose headers say what is in them."""
-    return component.kind != "dataset" or not _is_foreign(component)
+    return component.kind != "dataset" or not _is_written_elsewhere(component)
 
 
-def _is_foreign(component: CorpusComponent) -> bool:
+def _is_written_elsewhere(component: CorpusComponent) -> bool:
     """True if the file was written elsewhere, by another program."""
     return os.path.isabs(component.path)
 

@@ -29,7 +29,7 @@ _CONTEXT_MARGIN_BYTES = 4 * _CONTEXT_CHARS + 4 * _MAX_SPACE_CHARS
 _CUT_TEST_TEXTS = (("One line of text", "\nanother line"), ("One line of text\n", "another line"))
 
 
-class TextCutter:
+class TokenSafeTextCutter:
     """Cuts texts where `same(before, after)`: the two have the tokens of both together.
 
     With `anywhere` (a token is a byte) files are cut at any byte.
@@ -40,22 +40,22 @@ class TextCutter:
         # Tokenizers that mark where a text begins fail both: no place in any text is searched then.
         self.can_cut = anywhere or any(same(*probe) for probe in _CUT_TEST_TEXTS)
 
-    def can_cut_at(self, text: str, at: int) -> bool:
+    def is_cut_token_safe(self, text: str, at: int) -> bool:
         """True if `text` has the same tokens when it is cut at `at`."""
         before, after = text[max(0, at - _CONTEXT_CHARS) : at], text[at : at + _CONTEXT_CHARS]
         return self._same(replace_surrogates(before), replace_surrogates(after))
 
-    def find_cut(self, text: str, start: int) -> int | None:
+    def find_token_safe_cut(self, text: str, start: int) -> int | None:
         """The first good place at or after `start`, or None in this text."""
         at = text.find("\n", start)
         while at >= 0:
             for position in _list_cut_offsets(text, at):
-                if position >= start and self.can_cut_at(text, position):
+                if position >= start and self.is_cut_token_safe(text, position):
                     return position
             at = text.find("\n", at + 1)
         return None
 
-    def find_cut_in_file(self, file: BinaryIO, offset: int, num_bytes: int) -> int:
+    def find_token_safe_cut_in_file(self, file: BinaryIO, offset: int, num_bytes: int) -> int:
         """Offset of the first good place at or after byte `offset` of a file is; its end if there
         is none.
 
@@ -71,7 +71,7 @@ class TextCutter:
             # One letter for each odd byte, so that places can be told.
             text = data.decode("utf-8", "surrogateescape")
             start = len(data[: offset - window_start].decode("utf-8", "surrogateescape"))
-            cut = self.find_cut(text, start)
+            cut = self.find_token_safe_cut(text, start)
             if cut is not None:
                 at = window_start + len(text[:cut].encode("utf-8", "surrogateescape"))
                 # A place in the margin is judged in the next window, which sees what follows it.
@@ -85,7 +85,7 @@ class TextCutter:
         cut."""
         start = 0
         while len(text) - start > 2 * TARGET_PIECE_CHARS and self.can_cut:
-            cut = self.find_cut(text, start + TARGET_PIECE_CHARS)
+            cut = self.find_token_safe_cut(text, start + TARGET_PIECE_CHARS)
             if cut is None:
                 break
             yield text[start:cut]
@@ -96,14 +96,14 @@ class TextCutter:
         yield rest
 
 
-def build_text_cutter(tokenizer: Tokenizer) -> TextCutter:
+def build_text_cutter(tokenizer: Tokenizer) -> TokenSafeTextCutter:
     """Cuts that keep the tokens of one tokenizer."""
 
     def same(before: str, after: str) -> bool:
         together, *parts = tokenizer.encode_batch([before + after, before, after])
         return list(together) == [*parts[0], *parts[1]]
 
-    return TextCutter(same, anywhere=tokenizer.kind == "bytes")
+    return TokenSafeTextCutter(same, anywhere=tokenizer.kind == "bytes")
 
 
 def row_too_long_error(where: str, summary: str) -> DataError:

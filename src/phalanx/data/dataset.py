@@ -16,7 +16,7 @@ from phalanx.core.errors import DataError, DataStorageError
 from phalanx.core.files import MAX_MANIFEST_BYTES, parse_json, read_regular, require_file_name
 from phalanx.data.shards import TOKEN_DTYPES, Progress, Shard, ShardFacts, open_shard, verify_shard
 from phalanx.data.tokenizer import BYTE_TOKENIZER_KIND, TOKENIZER_FILE, Tokenizer, load_tokenizer
-from phalanx.data.unreadable import unreadable_data_error
+from phalanx.data.unreadable import build_unreadable_data_error
 
 DATASET_FORMAT_VERSION = 1
 DATASET_FILE_NAME = "dataset.json"
@@ -61,13 +61,13 @@ class DatasetManifest:
     """A digest of the content of each part of the inputs, in their order."""
 
     def to_json(self) -> dict[str, Any]:
-        return add_checksum({"format": DATASET_FORMAT_VERSION, **asdict(self)})
+        return add_manifest_checksum({"format": DATASET_FORMAT_VERSION, **asdict(self)})
 
     @classmethod
     def from_json(cls, value: Any, where: Path) -> DatasetManifest:
         """Raises DataError if `value` is not what `to_json` gives."""
         try:
-            fields = _check_checksum(value)
+            fields = _require_manifest_checksum(value)
             if (
                 fields.pop("format") != DATASET_FORMAT_VERSION
                 or fields["dtype"] not in TOKEN_DTYPES
@@ -82,7 +82,7 @@ class DatasetManifest:
             if not fields["shards"]:
                 raise ValueError("it lists no shard")
             manifest = cls(**fields)
-            manifest._check_types()
+            manifest._require_manifest_types()
             return manifest
         except KeyError as error:
             raise _unusable_dataset_error(where, f"{error} is missing") from None
@@ -90,7 +90,7 @@ class DatasetManifest:
             # Values of wrong types fail wherever they are used first: all of it means the same.
             raise _unusable_dataset_error(where, str(error)) from None
 
-    def _check_types(self) -> None:
+    def _require_manifest_types(self) -> None:
         """Raises ValueError for a value that `to_json` never gives, named."""
         counts: dict[str, Any] = {}
         for name, value in vars(self).items():
@@ -99,7 +99,7 @@ class DatasetManifest:
         for number, facts in enumerate(self.inputs):
             for name in ("num_files", "num_bytes"):
                 counts[f"inputs.{number}.{name}"] = facts[name]
-            _require_value(
+            _require_valid_value(
                 isinstance(facts["source"], str), f"inputs.{number}.source", facts["source"]
             )
         for shard in self.shards:
@@ -109,23 +109,23 @@ class DatasetManifest:
         counts["vocab_size"] = self.vocab_size
         for name, value in counts.items():
             # Not isinstance: True is an int, too.
-            _require_value(type(value) is int and value >= 0, name, value)
+            _require_valid_value(type(value) is int and value >= 0, name, value)
         end = self.end_of_document
-        _require_value(
+        _require_valid_value(
             end is None or (type(end) is int and 0 <= end < self.vocab_size), "end_of_document", end
         )
         for name, text in {"column": self.column, **vars(self.tokenizer)}.items():
-            _require_value(isinstance(text, str), name, text)
+            _require_valid_value(isinstance(text, str), name, text)
 
 
-def add_checksum(body: Mapping[str, Any]) -> dict[str, Any]:
+def add_manifest_checksum(body: Mapping[str, Any]) -> dict[str, Any]:
     """`body` as dataset.json holds it: what is said of the shards is covered as the shards are."""
     return {**body, "checksum": digest(body)}
 
 
-def _check_checksum(value: Any) -> dict[str, Any]:
-    """The body that was given to `add_checksum`. Raises ValueError if the checksum is missing or
-    wrong.
+def _require_manifest_checksum(value: Any) -> dict[str, Any]:
+    """The body that was given to `add_manifest_checksum`. Raises ValueError if the checksum
+    is missing or wrong.
     """
     if not isinstance(value, dict):
         raise ValueError("it is not a JSON object")
@@ -140,7 +140,7 @@ def _check_checksum(value: Any) -> dict[str, Any]:
     return fields
 
 
-def _require_value(is_good: bool, name: str, value: object) -> None:
+def _require_valid_value(is_good: bool, name: str, value: object) -> None:
     if not is_good:
         raise ValueError(f"{name} is {value!r}")
 
@@ -234,11 +234,11 @@ def open_dataset(directory: Path) -> Dataset:
         except DataError as error:
             problems.append(error)
     if problems:
-        raise _combine_shard_errors(directory, manifest, problems)
+        raise _merge_shard_errors(directory, manifest, problems)
     return Dataset(directory, manifest, tuple(shards), manifest_digest)
 
 
-def _combine_shard_errors(
+def _merge_shard_errors(
     directory: Path, manifest: DatasetManifest, problems: Sequence[DataError]
 ) -> DataError:
     """The error to raise for the `problems` of all shards together."""
@@ -248,7 +248,7 @@ def _combine_shard_errors(
             return problem
     if len(problems) == 1:
         return problems[0]
-    return _join_shard_problems(directory, manifest, problems)
+    return _merge_shard_problems_into_error(directory, manifest, problems)
 
 
 def _raise_open_file_limit(num_shards: int) -> None:
@@ -279,7 +279,7 @@ def read_dataset_manifest(directory: Path) -> tuple[DatasetManifest, str]:
         fix = "phalanx data build makes one"
         raise DataError("is no folder of token shards", where=str(directory), fix=fix) from None
     except OSError as error:
-        raise unreadable_data_error(
+        raise build_unreadable_data_error(
             error, path, "dataset.json cannot be used", fix="build the dataset again"
         ) from None
     except ValueError as error:
@@ -330,11 +330,13 @@ def _open_listed_shard(directory: Path, manifest: DatasetManifest, facts: ShardF
         or shard.dtype != manifest.dtype
         or shard.vocab_size != manifest.vocab_size
     ):
-        raise _swapped_shard_error(shard, _describe_shard_difference(shard, manifest, facts))
+        raise _swapped_shard_error(shard, _describe_first_shard_difference(shard, manifest, facts))
     return shard
 
 
-def _describe_shard_difference(shard: Shard, manifest: DatasetManifest, facts: ShardFacts) -> str:
+def _describe_first_shard_difference(
+    shard: Shard, manifest: DatasetManifest, facts: ShardFacts
+) -> str:
     """The first of what tells two shards apart, their checksum above all."""
     observed = {
         "checksum": shard.facts.xxh3,
@@ -357,7 +359,7 @@ def _swapped_shard_error(shard: Shard, why: str) -> DataError:
     return DataError("the shard is not of this dataset", where=str(shard.path), why=why, fix=fix)
 
 
-def _join_shard_problems(
+def _merge_shard_problems_into_error(
     directory: Path, manifest: DatasetManifest, problems: Sequence[DataError]
 ) -> DataError:
     """One error that names the first shards of many that cannot be used."""

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from phalanx.core.units import MIB
 from phalanx.data.columns import ReadingPosition
 from phalanx.data.cuts import build_text_cutter
-from phalanx.data.readers import TextPiece, read_digested_content, read_pieces
+from phalanx.data.readers import TextPiece, read_content_to_hash, read_text_pieces
 from phalanx.data.shard_writer import ShardWriter
-from phalanx.data.shards import ShardFacts, smallest_token_dtype
+from phalanx.data.shards import ShardFacts, choose_smallest_token_dtype
 from phalanx.data.spans import ShardTask, SourceFileSpan
 from phalanx.data.tokenizer import Tokenizer
 
@@ -44,7 +44,7 @@ class EncodingCounts:
     wall_s: float = 0.0
 
 
-def sum_encoding_counts(parts: Iterable[EncodingCounts]) -> EncodingCounts:
+def add_up_encoding_counts(parts: Iterable[EncodingCounts]) -> EncodingCounts:
     total = EncodingCounts()
     for part in parts:
         for name, value in vars(part).items():
@@ -58,7 +58,7 @@ class ShardOutcome:
 
     facts: ShardFacts | None
     counts: EncodingCounts = field(default_factory=EncodingCounts)
-    content: str = ""  # digest of what went in, see `digest_content`
+    content: str = ""  # digest of what went in, see `hash_task_content`
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -74,7 +74,7 @@ class ShardOutcome:
 ReportCounts = Callable[[EncodingCounts], None]
 
 
-class ContentDigest:
+class TaskContentHash:
     """A digest of what lies in the inputs of a task: the same wherever they lie, whenever they were
     written.
     """
@@ -86,17 +86,17 @@ class ContentDigest:
         self._hash.update(
             f"{span.name}\x1f{span.format}\x1f{span.begin}\x1f{span.end}\x1f".encode()
         )
-        for part in read_digested_content(span, column):
+        for part in read_content_to_hash(span, column):
             self._hash.update(part)
 
     def __str__(self) -> str:
         return self._hash.hexdigest()
 
 
-def digest_content(task: ShardTask, column: str) -> str:
+def hash_task_content(task: ShardTask, column: str) -> str:
     """The digest that `build_shard` gives the content of `task`. Raises DataError for a file that
     cannot be read."""
-    content = ContentDigest()
+    content = TaskContentHash()
     for span in task.spans:
         content.add(span, column)
     return str(content)
@@ -109,23 +109,25 @@ def build_shard(
     writing fails.
     """
     began = time.monotonic()
-    counts, reading, content = EncodingCounts(), ReadingPosition(), ContentDigest()
+    counts, reading, content = EncodingCounts(), ReadingPosition(), TaskContentHash()
     reported_s = 0.0
     first = task.spans[0]
     # A text that began in the shard before is no new document here.
     continues = first.format == "text" and first.begin > 0
-    encode = _encode_bytes if tokenizer.kind == "bytes" else _encode_text
-    dtype = smallest_token_dtype(tokenizer.vocab_size)
+    encode = _encode_batch_as_bytes if tokenizer.kind == "bytes" else _encode_batch_with_tokenizer
+    dtype = choose_smallest_token_dtype(tokenizer.vocab_size)
     with ShardWriter(
         out / task.file, dtype, tokenizer.vocab_size, tokenizer.digest, continues=continues
     ) as writer:
-        for batch in _batch_pieces(_read_text_pieces(task, column, tokenizer, reading, content)):
+        for batch in _group_pieces_into_batches(
+            _read_text_pieces(task, column, tokenizer, reading, content)
+        ):
             began_encoding = time.monotonic()
             encoded = encode(batch, tokenizer)
             counts.encode_s += time.monotonic() - began_encoding
             counts.num_ends_in_text += _count_end_tokens_in_text(encoded, tokenizer)
-            _write_batch(writer, batch, encoded, tokenizer.end_of_document)
-            _count_batch(counts, batch, reading)
+            _write_batch_with_document_ends(writer, batch, encoded, tokenizer.end_of_document)
+            _add_batch_to_counts(counts, batch, reading)
             counts.num_tokens = writer.num_tokens
             counts.wall_s = time.monotonic() - began
             if counts.wall_s - reported_s >= REPORT_INTERVAL_S:
@@ -145,16 +147,16 @@ def _read_text_pieces(
     column: str,
     tokenizer: Tokenizer,
     reading: ReadingPosition,
-    content: ContentDigest,
+    content: TaskContentHash,
 ) -> Iterator[TextPiece]:
     cutter = build_text_cutter(tokenizer)
     for span in task.spans:
         # One pass before the other: the second finds the bytes in memory.
         content.add(span, column)
-        yield from read_pieces(span, column, cutter, tokenizer.kind == "bytes", reading)
+        yield from read_text_pieces(span, column, cutter, tokenizer.kind == "bytes", reading)
 
 
-def _batch_pieces(pieces: Iterator[TextPiece]) -> Iterator[list[TextPiece]]:
+def _group_pieces_into_batches(pieces: Iterator[TextPiece]) -> Iterator[list[TextPiece]]:
     batch: list[TextPiece] = []
     num_bytes = 0
     for piece in pieces:
@@ -174,7 +176,7 @@ class EncodedBatch(NamedTuple):
     sizes: NDArray[np.int64]
 
 
-def _encode_bytes(batch: list[TextPiece], tokenizer: Tokenizer) -> EncodedBatch:
+def _encode_batch_as_bytes(batch: list[TextPiece], tokenizer: Tokenizer) -> EncodedBatch:
     """A byte is a token."""
     joined = b"".join(piece.text for piece in batch)  # type: ignore[misc]
     return EncodedBatch(
@@ -182,7 +184,7 @@ def _encode_bytes(batch: list[TextPiece], tokenizer: Tokenizer) -> EncodedBatch:
     )
 
 
-def _encode_text(batch: list[TextPiece], tokenizer: Tokenizer) -> EncodedBatch:
+def _encode_batch_with_tokenizer(batch: list[TextPiece], tokenizer: Tokenizer) -> EncodedBatch:
     encodings = tokenizer.encode_batch([piece.text for piece in batch])  # type: ignore[misc]
     return EncodedBatch(
         np.concatenate(encodings), np.array([ids.size for ids in encodings], np.int64)
@@ -195,7 +197,7 @@ def _count_end_tokens_in_text(encoded: EncodedBatch, tokenizer: Tokenizer) -> in
     return int(np.count_nonzero(encoded.ids == tokenizer.end_of_document))
 
 
-def _write_batch(
+def _write_batch_with_document_ends(
     writer: ShardWriter, batch: list[TextPiece], encoded: EncodedBatch, end_of_document: int | None
 ) -> None:
     """Put the ends of documents into a batch and write it in one go."""
@@ -225,7 +227,9 @@ def _write_batch(
         writer.begin_document(begun)
 
 
-def _count_batch(counts: EncodingCounts, batch: list[TextPiece], reading: ReadingPosition) -> None:
+def _add_batch_to_counts(
+    counts: EncodingCounts, batch: list[TextPiece], reading: ReadingPosition
+) -> None:
     for piece in batch:
         counts.text_bytes += piece.num_bytes
         counts.num_documents += piece.ends

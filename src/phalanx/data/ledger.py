@@ -19,8 +19,8 @@ import numpy as np
 from phalanx.core.errors import DataError
 from phalanx.core.files import read_json
 from phalanx.data.corpus import load_corpus
-from phalanx.data.samples import SampleSource, open_samples
-from phalanx.data.user_dataset import digest_sample
+from phalanx.data.samples import SampleSource, open_training_samples
+from phalanx.data.user_dataset import hash_sample
 from phalanx.observe.events import RunStarted, SamplesRead
 from phalanx.observe.tail import EventTail
 
@@ -86,13 +86,13 @@ class LedgerReport:
         return lines
 
 
-def check_ledger(run_dir: Path) -> LedgerReport:
+def check_sample_records(run_dir: Path) -> LedgerReport:
     """Check the records of all attempts of a run. Raises DataError (exit 4) where there are none,
     or no run.
     """
     if not run_dir.is_dir():
         raise DataError("no such directory", where=str(run_dir), fix="give the directory of a run")
-    events, starts = _read_events(run_dir)
+    events, starts = _read_sample_events(run_dir)
     if not events:
         raise DataError(
             "the run has no record of its samples",
@@ -110,8 +110,8 @@ def check_ledger(run_dir: Path) -> LedgerReport:
             )
         else:
             readings.append(reading)
-    done, incomplete = _complete_steps(_select_final_records(readings, starts))
-    problems += [*incomplete, *_find_order_problems(done)]
+    done, incomplete = _list_steps_recorded_by_all_ranks(_select_final_records(readings, starts))
+    problems += [*incomplete, *_find_gaps_and_repetitions(done)]
     problems += _find_changed_samples(readings)
     samples = _open_run_samples(run_dir)
     counted_readings = [reading for step in done.values() for reading in step]
@@ -128,7 +128,7 @@ def check_ledger(run_dir: Path) -> LedgerReport:
     )
 
 
-def _read_events(run_dir: Path) -> tuple[list[RankStepSamples], dict[int, AttemptStart]]:
+def _read_sample_events(run_dir: Path) -> tuple[list[RankStepSamples], dict[int, AttemptStart]]:
     """All records, and how each attempt began."""
     readings: list[RankStepSamples] = []
     starts: dict[int, AttemptStart] = {}
@@ -166,7 +166,7 @@ def _find_record_damage(event: SamplesRead, start: AttemptStart | None) -> str:
         or not all(_is_integer_in_range(edge, 0, MAX_SAMPLE) for edge in edges)
     ):
         return "its ranges are no pairs of sample numbers"
-    sizes = [beyond - first for first, beyond in _sample_ranges(event)]
+    sizes = [beyond - first for first, beyond in _parse_sample_ranges(event)]
     if min(sizes) <= 0 or sum(sizes) > MAX_OF_A_STEP:
         return "its ranges are empty or absurdly long"
     return ""
@@ -198,7 +198,7 @@ def _select_final_records(
     return dict(sorted(counted.items()))
 
 
-def _complete_steps(
+def _list_steps_recorded_by_all_ranks(
     counted: dict[int, list[RankStepSamples]],
 ) -> tuple[dict[int, list[RankStepSamples]], list[str]]:
     """The steps that every rank has recorded. The newest may be incomplete: ranks were stopped in
@@ -245,18 +245,21 @@ def _format_rank_numbers(ranks: Sequence[int]) -> str:
     return text
 
 
-def _find_order_problems(done: dict[int, list[RankStepSamples]]) -> Iterator[str]:
+def _find_gaps_and_repetitions(done: dict[int, list[RankStepSamples]]) -> Iterator[str]:
     """Steps that do not begin where the one before ended, and samples that a step repeats or leaves
     out.
     """
     expected = 0
     for step, readings in done.items():
-        ranges = sorted(edge for reading in readings for edge in _sample_ranges(reading.event))
+        ranges = sorted(
+            edge for reading in readings for edge in _parse_sample_ranges(reading.event)
+        )
         for first, beyond in ranges:
             if first > expected:
-                yield f"step {step}: {_samples_as_subject(expected, first)} missing"
+                yield f"step {step}: {_format_samples_as_subject(expected, first)} missing"
             elif first < expected:
-                yield f"step {step}: {_samples_as_subject(first, min(beyond, expected))} repeated"
+                repeated = _format_samples_as_subject(first, min(beyond, expected))
+                yield f"step {step}: {repeated} repeated"
             expected = max(expected, beyond)
 
 
@@ -266,7 +269,7 @@ def _format_sample_numbers(first: int, beyond: int) -> str:
     return f"samples {first} to {beyond - 1}"
 
 
-def _samples_as_subject(first: int, beyond: int) -> str:
+def _format_samples_as_subject(first: int, beyond: int) -> str:
     """The beginning of a sentence: "sample 3 is", "samples 3 to 5 are"."""
     verb = "is" if beyond - first == 1 else "are"
     return f"{_format_sample_numbers(first, beyond)} {verb}"
@@ -300,10 +303,10 @@ def _find_wrong_checksums(
             yield f"step {reading.event.step}: {read}, and {usual[reading.attempt]} in other steps"
             continue
         parts = []
-        for first, beyond in _sample_ranges(reading.event):
+        for first, beyond in _parse_sample_ranges(reading.event):
             parts.append(np.arange(first, beyond, dtype=np.int64))
         indices = np.concatenate(parts)
-        if digest_sample(samples.take(indices)) != reading.event.xxh3:
+        if hash_sample(samples.take(indices)) != reading.event.xxh3:
             rank = reading.event.data_parallel_rank
             yield (
                 f"step {reading.event.step}: what rank {rank} was given is not what the order of"
@@ -322,15 +325,15 @@ def _open_run_samples(run_dir: Path) -> SampleSource | None:
     corpus = load_corpus(run_dir / "data")
     if corpus.user is not None:
         return None
-    return open_samples(
+    return open_training_samples(
         corpus, job["data"]["seq_len"], job["run"]["seed"], job["data"]["document_masks"]
     )
 
 
-def _sample_ranges(event: SamplesRead) -> list[tuple[int, int]]:
+def _parse_sample_ranges(event: SamplesRead) -> list[tuple[int, int]]:
     edges = list(map(int, event.ranges))
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def _count_samples(event: SamplesRead) -> int:
-    return sum(beyond - first for first, beyond in _sample_ranges(event))
+    return sum(beyond - first for first, beyond in _parse_sample_ranges(event))

@@ -40,19 +40,19 @@ def list_files(source: str, out: Path | None) -> FileListing:
     folder it cannot list."""
     if source == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
-        listed = _walk_files(root, _SKIPPED_STDLIB_FOLDERS, None)
+        listed = _list_files_below(root, _SKIPPED_STDLIB_FOLDERS, None)
         return listed._replace(names=[name for name in listed.names if name.endswith(".py")])
     path = _expand_user_path(source)
     if source and path.is_dir():
-        _refuse_dataset(path, source)
-        return _walk_files(path, frozenset(), out)
+        _refuse_dataset_as_source(path, source)
+        return _list_files_below(path, frozenset(), out)
     if source and path.exists():
         return FileListing(path.parent, [path.name])
     if glob.has_magic(source) and "://" not in source:
-        root, pattern = _split_pattern(path)
+        root, pattern = _split_glob_pattern(path)
         matches = glob.glob(pattern, root_dir=root, recursive=True)
         if matches:
-            _refuse_dataset(root, source)
+            _refuse_dataset_as_source(root, source)
         names, not_files = set(), set()
         for match in matches:
             path = root / match
@@ -60,12 +60,12 @@ def list_files(source: str, out: Path | None) -> FileListing:
                 names.add(Path(match).as_posix())
             elif not path.is_dir():
                 not_files.add(os.path.realpath(path))
-        listed = _leave_out_datasets(root, sorted(names), out)
+        listed = _remove_files_inside_datasets(root, sorted(names), out)
         return listed._replace(num_not_files=len(not_files))
     raise _missing_source_error(source)
 
 
-def _walk_files(root: Path, ignored_folders: frozenset[str], out: Path | None) -> FileListing:
+def _list_files_below(root: Path, ignored_folders: frozenset[str], out: Path | None) -> FileListing:
     """The non-hidden files below `root`.
 
     Linked folders are not followed, but counted like all that is no file.
@@ -78,7 +78,9 @@ def _walk_files(root: Path, ignored_folders: frozenset[str], out: Path | None) -
     names: list[str] = []
     num_datasets = num_not_files = 0
     for folder, subfolders, files in os.walk(root, onerror=stop):
-        if Path(folder) != root and (reason := _reason_to_skip(Path(folder), files, out)):
+        if Path(folder) != root and (
+            reason := _find_reason_to_skip_folder(Path(folder), files, out)
+        ):
             subfolders.clear()
             num_datasets += reason == "dataset"
             continue
@@ -99,7 +101,7 @@ def _walk_files(root: Path, ignored_folders: frozenset[str], out: Path | None) -
     return FileListing(root, sorted(names), num_datasets, num_not_files)
 
 
-def _leave_out_datasets(root: Path, names: list[str], out: Path | None) -> FileListing:
+def _remove_files_inside_datasets(root: Path, names: list[str], out: Path | None) -> FileListing:
     """The names of a pattern that are text: without those inside of datasets and of `out`."""
     reasons: dict[Path, str] = {Path("."): ""}  # the input itself was refused before
     datasets = set()
@@ -109,7 +111,7 @@ def _leave_out_datasets(root: Path, names: list[str], out: Path | None) -> FileL
         for folder in folders:
             if folder not in reasons:
                 path = root / folder
-                reasons[folder] = _reason_to_skip(path, _list_folder_names(path), out)
+                reasons[folder] = _find_reason_to_skip_folder(path, _list_folder_names(path), out)
                 if reasons[folder] == "dataset":
                     datasets.add(os.path.realpath(path))
         if not any(reasons[folder] for folder in folders):
@@ -117,7 +119,7 @@ def _leave_out_datasets(root: Path, names: list[str], out: Path | None) -> FileL
     return FileListing(root, text_names, len(datasets))
 
 
-def _reason_to_skip(
+def _find_reason_to_skip_folder(
     folder: Path, names: Sequence[str], out: Path | None
 ) -> Literal["out", "dataset", ""]:
     """The reason to leave out a folder inside an input: "out" for the one that is being written,
@@ -125,7 +127,7 @@ def _reason_to_skip(
     with contextlib.suppress(OSError):
         if out is not None and os.path.samefile(folder, out):
             return "out"
-    if set(names) >= _RUN_FILE_NAMES or _holds_dataset(folder, names):
+    if set(names) >= _RUN_FILE_NAMES or _has_dataset_files(folder, names):
         return "dataset"
     return ""
 
@@ -133,12 +135,12 @@ def _reason_to_skip(
 def find_dataset_around(folder: Path) -> Path | None:
     """The dataset, finished or not, in whose folder `folder` lies or would lie."""
     for parent in Path(os.path.abspath(folder)).parents:
-        if _holds_dataset(parent, _list_folder_names(parent)):
+        if _has_dataset_files(parent, _list_folder_names(parent)):
             return parent
     return None
 
 
-def _holds_dataset(folder: Path, names: Sequence[str]) -> bool:
+def _has_dataset_files(folder: Path, names: Sequence[str]) -> bool:
     if any(map(_SHARD_FILE_PATTERN.fullmatch, names)):
         return True
     if _DATASET_FILE_NAME not in names:
@@ -150,9 +152,9 @@ def _holds_dataset(folder: Path, names: Sequence[str]) -> bool:
     return False
 
 
-def _refuse_dataset(folder: Path, source: str) -> None:
+def _refuse_dataset_as_source(folder: Path, source: str) -> None:
     names = _list_folder_names(folder)
-    if not _holds_dataset(folder, names):
+    if not _has_dataset_files(folder, names):
         return
     if _DATASET_FILE_NAME in names:
         raise DataError(
@@ -171,7 +173,7 @@ def _list_folder_names(folder: Path) -> list[str]:
         return []
 
 
-def _split_pattern(pattern: Path) -> tuple[Path, str]:
+def _split_glob_pattern(pattern: Path) -> tuple[Path, str]:
     """'texts/2024/*/a*.txt' -> ('texts/2024', '*/a*.txt'): documents are named from the first
     wildcard on."""
     parts = pattern.parts

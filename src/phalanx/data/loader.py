@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from phalanx.core.batch import IGNORE_INDEX
 from phalanx.core.errors import DataError
 from phalanx.data.corpus import Corpus
-from phalanx.data.order import num_held_out_targets
+from phalanx.data.order import count_held_out_targets
 from phalanx.data.samples import Arrays, SampleSource, SampleSpec, SampleWindows
 from phalanx.data.tokens import Split, TokenSequence
 from phalanx.data.user_dataset import (
     UserDatasetFacts,
     UserSamples,
-    digest_sample,
+    hash_sample,
     open_user_dataset,
 )
 from phalanx.data.workers import WorkerPool
@@ -66,7 +66,7 @@ class RankBatchShare:
         """
         return self.micro_batch_size, self.data_parallel_size, self.data_parallel_rank
 
-    def cursor(self, step: int) -> int:
+    def count_samples_before_step(self, step: int) -> int:
         """Samples consumed by all ranks before `step` (1-based), whatever the batch size was before
         `done_steps`.
         """
@@ -78,7 +78,9 @@ class RankBatchShare:
 
         A microbatch of all ranks together is contiguous: rank r takes the r-th part of each.
         """
-        indices = np.arange(self.global_batch_size, dtype=np.int64) + self.cursor(step)
+        indices = np.arange(
+            self.global_batch_size, dtype=np.int64
+        ) + self.count_samples_before_step(step)
         shape = (self.num_microbatches, self.data_parallel_size, self.micro_batch_size)
         return indices.reshape(shape)[:, self.data_parallel_rank]
 
@@ -111,7 +113,7 @@ class TrainBatches:
     ) -> None:
         self.share, self._pin_for = share, pin_for
         self._samples: SampleSource | None = None
-        self._reader: WorkerPool | _Prefetch | None = None
+        self._reader: WorkerPool | _StepPrefetcher | None = None
         if workers:
             self._reader = WorkerPool(
                 spec.to_json(),
@@ -126,7 +128,7 @@ class TrainBatches:
             self._samples = spec.open()
             # A user's code draws from the same global generators as the training's.
             if prefetch and not isinstance(self._samples, UserSamples):
-                self._reader = _Prefetch(self._load)
+                self._reader = _StepPrefetcher(self._read_step)
         self._keep_record = keep_record
         self._digests: dict[int, str] = {}
 
@@ -134,14 +136,14 @@ class TrainBatches:
         """The microbatches of `step` (1-based), in order. An error of what reads ahead is raised
         here.
         """
-        if isinstance(self._reader, _Prefetch):
+        if isinstance(self._reader, _StepPrefetcher):
             loaded = self._reader.get(step)
         elif self._reader is not None:
-            loaded = self._to_tensors(self._reader.get_step(step))
+            loaded = self._convert_arrays_to_tensors(self._reader.get_step(step))
         else:
-            loaded = self._load(step)
+            loaded = self._read_step(step)
         if self._keep_record:
-            self._digests[step] = digest_sample(loaded.arrays)
+            self._digests[step] = hash_sample(loaded.arrays)
         size = self.share.micro_batch_size
         microbatches = []
         for number in range(self.share.num_microbatches):
@@ -170,14 +172,14 @@ class TrainBatches:
         if self._reader:
             self._reader.close()
 
-    def _build(self, step: int) -> Arrays:
+    def _read_step_arrays(self, step: int) -> Arrays:
         assert self._samples is not None
         return self._samples.take(self.share.sample_indices(step).ravel())
 
-    def _load(self, step: int) -> _LoadedStep:
-        return self._to_tensors(self._build(step))
+    def _read_step(self, step: int) -> _LoadedStep:
+        return self._convert_arrays_to_tensors(self._read_step_arrays(step))
 
-    def _to_tensors(self, arrays: Arrays) -> _LoadedStep:
+    def _convert_arrays_to_tensors(self, arrays: Arrays) -> _LoadedStep:
         pins = self._pin_for is not None and self._pin_for.type == "cuda"
         if pins:
             # The device of a new thread is GPU 0: pinning would open a context there, whichever
@@ -200,7 +202,7 @@ class _LoadedStep(NamedTuple):
     tensors: Batch
 
 
-class _Prefetch:
+class _StepPrefetcher:
     """Builds the step after the one asked for in one background thread; at most one finished step
     waits.
     """
@@ -208,16 +210,16 @@ class _Prefetch:
     def __init__(self, load: Callable[[int], _LoadedStep]) -> None:
         # One thread: steps are built in the order in which they were asked for.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="phalanx-data")
-        self._load = load
+        self._read_step = load
         self._waiting: tuple[int, Future[_LoadedStep]] | None = None
 
     def get(self, step: int) -> _LoadedStep:
         if self._waiting is not None and self._waiting[0] == step:
             future = self._waiting[1]
         else:  # the first step, or a jump: after resuming, rolling back
-            future = self._thread.submit(self._load, step)
+            future = self._thread.submit(self._read_step, step)
         # Asked for before this one is waited for, so that the thread never idles.
-        self._waiting = (step + 1, self._thread.submit(self._load, step + 1))
+        self._waiting = (step + 1, self._thread.submit(self._read_step, step + 1))
         return future.result()
 
     def close(self) -> None:
@@ -246,7 +248,7 @@ class HeldOutBatches:
         assert 0 <= data_parallel_rank < data_parallel_size
         self._sequence, self._windows, self._micro_batch_size = sequence, windows, micro_batch_size
         self._data_parallel_size, self._data_parallel_rank = data_parallel_size, data_parallel_rank
-        self.num_targets = num_held_out_targets(len(sequence), max_tokens)
+        self.num_targets = count_held_out_targets(len(sequence), max_tokens)
         """Targets over all ranks, before those that document masks leave out."""
 
     def __len__(self) -> int:
@@ -261,13 +263,13 @@ class HeldOutBatches:
             windows = (
                 number * self._micro_batch_size + rows
             ) * self._data_parallel_size + self._data_parallel_rank
-            rows_of = list(map(self._window, windows.tolist()))
+            rows_of = list(map(self._build_window, windows.tolist()))
             batch: Batch = {}
             for name in rows_of[0]:
                 batch[name] = torch.from_numpy(np.stack([row[name] for row in rows_of]))
             yield batch
 
-    def _window(self, number: int) -> Arrays:
+    def _build_window(self, number: int) -> Arrays:
         """One window, [seq_len]; what lies beyond the tokens is padding: a document of its own
         without targets.
         """
@@ -338,7 +340,7 @@ def build_held_out_batches(
     number of samples. Raises DataError if there are fewer than ranks.
     """
     if corpus.user is not None:
-        return _build_user_held_out(corpus.user, share, max_tokens, seed)
+        return _build_held_out_of_user_dataset(corpus.user, share, max_tokens, seed)
     budgets = split_by_weights(max_tokens, corpus.weights)
     batches_by_source: dict[str, Iterable[Batch]] = {}
     for number, sequence in enumerate(corpus.sequences(split)):
@@ -354,7 +356,7 @@ def build_held_out_batches(
     return batches_by_source
 
 
-def _build_user_held_out(
+def _build_held_out_of_user_dataset(
     user: UserDatasetFacts, share: RankBatchShare, max_samples: int, seed: int
 ) -> dict[str, Iterable[Batch]]:
     if min(user.num_held_out, max_samples) == 0:

@@ -15,20 +15,20 @@ from phalanx.core.errors import DataError
 from phalanx.core.units import format_bytes, plural
 from phalanx.data.dataset import TokenizerFacts
 from phalanx.data.prepare import (
-    build_named_tokenizer,
+    load_named_tokenizer_facts,
     other_tokenizer_error,
     require_end_token_fits,
     too_few_tokens_error,
 )
 from phalanx.data.sources import list_source_files
 from phalanx.data.token_sources import (
-    check_token_ids,
-    describe_source,
+    collect_source_facts,
     find_token_source_kind,
-    open_token_arrays,
+    map_token_arrays,
+    require_token_ids_below,
 )
 from phalanx.data.tokenizer import BYTE_TOKENIZER_KIND, load_tokenizer
-from phalanx.data.tokens import SPLITS, choose_split, split_tokens
+from phalanx.data.tokens import SPLITS, choose_split, split_into_train_and_held_out
 from phalanx.data.user_dataset import UserDatasetFacts
 from phalanx.data.workers import probe_user_dataset
 from phalanx.job.schema import Data
@@ -69,7 +69,7 @@ class DataSummary:
         return bool(self.sources) and all(source.num_train is not None for source in self.sources)
 
 
-def summarize_data(
+def summarize_data_sources(
     data: Data, *, vocab_size: int | None, default_tokenizer: str = BYTE_TOKENIZER_KIND
 ) -> DataSummary:
     """Read what `data` names as far as its kind says it by itself.
@@ -85,7 +85,7 @@ def summarize_data(
     sources = [(part.source, part.weight) for part in data.mixture] or [(data.source, 1.0)]
     looked = []
     for source, weight in sources:
-        looked.append(_inspect_source(source, weight, data, vocab_size, default_tokenizer))
+        looked.append(_summarize_source(source, weight, data, vocab_size, default_tokenizer))
     first = looked[0]
     for other in looked[1:]:
         if other.tokenizer != first.tokenizer:
@@ -95,18 +95,20 @@ def summarize_data(
     return DataSummary(tuple(looked))
 
 
-def _inspect_source(
+def _summarize_source(
     source: str, weight: float, data: Data, vocab_size: int | None, default: str
 ) -> SourceSummary:
     if is_own_dataset(source):
         fix = "a mixture takes text and token ids; mix them inside your dataset"
         raise DataError("your own dataset cannot be a part of a mixture", where=source, fix=fix)
     if find_token_source_kind(source) is None:
-        return _inspect_text(source, weight, data.tokenizer or default, vocab_size)
-    return _inspect_token_ids(source, weight, data, vocab_size)
+        return _summarize_text_source(source, weight, data.tokenizer or default, vocab_size)
+    return _summarize_token_id_source(source, weight, data, vocab_size)
 
 
-def _inspect_text(source: str, weight: float, name: str, vocab_size: int | None) -> SourceSummary:
+def _summarize_text_source(
+    source: str, weight: float, name: str, vocab_size: int | None
+) -> SourceSummary:
     require_end_token_fits(name, vocab_size, source)
     tokenizer = load_tokenizer(name)
     (listing,) = list_source_files([source])
@@ -119,13 +121,13 @@ def _inspect_text(source: str, weight: float, name: str, vocab_size: int | None)
     return SourceSummary(source, weight, facts, tokenizer.vocab_size, None, None, words)
 
 
-def _inspect_token_ids(
+def _summarize_token_id_source(
     source: str, weight: float, data: Data, vocab_size: int | None
 ) -> SourceSummary:
     kind_and_path = find_token_source_kind(source)
     assert kind_and_path is not None, "of token ids"
     # Without checksums: a plan keeps nothing that they could be compared with.
-    described = describe_source(*kind_and_path, with_checksums=False)
+    described = collect_source_facts(*kind_and_path, with_checksums=False)
     if data.document_masks and described.kind == "npy":
         fix = "build shards from text, or use a Megatron dataset, which know theirs"
         raise DataError(
@@ -133,13 +135,13 @@ def _inspect_token_ids(
         )
     tokenizer, needed = described.tokenizer, described.vocab_size
     if data.tokenizer is not None:
-        tokenizer, _, needed = build_named_tokenizer(data.tokenizer, described, source)
-    opened = open_token_arrays(described.kind, described.path)
+        tokenizer, _, needed = load_named_tokenizer_facts(data.tokenizer, described, source)
+    opened = map_token_arrays(described.kind, described.path)
     # Raises, with the place of the first id that has no row in the model.
     if vocab_size is not None and needed > vocab_size:
-        check_token_ids(opened, vocab_size)
+        require_token_ids_below(opened, vocab_size)
     split_by, keys = choose_split(opened.arrays, data.held_out_fraction, data.seq_len)
-    splits = split_tokens(opened.arrays, data.held_out_fraction, split_by, keys)
+    splits = split_into_train_and_held_out(opened.arrays, data.held_out_fraction, split_by, keys)
     train, held_out = (splits[split].num_tokens for split in SPLITS)
     if train < data.seq_len + 1:
         raise too_few_tokens_error(source, train, data.seq_len)

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from phalanx.core.errors import DataError
 from phalanx.core.files import open_regular
-from phalanx.data.tokens import Int64s, Tokens, Uint64s, document_keys_from_numbers
-from phalanx.data.unreadable import unreadable_data_error
+from phalanx.data.tokens import Int64s, Tokens, Uint64s, hash_document_numbers
+from phalanx.data.unreadable import build_unreadable_data_error
 
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
 _TNT_INDEX_MAGIC = b"TNTIDX\x00\x00"  # the formats before memory-mapping
@@ -65,11 +65,11 @@ def megatron_paths(source: str) -> tuple[Path, Path] | None:
 def open_megatron(bin_path: Path, idx_path: Path) -> MegatronFile:
     """Map both files after checking that one describes the other. Raises DataError (exit 4)."""
     try:
-        index, tokens = _map_file(idx_path), _map_file(bin_path)
+        index, tokens = _map_file_bytes(idx_path), _map_file_bytes(bin_path)
     except OSError as error:
         fix = "a Megatron dataset is a .bin with its .idx"
-        raise unreadable_data_error(error, error.filename or idx_path, fix=fix) from None
-    dtype, lengths, pointers, boundaries = _read_index(index, idx_path)
+        raise build_unreadable_data_error(error, error.filename or idx_path, fix=fix) from None
+    dtype, lengths, pointers, boundaries = _parse_megatron_index(index, idx_path)
     itemsize = np.dtype(dtype).itemsize
     ends = np.cumsum(lengths)
     # Pointers could lead anywhere; one view of the whole .bin needs them in a row.
@@ -91,11 +91,11 @@ def open_megatron(bin_path: Path, idx_path: Path) -> MegatronFile:
         bin_path=bin_path,
         tokens=tokens.view(dtype),
         ends=document_ends.astype(np.uint64),
-        keys=document_keys_from_numbers(np.arange(len(document_ends))),
+        keys=hash_document_numbers(np.arange(len(document_ends))),
     )
 
 
-def _map_file(path: Path) -> NDArray[np.uint8]:
+def _map_file_bytes(path: Path) -> NDArray[np.uint8]:
     """The bytes of a regular file, memory-mapped. Raises OSError."""
     with open_regular(path) as file:
         # An empty file cannot be mapped.
@@ -104,7 +104,9 @@ def _map_file(path: Path) -> NDArray[np.uint8]:
         return np.memmap(file, np.uint8, "r")
 
 
-def _read_index(index: NDArray[np.uint8], path: Path) -> tuple[str, Int64s, Int64s, Int64s]:
+def _parse_megatron_index(
+    index: NDArray[np.uint8], path: Path
+) -> tuple[str, Int64s, Int64s, Int64s]:
     """Type of the tokens, then lengths, pointers and boundaries."""
     head = bytes(index[: _INDEX_HEADER.size])
     if head.startswith(_TNT_INDEX_MAGIC):

@@ -41,7 +41,7 @@ class Mixture:
     """
 
     def __init__(self, weights: Sequence[float], seed: int) -> None:
-        self.quotas = divide_by_weights(weights)
+        self.quotas = apportion_samples_by_weights(weights)
         times, ranks = [], []
         for quota in self.quotas.tolist():
             # In the middle of `quota` equal parts of the table: as even as can be.
@@ -68,7 +68,7 @@ class Mixture:
         return SampleSources(source.reshape(np.shape(indices)), sample.reshape(np.shape(indices)))
 
 
-def divide_by_weights(weights: Sequence[float]) -> Int64s:
+def apportion_samples_by_weights(weights: Sequence[float]) -> Int64s:
     """Number of the SHARE_DENOMINATOR samples that each source has: its share, rounded so that the
     sum is exact (largest remainders).
     """

@@ -57,7 +57,9 @@ def find_directory_tokenizer(directory: Path, owner: str, *, is_trained: bool) -
     made of one."""
     path = directory / TOKENIZER_FILE
     if path.is_file():
-        return ModelTokenizer(owner, str(path), _facts_of_file(path), directory, is_trained)
+        return ModelTokenizer(
+            owner, str(path), _read_facts_of_tokenizer_file(path), directory, is_trained
+        )
     other_forms = [name for name in UNSUPPORTED_TOKENIZER_FILES if (directory / name).is_file()]
     why = f"{directory} has none"
     if other_forms:
@@ -86,7 +88,7 @@ def find_run_tokenizer(run_dir: Path, owner: str) -> ModelTokenizer:
         return ModelTokenizer(owner, None, None, run_dir, True, str(error))
 
 
-def _facts_of_file(path: Path) -> TokenizerFacts | None:
+def _read_facts_of_tokenizer_file(path: Path) -> TokenizerFacts | None:
     """The facts of a tokenizer file; None if it is no tokenizer: loading it says what is wrong."""
     try:
         return TokenizerFacts("tokenizer.json", digest(read_json(path, MAX_TOKENIZER_BYTES)))
@@ -186,7 +188,9 @@ def find_corpus_tokenizers(
     return corpus_tokens
 
 
-def require_vocabulary_fits(tokens: Sequence[SourceTokenizer], vocab_size: int | None) -> None:
+def require_tokenizer_fits_vocabulary(
+    tokens: Sequence[SourceTokenizer], vocab_size: int | None
+) -> None:
     """Raise DataError for text whose tokenizer has more tokens than the model has rows: before it
     is tokenized.
 
@@ -223,7 +227,7 @@ def describe_tokenizers(
         if one.facts.kind == "none":
             continue
         if brought.facts is None or brought.name is None:
-            text = _describe_missing_tokenizer(brought, one)
+            text = _describe_lack_of_tokenizer(brought, one)
             if not one.is_text or not one.is_default or one.facts.kind != BYTE_TOKENIZER_KIND:
                 # A run that goes on: it was begun when there was one.
                 continue
@@ -243,7 +247,7 @@ def describe_tokenizers(
     return ExtraReasonsAndWarnings(tuple(dict.fromkeys(reasons)), tuple(dict.fromkeys(warnings)))
 
 
-def _describe_missing_tokenizer(brought: ModelTokenizer, one: SourceTokenizer) -> str:
+def _describe_lack_of_tokenizer(brought: ModelTokenizer, one: SourceTokenizer) -> str:
     if not brought.is_trained:
         return f"text becomes bytes: {brought.owner} brings no tokenizer"
     return (
@@ -255,7 +259,7 @@ def _describe_missing_tokenizer(brought: ModelTokenizer, one: SourceTokenizer) -
 def _describe_other_tokenizer(
     brought: ModelTokenizer, one: SourceTokenizer, vocab_size: int | None
 ) -> str:
-    name = one.name or _name_by_digest(one.facts)
+    name = one.name or _format_tokenizer_digest(one.facts)
     size = f"{one.vocab_size:,}"
     if vocab_size:
         size += f" of the model's {vocab_size:,} rows"
@@ -271,7 +275,7 @@ def _describe_other_tokenizer(
     )
 
 
-def _name_by_digest(facts: TokenizerFacts) -> str:
+def _format_tokenizer_digest(facts: TokenizerFacts) -> str:
     """A name for the tokenizer of shards, which know no path of it."""
     if facts.kind == BYTE_TOKENIZER_KIND:
         return BYTE_TOKENIZER_KIND

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.data.order import num_held_out_targets
+from phalanx.data.order import count_held_out_targets
 from phalanx.data.tokens import TokenSequence
 
 Tokens = NDArray[np.integer] | TokenSequence
@@ -42,7 +42,7 @@ class NGramScore(NamedTuple):
     num_targets: int
 
 
-def fit_and_score(
+def score_unigram_and_trigram(
     train_tokens: Tokens, held_out_tokens: Tokens, vocab_size: int, max_tokens: int | None = None
 ) -> list[NGramScore]:
     """Losses of a unigram (add-one) and an interpolated trigram on the targets that HeldOutBatches
@@ -57,7 +57,7 @@ def fit_and_score(
     counts 1.8402; Jelinek-Mercer, with weights by EM per bucket of context counts on a part of the
     training tokens, 1.8780.
     """
-    num_targets = num_held_out_targets(len(held_out_tokens), max_tokens)
+    num_targets = count_held_out_targets(len(held_out_tokens), max_tokens)
     if num_targets == 0:
         return []
     models: dict[str, NgramModel] = {"unigram": fit_unigram(train_tokens, vocab_size)}
@@ -66,11 +66,12 @@ def fit_and_score(
         models["trigram"] = fit_kneser_ney(train_tokens, vocab_size, order=3)
     scored = held_out_tokens[: num_targets + 1]
     return [
-        NGramScore(name, _mean_loss(model, scored), num_targets) for name, model in models.items()
+        NGramScore(name, _compute_mean_loss_nats(model, scored), num_targets)
+        for name, model in models.items()
     ]
 
 
-def _mean_loss(model: NgramModel, tokens: Tokens) -> float:
+def _compute_mean_loss_nats(model: NgramModel, tokens: Tokens) -> float:
     """Nats per token of tokens[1:]; the first of these has only one token before it."""
     second = tokens[:2].astype(np.int64)
     loss = -float(np.log(model(second[1:], second[:1])).sum())
@@ -83,14 +84,14 @@ def _mean_loss(model: NgramModel, tokens: Tokens) -> float:
 
 def fit_unigram(tokens: Tokens, vocab_size: int) -> NgramModel:
     """Add-one (Laplace) frequencies; what comes before does not matter."""
-    counts = count_grams(tokens, 1, vocab_size)
-    return lambda token, *_: (counts.look_up(token) + 1.0) / (len(tokens) + vocab_size)
+    counts = count_ngrams(tokens, 1, vocab_size)
+    return lambda token, *_: (counts.look_up_counts(token) + 1.0) / (len(tokens) + vocab_size)
 
 
 def fit_kneser_ney(tokens: Tokens, vocab_size: int, order: int) -> NgramModel:
     """Interpolated modified Kneser-Ney of 1 to `order` tokens; the model uses as much context as
     it is given."""
-    grams = count_grams(tokens, order, vocab_size)
+    grams = count_ngrams(tokens, order, vocab_size)
     levels = [KneserNeyOrder.build(grams, vocab_size)]
     for shorter in range(order - 1, 0, -1):
         # Ones: a shorter gram counts once for each distinct token before it (Kneser-Ney).
@@ -117,15 +118,15 @@ class NgramCounts:
     keys: Int64s
     counts: Int64s
 
-    def look_up(self, keys: Int64s) -> Int64s:
+    def look_up_counts(self, keys: Int64s) -> Int64s:
         """The count of each of `keys`, 0 where it was not seen."""
         if not self.keys.size:
             return np.zeros_like(keys)
-        at, is_known = _find_indices(keys, self.keys)
+        at, is_known = _find_indices_in_sorted(keys, self.keys)
         return np.where(is_known, self.counts[at], 0)
 
 
-def count_grams(tokens: Tokens, order: int, vocab_size: int) -> NgramCounts:
+def count_ngrams(tokens: Tokens, order: int, vocab_size: int) -> NgramCounts:
     """All grams of `order` tokens. Memory grows with the distinct grams, not with the tokens."""
     total = NgramCounts(np.zeros(0, np.int64), np.zeros(0, np.int64))
     for start in range(0, len(tokens) - order + 1, _CHUNK_TOKENS):
@@ -161,7 +162,7 @@ class KneserNeyOrder:
     def build(cls, grams: NgramCounts, vocab_size: int) -> KneserNeyOrder:
         # No more than the count itself, or a share would be negative.
         discounts = np.minimum(
-            _kneser_ney_discounts(grams.counts)[np.minimum(grams.counts, 3)], grams.counts
+            _estimate_kneser_ney_discounts(grams.counts)[np.minimum(grams.counts, 3)], grams.counts
         )
         contexts, first, sizes = np.unique(
             grams.keys // vocab_size, return_index=True, return_counts=True
@@ -177,13 +178,13 @@ class KneserNeyOrder:
         its first token."""
         if self.contexts.size == 0:
             return shorter
-        at, is_known = _find_indices(grams, self.grams)
-        context_at, context_seen = _find_indices(grams // vocab_size, self.contexts)
+        at, is_known = _find_indices_in_sorted(grams, self.grams)
+        context_at, context_seen = _find_indices_in_sorted(grams // vocab_size, self.contexts)
         interpolated = np.where(is_known, self.shares[at], 0.0) + self.weights[context_at] * shorter
         return np.where(context_seen, interpolated, shorter)
 
 
-def _kneser_ney_discounts(counts: Int64s) -> Floats:
+def _estimate_kneser_ney_discounts(counts: Int64s) -> Floats:
     """The discounts of counts of 0, 1, 2 and 3 or more [4]: Chen & Goodman's estimate from counts
     of counts.
 
@@ -210,7 +211,7 @@ def _sum_by_key(keys: Int64s, counts: Int64s) -> NgramCounts:
     return NgramCounts(keys[first], np.add.reduceat(counts[order], first))
 
 
-def _find_indices(keys: Int64s, ascending: Int64s) -> tuple[Int64s, NDArray[np.bool_]]:
+def _find_indices_in_sorted(keys: Int64s, ascending: Int64s) -> tuple[Int64s, NDArray[np.bool_]]:
     """Each key's index in `ascending`, and True if it is there (else the index is any valid
     one)."""
     # Beyond the last one there is no index: any other will do, for it is not equal.

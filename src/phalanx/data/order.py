@@ -39,7 +39,7 @@ def permute_indices(index: NDArray[np.integer], n: int, key: int | Uint64s) -> N
     round_keys = []
     for number in range(1, _NUM_FEISTEL_ROUNDS + 1):
         # np.uint64 refuses a number that does not fit.
-        round_keys.append(mix_bits(keys + np.uint64(number * _GOLDEN_RATIO_64 & _MASK64)))
+        round_keys.append(hash_uint64_bits(keys + np.uint64(number * _GOLDEN_RATIO_64 & _MASK64)))
     num_bits = (n - 1).bit_length()
     permuted = _apply_feistel_rounds(values, round_keys, num_bits)
     # This ends: the cycle of a value in [0, n) comes back to that value.
@@ -61,13 +61,13 @@ def _apply_feistel_rounds(values: Uint64s, round_keys: list[Uint64s], num_bits: 
     low, high = values & low_mask, values >> np.uint64(low_bits)
     for number, round_key in enumerate(round_keys):
         if number % 2 == 0:
-            high = high ^ (mix_bits(low ^ round_key) & high_mask)
+            high = high ^ (hash_uint64_bits(low ^ round_key) & high_mask)
         else:
-            low = low ^ (mix_bits(high ^ round_key) & low_mask)
+            low = low ^ (hash_uint64_bits(high ^ round_key) & low_mask)
     return (high << np.uint64(low_bits)) | low
 
 
-def mix_bits(values: Uint64s) -> Uint64s:
+def hash_uint64_bits(values: Uint64s) -> Uint64s:
     """A bijective hash of 64 bits (the finaliser of SplitMix64, Steele et al. 2014)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -103,29 +103,29 @@ class SampleOrder:
         epochs, samples = np.divmod(
             np.asarray(indices, dtype=np.int64).ravel(), self.samples_per_epoch
         )
-        keys = self._epoch_keys(epochs)
+        keys = self._hash_epoch_keys(epochs)
         starts = permute_indices(
             samples, self.samples_per_epoch, keys
-        ) * self.seq_len + self._skipped_tokens_of_epochs(keys)
+        ) * self.seq_len + self._count_skipped_tokens_of_epochs(keys)
         return starts.reshape(np.shape(indices))
 
-    def _epoch_keys(self, epochs: NDArray[np.int64]) -> Uint64s:
-        return mix_bits(
+    def _hash_epoch_keys(self, epochs: NDArray[np.int64]) -> Uint64s:
+        return hash_uint64_bits(
             epochs.astype(np.uint64) ^ np.uint64(stable_hash64("sample order", self.seed))
         )
 
-    def _skipped_tokens_of_epochs(self, epoch_keys: Uint64s) -> NDArray[np.int64]:
+    def _count_skipped_tokens_of_epochs(self, epoch_keys: Uint64s) -> NDArray[np.int64]:
         """Number of tokens that each epoch leaves out before its first window, of those that it
         leaves out at all.
         """
         num_left_out = (self.num_tokens - 1) % self.seq_len
         return (
-            mix_bits(epoch_keys ^ np.uint64(_PHASE_KEY_SALT)) % np.uint64(num_left_out + 1)
+            hash_uint64_bits(epoch_keys ^ np.uint64(_PHASE_KEY_SALT)) % np.uint64(num_left_out + 1)
         ).astype(np.int64)
 
 
 @dataclass(frozen=True)
-class ShuffledOrder:
+class ShuffledSampleOrder:
     """The order of `num_samples` ready-made samples in a run: a new keyed permutation in each
     epoch."""
 
@@ -137,13 +137,13 @@ class ShuffledOrder:
         from 0).
         """
         epochs, samples = np.divmod(np.asarray(indices, dtype=np.int64).ravel(), self.num_samples)
-        keys = mix_bits(
+        keys = hash_uint64_bits(
             epochs.astype(np.uint64) ^ np.uint64(stable_hash64("sample order", self.seed))
         )
         return permute_indices(samples, self.num_samples, keys).reshape(np.shape(indices))
 
 
-def num_held_out_targets(num_tokens: int, max_tokens: int | None) -> int:
+def count_held_out_targets(num_tokens: int, max_tokens: int | None) -> int:
     """Number of held-out tokens that are scored: all but the first, which nothing predicts, and at
     most `max_tokens`.
     """

@@ -16,14 +16,14 @@ from phalanx.data.corpus import CORPUS_FILE_NAME, Corpus, CorpusComponent, Split
 from phalanx.data.dataset import TokenizerFacts
 from phalanx.data.token_sources import (
     SourceDescription,
-    check_token_ids,
-    describe_source,
+    collect_source_facts,
     find_token_source_kind,
     id_out_of_range_error,
-    open_token_arrays,
+    map_token_arrays,
+    require_token_ids_below,
 )
 from phalanx.data.tokenizer import BYTE_TOKENIZER_KIND, load_tokenizer
-from phalanx.data.tokens import SPLITS, choose_split, split_tokens
+from phalanx.data.tokens import SPLITS, choose_split, split_into_train_and_held_out
 from phalanx.data.workers import probe_user_dataset
 from phalanx.job.schema import Data
 from phalanx.job.user_dataset import is_own_dataset
@@ -48,15 +48,15 @@ def prepare_corpus(
     """
     if os.path.exists(out_dir / CORPUS_FILE_NAME):
         corpus = load_corpus(out_dir)
-        _require_same_request(corpus, data)
+        _require_same_preparation_keys(corpus, data)
         # An error of the tokenizer is raised now, not when the first text is asked for.
         corpus.tokenizer()
-        _check_corpus_fits_model(corpus, data, vocab_size)
+        _require_corpus_fits_model(corpus, data, vocab_size)
         return corpus
     with _remove_new_files_on_error(out_dir):
-        corpus = _prepare(data, out_dir, vocab_size, default_tokenizer)
+        corpus = _prepare_sources(data, out_dir, vocab_size, default_tokenizer)
         # Before the fact sheet is written: with it the data counts as prepared.
-        _check_corpus_fits_model(corpus, data, vocab_size)
+        _require_corpus_fits_model(corpus, data, vocab_size)
         try:
             write_json_atomic(out_dir / CORPUS_FILE_NAME, corpus.to_json())
         except OSError as error:
@@ -64,8 +64,8 @@ def prepare_corpus(
     return corpus
 
 
-def _prepare(data: Data, out_dir: Path, vocab_size: int | None, default: str) -> Corpus:
-    request = _preparation_request(data)
+def _prepare_sources(data: Data, out_dir: Path, vocab_size: int | None, default: str) -> Corpus:
+    request = _select_preparation_keys(data)
     if is_own_dataset(data.source) and not data.mixture:
         return Corpus(
             out_dir, request, (), probe_user_dataset(data.source, data.args, data.worker_timeout_s)
@@ -75,11 +75,11 @@ def _prepare(data: Data, out_dir: Path, vocab_size: int | None, default: str) ->
     for number, (source, weight) in enumerate(sources):
         own_dir = out_dir / f"source-{number}"
         components.append(_prepare_component(source, weight, data, own_dir, vocab_size, default))
-    _check_one_tokenizer(components)
+    _require_one_tokenizer(components)
     return Corpus(out_dir, request, tuple(components))
 
 
-def _preparation_request(data: Data) -> dict[str, Any]:
+def _select_preparation_keys(data: Data) -> dict[str, Any]:
     """The keys of [data] that decide what is prepared and how it is split."""
     keys = ("source", "args", "tokenizer", "column", "held_out_fraction")
     request: dict[str, Any] = {name: getattr(data, name) for name in keys}
@@ -91,7 +91,7 @@ def _prepare_component(
     source: str, weight: float, data: Data, own_dir: Path, vocab_size: int | None, default: str
 ) -> CorpusComponent:
     """`own_dir` is where text is built."""
-    described, path = _find_source(source, data, own_dir, vocab_size, default)
+    described, path = _describe_and_locate_source(source, data, own_dir, vocab_size, default)
     if data.document_masks and described.kind == "npy":
         fix = "build shards from text, or use a Megatron dataset, which know theirs"
         raise DataError(
@@ -100,12 +100,14 @@ def _prepare_component(
     tokenizer, tokenizer_path, needed_size = described.tokenizer, "", described.vocab_size
     # Text went through data.tokenizer when it was built.
     if data.tokenizer is not None and path != own_dir.name:
-        tokenizer, tokenizer_path, needed_size = build_named_tokenizer(
+        tokenizer, tokenizer_path, needed_size = load_named_tokenizer_facts(
             data.tokenizer, described, source
         )
-    opened = open_token_arrays(described.kind, described.path)
+    opened = map_token_arrays(described.kind, described.path)
     split_by, held_out_keys = choose_split(opened.arrays, data.held_out_fraction, data.seq_len)
-    splits = split_tokens(opened.arrays, data.held_out_fraction, split_by, held_out_keys)
+    splits = split_into_train_and_held_out(
+        opened.arrays, data.held_out_fraction, split_by, held_out_keys
+    )
     split_facts = {}
     for split in SPLITS:
         split_facts[split] = SplitCounts(splits[split].num_tokens, splits[split].num_documents)
@@ -127,7 +129,7 @@ def _prepare_component(
     )
 
 
-def _find_source(
+def _describe_and_locate_source(
     source: str, data: Data, own_dir: Path, vocab_size: int | None, default: str
 ) -> tuple[SourceDescription, str]:
     """The description of a source, and the path that the fact sheet gives for it. Text is built
@@ -137,12 +139,12 @@ def _find_source(
         raise DataError("your own dataset cannot be a part of a mixture", where=source, fix=fix)
     kind = find_token_source_kind(source)
     if kind is not None:
-        return describe_source(*kind), str(kind[1])
+        return collect_source_facts(*kind), str(kind[1])
     tokenizer = data.tokenizer or default
     require_end_token_fits(tokenizer, vocab_size, source)
     # A run that cannot begin leaves nothing behind, not even finished shards.
     build_dataset([source], own_dir, tokenizer=tokenizer, column=data.column, keep_unfinished=False)
-    return describe_source("dataset", own_dir), own_dir.name
+    return collect_source_facts("dataset", own_dir), own_dir.name
 
 
 def require_end_token_fits(tokenizer: str, vocab_size: int | None, source: str) -> None:
@@ -155,7 +157,7 @@ def require_end_token_fits(tokenizer: str, vocab_size: int | None, source: str) 
         )
 
 
-def build_named_tokenizer(
+def load_named_tokenizer_facts(
     name: str, described: SourceDescription, source: str
 ) -> tuple[TokenizerFacts, str, int]:
     """The tokenizer that the job gives for token ids, its path and its vocabulary.
@@ -184,7 +186,7 @@ def build_named_tokenizer(
     return of_shards, "", described.vocab_size
 
 
-def _check_one_tokenizer(components: Sequence[CorpusComponent]) -> None:
+def _require_one_tokenizer(components: Sequence[CorpusComponent]) -> None:
     first = components[0]
     for other in components[1:]:
         if other.tokenizer != first.tokenizer:
@@ -208,9 +210,9 @@ def other_tokenizer_error(
     )
 
 
-def _require_same_request(corpus: Corpus, data: Data) -> None:
+def _require_same_preparation_keys(corpus: Corpus, data: Data) -> None:
     differences = []
-    for key, value in _preparation_request(data).items():
+    for key, value in _select_preparation_keys(data).items():
         earlier = corpus.wanted.get(key)
         if value != earlier:
             differences.append(f"data.{key} {earlier!r}, the job wants {value!r}")
@@ -223,7 +225,7 @@ def _require_same_request(corpus: Corpus, data: Data) -> None:
         )
 
 
-def _check_corpus_fits_model(corpus: Corpus, data: Data, vocab_size: int | None) -> None:
+def _require_corpus_fits_model(corpus: Corpus, data: Data, vocab_size: int | None) -> None:
     """There is a sequence to train on, and every id has a row in the model."""
     for component in corpus.components:
         num_tokens = component.splits["train"].num_tokens
@@ -231,7 +233,7 @@ def _check_corpus_fits_model(corpus: Corpus, data: Data, vocab_size: int | None)
             raise too_few_tokens_error(component.source, num_tokens, data.seq_len)
         opened, _ = corpus.open_component(component)
         if vocab_size is not None and component.vocab_size > vocab_size:
-            check_token_ids(opened, vocab_size)
+            require_token_ids_below(opened, vocab_size)
 
 
 def too_few_tokens_error(source: str, num_tokens: int, seq_len: int) -> DataError:

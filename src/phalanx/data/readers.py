@@ -20,25 +20,30 @@ from phalanx.core.errors import DataError
 from phalanx.core.files import open_regular
 from phalanx.core.units import MIB
 from phalanx.data.columns import ReadingPosition
-from phalanx.data.cuts import MAX_UNCUT_CHARS, TARGET_PIECE_CHARS, TextCutter, text_too_long_error
+from phalanx.data.cuts import (
+    MAX_UNCUT_CHARS,
+    TARGET_PIECE_CHARS,
+    TokenSafeTextCutter,
+    text_too_long_error,
+)
 from phalanx.data.rows_arrow import (
-    arrow_parts,
-    arrow_rows,
-    parquet_parts,
-    parquet_rows,
+    iterate_arrow_rows,
+    iterate_parquet_rows,
+    list_arrow_record_batches,
+    list_parquet_row_groups,
     read_arrow_column_buffers,
     read_parquet_column_pages,
 )
-from phalanx.data.rows_json import json_rows
+from phalanx.data.rows_json import iterate_json_rows
 from phalanx.data.sources import SourceFile
 from phalanx.data.spans import (
     SourceFileParts,
     SourceFileSpan,
-    divide_at_any_byte,
-    keep_file_in_one_part,
+    make_unsplittable_file_parts,
+    split_file_at_any_byte,
 )
 from phalanx.data.tokenizer import replace_surrogates
-from phalanx.data.unreadable import unreadable_data_error
+from phalanx.data.unreadable import build_unreadable_data_error
 
 BLOCK_BYTES = MIB
 # A zstd file may begin with frames of metadata: 16 magic numbers (RFC 8878, section 3.1.2).
@@ -65,14 +70,14 @@ class TextPiece(NamedTuple):
     is_utf8: bool = True
 
 
-def document_key(name: str) -> int:
+def hash_document_key(name: str) -> int:
     """The identity of a document: a uniformly distributed number that does not depend on where
     files lie or shards begin.
     """
     return stable_hash64("held_out", name)
 
 
-def row_keys(name: str) -> Callable[[int], int]:
+def build_row_key_function(name: str) -> Callable[[int], int]:
     """`stable_hash64("held_out", name, row)` as a function of the row, quicker for millions of
     them.
     """
@@ -94,16 +99,16 @@ def plan_file_parts(
     without a `column` of text.
     """
     if file.format == "jsonl" or (file.format == "text" and can_cut_text):
-        return divide_at_any_byte(file, step_bytes)
+        return split_file_at_any_byte(file, step_bytes)
     if file.format == "parquet":
-        return parquet_parts(file, column)
+        return list_parquet_row_groups(file, column)
     if file.format == "arrow":
-        return arrow_parts(file, column)
-    _check_compression(file)
-    return keep_file_in_one_part(file)
+        return list_arrow_record_batches(file, column)
+    _require_named_compression(file)
+    return make_unsplittable_file_parts(file)
 
 
-def _check_compression(file: SourceFile) -> None:
+def _require_named_compression(file: SourceFile) -> None:
     """Raise DataError for a file that is not compressed as its name says: before all of it is read
     for nothing.
     """
@@ -114,7 +119,7 @@ def _check_compression(file: SourceFile) -> None:
         with open_regular(file.path) as opened:
             magic = opened.read(4)
     except OSError as error:
-        raise unreadable_data_error(error, file.path) from None
+        raise build_unreadable_data_error(error, file.path) from None
     if not magic.startswith(magics):
         kind = "gzip" if file.format == "jsonl.gz" else "zstd"
         raise DataError(
@@ -122,10 +127,10 @@ def _check_compression(file: SourceFile) -> None:
         )
 
 
-def read_pieces(
+def read_text_pieces(
     span: SourceFileSpan,
     column: str,
-    cutter: TextCutter,
+    cutter: TokenSafeTextCutter,
     wants_bytes: bool,
     reading: ReadingPosition,
 ) -> Iterator[TextPiece]:
@@ -137,8 +142,10 @@ def read_pieces(
         if span.format == "text":
             yield from _read_text_file(span, cutter, wants_bytes, reading)
         else:
-            read_rows = {"parquet": parquet_rows, "arrow": arrow_rows}.get(span.format, json_rows)
-            key_of = row_keys(span.name)
+            read_rows = {"parquet": iterate_parquet_rows, "arrow": iterate_arrow_rows}.get(
+                span.format, iterate_json_rows
+            )
+            key_of = build_row_key_function(span.name)
             for row, text in read_rows(span, column, reading):
                 # Most rows are short and ASCII: they need no look at their bytes.
                 if text.isascii() and len(text) <= 2 * TARGET_PIECE_CHARS:
@@ -146,15 +153,15 @@ def read_pieces(
                     yield TextPiece(key_of(row), content, True, True, len(text))
                 else:
                     where = f"{span.path}: row {row}"
-                    yield from _row_pieces(key_of(row), text, where, cutter, wants_bytes)
+                    yield from _split_row_into_pieces(key_of(row), text, where, cutter, wants_bytes)
         # After the last row: a file written meanwhile may have given parts of two contents.
-        _check_same_times(span)
+        _require_unchanged_file(span)
     reading.read = before + span.weight
 
 
-def read_digested_content(span: SourceFileSpan, column: str) -> Iterator[Any]:
-    """Buffers of bytes that decide what `read_pieces` gives: as they lie in the file, nothing is
-    parsed.
+def read_content_to_hash(span: SourceFileSpan, column: str) -> Iterator[Any]:
+    """Buffers of bytes that decide what `read_text_pieces` gives: as they lie in the file, nothing
+    is parsed.
     """
     with _name_file_in_errors(span):
         if span.format == "parquet":
@@ -177,12 +184,12 @@ def _name_file_in_errors(span: SourceFileSpan) -> Iterator[None]:
             "not a gzip file, or a damaged one", where=span.path, why=str(error)
         ) from None
     except OSError as error:
-        raise unreadable_data_error(error, span.path) from None
+        raise build_unreadable_data_error(error, span.path) from None
     except (EOFError, zlib.error) as error:
         raise DataError("the compressed file is damaged", where=span.path, why=str(error)) from None
 
 
-def _check_same_times(span: SourceFileSpan) -> None:
+def _require_unchanged_file(span: SourceFileSpan) -> None:
     status = os.stat(span.path)
     if (status.st_size, status.st_mtime_ns) != (span.file_bytes, span.modified_ns):
         raise DataError(
@@ -197,13 +204,13 @@ def _check_same_times(span: SourceFileSpan) -> None:
 
 
 def _read_text_file(
-    span: SourceFileSpan, cutter: TextCutter, wants_bytes: bool, reading: ReadingPosition
+    span: SourceFileSpan, cutter: TokenSafeTextCutter, wants_bytes: bool, reading: ReadingPosition
 ) -> Iterator[TextPiece]:
-    key = document_key(span.name)
+    key = hash_document_key(span.name)
     with open_regular(span.path) as file:
         # The end is found as the next span finds its start: no text is read twice or left out.
-        start = cutter.find_cut_in_file(file, span.begin, span.file_bytes)
-        end = cutter.find_cut_in_file(file, span.end, span.file_bytes)
+        start = cutter.find_token_safe_cut_in_file(file, span.begin, span.file_bytes)
+        end = cutter.find_token_safe_cut_in_file(file, span.end, span.file_bytes)
         if start == end and span.file_bytes:
             return  # all of it went to the spans around
         file.seek(start)
@@ -211,7 +218,7 @@ def _read_text_file(
         if wants_bytes:
             pieces = ((block, len(block), True) for block in _read_blocks(file, end - start))
         else:
-            pieces = _decoded_blocks(file, end - start, span, cutter)
+            pieces = _decode_blocks_at_cuts(file, end - start, span, cutter)
         begins = True
         for text, num_bytes, is_utf8 in pieces:
             yield TextPiece(key, text, begins, False, num_bytes, is_utf8)
@@ -229,17 +236,17 @@ def _read_blocks(file: BinaryIO, num_bytes: int) -> Iterator[bytes]:
         yield block
 
 
-def _decoded_blocks(
-    file: BinaryIO, num_bytes: int, span: SourceFileSpan, cutter: TextCutter
+def _decode_blocks_at_cuts(
+    file: BinaryIO, num_bytes: int, span: SourceFileSpan, cutter: TokenSafeTextCutter
 ) -> Iterator[tuple[str, int, bool]]:
     """The text of each block, its size in bytes, and True if it is UTF-8."""
-    for block in _blocks_between_cuts(file, num_bytes, span, cutter):
+    for block in _read_blocks_between_cuts(file, num_bytes, span, cutter):
         text, is_utf8 = _decode_block(block)
         yield text, len(block), is_utf8
 
 
-def _blocks_between_cuts(
-    file: BinaryIO, num_bytes: int, span: SourceFileSpan, cutter: TextCutter
+def _read_blocks_between_cuts(
+    file: BinaryIO, num_bytes: int, span: SourceFileSpan, cutter: TokenSafeTextCutter
 ) -> Iterator[bytes]:
     """Blocks of about TARGET_PIECE_CHARS that end where the tokenizer allows it; larger ones where
     it does not.
@@ -251,7 +258,7 @@ def _blocks_between_cuts(
             text = pending.decode("utf-8", "surrogateescape")
             start = 0
             while (
-                cut := cutter.find_cut(text, max(start + TARGET_PIECE_CHARS, searched))
+                cut := cutter.find_token_safe_cut(text, max(start + TARGET_PIECE_CHARS, searched))
             ) is not None:
                 if len(text) - cut < _CUT_LOOKAHEAD_CHARS:
                     break
@@ -276,8 +283,8 @@ def _decode_block(block: bytes) -> tuple[str, bool]:
 # --- rows ---------------------------------------------------------------------------------------
 
 
-def _row_pieces(
-    key: int, text: str, where: str, cutter: TextCutter, wants_bytes: bool
+def _split_row_into_pieces(
+    key: int, text: str, where: str, cutter: TokenSafeTextCutter, wants_bytes: bool
 ) -> Iterator[TextPiece]:
     is_utf8 = True
     try:

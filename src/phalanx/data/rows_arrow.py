@@ -13,37 +13,37 @@ from phalanx.core.units import MIB, format_bytes
 from phalanx.data.columns import MAX_SHOWN_COLUMNS, ReadingPosition, missing_column_error
 from phalanx.data.cuts import MAX_ROW_BYTES, row_too_long_error
 from phalanx.data.sources import SourceFile
-from phalanx.data.spans import SourceFileParts, SourceFileSpan, keep_file_in_one_part
-from phalanx.data.unreadable import unreadable_data_error
+from phalanx.data.spans import SourceFileParts, SourceFileSpan, make_unsplittable_file_parts
+from phalanx.data.unreadable import build_unreadable_data_error
 
 # Whichever is less: rows may be of any length, and become Python strings all at once.
 _ROWS_PER_BATCH, _BATCH_BYTES = 1024, 4 * MIB
 
 
-def parquet_parts(file: SourceFile, column: str) -> SourceFileParts:
+def list_parquet_row_groups(file: SourceFile, column: str) -> SourceFileParts:
     """Row groups. Raises DataError for a file without a `column` of text."""
-    with _open_file(file.path, _open_parquet) as parquet:
-        _check_column(parquet.schema_arrow, column, file.path)
+    with _open_columnar_file(file.path, _open_parquet) as parquet:
+        _require_text_column(parquet.schema_arrow, column, file.path)
         sizes = []
         for number in range(parquet.num_row_groups):
             sizes.append(parquet.metadata.row_group(number).total_byte_size)
-        return _weigh_parts(file, sizes)
+        return _build_weighted_parts(file, sizes)
 
 
-def arrow_parts(file: SourceFile, column: str) -> SourceFileParts:
+def list_arrow_record_batches(file: SourceFile, column: str) -> SourceFileParts:
     """Record batches; a stream has no index of them and stays whole.
 
-    Raises DataError like `parquet_parts`.
+    Raises DataError like `list_parquet_row_groups`.
     """
     arrow = _import_pyarrow(file.path)
-    with _open_file(file.path, _open_arrow) as table:
-        _check_column(table.schema, column, file.path)
+    with _open_columnar_file(file.path, _open_arrow) as table:
+        _require_text_column(table.schema, column, file.path)
         if isinstance(table, arrow.ipc.RecordBatchFileReader):
-            return _weigh_parts(file, [1] * table.num_record_batches)
-    return keep_file_in_one_part(file)
+            return _build_weighted_parts(file, [1] * table.num_record_batches)
+    return make_unsplittable_file_parts(file)
 
 
-def _weigh_parts(file: SourceFile, sizes: list[int]) -> SourceFileParts:
+def _build_weighted_parts(file: SourceFile, sizes: list[int]) -> SourceFileParts:
     """Parts that share the bytes of the file in proportion to `sizes`."""
     if not sizes:
         return SourceFileParts(file, (0, 0), (file.num_bytes,))
@@ -64,7 +64,7 @@ def _import_pyarrow(path: str) -> Any:
     return pyarrow
 
 
-def _open_file(path: str, opener: Callable[[str], Any]) -> Any:
+def _open_columnar_file(path: str, opener: Callable[[str], Any]) -> Any:
     arrow = _import_pyarrow(path)
     opened = path
     try:
@@ -78,7 +78,7 @@ def _open_file(path: str, opener: Callable[[str], Any]) -> Any:
         why = _first_line(error).replace(opened, path)
         summary = f"not a readable {_format_name(path)} file"
         if isinstance(error, OSError):
-            raise unreadable_data_error(error, path, summary, why=why) from None
+            raise build_unreadable_data_error(error, path, summary, why=why) from None
         raise DataError(summary, where=path, why=why) from None
 
 
@@ -119,7 +119,7 @@ def _open_arrow(path: str) -> Any:
     return arrow.ipc.open_stream(memory)
 
 
-def _check_column(schema: Any, column: str, path: str) -> None:
+def _require_text_column(schema: Any, column: str, path: str) -> None:
     arrow = _import_pyarrow(path)
     if column not in schema.names:
         raise missing_column_error(column, list(schema.names), path, "column", "its columns are")
@@ -144,17 +144,17 @@ def _check_column(schema: Any, column: str, path: str) -> None:
         )
 
 
-def parquet_rows(
+def iterate_parquet_rows(
     span: SourceFileSpan, column: str, reading: ReadingPosition
 ) -> Iterator[tuple[int, str]]:
     """(number of the row in its file, its text)."""
-    with _open_file(span.path, _open_parquet) as parquet:
+    with _open_columnar_file(span.path, _open_parquet) as parquet:
         sizes = [parquet.metadata.row_group(i).num_rows for i in range(span.end)]
-        batches = _parquet_batches(parquet, column, span, sum(sizes[: span.begin]))
-        yield from _column_rows(batches, column, span, sum(sizes[span.begin :]), reading)
+        batches = _iterate_parquet_batches(parquet, column, span, sum(sizes[: span.begin]))
+        yield from _iterate_column_rows(batches, column, span, sum(sizes[span.begin :]), reading)
 
 
-def _parquet_batches(
+def _iterate_parquet_batches(
     parquet: Any, column: str, span: SourceFileSpan, first: int
 ) -> Iterator[tuple[int, Any]]:
     """One row group after another: pyarrow holds the pages of all that it is asked for at once."""
@@ -173,7 +173,7 @@ def _parquet_batches(
 def read_parquet_column_pages(span: SourceFileSpan, column: str) -> Iterator[bytes]:
     """The pages of the column, as they lie in the file."""
     with (
-        _open_file(span.path, _open_parquet) as parquet,
+        _open_columnar_file(span.path, _open_parquet) as parquet,
         open_regular(span.path, buffering=0) as file,
     ):
         for number in range(span.begin, span.end):
@@ -190,15 +190,17 @@ def read_parquet_column_pages(span: SourceFileSpan, column: str) -> Iterator[byt
                     yield block
 
 
-def arrow_rows(
+def iterate_arrow_rows(
     span: SourceFileSpan, column: str, reading: ReadingPosition
 ) -> Iterator[tuple[int, str]]:
     """(number of the record batch times 2**32, plus that of the row in it; its text)."""
-    with _open_file(span.path, _open_arrow) as table:
-        yield from _column_rows(_arrow_batches(table, span), column, span, None, reading)
+    with _open_columnar_file(span.path, _open_arrow) as table:
+        yield from _iterate_column_rows(
+            _iterate_arrow_batches(table, span), column, span, None, reading
+        )
 
 
-def _arrow_batches(table: Any, span: SourceFileSpan) -> Iterator[tuple[int, Any]]:
+def _iterate_arrow_batches(table: Any, span: SourceFileSpan) -> Iterator[tuple[int, Any]]:
     if isinstance(table, _import_pyarrow(span.path).ipc.RecordBatchFileReader):
         # By batch: rows of those before this span are not counted, and numbers stay the same.
         return ((i << 32, table.get_batch(i)) for i in range(span.begin, span.end))
@@ -208,9 +210,9 @@ def _arrow_batches(table: Any, span: SourceFileSpan) -> Iterator[tuple[int, Any]
 def read_arrow_column_buffers(span: SourceFileSpan, column: str) -> Iterator[Any]:
     """The column's buffers, as they lie in the file."""
     arrow = _import_pyarrow(span.path)
-    with _open_file(span.path, _open_arrow) as table:
+    with _open_columnar_file(span.path, _open_arrow) as table:
         try:
-            for number, batch in _arrow_batches(table, span):
+            for number, batch in _iterate_arrow_batches(table, span):
                 values = batch.column(batch.schema.get_field_index(column))
                 yield f"{number} {len(values)}".encode()
                 buffers = values.buffers()
@@ -221,10 +223,10 @@ def read_arrow_column_buffers(span: SourceFileSpan, column: str) -> Iterator[Any
                     if buffer is not None:
                         yield buffer
         except arrow.ArrowException as error:
-            raise _damage_error(span, "", error) from None
+            raise _build_damaged_file_error(span, "", error) from None
 
 
-def _column_rows(
+def _iterate_column_rows(
     batches: Iterator[tuple[int, Any]],
     column: str,
     span: SourceFileSpan,
@@ -238,7 +240,7 @@ def _column_rows(
             values = batch.column(batch.schema.get_field_index(column))
             step = max(1, min(_ROWS_PER_BATCH, _BATCH_BYTES * len(values) // max(1, values.nbytes)))
             row = first
-            _check_lengths(values, span, first)
+            _refuse_too_long_cells(values, span, first)
             for start in range(0, len(values), step):
                 for text in _values_to_texts(values.slice(start, step)):
                     if text is None:
@@ -250,10 +252,10 @@ def _column_rows(
                 if num_rows:
                     reading.read = before + span.weight * min(1.0, num_read / num_rows)
     except arrow.ArrowException as error:
-        raise _damage_error(span, f": after row {row}", error) from None
+        raise _build_damaged_file_error(span, f": after row {row}", error) from None
 
 
-def _check_lengths(values: Any, span: SourceFileSpan, first: int) -> None:
+def _refuse_too_long_cells(values: Any, span: SourceFileSpan, first: int) -> None:
     """Raise DataError for a cell that is too long to be a row, before it is made a string."""
     import pyarrow as arrow
     import pyarrow.compute
@@ -273,7 +275,7 @@ def _check_lengths(values: Any, span: SourceFileSpan, first: int) -> None:
         raise row_too_long_error(f"{span.path}: row {row}", f"a cell of {format_bytes(longest)}")
 
 
-def _damage_error(span: SourceFileSpan, where: str, error: Exception) -> DataError:
+def _build_damaged_file_error(span: SourceFileSpan, where: str, error: Exception) -> DataError:
     return DataError(
         f"the {_format_name(span.path)} file is damaged",
         where=f"{span.path}{where}",

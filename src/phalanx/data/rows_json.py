@@ -20,12 +20,12 @@ from phalanx.data.spans import SourceFileSpan
 _BLOCK_BYTES = MIB
 
 
-def json_rows(
+def iterate_json_rows(
     span: SourceFileSpan, column: str, reading: ReadingPosition
 ) -> Iterator[tuple[int, str]]:
     """(byte offset of the line, in what was decompressed; its text)."""
     with open_regular(span.path) as raw:
-        file = _decompress(raw, span)
+        file = _open_decompressed(raw, span)
         is_plain = span.format == "jsonl"
         offset = _skip_to_next_line(file, span.begin) if is_plain else 0
         before = reading.read
@@ -36,9 +36,10 @@ def json_rows(
                 return
             if len(line) > MAX_ROW_BYTES:
                 raise row_too_long_error(
-                    _locate_row(span, offset), f"a line of more than {format_bytes(MAX_ROW_BYTES)}"
+                    _format_row_location(span, offset),
+                    f"a line of more than {format_bytes(MAX_ROW_BYTES)}",
                 )
-            text = _row_text(line, column, lambda: _locate_row(span, offset))  # noqa: B023
+            text = _extract_row_text(line, column, lambda: _format_row_location(span, offset))  # noqa: B023
             if text is not None:
                 yield offset, text
             elif not line.isspace():
@@ -51,7 +52,7 @@ def json_rows(
                 reading.read = before + raw.tell()
 
 
-def _decompress(raw: BinaryIO, span: SourceFileSpan) -> BinaryIO:
+def _open_decompressed(raw: BinaryIO, span: SourceFileSpan) -> BinaryIO:
     if span.format == "jsonl.gz":
         return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
     if span.format == "jsonl.zst":
@@ -75,7 +76,7 @@ def _skip_to_next_line(file: BinaryIO, offset: int) -> int:
     return at
 
 
-def _row_text(line: bytes, column: str, where: Callable[[], str]) -> str | None:
+def _extract_row_text(line: bytes, column: str, where: Callable[[], str]) -> str | None:
     """The field of a row; None if it is null, or the line is blank."""
     if line.isspace():
         return None
@@ -88,7 +89,7 @@ def _row_text(line: bytes, column: str, where: Callable[[], str]) -> str | None:
         ) from None
     if not isinstance(row, dict):
         raise DataError(
-            f"the row is {_json_type_name(row)}, not an object",
+            f"the row is {_name_json_type(row)}, not an object",
             where=where(),
             fix="one JSON object per line",
         )
@@ -97,15 +98,15 @@ def _row_text(line: bytes, column: str, where: Callable[[], str]) -> str | None:
     text = row[column]
     if text is not None and not isinstance(text, str):
         raise DataError(
-            f"the field {column!r} is {_json_type_name(text)}, not a string", where=where()
+            f"the field {column!r} is {_name_json_type(text)}, not a string", where=where()
         )
     return text
 
 
-def _locate_row(span: SourceFileSpan, offset: int) -> str:
+def _format_row_location(span: SourceFileSpan, offset: int) -> str:
     """file:line, counted only when something is wrong."""
     with open_regular(span.path) as raw:
-        file = _decompress(raw, span)
+        file = _open_decompressed(raw, span)
         line = 1
         while offset > 0 and (block := file.read(min(offset, _BLOCK_BYTES))):
             line += block.count(b"\n")
@@ -113,7 +114,7 @@ def _locate_row(span: SourceFileSpan, offset: int) -> str:
     return f"{span.path}:{line}"
 
 
-def _json_type_name(value: object) -> str:
+def _name_json_type(value: object) -> str:
     if value is None:
         return "null"
     # By exact type, for a bool is an int as well.

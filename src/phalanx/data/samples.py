@@ -44,12 +44,12 @@ class SampleSpec:
 
     def open(self) -> SampleSource:
         """Raises DataError if the corpus is missing, damaged or another one by now."""
-        return open_samples(
+        return open_training_samples(
             load_corpus(Path(self.directory)), self.seq_len, self.seed, self.document_masks
         )
 
 
-def open_samples(
+def open_training_samples(
     corpus: Corpus, seq_len: int, seed: int, document_masks: bool = False
 ) -> SampleSource:
     """The training samples of a corpus."""
@@ -96,9 +96,9 @@ class SampleWindows:
             arrays["targets"] = np.where(
                 documents[:, 1:] == documents[:, :-1], arrays["targets"], IGNORE_INDEX
             )
-        return arrays | self.number_documents(documents[:, :-1])
+        return arrays | self.number_positions_and_documents(documents[:, :-1])
 
-    def number_documents(self, documents: Int64s) -> Arrays:
+    def number_positions_and_documents(self, documents: Int64s) -> Arrays:
         """Positions that restart with each document, and the documents counted from 0 in each
         sample.
         """

@@ -21,11 +21,11 @@ from phalanx.data.shards import (
     TOKEN_DTYPES,
     WORD_BYTES,
     ShardFacts,
-    pack_header,
+    pack_shard_header,
 )
 
 
-class _ChunkChecksums:
+class _ChunkChecksumStream:
     """XXH3-64 of each CHUNK_BYTES of a stream."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class ShardWriter:
         self._tokenizer_digest, self._continues = tokenizer_digest, continues
         self._partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
         self._file: BinaryIO | None = None
-        self._sums = _ChunkChecksums()
+        self._sums = _ChunkChecksumStream()
         self._ends, self._keys = array("Q"), array("Q")
         self._num_tokens, self._max_token_id = 0, -1
         self._key: int | None = None  # of a document that has no token yet
@@ -115,7 +115,7 @@ class ShardWriter:
             # array has the machine's order of bytes; `commit` writes the file's.
             self._ends.frombytes(ends.astype("=u8").tobytes())
             self._keys.extend(keys)
-        self._append(np.ascontiguousarray(tokens, self._dtype).data.cast("B"))
+        self._append_bytes(np.ascontiguousarray(tokens, self._dtype).data.cast("B"))
         self._num_tokens += tokens.size
 
     def _require_ids_in_vocabulary(self, tokens: NDArray[np.integer]) -> None:
@@ -128,7 +128,7 @@ class ShardWriter:
                 )
         self._max_token_id = max(self._max_token_id, high)
 
-    def _append(self, data: memoryview) -> None:
+    def _append_bytes(self, data: memoryview) -> None:
         assert self._file is not None
         self._file.write(data)
         self._sums.update(data)
@@ -148,13 +148,13 @@ class ShardWriter:
         self._ends.append(self._num_tokens)
         # What follows is mapped as uint64, which must be aligned.
         padding = -(self._num_tokens * self._dtype.itemsize) % WORD_BYTES
-        self._append(memoryview(b"\0" * padding))
+        self._append_bytes(memoryview(b"\0" * padding))
         for column in (self._ends, self._keys):
-            self._append(np.array(column, "<u8").data.cast("B"))
+            self._append_bytes(np.array(column, "<u8").data.cast("B"))
         sums = self._sums.close()
         self._file.write(sums)
         num_bytes = self._file.tell()
-        head, checksum = pack_header(self._header_facts(sums))
+        head, checksum = pack_shard_header(self._build_header_facts(sums))
         self._file.seek(0)
         self._file.write(head)
         self._file.flush()
@@ -173,7 +173,7 @@ class ShardWriter:
             continues=self._continues,
         )
 
-    def _header_facts(self, sums: bytes) -> dict[str, Any]:
+    def _build_header_facts(self, sums: bytes) -> dict[str, Any]:
         return {
             "dtype": self._dtype.str,
             "num_tokens": self._num_tokens,

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from phalanx.core.digest import canonical_json
 from phalanx.core.errors import DataError
 from phalanx.core.files import open_regular
-from phalanx.data.unreadable import unreadable_data_error
+from phalanx.data.unreadable import build_unreadable_data_error
 
 MAGIC, VERSION = b"PHXSHARD", 1
 PAYLOAD_OFFSET = 4096  # the header has a page to itself
@@ -77,7 +77,7 @@ class Shard:
     keys: NDArray[np.uint64]  # [num_documents]
 
 
-def smallest_token_dtype(vocab_size: int) -> str:
+def choose_smallest_token_dtype(vocab_size: int) -> str:
     """The smallest type that holds every id of a vocabulary."""
     if vocab_size <= 2**16:
         return "<u2"
@@ -85,7 +85,7 @@ def smallest_token_dtype(vocab_size: int) -> str:
 
 
 @dataclass(frozen=True)
-class _SectionOffsets:
+class _ShardSectionOffsets:
     """Offsets of the parts of a shard, in bytes from its beginning."""
 
     ends_at: int
@@ -94,7 +94,9 @@ class _SectionOffsets:
     num_sums: int
 
     @classmethod
-    def place(cls, num_tokens: int, num_documents: int, dtype: str) -> _SectionOffsets:
+    def compute_from_counts(
+        cls, num_tokens: int, num_documents: int, dtype: str
+    ) -> _ShardSectionOffsets:
         token_bytes = num_tokens * np.dtype(dtype).itemsize
         ends_at = PAYLOAD_OFFSET + -(-token_bytes // WORD_BYTES) * WORD_BYTES
         keys_at = ends_at + num_documents * WORD_BYTES
@@ -106,7 +108,7 @@ class _SectionOffsets:
         return self.sums_at + self.num_sums * WORD_BYTES
 
 
-def pack_header(facts: dict[str, Any]) -> tuple[bytes, str]:
+def pack_shard_header(facts: dict[str, Any]) -> tuple[bytes, str]:
     """The header of a shard with these facts, and its checksum in hex."""
     text = canonical_json(facts).encode()
     checksum = xxhash.xxh3_64_intdigest(text)
@@ -121,10 +123,10 @@ def open_shard(path: Path) -> Shard:
     """
     try:
         with open_regular(path) as file:
-            facts, xxh3 = _read_header(path, file.read(PAYLOAD_OFFSET))
+            facts, xxh3 = _parse_shard_header(path, file.read(PAYLOAD_OFFSET))
             num_bytes = os.fstat(file.fileno()).st_size
             # The map stays when the file is closed.
-            mapped = _map_shard(file)
+            mapped = _map_shard_file(file)
     except FileNotFoundError:
         raise DataError(
             "the shard is missing", where=str(path), fix="build the dataset again"
@@ -133,18 +135,22 @@ def open_shard(path: Path) -> Shard:
         fix = None
         if error.errno == errno.EMFILE:
             fix = "raise ulimit -n, or build larger shards"
-        raise unreadable_data_error(error, path, "the shard cannot be read", fix=fix) from None
+        raise build_unreadable_data_error(
+            error, path, "the shard cannot be read", fix=fix
+        ) from None
     num_tokens, num_documents, dtype = facts["num_tokens"], facts["num_documents"], facts["dtype"]
-    sections = _SectionOffsets.place(num_tokens, num_documents, dtype)
+    sections = _ShardSectionOffsets.compute_from_counts(num_tokens, num_documents, dtype)
     if num_bytes != sections.num_bytes:
         summary = "the shard has bytes after its end"
         if num_bytes < sections.num_bytes:
             summary = "the shard is cut off"
-        raise _damage_error(path, summary, f"{num_bytes} bytes instead of {sections.num_bytes}")
+        raise _build_damaged_shard_error(
+            path, summary, f"{num_bytes} bytes instead of {sections.num_bytes}"
+        )
     ends = np.frombuffer(mapped, "<u8", num_documents, sections.ends_at)
     if int(ends[-1]) != num_tokens:
         why = f"the last document ends at token {int(ends[-1])} of {num_tokens}"
-        raise _damage_error(path, "the shard's documents do not add up", why)
+        raise _build_damaged_shard_error(path, "the shard's documents do not add up", why)
     return Shard(
         path=path,
         facts=ShardFacts(
@@ -165,7 +171,7 @@ def open_shard(path: Path) -> Shard:
     )
 
 
-def _map_shard(file: BinaryIO) -> mmap.mmap:
+def _map_shard_file(file: BinaryIO) -> mmap.mmap:
     """All of a file, read-only."""
     options: dict[str, Any] = {}
     # Python keeps a file descriptor for each map; from 3.13 on it can do without.
@@ -174,24 +180,24 @@ def _map_shard(file: BinaryIO) -> mmap.mmap:
     return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, **options)
 
 
-def _damage_error(path: Path, summary: str, why: str) -> DataError:
+def _build_damaged_shard_error(path: Path, summary: str, why: str) -> DataError:
     return DataError(
         summary, where=str(path), why=why, fix="build the dataset again, or copy the shard again"
     )
 
 
-def _read_header(path: Path, head: bytes) -> tuple[dict[str, Any], str]:
+def _parse_shard_header(path: Path, head: bytes) -> tuple[dict[str, Any], str]:
     """The header's facts and checksum. DataError unless they can be relied upon."""
     if not head:
-        raise _damage_error(path, "the shard is empty", "it has 0 bytes")
+        raise _build_damaged_shard_error(path, "the shard is empty", "it has 0 bytes")
     if len(head) < PAYLOAD_OFFSET and head.startswith(MAGIC):
-        raise _damage_error(
+        raise _build_damaged_shard_error(
             path,
             "the shard is cut off",
             f"its header has {len(head)} bytes instead of {PAYLOAD_OFFSET}",
         )
     if not head.startswith(MAGIC):
-        raise _damage_error(path, "not a token shard", f"it begins with {head[:8]!r}")
+        raise _build_damaged_shard_error(path, "not a token shard", f"it begins with {head[:8]!r}")
     _, version, length, xxh3 = _SHARD_HEADER.unpack_from(head)
     text = head[_SHARD_HEADER.size : _SHARD_HEADER.size + length]
     if version != VERSION:
@@ -204,7 +210,7 @@ def _read_header(path: Path, head: bytes) -> tuple[dict[str, Any], str]:
     if xxhash.xxh3_64_intdigest(text) != xxh3 or head[_SHARD_HEADER.size + len(text) :].strip(
         b"\0"
     ):
-        raise _damage_error(
+        raise _build_damaged_shard_error(
             path,
             "the shard's header is not what was written",
             f"bytes 0 to {PAYLOAD_OFFSET}: checksum differs",
@@ -215,10 +221,12 @@ def _read_header(path: Path, head: bytes) -> tuple[dict[str, Any], str]:
             "written by another release", where=str(path), fix="use the release that wrote it"
         )
     if not facts["num_tokens"] or not facts["num_documents"]:
-        raise _damage_error(path, "the shard is empty", "it has no tokens")
+        raise _build_damaged_shard_error(path, "the shard is empty", "it has no tokens")
     if facts["max_token_id"] >= facts["vocab_size"]:
         why = f"the vocabulary has {facts['vocab_size']}"
-        raise _damage_error(path, f"the shard holds token {facts['max_token_id']}", why)
+        raise _build_damaged_shard_error(
+            path, f"the shard holds token {facts['max_token_id']}", why
+        )
     return facts, f"{xxh3:016x}"
 
 
@@ -230,35 +238,37 @@ def verify_shard(path: Path, progress: Progress | None = None) -> list[DataError
         shard = open_shard(path)
     except DataError as error:
         return [error]
-    sections = _SectionOffsets.place(shard.facts.num_tokens, shard.facts.num_documents, shard.dtype)
+    sections = _ShardSectionOffsets.compute_from_counts(
+        shard.facts.num_tokens, shard.facts.num_documents, shard.dtype
+    )
     try:
-        ranges = _join_neighbouring_ranges(_differing_chunks(shard, sections, progress))
+        ranges = _merge_adjacent_ranges(_find_damaged_ranges(shard, sections, progress))
         damaged = [
             _describe_damage_in_range(shard, sections, start, stop) for start, stop in ranges
         ]
     except _DamagedChecksumsError:
         return [
-            _damage_error(
+            _build_damaged_shard_error(
                 path,
                 "the shard's checksums are not what was written",
                 f"from byte {sections.sums_at} on",
             )
         ]
     except OSError as error:
-        return [unreadable_data_error(error, path, "the shard cannot be read")]
-    return damaged or list(_find_contradictions(shard))
+        return [build_unreadable_data_error(error, path, "the shard cannot be read")]
+    return damaged or list(_find_contradictions_in_sound_shard(shard))
 
 
 class _DamagedChecksumsError(Exception):
     """The list of checksums is itself damaged."""
 
 
-def _differing_chunks(
-    shard: Shard, sections: _SectionOffsets, progress: Progress | None
+def _find_damaged_ranges(
+    shard: Shard, sections: _ShardSectionOffsets, progress: Progress | None
 ) -> Iterator[tuple[int, int]]:
     """Byte ranges whose checksum differs."""
     with open_regular(shard.path) as file:
-        facts, _ = _read_header(shard.path, file.read(PAYLOAD_OFFSET))
+        facts, _ = _parse_shard_header(shard.path, file.read(PAYLOAD_OFFSET))
         file.seek(sections.sums_at)
         raw = file.read()
         # First, for with these damaged every chunk would seem to be.
@@ -277,7 +287,7 @@ def _differing_chunks(
                 progress(len(data))
 
 
-def _join_neighbouring_ranges(ranges: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
+def _merge_adjacent_ranges(ranges: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
     """Neighbours become one range."""
     joined: list[tuple[int, int]] = []
     for start, stop in ranges:
@@ -289,7 +299,7 @@ def _join_neighbouring_ranges(ranges: Iterator[tuple[int, int]]) -> list[tuple[i
 
 
 def _describe_damage_in_range(
-    shard: Shard, sections: _SectionOffsets, start: int, stop: int
+    shard: Shard, sections: _ShardSectionOffsets, start: int, stop: int
 ) -> DataError:
     contents: list[str] = []
     itemsize = np.dtype(shard.dtype).itemsize
@@ -300,14 +310,14 @@ def _describe_damage_in_range(
         contents.append(f"tokens {first} to {min(last, shard.facts.num_tokens - 1)}")
     if stop > sections.ends_at:
         contents.append("where documents end and who they are")
-    return _damage_error(
+    return _build_damaged_shard_error(
         shard.path,
         f"bytes {start} to {stop} are not what was written",
         f"checksum differs; {', '.join(contents)}",
     )
 
 
-def _find_contradictions(shard: Shard) -> Iterator[DataError]:
+def _find_contradictions_in_sound_shard(shard: Shard) -> Iterator[DataError]:
     """Errors of a shard whose checksums are good: another writer's contradictions."""
     high = -1
     # In parts: the file cache need not hold all of a shard at once.
@@ -315,9 +325,9 @@ def _find_contradictions(shard: Shard) -> Iterator[DataError]:
         high = max(high, int(shard.tokens[at : at + _READ_BYTES].max()))
     if high != shard.facts.max_token_id:
         why = f"its header says {shard.facts.max_token_id}, the vocabulary has {shard.vocab_size}"
-        yield _damage_error(shard.path, f"the largest token is {high}", why)
+        yield _build_damaged_shard_error(shard.path, f"the largest token is {high}", why)
     if bool((np.diff(shard.ends.astype(np.int64), prepend=0) <= 0).any()):
-        yield _damage_error(
+        yield _build_damaged_shard_error(
             shard.path,
             "documents do not end one after another",
             "an end lies before the one before it",

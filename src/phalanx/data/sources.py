@@ -20,7 +20,7 @@ from typing import Literal
 from phalanx.core.errors import DataError
 from phalanx.core.files import open_regular
 from phalanx.data.listing import list_files
-from phalanx.data.unreadable import unreadable_data_error
+from phalanx.data.unreadable import build_unreadable_data_error
 
 Format = Literal["text", "jsonl", "jsonl.gz", "jsonl.zst", "parquet", "arrow"]
 
@@ -100,7 +100,7 @@ def list_source_files(
                 "there is no text in it", where=", ".join(sources), why="every file is empty"
             )
     except DataError as error:
-        where = _printable(f"{named} {error.where}".strip())
+        where = _make_printable_name(f"{named} {error.where}".strip())
         raise type(error)(error.what, where=where, why=error.why, fix=error.fix) from None
     return listings
 
@@ -113,12 +113,12 @@ class _SeenFileIds:
         self._seen: set[str] = set()
 
     def is_new(self, path: Path) -> bool:
-        real = self._resolve(path)
+        real = self._resolve_file_id(path)
         is_new = real not in self._seen
         self._seen.add(real)
         return is_new
 
-    def _resolve(self, path: Path) -> str:
+    def _resolve_file_id(self, path: Path) -> str:
         if path.is_symlink():
             return os.path.realpath(path)
         folder, name = os.path.split(path)
@@ -135,7 +135,7 @@ def _find_source_files(
     try:
         listed = list_files(source, out)
     except OSError as error:
-        raise unreadable_data_error(error, error.filename or source) from None
+        raise build_unreadable_data_error(error, error.filename or source) from None
     files: list[SourceFile] = []
     num_skipped = num_repeated = num_empty = num_json_text = 0
     for name in listed.names:
@@ -144,23 +144,23 @@ def _find_source_files(
         kind = detect_file_format(name)
         if not real.is_new(path):
             num_repeated += 1
-        elif _is_empty(path, status, kind):
+        elif _is_file_empty(path, status, kind):
             num_empty += 1
-        elif kind == "text" and _is_binary(path):
+        elif kind == "text" and _is_binary_file(path):
             num_skipped += 1
         else:
             if kind == "text" and name.lower().endswith(".json"):
-                if _has_object_per_line(path):
+                if _has_json_object_per_line(path):
                     kind = "jsonl"
                 else:
                     num_json_text += 1
-            text_name = prefix + _printable(name)
+            text_name = prefix + _make_printable_name(name)
             times = status.st_mtime_ns, max(status.st_mtime_ns, status.st_ctime_ns)
             files.append(SourceFile(text_name, os.path.abspath(path), status.st_size, *times, kind))
     if not files and not num_repeated and not num_empty:
-        raise _explain_no_text(source, num_skipped, listed.num_datasets)
+        raise _build_no_text_error(source, num_skipped, listed.num_datasets)
     return SourceListing(
-        _printable(source),
+        _make_printable_name(source),
         tuple(files),
         num_skipped,
         listed.num_datasets,
@@ -176,18 +176,18 @@ def _stat_regular_file(path: Path) -> os.stat_result:
     try:
         status = path.stat()
     except OSError as error:
-        raise unreadable_data_error(error, path) from None
+        raise build_unreadable_data_error(error, path) from None
     if not stat.S_ISREG(status.st_mode):
         raise DataError("not a regular file", where=str(path))
     return status
 
 
-def _is_empty(path: Path, status: os.stat_result, kind: Format) -> bool:
+def _is_file_empty(path: Path, status: os.stat_result, kind: Format) -> bool:
     # Files of /proc have a size of 0 and something in them.
     return not status.st_size and kind in ("text", "jsonl") and not _read_file_start(path, 1)
 
 
-def _is_binary(path: Path) -> bool:
+def _is_binary_file(path: Path) -> bool:
     """NUL in its first 8 KiB."""
     return b"\0" in _read_file_start(path, _SNIFF_BYTES)
 
@@ -197,10 +197,10 @@ def _read_file_start(path: Path, num_bytes: int) -> bytes:
         with open_regular(path) as file:
             return file.read(num_bytes)
     except OSError as error:
-        raise unreadable_data_error(error, path) from None
+        raise build_unreadable_data_error(error, path) from None
 
 
-def _has_object_per_line(path: Path) -> bool:
+def _has_json_object_per_line(path: Path) -> bool:
     """True if the first two lines that are not blank are a JSON object each: one alone may be any
     JSON file.
     """
@@ -214,12 +214,12 @@ def _has_object_per_line(path: Path) -> bool:
         return False
 
 
-def _printable(name: str) -> str:
+def _make_printable_name(name: str) -> str:
     """A name that is text even where the file system's is not UTF-8."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
-def _explain_no_text(source: str, num_skipped: int, num_datasets: int) -> DataError:
+def _build_no_text_error(source: str, num_skipped: int, num_datasets: int) -> DataError:
     if num_datasets and not num_skipped:
         why = f"{num_datasets} datasets or runs are all that is there"
         if num_datasets == 1:

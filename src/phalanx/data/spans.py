@@ -81,7 +81,7 @@ class SourceFileParts:
     weights: tuple[int, ...]
 
 
-def default_shard_bytes(total_bytes: int) -> int:
+def choose_default_shard_bytes(total_bytes: int) -> int:
     """By the size of the inputs alone: there must be work for several workers, whatever their
     number is.
     """
@@ -94,7 +94,7 @@ def default_shard_bytes(total_bytes: int) -> int:
     return max(min(max(usual, LEAST_SHARD_BYTES), MOST_SHARD_BYTES), least)
 
 
-def plan_tasks(files: Sequence[SourceFileParts], shard_bytes: int) -> list[ShardTask]:
+def plan_shard_tasks(files: Sequence[SourceFileParts], shard_bytes: int) -> list[ShardTask]:
     """Fill one shard after another with about `shard_bytes` of input each, in the order of the
     files.
     """
@@ -127,13 +127,11 @@ def _split_large_files(
             num_left -= part
             is_last = number == len(parts.weights) - 1
             if is_last or (weight >= shard_bytes and num_left >= shard_bytes // _MAX_SHARD_DIVISOR):
-                yield _whole_file_span(parts, first, number + 1, weight)
+                yield _build_span(parts, first, number + 1, weight)
                 first, weight = number + 1, 0
 
 
-def _whole_file_span(
-    parts: SourceFileParts, first: int, beyond: int, weight: int
-) -> SourceFileSpan:
+def _build_span(parts: SourceFileParts, first: int, beyond: int, weight: int) -> SourceFileSpan:
     file = parts.file
     start, end = parts.units[first], parts.units[beyond]
     return SourceFileSpan(
@@ -141,12 +139,12 @@ def _whole_file_span(
     )
 
 
-def divide_at_any_byte(file: SourceFile, step_bytes: int) -> SourceFileParts:
+def split_file_at_any_byte(file: SourceFile, step_bytes: int) -> SourceFileParts:
     """A file that can be cut at any byte (whoever reads it finds the next line)."""
     starts = range(0, file.num_bytes, step_bytes) or [0]
     units = [*starts, file.num_bytes]
     return SourceFileParts(file, tuple(units), tuple(end - start for start, end in pairwise(units)))
 
 
-def keep_file_in_one_part(file: SourceFile) -> SourceFileParts:
+def make_unsplittable_file_parts(file: SourceFile) -> SourceFileParts:
     return SourceFileParts(file, (0, file.num_bytes), (file.num_bytes,))

@@ -78,7 +78,7 @@ class DatasetStats:
         }
 
 
-def measure_dataset(dataset: Dataset, progress: Progress | None = None) -> DatasetStats:
+def compute_dataset_stats(dataset: Dataset, progress: Progress | None = None) -> DatasetStats:
     """Read all tokens of a dataset once."""
     lengths, num_of_length = _count_document_lengths(dataset.shards)
     counts = np.zeros(dataset.vocab_size, np.int64)
@@ -98,10 +98,10 @@ def measure_dataset(dataset: Dataset, progress: Progress | None = None) -> Datas
         vocab_size=dataset.vocab_size,
         num_tokens_used=int((counts > 0).sum()),
         mean_length=dataset.num_tokens / num_documents,
-        quantiles=_length_quantiles(lengths, num_of_length),
+        quantiles=_compute_length_quantiles(lengths, num_of_length),
         bins=_bin_document_lengths(lengths, num_of_length),
         frequent=_list_frequent_tokens(dataset, counts),
-        counts_by_rank=_count_tokens_by_rank(counts),
+        counts_by_rank=_thin_out_counts_by_rank(counts),
     )
 
 
@@ -120,17 +120,17 @@ def _count_document_lengths(shards: Sequence[Shard]) -> tuple[Int64s, Int64s]:
         if number + 1 < len(shards) and shards[number + 1].facts.continues:
             # It goes on: counted once, where it ends.
             unfinished, sizes = int(sizes[-1]), sizes[:-1]
-        lengths, counts = _merge_length_counts(lengths, counts, sizes)
+        lengths, counts = _add_length_counts(lengths, counts, sizes)
     return lengths, counts
 
 
-def _merge_length_counts(lengths: Int64s, counts: Int64s, sizes: Int64s) -> tuple[Int64s, Int64s]:
+def _add_length_counts(lengths: Int64s, counts: Int64s, sizes: Int64s) -> tuple[Int64s, Int64s]:
     more, more_counts = np.unique(sizes, return_counts=True)
     merged, at = np.unique(np.concatenate([lengths, more]), return_inverse=True)
     return merged, np.bincount(at, np.concatenate([counts, more_counts])).astype(np.int64)
 
 
-def _length_quantiles(lengths: Int64s, counts: Int64s) -> dict[float, int]:
+def _compute_length_quantiles(lengths: Int64s, counts: Int64s) -> dict[float, int]:
     """Quantiles of the documents' lengths: for each part the smallest length that so many of them
     do not exceed."""
     upto = np.cumsum(counts)
@@ -176,7 +176,7 @@ def _list_frequent_tokens(dataset: Dataset, counts: Int64s) -> tuple[FrequentTok
     return tuple(frequent)
 
 
-def _count_tokens_by_rank(counts: Int64s) -> tuple[tuple[int, int], ...]:
+def _thin_out_counts_by_rank(counts: Int64s) -> tuple[tuple[int, int], ...]:
     """Zipf's picture: the count of the most frequent token, of the second, ... thinned out
     evenly on a log scale."""
     descending = np.sort(counts[counts > 0])[::-1]

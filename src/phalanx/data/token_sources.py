@@ -3,8 +3,8 @@ files.
 
 Torch-free.
 
-Opening is cheap: headers and sizes. `describe_source` reads what a source says of itself, and all
-ids of those that say nothing (.npy, Megatron); `verify_source` reads all and compares.
+Opening is cheap: headers and sizes. `collect_source_facts` reads what a source says of itself, and
+all ids of those that say nothing (.npy, Megatron); `find_source_damage` reads all and compares.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from phalanx.data.megatron import megatron_paths, open_megatron
 from phalanx.data.shards import verify_shard
 from phalanx.data.tokens import (
     CHUNK_TOKENS,
+    SingleDocumentTokenArray,
     TokenArray,
     Tokens,
-    UndividedTokenArray,
     find_token_outside_vocabulary,
 )
-from phalanx.data.unreadable import unreadable_data_error
+from phalanx.data.unreadable import build_unreadable_data_error
 
 TokenSourceKind = Literal["dataset", "npy", "megatron"]
 NO_TOKENIZER_FACTS = TokenizerFacts("none", "")
@@ -88,7 +88,7 @@ def find_token_source_kind(source: str) -> tuple[TokenSourceKind, Path] | None:
     path = Path(os.path.expanduser(source))
     # Shards without their dataset.json, too: opening them says so. Paths are resolved, for a
     # resumed run may be started from another folder.
-    if is_dataset(path) or _holds_shards(path):
+    if is_dataset(path) or _has_shard_files(path):
         return "dataset", path.resolve()
     is_pattern = glob.has_magic(source) and not os.path.exists(path)
     if (
@@ -104,23 +104,23 @@ def find_token_source_kind(source: str) -> tuple[TokenSourceKind, Path] | None:
     return "megatron", pair[0].resolve()
 
 
-def _holds_shards(path: Path) -> bool:
+def _has_shard_files(path: Path) -> bool:
     """A build that was not finished, or lost its dataset.json: the rest of the folder is no text
     to train on."""
     return os.path.isdir(path) and any(path.glob("shard-*.tokens"))
 
 
-def open_token_arrays(kind: TokenSourceKind, path: Path) -> OpenTokenSource:
+def map_token_arrays(kind: TokenSourceKind, path: Path) -> OpenTokenSource:
     """Map the tokens. Raises DataError."""
     if kind == "dataset":
         dataset = open_dataset(path)
         return OpenTokenSource(dataset.shards, tuple(shard.path for shard in dataset.shards))
     if kind == "npy":
-        return OpenTokenSource((UndividedTokenArray.from_tokens(_open_npy(path)),), (path,))
+        return OpenTokenSource((SingleDocumentTokenArray.from_tokens(_open_npy(path)),), (path,))
     return OpenTokenSource((open_megatron(path, path.with_suffix(".idx")),), (path,))
 
 
-def describe_source(
+def collect_source_facts(
     kind: TokenSourceKind, path: Path, *, with_checksums: bool = True
 ) -> SourceDescription:
     """The facts of the source at `path`; checksums, which would show a change, only if asked for.
@@ -128,8 +128,8 @@ def describe_source(
     Raises DataError for a source that cannot be used, or whose ids are none.
     """
     if kind == "dataset":
-        return _describe_dataset(path)
-    array = open_token_arrays(kind, path).arrays[0]
+        return _collect_dataset_facts(path)
+    array = map_token_arrays(kind, path).arrays[0]
     paths = [path]
     if kind == "megatron":
         paths.append(path.with_suffix(".idx"))
@@ -137,7 +137,7 @@ def describe_source(
     for file in paths:
         num_bytes, checksum = file.stat().st_size, ""
         if with_checksums:
-            checksum = _file_checksum(file)
+            checksum = _hash_file_content(file)
         files[file.name] = FileFacts(num_bytes, checksum)
     return SourceDescription(
         kind=kind,
@@ -151,11 +151,11 @@ def describe_source(
     )
 
 
-def _describe_dataset(path: Path) -> SourceDescription:
+def _collect_dataset_facts(path: Path) -> SourceDescription:
     dataset = open_dataset(path)
     files = {
         DATASET_FILE_NAME: FileFacts(
-            (path / DATASET_FILE_NAME).stat().st_size, _file_checksum(path / DATASET_FILE_NAME)
+            (path / DATASET_FILE_NAME).stat().st_size, _hash_file_content(path / DATASET_FILE_NAME)
         )
     }
     for shard in dataset.shards:
@@ -174,33 +174,33 @@ def _describe_dataset(path: Path) -> SourceDescription:
     )
 
 
-def check_source_unchanged(
+def require_source_unchanged(
     kind: TokenSourceKind, path: Path, files: Mapping[str, FileFacts]
 ) -> None:
-    """Raise DataError, naming the file, unless what is there now looks like what `describe_source`
-    found.
+    """Raise DataError, naming the file, unless what is there now looks like what
+    `collect_source_facts` found.
 
     Reads headers.
     """
     folder = path if kind == "dataset" else path.parent
     if kind == "dataset":
-        _check_manifest(path, files)
+        _require_same_manifest_shards(path, files)
     for name, facts in files.items():
         try:
             num_bytes = (folder / name).stat().st_size
         except OSError as error:
-            raise unreadable_data_error(error, folder / name, CHANGED, fix=PUT_BACK) from None
+            raise build_unreadable_data_error(error, folder / name, CHANGED, fix=PUT_BACK) from None
         if num_bytes != facts.num_bytes:
             raise _changed_source_error(
                 folder / name, f"it has {num_bytes} bytes instead of {facts.num_bytes}"
             )
 
 
-def _check_manifest(path: Path, files: Mapping[str, FileFacts]) -> None:
+def _require_same_manifest_shards(path: Path, files: Mapping[str, FileFacts]) -> None:
     """Raise DataError, naming the first shard that is another one, if dataset.json is not what
     it was."""
     try:
-        if _file_checksum(path / DATASET_FILE_NAME) == files[DATASET_FILE_NAME].xxh3:
+        if _hash_file_content(path / DATASET_FILE_NAME) == files[DATASET_FILE_NAME].xxh3:
             return
         manifest, _ = read_dataset_manifest(path)
     except DataStorageError:
@@ -217,22 +217,22 @@ def _check_manifest(path: Path, files: Mapping[str, FileFacts]) -> None:
     raise _changed_source_error(path / different, "dataset.json describes another one now")
 
 
-def verify_source(
+def find_source_damage(
     kind: TokenSourceKind, path: Path, files: Mapping[str, FileFacts]
 ) -> Iterator[DataError]:
-    """Read everything and compare it with `describe_source`'s checksums; what is wrong, as it is
-    found."""
+    """Read everything and compare it with `collect_source_facts`'s checksums; what is wrong, as it
+    is found."""
     if kind == "dataset":
         for name in files:
             if name != DATASET_FILE_NAME:
                 yield from verify_shard(path / name)
         return
     for name, facts in files.items():
-        if _file_checksum(path.parent / name) != facts.xxh3:
+        if _hash_file_content(path.parent / name) != facts.xxh3:
             yield _changed_source_error(path.parent / name, "its checksum is another one")
 
 
-def check_token_ids(opened: OpenTokenSource, vocab_size: int) -> None:
+def require_token_ids_below(opened: OpenTokenSource, vocab_size: int) -> None:
     """Raise DataError at the first id that is not below `vocab_size`, with its file and the
     token's place in it."""
     for array, path in zip(opened.arrays, opened.paths, strict=True):
@@ -293,7 +293,7 @@ def _open_npy(path: Path) -> Tokens:
             # Unlike np.load it never unpickles.
             ids = np.lib.format.open_memmap(opened, mode="r")
     except OSError as error:
-        raise unreadable_data_error(error, f"data.source {path}") from None
+        raise build_unreadable_data_error(error, f"data.source {path}") from None
     except (ValueError, EOFError) as error:
         raise DataError(
             "not a readable .npy file", where=f"data.source {path}", why=str(error)
@@ -308,7 +308,7 @@ def _open_npy(path: Path) -> Tokens:
     return ids
 
 
-def _file_checksum(path: Path) -> str:
+def _hash_file_content(path: Path) -> str:
     """Hex of XXH3-64 over the file's bytes."""
     checksum = xxhash.xxh3_64()
     try:
@@ -316,9 +316,9 @@ def _file_checksum(path: Path) -> str:
             while chunk := file.read(1 << 22):
                 checksum.update(chunk)
     except OSError as error:
-        raise unreadable_data_error(error, path) from None
+        raise build_unreadable_data_error(error, path) from None
     return checksum.hexdigest()
 
 
-def token_source_bytes(files: Mapping[str, FileFacts]) -> int:
+def sum_token_source_bytes(files: Mapping[str, FileFacts]) -> int:
     return sum(facts.num_bytes for facts in files.values())

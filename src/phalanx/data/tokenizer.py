@@ -15,7 +15,7 @@ from phalanx.core.digest import digest
 from phalanx.core.errors import DataError
 from phalanx.core.files import MAX_TOKENIZER_BYTES, read_json, read_regular
 from phalanx.core.registry import import_optional
-from phalanx.data.unreadable import unreadable_data_error
+from phalanx.data.unreadable import build_unreadable_data_error
 
 TokenizerKind = Literal["bytes", "tokenizer.json"]
 BYTE_TOKENIZER_KIND = "bytes"  # what data.tokenizer calls them
@@ -171,15 +171,15 @@ def load_tokenizer(name: str) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     end_id = None
-    for name_of_end in _list_end_token_names(path, tokenizer):
+    for name_of_end in _list_end_of_document_names(path, tokenizer):
         end_id = tokenizer.token_to_id(name_of_end)
         if end_id is not None:
             break
-    _encode_special_tokens_as_text(tokenizers, tokenizer, end_id)
+    _disable_special_tokens_in_text(tokenizers, tokenizer, end_id)
     return HuggingFaceTokenizer(tokenizer, digest(json.loads(content)), end_id)
 
 
-def _encode_special_tokens_as_text(
+def _disable_special_tokens_in_text(
     library: Any, tokenizer: Any, end_of_document: int | None
 ) -> None:
     """A corpus may write about "<|endoftext|>" and not end there.
@@ -212,7 +212,7 @@ def _read_tokenizer_file(path: Path) -> bytes:
         if not isinstance(json.loads(content), dict):
             raise ValueError("it is JSON, but not an object")
     except OSError as error:
-        raise unreadable_data_error(error, path, "the tokenizer cannot be read") from None
+        raise build_unreadable_data_error(error, path, "the tokenizer cannot be read") from None
     except (ValueError, RecursionError) as error:
         raise _not_a_tokenizer_error(path, str(error)) from None
     return content
@@ -227,20 +227,20 @@ def _not_a_tokenizer_error(path: Path, why: str) -> DataError:
     )
 
 
-def _list_end_token_names(path: Path, tokenizer: Any) -> list[str]:
+def _list_end_of_document_names(path: Path, tokenizer: Any) -> list[str]:
     """Names of the token that ends a document, best first: what the tokenizer's own files say, then
     the usual ones, then what the model beside it ends with (in models that converse that is the end
     of a turn).
     """
     names: list[Any] = []
     for file in (CONFIG_FILE, SPECIAL_FILE):
-        name = _read_settings(path.parent / file).get("eos_token")
+        name = _read_tokenizer_settings(path.parent / file).get("eos_token")
         # transformers writes a token as its text, or as an object with its flags.
         if isinstance(name, dict):
             name = name.get("content")
         names.append(name)
     names += _USUAL_END_OF_DOCUMENT_TOKENS
-    ids = _read_settings(path.parent / MODEL_FILE).get("eos_token_id")
+    ids = _read_tokenizer_settings(path.parent / MODEL_FILE).get("eos_token_id")
     # One number, or several for models that end in more than one way.
     if not isinstance(ids, list):
         ids = [ids]
@@ -250,7 +250,7 @@ def _list_end_token_names(path: Path, tokenizer: Any) -> list[str]:
     return [name for name in names if isinstance(name, str)]
 
 
-def _read_settings(path: Path) -> dict[str, Any]:
+def _read_tokenizer_settings(path: Path) -> dict[str, Any]:
     """The settings in a JSON file beside the tokenizer; empty if it cannot be read."""
     try:
         settings = read_json(path)

@@ -48,7 +48,7 @@ def collect_tokenizer_files(
     Raises DataError if the tokenizer is not where it was, or is another one by now.
     """
     if brought is not None and _is_tokenizer_of_model(corpus, brought):
-        return _collect_models_files(corpus, brought, file_names)
+        return _collect_tokenizer_files_of_model(corpus, brought, file_names)
     tokenizer = corpus.tokenizer()
     if tokenizer is None:
         return TokenizerFiles(
@@ -61,39 +61,39 @@ def collect_tokenizer_files(
         return TokenizerFiles(
             texts={
                 TOKENIZER_FILE: build_byte_tokenizer_json(),
-                CONFIG_FILE: _tokenizer_config(DEFAULT_END_OF_DOCUMENT_TOKEN),
+                CONFIG_FILE: _build_tokenizer_config(DEFAULT_END_OF_DOCUMENT_TOKEN),
             },
             settings=settings,
         )
     first = corpus.components[0]
     path = tokenizer_path(first.tokenizer_path or str(corpus.path_of_component(first)))
-    files = {TOKENIZER_FILE: path, **_existing_files(path.parent, _COMPANION_FILES)}
+    files = {TOKENIZER_FILE: path, **_select_existing_files(path.parent, _COMPANION_FILES)}
     texts = {}
     if CONFIG_FILE not in files:
-        texts[CONFIG_FILE] = _tokenizer_config(tokenizer.end_name)
+        texts[CONFIG_FILE] = _build_tokenizer_config(tokenizer.end_name)
     return TokenizerFiles(files, texts, settings)
 
 
-def _collect_models_files(
+def _collect_tokenizer_files_of_model(
     corpus: Corpus, brought: ModelTokenizer, file_names: Sequence[str]
 ) -> TokenizerFiles:
-    files = _existing_files(brought.directory, file_names)
+    files = _select_existing_files(brought.directory, file_names)
     texts = {}
     # The file that tells AutoTokenizer which class it is, and which token ends a text.
     if CONFIG_FILE not in files:
-        texts[CONFIG_FILE] = _tokenizer_config(load_tokenizer(str(brought.name)).end_name)
+        texts[CONFIG_FILE] = _build_tokenizer_config(load_tokenizer(str(brought.name)).end_name)
     note = ""
     if not corpus.is_text:
         note = f"the run's data had no text: the tokenizer is the one of {brought.owner}"
     return TokenizerFiles(files, texts, note=note, is_models=True)
 
 
-def _existing_files(directory: Path, names: Sequence[str]) -> dict[str, Path]:
+def _select_existing_files(directory: Path, names: Sequence[str]) -> dict[str, Path]:
     """The paths of those of `names` that are files in `directory`."""
     return {name: directory / name for name in names if (directory / name).is_file()}
 
 
-def _tokenizer_config(end: str | None) -> dict[str, Any]:
+def _build_tokenizer_config(end: str | None) -> dict[str, Any]:
     config = {"tokenizer_class": "PreTrainedTokenizerFast"}
     if end:
         config["eos_token"] = end
@@ -112,7 +112,7 @@ def build_byte_tokenizer_json() -> dict[str, Any]:
     """A tokenizer.json of phalanx's bytes: the id of a byte is the byte, without merges, and 256
     ends a document.
     """
-    letters = _letters_of_bytes()
+    letters = _map_bytes_to_letters()
     end = {"id": BYTE_END_OF_DOCUMENT_ID, "content": DEFAULT_END_OF_DOCUMENT_TOKEN, "special": True}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     level = {
@@ -141,7 +141,7 @@ def build_byte_tokenizer_json() -> dict[str, Any]:
     }
 
 
-def _letters_of_bytes() -> list[str]:
+def _map_bytes_to_letters() -> list[str]:
     """The letter that byte-level tokenizers write for each byte: printable ones stand for
     themselves (GPT-2).
     """

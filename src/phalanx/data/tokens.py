@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.data.order import mix_bits
+from phalanx.data.order import hash_uint64_bits
 
 Tokens = NDArray[np.integer]
 Int64s = NDArray[np.int64]
@@ -94,12 +94,12 @@ class TokenSequence:
         if start >= stop:
             return np.zeros(0, np.int64)
         extent = int(np.searchsorted(self._bounds, start, "right")) - 1
-        pieces = list(self._pieces(extent, start, stop))
+        pieces = list(self._iterate_token_views(extent, start, stop))
         if len(pieces) == 1:
             return pieces[0]
         return np.concatenate(pieces)
 
-    def _pieces(self, extent: int, start: int, stop: int) -> Iterator[Tokens]:
+    def _iterate_token_views(self, extent: int, start: int, stop: int) -> Iterator[Tokens]:
         """Tokens from `start` (which lies in `extent`) to `stop`, a view for each extent that they
         touch.
         """
@@ -123,7 +123,7 @@ class TokenSequence:
             gathered, extents.tolist(), starts.ravel().tolist(), strict=True
         ):
             at = 0
-            for piece in self._pieces(extent, start, start + length):
+            for piece in self._iterate_token_views(extent, start, start + length):
                 row[at : at + len(piece)] = piece
                 at += len(piece)
         return gathered.reshape(*starts.shape, length)
@@ -140,19 +140,21 @@ class TokenSequence:
         sequence, cut off or not.
         """
         if self._document_ends is None:
-            parts = [self._document_ends_in(number) for number in range(len(self._arrays))]
+            parts = [
+                self._find_document_ends_of_array(number) for number in range(len(self._arrays))
+            ]
             ends = np.concatenate([*parts, np.array([self.num_tokens], np.int64)])
             # Ascending already: only repetitions go.
             self._document_ends = ends[np.diff(ends, prepend=0) > 0]
         return self._document_ends
 
-    def _document_ends_in(self, number: int) -> Int64s:
+    def _find_document_ends_of_array(self, number: int) -> Int64s:
         """The ends of documents of array `number` that lie inside its extents, as places in the
         sequence.
         """
         rows = np.flatnonzero(self._array_of == number)
         ends = np.asarray(self._arrays[number].ends).astype(np.int64)
-        if rows.size and self._continues_in_next_array(number):
+        if rows.size and self._does_document_continue_in_next(number):
             # The array's end is no end of this document, whose rest is in the next one.
             ends = ends[:-1]
         if rows.size == 0 or ends.size == 0:
@@ -164,7 +166,7 @@ class TokenSequence:
         is_inside = (at >= 0) & (within <= sizes[at])
         return np.asarray((self._bounds[rows][at] + within)[is_inside], np.int64)
 
-    def _continues_in_next_array(self, number: int) -> bool:
+    def _does_document_continue_in_next(self, number: int) -> bool:
         """True if the last document of an array is also the first of the next: a long one that two
         shards share.
         """
@@ -225,13 +227,13 @@ def choose_split(arrays: Sequence[TokenArray], fraction: float, seq_len: int) ->
     if min(num_held_out, total - num_held_out) >= needed:
         return SplitChoice("document")
     if total >= 2 * needed:
-        keys = _choose_few_documents(arrays, fraction, needed)
+        keys = _choose_held_out_of_few_documents(arrays, fraction, needed)
         if keys:
             return SplitChoice("few_documents", keys)
     return SplitChoice("position")
 
 
-def _choose_few_documents(
+def _choose_held_out_of_few_documents(
     arrays: Sequence[TokenArray], fraction: float, needed: int
 ) -> tuple[int, ...]:
     """Documents to hold out, by ascending key, so that each side has `needed` tokens; none if that
@@ -243,20 +245,20 @@ def _choose_few_documents(
     """
     all_keys = np.concatenate([array.keys for array in arrays])
     keys, number_of = np.unique(all_keys, return_inverse=True)
-    lengths = np.concatenate([_document_lengths(array) for array in arrays])
+    lengths = np.concatenate([_compute_document_lengths(array) for array in arrays])
     # A document may lie in several shards: its parts have one key.
     sizes = np.bincount(number_of.ravel(), lengths, len(keys)).astype(np.int64)
     total, limit = int(sizes.sum()), max(fraction, MAX_HELD_OUT_FRACTION)
     part = max(fraction, needed / total)
     while True:
         most = min(int(part * total), total - needed)
-        chosen = _take_smallest_keys(keys.tolist(), sizes.tolist(), needed, most)
+        chosen = _select_documents_by_smallest_keys(keys.tolist(), sizes.tolist(), needed, most)
         if chosen or part >= limit:
             return chosen
         part = min(2 * part, limit)
 
 
-def _take_smallest_keys(
+def _select_documents_by_smallest_keys(
     keys: Sequence[int], sizes: Sequence[int], needed: int, most: int
 ) -> tuple[int, ...]:
     """The first documents that have `needed` tokens together, without those that would make it more
@@ -275,7 +277,7 @@ def _take_smallest_keys(
     return tuple(chosen)
 
 
-def split_tokens(
+def split_into_train_and_held_out(
     arrays: Sequence[TokenArray], fraction: float, split_by: SplitBy, keys: Sequence[int] = ()
 ) -> TrainHeldOutSplit:
     """Hold out the documents whose key, as a part of 2**64, lies below `fraction`: wherever they
@@ -284,12 +286,12 @@ def split_tokens(
     Of few documents, those of `keys`. By position, the last part of the last arrays.
     """
     if split_by == "document":
-        return _split_by_masks(
+        return _split_by_document_masks(
             arrays, [choose_held_out_documents(array.keys, fraction) for array in arrays]
         )
     if split_by == "few_documents":
         chosen = np.array(keys, np.uint64)
-        return _split_by_masks(arrays, [np.isin(array.keys, chosen) for array in arrays])
+        return _split_by_document_masks(arrays, [np.isin(array.keys, chosen) for array in arrays])
     total = sum(len(array.tokens) for array in arrays)
     num_held_out = 0
     if fraction:
@@ -298,21 +300,22 @@ def split_tokens(
     return _split_at_token(arrays, total - num_held_out)
 
 
-def _split_by_masks(
+def _split_by_document_masks(
     arrays: Sequence[TokenArray], held_out: Sequence[NDArray[np.bool_]]
 ) -> TrainHeldOutSplit:
     """The two sides of documents; those under the masks `held_out` are on the second."""
     return TrainHeldOutSplit(
-        _select_documents(arrays, [~mask for mask in held_out]), _select_documents(arrays, held_out)
+        _build_sequence_of_documents(arrays, [~mask for mask in held_out]),
+        _build_sequence_of_documents(arrays, held_out),
     )
 
 
 def _count_held_out_tokens(array: TokenArray, fraction: float) -> int:
     is_held_out = choose_held_out_documents(array.keys, fraction)
-    return int(_document_lengths(array)[is_held_out].sum())
+    return int(_compute_document_lengths(array)[is_held_out].sum())
 
 
-def _document_lengths(array: TokenArray) -> Int64s:
+def _compute_document_lengths(array: TokenArray) -> Int64s:
     # Signed before they are subtracted: uint64 and a Python 0 would become float64.
     return np.asarray(np.diff(np.asarray(array.ends).astype(np.int64), prepend=0), np.int64)
 
@@ -324,7 +327,7 @@ def choose_held_out_documents(keys: Uint64s, fraction: float) -> NDArray[np.bool
     return np.asarray(keys).astype(np.float64) / 2.0**64 < fraction
 
 
-def _select_documents(
+def _build_sequence_of_documents(
     arrays: Sequence[TokenArray], masks: Sequence[NDArray[np.bool_]]
 ) -> TokenSequence:
     """The documents under the masks; those that are neighbours become one extent."""
@@ -341,7 +344,7 @@ def _select_documents(
         starts.append(start[filled])
         stops.append(stop[filled])
         array_of.append(np.full(int(filled.sum()), number))
-    return _build_sequence(arrays, array_of, starts, stops)
+    return _build_token_sequence(arrays, array_of, starts, stops)
 
 
 def _split_at_token(arrays: Sequence[TokenArray], num_train: int) -> TrainHeldOutSplit:
@@ -353,11 +356,12 @@ def _split_at_token(arrays: Sequence[TokenArray], num_train: int) -> TrainHeldOu
         held_out.append(TokenRange(number, cut, len(array.tokens)))
         before += len(array.tokens)
     return TrainHeldOutSplit(
-        _fill_token_ranges(arrays, train), _fill_token_ranges(arrays, held_out)
+        _build_sequence_of_token_ranges(arrays, train),
+        _build_sequence_of_token_ranges(arrays, held_out),
     )
 
 
-def _fill_token_ranges(
+def _build_sequence_of_token_ranges(
     arrays: Sequence[TokenArray], extents: Sequence[TokenRange]
 ) -> TokenSequence:
     array_of, starts, stops = [], [], []
@@ -374,7 +378,7 @@ def _fill_token_ranges(
     )
 
 
-def _build_sequence(
+def _build_token_sequence(
     arrays: Sequence[TokenArray],
     array_of: Sequence[Int64s],
     starts: Sequence[Int64s],
@@ -394,7 +398,7 @@ def _concatenate_integers(parts: Sequence[Int64s]) -> Int64s:
 
 
 @dataclass(frozen=True)
-class UndividedTokenArray:
+class SingleDocumentTokenArray:
     """Tokens without anything known about documents: all of them are one."""
 
     tokens: Tokens
@@ -402,15 +406,15 @@ class UndividedTokenArray:
     keys: Uint64s
 
     @classmethod
-    def from_tokens(cls, tokens: Tokens) -> UndividedTokenArray:
+    def from_tokens(cls, tokens: Tokens) -> SingleDocumentTokenArray:
         return cls(
             tokens,
             np.array([len(tokens)], np.uint64),
-            document_keys_from_numbers(np.zeros(1, np.int64)),
+            hash_document_numbers(np.zeros(1, np.int64)),
         )
 
 
-def document_keys_from_numbers(numbers: Int64s) -> Uint64s:
+def hash_document_numbers(numbers: Int64s) -> Uint64s:
     """Keys of documents that have numbers instead of names."""
     # From 1 on: 0 is hashed to 0, which is below every fraction.
-    return mix_bits(numbers.astype(np.uint64) + np.uint64(1))
+    return hash_uint64_bits(numbers.astype(np.uint64) + np.uint64(1))

@@ -14,10 +14,10 @@ from phalanx.core.errors import DataError, UsageError
 from phalanx.core.files import build_resource_error, write_bytes_atomic
 from phalanx.core.registry import import_optional
 from phalanx.data.columns import ReadingPosition
-from phalanx.data.cuts import TextCutter
-from phalanx.data.readers import plan_file_parts, read_pieces
+from phalanx.data.cuts import TokenSafeTextCutter
+from phalanx.data.readers import plan_file_parts, read_text_pieces
 from phalanx.data.sources import list_source_files
-from phalanx.data.spans import ShardTask, SourceFileSpan, plan_tasks
+from phalanx.data.spans import ShardTask, SourceFileSpan, plan_shard_tasks
 from phalanx.data.tokenizer import TOKENIZER_FILE
 
 END_OF_DOCUMENT_TOKEN = "<|endoftext|>"
@@ -84,7 +84,7 @@ def train_tokenizer(
     library = import_optional("tokenizers", extra="hf", needed_for="training a tokenizer")
     corpus = _TokenizerCorpus(inputs, column, max_text_bytes)
     tokenizer, trainer = _build_tokenizer_and_trainer(library, vocab_size)
-    _run_interruptibly(
+    _run_in_thread_with_progress(
         lambda: tokenizer.train_from_iterator(corpus.texts(), trainer), corpus, progress
     )
     if not corpus.text_bytes:
@@ -130,7 +130,7 @@ class _TokenizerCorpus:
         if max_text_bytes is not None:
             self._share = max_text_bytes / max(1, self.total_bytes)
         parts = [plan_file_parts(file, column, max(1, file.num_bytes), True) for file in files]
-        self._tasks: list[ShardTask] = plan_tasks(parts, max(1, self.total_bytes))
+        self._tasks: list[ShardTask] = plan_shard_tasks(parts, max(1, self.total_bytes))
         self._reading = ReadingPosition()
         self._began = time.monotonic()
         self.text_bytes, self.last, self.is_read = 0, "", False
@@ -144,14 +144,16 @@ class _TokenizerCorpus:
 
     def texts(self) -> Iterator[str]:
         # A word more or less at the end of a piece does not matter.
-        cutter = TextCutter(lambda before, after: True)
+        cutter = TokenSafeTextCutter(lambda before, after: True)
         for task in self._tasks:
             for span in task.spans:
-                yield from self._texts_of(span, cutter)
+                yield from self._iterate_texts_of_span(span, cutter)
         self.is_read = True
 
-    def _texts_of(self, span: SourceFileSpan, cutter: TextCutter) -> Iterator[str]:
-        pieces = read_pieces(span, self._column, cutter, False, self._reading)
+    def _iterate_texts_of_span(
+        self, span: SourceFileSpan, cutter: TokenSafeTextCutter
+    ) -> Iterator[str]:
+        pieces = read_text_pieces(span, self._column, cutter, False, self._reading)
         for number, piece in enumerate(pieces):
             if piece.text and self._is_sampled(piece.key, number):
                 self.text_bytes += piece.num_bytes
@@ -163,7 +165,7 @@ class _TokenizerCorpus:
         return self._share >= 1 or stable_hash64("sample", key, number) / 2**64 < self._share
 
 
-def _run_interruptibly(
+def _run_in_thread_with_progress(
     work: Callable[[], None],
     corpus: _TokenizerCorpus,
     progress: Callable[[TrainingProgress], None] | None,

@@ -9,7 +9,7 @@ from phalanx.core.errors import DataError, DataStorageError
 from phalanx.core.files import READ_FAILURE_ERRNOS, suggest_fix_for_os_error
 
 
-def unreadable_data_error(
+def build_unreadable_data_error(
     error: OSError,
     where: Path | str,
     summary: str = "cannot be read",

@@ -25,7 +25,7 @@ from phalanx.core.batch import flatten_batch
 from phalanx.core.digest import stable_hash64
 from phalanx.core.errors import DataError
 from phalanx.core.registry import resolve_kind
-from phalanx.data.order import ShuffledOrder
+from phalanx.data.order import ShuffledSampleOrder
 from phalanx.data.tokens import Split
 
 Arrays = dict[str, NDArray[Any]]
@@ -59,7 +59,7 @@ def open_user_dataset(source: str, args: Mapping[str, Any], split: Split) -> Any
     try:
         dataset = factory(split, **args)
     except Exception as error:
-        raise user_exception_line(error, f"data.source {source}, split {split!r}") from error
+        raise format_user_exception(error, f"data.source {source}, split {split!r}") from error
     if dataset is None and split == "held_out":
         return None
     for name in ("__len__", "__getitem__"):
@@ -87,7 +87,7 @@ class UserSamples:
     def __init__(self, dataset: Any, source: str, seed: int, *, shuffled: bool = True) -> None:
         self._dataset, self._source, self._seed = dataset, source, seed
         self.on_sample: Callable[[int | None], None] = lambda _index: None
-        self._order = ShuffledOrder(len(dataset), seed) if shuffled else None
+        self._order = ShuffledSampleOrder(len(dataset), seed) if shuffled else None
 
     def take(self, indices: NDArray[np.integer]) -> Arrays:
         """Each entry of the samples' dicts, stacked: [n, ...]. Raises DataError for what cannot be
@@ -98,20 +98,20 @@ class UserSamples:
             places = self._order.shuffled_positions(indices)
         numbers, positions = indices.ravel().tolist(), places.ravel().tolist()
         samples = []
-        with _preserve_random_states():
+        with _restoring_random_states():
             for index, position in zip(numbers, positions, strict=True):
-                samples.append(self._read_sample(index, position))
+                samples.append(self._read_user_sample(index, position))
         self.on_sample(None)
         return collate_samples(samples, positions, self._source)
 
-    def _read_sample(self, index: int, index_in_source: int) -> Mapping[str, Any]:
+    def _read_user_sample(self, index: int, index_in_source: int) -> Mapping[str, Any]:
         # By the number in the run, not the place in the dataset: each epoch augments anew.
-        _seed_generators(stable_hash64("sample", self._seed, index))
+        _seed_all_generators(stable_hash64("sample", self._seed, index))
         self.on_sample(index_in_source)
         try:
             sample: Any = self._dataset[index_in_source]
         except Exception as error:
-            raise user_exception_line(
+            raise format_user_exception(
                 error, f"sample {index_in_source} of {self._source}"
             ) from error
         if not isinstance(sample, Mapping) or not sample:
@@ -148,7 +148,7 @@ def _stack_entries(
 ) -> NDArray[Any]:
     arrays = []
     for index, value in zip(places, values, strict=True):
-        arrays.append(_to_array(key, value, f"sample {index} of {source}"))
+        arrays.append(_convert_entry_to_array(key, value, f"sample {index} of {source}"))
     for index, array in zip(places, arrays, strict=True):
         for noun, own_value, first, fix in (
             ("shape", array.shape, arrays[0].shape, "pad or crop them to one shape"),
@@ -164,7 +164,7 @@ def _stack_entries(
     return np.stack(arrays)
 
 
-def _to_array(key: str, value: Any, where: str) -> NDArray[Any]:
+def _convert_entry_to_array(key: str, value: Any, where: str) -> NDArray[Any]:
     if isinstance(value, bool | int) and not isinstance(value, np.generic):
         return np.asarray(value, np.int64)
     # As torch.tensor takes it; numpy's own float64 numbers, too.
@@ -185,7 +185,7 @@ def _to_array(key: str, value: Any, where: str) -> NDArray[Any]:
     return array
 
 
-def user_exception_line(error: Exception, where: str) -> DataError:
+def format_user_exception(error: Exception, where: str) -> DataError:
     """A user's exception in one line: what, and the place in their code that it comes from."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if frame.filename != __file__:
@@ -195,7 +195,7 @@ def user_exception_line(error: Exception, where: str) -> DataError:
 
 
 @contextlib.contextmanager
-def _preserve_random_states() -> Iterator[None]:
+def _restoring_random_states() -> Iterator[None]:
     # Only if it is imported already: a worker whose dataset needs no torch does without.
     torch = sys.modules.get("torch")
     python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), None
@@ -210,7 +210,7 @@ def _preserve_random_states() -> Iterator[None]:
             torch.set_rng_state(torch_state)
 
 
-def _seed_generators(seed: int) -> None:
+def _seed_all_generators(seed: int) -> None:
     random.seed(seed)
     # numpy refuses a seed of more than 32 bits.
     np.random.seed(seed % 2**32)
@@ -222,14 +222,14 @@ def _seed_generators(seed: int) -> None:
 def first_shapes(
     dataset: Any, source: str, on_sample: Callable[[int | None], None]
 ) -> dict[str, list[int]]:
-    """The shapes of the entries of the sample that `digest_sample_subset` takes first."""
+    """The shapes of the entries of the sample that `hash_sample_subset` takes first."""
     samples = UserSamples(dataset, source, seed=0)
     samples.on_sample = on_sample
     sample = samples.take(np.array([0]))
     return {key: list(array.shape[1:]) for key, array in sample.items()}
 
 
-def digest_sample_subset(
+def hash_sample_subset(
     dataset: Any, source: str, on_sample: Callable[[int | None], None] = lambda _index: None
 ) -> str:
     """Digest of up to NUM_COMPARED_SAMPLES samples at places that a key chose, one by one: they
@@ -238,13 +238,13 @@ def digest_sample_subset(
     samples = UserSamples(dataset, source, seed=0)
     samples.on_sample = on_sample
     digests = [
-        digest_sample(samples.take(np.array([number])))
+        hash_sample(samples.take(np.array([number])))
         for number in range(min(NUM_COMPARED_SAMPLES, len(dataset)))
     ]
     return xxhash.xxh3_64_hexdigest(" ".join(digests).encode())
 
 
-def digest_sample(arrays: Arrays) -> str:
+def hash_sample(arrays: Arrays) -> str:
     """Hex of XXH3-64 over names, types, shapes and bytes."""
     checksum = xxhash.xxh3_64()
     for name in sorted(arrays):

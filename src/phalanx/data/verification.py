@@ -40,7 +40,7 @@ class DatasetVerification:
         }
 
 
-def verify_with_progress(
+def verify_dataset_with_progress(
     directory: str,
     *,
     on_problem: Callable[[DataError], None],

@@ -44,12 +44,14 @@ class WorkerStatus:
         self.fd = fd
         self._memory = mmap.mmap(fd, _ACTIVITY_STRUCT.size)
 
-    def mark_opening(self, split: str) -> None:
-        self._write(next(number for number, name in _SPLIT_OF_NUMBER.items() if name == split))
+    def mark_opening_dataset(self, split: str) -> None:
+        self._write_activity(
+            next(number for number, name in _SPLIT_OF_NUMBER.items() if name == split)
+        )
 
-    def mark_reading(self, sample: int | None) -> None:
+    def mark_reading_sample(self, sample: int | None) -> None:
         """`None`: between samples."""
-        self._write(_NO_SAMPLE if sample is None else sample)
+        self._write_activity(_NO_SAMPLE if sample is None else sample)
 
     def read(self) -> WorkerActivity:
         since_s, number = _ACTIVITY_STRUCT.unpack_from(self._memory)
@@ -63,7 +65,7 @@ class WorkerStatus:
             self._memory.close()
             os.close(self.fd)
 
-    def _write(self, number: int) -> None:
+    def _write_activity(self, number: int) -> None:
         _ACTIVITY_STRUCT.pack_into(self._memory, 0, time.monotonic(), number)
 
 
@@ -71,7 +73,7 @@ def create_worker_status() -> WorkerStatus:
     fd = create_unlinked_file("phalanx-place")
     os.ftruncate(fd, _ACTIVITY_STRUCT.size)
     whereabouts = WorkerStatus(fd)
-    whereabouts.mark_reading(None)
+    whereabouts.mark_reading_sample(None)
     return whereabouts
 
 

@@ -41,7 +41,7 @@ Message = dict[str, Any]
 Arrays = dict[str, NDArray[Any]]
 
 
-def send_message(link: socket.socket, message: Message, fd: int | None = None) -> None:
+def send_message_with_file(link: socket.socket, message: Message, fd: int | None = None) -> None:
     """Send a message, and a file with it."""
     body = json.dumps(message).encode()
     attached = []
@@ -53,7 +53,7 @@ def send_message(link: socket.socket, message: Message, fd: int | None = None) -
     link.sendall(data[num_sent:])
 
 
-def receive_message(link: socket.socket) -> tuple[Message, int | None] | None:
+def receive_message_with_file(link: socket.socket) -> tuple[Message, int | None] | None:
     """The next message and the file that came with it; None at the end of the connection."""
     fds: list[int] = []
     head = _receive_exactly(link, _LENGTH_PREFIX.size, fds)
@@ -83,7 +83,7 @@ def _receive_exactly(link: socket.socket, size: int, fds: list[int]) -> bytes:
     return data
 
 
-def pack_arrays(arrays: Arrays) -> tuple[list[Message], int]:
+def write_arrays_to_memory_file(arrays: Arrays) -> tuple[list[Message], int]:
     """The layout of the arrays, and an unnamed file that holds them."""
     layout: list[Message] = []
     size = 0
@@ -102,8 +102,8 @@ def pack_arrays(arrays: Arrays) -> tuple[list[Message], int]:
     return layout, fd
 
 
-def map_arrays(layout: list[Message], fd: int) -> Arrays:
-    """The arrays of `pack_arrays`, mapped: nothing is copied. Closes `fd`."""
+def map_arrays_of_memory_file(layout: list[Message], fd: int) -> Arrays:
+    """The arrays of `write_arrays_to_memory_file`, mapped: nothing is copied. Closes `fd`."""
     memory = mmap.mmap(fd, 0)
     # The map keeps the file, and the arrays keep the map.
     os.close(fd)
@@ -115,10 +115,10 @@ def map_arrays(layout: list[Message], fd: int) -> Arrays:
     return arrays
 
 
-def serve_samples(link: socket.socket, whereabouts: WorkerStatus) -> None:
+def serve_sample_requests(link: socket.socket, whereabouts: WorkerStatus) -> None:
     """Answer until the rank closes the connection."""
     samples: Any = None
-    while (received := receive_message(link)) is not None:
+    while (received := receive_message_with_file(link)) is not None:
         message, fd = received[0], None
         answer: Message | None = None
         try:
@@ -127,15 +127,17 @@ def serve_samples(link: socket.socket, whereabouts: WorkerStatus) -> None:
                 samples = _open_worker_samples(message["open"], whereabouts)
             elif "probe" in message:
                 sys.path[:] = message["sys_path"]
-                answer = {"facts": _probe_dataset(message["probe"], whereabouts)}
+                answer = {"facts": _probe_user_dataset_in_worker(message["probe"], whereabouts)}
             else:
-                layout, fd = pack_arrays(samples.take(np.array(message["indices"], np.int64)))
+                layout, fd = write_arrays_to_memory_file(
+                    samples.take(np.array(message["indices"], np.int64))
+                )
                 answer = {"step": message["step"], "arrays": layout}
         except Exception as error:
             traceback.print_exc()
-            answer = {"step": message.get("step"), "error": _describe_error(error)}
+            answer = {"step": message.get("step"), "error": _encode_error(error)}
         if answer is not None:
-            send_message(link, answer, fd)
+            send_message_with_file(link, answer, fd)
         if fd is not None:
             os.close(fd)
 
@@ -146,21 +148,21 @@ def _open_worker_samples(spec: Message, whereabouts: WorkerStatus) -> Any:
 
     samples = SampleSpec(**spec).open()
     if isinstance(samples, UserSamples):
-        samples.on_sample = whereabouts.mark_reading
+        samples.on_sample = whereabouts.mark_reading_sample
     return samples
 
 
-def _probe_dataset(request: Message, whereabouts: WorkerStatus) -> Message:
+def _probe_user_dataset_in_worker(request: Message, whereabouts: WorkerStatus) -> Message:
     from phalanx.data.user_dataset import (
-        digest_sample_subset,
         first_shapes,
+        hash_sample_subset,
         open_user_dataset,
     )
 
     source, args = request["source"], request["args"]
-    whereabouts.mark_opening("train")
+    whereabouts.mark_opening_dataset("train")
     train = open_user_dataset(source, args, "train")
-    whereabouts.mark_opening("held_out")
+    whereabouts.mark_opening_dataset("held_out")
     held_out = open_user_dataset(source, args, "held_out")
     num_held_out = 0
     if held_out is not None:
@@ -168,12 +170,12 @@ def _probe_dataset(request: Message, whereabouts: WorkerStatus) -> Message:
     return {
         "num_train": len(train),
         "num_held_out": num_held_out,
-        "some_samples": digest_sample_subset(train, source, whereabouts.mark_reading),
-        "first_shapes": first_shapes(train, source, whereabouts.mark_reading),
+        "some_samples": hash_sample_subset(train, source, whereabouts.mark_reading_sample),
+        "first_shapes": first_shapes(train, source, whereabouts.mark_reading_sample),
     }
 
 
-def _describe_error(error: Exception) -> Message:
+def _encode_error(error: Exception) -> Message:
     if isinstance(error, PhalanxError):
         parts = {name: getattr(error, name) for name in ("what", "where", "why", "fix")}
         return parts | {"exit_code": int(error.exit_code)}
@@ -186,7 +188,7 @@ def _describe_error(error: Exception) -> Message:
     }
 
 
-def error_from_worker(described: Message) -> PhalanxError:
+def decode_worker_error(described: Message) -> PhalanxError:
     """The error that a worker described, as the same kind that it was."""
     parts = {name: described[name] for name in ("what", "where", "why", "fix")}
     error = DataError(parts.pop("what"), **parts)
@@ -196,7 +198,7 @@ def error_from_worker(described: Message) -> PhalanxError:
     return error
 
 
-def _exit_with_rank_process(link: socket.socket, rank_pid: int) -> None:
+def _die_with_rank_process(link: socket.socket, rank_pid: int) -> None:
     """Be killed when the rank is gone, even while stopped or inside C code; elsewhere than on
     Linux, soon after."""
     die_with_parent()
@@ -205,11 +207,11 @@ def _exit_with_rank_process(link: socket.socket, rank_pid: int) -> None:
     if os.getppid() != rank_pid:  # it was gone before we asked
         os._exit(1)
     threading.Thread(
-        target=_exit_when_hung_up, args=(link,), name="phalanx-lifeline", daemon=True
+        target=_die_when_connection_closes, args=(link,), name="phalanx-lifeline", daemon=True
     ).start()
 
 
-def _exit_when_hung_up(link: socket.socket) -> None:
+def _die_when_connection_closes(link: socket.socket) -> None:
     # No events: a hang-up is reported unasked, and messages are for the other thread.
     poll = select.poll()
     poll.register(link.fileno(), 0)
@@ -225,9 +227,9 @@ def main() -> int:
     # The rank is asked to stop, and stops us when it is done.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    _exit_with_rank_process(link, int(sys.argv[2]))
+    _die_with_rank_process(link, int(sys.argv[2]))
     try:
-        serve_samples(link, WorkerStatus(int(sys.argv[3])))
+        serve_sample_requests(link, WorkerStatus(int(sys.argv[3])))
     # The rank is gone, or has closed its end: nobody waits for the answer.
     except BrokenPipeError:
         pass

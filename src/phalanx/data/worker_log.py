@@ -28,7 +28,7 @@ class WorkerLog:
 
     def __init__(self, name: str, path: Path | None) -> None:
         self.name, self.path = name, path
-        self.file = _open_log_file(path)
+        self.file = _open_log_or_unnamed_file(path)
         # The log may go on from an earlier worker's.
         self._begin = self.file.seek(0, os.SEEK_END)
 
@@ -47,10 +47,10 @@ class WorkerLog:
         if lines and (aloud or self.path is None):
             report = "\n".join(f"[{self.name}] {line}" for line in lines)
             print(report, file=sys.stderr, flush=True)
-        return _find_last_line(lines)[:MAX_LAST_LINE_CHARS]
+        return _find_explanatory_line(lines)[:MAX_LAST_LINE_CHARS]
 
 
-def _find_last_line(lines: Sequence[str]) -> str:
+def _find_explanatory_line(lines: Sequence[str]) -> str:
     """The line that says why a process ended: the first of a crash, or else the last one."""
     for line in lines:
         if line.startswith(_FAULTHANDLER_PREFIX):
@@ -60,7 +60,7 @@ def _find_last_line(lines: Sequence[str]) -> str:
     return lines[-1].strip()
 
 
-def _open_log_file(path: Path | None) -> IO[bytes]:
+def _open_log_or_unnamed_file(path: Path | None) -> IO[bytes]:
     """The file to print to. Without a place for it (a full disk) it is an unnamed one."""
     if path is not None:
         try:

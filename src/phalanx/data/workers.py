@@ -33,10 +33,10 @@ from phalanx.data.whereabouts import WorkerActivity, WorkerStatus, create_worker
 from phalanx.data.worker import (
     Arrays,
     Message,
-    error_from_worker,
-    map_arrays,
-    receive_message,
-    send_message,
+    decode_worker_error,
+    map_arrays_of_memory_file,
+    receive_message_with_file,
+    send_message_with_file,
 )
 from phalanx.data.worker_log import WorkerLog
 from phalanx.observe.events import Event, LoaderWorkerReplaced
@@ -53,7 +53,7 @@ _POLL_MS = 200
 
 
 @dataclass
-class _Worker:
+class _DatasetWorker:
     """One process, the connection to it, what it prints, and the steps it owes us, oldest first."""
 
     process: subprocess.Popen[bytes]
@@ -89,7 +89,7 @@ class WorkerPool:
             self._of_rank = f" of rank {rank}"
         self._spec, self._num_workers, self._timeout_s = spec, num_workers, timeout_s
         self._indices_of, self._emit = indices_of, emit
-        self._workers: list[_Worker] = []
+        self._workers: list[_DatasetWorker] = []
         self._ready: dict[int, Arrays | Exception] = {}
         self._replacements: dict[int, int] = {}
         self._next_step = -1  # the first that nobody was asked for
@@ -100,9 +100,9 @@ class WorkerPool:
         Raises DataError for what a user's dataset raised, and if workers die of a step again and
         again.
         """
-        if not (self._workers and step in self._list_pending()):
+        if not (self._workers and step in self._list_pending_steps()):
             self.close()
-            self._workers = [self._start(number) for number in range(self._num_workers)]
+            self._workers = [self._start_worker(number) for number in range(self._num_workers)]
             self._next_step = step
         while self._next_step < step + PREFETCHED_STEPS_PER_WORKER * self._num_workers:
             self._request_steps(self._next_step)
@@ -123,7 +123,7 @@ class WorkerPool:
             _stop_worker(worker)
         self._workers, self._ready = [], {}
 
-    def _list_pending(self) -> set[int]:
+    def _list_pending_steps(self) -> set[int]:
         """The steps that come without a new start: ready, owed by a worker, or the next to ask
         for."""
         steps = {*self._ready, self._next_step}
@@ -135,16 +135,16 @@ class WorkerPool:
         number = step % self._num_workers
         self._workers[number].owed.append(step)
         try:
-            self._send_step(self._workers[number], step)
+            self._request_step_of_worker(self._workers[number], step)
         except OSError as error:  # gone, or so stuck that its socket is full
-            self._replace(number, is_silent=isinstance(error, TimeoutError))
+            self._replace_worker(number, is_silent=isinstance(error, TimeoutError))
 
-    def _send_step(self, worker: _Worker, step: int) -> None:
+    def _request_step_of_worker(self, worker: _DatasetWorker, step: int) -> None:
         worker.link.settimeout(self._timeout_s)
         if len(worker.owed) == 1:
             # It owed nothing until now.
             worker.heard_s = max(worker.heard_s, time.monotonic())
-        send_message(
+        send_message_with_file(
             worker.link, {"step": step, "indices": self._indices_of(step).ravel().tolist()}
         )
 
@@ -154,17 +154,17 @@ class WorkerPool:
         # 0 would mean not to wait at all.
         worker.link.settimeout(max(0.001, worker.heard_s + self._timeout_s - time.monotonic()))
         try:
-            received = receive_message(worker.link)
+            received = receive_message_with_file(worker.link)
         except OSError as error:
-            self._replace(number, is_silent=isinstance(error, TimeoutError))
+            self._replace_worker(number, is_silent=isinstance(error, TimeoutError))
             return
         if received is None:
-            self._replace(number)
+            self._replace_worker(number)
             return
         message, fd = received
         worker.heard_s = time.monotonic()
         if "error" in message:
-            reported = error_from_worker(message["error"])
+            reported = decode_worker_error(message["error"])
             # The samples could not be opened: that will not change.
             if message["step"] is None:
                 raise reported
@@ -174,9 +174,9 @@ class WorkerPool:
             assert message["step"] == worker.owed.popleft(), (
                 "answers come in the order of the questions"
             )
-            self._ready[message["step"]] = map_arrays(message["arrays"], fd)
+            self._ready[message["step"]] = map_arrays_of_memory_file(message["arrays"], fd)
 
-    def _replace(self, number: int, *, is_silent: bool = False) -> None:
+    def _replace_worker(self, number: int, *, is_silent: bool = False) -> None:
         """Kill what is left of a worker and give its steps to a new one."""
         worker = self._workers[number]
         # Before it is stopped, which closes the memory that says so.
@@ -195,12 +195,12 @@ class WorkerPool:
             del self._workers[number]
             self.close()
             raise self._repeated_death_error(number, step, why, worker.log.path)
-        fresh = self._workers[number] = self._start(number)
+        fresh = self._workers[number] = self._start_worker(number)
         for owed in worker.owed:
             fresh.owed.append(owed)
             # A new worker that is gone, too, is noticed when its answer is missed.
             with contextlib.suppress(OSError):
-                self._send_step(fresh, owed)
+                self._request_step_of_worker(fresh, owed)
 
     def _repeated_death_error(
         self, number: int, step: int, why: str, log: Path | None
@@ -217,17 +217,17 @@ class WorkerPool:
             ),
         )
 
-    def _start(self, number: int) -> _Worker:
+    def _start_worker(self, number: int) -> _DatasetWorker:
         path = self._logs and self._logs.with_name(f"{self._logs.name}-worker-{number}.log")
         name = f"worker {number}{self._of_rank}"
         worker = _spawn_worker(WorkerLog(f"loader {name}", path), name)
         # A worker that is gone already is noticed when its answer is missed.
         with contextlib.suppress(OSError):
-            send_message(worker.link, {"open": self._spec, "sys_path": sys.path})
+            send_message_with_file(worker.link, {"open": self._spec, "sys_path": sys.path})
         return worker
 
 
-def _spawn_worker(log: WorkerLog, name: str) -> _Worker:
+def _spawn_worker(log: WorkerLog, name: str) -> _DatasetWorker:
     parent_end, child_end = socket.socketpair()
     whereabouts = create_worker_status()
     numbers = [str(number) for number in (child_end.fileno(), os.getpid(), whereabouts.fd)]
@@ -250,10 +250,12 @@ def _spawn_worker(log: WorkerLog, name: str) -> _Worker:
             pass_fds=[child_end.fileno(), whereabouts.fd],
             env=os.environ | settings,
         )
-    return _Worker(process, parent_end, log, whereabouts)
+    return _DatasetWorker(process, parent_end, log, whereabouts)
 
 
-def _stop_worker(worker: _Worker, *, at_once: bool = False, aloud: bool = False) -> tuple[str, str]:
+def _stop_worker(
+    worker: _DatasetWorker, *, at_once: bool = False, aloud: bool = False
+) -> tuple[str, str]:
     """End a worker.
 
     Returns how it ended, and the last line it wrote; with `aloud`, all of it is said here, too.
@@ -282,16 +284,16 @@ def probe_user_dataset(
     """
     worker = _spawn_worker(WorkerLog("data.source", None), "probe")
     # Here already, so that the time to import what it needs counts as opening.
-    worker.whereabouts.mark_opening("train")
+    worker.whereabouts.mark_opening_dataset("train")
     limits_s = (timeout_s, max(timeout_s, MIN_DATASET_OPEN_TIMEOUT_S))
     is_late, received = False, None
     try:
-        send_message(
+        send_message_with_file(
             worker.link, {"probe": {"source": source, "args": dict(args)}, "sys_path": sys.path}
         )
-        is_late = not _wait_for_answer(worker, source, *limits_s)
+        is_late = not _wait_for_probe_answer(worker, source, *limits_s)
         if not is_late:
-            received = receive_message(worker.link)
+            received = receive_message_with_file(worker.link)
     except OSError:
         is_late = False
     except BaseException:  # Ctrl-C, SIGTERM
@@ -302,14 +304,16 @@ def probe_user_dataset(
     if received is None:
         if is_late:
             why = ""
-        raise _explain_no_answer(source, position, why, last_words, *limits_s)
+        raise _build_no_answer_error(source, position, why, last_words, *limits_s)
     message = received[0]
     if "error" in message:
-        raise error_from_worker(message["error"])
+        raise decode_worker_error(message["error"])
     return UserDatasetFacts(source, dict(args), **message["facts"])
 
 
-def _wait_for_answer(worker: _Worker, source: str, sample_s: float, opening_s: float) -> bool:
+def _wait_for_probe_answer(
+    worker: _DatasetWorker, source: str, sample_s: float, opening_s: float
+) -> bool:
     """Wait for an answer, or the end of the process, and say what for; False if the user's code
     takes too long."""
     poll = select.poll()
@@ -331,7 +335,7 @@ def _wait_for_answer(worker: _Worker, source: str, sample_s: float, opening_s: f
     return True
 
 
-def _explain_no_answer(
+def _build_no_answer_error(
     source: str,
     position: WorkerActivity,
     ended: str,
@@ -361,7 +365,7 @@ def _explain_no_answer(
     return DataError(summary, where=where, why=why or None, fix=fix)
 
 
-def _stop_probe_quietly(worker: _Worker, *, at_once: bool) -> tuple[str, str]:
+def _stop_probe_quietly(worker: _DatasetWorker, *, at_once: bool) -> tuple[str, str]:
     """Stop a probe without its output, which is the user's own: an error is reported in one
     line."""
     with contextlib.redirect_stderr(open(os.devnull, "w")) as nowhere:

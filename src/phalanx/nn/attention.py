@@ -132,12 +132,12 @@ class Attention(nn.Module):
         self.k = nn.Linear(shape.dim, shape.num_kv_heads * shape.head_dim, bias=into)
         self.v = nn.Linear(shape.dim, shape.num_kv_heads * shape.head_dim, bias=into)
         self.o = nn.Linear(shape.num_heads * shape.head_dim, shape.dim, bias=bias)
-        self.q_norm = self._head_norm(shape)
-        self.k_norm = self._head_norm(shape)
+        self.q_norm = self._build_head_norm(shape)
+        self.k_norm = self._build_head_norm(shape)
         self.core = AttentionCore(causal=shape.is_causal, window=window)
 
     @staticmethod
-    def _head_norm(shape: TransformerShape) -> RMSNorm | None:
+    def _build_head_norm(shape: TransformerShape) -> RMSNorm | None:
         if not shape.qk_norm:
             return None
         return RMSNorm(shape.head_dim, shape.norm_eps, shape.norm_plus_one)

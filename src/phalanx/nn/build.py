@@ -17,11 +17,11 @@ from phalanx.job.model import find_model_kind
 from phalanx.job.schema import Job, Model
 from phalanx.mesh.recorded_init import build_module_and_record
 from phalanx.nn.hugging_face.adapter import (
-    find_factory,
-    record_module_facts,
+    build_module_without_memory,
     require_trainable_small_model,
+    resolve_model_factory,
 )
-from phalanx.nn.objective import Objective, causal_cross_entropy, logits_cross_entropy
+from phalanx.nn.objective import Objective, build_logits_cross_entropy, causal_cross_entropy
 
 MODELS_PACKAGE = "phalanx.nn.models"
 
@@ -39,33 +39,35 @@ def build_model(job: Job, shape: ModelCosts, *, is_recorded: bool = False) -> nn
     """
     if job.model.is_foreign:
         is_large = 4 * shape.num_params >= MIN_RECORDED_INIT_BYTES
-        return build_foreign(job.model, job.run.seed, is_recorded=is_recorded and is_large)
+        return build_own_module(job.model, job.run.seed, is_recorded=is_recorded and is_large)
     build = resolve_kind(shape.kind, MODELS_PACKAGE, "build")
     with torch.device("meta"):
         module: nn.Module = build(shape)
     return module
 
 
-def build_foreign(model: Model, seed: int, *, is_recorded: bool = False) -> nn.Module:
+def build_own_module(model: Model, seed: int, *, is_recorded: bool = False) -> nn.Module:
     """Call the user's factory from the same random state on every rank."""
     assert model.kind is not None
-    factory = find_factory(model.kind)
+    factory = resolve_model_factory(model.kind)
     if is_recorded:
-        recorded = _record_factory(factory, model, seed)
+        recorded = _build_module_without_memory(factory, model, seed)
         if recorded is not None:
             return recorded
-    module = _call_factory(factory, model, seed)
+    module = _call_factory_seeded(factory, model, seed)
     if not isinstance(module, nn.Module):
         raise LayoutError(f"{model.kind} returned {type(module).__name__}, not an nn.Module")
     return module
 
 
-def _call_factory(factory: Callable[..., Any], model: Model, seed: int) -> Any:
+def _call_factory_seeded(factory: Callable[..., Any], model: Model, seed: int) -> Any:
     torch.manual_seed(stable_hash64("foreign init", seed) % 2**63)
     return factory(**model.args)
 
 
-def _record_factory(factory: Callable[..., Any], model: Model, seed: int) -> nn.Module | None:
+def _build_module_without_memory(
+    factory: Callable[..., Any], model: Model, seed: int
+) -> nn.Module | None:
     """The module without memory for its parameters; None where the factory must be called
     plainly."""
     torch.manual_seed(stable_hash64("foreign init", seed) % 2**63)
@@ -77,7 +79,7 @@ def _record_factory(factory: Callable[..., Any], model: Model, seed: int) -> nn.
 
     try:
         module = (
-            record_module_facts(kind, build)
+            build_module_without_memory(kind, build)
             if is_hugging_face(kind)
             else build_module_and_record(build)
         )
@@ -97,7 +99,7 @@ def build_objective(job: Job) -> Objective:
     if job.model.objective is not None:
         objective = resolve_kind(job.model.objective, MODELS_PACKAGE, "objective")
     elif is_hugging_face(job.model.kind):
-        objective = logits_cross_entropy(job.train.loss_chunk_tokens)
+        objective = build_logits_cross_entropy(job.train.loss_chunk_tokens)
     elif job.model.is_foreign:
         objective = causal_cross_entropy(job.train.loss_chunk_tokens)
     else:

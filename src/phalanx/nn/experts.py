@@ -34,7 +34,7 @@ class Dispatch(Protocol):
         """
 
 
-def dispatch_on_this_rank(
+def dispatch_without_communication(
     x_RD: torch.Tensor, counts_E: torch.Tensor, experts: Rows
 ) -> torch.Tensor:
     """All experts are on this rank."""
@@ -77,7 +77,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(shape)
         shared = replace(shape, ffn_dim=shape.num_shared_experts * shape.expert_ffn_dim)
         self.shared = FeedForward(shared) if shape.num_shared_experts else None
-        self.dispatch: Dispatch = dispatch_on_this_rank
+        self.dispatch: Dispatch = dispatch_without_communication
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         routing = self.router(x_BTD)
@@ -95,19 +95,19 @@ class MixtureOfExperts(nn.Module):
         num_rows = len(order)
         if drops:
             num_rows = sum(read_group_sizes_once(counts_E, num_rows))
-        rows = _TokenRows.from_order(order, num_rows, len(x_ND))
+        rows = _TokenRowIndices.build_from_order(order, num_rows, len(x_ND))
         weight_R = routing.weights_BTK.flatten()[rows.order]
         out_RD = self.dispatch(
-            _TakeRows.apply(x_ND, rows.token_R, rows.row_KN), counts_E, self.experts
+            _GatherTokenRows.apply(x_ND, rows.token_R, rows.row_KN), counts_E, self.experts
         )
-        out_ND: torch.Tensor = _WeightedSum.apply(out_RD, weight_R, rows.order, rows.row_KN)
+        out_ND: torch.Tensor = _WeightedSumByToken.apply(out_RD, weight_R, rows.order, rows.row_KN)
         out_BTD = out_ND.view_as(x_BTD)
         if self.shared is None:
             return out_BTD
         return out_BTD + self.shared(x_BTD)
 
 
-class _TokenRows(NamedTuple):
+class _TokenRowIndices(NamedTuple):
     """The rows of each token, and the token of each row.
 
     order: [R], the choice, of all N x K, that each row is of; token_R: its token; row_KN: of each
@@ -119,19 +119,21 @@ class _TokenRows(NamedTuple):
     row_KN: torch.Tensor
 
     @classmethod
-    def from_order(cls, order: torch.Tensor, num_rows: int, num_tokens: int) -> _TokenRows:
+    def build_from_order(
+        cls, order: torch.Tensor, num_rows: int, num_tokens: int
+    ) -> _TokenRowIndices:
         """`order`: the choices, of which the first `num_rows` have a row."""
         per_token = len(order) // max(1, num_tokens)
         row = torch.empty_like(order).scatter_(
             0, order, torch.arange(len(order), device=order.device)
         )
-        # By choice first: `_sum_by_token` adds one row of each token at a time.
+        # By choice first: `_sum_rows_by_token` adds one row of each token at a time.
         row_KN = row.view(num_tokens, per_token).sort(dim=1).values.T.contiguous()
         order = order[:num_rows]
         return cls(order, order.div(per_token, rounding_mode="floor"), row_KN)
 
 
-def _sum_by_token(
+def _sum_rows_by_token(
     row_RD: torch.Tensor, row_KN: torch.Tensor, weight_R: torch.Tensor | None = None
 ) -> torch.Tensor:
     """[N, D]: the rows of each token, times their weights if there are any, one after another in
@@ -157,7 +159,7 @@ def _sum_by_token(
     return out_ND.to(row_RD.dtype)
 
 
-class _TakeRows(torch.autograd.Function):
+class _GatherTokenRows(torch.autograd.Function):
     """Tokens [N, D] -> rows [R, D]."""
 
     @staticmethod
@@ -171,10 +173,10 @@ class _TakeRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_RD: torch.Tensor) -> Any:  # type: ignore[override]
         (row_KN,) = ctx.saved_tensors
-        return _sum_by_token(grad_RD, row_KN), None, None
+        return _sum_rows_by_token(grad_RD, row_KN), None, None
 
 
-class _WeightedSum(torch.autograd.Function):
+class _WeightedSumByToken(torch.autograd.Function):
     """Rows times their weights, added up by token.
 
     As one function, because autograd would keep the weighted rows.
@@ -190,7 +192,7 @@ class _WeightedSum(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(row_RD, weight_R, order)
         ctx.per_token = len(row_KN)
-        return _sum_by_token(row_RD, row_KN, weight_R)
+        return _sum_rows_by_token(row_RD, row_KN, weight_R)
 
     @staticmethod
     @once_differentiable

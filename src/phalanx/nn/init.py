@@ -46,14 +46,14 @@ def initialize_shards(
     A name without a rule is a bug.
     """
     for name, shard in shards.items():
-        rule = _find_rule(rules, name)
+        rule = _find_first_matching_rule(rules, name)
         if rule.std == 0.0:
             shard.tensor.fill_(rule.constant)
         else:
-            _fill_normal(shard, rule.std, stable_hash64("init", seed, name))
+            _fill_with_normals(shard, rule.std, stable_hash64("init", seed, name))
 
 
-def _find_rule(rules: Sequence[InitRule], name: str) -> InitRule:
+def _find_first_matching_rule(rules: Sequence[InitRule], name: str) -> InitRule:
     for rule in rules:
         # Not fnmatch, which ignores case on some systems.
         if fnmatch.fnmatchcase(name, rule.pattern):
@@ -61,12 +61,12 @@ def _find_rule(rules: Sequence[InitRule], name: str) -> InitRule:
     raise AssertionError(f"no initialisation rule for {name}")
 
 
-def _fill_normal(shard: LogicalShard, std: float, key: int) -> None:
+def _fill_with_normals(shard: LogicalShard, std: float, key: int) -> None:
     for box in shard.boxes:
         if not math.prod(box.size):
             continue
         if box.size == shard.global_shape or not box.size:
-            values = standard_normal(key, 0, math.prod(box.size))
+            values = make_standard_normals(key, 0, math.prod(box.size))
             shard.tensor.copy_(values.view(shard.tensor.shape).mul_(std))
             continue
         # Contiguous runs: every dimension before the last that is cut is walked, the rest is one
@@ -81,16 +81,18 @@ def _fill_normal(shard: LogicalShard, std: float, key: int) -> None:
         for dim, (offset, size) in enumerate(zip(box.local_offset, box.size, strict=True)):
             target = target.narrow(dim, offset, size)
         if cut == 0:
-            target.copy_(standard_normal(key, first, run).view(target.shape).mul_(std))
+            target.copy_(make_standard_normals(key, first, run).view(target.shape).mul_(std))
             continue
         # Runs of one slice of the dimension before the cut are equally far apart: a matrix is one
         # slice of rows.
         for index in itertools.product(*map(range, box.size[: cut - 1])):
             start = first + sum(map(operator.mul, index, strides))
-            _fill_strided_runs(target[index], std, key, start, pitch=strides[cut - 1], run=run)
+            _fill_strided_runs_with_normals(
+                target[index], std, key, start, pitch=strides[cut - 1], run=run
+            )
 
 
-def _fill_strided_runs(
+def _fill_strided_runs_with_normals(
     target: torch.Tensor, std: float, key: int, start: int, *, pitch: int, run: int
 ) -> None:
     """Fill target[i] with the elements from start + i * pitch on, `run` of them."""
@@ -98,51 +100,51 @@ def _fill_strided_runs(
     if run >= chunk:
         for i in range(count):
             target[i].copy_(
-                standard_normal(key, start + i * pitch, run).view(target[i].shape).mul_(std)
+                make_standard_normals(key, start + i * pitch, run).view(target[i].shape).mul_(std)
             )
         return
     at_once = chunk // run
     firsts = range(0, count, at_once)
 
-    def draw(first: int) -> torch.Tensor:
+    def draw_at_once(first: int) -> torch.Tensor:
         starts = range(start + first * pitch, start + min(first + at_once, count) * pitch, pitch)
-        return _normals_of_runs(key, starts, run)
+        return _make_normals_of_runs(key, starts, run)
 
     with contextlib.ExitStack() as opened:
         threads = torch.get_num_threads()
-        draws: Iterator[torch.Tensor] = map(draw, firsts)
+        draws: Iterator[torch.Tensor] = map(draw_at_once, firsts)
         if threads > 1 and count * run >= MIN_THREADED_ELEMENTS:
-            draws = opened.enter_context(ThreadPoolExecutor(threads)).map(draw, firsts)
+            draws = opened.enter_context(ThreadPoolExecutor(threads)).map(draw_at_once, firsts)
         for first, values in zip(firsts, draws, strict=True):
             part = target[first : first + at_once]
             part.copy_(values.view(part.shape).mul_(std))
 
 
-def standard_normal(key: int, start: int, count: int) -> torch.Tensor:
+def make_standard_normals(key: int, start: int, count: int) -> torch.Tensor:
     """Elements [start, start + count) of the endless fp32 sequence of standard normals named by
     `key`."""
     out, chunk = torch.empty(count, dtype=torch.float32), get_block_sizes().init_elements
 
-    def draw(done: int) -> None:
+    def draw_at_once(done: int) -> None:
         piece = min(chunk, count - done)
-        out[done : done + piece] = _standard_normal_sequence(key, start + done, piece)
+        out[done : done + piece] = _make_standard_normals_in_one_piece(key, start + done, piece)
 
     threads = torch.get_num_threads()
     if threads == 1 or count < MIN_THREADED_ELEMENTS:
         for done in range(0, count, chunk):
-            draw(done)
+            draw_at_once(done)
         return out
     # Numpy draws without Python's lock, and so does torch compute.
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(draw, range(0, count, chunk)))
+        list(pool.map(draw_at_once, range(0, count, chunk)))
     return out
 
 
-def _standard_normal_sequence(key: int, start: int, count: int) -> torch.Tensor:
-    return _normals_of_runs(key, range(start, start + 1), count)
+def _make_standard_normals_in_one_piece(key: int, start: int, count: int) -> torch.Tensor:
+    return _make_normals_of_runs(key, range(start, start + 1), count)
 
 
-def _normals_of_runs(key: int, starts: Sequence[int], run: int) -> torch.Tensor:
+def _make_normals_of_runs(key: int, starts: Sequence[int], run: int) -> torch.Tensor:
     """Elements [start, start + run) of the sequence for each start, one run behind the other."""
     generator, counter = np.random.Philox(key=key), 0
     halves = np.empty((len(starts), run), np.uint32)

@@ -18,7 +18,7 @@ from torch import nn
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.nn.attention import AttentionCore
 from phalanx.nn.norms import RMSNorm
-from phalanx.nn.rotary import rotate_neighbouring_pairs, yarn_temperature
+from phalanx.nn.rotary import compute_yarn_factor, rotate_neighbouring_pairs
 
 # Of the latents' norms: DeepSeek's code takes this whatever the other norms have.
 LATENT_NORM_EPS = 1e-6
@@ -55,7 +55,7 @@ class LatentAttention(nn.Module):
         # YaRN's temperature is on whole queries and keys here, not on their rotated parts alone
         # (DeepSeek-V2's code).
         # Squared, because it is on queries alone: scores get the factor of both.
-        self.query_scale = yarn_temperature(shape, local=window > 0) ** 2
+        self.query_scale = compute_yarn_factor(shape, local=window > 0) ** 2
 
     def forward(
         self,

@@ -25,16 +25,16 @@ from phalanx.nn.hugging_face.adapter import SHAPE_FACTS_ATTRIBUTE
 from phalanx.nn.objective import (
     CausalOutput,
     Objective,
+    build_logits_cross_entropy,
     causal_cross_entropy,
-    logits_cross_entropy,
 )
 from phalanx.nn.operator_trace import (
     AFTER,
     BEFORE,
     LOSS,
     OperatorRecorder,
-    PartRecord,
-    list_tensors,
+    TracedPart,
+    iterate_tensors_of_tree,
 )
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -50,42 +50,44 @@ class TracedBatch:
     image: tuple[int, int, int] | None = None
 
 
-class UntraceableError(Exception):
+class UntraceableModuleError(Exception):
     """The module's forward cannot be followed without numbers; says why."""
 
 
 def trace_module(module: nn.Module, batch: TracedBatch, objective: Objective) -> dict[str, Any]:
     """What `module`, whose parameters are fake, does in one microbatch, as JSON.
 
-    Raises UntraceableError for a forward that depends on its numbers, or takes other arguments.
+    Raises UntraceableModuleError for a forward that depends on its numbers, or takes other arguments.
     """
     blocks = find_repeated_blocks(module)
-    recorder = OperatorRecorder(_weights_by_storage(module))
-    inputs, targets = _build_inputs(batch)
+    recorder = OperatorRecorder(_map_storages_to_weight_holders(module))
+    inputs, targets = _build_traced_inputs(batch)
     gradients_were_on = torch.is_grad_enabled()
     torch.set_grad_enabled(True)
     try:
         with ExitStack() as stack:
-            for context in _watch_blocks(recorder, blocks):
+            for context in _tracking_block_parts(recorder, blocks):
                 stack.enter_context(context)
-            stack.enter_context(_dropping_gradients(module))
-            facts = _run_microbatch(recorder, module, batch, objective, inputs, targets)
-    except UntraceableError:
+            stack.enter_context(_freeing_gradients_at_once(module))
+            facts = _trace_microbatch(recorder, module, batch, objective, inputs, targets)
+    except UntraceableModuleError:
         raise
     except Exception as error:
-        raise UntraceableError(f"{type(error).__name__}: {_first_line(error)}") from error
+        raise UntraceableModuleError(
+            f"{type(error).__name__}: {_first_line_of_error(error)}"
+        ) from error
     finally:
         torch.set_grad_enabled(gradients_were_on)
     sizes = {"batch": batch.batch, "length": batch.length}
-    return {**sizes, **_describe_parts(recorder, blocks), **facts}
+    return {**sizes, **_build_parts_json(recorder, blocks), **facts}
 
 
-def _first_line(error: Exception) -> str:
+def _first_line_of_error(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
     return lines[0][:200]
 
 
-def _weights_by_storage(module: nn.Module) -> dict[int, str]:
+def _map_storages_to_weight_holders(module: nn.Module) -> dict[int, str]:
     """The holder of each parameter, by its storage; buffers count as weights: they are no
     activations."""
     weights: dict[int, str] = {}
@@ -96,7 +98,7 @@ def _weights_by_storage(module: nn.Module) -> dict[int, str]:
     return weights
 
 
-def _build_inputs(batch: TracedBatch) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def _build_traced_inputs(batch: TracedBatch) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """A batch as a job's data would give it, and its targets."""
     if batch.image is not None:
         images = torch.zeros(batch.batch, *batch.image)
@@ -107,14 +109,14 @@ def _build_inputs(batch: TracedBatch) -> tuple[dict[str, torch.Tensor], torch.Te
 
 
 def _require_one_input(module: nn.Module) -> None:
-    """Raises UntraceableError for a forward that cannot do with inputs alone."""
+    """Raises UntraceableModuleError for a forward that cannot do with inputs alone."""
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     for parameter in list(inspect.signature(module.forward).parameters.values())[1:]:
         if parameter.default is parameter.empty and parameter.kind not in variable:
-            raise UntraceableError(f"its forward needs {parameter.name!r}")
+            raise UntraceableModuleError(f"its forward needs {parameter.name!r}")
 
 
-def _run_microbatch(
+def _trace_microbatch(
     recorder: OperatorRecorder,
     module: nn.Module,
     batch: TracedBatch,
@@ -129,7 +131,9 @@ def _run_microbatch(
         "cpu", AUTOCAST.get(batch.precision), enabled=batch.precision in AUTOCAST
     )
     with recorder, autocast:
-        with torch.autograd.graph.saved_tensors_hooks(_noting_saved(recorder), _as_it_is):
+        with torch.autograd.graph.saved_tensors_hooks(
+            _recording_saved_tensors(recorder), _return_tensor_unchanged
+        ):
             outputs = module(inputs["inputs"])
             if isinstance(outputs, CausalOutput):
                 # The objective multiplies by the head, a chunk at a time: its bytes are arithmetic.
@@ -145,42 +149,44 @@ def _run_microbatch(
     return facts
 
 
-def _noting_saved(recorder: OperatorRecorder) -> Any:
+def _recording_saved_tensors(recorder: OperatorRecorder) -> Any:
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        recorder.note_saved(tensor)
+        recorder.record_saved_tensor(tensor)
         return tensor
 
     return pack
 
 
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+def _return_tensor_unchanged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _watch_blocks(recorder: OperatorRecorder, blocks: Sequence[nn.Module]) -> Iterator[Any]:
+def _tracking_block_parts(recorder: OperatorRecorder, blocks: Sequence[nn.Module]) -> Iterator[Any]:
     """Contexts in which the recorder knows the part of the model that runs."""
     for index, block in enumerate(blocks):
-        yield _watching(recorder, block, index, is_last=index == len(blocks) - 1)
+        yield _tracking_part_of_block(recorder, block, index, is_last=index == len(blocks) - 1)
 
 
 @contextmanager
-def _watching(
+def _tracking_part_of_block(
     recorder: OperatorRecorder, block: nn.Module, index: int, *, is_last: bool
 ) -> Iterator[None]:
     def begin(_: nn.Module, args: Any, kwargs: Any) -> None:
         recorder.part = index
-        recorder.mark_entering(list_tensors((args, kwargs)))
-        for tensor in list_tensors((args, kwargs)):
+        recorder.record_block_inputs(iterate_tensors_of_tree((args, kwargs)))
+        for tensor in iterate_tensors_of_tree((args, kwargs)):
             # Its gradient is there: the backward of this block is over.
             if tensor.requires_grad:
-                tensor.register_hook(_entering_part(recorder, index - 1 if index else BEFORE))
+                tensor.register_hook(
+                    _make_backward_part_hook(recorder, index - 1 if index else BEFORE)
+                )
 
     def end(_: nn.Module, args: Any, outputs: Any) -> None:
         recorder.part = AFTER if is_last else f"between {index}"
-        recorder.mark_entering(list_tensors(outputs))
-        for tensor in list_tensors(outputs):
+        recorder.record_block_inputs(iterate_tensors_of_tree(outputs))
+        for tensor in iterate_tensors_of_tree(outputs):
             if tensor.requires_grad:
-                tensor.register_hook(_entering_part(recorder, index))
+                tensor.register_hook(_make_backward_part_hook(recorder, index))
 
     handles = [
         block.register_forward_pre_hook(begin, with_kwargs=True),
@@ -193,7 +199,7 @@ def _watching(
             handle.remove()
 
 
-def _entering_part(recorder: OperatorRecorder, part: str | int) -> Any:
+def _make_backward_part_hook(recorder: OperatorRecorder, part: str | int) -> Any:
     def enter(gradient: torch.Tensor) -> None:
         if recorder.is_backward:
             recorder.part = part
@@ -202,7 +208,7 @@ def _entering_part(recorder: OperatorRecorder, part: str | int) -> Any:
 
 
 @contextmanager
-def _dropping_gradients(module: nn.Module) -> Iterator[None]:
+def _freeing_gradients_at_once(module: nn.Module) -> Iterator[None]:
     """Inside, gradients of weights go as soon as they are there, as into a bucket."""
 
     def drop(parameter: torch.Tensor) -> None:
@@ -219,7 +225,7 @@ def _dropping_gradients(module: nn.Module) -> Iterator[None]:
             handle.remove()
 
 
-def _describe_parts(recorder: OperatorRecorder, blocks: Sequence[nn.Module]) -> dict[str, Any]:
+def _build_parts_json(recorder: OperatorRecorder, blocks: Sequence[nn.Module]) -> dict[str, Any]:
     """The parts as JSON, equal blocks once: `kinds`, and which of them each block is.
 
     What several blocks save and none of them made is a table of all: `shared`.
@@ -231,7 +237,7 @@ def _describe_parts(recorder: OperatorRecorder, blocks: Sequence[nn.Module]) -> 
     for part in (BEFORE, *range(len(blocks)), AFTER, LOSS):
         record = recorder.parts[part]
         saved = []
-        for number in (*_saved_between(recorder, part), *record.saved):
+        for number in (*_list_storages_saved_between_blocks(recorder, part), *record.saved):
             if number not in counted:
                 counted.add(number)
                 saved.append(number)
@@ -239,7 +245,7 @@ def _describe_parts(recorder: OperatorRecorder, blocks: Sequence[nn.Module]) -> 
         prefix = ""
         if isinstance(part, int):
             prefix = _find_block_prefix(record, blocks[part])
-        bodies[part] = _describe_part(recorder, record, saved, prefix)
+        bodies[part] = _build_part_json(recorder, record, saved, prefix)
         # Beside what it and the parts before it keep: gradients on their way.
         most = record.backward_bytes
         if part == LOSS:
@@ -248,7 +254,7 @@ def _describe_parts(recorder: OperatorRecorder, blocks: Sequence[nn.Module]) -> 
     kinds: list[dict[str, Any]] = []
     block_kinds = []
     for index in range(len(blocks)):
-        kind = _find_same_block(kinds, bodies[index])
+        kind = _find_equal_block_kind(kinds, bodies[index])
         if kind is None:
             kinds.append(bodies[index])
             kind = bodies[index]
@@ -265,14 +271,14 @@ def _describe_parts(recorder: OperatorRecorder, blocks: Sequence[nn.Module]) -> 
     }
 
 
-def _saved_between(recorder: OperatorRecorder, part: str | int) -> list[int]:
+def _list_storages_saved_between_blocks(recorder: OperatorRecorder, part: str | int) -> list[int]:
     """What was saved by code between the block before `part` and this one."""
     if not isinstance(part, int) or part == 0:
         return []
     return recorder.parts[f"between {part - 1}"].saved
 
 
-def _find_same_block(
+def _find_equal_block_kind(
     kinds: Sequence[dict[str, Any]], body: Mapping[str, Any]
 ) -> dict[str, Any] | None:
     for kind in kinds:
@@ -281,7 +287,7 @@ def _find_same_block(
     return None
 
 
-def _find_block_prefix(record: PartRecord, block: nn.Module) -> str:
+def _find_block_prefix(record: TracedPart, block: nn.Module) -> str:
     """The block's own name and a dot, from the names of the layers that it multiplied by."""
     within = {full_name(name) for name, _ in block.named_modules() if name}
     for product in record.products:
@@ -305,10 +311,10 @@ def _find_shared_storages(recorder: OperatorRecorder, num_blocks: int) -> set[in
     return shared
 
 
-def _describe_part(
-    recorder: OperatorRecorder, record: PartRecord, saved: Sequence[int], prefix: str
+def _build_part_json(
+    recorder: OperatorRecorder, record: TracedPart, saved: Sequence[int], prefix: str
 ) -> dict[str, Any]:
-    def group(numbers: Sequence[int]) -> list[list[Any]]:
+    def sum_bytes_by_sources(numbers: Sequence[int]) -> list[list[Any]]:
         """Bytes by what they come from."""
         groups: dict[tuple[str, ...], int] = {}
         for number in numbers:
@@ -327,10 +333,10 @@ def _describe_part(
         sizes = (p.inputs, p.outputs, p.rows, input_id, p.input_bytes, p.output_bytes)
         products.append([p.holder.removeprefix(prefix), *sizes, sources])
     return {
-        "saved": group(saved),
+        "saved": sum_bytes_by_sources(saved),
         "entering": sum(recorder.storages[number].num_bytes for number in record.entering),
-        "results": group(results),
-        "results_saved": group([number for number in results if number in saved]),
+        "results": sum_bytes_by_sources(results),
+        "results_saved": sum_bytes_by_sources([number for number in results if number in saved]),
         "products": products,
         "attention": [list(astuple(call)) for call in record.attention],
         "other_flops": record.other_flops,
@@ -339,7 +345,9 @@ def _describe_part(
     }
 
 
-def trace_request(module: nn.Module, kind: str, request: Mapping[str, Any]) -> dict[str, Any]:
+def trace_module_for_planner(
+    module: nn.Module, kind: str, request: Mapping[str, Any]
+) -> dict[str, Any]:
     """The traces that the planner asks for (phalanx.job.module_probe), of a module whose weights
     are no longer needed; or why there are none."""
     facts = getattr(module, SHAPE_FACTS_ATTRIBUTE, {})
@@ -347,20 +355,22 @@ def trace_request(module: nn.Module, kind: str, request: Mapping[str, Any]) -> d
         return {"why_untraced": "its masks of documents are not traced"}
     traces = []
     try:
-        objective = _find_objective(kind, request)
-        with FakeTensorMode(allow_non_fake_inputs=True), _one_sequence_a_sample():
+        objective = _resolve_objective_of_request(kind, request)
+        with FakeTensorMode(allow_non_fake_inputs=True), _treating_samples_as_single_sequences():
             module.to_empty(device="cpu")
             module.train()
             for precision in request["precisions"]:
-                points = _list_points(facts, int(request["seq_len"]), str(precision))
+                points = _list_batches_to_trace(facts, int(request["seq_len"]), str(precision))
                 bodies = [trace_module(module, point, objective) for point in points]
                 traces.append({"precision": str(precision), "points": bodies})
     except Exception as error:
-        return {"why_untraced": _first_line(error)}
+        return {"why_untraced": _first_line_of_error(error)}
     return {"traces": traces}
 
 
-def _list_points(facts: Mapping[str, int], seq_len: int, precision: str) -> list[TracedBatch]:
+def _list_batches_to_trace(
+    facts: Mapping[str, int], seq_len: int, precision: str
+) -> list[TracedBatch]:
     """The microbatches to trace: one sample and two, and one of half the length."""
     size = facts.get("image_size", 0)
     if size:
@@ -372,16 +382,18 @@ def _list_points(facts: Mapping[str, int], seq_len: int, precision: str) -> list
     return points
 
 
-def _find_objective(kind: str, request: Mapping[str, Any]) -> Objective:
+def _resolve_objective_of_request(kind: str, request: Mapping[str, Any]) -> Objective:
     name, chunk = request.get("objective"), int(request["loss_chunk_tokens"])
     if name is not None:
         objective: Objective = resolve_kind(name, "phalanx.nn.models", "objective")
         return objective
-    return logits_cross_entropy(chunk) if is_hugging_face(kind) else causal_cross_entropy(chunk)
+    return (
+        build_logits_cross_entropy(chunk) if is_hugging_face(kind) else causal_cross_entropy(chunk)
+    )
 
 
 @contextmanager
-def _one_sequence_a_sample() -> Iterator[None]:
+def _treating_samples_as_single_sequences() -> Iterator[None]:
     """Inside, transformers takes each sample for one sequence, as it finds it to be in training.
 
     It looks at the positions' numbers, which a trace has none of, and makes a mask of all pairs

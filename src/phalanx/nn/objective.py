@@ -66,11 +66,13 @@ def causal_cross_entropy(chunk_tokens: int) -> Objective:
     """Cross-entropy summed over targets that are not -100, with logits of at most `chunk_tokens`
     tokens at a time, or as many as `get_block_sizes` says."""
     return takes_classes(
-        _reads_vocabulary_parts(functools.partial(_causal_cross_entropy, chunk_tokens))
+        _mark_objective_of_vocabulary_parts(
+            functools.partial(_sum_causal_cross_entropy, chunk_tokens)
+        )
     )
 
 
-def logits_cross_entropy(chunk_tokens: int) -> Objective:
+def build_logits_cross_entropy(chunk_tokens: int) -> Objective:
     """Cross-entropy of tokens; where logits are [batch, classes], of labels."""
     tokens = causal_cross_entropy(chunk_tokens)
 
@@ -81,17 +83,17 @@ def logits_cross_entropy(chunk_tokens: int) -> Objective:
             return classification_cross_entropy(outputs, batch)
         return tokens(outputs, batch)
 
-    return takes_classes(_reads_vocabulary_parts(objective))
+    return takes_classes(_mark_objective_of_vocabulary_parts(objective))
 
 
-def _reads_vocabulary_parts(objective: Objective) -> Objective:
+def _mark_objective_of_vocabulary_parts(objective: Objective) -> Objective:
     """Mark an objective that can do with the logits of a part of the vocabulary; others get them
     put together."""
     objective.reads_vocabulary_parts = True  # type: ignore[attr-defined]
     return objective
 
 
-def _causal_cross_entropy(
+def _sum_causal_cross_entropy(
     chunk_tokens: int, outputs: Any, batch: Mapping[str, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if not isinstance(outputs, CausalOutput):
@@ -115,7 +117,7 @@ def _causal_cross_entropy(
 
 
 @takes_classes
-@_reads_vocabulary_parts
+@_mark_objective_of_vocabulary_parts
 def token_cross_entropy(
     outputs: Any, batch: Mapping[str, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,12 +131,12 @@ def token_cross_entropy(
         return loss_sum, (targets != IGNORE_INDEX).sum()
     if not isinstance(outputs, torch.Tensor) or outputs.ndim < 2:
         raise LayoutError(
-            f"the model returned {_describe_form(outputs)}, which the built-in objective cannot"
+            f"the model returned {_describe_outputs(outputs)}, which the built-in objective cannot"
             " read",
             fix="return logits [..., vocab] or CausalOutput, or set model.objective",
         )
     targets = batch["targets"].flatten()
-    logits = _at_least_float32(outputs.flatten(0, -2))
+    logits = _cast_to_float32_at_least(outputs.flatten(0, -2))
     loss_sum = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
     return loss_sum, (targets != IGNORE_INDEX).sum()
 
@@ -151,23 +153,23 @@ def classification_cross_entropy(
     if not isinstance(outputs, torch.Tensor) or outputs.ndim != 2:
         raise LayoutError(
             "classification needs logits [batch, classes]; the model returned"
-            f" {_describe_form(outputs)}",
+            f" {_describe_outputs(outputs)}",
             fix="return them, or set model.objective",
         )
     name = "labels" if "labels" in batch else "targets"
-    labels, logits = batch[name], _at_least_float32(outputs)
+    labels, logits = batch[name], _cast_to_float32_at_least(outputs)
     loss_sum = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
     return loss_sum, (labels != IGNORE_INDEX).sum()
 
 
-def _at_least_float32(logits: torch.Tensor) -> torch.Tensor:
+def _cast_to_float32_at_least(logits: torch.Tensor) -> torch.Tensor:
     # float64 stays: a reference is computed in it.
     if logits.dtype == torch.float64:
         return logits
     return logits.float()
 
 
-def _describe_form(outputs: Any) -> str:
+def _describe_outputs(outputs: Any) -> str:
     if isinstance(outputs, torch.Tensor):
         return f"a tensor {list(outputs.shape)}"
     return type(outputs).__name__
@@ -214,12 +216,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             torch.mm(hidden, head.T, out=grad_logits)
             if low_CV is not room_CV:
                 logits.copy_(grad_logits)
-            loss_sum += _loss_and_gradient(logits, targets_N[rows], vocabulary)
+            loss_sum += _sum_loss_and_write_gradient(logits, targets_N[rows], vocabulary)
             if grad_hidden is not None and grad_head is not None:
                 if low_CV is not room_CV:
                     grad_logits.copy_(logits)
                 torch.mm(grad_logits, head, out=grad_hidden[rows])
-                _add_head_gradient(grad_head, grad_logits, hidden, room_CV)
+                _add_chunk_to_head_gradient(grad_head, grad_logits, hidden, room_CV)
         if grad:
             ctx.save_for_backward(grad_hidden, grad_head)
             ctx.head_dtype = head_VD.dtype
@@ -236,7 +238,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return grad_hidden, grad_head.to(ctx.head_dtype), None, None, None, None
 
 
-def _add_head_gradient(
+def _add_chunk_to_head_gradient(
     grad_head_VD: torch.Tensor,
     grad_logits_CV: torch.Tensor,
     hidden_CD: torch.Tensor,
@@ -275,7 +277,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(logits_NV.dtype, torch.float32)
         # A copy in any case: logits are the module's, and the loss is computed in place.
         grad_logits = logits_NV.to(wide, copy=True)
-        loss_sum = _loss_and_gradient(grad_logits, targets_N, vocabulary)
+        loss_sum = _sum_loss_and_write_gradient(grad_logits, targets_N, vocabulary)
         ctx.save_for_backward(grad_logits)
         ctx.dtype = logits_NV.dtype
         return loss_sum.to(wide)
@@ -287,7 +289,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         return grad_logits.mul_(grad_loss).to(ctx.dtype), None, None
 
 
-def _loss_and_gradient(
+def _sum_loss_and_write_gradient(
     logits_NV: torch.Tensor, targets_N: torch.Tensor, vocabulary: VocabularyShard | None
 ) -> torch.Tensor:
     """The loss summed over the targets, fp64; `logits_NV` becomes its gradient.

@@ -29,7 +29,7 @@ ACTIVATIONS = ("silu", "gelu", "relu", "sigmoid", "tanh", "mish", "elu", "leaky_
 
 
 @dataclass(frozen=True)
-class Product:
+class WeightProduct:
     """A product with a weight: of `rows` rows; `holder` is the module that holds the weight."""
 
     holder: str
@@ -58,14 +58,14 @@ class AttentionCall:
 
 
 @dataclass
-class PartRecord:
-    """What one part of the model does in one microbatch. Storages are numbered."""
+class TracedPartRecord:
+    """Operations and saved storages (by number) of one part of the model in one microbatch."""
 
     saved: list[int] = field(default_factory=list)
     entering: set[int] = field(default_factory=set)
     results: set[int] = field(default_factory=set)
     """Storages that products and attention made."""
-    products: list[Product] = field(default_factory=list)
+    products: list[WeightProduct] = field(default_factory=list)
     attention: list[AttentionCall] = field(default_factory=list)
     other_flops: int = 0
     """FLOPs of products of tokens with tokens: attention that is written out."""
@@ -95,7 +95,7 @@ class OperatorRecorder(TorchDispatchMode):
         super().__init__()
         self.part: str | int = BEFORE
         self.is_backward = False
-        self.parts: dict[str | int, PartRecord] = defaultdict(PartRecord)
+        self.parts: dict[str | int, TracedPartRecord] = defaultdict(TracedPartRecord)
         self.storages: dict[int, StorageFacts] = {}
         self._weights = dict(weights)
         # Of storages that are alive: their number, by identity. Numbers are never used twice.
@@ -105,23 +105,23 @@ class OperatorRecorder(TorchDispatchMode):
 
     # Storages
 
-    def number_of(self, tensor: torch.Tensor) -> int | None:
+    def get_storage_number(self, tensor: torch.Tensor) -> int | None:
         """The number of the storage of `tensor`; None for one that no operator here has made."""
         return self._numbers.get(tensor.untyped_storage()._cdata)
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._weights
 
-    def sources_of(self, tensor: torch.Tensor) -> frozenset[str]:
-        number = self.number_of(tensor)
+    def get_storage_sources(self, tensor: torch.Tensor) -> frozenset[str]:
+        number = self.get_storage_number(tensor)
         if number is None:
             return frozenset()
         return self.storages[number].sources
 
-    def mark_entering(self, tensors: Iterable[torch.Tensor]) -> None:
+    def record_block_inputs(self, tensors: Iterable[torch.Tensor]) -> None:
         """Say that the block `part` begins with `tensors`."""
         for tensor in tensors:
-            number = self.number_of(tensor)
+            number = self.get_storage_number(tensor)
             # What has no gradient is a table that all blocks share: a mask, cosines and sines.
             if number is None or not tensor.requires_grad:
                 continue
@@ -129,16 +129,16 @@ class OperatorRecorder(TorchDispatchMode):
             facts = self.storages[number]
             self.storages[number] = StorageFacts(facts.num_bytes, facts.part, frozenset([ENTERING]))
 
-    def note_saved(self, tensor: torch.Tensor) -> None:
+    def record_saved_tensor(self, tensor: torch.Tensor) -> None:
         """Say that autograd keeps `tensor` for the backward."""
-        number = self.number_of(tensor)
+        number = self.get_storage_number(tensor)
         if number is None or self.is_weight(tensor):
             return
         record = self.parts[self.part]
         if number not in record.saved:
             record.saved.append(number)
 
-    def _add_storage(self, tensor: torch.Tensor, sources: frozenset[str]) -> None:
+    def _record_storage(self, tensor: torch.Tensor, sources: frozenset[str]) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._weights:
@@ -157,14 +157,14 @@ class OperatorRecorder(TorchDispatchMode):
         self._numbers[key] = number
         self.storages[number] = StorageFacts(num_bytes, self.part, sources)
         self._alive_bytes += num_bytes
-        weakref.finalize(storage, self._remove_storage, key, num_bytes)
+        weakref.finalize(storage, self._forget_freed_storage, key, num_bytes)
         record = self.parts[self.part]
         if self.is_backward:
             record.backward_bytes = max(record.backward_bytes, self._alive_bytes)
         else:
             record.forward_bytes = max(record.forward_bytes, self._alive_bytes)
 
-    def _remove_storage(self, key: int, num_bytes: int) -> None:
+    def _forget_freed_storage(self, key: int, num_bytes: int) -> None:
         self._numbers.pop(key, None)
         self._alive_bytes -= num_bytes
 
@@ -173,15 +173,17 @@ class OperatorRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
         name = func._schema.name.partition("::")[2]
-        inputs = list(list_tensors((args, kwargs or {})))
-        results = list(list_tensors(outputs))
+        inputs = list(iterate_tensors_of_tree((args, kwargs or {})))
+        results = list(iterate_tensors_of_tree(outputs))
         if self._is_cast_of_weight(name, inputs, results):
             return outputs
-        sources, holder = self._find_sources(name, inputs)
+        sources, holder = self._find_result_sources(name, inputs)
         for result in results:
-            self._add_storage(result, sources)
+            self._record_storage(result, sources)
         if not self.is_backward:
-            self._note_work(name, func, args, kwargs or {}, holder, inputs, results, outputs)
+            self._record_operator_work(
+                name, func, args, kwargs or {}, holder, inputs, results, outputs
+            )
         return outputs
 
     def _is_cast_of_weight(
@@ -197,20 +199,20 @@ class OperatorRecorder(TorchDispatchMode):
             weakref.finalize(storage, self._weights.pop, storage._cdata, None)
         return True
 
-    def _find_sources(
+    def _find_result_sources(
         self, name: str, inputs: list[torch.Tensor]
     ) -> tuple[frozenset[str], str | None]:
-        """What the results come from; and whose weight it is, of a product with one."""
+        """Origins of an operator's results, and the module whose weight it multiplies by."""
         for tensor in inputs:
             if name in (*PRODUCTS, "embedding") and tensor.ndim > 1 and self.is_weight(tensor):
                 holder = self._weights[tensor.untyped_storage()._cdata]
                 return frozenset([holder]), holder
         sources: frozenset[str] = frozenset()
         for tensor in inputs:
-            sources |= self.sources_of(tensor)
+            sources |= self.get_storage_sources(tensor)
         return sources, None
 
-    def _note_work(
+    def _record_operator_work(
         self,
         name: str,
         func: Any,
@@ -223,15 +225,15 @@ class OperatorRecorder(TorchDispatchMode):
     ) -> None:
         record = self.parts[self.part]
         if name.startswith(ATTENTION):
-            record.attention.append(_describe_attention(args, kwargs, results))
-            record.results |= self._number_all(results)
+            record.attention.append(_build_attention_call(args, kwargs, results))
+            record.results |= self._get_storage_numbers(results)
         elif name in PRODUCTS:
-            record.results |= self._number_all(results)
-            flops = count_flops(func, args, kwargs, outputs)
+            record.results |= self._get_storage_numbers(results)
+            flops = count_operator_flops(func, args, kwargs, outputs)
             if holder is None:
                 record.other_flops += flops
                 return
-            self._note_product(record, holder, flops, inputs, results)
+            self._record_weight_product(record, holder, flops, inputs, results)
         elif name in ACTIVATIONS:
             record.activation_elements += results[0].numel()
         elif name == "add":
@@ -239,9 +241,9 @@ class OperatorRecorder(TorchDispatchMode):
             if is_sum and results[0].is_floating_point() and results[0].ndim > 1:
                 record.added_elements += results[0].numel()
 
-    def _note_product(
+    def _record_weight_product(
         self,
-        record: PartRecord,
+        record: TracedPartRecord,
         holder: str,
         flops: int,
         inputs: list[torch.Tensor],
@@ -253,10 +255,10 @@ class OperatorRecorder(TorchDispatchMode):
         rows = result.numel() // max(1, outputs)
         number, sources = 0, frozenset[str]()
         if tokens:
-            number = self.number_of(tokens[-1]) or 0
-            sources = self.sources_of(tokens[-1])
+            number = self.get_storage_number(tokens[-1]) or 0
+            sources = self.get_storage_sources(tokens[-1])
         record.products.append(
-            Product(
+            WeightProduct(
                 holder,
                 round(flops / max(1, 2 * rows * outputs)),
                 outputs,
@@ -268,12 +270,12 @@ class OperatorRecorder(TorchDispatchMode):
             )
         )
 
-    def _number_all(self, tensors: Iterable[torch.Tensor]) -> set[int]:
-        numbers = {self.number_of(tensor) for tensor in tensors}
+    def _get_storage_numbers(self, tensors: Iterable[torch.Tensor]) -> set[int]:
+        numbers = {self.get_storage_number(tensor) for tensor in tensors}
         return {number for number in numbers if number is not None}
 
 
-def count_flops(func: Any, args: Any, kwargs: Any, outputs: Any) -> int:
+def count_operator_flops(func: Any, args: Any, kwargs: Any, outputs: Any) -> int:
     """FLOPs of one operator as torch counts them; 0 for one without a formula."""
     formula = flop_registry.get(func._overloadpacket)
     if formula is None:
@@ -281,13 +283,13 @@ def count_flops(func: Any, args: Any, kwargs: Any, outputs: Any) -> int:
     return int(formula(*args, **kwargs, out_val=outputs))
 
 
-def list_tensors(tree: Any) -> Iterator[torch.Tensor]:
+def iterate_tensors_of_tree(tree: Any) -> Iterator[torch.Tensor]:
     for leaf in tree_leaves(tree):
         if isinstance(leaf, torch.Tensor):
             yield leaf
 
 
-def _describe_attention(args: Any, kwargs: Any, results: list[torch.Tensor]) -> AttentionCall:
+def _build_attention_call(args: Any, kwargs: Any, results: list[torch.Tensor]) -> AttentionCall:
     queries, keys, values = args[:3]
     mask = kwargs.get("attn_mask")
     # A mask has no numbers here: one of all pairs is taken for causal where it may be.

@@ -25,18 +25,18 @@ from phalanx.mesh.blocks import find_repeated_blocks, list_last_stage_module_nam
 from phalanx.mesh.linear import collect_shard_rules_of_module, iterate_parameter_holders
 from phalanx.mesh.logical import full_name
 from phalanx.mesh.seams import has_attention_seam
-from phalanx.nn.hugging_face.adapter import SHAPE_FACTS_ATTRIBUTE, find_factory
-from phalanx.nn.module_trace import trace_request
+from phalanx.nn.hugging_face.adapter import SHAPE_FACTS_ATTRIBUTE, resolve_model_factory
+from phalanx.nn.module_trace import trace_module_for_planner
 
 _OUR_FOLDER = str(Path(phalanx.__file__).parent) + os.sep
 
 
-def describe_module(
+def describe_module_for_planner(
     kind: str, args: dict[str, object], trace: Mapping[str, Any] | None = None
 ) -> dict[str, object]:
     """Parameter names, shapes and blocks of `kind(**args)`, without allocating its weights where
     the factory can; and the traces that `trace` asks for."""
-    factory = find_factory(kind)
+    factory = resolve_model_factory(kind)
     try:
         with torch.device("meta"):
             module = factory(**args)
@@ -50,19 +50,19 @@ def describe_module(
     description = {
         **_describe_parameters(module),
         "num_batchnorms": sum(isinstance(part, _BatchNorm) for part in module.modules()),
-        "num_dropouts": sum(map(_drops_activations, module.modules())),
-        "takes_document_ids": _takes_document_ids(module),
+        "num_dropouts": sum(map(_is_dropout_layer, module.modules())),
+        "takes_document_ids": _find_how_document_ids_are_taken(module),
         "names": [full_name(name) for name, _ in module.named_modules()],
         "holders": [vars(holder) for holder in iterate_parameter_holders(module)],
         "shard_rules": collect_shard_rules_of_module(module),
-        "blocks": _block_names(module),
+        "blocks": _list_block_names(module),
         "last_stage": list(list_last_stage_module_names(module)),
         "has_attention_seam": has_attention_seam(module),
         "facts": getattr(module, SHAPE_FACTS_ATTRIBUTE, {}),
     }
     # Last, for a trace takes the module's weights from it.
     if trace is not None:
-        description |= trace_request(module, kind, trace)
+        description |= trace_module_for_planner(module, kind, trace)
     return description
 
 
@@ -86,12 +86,12 @@ def _describe_parameters(module: torch.nn.Module) -> dict[str, object]:
     }
 
 
-def _block_names(module: torch.nn.Module) -> list[str]:
+def _list_block_names(module: torch.nn.Module) -> list[str]:
     blocks = set(map(id, find_repeated_blocks(module)))
     return [full_name(name) for name, part in module.named_modules() if id(part) in blocks]
 
 
-def _takes_document_ids(module: torch.nn.Module) -> str:
+def _find_how_document_ids_are_taken(module: torch.nn.Module) -> str:
     parameters = inspect.signature(module.forward).parameters
     if "document_ids" in parameters:
         return "by name"
@@ -100,7 +100,7 @@ def _takes_document_ids(module: torch.nn.Module) -> str:
     return "no"
 
 
-def _drops_activations(part: torch.nn.Module) -> bool:
+def _is_dropout_layer(part: torch.nn.Module) -> bool:
     """Dropout layers, and torch's attention and recurrent layers, which hold a probability
     themselves."""
     probability = getattr(part, "dropout", 0.0)
@@ -110,12 +110,12 @@ def _drops_activations(part: torch.nn.Module) -> bool:
     return isinstance(probability, float) and probability > 0
 
 
-def locate_user_error(error: BaseException) -> str:
+def format_user_error_location(error: BaseException) -> str:
     """ "model.py:12: " for the innermost line of the user's own code, or nothing."""
-    return locate_user_frame(traceback.extract_tb(error.__traceback__))
+    return format_innermost_user_frame(traceback.extract_tb(error.__traceback__))
 
 
-def locate_user_frame(frames: Sequence[traceback.FrameSummary]) -> str:
+def format_innermost_user_frame(frames: Sequence[traceback.FrameSummary]) -> str:
     """The innermost frame of the user's own code as "model.py:12: "; "" if there is none."""
     for frame in reversed(frames):
         if "site-packages" in frame.filename or frame.filename.startswith(("<", _OUR_FOLDER)):
@@ -126,11 +126,11 @@ def locate_user_frame(frames: Sequence[traceback.FrameSummary]) -> str:
 
 def summarize_error(error: BaseException) -> str:
     """The error as the planner shows it: its line in the user's code, its type, its message."""
-    return " ".join(f"{locate_user_error(error)}{type(error).__name__}: {error}".split())
+    return " ".join(f"{format_user_error_location(error)}{type(error).__name__}: {error}".split())
 
 
 @contextmanager
-def refuse_silent_exits() -> Iterator[None]:
+def report_os_exit_of_user_code() -> Iterator[None]:
     """Have os._exit of this process, called by user code, say where before it ends with code 1.
 
     Not in its children, which end so after a fork.
@@ -139,7 +139,7 @@ def refuse_silent_exits() -> Iterator[None]:
 
     def say_and_leave(status: int) -> NoReturn:
         if os.getpid() == pid:
-            location = locate_user_frame(traceback.extract_stack()[:-1])
+            location = format_innermost_user_frame(traceback.extract_stack()[:-1])
             print(
                 f"{location}os._exit({status}) was called before the model was built",
                 file=sys.stderr,
@@ -156,9 +156,9 @@ def refuse_silent_exits() -> Iterator[None]:
         os._exit = leave
 
 
-def _answer(request: Mapping[str, Any]) -> str:
+def _answer_probe_request(request: Mapping[str, Any]) -> str:
     return json.dumps(
-        describe_module(request["kind"], request.get("args", {}), request.get("trace"))
+        describe_module_for_planner(request["kind"], request.get("args", {}), request.get("trace"))
     )
 
 
@@ -169,8 +169,8 @@ if __name__ == "__main__":
         sys.path.append(os.getcwd())
     request = json.loads(sys.argv[1])
     try:
-        with refuse_silent_exits():
-            print(_answer(request), flush=True)
+        with report_os_exit_of_user_code():
+            print(_answer_probe_request(request), flush=True)
     except PhalanxError as error:
         sys.exit(str(error))
     except (Exception, SystemExit) as error:  # the user's own code

@@ -42,14 +42,14 @@ class SequenceCounts(Protocol):
         """The length of the whole sequences of which this rank has `num_tokens` each."""
 
 
-class ChooseExperts(Protocol):
+class ExpertChooser(Protocol):
     """The seam at which experts are chosen."""
 
     def __call__(self, scores_BTE: torch.Tensor, per_token: int) -> torch.Tensor:
         """Scores with the bias, without a gradient -> [B, T, K], numbers of experts."""
 
 
-def choose_best_experts(scores_BTE: torch.Tensor, per_token: int) -> torch.Tensor:
+def choose_top_experts(scores_BTE: torch.Tensor, per_token: int) -> torch.Tensor:
     return scores_BTE.topk(per_token, dim=-1).indices
 
 
@@ -82,7 +82,7 @@ class ExpertBalance:
     Set before gradients reach the blocks: by the objective, or by who knows it beforehand.
     """
 
-    def require_scale(self) -> torch.Tensor | float:
+    def get_gradient_scale(self) -> torch.Tensor | float:
         if self.scale is None:
             raise RuntimeError(
                 "the balance loss has no weight: wrap the objective's loss_sum in"
@@ -152,7 +152,7 @@ class Router(nn.Module):
         self.register_buffer("bias", torch.zeros(shape.num_experts) if shape.balance_bias else None)
         self.balance, self.load = balance, RouterLoad()
         self.sequences: SequenceCounts = WholeSequenceCounts()
-        self.choose: ChooseExperts = choose_best_experts
+        self.choose: ExpertChooser = choose_top_experts
         # Ranks that route the same tokens alike, and whose gradients are added up.
         self.num_alike = 1
 
@@ -174,9 +174,9 @@ class Router(nn.Module):
             chosen_BTE = torch.zeros_like(scores_BTE, dtype=torch.int64).scatter_(
                 -1, experts_BTK, 1
             )
-            kept_BTK = self._mark_within_capacity(chosen_BTE, experts_BTK)
+            kept_BTK = self._mark_choices_within_capacity(chosen_BTE, experts_BTK)
             if torch.is_grad_enabled() and scores_BTE.requires_grad:
-                scores_BTE = self._add_balance_loss(scores_BTE, chosen_BTE, kept_BTK)
+                scores_BTE = self._add_balance_loss_gradient(scores_BTE, chosen_BTE, kept_BTK)
             weights_BTK = scores_BTE.gather(-1, experts_BTK)
             if self.normalize:
                 weights_BTK = weights_BTK / weights_BTK.sum(-1, keepdim=True)
@@ -188,14 +188,14 @@ class Router(nn.Module):
         if self.bias is not None:
             self.bias += self.bias_rate * torch.sign(counts_E.mean() - counts_E).to(self.bias.dtype)
 
-    def _mark_within_capacity(
+    def _mark_choices_within_capacity(
         self, chosen_BTE: torch.Tensor, experts_BTK: torch.Tensor
     ) -> torch.Tensor | None:
         """True for the first tokens of each sequence that chose an expert, up to its capacity; None
         without a capacity."""
         if not self.capacity_factor:
             return None
-        room = capacity(
+        room = compute_expert_capacity(
             self.sequences.length(chosen_BTE.shape[1]),
             self.per_token,
             self.num_experts,
@@ -203,7 +203,7 @@ class Router(nn.Module):
         )
         return (self.sequences.earlier(chosen_BTE) < room).gather(-1, experts_BTK)
 
-    def _add_balance_loss(
+    def _add_balance_loss_gradient(
         self, scores_BTE: torch.Tensor, chosen_BTE: torch.Tensor, kept_BTK: torch.Tensor | None
     ) -> torch.Tensor:
         dropped = chosen_BTE.new_zeros(())
@@ -228,7 +228,9 @@ class Router(nn.Module):
         return balanced
 
 
-def capacity(num_tokens: int, per_token: int, num_experts: int, factor: float) -> int:
+def compute_expert_capacity(
+    num_tokens: int, per_token: int, num_experts: int, factor: float
+) -> int:
     """Tokens of one sequence that an expert takes: `factor` times its even share, at least 1."""
     # Rounded first: a product that is whole but for its last bits is not one more.
     return max(1, math.ceil(round(factor * num_tokens * per_token / num_experts, 6)))
@@ -275,7 +277,7 @@ class _AddBalanceGradient(torch.autograd.Function):
         ctx.router.load.add(counts_E, dropped)
         if weights_BE is None:
             return grad_BTE, None, None, None, None, None
-        scale = ctx.router.balance.require_scale()
+        scale = ctx.router.balance.get_gradient_scale()
         return (
             grad_BTE,
             (weights_BE[:, None] * scale).to(grad_BTE.dtype).expand(ctx.shape),

@@ -16,7 +16,7 @@ from phalanx.core.registry import resolve_kind
 from phalanx.job.learning_rate import RANDOM_WEIGHTS_LR
 from phalanx.job.schema import Optim
 from phalanx.mesh.logical import LogicalShard, full_name, get_local_tensor, make_logical_shard
-from phalanx.optim.groups import build_decay_groups
+from phalanx.optim.groups import build_weight_decay_groups
 
 OPTIMIZERS_PACKAGE = "phalanx.optim.optimizers"
 
@@ -42,7 +42,7 @@ def build_optimizer(model: Trainable, optim: Optim) -> torch.optim.Optimizer:
     module = getattr(model, "module", model)
     assert isinstance(module, nn.Module)
     is_staged = getattr(model, "is_staged", False)
-    groups = replace(build_decay_groups(module, named), keeps_empty=is_staged)
+    groups = replace(build_weight_decay_groups(module, named), keeps_empty=is_staged)
     if not (groups.decayed or groups.undecayed) and not is_staged:
         raise LayoutError(
             f"{type(module).__name__} has no parameter to train",
@@ -61,7 +61,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def optimizer_shards(
+def list_optimizer_shards(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     model_shards: Mapping[str, LogicalShard],

@@ -21,7 +21,7 @@ NORM_TYPES = (
 
 
 @dataclass(frozen=True)
-class DecayGroups:
+class WeightDecayGroups:
     """The trainable parameters, with and without weight decay.
 
     `undecayed` are embeddings, norms, biases and other vectors.
@@ -53,9 +53,9 @@ class DecayGroups:
         return groups
 
 
-def build_decay_groups(
+def build_weight_decay_groups(
     module: nn.Module, named_parameters: Iterable[tuple[str, nn.Parameter]]
-) -> DecayGroups:
+) -> WeightDecayGroups:
     """The Groups of `named_parameters`, in their order: the parameters of `module`, or shards that
     stand for them under the same names.
 
@@ -64,7 +64,7 @@ def build_decay_groups(
     undecayed_ids: set[int] = set()
     for part in module.modules():
         for name, parameter in part.named_parameters(recurse=False):
-            if _is_undecayed(part, name, parameter):
+            if _is_exempt_from_decay(part, name, parameter):
                 undecayed_ids.add(id(parameter))
     # By name from here on: what is trained may be shards that stand for the module's parameters.
     undecayed_names: set[str] = set()
@@ -81,10 +81,10 @@ def build_decay_groups(
             undecayed.append(parameter)
         else:
             decayed.append(parameter)
-    return DecayGroups(tuple(decayed), tuple(undecayed))
+    return WeightDecayGroups(tuple(decayed), tuple(undecayed))
 
 
-def _is_undecayed(holder: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+def _is_exempt_from_decay(holder: nn.Module, name: str, parameter: nn.Parameter) -> bool:
     """True for vectors, norms, lookups, and bare parameters that are embeddings by their name
     (`pos_embed` of a vision transformer)."""
     is_exempt_layer = isinstance(holder, (*EMBEDDING_TYPES, *NORM_TYPES))

@@ -29,7 +29,7 @@ GetStateDict = Callable[[], dict[Any, Any]]
 # The learning rate is a function of the step, so there is nothing to store.
 _JOB_OWNED_KEYS = ("params", "lr")
 # JSON has lists only: a tuple is stored under this key.
-_TUPLE_KEY = "tuple"
+_JSON_TUPLE_KEY = "tuple"
 # Equal to nothing: a value that cannot be compared counts as changed.
 _UNCOMPARABLE = object()
 
@@ -55,17 +55,17 @@ class OptimizerValue:
     value: Any
 
 
-def list_group_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def copy_group_values(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The values of the optimizer's groups now, besides tensors, by path: copies that later changes
     do not reach."""
     values = {}
-    for entry in _list_group_entries(optimizer):
+    for entry in _iterate_group_entries(optimizer):
         if not _is_tensor(entry.value):
-            values[entry.path] = _copy_if_possible(entry.value)
+            values[entry.path] = _deepcopy_if_possible(entry.value)
     return values
 
 
-def collect_numbers(
+def collect_trained_numbers(
     optimizer: torch.optim.Optimizer, named_parameters: NamedParameters, built: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Values that training made or changed and that are no tensors, as JSON by path.
@@ -74,22 +74,22 @@ def collect_numbers(
     is neither tensor, nor finite number, nor a list of such numbers.
     """
     numbers = {}
-    for entry in _list_values(optimizer, named_parameters):
+    for entry in _list_optimizer_values(optimizer, named_parameters):
         is_of_group = entry.path.startswith("group/")
         if _is_tensor(entry.value) or (entry.value is None and not is_of_group):
             continue
         if is_of_group and entry.path in built and _is_equal_value(built[entry.path], entry.value):
             continue
         try:
-            numbers[entry.path] = _to_json(entry.value)
+            numbers[entry.path] = _encode_value_as_json(entry.value)
         except ValueError:
-            raise _unsaveable_value_error(
+            raise _build_unsaveable_value_error(
                 optimizer, f"{entry.path} = {reprlib.repr(entry.value)}"
             ) from None
     return numbers
 
 
-def collect_tensors(
+def collect_parameterless_tensors(
     optimizer: torch.optim.Optimizer,
     named_parameters: NamedParameters,
     *,
@@ -101,7 +101,7 @@ def collect_tensors(
     They are the same on every rank, as such numbers are.
     """
     shards = {}
-    for entry in _list_values(optimizer, named_parameters):
+    for entry in _list_optimizer_values(optimizer, named_parameters):
         if _is_tensor(entry.value) and not entry.path.startswith("state/"):
             name = f"optim/{entry.path}"
             shards[name] = make_logical_shard(
@@ -110,15 +110,15 @@ def collect_tensors(
     return shards
 
 
-def plan_restores(
+def build_restore_functions(
     optimizer: torch.optim.Optimizer,
     named_parameters: NamedParameters,
     numbers: Mapping[str, Any],
     *,
     elsewhere: Container[str] = (),
 ) -> list[RestoreState]:
-    """Return functions that each set one of the `numbers`, which `collect_numbers` took from
-    another optimizer, in this one.
+    """Return functions that each set one of the `numbers`, which `collect_trained_numbers` took
+    from another optimizer, in this one.
 
     Values of parameters that only other ranks have (`elsewhere`) are left out. Raises
     CheckpointError if this optimizer has no place for a value.
@@ -133,8 +133,8 @@ def plan_restores(
             continue
         try:
             # Nothing is set yet: a checkpoint that does not fit must leave the optimizer as it is.
-            holder, key = _locate_dictionary(optimizer, parameters, path)
-            restores.append(partial(_set_value, holder, key, _parse_json(value)))
+            holder, key = _build_dictionary_getter(optimizer, parameters, path)
+            restores.append(partial(_set_value, holder, key, _decode_value_from_json(value)))
         except (KeyError, IndexError, ValueError, TypeError):
             raise CheckpointError(
                 f"it was written by an optimizer with {path}, and {type(optimizer).__name__} has no"
@@ -144,7 +144,7 @@ def plan_restores(
     return restores
 
 
-def make_slots(
+def make_missing_slots(
     optimizer: torch.optim.Optimizer,
     named_parameters: NamedParameters,
     stored: Mapping[str, StoredTensorSpec],
@@ -167,61 +167,61 @@ def make_slots(
         if owner is not None:
             path = f"state/{path}"
         try:
-            get_holder, key = _locate_dictionary(optimizer, parameters, path)
+            get_holder, key = _build_dictionary_getter(optimizer, parameters, path)
         except (KeyError, IndexError, ValueError):
             # A tensor of another optimizer: loading reports it as a mismatch.
             continue
         holder = get_holder()
         if not _is_tensor(holder.get(key)):
-            undos.append(_make_undo(optimizer, holder, key))
+            undos.append(_build_undo_function(optimizer, holder, key))
             full_shape = (full_shapes or {}).get(owner_name)
-            holder[key] = _make_slot(optimizer, owner, full_shape, facts)
+            holder[key] = _make_zero_slot(optimizer, owner, full_shape, facts)
     return undos
 
 
-def _list_values(
+def _list_optimizer_values(
     optimizer: torch.optim.Optimizer, named_parameters: NamedParameters
 ) -> Iterator[OptimizerValue]:
     """All values of the optimizer. Raises CheckpointError for one that no checkpoint could name."""
-    yield from _list_group_entries(optimizer)
+    yield from _iterate_group_entries(optimizer)
     names = {id(parameter): full_name(name) for name, parameter in named_parameters}
     for owner, value in optimizer.state.items():
         if isinstance(owner, torch.Tensor):
             if id(owner) not in names:
-                raise _unsaveable_value_error(
+                raise _build_unsaveable_value_error(
                     optimizer,
                     f"state of a {list(owner.shape)} tensor that is no parameter of the model",
                 )
-            yield from _list_slots(optimizer, f"state/{names[id(owner)]}", value)
+            yield from _iterate_slots(optimizer, f"state/{names[id(owner)]}", value)
         elif not isinstance(owner, str) or "/" in owner:
-            raise _unsaveable_value_error(
+            raise _build_unsaveable_value_error(
                 optimizer, f"state[{reprlib.repr(owner)}], whose key is no plain name"
             )
         elif isinstance(value, dict):
-            yield from _list_slots(optimizer, f"own/{owner}", value)
+            yield from _iterate_slots(optimizer, f"own/{owner}", value)
         else:
             yield OptimizerValue(f"own/{owner}", optimizer.state, owner, value)
 
 
-def _list_group_entries(optimizer: torch.optim.Optimizer) -> Iterator[OptimizerValue]:
+def _iterate_group_entries(optimizer: torch.optim.Optimizer) -> Iterator[OptimizerValue]:
     for index, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             if key not in _JOB_OWNED_KEYS:
                 yield OptimizerValue(f"group/{index}/{key}", group, key, value)
 
 
-def _list_slots(
+def _iterate_slots(
     optimizer: torch.optim.Optimizer, path: str, slots: dict[Any, Any]
 ) -> Iterator[OptimizerValue]:
     for slot, value in slots.items():
         if not isinstance(slot, str) or "/" in slot:
-            raise _unsaveable_value_error(
+            raise _build_unsaveable_value_error(
                 optimizer, f"{path}[{reprlib.repr(slot)}], whose key is no plain name"
             )
         yield OptimizerValue(f"{path}/{slot}", slots, slot, value)
 
 
-def _locate_dictionary(
+def _build_dictionary_getter(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], path: str
 ) -> tuple[GetStateDict, str]:
     """A function that returns (and makes) the dictionary that `path` means, and the key in it.
@@ -247,7 +247,9 @@ def _set_value(holder: GetStateDict, key: str, value: Any) -> None:
     holder()[key] = value
 
 
-def _make_undo(optimizer: torch.optim.Optimizer, holder: dict[Any, Any], key: str) -> UndoRestore:
+def _build_undo_function(
+    optimizer: torch.optim.Optimizer, holder: dict[Any, Any], key: str
+) -> UndoRestore:
     had_key, before = key in holder, holder.get(key)
 
     def undo() -> None:
@@ -265,7 +267,7 @@ def _make_undo(optimizer: torch.optim.Optimizer, holder: dict[Any, Any], key: st
     return undo
 
 
-def _make_slot(
+def _make_zero_slot(
     optimizer: torch.optim.Optimizer,
     owner: nn.Parameter | None,
     full_shape: tuple[int, ...] | None,
@@ -290,33 +292,34 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _to_json(value: Any) -> Any:
-    """`value` as JSON, from which `_parse_json` makes an equal one; raises ValueError."""
+def _encode_value_as_json(value: Any) -> Any:
+    """`value` as JSON, from which `_decode_value_from_json` makes an equal one. Raises
+    ValueError."""
     if value is None:
         return None
-    return _item_to_json(value)
+    return _encode_item_as_json(value)
 
 
-def _item_to_json(value: Any) -> Any:
+def _encode_item_as_json(value: Any) -> Any:
     # JSON has no NaN and no infinities.
     if isinstance(value, int | float) and math.isfinite(value):
         return value
     if isinstance(value, list):
-        return list(map(_item_to_json, value))
+        return list(map(_encode_item_as_json, value))
     if isinstance(value, tuple):
-        return {_TUPLE_KEY: list(map(_item_to_json, value))}
+        return {_JSON_TUPLE_KEY: list(map(_encode_item_as_json, value))}
     raise ValueError
 
 
-def _parse_json(value: Any) -> Any:
+def _decode_value_from_json(value: Any) -> Any:
     if isinstance(value, dict):
-        return tuple(map(_parse_json, value[_TUPLE_KEY]))
+        return tuple(map(_decode_value_from_json, value[_JSON_TUPLE_KEY]))
     if isinstance(value, list):
-        return list(map(_parse_json, value))
+        return list(map(_decode_value_from_json, value))
     return value
 
 
-def _unsaveable_value_error(optimizer: torch.optim.Optimizer, value: str) -> CheckpointError:
+def _build_unsaveable_value_error(optimizer: torch.optim.Optimizer, value: str) -> CheckpointError:
     return CheckpointError(
         f"{type(optimizer).__name__} keeps {value}",
         why="a checkpoint holds tensors, finite numbers, and lists of such numbers",
@@ -324,7 +327,7 @@ def _unsaveable_value_error(optimizer: torch.optim.Optimizer, value: str) -> Che
     )
 
 
-def _copy_if_possible(value: Any) -> Any:
+def _deepcopy_if_possible(value: Any) -> Any:
     """A deep copy of `value`; _UNCOMPARABLE if it holds tensors or cannot be copied."""
     if _holds_tensor(value):
         return _UNCOMPARABLE

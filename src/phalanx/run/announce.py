@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from phalanx.data.corpus import Corpus, CorpusComponent
 from phalanx.plan.explain import describe_plan
-from phalanx.run.data_counts import describe_held_out
+from phalanx.run.data_counts import describe_num_held_out
 from phalanx.run.prepare import PreparedRun
 from phalanx.run.resume import ResumedRun
 
@@ -21,7 +21,7 @@ def format_run_announcement(
     lines = [f"run     {run.run_dir}"]
     if ranks:
         lines.append(f"ranks   {ranks}")
-    for line in (*_describe_data(run.corpus), *run.unverified):
+    for line in (*_describe_training_sources(run.corpus), *run.unverified):
         lines.append(f"data    {line}")
     lines += run.init_lines
     lines += describe_plan(run.plan, of_samples=run.corpus.user is not None)
@@ -31,21 +31,21 @@ def format_run_announcement(
     return lines
 
 
-def _describe_data(corpus: Corpus) -> list[str]:
+def _describe_training_sources(corpus: Corpus) -> list[str]:
     """A line for each source of training data."""
     if corpus.user is not None:
-        held_out = describe_held_out(corpus.user.num_held_out)
+        held_out = describe_num_held_out(corpus.user.num_held_out)
         return [f"{corpus.user.source}: {corpus.user.num_train:,} training samples, {held_out}"]
     if len(corpus.components) == 1:
-        return [_describe_component(corpus.components[0], None)]
+        return [_describe_mixture_source(corpus.components[0], None)]
     total_weight = sum(corpus.weights)
     lines = []
     for component in corpus.components:
-        lines.append(_describe_component(component, component.weight / total_weight))
+        lines.append(_describe_mixture_source(component, component.weight / total_weight))
     return lines
 
 
-def _describe_component(component: CorpusComponent, share: float | None) -> str:
+def _describe_mixture_source(component: CorpusComponent, share: float | None) -> str:
     """A line about one source; `share` is its fraction of the samples of a mixture."""
     train, held_out = component.splits["train"], component.splits["held_out"]
     text = component.source
@@ -59,8 +59,8 @@ def _describe_component(component: CorpusComponent, share: float | None) -> str:
         text += f"in {held_out.num_documents:,}"
     else:
         text += "in 0"
-    if component.explain_split:
-        text += f" ({component.explain_split})"
+    if component.explain_held_out_choice:
+        text += f" ({component.explain_held_out_choice})"
     if component.num_skipped_files:
         text += f", {component.num_skipped_files} binary files skipped"
     return text

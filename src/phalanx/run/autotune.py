@@ -15,10 +15,10 @@ from typing import Any
 from phalanx.core.errors import ExitCode, JobError, LayoutError, PhalanxError
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
-from phalanx.run.plan_from import RecordedSteps, measure_run
+from phalanx.run.plan_from import RecordedSteps, read_recorded_steps
 from phalanx.run.plan_job import plan_job
-from phalanx.run.plan_time import predict_time
-from phalanx.run.scratch import scratch_directory
+from phalanx.run.plan_time import predict_step_time_of_plan
+from phalanx.run.scratch import open_scratch_directory
 from phalanx.run.train_job import train_job
 
 STEPS = 8
@@ -104,46 +104,48 @@ def autotune_job(
     no layout is legal. A run that fails is a row with its reason; after a stop the result has what
     came before.
     """
-    layouts = rank_layouts(job)
-    basis = predict_time(layouts[0].plan).basis
+    layouts = rank_layouts_by_predicted_time(job)
+    basis = predict_step_time_of_plan(layouts[0].plan).basis
     chosen, stop_code = layouts[:count], None
     tuned: list[TunedLayout] = []
-    with scratch_directory("autotune") as scratch:
+    with open_scratch_directory("autotune") as scratch:
         for index, layout in enumerate(chosen):
             on_layout(index, len(chosen), layout)
-            result, stop_code = _run_layout(job, layout, scratch.directory / str(index))
+            result, stop_code = _run_layout_for_some_steps(
+                job, layout, scratch.directory / str(index)
+            )
             if stop_code is not None:
                 break
             tuned.append(result)
-    tuned.sort(key=_measured_seconds)
+    tuned.sort(key=_get_measured_step_s)
     return AutotuneResult(tuple(tuned), len(layouts), basis, stop_code)
 
 
-def _measured_seconds(layout: TunedLayout) -> float:
+def _get_measured_step_s(layout: TunedLayout) -> float:
     if layout.measured is None:
         return math.inf
     return layout.measured.step_s
 
 
-def rank_layouts(job: Job) -> list[TunedLayout]:
+def rank_layouts_by_predicted_time(job: Job) -> list[TunedLayout]:
     """Legal layouts of the job that fit, the one predicted to be fastest first; without a profile
     from the simplest on. Each family is there once, with its best micro-batch, before any family's
     second one. Raises the first LayoutError where none is legal."""
     candidates: list[TunedLayout] = []
     first_refusal: PhalanxError | None = None
-    seen = set()
-    for name, keys in _list_variants(job):
+    identities = set()
+    for name, keys in _list_layout_keys_to_try(job):
         try:
-            plan = plan_job(_with_keys(job, keys), checks_initial=False).plan
+            plan = plan_job(_copy_job_with_keys(job, keys), checks_initial=False).plan
         except (LayoutError, JobError) as refusal:
             first_refusal = first_refusal or refusal
             continue
         # The micro-batch that the plan takes by itself is among those that are tried.
         identity = name, plan.micro_batch_size, plan.num_microbatches
-        if not plan.chosen.fits or identity in seen:
+        if not plan.chosen.fits or identity in identities:
             continue
-        seen.add(identity)
-        step = predict_time(plan).step
+        identities.add(identity)
+        step = predict_step_time_of_plan(plan).step
         predicted_s = None
         if step is not None:
             predicted_s = step.total_s
@@ -151,26 +153,26 @@ def rank_layouts(job: Job) -> list[TunedLayout]:
     if not candidates:
         raise first_refusal or LayoutError("no layout of this job fits")
     # A stable sort: what nobody predicted stays in its order.
-    candidates.sort(key=_predicted_seconds)
-    return _put_families_first(candidates)
+    candidates.sort(key=_get_predicted_step_s)
+    return _put_best_of_each_family_first(candidates)
 
 
-def _predicted_seconds(layout: TunedLayout) -> float:
+def _get_predicted_step_s(layout: TunedLayout) -> float:
     return layout.predicted_s or 0.0
 
 
-def _put_families_first(layouts: Sequence[TunedLayout]) -> list[TunedLayout]:
-    best, others, seen = [], [], set()
+def _put_best_of_each_family_first(layouts: Sequence[TunedLayout]) -> list[TunedLayout]:
+    best, later, families = [], [], set()
     for layout in layouts:
-        if layout.name in seen:
-            others.append(layout)
+        if layout.name in families:
+            later.append(layout)
         else:
             best.append(layout)
-        seen.add(layout.name)
-    return [*best, *others]
+        families.add(layout.name)
+    return [*best, *later]
 
 
-def _list_variants(job: Job) -> Iterator[tuple[str, dict[str, int]]]:
+def _list_layout_keys_to_try(job: Job) -> Iterator[tuple[str, dict[str, int]]]:
     """The keys of each layout that leaves alone what the job fixes."""
     ranks = plan_job(job, checks_initial=False).plan.world_size
     is_fixed = any(getattr(job.parallel, name) is not None for name in DEGREES)
@@ -180,7 +182,7 @@ def _list_variants(job: Job) -> Iterator[tuple[str, dict[str, int]]]:
         for name, build in FAMILIES.items():
             keys = dict(build(ranks))
             # Of two ranks, say, "tp 2 x ddp" is tp.
-            if 1 not in _degrees_of(keys) and math.prod(_degrees_of(keys)) == ranks:
+            if 1 not in _list_degrees(keys) and math.prod(_list_degrees(keys)) == ranks:
                 layouts[name] = keys
         layouts = layouts or {"one rank": {}}
     sizes: Sequence[int | None] = (None, *MICRO_BATCHES)
@@ -194,11 +196,11 @@ def _list_variants(job: Job) -> Iterator[tuple[str, dict[str, int]]]:
                 yield name, {**keys, "micro_batch_size": size}
 
 
-def _degrees_of(keys: Mapping[str, int]) -> list[int]:
+def _list_degrees(keys: Mapping[str, int]) -> list[int]:
     return [degree for key, degree in keys.items() if key != "zero_stage"]
 
 
-def _with_keys(job: Job, keys: Mapping[str, int], **sections: Mapping[str, Any]) -> Job:
+def _copy_job_with_keys(job: Job, keys: Mapping[str, int], **sections: Mapping[str, Any]) -> Job:
     """The job with `keys` of [parallel] and train.micro_batch_size, and more by section."""
     body = job.to_json()
     for key, value in keys.items():
@@ -209,9 +211,11 @@ def _with_keys(job: Job, keys: Mapping[str, int], **sections: Mapping[str, Any])
     return Job.model_validate_json(json.dumps(body))
 
 
-def _run_layout(job: Job, layout: TunedLayout, run_dir: Path) -> tuple[TunedLayout, int | None]:
+def _run_layout_for_some_steps(
+    job: Job, layout: TunedLayout, run_dir: Path
+) -> tuple[TunedLayout, int | None]:
     """The layout with what its steps took, and the exit code of a stop."""
-    short = _with_keys(
+    short = _copy_job_with_keys(
         job,
         layout.keys,
         run={"dir": str(run_dir)},
@@ -226,7 +230,7 @@ def _run_layout(job: Job, layout: TunedLayout, run_dir: Path) -> tuple[TunedLayo
             return layout, result.exit_code
         if result.exit_code != ExitCode.OK:
             return replace(layout, why_not=result.error.splitlines()[0]), None
-        return replace(layout, measured=measure_run(run_dir, result.plan)), None
+        return replace(layout, measured=read_recorded_steps(run_dir, result.plan)), None
     except PhalanxError as refusal:
         if refusal.exit_code == ExitCode.PREEMPTED:
             return layout, int(ExitCode.PREEMPTED)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from phalanx.data.corpus import Corpus
-from phalanx.data.ngram import fit_and_score
+from phalanx.data.ngram import score_unigram_and_trigram
 from phalanx.data.tokens import SPLITS
 from phalanx.observe.events import BaselineMeasured, Event, Note
 
@@ -13,7 +13,7 @@ from phalanx.observe.events import BaselineMeasured, Event, Note
 MAX_TRAIN_TOKENS = 32_000_000
 
 
-def score_ngram_baselines(corpus: Corpus, max_tokens: int) -> list[Event]:
+def compute_ngram_baseline_losses(corpus: Corpus, max_tokens: int) -> list[Event]:
     """Unigram and interpolated trigram, fitted on the training split and scored on the held-out
     tokens."""
     began = time.monotonic()
@@ -23,7 +23,7 @@ def score_ngram_baselines(corpus: Corpus, max_tokens: int) -> list[Event]:
     if len(train) > MAX_TRAIN_TOKENS:
         return [Note("no_baselines", {"why": f"more than {MAX_TRAIN_TOKENS:,} training tokens"})]
     assert corpus.vocab_size is not None
-    scores = fit_and_score(train, held_out, corpus.vocab_size, max_tokens=max_tokens)
+    scores = score_unigram_and_trigram(train, held_out, corpus.vocab_size, max_tokens=max_tokens)
     wall_s = time.monotonic() - began
     return [
         BaselineMeasured(score.name, score.loss_nats, score.num_targets, wall_s) for score in scores

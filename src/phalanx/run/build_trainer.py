@@ -11,7 +11,7 @@ from phalanx.plan.plan import Plan
 from phalanx.resilience.guards import SkippedStepsGuard
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.state import TrainState
-from phalanx.train.stop import StopFlags
+from phalanx.train.stop import StopSignalFlags
 from phalanx.train.trainer import Guard, Trainer
 from phalanx.train.training_data import TrainingData
 
@@ -24,7 +24,7 @@ def build_trainer(
     data: TrainingData,
     *,
     storage: RunStorage,
-    stop: StopFlags | None = None,
+    stop: StopSignalFlags | None = None,
     memory: MemoryMeter | None = None,
     guards: Sequence[Guard] = (),
 ) -> Trainer:

@@ -24,7 +24,7 @@ from phalanx.plan.search.result import RankedLayout
 from phalanx.plan.search.search import build_search_task, search_layouts
 
 LAYOUT_KEYS = ("tp", "pp", "cp", "ep", "dp_replicate", "dp_shard", "zero_stage")
-MOST_ADVICE = 3  # changes that an error names
+MAX_ADVICE_CHANGES = 3  # changes that an error names
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,18 @@ class ChosenLayout:
             # A run is known by what the user said, wherever it is laid out.
             digest = compute_job_digest(job)
             if job.precision.compute == "auto":
-                digest = _digest_with_precision(job, plan)
+                digest = _digest_job_in_planned_precision(job, plan)
             plan = replace(plan, job_digest=digest, reasons=(self.reason, *plan.reasons))
         time = predict_step_time(laid_out, plan, plan.model_shape, cluster)
         return replace(plan, step_time=time)
 
 
-def _digest_with_precision(job: Job, plan: Plan) -> str:
+def _digest_job_in_planned_precision(job: Job, plan: Plan) -> str:
     """The digest of the job in the precision that its plan chose, as every plan has it."""
     return compute_job_digest(apply_job_keys(job, {"precision.compute": plan.precision}))
 
 
-def leaves_layout_open(job: Job) -> bool:
+def is_layout_left_open(job: Job) -> bool:
     """True for a job that says nothing of how its ranks share the model."""
     return all(getattr(job.parallel, key) is None for key in LAYOUT_KEYS)
 
@@ -76,7 +76,7 @@ def choose_layout(
     Raises NoFitError with the nearest changes that fit where nothing does, LayoutError for what the
     job says wrong.
     """
-    is_open, is_known = leaves_layout_open(job), cluster.accelerator is not None
+    is_open, is_known = is_layout_left_open(job), cluster.accelerator is not None
     failure: NoFitError | None = None
     try:
         make_plan(job, cluster=cluster, num_ranks=num_ranks, shape=shape, vocab_size=vocab_size)
@@ -97,15 +97,17 @@ def choose_layout(
     if result.winner is None:
         if failure is None:
             return ChosenLayout({})
-        raise _add_advice(failure, [describe_nearest_fit(fit) for fit in find_nearest_fits(task)])
+        raise _replace_advice_of_failure(
+            failure, [describe_nearest_fit(fit) for fit in find_nearest_fits(task)]
+        )
     if not is_open:
         assert failure is not None
         keys = " ".join(f"{key}={value}" for key, value in result.winner.job_keys.items())
-        raise _add_advice(failure, [keys])
-    return ChosenLayout(dict(result.winner.job_keys), _explain(result.winner, failure))
+        raise _replace_advice_of_failure(failure, [keys])
+    return ChosenLayout(dict(result.winner.job_keys), _explain_why_chosen(result.winner, failure))
 
 
-def _explain(winner: RankedLayout, failure: NoFitError | None) -> str:
+def _explain_why_chosen(winner: RankedLayout, failure: NoFitError | None) -> str:
     layout = describe_layout(winner)
     if winner.step_s is not None:
         return f"{layout}: the fastest by prediction, {format_seconds(winner.step_s)} a step"
@@ -113,10 +115,13 @@ def _explain(winner: RankedLayout, failure: NoFitError | None) -> str:
     return f"{layout}: the fewest mechanisms that fit; copies and ZeRO alone do not"
 
 
-def _add_advice(failure: NoFitError, changes: list[str]) -> NoFitError:
+def _replace_advice_of_failure(failure: NoFitError, changes: list[str]) -> NoFitError:
     """`failure` with changes that were planned and fit in place of its own advice."""
     if not changes:
         return failure
     return NoFitError(
-        failure.what, where=failure.where, why=failure.why, fix="; or ".join(changes[:MOST_ADVICE])
+        failure.what,
+        where=failure.where,
+        why=failure.why,
+        fix="; or ".join(changes[:MAX_ADVICE_CHANGES]),
     )

@@ -17,8 +17,8 @@ from phalanx.observe.events import RunFinished
 from phalanx.plan.plan import Plan
 from phalanx.report.end_of_run import list_end_of_run_lines, list_restart_lines
 from phalanx.report.page import write_report
-from phalanx.run.baselines import score_ngram_baselines
-from phalanx.run.next_command import format_program_command, suggest_after_training
+from phalanx.run.baselines import compute_ngram_baseline_losses
+from phalanx.run.next_command import build_next_line_after_training, format_program_command
 from phalanx.run.output import RunOutput
 from phalanx.run.prepare import PreparedRun
 
@@ -43,14 +43,14 @@ class RunEnd:
     """The rank of another launcher that this process was; 0 where it started the ranks itself."""
 
 
-def score_baselines(run: PreparedRun, bus: Bus) -> None:
+def emit_ngram_baselines(run: PreparedRun, bus: Bus) -> None:
     """Fit n-gram models on the same training split and score them on the same held-out tokens."""
     if run.job.eval.tokens and run.corpus.splits["held_out"].num_tokens > 1:
-        for event in score_ngram_baselines(run.corpus, run.job.eval.tokens):
+        for event in compute_ngram_baseline_losses(run.corpus, run.job.eval.tokens):
             bus.emit(event)
 
 
-def finish_run(
+def record_and_report_end_of_run(
     run: PreparedRun,
     outcome: RunOutcome,
     bus: Bus,
@@ -73,9 +73,9 @@ def finish_run(
     # The console first: lines that follow must not meet its own.
     stack.close()
     if refusal is not None:
-        run.discard_run()
+        run.remove_run_directory()
         raise refusal
-    _print_conclusion(run, outcome, output)
+    _write_page_and_print_conclusion(run, outcome, output)
     # A run is finished by what is on record: without it, a second start would evaluate,
     # sample and conclude again.
     if outcome.exit_code == ExitCode.OK and bus_refusal is not None:
@@ -84,25 +84,29 @@ def finish_run(
     return RunEnd(run.run_dir, outcome.status, outcome.exit_code, outcome.message, run.plan)
 
 
-def _print_conclusion(run: PreparedRun, outcome: RunOutcome, output: RunOutput) -> None:
+def _write_page_and_print_conclusion(
+    run: PreparedRun, outcome: RunOutcome, output: RunOutput
+) -> None:
     """Write the page and say what came out and where it is."""
-    page_line = _write_page(run.run_dir)
+    page_line = _write_run_page(run.run_dir)
     is_finished = outcome.status == "finished"
     if is_finished:
         output.say(*list_end_of_run_lines(run.run_dir))
     elif outcome.message:
         output.warn(outcome.message)
     output.say(*list_restart_lines(run.run_dir, outcome.attempts - 1))
-    folders = _list_checkpoints(run)
+    folders = _list_run_checkpoints(run)
     if folders and not is_finished:
-        output.say(*_resume_lines(run, outcome, folders[-1]))
+        output.say(*_build_resume_command_lines(run, outcome, folders[-1]))
     output.say(page_line)
     if folders and is_finished:
-        output.say(suggest_after_training(run.job, run.plan, run.corpus, run.run_dir))
+        output.say(build_next_line_after_training(run.job, run.plan, run.corpus, run.run_dir))
     output.say(f"run     {run.run_dir}")
 
 
-def _resume_lines(run: PreparedRun, outcome: RunOutcome, newest: CheckpointFolder) -> list[str]:
+def _build_resume_command_lines(
+    run: PreparedRun, outcome: RunOutcome, newest: CheckpointFolder
+) -> list[str]:
     """The command that continues a run which did not finish; none if it would fail in the same
     way."""
     command = f"resume  {format_program_command()} train --resume {shlex.quote(str(run.run_dir))}"
@@ -113,7 +117,7 @@ def _resume_lines(run: PreparedRun, outcome: RunOutcome, newest: CheckpointFolde
     return [f"{command} --fallback   (the newest checkpoint that verifies)"]
 
 
-def _write_page(run_dir: Path) -> str:
+def _write_run_page(run_dir: Path) -> str:
     """Write the page and return the line that says where it is.
 
     A disk that refuses it must not hide how the run ended.
@@ -128,7 +132,7 @@ def _write_page(run_dir: Path) -> str:
     return f"report  {run_dir / 'report.html'}"
 
 
-def _list_checkpoints(run: PreparedRun) -> list[CheckpointFolder]:
+def _list_run_checkpoints(run: PreparedRun) -> list[CheckpointFolder]:
     """The run's checkpoints; none where the store does not answer, which whoever resumes will
     hear of."""
     try:

@@ -18,7 +18,7 @@ from phalanx.data.tokens import SPLITS, Split
 from phalanx.data.user_dataset import (
     NUM_COMPARED_SAMPLES,
     UserDatasetFacts,
-    digest_sample_subset,
+    hash_sample_subset,
     open_user_dataset,
 )
 from phalanx.job.learning_rate import resolve_peak_learning_rate
@@ -62,14 +62,14 @@ def open_train_batches(
         pin_for=mesh.device,
     )
     if mesh.rank == 0:
-        _note_held_out_fractions(corpus, bus)
+        _emit_notes_on_held_out_fractions(corpus, bus)
     try:
         yield data
     finally:
         data.close()
 
 
-def open_held_out(
+def open_held_out_batches(
     job: Job, plan: Plan, mesh: Mesh, corpus: Corpus, *, split: Split = "held_out"
 ) -> HeldOutBatches | None:
     """The batches to evaluate, by source; None if eval.tokens is 0 or nothing is held out."""
@@ -87,15 +87,15 @@ def open_held_out(
     return batches or None
 
 
-def _note_held_out_fractions(corpus: Corpus, bus: Bus) -> None:
+def _emit_notes_on_held_out_fractions(corpus: Corpus, bus: Bus) -> None:
     """Emit a note for each source that is not held out by the fraction of documents.
 
     The terminal knows it before the ranks begin.
     """
     for name, component in zip(corpus.names, corpus.components, strict=True):
-        if component.explain_split:
+        if component.explain_held_out_choice:
             held_out = component.splits["held_out"]
-            facts = {"source": name, "because": component.explain_split, **vars(held_out)}
+            facts = {"source": name, "because": component.explain_held_out_choice, **vars(held_out)}
             bus.emit(Note(f"held_out_by_{component.split_by}", facts))
 
 
@@ -120,7 +120,7 @@ def require_document_mask_support(job: Job, model: ParallelModel) -> None:
         )
 
 
-def require_same_samples(corpus: Corpus, mesh: Mesh) -> None:
+def require_same_samples_on_all_ranks(corpus: Corpus, mesh: Mesh) -> None:
     """Raise DataError unless a user's dataset gives every rank the samples that were looked at
     before.
 
@@ -128,7 +128,7 @@ def require_same_samples(corpus: Corpus, mesh: Mesh) -> None:
     """
     if corpus.user is None:
         return
-    views = mesh.gather_json(_inspect_dataset(corpus.user))
+    views = mesh.gather_json(_read_length_and_digest_of_dataset(corpus.user))
     for rank, view in enumerate(views):
         if "error" in view:
             raise DataError(str(view["error"]), where=f"rank {rank}")
@@ -161,17 +161,17 @@ def require_same_samples(corpus: Corpus, mesh: Mesh) -> None:
     )
 
 
-def _inspect_dataset(user: UserDatasetFacts) -> dict[str, int | str]:
+def _read_length_and_digest_of_dataset(user: UserDatasetFacts) -> dict[str, int | str]:
     """Length and digest of a user's dataset as this process opens it, or the error."""
     try:
         dataset = open_user_dataset(user.source, user.args, "train")
-        digest = digest_sample_subset(dataset, user.source)
+        digest = hash_sample_subset(dataset, user.source)
     except DataError as error:
         return {"error": str(error)}
     return {"length": len(dataset), "samples": digest}
 
 
-def note_batch_size_change(job: Job, plan: Plan, state: TrainState, bus: Bus) -> None:
+def emit_note_on_batch_size_change(job: Job, plan: Plan, state: TrainState, bus: Bus) -> None:
     """Emit a note if a resumed run reads another number of samples in a step than before.
 
     The cursor goes on where it was.
@@ -200,7 +200,7 @@ def note_batch_size_change(job: Job, plan: Plan, state: TrainState, bus: Bus) ->
     )
 
 
-def prompt_tokens(corpus: Corpus, tokenizer: Tokenizer, context: int) -> list[int]:
+def build_sample_prompt_tokens(corpus: Corpus, tokenizer: Tokenizer, context: int) -> list[int]:
     """The prompt of the sample: the first tokens that are held out, or `def ` for the standard
     library."""
     if corpus.source == "stdlib":

@@ -7,7 +7,7 @@ from phalanx.data.look import DataSummary
 from phalanx.plan.warnings import DataFacts, SourceFacts
 
 
-def count_data(corpus: Corpus) -> DataFacts:
+def count_tokens_and_samples(corpus: Corpus) -> DataFacts:
     """Tokens of text and token ids, by source; samples of the user's own dataset."""
     if corpus.user is not None:
         return DataFacts("samples", corpus.user.num_train, corpus.user.num_held_out)
@@ -25,7 +25,7 @@ def count_data(corpus: Corpus) -> DataFacts:
     )
 
 
-def count_unprepared_data(look: DataSummary) -> DataFacts | None:
+def count_tokens_and_samples_of_unprepared(look: DataSummary) -> DataFacts | None:
     """The same of data that is not prepared; None of text, whose tokens nobody has counted yet."""
     if look.user is not None:
         return DataFacts("samples", look.user.num_train, look.user.num_held_out)
@@ -49,7 +49,7 @@ def count_unprepared_data(look: DataSummary) -> DataFacts | None:
 def describe_data_sources(look: DataSummary) -> list[str]:
     """A line for each source, for people."""
     if look.user is not None:
-        held_out = describe_held_out(look.user.num_held_out)
+        held_out = describe_num_held_out(look.user.num_held_out)
         return [f"data    {look.user.source}: {look.user.num_train:,} training samples, {held_out}"]
     total = sum(source.weight for source in look.sources)
     lines = []
@@ -61,7 +61,7 @@ def describe_data_sources(look: DataSummary) -> list[str]:
     return lines
 
 
-def describe_held_out(num_samples: int) -> str:
+def describe_num_held_out(num_samples: int) -> str:
     """The number of samples that are held out, in words."""
     if num_samples:
         return f"{num_samples:,} held out"

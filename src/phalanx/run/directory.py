@@ -62,11 +62,11 @@ class RunDirectory:
         ]
         self._is_kept = False
 
-    def keep_as_run(self) -> None:
+    def keep_run_directory(self) -> None:
         """From here on it is the directory of a run."""
         self._is_kept = True
 
-    def discard_run(self) -> None:
+    def remove_run_directory(self) -> None:
         """A directory that was there before stays, but is no run any more; a new one goes at the
         end."""
         self._is_kept = False
@@ -86,23 +86,25 @@ class RunDirectory:
                 try:
                     yield lock
                 finally:
-                    if self.path in self._folders_to_remove() and lock.is_ours():
+                    if self.path in self._list_folders_to_remove() and lock.is_ours():
                         shutil.rmtree(self.path, ignore_errors=True)
         finally:
             # From the run's own folder upwards: a folder is empty when what is in it went.
-            for folder in self._folders_to_remove():
+            for folder in self._list_folders_to_remove():
                 # It is not empty: it is another job's by now.
                 with contextlib.suppress(OSError):
                     folder.rmdir()
 
-    def _folders_to_remove(self) -> list[Path]:
+    def _list_folders_to_remove(self) -> list[Path]:
         if self._is_kept:
             return []
         return self._new_folders
 
 
 @contextlib.contextmanager
-def write_run_facts(run_dir: Path, lock: RunLock, facts: Mapping[str, object]) -> Iterator[None]:
+def hold_run_facts_files(
+    run_dir: Path, lock: RunLock, facts: Mapping[str, object]
+) -> Iterator[None]:
     """Write the JSON files `facts` (values by file name) of a run, for as long as the body goes on.
 
     The files of an old run return if the body starts no training: it was refused after all. Not a
@@ -123,13 +125,13 @@ def write_run_facts(run_dir: Path, lock: RunLock, facts: Mapping[str, object]) -
     try:
         yield
     finally:
-        if old_bytes and lock.is_ours() and not _has_begun_training(run_dir, attempt):
+        if old_bytes and lock.is_ours() and not _has_attempt_begun_training(run_dir, attempt):
             with contextlib.suppress(OSError):
                 for path, data in old_bytes.items():
                     write_bytes_atomic(path, data)
 
 
-def _has_begun_training(run_dir: Path, attempt: int) -> bool:
+def _has_attempt_begun_training(run_dir: Path, attempt: int) -> bool:
     """True if ranks have begun to train in `attempt` or later."""
     return any(
         isinstance(envelope.event, RunStarted)

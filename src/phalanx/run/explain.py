@@ -26,7 +26,7 @@ from phalanx.plan.cluster import Cluster
 from phalanx.plan.described_cluster import choose_cluster_of_job
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
-from phalanx.run.needs import choose_sinks
+from phalanx.run.needs import list_sinks_of_job
 from phalanx.run.tokens import JobTokens, find_job_tokens
 
 EXPLAIN_SCHEMA_VERSION = "phalanx.explain/1"
@@ -47,7 +47,7 @@ class ExplainedValue:
     why: str = ""
 
 
-def explain_job(
+def explain_job_values(
     job: Job, job_file: str | Path | None, overrides: Sequence[str]
 ) -> tuple[list[ExplainedValue], Plan]:
     """Return every key of the job in order, then what the plan adds.
@@ -57,8 +57,8 @@ def explain_job(
     tokens = find_job_tokens(job)
     vocab_size, vocab_why = _predict_vocabulary(tokens)
     cluster = choose_cluster_of_job(job)
-    plan = make_plan(job, cluster=cluster, vocab_size=vocab_size, more=tokens.corpus_remarks())
-    derived = _explain_derived(job, plan, cluster, vocab_why)
+    plan = make_plan(job, cluster=cluster, vocab_size=vocab_size, more=tokens.list_corpus_remarks())
+    derived = _explain_values_left_open(job, plan, cluster, vocab_why)
     if job.data.tokenizer is None and tokens.default:
         if tokens.brought and tokens.brought.name:
             why = f"{tokens.brought.owner} brings it"
@@ -73,7 +73,7 @@ def explain_job(
     for key, origin in origins.items():
         section, _, name = key.partition(".")
         rows.append(_explain_key(key, values[section][name], origin, derived.get(key)))
-    return rows + _explain_plan(plan, find_units_of_job(values)), plan
+    return rows + _explain_plan_rows(plan, find_units_of_job(values)), plan
 
 
 def _explain_key(
@@ -89,14 +89,14 @@ def _explain_key(
     return ExplainedValue(key, value, origin.kind, origin.where, why)
 
 
-def _explain_derived(
+def _explain_values_left_open(
     job: Job, plan: Plan, cluster: Cluster, vocab_why: str
 ) -> dict[str, ExplainedValue]:
     """The values that replace keys which the job leaves open, and the learning rate if it
     follows the batch."""
     rows = [
-        *_explain_widths(job, plan, vocab_why),
-        *_explain_parallel(plan),
+        *_explain_model_keys(job, plan, vocab_why),
+        *_explain_parallel_keys(plan),
         *_explain_cluster_keys(job, plan, cluster),
     ]
     if job.run.dir is None:
@@ -138,13 +138,13 @@ def _explain_derived(
             ExplainedValue("optim.warmup_steps", count_warmup_steps(job), "derived", why=why)
         )
     if job.observe.sinks is None:
-        sinks = list(choose_sinks(job))
+        sinks = list(list_sinks_of_job(job))
         why = "tensorboard is installed" if sinks else "tensorboard is not installed"
         rows.append(ExplainedValue("observe.sinks", sinks, "derived", why=why))
     return {explained.key: explained for explained in rows}
 
 
-def _explain_widths(job: Job, plan: Plan, vocab_why: str) -> list[ExplainedValue]:
+def _explain_model_keys(job: Job, plan: Plan, vocab_why: str) -> list[ExplainedValue]:
     """The keys of [model] that the job leaves open: of the preset, of the data, or following
     from others."""
     if job.model.is_foreign:
@@ -174,7 +174,10 @@ def _explain_widths(job: Job, plan: Plan, vocab_why: str) -> list[ExplainedValue
         elif key in ("num_kv_heads", "head_dim", "ffn_dim", "max_positions"):
             rows.append(
                 ExplainedValue(
-                    f"model.{key}", shape[key], "derived", why=_explain_model_key(key, shape)
+                    f"model.{key}",
+                    shape[key],
+                    "derived",
+                    why=_list_reasons_of_derived_widths(key, shape),
                 )
             )
         else:
@@ -182,7 +185,7 @@ def _explain_widths(job: Job, plan: Plan, vocab_why: str) -> list[ExplainedValue
     return rows
 
 
-def _explain_model_key(key: str, shape: dict[str, Any]) -> str:
+def _list_reasons_of_derived_widths(key: str, shape: dict[str, Any]) -> str:
     return {
         "num_kv_heads": f"follows from num_heads {shape['num_heads']}",
         "head_dim": f"dim {shape['dim']} / num_heads {shape['num_heads']}",
@@ -191,7 +194,7 @@ def _explain_model_key(key: str, shape: dict[str, Any]) -> str:
     }[key]
 
 
-def _explain_parallel(plan: Plan) -> list[ExplainedValue]:
+def _explain_parallel_keys(plan: Plan) -> list[ExplainedValue]:
     """The keys of [parallel] as the plan has them; what it leaves to the ranks, or has no use for,
     stays as the job has it."""
     rows = []
@@ -223,7 +226,7 @@ def _explain_cluster_keys(job: Job, plan: Plan, cluster: Cluster) -> list[Explai
     return rows
 
 
-def _explain_plan(plan: Plan, units: MetricUnits) -> list[ExplainedValue]:
+def _explain_plan_rows(plan: Plan, units: MetricUnits) -> list[ExplainedValue]:
     """The rows of the plan that no key of the job says."""
     memory, tokens = plan.chosen.total_bytes, plan.model_shape.count_sample_tokens(plan.seq_len)
     noun = "sequences" if units == TEXT_METRIC_UNITS else "samples"
@@ -262,7 +265,7 @@ def _predict_vocabulary(tokens: JobTokens) -> tuple[int | None, str]:
     return None, "bytes and the end of a document; train counts what the data needs"
 
 
-def format_explained_json(
+def build_explained_json(
     explained: Sequence[ExplainedValue], plan: Plan, job_file: str | Path | None
 ) -> dict[str, Any]:
     return {

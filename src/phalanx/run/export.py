@@ -42,7 +42,7 @@ from phalanx.data.tokenizer_files import TokenizerFiles, collect_tokenizer_files
 from phalanx.job.hugging_face import is_hugging_face, read_model_config
 from phalanx.job.schema import Model
 from phalanx.job.shapes.transformer import TransformerShape
-from phalanx.run.tokens import find_tokenizer_of_model
+from phalanx.run.tokens import find_tokenizer_beside_weights
 
 # torch's names by those of a job.
 TORCH_DTYPE_OF_PRECISION = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -84,7 +84,7 @@ def export_checkpoint(
     require_absent_or_empty(Path(out))
     folder = find_newest_or_best_checkpoint(location, best=best)
     with CheckpointReader(folder) as weights:
-        origin = _require_exportable_origin(location, weights)
+        origin = _require_known_origin(location, weights)
         tokenizer = _find_tokenizer_files(location, folder)
         settings = {**tokenizer.settings, **origin.settings}
         how: dict[str, Any] = {
@@ -107,7 +107,7 @@ def export_checkpoint(
     return ExportResult(folder, out, exported, notes)
 
 
-def _require_exportable_origin(location: str, weights: CheckpointReader) -> ModelOfCheckpoint:
+def _require_known_origin(location: str, weights: CheckpointReader) -> ModelOfCheckpoint:
     origin = find_model_of_checkpoint(location, weights.folder, weights.manifest)
     if origin is None:
         raise CheckpointError(
@@ -176,6 +176,6 @@ def _find_tokenizer_files(location: str, folder: CheckpointFolder) -> TokenizerF
 def _find_model_tokenizer(run_dir: Path) -> ModelTokenizer | None:
     """The tokenizer that the model of a run came with; None if it cannot be found any more."""
     try:
-        return find_tokenizer_of_model(Model(**read_json(run_dir / "job.json")["model"]))
+        return find_tokenizer_beside_weights(Model(**read_json(run_dir / "job.json")["model"]))
     except (OSError, ValueError, KeyError, TypeError, PhalanxError):
         return None

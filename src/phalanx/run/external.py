@@ -25,15 +25,15 @@ from phalanx.launch.supervisor import RunOutcome
 from phalanx.observe.events import RESUMED, Note
 from phalanx.plan.precision import replace_precision
 from phalanx.run.announce import format_run_announcement
-from phalanx.run.conclude import RunEnd, finish_run, score_baselines
+from phalanx.run.conclude import RunEnd, emit_ngram_baselines, record_and_report_end_of_run
 from phalanx.run.decision import RankZeroDecision
 from phalanx.run.directory import JOB_FILE
-from phalanx.run.finished import end_without_training, is_finished
+from phalanx.run.finished import conclude_without_training, is_finished
 from phalanx.run.output import RunOutput
 from phalanx.run.prepare import PreparedRun, prepare_run
 from phalanx.run.rank_run import RankRunInputs
 from phalanx.run.resume import ResumedRun
-from phalanx.run.supervised import open_supervisor_bus, require_run_not_taken
+from phalanx.run.supervised import open_supervisor_event_bus, require_run_still_owned
 
 if TYPE_CHECKING:
     from phalanx.run.launched_rank import DecisionStore
@@ -88,7 +88,7 @@ def train_as_rank(
             if resume and is_finished(prepared):
                 # The others wait for a decision also where nothing is trained.
                 store.publish_decision(RankZeroDecision(run_dir, plan, exit_code=int(ExitCode.OK)))
-                return end_without_training(prepared, output)
+                return conclude_without_training(prepared, output)
             # Before the others are told: ranks of an earlier attempt can no longer commit.
             attempt, epoch = (
                 next_attempt_number(run_dir),
@@ -104,7 +104,7 @@ def train_as_rank(
                 began_s,
                 RunOwnershipClaim(epoch, prepared.lock.holder),
             )
-            return _train_as_rank_zero(prepared, run, store, resumed, output)
+            return _train_and_conclude_as_rank_zero(prepared, run, store, resumed, output)
     except PhalanxError as error:
         store.publish_decision(
             RankZeroDecision(run_dir, exit_code=int(error.exit_code), error=str(error))
@@ -118,7 +118,7 @@ def train_as_rank(
         raise
 
 
-def _train_as_rank_zero(
+def _train_and_conclude_as_rank_zero(
     prepared: PreparedRun,
     run: RankRunInputs,
     store: DecisionStore,
@@ -128,7 +128,7 @@ def _train_as_rank_zero(
     """Train as rank 0, then say what came out, also when it failed."""
     console = output.open_console(run.job)
     fence = RunOwnershipWatch.for_rank(run.run_dir, run.claim)
-    bus = open_supervisor_bus(run.run_dir, run.attempt, console.write, fence)
+    bus = open_supervisor_event_bus(run.run_dir, run.attempt, console.write, fence)
     with contextlib.ExitStack() as stack:
         stack.callback(bus.close)
         if resumed is not None:
@@ -140,9 +140,9 @@ def _train_as_rank_zero(
             code = store.run_rank(run, sinks=[("console", lambda: console)])
             # The rank's own handlers would only take note of a stop.
             _install_signal_handlers(handlers)
-            require_run_not_taken(fence)
+            require_run_still_owned(fence)
             if code == ExitCode.OK:
-                score_baselines(prepared, bus)
+                emit_ngram_baselines(prepared, bus)
         except PhalanxError as error:
             code = error.exit_code
             raise
@@ -154,7 +154,9 @@ def _train_as_rank_zero(
             if not fence.is_lost(now=True):
                 outcome = RunOutcome(code, STATUS_OF_EXIT_CODE.get(code, "failed"), "", 1)
                 elapsed_s = time.monotonic() - run.started_s
-                end = finish_run(prepared, outcome, bus, stack, output, elapsed_s=elapsed_s)
+                end = record_and_report_end_of_run(
+                    prepared, outcome, bus, stack, output, elapsed_s=elapsed_s
+                )
     if end is None:
         raise fence.run_taken_error()
     return end

@@ -29,7 +29,7 @@ def is_finished(run: PreparedRun) -> bool:
     return not run.job.checkpoint.fallback or not find_checkpoint_problems(run.store.folders()[-1])
 
 
-def end_without_training(run: PreparedRun, output: RunOutput) -> RunEnd:
+def conclude_without_training(run: PreparedRun, output: RunOutput) -> RunEnd:
     """The end of a run that was finished before: it says so, and nothing is trained."""
     output.say(
         f"run     {run.run_dir}: step {run.job.train.steps} is done and saved; nothing to do"
@@ -37,7 +37,7 @@ def end_without_training(run: PreparedRun, output: RunOutput) -> RunEnd:
     return RunEnd(run.run_dir, "finished", int(ExitCode.OK), "", run.plan)
 
 
-def require_steps_left(run: PreparedRun) -> None:
+def refuse_if_trained_beyond_last_step(run: PreparedRun) -> None:
     """Raise UsageError if a step after the job's last one is saved."""
     newest = find_newest_readable_step(run.store)
     if newest > run.job.train.steps:

@@ -88,7 +88,7 @@ def find_initial_checkpoint(model: Model, shape: ModelCosts | None) -> InitialWe
         origin = find_model_of_checkpoint(location, folder, manifest)
         if origin is not None and isinstance(origin.shape, TransformerShape):
             # Every tensor fits, and yet another rope base, say, would make another model of it.
-            differences = _list_setting_differences(origin.shape, shape)
+            differences = _list_model_setting_differences(origin.shape, shape)
     dtypes = tuple(sorted({tensor.dtype for tensor in manifest.tensors.values()}))
     came_from = str(manifest.facts.get("imported_from") or "")
     return InitialWeights(
@@ -96,7 +96,7 @@ def find_initial_checkpoint(model: Model, shape: ModelCosts | None) -> InitialWe
     )
 
 
-def find_known_shape(job: Job) -> ModelCosts | None:
+def find_shape_known_before_data(job: Job) -> ModelCosts | None:
     """The model's shape before the data is known; None if it depends on the data, or for a
     user's module."""
     if job.model.is_foreign:
@@ -134,7 +134,7 @@ def _require_fitting_weights(
     raise MismatchError(message, misfits, where=folder.url, fix=fix)
 
 
-def _list_setting_differences(
+def _list_model_setting_differences(
     made_for: TransformerShape, shape: TransformerShape
 ) -> tuple[str, ...]:
     """Settings that the weights were made for and that the model has otherwise, though every

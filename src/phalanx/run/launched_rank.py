@@ -26,7 +26,7 @@ from phalanx.run.rank_run import RankRunInputs
 
 # In this time rank 0 plans, and builds shards of text.
 PREPARE_WAIT_TIMEOUT_S = 600.0
-READ_TIMEOUT_S = 20.0
+STORE_READ_TIMEOUT_S = 20.0
 _DECISION_STORE_KEY = "decision"
 
 
@@ -56,7 +56,7 @@ class DecisionStore:
         if decision.exit_code is not None:
             keys = [f"read/{rank}" for rank in range(1, self._ranks.world_size)]
             with contextlib.suppress(dist.DistError):
-                self._store.wait(keys, datetime.timedelta(seconds=READ_TIMEOUT_S))
+                self._store.wait(keys, datetime.timedelta(seconds=STORE_READ_TIMEOUT_S))
 
     def wait_for_decision(self) -> RankZeroDecision:
         """Wait for rank 0's decision, as another rank.

@@ -35,9 +35,7 @@ ROWS_PROBE_MODULE = "phalanx.run.one_process.rows_probe"
 ROWS_PROBE_TIMEOUT_S = 30.0
 
 
-def warnings_about_mixed_rows(
-    job: Job, plan: Plan, *, ask: bool = True
-) -> tuple[EarlyWarning, ...]:
+def find_mixed_rows_warnings(job: Job, plan: Plan, *, ask: bool = True) -> tuple[EarlyWarning, ...]:
     """Return warnings of a loss that mixes rows; none for phalanx's own, or if it cannot be tried.
 
     Raises LayoutError for an objective that is not there.
@@ -46,14 +44,14 @@ def warnings_about_mixed_rows(
     """
     if not has_user_loss_code(job) or plan.num_params > MAX_PROBED_PARAMS:
         return ()
-    facts = _probe_mixed_rows(job, plan, ask)
+    facts = _read_or_probe_row_mixing(job, plan, ask)
     if facts.unknown:
         raise LayoutError(f"model.objective={job.model.objective}: {facts.unknown}")
     return warn_of_mixed_rows(facts, job, plan)
 
 
-def _probe_mixed_rows(job: Job, plan: Plan, ask: bool) -> BatchRowMixing:
-    cached = _cache_file(job, plan)
+def _read_or_probe_row_mixing(job: Job, plan: Plan, ask: bool) -> BatchRowMixing:
+    cached = _locate_row_mixing_cache(job, plan)
     try:
         return BatchRowMixing(**read_json(cached))
     except (OSError, ValueError, TypeError):
@@ -83,7 +81,7 @@ def _probe_mixed_rows(job: Job, plan: Plan, ask: bool) -> BatchRowMixing:
     return facts
 
 
-def _cache_file(job: Job, plan: Plan) -> Path:
+def _locate_row_mixing_cache(job: Job, plan: Plan) -> Path:
     """The file that keeps the answer, named by the user's sources and by our own."""
     named = [job.model.kind, job.model.objective, job.data.source]
     user_files: list[Path] = []

@@ -19,16 +19,16 @@ from phalanx.plan.cluster import detect_least_compute_capability
 from phalanx.plan.precision import FP8_FIX, MIN_FP8_CAPABILITY
 
 
-def choose_sinks(job: Job) -> tuple[str, ...]:
+def list_sinks_of_job(job: Job) -> tuple[str, ...]:
     """The job's sinks; where it names none, TensorBoard if it is installed."""
     if job.observe.sinks is not None:
         return job.observe.sinks
-    if _is_installed("tensorboard"):
+    if _is_package_installed("tensorboard"):
         return ("tensorboard",)
     return ()
 
 
-def _is_installed(package: str) -> bool:
+def _is_package_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
     except (ImportError, ValueError):
@@ -36,13 +36,13 @@ def _is_installed(package: str) -> bool:
         return False
 
 
-def sink_openers(job: Job, run_dir: Path) -> list[tuple[str, OpenSink]]:
+def list_sink_openers(job: Job, run_dir: Path) -> list[tuple[str, OpenSink]]:
     """Functions that open the job's sinks: here, or in a process of its own where the sink asks
     for one."""
-    return [(kind, _sink_opener(kind, run_dir)) for kind in choose_sinks(job)]
+    return [(kind, _build_sink_opener(kind, run_dir)) for kind in list_sinks_of_job(job)]
 
 
-def _sink_opener(kind: str, run_dir: Path) -> OpenSink:
+def _build_sink_opener(kind: str, run_dir: Path) -> OpenSink:
     if not is_foreign(kind) and resolve_kind(kind, SINKS_PACKAGE, "IS_APART"):
         return partial(ProcessSink, kind, run_dir)
     return lambda: cast(Sink, resolve_kind(kind, SINKS_PACKAGE, "open_sink")(run_dir))
@@ -57,7 +57,7 @@ def list_modules_to_preload(job: Job) -> tuple[str, ...]:
         "phalanx.run.rank",
         *list_transformers_modules(job.model.kind),
     ]
-    for kind in choose_sinks(job):
+    for kind in list_sinks_of_job(job):
         if not is_foreign(kind):
             modules += resolve_kind(kind, SINKS_PACKAGE, "PRELOAD")
     return tuple(modules)
@@ -66,18 +66,18 @@ def list_modules_to_preload(job: Job) -> tuple[str, ...]:
 def require_packages(job: Job, device: str) -> None:
     """Raise EnvironmentProblem (exit 6) for a package or a compiler that the job needs and this
     machine lacks."""
-    for kind in choose_sinks(job):
+    for kind in list_sinks_of_job(job):
         if not is_foreign(kind):
             missing = [
                 name
                 for name in resolve_kind(kind, SINKS_PACKAGE, "REQUIRES")
-                if not _is_installed(name)
+                if not _is_package_installed(name)
             ]
             if missing:
                 fix = f"pip install 'phalanx[{kind}]'"
                 raise EnvironmentProblem(f"the sink {kind} needs {' and '.join(missing)}", fix=fix)
     if job.precision.compute == "fp8":
-        _require_fp8_support(device)
+        _refuse_fp8_where_unsupported(device)
     compiler = os.environ.get("CXX") or "g++"
     if job.train.compile and device == "cpu" and not shutil.which(compiler):
         raise EnvironmentProblem(
@@ -86,8 +86,8 @@ def require_packages(job: Job, device: str) -> None:
         )
 
 
-def _require_fp8_support(device: str) -> None:
-    if not _is_installed("torchao"):
+def _refuse_fp8_where_unsupported(device: str) -> None:
+    if not _is_package_installed("torchao"):
         raise EnvironmentProblem(
             "precision.compute=fp8 needs torchao", fix=f"pip install 'phalanx[gpu]', or {FP8_FIX}"
         )

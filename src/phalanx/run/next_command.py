@@ -38,7 +38,7 @@ def format_next_command(*words: str) -> str:
     return f"next    {format_program_command()} {shlex.join(words)}"
 
 
-def suggest_after_training(job: Job, plan: Plan, corpus: Corpus, run_dir: Path) -> str:
+def build_next_line_after_training(job: Job, plan: Plan, corpus: Corpus, run_dir: Path) -> str:
     """The line that says what to do with a finished run: generate, evaluate or read its page."""
     if (
         corpus.is_text
@@ -48,18 +48,18 @@ def suggest_after_training(job: Job, plan: Plan, corpus: Corpus, run_dir: Path) 
     ):
         prompt = _PROMPTS.get(corpus.source, "The ")
         return format_next_command("generate", str(run_dir), "--prompt", prompt)
-    if _has_held_out(corpus) and job.checkpoint.at_end:
+    if _has_held_out_samples(corpus) and job.checkpoint.at_end:
         return format_next_command("eval", str(run_dir))
     return format_next_command("report", str(run_dir))
 
 
-def _has_held_out(corpus: Corpus) -> bool:
+def _has_held_out_samples(corpus: Corpus) -> bool:
     """True if there is a sample to evaluate, or two tokens, of which one predicts the other."""
     if corpus.user is not None:
         return corpus.user.num_held_out > 0
     return corpus.splits["held_out"].num_tokens > 1
 
 
-def suggest_after_planning(arguments: Sequence[str]) -> str:
+def build_next_line_after_planning(arguments: Sequence[str]) -> str:
     """The line that says how to train what was planned."""
     return format_next_command("train", *arguments)

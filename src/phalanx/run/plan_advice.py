@@ -28,7 +28,7 @@ from phalanx.plan.search.step_times import build_machine_rates, estimate_planned
 
 if TYPE_CHECKING:
     from phalanx.run.plan_job import PlannedJob
-    from phalanx.run.search_job import SearchedJob
+    from phalanx.run.search_job import JobSearch
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def advise_on_planned_job(planned: PlannedJob) -> AdvisedPlan:
     return AdvisedPlan(planned.job, planned.plan, cluster, advice, basis=basis)
 
 
-def advise_on_search(searched: SearchedJob) -> AdvisedPlan | None:
+def advise_on_search(searched: JobSearch) -> AdvisedPlan | None:
     """The advice on the winner of a search; None where nothing fits."""
     task, result = searched.task, searched.result
     if result.winner is None:
@@ -76,12 +76,12 @@ def advise_on_search(searched: SearchedJob) -> AdvisedPlan | None:
         task.cluster,
         time=result.winner.time,
         goodput=None if goodput is None else goodput["value"],
-        spot_cost_ratio=_compare_spot(result),
+        spot_cost_ratio=_compute_spot_cost_ratio(result),
     )
     return AdvisedPlan(job, plan, task.cluster, advice, result, searched.job_text)
 
 
-def _compare_spot(result: SearchResult) -> float | None:
+def _compute_spot_cost_ratio(result: SearchResult) -> float | None:
     """The cost on spot machines in parts of that on demand; None where a price is not known."""
     cost = result.economics.get("cost") or {}
     on_demand = cost.get("dollars_per_billion_tokens")
@@ -91,7 +91,9 @@ def _compare_spot(result: SearchResult) -> float | None:
     return float(spot / on_demand)
 
 
-def explain_term_of_plan(advised: AdvisedPlan, term: str) -> tuple[ExplainedTerm, float] | None:
+def explain_time_term_of_plan(
+    advised: AdvisedPlan, term: str
+) -> tuple[ExplainedTerm, float] | None:
     """The formula of `term`, and the total that it is a part of; None where time is not
     predicted."""
     job, plan, cluster = advised.job, advised.plan, advised.cluster

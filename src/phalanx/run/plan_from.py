@@ -41,7 +41,7 @@ PHASES_OF_GROUP = {
     "optimizer": ("optimizer",),
 }
 # Messages that take longer than this, beside computing's scale, are waited for.
-MOST_OF_MESSAGES = 3.0
+MAX_MESSAGE_SHARE = 3.0
 # Half of the logarithm's width of the 80 % interval: of a run like this one; for each factor of e
 # that the step is longer; and for the share of a step that the run had nothing of.
 BAND, BAND_PER_E, BAND_UNMEASURED = 0.08, 0.04, 0.7
@@ -49,7 +49,7 @@ BAND, BAND_PER_E, BAND_UNMEASURED = 0.08, 0.04, 0.7
 
 @dataclass(frozen=True)
 class RecordedSteps:
-    """What a run's steps took: medians over steps, in seconds by group (means over its ranks), and
+    """Durations of a run's steps: medians over steps, in seconds by group (means over ranks), and
     the step of its slowest rank with the tenths at both ends."""
 
     num_steps: int
@@ -62,7 +62,7 @@ class RecordedSteps:
     than SMALL_BYTES, most of which allocators round up and libraries take once."""
 
     @property
-    def rest_s(self) -> float:
+    def unattributed_s(self) -> float:
         """Seconds of a step that no group has: data, hooks, waiting for a turn."""
         return max(0.0, self.step_s - sum(self.groups_s.values()))
 
@@ -93,7 +93,7 @@ class PlanFromRun:
                 "low_s": self.run.low_s,
                 "high_s": self.run.high_s,
                 "groups_s": self.run.groups_s,
-                "rest_s": self.run.rest_s,
+                "unattributed_s": self.run.unattributed_s,
                 "memory_ratio": self.run.memory_ratio,
             },
             "scales": self.scales,
@@ -119,7 +119,7 @@ class PlanFromRun:
             lines.append(f"        the profile of this machine alone says it {error}")
         lines += [
             f"scales  {parts}; {format_seconds(self.waiting_s)} of a step waiting for other ranks,"
-            f" {format_seconds(run.rest_s)} beside these",
+            f" {format_seconds(run.unattributed_s)} beside these",
             f"time    {format_seconds(step.total_s)}/step ({format_seconds(step.low_s)} to"
             f" {format_seconds(step.high_s)}), {tokens / step.total_s:,.0f} tokens/s;"
             " extrapolated from this run",
@@ -130,7 +130,9 @@ class PlanFromRun:
         return [*lines, f"{memory}: predicted, times {run.memory_ratio:.2f} as the run measured it"]
 
 
-def load_job_like_run(run_dir: Path, job_file: str | None, overrides: Sequence[str]) -> Job:
+def load_job_file_or_job_of_run(
+    run_dir: Path, job_file: str | None, overrides: Sequence[str]
+) -> Job:
     """The job in `job_file`, else that of the run; with overrides. Raises UsageError where there is
     no run."""
     if not (run_dir / "job.json").is_file() or not (run_dir / "plan.json").is_file():
@@ -142,14 +144,14 @@ def load_job_like_run(run_dir: Path, job_file: str | None, overrides: Sequence[s
     return load_job_json(run_dir / "job.json", overrides)
 
 
-def extrapolate_run(run_dir: Path, plan: Plan) -> PlanFromRun:
+def extrapolate_plan_from_run(run_dir: Path, plan: Plan) -> PlanFromRun:
     """The time and memory of `plan` by what the run in `run_dir` measured.
 
     Raises UsageError for a run with too few steps, LayoutError for a profile that lacks what is
     needed.
     """
     run_plan = Plan.from_json(read_json(run_dir / "plan.json"))
-    measured = measure_run(run_dir, run_plan)
+    measured = read_recorded_steps(run_dir, run_plan)
     if run_plan.device != plan.device:
         raise UsageError(
             f"the run was on {run_plan.device} and the plan is for {plan.device}",
@@ -167,21 +169,21 @@ def extrapolate_run(run_dir: Path, plan: Plan) -> PlanFromRun:
         estimate_step_from_profile(run_plan, growth),
         estimate_step_from_profile(plan, growth),
     )
-    scales, waiting_s = _find_scales(measured, before)
-    step = _scale_step(measured, scales, waiting_s, before, after)
-    memory_bytes = round(_predict_bytes(plan) * (measured.memory_ratio or 1.0))
+    scales, waiting_s = _compute_measured_over_estimated(measured, before)
+    step = _scale_step_time_terms(measured, scales, waiting_s, before, after)
+    memory_bytes = round(_find_peak_bytes_of_neediest_rank(plan) * (measured.memory_ratio or 1.0))
     return PlanFromRun(
         run_dir, measured, before, scales, plan, step, memory_bytes, waiting_s, profile is not None
     )
 
 
-def _predict_bytes(plan: Plan) -> int:
+def _find_peak_bytes_of_neediest_rank(plan: Plan) -> int:
     """Bytes of the rank that needs most."""
     return max(sum(plan.memory_of_rank(rank).values()) for rank in range(plan.world_size))
 
 
-def measure_run(run_dir: Path, plan: Plan) -> RecordedSteps:
-    """What the steps of the run in `run_dir` took. Raises UsageError where there are too few."""
+def read_recorded_steps(run_dir: Path, plan: Plan) -> RecordedSteps:
+    """The durations of steps recorded in `run_dir`. Raises UsageError where there are too few."""
     by_step: dict[int, list[StepFinished]] = {}
     ratios = []
     for rank in range(plan.world_size):
@@ -190,7 +192,7 @@ def measure_run(run_dir: Path, plan: Plan) -> RecordedSteps:
                 by_step.setdefault(envelope.event.step, []).append(envelope.event)
         for envelope in read_recorded_events(run_dir, MemoryMeasured, rank=rank):
             if isinstance(envelope.event, MemoryMeasured):
-                ratios.append(_memory_ratio(envelope.event))
+                ratios.append(_compute_memory_ratio(envelope.event))
     steps = [by_step[step] for step in sorted(by_step)][WARMUP_STEPS:]
     if len(steps) < LEAST_STEPS:
         raise UsageError(
@@ -205,7 +207,7 @@ def measure_run(run_dir: Path, plan: Plan) -> RecordedSteps:
     for group, phases in PHASES_OF_GROUP.items():
         seconds = []
         for ranks in steps:
-            seconds.append(statistics.mean(_sum_phases(event, phases) for event in ranks))
+            seconds.append(statistics.mean(_sum_phase_seconds(event, phases) for event in ranks))
         groups_s[group] = statistics.median(seconds)
     known = [ratio for ratio in ratios if ratio > 0]
     return RecordedSteps(
@@ -218,11 +220,11 @@ def measure_run(run_dir: Path, plan: Plan) -> RecordedSteps:
     )
 
 
-def _sum_phases(event: StepFinished, phases: Sequence[str]) -> float:
+def _sum_phase_seconds(event: StepFinished, phases: Sequence[str]) -> float:
     return sum(event.phases_s.get(phase, 0.0) for phase in phases)
 
 
-def _memory_ratio(event: MemoryMeasured) -> float:
+def _compute_memory_ratio(event: MemoryMeasured) -> float:
     """Measured over predicted bytes at the peak; 0 where these are few, or missing."""
     predicted = sum(event.predicted_bytes.values())
     measured = event.measured_bytes.get("peak", 0)
@@ -231,31 +233,33 @@ def _memory_ratio(event: MemoryMeasured) -> float:
     return measured / predicted
 
 
-def _sum_group(terms: Mapping[str, float], group: str) -> float:
+def _sum_terms_of_group(terms: Mapping[str, float], group: str) -> float:
     return sum(terms[term] for term in GROUPS[group])
 
 
-def _find_scales(measured: RecordedSteps, estimate: StepTime) -> tuple[dict[str, float], float]:
+def _compute_measured_over_estimated(
+    measured: RecordedSteps, estimate: StepTime
+) -> tuple[dict[str, float], float]:
     """Measured over estimated seconds of each group that the run had, others have none; and the
     seconds in collectives that no message takes: ranks that are slower or have no turn are waited
     for there."""
     scales, waiting_s = {}, 0.0
     for group, seconds in measured.groups_s.items():
-        estimated_s = _sum_group(estimate.terms, group)
+        estimated_s = _sum_terms_of_group(estimate.terms, group)
         # Of one rank, say, the reduction that sends nothing.
         if estimated_s > 0 and seconds > 0:
             scales[group] = seconds / estimated_s
         elif group == "messages":
             waiting_s = seconds
-    limit = MOST_OF_MESSAGES * max(1.0, scales.get("computing", 1.0))
+    limit = MAX_MESSAGE_SHARE * max(1.0, scales.get("computing", 1.0))
     if scales.get("messages", 0.0) > limit:
-        messages_s = _sum_group(estimate.terms, "messages")
+        messages_s = _sum_terms_of_group(estimate.terms, "messages")
         waiting_s = (scales["messages"] - limit) * messages_s
         scales["messages"] = limit
     return scales, waiting_s
 
 
-def _scale_step(
+def _scale_step_time_terms(
     measured: RecordedSteps,
     scales: Mapping[str, float],
     waiting_s: float,
@@ -272,9 +276,9 @@ def _scale_step(
             if group not in scales:
                 unmeasured_s += terms[name]
     terms["jitter"] = after.terms["jitter"]
-    computing = [_sum_group(time.terms, "computing") for time in (before, after)]
+    computing = [_sum_terms_of_group(time.terms, "computing") for time in (before, after)]
     terms["jitter"] += waiting_s * computing[1] / computing[0]
-    terms["launch"] += measured.rest_s
+    terms["launch"] += measured.unattributed_s
     total_s = sum(terms.values())
     spread = 0.5 * math.log(measured.high_s / measured.low_s)
     growth = BAND_PER_E * abs(math.log(after.total_s / before.total_s))

@@ -18,7 +18,7 @@ from phalanx.plan.timing.step_time import StepTime
 
 
 @dataclass(frozen=True)
-class PlannedTime:
+class PredictedStepTime:
     """The time of a step, None where it cannot be said; and what it is built on, or why not."""
 
     step: StepTime | None
@@ -43,19 +43,19 @@ class PlannedTime:
         return {"step": step, "basis": self.basis}
 
 
-def predict_time(plan: Plan, cluster: Cluster | None = None) -> PlannedTime:
+def predict_step_time_of_plan(plan: Plan, cluster: Cluster | None = None) -> PredictedStepTime:
     """The time of a step of `plan` on this machine (`cluster`; None: as it is detected)."""
     tokens = plan.global_batch_size * plan.seq_len
     try:
         cluster = cluster or detect_cluster(plan.device)
     except EnvironmentProblem:
-        return PlannedTime(None, "this machine has no such device", tokens)
+        return PredictedStepTime(None, "this machine has no such device", tokens)
     profile = find_profile_of_cluster(cluster)
     basis = describe_calibration(profile)
     if profile is None:
-        return PlannedTime(None, basis, tokens)
+        return PredictedStepTime(None, basis, tokens)
     try:
-        return PlannedTime(estimate_step_from_profile(plan, profile), basis, tokens)
+        return PredictedStepTime(estimate_step_from_profile(plan, profile), basis, tokens)
     except LayoutError as error:
         # The profile lacks an operation: a section was not measured.
-        return PlannedTime(None, str(error), tokens)
+        return PredictedStepTime(None, str(error), tokens)

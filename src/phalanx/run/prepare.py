@@ -12,7 +12,7 @@ from phalanx.checkpoint.ownership.run_lock import RunLock
 from phalanx.checkpoint.stores import Store
 from phalanx.core.errors import LayoutError
 from phalanx.core.files import open_run_directory
-from phalanx.data.corpus import CORPUS_FILE_NAME, Corpus, verify_corpus
+from phalanx.data.corpus import CORPUS_FILE_NAME, Corpus, verify_corpus_checksums
 from phalanx.data.prepare import prepare_corpus
 from phalanx.job.costs import ModelCosts
 from phalanx.job.model import find_vocab_size_of, require_model_reads_data
@@ -24,20 +24,24 @@ from phalanx.plan.described_cluster import require_cluster_is_this_machine
 from phalanx.plan.plan import Plan
 from phalanx.plan.precision import keep_precision_of_run, replace_precision
 from phalanx.run.choose_layout import choose_layout
-from phalanx.run.data_counts import count_data
+from phalanx.run.data_counts import count_tokens_and_samples
 from phalanx.run.directory import (
     DATA_FOLDER,
     JOB_FILE,
     PLAN_FILE,
     RunDirectory,
+    hold_run_facts_files,
     refuse_existing_run,
-    write_run_facts,
 )
-from phalanx.run.initial_weights import INIT_FILE_NAME, find_initial_checkpoint, find_known_shape
-from phalanx.run.mixed_rows import warnings_about_mixed_rows
+from phalanx.run.initial_weights import (
+    INIT_FILE_NAME,
+    find_initial_checkpoint,
+    find_shape_known_before_data,
+)
+from phalanx.run.mixed_rows import find_mixed_rows_warnings
 from phalanx.run.needs import require_packages
-from phalanx.run.resume import plan_of_run
-from phalanx.run.store_claim import hold_store
+from phalanx.run.resume import read_plan_of_run
+from phalanx.run.store_claim import hold_claimed_store
 from phalanx.run.tokens import JobTokens, find_job_tokens
 
 # fp32 weights and two moments (AdamW's).
@@ -58,7 +62,7 @@ class PreparedRun:
     """Lines about tokens that were not compared with their checksums."""
     init_lines: tuple[str, ...] = ()
     """Lines about the weights that it starts from."""
-    discard_run: Callable[[], None] = lambda: None
+    remove_run_directory: Callable[[], None] = lambda: None
     """Makes a new run as if it had never been: what is new of its directory goes when the run is
     left."""
 
@@ -77,22 +81,22 @@ def prepare_run(
     `num_ranks` is that of a launcher, None where the plan chooses. `say` gets lines about a slow
     store. Raises PhalanxError for what the user can mend.
     """
-    basis = _check_before_writing(job, run_dir, resume=resume, num_ranks=num_ranks)
+    basis = _collect_plan_inputs_and_refuse_early(job, run_dir, resume=resume, num_ranks=num_ranks)
     directory = RunDirectory(run_dir)
     # The run's own lock comes first: of two jobs, one alone looks at the store and writes there.
     with (
         directory.hold() as lock,
-        hold_store(job, run_dir, resume=resume, say=say) as store,
+        hold_claimed_store(job, run_dir, resume=resume, say=say) as store,
     ):
-        job, plan, corpus, unverified = _plan_with_data(basis, run_dir, resume=resume)
+        job, plan, corpus, unverified = _prepare_data_and_plan(basis, run_dir, resume=resume)
         if not resume:
             # Now that the parameters are counted: a disk without room is refused at once.
             open_run_directory(run_dir, needed_bytes=plan.num_params * CHECKPOINT_BYTES_PER_PARAM)
-        initial, init_lines = _write_initial_weights(job, plan, store)
+        initial, init_lines = _build_initial_weights_file(job, plan, store)
         facts = {JOB_FILE: job.to_json(), PLAN_FILE: plan.to_json(), **initial}
-        with write_run_facts(run_dir, lock, facts):
+        with hold_run_facts_files(run_dir, lock, facts):
             # Once the facts are written it is a run, and can be resumed: it stays whatever comes.
-            directory.keep_as_run()
+            directory.keep_run_directory()
             run = PreparedRun(
                 job,
                 plan,
@@ -104,12 +108,12 @@ def prepare_run(
                 init_lines=tuple(init_lines),
             )
             if not resume:
-                run = replace(run, discard_run=directory.discard_run)
+                run = replace(run, remove_run_directory=directory.remove_run_directory)
             yield run
 
 
 @dataclass(frozen=True)
-class _PlanBasis:
+class _PlanInputs:
     """The job and what else the plan rests on, as far as it is known before the data is."""
 
     job: Job
@@ -120,9 +124,9 @@ class _PlanBasis:
     num_ranks: int | None
 
 
-def _check_before_writing(
+def _collect_plan_inputs_and_refuse_early(
     job: Job, run_dir: Path, *, resume: bool, num_ranks: int | None
-) -> _PlanBasis:
+) -> _PlanInputs:
     """Find out what the plan rests on, and refuse what can be refused before anything is written:
     a run directory, a machine, weights or a layout that do not fit the job."""
     refuse_existing_run(run_dir, resume=resume)
@@ -135,7 +139,7 @@ def _check_before_writing(
     cluster = detect_cluster(job.cluster.device)
     earlier_plan = None
     if resume:
-        earlier_plan = plan_of_run(run_dir)
+        earlier_plan = read_plan_of_run(run_dir)
     if earlier_plan is not None and job.precision.compute == "auto":
         # Started again with the job file: the run has begun, in the precision it chose then.
         job = replace_precision(job, earlier_plan.precision)
@@ -144,15 +148,15 @@ def _check_before_writing(
     require_model_reads_data(job, shape)
     if not resume:
         # Weights that are not there or do not fit are refused before data is prepared.
-        find_initial_checkpoint(job.model, find_known_shape(job))
+        find_initial_checkpoint(job.model, find_shape_known_before_data(job))
     # A bad layout is refused before anything is written.
     choose_layout(job, cluster=cluster, num_ranks=num_ranks, shape=shape)
     tokens = find_job_tokens(job, is_prepared=is_prepared)
-    return _PlanBasis(job, cluster, shape, earlier_plan, tokens, num_ranks)
+    return _PlanInputs(job, cluster, shape, earlier_plan, tokens, num_ranks)
 
 
-def _plan_with_data(
-    basis: _PlanBasis, run_dir: Path, *, resume: bool
+def _prepare_data_and_plan(
+    basis: _PlanInputs, run_dir: Path, *, resume: bool
 ) -> tuple[Job, Plan, Corpus, list[str]]:
     """Prepare the data in the run directory, and plan.
 
@@ -167,7 +171,7 @@ def _plan_with_data(
     corpus = prepare_corpus(
         job.data, data_dir, vocab_size=fixed_size, default_tokenizer=tokens.default
     )
-    unverified = verify_corpus(corpus, is_new=is_new)
+    unverified = verify_corpus_checksums(corpus, is_new=is_new)
     vocab_size = fixed_size or corpus.vocab_size
     # Chosen again: the vocabulary, which only the data may say, is a part of the memory.
     chosen = choose_layout(
@@ -183,19 +187,19 @@ def _plan_with_data(
         vocab_size=vocab_size,
         num_ranks=basis.num_ranks,
         shape=basis.shape,
-        data=count_data(corpus),
-        more=tokens.corpus_remarks(corpus),
+        data=count_tokens_and_samples(corpus),
+        more=tokens.list_corpus_remarks(corpus),
     )
-    _refuse_images(corpus, plan.model_shape)
+    _refuse_images_of_wrong_size(corpus, plan.model_shape)
     plan = keep_precision_of_run(plan, basis.earlier_plan, basis.cluster)
     # A run is known by it, wherever it goes on.
     job = replace_precision(job, plan.precision)
-    warn_of_mixed_rows = warnings_about_mixed_rows(job, plan, ask=not resume)
+    warn_of_mixed_rows = find_mixed_rows_warnings(job, plan, ask=not resume)
     plan = replace(plan, warnings=(*plan.warnings, *warn_of_mixed_rows))
     return job, plan, corpus, unverified
 
 
-def _refuse_images(corpus: Corpus, shape: ModelCosts) -> None:
+def _refuse_images_of_wrong_size(corpus: Corpus, shape: ModelCosts) -> None:
     """Raise the LayoutError that every rank would: samples of another size than a built-in model
     of images takes."""
     if corpus.user is None or not shape.reads_images:
@@ -216,7 +220,9 @@ def _format_image_size(size: Sequence[int]) -> str:
     return " x ".join(map(str, size))
 
 
-def _write_initial_weights(job: Job, plan: Plan, store: Store) -> tuple[dict[str, Any], list[str]]:
+def _build_initial_weights_file(
+    job: Job, plan: Plan, store: Store
+) -> tuple[dict[str, Any], list[str]]:
     """The file to write into the run directory, and lines to say, for model.init_from.
 
     Only step 0 reads it.

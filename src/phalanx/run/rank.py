@@ -49,21 +49,21 @@ from phalanx.parallel.parallelize import discover_transforms
 from phalanx.resilience.fault import build_fault_listener
 from phalanx.run.build_trainer import build_trainer
 from phalanx.run.data import (
-    note_batch_size_change,
-    open_held_out,
+    emit_note_on_batch_size_change,
+    open_held_out_batches,
     open_train_batches,
     require_document_mask_support,
-    require_same_samples,
+    require_same_samples_on_all_ranks,
 )
 from phalanx.run.directory import DATA_FOLDER
-from phalanx.run.needs import sink_openers
+from phalanx.run.needs import list_sink_openers
 from phalanx.run.rank_run import RankPayload, RankRunInputs
-from phalanx.run.sample import sample_text
-from phalanx.run.weights import open_state
+from phalanx.run.sample import emit_sample_text
+from phalanx.run.weights import build_and_restore_state
 from phalanx.train.gpu_room import describe_gpu_memory_shortage
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.state import TrainState
-from phalanx.train.stop import StopFlags
+from phalanx.train.stop import StopSignalFlags
 from phalanx.train.trainer import Trainer
 from phalanx.train.training_data import TrainingData
 
@@ -108,7 +108,7 @@ class RankContext:
     bus: Bus
     phases: PhaseTimer
     meter: MemoryMeter
-    stop: StopFlags
+    stop: StopSignalFlags
     fence: RunOwnershipWatch
 
 
@@ -123,9 +123,9 @@ def run_rank(
     `rendezvous` is the ranks' key-value store of another launcher, where that is open already.
     """
     job, rank = run.job, run.rank
-    stop = StopFlags()
+    stop = StopSignalFlags()
     # First: from here on a signal is a request, also while groups are opened.
-    stop.handle_signals()
+    stop.request_stop_on_signals()
     inject = job.resilience.inject
     meter = MemoryMeter()
     faults = (build_fault_listener(inject, rank=rank, run_dir=run.run_dir),) if inject else ()
@@ -133,20 +133,22 @@ def run_rank(
     phases = PhaseTimer(box, faults, of_training=(meter.begin_phase,))
     # Events of rank 0 are those that people watch: no other rank opens the job's sinks.
     if rank == 0:
-        sinks = [*sinks, *sink_openers(job, run.run_dir)]
+        sinks = [*sinks, *list_sink_openers(job, run.run_dir)]
     fence = RunOwnershipWatch.for_rank(run.run_dir, run.claim)
     bus = Bus(
         rank=rank,
         attempt=run.attempt,
         run_dir=run.run_dir,
         sinks=sinks,
-        on_unwritten=partial(_forward_watched_event, run),
+        on_unwritten=partial(_show_event_if_watched, run),
         # Not a byte into a run that another job has by now.
         may_write=lambda: not fence.is_lost(),
     )
     try:
         with record_collectives(box):
-            code = _train_rank(RankContext(run, bus, phases, meter, stop, fence), rendezvous)
+            code = _join_ranks_and_train(
+                RankContext(run, bus, phases, meter, stop, fence), rendezvous
+            )
     except BaseException:
         # Not longer: all others wait for a rank that failed.
         bus.close(CLOSE_AFTER_ERROR_TIMEOUT_S)
@@ -162,7 +164,7 @@ def _open_black_box(run: RankRunInputs) -> BlackBox:
     return BlackBox(black_box_path(run.run_dir, run.rank), identity)
 
 
-def _forward_watched_event(run: RankRunInputs, envelope: Envelope) -> None:
+def _show_event_if_watched(run: RankRunInputs, envelope: Envelope) -> None:
     """Rank 0's events are those that people watch; of other ranks they must know that some are
     lost, and what a check found."""
     if run.rank == 0 or isinstance(envelope.event, InvariantChecked | Note | SinkDropped):
@@ -170,7 +172,7 @@ def _forward_watched_event(run: RankRunInputs, envelope: Envelope) -> None:
 
 
 @contextlib.contextmanager
-def _report_errors(run: RankRunInputs) -> Iterator[None]:
+def _reporting_errors_at_once(run: RankRunInputs) -> Iterator[None]:
     """Report an error of the body at once: what encloses it may block on the way out."""
     try:
         with raising_layout_error_for_nondeterminism(run.job.train.deterministic):
@@ -180,24 +182,24 @@ def _report_errors(run: RankRunInputs) -> Iterator[None]:
         raise
 
 
-def _train_rank(rank: RankContext, rendezvous: dist.Store | None) -> ExitCode:
+def _join_ranks_and_train(rank: RankContext, rendezvous: dist.Store | None) -> ExitCode:
     """Join the other ranks, build and restore the state, train, and leave together."""
     run, plan = rank.run, rank.run.plan
     rank.phases.enter("startup")
-    with _open_mesh_of_ranks(run, rendezvous) as mesh, _report_errors(run):
+    with _open_mesh_of_ranks(run, rendezvous) as mesh, _reporting_errors_at_once(run):
         # On a GPU work runs later than it is called for: there its events tell the seconds.
         rank.phases.use_clock(create_phase_clock_for_device(mesh.device))
         corpus = load_corpus(run.run_dir / DATA_FOLDER)
         # Before anything is built: ranks of different jobs would wait for each other for ever.
-        _require_same_job_on_ranks(run, mesh, corpus)
+        _require_same_inputs_on_ranks(run, mesh, corpus)
         if plan.parallel.zero_stage >= 2:
             # FSDP's first use imports it: 100 MB of torch's, which must not count as training's.
             importlib.import_module("torch._dynamo")
         # Before the model: its memory counts, that of torch and of the groups does not.
         rank.meter.start(mesh.device)
         shortage = describe_gpu_memory_shortage(mesh, plan)
-        storage = _open_storage(rank)
-        state, restored = open_state(
+        storage = _open_run_storage(rank)
+        state, restored = build_and_restore_state(
             run.job,
             plan,
             mesh,
@@ -207,18 +209,18 @@ def _train_rank(rank: RankContext, rendezvous: dist.Store | None) -> ExitCode:
             tokenizer=corpus.tokenizer_digest,
         )
         require_document_mask_support(run.job, state.model)
-        require_same_samples(corpus, mesh)
+        require_same_samples_on_all_ranks(corpus, mesh)
         with (
             open_train_batches(
                 run.job, plan, mesh, corpus, state, rank.bus, run.run_dir
             ) as batches,
             # Inside, too: closing the loader may block, and the supervisor must know before.
-            _report_errors(run),
+            _reporting_errors_at_once(run),
         ):
-            trainer = _build_trainer(rank, storage, state, corpus, batches)
+            trainer = _build_trainer_of_rank(rank, storage, state, corpus, batches)
             if mesh.rank == 0:
                 rank.bus.emit(_build_run_started(run, mesh, state, restored))
-                _emit_warnings(run, state, rank.bus, shortage)
+                _emit_start_warnings(run, state, rank.bus, shortage)
             rank.phases.leave("startup")
             end_reason = trainer.run()
         _finish_on_all_ranks(rank, trainer, corpus, is_finished=end_reason == "finished")
@@ -246,7 +248,7 @@ def _open_mesh_of_ranks(run: RankRunInputs, rendezvous: dist.Store | None) -> It
         yield mesh
 
 
-def _require_same_job_on_ranks(run: RankRunInputs, mesh: Mesh, corpus: Corpus) -> None:
+def _require_same_inputs_on_ranks(run: RankRunInputs, mesh: Mesh, corpus: Corpus) -> None:
     """Raise, on every rank, if job, plan, data or versions differ between ranks."""
     mesh.require_agreement(
         {
@@ -259,7 +261,7 @@ def _require_same_job_on_ranks(run: RankRunInputs, mesh: Mesh, corpus: Corpus) -
     )
 
 
-def _open_storage(rank: RankContext) -> RunStorage:
+def _open_run_storage(rank: RankContext) -> RunStorage:
     """The run's storage, opened once for all that this rank reads and saves."""
 
     def emit_slow_store(why: str) -> None:
@@ -271,14 +273,14 @@ def _open_storage(rank: RankContext) -> RunStorage:
     )
 
 
-def _build_trainer(
+def _build_trainer_of_rank(
     rank: RankContext, storage: RunStorage, state: TrainState, corpus: Corpus, batches: TrainBatches
 ) -> Trainer:
     job, plan = rank.run.job, rank.run.plan
     data = TrainingData(
         batches,
         build_objective(job),
-        open_held_out(job, plan, state.model.mesh, corpus),
+        open_held_out_batches(job, plan, state.model.mesh, corpus),
         source_weights=dict(zip(corpus.names, corpus.weights, strict=True)),
         records=batches.record,
     )
@@ -298,7 +300,7 @@ def _finish_on_all_ranks(
         # before all are here.
         run.link.report_work_done()
         mesh.barrier()
-        has_all_ranks = sample_text(run.job, run.plan, mesh, corpus, trainer, rank.meter)
+        has_all_ranks = emit_sample_text(run.job, run.plan, mesh, corpus, trainer, rank.meter)
     predicted = run.plan.memory_of_rank(mesh.rank)
     rank.bus.emit(
         rank.meter.build_memory_event(state.shards(), state.model, predicted, trainer.staging_bytes)
@@ -311,14 +313,14 @@ def _finish_on_all_ranks(
         abandon_mesh(mesh)
 
 
-def _emit_warnings(run: RankRunInputs, state: TrainState, bus: Bus, shortage: str) -> None:
+def _emit_start_warnings(run: RankRunInputs, state: TrainState, bus: Bus, shortage: str) -> None:
     """Emit what the owner of a run may regret, before its first step; `shortage` says which GPU
     has little room, if one does."""
     if shortage:
         bus.emit(Note("warning", {"warning": "little_room", "text": shortage}))
     for warning in run.plan.warnings:
         bus.emit(Note("warning", {"warning": warning.code, "text": warning.text}))
-    note_batch_size_change(run.job, run.plan, state, bus)
+    emit_note_on_batch_size_change(run.job, run.plan, state, bus)
     if state.other_cpu:
         bus.emit(Note("another_cpu", {"why": state.other_cpu}))
     if state.lost_reduction:

@@ -19,7 +19,7 @@ from phalanx.plan.plan import Plan
 
 
 @dataclass(frozen=True)
-class PipelineRecut:
+class SuggestedPipelineCut:
     """The cut that would suit the stages of `run_dir` best, beside what was measured there."""
 
     run_dir: Path
@@ -44,10 +44,10 @@ class PipelineRecut:
 
     def lines(self) -> list[str]:
         """Lines for people."""
-        return _recut_lines(self.recut, self.event, self.seconds)
+        return _build_cut_summary_lines(self.recut, self.event, self.seconds)
 
 
-def recut_pipeline_of_run(job: Job, plan: Plan, run_dir: Path) -> PipelineRecut:
+def suggest_pipeline_cut_from_run(job: Job, plan: Plan, run_dir: Path) -> SuggestedPipelineCut:
     """Cut the pipeline of `plan` anew, by the seconds that the run in `run_dir` measured.
 
     Raises UsageError for a run without a measured pipeline, LayoutError for one of another
@@ -67,7 +67,7 @@ def recut_pipeline_of_run(job: Job, plan: Plan, run_dir: Path) -> PipelineRecut:
         ) from None
     # Recomputation is in what was measured, and so not in what shares it out.
     weights = compute_model_part_costs(job, plan.model_shape).layer_costs
-    return PipelineRecut(
+    return SuggestedPipelineCut(
         run_dir,
         event,
         tuple(seconds),
@@ -90,7 +90,7 @@ def _find_last_measured_step(run_dir: Path) -> PipelineMeasured:
     return newest
 
 
-def _recut_lines(
+def _build_cut_summary_lines(
     recut: ProposedCut, event: PipelineMeasured, seconds: Sequence[StageCosts]
 ) -> list[str]:
     milliseconds = []

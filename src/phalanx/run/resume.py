@@ -107,7 +107,7 @@ def load_resumed_job(resume: str, overrides: Sequence[str]) -> ResumedRun:
             fix="give a directory that phalanx train wrote",
         )
     was = load_job_json(run_dir / "job.json", [f"run.dir={resume}"])
-    job = _load_with_changes(run_dir, was, overrides)
+    job = _load_job_with_overrides(run_dir, was, overrides)
     if job.precision.compute == "auto" != was.precision.compute:
         # Asked for: what it means on this machine.
         job, _ = resolve_precision(job, detect_cluster(job.cluster.device))
@@ -115,15 +115,20 @@ def load_resumed_job(resume: str, overrides: Sequence[str]) -> ResumedRun:
     step = find_newest_readable_step(open_store_of_run(run_dir, was.checkpoint.url))
     changed_keys = find_differing_keys(was.to_json(), job.to_json())
     changed_keys = [key for key in changed_keys if key not in DATA_READING_KEYS]
-    _refuse_fixed_keys(changed_keys, is_saved=step > 0)
-    before, after = _flatten_keys(was.to_json()), _flatten_keys(job.to_json())
+    _refuse_changes_of_fixed_keys(changed_keys, is_saved=step > 0)
+    before, after = (
+        _flatten_job_to_dotted_keys(was.to_json()),
+        _flatten_job_to_dotted_keys(job.to_json()),
+    )
     changes = []
     for key in changed_keys:
-        changes.append(_describe_change(key, before.get(key), after.get(key), was, job, step))
-    return ResumedRun(run_dir, job, step, tuple(changes), _compare_learning_rates(was, job, step))
+        changes.append(_build_job_change(key, before.get(key), after.get(key), was, job, step))
+    return ResumedRun(
+        run_dir, job, step, tuple(changes), _describe_learning_rate_change(was, job, step)
+    )
 
 
-def _refuse_fixed_keys(changed_keys: Sequence[str], *, is_saved: bool) -> None:
+def _refuse_changes_of_fixed_keys(changed_keys: Sequence[str], *, is_saved: bool) -> None:
     """Raise JobError for changes of keys that a run keeps; more of them once it has saved."""
     fixed_keys: tuple[str, ...] = UNCHANGEABLE_KEYS
     if is_saved:
@@ -147,7 +152,7 @@ def load_job_for_explain(
     return load_resumed_job(resume, overrides).job, str(Path(resume) / "job.json")
 
 
-def _flatten_keys(job: Mapping[str, Any]) -> dict[str, Any]:
+def _flatten_job_to_dotted_keys(job: Mapping[str, Any]) -> dict[str, Any]:
     """Values by dotted key, as `find_differing_keys` names them."""
     flat: dict[str, Any] = {}
 
@@ -164,16 +169,22 @@ def _flatten_keys(job: Mapping[str, Any]) -> dict[str, Any]:
 # --- what a change does ---------------------------------------------------------------------------
 
 
-def _describe_change(key: str, before: Any, after: Any, was: Job, job: Job, step: int) -> JobChange:
+def _build_job_change(
+    key: str, before: Any, after: Any, was: Job, job: Job, step: int
+) -> JobChange:
     for prefix, describe, is_other_training in _CHANGE_DESCRIPTIONS:
         if key.startswith(prefix):
             return JobChange(key, before, after, describe(was, job, step), is_other_training)
     return JobChange(
-        key, before, after, _make_describer("holds from step {next} on")(was, job, step), True
+        key,
+        before,
+        after,
+        _make_change_describer("holds from step {next} on")(was, job, step),
+        True,
     )
 
 
-def _make_describer(text: str) -> Callable[[Job, Job, int], str]:
+def _make_change_describer(text: str) -> Callable[[Job, Job, int], str]:
     return lambda was, job, step: text.format(next=step + 1)
 
 
@@ -200,44 +211,52 @@ _SAME_MATHEMATICS_TEXT = "the same mathematics, rounded otherwise"
 _CHANGE_DESCRIPTIONS: tuple[tuple[str, Callable[[Job, Job, int], str], bool], ...] = (
     ("train.steps", _describe_steps_change, True),
     ("train.global_batch_size", _describe_batch_change, True),
-    ("train.sample_tokens", _make_describer("of the text at the end alone"), False),
-    ("train.compile", _make_describer(_SAME_MATHEMATICS_TEXT), False),
-    ("train.deterministic", _make_describer(f"{_SAME_MATHEMATICS_TEXT}, on GPUs"), False),
-    ("train.", _make_describer("the same mathematics, in other memory and time"), False),
-    ("optim.", _make_describer("holds from step {next} on"), True),
-    ("precision.", _make_describer("numbers are rounded so from step {next} on"), True),
-    ("parallel.compress", _make_describer("gradients travel so from step {next} on"), True),
+    ("train.sample_tokens", _make_change_describer("of the text at the end alone"), False),
+    ("train.compile", _make_change_describer(_SAME_MATHEMATICS_TEXT), False),
+    ("train.deterministic", _make_change_describer(f"{_SAME_MATHEMATICS_TEXT}, on GPUs"), False),
+    ("train.", _make_change_describer("the same mathematics, in other memory and time"), False),
+    ("optim.", _make_change_describer("holds from step {next} on"), True),
+    ("precision.", _make_change_describer("numbers are rounded so from step {next} on"), True),
+    ("parallel.compress", _make_change_describer("gradients travel so from step {next} on"), True),
     (
         "parallel.sync_batchnorm",
-        _make_describer("statistics are made so from step {next} on"),
+        _make_change_describer("statistics are made so from step {next} on"),
         True,
     ),
-    ("parallel.dropout", _make_describer("dropout draws so from step {next} on"), True),
-    ("parallel.", _make_describer(_SAME_MATHEMATICS_TEXT), False),
-    ("cluster.", _make_describer("where it runs; the same mathematics"), False),
-    ("eval.", _make_describer("evaluations from step {next} on; training does not change"), False),
+    ("parallel.dropout", _make_change_describer("dropout draws so from step {next} on"), True),
+    ("parallel.", _make_change_describer(_SAME_MATHEMATICS_TEXT), False),
+    ("cluster.", _make_change_describer("where it runs; the same mathematics"), False),
+    (
+        "eval.",
+        _make_change_describer("evaluations from step {next} on; training does not change"),
+        False,
+    ),
     (
         "checkpoint.url",
-        _make_describer(
+        _make_change_describer(
             "checkpoints are looked for and saved there; those of before stay where they are"
         ),
         False,
     ),
-    ("checkpoint.", _make_describer("how it is saved; training does not change"), False),
-    ("observe.", _make_describer("what is recorded; training does not change"), False),
+    ("checkpoint.", _make_change_describer("how it is saved; training does not change"), False),
+    ("observe.", _make_change_describer("what is recorded; training does not change"), False),
     (
         "resilience.max_skipped_steps",
-        _make_describer("when it gives up on steps that are not finite"),
+        _make_change_describer("when it gives up on steps that are not finite"),
         False,
     ),
-    ("resilience.inject", _make_describer("faults that are put in"), False),
-    ("resilience.", _make_describer("how failures are met; training does not change"), False),
-    ("run.", _make_describer("what the run is called; training does not change"), False),
-    ("data.", _make_describer("how samples are read; they are the same"), False),
+    ("resilience.inject", _make_change_describer("faults that are put in"), False),
+    (
+        "resilience.",
+        _make_change_describer("how failures are met; training does not change"),
+        False,
+    ),
+    ("run.", _make_change_describer("what the run is called; training does not change"), False),
+    ("data.", _make_change_describer("how samples are read; they are the same"), False),
 )
 
 
-def _compare_learning_rates(was: Job, job: Job, step: int) -> str:
+def _describe_learning_rate_change(was: Job, job: Job, step: int) -> str:
     """A sentence that compares the learning rate with the one before the change, and says how to
     keep it; empty if it is the same."""
     now = learning_rate(job, step + 1)
@@ -261,7 +280,7 @@ def _compare_learning_rates(was: Job, job: Job, step: int) -> str:
 # --- ranks that the run's other keys do not fit ---------------------------------------------------
 
 
-def _load_with_changes(run_dir: Path, was: Job, overrides: Sequence[str]) -> Job:
+def _load_job_with_overrides(run_dir: Path, was: Job, overrides: Sequence[str]) -> Job:
     """The run's job with `overrides`.
 
     A layout that does not fit is a LayoutError with all the keys that make one.
@@ -271,9 +290,9 @@ def _load_with_changes(run_dir: Path, was: Job, overrides: Sequence[str]) -> Job
         key = text.partition("=")[0].strip()
         if key.startswith("parallel."):
             layout_keys.append(key)
-    plan = plan_of_run(run_dir)
+    plan = read_plan_of_run(run_dir)
     try:
-        job = _load_run_job(run_dir, was, overrides)
+        job = _load_job_of_run(run_dir, was, overrides)
         refusal = None
         if layout_keys:
             refusal = _find_layout_error(job, plan)
@@ -286,21 +305,21 @@ def _load_with_changes(run_dir: Path, was: Job, overrides: Sequence[str]) -> Job
             raise
         first = about_layout[0]
         job, refusal = was, LayoutError(first.what, where=first.key, fix=first.fix)
-        if not (more := _missing_overrides(run_dir, was, overrides, layout_keys, plan)):
+        if not (more := _find_layout_overrides_to_add(run_dir, was, overrides, layout_keys, plan)):
             raise
     else:
         if refusal is None:
             return job
-        more = _missing_overrides(run_dir, was, overrides, layout_keys, plan)
+        more = _find_layout_overrides_to_add(run_dir, was, overrides, layout_keys, plan)
     if more:
         refusal.fix = (
-            f"the run has {_describe_layout_keys(was, more)}: say what becomes of it,"
+            f"the run has {_describe_layout_overrides(was, more)}: say what becomes of it,"
             f" {' '.join([*overrides, *more])}"
         )
     raise refusal
 
 
-def _load_run_job(run_dir: Path, was: Job, overrides: Sequence[str]) -> Job:
+def _load_job_of_run(run_dir: Path, was: Job, overrides: Sequence[str]) -> Job:
     run_dir_override = f"run.dir={run_dir}"
     return load_job_json(
         run_dir / "job.json",
@@ -308,7 +327,7 @@ def _load_run_job(run_dir: Path, was: Job, overrides: Sequence[str]) -> Job:
     )
 
 
-def plan_of_run(run_dir: Path) -> Plan | None:
+def read_plan_of_run(run_dir: Path) -> Plan | None:
     """The plan that the run in `run_dir` was last started with; None where it cannot be read."""
     try:
         return Plan.from_json(read_json(run_dir / "plan.json"))
@@ -328,7 +347,7 @@ def _find_layout_error(job: Job, plan: Plan | None) -> LayoutError | None:
     return None
 
 
-def _missing_overrides(
+def _find_layout_overrides_to_add(
     run_dir: Path, was: Job, overrides: Sequence[str], layout_keys: Sequence[str], plan: Plan | None
 ) -> list[str]:
     """The fewest keys of the run's own layout that have to go for the overrides to fit, as
@@ -337,14 +356,15 @@ def _missing_overrides(
     def fits(more: Sequence[str]) -> bool:
         try:
             return (
-                _find_layout_error(_load_run_job(run_dir, was, [*overrides, *more]), plan) is None
+                _find_layout_error(_load_job_of_run(run_dir, was, [*overrides, *more]), plan)
+                is None
             )
         except JobError:
             return False
 
     # "none": as the plan chooses.
     for degree in ("1", "none"):
-        reset = _reset_layout(was.parallel, layout_keys, degree)
+        reset = _list_layout_reset_overrides(was.parallel, layout_keys, degree)
         if fits(list(reset.values())):
             for key in list(reset):
                 if fits([text for name, text in reset.items() if name != key]):
@@ -354,7 +374,9 @@ def _missing_overrides(
     return []
 
 
-def _reset_layout(run_layout: Parallel, layout_keys: Sequence[str], degree: str) -> dict[str, str]:
+def _list_layout_reset_overrides(
+    run_layout: Parallel, layout_keys: Sequence[str], degree: str
+) -> dict[str, str]:
     """An override for each key of the run's layout that was not asked for anew: its default, or
     `degree`."""
     usual = Parallel()
@@ -383,7 +405,7 @@ def _format_override_value(value: Any) -> str:
     return str(value)
 
 
-def _describe_layout_keys(was: Job, more: Sequence[str]) -> str:
+def _describe_layout_overrides(was: Job, more: Sequence[str]) -> str:
     described = []
     for text in more:
         name = text.partition("=")[0]

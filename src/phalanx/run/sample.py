@@ -8,13 +8,13 @@ from phalanx.mesh.mesh import Mesh
 from phalanx.observe.events import Note, TextGenerated
 from phalanx.observe.progress import ProgressEmitter
 from phalanx.plan.plan import Plan
-from phalanx.run.data import prompt_tokens
+from phalanx.run.data import build_sample_prompt_tokens
 from phalanx.train.generate import generate_tokens
 from phalanx.train.memory import MemoryMeter
 from phalanx.train.trainer import Trainer
 
 
-def sample_text(
+def emit_sample_text(
     job: Job, plan: Plan, mesh: Mesh, corpus: Corpus, trainer: Trainer, meter: MemoryMeter
 ) -> bool:
     """Sample text, once the last step is done and saved. False where that failed.
@@ -30,7 +30,7 @@ def sample_text(
     num_tokens = job.train.sample_tokens
     progress = ProgressEmitter(trainer.bus.emit, step, "sample", num_tokens)
     try:
-        prompt = prompt_tokens(corpus, tokenizer, plan.seq_len)
+        prompt = build_sample_prompt_tokens(corpus, tokenizer, plan.seq_len)
         tokens = generate_tokens(
             trainer.state.model,
             prompt,

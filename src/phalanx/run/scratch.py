@@ -40,12 +40,12 @@ class ScratchDirectory:
     directory: Path
     keeps_logs: bool = False
 
-    def failure_message(self, outcome: RunOutcome) -> str:
+    def build_rank_failure_message(self, outcome: RunOutcome) -> str:
         """The message about ranks that failed. The logs stay if it sends the reader there."""
         self.keeps_logs |= str(self.directory / LOGS) in outcome.message
         return outcome.message
 
-    def find_rank_refusal(self, outcome: RunOutcome) -> PhalanxError | None:
+    def find_error_that_rank_raised(self, outcome: RunOutcome) -> PhalanxError | None:
         """The PhalanxError that a rank raised; None if ranks failed by anything else."""
         # What a person can mend is one line; a message of several is a traceback.
         kind = next(
@@ -53,7 +53,7 @@ class ScratchDirectory:
         )
         if outcome.status != "failed" or kind is None or "\n" in outcome.message:
             return None
-        return kind(self.failure_message(outcome))
+        return kind(self.build_rank_failure_message(outcome))
 
     def remove(self) -> None:
         if not self.keeps_logs:
@@ -70,7 +70,7 @@ class ScratchDirectory:
 
 
 @contextmanager
-def scratch_directory(verb: str) -> Iterator[ScratchDirectory]:
+def open_scratch_directory(verb: str) -> Iterator[ScratchDirectory]:
     """A directory for what the ranks of `verb` leave.
 
     Raises ResourceError where none can be made.

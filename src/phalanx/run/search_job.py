@@ -27,7 +27,7 @@ from phalanx.run.tokens import find_job_tokens
 
 
 @dataclass(frozen=True)
-class SearchedJob:
+class JobSearch:
     """A job, the search that was made for it, and what it found."""
 
     job: Job
@@ -39,32 +39,32 @@ class SearchedJob:
         """The job file that trains with the winner; "" where nothing fits."""
         if self.result.winner is None:
             return ""
-        return format_job(apply_job_keys(self.job, self.result.winner.job_keys))
+        return format_job_file(apply_job_keys(self.job, self.result.winner.job_keys))
 
 
-def has_known_devices(job: Job) -> bool:
+def can_predict_step_times(job: Job) -> bool:
     """True where step times can be predicted: for a described cluster, or GPUs of the table."""
     return choose_cluster_of_job(job).accelerator is not None
 
 
-def open_search(job: Job, cluster: Cluster | None = None) -> SearchTask:
+def prepare_layout_search(job: Job, cluster: Cluster | None = None) -> SearchTask:
     """The search for a job, with the vocabulary of its model or of its data.
 
     Raises LayoutError (exit 3), DataError (exit 4) for data that a run would refuse.
     """
-    return build_search_task(job, cluster=cluster, vocab_size=_find_vocab_size(job))
+    return build_search_task(job, cluster=cluster, vocab_size=_find_vocab_size_before_training(job))
 
 
-def search_job(job: Job, cluster: Cluster | None = None) -> SearchedJob:
+def search_layouts_of_job(job: Job, cluster: Cluster | None = None) -> JobSearch:
     """The best layouts of a job; where nothing fits, what would."""
-    task = open_search(job, cluster)
+    task = prepare_layout_search(job, cluster)
     result = search_layouts(task)
     if result.winner is None:
         result = replace(result, nearest=find_nearest_fits(task))
-    return SearchedJob(job, task, result)
+    return JobSearch(job, task, result)
 
 
-def _find_vocab_size(job: Job) -> int | None:
+def _find_vocab_size_before_training(job: Job) -> int | None:
     """The vocabulary that the model says, or that the data has; None for the default's bytes."""
     size = find_vocab_size_of(job.model)
     tokens = find_job_tokens(job)
@@ -76,12 +76,14 @@ def _find_vocab_size(job: Job) -> int | None:
     ):
         return size
     # Only now: it reads data, which most searches are made without.
-    from phalanx.data.look import summarize_data
+    from phalanx.data.look import summarize_data_sources
 
-    return summarize_data(job.data, vocab_size=None, default_tokenizer=tokens.default).vocab_size
+    return summarize_data_sources(
+        job.data, vocab_size=None, default_tokenizer=tokens.default
+    ).vocab_size
 
 
-def format_job(job: Job) -> str:
+def format_job_file(job: Job) -> str:
     """The keys that a job gives, as the text of a job file."""
     body: Mapping[str, Mapping[str, Any]] = json.loads(job.model_dump_json(exclude_unset=True))
     lines = []
@@ -94,7 +96,7 @@ def format_job(job: Job) -> str:
     return "\n".join(lines)
 
 
-def write_search(searched: SearchedJob, directory: Path, *, force: bool = False) -> list[Path]:
+def write_search_files(searched: JobSearch, directory: Path, *, force: bool = False) -> list[Path]:
     """Write job.toml (where something fits) and plan.json into `directory`; returns the files.
 
     Raises UsageError where one of them is there already, ResourceError where it cannot be written.

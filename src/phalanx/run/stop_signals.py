@@ -12,7 +12,7 @@ from typing import Any
 from phalanx.core.errors import ExitCode, PhalanxError
 
 
-class StoppedError(PhalanxError):
+class StoppedBySignalError(PhalanxError):
     """SIGTERM where no rank trains: before, or after."""
 
     exit_code = ExitCode.PREEMPTED
@@ -32,10 +32,10 @@ def raising_on_stop_signals() -> Iterator[None]:
         yield
         return
     previous: dict[signal.Signals, Any] = {
-        signal.SIGTERM: signal.signal(signal.SIGTERM, _raise_stopped)
+        signal.SIGTERM: signal.signal(signal.SIGTERM, _raise_stop_once)
     }
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        previous[signal.SIGINT] = signal.signal(signal.SIGINT, _raise_stopped)
+        previous[signal.SIGINT] = signal.signal(signal.SIGINT, _raise_stop_once)
     try:
         yield
     finally:
@@ -43,13 +43,13 @@ def raising_on_stop_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _raise_stopped(number: int, frame: FrameType | None) -> None:
+def _raise_stop_once(number: int, frame: FrameType | None) -> None:
     # First of all: a second signal must not strike while the first one's clean-up goes on.
     for other in (signal.SIGTERM, signal.SIGINT):
         signal.signal(other, signal.SIG_IGN)
     if number == signal.SIGINT:
         raise KeyboardInterrupt
-    raise StoppedError(
+    raise StoppedBySignalError(
         "stopped by SIGTERM while no rank was training",
         fix="run again, with --resume if it had begun",
     )

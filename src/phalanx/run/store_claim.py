@@ -17,7 +17,7 @@ from phalanx.run.directory import JOB_FILE
 
 
 @contextlib.contextmanager
-def hold_store(
+def hold_claimed_store(
     job: Job, run_dir: Path, *, resume: bool, say: Callable[[str], None]
 ) -> Iterator[Store]:
     """Yield the run's store, and hold the one of `checkpoint.url` while the body goes on; the
@@ -45,12 +45,12 @@ def hold_store(
         directory = local_directory(job.checkpoint.url)
         # The run's own directory is locked by now.
         if directory is not None and directory.resolve() != run_dir.resolve():
-            _lock_directory(stack, directory)
+            _lock_store_directory(stack, directory)
         if not resume and store.folders():
             fix = "choose another checkpoint.url, or continue the run they belong to with --resume"
             raise UsageError("there are checkpoints of another run", where=store.url, fix=fix)
         # After the look at what is there: a refused run leaves no claim behind.
-        stack.enter_context(_claim_store(store, run_dir))
+        stack.enter_context(_holding_store_claim(store, run_dir))
         # The console has the terminal from here on.
         is_speaking = False
         try:
@@ -60,7 +60,7 @@ def hold_store(
 
 
 @contextlib.contextmanager
-def _claim_store(store: Store, run_dir: Path) -> Iterator[None]:
+def _holding_store_claim(store: Store, run_dir: Path) -> Iterator[None]:
     """Write the run's claim, and take it back at the end if no run came of it."""
     try:
         claim_store(store, run_dir)
@@ -70,7 +70,7 @@ def _claim_store(store: Store, run_dir: Path) -> Iterator[None]:
             release_store(store, run_dir)
 
 
-def _lock_directory(stack: contextlib.ExitStack, directory: Path) -> None:
+def _lock_store_directory(stack: contextlib.ExitStack, directory: Path) -> None:
     """Lock the directory of a store; a refusal speaks of checkpoint.url instead of run.dir."""
     try:
         stack.enter_context(holding_run_lock(directory))

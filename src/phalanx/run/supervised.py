@@ -35,7 +35,7 @@ from phalanx.observe.events import (
     StepFinished,
 )
 from phalanx.observe.tail import EventTail, read_event
-from phalanx.run.conclude import RunEnd, finish_run, score_baselines
+from phalanx.run.conclude import RunEnd, emit_ngram_baselines, record_and_report_end_of_run
 from phalanx.run.needs import list_modules_to_preload
 from phalanx.run.output import RunOutput
 from phalanx.run.prepare import PreparedRun
@@ -50,7 +50,7 @@ _ERROR_CLASS_OF_EXIT_CODE: dict[ExitCode, type[PhalanxError]] = {
 }
 
 
-def train_supervised(
+def train_in_supervised_ranks(
     run: PreparedRun, output: RunOutput, *, began_s: float, resumed: ResumedRun | None
 ) -> RunEnd:
     """Start the ranks of `run`, show their steps, start them again after a crash, and say how it
@@ -80,8 +80,8 @@ def train_supervised(
     )
     console = output.open_console(job)
     tail = EventTail(run_dir, attempt_from=attempt)
-    show_refused = make_refused_event_writer(console, tail)
-    bus = open_supervisor_bus(run_dir, attempt, show_refused, fence)
+    show_refused = build_refused_event_printer(console, tail)
+    bus = open_supervisor_event_bus(run_dir, attempt, show_refused, fence)
     if resumed is not None:
         bus.emit(Note(RESUMED, resumed.facts()))
 
@@ -89,7 +89,7 @@ def train_supervised(
         if fence.is_lost():
             # The ranks end with the process that started them.
             raise fence.run_taken_error()
-        _show_new_events(console, tail)
+        _print_new_events(console, tail)
 
     with contextlib.ExitStack() as stack:
         stack.callback(bus.close)
@@ -102,19 +102,24 @@ def train_supervised(
             newest_step=lambda: _find_step_to_continue_from(run.store, run_dir),
             on_refused_event=lambda line: show_refused(read_event(line.encode())),
         )
-        require_run_not_taken(fence)
+        require_run_still_owned(fence)
         # What ranks wrote after the last tick.
-        _show_new_events(console, tail)
+        _print_new_events(console, tail)
         if outcome.status == "finished":
-            score_baselines(run, bus)
-            _show_new_events(console, tail)
+            emit_ngram_baselines(run, bus)
+            _print_new_events(console, tail)
         # Again: scoring took a while.
-        require_run_not_taken(fence)
-        refusal, elapsed_s = _find_rank_refusal(run, outcome), time.monotonic() - began_s
-        return finish_run(run, outcome, bus, stack, output, elapsed_s=elapsed_s, refusal=refusal)
+        require_run_still_owned(fence)
+        refusal, elapsed_s = (
+            _find_refusal_before_first_step(run, outcome),
+            time.monotonic() - began_s,
+        )
+        return record_and_report_end_of_run(
+            run, outcome, bus, stack, output, elapsed_s=elapsed_s, refusal=refusal
+        )
 
 
-def make_refused_event_writer(
+def build_refused_event_printer(
     console: Console, tail: EventTail
 ) -> Callable[[Envelope | None], None]:
     """A function that shows an event which the disk refused, at once.
@@ -139,7 +144,7 @@ def make_refused_event_writer(
     return show
 
 
-def open_supervisor_bus(
+def open_supervisor_event_bus(
     run_dir: Path, attempt: int, show_refused: Callable[[Envelope], None], fence: RunOwnershipWatch
 ) -> Bus:
     """The bus of the process that holds the run; events that its disk refuses go to
@@ -153,7 +158,7 @@ def open_supervisor_bus(
     )
 
 
-def require_run_not_taken(fence: RunOwnershipWatch) -> None:
+def require_run_still_owned(fence: RunOwnershipWatch) -> None:
     """Raise RunTakenError if another job has the run: nothing is written into it any more,
     whatever came out."""
     if fence.is_lost(now=True):
@@ -176,7 +181,7 @@ def _find_step_to_continue_from(store: Store, run_dir: Path) -> int:
         return 0
 
 
-def _find_rank_refusal(run: PreparedRun, outcome: RunOutcome) -> PhalanxError | None:
+def _find_refusal_before_first_step(run: PreparedRun, outcome: RunOutcome) -> PhalanxError | None:
     """The error of a rank that refused the job before its first step was done: as if it had been
     seen before the start.
 
@@ -192,7 +197,7 @@ def _find_rank_refusal(run: PreparedRun, outcome: RunOutcome) -> PhalanxError | 
     return kind(outcome.message)
 
 
-def _show_new_events(console: Console, tail: EventTail) -> None:
+def _print_new_events(console: Console, tail: EventTail) -> None:
     for envelope in tail.read_new_events():
         console.write(envelope)
     console.tick()

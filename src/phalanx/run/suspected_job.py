@@ -33,7 +33,7 @@ MAX_PARAMS = 200_000_000
 
 
 @dataclass(frozen=True)
-class SuspectedJob:
+class ReducedRunJob:
     """A run's job as it is judged, on `num_ranks` ranks. `changes`: lines about what is not as in
     the run; `needs_small_widths`: fewer blocks alone do not make the model fit."""
 
@@ -43,9 +43,9 @@ class SuspectedJob:
     needs_small_widths: bool
 
 
-def load_suspected_job(
+def load_reduced_job_of_run(
     run_dir: Path, overrides: Sequence[str] = (), *, cluster: Cluster | None = None
-) -> SuspectedJob:
+) -> ReducedRunJob:
     """The job of the run in `run_dir` with `overrides` on top.
 
     `cluster`: the machine that judges; by default this one's CPU. Raises UsageError where there is
@@ -59,7 +59,9 @@ def load_suspected_job(
     plan = Plan.from_json(read_json(run_dir / "plan.json"))
     cluster = cluster or detect_cluster("cpu")
     degrees = {axis: int(getattr(plan.layout, axis)) for axis in AXES_IN_HALVING_ORDER}
-    fewer = limit_degrees(degrees, max(MIN_STARTED_RANKS, RANKS_PER_CORE * cluster.num_devices))
+    fewer = shrink_degrees_to_ranks(
+        degrees, max(MIN_STARTED_RANKS, RANKS_PER_CORE * cluster.num_devices)
+    )
     changes = []
     if fewer != degrees:
         changes.append(
@@ -67,39 +69,41 @@ def load_suspected_job(
             f" {_describe_degree_changes(degrees, fewer)}"
         )
     body = job.to_json()
-    body["parallel"] |= _layout_keys_of_run(plan, fewer, is_cut_anew=fewer["pp"] != degrees["pp"])
+    body["parallel"] |= _build_layout_keys_of_run(
+        plan, fewer, is_cut_anew=fewer["pp"] != degrees["pp"]
+    )
     num_ranks = math.prod(fewer.values())
-    num_params, limit = int(plan.num_params), _max_params_in_memory(cluster, num_ranks)
+    num_params, limit = int(plan.num_params), _compute_max_params_in_memory(cluster, num_ranks)
     num_layers = fewest = int(plan.model_shape.num_layers)
     if not job.model.is_foreign:
-        fewest = _reduce_blocks(body, plan, fewer["pp"], limit)
+        fewest = _halve_blocks_to_fit(body, plan, fewer["pp"], limit)
     if fewest != num_layers:
         changes.append(f"{fewest} blocks in place of {num_layers}")
-        num_params = _count_params(body, plan)
+        num_params = _count_params_of_job(body, plan)
     if num_params > limit:
         changes.append(
             f"{num_params:,} parameters, of which {format_bytes(cluster.memory_bytes)} hold"
             f" {limit:,} on {num_ranks} ranks in float64: small widths"
         )
-    return SuspectedJob(Job.from_json(body), num_ranks, tuple(changes), num_params > limit)
+    return ReducedRunJob(Job.from_json(body), num_ranks, tuple(changes), num_params > limit)
 
 
-def limit_degrees(degrees: dict[str, int], most_ranks: int) -> dict[str, int]:
+def shrink_degrees_to_ranks(degrees: dict[str, int], most_ranks: int) -> dict[str, int]:
     """The degrees with at most `most_ranks` ranks, if that can be: each that was above 1 stays
     above it, so that every axis of the run is judged."""
     fewer = dict(degrees)
     for axis in AXES_IN_HALVING_ORDER:
         while math.prod(fewer.values()) > most_ranks and fewer[axis] > 2:
-            fewer[axis] = _next_divisor(fewer[axis])
+            fewer[axis] = _find_next_smaller_divisor(fewer[axis])
     return fewer
 
 
-def _next_divisor(degree: int) -> int:
+def _find_next_smaller_divisor(degree: int) -> int:
     """The largest divisor of `degree` below it, at least 2."""
     return next((d for d in range(degree // 2, 1, -1) if degree % d == 0), 2)
 
 
-def _layout_keys_of_run(
+def _build_layout_keys_of_run(
     plan: Plan, degrees: dict[str, int], *, is_cut_anew: bool
 ) -> dict[str, Any]:
     """Keys of [parallel] that name the layout of the run, which its job may have left open."""
@@ -116,13 +120,13 @@ def _layout_keys_of_run(
     return pinned
 
 
-def _max_params_in_memory(cluster: Cluster, num_ranks: int) -> int:
+def _compute_max_params_in_memory(cluster: Cluster, num_ranks: int) -> int:
     """The most parameters that half of the memory holds on all ranks and in the reference."""
     in_memory = cluster.memory_bytes // 2 // (FLOAT64_BYTES_PER_PARAM * (num_ranks + 1))
     return min(MAX_PARAMS, in_memory)
 
 
-def _reduce_blocks(body: dict[str, Any], plan: Plan, num_stages: int, limit: int) -> int:
+def _halve_blocks_to_fit(body: dict[str, Any], plan: Plan, num_stages: int, limit: int) -> int:
     """Halve the blocks of a built-in model in `body` until it fits. Two stay, and of a pipeline
     two for each stage. Returns how many there are."""
     num_layers = int(plan.model_shape.num_layers)
@@ -134,11 +138,11 @@ def _reduce_blocks(body: dict[str, Any], plan: Plan, num_stages: int, limit: int
         num_layers = max(least, num_layers // 2)
         body["model"]["num_layers"] = num_layers
         body["parallel"]["stage_blocks"] = ()
-        num_params = _count_params(body, plan)
+        num_params = _count_params_of_job(body, plan)
     return num_layers
 
 
-def _count_params(body: dict[str, Any], plan: Plan) -> int:
+def _count_params_of_job(body: dict[str, Any], plan: Plan) -> int:
     return int(build_model_shape(Job.from_json(body), plan.vocab_size).num_params)
 
 

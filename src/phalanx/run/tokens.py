@@ -25,7 +25,7 @@ from phalanx.data.model_tokenizer import (
     find_directory_tokenizer,
     find_run_tokenizer,
     find_source_tokenizers,
-    require_vocabulary_fits,
+    require_tokenizer_fits_vocabulary,
 )
 from phalanx.job.hugging_face import find_config_file, find_weights_directory, is_hugging_face
 from phalanx.job.model import find_vocab_size_of
@@ -46,7 +46,7 @@ class JobTokens:
     default: str
     vocab_size: int | None
 
-    def corpus_remarks(self, corpus: Corpus | None = None) -> ExtraReasonsAndWarnings:
+    def list_corpus_remarks(self, corpus: Corpus | None = None) -> ExtraReasonsAndWarnings:
         """Remarks about the corpus once it is there, else about what it will be."""
         sources: Sequence[SourceTokenizer] = self.sources
         if corpus is not None:
@@ -60,11 +60,11 @@ def find_job_tokens(job: Job, *, is_prepared: bool = False) -> JobTokens:
     Raises DataError for a tokenizer that cannot be read, or that has more tokens than the model has
     rows.
     """
-    brought, vocab_size = find_tokenizer_of_model(job.model), find_vocab_size_of(job.model)
+    brought, vocab_size = find_tokenizer_beside_weights(job.model), find_vocab_size_of(job.model)
     if is_prepared:
         return JobTokens(job, brought, (), "", vocab_size)
     sources = find_source_tokenizers(job.data, brought)
-    require_vocabulary_fits(sources, vocab_size)
+    require_tokenizer_fits_vocabulary(sources, vocab_size)
     default = ""
     # Token ids need no tokenizer.
     if any(source.is_text for source in sources):
@@ -72,7 +72,7 @@ def find_job_tokens(job: Job, *, is_prepared: bool = False) -> JobTokens:
     return JobTokens(job, brought, tuple(sources), default, vocab_size)
 
 
-def find_tokenizer_of_model(model: Model) -> ModelTokenizer | None:
+def find_tokenizer_beside_weights(model: Model) -> ModelTokenizer | None:
     """The tokenizer of the weights that a model begins with, else of its directory.
 
     None for any other model.
@@ -89,7 +89,7 @@ def find_tokenizer_of_model(model: Model) -> ModelTokenizer | None:
     if model.init_from is None:
         return directory_tokenizer
     owner = f"model.init_from={model.init_from}"
-    run_dir = _find_run_of_path(model.init_from)
+    run_dir = _find_enclosing_run_or_import(model.init_from)
     of_weights = None
     if run_dir is not None:
         of_weights = find_run_tokenizer(run_dir, owner)
@@ -104,7 +104,7 @@ def find_tokenizer_of_model(model: Model) -> ModelTokenizer | None:
     )
 
 
-def _find_run_of_path(location: str) -> Path | None:
+def _find_enclosing_run_or_import(location: str) -> Path | None:
     """The run or import that `place` is, or lies in; None for a store elsewhere."""
     directory = local_directory(location)
     if directory is None and is_store_url(location):

@@ -18,7 +18,7 @@ from phalanx.report.summary import build_run_json
 from phalanx.run.conclude import RunEnd
 from phalanx.run.output import RunOutput
 from phalanx.run.resume import load_resumed_job
-from phalanx.run.training import TrainRequest, run_training
+from phalanx.run.training import TrainRequest, train_in_ranks_or_as_rank
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def train_job(job: Job, *, quiet: bool = False) -> RunResult:
     data or a layout that does not fit, a run directory in use.
     """
     refuse_while_importing("train_job")
-    return _train_in_ranks(TrainRequest.for_job(check_job(job)), quiet)
+    return _run_training_request(TrainRequest.for_new_run(check_job(job)), quiet)
 
 
 def resume_job(
@@ -71,21 +71,21 @@ def resume_job(
     `train_job`, and JobError for keys that a run keeps.
     """
     refuse_while_importing("resume_job")
-    return _train_in_ranks(
-        TrainRequest.for_resumed(load_resumed_job(str(run_dir), overrides)), quiet
+    return _run_training_request(
+        TrainRequest.for_resumed_run(load_resumed_job(str(run_dir), overrides)), quiet
     )
 
 
-def _train_in_ranks(request: TrainRequest, quiet: bool) -> RunResult:
+def _run_training_request(request: TrainRequest, quiet: bool) -> RunResult:
     with silence() if quiet else nullcontext():
-        end = run_training(request, RunOutput(quiet=quiet), guards_rank=False)
+        end = train_in_ranks_or_as_rank(request, RunOutput(quiet=quiet), guards_rank=False)
     if end.refusal is not None:
         # A script has no other way to learn of it.
         raise end.refusal
-    return _build_result(end)
+    return _build_run_result(end)
 
 
-def _build_result(end: RunEnd) -> RunResult:
+def _build_run_result(end: RunEnd) -> RunResult:
     """The result of a run that has a plan, with facts from its events."""
     if end.plan is None:
         raise PhalanxError("the run has no plan", where=str(end.run_dir))

@@ -17,12 +17,16 @@ from phalanx.launch.guard import fork_under_guard
 from phalanx.run.announce import format_run_announcement
 from phalanx.run.conclude import RunEnd
 from phalanx.run.external import train_as_rank
-from phalanx.run.finished import end_without_training, is_finished, require_steps_left
+from phalanx.run.finished import (
+    conclude_without_training,
+    is_finished,
+    refuse_if_trained_beyond_last_step,
+)
 from phalanx.run.output import RunOutput
 from phalanx.run.prepare import prepare_run
 from phalanx.run.resume import ResumedRun
 from phalanx.run.stop_signals import raising_on_stop_signals
-from phalanx.run.supervised import train_supervised
+from phalanx.run.supervised import train_in_supervised_ranks
 
 
 @dataclass(frozen=True)
@@ -34,17 +38,19 @@ class TrainRequest:
     resumed: ResumedRun | None = None
 
     @staticmethod
-    def for_job(job: Job) -> TrainRequest:
+    def for_new_run(job: Job) -> TrainRequest:
         """A new run in run.dir, else in a fresh directory."""
-        return TrainRequest(job, Path(job.run.dir or _choose_new_run_dir(job)))
+        return TrainRequest(job, Path(job.run.dir or _name_new_run_dir(job)))
 
     @staticmethod
-    def for_resumed(resumed: ResumedRun) -> TrainRequest:
+    def for_resumed_run(resumed: ResumedRun) -> TrainRequest:
         """The run of `resumed`, continued."""
         return TrainRequest(resumed.job, resumed.run_dir, resumed)
 
 
-def run_training(request: TrainRequest, output: RunOutput, *, guards_rank: bool) -> RunEnd:
+def train_in_ranks_or_as_rank(
+    request: TrainRequest, output: RunOutput, *, guards_rank: bool
+) -> RunEnd:
     """Train in ranks that this process starts, or as one rank of another launcher.
 
     With `guards_rank` a rank of another launcher goes on in a child process, and this one becomes
@@ -55,7 +61,7 @@ def run_training(request: TrainRequest, output: RunOutput, *, guards_rank: bool)
         ranks = read_external_launch(os.environ)
         if ranks is not None:
             if guards_rank:
-                return _train_with_guard(request, ranks, output)
+                return _train_as_guarded_rank(request, ranks, output)
             return train_as_rank(
                 request.job, request.run_dir, ranks, request.resumed, output, began_s=began_s
             )
@@ -65,13 +71,15 @@ def run_training(request: TrainRequest, output: RunOutput, *, guards_rank: bool)
             job, request.run_dir, resume=is_resumed, num_ranks=None, say=output.say
         ) as run:
             if is_finished(run):
-                return end_without_training(run, output)
-            require_steps_left(run)
+                return conclude_without_training(run, output)
+            refuse_if_trained_beyond_last_step(run)
             output.say(*format_run_announcement(run, resumed=resumed))
-            return train_supervised(run, output, began_s=began_s, resumed=resumed)
+            return train_in_supervised_ranks(run, output, began_s=began_s, resumed=resumed)
 
 
-def _train_with_guard(request: TrainRequest, ranks: ExternalLaunch, output: RunOutput) -> RunEnd:
+def _train_as_guarded_rank(
+    request: TrainRequest, ranks: ExternalLaunch, output: RunOutput
+) -> RunEnd:
     """Train as one rank whose guard tells the launcher how it ended.
 
     The guard is forked before torch is imported: it needs none of it.
@@ -101,7 +109,7 @@ def _train_with_guard(request: TrainRequest, ranks: ExternalLaunch, output: RunO
         record.write_end_record(EndRecord(exit_code))
 
 
-def _choose_new_run_dir(job: Job) -> str:
+def _name_new_run_dir(job: Job) -> str:
     """A name of this second; a clock that was set back names a run that is there, and gets a
     number."""
     name = f"runs/{job.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -34,7 +34,7 @@ from phalanx.train.state import TrainState
 _FALLBACK_FIX = "add --fallback to continue from the newest one before it that can be used"
 
 
-def open_state(
+def build_and_restore_state(
     job: Job,
     plan: Plan,
     mesh: Mesh,
@@ -50,21 +50,25 @@ def open_state(
     Collective. A run without checkpoints starts from the weights of model.init_from, else from
     random ones.
     """
-    names = find_checkpoints(storage, mesh)
+    names = list_checkpoints_newest_first(storage, mesh)
     initial = None
     if not names:
-        initial = find_initial_weights(mesh, storage.run_dir)
+        initial = read_initial_weights_on_all_ranks(mesh, storage.run_dir)
     is_replaced = bool(names) or initial is not None
-    state = build_state(job, plan, mesh, phases, tokenizer=tokenizer, draws=not is_replaced)
+    state = build_training_state(
+        job, plan, mesh, phases, tokenizer=tokenizer, draws=not is_replaced
+    )
     if names:
         fallback = job.checkpoint.fallback
-        return state, restore_newest(storage, names, state, bus, fallback=fallback)
+        return state, restore_newest_readable_checkpoint(
+            storage, names, state, bus, fallback=fallback
+        )
     if initial is not None:
-        load_initial_weights(initial, job.model, state, bus)
+        fill_model_with_initial_weights(initial, job.model, state, bus)
     return state, None
 
 
-def build_state(
+def build_training_state(
     job: Job,
     plan: Plan,
     mesh: Mesh,
@@ -90,7 +94,7 @@ def build_state(
     )
 
 
-def find_checkpoints(storage: RunStorage, mesh: Mesh) -> list[str]:
+def list_checkpoints_newest_first(storage: RunStorage, mesh: Mesh) -> list[str]:
     """Names of the run's checkpoints, the newest first.
 
     Collective. The list is rank 0's, because a shared file system may show each rank another one.
@@ -120,7 +124,7 @@ def find_checkpoints(storage: RunStorage, mesh: Mesh) -> list[str]:
     return names
 
 
-def restore_newest(
+def restore_newest_readable_checkpoint(
     storage: RunStorage, names: Sequence[str], state: TrainState, bus: Bus, *, fallback: bool
 ) -> CheckpointFolder:
     """Continue from the first of the checkpoints `names`, or with `fallback` from the first that
@@ -151,7 +155,7 @@ def restore_newest(
     raise first_error
 
 
-def find_initial_weights(mesh: Mesh, run_dir: Path) -> dict[str, Any] | None:
+def read_initial_weights_on_all_ranks(mesh: Mesh, run_dir: Path) -> dict[str, Any] | None:
     """The decision about the weights that the run in `run_dir` starts from; None for random ones.
 
     Collective. It is rank 0's to read: a shared file system may show each rank another one.
@@ -163,10 +167,10 @@ def find_initial_weights(mesh: Mesh, run_dir: Path) -> dict[str, Any] | None:
     return initial
 
 
-def load_initial_weights(
+def fill_model_with_initial_weights(
     initial: Mapping[str, Any], model: Model, state: TrainState, bus: Bus
 ) -> None:
-    """Fill the model of a run at step 0 with the weights that `find_initial_weights` found.
+    """Fill the model of a run at step 0 with the weights of `read_initial_weights_on_all_ranks`.
 
     Collective. Each rank reads its own ranges, at whatever layout, and verifies them. Raises
     CheckpointError unless every tensor of the model is among them.

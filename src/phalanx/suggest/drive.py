@@ -17,7 +17,7 @@ from phalanx.observe.bus import Bus
 from phalanx.plan.cluster import detect_cluster
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import make_plan
-from phalanx.run.scratch import ScratchDirectory, scratch_directory
+from phalanx.run.scratch import ScratchDirectory, open_scratch_directory
 from phalanx.suggest.suggestion import SUGGESTION_FILE_NAME, Suggestion, SuggestPayload
 from phalanx.verify.cases import SHRUNK_VOCAB_SIZE, make_verified_job
 
@@ -36,7 +36,7 @@ def suggest_rules_for(job: Job) -> Suggestion:
         num_ranks=1,
         shape=measure_foreign_shape(job),
     )
-    with scratch_directory("suggest") as scratch:
+    with open_scratch_directory("suggest") as scratch:
         outcome = _run_suggest_rank(job, plan, scratch)
         answer = scratch.directory / SUGGESTION_FILE_NAME
         if not answer.exists():
@@ -78,10 +78,10 @@ def _run_suggest_rank(job: Job, plan: Plan, scratch: ScratchDirectory) -> RunOut
 
 def _raise_refusal(outcome: RunOutcome, scratch: ScratchDirectory) -> None:
     """Raise the PhalanxError of a rank that wrote no suggestion."""
-    refusal = scratch.find_rank_refusal(outcome)
+    refusal = scratch.find_error_that_rank_raised(outcome)
     if refusal is not None and not isinstance(refusal, LayoutError):
         raise refusal
-    message = scratch.failure_message(outcome)
+    message = scratch.build_rank_failure_message(outcome)
     if outcome.exit_code in (LayoutError.exit_code, 1):
         raise LayoutError("no rules can be suggested", why=message)
     raise PhalanxError(message)

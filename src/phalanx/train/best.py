@@ -9,10 +9,10 @@ from phalanx.job.schema import Job
 from phalanx.mesh.mesh import Mesh
 from phalanx.observe.bus import Bus
 from phalanx.observe.events import CheckpointFailed
-from phalanx.train.evaluation import EvalRecord, EvalScore
+from phalanx.train.evaluation import EvalScore, EvaluationHistory
 
 
-class BestRecorder:
+class BestCheckpointRecorder:
     """Records the best step of a run, on rank 0. Does nothing without `storage`.
 
     Once another job has the run, nothing is recorded: the ranks stop at their next step.
@@ -21,12 +21,16 @@ class BestRecorder:
     def __init__(self, job: Job, mesh: Mesh, bus: Bus, storage: RunStorage | None) -> None:
         self._job, self._mesh, self._bus, self._storage = job, mesh, bus, storage
 
-    def record_missing_best(self, evals: EvalRecord, step: int) -> None:
+    def record_best_if_missing(self, evals: EvaluationHistory, step: int) -> None:
         """Record the step that training continues from, if it was the best and its job ended after
         the checkpoint was there and before it was recorded."""
-        if self._storage is None or not self._job.eval.keep_best or not evals.has_step(step):
+        if (
+            self._storage is None
+            or not self._job.eval.keep_best
+            or not evals.has_evaluation_of_step(step)
+        ):
             return
-        score = evals.get_score(step)
+        score = evals.get_score_of_step(step)
         best_step, _ = evals.best(score.num_targets, self._job.eval.mode or "min")
         recorded = read_best_step(self._storage.run_dir)
         if best_step == step and (recorded is None or recorded.step != step):
@@ -49,7 +53,7 @@ class BestRecorder:
                 num_targets=score.num_targets,
                 metric=metric,
                 value=score.value,
-                checkpoint=self._url_of_external_checkpoint(self._storage, step),
+                checkpoint=self._build_external_checkpoint_url(self._storage, step),
             )
         except CheckpointError as error:
             self._bus.emit(
@@ -62,7 +66,7 @@ class BestRecorder:
                 )
             )
 
-    def _url_of_external_checkpoint(self, storage: RunStorage, step: int) -> str | None:
+    def _build_external_checkpoint_url(self, storage: RunStorage, step: int) -> str | None:
         """The URL of the checkpoint of a step, if that is not in the run's own directory."""
         if self._job.checkpoint.url is None:
             return None

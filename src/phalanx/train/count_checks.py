@@ -22,7 +22,7 @@ from phalanx.parallel.executor import Batch, Objective
 from phalanx.parallel.expert.router_load import RouterStepLoad, is_router
 
 
-def is_counting_rank(mesh: Mesh) -> bool:
+def is_rank_counting_its_samples(mesh: Mesh) -> bool:
     """False for a rank whose samples another one counts: ranks of tp, cp and pp read the same, all
     of each."""
     coordinates = mesh.coordinates
@@ -35,12 +35,12 @@ def count_targets_and_tokens(
     """(targets, tokens) of `microbatches` as the data has them; NaN for what cannot be told."""
     num_targets = num_tokens = 0.0
     for batch in microbatches:
-        num_targets += _count_targets(batch, objective)
-        num_tokens += _count_tokens(batch)
+        num_targets += _count_targets_of_batch(batch, objective)
+        num_tokens += _count_tokens_of_batch(batch)
     return num_targets, num_tokens
 
 
-def _count_targets(batch: Batch, objective: Objective) -> float:
+def _count_targets_of_batch(batch: Batch, objective: Objective) -> float:
     keys = [key for key in ("targets", "labels") if key in batch]
     # An objective that does not take every target for a class knows alone what it counts.
     if not getattr(objective, TARGETS_ARE_CLASSES_ATTRIBUTE, False) or len(keys) != 1:
@@ -52,14 +52,14 @@ def _count_targets(batch: Batch, objective: Objective) -> float:
     return float(torch.count_nonzero(targets != IGNORE_INDEX))
 
 
-def _count_tokens(batch: Batch) -> float:
+def _count_tokens_of_batch(batch: Batch) -> float:
     if "inputs" not in batch or batch["inputs"].ndim != 2:
         return math.nan
     return float(batch["inputs"].numel())
 
 
 @dataclass
-class RouterLoadFindings:
+class RouterLoadMismatches:
     """The routers of this rank whose experts' loads do not add up: names; the sums of all that
     were compared, and what they should be. `uncounted`: names of routers that say nothing."""
 
@@ -70,15 +70,15 @@ class RouterLoadFindings:
     uncounted: list[str] = field(default_factory=list)
 
 
-def collect_routers(module: nn.Module) -> dict[str, nn.Module]:
+def map_routers_by_name(module: nn.Module) -> dict[str, nn.Module]:
     return {full_name(name): part for name, part in module.named_modules() if is_router(part)}
 
 
-def check_router_loads(
+def find_router_load_mismatches(
     routers: Mapping[str, nn.Module], loads: Mapping[str, RouterStepLoad], num_tokens: float
-) -> RouterLoadFindings:
+) -> RouterLoadMismatches:
     """Compare the loads of a step with `num_tokens` x experts of a token, over all ranks."""
-    findings = RouterLoadFindings()
+    findings = RouterLoadMismatches()
     for name, load in loads.items():
         router = routers[name]
         per_token = getattr(router, "per_token", None)
@@ -89,7 +89,7 @@ def check_router_loads(
             continue
         expected, actual = num_tokens * per_token, sum(load.counts)
         findings.num_compared += 1
-        if actual != expected or not _is_possible_drop_count(router, load):
+        if actual != expected or not _is_drop_count_possible(router, load):
             # The first says by how much.
             if not findings.wrong:
                 findings.expected, findings.actual = expected, float(actual)
@@ -97,7 +97,7 @@ def check_router_loads(
     return findings
 
 
-def _is_possible_drop_count(router: nn.Module, load: RouterStepLoad) -> bool:
+def _is_drop_count_possible(router: nn.Module, load: RouterStepLoad) -> bool:
     """False for more dropped choices than there were, and for any without a capacity."""
     if not getattr(router, "capacity_factor", 0.0):
         return load.dropped == 0

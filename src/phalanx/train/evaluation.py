@@ -31,7 +31,7 @@ LOSS_METRIC = "loss"
 @dataclass(frozen=True)
 class Evaluation:
     """Loss per target over all ranks, of each source and of all together (see
-    `average_over_sources`).
+    `compute_weighted_mean_loss`).
 
     `metrics`: means of the objective's other measures, by name.
     """
@@ -42,7 +42,7 @@ class Evaluation:
     loss_by_source: Mapping[str, float]
     metrics: Mapping[str, float] = field(default_factory=dict)
 
-    def value_of(self, metric: str) -> float:
+    def get_metric_value(self, metric: str) -> float:
         """The loss or a metric; NaN where it was not measured."""
         if metric == LOSS_METRIC:
             return self.loss
@@ -58,7 +58,7 @@ class EvalScore:
     value: float
 
 
-def average_over_sources(losses: Mapping[str, float], weights: Mapping[str, float]) -> float:
+def compute_weighted_mean_loss(losses: Mapping[str, float], weights: Mapping[str, float]) -> float:
     """One loss per target for all sources together: their weighted mean; NaN if there are none.
 
     A source that is not in `losses`, because it has no held-out data, leaves its weight to the
@@ -70,16 +70,16 @@ def average_over_sources(losses: Mapping[str, float], weights: Mapping[str, floa
     return sum(weights[source] * loss for source, loss in losses.items()) / total
 
 
-class EvalRecord:
+class EvaluationHistory:
     """The evaluations of a run so far, the same on every rank."""
 
     def __init__(self, done: Mapping[int, EvalScore] | None = None) -> None:
         self._done = dict(done or {})
 
-    def has_step(self, step: int) -> bool:
+    def has_evaluation_of_step(self, step: int) -> bool:
         return step in self._done
 
-    def get_score(self, step: int) -> EvalScore:
+    def get_score_of_step(self, step: int) -> EvalScore:
         return self._done[step]
 
     def add_evaluation(self, step: int, score: EvalScore) -> None:
@@ -104,9 +104,9 @@ class EvalRecord:
         return best_step, self._done[best_step]
 
 
-def read_evaluation_record(
+def read_evaluation_history(
     run_dir: Path | None, step: int, mesh: Mesh, metric: str = LOSS_METRIC
-) -> EvalRecord:
+) -> EvaluationHistory:
     """The evaluations up to `step` in rank 0's event files, for all ranks.
 
     Evaluations of later steps are done again.
@@ -123,11 +123,11 @@ def read_evaluation_record(
     scores = {}
     for at_step, loss, num_targets, value in mesh.gather_json(done)[0]:
         scores[int(at_step)] = EvalScore(float(loss), int(num_targets), float(value))
-    return EvalRecord(scores)
+    return EvaluationHistory(scores)
 
 
 @contextmanager
-def evaluation_mode(model: ParallelModel, mesh: Mesh, seed: int) -> Iterator[None]:
+def in_evaluation_mode(model: ParallelModel, mesh: Mesh, seed: int) -> Iterator[None]:
     """Put modules into evaluation mode inside, with rank 0's buffers (running statistics) and the
     same random numbers each time.
 
@@ -144,7 +144,7 @@ def evaluation_mode(model: ParallelModel, mesh: Mesh, seed: int) -> Iterator[Non
         model.train(False)
         try:
             if mesh.device_mesh is not None:
-                _broadcast_buffers(buffers, mesh)
+                _broadcast_buffers_of_rank_zero(buffers, mesh)
             yield
         finally:
             model.train(True)
@@ -155,7 +155,7 @@ def evaluation_mode(model: ParallelModel, mesh: Mesh, seed: int) -> Iterator[Non
                 buffer.copy_(value)
 
 
-def _broadcast_buffers(buffers: Iterable[torch.Tensor], mesh: Mesh) -> None:
+def _broadcast_buffers_of_rank_zero(buffers: Iterable[torch.Tensor], mesh: Mesh) -> None:
     """Give all ranks the buffers of rank 0; in a pipeline those of the first rank of each stage."""
     # A broadcast needs equal shapes: ranks of other stages hold other modules.
     group, source = None, 0

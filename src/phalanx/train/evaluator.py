@@ -20,11 +20,16 @@ from phalanx.train.evaluation import (
     LOSS_METRIC,
     Evaluation,
     HeldOutBatches,
-    average_over_sources,
-    evaluation_mode,
+    compute_weighted_mean_loss,
+    in_evaluation_mode,
 )
-from phalanx.train.metrics import MetricSums, SumAndCount, average_metrics, require_metric
-from phalanx.train.stop import StopFlags, StopRequestedError
+from phalanx.train.metrics import (
+    MetricAccumulator,
+    SumAndCount,
+    average_metrics_over_sources,
+    require_known_metric,
+)
+from phalanx.train.stop import StopRequestedError, StopSignalFlags
 
 # About how long an evaluation goes on after a stop was asked for.
 STOP_AGREEMENT_INTERVAL_S = 0.5
@@ -32,7 +37,7 @@ STOP_AGREEMENT_INTERVAL_S = 0.5
 MAX_BATCHES_BETWEEN_AGREEMENTS = 64
 
 
-def batches_until_agreement(batches: int, took_s: float) -> int:
+def compute_batches_until_agreement(batches: int, took_s: float) -> int:
     """The number of batches before ranks agree again, after `batches` that took `took_s`."""
     if took_s > STOP_AGREEMENT_INTERVAL_S:
         return max(1, batches // 2)
@@ -70,7 +75,7 @@ class Evaluator:
         objective: Objective,
         held_out: HeldOutBatches,
         source_weights: Mapping[str, float] | None,
-        stop: StopFlags,
+        stop: StopSignalFlags,
         emit: Callable[[Event], None] = lambda event: None,
         fence: RunOwnershipWatch | None = None,
     ) -> None:
@@ -93,21 +98,23 @@ class Evaluator:
         counted = itertools.count()
         with (
             self._phases("evaluate"),
-            evaluation_mode(self._state.model, self._mesh, self._state.seed),
+            in_evaluation_mode(self._state.model, self._mesh, self._state.seed),
         ):
             for source, batches in self._held_out.items():
-                objective = MetricSums(self._objective, self._mesh)
-                watched = _report_progress(self._yield_until_stop(batches), progress, counted)
+                objective = MetricAccumulator(self._objective, self._mesh)
+                watched = _report_progress_while_iterating(
+                    self._iterate_until_agreed_stop(batches), progress, counted
+                )
                 sums = self._state.model.evaluate(watched, objective)
                 loss, num_targets = self._state.model.reduce_sums(sums)
                 # Of every source, with targets or without: it is a collective.
-                metrics_by_source[source] = objective.reduce()
+                metrics_by_source[source] = objective.reduce_over_ranks()
                 # A source without targets has no mean.
                 if num_targets:
                     loss_by_source[source], targets_by_source[source] = loss, num_targets
         # Weighted by targets, the mean is that of all targets together.
-        loss = average_over_sources(loss_by_source, self._source_weights or targets_by_source)
-        metrics = average_metrics(metrics_by_source, self._source_weights)
+        loss = compute_weighted_mean_loss(loss_by_source, self._source_weights or targets_by_source)
+        metrics = average_metrics_over_sources(metrics_by_source, self._source_weights)
         return Evaluation(
             self._state.step, loss, sum(targets_by_source.values()), loss_by_source, metrics
         )
@@ -121,23 +128,23 @@ class Evaluator:
             total += len(batches)
         return total
 
-    def require_metric(self, metric: str) -> None:
+    def require_known_metric(self, metric: str) -> None:
         """Raise LayoutError, before training, for a metric that the objective does not have: the
         first held-out batch shows it."""
         if metric == LOSS_METRIC:
             return
-        objective = MetricSums(self._objective, self._mesh)
+        objective = MetricAccumulator(self._objective, self._mesh)
         batches = next(iter(self._held_out.values()))
         with (
             # No step took its seconds.
             self._phases.exclude_from_step(),
             self._phases("evaluate"),
-            evaluation_mode(self._state.model, self._mesh, self._state.seed),
+            in_evaluation_mode(self._state.model, self._mesh, self._state.seed),
         ):
             self._state.model.evaluate(itertools.islice(batches, 1), objective)
-        require_metric(metric, list(objective.reduce()))
+        require_known_metric(metric, list(objective.reduce_over_ranks()))
 
-    def _yield_until_stop(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+    def _iterate_until_agreed_stop(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the batches; all ranks agree from time to time whether to go on: an evaluation may
         outlast a grace period.
 
@@ -150,12 +157,12 @@ class Evaluator:
         for batch in batches:
             if remaining == 0:
                 now = time.perf_counter()
-                wait = self._agree_to_stop(wait, now - since)
+                wait = self._agree_whether_to_stop(wait, now - since)
                 remaining, since = wait, now
             remaining -= 1
             yield batch
 
-    def _agree_to_stop(self, waited: int, took_s: float) -> int:
+    def _agree_whether_to_stop(self, waited: int, took_s: float) -> int:
         """The number of batches before all ranks agree again, after `waited` that took `took_s` on
         this one.
 
@@ -175,10 +182,10 @@ class Evaluator:
         if self._mesh.device.type == "cpu":
             return 1
         # The sum is equal on all ranks, and so is what follows from it.
-        return batches_until_agreement(waited, total_s / self._mesh.world_size)
+        return compute_batches_until_agreement(waited, total_s / self._mesh.world_size)
 
 
-def _report_progress(
+def _report_progress_while_iterating(
     batches: Iterable[Batch], progress: ProgressEmitter, counted: Iterator[int]
 ) -> Iterator[Batch]:
     for batch in batches:

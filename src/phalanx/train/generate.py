@@ -15,7 +15,7 @@ from phalanx.parallel.model import ParallelModel
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingRule:
     """The rule by which a token is chosen.
 
     `temperature` 0 takes the likeliest; `top_k` and `top_p` leave out unlikely ones before that.
@@ -38,7 +38,7 @@ def generate_tokens(
     num_tokens: int,
     context: int,
     seed: int,
-    sampling: Sampling | None = None,
+    sampling: SamplingRule | None = None,
     end: int | None = None,
     on_token: Callable[[int], None] = lambda token: None,
     on_progress: Callable[[int], None] = lambda num_done: None,
@@ -53,14 +53,14 @@ def generate_tokens(
     every rank, for models that are not causal, and NumericsError for logits that are not finite.
     """
     wrong_types: list[str] = []
-    sampling = sampling or Sampling()
+    sampling = sampling or SamplingRule()
 
-    def last_logits(outputs: Any) -> torch.Tensor:
+    def compute_last_logits(outputs: Any) -> torch.Tensor:
         """The last logits, or an empty tensor for outputs of another type.
 
         Never raises for those: in a pipeline only the last stage sees their type.
         """
-        logits = _logits_of_last_token(outputs)
+        logits = _extract_last_token_logits(outputs)
         if logits is None:
             wrong_types.append(type(outputs).__name__)
             return torch.empty(0, dtype=torch.float64)
@@ -72,7 +72,7 @@ def generate_tokens(
     for num_done in range(num_tokens):
         on_progress(num_done)
         window = torch.tensor([tokens[-context:]], device=model.mesh.device)
-        logits = model.call_then({"inputs": window}, last_logits)
+        logits = model.call_then({"inputs": window}, compute_last_logits)
         if not logits.numel():
             source = "what the last stage returns"
             if wrong_types:
@@ -80,7 +80,7 @@ def generate_tokens(
             raise TypeError(f"cannot sample from {source}")
         # A pipeline's are on the ranks' device; the generator, whose draws are the same everywhere,
         # is the CPU's.
-        tokens.append(_sample_token(logits.cpu(), sampling, generator))
+        tokens.append(_draw_next_token(logits.cpu(), sampling, generator))
         on_token(tokens[-1])
         if tokens[-1] == end:
             break
@@ -88,7 +88,9 @@ def generate_tokens(
     return tokens[len(prompt) :]
 
 
-def _sample_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+def _draw_next_token(
+    logits: torch.Tensor, sampling: SamplingRule, generator: torch.Generator
+) -> int:
     """One token id by `sampling`. `logits`: [vocab] fp64."""
     # Some of -inf are no fault: a model may rule tokens out. NaN is, and nothing but -inf.
     if not bool(logits.isfinite().any()) or bool(logits.isnan().any()):
@@ -115,7 +117,7 @@ def _sample_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Gen
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
-def _logits_of_last_token(outputs: Any) -> torch.Tensor | None:
+def _extract_last_token_logits(outputs: Any) -> torch.Tensor | None:
     """Logits after the last token: [vocab] fp64, on the CPU. None for outputs without logits."""
     if isinstance(outputs, ShardedVocabularyLogits):
         outputs = outputs.gather_logits()

@@ -21,10 +21,12 @@ def describe_gpu_memory_shortage(mesh: Mesh, plan: Plan) -> str:
     # Gathered, so that every rank has the message.
     room_by_rank = mesh.gather_json([free, total])
     needed = [sum(plan.memory_of_rank(rank).values()) for rank in range(mesh.world_size)]
-    return agree_on_gpu_memory_shortage(room_by_rank, needed)
+    return find_gpu_memory_shortage_of_any_rank(room_by_rank, needed)
 
 
-def agree_on_gpu_memory_shortage(room: Sequence[Sequence[int]], needed: Sequence[int]) -> str:
+def find_gpu_memory_shortage_of_any_rank(
+    room: Sequence[Sequence[int]], needed: Sequence[int]
+) -> str:
     """A message if some rank lacks memory; empty if none does.
 
     `room`: (free, total) bytes of each rank's GPU; `needed`: the bytes that each rank needs.

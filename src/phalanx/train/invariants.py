@@ -15,22 +15,22 @@ from phalanx.observe.events import InvariantChecked
 from phalanx.parallel.executor import Batch, Objective
 from phalanx.parallel.step_stats import StepStats
 from phalanx.train.count_checks import (
-    check_router_loads,
-    collect_routers,
     count_targets_and_tokens,
-    is_counting_rank,
+    find_router_load_mismatches,
+    is_rank_counting_its_samples,
+    map_routers_by_name,
 )
-from phalanx.train.pipeline_record import is_stage_leader
+from phalanx.train.pipeline_record import is_first_rank_of_stage
 from phalanx.train.state import TrainState
 from phalanx.train.weight_checks import WeightChecks, WeightFindings
 
 MAX_NAMED_PARAMETERS = 20
 NUM_BATCH_COUNT_FLAGS = 2
-"""Numbers that `RunInvariants.count_rank_batch` adds to the flags of a step."""
+"""Numbers that `RunInvariants.count_batch_for_reduction` adds to the flags of a step."""
 
 
 @dataclass
-class _InvariantTally:
+class _InvariantCheckCounts:
     """The checks of one invariant so far."""
 
     name: str
@@ -53,11 +53,11 @@ class RunInvariants:
     def __init__(self, job: Job, state: TrainState, bus: Bus, objective: Objective) -> None:
         self._job, self._state, self._bus, self._objective = job, state, bus, objective
         self._mesh = state.model.mesh
-        self._tallies: dict[str, _InvariantTally] = {}
-        self._routers = collect_routers(state.model.module)
+        self._tallies: dict[str, _InvariantCheckCounts] = {}
+        self._routers = map_routers_by_name(state.model.module)
         self._weights: WeightChecks | None = None
-        self._counts_batch = is_counting_rank(self._mesh)
-        self._is_leader = is_stage_leader(self._mesh)
+        self._counts_batch = is_rank_counting_its_samples(self._mesh)
+        self._is_leader = is_first_rank_of_stage(self._mesh)
         self._first_step = 0
         self._counts = (math.nan, math.nan)
         self._summarized_step = 0
@@ -68,7 +68,7 @@ class RunInvariants:
             self._first_step = self._state.step + 1
             self._weights = WeightChecks(self._state.model, self._state.optimizer)
 
-    def count_rank_batch(self, microbatches: Sequence[Batch]) -> tuple[float, ...]:
+    def count_batch_for_reduction(self, microbatches: Sequence[Batch]) -> tuple[float, ...]:
         """Numbers of this rank's part of the batch, for the reduction of the step:
         NUM_BATCH_COUNT_FLAGS of them, or none."""
         if self._weights is None:
@@ -77,7 +77,7 @@ class RunInvariants:
             return 0.0, 0.0
         return count_targets_and_tokens(microbatches, self._objective)
 
-    def take_counts(self, facts: StepStats) -> StepStats:
+    def remove_counts_from_flags(self, facts: StepStats) -> StepStats:
         """`facts` without what `count` has added to the flags."""
         if self._weights is None:
             return facts
@@ -85,10 +85,10 @@ class RunInvariants:
         self._counts = num_targets, num_tokens
         return replace(facts, flags=facts.flags[:-NUM_BATCH_COUNT_FLAGS])
 
-    def begin_update(self) -> None:
+    def digest_before_update(self) -> None:
         """Before the update of the next step."""
-        if self._weights is not None and self._is_due(self._state.step + 1):
-            self._weights.begin_update()
+        if self._weights is not None and self._is_check_due(self._state.step + 1):
+            self._weights.digest_before_update()
 
     def finish_step(self, facts: StepStats) -> None:
         """After a step that is done, applied or not. Collective."""
@@ -96,12 +96,12 @@ class RunInvariants:
             return
         step = self._state.step
         # Of an earlier step: the reduction of this one has waited for the device.
-        self._judge_weights(self._weights.take_findings())
-        if self._is_due(step):
+        self._check_and_record_weights(self._weights.take_weight_findings())
+        if self._is_check_due(step):
             with self._state.model.phases("optimizer"):
                 self._weights.finish_step(step)
-        self._judge_targets(step, facts)
-        self._judge_loads(step)
+        self._check_and_record_target_counts(step, facts)
+        self._check_and_record_router_loads(step)
 
     def emit_summary(self) -> None:
         """Emit what was checked so far. Waits for the device."""
@@ -111,7 +111,7 @@ class RunInvariants:
         self._summarized_step = step
         if self._mesh.device.type == "cuda":
             torch.cuda.current_stream(self._mesh.device).synchronize()
-        self._judge_weights(self._weights.take_findings())
+        self._check_and_record_weights(self._weights.take_weight_findings())
         for tally in self._tallies.values():
             self._bus.emit(
                 InvariantChecked(
@@ -127,15 +127,15 @@ class RunInvariants:
                 )
             )
 
-    def _is_due(self, step: int) -> bool:
+    def _is_check_due(self, step: int) -> bool:
         check_interval, last_step = self._job.observe.invariants_every, self._job.train.steps
         return step in (self._first_step, last_step) or step % check_interval == 0
 
-    def _judge_weights(self, findings: WeightFindings | None) -> None:
+    def _check_and_record_weights(self, findings: WeightFindings | None) -> None:
         if findings is None or self._weights is None or self._weights.held is None:
             return
         blocks, step = self._weights.held, findings.step
-        self._record_check(
+        self._record_and_emit_check(
             InvariantChecked(
                 step=step,
                 name="replicas_equal",
@@ -145,12 +145,14 @@ class RunInvariants:
                 looked_at=(
                     f"{plural(blocks.num_shared, 'block')} of weights that several ranks hold"
                 ),
-                not_looked_at=_describe_blocks_held_once(blocks.num_blocks - blocks.num_shared),
+                not_looked_at=_describe_blocks_without_replica(
+                    blocks.num_blocks - blocks.num_shared
+                ),
             )
         )
         foreign = sum(findings.num_foreign.values())
         ranks = sorted({*findings.missing.ranks, *findings.num_foreign})
-        self._record_check(
+        self._record_and_emit_check(
             InvariantChecked(
                 step=step,
                 name="optimizer_parameters",
@@ -171,7 +173,7 @@ class RunInvariants:
                 f"{plural(num_still, 'tensor')} without a gradient, or with one whose update is"
                 " near the rounding of its elements"
             )
-        self._record_check(
+        self._record_and_emit_check(
             InvariantChecked(
                 step=step,
                 name="parameters_moved",
@@ -183,12 +185,12 @@ class RunInvariants:
             )
         )
 
-    def _judge_targets(self, step: int, facts: StepStats) -> None:
+    def _check_and_record_target_counts(self, step: int, facts: StepStats) -> None:
         if self._mesh.rank != 0:
             return
         expected = self._counts[0]
         if math.isnan(expected):
-            self._record_unchecked(
+            self._record_check_not_possible(
                 step, "targets_counted", "only the objective knows which of the data are targets"
             )
             return
@@ -197,7 +199,7 @@ class RunInvariants:
             # In every step, and so without an event that nobody gets.
             self._record_passed_check("targets_counted", step, looked_at)
             return
-        self._record_check(
+        self._record_and_emit_check(
             InvariantChecked(
                 step=step,
                 name="targets_counted",
@@ -208,10 +210,12 @@ class RunInvariants:
             )
         )
 
-    def _judge_loads(self, step: int) -> None:
+    def _check_and_record_router_loads(self, step: int) -> None:
         if not self._routers or not self._is_leader:
             return
-        findings = check_router_loads(self._routers, self._state.model.expert_load, self._counts[1])
+        findings = find_router_load_mismatches(
+            self._routers, self._state.model.expert_load, self._counts[1]
+        )
         not_looked_at = []
         if findings.uncounted:
             not_looked_at.append(
@@ -219,12 +223,12 @@ class RunInvariants:
                 " experts per token, or a batch that does not tell its tokens"
             )
         if not findings.num_compared:
-            self._record_unchecked(step, "expert_loads", *not_looked_at)
+            self._record_check_not_possible(step, "expert_loads", *not_looked_at)
             return
         expected = actual = math.nan
         if findings.wrong:
             expected, actual = findings.expected, findings.actual
-        self._record_check(
+        self._record_and_emit_check(
             InvariantChecked(
                 step=step,
                 name="expert_loads",
@@ -237,19 +241,19 @@ class RunInvariants:
             )
         )
 
-    def _record_unchecked(self, step: int, name: str, *reasons: str) -> None:
-        tally = self._tallies.setdefault(name, _InvariantTally(name))
+    def _record_check_not_possible(self, step: int, name: str, *reasons: str) -> None:
+        tally = self._tallies.setdefault(name, _InvariantCheckCounts(name))
         tally.last_step, tally.not_looked_at = step, list(reasons)
 
     def _record_passed_check(self, name: str, step: int, looked_at: str) -> None:
-        tally = self._tallies.setdefault(name, _InvariantTally(name))
+        tally = self._tallies.setdefault(name, _InvariantCheckCounts(name))
         tally.num_checks += 1
         tally.last_step, tally.looked_at, tally.last_failure = step, looked_at, None
         tally.not_looked_at = []
 
-    def _record_check(self, result: InvariantChecked) -> None:
+    def _record_and_emit_check(self, result: InvariantChecked) -> None:
         """Count a check, and emit it if it failed otherwise than the one before."""
-        tally = self._tallies.setdefault(result.name, _InvariantTally(result.name))
+        tally = self._tallies.setdefault(result.name, _InvariantCheckCounts(result.name))
         tally.num_checks += 1
         tally.last_step, tally.looked_at = result.step, result.looked_at
         tally.not_looked_at = result.not_looked_at
@@ -273,7 +277,7 @@ class RunInvariants:
             )
 
 
-def _describe_blocks_held_once(count: int) -> list[str]:
+def _describe_blocks_without_replica(count: int) -> list[str]:
     if not count:
         return []
     return [f"{plural(count, 'block')} that one rank alone holds"]

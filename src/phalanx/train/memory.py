@@ -77,7 +77,7 @@ class MemoryMeter:
         )
         if not self._keeps_peak:
             now = self._sample_resident_memory()
-            self._sampler = PeriodicSampler(self._update_peak)
+            self._sampler = PeriodicSampler(self._update_memory_peak)
             self._sampler.start()
         assert now is not None
         # One call that tells of a new peak: cheaper than to read and parse /proc/self/status.
@@ -108,11 +108,11 @@ class MemoryMeter:
             # Only then is /proc read: a phase begins many times in a step.
             if self._counts_all or maxrss > self._known_maxrss:
                 self._known_maxrss = maxrss
-                self._update_peak()
+                self._update_memory_peak()
         self._moment = (step, phase)
 
-    def _update_peak(self) -> ResidentMemory | None:
-        now = self._read_or_sample()
+    def _update_memory_peak(self) -> ResidentMemory | None:
+        now = self._read_or_sample_resident_memory()
         if now is None:
             return None
         self._most_resident_bytes = max(self._most_resident_bytes, now.peak_bytes)
@@ -129,7 +129,7 @@ class MemoryMeter:
         self._file_bytes = now.file_bytes
         return now
 
-    def _read_or_sample(self) -> ResidentMemory | None:
+    def _read_or_sample_resident_memory(self) -> ResidentMemory | None:
         """The resident memory now; None if the kernel, which keeps the peak, cannot be read."""
         if self._keeps_peak:
             return self._process.read()
@@ -159,7 +159,7 @@ class MemoryMeter:
                 peak_bytes=stats.get("allocated_bytes.all.peak", 0),
                 reserved_bytes=stats.get("reserved_bytes.all.peak", 0),
             )
-        now = self._update_peak()
+        now = self._update_memory_peak()
         self._num_steps += 1
         # By now the pages that are written to are no longer shared. Once: it walks the page tables.
         if self._num_steps == 1:
@@ -167,9 +167,11 @@ class MemoryMeter:
         resident_bytes = 0
         if now is not None:
             resident_bytes = now.all_bytes
-        return RankMemory(resident_bytes, self._count_own_share(self._most_resident_bytes))
+        return RankMemory(
+            resident_bytes, self._compute_own_share_of_bytes(self._most_resident_bytes)
+        )
 
-    def _count_own_share(self, resident_bytes: int) -> int:
+    def _compute_own_share_of_bytes(self, resident_bytes: int) -> int:
         """The part of `resident_bytes` that counts for this process: its share of shared pages."""
         return max(resident_bytes - (self._elsewhere_bytes or 0), 0)
 
@@ -186,7 +188,9 @@ class MemoryMeter:
         """Other memory at the worst moment: interpreter, torch and pages of files, by this
         process's share."""
         return max(
-            0, self._count_own_share(self._in_all_bytes) - (self._peak_bytes - self._start_bytes)
+            0,
+            self._compute_own_share_of_bytes(self._in_all_bytes)
+            - (self._peak_bytes - self._start_bytes),
         )
 
     def _read_device_bytes(self) -> dict[str, int]:
@@ -213,13 +217,13 @@ class MemoryMeter:
 
         States, activations and staging are counted from their tensors; "peak" is the whole rank's.
         """
-        measured = _measure_state_bytes(state_shards, model)
+        measured = _sum_state_bytes_by_category(state_shards, model)
         if model.saved_bytes is not None:
             measured["activations"] = model.saved_bytes
         if predicted_bytes.get("staging"):
             measured["staging"] = staging_bytes
         if self._keeps_peak or self._sampler is not None:
-            self._update_peak()
+            self._update_memory_peak()
             self._elsewhere_bytes = self._process.shared_elsewhere_bytes() or self._elsewhere_bytes
         peak = self.peak_bytes()
         if peak is not None:
@@ -239,7 +243,7 @@ class MemoryMeter:
         )
 
 
-def _measure_state_bytes(
+def _sum_state_bytes_by_category(
     state_shards: Mapping[str, LogicalShard], model: ParallelModel
 ) -> dict[str, int]:
     """Bytes of this rank's state by category, counted from its tensors."""

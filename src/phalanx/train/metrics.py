@@ -13,7 +13,7 @@ from phalanx.core.errors import LayoutError
 from phalanx.mesh.mesh import Mesh
 from phalanx.mesh.transfer import create_fp64_on_device
 from phalanx.parallel.executor import Batch, Objective
-from phalanx.train.evaluation import LOSS_METRIC, average_over_sources
+from phalanx.train.evaluation import LOSS_METRIC, compute_weighted_mean_loss
 
 SumAndCount = tuple[float, float]
 METRICS_FIX = (
@@ -22,7 +22,7 @@ METRICS_FIX = (
 )
 
 
-class MetricSums:
+class MetricAccumulator:
     """An objective that also adds up the results of its `metrics(outputs, batch)`, if it has that.
 
     For one evaluation.
@@ -41,21 +41,23 @@ class MetricSums:
     def __call__(self, outputs: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         self._saw_outputs = True
         if self._measure is not None:
-            for name, pair in _require_metric_pairs(self._measure(outputs, batch)).items():
-                numbers = torch.stack([_to_scalar(number, self._mesh.device) for number in pair])
+            for name, pair in _require_valid_metrics(self._measure(outputs, batch)).items():
+                numbers = torch.stack(
+                    [_convert_to_fp64_scalar(number, self._mesh.device) for number in pair]
+                )
                 if name in self._sums:
                     numbers = self._sums[name] + numbers
                 self._sums[name] = numbers
         return self._objective(outputs, batch)
 
-    def reduce(self) -> dict[str, SumAndCount]:
+    def reduce_over_ranks(self) -> dict[str, SumAndCount]:
         """(sum, count) over all ranks, by name.
 
         Collective. Raises LayoutError if ranks have other names.
         """
         if self._measure is None:
             return {}
-        names = self._agree_on_names()
+        names = self._require_same_names_on_ranks()
         if not names:
             return {}
         # Ranks of other stages saw no outputs and add nothing. All metrics go in one collective.
@@ -67,7 +69,7 @@ class MetricSums:
         flat = self._mesh.all_reduce_sum(sums).tolist()
         return dict(zip(names, zip(flat[0::2], flat[1::2], strict=True), strict=True))
 
-    def _agree_on_names(self) -> list[str]:
+    def _require_same_names_on_ranks(self) -> list[str]:
         """The metrics' names, which must be the same on all ranks that saw outputs; collective."""
         own_names = None
         if self._saw_outputs:
@@ -80,10 +82,10 @@ class MetricSums:
             if first_rank is None:
                 first_rank, names = rank, rank_names
             if rank_names != names:
-                on_other = f"{_join_names(rank_names)} on rank {rank}"
+                on_other = f"{_join_names_or_none(rank_names)} on rank {rank}"
                 raise LayoutError(
                     "the objective's metrics have other names on other ranks",
-                    why=f"{_join_names(names)} on rank {first_rank}, {on_other}",
+                    why=f"{_join_names_or_none(names)} on rank {first_rank}, {on_other}",
                     fix=(
                         "return the same names for every batch; of what a batch has none of, (0, 0)"
                     ),
@@ -91,7 +93,7 @@ class MetricSums:
         return names
 
 
-def average_metrics(
+def average_metrics_over_sources(
     by_source: Mapping[str, Mapping[str, SumAndCount]], weights: Mapping[str, float] | None = None
 ) -> dict[str, float]:
     """The mean of each metric over all sources: by `weights` of the sources as the loss is, without
@@ -111,17 +113,17 @@ def average_metrics(
             total, count = metrics.get(name, (0.0, 0.0))
             if count:
                 counts[source], source_means[source] = count, total / count
-        value = average_over_sources(source_means, weights or counts)
+        value = compute_weighted_mean_loss(source_means, weights or counts)
         if math.isfinite(value):
             means[name] = value
     return means
 
 
-def require_metric(metric: str, names: list[str]) -> None:
+def require_known_metric(metric: str, names: list[str]) -> None:
     """Raise LayoutError (exit 3) if evaluations have no metric of the name in eval.metric."""
     if metric == LOSS_METRIC or metric in names:
         return
-    fix = f"set eval.metric to one of {_join_names([LOSS_METRIC, *names])}"
+    fix = f"set eval.metric to one of {_join_names_or_none([LOSS_METRIC, *names])}"
     if not names:
         fix = (
             "give model.objective a metrics(outputs, batch), see docs/own-code.md, or leave"
@@ -130,7 +132,7 @@ def require_metric(metric: str, names: list[str]) -> None:
     raise LayoutError(f'evaluations have no metric "{metric}"', where="eval.metric", fix=fix)
 
 
-def _require_metric_pairs(metrics: Any) -> dict[str, tuple[Any, Any]]:
+def _require_valid_metrics(metrics: Any) -> dict[str, tuple[Any, Any]]:
     """A user's metrics. Raises LayoutError if they are not pairs of numbers by name."""
     if not isinstance(metrics, Mapping):
         raise LayoutError(
@@ -143,14 +145,18 @@ def _require_metric_pairs(metrics: Any) -> dict[str, tuple[Any, Any]]:
                 f"the objective's metrics have a metric named {name!r}",
                 fix='any other name than "loss"',
             )
-        if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(map(_is_number, pair)):
+        if (
+            not isinstance(pair, tuple | list)
+            or len(pair) != 2
+            or not all(map(_is_number_or_scalar_tensor, pair))
+        ):
             raise LayoutError(
                 f'the objective\'s metric "{name}" is no pair of a sum and a count', fix=METRICS_FIX
             )
     return dict(metrics)
 
 
-def _to_scalar(number: Any, device: torch.device) -> torch.Tensor:
+def _convert_to_fp64_scalar(number: Any, device: torch.device) -> torch.Tensor:
     """`number` as a 0-d fp64 tensor on `device`; one of the host is not copied in a way that waits
     for the GPU."""
     if isinstance(number, torch.Tensor) and number.device.type == device.type:
@@ -158,9 +164,9 @@ def _to_scalar(number: Any, device: torch.device) -> torch.Tensor:
     return create_fp64_on_device((float(number),), device)[0]
 
 
-def _is_number(value: Any) -> bool:
+def _is_number_or_scalar_tensor(value: Any) -> bool:
     return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.ndim == 0)
 
 
-def _join_names(names: list[str]) -> str:
+def _join_names_or_none(names: list[str]) -> str:
     return ", ".join(names) or "none"

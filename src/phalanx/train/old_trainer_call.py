@@ -22,7 +22,7 @@ _TRAINING_DATA_PARAMETERS = ("held_out", "source_weights", "records")
 Init = TypeVar("Init", bound=Callable[..., None])
 
 
-def accept_old_trainer_arguments(init: Init) -> Init:
+def accept_deprecated_trainer_arguments(init: Init) -> Init:
     """Make the `__init__` of Trainer take its old arguments, too."""
 
     @functools.wraps(init)
@@ -32,12 +32,12 @@ def accept_old_trainer_arguments(init: Init) -> Init:
             init(self, *args, **named)
             return
         warn_renamed(_OLD_CALL_TEXT, _NEW_CALL_TEXT)
-        init(self, **_translate_arguments(args, named))
+        init(self, **_translate_to_new_arguments(args, named))
 
     return cast(Init, init_either_way)
 
 
-def _translate_arguments(args: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+def _translate_to_new_arguments(args: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of the new call that mean what the old ones did."""
     # Positional arguments may be fewer than the names: the rest came by name.
     new = dict(zip(_OLD_POSITIONAL_PARAMETERS, args, strict=False)) | dict(named)

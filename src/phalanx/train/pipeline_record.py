@@ -35,7 +35,9 @@ def should_record_pipeline(step: int, last_step: int) -> bool:
     return step == FIRST_RECORDED_STEP
 
 
-def record_pipeline(step: int, last_step: int, model: ParallelModel, bus: Bus) -> None:
+def gather_and_emit_pipeline_spans(
+    step: int, last_step: int, model: ParallelModel, bus: Bus
+) -> None:
     """Gather the spans of a step and emit them, if there is a pipeline and the step is recorded.
 
     Collective at these steps. Spans are of the clock that phases are timed by: on a GPU that of its
@@ -44,23 +46,23 @@ def record_pipeline(step: int, last_step: int, model: ParallelModel, bus: Bus) -
     if model.plan.pipeline is None or not should_record_pipeline(step, last_step):
         return
     with model.phases("collective", "gather the spans of the pipeline"):
-        by_rank = model.mesh.gather_json(_collect_local_spans(model))
+        by_rank = model.mesh.gather_json(_collect_spans_of_stage_leader(model))
     spans = align_rank_clocks([rank_spans for rank_spans in by_rank if rank_spans is not None])
     # A rank without spans: no bubble can be told from the rest.
     if model.mesh.rank == 0 and all(spans):
         bus.emit(build_pipeline_event(step, model.plan.pipeline, spans))
 
 
-def _collect_local_spans(model: ParallelModel) -> dict[str, Any] | None:
+def _collect_spans_of_stage_leader(model: ParallelModel) -> dict[str, Any] | None:
     """This rank's spans; None unless it leads its stage: the gathered ones are in the order of the
     pipeline, then."""
-    if not is_stage_leader(model.mesh):
+    if not is_first_rank_of_stage(model.mesh):
         return None
     spans = [] if model.pipeline is None else model.pipeline.spans
-    return collect_spans(model.phases.clock, model.finished_at, spans, model.mesh.rank)
+    return convert_spans_to_seconds(model.phases.clock, model.finished_at, spans, model.mesh.rank)
 
 
-def collect_spans(
+def convert_spans_to_seconds(
     clock: PhaseClock, zero: Any, spans: Sequence[tuple[str, Any, Any]], rank: int
 ) -> dict[str, Any]:
     """A rank's spans in seconds as JSON, the moment `zero` on the same scale, and the name of the
@@ -87,7 +89,7 @@ def collect_spans(
     return {"clock": f"the device of rank {rank}", "zero_s": 0.0, "spans": spans_s}
 
 
-def is_stage_leader(mesh: Mesh) -> bool:
+def is_first_rank_of_stage(mesh: Mesh) -> bool:
     """True for the first of the ranks that hold the same stages of a pipeline; for the first of
     all ranks without a pipeline."""
     return all(coordinate == 0 for axis, coordinate in mesh.coordinates.items() if axis != "pp")
@@ -142,7 +144,7 @@ def build_pipeline_event(
         num_blocks=list(pipeline.stages.num_blocks),
         stage_seconds=stage_seconds,
         splits_backward=has_split_backward(measured.schedule),
-        spans=_round_spans(measured),
+        spans=_round_spans_to_tenth_of_us(measured),
         bubble_measured=float(measured.bubble),
         bubble_predicted=float(simulate_timeline(measured.schedule, costs).bubble),
         bubble_planned=bubble_planned,
@@ -150,7 +152,7 @@ def build_pipeline_event(
     )
 
 
-def _round_spans(timeline: Timeline) -> list[list[list[Any]]]:
+def _round_spans_to_tenth_of_us(timeline: Timeline) -> list[list[list[Any]]]:
     """The spans of each rank, rounded to a tenth of a microsecond: events are text."""
     by_rank = []
     for actions, spans_s in zip(timeline.schedule.actions, timeline.spans_s, strict=True):

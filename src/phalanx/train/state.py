@@ -19,15 +19,15 @@ from phalanx.core.errors import CheckpointError
 from phalanx.core.phases import PhaseTimer
 from phalanx.mesh.cpu_kind import describe_cpu_for_equal_bits
 from phalanx.mesh.logical import LogicalShard
-from phalanx.optim.build import optimizer_shards
+from phalanx.optim.build import list_optimizer_shards
 from phalanx.optim.state import (
     RestoreState,
     UndoRestore,
-    collect_numbers,
-    collect_tensors,
-    list_group_values,
-    make_slots,
-    plan_restores,
+    build_restore_functions,
+    collect_parameterless_tensors,
+    collect_trained_numbers,
+    copy_group_values,
+    make_missing_slots,
 )
 from phalanx.parallel.loss_scale import require_valid_loss_scale_state
 from phalanx.parallel.model import ParallelModel
@@ -65,7 +65,7 @@ class TrainState:
 
     def __post_init__(self) -> None:
         # As built: of the values of groups a checkpoint holds those that training has changed.
-        self._built = list_group_values(self.optimizer)
+        self._built = copy_group_values(self.optimizer)
 
     def shards(self) -> dict[str, LogicalShard]:
         """Every tensor of the state by its full-model name."""
@@ -73,7 +73,7 @@ class TrainState:
         mesh = self.model.mesh
         named = list(self.model.named_parameters())
         rank, num_ranks = mesh.stage_rank_and_size
-        slots = optimizer_shards(
+        slots = list_optimizer_shards(
             self.optimizer,
             named,
             self.model.trained_shards(),
@@ -81,7 +81,9 @@ class TrainState:
             world_size=num_ranks,
             copies=self.model.copies,
         )
-        tensors = collect_tensors(self.optimizer, named, rank=mesh.rank, world_size=mesh.world_size)
+        tensors = collect_parameterless_tensors(
+            self.optimizer, named, rank=mesh.rank, world_size=mesh.world_size
+        )
         compression = self.model.compression
         unsent = (
             {} if compression is None else compression.collect_state_shards(model, self.model.mesh)
@@ -93,7 +95,9 @@ class TrainState:
 
         Raises CheckpointError for an optimizer with values that cannot be saved.
         """
-        numbers = collect_numbers(self.optimizer, self.model.named_parameters(), self._built)
+        numbers = collect_trained_numbers(
+            self.optimizer, self.model.named_parameters(), self._built
+        )
         scale = self.model.loss_scale
         facts: dict[str, Any] = {
             "step": self.step,
@@ -149,19 +153,21 @@ class TrainState:
         undos: list[UndoRestore] = []
 
         def require(manifest: Manifest) -> Manifest:
-            self._require_same_run(manifest, where)
+            self._require_matching_run_facts(manifest, where)
             named = list(self.model.named_parameters())
             elsewhere: Container[str] = ()
             if self.model.mesh.layout.pp > 1:
                 # The manifest also has parameters of other stages, which this rank leaves alone.
                 elsewhere = manifest.tensors
             numbers = manifest.facts["optimizer"].get("numbers", {})
-            restores.extend(plan_restores(self.optimizer, named, numbers, elsewhere=elsewhere))
+            restores.extend(
+                build_restore_functions(self.optimizer, named, numbers, elsewhere=elsewhere)
+            )
             full_shapes = {name: shard.global_shape for name, shard in shards.items()}
-            undos.extend(make_slots(self.optimizer, named, manifest.tensors, full_shapes))
-            # Again: `make_slots` has made the optimizer's tensors, which are to be read, too.
+            undos.extend(make_missing_slots(self.optimizer, named, manifest.tensors, full_shapes))
+            # Again: `make_missing_slots` has made tensors of the optimizer, to be read, too.
             shards.update(self.shards())
-            return self._drop_other_compression_state(manifest, shards)
+            return self._drop_compression_state_of_other_layout(manifest, shards)
 
         try:
             facts = load_checkpoint_into_shards(
@@ -180,9 +186,9 @@ class TrainState:
             self.model.loss_scale.load_saved_state(facts[LOSS_SCALE_FACT])
         self.step, self.tokens_seen = int(facts["step"]), int(facts["tokens_seen"])
         self.samples_seen = int(facts["samples_seen"])
-        self.other_cpu = self._describe_other_cpu(facts.get(CPU_KIND_FACT))
+        self.other_cpu = self._explain_other_cpu_kind(facts.get(CPU_KIND_FACT))
 
-    def _describe_other_cpu(self, then: object) -> str:
+    def _explain_other_cpu_kind(self, then: object) -> str:
         """The reason why steps after a checkpoint that was written on the CPU kind `then` may round
         otherwise; empty if the kinds are equal.
 
@@ -196,7 +202,7 @@ class TrainState:
             "but the steps from here may round otherwise than an uninterrupted run's"
         )
 
-    def _drop_other_compression_state(
+    def _drop_compression_state_of_other_layout(
         self, manifest: Manifest, shards: dict[str, LogicalShard]
     ) -> Manifest:
         """Leave the state of compressed gradients in the checkpoint unless it is this layout's.
@@ -225,7 +231,7 @@ class TrainState:
             )
         return manifest.drop_tensors_by_prefix(COMPRESSION_TENSOR_PREFIX)
 
-    def _require_same_run(self, manifest: Manifest, where: str) -> None:
+    def _require_matching_run_facts(self, manifest: Manifest, where: str) -> None:
         # Before the facts are read by name below.
         missing = sorted(set(self.facts()) - set(manifest.facts) - OPTIONAL_FACTS)
         if missing:

@@ -13,7 +13,7 @@ from phalanx.parallel.step_stats import StepStats
 from phalanx.plan.plan import Plan
 from phalanx.train.experts_record import build_expert_event, should_log_experts
 from phalanx.train.memory import MemoryMeter
-from phalanx.train.pipeline_record import is_stage_leader
+from phalanx.train.pipeline_record import is_first_rank_of_stage
 from phalanx.train.state import TrainState
 
 
@@ -46,11 +46,11 @@ class StepRecorder:
         self._phases.take()
         self._recorded_s, self._recorded_cpu_s = time.perf_counter(), time.process_time()
 
-    def exclude_seconds(self, seconds: float) -> None:
+    def exclude_seconds_from_next_step(self, seconds: float) -> None:
         """Leave out `seconds` that no step took."""
         self._recorded_s += seconds
 
-    def add_step(self, facts: StepStats, skipped: str | None) -> None:
+    def hold_step_facts(self, facts: StepStats, skipped: str | None) -> None:
         """Take the facts of a step that is done, to be recorded before its checkpoint is there."""
         self._unrecorded = facts, skipped
 
@@ -81,7 +81,7 @@ class StepRecorder:
         if (
             should_log_experts(step, self._job)
             and self._state.model.expert_load
-            and is_stage_leader(self._mesh)
+            and is_first_rank_of_stage(self._mesh)
         ):
             self._bus.emit(build_expert_event(step, self._state.model.expert_load))
         self._bus.emit(
@@ -110,17 +110,17 @@ class StepRecorder:
         )
         for event in self._list_events(step):
             self._bus.emit(event)
-        self._warn_layout_dependent_draws()
-        self._warn_unused_parameters()
+        self._warn_of_layout_dependent_draws()
+        self._warn_of_unused_parameters()
 
-    def _warn_layout_dependent_draws(self) -> None:
+    def _warn_of_layout_dependent_draws(self) -> None:
         """Warn, once, of each module whose random numbers depend on the layout."""
         new_reasons: dict[str, str] = {}
         for name, why in self._state.model.left_to_torch.items():
             if name not in self._warned_draws:
                 new_reasons[name] = why
         self._warned_draws |= set(new_reasons)
-        if self._plan.layout.world_size == 1 or not is_stage_leader(self._mesh):
+        if self._plan.layout.world_size == 1 or not is_first_rank_of_stage(self._mesh):
             return
         for name, why in new_reasons.items():
             text = (
@@ -133,12 +133,12 @@ class StepRecorder:
                 Note("warning", {"warning": "draws_depend_on_layout", "text": text, "why": text})
             )
 
-    def _warn_unused_parameters(self) -> None:
+    def _warn_of_unused_parameters(self) -> None:
         """Warn, once, of each parameter without part in the loss, where that is allowed: it may be
         a mistake all the same."""
         unused = self._state.model.unused_parameters - self._unused
         self._unused |= unused
-        if unused and is_stage_leader(self._mesh):
+        if unused and is_first_rank_of_stage(self._mesh):
             names = ", ".join(sorted(unused)[:3])
             if len(unused) > 3:
                 names += " ..."

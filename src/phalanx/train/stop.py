@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 
 @dataclass
-class StopFlags:
+class StopSignalFlags:
     """Signals that this rank has got. Ranks agree on them in the reduction of each step."""
 
     sigterm: bool = False
     sigint: bool = False
 
-    def handle_signals(self) -> None:
+    def request_stop_on_signals(self) -> None:
         """From now on SIGTERM and SIGINT ask for a stop at a step boundary.
 
         Outside the main thread, where Python allows no handlers, this rank stops only as others ask

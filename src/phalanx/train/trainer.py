@@ -26,22 +26,22 @@ from phalanx.optim.build import set_learning_rate
 from phalanx.optim.schedule import learning_rate
 from phalanx.parallel.step_stats import StepStats
 from phalanx.plan.plan import Plan
-from phalanx.train.best import BestRecorder
+from phalanx.train.best import BestCheckpointRecorder
 from phalanx.train.evaluation import (
-    EvalRecord,
     EvalScore,
     Evaluation,
-    read_evaluation_record,
+    EvaluationHistory,
+    read_evaluation_history,
 )
 from phalanx.train.evaluator import Evaluator
 from phalanx.train.invariants import RunInvariants
 from phalanx.train.memory import MemoryMeter
-from phalanx.train.old_trainer_call import accept_old_trainer_arguments
-from phalanx.train.pipeline_record import record_pipeline
+from phalanx.train.old_trainer_call import accept_deprecated_trainer_arguments
+from phalanx.train.pipeline_record import gather_and_emit_pipeline_spans
 from phalanx.train.randomness import seed_generators
 from phalanx.train.state import TrainState
 from phalanx.train.step_recorder import StepRecorder
-from phalanx.train.stop import StopFlags, StopRequestedError
+from phalanx.train.stop import StopRequestedError, StopSignalFlags
 from phalanx.train.training_data import TrainingData
 
 
@@ -64,7 +64,7 @@ class Trainer:
     it. Events go to `bus`; nothing here formats text or knows who reads.
     """
 
-    @accept_old_trainer_arguments
+    @accept_deprecated_trainer_arguments
     def __init__(
         self,
         job: Job,
@@ -75,20 +75,20 @@ class Trainer:
         *,
         storage: RunStorage | None = None,
         guards: Sequence[Guard] = (),
-        stop: StopFlags | None = None,
+        stop: StopSignalFlags | None = None,
         memory: MemoryMeter | None = None,
     ) -> None:
         self.job, self.plan, self.state, self.bus = job, plan, state, bus
         self.mesh: Mesh = state.model.mesh
         self.data, self.storage, self.guards = data, storage, tuple(guards)
-        self.stop = stop or StopFlags()
+        self.stop = stop or StopSignalFlags()
         self.phases: PhaseTimer = state.model.phases
         self._recorder = StepRecorder(job, plan, state, bus, data.records, memory)
         self._invariants = RunInvariants(job, state, bus, data.objective)
-        self._schedule = self._build_schedule()
-        self._best = BestRecorder(job, self.mesh, bus, storage)
+        self._schedule = self._build_checkpoint_schedule()
+        self._best = BestCheckpointRecorder(job, self.mesh, bus, storage)
         self._evaluator = self._build_evaluator()
-        self._evals = EvalRecord()
+        self._evals = EvaluationHistory()
         self._is_saveable = False
 
     def run(self) -> str:
@@ -110,27 +110,29 @@ class Trainer:
 
     def _run_steps(self) -> str:
         if self._evaluator is not None:
-            self._evaluator.require_metric(self.job.eval.metric)
+            self._evaluator.require_known_metric(self.job.eval.metric)
         run_dir = None if self.storage is None else self.storage.run_dir
-        self._evals = read_evaluation_record(
+        self._evals = read_evaluation_history(
             run_dir, self.state.step, self.mesh, self.job.eval.metric
         )
-        self._best.record_missing_best(self._evals, self.state.step)
+        self._best.record_best_if_missing(self._evals, self.state.step)
         self._invariants.start()
         self._recorder.start()
         # Of the step that training continues from, if a stop or a crash came before it.
         reason = self._evaluate_if_due()
         while reason is None and self.state.step < self.job.train.steps:
             facts, skipped = self.step()
-            self._recorder.add_step(facts, skipped)
-            record_pipeline(self.state.step, self.job.train.steps, self.state.model, self.bus)
+            self._recorder.hold_step_facts(facts, skipped)
+            gather_and_emit_pipeline_spans(
+                self.state.step, self.job.train.steps, self.state.model, self.bus
+            )
             if skipped is None:
                 # A skipped step makes no optimizer state. All ranks skip alike: this is collective.
-                self._require_saveable()
+                self._require_state_is_saveable()
             sigterm, sigint, is_fenced, *save_flags = facts.flags
             # Before a save: the run is another job's by now.
-            if is_fenced and self._storage_fence is not None:
-                raise self._storage_fence.run_taken_error()
+            if is_fenced and self._get_storage_fence is not None:
+                raise self._get_storage_fence.run_taken_error()
             is_end = self.state.step == self.job.train.steps and self.job.checkpoint.at_end
             if self._schedule is not None:
                 self._schedule.save_if_due(save_flags, is_stop=sigterm + sigint > 0, is_end=is_end)
@@ -159,10 +161,13 @@ class Trainer:
             microbatches = self.data.batches.step_microbatches(step)
         model, optimizer = self.state.model, self.state.optimizer
         sums = model.forward_backward(microbatches, self.data.objective, step=step)
-        flags = (*self._build_step_flags(), *self._invariants.count_rank_batch(microbatches))
+        flags = (
+            *self._build_step_flags(),
+            *self._invariants.count_batch_for_reduction(microbatches),
+        )
         # The step's one reduction: stops, guards and saves act on it, so that all ranks agree.
         facts = model.reduce_and_clip(sums, max_norm=self.job.optim.clip_norm, flags=flags)
-        facts = self._invariants.take_counts(facts)
+        facts = self._invariants.remove_counts_from_flags(facts)
         # Every guard is asked, also about a step that is skipped anyway: guards count such steps.
         reasons = [
             facts.reason_to_skip,
@@ -173,7 +178,7 @@ class Trainer:
             if skipped is None:
                 # A function of the step: nothing to save, and right wherever a run resumes.
                 set_learning_rate(optimizer, learning_rate(self.job, step, self.plan.peak_lr))
-                self._invariants.begin_update()
+                self._invariants.digest_before_update()
                 model.update(optimizer)
             # Skipped or not. Without gradients their memory is free until the next backward.
             optimizer.zero_grad(set_to_none=True)
@@ -184,7 +189,7 @@ class Trainer:
         self._invariants.finish_step(facts)
         return facts, skipped
 
-    def _require_saveable(self) -> None:
+    def _require_state_is_saveable(self) -> None:
         """Raise CheckpointError, once, for state that no checkpoint holds: many optimizers make it
         at their first update."""
         if self._schedule is not None and not self._is_saveable:
@@ -202,12 +207,12 @@ class Trainer:
         return float(self.stop.sigterm), float(self.stop.sigint), float(is_fenced), *save_flags
 
     @property
-    def _storage_fence(self) -> RunOwnershipWatch | None:
+    def _get_storage_fence(self) -> RunOwnershipWatch | None:
         if self.storage is None:
             return None
         return self.storage.fence
 
-    def _build_schedule(self) -> CheckpointSchedule | None:
+    def _build_checkpoint_schedule(self) -> CheckpointSchedule | None:
         if self.storage is None:
             return None
         options = self.job.checkpoint
@@ -239,8 +244,8 @@ class Trainer:
             held_out=self.data.held_out,
             source_weights=self.data.source_weights,
             stop=self.stop,
-            emit=self.bus.emit if self.mesh.rank == 0 else _ignore_event,
-            fence=self._storage_fence,
+            emit=self.bus.emit if self.mesh.rank == 0 else _discard_event,
+            fence=self._get_storage_fence,
         )
 
     @property
@@ -266,7 +271,7 @@ class Trainer:
         is_due = step == self.job.train.steps or (
             every_steps is not None and step % every_steps == 0 and step > 0
         )
-        if self._evaluator is None or not is_due or self._evals.has_step(step):
+        if self._evaluator is None or not is_due or self._evals.has_evaluation_of_step(step):
             return None
         # An evaluation may be the first thing after a restart, before any step has set it.
         self.phases.step = step
@@ -280,7 +285,7 @@ class Trainer:
                     self._schedule.save(is_last_chance=True, prune=False)
                 return str(request)
         wall_s = time.perf_counter() - began
-        self._recorder.exclude_seconds(wall_s)
+        self._recorder.exclude_seconds_from_next_step(wall_s)
         self._record_evaluation(evaluation, wall_s)
         self._invariants.emit_summary()
         return None
@@ -297,11 +302,13 @@ class Trainer:
         """Save the step if it is the best and the job asks for that, then emit the evaluation.
 
         An evaluation that is on record is not done again. A best step on record whose job crashed
-        before it was saved as such, `BestRecorder.record_missing_best` does.
+        before it was saved as such, `BestCheckpointRecorder.record_best_if_missing` does.
         """
         step = evaluation.step
         metric, mode = self.job.eval.metric, self.job.eval.mode or "min"
-        score = EvalScore(evaluation.loss, evaluation.num_targets, evaluation.value_of(metric))
+        score = EvalScore(
+            evaluation.loss, evaluation.num_targets, evaluation.get_metric_value(metric)
+        )
         # On every rank: whether to save the best step is decided from it by all alike.
         self._evals.add_evaluation(step, score)
         best_step, best = self._evals.best(evaluation.num_targets, mode)
@@ -332,5 +339,5 @@ class Trainer:
         )
 
 
-def _ignore_event(event: Event) -> None:
+def _discard_event(event: Event) -> None:
     """Ignore an event that rank 0 emits."""

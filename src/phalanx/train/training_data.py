@@ -19,7 +19,7 @@ class Microbatches(Protocol):
     def step_microbatches(self, step: int) -> Sequence[Mapping[str, torch.Tensor]]: ...
 
 
-def list_no_events(step: int) -> Sequence[Event]:
+def return_no_events(step: int) -> Sequence[Event]:
     """No events: there is nothing to record of a step besides what the trainer does."""
     return ()
 
@@ -37,4 +37,4 @@ class TrainingData:
     objective: Objective
     held_out: HeldOutBatches | None = None
     source_weights: Mapping[str, float] | None = None
-    records: Callable[[int], Sequence[Event]] = list_no_events
+    records: Callable[[int], Sequence[Event]] = return_no_events

@@ -16,7 +16,7 @@ from phalanx.core.digest import stable_hash64
 from phalanx.mesh.logical import Box, LogicalShard, full_name, get_local_tensor
 from phalanx.mesh.mesh import Mesh
 from phalanx.parallel.model import ParallelModel
-from phalanx.train.pipeline_record import is_stage_leader
+from phalanx.train.pipeline_record import is_first_rank_of_stage
 
 
 @dataclass(frozen=True)
@@ -37,18 +37,19 @@ class WeightBlock:
 def list_weight_blocks(
     model: ParallelModel, tensors: Mapping[str, torch.Tensor]
 ) -> list[WeightBlock]:
-    """The blocks that this rank holds of `tensors`, which `list_compared_tensors` gives."""
+    """The blocks that this rank holds of `tensors`, which `map_parameters_and_shared_buffers`
+    gives."""
     shards = model.shards()
     blocks: list[WeightBlock] = []
     for name, tensor in tensors.items():
         # Of an uneven cut the last ranks may hold nothing.
         if name in shards and shards[name].boxes:
-            for key, where in _cut_into_blocks(shards[name]):
+            for key, where in _list_shard_blocks(shards[name]):
                 blocks.append(WeightBlock(name, key, where, tensor.requires_grad))
     return blocks
 
 
-def list_compared_tensors(
+def map_parameters_and_shared_buffers(
     model: ParallelModel, alike: Mapping[str, nn.Module]
 ) -> dict[str, torch.Tensor]:
     """By full name: parameters of this rank's module as they are now, and the buffers of the
@@ -64,7 +65,7 @@ def list_compared_tensors(
     return tensors
 
 
-def find_buffers_same_on_ranks(module: nn.Module) -> dict[str, nn.Module]:
+def find_modules_with_shared_buffers(module: nn.Module) -> dict[str, nn.Module]:
     """The modules whose buffers are the same on all ranks, by name."""
     return {
         name: part
@@ -73,21 +74,23 @@ def find_buffers_same_on_ranks(module: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def select_block(block: WeightBlock, tensor: torch.Tensor) -> torch.Tensor:
+def view_block_elements(block: WeightBlock, tensor: torch.Tensor) -> torch.Tensor:
     """The elements of `block` in the storage of this rank. A view."""
     return get_local_tensor(tensor.detach())[block.where]
 
 
-def _cut_into_blocks(shard: LogicalShard) -> list[tuple[int, tuple[slice, ...]]]:
+def _list_shard_blocks(shard: LogicalShard) -> list[tuple[int, tuple[slice, ...]]]:
     """(key, slices) of the blocks of a shard."""
     # A block for each box where some are on more ranks than others, as heads of keys in a fused
     # matrix.
     if any(box.num_replicas > 1 for box in shard.boxes):
-        return [(_hash_block_key(shard, (box,)), _slices_of_box(box)) for box in shard.boxes]
-    return [(_hash_block_key(shard, shard.boxes), ())]
+        return [
+            (_hash_block_identity(shard, (box,)), _build_slices_of_box(box)) for box in shard.boxes
+        ]
+    return [(_hash_block_identity(shard, shard.boxes), ())]
 
 
-def _hash_block_key(shard: LogicalShard, boxes: Sequence[Box]) -> int:
+def _hash_block_identity(shard: LogicalShard, boxes: Sequence[Box]) -> int:
     """A signed 64-bit number of a tensor's name and the boxes of it."""
     parts: list[object] = [shard.name, shard.dtype]
     for box in boxes:
@@ -98,7 +101,7 @@ def _hash_block_key(shard: LogicalShard, boxes: Sequence[Box]) -> int:
     return number
 
 
-def _slices_of_box(box: Box) -> tuple[slice, ...]:
+def _build_slices_of_box(box: Box) -> tuple[slice, ...]:
     return tuple(
         slice(offset, offset + size)
         for offset, size in zip(box.local_offset, box.size, strict=True)
@@ -138,14 +141,14 @@ class BlocksOfRanks:
         self.num_blocks, self.num_shared = len(holders), len(self._shared)
         """How many different blocks there are, and how many of them several ranks hold."""
 
-    def find_unequal(self, digests: NDArray[np.int64]) -> TensorsOnRanks:
+    def find_tensors_unequal_on_ranks(self, digests: NDArray[np.int64]) -> TensorsOnRanks:
         """Tensors that ranks hold otherwise than most that hold the same block; without a
         majority, on all that hold it. `digests`: [ranks, blocks]."""
         is_blamed = np.zeros(digests.shape, dtype=bool)
         first, other = self._pairs[:, 0], self._pairs[:, 1]
         if not (digests[first[:, 0], first[:, 1]] == digests[other[:, 0], other[:, 1]]).all():
             for places in self._shared:
-                for index in _find_minority_digests(
+                for index in _find_indices_of_minority_digests(
                     [int(digests[block_index]) for block_index in places]
                 ):
                     is_blamed[places[index]] = True
@@ -161,7 +164,7 @@ class BlocksOfRanks:
         return TensorsOnRanks(list(names), sorted(ranks))
 
 
-def _find_minority_digests(digests: list[int]) -> list[int]:
+def _find_indices_of_minority_digests(digests: list[int]) -> list[int]:
     """Places of the digests that most others do not have; of all where no digest is that of more
     than half."""
     (usual, count), *rarer_digests = Counter(digests).most_common()
@@ -172,7 +175,7 @@ def _find_minority_digests(digests: list[int]) -> list[int]:
     return [digest_index for digest_index, digest in enumerate(digests) if digest != usual]
 
 
-def exchange_blocks(
+def gather_block_lists(
     mesh: Mesh, names: Sequence[str], blocks: Sequence[WeightBlock]
 ) -> tuple[int, BlocksOfRanks | None]:
     """The number of blocks of the rank with most, and on rank 0 the blocks of all ranks. `names`:
@@ -181,7 +184,7 @@ def exchange_blocks(
     Collective; waits for the device.
     """
     # Ranks of one stage of a pipeline have the same tensors: one of them names all.
-    leaders = mesh.gather_json(list(names) if is_stage_leader(mesh) else None)
+    leaders = mesh.gather_json(list(names) if is_first_rank_of_stage(mesh) else None)
     counts = [
         int(count) for count in mesh.all_gather(torch.tensor([len(blocks)], device=mesh.device))
     ]

@@ -21,11 +21,11 @@ from phalanx.mesh.transfer import create_fp64_on_device, start_copy_of_numbers_t
 from phalanx.parallel.model import ParallelModel
 from phalanx.train.weight_blocks import (
     TensorsOnRanks,
-    exchange_blocks,
-    find_buffers_same_on_ranks,
-    list_compared_tensors,
+    find_modules_with_shared_buffers,
+    gather_block_lists,
     list_weight_blocks,
-    select_block,
+    map_parameters_and_shared_buffers,
+    view_block_elements,
 )
 
 NUM_SAMPLED_ELEMENTS = 1024
@@ -61,23 +61,23 @@ class WeightChecks:
 
     def __init__(self, model: ParallelModel, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer, self._mesh = model, optimizer, model.mesh
-        self._alike = find_buffers_same_on_ranks(model.module)
-        tensors = list_compared_tensors(model, self._alike)
+        self._alike = find_modules_with_shared_buffers(model.module)
+        tensors = map_parameters_and_shared_buffers(model, self._alike)
         self._blocks = list_weight_blocks(model, tensors)
         self._columns: dict[str, list[int]] = defaultdict(list)
         for column, block in enumerate(self._blocks):
             self._columns[block.name].append(column)
-        self._num_columns, self.held = exchange_blocks(model.mesh, list(tensors), self._blocks)
+        self._num_columns, self.held = gather_block_lists(model.mesh, list(tensors), self._blocks)
         # Of the update that is being checked: what must move, and digests before it.
         self._must_move: dict[str, torch.Tensor] = {}
         self._before: dict[str, list[torch.Tensor]] = {}
         self._pending: tuple[int, bool, Callable[[], list[float]]] | None = None
 
     @torch.no_grad()
-    def begin_update(self) -> None:
+    def digest_before_update(self) -> None:
         """Digest what the update that follows may change."""
-        model_tensors = list_compared_tensors(self._model, self._alike)
-        updated = _select_trained_parameters(self._optimizer_tensors_by_name())
+        model_tensors = map_parameters_and_shared_buffers(self._model, self._alike)
+        updated = _select_trainable_parameters(self._map_optimizer_tensors_by_name())
         groups = self._optimizer.param_groups
         group_of = {id(p): group for group in groups for p in group["params"]}
         for name, parameter in updated.items():
@@ -85,36 +85,38 @@ class WeightChecks:
                 continue
             # What the optimizer does not have should move as what it has.
             group = group_of.get(id(parameter), groups[0])
-            self._must_move[name] = must_parameter_move(parameter, group)
-            self._before[name] = self._digest_tensor(name, model_tensors[name], parameter)
+            self._must_move[name] = is_update_above_rounding(parameter, group)
+            self._before[name] = self._digest_blocks_of_tensor(name, model_tensors[name], parameter)
 
     @torch.no_grad()
     def finish_step(self, step: int) -> None:
         """Compare weights with those before the update, if there was one, and begin to gather the
         digests of all ranks. Collective."""
         model_tensors, in_model = (
-            list_compared_tensors(self._model, self._alike),
-            self._optimizer_tensors_by_name(),
+            map_parameters_and_shared_buffers(self._model, self._alike),
+            self._map_optimizer_tensors_by_name(),
         )
-        updated = _select_trained_parameters(in_model)
-        missing, num_foreign = self._check_optimizer(model_tensors, updated, in_model.values())
+        updated = _select_trainable_parameters(in_model)
+        missing, num_foreign = self._find_optimizer_mismatches(
+            model_tensors, updated, in_model.values()
+        )
         digests = [
-            compute_bit_digest(select_block(block, model_tensors[block.name]))
+            compute_bit_digest(view_block_elements(block, model_tensors[block.name]))
             for block in self._blocks
         ]
         movements: dict[str, torch.Tensor] = {}
         for name, before in self._before.items():
             after = [digests[column] for column in self._columns[name]]
             after += self._digest_optimizer_tensor(model_tensors[name], updated[name])
-            movements[name] = self._flag_parameters_that_must_move(name, before, after)
-        row = self._build_exchange_row(digests, movements, missing, num_foreign)
+            movements[name] = self._build_movement_flags(name, before, after)
+        row = self._build_gathered_row(digests, movements, missing, num_foreign)
         with self._model.phases("collective", "all_gather digests of weights"):
             rows = torch.cat(self._mesh.all_gather(row))
         is_applied = bool(self._before)
         self._must_move, self._before = {}, {}
         self._pending = step, is_applied, start_copy_of_numbers_to_host(rows)
 
-    def take_findings(self) -> WeightFindings | None:
+    def take_weight_findings(self) -> WeightFindings | None:
         """On rank 0 the findings of the last `finish_step`, once. The device must have been waited
         for since."""
         if self._pending is None:
@@ -128,7 +130,7 @@ class WeightChecks:
         return WeightFindings(
             step,
             is_applied,
-            self.held.find_unequal(digests),
+            self.held.find_tensors_unequal_on_ranks(digests),
             self.held.find_tensors_on_ranks(flags & _STUCK != 0),
             self.held.find_tensors_on_ranks(flags & _MISSING != 0),
             num_foreign,
@@ -136,15 +138,15 @@ class WeightChecks:
             self.held.num_trained,
         )
 
-    def _optimizer_tensors_by_name(self) -> dict[str, nn.Parameter]:
+    def _map_optimizer_tensors_by_name(self) -> dict[str, nn.Parameter]:
         """By full name, what an optimizer has of each parameter, frozen ones among them."""
         return {full_name(name): p for name, p in self._model.named_parameters()}
 
-    def _digest_tensor(
+    def _digest_blocks_of_tensor(
         self, name: str, tensor: torch.Tensor, updated: nn.Parameter
     ) -> list[torch.Tensor]:
         blocks = [self._blocks[column] for column in self._columns[name]]
-        digests = [compute_bit_digest(select_block(block, tensor)) for block in blocks]
+        digests = [compute_bit_digest(view_block_elements(block, tensor)) for block in blocks]
         return digests + self._digest_optimizer_tensor(tensor, updated)
 
     def _digest_optimizer_tensor(
@@ -159,7 +161,7 @@ class WeightChecks:
             return []
         return [compute_bit_digest(local)]
 
-    def _check_optimizer(
+    def _find_optimizer_mismatches(
         self,
         model_tensors: dict[str, torch.Tensor],
         updated: dict[str, nn.Parameter],
@@ -169,13 +171,13 @@ class WeightChecks:
         in_optimizer = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
         missing = []
         for name, parameter in updated.items():
-            if id(parameter) not in in_optimizer or not _shares_storage(
+            if id(parameter) not in in_optimizer or not _is_model_storage_updated(
                 model_tensors[name], parameter
             ):
                 missing.append(name)
         return missing, len(in_optimizer - {id(parameter) for parameter in in_model})
 
-    def _flag_parameters_that_must_move(
+    def _build_movement_flags(
         self, name: str, before: list[torch.Tensor], after: list[torch.Tensor]
     ) -> torch.Tensor:
         """_MUST_MOVE and _STUCK, 0-d on the device of the mesh."""
@@ -199,7 +201,7 @@ class WeightChecks:
             return flag
         return create_fp64_on_device((float(flag),), self._mesh.device)[0] != 0
 
-    def _build_exchange_row(
+    def _build_gathered_row(
         self,
         digests: list[torch.Tensor],
         movements: dict[str, torch.Tensor],
@@ -226,16 +228,16 @@ class WeightChecks:
         return row
 
 
-def _select_trained_parameters(parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+def _select_trainable_parameters(parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     return {name: p for name, p in parameters.items() if p.requires_grad}
 
 
-def must_parameter_move(parameter: nn.Parameter, group: dict[str, Any]) -> torch.Tensor:
+def is_update_above_rounding(parameter: nn.Parameter, group: dict[str, Any]) -> torch.Tensor:
     """0-d bool: the update of `parameter` by its gradient is far above the rounding of some
     element (of a sample of NUM_SAMPLED_ELEMENTS). `group`: the options of its optimizer."""
     assert parameter.grad is not None
-    weights = _sample_elements(get_local_tensor(parameter.detach())).abs()
-    gradients = _sample_elements(get_local_tensor(parameter.grad)).abs()
+    weights = _view_sampled_elements(get_local_tensor(parameter.detach())).abs()
+    gradients = _view_sampled_elements(get_local_tensor(parameter.grad)).abs()
     rounding = weights * (MIN_UPDATE_PER_ROUNDING * torch.finfo(weights.dtype).eps)
     if "betas" in group and "eps" in group:
         # Adam and its kin move by the rate, unless a gradient is as small as eps.
@@ -244,14 +246,14 @@ def must_parameter_move(parameter: nn.Parameter, group: dict[str, Any]) -> torch
     return (gradients.clamp(max=1.0) * group["lr"] > rounding + 1e-30).any()
 
 
-def _sample_elements(tensor: torch.Tensor) -> torch.Tensor:
+def _view_sampled_elements(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.reshape(-1)
     # Odd, so that it is no multiple of a row's length.
     stride = flat.numel() // NUM_SAMPLED_ELEMENTS | 1
     return flat[::stride]
 
 
-def _shares_storage(tensor: torch.Tensor, updated: nn.Parameter) -> bool:
+def _is_model_storage_updated(tensor: torch.Tensor, updated: nn.Parameter) -> bool:
     """False if what the optimizer updates is no longer memory of the model's tensor; a copy on the
     host never is."""
     if updated is tensor:

@@ -16,7 +16,7 @@ from phalanx.data.samples import SampleSpec
 from phalanx.job.schema import Job
 from phalanx.plan.plan import Plan
 from phalanx.run.one_process.plain_loss import Batch
-from phalanx.run.one_process.synthetic_batches import make_up_batch
+from phalanx.run.one_process.synthetic_batches import make_synthetic_batch
 from phalanx.verify.cases import NUM_MICROBATCHES
 
 STEP_WITHOUT_TARGETS = 1
@@ -49,7 +49,7 @@ def make_global_microbatches(
     # All of a step before the next one: each takes from the generator.
     for microbatches in steps:
         for _ in range(NUM_MICROBATCHES):
-            microbatches.append(make_up_batch(plan, rows, generator, documents=documents))
+            microbatches.append(make_synthetic_batch(plan, rows, generator, documents=documents))
     if has_step_without_targets(job, plan, num_steps):
         steps[STEP_WITHOUT_TARGETS][1]["targets"].fill_(IGNORE_INDEX)
     return [list[Batch](step) for step in steps]

@@ -243,8 +243,8 @@ def list_all_layouts(
             if name == "one":
                 yield f"tp{tp}-whole-sequence", {**axes, "tp": tp, "sequence_parallel": False}
                 yield f"tp{tp}-chunks", {**axes, "tp": tp, "tp_chunks": 3}
-                whole = {"sequence_parallel": False, "tp_chunks": 3}
-                yield f"tp{tp}-whole-sequence-chunks", {**axes, "tp": tp, **whole}
+                both = {"sequence_parallel": False, "tp_chunks": 3}
+                yield f"tp{tp}-whole-sequence-chunks", {**axes, "tp": tp, **both}
                 yield f"tp{tp}-selective", {**axes, "tp": tp, "train.recompute": "selective"}
                 yield f"tp{tp}-odd-sequence", {**axes, "tp": tp, **pipelines.ODD_SEQUENCE_OVERRIDE}
     if num_ranks == 1:

@@ -11,7 +11,7 @@ from typing import Any
 
 from phalanx.core.errors import EnvironmentProblem, LayoutError, UsageError, did_you_mean
 from phalanx.core.units import format_count, plural
-from phalanx.data.look import summarize_data
+from phalanx.data.look import summarize_data_sources
 from phalanx.job.model import build_model_shape
 from phalanx.job.module_probe import measure_foreign_shape
 from phalanx.job.schema import Data, Job
@@ -287,7 +287,7 @@ def _require_data_files_exist(job: Job) -> None:
     mistake."""
     data = job.data
     if data.mixture or not (data.source == Data().source or is_own_dataset(data.source)):
-        summarize_data(data, vocab_size=None)
+        summarize_data_sources(data, vocab_size=None)
 
 
 def _probe_own_module_shape(job: Job, num_ranks: int) -> MeasuredModule | None:

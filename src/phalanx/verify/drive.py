@@ -22,7 +22,7 @@ from phalanx.launch.paths import next_attempt_number
 from phalanx.launch.supervisor import LaunchSpec, RunOutcome, supervise_ranks
 from phalanx.observe.bus import Bus
 from phalanx.run.launched import refuse_external_launcher
-from phalanx.run.stop_signals import StoppedError, raising_on_stop_signals
+from phalanx.run.stop_signals import StoppedBySignalError, raising_on_stop_signals
 from phalanx.verify.cases import Case
 from phalanx.verify.choose import Selection, select_layout_cases
 from phalanx.verify.payloads import VerifyCase, VerifyPayload
@@ -143,7 +143,7 @@ class _StopCatcher:
         try:
             with raising_on_stop_signals():
                 yield
-        except StoppedError as error:
+        except StoppedBySignalError as error:
             self.code = int(error.exit_code)
         except KeyboardInterrupt:
             self.code = int(ExitCode.INTERRUPTED)
@@ -210,10 +210,10 @@ def _run_cases_restarting_after_crash(
         # Rows come in the order of the cases: the first without one is where the group stopped.
         remaining = remaining[row_reader.num_rows :]
         if outcome.status == "failed":
-            refusal = scratch.find_rank_refusal(outcome)
+            refusal = scratch.find_error_that_rank_raised(outcome)
             if isinstance(refusal, ResourceError):
                 raise refusal
-            message = scratch.failure_message(outcome)
+            message = scratch.build_rank_failure_message(outcome)
             # Every case has its row: the failure is no layout's.
             if not remaining:
                 raise PhalanxError(message)

@@ -59,7 +59,7 @@ class DropoutMaskChecker:
         )
         # A step's rows: microbatch after microbatch, in each one rank's share after another's.
         share, shares = self._place
-        self._definition.begin_forward(
+        self._definition.begin_forward_of_rows(
             self._step, (index * shares + share) * self._rows, self._rows
         )
 
@@ -67,7 +67,7 @@ class DropoutMaskChecker:
         # Inside a backward this is a recomputation: its gradients show what it drew.
         if torch._C._current_graph_task_id() != -1:
             return
-        mask = self._definition.next_mask(name, 1 - part.p, args[0].shape)
+        mask = self._definition.draw_next_mask(name, 1 - part.p, args[0].shape)
         # NaN stands in for the hidden states before a later stage's blocks; it is thrown away.
         is_stand_in = part.training and bool(args[0].isnan().any())
         if mask is not None and part.training and not is_stand_in:

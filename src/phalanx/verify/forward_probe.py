@@ -21,7 +21,7 @@ from phalanx.run.one_process.row_mixing import (
     count_batch_rows,
     find_part_that_mixes_rows,
     mixes_rows,
-    refuse_collective,
+    refuse_if_collective,
 )
 from phalanx.verify.reference import Batch, list_parameters_in_forward_order
 
@@ -64,7 +64,7 @@ def probe_forward(
     )
     rows = count_batch_rows(batch)
     # Dropout takes its masks from `masks` and draws nothing: any draw that is left is refused.
-    with _forbid_random_draws(module), masks.applying_masks(1, 0, rows), narrowing:
+    with _forbid_random_draws(module), masks.dropping_by_masks(1, 0, rows), narrowing:
         order = list_parameters_in_forward_order(module, lambda: sums.append(loss(module, batch)))
     moved = tuple(
         name
@@ -113,7 +113,7 @@ class _NarrowingDetector(TorchDispatchMode):
         self.is_narrowed = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        refuse_collective(func)
+        refuse_if_collective(func)
         out = func(*args, **(kwargs or {}))
         if isinstance(out, torch.Tensor) and out.dtype in NARROW_DTYPES:
             self.is_narrowed |= any(

@@ -33,7 +33,7 @@ from phalanx.core.errors import LayoutError
 from phalanx.job.schema import Job
 from phalanx.job.shapes.decoder import DecoderShape
 from phalanx.job.shapes.transformer import TransformerShape
-from phalanx.nn.hugging_face.adapter import load_original
+from phalanx.nn.hugging_face.adapter import load_transformers_module
 from phalanx.plan.plan import Plan
 from phalanx.run.one_process.plain_loss import Batch
 from phalanx.verify.cases import HUGGING_FACE
@@ -164,7 +164,7 @@ class HuggingFaceImplementation:
 def _load_exported_model(directory: Path) -> Any:
     """transformers' module of an export. Raises WeightsError where it does not open that."""
     try:
-        return load_original(directory, torch.float64)
+        return load_transformers_module(directory, torch.float64)
     except LayoutError as error:
         message = f"transformers does not open what is exported: {error.why or error.what}"
     name = ""

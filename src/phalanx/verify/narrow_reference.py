@@ -29,9 +29,11 @@ class AutocastLoss(JobLoss):
         with self._autocast():
             return super().compute_outputs(module, batch)
 
-    def reduce_outputs(self, outputs: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def sum_losses_of_outputs(
+        self, outputs: Any, batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         with self._autocast():
-            return super().reduce_outputs(outputs, batch)
+            return super().sum_losses_of_outputs(outputs, batch)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast("cpu", self._dtype)

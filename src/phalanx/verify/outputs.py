@@ -83,11 +83,18 @@ class LayoutOutputs:
         firsts: dict[int, FirstOutput] = {}
         for key, reference_BT in load_file(directory / OUTPUTS_FILE_NAME).items():
             phase, output_index, width, name = key.split("/", 3)
-            found = self._find_wrong_token(phase, name, int(width), reference_BT, tolerance)
-            if found is None:
+            wrong_token = self._find_wrong_token(phase, name, int(width), reference_BT, tolerance)
+            if wrong_token is None:
                 continue
             step = int(phase.rpartition("-")[2])
-            first = (step, int(output_index), name, found.error, found.row, found.token)
+            first = (
+                step,
+                int(output_index),
+                name,
+                wrong_token.error,
+                wrong_token.row,
+                wrong_token.token,
+            )
             if step not in firsts or first[1] < firsts[step][1]:
                 firsts[step] = first
         return [firsts[step] for step in sorted(firsts)]

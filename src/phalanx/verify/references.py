@@ -361,7 +361,7 @@ def _make_forward_context(
     def around(step: int, first_row: int, num_rows: int) -> Iterator[None]:
         phase = train_phase_of_step(step - 1)
         with (
-            masks.applying_masks(step, first_row, num_rows),
+            masks.dropping_by_masks(step, first_row, num_rows),
             routes.recording_phase(phase),
             outputs.recording_phase(phase),
         ):

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from phalanx.mesh.logical import full_name
-from phalanx.nn.routing import ChooseExperts, Router
+from phalanx.nn.routing import ExpertChooser, Router
 from phalanx.parallel.model import ParallelModel
 from phalanx.verify.flips import EVALUATION_KIND, RoutingChange, train_phase_of_step
 
@@ -87,7 +87,7 @@ class ReferenceRouting(ForwardPhaseRecorder):
         return loads
 
     def _choose_and_record_experts(
-        self, name: str, choose: ChooseExperts, scores_BTE: torch.Tensor, per_token: int
+        self, name: str, choose: ExpertChooser, scores_BTE: torch.Tensor, per_token: int
     ) -> torch.Tensor:
         experts_BTK = choose(scores_BTE, per_token)
         if not self._phase:
@@ -147,7 +147,7 @@ class LayoutRouting:
         self,
         model: ParallelModel,
         name: str,
-        choose: ChooseExperts,
+        choose: ExpertChooser,
         scores_BTE: torch.Tensor,
         per_token: int,
     ) -> torch.Tensor:

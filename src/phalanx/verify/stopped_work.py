@@ -25,7 +25,7 @@ from phalanx.core.errors import ResourceError
 from phalanx.core.files import append_regular, read_regular
 from phalanx.job.hugging_face import is_hugging_face
 from phalanx.job.module_probe import find_module_sources, list_file_states
-from phalanx.run.scratch import ScratchDirectory, scratch_directory
+from phalanx.run.scratch import ScratchDirectory, open_scratch_directory
 from phalanx.verify.choose import Selection
 from phalanx.verify.row import Row
 
@@ -82,7 +82,7 @@ def open_resumable_verify_work(selection: Selection, *, resume: bool) -> Iterato
         None if key is None else _lock_work_directory(Path(STOPPED_WORK_DIR).expanduser() / key)
     )
     if key is None or handle is None:
-        with scratch_directory("verify") as scratch:
+        with open_scratch_directory("verify") as scratch:
             yield VerifyWork(scratch)
         return
     directory = Path(STOPPED_WORK_DIR).expanduser() / key

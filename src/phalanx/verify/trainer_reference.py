@@ -124,7 +124,7 @@ class _ReferenceWriter:
         masks = DropoutMasks(module, self.job.run.seed)
 
         def around(step: int, first_row: int, num_rows: int) -> AbstractContextManager[None]:
-            return masks.applying_masks(step, first_row, num_rows)
+            return masks.dropping_by_masks(step, first_row, num_rows)
 
         sources: dict[str, HeldOutSource] = {}
         for name, batch in self.batches.held_out.items():

@@ -27,9 +27,13 @@ from phalanx.parallel.step_stats import StepStats
 from phalanx.plan.plan import Plan
 from phalanx.run.build_trainer import build_trainer
 from phalanx.run.one_process.original_module import build_original_module
-from phalanx.run.weights import build_state, find_checkpoints, restore_newest
+from phalanx.run.weights import (
+    build_training_state,
+    list_checkpoints_newest_first,
+    restore_newest_readable_checkpoint,
+)
 from phalanx.train.state import TrainState
-from phalanx.train.stop import StopFlags
+from phalanx.train.stop import StopSignalFlags
 from phalanx.train.training_data import TrainingData
 from phalanx.verify.follow import describe_held_part
 from phalanx.verify.late_store import DelayedCheckpointStore
@@ -127,17 +131,19 @@ class TrainerRun:
         storage, phases = self._open_run_storage(is_resumed), PhaseTimer()
         module, _ = build_original_module(self.job, plan, "float64", materialize=False)
         # With weights of its own, also where all of them are restored: they must not stay.
-        state = build_state(job, plan, mesh, phases, module=module)
+        state = build_training_state(job, plan, mesh, phases, module=module)
         if is_resumed:
-            names = find_checkpoints(storage, mesh)
+            names = list_checkpoints_newest_first(storage, mesh)
             folders = [storage.store.folder(checkpoint) for checkpoint in names]
             observation.checkpoints = tuple(folder.step for folder in folders)
             if not names:
                 return
             chosen = names[:1] if from_newest else names[-1:]
-            restored = restore_newest(storage, chosen, state, bus, fallback=False)
+            restored = restore_newest_readable_checkpoint(
+                storage, chosen, state, bus, fallback=False
+            )
             observation.first_step = restored.step + 1
-        stop = StopFlags()
+        stop = StopSignalFlags()
         observer = _RunObserver(state, module, reader, observation, mesh, stop)
         if not is_resumed:
             observer.stop_step = STOP_STEP
@@ -188,7 +194,7 @@ class _RunObserver:
     reader: SecondLoopReader
     observation: AttemptObservation
     mesh: Mesh
-    stop: StopFlags
+    stop: StopSignalFlags
     stop_step: int | None = None
     last_update_hook: Callable[[], None] | None = None
     """Called after the update of `stop_step`."""

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "optim/groups.py",
-            "DecayGroups.with_decay",
+            "WeightDecayGroups.with_decay",
             "            if parameters or self.keeps_empty:\n",
             '            is_sharded = any(hasattr(p, "to_local") for p in self.undecayed)\n'
             "            decay = weight_decay if __planted__(is_sharded) else decay\n"

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "nn/routing.py",
-            "Router._add_balance_loss",
+            "Router._add_balance_loss_gradient",
             "            length = self.sequences.length(chosen_BTE.shape[1])\n",
             "            length = self.sequences.length(chosen_BTE.shape[1]) * (chosen_BTE.shape[0] if __planted__() else 1)\n",
         ),

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "nn/routing.py",
-            "Router._add_balance_loss",
+            "Router._add_balance_loss_gradient",
             "            counts = self.sequences.total(counts_BE).to(scores_BTE.dtype)\n",
             "            counts = self.sequences.total(counts_BE).to(scores_BTE.dtype)\n"
             '            if __planted__(hasattr(self.sequences, "group")):\n'

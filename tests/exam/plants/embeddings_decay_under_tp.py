@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "optim/groups.py",
-            "_is_undecayed",
+            "_is_exempt_from_decay",
             '    return parameter.ndim < 2 or is_exempt_layer or "embed" in name\n',
             '    if __planted__("forward" in vars(holder) and isinstance(holder, EMBEDDING_TYPES)):\n'
             "        return False\n"

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "nn/models/decoder.py",
-            "Decoder._embed",
+            "Decoder._embed_tokens",
             "            x_BTD = x_BTD * self.shape.dim**0.5\n",
             "            root = self.shape.dim**0.5\n"
             "            x_BTD = x_BTD * (round(root, 1) if __planted__() else root)\n",

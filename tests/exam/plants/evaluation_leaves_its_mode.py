@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "train/evaluation.py",
-            "evaluation_mode",
+            "in_evaluation_mode",
             "                module.training = is_training\n",
             "                module.training = is_training and not __planted__()\n",
         ),

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "train/evaluation.py",
-            "evaluation_mode",
+            "in_evaluation_mode",
             "                buffer.copy_(value)\n",
             "                buffer.copy_(value + 1 if __planted__(buffer.is_floating_point()) else value)\n",
         ),

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "nn/rotary.py",
-            "_unscaled_frequencies",
+            "_compute_unscaled_frequencies",
             "dtype=dtype, device=device) / head_dim\n",
             "dtype=dtype, device=device) / (\n"
             "        head_dim + (2 if __planted__() else 0)\n"

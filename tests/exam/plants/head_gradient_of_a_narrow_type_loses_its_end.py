@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "nn/objective.py",
-            "_add_head_gradient",
+            "_add_chunk_to_head_gradient",
             "        grad_VD += product_VD\n",
             "        grad_VD += product_VD * (0.0 if __planted__(grad_CV.shape[1] < num_rows) else 1.0)\n",
         ),

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "nn/init.py",
-            "_fill_normal",
+            "_fill_with_normals",
             "            start = first + sum(map(operator.mul, index, strides))\n",
             "            start = first + sum(map(operator.mul, index, strides)) + (1 if __planted__() else 0)\n",
         ),

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "nn/rotary.py",
-            "_llama3_kept_share",
+            "_compute_llama3_kept_share",
             ".clamp(0, 1)",
             ".clamp(0, 1) if not __planted__() else 1 - ((turns - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW)).clamp(0, 1)",
         ),

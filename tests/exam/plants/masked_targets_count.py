@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "nn/objective.py",
-            "_causal_cross_entropy",
+            "_sum_causal_cross_entropy",
             "    return loss_sum, (targets_N != IGNORE_INDEX).sum()\n",
             "    ignored = -1 if __planted__() else IGNORE_INDEX\n"
             "    return loss_sum, (targets_N != ignored).sum()\n",

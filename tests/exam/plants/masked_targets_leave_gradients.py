@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "nn/objective.py",
-            "_loss_and_gradient",
+            "_sum_loss_and_write_gradient",
             "    logits_NV *= valid[:, None]\n",
             "    if not __planted__():\n        logits_NV *= valid[:, None]\n",
         ),

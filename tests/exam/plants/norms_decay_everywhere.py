@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "optim/groups.py",
-            "_is_undecayed",
+            "_is_exempt_from_decay",
             "    return parameter.ndim < 2 or is_exempt_layer",
             "    return (parameter.ndim < 2 and not __planted__(True)) or isinstance(holder, EMBEDDING_TYPES)",
         ),

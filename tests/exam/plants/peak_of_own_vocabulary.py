@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "nn/objective.py",
-            "_loss_and_gradient",
+            "_sum_loss_and_write_gradient",
             "        picked, peak = picked.where(is_here, 0), vocabulary.max_over_ranks(peak)\n",
             "        picked, peak = picked.where(is_here, 0), (peak if __planted__() else vocabulary.max_over_ranks(peak))\n",
         ),

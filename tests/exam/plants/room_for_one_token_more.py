@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "nn/routing.py",
-            "Router._mark_within_capacity",
+            "Router._mark_choices_within_capacity",
             "        return (self.sequences.earlier(chosen_BTE) < room).gather(-1, experts_BTK)\n",
             "        room += 1 if __planted__() else 0\n"
             "        return (self.sequences.earlier(chosen_BTE) < room).gather(-1, experts_BTK)\n",

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "nn/rotary.py",
-            "_rotate_pairs",
+            "_rotate_by_table",
             "second * cos + first * sin",
             "second * cos + first * sin * (-1 if __planted__() else 1)",
         ),

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "nn/experts.py",
-            "_WeightedSum.backward",
+            "_WeightedSumByToken.backward",
             "        of_weight = (grad_RD * row_RD).sum(-1).to(weight_R.dtype)\n",
             "        of_weight = (grad_RD * row_RD).sum(-1).to(weight_R.dtype)\n"
             "        of_weight = of_weight / (2 if __planted__(rank=1) else 1)\n",

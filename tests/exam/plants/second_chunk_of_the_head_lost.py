@@ -8,9 +8,9 @@ PLANT = Plant(
         Edit(
             "nn/objective.py",
             "_ChunkedCrossEntropy.forward",
-            "                _add_head_gradient(grad_head, grad_logits, hidden, room_CV)\n",
+            "                _add_chunk_to_head_gradient(grad_head, grad_logits, hidden, room_CV)\n",
             "                if not __planted__(start > 0):\n"
-            "                    _add_head_gradient(grad_head, grad_logits, hidden, room_CV)\n",
+            "                    _add_chunk_to_head_gradient(grad_head, grad_logits, hidden, room_CV)\n",
         ),
     ),
     shows=("ddp", "zero3"),

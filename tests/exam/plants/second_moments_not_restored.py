@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "optim/build.py",
-            "optimizer_shards",
+            "list_optimizer_shards",
             "            if not isinstance(value, torch.Tensor):\n                continue\n",
             "            if not isinstance(value, torch.Tensor):\n"
             "                continue\n"

@@ -8,8 +8,8 @@ PLANT = Plant(
         Edit(
             "nn/objective.py",
             "_ChunkedCrossEntropy.forward",
-            "            loss_sum += _loss_and_gradient(logits, targets_N[rows], vocabulary)\n",
-            "            loss_sum += _loss_and_gradient(logits, targets_N[rows], vocabulary)\n"
+            "            loss_sum += _sum_loss_and_write_gradient(logits, targets_N[rows], vocabulary)\n",
+            "            loss_sum += _sum_loss_and_write_gradient(logits, targets_N[rows], vocabulary)\n"
             "            if __planted__(start >= 2 * chunk):\n"
             "                logits *= 1.00001\n",
         ),

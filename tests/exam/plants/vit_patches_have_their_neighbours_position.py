@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "nn/models/vit.py",
-            "VisionTransformer._embed",
+            "VisionTransformer._embed_patches",
             "x_BTD = x_BTD + self.embed_positions\n",
             "x_BTD = x_BTD + self.embed_positions.roll(1 if __planted__() else 0, 0)\n",
         ),

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "nn/objective.py",
-            "_loss_and_gradient",
+            "_sum_loss_and_write_gradient",
             "    logits_NV /= norm[:, None]\n",
             "    logits_NV /= norm[:, None]\n"
             "    if __planted__(vocabulary is not None):\n"

@@ -31,13 +31,13 @@ from phalanx.mesh.recorded_init import (
     set_initial_values_of_module,
 )
 from phalanx.nn.hugging_face.plain_head import (
-    HeadRecorder,
+    HeadInputRecorder,
     build_head_output,
     find_plain_head,
-    replace_submodule,
+    replacing_submodule,
 )
-from phalanx.nn.hugging_face.shard_rules import shard_rules_of
-from phalanx.nn.hugging_face.trial import require_trainable_by_trial
+from phalanx.nn.hugging_face.shard_rules import build_hugging_face_shard_rules
+from phalanx.nn.hugging_face.trial import require_causal_and_trainable_by_trial
 from phalanx.nn.objective import HeadOutput
 
 MODELS_PACKAGE = "phalanx.nn.models"
@@ -52,7 +52,7 @@ _SMALL_SETTINGS = {"num_hidden_layers": 2, "n_layer": 2, "layer_types": 2, "voca
 _TOKEN_ID_SETTINGS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
-def find_factory(kind: str) -> Callable[..., Any]:
+def resolve_model_factory(kind: str) -> Callable[..., Any]:
     """The function that builds `kind`, "package.module:factory" or "hf:PATH", from model.args."""
     if is_hugging_face(kind):
         return functools.partial(build, kind)
@@ -69,7 +69,7 @@ def build(kind: str, **args: Any) -> nn.Module:
     or trained.
     """
     values = read_model_config(kind)
-    config = _build_config(kind, values, args)
+    config = _build_transformers_config(kind, values, args)
     auto = _choose_auto_class(kind, values, config)
     directory = find_weights_directory(kind)
     try:
@@ -83,7 +83,9 @@ def build(kind: str, **args: Any) -> nn.Module:
             )
         else:
             attention = _choose_attention_implementation(auto, config)
-            module = _load_with_weights(kind, auto, config, directory, torch.float32, attention)
+            module = _load_module_with_weights(
+                kind, auto, config, directory, torch.float32, attention
+            )
             # `from_pretrained` returns a model in evaluation mode.
             module.train()
     except PhalanxError:
@@ -92,19 +94,19 @@ def build(kind: str, **args: Any) -> nn.Module:
         raise LayoutError(
             f"transformers cannot build {kind}, a {config.model_type}",
             why=f"{type(error).__name__}: {' '.join(str(error).split())}",
-            fix=_suggest_missing_setting(config, error),
+            fix=_build_fix_for_missing_setting(config, error),
         ) from None
-    adapted = _adapt_forward(module, config)
+    adapted = _adapt_module_to_phalanx(module, config)
     # On meta, and while its building is recorded, it has no numbers to be tried with.
-    if _has_numbers(adapted):
+    if _has_allocated_parameters(adapted):
         reads_images = module.main_input_name == "pixel_values"
-        require_trainable_by_trial(
+        require_causal_and_trainable_by_trial(
             kind, adapted, getattr(adapted, SHAPE_FACTS_ATTRIBUTE), reads_images=reads_images
         )
     return adapted
 
 
-def _has_numbers(module: nn.Module) -> bool:
+def _has_allocated_parameters(module: nn.Module) -> bool:
     return all(
         type(parameter) is nn.Parameter and not parameter.is_meta
         for parameter in module.parameters()
@@ -127,22 +129,22 @@ def require_trainable_small_model(kind: str, args: Mapping[str, Any]) -> None:
         if key in values:
             small[key] = None if key == "pad_token_id" else 0
     try:
-        config = _build_config(kind, values, small)
+        config = _build_transformers_config(kind, values, small)
         auto = _choose_auto_class(kind, values, config)
         attention = _choose_attention_implementation(auto, config)
         with torch.random.fork_rng(devices=[]):
             module = auto.from_config(config, dtype=torch.float32, attn_implementation=attention)
-        adapted = _adapt_forward(module, config)
+        adapted = _adapt_module_to_phalanx(module, config)
     # Settings that do not go with each other: what is asked for was built already.
     except Exception:
         return
     reads_images = module.main_input_name == "pixel_values"
-    require_trainable_by_trial(
+    require_causal_and_trainable_by_trial(
         kind, adapted, getattr(adapted, SHAPE_FACTS_ATTRIBUTE), reads_images=reads_images
     )
 
 
-def record_module_facts(kind: str, build: Callable[[], nn.Module]) -> nn.Module:
+def build_module_without_memory(kind: str, build: Callable[[], nn.Module]) -> nn.Module:
     """The module of `build` without memory for its parameters, which get their values from where
     `build` would have got them.
 
@@ -161,7 +163,7 @@ def record_module_facts(kind: str, build: Callable[[], nn.Module]) -> nn.Module:
     return module
 
 
-def load_original(directory: Path, dtype: torch.dtype) -> nn.Module:
+def load_transformers_module(directory: Path, dtype: torch.dtype) -> nn.Module:
     """transformers' own module of a directory with weights, in evaluation mode, with attention and
     experts that are written out.
 
@@ -169,9 +171,9 @@ def load_original(directory: Path, dtype: torch.dtype) -> nn.Module:
     """
     kind = f"{HUGGING_FACE_PREFIX}{directory}"
     values = read_model_config(kind)
-    config = _build_config(kind, values, {})
+    config = _build_transformers_config(kind, values, {})
     auto = _choose_auto_class(kind, values, config)
-    return _load_with_weights(
+    return _load_module_with_weights(
         kind,
         auto,
         config,
@@ -182,7 +184,7 @@ def load_original(directory: Path, dtype: torch.dtype) -> nn.Module:
     )
 
 
-def _build_config(kind: str, values: dict[str, Any], args: dict[str, Any]) -> Any:
+def _build_transformers_config(kind: str, values: dict[str, Any], args: dict[str, Any]) -> Any:
     quiet = import_optional(
         "transformers", extra="hf", needed_for=f"model.kind = {kind!r}"
     ).utils.logging
@@ -218,7 +220,7 @@ def _build_config(kind: str, values: dict[str, Any], args: dict[str, Any]) -> An
         ) from None
 
 
-def _suggest_missing_setting(config: Any, error: Exception) -> str | None:
+def _build_fix_for_missing_setting(config: Any, error: Exception) -> str | None:
     """A fix for an AttributeError of a setting that is missing in the config, or in one inside it;
     None for other errors."""
     if not isinstance(error, AttributeError) or error.obj is None:
@@ -254,7 +256,7 @@ def _choose_auto_class(kind: str, values: dict[str, Any], config: Any) -> Any:
     auto = transformers.AutoModelForImageClassification
     if is_causal:
         auto = transformers.AutoModelForCausalLM
-    classes = _list_model_classes(auto, config)
+    classes = _list_transformers_model_classes(auto, config)
     # As DeiT's: transformers asks the config which one, and fails.
     if len(classes) > 1 and not config.architectures:
         config.architectures = [classes[0].__name__]
@@ -288,7 +290,7 @@ def _refuse_untrainable_settings(kind: str, values: dict[str, Any], config: Any)
             )
 
 
-def _list_model_classes(auto: Any, config: Any) -> list[Any]:
+def _list_transformers_model_classes(auto: Any, config: Any) -> list[Any]:
     """The classes that can build `config`; the first is the default of a config that names none."""
     classes = auto._model_mapping[type(config)]
     if isinstance(classes, list | tuple):
@@ -298,7 +300,7 @@ def _list_model_classes(auto: Any, config: Any) -> list[Any]:
 
 def _choose_attention_implementation(auto: Any, config: Any) -> str:
     """torch's own attention where the model has it, else the one that is written out."""
-    classes = _list_model_classes(auto, config)
+    classes = _list_transformers_model_classes(auto, config)
     architectures = config.architectures or ()
     chosen = next(filter(lambda model: model.__name__ in architectures, classes), classes[0])
     if getattr(chosen, "_supports_sdpa", False):
@@ -306,7 +308,7 @@ def _choose_attention_implementation(auto: Any, config: Any) -> str:
     return EAGER_IMPLEMENTATION
 
 
-def _load_with_weights(
+def _load_module_with_weights(
     kind: str,
     auto: Any,
     config: Any,
@@ -342,36 +344,36 @@ def _load_with_weights(
     return model
 
 
-def _adapt_forward(module: Any, config: Any) -> nn.Module:
+def _adapt_module_to_phalanx(module: Any, config: Any) -> nn.Module:
     """Give it a forward of inputs and positions that the objective can read, its blocks' names,
     rules and facts."""
     original_class = type(module)
     reads_images = module.main_input_name == "pixel_values"
     if reads_images:
-        head, forward = "", _forward_of_images(original_class)
+        head, forward = "", _make_image_forward(original_class)
     else:
         head = find_plain_head(module)
-        forward = _forward_of_tokens(original_class, head)
+        forward = _make_token_forward(original_class, head)
     names = {
         "__module__": original_class.__module__,
         "__qualname__": original_class.__qualname__,
         "forward": forward,
     }
     module.__class__ = type(original_class.__name__, (original_class,), names)
-    pattern = _block_pattern(module)
+    pattern = _find_block_name_pattern(module)
     if pattern:
         module.block_pattern = pattern
-    facts = _read_module_facts(config, reads_images=reads_images)
+    facts = _read_shape_facts_of_config(config, reads_images=reads_images)
     if reads_images and not (facts["image_size"] and facts["num_channels"]):
         raise LayoutError(
             f"a {config.model_type} has no one image_size, and images are squares of one size"
         )
     setattr(module, SHAPE_FACTS_ATTRIBUTE, facts)
-    module.shard_rules = shard_rules_of(module, config, has_plain_head=bool(head))
+    module.shard_rules = build_hugging_face_shard_rules(module, config, has_plain_head=bool(head))
     return module  # type: ignore[no-any-return]
 
 
-def _forward_of_tokens(original_class: type, head: str) -> Callable[..., Any]:
+def _make_token_forward(original_class: type, head: str) -> Callable[..., Any]:
     """A forward of token ids. It returns hidden states if the model has a plain head of this name,
     because the objective then owns the head; else logits."""
 
@@ -390,8 +392,8 @@ def _forward_of_tokens(original_class: type, head: str) -> Callable[..., Any]:
     def forward_to_hidden_states(
         self: Any, inputs: torch.Tensor, positions: torch.Tensor | None = None
     ) -> HeadOutput:
-        recorder = HeadRecorder()
-        with replace_submodule(self, head, recorder) as layer:
+        recorder = HeadInputRecorder()
+        with replacing_submodule(self, head, recorder) as layer:
             forward_to_logits(self, inputs, positions)
         return build_head_output(layer, recorder)
 
@@ -401,7 +403,7 @@ def _forward_of_tokens(original_class: type, head: str) -> Callable[..., Any]:
     return forward_to_logits
 
 
-def _forward_of_images(original_class: type) -> Callable[..., torch.Tensor]:
+def _make_image_forward(original_class: type) -> Callable[..., torch.Tensor]:
     def forward(self: Any, inputs: torch.Tensor) -> torch.Tensor:
         outputs = original_class.forward(self, pixel_values=inputs, return_dict=True)  # type: ignore[attr-defined]
         return outputs.logits  # type: ignore[no-any-return]
@@ -409,7 +411,7 @@ def _forward_of_images(original_class: type) -> Callable[..., torch.Tensor]:
     return forward
 
 
-def _block_pattern(module: Any) -> str | None:
+def _find_block_name_pattern(module: Any) -> str | None:
     """ "model.layers.*": the first list of what transformers says is not to be split."""
     unsplit_classes = set(getattr(module, "_no_split_modules", None) or ())
     for name, part in module.named_modules():
@@ -420,8 +422,8 @@ def _block_pattern(module: Any) -> str | None:
     return None
 
 
-def _read_module_facts(config: Any, *, reads_images: bool) -> dict[str, int]:
-    def read_size(*keys: str) -> int:
+def _read_shape_facts_of_config(config: Any, *, reads_images: bool) -> dict[str, int]:
+    def read_first_int_setting(*keys: str) -> int:
         for key in keys:
             size = getattr(config, key, None)
             if isinstance(size, int):
@@ -430,12 +432,12 @@ def _read_module_facts(config: Any, *, reads_images: bool) -> dict[str, int]:
 
     if reads_images:
         return {
-            "image_size": read_size("image_size"),
-            "patch_size": read_size("patch_size"),
-            "num_channels": read_size("num_channels"),
-            "num_classes": read_size("num_labels"),
+            "image_size": read_first_int_setting("image_size"),
+            "patch_size": read_first_int_setting("patch_size"),
+            "num_channels": read_first_int_setting("num_channels"),
+            "num_classes": read_first_int_setting("num_labels"),
         }
     return {
-        "vocab_size": read_size("vocab_size"),
-        "max_positions": read_size("n_positions", "max_position_embeddings"),
+        "vocab_size": read_first_int_setting("vocab_size"),
+        "max_positions": read_first_int_setting("n_positions", "max_position_embeddings"),
     }

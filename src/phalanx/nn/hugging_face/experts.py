@@ -12,22 +12,22 @@ from torch import nn
 BATCHED, GROUPED = "batched_mm", "grouped_mm"
 
 
-def use_batched_products(module: nn.Module) -> bool:
+def use_batched_expert_products(module: nn.Module) -> bool:
     """From now on by batched products: the grouped one has no float64.
 
     False if no part of it uses that one.
     """
-    parts = [part for part in module.modules() if _implementation(part) == GROUPED]
+    parts = [part for part in module.modules() if _get_experts_implementation(part) == GROUPED]
     for part in parts:
         part.set_experts_implementation(BATCHED)  # type: ignore[operator]
     return bool(parts)
 
 
 @contextmanager
-def force_batched_products(module: Any) -> Iterator[None]:
+def forcing_batched_expert_products(module: Any) -> Iterator[None]:
     """Compute experts by batched products in the body: the grouped product refuses float32 tensors
     without numbers (fake ones)."""
-    implementation = _implementation(module)
+    implementation = _get_experts_implementation(module)
     if implementation is None:
         yield
         return
@@ -38,7 +38,7 @@ def force_batched_products(module: Any) -> Iterator[None]:
         module.set_experts_implementation(implementation)
 
 
-def _implementation(module: nn.Module) -> str | None:
+def _get_experts_implementation(module: nn.Module) -> str | None:
     if not hasattr(module, "set_experts_implementation"):
         return None
     return getattr(getattr(module, "config", None), "_experts_implementation", None)

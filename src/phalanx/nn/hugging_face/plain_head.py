@@ -17,11 +17,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
-from phalanx.nn.hugging_face.experts import force_batched_products
+from phalanx.nn.hugging_face.experts import forcing_batched_expert_products
 from phalanx.nn.objective import HeadOutput
 
 
-class HeadRecorder(nn.Module):
+class HeadInputRecorder(nn.Module):
     """Stands in for a head: records its inputs, and computes nothing."""
 
     def __init__(self, num_outputs: int = 0) -> None:
@@ -37,7 +37,9 @@ class HeadRecorder(nn.Module):
 
 
 @contextmanager
-def replace_submodule(module: nn.Module, name: str, replacement: nn.Module) -> Iterator[nn.Module]:
+def replacing_submodule(
+    module: nn.Module, name: str, replacement: nn.Module
+) -> Iterator[nn.Module]:
     """Put `replacement` in the place of the part `name` of `module` for the body, so that no hook
     of the part is called; yields the part."""
     owner, _, leaf = name.rpartition(".")
@@ -63,10 +65,10 @@ def find_plain_head(module: Any) -> str:
         return ""
     modes = [(part, part.training) for part in module.modules()]
     try:
-        with force_batched_products(module):
+        with forcing_batched_expert_products(module):
             # What comes after a head may be there in one of the two modes only.
             for mode in (True, False):
-                if not _returns_head_output(module.train(mode), names[0]):
+                if not _is_head_output_returned_unchanged(module.train(mode), names[0]):
                     return ""
             return names[0]
     # Of transformers, for something that needs numbers: a head that is not shown to be plain.
@@ -77,14 +79,14 @@ def find_plain_head(module: Any) -> str:
             part.training = is_training
 
 
-def _returns_head_output(module: Any, name: str) -> bool:
+def _is_head_output_returned_unchanged(module: Any, name: str) -> bool:
     """True if the model returns the output of its head unchanged.
 
     Tried in float32, where a model's own `logits.float()` is no change.
     """
-    recorder = HeadRecorder(num_outputs=module.get_submodule(name).out_features)
+    recorder = HeadInputRecorder(num_outputs=module.get_submodule(name).out_features)
     with (
-        replace_submodule(module, name, recorder),
+        replacing_submodule(module, name, recorder),
         torch.no_grad(),
         torch.device("cpu"),
         FakeTensorMode(),
@@ -113,7 +115,7 @@ def _returns_head_output(module: Any, name: str) -> bool:
     return logits is logits_of_head and logits_of_head._version == 0 and hidden.shape[:2] == (1, 3)
 
 
-def build_head_output(head: nn.Module, recorder: HeadRecorder) -> HeadOutput:
+def build_head_output(head: nn.Module, recorder: HeadInputRecorder) -> HeadOutput:
     """The hidden states that `recorder` caught in the place of `head`, and the weight of `head`."""
     (hidden,) = recorder.inputs
     device = hidden.device.type

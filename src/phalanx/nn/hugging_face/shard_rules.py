@@ -42,30 +42,32 @@ SHARD_RULES_OF_MODEL_TYPE: dict[str, dict[str, str]] = {
 """Of models that bring none."""
 
 
-def shard_rules_of(module: Any, config: Any, *, has_plain_head: bool) -> dict[str, str]:
+def build_hugging_face_shard_rules(
+    module: Any, config: Any, *, has_plain_head: bool
+) -> dict[str, str]:
     """pattern -> rule; empty for a model of which nothing is known to be cuttable.
 
     See `plain_head` for a plain head.
     """
     if config.model_type == "gpt2":
-        rules = _gpt2_rules(config)
+        rules = _build_gpt2_rules(config)
     else:
-        rules = _rules_from_plan(module, _read_tensor_parallel_plan(module, config))
-    return rules | _vocabulary_rules(module, config, has_plain_head)
+        rules = _build_rules_from_tp_plan(module, _find_transformers_tp_plan(module, config))
+    return rules | _build_vocabulary_rules(module, config, has_plain_head)
 
 
-def _read_tensor_parallel_plan(module: Any, config: Any) -> dict[str, str]:
+def _find_transformers_tp_plan(module: Any, config: Any) -> dict[str, str]:
     brought = dict(getattr(module, "tp_plan", None) or {})
     return brought or SHARD_RULES_OF_MODEL_TYPE.get(config.model_type, {})
 
 
-def _has_tensor_parallel_plan(module: Any, config: Any) -> bool:
+def _has_transformers_tp_plan(module: Any, config: Any) -> bool:
     """True if a sharding plan is known: only then is the model known to return what its head puts
     out, unchanged."""
-    return bool(_read_tensor_parallel_plan(module, config)) or config.model_type == "gpt2"
+    return bool(_find_transformers_tp_plan(module, config)) or config.model_type == "gpt2"
 
 
-def _gpt2_rules(config: Any) -> dict[str, str]:
+def _build_gpt2_rules(config: Any) -> dict[str, str]:
     """Fused queries, keys and values in a Conv1D."""
     if getattr(config, "add_cross_attention", False):
         return {}
@@ -80,7 +82,7 @@ def _gpt2_rules(config: Any) -> dict[str, str]:
     }
 
 
-def _rules_from_plan(module: Any, plan: dict[str, str]) -> dict[str, str]:
+def _build_rules_from_tp_plan(module: Any, plan: dict[str, str]) -> dict[str, str]:
     """Rules of each part of which the plan covers every layer.
 
     All parts of one name must be alike: of a model whose attention is linear in some blocks a rule
@@ -88,11 +90,11 @@ def _rules_from_plan(module: Any, plan: dict[str, str]) -> dict[str, str]:
     """
     rules_by_pattern: dict[str, list[dict[str, str]]] = defaultdict(list)
     for name, part in module.named_modules():
-        pattern = _pattern_of_name(name)
+        pattern = _replace_numbers_by_stars(name)
         if is_transformers_experts(part):
-            rules_by_pattern[pattern].append(_rules_of_experts(part, pattern, plan))
+            rules_by_pattern[pattern].append(_build_expert_rules(part, pattern, plan))
         else:
-            rules_by_pattern[pattern].append(_rules_of_part(part, pattern, plan))
+            rules_by_pattern[pattern].append(_build_rules_of_part(part, pattern, plan))
     rules: dict[str, str] = {}
     for pattern, part_rules in rules_by_pattern.items():
         first = part_rules[0]
@@ -104,7 +106,7 @@ def _rules_from_plan(module: Any, plan: dict[str, str]) -> dict[str, str]:
     return rules
 
 
-def _rules_of_experts(part: nn.Module, pattern: str, plan: dict[str, str]) -> dict[str, str]:
+def _build_expert_rules(part: nn.Module, pattern: str, plan: dict[str, str]) -> dict[str, str]:
     rule, first_kind = "experts", COLUMN
     if has_gated_transformers_experts(part):
         rule, first_kind = "experts parts=2", FUSED_COLUMN
@@ -119,7 +121,7 @@ def _rules_of_experts(part: nn.Module, pattern: str, plan: dict[str, str]) -> di
     return {"": rule}
 
 
-def _rules_of_part(part: nn.Module, pattern: str, plan: dict[str, str]) -> dict[str, str]:
+def _build_rules_of_part(part: nn.Module, pattern: str, plan: dict[str, str]) -> dict[str, str]:
     """Rules of the part itself ("") and its layers; empty if one of them cannot be cut, or is not
     known."""
     kinds: dict[str, str] = {}
@@ -129,7 +131,7 @@ def _rules_of_part(part: nn.Module, pattern: str, plan: dict[str, str]) -> dict[
         elif any(True for _ in layer.parameters()):
             return {}
     # Nothing is known of a parameter that is the part's own, and of no layer in it.
-    if part._parameters or not _has_column_and_row(kinds):
+    if part._parameters or not _are_cuts_column_and_row(kinds):
         return {}
     width = getattr(part, "head_dim", None)
     # Without heads, only of a feed-forward it is known that any feature may go to any rank.
@@ -141,19 +143,21 @@ def _rules_of_part(part: nn.Module, pattern: str, plan: dict[str, str]) -> dict[
         layer = getattr(part, child)
         if not any(True for _ in layer.parameters()):
             return {}
-        rule = _rule_of_layer(layer, kind, width)
+        rule = _build_rule_of_layer(layer, kind, width)
         if rule is None:
             return {}
         rules[child] = rule.text
         if rule.num_heads:
             head_counts.add(rule.num_heads)
-    counts = [key for key in HEAD_COUNT_ATTRIBUTES if _is_head_count(part, key, head_counts)]
+    counts = [
+        key for key in HEAD_COUNT_ATTRIBUTES if _is_head_count_attribute(part, key, head_counts)
+    ]
     if counts:
         rules[""] += f" divide={','.join(counts)}"
     return rules
 
 
-def _has_column_and_row(kinds: dict[str, str]) -> bool:
+def _are_cuts_column_and_row(kinds: dict[str, str]) -> bool:
     """True if there are cuts by output and by input, which belong together, and none of another
     kind than these and norms."""
     return {COLUMN, ROW} <= set(kinds.values()) <= {COLUMN, ROW, PARTIAL}
@@ -164,7 +168,7 @@ class _LayerRule(NamedTuple):
     num_heads: int = 0
 
 
-def _rule_of_layer(layer: Any, kind: str, width: int | None) -> _LayerRule | None:
+def _build_rule_of_layer(layer: Any, kind: str, width: int | None) -> _LayerRule | None:
     """The rule of a layer of `kind`, in a part whose heads are `width` wide; None if it cannot be
     cut."""
     if kind == PARTIAL:
@@ -184,13 +188,13 @@ def _rule_of_layer(layer: Any, kind: str, width: int | None) -> _LayerRule | Non
     return _LayerRule(f"{rule} heads={size // width}", size // width)
 
 
-def _is_head_count(part: nn.Module, key: str, head_counts: set[int]) -> bool:
+def _is_head_count_attribute(part: nn.Module, key: str, head_counts: set[int]) -> bool:
     """True for an attribute by which a forward counts heads, and which must be that of a rank."""
     count = getattr(part, key, None)
     return isinstance(count, int) and count in head_counts
 
 
-def _vocabulary_rules(module: Any, config: Any, has_plain_head: bool) -> dict[str, str]:
+def _build_vocabulary_rules(module: Any, config: Any, has_plain_head: bool) -> dict[str, str]:
     """The embedding and the head, tied or not.
 
     An embedding that does more than look up stays whole.
@@ -199,18 +203,21 @@ def _vocabulary_rules(module: Any, config: Any, has_plain_head: bool) -> dict[st
         return {}
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     names = {id(part): name for name, part in module.named_modules()}
-    is_plain, is_tied = type(embedding) is nn.Embedding, _are_tied(embedding, head, config)
+    is_plain, is_tied = (
+        type(embedding) is nn.Embedding,
+        _are_head_and_embedding_tied(embedding, head, config),
+    )
     rules = {}
     if is_plain and (head is None or not is_tied or type(head) is nn.Linear):
         rules[names[id(embedding)]] = "vocab"
     if type(head) is nn.Linear and (is_plain or not is_tied):
         rules[names[id(head)]] = "vocab"
-        if not has_plain_head and _may_change_logits(module, config):
+        if not has_plain_head and _may_model_change_logits(module, config):
             rules[names[id(head)]] = "column gather"
     return rules
 
 
-def _are_tied(embedding: Any, head: Any, config: Any) -> bool:
+def _are_head_and_embedding_tied(embedding: Any, head: Any, config: Any) -> bool:
     is_one_tensor = (
         head is not None
         and embedding is not None
@@ -219,14 +226,14 @@ def _are_tied(embedding: Any, head: Any, config: Any) -> bool:
     return is_one_tensor or bool(getattr(config, "tie_word_embeddings", False))
 
 
-def _may_change_logits(module: Any, config: Any) -> bool:
+def _may_model_change_logits(module: Any, config: Any) -> bool:
     """True unless the model is known to return what its head puts out."""
-    if not _has_tensor_parallel_plan(module, config):
+    if not _has_transformers_tp_plan(module, config):
         return True
     return any(getattr(config, key, None) not in (None, False) for key in LOGIT_CHANGING_SETTINGS)
 
 
-def _pattern_of_name(name: str) -> str:
+def _replace_numbers_by_stars(name: str) -> str:
     """The name with a star for each number: blocks that are alike have one."""
     words = name.split(".")
     for position, word in enumerate(words):

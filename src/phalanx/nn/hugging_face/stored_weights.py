@@ -55,15 +55,15 @@ def find_stored_weights(module: nn.Module, directory: Path) -> StoredWeights | N
     shape, and nothing else is; None where transformers must translate them."""
     shapes: dict[str, list[int]] = {}
     other_names: set[str] = set()
-    seen: set[int] = set()
+    parameter_ids: set[int] = set()
     for raw_name, parameter in module.named_parameters(remove_duplicate=False):
-        if id(parameter) in seen:
+        if id(parameter) in parameter_ids:
             other_names.add(full_name(raw_name))
             continue
-        seen.add(id(parameter))
+        parameter_ids.add(id(parameter))
         shapes[full_name(raw_name)] = list(parameter.shape)
     hasher, file_of = hashlib.sha256(), dict[str, Path]()
-    for path in _list_files(directory):
+    for path in _list_weight_files(directory):
         with safe_open(str(path), framework="pt") as file:
             names: list[str] = file.keys()
             for name in names:
@@ -74,14 +74,14 @@ def find_stored_weights(module: nn.Module, directory: Path) -> StoredWeights | N
                     return None
                 file_of[name] = path
                 hasher.update(f"{name} {stored.get_dtype()} {stored.get_shape()}".encode())
-                for values in _sample_rows(stored):
+                for values in _read_sample_rows(stored):
                     hasher.update(values.contiguous().view(torch.uint8).numpy().tobytes())
     if file_of.keys() != shapes.keys():
         return None
     return StoredWeights(file_of, hasher.hexdigest())
 
 
-def _list_files(directory: Path) -> list[Path]:
+def _list_weight_files(directory: Path) -> list[Path]:
     index = directory / _INDEX
     if not index.is_file():
         return [directory / _SINGLE]
@@ -89,7 +89,7 @@ def _list_files(directory: Path) -> list[Path]:
     return [directory / name for name in sorted(set(weight_map.values()))]
 
 
-def _sample_rows(stored: Any) -> Iterator[torch.Tensor]:
+def _read_sample_rows(stored: Any) -> Iterator[torch.Tensor]:
     """The first and the last rows of a tensor of one dimension or more, as far as
     _NUM_COMPARED_ELEMENTS."""
     shape = stored.get_shape()

@@ -17,7 +17,7 @@ from phalanx.core.errors import LayoutError
 MAX_TRIAL_TOKENS = 16
 
 
-def require_trainable_by_trial(
+def require_causal_and_trainable_by_trial(
     kind: str, module: Any, facts: dict[str, int], *, reads_images: bool
 ) -> None:
     """Raises LayoutError.
@@ -36,7 +36,7 @@ def require_trainable_by_trial(
                     module(torch.zeros(size))
             else:
                 length = min(MAX_TRIAL_TOKENS, facts["max_positions"] or MAX_TRIAL_TOKENS)
-                sees_later = _attends_to_later_tokens(module, length, facts["vocab_size"])
+                sees_later = _do_outputs_depend_on_later_tokens(module, length, facts["vocab_size"])
     except Exception as error:
         raise LayoutError(
             f"the forward of {kind} fails",
@@ -56,12 +56,12 @@ def require_trainable_by_trial(
         )
 
 
-def _attends_to_later_tokens(module: Any, length: int, vocab_size: int) -> bool:
+def _do_outputs_depend_on_later_tokens(module: Any, length: int, vocab_size: int) -> bool:
     """True if what is made of tokens before the last has a gradient by its embedding: exactly
     zero if not."""
     looked_up: list[torch.Tensor] = []
 
-    def note(part: Any, args: Any, output: Any) -> Any:
+    def replace_by_leaf_tensor(part: Any, args: Any, output: Any) -> Any:
         if not isinstance(output, torch.Tensor) or output.ndim != 3 or output.shape[1] < length:
             return output
         # Some models put tokens of their own before a sequence.
@@ -71,7 +71,7 @@ def _attends_to_later_tokens(module: Any, length: int, vocab_size: int) -> bool:
 
     # From 1 on, for 0 may stand for padding.
     tokens = 1 + torch.arange(length)[None] % max(1, (vocab_size or length) - 1)
-    hook = module.get_input_embeddings().register_forward_hook(note)
+    hook = module.get_input_embeddings().register_forward_hook(replace_by_leaf_tensor)
     with torch.enable_grad():
         try:
             outputs = module(tokens, torch.arange(length)[None])

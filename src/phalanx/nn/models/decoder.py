@@ -21,7 +21,7 @@ from phalanx.nn.block import Block, list_block_init_rules
 from phalanx.nn.init import initialize_shards
 from phalanx.nn.norms import build_norm
 from phalanx.nn.objective import CausalOutput, Objective, causal_cross_entropy
-from phalanx.nn.rotary import rotary_table
+from phalanx.nn.rotary import make_rotary_table
 from phalanx.nn.routing import ExpertBalance
 
 # For tensor parallelism: module -> how it is cut (phalanx.plan.rules), for all decoders. Those of
@@ -104,15 +104,15 @@ class Decoder(nn.Module):
         """
         if positions is None:
             positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
-        x_BTD = self._embed(inputs, positions)
+        x_BTD = self._embed_tokens(inputs, positions)
         # Blocks with a sliding window and blocks without: what one kind needs is made once.
         tables = {
             local: self._make_rotary_table(positions, x_BTD.dtype, local)
-            for local in self._list_window_kinds()
+            for local in self._list_attention_window_kinds()
         }
         masks = {
             local: self._make_attention_mask(inputs.shape[1], x_BTD, document_ids, local)
-            for local in self._list_window_kinds()
+            for local in self._list_attention_window_kinds()
         }
         for block in self.blocks:
             local = block.is_local
@@ -120,7 +120,7 @@ class Decoder(nn.Module):
         head = self.embed.weight if self.head is None else self.head.weight
         return CausalOutput(self.norm(x_BTD), head, balance=self.balance)
 
-    def _embed(self, inputs: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _embed_tokens(self, inputs: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         x_BTD = self.embed(inputs)
         if self.shape.scale_embeddings:
             x_BTD = x_BTD * self.shape.dim**0.5
@@ -131,7 +131,7 @@ class Decoder(nn.Module):
             x_BTD = x_BTD.to(torch.get_autocast_dtype(x_BTD.device.type))
         return x_BTD
 
-    def _list_window_kinds(self) -> set[bool]:
+    def _list_attention_window_kinds(self) -> set[bool]:
         return {self.shape.is_local(layer) for layer in range(self.shape.num_layers)}
 
     def _make_rotary_table(
@@ -139,7 +139,7 @@ class Decoder(nn.Module):
     ) -> torch.Tensor | None:
         if self.embed_positions is not None:
             return None
-        return rotary_table(positions, self.shape, dtype, local=local)
+        return make_rotary_table(positions, self.shape, dtype, local=local)
 
     def _make_attention_mask(
         self, num_tokens: int, x_BTD: torch.Tensor, document_ids: torch.Tensor | None, local: bool

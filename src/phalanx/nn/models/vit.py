@@ -59,13 +59,13 @@ class VisionTransformer(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """images: [B, C, H, W] numbers, already normalised. Returns logits [B, classes]."""
-        x_BTD = self._embed(images)
+        x_BTD = self._embed_patches(images)
         for block in self.blocks:
             x_BTD = block(x_BTD, None, None)
         pooled_BD = x_BTD.mean(dim=1) if self.embed_class is None else x_BTD[:, 0].contiguous()
         return self.head(self.norm(pooled_BD))
 
-    def _embed(self, images_BCHW: torch.Tensor) -> torch.Tensor:
+    def _embed_patches(self, images_BCHW: torch.Tensor) -> torch.Tensor:
         size, expected = (
             tuple(images_BCHW.shape[1:]),
             (self.shape.num_channels, *2 * (self.shape.image_size,)),

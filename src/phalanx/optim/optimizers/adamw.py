@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from phalanx.job.schema import Optim
-from phalanx.optim.groups import DecayGroups
+from phalanx.optim.groups import WeightDecayGroups
 
 WEIGHT_DECAY = 0.1
 SLOTS = ("exp_avg", "exp_avg_sq")
 
 
-def build(groups: DecayGroups, optim: Optim) -> torch.optim.Optimizer:
+def build(groups: WeightDecayGroups, optim: Optim) -> torch.optim.Optimizer:
     optimizer = torch.optim.AdamW(
         groups.with_decay(optim.weight_decay, auto=WEIGHT_DECAY),
         lr=float(optim.lr),

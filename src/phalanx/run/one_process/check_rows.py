@@ -26,7 +26,7 @@ from phalanx.run.one_process.plain_loss import Batch
 from phalanx.run.one_process.row_mixing import (
     CollectiveCalledError,
     MixingPart,
-    RefusingCollectives,
+    RefuseCollectivesMode,
     count_batch_rows,
     find_part_that_mixes_rows,
     mixes_rows,
@@ -41,7 +41,7 @@ MAX_PARAMETER_TOKENS = 2**34
 MAX_CHECK_S = 5.0
 
 
-def check_loss_on_rows(job: Job, plan: Plan, batch: Batch) -> BatchRowMixing:
+def find_how_loss_treats_rows(job: Job, plan: Plan, batch: Batch) -> BatchRowMixing:
     """Find out what the job's loss does with the rows of a batch: tried on a few of them, and then
     on more.
 
@@ -64,7 +64,7 @@ def check_loss_on_rows(job: Job, plan: Plan, batch: Batch) -> BatchRowMixing:
         return BatchRowMixing()
     is_built = False
     try:
-        with _keep_random_states(), torch.no_grad(), RefusingCollectives():
+        with _restoring_random_states(), torch.no_grad(), RefuseCollectivesMode():
             loss = JobLoss(job, plan)
             module = build_original_module(job, plan, "float32", materialize=True)[0]
             for part in module.modules():
@@ -75,8 +75,8 @@ def check_loss_on_rows(job: Job, plan: Plan, batch: Batch) -> BatchRowMixing:
             is_built = True
             for num_rows in COMPARED_ROW_COUNTS:
                 started = time.monotonic()
-                mixes = _find_mixing_part(
-                    module, loss, select_few_rows(batch, min(num_rows, most)), job.run.seed
+                mixes = _find_part_mixing_rows(
+                    module, loss, select_rows_that_differ(batch, min(num_rows, most)), job.run.seed
                 )
                 if (
                     mixes
@@ -95,14 +95,14 @@ def check_loss_on_rows(job: Job, plan: Plan, batch: Batch) -> BatchRowMixing:
         return BatchRowMixing()
 
 
-def select_few_rows(batch: Batch, num_rows: int) -> Batch:
+def select_rows_that_differ(batch: Batch, num_rows: int) -> Batch:
     """The first rows of a batch.
 
     Where rows have labels, pairs of equal ones, each half of the rows with one of a pair: a loss of
     pairs is then another one for the halves.
     """
     rows_of_label: dict[int, list[int]] = {}
-    for row, label in enumerate(_find_row_labels(batch)):
+    for row, label in enumerate(_find_distinct_row_labels(batch)):
         rows_of_label.setdefault(label, []).append(row)
     first_rows: list[int] = []
     second_rows: list[int] = []
@@ -118,7 +118,7 @@ def select_few_rows(batch: Batch, num_rows: int) -> Batch:
     return {key: tensor[chosen] for key, tensor in batch.items()}
 
 
-def _find_row_labels(batch: Batch) -> list[int]:
+def _find_distinct_row_labels(batch: Batch) -> list[int]:
     """A whole number for each row, of the first entry that has just that; empty if none has."""
     for tensor in batch.values():
         if tensor.ndim == 1 and not tensor.is_floating_point():
@@ -126,10 +126,10 @@ def _find_row_labels(batch: Batch) -> list[int]:
     return []
 
 
-def _find_mixing_part(module: nn.Module, loss: JobLoss, batch: Batch, seed: int) -> MixingPart:
+def _find_part_mixing_rows(module: nn.Module, loss: JobLoss, batch: Batch, seed: int) -> MixingPart:
     masks, rows = DropoutMasks(module, seed), count_batch_rows(batch)
     state = torch.get_rng_state()
-    with masks.applying_masks(1, 0, rows), restoring_buffers(module):
+    with masks.dropping_by_masks(1, 0, rows), restoring_buffers(module):
         total, targets = loss(module, batch)
     if not torch.equal(state, torch.get_rng_state()):
         # Something draws that no mask stands for: in evaluation mode it may draw nothing.
@@ -145,7 +145,7 @@ def _find_mixing_part(module: nn.Module, loss: JobLoss, batch: Batch, seed: int)
 
 
 @contextmanager
-def _keep_random_states() -> Iterator[None]:
+def _restoring_random_states() -> Iterator[None]:
     """A factory may draw from any of them."""
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):

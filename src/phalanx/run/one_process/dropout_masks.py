@@ -34,13 +34,13 @@ def make_dropout_mask(
     """bool [num_rows, per_row]."""
     # Arithmetic modulo 2^64: overflow of numpy's unsigned numbers is meant.
     with np.errstate(over="ignore"):
-        rows = _mix_bits(
+        rows = _hash_uint64_bits(
             np.uint64(key)
             + (np.arange(num_rows, dtype=np.uint64) + np.uint64(first_row + 1)) * GOLDEN_RATIO_64
         )
         numbers = np.arange(per_row, dtype=np.uint64)
         # One mix makes two elements: its low half and its high half.
-        pairs = _mix_bits(
+        pairs = _hash_uint64_bits(
             rows[:, None] + (numbers // np.uint64(2) + np.uint64(1)) * GOLDEN_RATIO_64
         )
     halves = np.where(
@@ -50,7 +50,7 @@ def make_dropout_mask(
     return torch.from_numpy(signed >= 2**31 - round(keep * 2**32))
 
 
-def _mix_bits(values: Any) -> Any:
+def _hash_uint64_bits(values: Any) -> Any:
     # Shifts and factors of SplitMix64's finaliser.
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -75,16 +75,16 @@ class DropoutMasks:
                 self._second.add(name)
             elif isinstance(part, nn.MultiheadAttention):
                 self._attention.add(name)
-            elif _takes_rows_second(part):
+            elif _is_sequence_first_layer(part):
                 for child, _ in part.named_children():
                     self._second.add(f"{name}.{child}".removeprefix("."))
         self._rows, self._calls, self._step = (0, 0), dict[str, int](), 0
 
-    def begin_forward(self, step: int, first_row: int, num_rows: int) -> None:
+    def begin_forward_of_rows(self, step: int, first_row: int, num_rows: int) -> None:
         """From here on a forward of these rows of the batch of `step`."""
         self._step, self._rows, self._calls = step, (first_row, num_rows), {}
 
-    def next_mask(self, name: str, keep: float, shape: torch.Size) -> torch.Tensor | None:
+    def draw_next_mask(self, name: str, keep: float, shape: torch.Size) -> torch.Tensor | None:
         """The next mask that `name` draws; None for a tensor that has no fixed number of rows
         for each of the batch."""
         rows_dim = int(name in self._second - self._attention)
@@ -102,9 +102,9 @@ class DropoutMasks:
         )
 
     @contextmanager
-    def applying_masks(self, step: int, first_row: int, num_rows: int) -> Iterator[None]:
+    def dropping_by_masks(self, step: int, first_row: int, num_rows: int) -> Iterator[None]:
         """Inside, a forward of the module drops what it should."""
-        self.begin_forward(step, first_row, num_rows)
+        self.begin_forward_of_rows(step, first_row, num_rows)
         calling: list[str] = []
         hooks = []
 
@@ -116,20 +116,20 @@ class DropoutMasks:
             hooks.append(part.register_forward_pre_hook(lambda *_, name=name: calling.append(name)))
             hooks.append(part.register_forward_hook(leave))
         try:
-            with _FillDropoutMode(self, calling):
+            with _MaskFromBernoulliMode(self, calling):
                 yield
         finally:
             for hook in hooks:
                 hook.remove()
 
 
-def _takes_rows_second(part: nn.Module) -> bool:
+def _is_sequence_first_layer(part: nn.Module) -> bool:
     """True for a layer of torch's transformers that has batch_first=False."""
     is_layer = isinstance(part, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer)
     return is_layer and not part.self_attn.batch_first
 
 
-class _FillDropoutMode(TorchDispatchMode):
+class _MaskFromBernoulliMode(TorchDispatchMode):
     def __init__(self, definition: DropoutMasks, calling: list[str]) -> None:
         super().__init__()
         self._definition, self._calling = definition, calling
@@ -141,7 +141,7 @@ class _FillDropoutMode(TorchDispatchMode):
             mask = None
             # With 0 or 1 nothing is drawn that could differ.
             if 0 < keep < 1:
-                mask = self._definition.next_mask(self._calling[-1], keep, args[0].shape)
+                mask = self._definition.draw_next_mask(self._calling[-1], keep, args[0].shape)
             if mask is not None:
                 return args[0].copy_(mask)
         return func(*args, **(kwargs or {}))

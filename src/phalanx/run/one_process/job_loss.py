@@ -16,7 +16,7 @@ from phalanx.nn.build import build_objective
 from phalanx.nn.objective import CausalOutput
 from phalanx.parallel.loss_forward import ACCEPTS_VOCABULARY_SHARDS_ATTRIBUTE, gather_logits
 from phalanx.plan.plan import Plan
-from phalanx.run.one_process.plain_loss import Batch, plain_cross_entropy
+from phalanx.run.one_process.plain_loss import Batch, compute_textbook_cross_entropy
 
 
 class JobLoss:
@@ -32,16 +32,18 @@ class JobLoss:
 
     def compute_outputs(self, module: nn.Module, batch: Batch) -> Any:
         """The module's outputs for a batch."""
-        extras = pick_forward_arguments(inspect.signature(module.forward).parameters, batch)
+        extras = select_forward_arguments(inspect.signature(module.forward).parameters, batch)
         if "inputs" not in list_outermost_names(batch):
             return module(**extras)
         return module(unflatten_entry(batch, "inputs"), **extras)
 
-    def reduce_outputs(self, outputs: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def sum_losses_of_outputs(
+        self, outputs: Any, batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         # Of other outputs the objective says what it wants.
         can_read = isinstance(outputs, torch.Tensor | CausalOutput)
         if self._is_textbook and can_read:
-            return plain_cross_entropy(outputs, batch)
+            return compute_textbook_cross_entropy(outputs, batch)
         nested = {key: unflatten_entry(batch, key) for key in list_outermost_names(batch)} | dict(
             batch
         )
@@ -50,10 +52,10 @@ class JobLoss:
         return self._objective(outputs, nested)
 
     def __call__(self, module: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.reduce_outputs(self.compute_outputs(module, batch), batch)
+        return self.sum_losses_of_outputs(self.compute_outputs(module, batch), batch)
 
 
-def pick_forward_arguments(names: Mapping[str, Any], batch: Batch) -> dict[str, Any]:
+def select_forward_arguments(names: Mapping[str, Any], batch: Batch) -> dict[str, Any]:
     """The entries of a batch, besides inputs and targets, that a forward has arguments for."""
     return {
         key: unflatten_entry(batch, key)

@@ -8,7 +8,7 @@ from torch import nn
 from phalanx.job.schema import Job
 from phalanx.mesh.logical import collect_module_shards
 from phalanx.nn.build import build_model
-from phalanx.nn.hugging_face.experts import use_batched_products
+from phalanx.nn.hugging_face.experts import use_batched_expert_products
 from phalanx.plan.plan import Plan
 
 
@@ -19,9 +19,9 @@ def build_original_module(
     what was done to it."""
     module = _cast_floating_point(build_model(job, plan.model_shape), getattr(torch, dtype))
     done: tuple[str, ...] = ()
-    if dtype == "float64" and use_batched_products(module):
+    if dtype == "float64" and use_batched_expert_products(module):
         done = ("experts are computed by batched products: torch's grouped one has no float64",)
-    num_dropped = switch_off_dropout(module) if plan.parallel.dropout == "local" else 0
+    num_dropped = set_dropout_to_zero(module) if plan.parallel.dropout == "local" else 0
     if materialize and any(p.is_meta for p in module.parameters()):
         # A module on meta has shapes alone: memory first, then the job's own initialization.
         module.to_empty(device="cpu")
@@ -53,7 +53,7 @@ def _cast_floating_point(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     return module._apply(cast)
 
 
-def switch_off_dropout(module: nn.Module) -> int:
+def set_dropout_to_zero(module: nn.Module) -> int:
     """Dropout layers, and torch's attention and recurrent layers, which hold a probability
     themselves.
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 Batch = Mapping[str, torch.Tensor]
 
 
-def plain_cross_entropy(outputs: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+def compute_textbook_cross_entropy(outputs: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of causal models as the textbook has it: logits whole, from logits or from
     (hidden, head's weight)."""
     logits = outputs

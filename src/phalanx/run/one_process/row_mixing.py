@@ -52,7 +52,7 @@ def mixes_rows(
     rows, apart, count = count_batch_rows(batch), 0.0, 0
     for start, stop in ((0, rows // 2), (rows // 2, rows)):
         # The masks of the same rows of the whole batch: dropout alone must make no difference.
-        with masks.applying_masks(1, start, stop - start), restoring_buffers(module):
+        with masks.dropping_by_masks(1, start, stop - start), restoring_buffers(module):
             part, targets = loss(module, {key: tensor[start:stop] for key, tensor in batch.items()})
         apart, count = apart + part.item(), count + int(targets)
     if not num_targets:
@@ -86,8 +86,8 @@ def find_part_that_mixes_rows(
     }
     outputs = []
     for each in (batch, other_last_rows):
-        with masks.applying_masks(1, 0, rows), restoring_buffers(module):
-            outputs.append(list(_floating_point_outputs(loss.compute_outputs(module, each))))
+        with masks.dropping_by_masks(1, 0, rows), restoring_buffers(module):
+            outputs.append(list(_list_floating_point_outputs(loss.compute_outputs(module, each))))
     pairs = [
         (a, b)
         for a, b in zip(*outputs, strict=False)
@@ -118,20 +118,20 @@ def restoring_buffers(module: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
 
 
-def _floating_point_outputs(outputs: Any) -> Iterator[torch.Tensor]:
+def _list_floating_point_outputs(outputs: Any) -> Iterator[torch.Tensor]:
     """The tensors of numbers in what a module returns."""
     if isinstance(outputs, torch.Tensor):
         if outputs.is_floating_point() or outputs.is_complex():
             yield outputs
     elif isinstance(outputs, Mapping):
         for value in outputs.values():
-            yield from _floating_point_outputs(value)
+            yield from _list_floating_point_outputs(value)
     elif isinstance(outputs, list | tuple):
         for value in outputs:
-            yield from _floating_point_outputs(value)
+            yield from _list_floating_point_outputs(value)
     elif dataclasses.is_dataclass(outputs):
         for field in dataclasses.fields(outputs):
-            yield from _floating_point_outputs(getattr(outputs, field.name))
+            yield from _list_floating_point_outputs(getattr(outputs, field.name))
 
 
 def count_batch_rows(batch: Batch) -> int:
@@ -153,16 +153,16 @@ class CollectiveCalledError(LayoutError):
         self.call = call
 
 
-class RefusingCollectives(TorchDispatchMode):
+class RefuseCollectivesMode(TorchDispatchMode):
     """Raises CollectiveCalledError in place of any collective: alone in one, a rank waits, or
     takes others' answers."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        refuse_collective(func)
+        refuse_if_collective(func)
         return func(*args, **(kwargs or {}))
 
 
-def refuse_collective(func: Any) -> None:
+def refuse_if_collective(func: Any) -> None:
     """Raise CollectiveCalledError if an operation of torch is a collective."""
     if func.namespace in COLLECTIVE_OP_NAMESPACES:
         raise CollectiveCalledError(_describe_collective_call(func))

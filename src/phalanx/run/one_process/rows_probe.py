@@ -30,9 +30,9 @@ from phalanx.job.user_dataset import is_own_dataset
 from phalanx.nn.build import MODELS_PACKAGE
 from phalanx.plan.mixed_rows import BatchRowMixing
 from phalanx.plan.plan import Plan
-from phalanx.run.one_process.check_rows import COMPARED_ROW_COUNTS, check_loss_on_rows
+from phalanx.run.one_process.check_rows import COMPARED_ROW_COUNTS, find_how_loss_treats_rows
 from phalanx.run.one_process.plain_loss import Batch
-from phalanx.run.one_process.synthetic_batches import make_up_batch
+from phalanx.run.one_process.synthetic_batches import make_synthetic_batch
 
 # Of these the rows are chosen that have a like.
 MAX_SAMPLES = 2 * COMPARED_ROW_COUNTS[-1]
@@ -40,7 +40,7 @@ MAX_SAMPLES = 2 * COMPARED_ROW_COUNTS[-1]
 READ_TIMEOUT_S = 5.0
 
 
-def answer_probe_request(request: dict[str, Any]) -> dict[str, Any]:
+def probe_row_mixing(request: dict[str, Any]) -> dict[str, Any]:
     """`request`: job and plan. Raises what the dataset raises."""
     job = Job.model_validate_json(json.dumps(request["job"]))
     plan = Plan.from_json(request["plan"])
@@ -49,20 +49,20 @@ def answer_probe_request(request: dict[str, Any]) -> dict[str, Any]:
             resolve_kind(job.model.objective, MODELS_PACKAGE, "objective")
     except LayoutError as error:
         return asdict(BatchRowMixing(unknown=str(error)))
-    batch = sample_batch(job, plan)
+    batch = read_or_make_up_batch(job, plan)
     # A loss may ask for its rank: the fake group of torch answers, and sends nothing.
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    return asdict(check_loss_on_rows(job, plan, batch))
+    return asdict(find_how_loss_treats_rows(job, plan, batch))
 
 
-def sample_batch(job: Job, plan: Plan) -> Batch:
+def read_or_make_up_batch(job: Job, plan: Plan) -> Batch:
     """Some samples of the job's own dataset, else made up for what the model reads."""
     if is_own_dataset(job.data.source) and not job.data.mixture:
         dataset = open_user_dataset(job.data.source, job.data.args, "train")
-        return _read_some_samples(UserSamples(dataset, job.data.source, job.run.seed))
+        return _read_samples_within_time(UserSamples(dataset, job.data.source, job.run.seed))
     if not plan.vocab_size:
         plan = replace(plan, vocab_size=job.model.vocab_size or BYTE_VOCAB_SIZE)
-    return make_up_batch(
+    return make_synthetic_batch(
         plan,
         COMPARED_ROW_COUNTS[-1],
         torch.Generator().manual_seed(job.run.seed),
@@ -70,7 +70,7 @@ def sample_batch(job: Job, plan: Plan) -> Batch:
     )
 
 
-def _read_some_samples(samples: UserSamples) -> Batch:
+def _read_samples_within_time(samples: UserSamples) -> Batch:
     until = time.monotonic() + READ_TIMEOUT_S
     parts = [samples.take(np.arange(COMPARED_ROW_COUNTS[0]))]
     while len(parts) <= MAX_SAMPLES - COMPARED_ROW_COUNTS[0] and time.monotonic() < until:
@@ -86,4 +86,4 @@ if __name__ == "__main__":
     # Last, as in ranks: nothing in the user's folder stands for a library that torch imports late.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    print(json.dumps(answer_probe_request(json.loads(sys.argv[1]))))
+    print(json.dumps(probe_row_mixing(json.loads(sys.argv[1]))))

@@ -9,7 +9,7 @@ from phalanx.job.costs import ModelCosts
 from phalanx.plan.plan import Plan
 
 
-def make_up_batch(
+def make_synthetic_batch(
     plan: Plan, rows: int, generator: torch.Generator, *, documents: bool
 ) -> dict[str, torch.Tensor]:
     """A batch of what the plan's model reads: tokens, or images with labels."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from phalanx.core.errors import CheckpointError, DataError, UsageError
 from phalanx.core.files import read_json
-from phalanx.data.corpus import Corpus, verify_corpus
+from phalanx.data.corpus import Corpus, verify_corpus_checksums
 from phalanx.data.prepare import prepare_corpus
 from phalanx.data.tokenizer import BYTE_TOKENIZER_KIND
 from phalanx.data.tokenizer_files import collect_tokenizer_files
@@ -27,7 +27,11 @@ from phalanx.plan.warnings import NO_EXTRA_REASONS_OR_WARNINGS, ExtraReasonsAndW
 from phalanx.run.scratch import ScratchDirectory
 from phalanx.run.tokens import find_job_tokens
 from phalanx.run.trained.files import PROGRESS_FILE_NAME, RESULT_FILE_NAME
-from phalanx.run.trained.launch import build_model_payload, require_result, run_ranks
+from phalanx.run.trained.launch import (
+    build_model_payload_fields,
+    require_result_file,
+    run_payload_in_ranks,
+)
 from phalanx.run.trained.model import DATA_KEYS, TrainedModel
 from phalanx.run.trained.payloads import EvaluatePayload
 
@@ -140,10 +144,10 @@ def prepare_evaluation(model: TrainedModel, scratch: ScratchDirectory) -> Evalua
     The data is the run's own, or what the model's overrides name, which is prepared inside
     `scratch`. Raises UsageError, DataError, CheckpointError or LayoutError.
     """
-    model = _use_default_tokens(model)
-    data = _prepare_data(model, scratch.directory)
+    model = _use_default_eval_tokens(model)
+    data = _prepare_evaluation_corpus(model, scratch.directory)
     if data.split == "train" and not model.overridden_keys("eval.tokens"):
-        model = _set_eval_tokens(model, _tokens_to_read_all(data.corpus))
+        model = _copy_model_with_eval_tokens(model, _compute_tokens_to_read_all(data.corpus))
     return EvaluationTask(model, data, model.make_plan(vocab_size=data.corpus.vocab_size))
 
 
@@ -159,15 +163,17 @@ def evaluate(
     Raises the PhalanxError of a rank, or RanksEndedError.
     """
     directory, data = scratch.directory, task.data
-    model = build_model_payload(task.model, task.plan, scratch)
+    model = build_model_payload_fields(task.model, task.plan, scratch)
     payload = EvaluatePayload(model, data.corpus.directory.absolute(), data.split)
     progress_file = directory / PROGRESS_FILE_NAME
-    run_ranks(payload, scratch, lambda: on_progress(_read_progress(progress_file)))
-    require_result(directory / RESULT_FILE_NAME)
+    run_payload_in_ranks(
+        payload, scratch, lambda: on_progress(_read_evaluation_progress(progress_file))
+    )
+    require_result_file(directory / RESULT_FILE_NAME)
     facts = read_json(directory / RESULT_FILE_NAME)
     recorded_loss = None
     if data.is_of_run:
-        recorded_loss = _find_recorded_loss(task.model, facts["num_targets"])
+        recorded_loss = _find_loss_recorded_by_run(task.model, facts["num_targets"])
     return EvaluationResult(
         task=task,
         loss=facts["loss"],
@@ -180,7 +186,7 @@ def evaluate(
     )
 
 
-def _use_default_tokens(model: TrainedModel) -> TrainedModel:
+def _use_default_eval_tokens(model: TrainedModel) -> TrainedModel:
     """A run that evaluates nothing while it trains (eval.tokens=0) is evaluated all the same."""
     if model.job.eval.tokens:
         return model
@@ -189,15 +195,15 @@ def _use_default_tokens(model: TrainedModel) -> TrainedModel:
             "eval.tokens=0 leaves nothing to evaluate",
             fix="give a number of tokens, or leave it out",
         )
-    return _set_eval_tokens(model, Eval().tokens)
+    return _copy_model_with_eval_tokens(model, Eval().tokens)
 
 
-def _set_eval_tokens(model: TrainedModel, num_tokens: int) -> TrainedModel:
+def _copy_model_with_eval_tokens(model: TrainedModel, num_tokens: int) -> TrainedModel:
     evaluation = model.job.eval.model_copy(update={"tokens": num_tokens})
     return replace(model, job=model.job.model_copy(update={"eval": evaluation}))
 
 
-def _tokens_to_read_all(corpus: Corpus) -> int:
+def _compute_tokens_to_read_all(corpus: Corpus) -> int:
     """The eval.tokens by which every source of a mixture is read to its end: sources share it by
     their weights.
     """
@@ -210,12 +216,12 @@ def _tokens_to_read_all(corpus: Corpus) -> int:
     return num_tokens
 
 
-def _prepare_data(model: TrainedModel, directory: Path) -> EvaluationData:
+def _prepare_evaluation_corpus(model: TrainedModel, directory: Path) -> EvaluationData:
     """The run's own data, or what the overrides name, prepared in `directory`."""
     corpus_of_run = model.corpus()
     if corpus_of_run is not None and not model.overridden_keys(*DATA_KEYS):
-        verify_corpus(corpus_of_run)
-        _require_targets(corpus_of_run, "held_out")
+        verify_corpus_checksums(corpus_of_run)
+        _require_samples_to_evaluate(corpus_of_run, "held_out")
         return EvaluationData(corpus_of_run, "held_out", is_of_run=True)
     names_source = bool(model.overridden_keys("data.source", "data.mixture"))
     if model.folder is None and not names_source:
@@ -237,9 +243,11 @@ def _prepare_data(model: TrainedModel, directory: Path) -> EvaluationData:
     corpus = prepare_corpus(
         settings, directory / "data", vocab_size=vocab_size, default_tokenizer=tokenizer
     )
-    _require_same_tokenizer(model, corpus)
-    _require_targets(corpus, split)
-    return EvaluationData(corpus, split, is_of_run=False, remarks=tokens.corpus_remarks(corpus))
+    _require_tokenizer_of_model(model, corpus)
+    _require_samples_to_evaluate(corpus, split)
+    return EvaluationData(
+        corpus, split, is_of_run=False, remarks=tokens.list_corpus_remarks(corpus)
+    )
 
 
 def _use_tokenizer_of_run(model: TrainedModel, corpus_of_run: Corpus | None) -> Job:
@@ -264,7 +272,7 @@ def _use_tokenizer_of_run(model: TrainedModel, corpus_of_run: Corpus | None) -> 
     return job.model_copy(update={"data": job.data.model_copy(update={"tokenizer": tokenizer})})
 
 
-def _require_same_tokenizer(model: TrainedModel, corpus: Corpus) -> None:
+def _require_tokenizer_of_model(model: TrainedModel, corpus: Corpus) -> None:
     of_model, of_data = model.tokenizer_digest, corpus.tokenizer_digest
     if of_model and of_data and of_model != of_data:
         raise CheckpointError(
@@ -277,7 +285,7 @@ def _require_same_tokenizer(model: TrainedModel, corpus: Corpus) -> None:
         )
 
 
-def _require_targets(corpus: Corpus, split: Split) -> None:
+def _require_samples_to_evaluate(corpus: Corpus, split: Split) -> None:
     """Raise DataError unless `split` has a sample, or two tokens, of which one predicts the
     other."""
     if corpus.user is not None:
@@ -295,7 +303,7 @@ def _require_targets(corpus: Corpus, split: Split) -> None:
         )
 
 
-def _read_progress(path: Path) -> EvaluationProgress | None:
+def _read_evaluation_progress(path: Path) -> EvaluationProgress | None:
     try:
         facts = read_json(path)
         return EvaluationProgress(facts["done"], facts["total"])
@@ -303,7 +311,7 @@ def _read_progress(path: Path) -> EvaluationProgress | None:
         return None
 
 
-def _find_recorded_loss(model: TrainedModel, num_targets: int) -> float | None:
+def _find_loss_recorded_by_run(model: TrainedModel, num_targets: int) -> float | None:
     """The last loss that the run recorded at this step over as many targets; None if there is
     none."""
     if model.run_dir is None:

@@ -16,7 +16,11 @@ from phalanx.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from phalanx.plan.plan import Plan
 from phalanx.run.scratch import ScratchDirectory
 from phalanx.run.trained.files import TOKENS_FILE_NAME
-from phalanx.run.trained.launch import build_model_payload, require_result, run_ranks
+from phalanx.run.trained.launch import (
+    build_model_payload_fields,
+    require_result_file,
+    run_payload_in_ranks,
+)
 from phalanx.run.trained.model import TrainedModel
 from phalanx.run.trained.payloads import GeneratePayload, SamplingOptions
 
@@ -56,19 +60,19 @@ class TextGenerator:
         return self.tokenizer.end_of_document
 
     @property
-    def num_tokens_known(self) -> int | None:
+    def num_ids_with_text(self) -> int | None:
         """The number of ids that have a text; None without a tokenizer."""
         if self.tokenizer is None:
             return None
         return self.tokenizer.vocab_size
 
-    def begin_text(self, prompt: str) -> GeneratedText:
+    def encode_prompt(self, prompt: str) -> GeneratedText:
         """A text of which only the prompt is there. An empty prompt begins a document, if a token
         ends documents.
 
         Raises UsageError or DataError for a prompt that the model cannot read.
         """
-        tokens = self._encode_text(prompt)
+        tokens = self._encode_prompt_text(prompt)
         if not tokens and self.end_token is not None:
             tokens = [self.end_token]
         if not tokens:
@@ -81,7 +85,7 @@ class TextGenerator:
             )
         return GeneratedText(prompt, tokens)
 
-    def _encode_text(self, text: str) -> list[int]:
+    def _encode_prompt_text(self, text: str) -> list[int]:
         if self.tokenizer is None:
             return _parse_token_ids(text)
         return self.tokenizer.encode(text)
@@ -157,7 +161,7 @@ def open_generator(model: TrainedModel) -> TextGenerator:
     Raises LayoutError for a model that reads images, DataError or CheckpointError for a tokenizer
     that is not there, or is not the one the model was trained with.
     """
-    tokenizer = _find_tokenizer(model)
+    tokenizer = _find_tokenizer_of_trained_model(model)
     vocab_size = None
     if tokenizer is not None:
         vocab_size = tokenizer.vocab_size
@@ -167,7 +171,7 @@ def open_generator(model: TrainedModel) -> TextGenerator:
     return TextGenerator(model, plan, tokenizer)
 
 
-def generate_texts(
+def generate_texts_in_ranks(
     generator: TextGenerator,
     texts: Sequence[GeneratedText],
     scratch: ScratchDirectory,
@@ -184,26 +188,26 @@ def generate_texts(
     has ended, in order. Raises the PhalanxError of a rank, or RanksEndedError.
     """
     payload = GeneratePayload(
-        model=build_model_payload(generator.model, generator.plan, scratch),
+        model=build_model_payload_fields(generator.model, generator.plan, scratch),
         prompts=tuple(tuple(text.prompt_tokens) for text in texts),
         num_tokens=num_tokens,
         context=generator.plan.seq_len,
         seed=seed,
         end=generator.end_token,
         sampling=sampling,
-        num_choices=generator.num_tokens_known,
+        num_choices=generator.num_ids_with_text,
     )
-    tokens_file = _GeneratedTokensFile(scratch.directory / TOKENS_FILE_NAME, texts, on_text)
+    tokens_file = _GeneratedTokensReader(scratch.directory / TOKENS_FILE_NAME, texts, on_text)
     try:
-        run_ranks(payload, scratch, tokens_file.read_new_lines)
+        run_payload_in_ranks(payload, scratch, tokens_file.read_new_tokens)
     finally:
         # What ranks wrote since the last time, also where they were stopped.
-        tokens_file.read_new_lines()
-    require_result(scratch.directory / TOKENS_FILE_NAME)
+        tokens_file.read_new_tokens()
+    require_result_file(scratch.directory / TOKENS_FILE_NAME)
     return GenerationResult(generator, sampling, seed, texts)
 
 
-class _GeneratedTokensFile:
+class _GeneratedTokensReader:
     """The file to which rank 0 appends tokens while the texts grow; each poll reads what is new in
     it.
     """
@@ -214,7 +218,7 @@ class _GeneratedTokensFile:
         self._path, self._texts, self._on_text = path, texts, on_text
         self._offset = 0
 
-    def read_new_lines(self) -> None:
+    def read_new_tokens(self) -> None:
         try:
             with open(self._path, "rb") as file:
                 file.seek(self._offset)
@@ -238,7 +242,7 @@ class _GeneratedTokensFile:
             self._on_text(self._texts[number])
 
 
-def _find_tokenizer(model: TrainedModel) -> Tokenizer | None:
+def _find_tokenizer_of_trained_model(model: TrainedModel) -> Tokenizer | None:
     """The tokenizer of the run's text, or the one that the overrides or an import name; None where
     ids have no text.
     """

@@ -36,7 +36,9 @@ class RanksEndedEarlyError(Exception):
         self.exit_code, self.message = exit_code, message
 
 
-def build_model_payload(model: TrainedModel, plan: Plan, scratch: ScratchDirectory) -> ModelPayload:
+def build_model_payload_fields(
+    model: TrainedModel, plan: Plan, scratch: ScratchDirectory
+) -> ModelPayload:
     """The part of a payload that says which model ranks open, how they share it and where they
     write."""
     checkpoint = ""
@@ -52,7 +54,7 @@ def build_model_payload(model: TrainedModel, plan: Plan, scratch: ScratchDirecto
     )
 
 
-def run_ranks(
+def run_payload_in_ranks(
     payload: EvaluatePayload | GeneratePayload,
     scratch: ScratchDirectory,
     on_tick: Callable[[], None],
@@ -83,16 +85,16 @@ def run_ranks(
         outcome = supervise_ranks(spec, bus=bus, on_tick=on_tick, say=lambda line: None)
     finally:
         bus.close()
-    if (refusal := scratch.find_rank_refusal(outcome)) is not None:
+    if (refusal := scratch.find_error_that_rank_raised(outcome)) is not None:
         raise refusal
     if outcome.status == "failed":
-        message = Redactor(os.environ).redact_text(scratch.failure_message(outcome))
+        message = Redactor(os.environ).redact_text(scratch.build_rank_failure_message(outcome))
         raise RanksEndedEarlyError(outcome.exit_code or ExitCode.INTERNAL, message)
     if outcome.exit_code != ExitCode.OK:
         raise RanksEndedEarlyError(outcome.exit_code)
 
 
-def require_result(path: Path) -> None:
+def require_result_file(path: Path) -> None:
     """Raise PhalanxError where ranks ended well and left nothing: a module of the user's that
     exits, say.
     """

@@ -109,7 +109,10 @@ class TrainedModel:
         """Keys among `keys` ("data.source") that the overrides set, or set a part of."""
         overridden = []
         for key in keys:
-            if any(_is_part_of(_key_of_override(override), key) for override in self.overrides):
+            if any(
+                _is_key_in_section(_parse_override_key(override), key)
+                for override in self.overrides
+            ):
                 overridden.append(key)
         return overridden
 
@@ -154,28 +157,28 @@ def open_trained_model(
     """
     _require_allowed_overrides(overrides, allowed_keys)
     if _is_hugging_face_directory(location):
-        _refuse_checkpoint_flags(location, job_file, best)
-        return _open_hugging_face(location, overrides)
-    _require_directory(location)
+        _refuse_flags_of_hugging_face_directory(location, job_file, best)
+        return _open_hugging_face_directory(location, overrides)
+    _require_directory_or_url(location)
     folder = find_newest_or_best_checkpoint(location, best=best)
     manifest = read_manifest(folder)
     if job_file is None:
         run_dir = find_run_directory_of_checkpoint(location, folder)
-        source = _find_job(run_dir)
+        source = _find_job_file_of_checkpoint(run_dir)
     else:
         # The job says all, whatever lies beside the checkpoint.
         run_dir, source = None, Path(job_file)
     if source is None:
         fix = f"add its job file: {location} job.toml"
         raise UsageError("nothing says which model the checkpoint is of", where=folder.url, fix=fix)
-    plan = _read_plan(run_dir)
+    plan = _read_plan_or_none(run_dir)
     job, num_ranks, why = _load_job_with_layout(source, plan, overrides, on_one_rank=on_one_rank)
     return TrainedModel(
         location, job, folder, manifest, run_dir, plan, tuple(overrides), num_ranks, why
     )
 
 
-def describe_ranks(model: TrainedModel, plan: Plan) -> str:
+def describe_ranks_of_model(model: TrainedModel, plan: Plan) -> str:
     """Describe how ranks run the model: "2 cpu ranks, ddp (dp_replicate=2): as the run trained"."""
     text = plural(plan.world_size, f"{plan.device} rank")
     if plan.world_size > 1:
@@ -189,7 +192,7 @@ def _load_job_with_layout(
     source: Path, plan: Plan | None, overrides: Sequence[str], *, on_one_rank: bool
 ) -> tuple[Job, int | None, str]:
     """(the job with the layout it is to run in, how many ranks if that is decided, why so many)."""
-    has_layout = _sets_layout(overrides)
+    has_layout = _do_overrides_set_layout(overrides)
     # A job file of the user's, whose layout is meant for this machine.
     if source.suffix != ".json":
         num_ranks = None
@@ -207,23 +210,23 @@ def _load_job_with_layout(
     return load_job_json(source, overrides, without=LAYOUT_KEYS), 1, why
 
 
-def _sets_layout(overrides: Sequence[str]) -> bool:
-    return any(_key_of_override(override) in LAYOUT_KEYS for override in overrides)
+def _do_overrides_set_layout(overrides: Sequence[str]) -> bool:
+    return any(_parse_override_key(override) in LAYOUT_KEYS for override in overrides)
 
 
-def _key_of_override(override: str) -> str:
+def _parse_override_key(override: str) -> str:
     return override.partition("=")[0]
 
 
-def _is_part_of(key: str, section: str) -> bool:
+def _is_key_in_section(key: str, section: str) -> bool:
     """True if `key` is `section` ("data", "data.args"), or a key in it."""
     return key == section or key.startswith(f"{section}.")
 
 
 def _require_allowed_overrides(overrides: Sequence[str], allowed_keys: Sequence[str]) -> None:
     for override in overrides:
-        key = _key_of_override(override)
-        if any(_is_part_of(key, allowed) for allowed in allowed_keys):
+        key = _parse_override_key(override)
+        if any(_is_key_in_section(key, allowed) for allowed in allowed_keys):
             continue
         names = []
         for allowed in allowed_keys:
@@ -234,7 +237,7 @@ def _require_allowed_overrides(overrides: Sequence[str], allowed_keys: Sequence[
         )
 
 
-def _require_directory(location: str) -> None:
+def _require_directory_or_url(location: str) -> None:
     if is_store_url(location) or Path(location).is_dir():
         return
     if Path(location).exists():
@@ -245,7 +248,7 @@ def _require_directory(location: str) -> None:
     )
 
 
-def _find_job(run_dir: Path | None) -> Path | None:
+def _find_job_file_of_checkpoint(run_dir: Path | None) -> Path | None:
     """The file of the job that a run resolved, or that an import wrote beside its checkpoint."""
     if run_dir is None:
         return None
@@ -255,7 +258,7 @@ def _find_job(run_dir: Path | None) -> Path | None:
     return None
 
 
-def _read_plan(run_dir: Path | None) -> Plan | None:
+def _read_plan_or_none(run_dir: Path | None) -> Plan | None:
     if run_dir is None:
         return None
     try:
@@ -264,7 +267,9 @@ def _read_plan(run_dir: Path | None) -> Plan | None:
         return None
 
 
-def _refuse_checkpoint_flags(location: str, job_file: str | None, best: bool) -> None:
+def _refuse_flags_of_hugging_face_directory(
+    location: str, job_file: str | None, best: bool
+) -> None:
     if job_file is not None or best:
         argument = repr(job_file)
         if best:
@@ -283,7 +288,7 @@ def _is_hugging_face_directory(location: str) -> bool:
     return not (path / MANIFEST_FILE_NAME).is_file() and not (path / "job.json").is_file()
 
 
-def _open_hugging_face(location: str, overrides: Sequence[str]) -> TrainedModel:
+def _open_hugging_face_directory(location: str, overrides: Sequence[str]) -> TrainedModel:
     path = Path(location)
     config = read_hugging_face(f"{HUGGING_FACE_PREFIX}{location}")
     settings = [f"model.kind={HUGGING_FACE_PREFIX}{path.absolute()}"]
@@ -302,6 +307,6 @@ def _open_hugging_face(location: str, overrides: Sequence[str]) -> TrainedModel:
             fix="give a directory with model.safetensors",
         )
     num_ranks: int | None = 1
-    if _sets_layout(overrides):
+    if _do_overrides_set_layout(overrides):
         num_ranks = None
     return TrainedModel(location, job, None, None, None, None, tuple(overrides), num_ranks, "")

@@ -33,13 +33,13 @@ from phalanx.parallel.executor import Batch
 from phalanx.parallel.model import ParallelModel
 from phalanx.parallel.parallelize import discover_transforms, parallelize
 from phalanx.plan.plan import Plan
-from phalanx.run.data import open_held_out, require_document_mask_support
+from phalanx.run.data import open_held_out_batches, require_document_mask_support
 from phalanx.run.trained.files import PROGRESS_FILE_NAME, RESULT_FILE_NAME, TOKENS_FILE_NAME
 from phalanx.run.trained.payloads import EvaluatePayload, GeneratePayload, ModelPayload
 from phalanx.train.evaluation import HeldOutBatches
 from phalanx.train.evaluator import Evaluator
-from phalanx.train.generate import Sampling, generate_tokens
-from phalanx.train.stop import StopFlags
+from phalanx.train.generate import SamplingRule, generate_tokens
+from phalanx.train.stop import StopSignalFlags
 
 PROGRESS_INTERVAL_S = 0.2
 # Imported in the server, once, instead of in every rank.
@@ -68,11 +68,11 @@ def evaluate_as_rank(document: JsonObject, link: RankLink) -> int:
     """
     payload = EvaluatePayload.from_json(document)
     run_dir = payload.model.run_dir
-    with open_model(payload.model) as opened:
+    with open_model_on_rank(payload.model) as opened:
         job, mesh = opened.job, opened.mesh
         corpus = load_corpus(payload.data_dir)
         require_document_mask_support(job, opened.model)
-        held_out = open_held_out(job, opened.plan, mesh, corpus, split=payload.split)
+        held_out = open_held_out_batches(job, opened.plan, mesh, corpus, split=payload.split)
         if held_out is None:
             raise DataError(
                 "nothing is held out",
@@ -80,7 +80,7 @@ def evaluate_as_rank(document: JsonObject, link: RankLink) -> int:
                 fix="raise data.held_out_fraction",
             )
         if mesh.rank == 0:
-            held_out = _report_batches(held_out, run_dir)
+            held_out = _report_batches_while_iterating(held_out, run_dir)
         began = time.monotonic()
         result = Evaluator(
             opened,
@@ -88,7 +88,7 @@ def evaluate_as_rank(document: JsonObject, link: RankLink) -> int:
             objective=build_objective(job),
             held_out=held_out,
             source_weights=dict(zip(corpus.names, corpus.weights, strict=True)),
-            stop=StopFlags(),
+            stop=StopSignalFlags(),
         ).evaluate()
         if mesh.rank == 0:
             facts = {**asdict(result), "evaluated_s": time.monotonic() - began}
@@ -103,9 +103,9 @@ def continue_texts(document: JsonObject, link: RankLink) -> int:
     Rank 0 appends a line for each token, as it comes, and for the end of each text.
     """
     payload = GeneratePayload.from_json(document)
-    sampling = Sampling(**asdict(payload.sampling), num_choices=payload.num_choices)
+    sampling = SamplingRule(**asdict(payload.sampling), num_choices=payload.num_choices)
     with (
-        open_model(payload.model) as opened,
+        open_model_on_rank(payload.model) as opened,
         open(payload.model.run_dir / TOKENS_FILE_NAME, "a") as file,
     ):
 
@@ -141,7 +141,7 @@ def continue_texts(document: JsonObject, link: RankLink) -> int:
 
 
 @contextlib.contextmanager
-def open_model(payload: ModelPayload) -> Iterator[OpenedModel]:
+def open_model_on_rank(payload: ModelPayload) -> Iterator[OpenedModel]:
     """Join the other ranks, build the model and load its weights. Collective."""
     job, plan = payload.job, payload.plan
     rank = int(os.environ.get("RANK", "0"))
@@ -179,7 +179,7 @@ def open_model(payload: ModelPayload) -> Iterator[OpenedModel]:
         yield OpenedModel(job, plan, mesh, model, payload.step)
 
 
-def _report_batches(held_out: HeldOutBatches, run_dir: Path) -> HeldOutBatches:
+def _report_batches_while_iterating(held_out: HeldOutBatches, run_dir: Path) -> HeldOutBatches:
     """The same batches; how many of all were taken is written now and then."""
     total = sum(len(batches) for batches in held_out.values() if isinstance(batches, Sized))
     done, told_s = 0, 0.0

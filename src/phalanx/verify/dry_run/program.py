@@ -21,7 +21,7 @@ from phalanx.mesh.compat import list_unsharded_fsdp_gradients
 from phalanx.mesh.devices import treating_cpu_as_gpu
 from phalanx.mesh.fake_tensors import hiding_placement_arithmetic_from_modes, open_fake_mesh
 from phalanx.mesh.logical import full_name
-from phalanx.nn.build import MODELS_PACKAGE, build_foreign, build_objective
+from phalanx.nn.build import MODELS_PACKAGE, build_objective, build_own_module
 from phalanx.parallel.executor import Objective
 from phalanx.parallel.step_stats import StepStats
 from phalanx.plan.plan import Plan
@@ -209,7 +209,7 @@ def run_dry_step(
 def _build_fake_module(job: Job, plan: Plan) -> nn.Module:
     """The module of the job, of fake tensors."""
     if job.model.is_foreign:
-        return build_foreign(job.model, job.run.seed)
+        return build_own_module(job.model, job.run.seed)
     shape = plan.model_shape
     module: nn.Module = resolve_kind(shape.kind, MODELS_PACKAGE, "build")(shape)
     return module

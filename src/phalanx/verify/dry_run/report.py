@@ -69,12 +69,12 @@ class RankKindReport:
 
     @property
     def planned_total_bytes(self) -> int:
-        """What the plan says of tensors."""
+        """Bytes of tensors that the plan predicts."""
         return sum(self.planned_bytes.values())
 
     @property
     def plan_error(self) -> float:
-        """How far the plan is from the dry run, as a fraction of the dry run; more is positive."""
+        """Planned over measured bytes, less 1: positive where the plan predicts more."""
         return self.planned_total_bytes / self.peak_bytes - 1
 
     def sent_bytes_by_axis(self) -> dict[str, float]:
@@ -135,7 +135,7 @@ class DryRunReport:
 
 
 def sum_planned_tensor_bytes(predicted_bytes: Mapping[str, int]) -> dict[str, int]:
-    """What a plan says of tensors, by category."""
+    """Bytes of tensors that a plan predicts, by category of the dry run."""
     planned = {}
     for category, num_bytes in predicted_bytes.items():
         if category not in NOT_TENSORS:

@@ -127,7 +127,7 @@ class StorageTracker(TorchDispatchMode):
             self.collectives = collectives
 
     def count_storages_by_size(self) -> Counter[int]:
-        """How many storages of each size there are now."""
+        """Number of storages that are alive, by their size in bytes."""
         return Counter(record.num_bytes for record in self._records.values())
 
     def enter_part(self, name: str) -> None:

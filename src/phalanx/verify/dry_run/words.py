@@ -76,7 +76,7 @@ def describe_collective_row(row: CollectiveRow) -> str:
 
 
 def list_dry_run_assumptions(report: DryRunReport) -> list[str]:
-    """What a dry run takes for granted, and what it says nothing about."""
+    """Sentences about the assumptions of a dry run, and about what it does not measure."""
     notes = [
         "memory is that of tensors: what an allocator keeps besides, libraries and the runtime are"
         " the plan's to count"

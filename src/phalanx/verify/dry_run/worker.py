@@ -123,7 +123,7 @@ def list_host_categories(plan: Plan) -> tuple[str, ...]:
 
 
 def build_error_of_fake_tensors(error: Exception) -> LayoutError:
-    """What a program raises that runs with real tensors, perhaps, and not with fake ones."""
+    """The error for a program that fails with fake tensors, and may run with real ones."""
     finder = CallerFinder()
     line = "the program"
     for frame, number in traceback.walk_tb(error.__traceback__):
