@@ -231,7 +231,7 @@ def test_an_older_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     require_fp8_device(torch.device("cuda", 0))
     monkeypatch.setattr(needs, "detect_least_compute_capability", lambda: (8, 0))
-    monkeypatch.setattr(needs, "_is_installed", lambda name: True)
+    monkeypatch.setattr(needs, "_is_package_installed", lambda name: True)
     with pytest.raises(
         EnvironmentProblem, match=r"capability 8\.9, and one here has 8\.0"
     ) as caught:
@@ -245,7 +245,7 @@ def test_without_torchao_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(EnvironmentProblem, match=r"needs torchao .*; pip install 'phalanx\[gpu\]'"):
         convert_linear_layers_to_fp8(nn.Sequential(nn.Linear(16, 16)))
-    monkeypatch.setattr(needs, "_is_installed", lambda name: name != "torchao")
+    monkeypatch.setattr(needs, "_is_package_installed", lambda name: name != "torchao")
     with pytest.raises(EnvironmentProblem, match="needs torchao; pip install"):
         needs.require_packages(job(), "cuda")
 

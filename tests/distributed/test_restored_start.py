@@ -52,13 +52,13 @@ TINY = (*SMALL[:3], "data.seq_len=32", "train.sample_tokens=0", "eval.tokens=0",
 def counted() -> list[int]:
     """Of this process: how many initial values each draw has made, from now on."""
     made: list[int] = []
-    draw = init._normals_of_runs
+    draw = init._make_normals_of_runs
 
     def watched(key: int, starts: Any, run: int) -> torch.Tensor:
         made.append(len(starts) * run)
         return draw(key, starts, run)
 
-    init._normals_of_runs = watched
+    init._make_normals_of_runs = watched
     return made
 
 

@@ -130,11 +130,11 @@ class Calls:
 CASES: dict[str, tuple[Callable[[], Tensors], Any, str, int, int]] = {
     # Of two layers, forward and backward.
     "query_block": (attention, VisibleKeys, "build_additive_mask", 4, 0),
-    "loss_chunk_tokens": (loss, objective, "_loss_and_gradient", 1, 0),
+    "loss_chunk_tokens": (loss, objective, "_sum_loss_and_write_gradient", 1, 0),
     # Rows are mixed once for each mask; of rows of odd length one with a part of their width has
     # lines that begin in the middle of a pair, filled by a loop of their own.
     "cpu_dropout_pairs": (dropout, counter_rng, "_apply_splitmix64_in_place", 7, 6),
-    "init_elements": (initial_weights, init, "_normals_of_runs", 4, 0),
+    "init_elements": (initial_weights, init, "_make_normals_of_runs", 4, 0),
 }
 
 

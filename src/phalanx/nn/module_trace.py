@@ -33,7 +33,7 @@ from phalanx.nn.operator_trace import (
     BEFORE,
     LOSS,
     OperatorRecorder,
-    TracedPart,
+    TracedPartRecord,
     iterate_tensors_of_tree,
 )
 
@@ -57,7 +57,8 @@ class UntraceableModuleError(Exception):
 def trace_module(module: nn.Module, batch: TracedBatch, objective: Objective) -> dict[str, Any]:
     """What `module`, whose parameters are fake, does in one microbatch, as JSON.
 
-    Raises UntraceableModuleError for a forward that depends on its numbers, or takes other arguments.
+    Raises UntraceableModuleError for a forward that depends on its numbers, or takes other
+    arguments.
     """
     blocks = find_repeated_blocks(module)
     recorder = OperatorRecorder(_map_storages_to_weight_holders(module))
@@ -287,7 +288,7 @@ def _find_equal_block_kind(
     return None
 
 
-def _find_block_prefix(record: TracedPart, block: nn.Module) -> str:
+def _find_block_prefix(record: TracedPartRecord, block: nn.Module) -> str:
     """The block's own name and a dot, from the names of the layers that it multiplied by."""
     within = {full_name(name) for name, _ in block.named_modules() if name}
     for product in record.products:
@@ -312,7 +313,7 @@ def _find_shared_storages(recorder: OperatorRecorder, num_blocks: int) -> set[in
 
 
 def _build_part_json(
-    recorder: OperatorRecorder, record: TracedPart, saved: Sequence[int], prefix: str
+    recorder: OperatorRecorder, record: TracedPartRecord, saved: Sequence[int], prefix: str
 ) -> dict[str, Any]:
     def sum_bytes_by_sources(numbers: Sequence[int]) -> list[list[Any]]:
         """Bytes by what they come from."""

@@ -7,7 +7,7 @@ PLANT = Plant(
     edits=(
         Edit(
             "optim/build.py",
-            "optimizer_shards",
+            "list_optimizer_shards",
             "                shards[key] = owner.like(key, get_local_tensor(value).detach())\n",
             "                held = get_local_tensor(value).detach()\n"
             '                if __planted__(slot == "exp_avg" and held.ndim > 1 and len(held) > 1):\n'

@@ -25,7 +25,7 @@ from phalanx.nn.build import MODELS_PACKAGE, build_objective, build_own_module
 from phalanx.parallel.executor import Objective
 from phalanx.parallel.step_stats import StepStats
 from phalanx.plan.plan import Plan
-from phalanx.run.weights import build_state
+from phalanx.run.weights import build_training_state
 from phalanx.train.state import TrainState
 from phalanx.verify.dry_run.collectives import CollectiveCall, CollectiveLog
 from phalanx.verify.dry_run.ddp_buckets import DdpBucketReductions, watch_ddp_buckets
@@ -198,7 +198,7 @@ def run_dry_step(
             tell("build")
             phases = TrackedPhases(tracker)
             module = _build_fake_module(job, plan)
-            state = build_state(job, plan, mesh, phases, module=module)
+            state = build_training_state(job, plan, mesh, phases, module=module)
             runner = DryStepRunner(job, plan, state, tracker, phases)
             runner.buckets = watch_ddp_buckets(state.model)
             tell("step")
