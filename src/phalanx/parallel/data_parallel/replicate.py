@@ -28,7 +28,7 @@ from phalanx.plan.plan import Plan
 class DpReplicate:
     order = TransformOrder.REPLICATE
 
-    def wanted(self, plan: Plan) -> bool:
+    def is_needed(self, plan: Plan) -> bool:
         return (
             plan.layout.gradient_reduction_layout.data_parallel_size > 1
             and plan.parallel.zero_stage <= 1

@@ -42,7 +42,7 @@ from phalanx.plan.plan import Plan
 class DpShard:
     order = TransformOrder.SHARD
 
-    def wanted(self, plan: Plan) -> bool:
+    def is_needed(self, plan: Plan) -> bool:
         return plan.layout.gradient_reduction_layout.dp_shard > 1 and plan.parallel.zero_stage >= 2
 
     def apply(self, context: ParallelContext) -> None:

@@ -30,7 +30,7 @@ def find_parameters_left_unsharded(module: nn.Module, below: int) -> set[nn.Para
 class AverageUnshardedParams:
     order = TransformOrder.UNSHARDED_PARAMS
 
-    def wanted(self, plan: Plan) -> bool:
+    def is_needed(self, plan: Plan) -> bool:
         return plan.layout.gradient_reduction_layout.dp_shard > 1 and plan.parallel.zero_stage >= 2
 
     def apply(self, context: ParallelContext) -> None:

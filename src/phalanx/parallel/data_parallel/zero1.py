@@ -29,7 +29,7 @@ from phalanx.plan.plan import Plan
 class Zero1:
     order = TransformOrder.ZERO1
 
-    def wanted(self, plan: Plan) -> bool:
+    def is_needed(self, plan: Plan) -> bool:
         return plan.parallel.zero_stage == 1 and plan.layout.gradient_reduction_layout.dp_shard > 1
 
     def apply(self, context: ParallelContext) -> None:
