@@ -22,6 +22,7 @@ import random
 import statistics
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,8 @@ def _run_rank(rank: int, args: argparse.Namespace, folder: Path) -> None:
         if rank == 0:
             (folder / "result.json").write_text(json.dumps(result))
         code = 0
+    except Exception:
+        traceback.print_exc()
     finally:
         # Without torch's teardown of groups that other ranks may have left.
         os._exit(code)
