@@ -24,12 +24,12 @@ def describe_bottleneck(verdict: BottleneckVerdict) -> str:
         f"{'' if main.share >= CLEAR_SHARE else ' (a small part)'}: without it steps would be"
         f" {describe_gain(main)}"
     )
-    others = [
+    further_causes = [
         f"{cause.subject} ({format_percent(cause.share, 1)}, {describe_gain(cause)})"
         for cause in verdict.causes[1:]
     ]
-    if others:
-        sentence += f"; then {', '.join(others)}"
+    if further_causes:
+        sentence += f"; then {', '.join(further_causes)}"
     return sentence
 
 

@@ -149,6 +149,6 @@ def find_uneven_steps(study: StepStudy) -> None:
 def _sum_lateness(study: StepStudy, group: tuple[int, ...]) -> float:
     late_s = 0.0
     for index in range(study.table.num_steps):
-        own = [study.table.rows[rank][index].self_s for rank in group]
-        late_s += max(own) - median(own)
+        self_seconds = [study.table.rows[rank][index].self_s for rank in group]
+        late_s += max(self_seconds) - median(self_seconds)
     return late_s

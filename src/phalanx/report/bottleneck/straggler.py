@@ -22,15 +22,15 @@ def find_straggler(study: StepStudy, group: tuple[int, ...]) -> None:
     if len(group) < 2:
         return
     rank, explained = _find_latest_rank(study, group)
-    others = tuple(other for other in group if other != rank)
-    excess = [max(each, 0.0) for each in calculate_excess(study.table, rank, others)]
+    peers = tuple(other for other in group if other != rank)
+    excess = [max(each, 0.0) for each in calculate_excess(study.table, rank, peers)]
     share = sum(excess) / study.total_s
     if share < MIN_SHARE or explained < MIN_EXPLAINED_SHARE:
         return
-    phase, phase_s = _find_slow_phase(study, rank, others)
+    phase, phase_s = _find_slow_phase(study, rank, peers)
     speedup = study.take_out({rank: excess})
     where = _WORDS_OF_GROUP.get(phase, f"in {phase}")
-    waits = median(mean(row.waiting_s for row in study.table.rows[other]) for other in others)
+    waits = median(mean(row.waiting_s for row in study.table.rows[other]) for other in peers)
     own_waits = mean(row.waiting_s for row in study.table.rows[rank])
     evidence = [
         f"rank {rank} takes {format_milliseconds(phase_s)} of a step longer {where} than the"
@@ -38,7 +38,7 @@ def find_straggler(study: StepStudy, group: tuple[int, ...]) -> None:
         f"the others wait {format_milliseconds(waits)} of a step in collectives, rank {rank}"
         f" {format_milliseconds(own_waits)}",
     ]
-    action = _advise_on_straggler(study, rank, others, phase, evidence)
+    action = _advise_on_straggler(study, rank, peers, phase, evidence)
     study.causes.append(
         Cause(
             "straggler",
@@ -59,36 +59,36 @@ def _find_latest_rank(study: StepStudy, group: tuple[int, ...]) -> tuple[int, fl
     latest_s = dict.fromkeys(group, 0.0)
     for index in range(study.table.num_steps):
         own = {rank: study.table.rows[rank][index].self_s for rank in group}
-        rank = max(own, key=own.__getitem__)
-        rest = [seconds for other, seconds in own.items() if other != rank]
-        latest_s[rank] += own[rank] - median(rest)
+        rank = max(self_seconds, key=self_seconds.__getitem__)
+        rest = [seconds for other, seconds in self_seconds.items() if other != rank]
+        latest_s[rank] += self_seconds[rank] - median(rest)
     rank = max(latest_s, key=latest_s.__getitem__)
     return rank, latest_s[rank] / max(sum(latest_s.values()), 1e-12)
 
 
-def _find_slow_phase(study: StepStudy, rank: int, others: tuple[int, ...]) -> tuple[str, float]:
+def _find_slow_phase(study: StepStudy, rank: int, peers: tuple[int, ...]) -> tuple[str, float]:
     """The time group in which a rank is slower by most, and by how many seconds of a step."""
     excess = {
-        group: mean(calculate_excess(study.table, rank, others, group)) for group in _OWN_GROUPS
+        group: mean(calculate_excess(study.table, rank, peers, group)) for group in _OWN_GROUPS
     }
     phase = max(excess, key=excess.__getitem__)
     return phase, excess[phase]
 
 
 def _advise_on_straggler(
-    study: StepStudy, rank: int, others: tuple[int, ...], phase: str, evidence: list[str]
+    study: StepStudy, rank: int, peers: tuple[int, ...], phase: str, evidence: list[str]
 ) -> str:
     if phase == "data":
         return (
             f"look at what rank {rank} reads and where from (its disk, its workers: data.workers)"
         )
-    own, usual = study.processor_share(rank), median(map(study.processor_share, others))
-    if own > 0 and usual > 0:
+    share, peer_share = study.processor_share(rank), median(map(study.processor_share, peers))
+    if share > 0 and peer_share > 0:
         evidence.append(
-            f"rank {rank} had a processor for {format_percent(own, 1)} of its own time, the"
-            f" others for {format_percent(usual, 1)}"
+            f"rank {rank} had a processor for {format_percent(share, 1)} of its own time, the"
+            f" others for {format_percent(peer_share, 1)}"
         )
-        if own < _MIN_PROCESSOR_RATIO * usual:
+        if share < _MIN_PROCESSOR_RATIO * peer_share:
             return (
                 f"rank {rank} waits for something or has no turn on its cores: look for other"
                 " processes there, and for what its code waits for"

@@ -1,4 +1,4 @@
-"""The measured steps again, with one cause taken out.
+"""The measured steps again, with one cause removed_s out.
 
 Ranks go in step: a step ends when the slowest of them has done its own part and what they send is
 there. So what a step gains is what the largest of the ranks' own seconds loses.
@@ -35,7 +35,7 @@ def calculate_speedup(table: StepTable, seconds: float) -> float:
 
 
 class EditedSeconds:
-    """Own seconds of ranks, of which some are taken out one after the other."""
+    """Own seconds of ranks, of which some are removed_s out one after the other."""
 
     def __init__(self, table: StepTable) -> None:
         self._table = table
@@ -52,12 +52,12 @@ class EditedSeconds:
         """A copy in which each rank has so many seconds less in each step."""
         edited = EditedSeconds(self._table)
         for rank, of_steps in self._seconds.items():
-            taken = seconds_of.get(rank)
+            removed_s = seconds_of.get(rank)
             edited._seconds[rank] = list(of_steps)
-            if taken is not None:
+            if removed_s is not None:
                 edited._seconds[rank] = [
-                    max(own_s - taken_s, 0.0)
-                    for own_s, taken_s in zip(of_steps, taken, strict=True)
+                    max(own_s - removed_step_s, 0.0)
+                    for own_s, removed_step_s in zip(of_steps, removed_s, strict=True)
                 ]
         return edited
 
@@ -68,15 +68,15 @@ def select_phase_seconds(rows: tuple[RankStep, ...], group: str) -> list[float]:
 
 
 def calculate_excess(
-    table: StepTable, rank: int, others: tuple[int, ...], group: str | None = None
+    table: StepTable, rank: int, peers: tuple[int, ...], group: str | None = None
 ) -> list[float]:
-    """Step by step: how many seconds more of its own `rank` has than the median of `others`;
+    """Step by step: how many seconds more of its own `rank` has than the median of `peers`;
     of one time group, or of all. Negative where it has fewer."""
     excess = []
     for index in range(table.num_steps):
         excess.append(
             _own_seconds(table.rows[rank][index], group)
-            - median(_own_seconds(table.rows[other][index], group) for other in others)
+            - median(_own_seconds(table.rows[other][index], group) for other in peers)
         )
     return excess
 
