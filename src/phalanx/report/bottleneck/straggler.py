@@ -58,7 +58,7 @@ def _find_latest_rank(study: StepStudy, group: tuple[int, ...]) -> tuple[int, fl
     such seconds that it is by itself the latest."""
     latest_s = dict.fromkeys(group, 0.0)
     for index in range(study.table.num_steps):
-        own = {rank: study.table.rows[rank][index].self_s for rank in group}
+        self_seconds = {rank: study.table.rows[rank][index].self_s for rank in group}
         rank = max(self_seconds, key=self_seconds.__getitem__)
         rest = [seconds for other, seconds in self_seconds.items() if other != rank]
         latest_s[rank] += self_seconds[rank] - median(rest)
